@@ -1,0 +1,279 @@
+#include "checks.h"
+
+#include <torch/csrc/stable/device.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+
+namespace grouped_linear {
+namespace {
+
+std::string name_of(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Byte: return "uint8";
+    case ScalarType::Char: return "int8";
+    case ScalarType::Short: return "int16";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Half: return "float16";
+    case ScalarType::Float: return "float32";
+    case ScalarType::Double: return "float64";
+    case ScalarType::Bool: return "bool";
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Float8_e5m2: return "float8_e5m2";
+    case ScalarType::Float8_e4m3fn: return "float8_e4m3fn";
+    default: return "an unsupported dtype";
+  }
+}
+
+std::string name_of(const torch::stable::Device& device) {
+  if (device.is_cpu()) return "cpu";
+  std::string type = device.is_cuda() ? "cuda" : "another device";
+  return device.has_index() ? type + ":" + std::to_string(device.index()) : type;
+}
+
+bool is_activation(ScalarType dtype) {
+  return dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float;
+}
+
+constexpr const char* kActivations = "bfloat16, float16 or float32";
+
+void check_activation(const char* op, const char* name, ScalarType dtype) {
+  check(is_activation(dtype), op, ": ", name, " must be ", kActivations, ", got ", name_of(dtype));
+}
+
+void check_dtype(const char* op, const char* name, const Tensor& t, ScalarType expected) {
+  check(t.scalar_type() == expected, op, ": ", name, " must be ", name_of(expected), ", got ",
+        name_of(t.scalar_type()));
+}
+
+void check_dim(const char* op, const char* name, const Tensor& t, int64_t dim) {
+  check(t.dim() == dim, op, ": ", name, " must be ", dim, "-D, got ", t.dim(), "-D");
+}
+
+void check_same(const char* op, const char* what, const char* a_name, int64_t a, const char* b_name,
+                int64_t b) {
+  check(a == b, op, ": ", what, " differs: ", a_name, " has ", a, ", ", b_name, " has ", b);
+}
+
+void check_features(const char* op, const char* what, int64_t size) {
+  check(size > 0 && size % kFeatureMultiple == 0, op, ": ", what,
+        " must be a positive multiple of ", kFeatureMultiple, ", got ", size);
+}
+
+void check_groups(const char* op, int64_t E) {
+  check(E >= 1 && E <= kMaxGroups, op, ": E must be between 1 and ", kMaxGroups, ", got ", E);
+}
+
+void check_device(const char* op, const char* name, const Tensor& t, const char* first_name,
+                  const Tensor& first) {
+  check(t.device() == first.device(), op, ": ", name, " is on ", name_of(t.device()), ", ",
+        first_name, " is on ", name_of(first.device()));
+}
+
+void check_offs(const char* op, const Tensor& offs, const char* first_name, const Tensor& first) {
+  check_dim(op, "offs", offs, 1);
+  check_dtype(op, "offs", offs, ScalarType::Int);
+  check_device(op, "offs", offs, first_name, first);
+  check_groups(op, offs.size(0));
+}
+
+void check_epsilon(const char* op, double amax_epsilon) {
+  check(std::isfinite(amax_epsilon) && amax_epsilon >= 0, op,
+        ": amax_epsilon must be finite and not negative, got ", amax_epsilon);
+}
+
+// q_t [blocks, features, 128] with scale_t [blocks, features].
+void check_columnwise(const char* op, const char* name, const Tensor& q_t, const char* scale_name,
+                      const Tensor& scale_t, const char* features) {
+  check_dim(op, name, q_t, 3);
+  check_dtype(op, name, q_t, ScalarType::Float8_e4m3fn);
+  check(q_t.size(2) == kBlock, op, ": ", name, " must hold blocks of ", kBlock, " rows, got ",
+        q_t.size(2));
+  check_features(op, features, q_t.size(1));
+  check_dim(op, scale_name, scale_t, 2);
+  check_dtype(op, scale_name, scale_t, ScalarType::Float);
+  check_device(op, scale_name, scale_t, name, q_t);
+  check_same(op, "the number of blocks", name, q_t.size(0), scale_name, scale_t.size(0));
+  check_same(op, features, name, q_t.size(1), scale_name, scale_t.size(1));
+}
+
+// q [rows, K] with scale [ceil(K / 128), round_up(rows, 4)].
+void check_rowwise(const char* op, const char* name, const Tensor& q, const char* scale_name,
+                   const Tensor& scale) {
+  check_dim(op, name, q, 2);
+  check_dtype(op, name, q, ScalarType::Float8_e4m3fn);
+  check_features(op, "K", q.size(1));
+  check_dim(op, scale_name, scale, 2);
+  check_dtype(op, scale_name, scale, ScalarType::Float);
+  check_device(op, scale_name, scale, name, q);
+  check_same(op, "the number of K blocks", name, ceil_div(q.size(1), kBlock), scale_name,
+             scale.size(0));
+  check_same(op, "the number of scale rows", name, round_up(q.size(0), kScaleRowMultiple),
+             scale_name, scale.size(1));
+}
+
+void check_bias(const char* op, const std::optional<Tensor>& bias, const Tensor& a, int64_t E,
+                int64_t N, ScalarType out_dtype) {
+  if (!bias) return;
+  check_dim(op, "bias", *bias, 2);
+  check_dtype(op, "bias", *bias, out_dtype);
+  check_device(op, "bias", *bias, "a", a);
+  check_same(op, "E", "bias", bias->size(0), "offs", E);
+  check_same(op, "N", "bias", bias->size(1), "b", N);
+}
+
+}  // namespace
+
+void check_splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t alignment,
+                             int64_t stride, ScalarType dtype) {
+  const char* op = "splits_to_offsets";
+  check_dim(op, "m_splits", m_splits, 1);
+  check(m_splits.scalar_type() == ScalarType::Int || m_splits.scalar_type() == ScalarType::Long, op,
+        ": m_splits must be int32 or int64, got ", name_of(m_splits.scalar_type()));
+  check_groups(op, m_splits.size(0));
+  check(dtype == ScalarType::Int || dtype == ScalarType::Long, op,
+        ": dtype must be int32 or int64, got ", name_of(dtype));
+  check(num_rows >= 0, op, ": num_rows must not be negative, got ", num_rows);
+  check(alignment >= 1, op, ": alignment must be positive, got ", alignment);
+  check(stride >= 1, op, ": stride must be positive, got ", stride);
+  const int64_t largest = dtype == ScalarType::Int ? std::numeric_limits<int32_t>::max()
+                                                   : std::numeric_limits<int64_t>::max();
+  check(num_rows <= largest / stride, op, ": num_rows * stride does not fit in ", name_of(dtype),
+        ", got ", num_rows, " * ", stride);
+}
+
+void check_group_quantize(const Tensor& x, const Tensor& offs, double amax_epsilon, bool rowwise,
+                          bool columnwise) {
+  const char* op = "group_quantize";
+  check_dim(op, "x", x, 2);
+  check_activation(op, "x", x.scalar_type());
+  check_features(op, "K", x.size(1));
+  check_offs(op, offs, "x", x);
+  check_epsilon(op, amax_epsilon);
+  check(rowwise || columnwise, op, ": rowwise or columnwise must be asked for, got neither");
+}
+
+void check_group_dequantize(const Tensor& q, const Tensor& scale, const Tensor& offs,
+                            ScalarType dtype) {
+  const char* op = "group_dequantize";
+  check_rowwise(op, "q", q, "scale", scale);
+  check_offs(op, offs, "q", q);
+  check_activation(op, "dtype", dtype);
+}
+
+void check_group_dequantize_t(const Tensor& q_t, const Tensor& scale_t, const Tensor& offs,
+                              int64_t num_rows, ScalarType dtype) {
+  const char* op = "group_dequantize_t";
+  check_columnwise(op, "q_t", q_t, "scale_t", scale_t, "K");
+  check_offs(op, offs, "q_t", q_t);
+  check(num_rows >= 0, op, ": num_rows must not be negative, got ", num_rows);
+  check_same(op, "the number of blocks", "q_t", q_t.size(0), "num_rows",
+             padded_rows(num_rows, offs.size(0)) / kBlock);
+  check_activation(op, "dtype", dtype);
+}
+
+void check_grouped_bias_grad(const Tensor& dy, const Tensor& offs) {
+  const char* op = "grouped_bias_grad";
+  check_dim(op, "dy", dy, 2);
+  check_activation(op, "dy", dy.scalar_type());
+  check_features(op, "N", dy.size(1));
+  check_offs(op, offs, "dy", dy);
+}
+
+void check_quantize_weight(const Tensor& w, double amax_epsilon) {
+  const char* op = "quantize_weight";
+  check_dim(op, "w", w, 3);
+  check_activation(op, "w", w.scalar_type());
+  check_groups(op, w.size(0));
+  check_features(op, "N", w.size(1));
+  check_features(op, "K", w.size(2));
+  check_epsilon(op, amax_epsilon);
+}
+
+void check_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
+                      const std::optional<Tensor>& bias, ScalarType out_dtype) {
+  const char* op = "grouped_mm";
+  check_dim(op, "a", a, 2);
+  check_dim(op, "b", b, 3);
+  check_activation(op, "a", a.scalar_type());
+  check_dtype(op, "b", b, a.scalar_type());
+  check_device(op, "b", b, "a", a);
+  check_same(op, "K", "a", a.size(1), "b", b.size(2));
+  check_features(op, "K", a.size(1));
+  check_features(op, "N", b.size(1));
+  check_offs(op, offs, "a", a);
+  check_same(op, "E", "b", b.size(0), "offs", offs.size(0));
+  check_activation(op, "out_dtype", out_dtype);
+  check_bias(op, bias, a, offs.size(0), b.size(1), out_dtype);
+}
+
+void check_grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a,
+                             const Tensor& scale_b, const Tensor& offs,
+                             const std::optional<Tensor>& bias, ScalarType out_dtype) {
+  const char* op = "grouped_scaled_mm";
+  check_rowwise(op, "a", a, "scale_a", scale_a);
+  check_dim(op, "b", b, 3);
+  check_dtype(op, "b", b, ScalarType::Float8_e4m3fn);
+  check_device(op, "b", b, "a", a);
+  check_same(op, "K", "a", a.size(1), "b", b.size(2));
+  check_features(op, "N", b.size(1));
+  check_dim(op, "scale_b", scale_b, 3);
+  check_dtype(op, "scale_b", scale_b, ScalarType::Float);
+  check_device(op, "scale_b", scale_b, "a", a);
+  check_same(op, "E", "b", b.size(0), "scale_b", scale_b.size(0));
+  check_same(op, "the number of N blocks", "b", ceil_div(b.size(1), kBlock), "scale_b",
+             scale_b.size(1));
+  check_same(op, "the number of K blocks", "b", ceil_div(b.size(2), kBlock), "scale_b",
+             scale_b.size(2));
+  check_offs(op, offs, "a", a);
+  check_same(op, "E", "b", b.size(0), "offs", offs.size(0));
+  check_activation(op, "out_dtype", out_dtype);
+  check_bias(op, bias, a, offs.size(0), b.size(1), out_dtype);
+}
+
+void check_grouped_mm_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& offs,
+                            ScalarType out_dtype) {
+  check_dim(op, "dy", dy, 2);
+  check_dim(op, "x", x, 2);
+  check_activation(op, "dy", dy.scalar_type());
+  check_dtype(op, "x", x, dy.scalar_type());
+  check_device(op, "x", x, "dy", dy);
+  check_same(op, "T", "dy", dy.size(0), "x", x.size(0));
+  check_features(op, "N", dy.size(1));
+  check_features(op, "K", x.size(1));
+  check_offs(op, offs, "dy", dy);
+  check_activation(op, "out_dtype", out_dtype);
+}
+
+void check_grouped_scaled_mm_wgrad(const char* op, const Tensor& dy_t, const Tensor& x_t,
+                                   const Tensor& scale_dy_t, const Tensor& scale_x_t,
+                                   const Tensor& offs, ScalarType out_dtype) {
+  check_columnwise(op, "dy_t", dy_t, "scale_dy_t", scale_dy_t, "N");
+  check_columnwise(op, "x_t", x_t, "scale_x_t", scale_x_t, "K");
+  check_device(op, "x_t", x_t, "dy_t", dy_t);
+  check_same(op, "the number of blocks", "dy_t", dy_t.size(0), "x_t", x_t.size(0));
+  check_offs(op, offs, "dy_t", dy_t);
+  check_activation(op, "out_dtype", out_dtype);
+}
+
+void check_main_grad(const char* op, const Tensor& main_grad, const Tensor& dy, int64_t E, int64_t N,
+                     int64_t K, const std::optional<Tensor>& overwrite) {
+  check_dim(op, "main_grad", main_grad, 3);
+  check(main_grad.scalar_type() == ScalarType::Float ||
+            main_grad.scalar_type() == ScalarType::BFloat16,
+        op, ": main_grad must be float32 or bfloat16, got ", name_of(main_grad.scalar_type()));
+  check_device(op, "main_grad", main_grad, "dy", dy);
+  check_same(op, "E", "main_grad", main_grad.size(0), "offs", E);
+  check_same(op, "N", "main_grad", main_grad.size(1), "dy", N);
+  check_same(op, "K", "main_grad", main_grad.size(2), "x", K);
+  check(main_grad.is_contiguous(), op, ": main_grad must be contiguous, got strides ",
+        main_grad.stride(0), ", ", main_grad.stride(1), ", ", main_grad.stride(2));
+  if (!overwrite) return;
+  check_dim(op, "overwrite", *overwrite, 0);
+  check_dtype(op, "overwrite", *overwrite, ScalarType::Bool);
+  check_device(op, "overwrite", *overwrite, "main_grad", main_grad);
+}
+
+}  // namespace grouped_linear

@@ -1,0 +1,54 @@
+// The rules of every op, stated once for CPU and CUDA. meta_kernels/ states the same rules with the
+// same sentences for fake tensors; tests/test_errors.py holds the two together.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+
+#include "layout.h"
+
+namespace grouped_linear {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// STD_TORCH_CHECK puts a function, file and line before the sentence; a caller needs the sentence.
+template <typename... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  std::ostringstream sentence;
+  (sentence << ... << parts);
+  throw std::runtime_error(sentence.str());
+}
+
+template <typename... Parts>
+void check(bool rule_holds, const Parts&... parts) {
+  if (!rule_holds) fail(parts...);
+}
+
+void check_splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t alignment,
+                             int64_t stride, ScalarType dtype);
+void check_group_quantize(const Tensor& x, const Tensor& offs, double amax_epsilon, bool rowwise,
+                          bool columnwise);
+void check_group_dequantize(const Tensor& q, const Tensor& scale, const Tensor& offs,
+                            ScalarType dtype);
+void check_group_dequantize_t(const Tensor& q_t, const Tensor& scale_t, const Tensor& offs,
+                              int64_t num_rows, ScalarType dtype);
+void check_grouped_bias_grad(const Tensor& dy, const Tensor& offs);
+void check_quantize_weight(const Tensor& w, double amax_epsilon);
+void check_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
+                      const std::optional<Tensor>& bias, ScalarType out_dtype);
+void check_grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a,
+                             const Tensor& scale_b, const Tensor& offs,
+                             const std::optional<Tensor>& bias, ScalarType out_dtype);
+void check_grouped_mm_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& offs,
+                            ScalarType out_dtype);
+void check_grouped_scaled_mm_wgrad(const char* op, const Tensor& dy_t, const Tensor& x_t,
+                                   const Tensor& scale_dy_t, const Tensor& scale_x_t,
+                                   const Tensor& offs, ScalarType out_dtype);
+void check_main_grad(const char* op, const Tensor& main_grad, const Tensor& dy, int64_t E, int64_t N,
+                     int64_t K, const std::optional<Tensor>& overwrite);
+
+}  // namespace grouped_linear

@@ -1,0 +1,53 @@
+#include "../checks.h"
+#include "../ops.h"
+#include "tile.h"
+
+namespace grouped_linear::cpu {
+
+Tensor group_dequantize(const Tensor& q_in, const Tensor& scale_in, const Tensor& offs,
+                        ScalarType dtype) {
+  check_group_dequantize(q_in, scale_in, offs, dtype);
+  const Tensor q = inner_contiguous(q_in), scale = inner_contiguous(scale_in);
+  const int64_t T = q.size(0), K = q.size(1);
+  const int64_t valid = group_starts("group_dequantize", offs, T).back();
+  Tensor x = torch::stable::new_empty(q, std::vector<int64_t>{T, K}, dtype);
+
+  torch::stable::parallel_for(0, valid, 16, [&](int64_t begin, int64_t end) {
+    std::vector<float> row(K);
+    for (int64_t t = begin; t < end; ++t) {
+      load_row(row_of(q, t), ScalarType::Float8_e4m3fn, K, row.data());
+      for (int64_t k = 0; k < K; ++k)
+        row[k] *= reinterpret_cast<const float*>(row_of(scale, k / kBlock))[t];
+      store_row(row.data(), K, dtype, row_of(x, t));
+    }
+  });
+  zero_rows(x, valid);
+  return x;
+}
+
+Tensor group_dequantize_t(const Tensor& q_t_in, const Tensor& scale_t_in, const Tensor& offs,
+                          int64_t num_rows, ScalarType dtype) {
+  check_group_dequantize_t(q_t_in, scale_t_in, offs, num_rows, dtype);
+  const Tensor q_t = torch::stable::contiguous(q_t_in), scale_t = inner_contiguous(scale_t_in);
+  const int64_t K = q_t.size(1);
+  const auto starts = group_starts("group_dequantize_t", offs, num_rows);
+  const auto blocks = row_blocks(starts);
+  Tensor x = torch::stable::new_empty(q_t, std::vector<int64_t>{num_rows, K}, dtype);
+
+  torch::stable::parallel_for(0, blocks.size(), 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> columns(K * kBlock), row(K);
+    for (int64_t b = begin; b < end; ++b) {
+      load_row(row_of(q_t, b), ScalarType::Float8_e4m3fn, K * kBlock, columns.data());
+      const auto* scales = reinterpret_cast<const float*>(row_of(scale_t, b));
+      for (int64_t t = blocks[b].begin; t < blocks[b].end; ++t) {
+        for (int64_t k = 0; k < K; ++k)
+          row[k] = columns[k * kBlock + t - blocks[b].begin] * scales[k];
+        store_row(row.data(), K, dtype, row_of(x, t));
+      }
+    }
+  });
+  zero_rows(x, starts.back());
+  return x;
+}
+
+}  // namespace grouped_linear::cpu

@@ -1,0 +1,114 @@
+// One pass over x: a 128 x 128 tile is read once and gives its rowwise and columnwise data, both
+// scales, and its share of the bias gradient.
+
+#include "../checks.h"
+#include "../ops.h"
+#include "tile.h"
+
+namespace grouped_linear::cpu {
+namespace {
+
+// bias_grad[e] = the sums of group e's blocks, added from the first block to the last.
+void add_block_sums(const std::vector<RowBlock>& blocks, const std::vector<float>& block_sums,
+                    const Tensor& bias_grad) {
+  const int64_t features = bias_grad.size(1);
+  float* grad = bias_grad.mutable_data_ptr<float>();
+  for (const RowBlock& block : blocks)
+    for (int64_t c = 0; c < features; ++c)
+      grad[block.group * features + c] += block_sums[block.index * features + c];
+}
+
+// Calls visit(block, first column, tile) for every tile of every group, in parallel.
+template <typename Visit>
+void for_each_tile(const Tensor& x, const std::vector<RowBlock>& blocks, const Visit& visit) {
+  const int64_t features = x.size(1), col_blocks = ceil_div(features, kBlock);
+  const int64_t tiles = static_cast<int64_t>(blocks.size()) * col_blocks;
+  torch::stable::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
+    Tile tile;
+    for (int64_t t = begin; t < end; ++t) {
+      const RowBlock& block = blocks[t / col_blocks];
+      const int64_t col = t % col_blocks * kBlock;
+      tile.load(row_of(x, block.begin) + col * element_size(x.scalar_type()), x.scalar_type(),
+                x.stride(0), block.end - block.begin, std::min(kBlock, features - col));
+      visit(block, col, tile);
+    }
+  });
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
+    const Tensor& x_in, const Tensor& offs, double amax_epsilon, bool power_of_two_scales,
+    bool rowwise, bool columnwise, bool bias_grad) {
+  check_group_quantize(x_in, offs, amax_epsilon, rowwise, columnwise);
+  const Tensor x = inner_contiguous(x_in);
+  const int64_t T = x.size(0), K = x.size(1), E = offs.size(0);
+  const auto blocks = row_blocks(group_starts("group_quantize", offs, T));
+
+  using Shape = std::vector<int64_t>;
+  const auto output = [&x](bool wanted, const Shape& shape, ScalarType dtype) {
+    return torch::stable::new_empty(x, wanted ? shape : Shape{0}, dtype);
+  };
+  const int64_t scale_stride = round_up(T, kScaleRowMultiple), Tp = padded_rows(T, E);
+  Tensor q = output(rowwise, {T, K}, ScalarType::Float8_e4m3fn);
+  Tensor scale = output(rowwise, {ceil_div(K, kBlock), scale_stride}, ScalarType::Float);
+  Tensor q_t = output(columnwise, {Tp / kBlock, K, kBlock}, ScalarType::Float8_e4m3fn);
+  Tensor scale_t = output(columnwise, {Tp / kBlock, K}, ScalarType::Float);
+  Tensor grad = output(bias_grad, {E, K}, ScalarType::Float);
+
+  auto* q_bytes = static_cast<uint8_t*>(q.data_ptr());
+  auto* q_t_bytes = static_cast<uint8_t*>(q_t.data_ptr());
+  auto* scales = static_cast<float*>(scale.data_ptr());
+  auto* scales_t = static_cast<float*>(scale_t.data_ptr());
+  std::vector<float> block_sums(bias_grad ? blocks.size() * K : 0);
+
+  const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
+  for_each_tile(x, blocks, [&](const RowBlock& block, int64_t col, const Tile& tile) {
+    const int64_t rows = block.end - block.begin, cols = std::min(kBlock, K - col);
+    uint32_t amax[kBlock];
+    float factor[kBlock] = {};
+    if (rowwise) {
+      tile.row_amax(amax);
+      for (int64_t r = 0; r < rows; ++r) {
+        const BlockScale row = block_scale(amax[r], rule);
+        factor[r] = row.factor;
+        scales[col / kBlock * scale_stride + block.begin + r] = row.scale;
+      }
+      tile.quantize_rows(factor, q_bytes + block.begin * K + col, K);
+    }
+    if (columnwise) {
+      tile.col_amax(amax);
+      for (int64_t c = 0; c < cols; ++c) {
+        const BlockScale column = block_scale(amax[c], rule);
+        factor[c] = column.factor;
+        scales_t[block.index * K + col + c] = column.scale;
+      }
+      tile.quantize_cols(factor, q_t_bytes + (block.index * K + col) * kBlock, kBlock, kBlock);
+    }
+    if (bias_grad) tile.col_sums(&block_sums[block.index * K + col]);
+  });
+
+  if (bias_grad) {
+    torch::stable::zero_(grad);
+    add_block_sums(blocks, block_sums, grad);
+  }
+  return {q, scale, q_t, scale_t, grad};
+}
+
+Tensor grouped_bias_grad(const Tensor& dy_in, const Tensor& offs) {
+  check_grouped_bias_grad(dy_in, offs);
+  const Tensor dy = inner_contiguous(dy_in);
+  const int64_t N = dy.size(1);
+  const auto blocks = row_blocks(group_starts("grouped_bias_grad", offs, dy.size(0)));
+
+  std::vector<float> block_sums(blocks.size() * N);
+  for_each_tile(dy, blocks, [&](const RowBlock& block, int64_t col, const Tile& tile) {
+    tile.col_sums(&block_sums[block.index * N + col]);
+  });
+  Tensor grad =
+      torch::stable::new_zeros(dy, std::vector<int64_t>{offs.size(0), N}, ScalarType::Float);
+  add_block_sums(blocks, block_sums, grad);
+  return grad;
+}
+
+}  // namespace grouped_linear::cpu

@@ -1,0 +1,88 @@
+#include "rows.h"
+
+#include <cstring>
+
+#include "../checks.h"
+#include "numerics.h"
+
+namespace grouped_linear::cpu {
+namespace {
+
+GROUPED_LINEAR_EVERY_WIDTH void load_bf16(const uint16_t* row, int64_t n, float* values) {
+  for (int64_t i = 0; i < n; ++i) values[i] = from_bf16(row[i]);
+}
+GROUPED_LINEAR_EVERY_WIDTH void load_half(const uint16_t* row, int64_t n, float* values) {
+  for (int64_t i = 0; i < n; ++i) values[i] = from_half(row[i]);
+}
+GROUPED_LINEAR_EVERY_WIDTH void load_e4m3(const uint8_t* row, int64_t n, float* values) {
+  for (int64_t i = 0; i < n; ++i) values[i] = from_e4m3(row[i]);
+}
+GROUPED_LINEAR_EVERY_WIDTH void store_bf16(const float* values, int64_t n, uint16_t* row) {
+  for (int64_t i = 0; i < n; ++i) row[i] = to_bf16(values[i]);
+}
+GROUPED_LINEAR_EVERY_WIDTH void store_half(const float* values, int64_t n, uint16_t* row) {
+  for (int64_t i = 0; i < n; ++i) row[i] = to_half(values[i]);
+}
+
+}  // namespace
+
+void load_row(const void* row, ScalarType dtype, int64_t n, float* values) {
+  switch (dtype) {
+    case ScalarType::Float: std::memcpy(values, row, n * sizeof(float)); return;
+    case ScalarType::BFloat16: load_bf16(static_cast<const uint16_t*>(row), n, values); return;
+    case ScalarType::Half: load_half(static_cast<const uint16_t*>(row), n, values); return;
+    case ScalarType::Float8_e4m3fn: load_e4m3(static_cast<const uint8_t*>(row), n, values); return;
+    default: fail("load_row: no conversion from this dtype");
+  }
+}
+
+void store_row(const float* values, int64_t n, ScalarType dtype, void* row) {
+  switch (dtype) {
+    case ScalarType::Float: std::memcpy(row, values, n * sizeof(float)); return;
+    case ScalarType::BFloat16: store_bf16(values, n, static_cast<uint16_t*>(row)); return;
+    case ScalarType::Half: store_half(values, n, static_cast<uint16_t*>(row)); return;
+    default: fail("store_row: no conversion to this dtype");
+  }
+}
+
+int64_t element_size(ScalarType dtype) {
+  return dtype == ScalarType::Float ? 4 : dtype == ScalarType::Float8_e4m3fn ? 1 : 2;
+}
+
+Tensor inner_contiguous(const Tensor& t) {
+  return t.stride(t.dim() - 1) == 1 ? t : torch::stable::contiguous(t);
+}
+
+std::optional<Tensor> inner_contiguous(const std::optional<Tensor>& t) {
+  if (!t) return std::nullopt;
+  return inner_contiguous(*t);
+}
+
+std::vector<int64_t> group_starts(const char* op, const Tensor& offs, int64_t rows) {
+  const Tensor dense = torch::stable::contiguous(offs);
+  const int32_t* ends = dense.const_data_ptr<int32_t>();
+  std::vector<int64_t> starts{0};
+  for (int64_t e = 0; e < offs.size(0); ++e) {
+    check(ends[e] >= starts[e], op, ": offs must not decrease, got ", ends[e], " after ", starts[e],
+          " at group ", e);
+    check(ends[e] <= rows, op, ": offs must not exceed the number of rows ", rows, ", got ", ends[e],
+          " at group ", e);
+    starts.push_back(ends[e]);
+  }
+  return starts;
+}
+
+std::vector<RowBlock> row_blocks(const std::vector<int64_t>& starts) {
+  std::vector<RowBlock> blocks;
+  for (size_t e = 0; e + 1 < starts.size(); ++e)
+    for (int64_t begin = starts[e]; begin < starts[e + 1]; begin += kBlock)
+      blocks.push_back({static_cast<int64_t>(e), begin, std::min(begin + kBlock, starts[e + 1]),
+                        static_cast<int64_t>(blocks.size())});
+  return blocks;
+}
+
+void zero_rows(const Tensor& t, int64_t begin) {
+  if (begin < t.size(0)) std::memset(row_of(t, begin), 0, row_of(t, t.size(0)) - row_of(t, begin));
+}
+
+}  // namespace grouped_linear::cpu

@@ -1,0 +1,52 @@
+// Rows of tensors: conversion between float32 and the tensors' dtypes, and the rows of each group.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "../layout.h"
+
+// One copy of a loop for each vector width, chosen when the library is loaded. The loops do the same
+// arithmetic in the same order (the build forbids FMA contraction), so the widths agree bit for bit.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define GROUPED_LINEAR_EVERY_WIDTH \
+  __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#else
+#define GROUPED_LINEAR_EVERY_WIDTH
+#endif
+
+namespace grouped_linear::cpu {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// n elements of a dtype to float32, and back (nearest even).
+void load_row(const void* row, ScalarType dtype, int64_t n, float* values);
+void store_row(const float* values, int64_t n, ScalarType dtype, void* row);
+
+int64_t element_size(ScalarType dtype);
+
+// t itself where its last dimension is dense, else a dense copy.
+Tensor inner_contiguous(const Tensor& t);
+std::optional<Tensor> inner_contiguous(const std::optional<Tensor>& t);
+
+inline char* row_of(const Tensor& t, int64_t row) {
+  return static_cast<char*>(t.data_ptr()) +
+         row * t.stride(0) * static_cast<int64_t>(t.element_size());
+}
+
+// At most kBlock rows of one group: the rows [begin, end), block number `index` of the padded layout.
+struct RowBlock {
+  int64_t group, begin, end, index;
+};
+
+// The rows [starts[e], starts[e + 1]) of every group e, checked against the tensor's rows.
+std::vector<int64_t> group_starts(const char* op, const Tensor& offs, int64_t rows);
+std::vector<RowBlock> row_blocks(const std::vector<int64_t>& starts);
+
+void zero_rows(const Tensor& t, int64_t begin);
+
+}  // namespace grouped_linear::cpu

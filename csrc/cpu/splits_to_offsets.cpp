@@ -1,0 +1,39 @@
+#include "../checks.h"
+#include "../ops.h"
+#include "rows.h"
+
+namespace grouped_linear::cpu {
+namespace {
+
+template <typename Split, typename Offset>
+void write_offsets(const Tensor& m_splits, int64_t num_rows, int64_t alignment, int64_t stride,
+                   const Tensor& offs) {
+  const Split* splits = m_splits.const_data_ptr<Split>();
+  int64_t end = 0, sum = 0;
+  for (int64_t e = 0; e < m_splits.size(0); ++e) {
+    const int64_t size = splits[e];
+    check(size >= 0, "splits_to_offsets: m_splits must not be negative, got ", size, " at group ", e);
+    // num_rows - sum cannot overflow, sum + size can
+    check(size <= num_rows - sum, "splits_to_offsets: m_splits must sum to at most num_rows ",
+          num_rows, ", got ", sum, " + ", size, " at group ", e);
+    sum += size;
+    end = std::min(num_rows, round_up(size, alignment) + end);
+    offs.mutable_data_ptr<Offset>()[e] = static_cast<Offset>(end * stride);
+  }
+}
+
+}  // namespace
+
+Tensor splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t alignment,
+                         int64_t stride, ScalarType dtype) {
+  check_splits_to_offsets(m_splits, num_rows, alignment, stride, dtype);
+  const Tensor splits = torch::stable::contiguous(m_splits);
+  Tensor offs = torch::stable::new_empty(splits, splits.sizes(), dtype);
+  const bool wide_in = splits.scalar_type() == ScalarType::Long, wide_out = dtype == ScalarType::Long;
+  (wide_in ? (wide_out ? write_offsets<int64_t, int64_t> : write_offsets<int64_t, int32_t>)
+           : (wide_out ? write_offsets<int32_t, int64_t> : write_offsets<int32_t, int32_t>))(
+      splits, num_rows, alignment, stride, offs);
+  return offs;
+}
+
+}  // namespace grouped_linear::cpu

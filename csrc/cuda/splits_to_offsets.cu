@@ -1,0 +1,33 @@
+#include "../checks.h"
+#include "../ops.h"
+#include "kernels/splits_to_offsets.cuh"
+#include "launch.h"
+
+namespace grouped_linear::cuda {
+
+Tensor splits_to_offsets(const Tensor& m_splits_in, int64_t num_rows, int64_t alignment,
+                         int64_t stride, ScalarType dtype) {
+  check_splits_to_offsets(m_splits_in, num_rows, alignment, stride, dtype);
+
+  const Launch launch("splits_to_offsets", m_splits_in);
+  const Tensor m_splits = torch::stable::contiguous(m_splits_in);
+  Tensor offs = torch::stable::new_empty(m_splits, m_splits.sizes(), dtype);
+
+  const auto run = [&](auto split, auto offset) {
+    using Split = decltype(split);
+    using Offset = decltype(offset);
+    splits_to_offsets_kernel<<<1, kMaxGroups, 0, launch.stream()>>>(
+        m_splits.const_data_ptr<Split>(), static_cast<int>(m_splits.size(0)), num_rows, alignment,
+        stride, offs.mutable_data_ptr<Offset>());
+  };
+  const bool wide_in = m_splits.scalar_type() == ScalarType::Long;
+  const bool wide_out = dtype == ScalarType::Long;
+  if (wide_in)
+    wide_out ? run(int64_t{}, int64_t{}) : run(int64_t{}, int32_t{});
+  else
+    wide_out ? run(int32_t{}, int64_t{}) : run(int32_t{}, int32_t{});
+  launch.check_launched();
+  return offs;
+}
+
+}  // namespace grouped_linear::cuda

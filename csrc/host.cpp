@@ -1,0 +1,21 @@
+// grouped_linear._host: questions about the build and the layouts that need no tensor.
+#include <pybind11/pybind11.h>
+
+#include "layout.h"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_host, m) {
+  m.doc() = "Host-side facts of the build: constants and sizes shared with the C++ kernels.";
+  m.attr("BLOCK") = grouped_linear::kBlock;
+  m.attr("FEATURE_MULTIPLE") = grouped_linear::kFeatureMultiple;
+  m.attr("MAX_GROUPS") = grouped_linear::kMaxGroups;
+#ifdef GROUPED_LINEAR_CUDA
+  m.attr("CUDA_VERSION") = GROUPED_LINEAR_CUDA;
+#else
+  m.attr("CUDA_VERSION") = py::none();
+#endif
+  m.def("padded_rows", &grouped_linear::padded_rows, py::arg("num_rows"), py::arg("num_groups"),
+        "Rows of columnwise data for num_rows tokens in num_groups groups: the static bound\n"
+        "128 * floor((T + 127 * min(E, T)) / 128).");
+}

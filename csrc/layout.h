@@ -1,0 +1,23 @@
+// The constants and sizes that every backend agrees on.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace grouped_linear {
+
+constexpr int64_t kBlock = 128;         // elements along K (rowwise) or rows (columnwise) a scale
+constexpr int64_t kFeatureMultiple = 16;  // in_features and out_features: 16-byte rows in FP8
+constexpr int64_t kScaleRowMultiple = 4;  // rows of a scale tensor: 16-byte strides for TMA
+constexpr int64_t kMaxGroups = 1024;      // one thread a group in one CUDA block
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// Rows of columnwise data when every group starts at a multiple of kBlock. A group wastes at most
+// kBlock - 1 rows and at most min(E, T) groups have any, so the bound needs no group size.
+constexpr int64_t padded_rows(int64_t T, int64_t E) {
+  return kBlock * ((T + (kBlock - 1) * std::min(E, T)) / kBlock);
+}
+
+}  // namespace grouped_linear

@@ -1,0 +1,120 @@
+// Every schema of the namespace grouped_linear, and the kernels behind it.
+//
+// T rows, E groups, K in_features, N out_features, B = 128, Tp = padded_rows(T, E).
+// offs [E] int32: the end of each group's rows, torch's grouped_mm convention.
+// scale multiplies to dequantize: x ~ q * scale.
+
+#include <torch/csrc/stable/library.h>
+
+#include "checks.h"
+#include "ops.h"
+
+STABLE_TORCH_LIBRARY(grouped_linear, m) {
+  // m_splits [E] -> offs [E]: stride * min(num_rows, running sum of m_splits rounded up to alignment)
+  m.def(
+      "splits_to_offsets(Tensor m_splits, SymInt num_rows, int alignment=1, SymInt stride=1, "
+      "ScalarType dtype=int) -> Tensor");
+
+  // x [T, K] -> q [T, K], scale [ceil(K/B), round_up(T, 4)], q_t [Tp/B, K, B], scale_t [Tp/B, K],
+  //             bias_grad [E, K] float32; what is not asked for has no elements
+  m.def(
+      "group_quantize(Tensor x, Tensor offs, float amax_epsilon=0.0, bool power_of_two_scales=True, "
+      "bool rowwise=True, bool columnwise=False, bool bias_grad=False) "
+      "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)");
+  m.def(
+      "group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType dtype) -> Tensor");
+  m.def(
+      "group_dequantize_t(Tensor q_t, Tensor scale_t, Tensor offs, SymInt num_rows, "
+      "ScalarType dtype) -> Tensor");
+
+  // dy [T, N] -> [E, N] float32
+  m.def("grouped_bias_grad(Tensor dy, Tensor offs) -> Tensor");
+
+  // w [E, N, K] -> q [E, N, K], scale [E, ceil(N/B), ceil(K/B)], q_t [E, K, N]
+  m.def(
+      "quantize_weight(Tensor w, float amax_epsilon=0.0, bool power_of_two_scales=True, "
+      "bool columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)");
+
+  // a [T, K], b [E, N, K], bias [E, N] -> a[t] @ b[e].T + bias[e]: [T, N]
+  m.def(
+      "grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, ScalarType? out_dtype=None) "
+      "-> Tensor");
+  m.def(
+      "grouped_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, "
+      "Tensor? bias=None, ScalarType out_dtype=bfloat16) -> Tensor");
+
+  // dy [T, N], x [T, K] -> dy[group e].T @ x[group e]: [E, N, K]
+  m.def(
+      "grouped_mm_wgrad(Tensor dy, Tensor x, Tensor offs, ScalarType? out_dtype=None) -> Tensor");
+  m.def(
+      "grouped_scaled_mm_wgrad(Tensor dy_t, Tensor x_t, Tensor scale_dy_t, Tensor scale_x_t, "
+      "Tensor offs, ScalarType out_dtype=bfloat16) -> Tensor");
+
+  // The same, added to main_grad, or written over it where the 0-d bool `overwrite` is true
+  m.def(
+      "grouped_mm_wgrad_(Tensor(a!) main_grad, Tensor dy, Tensor x, Tensor offs, "
+      "Tensor? overwrite=None) -> ()");
+  m.def(
+      "grouped_scaled_mm_wgrad_(Tensor(a!) main_grad, Tensor dy_t, Tensor x_t, Tensor scale_dy_t, "
+      "Tensor scale_x_t, Tensor offs, Tensor? overwrite=None) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CPU, m) {
+  using namespace grouped_linear::cpu;
+  m.impl("splits_to_offsets", TORCH_BOX(&splits_to_offsets));
+  m.impl("group_quantize", TORCH_BOX(&group_quantize));
+  m.impl("group_dequantize", TORCH_BOX(&group_dequantize));
+  m.impl("group_dequantize_t", TORCH_BOX(&group_dequantize_t));
+  m.impl("grouped_bias_grad", TORCH_BOX(&grouped_bias_grad));
+  m.impl("quantize_weight", TORCH_BOX(&quantize_weight));
+  m.impl("grouped_mm", TORCH_BOX(&grouped_mm));
+  m.impl("grouped_scaled_mm", TORCH_BOX(&grouped_scaled_mm));
+  m.impl("grouped_mm_wgrad", TORCH_BOX(&grouped_mm_wgrad));
+  m.impl("grouped_scaled_mm_wgrad", TORCH_BOX(&grouped_scaled_mm_wgrad));
+  m.impl("grouped_mm_wgrad_", TORCH_BOX(&grouped_mm_wgrad_));
+  m.impl("grouped_scaled_mm_wgrad_", TORCH_BOX(&grouped_scaled_mm_wgrad_));
+}
+
+namespace {
+
+// An op name as a template argument, so that each missing kernel can say its own.
+template <size_t size>
+struct OpName {
+  char text[size];
+  constexpr OpName(const char (&name)[size]) { std::copy_n(name, size, text); }
+};
+
+// Takes what the CPU kernel takes and says that CUDA has none.
+template <typename Kernel>
+struct NoCuda;
+template <typename Return, typename... Arguments>
+struct NoCuda<Return (*)(Arguments...)> {
+  template <OpName op>
+  static Return kernel(Arguments...) {
+    grouped_linear::fail(op.text, ": no CUDA kernel in this build, only CPU");
+  }
+};
+
+}  // namespace
+
+#define GROUPED_LINEAR_NO_CUDA(op) \
+  m.impl(#op, TORCH_BOX(&NoCuda<decltype(&grouped_linear::cpu::op)>::kernel<#op>))
+
+STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CUDA, m) {
+#ifdef GROUPED_LINEAR_CUDA
+  m.impl("splits_to_offsets", TORCH_BOX(&grouped_linear::cuda::splits_to_offsets));
+#else
+  GROUPED_LINEAR_NO_CUDA(splits_to_offsets);
+#endif
+  GROUPED_LINEAR_NO_CUDA(group_quantize);
+  GROUPED_LINEAR_NO_CUDA(group_dequantize);
+  GROUPED_LINEAR_NO_CUDA(group_dequantize_t);
+  GROUPED_LINEAR_NO_CUDA(grouped_bias_grad);
+  GROUPED_LINEAR_NO_CUDA(quantize_weight);
+  GROUPED_LINEAR_NO_CUDA(grouped_mm);
+  GROUPED_LINEAR_NO_CUDA(grouped_scaled_mm);
+  GROUPED_LINEAR_NO_CUDA(grouped_mm_wgrad);
+  GROUPED_LINEAR_NO_CUDA(grouped_scaled_mm_wgrad);
+  GROUPED_LINEAR_NO_CUDA(grouped_mm_wgrad_);
+  GROUPED_LINEAR_NO_CUDA(grouped_scaled_mm_wgrad_);
+}

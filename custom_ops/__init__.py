@@ -1,0 +1,33 @@
+"""Grouped (mixture-of-experts) linear layers in FP8 and BF16 as torch.compile custom ops.
+
+>>> import torch
+>>> from grouped_linear import Float8BlockScaling, GroupedLinear
+>>> layer = GroupedLinear(num_gemms=4, in_features=64, out_features=32, recipe=Float8BlockScaling())
+>>> x, m_splits = torch.randn(10, 64), torch.tensor([3, 0, 5, 2])
+>>> layer(x, m_splits).shape
+torch.Size([10, 32])
+"""
+
+if __name__ != "grouped_linear":
+    raise ImportError(
+        f"import grouped_linear, not {__name__}: its ops can be registered only once, by that name"
+    )
+
+from importlib.metadata import version
+
+from grouped_linear import loading  # first: it registers the ops  # isort: skip
+from grouped_linear import meta_kernels, ops  # isort: skip
+from grouped_linear.functional import grouped_linear
+from grouped_linear.module import GroupedLinear
+from grouped_linear.recipes import Float8BlockScaling, Recipe
+
+__version__ = version("grouped_linear")
+__all__ = [
+    "Float8BlockScaling",
+    "GroupedLinear",
+    "Recipe",
+    "grouped_linear",
+    "loading",
+    "meta_kernels",
+    "ops",
+]

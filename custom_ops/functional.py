@@ -1,0 +1,64 @@
+"""The grouped linear layer as a function.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from grouped_linear import ops
+from grouped_linear.autograd import GroupedLinearFunction
+from grouped_linear.recipes import Recipe
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    m_splits: Tensor | Sequence[int],
+    bias: Tensor | None = None,
+    recipe: Recipe = None,
+) -> Tensor:
+    """Apply to each group of rows its own linear layer. Differentiable.
+
+    For group e and its rows t: ``y[t] = x[t] @ weight[e].T + bias[e]``. Group sizes are data: any
+    sizes, also unaligned or zero ones, and any sum up to the number of rows.
+
+    Under torch.autocast the layer computes in the autocast dtype, as torch.nn.functional.linear
+    does.
+
+    Args:
+        x: [..., K] bfloat16, float16 or float32, rows sorted by group; leading dimensions count as
+            rows. K and N are multiples of 16.
+        weight: [E, N, K]. Of x's dtype without a recipe, of any of the three dtypes with one.
+        m_splits: [E] rows of each group, int32 or int64. A tensor on x's device is never read by
+            the host; a list or a tensor elsewhere is copied there.
+        bias: [E, N].
+        recipe: how the products are computed; None for x's dtype.
+
+    Returns:
+        [..., N] of x's dtype; zero in rows at and past sum(m_splits).
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size, and on CPU for wrong m_splits.
+
+    >>> x, weight = torch.randn(5, 16), torch.randn(2, 32, 16)
+    >>> y = grouped_linear(x, weight, torch.tensor([2, 3]))
+    >>> torch.allclose(y[:2], x[:2] @ weight[0].T, atol=1e-5)
+    True
+    """
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        x = x.to(dtype)
+        weight = weight if recipe else weight.to(dtype)  # a quantizer reads any dtype
+    if bias is not None:
+        bias = bias.to(x.dtype)
+    x_TK = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
+    splits_E = torch.as_tensor(m_splits, device=x.device)
+    offs_E = ops.splits_to_offsets(splits_E, x_TK.size(0))
+    y_TN: Tensor = GroupedLinearFunction.apply(
+        x_TK, weight, bias, offs_E, recipe, torch.is_grad_enabled()
+    )
+    return y_TN if x.dim() == 2 else y_TN.reshape(*x.shape[:-1], y_TN.size(1))

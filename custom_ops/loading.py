@@ -1,0 +1,31 @@
+"""Loads ``_C.so``, which registers the ops of the namespace ``grouped_linear`` with torch."""
+
+from pathlib import Path
+
+import torch
+
+import grouped_linear
+
+MINIMUM_TORCH = (2, 11)
+
+
+def _library() -> Path:
+    # An editable install may keep _C.so in another folder of the package's path than this file.
+    for folder in grouped_linear.__path__:
+        library = Path(folder) / "_C.so"
+        if library.exists():
+            return library
+    raise ImportError(
+        "grouped_linear: _C.so is missing, build it with "
+        "`pip install --no-build-isolation -e . --config-settings editable_mode=strict`"
+    )
+
+
+def _load() -> None:
+    found = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if found < MINIMUM_TORCH:
+        raise ImportError(f"grouped_linear: needs torch 2.11 or newer, found {torch.__version__}")
+    torch.ops.load_library(str(_library()))
+
+
+_load()

@@ -1,0 +1,441 @@
+"""The ops, one documented function each: thin names for ``torch.ops.grouped_linear``.
+
+T rows (tokens, or a fixed capacity), E groups (experts), K in_features, N out_features, B = 128.
+
+``offs`` [E] int32 holds the END of each group's rows, as for ``torch.nn.functional.grouped_mm``:
+group e owns the rows [offs[e-1], offs[e]). Rows at or past ``offs[-1]`` are never read, and outputs
+are zero there. ``scale`` multiplies to dequantize: ``x ~ q * scale``.
+
+Every op raises RuntimeError with one sentence that names the op, the rule and the value: the same
+one from fake tensors, CPU and CUDA. On CPU, offsets that decrease or leave the tensor raise too;
+on a GPU they are clamped, because looking at them would wait for the device.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.grouped_linear
+
+
+class GroupQuantized(NamedTuple):
+    """What :func:`group_quantize` returns; None stands for what was not asked for."""
+
+    q: Tensor | None
+    """[T, K] e4m3."""
+    scale: Tensor | None
+    """[ceil(K / 128), round_up(T, 4)] float32."""
+    q_t: Tensor | None
+    """[Tp / 128, K, 128] e4m3."""
+    scale_t: Tensor | None
+    """[Tp / 128, K] float32."""
+    bias_grad: Tensor | None
+    """[E, K] float32."""
+
+
+class QuantizedWeight(NamedTuple):
+    """What :func:`quantize_weight` returns; None stands for what was not asked for."""
+
+    q: Tensor
+    """[E, N, K] e4m3."""
+    scale: Tensor
+    """[E, ceil(N / 128), ceil(K / 128)] float32, for q and q_t."""
+    q_t: Tensor | None
+    """[E, K, N] e4m3."""
+
+
+def splits_to_offsets(
+    m_splits: Tensor,
+    num_rows: int,
+    *,
+    alignment: int = 1,
+    stride: int = 1,
+    dtype: torch.dtype = torch.int32,
+) -> Tensor:
+    """Turn group sizes into group ends, in one launch.
+
+    ``offs[e] = stride * min(num_rows, sum of round_up(m_splits[i], alignment) for i <= e)``.
+
+    Args:
+        m_splits: [E] int32 or int64, 1 <= E <= 1024. On a GPU negative sizes count as zero and sums
+            saturate; on CPU negative sizes, and sizes that sum to more than num_rows, raise.
+        num_rows: the rows there are, an upper bound of every end.
+        alignment: every group's size is rounded up to a multiple of it.
+        stride: elements a row, to get element offsets.
+        dtype: of the result, int32 or int64.
+
+    Returns:
+        [E] ends.
+
+    Raises:
+        RuntimeError: for a wrong shape or dtype, or where num_rows * stride does not fit in dtype.
+
+    >>> splits_to_offsets(torch.tensor([3, 0, 5]), 10)
+    tensor([3, 3, 8], dtype=torch.int32)
+    """
+    offs: Tensor = _ops.splits_to_offsets(m_splits, num_rows, alignment, stride, dtype)
+    return offs
+
+
+def group_quantize(
+    x: Tensor,
+    offs: Tensor,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    bias_grad: bool = False,
+) -> GroupQuantized:
+    """Quantize activations or gradients to e4m3 in 1x128 blocks, one pass over x for all outputs.
+
+    Rowwise blocks are 128 features of one row and feed fprop and dgrad. Columnwise blocks are 128
+    rows of one feature, counted from the group's first row, and feed wgrad. For each block, in
+    float32::
+
+        amax = max(largest finite |x|, amax_epsilon)
+        factor = min(448 / amax, 2 ** 126)  # 1 where amax is 0; a power of two: rounded down to it
+        q, scale = e4m3(x * factor), 1 / factor
+
+    e4m3() rounds to nearest even; an infinity or NaN becomes NaN and spoils only itself.
+
+    Args:
+        x: [T, K] bfloat16, float16 or float32, K a multiple of 16. Any row stride is read; an inner
+            stride other than 1 is copied.
+        offs: [E] int32 group ends.
+        amax_epsilon: the smallest amax a block is scaled by.
+        power_of_two_scales: make scales powers of two, so that they change no mantissa.
+        rowwise: return q and scale.
+        columnwise: return q_t and scale_t.
+        bias_grad: return the sum of x over each group's rows, added in a fixed order.
+
+    Returns:
+        q [T, K]; scale [ceil(K / 128), round_up(T, 4)], one column a row of x; q_t [Tp / 128, K,
+        128] with Tp = 128 * floor((T + 127 * min(E, T)) / 128): every group starts at a new block,
+        and its last block is filled with zeros; scale_t [Tp / 128, K]; bias_grad [E, K] float32.
+        Bytes that belong to no group are unspecified.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size or option.
+
+    >>> x, offs = torch.randn(10, 64), torch.tensor([3, 10], dtype=torch.int32)
+    >>> quantized = group_quantize(x, offs, columnwise=True)
+    >>> quantized.q.shape, quantized.scale.shape, quantized.q_t.shape
+    (torch.Size([10, 64]), torch.Size([1, 12]), torch.Size([2, 64, 128]))
+    """
+    q, scale, q_t, scale_t, grad = _ops.group_quantize(
+        x, offs, amax_epsilon, power_of_two_scales, rowwise, columnwise, bias_grad
+    )
+    return GroupQuantized(
+        q if rowwise else None,
+        scale if rowwise else None,
+        q_t if columnwise else None,
+        scale_t if columnwise else None,
+        grad if bias_grad else None,
+    )
+
+
+def group_dequantize(q: Tensor, scale: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo the rowwise half of :func:`group_quantize`: ``x[t, k] = q[t, k] * scale[k // 128, t]``.
+
+    Args:
+        q: [T, K] e4m3.
+        scale: [ceil(K / 128), round_up(T, 4)] float32.
+        offs: [E] int32 group ends.
+        dtype: of the result, bfloat16, float16 or float32.
+
+    Returns:
+        [T, K]; zero at and past offs[-1].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> x, offs = torch.full((2, 16), 3.0), torch.tensor([1], dtype=torch.int32)
+    >>> quantized = group_quantize(x, offs)
+    >>> group_dequantize(quantized.q, quantized.scale, offs, torch.float32)[:, 0]
+    tensor([3., 0.])
+    """
+    x: Tensor = _ops.group_dequantize(q, scale, offs, dtype)
+    return x
+
+
+def group_dequantize_t(
+    q_t: Tensor, scale_t: Tensor, offs: Tensor, num_rows: int, dtype: torch.dtype
+) -> Tensor:
+    """Undo the columnwise half of :func:`group_quantize`, back to row-major order.
+
+    For row r of block b: ``x[t, k] = q_t[b, k, r] * scale_t[b, k]``.
+
+    Args:
+        q_t: [Tp / 128, K, 128] e4m3.
+        scale_t: [Tp / 128, K] float32.
+        offs: [E] int32 group ends.
+        num_rows: T of the x that was quantized.
+        dtype: of the result, bfloat16, float16 or float32.
+
+    Returns:
+        [T, K]; zero at and past offs[-1].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> x, offs = torch.full((2, 16), 3.0), torch.tensor([1], dtype=torch.int32)
+    >>> quantized = group_quantize(x, offs, columnwise=True)
+    >>> group_dequantize_t(quantized.q_t, quantized.scale_t, offs, 2, torch.float32)[:, 0]
+    tensor([3., 0.])
+    """
+    x: Tensor = _ops.group_dequantize_t(q_t, scale_t, offs, num_rows, dtype)
+    return x
+
+
+def grouped_bias_grad(dy: Tensor, offs: Tensor) -> Tensor:
+    """Sum dy over each group's rows: the gradient of a grouped bias.
+
+    Rows are added in float32 in a fixed order (the rows of a 128-row block, then the blocks), so
+    equal inputs give equal bits.
+
+    Args:
+        dy: [T, N] bfloat16, float16 or float32, N a multiple of 16.
+        offs: [E] int32 group ends.
+
+    Returns:
+        [E, N] float32; zero for an empty group.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> grouped_bias_grad(torch.ones(5, 16), torch.tensor([2, 2, 5], dtype=torch.int32))[:, 0]
+    tensor([2., 0., 3.])
+    """
+    grad: Tensor = _ops.grouped_bias_grad(dy, offs)
+    return grad
+
+
+def quantize_weight(
+    w: Tensor,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    columnwise: bool = True,
+) -> QuantizedWeight:
+    """Quantize a packed weight to e4m3 in 128x128 blocks, both layouts in one pass.
+
+    The formula is that of :func:`group_quantize`, with amax over a block of 128 out_features and
+    128 in_features of one expert. Blocks at the edges are smaller.
+
+    Args:
+        w: [E, N, K] bfloat16, float16 or float32, N and K multiples of 16.
+        amax_epsilon: the smallest amax a block is scaled by.
+        power_of_two_scales: make scales powers of two.
+        columnwise: return q_t, which dgrad reads, as well.
+
+    Returns:
+        q [E, N, K]; scale [E, ceil(N / 128), ceil(K / 128)]; q_t [E, K, N], the bytes of q
+        transposed.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype or size.
+
+    >>> quantized = quantize_weight(torch.randn(2, 32, 144))
+    >>> quantized.scale.shape, quantized.q_t.shape
+    (torch.Size([2, 1, 2]), torch.Size([2, 144, 32]))
+    """
+    q, scale, q_t = _ops.quantize_weight(w, amax_epsilon, power_of_two_scales, columnwise)
+    return QuantizedWeight(q, scale, q_t if columnwise else None)
+
+
+def grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiply each group of rows by its own matrix. Differentiable.
+
+    For group e and its rows t: ``y[t] = a[t] @ b[e].T + bias[e]``.
+
+    Args:
+        a: [T, K] bfloat16, float16 or float32, rows sorted by group, K a multiple of 16.
+        b: [E, N, K] of a's dtype, N a multiple of 16. A transposed view is read as it is, so dgrad
+            is ``grouped_mm(dy, w.transpose(1, 2), offs)``.
+        offs: [E] int32 group ends.
+        bias: [E, N] of the result's dtype.
+        out_dtype: of the result; a's dtype by default.
+
+    Returns:
+        [T, N]; zero at and past offs[-1].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 32, 16), torch.tensor([2, 5])
+    >>> y = grouped_mm(a, b, offs.int())
+    >>> torch.allclose(y[2:], a[2:] @ b[1].T, atol=1e-5)
+    True
+    """
+    y: Tensor = _ops.grouped_mm(a, b, offs, bias, out_dtype)
+    return y
+
+
+def grouped_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Multiply each group of quantized rows by its own quantized matrix.
+
+    ``y[t] = (a[t] * scale_a) @ (b[e] * scale_b).T + bias[e]``, summed in float32 with the scales
+    applied every 128 elements of K, and rounded once.
+
+    Args:
+        a: [T, K] e4m3, with scale_a [ceil(K / 128), round_up(T, 4)], as :func:`group_quantize`
+            gives.
+        b: [E, N, K] e4m3, with scale_b [E, ceil(N / 128), ceil(K / 128)] of any strides, as
+            :func:`quantize_weight` gives. dgrad passes q_t and ``scale.transpose(1, 2)``.
+        scale_a: see a.
+        scale_b: see b.
+        offs: [E] int32 group ends.
+        bias: [E, N] of the result's dtype.
+        out_dtype: of the result, bfloat16, float16 or float32.
+
+    Returns:
+        [T, N]; zero at and past offs[-1].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> offs = torch.tensor([2, 5], dtype=torch.int32)
+    >>> x, w = group_quantize(torch.ones(5, 16), offs), quantize_weight(torch.ones(2, 32, 16))
+    >>> grouped_scaled_mm(x.q, w.q, x.scale, w.scale, offs)[0, 0]
+    tensor(16., dtype=torch.bfloat16)
+    """
+    y: Tensor = _ops.grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias, out_dtype)
+    return y
+
+
+def grouped_mm_wgrad(
+    dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Weight gradients of a grouped product: for each group, ``dw[e] = dy.T @ x`` over its rows.
+
+    Args:
+        dy: [T, N] bfloat16, float16 or float32, N a multiple of 16.
+        x: [T, K] of dy's dtype, K a multiple of 16.
+        offs: [E] int32 group ends.
+        out_dtype: of the result; dy's dtype by default.
+
+    Returns:
+        [E, N, K]; zero for an empty group.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> dy, x, offs = torch.ones(5, 16), torch.ones(5, 32), torch.tensor([2, 2, 5])
+    >>> grouped_mm_wgrad(dy, x, offs.int())[:, 0, 0]
+    tensor([2., 0., 3.])
+    """
+    dw: Tensor = _ops.grouped_mm_wgrad(dy, x, offs, out_dtype)
+    return dw
+
+
+def grouped_scaled_mm_wgrad(
+    dy_t: Tensor,
+    x_t: Tensor,
+    scale_dy_t: Tensor,
+    scale_x_t: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Weight gradients from columnwise data: for each group, ``dw[e] = dy.T @ x`` over its rows.
+
+    Args:
+        dy_t: [Tp / 128, N, 128] e4m3, with scale_dy_t [Tp / 128, N], from :func:`group_quantize`.
+        x_t: [Tp / 128, K, 128] e4m3, with scale_x_t [Tp / 128, K], from :func:`group_quantize`.
+        scale_dy_t: see dy_t.
+        scale_x_t: see x_t.
+        offs: [E] int32 group ends, those that both were quantized with.
+        out_dtype: of the result, bfloat16, float16 or float32.
+
+    Returns:
+        [E, N, K]; zero for an empty group.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> offs = torch.tensor([2, 2, 5], dtype=torch.int32)
+    >>> dy = group_quantize(torch.ones(5, 16), offs, columnwise=True)
+    >>> x = group_quantize(torch.ones(5, 32), offs, columnwise=True)
+    >>> dw = grouped_scaled_mm_wgrad(dy.q_t, x.q_t, dy.scale_t, x.scale_t, offs)
+    >>> dw[:, 0, 0]
+    tensor([2., 0., 3.], dtype=torch.bfloat16)
+    """
+    dw: Tensor = _ops.grouped_scaled_mm_wgrad(dy_t, x_t, scale_dy_t, scale_x_t, offs, out_dtype)
+    return dw
+
+
+def grouped_mm_wgrad_(
+    main_grad: Tensor, dy: Tensor, x: Tensor, offs: Tensor, overwrite: Tensor | None = None
+) -> None:
+    """Add weight gradients to main_grad in place: :func:`grouped_mm_wgrad`, accumulated.
+
+    The sum is taken in float32 and rounded once. An empty group's main_grad stays as it was.
+
+    Args:
+        main_grad: [E, N, K] float32 or bfloat16, contiguous.
+        dy: [T, N], see :func:`grouped_mm_wgrad`.
+        x: [T, K], see :func:`grouped_mm_wgrad`.
+        offs: [E] int32 group ends.
+        overwrite: a bool tensor of no dimensions on main_grad's device, read there: where it is
+            true, main_grad is written without being read, and an empty group's becomes zero.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> main_grad, offs = torch.ones(2, 16, 32), torch.tensor([5, 5], dtype=torch.int32)
+    >>> grouped_mm_wgrad_(main_grad, torch.ones(5, 16), torch.ones(5, 32), offs)
+    >>> main_grad[:, 0, 0]
+    tensor([6., 1.])
+    """
+    _ops.grouped_mm_wgrad_(main_grad, dy, x, offs, overwrite)
+
+
+def grouped_scaled_mm_wgrad_(
+    main_grad: Tensor,
+    dy_t: Tensor,
+    x_t: Tensor,
+    scale_dy_t: Tensor,
+    scale_x_t: Tensor,
+    offs: Tensor,
+    overwrite: Tensor | None = None,
+) -> None:
+    """Add weight gradients from columnwise data to main_grad in place.
+
+    :func:`grouped_scaled_mm_wgrad`, accumulated as :func:`grouped_mm_wgrad_` does.
+
+    Args:
+        main_grad: [E, N, K] float32 or bfloat16, contiguous.
+        dy_t: [Tp / 128, N, 128] e4m3, with scale_dy_t [Tp / 128, N].
+        x_t: [Tp / 128, K, 128] e4m3, with scale_x_t [Tp / 128, K].
+        scale_dy_t: see dy_t.
+        scale_x_t: see x_t.
+        offs: [E] int32 group ends.
+        overwrite: see :func:`grouped_mm_wgrad_`.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> offs = torch.tensor([5, 5], dtype=torch.int32)
+    >>> dy = group_quantize(torch.ones(5, 16), offs, columnwise=True)
+    >>> x = group_quantize(torch.ones(5, 32), offs, columnwise=True)
+    >>> main_grad = torch.ones(2, 16, 32)
+    >>> grouped_scaled_mm_wgrad_(main_grad, dy.q_t, x.q_t, dy.scale_t, x.scale_t, offs)
+    >>> main_grad[:, 0, 0]
+    tensor([6., 1.])
+    """
+    _ops.grouped_scaled_mm_wgrad_(main_grad, dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite)

@@ -1,0 +1,8 @@
+"""Fake kernels: the rules and the output shapes of every op, without its arithmetic."""
+
+if __name__ != "grouped_linear.meta_kernels":
+    raise ImportError(f"import grouped_linear.meta_kernels, not {__name__}")
+
+from grouped_linear.meta_kernels import matmul, offsets, quantize
+
+__all__ = ["matmul", "offsets", "quantize"]

@@ -1,0 +1,175 @@
+"""Fake kernels of the grouped matrix products.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+from torch import Tensor
+
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, BLOCK, E4M3, Rules, ceil_div
+
+
+@torch.library.register_fake("grouped_linear::grouped_mm")
+def grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """a [T, K], b [E, N, K] -> [T, N]."""
+    dtype = a.dtype if out_dtype is None else out_dtype
+    rules = Rules("grouped_mm")
+    rules.dim("a", a, 2)
+    rules.dim("b", b, 3)
+    rules.dtype("a", a.dtype, ACTIVATIONS)
+    rules.dtype("b", b.dtype, (a.dtype,))
+    rules.device("b", b, "a", a)
+    rules.same("K", "a", a.size(1), "b", b.size(2))
+    rules.features("K", a.size(1))
+    rules.features("N", b.size(1))
+    rules.offs(offs, "a", a)
+    rules.same("E", "b", b.size(0), "offs", offs.size(0))
+    rules.dtype("out_dtype", dtype, ACTIVATIONS)
+    rules.bias(bias, a, offs.size(0), b.size(1), dtype)
+    return a.new_empty((a.size(0), b.size(1)), dtype=dtype)
+
+
+@torch.library.register_fake("grouped_linear::grouped_scaled_mm")
+def grouped_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """a [T, K] and b [E, N, K] in e4m3 -> [T, N]."""
+    rules = Rules("grouped_scaled_mm")
+    rules.rowwise("a", a, "scale_a", scale_a)
+    rules.dim("b", b, 3)
+    rules.dtype("b", b.dtype, (E4M3,))
+    rules.device("b", b, "a", a)
+    rules.same("K", "a", a.size(1), "b", b.size(2))
+    rules.features("N", b.size(1))
+    rules.dim("scale_b", scale_b, 3)
+    rules.dtype("scale_b", scale_b.dtype, (torch.float32,))
+    rules.device("scale_b", scale_b, "a", a)
+    rules.same("E", "b", b.size(0), "scale_b", scale_b.size(0))
+    n_blocks, k_blocks = ceil_div(b.size(1), BLOCK), ceil_div(b.size(2), BLOCK)
+    rules.same("the number of N blocks", "b", n_blocks, "scale_b", scale_b.size(1))
+    rules.same("the number of K blocks", "b", k_blocks, "scale_b", scale_b.size(2))
+    rules.offs(offs, "a", a)
+    rules.same("E", "b", b.size(0), "offs", offs.size(0))
+    rules.dtype("out_dtype", out_dtype, ACTIVATIONS)
+    rules.bias(bias, a, offs.size(0), b.size(1), out_dtype)
+    return a.new_empty((a.size(0), b.size(1)), dtype=out_dtype)
+
+
+def _check_wgrad(
+    rules: Rules, dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype
+) -> tuple[int, int, int]:
+    rules.dim("dy", dy, 2)
+    rules.dim("x", x, 2)
+    rules.dtype("dy", dy.dtype, ACTIVATIONS)
+    rules.dtype("x", x.dtype, (dy.dtype,))
+    rules.device("x", x, "dy", dy)
+    rules.same("T", "dy", dy.size(0), "x", x.size(0))
+    rules.features("N", dy.size(1))
+    rules.features("K", x.size(1))
+    rules.offs(offs, "dy", dy)
+    rules.dtype("out_dtype", out_dtype, ACTIVATIONS)
+    return offs.size(0), dy.size(1), x.size(1)
+
+
+def _check_scaled_wgrad(
+    rules: Rules,
+    dy_t: Tensor,
+    x_t: Tensor,
+    scale_dy_t: Tensor,
+    scale_x_t: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+) -> tuple[int, int, int]:
+    rules.columnwise("dy_t", dy_t, "scale_dy_t", scale_dy_t, "N")
+    rules.columnwise("x_t", x_t, "scale_x_t", scale_x_t, "K")
+    rules.device("x_t", x_t, "dy_t", dy_t)
+    rules.same("the number of blocks", "dy_t", dy_t.size(0), "x_t", x_t.size(0))
+    rules.offs(offs, "dy_t", dy_t)
+    rules.dtype("out_dtype", out_dtype, ACTIVATIONS)
+    return offs.size(0), dy_t.size(1), x_t.size(1)
+
+
+def _check_main_grad(
+    rules: Rules,
+    main_grad: Tensor,
+    dy: Tensor,
+    shape: tuple[int, int, int],
+    overwrite: Tensor | None,
+) -> None:
+    rules.dim("main_grad", main_grad, 3)
+    rules.dtype("main_grad", main_grad.dtype, (torch.float32, torch.bfloat16))
+    rules.device("main_grad", main_grad, "dy", dy)
+    for size, grad_size, what, owner in zip(
+        shape, main_grad.shape, ("E", "N", "K"), ("offs", "dy", "x"), strict=True
+    ):
+        rules.same(what, "main_grad", grad_size, owner, size)
+    rules.check(
+        main_grad.is_contiguous(),
+        lambda: f"main_grad must be contiguous, got strides {str(main_grad.stride())[1:-1]}",
+    )
+    if overwrite is not None:
+        rules.dim("overwrite", overwrite, 0)
+        rules.dtype("overwrite", overwrite.dtype, (torch.bool,))
+        rules.device("overwrite", overwrite, "main_grad", main_grad)
+
+
+@torch.library.register_fake("grouped_linear::grouped_mm_wgrad")
+def grouped_mm_wgrad(
+    dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """dy [T, N], x [T, K] -> [E, N, K]."""
+    dtype = dy.dtype if out_dtype is None else out_dtype
+    return x.new_empty(_check_wgrad(Rules("grouped_mm_wgrad"), dy, x, offs, dtype), dtype=dtype)
+
+
+@torch.library.register_fake("grouped_linear::grouped_scaled_mm_wgrad")
+def grouped_scaled_mm_wgrad(
+    dy_t: Tensor,
+    x_t: Tensor,
+    scale_dy_t: Tensor,
+    scale_x_t: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """dy_t [Tp/B, N, B], x_t [Tp/B, K, B] -> [E, N, K]."""
+    rules = Rules("grouped_scaled_mm_wgrad")
+    shape = _check_scaled_wgrad(rules, dy_t, x_t, scale_dy_t, scale_x_t, offs, out_dtype)
+    return x_t.new_empty(shape, dtype=out_dtype)
+
+
+@torch.library.register_fake("grouped_linear::grouped_mm_wgrad_")
+def grouped_mm_wgrad_(
+    main_grad: Tensor, dy: Tensor, x: Tensor, offs: Tensor, overwrite: Tensor | None = None
+) -> None:
+    """main_grad [E, N, K], written in place."""
+    rules = Rules("grouped_mm_wgrad_")
+    shape = _check_wgrad(rules, dy, x, offs, torch.float32)
+    _check_main_grad(rules, main_grad, dy, shape, overwrite)
+
+
+@torch.library.register_fake("grouped_linear::grouped_scaled_mm_wgrad_")
+def grouped_scaled_mm_wgrad_(
+    main_grad: Tensor,
+    dy_t: Tensor,
+    x_t: Tensor,
+    scale_dy_t: Tensor,
+    scale_x_t: Tensor,
+    offs: Tensor,
+    overwrite: Tensor | None = None,
+) -> None:
+    """main_grad [E, N, K], written in place."""
+    rules = Rules("grouped_scaled_mm_wgrad_")
+    shape = _check_scaled_wgrad(rules, dy_t, x_t, scale_dy_t, scale_x_t, offs, torch.float32)
+    _check_main_grad(rules, main_grad, dy_t, shape, overwrite)

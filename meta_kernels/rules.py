@@ -1,0 +1,136 @@
+"""The rules that ops share, with the sentences of csrc/checks.cpp to the letter."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+FEATURE_MULTIPLE = 16
+SCALE_ROW_MULTIPLE = 4
+MAX_GROUPS = 1024
+
+E4M3 = torch.float8_e4m3fn
+ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return (a + b - 1) // b
+
+
+def padded_rows(num_rows: int, num_groups: int) -> int:
+    """Rows of columnwise data: the bound 128 * floor((T + 127 * min(E, T)) / 128)."""
+    wasted: int = (BLOCK - 1) * torch.sym_min(num_groups, num_rows)
+    return BLOCK * ((num_rows + wasted) // BLOCK)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as the sentences name it."""
+    return str(dtype).removeprefix("torch.")
+
+
+class Rules:
+    """The rules of one op. Every method raises RuntimeError with a sentence that starts with it."""
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def check(self, rule_holds: bool, sentence: Callable[[], str]) -> None:
+        """Raise ``op: sentence`` unless the rule holds, now or (unbacked sizes) at run time."""
+        torch._check(rule_holds, lambda: f"{self.op}: {sentence()}")
+
+    def dim(self, name: str, t: Tensor, dim: int) -> None:
+        """t has `dim` dimensions."""
+        self.check(t.dim() == dim, lambda: f"{name} must be {dim}-D, got {t.dim()}-D")
+
+    def dtype(self, name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
+        """The dtype is one of the allowed."""
+        names = [dtype_name(d) for d in allowed]
+        listed = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+        self.check(dtype in allowed, lambda: f"{name} must be {listed}, got {dtype_name(dtype)}")
+
+    def device(self, name: str, t: Tensor, first_name: str, first: Tensor) -> None:
+        """t is on the device of the op's first tensor."""
+        self.check(
+            t.device == first.device,
+            lambda: f"{name} is on {t.device}, {first_name} is on {first.device}",
+        )
+
+    def same(self, what: str, a_name: str, a: int, b_name: str, b: int) -> None:
+        """Two tensors agree on a size."""
+        self.check(a == b, lambda: f"{what} differs: {a_name} has {a}, {b_name} has {b}")
+
+    def features(self, what: str, size: int) -> None:
+        """A number of features is a positive multiple of 16."""
+        self.check(
+            size > 0 and size % FEATURE_MULTIPLE == 0,
+            lambda: f"{what} must be a positive multiple of {FEATURE_MULTIPLE}, got {size}",
+        )
+
+    def groups(self, num_groups: int) -> None:
+        """A number of groups is supported."""
+        self.check(
+            1 <= num_groups <= MAX_GROUPS,
+            lambda: f"E must be between 1 and {MAX_GROUPS}, got {num_groups}",
+        )
+
+    def offs(self, offs: Tensor, first_name: str, first: Tensor) -> None:
+        """Offs is [E] int32 on the first tensor's device."""
+        self.dim("offs", offs, 1)
+        self.dtype("offs", offs.dtype, (torch.int32,))
+        self.device("offs", offs, first_name, first)
+        self.groups(offs.size(0))
+
+    def epsilon(self, amax_epsilon: float) -> None:
+        """amax_epsilon is finite and not negative."""
+        self.check(
+            0 <= amax_epsilon < float("inf"),
+            lambda: f"amax_epsilon must be finite and not negative, got {amax_epsilon:g}",
+        )
+
+    def not_negative(self, name: str, value: int) -> None:
+        """A size is not negative."""
+        self.check(value >= 0, lambda: f"{name} must not be negative, got {value}")
+
+    def rowwise(self, name: str, q: Tensor, scale_name: str, scale: Tensor) -> None:
+        """q [rows, K] with scale [ceil(K / 128), round_up(rows, 4)]."""
+        self.dim(name, q, 2)
+        self.dtype(name, q.dtype, (E4M3,))
+        self.features("K", q.size(1))
+        self.dim(scale_name, scale, 2)
+        self.dtype(scale_name, scale.dtype, (torch.float32,))
+        self.device(scale_name, scale, name, q)
+        blocks = ceil_div(q.size(1), BLOCK)
+        self.same("the number of K blocks", name, blocks, scale_name, scale.size(0))
+        rows = SCALE_ROW_MULTIPLE * ceil_div(q.size(0), SCALE_ROW_MULTIPLE)
+        self.same("the number of scale rows", name, rows, scale_name, scale.size(1))
+
+    def columnwise(
+        self, name: str, q_t: Tensor, scale_name: str, scale_t: Tensor, features: str
+    ) -> None:
+        """q_t [blocks, features, 128] with scale_t [blocks, features]."""
+        self.dim(name, q_t, 3)
+        self.dtype(name, q_t.dtype, (E4M3,))
+        self.check(
+            q_t.size(2) == BLOCK,
+            lambda: f"{name} must hold blocks of {BLOCK} rows, got {q_t.size(2)}",
+        )
+        self.features(features, q_t.size(1))
+        self.dim(scale_name, scale_t, 2)
+        self.dtype(scale_name, scale_t.dtype, (torch.float32,))
+        self.device(scale_name, scale_t, name, q_t)
+        self.same("the number of blocks", name, q_t.size(0), scale_name, scale_t.size(0))
+        self.same(features, name, q_t.size(1), scale_name, scale_t.size(1))
+
+    def bias(
+        self, bias: Tensor | None, a: Tensor, num_groups: int, N: int, out_dtype: torch.dtype
+    ) -> None:
+        """Bias is [E, N] in the output's dtype."""
+        if bias is None:
+            return
+        self.dim("bias", bias, 2)
+        self.dtype("bias", bias.dtype, (out_dtype,))
+        self.device("bias", bias, "a", a)
+        self.same("E", "bias", bias.size(0), "offs", num_groups)
+        self.same("N", "bias", bias.size(1), "b", N)
