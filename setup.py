@@ -21,6 +21,18 @@ def torch_path() -> str:
     return str(Path(spec.origin).parent)
 
 
+def environment() -> dict[str, str]:
+    """The environment of this process with the packages' cmake and ninja first on its PATH.
+
+    A Python that runs by its path, as in .venv/bin/python -m pip, has not put them there.
+    """
+    import cmake
+    import ninja
+
+    path = os.pathsep.join([cmake.CMAKE_BIN_DIR, ninja.BIN_DIR, os.environ["PATH"]])
+    return {**os.environ, "PATH": path}
+
+
 class CMakeBuild(build_ext):
     """Runs csrc/CMakeLists.txt once and copies what it made to where setuptools expects it."""
 
@@ -34,8 +46,8 @@ class CMakeBuild(build_ext):
         build.mkdir(parents=True, exist_ok=True)
         configure = ["cmake", "-G", "Ninja", "-S", str(ROOT / "csrc"), "-B", str(build)]
         configure += [f"-DTORCH_PATH={torch_path()}", f"-DPython_EXECUTABLE={sys.executable}"]
-        subprocess.check_call(configure)
-        subprocess.check_call(["cmake", "--build", str(build)])
+        subprocess.check_call(configure, env=environment())
+        subprocess.check_call(["cmake", "--build", str(build)], env=environment())
         self.built = build
         super().run()
 

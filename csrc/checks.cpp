@@ -19,10 +19,20 @@ std::string name_of(ScalarType dtype) {
     case ScalarType::Half: return "float16";
     case ScalarType::Float: return "float32";
     case ScalarType::Double: return "float64";
+    case ScalarType::ComplexHalf: return "complex32";
+    case ScalarType::ComplexFloat: return "complex64";
+    case ScalarType::ComplexDouble: return "complex128";
     case ScalarType::Bool: return "bool";
     case ScalarType::BFloat16: return "bfloat16";
     case ScalarType::Float8_e5m2: return "float8_e5m2";
     case ScalarType::Float8_e4m3fn: return "float8_e4m3fn";
+    case ScalarType::Float8_e5m2fnuz: return "float8_e5m2fnuz";
+    case ScalarType::Float8_e4m3fnuz: return "float8_e4m3fnuz";
+    case ScalarType::Float8_e8m0fnu: return "float8_e8m0fnu";
+    case ScalarType::Float4_e2m1fn_x2: return "float4_e2m1fn_x2";
+    case ScalarType::UInt16: return "uint16";
+    case ScalarType::UInt32: return "uint32";
+    case ScalarType::UInt64: return "uint64";
     default: return "an unsupported dtype";
   }
 }
@@ -258,8 +268,8 @@ void check_grouped_scaled_mm_wgrad(const char* op, const Tensor& dy_t, const Ten
   check_activation(op, "out_dtype", out_dtype);
 }
 
-void check_main_grad(const char* op, const Tensor& main_grad, const Tensor& dy, int64_t E, int64_t N,
-                     int64_t K, const std::optional<Tensor>& overwrite) {
+void check_main_grad(const char* op, const Tensor& main_grad, const Tensor& dy, int64_t E,
+                     int64_t N, int64_t K, const std::optional<Tensor>& overwrite) {
   check_dim(op, "main_grad", main_grad, 3);
   check(main_grad.scalar_type() == ScalarType::Float ||
             main_grad.scalar_type() == ScalarType::BFloat16,

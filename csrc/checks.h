@@ -48,7 +48,7 @@ void check_grouped_mm_wgrad(const char* op, const Tensor& dy, const Tensor& x, c
 void check_grouped_scaled_mm_wgrad(const char* op, const Tensor& dy_t, const Tensor& x_t,
                                    const Tensor& scale_dy_t, const Tensor& scale_x_t,
                                    const Tensor& offs, ScalarType out_dtype);
-void check_main_grad(const char* op, const Tensor& main_grad, const Tensor& dy, int64_t E, int64_t N,
-                     int64_t K, const std::optional<Tensor>& overwrite);
+void check_main_grad(const char* op, const Tensor& main_grad, const Tensor& dy, int64_t E,
+                     int64_t N, int64_t K, const std::optional<Tensor>& overwrite);
 
 }  // namespace grouped_linear

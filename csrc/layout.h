@@ -6,7 +6,7 @@
 
 namespace grouped_linear {
 
-constexpr int64_t kBlock = 128;         // elements along K (rowwise) or rows (columnwise) a scale
+constexpr int64_t kBlock = 128;           // elements along K (rowwise) or rows (columnwise) a scale
 constexpr int64_t kFeatureMultiple = 16;  // in_features and out_features: 16-byte rows in FP8
 constexpr int64_t kScaleRowMultiple = 4;  // rows of a scale tensor: 16-byte strides for TMA
 constexpr int64_t kMaxGroups = 1024;      // one thread a group in one CUDA block

@@ -10,7 +10,8 @@
 #include "ops.h"
 
 STABLE_TORCH_LIBRARY(grouped_linear, m) {
-  // m_splits [E] -> offs [E]: stride * min(num_rows, running sum of m_splits rounded up to alignment)
+  // m_splits [E] -> offs [E]:
+  // stride * min(num_rows, running sum of m_splits rounded up to alignment)
   m.def(
       "splits_to_offsets(Tensor m_splits, SymInt num_rows, int alignment=1, SymInt stride=1, "
       "ScalarType dtype=int) -> Tensor");
@@ -18,11 +19,11 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   // x [T, K] -> q [T, K], scale [ceil(K/B), round_up(T, 4)], q_t [Tp/B, K, B], scale_t [Tp/B, K],
   //             bias_grad [E, K] float32; what is not asked for has no elements
   m.def(
-      "group_quantize(Tensor x, Tensor offs, float amax_epsilon=0.0, bool power_of_two_scales=True, "
-      "bool rowwise=True, bool columnwise=False, bool bias_grad=False) "
+      "group_quantize(Tensor x, Tensor offs, float amax_epsilon=0.0, "
+      "bool power_of_two_scales=True, bool rowwise=True, bool columnwise=False, "
+      "bool bias_grad=False) "
       "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)");
-  m.def(
-      "group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType dtype) -> Tensor");
+  m.def("group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType dtype) -> Tensor");
   m.def(
       "group_dequantize_t(Tensor q_t, Tensor scale_t, Tensor offs, SymInt num_rows, "
       "ScalarType dtype) -> Tensor");
@@ -44,8 +45,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "Tensor? bias=None, ScalarType out_dtype=bfloat16) -> Tensor");
 
   // dy [T, N], x [T, K] -> dy[group e].T @ x[group e]: [E, N, K]
-  m.def(
-      "grouped_mm_wgrad(Tensor dy, Tensor x, Tensor offs, ScalarType? out_dtype=None) -> Tensor");
+  m.def("grouped_mm_wgrad(Tensor dy, Tensor x, Tensor offs, ScalarType? out_dtype=None) -> Tensor");
   m.def(
       "grouped_scaled_mm_wgrad(Tensor dy_t, Tensor x_t, Tensor scale_dy_t, Tensor scale_x_t, "
       "Tensor offs, ScalarType out_dtype=bfloat16) -> Tensor");
@@ -99,22 +99,23 @@ struct NoCuda<Return (*)(Arguments...)> {
 
 #define GROUPED_LINEAR_NO_CUDA(op) \
   m.impl(#op, TORCH_BOX(&NoCuda<decltype(&grouped_linear::cpu::op)>::kernel<#op>))
+#ifdef GROUPED_LINEAR_CUDA
+#define GROUPED_LINEAR_CUDA_OP(op) m.impl(#op, TORCH_BOX(&grouped_linear::cuda::op))
+#else
+#define GROUPED_LINEAR_CUDA_OP GROUPED_LINEAR_NO_CUDA
+#endif
 
 STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CUDA, m) {
-#ifdef GROUPED_LINEAR_CUDA
-  m.impl("splits_to_offsets", TORCH_BOX(&grouped_linear::cuda::splits_to_offsets));
-#else
-  GROUPED_LINEAR_NO_CUDA(splits_to_offsets);
-#endif
-  GROUPED_LINEAR_NO_CUDA(group_quantize);
-  GROUPED_LINEAR_NO_CUDA(group_dequantize);
-  GROUPED_LINEAR_NO_CUDA(group_dequantize_t);
-  GROUPED_LINEAR_NO_CUDA(grouped_bias_grad);
-  GROUPED_LINEAR_NO_CUDA(quantize_weight);
-  GROUPED_LINEAR_NO_CUDA(grouped_mm);
-  GROUPED_LINEAR_NO_CUDA(grouped_scaled_mm);
-  GROUPED_LINEAR_NO_CUDA(grouped_mm_wgrad);
-  GROUPED_LINEAR_NO_CUDA(grouped_scaled_mm_wgrad);
-  GROUPED_LINEAR_NO_CUDA(grouped_mm_wgrad_);
-  GROUPED_LINEAR_NO_CUDA(grouped_scaled_mm_wgrad_);
+  GROUPED_LINEAR_CUDA_OP(splits_to_offsets);
+  GROUPED_LINEAR_CUDA_OP(group_quantize);
+  GROUPED_LINEAR_CUDA_OP(group_dequantize);
+  GROUPED_LINEAR_CUDA_OP(group_dequantize_t);
+  GROUPED_LINEAR_CUDA_OP(grouped_bias_grad);
+  GROUPED_LINEAR_CUDA_OP(quantize_weight);
+  GROUPED_LINEAR_CUDA_OP(grouped_mm);
+  GROUPED_LINEAR_CUDA_OP(grouped_scaled_mm);
+  GROUPED_LINEAR_CUDA_OP(grouped_mm_wgrad);
+  GROUPED_LINEAR_CUDA_OP(grouped_scaled_mm_wgrad);
+  GROUPED_LINEAR_CUDA_OP(grouped_mm_wgrad_);
+  GROUPED_LINEAR_CUDA_OP(grouped_scaled_mm_wgrad_);
 }

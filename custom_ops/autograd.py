@@ -21,7 +21,9 @@ def _grouped_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 def _grouped_mm_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
     a_TK, b_ENK, offs_E = ctx.saved_tensors
-    need_a, need_b, _, need_bias, _ = ctx.needs_input_grad
+    need_a, need_b = ctx.needs_input_grad[:2]
+    # The dispatcher drops trailing arguments that equal their defaults, so there may be no fourth.
+    need_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[3]
     dy_cast_TN = dy_TN.to(a_TK.dtype)
     return (
         ops.grouped_mm(dy_cast_TN, b_ENK.transpose(1, 2), offs_E) if need_a else None,

@@ -49,7 +49,7 @@ def grouped_linear(
     True
     """
     device_type = x.device.type
-    if torch.is_autocast_enabled(device_type):
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # meta has no autocast
         dtype = torch.get_autocast_dtype(device_type)
         x = x.to(dtype)
         weight = weight if recipe else weight.to(dtype)  # a quantizer reads any dtype

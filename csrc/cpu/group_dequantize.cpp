@@ -11,13 +11,13 @@ Tensor group_dequantize(const Tensor& q_in, const Tensor& scale_in, const Tensor
   const int64_t T = q.size(0), K = q.size(1);
   const int64_t valid = group_starts("group_dequantize", offs, T).back();
   Tensor x = torch::stable::new_empty(q, std::vector<int64_t>{T, K}, dtype);
+  const float* scales = scale.const_data_ptr<float>();
+  const int64_t scale_stride = scale.stride(0);
 
   torch::stable::parallel_for(0, valid, 16, [&](int64_t begin, int64_t end) {
     std::vector<float> row(K);
     for (int64_t t = begin; t < end; ++t) {
-      load_row(row_of(q, t), ScalarType::Float8_e4m3fn, K, row.data());
-      for (int64_t k = 0; k < K; ++k)
-        row[k] *= reinterpret_cast<const float*>(row_of(scale, k / kBlock))[t];
+      dequantize_row(row_of(q, t), K, scales + t, scale_stride, row.data());
       store_row(row.data(), K, dtype, row_of(x, t));
     }
   });
@@ -37,11 +37,10 @@ Tensor group_dequantize_t(const Tensor& q_t_in, const Tensor& scale_t_in, const 
   torch::stable::parallel_for(0, blocks.size(), 1, [&](int64_t begin, int64_t end) {
     std::vector<float> columns(K * kBlock), row(K);
     for (int64_t b = begin; b < end; ++b) {
-      load_row(row_of(q_t, b), ScalarType::Float8_e4m3fn, K * kBlock, columns.data());
       const auto* scales = reinterpret_cast<const float*>(row_of(scale_t, b));
+      dequantize_row(row_of(q_t, b), K * kBlock, scales, 1, columns.data());
       for (int64_t t = blocks[b].begin; t < blocks[b].end; ++t) {
-        for (int64_t k = 0; k < K; ++k)
-          row[k] = columns[k * kBlock + t - blocks[b].begin] * scales[k];
+        for (int64_t k = 0; k < K; ++k) row[k] = columns[k * kBlock + t - blocks[b].begin];
         store_row(row.data(), K, dtype, row_of(x, t));
       }
     }

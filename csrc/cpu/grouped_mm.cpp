@@ -76,7 +76,8 @@ Tensor grouped_mm_wgrad(const Tensor& dy_in, const Tensor& x_in, const Tensor& o
   check_grouped_mm_wgrad("grouped_mm_wgrad", dy_in, x_in, offs, dtype);
   const Tensor dy = inner_contiguous(dy_in), x = inner_contiguous(x_in);
   const auto starts = group_starts("grouped_mm_wgrad", offs, x.size(0));
-  Tensor dw = torch::stable::new_empty(x, std::vector<int64_t>{offs.size(0), dy.size(1), x.size(1)}, dtype);
+  Tensor dw =
+      torch::stable::new_empty(x, std::vector<int64_t>{offs.size(0), dy.size(1), x.size(1)}, dtype);
   write_groups(dw, starts, [&](int64_t e, const Matrix& dw_e) {
     wgrad(dw_e, rows_of(dy, starts[e], starts[e + 1]), rows_of(x, starts[e], starts[e + 1]));
   });

@@ -1,5 +1,5 @@
-// Block-scaled FP8 products: operands are dequantized to float32 a group at a time, so the sum over K
-// is in float32 throughout. That is what promoting every 128 of K is for on a GPU.
+// Block-scaled FP8 products: operands are dequantized to float32 a group at a time, so the sum over
+// K is in float32 throughout. That is what promoting every 128 of K is for on a GPU.
 
 #include "../checks.h"
 #include "../ops.h"
@@ -10,46 +10,46 @@ namespace {
 
 // Rows [begin, end) of q [T, K] with scale [ceil(K / 128), >= T].
 Scratch dequantize_rows(const Tensor& q, const Tensor& scale, int64_t begin, int64_t end) {
-  Scratch x = to_float(rows_of(q, begin, end));
-  const int64_t K = q.size(1);
-  torch::stable::parallel_for(0, end - begin, 16, [&](int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; ++r)
-      for (int64_t k = 0; k < K; k += kBlock) {
-        const float s = reinterpret_cast<const float*>(row_of(scale, k / kBlock))[begin + r];
-        for (int64_t i = k; i < std::min(k + kBlock, K); ++i) x.row(r)[i] *= s;
-      }
+  const Matrix m = rows_of(q, begin, end);
+  const auto* first = static_cast<const char*>(m.first);
+  const float* scales = scale.const_data_ptr<float>() + begin;
+  const int64_t scale_stride = scale.stride(0);
+  Scratch x(m.rows, m.cols);
+  torch::stable::parallel_for(0, m.rows, 16, [&](int64_t from, int64_t to) {
+    for (int64_t r = from; r < to; ++r)
+      dequantize_row(first + r * m.row_stride, m.cols, scales + r, scale_stride, x.row(r));
   });
   return x;
 }
 
 // Expert e of q [E, N, K] with scale [E, ceil(N / 128), ceil(K / 128)] of any strides.
 Scratch dequantize_weight(const Tensor& q, const Tensor& scale, int64_t e) {
-  Scratch w = to_float(group_of(q, e));
-  const int64_t N = q.size(1), K = q.size(2);
+  const Matrix m = group_of(q, e);
+  const auto* first = static_cast<const char*>(m.first);
   const float* scales = scale.const_data_ptr<float>() + e * scale.stride(0);
-  torch::stable::parallel_for(0, N, 16, [&](int64_t first, int64_t last) {
-    for (int64_t n = first; n < last; ++n)
-      for (int64_t k = 0; k < K; k += kBlock) {
-        const float s = scales[n / kBlock * scale.stride(1) + k / kBlock * scale.stride(2)];
-        for (int64_t i = k; i < std::min(k + kBlock, K); ++i) w.row(n)[i] *= s;
-      }
+  const int64_t row_stride = scale.stride(1), col_stride = scale.stride(2);
+  Scratch w(m.rows, m.cols);
+  torch::stable::parallel_for(0, m.rows, 16, [&](int64_t from, int64_t to) {
+    for (int64_t n = from; n < to; ++n)
+      dequantize_row(first + n * m.row_stride, m.cols, scales + n / kBlock * row_stride, col_stride,
+                     w.row(n));
   });
   return w;
 }
 
-// Blocks [begin, end) of q_t [blocks, K, 128] with scale_t [blocks, K] -> [K, 128 * (end - begin)].
-Scratch dequantize_columns(const Tensor& q_t, const Tensor& scale_t, int64_t begin, int64_t end) {
+// One group of columnwise data: the blocks from `begin` on of q_t [blocks, K, 128] with
+// scale_t [blocks, K] -> [K, rows].
+Scratch dequantize_columns(const Tensor& q_t, const Tensor& scale_t, int64_t begin, int64_t rows) {
   const int64_t K = q_t.size(1);
-  Scratch x_t(K, (end - begin) * kBlock);
-  torch::stable::parallel_for(0, K, 16, [&](int64_t first, int64_t last) {
-    for (int64_t b = begin; b < end; ++b) {
-      const auto* scales = reinterpret_cast<const float*>(row_of(scale_t, b));
-      for (int64_t k = first; k < last; ++k) {
-        float* column = x_t.row(k) + (b - begin) * kBlock;
-        load_row(row_of(q_t, b) + k * kBlock, ScalarType::Float8_e4m3fn, kBlock, column);
-        for (int64_t i = 0; i < kBlock; ++i) column[i] *= scales[k];
-      }
-    }
+  const char* first = row_of(q_t, begin);
+  const float* scales = scale_t.const_data_ptr<float>() + begin * scale_t.stride(0);
+  const int64_t scale_stride = scale_t.stride(0);
+  Scratch x_t(K, rows);
+  torch::stable::parallel_for(0, K, 16, [&](int64_t from, int64_t to) {
+    for (int64_t r = 0; r < rows; r += kBlock)
+      for (int64_t k = from; k < to; ++k)
+        dequantize_row(first + (r / kBlock * K + k) * kBlock, std::min(kBlock, rows - r),
+                       scales + r / kBlock * scale_stride + k, 0, x_t.row(k) + r);
   });
   return x_t;
 }
@@ -62,21 +62,27 @@ void matmul_and_store(const Matrix& out, const Matrix& a, const Matrix& b, const
   store(y, bias, out);
 }
 
-// The first block of every group in the padded layout, and the number of blocks.
-std::vector<int64_t> block_starts(const char* op, const Tensor& offs, int64_t blocks) {
-  const auto starts = group_starts(op, offs, blocks * kBlock);
-  std::vector<int64_t> firsts{0};
-  for (size_t e = 0; e + 1 < starts.size(); ++e)
-    firsts.push_back(firsts.back() + ceil_div(starts[e + 1] - starts[e], kBlock));
-  check(firsts.back() <= blocks, op, ": offs need ", firsts.back(), " blocks of ", kBlock,
-        " rows, dy_t has ", blocks);
-  return firsts;
-}
+// The rows of every group, and the block of the padded layout that each begins with.
+struct ColumnGroups {
+  std::vector<int64_t> row_starts, first_blocks;
 
+  ColumnGroups(const char* op, const Tensor& offs, int64_t blocks)
+      : row_starts(group_starts(op, offs, blocks * kBlock)), first_blocks{0} {
+    for (size_t e = 0; e + 1 < row_starts.size(); ++e)
+      first_blocks.push_back(first_blocks.back() + ceil_div(rows(e), kBlock));
+    check(first_blocks.back() <= blocks, op, ": offs need ", first_blocks.back(), " blocks of ",
+          kBlock, " rows, dy_t has ", blocks);
+  }
+
+  int64_t rows(int64_t e) const { return row_starts[e + 1] - row_starts[e]; }
+};
+
+// dw = dy.T @ x for group e
 void wgrad(const Matrix& dw, const Tensor& dy_t, const Tensor& x_t, const Tensor& scale_dy_t,
-           const Tensor& scale_x_t, int64_t begin, int64_t end) {
-  Scratch dy = dequantize_columns(dy_t, scale_dy_t, begin, end);
-  Scratch x = dequantize_columns(x_t, scale_x_t, begin, end);
+           const Tensor& scale_x_t, const ColumnGroups& groups, int64_t e) {
+  const int64_t begin = groups.first_blocks[e], rows = groups.rows(e);
+  Scratch dy = dequantize_columns(dy_t, scale_dy_t, begin, rows);
+  Scratch x = dequantize_columns(x_t, scale_x_t, begin, rows);
   matmul_and_store(dw, dy.view(), x.view().transposed(), nullptr);
 }
 
@@ -115,11 +121,11 @@ Tensor grouped_scaled_mm_wgrad(const Tensor& dy_t_in, const Tensor& x_t_in,
   const Tensor dy_t = torch::stable::contiguous(dy_t_in), x_t = torch::stable::contiguous(x_t_in);
   const Tensor scale_dy_t = inner_contiguous(scale_dy_t_in);
   const Tensor scale_x_t = inner_contiguous(scale_x_t_in);
-  const auto blocks = block_starts(op, offs, x_t.size(0));
-  Tensor dw =
-      torch::stable::new_empty(x_t, std::vector<int64_t>{offs.size(0), dy_t.size(1), x_t.size(1)}, out_dtype);
-  write_groups(dw, blocks, [&](int64_t e, const Matrix& dw_e) {
-    wgrad(dw_e, dy_t, x_t, scale_dy_t, scale_x_t, blocks[e], blocks[e + 1]);
+  const ColumnGroups groups(op, offs, x_t.size(0));
+  Tensor dw = torch::stable::new_empty(
+      x_t, std::vector<int64_t>{offs.size(0), dy_t.size(1), x_t.size(1)}, out_dtype);
+  write_groups(dw, groups.row_starts, [&](int64_t e, const Matrix& dw_e) {
+    wgrad(dw_e, dy_t, x_t, scale_dy_t, scale_x_t, groups, e);
   });
   return dw;
 }
@@ -134,9 +140,9 @@ void grouped_scaled_mm_wgrad_(const Tensor& main_grad, const Tensor& dy_t_in, co
   const Tensor dy_t = torch::stable::contiguous(dy_t_in), x_t = torch::stable::contiguous(x_t_in);
   const Tensor scale_dy_t = inner_contiguous(scale_dy_t_in);
   const Tensor scale_x_t = inner_contiguous(scale_x_t_in);
-  const auto blocks = block_starts(op, offs, x_t.size(0));
-  accumulate_groups(main_grad, blocks, overwrite, [&](int64_t e, const Matrix& dw_e) {
-    wgrad(dw_e, dy_t, x_t, scale_dy_t, scale_x_t, blocks[e], blocks[e + 1]);
+  const ColumnGroups groups(op, offs, x_t.size(0));
+  accumulate_groups(main_grad, groups.row_starts, overwrite, [&](int64_t e, const Matrix& dw_e) {
+    wgrad(dw_e, dy_t, x_t, scale_dy_t, scale_x_t, groups, e);
   });
 }
 

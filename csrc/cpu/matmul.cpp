@@ -11,7 +11,8 @@ namespace {
 Tensor as_tensor(const Matrix& m) {
   return torch::stable::from_blob(m.first, std::vector<int64_t>{m.rows, m.cols},
                                   std::vector<int64_t>{m.row_stride, m.col_stride},
-                                  torch::stable::Device(torch::headeronly::DeviceType::CPU), m.dtype);
+                                  torch::stable::Device(torch::headeronly::DeviceType::CPU),
+                                  m.dtype);
 }
 
 char* row_pointer(const Matrix& m, int64_t row) {
@@ -28,20 +29,22 @@ Matrix group_of(const Tensor& t, int64_t group) {
   return {row_of(t, group), t.scalar_type(), t.size(1), t.size(2), t.stride(1), t.stride(2)};
 }
 
-void matmul(const Matrix& out, const Matrix& a, const Matrix& b, const std::optional<Matrix>& bias) {
+void matmul(const Matrix& out, const Matrix& a, const Matrix& b,
+            const std::optional<Matrix>& bias) {
   const Tensor out_t = as_tensor(out), a_t = as_tensor(a), b_t = as_tensor(b);
   // The CPU entry points, not the dispatcher: autocast or a mode must not step in between.
-  const AOTITorchError error =
-      bias ? aoti_torch_cpu_addmm_out(out_t.get(), as_tensor(*bias).get(), a_t.get(), b_t.get(), 1, 1)
-           : aoti_torch_cpu_mm_out(out_t.get(), a_t.get(), b_t.get());
-  check(error == AOTI_TORCH_SUCCESS, "matmul: torch's CPU kernel failed for ", a.rows, " x ", a.cols,
-        " @ ", b.rows, " x ", b.cols);
+  const AOTITorchError error = bias ? aoti_torch_cpu_addmm_out(out_t.get(), as_tensor(*bias).get(),
+                                                               a_t.get(), b_t.get(), 1, 1)
+                                    : aoti_torch_cpu_mm_out(out_t.get(), a_t.get(), b_t.get());
+  check(error == AOTI_TORCH_SUCCESS, "matmul: torch's CPU kernel failed for ", a.rows, " x ",
+        a.cols, " @ ", b.rows, " x ", b.cols);
 }
 
 Scratch to_float(const Matrix& m) {
   Scratch values(m.rows, m.cols);
   torch::stable::parallel_for(0, m.rows, 16, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) load_row(row_pointer(m, r), m.dtype, m.cols, values.row(r));
+    for (int64_t r = begin; r < end; ++r)
+      load_row(row_pointer(m, r), m.dtype, m.cols, values.row(r));
   });
   return values;
 }

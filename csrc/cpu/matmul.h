@@ -45,8 +45,8 @@ void store(Scratch& values, const float* bias, const Matrix& out);
 // out = out + values, rounded once.
 void accumulate(Scratch& values, const Matrix& out);
 
-// Weight gradients dw [E, N, K]: wgrad(e, m) writes group e's into m. starts[e] == starts[e + 1] means
-// that group e is empty.
+// Weight gradients dw [E, N, K]: wgrad(e, m) writes group e's into m. Where starts[e] equals
+// starts[e + 1], group e is empty.
 template <typename Wgrad>
 void write_groups(const Tensor& dw, const std::vector<int64_t>& starts, const Wgrad& wgrad) {
   for (int64_t e = 0; e < dw.size(0); ++e) {
@@ -57,8 +57,8 @@ void write_groups(const Tensor& dw, const std::vector<int64_t>& starts, const Wg
   }
 }
 
-// main_grad += dw, or main_grad = dw where `overwrite` is given and true. Adding leaves empty groups
-// as they were.
+// main_grad += dw, or main_grad = dw where `overwrite` is given and true. Adding leaves empty
+// groups as they were.
 template <typename Wgrad>
 void accumulate_groups(const Tensor& main_grad, const std::vector<int64_t>& starts,
                        const std::optional<Tensor>& overwrite, const Wgrad& wgrad) {

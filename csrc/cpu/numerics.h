@@ -1,7 +1,7 @@
-// Conversions between float32 and the narrow formats, branch-free so that loops over them vectorise.
+// Conversions between float32 and the narrow formats, without branches: loops over them vectorise.
 //
-// Every conversion works on bits and none meets a float32 subnormal in between, so the result does not
-// depend on the vector width, on FMA contraction or on flush-to-zero modes.
+// Every conversion works on bits and none meets a float32 subnormal in between, so the result does
+// not depend on the vector width, on FMA contraction or on flush-to-zero modes.
 #pragma once
 
 #include <bit>
@@ -31,8 +31,8 @@ inline float from_e4m3(uint8_t bits) {
   const uint32_t sign = uint32_t{bits & 0x80u} << 24;
   const uint32_t shifted = uint32_t{bits & 0x7fu} << 20;
   const float subnormal = std::bit_cast<float>(shifted + (121u << 23)) - 0x1p-6f;
-  uint32_t magnitude = shifted < (1u << 23) ? std::bit_cast<uint32_t>(subnormal)
-                                            : shifted + (120u << 23);
+  uint32_t magnitude =
+      shifted < (1u << 23) ? std::bit_cast<uint32_t>(subnormal) : shifted + (120u << 23);
   magnitude = (bits & 0x7f) == kE4m3Nan ? 0x7fc00000u : magnitude;
   return std::bit_cast<float>(sign | magnitude);
 }
@@ -51,8 +51,8 @@ inline uint16_t to_half(float value) {
   const uint32_t magnitude = bits & kMagnitude;
   const uint32_t normal = ((magnitude + 0xfff + ((magnitude >> 13) & 1)) >> 13) - (112u << 10);
   // Floats in [0.5, 1) are 2^-24 apart, as subnormal halves are.
-  const uint32_t subnormal =
-      std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - std::bit_cast<uint32_t>(0.5f);
+  const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) -
+                             std::bit_cast<uint32_t>(0.5f);
   uint32_t half = magnitude < (113u << 23) ? subnormal : normal;
   half = magnitude >= 0x477ff000 ? 0x7c00 : half;  // 65520 and above round to infinity
   half = magnitude > kInfinity ? 0x7e00 : half;

@@ -15,8 +15,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_weight(const Tensor& w_in, double am
 
   using Shape = std::vector<int64_t>;
   Tensor q = torch::stable::new_empty(w, Shape{E, N, K}, ScalarType::Float8_e4m3fn);
-  Tensor scale =
-      torch::stable::new_empty(w, Shape{E, row_blocks, col_blocks}, ScalarType::Float);
+  Tensor scale = torch::stable::new_empty(w, Shape{E, row_blocks, col_blocks}, ScalarType::Float);
   Tensor q_t = torch::stable::new_empty(w, columnwise ? Shape{E, K, N} : Shape{0},
                                         ScalarType::Float8_e4m3fn);
 

@@ -17,6 +17,10 @@ GROUPED_LINEAR_EVERY_WIDTH void load_half(const uint16_t* row, int64_t n, float*
 GROUPED_LINEAR_EVERY_WIDTH void load_e4m3(const uint8_t* row, int64_t n, float* values) {
   for (int64_t i = 0; i < n; ++i) values[i] = from_e4m3(row[i]);
 }
+GROUPED_LINEAR_EVERY_WIDTH void load_e4m3_scaled(const uint8_t* row, int64_t n, float scale,
+                                                 float* values) {
+  for (int64_t i = 0; i < n; ++i) values[i] = from_e4m3(row[i]) * scale;
+}
 GROUPED_LINEAR_EVERY_WIDTH void store_bf16(const float* values, int64_t n, uint16_t* row) {
   for (int64_t i = 0; i < n; ++i) row[i] = to_bf16(values[i]);
 }
@@ -45,6 +49,13 @@ void store_row(const float* values, int64_t n, ScalarType dtype, void* row) {
   }
 }
 
+void dequantize_row(const void* q, int64_t n, const float* scales, int64_t scale_stride,
+                    float* values) {
+  const auto* row = static_cast<const uint8_t*>(q);
+  for (int64_t i = 0; i < n; i += kBlock, scales += scale_stride)
+    load_e4m3_scaled(row + i, std::min(kBlock, n - i), *scales, values + i);
+}
+
 int64_t element_size(ScalarType dtype) {
   return dtype == ScalarType::Float ? 4 : dtype == ScalarType::Float8_e4m3fn ? 1 : 2;
 }
@@ -65,8 +76,8 @@ std::vector<int64_t> group_starts(const char* op, const Tensor& offs, int64_t ro
   for (int64_t e = 0; e < offs.size(0); ++e) {
     check(ends[e] >= starts[e], op, ": offs must not decrease, got ", ends[e], " after ", starts[e],
           " at group ", e);
-    check(ends[e] <= rows, op, ": offs must not exceed the number of rows ", rows, ", got ", ends[e],
-          " at group ", e);
+    check(ends[e] <= rows, op, ": offs must not exceed the number of rows ", rows, ", got ",
+          ends[e], " at group ", e);
     starts.push_back(ends[e]);
   }
   return starts;

@@ -9,8 +9,8 @@
 
 #include "../layout.h"
 
-// One copy of a loop for each vector width, chosen when the library is loaded. The loops do the same
-// arithmetic in the same order (the build forbids FMA contraction), so the widths agree bit for bit.
+// One copy of a loop for each vector width, chosen when the library is loaded. All do the same
+// arithmetic in the same order (the build forbids FMA contraction), so they agree bit for bit.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define GROUPED_LINEAR_EVERY_WIDTH \
   __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
@@ -27,6 +27,10 @@ using torch::stable::Tensor;
 void load_row(const void* row, ScalarType dtype, int64_t n, float* values);
 void store_row(const float* values, int64_t n, ScalarType dtype, void* row);
 
+// values[i] = q[i] * scales[i / 128 * scale_stride] for n elements of e4m3.
+void dequantize_row(const void* q, int64_t n, const float* scales, int64_t scale_stride,
+                    float* values);
+
 int64_t element_size(ScalarType dtype);
 
 // t itself where its last dimension is dense, else a dense copy.
@@ -38,7 +42,7 @@ inline char* row_of(const Tensor& t, int64_t row) {
          row * t.stride(0) * static_cast<int64_t>(t.element_size());
 }
 
-// At most kBlock rows of one group: the rows [begin, end), block number `index` of the padded layout.
+// At most kBlock rows of one group: the rows [begin, end), block `index` of the padded layout.
 struct RowBlock {
   int64_t group, begin, end, index;
 };

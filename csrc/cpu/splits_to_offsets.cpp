@@ -12,12 +12,16 @@ void write_offsets(const Tensor& m_splits, int64_t num_rows, int64_t alignment, 
   int64_t end = 0, sum = 0;
   for (int64_t e = 0; e < m_splits.size(0); ++e) {
     const int64_t size = splits[e];
-    check(size >= 0, "splits_to_offsets: m_splits must not be negative, got ", size, " at group ", e);
+    check(size >= 0, "splits_to_offsets: m_splits must not be negative, got ", size, " at group ",
+          e);
     // num_rows - sum cannot overflow, sum + size can
     check(size <= num_rows - sum, "splits_to_offsets: m_splits must sum to at most num_rows ",
           num_rows, ", got ", sum, " + ", size, " at group ", e);
     sum += size;
-    end = std::min(num_rows, round_up(size, alignment) + end);
+    // Neither rounding up to a huge alignment nor the sum may overflow.
+    const int64_t short_by = size % alignment == 0 ? 0 : alignment - size % alignment;
+    const int64_t aligned = short_by > num_rows - size ? num_rows : size + short_by;
+    end = aligned > num_rows - end ? num_rows : end + aligned;
     offs.mutable_data_ptr<Offset>()[e] = static_cast<Offset>(end * stride);
   }
 }
@@ -29,7 +33,8 @@ Tensor splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t align
   check_splits_to_offsets(m_splits, num_rows, alignment, stride, dtype);
   const Tensor splits = torch::stable::contiguous(m_splits);
   Tensor offs = torch::stable::new_empty(splits, splits.sizes(), dtype);
-  const bool wide_in = splits.scalar_type() == ScalarType::Long, wide_out = dtype == ScalarType::Long;
+  const bool wide_in = splits.scalar_type() == ScalarType::Long;
+  const bool wide_out = dtype == ScalarType::Long;
   (wide_in ? (wide_out ? write_offsets<int64_t, int64_t> : write_offsets<int64_t, int32_t>)
            : (wide_out ? write_offsets<int32_t, int64_t> : write_offsets<int32_t, int32_t>))(
       splits, num_rows, alignment, stride, offs);

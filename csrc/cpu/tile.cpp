@@ -8,7 +8,7 @@
 namespace grouped_linear::cpu {
 namespace {
 
-// As bits, magnitudes of floats are ordered as integers, and everything from kInfinity up is not finite.
+// As bits, magnitudes of floats are ordered as integers; what is kInfinity or more is not finite.
 inline uint32_t finite_magnitude(float value) {
   const uint32_t magnitude = std::bit_cast<uint32_t>(value) & kMagnitude;
   return magnitude < kInfinity ? magnitude : 0;
@@ -68,8 +68,7 @@ BlockScale block_scale(uint32_t amax_bits, ScaleRule rule) {
   const float amax = std::max(std::bit_cast<float>(amax_bits), rule.amax_epsilon);
   if (amax == 0) return {1, 1};
   float factor = std::min(kE4m3Max / amax, 0x1p126f);  // the cap keeps 1 / factor a normal number
-  if (rule.power_of_two)
-    factor = std::bit_cast<float>(std::bit_cast<uint32_t>(factor) & kInfinity);
+  if (rule.power_of_two) factor = std::bit_cast<float>(std::bit_cast<uint32_t>(factor) & kInfinity);
   return {factor, 1 / factor};
 }
 

@@ -18,8 +18,8 @@ struct BlockScale {
 };
 
 // amax_bits: the block's largest finite magnitude, as the bits of a float32.
-//   amax = max(amax, epsilon); factor = 448 / amax, at most 2^126, rounded down to a power of two on
-//   request; 1 where amax is 0. scale = 1 / factor.
+//   amax = max(amax, epsilon); factor = 448 / amax, at most 2^126, rounded down to a power of two
+//   on request; 1 where amax is 0. scale = 1 / factor.
 BlockScale block_scale(uint32_t amax_bits, ScaleRule rule);
 
 class Tile {
@@ -36,7 +36,7 @@ class Tile {
 
   // q[r * stride + c] = e4m3(tile[r][c] * row_factor[r])
   void quantize_rows(const float row_factor[kBlock], uint8_t* q, int64_t stride) const;
-  // q_t[c * stride + r] = e4m3(tile[r][c] * col_factor[c]); writes `rows_written` elements a column.
+  // q_t[c * stride + r] = e4m3(tile[r][c] * col_factor[c]), `rows_written` elements a column.
   void quantize_cols(const float col_factor[kBlock], uint8_t* q_t, int64_t stride,
                      int64_t rows_written) const;
 

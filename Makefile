@@ -1,0 +1,41 @@
+# make demo, make test: each makes .venv, installs and builds what it needs, then runs. See bootstrap.sh.
+#
+#   PYTHON=python3.12          the Python to use; where it already has torch, that torch is used
+#   TORCH=torch==2.12.0        the torch to install, a pip requirement
+#   TORCH_INDEX=https://...    the package index to install that torch from
+#
+# A .venv that is there stays in use until one of the three says otherwise, or make clean.
+
+python := .venv/bin/python
+
+# Threads that wait soon give their core back instead of spinning on it. Nothing changes on a quiet
+# machine (FP8 demo step 54 ms on 2 cores either way); beside one busy process a step stays at 0.15 s
+# instead of 0.4 to 3 s.
+export GOMP_SPINCOUNT ?= 1000
+
+.PHONY: help demo test lint clean
+
+help:
+	@sed -n 's/^## //p' Makefile
+
+## make demo    train a small mixture-of-experts language model through the ops
+demo:
+	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build demo
+	@$(python) -m benchmarks.demo
+
+## make test    ruff, mypy, the documentation's examples and the tests
+# The slowest comes last: a slip in the style is known in a second, and pytest's summary ends the log.
+test: lint
+	$(python) -m pytest -q --doctest-modules --pyargs grouped_linear
+	$(python) -m pytest
+
+## make lint    ruff and mypy alone
+lint:
+	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build test
+	$(python) -m ruff check
+	$(python) -m ruff format --check
+	$(python) -m mypy -p grouped_linear
+
+## make clean   remove .venv and everything that was built
+clean:
+	rm -rf .venv build demo .mypy_cache .pytest_cache .ruff_cache custom_ops/*.so

@@ -1,0 +1,106 @@
+"""How close do the quantizers come to a copy of as many bytes?
+
+T rows, E groups, K features, N out_features.
+"""
+
+import itertools
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from benchmarks import timing
+from benchmarks.shapes import SPLITS, Shape, chosen_shapes, group_sizes
+from grouped_linear import ops
+
+# What is asked of group_quantize: fprop without gradients, with them, and the backward's dy.
+FORMS: dict[str, dict[str, bool]] = {
+    "rowwise": {},
+    "both layouts": {"columnwise": True},
+    "both + bias grad": {"columnwise": True, "bias_grad": True},
+}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+BLOCK = 128
+
+
+def bytes_quantized(sizes: Sequence[int], K: int, element: int, form: dict[str, bool]) -> int:
+    """Bytes that group_quantize must read and write: x, and what its groups fill of each output."""
+    T, blocks = sum(sizes), sum(-(-size // BLOCK) for size in sizes)
+    moved = T * K * element + T * K + 4 * T * -(-K // BLOCK)
+    if form.get("columnwise"):
+        moved += blocks * BLOCK * K + 4 * blocks * K
+    if form.get("bias_grad"):
+        moved += 4 * len(sizes) * K
+    return moved
+
+
+def bytes_of_weight(shape: Shape, element: int) -> int:
+    """Bytes that quantize_weight must read and write, both layouts."""
+    E, N, K = shape.E, shape.N, shape.K
+    return E * N * K * (element + 2) + 4 * E * -(-N // BLOCK) * -(-K // BLOCK)
+
+
+def copy_of(moved: int, device: torch.device) -> timing.Call:
+    """A copy that reads and writes so many bytes in all."""
+    source = torch.randint(256, (moved // 2,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def offsets(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
+    return ops.splits_to_offsets(torch.tensor(sizes, device=device), sum(sizes))
+
+
+def probe(device: torch.device) -> None:
+    """Call every op that is timed, or raise the sentence that says why not."""
+    ops.group_quantize(torch.ones(1, 16, device=device), offsets([1], device))
+    ops.quantize_weight(torch.ones(1, 16, 16, device=device))
+
+
+def case(op: str, shape: Shape, splits: str, size: str, dtype: str) -> dict[str, str | int]:
+    where = {"op": op, "shape": shape.name, "splits": splits, "size": size}
+    return {**where, "E": shape.E, "dtype": dtype}
+
+
+def main() -> None:
+    parser = timing.arguments(__doc__)
+    parser.add_argument("--shapes", nargs="+", help="names in benchmarks/shapes.py")
+    parser.add_argument("--splits", nargs="+", choices=SPLITS, default=["even", "skew"])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"])
+    args = parser.parse_args()
+    device = timing.device_for(args.device, probe)
+    report = timing.Report(
+        "bench_group_quantize",
+        "How close do the quantizers come to a copy of as many bytes, read and written?",
+        "GB/s",
+        device,
+        args.rounds,
+    )
+
+    def add(columns: dict[str, str | int], call: timing.Call, moved: int) -> None:
+        candidates = {"copy": copy_of(moved, device), "ours": call}
+        report.add(columns, timing.time_paired(candidates, device, report.rounds), moved)
+
+    for shape in tqdm(chosen_shapes(args.shapes, device, args.quick), desc="shapes", disable=None):
+        for dtype, splits in itertools.product(args.dtypes, args.splits):
+            sizes = group_sizes(shape, splits)
+            T, K, element = sum(sizes), shape.K, DTYPES[dtype].itemsize
+            x_TK = torch.randn(T, K, dtype=DTYPES[dtype], device=device)
+            offs_E = offsets(sizes, device)
+            for name, form in FORMS.items():
+                columns = case(f"group_quantize, {name}", shape, splits, f"[{T}, {K}]", dtype)
+                call = partial(ops.group_quantize, x_TK, offs_E, **form)
+                add(columns, call, bytes_quantized(sizes, K, element, form))
+        for dtype in args.dtypes:
+            E, _, N, K = shape[1:]
+            w_ENK = torch.randn(E, N, K, dtype=DTYPES[dtype], device=device)
+            columns = case("quantize_weight", shape, "", f"[{N}, {K}]", dtype)
+            add(
+                columns, partial(ops.quantize_weight, w_ENK), bytes_of_weight(shape, w_ENK.itemsize)
+            )
+    report.finish(not args.no_write, mean_by=("op", "dtype"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,342 @@
+"""The demo: a mixture-of-experts language model learns Python from the standard library's source.
+
+It trains the same model on the same bytes in BF16 and in FP8, eager and compiled (on a GPU also
+with CUDA graphs), then prints one table, a plot of the losses and a line that the model wrote::
+
+    python -m benchmarks.demo
+"""
+
+import argparse
+import math
+import statistics
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import matplotlib as mpl
+import torch
+from matplotlib import pyplot as plt
+from torch import Tensor
+from torch._dynamo.utils import counters
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from benchmarks.moe_model import VOCABULARY, LanguageModel, ModelSize
+from grouped_linear import Float8BlockScaling, GroupedLinear, Recipe
+
+RECIPES: dict[str, Recipe] = {"bf16": None, "fp8": Float8BlockScaling()}
+# torch.compile's mode. CUDA graphs need a GPU.
+MODES = {"eager": None, "compiled": "default", "compiled + graphs": "reduce-overhead"}
+WARM_UP = 3  # steps in which torch.compile compiles, and records CUDA graphs
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large a run is: the model, B sequences a step, steps, and bytes of text to learn from."""
+
+    size: ModelSize
+    batch: int
+    steps: int
+    learning_rate: float
+    text_bytes: int
+
+
+# 2 cores: about 2 minutes for the four runs, half of it compilation.
+CPU = Scale(
+    ModelSize(layers=2, width=128, heads=4, context=128, experts=8, chosen=2, expert_width=128),
+    batch=16,
+    steps=300,
+    learning_rate=1.5e-3,
+    text_bytes=4_000_000,
+)
+# 1.7e9 parameters, 27 GB with the optimizer's state.
+HOPPER = Scale(
+    ModelSize(
+        layers=4, width=2048, heads=16, context=1024, experts=64, chosen=4, expert_width=1024
+    ),
+    batch=16,
+    steps=100,
+    learning_rate=3e-4,
+    text_bytes=20_000_000,
+)
+
+
+@dataclass
+class Run:
+    """One training run: what was asked for and what came out."""
+
+    recipe: Recipe
+    dtype: torch.dtype
+    mode: str
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    validation_loss: float = math.nan
+    recompiles: int = 0
+    graph_breaks: int = 0
+    graph_launches: int = 0
+
+    @property
+    def precision(self) -> str:
+        names = {torch.bfloat16: "BF16", torch.float32: "FP32"}
+        return "FP8" if self.recipe else names[self.dtype]
+
+    @property
+    def name(self) -> str:
+        return f"{self.precision} {self.mode}"
+
+    @property
+    def step_seconds(self) -> float:
+        return statistics.median(self.seconds[WARM_UP:])
+
+    @property
+    def compile_seconds(self) -> float:
+        return sum(self.seconds[:WARM_UP]) - WARM_UP * self.step_seconds
+
+    @property
+    def final_loss(self) -> float:
+        return statistics.mean(self.losses[-10:])
+
+
+class Text:
+    """The standard library's source as bytes: every tenth file is held out for validation."""
+
+    def __init__(self, limit: int) -> None:
+        folder = Path(sysconfig.get_paths()["stdlib"])
+        training, held_out = bytearray(), bytearray()
+        installed = {"site-packages", "dist-packages"}
+        own = (path for path in folder.rglob("*.py") if installed.isdisjoint(path.parts))
+        for i, path in enumerate(sorted(own)):
+            (held_out if i % 10 == 9 else training).extend(path.read_bytes())
+            if len(training) >= limit:
+                break
+        if len(training) < 1_000_000:
+            sys.exit(f"demo: found only {len(training)} bytes of Python source in {folder}")
+        self.training = torch.frombuffer(training, dtype=torch.uint8)
+        self.held_out = torch.frombuffer(held_out, dtype=torch.uint8)
+
+    def random_batch(self, B: int, S: int, generator: torch.Generator) -> Tensor:
+        """Random stretches of the training text: [B, S + 1] int64."""
+        start_B = torch.randint(len(self.training) - S, (B,), generator=generator)
+        return self.training[start_B[:, None] + torch.arange(S + 1)].long()
+
+    def held_out_batches(self, B: int, S: int, count: int) -> list[Tensor]:
+        """Stretches spread evenly over the held-out text: `count` batches of [B, S + 1] int64."""
+        start = torch.linspace(0, len(self.held_out) - S - 1, B * count).long()
+        return list(self.held_out[start[:, None] + torch.arange(S + 1)].long().split(B))
+
+
+def train(run: Run, scale: Scale, text: Text, device: torch.device, seed: int) -> LanguageModel:
+    """Train one model, filling in `run`. The seed decides its parameters and what it reads."""
+    torch.manual_seed(seed)
+    order = torch.Generator().manual_seed(seed)
+    S = scale.size.context
+    with device:
+        model = LanguageModel(scale.size, run.recipe, run.dtype)
+    mode = MODES[run.mode]
+    forward = torch.compile(model, fullgraph=True, mode=mode) if mode else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=scale.learning_rate, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / 10, 0.5 + 0.5 * math.cos(math.pi * step / scale.steps)),
+    )
+
+    def step() -> float:
+        torch.compiler.cudagraph_mark_step_begin()
+        objective, loss = forward(text.random_batch(scale.batch, S, order).to(device))
+        objective.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)  # waits for the device, so a step's time is all of it
+
+    torch._dynamo.reset()
+    counters.clear()
+    # In a log every refresh is a line.
+    refresh_seconds = 0.2 if sys.stdout.isatty() else 10
+    bar = tqdm(range(scale.steps), desc=run.name, file=sys.stdout, mininterval=refresh_seconds)
+    for _ in bar:
+        start = time.perf_counter()
+        run.losses.append(step())
+        schedule.step()
+        run.seconds.append(time.perf_counter() - start)
+        bar.set_postfix(loss=f"{run.losses[-1]:.3f}", refresh=False)
+    run.recompiles = max(0, counters["stats"]["unique_graphs"] - 1)
+    run.graph_breaks = sum(counters["graph_break"].values())
+    with torch.no_grad():
+        held_out = text.held_out_batches(scale.batch, S, count=16)
+        run.validation_loss = statistics.mean(model(part.to(device))[1].item() for part in held_out)
+    if device.type == "cuda":
+        run.graph_launches = count_graph_launches(step)
+    return model
+
+
+def count_graph_launches(step: Callable[[], float]) -> int:
+    """CUDA graphs launched in one more step."""
+    with torch.profiler.profile() as profile:
+        step()
+    return sum(event.name == "cudaGraphLaunch" for event in profile.events())
+
+
+def activation_dtype(device: torch.device) -> torch.dtype:
+    """BF16, but float32 on a CPU without wide vectors: its BF16 products are eight times slower."""
+    narrow = device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT")
+    return torch.float32 if narrow else torch.bfloat16
+
+
+def unusable(device: torch.device) -> str:
+    """Why the layer cannot train on a GPU, or nothing where it can."""
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"{name} has compute capability {capability[0]}.{capability[1]}, not 9.0"
+    try:
+        for recipe in RECIPES.values():
+            layer = GroupedLinear(2, 128, 128, recipe=recipe, device=device, dtype=torch.bfloat16)
+            x = torch.ones(8, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+            layer(x, torch.tensor([3, 5], device=device)).sum().backward()
+    except RuntimeError as error:
+        return f"{name}: {error}"
+    return ""
+
+
+def choose_device(asked: str) -> torch.device:
+    """The GPU where the ops run on it, else the CPU, with a line that says which and why."""
+    cuda = torch.device("cuda")
+    if asked == "cpu":
+        reason = "as asked"
+    elif not torch.cuda.is_available():
+        reason = "no GPU found"
+    else:
+        reason = unusable(cuda)
+        if not reason:
+            print(f"device: {torch.cuda.get_device_name(cuda)}")
+            return cuda
+    if asked == "cuda":
+        sys.exit(f"demo: --device cuda: {reason}")
+    print(f"device: CPU, {torch.get_num_threads()} threads: {reason}")
+    return torch.device("cpu")
+
+
+def pairs(runs: list[Run]) -> list[tuple[Run, Run]]:
+    """Each FP8 run with the run of the same mode without FP8."""
+    others = {run.mode: run for run in runs if not run.recipe}
+    return [(run, others[run.mode]) for run in runs if run.recipe and run.mode in others]
+
+
+def plot(runs: list[Run], path: Path) -> None:
+    """Draw the training losses and, below, how far FP8's are from the same mode without it."""
+    mpl.use("Agg")
+    styles = dict(zip(MODES, ("-", "--", ":"), strict=True))
+    figure, (top, bottom) = plt.subplots(
+        2, sharex=True, figsize=(8, 6), height_ratios=(3, 1), layout="constrained"
+    )
+    for run in runs:
+        # Sky blue, broad, under vermilion, narrow (Okabe and Ito): told apart by all kinds of eyes.
+        look = {"color": "#D55E00"} if run.recipe else {"color": "#56B4E9", "linewidth": 5.0}
+        label = f"{run.name} (held-out files: {run.validation_loss:.3f})"
+        top.plot(run.losses, linestyle=styles[run.mode], label=label, **look)
+    for fp8, other in pairs(runs):
+        bottom.set_ylabel(f"FP8 above\n{other.precision}, %")
+        percent = [100 * (a / b - 1) for a, b in zip(fp8.losses, other.losses, strict=True)]
+        bottom.plot(percent, color="black", linewidth=1, linestyle=styles[fp8.mode], label=fp8.mode)
+    guess = math.log(VOCABULARY)
+    top.axhline(guess, color="0.5", linewidth=1)
+    top.text(len(runs[0].losses) / 2, guess, "a blind guess", ha="center", va="bottom")
+    top.set(
+        title="A mixture-of-experts language model learns Python",
+        ylabel="cross-entropy, nats a byte",
+        ylim=(0, 1.1 * guess),
+    )
+    bottom.set_xlabel("training step")
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, loc="lower left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def print_table(runs: list[Run], scale: Scale, device: torch.device) -> None:
+    """Print one row a run. Step times are medians without the first steps, which compile."""
+    columns = {"run": [run.name for run in runs]}
+    tokens = scale.batch * scale.size.context
+    columns["step ms"] = [f"{run.step_seconds * 1e3:.1f}" for run in runs]
+    columns["tokens/s"] = [f"{tokens / run.step_seconds:,.0f}" for run in runs]
+    columns["first loss"] = [f"{run.losses[0]:.3f}" for run in runs]
+    columns["final loss"] = [f"{run.final_loss:.3f}" for run in runs]
+    columns["held out"] = [f"{run.validation_loss:.3f}" for run in runs]
+    columns["compile s"] = [f"{run.compile_seconds:.1f}" if MODES[run.mode] else "" for run in runs]
+    columns["recompiles"] = [str(run.recompiles) if MODES[run.mode] else "" for run in runs]
+    columns["graph breaks"] = [str(run.graph_breaks) if MODES[run.mode] else "" for run in runs]
+    if device.type == "cuda":
+        columns["cudaGraphLaunch a step"] = [str(run.graph_launches) for run in runs]
+    widths = {title: max(map(len, [title, *cells])) for title, cells in columns.items()}
+    print()
+    for cells in zip(*([title, *column] for title, column in columns.items()), strict=True):
+        name, *numbers = zip(cells, widths.values(), strict=True)
+        print(name[0].ljust(name[1]), *(text.rjust(width) for text, width in numbers), sep="  ")
+    print()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.demo",
+        description=(__doc__ or "").split("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, help=f"training steps of a run, more than {WARM_UP}")
+    parser.add_argument(
+        "--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="what to train in"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto is a GPU that the ops run on, else the CPU",
+    )
+    parser.add_argument(
+        "--output-dir", type=Path, default=Path("demo"), help="where loss.png is written"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of parameters and the order of text")
+    arguments = parser.parse_args()
+    if arguments.steps is not None and arguments.steps <= WARM_UP:
+        parser.error(f"--steps must be more than {WARM_UP}, got {arguments.steps}")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    device = choose_device(arguments.device)
+    scale = HOPPER if device.type == "cuda" else CPU
+    if arguments.steps is not None:
+        scale = replace(scale, steps=arguments.steps)
+    text = Text(scale.text_bytes)
+    dtype = activation_dtype(device)
+    runs = [
+        Run(RECIPES[recipe], dtype, mode)
+        for mode in MODES
+        for recipe in arguments.recipes
+        if device.type == "cuda" or MODES[mode] != "reduce-overhead"
+    ]
+    line = b""
+    for run in runs:
+        model = train(run, scale, text, device, arguments.seed)
+        if run is runs[-1]:
+            line = model.generate(b"def ", 60, arguments.seed)
+
+    print_table(runs, scale, device)
+    for fp8, other in pairs(runs):
+        ratio = fp8.validation_loss / other.validation_loss
+        print(f"held-out loss of {fp8.name} / {other.name}: {ratio:.4f}")
+    plot(runs, arguments.output_dir / "loss.png")
+    print(f"loss curves: {arguments.output_dir / 'loss.png'}")
+    # Escaped as in a Python literal: an early model writes control bytes, too.
+    print(f"{runs[-1].name} writes:", line.decode("latin-1").encode("unicode_escape").decode())
+    for run in runs:
+        if not run.final_loss < run.losses[0]:  # NaN compares false
+            sys.exit(f"demo: {run.name}: the loss went from {run.losses[0]} to {run.final_loss}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,358 @@
+"""Paired timings, and the reports they end in.
+
+Clocks, power and neighbours drift while a benchmark runs: the same product can differ by a tenth
+from one minute to the next. So candidates take turns, and what is compared is each round's ratio to
+the first candidate (the roof, or the plain way), never two medians from different minutes.
+"""
+
+import argparse
+import csv
+import math
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+FLUSH_BYTES = 256 << 20  # several times any L2 cache there is
+STEADY = 1.2  # upper quartile over lower quartile; beyond it a row is marked as unsteady
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median between its quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Spread":
+        if len(samples) == 1:
+            return cls(samples[0], samples[0], samples[0])
+        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    @property
+    def steady(self) -> bool:
+        return self.high <= STEADY * self.low
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One candidate's times, and its speed as a share of the first candidate's, paired by round."""
+
+    microseconds: Spread
+    share: Spread
+
+
+def time_paired(
+    candidates: Mapping[str, Call],
+    device: torch.device,
+    rounds: int = 20,
+    capture: bool = True,
+) -> dict[str, Timing]:
+    """Time candidates in turn, a round each, after a warm-up.
+
+    On CPU a sample is one call. On a GPU it is one replay of a CUDA graph of the call (of the call
+    itself where capture is false), between two events, with the L2 cache overwritten before it.
+
+    Args:
+        candidates: what to time, by name; the first is what the others are compared with. Each
+            allocates its own outputs.
+        device: the candidates' device.
+        rounds: samples a candidate.
+        capture: whether the calls can be, and shall be, captured in CUDA graphs.
+    """
+    timed = _rounds_on_gpu if device.type == "cuda" else _rounds_on_cpu
+    samples = timed(candidates, rounds, capture)
+    first = samples[next(iter(samples))]
+    return {
+        name: Timing(Spread.of(own), Spread.of([a / b for a, b in zip(first, own, strict=True)]))
+        for name, own in samples.items()
+    }
+
+
+def _turns(candidates: Mapping[str, Call], rounds: int) -> list[str]:
+    """Every candidate once a round; every other round backwards, so that neighbours change."""
+    names = list(candidates)
+    return [name for r in range(rounds) for name in (names if r % 2 == 0 else names[::-1])]
+
+
+def _rounds_on_cpu(
+    candidates: Mapping[str, Call], rounds: int, capture: bool
+) -> dict[str, list[float]]:
+    for call in candidates.values():
+        for _ in range(2):
+            call()
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for name in _turns(candidates, rounds):
+        call = candidates[name]
+        start = time.perf_counter_ns()
+        call()
+        samples[name].append((time.perf_counter_ns() - start) / 1e3)
+    return samples
+
+
+def _captured(call: Call) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def _rounds_on_gpu(
+    candidates: Mapping[str, Call], rounds: int, capture: bool
+) -> dict[str, list[float]]:
+    for call in candidates.values():
+        for _ in range(3):
+            call()
+    calls = dict(candidates)
+    if capture:
+        # Each graph has a memory pool of its own, so no candidate writes what another one did.
+        calls = {name: _captured(call).replay for name, call in candidates.items()}
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in calls}
+    torch.cuda.synchronize()
+    for name in _turns(calls, rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()  # also hides the launch from the clock
+        begin.record()
+        calls[name]()
+        end.record()
+        events[name].append((begin, end))
+    torch.cuda.synchronize()
+    return {
+        name: [1e3 * begin.elapsed_time(end) for begin, end in pairs]
+        for name, pairs in events.items()
+    }
+
+
+def supported(candidates: Mapping[str, Call], report: "Report") -> dict[str, Call]:
+    """The alternatives that run here; the report says which do not, and why."""
+    running: dict[str, Call] = {}
+    for name, call in candidates.items():
+        try:
+            call()
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            report.note(f"{name} left out: {str(error).splitlines()[0]}")
+        else:
+            running[name] = call
+    return running
+
+
+def arguments(description: str | None, rounds: int = 20) -> argparse.ArgumentParser:
+    """The options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=rounds, help="samples a candidate")
+    parser.add_argument("--quick", action="store_true", help="a few telling cases only")
+    parser.add_argument("--no-write", action="store_true", help="print, and leave results/ alone")
+    return parser
+
+
+def device_for(name: str, needs_kernel: Callable[[torch.device], object]) -> torch.device:
+    """The device, or the end of the program in one line where our ops do not run on it."""
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        sys.exit("no CUDA device is visible to torch")
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    try:
+        needs_kernel(device)
+    except RuntimeError as error:
+        sys.exit(f"not on {name}: {str(error).splitlines()[0]}")
+    return device
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate of one case. work: the FLOPs or bytes of a call."""
+
+    case: Mapping[str, str | int]
+    candidate: str
+    work: float
+    timing: Timing
+
+
+@dataclass
+class Report:
+    """Collects rows, prints them as a table and writes them to results/ as Markdown and CSV.
+
+    Args:
+        name: of the benchmark's module, and of the files.
+        question: what the table answers, one sentence.
+        unit: "TFLOP/s" (work in FLOPs) or "GB/s" (work in bytes).
+    """
+
+    name: str
+    question: str
+    unit: str
+    device: torch.device
+    rounds: int
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(
+        self, case: Mapping[str, str | int], timings: Mapping[str, Timing], work: float
+    ) -> None:
+        self.rows += [Row(case, name, work, timing) for name, timing in timings.items()]
+
+    def note(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def finish(
+        self,
+        write: bool,
+        mean_by: Sequence[str] = (),
+        in_mean: Callable[[Mapping[str, str | int]], bool] = lambda case: True,
+    ) -> None:
+        """Print, and write if asked. mean_by: the columns that geometric means are taken by."""
+        header = "\n".join(f"- {line}" for line in self._header())
+        parts = [f"# {self.name}", self.question, header, _markdown(self._cells())]
+        if mean_by:
+            title = "Geometric means of the shares"
+            parts += [f"## {title}", _markdown(self._mean_cells(mean_by, in_mean))]
+        text = "\n\n".join(parts) + "\n"
+        print(text)
+        if not write:
+            return
+        RESULTS.mkdir(exist_ok=True)
+        stem = f"{self.name}_{_slug(self.device)}"
+        (RESULTS / f"{stem}.md").write_text(text)
+        with (RESULTS / f"{stem}.csv").open("w", newline="") as file:
+            file.writelines(f"# {line}\n" for line in self._header())
+            csv.writer(file, lineterminator="\n").writerows(self._numbers())
+        print(f"written: benchmarks/results/{stem}.md and .csv")
+
+    def _rate(self, row: Row) -> float:
+        per = 1e6 if self.unit == "TFLOP/s" else 1e3
+        return row.work / row.timing.microseconds.median / per
+
+    def _header(self) -> list[str]:
+        how = f"{self.rounds} interleaved rounds, medians with (quartiles)"
+        unsteady = sum(not row.timing.microseconds.steady for row in self.rows)
+        cold = "CUDA graph replays, cold L2" if self.device.type == "cuda" else "warm caches"
+        return [
+            *_machine(self.device),
+            f"commit {_commit()}, {date.today().isoformat()}",
+            f"command: python -m {shlex.join([f'benchmarks.{self.name}', *sys.argv[1:]])}",
+            f"{how}; {cold}; share: speed beside each case's first row, paired by round",
+            f"{unsteady} of {len(self.rows)} rows are unsteady (~): quartiles over {STEADY} apart",
+            *self.notes,
+        ]
+
+    def _cells(self) -> list[list[str]]:
+        case_columns = list(self.rows[0].case)
+        cells = [
+            [*case_columns, "candidate", "us", "(quartiles)", self.unit, "share", "(quartiles)"]
+        ]
+        for row in self.rows:
+            us, share = row.timing.microseconds, row.timing.share
+            cells.append(
+                [
+                    *(str(row.case[column]) for column in case_columns),
+                    row.candidate,
+                    f"{us.median:.1f}" + ("" if us.steady else " ~"),
+                    f"({us.low:.1f} {us.high:.1f})",
+                    f"{self._rate(row):.3g}",
+                    f"{share.median:.3f}",
+                    f"({share.low:.3f} {share.high:.3f})",
+                ]
+            )
+        return cells
+
+    def _numbers(self) -> list[list[Any]]:
+        case_columns = list(self.rows[0].case)
+        times = ["us", "us_low", "us_high", self.unit, "share", "share_low", "share_high"]
+        numbers: list[list[Any]] = [[*case_columns, "candidate", *times]]
+        for row in self.rows:
+            us, share = row.timing.microseconds, row.timing.share
+            values = [us.median, us.low, us.high, self._rate(row)]
+            values += [share.median, share.low, share.high]
+            case = [row.case[column] for column in case_columns]
+            numbers.append([*case, row.candidate, *(f"{value:.5g}" for value in values)])
+        return numbers
+
+    def _mean_cells(
+        self, by: Sequence[str], in_mean: Callable[[Mapping[str, str | int]], bool]
+    ) -> list[list[str]]:
+        shares: dict[tuple[str, ...], list[float]] = {}
+        for row in self.rows:
+            if in_mean(row.case):
+                key = (*(str(row.case[column]) for column in by), row.candidate)
+                shares.setdefault(key, []).append(row.timing.share.median)
+        cells = [[*by, "candidate", "cases", "share"]]
+        for key, values in shares.items():
+            mean = math.exp(statistics.fmean(math.log(value) for value in values))
+            cells.append([*key, str(len(values)), f"{mean:.3f}"])
+        return cells
+
+
+def _markdown(cells: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns line up as plain text too. The first row is its head."""
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    rule = ["-" * width for width in widths]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in (cells[0], rule, *cells[1:])
+    )
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def _machine(device: torch.device) -> list[str]:
+    busy = os.getloadavg()[0]
+    wait = os.environ.get("OMP_WAIT_POLICY", "default")
+    cpu = (
+        f"CPU: {_cpu_model()}, {torch.get_num_threads()} threads, OMP_WAIT_POLICY {wait}, "
+        f"load average {busy:.1f}"
+    )
+    torch_version = f"torch {torch.__version__}"
+    if device.type == "cpu":
+        return [cpu, torch_version]
+    gpu = f"GPU: {torch.cuda.get_device_name(device)}"
+    return [gpu, cpu, f"{torch_version}, CUDA {torch.version.cuda}"]
+
+
+def _slug(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return "".join(c if c.isalnum() else "_" for c in name.lower())
+
+
+def _git(*words: str) -> str | None:
+    """What git prints, or None where there is no git or no repository."""
+    try:
+        run = subprocess.run(
+            ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return run.stdout.strip()
+
+
+def _commit() -> str:
+    commit = _git("rev-parse", "--short=12", "HEAD")
+    if commit is None:
+        return "unknown"
+    # Results that this very run replaces do not make the measured code another one.
+    changes = _git("status", "--porcelain", "--", ":/", ":(exclude,top)benchmarks/results")
+    return f"{commit}-dirty" if changes else commit

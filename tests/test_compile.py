@@ -1,0 +1,336 @@
+"""torch.compile(fullgraph=True): the same numbers as eager, one graph for all group sizes.
+
+Most tests use the aot_eager backend, which traces, partitions and functionalizes as Inductor does;
+Inductor itself is compiled where its output is the subject.
+"""
+
+import re
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from samples import BF16, OPS, assert_same_bits, devices
+from torch import Tensor, nn
+from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend, normalize_gm
+from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import checkpoint
+
+from grouped_linear import Float8BlockScaling, GroupedLinear, Recipe, ops
+
+DEVICES = pytest.mark.parametrize("device", devices(*OPS))
+RECIPES = pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
+T, E, K, N = 40, 3, 32, 48
+SPLITS = ([10, 20, 10], [0, 40, 0], [0, 0, 0], [1, 2, 3], [40, 0, 0])
+
+
+class Experts(nn.Module):
+    """Two layers with a nonlinearity between: an MLP an expert."""
+
+    def __init__(self, recipe: Recipe, device: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"recipe": recipe, "device": device, "dtype": BF16}
+        self.up = GroupedLinear(E, K, N, **options)
+        self.down = GroupedLinear(E, N, K, **options)
+
+    def forward(self, x: Tensor, m_splits: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x, m_splits)), m_splits)
+
+
+def inputs(device: str) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(T, K, generator=generator).to(device, BF16),
+            torch.tensor(m_splits, device=device),
+        )
+        for m_splits in SPLITS
+    ]
+
+
+def train(model: nn.Module, call: Callable[..., Tensor], device: str) -> list[Tensor]:
+    """Outputs, input gradients and, at last, the parameters of a few optimizer steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    results = []
+    for x, m_splits in inputs(device):
+        x.requires_grad_()
+        y = call(x, m_splits)
+        y.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        results += [y.detach(), x.grad]
+    return results + [p.detach() for p in model.parameters()]
+
+
+def compiles(module: nn.Module, **options: Any) -> tuple[Any, CompileCounterWithBackend]:
+    counter = CompileCounterWithBackend(options.pop("backend", "aot_eager"))
+    return torch.compile(module, fullgraph=True, backend=counter, **options), counter
+
+
+# --- compiled equals eager -----------------------------------------------------------------------
+
+
+@DEVICES
+@RECIPES
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_training_equals_eager(backend: str, recipe: Recipe, device: str) -> None:
+    """Bit for bit: the ops are the same, and relu is exact. New group sizes never recompile."""
+    eager, model = Experts(recipe, device), Experts(recipe, device)
+    expected = train(eager, eager, device)
+    compiled, counter = compiles(model, backend=backend)
+    for actual, right in zip(train(model, compiled, device), expected, strict=True):
+        assert_same_bits(actual, right)
+    assert counter.frame_count == 1
+
+
+@DEVICES
+@RECIPES
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference_equals_eager(mode: Any, recipe: Recipe, device: str) -> None:
+    model = Experts(recipe, device)
+    compiled, counter = compiles(model)
+    with mode():
+        for x, m_splits in inputs(device):
+            assert_same_bits(compiled(x, m_splits), model(x, m_splits))
+    assert counter.frame_count == 1
+
+
+@DEVICES
+@RECIPES
+def test_lists_autocast_and_leading_dimensions(recipe: Recipe, device: str) -> None:
+    layer = GroupedLinear(E, K, N, recipe=recipe, device=device)
+    compiled, _ = compiles(layer)
+    x = torch.randn(4, 10, K, device=device)
+    with torch.autocast(device, dtype=BF16):
+        assert_same_bits(compiled(x, [10, 5, 20]), layer(x, [10, 5, 20]))
+    assert_same_bits(compiled(x, [10, 5, 20]), layer(x, [10, 5, 20]))
+
+
+@DEVICES
+@RECIPES
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_checkpointing_changes_no_bit(compiled: bool, recipe: Recipe, device: str) -> None:
+    model = Experts(recipe, device)
+
+    def recomputed(x: Tensor, m_splits: Tensor) -> Tensor:
+        return checkpoint(model, x, m_splits, use_reentrant=False)
+
+    call = (
+        torch.compile(recomputed, fullgraph=True, backend="aot_eager") if compiled else recomputed
+    )
+    gradients = []
+    for function in (model, call):
+        x, m_splits = inputs(device)[0]
+        x.requires_grad_()
+        function(x, m_splits).float().square().sum().backward()
+        gradients.append([x.grad, *(p.grad for p in model.parameters())])
+        model.zero_grad()
+    for actual, expected in zip(*gradients, strict=True):
+        assert_same_bits(actual, expected)
+
+
+# --- recompiles ----------------------------------------------------------------------------------
+
+
+def compiles_for_token_counts(mark: Callable[[Tensor], None], recipe: Recipe) -> int:
+    layer = GroupedLinear(E, K, N, recipe=recipe)
+    compiled, counter = compiles(layer)
+    for tokens in (33, 40, 57, 1, 0, 64):
+        x = torch.randn(tokens, K, requires_grad=True)
+        mark(x)
+        m_splits = torch.tensor([tokens // 2, 0, tokens - tokens // 2])
+        y = compiled(x, m_splits)
+        dx, dw = torch.autograd.grad(y, (x, layer.weight), torch.ones_like(y))
+        right = layer(x, m_splits)
+        for actual, expected in zip(
+            (y, dx, dw),
+            (right, *torch.autograd.grad(right, (x, layer.weight), torch.ones_like(y))),
+            strict=True,
+        ):
+            assert_same_bits(actual, expected)
+    return counter.frame_count
+
+
+@RECIPES
+def test_recompiles_for_token_counts(recipe: Recipe) -> None:
+    """mark_unbacked is the recommended marking: one compile for every number of tokens."""
+
+    def mark_unbacked(x: Tensor) -> None:
+        torch._dynamo.decorators.mark_unbacked(x, 0)
+
+    def mark_dynamic(x: Tensor) -> None:
+        torch._dynamo.mark_dynamic(x, 0)
+
+    def mark_nothing(x: Tensor) -> None:
+        pass
+
+    counts = {}
+    for mark in (mark_unbacked, mark_dynamic, mark_nothing):
+        torch._dynamo.reset()
+        counts[mark.__name__] = compiles_for_token_counts(mark, recipe)
+    assert counts == {"mark_unbacked": 1, "mark_dynamic": 3, "mark_nothing": 4}
+
+
+@RECIPES
+def test_fixed_capacity_compiles_once(recipe: Recipe) -> None:
+    layer = GroupedLinear(E, K, N, recipe=recipe)
+    compiled, counter = compiles(layer)
+    for tokens in (33, 40, 57, 1, 0, 64):
+        x = torch.randn(64, K)
+        x[tokens:] = torch.nan
+        y = compiled(x, torch.tensor([tokens // 2, 0, tokens - tokens // 2]))
+        assert y[:tokens].isfinite().all()
+        assert not y[tokens:].any()
+    assert counter.frame_count == 1
+
+
+# --- graphs --------------------------------------------------------------------------------------
+
+
+def readable(graph: torch.fx.GraphModule) -> str:
+    """A graph's code, one statement a line, without the deletions of what is used no more."""
+    code = normalize_gm(graph.print_readable(print_output=False))
+    code = re.sub(r";  [\w =]*None", "", code)
+    code = re.sub(r"\[[\d, ]+\]", lambda shape: shape[0].replace(" ", ""), code)
+    code = code.replace("torch.ops.", "").replace(".default(", "(")
+    return "\n".join(
+        textwrap.fill(line.strip(), 96, subsequent_indent="    ", break_long_words=False)
+        for line in code.splitlines()
+        if line.strip() and not line.startswith("class ")
+    )
+
+
+def graphs(recipe: Recipe, training: bool) -> str:
+    """The AOT graphs of one layer, forward and backward."""
+    backend = AotEagerAndRecordGraphs()
+    layer = GroupedLinear(E, K, N, recipe=recipe)
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    x = torch.randn(T, K, requires_grad=training)
+    with torch.set_grad_enabled(training):
+        y = compiled(x, torch.tensor([10, 20, 10]))
+    if training:
+        y.sum().backward()
+    recorded = backend.fw_graphs + backend.bw_graphs
+    assert len(recorded) == 1 + training
+    return "\n\n".join(map(readable, recorded))
+
+
+boxed = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd:UserWarning")
+
+
+@boxed
+def test_training_graphs_without_a_recipe() -> None:
+    assert_expected_inline(
+        graphs(None, training=True),
+        """\
+def forward(self, primals_1: "f32[3,48,32]", primals_2: "f32[3,48]", primals_3: "f32[40,32]",
+    primals_4: "i64[3]"):
+splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(primals_4, 40)
+grouped_mm: "f32[40,48]" = grouped_linear.grouped_mm(primals_3, primals_1, splits_to_offsets,
+    primals_2)
+return (grouped_mm, primals_1, primals_3, splits_to_offsets)
+
+def forward(self, primals_1: "f32[3,48,32]", primals_3: "f32[40,32]", splits_to_offsets:
+    "i32[3]", tangents_1: "f32[40,48]"):
+transpose: "f32[3,32,48]" = aten.transpose.int(primals_1, 1, 2)
+grouped_mm_1: "f32[40,32]" = grouped_linear.grouped_mm(tangents_1, transpose, splits_to_offsets)
+grouped_mm_wgrad: "f32[3,48,32]" = grouped_linear.grouped_mm_wgrad(tangents_1, primals_3,
+    splits_to_offsets)
+grouped_bias_grad: "f32[3,48]" = grouped_linear.grouped_bias_grad(tangents_1, splits_to_offsets)
+return (grouped_mm_wgrad, grouped_bias_grad, grouped_mm_1, None)""",
+    )
+
+
+@boxed
+def test_training_graphs_of_block_scaling() -> None:
+    assert_expected_inline(
+        graphs(Float8BlockScaling(), training=True),
+        """\
+def forward(self, primals_1: "f32[3,48,32]", primals_2: "f32[3,48]", primals_3: "f32[40,32]",
+    primals_4: "i64[3]"):
+splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(primals_4, 40)
+group_quantize = grouped_linear.group_quantize(primals_3, splits_to_offsets, 0.0, True, True,
+    True)
+getitem: "f8e4m3fn[40,32]" = group_quantize[0]
+getitem_1: "f32[1,40]" = group_quantize[1]
+getitem_2: "f8e4m3fn[3,32,128]" = group_quantize[2]
+getitem_3: "f32[3,32]" = group_quantize[3]
+quantize_weight = grouped_linear.quantize_weight(primals_1)
+getitem_5: "f8e4m3fn[3,48,32]" = quantize_weight[0]
+getitem_6: "f32[3,1,1]" = quantize_weight[1]
+getitem_7: "f8e4m3fn[3,32,48]" = quantize_weight[2]
+grouped_scaled_mm: "f32[40,48]" = grouped_linear.grouped_scaled_mm(getitem, getitem_5,
+    getitem_1, getitem_6, splits_to_offsets, primals_2, torch.float32)
+transpose: "f32[3,1,1]" = aten.transpose.int(getitem_6, 1, 2)
+return (grouped_scaled_mm, splits_to_offsets, getitem_2, getitem_3, getitem_7, transpose)
+
+def forward(self, splits_to_offsets: "i32[3]", getitem_2: "f8e4m3fn[3,32,128]", getitem_3:
+    "f32[3,32]", getitem_7: "f8e4m3fn[3,32,48]", transpose: "f32[3,1,1]", tangents_1:
+    "f32[40,48]"):
+group_quantize_1 = grouped_linear.group_quantize(tangents_1, splits_to_offsets, 0.0, True, True,
+    True, True)
+getitem_8: "f8e4m3fn[40,48]" = group_quantize_1[0]
+getitem_9: "f32[1,40]" = group_quantize_1[1]
+getitem_10: "f8e4m3fn[3,48,128]" = group_quantize_1[2]
+getitem_11: "f32[3,48]" = group_quantize_1[3]
+getitem_12: "f32[3,48]" = group_quantize_1[4]
+grouped_scaled_mm_1: "f32[40,32]" = grouped_linear.grouped_scaled_mm(getitem_8, getitem_7,
+    getitem_9, transpose, splits_to_offsets, None, torch.float32)
+grouped_scaled_mm_wgrad: "f32[3,48,32]" = grouped_linear.grouped_scaled_mm_wgrad(getitem_10,
+    getitem_2, getitem_11, getitem_3, splits_to_offsets, torch.float32)
+return (grouped_scaled_mm_wgrad, getitem_12, grouped_scaled_mm_1, None)""",
+    )
+
+
+def test_inference_graph_without_a_recipe() -> None:
+    assert_expected_inline(
+        graphs(None, training=False),
+        """\
+def forward(self, arg0_1: "f32[3,48,32]", arg1_1: "f32[3,48]", arg2_1: "f32[40,32]", arg3_1:
+    "i64[3]"):
+splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(arg3_1, 40)
+grouped_mm: "f32[40,48]" = grouped_linear.grouped_mm(arg2_1, arg0_1, splits_to_offsets, arg1_1)
+return (grouped_mm,)""",
+    )
+
+
+def test_inference_graph_of_block_scaling() -> None:
+    assert_expected_inline(
+        graphs(Float8BlockScaling(), training=False),
+        """\
+def forward(self, arg0_1: "f32[3,48,32]", arg1_1: "f32[3,48]", arg2_1: "f32[40,32]", arg3_1:
+    "i64[3]"):
+splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(arg3_1, 40)
+group_quantize = grouped_linear.group_quantize(arg2_1, splits_to_offsets)
+getitem: "f8e4m3fn[40,32]" = group_quantize[0]
+getitem_1: "f32[1,40]" = group_quantize[1]
+quantize_weight = grouped_linear.quantize_weight(arg0_1, 0.0, True, False)
+getitem_5: "f8e4m3fn[3,48,32]" = quantize_weight[0]
+getitem_6: "f32[3,1,1]" = quantize_weight[1]
+grouped_scaled_mm: "f32[40,48]" = grouped_linear.grouped_scaled_mm(getitem, getitem_5,
+    getitem_1, getitem_6, splits_to_offsets, arg1_1, torch.float32)
+return (grouped_scaled_mm,)""",
+    )
+
+
+@pytest.mark.parametrize("device", devices(*OPS))
+def test_inductor_accumulates_in_place(device: str) -> None:
+    """An in-place wgrad writes the caller's tensor: no clone before, no copy after."""
+    x, dy = torch.randn(T, K, device=device), torch.randn(T, N, device=device)
+    offs = torch.tensor([10, 10, 40], dtype=torch.int32, device=device)
+
+    def step(main_grad: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+        ops.grouped_mm_wgrad_(main_grad, dy * 2, x, offs)
+        return main_grad.sum()
+
+    main_grad = torch.ones(E, N, K, device=device)
+    expected = main_grad.clone()
+    step(expected, x, dy)
+    _, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), main_grad, x, dy)
+    assert_same_bits(main_grad, expected)
+    assert code.count("grouped_linear.grouped_mm_wgrad_.default(") == 1
+    assert not re.search(rf"empty_strided\w*\(\({E}, {N}, {K}\)", code)
+    assert ".copy_(" not in code

@@ -1,0 +1,536 @@
+"""One sentence a mistake: the same from fake tensors, meta tensors, CPU and CUDA, held here.
+
+Every rule of csrc/checks.cpp and meta_kernels/ has a line. Accept changed sentences with
+EXPECTTEST_ACCEPT=1, after reading the diff.
+"""
+
+from typing import Any
+
+import torch
+from expecttest import assert_expected_inline
+from samples import (
+    BF16,
+    CUDA_OPS,
+    FP32,
+    HOPPER,
+    Groups,
+    Sample,
+    assert_same_bits,
+    make,
+    sentence,
+    specified,
+)
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+GROUPS_3 = Groups((3, 0, 7), 12, K=144, N=32)
+I32 = torch.int32
+
+
+def offs(n: int) -> Tensor:
+    return torch.zeros(n, dtype=I32)
+
+
+def like(t: Tensor, *sizes: int | None) -> Tensor:
+    """Zeros of t's dtype; a size of None is t's own."""
+    return torch.zeros(
+        *(own if s is None else s for s, own in zip(sizes, t.shape, strict=True)), dtype=FP32
+    ).to(t.dtype)
+
+
+def fake_sentence(sample: Sample) -> str:
+    with FakeTensorMode() as mode:
+        arguments = {
+            name: mode.from_tensor(v) if isinstance(v, Tensor) else v
+            for name, v in sample.arguments.items()
+        }
+        return sentence(Sample(sample.op, arguments))
+
+
+def sentences(good: Sample, mistakes: list[dict[str, Any]]) -> str:
+    """One line a mistake, the same for every kind of tensor. A right call still works after."""
+    lines = []
+    expected = specified(good, good.results("cpu"))
+    devices = ["cpu", "meta"] + (["cuda"] if HOPPER and good.op in CUDA_OPS else [])
+    for mistake in mistakes:
+        bad = good.but(**mistake)
+        said = {"fake": fake_sentence(bad)} | {d: sentence(bad.on(d)) for d in devices}
+        assert len(set(said.values())) == 1, said
+        lines.append(said["fake"])
+    for actual, before in zip(specified(good, good.results("cpu")), expected, strict=True):
+        assert_same_bits(actual, before)
+    return "\n".join(lines)
+
+
+BAD_EPSILONS = [{"amax_epsilon": e} for e in (-0.5, float("inf"), float("nan"))]
+BAD_OFFS = [
+    {"offs": torch.zeros(1, 3, dtype=I32)},
+    {"offs": torch.zeros(3, dtype=torch.int64)},
+    {"offs": offs(0)},
+    {"offs": offs(1025)},
+]
+
+
+def test_splits_to_offsets() -> None:
+    good = make("splits_to_offsets", GROUPS_3, BF16)
+    mistakes = [
+        {"m_splits": torch.zeros(2, 2, dtype=I32)},
+        {"m_splits": torch.zeros(3)},
+        {"m_splits": torch.zeros(3, dtype=torch.uint16)},
+        {"m_splits": offs(0)},
+        {"m_splits": offs(1025)},
+        {"dtype": torch.float32},
+        {"num_rows": -1},
+        {"alignment": 0},
+        {"stride": 0},
+        {"num_rows": 2**31},
+        {"num_rows": 2**30, "stride": 2},
+        {"num_rows": 2**62, "stride": 2, "dtype": torch.int64},
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+splits_to_offsets: m_splits must be 1-D, got 2-D
+splits_to_offsets: m_splits must be int32 or int64, got float32
+splits_to_offsets: m_splits must be int32 or int64, got uint16
+splits_to_offsets: E must be between 1 and 1024, got 0
+splits_to_offsets: E must be between 1 and 1024, got 1025
+splits_to_offsets: dtype must be int32 or int64, got float32
+splits_to_offsets: num_rows must not be negative, got -1
+splits_to_offsets: alignment must be positive, got 0
+splits_to_offsets: stride must be positive, got 0
+splits_to_offsets: num_rows * stride does not fit in int32, got 2147483648 * 1
+splits_to_offsets: num_rows * stride does not fit in int32, got 1073741824 * 2
+splits_to_offsets: num_rows * stride does not fit in int64, got 4611686018427387904 * 2""",
+    )
+
+
+def test_group_quantize() -> None:
+    good = make("group_quantize", GROUPS_3, BF16)
+    mistakes = [
+        {"x": torch.zeros(12)},
+        {"x": torch.zeros(12, 144, dtype=torch.float64)},
+        {"x": torch.zeros(12, 144, dtype=torch.complex64)},
+        {"x": torch.zeros(12, 0)},
+        {"x": torch.zeros(12, 72)},
+        *BAD_OFFS,
+        *BAD_EPSILONS,
+        {"rowwise": False},
+        {"rowwise": False, "bias_grad": True},
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+group_quantize: x must be 2-D, got 1-D
+group_quantize: x must be bfloat16, float16 or float32, got float64
+group_quantize: x must be bfloat16, float16 or float32, got complex64
+group_quantize: K must be a positive multiple of 16, got 0
+group_quantize: K must be a positive multiple of 16, got 72
+group_quantize: offs must be 1-D, got 2-D
+group_quantize: offs must be int32, got int64
+group_quantize: E must be between 1 and 1024, got 0
+group_quantize: E must be between 1 and 1024, got 1025
+group_quantize: amax_epsilon must be finite and not negative, got -0.5
+group_quantize: amax_epsilon must be finite and not negative, got inf
+group_quantize: amax_epsilon must be finite and not negative, got nan
+group_quantize: rowwise or columnwise must be asked for, got neither
+group_quantize: rowwise or columnwise must be asked for, got neither""",
+    )
+
+
+def test_group_dequantize() -> None:
+    good = make("group_dequantize", GROUPS_3, BF16)
+    q, scale = good["q"], good["scale"]
+    mistakes = [
+        {"q": like(q, 12, 144).view(12, 12, 12)},
+        {"q": torch.zeros(12, 144)},
+        {"q": q.view(torch.float8_e5m2)},
+        {"q": like(q, None, 72)},
+        {"scale": torch.zeros(2)},
+        {"scale": scale.double()},
+        {"scale": like(scale, 1, None)},
+        {"scale": like(scale, None, 8)},
+        *BAD_OFFS,
+        {"dtype": torch.float64},
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+group_dequantize: q must be 2-D, got 3-D
+group_dequantize: q must be float8_e4m3fn, got float32
+group_dequantize: q must be float8_e4m3fn, got float8_e5m2
+group_dequantize: K must be a positive multiple of 16, got 72
+group_dequantize: scale must be 2-D, got 1-D
+group_dequantize: scale must be float32, got float64
+group_dequantize: the number of K blocks differs: q has 2, scale has 1
+group_dequantize: the number of scale rows differs: q has 12, scale has 8
+group_dequantize: offs must be 1-D, got 2-D
+group_dequantize: offs must be int32, got int64
+group_dequantize: E must be between 1 and 1024, got 0
+group_dequantize: E must be between 1 and 1024, got 1025
+group_dequantize: dtype must be bfloat16, float16 or float32, got float64""",
+    )
+
+
+def test_group_dequantize_t() -> None:
+    good = make("group_dequantize_t", GROUPS_3, BF16)
+    q_t, scale_t = good["q_t"], good["scale_t"]
+    mistakes = [
+        {"q_t": like(q_t, None, None, None).flatten(1)},
+        {"q_t": q_t.view(torch.uint8)},
+        {"q_t": like(q_t, None, None, 64)},
+        {"q_t": like(q_t, None, 72, None)},
+        {"scale_t": torch.zeros(3)},
+        {"scale_t": scale_t.bfloat16()},
+        {"scale_t": like(scale_t, 2, None)},
+        {"scale_t": like(scale_t, None, 128)},
+        *BAD_OFFS,
+        {"num_rows": -1},
+        {"num_rows": 512},
+        {"dtype": torch.int32},
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+group_dequantize_t: q_t must be 3-D, got 2-D
+group_dequantize_t: q_t must be float8_e4m3fn, got uint8
+group_dequantize_t: q_t must hold blocks of 128 rows, got 64
+group_dequantize_t: K must be a positive multiple of 16, got 72
+group_dequantize_t: scale_t must be 2-D, got 1-D
+group_dequantize_t: scale_t must be float32, got bfloat16
+group_dequantize_t: the number of blocks differs: q_t has 3, scale_t has 2
+group_dequantize_t: K differs: q_t has 144, scale_t has 128
+group_dequantize_t: offs must be 1-D, got 2-D
+group_dequantize_t: offs must be int32, got int64
+group_dequantize_t: E must be between 1 and 1024, got 0
+group_dequantize_t: E must be between 1 and 1024, got 1025
+group_dequantize_t: num_rows must not be negative, got -1
+group_dequantize_t: the number of blocks differs: q_t has 3, num_rows has 6
+group_dequantize_t: dtype must be bfloat16, float16 or float32, got int32""",
+    )
+
+
+def test_grouped_bias_grad() -> None:
+    good = make("grouped_bias_grad", GROUPS_3, BF16)
+    mistakes = [
+        {"dy": torch.zeros(3, 2, 32)},
+        {"dy": torch.zeros(12, 32, dtype=torch.int8)},
+        {"dy": torch.zeros(12, 24)},
+        *BAD_OFFS,
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+grouped_bias_grad: dy must be 2-D, got 3-D
+grouped_bias_grad: dy must be bfloat16, float16 or float32, got int8
+grouped_bias_grad: N must be a positive multiple of 16, got 24
+grouped_bias_grad: offs must be 1-D, got 2-D
+grouped_bias_grad: offs must be int32, got int64
+grouped_bias_grad: E must be between 1 and 1024, got 0
+grouped_bias_grad: E must be between 1 and 1024, got 1025""",
+    )
+
+
+def test_quantize_weight() -> None:
+    good = make("quantize_weight", GROUPS_3, BF16)
+    w = good["w"]
+    mistakes = [
+        {"w": torch.zeros(32, 144)},
+        {"w": w.double()},
+        {"w": like(w, 0, None, None)},
+        {"w": like(w, 1025, 16, 16)},
+        {"w": like(w, None, 24, None)},
+        {"w": like(w, None, None, 8)},
+        *BAD_EPSILONS,
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+quantize_weight: w must be 3-D, got 2-D
+quantize_weight: w must be bfloat16, float16 or float32, got float64
+quantize_weight: E must be between 1 and 1024, got 0
+quantize_weight: E must be between 1 and 1024, got 1025
+quantize_weight: N must be a positive multiple of 16, got 24
+quantize_weight: K must be a positive multiple of 16, got 8
+quantize_weight: amax_epsilon must be finite and not negative, got -0.5
+quantize_weight: amax_epsilon must be finite and not negative, got inf
+quantize_weight: amax_epsilon must be finite and not negative, got nan""",
+    )
+
+
+def bias_mistakes(dtype: torch.dtype) -> list[dict[str, Any]]:
+    return [
+        {"bias": torch.zeros(32, dtype=dtype)},
+        {"bias": torch.zeros(3, 32, dtype=torch.float64)},
+        {"bias": torch.zeros(2, 32, dtype=dtype)},
+        {"bias": torch.zeros(3, 16, dtype=dtype)},
+    ]
+
+
+def test_grouped_mm() -> None:
+    good = make("grouped_mm", GROUPS_3, BF16)
+    a, b = good["a"], good["b"]
+    mistakes = [
+        {"a": torch.zeros(12)},
+        {"b": torch.zeros(32, 144)},
+        {"a": a.double()},
+        {"b": b.float()},
+        {"b": like(b, None, None, 128)},
+        {"a": like(a, None, 24), "b": like(b, None, None, 24)},
+        {"b": like(b, None, 40, None)},
+        *BAD_OFFS,
+        {"offs": offs(2)},
+        {"out_dtype": torch.float64},
+        {"bias": torch.zeros(3, 32), "out_dtype": BF16},
+        *bias_mistakes(BF16),
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+grouped_mm: a must be 2-D, got 1-D
+grouped_mm: b must be 3-D, got 2-D
+grouped_mm: a must be bfloat16, float16 or float32, got float64
+grouped_mm: b must be bfloat16, got float32
+grouped_mm: K differs: a has 144, b has 128
+grouped_mm: K must be a positive multiple of 16, got 24
+grouped_mm: N must be a positive multiple of 16, got 40
+grouped_mm: offs must be 1-D, got 2-D
+grouped_mm: offs must be int32, got int64
+grouped_mm: E must be between 1 and 1024, got 0
+grouped_mm: E must be between 1 and 1024, got 1025
+grouped_mm: E differs: b has 3, offs has 2
+grouped_mm: out_dtype must be bfloat16, float16 or float32, got float64
+grouped_mm: bias must be bfloat16, got float32
+grouped_mm: bias must be 2-D, got 1-D
+grouped_mm: bias must be bfloat16, got float64
+grouped_mm: E differs: bias has 2, offs has 3
+grouped_mm: N differs: bias has 16, b has 32""",
+    )
+
+
+def test_grouped_scaled_mm() -> None:
+    good = make("grouped_scaled_mm", GROUPS_3, BF16)
+    a, b, scale_a, scale_b = (good[name] for name in ("a", "b", "scale_a", "scale_b"))
+    mistakes = [
+        {"a": like(a, None, None).view(-1)},
+        {"a": a.view(torch.uint8)},
+        {"a": like(a, None, 24)},
+        {"scale_a": scale_a[0]},
+        {"scale_a": scale_a.half()},
+        {"scale_a": like(scale_a, 3, None)},
+        {"scale_a": like(scale_a, None, 16)},
+        {"b": b[0]},
+        {"b": b.bfloat16()},
+        {"b": like(b, None, None, 128)},
+        {"b": like(b, None, 40, None)},
+        {"scale_b": scale_b[0]},
+        {"scale_b": scale_b.double()},
+        {"scale_b": like(scale_b, 2, None, None)},
+        {"scale_b": like(scale_b, None, 2, None)},
+        {"scale_b": like(scale_b, None, None, 1)},
+        *BAD_OFFS,
+        {"offs": offs(4)},
+        {"out_dtype": torch.float8_e4m3fn},
+        *bias_mistakes(BF16),
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+grouped_scaled_mm: a must be 2-D, got 1-D
+grouped_scaled_mm: a must be float8_e4m3fn, got uint8
+grouped_scaled_mm: K must be a positive multiple of 16, got 24
+grouped_scaled_mm: scale_a must be 2-D, got 1-D
+grouped_scaled_mm: scale_a must be float32, got float16
+grouped_scaled_mm: the number of K blocks differs: a has 2, scale_a has 3
+grouped_scaled_mm: the number of scale rows differs: a has 12, scale_a has 16
+grouped_scaled_mm: b must be 3-D, got 2-D
+grouped_scaled_mm: b must be float8_e4m3fn, got bfloat16
+grouped_scaled_mm: K differs: a has 144, b has 128
+grouped_scaled_mm: N must be a positive multiple of 16, got 40
+grouped_scaled_mm: scale_b must be 3-D, got 2-D
+grouped_scaled_mm: scale_b must be float32, got float64
+grouped_scaled_mm: E differs: b has 3, scale_b has 2
+grouped_scaled_mm: the number of N blocks differs: b has 1, scale_b has 2
+grouped_scaled_mm: the number of K blocks differs: b has 2, scale_b has 1
+grouped_scaled_mm: offs must be 1-D, got 2-D
+grouped_scaled_mm: offs must be int32, got int64
+grouped_scaled_mm: E must be between 1 and 1024, got 0
+grouped_scaled_mm: E must be between 1 and 1024, got 1025
+grouped_scaled_mm: E differs: b has 3, offs has 4
+grouped_scaled_mm: out_dtype must be bfloat16, float16 or float32, got float8_e4m3fn
+grouped_scaled_mm: bias must be 2-D, got 1-D
+grouped_scaled_mm: bias must be bfloat16, got float64
+grouped_scaled_mm: E differs: bias has 2, offs has 3
+grouped_scaled_mm: N differs: bias has 16, b has 32""",
+    )
+
+
+def wgrad_mistakes(good: Sample) -> list[dict[str, Any]]:
+    dy, x = good["dy"], good["x"]
+    return [
+        {"dy": torch.zeros(12)},
+        {"x": torch.zeros(2, 6, 144)},
+        {"dy": dy.double()},
+        {"x": x.float()},
+        {"x": like(x, 11, None)},
+        {"dy": like(dy, None, 24)},
+        {"x": like(x, None, 24)},
+        *BAD_OFFS,
+    ]
+
+
+def scaled_wgrad_mistakes(good: Sample) -> list[dict[str, Any]]:
+    dy_t, x_t = good["dy_t"], good["x_t"]
+    scale_dy_t, scale_x_t = good["scale_dy_t"], good["scale_x_t"]
+    return [
+        {"dy_t": dy_t[0]},
+        {"dy_t": dy_t.float()},
+        {"dy_t": like(dy_t, None, None, 64)},
+        {"dy_t": like(dy_t, None, 24, None)},
+        {"scale_dy_t": scale_dy_t[0]},
+        {"scale_dy_t": scale_dy_t.double()},
+        {"scale_dy_t": like(scale_dy_t, 1, None)},
+        {"scale_dy_t": like(scale_dy_t, None, 16)},
+        {"x_t": x_t[0]},
+        {"x_t": x_t.float()},
+        {"x_t": like(x_t, None, None, 256)},
+        {"x_t": like(x_t, None, 40, None)},
+        {"scale_x_t": scale_x_t[0]},
+        {"scale_x_t": scale_x_t.double()},
+        {"scale_x_t": like(scale_x_t, 1, None)},
+        {"scale_x_t": like(scale_x_t, None, 16)},
+        {"x_t": like(x_t, 2, None, None), "scale_x_t": like(scale_x_t, 2, None)},
+        *BAD_OFFS,
+    ]
+
+
+def main_grad_mistakes(good: Sample) -> list[dict[str, Any]]:
+    main_grad = good["main_grad"]
+    return [
+        {"main_grad": main_grad[0]},
+        {"main_grad": main_grad.half()},
+        {"main_grad": like(main_grad, 2, None, None)},
+        {"main_grad": like(main_grad, None, 16, None)},
+        {"main_grad": like(main_grad, None, None, 128)},
+        {"main_grad": main_grad.transpose(1, 2).contiguous().transpose(1, 2)},
+        {"overwrite": torch.tensor([True])},
+        {"overwrite": torch.tensor(1)},
+    ]
+
+
+def test_grouped_mm_wgrad() -> None:
+    good = make("grouped_mm_wgrad", GROUPS_3, BF16)
+    mistakes = [*wgrad_mistakes(good), {"out_dtype": torch.float64}]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+grouped_mm_wgrad: dy must be 2-D, got 1-D
+grouped_mm_wgrad: x must be 2-D, got 3-D
+grouped_mm_wgrad: dy must be bfloat16, float16 or float32, got float64
+grouped_mm_wgrad: x must be bfloat16, got float32
+grouped_mm_wgrad: T differs: dy has 12, x has 11
+grouped_mm_wgrad: N must be a positive multiple of 16, got 24
+grouped_mm_wgrad: K must be a positive multiple of 16, got 24
+grouped_mm_wgrad: offs must be 1-D, got 2-D
+grouped_mm_wgrad: offs must be int32, got int64
+grouped_mm_wgrad: E must be between 1 and 1024, got 0
+grouped_mm_wgrad: E must be between 1 and 1024, got 1025
+grouped_mm_wgrad: out_dtype must be bfloat16, float16 or float32, got float64""",
+    )
+
+
+def test_grouped_mm_wgrad_in_place() -> None:
+    good = make("grouped_mm_wgrad_", GROUPS_3, BF16)
+    mistakes = [*wgrad_mistakes(good), *main_grad_mistakes(good)]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+grouped_mm_wgrad_: dy must be 2-D, got 1-D
+grouped_mm_wgrad_: x must be 2-D, got 3-D
+grouped_mm_wgrad_: dy must be bfloat16, float16 or float32, got float64
+grouped_mm_wgrad_: x must be bfloat16, got float32
+grouped_mm_wgrad_: T differs: dy has 12, x has 11
+grouped_mm_wgrad_: N must be a positive multiple of 16, got 24
+grouped_mm_wgrad_: K must be a positive multiple of 16, got 24
+grouped_mm_wgrad_: offs must be 1-D, got 2-D
+grouped_mm_wgrad_: offs must be int32, got int64
+grouped_mm_wgrad_: E must be between 1 and 1024, got 0
+grouped_mm_wgrad_: E must be between 1 and 1024, got 1025
+grouped_mm_wgrad_: main_grad must be 3-D, got 2-D
+grouped_mm_wgrad_: main_grad must be float32 or bfloat16, got float16
+grouped_mm_wgrad_: E differs: main_grad has 2, offs has 3
+grouped_mm_wgrad_: N differs: main_grad has 16, dy has 32
+grouped_mm_wgrad_: K differs: main_grad has 128, x has 144
+grouped_mm_wgrad_: main_grad must be contiguous, got strides 4608, 1, 32
+grouped_mm_wgrad_: overwrite must be 0-D, got 1-D
+grouped_mm_wgrad_: overwrite must be bool, got int64""",
+    )
+
+
+def test_grouped_scaled_mm_wgrad() -> None:
+    good = make("grouped_scaled_mm_wgrad", GROUPS_3, BF16)
+    mistakes = [*scaled_wgrad_mistakes(good), {"out_dtype": torch.float64}]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+grouped_scaled_mm_wgrad: dy_t must be 3-D, got 2-D
+grouped_scaled_mm_wgrad: dy_t must be float8_e4m3fn, got float32
+grouped_scaled_mm_wgrad: dy_t must hold blocks of 128 rows, got 64
+grouped_scaled_mm_wgrad: N must be a positive multiple of 16, got 24
+grouped_scaled_mm_wgrad: scale_dy_t must be 2-D, got 1-D
+grouped_scaled_mm_wgrad: scale_dy_t must be float32, got float64
+grouped_scaled_mm_wgrad: the number of blocks differs: dy_t has 3, scale_dy_t has 1
+grouped_scaled_mm_wgrad: N differs: dy_t has 32, scale_dy_t has 16
+grouped_scaled_mm_wgrad: x_t must be 3-D, got 2-D
+grouped_scaled_mm_wgrad: x_t must be float8_e4m3fn, got float32
+grouped_scaled_mm_wgrad: x_t must hold blocks of 128 rows, got 256
+grouped_scaled_mm_wgrad: K must be a positive multiple of 16, got 40
+grouped_scaled_mm_wgrad: scale_x_t must be 2-D, got 1-D
+grouped_scaled_mm_wgrad: scale_x_t must be float32, got float64
+grouped_scaled_mm_wgrad: the number of blocks differs: x_t has 3, scale_x_t has 1
+grouped_scaled_mm_wgrad: K differs: x_t has 144, scale_x_t has 16
+grouped_scaled_mm_wgrad: the number of blocks differs: dy_t has 3, x_t has 2
+grouped_scaled_mm_wgrad: offs must be 1-D, got 2-D
+grouped_scaled_mm_wgrad: offs must be int32, got int64
+grouped_scaled_mm_wgrad: E must be between 1 and 1024, got 0
+grouped_scaled_mm_wgrad: E must be between 1 and 1024, got 1025
+grouped_scaled_mm_wgrad: out_dtype must be bfloat16, float16 or float32, got float64""",
+    )
+
+
+def test_grouped_scaled_mm_wgrad_in_place() -> None:
+    good = make("grouped_scaled_mm_wgrad_", GROUPS_3, BF16)
+    mistakes = [*scaled_wgrad_mistakes(good), *main_grad_mistakes(good)]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+grouped_scaled_mm_wgrad_: dy_t must be 3-D, got 2-D
+grouped_scaled_mm_wgrad_: dy_t must be float8_e4m3fn, got float32
+grouped_scaled_mm_wgrad_: dy_t must hold blocks of 128 rows, got 64
+grouped_scaled_mm_wgrad_: N must be a positive multiple of 16, got 24
+grouped_scaled_mm_wgrad_: scale_dy_t must be 2-D, got 1-D
+grouped_scaled_mm_wgrad_: scale_dy_t must be float32, got float64
+grouped_scaled_mm_wgrad_: the number of blocks differs: dy_t has 3, scale_dy_t has 1
+grouped_scaled_mm_wgrad_: N differs: dy_t has 32, scale_dy_t has 16
+grouped_scaled_mm_wgrad_: x_t must be 3-D, got 2-D
+grouped_scaled_mm_wgrad_: x_t must be float8_e4m3fn, got float32
+grouped_scaled_mm_wgrad_: x_t must hold blocks of 128 rows, got 256
+grouped_scaled_mm_wgrad_: K must be a positive multiple of 16, got 40
+grouped_scaled_mm_wgrad_: scale_x_t must be 2-D, got 1-D
+grouped_scaled_mm_wgrad_: scale_x_t must be float32, got float64
+grouped_scaled_mm_wgrad_: the number of blocks differs: x_t has 3, scale_x_t has 1
+grouped_scaled_mm_wgrad_: K differs: x_t has 144, scale_x_t has 16
+grouped_scaled_mm_wgrad_: the number of blocks differs: dy_t has 3, x_t has 2
+grouped_scaled_mm_wgrad_: offs must be 1-D, got 2-D
+grouped_scaled_mm_wgrad_: offs must be int32, got int64
+grouped_scaled_mm_wgrad_: E must be between 1 and 1024, got 0
+grouped_scaled_mm_wgrad_: E must be between 1 and 1024, got 1025
+grouped_scaled_mm_wgrad_: main_grad must be 3-D, got 2-D
+grouped_scaled_mm_wgrad_: main_grad must be float32 or bfloat16, got float16
+grouped_scaled_mm_wgrad_: E differs: main_grad has 2, offs has 3
+grouped_scaled_mm_wgrad_: N differs: main_grad has 16, dy has 32
+grouped_scaled_mm_wgrad_: K differs: main_grad has 128, x has 144
+grouped_scaled_mm_wgrad_: main_grad must be contiguous, got strides 4608, 1, 32
+grouped_scaled_mm_wgrad_: overwrite must be 0-D, got 1-D
+grouped_scaled_mm_wgrad_: overwrite must be bool, got int64""",
+    )

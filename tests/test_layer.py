@@ -1,0 +1,362 @@
+"""The layer's forward and backward against the reference.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import reference
+import torch
+from reference import Scaling
+from samples import (
+    BF16,
+    DTYPES,
+    FP16,
+    FP32,
+    GROUPS,
+    OPS,
+    Groups,
+    assert_same_bits,
+    bits,
+    devices,
+    rows,
+    weight,
+)
+from test_mm import rounded, tail_is_zero, tolerance, within
+from torch import Tensor
+from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grouped_linear import Float8BlockScaling, GroupedLinear, Recipe, grouped_linear
+
+DEVICES = pytest.mark.parametrize("device", devices(*OPS))
+RECIPES = pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(None, id="no_recipe"),
+        pytest.param(Float8BlockScaling(), id="block"),
+        pytest.param(Float8BlockScaling(False, 1e-4), id="block_exact"),
+    ],
+)
+SMALL = Groups((3, 0, 130, 7), 147, K=144, N=80)  # an empty group, and a tail of 7 rows
+
+
+def scaling_of(recipe: Recipe) -> Scaling | None:
+    return recipe and Scaling(recipe.power_of_two_scales, recipe.amax_epsilon)
+
+
+def run(
+    x: Tensor, w: Tensor, b: Tensor | None, m_splits: Any, dy: Tensor, recipe: Recipe, device: str
+) -> list[Tensor]:
+    """y, dx, dw, and db where there is a bias, on CPU."""
+    leaves = [t.detach().to(device).requires_grad_() for t in (x, w, b) if t is not None]
+    bias = leaves[2] if b is not None else None
+    y = grouped_linear(leaves[0], leaves[1], m_splits, bias, recipe)
+    return [t.cpu() for t in (y.detach(), *torch.autograd.grad(y, leaves, dy.to(device)))]
+
+
+def check_layer(
+    groups: Groups, dtype: torch.dtype, recipe: Recipe, device: str, has_bias: bool
+) -> None:
+    """Forward and backward are products of the quantized operands, summed in float32."""
+    x, dy = rows(groups, groups.K, dtype), rows(groups, groups.N, dtype)
+    w = weight(groups, dtype)
+    b = torch.randn(groups.E, groups.N).to(dtype) if has_bias else None
+    offs = groups.offs()
+    actual = run(x, w, b, torch.tensor(groups.m_splits, device=device), dy, recipe, device)
+
+    operands = reference.operands(x, w, offs, dy, scaling_of(recipe))
+    magnitudes = reference.Operands(*(t.abs() for t in operands))
+    expected = reference.layer(operands, b, offs, dy)
+    magnitude = reference.layer(magnitudes, None if b is None else b.abs(), offs, dy.abs())
+    depths = (groups.K, groups.N, max(groups.m_splits), max(groups.m_splits))
+    names = ("y", "dx", "dw", "db")
+    for name, a, e, m, depth in zip(names, actual, expected, magnitude, depths, strict=False):
+        assert a.dtype == dtype
+        # FP8 tensor cores truncate sums: see test_mm.scaled_tolerance
+        scaled = recipe is not None and name != "db"
+        allowed = rounded(e, 2.0**-11 * m, dtype) if scaled else tolerance(e, m, depth, dtype)
+        assert within(a, e, allowed), name
+    assert tail_is_zero(actual[0], groups)
+    assert tail_is_zero(actual[1], groups)
+    for e, size in enumerate(groups.m_splits):
+        for gradient in actual[2:]:
+            assert size or not bits(gradient[e]).any()
+
+
+@DEVICES
+@RECIPES
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_layer(groups: Groups, recipe: Recipe, device: str) -> None:
+    check_layer(groups, BF16, recipe, device, has_bias=True)
+
+
+@DEVICES
+@RECIPES
+@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
+def test_dtypes(dtype: torch.dtype, recipe: Recipe, device: str) -> None:
+    check_layer(SMALL, dtype, recipe, device, has_bias=True)
+    check_layer(SMALL, dtype, recipe, device, has_bias=False)
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_block_scaling_is_near_the_exact_product(dtype: torch.dtype, device: str) -> None:
+    """Normal numbers in e4m3 are off by at most 2^-4 each; over a sum that is 4% of its norm."""
+    groups = Groups((100, 0, 120, 80), 300, K=256, N=384)
+    x, dy, w = rows(groups, 256, dtype), rows(groups, 384, dtype), weight(groups, dtype)
+    actual = run(x, w, None, list(groups.m_splits), dy, Float8BlockScaling(), device)
+    expected = reference.layer(reference.Operands(x, x, w, dy, dy), None, groups.offs(), dy)
+    for a, e in zip(actual, expected, strict=False):
+        assert (a.double() - e).norm() < 0.04 * e.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_recipe_is_a_loop_of_linears(dtype: torch.dtype) -> None:
+    layer = GroupedLinear(SMALL.E, SMALL.K, SMALL.N, dtype=dtype)
+    x = rows(SMALL, SMALL.K, dtype)
+    y = layer(x, torch.tensor(SMALL.m_splits))
+    for e, group in enumerate(reference.groups(SMALL.offs(), SMALL.T)):
+        if group.stop > group.start:
+            assert_same_bits(y[group], linear(x[group], layer.weight[e], layer.bias[e]))
+
+
+@DEVICES
+@RECIPES
+def test_leading_dimensions(recipe: Recipe, device: str) -> None:
+    layer = GroupedLinear(2, 16, 32, recipe=recipe, device=device)
+    x, m_splits = torch.randn(3, 4, 16, device=device), torch.tensor([5, 6], device=device)
+    flat = layer(x.flatten(0, 1), m_splits)
+    assert_same_bits(layer(x, m_splits), flat.reshape(3, 4, 32))
+    assert_same_bits(layer(x.transpose(0, 1), m_splits), layer(x.transpose(0, 1).clone(), m_splits))
+    assert_same_bits(
+        layer(x[0, 0], torch.tensor([1, 0], device=device)), layer(x[0, :1], [1, 0])[0]
+    )
+
+
+@DEVICES
+@RECIPES
+def test_every_form_of_m_splits(recipe: Recipe, device: str) -> None:
+    layer = GroupedLinear(3, 16, 32, recipe=recipe, device=device)
+    x = torch.randn(9, 16, device=device)
+    expected = layer(x, torch.tensor([4, 0, 3], device=device))
+    for m_splits in (
+        [4, 0, 3],
+        (4, 0, 3),
+        torch.tensor([4, 0, 3]),
+        torch.tensor([4, 0, 3], dtype=torch.int32, device=device),
+        torch.tensor([[4, 1], [0, 1], [3, 1]], device=device)[:, 0],
+    ):
+        assert_same_bits(layer(x, m_splits), expected)
+
+
+@DEVICES
+@RECIPES
+def test_expanded_gradient(recipe: Recipe, device: str) -> None:
+    """y.sum().backward() hands over a dy of strides 0, 0."""
+    x, w = (t.nan_to_num().to(device) for t in (rows(SMALL, 144, FP32), weight(SMALL, FP32)))
+    grads = []
+    for dy in (torch.ones(()).expand(SMALL.T, SMALL.N), torch.ones(SMALL.T, SMALL.N)):
+        grads.append(run(x, w, None, SMALL.m_splits, dy, recipe, device))
+    for a, e in zip(*grads, strict=True):
+        assert_same_bits(a, e)
+    x.requires_grad_()
+    grouped_linear(x, w, SMALL.m_splits, None, recipe).sum().backward()
+    assert_same_bits(x.grad.cpu(), grads[0][1])
+
+
+@DEVICES
+@RECIPES
+def test_layer_is_deterministic(recipe: Recipe, device: str) -> None:
+    x, dy = rows(SMALL, SMALL.K, BF16), rows(SMALL, SMALL.N, BF16)
+    w, b = weight(SMALL, BF16), torch.randn(SMALL.E, SMALL.N).to(BF16)
+    first, *others = (run(x, w, b, SMALL.m_splits, dy, recipe, device) for _ in range(4))
+    for other in others:
+        for a, e in zip(other, first, strict=True):
+            assert_same_bits(a, e)
+
+
+@DEVICES
+@RECIPES
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_a_diverging_row_shows(bad: float, recipe: Recipe, device: str) -> None:
+    """A number that is not finite surfaces in its row's output, and in no other row's."""
+    x, w = rows(SMALL, SMALL.K, FP32), weight(SMALL, FP32)
+    dy = torch.randn(SMALL.T, SMALL.N)
+    x[5, 3] = bad
+    dy[1, 2] = bad
+    y, dx, dw = run(x, w, None, SMALL.m_splits, dy, recipe, device)
+    for t, row in ((y, 5), (dx, 1)):
+        spoiled = ~t.isfinite().all(1)
+        assert spoiled.nonzero().flatten().tolist() == [row]
+        assert recipe is None or t[row].isnan().all()
+    assert not dw[0, 2].isfinite().any()  # row 1 is of group 0
+    assert not dw[2, :, 3].isfinite().any()  # row 5 is of group 2
+    dw[0, 2], dw[2, :, 3] = 0, 0
+    assert dw.isfinite().all()
+
+
+# --- what is computed and kept -------------------------------------------------------------------
+
+
+class Calls(TorchDispatchMode):
+    """Counts the library's ops, with the options that decide their work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "grouped_linear":
+            named = {a.name: a.default_value for a in func._schema.arguments}
+            named |= dict(zip(named, args, strict=False)) | (kwargs or {})
+            flags = [f for f in ("rowwise", "columnwise", "bias_grad") if named.get(f)]
+            self.counts[" ".join([func._schema.name.removeprefix("grouped_linear::"), *flags])] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def work(recipe: Recipe, needed: str, backward: bool = True) -> dict[str, int]:
+    x, w, b = torch.randn(7, 16), torch.randn(2, 32, 16), torch.randn(2, 32)
+    for name, t in (("x", x), ("w", w), ("b", b)):
+        t.requires_grad_(name in needed)
+    with Calls() as calls:
+        y = grouped_linear(x, w, [3, 4], b, recipe)
+        if backward:
+            y.backward(torch.randn_like(y))
+    for name, t in (("x", x), ("w", w), ("b", b)):
+        assert (t.grad is not None) == (backward and name in needed)
+    del calls.counts["splits_to_offsets"]
+    return dict(calls.counts)
+
+
+def test_only_what_is_needed_is_computed() -> None:
+    assert work(None, "xwb") == {"grouped_mm": 2, "grouped_mm_wgrad": 1, "grouped_bias_grad": 1}
+    assert work(None, "x") == {"grouped_mm": 2}
+    assert work(None, "w") == {"grouped_mm": 1, "grouped_mm_wgrad": 1}
+    assert work(None, "b") == {"grouped_mm": 1, "grouped_bias_grad": 1}
+    block = Float8BlockScaling()
+    assert work(block, "xwb") == {
+        "group_quantize rowwise columnwise": 1,
+        "quantize_weight columnwise": 1,
+        "grouped_scaled_mm": 2,
+        "group_quantize rowwise columnwise bias_grad": 1,
+        "grouped_scaled_mm_wgrad": 1,
+    }
+    assert work(block, "x") == {
+        "group_quantize rowwise": 2,
+        "quantize_weight columnwise": 1,
+        "grouped_scaled_mm": 2,
+    }
+    assert work(block, "w") == {
+        "group_quantize rowwise columnwise": 1,
+        "quantize_weight": 1,
+        "grouped_scaled_mm": 1,
+        "group_quantize columnwise": 1,
+        "grouped_scaled_mm_wgrad": 1,
+    }
+    assert work(block, "b") == {
+        "group_quantize rowwise": 1,
+        "quantize_weight": 1,
+        "grouped_scaled_mm": 1,
+        "grouped_bias_grad": 1,
+    }
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference_quantizes_rowwise_only(mode: Any) -> None:
+    with mode():
+        assert work(None, "xwb", backward=False) == {"grouped_mm": 1}
+        assert work(Float8BlockScaling(), "xwb", backward=False) == {
+            "group_quantize rowwise": 1,
+            "quantize_weight": 1,
+            "grouped_scaled_mm": 1,
+        }
+
+
+@RECIPES
+def test_inference_equals_training_and_saves_nothing(recipe: Recipe) -> None:
+    layer = GroupedLinear(2, 16, 32, recipe=recipe)
+    x, saved = torch.randn(7, 16), []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        training = layer(x, [3, 4])
+        assert saved
+        saved.clear()
+        with torch.no_grad():
+            assert_same_bits(layer(x, [3, 4]), training)
+        with torch.inference_mode():
+            assert_same_bits(layer(x, [3, 4]), training)
+    assert not saved
+
+
+@RECIPES
+def test_saved_tensors_are_few(recipe: Recipe) -> None:
+    """Under block scaling the input is kept as FP8 columns only, each group padded to 128 rows."""
+    groups = Groups((128, 128), 256, K=256, N=16)
+    sizes = []
+    layer = GroupedLinear(2, 256, 16, bias=False, recipe=recipe)
+    x = rows(groups, 256, FP32).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes), lambda t: t):
+        layer(x, groups.m_splits)
+    high, low = x.nbytes, x.numel()
+    if recipe is None:
+        assert max(sizes) == high
+    else:
+        assert max(sizes) <= low * (256 + 127 * 2) / 256
+
+
+# --- autocast ------------------------------------------------------------------------------------
+
+
+@DEVICES
+@RECIPES
+def test_autocast(recipe: Recipe, device: str) -> None:
+    """As nn.Linear: computes in the autocast dtype, gradients arrive in the parameters' dtypes."""
+    layer = GroupedLinear(SMALL.E, SMALL.K, SMALL.N, recipe=recipe, device=device)
+    x = rows(SMALL, SMALL.K, FP32).to(device).requires_grad_()
+    dy = torch.randn(SMALL.T, SMALL.N, device=device).bfloat16()
+    with torch.autocast(device, dtype=BF16):
+        y = layer(x, SMALL.m_splits)
+    assert y.dtype == BF16
+    dx, dw, db = torch.autograd.grad(y, (x, layer.weight, layer.bias), dy)
+    w = layer.weight if recipe else layer.weight.bfloat16()  # a quantizer reads any dtype
+    by_hand = run(x.bfloat16(), w, layer.bias.bfloat16(), SMALL.m_splits, dy, recipe, device)
+    for actual, expected in zip((y.detach(), dx, dw, db), by_hand, strict=True):
+        assert_same_bits(actual.cpu().to(expected.dtype), expected)
+    assert {t.dtype for t in (dx, dw, db)} == {FP32}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_autocast_of_low_precision_inputs(dtype: torch.dtype) -> None:
+    layer = GroupedLinear(2, 16, 32)
+    x = torch.randn(7, 16)
+    with torch.autocast("cpu", dtype=dtype):
+        assert layer(x.to(dtype), [3, 4]).dtype == dtype
+        assert layer(x, [3, 4]).dtype == dtype
+    with torch.autocast("cpu", enabled=False):
+        assert layer(x, [3, 4]).dtype == FP32
+
+
+def test_weight_dtype_may_differ_under_a_recipe() -> None:
+    """Master weights in float32 with bf16 activations: gradients in float32, rounded never."""
+    x, w, dy = rows(SMALL, SMALL.K, BF16), weight(SMALL, FP32), rows(SMALL, SMALL.N, BF16)
+    recipe = Float8BlockScaling()
+    y, dx, dw = run(x, w, None, SMALL.m_splits, dy, recipe, "cpu")
+    assert (y.dtype, dx.dtype, dw.dtype) == (BF16, BF16, FP32)
+    operands = reference.operands(x, w, SMALL.offs(), dy, scaling_of(recipe))
+    expected = reference.layer(operands, None, SMALL.offs(), dy)
+    magnitudes = reference.Operands(*(t.abs() for t in operands))
+    magnitude = reference.layer(magnitudes, None, SMALL.offs(), dy.abs())
+    assert within(dw, expected.dw, rounded(expected.dw, 2.0**-11 * magnitude.dw, FP32))
+
+
+def test_recipe_is_a_value() -> None:
+    recipe = Float8BlockScaling()
+    assert replace(recipe, amax_epsilon=0.5) == Float8BlockScaling(amax_epsilon=0.5)

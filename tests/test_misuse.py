@@ -1,0 +1,265 @@
+"""Tensors on several devices, group sizes that cannot be, layers that no call could run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from samples import (
+    BF16,
+    CUDA_OPS,
+    OPS,
+    Groups,
+    Sample,
+    assert_same_bits,
+    make,
+    needs_hopper,
+    on,
+    sentence,
+)
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from grouped_linear import Float8BlockScaling, GroupedLinear, ops
+
+GROUPS = Groups((3, 0, 7), 12, K=144, N=32)
+
+
+# --- devices -------------------------------------------------------------------------------------
+
+
+def samples_with_every_tensor() -> list[Sample]:
+    options = {op: {"bias": True} for op in ("grouped_mm", "grouped_scaled_mm")}
+    options |= {op: {"overwrite": True} for op in OPS if op.endswith("_")}
+    return [make(op, GROUPS, BF16, **options.get(op, {})) for op in OPS]
+
+
+def misplaced(samples: list[Sample], place: Callable[[str, Any], Any], other: str) -> str:
+    """The sentences when some tensors of an op are on another device than the rest."""
+    lines = []
+    for sample in samples:
+        names = [name for name, v in sample.arguments.items() if isinstance(v, Tensor)]
+        moves = [[name] for name in names] + [["x_t", "scale_x_t"]] * ("x_t" in names)
+        for moved in moves if len(names) > 1 else []:
+            placed = {
+                n: place(other if n in moved else "cpu", v) for n, v in sample.arguments.items()
+            }
+            lines.append(sentence(Sample(sample.op, placed)))
+    return "\n".join(lines)
+
+
+def fake_on(device: str, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+
+def test_fake_tensors_on_other_devices() -> None:
+    samples = samples_with_every_tensor()
+    with FakeTensorMode():
+        said = misplaced(samples, fake_on, "cuda")
+    assert_expected_inline(
+        said,
+        """\
+group_quantize: offs is on cpu, x is on cuda:0
+group_quantize: offs is on cuda:0, x is on cpu
+group_dequantize: scale is on cpu, q is on cuda:0
+group_dequantize: scale is on cuda:0, q is on cpu
+group_dequantize: offs is on cuda:0, q is on cpu
+group_dequantize_t: scale_t is on cpu, q_t is on cuda:0
+group_dequantize_t: scale_t is on cuda:0, q_t is on cpu
+group_dequantize_t: offs is on cuda:0, q_t is on cpu
+grouped_bias_grad: offs is on cpu, dy is on cuda:0
+grouped_bias_grad: offs is on cuda:0, dy is on cpu
+grouped_mm: b is on cpu, a is on cuda:0
+grouped_mm: b is on cuda:0, a is on cpu
+grouped_mm: offs is on cuda:0, a is on cpu
+grouped_mm: bias is on cuda:0, a is on cpu
+grouped_scaled_mm: scale_a is on cpu, a is on cuda:0
+grouped_scaled_mm: b is on cuda:0, a is on cpu
+grouped_scaled_mm: scale_a is on cuda:0, a is on cpu
+grouped_scaled_mm: scale_b is on cuda:0, a is on cpu
+grouped_scaled_mm: offs is on cuda:0, a is on cpu
+grouped_scaled_mm: bias is on cuda:0, a is on cpu
+grouped_mm_wgrad: x is on cpu, dy is on cuda:0
+grouped_mm_wgrad: x is on cuda:0, dy is on cpu
+grouped_mm_wgrad: offs is on cuda:0, dy is on cpu
+grouped_scaled_mm_wgrad: scale_dy_t is on cpu, dy_t is on cuda:0
+grouped_scaled_mm_wgrad: scale_x_t is on cpu, x_t is on cuda:0
+grouped_scaled_mm_wgrad: scale_dy_t is on cuda:0, dy_t is on cpu
+grouped_scaled_mm_wgrad: scale_x_t is on cuda:0, x_t is on cpu
+grouped_scaled_mm_wgrad: offs is on cuda:0, dy_t is on cpu
+grouped_scaled_mm_wgrad: x_t is on cuda:0, dy_t is on cpu
+grouped_mm_wgrad_: main_grad is on cuda:0, dy is on cpu
+grouped_mm_wgrad_: x is on cpu, dy is on cuda:0
+grouped_mm_wgrad_: x is on cuda:0, dy is on cpu
+grouped_mm_wgrad_: offs is on cuda:0, dy is on cpu
+grouped_mm_wgrad_: overwrite is on cuda:0, main_grad is on cpu
+grouped_scaled_mm_wgrad_: main_grad is on cuda:0, dy is on cpu
+grouped_scaled_mm_wgrad_: scale_dy_t is on cpu, dy_t is on cuda:0
+grouped_scaled_mm_wgrad_: scale_x_t is on cpu, x_t is on cuda:0
+grouped_scaled_mm_wgrad_: scale_dy_t is on cuda:0, dy_t is on cpu
+grouped_scaled_mm_wgrad_: scale_x_t is on cuda:0, x_t is on cpu
+grouped_scaled_mm_wgrad_: offs is on cuda:0, dy_t is on cpu
+grouped_scaled_mm_wgrad_: overwrite is on cuda:0, main_grad is on cpu
+grouped_scaled_mm_wgrad_: x_t is on cuda:0, dy_t is on cpu""",
+    )
+
+
+def test_meta_tensors_among_cpu_tensors() -> None:
+    samples = samples_with_every_tensor()
+    with FakeTensorMode():
+        expected = misplaced(samples, fake_on, "cuda").replace("cuda:0", "meta")
+    assert misplaced(samples, on, "meta") == expected
+
+
+@needs_hopper
+def test_cpu_tensors_among_cuda_tensors() -> None:
+    samples = [sample for sample in samples_with_every_tensor() if sample.op in CUDA_OPS]
+    with FakeTensorMode():
+        expected = misplaced(samples, fake_on, "cuda")
+
+    def swap(device: str, value: Any) -> Any:
+        return on("cuda" if device == "cpu" else "cpu", value)
+
+    swapped = misplaced(samples, swap, "cuda").replace("cuda:0", "other")
+    assert swapped.replace("cpu", "cuda:0").replace("other", "cpu") == expected
+
+
+# --- data that only the CPU looks at -------------------------------------------------------------
+
+
+def test_group_sizes_on_cpu() -> None:
+    lines = [
+        sentence(lambda m=m: ops.splits_to_offsets(torch.tensor(m), 10))
+        for m in ([3, -1, 2], [3, 8], [2**62, 2**62, 2**62], [-(2**63), 1])
+    ]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+splits_to_offsets: m_splits must not be negative, got -1 at group 1
+splits_to_offsets: m_splits must sum to at most num_rows 10, got 3 + 8 at group 1
+splits_to_offsets: m_splits must sum to at most num_rows 10, got 0 + 4611686018427387904 at group 0
+splits_to_offsets: m_splits must not be negative, got -9223372036854775808 at group 0""",
+    )
+
+
+def test_offsets_on_cpu() -> None:
+    lines = []
+    for sample in samples_with_every_tensor():
+        if "offs" in sample.arguments:
+            for ends in ([5, 3, 10], [-1, 3, 10], [3, 3, 1300]):
+                lines.append(sentence(sample.but(offs=torch.tensor(ends, dtype=torch.int32))))
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+group_quantize: offs must not decrease, got 3 after 5 at group 1
+group_quantize: offs must not decrease, got -1 after 0 at group 0
+group_quantize: offs must not exceed the number of rows 12, got 1300 at group 2
+group_dequantize: offs must not decrease, got 3 after 5 at group 1
+group_dequantize: offs must not decrease, got -1 after 0 at group 0
+group_dequantize: offs must not exceed the number of rows 12, got 1300 at group 2
+group_dequantize_t: offs must not decrease, got 3 after 5 at group 1
+group_dequantize_t: offs must not decrease, got -1 after 0 at group 0
+group_dequantize_t: offs must not exceed the number of rows 12, got 1300 at group 2
+grouped_bias_grad: offs must not decrease, got 3 after 5 at group 1
+grouped_bias_grad: offs must not decrease, got -1 after 0 at group 0
+grouped_bias_grad: offs must not exceed the number of rows 12, got 1300 at group 2
+grouped_mm: offs must not decrease, got 3 after 5 at group 1
+grouped_mm: offs must not decrease, got -1 after 0 at group 0
+grouped_mm: offs must not exceed the number of rows 12, got 1300 at group 2
+grouped_scaled_mm: offs must not decrease, got 3 after 5 at group 1
+grouped_scaled_mm: offs must not decrease, got -1 after 0 at group 0
+grouped_scaled_mm: offs must not exceed the number of rows 12, got 1300 at group 2
+grouped_mm_wgrad: offs must not decrease, got 3 after 5 at group 1
+grouped_mm_wgrad: offs must not decrease, got -1 after 0 at group 0
+grouped_mm_wgrad: offs must not exceed the number of rows 12, got 1300 at group 2
+grouped_scaled_mm_wgrad: offs must not decrease, got 3 after 5 at group 1
+grouped_scaled_mm_wgrad: offs must not decrease, got -1 after 0 at group 0
+grouped_scaled_mm_wgrad: offs must not exceed the number of rows 384, got 1300 at group 2
+grouped_mm_wgrad_: offs must not decrease, got 3 after 5 at group 1
+grouped_mm_wgrad_: offs must not decrease, got -1 after 0 at group 0
+grouped_mm_wgrad_: offs must not exceed the number of rows 12, got 1300 at group 2
+grouped_scaled_mm_wgrad_: offs must not decrease, got 3 after 5 at group 1
+grouped_scaled_mm_wgrad_: offs must not decrease, got -1 after 0 at group 0
+grouped_scaled_mm_wgrad_: offs must not exceed the number of rows 384, got 1300 at group 2""",
+    )
+
+
+def test_a_failed_write_in_place_leaves_main_grad_alone() -> None:
+    sample = make("grouped_mm_wgrad_", GROUPS, BF16)
+    before = sample["main_grad"].clone()
+    sentence(sample.but(offs=torch.tensor([3, 2, 10], dtype=torch.int32)))
+    assert_same_bits(sample["main_grad"], before)
+
+
+# --- Python --------------------------------------------------------------------------------------
+
+
+def test_configurations() -> None:
+    def layer(**options: Any) -> Callable[[], Any]:
+        sizes = {"num_gemms": 2, "in_features": 16, "out_features": 16}
+        return lambda: GroupedLinear(**(sizes | options))
+
+    mistakes = [
+        lambda: Float8BlockScaling(amax_epsilon=-1.0),
+        lambda: Float8BlockScaling(amax_epsilon=float("nan")),
+        lambda: Float8BlockScaling(amax_epsilon=float("inf")),
+        layer(num_gemms=0),
+        layer(num_gemms=1025),
+        layer(in_features=24),
+        layer(in_features=0),
+        layer(out_features=-16),
+        layer(recipe="fp8"),
+        layer(dtype=torch.float32, params_dtype=torch.float32),
+    ]
+    for mistake in mistakes:
+        with pytest.raises(ValueError, match=":"):
+            mistake()
+    assert_expected_inline(
+        "\n".join(map(sentence, mistakes)),
+        """\
+Float8BlockScaling: amax_epsilon must be finite and not negative, got -1
+Float8BlockScaling: amax_epsilon must be finite and not negative, got nan
+Float8BlockScaling: amax_epsilon must be finite and not negative, got inf
+GroupedLinear: num_gemms must be between 1 and 1024, got 0
+GroupedLinear: num_gemms must be between 1 and 1024, got 1025
+GroupedLinear: in_features must be a positive multiple of 16, got 24
+GroupedLinear: in_features must be a positive multiple of 16, got 0
+GroupedLinear: out_features must be a positive multiple of 16, got -16
+GroupedLinear: recipe must be None or Float8BlockScaling, got 'fp8'
+GroupedLinear: dtype and params_dtype are one option, got both""",
+    )
+
+
+def test_calls_of_the_layer() -> None:
+    layer = GroupedLinear(2, 16, 32)
+    x, m_splits = torch.randn(5, 16), torch.tensor([2, 3])
+    recipe = GroupedLinear(2, 16, 32, recipe=Float8BlockScaling())
+    mistakes = [
+        lambda: layer(torch.randn(5, 32), m_splits),
+        lambda: layer(x.double(), m_splits),
+        lambda: layer(x.bfloat16(), m_splits),
+        lambda: layer(x, torch.tensor([2, 3, 0])),
+        lambda: layer(x, m_splits.float()),
+        lambda: layer(x, [2, 4]),
+        lambda: recipe(torch.randn(5, 32), m_splits),
+        lambda: recipe(x.double(), m_splits),
+        lambda: recipe(x, [2]),
+    ]
+    assert_expected_inline(
+        "\n".join(map(sentence, mistakes)),
+        """\
+grouped_mm: K differs: a has 32, b has 16
+grouped_mm: a must be bfloat16, float16 or float32, got float64
+grouped_mm: b must be bfloat16, got float32
+grouped_mm: E differs: b has 2, offs has 3
+splits_to_offsets: m_splits must be int32 or int64, got float32
+splits_to_offsets: m_splits must sum to at most num_rows 5, got 2 + 4 at group 1
+grouped_scaled_mm: K differs: a has 32, b has 16
+group_quantize: x must be bfloat16, float16 or float32, got float64
+grouped_scaled_mm: E differs: b has 2, offs has 1""",
+    )
+    assert layer(x, m_splits).shape == (5, 32)
+    assert recipe(x, m_splits).shape == (5, 32)

@@ -1,0 +1,398 @@
+"""Grouped products and weight gradients against float64 products of the very operands they read.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import reference
+import torch
+from samples import (
+    BF16,
+    DTYPES,
+    FP16,
+    FP32,
+    GROUPS,
+    WIDE,
+    Groups,
+    Sample,
+    assert_same_bits,
+    bits,
+    cases,
+    devices,
+    make,
+    on,
+    specified,
+    variant_of,
+)
+from torch import Tensor
+
+from grouped_linear import ops
+
+# Half a unit in the last place, relative: what one rounding to the dtype costs at most.
+ROUNDING = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-24}
+
+
+def rounded(expected: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
+    """An error before rounding to dtype, and after it. Small float16 numbers are 2^-24 apart."""
+    return error + ROUNDING[dtype] * (expected.abs() + error) + (2.0**-25 if dtype == FP16 else 0)
+
+
+def tolerance(expected: Tensor, magnitude: Tensor, depth: int, dtype: torch.dtype) -> Tensor:
+    """What float32 accumulation and one rounding may cost; magnitude: the sum of |a * b|.
+
+    `depth` additions in float32 each round by 2^-24, or by 2^-23 where a tensor core truncates. The
+    errors add like a random walk, and 2 leaves room for its tails: 4 * sqrt(depth) * 2^-24.
+    """
+    walk = 4 * math.sqrt(max(depth, 1)) * 2.0**-24 * magnitude
+    return rounded(expected, walk, dtype)
+
+
+def scaled_tolerance(expected: Tensor, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """What FP8 tensor cores and one rounding may cost.
+
+    They keep about 13 bits below a sum's largest addend: each of the four steps of 32 elements
+    between two promotions to float32 truncates by at most 2^-13 of what was summed: 4 * 2^-13.
+    """
+    return rounded(expected, 2.0**-11 * magnitude, dtype)
+
+
+def within(actual: Tensor, expected: Tensor, tolerance: Tensor) -> bool:
+    return bool(((actual.double() - expected).abs() <= tolerance).all())  # NaN is not
+
+
+def tail_is_zero(y_TN: Tensor, groups: Groups) -> bool:
+    return not bits(y_TN[groups.valid :]).any()
+
+
+def magnitude_of(a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None) -> Tensor:
+    return reference.grouped_mm(a.abs(), b.abs(), offs, None if bias is None else bias.abs())
+
+
+# --- fprop and dgrad -----------------------------------------------------------------------------
+
+
+def check_grouped_mm(sample: Sample, groups: Groups, device: str) -> None:
+    (y,) = sample.results(device)
+    operands = (sample["a"], sample["b"], sample["offs"], sample.get("bias"))
+    expected = reference.grouped_mm(*operands)
+    dtype = sample.get("out_dtype") or sample["a"].dtype
+    assert y.dtype == dtype
+    assert within(y, expected, tolerance(expected, magnitude_of(*operands), groups.K, dtype))
+    assert tail_is_zero(y, groups)
+
+
+@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("grouped_mm"))
+def test_grouped_mm(op: str, groups: Groups, variant: str, device: str) -> None:
+    for dtype in DTYPES:
+        check_grouped_mm(variant_of(op, groups, variant, dtype), groups, device)
+
+
+def dequantized(sample: Sample) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The operands of grouped_scaled_mm as numbers."""
+    a = reference.dequantize_rowwise(sample["a"], sample["scale_a"], sample["offs"])
+    b = reference.dequantize_weight(sample["b"], sample["scale_b"])
+    return a, b, sample["offs"], sample.get("bias")
+
+
+def check_grouped_scaled_mm(sample: Sample, groups: Groups, device: str) -> None:
+    (y,) = sample.results(device)
+    expected, magnitude = (f(*dequantized(sample)) for f in (reference.grouped_mm, magnitude_of))
+    assert y.dtype == sample["out_dtype"]
+    assert within(y, expected, scaled_tolerance(expected, magnitude, y.dtype))
+    assert tail_is_zero(y, groups)
+
+
+@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("grouped_scaled_mm"))
+def test_grouped_scaled_mm(op: str, groups: Groups, variant: str, device: str) -> None:
+    for dtype in DTYPES:
+        check_grouped_scaled_mm(variant_of(op, groups, variant, dtype), groups, device)
+
+
+@pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
+@pytest.mark.parametrize("groups", WIDE.values(), ids=WIDE)
+def test_wide_products(groups: Groups, device: str) -> None:
+    check_grouped_mm(make("grouped_mm", groups, BF16, bias=True), groups, device)
+    check_grouped_scaled_mm(make("grouped_scaled_mm", groups, BF16, bias=True), groups, device)
+
+
+@pytest.mark.parametrize("device", devices("grouped_scaled_mm"))
+def test_dgrad_reads_transposed_scales(device: str) -> None:
+    """dgrad passes the weight's q_t and a transposed view of its scales."""
+    groups = GROUPS["capacity"]
+    swapped = Groups(groups.m_splits, groups.T, K=groups.N, N=groups.K)
+    sample = make("grouped_scaled_mm", swapped, BF16)
+    w = torch.randn(groups.E, groups.N, groups.K)
+    _, scale, q_t = reference.quantize_weight(w, reference.Scaling(False))
+    sample = sample.but(b=q_t, scale_b=scale.transpose(1, 2))
+    assert not sample["scale_b"].is_contiguous()
+    check_grouped_scaled_mm(sample, groups, device)
+
+
+@pytest.mark.parametrize("device", devices("grouped_mm"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dgrad_reads_a_transposed_weight(dtype: torch.dtype, device: str) -> None:
+    groups = GROUPS["capacity"]
+    swapped = Groups(groups.m_splits, groups.T, K=groups.N, N=groups.K)
+    w = torch.randn(groups.E, groups.N, groups.K).to(dtype)
+    for out_dtype in (dtype, FP32):
+        sample = make("grouped_mm", swapped, dtype, out_dtype=out_dtype).but(b=w.transpose(1, 2))
+        check_grouped_mm(sample, swapped, device)
+
+
+@pytest.mark.parametrize("device", devices("grouped_mm"))
+def test_huge_row_strides(device: str) -> None:
+    """Offsets of elements do not fit in 32 bits: rows 2^30 elements apart."""
+    groups = Groups((2, 0, 1), 3, K=16, N=16)
+    sample = make("grouped_mm", groups, BF16)
+    try:
+        far = torch.empty(2 * 2**30 + 16, dtype=BF16, device=device).as_strided((3, 16), (2**30, 1))
+    except RuntimeError:
+        pytest.skip("needs 4 GiB of memory")
+    far.copy_(sample["a"])
+    y = sample.on(device).but(a=far)()
+    assert_same_bits(y.cpu(), sample.results(device)[0])
+
+
+# --- wgrad ---------------------------------------------------------------------------------------
+
+
+def wgrad_operands(sample: Sample, groups: Groups) -> tuple[Tensor, Tensor, Tensor]:
+    """dy, x and offs as numbers, whichever form they are in."""
+    offs = sample["offs"]
+    if "dy" in sample.arguments:
+        return sample["dy"], sample["x"], offs
+    dy, x = (
+        reference.dequantize_columnwise(sample[q], sample[scale], offs, groups.T)
+        for q, scale in (("dy_t", "scale_dy_t"), ("x_t", "scale_x_t"))
+    )
+    return dy, x, offs
+
+
+def wgrad_tolerance(sample: Sample, groups: Groups, expected: Tensor, dtype: torch.dtype) -> Tensor:
+    dy, x, offs = wgrad_operands(sample, groups)
+    magnitude = reference.grouped_mm_wgrad(dy.abs(), x.abs(), offs)
+    if "dy" in sample.arguments:
+        return tolerance(expected, magnitude, max(groups.m_splits), dtype)
+    return scaled_tolerance(expected, magnitude, dtype)
+
+
+@pytest.mark.parametrize(
+    ("op", "groups", "variant", "device"), cases("grouped_mm_wgrad", "grouped_scaled_mm_wgrad")
+)
+def test_wgrad(op: str, groups: Groups, variant: str, device: str) -> None:
+    for dtype in DTYPES:
+        sample = variant_of(op, groups, variant, dtype)
+        (dw,) = sample.results(device)
+        expected = reference.grouped_mm_wgrad(*wgrad_operands(sample, groups))
+        assert dw.dtype == (sample.get("out_dtype") or dtype)
+        assert within(dw, expected, wgrad_tolerance(sample, groups, expected, dw.dtype))
+        for e, size in enumerate(groups.m_splits):
+            assert size or not bits(dw[e]).any()
+
+
+IN_PLACE = ("grouped_mm_wgrad_", "grouped_scaled_mm_wgrad_")
+
+
+@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases(*IN_PLACE))
+def test_wgrad_in_place(op: str, groups: Groups, variant: str, device: str) -> None:
+    sample = variant_of(op, groups, variant, BF16)
+    before, overwrite = sample["main_grad"], sample.get("overwrite")
+    adds = overwrite is None or not overwrite
+    (after,) = sample.results(device)
+    expected = reference.grouped_mm_wgrad(*wgrad_operands(sample, groups))
+    expected += before.double() * adds
+    allowed = wgrad_tolerance(sample, groups, expected, before.dtype)
+    assert within(after, expected, allowed + 2.0**-24 * before.double().abs())
+    for e, size in enumerate(groups.m_splits):
+        if size == 0:
+            assert_same_bits(after[e], before[e] if adds else torch.zeros_like(before[e]))
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+@pytest.mark.parametrize(
+    "device", devices(*IN_PLACE, "grouped_mm_wgrad", "grouped_scaled_mm_wgrad")
+)
+@pytest.mark.parametrize("grad_dtype", [FP32, BF16], ids=str)
+def test_wgrad_in_place_rounds_once(op: str, device: str, grad_dtype: torch.dtype) -> None:
+    """Adding is one float32 addition an element, then at most one rounding to bf16."""
+    groups = GROUPS["unaligned"]
+    sample = make(op, groups, BF16, grad_dtype=grad_dtype)
+    functional = {n: v for n, v in sample.arguments.items() if n != "main_grad"}
+
+    def dw(dtype: torch.dtype) -> Tensor:
+        return Sample(op.removesuffix("_"), functional | {"out_dtype": dtype}).results(device)[0]
+
+    added = (sample["main_grad"].float() + dw(FP32)).to(grad_dtype)
+    assert_same_bits(sample.results(device)[0], added)
+    overwritten = sample.but(overwrite=torch.tensor(True))
+    assert_same_bits(overwritten.results(device)[0], dw(grad_dtype))
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+@pytest.mark.parametrize("device", devices(*IN_PLACE))
+@pytest.mark.parametrize("grad_dtype", [FP32, BF16], ids=str)
+def test_overwriting_never_reads(op: str, device: str, grad_dtype: torch.dtype) -> None:
+    sample = make(op, GROUPS["empty_middle"], BF16, grad_dtype=grad_dtype, overwrite=True)
+    stale = sample.but(main_grad=torch.full_like(sample["main_grad"], torch.nan))
+    assert_same_bits(stale.results(device)[0], sample.results(device)[0])
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+@pytest.mark.parametrize("device", devices(*IN_PLACE))
+def test_main_grads_in_one_buffer(op: str, device: str) -> None:
+    groups = GROUPS["empty_last"]
+    sample = make(op, groups, BF16, overwrite=False)
+    expected = sample.results(device)[0]
+    buffer = torch.randn(3, *expected.shape)
+    buffer[1] = sample["main_grad"]
+    there = on(device, buffer)
+    sample.on(device).but(main_grad=there[1])()
+    assert_same_bits(there[1], expected)
+    assert_same_bits(there[::2], buffer[::2])
+
+
+# --- the tolerances are tight --------------------------------------------------------------------
+
+
+def in_steps(a: Tensor, b: Tensor, step: int, narrow: Any, promote_every: int = 0) -> Tensor:
+    """a @ b.T, the running sum narrowed after every `step` elements of K."""
+    total, running = (torch.zeros(a.size(0), b.size(0), dtype=torch.float64) for _ in range(2))
+    for k in range(0, a.size(1), step):
+        if promote_every and k % promote_every == 0:
+            total, running = total + running, torch.zeros_like(running)
+        running = narrow(running + a[:, k : k + step].double() @ b[:, k : k + step].double().t())
+    return total + running
+
+
+def keep_13_bits(x: Tensor) -> Tensor:
+    """Truncate to 13 bits below the leading one, as an FP8 tensor core's accumulator does."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 2.0**14).trunc(), exponent - 14)
+
+
+def wide_positive_sample() -> tuple[Sample, Groups]:
+    """Sums that only grow: the worst case for an accumulator."""
+    groups = Groups((16,), 16, K=4096, N=32)
+    sample = make("grouped_scaled_mm", groups, FP32)
+    positive = {n: sample[n].float().abs().to(reference.E4M3) for n in ("a", "b")}
+    return sample.but(**positive), groups
+
+
+@pytest.mark.parametrize("device", devices("grouped_scaled_mm"))
+def test_sums_are_promoted_every_128(device: str) -> None:
+    sample, groups = wide_positive_sample()
+    check_grouped_scaled_mm(sample, groups, device)
+
+
+def test_the_tolerance_catches_a_missing_promotion() -> None:
+    sample, _ = wide_positive_sample()
+    a, b, *_ = dequantized(sample)
+    expected, magnitude = a @ b[0].t(), a.abs() @ b[0].abs().t()
+    allowed = scaled_tolerance(expected, magnitude, FP32)
+    assert within(in_steps(a, b[0], 32, keep_13_bits, promote_every=128), expected, allowed)
+    assert not within(in_steps(a, b[0], 32, keep_13_bits), expected, allowed)
+    assert not within(in_steps(a, b[0], 128, lambda x: x.bfloat16().double()), expected, allowed)
+
+
+@pytest.mark.parametrize("scale", ["scale_a", "scale_b"])
+def test_the_tolerance_catches_a_wrong_scale(scale: str) -> None:
+    sample = make("grouped_scaled_mm", GROUPS["unaligned"], BF16)
+    y = sample.results("cpu")[0]
+    wrong = sample[scale].clone()
+    wrong[0] *= 2  # K's first block of every row; every block of the first expert
+    wrong_sample = sample.but(**{scale: wrong})
+    expected, magnitude = (
+        f(*dequantized(wrong_sample)) for f in (reference.grouped_mm, magnitude_of)
+    )
+    assert not within(y, expected, scaled_tolerance(expected, magnitude, BF16))
+
+
+def test_the_tolerance_catches_narrow_sums_and_narrow_operands() -> None:
+    a, b = torch.randn(16, 512), torch.randn(32, 512)
+    expected, magnitude = a.double() @ b.double().t(), a.double().abs() @ b.double().abs().t()
+    allowed = tolerance(expected, magnitude, 512, FP32)
+    assert within(a @ b.t(), expected, allowed)
+    assert not within(in_steps(a, b, 128, lambda x: x.bfloat16().double()), expected, allowed)
+    tf32 = [torch.ldexp(m.mul(2**11).round(), e - 11) for m, e in map(torch.frexp, (a, b))]
+    assert not within(tf32[0] @ tf32[1].t(), expected, allowed)
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+GRADIENT_OPS = ("grouped_mm", "grouped_mm_wgrad", "grouped_bias_grad")
+
+
+@pytest.mark.parametrize("device", devices(*GRADIENT_OPS))
+@pytest.mark.parametrize("out_dtype", [None, FP32], ids=str)
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.filterwarnings("ignore:Input .* is not a double precision floating point")
+def test_gradcheck_of_grouped_mm(
+    has_bias: bool, out_dtype: torch.dtype | None, device: str
+) -> None:
+    groups = Groups((3, 0, 2), 6, K=16, N=16)
+    inputs = ("a", "b", "bias") if has_bias else ("a", "b")
+    sample = make("grouped_mm", groups, FP32, bias=has_bias).on(device)
+    sample = sample.but(a=sample["a"].nan_to_num(), out_dtype=out_dtype)
+    tensors = [sample[name].requires_grad_() for name in inputs]
+
+    def call(*tensors: Tensor) -> Tensor:
+        return sample.but(**dict(zip(inputs, tensors, strict=True)))()
+
+    # linear in each input, so a step of 1 is exact but for float32 rounding of sums of 16 products
+    assert torch.autograd.gradcheck(call, tensors, eps=1.0, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("device", devices(*GRADIENT_OPS))
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_gradients_of_grouped_mm(groups: Groups, device: str) -> None:
+    grads = ("a", "b", "bias")
+    sample = make("grouped_mm", groups, BF16, bias=True, requires_grad=grads)
+    a, b, offs = sample["a"].detach(), sample["b"].detach(), sample["offs"]
+    dy = torch.randn(groups.T, groups.N).to(BF16)
+    dy[groups.valid :] = torch.nan
+    there = sample.on(device)
+    da, db, dbias = torch.autograd.grad(there(), [there[n] for n in grads], dy.to(device))
+    b_t = b.transpose(1, 2)
+    expected = reference.grouped_mm(dy, b_t, offs)
+    allowed = tolerance(expected, magnitude_of(dy, b_t, offs), groups.N, BF16)
+    assert within(da.cpu(), expected, allowed)
+    assert tail_is_zero(da, groups)
+    expected = reference.grouped_mm_wgrad(dy, a, offs)
+    magnitude = reference.grouped_mm_wgrad(dy.abs(), a.abs(), offs)
+    assert within(db.cpu(), expected, tolerance(expected, magnitude, max(groups.m_splits), BF16))
+    expected = reference.grouped_bias_grad(dy, offs)
+    magnitude = reference.grouped_bias_grad(dy.abs(), offs)
+    allowed = tolerance(expected, magnitude, max(groups.m_splits), BF16)
+    assert within(dbias.cpu(), expected, allowed)
+
+
+@pytest.mark.parametrize("device", devices(*GRADIENT_OPS))
+def test_gradients_through_the_documented_wrapper(device: str) -> None:
+    """The wrapper passes every argument, the dispatcher drops those that equal their defaults."""
+    sample = make("grouped_mm", GROUPS["unaligned"], FP32).on(device)
+    a, b = (sample[name].requires_grad_() for name in ("a", "b"))
+    ops.grouped_mm(a, b, sample["offs"]).sum().backward()
+    both = [a.grad, b.grad]
+    a.grad = b.grad = None
+    sample().sum().backward()
+    for through_wrapper, through_op in zip(both, (a.grad, b.grad), strict=True):
+        assert through_wrapper is not None
+        assert_same_bits(through_wrapper, through_op)
+
+
+@pytest.mark.parametrize(
+    ("op", "groups", "variant", "device"),
+    [case for case in cases("grouped_mm_wgrad", "group_quantize") if "unaligned-plain" in case.id],
+)
+def test_ops_without_a_gradient_take_inputs_that_require_one(
+    op: str, groups: Groups, variant: str, device: str
+) -> None:
+    sample = variant_of(op, groups, variant, BF16)
+    name = next(iter(sample.arguments))
+    with_grad = sample.but(**{name: sample[name].clone().requires_grad_()})
+    actual, expected = (specified(sample, s.results(device)) for s in (with_grad, sample))
+    for a, e in zip(actual, expected, strict=True):
+        assert_same_bits(a, e)

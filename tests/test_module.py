@@ -1,0 +1,190 @@
+"""GroupedLinear as a module: parameters, their birth and their travels."""
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from samples import BF16, FP16, FP32, assert_same_bits
+from torch import Tensor, nn
+
+from grouped_linear import Float8BlockScaling, GroupedLinear, Recipe
+
+RECIPES = pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
+
+
+def call(layer: nn.Module) -> Tensor:
+    x = torch.linspace(-1, 1, 7 * layer.weight.size(2)).view(7, -1).to(layer.weight.dtype)
+    return layer(x, [3, 0, 4])
+
+
+def make_layer(**options: Any) -> GroupedLinear:
+    return GroupedLinear(3, 16, 32, **options)
+
+
+def test_parameters() -> None:
+    layer = make_layer()
+    assert {n: tuple(p.shape) for n, p in layer.named_parameters()} == {
+        "weight": (3, 32, 16),
+        "bias": (3, 32),
+    }
+    assert [n for n, _ in make_layer(bias=False).named_parameters()] == ["weight"]
+    assert not list(layer.buffers())
+
+
+def test_initialisation_is_that_of_linear() -> None:
+    layer = GroupedLinear(4, 64, 256)
+    bound = 1 / math.sqrt(64)
+    for p in layer.parameters():
+        assert p.abs().max() <= bound
+        # 1024 or more draws come within 1% of the bound, and their mean within a few errors of 0
+        assert p.abs().max() > 0.99 * bound
+        assert p.mean().abs() < 4 * bound / math.sqrt(3 * p.numel())
+    assert not torch.equal(layer.weight[0], layer.weight[1])
+
+
+def test_init_method_fills_every_expert() -> None:
+    shapes = []
+
+    def init(w: Tensor) -> None:
+        shapes.append(w.shape)
+        w.fill_(len(shapes))
+
+    layer = make_layer(init_method=init)
+    assert shapes == 3 * [(32, 16)]
+    assert layer.weight[:, 0, 0].tolist() == [1, 2, 3]
+    layer.reset_parameters()
+    assert layer.weight[:, 0, 0].tolist() == [4, 5, 6]
+
+
+class Tracker:
+    """A named random state, as Megatron keeps them."""
+
+    def __init__(self) -> None:
+        self.forks: list[tuple[str, ...]] = []
+
+    @contextmanager
+    def fork(self, *names: str) -> Iterator[None]:
+        self.forks.append(names)
+        with torch.random.fork_rng():
+            torch.manual_seed(1234)
+            yield
+
+
+@pytest.mark.parametrize(("name", "names"), [(None, ()), ("expert-parallel", ("expert-parallel",))])
+def test_rng_tracker(name: str | None, names: tuple[str, ...]) -> None:
+    tracker = Tracker()
+    options = {"get_rng_state_tracker": lambda: tracker, "rng_tracker_name": name}
+    torch.manual_seed(1)
+    first = make_layer(**options)
+    undisturbed = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(3), undisturbed)
+    torch.manual_seed(2)
+    second = make_layer(**options)
+    assert tracker.forks == [names, names]
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["dtype", "params_dtype"])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_dtype(name: str, dtype: torch.dtype) -> None:
+    layer = make_layer(**{name: dtype})
+    assert {p.dtype for p in layer.parameters()} == {dtype}
+    assert call(layer).dtype == dtype
+
+
+@RECIPES
+def test_return_bias(recipe: Recipe) -> None:
+    layer = make_layer(recipe=recipe, return_bias=True)
+    y, bias = call(layer)
+    alone = make_layer(recipe=recipe, bias=False)
+    alone.weight = layer.weight
+    assert_same_bits(y, call(alone))
+    assert_same_bits(bias, layer.bias.detach())
+    with torch.autocast("cpu", dtype=BF16):
+        y, bias = call(layer)
+    assert y.dtype == bias.dtype == BF16
+    y, bias = call(make_layer(recipe=recipe, bias=False, return_bias=True))
+    assert bias is None
+
+
+def test_bias_that_is_returned_still_learns() -> None:
+    layer = make_layer(return_bias=True)
+    y, bias = call(layer)
+    (y + bias[0]).sum().backward()
+    assert layer.bias.grad[0].tolist() == 32 * [7.0]
+    assert not layer.bias.grad[1:].any()
+
+
+@RECIPES
+def test_meta_device(recipe: Recipe) -> None:
+    torch.manual_seed(5)
+    expected = make_layer(recipe=recipe)
+    layer = make_layer(recipe=recipe, device="meta")
+    assert all(p.is_meta for p in layer.parameters())
+    assert layer(
+        torch.empty(7, 16, device="meta"), torch.empty(3, dtype=int, device="meta")
+    ).is_meta
+    layer.reset_parameters()  # nothing to draw yet
+    layer.to_empty(device="cpu")
+    torch.manual_seed(5)
+    layer.reset_parameters()
+    assert_same_bits(call(layer), call(expected))
+    assert all(p.requires_grad for p in layer.parameters())
+
+
+def through_pickle(layer: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(layer))
+
+
+def through_torch_save(layer: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@RECIPES
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_torch_save])
+def test_copies(copied: Any, recipe: Recipe) -> None:
+    layer = make_layer(recipe=recipe, dtype=BF16)
+    twin = copied(layer)
+    assert repr(twin) == repr(layer)
+    assert_same_bits(call(twin), call(layer))
+    with torch.no_grad():
+        twin.weight.zero_()
+    assert layer.weight.any()
+
+
+@RECIPES
+def test_state_dict(recipe: Recipe) -> None:
+    layer, other = make_layer(recipe=recipe), make_layer(recipe=recipe)
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert [*state] == ["weight", "bias"]
+    other.load_state_dict(state, strict=True)
+    assert_same_bits(call(other), call(layer))
+    with pytest.raises(RuntimeError, match=r"Missing key.*bias"):
+        other.load_state_dict({"weight": state["weight"]}, strict=True)
+
+
+def test_module_moves_dtype() -> None:
+    layer = make_layer().to(BF16)
+    assert call(layer).dtype == BF16
+    assert {p.dtype for p in layer.half().parameters()} == {FP16}
+
+
+def test_repr() -> None:
+    assert repr(make_layer(bias=False, recipe=Float8BlockScaling())) == (
+        "GroupedLinear(num_gemms=3, in_features=16, out_features=32, bias=False, "
+        "recipe=Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0))"
+    )

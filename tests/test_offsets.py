@@ -1,0 +1,119 @@
+"""Group sizes to group ends, and what ops make of ends that lie."""
+
+import pytest
+import reference
+import torch
+from samples import (
+    BF16,
+    CUDA_OPS,
+    GROUPS,
+    OPS,
+    Sample,
+    assert_same_bits,
+    devices,
+    make,
+    needs_hopper,
+    specified,
+)
+
+from grouped_linear import ops
+
+SIZES = (1, 2, 17, 200, 257, 513, 1024)  # one warp, one block, and a group more or less
+INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
+
+
+@pytest.mark.parametrize("device", devices("splits_to_offsets"))
+@pytest.mark.parametrize("split_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("num_groups", SIZES)
+def test_splits_to_offsets(num_groups: int, split_dtype: torch.dtype, device: str) -> None:
+    m_splits = torch.randint(0, 300, (num_groups,)) * torch.randint(0, 2, (num_groups,))
+    splits_E = m_splits.to(device, split_dtype)
+    for num_rows in (int(m_splits.sum()), int(m_splits.sum()) + 1000):
+        for alignment, stride, dtype in (
+            (1, 1, torch.int32),
+            (128, 1, torch.int32),
+            (48, 2**32, torch.int64),
+        ):
+            offs_E = ops.splits_to_offsets(
+                splits_E, num_rows, alignment=alignment, stride=stride, dtype=dtype
+            )
+            expected = reference.splits_to_offsets(m_splits.tolist(), num_rows, alignment, stride)
+            assert offs_E.dtype == dtype
+            assert offs_E.tolist() == expected
+
+
+@pytest.mark.parametrize("device", devices("splits_to_offsets"))
+@pytest.mark.parametrize("m_splits", [[0], [0, 0, 0], [0, 7], [7, 0], [3, 0, 0, 4]])
+def test_empty_groups(m_splits: list[int], device: str) -> None:
+    for num_rows in (sum(m_splits), sum(m_splits) + 3):
+        offs_E = ops.splits_to_offsets(torch.tensor(m_splits, device=device), num_rows)
+        assert offs_E.tolist() == reference.splits_to_offsets(m_splits, num_rows)
+
+
+@pytest.mark.parametrize("device", devices("splits_to_offsets"))
+def test_strided_splits(device: str) -> None:
+    splits_E = torch.tensor([[3, -1], [0, -1], [5, -1]], device=device)[:, 0]
+    assert ops.splits_to_offsets(splits_E, 8).tolist() == [3, 3, 8]
+
+
+@pytest.mark.parametrize("device", devices("splits_to_offsets"))
+@pytest.mark.parametrize(
+    ("m_splits", "num_rows"),
+    [([0, 5, 0, 2, 9], 20), ([0, 5, 0, 2, 9], INT64_MAX), ([INT64_MAX], INT64_MAX)],
+)
+@pytest.mark.parametrize("alignment", [2**40, INT64_MAX - 1, INT64_MAX])
+def test_rounding_up_does_not_overflow(
+    alignment: int, m_splits: list[int], num_rows: int, device: str
+) -> None:
+    offs_E = ops.splits_to_offsets(
+        torch.tensor(m_splits, device=device), num_rows, alignment=alignment, dtype=torch.int64
+    )
+    assert offs_E.tolist() == reference.splits_to_offsets(m_splits, num_rows, alignment)
+
+
+@needs_hopper
+@pytest.mark.parametrize("num_groups", SIZES)
+def test_negative_and_overflowing_splits_are_clamped_on_cuda(num_groups: int) -> None:
+    # on CPU they raise: test_errors.py
+    splits_E = torch.randint(-300, 300, (num_groups,), dtype=torch.int64)
+    for huge in (None, INT32_MAX, INT64_MAX, -INT64_MAX):
+        if huge is not None:
+            splits_E[num_groups // 2] = huge
+        for alignment in (1, 128, 2**40):
+            offs_E = ops.splits_to_offsets(splits_E.cuda(), 500, alignment=alignment)
+            assert offs_E.tolist() == reference.splits_to_offsets(splits_E.tolist(), 500, alignment)
+
+
+LIES = {
+    "past_the_rows": [10, 300, 173],
+    "decreasing": [130, 3, 173],
+    "negative": [-5, 40, -1],
+    "overlapping": [173, 0, 173],
+    "extreme": [INT32_MAX, -INT32_MAX - 1, INT32_MAX],
+}
+
+
+def lying_samples() -> list[Sample]:
+    options = {"group_quantize": {"columnwise": True, "bias_grad": True}}
+    return [
+        make(op, GROUPS["unaligned"], BF16, **options.get(op, {}))
+        for op in OPS
+        if op in CUDA_OPS and "offs" in make(op, GROUPS["unaligned"], BF16).arguments
+    ]
+
+
+@needs_hopper
+@pytest.mark.parametrize("offs", LIES.values(), ids=LIES)
+def test_lying_offsets_are_clamped_on_cuda(offs: list[int]) -> None:
+    """Ends count as their running maximum, within the rows there are."""
+    for sample in lying_samples():
+        # wgrad from columnwise data knows the rows of its blocks only
+        num_rows = 128 * len(sample["dy_t"]) if "dy_t" in sample.arguments else 173
+        clamped = [rows.stop for rows in reference.groups(torch.tensor(offs), num_rows)]
+        lie, truth = (sample.but(offs=torch.tensor(o, dtype=torch.int32)) for o in (offs, clamped))
+        for actual, expected in zip(
+            specified(truth, lie.results("cuda")),
+            specified(truth, truth.results("cuda")),
+            strict=True,
+        ):
+            assert_same_bits(actual, expected)

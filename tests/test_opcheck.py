@@ -1,0 +1,78 @@
+"""torch.library.opcheck over every op, sample, dtype and device."""
+
+from typing import Any
+
+import pytest
+import torch
+from reference import E4M3
+from samples import (
+    BF16,
+    DTYPES,
+    GROUPS,
+    OPS,
+    Groups,
+    Sample,
+    bits,
+    cases,
+    keep,
+    on,
+    specified_masks,
+    variant_of,
+)
+from torch import Tensor
+from torch.testing._internal.optests.aot_autograd import aot_autograd_check
+from torch.utils._pytree import tree_leaves
+
+EVERY_UTIL = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
+
+
+def check_schema(sample: Sample) -> None:
+    """Only what the schema marks is written, and no output shares memory with an input.
+
+    What opcheck's test_schema checks; that one multiplies every input, which torch has no CPU
+    kernel for in float8.
+    """
+    written = [a.name for a in sample.schema.arguments if a.alias_info and a.alias_info.is_write]
+    inputs = {name: t for name, t in sample.arguments.items() if isinstance(t, Tensor)}
+    before = {name: bits(t).clone() for name, t in inputs.items()}
+    outputs = tree_leaves(sample())
+    for name, t in inputs.items():
+        if name not in written:
+            assert torch.equal(bits(t), before[name]), f"{name} was written"
+    storages = {t.untyped_storage().data_ptr() for t in inputs.values() if t.numel()}
+    for output in outputs:
+        if output is not None and output.numel():
+            assert output.untyped_storage().data_ptr() not in storages
+
+
+def aot_check_of_group_quantize(sample: Sample, device: str) -> None:
+    """opcheck's test_aot_dispatch_dynamic on what is specified of the outputs."""
+    masks = [on(device, mask) for mask in specified_masks(sample, sample.results("cpu"))]
+
+    def call(masks: list[Tensor], **arguments: Any) -> list[Tensor]:
+        return keep(sample.overload(**arguments), masks)
+
+    arguments = sample.on(device).arguments
+    aot_autograd_check(call, (masks,), arguments, dynamic=True, check_gradients="auto")
+
+
+@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases(*OPS))
+def test_opcheck(op: str, groups: Groups, variant: str, device: str) -> None:
+    # float16 and float32 take the same paths through the dispatcher: two group sizes for them
+    few = groups in (GROUPS["empty_middle"], GROUPS["capacity"])
+    for dtype in DTYPES if few and variant == "plain" else (BF16,):
+        sample = variant_of(op, groups, variant, dtype)
+        utils = list(EVERY_UTIL)
+        if op == "group_quantize":
+            aot_check_of_group_quantize(sample, device)
+            utils.remove("test_aot_dispatch_dynamic")
+        sample = sample.on(device)
+        check_schema(sample)
+        if any(isinstance(a, Tensor) and a.dtype == E4M3 for a in sample.arguments.values()):
+            utils.remove("test_schema")
+        torch.library.opcheck(sample.overload, (), sample.arguments, test_utils=utils)

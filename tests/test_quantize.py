@@ -1,0 +1,307 @@
+"""Quantization: the bytes and scales of the reference, bit for bit."""
+
+import hypothesis
+import pytest
+import reference
+import torch
+from hypothesis import strategies
+from reference import Scaling
+from samples import (
+    BF16,
+    DTYPES,
+    FP16,
+    FP32,
+    GROUPS,
+    WIDE,
+    Groups,
+    Sample,
+    assert_same_bits,
+    bits,
+    cases,
+    devices,
+    make,
+    rows,
+    specified,
+    variant_of,
+)
+from torch import Tensor
+
+SCALINGS = [
+    pytest.param(Scaling(pow2, eps), id=f"{'power_of_two' if pow2 else 'exact'}-eps_{eps}")
+    for pow2 in (True, False)
+    for eps in (0.0, 0.25)
+]
+
+
+def scaling_of(sample: Sample) -> Scaling:
+    return Scaling(sample.get("power_of_two_scales"), sample.get("amax_epsilon"))
+
+
+def bias_grad_tolerance(dy_TN: Tensor, offs_E: Tensor) -> Tensor:
+    """float32 sums of 128 rows, then of those sums: every addition rounds by at most 2^-24."""
+    additions = min(dy_TN.size(0), 128) + dy_TN.size(0) // 128
+    return additions * 2.0**-24 * reference.grouped_bias_grad(dy_TN.double().abs(), offs_E)
+
+
+def assert_bias_grad(actual: Tensor, dy_TN: Tensor, offs_E: Tensor) -> None:
+    assert actual.dtype == FP32
+    error = (actual.double() - reference.grouped_bias_grad(dy_TN, offs_E)).abs()
+    assert (error <= bias_grad_tolerance(dy_TN, offs_E)).all()
+
+
+def check_group_quantize(sample: Sample, device: str) -> None:
+    """Compare all that is specified of group_quantize's results with the reference."""
+    x_TK, offs_E = sample["x"], sample["offs"]
+    (T, K), E = x_TK.shape, offs_E.numel()
+    valid = reference.groups(offs_E, T)[-1].stop
+    q, scale, q_t, scale_t, bias_grad = sample.results(device)
+    if sample.get("rowwise"):
+        assert scale.shape == (-(-K // 128), -(-T // 4) * 4)
+        expected_q, expected_scale = reference.quantize_rowwise(x_TK[:valid], scaling_of(sample))
+        assert_same_bits(q[:valid], expected_q)
+        assert_same_bits(scale[:, :valid], expected_scale)
+    if sample.get("columnwise"):
+        assert q_t.shape == ((T + 127 * min(E, T)) // 128, K, 128)
+        expected_q_t, expected_scale_t = reference.quantize_columnwise(
+            x_TK, offs_E, scaling_of(sample)
+        )
+        blocks = len(expected_q_t)
+        assert_same_bits(q_t[:blocks], expected_q_t)
+        assert_same_bits(scale_t[:blocks], expected_scale_t)
+    if sample.get("bias_grad"):
+        assert_bias_grad(bias_grad, x_TK, offs_E)
+
+
+# --- samples -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("group_quantize"))
+def test_group_quantize(op: str, groups: Groups, variant: str, device: str) -> None:
+    for dtype in DTYPES:
+        check_group_quantize(variant_of(op, groups, variant, dtype), device)
+
+
+@pytest.mark.parametrize("device", devices("group_quantize"))
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_options_of_group_quantize(scaling: Scaling, device: str) -> None:
+    """Every output has the same bits whatever else is asked for."""
+    options = {"amax_epsilon": scaling.amax_epsilon}
+    options["power_of_two_scales"] = scaling.power_of_two_scales
+    sample = make("group_quantize", GROUPS["capacity"], BF16, **options)
+    everything = sample.but(rowwise=True, columnwise=True, bias_grad=True)
+    check_group_quantize(everything, device)
+    expected = specified(everything, everything.results(device))
+    for rowwise, columnwise in ((True, False), (False, True), (True, True)):
+        for bias_grad in (False, True):
+            part = sample.but(rowwise=rowwise, columnwise=columnwise, bias_grad=bias_grad)
+            wanted = (rowwise, rowwise, columnwise, columnwise, bias_grad)
+            actual = specified(part, part.results(device))
+            for result, full, asked in zip(actual, expected, wanted, strict=True):
+                if asked:
+                    assert_same_bits(result, full)
+                else:
+                    assert result.shape == (0,)
+
+
+@pytest.mark.parametrize("device", devices("group_quantize"))
+@pytest.mark.parametrize("groups", WIDE.values(), ids=WIDE)
+def test_wide_rows(groups: Groups, device: str) -> None:
+    for dtype in (BF16, FP32):
+        check_group_quantize(make("group_quantize", groups, dtype, columnwise=True), device)
+
+
+@pytest.mark.parametrize("device", devices("group_quantize"))
+def test_last_block_of_a_group_is_zero_filled(device: str) -> None:
+    sample = make("group_quantize", GROUPS["unaligned"], BF16, columnwise=True)
+    q_t = sample.results(device)[2].view(torch.uint8)
+    for block, size in enumerate((3, 128, 2, 40)):
+        assert (q_t[block, :, :size] != 0).any()
+        assert (q_t[block, :, size:] == 0).all()
+
+
+@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("quantize_weight"))
+def test_quantize_weight(op: str, groups: Groups, variant: str, device: str) -> None:
+    for dtype in DTYPES:
+        sample = variant_of(op, groups, variant, dtype)
+        results = sample.results(device)
+        expected = reference.quantize_weight(sample["w"], scaling_of(sample))
+        assert_same_bits(results[0], expected[0])
+        assert_same_bits(results[1], expected[1])
+        if sample.get("columnwise"):
+            assert_same_bits(results[2], expected[2])
+        else:
+            assert results[2].shape == (0,)
+
+
+@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("grouped_bias_grad"))
+def test_grouped_bias_grad(op: str, groups: Groups, variant: str, device: str) -> None:
+    for dtype in DTYPES:
+        sample = variant_of(op, groups, variant, dtype)
+        (grad,) = sample.results(device)
+        assert_bias_grad(grad, sample["dy"], sample["offs"])
+
+
+@pytest.mark.parametrize("device", devices("group_quantize", "grouped_bias_grad"))
+def test_both_bias_grads_have_the_same_bits(device: str) -> None:
+    dy = rows(GROUPS["one_takes_all"], 144, BF16)
+    offs = GROUPS["one_takes_all"].offs()
+    quantize = Sample("group_quantize", {"x": dy, "offs": offs, "bias_grad": True})
+    alone = Sample("grouped_bias_grad", {"dy": dy, "offs": offs})
+    assert_same_bits(quantize.results(device)[4], alone.results(device)[0])
+
+
+# --- special values ------------------------------------------------------------------------------
+
+
+def special_rows(dtype: torch.dtype) -> Tensor:
+    """Rows of 128 values: one kind of block a row."""
+    info, ramp = torch.finfo(dtype), torch.linspace(-1, 1, 128)
+    smallest = info.smallest_normal * info.eps  # subnormal
+    inf, nan = torch.inf, torch.nan
+    kinds = [
+        torch.zeros(128),
+        -torch.zeros(128),
+        ramp * smallest,
+        torch.full((128,), smallest),
+        ramp * info.smallest_normal,
+        ramp * 448 * 2.0**-126,  # where the factor meets its cap of 2^126
+        ramp * 449 * 2.0**-126,
+        ramp * 2.0**-120,
+        ramp * info.max,
+        torch.full((128,), -info.max),
+        ramp * 448,
+        ramp * 1.0001,
+        torch.where(torch.arange(128) == 5, nan, ramp),
+        torch.where(torch.arange(128) == 7, inf, ramp),
+        torch.where(torch.arange(128) == 9, -inf, ramp * info.max),
+        torch.full((128,), nan),
+        torch.full((128,), inf),
+        torch.where(torch.arange(128) % 2 == 0, nan, 0.0),
+    ]
+    return torch.stack(kinds).to(dtype)
+
+
+@pytest.mark.parametrize("device", devices("group_quantize"))
+@pytest.mark.parametrize("epsilon", [0.0, 2.0**-130, 1e-6, 3e38])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_special_values(dtype: torch.dtype, epsilon: float, device: str) -> None:
+    x = special_rows(dtype)
+    for x_TK in (x, x.t().contiguous()):
+        T = x_TK.size(0)
+        x_TK = torch.nn.functional.pad(x_TK, (0, -x_TK.size(1) % 16))
+        for pow2 in (True, False):
+            arguments = {"x": x_TK, "offs": torch.tensor([2, T], dtype=torch.int32)}
+            options = {"amax_epsilon": epsilon, "power_of_two_scales": pow2, "columnwise": True}
+            sample = Sample("group_quantize", arguments | options)
+            check_group_quantize(sample, device)
+            scale = sample.results(device)[1][:, :T]
+            assert (scale >= torch.finfo(FP32).smallest_normal).all()  # also no NaN
+            assert scale.isfinite().all()
+
+
+@pytest.mark.parametrize("device", devices("group_quantize"))
+def test_not_finite_spoils_only_itself(device: str) -> None:
+    x_TK = torch.full((1, 128), 3.0)
+    x_TK[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    sample = Sample("group_quantize", {"x": x_TK, "offs": torch.tensor([1], dtype=torch.int32)})
+    q, scale, *_ = sample.results(device)
+    assert q.view(torch.uint8)[0, :3].tolist() == 3 * [reference.E4M3_NAN]
+    assert (q[0, 3:].float() * scale[0, 0] == 3).all()
+
+
+@pytest.mark.parametrize("device", devices("quantize_weight"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_special_values_of_weights(dtype: torch.dtype, device: str) -> None:
+    kinds = special_rows(dtype)[:, :16]  # an expert of each kind
+    w_ENK = kinds[:, None].expand(-1, 16, -1)
+    for pow2 in (True, False):
+        sample = Sample("quantize_weight", {"w": w_ENK, "power_of_two_scales": pow2})
+        expected = reference.quantize_weight(w_ENK, scaling_of(sample))
+        for actual, right in zip(sample.results(device), expected, strict=True):
+            assert_same_bits(actual, right)
+
+
+@pytest.mark.parametrize("device", devices("group_quantize"))
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_every_16_bit_number(dtype: torch.dtype, device: str) -> None:
+    every = torch.arange(2**16).to(torch.int16).view(dtype)
+    unscaled = torch.where(every.abs() > 448, every.sign().to(dtype), every)  # NaN compares false
+    for x, epsilon in ((every, 0.0), (unscaled, 448.0)):  # neighbours share a scale; no scale
+        for pow2 in (True, False):
+            arguments = {"x": x.view(512, 128), "offs": torch.tensor([512], dtype=torch.int32)}
+            options = {"amax_epsilon": epsilon, "power_of_two_scales": pow2, "columnwise": True}
+            check_group_quantize(Sample("group_quantize", arguments | options), device)
+
+
+@hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@hypothesis.given(data=strategies.data())
+@pytest.mark.parametrize("device", devices("group_quantize", "quantize_weight"))
+def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:
+    m_splits = data.draw(strategies.lists(strategies.integers(0, 140), min_size=1, max_size=5))
+    spare, features = data.draw(strategies.integers(0, 9)), data.draw(strategies.integers(1, 18))
+    groups = Groups(tuple(m_splits), sum(m_splits) + spare, K=16 * features, N=32)
+    exponents = data.draw(strategies.sampled_from([1, 10, 30]))
+    seed, pow2 = data.draw(strategies.integers(0, 99)), data.draw(strategies.booleans())
+    epsilon = data.draw(strategies.sampled_from([0.0, 1e-12, 0.1, 1000.0]))
+    dtype = data.draw(strategies.sampled_from(DTYPES))
+
+    torch.manual_seed(seed)
+    options = {"amax_epsilon": epsilon, "power_of_two_scales": pow2}
+    sample = make("group_quantize", groups, dtype, columnwise=True, bias_grad=True, **options)
+    x_TK = sample["x"]
+    if dtype != FP16:
+        x_TK = x_TK * torch.randn_like(x_TK).mul(exponents).clamp(max=100).exp2()
+    check_group_quantize(sample.but(x=x_TK), device)
+
+    weight = make("quantize_weight", groups, dtype, **options)
+    expected = reference.quantize_weight(weight["w"], Scaling(pow2, epsilon))
+    for actual, right in zip(weight.results(device), expected, strict=True):
+        assert_same_bits(actual, right)
+
+
+# --- and back ------------------------------------------------------------------------------------
+
+ROUND_TRIP = devices("group_quantize", "group_dequantize", "group_dequantize_t")
+
+
+@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("group_dequantize"))
+def test_group_dequantize(op: str, groups: Groups, variant: str, device: str) -> None:
+    for dtype in DTYPES:
+        sample = variant_of(op, groups, variant, dtype)
+        expected = reference.dequantize_rowwise(sample["q"], sample["scale"], sample["offs"])
+        # q * scale is rounded to float32 first, then to the dtype
+        assert_same_bits(sample.results(device)[0], expected.float().to(dtype))
+
+
+@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("group_dequantize_t"))
+def test_group_dequantize_t(op: str, groups: Groups, variant: str, device: str) -> None:
+    for dtype in DTYPES:
+        sample = variant_of(op, groups, variant, dtype)
+        expected = reference.dequantize_columnwise(
+            sample["q_t"], sample["scale_t"], sample["offs"], groups.T
+        )
+        assert_same_bits(sample.results(device)[0], expected.float().to(dtype))
+
+
+@pytest.mark.parametrize("device", ROUND_TRIP)
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_round_trip(groups: Groups, scaling: Scaling, device: str) -> None:
+    options = {"amax_epsilon": scaling.amax_epsilon, "columnwise": True}
+    options["power_of_two_scales"] = scaling.power_of_two_scales
+    sample = make("group_quantize", groups, BF16, **options)
+    x_TK, offs = sample["x"], sample["offs"]
+    q, scale, q_t, scale_t, _ = sample.results(device)
+    back = {"offs": offs, "dtype": FP32}
+    rowwise = Sample("group_dequantize", {"q": q, "scale": scale, **back})
+    columnwise = Sample(
+        "group_dequantize_t", {"q_t": q_t, "scale_t": scale_t, "num_rows": groups.T, **back}
+    )
+    live = x_TK[: groups.valid].double()
+    # Half a unit of 3 mantissa bits is 2^-4; of the smallest e4m3 numbers it is 2^-10, scaled. A
+    # block's scale is at most 2 * amax / 448, or 2 * epsilon / 448.
+    largest = max(live.abs().max().item() if live.numel() else 0.0, scaling.amax_epsilon)
+    tolerance = 2.0**-4 * live.abs() + 2.0**-10 * 2 * largest / 448
+    for back_TK in (rowwise.results(device)[0], columnwise.results(device)[0]):
+        assert ((back_TK[: groups.valid].double() - live).abs() <= tolerance * (1 + 2**-20)).all()
+        assert not bits(back_TK[groups.valid :]).any()  # zero, though the input is NaN there

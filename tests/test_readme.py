@@ -1,0 +1,79 @@
+"""What the README shows runs, and its table of ops is what is registered."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import grouped_linear  # noqa: F401  (registers the ops)
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+KEYS = {"fake": "Meta", "CPU": "CPU", "gradient": "Autograd"}
+
+
+def test_python_examples_run() -> None:
+    assert len(EXAMPLES) == 2
+    names: dict[str, Any] = {}
+    for example in EXAMPLES:
+        exec(compile(example, "README.md", "exec"), names)
+        if "m_splits" in example:
+            tail_rows = names["y"][int(names["m_splits"].sum()) :]
+            assert len(tail_rows) == 50
+            assert not tail_rows.any()
+            assert names["x"].grad is not None
+
+
+def _table() -> dict[str, dict[str, bool]]:
+    """Op -> column -> yes, as the README has it."""
+    lines = iter(README.splitlines())
+    head = next(line for line in lines if line.startswith("| op |"))
+    columns = [cell.strip() for cell in head.strip("|").split("|")]
+    next(lines)
+    table = {}
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        op, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        assert set(cells) <= {"yes", "-"}
+        table[op.strip("`")] = {
+            column: cell == "yes" for column, cell in zip(columns[1:], cells, strict=True)
+        }
+    return table
+
+
+def _has_cuda_kernel() -> set[str]:
+    """The ops that csrc/library.cpp gives a CUDA kernel.
+
+    The dispatcher cannot tell: the others have one registered that says there is none.
+    """
+    registered = (ROOT / "csrc" / "library.cpp").read_text()
+    return set(re.findall(r"^  GROUPED_LINEAR_CUDA_OP\((\w+)\);$", registered, re.MULTILINE))
+
+
+def test_table_lists_every_op() -> None:
+    names = torch._C._dispatch_get_all_op_names()
+    ops = {name.removeprefix("grouped_linear::") for name in names if "grouped_linear::" in name}
+    assert set(_table()) == ops
+
+
+@pytest.mark.parametrize("column", KEYS)
+def test_table_is_what_is_registered(column: str) -> None:
+    stated = {op for op, cells in _table().items() if cells[column]}
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert stated == {op for op in _table() if has_kernel(f"grouped_linear::{op}", KEYS[column])}
+
+
+def test_table_promises_no_cuda_kernel_that_is_not_there() -> None:
+    stated = {op for op, cells in _table().items() if cells["CUDA"]}
+    assert stated
+    assert stated <= _has_cuda_kernel()
+
+
+def test_files_to_read_first_exist() -> None:
+    files = re.findall(r"^\d\. `([^`]+)`", README, re.MULTILINE)
+    assert len(files) == 5
+    assert all((ROOT / file).is_file() for file in files)

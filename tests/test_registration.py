@@ -1,0 +1,260 @@
+"""What torch knows about the ops: kernels, schemas, versions, strides; how the package loads."""
+
+import importlib.util
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+import torch
+from expecttest import assert_expected_inline
+from samples import (
+    BF16,
+    CUDA_OPS,
+    GROUPS,
+    HOPPER,
+    OPS,
+    assert_same_bits,
+    devices,
+    make,
+    overload,
+    sentence,
+)
+from torch import Tensor
+
+from grouped_linear import Float8BlockScaling, ops
+from grouped_linear.meta_kernels import rules
+
+ROOT = Path(__file__).parent.parent
+IN_PLACE = [op for op in OPS if op.endswith("_")]
+
+
+def test_samples_know_every_op() -> None:
+    registered = {
+        name.removeprefix("grouped_linear::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("grouped_linear::")
+    }
+    assert registered == set(OPS)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_has_every_kernel(op: str) -> None:
+    keys = ["CPU", "CUDA", "Meta"] + ["ADInplaceOrView"] * (op in IN_PLACE)
+    missing = [
+        key
+        for key in keys
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"grouped_linear::{op}", key)
+    ]
+    assert not missing
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 (Hopper)")
+@pytest.mark.parametrize("op", OPS)
+def test_ops_without_a_cuda_kernel_say_so(op: str) -> None:
+    sample = make(op, GROUPS["unaligned"], BF16).on("cuda")
+    if op in CUDA_OPS:
+        sample()
+    else:
+        assert sentence(sample) == f"{op}: no CUDA kernel in this build, only CPU"
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or HOPPER, reason="needs a GPU that is not of the Hopper family"
+)
+def test_other_gpus_are_refused() -> None:
+    for op in sorted(CUDA_OPS):
+        said = sentence(make(op, GROUPS["unaligned"], BF16).on("cuda"))
+        assert "compute capability 9.0 (Hopper)" in said or "no CUDA kernel" in said
+
+
+def test_schemas() -> None:
+    schemas = (str(overload(op)._schema).removeprefix("grouped_linear::") for op in OPS)
+    lines = [textwrap.fill(schema, 96, subsequent_indent="    ") for schema in schemas]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+splits_to_offsets(Tensor m_splits, SymInt num_rows, int alignment=1, SymInt stride=1, ScalarType
+    dtype=3) -> Tensor
+group_quantize(Tensor x, Tensor offs, float amax_epsilon=0., bool power_of_two_scales=True, bool
+    rowwise=True, bool columnwise=False, bool bias_grad=False) -> (Tensor q, Tensor scale,
+    Tensor q_t, Tensor scale_t, Tensor bias_grad)
+group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType dtype) -> Tensor
+group_dequantize_t(Tensor q_t, Tensor scale_t, Tensor offs, SymInt num_rows, ScalarType dtype)
+    -> Tensor
+grouped_bias_grad(Tensor dy, Tensor offs) -> Tensor
+quantize_weight(Tensor w, float amax_epsilon=0., bool power_of_two_scales=True, bool
+    columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)
+grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, ScalarType? out_dtype=None) ->
+    Tensor
+grouped_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, Tensor?
+    bias=None, ScalarType out_dtype=15) -> Tensor
+grouped_mm_wgrad(Tensor dy, Tensor x, Tensor offs, ScalarType? out_dtype=None) -> Tensor
+grouped_scaled_mm_wgrad(Tensor dy_t, Tensor x_t, Tensor scale_dy_t, Tensor scale_x_t, Tensor
+    offs, ScalarType out_dtype=15) -> Tensor
+grouped_mm_wgrad_(Tensor(a!) main_grad, Tensor dy, Tensor x, Tensor offs, Tensor?
+    overwrite=None) -> ()
+grouped_scaled_mm_wgrad_(Tensor(a!) main_grad, Tensor dy_t, Tensor x_t, Tensor scale_dy_t,
+    Tensor scale_x_t, Tensor offs, Tensor? overwrite=None) -> ()""",
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_wrappers_take_what_the_schemas_take(op: str) -> None:
+    sample = make(op, GROUPS["unaligned"], BF16)
+    parameters = getattr(ops, op).__annotations__
+    assert [*parameters][:-1] == [a.name for a in sample.schema.arguments]
+
+
+# --- versions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", devices(*IN_PLACE))
+@pytest.mark.parametrize("overwrite", [None, True, False])
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_only_main_grad_gets_a_new_version(op: str, overwrite: bool | None, device: str) -> None:
+    options = {} if overwrite is None else {"overwrite": overwrite}
+    sample = make(op, GROUPS["unaligned"], BF16, **options).on(device)
+    tensors = {n: t for n, t in sample.arguments.items() if isinstance(t, Tensor)}
+    before = {name: t._version for name, t in tensors.items()}
+    sample()
+    after = {name: t._version - before[name] for name, t in tensors.items()}
+    assert after == {name: int(name == "main_grad") for name in tensors}
+
+
+@pytest.mark.parametrize("device", devices(*IN_PLACE))
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_overwriting_what_a_backward_needs_raises(op: str, device: str) -> None:
+    sample = make(op, GROUPS["unaligned"], BF16).on(device)
+    x = torch.ones_like(sample["main_grad"], requires_grad=True)
+    y = (x * sample["main_grad"]).sum()  # saves main_grad
+    sample()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op not in IN_PLACE])
+def test_functional_ops_change_no_version(op: str) -> None:
+    sample = make(op, GROUPS["unaligned"], BF16)
+    tensors = [t for t in sample.arguments.values() if isinstance(t, Tensor)]
+    before = [t._version for t in tensors]
+    sample()
+    assert [t._version for t in tensors] == before
+
+
+# --- strides -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", devices("grouped_mm"))
+def test_inductor_keeps_strides(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Untagged custom ops get the strides they are called with, whatever made the tensors."""
+    groups = GROUPS["empty_middle"]
+    sample = make("grouped_mm", groups, BF16).on(device)
+    arguments, offs = (sample["a"], sample["b"]), sample["offs"]
+
+    def call(x: Tensor, w: Tensor) -> Tensor:
+        strided = torch.cat([x + 1, x * 2], 1)[:, : groups.K]  # Inductor's own kernels make these
+        view = (w * 2).transpose(1, 2).contiguous().transpose(1, 2)
+        return grouped_mm(strided, view, offs) + grouped_mm(x, w, offs)
+
+    grouped_mm = torch.ops.grouped_linear.grouped_mm.default
+    compiled = torch.compile(call, fullgraph=True)
+    compiled(*arguments)
+    seen: list[tuple[tuple[int, ...], ...]] = []
+    original = torch._ops.OpOverload.__call__
+
+    def recording(op: torch._ops.OpOverload, /, *args: Any, **kwargs: Any) -> Any:
+        if op is grouped_mm:
+            seen.append((args[0].stride(), args[1].stride()))
+        return original(op, *args, **kwargs)
+
+    monkeypatch.setattr(torch._ops.OpOverload, "__call__", recording)
+    actual = compiled(*arguments)
+    from_inductor, seen = seen, []
+    expected = call(*arguments)
+    assert from_inductor == seen
+    assert seen[0] == ((2 * groups.K, 1), (groups.N * groups.K, 1, groups.N))
+    assert_same_bits(actual, expected)
+
+
+# --- one truth -----------------------------------------------------------------------------------
+
+
+def test_host_module_agrees() -> None:
+    host = pytest.importorskip(
+        "grouped_linear._host", reason="the optional pybind11 module was not built"
+    )
+    for num_groups in (1, 2, 3, 127, 128, 129, 1000, 1024):
+        for num_rows in (0, 1, 2, 127, 128, 129, 255, 256, 1000, 2**31, 2**40):
+            expected = rules.padded_rows(num_rows, num_groups)
+            assert host.padded_rows(num_rows, num_groups) == expected
+    assert host.BLOCK == rules.BLOCK == reference.BLOCK
+    assert host.FEATURE_MULTIPLE == rules.FEATURE_MULTIPLE
+    assert host.MAX_GROUPS == rules.MAX_GROUPS
+
+
+def test_padded_rows_is_enough_and_no_more_than_it_must_be() -> None:
+    """The bound is reached: as many groups as rows allow, each a row past a block's end."""
+    for num_groups in (1, 2, 5):
+        for num_rows in range(0, 700, 7):
+            worst = 0
+            for small in range(min(num_groups, num_rows) + 1):  # groups of one row, then one large
+                rest = num_rows - small
+                large = -(-rest // 128) if small < num_groups else 0
+                if small < num_groups or rest == 0:
+                    worst = max(worst, small + large)
+            bound = rules.padded_rows(num_rows, num_groups) // 128
+            assert worst == bound, (num_rows, num_groups)
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
+def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+def test_imports_from_anywhere(tmp_path: Path) -> None:
+    for folder in (ROOT, tmp_path):
+        done = run_python("import grouped_linear; print(grouped_linear.__version__)", folder)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        (
+            "custom_ops",
+            "ImportError: import grouped_linear, not custom_ops: its ops can be registered only "
+            "once, by that name",
+        ),
+        ("meta_kernels", "ImportError: import grouped_linear.meta_kernels, not meta_kernels"),
+    ],
+)
+def test_folders_are_no_packages(folder: str, said: str) -> None:
+    done = run_python(f"import {folder}", ROOT)
+    assert done.stderr.strip().splitlines()[-1] == said
+
+
+def test_recipes_are_values() -> None:
+    recipe = Float8BlockScaling(amax_epsilon=0.5)
+    assert recipe == Float8BlockScaling(amax_epsilon=0.5)
+    assert len({recipe, Float8BlockScaling(amax_epsilon=0.5), Float8BlockScaling()}) == 2
+    with pytest.raises(AttributeError, match="cannot assign"):
+        recipe.amax_epsilon = 1.0  # type: ignore[misc]
+
+
+def test_the_library_needs_no_python() -> None:
+    spec = importlib.util.find_spec("grouped_linear")
+    assert spec is not None
+    libraries = [Path(p) / "_C.so" for p in spec.submodule_search_locations or []]
+    library = next(path for path in libraries if path.exists())
+    content = library.read_bytes()
+    assert b"PyObject" not in content
+    assert b"libtorch_python" not in content
