@@ -53,10 +53,11 @@ def tolerance(expected: Tensor, magnitude: Tensor, depth: int, dtype: torch.dtyp
 def scaled_tolerance(expected: Tensor, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     """What FP8 tensor cores and one rounding may cost.
 
-    They keep about 13 bits below a sum's largest addend: each of the four steps of 32 elements
-    between two promotions to float32 truncates by at most 2^-13 of what was summed: 4 * 2^-13.
+    They keep about 13 bits below a sum's largest addend, and truncate every product of a step to
+    them. On sums that only grow, the worst case, an H200 was measured to lose 5.9 * 2^-13 of what
+    was summed; 8 leaves room. Without promotion every 128 it would be 30 (K = 4096).
     """
-    return rounded(expected, 2.0**-11 * magnitude, dtype)
+    return rounded(expected, 2.0**-10 * magnitude, dtype)
 
 
 def within(actual: Tensor, expected: Tensor, tolerance: Tensor) -> bool:
