@@ -139,7 +139,7 @@ class LanguageModel(nn.Module):
         self.norm = nn.RMSNorm(size.width)
         self.head = nn.Linear(size.width, VOCABULARY, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        nn.init.normal_(self.head.weight, std=0.02)  # a first loss of about ln 256
+        nn.init.normal_(self.head.weight, std=0.25 * size.width**-0.5)  # first loss: about ln 256
 
     def logits(self, bytes_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Return float32 logits [B, S, V] and the mean load-balancing loss of the layers."""
