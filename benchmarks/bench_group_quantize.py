@@ -22,7 +22,7 @@ FORMS: dict[str, dict[str, bool]] = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BLOCK = 128
-PAGE = 4096
+PAGE = 2 << 20
 
 
 def bytes_quantized(sizes: Sequence[int], K: int, element: int, form: dict[str, bool]) -> int:
@@ -45,7 +45,7 @@ def bytes_of_weight(shape: Shape, element: int) -> int:
 def copy_of(moved: int, device: torch.device) -> timing.Call:
     """A copy that reads and writes so many bytes in all.
 
-    Rounded up to whole pages: a copy of an odd number of bytes is slower (H200, torch 2.11: 2.7
+    Rounded up to whole 2 MiB pages: copies of other sizes are slower at times (H200, torch 2.11: 2.7
     against 4.2 TB/s) and would be too low a roof.
     """
     size = -(-moved // 2 // PAGE) * PAGE
