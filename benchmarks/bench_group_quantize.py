@@ -45,8 +45,8 @@ def bytes_of_weight(shape: Shape, element: int) -> int:
 def copy_of(moved: int, device: torch.device) -> timing.Call:
     """A copy that reads and writes so many bytes in all.
 
-    Rounded up to whole 2 MiB pages: copies of other sizes are slower at times (H200, torch 2.11: 2.7
-    against 4.2 TB/s) and would be too low a roof.
+    Rounded up to whole 2 MiB pages: copies of other sizes are slower at times (H200, torch 2.11:
+    2.7 against 4.2 TB/s) and would be too low a roof.
     """
     size = -(-moved // 2 // PAGE) * PAGE
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)

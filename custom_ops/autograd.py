@@ -19,6 +19,7 @@ def _grouped_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
     ctx.save_for_backward(a_TK, b_ENK, offs_E)
 
 
+@once_differentiable
 def _grouped_mm_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
     a_TK, b_ENK, offs_E = ctx.saved_tensors
     need_a, need_b = ctx.needs_input_grad[:2]
@@ -143,6 +144,10 @@ def _bump_versions(op: torch._ops.OpOverload) -> None:
     ]
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> None:
+        for i in written:
+            if torch.is_grad_enabled() and args[i].requires_grad:
+                name = op._schema.arguments[i].name
+                raise RuntimeError(f"{op._opname}: {name} must not require grad")
         op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
         for i in written:
             torch.autograd.graph.increment_version(args[i])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.autograd import GroupedLinearFunction
+from grouped_linear.meta_kernels.rules import ACTIVATIONS
 from grouped_linear.recipes import Recipe
 
 
@@ -51,8 +52,10 @@ def grouped_linear(
     device_type = x.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):  # meta has no autocast
         dtype = torch.get_autocast_dtype(device_type)
-        x = x.to(dtype)
-        weight = weight if recipe else weight.to(dtype)  # a quantizer reads any dtype
+        if x.dtype in ACTIVATIONS:  # autocast leaves other dtypes alone
+            x = x.to(dtype)
+        if recipe is None and weight.dtype in ACTIVATIONS:  # a quantizer reads any of them
+            weight = weight.to(dtype)
     if bias is not None:
         bias = bias.to(x.dtype)
     x_TK = x if x.dim() == 2 else x.reshape(-1, x.size(-1))

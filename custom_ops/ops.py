@@ -3,8 +3,8 @@
 T rows (tokens, or a fixed capacity), E groups (experts), K in_features, N out_features, B = 128.
 
 ``offs`` [E] int32 holds the END of each group's rows, as for ``torch.nn.functional.grouped_mm``:
-group e owns the rows [offs[e-1], offs[e]). Rows at or past ``offs[-1]`` are never read, and outputs
-are zero there. ``scale`` multiplies to dequantize: ``x ~ q * scale``.
+group e owns the rows [offs[e-1], offs[e]). What rows at or past ``offs[-1]`` hold reaches nothing,
+and outputs are zero there. ``scale`` multiplies to dequantize: ``x ~ q * scale``.
 
 Every op raises RuntimeError with one sentence that names the op, the rule and the value: the same
 one from fake tensors, CPU and CUDA. On CPU, offsets that decrease or leave the tensor raise too;

@@ -333,6 +333,12 @@ def test_autocast(recipe: Recipe, device: str) -> None:
     assert {t.dtype for t in (dx, dw, db)} == {FP32}
 
 
+def test_autocast_leaves_float64_alone() -> None:
+    layer = GroupedLinear(SMALL.E, SMALL.K, SMALL.N)
+    with torch.autocast("cpu", dtype=BF16), pytest.raises(RuntimeError, match="got float64"):
+        layer(torch.randn(SMALL.T, SMALL.K, dtype=torch.float64), SMALL.m_splits)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_autocast_of_low_precision_inputs(dtype: torch.dtype) -> None:
     layer = GroupedLinear(2, 16, 32)

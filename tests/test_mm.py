@@ -234,6 +234,20 @@ def test_wgrad_in_place_rounds_once(op: str, device: str, grad_dtype: torch.dtyp
 
 @pytest.mark.parametrize("op", IN_PLACE)
 @pytest.mark.parametrize("device", devices(*IN_PLACE))
+@pytest.mark.parametrize("overwrite", [None, True, False])
+def test_zero_tokens_into_a_slice_at_any_address(
+    op: str, device: str, overwrite: bool | None
+) -> None:
+    groups = Groups((0, 0), 0, K=16, N=16)
+    options = {} if overwrite is None else {"overwrite": overwrite}
+    sample = make(op, groups, BF16, grad_dtype=FP32, **options)
+    main_grad = torch.ones(1 + groups.E * groups.N * groups.K, device=device)[1:]
+    sample.on(device).but(main_grad=main_grad.view(groups.E, groups.N, groups.K))()
+    assert (main_grad == (0 if overwrite else 1)).all()
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+@pytest.mark.parametrize("device", devices(*IN_PLACE))
 @pytest.mark.parametrize("grad_dtype", [FP32, BF16], ids=str)
 def test_overwriting_never_reads(op: str, device: str, grad_dtype: torch.dtype) -> None:
     sample = make(op, GROUPS["empty_middle"], BF16, grad_dtype=grad_dtype, overwrite=True)
@@ -397,3 +411,12 @@ def test_ops_without_a_gradient_take_inputs_that_require_one(
     actual, expected = (specified(sample, s.results(device)) for s in (with_grad, sample))
     for a, e in zip(actual, expected, strict=True):
         assert_same_bits(a, e)
+
+
+def test_no_second_derivatives_of_grouped_mm() -> None:
+    """wgrad has no formula of its own: better an error than a derivative without its share."""
+    a, b = torch.randn(5, 16, requires_grad=True), torch.randn(2, 32, 16, requires_grad=True)
+    y = ops.grouped_mm(a, b, torch.tensor([2, 5], dtype=torch.int32))
+    (da,) = torch.autograd.grad(y.square().sum(), a, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        da.sum().backward()

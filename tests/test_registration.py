@@ -136,6 +136,16 @@ def test_overwriting_what_a_backward_needs_raises(op: str, device: str) -> None:
         y.backward()
 
 
+def test_a_main_grad_that_requires_grad_is_refused() -> None:
+    main_grad = torch.zeros(1, 16, 16, requires_grad=True)
+    ones, offs = torch.ones(2, 16), torch.tensor([2], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"^grouped_mm_wgrad_: main_grad must not require grad$"):
+        overload("grouped_mm_wgrad_")(main_grad, ones, ones, offs)
+    with torch.no_grad():
+        overload("grouped_mm_wgrad_")(main_grad, ones, ones, offs)
+    assert (main_grad == 2).all()
+
+
 @pytest.mark.parametrize("op", [op for op in OPS if op not in IN_PLACE])
 def test_functional_ops_change_no_version(op: str) -> None:
     sample = make(op, GROUPS["unaligned"], BF16)

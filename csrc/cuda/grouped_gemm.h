@@ -1,6 +1,8 @@
 // What the launchers of the grouped products share.
 #pragma once
 
+#include <limits>
+
 #include "kernels/grouped_gemm.cuh"
 #include "launch.h"
 #include "tensor_map.h"
@@ -27,6 +29,19 @@ inline Tensor tma_operand(const Tensor& t, int64_t inner) {
 // Dimensions of size 1 may have any stride; the copy engine wants a multiple of 16 bytes.
 inline int64_t map_stride(const Tensor& t, int64_t d, int64_t dense) {
   return t.size(d) > 1 ? t.stride(d) : dense;
+}
+
+// Without rows nothing is read: any aligned address will do, but a map must have one.
+inline const void* map_address(const Tensor& t, const void* any) {
+  if (t.numel() > 0) return t.data_ptr();
+  return reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(any) & ~uintptr_t{15});
+}
+
+// Kernels count rows in 32 bits, as offs does, and round them up to whole tiles.
+inline int row_count(const char* op, int64_t rows) {
+  constexpr int64_t most = std::numeric_limits<int32_t>::max() - kBlock;
+  check(rows <= most, op, ": at most ", most, " rows are supported on CUDA, got ", rows);
+  return static_cast<int>(rows);
 }
 
 inline Output output_of(ScalarType dtype) {

@@ -53,7 +53,7 @@ void multiply_depth(const Launch& launch, const Tensor& dy_in, const Tensor& x_i
   const auto map_of = [&](const Tensor& t) {
     // Without rows nothing is read: any address will do, but a map must have one.
     const bool empty = t.size(0) == 0;
-    return tensor_map(launch.op(), empty ? epilogue.out : t.data_ptr(), t.scalar_type(), 2,
+    return tensor_map(launch.op(), map_address(t, epilogue.out), t.scalar_type(), 2,
                       {t.size(1), empty ? 1 : t.size(0)}, {map_stride(t, 0, t.size(1))}, {64, 64},
                       true);
   };
@@ -64,8 +64,8 @@ void multiply_depth(const Launch& launch, const Tensor& dy_in, const Tensor& x_i
 void wgrad(const Launch& launch, const Tensor& dy, const Tensor& x, const Tensor& offs_in,
            const Epilogue& epilogue) {
   const Tensor offs = torch::stable::contiguous(offs_in);
-  const int T = static_cast<int>(x.size(0)), E = static_cast<int>(offs.size(0));
-  const GemmShape shape{T, E, static_cast<int>(dy.size(1)), static_cast<int>(x.size(1)), T};
+  const int T = row_count(launch.op(), x.size(0)), E = static_cast<int>(offs.size(0));
+  const GemmShape shape{T, E, static_cast<int>(dy.size(1)), static_cast<int>(x.size(1)), 0};
   if (x.scalar_type() == ScalarType::Float)
     multiply_float<true>(launch, {dy.const_data_ptr<float>(), 0, dy.stride(1), dy.stride(0)},
                          {x.const_data_ptr<float>(), 0, x.stride(1), x.stride(0)}, offs, epilogue,
@@ -92,8 +92,9 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs_in,
   std::optional<Tensor> bias;
   if (bias_in) bias = bias_in->stride(1) == 1 ? *bias_in : torch::stable::contiguous(*bias_in);
   const Epilogue epilogue = epilogue_of(y, bias, false, std::nullopt);
-  const GemmShape shape{static_cast<int>(T), static_cast<int>(offs.size(0)), static_cast<int>(T),
-                        static_cast<int>(N), static_cast<int>(a.size(1))};
+  const int rows = row_count(launch.op(), T);
+  const GemmShape shape{rows, static_cast<int>(offs.size(0)), rows, static_cast<int>(N),
+                        static_cast<int>(a.size(1))};
   if (a.scalar_type() == ScalarType::Float)
     multiply_float<false>(launch, {a.const_data_ptr<float>(), 0, a.stride(0), a.stride(1)},
                           {b.const_data_ptr<float>(), b.stride(0), b.stride(1), b.stride(2)}, offs,

@@ -22,13 +22,12 @@ void wgrad(const Launch& launch, const Tensor& dy_t_in, const Tensor& x_t_in,
   const Tensor scale_dy_t = tma_operand(scale_dy_t_in, 1), scale_x_t = tma_operand(scale_x_t_in, 1);
   const Tensor offs = torch::stable::contiguous(offs_in);
   const int64_t blocks = x_t.size(0), N = dy_t.size(1), K = x_t.size(1);
-  const GemmShape shape{static_cast<int>(blocks * kBlock), static_cast<int>(offs.size(0)),
-                        static_cast<int>(N), static_cast<int>(K),
-                        static_cast<int>(blocks * kBlock)};
+  const GemmShape shape{row_count(launch.op(), blocks * kBlock), static_cast<int>(offs.size(0)),
+                        static_cast<int>(N), static_cast<int>(K), 0};
 
   // Without blocks nothing is read: any address will do, but a map must have one.
   const auto data_map = [&](const Tensor& t, int64_t features, uint32_t rows) {
-    return tensor_map(launch.op(), blocks == 0 ? epilogue.out : t.data_ptr(), kE4m3, 1,
+    return tensor_map(launch.op(), map_address(t, epilogue.out), kE4m3, 1,
                       {kBlock, features, std::max<int64_t>(blocks, 1)},
                       {map_stride(t, 1, kBlock), map_stride(t, 0, features * kBlock)},
                       {kLineBytes, rows, 1}, true);
@@ -64,8 +63,8 @@ Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& s
                                        {kLineBytes, ByRows::kTileN, 1}, true);
   const WeightScale weight_scale{scale_b.const_data_ptr<float>(), scale_b.stride(0),
                                  scale_b.stride(1), scale_b.stride(2)};
-  const GemmShape shape{static_cast<int>(T), static_cast<int>(E), static_cast<int>(T),
-                        static_cast<int>(N), static_cast<int>(K)};
+  const int rows = row_count(launch.op(), T);
+  const GemmShape shape{rows, static_cast<int>(E), rows, static_cast<int>(N), static_cast<int>(K)};
   launch_gemm<ByRows>(launch, map_a, map_b, scale_map(launch.op(), scale_a, kScaleRows), map_b,
                       offs, weight_scale, epilogue_of(y, bias, false, std::nullopt), shape);
   return y;

@@ -1,6 +1,6 @@
 // e4m3 with block scales back to bf16, fp16 or float32; rows past the last group's end are zero.
 //
-// Bytes an element for bf16: 1 read, 2 written. Used by tests and by formats without a native GEMM.
+// Bytes an element for bf16: 1 read, 2 written. For tests and for users; no layer runs it.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -13,7 +13,7 @@
 //
 // Group borders fall anywhere. Loads may run past a group's end, into the next group's rows: such rows
 // only reach outputs that are not stored (by rows), are zero in the padded layout (by depth, FP8), or are
-// zeroed in shared memory before they are multiplied (by depth, BF16: 0 * NaN would be NaN).
+// zeroed in shared memory before they are multiplied (by depth, 16-bit: 0 * NaN would be NaN).
 #pragma once
 
 #include "groups.cuh"
@@ -36,7 +36,7 @@ enum class Output : int { kBFloat16, kHalf, kFloat };
 struct Epilogue {
   void* out;
   Output dtype;
-  bool vectorized;        // out is aligned to 16 bytes
+  bool vectorised;        // out is aligned to 16 bytes
   const void* bias;       // [E, cols] of out's dtype, or null (by rows)
   int64_t bias_stride;    // elements between groups
   bool accumulate;        // add to out (by depth)
@@ -46,7 +46,7 @@ struct Epilogue {
 struct GemmShape {
   int T, E;
   int rows, cols;  // of an output matrix: (T, N) by rows, (N, K) by depth
-  int depth;       // K by rows; by depth the most rows there can be
+  int depth;       // K, by rows
 };
 
 // The 128 x 128 scales of b by rows, by their strides.
@@ -95,7 +95,7 @@ struct Tile {
   int group;               // E for the rows past the last group, which are zero
   int row, row_limit;      // first row in out, and the first row that is not to be stored
   int col;                 // first column
-  int depth_begin, steps;  // by depth: the group's first row (BF16) or block (FP8)
+  int depth_begin, steps;  // by depth: the group's first row (16-bit) or block (FP8)
   int depth_rows;          // by depth: how many rows the group has
 };
 
@@ -113,7 +113,7 @@ __device__ Tile tile_of(int number, const GroupTable& groups, const GemmShape& s
     local = number % (row_tiles * col_tiles);
     tile.depth_rows = groups.row_end[tile.group] - groups.row_begin(tile.group);
     const int first_block = groups.tile_begin(tile.group);
-    const int last_block = min(groups.tile_end[tile.group], shape.depth / kTileM);
+    const int last_block = min(groups.tile_end[tile.group], shape.T / kTileM);
     tile.depth_begin = Config::kScaled ? first_block : groups.row_begin(tile.group);
     tile.steps = Config::kScaled ? max(last_block - first_block, 0)
                                  : (tile.depth_rows + Config::kTileK - 1) / Config::kTileK;
@@ -143,7 +143,7 @@ __device__ Tile tile_of(int number, const GroupTable& groups, const GemmShape& s
   return tile;
 }
 
-// A tile is at least 128 x 384 of an output that fits in memory: an int counts them.
+// A tile covers up to 128 x 512 outputs of a tensor that fits in memory: an int counts them.
 template <typename Config>
 __device__ int tile_count(const GroupTable& groups, const GemmShape& shape) {
   constexpr int cluster_cols = Config::kTileN * Config::kCluster;
@@ -171,10 +171,8 @@ template <typename Config>
 __device__ void produce(GemmShared<Config>& shared, const CUtensorMap& map_a,
                         const CUtensorMap& map_b, const CUtensorMap& map_scale_a,
                         const CUtensorMap& map_scale_b, const GemmShape& shape) {
-  using T = typename Config::T;
   constexpr int scale_bytes =
       !Config::kScaled ? 0 : 4 * (Config::kByDepth ? kTileM + Config::kTileN : kScaleRows);
-  constexpr int column = kLineBytes / sizeof(T);  // elements in one line
   constexpr int share = Config::kShareM;
   constexpr uint16_t all = (1 << Config::kCluster) - 1;
   const int rank = static_cast<int>(sm90::cluster_rank());
@@ -198,15 +196,14 @@ __device__ void produce(GemmShared<Config>& shared, const CUtensorMap& map_a,
         sm90::load_2d(scales.b, &map_scale_b, full, tile.col, block);
       } else if constexpr (Config::kByDepth) {
         const int row = tile.depth_begin + step * Config::kTileK;
-        static_assert(Config::kTileK == column);
 #pragma unroll
-        for (int c = 0; c < share; c += column)
+        for (int c = 0; c < share; c += Config::kTileK)
           sm90::load_2d_multicast(a_share + c * kLineBytes, &map_a, full,
                                   tile.row + rank * share + c, row, all);
 #pragma unroll
-        for (int c = 0; c < Config::kTileN / column; ++c)
+        for (int c = 0; c < Config::kTileN / Config::kTileK; ++c)
           sm90::load_2d(stage.b + c * Config::kTileK * kLineBytes, &map_b, full,
-                        tile.col + c * column, row);
+                        tile.col + c * Config::kTileK, row);
       } else {
         const int k = step * Config::kTileK;
         sm90::load_2d_multicast(a_share, &map_a, full, k, tile.row + rank * share, all);
@@ -214,9 +211,9 @@ __device__ void produce(GemmShared<Config>& shared, const CUtensorMap& map_a,
           sm90::load_3d(stage.b, &map_b, full, k, tile.col, tile.group);
         } else {
 #pragma unroll
-          for (int c = 0; c < Config::kTileN / column; ++c)
+          for (int c = 0; c < Config::kTileN / Config::kTileK; ++c)
             sm90::load_3d(stage.b + c * Config::kTileK * kLineBytes, &map_b, full,
-                          tile.col + c * column, k, tile.group);
+                          tile.col + c * Config::kTileK, k, tile.group);
         }
         // The innermost coordinate of a copy must be a multiple of 16 bytes (H200, 2026-11: an
         // "illegal instruction" otherwise), and a group may start at any row.
@@ -297,7 +294,7 @@ class WarpgroupOperands {
   uint64_t a_, b_;
 };
 
-// Zeroes the rows from `valid` on of a stage whose lines are rows (by depth, BF16), so that neither the
+// Zeroes the rows from `valid` on of a stage whose lines are rows (by depth, 16-bit), so that neither the
 // next group's rows nor NaN past the end are multiplied. Called by both math warpgroups.
 template <typename Config>
 __device__ void zero_stage_rows(typename GemmShared<Config>::Stage& stage, int valid) {
@@ -331,14 +328,14 @@ __device__ __forceinline__ __half from_float(float value) {
 // Stores count values; a whole 16 bytes at once where out is aligned.
 template <typename T>
 __device__ __forceinline__ void store_values(const float4* values, T* out, const T* bias, bool add,
-                                             bool vectorized) {
+                                             bool vectorised) {
   constexpr int count = 16 / sizeof(T);
   alignas(16) T packed[count];
   float4 unpacked[count / 4];
 #pragma unroll
   for (int i = 0; i < count / 4; ++i) unpacked[i] = values[i];
   if (add) {
-    if (vectorized)
+    if (vectorised)
       *reinterpret_cast<uint4*>(packed) = *reinterpret_cast<const uint4*>(out);
     else
 #pragma unroll
@@ -351,7 +348,7 @@ __device__ __forceinline__ void store_values(const float4* values, T* out, const
     if (add) value += static_cast<float>(packed[i]);
     packed[i] = from_float<T>(value);
   }
-  if (vectorized)
+  if (vectorised)
     *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(packed);
   else
 #pragma unroll
@@ -386,7 +383,7 @@ __device__ void store_tile(const float (&acc)[kTileN / 2], float (&staging)[16][
       if (row >= tile.row_limit || col >= shape.cols) continue;
       store_values<T>(reinterpret_cast<float4*>(&staging[i / pieces][i % pieces * piece]),
                       out + static_cast<int64_t>(row) * shape.cols + col,
-                      bias == nullptr ? nullptr : bias + col, add, epilogue.vectorized);
+                      bias == nullptr ? nullptr : bias + col, add, epilogue.vectorised);
     }
   }
 }
@@ -397,7 +394,7 @@ __device__ void consume(GemmShared<Config>& shared, const Epilogue& epilogue,
                         const GemmShape& shape) {
   const int math_group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 - 4,
             lane = threadIdx.x % 32;
-  const auto give_back = [&](int stage) {
+  const auto release = [&](int stage) {
     __syncwarp();  // the whole warp has read the stage's scales
     if (lane < Config::kCluster) sm90::barrier_arrive_at(&shared.empty[stage], lane);
   };
@@ -442,10 +439,10 @@ __device__ void consume(GemmShared<Config>& shared, const Epilogue& epilogue,
             sum[4 * j + 2] += scale_1 * scale.x * acc[4 * j + 2];
             sum[4 * j + 3] += scale_1 * scale.y * acc[4 * j + 3];
           }
-          give_back(ring.stage);
+          release(ring.stage);
         } else {
           const float middle = tile.col % kTileM == 0 ? weight.x : weight.y;
-          give_back(ring.stage);
+          release(ring.stage);
 #pragma unroll
           for (int j = 0; j < Config::kTileN / 8; ++j) {
             const float column_scale = j < 8 ? weight.x : j < 16 ? middle : weight.y;
@@ -472,12 +469,12 @@ __device__ void consume(GemmShared<Config>& shared, const Epilogue& epilogue,
         operands.multiply(ring.stage, sum, true);
         sm90::wgmma_commit();
         sm90::wgmma_wait<1>();
-        if (previous >= 0) give_back(previous);
+        if (previous >= 0) release(previous);
         previous = ring.stage;
       }
       sm90::wgmma_wait<0>();
       sm90::pin(sum);
-      if (previous >= 0) give_back(previous);
+      if (previous >= 0) release(previous);
     }
 
     const int first_row = tile.row + math_group * 64 + warp % 4 * 16;
@@ -526,8 +523,7 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(Config::kCluster
     }
     sm90::fence_barrier_init();
   }
-  load_groups<kThreads>(shared.groups, offs, shape.E, Config::kByDepth ? shape.depth : shape.T,
-                        kTileM);
+  load_groups<kThreads>(shared.groups, offs, shape.E, shape.T, kTileM);
   sm90::
       cluster_sync();  // no block copies into another, or arrives there, before its barriers stand
 

@@ -8,15 +8,15 @@
 
 #include <cstdint>
 
-namespace grouped_linear::cuda {
+#include "../../layout.h"
 
-constexpr int kMaxGroupsPerTable = 1024;
+namespace grouped_linear::cuda {
 
 // One table in shared memory. tile_end[e] counts the tiles of `rows_per_tile` rows of groups 0 .. e,
 // each group's last tile rounded up; with 128 rows a tile it is also the padded columnwise layout.
 struct GroupTable {
-  int32_t row_end[kMaxGroupsPerTable];
-  int32_t tile_end[kMaxGroupsPerTable];
+  int32_t row_end[kMaxGroups];
+  int32_t tile_end[kMaxGroups];
   int32_t warp_carry[32];
 
   __device__ int row_begin(int e) const { return e == 0 ? 0 : row_end[e - 1]; }
@@ -50,7 +50,7 @@ struct Sum {
 template <int threads, typename Op>
 __device__ void scan(int32_t* values, int count, int32_t* warp_carry, Op op) {
   static_assert(threads % 32 == 0 && threads <= 1024);
-  constexpr int per_thread = (kMaxGroupsPerTable + threads - 1) / threads;
+  constexpr int per_thread = (kMaxGroups + threads - 1) / threads;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = threadIdx.x * per_thread;
   int local[per_thread], total = 0;
 #pragma unroll

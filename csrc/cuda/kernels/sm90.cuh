@@ -181,29 +181,6 @@ __device__ __forceinline__ uint64_t operand(const void* base, uint32_t leading_b
          (uint64_t{stride_bytes >> 4} << 32) | (uint64_t{1} << 62);
 }
 
-// One m64n128 product with 64 accumulators a thread.
-#define GROUPED_LINEAR_WGMMA_N128(k, types, majors)                                                \
-  asm volatile(                                                                                    \
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"                                             \
-      "wgmma.mma_async.sync.aligned.m64n128k" k ".f32." types                                      \
-      " "                                                                                          \
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                    \
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "           \
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "           \
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "          \
-      "%64, %65, add, 1, 1" majors ";\n}\n"                                                        \
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),        \
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),    \
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), \
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), \
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), \
-        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), \
-        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), \
-        "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
-        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), \
-        "+f"(d[63])                                                                                \
-      : "l"(a), "l"(b), "r"(add))
-
 // One m64n192 product with 96 accumulators a thread.
 #define GROUPED_LINEAR_WGMMA_N192(k, types, majors)                                                \
   asm volatile(                                                                                    \
@@ -272,11 +249,9 @@ __device__ __forceinline__ uint64_t operand(const void* base, uint32_t leading_b
 // d = (add ? d : 0) + a @ b.T, a 64 x n product. Majors: 0 K-major, 1 M/N-major.
 template <typename T, int n, int a_major, int b_major>
 __device__ __forceinline__ void wgmma(float (&d)[n / 2], uint64_t a, uint64_t b, int add) {
-  static_assert(n == 128 || n == 192 || n == 256);
+  static_assert(n == 192 || n == 256);
 #define GROUPED_LINEAR_WGMMA(k, types, majors)   \
-  if constexpr (n == 128)                        \
-    GROUPED_LINEAR_WGMMA_N128(k, types, majors); \
-  else if constexpr (n == 192)                   \
+  if constexpr (n == 192)                        \
     GROUPED_LINEAR_WGMMA_N192(k, types, majors); \
   else                                           \
     GROUPED_LINEAR_WGMMA_N256(k, types, majors)
