@@ -15,8 +15,9 @@ inline bool is_aligned(const Tensor& t) {
   return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
 }
 
-// t itself where the copy engine can read it: its base and its rows aligned to 16 bytes, its elements
-// next to one another along `inner`; else a dense copy (the allocator aligns to 512 bytes).
+// t itself where the copy engine can read it: its base and its rows aligned to 16 bytes, its
+// elements next to one another along `inner`; else a dense copy (the allocator aligns to 512
+// bytes).
 inline Tensor tma_operand(const Tensor& t, int64_t inner) {
   bool readable = is_aligned(t) && t.stride(inner) == 1;
   for (int64_t d = 0; d < t.dim(); ++d)
@@ -69,8 +70,8 @@ void launch_gemm(const Launch& launch, const CUtensorMap& a, const CUtensorMap& 
   constexpr int shared_bytes = sizeof(GemmShared<Config>);
   static_assert(shared_bytes <= 227 * 1024);
   const auto kernel = grouped_gemm_kernel<Config>;
-  // One tile of output a cluster at the least, one block an SM at the most. Group borders add at most a
-  // tile of rows each.
+  // One tile of output a cluster at the least, one block an SM at the most. Group borders add at
+  // most a tile of rows each.
   const int64_t row_tiles = Config::kByDepth
                                 ? ceil_div(shape.rows, kTileM) * shape.E
                                 : ceil_div(shape.rows, kTileM) + std::min(shape.E, shape.T) + 1;

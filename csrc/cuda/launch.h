@@ -20,8 +20,8 @@ class Launch {
       : op_(op), guard_(tensor.get_device_index()) {
     int major = 0, minor = 0;
     const int device = tensor.get_device_index();
-    // The guard does nothing where the device is current already. A thread of its own, autograd's for
-    // one, may have no context yet all the same, and the driver's entry points need one.
+    // The guard does nothing where the device is current already. A thread of its own, autograd's
+    // for one, may have no context yet all the same, and the driver's entry points need one.
     cudaSetDevice(device);
     cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);

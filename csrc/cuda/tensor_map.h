@@ -32,7 +32,8 @@ inline decltype(&cuTensorMapEncodeTiled) encode_tiled() {
   return entry;
 }
 
-// sizes and box: elements, innermost first. strides: elements, of every dimension but the innermost.
+// sizes and box: elements, innermost first. strides: elements, of every dimension but the
+// innermost.
 inline CUtensorMap tensor_map(const char* op, const void* first, ScalarType dtype, int64_t item,
                               std::initializer_list<int64_t> sizes,
                               std::initializer_list<int64_t> strides,

@@ -47,8 +47,8 @@ __device__ __forceinline__ BlockScale block_scale(float amax, ScaleRule rule) {
   return {factor, __fdiv_rn(1.0f, factor)};
 }
 
-// Four e4m3 numbers, the first in the lowest byte. NaN becomes 0x7f, but infinity saturates like any
-// other number: Patch::find_amax leaves none.
+// Four e4m3 numbers, the first in the lowest byte. NaN becomes 0x7f, but infinity saturates like
+// any other number: Patch::find_amax leaves none.
 __device__ __forceinline__ uint32_t to_e4m3x4(float a, float b, float c, float d) {
   const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
   const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3);

@@ -6,8 +6,8 @@
 //
 // The number of tiles is known on the device alone, so the grid is as many blocks as the GPU holds
 // at once, and each works through every gridDim.x-th tile. Neighbouring blocks take neighbouring
-// columns of the same rows. Four blocks an SM (two in float32): while one waits for its loads, the others compute
-// and store.
+// columns of the same rows. Four blocks an SM (two in float32): while one waits for its loads, the
+// others compute and store.
 #pragma once
 
 #include "block_scale.cuh"

@@ -4,16 +4,22 @@
 //   by depth (wgrad):        out[e, n, k] = sum_t a[t, n] * b[t, k]      over the rows t of group e
 //
 // Arithmetic: 2 T N K operations either way. On an H200 (132 SMs; dense cuBLAS reaches about 700
-// TFLOP/s in bf16 and 1300 in FP8) the shapes that train are bound by it. wgrad writes E N K outputs,
-// which bounds it where groups have less than about 500 rows.
+// TFLOP/s in bf16 and 1300 in FP8) the shapes that train are bound by it. wgrad writes E N K
+// outputs, which bounds it where groups have less than about 500 rows.
 //
-// One persistent block an SM walks over output tiles of 128 x kTileN. Warpgroup 0 copies operand stages
-// with TMA into a ring in shared memory, warpgroups 1 and 2 multiply 64 rows each with wgmma and store.
-// Sizes are read on the device: nothing here depends on T, E or the splits but loop bounds.
+// Reaches (H200, 2026-11, bench_grouped_mm, geometric means over the training shapes, uneven
+// splits): 0.83, 0.85, 0.76 of one dense product for fprop, dgrad, wgrad in bf16; 0.68, 0.70, 0.45
+// in FP8. DESIGN.md tells where the rest goes.
 //
-// Group borders fall anywhere. Loads may run past a group's end, into the next group's rows: such rows
-// only reach outputs that are not stored (by rows), are zero in the padded layout (by depth, FP8), or are
-// zeroed in shared memory before they are multiplied (by depth, 16-bit: 0 * NaN would be NaN).
+// One persistent block an SM walks over output tiles of 128 x kTileN. Warpgroup 0 copies operand
+// stages with TMA into a ring in shared memory, warpgroups 1 and 2 multiply 64 rows each with wgmma
+// and store. Sizes are read on the device: nothing here depends on T, E or the splits but loop
+// bounds.
+//
+// Group borders fall anywhere. Loads may run past a group's end, into the next group's rows: such
+// rows only reach outputs that are not stored (by rows), are zero in the padded layout (by depth,
+// FP8), or are zeroed in shared memory before they are multiplied (by depth, 16-bit: 0 * NaN would
+// be NaN).
 #pragma once
 
 #include "groups.cuh"
@@ -61,8 +67,8 @@ template <typename T_, int kTileN_, int kStages_, int kCluster_, bool kByDepth_,
 struct GemmConfig {
   using T = T_;
   static constexpr int kTileN = kTileN_, kStages = kStages_, kCluster = kCluster_;
-  static constexpr int kShareM =
-      kTileM / kCluster;  // rows of a's tile that each block copies, to all
+  // Rows of a's tile that each block copies, to all.
+  static constexpr int kShareM = kTileM / kCluster;
   static constexpr bool kByDepth = kByDepth_, kScaled = sizeof(T) == 1;
   static constexpr int kAMajor = kAMajor_, kBMajor = kBMajor_;
   static constexpr int kTileK = kLineBytes / sizeof(T);  // 64 in BF16, 128 in FP8
@@ -99,8 +105,8 @@ struct Tile {
   int depth_rows;          // by depth: how many rows the group has
 };
 
-// Turns the number of a cluster's tile into this block's part of it. Row tiles run fastest, in bands of kBandTiles, so that blocks
-// that run together share both operands in L2.
+// Turns the number of a cluster's tile into this block's part of it. Row tiles run fastest, in
+// bands of kBandTiles, so that blocks that run together share both operands in L2.
 template <typename Config>
 __device__ Tile tile_of(int number, const GroupTable& groups, const GemmShape& shape) {
   constexpr int cluster_cols = Config::kTileN * Config::kCluster;
@@ -224,10 +230,10 @@ __device__ void produce(GemmShared<Config>& shared, const CUtensorMap& map_a,
   }
 }
 
-// Puts the weight's scales of every step beside the step's operands. A tile of 192 columns meets two
-// blocks of 128: one with its first 64 columns, the other with its last 64, and either with those
-// between. A warp reads 32 steps at once: however the scales lie, their latency is paid while the ring
-// is full.
+// Puts the weight's scales of every step beside the step's operands. A tile of 192 columns meets
+// two blocks of 128: one with its first 64 columns, the other with its last 64, and either with
+// those between. A warp reads 32 steps at once: however the scales lie, their latency is paid while
+// the ring is full.
 template <typename Config>
 __device__ void produce_weight_scales(GemmShared<Config>& shared, const WeightScale& scale,
                                       const GemmShape& shape) {
@@ -258,8 +264,8 @@ __device__ void produce_weight_scales(GemmShared<Config>& shared, const WeightSc
   }
 }
 
-// The operands of one warpgroup. Descriptors count addresses in units of 16 bytes, so those of a stage
-// and of a step along K are the first ones plus constants.
+// The operands of one warpgroup. Descriptors count addresses in units of 16 bytes, so those of a
+// stage and of a step along K are the first ones plus constants.
 template <typename Config>
 class WarpgroupOperands {
  public:
@@ -269,7 +275,8 @@ class WarpgroupOperands {
         shared.stages[0].a + math_group * (Config::kAMajor == 0 ? 64 * kLineBytes : kColumn);
     a_ = sm90::operand(a, Config::kAMajor == 0 ? 16 : kColumn, lines);
     b_ = sm90::operand(shared.stages[0].b, Config::kBMajor == 0 ? 16 : kColumn, lines);
-    // The same for all lanes, which the compiler cannot see: it keeps them in uniform registers then.
+    // The same for all lanes, which the compiler cannot see: it keeps them in uniform registers
+    // then.
     a_ = __shfl_sync(0xffffffff, a_, 0);
     b_ = __shfl_sync(0xffffffff, b_, 0);
   }
@@ -294,8 +301,9 @@ class WarpgroupOperands {
   uint64_t a_, b_;
 };
 
-// Zeroes the rows from `valid` on of a stage whose lines are rows (by depth, 16-bit), so that neither the
-// next group's rows nor NaN past the end are multiplied. Called by both math warpgroups.
+// Zeroes the rows from `valid` on of a stage whose lines are rows (by depth, 16-bit), so that
+// neither the next group's rows nor NaN past the end are multiplied. Called by both math
+// warpgroups.
 template <typename Config>
 __device__ void zero_stage_rows(typename GemmShared<Config>::Stage& stage, int valid) {
   constexpr int columns = (kTileM + Config::kTileN) / 64, chunks = kLineBytes / 16;
@@ -355,8 +363,8 @@ __device__ __forceinline__ void store_values(const float4* values, T* out, const
     for (int i = 0; i < count; ++i) out[i] = packed[i];
 }
 
-// One warp's 16 x kTileN accumulators to out: through shared memory, kStoreCols columns at a time, so
-// that each row is written in whole 32-byte sectors.
+// One warp's 16 x kTileN accumulators to out: through shared memory, kStoreCols columns at a time,
+// so that each row is written in whole 32-byte sectors.
 template <typename T, int kTileN>
 __device__ void store_tile(const float (&acc)[kTileN / 2], float (&staging)[16][kStorePitch],
                            const Epilogue& epilogue, const GemmShape& shape, const Tile& tile,
@@ -412,8 +420,8 @@ __device__ void consume(GemmShared<Config>& shared, const Epilogue& epilogue,
     for (int i = 0; i < count; ++i) sum[i] = 0;
 
     if constexpr (Config::kScaled) {
-      // Promotion: every 128 of the depth is summed by the tensor cores on its own, scaled, and added
-      // in float32. The tensor cores keep about 14 bits of a sum in FP8; float32 keeps 24.
+      // Promotion: every 128 of the depth is summed by the tensor cores on its own, scaled, and
+      // added in float32. The tensor cores keep about 14 bits of a sum in FP8; float32 keeps 24.
       const int row =
           warp % 4 * 16 + lane / 4 + math_group * 64 + (Config::kByDepth ? 0 : tile.row % 4);
       for (int step = 0; step < tile.steps; ++step, ring.advance()) {
@@ -455,8 +463,8 @@ __device__ void consume(GemmShared<Config>& shared, const Epilogue& epilogue,
         }
       }
     } else {
-      // One stage's products stay in flight while the next is issued; a stage is given back when the
-      // products of the one after it have been issued and its own are done.
+      // One stage's products stay in flight while the next is issued; a stage is given back when
+      // the products of the one after it have been issued and its own are done.
       int previous = -1;
       for (int step = 0; step < tile.steps; ++step, ring.advance()) {
         sm90::barrier_wait(&shared.full[ring.stage], ring.parity);
@@ -524,8 +532,8 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(Config::kCluster
     sm90::fence_barrier_init();
   }
   load_groups<kThreads>(shared.groups, offs, shape.E, shape.T, kTileM);
-  sm90::
-      cluster_sync();  // no block copies into another, or arrives there, before its barriers stand
+  // No block copies into another, or arrives there, before its barriers stand.
+  sm90::cluster_sync();
 
   if (threadIdx.x < 128) {
     sm90::give_registers<40>();

@@ -1,9 +1,9 @@
 // Where each group's rows are, worked out by every block for itself from offs [E].
 //
-// offs are data of unknown origin. Every kernel works on the running maximum of the ends clamped into
-// [0, T]: group e owns the rows [row_end[e - 1], row_end[e]), the groups are disjoint, in order, and
-// inside the tensor, whatever offs holds. (Clamping each end alone is not enough: [T, 0, T, 0] would
-// give two groups the same rows.)
+// offs are data of unknown origin. Every kernel works on the running maximum of the ends clamped
+// into [0, T]: group e owns the rows [row_end[e - 1], row_end[e]), the groups are disjoint, in
+// order, and inside the tensor, whatever offs holds. (Clamping each end alone is not enough: [T, 0,
+// T, 0] would give two groups the same rows.)
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,9 @@
 
 namespace grouped_linear::cuda {
 
-// One table in shared memory. tile_end[e] counts the tiles of `rows_per_tile` rows of groups 0 .. e,
-// each group's last tile rounded up; with 128 rows a tile it is also the padded columnwise layout.
+// One table in shared memory. tile_end[e] counts the tiles of `rows_per_tile` rows of groups 0 ..
+// e, each group's last tile rounded up; with 128 rows a tile it is also the padded columnwise
+// layout.
 struct GroupTable {
   int32_t row_end[kMaxGroups];
   int32_t tile_end[kMaxGroups];

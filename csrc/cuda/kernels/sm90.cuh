@@ -16,7 +16,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// --- mbarriers ---------------------------------------------------------------------------------------
+// --- mbarriers
+// ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
@@ -41,9 +42,9 @@ __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_
       : "memory");
 }
 
-// Arrives at the barrier in the same place of another block of the cluster. Without .cluster scope: its
-// release would be a MEMBAR (measured: a third of a kernel's time), and what is handed over here was
-// only read.
+// Arrives at the barrier in the same place of another block of the cluster. Without .cluster scope:
+// its release would be a MEMBAR (measured: a third of a kernel's time), and what is handed over
+// here was only read.
 __device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "{\n"
@@ -70,8 +71,9 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
       : "memory");
 }
 
-// --- tensor copies -----------------------------------------------------------------------------------
-// Coordinates are in elements, innermost first; what lies outside the tensor arrives as zero.
+// --- tensor copies
+// ----------------------------------------------------------------------------------- Coordinates
+// are in elements, innermost first; what lies outside the tensor arrives as zero.
 
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -95,8 +97,8 @@ __device__ __forceinline__ void load_3d(void* to, const CUtensorMap* map, uint64
       : "memory");
 }
 
-// The same to every block of the cluster that `mask` names, at the same place in each, and counted by
-// each one's own barrier.
+// The same to every block of the cluster that `mask` names, at the same place in each, and counted
+// by each one's own barrier.
 __device__ __forceinline__ void load_2d_multicast(void* to, const CUtensorMap* map,
                                                   uint64_t* barrier, int c0, int c1,
                                                   uint16_t mask) {
@@ -122,7 +124,8 @@ __device__ __forceinline__ void fence_shared_for_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// --- warps and registers -----------------------------------------------------------------------------
+// --- warps and registers
+// -----------------------------------------------------------------------------
 
 template <int count>
 __device__ __forceinline__ void give_registers() {
@@ -150,7 +153,8 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// --- warpgroup products ------------------------------------------------------------------------------
+// --- warpgroup products
+// ------------------------------------------------------------------------------
 
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -172,9 +176,9 @@ __device__ __forceinline__ void pin(float (&d)[count]) {
 
 // The descriptor of an operand in shared memory with the 128-byte swizzle (atoms of 8 lines of 128
 // bytes, so bases are multiples of 1024 bytes, plus the step along K).
-//   K-major (a line is 128 bytes along K): stride = bytes between groups of 8 lines; leading unused.
-//   M/N-major (a line is 64 elements along M or N): leading = bytes between 64-element columns,
-//   stride = bytes between groups of 8 lines along K.
+//   K-major (a line is 128 bytes along K): stride = bytes between groups of 8 lines; leading
+//   unused. M/N-major (a line is 64 elements along M or N): leading = bytes between 64-element
+//   columns, stride = bytes between groups of 8 lines along K.
 __device__ __forceinline__ uint64_t operand(const void* base, uint32_t leading_bytes,
                                             uint32_t stride_bytes) {
   return uint64_t{(shared_address(base) & 0x3ffffu) >> 4} | (uint64_t{leading_bytes >> 4} << 16) |

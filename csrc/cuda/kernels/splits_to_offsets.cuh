@@ -1,6 +1,6 @@
-// Group sizes to group ends, one block, one thread a group: a few microseconds of launch latency and
-// nothing else. Sizes are data of unknown origin: negative ones count as zero, and sums saturate at
-// num_rows, so no end ever points outside a tensor of num_rows rows.
+// Group sizes to group ends, one block, one thread a group: a few microseconds of launch latency
+// and nothing else. Sizes are data of unknown origin: negative ones count as zero, and sums
+// saturate at num_rows, so no end ever points outside a tensor of num_rows rows.
 #pragma once
 
 #include <cstdint>
