@@ -1,0 +1,52 @@
+"""Calls every op once a dtype, small, with unaligned and empty groups and rows past the last one.
+
+For compute-sanitizer, which would take hours over the whole suite::
+
+    compute-sanitizer --tool racecheck python tests/every_op.py
+
+T rows, E groups, K in_features, N out_features. Numbers are checked by the tests, not here.
+"""
+
+import torch
+
+from grouped_linear import ops
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+E = 5
+# T, K, N and the rows of each group
+CASES = ((130, 144, 272, (0, 43, 61, 0, 26)), (300, 272, 144, (300, 0, 0, 0, 0)))
+
+
+def call_every_op(T: int, K: int, N: int, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=DEVICE).to(dtype)
+
+    offs = ops.splits_to_offsets(torch.tensor(sizes, device=DEVICE), T)
+    x, dy, w, bias = draw(T, K), draw(T, N), draw(E, N, K), draw(E, N)
+    main_grad = torch.zeros(E, N, K, device=DEVICE)
+    ops.grouped_mm(x, w, offs, bias)
+    ops.grouped_mm(dy, w.transpose(1, 2), offs)
+    ops.grouped_mm_wgrad(dy, x, offs)
+    ops.grouped_mm_wgrad(dy, x, offs, torch.float32)
+    ops.grouped_mm_wgrad_(main_grad, dy, x, offs)
+    ops.grouped_bias_grad(dy, offs)
+
+    xq = ops.group_quantize(x, offs, columnwise=True, bias_grad=True)
+    dyq = ops.group_quantize(dy, offs, power_of_two_scales=False, columnwise=True)
+    wq = ops.quantize_weight(w)
+    ops.grouped_scaled_mm(xq.q, wq.q, xq.scale, wq.scale, offs, bias, dtype)
+    ops.grouped_scaled_mm(dyq.q, wq.q_t, dyq.scale, wq.scale.transpose(1, 2), offs)
+    columns = dyq.q_t, xq.q_t, dyq.scale_t, xq.scale_t, offs
+    ops.grouped_scaled_mm_wgrad(*columns)
+    ops.grouped_scaled_mm_wgrad_(main_grad, *columns, torch.tensor(True, device=DEVICE))
+    ops.group_dequantize(xq.q, xq.scale, offs, dtype)
+    ops.group_dequantize_t(xq.q_t, xq.scale_t, offs, T, dtype)
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            call_every_op(*case, dtype)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    print(f"every op ran on {DEVICE}")
