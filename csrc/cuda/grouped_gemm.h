@@ -62,25 +62,36 @@ inline Epilogue epilogue_of(const Tensor& out, const std::optional<Tensor>& bias
           overwrite ? overwrite->const_data_ptr<bool>() : nullptr};
 }
 
+// out seen as one matrix of `rows` rows (all groups' below one another), in pieces of 16 lines of 128
+// bytes, with ends of rows that the kernel chooses: see RaggedRows.
+inline CUtensorMap ragged_map(const char* op, const void* first, ScalarType dtype, int64_t item,
+                              int64_t cols, int64_t stride, uint32_t box_rows) {
+  constexpr int64_t origin = RaggedRows::kOrigin, most = std::numeric_limits<int32_t>::max();
+  return tensor_map(op, first, dtype, item, {cols, origin, most, most},
+                    {stride, stride, (int64_t{1} << 34) / item - stride},
+                    {static_cast<uint32_t>(kLineBytes / item), box_rows, 1, 1}, true);
+}
+
+inline CUtensorMap out_map(const char* op, const Epilogue& epilogue, int64_t cols) {
+  const int64_t item = epilogue.dtype == Output::kFloat ? 4 : 2;
+  const ScalarType dtype = epilogue.dtype == Output::kFloat      ? ScalarType::Float
+                           : epilogue.dtype == Output::kBFloat16 ? ScalarType::BFloat16
+                                                                 : ScalarType::Half;
+  return ragged_map(op, epilogue.out, dtype, item, cols, cols, kStoreRows);
+}
+
 template <typename Config>
-void launch_gemm(const Launch& launch, const CUtensorMap& a, const CUtensorMap& b,
-                 const CUtensorMap& scale_a, const CUtensorMap& scale_b, const Tensor& offs,
+void launch_gemm(const Launch& launch, TensorMaps maps, const Tensor& offs,
                  const WeightScale& weight_scale, const Epilogue& epilogue,
                  const GemmShape& shape) {
   constexpr int shared_bytes = sizeof(GemmShared<Config>);
   static_assert(shared_bytes <= 227 * 1024);
   const auto kernel = grouped_gemm_kernel<Config>;
-  // One tile of output a cluster at the least, one block an SM at the most. Group borders add at
-  // most a tile of rows each.
-  const int64_t row_tiles = Config::kByDepth
-                                ? ceil_div(shape.rows, kTileM) * shape.E
-                                : ceil_div(shape.rows, kTileM) + std::min(shape.E, shape.T) + 1;
-  const int64_t tiles = row_tiles * ceil_div(shape.cols, Config::kTileN * Config::kCluster);
-  const int clusters =
-      static_cast<int>(std::min<int64_t>(tiles, launch.multiprocessors() / Config::kCluster));
+  maps.out = epilogue.copied ? out_map(launch.op(), epilogue, shape.cols) : maps.a;
+  const int blocks = launch.multiprocessors() / kCluster * kCluster;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  kernel<<<clusters * Config::kCluster, kThreads, shared_bytes, launch.stream()>>>(
-      a, b, scale_a, scale_b, offs.const_data_ptr<int32_t>(), weight_scale, epilogue, shape);
+  kernel<<<blocks, kThreads, shared_bytes, launch.stream()>>>(maps, offs.const_data_ptr<int32_t>(),
+                                                              weight_scale, epilogue, shape);
   launch.check_launched();
 }
 

@@ -6,9 +6,9 @@ namespace grouped_linear::cuda {
 namespace {
 
 template <typename T, int b_major>
-using ByRows = GemmConfig<T, 256, 3, 1, false, 0, b_major>;
+using ByRows = GemmConfig<T, 256, 3, false, 0, b_major>;
 template <typename T>
-using ByDepth = GemmConfig<T, 256, 3, 1, true, 1, 1>;
+using ByDepth = GemmConfig<T, 256, 3, true, 1, 1>;
 
 template <bool by_depth>
 void multiply_float(const Launch& launch, const FloatOperand& a, const FloatOperand& b,
@@ -28,7 +28,7 @@ void multiply_rows(const Launch& launch, const Tensor& a_in, const Tensor& b_in,
   const int64_t K = a.size(1), N = b.size(1), E = b.size(0);
   const ScalarType dtype = a.scalar_type();
   const CUtensorMap map_a = tensor_map(launch.op(), a.data_ptr(), dtype, 2, {K, a.size(0)},
-                                       {map_stride(a, 0, K)}, {64, ByRows<T, 0>::kShareM}, true);
+                                       {map_stride(a, 0, K)}, {64, kTileM / 2}, true);
   const int64_t group_stride = map_stride(b, 0, N * K);
   const void* first = b.data_ptr();
   // tma_operand makes K the dense dimension where it copies
@@ -36,12 +36,13 @@ void multiply_rows(const Launch& launch, const Tensor& a_in, const Tensor& b_in,
     using Config = ByRows<T, 0>;
     const CUtensorMap map_b =
         tensor_map(launch.op(), first, dtype, 2, {K, N, E}, {map_stride(b, 1, K), group_stride},
-                   {64, Config::kTileN, 1}, true);
-    launch_gemm<Config>(launch, map_a, map_b, map_a, map_b, offs, {}, epilogue, shape);
+                   {64, Config::kTileN / 2, 1}, true);
+    launch_gemm<Config>(launch, {map_a, map_b, map_a, map_b, map_a}, offs, {}, epilogue, shape);
   } else {
     const CUtensorMap map_b = tensor_map(launch.op(), first, dtype, 2, {N, K, E},
                                          {map_stride(b, 2, N), group_stride}, {64, 64, 1}, true);
-    launch_gemm<ByRows<T, 1>>(launch, map_a, map_b, map_a, map_b, offs, {}, epilogue, shape);
+    launch_gemm<ByRows<T, 1>>(launch, {map_a, map_b, map_a, map_b, map_a}, offs, {}, epilogue,
+                              shape);
   }
 }
 
@@ -52,13 +53,12 @@ void multiply_depth(const Launch& launch, const Tensor& dy_in, const Tensor& x_i
   const Tensor dy = tma_operand(dy_in, 1), x = tma_operand(x_in, 1);
   const auto map_of = [&](const Tensor& t) {
     // Without rows nothing is read: any address will do, but a map must have one.
-    const bool empty = t.size(0) == 0;
-    return tensor_map(launch.op(), map_address(t, epilogue.out), t.scalar_type(), 2,
-                      {t.size(1), empty ? 1 : t.size(0)}, {map_stride(t, 0, t.size(1))}, {64, 64},
-                      true);
+    return ragged_map(launch.op(), map_address(t, epilogue.out), t.scalar_type(), 2, t.size(1),
+                      map_stride(t, 0, t.size(1)), 64);
   };
   const CUtensorMap map_dy = map_of(dy), map_x = map_of(x);
-  launch_gemm<ByDepth<T>>(launch, map_dy, map_x, map_dy, map_x, offs, {}, epilogue, shape);
+  launch_gemm<ByDepth<T>>(launch, {map_dy, map_x, map_dy, map_x, map_dy}, offs, {}, epilogue,
+                          shape);
 }
 
 void wgrad(const Launch& launch, const Tensor& dy, const Tensor& x, const Tensor& offs_in,

@@ -4,8 +4,8 @@
 namespace grouped_linear::cuda {
 namespace {
 
-using ByRows = GemmConfig<__nv_fp8_e4m3, 192, 4, 2, false, 0, 0>;
-using ByDepth = GemmConfig<__nv_fp8_e4m3, 192, 4, 2, true, 0, 0>;
+using ByRows = GemmConfig<__nv_fp8_e4m3, 192, 4, false, 0, 0>;
+using ByDepth = GemmConfig<__nv_fp8_e4m3, 192, 4, true, 0, 0>;
 
 constexpr ScalarType kE4m3 = ScalarType::Float8_e4m3fn;
 
@@ -26,18 +26,20 @@ void wgrad(const Launch& launch, const Tensor& dy_t_in, const Tensor& x_t_in,
                         static_cast<int>(N), static_cast<int>(K), 0};
 
   // Without blocks nothing is read: any address will do, but a map must have one.
+  const int64_t some = std::max<int64_t>(blocks, 1);
   const auto data_map = [&](const Tensor& t, int64_t features, uint32_t rows) {
-    return tensor_map(launch.op(), map_address(t, epilogue.out), kE4m3, 1,
-                      {kBlock, features, std::max<int64_t>(blocks, 1)},
+    return tensor_map(launch.op(), map_address(t, epilogue.out), kE4m3, 1, {kBlock, features, some},
                       {map_stride(t, 1, kBlock), map_stride(t, 0, features * kBlock)},
                       {kLineBytes, rows, 1}, true);
   };
-  const CUtensorMap map_dy = data_map(dy_t, N, ByDepth::kShareM);
-  const CUtensorMap map_x = data_map(x_t, K, ByDepth::kTileN);
-  launch_gemm<ByDepth>(launch, map_dy, map_x,
-                       blocks == 0 ? map_dy : scale_map(launch.op(), scale_dy_t, kTileM),
-                       blocks == 0 ? map_x : scale_map(launch.op(), scale_x_t, ByDepth::kTileN),
-                       offs, {}, epilogue, shape);
+  const CUtensorMap map_dy = data_map(dy_t, N, kTileM / 2);
+  const CUtensorMap map_x = data_map(x_t, K, ByDepth::kTileN / 2);
+  TensorMaps maps{map_dy, map_x, map_dy, map_x, map_dy};
+  if (blocks > 0) {
+    maps.scale_a = scale_map(launch.op(), scale_dy_t, kTileM);
+    maps.scale_b = scale_map(launch.op(), scale_x_t, ByDepth::kTileN);
+  }
+  launch_gemm<ByDepth>(launch, maps, offs, {}, epilogue, shape);
 }
 
 }  // namespace
@@ -57,16 +59,17 @@ Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& s
   std::optional<Tensor> bias;
   if (bias_in) bias = bias_in->stride(1) == 1 ? *bias_in : torch::stable::contiguous(*bias_in);
   const CUtensorMap map_a = tensor_map(launch.op(), a.data_ptr(), kE4m3, 1, {K, T},
-                                       {map_stride(a, 0, K)}, {kLineBytes, ByRows::kShareM}, true);
+                                       {map_stride(a, 0, K)}, {kLineBytes, kTileM / 2}, true);
   const CUtensorMap map_b = tensor_map(launch.op(), b.data_ptr(), kE4m3, 1, {K, N, E},
                                        {map_stride(b, 1, K), map_stride(b, 0, N * K)},
-                                       {kLineBytes, ByRows::kTileN, 1}, true);
+                                       {kLineBytes, ByRows::kTileN / 2, 1}, true);
   const WeightScale weight_scale{scale_b.const_data_ptr<float>(), scale_b.stride(0),
                                  scale_b.stride(1), scale_b.stride(2)};
   const int rows = row_count(launch.op(), T);
   const GemmShape shape{rows, static_cast<int>(E), rows, static_cast<int>(N), static_cast<int>(K)};
-  launch_gemm<ByRows>(launch, map_a, map_b, scale_map(launch.op(), scale_a, kScaleRows), map_b,
-                      offs, weight_scale, epilogue_of(y, bias, false, std::nullopt), shape);
+  const TensorMaps maps{map_a, map_b, scale_map(launch.op(), scale_a, kScaleRows), map_b, map_a};
+  launch_gemm<ByRows>(launch, maps, offs, weight_scale, epilogue_of(y, bias, false, std::nullopt),
+                      shape);
   return y;
 }
 

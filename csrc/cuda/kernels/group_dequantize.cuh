@@ -116,7 +116,8 @@ __global__ void __launch_bounds__(kDequantizeThreads)
                               Output* x) {
   constexpr int kPairs = kBlockRows / 2;
   __shared__ GroupTable table;
-  load_groups<kDequantizeThreads>(table, offs, E, static_cast<int>(min(T, kMostRows)), kBlockRows);
+  load_groups<kDequantizeThreads>(table, offs, E, static_cast<int>(min(T, kMostRows)),
+                                  TilesOf{kBlockRows});
   const int blocks = table.tile_end[E - 1], col_blocks = (K + kBlockRows - 1) / kBlockRows;
 
   const int64_t tiles = static_cast<int64_t>(blocks) * col_blocks;

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
   const int half_warp = lane & kPatches;           // the first lane of this thread's row of patches
   const bool columns = out.q_t || out.block_sums;  // rowwise alone, no warp waits for another
 
-  load_groups<kTileThreads>(table, offs, E, T, kTile);
+  load_groups<kTileThreads>(table, offs, E, T, TilesOf{kTile});
   const int blocks = table.tile_end[E - 1];
   const int col_blocks = (K + kTile - 1) / kTile;
   const int block_step = gridDim.x / col_blocks, col_step = gridDim.x % col_blocks;
@@ -167,7 +167,7 @@ static __global__ void __launch_bounds__(kSumThreads)
     add_block_sums_kernel(const float* block_sums, const int32_t* offs, int E, int T, int K,
                           float* bias_grad) {
   __shared__ GroupTable table;
-  load_groups<kSumThreads>(table, offs, E, T, kTile);
+  load_groups<kSumThreads>(table, offs, E, T, TilesOf{kTile});
   const int k = blockIdx.x * kSumThreads + threadIdx.x;
   if (k >= K) return;
   for (int e = blockIdx.y; e < E; e += gridDim.y) {

@@ -7,19 +7,21 @@
 // TFLOP/s in bf16 and 1300 in FP8) the shapes that train are bound by it. wgrad writes E N K
 // outputs, which bounds it where groups have less than about 500 rows.
 //
-// Reaches (H200, 2026-11, bench_grouped_mm, geometric means over the training shapes, uneven
-// splits): 0.83, 0.85, 0.76 of one dense product for fprop, dgrad, wgrad in bf16; 0.68, 0.70, 0.45
-// in FP8. DESIGN.md tells where the rest goes.
+// REACHES
 //
-// One persistent block an SM walks over output tiles of 128 x kTileN. Warpgroup 0 copies operand
-// stages with TMA into a ring in shared memory, warpgroups 1 and 2 multiply 64 rows each with wgmma
-// and store. Sizes are read on the device: nothing here depends on T, E or the splits but loop
-// bounds.
+// One persistent block an SM, in clusters of two, walks over output tiles of 128 x kTileN.
+// Warpgroup 0 copies operand stages with TMA into a ring in shared memory; warpgroups 1 and 2
+// multiply 64 rows each with wgmma and store. Sizes are read on the device: nothing
+// here depends on T, E or the splits but loop bounds.
 //
-// Group borders fall anywhere. Loads may run past a group's end, into the next group's rows: such
-// rows only reach outputs that are not stored (by rows), are zero in the padded layout (by depth,
-// FP8), or are zeroed in shared memory before they are multiplied (by depth, 16-bit: 0 * NaN would
-// be NaN).
+// The two tiles of a cluster are neighbours. As long as a group has a pair of row tiles, they lie
+// one below the other and share b's tile, else beside one another and share a's. Each block copies
+// one half of what is shared to both.
+//
+// Group borders fall anywhere. Loads by rows may run past a group's end, into the next group's
+// rows: they only reach outputs that are not stored. Loads by depth find zeros there, in the padded
+// layout (FP8) or because the tensor map ends there (16-bit, see RaggedRows). Stores end with the
+// group by the same kind of map.
 #pragma once
 
 #include "groups.cuh"
@@ -31,10 +33,13 @@ constexpr int kTileM = 128;
 constexpr int kLineBytes = 128;  // one line of the 128-byte swizzle
 constexpr int kMathWarps = 8;
 constexpr int kThreads = 128 + 32 * kMathWarps;
-constexpr int kStoreCols = 64;  // columns that a warp stages at a time to store whole lines
-constexpr int kStorePitch = kStoreCols + 4;
+constexpr int kCluster = 2;
 constexpr int kScaleRows = kTileM + 4;  // of a tile that starts anywhere, from an aligned row on
-constexpr int kBandTiles = 16;          // row tiles that share an operand while it is in L2
+constexpr int kBandPairs = 8;   // pairs of row tiles that share an operand while it is in L2
+constexpr int kStoreRows = 16;  // a warp's part of an output tile
+constexpr int kZeroBytes = 4096;
+constexpr int kTileRing =
+    8;  // more tiles than there are stages: one is stored, the rest are under way
 
 enum class Output : int { kBFloat16, kHalf, kFloat };
 
@@ -42,7 +47,7 @@ enum class Output : int { kBFloat16, kHalf, kFloat };
 struct Epilogue {
   void* out;
   Output dtype;
-  bool vectorised;        // out is aligned to 16 bytes
+  bool copied;            // by the copy engine: out is aligned to 16 bytes
   const void* bias;       // [E, cols] of out's dtype, or null (by rows)
   int64_t bias_stride;    // elements between groups
   bool accumulate;        // add to out (by depth)
@@ -61,19 +66,42 @@ struct WeightScale {
   int64_t group_stride, row_stride, depth_stride;
 };
 
-// kCluster: blocks that share a's tile and have neighbouring columns.
-template <typename T_, int kTileN_, int kStages_, int kCluster_, bool kByDepth_, int kAMajor_,
-          int kBMajor_>
+struct TensorMaps {
+  CUtensorMap a, b, scale_a, scale_b, out;
+};
+
+// Coordinates in a tensor map of rows that ends where it is told to, for groups that end anywhere.
+//
+// The map's dimensions are columns, rows (2^30 of them), rows again, and one whose stride is 2^34
+// bytes less a row's. The coordinate 2^30 of the last moves an address by 2^64, which is nothing,
+// and 2^30 rows back. Row r of those before `limit` is then at (2^30 - (limit - r), limit, 2^30):
+// from `limit` on rows lie outside of the map, are not stored, and are loaded as zeros. Triton
+// arranges its "ragged" tensor maps like this.
+struct RaggedRows {
+  static constexpr int kOrigin = 1 << 30;
+  int c1, c2;
+  __device__ RaggedRows(int row, int limit) : c1(kOrigin - (limit - row)), c2(limit) {}
+};
+
+template <typename T_, int kTileN_, int kStages_, bool kByDepth_, int kAMajor_, int kBMajor_>
 struct GemmConfig {
   using T = T_;
-  static constexpr int kTileN = kTileN_, kStages = kStages_, kCluster = kCluster_;
-  // Rows of a's tile that each block copies, to all.
-  static constexpr int kShareM = kTileM / kCluster;
+  static constexpr int kTileN = kTileN_, kStages = kStages_;
   static constexpr bool kByDepth = kByDepth_, kScaled = sizeof(T) == 1;
   static constexpr int kAMajor = kAMajor_, kBMajor = kBMajor_;
   static constexpr int kTileK = kLineBytes / sizeof(T);  // 64 in BF16, 128 in FP8
   static constexpr int kMmaK = 32 / sizeof(T);
   static constexpr int kABytes = kTileM * kLineBytes, kBBytes = kTileN * kLineBytes;
+};
+
+// One output tile of this block, and the steps along its depth.
+struct alignas(16) Tile {
+  int group;
+  int row, row_limit;           // first row in the output matrix, and the first not to be stored
+  int col;                      // first column; past the last in a block that has nothing to do
+  int steps;                    // -1: there are no more tiles
+  int depth_begin, depth_rows;  // by depth: the group's first row (16-bit) or block (FP8), its rows
+  int shares_b;                 // with the other block of the cluster, else a
 };
 
 template <typename Config>
@@ -90,33 +118,45 @@ struct GemmShared {
   struct NoScales {};
 
   Stage stages[Config::kStages];
+  alignas(1024) uint8_t store[kMathWarps][Config::kTileN / 64][kStoreRows * kLineBytes];
   std::conditional_t<Config::kScaled, Scales, NoScales> scales[Config::kStages];
-  alignas(16) float store[kMathWarps][16][kStorePitch];
+  Tile tiles[kTileRing];
   uint64_t full[Config::kStages], empty[Config::kStages];
-  GroupTable groups;
+  GroupTable groups;  // tile_end counts clusters by rows, blocks of 128 rows by depth
+  alignas(128) uint8_t zeros[Config::kByDepth ? 16 : kZeroBytes];
 };
 
-// One output tile, and the steps along its depth.
-struct Tile {
-  int group;               // E for the rows past the last group, which are zero
-  int row, row_limit;      // first row in out, and the first row that is not to be stored
-  int col;                 // first column
-  int depth_begin, steps;  // by depth: the group's first row (16-bit) or block (FP8)
-  int depth_rows;          // by depth: how many rows the group has
-};
+__device__ __forceinline__ int row_tiles(int rows) { return (rows + kTileM - 1) / kTileM; }
 
-// Turns the number of a cluster's tile into this block's part of it. Row tiles run fastest, in
-// bands of kBandTiles, so that blocks that run together share both operands in L2.
+template <typename Config>
+__device__ __forceinline__ int col_tiles(const GemmShape& shape) {
+  return (shape.cols + Config::kTileN - 1) / Config::kTileN;
+}
+
+// How many clusters a matrix of rows x cols tiles takes: pairs of rows, then pairs of columns.
+__device__ __forceinline__ int cluster_tiles(int rows, int cols) {
+  return rows / 2 * cols + rows % 2 * ((cols + 1) / 2);
+}
+
+template <typename Config>
+__device__ int cluster_count(const GroupTable& groups, const GemmShape& shape) {
+  if constexpr (Config::kByDepth)
+    return shape.E * cluster_tiles(row_tiles(shape.rows), col_tiles<Config>(shape));
+  return groups.tile_end[shape.E - 1];
+}
+
+// This block's tile of the cluster's next two. Row tiles run fastest, in bands, so that blocks that
+// run together share both operands in L2.
 template <typename Config>
 __device__ Tile tile_of(int number, const GroupTable& groups, const GemmShape& shape) {
-  constexpr int cluster_cols = Config::kTileN * Config::kCluster;
-  const int col_tiles = (shape.cols + cluster_cols - 1) / cluster_cols;
-  Tile tile;
-  int row_tiles, local;
+  const int rank = static_cast<int>(sm90::cluster_rank()), cols = col_tiles<Config>(shape);
+  Tile tile{};
+  int rows, local;
   if constexpr (Config::kByDepth) {
-    row_tiles = (shape.rows + kTileM - 1) / kTileM;
-    tile.group = number / (row_tiles * col_tiles);
-    local = number % (row_tiles * col_tiles);
+    rows = row_tiles(shape.rows);
+    tile.group = number / cluster_tiles(rows, cols);
+    local = number % cluster_tiles(rows, cols);
+    tile.row_limit = shape.rows;
     tile.depth_rows = groups.row_end[tile.group] - groups.row_begin(tile.group);
     const int first_block = groups.tile_begin(tile.group);
     const int last_block = min(groups.tile_end[tile.group], shape.T / kTileM);
@@ -124,42 +164,28 @@ __device__ Tile tile_of(int number, const GroupTable& groups, const GemmShape& s
     tile.steps = Config::kScaled ? max(last_block - first_block, 0)
                                  : (tile.depth_rows + Config::kTileK - 1) / Config::kTileK;
   } else {
-    const int row_tile = number / col_tiles;
-    const bool tail = row_tile >= groups.tile_end[shape.E - 1];
-    tile.group = tail ? shape.E : groups.group_of_tile(row_tile, shape.E);
-    const int first = groups.tile_begin(tile.group);
-    const int rows_begin = groups.row_begin(tile.group);
-    tile.row_limit = tail ? shape.T : groups.row_end[tile.group];
-    row_tiles =
-        tail ? (shape.T - rows_begin + kTileM - 1) / kTileM : groups.tile_end[tile.group] - first;
-    local = number - first * col_tiles;
-    tile.row = rows_begin;
-    tile.steps = tail ? 0 : (shape.depth + Config::kTileK - 1) / Config::kTileK;
+    tile.group = groups.group_of_tile(number, shape.E);
+    local = number - groups.tile_begin(tile.group);
+    tile.row = groups.row_begin(tile.group);
+    tile.row_limit = groups.row_end[tile.group];
+    rows = row_tiles(tile.row_limit - tile.row);
+    tile.steps = (shape.depth + Config::kTileK - 1) / Config::kTileK;
   }
-  const int band = local / (kBandTiles * col_tiles), in_band = local % (kBandTiles * col_tiles);
-  const int band_rows = min(kBandTiles, row_tiles - band * kBandTiles);
-  const int row_tile = band * kBandTiles + in_band % band_rows;
-  tile.col = in_band / band_rows * cluster_cols + sm90::cluster_rank() * Config::kTileN;
-  if constexpr (Config::kByDepth) {
-    tile.row = row_tile * kTileM;
-    tile.row_limit = shape.rows;
+  const int pairs = rows / 2;
+  tile.shares_b = local < pairs * cols;
+  if (tile.shares_b) {
+    const int band = local / (kBandPairs * cols), in_band = local % (kBandPairs * cols);
+    const int band_pairs = min(kBandPairs, pairs - band * kBandPairs);
+    tile.row += (2 * (band * kBandPairs + in_band % band_pairs) + rank) * kTileM;
+    tile.col = in_band / band_pairs * Config::kTileN;
   } else {
-    tile.row += row_tile * kTileM;
+    tile.row += (rows - 1) * kTileM;
+    tile.col = (2 * (local - pairs * cols) + rank) * Config::kTileN;
   }
   return tile;
 }
 
-// A tile covers up to 128 x 512 outputs of a tensor that fits in memory: an int counts them.
-template <typename Config>
-__device__ int tile_count(const GroupTable& groups, const GemmShape& shape) {
-  constexpr int cluster_cols = Config::kTileN * Config::kCluster;
-  const int col_tiles = (shape.cols + cluster_cols - 1) / cluster_cols;
-  if constexpr (Config::kByDepth) return col_tiles * ((shape.rows + kTileM - 1) / kTileM) * shape.E;
-  const int tail_rows = shape.T - groups.row_end[shape.E - 1];
-  return col_tiles * (groups.tile_end[shape.E - 1] + (tail_rows + kTileM - 1) / kTileM);
-}
-
-// Where in the ring of stages a warpgroup is.
+// Where in the ring of stages a warp is.
 template <int stages>
 struct RingPosition {
   int stage = 0;
@@ -172,62 +198,103 @@ struct RingPosition {
   }
 };
 
-// Copies every step of every tile of this block into the ring.
+// Copies one half of a's tile, 64 rows of it, into a stage; mask: of the cluster's blocks, see sm90.
 template <typename Config>
-__device__ void produce(GemmShared<Config>& shared, const CUtensorMap& map_a,
-                        const CUtensorMap& map_b, const CUtensorMap& map_scale_a,
-                        const CUtensorMap& map_scale_b, const GemmShape& shape) {
+__device__ __forceinline__ void load_a(GemmShared<Config>& shared, const TensorMaps& maps,
+                                       const Tile& tile, int stage, int step, int half,
+                                       uint16_t mask) {
+  uint8_t* to = shared.stages[stage].a + half * (Config::kABytes / 2);
+  uint64_t* full = &shared.full[stage];
+  const int row = tile.row + half * (kTileM / 2);
+  if constexpr (Config::kScaled && Config::kByDepth) {
+    sm90::load_3d(to, &maps.a, full, mask, 0, row, tile.depth_begin + step);
+  } else if constexpr (Config::kByDepth) {
+    const int at = tile.depth_begin + step * Config::kTileK;
+    const RaggedRows rows(at, tile.depth_begin + tile.depth_rows);
+    sm90::load_4d(to, &maps.a, full, mask, row, rows.c1, rows.c2, rows.kOrigin);
+  } else {
+    sm90::load_2d(to, &maps.a, full, mask, step * Config::kTileK, row);
+  }
+}
+
+// The same of b's tile, kTileN / 2 columns of the output.
+template <typename Config>
+__device__ __forceinline__ void load_b(GemmShared<Config>& shared, const TensorMaps& maps,
+                                       const GemmShape& shape, const Tile& tile, int stage,
+                                       int step, int half, uint16_t mask) {
+  uint8_t* to = shared.stages[stage].b + half * (Config::kBBytes / 2);
+  uint64_t* full = &shared.full[stage];
+  const int col = tile.col + half * (Config::kTileN / 2);
+  if constexpr (Config::kScaled && Config::kByDepth) {
+    sm90::load_3d(to, &maps.b, full, mask, 0, col, tile.depth_begin + step);
+  } else if constexpr (Config::kBMajor == 0) {
+    sm90::load_3d(to, &maps.b, full, mask, step * Config::kTileK, col, tile.group);
+  } else {
+    const int at = tile.depth_begin + step * Config::kTileK;
+    const RaggedRows rows(at, tile.depth_begin + tile.depth_rows);
+#pragma unroll
+    for (int c = 0; c < Config::kTileN / 2; c += 64) {
+      uint8_t* column = to + c * kLineBytes;
+      if constexpr (Config::kByDepth)
+        sm90::load_4d(column, &maps.b, full, mask, col + c, rows.c1, rows.c2, rows.kOrigin);
+      else
+        sm90::load_3d(column, &maps.b, full, mask, col + c, at, tile.group);
+    }
+  }
+}
+
+// Copies every step of every tile of this block into the ring. A tile without steps takes a stage
+// too, as does the end.
+template <typename Config>
+__device__ void produce(GemmShared<Config>& shared, const TensorMaps& maps,
+                        const GemmShape& shape) {
   constexpr int scale_bytes =
       !Config::kScaled ? 0 : 4 * (Config::kByDepth ? kTileM + Config::kTileN : kScaleRows);
-  constexpr int share = Config::kShareM;
-  constexpr uint16_t all = (1 << Config::kCluster) - 1;
+  constexpr uint16_t all = (1 << kCluster) - 1;
   const int rank = static_cast<int>(sm90::cluster_rank());
   RingPosition<Config::kStages> ring;
-  const int tiles = tile_count<Config>(shared.groups, shape);
-  for (int number = blockIdx.x / Config::kCluster; number < tiles;
-       number += gridDim.x / Config::kCluster) {
+  const int clusters = cluster_count<Config>(shared.groups, shape);
+  int count = 0;
+  for (int number = blockIdx.x / kCluster; number < clusters;
+       number += gridDim.x / kCluster, ++count) {
     const Tile tile = tile_of<Config>(number, shared.groups, shape);
-    for (int step = 0; step < tile.steps; ++step, ring.advance()) {
-      auto& stage = shared.stages[ring.stage];
-      uint8_t* a_share = stage.a + rank * share * kLineBytes;
-      uint64_t* full = &shared.full[ring.stage];
+    if (tile.steps == 0) {
       sm90::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+      shared.tiles[count % kTileRing] = tile;
+      sm90::barrier_arrive(&shared.full[ring.stage]);
+      ring.advance();
+    }
+#pragma unroll 1
+    for (int step = 0; step < tile.steps; ++step, ring.advance()) {
+      const int stage = ring.stage;
+      uint64_t* full = &shared.full[stage];
+      sm90::barrier_wait(&shared.empty[stage], ring.parity ^ 1);
+      if (step == 0) shared.tiles[count % kTileRing] = tile;
       sm90::barrier_arrive_expect(full, Config::kABytes + Config::kBBytes + scale_bytes);
-      if constexpr (Config::kScaled && Config::kByDepth) {
-        auto& scales = shared.scales[ring.stage];
-        const int block = tile.depth_begin + step;
-        sm90::load_3d_multicast(a_share, &map_a, full, 0, tile.row + rank * share, block, all);
-        sm90::load_3d(stage.b, &map_b, full, 0, tile.col, block);
-        sm90::load_2d(scales.a, &map_scale_a, full, tile.row, block);
-        sm90::load_2d(scales.b, &map_scale_b, full, tile.col, block);
-      } else if constexpr (Config::kByDepth) {
-        const int row = tile.depth_begin + step * Config::kTileK;
-#pragma unroll
-        for (int c = 0; c < share; c += Config::kTileK)
-          sm90::load_2d_multicast(a_share + c * kLineBytes, &map_a, full,
-                                  tile.row + rank * share + c, row, all);
-#pragma unroll
-        for (int c = 0; c < Config::kTileN / Config::kTileK; ++c)
-          sm90::load_2d(stage.b + c * Config::kTileK * kLineBytes, &map_b, full,
-                        tile.col + c * Config::kTileK, row);
+      if (tile.shares_b) {
+        load_a<Config>(shared, maps, tile, stage, step, 0, 0);
+        load_a<Config>(shared, maps, tile, stage, step, 1, 0);
+        load_b<Config>(shared, maps, shape, tile, stage, step, rank, all);
       } else {
-        const int k = step * Config::kTileK;
-        sm90::load_2d_multicast(a_share, &map_a, full, k, tile.row + rank * share, all);
-        if constexpr (Config::kBMajor == 0) {
-          sm90::load_3d(stage.b, &map_b, full, k, tile.col, tile.group);
-        } else {
-#pragma unroll
-          for (int c = 0; c < Config::kTileN / Config::kTileK; ++c)
-            sm90::load_3d(stage.b + c * Config::kTileK * kLineBytes, &map_b, full,
-                          tile.col + c * Config::kTileK, k, tile.group);
-        }
+        load_a<Config>(shared, maps, tile, stage, step, rank, all);
+        load_b<Config>(shared, maps, shape, tile, stage, step, 0, 0);
+        load_b<Config>(shared, maps, shape, tile, stage, step, 1, 0);
+      }
+      if constexpr (Config::kScaled && Config::kByDepth) {
+        auto& scales = shared.scales[stage];
+        const int block = tile.depth_begin + step;
+        sm90::load_2d(scales.a, &maps.scale_a, full, 0, tile.row, block);
+        sm90::load_2d(scales.b, &maps.scale_b, full, 0, tile.col, block);
+      } else if constexpr (Config::kScaled) {
         // The innermost coordinate of a copy must be a multiple of 16 bytes (H200, 2026-11: an
         // "illegal instruction" otherwise), and a group may start at any row.
-        if constexpr (Config::kScaled)
-          sm90::load_2d(shared.scales[ring.stage].a, &map_scale_a, full, tile.row & ~3, step);
+        sm90::load_2d(shared.scales[stage].a, &maps.scale_a, full, 0, tile.row & ~3, step);
       }
     }
   }
+  sm90::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+  shared.tiles[count % kTileRing].steps = -1;
+  sm90::barrier_arrive(&shared.full[ring.stage]);
 }
 
 // Puts the weight's scales of every step beside the step's operands. A tile of 192 columns meets
@@ -239,11 +306,9 @@ __device__ void produce_weight_scales(GemmShared<Config>& shared, const WeightSc
                                       const GemmShape& shape) {
   const int lane = threadIdx.x % 32;
   RingPosition<Config::kStages> ring;
-  const int tiles = tile_count<Config>(shared.groups, shape);
-  for (int number = blockIdx.x / Config::kCluster; number < tiles;
-       number += gridDim.x / Config::kCluster) {
+  const int clusters = cluster_count<Config>(shared.groups, shape);
+  for (int number = blockIdx.x / kCluster; number < clusters; number += gridDim.x / kCluster) {
     const Tile tile = tile_of<Config>(number, shared.groups, shape);
-    if (tile.steps == 0) continue;
     const int first = min(tile.col, shape.cols - 1) / kTileM;
     const int last = min(tile.col + kTileM, shape.cols - 1) / kTileM;
     const float* group = scale.scale + tile.group * scale.group_stride;
@@ -262,19 +327,36 @@ __device__ void produce_weight_scales(GemmShared<Config>& shared, const WeightSc
       }
     }
   }
+  sm90::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+  if (lane == 0) sm90::barrier_arrive(&shared.full[ring.stage]);
+}
+
+// Zeroes the rows that belong to no group (by rows), a few copies at a time beside the products.
+template <typename Config>
+__device__ void zero_tail(const GemmShared<Config>& shared, const Epilogue& epilogue,
+                          const GemmShape& shape) {
+  const int64_t row_bytes = shape.cols * (epilogue.dtype == Output::kFloat ? 4 : 2);
+  char* out = static_cast<char*>(epilogue.out);
+  const int64_t end = shape.T * row_bytes;
+  for (int64_t at = shared.groups.row_end[shape.E - 1] * row_bytes + blockIdx.x * kZeroBytes;
+       at < end; at += gridDim.x * int64_t{kZeroBytes}) {
+    const int64_t bytes = end - at < kZeroBytes ? end - at : kZeroBytes;
+    sm90::store_bytes(out + at, shared.zeros, static_cast<uint32_t>(bytes));
+    sm90::store_commit();
+    sm90::store_wait<4>();
+  }
+  sm90::store_wait<0>();
 }
 
 // The operands of one warpgroup. Descriptors count addresses in units of 16 bytes, so those of a
-// stage and of a step along K are the first ones plus constants.
+// stage and of a step along K are the first ones plus constants, in their lower halves.
 template <typename Config>
 class WarpgroupOperands {
  public:
-  __device__ WarpgroupOperands(const GemmShared<Config>& shared, int math_group) {
-    constexpr uint32_t lines = 8 * kLineBytes;
-    const uint8_t* a =
-        shared.stages[0].a + math_group * (Config::kAMajor == 0 ? 64 * kLineBytes : kColumn);
-    a_ = sm90::operand(a, Config::kAMajor == 0 ? 16 : kColumn, lines);
-    b_ = sm90::operand(shared.stages[0].b, Config::kBMajor == 0 ? 16 : kColumn, lines);
+  __device__ WarpgroupOperands(const GemmShared<Config>& shared, int math_group)
+      : a_(sm90::shared_address(shared.stages[0].a) % kOneBlock / 16 +
+           math_group * (Config::kAMajor == 0 ? 64 * kLineBytes : kColumn) / 16),
+        b_(sm90::shared_address(shared.stages[0].b) % kOneBlock / 16) {
     // The same for all lanes, which the compiler cannot see: it keeps them in uniform registers
     // then.
     a_ = __shfl_sync(0xffffffff, a_, 0);
@@ -284,39 +366,29 @@ class WarpgroupOperands {
   // acc = (add ? acc : 0) + a @ b.T over kTileK.
   __device__ __forceinline__ void multiply(int stage, float (&acc)[Config::kTileN / 2],
                                            bool add) const {
-    const uint64_t at =
+    const uint32_t at =
         stage * static_cast<uint32_t>(sizeof(typename GemmShared<Config>::Stage) / 16);
+    sm90::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Config::kTileK; k += Config::kMmaK) {
       constexpr int k_major = sizeof(typename Config::T), mn_major = kLineBytes;
-      const uint64_t a = a_ + at + k * (Config::kAMajor == 0 ? k_major : mn_major) / 16;
-      const uint64_t b = b_ + at + k * (Config::kBMajor == 0 ? k_major : mn_major) / 16;
+      const uint64_t a =
+          sm90::operand(a_ + at + k * (Config::kAMajor == 0 ? k_major : mn_major) / 16,
+                        Config::kAMajor == 0 ? 16 : kColumn, 8 * kLineBytes);
+      const uint64_t b =
+          sm90::operand(b_ + at + k * (Config::kBMajor == 0 ? k_major : mn_major) / 16,
+                        Config::kBMajor == 0 ? 16 : kColumn, 8 * kLineBytes);
       sm90::wgmma<typename Config::T, Config::kTileN, Config::kAMajor, Config::kBMajor>(
           acc, a, b, add || k > 0);
     }
+    sm90::wgmma_commit();
   }
 
  private:
   static constexpr int kColumn = Config::kTileK * kLineBytes;  // a 64-element column, M/N-major
-  uint64_t a_, b_;
+  static constexpr uint32_t kOneBlock = 1 << 24;  // above are the block's rank in the cluster
+  uint32_t a_, b_;
 };
-
-// Zeroes the rows from `valid` on of a stage whose lines are rows (by depth, 16-bit), so that
-// neither the next group's rows nor NaN past the end are multiplied. Called by both math
-// warpgroups.
-template <typename Config>
-__device__ void zero_stage_rows(typename GemmShared<Config>::Stage& stage, int valid) {
-  constexpr int columns = (kTileM + Config::kTileN) / 64, chunks = kLineBytes / 16;
-  const int count = columns * (Config::kTileK - valid) * chunks;
-  for (int i = threadIdx.x - 128; i < count; i += 32 * kMathWarps) {
-    const int column = i / ((Config::kTileK - valid) * chunks);
-    const int line = column * Config::kTileK + valid + i / chunks % (Config::kTileK - valid);
-    // a and b lie one after the other
-    reinterpret_cast<uint4*>(stage.a + line * kLineBytes)[i % chunks] = make_uint4(0, 0, 0, 0);
-  }
-  sm90::fence_shared_for_async();
-  sm90::named_barrier(1, 32 * kMathWarps);
-}
 
 template <typename T>
 __device__ __forceinline__ T from_float(float value);
@@ -333,124 +405,235 @@ __device__ __forceinline__ __half from_float(float value) {
   return __float2half_rn(value);
 }
 
-// Stores count values; a whole 16 bytes at once where out is aligned.
 template <typename T>
-__device__ __forceinline__ void store_values(const float4* values, T* out, const T* bias, bool add,
-                                             bool vectorised) {
-  constexpr int count = 16 / sizeof(T);
-  alignas(16) T packed[count];
-  float4 unpacked[count / 4];
-#pragma unroll
-  for (int i = 0; i < count / 4; ++i) unpacked[i] = values[i];
-  if (add) {
-    if (vectorised)
-      *reinterpret_cast<uint4*>(packed) = *reinterpret_cast<const uint4*>(out);
-    else
-#pragma unroll
-      for (int i = 0; i < count; ++i) packed[i] = out[i];
-  }
-#pragma unroll
-  for (int i = 0; i < count; ++i) {
-    float value = reinterpret_cast<const float*>(unpacked)[i];
-    if (bias != nullptr) value += static_cast<float>(bias[i]);
-    if (add) value += static_cast<float>(packed[i]);
-    packed[i] = from_float<T>(value);
-  }
-  if (vectorised)
-    *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(packed);
-  else
-#pragma unroll
-    for (int i = 0; i < count; ++i) out[i] = packed[i];
+struct alignas(2 * sizeof(T)) Pair {
+  T x, y;
+};
+
+template <typename T>
+__device__ __forceinline__ uint32_t packed(float x, float y) {
+  const Pair<T> pair{from_float<T>(x), from_float<T>(y)};
+  return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// One warp's 16 x kTileN accumulators to out: through shared memory, kStoreCols columns at a time,
-// so that each row is written in whole 32-byte sectors.
-template <typename T, int kTileN>
-__device__ void store_tile(const float (&acc)[kTileN / 2], float (&staging)[16][kStorePitch],
-                           const Epilogue& epilogue, const GemmShape& shape, const Tile& tile,
-                           int first_row, bool add) {
-  constexpr int piece = 16 / sizeof(T), pieces = kStoreCols / piece;
-  const int lane = threadIdx.x % 32;
-  T* out = static_cast<T*>(epilogue.out);
-  const T* bias = static_cast<const T*>(epilogue.bias);
+// Adds to a thread's pairs of accumulators the output's columns of `row`, a row of `bias` [cols].
+template <typename T, typename Config>
+__device__ __forceinline__ void add_bias(float (&acc)[Config::kTileN / 2], const T* bias, int col,
+                                         int cols) {
 #pragma unroll
-  for (int c = 0; c < kTileN / kStoreCols; ++c) {
-    __syncwarp();
+  for (int j = 0; j < Config::kTileN / 8; ++j) {
+    const int at = col + 8 * j + 2 * (threadIdx.x % 4);
+    if (at >= cols) continue;
+    const float x = static_cast<float>(bias[at]), y = static_cast<float>(bias[at + 1]);
+    acc[4 * j + 0] += x;
+    acc[4 * j + 1] += y;
+    acc[4 * j + 2] += x;
+    acc[4 * j + 3] += y;
+  }
+}
+
+// Puts `lines` of a warp's 16 x kTileN accumulators into its staging buffers, from column `first`
+// on: buffer i holds 16 lines of 128 bytes, each swizzled by its number.
+template <typename T, typename Config>
+__device__ __forceinline__ void stage_tile(const float (&acc)[Config::kTileN / 2],
+                                           uint8_t (&to)[Config::kTileN / 64][2048], int first) {
+  constexpr int line_cols = kLineBytes / sizeof(T), buffers = Config::kTileN / 64;
+  const int lane = threadIdx.x % 32, quad = lane % 4;
 #pragma unroll
-    for (int j = 0; j < kStoreCols / 8; ++j) {
-      const float* d = &acc[4 * (c * kStoreCols / 8 + j)];
-      const int col = 8 * j + 2 * (lane % 4);
-      *reinterpret_cast<float2*>(&staging[lane / 4][col]) = make_float2(d[0], d[1]);
-      *reinterpret_cast<float2*>(&staging[lane / 4 + 8][col]) = make_float2(d[2], d[3]);
-    }
-    __syncwarp();
+  for (int i = 0; i < buffers; ++i) {
 #pragma unroll
-    for (int i = lane; i < 16 * pieces; i += 32) {
-      const int row = first_row + i / pieces;
-      const int col = tile.col + c * kStoreCols + i % pieces * piece;
-      if (row >= tile.row_limit || col >= shape.cols) continue;
-      store_values<T>(reinterpret_cast<float4*>(&staging[i / pieces][i % pieces * piece]),
-                      out + static_cast<int64_t>(row) * shape.cols + col,
-                      bias == nullptr ? nullptr : bias + col, add, epilogue.vectorised);
+    for (int j = 0; j < line_cols / 8; j += 2) {
+      const float* d = &acc[4 * ((first / 8) + i * line_cols / 8 + j)];
+      if constexpr (sizeof(T) == 2) {
+        const int row = lane % 16, chunk = (j + lane / 16) ^ (row % 8);
+        sm90::store_matrix(&to[i][row * kLineBytes + chunk * 16], packed<T>(d[0], d[1]),
+                           packed<T>(d[2], d[3]), packed<T>(d[4], d[5]), packed<T>(d[6], d[7]));
+      } else {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int row = lane / 4 + 8 * h;
+          const float *p = d + 2 * h, *q = d + 4 + 2 * h;
+          const int chunk = 2 * j + quad / 2;
+          uint8_t* line = &to[i][row * kLineBytes + quad % 2 * 8];
+          volatile float* first_pair = reinterpret_cast<float*>(line + (chunk ^ (row % 8)) * 16);
+          volatile float* second_pair =
+              reinterpret_cast<float*>(line + ((chunk + 2) ^ (row % 8)) * 16);
+          first_pair[0] = p[0];
+          first_pair[1] = p[1];
+          second_pair[0] = q[0];
+          second_pair[1] = q[1];
+        }
+      }
     }
   }
 }
+
+// One warp's 16 x kTileN accumulators to out, by the copy engine; `add`: to what is there.
+template <typename T, typename Config>
+__device__ __forceinline__ void copy_tile(const float (&acc)[Config::kTileN / 2],
+                                          uint8_t (&staging)[Config::kTileN / 64][2048],
+                                          const CUtensorMap& map, const Tile& tile, int first_row,
+                                          int row_limit, int cols, bool add) {
+  constexpr int line_cols = kLineBytes / sizeof(T), round = Config::kTileN / 64 * line_cols;
+  const bool chosen = sm90::elect();  // the same one every time: it waits for what it sent
+  const RaggedRows rows(first_row, row_limit);
+#pragma unroll
+  for (int first = 0; first < Config::kTileN; first += round) {
+    if (chosen) sm90::store_wait<0>();
+    __syncwarp();
+    stage_tile<T, Config>(acc, staging, first);
+    sm90::fence_shared_for_async();
+    __syncwarp();
+    if (chosen) {
+#pragma unroll
+      for (int i = 0; i < Config::kTileN / 64; ++i) {
+        const int col = tile.col + first + i * line_cols;
+        if (col >= cols) continue;
+        if (add)
+          sm90::add_4d(&map, staging[i], col, rows.c1, rows.c2, rows.kOrigin);
+        else
+          sm90::store_4d(&map, staging[i], col, rows.c1, rows.c2, rows.kOrigin);
+      }
+      sm90::store_commit();
+    }
+  }
+}
+
+// The same from registers, for an out that the copy engine cannot reach, or cannot add to with one
+// rounding.
+template <typename T, typename Config>
+__device__ __forceinline__ void write_tile(const float (&acc)[Config::kTileN / 2], T* out,
+                                           const Tile& tile, int first_row, int row_limit, int cols,
+                                           bool add) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = first_row + lane / 4 + 8 * h;
+    if (row >= row_limit) continue;
+    T* line = out + static_cast<int64_t>(row) * cols;
+#pragma unroll
+    for (int j = 0; j < Config::kTileN / 8; ++j) {
+      const int col = tile.col + 8 * j + 2 * (lane % 4);
+      if (col >= cols) continue;
+      float x = acc[4 * j + 2 * h], y = acc[4 * j + 2 * h + 1];
+      if (add) {
+        x += static_cast<float>(line[col]);
+        y += static_cast<float>(line[col + 1]);
+      }
+      line[col] = from_float<T>(x);
+      line[col + 1] = from_float<T>(y);
+    }
+  }
+}
+
+template <typename T, typename Config>
+__device__ __forceinline__ void store_tile(float (&acc)[Config::kTileN / 2],
+                                           uint8_t (&staging)[Config::kTileN / 64][2048],
+                                           const CUtensorMap& map, const Epilogue& epilogue,
+                                           const GemmShape& shape, const Tile& tile, int row,
+                                           bool overwrite) {
+  if (!Config::kByDepth && epilogue.bias != nullptr)
+    add_bias<T, Config>(acc,
+                        static_cast<const T*>(epilogue.bias) + tile.group * epilogue.bias_stride,
+                        tile.col, shape.cols);
+  // All groups' matrices are one below the other.
+  const int before = Config::kByDepth ? tile.group * shape.rows : 0;
+  const int first = before + row, limit = before + tile.row_limit;
+  if (epilogue.copied && (overwrite || sizeof(T) == 4))
+    copy_tile<T, Config>(acc, staging, map, tile, first, limit, shape.cols, !overwrite);
+  else
+    write_tile<T, Config>(acc, static_cast<T*>(epilogue.out), tile, first, limit, shape.cols,
+                          !overwrite);
+}
+
+// A number that the compiler knows where it is passed on.
+template <int value>
+struct Constant {
+  __device__ constexpr operator int() const { return value; }
+};
 
 // Multiplies every tile of this block, 64 rows a warpgroup.
 template <typename Config>
-__device__ void consume(GemmShared<Config>& shared, const Epilogue& epilogue,
-                        const GemmShape& shape) {
+__device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
+                        const Epilogue& epilogue, const GemmShape& shape) {
   const int math_group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 - 4,
             lane = threadIdx.x % 32;
   const auto release = [&](int stage) {
     __syncwarp();  // the whole warp has read the stage's scales
-    if (lane < Config::kCluster) sm90::barrier_arrive_at(&shared.empty[stage], lane);
+    if (lane < kCluster) sm90::barrier_arrive_at(&shared.empty[stage], lane);
   };
   const bool overwrite =
       !epilogue.accumulate || (epilogue.overwrite != nullptr && *epilogue.overwrite);
   constexpr int count = Config::kTileN / 2;
   const WarpgroupOperands<Config> operands(shared, math_group);
   RingPosition<Config::kStages> ring;
-  const int tiles = tile_count<Config>(shared.groups, shape);
-  for (int number = blockIdx.x / Config::kCluster; number < tiles;
-       number += gridDim.x / Config::kCluster) {
-    const Tile tile = tile_of<Config>(number, shared.groups, shape);
-    float sum[count];
-#pragma unroll
-    for (int i = 0; i < count; ++i) sum[i] = 0;
+  for (int number = 0;; ++number) {
+    const Tile& tile = shared.tiles[number % kTileRing];
+    sm90::barrier_wait(&shared.full[ring.stage], ring.parity);
+    const int steps = tile.steps;
+    if (steps < 0) break;
+    if (steps == 0) {
+      release(ring.stage);
+      ring.advance();
+      if (!overwrite) continue;  // an empty group adds nothing
+    }
+    if (tile.row + math_group * 64 >= tile.row_limit || tile.col >= shape.cols) {
+      for (int step = 0; step < steps; ++step, ring.advance()) {
+        sm90::barrier_wait(&shared.full[ring.stage], ring.parity);
+        release(ring.stage);
+      }
+      continue;
+    }
 
+    float sum[count];
+    const float zero = sm90::opaque_zero();
+#pragma unroll
+    for (int i = 0; i < count; ++i) sum[i] = zero;
     if constexpr (Config::kScaled) {
       // Promotion: every 128 of the depth is summed by the tensor cores on its own, scaled, and
       // added in float32. The tensor cores keep about 14 bits of a sum in FP8; float32 keeps 24.
-      const int row =
+      //
+      // One warpgroup's products run while the other one scales. Whatever the next step needs is
+      // made ready while the products run: what a warpgroup does besides counts twice.
+      const int scale_row =
           warp % 4 * 16 + lane / 4 + math_group * 64 + (Config::kByDepth ? 0 : tile.row % 4);
-      for (int step = 0; step < tile.steps; ++step, ring.advance()) {
-        float acc[count];
-        sm90::barrier_wait(&shared.full[ring.stage], ring.parity);
+      const bool middle_is_first = tile.col % kTileM == 0;
+      bool ready = true;
+      float acc[count];
+      const auto step_of = [&](auto stage) {
+        if (!ready) sm90::barrier_wait(&shared.full[stage], ring.parity);
         sm90::pin(acc);
-        sm90::wgmma_fence();
-        operands.multiply(ring.stage, acc, false);
-        sm90::wgmma_commit();
-        const auto& scales = shared.scales[ring.stage];
-        const float scale_0 = scales.a[row], scale_1 = scales.a[row + 8];
-        float2 weight{};
-        if constexpr (!Config::kByDepth) weight = *reinterpret_cast<const float2*>(scales.b);
-        sm90::wgmma_wait<0>();
-        sm90::pin(acc);
+        operands.multiply(stage, acc, false);
+        const auto& scales = shared.scales[stage];
+        const int next = stage + 1 == Config::kStages ? 0 : stage + 1;
+        if (next == 0) ring.parity ^= 1;
+        const float scale_0 = scales.a[scale_row], scale_1 = scales.a[scale_row + 8];
         if constexpr (Config::kByDepth) {
+          constexpr int pairs = Config::kTileN / 8;
+          constexpr int ahead = 5;  // scales on their way; 4 and 12 spill registers
+          float2 scale[pairs];
+          const float2* of_columns = reinterpret_cast<const float2*>(scales.b) + lane % 4;
 #pragma unroll
-          for (int j = 0; j < Config::kTileN / 8; ++j) {
-            const float2 scale =
-                *reinterpret_cast<const float2*>(&scales.b[8 * j + 2 * (lane % 4)]);
-            sum[4 * j + 0] += scale_0 * scale.x * acc[4 * j + 0];
-            sum[4 * j + 1] += scale_0 * scale.y * acc[4 * j + 1];
-            sum[4 * j + 2] += scale_1 * scale.x * acc[4 * j + 2];
-            sum[4 * j + 3] += scale_1 * scale.y * acc[4 * j + 3];
+          for (int j = 0; j < ahead; ++j) scale[j] = of_columns[4 * j];
+          ready = sm90::barrier_test(&shared.full[next], ring.parity);
+          sm90::wgmma_wait<0>();
+          sm90::pin(acc);
+#pragma unroll
+          for (int j = 0; j < pairs; ++j) {
+            if (j + ahead < pairs) scale[j + ahead] = of_columns[4 * (j + ahead)];
+            sum[4 * j + 0] += scale_0 * (scale[j].x * acc[4 * j + 0]);
+            sum[4 * j + 1] += scale_0 * (scale[j].y * acc[4 * j + 1]);
+            sum[4 * j + 2] += scale_1 * (scale[j].x * acc[4 * j + 2]);
+            sum[4 * j + 3] += scale_1 * (scale[j].y * acc[4 * j + 3]);
           }
-          release(ring.stage);
+          release(stage);
         } else {
-          const float middle = tile.col % kTileM == 0 ? weight.x : weight.y;
-          release(ring.stage);
+          const float2 weight = *reinterpret_cast<const float2*>(scales.b);
+          const float middle = middle_is_first ? weight.x : weight.y;
+          ready = sm90::barrier_test(&shared.full[next], ring.parity);
+          sm90::wgmma_wait<0>();
+          sm90::pin(acc);
+          release(stage);
 #pragma unroll
           for (int j = 0; j < Config::kTileN / 8; ++j) {
             const float column_scale = j < 8 ? weight.x : j < 16 ? middle : weight.y;
@@ -461,88 +644,107 @@ __device__ void consume(GemmShared<Config>& shared, const Epilogue& epilogue,
             sum[4 * j + 3] += s1 * acc[4 * j + 3];
           }
         }
+        ring.stage = next;
+      };
+      // Whole rounds of the ring have their stages' addresses in the instructions: what else there
+      // is to compute for a step costs time that the tensor cores do not get back.
+      int left = steps;
+#pragma unroll 1
+      while (left > 0) {
+        if (ring.stage == 0 && left >= Config::kStages) {
+          do {
+            step_of(Constant<0>());
+            step_of(Constant<1>());
+            step_of(Constant<2>());
+            step_of(Constant<3>());
+            left -= Config::kStages;
+          } while (!Config::kByDepth && left >= Config::kStages);
+        } else {
+          step_of(ring.stage);
+          --left;
+        }
       }
     } else {
       // One stage's products stay in flight while the next is issued; a stage is given back when
       // the products of the one after it have been issued and its own are done.
       int previous = -1;
-      for (int step = 0; step < tile.steps; ++step, ring.advance()) {
-        sm90::barrier_wait(&shared.full[ring.stage], ring.parity);
-        if constexpr (Config::kByDepth) {
-          const int valid = tile.depth_rows - step * Config::kTileK;
-          if (valid < Config::kTileK) zero_stage_rows<Config>(shared.stages[ring.stage], valid);
-        }
+      bool ready = true;
+#pragma unroll 1
+      for (int step = 0; step < steps; ++step) {
+        if (!ready) sm90::barrier_wait(&shared.full[ring.stage], ring.parity);
         sm90::pin(sum);
-        sm90::wgmma_fence();
         operands.multiply(ring.stage, sum, true);
-        sm90::wgmma_commit();
+        const int stage = ring.stage;
+        ring.advance();
+        ready = sm90::barrier_test(&shared.full[ring.stage], ring.parity);
         sm90::wgmma_wait<1>();
         if (previous >= 0) release(previous);
-        previous = ring.stage;
+        previous = stage;
       }
       sm90::wgmma_wait<0>();
       sm90::pin(sum);
       if (previous >= 0) release(previous);
     }
 
-    const int first_row = tile.row + math_group * 64 + warp % 4 * 16;
-    if (!overwrite && tile.steps == 0) continue;  // an empty group adds nothing
-    Epilogue mine = epilogue;
-    const int item = epilogue.dtype == Output::kFloat ? 4 : 2;
-    if constexpr (Config::kByDepth)
-      mine.out = static_cast<char*>(epilogue.out) +
-                 static_cast<int64_t>(tile.group) * shape.rows * shape.cols * item;
-    if (mine.bias != nullptr)
-      mine.bias = tile.group == shape.E ? nullptr
-                                        : static_cast<const char*>(epilogue.bias) +
-                                              tile.group * epilogue.bias_stride * item;
     auto& staging = shared.store[warp];
+    const int first_row = tile.row + math_group * 64 + warp % 4 * kStoreRows;
     switch (epilogue.dtype) {
       case Output::kBFloat16:
-        store_tile<__nv_bfloat16, Config::kTileN>(sum, staging, mine, shape, tile, first_row,
-                                                  !overwrite);
+        store_tile<__nv_bfloat16, Config>(sum, staging, maps.out, epilogue, shape, tile, first_row,
+                                          overwrite);
         break;
       case Output::kHalf:
-        store_tile<__half, Config::kTileN>(sum, staging, mine, shape, tile, first_row, !overwrite);
+        store_tile<__half, Config>(sum, staging, maps.out, epilogue, shape, tile, first_row,
+                                   overwrite);
         break;
       case Output::kFloat:
-        store_tile<float, Config::kTileN>(sum, staging, mine, shape, tile, first_row, !overwrite);
+        store_tile<float, Config>(sum, staging, maps.out, epilogue, shape, tile, first_row,
+                                  overwrite);
         break;
     }
   }
+  if (sm90::elect()) sm90::store_wait<0>();  // shared memory is read until then
 }
 
 template <typename Config>
-__global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(Config::kCluster)
-    grouped_gemm_kernel(const __grid_constant__ CUtensorMap map_a,
-                        const __grid_constant__ CUtensorMap map_b,
-                        const __grid_constant__ CUtensorMap map_scale_a,
-                        const __grid_constant__ CUtensorMap map_scale_b,
-                        const int32_t* __restrict__ offs, const WeightScale weight_scale,
-                        const Epilogue epilogue, const GemmShape shape) {
+__global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster)
+    grouped_gemm_kernel(const __grid_constant__ TensorMaps maps, const int32_t* __restrict__ offs,
+                        const WeightScale weight_scale, const Epilogue epilogue,
+                        const GemmShape shape) {
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& shared = *reinterpret_cast<GemmShared<Config>*>(raw);
   if (threadIdx.x == 0) {
-    sm90::prefetch_tensor_map(&map_a);
-    sm90::prefetch_tensor_map(&map_b);
+    sm90::prefetch_tensor_map(&maps.a);
+    sm90::prefetch_tensor_map(&maps.b);
     for (int s = 0; s < Config::kStages; ++s) {
       sm90::barrier_init(&shared.full[s], Config::kScaled && !Config::kByDepth ? 2 : 1);
-      sm90::barrier_init(&shared.empty[s], kMathWarps * Config::kCluster);
+      sm90::barrier_init(&shared.empty[s], kMathWarps * kCluster);
     }
     sm90::fence_barrier_init();
   }
-  load_groups<kThreads>(shared.groups, offs, shape.E, shape.T, kTileM);
+  if constexpr (Config::kByDepth) {
+    load_groups<kThreads>(shared.groups, offs, shape.E, shape.T, TilesOf{kTileM});
+  } else {
+    for (int i = threadIdx.x; i < kZeroBytes / 16; i += kThreads)
+      reinterpret_cast<uint4*>(shared.zeros)[i] = make_uint4(0, 0, 0, 0);
+    sm90::fence_shared_for_async();
+    const int cols = col_tiles<Config>(shape);
+    load_groups<kThreads>(shared.groups, offs, shape.E, shape.T,
+                          [cols](int rows) { return cluster_tiles(row_tiles(rows), cols); });
+  }
   // No block copies into another, or arrives there, before its barriers stand.
   sm90::cluster_sync();
 
   if (threadIdx.x < 128) {
     sm90::give_registers<40>();
-    if (threadIdx.x == 0) produce<Config>(shared, map_a, map_b, map_scale_a, map_scale_b, shape);
+    if (threadIdx.x == 0) produce<Config>(shared, maps, shape);
     if constexpr (Config::kScaled && !Config::kByDepth)
       if (threadIdx.x / 32 == 1) produce_weight_scales<Config>(shared, weight_scale, shape);
+    if constexpr (!Config::kByDepth)
+      if (threadIdx.x / 32 == 2 && sm90::elect()) zero_tail<Config>(shared, epilogue, shape);
   } else {
     sm90::take_registers<232>();
-    consume<Config>(shared, epilogue, shape);
+    consume<Config>(shared, maps, epilogue, shape);
   }
   __syncwarp();
   sm90::cluster_sync();  // nor leaves while another may still arrive at its barriers

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kFloatThreads, 2)
                             const GemmShape shape) {
   __shared__ GroupTable groups;
   __shared__ float a_tile[kFloatDepth][kFloatTile + 1], b_tile[kFloatDepth][kFloatTile + 1];
-  load_groups<kFloatThreads>(groups, offs, shape.E, shape.T, kFloatTile);
+  load_groups<kFloatThreads>(groups, offs, shape.E, shape.T, TilesOf{kFloatTile});
   const bool overwrite =
       !epilogue.accumulate || (epilogue.overwrite != nullptr && *epilogue.overwrite);
 

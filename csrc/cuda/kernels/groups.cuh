@@ -78,15 +78,21 @@ __device__ void scan(int32_t* values, int count, int32_t* warp_carry, Op op) {
 
 }  // namespace detail
 
-// Fills the table; called by all `threads` threads of the block, ends with a barrier.
-template <int threads>
-__device__ void load_groups(GroupTable& table, const int32_t* offs, int E, int T,
-                            int rows_per_tile) {
+// Tiles of `rows` rows, a group's last one rounded up.
+struct TilesOf {
+  int rows;
+  __device__ int operator()(int group_rows) const { return (group_rows + rows - 1) / rows; }
+};
+
+// Fills the table with tiles_of(rows) tiles a group; called by all `threads` threads of the block,
+// ends with a barrier.
+template <int threads, typename Tiles>
+__device__ void load_groups(GroupTable& table, const int32_t* offs, int E, int T, Tiles tiles_of) {
   for (int e = threadIdx.x; e < E; e += threads) table.row_end[e] = min(max(offs[e], 0), T);
   __syncthreads();
   detail::scan<threads>(table.row_end, E, table.warp_carry, detail::Maximum());
   for (int e = threadIdx.x; e < E; e += threads)
-    table.tile_end[e] = (table.row_end[e] - table.row_begin(e) + rows_per_tile - 1) / rows_per_tile;
+    table.tile_end[e] = tiles_of(table.row_end[e] - table.row_begin(e));
   __syncthreads();
   detail::scan<threads>(table.tile_end, E, table.warp_carry, detail::Sum());
 }

@@ -7,6 +7,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -71,6 +72,21 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
       : "memory");
 }
 
+// Whether the phase of the given parity is over.
+__device__ __forceinline__ bool barrier_test(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // --- tensor copies
 // ----------------------------------------------------------------------------------- Coordinates
 // are in elements, innermost first; what lies outside the tensor arrives as zero.
@@ -79,47 +95,108 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-__device__ __forceinline__ void load_2d(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
-                                        int c1) {
+// A tile from the coordinates c0, c1, ... on, to this block (mask 0) or to every block of the cluster
+// that `mask` names, at the same place in each, and counted by each one's own barrier.
+#define GROUPED_LINEAR_LOAD ".shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+__device__ __forceinline__ void load_2d(void* to, const CUtensorMap* map, uint64_t* barrier,
+                                        uint16_t mask, int c0, int c1) {
+  if (mask == 0)
+    asm volatile("cp.async.bulk.tensor.2d" GROUPED_LINEAR_LOAD
+                 " [%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1)
+                 : "memory");
+  else
+    asm volatile("cp.async.bulk.tensor.2d" GROUPED_LINEAR_LOAD
+                 ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "h"(mask)
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_3d(void* to, const CUtensorMap* map, uint64_t* barrier,
+                                        uint16_t mask, int c0, int c1, int c2) {
+  if (mask == 0)
+    asm volatile("cp.async.bulk.tensor.3d" GROUPED_LINEAR_LOAD
+                 " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(to)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2)
+                 : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.3d" GROUPED_LINEAR_LOAD
+        ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "h"(mask)
+        : "memory");
+}
+
+__device__ __forceinline__ void load_4d(void* to, const CUtensorMap* map, uint64_t* barrier,
+                                        uint16_t mask, int c0, int c1, int c2, int c3) {
+  if (mask == 0)
+    asm volatile("cp.async.bulk.tensor.4d" GROUPED_LINEAR_LOAD
+                 " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(to)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.4d" GROUPED_LINEAR_LOAD
+        ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(mask)
+        : "memory");
+}
+
+__device__ __forceinline__ void load_5d(void* to, const CUtensorMap* map, uint64_t* barrier,
+                                        uint16_t mask, int c0, int c1, int c2, int c3, int c4) {
+  if (mask == 0)
+    asm volatile("cp.async.bulk.tensor.5d" GROUPED_LINEAR_LOAD
+                 " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(to)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+                 : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.5d" GROUPED_LINEAR_LOAD
+        ".multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4),
+        "h"(mask)
+        : "memory");
+}
+#undef GROUPED_LINEAR_LOAD
+
+// Copies out of shared memory, in groups that the issuing thread commits and waits for.
+__device__ __forceinline__ void store_4d(const CUtensorMap* map, const void* from, int c0, int c1,
+                                         int c2, int c3) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)),
-      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1)
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::
+          "l"(map),
+      "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
 
-__device__ __forceinline__ void load_3d(void* to, const CUtensorMap* map, uint64_t* barrier, int c0,
-                                        int c1, int c2) {
+// The same, adding to what is there.
+__device__ __forceinline__ void add_4d(const CUtensorMap* map, const void* from, int c0, int c1,
+                                       int c2, int c3) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(to)),
-      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2)
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group"
+      " [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+      "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
 
-// The same to every block of the cluster that `mask` names, at the same place in each, and counted
-// by each one's own barrier.
-__device__ __forceinline__ void load_2d_multicast(void* to, const CUtensorMap* map,
-                                                  uint64_t* barrier, int c0, int c1,
-                                                  uint16_t mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
-      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "h"(mask)
-      : "memory");
+__device__ __forceinline__ void store_bytes(void* to, const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
 }
 
-__device__ __forceinline__ void load_3d_multicast(void* to, const CUtensorMap* map,
-                                                  uint64_t* barrier, int c0, int c1, int c2,
-                                                  uint16_t mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
-      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "h"(mask)
-      : "memory");
+__device__ __forceinline__ void store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Orders this thread's ordinary writes to shared memory before what wgmma reads there.
+// Waits until at most `in_flight` groups still have to be read from shared memory.
+template <int in_flight>
+__device__ __forceinline__ void store_wait() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(in_flight) : "memory");
+}
+
+// Orders this thread's ordinary writes to shared memory before what wgmma and the copy engine read
+// there.
 __device__ __forceinline__ void fence_shared_for_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -134,6 +211,16 @@ __device__ __forceinline__ void give_registers() {
 template <int count>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+// True in one thread of a warp that is here as a whole. The compiler knows that it is one, and keeps
+// what the copy engine needs in uniform registers without a loop over the threads.
+__device__ __forceinline__ bool elect() {
+  uint32_t chosen;
+  asm volatile(
+      "{\n.reg .pred chosen;\nelect.sync _|chosen, 0xffffffff;\nselp.u32 %0, 1, 0, chosen;\n}\n"
+      : "=r"(chosen));
+  return chosen != 0;
 }
 
 __device__ __forceinline__ uint32_t cluster_rank() {
@@ -153,6 +240,20 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Stores four 8 x 8 tiles of 16-bit values from a warp's fragments: lane i names a line of 16 bytes
+// of tile i / 8.
+__device__ __forceinline__ void store_matrix(void* line, uint32_t r0, uint32_t r1, uint32_t r2,
+                                             uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(line)),
+               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+               : "memory");
+}
+
 // --- warpgroup products
 // ------------------------------------------------------------------------------
 
@@ -167,6 +268,12 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(in_flight) : "memory");
 }
 
+__device__ __forceinline__ float opaque_zero() {
+  float zero;
+  asm volatile("mov.f32 %0, 0f00000000;" : "=f"(zero));
+  return zero;
+}
+
 // Keeps the compiler from moving uses of an accumulator across a wgmma wait or fence.
 template <int count>
 __device__ __forceinline__ void pin(float (&d)[count]) {
@@ -179,10 +286,10 @@ __device__ __forceinline__ void pin(float (&d)[count]) {
 //   K-major (a line is 128 bytes along K): stride = bytes between groups of 8 lines; leading
 //   unused. M/N-major (a line is 64 elements along M or N): leading = bytes between 64-element
 //   columns, stride = bytes between groups of 8 lines along K.
-__device__ __forceinline__ uint64_t operand(const void* base, uint32_t leading_bytes,
+__device__ __forceinline__ uint64_t operand(uint32_t sixteenths, uint32_t leading_bytes,
                                             uint32_t stride_bytes) {
-  return uint64_t{(shared_address(base) & 0x3ffffu) >> 4} | (uint64_t{leading_bytes >> 4} << 16) |
-         (uint64_t{stride_bytes >> 4} << 32) | (uint64_t{1} << 62);
+  return uint64_t{sixteenths | (leading_bytes >> 4) << 16} |
+         uint64_t{stride_bytes >> 4 | uint32_t{1} << 30} << 32;
 }
 
 // One m64n192 product with 96 accumulators a thread.
@@ -249,6 +356,32 @@ __device__ __forceinline__ uint64_t operand(const void* base, uint32_t leading_b
         "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]),               \
         "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])                \
       : "l"(a), "l"(b), "r"(add))
+
+// Four 8 x 16 byte tiles from shared memory into a warp's fragments; lane i names a line of tile
+// i / 8.
+__device__ __forceinline__ void load_matrix(uint32_t (&r)[4], const void* line) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(line))
+               : "memory");
+}
+
+// d = (add ? d : 0) + a @ b.T with a 64 x 32 e4m3 a in registers and 96 columns.
+__device__ __forceinline__ void wgmma_fp8_n96(float (&d)[48], const uint32_t (&a)[4], uint64_t b,
+                                              int add) {
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %53, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, {%48, %49, %50, %51}, "
+      "%52, add, 1, 1;\n}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
+        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
+        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
 
 // d = (add ? d : 0) + a @ b.T, a 64 x n product. Majors: 0 K-major, 1 M/N-major.
 template <typename T, int n, int a_major, int b_major>
