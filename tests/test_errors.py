@@ -22,6 +22,7 @@ from samples import (
 )
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 GROUPS_3 = Groups((3, 0, 7), 12, K=144, N=32)
 I32 = torch.int32
@@ -40,10 +41,7 @@ def like(t: Tensor, *sizes: int | None) -> Tensor:
 
 def fake_sentence(sample: Sample) -> str:
     with FakeTensorMode() as mode:
-        arguments = {
-            name: mode.from_tensor(v) if isinstance(v, Tensor) else v
-            for name, v in sample.arguments.items()
-        }
+        arguments = tree_map_only(Tensor, mode.from_tensor, sample.arguments)
         return sentence(Sample(sample.op, arguments))
 
 
@@ -339,7 +337,7 @@ def test_grouped_scaled_mm() -> None:
 grouped_scaled_mm: a must be 2-D, got 1-D
 grouped_scaled_mm: a must be float8_e4m3fn, got uint8
 grouped_scaled_mm: K must be a positive multiple of 16, got 24
-grouped_scaled_mm: scale_a must be 2-D, got 1-D
+grouped_scaled_mm: E differs: scale_a has 12, offs has 3
 grouped_scaled_mm: scale_a must be float32, got float16
 grouped_scaled_mm: the number of K blocks differs: a has 2, scale_a has 3
 grouped_scaled_mm: the number of scale rows differs: a has 12, scale_a has 16
@@ -477,7 +475,7 @@ grouped_scaled_mm_wgrad: dy_t must be 3-D, got 2-D
 grouped_scaled_mm_wgrad: dy_t must be float8_e4m3fn, got float32
 grouped_scaled_mm_wgrad: dy_t must hold blocks of 128 rows, got 64
 grouped_scaled_mm_wgrad: N must be a positive multiple of 16, got 24
-grouped_scaled_mm_wgrad: scale_dy_t must be 2-D, got 1-D
+grouped_scaled_mm_wgrad: E differs: scale_dy_t has 32, offs has 3
 grouped_scaled_mm_wgrad: scale_dy_t must be float32, got float64
 grouped_scaled_mm_wgrad: the number of blocks differs: dy_t has 3, scale_dy_t has 1
 grouped_scaled_mm_wgrad: N differs: dy_t has 32, scale_dy_t has 16
@@ -508,7 +506,7 @@ grouped_scaled_mm_wgrad_: dy_t must be 3-D, got 2-D
 grouped_scaled_mm_wgrad_: dy_t must be float8_e4m3fn, got float32
 grouped_scaled_mm_wgrad_: dy_t must hold blocks of 128 rows, got 64
 grouped_scaled_mm_wgrad_: N must be a positive multiple of 16, got 24
-grouped_scaled_mm_wgrad_: scale_dy_t must be 2-D, got 1-D
+grouped_scaled_mm_wgrad_: E differs: scale_dy_t has 32, offs has 3
 grouped_scaled_mm_wgrad_: scale_dy_t must be float32, got float64
 grouped_scaled_mm_wgrad_: the number of blocks differs: dy_t has 3, scale_dy_t has 1
 grouped_scaled_mm_wgrad_: N differs: dy_t has 32, scale_dy_t has 16

@@ -93,9 +93,14 @@ def test_grouped_mm(op: str, groups: Groups, variant: str, device: str) -> None:
 
 def dequantized(sample: Sample) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The operands of grouped_scaled_mm as numbers."""
-    a = reference.dequantize_rowwise(sample["a"], sample["scale_a"], sample["offs"])
-    b = reference.dequantize_weight(sample["b"], sample["scale_b"])
-    return a, b, sample["offs"], sample.get("bias")
+    offs, scale_a, scale_b = sample["offs"], sample["scale_a"], sample["scale_b"]
+    if scale_a.dim() == 1:
+        a = reference.scale_groups(sample["a"], scale_a, offs)
+        b = sample["b"].double() * scale_b.double().view(-1, 1, 1)
+    else:
+        a = reference.dequantize_rowwise(sample["a"], scale_a, offs)
+        b = reference.dequantize_weight(sample["b"], scale_b)
+    return a, b, offs, sample.get("bias")
 
 
 def check_grouped_scaled_mm(sample: Sample, groups: Groups, device: str) -> None:
@@ -160,13 +165,22 @@ def test_huge_row_strides(device: str) -> None:
 # --- wgrad ---------------------------------------------------------------------------------------
 
 
+def columns(q_t: Tensor, scale_t: Tensor, offs_E: Tensor, num_rows: int) -> Tensor:
+    """Columnwise data as numbers, with a scale a block or a scale a group."""
+    if scale_t.dim() == 2:
+        return reference.dequantize_columnwise(q_t, scale_t, offs_E, num_rows)
+    ones = torch.ones(q_t.shape[:2], dtype=torch.float64)
+    x_TK = reference.dequantize_columnwise(q_t, ones, offs_E, num_rows)
+    return reference.scale_groups(x_TK, scale_t, offs_E)
+
+
 def wgrad_operands(sample: Sample, groups: Groups) -> tuple[Tensor, Tensor, Tensor]:
     """dy, x and offs as numbers, whichever form they are in."""
     offs = sample["offs"]
     if "dy" in sample.arguments:
         return sample["dy"], sample["x"], offs
     dy, x = (
-        reference.dequantize_columnwise(sample[q], sample[scale], offs, groups.T)
+        columns(sample[q], sample[scale], offs, groups.T)
         for q, scale in (("dy_t", "scale_dy_t"), ("x_t", "scale_x_t"))
     )
     return dy, x, offs

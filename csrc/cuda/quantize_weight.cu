@@ -10,7 +10,7 @@ namespace grouped_linear::cuda {
 
 std::tuple<Tensor, Tensor, Tensor> quantize_weight(const Tensor& w_in, double amax_epsilon,
                                                    bool power_of_two_scales, bool columnwise) {
-  check_quantize_weight(w_in, amax_epsilon);
+  check_quantize_weight("quantize_weight", w_in, amax_epsilon);
 
   const Launch launch("quantize_weight", w_in);
   const Tensor w = torch::stable::contiguous(w_in);
