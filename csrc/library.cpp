@@ -159,19 +159,19 @@ struct NoCuda<Return (*)(Arguments...)> {
 STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CUDA, m) {
   GROUPED_LINEAR_CUDA_OP(splits_to_offsets);
   GROUPED_LINEAR_CUDA_OP(group_quantize);
-  GROUPED_LINEAR_NO_CUDA(group_quantize_current);
-  GROUPED_LINEAR_NO_CUDA(group_quantize_delayed_);
-  GROUPED_LINEAR_NO_CUDA(group_quantize_mx);
-  GROUPED_LINEAR_NO_CUDA(group_round_mx);
+  GROUPED_LINEAR_CUDA_OP(group_quantize_current);
+  GROUPED_LINEAR_CUDA_OP(group_quantize_delayed_);
+  GROUPED_LINEAR_CUDA_OP(group_quantize_mx);
+  GROUPED_LINEAR_CUDA_OP(group_round_mx);
   GROUPED_LINEAR_CUDA_OP(group_dequantize);
   GROUPED_LINEAR_CUDA_OP(group_dequantize_t);
   GROUPED_LINEAR_CUDA_OP(grouped_bias_grad);
   GROUPED_LINEAR_CUDA_OP(quantize_weight);
-  GROUPED_LINEAR_NO_CUDA(quantize_weight_list);
-  GROUPED_LINEAR_NO_CUDA(refresh_weight_);
-  GROUPED_LINEAR_NO_CUDA(quantize_weight_current);
-  GROUPED_LINEAR_NO_CUDA(quantize_weight_delayed_);
-  GROUPED_LINEAR_NO_CUDA(update_scales_);
+  GROUPED_LINEAR_CUDA_OP(quantize_weight_list);
+  GROUPED_LINEAR_CUDA_OP(refresh_weight_);
+  GROUPED_LINEAR_CUDA_OP(quantize_weight_current);
+  GROUPED_LINEAR_CUDA_OP(quantize_weight_delayed_);
+  GROUPED_LINEAR_CUDA_OP(update_scales_);
   GROUPED_LINEAR_CUDA_OP(grouped_mm);
   GROUPED_LINEAR_CUDA_OP(grouped_scaled_mm);
   GROUPED_LINEAR_CUDA_OP(grouped_mm_wgrad);

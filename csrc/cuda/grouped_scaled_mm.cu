@@ -9,6 +9,11 @@ using ByDepth = GemmConfig<__nv_fp8_e4m3, 192, 4, 2, true, 0, 0>;
 
 constexpr ScalarType kE4m3 = ScalarType::Float8_e4m3fn;
 
+// One scale a group: the kernel does not have it yet.
+void check_blocks(const char* op, const Tensor& scale) {
+  check(scale.dim() != 1, op, ": scales of groups have no CUDA kernel yet, only CPU");
+}
+
 // A scale [rows, cols], read `width` columns at a time.
 CUtensorMap scale_map(const char* op, const Tensor& scale, uint32_t width) {
   return tensor_map(op, scale.data_ptr(), ScalarType::Float, 4, {scale.size(1), scale.size(0)},
@@ -46,6 +51,7 @@ Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& s
                          const Tensor& scale_b, const Tensor& offs_in,
                          const std::optional<Tensor>& bias_in, ScalarType out_dtype) {
   check_grouped_scaled_mm(a_in, b_in, scale_a_in, scale_b, offs_in, bias_in, out_dtype);
+  check_blocks("grouped_scaled_mm", scale_a_in);
 
   const Launch launch("grouped_scaled_mm", a_in);
   const int64_t T = a_in.size(0), K = a_in.size(1), N = b_in.size(1), E = b_in.size(0);
@@ -74,6 +80,7 @@ Tensor grouped_scaled_mm_wgrad(const Tensor& dy_t, const Tensor& x_t, const Tens
                                const Tensor& scale_x_t, const Tensor& offs, ScalarType out_dtype) {
   const char* op = "grouped_scaled_mm_wgrad";
   check_grouped_scaled_mm_wgrad(op, dy_t, x_t, scale_dy_t, scale_x_t, offs, out_dtype);
+  check_blocks(op, scale_dy_t);
 
   const Launch launch(op, x_t);
   Tensor dw = torch::stable::new_empty(
@@ -89,6 +96,7 @@ void grouped_scaled_mm_wgrad_(const Tensor& main_grad, const Tensor& dy_t, const
   const char* op = "grouped_scaled_mm_wgrad_";
   check_grouped_scaled_mm_wgrad(op, dy_t, x_t, scale_dy_t, scale_x_t, offs, ScalarType::Float);
   check_main_grad(op, main_grad, dy_t, offs.size(0), dy_t.size(1), x_t.size(1), overwrite);
+  check_blocks(op, scale_dy_t);
 
   const Launch launch(op, x_t);
   wgrad(launch, dy_t, x_t, scale_dy_t, scale_x_t, offs,

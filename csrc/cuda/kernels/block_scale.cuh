@@ -39,10 +39,11 @@ struct BlockScale {
   float factor, scale;
 };
 
-__device__ __forceinline__ BlockScale block_scale(float amax, ScaleRule rule) {
+__device__ __forceinline__ BlockScale block_scale(float amax, ScaleRule rule,
+                                                  float fp8_max = 448.0f) {
   amax = fmaxf(amax, rule.amax_epsilon);
   if (amax == 0) return {1, 1};
-  float factor = fminf(__fdiv_rn(448.0f, amax), 0x1p126f);  // 1 / factor stays a normal number
+  float factor = fminf(__fdiv_rn(fp8_max, amax), 0x1p126f);  // 1 / factor stays a normal number
   if (rule.power_of_two) factor = __uint_as_float(__float_as_uint(factor) & 0x7f800000);
   return {factor, __fdiv_rn(1.0f, factor)};
 }
