@@ -115,7 +115,7 @@ class DelayedScalingState(nn.Module):
 
 
 @torch.no_grad()
-def update_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def update_scales(model: nn.Module, group: "dist.ProcessGroup | None" = None) -> None:
     """Roll the scales of every delayed-scaling layer in a model: once a step, after backward.
 
     One op for all layers that share a margin and an algorithm; a model without such layers is left
