@@ -17,7 +17,7 @@ Tensor group_dequantize(const Tensor& q_in, const Tensor& scale_in, const Tensor
   torch::stable::parallel_for(0, valid, 16, [&](int64_t begin, int64_t end) {
     std::vector<float> row(K);
     for (int64_t t = begin; t < end; ++t) {
-      dequantize_row(row_of(q, t), q.scalar_type(), K, scales + t, scale_stride, row.data());
+      dequantize_row(row_of(q, t), K, scales + t, scale_stride, row.data());
       store_row(row.data(), K, dtype, row_of(x, t));
     }
   });
@@ -38,7 +38,7 @@ Tensor group_dequantize_t(const Tensor& q_t_in, const Tensor& scale_t_in, const 
     std::vector<float> columns(K * kBlock), row(K);
     for (int64_t b = begin; b < end; ++b) {
       const auto* scales = reinterpret_cast<const float*>(row_of(scale_t, b));
-      dequantize_row(row_of(q_t, b), q_t.scalar_type(), K * kBlock, scales, 1, columns.data());
+      dequantize_row(row_of(q_t, b), K * kBlock, scales, 1, columns.data());
       for (int64_t t = blocks[b].begin; t < blocks[b].end; ++t) {
         for (int64_t k = 0; k < K; ++k) row[k] = columns[k * kBlock + t - blocks[b].begin];
         store_row(row.data(), K, dtype, row_of(x, t));

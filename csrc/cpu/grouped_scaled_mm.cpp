@@ -1,74 +1,56 @@
-// FP8 products, with a scale a block or a scale a group: operands are dequantized to float32 a group at a time, so the sum over
+// Block-scaled FP8 products: operands are dequantized to float32 a group at a time, so the sum over
 // K is in float32 throughout. That is what promoting every 128 of K is for on a GPU.
 
 #include "../checks.h"
 #include "../ops.h"
 #include "matmul.h"
+#include "per_group_mm.h"
 
 namespace grouped_linear::cpu {
 namespace {
 
-// Scales of group e where element (i, j) is scaled by first[i * row_stride + j / 128 * col_stride].
-// A group's only scale has strides of 0.
-struct Scales {
-  const float* first;
-  int64_t row_stride, col_stride;
-};
-
-Scales only_scale(const Tensor& scale_E, int64_t e) {
-  return {scale_E.const_data_ptr<float>() + e * scale_E.stride(0), 0, 0};
-}
-
-// Rows [begin, end) of group e, of q [T, K] with scale [ceil(K / 128), >= T] or [E].
-Scratch dequantize_rows(const Tensor& q, const Tensor& scale, int64_t e, int64_t begin,
-                        int64_t end) {
+// Rows [begin, end) of q [T, K] with scale [ceil(K / 128), >= T].
+Scratch dequantize_rows(const Tensor& q, const Tensor& scale, int64_t begin, int64_t end) {
   const Matrix m = rows_of(q, begin, end);
   const auto* first = static_cast<const char*>(m.first);
-  const Scales s = scale.dim() == 1
-                       ? only_scale(scale, e)
-                       : Scales{scale.const_data_ptr<float>() + begin, 1, scale.stride(0)};
+  const float* scales = scale.const_data_ptr<float>() + begin;
+  const int64_t scale_stride = scale.stride(0);
   Scratch x(m.rows, m.cols);
   torch::stable::parallel_for(0, m.rows, 16, [&](int64_t from, int64_t to) {
     for (int64_t r = from; r < to; ++r)
-      dequantize_row(first + r * m.row_stride, m.dtype, m.cols, s.first + r * s.row_stride,
-                     s.col_stride, x.row(r));
+      dequantize_row(first + r * m.row_stride, m.cols, scales + r, scale_stride, x.row(r));
   });
   return x;
 }
 
-// Expert e of q [E, N, K] with scale [E, ceil(N / 128), ceil(K / 128)] of any strides, or [E].
+// Expert e of q [E, N, K] with scale [E, ceil(N / 128), ceil(K / 128)] of any strides.
 Scratch dequantize_weight(const Tensor& q, const Tensor& scale, int64_t e) {
   const Matrix m = group_of(q, e);
   const auto* first = static_cast<const char*>(m.first);
-  const Scales s = scale.dim() == 1 ? only_scale(scale, e)
-                                    : Scales{scale.const_data_ptr<float>() + e * scale.stride(0),
-                                             scale.stride(1), scale.stride(2)};
+  const float* scales = scale.const_data_ptr<float>() + e * scale.stride(0);
+  const int64_t row_stride = scale.stride(1), col_stride = scale.stride(2);
   Scratch w(m.rows, m.cols);
   torch::stable::parallel_for(0, m.rows, 16, [&](int64_t from, int64_t to) {
     for (int64_t n = from; n < to; ++n)
-      dequantize_row(first + n * m.row_stride, m.dtype, m.cols, s.first + n / kBlock * s.row_stride,
-                     s.col_stride, w.row(n));
+      dequantize_row(first + n * m.row_stride, m.cols, scales + n / kBlock * row_stride, col_stride,
+                     w.row(n));
   });
   return w;
 }
 
-// Columnwise data of group e: the blocks from `begin` on of q_t [blocks, K, 128] with
-// scale_t [blocks, K] or [E] -> [K, rows].
-Scratch dequantize_columns(const Tensor& q_t, const Tensor& scale_t, int64_t e, int64_t begin,
-                           int64_t rows) {
+// One group of columnwise data: the blocks from `begin` on of q_t [blocks, K, 128] with
+// scale_t [blocks, K] -> [K, rows].
+Scratch dequantize_columns(const Tensor& q_t, const Tensor& scale_t, int64_t begin, int64_t rows) {
   const int64_t K = q_t.size(1);
   const char* first = row_of(q_t, begin);
-  const Scales s = scale_t.dim() == 1
-                       ? only_scale(scale_t, e)
-                       : Scales{scale_t.const_data_ptr<float>() + begin * scale_t.stride(0), 1,
-                                scale_t.stride(0)};
+  const float* scales = scale_t.const_data_ptr<float>() + begin * scale_t.stride(0);
+  const int64_t scale_stride = scale_t.stride(0);
   Scratch x_t(K, rows);
   torch::stable::parallel_for(0, K, 16, [&](int64_t from, int64_t to) {
     for (int64_t r = 0; r < rows; r += kBlock)
       for (int64_t k = from; k < to; ++k)
-        dequantize_row(first + (r / kBlock * K + k) * kBlock, q_t.scalar_type(),
-                       std::min(kBlock, rows - r),
-                       s.first + r / kBlock * s.col_stride + k * s.row_stride, 0, x_t.row(k) + r);
+        dequantize_row(first + (r / kBlock * K + k) * kBlock, std::min(kBlock, rows - r),
+                       scales + r / kBlock * scale_stride + k, 0, x_t.row(k) + r);
   });
   return x_t;
 }
@@ -100,8 +82,8 @@ struct ColumnGroups {
 void wgrad(const Matrix& dw, const Tensor& dy_t, const Tensor& x_t, const Tensor& scale_dy_t,
            const Tensor& scale_x_t, const ColumnGroups& groups, int64_t e) {
   const int64_t begin = groups.first_blocks[e], rows = groups.rows(e);
-  Scratch dy = dequantize_columns(dy_t, scale_dy_t, e, begin, rows);
-  Scratch x = dequantize_columns(x_t, scale_x_t, e, begin, rows);
+  Scratch dy = dequantize_columns(dy_t, scale_dy_t, begin, rows);
+  Scratch x = dequantize_columns(x_t, scale_x_t, begin, rows);
   matmul_and_store(dw, dy.view(), x.view().transposed(), nullptr);
 }
 
@@ -111,6 +93,8 @@ Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& s
                          const Tensor& scale_b, const Tensor& offs,
                          const std::optional<Tensor>& bias_in, ScalarType out_dtype) {
   check_grouped_scaled_mm(a_in, b_in, scale_a_in, scale_b, offs, bias_in, out_dtype);
+  if (scale_a_in.dim() == 1)
+    return per_group_mm(a_in, b_in, scale_a_in, scale_b, offs, bias_in, out_dtype);
   const Tensor a = inner_contiguous(a_in), b = inner_contiguous(b_in);
   const Tensor scale_a = inner_contiguous(scale_a_in);
   const std::optional<Tensor> bias = inner_contiguous(bias_in);
@@ -122,7 +106,7 @@ Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& s
   for (int64_t e = 0; e < offs.size(0); ++e) {
     const int64_t begin = starts[e], end = starts[e + 1];
     if (begin == end) continue;
-    Scratch a_e = dequantize_rows(a, scale_a, e, begin, end);
+    Scratch a_e = dequantize_rows(a, scale_a, begin, end);
     Scratch b_e = dequantize_weight(b, scale_b, e);
     if (bias) load_row(row_of(*bias, e), out_dtype, N, bias_row.data());
     matmul_and_store(rows_of(y, begin, end), a_e.view(), b_e.view().transposed(),
@@ -137,6 +121,8 @@ Tensor grouped_scaled_mm_wgrad(const Tensor& dy_t_in, const Tensor& x_t_in,
                                const Tensor& offs, ScalarType out_dtype) {
   const char* op = "grouped_scaled_mm_wgrad";
   check_grouped_scaled_mm_wgrad(op, dy_t_in, x_t_in, scale_dy_t_in, scale_x_t_in, offs, out_dtype);
+  if (scale_dy_t_in.dim() == 1)
+    return per_group_wgrad(op, dy_t_in, x_t_in, scale_dy_t_in, scale_x_t_in, offs, out_dtype);
   const Tensor dy_t = torch::stable::contiguous(dy_t_in), x_t = torch::stable::contiguous(x_t_in);
   const Tensor scale_dy_t = inner_contiguous(scale_dy_t_in);
   const Tensor scale_x_t = inner_contiguous(scale_x_t_in);
@@ -156,6 +142,9 @@ void grouped_scaled_mm_wgrad_(const Tensor& main_grad, const Tensor& dy_t_in, co
   check_grouped_scaled_mm_wgrad(op, dy_t_in, x_t_in, scale_dy_t_in, scale_x_t_in, offs,
                                 ScalarType::Float);
   check_main_grad(op, main_grad, dy_t_in, offs.size(0), dy_t_in.size(1), x_t_in.size(1), overwrite);
+  if (scale_dy_t_in.dim() == 1)
+    return per_group_wgrad_(op, main_grad, dy_t_in, x_t_in, scale_dy_t_in, scale_x_t_in, offs,
+                            overwrite);
   const Tensor dy_t = torch::stable::contiguous(dy_t_in), x_t = torch::stable::contiguous(x_t_in);
   const Tensor scale_dy_t = inner_contiguous(scale_dy_t_in);
   const Tensor scale_x_t = inner_contiguous(scale_x_t_in);

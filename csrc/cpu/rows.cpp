@@ -14,17 +14,16 @@ GROUPED_LINEAR_EVERY_WIDTH void load_bf16(const uint16_t* row, int64_t n, float*
 GROUPED_LINEAR_EVERY_WIDTH void load_half(const uint16_t* row, int64_t n, float* values) {
   for (int64_t i = 0; i < n; ++i) values[i] = from_half(row[i]);
 }
+// e5m2 is the upper byte of a half.
+GROUPED_LINEAR_EVERY_WIDTH void load_e5m2(const uint8_t* row, int64_t n, float* values) {
+  for (int64_t i = 0; i < n; ++i) values[i] = from_half(static_cast<uint16_t>(row[i] << 8));
+}
 GROUPED_LINEAR_EVERY_WIDTH void load_e4m3(const uint8_t* row, int64_t n, float* values) {
   for (int64_t i = 0; i < n; ++i) values[i] = from_e4m3(row[i]);
 }
 GROUPED_LINEAR_EVERY_WIDTH void load_e4m3_scaled(const uint8_t* row, int64_t n, float scale,
                                                  float* values) {
   for (int64_t i = 0; i < n; ++i) values[i] = from_e4m3(row[i]) * scale;
-}
-// e5m2 is the upper byte of a half.
-GROUPED_LINEAR_EVERY_WIDTH void load_e5m2_scaled(const uint8_t* row, int64_t n, float scale,
-                                                 float* values) {
-  for (int64_t i = 0; i < n; ++i) values[i] = from_half(static_cast<uint16_t>(row[i] << 8)) * scale;
 }
 GROUPED_LINEAR_EVERY_WIDTH void store_bf16(const float* values, int64_t n, uint16_t* row) {
   for (int64_t i = 0; i < n; ++i) row[i] = to_bf16(values[i]);
@@ -41,6 +40,7 @@ void load_row(const void* row, ScalarType dtype, int64_t n, float* values) {
     case ScalarType::BFloat16: load_bf16(static_cast<const uint16_t*>(row), n, values); return;
     case ScalarType::Half: load_half(static_cast<const uint16_t*>(row), n, values); return;
     case ScalarType::Float8_e4m3fn: load_e4m3(static_cast<const uint8_t*>(row), n, values); return;
+    case ScalarType::Float8_e5m2: load_e5m2(static_cast<const uint8_t*>(row), n, values); return;
     default: fail("load_row: no conversion from this dtype");
   }
 }
@@ -54,17 +54,16 @@ void store_row(const float* values, int64_t n, ScalarType dtype, void* row) {
   }
 }
 
-void dequantize_row(const void* q, ScalarType format, int64_t n, const float* scales,
-                    int64_t scale_stride, float* values) {
+void dequantize_row(const void* q, int64_t n, const float* scales, int64_t scale_stride,
+                    float* values) {
   const auto* row = static_cast<const uint8_t*>(q);
-  const auto load = format == ScalarType::Float8_e5m2 ? load_e5m2_scaled : load_e4m3_scaled;
   for (int64_t i = 0; i < n; i += kBlock, scales += scale_stride)
-    load(row + i, std::min(kBlock, n - i), *scales, values + i);
+    load_e4m3_scaled(row + i, std::min(kBlock, n - i), *scales, values + i);
 }
 
 int64_t element_size(ScalarType dtype) {
-  if (dtype == ScalarType::Float8_e4m3fn || dtype == ScalarType::Float8_e5m2) return 1;
-  return dtype == ScalarType::Float ? 4 : 2;
+  if (dtype == ScalarType::Float8_e5m2) return 1;
+  return dtype == ScalarType::Float ? 4 : dtype == ScalarType::Float8_e4m3fn ? 1 : 2;
 }
 
 Tensor inner_contiguous(const Tensor& t) {

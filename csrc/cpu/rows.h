@@ -27,9 +27,9 @@ using torch::stable::Tensor;
 void load_row(const void* row, ScalarType dtype, int64_t n, float* values);
 void store_row(const float* values, int64_t n, ScalarType dtype, void* row);
 
-// values[i] = q[i] * scales[i / 128 * scale_stride] for n elements of an FP8 format.
-void dequantize_row(const void* q, ScalarType format, int64_t n, const float* scales,
-                    int64_t scale_stride, float* values);
+// values[i] = q[i] * scales[i / 128 * scale_stride] for n elements of e4m3.
+void dequantize_row(const void* q, int64_t n, const float* scales, int64_t scale_stride,
+                    float* values);
 
 int64_t element_size(ScalarType dtype);
 

@@ -64,10 +64,10 @@ GROUPED_LINEAR_EVERY_WIDTH void transpose_strip(const uint8_t q[8][kBlock], uint
 
 }  // namespace
 
-BlockScale block_scale(uint32_t amax_bits, ScaleRule rule, float fp8_max) {
+BlockScale block_scale(uint32_t amax_bits, ScaleRule rule) {
   const float amax = std::max(std::bit_cast<float>(amax_bits), rule.amax_epsilon);
   if (amax == 0) return {1, 1};
-  float factor = std::min(fp8_max / amax, 0x1p126f);  // the cap keeps 1 / factor a normal number
+  float factor = std::min(kE4m3Max / amax, 0x1p126f);  // the cap keeps 1 / factor a normal number
   if (rule.power_of_two) factor = std::bit_cast<float>(std::bit_cast<uint32_t>(factor) & kInfinity);
   return {factor, 1 / factor};
 }

@@ -18,9 +18,9 @@ struct BlockScale {
 };
 
 // amax_bits: the block's largest finite magnitude, as the bits of a float32.
-//   amax = max(amax, epsilon); factor = fp8_max / amax, at most 2^126, rounded down to a power of
-//   two on request; 1 where amax is 0. scale = 1 / factor.
-BlockScale block_scale(uint32_t amax_bits, ScaleRule rule, float fp8_max = 448.0f);
+//   amax = max(amax, epsilon); factor = 448 / amax, at most 2^126, rounded down to a power of two
+//   on request; 1 where amax is 0. scale = 1 / factor.
+BlockScale block_scale(uint32_t amax_bits, ScaleRule rule);
 
 class Tile {
  public:
