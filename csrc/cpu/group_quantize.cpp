@@ -23,13 +23,23 @@ template <typename Visit>
 void for_each_tile(const Tensor& x, const std::vector<RowBlock>& blocks, const Visit& visit) {
   const int64_t features = x.size(1), col_blocks = ceil_div(features, kBlock);
   const int64_t tiles = static_cast<int64_t>(blocks.size()) * col_blocks;
+  const ScalarType dtype = x.scalar_type();
+  const int64_t element = element_size(dtype), row_bytes = x.stride(0) * element;
+  const char* values = static_cast<const char*>(x.data_ptr());
   torch::stable::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
-    Tile tile;
+    Tile tile(dtype);
     for (int64_t t = begin; t < end; ++t) {
       const RowBlock& block = blocks[t / col_blocks];
-      const int64_t col = t % col_blocks * kBlock;
-      tile.load(row_of(x, block.begin) + col * element_size(x.scalar_type()), x.scalar_type(),
-                x.stride(0), block.end - block.begin, std::min(kBlock, features - col));
+      const int64_t col = t % col_blocks * kBlock, cols = std::min(kBlock, features - col);
+      const char* first = values + block.begin * row_bytes + col * element;
+      tile.fill(block.end - block.begin, cols, [&](int64_t r, void* tile_row) {
+        const char* row = first + r * row_bytes;
+        if (dtype == ScalarType::BFloat16)
+          std::memcpy(tile_row, row, cols * element);
+        else
+          load_row(row, dtype, cols, static_cast<float*>(tile_row));
+        prefetch_row(row + kBlock * element, kBlock * element);  // the next tile's
+      });
       visit(block, col, tile);
     }
   });
@@ -47,7 +57,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
 
   using Shape = std::vector<int64_t>;
   const auto output = [&x](bool wanted, const Shape& shape, ScalarType dtype) {
-    return torch::stable::new_empty(x, wanted ? shape : Shape{0}, dtype);
+    return new_output(x, wanted ? shape : Shape{0}, dtype);
   };
   const int64_t scale_stride = round_up(T, kScaleRowMultiple), Tp = padded_rows(T, E);
   Tensor q = output(rowwise, {T, K}, ScalarType::Float8_e4m3fn);
@@ -63,27 +73,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
   std::vector<float> block_sums(bias_grad ? blocks.size() * K : 0);
 
   const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
-  for_each_tile(x, blocks, [&](const RowBlock& block, int64_t col, const Tile& tile) {
+  for_each_tile(x, blocks, [&](const RowBlock& block, int64_t col, Tile& tile) {
     const int64_t rows = block.end - block.begin, cols = std::min(kBlock, K - col);
-    uint32_t amax[kBlock];
-    float factor[kBlock] = {};
+    float row_amax[kBlock], col_amax[kBlock], factor[kBlock], scale_of[kBlock];
+    ByteTile bytes;
+    tile.find_amax(row_amax, col_amax);
     if (rowwise) {
-      tile.row_amax(amax);
-      for (int64_t r = 0; r < rows; ++r) {
-        const BlockScale row = block_scale(amax[r], rule);
-        factor[r] = row.factor;
-        scales[col / kBlock * scale_stride + block.begin + r] = row.scale;
-      }
-      tile.quantize_rows(factor, q_bytes + block.begin * K + col, K);
+      block_scales(row_amax, rule, factor, scale_of);
+      std::memcpy(&scales[col / kBlock * scale_stride + block.begin], scale_of, rows * 4);
+      tile.quantize_by_rows(factor, bytes);
+      bytes.store(q_bytes + block.begin * K + col, K, rows, cols);
     }
     if (columnwise) {
-      tile.col_amax(amax);
-      for (int64_t c = 0; c < cols; ++c) {
-        const BlockScale column = block_scale(amax[c], rule);
-        factor[c] = column.factor;
-        scales_t[block.index * K + col + c] = column.scale;
-      }
-      tile.quantize_cols(factor, q_t_bytes + (block.index * K + col) * kBlock, kBlock, kBlock);
+      block_scales(col_amax, rule, factor, scale_of);
+      std::memcpy(&scales_t[block.index * K + col], scale_of, cols * 4);
+      tile.quantize_by_cols(factor, bytes);
+      bytes.store_turned(q_t_bytes + (block.index * K + col) * kBlock, kBlock, kBlock, cols);
     }
     if (bias_grad) tile.col_sums(&block_sums[block.index * K + col]);
   });

@@ -2,6 +2,10 @@
 
 #include <cstring>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include "../checks.h"
 #include "numerics.h"
 
@@ -90,6 +94,21 @@ std::vector<RowBlock> row_blocks(const std::vector<int64_t>& starts) {
       blocks.push_back({static_cast<int64_t>(e), begin, std::min(begin + kBlock, starts[e + 1]),
                         static_cast<int64_t>(blocks.size())});
   return blocks;
+}
+
+Tensor new_output(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {
+  Tensor t = torch::stable::new_empty(like, shape, dtype);
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t kPage = 4096;
+  const uintptr_t bytes = t.numel() * t.element_size();
+  if (bytes > (32 << 20)) {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(t.data_ptr());
+    const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
+    // A hint: where it is refused, pages stay small.
+    madvise(reinterpret_cast<void*>(first), (begin + bytes - first) / kPage * kPage, MADV_HUGEPAGE);
+  }
+#endif
+  return t;
 }
 
 void zero_rows(const Tensor& t, int64_t begin) {

@@ -51,6 +51,12 @@ struct RowBlock {
 std::vector<int64_t> group_starts(const char* op, const Tensor& offs, int64_t rows);
 std::vector<RowBlock> row_blocks(const std::vector<int64_t>& starts);
 
+// An output for an op to fill, with the device of `like`.
+//
+// The C library maps an allocation of more than 32 MiB anew every time, and its first touch, 4 KiB
+// a page fault, takes five times as long as filling it; so huge pages are asked for.
+Tensor new_output(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype);
+
 void zero_rows(const Tensor& t, int64_t begin);
 
 }  // namespace grouped_linear::cpu
