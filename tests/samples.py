@@ -18,6 +18,10 @@ import grouped_linear  # noqa: F401  registers the ops
 OPS = (
     "splits_to_offsets",
     "group_quantize",
+    "swiglu",
+    "swiglu_grad",
+    "group_quantize_swiglu",
+    "group_quantize_swiglu_grad",
     "group_dequantize",
     "group_dequantize_t",
     "grouped_bias_grad",
@@ -29,6 +33,7 @@ OPS = (
     "grouped_mm_wgrad_",
     "grouped_scaled_mm_wgrad_",
 )
+QUANTIZERS = ("group_quantize", "group_quantize_swiglu", "group_quantize_swiglu_grad")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)
 
@@ -128,6 +133,17 @@ def rows(groups: Groups, features: int, dtype: torch.dtype, layout: str = "dense
     return lay_out(x.to(dtype), layout)
 
 
+def gathered(
+    groups: Groups, features: int, dtype: torch.dtype, layout: str, index: torch.dtype
+) -> dict[str, Tensor]:
+    """x, and rows of it for each group's; what rows hold after them is no index."""
+    S = groups.valid + 3
+    x = lay_out(torch.randn(S, features).to(dtype), layout)
+    taken = torch.randint(S, (groups.T,)).to(index)
+    taken[groups.valid :] = torch.iinfo(index).min
+    return {"x": x, "rows": taken}
+
+
 def weight(groups: Groups, dtype: torch.dtype, layout: str = "dense") -> Tensor:
     return lay_out(torch.randn(groups.E, groups.N, groups.K).to(dtype), layout)
 
@@ -225,10 +241,12 @@ def specified(sample: Sample, results: list[Tensor]) -> list[Tensor]:
 
 def specified_masks(sample: Sample, results: list[Tensor]) -> list[Tensor]:
     masks = [torch.ones(t.shape, dtype=torch.bool) for t in results]
-    if sample.op == "group_quantize":
-        x, offs = sample["x"], sample["offs"]
-        valid = reference.groups(offs, x.size(0))[-1].stop
-        blocks = len(reference.row_blocks(offs, x.size(0)))
+    if sample.op in QUANTIZERS:
+        inputs = (sample.arguments.get(name) for name in ("rows", "x", "gate_up"))
+        T = next(t.size(0) for t in inputs if t is not None)
+        offs = sample["offs"]
+        valid = reference.groups(offs, T)[-1].stop
+        blocks = len(reference.row_blocks(offs, T))
         q, scale, q_t, scale_t, _ = masks
         q[valid:], scale[..., valid:], q_t[blocks:], scale_t[blocks:] = 4 * (False,)
     return masks
@@ -260,6 +278,13 @@ def make(
             tensors = {"m_splits": torch.tensor(groups.m_splits), "num_rows": groups.T}
         case "group_quantize":
             tensors = {"x": rows(groups, K, dtype, layout), "offs": offs}
+            if index := options.pop("index", None):
+                tensors |= gathered(groups, K, dtype, layout, index)
+        case "swiglu" | "group_quantize_swiglu":
+            tensors = {"gate_up": rows(groups, 2 * K, dtype, layout), "offs": offs}
+        case "swiglu_grad" | "group_quantize_swiglu_grad":
+            tensors = {"dh": rows(groups, K, dtype, layout)}
+            tensors |= {"gate_up": rows(groups, 2 * K, dtype, layout), "offs": offs}
         case "group_dequantize":
             q, scale = quantized_rows(groups, K)
             tensors = {"q": q, "scale": scale, "offs": offs, "dtype": dtype}
@@ -322,6 +347,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "scaled": {"stride": 144, "dtype": torch.int64},
     },
     "group_quantize": {
+        "both": {"columnwise": True, "bias_grad": True},
+        "columnwise": {"rowwise": False, "columnwise": True},
+        "exact_scales": {"columnwise": True, "power_of_two_scales": False, "amax_epsilon": 0.5},
+        **{name: {"columnwise": True, **v} for name, v in _LAYOUTS.items()},
+        "gathered": {"columnwise": True, "bias_grad": True, "index": torch.int32},
+        "gathered_strided": {"columnwise": True, "index": torch.int64, "layout": "strided"},
+    },
+    "swiglu": _LAYOUTS,
+    "swiglu_grad": _LAYOUTS,
+    "group_quantize_swiglu": {
+        "both": {"columnwise": True, "keep_h": True},
+        "columnwise": {"rowwise": False, "columnwise": True},
+        "exact_scales": {"columnwise": True, "power_of_two_scales": False, "amax_epsilon": 0.5},
+        **{name: {"columnwise": True, **v} for name, v in _LAYOUTS.items()},
+    },
+    "group_quantize_swiglu_grad": {
         "both": {"columnwise": True, "bias_grad": True},
         "columnwise": {"rowwise": False, "columnwise": True},
         "exact_scales": {"columnwise": True, "power_of_two_scales": False, "amax_epsilon": 0.5},

@@ -10,6 +10,7 @@ from samples import (
     DTYPES,
     GROUPS,
     OPS,
+    QUANTIZERS,
     Groups,
     Sample,
     bits,
@@ -50,7 +51,7 @@ def check_schema(sample: Sample) -> None:
             assert output.untyped_storage().data_ptr() not in storages
 
 
-def aot_check_of_group_quantize(sample: Sample, device: str) -> None:
+def aot_check_of_specified(sample: Sample, device: str) -> None:
     """opcheck's test_aot_dispatch_dynamic on what is specified of the outputs."""
     masks = [on(device, mask) for mask in specified_masks(sample, sample.results("cpu"))]
 
@@ -68,8 +69,8 @@ def test_opcheck(op: str, groups: Groups, variant: str, device: str) -> None:
     for dtype in DTYPES if few and variant == "plain" else (BF16,):
         sample = variant_of(op, groups, variant, dtype)
         utils = list(EVERY_UTIL)
-        if op == "group_quantize":
-            aot_check_of_group_quantize(sample, device)
+        if op in QUANTIZERS:
+            aot_check_of_specified(sample, device)
             utils.remove("test_aot_dispatch_dynamic")
         sample = sample.on(device)
         check_schema(sample)

@@ -88,8 +88,12 @@ GROUPED_LINEAR_EVERY_WIDTH bool find_amax_of(const void* values, bool bf16, floa
 template <typename Element>
 ALWAYS_INLINE void sum_cols_of_tile(Values<Element> values, int64_t rows, float* sums) {
   float all[kBlock] = {};
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < kBlock; ++c) all[c] += Element::to_float(values[r][c]);
+  for (int64_t r = 0; r < rows; r += 8) {
+    float eight[kBlock] = {};
+    for (int64_t i = 0; i < 8; ++i)
+      for (int64_t c = 0; c < kBlock; ++c) eight[c] += Element::to_float(values[r + i][c]);
+    for (int64_t c = 0; c < kBlock; ++c) all[c] += eight[c];
+  }
   std::memcpy(sums, all, sizeof(all));
 }
 

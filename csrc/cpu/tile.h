@@ -65,7 +65,8 @@ class Tile {
   // The largest finite magnitude of every row and of every column.
   void find_amax(float row_amax[kBlock], float col_amax[kBlock]);
 
-  // sums[c] = the tile's column c, added from the first row to the last.
+  // sums[c] = the tile's column c: rows added in eights, from the first to the last, then the
+  // eights, the order of the CUDA kernel.
   void col_sums(float* sums) const;
 
   // bytes[r][c] = e4m3(tile[r][c] * factor of the row or of the column). After find_amax, with
