@@ -116,6 +116,10 @@ void check_amax(const char* op, const Tensor& amax, const char* first_name, cons
   check(amax.is_contiguous(), op, ": amax must be contiguous");
 }
 
+void check_layouts(const char* op, bool rowwise, bool columnwise) {
+  check(rowwise || columnwise, op, ": rowwise or columnwise must be asked for, got neither");
+}
+
 // x [T, K] with offs, and what is asked for of it.
 void check_grouped_rows(const char* op, const Tensor& x, const Tensor& offs, bool rowwise,
                         bool columnwise) {
@@ -123,7 +127,7 @@ void check_grouped_rows(const char* op, const Tensor& x, const Tensor& offs, boo
   check_activation(op, "x", x.scalar_type());
   check_features(op, "K", x.size(1));
   check_offs(op, offs, "x", x);
-  check(rowwise || columnwise, op, ": rowwise or columnwise must be asked for, got neither");
+  check_layouts(op, rowwise, columnwise);
 }
 
 // w [E, N, K].
@@ -201,11 +205,59 @@ void check_splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t a
         ", got ", num_rows, " * ", stride);
 }
 
-void check_group_quantize(const Tensor& x, const Tensor& offs, double amax_epsilon, bool rowwise,
-                          bool columnwise) {
+void check_group_quantize(const Tensor& x, const Tensor& offs, const std::optional<Tensor>& rows,
+                          double amax_epsilon, bool rowwise, bool columnwise) {
   const char* op = "group_quantize";
-  check_grouped_rows(op, x, offs, rowwise, columnwise);
+  check_dim(op, "x", x, 2);
+  check_activation(op, "x", x.scalar_type());
+  check_features(op, "K", x.size(1));
+  check_offs(op, offs, "x", x);
+  if (rows) {
+    check_dim(op, "rows", *rows, 1);
+    check(rows->scalar_type() == ScalarType::Int || rows->scalar_type() == ScalarType::Long, op,
+          ": rows must be int32 or int64, got ", name_of(rows->scalar_type()));
+    check_device(op, "rows", *rows, "x", x);
+  }
   check_epsilon(op, amax_epsilon);
+  check_layouts(op, rowwise, columnwise);
+}
+
+void check_swiglu(const char* op, const Tensor& gate_up, const Tensor& offs) {
+  check_dim(op, "gate_up", gate_up, 2);
+  check_activation(op, "gate_up", gate_up.scalar_type());
+  check(gate_up.size(1) % 2 == 0, op, ": gate_up must have an even number of columns, got ",
+        gate_up.size(1));
+  check_features(op, "K", gate_up.size(1) / 2);
+  check_offs(op, offs, "gate_up", gate_up);
+}
+
+void check_swiglu_grad(const char* op, const Tensor& dh, const Tensor& gate_up,
+                       const Tensor& offs) {
+  check_dim(op, "dh", dh, 2);
+  check_dim(op, "gate_up", gate_up, 2);
+  check_activation(op, "dh", dh.scalar_type());
+  check_dtype(op, "gate_up", gate_up, dh.scalar_type());
+  check_device(op, "gate_up", gate_up, "dh", dh);
+  check_same(op, "T", "dh", dh.size(0), "gate_up", gate_up.size(0));
+  check_features(op, "K", dh.size(1));
+  check_same(op, "2 * K", "dh", 2 * dh.size(1), "gate_up", gate_up.size(1));
+  check_offs(op, offs, "dh", dh);
+}
+
+void check_group_quantize_swiglu(const Tensor& gate_up, const Tensor& offs, double amax_epsilon,
+                                 bool rowwise, bool columnwise) {
+  const char* op = "group_quantize_swiglu";
+  check_swiglu(op, gate_up, offs);
+  check_epsilon(op, amax_epsilon);
+  check_layouts(op, rowwise, columnwise);
+}
+
+void check_group_quantize_swiglu_grad(const Tensor& dh, const Tensor& gate_up, const Tensor& offs,
+                                      double amax_epsilon, bool rowwise, bool columnwise) {
+  const char* op = "group_quantize_swiglu_grad";
+  check_swiglu_grad(op, dh, gate_up, offs);
+  check_epsilon(op, amax_epsilon);
+  check_layouts(op, rowwise, columnwise);
 }
 
 void check_group_quantize_current(const Tensor& x, const Tensor& offs, ScalarType dtype,

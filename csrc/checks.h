@@ -31,8 +31,14 @@ void check(bool rule_holds, const Parts&... parts) {
 
 void check_splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t alignment,
                              int64_t stride, ScalarType dtype);
-void check_group_quantize(const Tensor& x, const Tensor& offs, double amax_epsilon, bool rowwise,
-                          bool columnwise);
+void check_group_quantize(const Tensor& x, const Tensor& offs, const std::optional<Tensor>& rows,
+                          double amax_epsilon, bool rowwise, bool columnwise);
+void check_swiglu(const char* op, const Tensor& gate_up, const Tensor& offs);
+void check_swiglu_grad(const char* op, const Tensor& dh, const Tensor& gate_up, const Tensor& offs);
+void check_group_quantize_swiglu(const Tensor& gate_up, const Tensor& offs, double amax_epsilon,
+                                 bool rowwise, bool columnwise);
+void check_group_quantize_swiglu_grad(const Tensor& dh, const Tensor& gate_up, const Tensor& offs,
+                                      double amax_epsilon, bool rowwise, bool columnwise);
 void check_group_quantize_current(const Tensor& x, const Tensor& offs, ScalarType dtype,
                                   double amax_epsilon, bool rowwise, bool columnwise);
 void check_group_quantize_delayed(const std::optional<Tensor>& amax, const Tensor& x,

@@ -18,8 +18,9 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
 
   // x [T, K] -> q [T, K], scale [ceil(K/B), round_up(T, 4)], q_t [Tp/B, K, B], scale_t [Tp/B, K],
   //             bias_grad [E, K] float32; what is not asked for has no elements
+  // rows [T]: of x [S, K], quantize x[rows]
   m.def(
-      "group_quantize(Tensor x, Tensor offs, float amax_epsilon=0.0, "
+      "group_quantize(Tensor x, Tensor offs, Tensor? rows=None, float amax_epsilon=0.0, "
       "bool power_of_two_scales=True, bool rowwise=True, bool columnwise=False, "
       "bool bias_grad=False) "
       "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)");
@@ -42,6 +43,22 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   m.def(
       "group_round_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, "
       "bool bias_grad=False) -> (Tensor x_rowwise, Tensor x_columnwise, Tensor bias_grad)");
+
+  // gate_up [T, 2 K] -> h [T, K] = silu(gate) * up; dh [T, K] -> d_gate_up [T, 2 K]
+  m.def("swiglu(Tensor gate_up, Tensor offs) -> Tensor");
+  m.def("swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs) -> Tensor");
+
+  // group_quantize of h or of d_gate_up, which stays inside
+  m.def(
+      "group_quantize_swiglu(Tensor gate_up, Tensor offs, float amax_epsilon=0.0, "
+      "bool power_of_two_scales=True, bool rowwise=True, bool columnwise=False, "
+      "bool keep_h=False) "
+      "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor h)");
+  m.def(
+      "group_quantize_swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs, "
+      "float amax_epsilon=0.0, bool power_of_two_scales=True, bool rowwise=True, "
+      "bool columnwise=False, bool bias_grad=False) "
+      "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)");
   m.def("group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType dtype) -> Tensor");
   m.def(
       "group_dequantize_t(Tensor q_t, Tensor scale_t, Tensor offs, SymInt num_rows, "
@@ -109,6 +126,10 @@ STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CPU, m) {
   m.impl("group_quantize_delayed_", TORCH_BOX(&group_quantize_delayed_));
   m.impl("group_quantize_mx", TORCH_BOX(&group_quantize_mx));
   m.impl("group_round_mx", TORCH_BOX(&group_round_mx));
+  m.impl("swiglu", TORCH_BOX(&swiglu));
+  m.impl("swiglu_grad", TORCH_BOX(&swiglu_grad));
+  m.impl("group_quantize_swiglu", TORCH_BOX(&group_quantize_swiglu));
+  m.impl("group_quantize_swiglu_grad", TORCH_BOX(&group_quantize_swiglu_grad));
   m.impl("group_dequantize", TORCH_BOX(&group_dequantize));
   m.impl("group_dequantize_t", TORCH_BOX(&group_dequantize_t));
   m.impl("grouped_bias_grad", TORCH_BOX(&grouped_bias_grad));
@@ -163,6 +184,10 @@ STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CUDA, m) {
   GROUPED_LINEAR_CUDA_OP(group_quantize_delayed_);
   GROUPED_LINEAR_CUDA_OP(group_quantize_mx);
   GROUPED_LINEAR_CUDA_OP(group_round_mx);
+  GROUPED_LINEAR_CUDA_OP(swiglu);
+  GROUPED_LINEAR_CUDA_OP(swiglu_grad);
+  GROUPED_LINEAR_CUDA_OP(group_quantize_swiglu);
+  GROUPED_LINEAR_CUDA_OP(group_quantize_swiglu_grad);
   GROUPED_LINEAR_CUDA_OP(group_dequantize);
   GROUPED_LINEAR_CUDA_OP(group_dequantize_t);
   GROUPED_LINEAR_CUDA_OP(grouped_bias_grad);

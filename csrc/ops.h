@@ -13,8 +13,16 @@
   Tensor splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t alignment,            \
                            int64_t stride, ScalarType dtype);                                      \
   std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(                               \
-      const Tensor& x, const Tensor& offs, double amax_epsilon, bool power_of_two_scales,          \
-      bool rowwise, bool columnwise, bool bias_grad);                                              \
+      const Tensor& x, const Tensor& offs, const std::optional<Tensor>& rows, double amax_epsilon, \
+      bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad);                    \
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(                        \
+      const Tensor& gate_up, const Tensor& offs, double amax_epsilon, bool power_of_two_scales,    \
+      bool rowwise, bool columnwise, bool keep_h);                                                 \
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu_grad(                   \
+      const Tensor& dh, const Tensor& gate_up, const Tensor& offs, double amax_epsilon,            \
+      bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad);                    \
+  Tensor swiglu(const Tensor& gate_up, const Tensor& offs);                                        \
+  Tensor swiglu_grad(const Tensor& dh, const Tensor& gate_up, const Tensor& offs);                 \
   std::tuple<Tensor, Tensor, Tensor, Tensor> group_quantize_current(                               \
       const Tensor& x, const Tensor& offs, ScalarType dtype, double amax_epsilon,                  \
       bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad);                    \

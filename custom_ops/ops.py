@@ -74,6 +74,21 @@ class MxRounded(NamedTuple):
     """[E, K] float32."""
 
 
+class SwigluQuantized(NamedTuple):
+    """What :func:`group_quantize_swiglu` returns; None stands for what was not asked for."""
+
+    q: Tensor | None
+    """[T, K] e4m3."""
+    scale: Tensor | None
+    """[ceil(K / 128), round_up(T, 4)] float32."""
+    q_t: Tensor | None
+    """[Tp / 128, K, 128] e4m3."""
+    scale_t: Tensor | None
+    """[Tp / 128, K] float32."""
+    h: Tensor | None
+    """[T, K] of gate_up's dtype."""
+
+
 class QuantizedWeight(NamedTuple):
     """A quantized weight; None stands for what was not asked for."""
 
@@ -121,6 +136,7 @@ def splits_to_offsets(
 def group_quantize(
     x: Tensor,
     offs: Tensor,
+    rows: Tensor | None = None,
     *,
     amax_epsilon: float = 0.0,
     power_of_two_scales: bool = True,
@@ -144,6 +160,9 @@ def group_quantize(
         x: [T, K] bfloat16, float16 or float32, K a multiple of 16. Any row stride is read; an inner
             stride other than 1 is copied.
         offs: [E] int32 group ends.
+        rows: [T] int32 or int64: quantize x[rows] of x [S, K], tokens sorted by expert for one.
+            What rows holds at and past offs[-1] is not looked at. On CPU an index outside x raises;
+            on a GPU it is clamped into x.
         amax_epsilon: the smallest amax a block is scaled by.
         power_of_two_scales: make scales powers of two, so that they change no mantissa.
         rowwise: return q and scale.
@@ -157,7 +176,7 @@ def group_quantize(
         Bytes that belong to no group are unspecified.
 
     Raises:
-        RuntimeError: for a wrong shape, dtype, device, size or option.
+        RuntimeError: for a wrong shape, dtype, device, size, index or option.
 
     >>> x, offs = torch.randn(10, 64), torch.tensor([3, 10], dtype=torch.int32)
     >>> quantized = group_quantize(x, offs, columnwise=True)
@@ -165,7 +184,153 @@ def group_quantize(
     (torch.Size([10, 64]), torch.Size([1, 12]), torch.Size([2, 64, 128]))
     """
     q, scale, q_t, scale_t, grad = _ops.group_quantize(
-        x, offs, amax_epsilon, power_of_two_scales, rowwise, columnwise, bias_grad
+        x, offs, rows, amax_epsilon, power_of_two_scales, rowwise, columnwise, bias_grad
+    )
+    return GroupQuantized(
+        q if rowwise else None,
+        scale if rowwise else None,
+        q_t if columnwise else None,
+        scale_t if columnwise else None,
+        grad if bias_grad else None,
+    )
+
+
+def swiglu(gate_up: Tensor, offs: Tensor) -> Tensor:
+    """The gated activation between the two linear layers of an expert.
+
+    With gate = gate_up[:, :K] and up = gate_up[:, K:]: ``h = silu(gate) * up``, silu(g) = g /
+    (1 + exp(-g)), computed in float32 and rounded once. CPU and GPU do the same operations in the
+    same order, so they give the same bits.
+
+    Args:
+        gate_up: [T, 2 K] bfloat16, float16 or float32, K a multiple of 16.
+        offs: [E] int32 group ends.
+
+    Returns:
+        [T, K]; zero at and past offs[-1].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> gate_up = torch.cat([torch.zeros(2, 16), torch.ones(2, 16)], dim=1)
+    >>> swiglu(gate_up + 1, torch.tensor([1], dtype=torch.int32))[:, 0]  # silu(1) * 2
+    tensor([1.4621, 0.0000])
+    """
+    h: Tensor = _ops.swiglu(gate_up, offs)
+    return h
+
+
+def swiglu_grad(dh: Tensor, gate_up: Tensor, offs: Tensor) -> Tensor:
+    """The gradient of :func:`swiglu`.
+
+    ``d_gate = dh * up * s * (1 + gate * (1 - s))`` with s = 1 / (1 + exp(-gate)), and ``d_up = dh *
+    silu(gate)``, computed in float32 and rounded once.
+
+    Args:
+        dh: [T, K] bfloat16, float16 or float32, K a multiple of 16.
+        gate_up: [T, 2 K] of dh's dtype.
+        offs: [E] int32 group ends.
+
+    Returns:
+        d_gate_up [T, 2 K]; zero at and past offs[-1].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> swiglu_grad(torch.ones(1, 16), torch.zeros(1, 32), torch.tensor([1]).int()).shape
+    torch.Size([1, 32])
+    """
+    d_gate_up: Tensor = _ops.swiglu_grad(dh, gate_up, offs)
+    return d_gate_up
+
+
+def group_quantize_swiglu(
+    gate_up: Tensor,
+    offs: Tensor,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    keep_h: bool = False,
+) -> SwigluQuantized:
+    """Quantize ``h = silu(gate) * up`` without writing h first.
+
+    Bit for bit :func:`group_quantize` of :func:`swiglu`: h is rounded to gate_up's dtype, then
+    quantized, in one pass over gate_up.
+
+    Args:
+        gate_up: [T, 2 K] bfloat16, float16 or float32, K a multiple of 16.
+        offs: [E] int32 group ends.
+        amax_epsilon: see :func:`group_quantize`.
+        power_of_two_scales: see :func:`group_quantize`.
+        rowwise: return q and scale.
+        columnwise: return q_t and scale_t.
+        keep_h: return h too.
+
+    Returns:
+        q, scale, q_t and scale_t of h [T, K], laid out as :func:`group_quantize` does; h, zero at
+        and past offs[-1].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size or option.
+
+    >>> gate_up, offs = torch.randn(10, 128), torch.tensor([3, 10], dtype=torch.int32)
+    >>> fused = group_quantize_swiglu(gate_up, offs)
+    >>> unfused = group_quantize(swiglu(gate_up, offs), offs)
+    >>> torch.equal(fused.q.view(torch.uint8), unfused.q.view(torch.uint8))
+    True
+    """
+    q, scale, q_t, scale_t, h = _ops.group_quantize_swiglu(
+        gate_up, offs, amax_epsilon, power_of_two_scales, rowwise, columnwise, keep_h
+    )
+    return SwigluQuantized(
+        q if rowwise else None,
+        scale if rowwise else None,
+        q_t if columnwise else None,
+        scale_t if columnwise else None,
+        h if keep_h else None,
+    )
+
+
+def group_quantize_swiglu_grad(
+    dh: Tensor,
+    gate_up: Tensor,
+    offs: Tensor,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    bias_grad: bool = False,
+) -> GroupQuantized:
+    """Quantize the gradient of :func:`swiglu` without writing it first.
+
+    Bit for bit :func:`group_quantize` of :func:`swiglu_grad`, in one pass over dh and gate_up.
+
+    Args:
+        dh: [T, K] bfloat16, float16 or float32, K a multiple of 16.
+        gate_up: [T, 2 K] of dh's dtype.
+        offs: [E] int32 group ends.
+        amax_epsilon: see :func:`group_quantize`.
+        power_of_two_scales: see :func:`group_quantize`.
+        rowwise: return q and scale.
+        columnwise: return q_t and scale_t.
+        bias_grad: return the sum of d_gate_up over each group's rows.
+
+    Returns:
+        What :func:`group_quantize` returns for d_gate_up [T, 2 K].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size or option.
+
+    >>> dh, gate_up = torch.randn(10, 64), torch.randn(10, 128)
+    >>> dy = group_quantize_swiglu_grad(dh, gate_up, torch.tensor([3, 10], dtype=torch.int32))
+    >>> dy.q.shape
+    torch.Size([10, 128])
+    """
+    q, scale, q_t, scale_t, grad = _ops.group_quantize_swiglu_grad(
+        dh, gate_up, offs, amax_epsilon, power_of_two_scales, rowwise, columnwise, bias_grad
     )
     return GroupQuantized(
         q if rowwise else None,
@@ -417,8 +582,8 @@ def group_dequantize_t(
 def grouped_bias_grad(dy: Tensor, offs: Tensor) -> Tensor:
     """Sum dy over each group's rows: the gradient of a grouped bias.
 
-    Rows are added in float32 in a fixed order (the rows of a 128-row block, then the blocks), so
-    equal inputs give equal bits.
+    Rows are added in float32 in a fixed order (the rows of a 128-row block in eights, then the
+    blocks), so equal inputs give equal bits.
 
     Args:
         dy: [T, N] bfloat16, float16 or float32, N a multiple of 16.

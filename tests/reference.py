@@ -154,6 +154,33 @@ def quantize_weight(w_ENK: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor, Te
     return q_ENK.view(E4M3), scale, q_ENK.transpose(1, 2).contiguous().view(E4M3)
 
 
+def gather(x_SK: Tensor, rows_T: Tensor | None, offs_E: Tensor) -> Tensor:
+    """x[rows] for every group's rows; NaN elsewhere, where rows hold anything."""
+    if rows_T is None:
+        return x_SK
+    end = groups(offs_E, rows_T.numel())[-1].stop
+    x_TK = x_SK.new_full((rows_T.numel(), x_SK.size(1)), torch.nan)
+    x_TK[:end] = x_SK[rows_T[:end].long()]
+    return x_TK
+
+
+# --- SwiGLU --------------------------------------------------------------------------------------
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """h [T, K] = silu(gate) * up."""
+    gate, up = gate_up.double().chunk(2, dim=1)
+    return gate * torch.sigmoid(gate) * up
+
+
+def swiglu_grad(dh_TK: Tensor, gate_up: Tensor) -> Tensor:
+    """d_gate_up [T, 2 K]."""
+    gate, up = gate_up.double().chunk(2, dim=1)
+    s = torch.sigmoid(gate)
+    d_gate = dh_TK.double() * up * s * (1 + gate * (1 - s))
+    return torch.cat([d_gate, dh_TK.double() * gate * s], dim=1)
+
+
 # --- one scale a group ---------------------------------------------------------------------------
 
 

@@ -30,6 +30,10 @@ OPS = (
     "group_quantize_delayed_",
     "group_quantize_mx",
     "group_round_mx",
+    "swiglu",
+    "swiglu_grad",
+    "group_quantize_swiglu",
+    "group_quantize_swiglu_grad",
     "group_dequantize",
     "group_dequantize_t",
     "grouped_bias_grad",
@@ -143,6 +147,17 @@ def rows(groups: Groups, features: int, dtype: torch.dtype, layout: str = "dense
     x = torch.randn(groups.T, features)
     x[groups.valid :] = torch.nan
     return lay_out(x.to(dtype), layout)
+
+
+def gathered(
+    groups: Groups, features: int, dtype: torch.dtype, layout: str, index: torch.dtype
+) -> dict[str, Tensor]:
+    """x, and rows of it for each group's; what rows hold after them is no index."""
+    S = groups.valid + 3
+    x = lay_out(torch.randn(S, features).to(dtype), layout)
+    taken = torch.randint(S, (groups.T,)).to(index)
+    taken[groups.valid :] = torch.iinfo(index).min
+    return {"x": x, "rows": taken}
 
 
 def weight(groups: Groups, dtype: torch.dtype, layout: str = "dense") -> Tensor:
@@ -310,6 +325,8 @@ def specified(sample: Sample, results: list[Tensor]) -> list[Tensor]:
 # ("rows", or "columns" where a column is a row's) and past the last used block ("blocks").
 UNSPECIFIED = {
     "group_quantize": ("rows", "columns", "blocks", "blocks"),
+    "group_quantize_swiglu": ("rows", "columns", "blocks", "blocks"),
+    "group_quantize_swiglu_grad": ("rows", "columns", "blocks", "blocks"),
     "group_quantize_current": ("rows", None, "blocks"),
     "group_quantize_delayed_": ("rows", "blocks"),
     "group_quantize_mx": ("rows", "rows", "blocks", "blocks"),
@@ -320,9 +337,10 @@ UNSPECIFIED = {
 def specified_masks(sample: Sample, results: list[Tensor]) -> list[Tensor]:
     masks = [torch.ones(t.shape, dtype=torch.bool) for t in results]
     if sample.op in UNSPECIFIED:
-        x, offs = sample["x"], sample["offs"]
-        valid = reference.groups(offs, x.size(0))[-1].stop
-        blocks = len(reference.row_blocks(offs, x.size(0)))
+        inputs = (sample.arguments.get(name) for name in ("rows", "x", "gate_up"))
+        T = next(t.size(0) for t in inputs if t is not None)
+        valid = reference.groups(sample["offs"], T)[-1].stop
+        blocks = len(reference.row_blocks(sample["offs"], T))
         for mask, kind in zip(masks, UNSPECIFIED[sample.op], strict=False):
             if kind == "columns":
                 mask[..., valid:] = False
@@ -357,6 +375,8 @@ def make(
             tensors = {"m_splits": torch.tensor(groups.m_splits), "num_rows": groups.T}
         case "group_quantize":
             tensors = {"x": rows(groups, K, dtype, layout), "offs": offs}
+            if index := options.pop("index", None):
+                tensors |= gathered(groups, K, dtype, layout, index)
         case "group_quantize_current":
             tensors = {"x": rows(groups, K, dtype, layout), "offs": offs}
             tensors |= {"dtype": options.pop("fp8", reference.E4M3)}
@@ -367,6 +387,11 @@ def make(
             tensors |= {"dtype": options.pop("fp8", reference.E4M3)}
         case "group_quantize_mx" | "group_round_mx":
             tensors = {"x": rows(groups, K, dtype, layout), "offs": offs}
+        case "swiglu" | "group_quantize_swiglu":
+            tensors = {"gate_up": rows(groups, 2 * K, dtype, layout), "offs": offs}
+        case "swiglu_grad" | "group_quantize_swiglu_grad":
+            tensors = {"dh": rows(groups, K, dtype, layout)}
+            tensors |= {"gate_up": rows(groups, 2 * K, dtype, layout), "offs": offs}
         case "group_dequantize":
             q, scale = quantized_rows(groups, K)
             tensors = {"q": q, "scale": scale, "offs": offs, "dtype": dtype}
@@ -467,6 +492,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "scaled": {"stride": 144, "dtype": torch.int64},
     },
     "group_quantize": {
+        "both": {"columnwise": True, "bias_grad": True},
+        "columnwise": {"rowwise": False, "columnwise": True},
+        "exact_scales": {"columnwise": True, "power_of_two_scales": False, "amax_epsilon": 0.5},
+        **{name: {"columnwise": True, **v} for name, v in _LAYOUTS.items()},
+        "gathered": {"columnwise": True, "bias_grad": True, "index": torch.int32},
+        "gathered_strided": {"columnwise": True, "index": torch.int64, "layout": "strided"},
+    },
+    "swiglu": _LAYOUTS,
+    "swiglu_grad": _LAYOUTS,
+    "group_quantize_swiglu": {
+        "both": {"columnwise": True, "keep_h": True},
+        "columnwise": {"rowwise": False, "columnwise": True},
+        "exact_scales": {"columnwise": True, "power_of_two_scales": False, "amax_epsilon": 0.5},
+        **{name: {"columnwise": True, **v} for name, v in _LAYOUTS.items()},
+    },
+    "group_quantize_swiglu_grad": {
         "both": {"columnwise": True, "bias_grad": True},
         "columnwise": {"rowwise": False, "columnwise": True},
         "exact_scales": {"columnwise": True, "power_of_two_scales": False, "amax_epsilon": 0.5},

@@ -40,6 +40,7 @@ GROUPS = Groups((3, 0, 7), 12, K=144, N=32)
 
 def samples_with_every_tensor() -> list[Sample]:
     options = {op: {"bias": True} for op in ("grouped_mm", "grouped_scaled_mm")}
+    options["group_quantize"] = {"index": torch.int64}
     options |= {op: {"overwrite": True} for op in OPS if op.endswith("wgrad_")}
     options |= {"refresh_weight_": {"refresh": True}}
     return [make(op, GROUPS, BF16, **options.get(op, {})) for op in OPS]
@@ -86,6 +87,7 @@ def test_fake_tensors_on_other_devices() -> None:
         """\
 group_quantize: offs is on cpu, x is on cuda:0
 group_quantize: offs is on cuda:0, x is on cpu
+group_quantize: rows is on cuda:0, x is on cpu
 group_quantize_current: offs is on cpu, x is on cuda:0
 group_quantize_current: offs is on cuda:0, x is on cpu
 group_quantize_delayed_: amax is on cuda:0, x is on cpu
@@ -96,6 +98,16 @@ group_quantize_mx: offs is on cpu, x is on cuda:0
 group_quantize_mx: offs is on cuda:0, x is on cpu
 group_round_mx: offs is on cpu, x is on cuda:0
 group_round_mx: offs is on cuda:0, x is on cpu
+swiglu: offs is on cpu, gate_up is on cuda:0
+swiglu: offs is on cuda:0, gate_up is on cpu
+swiglu_grad: gate_up is on cpu, dh is on cuda:0
+swiglu_grad: gate_up is on cuda:0, dh is on cpu
+swiglu_grad: offs is on cuda:0, dh is on cpu
+group_quantize_swiglu: offs is on cpu, gate_up is on cuda:0
+group_quantize_swiglu: offs is on cuda:0, gate_up is on cpu
+group_quantize_swiglu_grad: gate_up is on cpu, dh is on cuda:0
+group_quantize_swiglu_grad: gate_up is on cuda:0, dh is on cpu
+group_quantize_swiglu_grad: offs is on cuda:0, dh is on cpu
 group_dequantize: scale is on cpu, q is on cuda:0
 group_dequantize: scale is on cuda:0, q is on cpu
 group_dequantize: offs is on cuda:0, q is on cpu
@@ -189,6 +201,21 @@ splits_to_offsets: m_splits must not be negative, got -9223372036854775808 at gr
     )
 
 
+def test_rows_on_cpu() -> None:
+    x, offs = torch.ones(4, 16), torch.tensor([2, 3], dtype=torch.int32)
+    rows = torch.tensor([[3, 0, 4, 0], [3, -1, 0, 0], [3, 3, 0, 2**31]])
+    lines = [sentence(lambda r=r: ops.group_quantize(x, offs, r)) for r in rows]  # type: ignore[misc]
+    lines.append(sentence(lambda: ops.group_quantize(x[:0], offs, rows[0].int())))
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+group_quantize: rows must index the 4 rows of x, got 4 at row 2
+group_quantize: rows must index the 4 rows of x, got -1 at row 1
+no error
+group_quantize: rows must index the 0 rows of x, got 3 at row 0""",
+    )
+
+
 def test_offsets_on_cpu() -> None:
     lines = []
     for sample in samples_with_every_tensor():
@@ -213,6 +240,18 @@ group_quantize_mx: offs must not exceed the number of rows 12, got 1300 at group
 group_round_mx: offs must not decrease, got 3 after 5 at group 1
 group_round_mx: offs must not decrease, got -1 after 0 at group 0
 group_round_mx: offs must not exceed the number of rows 12, got 1300 at group 2
+swiglu: offs must not decrease, got 3 after 5 at group 1
+swiglu: offs must not decrease, got -1 after 0 at group 0
+swiglu: offs must not exceed the number of rows 12, got 1300 at group 2
+swiglu_grad: offs must not decrease, got 3 after 5 at group 1
+swiglu_grad: offs must not decrease, got -1 after 0 at group 0
+swiglu_grad: offs must not exceed the number of rows 12, got 1300 at group 2
+group_quantize_swiglu: offs must not decrease, got 3 after 5 at group 1
+group_quantize_swiglu: offs must not decrease, got -1 after 0 at group 0
+group_quantize_swiglu: offs must not exceed the number of rows 12, got 1300 at group 2
+group_quantize_swiglu_grad: offs must not decrease, got 3 after 5 at group 1
+group_quantize_swiglu_grad: offs must not decrease, got -1 after 0 at group 0
+group_quantize_swiglu_grad: offs must not exceed the number of rows 12, got 1300 at group 2
 group_dequantize: offs must not decrease, got 3 after 5 at group 1
 group_dequantize: offs must not decrease, got -1 after 0 at group 0
 group_dequantize: offs must not exceed the number of rows 12, got 1300 at group 2

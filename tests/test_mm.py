@@ -24,6 +24,7 @@ from samples import (
     devices,
     make,
     on,
+    rows,
     specified,
     variant_of,
 )
@@ -122,6 +123,33 @@ def test_grouped_scaled_mm(op: str, groups: Groups, variant: str, device: str) -
 def test_wide_products(groups: Groups, device: str) -> None:
     check_grouped_mm(make("grouped_mm", groups, BF16, bias=True), groups, device)
     check_grouped_scaled_mm(make("grouped_scaled_mm", groups, BF16, bias=True), groups, device)
+
+
+@pytest.mark.parametrize("device", devices("group_quantize", "grouped_scaled_mm"))
+@pytest.mark.parametrize("scale", [1.0, 2.0**-100, 2.0**-120], ids=["", "small", "tiny"])
+@pytest.mark.parametrize("name", ["unaligned", "capacity", "17_groups"])
+def test_power_of_two_scales(name: str, scale: float, device: str) -> None:
+    """Operands scaled without rounding, but tiny ones are no normal bf16 numbers."""
+    groups = GROUPS[name]
+    options = {"power_of_two_scales": True, "columnwise": True}
+    for dtype in DTYPES:
+        sample = make("grouped_scaled_mm", groups, dtype, bias=True)
+        x = make("group_quantize", groups, FP32, **options)
+        q, scale_a, q_t, scale_t, _ = x.but(x=x["x"] * scale).results("cpu")
+        b, scale_b, _ = reference.quantize_weight(
+            torch.randn(groups.E, groups.N, groups.K) / scale, reference.Scaling(True)
+        )
+        exact = sample.but(a=q, scale_a=scale_a, b=b, scale_b=scale_b)
+        check_grouped_scaled_mm(exact, groups, device)
+
+        dy_TN = rows(groups, groups.N, FP32) / scale
+        dy = make("group_quantize", groups, FP32, **options).but(x=dy_TN)
+        dy_t, scale_dy_t = dy.results("cpu")[2:4]
+        wgrad = make("grouped_scaled_mm_wgrad", groups, dtype)
+        wgrad = wgrad.but(dy_t=dy_t, x_t=q_t, scale_dy_t=scale_dy_t, scale_x_t=scale_t)
+        dw_ENK = reference.grouped_mm_wgrad(*wgrad_operands(wgrad, groups))
+        allowed = wgrad_tolerance(wgrad, groups, dw_ENK, dtype)
+        assert within(wgrad.results(device)[0], dw_ENK, allowed)
 
 
 @pytest.mark.parametrize("device", devices("grouped_scaled_mm"))

@@ -55,7 +55,7 @@ def check_schema(sample: Sample) -> None:
             assert output.untyped_storage().data_ptr() not in storages
 
 
-def aot_check_of_what_is_specified(sample: Sample, device: str) -> None:
+def aot_check_of_specified(sample: Sample, device: str) -> None:
     """opcheck's test_aot_dispatch_dynamic on what is specified of the outputs."""
     results = sample.results("cpu")
     masks = [on(device, mask) for mask in specified_masks(sample, results)]
@@ -76,7 +76,7 @@ def test_opcheck(op: str, groups: Groups, variant: str, device: str) -> None:
         sample = variant_of(op, groups, variant, dtype)
         utils = list(EVERY_UTIL)
         if op in UNSPECIFIED:
-            aot_check_of_what_is_specified(sample, device)
+            aot_check_of_specified(sample, device)
             utils.remove("test_aot_dispatch_dynamic")
         sample = sample.on(device)
         check_schema(sample)

@@ -80,9 +80,9 @@ def test_schemas() -> None:
         """\
 splits_to_offsets(Tensor m_splits, SymInt num_rows, int alignment=1, SymInt stride=1, ScalarType
     dtype=3) -> Tensor
-group_quantize(Tensor x, Tensor offs, float amax_epsilon=0., bool power_of_two_scales=True, bool
-    rowwise=True, bool columnwise=False, bool bias_grad=False) -> (Tensor q, Tensor scale,
-    Tensor q_t, Tensor scale_t, Tensor bias_grad)
+group_quantize(Tensor x, Tensor offs, Tensor? rows=None, float amax_epsilon=0., bool
+    power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool bias_grad=False) ->
+    (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)
 group_quantize_current(Tensor x, Tensor offs, ScalarType dtype, float amax_epsilon=0., bool
     power_of_two_scales=False, bool rowwise=True, bool columnwise=False, bool bias_grad=False)
     -> (Tensor q, Tensor scale, Tensor q_t, Tensor bias_grad)
@@ -93,6 +93,14 @@ group_quantize_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=Fals
     bias_grad=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)
 group_round_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, bool
     bias_grad=False) -> (Tensor x_rowwise, Tensor x_columnwise, Tensor bias_grad)
+swiglu(Tensor gate_up, Tensor offs) -> Tensor
+swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs) -> Tensor
+group_quantize_swiglu(Tensor gate_up, Tensor offs, float amax_epsilon=0., bool
+    power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool keep_h=False) ->
+    (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor h)
+group_quantize_swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs, float amax_epsilon=0., bool
+    power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool bias_grad=False) ->
+    (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)
 group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType dtype) -> Tensor
 group_dequantize_t(Tensor q_t, Tensor scale_t, Tensor offs, SymInt num_rows, ScalarType dtype)
     -> Tensor

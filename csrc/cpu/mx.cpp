@@ -63,7 +63,7 @@ void quantize_mx(const GroupedRows& rows, const MxOutputs& out) {
   std::vector<float> block_sums(out.bias_grad ? blocks * K : 0);
 
   torch::stable::parallel_for(0, blocks * col_blocks, 1, [&](int64_t begin, int64_t end) {
-    alignas(64) float tile[kMxBlock][kBlock];
+    alignas(64) float tile[kMxBlock][kBlock], eight[kBlock];
     alignas(64) uint8_t q[kMxBlock][kBlock];
     alignas(64) uint16_t values[kBlock];
     alignas(64) uint32_t exponent[kBlock], amax[kBlock];
@@ -79,7 +79,10 @@ void quantize_mx(const GroupedRows& rows, const MxOutputs& out) {
         for (int64_t r = 0; r < count; ++r) {
           load_row(first + (row + r) * rows.row_bytes + col * element_size(dtype), dtype, cols,
                    tile[r]);
-          if (out.bias_grad) add_row(tile[r], sums);
+          // Rows are added in eights, then the eights, as grouped_bias_grad adds them.
+          if (r % 8 == 0) std::memset(eight, 0, sizeof(eight));
+          if (out.bias_grad) add_row(tile[r], eight);
+          if (out.bias_grad && (r % 8 == 7 || r + 1 == count)) add_row(eight, sums);
         }
         for (int64_t r = 0; rowwise && r < count; ++r) {
           std::memset(amax, 0, sizeof(amax));

@@ -103,7 +103,7 @@ void quantize_per_group(const GroupedRows& rows, const std::vector<float>& facto
   std::vector<uint32_t> tile_amax(out.amax ? blocks * col_blocks : 0);
 
   torch::stable::parallel_for(0, blocks * col_blocks, 1, [&](int64_t begin, int64_t end) {
-    alignas(64) float row[kBlock];
+    alignas(64) float row[kBlock], eight[kBlock];
     alignas(64) uint8_t strip[16][kBlock], columns[kBlock][16];
     for (int64_t t = begin; t < end; ++t) {
       const RowBlock& block = rows.blocks[t / col_blocks];
@@ -121,7 +121,10 @@ void quantize_per_group(const GroupedRows& rows, const std::vector<float>& facto
           load_row(first + (block.begin + r + i) * rows.row_bytes + col * element_size(dtype),
                    dtype, cols, row);
           if (out.amax) amax = std::max(amax, any_amax(row, cols));
-          if (out.bias_grad) add_row(row, sums);
+          // Rows are added in eights, then the eights, as grouped_bias_grad adds them.
+          if (i % 8 == 0) std::memset(eight, 0, sizeof(eight));
+          if (out.bias_grad) add_row(row, eight);
+          if (out.bias_grad && (i % 8 == 7 || r + i + 1 == height)) add_row(eight, sums);
           quantize_row(row, factor[block.group], strip[i]);
           if (out.q) std::memcpy(out.q + (block.begin + r + i) * K + col, strip[i], cols);
         }

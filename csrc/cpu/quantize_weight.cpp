@@ -33,26 +33,37 @@ void quantize(const Experts& experts, ScaleRule rule, const Tensor& q, const Ten
               const Tensor* q_t) {
   const int64_t E = experts.count(), N = experts.N, K = experts.K;
   const int64_t row_blocks = ceil_div(N, kBlock), col_blocks = ceil_div(K, kBlock);
+  const int64_t element = element_size(experts.dtype);
   auto* q_bytes = static_cast<uint8_t*>(q.data_ptr());
   auto* q_t_bytes = q_t ? static_cast<uint8_t*>(q_t->data_ptr()) : nullptr;
   auto* scales = static_cast<float*>(scale.data_ptr());
   torch::stable::parallel_for(0, E * row_blocks * col_blocks, 1, [&](int64_t begin, int64_t end) {
-    Tile tile;
+    Tile tile(experts.dtype);
     for (int64_t t = begin; t < end; ++t) {
       const int64_t e = t / (row_blocks * col_blocks);
       const int64_t row = t / col_blocks % row_blocks * kBlock, col = t % col_blocks * kBlock;
       const int64_t rows = std::min(kBlock, N - row), cols = std::min(kBlock, K - col);
-      const char* values = experts.first[e] + (row * K + col) * element_size(experts.dtype);
-      tile.load(values, experts.dtype, K, rows, cols);
+      const char* values = experts.first[e] + (row * K + col) * element;
+      tile.fill(rows, cols, [&](int64_t r, void* tile_row) {
+        const char* row_first = values + r * K * element;
+        if (experts.dtype == ScalarType::BFloat16)
+          std::memcpy(tile_row, row_first, cols * element);
+        else
+          load_row(row_first, experts.dtype, cols, static_cast<float*>(tile_row));
+        prefetch_row(row_first + kBlock * element, kBlock * element);  // the next tile's
+      });
 
-      uint32_t amax[kBlock];
-      tile.row_amax(amax);
-      const BlockScale block = block_scale(*std::max_element(amax, amax + rows), rule);
+      float row_amax[kBlock], col_amax[kBlock];
+      tile.find_amax(row_amax, col_amax);
+      const BlockScale block = block_scale(*std::max_element(row_amax, row_amax + rows), rule);
       float factor[kBlock];
       std::fill_n(factor, kBlock, block.factor);
       scales[t] = block.scale;
-      tile.quantize_rows(factor, q_bytes + (e * N + row) * K + col, K);
-      if (q_t_bytes) tile.quantize_cols(factor, q_t_bytes + (e * K + col) * N + row, N, rows);
+
+      ByteTile bytes;
+      tile.quantize_by_rows(factor, bytes);
+      bytes.store(q_bytes + (e * N + row) * K + col, K, rows, cols);
+      if (q_t_bytes) bytes.store_turned(q_t_bytes + (e * K + col) * N + row, N, rows, cols);
     }
   });
 }
@@ -61,10 +72,10 @@ std::tuple<Tensor, Tensor, Tensor> quantize_new(const Experts& experts, const Te
                                                 double amax_epsilon, bool power_of_two_scales,
                                                 bool columnwise) {
   const int64_t E = experts.count(), N = experts.N, K = experts.K;
-  Tensor q = torch::stable::new_empty(like, Shape{E, N, K}, kE4m3);
-  Tensor scale = torch::stable::new_empty(like, Shape{E, ceil_div(N, kBlock), ceil_div(K, kBlock)},
-                                          ScalarType::Float);
-  Tensor q_t = torch::stable::new_empty(like, columnwise ? Shape{E, K, N} : Shape{0}, kE4m3);
+  Tensor q = new_output(like, Shape{E, N, K}, kE4m3);
+  Tensor scale =
+      new_output(like, Shape{E, ceil_div(N, kBlock), ceil_div(K, kBlock)}, ScalarType::Float);
+  Tensor q_t = new_output(like, columnwise ? Shape{E, K, N} : Shape{0}, kE4m3);
   quantize(experts, {static_cast<float>(amax_epsilon), power_of_two_scales}, q, scale,
            columnwise ? &q_t : nullptr);
   return {q, scale, q_t};

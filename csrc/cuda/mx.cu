@@ -35,9 +35,7 @@ void quantize(const Launch& launch, const Tensor& x_in, const Tensor& offs_in, M
     const auto* values = static_cast<const Element*>(x.const_data_ptr());
     const bool vectorised =
         reinterpret_cast<uintptr_t>(values) % 16 == 0 && x.stride(0) * sizeof(Element) % 16 == 0;
-    const int turned = out.q_t ? static_cast<int>(sizeof(TurnedTile)) : 0;
-    const int tile = sums ? kTile * kTile * static_cast<int>(sizeof(Element)) : 0;
-    const int shared = std::max(turned, tile);
+    const int shared = out.q_t ? static_cast<int>(sizeof(TurnedTile)) : 0;
     int resident = 0;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kTileThreads, shared);

@@ -91,7 +91,7 @@ void quantize(const Launch& launch, const Source& source, ScalarType dtype, cons
   const auto run = [&](auto element, auto is_e5m2) {
     using Element = typename decltype(element)::type;
     const auto kernel = quantize_per_group_kernel<Element, decltype(is_e5m2)::value>;
-    const int shared = per_group_shared_bytes<Element>(out.q_t != nullptr, sums);
+    const int shared = out.q_t ? static_cast<int>(sizeof(TurnedTile)) : 0;
     kernel<<<grid_of(launch, source, kernel, shared), kTileThreads, shared, launch.stream()>>>(
         static_cast<const Element*>(source.values.const_data_ptr()), source.row_stride,
         source.vectorised(), source.tiles, scale, out);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "group_quantize.cuh"
+#include "tile_sums.cuh"
 
 namespace grouped_linear::cuda {
 
@@ -66,8 +67,8 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(Element) == 2 ? 3 : 2)
   constexpr int kWords = Patch<Element>::kWords;
   __shared__ GroupTable table;
   alignas(16) __shared__ Bits warp_amax[kTileWarps][kTile];
-  extern __shared__ uint4 mx_shared[];
-  Element* tile_read = reinterpret_cast<Element*>(mx_shared);
+  __shared__ TileSums sums;
+  extern __shared__ uint4 mx_shared[];  // where q_t is asked for
   TurnedTile* turned = reinterpret_cast<TurnedTile*>(mx_shared);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -92,10 +93,10 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(Element) == 2 ? 3 : 2)
     Patch<Element> patch;
     patch.load(x + row_begin * x_stride + col, x_stride, rows, cols, vectorised);
     if (out.block_sums) {
-      patch.store(tile_read);
+      sums.put(patch);
       __syncthreads();
       if (static_cast<int>(threadIdx.x) < cols)
-        out.block_sums[column + threadIdx.x] = column_sum(tile_read, threadIdx.x);
+        out.block_sums[column + threadIdx.x] = sums.column(threadIdx.x);
     }
     uint32_t row_amax[kPatch], col_amax[kWords];
     patch.find_amax(row_amax, col_amax);  // and what is not finite becomes NaN
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(Element) == 2 ? 3 : 2)
           amax[v] = make_uint4(col_amax[4 * v], col_amax[4 * v + 1], col_amax[4 * v + 2],
                                col_amax[4 * v + 3]);
       }
-      __syncthreads();  // warp_amax is complete, tile_read has been used
+      __syncthreads();  // warp_amax is complete, the sums have been used
       uint32_t exponent[kPatch];
 #pragma unroll
       for (int c = 0; c < kPatch; ++c) {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "group_quantize.cuh"
+#include "tile_sums.cuh"
 
 namespace grouped_linear::cuda {
 
@@ -161,22 +162,14 @@ __device__ __forceinline__ uint2 quantize_patch_row(const Patch<Element>& patch,
   return make_uint2(bytes[0], bytes[1]);
 }
 
-// Bytes of dynamic shared memory: the tile as it was read (for the sums), then the turned tile.
-template <typename Element>
-constexpr int per_group_shared_bytes(bool columnwise, bool sums) {
-  const int turned = columnwise ? sizeof(TurnedTile) : 0;
-  const int tile = sums ? kTile * kTile * static_cast<int>(sizeof(Element)) : 0;
-  return turned > tile ? turned : tile;
-}
-
 template <typename Element, bool e5m2>
 __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
     quantize_per_group_kernel(const Element* x, int64_t x_stride, bool vectorised,
                               GroupedTiles tiles, GroupScale scale, PerGroupQuantized out) {
   constexpr float fp8_max = e5m2 ? 57344.0f : 448.0f;
   __shared__ GroupTable table;
-  extern __shared__ uint4 per_group_shared[];
-  Element* tile_read = reinterpret_cast<Element*>(per_group_shared);
+  __shared__ TileSums sums;
+  extern __shared__ uint4 per_group_shared[];  // where q_t is asked for
   TurnedTile* turned = reinterpret_cast<TurnedTile*>(per_group_shared);
 
   const int K = tiles.K;
@@ -200,11 +193,11 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
       raise_amax(&out.amax[place.group], special ? 0x7f800000 : bits);
     }
     if (out.block_sums) {
-      patch.store(tile_read);
+      sums.put(patch);
       __syncthreads();
       const int c = threadIdx.x;
       if (c < cols)
-        out.block_sums[static_cast<int64_t>(place.block) * K + col + c] = column_sum(tile_read, c);
+        out.block_sums[static_cast<int64_t>(place.block) * K + col + c] = sums.column(c);
     }
 
     const float factor = scale.factor(place.group, fp8_max);
