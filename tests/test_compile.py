@@ -252,8 +252,8 @@ def test_training_graphs_of_block_scaling() -> None:
 def forward(self, primals_1: "f32[3,48,32]", primals_2: "f32[3,48]", primals_3: "f32[40,32]",
     primals_4: "i64[3]"):
 splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(primals_4, 40)
-group_quantize = grouped_linear.group_quantize(primals_3, splits_to_offsets, 0.0, True, True,
-    True)
+group_quantize = grouped_linear.group_quantize(primals_3, splits_to_offsets, None, 0.0, True,
+    True, True)
 getitem: "f8e4m3fn[40,32]" = group_quantize[0]
 getitem_1: "f32[1,40]" = group_quantize[1]
 getitem_2: "f8e4m3fn[3,32,128]" = group_quantize[2]
@@ -270,8 +270,8 @@ return (grouped_scaled_mm, splits_to_offsets, getitem_2, getitem_3, getitem_7, t
 def forward(self, splits_to_offsets: "i32[3]", getitem_2: "f8e4m3fn[3,32,128]", getitem_3:
     "f32[3,32]", getitem_7: "f8e4m3fn[3,32,48]", transpose: "f32[3,1,1]", tangents_1:
     "f32[40,48]"):
-group_quantize_1 = grouped_linear.group_quantize(tangents_1, splits_to_offsets, 0.0, True, True,
-    True, True)
+group_quantize_1 = grouped_linear.group_quantize(tangents_1, splits_to_offsets, None, 0.0, True,
+    True, True, True)
 getitem_8: "f8e4m3fn[40,48]" = group_quantize_1[0]
 getitem_9: "f32[1,40]" = group_quantize_1[1]
 getitem_10: "f8e4m3fn[3,48,128]" = group_quantize_1[2]

@@ -32,6 +32,10 @@ std::tuple<Tensor, Tensor, Tensor> quantize_weight(const Tensor& w_in, double am
       const int64_t row = t / col_blocks % row_blocks * kBlock, col = t % col_blocks * kBlock;
       const int64_t rows = std::min(kBlock, N - row), cols = std::min(kBlock, K - col);
       const int64_t first = (e * N + row) * K + col;
+      for (int64_t r = 0; r < rows; ++r) prefetch_row(q_bytes + first + r * K, cols);
+      if (columnwise)
+        for (int64_t c = 0; c < cols; ++c)
+          prefetch_row(q_t_bytes + (e * K + col + c) * N + row, rows);
       tile.fill(rows, cols, [&](int64_t r, void* tile_row) {
         const char* row_first = values + (first + r * K) * element;
         if (dtype == ScalarType::BFloat16)
@@ -51,7 +55,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_weight(const Tensor& w_in, double am
       ByteTile bytes;
       tile.quantize_by_rows(factor, bytes);
       bytes.store(q_bytes + first, K, rows, cols);
-      if (columnwise) bytes.store_turned(q_t_bytes + (e * K + col) * N + row, N, rows, cols);
+      if (columnwise) bytes.store_turned(q_t_bytes + (e * K + col) * N + row, N, rows, rows, cols);
     }
   });
   return {q, scale, q_t};
