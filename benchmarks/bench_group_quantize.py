@@ -20,6 +20,8 @@ FORMS: dict[str, dict[str, bool]] = {
     "both layouts": {"columnwise": True},
     "both + bias grad": {"columnwise": True, "bias_grad": True},
 }
+# Fused input forms, both layouts: elements read for every quantized one, times 2.
+FUSED = {"group_quantize, gathered": 2, "swiglu": 4, "swiglu_grad": 3}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BLOCK = 128
 PAGE = 2 << 20
@@ -34,6 +36,20 @@ def bytes_quantized(sizes: Sequence[int], K: int, element: int, form: dict[str, 
     if form.get("bias_grad"):
         moved += 4 * len(sizes) * K
     return moved
+
+
+def fused_form(name: str, x_TK: torch.Tensor, offs_E: torch.Tensor) -> timing.Call:
+    """The call of one of FUSED; what it quantizes has K features."""
+    T, K = x_TK.shape
+    both = {"columnwise": True}
+    if name == "group_quantize, gathered":
+        order = torch.randperm(T, device=x_TK.device)
+        return lambda: ops.group_quantize(x_TK, offs_E, order, **both)
+    if name == "swiglu":
+        gate_up = torch.randn(T, 2 * K, device=x_TK.device).to(x_TK.dtype)
+        return lambda: ops.group_quantize_swiglu(gate_up, offs_E, **both)
+    half = x_TK[:, : K // 2].contiguous()
+    return lambda: ops.group_quantize_swiglu_grad(half, x_TK, offs_E, **both)
 
 
 def bytes_of_weight(shape: Shape, element: int) -> int:
@@ -136,6 +152,14 @@ def main() -> None:
                 add(columns, call, bytes_quantized(sizes, K, element, form))
             for name, (call, moved) in quantizers_of_recipes(x_TK, offs_E, sizes).items():
                 add(case(f"{name}, both layouts", shape, splits, f"[{T}, {K}]", dtype), call, moved)
+            for name, read in FUSED.items():
+                moved = bytes_quantized(sizes, K, element, {"columnwise": True})
+                moved += T * K * element * (read - 2) // 2
+                add(
+                    case(f"{name}, both layouts", shape, splits, f"[{T}, {K}]", dtype),
+                    fused_form(name, x_TK, offs_E),
+                    moved,
+                )
         for dtype in args.dtypes:
             E, _, N, K = shape[1:]
             w_ENK = torch.randn(E, N, K, dtype=DTYPES[dtype], device=device)

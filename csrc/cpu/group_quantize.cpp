@@ -83,10 +83,16 @@ struct Targets {
       block_scales(col_amax, rule, factor, block_scale);
       std::memcpy(scale_t + first_t, block_scale, cols * sizeof(float));
       tile.quantize_by_cols(factor, bytes);
-      bytes.store_turned(q_t + first_t * kBlock, kBlock, kBlock, cols);
+      bytes.store_turned(q_t + first_t * kBlock, kBlock, tile.filled(), kBlock, cols);
     }
   }
 };
+
+// The blocks to quantize. A row's data do not depend on its group: rowwise alone, small groups share
+// tiles.
+std::vector<RowBlock> blocks_of(const std::vector<int64_t>& starts, bool by_group) {
+  return by_group ? row_blocks(starts) : row_blocks({0, starts.back()});
+}
 
 // fill_row(t, first column, columns, row) writes elements of row t to a tile's row, in `dtype`.
 template <typename FillRow>
@@ -164,7 +170,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
   const ScalarType dtype = x.scalar_type();
   const int64_t T = rows ? rows->size(0) : x.size(0), K = x.size(1);
   const auto starts = group_starts("group_quantize", offs, T);
-  const auto blocks = row_blocks(starts);
+  const auto blocks = blocks_of(starts, columnwise || bias_grad);
   const auto taken = checked_rows(rows, starts.back(), x.size(0));
   const Results results(x, T, K, offs.size(0), rowwise, columnwise, bias_grad);
 
@@ -200,16 +206,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
   const int64_t element = element_size(dtype), stride = gate_up.stride(0) * element;
   const auto* inputs = static_cast<const char*>(gate_up.data_ptr());
   auto* kept = static_cast<char*>(h.data_ptr());
-  quantize_tiles(dtype, row_blocks(starts), {static_cast<float>(amax_epsilon), power_of_two_scales},
-                 Targets(results, rowwise, columnwise),
-                 [&](int64_t t, int64_t col, int64_t cols, void* row) {
-                   const char* gate = inputs + t * stride + col * element;
-                   const char* up = gate + K * element;
-                   swiglu_row(gate, up, dtype, cols, row);
-                   if (keep_h) std::memcpy(kept + (t * K + col) * element, row, cols * element);
-                   prefetch_row(gate + kBlock * element, kBlock * element);
-                   prefetch_row(up + kBlock * element, kBlock * element);
-                 });
+  quantize_tiles(
+      dtype, blocks_of(starts, columnwise), {static_cast<float>(amax_epsilon), power_of_two_scales},
+      Targets(results, rowwise, columnwise), [&](int64_t t, int64_t col, int64_t cols, void* row) {
+        const char* gate = inputs + t * stride + col * element;
+        const char* up = gate + K * element;
+        swiglu_row(gate, up, dtype, cols, row);
+        if (keep_h) std::memcpy(kept + (t * K + col) * element, row, cols * element);
+        prefetch_row(gate + kBlock * element, kBlock * element);
+        prefetch_row(up + kBlock * element, kBlock * element);
+      });
   if (keep_h) zero_rows(h, starts.back());
   return {results.q, results.scale, results.q_t, results.scale_t, h};
 }
@@ -222,7 +228,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu_grad(
   const Tensor dh = inner_contiguous(dh_in), gate_up = inner_contiguous(gate_up_in);
   const ScalarType dtype = dh.scalar_type();
   const int64_t T = dh.size(0), K = dh.size(1);
-  const auto blocks = row_blocks(group_starts(op, offs, T));
+  const auto blocks = blocks_of(group_starts(op, offs, T), columnwise || bias_grad);
   const Results results(dh, T, 2 * K, offs.size(0), rowwise, columnwise, bias_grad);
 
   const int64_t element = element_size(dtype);

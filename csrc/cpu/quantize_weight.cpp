@@ -43,7 +43,12 @@ void quantize(const Experts& experts, ScaleRule rule, const Tensor& q, const Ten
       const int64_t e = t / (row_blocks * col_blocks);
       const int64_t row = t / col_blocks % row_blocks * kBlock, col = t % col_blocks * kBlock;
       const int64_t rows = std::min(kBlock, N - row), cols = std::min(kBlock, K - col);
+      const int64_t first = (e * N + row) * K + col;
       const char* values = experts.first[e] + (row * K + col) * element;
+      for (int64_t r = 0; r < rows; ++r) prefetch_row(q_bytes + first + r * K, cols);
+      if (q_t_bytes)
+        for (int64_t c = 0; c < cols; ++c)
+          prefetch_row(q_t_bytes + (e * K + col + c) * N + row, rows);
       tile.fill(rows, cols, [&](int64_t r, void* tile_row) {
         const char* row_first = values + r * K * element;
         if (experts.dtype == ScalarType::BFloat16)
@@ -62,8 +67,8 @@ void quantize(const Experts& experts, ScaleRule rule, const Tensor& q, const Ten
 
       ByteTile bytes;
       tile.quantize_by_rows(factor, bytes);
-      bytes.store(q_bytes + (e * N + row) * K + col, K, rows, cols);
-      if (q_t_bytes) bytes.store_turned(q_t_bytes + (e * K + col) * N + row, N, rows, cols);
+      bytes.store(q_bytes + first, K, rows, cols);
+      if (q_t_bytes) bytes.store_turned(q_t_bytes + (e * K + col) * N + row, N, rows, rows, cols);
     }
   });
 }

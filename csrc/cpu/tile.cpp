@@ -43,12 +43,13 @@ inline typename Element::Magnitude magnitude(typename Element::Bits value) {
 
 // The largest magnitudes of rows and of columns, as floats; true where they are finite.
 template <typename Element, bool finite_only>
-ALWAYS_INLINE bool amax_of_tile(Values<Element> values, float* row_amax, float* col_amax) {
+ALWAYS_INLINE bool amax_of_tile(Values<Element> values, int64_t filled, float* row_amax,
+                                float* col_amax) {
   using Magnitude = typename Element::Magnitude;
   constexpr int64_t kLanes = 64 / sizeof(Magnitude);
   alignas(64) Magnitude lanes[kBlock][kLanes];  // maxima of every kLanes-th element of a row
-  alignas(64) Magnitude rows[kBlock], cols[kBlock] = {};
-  for (int64_t r = 0; r < kBlock; ++r) {
+  alignas(64) Magnitude rows[kBlock] = {}, cols[kBlock] = {};
+  for (int64_t r = 0; r < filled; ++r) {
     Magnitude row[kLanes] = {};
     for (int64_t c = 0; c < kBlock; c += kLanes)
       for (int64_t i = 0; i < kLanes; ++i)
@@ -58,7 +59,7 @@ ALWAYS_INLINE bool amax_of_tile(Values<Element> values, float* row_amax, float* 
     std::memcpy(lanes[r], row, sizeof(row));
   }
   Magnitude largest = 0;
-  for (int64_t r = 0; r < kBlock; ++r) {
+  for (int64_t r = 0; r < filled; ++r) {
     Magnitude amax = 0;
     for (int64_t i = 0; i < kLanes; ++i) amax = std::max(amax, lanes[r][i]);
     rows[r] = amax;
@@ -73,16 +74,17 @@ ALWAYS_INLINE bool amax_of_tile(Values<Element> values, float* row_amax, float* 
 
 // What is not finite passes every maximum, so a tile without any finds that out in the first pass.
 template <typename Element>
-ALWAYS_INLINE bool find_amax_of_tile(Values<Element> values, float* row_amax, float* col_amax) {
-  if (amax_of_tile<Element, false>(values, row_amax, col_amax)) return true;
-  amax_of_tile<Element, true>(values, row_amax, col_amax);
+ALWAYS_INLINE bool find_amax_of_tile(Values<Element> values, int64_t filled, float* row_amax,
+                                     float* col_amax) {
+  if (amax_of_tile<Element, false>(values, filled, row_amax, col_amax)) return true;
+  amax_of_tile<Element, true>(values, filled, row_amax, col_amax);
   return false;
 }
 
-GROUPED_LINEAR_EVERY_WIDTH bool find_amax_of(const void* values, bool bf16, float* row_amax,
-                                             float* col_amax) {
-  return bf16 ? find_amax_of_tile<Bf16>(as<Bf16>(values), row_amax, col_amax)
-              : find_amax_of_tile<Float>(as<Float>(values), row_amax, col_amax);
+GROUPED_LINEAR_EVERY_WIDTH bool find_amax_of(const void* values, bool bf16, int64_t filled,
+                                             float* row_amax, float* col_amax) {
+  return bf16 ? find_amax_of_tile<Bf16>(as<Bf16>(values), filled, row_amax, col_amax)
+              : find_amax_of_tile<Float>(as<Float>(values), filled, row_amax, col_amax);
 }
 
 template <typename Element>
@@ -103,8 +105,9 @@ GROUPED_LINEAR_EVERY_WIDTH void sum_cols(const void* values, bool bf16, int64_t 
 }
 
 template <typename Element, bool by_rows, bool finite>
-ALWAYS_INLINE void quantize_tile(Values<Element> values, const float* factor, ByteTile& q) {
-  for (int64_t r = 0; r < kBlock; ++r) {
+ALWAYS_INLINE void quantize_tile(Values<Element> values, int64_t filled, const float* factor,
+                                 ByteTile& q) {
+  for (int64_t r = 0; r < filled; ++r) {
     uint32_t codes[kBlock];  // narrowed in a loop of its own: one narrowing, not one an operand
     for (int64_t c = 0; c < kBlock; ++c) {
       const float scaled = Element::to_float(values[r][c]) * factor[by_rows ? r : c];
@@ -115,20 +118,21 @@ ALWAYS_INLINE void quantize_tile(Values<Element> values, const float* factor, By
 }
 
 template <typename Element>
-ALWAYS_INLINE void quantize_tile(Values<Element> values, bool by_rows, bool finite,
+ALWAYS_INLINE void quantize_tile(Values<Element> values, int64_t filled, bool by_rows, bool finite,
                                  const float* factor, ByteTile& q) {
   if (by_rows)
-    finite ? quantize_tile<Element, true, true>(values, factor, q)
-           : quantize_tile<Element, true, false>(values, factor, q);
+    finite ? quantize_tile<Element, true, true>(values, filled, factor, q)
+           : quantize_tile<Element, true, false>(values, filled, factor, q);
   else
-    finite ? quantize_tile<Element, false, true>(values, factor, q)
-           : quantize_tile<Element, false, false>(values, factor, q);
+    finite ? quantize_tile<Element, false, true>(values, filled, factor, q)
+           : quantize_tile<Element, false, false>(values, filled, factor, q);
 }
 
-GROUPED_LINEAR_EVERY_WIDTH void quantize(const void* values, bool bf16, bool by_rows, bool finite,
-                                         const float* factor, ByteTile& q) {
-  bf16 ? quantize_tile<Bf16>(as<Bf16>(values), by_rows, finite, factor, q)
-       : quantize_tile<Float>(as<Float>(values), by_rows, finite, factor, q);
+GROUPED_LINEAR_EVERY_WIDTH void quantize(const void* values, bool bf16, int64_t filled,
+                                         bool by_rows, bool finite, const float* factor,
+                                         ByteTile& q) {
+  bf16 ? quantize_tile<Bf16>(as<Bf16>(values), filled, by_rows, finite, factor, q)
+       : quantize_tile<Float>(as<Float>(values), filled, by_rows, finite, factor, q);
 }
 
 // The cap keeps 1 / factor a normal number. Selects, not branches: a loop over blocks vectorises.
@@ -196,12 +200,15 @@ void ByteTile::store(uint8_t* q, int64_t stride, int64_t rows, int64_t cols) con
   for (int64_t r = 0; r < rows; ++r) std::memcpy(q + r * stride, bytes[r], cols);
 }
 
-void ByteTile::store_turned(uint8_t* q_t, int64_t stride, int64_t rows, int64_t cols) const {
-  turn_tile_over(bytes, q_t, stride, rows, cols);
+void ByteTile::store_turned(uint8_t* q_t, int64_t stride, int64_t filled, int64_t rows,
+                            int64_t cols) const {
+  turn_tile_over(bytes, q_t, stride, filled, cols);
+  if (filled < rows)
+    for (int64_t c = 0; c < cols; ++c) std::memset(q_t + c * stride + filled, 0, rows - filled);
 }
 
 void Tile::find_amax(float row_amax[kBlock], float col_amax[kBlock]) {
-  finite_ = find_amax_of(values_, bf16_, row_amax, col_amax);
+  finite_ = find_amax_of(values_, bf16_, filled(), row_amax, col_amax);
 }
 
 void Tile::col_sums(float* sums) const {
@@ -211,11 +218,11 @@ void Tile::col_sums(float* sums) const {
 }
 
 void Tile::quantize_by_rows(const float row_factor[kBlock], ByteTile& q) const {
-  quantize(values_, bf16_, true, finite_, row_factor, q);
+  quantize(values_, bf16_, filled(), true, finite_, row_factor, q);
 }
 
 void Tile::quantize_by_cols(const float col_factor[kBlock], ByteTile& q) const {
-  quantize(values_, bf16_, false, finite_, col_factor, q);
+  quantize(values_, bf16_, filled(), false, finite_, col_factor, q);
 }
 
 }  // namespace grouped_linear::cpu

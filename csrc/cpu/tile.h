@@ -33,8 +33,9 @@ struct ByteTile {
 
   // q[r * stride + c] = bytes[r][c], for the first rows and columns.
   void store(uint8_t* q, int64_t stride, int64_t rows, int64_t cols) const;
-  // q_t[c * stride + r] = bytes[r][c], for the first rows and columns, multiples of 16.
-  void store_turned(uint8_t* q_t, int64_t stride, int64_t rows, int64_t cols) const;
+  // q_t[c * stride + r] = bytes[r][c], for the first rows and columns, multiples of 16; zero from
+  // row `filled` on.
+  void store_turned(uint8_t* q_t, int64_t stride, int64_t filled, int64_t rows, int64_t cols) const;
 };
 
 // Asks for the cache lines of a row of a tile before they are needed. The rows of a tile are far
@@ -43,13 +44,16 @@ inline void prefetch_row(const void* row, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(row) + i);
 }
 
+// Rows are worked on in sixteens: small groups leave most of a tile empty.
+constexpr int64_t kRowStep = 16;
+
 // Elements are bf16 where x's are, for half the bytes; float32 otherwise.
 class Tile {
  public:
   explicit Tile(ScalarType dtype) : bf16_(dtype == ScalarType::BFloat16) {}
 
-  // fill_row(r, row) writes the first `cols` elements of row r, for r < rows; the rest of the tile
-  // is zero.
+  // fill_row(r, row) writes the first `cols` elements of row r, for r < rows; the rest of
+  // these rows, and of the last kRowStep of them, is zero.
   template <typename FillRow>
   void fill(int64_t rows, int64_t cols, const FillRow& fill_row) {
     const int64_t element = bf16_ ? 2 : 4, row_bytes = kBlock * element;
@@ -59,8 +63,11 @@ class Tile {
       fill_row(r, row);
       if (cols < kBlock) std::memset(row + cols * element, 0, (kBlock - cols) * element);
     }
-    std::memset(values_ + rows * row_bytes, 0, (kBlock - rows) * row_bytes);
+    std::memset(values_ + rows * row_bytes, 0, (filled() - rows) * row_bytes);
   }
+
+  // Rows that there are, rounded up to kRowStep.
+  int64_t filled() const { return round_up(rows_, kRowStep); }
 
   // The largest finite magnitude of every row and of every column.
   void find_amax(float row_amax[kBlock], float col_amax[kBlock]);
@@ -69,7 +76,7 @@ class Tile {
   // eights, the order of the CUDA kernel.
   void col_sums(float* sums) const;
 
-  // bytes[r][c] = e4m3(tile[r][c] * factor of the row or of the column). After find_amax, with
+  // bytes[r][c] = e4m3(tile[r][c] * factor of the row or of the column), r < filled(). After find_amax, with
   // factors that take no finite element past 448, as block_scale's do.
   void quantize_by_rows(const float row_factor[kBlock], ByteTile& q) const;
   void quantize_by_cols(const float col_factor[kBlock], ByteTile& q) const;

@@ -83,8 +83,10 @@ void quantize_tiles(const Launch& launch, const Source& source, const Tensor& of
     results.out.block_sums = block_sums.mutable_data_ptr<float>();
   }
 
-  const int64_t grid = std::min<int64_t>(blocks * col_blocks,
-                                         int64_t{launch.multiprocessors()} * Source::kOccupancy);
+  const bool by_group = sums || results.out.q_t;
+  const int64_t tiles = (by_group ? blocks : ceil_div(T, kBlock)) * col_blocks;
+  const int64_t grid =
+      std::min<int64_t>(tiles, int64_t{launch.multiprocessors()} * Source::kOccupancy);
   group_quantize_kernel<Element, Source>
       <<<static_cast<unsigned>(grid), kTileThreads, 0, launch.stream()>>>(
           source, offs.const_data_ptr<int32_t>(), groups, rows, features, rule, results.out);

@@ -52,6 +52,14 @@ struct WarpGroups {
     }
   }
 
+  // All rows of all groups as one group: what rowwise data alone needs, however many groups.
+  __device__ __forceinline__ void load_as_one(const int32_t* offs, int E, int T) {
+    int end = 0;
+    for (int e = threadIdx.x % 32; e < E; e += 32) end = max(end, min(offs[e], T));
+    row_end = __reduce_max_sync(kFullWarp, end);
+    tile_end = (row_end + kTile - 1) / kTile;
+  }
+
   __device__ __forceinline__ int tiles() const { return __shfl_sync(kFullWarp, tile_end, 31); }
 
   // For a tile below tiles(), the same in every lane.
@@ -204,7 +212,8 @@ struct SwigluGrad {
 
 // --- the pass -----------------------------------------------------------------------------------
 
-template <typename Element, typename Source, bool prefetches = true>
+// ahead: how many of its tiles ahead a block prefetches.
+template <typename Element, typename Source, int ahead = 1>
 __global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
     group_quantize_kernel(Source source, const int32_t* offs, int E, int T, int K, ScaleRule rule,
                           GroupQuantized out) {
@@ -220,9 +229,12 @@ __global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
   const int half_warp = lane & kPatches;           // the first lane of this thread's row of patches
   const bool columns = out.q_t || out.block_sums;  // rowwise alone, no warp waits for another
 
-  const bool few_groups = E <= 32;
+  // A row's data do not depend on its group: rowwise alone, small groups share tiles.
+  const bool few_groups = E <= 32 || !columns;
   WarpGroups groups;
-  if (few_groups)
+  if (!columns)
+    groups.load_as_one(offs, E, T);
+  else if (few_groups)
     groups.load(offs, E, T);
   else
     load_groups<kTileThreads>(table, offs, E, T, kTile);
@@ -253,9 +265,10 @@ __global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
     Patch<Element> patch;
     source.load(patch, row_begin, rows, col, cols);
 
-    if constexpr (prefetches) {
+    if constexpr (ahead > 0) {
       int next_block = block, next_col_block = col_block;
-      advance(next_block, next_col_block);
+#pragma unroll
+      for (int i = 0; i < ahead; ++i) advance(next_block, next_col_block);
       if (next_block < blocks) {
         int next_begin, next_rows;
         rows_of_block(next_block, next_begin, next_rows);
