@@ -20,6 +20,8 @@ FORMS: dict[str, dict[str, bool]] = {
     "both layouts": {"columnwise": True},
     "both + bias grad": {"columnwise": True, "bias_grad": True},
 }
+# Fused input forms, both layouts: elements read for every quantized one, times 2.
+FUSED = {"group_quantize, gathered": 2, "swiglu": 4, "swiglu_grad": 3}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BLOCK = 128
 PAGE = 2 << 20
@@ -36,10 +38,56 @@ def bytes_quantized(sizes: Sequence[int], K: int, element: int, form: dict[str, 
     return moved
 
 
+def fused_form(name: str, x_TK: torch.Tensor, offs_E: torch.Tensor) -> timing.Call:
+    """The call of one of FUSED; what it quantizes has K features."""
+    T, K = x_TK.shape
+    both = {"columnwise": True}
+    if name == "group_quantize, gathered":
+        order = torch.randperm(T, device=x_TK.device)
+        return lambda: ops.group_quantize(x_TK, offs_E, order, **both)
+    if name == "swiglu":
+        gate_up = torch.randn(T, 2 * K, device=x_TK.device).to(x_TK.dtype)
+        return lambda: ops.group_quantize_swiglu(gate_up, offs_E, **both)
+    half = x_TK[:, : K // 2].contiguous()
+    return lambda: ops.group_quantize_swiglu_grad(half, x_TK, offs_E, **both)
+
+
 def bytes_of_weight(shape: Shape, element: int) -> int:
     """Bytes that quantize_weight must read and write, both layouts."""
     E, N, K = shape.E, shape.N, shape.K
     return E * N * K * (element + 2) + 4 * E * -(-N // BLOCK) * -(-K // BLOCK)
+
+
+def bytes_per_group(sizes: Sequence[int], K: int, element: int, reads: int) -> int:
+    """Bytes of both layouts with a scale a group, x read so many times."""
+    T, blocks = sum(sizes), sum(-(-size // BLOCK) for size in sizes)
+    return T * K * (reads * element + 1) + blocks * BLOCK * K
+
+
+def quantizers_of_recipes(
+    x_TK: torch.Tensor, offs_E: torch.Tensor, sizes: Sequence[int]
+) -> dict[str, tuple[timing.Call, int]]:
+    """The other recipes' ops, both layouts, and the bytes that each must move."""
+    (T, K), element = x_TK.shape, x_TK.itemsize
+    scale_E, amax_E = (torch.ones(len(sizes), device=x_TK.device) for _ in range(2))
+    both = {"columnwise": True}
+    delayed = partial(ops.group_quantize_delayed_, amax_E, x_TK, offs_E, scale_E, **both)
+    mx_bytes = bytes_per_group(sizes, K, element, 1)
+    return {
+        "group_quantize_current": (
+            partial(ops.group_quantize_current, x_TK, offs_E, **both),
+            bytes_per_group(sizes, K, element, 2),
+        ),
+        "group_quantize_delayed_": (delayed, bytes_per_group(sizes, K, element, 1)),
+        "group_quantize_mx": (
+            partial(ops.group_quantize_mx, x_TK, offs_E, **both),
+            mx_bytes + mx_bytes // 32 - T * K * element // 32,
+        ),
+        "group_round_mx": (
+            partial(ops.group_round_mx, x_TK, offs_E, **both),
+            T * K * (element + 4),
+        ),
+    }
 
 
 def copy_of(moved: int, device: torch.device) -> timing.Call:
@@ -62,6 +110,10 @@ def probe(device: torch.device) -> None:
     """Call every op that is timed, or raise the sentence that says why not."""
     ops.group_quantize(torch.ones(1, 16, device=device), offsets([1], device))
     ops.quantize_weight(torch.ones(1, 16, 16, device=device))
+    ops.quantize_weight_list([torch.ones(16, 16, device=device)])
+    x, offs = torch.ones(1, 16, device=device), offsets([1], device)
+    for call, _ in quantizers_of_recipes(x, offs, [1]).values():
+        call()
 
 
 def case(op: str, shape: Shape, splits: str, size: str, dtype: str) -> dict[str, str | int]:
@@ -98,13 +150,27 @@ def main() -> None:
                 columns = case(f"group_quantize, {name}", shape, splits, f"[{T}, {K}]", dtype)
                 call = partial(ops.group_quantize, x_TK, offs_E, **form)
                 add(columns, call, bytes_quantized(sizes, K, element, form))
+            for name, (call, moved) in quantizers_of_recipes(x_TK, offs_E, sizes).items():
+                add(case(f"{name}, both layouts", shape, splits, f"[{T}, {K}]", dtype), call, moved)
+            for name, read in FUSED.items():
+                moved = bytes_quantized(sizes, K, element, {"columnwise": True})
+                moved += T * K * element * (read - 2) // 2
+                add(
+                    case(f"{name}, both layouts", shape, splits, f"[{T}, {K}]", dtype),
+                    fused_form(name, x_TK, offs_E),
+                    moved,
+                )
         for dtype in args.dtypes:
             E, _, N, K = shape[1:]
             w_ENK = torch.randn(E, N, K, dtype=DTYPES[dtype], device=device)
             columns = case("quantize_weight", shape, "", f"[{N}, {K}]", dtype)
-            add(
-                columns, partial(ops.quantize_weight, w_ENK), bytes_of_weight(shape, w_ENK.itemsize)
-            )
+            moved = bytes_of_weight(shape, w_ENK.itemsize)
+            add(columns, partial(ops.quantize_weight, w_ENK), moved)
+            columns = case("quantize_weight_list", shape, "", f"[{N}, {K}]", dtype)
+            add(columns, partial(ops.quantize_weight_list, list(w_ENK)), moved)
+            columns = case("quantize_weight_current", shape, "", f"[{N}, {K}]", dtype)
+            call = partial(ops.quantize_weight_current, w_ENK)
+            add(columns, call, w_ENK.numel() * (2 * w_ENK.itemsize + 2))
     report.finish(not args.no_write, mean_by=("op", "dtype"))
 
 

@@ -4,6 +4,7 @@ It trains the same model on the same bytes in BF16 and in FP8, eager and compile
 with CUDA graphs), then prints one table, a plot of the losses and a line that the model wrote::
 
     python -m benchmarks.demo
+    python -m benchmarks.demo --recipe block current delayed mxfp8
 """
 
 import argparse
@@ -24,9 +25,25 @@ from torch._dynamo.utils import counters
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from benchmarks.moe_model import VOCABULARY, LanguageModel, ModelSize
-from grouped_linear import Float8BlockScaling, GroupedLinear, Recipe
+from grouped_linear import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    GroupedLinear,
+    MXFP8BlockScaling,
+    Recipe,
+    update_scales,
+)
 
-RECIPES: dict[str, Recipe] = {"bf16": None, "fp8": Float8BlockScaling()}
+# Each is trained beside BF16. Colours of Okabe and Ito, told apart by all kinds of eyes.
+RECIPES: dict[str, Recipe] = {
+    "block": Float8BlockScaling(),
+    "current": Float8CurrentScaling(),
+    "delayed": DelayedScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+}
+NAMES = {"block": "FP8", "current": "FP8 current", "delayed": "FP8 delayed", "mxfp8": "MXFP8"}
+COLOURS = {"block": "#D55E00", "current": "#009E73", "delayed": "#CC79A7", "mxfp8": "#E69F00"}
 # torch.compile's mode. CUDA graphs need a GPU.
 MODES = {"eager": None, "compiled": "default", "compiled + graphs": "reduce-overhead"}
 WARM_UP = 3  # steps in which torch.compile compiles, and records CUDA graphs
@@ -68,7 +85,8 @@ HOPPER = Scale(
 class Run:
     """One training run: what was asked for and what came out."""
 
-    recipe: Recipe
+    kind: str | None
+    """A name in RECIPES; None for products in `dtype`."""
     dtype: torch.dtype
     mode: str
     losses: list[float] = field(default_factory=list)
@@ -79,9 +97,13 @@ class Run:
     graph_launches: int = 0
 
     @property
+    def recipe(self) -> Recipe:
+        return None if self.kind is None else RECIPES[self.kind]
+
+    @property
     def precision(self) -> str:
         names = {torch.bfloat16: "BF16", torch.float32: "FP32"}
-        return "FP8" if self.recipe else names[self.dtype]
+        return names[self.dtype] if self.kind is None else NAMES[self.kind]
 
     @property
     def name(self) -> str:
@@ -150,6 +172,7 @@ def train(run: Run, scale: Scale, text: Text, device: torch.device, seed: int) -
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        update_scales(model)  # of delayed scaling: nothing to do for the others
         return float(loss)  # waits for the device, so a step's time is all of it
 
     torch._dynamo.reset()
@@ -186,13 +209,13 @@ def activation_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if narrow else torch.bfloat16
 
 
-def unusable(device: torch.device) -> str:
+def unusable(device: torch.device, recipes: list[Recipe]) -> str:
     """Why the layer cannot train on a GPU, or nothing where it can."""
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     if capability != (9, 0):
         return f"{name} has compute capability {capability[0]}.{capability[1]}, not 9.0"
     try:
-        for recipe in RECIPES.values():
+        for recipe in recipes:
             layer = GroupedLinear(2, 128, 128, recipe=recipe, device=device, dtype=torch.bfloat16)
             x = torch.ones(8, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
             layer(x, torch.tensor([3, 5], device=device)).sum().backward()
@@ -201,7 +224,7 @@ def unusable(device: torch.device) -> str:
     return ""
 
 
-def choose_device(asked: str) -> torch.device:
+def choose_device(asked: str, recipes: list[Recipe]) -> torch.device:
     """The GPU where the ops run on it, else the CPU, with a line that says which and why."""
     cuda = torch.device("cuda")
     if asked == "cpu":
@@ -209,7 +232,7 @@ def choose_device(asked: str) -> torch.device:
     elif not torch.cuda.is_available():
         reason = "no GPU found"
     else:
-        reason = unusable(cuda)
+        reason = unusable(cuda, recipes)
         if not reason:
             print(f"device: {torch.cuda.get_device_name(cuda)}")
             return cuda
@@ -220,9 +243,9 @@ def choose_device(asked: str) -> torch.device:
 
 
 def pairs(runs: list[Run]) -> list[tuple[Run, Run]]:
-    """Each FP8 run with the run of the same mode without FP8."""
-    others = {run.mode: run for run in runs if not run.recipe}
-    return [(run, others[run.mode]) for run in runs if run.recipe and run.mode in others]
+    """Each run under a recipe with the run of the same mode without."""
+    others = {run.mode: run for run in runs if run.kind is None}
+    return [(run, others[run.mode]) for run in runs if run.kind is not None]
 
 
 def plot(runs: list[Run], path: Path) -> None:
@@ -233,14 +256,15 @@ def plot(runs: list[Run], path: Path) -> None:
         2, sharex=True, figsize=(8, 6), height_ratios=(3, 1), layout="constrained"
     )
     for run in runs:
-        # Sky blue, broad, under vermilion, narrow (Okabe and Ito): told apart by all kinds of eyes.
-        look = {"color": "#D55E00"} if run.recipe else {"color": "#56B4E9", "linewidth": 5.0}
+        broad = {"color": "#56B4E9", "linewidth": 5.0}  # sky blue, under the others
+        look = broad if run.kind is None else {"color": COLOURS[run.kind]}
         label = f"{run.name} (held-out files: {run.validation_loss:.3f})"
         top.plot(run.losses, linestyle=styles[run.mode], label=label, **look)
     for fp8, other in pairs(runs):
         bottom.set_ylabel(f"FP8 above\n{other.precision}, %")
         percent = [100 * (a / b - 1) for a, b in zip(fp8.losses, other.losses, strict=True)]
-        bottom.plot(percent, color="black", linewidth=1, linestyle=styles[fp8.mode])
+        colour = COLOURS[fp8.kind or ""]
+        bottom.plot(percent, color=colour, linewidth=1, linestyle=styles[fp8.mode])
     guess = math.log(VOCABULARY)
     top.axhline(guess, color="0.5", linewidth=1)
     top.text(len(runs[0].losses) / 2, guess, "a blind guess", ha="center", va="bottom")
@@ -263,11 +287,15 @@ def print_table(runs: list[Run], scale: Scale, device: torch.device) -> None:
     """Print one row a run. Step times are medians without the first steps, which compile."""
     tokens = scale.batch * scale.size.context
     titles = ["run", "step ms", "tokens/s", "first loss", "final loss", "held out"]
+    others = {run.name: other for run, other in pairs(runs)}
+    titles += [f"final above {runs[0].precision}"]
     titles += ["compile s", "recompiles", "graph breaks", "cudaGraphLaunch a step"]
     rows = [titles]
     for run in runs:
         row = [run.name, f"{run.step_seconds * 1e3:.1f}", f"{tokens / run.step_seconds:,.0f}"]
         row += [f"{x:.3f}" for x in (run.losses[0], run.final_loss, run.validation_loss)]
+        other = others.get(run.name)
+        row += [f"{100 * (run.final_loss / other.final_loss - 1):+.2f} %" if other else ""]
         compilation = [f"{run.compile_seconds:.1f}", str(run.recompiles), str(run.graph_breaks)]
         row += compilation if MODES[run.mode] else [""] * len(compilation)
         rows.append([*row, str(run.graph_launches)])
@@ -287,7 +315,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     option = parser.add_argument
     option("--steps", type=int, help=f"of each run (CPU: {CPU.steps}, GPU: {HOPPER.steps})")
-    option("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="default: both")
+    option(
+        "--recipe",
+        nargs="+",
+        choices=RECIPES,
+        default=["block"],
+        help="of the runs beside BF16 (default: block, FP8 in blocks of 128)",
+    )
     option(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -304,16 +338,17 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    device = choose_device(arguments.device)
+    kinds = [None, *arguments.recipe]
+    device = choose_device(arguments.device, [kind and RECIPES[kind] for kind in kinds])
     scale = HOPPER if device.type == "cuda" else CPU
     if arguments.steps is not None:
         scale = replace(scale, steps=arguments.steps)
     text = Text(scale.text_bytes)
     dtype = activation_dtype(device)
     runs = [
-        Run(RECIPES[recipe], dtype, mode)
+        Run(kind, dtype, mode)
         for mode in MODES
-        for recipe in arguments.recipes
+        for kind in kinds
         if device.type == "cuda" or MODES[mode] != "reduce-overhead"
     ]
     line = b""

@@ -58,6 +58,11 @@ void check_dtype(const char* op, const char* name, const Tensor& t, ScalarType e
         name_of(t.scalar_type()));
 }
 
+void check_fp8(const char* op, const char* name, ScalarType dtype) {
+  check(dtype == ScalarType::Float8_e4m3fn || dtype == ScalarType::Float8_e5m2, op, ": ", name,
+        " must be float8_e4m3fn or float8_e5m2, got ", name_of(dtype));
+}
+
 void check_dim(const char* op, const char* name, const Tensor& t, int64_t dim) {
   check(t.dim() == dim, op, ": ", name, " must be ", dim, "-D, got ", t.dim(), "-D");
 }
@@ -94,14 +99,60 @@ void check_epsilon(const char* op, double amax_epsilon) {
         ": amax_epsilon must be finite and not negative, got ", amax_epsilon);
 }
 
-// q_t [blocks, features, 128] with scale_t [blocks, features].
-void check_columnwise(const char* op, const char* name, const Tensor& q_t, const char* scale_name,
-                      const Tensor& scale_t, const char* features) {
+// scale [E]: one scale a group.
+void check_group_scale(const char* op, const char* name, const Tensor& scale,
+                       const char* first_name, const Tensor& first, int64_t E,
+                       const char* owner = "offs") {
+  check_dim(op, name, scale, 1);
+  check_dtype(op, name, scale, ScalarType::Float);
+  check_device(op, name, scale, first_name, first);
+  check_same(op, "E", name, scale.size(0), owner, E);
+}
+
+// amax [E], written in place.
+void check_amax(const char* op, const Tensor& amax, const char* first_name, const Tensor& first,
+                const char* owner, int64_t E) {
+  check_group_scale(op, "amax", amax, first_name, first, E, owner);
+  check(amax.is_contiguous(), op, ": amax must be contiguous");
+}
+
+void check_layouts(const char* op, bool rowwise, bool columnwise) {
+  check(rowwise || columnwise, op, ": rowwise or columnwise must be asked for, got neither");
+}
+
+// x [T, K] with offs, and what is asked for of it.
+void check_grouped_rows(const char* op, const Tensor& x, const Tensor& offs, bool rowwise,
+                        bool columnwise) {
+  check_dim(op, "x", x, 2);
+  check_activation(op, "x", x.scalar_type());
+  check_features(op, "K", x.size(1));
+  check_offs(op, offs, "x", x);
+  check_layouts(op, rowwise, columnwise);
+}
+
+// w [E, N, K].
+void check_weight(const char* op, const Tensor& w) {
+  check_dim(op, "w", w, 3);
+  check_activation(op, "w", w.scalar_type());
+  check_groups(op, w.size(0));
+  check_features(op, "N", w.size(1));
+  check_features(op, "K", w.size(2));
+}
+
+// q_t [blocks, features, 128].
+void check_column_blocks(const char* op, const char* name, const Tensor& q_t,
+                         const char* features) {
   check_dim(op, name, q_t, 3);
-  check_dtype(op, name, q_t, ScalarType::Float8_e4m3fn);
   check(q_t.size(2) == kBlock, op, ": ", name, " must hold blocks of ", kBlock, " rows, got ",
         q_t.size(2));
   check_features(op, features, q_t.size(1));
+}
+
+// q_t [blocks, features, 128] with scale_t [blocks, features].
+void check_columnwise(const char* op, const char* name, const Tensor& q_t, const char* scale_name,
+                      const Tensor& scale_t, const char* features) {
+  check_column_blocks(op, name, q_t, features);
+  check_dtype(op, name, q_t, ScalarType::Float8_e4m3fn);
   check_dim(op, scale_name, scale_t, 2);
   check_dtype(op, scale_name, scale_t, ScalarType::Float);
   check_device(op, scale_name, scale_t, name, q_t);
@@ -154,15 +205,121 @@ void check_splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t a
         ", got ", num_rows, " * ", stride);
 }
 
-void check_group_quantize(const Tensor& x, const Tensor& offs, double amax_epsilon, bool rowwise,
-                          bool columnwise) {
+void check_group_quantize(const Tensor& x, const Tensor& offs, const std::optional<Tensor>& rows,
+                          double amax_epsilon, bool rowwise, bool columnwise) {
   const char* op = "group_quantize";
   check_dim(op, "x", x, 2);
   check_activation(op, "x", x.scalar_type());
   check_features(op, "K", x.size(1));
   check_offs(op, offs, "x", x);
+  if (rows) {
+    check_dim(op, "rows", *rows, 1);
+    check(rows->scalar_type() == ScalarType::Int || rows->scalar_type() == ScalarType::Long, op,
+          ": rows must be int32 or int64, got ", name_of(rows->scalar_type()));
+    check_device(op, "rows", *rows, "x", x);
+  }
   check_epsilon(op, amax_epsilon);
-  check(rowwise || columnwise, op, ": rowwise or columnwise must be asked for, got neither");
+  check_layouts(op, rowwise, columnwise);
+}
+
+void check_swiglu(const char* op, const Tensor& gate_up, const Tensor& offs) {
+  check_dim(op, "gate_up", gate_up, 2);
+  check_activation(op, "gate_up", gate_up.scalar_type());
+  check(gate_up.size(1) % 2 == 0, op, ": gate_up must have an even number of columns, got ",
+        gate_up.size(1));
+  check_features(op, "K", gate_up.size(1) / 2);
+  check_offs(op, offs, "gate_up", gate_up);
+}
+
+void check_swiglu_grad(const char* op, const Tensor& dh, const Tensor& gate_up,
+                       const Tensor& offs) {
+  check_dim(op, "dh", dh, 2);
+  check_dim(op, "gate_up", gate_up, 2);
+  check_activation(op, "dh", dh.scalar_type());
+  check_dtype(op, "gate_up", gate_up, dh.scalar_type());
+  check_device(op, "gate_up", gate_up, "dh", dh);
+  check_same(op, "T", "dh", dh.size(0), "gate_up", gate_up.size(0));
+  check_features(op, "K", dh.size(1));
+  check_same(op, "2 * K", "dh", 2 * dh.size(1), "gate_up", gate_up.size(1));
+  check_offs(op, offs, "dh", dh);
+}
+
+void check_group_quantize_swiglu(const Tensor& gate_up, const Tensor& offs, double amax_epsilon,
+                                 bool rowwise, bool columnwise) {
+  const char* op = "group_quantize_swiglu";
+  check_swiglu(op, gate_up, offs);
+  check_epsilon(op, amax_epsilon);
+  check_layouts(op, rowwise, columnwise);
+}
+
+void check_group_quantize_swiglu_grad(const Tensor& dh, const Tensor& gate_up, const Tensor& offs,
+                                      double amax_epsilon, bool rowwise, bool columnwise) {
+  const char* op = "group_quantize_swiglu_grad";
+  check_swiglu_grad(op, dh, gate_up, offs);
+  check_epsilon(op, amax_epsilon);
+  check_layouts(op, rowwise, columnwise);
+}
+
+void check_group_quantize_current(const Tensor& x, const Tensor& offs, ScalarType dtype,
+                                  double amax_epsilon, bool rowwise, bool columnwise) {
+  const char* op = "group_quantize_current";
+  check_grouped_rows(op, x, offs, rowwise, columnwise);
+  check_fp8(op, "dtype", dtype);
+  check_epsilon(op, amax_epsilon);
+}
+
+void check_group_quantize_delayed(const std::optional<Tensor>& amax, const Tensor& x,
+                                  const Tensor& offs, const Tensor& scale, ScalarType dtype,
+                                  bool rowwise, bool columnwise) {
+  const char* op = "group_quantize_delayed_";
+  check_grouped_rows(op, x, offs, rowwise, columnwise);
+  check_group_scale(op, "scale", scale, "x", x, offs.size(0));
+  if (amax) check_amax(op, *amax, "x", x, "offs", offs.size(0));
+  check_fp8(op, "dtype", dtype);
+}
+
+void check_quantize_weight_delayed(const std::optional<Tensor>& amax, const Tensor& w,
+                                   const Tensor& scale) {
+  const char* op = "quantize_weight_delayed_";
+  check_weight(op, w);
+  check_group_scale(op, "scale", scale, "w", w, w.size(0), "w");
+  if (amax) check_amax(op, *amax, "w", w, "w", w.size(0));
+}
+
+void check_update_scales(const std::vector<Tensor>& scale, const std::vector<Tensor>& amax,
+                         const std::vector<Tensor>& amax_history,
+                         const std::vector<double>& fp8_max, int64_t margin) {
+  const char* op = "update_scales_";
+  const auto count = [op, &scale](const char* name, size_t size) {
+    check_same(op, "the number of states", name, static_cast<int64_t>(size), "scale",
+               static_cast<int64_t>(scale.size()));
+  };
+  check(!scale.empty(), op, ": scale must not be empty");
+  count("amax", amax.size());
+  count("amax_history", amax_history.size());
+  count("fp8_max", fp8_max.size());
+  check(margin >= 0 && margin <= kMaxMargin, op, ": margin must be between 0 and ", kMaxMargin,
+        ", got ", margin);
+  for (size_t i = 0; i < scale.size(); ++i) {
+    check_dim(op, "scale", scale[i], 1);
+    check_dtype(op, "scale", scale[i], ScalarType::Float);
+    check_device(op, "scale", scale[i], "the first scale", scale[0]);
+    check(scale[i].is_contiguous(), op, ": scale must be contiguous");
+    check_amax(op, amax[i], "the first scale", scale[0], "scale", scale[i].size(0));
+    check_dim(op, "amax_history", amax_history[i], 2);
+    check_dtype(op, "amax_history", amax_history[i], ScalarType::Float);
+    check_device(op, "amax_history", amax_history[i], "the first scale", scale[0]);
+    check_same(op, "E", "amax_history", amax_history[i].size(1), "scale", scale[i].size(0));
+    check(amax_history[i].size(0) > 0, op, ": amax_history must have a row, got none");
+    check(amax_history[i].is_contiguous(), op, ": amax_history must be contiguous");
+    check(fp8_max[i] > 0 && std::isfinite(fp8_max[i]), op,
+          ": fp8_max must be positive and finite, got ", fp8_max[i]);
+  }
+}
+
+void check_group_quantize_mx(const char* op, const Tensor& x, const Tensor& offs, bool rowwise,
+                             bool columnwise) {
+  check_grouped_rows(op, x, offs, rowwise, columnwise);
 }
 
 void check_group_dequantize(const Tensor& q, const Tensor& scale, const Tensor& offs,
@@ -192,14 +349,51 @@ void check_grouped_bias_grad(const Tensor& dy, const Tensor& offs) {
   check_offs(op, offs, "dy", dy);
 }
 
-void check_quantize_weight(const Tensor& w, double amax_epsilon) {
-  const char* op = "quantize_weight";
-  check_dim(op, "w", w, 3);
-  check_activation(op, "w", w.scalar_type());
-  check_groups(op, w.size(0));
-  check_features(op, "N", w.size(1));
-  check_features(op, "K", w.size(2));
+void check_quantize_weight(const char* op, const Tensor& w, double amax_epsilon) {
+  check_weight(op, w);
   check_epsilon(op, amax_epsilon);
+}
+
+void check_quantize_weight_list(const std::vector<Tensor>& w, double amax_epsilon) {
+  const char* op = "quantize_weight_list";
+  check_groups(op, static_cast<int64_t>(w.size()));
+  check_dim(op, "w", w[0], 2);
+  check_activation(op, "w", w[0].scalar_type());
+  check_features(op, "N", w[0].size(0));
+  check_features(op, "K", w[0].size(1));
+  for (const Tensor& w_e : w) {
+    check_dim(op, "w", w_e, 2);
+    check_dtype(op, "w", w_e, w[0].scalar_type());
+    check_device(op, "w", w_e, "the first w", w[0]);
+    check_same(op, "N", "w", w_e.size(0), "the first w", w[0].size(0));
+    check_same(op, "K", "w", w_e.size(1), "the first w", w[0].size(1));
+  }
+  check_epsilon(op, amax_epsilon);
+}
+
+void check_refresh_weight(const Tensor& w, const std::optional<Tensor>& refresh, const Tensor& q,
+                          const Tensor& scale, const std::optional<Tensor>& q_t,
+                          double amax_epsilon) {
+  const char* op = "refresh_weight_";
+  check_quantize_weight(op, w, amax_epsilon);
+  const int64_t E = w.size(0), N = w.size(1), K = w.size(2);
+  if (refresh) {
+    check_dim(op, "refresh", *refresh, 0);
+    check_dtype(op, "refresh", *refresh, ScalarType::Bool);
+    check_device(op, "refresh", *refresh, "w", w);
+  }
+  const auto written = [op, &w](const char* name, const Tensor& t, ScalarType dtype, int64_t s0,
+                                int64_t s1, int64_t s2) {
+    check_dim(op, name, t, 3);
+    check_dtype(op, name, t, dtype);
+    check_device(op, name, t, "w", w);
+    check(t.size(0) == s0 && t.size(1) == s1 && t.size(2) == s2, op, ": ", name, " must be [", s0,
+          ", ", s1, ", ", s2, "], got [", t.size(0), ", ", t.size(1), ", ", t.size(2), "]");
+    check(t.is_contiguous(), op, ": ", name, " must be contiguous");
+  };
+  written("q", q, ScalarType::Float8_e4m3fn, E, N, K);
+  written("scale", scale, ScalarType::Float, E, ceil_div(N, kBlock), ceil_div(K, kBlock));
+  if (q_t) written("q_t", *q_t, ScalarType::Float8_e4m3fn, E, K, N);
 }
 
 void check_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
@@ -223,22 +417,35 @@ void check_grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& sca
                              const Tensor& scale_b, const Tensor& offs,
                              const std::optional<Tensor>& bias, ScalarType out_dtype) {
   const char* op = "grouped_scaled_mm";
-  check_rowwise(op, "a", a, "scale_a", scale_a);
+  const bool per_group = scale_a.dim() == 1;  // else per block
+  if (per_group) {
+    check_dim(op, "a", a, 2);
+    check_fp8(op, "a", a.scalar_type());
+    check_features(op, "K", a.size(1));
+  } else {
+    check_rowwise(op, "a", a, "scale_a", scale_a);
+  }
   check_dim(op, "b", b, 3);
   check_dtype(op, "b", b, ScalarType::Float8_e4m3fn);
   check_device(op, "b", b, "a", a);
   check_same(op, "K", "a", a.size(1), "b", b.size(2));
   check_features(op, "N", b.size(1));
-  check_dim(op, "scale_b", scale_b, 3);
-  check_dtype(op, "scale_b", scale_b, ScalarType::Float);
-  check_device(op, "scale_b", scale_b, "a", a);
-  check_same(op, "E", "b", b.size(0), "scale_b", scale_b.size(0));
-  check_same(op, "the number of N blocks", "b", ceil_div(b.size(1), kBlock), "scale_b",
-             scale_b.size(1));
-  check_same(op, "the number of K blocks", "b", ceil_div(b.size(2), kBlock), "scale_b",
-             scale_b.size(2));
+  if (!per_group) {
+    check_dim(op, "scale_b", scale_b, 3);
+    check_dtype(op, "scale_b", scale_b, ScalarType::Float);
+    check_device(op, "scale_b", scale_b, "a", a);
+    check_same(op, "E", "b", b.size(0), "scale_b", scale_b.size(0));
+    check_same(op, "the number of N blocks", "b", ceil_div(b.size(1), kBlock), "scale_b",
+               scale_b.size(1));
+    check_same(op, "the number of K blocks", "b", ceil_div(b.size(2), kBlock), "scale_b",
+               scale_b.size(2));
+  }
   check_offs(op, offs, "a", a);
   check_same(op, "E", "b", b.size(0), "offs", offs.size(0));
+  if (per_group) {
+    check_group_scale(op, "scale_a", scale_a, "a", a, offs.size(0));
+    check_group_scale(op, "scale_b", scale_b, "a", a, offs.size(0));
+  }
   check_activation(op, "out_dtype", out_dtype);
   check_bias(op, bias, a, offs.size(0), b.size(1), out_dtype);
 }
@@ -260,11 +467,23 @@ void check_grouped_mm_wgrad(const char* op, const Tensor& dy, const Tensor& x, c
 void check_grouped_scaled_mm_wgrad(const char* op, const Tensor& dy_t, const Tensor& x_t,
                                    const Tensor& scale_dy_t, const Tensor& scale_x_t,
                                    const Tensor& offs, ScalarType out_dtype) {
-  check_columnwise(op, "dy_t", dy_t, "scale_dy_t", scale_dy_t, "N");
-  check_columnwise(op, "x_t", x_t, "scale_x_t", scale_x_t, "K");
+  const bool per_group = scale_dy_t.dim() == 1;  // else per block
+  if (per_group) {
+    check_column_blocks(op, "dy_t", dy_t, "N");
+    check_fp8(op, "dy_t", dy_t.scalar_type());
+    check_column_blocks(op, "x_t", x_t, "K");
+    check_dtype(op, "x_t", x_t, ScalarType::Float8_e4m3fn);
+  } else {
+    check_columnwise(op, "dy_t", dy_t, "scale_dy_t", scale_dy_t, "N");
+    check_columnwise(op, "x_t", x_t, "scale_x_t", scale_x_t, "K");
+  }
   check_device(op, "x_t", x_t, "dy_t", dy_t);
   check_same(op, "the number of blocks", "dy_t", dy_t.size(0), "x_t", x_t.size(0));
   check_offs(op, offs, "dy_t", dy_t);
+  if (per_group) {
+    check_group_scale(op, "scale_dy_t", scale_dy_t, "dy_t", dy_t, offs.size(0));
+    check_group_scale(op, "scale_x_t", scale_x_t, "dy_t", dy_t, offs.size(0));
+  }
   check_activation(op, "out_dtype", out_dtype);
 }
 

@@ -7,6 +7,7 @@
 #include <optional>
 #include <sstream>
 #include <stdexcept>
+#include <vector>
 
 #include "layout.h"
 
@@ -30,14 +31,36 @@ void check(bool rule_holds, const Parts&... parts) {
 
 void check_splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t alignment,
                              int64_t stride, ScalarType dtype);
-void check_group_quantize(const Tensor& x, const Tensor& offs, double amax_epsilon, bool rowwise,
-                          bool columnwise);
+void check_group_quantize(const Tensor& x, const Tensor& offs, const std::optional<Tensor>& rows,
+                          double amax_epsilon, bool rowwise, bool columnwise);
+void check_swiglu(const char* op, const Tensor& gate_up, const Tensor& offs);
+void check_swiglu_grad(const char* op, const Tensor& dh, const Tensor& gate_up, const Tensor& offs);
+void check_group_quantize_swiglu(const Tensor& gate_up, const Tensor& offs, double amax_epsilon,
+                                 bool rowwise, bool columnwise);
+void check_group_quantize_swiglu_grad(const Tensor& dh, const Tensor& gate_up, const Tensor& offs,
+                                      double amax_epsilon, bool rowwise, bool columnwise);
+void check_group_quantize_current(const Tensor& x, const Tensor& offs, ScalarType dtype,
+                                  double amax_epsilon, bool rowwise, bool columnwise);
+void check_group_quantize_delayed(const std::optional<Tensor>& amax, const Tensor& x,
+                                  const Tensor& offs, const Tensor& scale, ScalarType dtype,
+                                  bool rowwise, bool columnwise);
+void check_quantize_weight_delayed(const std::optional<Tensor>& amax, const Tensor& w,
+                                   const Tensor& scale);
+void check_update_scales(const std::vector<Tensor>& scale, const std::vector<Tensor>& amax,
+                         const std::vector<Tensor>& amax_history,
+                         const std::vector<double>& fp8_max, int64_t margin);
+void check_group_quantize_mx(const char* op, const Tensor& x, const Tensor& offs, bool rowwise,
+                             bool columnwise);
 void check_group_dequantize(const Tensor& q, const Tensor& scale, const Tensor& offs,
                             ScalarType dtype);
 void check_group_dequantize_t(const Tensor& q_t, const Tensor& scale_t, const Tensor& offs,
                               int64_t num_rows, ScalarType dtype);
 void check_grouped_bias_grad(const Tensor& dy, const Tensor& offs);
-void check_quantize_weight(const Tensor& w, double amax_epsilon);
+void check_quantize_weight(const char* op, const Tensor& w, double amax_epsilon);
+void check_quantize_weight_list(const std::vector<Tensor>& w, double amax_epsilon);
+void check_refresh_weight(const Tensor& w, const std::optional<Tensor>& refresh, const Tensor& q,
+                          const Tensor& scale, const std::optional<Tensor>& q_t,
+                          double amax_epsilon);
 void check_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
                       const std::optional<Tensor>& bias, ScalarType out_dtype);
 void check_grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a,

@@ -10,6 +10,8 @@ constexpr int64_t kBlock = 128;           // elements along K (rowwise) or rows 
 constexpr int64_t kFeatureMultiple = 16;  // in_features and out_features: 16-byte rows in FP8
 constexpr int64_t kScaleRowMultiple = 4;  // rows of a scale tensor: 16-byte strides for TMA
 constexpr int64_t kMaxGroups = 1024;      // one thread a group in one CUDA block
+constexpr int64_t kMxBlock = 32;          // elements a scale in the MX formats
+constexpr int64_t kMaxMargin = 64;        // of delayed scaling: factors are divided by 2^margin
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }

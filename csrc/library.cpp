@@ -18,10 +18,46 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
 
   // x [T, K] -> q [T, K], scale [ceil(K/B), round_up(T, 4)], q_t [Tp/B, K, B], scale_t [Tp/B, K],
   //             bias_grad [E, K] float32; what is not asked for has no elements
+  // rows [T]: of x [S, K], quantize x[rows]
   m.def(
-      "group_quantize(Tensor x, Tensor offs, float amax_epsilon=0.0, "
+      "group_quantize(Tensor x, Tensor offs, Tensor? rows=None, float amax_epsilon=0.0, "
       "bool power_of_two_scales=True, bool rowwise=True, bool columnwise=False, "
       "bool bias_grad=False) "
+      "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)");
+  // The same with one scale a group from its own amax (scale [E]; dtype: e4m3 or e5m2), with the
+  // scales of earlier steps (amax [E] is raised to the largest magnitudes), and in blocks of 32 with
+  // E8M0 scales (scale [T, ceil(K/32)], scale_t [Tp/B, K, 4])
+  m.def(
+      "group_quantize_current(Tensor x, Tensor offs, ScalarType dtype, float amax_epsilon=0.0, "
+      "bool power_of_two_scales=False, bool rowwise=True, bool columnwise=False, "
+      "bool bias_grad=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor bias_grad)");
+  m.def(
+      "group_quantize_delayed_(Tensor(a!)? amax, Tensor x, Tensor offs, Tensor scale, "
+      "ScalarType dtype, bool rowwise=True, bool columnwise=False, bool bias_grad=False) "
+      "-> (Tensor q, Tensor q_t, Tensor bias_grad)");
+  m.def(
+      "group_quantize_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, "
+      "bool bias_grad=False) "
+      "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)");
+  // What group_quantize_mx keeps of x, as bf16: rowwise and columnwise [T, K]
+  m.def(
+      "group_round_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, "
+      "bool bias_grad=False) -> (Tensor x_rowwise, Tensor x_columnwise, Tensor bias_grad)");
+
+  // gate_up [T, 2 K] -> h [T, K] = silu(gate) * up; dh [T, K] -> d_gate_up [T, 2 K]
+  m.def("swiglu(Tensor gate_up, Tensor offs) -> Tensor");
+  m.def("swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs) -> Tensor");
+
+  // group_quantize of h or of d_gate_up, which stays inside
+  m.def(
+      "group_quantize_swiglu(Tensor gate_up, Tensor offs, float amax_epsilon=0.0, "
+      "bool power_of_two_scales=True, bool rowwise=True, bool columnwise=False, "
+      "bool keep_h=False) "
+      "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor h)");
+  m.def(
+      "group_quantize_swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs, "
+      "float amax_epsilon=0.0, bool power_of_two_scales=True, bool rowwise=True, "
+      "bool columnwise=False, bool bias_grad=False) "
       "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)");
   m.def("group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType dtype) -> Tensor");
   m.def(
@@ -36,10 +72,33 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "quantize_weight(Tensor w, float amax_epsilon=0.0, bool power_of_two_scales=True, "
       "bool columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)");
 
+  // w: E tensors [N, K]
+  m.def(
+      "quantize_weight_list(Tensor[] w, float amax_epsilon=0.0, bool power_of_two_scales=True, "
+      "bool columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)");
+  // Into what quantize_weight returned earlier, unless the 0-d bool `refresh` is false
+  m.def(
+      "refresh_weight_(Tensor w, Tensor? refresh, Tensor(a!) q, Tensor(b!) scale, "
+      "Tensor(c!)? q_t, float amax_epsilon=0.0, bool power_of_two_scales=True) -> ()");
+  // With one scale an expert: scale [E]
+  m.def(
+      "quantize_weight_current(Tensor w, float amax_epsilon=0.0, bool power_of_two_scales=False, "
+      "bool columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)");
+  m.def(
+      "quantize_weight_delayed_(Tensor(a!)? amax, Tensor w, Tensor scale, bool columnwise=True) "
+      "-> (Tensor q, Tensor q_t)");
+
+  // scale [E], amax [E], amax_history [H, E] of any number of operands: amax into the history,
+  // scales from it, amax back to zero
+  m.def(
+      "update_scales_(Tensor(a!)[] scale, Tensor(b!)[] amax, Tensor(c!)[] amax_history, "
+      "float[] fp8_max, int margin=0, bool most_recent=False) -> ()");
+
   // a [T, K], b [E, N, K], bias [E, N] -> a[t] @ b[e].T + bias[e]: [T, N]
   m.def(
       "grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, ScalarType? out_dtype=None) "
       "-> Tensor");
+  // Quantized, with a scale a block as above, or a scale a group: scale_a [E] and scale_b [E]
   m.def(
       "grouped_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, "
       "Tensor? bias=None, ScalarType out_dtype=bfloat16) -> Tensor");
@@ -63,10 +122,23 @@ STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CPU, m) {
   using namespace grouped_linear::cpu;
   m.impl("splits_to_offsets", TORCH_BOX(&splits_to_offsets));
   m.impl("group_quantize", TORCH_BOX(&group_quantize));
+  m.impl("group_quantize_current", TORCH_BOX(&group_quantize_current));
+  m.impl("group_quantize_delayed_", TORCH_BOX(&group_quantize_delayed_));
+  m.impl("group_quantize_mx", TORCH_BOX(&group_quantize_mx));
+  m.impl("group_round_mx", TORCH_BOX(&group_round_mx));
+  m.impl("swiglu", TORCH_BOX(&swiglu));
+  m.impl("swiglu_grad", TORCH_BOX(&swiglu_grad));
+  m.impl("group_quantize_swiglu", TORCH_BOX(&group_quantize_swiglu));
+  m.impl("group_quantize_swiglu_grad", TORCH_BOX(&group_quantize_swiglu_grad));
   m.impl("group_dequantize", TORCH_BOX(&group_dequantize));
   m.impl("group_dequantize_t", TORCH_BOX(&group_dequantize_t));
   m.impl("grouped_bias_grad", TORCH_BOX(&grouped_bias_grad));
   m.impl("quantize_weight", TORCH_BOX(&quantize_weight));
+  m.impl("quantize_weight_list", TORCH_BOX(&quantize_weight_list));
+  m.impl("refresh_weight_", TORCH_BOX(&refresh_weight_));
+  m.impl("quantize_weight_current", TORCH_BOX(&quantize_weight_current));
+  m.impl("quantize_weight_delayed_", TORCH_BOX(&quantize_weight_delayed_));
+  m.impl("update_scales_", TORCH_BOX(&update_scales_));
   m.impl("grouped_mm", TORCH_BOX(&grouped_mm));
   m.impl("grouped_scaled_mm", TORCH_BOX(&grouped_scaled_mm));
   m.impl("grouped_mm_wgrad", TORCH_BOX(&grouped_mm_wgrad));
@@ -108,10 +180,23 @@ struct NoCuda<Return (*)(Arguments...)> {
 STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CUDA, m) {
   GROUPED_LINEAR_CUDA_OP(splits_to_offsets);
   GROUPED_LINEAR_CUDA_OP(group_quantize);
+  GROUPED_LINEAR_CUDA_OP(group_quantize_current);
+  GROUPED_LINEAR_CUDA_OP(group_quantize_delayed_);
+  GROUPED_LINEAR_CUDA_OP(group_quantize_mx);
+  GROUPED_LINEAR_CUDA_OP(group_round_mx);
+  GROUPED_LINEAR_CUDA_OP(swiglu);
+  GROUPED_LINEAR_CUDA_OP(swiglu_grad);
+  GROUPED_LINEAR_CUDA_OP(group_quantize_swiglu);
+  GROUPED_LINEAR_CUDA_OP(group_quantize_swiglu_grad);
   GROUPED_LINEAR_CUDA_OP(group_dequantize);
   GROUPED_LINEAR_CUDA_OP(group_dequantize_t);
   GROUPED_LINEAR_CUDA_OP(grouped_bias_grad);
   GROUPED_LINEAR_CUDA_OP(quantize_weight);
+  GROUPED_LINEAR_CUDA_OP(quantize_weight_list);
+  GROUPED_LINEAR_CUDA_OP(refresh_weight_);
+  GROUPED_LINEAR_CUDA_OP(quantize_weight_current);
+  GROUPED_LINEAR_CUDA_OP(quantize_weight_delayed_);
+  GROUPED_LINEAR_CUDA_OP(update_scales_);
   GROUPED_LINEAR_CUDA_OP(grouped_mm);
   GROUPED_LINEAR_CUDA_OP(grouped_scaled_mm);
   GROUPED_LINEAR_CUDA_OP(grouped_mm_wgrad);

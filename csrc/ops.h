@@ -5,36 +5,68 @@
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
-#define GROUPED_LINEAR_DECLARE_OPS                                                                \
-  using torch::headeronly::ScalarType;                                                            \
-  using torch::stable::Tensor;                                                                    \
-  Tensor splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t alignment,           \
-                           int64_t stride, ScalarType dtype);                                     \
-  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(                              \
-      const Tensor& x, const Tensor& offs, double amax_epsilon, bool power_of_two_scales,         \
-      bool rowwise, bool columnwise, bool bias_grad);                                             \
-  Tensor group_dequantize(const Tensor& q, const Tensor& scale, const Tensor& offs,               \
-                          ScalarType dtype);                                                      \
-  Tensor group_dequantize_t(const Tensor& q_t, const Tensor& scale_t, const Tensor& offs,         \
-                            int64_t num_rows, ScalarType dtype);                                  \
-  Tensor grouped_bias_grad(const Tensor& dy, const Tensor& offs);                                 \
-  std::tuple<Tensor, Tensor, Tensor> quantize_weight(const Tensor& w, double amax_epsilon,        \
-                                                     bool power_of_two_scales, bool columnwise);  \
-  Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,                         \
-                    const std::optional<Tensor>& bias, std::optional<ScalarType> out_dtype);      \
-  Tensor grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a,               \
-                           const Tensor& scale_b, const Tensor& offs,                             \
-                           const std::optional<Tensor>& bias, ScalarType out_dtype);              \
-  Tensor grouped_mm_wgrad(const Tensor& dy, const Tensor& x, const Tensor& offs,                  \
-                          std::optional<ScalarType> out_dtype);                                   \
-  Tensor grouped_scaled_mm_wgrad(const Tensor& dy_t, const Tensor& x_t, const Tensor& scale_dy_t, \
-                                 const Tensor& scale_x_t, const Tensor& offs,                     \
-                                 ScalarType out_dtype);                                           \
-  void grouped_mm_wgrad_(const Tensor& main_grad, const Tensor& dy, const Tensor& x,              \
-                         const Tensor& offs, const std::optional<Tensor>& overwrite);             \
-  void grouped_scaled_mm_wgrad_(const Tensor& main_grad, const Tensor& dy_t, const Tensor& x_t,   \
-                                const Tensor& scale_dy_t, const Tensor& scale_x_t,                \
+#define GROUPED_LINEAR_DECLARE_OPS                                                                 \
+  using torch::headeronly::ScalarType;                                                             \
+  using torch::stable::Tensor;                                                                     \
+  Tensor splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t alignment,            \
+                           int64_t stride, ScalarType dtype);                                      \
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(                               \
+      const Tensor& x, const Tensor& offs, const std::optional<Tensor>& rows, double amax_epsilon, \
+      bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad);                    \
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(                        \
+      const Tensor& gate_up, const Tensor& offs, double amax_epsilon, bool power_of_two_scales,    \
+      bool rowwise, bool columnwise, bool keep_h);                                                 \
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu_grad(                   \
+      const Tensor& dh, const Tensor& gate_up, const Tensor& offs, double amax_epsilon,            \
+      bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad);                    \
+  Tensor swiglu(const Tensor& gate_up, const Tensor& offs);                                        \
+  Tensor swiglu_grad(const Tensor& dh, const Tensor& gate_up, const Tensor& offs);                 \
+  std::tuple<Tensor, Tensor, Tensor, Tensor> group_quantize_current(                               \
+      const Tensor& x, const Tensor& offs, ScalarType dtype, double amax_epsilon,                  \
+      bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad);                    \
+  std::tuple<Tensor, Tensor, Tensor> group_quantize_delayed_(                                      \
+      const std::optional<Tensor>& amax, const Tensor& x, const Tensor& offs, const Tensor& scale, \
+      ScalarType dtype, bool rowwise, bool columnwise, bool bias_grad);                            \
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_mx(                            \
+      const Tensor& x, const Tensor& offs, bool rowwise, bool columnwise, bool bias_grad);         \
+  std::tuple<Tensor, Tensor, Tensor> group_round_mx(                                               \
+      const Tensor& x, const Tensor& offs, bool rowwise, bool columnwise, bool bias_grad);         \
+  Tensor group_dequantize(const Tensor& q, const Tensor& scale, const Tensor& offs,                \
+                          ScalarType dtype);                                                       \
+  Tensor group_dequantize_t(const Tensor& q_t, const Tensor& scale_t, const Tensor& offs,          \
+                            int64_t num_rows, ScalarType dtype);                                   \
+  Tensor grouped_bias_grad(const Tensor& dy, const Tensor& offs);                                  \
+  std::tuple<Tensor, Tensor, Tensor> quantize_weight(const Tensor& w, double amax_epsilon,         \
+                                                     bool power_of_two_scales, bool columnwise);   \
+  std::tuple<Tensor, Tensor, Tensor> quantize_weight_list(                                         \
+      const std::vector<Tensor>& w, double amax_epsilon, bool power_of_two_scales,                 \
+      bool columnwise);                                                                            \
+  void refresh_weight_(const Tensor& w, const std::optional<Tensor>& refresh, const Tensor& q,     \
+                       const Tensor& scale, const std::optional<Tensor>& q_t, double amax_epsilon, \
+                       bool power_of_two_scales);                                                  \
+  std::tuple<Tensor, Tensor, Tensor> quantize_weight_current(                                      \
+      const Tensor& w, double amax_epsilon, bool power_of_two_scales, bool columnwise);            \
+  std::tuple<Tensor, Tensor> quantize_weight_delayed_(                                             \
+      const std::optional<Tensor>& amax, const Tensor& w, const Tensor& scale, bool columnwise);   \
+  void update_scales_(const std::vector<Tensor>& scale, const std::vector<Tensor>& amax,           \
+                      const std::vector<Tensor>& amax_history, const std::vector<double>& fp8_max, \
+                      int64_t margin, bool most_recent);                                           \
+  Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,                          \
+                    const std::optional<Tensor>& bias, std::optional<ScalarType> out_dtype);       \
+  Tensor grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a,                \
+                           const Tensor& scale_b, const Tensor& offs,                              \
+                           const std::optional<Tensor>& bias, ScalarType out_dtype);               \
+  Tensor grouped_mm_wgrad(const Tensor& dy, const Tensor& x, const Tensor& offs,                   \
+                          std::optional<ScalarType> out_dtype);                                    \
+  Tensor grouped_scaled_mm_wgrad(const Tensor& dy_t, const Tensor& x_t, const Tensor& scale_dy_t,  \
+                                 const Tensor& scale_x_t, const Tensor& offs,                      \
+                                 ScalarType out_dtype);                                            \
+  void grouped_mm_wgrad_(const Tensor& main_grad, const Tensor& dy, const Tensor& x,               \
+                         const Tensor& offs, const std::optional<Tensor>& overwrite);              \
+  void grouped_scaled_mm_wgrad_(const Tensor& main_grad, const Tensor& dy_t, const Tensor& x_t,    \
+                                const Tensor& scale_dy_t, const Tensor& scale_x_t,                 \
                                 const Tensor& offs, const std::optional<Tensor>& overwrite)
 
 namespace grouped_linear::cpu {

@@ -17,17 +17,29 @@ from importlib.metadata import version
 
 from grouped_linear import loading  # first: it registers the ops  # isort: skip
 from grouped_linear import meta_kernels, ops  # isort: skip
+from grouped_linear.delayed import DelayedScalingState, update_scales
 from grouped_linear.functional import grouped_linear
 from grouped_linear.module import GroupedLinear
-from grouped_linear.recipes import Float8BlockScaling, Recipe
+from grouped_linear.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
 
 __version__ = version("grouped_linear")
 __all__ = [
+    "DelayedScaling",
+    "DelayedScalingState",
     "Float8BlockScaling",
+    "Float8CurrentScaling",
     "GroupedLinear",
+    "MXFP8BlockScaling",
     "Recipe",
     "grouped_linear",
     "loading",
     "meta_kernels",
     "ops",
+    "update_scales",
 ]

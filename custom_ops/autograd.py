@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from grouped_linear import ops
-from grouped_linear.recipes import Recipe
+from grouped_linear.recipes import Operand, Recipe, Scheme, Slot, Unquantized
 
 
 def _grouped_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -40,6 +40,29 @@ torch.library.register_autograd(
 )
 
 
+def _multiply(
+    a: Operand | None,
+    b: Operand | None,
+    offs_E: Tensor,
+    bias_EN: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """a[t] @ b[e].T + bias[e]: fprop and dgrad."""
+    assert a is not None
+    assert b is not None
+    if a.scale is None or b.scale is None:
+        return ops.grouped_mm(a.values, b.values, offs_E, bias_EN, dtype)
+    return ops.grouped_scaled_mm(a.values, b.values, a.scale, b.scale, offs_E, bias_EN, dtype)
+
+
+def _multiply_columns(dy: Operand | None, x: Operand, offs_E: Tensor, dtype: torch.dtype) -> Tensor:
+    """dy.T @ x over each group's rows: wgrad."""
+    assert dy is not None
+    if dy.scale is None or x.scale is None:
+        return ops.grouped_mm_wgrad(dy.values, x.values, offs_E, dtype)
+    return ops.grouped_scaled_mm_wgrad(dy.values, x.values, dy.scale, x.scale, offs_E, dtype)
+
+
 class GroupedLinearFunction(torch.autograd.Function):
     """y[t] = x[t] @ weight[e].T + bias[e], with dgrad and wgrad computed as the recipe says.
 
@@ -56,77 +79,53 @@ class GroupedLinearFunction(torch.autograd.Function):
         offs_E: Tensor,
         recipe: Recipe,
         grad_enabled: bool,
+        *state: Tensor,
     ) -> Tensor:
-        """Fprop. grad_enabled: whether a backward may follow; needs_input_grad does not tell."""
+        """Fprop.
+
+        Args:
+            grad_enabled: whether a backward may follow; needs_input_grad does not tell.
+            state: the scale and the amax of x, weight and dy, where the recipe keeps some.
+        """
         need_x, need_weight = (grad_enabled and need for need in ctx.needs_input_grad[:2])
+        scheme: Scheme = recipe or Unquantized()
+        x_slot = w_slot = dy_scale = ctx.dy_amax = None
+        if state:
+            x_scale, x_amax, w_scale, w_amax, dy_scale, ctx.dy_amax = state
+            # Nothing is learnt from a forward that no backward follows.
+            x_slot = Slot(x_scale, x_amax if grad_enabled else None)
+            w_slot = Slot(w_scale, w_amax if grad_enabled else None)
+        x = scheme.activation(x_TK, offs_E, x_slot, need_weight)
+        w = scheme.weight(weight_ENK, w_slot, need_x)
         ctx.recipe = recipe
         ctx.weight_dtype = weight_ENK.dtype
-        if recipe is None:
-            ctx.save_for_backward(
-                offs_E, x_TK if need_weight else None, weight_ENK if need_x else None
-            )
-            return ops.grouped_mm(x_TK, weight_ENK, offs_E, bias_EN)
-
-        x = ops.group_quantize(
-            x_TK,
-            offs_E,
-            amax_epsilon=recipe.amax_epsilon,
-            power_of_two_scales=recipe.power_of_two_scales,
-            columnwise=need_weight,
+        ctx.state_args = len(state)
+        nothing = (None, None)
+        # Saved, so that an update between forward and backward raises; amax is only ever raised.
+        ctx.save_for_backward(
+            offs_E, dy_scale, *(x.columnwise or nothing), *(w.columnwise or nothing)
         )
-        w = ops.quantize_weight(
-            weight_ENK,
-            amax_epsilon=recipe.amax_epsilon,
-            power_of_two_scales=recipe.power_of_two_scales,
-            columnwise=need_x,
-        )
-        ctx.save_for_backward(offs_E, x.q_t, x.scale_t, w.q_t, w.scale if need_x else None)
-        assert x.q is not None
-        assert x.scale is not None
-        return ops.grouped_scaled_mm(x.q, w.q, x.scale, w.scale, offs_E, bias_EN, x_TK.dtype)
+        return _multiply(x.rowwise, w.rowwise, offs_E, bias_EN, x_TK.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         """Dgrad, wgrad and the bias gradient, each only where it is needed."""
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        recipe: Recipe = ctx.recipe
+        offs_E, dy_scale, x_t, x_t_scale, w_t, w_t_scale = ctx.saved_tensors
+        # For the bias alone nothing is quantized.
+        scheme: Scheme = (ctx.recipe if need_x or need_weight else None) or Unquantized()
+        slot = None if dy_scale is None else Slot(dy_scale, ctx.dy_amax)
+        dy = scheme.gradient(dy_TN, offs_E, slot, need_x, need_weight, need_bias)
         dx_TK = dw_ENK = db_EN = None
-        if recipe is None or not (need_x or need_weight):
-            offs_E, *saved = ctx.saved_tensors
-            if need_x:
-                dx_TK = ops.grouped_mm(dy_TN, saved[1].transpose(1, 2), offs_E)
-            if need_weight:
-                dw_ENK = ops.grouped_mm_wgrad(dy_TN, saved[0], offs_E)
-            if need_bias:
-                db_EN = ops.grouped_bias_grad(dy_TN, offs_E)
-        else:
-            offs_E, x_q_t, x_scale_t, w_q_t, w_scale = ctx.saved_tensors
-            dy = ops.group_quantize(
-                dy_TN,
-                offs_E,
-                amax_epsilon=recipe.amax_epsilon,
-                power_of_two_scales=recipe.power_of_two_scales,
-                rowwise=need_x,
-                columnwise=need_weight,
-                bias_grad=need_bias,
-            )
-            if need_x:
-                assert dy.q is not None
-                assert dy.scale is not None
-                dx_TK = ops.grouped_scaled_mm(
-                    dy.q, w_q_t, dy.scale, w_scale.transpose(1, 2), offs_E, None, dy_TN.dtype
-                )
-            if need_weight:
-                assert dy.q_t is not None
-                assert dy.scale_t is not None
-                dw_ENK = ops.grouped_scaled_mm_wgrad(
-                    dy.q_t, x_q_t, dy.scale_t, x_scale_t, offs_E, ctx.weight_dtype
-                )
-            db_EN = dy.bias_grad
-        if db_EN is not None:
-            db_EN = db_EN.to(dy_TN.dtype)  # bias was added in y's dtype
-        return dx_TK, dw_ENK, db_EN, None, None, None
+        if need_x:
+            dx_TK = _multiply(dy.rowwise, Operand(w_t, w_t_scale), offs_E, None, dy_TN.dtype)
+        if need_weight:
+            x_columns = Operand(x_t, x_t_scale)
+            dw_ENK = _multiply_columns(dy.columnwise, x_columns, offs_E, ctx.weight_dtype)
+        if dy.bias_grad is not None:
+            db_EN = dy.bias_grad.to(dy_TN.dtype)  # bias was added in y's dtype
+        return dx_TK, dw_ENK, db_EN, None, None, None, *(None,) * ctx.state_args
 
 
 _implementations = torch.library.Library("grouped_linear", "IMPL")
@@ -143,17 +142,31 @@ def _bump_versions(op: torch._ops.OpOverload) -> None:
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
 
-    def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> None:
+    def tensors(argument: Any) -> list[Tensor]:
+        if argument is None:
+            return []
+        return [argument] if isinstance(argument, Tensor) else list(argument)
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         for i in written:
-            if torch.is_grad_enabled() and args[i].requires_grad:
+            if torch.is_grad_enabled() and any(t.requires_grad for t in tensors(args[i])):
                 name = op._schema.arguments[i].name
                 raise RuntimeError(f"{op._opname}: {name} must not require grad")
-        op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+        outputs = op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
         for i in written:
-            torch.autograd.graph.increment_version(args[i])
+            for t in tensors(args[i]):
+                torch.autograd.graph.increment_version(t)
+        return outputs
 
     _implementations.impl(op, kernel, "ADInplaceOrView", with_keyset=True)
 
 
-_bump_versions(torch.ops.grouped_linear.grouped_mm_wgrad_.default)
-_bump_versions(torch.ops.grouped_linear.grouped_scaled_mm_wgrad_.default)
+for _op in (
+    torch.ops.grouped_linear.grouped_mm_wgrad_.default,
+    torch.ops.grouped_linear.grouped_scaled_mm_wgrad_.default,
+    torch.ops.grouped_linear.group_quantize_delayed_.default,
+    torch.ops.grouped_linear.quantize_weight_delayed_.default,
+    torch.ops.grouped_linear.update_scales_.default,
+    torch.ops.grouped_linear.refresh_weight_.default,
+):
+    _bump_versions(_op)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.autograd import GroupedLinearFunction
+from grouped_linear.delayed import DelayedScalingState
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
-from grouped_linear.recipes import Recipe
+from grouped_linear.recipes import DelayedScaling, Recipe
 
 
 def grouped_linear(
@@ -20,6 +21,7 @@ def grouped_linear(
     m_splits: Tensor | Sequence[int],
     bias: Tensor | None = None,
     recipe: Recipe = None,
+    state: DelayedScalingState | None = None,
 ) -> Tensor:
     """Apply to each group of rows its own linear layer. Differentiable.
 
@@ -37,18 +39,28 @@ def grouped_linear(
             the host; a list or a tensor elsewhere is copied there.
         bias: [E, N].
         recipe: how the products are computed; None for x's dtype.
+        state: what ``DelayedScaling`` remembers of this layer; for it alone. With gradients enabled
+            the largest magnitudes of x, weight and dy are recorded there; without, nothing is.
 
     Returns:
         [..., N] of x's dtype; zero in rows at and past sum(m_splits).
 
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size, and on CPU for wrong m_splits.
+        ValueError: for ``DelayedScaling`` without a state, or a state without it.
 
     >>> x, weight = torch.randn(5, 16), torch.randn(2, 32, 16)
     >>> y = grouped_linear(x, weight, torch.tensor([2, 3]))
     >>> torch.allclose(y[:2], x[:2] @ weight[0].T, atol=1e-5)
     True
     """
+    if isinstance(recipe, DelayedScaling) and state is None:
+        raise ValueError(
+            "grouped_linear: DelayedScaling keeps a DelayedScalingState: pass state, "
+            "or use GroupedLinear"
+        )
+    if state is not None and not isinstance(recipe, DelayedScaling):
+        raise ValueError(f"grouped_linear: state is for DelayedScaling, got recipe {recipe}")
     device_type = x.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):  # meta has no autocast
         dtype = torch.get_autocast_dtype(device_type)
@@ -61,7 +73,14 @@ def grouped_linear(
     x_TK = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
     splits_E = torch.as_tensor(m_splits, device=x.device)
     offs_E = ops.splits_to_offsets(splits_E, x_TK.size(0))
+    slots = () if state is None else state.slots()
     y_TN: Tensor = GroupedLinearFunction.apply(
-        x_TK, weight, bias, offs_E, recipe, torch.is_grad_enabled()
+        x_TK,
+        weight,
+        bias,
+        offs_E,
+        recipe,
+        torch.is_grad_enabled(),
+        *(t for slot in slots for t in slot),
     )
     return y_TN if x.dim() == 2 else y_TN.reshape(*x.shape[:-1], y_TN.size(1))

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from grouped_linear.delayed import DelayedScalingState
 from grouped_linear.functional import grouped_linear
 from grouped_linear.meta_kernels.rules import FEATURE_MULTIPLE, MAX_GROUPS
-from grouped_linear.recipes import Float8BlockScaling, Recipe
+from grouped_linear.recipes import DelayedScaling, Recipe
 
 
 class RngStateTracker(Protocol):
@@ -48,9 +49,10 @@ class _Options:
                     f"GroupedLinear: {name} must be a positive multiple of {FEATURE_MULTIPLE}, "
                     f"got {size}"
                 )
-        if not (self.recipe is None or isinstance(self.recipe, Float8BlockScaling)):
+        if not isinstance(self.recipe, Recipe):
             raise ValueError(
-                f"GroupedLinear: recipe must be None or Float8BlockScaling, got {self.recipe!r}"
+                "GroupedLinear: recipe must be None or one of grouped_linear's recipes, "
+                f"got {self.recipe!r}"
             )
 
 
@@ -77,6 +79,8 @@ class GroupedLinear(nn.Module):
     Attributes:
         weight: [E, N, K].
         bias: [E, N], or None.
+        scaling_state: what ``DelayedScaling`` remembers, see
+            :class:`grouped_linear.DelayedScalingState`; None under any other recipe.
 
     Raises:
         ValueError: for a configuration that no call could run.
@@ -89,6 +93,7 @@ class GroupedLinear(nn.Module):
     """
 
     bias: nn.Parameter | None
+    scaling_state: DelayedScalingState | None
 
     def __init__(
         self,
@@ -125,13 +130,18 @@ class GroupedLinear(nn.Module):
             self.bias = nn.Parameter(torch.empty(num_gemms, out_features, **like))
         else:
             self.register_parameter("bias", None)
+        self.scaling_state = None
+        if isinstance(recipe, DelayedScaling):
+            self.scaling_state = DelayedScalingState(recipe, num_gemms, device)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the parameters anew; nothing happens on the meta device."""
+        """Draw the parameters anew, forget scales; nothing happens on the meta device."""
         if self.weight.is_meta:
             return
+        if self.scaling_state is not None:
+            self.scaling_state.reset()
         options, tracker = self._options, self._options.get_rng_state_tracker
         names = () if options.rng_tracker_name is None else (options.rng_tracker_name,)
         bound = 1 / math.sqrt(options.in_features)
@@ -157,9 +167,10 @@ class GroupedLinear(nn.Module):
         Returns:
             y [..., N], zero in rows at and past sum(m_splits); with return_bias ``(y, bias)``.
         """
+        weight, recipe, state = self.weight, self._options.recipe, self.scaling_state
         if not self._options.return_bias:
-            return grouped_linear(x, self.weight, m_splits, self.bias, self._options.recipe)
-        y = grouped_linear(x, self.weight, m_splits, None, self._options.recipe)
+            return grouped_linear(x, weight, m_splits, self.bias, recipe, state)
+        y = grouped_linear(x, weight, m_splits, None, recipe, state)
         return y, None if self.bias is None else self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:

@@ -11,6 +11,7 @@ one from fake tensors, CPU and CUDA. On CPU, offsets that decrease or leave the 
 on a GPU they are clamped, because looking at them would wait for the device.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,13 +35,67 @@ class GroupQuantized(NamedTuple):
     """[E, K] float32."""
 
 
+class PerGroupQuantized(NamedTuple):
+    """Rows quantized with one scale a group; None stands for what was not asked for."""
+
+    q: Tensor | None
+    """[T, K] e4m3 or e5m2."""
+    scale: Tensor
+    """[E] float32, for q and q_t."""
+    q_t: Tensor | None
+    """[Tp / 128, K, 128] of q's dtype."""
+    bias_grad: Tensor | None
+    """[E, K] float32."""
+
+
+class MxQuantized(NamedTuple):
+    """What :func:`group_quantize_mx` returns; None stands for what was not asked for."""
+
+    q: Tensor | None
+    """[T, K] e4m3."""
+    scale: Tensor | None
+    """[T, ceil(K / 32)] e8m0."""
+    q_t: Tensor | None
+    """[Tp / 128, K, 128] e4m3."""
+    scale_t: Tensor | None
+    """[Tp / 128, K, 4] e8m0."""
+    bias_grad: Tensor | None
+    """[E, K] float32."""
+
+
+class MxRounded(NamedTuple):
+    """What :func:`group_round_mx` returns; None stands for what was not asked for."""
+
+    x_rowwise: Tensor | None
+    """[T, K] bfloat16."""
+    x_columnwise: Tensor | None
+    """[T, K] bfloat16."""
+    bias_grad: Tensor | None
+    """[E, K] float32."""
+
+
+class SwigluQuantized(NamedTuple):
+    """What :func:`group_quantize_swiglu` returns; None stands for what was not asked for."""
+
+    q: Tensor | None
+    """[T, K] e4m3."""
+    scale: Tensor | None
+    """[ceil(K / 128), round_up(T, 4)] float32."""
+    q_t: Tensor | None
+    """[Tp / 128, K, 128] e4m3."""
+    scale_t: Tensor | None
+    """[Tp / 128, K] float32."""
+    h: Tensor | None
+    """[T, K] of gate_up's dtype."""
+
+
 class QuantizedWeight(NamedTuple):
-    """What :func:`quantize_weight` returns; None stands for what was not asked for."""
+    """A quantized weight; None stands for what was not asked for."""
 
     q: Tensor
     """[E, N, K] e4m3."""
     scale: Tensor
-    """[E, ceil(N / 128), ceil(K / 128)] float32, for q and q_t."""
+    """Float32, for q and q_t: [E, ceil(N / 128), ceil(K / 128)], or [E] with one an expert."""
     q_t: Tensor | None
     """[E, K, N] e4m3."""
 
@@ -81,6 +136,7 @@ def splits_to_offsets(
 def group_quantize(
     x: Tensor,
     offs: Tensor,
+    rows: Tensor | None = None,
     *,
     amax_epsilon: float = 0.0,
     power_of_two_scales: bool = True,
@@ -104,6 +160,9 @@ def group_quantize(
         x: [T, K] bfloat16, float16 or float32, K a multiple of 16. Any row stride is read; an inner
             stride other than 1 is copied.
         offs: [E] int32 group ends.
+        rows: [T] int32 or int64: quantize x[rows] of x [S, K], tokens sorted by expert for one.
+            What rows holds at and past offs[-1] is not looked at. On CPU an index outside x raises;
+            on a GPU it is clamped into x.
         amax_epsilon: the smallest amax a block is scaled by.
         power_of_two_scales: make scales powers of two, so that they change no mantissa.
         rowwise: return q and scale.
@@ -117,7 +176,7 @@ def group_quantize(
         Bytes that belong to no group are unspecified.
 
     Raises:
-        RuntimeError: for a wrong shape, dtype, device, size or option.
+        RuntimeError: for a wrong shape, dtype, device, size, index or option.
 
     >>> x, offs = torch.randn(10, 64), torch.tensor([3, 10], dtype=torch.int32)
     >>> quantized = group_quantize(x, offs, columnwise=True)
@@ -125,13 +184,344 @@ def group_quantize(
     (torch.Size([10, 64]), torch.Size([1, 12]), torch.Size([2, 64, 128]))
     """
     q, scale, q_t, scale_t, grad = _ops.group_quantize(
-        x, offs, amax_epsilon, power_of_two_scales, rowwise, columnwise, bias_grad
+        x, offs, rows, amax_epsilon, power_of_two_scales, rowwise, columnwise, bias_grad
     )
     return GroupQuantized(
         q if rowwise else None,
         scale if rowwise else None,
         q_t if columnwise else None,
         scale_t if columnwise else None,
+        grad if bias_grad else None,
+    )
+
+
+def swiglu(gate_up: Tensor, offs: Tensor) -> Tensor:
+    """The gated activation between the two linear layers of an expert.
+
+    With gate = gate_up[:, :K] and up = gate_up[:, K:]: ``h = silu(gate) * up``, silu(g) = g /
+    (1 + exp(-g)), computed in float32 and rounded once. CPU and GPU do the same operations in the
+    same order, so they give the same bits.
+
+    Args:
+        gate_up: [T, 2 K] bfloat16, float16 or float32, K a multiple of 16.
+        offs: [E] int32 group ends.
+
+    Returns:
+        [T, K]; zero at and past offs[-1].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> gate_up = torch.cat([torch.zeros(2, 16), torch.ones(2, 16)], dim=1)
+    >>> swiglu(gate_up + 1, torch.tensor([1], dtype=torch.int32))[:, 0]  # silu(1) * 2
+    tensor([1.4621, 0.0000])
+    """
+    h: Tensor = _ops.swiglu(gate_up, offs)
+    return h
+
+
+def swiglu_grad(dh: Tensor, gate_up: Tensor, offs: Tensor) -> Tensor:
+    """The gradient of :func:`swiglu`.
+
+    ``d_gate = dh * up * s * (1 + gate * (1 - s))`` with s = 1 / (1 + exp(-gate)), and ``d_up = dh *
+    silu(gate)``, computed in float32 and rounded once.
+
+    Args:
+        dh: [T, K] bfloat16, float16 or float32, K a multiple of 16.
+        gate_up: [T, 2 K] of dh's dtype.
+        offs: [E] int32 group ends.
+
+    Returns:
+        d_gate_up [T, 2 K]; zero at and past offs[-1].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> swiglu_grad(torch.ones(1, 16), torch.zeros(1, 32), torch.tensor([1]).int()).shape
+    torch.Size([1, 32])
+    """
+    d_gate_up: Tensor = _ops.swiglu_grad(dh, gate_up, offs)
+    return d_gate_up
+
+
+def group_quantize_swiglu(
+    gate_up: Tensor,
+    offs: Tensor,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    keep_h: bool = False,
+) -> SwigluQuantized:
+    """Quantize ``h = silu(gate) * up`` without writing h first.
+
+    Bit for bit :func:`group_quantize` of :func:`swiglu`: h is rounded to gate_up's dtype, then
+    quantized, in one pass over gate_up.
+
+    Args:
+        gate_up: [T, 2 K] bfloat16, float16 or float32, K a multiple of 16.
+        offs: [E] int32 group ends.
+        amax_epsilon: see :func:`group_quantize`.
+        power_of_two_scales: see :func:`group_quantize`.
+        rowwise: return q and scale.
+        columnwise: return q_t and scale_t.
+        keep_h: return h too.
+
+    Returns:
+        q, scale, q_t and scale_t of h [T, K], laid out as :func:`group_quantize` does; h, zero at
+        and past offs[-1].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size or option.
+
+    >>> gate_up, offs = torch.randn(10, 128), torch.tensor([3, 10], dtype=torch.int32)
+    >>> fused = group_quantize_swiglu(gate_up, offs)
+    >>> unfused = group_quantize(swiglu(gate_up, offs), offs)
+    >>> torch.equal(fused.q.view(torch.uint8), unfused.q.view(torch.uint8))
+    True
+    """
+    q, scale, q_t, scale_t, h = _ops.group_quantize_swiglu(
+        gate_up, offs, amax_epsilon, power_of_two_scales, rowwise, columnwise, keep_h
+    )
+    return SwigluQuantized(
+        q if rowwise else None,
+        scale if rowwise else None,
+        q_t if columnwise else None,
+        scale_t if columnwise else None,
+        h if keep_h else None,
+    )
+
+
+def group_quantize_swiglu_grad(
+    dh: Tensor,
+    gate_up: Tensor,
+    offs: Tensor,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    bias_grad: bool = False,
+) -> GroupQuantized:
+    """Quantize the gradient of :func:`swiglu` without writing it first.
+
+    Bit for bit :func:`group_quantize` of :func:`swiglu_grad`, in one pass over dh and gate_up.
+
+    Args:
+        dh: [T, K] bfloat16, float16 or float32, K a multiple of 16.
+        gate_up: [T, 2 K] of dh's dtype.
+        offs: [E] int32 group ends.
+        amax_epsilon: see :func:`group_quantize`.
+        power_of_two_scales: see :func:`group_quantize`.
+        rowwise: return q and scale.
+        columnwise: return q_t and scale_t.
+        bias_grad: return the sum of d_gate_up over each group's rows.
+
+    Returns:
+        What :func:`group_quantize` returns for d_gate_up [T, 2 K].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size or option.
+
+    >>> dh, gate_up = torch.randn(10, 64), torch.randn(10, 128)
+    >>> dy = group_quantize_swiglu_grad(dh, gate_up, torch.tensor([3, 10], dtype=torch.int32))
+    >>> dy.q.shape
+    torch.Size([10, 128])
+    """
+    q, scale, q_t, scale_t, grad = _ops.group_quantize_swiglu_grad(
+        dh, gate_up, offs, amax_epsilon, power_of_two_scales, rowwise, columnwise, bias_grad
+    )
+    return GroupQuantized(
+        q if rowwise else None,
+        scale if rowwise else None,
+        q_t if columnwise else None,
+        scale_t if columnwise else None,
+        grad if bias_grad else None,
+    )
+
+
+def group_quantize_current(
+    x: Tensor,
+    offs: Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = False,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    bias_grad: bool = False,
+) -> PerGroupQuantized:
+    """Quantize activations or gradients with one scale a group, from the group's own amax.
+
+    The formula is that of :func:`group_quantize` with amax over all of a group's rows, and the
+    largest number of the dtype for 448. x is read twice: once for the amax. In e5m2 an infinity
+    stays one.
+
+    Args:
+        x: [T, K] bfloat16, float16 or float32, K a multiple of 16.
+        offs: [E] int32 group ends.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        amax_epsilon: the smallest amax a group is scaled by.
+        power_of_two_scales: make scales powers of two, so that they change no mantissa.
+        rowwise: return q.
+        columnwise: return q_t, with the layout and the padding that :func:`group_quantize` has.
+        bias_grad: return the sum of x over each group's rows, added in a fixed order.
+
+    Returns:
+        q [T, K]; scale [E], 1 for an empty group; q_t [Tp / 128, K, 128]; bias_grad [E, K].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size or option.
+
+    >>> x, offs = torch.tensor([[448.0] * 16, [7.0] * 16]), torch.tensor([1, 2], dtype=torch.int32)
+    >>> quantized = group_quantize_current(x, offs)
+    >>> quantized.scale, quantized.q[:, 0].float()
+    (tensor([1.0000, 0.0156]), tensor([448., 448.]))
+    """
+    q, scale, q_t, grad = _ops.group_quantize_current(
+        x, offs, dtype, amax_epsilon, power_of_two_scales, rowwise, columnwise, bias_grad
+    )
+    return PerGroupQuantized(
+        q if rowwise else None,
+        scale,
+        q_t if columnwise else None,
+        grad if bias_grad else None,
+    )
+
+
+def group_quantize_delayed_(
+    amax: Tensor | None,
+    x: Tensor,
+    offs: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    bias_grad: bool = False,
+) -> PerGroupQuantized:
+    """Quantize activations or gradients with given scales, one a group, and note their amax.
+
+    ``q = fp8(x * (1 / scale[e]))``, in one pass over x. What is finite saturates at the dtype's
+    largest number. ``amax[e]`` becomes the largest of itself and of the group's magnitudes, where
+    what is not finite counts as infinity; doing that twice changes nothing.
+
+    Args:
+        amax: [E] float32, contiguous, raised in place; None to note nothing.
+        x: [T, K] bfloat16, float16 or float32, K a multiple of 16.
+        offs: [E] int32 group ends.
+        scale: [E] float32.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        rowwise: return q.
+        columnwise: return q_t.
+        bias_grad: return the sum of x over each group's rows, added in a fixed order.
+
+    Returns:
+        As :func:`group_quantize_current`, with the given scale.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> amax, scale = torch.zeros(2), torch.tensor([1.0, 2.0])
+    >>> x, offs = torch.full((2, 16), 6.0), torch.tensor([1, 2], dtype=torch.int32)
+    >>> group_quantize_delayed_(amax, x, offs, scale).q[:, 0].float(), amax
+    (tensor([6., 3.]), tensor([6., 6.]))
+    """
+    q, q_t, grad = _ops.group_quantize_delayed_(
+        amax, x, offs, scale, dtype, rowwise, columnwise, bias_grad
+    )
+    return PerGroupQuantized(
+        q if rowwise else None,
+        scale,
+        q_t if columnwise else None,
+        grad if bias_grad else None,
+    )
+
+
+def group_quantize_mx(
+    x: Tensor,
+    offs: Tensor,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    bias_grad: bool = False,
+) -> MxQuantized:
+    """Quantize activations or gradients to MXFP8: e4m3 in blocks of 32 with E8M0 scales.
+
+    Rowwise blocks are 32 features of one row, columnwise blocks 32 rows of one feature, counted
+    from the group's first row. For each block::
+
+        scale = 2 ** ceil(log2(largest finite |x| / 448)), between 2 ** -124 and 2 ** 119
+        q = e4m3(x / scale)
+
+    so that ``q * scale`` is always exactly a finite bfloat16 number. e4m3() rounds to nearest even
+    and saturates; an infinity or NaN becomes NaN and spoils only itself.
+
+    Args:
+        x: [T, K] bfloat16, float16 or float32, K a multiple of 16.
+        offs: [E] int32 group ends.
+        rowwise: return q and scale.
+        columnwise: return q_t and scale_t.
+        bias_grad: return the sum of x over each group's rows, added in a fixed order.
+
+    Returns:
+        q [T, K]; scale [T, ceil(K / 32)]; q_t [Tp / 128, K, 128] as :func:`group_quantize` lays it
+        out; scale_t [Tp / 128, K, 4]; bias_grad [E, K] float32. Bytes that belong to no group are
+        unspecified.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size or option.
+
+    >>> x, offs = torch.full((2, 32), 3.0), torch.tensor([2], dtype=torch.int32)
+    >>> quantized = group_quantize_mx(x, offs)
+    >>> quantized.q[0, 0].float(), quantized.scale[0, 0].float()
+    (tensor(384.), tensor(0.0078))
+    """
+    q, scale, q_t, scale_t, grad = _ops.group_quantize_mx(x, offs, rowwise, columnwise, bias_grad)
+    return MxQuantized(
+        q if rowwise else None,
+        scale if rowwise else None,
+        q_t if columnwise else None,
+        scale_t if columnwise else None,
+        grad if bias_grad else None,
+    )
+
+
+def group_round_mx(
+    x: Tensor,
+    offs: Tensor,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    bias_grad: bool = False,
+) -> MxRounded:
+    """Round to what MXFP8 can hold: :func:`group_quantize_mx` and back to bfloat16, in one pass.
+
+    Going back is exact, so products of these are the products of the MXFP8 numbers.
+
+    Args:
+        x: [T, K] bfloat16, float16 or float32, K a multiple of 16.
+        offs: [E] int32 group ends.
+        rowwise: return x rounded in blocks of 32 features.
+        columnwise: return x rounded in blocks of 32 rows.
+        bias_grad: return the sum of x over each group's rows, added in a fixed order.
+
+    Returns:
+        x_rowwise and x_columnwise [T, K] bfloat16; bias_grad [E, K] float32. Rows that belong to no
+        group are unspecified.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size or option.
+
+    >>> x, offs = torch.tensor([[100.0] + 31 * [3.3]]), torch.tensor([1], dtype=torch.int32)
+    >>> group_round_mx(x, offs).x_rowwise[0, :2]
+    tensor([96.0000,  3.2500], dtype=torch.bfloat16)
+    """
+    x_rowwise, x_columnwise, grad = _ops.group_round_mx(x, offs, rowwise, columnwise, bias_grad)
+    return MxRounded(
+        x_rowwise if rowwise else None,
+        x_columnwise if columnwise else None,
         grad if bias_grad else None,
     )
 
@@ -192,8 +582,8 @@ def group_dequantize_t(
 def grouped_bias_grad(dy: Tensor, offs: Tensor) -> Tensor:
     """Sum dy over each group's rows: the gradient of a grouped bias.
 
-    Rows are added in float32 in a fixed order (the rows of a 128-row block, then the blocks), so
-    equal inputs give equal bits.
+    Rows are added in float32 in a fixed order (the rows of a 128-row block in eights, then the
+    blocks), so equal inputs give equal bits.
 
     Args:
         dy: [T, N] bfloat16, float16 or float32, N a multiple of 16.
@@ -245,6 +635,170 @@ def quantize_weight(
     return QuantizedWeight(q, scale, q_t if columnwise else None)
 
 
+def quantize_weight_list(
+    w: Sequence[Tensor],
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    columnwise: bool = True,
+) -> QuantizedWeight:
+    """Quantize separate weights, one an expert: the bits of :func:`quantize_weight`, no stacking.
+
+    Args:
+        w: E tensors [N, K] bfloat16, float16 or float32, N and K multiples of 16, all alike.
+        amax_epsilon: the smallest amax a block is scaled by.
+        power_of_two_scales: make scales powers of two.
+        columnwise: return q_t, which dgrad reads, as well.
+
+    Returns:
+        As :func:`quantize_weight` of ``torch.stack(w)``.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> w = [torch.ones(32, 16), torch.full((32, 16), 2.0)]
+    >>> quantize_weight_list(w).scale.flatten()
+    tensor([0.0039, 0.0078])
+    """
+    q, scale, q_t = _ops.quantize_weight_list(
+        list(w), amax_epsilon, power_of_two_scales, columnwise
+    )
+    return QuantizedWeight(q, scale, q_t if columnwise else None)
+
+
+def refresh_weight_(
+    w: Tensor,
+    refresh: Tensor | None,
+    q: Tensor,
+    scale: Tensor,
+    q_t: Tensor | None,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+) -> None:
+    """Quantize a weight again, into the tensors of an earlier :func:`quantize_weight`.
+
+    Args:
+        w: [E, N, K], see :func:`quantize_weight`.
+        refresh: a bool tensor of no dimensions on w's device, read there: where it is false, not a
+            byte changes. None always refreshes.
+        q: [E, N, K] e4m3, contiguous, written.
+        scale: [E, ceil(N / 128), ceil(K / 128)] float32, contiguous, written.
+        q_t: [E, K, N] e4m3, contiguous, written; or None.
+        amax_epsilon: the smallest amax a block is scaled by.
+        power_of_two_scales: make scales powers of two.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> w = torch.ones(2, 32, 16)
+    >>> q, scale, q_t = quantize_weight(w)
+    >>> refresh_weight_(8 * w, torch.tensor(False), q, scale, q_t)
+    >>> scale[0].item()
+    0.00390625
+    >>> refresh_weight_(8 * w, torch.tensor(True), q, scale, q_t)
+    >>> scale[0].item()
+    0.03125
+    """
+    _ops.refresh_weight_(w, refresh, q, scale, q_t, amax_epsilon, power_of_two_scales)
+
+
+def quantize_weight_current(
+    w: Tensor,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = False,
+    columnwise: bool = True,
+) -> QuantizedWeight:
+    """Quantize a packed weight to e4m3 with one scale an expert, from the expert's own amax.
+
+    The formula is that of :func:`group_quantize_current`.
+
+    Args:
+        w: [E, N, K] bfloat16, float16 or float32, N and K multiples of 16.
+        amax_epsilon: the smallest amax an expert is scaled by.
+        power_of_two_scales: make scales powers of two.
+        columnwise: return q_t, which dgrad reads, as well.
+
+    Returns:
+        q [E, N, K]; scale [E]; q_t [E, K, N], the bytes of q transposed.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype or size.
+
+    >>> quantize_weight_current(torch.full((2, 32, 16), 448.0)).scale
+    tensor([1., 1.])
+    """
+    q, scale, q_t = _ops.quantize_weight_current(w, amax_epsilon, power_of_two_scales, columnwise)
+    return QuantizedWeight(q, scale, q_t if columnwise else None)
+
+
+def quantize_weight_delayed_(
+    amax: Tensor | None, w: Tensor, scale: Tensor, *, columnwise: bool = True
+) -> QuantizedWeight:
+    """Quantize a packed weight to e4m3 with given scales, one an expert, and note its amax.
+
+    The formula is that of :func:`group_quantize_delayed_`.
+
+    Args:
+        amax: [E] float32, contiguous, raised in place; None to note nothing.
+        w: [E, N, K] bfloat16, float16 or float32, N and K multiples of 16.
+        scale: [E] float32.
+        columnwise: return q_t, which dgrad reads, as well.
+
+    Returns:
+        q [E, N, K]; the given scale; q_t [E, K, N], the bytes of q transposed.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> amax = torch.zeros(2)
+    >>> quantize_weight_delayed_(amax, torch.ones(2, 32, 16), torch.ones(2)).q.float().mean(), amax
+    (tensor(1.), tensor([1., 1.]))
+    """
+    q, q_t = _ops.quantize_weight_delayed_(amax, w, scale, columnwise)
+    return QuantizedWeight(q, scale, q_t if columnwise else None)
+
+
+def update_scales_(
+    scale: Sequence[Tensor],
+    amax: Sequence[Tensor],
+    amax_history: Sequence[Tensor],
+    fp8_max: Sequence[float],
+    *,
+    margin: int = 0,
+    most_recent: bool = False,
+) -> None:
+    """Roll the scales of delayed scaling, for any number of operands at once.
+
+    For each operand and group: amax becomes the history's first row (0 where it is not finite), the
+    oldest row is dropped, and amax is 0 again. Then, unless that amax was not finite or the largest
+    of the history is 0::
+
+        factor = fp8_max / (the history's largest, or its first row where most_recent)
+        scale = 1 / clamp(factor / 2 ** margin, 2 ** -126, 2 ** 126)
+
+    Args:
+        scale: one tensor [E] float32 an operand, written.
+        amax: as many tensors [E] float32, read and zeroed.
+        amax_history: as many tensors [H, E] float32, written, the latest step first.
+        fp8_max: as many largest numbers, of each operand's dtype.
+        margin: how many powers of two to stay below them.
+        most_recent: take the latest amax, not the history's largest.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size or option.
+
+    >>> scale, amax, history = torch.ones(2), torch.tensor([896.0, 0.0]), torch.zeros(4, 2)
+    >>> update_scales_([scale], [amax], [history], [448.0])
+    >>> scale, amax, history[0]
+    (tensor([2., 1.]), tensor([0., 0.]), tensor([896.,   0.]))
+    """
+    _ops.update_scales_(
+        list(scale), list(amax), list(amax_history), list(fp8_max), margin, most_recent
+    )
+
+
 def grouped_mm(
     a: Tensor,
     b: Tensor,
@@ -290,14 +844,16 @@ def grouped_scaled_mm(
 ) -> Tensor:
     """Multiply each group of quantized rows by its own quantized matrix.
 
-    ``y[t] = (a[t] * scale_a) @ (b[e] * scale_b).T + bias[e]``, summed in float32 with the scales
-    applied every 128 elements of K, and rounded once.
+    ``y[t] = (a[t] * scale_a) @ (b[e] * scale_b).T + bias[e]``, summed in float32 with scales of
+    blocks applied every 128 elements of K, and rounded once. Both operands have a scale a block, or
+    both have a scale a group.
 
     Args:
         a: [T, K] e4m3, with scale_a [ceil(K / 128), round_up(T, 4)], as :func:`group_quantize`
-            gives.
+            gives; or e4m3 or e5m2, with scale_a [E].
         b: [E, N, K] e4m3, with scale_b [E, ceil(N / 128), ceil(K / 128)] of any strides, as
-            :func:`quantize_weight` gives. dgrad passes q_t and ``scale.transpose(1, 2)``.
+            :func:`quantize_weight` gives, or with scale_b [E]. dgrad passes q_t and
+            ``scale.transpose(1, 2)``, or scale [E] as it is.
         scale_a: see a.
         scale_b: see b.
         offs: [E] int32 group ends.
@@ -355,8 +911,10 @@ def grouped_scaled_mm_wgrad(
     """Weight gradients from columnwise data: for each group, ``dw[e] = dy.T @ x`` over its rows.
 
     Args:
-        dy_t: [Tp / 128, N, 128] e4m3, with scale_dy_t [Tp / 128, N], from :func:`group_quantize`.
-        x_t: [Tp / 128, K, 128] e4m3, with scale_x_t [Tp / 128, K], from :func:`group_quantize`.
+        dy_t: [Tp / 128, N, 128] e4m3, with scale_dy_t [Tp / 128, N], from :func:`group_quantize`;
+            or e4m3 or e5m2, with scale_dy_t [E], one a group.
+        x_t: [Tp / 128, K, 128] e4m3, with scale_x_t [Tp / 128, K], from :func:`group_quantize`, or
+            with scale_x_t [E].
         scale_dy_t: see dy_t.
         scale_x_t: see x_t.
         offs: [E] int32 group ends, those that both were quantized with.
@@ -420,8 +978,8 @@ def grouped_scaled_mm_wgrad_(
 
     Args:
         main_grad: [E, N, K] float32 or bfloat16, contiguous.
-        dy_t: [Tp / 128, N, 128] e4m3, with scale_dy_t [Tp / 128, N].
-        x_t: [Tp / 128, K, 128] e4m3, with scale_x_t [Tp / 128, K].
+        dy_t: [Tp / 128, N, 128], see :func:`grouped_scaled_mm_wgrad`.
+        x_t: [Tp / 128, K, 128], see :func:`grouped_scaled_mm_wgrad`.
         scale_dy_t: see dy_t.
         scale_x_t: see x_t.
         offs: [E] int32 group ends.

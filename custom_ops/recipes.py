@@ -1,7 +1,117 @@
-"""How a layer's matrix products are computed: frozen dataclasses, passed as ``recipe=``."""
+"""How a layer's matrix products are computed: frozen dataclasses, passed as ``recipe=``.
+
+A recipe says what x, the weight and dy become before they are multiplied, in three methods that
+the layer's gradient calls. They return :class:`Operands`: data and scales for the two products each
+tensor takes part in. How operands are multiplied follows from them, so no recipe appears in the
+gradient by name.
+
+T rows, E groups, K in_features, N out_features.
+"""
 
 import math
 from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from grouped_linear import ops
+from grouped_linear.meta_kernels.rules import E4M3, FP8, MAX_MARGIN, dtype_name
+
+
+class Operand(NamedTuple):
+    """A tensor as a product reads it."""
+
+    values: Tensor
+    scale: Tensor | None = None
+    """What ``values`` are multiplied by, where they are quantized."""
+
+
+class Operands(NamedTuple):
+    """A tensor for the products it takes part in; None for what was not asked for."""
+
+    rowwise: Operand | None
+    """For the sum over its last dimension: x and weight in fprop, dy in dgrad."""
+    columnwise: Operand | None
+    """For the sum over rows: x and dy in wgrad; the weight in dgrad, as [E, K, N]."""
+    bias_grad: Tensor | None = None
+
+
+class Slot(NamedTuple):
+    """What delayed scaling remembers of one operand."""
+
+    scale: Tensor
+    """[E] float32, only read."""
+    amax: Tensor | None
+    """[E] float32, raised in place to the largest magnitudes; None records nothing."""
+
+
+class Scheme(Protocol):
+    """What x, the weight and dy become before they are multiplied."""
+
+    def activation(
+        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, columnwise: bool
+    ) -> Operands:
+        """X, rowwise always and columnwise where wgrad will read it."""
+        ...
+
+    def weight(self, w_ENK: Tensor, slot: Slot | None, columnwise: bool) -> Operands:
+        """The weight, and where dgrad will read it also [E, K, N]."""
+        ...
+
+    def gradient(
+        self,
+        dy_TN: Tensor,
+        offs_E: Tensor,
+        slot: Slot | None,
+        rowwise: bool,
+        columnwise: bool,
+        bias_grad: bool,
+    ) -> Operands:
+        """Dy for dgrad (rowwise), wgrad (columnwise) and the bias."""
+        ...
+
+
+def _pair(values: Tensor | None, scale: Tensor | None) -> Operand | None:
+    return None if values is None else Operand(values, scale)
+
+
+def _check_epsilon(recipe: str, amax_epsilon: float) -> None:
+    if not (math.isfinite(amax_epsilon) and amax_epsilon >= 0):
+        raise ValueError(
+            f"{recipe}: amax_epsilon must be finite and not negative, got {amax_epsilon:g}"
+        )
+
+
+@dataclass(frozen=True)
+class Unquantized:
+    """Products in the activations' own dtype: what a recipe of None stands for."""
+
+    def activation(
+        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, columnwise: bool
+    ) -> Operands:
+        """X as it is."""
+        return Operands(Operand(x_TK), Operand(x_TK) if columnwise else None)
+
+    def weight(self, w_ENK: Tensor, slot: Slot | None, columnwise: bool) -> Operands:
+        """The weight as it is."""
+        return Operands(Operand(w_ENK), Operand(w_ENK.transpose(1, 2)) if columnwise else None)
+
+    def gradient(
+        self,
+        dy_TN: Tensor,
+        offs_E: Tensor,
+        slot: Slot | None,
+        rowwise: bool,
+        columnwise: bool,
+        bias_grad: bool,
+    ) -> Operands:
+        """Dy as it is, with its sums over rows."""
+        return Operands(
+            Operand(dy_TN) if rowwise else None,
+            Operand(dy_TN) if columnwise else None,
+            ops.grouped_bias_grad(dy_TN, offs_E) if bias_grad else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -31,12 +141,279 @@ class Float8BlockScaling:
     amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.amax_epsilon) and self.amax_epsilon >= 0):
+        _check_epsilon("Float8BlockScaling", self.amax_epsilon)
+
+    def activation(
+        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, columnwise: bool
+    ) -> Operands:
+        """X in 1x128 blocks."""
+        return self.gradient(x_TK, offs_E, slot, True, columnwise, False)
+
+    def weight(self, w_ENK: Tensor, slot: Slot | None, columnwise: bool) -> Operands:
+        """The weight in 128x128 blocks."""
+        w = ops.quantize_weight(
+            w_ENK,
+            amax_epsilon=self.amax_epsilon,
+            power_of_two_scales=self.power_of_two_scales,
+            columnwise=columnwise,
+        )
+        return Operands(Operand(w.q, w.scale), _pair(w.q_t, w.scale.transpose(1, 2)))
+
+    def gradient(
+        self,
+        dy_TN: Tensor,
+        offs_E: Tensor,
+        slot: Slot | None,
+        rowwise: bool,
+        columnwise: bool,
+        bias_grad: bool,
+    ) -> Operands:
+        """Dy in 1x128 blocks."""
+        dy = ops.group_quantize(
+            dy_TN,
+            offs_E,
+            amax_epsilon=self.amax_epsilon,
+            power_of_two_scales=self.power_of_two_scales,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            bias_grad=bias_grad,
+        )
+        return Operands(_pair(dy.q, dy.scale), _pair(dy.q_t, dy.scale_t), dy.bias_grad)
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling:
+    """FP8 products with one float32 scale a group, from the group's own amax.
+
+    Every expert's weight, and each expert's rows of activations and gradients, share one scale. For
+    each group::
+
+        amax = max(largest finite magnitude, amax_epsilon)
+        factor = min(fp8_max / amax, 2 ** 126)      # 1 where amax is 0
+        q, scale = fp8(x * factor), 1 / factor
+
+    Args:
+        power_of_two_scales: round ``factor`` down to a power of two, so that scaling is exact.
+        amax_epsilon: the smallest amax a group is scaled by; not negative.
+        gradient_dtype: of quantized gradients, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``
+            (more range, less precision). Activations and weights are e4m3.
+
+    Raises:
+        ValueError: for an ``amax_epsilon`` that is negative or not finite, or another dtype.
+
+    >>> Float8CurrentScaling(gradient_dtype=torch.float8_e5m2).gradient_dtype
+    torch.float8_e5m2
+    """
+
+    power_of_two_scales: bool = False
+    amax_epsilon: float = 0.0
+    gradient_dtype: torch.dtype = E4M3
+
+    def __post_init__(self) -> None:
+        _check_epsilon("Float8CurrentScaling", self.amax_epsilon)
+        if self.gradient_dtype not in FP8:
             raise ValueError(
-                "Float8BlockScaling: amax_epsilon must be finite and not negative, "
-                f"got {self.amax_epsilon:g}"
+                "Float8CurrentScaling: gradient_dtype must be float8_e4m3fn or float8_e5m2, "
+                f"got {dtype_name(self.gradient_dtype)}"
             )
+
+    def activation(
+        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, columnwise: bool
+    ) -> Operands:
+        """X in e4m3, one scale a group."""
+        return self._quantize(x_TK, offs_E, E4M3, True, columnwise, False)
+
+    def weight(self, w_ENK: Tensor, slot: Slot | None, columnwise: bool) -> Operands:
+        """The weight in e4m3, one scale an expert."""
+        w = ops.quantize_weight_current(
+            w_ENK,
+            amax_epsilon=self.amax_epsilon,
+            power_of_two_scales=self.power_of_two_scales,
+            columnwise=columnwise,
+        )
+        return Operands(Operand(w.q, w.scale), _pair(w.q_t, w.scale))
+
+    def gradient(
+        self,
+        dy_TN: Tensor,
+        offs_E: Tensor,
+        slot: Slot | None,
+        rowwise: bool,
+        columnwise: bool,
+        bias_grad: bool,
+    ) -> Operands:
+        """Dy in the gradients' dtype, one scale a group."""
+        return self._quantize(dy_TN, offs_E, self.gradient_dtype, rowwise, columnwise, bias_grad)
+
+    def _quantize(
+        self,
+        x_TK: Tensor,
+        offs_E: Tensor,
+        dtype: torch.dtype,
+        rowwise: bool,
+        columnwise: bool,
+        bias_grad: bool,
+    ) -> Operands:
+        x = ops.group_quantize_current(
+            x_TK,
+            offs_E,
+            dtype,
+            amax_epsilon=self.amax_epsilon,
+            power_of_two_scales=self.power_of_two_scales,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            bias_grad=bias_grad,
+        )
+        return Operands(_pair(x.q, x.scale), _pair(x.q_t, x.scale), x.bias_grad)
+
+
+@dataclass(frozen=True)
+class DelayedScaling:
+    """FP8 products with one float32 scale a group, from the amax of earlier steps.
+
+    Quantizing is one pass: the scale is known before, and the amax of what passes by is kept for
+    later. Activations and weights are e4m3, gradients e5m2 (HYBRID). For each operand (x, weight,
+    dy) and group a :class:`grouped_linear.DelayedScalingState` holds the scale, the amax since the
+    last update and a history of amax; ``GroupedLinear`` has one. Scales change only in
+    :func:`grouped_linear.update_scales`, called once a step for the whole model, after the last
+    backward::
+
+        amax = the history's largest ("max"), or the last step's ("most_recent")
+        scale = 1 / clamp(fp8_max / amax / 2 ** margin, 2 ** -126, 2 ** 126)
+
+    An amax of zero (a group without tokens) and one that is not finite (a step that diverged) keep
+    the scale. Scales are 1 at first: the first step saturates what is larger than 448.
+
+    Args:
+        margin: how many powers of two to stay below the format's largest number; 0 to 64.
+        amax_history_len: steps in the history.
+        amax_compute_algo: ``"max"`` or ``"most_recent"``.
+
+    Raises:
+        ValueError: for an option out of range.
+
+    >>> DelayedScaling()
+    DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
+    """
+
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.margin <= MAX_MARGIN:
+            raise ValueError(
+                f"DelayedScaling: margin must be between 0 and {MAX_MARGIN}, got {self.margin}"
+            )
+        if self.amax_history_len < 1:
+            raise ValueError(
+                f"DelayedScaling: amax_history_len must be positive, got {self.amax_history_len}"
+            )
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            raise ValueError(
+                "DelayedScaling: amax_compute_algo must be 'max' or 'most_recent', "
+                f"got {self.amax_compute_algo!r}"
+            )
+
+    def activation(
+        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, columnwise: bool
+    ) -> Operands:
+        """X in e4m3, scaled as earlier steps say."""
+        return self._quantize(x_TK, offs_E, slot, E4M3, True, columnwise, False)
+
+    def weight(self, w_ENK: Tensor, slot: Slot | None, columnwise: bool) -> Operands:
+        """The weight in e4m3, scaled as earlier steps say."""
+        assert slot is not None
+        w = ops.quantize_weight_delayed_(slot.amax, w_ENK, slot.scale, columnwise=columnwise)
+        return Operands(Operand(w.q, w.scale), _pair(w.q_t, w.scale))
+
+    def gradient(
+        self,
+        dy_TN: Tensor,
+        offs_E: Tensor,
+        slot: Slot | None,
+        rowwise: bool,
+        columnwise: bool,
+        bias_grad: bool,
+    ) -> Operands:
+        """Dy in e5m2, scaled as earlier steps say."""
+        return self._quantize(
+            dy_TN, offs_E, slot, torch.float8_e5m2, rowwise, columnwise, bias_grad
+        )
+
+    def _quantize(
+        self,
+        x_TK: Tensor,
+        offs_E: Tensor,
+        slot: Slot | None,
+        dtype: torch.dtype,
+        rowwise: bool,
+        columnwise: bool,
+        bias_grad: bool,
+    ) -> Operands:
+        assert slot is not None
+        x = ops.group_quantize_delayed_(
+            slot.amax,
+            x_TK,
+            offs_E,
+            slot.scale,
+            dtype,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            bias_grad=bias_grad,
+        )
+        return Operands(_pair(x.q, x.scale), _pair(x.q_t, x.scale), x.bias_grad)
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling:
+    """Products of MXFP8 numbers: e4m3 with a power of two as the scale of each 1x32 block.
+
+    Blocks are 32 features of one token for fprop and dgrad, and 32 tokens of one feature, counted
+    from the group's first, for wgrad; a weight's run along K for fprop and along N for dgrad. A
+    block's scale is the smallest power of two that brings its amax to at most 448, between 2^-124
+    and 2^119, where every product ``q * scale`` is exactly a finite bfloat16 number.
+
+    Hopper multiplies no MX numbers, so operands are dequantized, exactly, to bfloat16, and the
+    bfloat16 products run: the numbers are the format's, the speed is bfloat16's.
+
+    >>> MXFP8BlockScaling()
+    MXFP8BlockScaling()
+    """
+
+    def activation(
+        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, columnwise: bool
+    ) -> Operands:
+        """X rounded to MXFP8 along each dimension, as bfloat16."""
+        return self.gradient(x_TK, offs_E, slot, True, columnwise, False)
+
+    def weight(self, w_ENK: Tensor, slot: Slot | None, columnwise: bool) -> Operands:
+        """The weight rounded to MXFP8 along each dimension, as bfloat16."""
+        E, N, K = w_ENK.shape
+        # An expert's rows are a group of N: columnwise blocks run along N and stay inside it.
+        ends_E = torch.arange(1, E + 1, dtype=torch.int32, device=w_ENK.device) * N
+        w = ops.group_round_mx(w_ENK.reshape(E * N, K), ends_E, columnwise=columnwise)
+        assert w.x_rowwise is not None
+        rowwise = Operand(w.x_rowwise.view(E, N, K))
+        if w.x_columnwise is None:
+            return Operands(rowwise, None)
+        return Operands(rowwise, Operand(w.x_columnwise.view(E, N, K).transpose(1, 2)))
+
+    def gradient(
+        self,
+        dy_TN: Tensor,
+        offs_E: Tensor,
+        slot: Slot | None,
+        rowwise: bool,
+        columnwise: bool,
+        bias_grad: bool,
+    ) -> Operands:
+        """Dy rounded to MXFP8 along each dimension, as bfloat16."""
+        dy = ops.group_round_mx(
+            dy_TN, offs_E, rowwise=rowwise, columnwise=columnwise, bias_grad=bias_grad
+        )
+        return Operands(_pair(dy.x_rowwise, None), _pair(dy.x_columnwise, None), dy.bias_grad)
 
 
 #: A recipe, or ``None`` for products in the activations' own dtype.
-Recipe = Float8BlockScaling | None
+Recipe = Float8BlockScaling | Float8CurrentScaling | DelayedScaling | MXFP8BlockScaling | None

@@ -6,7 +6,7 @@ T rows, E groups, K in_features, N out_features.
 import torch
 from torch import Tensor
 
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, BLOCK, E4M3, Rules, ceil_div
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, BLOCK, E4M3, FP8, Rules, ceil_div
 
 
 @torch.library.register_fake("grouped_linear::grouped_mm")
@@ -45,23 +45,33 @@ def grouped_scaled_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """a [T, K] and b [E, N, K] in e4m3 -> [T, N]."""
+    """a [T, K] and b [E, N, K] in FP8 -> [T, N]."""
     rules = Rules("grouped_scaled_mm")
-    rules.rowwise("a", a, "scale_a", scale_a)
+    per_group = scale_a.dim() == 1  # else per block
+    if per_group:
+        rules.dim("a", a, 2)
+        rules.dtype("a", a.dtype, FP8)
+        rules.features("K", a.size(1))
+    else:
+        rules.rowwise("a", a, "scale_a", scale_a)
     rules.dim("b", b, 3)
     rules.dtype("b", b.dtype, (E4M3,))
     rules.device("b", b, "a", a)
     rules.same("K", "a", a.size(1), "b", b.size(2))
     rules.features("N", b.size(1))
-    rules.dim("scale_b", scale_b, 3)
-    rules.dtype("scale_b", scale_b.dtype, (torch.float32,))
-    rules.device("scale_b", scale_b, "a", a)
-    rules.same("E", "b", b.size(0), "scale_b", scale_b.size(0))
-    n_blocks, k_blocks = ceil_div(b.size(1), BLOCK), ceil_div(b.size(2), BLOCK)
-    rules.same("the number of N blocks", "b", n_blocks, "scale_b", scale_b.size(1))
-    rules.same("the number of K blocks", "b", k_blocks, "scale_b", scale_b.size(2))
+    if not per_group:
+        rules.dim("scale_b", scale_b, 3)
+        rules.dtype("scale_b", scale_b.dtype, (torch.float32,))
+        rules.device("scale_b", scale_b, "a", a)
+        rules.same("E", "b", b.size(0), "scale_b", scale_b.size(0))
+        n_blocks, k_blocks = ceil_div(b.size(1), BLOCK), ceil_div(b.size(2), BLOCK)
+        rules.same("the number of N blocks", "b", n_blocks, "scale_b", scale_b.size(1))
+        rules.same("the number of K blocks", "b", k_blocks, "scale_b", scale_b.size(2))
     rules.offs(offs, "a", a)
     rules.same("E", "b", b.size(0), "offs", offs.size(0))
+    if per_group:
+        rules.group_scale("scale_a", scale_a, "a", a, offs.size(0))
+        rules.group_scale("scale_b", scale_b, "a", a, offs.size(0))
     rules.dtype("out_dtype", out_dtype, ACTIVATIONS)
     rules.bias(bias, a, offs.size(0), b.size(1), out_dtype)
     return a.new_empty((a.size(0), b.size(1)), dtype=out_dtype)
@@ -92,11 +102,21 @@ def _check_scaled_wgrad(
     offs: Tensor,
     out_dtype: torch.dtype,
 ) -> tuple[int, int, int]:
-    rules.columnwise("dy_t", dy_t, "scale_dy_t", scale_dy_t, "N")
-    rules.columnwise("x_t", x_t, "scale_x_t", scale_x_t, "K")
+    per_group = scale_dy_t.dim() == 1  # else per block
+    if per_group:
+        rules.column_blocks("dy_t", dy_t, "N")
+        rules.dtype("dy_t", dy_t.dtype, FP8)
+        rules.column_blocks("x_t", x_t, "K")
+        rules.dtype("x_t", x_t.dtype, (E4M3,))
+    else:
+        rules.columnwise("dy_t", dy_t, "scale_dy_t", scale_dy_t, "N")
+        rules.columnwise("x_t", x_t, "scale_x_t", scale_x_t, "K")
     rules.device("x_t", x_t, "dy_t", dy_t)
     rules.same("the number of blocks", "dy_t", dy_t.size(0), "x_t", x_t.size(0))
     rules.offs(offs, "dy_t", dy_t)
+    if per_group:
+        rules.group_scale("scale_dy_t", scale_dy_t, "dy_t", dy_t, offs.size(0))
+        rules.group_scale("scale_x_t", scale_x_t, "dy_t", dy_t, offs.size(0))
     rules.dtype("out_dtype", out_dtype, ACTIVATIONS)
     return offs.size(0), dy_t.size(1), x_t.size(1)
 

@@ -16,29 +16,19 @@ from grouped_linear.meta_kernels.rules import (
     padded_rows,
 )
 
+Quantized = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
-@torch.library.register_fake("grouped_linear::group_quantize")
-def group_quantize(
-    x: Tensor,
-    offs: Tensor,
-    amax_epsilon: float = 0.0,
-    power_of_two_scales: bool = True,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    bias_grad: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x [T, K] -> q, scale, q_t, scale_t, bias_grad."""
-    rules = Rules("group_quantize")
-    rules.dim("x", x, 2)
-    rules.dtype("x", x.dtype, ACTIVATIONS)
-    T, K = x.shape
-    rules.features("K", K)
-    rules.offs(offs, "x", x)
-    rules.epsilon(amax_epsilon)
+
+def _check_layouts(rules: Rules, rowwise: bool, columnwise: bool) -> None:
     rules.check(
         rowwise or columnwise, lambda: "rowwise or columnwise must be asked for, got neither"
     )
-    E = offs.size(0)
+
+
+def _quantized(
+    x: Tensor, T: int, K: int, E: int, rowwise: bool, columnwise: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, scale, q_t and scale_t of x [T, K]; what is not asked for has no elements."""
     scale_rows = SCALE_ROW_MULTIPLE * ceil_div(T, SCALE_ROW_MULTIPLE)
     blocks = padded_rows(T, E) // BLOCK
 
@@ -50,8 +40,117 @@ def group_quantize(
         output(rowwise, (ceil_div(K, BLOCK), scale_rows), torch.float32),
         output(columnwise, (blocks, K, BLOCK), E4M3),
         output(columnwise, (blocks, K), torch.float32),
-        output(bias_grad, (E, K), torch.float32),
     )
+
+
+@torch.library.register_fake("grouped_linear::group_quantize")
+def group_quantize(
+    x: Tensor,
+    offs: Tensor,
+    rows: Tensor | None = None,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    bias_grad: bool = False,
+) -> Quantized:
+    """x [T, K], or [S, K] with rows [T] -> q, scale, q_t, scale_t, bias_grad."""
+    rules = Rules("group_quantize")
+    rules.dim("x", x, 2)
+    rules.dtype("x", x.dtype, ACTIVATIONS)
+    T, K = x.shape
+    rules.features("K", K)
+    rules.offs(offs, "x", x)
+    if rows is not None:
+        rules.dim("rows", rows, 1)
+        rules.dtype("rows", rows.dtype, (torch.int32, torch.int64))
+        rules.device("rows", rows, "x", x)
+        T = rows.size(0)
+    rules.epsilon(amax_epsilon)
+    _check_layouts(rules, rowwise, columnwise)
+    E = offs.size(0)
+    grad = x.new_empty((E, K) if bias_grad else (0,), dtype=torch.float32)
+    return (*_quantized(x, T, K, E, rowwise, columnwise), grad)
+
+
+def _check_swiglu(rules: Rules, gate_up: Tensor, offs: Tensor) -> tuple[int, int]:
+    rules.dim("gate_up", gate_up, 2)
+    rules.dtype("gate_up", gate_up.dtype, ACTIVATIONS)
+    T, columns = gate_up.shape
+    rules.check(
+        columns % 2 == 0, lambda: f"gate_up must have an even number of columns, got {columns}"
+    )
+    rules.features("K", columns // 2)
+    rules.offs(offs, "gate_up", gate_up)
+    return T, columns // 2
+
+
+def _check_swiglu_grad(rules: Rules, dh: Tensor, gate_up: Tensor, offs: Tensor) -> tuple[int, int]:
+    rules.dim("dh", dh, 2)
+    rules.dim("gate_up", gate_up, 2)
+    rules.dtype("dh", dh.dtype, ACTIVATIONS)
+    rules.dtype("gate_up", gate_up.dtype, (dh.dtype,))
+    rules.device("gate_up", gate_up, "dh", dh)
+    T, K = dh.shape
+    rules.same("T", "dh", T, "gate_up", gate_up.size(0))
+    rules.features("K", K)
+    rules.same("2 * K", "dh", 2 * K, "gate_up", gate_up.size(1))
+    rules.offs(offs, "dh", dh)
+    return T, K
+
+
+@torch.library.register_fake("grouped_linear::swiglu")
+def swiglu(gate_up: Tensor, offs: Tensor) -> Tensor:
+    """gate_up [T, 2 K] -> h [T, K]."""
+    T, K = _check_swiglu(Rules("swiglu"), gate_up, offs)
+    return gate_up.new_empty((T, K))
+
+
+@torch.library.register_fake("grouped_linear::swiglu_grad")
+def swiglu_grad(dh: Tensor, gate_up: Tensor, offs: Tensor) -> Tensor:
+    """dh [T, K] -> d_gate_up [T, 2 K]."""
+    T, K = _check_swiglu_grad(Rules("swiglu_grad"), dh, gate_up, offs)
+    return dh.new_empty((T, 2 * K))
+
+
+@torch.library.register_fake("grouped_linear::group_quantize_swiglu")
+def group_quantize_swiglu(
+    gate_up: Tensor,
+    offs: Tensor,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    keep_h: bool = False,
+) -> Quantized:
+    """gate_up [T, 2 K] -> q, scale, q_t, scale_t of h [T, K], and h."""
+    rules = Rules("group_quantize_swiglu")
+    T, K = _check_swiglu(rules, gate_up, offs)
+    rules.epsilon(amax_epsilon)
+    _check_layouts(rules, rowwise, columnwise)
+    h = gate_up.new_empty((T, K) if keep_h else (0,))
+    return (*_quantized(gate_up, T, K, offs.size(0), rowwise, columnwise), h)
+
+
+@torch.library.register_fake("grouped_linear::group_quantize_swiglu_grad")
+def group_quantize_swiglu_grad(
+    dh: Tensor,
+    gate_up: Tensor,
+    offs: Tensor,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    bias_grad: bool = False,
+) -> Quantized:
+    """dh [T, K] -> q, scale, q_t, scale_t, bias_grad of d_gate_up [T, 2 K]."""
+    rules = Rules("group_quantize_swiglu_grad")
+    T, K = _check_swiglu_grad(rules, dh, gate_up, offs)
+    rules.epsilon(amax_epsilon)
+    _check_layouts(rules, rowwise, columnwise)
+    E = offs.size(0)
+    grad = dh.new_empty((E, 2 * K) if bias_grad else (0,), dtype=torch.float32)
+    return (*_quantized(dh, T, 2 * K, E, rowwise, columnwise), grad)
 
 
 @torch.library.register_fake("grouped_linear::group_dequantize")
@@ -99,15 +198,77 @@ def quantize_weight(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """w [E, N, K] -> q, scale, q_t."""
     rules = Rules("quantize_weight")
-    rules.dim("w", w, 3)
-    rules.dtype("w", w.dtype, ACTIVATIONS)
-    E, N, K = w.shape
-    rules.groups(E)
-    rules.features("N", N)
-    rules.features("K", K)
+    rules.weight(w)
     rules.epsilon(amax_epsilon)
+    E, N, K = w.shape
     return (
         w.new_empty((E, N, K), dtype=E4M3),
         w.new_empty((E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)), dtype=torch.float32),
         w.new_empty((E, K, N) if columnwise else (0,), dtype=E4M3),
     )
+
+
+@torch.library.register_fake("grouped_linear::quantize_weight_list")
+def quantize_weight_list(
+    w: list[Tensor],
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    columnwise: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """E times w [N, K] -> q, scale, q_t."""
+    rules = Rules("quantize_weight_list")
+    rules.groups(len(w))
+    first = w[0]
+    rules.dim("w", first, 2)
+    rules.dtype("w", first.dtype, ACTIVATIONS)
+    rules.features("N", first.size(0))
+    rules.features("K", first.size(1))
+    for w_e in w:
+        rules.dim("w", w_e, 2)
+        rules.dtype("w", w_e.dtype, (first.dtype,))
+        rules.device("w", w_e, "the first w", first)
+        rules.same("N", "w", w_e.size(0), "the first w", first.size(0))
+        rules.same("K", "w", w_e.size(1), "the first w", first.size(1))
+    rules.epsilon(amax_epsilon)
+    E, (N, K) = len(w), first.shape
+    return (
+        first.new_empty((E, N, K), dtype=E4M3),
+        first.new_empty((E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)), dtype=torch.float32),
+        first.new_empty((E, K, N) if columnwise else (0,), dtype=E4M3),
+    )
+
+
+@torch.library.register_fake("grouped_linear::refresh_weight_")
+def refresh_weight_(
+    w: Tensor,
+    refresh: Tensor | None,
+    q: Tensor,
+    scale: Tensor,
+    q_t: Tensor | None,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+) -> None:
+    """q, scale and q_t as quantize_weight returns them, written in place."""
+    rules = Rules("refresh_weight_")
+    rules.weight(w)
+    rules.epsilon(amax_epsilon)
+    E, N, K = w.shape
+    if refresh is not None:
+        rules.dim("refresh", refresh, 0)
+        rules.dtype("refresh", refresh.dtype, (torch.bool,))
+        rules.device("refresh", refresh, "w", w)
+
+    def written(name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+        rules.dim(name, t, 3)
+        rules.dtype(name, t.dtype, (dtype,))
+        rules.device(name, t, "w", w)
+        rules.check(
+            all(size == own for size, own in zip(t.shape, shape, strict=True)),
+            lambda: f"{name} must be {list(shape)}, got {list(t.shape)}",
+        )
+        rules.contiguous(name, t)
+
+    written("q", q, E4M3, (E, N, K))
+    written("scale", scale, torch.float32, (E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)))
+    if q_t is not None:
+        written("q_t", q_t, E4M3, (E, K, N))

@@ -9,8 +9,11 @@ BLOCK = 128
 FEATURE_MULTIPLE = 16
 SCALE_ROW_MULTIPLE = 4
 MAX_GROUPS = 1024
+MX_BLOCK = 32
+MAX_MARGIN = 64
 
 E4M3 = torch.float8_e4m3fn
+FP8 = (E4M3, torch.float8_e5m2)
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -93,6 +96,59 @@ class Rules:
         """A size is not negative."""
         self.check(value >= 0, lambda: f"{name} must not be negative, got {value}")
 
+    def grouped_rows(self, x: Tensor, offs: Tensor, rowwise: bool, columnwise: bool) -> None:
+        """X is [T, K] of some activation dtype, and something is asked for of it."""
+        self.dim("x", x, 2)
+        self.dtype("x", x.dtype, ACTIVATIONS)
+        self.features("K", x.size(1))
+        self.offs(offs, "x", x)
+        self.check(
+            rowwise or columnwise, lambda: "rowwise or columnwise must be asked for, got neither"
+        )
+
+    def weight(self, w: Tensor) -> None:
+        """W is [E, N, K] of some activation dtype."""
+        self.dim("w", w, 3)
+        self.dtype("w", w.dtype, ACTIVATIONS)
+        self.groups(w.size(0))
+        self.features("N", w.size(1))
+        self.features("K", w.size(2))
+
+    def group_scale(
+        self,
+        name: str,
+        scale: Tensor,
+        first_name: str,
+        first: Tensor,
+        num_groups: int,
+        owner: str = "offs",
+    ) -> None:
+        """Scale is [E]: one a group."""
+        self.dim(name, scale, 1)
+        self.dtype(name, scale.dtype, (torch.float32,))
+        self.device(name, scale, first_name, first)
+        self.same("E", name, scale.size(0), owner, num_groups)
+
+    def amax(
+        self, amax: Tensor, first_name: str, first: Tensor, num_groups: int, owner: str
+    ) -> None:
+        """Amax is [E], to be written."""
+        self.group_scale("amax", amax, first_name, first, num_groups, owner)
+        self.contiguous("amax", amax)
+
+    def contiguous(self, name: str, t: Tensor) -> None:
+        """A tensor that is written is contiguous."""
+        self.check(t.is_contiguous(), lambda: f"{name} must be contiguous")
+
+    def column_blocks(self, name: str, q_t: Tensor, features: str) -> None:
+        """q_t is [blocks, features, 128]."""
+        self.dim(name, q_t, 3)
+        self.check(
+            q_t.size(2) == BLOCK,
+            lambda: f"{name} must hold blocks of {BLOCK} rows, got {q_t.size(2)}",
+        )
+        self.features(features, q_t.size(1))
+
     def rowwise(self, name: str, q: Tensor, scale_name: str, scale: Tensor) -> None:
         """q [rows, K] with scale [ceil(K / 128), round_up(rows, 4)]."""
         self.dim(name, q, 2)
@@ -110,13 +166,8 @@ class Rules:
         self, name: str, q_t: Tensor, scale_name: str, scale_t: Tensor, features: str
     ) -> None:
         """q_t [blocks, features, 128] with scale_t [blocks, features]."""
-        self.dim(name, q_t, 3)
+        self.column_blocks(name, q_t, features)
         self.dtype(name, q_t.dtype, (E4M3,))
-        self.check(
-            q_t.size(2) == BLOCK,
-            lambda: f"{name} must hold blocks of {BLOCK} rows, got {q_t.size(2)}",
-        )
-        self.features(features, q_t.size(1))
         self.dim(scale_name, scale_t, 2)
         self.dtype(scale_name, scale_t.dtype, (torch.float32,))
         self.device(scale_name, scale_t, name, q_t)

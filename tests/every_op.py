@@ -33,12 +33,37 @@ def call_every_op(T: int, K: int, N: int, sizes: tuple[int, ...], dtype: torch.d
 
     xq = ops.group_quantize(x, offs, columnwise=True, bias_grad=True)
     dyq = ops.group_quantize(dy, offs, power_of_two_scales=False, columnwise=True)
+    order = torch.randperm(T, device=DEVICE)
+    ops.group_quantize(x, offs, order, columnwise=True, bias_grad=True)
+    ops.group_quantize(x, offs, order.int())
+    gate_up = draw(T, 2 * K)
+    ops.swiglu(gate_up, offs)
+    ops.swiglu_grad(x, gate_up, offs)
+    ops.group_quantize_swiglu(gate_up, offs, columnwise=True, keep_h=True)
+    ops.group_quantize_swiglu_grad(x, gate_up, offs, columnwise=True, bias_grad=True)
     wq = ops.quantize_weight(w)
     ops.grouped_scaled_mm(xq.q, wq.q, xq.scale, wq.scale, offs, bias, dtype)
     ops.grouped_scaled_mm(dyq.q, wq.q_t, dyq.scale, wq.scale.transpose(1, 2), offs)
     columns = dyq.q_t, xq.q_t, dyq.scale_t, xq.scale_t, offs
     ops.grouped_scaled_mm_wgrad(*columns)
     ops.grouped_scaled_mm_wgrad_(main_grad, *columns, torch.tensor(True, device=DEVICE))
+    scale, amax = torch.full((E,), 0.01, device=DEVICE), torch.zeros(E, device=DEVICE)
+    both = {"columnwise": True, "bias_grad": True}
+    e5m2 = torch.float8_e5m2
+    ops.group_quantize_current(x, offs, **both)
+    ops.group_quantize_current(dy, offs, e5m2, rowwise=False, columnwise=True)
+    ops.group_quantize_delayed_(amax, x, offs, scale, **both)
+    ops.group_quantize_delayed_(None, dy, offs, scale, e5m2)
+    ops.group_quantize_mx(x, offs, **both)
+    ops.group_round_mx(x, offs, **both)
+    ops.group_round_mx(dy, offs)
+    ops.quantize_weight_list(list(w))
+    ops.refresh_weight_(w, torch.tensor(True, device=DEVICE), wq.q, wq.scale, wq.q_t)
+    ops.refresh_weight_(w, torch.tensor(False, device=DEVICE), wq.q, wq.scale, None)
+    ops.quantize_weight_current(w)
+    ops.quantize_weight_delayed_(amax, w, scale)
+    histories = [torch.zeros(steps, E, device=DEVICE) for steps in (1, 300)]
+    ops.update_scales_([scale, scale.clone()], [amax, amax.clone()], histories, [448.0, 57344.0])
     ops.group_dequantize(xq.q, xq.scale, offs, dtype)
     ops.group_dequantize_t(xq.q_t, xq.scale_t, offs, T, dtype)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 BLOCK = 128
 E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 E4M3_MAX = 448.0
 E4M3_NAN = 0x7F
 
@@ -58,15 +59,36 @@ def feature_blocks(features: int) -> list[slice]:
 # --- quantization --------------------------------------------------------------------------------
 
 
-def e4m3(x: Tensor) -> Tensor:
-    """Round float32 to the nearest e4m3 number, ties to even; saturate; NaN where not finite."""
-    magnitude = x.double().abs().clamp(max=E4M3_MAX)
+class Format(NamedTuple):
+    """An FP8 format."""
+
+    dtype: torch.dtype
+    largest: float
+    mantissa_bits: int
+    smallest_exponent: int
+
+
+FORMATS = {E4M3: Format(E4M3, E4M3_MAX, 3, -6), E5M2: Format(E5M2, 57344.0, 2, -14)}
+
+
+def fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to the nearest FP8 number, ties to even; saturate; an e5m2 infinity stays one."""
+    _, largest, mantissa_bits, smallest_exponent = FORMATS[dtype]
+    magnitude = x.double().abs().clamp(max=largest)
     exponent = torch.frexp(magnitude).exponent - 1
-    step = torch.ldexp(torch.ones_like(magnitude), exponent.clamp(min=-6) - 3)  # 3 mantissa bits
+    step = exponent.clamp(min=smallest_exponent) - mantissa_bits
+    step = torch.ldexp(torch.ones_like(magnitude), step)
     rounded = (magnitude / step).round() * step  # torch rounds halves to even
-    q = torch.copysign(rounded, x.double()).nan_to_num().to(E4M3)  # exact: an e4m3 number already
-    q.view(torch.uint8)[~x.isfinite()] = E4M3_NAN
+    q = torch.copysign(rounded, x.double()).nan_to_num().to(dtype)  # exact: such a number already
+    q.view(torch.uint8)[~x.isfinite()] = E4M3_NAN  # in e5m2, too
+    if dtype == E5M2:
+        q.view(torch.uint8)[x == torch.inf] = 0x7C
+        q.view(torch.uint8)[x == -torch.inf] = 0xFC
     return q
+
+
+def e4m3(x: Tensor) -> Tensor:
+    return fp8(x, E4M3)
 
 
 class Scaling(NamedTuple):
@@ -76,17 +98,26 @@ class Scaling(NamedTuple):
     amax_epsilon: float = 0.0
 
 
-def quantize(x: Tensor, dims: int | tuple[int, ...], scaling: Scaling) -> tuple[Tensor, Tensor]:
+def quantize(
+    x: Tensor, dims: int | tuple[int, ...], scaling: Scaling, dtype: torch.dtype = E4M3
+) -> tuple[Tensor, Tensor]:
     """Quantize with one scale for all that `dims` span: (q, scale), scale with sizes 1 there."""
     x = x.float()
     amax = torch.where(x.isfinite(), x.abs(), 0.0).amax(dims, keepdim=True)
     amax = amax.clamp(min=scaling.amax_epsilon)
     # tensor / tensor: torch computes number / tensor as a product with the rounded reciprocal
-    factor = (torch.full_like(amax, E4M3_MAX) / amax).clamp(max=2.0**126)
+    factor = (torch.full_like(amax, FORMATS[dtype].largest) / amax).clamp(max=2.0**126)
     factor = torch.where(amax == 0, 1.0, factor)
     if scaling.power_of_two_scales:  # rounded down
         factor = torch.ldexp(torch.ones_like(factor), torch.frexp(factor).exponent - 1)
-    return e4m3(x * factor), torch.ones_like(factor) / factor
+    return fp8(x * factor, dtype), torch.ones_like(factor) / factor
+
+
+def quantize_with(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Quantize with a given scale: what is finite saturates, however large the factor."""
+    product = x.float() * (torch.ones_like(scale) / scale)
+    largest = FORMATS[dtype].largest
+    return fp8(torch.where(x.isfinite(), product.clamp(-largest, largest), x.float()), dtype)
 
 
 def quantize_rowwise(x_TK: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
@@ -121,6 +152,159 @@ def quantize_weight(w_ENK: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor, Te
             q_ENK[:, n, k] = q.view(torch.uint8)
             scale[:, i, j] = scale_E.flatten()
     return q_ENK.view(E4M3), scale, q_ENK.transpose(1, 2).contiguous().view(E4M3)
+
+
+def gather(x_SK: Tensor, rows_T: Tensor | None, offs_E: Tensor) -> Tensor:
+    """x[rows] for every group's rows; NaN elsewhere, where rows hold anything."""
+    if rows_T is None:
+        return x_SK
+    end = groups(offs_E, rows_T.numel())[-1].stop
+    x_TK = x_SK.new_full((rows_T.numel(), x_SK.size(1)), torch.nan)
+    x_TK[:end] = x_SK[rows_T[:end].long()]
+    return x_TK
+
+
+# --- SwiGLU --------------------------------------------------------------------------------------
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """h [T, K] = silu(gate) * up."""
+    gate, up = gate_up.double().chunk(2, dim=1)
+    return gate * torch.sigmoid(gate) * up
+
+
+def swiglu_grad(dh_TK: Tensor, gate_up: Tensor) -> Tensor:
+    """d_gate_up [T, 2 K]."""
+    gate, up = gate_up.double().chunk(2, dim=1)
+    s = torch.sigmoid(gate)
+    d_gate = dh_TK.double() * up * s * (1 + gate * (1 - s))
+    return torch.cat([d_gate, dh_TK.double() * gate * s], dim=1)
+
+
+# --- one scale a group ---------------------------------------------------------------------------
+
+
+def quantize_groups(
+    x_TK: Tensor, offs_E: Tensor, scaling: Scaling, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """q [T, K], NaN outside groups, and scale [E], each group's from its own amax."""
+    q, scales = torch.full(x_TK.shape, E4M3_NAN, dtype=torch.uint8, device=x_TK.device), []
+    zero_11 = x_TK.new_zeros(1, 1)
+    for rows in groups(offs_E, x_TK.size(0)):
+        empty = rows.start == rows.stop  # its amax is 0
+        part, scale = quantize(zero_11 if empty else x_TK[rows], (0, 1), scaling, dtype)
+        q[rows] = part.view(torch.uint8)
+        scales.append(scale.view(()))
+    return q.view(dtype), torch.stack(scales)
+
+
+def quantize_groups_with(
+    x_TK: Tensor, offs_E: Tensor, scale_E: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """q [T, K], NaN outside groups."""
+    q = torch.full(x_TK.shape, E4M3_NAN, dtype=torch.uint8, device=x_TK.device)
+    for rows, scale in zip(groups(offs_E, x_TK.size(0)), scale_E, strict=True):
+        q[rows] = quantize_with(x_TK[rows], scale, dtype).view(torch.uint8)
+    return q.view(dtype)
+
+
+def in_column_blocks(q_TK: Tensor, offs_E: Tensor) -> Tensor:
+    """q_t [blocks, K, 128], a group's last block filled with zeros."""
+    blocks = row_blocks(offs_E, q_TK.size(0))
+    q_t = torch.zeros(len(blocks), q_TK.size(1), BLOCK, dtype=torch.uint8, device=q_TK.device)
+    for b, rows in enumerate(blocks):
+        q_t[b, :, : rows.stop - rows.start] = q_TK[rows].view(torch.uint8).t()
+    return q_t.view(q_TK.dtype)
+
+
+def scale_groups(q_TK: Tensor, scale_E: Tensor, offs_E: Tensor) -> Tensor:
+    """x [T, K] in float64; rows outside every group are zero."""
+    x_TK = torch.zeros(q_TK.shape, dtype=torch.float64, device=q_TK.device)
+    for rows, scale in zip(groups(offs_E, q_TK.size(0)), scale_E, strict=True):
+        x_TK[rows] = q_TK[rows].double() * scale.double()
+    return x_TK
+
+
+def amax_of_groups(x_TK: Tensor, offs_E: Tensor) -> Tensor:
+    """[E] float32: the largest magnitudes, infinity where one is not finite, 0 without rows."""
+    magnitude = x_TK.float().abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    rows_E = groups(offs_E, x_TK.size(0))
+    return torch.stack([torch.cat([magnitude[r].flatten(), torch.zeros(1)]).max() for r in rows_E])
+
+
+class Rolled(NamedTuple):
+    """What an update leaves behind; amax is zero."""
+
+    scale: Tensor
+    amax_history: Tensor
+
+
+def update_scales(
+    scale_E: Tensor,
+    amax_E: Tensor,
+    history_HE: Tensor,
+    fp8_max: float,
+    margin: int = 0,
+    most_recent: bool = False,
+) -> Rolled:
+    """Roll the history, then scale by what it says, where it says something."""
+    latest_1E = amax_E.where(amax_E.isfinite(), 0.0)[None]
+    history_HE = torch.cat([latest_1E, history_HE[:-1]])
+    largest_E = history_HE[0] if most_recent else history_HE.amax(0)
+    factor = torch.full_like(largest_E, fp8_max) / largest_E * 2.0**-margin
+    new_E = torch.ones_like(factor) / factor.clamp(2.0**-126, 2.0**126)
+    return Rolled(new_E.where(amax_E.isfinite() & (largest_E > 0), scale_E), history_HE)
+
+
+# --- MXFP8 ---------------------------------------------------------------------------------------
+
+MX_BLOCK = 32
+
+
+def quantize_mx(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Quantize with one power of two for all that `dim` spans: (q, scale in float64)."""
+    x = x.double()
+    amax = torch.where(x.isfinite(), x.abs(), 0.0).amax(dim, keepdim=True)
+    mantissa, exponent = torch.frexp(amax / E4M3_MAX)  # 0.5 <= mantissa < 1, or 0
+    exponent = torch.where(mantissa == 0, -1000, exponent - (mantissa == 0.5).int())  # rounded up
+    scale = torch.ldexp(torch.ones_like(amax), exponent.clamp(-124, 119))
+    return e4m3(x / scale), scale
+
+
+def quantize_mx_rowwise(x_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """q [T, K] and scale [T, ceil(K / 32)] in float64."""
+    blocks = [quantize_mx(x, 1) for x in x_TK.split(MX_BLOCK, dim=1)]
+    q_TK = torch.cat([q.view(torch.uint8) for q, _ in blocks], dim=1)
+    return q_TK.view(E4M3), torch.cat([scale for _, scale in blocks], dim=1)
+
+
+def quantize_mx_columnwise(x_TK: Tensor, offs_E: Tensor) -> tuple[Tensor, Tensor]:
+    """q_t [blocks, K, 128] and scale_t [blocks, K, 4]: as many blocks as the groups need."""
+    T, K = x_TK.shape
+    blocks = row_blocks(offs_E, T)
+    x_t = torch.zeros(len(blocks), K, BLOCK, dtype=torch.float64)  # a last block is zero-filled
+    for b, rows in enumerate(blocks):
+        x_t[b, :, : rows.stop - rows.start] = x_TK[rows].double().t()
+    if not blocks:
+        return x_t.to(E4M3), torch.zeros(0, K, BLOCK // MX_BLOCK, dtype=torch.float64)
+    q, scale = quantize_mx(x_t.view(len(blocks), K, -1, MX_BLOCK), 3)
+    return q.view(x_t.shape), scale.view(len(blocks), K, -1)
+
+
+def round_mx_rowwise(x_TK: Tensor) -> Tensor:
+    """What MXFP8 keeps of x, in float64, in blocks of 32 features."""
+    q_TK, scale = quantize_mx_rowwise(x_TK)
+    return q_TK.double() * scale.repeat_interleave(MX_BLOCK, 1)[:, : x_TK.size(1)]
+
+
+def round_mx_columnwise(x_TK: Tensor, offs_E: Tensor) -> Tensor:
+    """What MXFP8 keeps of x, in float64, in blocks of 32 rows; zero outside groups."""
+    q_t, scale_t = quantize_mx_columnwise(x_TK, offs_E)
+    columns = q_t.double() * scale_t.repeat_interleave(MX_BLOCK, 2)
+    rounded_TK = torch.zeros(x_TK.shape, dtype=torch.float64)
+    for column, rows in zip(columns, row_blocks(offs_E, x_TK.size(0)), strict=True):
+        rounded_TK[rows] = column[:, : rows.stop - rows.start].t()
+    return rounded_TK
 
 
 # --- back to numbers -----------------------------------------------------------------------------
@@ -201,14 +385,69 @@ class Operands(NamedTuple):
     weight: Tensor
     dy_rowwise: Tensor
     dy_columnwise: Tensor
+    weight_columnwise: Tensor
+
+
+class Current(NamedTuple):
+    """One scale a group, from its own amax."""
+
+    scaling: Scaling
+    gradient_dtype: torch.dtype = E4M3
+
+
+class Delayed(NamedTuple):
+    """One scale a group, given: [E] each. Gradients are e5m2."""
+
+    x: Tensor
+    weight: Tensor
+    dy: Tensor
+
+
+class Mx(NamedTuple):
+    """Blocks of 32 with powers of two."""
+
+
+Scheme = Scaling | Current | Delayed | Mx | None
 
 
 def operands(
-    x_TK: Tensor, w_ENK: Tensor, offs_E: Tensor, dy_TN: Tensor, scaling: Scaling | None
+    x_TK: Tensor, w_ENK: Tensor, offs_E: Tensor, dy_TN: Tensor, scheme: Scheme
 ) -> Operands:
     """The numbers that the products see: dequantized where there is a scaling."""
-    if scaling is None:
-        return Operands(x_TK, x_TK, w_ENK, dy_TN, dy_TN)
+    if scheme is None:
+        return Operands(x_TK, x_TK, w_ENK, dy_TN, dy_TN, w_ENK)
+    if isinstance(scheme, Scaling):
+        return block_operands(x_TK, w_ENK, offs_E, dy_TN, scheme)
+
+    E, N, K = w_ENK.shape
+    rows_w, offs_w = w_ENK.reshape(E * N, K), torch.arange(1, E + 1) * N
+    if isinstance(scheme, Mx):
+        return Operands(
+            zero_outside_groups(round_mx_rowwise(x_TK), offs_E),
+            round_mx_columnwise(x_TK, offs_E),
+            round_mx_rowwise(rows_w).view(E, N, K),
+            zero_outside_groups(round_mx_rowwise(dy_TN), offs_E),
+            round_mx_columnwise(dy_TN, offs_E),
+            round_mx_columnwise(rows_w, offs_w).view(E, N, K),
+        )
+    if isinstance(scheme, Current):
+        q_x, scale_x = quantize_groups(x_TK, offs_E, scheme.scaling, E4M3)
+        q_w, scale_w = quantize_groups(rows_w, offs_w, scheme.scaling, E4M3)
+        q_dy, scale_dy = quantize_groups(dy_TN, offs_E, scheme.scaling, scheme.gradient_dtype)
+    else:
+        scale_x, scale_w, scale_dy = scheme
+        q_x = quantize_groups_with(x_TK, offs_E, scale_x, E4M3)
+        q_w = quantize_groups_with(rows_w, offs_w, scale_w, E4M3)
+        q_dy = quantize_groups_with(dy_TN, offs_E, scale_dy, E5M2)
+    x, dy = scale_groups(q_x, scale_x, offs_E), scale_groups(q_dy, scale_dy, offs_E)
+    weight = scale_groups(q_w, scale_w, offs_w).view(E, N, K)
+    return Operands(x, x, weight, dy, dy, weight)
+
+
+def block_operands(
+    x_TK: Tensor, w_ENK: Tensor, offs_E: Tensor, dy_TN: Tensor, scaling: Scaling
+) -> Operands:
+    """The numbers that the products see under block scaling."""
 
     def rowwise(x: Tensor) -> Tensor:
         return dequantize_rowwise(*quantize_rowwise(x, scaling), offs_E)
@@ -218,14 +457,16 @@ def operands(
 
     q_ENK, scale, _ = quantize_weight(w_ENK, scaling)
     weight = dequantize_weight(q_ENK, scale)
-    return Operands(rowwise(x_TK), columnwise(x_TK), weight, rowwise(dy_TN), columnwise(dy_TN))
+    return Operands(
+        rowwise(x_TK), columnwise(x_TK), weight, rowwise(dy_TN), columnwise(dy_TN), weight
+    )
 
 
 def layer(operand: Operands, bias_EN: Tensor | None, offs_E: Tensor, dy_TN: Tensor) -> Layer:
     """y = x @ w.T + b and its gradients, group by group."""
     return Layer(
         y=grouped_mm(operand.x_rowwise, operand.weight, offs_E, bias_EN),
-        dx=grouped_mm(operand.dy_rowwise, operand.weight.transpose(1, 2), offs_E),
+        dx=grouped_mm(operand.dy_rowwise, operand.weight_columnwise.transpose(1, 2), offs_E),
         dw=grouped_mm_wgrad(operand.dy_columnwise, operand.x_columnwise, offs_E),
         db=grouped_bias_grad(dy_TN, offs_E),
     )

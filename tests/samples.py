@@ -12,16 +12,37 @@ import pytest
 import reference
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
-import grouped_linear  # noqa: F401  registers the ops
+from grouped_linear import (
+    DelayedScaling,
+    DelayedScalingState,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
 
 OPS = (
     "splits_to_offsets",
     "group_quantize",
+    "group_quantize_current",
+    "group_quantize_delayed_",
+    "group_quantize_mx",
+    "group_round_mx",
+    "swiglu",
+    "swiglu_grad",
+    "group_quantize_swiglu",
+    "group_quantize_swiglu_grad",
     "group_dequantize",
     "group_dequantize_t",
     "grouped_bias_grad",
     "quantize_weight",
+    "quantize_weight_list",
+    "refresh_weight_",
+    "quantize_weight_current",
+    "quantize_weight_delayed_",
+    "update_scales_",
     "grouped_mm",
     "grouped_scaled_mm",
     "grouped_mm_wgrad",
@@ -128,6 +149,17 @@ def rows(groups: Groups, features: int, dtype: torch.dtype, layout: str = "dense
     return lay_out(x.to(dtype), layout)
 
 
+def gathered(
+    groups: Groups, features: int, dtype: torch.dtype, layout: str, index: torch.dtype
+) -> dict[str, Tensor]:
+    """x, and rows of it for each group's; what rows hold after them is no index."""
+    S = groups.valid + 3
+    x = lay_out(torch.randn(S, features).to(dtype), layout)
+    taken = torch.randint(S, (groups.T,)).to(index)
+    taken[groups.valid :] = torch.iinfo(index).min
+    return {"x": x, "rows": taken}
+
+
 def weight(groups: Groups, dtype: torch.dtype, layout: str = "dense") -> Tensor:
     return lay_out(torch.randn(groups.E, groups.N, groups.K).to(dtype), layout)
 
@@ -138,6 +170,25 @@ def quantized_rows(groups: Groups, features: int) -> tuple[Tensor, Tensor]:
     scale = torch.full((scale_T.size(0), -(-groups.T // 4) * 4), torch.nan)
     scale[:, : groups.valid] = scale_T[:, : groups.valid]
     return q, scale
+
+
+def per_group_rows(
+    groups: Groups, features: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [T, features], q_t [Tp / 128, features, 128] and scale [E] in the op's layout."""
+    offs, scaling = groups.offs(), reference.Scaling(False)
+    q, scale = reference.quantize_groups(rows(groups, features, FP32), offs, scaling, dtype)
+    used = reference.in_column_blocks(q, offs)
+    q_t = torch.full((groups.blocks, features, 128), reference.E4M3_NAN, dtype=torch.uint8)
+    q_t[: len(used)] = used.view(torch.uint8)
+    return q, q_t.view(dtype), scale
+
+
+def per_group_weight(groups: Groups) -> tuple[Tensor, Tensor]:
+    """q [E, N, K] and scale [E]."""
+    w_ENK = weight(groups, FP32)
+    q, scale = reference.quantize(w_ENK, (1, 2), reference.Scaling(False))
+    return q, scale.flatten()
 
 
 def quantized_columns(groups: Groups, features: int) -> tuple[Tensor, Tensor]:
@@ -154,6 +205,8 @@ def quantized_columns(groups: Groups, features: int) -> tuple[Tensor, Tensor]:
 
 def on(device: str, value: Any) -> Any:
     """A tensor on a device with the strides it has here; other values as they are."""
+    if isinstance(value, list):
+        return [on(device, v) for v in value]
     if not isinstance(value, Tensor) or value.device.type == device:
         return value
     flat = value.detach().as_strided((value.untyped_storage().nbytes() // value.itemsize,), (1,), 0)
@@ -170,6 +223,48 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     assert torch.equal(bits(actual), bits(expected))
+
+
+# --- recipes -------------------------------------------------------------------------------------
+
+RECIPES: dict[str, Recipe] = {
+    "none": None,
+    "block": Float8BlockScaling(),
+    "current": Float8CurrentScaling(),
+    "delayed": DelayedScaling(amax_history_len=3),
+    "mxfp8": MXFP8BlockScaling(),
+}
+MORE_RECIPES: dict[str, Recipe] = {
+    **RECIPES,
+    "block_exact": Float8BlockScaling(False, 1e-4),
+    "current_e5m2": Float8CurrentScaling(True, 1e-4, reference.E5M2),
+}
+
+
+def state_for(recipe: Recipe, E: int, device: str) -> DelayedScalingState | None:
+    """Scales as some steps might have left them, where the recipe keeps any."""
+    if not isinstance(recipe, DelayedScaling):
+        return None
+    state = DelayedScalingState(recipe, E)
+    for operand, scale in zip(state.operands, (0.008, 0.009, 0.0001), strict=True):
+        operand.scale.copy_(scale * (1 + torch.arange(E) % 5 / 7))
+    return state.to(device)
+
+
+def scheme_of(recipe: Recipe, E: int) -> reference.Scheme:
+    """The recipe as the reference knows it; the state's scales where it keeps a state."""
+    match recipe:
+        case Float8BlockScaling(pow2, epsilon):
+            return reference.Scaling(pow2, epsilon)
+        case Float8CurrentScaling(pow2, epsilon, gradient_dtype):
+            return reference.Current(reference.Scaling(pow2, epsilon), gradient_dtype)
+        case MXFP8BlockScaling():
+            return reference.Mx()
+        case DelayedScaling():
+            state = state_for(recipe, E, "cpu")
+            assert state is not None
+            return reference.Delayed(*(operand.scale for operand in state.operands))
+    return None
 
 
 # --- samples -------------------------------------------------------------------------------------
@@ -204,18 +299,21 @@ class Sample:
     def but(self, **changed: Any) -> "Sample":
         return Sample(self.op, {**self.arguments, **changed})
 
+    @property
+    def written(self) -> list[str]:
+        """The arguments that the schema marks as written and that are there."""
+        marked = [a.name for a in self.schema.arguments if a.alias_info and a.alias_info.is_write]
+        return [name for name in marked if self.arguments.get(name) is not None]
+
     def __call__(self) -> Any:
         return self.overload(**self.arguments)
 
     def results(self, device: str) -> list[Tensor]:
-        """What the call on a device returns or writes, on CPU."""
+        """What the call on a device returns and then what it writes, on CPU."""
         there = self.on(device)
-        if "main_grad" in there.arguments:
-            there = there.but(main_grad=there["main_grad"].clone())
-        outputs = there()
-        if "main_grad" in there.arguments:
-            outputs = there["main_grad"]
-        return [t.detach().cpu() for t in (outputs if isinstance(outputs, tuple) else (outputs,))]
+        there = there.but(**{n: tree_map(torch.clone, there[n]) for n in self.written})
+        results = tree_leaves([there(), [there[n] for n in self.written]])
+        return [t.detach().cpu() for t in results if t is not None]
 
 
 def specified(sample: Sample, results: list[Tensor]) -> list[Tensor]:
@@ -223,14 +321,31 @@ def specified(sample: Sample, results: list[Tensor]) -> list[Tensor]:
     return keep(results, specified_masks(sample, results))
 
 
+# Of the outputs of an op that quantizes rows: what is unspecified past the last group's rows
+# ("rows", or "columns" where a column is a row's) and past the last used block ("blocks").
+UNSPECIFIED = {
+    "group_quantize": ("rows", "columns", "blocks", "blocks"),
+    "group_quantize_swiglu": ("rows", "columns", "blocks", "blocks"),
+    "group_quantize_swiglu_grad": ("rows", "columns", "blocks", "blocks"),
+    "group_quantize_current": ("rows", None, "blocks"),
+    "group_quantize_delayed_": ("rows", "blocks"),
+    "group_quantize_mx": ("rows", "rows", "blocks", "blocks"),
+    "group_round_mx": ("rows", "rows"),
+}
+
+
 def specified_masks(sample: Sample, results: list[Tensor]) -> list[Tensor]:
     masks = [torch.ones(t.shape, dtype=torch.bool) for t in results]
-    if sample.op == "group_quantize":
-        x, offs = sample["x"], sample["offs"]
-        valid = reference.groups(offs, x.size(0))[-1].stop
-        blocks = len(reference.row_blocks(offs, x.size(0)))
-        q, scale, q_t, scale_t, _ = masks
-        q[valid:], scale[..., valid:], q_t[blocks:], scale_t[blocks:] = 4 * (False,)
+    if sample.op in UNSPECIFIED:
+        inputs = (sample.arguments.get(name) for name in ("rows", "x", "gate_up"))
+        T = next(t.size(0) for t in inputs if t is not None)
+        valid = reference.groups(sample["offs"], T)[-1].stop
+        blocks = len(reference.row_blocks(sample["offs"], T))
+        for mask, kind in zip(masks, UNSPECIFIED[sample.op], strict=False):
+            if kind == "columns":
+                mask[..., valid:] = False
+            elif kind is not None:
+                mask[valid if kind == "rows" else blocks :] = False
     return masks
 
 
@@ -260,6 +375,23 @@ def make(
             tensors = {"m_splits": torch.tensor(groups.m_splits), "num_rows": groups.T}
         case "group_quantize":
             tensors = {"x": rows(groups, K, dtype, layout), "offs": offs}
+            if index := options.pop("index", None):
+                tensors |= gathered(groups, K, dtype, layout, index)
+        case "group_quantize_current":
+            tensors = {"x": rows(groups, K, dtype, layout), "offs": offs}
+            tensors |= {"dtype": options.pop("fp8", reference.E4M3)}
+        case "group_quantize_delayed_":
+            amax = torch.rand(groups.E) if options.pop("amax", True) else None
+            tensors = {"amax": amax, "x": rows(groups, K, dtype, layout), "offs": offs}
+            tensors |= {"scale": 0.005 + 0.01 * torch.rand(groups.E)}
+            tensors |= {"dtype": options.pop("fp8", reference.E4M3)}
+        case "group_quantize_mx" | "group_round_mx":
+            tensors = {"x": rows(groups, K, dtype, layout), "offs": offs}
+        case "swiglu" | "group_quantize_swiglu":
+            tensors = {"gate_up": rows(groups, 2 * K, dtype, layout), "offs": offs}
+        case "swiglu_grad" | "group_quantize_swiglu_grad":
+            tensors = {"dh": rows(groups, K, dtype, layout)}
+            tensors |= {"gate_up": rows(groups, 2 * K, dtype, layout), "offs": offs}
         case "group_dequantize":
             q, scale = quantized_rows(groups, K)
             tensors = {"q": q, "scale": scale, "offs": offs, "dtype": dtype}
@@ -269,30 +401,63 @@ def make(
             tensors |= {"num_rows": groups.T, "dtype": dtype}
         case "grouped_bias_grad":
             tensors = {"dy": rows(groups, N, dtype, layout), "offs": offs}
-        case "quantize_weight":
+        case "quantize_weight" | "quantize_weight_current":
             tensors = {"w": weight(groups, dtype, layout)}
+        case "quantize_weight_list":
+            tensors = {"w": list(weight(groups, dtype, layout))}
+        case "refresh_weight_":
+            q, scale, q_t = reference.quantize_weight(weight(groups, FP32), reference.Scaling())
+            tensors = {"w": weight(groups, dtype, layout), "refresh": None}
+            tensors |= {"q": q, "scale": scale}
+            tensors |= {"q_t": q_t if options.pop("columnwise", True) else None}
+        case "quantize_weight_delayed_":
+            amax = torch.rand(groups.E) if options.pop("amax", True) else None
+            tensors = {"amax": amax, "w": weight(groups, dtype, layout)}
+            tensors |= {"scale": 0.005 + 0.01 * torch.rand(groups.E)}
+        case "update_scales_":
+            steps = options.pop("steps", (4, 1))
+            sizes = (groups.E, 2 * groups.E)
+            tensors = {
+                "scale": [torch.rand(E) + 0.1 for E in sizes],
+                "amax": [torch.randn(E).clamp(min=0) for E in sizes],
+                "amax_history": [
+                    torch.randn(h, E).clamp(min=0) for h, E in zip(steps, sizes, strict=True)
+                ],
+                "fp8_max": [448.0, 57344.0],
+            }
         case "grouped_mm":
             tensors = {"a": rows(groups, K, dtype, layout), "b": weight(groups, dtype, layout)}
             tensors |= {"offs": offs}
         case "grouped_scaled_mm":
-            a, scale_a = quantized_rows(groups, K)
-            b, scale_b, _ = reference.quantize_weight(
-                weight(groups, FP32), reference.Scaling(False)
-            )
+            per_group = options.pop("per_group", None)
+            if per_group is None:
+                a, scale_a = quantized_rows(groups, K)
+                b, scale_b, _ = reference.quantize_weight(
+                    weight(groups, FP32), reference.Scaling(False)
+                )
+            else:
+                a, _, scale_a = per_group_rows(groups, K, per_group)
+                b, scale_b = per_group_weight(groups)
             tensors = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "offs": offs}
             tensors |= {"out_dtype": dtype}
         case "grouped_mm_wgrad" | "grouped_mm_wgrad_":
             tensors = {"dy": rows(groups, N, dtype, layout), "x": rows(groups, K, dtype, layout)}
             tensors |= {"offs": offs}
         case "grouped_scaled_mm_wgrad" | "grouped_scaled_mm_wgrad_":
-            (dy_t, scale_dy_t), (x_t, scale_x_t) = (quantized_columns(groups, f) for f in (N, K))
+            per_group = options.pop("per_group", None)
+            if per_group is None:
+                dy_t, scale_dy_t = quantized_columns(groups, N)
+                x_t, scale_x_t = quantized_columns(groups, K)
+            else:
+                _, dy_t, scale_dy_t = per_group_rows(groups, N, per_group)
+                _, x_t, scale_x_t = per_group_rows(groups, K, reference.E4M3)
             tensors = {"dy_t": dy_t, "x_t": x_t, "scale_dy_t": scale_dy_t, "scale_x_t": scale_x_t}
             tensors |= {"offs": offs}
             if op == "grouped_scaled_mm_wgrad":
                 tensors |= {"out_dtype": dtype}
         case _:
             raise ValueError(op)
-    if op.endswith("_"):
+    if op.endswith("wgrad_"):
         grad_dtype = options.pop("grad_dtype", FP32)
         main_grad = torch.randn(groups.E, N, K).to(grad_dtype)
         main_grad[:, 0, 0] = -0.0  # adding zero would make it 0.0
@@ -300,8 +465,9 @@ def make(
     if options.pop("bias", False):
         bias_dtype = options.get("out_dtype", tensors.get("out_dtype", dtype))
         options["bias"] = torch.randn(groups.E, N).to(bias_dtype)
-    if "overwrite" in options:
-        options["overwrite"] = torch.tensor(options["overwrite"])
+    for flag in ("overwrite", "refresh"):
+        if flag in options:
+            options[flag] = torch.tensor(options[flag])
     for name in options.pop("requires_grad", ()):
         (options if name in options else tensors)[name].requires_grad_()
     return Sample(op, {**tensors, **options})
@@ -316,6 +482,10 @@ _MAIN_GRAD: dict[str, Any] = {
     "add": {"overwrite": False},
     "bf16": {"grad_dtype": BF16},
 }
+_PER_GROUP: dict[str, Any] = {
+    "per_group": {"per_group": reference.E4M3},
+    "per_group_e5m2": {"per_group": reference.E5M2},
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "splits_to_offsets": {
         "aligned": {"alignment": 128},
@@ -326,8 +496,73 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "columnwise": {"rowwise": False, "columnwise": True},
         "exact_scales": {"columnwise": True, "power_of_two_scales": False, "amax_epsilon": 0.5},
         **{name: {"columnwise": True, **v} for name, v in _LAYOUTS.items()},
+        "gathered": {"columnwise": True, "bias_grad": True, "index": torch.int32},
+        "gathered_strided": {"columnwise": True, "index": torch.int64, "layout": "strided"},
+    },
+    "swiglu": _LAYOUTS,
+    "swiglu_grad": _LAYOUTS,
+    "group_quantize_swiglu": {
+        "both": {"columnwise": True, "keep_h": True},
+        "columnwise": {"rowwise": False, "columnwise": True},
+        "exact_scales": {"columnwise": True, "power_of_two_scales": False, "amax_epsilon": 0.5},
+        **{name: {"columnwise": True, **v} for name, v in _LAYOUTS.items()},
+    },
+    "group_quantize_swiglu_grad": {
+        "both": {"columnwise": True, "bias_grad": True},
+        "columnwise": {"rowwise": False, "columnwise": True},
+        "exact_scales": {"columnwise": True, "power_of_two_scales": False, "amax_epsilon": 0.5},
+        **{name: {"columnwise": True, **v} for name, v in _LAYOUTS.items()},
+    },
+    "group_quantize_current": {
+        "both": {"columnwise": True, "bias_grad": True},
+        "columnwise": {"rowwise": False, "columnwise": True},
+        "e5m2": {"fp8": reference.E5M2, "columnwise": True, "bias_grad": True},
+        "powers_of_two": {"columnwise": True, "power_of_two_scales": True, "amax_epsilon": 5.0},
+        **{name: {"columnwise": True, **v} for name, v in _LAYOUTS.items()},
+    },
+    "group_quantize_delayed_": {
+        "both": {"columnwise": True, "bias_grad": True},
+        "columnwise": {"rowwise": False, "columnwise": True},
+        "e5m2": {"fp8": reference.E5M2, "columnwise": True, "bias_grad": True},
+        "no_amax": {"amax": False, "columnwise": True},
+        **{name: {"columnwise": True, **v} for name, v in _LAYOUTS.items()},
+    },
+    **{
+        op: {
+            "both": {"columnwise": True, "bias_grad": True},
+            "columnwise": {"rowwise": False, "columnwise": True},
+            **{name: {"columnwise": True, **v} for name, v in _LAYOUTS.items()},
+        }
+        for op in ("group_quantize_mx", "group_round_mx")
     },
     "grouped_bias_grad": _LAYOUTS,
+    "quantize_weight_list": {
+        "rowwise": {"columnwise": False},
+        "exact_scales": {"power_of_two_scales": False, "amax_epsilon": 0.5},
+        "strided": {"layout": "strided"},
+        "transposed": {"layout": "transposed"},
+    },
+    "refresh_weight_": {
+        "yes": {"refresh": True},
+        "no": {"refresh": False},
+        "rowwise": {"columnwise": False, "power_of_two_scales": False},
+        "transposed": {"layout": "transposed"},
+    },
+    "quantize_weight_current": {
+        "rowwise": {"columnwise": False},
+        "powers_of_two": {"power_of_two_scales": True, "amax_epsilon": 5.0},
+        "transposed": {"layout": "transposed"},
+    },
+    "quantize_weight_delayed_": {
+        "rowwise": {"columnwise": False},
+        "no_amax": {"amax": False},
+        "transposed": {"layout": "transposed"},
+    },
+    "update_scales_": {
+        "most_recent": {"most_recent": True},
+        "margin": {"margin": 3},
+        "long": {"steps": (1024, 1500)},
+    },
     "quantize_weight": {
         "rowwise": {"columnwise": False},
         "exact_scales": {"power_of_two_scales": False, "amax_epsilon": 0.5},
@@ -344,10 +579,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "bias_fp32": {"bias": True, "out_dtype": FP32},
         **_OUT,
     },
-    "grouped_scaled_mm": {"bias": {"bias": True}},
+    "grouped_scaled_mm": {"bias": {"bias": True}, **_PER_GROUP},
     "grouped_mm_wgrad": {**_LAYOUTS, **_OUT},
     "grouped_mm_wgrad_": {**_MAIN_GRAD, **_LAYOUTS},
-    "grouped_scaled_mm_wgrad_": _MAIN_GRAD,
+    "grouped_scaled_mm_wgrad": _PER_GROUP,
+    "grouped_scaled_mm_wgrad_": {**_MAIN_GRAD, **_PER_GROUP},
 }
 
 

@@ -13,15 +13,16 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from samples import BF16, OPS, assert_same_bits, devices
+from samples import RECIPES as EVERY_RECIPE
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend, normalize_gm
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
-from grouped_linear import Float8BlockScaling, GroupedLinear, Recipe, ops
+from grouped_linear import Float8BlockScaling, GroupedLinear, Recipe, ops, update_scales
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
-RECIPES = pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
+RECIPES = pytest.mark.parametrize("recipe", EVERY_RECIPE.values(), ids=EVERY_RECIPE)
 T, E, K, N = 40, 3, 32, 48
 SPLITS = ([10, 20, 10], [0, 40, 0], [0, 0, 0], [1, 2, 3], [40, 0, 0])
 
@@ -61,8 +62,9 @@ def train(model: nn.Module, call: Callable[..., Tensor], device: str) -> list[Te
         y.float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        update_scales(model)
         results += [y.detach(), x.grad]
-    return results + [p.detach() for p in model.parameters()]
+    return results + [p.detach() for p in (*model.parameters(), *model.buffers())]
 
 
 def compiles(module: nn.Module, **options: Any) -> tuple[Any, CompileCounterWithBackend]:
@@ -230,16 +232,17 @@ def forward(self, primals_1: "f32[3,48,32]", primals_2: "f32[3,48]", primals_3: 
     primals_4: "i64[3]"):
 splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(primals_4, 40)
 grouped_mm: "f32[40,48]" = grouped_linear.grouped_mm(primals_3, primals_1, splits_to_offsets,
-    primals_2)
+    primals_2, torch.float32)
 return (grouped_mm, primals_1, primals_3, splits_to_offsets)
 
 def forward(self, primals_1: "f32[3,48,32]", primals_3: "f32[40,32]", splits_to_offsets:
     "i32[3]", tangents_1: "f32[40,48]"):
-transpose: "f32[3,32,48]" = aten.transpose.int(primals_1, 1, 2)
-grouped_mm_1: "f32[40,32]" = grouped_linear.grouped_mm(tangents_1, transpose, splits_to_offsets)
-grouped_mm_wgrad: "f32[3,48,32]" = grouped_linear.grouped_mm_wgrad(tangents_1, primals_3,
-    splits_to_offsets)
 grouped_bias_grad: "f32[3,48]" = grouped_linear.grouped_bias_grad(tangents_1, splits_to_offsets)
+transpose: "f32[3,32,48]" = aten.transpose.int(primals_1, 1, 2)
+grouped_mm_1: "f32[40,32]" = grouped_linear.grouped_mm(tangents_1, transpose, splits_to_offsets,
+    None, torch.float32)
+grouped_mm_wgrad: "f32[3,48,32]" = grouped_linear.grouped_mm_wgrad(tangents_1, primals_3,
+    splits_to_offsets, torch.float32)
 return (grouped_mm_wgrad, grouped_bias_grad, grouped_mm_1, None)""",
     )
 
@@ -252,8 +255,8 @@ def test_training_graphs_of_block_scaling() -> None:
 def forward(self, primals_1: "f32[3,48,32]", primals_2: "f32[3,48]", primals_3: "f32[40,32]",
     primals_4: "i64[3]"):
 splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(primals_4, 40)
-group_quantize = grouped_linear.group_quantize(primals_3, splits_to_offsets, 0.0, True, True,
-    True)
+group_quantize = grouped_linear.group_quantize(primals_3, splits_to_offsets, None, 0.0, True,
+    True, True)
 getitem: "f8e4m3fn[40,32]" = group_quantize[0]
 getitem_1: "f32[1,40]" = group_quantize[1]
 getitem_2: "f8e4m3fn[3,32,128]" = group_quantize[2]
@@ -262,16 +265,16 @@ quantize_weight = grouped_linear.quantize_weight(primals_1)
 getitem_5: "f8e4m3fn[3,48,32]" = quantize_weight[0]
 getitem_6: "f32[3,1,1]" = quantize_weight[1]
 getitem_7: "f8e4m3fn[3,32,48]" = quantize_weight[2]
+transpose: "f32[3,1,1]" = aten.transpose.int(getitem_6, 1, 2)
 grouped_scaled_mm: "f32[40,48]" = grouped_linear.grouped_scaled_mm(getitem, getitem_5,
     getitem_1, getitem_6, splits_to_offsets, primals_2, torch.float32)
-transpose: "f32[3,1,1]" = aten.transpose.int(getitem_6, 1, 2)
 return (grouped_scaled_mm, splits_to_offsets, getitem_2, getitem_3, getitem_7, transpose)
 
 def forward(self, splits_to_offsets: "i32[3]", getitem_2: "f8e4m3fn[3,32,128]", getitem_3:
     "f32[3,32]", getitem_7: "f8e4m3fn[3,32,48]", transpose: "f32[3,1,1]", tangents_1:
     "f32[40,48]"):
-group_quantize_1 = grouped_linear.group_quantize(tangents_1, splits_to_offsets, 0.0, True, True,
-    True, True)
+group_quantize_1 = grouped_linear.group_quantize(tangents_1, splits_to_offsets, None, 0.0, True,
+    True, True, True)
 getitem_8: "f8e4m3fn[40,48]" = group_quantize_1[0]
 getitem_9: "f32[1,40]" = group_quantize_1[1]
 getitem_10: "f8e4m3fn[3,48,128]" = group_quantize_1[2]
@@ -292,7 +295,8 @@ def test_inference_graph_without_a_recipe() -> None:
 def forward(self, arg0_1: "f32[3,48,32]", arg1_1: "f32[3,48]", arg2_1: "f32[40,32]", arg3_1:
     "i64[3]"):
 splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(arg3_1, 40)
-grouped_mm: "f32[40,48]" = grouped_linear.grouped_mm(arg2_1, arg0_1, splits_to_offsets, arg1_1)
+grouped_mm: "f32[40,48]" = grouped_linear.grouped_mm(arg2_1, arg0_1, splits_to_offsets, arg1_1,
+    torch.float32)
 return (grouped_mm,)""",
     )
 

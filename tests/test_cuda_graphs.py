@@ -7,16 +7,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from samples import RECIPES as EVERY_RECIPE
 from samples import needs_hopper
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from grouped_linear import Float8BlockScaling, GroupedLinear, Recipe
+from grouped_linear import GroupedLinear, Recipe
 
 pytestmark = needs_hopper
 
 E, T, K, N = 5, 300, 144, 272
-RECIPES = pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["bf16", "fp8"])
+RECIPES = pytest.mark.parametrize("recipe", EVERY_RECIPE.values(), ids=EVERY_RECIPE)
 REPLAYS = 1000
 
 # y, dx, dw, dbias

@@ -22,6 +22,7 @@ from samples import (
 )
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 GROUPS_3 = Groups((3, 0, 7), 12, K=144, N=32)
 I32 = torch.int32
@@ -40,10 +41,7 @@ def like(t: Tensor, *sizes: int | None) -> Tensor:
 
 def fake_sentence(sample: Sample) -> str:
     with FakeTensorMode() as mode:
-        arguments = {
-            name: mode.from_tensor(v) if isinstance(v, Tensor) else v
-            for name, v in sample.arguments.items()
-        }
+        arguments = tree_map_only(Tensor, mode.from_tensor, sample.arguments)
         return sentence(Sample(sample.op, arguments))
 
 
@@ -114,6 +112,8 @@ def test_group_quantize() -> None:
         {"x": torch.zeros(12, 0)},
         {"x": torch.zeros(12, 72)},
         *BAD_OFFS,
+        {"rows": torch.zeros(12, 1, dtype=I32)},
+        {"rows": torch.zeros(12)},
         *BAD_EPSILONS,
         {"rowwise": False},
         {"rowwise": False, "bias_grad": True},
@@ -130,11 +130,118 @@ group_quantize: offs must be 1-D, got 2-D
 group_quantize: offs must be int32, got int64
 group_quantize: E must be between 1 and 1024, got 0
 group_quantize: E must be between 1 and 1024, got 1025
+group_quantize: rows must be 1-D, got 2-D
+group_quantize: rows must be int32 or int64, got float32
 group_quantize: amax_epsilon must be finite and not negative, got -0.5
 group_quantize: amax_epsilon must be finite and not negative, got inf
 group_quantize: amax_epsilon must be finite and not negative, got nan
 group_quantize: rowwise or columnwise must be asked for, got neither
 group_quantize: rowwise or columnwise must be asked for, got neither""",
+    )
+
+
+def swiglu_mistakes(good: Sample) -> list[dict[str, Any]]:
+    gate_up = good["gate_up"]
+    return [
+        {"gate_up": torch.zeros(12)},
+        {"gate_up": gate_up.double()},
+        {"gate_up": like(gate_up, None, 33)},
+        {"gate_up": like(gate_up, None, 48)},
+        *BAD_OFFS,
+    ]
+
+
+def swiglu_grad_mistakes(good: Sample) -> list[dict[str, Any]]:
+    dh, gate_up = good["dh"], good["gate_up"]
+    return [
+        {"dh": torch.zeros(12)},
+        {"gate_up": torch.zeros(12)},
+        {"dh": dh.double()},
+        {"gate_up": gate_up.float()},
+        {"gate_up": like(gate_up, 11, None)},
+        {"dh": like(dh, None, 24)},
+        {"dh": like(dh, None, 128)},
+        *BAD_OFFS,
+    ]
+
+
+def test_swiglu() -> None:
+    good = make("swiglu", GROUPS_3, BF16)
+    assert_expected_inline(
+        sentences(good, swiglu_mistakes(good)),
+        """\
+swiglu: gate_up must be 2-D, got 1-D
+swiglu: gate_up must be bfloat16, float16 or float32, got float64
+swiglu: gate_up must have an even number of columns, got 33
+swiglu: K must be a positive multiple of 16, got 24
+swiglu: offs must be 1-D, got 2-D
+swiglu: offs must be int32, got int64
+swiglu: E must be between 1 and 1024, got 0
+swiglu: E must be between 1 and 1024, got 1025""",
+    )
+
+
+def test_swiglu_grad() -> None:
+    good = make("swiglu_grad", GROUPS_3, BF16)
+    assert_expected_inline(
+        sentences(good, swiglu_grad_mistakes(good)),
+        """\
+swiglu_grad: dh must be 2-D, got 1-D
+swiglu_grad: gate_up must be 2-D, got 1-D
+swiglu_grad: dh must be bfloat16, float16 or float32, got float64
+swiglu_grad: gate_up must be bfloat16, got float32
+swiglu_grad: T differs: dh has 12, gate_up has 11
+swiglu_grad: K must be a positive multiple of 16, got 24
+swiglu_grad: 2 * K differs: dh has 256, gate_up has 288
+swiglu_grad: offs must be 1-D, got 2-D
+swiglu_grad: offs must be int32, got int64
+swiglu_grad: E must be between 1 and 1024, got 0
+swiglu_grad: E must be between 1 and 1024, got 1025""",
+    )
+
+
+def test_group_quantize_swiglu() -> None:
+    good = make("group_quantize_swiglu", GROUPS_3, BF16)
+    mistakes = [*swiglu_mistakes(good), *BAD_EPSILONS, {"rowwise": False}]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+group_quantize_swiglu: gate_up must be 2-D, got 1-D
+group_quantize_swiglu: gate_up must be bfloat16, float16 or float32, got float64
+group_quantize_swiglu: gate_up must have an even number of columns, got 33
+group_quantize_swiglu: K must be a positive multiple of 16, got 24
+group_quantize_swiglu: offs must be 1-D, got 2-D
+group_quantize_swiglu: offs must be int32, got int64
+group_quantize_swiglu: E must be between 1 and 1024, got 0
+group_quantize_swiglu: E must be between 1 and 1024, got 1025
+group_quantize_swiglu: amax_epsilon must be finite and not negative, got -0.5
+group_quantize_swiglu: amax_epsilon must be finite and not negative, got inf
+group_quantize_swiglu: amax_epsilon must be finite and not negative, got nan
+group_quantize_swiglu: rowwise or columnwise must be asked for, got neither""",
+    )
+
+
+def test_group_quantize_swiglu_grad() -> None:
+    good = make("group_quantize_swiglu_grad", GROUPS_3, BF16)
+    mistakes = [*swiglu_grad_mistakes(good), *BAD_EPSILONS, {"rowwise": False}]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+group_quantize_swiglu_grad: dh must be 2-D, got 1-D
+group_quantize_swiglu_grad: gate_up must be 2-D, got 1-D
+group_quantize_swiglu_grad: dh must be bfloat16, float16 or float32, got float64
+group_quantize_swiglu_grad: gate_up must be bfloat16, got float32
+group_quantize_swiglu_grad: T differs: dh has 12, gate_up has 11
+group_quantize_swiglu_grad: K must be a positive multiple of 16, got 24
+group_quantize_swiglu_grad: 2 * K differs: dh has 256, gate_up has 288
+group_quantize_swiglu_grad: offs must be 1-D, got 2-D
+group_quantize_swiglu_grad: offs must be int32, got int64
+group_quantize_swiglu_grad: E must be between 1 and 1024, got 0
+group_quantize_swiglu_grad: E must be between 1 and 1024, got 1025
+group_quantize_swiglu_grad: amax_epsilon must be finite and not negative, got -0.5
+group_quantize_swiglu_grad: amax_epsilon must be finite and not negative, got inf
+group_quantize_swiglu_grad: amax_epsilon must be finite and not negative, got nan
+group_quantize_swiglu_grad: rowwise or columnwise must be asked for, got neither""",
     )
 
 
@@ -339,7 +446,7 @@ def test_grouped_scaled_mm() -> None:
 grouped_scaled_mm: a must be 2-D, got 1-D
 grouped_scaled_mm: a must be float8_e4m3fn, got uint8
 grouped_scaled_mm: K must be a positive multiple of 16, got 24
-grouped_scaled_mm: scale_a must be 2-D, got 1-D
+grouped_scaled_mm: E differs: scale_a has 12, offs has 3
 grouped_scaled_mm: scale_a must be float32, got float16
 grouped_scaled_mm: the number of K blocks differs: a has 2, scale_a has 3
 grouped_scaled_mm: the number of scale rows differs: a has 12, scale_a has 16
@@ -477,7 +584,7 @@ grouped_scaled_mm_wgrad: dy_t must be 3-D, got 2-D
 grouped_scaled_mm_wgrad: dy_t must be float8_e4m3fn, got float32
 grouped_scaled_mm_wgrad: dy_t must hold blocks of 128 rows, got 64
 grouped_scaled_mm_wgrad: N must be a positive multiple of 16, got 24
-grouped_scaled_mm_wgrad: scale_dy_t must be 2-D, got 1-D
+grouped_scaled_mm_wgrad: E differs: scale_dy_t has 32, offs has 3
 grouped_scaled_mm_wgrad: scale_dy_t must be float32, got float64
 grouped_scaled_mm_wgrad: the number of blocks differs: dy_t has 3, scale_dy_t has 1
 grouped_scaled_mm_wgrad: N differs: dy_t has 32, scale_dy_t has 16
@@ -508,7 +615,7 @@ grouped_scaled_mm_wgrad_: dy_t must be 3-D, got 2-D
 grouped_scaled_mm_wgrad_: dy_t must be float8_e4m3fn, got float32
 grouped_scaled_mm_wgrad_: dy_t must hold blocks of 128 rows, got 64
 grouped_scaled_mm_wgrad_: N must be a positive multiple of 16, got 24
-grouped_scaled_mm_wgrad_: scale_dy_t must be 2-D, got 1-D
+grouped_scaled_mm_wgrad_: E differs: scale_dy_t has 32, offs has 3
 grouped_scaled_mm_wgrad_: scale_dy_t must be float32, got float64
 grouped_scaled_mm_wgrad_: the number of blocks differs: dy_t has 3, scale_dy_t has 1
 grouped_scaled_mm_wgrad_: N differs: dy_t has 32, scale_dy_t has 16

@@ -20,8 +20,17 @@ from samples import (
 )
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
-from grouped_linear import Float8BlockScaling, GroupedLinear, ops
+from grouped_linear import (
+    DelayedScaling,
+    DelayedScalingState,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    GroupedLinear,
+    grouped_linear,
+    ops,
+)
 
 GROUPS = Groups((3, 0, 7), 12, K=144, N=32)
 
@@ -31,19 +40,33 @@ GROUPS = Groups((3, 0, 7), 12, K=144, N=32)
 
 def samples_with_every_tensor() -> list[Sample]:
     options = {op: {"bias": True} for op in ("grouped_mm", "grouped_scaled_mm")}
-    options |= {op: {"overwrite": True} for op in OPS if op.endswith("_")}
+    options["group_quantize"] = {"index": torch.int64}
+    options |= {op: {"overwrite": True} for op in OPS if op.endswith("wgrad_")}
+    options |= {"refresh_weight_": {"refresh": True}}
     return [make(op, GROUPS, BF16, **options.get(op, {})) for op in OPS]
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+
+
+def put(place: Callable[[str, Any], Any], device: str, value: Any) -> Any:
+    """Place a tensor, or a list's last: the others stay on the CPU."""
+    if not isinstance(value, list):
+        return place(device, value)
+    return [*(place("cpu", v) for v in value[:-1]), place(device, value[-1])]
 
 
 def misplaced(samples: list[Sample], place: Callable[[str, Any], Any], other: str) -> str:
     """The sentences when some tensors of an op are on another device than the rest."""
     lines = []
     for sample in samples:
-        names = [name for name, v in sample.arguments.items() if isinstance(v, Tensor)]
+        names = [name for name, v in sample.arguments.items() if tensors_in(v)]
         moves = [[name] for name in names] + [["x_t", "scale_x_t"]] * ("x_t" in names)
-        for moved in moves if len(names) > 1 else []:
+        for moved in moves if len(tensors_in(sample.arguments)) > 1 else []:
             placed = {
-                n: place(other if n in moved else "cpu", v) for n, v in sample.arguments.items()
+                n: put(place, other if n in moved else "cpu", v)
+                for n, v in sample.arguments.items()
             }
             lines.append(sentence(Sample(sample.op, placed)))
     return "\n".join(lines)
@@ -64,6 +87,27 @@ def test_fake_tensors_on_other_devices() -> None:
         """\
 group_quantize: offs is on cpu, x is on cuda:0
 group_quantize: offs is on cuda:0, x is on cpu
+group_quantize: rows is on cuda:0, x is on cpu
+group_quantize_current: offs is on cpu, x is on cuda:0
+group_quantize_current: offs is on cuda:0, x is on cpu
+group_quantize_delayed_: amax is on cuda:0, x is on cpu
+group_quantize_delayed_: offs is on cpu, x is on cuda:0
+group_quantize_delayed_: offs is on cuda:0, x is on cpu
+group_quantize_delayed_: scale is on cuda:0, x is on cpu
+group_quantize_mx: offs is on cpu, x is on cuda:0
+group_quantize_mx: offs is on cuda:0, x is on cpu
+group_round_mx: offs is on cpu, x is on cuda:0
+group_round_mx: offs is on cuda:0, x is on cpu
+swiglu: offs is on cpu, gate_up is on cuda:0
+swiglu: offs is on cuda:0, gate_up is on cpu
+swiglu_grad: gate_up is on cpu, dh is on cuda:0
+swiglu_grad: gate_up is on cuda:0, dh is on cpu
+swiglu_grad: offs is on cuda:0, dh is on cpu
+group_quantize_swiglu: offs is on cpu, gate_up is on cuda:0
+group_quantize_swiglu: offs is on cuda:0, gate_up is on cpu
+group_quantize_swiglu_grad: gate_up is on cpu, dh is on cuda:0
+group_quantize_swiglu_grad: gate_up is on cuda:0, dh is on cpu
+group_quantize_swiglu_grad: offs is on cuda:0, dh is on cpu
 group_dequantize: scale is on cpu, q is on cuda:0
 group_dequantize: scale is on cuda:0, q is on cpu
 group_dequantize: offs is on cuda:0, q is on cpu
@@ -72,6 +116,18 @@ group_dequantize_t: scale_t is on cuda:0, q_t is on cpu
 group_dequantize_t: offs is on cuda:0, q_t is on cpu
 grouped_bias_grad: offs is on cpu, dy is on cuda:0
 grouped_bias_grad: offs is on cuda:0, dy is on cpu
+quantize_weight_list: w is on cuda:0, the first w is on cpu
+refresh_weight_: refresh is on cpu, w is on cuda:0
+refresh_weight_: refresh is on cuda:0, w is on cpu
+refresh_weight_: q is on cuda:0, w is on cpu
+refresh_weight_: scale is on cuda:0, w is on cpu
+refresh_weight_: q_t is on cuda:0, w is on cpu
+quantize_weight_delayed_: amax is on cuda:0, w is on cpu
+quantize_weight_delayed_: scale is on cpu, w is on cuda:0
+quantize_weight_delayed_: scale is on cuda:0, w is on cpu
+update_scales_: scale is on cuda:0, the first scale is on cpu
+update_scales_: amax is on cuda:0, the first scale is on cpu
+update_scales_: amax_history is on cuda:0, the first scale is on cpu
 grouped_mm: b is on cpu, a is on cuda:0
 grouped_mm: b is on cuda:0, a is on cpu
 grouped_mm: offs is on cuda:0, a is on cpu
@@ -145,6 +201,21 @@ splits_to_offsets: m_splits must not be negative, got -9223372036854775808 at gr
     )
 
 
+def test_rows_on_cpu() -> None:
+    x, offs = torch.ones(4, 16), torch.tensor([2, 3], dtype=torch.int32)
+    rows = torch.tensor([[3, 0, 4, 0], [3, -1, 0, 0], [3, 3, 0, 2**31]])
+    lines = [sentence(lambda r=r: ops.group_quantize(x, offs, r)) for r in rows]  # type: ignore[misc]
+    lines.append(sentence(lambda: ops.group_quantize(x[:0], offs, rows[0].int())))
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+group_quantize: rows must index the 4 rows of x, got 4 at row 2
+group_quantize: rows must index the 4 rows of x, got -1 at row 1
+no error
+group_quantize: rows must index the 0 rows of x, got 3 at row 0""",
+    )
+
+
 def test_offsets_on_cpu() -> None:
     lines = []
     for sample in samples_with_every_tensor():
@@ -157,6 +228,30 @@ def test_offsets_on_cpu() -> None:
 group_quantize: offs must not decrease, got 3 after 5 at group 1
 group_quantize: offs must not decrease, got -1 after 0 at group 0
 group_quantize: offs must not exceed the number of rows 12, got 1300 at group 2
+group_quantize_current: offs must not decrease, got 3 after 5 at group 1
+group_quantize_current: offs must not decrease, got -1 after 0 at group 0
+group_quantize_current: offs must not exceed the number of rows 12, got 1300 at group 2
+group_quantize_delayed_: offs must not decrease, got 3 after 5 at group 1
+group_quantize_delayed_: offs must not decrease, got -1 after 0 at group 0
+group_quantize_delayed_: offs must not exceed the number of rows 12, got 1300 at group 2
+group_quantize_mx: offs must not decrease, got 3 after 5 at group 1
+group_quantize_mx: offs must not decrease, got -1 after 0 at group 0
+group_quantize_mx: offs must not exceed the number of rows 12, got 1300 at group 2
+group_round_mx: offs must not decrease, got 3 after 5 at group 1
+group_round_mx: offs must not decrease, got -1 after 0 at group 0
+group_round_mx: offs must not exceed the number of rows 12, got 1300 at group 2
+swiglu: offs must not decrease, got 3 after 5 at group 1
+swiglu: offs must not decrease, got -1 after 0 at group 0
+swiglu: offs must not exceed the number of rows 12, got 1300 at group 2
+swiglu_grad: offs must not decrease, got 3 after 5 at group 1
+swiglu_grad: offs must not decrease, got -1 after 0 at group 0
+swiglu_grad: offs must not exceed the number of rows 12, got 1300 at group 2
+group_quantize_swiglu: offs must not decrease, got 3 after 5 at group 1
+group_quantize_swiglu: offs must not decrease, got -1 after 0 at group 0
+group_quantize_swiglu: offs must not exceed the number of rows 12, got 1300 at group 2
+group_quantize_swiglu_grad: offs must not decrease, got 3 after 5 at group 1
+group_quantize_swiglu_grad: offs must not decrease, got -1 after 0 at group 0
+group_quantize_swiglu_grad: offs must not exceed the number of rows 12, got 1300 at group 2
 group_dequantize: offs must not decrease, got 3 after 5 at group 1
 group_dequantize: offs must not decrease, got -1 after 0 at group 0
 group_dequantize: offs must not exceed the number of rows 12, got 1300 at group 2
@@ -206,6 +301,12 @@ def test_configurations() -> None:
         lambda: Float8BlockScaling(amax_epsilon=-1.0),
         lambda: Float8BlockScaling(amax_epsilon=float("nan")),
         lambda: Float8BlockScaling(amax_epsilon=float("inf")),
+        lambda: Float8CurrentScaling(amax_epsilon=-0.5),
+        lambda: Float8CurrentScaling(gradient_dtype=torch.bfloat16),
+        lambda: DelayedScaling(margin=-1),
+        lambda: DelayedScaling(margin=65),
+        lambda: DelayedScaling(amax_history_len=0),
+        lambda: DelayedScaling(amax_compute_algo="mean"),  # type: ignore[arg-type]
         layer(num_gemms=0),
         layer(num_gemms=1025),
         layer(in_features=24),
@@ -223,12 +324,18 @@ def test_configurations() -> None:
 Float8BlockScaling: amax_epsilon must be finite and not negative, got -1
 Float8BlockScaling: amax_epsilon must be finite and not negative, got nan
 Float8BlockScaling: amax_epsilon must be finite and not negative, got inf
+Float8CurrentScaling: amax_epsilon must be finite and not negative, got -0.5
+Float8CurrentScaling: gradient_dtype must be float8_e4m3fn or float8_e5m2, got bfloat16
+DelayedScaling: margin must be between 0 and 64, got -1
+DelayedScaling: margin must be between 0 and 64, got 65
+DelayedScaling: amax_history_len must be positive, got 0
+DelayedScaling: amax_compute_algo must be 'max' or 'most_recent', got 'mean'
 GroupedLinear: num_gemms must be between 1 and 1024, got 0
 GroupedLinear: num_gemms must be between 1 and 1024, got 1025
 GroupedLinear: in_features must be a positive multiple of 16, got 24
 GroupedLinear: in_features must be a positive multiple of 16, got 0
 GroupedLinear: out_features must be a positive multiple of 16, got -16
-GroupedLinear: recipe must be None or Float8BlockScaling, got 'fp8'
+GroupedLinear: recipe must be None or one of grouped_linear's recipes, got 'fp8'
 GroupedLinear: dtype and params_dtype are one option, got both""",
     )
 
@@ -247,6 +354,17 @@ def test_calls_of_the_layer() -> None:
         lambda: recipe(torch.randn(5, 32), m_splits),
         lambda: recipe(x.double(), m_splits),
         lambda: recipe(x, [2]),
+        lambda: grouped_linear(x, layer.weight, m_splits, None, DelayedScaling()),
+        lambda: grouped_linear(
+            x, layer.weight, m_splits, state=DelayedScalingState(DelayedScaling(), 2)
+        ),
+        lambda: grouped_linear(
+            x,
+            layer.weight,
+            m_splits,
+            recipe=DelayedScaling(),
+            state=DelayedScalingState(DelayedScaling(), 3),
+        ),
     ]
     assert_expected_inline(
         "\n".join(map(sentence, mistakes)),
@@ -259,7 +377,10 @@ splits_to_offsets: m_splits must be int32 or int64, got float32
 splits_to_offsets: m_splits must sum to at most num_rows 5, got 2 + 4 at group 1
 grouped_scaled_mm: K differs: a has 32, b has 16
 group_quantize: x must be bfloat16, float16 or float32, got float64
-grouped_scaled_mm: E differs: b has 2, offs has 1""",
+grouped_scaled_mm: E differs: b has 2, offs has 1
+grouped_linear: DelayedScaling keeps a DelayedScalingState: pass state, or use GroupedLinear
+grouped_linear: state is for DelayedScaling, got recipe None
+group_quantize_delayed_: E differs: scale has 3, offs has 2""",
     )
     assert layer(x, m_splits).shape == (5, 32)
     assert recipe(x, m_splits).shape == (5, 32)

@@ -24,6 +24,7 @@ from samples import (
     devices,
     make,
     on,
+    rows,
     specified,
     variant_of,
 )
@@ -93,9 +94,14 @@ def test_grouped_mm(op: str, groups: Groups, variant: str, device: str) -> None:
 
 def dequantized(sample: Sample) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The operands of grouped_scaled_mm as numbers."""
-    a = reference.dequantize_rowwise(sample["a"], sample["scale_a"], sample["offs"])
-    b = reference.dequantize_weight(sample["b"], sample["scale_b"])
-    return a, b, sample["offs"], sample.get("bias")
+    offs, scale_a, scale_b = sample["offs"], sample["scale_a"], sample["scale_b"]
+    if scale_a.dim() == 1:
+        a = reference.scale_groups(sample["a"], scale_a, offs)
+        b = sample["b"].double() * scale_b.double().view(-1, 1, 1)
+    else:
+        a = reference.dequantize_rowwise(sample["a"], scale_a, offs)
+        b = reference.dequantize_weight(sample["b"], scale_b)
+    return a, b, offs, sample.get("bias")
 
 
 def check_grouped_scaled_mm(sample: Sample, groups: Groups, device: str) -> None:
@@ -117,6 +123,33 @@ def test_grouped_scaled_mm(op: str, groups: Groups, variant: str, device: str) -
 def test_wide_products(groups: Groups, device: str) -> None:
     check_grouped_mm(make("grouped_mm", groups, BF16, bias=True), groups, device)
     check_grouped_scaled_mm(make("grouped_scaled_mm", groups, BF16, bias=True), groups, device)
+
+
+@pytest.mark.parametrize("device", devices("group_quantize", "grouped_scaled_mm"))
+@pytest.mark.parametrize("scale", [1.0, 2.0**-100, 2.0**-120], ids=["", "small", "tiny"])
+@pytest.mark.parametrize("name", ["unaligned", "capacity", "17_groups"])
+def test_power_of_two_scales(name: str, scale: float, device: str) -> None:
+    """Operands scaled without rounding, but tiny ones are no normal bf16 numbers."""
+    groups = GROUPS[name]
+    options = {"power_of_two_scales": True, "columnwise": True}
+    for dtype in DTYPES:
+        sample = make("grouped_scaled_mm", groups, dtype, bias=True)
+        x = make("group_quantize", groups, FP32, **options)
+        q, scale_a, q_t, scale_t, _ = x.but(x=x["x"] * scale).results("cpu")
+        b, scale_b, _ = reference.quantize_weight(
+            torch.randn(groups.E, groups.N, groups.K) / scale, reference.Scaling(True)
+        )
+        exact = sample.but(a=q, scale_a=scale_a, b=b, scale_b=scale_b)
+        check_grouped_scaled_mm(exact, groups, device)
+
+        dy_TN = rows(groups, groups.N, FP32) / scale
+        dy = make("group_quantize", groups, FP32, **options).but(x=dy_TN)
+        dy_t, scale_dy_t = dy.results("cpu")[2:4]
+        wgrad = make("grouped_scaled_mm_wgrad", groups, dtype)
+        wgrad = wgrad.but(dy_t=dy_t, x_t=q_t, scale_dy_t=scale_dy_t, scale_x_t=scale_t)
+        dw_ENK = reference.grouped_mm_wgrad(*wgrad_operands(wgrad, groups))
+        allowed = wgrad_tolerance(wgrad, groups, dw_ENK, dtype)
+        assert within(wgrad.results(device)[0], dw_ENK, allowed)
 
 
 @pytest.mark.parametrize("device", devices("grouped_scaled_mm"))
@@ -160,13 +193,22 @@ def test_huge_row_strides(device: str) -> None:
 # --- wgrad ---------------------------------------------------------------------------------------
 
 
+def columns(q_t: Tensor, scale_t: Tensor, offs_E: Tensor, num_rows: int) -> Tensor:
+    """Columnwise data as numbers, with a scale a block or a scale a group."""
+    if scale_t.dim() == 2:
+        return reference.dequantize_columnwise(q_t, scale_t, offs_E, num_rows)
+    ones = torch.ones(q_t.shape[:2], dtype=torch.float64)
+    x_TK = reference.dequantize_columnwise(q_t, ones, offs_E, num_rows)
+    return reference.scale_groups(x_TK, scale_t, offs_E)
+
+
 def wgrad_operands(sample: Sample, groups: Groups) -> tuple[Tensor, Tensor, Tensor]:
     """dy, x and offs as numbers, whichever form they are in."""
     offs = sample["offs"]
     if "dy" in sample.arguments:
         return sample["dy"], sample["x"], offs
     dy, x = (
-        reference.dequantize_columnwise(sample[q], sample[scale], offs, groups.T)
+        columns(sample[q], sample[scale], offs, groups.T)
         for q, scale in (("dy_t", "scale_dy_t"), ("x_t", "scale_x_t"))
     )
     return dy, x, offs

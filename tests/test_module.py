@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from samples import BF16, FP16, FP32, assert_same_bits
+from samples import RECIPES as EVERY_RECIPE
 from torch import Tensor, nn
 
 from grouped_linear import Float8BlockScaling, GroupedLinear, Recipe
 
-RECIPES = pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
+RECIPES = pytest.mark.parametrize("recipe", EVERY_RECIPE.values(), ids=EVERY_RECIPE)
 
 
 def call(layer: nn.Module) -> Tensor:
@@ -170,7 +171,9 @@ def test_state_dict(recipe: Recipe) -> None:
     torch.save(layer.state_dict(), file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
-    assert [*state] == ["weight", "bias"]
+    kept = ["scale", "amax", "amax_history"] if layer.scaling_state else []
+    names = [f"scaling_state.{of}.{name}" for of in ("x", "weight", "dy") for name in kept]
+    assert [*state] == ["weight", "bias", *names]
     other.load_state_dict(state, strict=True)
     assert_same_bits(call(other), call(layer))
     with pytest.raises(RuntimeError, match=r"Missing key.*bias"):

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from reference import E4M3
+from reference import E4M3, E5M2
 from samples import (
     BF16,
     DTYPES,
     GROUPS,
     OPS,
+    UNSPECIFIED,
     Groups,
     Sample,
     bits,
@@ -38,24 +39,30 @@ def check_schema(sample: Sample) -> None:
     kernel for in float8.
     """
     written = [a.name for a in sample.schema.arguments if a.alias_info and a.alias_info.is_write]
-    inputs = {name: t for name, t in sample.arguments.items() if isinstance(t, Tensor)}
-    before = {name: bits(t).clone() for name, t in inputs.items()}
+    inputs = {
+        name: [t for t in tree_leaves(v) if isinstance(t, Tensor)]
+        for name, v in sample.arguments.items()
+    }
+    before = {name: [bits(t).clone() for t in ts] for name, ts in inputs.items()}
     outputs = tree_leaves(sample())
-    for name, t in inputs.items():
+    for name, ts in inputs.items():
         if name not in written:
-            assert torch.equal(bits(t), before[name]), f"{name} was written"
-    storages = {t.untyped_storage().data_ptr() for t in inputs.values() if t.numel()}
+            for t, old in zip(ts, before[name], strict=True):
+                assert torch.equal(bits(t), old), f"{name} was written"
+    storages = {t.untyped_storage().data_ptr() for t in tree_leaves(inputs) if t.numel()}
     for output in outputs:
         if output is not None and output.numel():
             assert output.untyped_storage().data_ptr() not in storages
 
 
-def aot_check_of_group_quantize(sample: Sample, device: str) -> None:
+def aot_check_of_specified(sample: Sample, device: str) -> None:
     """opcheck's test_aot_dispatch_dynamic on what is specified of the outputs."""
-    masks = [on(device, mask) for mask in specified_masks(sample, sample.results("cpu"))]
+    results = sample.results("cpu")
+    masks = [on(device, mask) for mask in specified_masks(sample, results)]
 
     def call(masks: list[Tensor], **arguments: Any) -> list[Tensor]:
-        return keep(sample.overload(**arguments), masks)
+        outputs = sample.overload(**arguments)
+        return keep(outputs, masks[: len(outputs)])
 
     arguments = sample.on(device).arguments
     aot_autograd_check(call, (masks,), arguments, dynamic=True, check_gradients="auto")
@@ -68,11 +75,12 @@ def test_opcheck(op: str, groups: Groups, variant: str, device: str) -> None:
     for dtype in DTYPES if few and variant == "plain" else (BF16,):
         sample = variant_of(op, groups, variant, dtype)
         utils = list(EVERY_UTIL)
-        if op == "group_quantize":
-            aot_check_of_group_quantize(sample, device)
+        if op in UNSPECIFIED:
+            aot_check_of_specified(sample, device)
             utils.remove("test_aot_dispatch_dynamic")
         sample = sample.on(device)
         check_schema(sample)
-        if any(isinstance(a, Tensor) and a.dtype == E4M3 for a in sample.arguments.values()):
+        tensors = [a for a in sample.arguments.values() if isinstance(a, Tensor)]
+        if any(t.dtype in (E4M3, E5M2) for t in tensors):
             utils.remove("test_schema")
         torch.library.opcheck(sample.overload, (), sample.arguments, test_utils=utils)

@@ -16,7 +16,7 @@ KEYS = {"fake": "Meta", "CPU": "CPU", "gradient": "Autograd"}
 
 
 def test_python_examples_run() -> None:
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3
     names: dict[str, Any] = {}
     for example in EXAMPLES:
         exec(compile(example, "README.md", "exec"), names)

@@ -24,6 +24,7 @@ from samples import (
     sentence,
 )
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from grouped_linear import Float8BlockScaling, ops
 from grouped_linear.meta_kernels import rules
@@ -79,15 +80,43 @@ def test_schemas() -> None:
         """\
 splits_to_offsets(Tensor m_splits, SymInt num_rows, int alignment=1, SymInt stride=1, ScalarType
     dtype=3) -> Tensor
-group_quantize(Tensor x, Tensor offs, float amax_epsilon=0., bool power_of_two_scales=True, bool
-    rowwise=True, bool columnwise=False, bool bias_grad=False) -> (Tensor q, Tensor scale,
-    Tensor q_t, Tensor scale_t, Tensor bias_grad)
+group_quantize(Tensor x, Tensor offs, Tensor? rows=None, float amax_epsilon=0., bool
+    power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool bias_grad=False) ->
+    (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)
+group_quantize_current(Tensor x, Tensor offs, ScalarType dtype, float amax_epsilon=0., bool
+    power_of_two_scales=False, bool rowwise=True, bool columnwise=False, bool bias_grad=False)
+    -> (Tensor q, Tensor scale, Tensor q_t, Tensor bias_grad)
+group_quantize_delayed_(Tensor(a!)? amax, Tensor x, Tensor offs, Tensor scale, ScalarType dtype,
+    bool rowwise=True, bool columnwise=False, bool bias_grad=False) -> (Tensor q, Tensor q_t,
+    Tensor bias_grad)
+group_quantize_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, bool
+    bias_grad=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)
+group_round_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, bool
+    bias_grad=False) -> (Tensor x_rowwise, Tensor x_columnwise, Tensor bias_grad)
+swiglu(Tensor gate_up, Tensor offs) -> Tensor
+swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs) -> Tensor
+group_quantize_swiglu(Tensor gate_up, Tensor offs, float amax_epsilon=0., bool
+    power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool keep_h=False) ->
+    (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor h)
+group_quantize_swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs, float amax_epsilon=0., bool
+    power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool bias_grad=False) ->
+    (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)
 group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType dtype) -> Tensor
 group_dequantize_t(Tensor q_t, Tensor scale_t, Tensor offs, SymInt num_rows, ScalarType dtype)
     -> Tensor
 grouped_bias_grad(Tensor dy, Tensor offs) -> Tensor
 quantize_weight(Tensor w, float amax_epsilon=0., bool power_of_two_scales=True, bool
     columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)
+quantize_weight_list(Tensor[] w, float amax_epsilon=0., bool power_of_two_scales=True, bool
+    columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)
+refresh_weight_(Tensor w, Tensor? refresh, Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t,
+    float amax_epsilon=0., bool power_of_two_scales=True) -> ()
+quantize_weight_current(Tensor w, float amax_epsilon=0., bool power_of_two_scales=False, bool
+    columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)
+quantize_weight_delayed_(Tensor(a!)? amax, Tensor w, Tensor scale, bool columnwise=True) ->
+    (Tensor q, Tensor q_t)
+update_scales_(Tensor(a!)[] scale, Tensor(b!)[] amax, Tensor(c!)[] amax_history, float[]
+    fp8_max, int margin=0, bool most_recent=False) -> ()
 grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, ScalarType? out_dtype=None) ->
     Tensor
 grouped_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, Tensor?
@@ -113,27 +142,50 @@ def test_wrappers_take_what_the_schemas_take(op: str) -> None:
 
 
 @pytest.mark.parametrize("device", devices(*IN_PLACE))
-@pytest.mark.parametrize("overwrite", [None, True, False])
 @pytest.mark.parametrize("op", IN_PLACE)
-def test_only_main_grad_gets_a_new_version(op: str, overwrite: bool | None, device: str) -> None:
-    options = {} if overwrite is None else {"overwrite": overwrite}
-    sample = make(op, GROUPS["unaligned"], BF16, **options).on(device)
-    tensors = {n: t for n, t in sample.arguments.items() if isinstance(t, Tensor)}
-    before = {name: t._version for name, t in tensors.items()}
-    sample()
-    after = {name: t._version - before[name] for name, t in tensors.items()}
-    assert after == {name: int(name == "main_grad") for name in tensors}
+def test_only_what_is_written_gets_a_new_version(op: str, device: str) -> None:
+    flag = {"wgrad_": "overwrite", "refresh_weight_": "refresh"}
+    names = [name for end, name in flag.items() if op.endswith(end)]
+    for options in ({}, *({name: value} for name in names for value in (True, False))):
+        sample = make(op, GROUPS["unaligned"], BF16, **options).on(device)
+        assert sample.written
+        tensors = {
+            (name, i): t
+            for name, argument in sample.arguments.items()
+            for i, t in enumerate(tree_leaves(argument))
+            if isinstance(t, Tensor)
+        }
+        before = {key: t._version for key, t in tensors.items()}
+        sample()
+        after = {key: t._version - before[key] for key, t in tensors.items()}
+        assert after == {key: int(key[0] in sample.written) for key in tensors}
 
 
 @pytest.mark.parametrize("device", devices(*IN_PLACE))
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_overwriting_what_a_backward_needs_raises(op: str, device: str) -> None:
-    sample = make(op, GROUPS["unaligned"], BF16).on(device)
-    x = torch.ones_like(sample["main_grad"], requires_grad=True)
-    y = (x * sample["main_grad"]).sum()  # saves main_grad
-    sample()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward()
+    for name in make(op, GROUPS["unaligned"], BF16).written:
+        sample = make(op, GROUPS["unaligned"], BF16).on(device)
+        saved = tree_leaves(sample[name])[0]
+        x = torch.ones(saved.shape, device=device, requires_grad=True)
+        y = Keep.apply(x, saved)
+        sample()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+class Keep(torch.autograd.Function):
+    """Saves a tensor for backward, of any dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
+        ctx.save_for_backward(saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        assert ctx.saved_tensors
+        return dy, None
 
 
 def test_a_main_grad_that_requires_grad_is_refused() -> None:
@@ -149,7 +201,7 @@ def test_a_main_grad_that_requires_grad_is_refused() -> None:
 @pytest.mark.parametrize("op", [op for op in OPS if op not in IN_PLACE])
 def test_functional_ops_change_no_version(op: str) -> None:
     sample = make(op, GROUPS["unaligned"], BF16)
-    tensors = [t for t in sample.arguments.values() if isinstance(t, Tensor)]
+    tensors = [t for t in tree_leaves(sample.arguments) if isinstance(t, Tensor)]
     before = [t._version for t in tensors]
     sample()
     assert [t._version for t in tensors] == before

@@ -74,4 +74,20 @@ inline uint8_t to_e4m3(float value) {
   return static_cast<uint8_t>(magnitude >= kInfinity ? kE4m3Nan : finite);
 }
 
+// to_e4m3 for magnitudes below 464, which round to 448 at most.
+//
+// Adding 2^(e + 20) to a magnitude of exponent e (-6 for subnormals, which are as far apart) rounds
+// it to units of 2^(e - 3), nearest even, and leaves their number in the sum's low bits: 0 .. 16.
+// The code is 8 * (e + 6) plus that number, for normal and subnormal results alike. 0x98 cancels
+// the biases of both exponents in the low byte, and being even it moves no tie.
+inline uint32_t in_range_to_e4m3(float value) {
+  constexpr uint32_t anchor_of_zero = (20u << 23) | 0x98, smallest_anchor = (141u << 23) | 0x98;
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t exponent = (bits & kInfinity) + anchor_of_zero;
+  const uint32_t anchor = exponent > smallest_anchor ? exponent : smallest_anchor;
+  const uint32_t sum = std::bit_cast<uint32_t>(std::bit_cast<float>(bits & kMagnitude) +
+                                               std::bit_cast<float>(anchor));
+  return ((sum + (anchor >> 20)) & 0x7f) | ((bits >> 24) & 0x80);
+}
+
 }  // namespace grouped_linear::cpu

@@ -2,6 +2,10 @@
 
 #include <cstring>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include "../checks.h"
 #include "numerics.h"
 
@@ -14,12 +18,21 @@ GROUPED_LINEAR_EVERY_WIDTH void load_bf16(const uint16_t* row, int64_t n, float*
 GROUPED_LINEAR_EVERY_WIDTH void load_half(const uint16_t* row, int64_t n, float* values) {
   for (int64_t i = 0; i < n; ++i) values[i] = from_half(row[i]);
 }
+// e5m2 is the upper byte of a half.
+GROUPED_LINEAR_EVERY_WIDTH void load_e5m2(const uint8_t* row, int64_t n, float* values) {
+  for (int64_t i = 0; i < n; ++i) values[i] = from_half(static_cast<uint16_t>(row[i] << 8));
+}
 GROUPED_LINEAR_EVERY_WIDTH void load_e4m3(const uint8_t* row, int64_t n, float* values) {
   for (int64_t i = 0; i < n; ++i) values[i] = from_e4m3(row[i]);
 }
 GROUPED_LINEAR_EVERY_WIDTH void load_e4m3_scaled(const uint8_t* row, int64_t n, float scale,
                                                  float* values) {
   for (int64_t i = 0; i < n; ++i) values[i] = from_e4m3(row[i]) * scale;
+}
+GROUPED_LINEAR_EVERY_WIDTH void load_e4m3_scaled_exact(const uint8_t* row, int64_t n, float scale,
+                                                       uint16_t* values) {
+  for (int64_t i = 0; i < n; ++i)
+    values[i] = static_cast<uint16_t>(std::bit_cast<uint32_t>(from_e4m3(row[i]) * scale) >> 16);
 }
 GROUPED_LINEAR_EVERY_WIDTH void store_bf16(const float* values, int64_t n, uint16_t* row) {
   for (int64_t i = 0; i < n; ++i) row[i] = to_bf16(values[i]);
@@ -36,6 +49,7 @@ void load_row(const void* row, ScalarType dtype, int64_t n, float* values) {
     case ScalarType::BFloat16: load_bf16(static_cast<const uint16_t*>(row), n, values); return;
     case ScalarType::Half: load_half(static_cast<const uint16_t*>(row), n, values); return;
     case ScalarType::Float8_e4m3fn: load_e4m3(static_cast<const uint8_t*>(row), n, values); return;
+    case ScalarType::Float8_e5m2: load_e5m2(static_cast<const uint8_t*>(row), n, values); return;
     default: fail("load_row: no conversion from this dtype");
   }
 }
@@ -56,7 +70,18 @@ void dequantize_row(const void* q, int64_t n, const float* scales, int64_t scale
     load_e4m3_scaled(row + i, std::min(kBlock, n - i), *scales, values + i);
 }
 
+void dequantize_row(const void* q, int64_t n, const float* scales, int64_t scale_stride,
+                    ScalarType dtype, void* values) {
+  if (dtype == ScalarType::Float)
+    return dequantize_row(q, n, scales, scale_stride, static_cast<float*>(values));
+  const auto* row = static_cast<const uint8_t*>(q);
+  for (int64_t i = 0; i < n; i += kBlock, scales += scale_stride)
+    load_e4m3_scaled_exact(row + i, std::min(kBlock, n - i), *scales,
+                           static_cast<uint16_t*>(values) + i);
+}
+
 int64_t element_size(ScalarType dtype) {
+  if (dtype == ScalarType::Float8_e5m2) return 1;
   return dtype == ScalarType::Float ? 4 : dtype == ScalarType::Float8_e4m3fn ? 1 : 2;
 }
 
@@ -90,6 +115,21 @@ std::vector<RowBlock> row_blocks(const std::vector<int64_t>& starts) {
       blocks.push_back({static_cast<int64_t>(e), begin, std::min(begin + kBlock, starts[e + 1]),
                         static_cast<int64_t>(blocks.size())});
   return blocks;
+}
+
+Tensor new_output(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {
+  Tensor t = torch::stable::new_empty(like, shape, dtype);
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t kPage = 4096;
+  const uintptr_t bytes = t.numel() * t.element_size();
+  if (bytes > (32 << 20)) {
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(t.data_ptr());
+    const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
+    // A hint: where it is refused, pages stay small.
+    madvise(reinterpret_cast<void*>(first), (begin + bytes - first) / kPage * kPage, MADV_HUGEPAGE);
+  }
+#endif
+  return t;
 }
 
 void zero_rows(const Tensor& t, int64_t begin) {

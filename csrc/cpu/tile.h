@@ -1,7 +1,11 @@
-// A 128 x 128 tile in float32, and what block scaling does with it.
+// A 128 x 128 tile, and what block scaling does with it.
+//
+// A tile is filled from memory once and then worked on where it is, in the L1 and L2 caches; every
+// loop runs over a whole tile and vectorises.
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "rows.h"
 
@@ -17,32 +21,70 @@ struct BlockScale {
   float factor, scale;
 };
 
-// amax_bits: the block's largest finite magnitude, as the bits of a float32.
-//   amax = max(amax, epsilon); factor = 448 / amax, at most 2^126, rounded down to a power of two
-//   on request; 1 where amax is 0. scale = 1 / factor.
-BlockScale block_scale(uint32_t amax_bits, ScaleRule rule);
+// amax = max(amax, epsilon); factor = 448 / amax, at most 2^126, rounded down to a power of two on
+// request; 1 where amax is 0. scale = 1 / factor.
+BlockScale block_scale(float amax, ScaleRule rule);
+void block_scales(const float amax[kBlock], ScaleRule rule, float factor[kBlock],
+                  float scale[kBlock]);
 
+// A quantized tile.
+struct ByteTile {
+  alignas(64) uint8_t bytes[kBlock][kBlock];
+
+  // q[r * stride + c] = bytes[r][c], for the first rows and columns.
+  void store(uint8_t* q, int64_t stride, int64_t rows, int64_t cols) const;
+  // q_t[c * stride + r] = bytes[r][c], for the first rows and columns, multiples of 16; zero from
+  // row `filled` on.
+  void store_turned(uint8_t* q_t, int64_t stride, int64_t filled, int64_t rows, int64_t cols) const;
+};
+
+// Asks for the cache lines of a row of a tile before they are needed. The rows of a tile are far
+// apart, so the hardware does not foresee them.
+inline void prefetch_row(const void* row, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(row) + i);
+}
+
+// Rows are worked on in sixteens: small groups leave most of a tile empty.
+constexpr int64_t kRowStep = 16;
+
+// Elements are bf16 where x's are, for half the bytes; float32 otherwise.
 class Tile {
  public:
-  // rows x cols elements, `stride` elements between rows; the rest of the tile is zero.
-  void load(const void* first, ScalarType dtype, int64_t stride, int64_t rows, int64_t cols);
+  explicit Tile(ScalarType dtype) : bf16_(dtype == ScalarType::BFloat16) {}
 
-  // The largest finite magnitude of every row and of every column, as bits.
-  void row_amax(uint32_t amax_bits[kBlock]) const;
-  void col_amax(uint32_t amax_bits[kBlock]) const;
+  // fill_row(r, row) writes the first `cols` elements of row r, for r < rows; the rest of
+  // these rows, and of the last kRowStep of them, is zero.
+  template <typename FillRow>
+  void fill(int64_t rows, int64_t cols, const FillRow& fill_row) {
+    const int64_t element = bf16_ ? 2 : 4, row_bytes = kBlock * element;
+    rows_ = rows, cols_ = cols;
+    for (int64_t r = 0; r < rows; ++r) {
+      char* row = values_ + r * row_bytes;
+      fill_row(r, row);
+      if (cols < kBlock) std::memset(row + cols * element, 0, (kBlock - cols) * element);
+    }
+    std::memset(values_ + rows * row_bytes, 0, (filled() - rows) * row_bytes);
+  }
 
-  // sums[c] = the tile's column c, added from the first row to the last.
+  // Rows that there are, rounded up to kRowStep.
+  int64_t filled() const { return round_up(rows_, kRowStep); }
+
+  // The largest finite magnitude of every row and of every column.
+  void find_amax(float row_amax[kBlock], float col_amax[kBlock]);
+
+  // sums[c] = the tile's column c: rows added in eights, from the first to the last, then the
+  // eights, the order of the CUDA kernel.
   void col_sums(float* sums) const;
 
-  // q[r * stride + c] = e4m3(tile[r][c] * row_factor[r])
-  void quantize_rows(const float row_factor[kBlock], uint8_t* q, int64_t stride) const;
-  // q_t[c * stride + r] = e4m3(tile[r][c] * col_factor[c]), `rows_written` elements a column.
-  void quantize_cols(const float col_factor[kBlock], uint8_t* q_t, int64_t stride,
-                     int64_t rows_written) const;
+  // bytes[r][c] = e4m3(tile[r][c] * factor of the row or of the column), r < filled(). After find_amax, with
+  // factors that take no finite element past 448, as block_scale's do.
+  void quantize_by_rows(const float row_factor[kBlock], ByteTile& q) const;
+  void quantize_by_cols(const float col_factor[kBlock], ByteTile& q) const;
 
  private:
+  bool bf16_, finite_ = false;
   int64_t rows_ = 0, cols_ = 0;
-  alignas(64) float values_[kBlock][kBlock];
+  alignas(64) char values_[kBlock * kBlock * sizeof(float)];
 };
 
 }  // namespace grouped_linear::cpu

@@ -58,6 +58,8 @@ inline Epilogue epilogue_of(const Tensor& out, const std::optional<Tensor>& bias
           is_aligned(out),
           bias ? bias->data_ptr() : nullptr,
           bias ? bias->stride(0) : 0,
+          nullptr,
+          nullptr,
           accumulate,
           overwrite ? overwrite->const_data_ptr<bool>() : nullptr};
 }

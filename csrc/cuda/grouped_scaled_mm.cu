@@ -4,10 +4,16 @@
 namespace grouped_linear::cuda {
 namespace {
 
-using ByRows = GemmConfig<__nv_fp8_e4m3, 192, 4, false, 0, 0>;
-using ByDepth = GemmConfig<__nv_fp8_e4m3, 192, 4, true, 0, 0>;
+// a (dy by depth) may be e5m2, b (x by depth) is e4m3.
+template <typename A, Scaling scaling, bool by_depth>
+using Config = GemmConfig<A, __nv_fp8_e4m3, 192, 4, scaling, by_depth>;
+constexpr int kTileN = Config<__nv_fp8_e4m3, Scaling::kBlocks, false>::kTileN;
 
-constexpr ScalarType kE4m3 = ScalarType::Float8_e4m3fn;
+bool of_groups(const Tensor& scale) { return scale.dim() == 1; }
+
+Tensor readable_scale(const Tensor& scale) {
+  return of_groups(scale) ? torch::stable::contiguous(scale) : tma_operand(scale, 1);
+}
 
 // A scale [rows, cols], read `width` columns at a time.
 CUtensorMap scale_map(const char* op, const Tensor& scale, uint32_t width) {
@@ -15,11 +21,30 @@ CUtensorMap scale_map(const char* op, const Tensor& scale, uint32_t width) {
                     {map_stride(scale, 0, scale.size(1))}, {width, 1}, false);
 }
 
+// Blocks have scales in the maps and in weight_scale, groups in the epilogue.
+template <bool by_depth>
+void launch_scaled(const Launch& launch, const TensorMaps& maps, ScalarType dtype_a,
+                   const Tensor& scale_a, const Tensor& scale_b, const Tensor& offs,
+                   const WeightScale& weight_scale, Epilogue epilogue, const GemmShape& shape) {
+  if (!of_groups(scale_a))
+    return launch_gemm<Config<__nv_fp8_e4m3, Scaling::kBlocks, by_depth>>(
+        launch, maps, offs, weight_scale, epilogue, shape);
+  epilogue.scale_a = scale_a.const_data_ptr<float>();
+  epilogue.scale_b = scale_b.const_data_ptr<float>();
+  if (dtype_a == ScalarType::Float8_e5m2)
+    launch_gemm<Config<__nv_fp8_e5m2, Scaling::kGroups, by_depth>>(launch, maps, offs, {}, epilogue,
+                                                                   shape);
+  else
+    launch_gemm<Config<__nv_fp8_e4m3, Scaling::kGroups, by_depth>>(launch, maps, offs, {}, epilogue,
+                                                                   shape);
+}
+
 void wgrad(const Launch& launch, const Tensor& dy_t_in, const Tensor& x_t_in,
            const Tensor& scale_dy_t_in, const Tensor& scale_x_t_in, const Tensor& offs_in,
            const Epilogue& epilogue) {
   const Tensor dy_t = tma_operand(dy_t_in, 2), x_t = tma_operand(x_t_in, 2);
-  const Tensor scale_dy_t = tma_operand(scale_dy_t_in, 1), scale_x_t = tma_operand(scale_x_t_in, 1);
+  const Tensor scale_dy_t = readable_scale(scale_dy_t_in);
+  const Tensor scale_x_t = readable_scale(scale_x_t_in);
   const Tensor offs = torch::stable::contiguous(offs_in);
   const int64_t blocks = x_t.size(0), N = dy_t.size(1), K = x_t.size(1);
   const GemmShape shape{row_count(launch.op(), blocks * kBlock), static_cast<int>(offs.size(0)),
@@ -28,26 +53,28 @@ void wgrad(const Launch& launch, const Tensor& dy_t_in, const Tensor& x_t_in,
   // Without blocks nothing is read: any address will do, but a map must have one.
   const int64_t some = std::max<int64_t>(blocks, 1);
   const auto data_map = [&](const Tensor& t, int64_t features, uint32_t rows) {
-    return tensor_map(launch.op(), map_address(t, epilogue.out), kE4m3, 1, {kBlock, features, some},
+    return tensor_map(launch.op(), map_address(t, epilogue.out), ScalarType::Float8_e4m3fn, 1,
+                      {kBlock, features, some},
                       {map_stride(t, 1, kBlock), map_stride(t, 0, features * kBlock)},
                       {kLineBytes, rows, 1}, true);
   };
   const CUtensorMap map_dy = data_map(dy_t, N, kTileM / 2);
-  const CUtensorMap map_x = data_map(x_t, K, ByDepth::kTileN / 2);
+  const CUtensorMap map_x = data_map(x_t, K, kTileN / 2);
   TensorMaps maps{map_dy, map_x, map_dy, map_x, map_dy};
-  if (blocks > 0) {
+  if (blocks > 0 && !of_groups(scale_dy_t)) {
     maps.scale_a = scale_map(launch.op(), scale_dy_t, kTileM);
-    maps.scale_b = scale_map(launch.op(), scale_x_t, ByDepth::kTileN);
+    maps.scale_b = scale_map(launch.op(), scale_x_t, kTileN);
   }
-  launch_gemm<ByDepth>(launch, maps, offs, {}, epilogue, shape);
+  launch_scaled<true>(launch, maps, dy_t.scalar_type(), scale_dy_t, scale_x_t, offs, {}, epilogue,
+                      shape);
 }
 
 }  // namespace
 
 Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& scale_a_in,
-                         const Tensor& scale_b, const Tensor& offs_in,
+                         const Tensor& scale_b_in, const Tensor& offs_in,
                          const std::optional<Tensor>& bias_in, ScalarType out_dtype) {
-  check_grouped_scaled_mm(a_in, b_in, scale_a_in, scale_b, offs_in, bias_in, out_dtype);
+  check_grouped_scaled_mm(a_in, b_in, scale_a_in, scale_b_in, offs_in, bias_in, out_dtype);
 
   const Launch launch("grouped_scaled_mm", a_in);
   const int64_t T = a_in.size(0), K = a_in.size(1), N = b_in.size(1), E = b_in.size(0);
@@ -55,21 +82,29 @@ Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& s
   if (T == 0) return y;
 
   const Tensor a = tma_operand(a_in, 1), b = tma_operand(b_in, 2);
-  const Tensor scale_a = tma_operand(scale_a_in, 1), offs = torch::stable::contiguous(offs_in);
+  const Tensor scale_a = readable_scale(scale_a_in), offs = torch::stable::contiguous(offs_in);
   std::optional<Tensor> bias;
   if (bias_in) bias = bias_in->stride(1) == 1 ? *bias_in : torch::stable::contiguous(*bias_in);
-  const CUtensorMap map_a = tensor_map(launch.op(), a.data_ptr(), kE4m3, 1, {K, T},
-                                       {map_stride(a, 0, K)}, {kLineBytes, kTileM / 2}, true);
-  const CUtensorMap map_b = tensor_map(launch.op(), b.data_ptr(), kE4m3, 1, {K, N, E},
-                                       {map_stride(b, 1, K), map_stride(b, 0, N * K)},
-                                       {kLineBytes, ByRows::kTileN / 2, 1}, true);
-  const WeightScale weight_scale{scale_b.const_data_ptr<float>(), scale_b.stride(0),
-                                 scale_b.stride(1), scale_b.stride(2)};
+  const CUtensorMap map_a =
+      tensor_map(launch.op(), a.data_ptr(), ScalarType::Float8_e4m3fn, 1, {K, T},
+                 {map_stride(a, 0, K)}, {kLineBytes, kTileM / 2}, true);
+  const CUtensorMap map_b =
+      tensor_map(launch.op(), b.data_ptr(), ScalarType::Float8_e4m3fn, 1, {K, N, E},
+                 {map_stride(b, 1, K), map_stride(b, 0, N * K)}, {kLineBytes, kTileN / 2, 1}, true);
   const int rows = row_count(launch.op(), T);
   const GemmShape shape{rows, static_cast<int>(E), rows, static_cast<int>(N), static_cast<int>(K)};
-  const TensorMaps maps{map_a, map_b, scale_map(launch.op(), scale_a, kScaleRows), map_b, map_a};
-  launch_gemm<ByRows>(launch, maps, offs, weight_scale, epilogue_of(y, bias, false, std::nullopt),
-                      shape);
+  TensorMaps maps{map_a, map_b, map_a, map_b, map_a};
+  Tensor scale_b = scale_b_in;  // of blocks: read by its strides
+  WeightScale weight_scale{};
+  if (of_groups(scale_a)) {
+    scale_b = readable_scale(scale_b);
+  } else {
+    maps.scale_a = scale_map(launch.op(), scale_a, kScaleRows);
+    weight_scale = {scale_b.const_data_ptr<float>(), scale_b.stride(0), scale_b.stride(1),
+                    scale_b.stride(2)};
+  }
+  launch_scaled<false>(launch, maps, a.scalar_type(), scale_a, scale_b, offs, weight_scale,
+                       epilogue_of(y, bias, false, std::nullopt), shape);
   return y;
 }
 

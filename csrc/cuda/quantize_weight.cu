@@ -7,40 +7,111 @@
 #include "launch.h"
 
 namespace grouped_linear::cuda {
+namespace {
 
-std::tuple<Tensor, Tensor, Tensor> quantize_weight(const Tensor& w_in, double amax_epsilon,
-                                                   bool power_of_two_scales, bool columnwise) {
-  check_quantize_weight(w_in, amax_epsilon);
+using Shape = std::vector<int64_t>;
+constexpr ScalarType kE4m3 = ScalarType::Float8_e4m3fn;
 
-  const Launch launch("quantize_weight", w_in);
-  const Tensor w = torch::stable::contiguous(w_in);
-  const int64_t E = w.size(0), N = w.size(1), K = w.size(2);
-  const int64_t row_blocks = ceil_div(N, kBlock), col_blocks = ceil_div(K, kBlock);
-  using Shape = std::vector<int64_t>;
-  Tensor q = torch::stable::new_empty(w, Shape{E, N, K}, ScalarType::Float8_e4m3fn);
-  Tensor scale = torch::stable::new_empty(w, Shape{E, row_blocks, col_blocks}, ScalarType::Float);
-  Tensor q_t = torch::stable::new_empty(w, columnwise ? Shape{E, K, N} : Shape{0},
-                                        ScalarType::Float8_e4m3fn);
+bool is_aligned(const Tensor& t) {
+  // K is a multiple of 16, so every row is aligned when the first is.
+  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+}
 
-  const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
-  const auto run = [&](auto element) {
-    using Element = typename decltype(element)::type;
-    const auto* values = static_cast<const Element*>(w.const_data_ptr());
-    // K is a multiple of 16, so every row is aligned when the first is.
-    const bool vectorised = reinterpret_cast<uintptr_t>(values) % 16 == 0;
-    quantize_weight_kernel<Element>
-        <<<static_cast<unsigned>(E * row_blocks * col_blocks), kTileThreads, 0, launch.stream()>>>(
-            values, vectorised, static_cast<int>(N), static_cast<int>(K), rule,
-            static_cast<uint8_t*>(q.mutable_data_ptr()), scale.mutable_data_ptr<float>(),
-            columnwise ? static_cast<uint8_t*>(q_t.mutable_data_ptr()) : nullptr);
-  };
-  switch (w.scalar_type()) {
+// Calls run with the type of a weight's elements.
+template <typename Run>
+void for_element(ScalarType dtype, const Run& run) {
+  switch (dtype) {
     case ScalarType::BFloat16: run(std::type_identity<__nv_bfloat16>()); break;
     case ScalarType::Half: run(std::type_identity<__half>()); break;
     default: run(std::type_identity<float>());
   }
+}
+
+struct Outputs {
+  Tensor q, scale;
+  std::optional<Tensor> q_t;
+};
+
+Outputs new_outputs(const Tensor& like, int64_t E, int64_t N, int64_t K, bool columnwise) {
+  return {torch::stable::new_empty(like, Shape{E, N, K}, kE4m3),
+          torch::stable::new_empty(like, Shape{E, ceil_div(N, kBlock), ceil_div(K, kBlock)},
+                                   ScalarType::Float),
+          torch::stable::new_empty(like, columnwise ? Shape{E, K, N} : Shape{0}, kE4m3)};
+}
+
+template <typename Element, typename Experts>
+void launch_kernel(const Launch& launch, const Experts& experts, bool vectorised, ScaleRule rule,
+                   const std::optional<Tensor>& refresh, const Outputs& out) {
+  const int64_t E = out.q.size(0), N = out.q.size(1), K = out.q.size(2);
+  const int64_t tiles = E * ceil_div(N, kBlock) * ceil_div(K, kBlock);
+  quantize_weight_kernel<Element, Experts>
+      <<<static_cast<unsigned>(tiles), kTileThreads, 0, launch.stream()>>>(
+          experts, vectorised, static_cast<int>(N), static_cast<int>(K), rule,
+          refresh ? refresh->const_data_ptr<bool>() : nullptr,
+          static_cast<uint8_t*>(out.q.mutable_data_ptr()),
+          static_cast<float*>(out.scale.mutable_data_ptr()),
+          out.q_t && out.q_t->numel() > 0 ? static_cast<uint8_t*>(out.q_t->mutable_data_ptr())
+                                          : nullptr);
   launch.check_launched();
-  return {q, scale, q_t};
+}
+
+void quantize_packed(const Launch& launch, const Tensor& w_in, ScaleRule rule,
+                     const std::optional<Tensor>& refresh, const Outputs& out) {
+  const Tensor w = torch::stable::contiguous(w_in);
+  for_element(w.scalar_type(), [&](auto element) {
+    using Element = typename decltype(element)::type;
+    const PackedExperts<Element> experts{static_cast<const Element*>(w.const_data_ptr()),
+                                         w.size(1) * w.size(2)};
+    launch_kernel<Element>(launch, experts, is_aligned(w), rule, refresh, out);
+  });
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> quantize_weight(const Tensor& w, double amax_epsilon,
+                                                   bool power_of_two_scales, bool columnwise) {
+  check_quantize_weight("quantize_weight", w, amax_epsilon);
+
+  const Launch launch("quantize_weight", w);
+  const Outputs out = new_outputs(w, w.size(0), w.size(1), w.size(2), columnwise);
+  quantize_packed(launch, w, {static_cast<float>(amax_epsilon), power_of_two_scales}, std::nullopt,
+                  out);
+  return {out.q, out.scale, *out.q_t};
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize_weight_list(const std::vector<Tensor>& w_in,
+                                                        double amax_epsilon,
+                                                        bool power_of_two_scales, bool columnwise) {
+  check_quantize_weight_list(w_in, amax_epsilon);
+
+  const Launch launch("quantize_weight_list", w_in[0]);
+  std::vector<Tensor> w;
+  bool vectorised = true;
+  for (const Tensor& w_e : w_in) {
+    w.push_back(torch::stable::contiguous(w_e));
+    vectorised = vectorised && is_aligned(w.back());
+  }
+  const auto E = static_cast<int64_t>(w.size());
+  const Outputs out = new_outputs(w[0], E, w[0].size(0), w[0].size(1), columnwise);
+  const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
+  for_element(w[0].scalar_type(), [&](auto element) {
+    using Element = typename decltype(element)::type;
+    ListedExperts<Element> experts{};
+    for (int64_t e = 0; e < E; ++e)
+      experts.first[e] = static_cast<const Element*>(w[e].const_data_ptr());
+    launch_kernel<Element>(launch, experts, vectorised, rule, std::nullopt, out);
+  });
+  return {out.q, out.scale, *out.q_t};
+}
+
+void refresh_weight_(const Tensor& w, const std::optional<Tensor>& refresh, const Tensor& q,
+                     const Tensor& scale, const std::optional<Tensor>& q_t, double amax_epsilon,
+                     bool power_of_two_scales) {
+  check_refresh_weight(w, refresh, q, scale, q_t, amax_epsilon);
+
+  const Launch launch("refresh_weight_", w);
+  quantize_packed(launch, w, {static_cast<float>(amax_epsilon), power_of_two_scales}, refresh,
+                  {q, scale, q_t});
 }
 
 }  // namespace grouped_linear::cuda

@@ -39,10 +39,11 @@ struct BlockScale {
   float factor, scale;
 };
 
-__device__ __forceinline__ BlockScale block_scale(float amax, ScaleRule rule) {
+__device__ __forceinline__ BlockScale block_scale(float amax, ScaleRule rule,
+                                                  float fp8_max = 448.0f) {
   amax = fmaxf(amax, rule.amax_epsilon);
   if (amax == 0) return {1, 1};
-  float factor = fminf(__fdiv_rn(448.0f, amax), 0x1p126f);  // 1 / factor stays a normal number
+  float factor = fminf(__fdiv_rn(fp8_max, amax), 0x1p126f);  // 1 / factor stays a normal number
   if (rule.power_of_two) factor = __uint_as_float(__float_as_uint(factor) & 0x7f800000);
   return {factor, __fdiv_rn(1.0f, factor)};
 }
@@ -66,6 +67,10 @@ struct Format<__nv_bfloat16> {
   static __device__ __forceinline__ float to_float(uint32_t bits) {
     return __uint_as_float(bits << 16);
   }
+  static __device__ __forceinline__ uint32_t from_floats(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
 };
 
 template <>
@@ -74,6 +79,10 @@ struct Format<__half> {
   static constexpr uint32_t kInfinity = 0x7c00;
   static __device__ __forceinline__ float to_float(uint32_t bits) {
     return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+  }
+  static __device__ __forceinline__ uint32_t from_floats(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
   }
 };
 
@@ -122,56 +131,89 @@ struct Patch {
   static __device__ __forceinline__ int column() { return threadIdx.x % kPatches; }
   static __device__ __forceinline__ int row() { return threadIdx.x / kPatches; }
 
-  // tile: its first element; `stride` elements between rows. Rows and columns from `rows` and
-  // `cols` on are not read and are zero; cols is a multiple of 8. vectorised: every row is aligned
-  // to 16 bytes.
-  __device__ __forceinline__ void load(const Element* tile, int64_t stride, int rows, int cols,
-                                       bool vectorised) {
+  // row(i) points at column 0 of the tile in row i of the thread's patch; called for rows below
+  // `rows`. Rows and columns from `rows` and `cols` on are not read and are zero; cols is a multiple
+  // of 8. vectorised: every row is aligned to 16 bytes.
+  template <typename Row>
+  __device__ __forceinline__ void load_rows(const Row& row_pointer, int rows, int cols,
+                                            bool vectorised) {
     const int first_row = row() * kPatch;
     rows = column() * kPatch < cols ? rows : 0;
-    const Element* piece = tile + first_row * stride + column() * kPatch;
-    if (vectorised) {
 #pragma unroll
-      for (int i = 0; i < kPatch; ++i) {
+    for (int i = 0; i < kPatch; ++i) {
+      if (first_row + i < rows) {
+        load_words(row_pointer(i) + column() * kPatch, vectorised, words[i]);
+      } else {
 #pragma unroll
-        for (int v = 0; v < kWords / 4; ++v) {
-          uint4 four = make_uint4(0, 0, 0, 0);
-          if (first_row + i < rows)
-            four = __ldg(reinterpret_cast<const uint4*>(piece + i * stride) + v);
-          words[i][4 * v] = four.x;
-          words[i][4 * v + 1] = four.y;
-          words[i][4 * v + 2] = four.z;
-          words[i][4 * v + 3] = four.w;
-        }
-      }
-    } else {
-      using Bits = typename Format<Element>::Bits;
-#pragma unroll
-      for (int i = 0; i < kPatch; ++i) {
-        const Bits* bits = reinterpret_cast<const Bits*>(piece + i * stride);
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-          words[i][w] = 0;
-          if (first_row + i < rows) {
-#pragma unroll
-            for (int part = 0; part < Word<Element>::kElements; ++part)
-              words[i][w] |= static_cast<uint32_t>(bits[w * Word<Element>::kElements + part])
-                             << 16 * part;
-          }
-        }
+        for (int w = 0; w < kWords; ++w) words[i][w] = 0;
       }
     }
   }
 
-  // The tile as it is in shared memory, [128][128].
-  __device__ __forceinline__ void store(Element* tile) const {
-    uint4* piece = reinterpret_cast<uint4*>(tile + row() * kPatch * kTile + column() * kPatch);
+  // tile: its first element; `stride` elements between rows.
+  __device__ __forceinline__ void load(const Element* tile, int64_t stride, int rows, int cols,
+                                       bool vectorised) {
+    const Element* first = tile + row() * kPatch * stride;
+    load_rows([&](int i) { return first + i * stride; }, rows, cols, vectorised);
+  }
+
+  // The elements of a patch's row, from memory.
+  static __device__ __forceinline__ void load_words(const Element* from, bool vectorised,
+                                                    uint32_t (&to)[kWords]) {
+    if (vectorised) {
 #pragma unroll
-    for (int i = 0; i < kPatch; ++i) {
+      for (int v = 0; v < kWords / 4; ++v) {
+        const uint4 four = __ldg(reinterpret_cast<const uint4*>(from) + v);
+        to[4 * v] = four.x;
+        to[4 * v + 1] = four.y;
+        to[4 * v + 2] = four.z;
+        to[4 * v + 3] = four.w;
+      }
+    } else {
+      const auto* bits = reinterpret_cast<const typename Format<Element>::Bits*>(from);
 #pragma unroll
-      for (int v = 0; v < kWords / 4; ++v)
-        piece[i * (kTile * sizeof(Element) / 16) + v] = make_uint4(
-            words[i][4 * v], words[i][4 * v + 1], words[i][4 * v + 2], words[i][4 * v + 3]);
+      for (int w = 0; w < kWords; ++w) {
+        to[w] = 0;
+#pragma unroll
+        for (int part = 0; part < Word<Element>::kElements; ++part)
+          to[w] |= static_cast<uint32_t>(bits[w * Word<Element>::kElements + part]) << 16 * part;
+      }
+    }
+  }
+
+  // And to memory, aligned to 16 bytes.
+  static __device__ __forceinline__ void store_words(const uint32_t (&from)[kWords], Element* to) {
+#pragma unroll
+    for (int v = 0; v < kWords / 4; ++v)
+      reinterpret_cast<uint4*>(to)[v] =
+          make_uint4(from[4 * v], from[4 * v + 1], from[4 * v + 2], from[4 * v + 3]);
+  }
+
+  // Element c of a patch's row as float32. c is a constant of an unrolled loop.
+  static __device__ __forceinline__ float element(const uint32_t (&row_words)[kWords], int c) {
+    constexpr int per_word = Word<Element>::kElements;
+    const uint32_t word = row_words[c / per_word];
+    if constexpr (per_word == 1)
+      return Format<Element>::to_float(word);
+    else
+      return Format<Element>::to_float(c % 2 == 0 ? word & 0xffff : word >> 16);
+  }
+
+  // The word of elements from c on: rounded to nearest even.
+  static __device__ __forceinline__ uint32_t word_of(float first, float second) {
+    if constexpr (Word<Element>::kElements == 1)
+      return __float_as_uint(first);
+    else
+      return Format<Element>::from_floats(first, second);
+  }
+
+  // Column sums of the patch, from its first row to its last, starting from +0.
+  __device__ __forceinline__ void column_sums(float (&sums)[kPatch]) const {
+#pragma unroll
+    for (int c = 0; c < kPatch; ++c) {
+      sums[c] = 0;
+#pragma unroll
+      for (int i = 0; i < kPatch; ++i) sums[c] = __fadd_rn(sums[c], element(words[i], c));
     }
   }
 
@@ -202,27 +244,17 @@ struct Patch {
   __device__ __forceinline__ uint2 quantize_row(int i, float factor) const {
     float p[kPatch];
 #pragma unroll
-    for (int c = 0; c < kPatch; ++c) p[c] = __fmul_rn(value(i, c), factor);
+    for (int c = 0; c < kPatch; ++c) p[c] = __fmul_rn(element(words[i], c), factor);
     return make_uint2(to_e4m3x4(p[0], p[1], p[2], p[3]), to_e4m3x4(p[4], p[5], p[6], p[7]));
   }
   __device__ __forceinline__ uint2 quantize_column(int c, float factor) const {
     float p[kPatch];
 #pragma unroll
-    for (int i = 0; i < kPatch; ++i) p[i] = __fmul_rn(value(i, c), factor);
+    for (int i = 0; i < kPatch; ++i) p[i] = __fmul_rn(element(words[i], c), factor);
     return make_uint2(to_e4m3x4(p[0], p[1], p[2], p[3]), to_e4m3x4(p[4], p[5], p[6], p[7]));
   }
 
  private:
-  // i and c are constants of unrolled loops.
-  __device__ __forceinline__ float value(int i, int c) const {
-    constexpr int per_word = Word<Element>::kElements;
-    const uint32_t word = words[i][c / per_word];
-    if constexpr (per_word == 1)
-      return Format<Element>::to_float(word);
-    else
-      return Format<Element>::to_float(c % 2 == 0 ? word & 0xffff : word >> 16);
-  }
-
   template <bool finite_only>
   __device__ __forceinline__ void amax(uint32_t (&row_amax)[kPatch],
                                        uint32_t (&col_amax)[kWords]) const {

@@ -1,17 +1,19 @@
-// One pass over x [T, K]: a 128 x 128 tile is read once and gives its rowwise and columnwise data,
-// both scales, and its share of the bias gradient.
+// One pass over what is quantized [T, K]: a 128 x 128 tile is read or computed once and gives its
+// rowwise and columnwise data, both scales, and its share of the bias gradient.
 //
 // Bytes an element of bf16: 2 read, 1 + 4/128 written for each layout, so 3.03 rowwise and 4.06 for
 // both; 32768 x 7168 at the 4.27 TB/s of a copy: 167 us and 223 us. The bias gradient adds 4/128.
+// SwiGLU reads 4 bytes an element of h, its gradient 3 an element of d_gate_up.
 //
 // The number of tiles is known on the device alone, so the grid is as many blocks as the GPU holds
 // at once, and each works through every gridDim.x-th tile. Neighbouring blocks take neighbouring
 // columns of the same rows. Four blocks an SM (two in float32): while one waits for its loads, the
-// others compute and store.
+// others compute and store. A block asks the L2 cache for its next tile before it works on one.
 #pragma once
 
 #include "block_scale.cuh"
 #include "groups.cuh"
+#include "swiglu.cuh"
 
 namespace grouped_linear::cuda {
 
@@ -22,62 +24,266 @@ struct GroupQuantized {
   int64_t scale_stride;  // T rounded up
   uint8_t* q_t;          // [blocks, K, 128]
   float* scale_t;        // [blocks, K]
-  float* block_sums;     // [blocks, K]: every block's columns, added from the first row to the last
+  float*
+      block_sums;  // [blocks, K]: every block's columns. Rows are added in eights, from the first
+                   // to the last, then the eights, each sum starting from +0: the CPU's order.
+                   // Rows past the block's end are zero and change nothing: no sum is -0.
 };
 
-// Bytes of dynamic shared memory: the tile as it was read (for the sums), then the turned tile.
-template <typename Element>
-constexpr int group_quantize_shared_bytes(bool columnwise, bool sums) {
-  const int turned = columnwise ? sizeof(TurnedTile) : 0;
-  const int tile = sums ? kTile * kTile * static_cast<int>(sizeof(Element)) : 0;
-  return turned > tile ? turned : tile;
+// A warp's own table of at most 32 groups, one a lane, in registers: no barrier to fill it, one vote
+// to look a tile up. More groups take GroupTable.
+struct WarpGroups {
+  int row_end, tile_end;
+
+  __device__ __forceinline__ void load(const int32_t* offs, int E, int T) {
+    const int lane = threadIdx.x % 32;
+    row_end = lane < E ? min(max(offs[lane], 0), T) : 0;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int left = __shfl_up_sync(kFullWarp, row_end, distance);
+      if (lane >= distance) row_end = max(row_end, left);
+    }
+    const int left = __shfl_up_sync(kFullWarp, row_end, 1);
+    tile_end = (row_end - (lane == 0 ? 0 : left) + kTile - 1) / kTile;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int before = __shfl_up_sync(kFullWarp, tile_end, distance);
+      if (lane >= distance) tile_end += before;
+    }
+  }
+
+  // All rows of all groups as one group: what rowwise data alone needs, however many groups.
+  __device__ __forceinline__ void load_as_one(const int32_t* offs, int E, int T) {
+    int end = 0;
+    for (int e = threadIdx.x % 32; e < E; e += 32) end = max(end, min(offs[e], T));
+    row_end = __reduce_max_sync(kFullWarp, end);
+    tile_end = (row_end + kTile - 1) / kTile;
+  }
+
+  __device__ __forceinline__ int tiles() const { return __shfl_sync(kFullWarp, tile_end, 31); }
+
+  // For a tile below tiles(), the same in every lane.
+  __device__ __forceinline__ void rows_of_tile(int tile, int& begin, int& rows) const {
+    const int e = __popc(__ballot_sync(kFullWarp, tile_end <= tile));
+    const int row_left = __shfl_sync(kFullWarp, row_end, e - 1);  // of lane 31 where e is 0
+    const int tile_left = __shfl_sync(kFullWarp, tile_end, e - 1);
+    begin = e == 0 ? tile * kTile : row_left + (tile - tile_left) * kTile;
+    rows = min(kTile, __shfl_sync(kFullWarp, row_end, e) - begin);
+  }
+};
+
+// --- what a tile is made of ---------------------------------------------------------------------
+//
+// A source loads the patch of the calling thread from the tile at (row_begin, col), zero past its
+// rows and columns, and prefetches the lines of a tile, one or two a thread.
+
+__device__ __forceinline__ void prefetch_l2(const void* line) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }
 
-// A fixed order, the CPU's: from the first row to the last, starting from +0. Rows past the block's
-// end are zero and change nothing, for a sum that starts from +0 is never -0.
-template <typename Element>
-__device__ __forceinline__ float column_sum(const Element* tile, int c) {
-  using Bits = typename Format<Element>::Bits;
-  const Bits* column = reinterpret_cast<const Bits*>(tile) + c;
-  float sum = 0;
-#pragma unroll 16
-  for (int r = 0; r < kTile; ++r)
-    sum = __fadd_rn(sum, Format<Element>::to_float(column[r * kTile]));
-  return sum;
+// The 128-byte lines of a tile: row(r) points at its first column in row r. What is past the tile's
+// columns in its last line is fetched along and never read.
+template <typename Element, typename Row>
+__device__ __forceinline__ void prefetch_tile(const Row& row, int rows, int cols) {
+  constexpr int kPerLine = 128 / sizeof(Element), kLines = kTile / kPerLine;
+#pragma unroll
+  for (int i = threadIdx.x; i < kTile * kLines; i += kTileThreads) {
+    const int r = i / kLines, c = i % kLines * kPerLine;
+    if (r < rows && c < cols) prefetch_l2(row(r) + c);
+  }
 }
 
+// Rows of x [T, K].
 template <typename Element>
-__global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
-    group_quantize_kernel(const Element* x, int64_t x_stride, bool vectorised, const int32_t* offs,
-                          int E, int T, int K, ScaleRule rule, GroupQuantized out) {
+struct Rows {
+  static constexpr int kOccupancy = kTileOccupancy<Element>;
+  const Element* x;
+  int64_t stride;
+  bool vectorised;
+
+  __device__ __forceinline__ void load(Patch<Element>& patch, int row_begin, int rows, int col,
+                                       int cols) const {
+    patch.load(x + row_begin * stride + col, stride, rows, cols, vectorised);
+  }
+  __device__ __forceinline__ void prefetch(int row_begin, int rows, int col, int cols) const {
+    const Element* tile = x + row_begin * stride + col;
+    prefetch_tile<Element>([&](int r) { return tile + r * stride; }, rows, cols);
+  }
+};
+
+// Rows taken[t] of x [S, K], which has S >= 1 rows. What is out of range is clamped into it.
+template <typename Element, typename Index>
+struct GatheredRows {
+  static constexpr int kOccupancy = kTileOccupancy<Element>;
+  const Element* x;
+  int64_t stride;
+  bool vectorised;
+  const Index* taken;
+  int64_t S;
+
+  __device__ __forceinline__ const Element* row(int t) const {
+    const int64_t s = taken[t];
+    return x + min(max(s, int64_t{0}), S - 1) * stride;
+  }
+  __device__ __forceinline__ void load(Patch<Element>& patch, int row_begin, int rows, int col,
+                                       int cols) const {
+    const int first = row_begin + Patch<Element>::row() * kPatch;
+    patch.load_rows([&](int i) { return row(first + i) + col; }, rows, cols, vectorised);
+  }
+  __device__ __forceinline__ void prefetch(int row_begin, int rows, int col, int cols) const {
+    prefetch_tile<Element>([&](int r) { return row(row_begin + r) + col; }, rows, cols);
+  }
+};
+
+// h [T, K] = silu(gate) * up of gate_up [T, 2 K], rounded to Element; kept where h is not null.
+template <typename Element>
+struct Swiglu {
+  static constexpr int kOccupancy = kTileOccupancy<Element> / 2;
+  const Element* gate_up;
+  int64_t stride;
+  bool vectorised;
+  int K;
+  Element* h;
+
+  __device__ __forceinline__ void load(Patch<Element>& patch, int row_begin, int rows, int col,
+                                       int cols) const {
+    const int first = Patch<Element>::row() * kPatch, column = Patch<Element>::column() * kPatch;
+    const Element* gate = gate_up + (row_begin + first) * stride + col;
+    patch.load_rows([&](int i) { return gate + i * stride; }, rows, cols, vectorised);
+    rows = column < cols ? rows : 0;
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+      if (first + i >= rows) continue;
+      Eight<Element> up;
+      Patch<Element>::load_words(gate + K + i * stride + column, vectorised, up);
+      swiglu_of_eight<Element>(patch.words[i], up);
+      if (h)
+        Patch<Element>::store_words(
+            patch.words[i], h + static_cast<int64_t>(row_begin + first + i) * K + col + column);
+    }
+  }
+  __device__ __forceinline__ void prefetch(int row_begin, int rows, int col, int cols) const {
+    const Element* gate = gate_up + row_begin * stride + col;
+    prefetch_tile<Element>([&](int r) { return gate + r * stride; }, rows, cols);
+    prefetch_tile<Element>([&](int r) { return gate + K + r * stride; }, rows, cols);
+  }
+};
+
+// d_gate_up [T, 2 K] from dh [T, K] and gate_up [T, 2 K], rounded to Element. A tile may reach from
+// the columns of gate into those of up; a patch does not, for K is a multiple of 16. The tiles of
+// gate and of up read the same columns, at about the same time: the second finds them in L2.
+template <typename Element>
+struct SwigluGrad {
+  static constexpr int kOccupancy = kTileOccupancy<Element> / 2;
+  const Element* dh;
+  int64_t dh_stride;
+  const Element* gate_up;
+  int64_t stride;
+  bool vectorised;
+  int K;
+
+  __device__ __forceinline__ void load(Patch<Element>& patch, int row_begin, int rows, int col,
+                                       int cols) const {
+    const int first = Patch<Element>::row() * kPatch, column = Patch<Element>::column() * kPatch;
+    const bool of_gate = col + column < K;
+    const int k = of_gate ? col : col - K;  // of the tile's first column, as if all were this half
+    const Element* gradient = dh + (row_begin + first) * dh_stride + k;
+    const Element* gate = gate_up + (row_begin + first) * stride + k;
+    patch.load_rows([&](int i) { return gate + i * stride; }, rows, cols, vectorised);
+    rows = column < cols ? rows : 0;
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+      if (first + i >= rows) continue;
+      Eight<Element> d, up = {};
+      Patch<Element>::load_words(gradient + i * dh_stride + column, vectorised, d);
+      if (of_gate) Patch<Element>::load_words(gate + K + i * stride + column, vectorised, up);
+      swiglu_grad_of_eight<Element>(of_gate, d, patch.words[i], up);
+    }
+  }
+  __device__ __forceinline__ void prefetch(int row_begin, int rows, int col, int cols) const {
+    if (col + cols > K) return;  // its columns have been read for gate
+    const Element *gradient = dh + row_begin * dh_stride + col,
+                  *gate = gate_up + row_begin * stride + col;
+    prefetch_tile<Element>([&](int r) { return gradient + r * dh_stride; }, rows, cols);
+    prefetch_tile<Element>([&](int r) { return gate + r * stride; }, rows, cols);
+    prefetch_tile<Element>([&](int r) { return gate + K + r * stride; }, rows, cols);
+  }
+};
+
+// --- the pass -----------------------------------------------------------------------------------
+
+// ahead: how many of its tiles ahead a block prefetches.
+template <typename Element, typename Source, int ahead = 1>
+__global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
+    group_quantize_kernel(Source source, const int32_t* offs, int E, int T, int K, ScaleRule rule,
+                          GroupQuantized out) {
   using Bits = typename Format<Element>::Bits;
   __shared__ GroupTable table;
   alignas(16) __shared__ Bits warp_amax[kTileWarps][kTile];
   alignas(16) __shared__ float col_factor[kTile];
-  extern __shared__ uint4 group_quantize_shared[];
-  Element* tile_read = reinterpret_cast<Element*>(group_quantize_shared);
-  TurnedTile* turned = reinterpret_cast<TurnedTile*>(group_quantize_shared);
+  alignas(16) __shared__ float patch_sums[kPatches][kTile];
+  __shared__ TurnedTile turned;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int patch_row = threadIdx.x / kPatches, patch_col = threadIdx.x % kPatches;
   const int half_warp = lane & kPatches;           // the first lane of this thread's row of patches
   const bool columns = out.q_t || out.block_sums;  // rowwise alone, no warp waits for another
 
-  load_groups<kTileThreads>(table, offs, E, T, TilesOf{kTile});
-  const int blocks = table.tile_end[E - 1];
+  // A row's data do not depend on its group: rowwise alone, small groups share tiles.
+  const bool few_groups = E <= 32 || !columns;
+  WarpGroups groups;
+  if (!columns)
+    groups.load_as_one(offs, E, T);
+  else if (few_groups)
+    groups.load(offs, E, T);
+  else
+    load_groups<kTileThreads>(table, offs, E, T, TilesOf{kTile});
+  const int blocks = few_groups ? groups.tiles() : table.tile_end[E - 1];
   const int col_blocks = (K + kTile - 1) / kTile;
   const int block_step = gridDim.x / col_blocks, col_step = gridDim.x % col_blocks;
+  const auto rows_of_block = [&](int block, int& begin, int& rows) {
+    if (few_groups) return groups.rows_of_tile(block, begin, rows);
+    const int e = table.group_of_tile(block, E);
+    begin = table.row_begin(e) + (block - table.tile_begin(e)) * kTile;
+    rows = min(kTile, table.row_end[e] - begin);
+  };
 
   int block = blockIdx.x / col_blocks, col_block = blockIdx.x % col_blocks;
+  const auto advance = [&](int& to_block, int& to_col_block) {
+    to_block += block_step;
+    to_col_block += col_step;
+    if (to_col_block >= col_blocks) {
+      to_col_block -= col_blocks;
+      ++to_block;
+    }
+  };
   while (block < blocks) {
-    const int e = table.group_of_tile(block, E);
-    const int row_begin = table.row_begin(e) + (block - table.tile_begin(e)) * kTile;
-    const int rows = min(kTile, table.row_end[e] - row_begin);
+    int row_begin, rows;
+    rows_of_block(block, row_begin, rows);
     const int col = col_block * kTile, cols = min(kTile, K - col);
 
     Patch<Element> patch;
-    patch.load(x + row_begin * x_stride + col, x_stride, rows, cols, vectorised);
-    if (out.block_sums) patch.store(tile_read);
+    source.load(patch, row_begin, rows, col, cols);
+
+    if constexpr (ahead > 0) {
+      int next_block = block, next_col_block = col_block;
+#pragma unroll
+      for (int i = 0; i < ahead; ++i) advance(next_block, next_col_block);
+      if (next_block < blocks) {
+        int next_begin, next_rows;
+        rows_of_block(next_block, next_begin, next_rows);
+        const int next_col = next_col_block * kTile;
+        source.prefetch(next_begin, next_rows, next_col, min(kTile, K - next_col));
+      }
+    }
+
+    if (out.block_sums) {  // before what is not finite turns into NaN
+      float sums[kPatch];
+      patch.column_sums(sums);
+      float4* piece = reinterpret_cast<float4*>(&patch_sums[patch_row][patch_col * kPatch]);
+      piece[0] = make_float4(sums[0], sums[1], sums[2], sums[3]);
+      piece[1] = make_float4(sums[4], sums[5], sums[6], sums[7]);
+    }
 
     uint32_t row_amax[kPatch], col_amax[Patch<Element>::kWords];
     patch.find_amax(row_amax, col_amax);
@@ -95,7 +301,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
                                col_amax[4 * v + 3]);
       }
     }
-    if (columns) __syncthreads();  // tile_read and warp_amax are complete
+    if (columns) __syncthreads();  // patch_sums and warp_amax are complete
 
     // The first half of the block works out the columns' scales, the other half their sums.
     if (threadIdx.x < kTile) {
@@ -110,7 +316,9 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
       }
     } else if (out.block_sums) {
       const int c = threadIdx.x - kTile;
-      const float sum = column_sum(tile_read, c);
+      float sum = 0;
+#pragma unroll
+      for (int p = 0; p < kPatches; ++p) sum = __fadd_rn(sum, patch_sums[p][c]);
       if (c < cols) out.block_sums[static_cast<int64_t>(block) * K + col + c] = sum;
     }
 
@@ -130,32 +338,26 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
           *reinterpret_cast<uint2*>(q + static_cast<int64_t>(i) * K) = bytes;
       }
     }
-    if (columns) __syncthreads();  // col_factor is complete, tile_read has been used
+    // col_factor is complete, patch_sums and warp_amax have been used
+    if (columns) __syncthreads();
 
     if (out.q_t) {
       const float4* factor = reinterpret_cast<const float4*>(&col_factor[patch_col * kPatch]);
       const float4 low = factor[0], high = factor[1];
-      turned->put(0, patch.quantize_column(0, low.x));
-      turned->put(1, patch.quantize_column(1, low.y));
-      turned->put(2, patch.quantize_column(2, low.z));
-      turned->put(3, patch.quantize_column(3, low.w));
-      turned->put(4, patch.quantize_column(4, high.x));
-      turned->put(5, patch.quantize_column(5, high.y));
-      turned->put(6, patch.quantize_column(6, high.z));
-      turned->put(7, patch.quantize_column(7, high.w));
+      turned.put(0, patch.quantize_column(0, low.x));
+      turned.put(1, patch.quantize_column(1, low.y));
+      turned.put(2, patch.quantize_column(2, low.z));
+      turned.put(3, patch.quantize_column(3, low.w));
+      turned.put(4, patch.quantize_column(4, high.x));
+      turned.put(5, patch.quantize_column(5, high.y));
+      turned.put(6, patch.quantize_column(6, high.z));
+      turned.put(7, patch.quantize_column(7, high.w));
       __syncthreads();
-      turned->write(out.q_t + (static_cast<int64_t>(block) * K + col) * kTile, kTile, kTile, cols);
-      // The next tile is stored where this one is still being read. Without sums the next writes to
-      // shared memory are warp_amax, long used, and after a barrier col_factor and the turned tile.
-      if (out.block_sums) __syncthreads();
+      // The next tile writes col_factor after one more barrier, and the turned tile after two.
+      turned.write(out.q_t + (static_cast<int64_t>(block) * K + col) * kTile, kTile, kTile, cols);
     }
 
-    block += block_step;
-    col_block += col_step;
-    if (col_block >= col_blocks) {
-      col_block -= col_blocks;
-      ++block;
-    }
+    advance(block, col_block);
   }
 }
 

@@ -47,11 +47,12 @@ enum class Output : int { kBFloat16, kHalf, kFloat };
 struct Epilogue {
   void* out;
   Output dtype;
-  bool copied;            // by the copy engine: out is aligned to 16 bytes
-  const void* bias;       // [E, cols] of out's dtype, or null (by rows)
-  int64_t bias_stride;    // elements between groups
-  bool accumulate;        // add to out (by depth)
-  const bool* overwrite;  // with accumulate: where it points to true, write instead
+  bool copied;                     // by the copy engine: out is aligned to 16 bytes
+  const void* bias;                // [E, cols] of out's dtype, or null (by rows)
+  int64_t bias_stride;             // elements between groups
+  const float *scale_a, *scale_b;  // [E], of groups, where FP8 operands have such
+  bool accumulate;                 // add to out (by depth)
+  const bool* overwrite;           // with accumulate: where it points to true, write instead
 };
 
 struct GemmShape {
@@ -83,14 +84,21 @@ struct RaggedRows {
   __device__ RaggedRows(int row, int limit) : c1(kOrigin - (limit - row)), c2(limit) {}
 };
 
-template <typename T_, int kTileN_, int kStages_, bool kByDepth_, int kAMajor_, int kBMajor_>
+// Where FP8 operands have their scales.
+enum class Scaling { kNone, kBlocks, kGroups };
+
+template <typename A_, typename B_, int kTileN_, int kStages_, Scaling kScaling, bool kByDepth_,
+          int kAMajor_ = 0, int kBMajor_ = 0>
 struct GemmConfig {
-  using T = T_;
+  using A = A_;
+  using B = B_;
   static constexpr int kTileN = kTileN_, kStages = kStages_;
-  static constexpr bool kByDepth = kByDepth_, kScaled = sizeof(T) == 1;
+  static constexpr bool kByDepth = kByDepth_, kFp8 = sizeof(A) == 1;
+  static constexpr bool kBlocks = kScaling == Scaling::kBlocks;
+  static constexpr bool kGroups = kScaling == Scaling::kGroups;
   static constexpr int kAMajor = kAMajor_, kBMajor = kBMajor_;
-  static constexpr int kTileK = kLineBytes / sizeof(T);  // 64 in BF16, 128 in FP8
-  static constexpr int kMmaK = 32 / sizeof(T);
+  static constexpr int kTileK = kLineBytes / sizeof(A);  // 64 in BF16, 128 in FP8
+  static constexpr int kMmaK = 32 / sizeof(A);
   static constexpr int kABytes = kTileM * kLineBytes, kBBytes = kTileN * kLineBytes;
 };
 
@@ -119,7 +127,7 @@ struct GemmShared {
 
   Stage stages[Config::kStages];
   alignas(1024) uint8_t store[kMathWarps][Config::kTileN / 64][kStoreRows * kLineBytes];
-  std::conditional_t<Config::kScaled, Scales, NoScales> scales[Config::kStages];
+  std::conditional_t<Config::kBlocks, Scales, NoScales> scales[Config::kStages];
   Tile tiles[kTileRing];
   uint64_t full[Config::kStages], empty[Config::kStages];
   GroupTable groups;  // tile_end counts clusters by rows, blocks of 128 rows by depth
@@ -160,9 +168,9 @@ __device__ Tile tile_of(int number, const GroupTable& groups, const GemmShape& s
     tile.depth_rows = groups.row_end[tile.group] - groups.row_begin(tile.group);
     const int first_block = groups.tile_begin(tile.group);
     const int last_block = min(groups.tile_end[tile.group], shape.T / kTileM);
-    tile.depth_begin = Config::kScaled ? first_block : groups.row_begin(tile.group);
-    tile.steps = Config::kScaled ? max(last_block - first_block, 0)
-                                 : (tile.depth_rows + Config::kTileK - 1) / Config::kTileK;
+    tile.depth_begin = Config::kFp8 ? first_block : groups.row_begin(tile.group);
+    tile.steps = Config::kFp8 ? max(last_block - first_block, 0)
+                              : (tile.depth_rows + Config::kTileK - 1) / Config::kTileK;
   } else {
     tile.group = groups.group_of_tile(number, shape.E);
     local = number - groups.tile_begin(tile.group);
@@ -206,7 +214,7 @@ __device__ __forceinline__ void load_a(GemmShared<Config>& shared, const TensorM
   uint8_t* to = shared.stages[stage].a + half * (Config::kABytes / 2);
   uint64_t* full = &shared.full[stage];
   const int row = tile.row + half * (kTileM / 2);
-  if constexpr (Config::kScaled && Config::kByDepth) {
+  if constexpr (Config::kFp8 && Config::kByDepth) {
     sm90::load_3d(to, &maps.a, full, mask, 0, row, tile.depth_begin + step);
   } else if constexpr (Config::kByDepth) {
     const int at = tile.depth_begin + step * Config::kTileK;
@@ -225,7 +233,7 @@ __device__ __forceinline__ void load_b(GemmShared<Config>& shared, const TensorM
   uint8_t* to = shared.stages[stage].b + half * (Config::kBBytes / 2);
   uint64_t* full = &shared.full[stage];
   const int col = tile.col + half * (Config::kTileN / 2);
-  if constexpr (Config::kScaled && Config::kByDepth) {
+  if constexpr (Config::kFp8 && Config::kByDepth) {
     sm90::load_3d(to, &maps.b, full, mask, 0, col, tile.depth_begin + step);
   } else if constexpr (Config::kBMajor == 0) {
     sm90::load_3d(to, &maps.b, full, mask, step * Config::kTileK, col, tile.group);
@@ -249,7 +257,7 @@ template <typename Config>
 __device__ void produce(GemmShared<Config>& shared, const TensorMaps& maps,
                         const GemmShape& shape) {
   constexpr int scale_bytes =
-      !Config::kScaled ? 0 : 4 * (Config::kByDepth ? kTileM + Config::kTileN : kScaleRows);
+      !Config::kBlocks ? 0 : 4 * (Config::kByDepth ? kTileM + Config::kTileN : kScaleRows);
   constexpr uint16_t all = (1 << kCluster) - 1;
   const int rank = static_cast<int>(sm90::cluster_rank());
   RingPosition<Config::kStages> ring;
@@ -280,12 +288,12 @@ __device__ void produce(GemmShared<Config>& shared, const TensorMaps& maps,
         load_b<Config>(shared, maps, shape, tile, stage, step, 0, 0);
         load_b<Config>(shared, maps, shape, tile, stage, step, 1, 0);
       }
-      if constexpr (Config::kScaled && Config::kByDepth) {
+      if constexpr (Config::kBlocks && Config::kByDepth) {
         auto& scales = shared.scales[stage];
         const int block = tile.depth_begin + step;
         sm90::load_2d(scales.a, &maps.scale_a, full, 0, tile.row, block);
         sm90::load_2d(scales.b, &maps.scale_b, full, 0, tile.col, block);
-      } else if constexpr (Config::kScaled) {
+      } else if constexpr (Config::kBlocks) {
         // The innermost coordinate of a copy must be a multiple of 16 bytes (H200, 2026-11: an
         // "illegal instruction" otherwise), and a group may start at any row.
         sm90::load_2d(shared.scales[stage].a, &maps.scale_a, full, 0, tile.row & ~3, step);
@@ -371,15 +379,15 @@ class WarpgroupOperands {
     sm90::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Config::kTileK; k += Config::kMmaK) {
-      constexpr int k_major = sizeof(typename Config::T), mn_major = kLineBytes;
+      constexpr int k_major = sizeof(typename Config::A), mn_major = kLineBytes;
       const uint64_t a =
           sm90::operand(a_ + at + k * (Config::kAMajor == 0 ? k_major : mn_major) / 16,
                         Config::kAMajor == 0 ? 16 : kColumn, 8 * kLineBytes);
       const uint64_t b =
           sm90::operand(b_ + at + k * (Config::kBMajor == 0 ? k_major : mn_major) / 16,
                         Config::kBMajor == 0 ? 16 : kColumn, 8 * kLineBytes);
-      sm90::wgmma<typename Config::T, Config::kTileN, Config::kAMajor, Config::kBMajor>(
-          acc, a, b, add || k > 0);
+      sm90::wgmma<typename Config::A, typename Config::B, Config::kTileN, Config::kAMajor,
+                  Config::kBMajor>(acc, a, b, add || k > 0);
     }
     sm90::wgmma_commit();
   }
@@ -589,7 +597,7 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
     const float zero = sm90::opaque_zero();
 #pragma unroll
     for (int i = 0; i < count; ++i) sum[i] = zero;
-    if constexpr (Config::kScaled) {
+    if constexpr (Config::kFp8) {
       // Promotion: every 128 of the depth is summed by the tensor cores on its own, scaled, and
       // added in float32. The tensor cores keep about 14 bits of a sum in FP8; float32 keeps 24.
       //
@@ -604,20 +612,28 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
         if (!ready) sm90::barrier_wait(&shared.full[stage], ring.parity);
         sm90::pin(acc);
         operands.multiply(stage, acc, false);
-        const auto& scales = shared.scales[stage];
         const int next = stage + 1 == Config::kStages ? 0 : stage + 1;
         if (next == 0) ring.parity ^= 1;
-        const float scale_0 = scales.a[scale_row], scale_1 = scales.a[scale_row + 8];
-        if constexpr (Config::kByDepth) {
+        const auto finish = [&] {
+          ready = sm90::barrier_test(&shared.full[next], ring.parity);
+          sm90::wgmma_wait<0>();
+          sm90::pin(acc);
+        };
+        if constexpr (Config::kGroups) {
+          finish();
+          release(stage);
+#pragma unroll
+          for (int i = 0; i < count; ++i) sum[i] += acc[i];
+        } else if constexpr (Config::kByDepth) {
+          const auto& scales = shared.scales[stage];
+          const float scale_0 = scales.a[scale_row], scale_1 = scales.a[scale_row + 8];
           constexpr int pairs = Config::kTileN / 8;
-          constexpr int ahead = 5;  // scales on their way; 4 and 12 spill registers
+          constexpr int ahead = 5;  // scales on their way; with 4 or 12 registers spill
           float2 scale[pairs];
           const float2* of_columns = reinterpret_cast<const float2*>(scales.b) + lane % 4;
 #pragma unroll
           for (int j = 0; j < ahead; ++j) scale[j] = of_columns[4 * j];
-          ready = sm90::barrier_test(&shared.full[next], ring.parity);
-          sm90::wgmma_wait<0>();
-          sm90::pin(acc);
+          finish();
 #pragma unroll
           for (int j = 0; j < pairs; ++j) {
             if (j + ahead < pairs) scale[j + ahead] = of_columns[4 * (j + ahead)];
@@ -628,11 +644,11 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
           }
           release(stage);
         } else {
+          const auto& scales = shared.scales[stage];
+          const float scale_0 = scales.a[scale_row], scale_1 = scales.a[scale_row + 8];
           const float2 weight = *reinterpret_cast<const float2*>(scales.b);
           const float middle = middle_is_first ? weight.x : weight.y;
-          ready = sm90::barrier_test(&shared.full[next], ring.parity);
-          sm90::wgmma_wait<0>();
-          sm90::pin(acc);
+          finish();
           release(stage);
 #pragma unroll
           for (int j = 0; j < Config::kTileN / 8; ++j) {
@@ -686,6 +702,11 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
       if (previous >= 0) release(previous);
     }
 
+    if constexpr (Config::kGroups) {
+      const float scale_a = epilogue.scale_a[tile.group], scale_b = epilogue.scale_b[tile.group];
+#pragma unroll
+      for (int i = 0; i < count; ++i) sum[i] = sum[i] * scale_a * scale_b;
+    }
     auto& staging = shared.store[warp];
     const int first_row = tile.row + math_group * 64 + warp % 4 * kStoreRows;
     switch (epilogue.dtype) {
@@ -717,7 +738,7 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster)
     sm90::prefetch_tensor_map(&maps.a);
     sm90::prefetch_tensor_map(&maps.b);
     for (int s = 0; s < Config::kStages; ++s) {
-      sm90::barrier_init(&shared.full[s], Config::kScaled && !Config::kByDepth ? 2 : 1);
+      sm90::barrier_init(&shared.full[s], Config::kBlocks && !Config::kByDepth ? 2 : 1);
       sm90::barrier_init(&shared.empty[s], kMathWarps * kCluster);
     }
     sm90::fence_barrier_init();
@@ -738,7 +759,7 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster)
   if (threadIdx.x < 128) {
     sm90::give_registers<40>();
     if (threadIdx.x == 0) produce<Config>(shared, maps, shape);
-    if constexpr (Config::kScaled && !Config::kByDepth)
+    if constexpr (Config::kBlocks && !Config::kByDepth)
       if (threadIdx.x / 32 == 1) produce_weight_scales<Config>(shared, weight_scale, shape);
     if constexpr (!Config::kByDepth)
       if (threadIdx.x / 32 == 2 && sm90::elect()) zero_tail<Config>(shared, epilogue, shape);

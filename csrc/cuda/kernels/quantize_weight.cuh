@@ -4,15 +4,32 @@
 // TB/s of a copy: 220 us. One block a tile, several on an SM at a time.
 #pragma once
 
+#include "../../layout.h"
 #include "block_scale.cuh"
 
 namespace grouped_linear::cuda {
 
-// q_t may be null. N and K are multiples of 16.
+// Where expert e's dense [N, K] matrix starts: one after the other in a packed weight, or anywhere.
 template <typename Element>
+struct PackedExperts {
+  const Element* first;
+  int64_t size;
+  __device__ __forceinline__ const Element* expert(int64_t e) const { return first + e * size; }
+};
+
+template <typename Element>
+struct ListedExperts {
+  const Element* first[kMaxGroups];
+  __device__ __forceinline__ const Element* expert(int64_t e) const { return first[e]; }
+};
+
+// q_t may be null. N and K are multiples of 16. Where refresh is given and false, not a byte changes.
+template <typename Element, typename Experts>
 __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
-    quantize_weight_kernel(const Element* w, bool vectorised, int N, int K, ScaleRule rule,
-                           uint8_t* q, float* scale, uint8_t* q_t) {
+    quantize_weight_kernel(const __grid_constant__ Experts w, bool vectorised, int N, int K,
+                           ScaleRule rule, const bool* refresh, uint8_t* q, float* scale,
+                           uint8_t* q_t) {
+  if (refresh && !*refresh) return;
   __shared__ TurnedTile turned;
   __shared__ uint32_t warp_amax[kTileWarps];
 
@@ -24,7 +41,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
   const int64_t first = (e * N + row) * K + col;
 
   Patch<Element> patch;
-  patch.load(w + first, K, rows, cols, vectorised);
+  patch.load(w.expert(e) + static_cast<int64_t>(row) * K + col, K, rows, cols, vectorised);
   uint32_t row_amax[kPatch], col_amax[Patch<Element>::kWords];
   patch.find_amax(row_amax, col_amax);
   uint32_t amax = 0;

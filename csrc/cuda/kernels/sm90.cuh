@@ -142,21 +142,6 @@ __device__ __forceinline__ void load_4d(void* to, const CUtensorMap* map, uint64
         : "memory");
 }
 
-__device__ __forceinline__ void load_5d(void* to, const CUtensorMap* map, uint64_t* barrier,
-                                        uint16_t mask, int c0, int c1, int c2, int c3, int c4) {
-  if (mask == 0)
-    asm volatile("cp.async.bulk.tensor.5d" GROUPED_LINEAR_LOAD
-                 " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(to)),
-                 "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-                 : "memory");
-  else
-    asm volatile(
-        "cp.async.bulk.tensor.5d" GROUPED_LINEAR_LOAD
-        ".multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared_address(to)),
-        "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4),
-        "h"(mask)
-        : "memory");
-}
 #undef GROUPED_LINEAR_LOAD
 
 // Copies out of shared memory, in groups that the issuing thread commits and waits for.
@@ -357,34 +342,8 @@ __device__ __forceinline__ uint64_t operand(uint32_t sixteenths, uint32_t leadin
         "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])                \
       : "l"(a), "l"(b), "r"(add))
 
-// Four 8 x 16 byte tiles from shared memory into a warp's fragments; lane i names a line of tile
-// i / 8.
-__device__ __forceinline__ void load_matrix(uint32_t (&r)[4], const void* line) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(line))
-               : "memory");
-}
-
-// d = (add ? d : 0) + a @ b.T with a 64 x 32 e4m3 a in registers and 96 columns.
-__device__ __forceinline__ void wgmma_fp8_n96(float (&d)[48], const uint32_t (&a)[4], uint64_t b,
-                                              int add) {
-  asm volatile(
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %53, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, {%48, %49, %50, %51}, "
-      "%52, add, 1, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]),
-        "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
-        "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-
 // d = (add ? d : 0) + a @ b.T, a 64 x n product. Majors: 0 K-major, 1 M/N-major.
-template <typename T, int n, int a_major, int b_major>
+template <typename A, typename B, int n, int a_major, int b_major>
 __device__ __forceinline__ void wgmma(float (&d)[n / 2], uint64_t a, uint64_t b, int add) {
   static_assert(n == 192 || n == 256);
 #define GROUPED_LINEAR_WGMMA(k, types, majors)   \
@@ -402,10 +361,15 @@ __device__ __forceinline__ void wgmma(float (&d)[n / 2], uint64_t a, uint64_t b,
   } else {                                       \
     GROUPED_LINEAR_WGMMA("16", types, ", 1, 1"); \
   }
-  if constexpr (std::is_same_v<T, __nv_fp8_e4m3>) {
+  if constexpr (sizeof(A) == 1) {
     static_assert(a_major == 0 && b_major == 0, "FP8 operands are K-major");
-    GROUPED_LINEAR_WGMMA("32", "e4m3.e4m3", "");
-  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    static_assert(std::is_same_v<B, __nv_fp8_e4m3>);
+    if constexpr (std::is_same_v<A, __nv_fp8_e4m3>) {
+      GROUPED_LINEAR_WGMMA("32", "e4m3.e4m3", "");
+    } else {
+      GROUPED_LINEAR_WGMMA("32", "e5m2.e4m3", "");
+    }
+  } else if constexpr (std::is_same_v<A, __nv_bfloat16>) {
     GROUPED_LINEAR_WGMMA_MAJORS("bf16.bf16")
   } else {
     GROUPED_LINEAR_WGMMA_MAJORS("f16.f16")

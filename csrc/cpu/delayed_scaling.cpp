@@ -1,0 +1,99 @@
+// One scale a group from earlier steps: one pass, which also raises amax for steps to come.
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "../checks.h"
+#include "../ops.h"
+#include "numerics.h"
+#include "per_group.h"
+
+namespace grouped_linear::cpu {
+namespace {
+
+std::vector<float> delayed_factors(const Tensor& scale) {
+  const Tensor dense = torch::stable::contiguous(scale);
+  const float* scales = dense.const_data_ptr<float>();
+  std::vector<float> factors(scale.size(0));
+  for (size_t e = 0; e < factors.size(); ++e) factors[e] = 1 / scales[e];
+  return factors;
+}
+
+float* written(const std::optional<Tensor>& t) {
+  return t ? static_cast<float*>(t->data_ptr()) : nullptr;
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> group_quantize_delayed_(const std::optional<Tensor>& amax,
+                                                           const Tensor& x, const Tensor& offs,
+                                                           const Tensor& scale, ScalarType dtype,
+                                                           bool rowwise, bool columnwise,
+                                                           bool bias_grad) {
+  check_group_quantize_delayed(amax, x, offs, scale, dtype, rowwise, columnwise);
+  const GroupedRows rows("group_quantize_delayed_", x, offs);
+  const int64_t T = x.size(0), K = x.size(1), E = offs.size(0);
+
+  using Shape = std::vector<int64_t>;
+  const auto output = [&x](bool wanted, const Shape& shape, ScalarType type) {
+    return torch::stable::new_empty(x, wanted ? shape : Shape{0}, type);
+  };
+  Tensor q = output(rowwise, {T, K}, dtype);
+  Tensor q_t = output(columnwise, {padded_rows(T, E) / kBlock, K, kBlock}, dtype);
+  Tensor grad = output(bias_grad, {E, K}, ScalarType::Float);
+
+  quantize_per_group(rows, delayed_factors(scale), dtype,
+                     {rowwise ? static_cast<uint8_t*>(q.data_ptr()) : nullptr,
+                      columnwise ? static_cast<uint8_t*>(q_t.data_ptr()) : nullptr,
+                      bias_grad ? grad.mutable_data_ptr<float>() : nullptr, written(amax)});
+  return {q, q_t, grad};
+}
+
+std::tuple<Tensor, Tensor> quantize_weight_delayed_(const std::optional<Tensor>& amax,
+                                                    const Tensor& w, const Tensor& scale,
+                                                    bool columnwise) {
+  check_quantize_weight_delayed(amax, w, scale);
+  const GroupedRows rows(w);
+  const int64_t E = w.size(0), N = w.size(1), K = w.size(2);
+
+  using Shape = std::vector<int64_t>;
+  constexpr ScalarType e4m3 = ScalarType::Float8_e4m3fn;
+  Tensor q = torch::stable::new_empty(w, Shape{E, N, K}, e4m3);
+  Tensor q_t = torch::stable::new_empty(w, columnwise ? Shape{E, K, N} : Shape{0}, e4m3);
+
+  quantize_per_group(
+      rows, delayed_factors(scale), e4m3,
+      {static_cast<uint8_t*>(q.data_ptr()),
+       columnwise ? static_cast<uint8_t*>(q_t.data_ptr()) : nullptr, nullptr, written(amax)});
+  return {q, q_t};
+}
+
+void update_scales_(const std::vector<Tensor>& scale, const std::vector<Tensor>& amax,
+                    const std::vector<Tensor>& amax_history, const std::vector<double>& fp8_max,
+                    int64_t margin, bool most_recent) {
+  check_update_scales(scale, amax, amax_history, fp8_max, margin);
+  for (size_t i = 0; i < scale.size(); ++i) {
+    const int64_t E = scale[i].size(0), steps = amax_history[i].size(0);
+    auto* scales = static_cast<float*>(scale[i].data_ptr());
+    auto* latest = static_cast<float*>(amax[i].data_ptr());
+    auto* history = static_cast<float*>(amax_history[i].data_ptr());
+    std::memmove(history + E, history, (steps - 1) * E * sizeof(float));
+    for (int64_t e = 0; e < E; ++e) {
+      const uint32_t now = std::bit_cast<uint32_t>(latest[e]) & kMagnitude;
+      const bool finite = now < kInfinity;
+      history[e] = finite ? std::bit_cast<float>(now) : 0;
+      uint32_t largest = finite ? now : 0;
+      for (int64_t h = 1; h < steps && !most_recent; ++h)
+        largest = std::max(largest, std::bit_cast<uint32_t>(history[h * E + e]) & kMagnitude);
+      if (finite && largest > 0 && largest < kInfinity) {
+        float factor = static_cast<float>(fp8_max[i]) / std::bit_cast<float>(largest);
+        factor = factor * std::ldexp(1.0f, static_cast<int>(-margin));
+        scales[e] = 1 / std::min(std::max(factor, 0x1p-126f), 0x1p126f);
+      }
+      latest[e] = 0;
+    }
+  }
+}
+
+}  // namespace grouped_linear::cpu

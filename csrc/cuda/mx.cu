@@ -1,0 +1,121 @@
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "../checks.h"
+#include "../ops.h"
+#include "kernels/mx.cuh"
+#include "launch.h"
+
+namespace grouped_linear::cuda {
+namespace {
+
+using Shape = std::vector<int64_t>;
+
+// One pass over x for whatever `out` asks for, and the sums of the blocks' sums into bias_grad.
+template <bool rounded>
+void quantize(const Launch& launch, const Tensor& x_in, const Tensor& offs_in, MxOutputs out,
+              Tensor& bias_grad) {
+  const Tensor x = x_in.stride(1) == 1 ? x_in : torch::stable::contiguous(x_in);
+  const Tensor offs = torch::stable::contiguous(offs_in);
+  const int64_t T = x.size(0), K = x.size(1), E = offs.size(0);
+  const int64_t blocks = padded_rows(T, E) / kBlock;
+  // offs are int32; a block past the end must be countable
+  const int rows =
+      static_cast<int>(std::min<int64_t>(T, std::numeric_limits<int32_t>::max() - kBlock));
+  const int groups = static_cast<int>(E), features = static_cast<int>(K);
+  const bool sums = bias_grad.numel() > 0;
+  Tensor block_sums =
+      torch::stable::new_empty(x, sums ? Shape{blocks, K} : Shape{0}, ScalarType::Float);
+  if (sums) out.block_sums = block_sums.mutable_data_ptr<float>();
+
+  const auto run = [&](auto element) {
+    using Element = typename decltype(element)::type;
+    const auto kernel = group_mx_kernel<Element, rounded>;
+    const auto* values = static_cast<const Element*>(x.const_data_ptr());
+    const bool vectorised =
+        reinterpret_cast<uintptr_t>(values) % 16 == 0 && x.stride(0) * sizeof(Element) % 16 == 0;
+    const int shared = out.q_t ? static_cast<int>(sizeof(TurnedTile)) : 0;
+    int resident = 0;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kTileThreads, shared);
+    const int64_t at_once = int64_t{launch.multiprocessors()} * std::max(resident, 1);
+    const int64_t grid =
+        std::max<int64_t>(1, std::min<int64_t>(blocks * ceil_div(K, kBlock), at_once));
+    kernel<<<static_cast<unsigned>(grid), kTileThreads, shared, launch.stream()>>>(
+        values, x.stride(0), vectorised, offs.const_data_ptr<int32_t>(), groups, rows, features,
+        out);
+    launch.check_launched();
+  };
+  switch (x.scalar_type()) {
+    case ScalarType::BFloat16: run(std::type_identity<__nv_bfloat16>()); break;
+    case ScalarType::Half: run(std::type_identity<__half>()); break;
+    default: run(std::type_identity<float>());
+  }
+  if (!sums) return;
+
+  const int64_t chunks = ceil_div(K, kSumThreads);
+  const int64_t blocks_y =
+      std::min(E, std::max<int64_t>(1, int64_t{8} * launch.multiprocessors() / chunks));
+  add_block_sums_kernel<<<dim3(static_cast<unsigned>(chunks), static_cast<unsigned>(blocks_y)),
+                          kSumThreads, 0, launch.stream()>>>(
+      out.block_sums, offs.const_data_ptr<int32_t>(), groups, rows, features,
+      bias_grad.mutable_data_ptr<float>());
+  launch.check_launched();
+}
+
+template <typename Element>
+Element* if_wanted(bool wanted, Tensor& t) {
+  return wanted ? static_cast<Element*>(t.mutable_data_ptr()) : nullptr;
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_mx(const Tensor& x,
+                                                                     const Tensor& offs,
+                                                                     bool rowwise, bool columnwise,
+                                                                     bool bias_grad) {
+  check_group_quantize_mx("group_quantize_mx", x, offs, rowwise, columnwise);
+
+  const Launch launch("group_quantize_mx", x);
+  const int64_t T = x.size(0), K = x.size(1), E = offs.size(0);
+  const auto output = [&x](bool wanted, const Shape& shape, ScalarType dtype) {
+    return torch::stable::new_empty(x, wanted ? shape : Shape{0}, dtype);
+  };
+  constexpr ScalarType e4m3 = ScalarType::Float8_e4m3fn, e8m0 = ScalarType::Float8_e8m0fnu;
+  const int64_t blocks = padded_rows(T, E) / kBlock;
+  Tensor q = output(rowwise, {T, K}, e4m3);
+  Tensor scale = output(rowwise, {T, ceil_div(K, kMxBlock)}, e8m0);
+  Tensor q_t = output(columnwise, {blocks, K, kBlock}, e4m3);
+  Tensor scale_t = output(columnwise, {blocks, K, kBlock / kMxBlock}, e8m0);
+  Tensor grad = output(bias_grad, {E, K}, ScalarType::Float);
+
+  quantize<false>(launch, x, offs,
+                  {if_wanted<uint8_t>(rowwise, q), if_wanted<uint8_t>(rowwise, scale),
+                   if_wanted<uint8_t>(columnwise, q_t), if_wanted<uint8_t>(columnwise, scale_t),
+                   nullptr, nullptr, nullptr},
+                  grad);
+  return {q, scale, q_t, scale_t, grad};
+}
+
+std::tuple<Tensor, Tensor, Tensor> group_round_mx(const Tensor& x, const Tensor& offs, bool rowwise,
+                                                  bool columnwise, bool bias_grad) {
+  check_group_quantize_mx("group_round_mx", x, offs, rowwise, columnwise);
+
+  const Launch launch("group_round_mx", x);
+  const int64_t T = x.size(0), K = x.size(1), E = offs.size(0);
+  const auto output = [&x](bool wanted, const Shape& shape, ScalarType dtype) {
+    return torch::stable::new_empty(x, wanted ? shape : Shape{0}, dtype);
+  };
+  Tensor x_rowwise = output(rowwise, {T, K}, ScalarType::BFloat16);
+  Tensor x_columnwise = output(columnwise, {T, K}, ScalarType::BFloat16);
+  Tensor grad = output(bias_grad, {E, K}, ScalarType::Float);
+
+  quantize<true>(launch, x, offs,
+                 {nullptr, nullptr, nullptr, nullptr, if_wanted<uint16_t>(rowwise, x_rowwise),
+                  if_wanted<uint16_t>(columnwise, x_columnwise), nullptr},
+                 grad);
+  return {x_rowwise, x_columnwise, grad};
+}
+
+}  // namespace grouped_linear::cuda

@@ -1,0 +1,225 @@
+// Current and delayed scaling: one scale a group.
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "../checks.h"
+#include "../ops.h"
+#include "kernels/per_group.cuh"
+#include "launch.h"
+
+namespace grouped_linear::cuda {
+namespace {
+
+using Shape = std::vector<int64_t>;
+constexpr ScalarType kE4m3 = ScalarType::Float8_e4m3fn;
+
+// Rows in groups: x [T, K] as offs say, or a weight's experts.
+struct Source {
+  Source(const Tensor& x, const Tensor& offs_in)
+      : values(x.stride(1) == 1 ? x : torch::stable::contiguous(x)),
+        offs(torch::stable::contiguous(offs_in)),
+        row_stride(values.stride(0)),
+        most_blocks(padded_rows(x.size(0), offs->size(0)) / kBlock),
+        tiles{offs->const_data_ptr<int32_t>(), static_cast<int>(offs->size(0)),
+              // offs are int32; a block past the end must be countable
+              static_cast<int>(
+                  std::min<int64_t>(x.size(0), std::numeric_limits<int32_t>::max() - kBlock)),
+              static_cast<int>(x.size(1)), 0} {}
+  explicit Source(const Tensor& weight)
+      : values(torch::stable::contiguous(weight)),
+        row_stride(weight.size(2)),
+        most_blocks(weight.size(0) * ceil_div(weight.size(1), kBlock)),
+        tiles{nullptr, static_cast<int>(weight.size(0)), 0, static_cast<int>(weight.size(2)),
+              static_cast<int>(weight.size(1))} {}
+
+  bool vectorised() const {
+    return reinterpret_cast<uintptr_t>(values.const_data_ptr()) % 16 == 0 &&
+           row_stride * values.element_size() % 16 == 0;
+  }
+
+  // Calls run with the type of the elements.
+  template <typename Run>
+  void for_element(const Run& run) const {
+    switch (values.scalar_type()) {
+      case ScalarType::BFloat16: run(std::type_identity<__nv_bfloat16>()); break;
+      case ScalarType::Half: run(std::type_identity<__half>()); break;
+      default: run(std::type_identity<float>());
+    }
+  }
+
+  Tensor values;
+  std::optional<Tensor> offs;
+  int64_t row_stride, most_blocks;
+  GroupedTiles tiles;
+};
+
+// As many blocks as the GPU holds at once, or as there can be tiles.
+template <typename Kernel>
+unsigned grid_of(const Launch& launch, const Source& source, Kernel kernel, int shared) {
+  int resident = 0;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kTileThreads, shared);
+  const int64_t count = source.most_blocks * ceil_div(source.tiles.K, kBlock);
+  const int64_t at_once = int64_t{launch.multiprocessors()} * std::max(resident, 1);
+  return static_cast<unsigned>(std::max<int64_t>(1, std::min(count, at_once)));
+}
+
+// The amax of every group, as the bits of a float32, in an int32 tensor [E].
+Tensor find_amax(const Launch& launch, const Source& source) {
+  Tensor amax = torch::stable::new_zeros(source.values, Shape{source.tiles.E}, ScalarType::Int);
+  source.for_element([&](auto element) {
+    using Element = typename decltype(element)::type;
+    const auto kernel = group_amax_kernel<Element>;
+    kernel<<<grid_of(launch, source, kernel, 0), kTileThreads, 0, launch.stream()>>>(
+        static_cast<const Element*>(source.values.const_data_ptr()), source.row_stride,
+        source.vectorised(), source.tiles, static_cast<uint32_t*>(amax.mutable_data_ptr()));
+    launch.check_launched();
+  });
+  return amax;
+}
+
+// bias_grad [E, K] has no elements where it is not asked for.
+void quantize(const Launch& launch, const Source& source, ScalarType dtype, const GroupScale& scale,
+              PerGroupQuantized out, Tensor& bias_grad) {
+  const bool sums = bias_grad.numel() > 0;
+  const int64_t K = source.tiles.K;
+  Tensor block_sums = torch::stable::new_empty(
+      source.values, sums ? Shape{source.most_blocks, K} : Shape{0}, ScalarType::Float);
+  if (sums) out.block_sums = block_sums.mutable_data_ptr<float>();
+
+  const auto run = [&](auto element, auto is_e5m2) {
+    using Element = typename decltype(element)::type;
+    const auto kernel = quantize_per_group_kernel<Element, decltype(is_e5m2)::value>;
+    const int shared = out.q_t ? static_cast<int>(sizeof(TurnedTile)) : 0;
+    kernel<<<grid_of(launch, source, kernel, shared), kTileThreads, shared, launch.stream()>>>(
+        static_cast<const Element*>(source.values.const_data_ptr()), source.row_stride,
+        source.vectorised(), source.tiles, scale, out);
+    launch.check_launched();
+  };
+  source.for_element([&](auto element) {
+    if (dtype == ScalarType::Float8_e5m2)
+      run(element, std::true_type());
+    else
+      run(element, std::false_type());
+  });
+  if (!sums) return;
+
+  const int64_t E = source.tiles.E, chunks = ceil_div(K, kSumThreads);
+  const int64_t blocks_y =
+      std::min(E, std::max<int64_t>(1, int64_t{8} * launch.multiprocessors() / chunks));
+  add_block_sums_kernel<<<dim3(static_cast<unsigned>(chunks), static_cast<unsigned>(blocks_y)),
+                          kSumThreads, 0, launch.stream()>>>(
+      out.block_sums, source.tiles.offs, static_cast<int>(E), source.tiles.T, source.tiles.K,
+      bias_grad.mutable_data_ptr<float>());
+  launch.check_launched();
+}
+
+uint8_t* bytes_of(bool wanted, Tensor& t) {
+  return wanted ? static_cast<uint8_t*>(t.mutable_data_ptr()) : nullptr;
+}
+
+uint32_t* amax_of(const std::optional<Tensor>& amax) {
+  return amax ? static_cast<uint32_t*>(amax->mutable_data_ptr()) : nullptr;
+}
+
+struct RowOutputs {
+  RowOutputs(const Tensor& x, const Tensor& offs, ScalarType dtype, bool rowwise, bool columnwise,
+             bool bias_grad)
+      : q(torch::stable::new_empty(x, rowwise ? Shape{x.size(0), x.size(1)} : Shape{0}, dtype)),
+        q_t(torch::stable::new_empty(
+            x,
+            columnwise ? Shape{padded_rows(x.size(0), offs.size(0)) / kBlock, x.size(1), kBlock}
+                       : Shape{0},
+            dtype)),
+        grad(torch::stable::new_empty(x, bias_grad ? Shape{offs.size(0), x.size(1)} : Shape{0},
+                                      ScalarType::Float)) {}
+
+  Tensor q, q_t, grad;
+};
+
+struct WeightOutputs {
+  WeightOutputs(const Tensor& w, bool columnwise)
+      : q(torch::stable::new_empty(w, Shape{w.size(0), w.size(1), w.size(2)}, kE4m3)),
+        q_t(torch::stable::new_empty(
+            w, columnwise ? Shape{w.size(0), w.size(2), w.size(1)} : Shape{0}, kE4m3)),
+        no_grad(torch::stable::new_empty(w, Shape{0}, ScalarType::Float)) {}
+
+  Tensor q, q_t, no_grad;
+};
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> group_quantize_current(
+    const Tensor& x, const Tensor& offs, ScalarType dtype, double amax_epsilon,
+    bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad) {
+  check_group_quantize_current(x, offs, dtype, amax_epsilon, rowwise, columnwise);
+
+  const Launch launch("group_quantize_current", x);
+  const Source source(x, offs);
+  RowOutputs out(x, offs, dtype, rowwise, columnwise, bias_grad);
+  Tensor scale = torch::stable::new_empty(x, Shape{offs.size(0)}, ScalarType::Float);
+
+  const Tensor amax = find_amax(launch, source);
+  const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
+  quantize(launch, source, dtype,
+           {static_cast<const uint32_t*>(amax.const_data_ptr()), rule,
+            scale.mutable_data_ptr<float>(), nullptr},
+           {bytes_of(rowwise, out.q), bytes_of(columnwise, out.q_t), nullptr, nullptr}, out.grad);
+  return {out.q, scale, out.q_t, out.grad};
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize_weight_current(const Tensor& w, double amax_epsilon,
+                                                           bool power_of_two_scales,
+                                                           bool columnwise) {
+  check_quantize_weight("quantize_weight_current", w, amax_epsilon);
+
+  const Launch launch("quantize_weight_current", w);
+  const Source source(w);
+  WeightOutputs out(w, columnwise);
+  Tensor scale = torch::stable::new_empty(w, Shape{w.size(0)}, ScalarType::Float);
+
+  const Tensor amax = find_amax(launch, source);
+  const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
+  quantize(launch, source, kE4m3,
+           {static_cast<const uint32_t*>(amax.const_data_ptr()), rule,
+            scale.mutable_data_ptr<float>(), nullptr},
+           {bytes_of(true, out.q), bytes_of(columnwise, out.q_t), nullptr, nullptr}, out.no_grad);
+  return {out.q, scale, out.q_t};
+}
+
+std::tuple<Tensor, Tensor, Tensor> group_quantize_delayed_(const std::optional<Tensor>& amax,
+                                                           const Tensor& x, const Tensor& offs,
+                                                           const Tensor& scale_in, ScalarType dtype,
+                                                           bool rowwise, bool columnwise,
+                                                           bool bias_grad) {
+  check_group_quantize_delayed(amax, x, offs, scale_in, dtype, rowwise, columnwise);
+
+  const Launch launch("group_quantize_delayed_", x);
+  const Source source(x, offs);
+  const Tensor scale = torch::stable::contiguous(scale_in);
+  RowOutputs out(x, offs, dtype, rowwise, columnwise, bias_grad);
+
+  quantize(launch, source, dtype, {nullptr, {}, nullptr, scale.const_data_ptr<float>()},
+           {bytes_of(rowwise, out.q), bytes_of(columnwise, out.q_t), nullptr, amax_of(amax)},
+           out.grad);
+  return {out.q, out.q_t, out.grad};
+}
+
+std::tuple<Tensor, Tensor> quantize_weight_delayed_(const std::optional<Tensor>& amax,
+                                                    const Tensor& w, const Tensor& scale_in,
+                                                    bool columnwise) {
+  check_quantize_weight_delayed(amax, w, scale_in);
+
+  const Launch launch("quantize_weight_delayed_", w);
+  const Source source(w);
+  const Tensor scale = torch::stable::contiguous(scale_in);
+  WeightOutputs out(w, columnwise);
+
+  quantize(launch, source, kE4m3, {nullptr, {}, nullptr, scale.const_data_ptr<float>()},
+           {bytes_of(true, out.q), bytes_of(columnwise, out.q_t), nullptr, amax_of(amax)},
+           out.no_grad);
+  return {out.q, out.q_t};
+}
+
+}  // namespace grouped_linear::cuda

@@ -1,0 +1,301 @@
+"""Delayed scaling: what is remembered, when, and that nothing else is.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from samples import BF16, FP32, OPS, assert_same_bits, devices
+from test_compile import graphs
+from test_layer import Calls
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import checkpoint
+
+from grouped_linear import DelayedScaling, Float8BlockScaling, GroupedLinear, update_scales
+
+DEVICES = pytest.mark.parametrize("device", devices(*OPS))
+COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+E, K, N = 3, 32, 48
+RECIPE = DelayedScaling(amax_history_len=3)
+
+
+def make_layer(device: str, **options: Any) -> GroupedLinear:
+    torch.manual_seed(0)
+    return GroupedLinear(E, K, N, recipe=RECIPE, device=device, **options)
+
+
+def rows(device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(40, K, generator=generator).to(device)
+    return x.requires_grad_(), torch.tensor([10, 0, 25], device=device)
+
+
+def buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: b.clone() for name, b in module.named_buffers()}
+
+
+def call(layer: nn.Module, compiled: bool) -> Any:
+    return torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+
+
+@DEVICES
+@COMPILED
+def test_amax_is_of_each_operand_and_group(compiled: bool, device: str) -> None:
+    layer = make_layer(device)
+    x, m_splits = rows(device)
+    y = call(layer, compiled)(x, m_splits)
+    dy = torch.randn_like(y) * 1e-3
+    y.backward(dy)
+    offs = torch.tensor([10, 10, 35])
+    state = layer.scaling_state
+    for slot, expected in (
+        (state.x, reference.amax_of_groups(x.detach().cpu(), offs)),
+        (state.weight, layer.weight.detach().abs().amax((1, 2)).cpu()),
+        (state.dy, reference.amax_of_groups(dy.cpu(), offs)),
+    ):
+        assert_same_bits(slot.amax.cpu(), expected)
+        assert (slot.scale == 1).all()
+        assert not slot.amax_history.any()
+    update_scales(layer)
+    for slot, largest in ((state.x, 448.0), (state.weight, 448.0), (state.dy, 57344.0)):
+        latest = slot.amax_history[0].cpu()
+        assert not slot.amax.any()
+        expected = reference.update_scales(torch.ones(E), latest, torch.zeros(3, E), largest)
+        assert_same_bits(slot.scale.cpu(), expected.scale)
+        assert_same_bits(slot.amax_history.cpu(), expected.amax_history)
+
+
+@DEVICES
+@COMPILED
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_nothing_is_learnt_without_gradients(mode: Any, compiled: bool, device: str) -> None:
+    layer = make_layer(device)
+    before = buffers(layer)
+    versions = [b._version for b in layer.buffers()]
+    with mode():
+        call(layer, compiled)(*rows(device))
+    assert versions == [b._version for b in layer.buffers()]
+    for name, b in layer.named_buffers():
+        assert_same_bits(b, before[name])
+
+
+@DEVICES
+@COMPILED
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputing_records_the_same(reentrant: bool, compiled: bool, device: str) -> None:
+    if reentrant and compiled:
+        pytest.skip("torch compiles the other kind of checkpoint only")
+    layer, other = make_layer(device), make_layer(device)
+    x, m_splits = rows(device)
+
+    def recomputed(x: Tensor, m_splits: Tensor) -> Tensor:
+        return checkpoint(other, x, m_splits, use_reentrant=reentrant)
+
+    for function in (layer, call(recomputed, compiled)):
+        function(x, m_splits).square().sum().backward()
+    for a, b in zip(layer.buffers(), other.buffers(), strict=True):
+        assert_same_bits(a, b)
+    assert_same_bits(layer.weight.grad, other.weight.grad)
+
+
+@DEVICES
+@COMPILED
+def test_two_forwards_before_their_backwards(compiled: bool, device: str) -> None:
+    one_by_one, interleaved = make_layer(device), make_layer(device)
+    batches = [rows(device, seed) for seed in (1, 2)]
+    for batch in batches:
+        call(one_by_one, compiled)(*batch).square().sum().backward()
+    torch._dynamo.reset()
+    function = call(interleaved, compiled)
+    for loss in [function(*batch).square().sum() for batch in batches]:
+        loss.backward()
+    for a, b in zip(one_by_one.buffers(), interleaved.buffers(), strict=True):
+        assert_same_bits(a, b)
+    assert_same_bits(one_by_one.weight.grad, interleaved.weight.grad)
+
+
+@DEVICES
+@COMPILED
+def test_an_update_between_forward_and_backward_raises(compiled: bool, device: str) -> None:
+    layer = make_layer(device)
+    y = call(layer, compiled)(*rows(device))
+    update_scales(layer)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_step_that_diverged_keeps_its_scales() -> None:
+    layer = make_layer("cpu")
+    x, m_splits = rows("cpu")
+    layer(x, m_splits).sum().backward()
+    update_scales(layer)
+    before = layer.scaling_state.x.scale.clone()
+    x = x.detach().clone()
+    x[0, 0] = torch.inf
+    layer(x, m_splits)
+    assert layer.scaling_state.x.amax.isinf().tolist() == [True, False, False]
+    update_scales(layer)
+    assert layer.scaling_state.x.scale[0] == before[0]
+    assert layer.scaling_state.x.amax_history.isfinite().all()
+    layer(*rows("cpu", 5))  # and learns again from the next
+    update_scales(layer)
+    assert layer.scaling_state.x.amax_history[0, 0] > 0
+
+
+def test_one_op_updates_a_whole_model() -> None:
+    def layer(**options: Any) -> GroupedLinear:
+        return GroupedLinear(E, K, K, recipe=DelayedScaling(**options))
+
+    model = nn.Sequential(*(layer() for _ in range(5)), nn.Linear(4, 4))
+    with Calls() as calls:
+        update_scales(model)
+    assert calls.counts == {"update_scales_": 1}
+    model.append(layer(margin=1))
+    model.append(layer(amax_compute_algo="most_recent"))
+    with Calls() as calls:
+        update_scales(model)
+    assert calls.counts == {"update_scales_": 3}
+    with Calls() as calls:
+        update_scales(GroupedLinear(E, K, N, recipe=Float8BlockScaling()))
+    assert not calls.counts
+
+
+def _reduce(rank: int, file: str, results: list[Any]) -> None:
+    dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=2)
+    layer = GroupedLinear(2, 16, 32, recipe=RECIPE)
+    state = layer.scaling_state
+    state.x.amax.copy_(torch.tensor([[1.0, 5.0], [3.0, torch.inf]])[rank])
+    state.dy.amax.copy_(torch.tensor([[0.0, 0.0], [0.0, 7.0]])[rank])
+    update_scales(layer, dist.group.WORLD)
+    history = [operand.amax_history[0].tolist() for operand in state.operands]
+    assert history == [[3.0, 0.0], [0.0, 0.0], [0.0, 7.0]]  # an infinity of one is one of all
+    assert state.x.scale[1] == 1
+    dist.destroy_process_group()
+
+
+def test_all_reduce(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_reduce, (str(tmp_path / "store"), []), nprocs=2)
+
+
+def test_scales_stay_float32() -> None:
+    layer = make_layer("cpu")
+    layer.scaling_state.x.scale.fill_(1.0001)
+    for converted in (layer.to(BF16), layer.half(), layer.double(), copy.deepcopy(layer)):
+        assert {b.dtype for b in converted.buffers()} == {FP32}
+        assert (converted.scaling_state.x.scale == 1.0001).all()
+    assert layer.weight.dtype == torch.float64
+
+
+def test_reset_parameters_forgets() -> None:
+    layer = make_layer("cpu")
+    layer(*rows("cpu")).sum().backward()
+    update_scales(layer)
+    layer.reset_parameters()
+    fresh = make_layer("cpu")
+    for a, b in zip(layer.buffers(), fresh.buffers(), strict=True):
+        assert_same_bits(a, b)
+
+
+# --- graphs --------------------------------------------------------------------------------------
+
+
+def test_training_graphs() -> None:
+    """Scales are only read; each amax is written once and read by nothing else."""
+    assert_expected_inline(
+        graphs(RECIPE, training=True),
+        """\
+def forward(self, primals_1: "f32[3,48,32]", primals_2: "f32[3,48]", primals_3: "f32[40,32]",
+    primals_4: "i64[3]", primals_5: "f32[3]", primals_6: "f32[3]", primals_7: "f32[3]",
+    primals_8: "f32[3]", primals_9: "f32[3]", primals_10: "f32[3]"):
+splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(primals_4, 40)
+auto_functionalized_v2 =
+    higher_order.auto_functionalized_v2(grouped_linear.group_quantize_delayed_.default, x =
+    primals_3, offs = splits_to_offsets, scale = primals_5, dtype = torch.float8_e4m3fn, rowwise
+    = True, columnwise = True, bias_grad = False, _amax_base_index = 0, _all_bases =
+    [primals_6])
+getitem: "f8e4m3fn[40,32]" = auto_functionalized_v2[0]
+getitem_1: "f8e4m3fn[3,32,128]" = auto_functionalized_v2[1]
+getitem_3: "f32[3]" = auto_functionalized_v2[3]
+auto_functionalized_v2_1 =
+    higher_order.auto_functionalized_v2(grouped_linear.quantize_weight_delayed_.default, w =
+    primals_1, scale = primals_7, columnwise = True, _amax_base_index = 0, _all_bases =
+    [primals_8])
+getitem_4: "f8e4m3fn[3,48,32]" = auto_functionalized_v2_1[0]
+getitem_5: "f8e4m3fn[3,32,48]" = auto_functionalized_v2_1[1]
+getitem_6: "f32[3]" = auto_functionalized_v2_1[2]
+grouped_scaled_mm: "f32[40,48]" = grouped_linear.grouped_scaled_mm(getitem, getitem_4,
+    primals_5, primals_7, splits_to_offsets, primals_2, torch.float32)
+copy__1: "f32[3]" = aten.copy_(primals_6, getitem_3)
+copy__2: "f32[3]" = aten.copy_(primals_8, getitem_6)
+return (grouped_scaled_mm, primals_5, primals_7, primals_9, splits_to_offsets, getitem_1,
+    getitem_5, primals_10)
+
+def forward(self, primals_5: "f32[3]", primals_7: "f32[3]", primals_9: "f32[3]",
+    splits_to_offsets: "i32[3]", getitem_1: "f8e4m3fn[3,32,128]", getitem_5:
+    "f8e4m3fn[3,32,48]", primals_10: "f32[3]", tangents_1: "f32[40,48]"):
+auto_functionalized_v2_2 =
+    higher_order.auto_functionalized_v2(grouped_linear.group_quantize_delayed_.default, x =
+    tangents_1, offs = splits_to_offsets, scale = primals_9, dtype = torch.float8_e5m2, rowwise
+    = True, columnwise = True, bias_grad = True, _amax_base_index = 0, _all_bases =
+    [primals_10])
+getitem_7: "f8e5m2[40,48]" = auto_functionalized_v2_2[0]
+getitem_8: "f8e5m2[3,48,128]" = auto_functionalized_v2_2[1]
+getitem_9: "f32[3,48]" = auto_functionalized_v2_2[2]
+getitem_10: "f32[3]" = auto_functionalized_v2_2[3]
+grouped_scaled_mm_1: "f32[40,32]" = grouped_linear.grouped_scaled_mm(getitem_7, getitem_5,
+    primals_9, primals_7, splits_to_offsets, None, torch.float32)
+grouped_scaled_mm_wgrad: "f32[3,48,32]" = grouped_linear.grouped_scaled_mm_wgrad(getitem_8,
+    getitem_1, primals_9, primals_5, splits_to_offsets, torch.float32)
+copy_: "f32[3]" = aten.copy_(primals_10, getitem_10)
+return (grouped_scaled_mm_wgrad, getitem_9, grouped_scaled_mm_1, None, None, None, None, None,
+    None, None)""",
+    )
+
+
+def test_inference_graph() -> None:
+    assert_expected_inline(
+        graphs(RECIPE, training=False),
+        """\
+def forward(self, arg0_1: "f32[3,48,32]", arg1_1: "f32[3,48]", arg2_1: "f32[40,32]", arg3_1:
+    "i64[3]", arg4_1: "f32[3]", arg5_1: "f32[3]"):
+splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(arg3_1, 40)
+auto_functionalized_v2 =
+    higher_order.auto_functionalized_v2(grouped_linear.group_quantize_delayed_.default, x =
+    arg2_1, offs = splits_to_offsets, scale = arg4_1, dtype = torch.float8_e4m3fn, rowwise =
+    True, columnwise = False, bias_grad = False, _amax_base_index = None, _all_bases = [])
+getitem: "f8e4m3fn[40,32]" = auto_functionalized_v2[0]
+auto_functionalized_v2_1 =
+    higher_order.auto_functionalized_v2(grouped_linear.quantize_weight_delayed_.default, w =
+    arg0_1, scale = arg5_1, columnwise = False, _amax_base_index = None, _all_bases = [])
+getitem_3: "f8e4m3fn[3,48,32]" = auto_functionalized_v2_1[0]
+grouped_scaled_mm: "f32[40,48]" = grouped_linear.grouped_scaled_mm(getitem, getitem_3, arg4_1,
+    arg5_1, splits_to_offsets, arg1_1, torch.float32)
+return (grouped_scaled_mm,)""",
+    )
+
+
+@DEVICES
+def test_inductor_records_in_place(device: str) -> None:
+    """The op writes the layer's own amax: no clone before, no copy after."""
+    layer = make_layer(device)
+    x, m_splits = rows(device)
+
+    def step() -> None:
+        compiled(x, m_splits).sum().backward()
+
+    compiled = torch.compile(layer, fullgraph=True)
+    _, codes = run_and_get_code(step)
+    assert layer.scaling_state.x.amax[0] == x[:10].abs().max()
+    assert layer.scaling_state.dy.amax.tolist() == [1, 0, 1]
+    code = "\n".join(codes)
+    assert code.count("grouped_linear.group_quantize_delayed_.default(") == 2
+    assert code.count("grouped_linear.quantize_weight_delayed_.default(") == 1
+    assert ".copy_(" not in code

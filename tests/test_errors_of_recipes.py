@@ -1,0 +1,333 @@
+"""One sentence a mistake in the recipes' ops, held as tests/test_errors.py holds the others."""
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from reference import E4M3, E5M2
+from samples import BF16, FP32, make
+from test_errors import BAD_EPSILONS, BAD_OFFS, GROUPS_3, like, offs, sentences
+
+BAD_ROWS = [
+    {"x": torch.zeros(12)},
+    {"x": torch.zeros(12, 144, dtype=torch.float64)},
+    {"x": torch.zeros(12, 72)},
+    *BAD_OFFS,
+    {"rowwise": False},
+]
+BAD_SCALES = [
+    {"scale": torch.ones(3, 1)},
+    {"scale": torch.ones(3, dtype=BF16)},
+    {"scale": torch.ones(2)},
+    {"amax": torch.ones(1, 3)},
+    {"amax": torch.ones(3, dtype=BF16)},
+    {"amax": torch.ones(2)},
+    {"amax": torch.ones(3, 2)[:, 0]},
+]
+
+
+def test_group_quantize_current() -> None:
+    good = make("group_quantize_current", GROUPS_3, BF16)
+    mistakes = [*BAD_ROWS, {"dtype": torch.bfloat16}, *BAD_EPSILONS]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+group_quantize_current: x must be 2-D, got 1-D
+group_quantize_current: x must be bfloat16, float16 or float32, got float64
+group_quantize_current: K must be a positive multiple of 16, got 72
+group_quantize_current: offs must be 1-D, got 2-D
+group_quantize_current: offs must be int32, got int64
+group_quantize_current: E must be between 1 and 1024, got 0
+group_quantize_current: E must be between 1 and 1024, got 1025
+group_quantize_current: rowwise or columnwise must be asked for, got neither
+group_quantize_current: dtype must be float8_e4m3fn or float8_e5m2, got bfloat16
+group_quantize_current: amax_epsilon must be finite and not negative, got -0.5
+group_quantize_current: amax_epsilon must be finite and not negative, got inf
+group_quantize_current: amax_epsilon must be finite and not negative, got nan""",
+    )
+
+
+def test_group_quantize_delayed() -> None:
+    good = make("group_quantize_delayed_", GROUPS_3, BF16)
+    mistakes = [*BAD_ROWS, {"dtype": torch.float8_e4m3fnuz}, *BAD_SCALES]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+group_quantize_delayed_: x must be 2-D, got 1-D
+group_quantize_delayed_: x must be bfloat16, float16 or float32, got float64
+group_quantize_delayed_: K must be a positive multiple of 16, got 72
+group_quantize_delayed_: offs must be 1-D, got 2-D
+group_quantize_delayed_: offs must be int32, got int64
+group_quantize_delayed_: E must be between 1 and 1024, got 0
+group_quantize_delayed_: E must be between 1 and 1024, got 1025
+group_quantize_delayed_: rowwise or columnwise must be asked for, got neither
+group_quantize_delayed_: dtype must be float8_e4m3fn or float8_e5m2, got float8_e4m3fnuz
+group_quantize_delayed_: scale must be 1-D, got 2-D
+group_quantize_delayed_: scale must be float32, got bfloat16
+group_quantize_delayed_: E differs: scale has 2, offs has 3
+group_quantize_delayed_: amax must be 1-D, got 2-D
+group_quantize_delayed_: amax must be float32, got bfloat16
+group_quantize_delayed_: E differs: amax has 2, offs has 3
+group_quantize_delayed_: amax must be contiguous""",
+    )
+
+
+@pytest.mark.parametrize("op", ["group_quantize_mx", "group_round_mx"])
+def test_mx(op: str) -> None:
+    said = sentences(make(op, GROUPS_3, BF16), BAD_ROWS)
+    assert said.count(op) == len(BAD_ROWS)
+    assert_expected_inline(
+        said.replace(op, "op"),
+        """\
+op: x must be 2-D, got 1-D
+op: x must be bfloat16, float16 or float32, got float64
+op: K must be a positive multiple of 16, got 72
+op: offs must be 1-D, got 2-D
+op: offs must be int32, got int64
+op: E must be between 1 and 1024, got 0
+op: E must be between 1 and 1024, got 1025
+op: rowwise or columnwise must be asked for, got neither""",
+    )
+
+
+def bad_weights() -> list[dict[str, torch.Tensor]]:
+    w = make("quantize_weight", GROUPS_3, BF16)["w"]
+    return [
+        {"w": torch.zeros(32, 144)},
+        {"w": w.double()},
+        {"w": like(w, 0, None, None)},
+        {"w": like(w, 1025, 16, 16)},
+        {"w": like(w, None, 24, None)},
+        {"w": like(w, None, None, 8)},
+    ]
+
+
+def test_quantize_weight_current() -> None:
+    good = make("quantize_weight_current", GROUPS_3, BF16)
+    assert_expected_inline(
+        sentences(good, [*bad_weights(), *BAD_EPSILONS]),
+        """\
+quantize_weight_current: w must be 3-D, got 2-D
+quantize_weight_current: w must be bfloat16, float16 or float32, got float64
+quantize_weight_current: E must be between 1 and 1024, got 0
+quantize_weight_current: E must be between 1 and 1024, got 1025
+quantize_weight_current: N must be a positive multiple of 16, got 24
+quantize_weight_current: K must be a positive multiple of 16, got 8
+quantize_weight_current: amax_epsilon must be finite and not negative, got -0.5
+quantize_weight_current: amax_epsilon must be finite and not negative, got inf
+quantize_weight_current: amax_epsilon must be finite and not negative, got nan""",
+    )
+
+
+def test_quantize_weight_delayed() -> None:
+    good = make("quantize_weight_delayed_", GROUPS_3, BF16)
+    assert_expected_inline(
+        sentences(good, [*bad_weights(), *BAD_SCALES]),
+        """\
+quantize_weight_delayed_: w must be 3-D, got 2-D
+quantize_weight_delayed_: w must be bfloat16, float16 or float32, got float64
+quantize_weight_delayed_: E must be between 1 and 1024, got 0
+quantize_weight_delayed_: E must be between 1 and 1024, got 1025
+quantize_weight_delayed_: N must be a positive multiple of 16, got 24
+quantize_weight_delayed_: K must be a positive multiple of 16, got 8
+quantize_weight_delayed_: scale must be 1-D, got 2-D
+quantize_weight_delayed_: scale must be float32, got bfloat16
+quantize_weight_delayed_: E differs: scale has 2, w has 3
+quantize_weight_delayed_: amax must be 1-D, got 2-D
+quantize_weight_delayed_: amax must be float32, got bfloat16
+quantize_weight_delayed_: E differs: amax has 2, w has 3
+quantize_weight_delayed_: amax must be contiguous""",
+    )
+
+
+def test_quantize_weight_list() -> None:
+    good = make("quantize_weight_list", GROUPS_3, BF16)
+    w = good["w"]
+    mistakes = [
+        {"w": 1025 * w[:1]},
+        {"w": [torch.zeros(144)]},
+        {"w": [w[0].double()]},
+        {"w": [w[0][:24]]},
+        {"w": [w[0][:, :8]]},
+        {"w": [w[0], torch.zeros(144)]},
+        {"w": [w[0], w[1].float()]},
+        {"w": [w[0], w[1][:16]]},
+        {"w": [w[0], w[1][:, :16]]},
+        *BAD_EPSILONS,
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+quantize_weight_list: E must be between 1 and 1024, got 1025
+quantize_weight_list: w must be 2-D, got 1-D
+quantize_weight_list: w must be bfloat16, float16 or float32, got float64
+quantize_weight_list: N must be a positive multiple of 16, got 24
+quantize_weight_list: K must be a positive multiple of 16, got 8
+quantize_weight_list: w must be 2-D, got 1-D
+quantize_weight_list: w must be bfloat16, got float32
+quantize_weight_list: N differs: w has 16, the first w has 32
+quantize_weight_list: K differs: w has 16, the first w has 144
+quantize_weight_list: amax_epsilon must be finite and not negative, got -0.5
+quantize_weight_list: amax_epsilon must be finite and not negative, got inf
+quantize_weight_list: amax_epsilon must be finite and not negative, got nan""",
+    )
+
+
+def test_refresh_weight() -> None:
+    good = make("refresh_weight_", GROUPS_3, BF16)
+    q, scale, q_t = good["q"], good["scale"], good["q_t"]
+    mistakes = [
+        *bad_weights(),
+        *BAD_EPSILONS,
+        {"refresh": torch.tensor([True])},
+        {"refresh": torch.tensor(1)},
+        {"q": q[0]},
+        {"q": q.float()},
+        {"q": q[:2]},
+        {"q": q_t.transpose(1, 2)},
+        {"scale": scale[0]},
+        {"scale": scale.to(BF16)},
+        {"scale": scale[:, :, :1]},
+        {"q_t": q},
+        {"q_t": q_t.view(E5M2)},
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+refresh_weight_: w must be 3-D, got 2-D
+refresh_weight_: w must be bfloat16, float16 or float32, got float64
+refresh_weight_: E must be between 1 and 1024, got 0
+refresh_weight_: E must be between 1 and 1024, got 1025
+refresh_weight_: N must be a positive multiple of 16, got 24
+refresh_weight_: K must be a positive multiple of 16, got 8
+refresh_weight_: amax_epsilon must be finite and not negative, got -0.5
+refresh_weight_: amax_epsilon must be finite and not negative, got inf
+refresh_weight_: amax_epsilon must be finite and not negative, got nan
+refresh_weight_: refresh must be 0-D, got 1-D
+refresh_weight_: refresh must be bool, got int64
+refresh_weight_: q must be 3-D, got 2-D
+refresh_weight_: q must be float8_e4m3fn, got float32
+refresh_weight_: q must be [3, 32, 144], got [2, 32, 144]
+refresh_weight_: q must be contiguous
+refresh_weight_: scale must be 3-D, got 2-D
+refresh_weight_: scale must be float32, got bfloat16
+refresh_weight_: scale must be [3, 1, 2], got [3, 1, 1]
+refresh_weight_: q_t must be [3, 144, 32], got [3, 32, 144]
+refresh_weight_: q_t must be float8_e4m3fn, got float8_e5m2""",
+    )
+
+
+def test_update_scales() -> None:
+    good = make("update_scales_", GROUPS_3, BF16)
+    scale, amax, history = good["scale"], good["amax"], good["amax_history"]
+    mistakes = [
+        {"amax": amax[:1]},
+        {"amax_history": history[:1]},
+        {"fp8_max": [448.0]},
+        {"margin": -1},
+        {"margin": 65},
+        {"scale": [scale[0][None], scale[1]]},
+        {"scale": [scale[0].double(), scale[1]]},
+        {"scale": [scale[0], torch.ones(12)[::2]]},
+        {"amax": [amax[0], amax[1].double()]},
+        {"amax": [amax[0], amax[0]]},
+        {"amax_history": [history[0][0], history[1]]},
+        {"amax_history": [history[0].double(), history[1]]},
+        {"amax_history": [history[0][:, :2], history[1]]},
+        {"amax_history": [history[0][:0], history[1]]},
+        {"amax_history": [torch.ones(3, 4).t(), history[1]]},
+        {"fp8_max": [448.0, 0.0]},
+        {"fp8_max": [float("inf"), 448.0]},
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+update_scales_: the number of states differs: amax has 1, scale has 2
+update_scales_: the number of states differs: amax_history has 1, scale has 2
+update_scales_: the number of states differs: fp8_max has 1, scale has 2
+update_scales_: margin must be between 0 and 64, got -1
+update_scales_: margin must be between 0 and 64, got 65
+update_scales_: scale must be 1-D, got 2-D
+update_scales_: scale must be float32, got float64
+update_scales_: scale must be contiguous
+update_scales_: amax must be float32, got float64
+update_scales_: E differs: amax has 3, scale has 6
+update_scales_: amax_history must be 2-D, got 1-D
+update_scales_: amax_history must be float32, got float64
+update_scales_: E differs: amax_history has 2, scale has 3
+update_scales_: amax_history must have a row, got none
+update_scales_: amax_history must be contiguous
+update_scales_: fp8_max must be positive and finite, got 0
+update_scales_: fp8_max must be positive and finite, got inf""",
+    )
+
+
+def test_grouped_scaled_mm_per_group() -> None:
+    good = make("grouped_scaled_mm", GROUPS_3, BF16, per_group=E5M2)
+    a, b = good["a"], good["b"]
+    mistakes = [
+        {"a": a[0]},
+        {"a": a.to(BF16)},
+        {"a": a[:, :24], "b": b[:, :, :24]},
+        {"b": b.to(E5M2)},
+        {"b": b[:, :, :128]},
+        {"scale_a": torch.ones(3, dtype=BF16)},
+        {"scale_a": torch.ones(2)},
+        {"scale_a": torch.ones(2, 12)},
+        {"scale_b": torch.ones(3, 1, 2)},
+        {"scale_b": torch.ones(3, dtype=torch.float64)},
+        {"scale_b": torch.ones(4)},
+        {"offs": offs(2)},
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+grouped_scaled_mm: a must be 2-D, got 1-D
+grouped_scaled_mm: a must be float8_e4m3fn or float8_e5m2, got bfloat16
+grouped_scaled_mm: K must be a positive multiple of 16, got 24
+grouped_scaled_mm: b must be float8_e4m3fn, got float8_e5m2
+grouped_scaled_mm: K differs: a has 144, b has 128
+grouped_scaled_mm: scale_a must be float32, got bfloat16
+grouped_scaled_mm: E differs: scale_a has 2, offs has 3
+grouped_scaled_mm: a must be float8_e4m3fn, got float8_e5m2
+grouped_scaled_mm: scale_b must be 1-D, got 3-D
+grouped_scaled_mm: scale_b must be float32, got float64
+grouped_scaled_mm: E differs: scale_b has 4, offs has 3
+grouped_scaled_mm: E differs: b has 3, offs has 2""",
+    )
+
+
+def test_grouped_scaled_mm_wgrad_per_group() -> None:
+    good = make("grouped_scaled_mm_wgrad", GROUPS_3, BF16, per_group=E5M2)
+    dy_t, x_t = good["dy_t"], good["x_t"]
+    mistakes = [
+        {"dy_t": dy_t[0]},
+        {"dy_t": dy_t.to(FP32)},
+        {"dy_t": dy_t[:, :, :64]},
+        {"dy_t": dy_t[:, :24]},
+        {"x_t": x_t[0]},
+        {"x_t": x_t.view(torch.uint8).view(E5M2)},
+        {"x_t": x_t[:1]},
+        {"scale_dy_t": torch.ones(3, dtype=BF16)},
+        {"scale_dy_t": torch.ones(2)},
+        {"scale_dy_t": torch.ones(dy_t.shape[:2])},
+        {"scale_x_t": torch.ones(x_t.shape[:2])},
+        {"scale_x_t": torch.ones(4)},
+        {"offs": offs(2)},
+    ]
+    assert_expected_inline(
+        sentences(good.but(x_t=x_t.view(E4M3)), mistakes),
+        """\
+grouped_scaled_mm_wgrad: dy_t must be 3-D, got 2-D
+grouped_scaled_mm_wgrad: dy_t must be float8_e4m3fn or float8_e5m2, got float32
+grouped_scaled_mm_wgrad: dy_t must hold blocks of 128 rows, got 64
+grouped_scaled_mm_wgrad: N must be a positive multiple of 16, got 24
+grouped_scaled_mm_wgrad: x_t must be 3-D, got 2-D
+grouped_scaled_mm_wgrad: x_t must be float8_e4m3fn, got float8_e5m2
+grouped_scaled_mm_wgrad: the number of blocks differs: dy_t has 3, x_t has 1
+grouped_scaled_mm_wgrad: scale_dy_t must be float32, got bfloat16
+grouped_scaled_mm_wgrad: E differs: scale_dy_t has 2, offs has 3
+grouped_scaled_mm_wgrad: dy_t must be float8_e4m3fn, got float8_e5m2
+grouped_scaled_mm_wgrad: scale_x_t must be 1-D, got 2-D
+grouped_scaled_mm_wgrad: E differs: scale_x_t has 4, offs has 3
+grouped_scaled_mm_wgrad: E differs: scale_dy_t has 3, offs has 2""",
+    )
