@@ -1,9 +1,25 @@
 // grouped_linear._host: questions about the build and the layouts that need no tensor.
 #include <pybind11/pybind11.h>
 
+#include "cuda/tiles.h"
 #include "layout.h"
 
 namespace py = pybind11;
+
+namespace {
+
+py::dict gemm_tile(bool fp8) {
+  const auto tile = fp8 ? grouped_linear::cuda::kTileFp8 : grouped_linear::cuda::kTile16Bit;
+  py::dict answer;
+  answer["rows"] = tile.rows;
+  answer["cols"] = tile.cols;
+  answer["depth"] = tile.depth;
+  answer["stages"] = tile.stages;
+  answer["cluster"] = tile.cluster;
+  return answer;
+}
+
+}  // namespace
 
 PYBIND11_MODULE(_host, m) {
   m.doc() = "Host-side facts of the build: constants and sizes shared with the C++ kernels.";
@@ -18,4 +34,9 @@ PYBIND11_MODULE(_host, m) {
   m.def("padded_rows", &grouped_linear::padded_rows, py::arg("num_rows"), py::arg("num_groups"),
         "Rows of columnwise data for num_rows tokens in num_groups groups: the static bound\n"
         "128 * floor((T + 127 * min(E, T)) / 128).");
+  m.def(
+      "gemm_tile", &gemm_tile, py::arg("fp8"),
+      "The tile of a grouped product on Hopper, of FP8 or of 16-bit operands: rows and columns of\n"
+      "the output, elements of the sum a stage, stages loaded ahead, blocks a cluster. The type\n"
+      "alone decides.");
 }

@@ -258,6 +258,15 @@ def test_host_module_agrees() -> None:
     assert host.MAX_GROUPS == rules.MAX_GROUPS
 
 
+def test_host_module_tells_tiles() -> None:
+    host = pytest.importorskip(
+        "grouped_linear._host", reason="the optional pybind11 module was not built"
+    )
+    stage = {"rows": 128, "cluster": 2}
+    assert host.gemm_tile(fp8=True) == {**stage, "cols": 192, "depth": 128, "stages": 4}
+    assert host.gemm_tile(fp8=False) == {**stage, "cols": 256, "depth": 64, "stages": 3}
+
+
 def test_padded_rows_is_enough_and_no_more_than_it_must_be() -> None:
     """The bound is reached: as many groups as rows allow, each a row past a block's end."""
     for num_groups in (1, 2, 5):

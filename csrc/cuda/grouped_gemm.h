@@ -6,6 +6,7 @@
 #include "kernels/grouped_gemm.cuh"
 #include "launch.h"
 #include "tensor_map.h"
+#include "tiles.h"
 
 namespace grouped_linear::cuda {
 
@@ -86,6 +87,8 @@ template <typename Config>
 void launch_gemm(const Launch& launch, TensorMaps maps, const Tensor& offs,
                  const WeightScale& weight_scale, const Epilogue& epilogue,
                  const GemmShape& shape) {
+  constexpr GemmTile tile = Config::kFp8 ? kTileFp8 : kTile16Bit;
+  static_assert(tile.rows == kTileM && tile.depth == Config::kTileK && tile.cluster == kCluster);
   constexpr int shared_bytes = sizeof(GemmShared<Config>);
   static_assert(shared_bytes <= 227 * 1024);
   const auto kernel = grouped_gemm_kernel<Config>;

@@ -6,9 +6,10 @@ namespace grouped_linear::cuda {
 namespace {
 
 template <typename T, int b_major>
-using ByRows = GemmConfig<T, T, 256, 3, Scaling::kNone, false, 0, b_major>;
+using ByRows =
+    GemmConfig<T, T, kTile16Bit.cols, kTile16Bit.stages, Scaling::kNone, false, 0, b_major>;
 template <typename T>
-using ByDepth = GemmConfig<T, T, 256, 3, Scaling::kNone, true, 1, 1>;
+using ByDepth = GemmConfig<T, T, kTile16Bit.cols, kTile16Bit.stages, Scaling::kNone, true, 1, 1>;
 
 template <bool by_depth>
 void multiply_float(const Launch& launch, const FloatOperand& a, const FloatOperand& b,

@@ -6,8 +6,8 @@ namespace {
 
 // a (dy by depth) may be e5m2, b (x by depth) is e4m3.
 template <typename A, Scaling scaling, bool by_depth>
-using Config = GemmConfig<A, __nv_fp8_e4m3, 192, 4, scaling, by_depth>;
-constexpr int kTileN = Config<__nv_fp8_e4m3, Scaling::kBlocks, false>::kTileN;
+using Config = GemmConfig<A, __nv_fp8_e4m3, kTileFp8.cols, kTileFp8.stages, scaling, by_depth>;
+constexpr int kTileN = kTileFp8.cols;
 
 bool of_groups(const Tensor& scale) { return scale.dim() == 1; }
 

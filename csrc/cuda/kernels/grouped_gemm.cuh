@@ -4,10 +4,16 @@
 //   by depth (wgrad):        out[e, n, k] = sum_t a[t, n] * b[t, k]      over the rows t of group e
 //
 // Arithmetic: 2 T N K operations either way. On an H200 (132 SMs; dense cuBLAS reaches about 700
-// TFLOP/s in bf16 and 1300 in FP8) the shapes that train are bound by it. wgrad writes E N K
+// TFLOP/s in bf16 and 1300 to 1500 in FP8) the shapes that train are bound by it. wgrad writes E N K
 // outputs, which bounds it where groups have less than about 500 rows.
 //
-// REACHES
+// Floor: for 128 of the depth, a 128 x 192 tile of FP8 takes 768 cycles of the tensor cores. Shared
+// memory moves 128 bytes a cycle: 512 cycles of operands read by wgmma and 320 of them written by
+// TMA make 832, and by depth the scales of the columns, 48 a thread, add 384. 16-bit tiles: 1024
+// cycles of tensor cores, 1024 of shared memory.
+//
+// Reaches (H200, 2026-11): FP8 by rows 880 cycles; by depth about 1300.
+// benchmarks/results/bench_grouped_mm_nvidia_h200.md has the shares of a dense product.
 //
 // One persistent block an SM, in clusters of two, walks over output tiles of 128 x kTileN.
 // Warpgroup 0 copies operand stages with TMA into a ring in shared memory; warpgroups 1 and 2
@@ -594,9 +600,12 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
     }
 
     float sum[count];
-    const float zero = sm90::opaque_zero();
+    const auto clear = [&] {
+      const float zero = sm90::opaque_zero();
 #pragma unroll
-    for (int i = 0; i < count; ++i) sum[i] = zero;
+      for (int i = 0; i < count; ++i) sum[i] = zero;
+    };
+    if (steps == 0 || !Config::kBlocks) clear();
     if constexpr (Config::kFp8) {
       // Promotion: every 128 of the depth is summed by the tensor cores on its own, scaled, and
       // added in float32. The tensor cores keep about 14 bits of a sum in FP8; float32 keeps 24.
@@ -606,12 +615,15 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
       const int scale_row =
           warp % 4 * 16 + lane / 4 + math_group * 64 + (Config::kByDepth ? 0 : tile.row % 4);
       const bool middle_is_first = tile.col % kTileM == 0;
-      bool ready = true;
+      bool ready = true, fresh = true;
+      int left = steps;
       float acc[count];
       const auto step_of = [&](auto stage) {
         if (!ready) sm90::barrier_wait(&shared.full[stage], ring.parity);
         sm90::pin(acc);
         operands.multiply(stage, acc, false);
+        if (Config::kBlocks && fresh) clear();  // while the products run
+        fresh = false;
         const int next = stage + 1 == Config::kStages ? 0 : stage + 1;
         if (next == 0) ring.parity ^= 1;
         const auto finish = [&] {
@@ -628,7 +640,7 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
           const auto& scales = shared.scales[stage];
           const float scale_0 = scales.a[scale_row], scale_1 = scales.a[scale_row + 8];
           constexpr int pairs = Config::kTileN / 8;
-          constexpr int ahead = 5;  // scales on their way; with 4 or 12 registers spill
+          constexpr int ahead = 8;  // scales on their way; with 5 or 12 registers spill
           float2 scale[pairs];
           const float2* of_columns = reinterpret_cast<const float2*>(scales.b) + lane % 4;
 #pragma unroll
@@ -664,7 +676,6 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
       };
       // Whole rounds of the ring have their stages' addresses in the instructions: what else there
       // is to compute for a step costs time that the tensor cores do not get back.
-      int left = steps;
 #pragma unroll 1
       while (left > 0) {
         if (ring.stage == 0 && left >= Config::kStages) {
