@@ -24,7 +24,6 @@ FORMS: dict[str, dict[str, bool]] = {
 FUSED = {"group_quantize, gathered": 2, "swiglu": 4, "swiglu_grad": 3}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BLOCK = 128
-PAGE = 2 << 20
 
 
 def bytes_quantized(sizes: Sequence[int], K: int, element: int, form: dict[str, bool]) -> int:
@@ -90,18 +89,6 @@ def quantizers_of_recipes(
     }
 
 
-def copy_of(moved: int, device: torch.device) -> timing.Call:
-    """A copy that reads and writes so many bytes in all.
-
-    Rounded up to whole 2 MiB pages: copies of other sizes are slower at times (H200, torch 2.11:
-    2.7 against 4.2 TB/s) and would be too low a roof.
-    """
-    size = -(-moved // 2 // PAGE) * PAGE
-    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)
-
-
 def offsets(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
     return ops.splits_to_offsets(torch.tensor(sizes, device=device), sum(sizes))
 
@@ -137,7 +124,7 @@ def main() -> None:
     )
 
     def add(columns: dict[str, str | int], call: timing.Call, moved: int) -> None:
-        candidates = {"copy": copy_of(moved, device), "ours": call}
+        candidates = {"copy": timing.copy_of(moved, device), "ours": call}
         report.add(columns, timing.time_paired(candidates, device, report.rounds), moved)
 
     for shape in tqdm(chosen_shapes(args.shapes, device, args.quick), desc="shapes", disable=None):
@@ -171,7 +158,7 @@ def main() -> None:
             columns = case("quantize_weight_current", shape, "", f"[{N}, {K}]", dtype)
             call = partial(ops.quantize_weight_current, w_ENK)
             add(columns, call, w_ENK.numel() * (2 * w_ENK.itemsize + 2))
-    report.finish(not args.no_write, mean_by=("op", "dtype"))
+    report.finish(not args.no_write, mean_by=("op", "dtype"), merge=args.merge)
 
 
 if __name__ == "__main__":

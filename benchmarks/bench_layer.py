@@ -132,6 +132,7 @@ def main() -> None:
         not args.no_write,
         mean_by=("splits",),
         in_mean=lambda case: case["shape"] not in decode,
+        merge=args.merge,
     )
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 
 RESULTS = Path(__file__).parent / "results"
 FLUSH_BYTES = 256 << 20  # several times any L2 cache there is
+PAGE = 2 << 20
 STEADY = 1.2  # upper quartile over lower quartile; beyond it a row is marked as unsteady
 
 Call = Callable[[], Any]
@@ -52,7 +54,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Timing:
-    """One candidate's times, and its speed as a share of the first candidate's, paired by round."""
+    """One candidate's times, and its speed as a share of the roof's, paired by round."""
 
     microseconds: Spread
     share: Spread
@@ -63,6 +65,7 @@ def time_paired(
     device: torch.device,
     rounds: int = 20,
     capture: bool = True,
+    roofs: int = 1,
 ) -> dict[str, Timing]:
     """Time candidates in turn, a round each, after a warm-up.
 
@@ -70,17 +73,48 @@ def time_paired(
     itself where capture is false), between two events, with the L2 cache overwritten before it.
 
     Args:
-        candidates: what to time, by name; the first is what the others are compared with. Each
-            allocates its own outputs.
+        candidates: what to time, by name. Each allocates its own outputs.
         device: the candidates' device.
         rounds: samples a candidate.
         capture: whether the calls can be, and shall be, captured in CUDA graphs.
+        roofs: so many of the first candidates bound the others: what they are compared with is the
+            slowest of these in each round.
     """
     timed = _rounds_on_gpu if device.type == "cuda" else _rounds_on_cpu
-    samples = timed(candidates, rounds, capture)
-    first = samples[next(iter(samples))]
+    return _beside_roofs(timed(candidates, rounds, capture), roofs)
+
+
+def time_sustained(
+    candidates: Mapping[str, Call], seconds: float, rounds: int = 3, roofs: int = 1
+) -> dict[str, Timing]:
+    """Time candidates on a GPU in turn, each back to back for so long, in every round.
+
+    After a fraction of a second the power limit, not the highest clock, sets the speed. The L2
+    cache keeps what a call leaves in it, as it does in training.
+    """
+    replays = {name: _captured(call).replay for name, call in candidates.items()}
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for name in _turns(candidates, rounds):
+        few = _back_to_back(replays[name], 5)
+        samples[name].append(_back_to_back(replays[name], math.ceil(1e6 * seconds / few)))
+    return _beside_roofs(samples, roofs)
+
+
+def _back_to_back(call: Call, times: int) -> float:
+    """Microseconds a call."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(times):
+        call()
+    end.record()
+    end.synchronize()
+    return 1e3 * float(begin.elapsed_time(end)) / times
+
+
+def _beside_roofs(samples: Mapping[str, Sequence[float]], roofs: int) -> dict[str, Timing]:
+    bound = [max(round_) for round_ in zip(*list(samples.values())[:roofs], strict=True)]
     return {
-        name: Timing(Spread.of(own), Spread.of([a / b for a, b in zip(first, own, strict=True)]))
+        name: Timing(Spread.of(own), Spread.of([a / b for a, b in zip(bound, own, strict=True)]))
         for name, own in samples.items()
     }
 
@@ -140,6 +174,18 @@ def _rounds_on_gpu(
     }
 
 
+def copy_of(moved: int, device: torch.device) -> Call:
+    """A copy that reads and writes so many bytes in all.
+
+    Rounded up to whole 2 MiB pages: copies of other sizes are slower at times (H200, torch 2.11:
+    2.7 against 4.2 TB/s) and would be too low a roof.
+    """
+    size = -(-moved // 2 // PAGE) * PAGE
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
 def supported(candidates: Mapping[str, Call], report: "Report") -> dict[str, Call]:
     """The alternatives that run here; the report says which do not, and why."""
     running: dict[str, Call] = {}
@@ -159,6 +205,9 @@ def arguments(description: str | None, rounds: int = 20) -> argparse.ArgumentPar
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=rounds, help="samples a candidate")
     parser.add_argument("--quick", action="store_true", help="a few telling cases only")
+    parser.add_argument(
+        "--merge", action="store_true", help="keep the rows of results/ for cases not run now"
+    )
     parser.add_argument("--no-write", action="store_true", help="print, and leave results/ alone")
     return parser
 
@@ -179,12 +228,17 @@ def device_for(name: str, needs_kernel: Callable[[torch.device], object]) -> tor
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate of one case. work: the FLOPs or bytes of a call."""
+    """One candidate of one case, measured at a commit.
+
+    work: the FLOPs or bytes of a call. record: the best share that public implementations reached.
+    """
 
     case: Mapping[str, str | int]
     candidate: str
     work: float
     timing: Timing
+    commit: str
+    record: float | None = None
 
 
 @dataclass
@@ -206,9 +260,16 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def add(
-        self, case: Mapping[str, str | int], timings: Mapping[str, Timing], work: float
+        self,
+        case: Mapping[str, str | int],
+        timings: Mapping[str, Timing],
+        work: float,
+        record: float | None = None,
     ) -> None:
-        self.rows += [Row(case, name, work, timing) for name, timing in timings.items()]
+        commit = _commit()
+        self.rows += [
+            Row(case, name, work, timing, commit, record) for name, timing in timings.items()
+        ]
 
     def note(self, sentence: str) -> None:
         if sentence not in self.notes:
@@ -219,8 +280,16 @@ class Report:
         write: bool,
         mean_by: Sequence[str] = (),
         in_mean: Callable[[Mapping[str, str | int]], bool] = lambda case: True,
+        merge: bool = False,
     ) -> None:
-        """Print, and write if asked. mean_by: the columns that geometric means are taken by."""
+        """Print, and write if asked.
+
+        mean_by: the columns that geometric means are taken by. merge: keep the written rows of all
+        cases that were not measured now.
+        """
+        stem = f"{self.name}_{_slug(self.device)}"
+        if merge:
+            self._merge(RESULTS / f"{stem}.csv")
         header = "\n".join(f"- {line}" for line in self._header())
         parts = [f"# {self.name}", self.question, header, _markdown(self._cells())]
         if mean_by:
@@ -231,16 +300,51 @@ class Report:
         if not write:
             return
         RESULTS.mkdir(exist_ok=True)
-        stem = f"{self.name}_{_slug(self.device)}"
         (RESULTS / f"{stem}.md").write_text(text)
         with (RESULTS / f"{stem}.csv").open("w", newline="") as file:
             file.writelines(f"# {line}\n" for line in self._header())
             csv.writer(file, lineterminator="\n").writerows(self._numbers())
         print(f"written: benchmarks/results/{stem}.md and .csv")
 
+    def _merge(self, path: Path) -> None:
+        """Put this run's cases in the place of the same ones in a file, and new ones after them."""
+        by_case: dict[tuple[str, ...], list[Row]] = {}
+        for rows in (self._written(path), self.rows):
+            cases: dict[tuple[str, ...], list[Row]] = {}
+            for row in rows:
+                cases.setdefault(tuple(map(str, row.case.values())), []).append(row)
+            by_case |= cases
+        self.rows = [row for rows in by_case.values() for row in rows]
+
+    def _written(self, path: Path) -> list[Row]:
+        if not path.exists():
+            return []
+        with path.open(newline="") as file:
+            head, *lines = csv.reader(line for line in file if not line.startswith("#"))
+        case_columns = list(self.rows[0].case)
+        if head != [*case_columns, *self._number_columns()]:
+            raise SystemExit(f"{path.name} has other columns: measure again without --merge")
+        rows = []
+        for line in lines:
+            values = dict(zip(head, line, strict=True))
+            us, share = (
+                Spread(*(float(values[column]) for column in (name, f"{name}_low", f"{name}_high")))
+                for name in ("us", "share")
+            )
+            case = {column: values[column] for column in case_columns}
+            work = float(values[self.unit]) * us.median * self._per
+            record = float(values["record"]) if values["record"] else None
+            timing = Timing(us, share)
+            rows.append(Row(case, values["candidate"], work, timing, values["commit"], record))
+        return rows
+
+    @property
+    def _per(self) -> float:
+        """Work a microsecond in one of the unit."""
+        return 1e6 if self.unit == "TFLOP/s" else 1e3
+
     def _rate(self, row: Row) -> float:
-        per = 1e6 if self.unit == "TFLOP/s" else 1e3
-        return row.work / row.timing.microseconds.median / per
+        return row.work / row.timing.microseconds.median / self._per
 
     def _header(self) -> list[str]:
         how = f"{self.rounds} interleaved rounds, medians with (quartiles)"
@@ -248,18 +352,22 @@ class Report:
         cold = "CUDA graph replays, cold L2" if self.device.type == "cuda" else "warm caches"
         return [
             *_machine(self.device),
-            f"commit {_commit()}, {date.today().isoformat()}",
+            f"{_of_rows(self.rows)}, {date.today().isoformat()}",
             f"command: python -m {shlex.join([f'benchmarks.{self.name}', *sys.argv[1:]])}",
             f"{how}; {cold}; share: speed beside each case's first row, paired by round",
             f"{unsteady} of {len(self.rows)} rows are unsteady (~): quartiles over {STEADY} apart",
             *self.notes,
         ]
 
+    @property
+    def _has_records(self) -> bool:
+        return any(row.record is not None for row in self.rows)
+
     def _cells(self) -> list[list[str]]:
         case_columns = list(self.rows[0].case)
-        cells = [
-            [*case_columns, "candidate", "us", "(quartiles)", self.unit, "share", "(quartiles)"]
-        ]
+        record = ["record"] if self._has_records else []
+        times = ["us", "(quartiles)", self.unit, "share", "(quartiles)", *record]
+        cells = [[*case_columns, "candidate", *times]]
         for row in self.rows:
             us, share = row.timing.microseconds, row.timing.share
             cells.append(
@@ -272,34 +380,67 @@ class Report:
                     f"{share.median:.3f}",
                     f"({share.low:.3f} {share.high:.3f})",
                 ]
+                + ([_or_blank(row.record)] if record else [])
             )
         return cells
 
+    def _number_columns(self) -> list[str]:
+        times = ["us", "us_low", "us_high", self.unit, "share", "share_low", "share_high"]
+        return ["candidate", *times, "record", "commit"]
+
     def _numbers(self) -> list[list[Any]]:
         case_columns = list(self.rows[0].case)
-        times = ["us", "us_low", "us_high", self.unit, "share", "share_low", "share_high"]
-        numbers: list[list[Any]] = [[*case_columns, "candidate", *times]]
+        numbers: list[list[Any]] = [[*case_columns, *self._number_columns()]]
         for row in self.rows:
             us, share = row.timing.microseconds, row.timing.share
             values = [us.median, us.low, us.high, self._rate(row)]
             values += [share.median, share.low, share.high]
             case = [row.case[column] for column in case_columns]
-            numbers.append([*case, row.candidate, *(f"{value:.5g}" for value in values)])
+            measured = [f"{value:.5g}" for value in values]
+            numbers.append([*case, row.candidate, *measured, _or_blank(row.record), row.commit])
         return numbers
 
     def _mean_cells(
         self, by: Sequence[str], in_mean: Callable[[Mapping[str, str | int]], bool]
     ) -> list[list[str]]:
-        shares: dict[tuple[str, ...], list[float]] = {}
+        means: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
             if in_mean(row.case):
                 key = (*(str(row.case[column]) for column in by), row.candidate)
-                shares.setdefault(key, []).append(row.timing.share.median)
-        cells = [[*by, "candidate", "cases", "share"]]
-        for key, values in shares.items():
-            mean = math.exp(statistics.fmean(math.log(value) for value in values))
-            cells.append([*key, str(len(values)), f"{mean:.3f}"])
+                means.setdefault(key, []).append(row)
+        beside = ["cases", "share / record", "the least"] if self._has_records else []
+        cells = [[*by, "candidate", "cases", "share", *beside]]
+        for key, rows in means.items():
+            share = _geometric_mean([row.timing.share.median for row in rows])
+            cells.append(
+                [*key, str(len(rows)), f"{share:.3f}", *(_of_record(rows) if beside else [])]
+            )
         return cells
+
+
+def _geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(statistics.fmean(math.log(value) for value in values))
+
+
+def _of_record(rows: Sequence[Row]) -> list[str]:
+    """How many rows have a record, their mean share of it, and the least with its first column."""
+    by_row = [(row.timing.share.median / row.record, row) for row in rows if row.record]
+    if not by_row:
+        return ["", "", ""]
+    least, row = min(by_row, key=lambda pair: pair[0])
+    mean = _geometric_mean([share for share, _ in by_row])
+    return [str(len(by_row)), f"{mean:.3f}", f"{least:.3f} {next(iter(row.case.values()))}"]
+
+
+def _or_blank(record: float | None) -> str:
+    return "" if record is None else f"{record:.3f}"
+
+
+def _of_rows(rows: Sequence[Row]) -> str:
+    commits = list(dict.fromkeys(row.commit for row in rows))
+    if len(commits) == 1:
+        return f"commit {commits[0]}"
+    return f"commits {', '.join(commits)} (each row's is in the CSV); below, the last run"
 
 
 def _markdown(cells: Sequence[Sequence[str]]) -> str:
@@ -349,6 +490,7 @@ def _git(*words: str) -> str | None:
     return run.stdout.strip()
 
 
+@cache
 def _commit() -> str:
     commit = _git("rev-parse", "--short=12", "HEAD")
     if commit is None:

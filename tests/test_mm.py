@@ -4,6 +4,7 @@ T rows, E groups, K in_features, N out_features.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from samples import (
     rows,
     specified,
     variant_of,
+    weight,
 )
 from torch import Tensor
 
@@ -51,14 +53,17 @@ def tolerance(expected: Tensor, magnitude: Tensor, depth: int, dtype: torch.dtyp
     return rounded(expected, walk, dtype)
 
 
-def scaled_tolerance(expected: Tensor, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """What FP8 tensor cores and one rounding may cost.
+# The c of |error| <= 2^-8 |y| + c * 2^-13 * (the sum of |a * b|), for FP8 and BF16 operands and y
+# in BF16. FP8 tensor cores keep about 13 bits below a sum's largest addend, and truncate every
+# product of a step to them. On sums that only grow, the worst case, an H200 was measured to lose
+# 5.9 * 2^-13 of what was summed; 8 leaves room. Without promotion every 128 it would be 30
+# (K = 4096).
+C = 8
 
-    They keep about 13 bits below a sum's largest addend, and truncate every product of a step to
-    them. On sums that only grow, the worst case, an H200 was measured to lose 5.9 * 2^-13 of what
-    was summed; 8 leaves room. Without promotion every 128 it would be 30 (K = 4096).
-    """
-    return rounded(expected, 2.0**-10 * magnitude, dtype)
+
+def scaled_tolerance(expected: Tensor, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """What FP8 tensor cores and one rounding may cost; magnitude: the sum of |a * b|."""
+    return rounded(expected, C * 2.0**-13 * magnitude, dtype)
 
 
 def within(actual: Tensor, expected: Tensor, tolerance: Tensor) -> bool:
@@ -309,6 +314,101 @@ def test_main_grads_in_one_buffer(op: str, device: str) -> None:
     sample.on(device).but(main_grad=there[1])()
     assert_same_bits(there[1], expected)
     assert_same_bits(there[::2], buffer[::2])
+
+
+# --- hard operands -------------------------------------------------------------------------------
+
+Pair = tuple[Tensor, Tensor]
+
+
+def one_huge_value_a_block(a: Tensor, b: Tensor) -> Pair:
+    """At other places in a than in b; all else in its block keeps few bits, or none."""
+    a, b = a.clone(), b.clone()
+    a[..., 37::128] *= 2.0**12
+    b[..., 101::128] *= -(2.0**12)
+    return a, b
+
+
+def tiny_and_huge_scales(a: Tensor, b: Tensor) -> Pair:
+    """Products are near 1, and every third block of a is small beside its neighbours."""
+    block = torch.arange(a.size(-1)) // 128
+    return a * 2.0**-100 * 2.0 ** (-6.0 * (block % 3)), b * 2.0**100
+
+
+def alternating_signs(a: Tensor, b: Tensor) -> Pair:
+    """Sums of tens of thousands of addends that nearly cancel."""
+    return a.abs(), b.abs() * (1 - 2 * (torch.arange(b.size(-1)) % 2))
+
+
+# What becomes of two operands of normal numbers; the sums go over the last dimension of both.
+HARD: dict[str, Callable[[Tensor, Tensor], Pair]] = {
+    "random": lambda a, b: (a, b),
+    "huge": one_huge_value_a_block,
+    "tiny": tiny_and_huge_scales,
+    "alternating": alternating_signs,
+    "growing": lambda a, b: (a.abs(), b.abs()),
+}
+LONG = 14336
+FEW_ROWS = Groups((3, 0, 17, 1), 24, K=LONG, N=32)
+MANY_ROWS = Groups((LONG, 0, 300, 5), LONG + 310, K=32, N=48)
+
+
+def assert_within_bound(y: Tensor, expected: Tensor, magnitude: Tensor) -> None:
+    """The bound as it is written above, with nothing added to it."""
+    assert y.dtype == BF16
+    assert within(y, expected, 2.0**-8 * expected.abs() + C * 2.0**-13 * magnitude)
+
+
+def quantized(x_TK: Tensor, groups: Groups) -> list[Tensor]:
+    """q, scale, q_t and scale_t by the op on CPU, which has tests of its own."""
+    sample = make("group_quantize", groups, FP32, columnwise=True)
+    return sample.but(x=x_TK).results("cpu")[:4]
+
+
+@pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
+@pytest.mark.parametrize("hard", HARD.values(), ids=HARD)
+@pytest.mark.parametrize("pass_", ["fprop", "dgrad"])
+def test_long_sums_of_hard_operands(
+    pass_: str, hard: Callable[[Tensor, Tensor], Pair], device: str
+) -> None:
+    """In dgrad the weight is [E, LONG, N] and is read transposed, in FP8 through q_t."""
+    groups, offs = FEW_ROWS, FEW_ROWS.offs()
+    a, b = hard(rows(groups, LONG, FP32), weight(groups, FP32))
+    stored = b.mT.contiguous().mT if pass_ == "dgrad" else b
+    exact = Sample("grouped_mm", {"a": a.to(BF16), "b": stored.to(BF16), "offs": offs})
+    operands = exact["a"], exact["b"], offs
+    (y,) = exact.results(device)
+    assert_within_bound(y, reference.grouped_mm(*operands), magnitude_of(*operands))
+
+    q, scale, *_ = quantized(a, groups)
+    w_q, w_scale, w_q_t = reference.quantize_weight(
+        b.mT if pass_ == "dgrad" else b, reference.Scaling()
+    )
+    if pass_ == "dgrad":
+        w_q, w_scale = w_q_t, w_scale.mT
+    arguments = {"a": q, "b": w_q, "scale_a": scale, "scale_b": w_scale, "offs": offs}
+    scaled = Sample("grouped_scaled_mm", {**arguments, "out_dtype": BF16})
+    numbers = dequantized(scaled)
+    (y,) = scaled.results(device)
+    assert_within_bound(y, reference.grouped_mm(*numbers), magnitude_of(*numbers))
+
+
+@pytest.mark.parametrize("device", devices("grouped_mm_wgrad", "grouped_scaled_mm_wgrad"))
+@pytest.mark.parametrize("hard", HARD.values(), ids=HARD)
+def test_wgrad_of_hard_operands(hard: Callable[[Tensor, Tensor], Pair], device: str) -> None:
+    groups, offs = MANY_ROWS, MANY_ROWS.offs()
+    dy_NT, x_KT = hard(rows(groups, groups.N, FP32).t(), rows(groups, groups.K, FP32).t())
+    dy_TN, x_TK = dy_NT.t().contiguous(), x_KT.t().contiguous()
+    exact = Sample("grouped_mm_wgrad", {"dy": dy_TN.to(BF16), "x": x_TK.to(BF16), "offs": offs})
+    *_, dy_t, scale_dy_t = quantized(dy_TN, groups)
+    *_, x_t, scale_x_t = quantized(x_TK, groups)
+    columnwise = {"dy_t": dy_t, "x_t": x_t, "scale_dy_t": scale_dy_t, "scale_x_t": scale_x_t}
+    scaled = Sample("grouped_scaled_mm_wgrad", {**columnwise, "offs": offs, "out_dtype": BF16})
+    for sample in (exact, scaled):
+        dy, x, _ = wgrad_operands(sample, groups)
+        (dw,) = sample.results(device)
+        magnitude = reference.grouped_mm_wgrad(dy.abs(), x.abs(), offs)
+        assert_within_bound(dw, reference.grouped_mm_wgrad(dy, x, offs), magnitude)
 
 
 # --- the tolerances are tight --------------------------------------------------------------------
