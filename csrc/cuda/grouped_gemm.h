@@ -91,6 +91,7 @@ void launch_gemm(const Launch& launch, TensorMaps maps, const Tensor& offs,
   static_assert(tile.rows == kTileM && tile.depth == Config::kTileK && tile.cluster == kCluster);
   constexpr int shared_bytes = sizeof(GemmShared<Config>);
   static_assert(shared_bytes <= 227 * 1024);
+  if (Config::kByDepth) row_count(launch.op(), int64_t{shape.rows} * shape.E);  // of all groups
   const auto kernel = grouped_gemm_kernel<Config>;
   maps.out = epilogue.copied ? out_map(launch.op(), epilogue, shape.cols) : maps.a;
   const int blocks = launch.multiprocessors() / kCluster * kCluster;
