@@ -4,7 +4,7 @@
 // 64 x 64 outputs a block, 4 x 4 a thread, 16 of the depth at a time.
 #pragma once
 
-#include "grouped_gemm.cuh"
+#include "gemm_epilogue.cuh"
 
 namespace grouped_linear::cuda {
 

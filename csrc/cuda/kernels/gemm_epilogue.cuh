@@ -1,0 +1,167 @@
+// From accumulators to the output: scaled, biased, rounded, and stored or added.
+//
+// Bytes: an output is written once; adding reads it too. A warp's 16 rows go through shared memory in
+// lines of 128 bytes, which the copy engine stores while the next tile is multiplied.
+#pragma once
+
+#include "gemm_tiles.cuh"
+
+namespace grouped_linear::cuda {
+
+template <typename T>
+__device__ __forceinline__ T from_float(float value);
+template <>
+__device__ __forceinline__ float from_float(float value) {
+  return value;
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float(float value) {
+  return __float2bfloat16_rn(value);
+}
+template <>
+__device__ __forceinline__ __half from_float(float value) {
+  return __float2half_rn(value);
+}
+
+template <typename T>
+struct alignas(2 * sizeof(T)) Pair {
+  T x, y;
+};
+
+template <typename T>
+__device__ __forceinline__ uint32_t packed(float x, float y) {
+  const Pair<T> pair{from_float<T>(x), from_float<T>(y)};
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Adds to a thread's pairs of accumulators the output's columns of `row`, a row of `bias` [cols].
+template <typename T, typename Config>
+__device__ __forceinline__ void add_bias(float (&acc)[Config::kTileN / 2], const T* bias, int col,
+                                         int cols) {
+#pragma unroll
+  for (int j = 0; j < Config::kTileN / 8; ++j) {
+    const int at = col + 8 * j + 2 * (threadIdx.x % 4);
+    if (at >= cols) continue;
+    const float x = static_cast<float>(bias[at]), y = static_cast<float>(bias[at + 1]);
+    acc[4 * j + 0] += x;
+    acc[4 * j + 1] += y;
+    acc[4 * j + 2] += x;
+    acc[4 * j + 3] += y;
+  }
+}
+
+// Puts `lines` of a warp's 16 x kTileN accumulators into its staging buffers, from column `first`
+// on: buffer i holds 16 lines of 128 bytes, each swizzled by its number.
+template <typename T, typename Config>
+__device__ __forceinline__ void stage_tile(const float (&acc)[Config::kTileN / 2],
+                                           uint8_t (&to)[Config::kTileN / 64][2048], int first) {
+  constexpr int line_cols = kLineBytes / sizeof(T), buffers = Config::kTileN / 64;
+  const int lane = threadIdx.x % 32, quad = lane % 4;
+#pragma unroll
+  for (int i = 0; i < buffers; ++i) {
+#pragma unroll
+    for (int j = 0; j < line_cols / 8; j += 2) {
+      const float* d = &acc[4 * ((first / 8) + i * line_cols / 8 + j)];
+      if constexpr (sizeof(T) == 2) {
+        const int row = lane % 16, chunk = (j + lane / 16) ^ (row % 8);
+        sm90::store_matrix(&to[i][row * kLineBytes + chunk * 16], packed<T>(d[0], d[1]),
+                           packed<T>(d[2], d[3]), packed<T>(d[4], d[5]), packed<T>(d[6], d[7]));
+      } else {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int row = lane / 4 + 8 * h;
+          const float *p = d + 2 * h, *q = d + 4 + 2 * h;
+          const int chunk = 2 * j + quad / 2;
+          uint8_t* line = &to[i][row * kLineBytes + quad % 2 * 8];
+          volatile float* first_pair = reinterpret_cast<float*>(line + (chunk ^ (row % 8)) * 16);
+          volatile float* second_pair =
+              reinterpret_cast<float*>(line + ((chunk + 2) ^ (row % 8)) * 16);
+          first_pair[0] = p[0];
+          first_pair[1] = p[1];
+          second_pair[0] = q[0];
+          second_pair[1] = q[1];
+        }
+      }
+    }
+  }
+}
+
+// One warp's 16 x kTileN accumulators to out, by the copy engine; `add`: to what is there.
+template <typename T, typename Config>
+__device__ __forceinline__ void copy_tile(const float (&acc)[Config::kTileN / 2],
+                                          uint8_t (&staging)[Config::kTileN / 64][2048],
+                                          const CUtensorMap& map, const Tile& tile, int first_row,
+                                          int row_limit, int cols, bool add) {
+  constexpr int line_cols = kLineBytes / sizeof(T), round = Config::kTileN / 64 * line_cols;
+  const bool chosen = sm90::elect();  // the same one every time: it waits for what it sent
+  const RaggedRows rows(first_row, row_limit);
+#pragma unroll
+  for (int first = 0; first < Config::kTileN; first += round) {
+    if (chosen) sm90::store_wait<0>();
+    __syncwarp();
+    stage_tile<T, Config>(acc, staging, first);
+    sm90::fence_shared_for_async();
+    __syncwarp();
+    if (chosen) {
+#pragma unroll
+      for (int i = 0; i < Config::kTileN / 64; ++i) {
+        const int col = tile.col + first + i * line_cols;
+        if (col >= cols) continue;
+        if (add)
+          sm90::add_4d(&map, staging[i], col, rows.c1, rows.c2, rows.kOrigin);
+        else
+          sm90::store_4d(&map, staging[i], col, rows.c1, rows.c2, rows.kOrigin);
+      }
+      sm90::store_commit();
+    }
+  }
+}
+
+// The same from registers, for an out that the copy engine cannot reach, or cannot add to with one
+// rounding.
+template <typename T, typename Config>
+__device__ __forceinline__ void write_tile(const float (&acc)[Config::kTileN / 2], T* out,
+                                           const Tile& tile, int first_row, int row_limit, int cols,
+                                           bool add) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = first_row + lane / 4 + 8 * h;
+    if (row >= row_limit) continue;
+    T* line = out + static_cast<int64_t>(row) * cols;
+#pragma unroll
+    for (int j = 0; j < Config::kTileN / 8; ++j) {
+      const int col = tile.col + 8 * j + 2 * (lane % 4);
+      if (col >= cols) continue;
+      float x = acc[4 * j + 2 * h], y = acc[4 * j + 2 * h + 1];
+      if (add) {
+        x += static_cast<float>(line[col]);
+        y += static_cast<float>(line[col + 1]);
+      }
+      line[col] = from_float<T>(x);
+      line[col + 1] = from_float<T>(y);
+    }
+  }
+}
+
+template <typename T, typename Config>
+__device__ __forceinline__ void store_tile(float (&acc)[Config::kTileN / 2],
+                                           uint8_t (&staging)[Config::kTileN / 64][2048],
+                                           const CUtensorMap& map, const Epilogue& epilogue,
+                                           const GemmShape& shape, const Tile& tile, int row,
+                                           bool overwrite) {
+  if (!Config::kByDepth && epilogue.bias != nullptr)
+    add_bias<T, Config>(acc,
+                        static_cast<const T*>(epilogue.bias) + tile.group * epilogue.bias_stride,
+                        tile.col, shape.cols);
+  // All groups' matrices are one below the other.
+  const int before = Config::kByDepth ? tile.group * shape.rows : 0;
+  const int first = before + row, limit = before + tile.row_limit;
+  if (epilogue.copied && (overwrite || sizeof(T) == 4))
+    copy_tile<T, Config>(acc, staging, map, tile, first, limit, shape.cols, !overwrite);
+  else
+    write_tile<T, Config>(acc, static_cast<T*>(epilogue.out), tile, first, limit, shape.cols,
+                          !overwrite);
+}
+
+}  // namespace grouped_linear::cuda

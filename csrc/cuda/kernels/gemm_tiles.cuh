@@ -1,0 +1,187 @@
+// What the parts of a grouped product share: its configuration, its shared memory, and which tile of
+// the output a block works on next.
+#pragma once
+
+#include "groups.cuh"
+#include "sm90.cuh"
+
+namespace grouped_linear::cuda {
+
+constexpr int kTileM = 128;
+constexpr int kLineBytes = 128;  // one line of the 128-byte swizzle
+constexpr int kMathWarps = 8;
+constexpr int kThreads = 128 + 32 * kMathWarps;
+constexpr int kCluster = 2;
+constexpr int kScaleRows = kTileM + 4;  // of a tile that starts anywhere, from an aligned row on
+constexpr int kBandPairs = 8;   // pairs of row tiles that share an operand while it is in L2
+constexpr int kStoreRows = 16;  // a warp's part of an output tile
+constexpr int kZeroBytes = 4096;
+constexpr int kTileRing =
+    8;  // more tiles than there are stages: one is stored, the rest are under way
+
+enum class Output : int { kBFloat16, kHalf, kFloat };
+
+// How a tile's values reach `out`.
+struct Epilogue {
+  void* out;
+  Output dtype;
+  bool copied;                     // by the copy engine: out is aligned to 16 bytes
+  const void* bias;                // [E, cols] of out's dtype, or null (by rows)
+  int64_t bias_stride;             // elements between groups
+  const float *scale_a, *scale_b;  // [E], of groups, where FP8 operands have such
+  bool accumulate;                 // add to out (by depth)
+  const bool* overwrite;           // with accumulate: where it points to true, write instead
+};
+
+struct GemmShape {
+  int T, E;
+  int rows, cols;  // of an output matrix: (T, N) by rows, (N, K) by depth
+  int depth;       // K, by rows
+};
+
+// The 128 x 128 scales of b by rows, by their strides.
+struct WeightScale {
+  const float* scale;
+  int64_t group_stride, row_stride, depth_stride;
+};
+
+struct TensorMaps {
+  CUtensorMap a, b, scale_a, scale_b, out;
+};
+
+// Coordinates in a tensor map of rows that ends where it is told to, for groups that end anywhere.
+//
+// The map's dimensions are columns, rows (2^30 of them), rows again, and one whose stride is 2^34
+// bytes less a row's. The coordinate 2^30 of the last moves an address by 2^64, which is nothing,
+// and 2^30 rows back. Row r of those before `limit` is then at (2^30 - (limit - r), limit, 2^30):
+// from `limit` on rows lie outside of the map, are not stored, and are loaded as zeros. Triton
+// arranges its "ragged" tensor maps like this.
+struct RaggedRows {
+  static constexpr int kOrigin = 1 << 30;
+  int c1, c2;
+  __device__ RaggedRows(int row, int limit) : c1(kOrigin - (limit - row)), c2(limit) {}
+};
+
+// Where FP8 operands have their scales.
+enum class Scaling { kNone, kBlocks, kGroups };
+
+template <typename A_, typename B_, int kTileN_, int kStages_, Scaling kScaling, bool kByDepth_,
+          int kAMajor_ = 0, int kBMajor_ = 0>
+struct GemmConfig {
+  using A = A_;
+  using B = B_;
+  static constexpr int kTileN = kTileN_, kStages = kStages_;
+  static constexpr bool kByDepth = kByDepth_, kFp8 = sizeof(A) == 1;
+  static constexpr bool kBlocks = kScaling == Scaling::kBlocks;
+  static constexpr bool kGroups = kScaling == Scaling::kGroups;
+  static constexpr int kAMajor = kAMajor_, kBMajor = kBMajor_;
+  static constexpr int kTileK = kLineBytes / sizeof(A);  // 64 in BF16, 128 in FP8
+  static constexpr int kMmaK = 32 / sizeof(A);
+  static constexpr int kABytes = kTileM * kLineBytes, kBBytes = kTileN * kLineBytes;
+};
+
+// One output tile of this block, and the steps along its depth.
+struct alignas(16) Tile {
+  int group;
+  int row, row_limit;           // first row in the output matrix, and the first not to be stored
+  int col;                      // first column; past the last in a block that has nothing to do
+  int steps;                    // -1: there are no more tiles
+  int depth_begin, depth_rows;  // by depth: the group's first row (16-bit) or block (FP8), its rows
+  int shares_b;                 // with the other block of the cluster, else a
+};
+
+template <typename Config>
+struct GemmShared {
+  struct Stage {
+    alignas(1024) uint8_t a[Config::kABytes];
+    alignas(1024) uint8_t b[Config::kBBytes];
+  };
+  struct Scales {
+    alignas(128) float a[Config::kByDepth ? kTileM : kScaleRows];
+    // By rows: the weight's scales of the tile's first and last columns, see produce_weight_scales.
+    alignas(128) float b[Config::kByDepth ? Config::kTileN : 2];
+  };
+  struct NoScales {};
+
+  Stage stages[Config::kStages];
+  alignas(1024) uint8_t store[kMathWarps][Config::kTileN / 64][kStoreRows * kLineBytes];
+  std::conditional_t<Config::kBlocks, Scales, NoScales> scales[Config::kStages];
+  Tile tiles[kTileRing];
+  uint64_t full[Config::kStages], empty[Config::kStages];
+  GroupTable groups;  // tile_end counts clusters by rows, blocks of 128 rows by depth
+  alignas(128) uint8_t zeros[Config::kByDepth ? 16 : kZeroBytes];
+};
+
+__device__ __forceinline__ int row_tiles(int rows) { return (rows + kTileM - 1) / kTileM; }
+
+template <typename Config>
+__device__ __forceinline__ int col_tiles(const GemmShape& shape) {
+  return (shape.cols + Config::kTileN - 1) / Config::kTileN;
+}
+
+// How many clusters a matrix of rows x cols tiles takes: pairs of rows, then pairs of columns.
+__device__ __forceinline__ int cluster_tiles(int rows, int cols) {
+  return rows / 2 * cols + rows % 2 * ((cols + 1) / 2);
+}
+
+template <typename Config>
+__device__ int cluster_count(const GroupTable& groups, const GemmShape& shape) {
+  if constexpr (Config::kByDepth)
+    return shape.E * cluster_tiles(row_tiles(shape.rows), col_tiles<Config>(shape));
+  return groups.tile_end[shape.E - 1];
+}
+
+// This block's tile of the cluster's next two. Row tiles run fastest, in bands, so that blocks that
+// run together share both operands in L2.
+template <typename Config>
+__device__ Tile tile_of(int number, const GroupTable& groups, const GemmShape& shape) {
+  const int rank = static_cast<int>(sm90::cluster_rank()), cols = col_tiles<Config>(shape);
+  Tile tile{};
+  int rows, local;
+  if constexpr (Config::kByDepth) {
+    rows = row_tiles(shape.rows);
+    tile.group = number / cluster_tiles(rows, cols);
+    local = number % cluster_tiles(rows, cols);
+    tile.row_limit = shape.rows;
+    tile.depth_rows = groups.row_end[tile.group] - groups.row_begin(tile.group);
+    const int first_block = groups.tile_begin(tile.group);
+    const int last_block = min(groups.tile_end[tile.group], shape.T / kTileM);
+    tile.depth_begin = Config::kFp8 ? first_block : groups.row_begin(tile.group);
+    tile.steps = Config::kFp8 ? max(last_block - first_block, 0)
+                              : (tile.depth_rows + Config::kTileK - 1) / Config::kTileK;
+  } else {
+    tile.group = groups.group_of_tile(number, shape.E);
+    local = number - groups.tile_begin(tile.group);
+    tile.row = groups.row_begin(tile.group);
+    tile.row_limit = groups.row_end[tile.group];
+    rows = row_tiles(tile.row_limit - tile.row);
+    tile.steps = (shape.depth + Config::kTileK - 1) / Config::kTileK;
+  }
+  const int pairs = rows / 2;
+  tile.shares_b = local < pairs * cols;
+  if (tile.shares_b) {
+    const int band = local / (kBandPairs * cols), in_band = local % (kBandPairs * cols);
+    const int band_pairs = min(kBandPairs, pairs - band * kBandPairs);
+    tile.row += (2 * (band * kBandPairs + in_band % band_pairs) + rank) * kTileM;
+    tile.col = in_band / band_pairs * Config::kTileN;
+  } else {
+    tile.row += (rows - 1) * kTileM;
+    tile.col = (2 * (local - pairs * cols) + rank) * Config::kTileN;
+  }
+  return tile;
+}
+
+// Where in the ring of stages a warp is.
+template <int stages>
+struct RingPosition {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ void advance() {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+}  // namespace grouped_linear::cuda
