@@ -1,29 +1,15 @@
 // One scale a group from the group's own amax: one pass for the amax, one to quantize.
 
-#include <algorithm>
 #include <bit>
 
 #include "../checks.h"
 #include "../ops.h"
 #include "fp8.h"
 #include "per_group.h"
+#include "tile.h"
 
 namespace grouped_linear::cpu {
 namespace {
-
-struct ScaleRule {
-  float amax_epsilon;
-  bool power_of_two;
-};
-
-// The rule of block scaling, for a whole group and either format: what it is multiplied by.
-float factor_of(uint32_t amax_bits, ScaleRule rule, ScalarType format) {
-  const float amax = std::max(std::bit_cast<float>(amax_bits), rule.amax_epsilon);
-  if (amax == 0) return 1;
-  const float factor = std::min(largest_of(format) / amax, 0x1p126f);
-  if (!rule.power_of_two) return factor;
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(factor) & kInfinity);  // rounded down
-}
 
 // Writes every group's scale and returns the factors.
 std::vector<float> current_factors(const GroupedRows& rows, ScaleRule rule, ScalarType format,
@@ -31,8 +17,10 @@ std::vector<float> current_factors(const GroupedRows& rows, ScaleRule rule, Scal
   const auto amax_bits = group_amax(rows, true);
   std::vector<float> factors(rows.groups);
   for (int64_t e = 0; e < rows.groups; ++e) {
-    factors[e] = factor_of(amax_bits[e], rule, format);
-    scales[e] = 1 / factors[e];
+    const float amax = std::bit_cast<float>(amax_bits[e]);
+    const BlockScale group = block_scale(amax, rule, largest_of(format));
+    factors[e] = group.factor;
+    scales[e] = group.scale;
   }
   return factors;
 }

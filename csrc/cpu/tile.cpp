@@ -136,9 +136,9 @@ GROUPED_LINEAR_EVERY_WIDTH void quantize(const void* values, bool bf16, int64_t 
 }
 
 // The cap keeps 1 / factor a normal number. Selects, not branches: a loop over blocks vectorises.
-inline BlockScale scale_of(float amax, ScaleRule rule) {
+inline BlockScale scale_of(float amax, ScaleRule rule, float largest) {
   amax = std::max(amax, rule.amax_epsilon);
-  float factor = std::min(kE4m3Max / amax, 0x1p126f);
+  float factor = std::min(largest / amax, 0x1p126f);
   const uint32_t bits = std::bit_cast<uint32_t>(factor);
   factor = std::bit_cast<float>(rule.power_of_two ? bits & kInfinity : bits);
   factor = amax == 0 ? 1.0f : factor;
@@ -148,7 +148,7 @@ inline BlockScale scale_of(float amax, ScaleRule rule) {
 GROUPED_LINEAR_EVERY_WIDTH void scales_of(const float* amax, ScaleRule rule, float* factor,
                                           float* scale) {
   for (int64_t i = 0; i < kBlock; ++i) {
-    const BlockScale block = scale_of(amax[i], rule);
+    const BlockScale block = scale_of(amax[i], rule, kE4m3Max);
     factor[i] = block.factor;
     scale[i] = block.scale;
   }
@@ -189,7 +189,9 @@ GROUPED_LINEAR_EVERY_WIDTH void turn_tile_over(const uint8_t (&bytes)[kBlock][kB
 
 }  // namespace
 
-BlockScale block_scale(float amax, ScaleRule rule) { return scale_of(amax, rule); }
+BlockScale block_scale(float amax, ScaleRule rule, float largest) {
+  return scale_of(amax, rule, largest);
+}
 
 void block_scales(const float amax[kBlock], ScaleRule rule, float factor[kBlock],
                   float scale[kBlock]) {

@@ -21,9 +21,9 @@ struct BlockScale {
   float factor, scale;
 };
 
-// amax = max(amax, epsilon); factor = 448 / amax, at most 2^126, rounded down to a power of two on
-// request; 1 where amax is 0. scale = 1 / factor.
-BlockScale block_scale(float amax, ScaleRule rule);
+// amax = max(amax, epsilon); factor = largest / amax, at most 2^126, rounded down to a power of two on
+// request; 1 where amax is 0. scale = 1 / factor. largest: of the FP8 format, e4m3 if not told.
+BlockScale block_scale(float amax, ScaleRule rule, float largest = 448.0f);
 void block_scales(const float amax[kBlock], ScaleRule rule, float factor[kBlock],
                   float scale[kBlock]);
 
