@@ -34,7 +34,7 @@ __device__ __forceinline__ uint32_t packed(float x, float y) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Adds to a thread's pairs of accumulators the output's columns of `row`, a row of `bias` [cols].
+// Adds one group's bias [cols] to a thread's accumulators; col: the tile's first column.
 template <typename T, typename Config>
 __device__ __forceinline__ void add_bias(float (&acc)[Config::kTileN / 2], const T* bias, int col,
                                          int cols) {
@@ -50,11 +50,12 @@ __device__ __forceinline__ void add_bias(float (&acc)[Config::kTileN / 2], const
   }
 }
 
-// Puts `lines` of a warp's 16 x kTileN accumulators into its staging buffers, from column `first`
-// on: buffer i holds 16 lines of 128 bytes, each swizzled by its number.
+// Puts a warp's 16 x kTileN accumulators, from column `first` on, into its staging buffers until they
+// are full: buffer i holds 16 lines of 128 bytes, each swizzled by its number.
 template <typename T, typename Config>
 __device__ __forceinline__ void stage_tile(const float (&acc)[Config::kTileN / 2],
-                                           uint8_t (&to)[Config::kTileN / 64][2048], int first) {
+                                           uint8_t (&to)[Config::kTileN / 64][kStoreBytes],
+                                           int first) {
   constexpr int line_cols = kLineBytes / sizeof(T), buffers = Config::kTileN / 64;
   const int lane = threadIdx.x % 32, quad = lane % 4;
 #pragma unroll
@@ -73,6 +74,7 @@ __device__ __forceinline__ void stage_tile(const float (&acc)[Config::kTileN / 2
           const float *p = d + 2 * h, *q = d + 4 + 2 * h;
           const int chunk = 2 * j + quad / 2;
           uint8_t* line = &to[i][row * kLineBytes + quad % 2 * 8];
+          // One at a time: as vectors they would tie the sums to even registers, see opaque_zero.
           volatile float* first_pair = reinterpret_cast<float*>(line + (chunk ^ (row % 8)) * 16);
           volatile float* second_pair =
               reinterpret_cast<float*>(line + ((chunk + 2) ^ (row % 8)) * 16);
@@ -89,7 +91,7 @@ __device__ __forceinline__ void stage_tile(const float (&acc)[Config::kTileN / 2
 // One warp's 16 x kTileN accumulators to out, by the copy engine; `add`: to what is there.
 template <typename T, typename Config>
 __device__ __forceinline__ void copy_tile(const float (&acc)[Config::kTileN / 2],
-                                          uint8_t (&staging)[Config::kTileN / 64][2048],
+                                          uint8_t (&staging)[Config::kTileN / 64][kStoreBytes],
                                           const CUtensorMap& map, const Tile& tile, int first_row,
                                           int row_limit, int cols, bool add) {
   constexpr int line_cols = kLineBytes / sizeof(T), round = Config::kTileN / 64 * line_cols;
@@ -146,7 +148,7 @@ __device__ __forceinline__ void write_tile(const float (&acc)[Config::kTileN / 2
 
 template <typename T, typename Config>
 __device__ __forceinline__ void store_tile(float (&acc)[Config::kTileN / 2],
-                                           uint8_t (&staging)[Config::kTileN / 64][2048],
+                                           uint8_t (&staging)[Config::kTileN / 64][kStoreBytes],
                                            const CUtensorMap& map, const Epilogue& epilogue,
                                            const GemmShape& shape, const Tile& tile, int row,
                                            bool overwrite) {

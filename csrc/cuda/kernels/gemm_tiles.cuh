@@ -15,9 +15,10 @@ constexpr int kCluster = 2;
 constexpr int kScaleRows = kTileM + 4;  // of a tile that starts anywhere, from an aligned row on
 constexpr int kBandPairs = 8;   // pairs of row tiles that share an operand while it is in L2
 constexpr int kStoreRows = 16;  // a warp's part of an output tile
+constexpr int kStoreBytes = kStoreRows * kLineBytes;
 constexpr int kZeroBytes = 4096;
-constexpr int kTileRing =
-    8;  // more tiles than there are stages: one is stored, the rest are under way
+// Tiles that are known at a time: one is stored, and every stage may hold a step of another.
+constexpr int kTileRing = 8;
 
 enum class Output : int { kBFloat16, kHalf, kFloat };
 
@@ -104,10 +105,11 @@ struct GemmShared {
   struct NoScales {};
 
   Stage stages[Config::kStages];
-  alignas(1024) uint8_t store[kMathWarps][Config::kTileN / 64][kStoreRows * kLineBytes];
+  alignas(1024) uint8_t store[kMathWarps][Config::kTileN / 64][kStoreBytes];
   std::conditional_t<Config::kBlocks, Scales, NoScales> scales[Config::kStages];
   Tile tiles[kTileRing];
   uint64_t full[Config::kStages], empty[Config::kStages];
+  static_assert(kTileRing > Config::kStages);
   GroupTable groups;  // tile_end counts clusters by rows, blocks of 128 rows by depth
   alignas(128) uint8_t zeros[Config::kByDepth ? 16 : kZeroBytes];
 };

@@ -272,6 +272,7 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
 #pragma unroll
       for (int i = 0; i < count; ++i) sum[i] = zero;
     };
+    // Elsewhere beneath the first products; without blocks ptxas would spill, or serialise wgmma.
     if (steps == 0 || !Config::kBlocks) clear();
     if constexpr (Config::kFp8) {
       // Promotion: every 128 of the depth is summed by the tensor cores on its own, scaled, and
