@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from grouped_linear import ops
-from grouped_linear.recipes import Operand, Recipe, Scheme, Slot, Unquantized
+from grouped_linear.recipes import Operand, Recipe, Scheme, Slot, Unquantized, Wanted
 
 
 def _grouped_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -116,7 +116,8 @@ class GroupedLinearFunction(torch.autograd.Function):
         # For the bias alone nothing is quantized.
         scheme: Scheme = (ctx.recipe if need_x or need_weight else None) or Unquantized()
         slot = None if dy_scale is None else Slot(dy_scale, ctx.dy_amax)
-        dy = scheme.gradient(dy_TN, offs_E, slot, need_x, need_weight, need_bias)
+        wanted = Wanted(need_x, need_weight, need_bias)
+        dy = scheme.gradient(dy_TN, offs_E, slot, wanted)
         dx_TK = dw_ENK = db_EN = None
         if need_x:
             dx_TK = _multiply(dy.rowwise, Operand(w_t, w_t_scale), offs_E, None, dy_TN.dtype)

@@ -37,6 +37,14 @@ class Operands(NamedTuple):
     bias_grad: Tensor | None = None
 
 
+class Wanted(NamedTuple):
+    """What is asked for of x or dy; see :class:`Operands`."""
+
+    rowwise: bool
+    columnwise: bool
+    bias_grad: bool
+
+
 class Slot(NamedTuple):
     """What delayed scaling remembers of one operand."""
 
@@ -60,13 +68,7 @@ class Scheme(Protocol):
         ...
 
     def gradient(
-        self,
-        dy_TN: Tensor,
-        offs_E: Tensor,
-        slot: Slot | None,
-        rowwise: bool,
-        columnwise: bool,
-        bias_grad: bool,
+        self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
     ) -> Operands:
         """Dy for dgrad (rowwise), wgrad (columnwise) and the bias."""
         ...
@@ -98,19 +100,13 @@ class Unquantized:
         return Operands(Operand(w_ENK), Operand(w_ENK.transpose(1, 2)) if columnwise else None)
 
     def gradient(
-        self,
-        dy_TN: Tensor,
-        offs_E: Tensor,
-        slot: Slot | None,
-        rowwise: bool,
-        columnwise: bool,
-        bias_grad: bool,
+        self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
     ) -> Operands:
         """Dy as it is, with its sums over rows."""
         return Operands(
-            Operand(dy_TN) if rowwise else None,
-            Operand(dy_TN) if columnwise else None,
-            ops.grouped_bias_grad(dy_TN, offs_E) if bias_grad else None,
+            Operand(dy_TN) if wanted.rowwise else None,
+            Operand(dy_TN) if wanted.columnwise else None,
+            ops.grouped_bias_grad(dy_TN, offs_E) if wanted.bias_grad else None,
         )
 
 
@@ -147,7 +143,7 @@ class Float8BlockScaling:
         self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, columnwise: bool
     ) -> Operands:
         """X in 1x128 blocks."""
-        return self.gradient(x_TK, offs_E, slot, True, columnwise, False)
+        return self.gradient(x_TK, offs_E, slot, Wanted(True, columnwise, False))
 
     def weight(self, w_ENK: Tensor, slot: Slot | None, columnwise: bool) -> Operands:
         """The weight in 128x128 blocks."""
@@ -160,13 +156,7 @@ class Float8BlockScaling:
         return Operands(Operand(w.q, w.scale), _pair(w.q_t, w.scale.transpose(1, 2)))
 
     def gradient(
-        self,
-        dy_TN: Tensor,
-        offs_E: Tensor,
-        slot: Slot | None,
-        rowwise: bool,
-        columnwise: bool,
-        bias_grad: bool,
+        self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
     ) -> Operands:
         """Dy in 1x128 blocks."""
         dy = ops.group_quantize(
@@ -174,9 +164,9 @@ class Float8BlockScaling:
             offs_E,
             amax_epsilon=self.amax_epsilon,
             power_of_two_scales=self.power_of_two_scales,
-            rowwise=rowwise,
-            columnwise=columnwise,
-            bias_grad=bias_grad,
+            rowwise=wanted.rowwise,
+            columnwise=wanted.columnwise,
+            bias_grad=wanted.bias_grad,
         )
         return Operands(_pair(dy.q, dy.scale), _pair(dy.q_t, dy.scale_t), dy.bias_grad)
 
@@ -221,7 +211,7 @@ class Float8CurrentScaling:
         self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, columnwise: bool
     ) -> Operands:
         """X in e4m3, one scale a group."""
-        return self._quantize(x_TK, offs_E, E4M3, True, columnwise, False)
+        return self._quantize(x_TK, offs_E, E4M3, Wanted(True, columnwise, False))
 
     def weight(self, w_ENK: Tensor, slot: Slot | None, columnwise: bool) -> Operands:
         """The weight in e4m3, one scale an expert."""
@@ -234,25 +224,13 @@ class Float8CurrentScaling:
         return Operands(Operand(w.q, w.scale), _pair(w.q_t, w.scale))
 
     def gradient(
-        self,
-        dy_TN: Tensor,
-        offs_E: Tensor,
-        slot: Slot | None,
-        rowwise: bool,
-        columnwise: bool,
-        bias_grad: bool,
+        self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
     ) -> Operands:
         """Dy in the gradients' dtype, one scale a group."""
-        return self._quantize(dy_TN, offs_E, self.gradient_dtype, rowwise, columnwise, bias_grad)
+        return self._quantize(dy_TN, offs_E, self.gradient_dtype, wanted)
 
     def _quantize(
-        self,
-        x_TK: Tensor,
-        offs_E: Tensor,
-        dtype: torch.dtype,
-        rowwise: bool,
-        columnwise: bool,
-        bias_grad: bool,
+        self, x_TK: Tensor, offs_E: Tensor, dtype: torch.dtype, wanted: Wanted
     ) -> Operands:
         x = ops.group_quantize_current(
             x_TK,
@@ -260,9 +238,9 @@ class Float8CurrentScaling:
             dtype,
             amax_epsilon=self.amax_epsilon,
             power_of_two_scales=self.power_of_two_scales,
-            rowwise=rowwise,
-            columnwise=columnwise,
-            bias_grad=bias_grad,
+            rowwise=wanted.rowwise,
+            columnwise=wanted.columnwise,
+            bias_grad=wanted.bias_grad,
         )
         return Operands(_pair(x.q, x.scale), _pair(x.q_t, x.scale), x.bias_grad)
 
@@ -319,7 +297,7 @@ class DelayedScaling:
         self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, columnwise: bool
     ) -> Operands:
         """X in e4m3, scaled as earlier steps say."""
-        return self._quantize(x_TK, offs_E, slot, E4M3, True, columnwise, False)
+        return self._quantize(x_TK, offs_E, slot, E4M3, Wanted(True, columnwise, False))
 
     def weight(self, w_ENK: Tensor, slot: Slot | None, columnwise: bool) -> Operands:
         """The weight in e4m3, scaled as earlier steps say."""
@@ -328,28 +306,13 @@ class DelayedScaling:
         return Operands(Operand(w.q, w.scale), _pair(w.q_t, w.scale))
 
     def gradient(
-        self,
-        dy_TN: Tensor,
-        offs_E: Tensor,
-        slot: Slot | None,
-        rowwise: bool,
-        columnwise: bool,
-        bias_grad: bool,
+        self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
     ) -> Operands:
         """Dy in e5m2, scaled as earlier steps say."""
-        return self._quantize(
-            dy_TN, offs_E, slot, torch.float8_e5m2, rowwise, columnwise, bias_grad
-        )
+        return self._quantize(dy_TN, offs_E, slot, torch.float8_e5m2, wanted)
 
     def _quantize(
-        self,
-        x_TK: Tensor,
-        offs_E: Tensor,
-        slot: Slot | None,
-        dtype: torch.dtype,
-        rowwise: bool,
-        columnwise: bool,
-        bias_grad: bool,
+        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, dtype: torch.dtype, wanted: Wanted
     ) -> Operands:
         assert slot is not None
         x = ops.group_quantize_delayed_(
@@ -358,9 +321,9 @@ class DelayedScaling:
             offs_E,
             slot.scale,
             dtype,
-            rowwise=rowwise,
-            columnwise=columnwise,
-            bias_grad=bias_grad,
+            rowwise=wanted.rowwise,
+            columnwise=wanted.columnwise,
+            bias_grad=wanted.bias_grad,
         )
         return Operands(_pair(x.q, x.scale), _pair(x.q_t, x.scale), x.bias_grad)
 
@@ -385,7 +348,7 @@ class MXFP8BlockScaling:
         self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, columnwise: bool
     ) -> Operands:
         """X rounded to MXFP8 along each dimension, as bfloat16."""
-        return self.gradient(x_TK, offs_E, slot, True, columnwise, False)
+        return self.gradient(x_TK, offs_E, slot, Wanted(True, columnwise, False))
 
     def weight(self, w_ENK: Tensor, slot: Slot | None, columnwise: bool) -> Operands:
         """The weight rounded to MXFP8 along each dimension, as bfloat16."""
@@ -400,17 +363,15 @@ class MXFP8BlockScaling:
         return Operands(rowwise, Operand(w.x_columnwise.view(E, N, K).transpose(1, 2)))
 
     def gradient(
-        self,
-        dy_TN: Tensor,
-        offs_E: Tensor,
-        slot: Slot | None,
-        rowwise: bool,
-        columnwise: bool,
-        bias_grad: bool,
+        self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
     ) -> Operands:
         """Dy rounded to MXFP8 along each dimension, as bfloat16."""
         dy = ops.group_round_mx(
-            dy_TN, offs_E, rowwise=rowwise, columnwise=columnwise, bias_grad=bias_grad
+            dy_TN,
+            offs_E,
+            rowwise=wanted.rowwise,
+            columnwise=wanted.columnwise,
+            bias_grad=wanted.bias_grad,
         )
         return Operands(_pair(dy.x_rowwise, None), _pair(dy.x_columnwise, None), dy.bias_grad)
 
