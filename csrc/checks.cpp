@@ -2,6 +2,7 @@
 
 #include <torch/csrc/stable/device.h>
 
+#include <array>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -137,6 +138,75 @@ void check_weight(const char* op, const Tensor& w) {
   check_groups(op, w.size(0));
   check_features(op, "N", w.size(1));
   check_features(op, "K", w.size(2));
+}
+
+// E tensors of two dimensions, all alike.
+void check_experts(const char* op, const char* name, const std::vector<Tensor>& experts) {
+  const std::string first_name = std::string("the first ") + name;
+  check_groups(op, static_cast<int64_t>(experts.size()));
+  const Tensor& first = experts[0];
+  check_dim(op, name, first, 2);
+  for (const Tensor& expert : experts) {
+    check_dim(op, name, expert, 2);
+    check_dtype(op, name, expert, first.scalar_type());
+    check_device(op, name, expert, first_name.c_str(), first);
+    check_same(op, "N", name, expert.size(0), first_name.c_str(), first.size(0));
+    check_same(op, "K", name, expert.size(1), first_name.c_str(), first.size(1));
+  }
+}
+
+// w: one tensor [E, N, K] or E tensors [N, K], with the flag that says whether it is read.
+// Returns E, N and K.
+std::array<int64_t, 3> check_refreshed(const char* op, const std::vector<Tensor>& w,
+                                       const std::optional<Tensor>& refresh) {
+  std::array<int64_t, 3> shape;
+  if (w.size() == 1 && w[0].dim() == 3) {
+    check_weight(op, w[0]);
+    shape = {w[0].size(0), w[0].size(1), w[0].size(2)};
+  } else {
+    check_experts(op, "w", w);
+    check_activation(op, "w", w[0].scalar_type());
+    check_features(op, "N", w[0].size(0));
+    check_features(op, "K", w[0].size(1));
+    shape = {static_cast<int64_t>(w.size()), w[0].size(0), w[0].size(1)};
+  }
+  if (refresh) {
+    check_dim(op, "refresh", *refresh, 0);
+    check_dtype(op, "refresh", *refresh, ScalarType::Bool);
+    check_device(op, "refresh", *refresh, "w", w[0]);
+  }
+  return shape;
+}
+
+// What is written in place has this shape and is dense.
+void check_written(const char* op, const char* name, const Tensor& t, ScalarType dtype,
+                   const std::vector<int64_t>& shape, const Tensor& w) {
+  check_dim(op, name, t, static_cast<int64_t>(shape.size()));
+  check_dtype(op, name, t, dtype);
+  check_device(op, name, t, "w", w);
+  std::string expected, actual;
+  bool same = true;
+  for (size_t i = 0; i < shape.size(); ++i) {
+    const auto size = t.size(static_cast<int64_t>(i));
+    same = same && size == shape[i];
+    expected += (i ? ", " : "") + std::to_string(shape[i]);
+    actual += (i ? ", " : "") + std::to_string(size);
+  }
+  check(same, op, ": ", name, " must be [", expected, "], got [", actual, "]");
+  check(t.is_contiguous(), op, ": ", name, " must be contiguous");
+}
+
+void check_overwrite(const char* op, const std::optional<Tensor>& overwrite,
+                     const Tensor& main_grad) {
+  if (!overwrite) return;
+  check_dim(op, "overwrite", *overwrite, 0);
+  check_dtype(op, "overwrite", *overwrite, ScalarType::Bool);
+  check_device(op, "overwrite", *overwrite, "main_grad", main_grad);
+}
+
+void check_grad_dtype(const char* op, ScalarType dtype) {
+  check(dtype == ScalarType::Float || dtype == ScalarType::BFloat16, op,
+        ": main_grad must be float32 or bfloat16, got ", name_of(dtype));
 }
 
 // q_t [blocks, features, 128].
@@ -356,44 +426,57 @@ void check_quantize_weight(const char* op, const Tensor& w, double amax_epsilon)
 
 void check_quantize_weight_list(const std::vector<Tensor>& w, double amax_epsilon) {
   const char* op = "quantize_weight_list";
-  check_groups(op, static_cast<int64_t>(w.size()));
-  check_dim(op, "w", w[0], 2);
+  check_experts(op, "w", w);
   check_activation(op, "w", w[0].scalar_type());
   check_features(op, "N", w[0].size(0));
   check_features(op, "K", w[0].size(1));
-  for (const Tensor& w_e : w) {
-    check_dim(op, "w", w_e, 2);
-    check_dtype(op, "w", w_e, w[0].scalar_type());
-    check_device(op, "w", w_e, "the first w", w[0]);
-    check_same(op, "N", "w", w_e.size(0), "the first w", w[0].size(0));
-    check_same(op, "K", "w", w_e.size(1), "the first w", w[0].size(1));
-  }
   check_epsilon(op, amax_epsilon);
 }
 
-void check_refresh_weight(const Tensor& w, const std::optional<Tensor>& refresh, const Tensor& q,
-                          const Tensor& scale, const std::optional<Tensor>& q_t,
+void check_refresh_weight(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
+                          const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
                           double amax_epsilon) {
   const char* op = "refresh_weight_";
-  check_quantize_weight(op, w, amax_epsilon);
-  const int64_t E = w.size(0), N = w.size(1), K = w.size(2);
-  if (refresh) {
-    check_dim(op, "refresh", *refresh, 0);
-    check_dtype(op, "refresh", *refresh, ScalarType::Bool);
-    check_device(op, "refresh", *refresh, "w", w);
-  }
-  const auto written = [op, &w](const char* name, const Tensor& t, ScalarType dtype, int64_t s0,
-                                int64_t s1, int64_t s2) {
-    check_dim(op, name, t, 3);
-    check_dtype(op, name, t, dtype);
-    check_device(op, name, t, "w", w);
-    check(t.size(0) == s0 && t.size(1) == s1 && t.size(2) == s2, op, ": ", name, " must be [", s0,
-          ", ", s1, ", ", s2, "], got [", t.size(0), ", ", t.size(1), ", ", t.size(2), "]");
-    check(t.is_contiguous(), op, ": ", name, " must be contiguous");
-  };
-  written("q", q, ScalarType::Float8_e4m3fn, E, N, K);
-  written("scale", scale, ScalarType::Float, E, ceil_div(N, kBlock), ceil_div(K, kBlock));
-  if (q_t) written("q_t", *q_t, ScalarType::Float8_e4m3fn, E, K, N);
+  const auto [E, N, K] = check_refreshed(op, w, refresh);
+  check_epsilon(op, amax_epsilon);
+  check_written(op, "q", q, ScalarType::Float8_e4m3fn, {E, N, K}, w[0]);
+  check_written(op, "scale", scale, ScalarType::Float,
+                {E, ceil_div(N, kBlock), ceil_div(K, kBlock)}, w[0]);
+  if (q_t) check_written(op, "q_t", *q_t, ScalarType::Float8_e4m3fn, {E, K, N}, w[0]);
+}
+
+void check_refresh_weight_current(const std::vector<Tensor>& w,
+                                  const std::optional<Tensor>& refresh, const Tensor& q,
+                                  const Tensor& scale, const std::optional<Tensor>& q_t,
+                                  double amax_epsilon) {
+  const char* op = "refresh_weight_current_";
+  const auto [E, N, K] = check_refreshed(op, w, refresh);
+  check_epsilon(op, amax_epsilon);
+  check_written(op, "q", q, ScalarType::Float8_e4m3fn, {E, N, K}, w[0]);
+  check_written(op, "scale", scale, ScalarType::Float, {E}, w[0]);
+  if (q_t) check_written(op, "q_t", *q_t, ScalarType::Float8_e4m3fn, {E, K, N}, w[0]);
+}
+
+void check_refresh_weight_delayed(const std::optional<Tensor>& amax, const std::vector<Tensor>& w,
+                                  const Tensor& state, const std::optional<Tensor>& refresh,
+                                  const Tensor& q, const Tensor& scale,
+                                  const std::optional<Tensor>& q_t) {
+  const char* op = "refresh_weight_delayed_";
+  const auto [E, N, K] = check_refreshed(op, w, refresh);
+  check_group_scale(op, "state", state, "w", w[0], E, "w");
+  if (amax) check_amax(op, *amax, "w", w[0], "w", E);
+  check_written(op, "q", q, ScalarType::Float8_e4m3fn, {E, N, K}, w[0]);
+  check_written(op, "scale", scale, ScalarType::Float, {E}, w[0]);
+  if (q_t) check_written(op, "q_t", *q_t, ScalarType::Float8_e4m3fn, {E, K, N}, w[0]);
+}
+
+void check_refresh_weight_mx(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
+                             const Tensor& w_rowwise, const std::optional<Tensor>& w_columnwise) {
+  const char* op = "refresh_weight_mx_";
+  const auto [E, N, K] = check_refreshed(op, w, refresh);
+  check_written(op, "w_rowwise", w_rowwise, ScalarType::BFloat16, {E, N, K}, w[0]);
+  if (w_columnwise)
+    check_written(op, "w_columnwise", *w_columnwise, ScalarType::BFloat16, {E, N, K}, w[0]);
 }
 
 void check_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
@@ -411,6 +494,25 @@ void check_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
   check_same(op, "E", "b", b.size(0), "offs", offs.size(0));
   check_activation(op, "out_dtype", out_dtype);
   check_bias(op, bias, a, offs.size(0), b.size(1), out_dtype);
+}
+
+void check_grouped_mm_list(const Tensor& a, const std::vector<Tensor>& b, const Tensor& offs,
+                           const std::optional<Tensor>& bias, ScalarType out_dtype,
+                           bool transpose_b) {
+  const char* op = "grouped_mm_list";
+  check_dim(op, "a", a, 2);
+  check_activation(op, "a", a.scalar_type());
+  check_experts(op, "b", b);
+  check_dtype(op, "b", b[0], a.scalar_type());
+  check_device(op, "b", b[0], "a", a);
+  const int64_t K = b[0].size(transpose_b ? 0 : 1), N = b[0].size(transpose_b ? 1 : 0);
+  check_same(op, "K", "a", a.size(1), "b", K);
+  check_features(op, "K", K);
+  check_features(op, "N", N);
+  check_offs(op, offs, "a", a);
+  check_same(op, "E", "b", static_cast<int64_t>(b.size()), "offs", offs.size(0));
+  check_activation(op, "out_dtype", out_dtype);
+  check_bias(op, bias, a, offs.size(0), N, out_dtype);
 }
 
 void check_grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a,
@@ -490,19 +592,29 @@ void check_grouped_scaled_mm_wgrad(const char* op, const Tensor& dy_t, const Ten
 void check_main_grad(const char* op, const Tensor& main_grad, const Tensor& dy, int64_t E,
                      int64_t N, int64_t K, const std::optional<Tensor>& overwrite) {
   check_dim(op, "main_grad", main_grad, 3);
-  check(main_grad.scalar_type() == ScalarType::Float ||
-            main_grad.scalar_type() == ScalarType::BFloat16,
-        op, ": main_grad must be float32 or bfloat16, got ", name_of(main_grad.scalar_type()));
+  check_grad_dtype(op, main_grad.scalar_type());
   check_device(op, "main_grad", main_grad, "dy", dy);
   check_same(op, "E", "main_grad", main_grad.size(0), "offs", E);
   check_same(op, "N", "main_grad", main_grad.size(1), "dy", N);
   check_same(op, "K", "main_grad", main_grad.size(2), "x", K);
   check(main_grad.is_contiguous(), op, ": main_grad must be contiguous, got strides ",
         main_grad.stride(0), ", ", main_grad.stride(1), ", ", main_grad.stride(2));
-  if (!overwrite) return;
-  check_dim(op, "overwrite", *overwrite, 0);
-  check_dtype(op, "overwrite", *overwrite, ScalarType::Bool);
-  check_device(op, "overwrite", *overwrite, "main_grad", main_grad);
+  check_overwrite(op, overwrite, main_grad);
+}
+
+void check_main_grad_list(const char* op, const std::vector<Tensor>& main_grad, const Tensor& dy,
+                          int64_t E, int64_t N, int64_t K, const std::optional<Tensor>& overwrite) {
+  check_experts(op, "main_grad", main_grad);
+  const Tensor& first = main_grad[0];
+  check_grad_dtype(op, first.scalar_type());
+  check_device(op, "main_grad", first, "dy", dy);
+  check_same(op, "E", "main_grad", static_cast<int64_t>(main_grad.size()), "offs", E);
+  check_same(op, "N", "main_grad", first.size(0), "dy", N);
+  check_same(op, "K", "main_grad", first.size(1), "x", K);
+  for (const Tensor& expert : main_grad)
+    check(expert.is_contiguous(), op, ": main_grad must be contiguous, got strides ",
+          expert.stride(0), ", ", expert.stride(1));
+  check_overwrite(op, overwrite, first);
 }
 
 }  // namespace grouped_linear

@@ -58,11 +58,24 @@ void check_group_dequantize_t(const Tensor& q_t, const Tensor& scale_t, const Te
 void check_grouped_bias_grad(const Tensor& dy, const Tensor& offs);
 void check_quantize_weight(const char* op, const Tensor& w, double amax_epsilon);
 void check_quantize_weight_list(const std::vector<Tensor>& w, double amax_epsilon);
-void check_refresh_weight(const Tensor& w, const std::optional<Tensor>& refresh, const Tensor& q,
-                          const Tensor& scale, const std::optional<Tensor>& q_t,
+void check_refresh_weight(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
+                          const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
                           double amax_epsilon);
+void check_refresh_weight_current(const std::vector<Tensor>& w,
+                                  const std::optional<Tensor>& refresh, const Tensor& q,
+                                  const Tensor& scale, const std::optional<Tensor>& q_t,
+                                  double amax_epsilon);
+void check_refresh_weight_delayed(const std::optional<Tensor>& amax, const std::vector<Tensor>& w,
+                                  const Tensor& state, const std::optional<Tensor>& refresh,
+                                  const Tensor& q, const Tensor& scale,
+                                  const std::optional<Tensor>& q_t);
+void check_refresh_weight_mx(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
+                             const Tensor& w_rowwise, const std::optional<Tensor>& w_columnwise);
 void check_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
                       const std::optional<Tensor>& bias, ScalarType out_dtype);
+void check_grouped_mm_list(const Tensor& a, const std::vector<Tensor>& b, const Tensor& offs,
+                           const std::optional<Tensor>& bias, ScalarType out_dtype,
+                           bool transpose_b);
 void check_grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a,
                              const Tensor& scale_b, const Tensor& offs,
                              const std::optional<Tensor>& bias, ScalarType out_dtype);
@@ -73,5 +86,8 @@ void check_grouped_scaled_mm_wgrad(const char* op, const Tensor& dy_t, const Ten
                                    const Tensor& offs, ScalarType out_dtype);
 void check_main_grad(const char* op, const Tensor& main_grad, const Tensor& dy, int64_t E,
                      int64_t N, int64_t K, const std::optional<Tensor>& overwrite);
+// main_grad: E tensors [N, K].
+void check_main_grad_list(const char* op, const std::vector<Tensor>& main_grad, const Tensor& dy,
+                          int64_t E, int64_t N, int64_t K, const std::optional<Tensor>& overwrite);
 
 }  // namespace grouped_linear

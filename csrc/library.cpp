@@ -76,10 +76,6 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   m.def(
       "quantize_weight_list(Tensor[] w, float amax_epsilon=0.0, bool power_of_two_scales=True, "
       "bool columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)");
-  // Into what quantize_weight returned earlier, unless the 0-d bool `refresh` is false
-  m.def(
-      "refresh_weight_(Tensor w, Tensor? refresh, Tensor(a!) q, Tensor(b!) scale, "
-      "Tensor(c!)? q_t, float amax_epsilon=0.0, bool power_of_two_scales=True) -> ()");
   // With one scale an expert: scale [E]
   m.def(
       "quantize_weight_current(Tensor w, float amax_epsilon=0.0, bool power_of_two_scales=False, "
@@ -87,6 +83,21 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   m.def(
       "quantize_weight_delayed_(Tensor(a!)? amax, Tensor w, Tensor scale, bool columnwise=True) "
       "-> (Tensor q, Tensor q_t)");
+
+  // Into tensors that are kept, unless the 0-d bool `refresh` is false. w: one tensor [E, N, K], or E
+  // tensors [N, K]. Of delayed scaling `scale` is a copy of `state`; MX is kept as bf16 [E, N, K]
+  m.def(
+      "refresh_weight_(Tensor[] w, Tensor? refresh, Tensor(a!) q, Tensor(b!) scale, "
+      "Tensor(c!)? q_t, float amax_epsilon=0.0, bool power_of_two_scales=True) -> ()");
+  m.def(
+      "refresh_weight_current_(Tensor[] w, Tensor? refresh, Tensor(a!) q, Tensor(b!) scale, "
+      "Tensor(c!)? q_t, float amax_epsilon=0.0, bool power_of_two_scales=False) -> ()");
+  m.def(
+      "refresh_weight_delayed_(Tensor(a!)? amax, Tensor[] w, Tensor state, Tensor? refresh, "
+      "Tensor(b!) q, Tensor(c!) scale, Tensor(d!)? q_t) -> ()");
+  m.def(
+      "refresh_weight_mx_(Tensor[] w, Tensor? refresh, Tensor(a!) w_rowwise, "
+      "Tensor(b!)? w_columnwise) -> ()");
 
   // scale [E], amax [E], amax_history [H, E] of any number of operands: amax into the history,
   // scales from it, amax back to zero
@@ -98,6 +109,10 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   m.def(
       "grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, ScalarType? out_dtype=None) "
       "-> Tensor");
+  // b: E tensors [N, K]; transpose_b: a[t] @ b[e], for dgrad
+  m.def(
+      "grouped_mm_list(Tensor a, Tensor[] b, Tensor offs, Tensor? bias=None, "
+      "ScalarType? out_dtype=None, bool transpose_b=False) -> Tensor");
   // Quantized, with a scale a block as above, or a scale a group: scale_a [E] and scale_b [E]
   m.def(
       "grouped_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, "
@@ -116,6 +131,13 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   m.def(
       "grouped_scaled_mm_wgrad_(Tensor(a!) main_grad, Tensor dy_t, Tensor x_t, Tensor scale_dy_t, "
       "Tensor scale_x_t, Tensor offs, Tensor? overwrite=None) -> ()");
+  // main_grad: E tensors [N, K]
+  m.def(
+      "grouped_mm_wgrad_list_(Tensor(a!)[] main_grad, Tensor dy, Tensor x, Tensor offs, "
+      "Tensor? overwrite=None) -> ()");
+  m.def(
+      "grouped_scaled_mm_wgrad_list_(Tensor(a!)[] main_grad, Tensor dy_t, Tensor x_t, "
+      "Tensor scale_dy_t, Tensor scale_x_t, Tensor offs, Tensor? overwrite=None) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CPU, m) {
@@ -135,16 +157,22 @@ STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CPU, m) {
   m.impl("grouped_bias_grad", TORCH_BOX(&grouped_bias_grad));
   m.impl("quantize_weight", TORCH_BOX(&quantize_weight));
   m.impl("quantize_weight_list", TORCH_BOX(&quantize_weight_list));
-  m.impl("refresh_weight_", TORCH_BOX(&refresh_weight_));
   m.impl("quantize_weight_current", TORCH_BOX(&quantize_weight_current));
   m.impl("quantize_weight_delayed_", TORCH_BOX(&quantize_weight_delayed_));
+  m.impl("refresh_weight_", TORCH_BOX(&refresh_weight_));
+  m.impl("refresh_weight_current_", TORCH_BOX(&refresh_weight_current_));
+  m.impl("refresh_weight_delayed_", TORCH_BOX(&refresh_weight_delayed_));
+  m.impl("refresh_weight_mx_", TORCH_BOX(&refresh_weight_mx_));
   m.impl("update_scales_", TORCH_BOX(&update_scales_));
   m.impl("grouped_mm", TORCH_BOX(&grouped_mm));
+  m.impl("grouped_mm_list", TORCH_BOX(&grouped_mm_list));
   m.impl("grouped_scaled_mm", TORCH_BOX(&grouped_scaled_mm));
   m.impl("grouped_mm_wgrad", TORCH_BOX(&grouped_mm_wgrad));
   m.impl("grouped_scaled_mm_wgrad", TORCH_BOX(&grouped_scaled_mm_wgrad));
   m.impl("grouped_mm_wgrad_", TORCH_BOX(&grouped_mm_wgrad_));
   m.impl("grouped_scaled_mm_wgrad_", TORCH_BOX(&grouped_scaled_mm_wgrad_));
+  m.impl("grouped_mm_wgrad_list_", TORCH_BOX(&grouped_mm_wgrad_list_));
+  m.impl("grouped_scaled_mm_wgrad_list_", TORCH_BOX(&grouped_scaled_mm_wgrad_list_));
 }
 
 namespace {
@@ -193,14 +221,20 @@ STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CUDA, m) {
   GROUPED_LINEAR_CUDA_OP(grouped_bias_grad);
   GROUPED_LINEAR_CUDA_OP(quantize_weight);
   GROUPED_LINEAR_CUDA_OP(quantize_weight_list);
-  GROUPED_LINEAR_CUDA_OP(refresh_weight_);
   GROUPED_LINEAR_CUDA_OP(quantize_weight_current);
   GROUPED_LINEAR_CUDA_OP(quantize_weight_delayed_);
+  GROUPED_LINEAR_CUDA_OP(refresh_weight_);
+  GROUPED_LINEAR_CUDA_OP(refresh_weight_current_);
+  GROUPED_LINEAR_CUDA_OP(refresh_weight_delayed_);
+  GROUPED_LINEAR_CUDA_OP(refresh_weight_mx_);
   GROUPED_LINEAR_CUDA_OP(update_scales_);
   GROUPED_LINEAR_CUDA_OP(grouped_mm);
+  GROUPED_LINEAR_CUDA_OP(grouped_mm_list);
   GROUPED_LINEAR_CUDA_OP(grouped_scaled_mm);
   GROUPED_LINEAR_CUDA_OP(grouped_mm_wgrad);
   GROUPED_LINEAR_CUDA_OP(grouped_scaled_mm_wgrad);
   GROUPED_LINEAR_CUDA_OP(grouped_mm_wgrad_);
   GROUPED_LINEAR_CUDA_OP(grouped_scaled_mm_wgrad_);
+  GROUPED_LINEAR_CUDA_OP(grouped_mm_wgrad_list_);
+  GROUPED_LINEAR_CUDA_OP(grouped_scaled_mm_wgrad_list_);
 }

@@ -43,18 +43,31 @@
   std::tuple<Tensor, Tensor, Tensor> quantize_weight_list(                                         \
       const std::vector<Tensor>& w, double amax_epsilon, bool power_of_two_scales,                 \
       bool columnwise);                                                                            \
-  void refresh_weight_(const Tensor& w, const std::optional<Tensor>& refresh, const Tensor& q,     \
-                       const Tensor& scale, const std::optional<Tensor>& q_t, double amax_epsilon, \
-                       bool power_of_two_scales);                                                  \
   std::tuple<Tensor, Tensor, Tensor> quantize_weight_current(                                      \
       const Tensor& w, double amax_epsilon, bool power_of_two_scales, bool columnwise);            \
   std::tuple<Tensor, Tensor> quantize_weight_delayed_(                                             \
       const std::optional<Tensor>& amax, const Tensor& w, const Tensor& scale, bool columnwise);   \
+  void refresh_weight_(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,         \
+                       const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,     \
+                       double amax_epsilon, bool power_of_two_scales);                             \
+  void refresh_weight_current_(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh, \
+                               const Tensor& q, const Tensor& scale,                               \
+                               const std::optional<Tensor>& q_t, double amax_epsilon,              \
+                               bool power_of_two_scales);                                          \
+  void refresh_weight_delayed_(const std::optional<Tensor>& amax, const std::vector<Tensor>& w,    \
+                               const Tensor& state, const std::optional<Tensor>& refresh,          \
+                               const Tensor& q, const Tensor& scale,                               \
+                               const std::optional<Tensor>& q_t);                                  \
+  void refresh_weight_mx_(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,      \
+                          const Tensor& w_rowwise, const std::optional<Tensor>& w_columnwise);     \
   void update_scales_(const std::vector<Tensor>& scale, const std::vector<Tensor>& amax,           \
                       const std::vector<Tensor>& amax_history, const std::vector<double>& fp8_max, \
                       int64_t margin, bool most_recent);                                           \
   Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,                          \
                     const std::optional<Tensor>& bias, std::optional<ScalarType> out_dtype);       \
+  Tensor grouped_mm_list(const Tensor& a, const std::vector<Tensor>& b, const Tensor& offs,        \
+                         const std::optional<Tensor>& bias, std::optional<ScalarType> out_dtype,   \
+                         bool transpose_b);                                                        \
   Tensor grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a,                \
                            const Tensor& scale_b, const Tensor& offs,                              \
                            const std::optional<Tensor>& bias, ScalarType out_dtype);               \
@@ -67,7 +80,14 @@
                          const Tensor& offs, const std::optional<Tensor>& overwrite);              \
   void grouped_scaled_mm_wgrad_(const Tensor& main_grad, const Tensor& dy_t, const Tensor& x_t,    \
                                 const Tensor& scale_dy_t, const Tensor& scale_x_t,                 \
-                                const Tensor& offs, const std::optional<Tensor>& overwrite)
+                                const Tensor& offs, const std::optional<Tensor>& overwrite);       \
+  void grouped_mm_wgrad_list_(const std::vector<Tensor>& main_grad, const Tensor& dy,              \
+                              const Tensor& x, const Tensor& offs,                                 \
+                              const std::optional<Tensor>& overwrite);                             \
+  void grouped_scaled_mm_wgrad_list_(const std::vector<Tensor>& main_grad, const Tensor& dy_t,     \
+                                     const Tensor& x_t, const Tensor& scale_dy_t,                  \
+                                     const Tensor& scale_x_t, const Tensor& offs,                  \
+                                     const std::optional<Tensor>& overwrite)
 
 namespace grouped_linear::cpu {
 GROUPED_LINEAR_DECLARE_OPS;

@@ -165,9 +165,14 @@ def _bump_versions(op: torch._ops.OpOverload) -> None:
 for _op in (
     torch.ops.grouped_linear.grouped_mm_wgrad_.default,
     torch.ops.grouped_linear.grouped_scaled_mm_wgrad_.default,
+    torch.ops.grouped_linear.grouped_mm_wgrad_list_.default,
+    torch.ops.grouped_linear.grouped_scaled_mm_wgrad_list_.default,
     torch.ops.grouped_linear.group_quantize_delayed_.default,
     torch.ops.grouped_linear.quantize_weight_delayed_.default,
     torch.ops.grouped_linear.update_scales_.default,
     torch.ops.grouped_linear.refresh_weight_.default,
+    torch.ops.grouped_linear.refresh_weight_current_.default,
+    torch.ops.grouped_linear.refresh_weight_delayed_.default,
+    torch.ops.grouped_linear.refresh_weight_mx_.default,
 ):
     _bump_versions(_op)

@@ -666,43 +666,6 @@ def quantize_weight_list(
     return QuantizedWeight(q, scale, q_t if columnwise else None)
 
 
-def refresh_weight_(
-    w: Tensor,
-    refresh: Tensor | None,
-    q: Tensor,
-    scale: Tensor,
-    q_t: Tensor | None,
-    *,
-    amax_epsilon: float = 0.0,
-    power_of_two_scales: bool = True,
-) -> None:
-    """Quantize a weight again, into the tensors of an earlier :func:`quantize_weight`.
-
-    Args:
-        w: [E, N, K], see :func:`quantize_weight`.
-        refresh: a bool tensor of no dimensions on w's device, read there: where it is false, not a
-            byte changes. None always refreshes.
-        q: [E, N, K] e4m3, contiguous, written.
-        scale: [E, ceil(N / 128), ceil(K / 128)] float32, contiguous, written.
-        q_t: [E, K, N] e4m3, contiguous, written; or None.
-        amax_epsilon: the smallest amax a block is scaled by.
-        power_of_two_scales: make scales powers of two.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
-
-    >>> w = torch.ones(2, 32, 16)
-    >>> q, scale, q_t = quantize_weight(w)
-    >>> refresh_weight_(8 * w, torch.tensor(False), q, scale, q_t)
-    >>> scale[0].item()
-    0.00390625
-    >>> refresh_weight_(8 * w, torch.tensor(True), q, scale, q_t)
-    >>> scale[0].item()
-    0.03125
-    """
-    _ops.refresh_weight_(w, refresh, q, scale, q_t, amax_epsilon, power_of_two_scales)
-
-
 def quantize_weight_current(
     w: Tensor,
     *,
@@ -758,6 +721,145 @@ def quantize_weight_delayed_(
     """
     q, q_t = _ops.quantize_weight_delayed_(amax, w, scale, columnwise)
     return QuantizedWeight(q, scale, q_t if columnwise else None)
+
+
+def refresh_weight_(
+    w: Tensor | Sequence[Tensor],
+    refresh: Tensor | None,
+    q: Tensor,
+    scale: Tensor,
+    q_t: Tensor | None,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+) -> None:
+    """Quantize a weight again, into the tensors of an earlier :func:`quantize_weight`.
+
+    Args:
+        w: [E, N, K], see :func:`quantize_weight`, or E tensors [N, K].
+        refresh: a bool tensor of no dimensions on w's device, read there: where it is false, not a
+            byte changes. None always refreshes.
+        q: [E, N, K] e4m3, contiguous, written.
+        scale: [E, ceil(N / 128), ceil(K / 128)] float32, contiguous, written.
+        q_t: [E, K, N] e4m3, contiguous, written; or None.
+        amax_epsilon: the smallest amax a block is scaled by.
+        power_of_two_scales: make scales powers of two.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> w = torch.ones(2, 32, 16)
+    >>> q, scale, q_t = quantize_weight(w)
+    >>> refresh_weight_(8 * w, torch.tensor(False), q, scale, q_t)
+    >>> scale[0].item()
+    0.00390625
+    >>> refresh_weight_(8 * w, torch.tensor(True), q, scale, q_t)
+    >>> scale[0].item()
+    0.03125
+    """
+    _ops.refresh_weight_(_experts(w), refresh, q, scale, q_t, amax_epsilon, power_of_two_scales)
+
+
+def refresh_weight_current_(
+    w: Tensor | Sequence[Tensor],
+    refresh: Tensor | None,
+    q: Tensor,
+    scale: Tensor,
+    q_t: Tensor | None,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = False,
+) -> None:
+    """Quantize a weight again, into the tensors of a :func:`quantize_weight_current`.
+
+    Args:
+        w: [E, N, K] or E tensors [N, K]; those that do not lie one after the other in memory are
+            gathered first.
+        refresh: see :func:`refresh_weight_`.
+        q: [E, N, K] e4m3, contiguous, written.
+        scale: [E] float32, contiguous, written.
+        q_t: [E, K, N] e4m3, contiguous, written; or None.
+        amax_epsilon: the smallest amax an expert is scaled by.
+        power_of_two_scales: make scales powers of two.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> w = torch.ones(2, 32, 16)
+    >>> q, scale, q_t = quantize_weight_current(w)
+    >>> refresh_weight_current_(448 * w, None, q, scale, q_t)
+    >>> scale
+    tensor([1., 1.])
+    """
+    _ops.refresh_weight_current_(
+        _experts(w), refresh, q, scale, q_t, amax_epsilon, power_of_two_scales
+    )
+
+
+def refresh_weight_delayed_(
+    amax: Tensor | None,
+    w: Tensor | Sequence[Tensor],
+    state: Tensor,
+    refresh: Tensor | None,
+    q: Tensor,
+    scale: Tensor,
+    q_t: Tensor | None,
+) -> None:
+    """Quantize a weight again, into the tensors of a :func:`quantize_weight_delayed_`.
+
+    Args:
+        amax: [E] float32, contiguous, raised in place where there is a refresh; None to note
+            nothing.
+        w: see :func:`refresh_weight_current_`.
+        state: [E] float32, the scales to quantize with.
+        refresh: see :func:`refresh_weight_`; where it is false amax stays as it was, too.
+        q: [E, N, K] e4m3, contiguous, written.
+        scale: [E] float32, contiguous, becomes a copy of state: what q was quantized with stays
+            with q when state moves on.
+        q_t: [E, K, N] e4m3, contiguous, written; or None.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> w, amax, scale = torch.ones(2, 32, 16), torch.zeros(2), torch.zeros(2)
+    >>> q, _, q_t = quantize_weight_delayed_(None, w, torch.ones(2))
+    >>> refresh_weight_delayed_(amax, 3 * w, torch.ones(2), None, q, scale, q_t)
+    >>> q.float().mean(), scale, amax
+    (tensor(3.), tensor([1., 1.]), tensor([3., 3.]))
+    """
+    _ops.refresh_weight_delayed_(amax, _experts(w), state, refresh, q, scale, q_t)
+
+
+def refresh_weight_mx_(
+    w: Tensor | Sequence[Tensor],
+    refresh: Tensor | None,
+    w_rowwise: Tensor,
+    w_columnwise: Tensor | None,
+) -> None:
+    """Round a weight to MXFP8 again, into bf16 tensors that are kept.
+
+    An expert's rows are a group of :func:`group_round_mx`: blocks run along K in w_rowwise, and
+    along N, inside each expert, in w_columnwise.
+
+    Args:
+        w: see :func:`refresh_weight_current_`.
+        refresh: see :func:`refresh_weight_`.
+        w_rowwise: [E, N, K] bfloat16, contiguous, written.
+        w_columnwise: [E, N, K] bfloat16, contiguous, written; or None.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> kept = torch.zeros(2, 32, 16, dtype=torch.bfloat16)
+    >>> refresh_weight_mx_(torch.full((2, 32, 16), 3.0), None, kept, None)
+    >>> kept.mean()
+    tensor(3., dtype=torch.bfloat16)
+    """
+    _ops.refresh_weight_mx_(_experts(w), refresh, w_rowwise, w_columnwise)
+
+
+def _experts(w: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [w] if isinstance(w, Tensor) else list(w)
 
 
 def update_scales_(
@@ -830,6 +932,42 @@ def grouped_mm(
     True
     """
     y: Tensor = _ops.grouped_mm(a, b, offs, bias, out_dtype)
+    return y
+
+
+def grouped_mm_list(
+    a: Tensor,
+    b: Sequence[Tensor],
+    offs: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    transpose_b: bool = False,
+) -> Tensor:
+    """Multiply each group of rows by its own matrix, of separate ones: :func:`grouped_mm`.
+
+    Nothing is copied where the matrices lie one after the other in memory, as views of one tensor
+    do; else they are gathered first. Addresses are looked at in every call.
+
+    Args:
+        a: [T, K], see :func:`grouped_mm`.
+        b: E tensors [N, K] of a's dtype.
+        offs: [E] int32 group ends.
+        bias: [E, N] of the result's dtype.
+        out_dtype: of the result; a's dtype by default.
+        transpose_b: the matrices are [K, N]: ``y[t] = a[t] @ b[e] + bias[e]``.
+
+    Returns:
+        [T, N]; zero at and past offs[-1].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 32, 16), torch.tensor([2, 5]).int()
+    >>> torch.equal(grouped_mm_list(a, b.unbind(), offs), grouped_mm(a, b, offs))
+    True
+    """
+    y: Tensor = _ops.grouped_mm_list(a, list(b), offs, bias, out_dtype, transpose_b)
     return y
 
 
@@ -997,3 +1135,71 @@ def grouped_scaled_mm_wgrad_(
     tensor([6., 1.])
     """
     _ops.grouped_scaled_mm_wgrad_(main_grad, dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite)
+
+
+def grouped_mm_wgrad_list_(
+    main_grad: Sequence[Tensor],
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    overwrite: Tensor | None = None,
+) -> None:
+    """Add weight gradients to a main_grad of each expert, in place: :func:`grouped_mm_wgrad_`.
+
+    One product in place where they lie one after the other in memory; else they are gathered first
+    and written back.
+
+    Args:
+        main_grad: E tensors [N, K] float32 or bfloat16, contiguous.
+        dy: [T, N], see :func:`grouped_mm_wgrad`.
+        x: [T, K], see :func:`grouped_mm_wgrad`.
+        offs: [E] int32 group ends.
+        overwrite: see :func:`grouped_mm_wgrad_`.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> main_grad, offs = [torch.ones(16, 32), torch.ones(16, 32)], torch.tensor([5, 5]).int()
+    >>> grouped_mm_wgrad_list_(main_grad, torch.ones(5, 16), torch.ones(5, 32), offs)
+    >>> [expert[0, 0].item() for expert in main_grad]
+    [6.0, 1.0]
+    """
+    _ops.grouped_mm_wgrad_list_(list(main_grad), dy, x, offs, overwrite)
+
+
+def grouped_scaled_mm_wgrad_list_(
+    main_grad: Sequence[Tensor],
+    dy_t: Tensor,
+    x_t: Tensor,
+    scale_dy_t: Tensor,
+    scale_x_t: Tensor,
+    offs: Tensor,
+    overwrite: Tensor | None = None,
+) -> None:
+    """Add weight gradients from columnwise data to a main_grad of each expert, in place.
+
+    :func:`grouped_scaled_mm_wgrad_` as :func:`grouped_mm_wgrad_list_` does it.
+
+    Args:
+        main_grad: E tensors [N, K] float32 or bfloat16, contiguous.
+        dy_t: [Tp / 128, N, 128], see :func:`grouped_scaled_mm_wgrad`.
+        x_t: [Tp / 128, K, 128], see :func:`grouped_scaled_mm_wgrad`.
+        scale_dy_t: see dy_t.
+        scale_x_t: see x_t.
+        offs: [E] int32 group ends.
+        overwrite: see :func:`grouped_mm_wgrad_`.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> offs = torch.tensor([5, 5], dtype=torch.int32)
+    >>> dy = group_quantize(torch.ones(5, 16), offs, columnwise=True)
+    >>> x = group_quantize(torch.ones(5, 32), offs, columnwise=True)
+    >>> main_grad = [torch.ones(16, 32), torch.ones(16, 32)]
+    >>> grouped_scaled_mm_wgrad_list_(main_grad, dy.q_t, x.q_t, dy.scale_t, x.scale_t, offs)
+    >>> [expert[0, 0].item() for expert in main_grad]
+    [6.0, 1.0]
+    """
+    _ops.grouped_scaled_mm_wgrad_list_(
+        list(main_grad), dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite
+    )

@@ -35,6 +35,34 @@ def grouped_mm(
     return a.new_empty((a.size(0), b.size(1)), dtype=dtype)
 
 
+@torch.library.register_fake("grouped_linear::grouped_mm_list")
+def grouped_mm_list(
+    a: Tensor,
+    b: list[Tensor],
+    offs: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    transpose_b: bool = False,
+) -> Tensor:
+    """a [T, K], E times b [N, K] ([K, N] where it is transposed) -> [T, N]."""
+    dtype = a.dtype if out_dtype is None else out_dtype
+    rules = Rules("grouped_mm_list")
+    rules.dim("a", a, 2)
+    rules.dtype("a", a.dtype, ACTIVATIONS)
+    rules.experts("b", b)
+    rules.dtype("b", b[0].dtype, (a.dtype,))
+    rules.device("b", b[0], "a", a)
+    N, K = reversed(b[0].shape) if transpose_b else b[0].shape
+    rules.same("K", "a", a.size(1), "b", K)
+    rules.features("K", K)
+    rules.features("N", N)
+    rules.offs(offs, "a", a)
+    rules.same("E", "b", len(b), "offs", offs.size(0))
+    rules.dtype("out_dtype", dtype, ACTIVATIONS)
+    rules.bias(bias, a, offs.size(0), N, dtype)
+    return a.new_empty((a.size(0), N), dtype=dtype)
+
+
 @torch.library.register_fake("grouped_linear::grouped_scaled_mm")
 def grouped_scaled_mm(
     a: Tensor,
@@ -129,16 +157,48 @@ def _check_main_grad(
     overwrite: Tensor | None,
 ) -> None:
     rules.dim("main_grad", main_grad, 3)
+    _check_grad(rules, main_grad, main_grad.shape, dy, shape)
+    _check_grad_strides(rules, main_grad)
+    _check_overwrite(rules, overwrite, main_grad)
+
+
+def _check_main_grad_list(
+    rules: Rules,
+    main_grad: list[Tensor],
+    dy: Tensor,
+    shape: tuple[int, int, int],
+    overwrite: Tensor | None,
+) -> None:
+    rules.experts("main_grad", main_grad)
+    _check_grad(rules, main_grad[0], (len(main_grad), *main_grad[0].shape), dy, shape)
+    for expert in main_grad:
+        _check_grad_strides(rules, expert)
+    _check_overwrite(rules, overwrite, main_grad[0])
+
+
+def _check_grad(
+    rules: Rules,
+    main_grad: Tensor,
+    grad_shape: tuple[int, ...],
+    dy: Tensor,
+    shape: tuple[int, int, int],
+) -> None:
     rules.dtype("main_grad", main_grad.dtype, (torch.float32, torch.bfloat16))
     rules.device("main_grad", main_grad, "dy", dy)
     for size, grad_size, what, owner in zip(
-        shape, main_grad.shape, ("E", "N", "K"), ("offs", "dy", "x"), strict=True
+        shape, grad_shape, ("E", "N", "K"), ("offs", "dy", "x"), strict=True
     ):
         rules.same(what, "main_grad", grad_size, owner, size)
+
+
+def _check_grad_strides(rules: Rules, main_grad: Tensor) -> None:
     rules.check(
         main_grad.is_contiguous(),
         lambda: f"main_grad must be contiguous, got strides {str(main_grad.stride())[1:-1]}",
     )
+
+
+def _check_overwrite(rules: Rules, overwrite: Tensor | None, main_grad: Tensor) -> None:
     if overwrite is not None:
         rules.dim("overwrite", overwrite, 0)
         rules.dtype("overwrite", overwrite.dtype, (torch.bool,))
@@ -193,3 +253,33 @@ def grouped_scaled_mm_wgrad_(
     rules = Rules("grouped_scaled_mm_wgrad_")
     shape = _check_scaled_wgrad(rules, dy_t, x_t, scale_dy_t, scale_x_t, offs, torch.float32)
     _check_main_grad(rules, main_grad, dy_t, shape, overwrite)
+
+
+@torch.library.register_fake("grouped_linear::grouped_mm_wgrad_list_")
+def grouped_mm_wgrad_list_(
+    main_grad: list[Tensor],
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    overwrite: Tensor | None = None,
+) -> None:
+    """E times main_grad [N, K], written in place."""
+    rules = Rules("grouped_mm_wgrad_list_")
+    shape = _check_wgrad(rules, dy, x, offs, torch.float32)
+    _check_main_grad_list(rules, main_grad, dy, shape, overwrite)
+
+
+@torch.library.register_fake("grouped_linear::grouped_scaled_mm_wgrad_list_")
+def grouped_scaled_mm_wgrad_list_(
+    main_grad: list[Tensor],
+    dy_t: Tensor,
+    x_t: Tensor,
+    scale_dy_t: Tensor,
+    scale_x_t: Tensor,
+    offs: Tensor,
+    overwrite: Tensor | None = None,
+) -> None:
+    """E times main_grad [N, K], written in place."""
+    rules = Rules("grouped_scaled_mm_wgrad_list_")
+    shape = _check_scaled_wgrad(rules, dy_t, x_t, scale_dy_t, scale_x_t, offs, torch.float32)
+    _check_main_grad_list(rules, main_grad, dy_t, shape, overwrite)

@@ -217,18 +217,11 @@ def quantize_weight_list(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """E times w [N, K] -> q, scale, q_t."""
     rules = Rules("quantize_weight_list")
-    rules.groups(len(w))
+    rules.experts("w", w)
     first = w[0]
-    rules.dim("w", first, 2)
     rules.dtype("w", first.dtype, ACTIVATIONS)
     rules.features("N", first.size(0))
     rules.features("K", first.size(1))
-    for w_e in w:
-        rules.dim("w", w_e, 2)
-        rules.dtype("w", w_e.dtype, (first.dtype,))
-        rules.device("w", w_e, "the first w", first)
-        rules.same("N", "w", w_e.size(0), "the first w", first.size(0))
-        rules.same("K", "w", w_e.size(1), "the first w", first.size(1))
     rules.epsilon(amax_epsilon)
     E, (N, K) = len(w), first.shape
     return (
@@ -236,39 +229,3 @@ def quantize_weight_list(
         first.new_empty((E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)), dtype=torch.float32),
         first.new_empty((E, K, N) if columnwise else (0,), dtype=E4M3),
     )
-
-
-@torch.library.register_fake("grouped_linear::refresh_weight_")
-def refresh_weight_(
-    w: Tensor,
-    refresh: Tensor | None,
-    q: Tensor,
-    scale: Tensor,
-    q_t: Tensor | None,
-    amax_epsilon: float = 0.0,
-    power_of_two_scales: bool = True,
-) -> None:
-    """q, scale and q_t as quantize_weight returns them, written in place."""
-    rules = Rules("refresh_weight_")
-    rules.weight(w)
-    rules.epsilon(amax_epsilon)
-    E, N, K = w.shape
-    if refresh is not None:
-        rules.dim("refresh", refresh, 0)
-        rules.dtype("refresh", refresh.dtype, (torch.bool,))
-        rules.device("refresh", refresh, "w", w)
-
-    def written(name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
-        rules.dim(name, t, 3)
-        rules.dtype(name, t.dtype, (dtype,))
-        rules.device(name, t, "w", w)
-        rules.check(
-            all(size == own for size, own in zip(t.shape, shape, strict=True)),
-            lambda: f"{name} must be {list(shape)}, got {list(t.shape)}",
-        )
-        rules.contiguous(name, t)
-
-    written("q", q, E4M3, (E, N, K))
-    written("scale", scale, torch.float32, (E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)))
-    if q_t is not None:
-        written("q_t", q_t, E4M3, (E, K, N))

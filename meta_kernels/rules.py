@@ -114,6 +114,18 @@ class Rules:
         self.features("N", w.size(1))
         self.features("K", w.size(2))
 
+    def experts(self, name: str, experts: list[Tensor]) -> None:
+        """The experts are E tensors of two dimensions, all alike."""
+        self.groups(len(experts))
+        first_name, first = f"the first {name}", experts[0]
+        self.dim(name, first, 2)
+        for expert in experts:
+            self.dim(name, expert, 2)
+            self.dtype(name, expert.dtype, (first.dtype,))
+            self.device(name, expert, first_name, first)
+            self.same("N", name, expert.size(0), first_name, first.size(0))
+            self.same("K", name, expert.size(1), first_name, first.size(1))
+
     def group_scale(
         self,
         name: str,

@@ -58,10 +58,21 @@ def call_every_op(T: int, K: int, N: int, sizes: tuple[int, ...], dtype: torch.d
     ops.group_round_mx(x, offs, **both)
     ops.group_round_mx(dy, offs)
     ops.quantize_weight_list(list(w))
-    ops.refresh_weight_(w, torch.tensor(True, device=DEVICE), wq.q, wq.scale, wq.q_t)
-    ops.refresh_weight_(w, torch.tensor(False, device=DEVICE), wq.q, wq.scale, None)
     ops.quantize_weight_current(w)
     ops.quantize_weight_delayed_(amax, w, scale)
+    rounded = torch.empty(2, E, N, K, dtype=torch.bfloat16, device=DEVICE)
+    for experts in (w, list(w), [w_e.clone() for w_e in w]):
+        for flag in (None, *torch.tensor([True, False], device=DEVICE)):
+            ops.refresh_weight_(experts, flag, wq.q, wq.scale, wq.q_t)
+            ops.refresh_weight_current_(experts, flag, wq.q, scale.clone(), wq.q_t)
+            ops.refresh_weight_delayed_(amax, experts, scale, flag, wq.q, scale.clone(), None)
+            ops.refresh_weight_mx_(experts, flag, *rounded)
+    for experts in (list(w), [w_e.clone() for w_e in w]):
+        ops.grouped_mm_list(x, experts, offs, bias)
+        ops.grouped_mm_list(dy, experts, offs, transpose_b=True)
+    for grads in (list(main_grad), [grad.clone() for grad in main_grad]):
+        ops.grouped_mm_wgrad_list_(grads, dy, x, offs)
+        ops.grouped_scaled_mm_wgrad_list_(grads, *columns)
     histories = [torch.zeros(steps, E, device=DEVICE) for steps in (1, 300)]
     ops.update_scales_([scale, scale.clone()], [amax, amax.clone()], histories, [448.0, 57344.0])
     ops.group_dequantize(xq.q, xq.scale, offs, dtype)

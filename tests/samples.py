@@ -39,16 +39,22 @@ OPS = (
     "grouped_bias_grad",
     "quantize_weight",
     "quantize_weight_list",
-    "refresh_weight_",
     "quantize_weight_current",
     "quantize_weight_delayed_",
+    "refresh_weight_",
+    "refresh_weight_current_",
+    "refresh_weight_delayed_",
+    "refresh_weight_mx_",
     "update_scales_",
     "grouped_mm",
+    "grouped_mm_list",
     "grouped_scaled_mm",
     "grouped_mm_wgrad",
     "grouped_scaled_mm_wgrad",
     "grouped_mm_wgrad_",
     "grouped_scaled_mm_wgrad_",
+    "grouped_mm_wgrad_list_",
+    "grouped_scaled_mm_wgrad_list_",
 )
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)
@@ -118,6 +124,7 @@ GROUPS = {
     "17_groups": Groups(tuple(e * 7 % 13 for e in range(17)), 120, K=48, N=32),
     "200_groups": Groups(tuple(e % 3 for e in range(200)), 210, K=16, N=32),
 }
+SHAPES = ("unaligned", "one_group", "200_groups")
 WIDE = {
     "wide_in": Groups((5, 0, 12), 20, K=2880, N=144),
     "wide_out": Groups((5, 0, 12), 20, K=144, N=2880),
@@ -162,6 +169,24 @@ def gathered(
 
 def weight(groups: Groups, dtype: torch.dtype, layout: str = "dense") -> Tensor:
     return lay_out(torch.randn(groups.E, groups.N, groups.K).to(dtype), layout)
+
+
+def apart(experts: Tensor) -> list[Tensor]:
+    """Tensors of their own for each expert; `list` would give views, one after the other."""
+    return [expert.clone() for expert in experts]
+
+
+def listed(
+    groups: Groups, dtype: torch.dtype, layout: str, options: dict[str, Any]
+) -> list[Tensor]:
+    """A weight as one tensor, as views of one, or (by default) as tensors apart."""
+    w_ENK = weight(groups, dtype, layout)
+    match options.pop("experts", "apart"):
+        case "packed":
+            return [w_ENK]
+        case "views":
+            return list(w_ENK)
+    return apart(w_ENK)
 
 
 def quantized_rows(groups: Groups, features: int) -> tuple[Tensor, Tensor]:
@@ -405,11 +430,24 @@ def make(
             tensors = {"w": weight(groups, dtype, layout)}
         case "quantize_weight_list":
             tensors = {"w": list(weight(groups, dtype, layout))}
-        case "refresh_weight_":
-            q, scale, q_t = reference.quantize_weight(weight(groups, FP32), reference.Scaling())
-            tensors = {"w": weight(groups, dtype, layout), "refresh": None}
+        case "refresh_weight_" | "refresh_weight_current_" | "refresh_weight_delayed_":
+            if op == "refresh_weight_":
+                q, scale, q_t = reference.quantize_weight(weight(groups, FP32), reference.Scaling())
+            else:
+                q, scale = per_group_weight(groups)
+                q_t = q.view(torch.uint8).transpose(1, 2).contiguous().view(q.dtype)
+            tensors = {"w": listed(groups, dtype, layout, options), "refresh": None}
+            if op == "refresh_weight_delayed_":
+                amax = torch.rand(groups.E) if options.pop("amax", True) else None
+                state = 0.005 + 0.01 * torch.rand(groups.E)
+                tensors = {"amax": amax, "w": tensors["w"], "state": state, "refresh": None}
             tensors |= {"q": q, "scale": scale}
             tensors |= {"q_t": q_t if options.pop("columnwise", True) else None}
+        case "refresh_weight_mx_":
+            tensors = {"w": listed(groups, dtype, layout, options), "refresh": None}
+            tensors |= {"w_rowwise": weight(groups, BF16)}
+            columnwise = options.pop("columnwise", True)
+            tensors |= {"w_columnwise": weight(groups, BF16) if columnwise else None}
         case "quantize_weight_delayed_":
             amax = torch.rand(groups.E) if options.pop("amax", True) else None
             tensors = {"amax": amax, "w": weight(groups, dtype, layout)}
@@ -428,6 +466,11 @@ def make(
         case "grouped_mm":
             tensors = {"a": rows(groups, K, dtype, layout), "b": weight(groups, dtype, layout)}
             tensors |= {"offs": offs}
+        case "grouped_mm_list":
+            b = listed(groups, dtype, layout, options)
+            if options.get("transpose_b"):
+                b = [b_e.t().contiguous() for b_e in b]
+            tensors = {"a": rows(groups, K, dtype, layout), "b": b, "offs": offs}
         case "grouped_scaled_mm":
             per_group = options.pop("per_group", None)
             if per_group is None:
@@ -440,10 +483,12 @@ def make(
                 b, scale_b = per_group_weight(groups)
             tensors = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "offs": offs}
             tensors |= {"out_dtype": dtype}
-        case "grouped_mm_wgrad" | "grouped_mm_wgrad_":
+        case "grouped_mm_wgrad" | "grouped_mm_wgrad_" | "grouped_mm_wgrad_list_":
             tensors = {"dy": rows(groups, N, dtype, layout), "x": rows(groups, K, dtype, layout)}
             tensors |= {"offs": offs}
-        case "grouped_scaled_mm_wgrad" | "grouped_scaled_mm_wgrad_":
+        case (
+            "grouped_scaled_mm_wgrad" | "grouped_scaled_mm_wgrad_" | "grouped_scaled_mm_wgrad_list_"
+        ):
             per_group = options.pop("per_group", None)
             if per_group is None:
                 dy_t, scale_dy_t = quantized_columns(groups, N)
@@ -457,10 +502,12 @@ def make(
                 tensors |= {"out_dtype": dtype}
         case _:
             raise ValueError(op)
-    if op.endswith("wgrad_"):
+    if op.endswith(("wgrad_", "wgrad_list_")):
         grad_dtype = options.pop("grad_dtype", FP32)
         main_grad = torch.randn(groups.E, N, K).to(grad_dtype)
         main_grad[:, 0, 0] = -0.0  # adding zero would make it 0.0
+        if op.endswith("list_"):
+            main_grad = apart(main_grad) if options.pop("apart", True) else list(main_grad)
         tensors = {"main_grad": main_grad, **tensors}
     if options.pop("bias", False):
         bias_dtype = options.get("out_dtype", tensors.get("out_dtype", dtype))
@@ -542,11 +589,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "strided": {"layout": "strided"},
         "transposed": {"layout": "transposed"},
     },
-    "refresh_weight_": {
-        "yes": {"refresh": True},
-        "no": {"refresh": False},
-        "rowwise": {"columnwise": False, "power_of_two_scales": False},
-        "transposed": {"layout": "transposed"},
+    **{
+        op: {
+            "yes": {"refresh": True, "experts": "views"},
+            "no": {"refresh": False},
+            "packed": {"experts": "packed", "refresh": True},
+            "rowwise": {"columnwise": False, **options},
+            "transposed": {"layout": "transposed", "experts": "packed"},
+        }
+        for op, options in (
+            ("refresh_weight_", {"power_of_two_scales": False}),
+            ("refresh_weight_current_", {"power_of_two_scales": True, "amax_epsilon": 5.0}),
+            ("refresh_weight_delayed_", {"amax": False}),
+            ("refresh_weight_mx_", {}),
+        )
     },
     "quantize_weight_current": {
         "rowwise": {"columnwise": False},
@@ -579,9 +635,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "bias_fp32": {"bias": True, "out_dtype": FP32},
         **_OUT,
     },
+    "grouped_mm_list": {
+        "views": {"experts": "views", "bias": True},
+        "transposed": {"transpose_b": True, "out_dtype": FP32},
+    },
     "grouped_scaled_mm": {"bias": {"bias": True}, **_PER_GROUP},
     "grouped_mm_wgrad": {**_LAYOUTS, **_OUT},
     "grouped_mm_wgrad_": {**_MAIN_GRAD, **_LAYOUTS},
+    "grouped_mm_wgrad_list_": {**_MAIN_GRAD, "views": {"apart": False}},
+    "grouped_scaled_mm_wgrad_list_": {**_MAIN_GRAD, "views": {"apart": False, "overwrite": True}},
     "grouped_scaled_mm_wgrad": _PER_GROUP,
     "grouped_scaled_mm_wgrad_": {**_MAIN_GRAD, **_PER_GROUP},
 }
@@ -596,7 +658,9 @@ def cases(*ops: str) -> list[Any]:
     """Every sample of these ops, for parametrize(("op", "groups", "variant", "device"), ...)."""
     params = []
     for op in ops:
-        plans = [(name, "plain") for name in GROUPS]
+        # The kernels of these are those of other ops, which meet all group sizes.
+        shared = "_list" in op or op.startswith("refresh_weight_")
+        plans = [(name, "plain") for name in (SHAPES if shared else GROUPS)]
         plans += [(name, v) for v in VARIANTS.get(op, {}) for name in ("unaligned", "capacity")]
         for device in devices(op):
             for name, variant in plans:

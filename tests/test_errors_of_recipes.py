@@ -1,10 +1,12 @@
 """One sentence a mistake in the recipes' ops, held as tests/test_errors.py holds the others."""
 
+from typing import Any
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from reference import E4M3, E5M2
-from samples import BF16, FP32, make
+from samples import BF16, FP32, OPS, make
 from test_errors import BAD_EPSILONS, BAD_OFFS, GROUPS_3, like, offs, sentences
 
 BAD_ROWS = [
@@ -172,47 +174,144 @@ quantize_weight_list: amax_epsilon must be finite and not negative, got nan""",
     )
 
 
-def test_refresh_weight() -> None:
-    good = make("refresh_weight_", GROUPS_3, BF16)
-    q, scale, q_t = good["q"], good["scale"], good["q_t"]
-    mistakes = [
-        *bad_weights(),
-        *BAD_EPSILONS,
-        {"refresh": torch.tensor([True])},
-        {"refresh": torch.tensor(1)},
-        {"q": q[0]},
-        {"q": q.float()},
-        {"q": q[:2]},
-        {"q": q_t.transpose(1, 2)},
-        {"scale": scale[0]},
-        {"scale": scale.to(BF16)},
-        {"scale": scale[:, :, :1]},
-        {"q_t": q},
-        {"q_t": q_t.view(E5M2)},
+def bad_experts(name: str, experts: list[torch.Tensor]) -> list[dict[str, Any]]:
+    return [
+        {name: []},
+        {name: 1025 * experts[:1]},
+        {name: [experts[0], experts[1][0]]},
+        {name: [experts[0], experts[1].double()]},
+        {name: [experts[0], experts[1][:16]]},
+        {name: [experts[0], experts[1][:, :16]]},
+    ]
+
+
+REFRESHED = [op for op in OPS if op.startswith("refresh_weight_")]
+
+
+@pytest.mark.parametrize("op", REFRESHED)
+def test_refresh_weight(op: str) -> None:
+    good = make(op, GROUPS_3, BF16)
+    packed = [torch.stack(good["w"])]
+    mistakes = [{"w": [bad["w"]]} for bad in bad_weights()]
+    mistakes += bad_experts("w", good["w"])
+    mistakes += BAD_EPSILONS * ("amax_epsilon" in {a.name for a in good.schema.arguments})
+    mistakes += [{"refresh": torch.tensor([True])}, {"refresh": torch.tensor(1)}]
+    for name in [name for name in good.written if name != "amax"]:
+        kept = good[name]
+        mistakes += [{name: kept[None]}, {name: kept.double()}, {name: kept[:2]}]
+        if kept.dim() == 3 and kept.size(1) > 1:
+            mistakes += [{name: kept.transpose(1, 2).contiguous().transpose(1, 2), "w": packed}]
+    if op == "refresh_weight_delayed_":
+        mistakes += [{"state": good["state"][:2]}, {"state": good["state"].double()}]
+        mistakes += [{"amax": good["amax"][:2]}, {"amax": torch.ones(6)[::2]}]
+    said = sentences(good, mistakes)
+    assert all(line.startswith(f"{op}: ") for line in said.splitlines())
+    if op == "refresh_weight_delayed_":
+        assert_expected_inline(
+            said,
+            """\
+refresh_weight_delayed_: E differs: state has 3, w has 1
+refresh_weight_delayed_: w must be bfloat16, float16 or float32, got float64
+refresh_weight_delayed_: E must be between 1 and 1024, got 0
+refresh_weight_delayed_: E must be between 1 and 1024, got 1025
+refresh_weight_delayed_: N must be a positive multiple of 16, got 24
+refresh_weight_delayed_: K must be a positive multiple of 16, got 8
+refresh_weight_delayed_: E must be between 1 and 1024, got 0
+refresh_weight_delayed_: E must be between 1 and 1024, got 1025
+refresh_weight_delayed_: w must be 2-D, got 1-D
+refresh_weight_delayed_: w must be bfloat16, got float64
+refresh_weight_delayed_: N differs: w has 16, the first w has 32
+refresh_weight_delayed_: K differs: w has 16, the first w has 144
+refresh_weight_delayed_: refresh must be 0-D, got 1-D
+refresh_weight_delayed_: refresh must be bool, got int64
+refresh_weight_delayed_: q must be 3-D, got 4-D
+refresh_weight_delayed_: q must be float8_e4m3fn, got float64
+refresh_weight_delayed_: q must be [3, 32, 144], got [2, 32, 144]
+refresh_weight_delayed_: q must be contiguous
+refresh_weight_delayed_: scale must be 1-D, got 2-D
+refresh_weight_delayed_: scale must be float32, got float64
+refresh_weight_delayed_: scale must be [3], got [2]
+refresh_weight_delayed_: q_t must be 3-D, got 4-D
+refresh_weight_delayed_: q_t must be float8_e4m3fn, got float64
+refresh_weight_delayed_: q_t must be [3, 144, 32], got [2, 144, 32]
+refresh_weight_delayed_: q_t must be contiguous
+refresh_weight_delayed_: E differs: state has 2, w has 3
+refresh_weight_delayed_: state must be float32, got float64
+refresh_weight_delayed_: E differs: amax has 2, w has 3
+refresh_weight_delayed_: amax must be contiguous""",
+        )
+
+
+def test_lists_of_experts() -> None:
+    product = make("grouped_mm_list", GROUPS_3, BF16)
+    grads = make("grouped_mm_wgrad_list_", GROUPS_3, BF16)
+    scaled = make("grouped_scaled_mm_wgrad_list_", GROUPS_3, BF16)
+    b, main_grad = product["b"], grads["main_grad"]
+    lines = [
+        sentences(
+            product,
+            [
+                *bad_experts("b", b),
+                {"b": [b_e.float() for b_e in b]},
+                {"b": [b_e[:, :16] for b_e in b]},
+                {"b": [b_e[:24] for b_e in b]},
+                {"b": b[:2]},
+                {"transpose_b": True},
+                {"out_dtype": torch.float64},
+            ],
+        ),
+        *(
+            sentences(
+                sample,
+                [
+                    *bad_experts("main_grad", main_grad),
+                    {"main_grad": [g.half() for g in main_grad]},
+                    {"main_grad": main_grad[:2]},
+                    {"main_grad": [g[:16] for g in main_grad]},
+                    {"main_grad": [g.t().contiguous().t() for g in main_grad]},
+                    {"overwrite": torch.tensor(1)},
+                ],
+            )
+            for sample in (grads, scaled)
+        ),
     ]
     assert_expected_inline(
-        sentences(good, mistakes),
+        "\n".join(lines),
         """\
-refresh_weight_: w must be 3-D, got 2-D
-refresh_weight_: w must be bfloat16, float16 or float32, got float64
-refresh_weight_: E must be between 1 and 1024, got 0
-refresh_weight_: E must be between 1 and 1024, got 1025
-refresh_weight_: N must be a positive multiple of 16, got 24
-refresh_weight_: K must be a positive multiple of 16, got 8
-refresh_weight_: amax_epsilon must be finite and not negative, got -0.5
-refresh_weight_: amax_epsilon must be finite and not negative, got inf
-refresh_weight_: amax_epsilon must be finite and not negative, got nan
-refresh_weight_: refresh must be 0-D, got 1-D
-refresh_weight_: refresh must be bool, got int64
-refresh_weight_: q must be 3-D, got 2-D
-refresh_weight_: q must be float8_e4m3fn, got float32
-refresh_weight_: q must be [3, 32, 144], got [2, 32, 144]
-refresh_weight_: q must be contiguous
-refresh_weight_: scale must be 3-D, got 2-D
-refresh_weight_: scale must be float32, got bfloat16
-refresh_weight_: scale must be [3, 1, 2], got [3, 1, 1]
-refresh_weight_: q_t must be [3, 144, 32], got [3, 32, 144]
-refresh_weight_: q_t must be float8_e4m3fn, got float8_e5m2""",
+grouped_mm_list: E must be between 1 and 1024, got 0
+grouped_mm_list: E must be between 1 and 1024, got 1025
+grouped_mm_list: b must be 2-D, got 1-D
+grouped_mm_list: b must be bfloat16, got float64
+grouped_mm_list: N differs: b has 16, the first b has 32
+grouped_mm_list: K differs: b has 16, the first b has 144
+grouped_mm_list: b must be bfloat16, got float32
+grouped_mm_list: K differs: a has 144, b has 16
+grouped_mm_list: N must be a positive multiple of 16, got 24
+grouped_mm_list: E differs: b has 2, offs has 3
+grouped_mm_list: K differs: a has 144, b has 32
+grouped_mm_list: out_dtype must be bfloat16, float16 or float32, got float64
+grouped_mm_wgrad_list_: E must be between 1 and 1024, got 0
+grouped_mm_wgrad_list_: E must be between 1 and 1024, got 1025
+grouped_mm_wgrad_list_: main_grad must be 2-D, got 1-D
+grouped_mm_wgrad_list_: main_grad must be float32, got float64
+grouped_mm_wgrad_list_: N differs: main_grad has 16, the first main_grad has 32
+grouped_mm_wgrad_list_: K differs: main_grad has 16, the first main_grad has 144
+grouped_mm_wgrad_list_: main_grad must be float32 or bfloat16, got float16
+grouped_mm_wgrad_list_: E differs: main_grad has 2, offs has 3
+grouped_mm_wgrad_list_: N differs: main_grad has 16, dy has 32
+grouped_mm_wgrad_list_: main_grad must be contiguous, got strides 1, 32
+grouped_mm_wgrad_list_: overwrite must be bool, got int64
+grouped_scaled_mm_wgrad_list_: E must be between 1 and 1024, got 0
+grouped_scaled_mm_wgrad_list_: E must be between 1 and 1024, got 1025
+grouped_scaled_mm_wgrad_list_: main_grad must be 2-D, got 1-D
+grouped_scaled_mm_wgrad_list_: main_grad must be float32, got float64
+grouped_scaled_mm_wgrad_list_: N differs: main_grad has 16, the first main_grad has 32
+grouped_scaled_mm_wgrad_list_: K differs: main_grad has 16, the first main_grad has 144
+grouped_scaled_mm_wgrad_list_: main_grad must be float32 or bfloat16, got float16
+grouped_scaled_mm_wgrad_list_: E differs: main_grad has 2, offs has 3
+grouped_scaled_mm_wgrad_list_: N differs: main_grad has 16, dy has 32
+grouped_scaled_mm_wgrad_list_: main_grad must be contiguous, got strides 1, 32
+grouped_scaled_mm_wgrad_list_: overwrite must be bool, got int64""",
     )
 
 

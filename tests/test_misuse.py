@@ -41,8 +41,8 @@ GROUPS = Groups((3, 0, 7), 12, K=144, N=32)
 def samples_with_every_tensor() -> list[Sample]:
     options = {op: {"bias": True} for op in ("grouped_mm", "grouped_scaled_mm")}
     options["group_quantize"] = {"index": torch.int64}
-    options |= {op: {"overwrite": True} for op in OPS if op.endswith("wgrad_")}
-    options |= {"refresh_weight_": {"refresh": True}}
+    options |= {op: {"overwrite": True} for op in OPS if op.endswith(("wgrad_", "wgrad_list_"))}
+    options |= {op: {"refresh": True} for op in OPS if op.startswith("refresh_weight_")}
     return [make(op, GROUPS, BF16, **options.get(op, {})) for op in OPS]
 
 
@@ -117,14 +117,30 @@ group_dequantize_t: offs is on cuda:0, q_t is on cpu
 grouped_bias_grad: offs is on cpu, dy is on cuda:0
 grouped_bias_grad: offs is on cuda:0, dy is on cpu
 quantize_weight_list: w is on cuda:0, the first w is on cpu
-refresh_weight_: refresh is on cpu, w is on cuda:0
+quantize_weight_delayed_: amax is on cuda:0, w is on cpu
+quantize_weight_delayed_: scale is on cpu, w is on cuda:0
+quantize_weight_delayed_: scale is on cuda:0, w is on cpu
+refresh_weight_: w is on cuda:0, the first w is on cpu
 refresh_weight_: refresh is on cuda:0, w is on cpu
 refresh_weight_: q is on cuda:0, w is on cpu
 refresh_weight_: scale is on cuda:0, w is on cpu
 refresh_weight_: q_t is on cuda:0, w is on cpu
-quantize_weight_delayed_: amax is on cuda:0, w is on cpu
-quantize_weight_delayed_: scale is on cpu, w is on cuda:0
-quantize_weight_delayed_: scale is on cuda:0, w is on cpu
+refresh_weight_current_: w is on cuda:0, the first w is on cpu
+refresh_weight_current_: refresh is on cuda:0, w is on cpu
+refresh_weight_current_: q is on cuda:0, w is on cpu
+refresh_weight_current_: scale is on cuda:0, w is on cpu
+refresh_weight_current_: q_t is on cuda:0, w is on cpu
+refresh_weight_delayed_: amax is on cuda:0, w is on cpu
+refresh_weight_delayed_: w is on cuda:0, the first w is on cpu
+refresh_weight_delayed_: state is on cuda:0, w is on cpu
+refresh_weight_delayed_: refresh is on cuda:0, w is on cpu
+refresh_weight_delayed_: q is on cuda:0, w is on cpu
+refresh_weight_delayed_: scale is on cuda:0, w is on cpu
+refresh_weight_delayed_: q_t is on cuda:0, w is on cpu
+refresh_weight_mx_: w is on cuda:0, the first w is on cpu
+refresh_weight_mx_: refresh is on cuda:0, w is on cpu
+refresh_weight_mx_: w_rowwise is on cuda:0, w is on cpu
+refresh_weight_mx_: w_columnwise is on cuda:0, w is on cpu
 update_scales_: scale is on cuda:0, the first scale is on cpu
 update_scales_: amax is on cuda:0, the first scale is on cpu
 update_scales_: amax_history is on cuda:0, the first scale is on cpu
@@ -132,6 +148,9 @@ grouped_mm: b is on cpu, a is on cuda:0
 grouped_mm: b is on cuda:0, a is on cpu
 grouped_mm: offs is on cuda:0, a is on cpu
 grouped_mm: bias is on cuda:0, a is on cpu
+grouped_mm_list: b is on cpu, a is on cuda:0
+grouped_mm_list: b is on cuda:0, the first b is on cpu
+grouped_mm_list: offs is on cuda:0, a is on cpu
 grouped_scaled_mm: scale_a is on cpu, a is on cuda:0
 grouped_scaled_mm: b is on cuda:0, a is on cpu
 grouped_scaled_mm: scale_a is on cuda:0, a is on cpu
@@ -159,7 +178,20 @@ grouped_scaled_mm_wgrad_: scale_dy_t is on cuda:0, dy_t is on cpu
 grouped_scaled_mm_wgrad_: scale_x_t is on cuda:0, x_t is on cpu
 grouped_scaled_mm_wgrad_: offs is on cuda:0, dy_t is on cpu
 grouped_scaled_mm_wgrad_: overwrite is on cuda:0, main_grad is on cpu
-grouped_scaled_mm_wgrad_: x_t is on cuda:0, dy_t is on cpu""",
+grouped_scaled_mm_wgrad_: x_t is on cuda:0, dy_t is on cpu
+grouped_mm_wgrad_list_: main_grad is on cuda:0, the first main_grad is on cpu
+grouped_mm_wgrad_list_: x is on cpu, dy is on cuda:0
+grouped_mm_wgrad_list_: x is on cuda:0, dy is on cpu
+grouped_mm_wgrad_list_: offs is on cuda:0, dy is on cpu
+grouped_mm_wgrad_list_: overwrite is on cuda:0, main_grad is on cpu
+grouped_scaled_mm_wgrad_list_: main_grad is on cuda:0, the first main_grad is on cpu
+grouped_scaled_mm_wgrad_list_: scale_dy_t is on cpu, dy_t is on cuda:0
+grouped_scaled_mm_wgrad_list_: scale_x_t is on cpu, x_t is on cuda:0
+grouped_scaled_mm_wgrad_list_: scale_dy_t is on cuda:0, dy_t is on cpu
+grouped_scaled_mm_wgrad_list_: scale_x_t is on cuda:0, x_t is on cpu
+grouped_scaled_mm_wgrad_list_: offs is on cuda:0, dy_t is on cpu
+grouped_scaled_mm_wgrad_list_: overwrite is on cuda:0, main_grad is on cpu
+grouped_scaled_mm_wgrad_list_: x_t is on cuda:0, dy_t is on cpu""",
     )
 
 
@@ -264,6 +296,9 @@ grouped_bias_grad: offs must not exceed the number of rows 12, got 1300 at group
 grouped_mm: offs must not decrease, got 3 after 5 at group 1
 grouped_mm: offs must not decrease, got -1 after 0 at group 0
 grouped_mm: offs must not exceed the number of rows 12, got 1300 at group 2
+grouped_mm: offs must not decrease, got 3 after 5 at group 1
+grouped_mm: offs must not decrease, got -1 after 0 at group 0
+grouped_mm: offs must not exceed the number of rows 12, got 1300 at group 2
 grouped_scaled_mm: offs must not decrease, got 3 after 5 at group 1
 grouped_scaled_mm: offs must not decrease, got -1 after 0 at group 0
 grouped_scaled_mm: offs must not exceed the number of rows 12, got 1300 at group 2
@@ -273,6 +308,12 @@ grouped_mm_wgrad: offs must not exceed the number of rows 12, got 1300 at group 
 grouped_scaled_mm_wgrad: offs must not decrease, got 3 after 5 at group 1
 grouped_scaled_mm_wgrad: offs must not decrease, got -1 after 0 at group 0
 grouped_scaled_mm_wgrad: offs must not exceed the number of rows 384, got 1300 at group 2
+grouped_mm_wgrad_: offs must not decrease, got 3 after 5 at group 1
+grouped_mm_wgrad_: offs must not decrease, got -1 after 0 at group 0
+grouped_mm_wgrad_: offs must not exceed the number of rows 12, got 1300 at group 2
+grouped_scaled_mm_wgrad_: offs must not decrease, got 3 after 5 at group 1
+grouped_scaled_mm_wgrad_: offs must not decrease, got -1 after 0 at group 0
+grouped_scaled_mm_wgrad_: offs must not exceed the number of rows 384, got 1300 at group 2
 grouped_mm_wgrad_: offs must not decrease, got 3 after 5 at group 1
 grouped_mm_wgrad_: offs must not decrease, got -1 after 0 at group 0
 grouped_mm_wgrad_: offs must not exceed the number of rows 12, got 1300 at group 2

@@ -332,18 +332,6 @@ def test_quantize_weight_list(op: str, groups: Groups, variant: str, device: str
             assert_same_bits(actual, right)
 
 
-@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("refresh_weight_"))
-def test_refresh_weight(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        sample = variant_of(op, groups, variant, dtype)
-        before = [sample[name] for name in sample.written]
-        after = sample.results(device)
-        expected = reference.quantize_weight(sample["w"], scaling_of(sample))
-        refreshed = sample["refresh"] is None or sample["refresh"].item()
-        for actual, old, new in zip(after, before, expected, strict=False):
-            assert_same_bits(actual, new if refreshed else old)
-
-
 @pytest.mark.parametrize("device", devices("quantize_weight_list"))
 def test_as_many_weights_as_there_can_be(device: str) -> None:
     """Weights at addresses of every alignment."""

@@ -3,6 +3,7 @@
 #include <bit>
 
 #include "../checks.h"
+#include "../experts.h"
 #include "../ops.h"
 #include "fp8.h"
 #include "per_group.h"
@@ -73,6 +74,21 @@ std::tuple<Tensor, Tensor, Tensor> quantize_weight_current(const Tensor& w, doub
       {static_cast<uint8_t*>(q.data_ptr()),
        columnwise ? static_cast<uint8_t*>(q_t.data_ptr()) : nullptr, nullptr, nullptr});
   return {q, scale, q_t};
+}
+
+void refresh_weight_current_(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
+                             const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
+                             double amax_epsilon, bool power_of_two_scales) {
+  check_refresh_weight_current(w, refresh, q, scale, q_t, amax_epsilon);
+  if (refresh && !*refresh->const_data_ptr<bool>()) return;
+  const GroupedRows rows(packed(w));
+
+  constexpr ScalarType e4m3 = ScalarType::Float8_e4m3fn;
+  const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
+  const auto factors = current_factors(rows, rule, e4m3, static_cast<float*>(scale.data_ptr()));
+  quantize_per_group(rows, factors, e4m3,
+                     {static_cast<uint8_t*>(q.data_ptr()),
+                      q_t ? static_cast<uint8_t*>(q_t->data_ptr()) : nullptr, nullptr, nullptr});
 }
 
 }  // namespace grouped_linear::cpu

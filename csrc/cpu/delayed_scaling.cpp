@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "../checks.h"
+#include "../experts.h"
 #include "../ops.h"
 #include "numerics.h"
 #include "per_group.h"
@@ -67,6 +68,22 @@ std::tuple<Tensor, Tensor> quantize_weight_delayed_(const std::optional<Tensor>&
       {static_cast<uint8_t*>(q.data_ptr()),
        columnwise ? static_cast<uint8_t*>(q_t.data_ptr()) : nullptr, nullptr, written(amax)});
   return {q, q_t};
+}
+
+void refresh_weight_delayed_(const std::optional<Tensor>& amax, const std::vector<Tensor>& w,
+                             const Tensor& state, const std::optional<Tensor>& refresh,
+                             const Tensor& q, const Tensor& scale,
+                             const std::optional<Tensor>& q_t) {
+  check_refresh_weight_delayed(amax, w, state, refresh, q, scale, q_t);
+  if (refresh && !*refresh->const_data_ptr<bool>()) return;
+  const GroupedRows rows(packed(w));
+
+  const Tensor dense = torch::stable::contiguous(state);
+  std::memcpy(scale.data_ptr(), dense.const_data_ptr(), rows.groups * sizeof(float));
+  quantize_per_group(
+      rows, delayed_factors(state), ScalarType::Float8_e4m3fn,
+      {static_cast<uint8_t*>(q.data_ptr()), q_t ? static_cast<uint8_t*>(q_t->data_ptr()) : nullptr,
+       nullptr, written(amax)});
 }
 
 void update_scales_(const std::vector<Tensor>& scale, const std::vector<Tensor>& amax,

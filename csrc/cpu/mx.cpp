@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "../checks.h"
+#include "../experts.h"
 #include "../ops.h"
 #include "fp8.h"
 #include "per_group.h"
@@ -181,6 +182,15 @@ std::tuple<Tensor, Tensor, Tensor> group_round_mx(const Tensor& x, const Tensor&
               {nullptr, nullptr, nullptr, nullptr, if_wanted<uint16_t>(rowwise, x_rowwise),
                if_wanted<uint16_t>(columnwise, x_columnwise), if_wanted<float>(bias_grad, grad)});
   return {x_rowwise, x_columnwise, grad};
+}
+
+void refresh_weight_mx_(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
+                        const Tensor& w_rowwise, const std::optional<Tensor>& w_columnwise) {
+  check_refresh_weight_mx(w, refresh, w_rowwise, w_columnwise);
+  if (refresh && !*refresh->const_data_ptr<bool>()) return;
+  quantize_mx(GroupedRows(packed(w)),
+              {nullptr, nullptr, nullptr, nullptr, static_cast<uint16_t*>(w_rowwise.data_ptr()),
+               w_columnwise ? static_cast<uint16_t*>(w_columnwise->data_ptr()) : nullptr, nullptr});
 }
 
 }  // namespace grouped_linear::cpu

@@ -19,12 +19,27 @@ struct Experts {
   int64_t count() const { return static_cast<int64_t>(first.size()); }
 };
 
-Experts experts_of(const Tensor& w) {
+// Dense copies of those that are not dense.
+std::vector<Tensor> dense(const std::vector<Tensor>& w_in) {
+  std::vector<Tensor> w;
+  for (const Tensor& w_e : w_in) w.push_back(torch::stable::contiguous(w_e));
+  return w;
+}
+
+// w: one dense tensor [E, N, K] or E of [N, K].
+Experts experts_of(const std::vector<Tensor>& w_in) {
+  const Tensor& w = w_in[0];
+  if (w.dim() == 2) {
+    Experts experts{{}, w.scalar_type(), w.size(0), w.size(1)};
+    for (const Tensor& w_e : w_in)
+      experts.first.push_back(static_cast<const char*>(w_e.const_data_ptr()));
+    return experts;
+  }
   const int64_t E = w.size(0), N = w.size(1), K = w.size(2);
   Experts experts{std::vector<const char*>(E), w.scalar_type(), N, K};
   for (int64_t e = 0; e < E; ++e)
     experts.first[e] =
-        static_cast<const char*>(w.data_ptr()) + e * N * K * element_size(w.scalar_type());
+        static_cast<const char*>(w.const_data_ptr()) + e * N * K * element_size(w.scalar_type());
   return experts;
 }
 
@@ -91,27 +106,24 @@ std::tuple<Tensor, Tensor, Tensor> quantize_new(const Experts& experts, const Te
 std::tuple<Tensor, Tensor, Tensor> quantize_weight(const Tensor& w_in, double amax_epsilon,
                                                    bool power_of_two_scales, bool columnwise) {
   check_quantize_weight("quantize_weight", w_in, amax_epsilon);
-  const Tensor w = torch::stable::contiguous(w_in);
-  return quantize_new(experts_of(w), w, amax_epsilon, power_of_two_scales, columnwise);
+  const auto w = dense({w_in});
+  return quantize_new(experts_of(w), w[0], amax_epsilon, power_of_two_scales, columnwise);
 }
 
 std::tuple<Tensor, Tensor, Tensor> quantize_weight_list(const std::vector<Tensor>& w_in,
                                                         double amax_epsilon,
                                                         bool power_of_two_scales, bool columnwise) {
   check_quantize_weight_list(w_in, amax_epsilon);
-  std::vector<Tensor> w;
-  for (const Tensor& w_e : w_in) w.push_back(torch::stable::contiguous(w_e));
-  Experts experts{{}, w[0].scalar_type(), w[0].size(0), w[0].size(1)};
-  for (const Tensor& w_e : w) experts.first.push_back(static_cast<const char*>(w_e.data_ptr()));
-  return quantize_new(experts, w[0], amax_epsilon, power_of_two_scales, columnwise);
+  const auto w = dense(w_in);
+  return quantize_new(experts_of(w), w[0], amax_epsilon, power_of_two_scales, columnwise);
 }
 
-void refresh_weight_(const Tensor& w_in, const std::optional<Tensor>& refresh, const Tensor& q,
-                     const Tensor& scale, const std::optional<Tensor>& q_t, double amax_epsilon,
-                     bool power_of_two_scales) {
+void refresh_weight_(const std::vector<Tensor>& w_in, const std::optional<Tensor>& refresh,
+                     const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
+                     double amax_epsilon, bool power_of_two_scales) {
   check_refresh_weight(w_in, refresh, q, scale, q_t, amax_epsilon);
   if (refresh && !*refresh->const_data_ptr<bool>()) return;
-  const Tensor w = torch::stable::contiguous(w_in);
+  const auto w = dense(w_in);
   quantize(experts_of(w), {static_cast<float>(amax_epsilon), power_of_two_scales}, q, scale,
            q_t ? &*q_t : nullptr);
 }

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "../checks.h"
+#include "../experts.h"
 #include "../ops.h"
 #include "kernels/mx.cuh"
 #include "launch.h"
@@ -11,6 +12,35 @@ namespace grouped_linear::cuda {
 namespace {
 
 using Shape = std::vector<int64_t>;
+
+// One pass over the rows of x, dense in its last dimension, for whatever `out` asks for. offs: null
+// for a weight of E times T rows; `blocks` bounds the tiles in rows of tiles.
+template <bool rounded>
+void launch_kernel(const Launch& launch, const Tensor& x, int64_t row_stride, int64_t blocks,
+                   const int32_t* offs, int E, int T, int K, const bool* refresh, MxOutputs out) {
+  const auto run = [&](auto element) {
+    using Element = typename decltype(element)::type;
+    const auto kernel = group_mx_kernel<Element, rounded>;
+    const auto* values = static_cast<const Element*>(x.const_data_ptr());
+    const bool vectorised =
+        reinterpret_cast<uintptr_t>(values) % 16 == 0 && row_stride * sizeof(Element) % 16 == 0;
+    const int shared = out.q_t ? static_cast<int>(sizeof(TurnedTile)) : 0;
+    int resident = 0;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kTileThreads, shared);
+    const int64_t at_once = int64_t{launch.multiprocessors()} * std::max(resident, 1);
+    const int64_t grid =
+        std::max<int64_t>(1, std::min<int64_t>(blocks * ceil_div(K, kBlock), at_once));
+    kernel<<<static_cast<unsigned>(grid), kTileThreads, shared, launch.stream()>>>(
+        values, row_stride, vectorised, offs, E, T, K, refresh, out);
+    launch.check_launched();
+  };
+  switch (x.scalar_type()) {
+    case ScalarType::BFloat16: run(std::type_identity<__nv_bfloat16>()); break;
+    case ScalarType::Half: run(std::type_identity<__half>()); break;
+    default: run(std::type_identity<float>());
+  }
+}
 
 // One pass over x for whatever `out` asks for, and the sums of the blocks' sums into bias_grad.
 template <bool rounded>
@@ -29,29 +59,8 @@ void quantize(const Launch& launch, const Tensor& x_in, const Tensor& offs_in, M
       torch::stable::new_empty(x, sums ? Shape{blocks, K} : Shape{0}, ScalarType::Float);
   if (sums) out.block_sums = block_sums.mutable_data_ptr<float>();
 
-  const auto run = [&](auto element) {
-    using Element = typename decltype(element)::type;
-    const auto kernel = group_mx_kernel<Element, rounded>;
-    const auto* values = static_cast<const Element*>(x.const_data_ptr());
-    const bool vectorised =
-        reinterpret_cast<uintptr_t>(values) % 16 == 0 && x.stride(0) * sizeof(Element) % 16 == 0;
-    const int shared = out.q_t ? static_cast<int>(sizeof(TurnedTile)) : 0;
-    int resident = 0;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kTileThreads, shared);
-    const int64_t at_once = int64_t{launch.multiprocessors()} * std::max(resident, 1);
-    const int64_t grid =
-        std::max<int64_t>(1, std::min<int64_t>(blocks * ceil_div(K, kBlock), at_once));
-    kernel<<<static_cast<unsigned>(grid), kTileThreads, shared, launch.stream()>>>(
-        values, x.stride(0), vectorised, offs.const_data_ptr<int32_t>(), groups, rows, features,
-        out);
-    launch.check_launched();
-  };
-  switch (x.scalar_type()) {
-    case ScalarType::BFloat16: run(std::type_identity<__nv_bfloat16>()); break;
-    case ScalarType::Half: run(std::type_identity<__half>()); break;
-    default: run(std::type_identity<float>());
-  }
+  launch_kernel<rounded>(launch, x, x.stride(0), blocks, offs.const_data_ptr<int32_t>(), groups,
+                         rows, features, nullptr, out);
   if (!sums) return;
 
   const int64_t chunks = ceil_div(K, kSumThreads);
@@ -116,6 +125,21 @@ std::tuple<Tensor, Tensor, Tensor> group_round_mx(const Tensor& x, const Tensor&
                   if_wanted<uint16_t>(columnwise, x_columnwise), nullptr},
                  grad);
   return {x_rowwise, x_columnwise, grad};
+}
+
+void refresh_weight_mx_(const std::vector<Tensor>& w_in, const std::optional<Tensor>& refresh,
+                        const Tensor& w_rowwise, const std::optional<Tensor>& w_columnwise) {
+  check_refresh_weight_mx(w_in, refresh, w_rowwise, w_columnwise);
+
+  const Launch launch("refresh_weight_mx_", w_in[0]);
+  const Tensor w = torch::stable::contiguous(packed(w_in));
+  const int64_t E = w.size(0), N = w.size(1), K = w.size(2);
+
+  launch_kernel<true>(
+      launch, w, K, E * ceil_div(N, kBlock), nullptr, static_cast<int>(E), static_cast<int>(N),
+      static_cast<int>(K), refresh ? refresh->const_data_ptr<bool>() : nullptr,
+      {nullptr, nullptr, nullptr, nullptr, static_cast<uint16_t*>(w_rowwise.mutable_data_ptr()),
+       w_columnwise ? static_cast<uint16_t*>(w_columnwise->mutable_data_ptr()) : nullptr, nullptr});
 }
 
 }  // namespace grouped_linear::cuda

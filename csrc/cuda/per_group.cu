@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "../checks.h"
+#include "../experts.h"
 #include "../ops.h"
 #include "kernels/per_group.cuh"
 #include "launch.h"
@@ -66,14 +67,15 @@ unsigned grid_of(const Launch& launch, const Source& source, Kernel kernel, int 
 }
 
 // The amax of every group, as the bits of a float32, in an int32 tensor [E].
-Tensor find_amax(const Launch& launch, const Source& source) {
+Tensor find_amax(const Launch& launch, const Source& source, const bool* refresh = nullptr) {
   Tensor amax = torch::stable::new_zeros(source.values, Shape{source.tiles.E}, ScalarType::Int);
   source.for_element([&](auto element) {
     using Element = typename decltype(element)::type;
     const auto kernel = group_amax_kernel<Element>;
     kernel<<<grid_of(launch, source, kernel, 0), kTileThreads, 0, launch.stream()>>>(
         static_cast<const Element*>(source.values.const_data_ptr()), source.row_stride,
-        source.vectorised(), source.tiles, static_cast<uint32_t*>(amax.mutable_data_ptr()));
+        source.vectorised(), source.tiles, refresh,
+        static_cast<uint32_t*>(amax.mutable_data_ptr()));
     launch.check_launched();
   });
   return amax;
@@ -81,7 +83,7 @@ Tensor find_amax(const Launch& launch, const Source& source) {
 
 // bias_grad [E, K] has no elements where it is not asked for.
 void quantize(const Launch& launch, const Source& source, ScalarType dtype, const GroupScale& scale,
-              PerGroupQuantized out, Tensor& bias_grad) {
+              PerGroupQuantized out, Tensor& bias_grad, const bool* refresh = nullptr) {
   const bool sums = bias_grad.numel() > 0;
   const int64_t K = source.tiles.K;
   Tensor block_sums = torch::stable::new_empty(
@@ -94,7 +96,7 @@ void quantize(const Launch& launch, const Source& source, ScalarType dtype, cons
     const int shared = out.q_t ? static_cast<int>(sizeof(TurnedTile)) : 0;
     kernel<<<grid_of(launch, source, kernel, shared), kTileThreads, shared, launch.stream()>>>(
         static_cast<const Element*>(source.values.const_data_ptr()), source.row_stride,
-        source.vectorised(), source.tiles, scale, out);
+        source.vectorised(), source.tiles, scale, refresh, out);
     launch.check_launched();
   };
   source.for_element([&](auto element) {
@@ -121,6 +123,16 @@ uint8_t* bytes_of(bool wanted, Tensor& t) {
 
 uint32_t* amax_of(const std::optional<Tensor>& amax) {
   return amax ? static_cast<uint32_t*>(amax->mutable_data_ptr()) : nullptr;
+}
+
+const bool* flag_of(const std::optional<Tensor>& refresh) {
+  return refresh ? refresh->const_data_ptr<bool>() : nullptr;
+}
+
+// The outputs that a caller keeps.
+PerGroupQuantized kept(const Tensor& q, const std::optional<Tensor>& q_t, uint32_t* amax) {
+  return {static_cast<uint8_t*>(q.mutable_data_ptr()),
+          q_t ? static_cast<uint8_t*>(q_t->mutable_data_ptr()) : nullptr, nullptr, amax};
 }
 
 struct RowOutputs {
@@ -220,6 +232,41 @@ std::tuple<Tensor, Tensor> quantize_weight_delayed_(const std::optional<Tensor>&
            {bytes_of(true, out.q), bytes_of(columnwise, out.q_t), nullptr, amax_of(amax)},
            out.no_grad);
   return {out.q, out.q_t};
+}
+
+void refresh_weight_current_(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
+                             const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
+                             double amax_epsilon, bool power_of_two_scales) {
+  check_refresh_weight_current(w, refresh, q, scale, q_t, amax_epsilon);
+
+  const Launch launch("refresh_weight_current_", w[0]);
+  const Source source(packed(w));
+  const bool* flag = flag_of(refresh);
+  Tensor no_grad = torch::stable::new_empty(q, Shape{0}, ScalarType::Float);
+
+  const Tensor amax = find_amax(launch, source, flag);
+  const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
+  quantize(launch, source, kE4m3,
+           {static_cast<const uint32_t*>(amax.const_data_ptr()), rule,
+            static_cast<float*>(scale.mutable_data_ptr()), nullptr},
+           kept(q, q_t, nullptr), no_grad, flag);
+}
+
+void refresh_weight_delayed_(const std::optional<Tensor>& amax, const std::vector<Tensor>& w,
+                             const Tensor& state_in, const std::optional<Tensor>& refresh,
+                             const Tensor& q, const Tensor& scale,
+                             const std::optional<Tensor>& q_t) {
+  check_refresh_weight_delayed(amax, w, state_in, refresh, q, scale, q_t);
+
+  const Launch launch("refresh_weight_delayed_", w[0]);
+  const Source source(packed(w));
+  const Tensor state = torch::stable::contiguous(state_in);
+  Tensor no_grad = torch::stable::new_empty(q, Shape{0}, ScalarType::Float);
+
+  quantize(
+      launch, source, kE4m3,
+      {nullptr, {}, static_cast<float*>(scale.mutable_data_ptr()), state.const_data_ptr<float>()},
+      kept(q, q_t, amax_of(amax)), no_grad, flag_of(refresh));
 }
 
 }  // namespace grouped_linear::cuda

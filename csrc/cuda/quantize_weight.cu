@@ -55,14 +55,27 @@ void launch_kernel(const Launch& launch, const Experts& experts, bool vectorised
   launch.check_launched();
 }
 
-void quantize_packed(const Launch& launch, const Tensor& w_in, ScaleRule rule,
-                     const std::optional<Tensor>& refresh, const Outputs& out) {
-  const Tensor w = torch::stable::contiguous(w_in);
-  for_element(w.scalar_type(), [&](auto element) {
+// w: one tensor [E, N, K] or E of [N, K].
+void quantize(const Launch& launch, const std::vector<Tensor>& w_in, ScaleRule rule,
+              const std::optional<Tensor>& refresh, const Outputs& out) {
+  std::vector<Tensor> w;
+  bool vectorised = true;
+  for (const Tensor& w_e : w_in) {
+    w.push_back(torch::stable::contiguous(w_e));
+    vectorised = vectorised && is_aligned(w.back());
+  }
+  for_element(w[0].scalar_type(), [&](auto element) {
     using Element = typename decltype(element)::type;
-    const PackedExperts<Element> experts{static_cast<const Element*>(w.const_data_ptr()),
-                                         w.size(1) * w.size(2)};
-    launch_kernel<Element>(launch, experts, is_aligned(w), rule, refresh, out);
+    if (w[0].dim() == 3) {
+      const PackedExperts<Element> experts{static_cast<const Element*>(w[0].const_data_ptr()),
+                                           w[0].size(1) * w[0].size(2)};
+      launch_kernel<Element>(launch, experts, vectorised, rule, refresh, out);
+    } else {
+      ListedExperts<Element> experts{};
+      for (size_t e = 0; e < w.size(); ++e)
+        experts.first[e] = static_cast<const Element*>(w[e].const_data_ptr());
+      launch_kernel<Element>(launch, experts, vectorised, rule, refresh, out);
+    }
   });
 }
 
@@ -74,44 +87,30 @@ std::tuple<Tensor, Tensor, Tensor> quantize_weight(const Tensor& w, double amax_
 
   const Launch launch("quantize_weight", w);
   const Outputs out = new_outputs(w, w.size(0), w.size(1), w.size(2), columnwise);
-  quantize_packed(launch, w, {static_cast<float>(amax_epsilon), power_of_two_scales}, std::nullopt,
-                  out);
+  quantize(launch, {w}, {static_cast<float>(amax_epsilon), power_of_two_scales}, std::nullopt, out);
   return {out.q, out.scale, *out.q_t};
 }
 
-std::tuple<Tensor, Tensor, Tensor> quantize_weight_list(const std::vector<Tensor>& w_in,
+std::tuple<Tensor, Tensor, Tensor> quantize_weight_list(const std::vector<Tensor>& w,
                                                         double amax_epsilon,
                                                         bool power_of_two_scales, bool columnwise) {
-  check_quantize_weight_list(w_in, amax_epsilon);
+  check_quantize_weight_list(w, amax_epsilon);
 
-  const Launch launch("quantize_weight_list", w_in[0]);
-  std::vector<Tensor> w;
-  bool vectorised = true;
-  for (const Tensor& w_e : w_in) {
-    w.push_back(torch::stable::contiguous(w_e));
-    vectorised = vectorised && is_aligned(w.back());
-  }
+  const Launch launch("quantize_weight_list", w[0]);
   const auto E = static_cast<int64_t>(w.size());
   const Outputs out = new_outputs(w[0], E, w[0].size(0), w[0].size(1), columnwise);
-  const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
-  for_element(w[0].scalar_type(), [&](auto element) {
-    using Element = typename decltype(element)::type;
-    ListedExperts<Element> experts{};
-    for (int64_t e = 0; e < E; ++e)
-      experts.first[e] = static_cast<const Element*>(w[e].const_data_ptr());
-    launch_kernel<Element>(launch, experts, vectorised, rule, std::nullopt, out);
-  });
+  quantize(launch, w, {static_cast<float>(amax_epsilon), power_of_two_scales}, std::nullopt, out);
   return {out.q, out.scale, *out.q_t};
 }
 
-void refresh_weight_(const Tensor& w, const std::optional<Tensor>& refresh, const Tensor& q,
-                     const Tensor& scale, const std::optional<Tensor>& q_t, double amax_epsilon,
-                     bool power_of_two_scales) {
+void refresh_weight_(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
+                     const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
+                     double amax_epsilon, bool power_of_two_scales) {
   check_refresh_weight(w, refresh, q, scale, q_t, amax_epsilon);
 
-  const Launch launch("refresh_weight_", w);
-  quantize_packed(launch, w, {static_cast<float>(amax_epsilon), power_of_two_scales}, refresh,
-                  {q, scale, q_t});
+  const Launch launch("refresh_weight_", w[0]);
+  quantize(launch, w, {static_cast<float>(amax_epsilon), power_of_two_scales}, refresh,
+           {q, scale, q_t});
 }
 
 }  // namespace grouped_linear::cuda

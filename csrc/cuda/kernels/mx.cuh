@@ -58,11 +58,22 @@ __device__ __forceinline__ float mx_value(const Patch<Element>& patch, int i, in
     return Format<Element>::to_float(c % 2 == 0 ? word & 0xffff : word >> 16);
 }
 
-// rounded: rowwise and columnwise are asked for, else q and q_t with their scales.
+// The table of a weight: `group_rows` rows of every expert. Ends with a barrier.
+__device__ __forceinline__ void load_experts(GroupTable& table, int E, int group_rows) {
+  for (int e = threadIdx.x; e < E; e += kTileThreads) {
+    table.row_end[e] = (e + 1) * group_rows;
+    table.tile_end[e] = (e + 1) * ((group_rows + kTile - 1) / kTile);
+  }
+  __syncthreads();
+}
+
+// rounded: rowwise and columnwise are asked for, else q and q_t with their scales. offs: null for a
+// weight of E times T rows. Where refresh is given and false, not a byte changes.
 template <typename Element, bool rounded>
 __global__ void __launch_bounds__(kTileThreads, sizeof(Element) == 2 ? 3 : 2)
     group_mx_kernel(const Element* x, int64_t x_stride, bool vectorised, const int32_t* offs, int E,
-                    int T, int K, MxOutputs out) {
+                    int T, int K, const bool* refresh, MxOutputs out) {
+  if (refresh && !*refresh) return;
   using Bits = typename Format<Element>::Bits;
   constexpr int kWords = Patch<Element>::kWords;
   __shared__ GroupTable table;
@@ -78,7 +89,10 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(Element) == 2 ? 3 : 2)
   const bool rowwise = rounded ? out.rowwise != nullptr : out.q != nullptr;
   const bool columnwise = rounded ? out.columnwise != nullptr : out.q_t != nullptr;
 
-  load_groups<kTileThreads>(table, offs, E, T, TilesOf{kTile});
+  if (offs)
+    load_groups<kTileThreads>(table, offs, E, T, TilesOf{kTile});
+  else
+    load_experts(table, E, T);
   const int col_blocks = (K + kTile - 1) / kTile;
   const int64_t count = static_cast<int64_t>(table.tile_end[E - 1]) * col_blocks;
   for (int64_t t = blockIdx.x; t < count; t += gridDim.x) {

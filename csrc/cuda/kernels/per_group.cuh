@@ -74,10 +74,12 @@ __device__ __forceinline__ void raise_amax(uint32_t* group_amax, uint32_t float_
 }
 
 // amax [E], zero before: the largest finite magnitude of each group, as the bits of a float32.
+// Where refresh is given and false, nothing is read.
 template <typename Element>
 __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
     group_amax_kernel(const Element* x, int64_t x_stride, bool vectorised, GroupedTiles tiles,
-                      uint32_t* amax) {
+                      const bool* refresh, uint32_t* amax) {
+  if (refresh && !*refresh) return;
   __shared__ GroupTable table;
   if (tiles.offs) load_groups<kTileThreads>(table, tiles.offs, tiles.E, tiles.T, TilesOf{kTile});
   const int col_blocks = (tiles.K + kTile - 1) / kTile;
@@ -97,11 +99,14 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
 struct GroupScale {
   const uint32_t* amax;
   ScaleRule rule;
-  float* scale_out;       // [E], written where there is an amax
+  float* scale_out;       // [E], written where it is not null
   const float* scale_in;  // [E]
 
   __device__ __forceinline__ BlockScale of_amax(int e, float fp8_max) const {
     return block_scale(__uint_as_float(amax[e]), rule, fp8_max);
+  }
+  __device__ __forceinline__ float scale(int e, float fp8_max) const {
+    return amax ? of_amax(e, fp8_max).scale : scale_in[e];
   }
   __device__ __forceinline__ float factor(int e, float fp8_max) const {
     return amax ? of_amax(e, fp8_max).factor : __fdiv_rn(1.0f, scale_in[e]);
@@ -162,10 +167,13 @@ __device__ __forceinline__ uint2 quantize_patch_row(const Patch<Element>& patch,
   return make_uint2(bytes[0], bytes[1]);
 }
 
+// Where refresh is given and false, not a byte changes.
 template <typename Element, bool e5m2>
 __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
     quantize_per_group_kernel(const Element* x, int64_t x_stride, bool vectorised,
-                              GroupedTiles tiles, GroupScale scale, PerGroupQuantized out) {
+                              GroupedTiles tiles, GroupScale scale, const bool* refresh,
+                              PerGroupQuantized out) {
+  if (refresh && !*refresh) return;
   constexpr float fp8_max = e5m2 ? 57344.0f : 448.0f;
   __shared__ GroupTable table;
   __shared__ TileSums sums;
@@ -173,9 +181,9 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
   TurnedTile* turned = reinterpret_cast<TurnedTile*>(per_group_shared);
 
   const int K = tiles.K;
-  if (scale.amax && blockIdx.x == 0)
+  if (scale.scale_out && blockIdx.x == 0)
     for (int e = threadIdx.x; e < tiles.E; e += kTileThreads)
-      scale.scale_out[e] = scale.of_amax(e, fp8_max).scale;
+      scale.scale_out[e] = scale.scale(e, fp8_max);
 
   if (tiles.offs) load_groups<kTileThreads>(table, tiles.offs, tiles.E, tiles.T, TilesOf{kTile});
   const int col_blocks = (K + kTile - 1) / kTile;
