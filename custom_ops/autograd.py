@@ -3,14 +3,24 @@
 T rows, E groups, K in_features, N out_features.
 """
 
-from typing import Any
+from collections import deque
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from grouped_linear import ops
-from grouped_linear.recipes import Operand, Recipe, Scheme, Slot, Unquantized, Wanted
+from grouped_linear.recipes import (
+    Experts,
+    KeptWeight,
+    Operand,
+    Recipe,
+    Scheme,
+    Slot,
+    Unquantized,
+    Wanted,
+)
 
 
 def _grouped_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -40,27 +50,116 @@ torch.library.register_autograd(
 )
 
 
+class Call(NamedTuple):
+    """One call of the layer: everything but what is differentiated."""
+
+    recipe: Recipe
+    grad_enabled: bool
+    """Whether a backward may follow; needs_input_grad does not tell."""
+    experts: Experts
+    """The weight's numbers."""
+    slots: tuple[Slot, Slot, Slot] | None = None
+    """Of x, weight and dy, where the recipe keeps a state."""
+    kept: KeptWeight | None = None
+    """The quantized weight to read in place of the experts."""
+    refresh: "Tensor | bool" = False
+    """Whether kept is quantized anew before; a flag on the device decides there."""
+    save_input: bool = False
+    """Save x itself, and quantize it for wgrad in the backward."""
+    main_grad: Experts | None = None
+    """What weight gradients are added to, in place of being returned."""
+    overwrite: "Tensor | bool" = False
+    """Whether main_grad is written over instead; a flag on the device decides there."""
+    dummy_grad: bool = False
+    """Return gradients of zero although they went into main_grad."""
+    later: "deque[Wgrad] | None" = None
+    """Where wgrad is put off to, in place of being computed in the backward."""
+
+
 def _multiply(
     a: Operand | None,
     b: Operand | None,
     offs_E: Tensor,
     bias_EN: Tensor | None,
     dtype: torch.dtype,
+    transpose_b: bool = False,
 ) -> Tensor:
-    """a[t] @ b[e].T + bias[e]: fprop and dgrad."""
+    """a[t] @ b[e].T + bias[e]: fprop and dgrad. transpose_b: of experts that are a list."""
     assert a is not None
     assert b is not None
+    assert isinstance(a.values, Tensor)
+    if isinstance(b.values, tuple):
+        return ops.grouped_mm_list(
+            a.values, b.values, offs_E, bias_EN, dtype, transpose_b=transpose_b
+        )
     if a.scale is None or b.scale is None:
         return ops.grouped_mm(a.values, b.values, offs_E, bias_EN, dtype)
     return ops.grouped_scaled_mm(a.values, b.values, a.scale, b.scale, offs_E, bias_EN, dtype)
 
 
-def _multiply_columns(dy: Operand | None, x: Operand, offs_E: Tensor, dtype: torch.dtype) -> Tensor:
-    """dy.T @ x over each group's rows: wgrad."""
-    assert dy is not None
-    if dy.scale is None or x.scale is None:
-        return ops.grouped_mm_wgrad(dy.values, x.values, offs_E, dtype)
-    return ops.grouped_scaled_mm_wgrad(dy.values, x.values, dy.scale, x.scale, offs_E, dtype)
+class Wgrad(NamedTuple):
+    """The gradient of a weight, not yet computed: dy.T @ x over each group's rows."""
+
+    call: Call
+    dy: Operand
+    x: Operand
+    offs: Tensor
+
+    def compute(self) -> tuple[Tensor | None, ...]:
+        """The gradient of each of the call's experts, or None where it went into main_grad."""
+        experts, main_grad = self.call.experts, self.call.main_grad
+        if main_grad is None:
+            dw_ENK = self._product(experts[0].dtype)
+            return (dw_ENK,) if experts[0].dim() == 3 else dw_ENK.unbind()
+        overwrite = self.call.overwrite
+        if isinstance(overwrite, bool):
+            flag = main_grad[0].new_ones((), dtype=torch.bool) if overwrite else None
+        else:
+            flag = overwrite
+        self._add_to(main_grad, flag)
+        if self.call.dummy_grad:
+            return tuple(w.new_zeros(()).expand(w.shape) for w in experts)
+        return (None,) * len(experts)
+
+    def _product(self, dtype: torch.dtype) -> Tensor:
+        (dy, dy_scale), (x, x_scale), offs = self.dy, self.x, self.offs
+        assert isinstance(dy, Tensor)
+        assert isinstance(x, Tensor)
+        if dy_scale is None or x_scale is None:
+            return ops.grouped_mm_wgrad(dy, x, offs, dtype)
+        return ops.grouped_scaled_mm_wgrad(dy, x, dy_scale, x_scale, offs, dtype)
+
+    def _add_to(self, main_grad: Experts, overwrite: Tensor | None) -> None:
+        (dy, dy_scale), (x, x_scale), offs = self.dy, self.x, self.offs
+        assert isinstance(dy, Tensor)
+        assert isinstance(x, Tensor)
+        if dy_scale is None or x_scale is None:
+            if main_grad[0].dim() == 3:
+                ops.grouped_mm_wgrad_(main_grad[0], dy, x, offs, overwrite)
+            else:
+                ops.grouped_mm_wgrad_list_(main_grad, dy, x, offs, overwrite)
+        elif main_grad[0].dim() == 3:
+            scales = dy_scale, x_scale
+            ops.grouped_scaled_mm_wgrad_(main_grad[0], dy, x, *scales, offs, overwrite)
+        else:
+            scales = dy_scale, x_scale
+            ops.grouped_scaled_mm_wgrad_list_(main_grad, dy, x, *scales, offs, overwrite)
+
+
+class LaterWgrad(torch.autograd.Function):
+    """A graph of its own for a gradient that was put off, so that autograd's hooks run for it."""
+
+    @staticmethod
+    def forward(ctx: Any, wgrad: Wgrad, *weights: Tensor) -> Tensor:
+        """Something to call backward on."""
+        ctx.wgrad = wgrad
+        return weights[0].new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients that the layer's own backward left out."""
+        return None, *ctx.wgrad.compute()
 
 
 class GroupedLinearFunction(torch.autograd.Function):
@@ -73,37 +172,39 @@ class GroupedLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        call: Call,
         x_TK: Tensor,
-        weight_ENK: Tensor,
         bias_EN: Tensor | None,
         offs_E: Tensor,
-        recipe: Recipe,
-        grad_enabled: bool,
-        *state: Tensor,
+        *weights: Tensor,
     ) -> Tensor:
         """Fprop.
 
         Args:
-            grad_enabled: whether a backward may follow; needs_input_grad does not tell.
-            state: the scale and the amax of x, weight and dy, where the recipe keeps some.
+            weights: what weight gradients are of, one for each of the call's experts. Where they
+                are put off: any tensor that requires grad.
         """
-        need_x, need_weight = (grad_enabled and need for need in ctx.needs_input_grad[:2])
-        scheme: Scheme = recipe or Unquantized()
-        x_slot = w_slot = dy_scale = ctx.dy_amax = None
-        if state:
-            x_scale, x_amax, w_scale, w_amax, dy_scale, ctx.dy_amax = state
-            # Nothing is learnt from a forward that no backward follows.
-            x_slot = Slot(x_scale, x_amax if grad_enabled else None)
-            w_slot = Slot(w_scale, w_amax if grad_enabled else None)
-        x = scheme.activation(x_TK, offs_E, x_slot, need_weight)
-        w = scheme.weight(weight_ENK, w_slot, need_x)
-        ctx.recipe = recipe
-        ctx.weight_dtype = weight_ENK.dtype
-        ctx.state_args = len(state)
-        nothing = (None, None)
+        needs = ctx.needs_input_grad
+        need_x, need_weight = call.grad_enabled and needs[1], call.grad_enabled and any(needs[4:])
+        scheme: Scheme = call.recipe or Unquantized()
+        x_slot, w_slot, dy_slot = call.slots or (None, None, None)
+        columns_now = need_weight and not call.save_input
+        x = scheme.activation(x_TK, offs_E, x_slot, Wanted(True, columns_now, False))
+        if call.kept is None:
+            w = scheme.weight(call.experts, w_slot, need_x)
+        else:
+            assert call.recipe is not None
+            if call.refresh is not False:
+                flag = None if call.refresh is True else call.refresh
+                call.recipe.refresh_weight_(call.kept, call.experts, w_slot, flag)
+            w = call.recipe.kept_weight(call.kept)
+        ctx.call = call
         # Saved, so that an update between forward and backward raises; amax is only ever raised.
         ctx.save_for_backward(
-            offs_E, dy_scale, *(x.columnwise or nothing), *(w.columnwise or nothing)
+            offs_E,
+            None if dy_slot is None else dy_slot.scale,
+            *_flat(Operand(x_TK) if call.save_input and need_weight else x.columnwise),
+            *_flat(w.columnwise if need_x else None),
         )
         return _multiply(x.rowwise, w.rowwise, offs_E, bias_EN, x_TK.dtype)
 
@@ -111,22 +212,41 @@ class GroupedLinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         """Dgrad, wgrad and the bias gradient, each only where it is needed."""
-        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        offs_E, dy_scale, x_t, x_t_scale, w_t, w_t_scale = ctx.saved_tensors
+        call: Call = ctx.call
+        _, need_x, need_bias, _, *need_weights = ctx.needs_input_grad
+        need_weight = any(need_weights)
+        offs_E, dy_scale, x_scale, x, w_scale, *w = ctx.saved_tensors
         # For the bias alone nothing is quantized.
-        scheme: Scheme = (ctx.recipe if need_x or need_weight else None) or Unquantized()
-        slot = None if dy_scale is None else Slot(dy_scale, ctx.dy_amax)
-        wanted = Wanted(need_x, need_weight, need_bias)
-        dy = scheme.gradient(dy_TN, offs_E, slot, wanted)
-        dx_TK = dw_ENK = db_EN = None
+        scheme: Scheme = (call.recipe if need_x or need_weight else None) or Unquantized()
+        dy_slot = None if call.slots is None else Slot(dy_scale, call.slots[2].amax)
+        dy = scheme.gradient(dy_TN, offs_E, dy_slot, Wanted(need_x, need_weight, need_bias))
+        dx_TK = db_EN = None
+        dws: tuple[Tensor | None, ...] = (None,) * len(need_weights)
         if need_x:
-            dx_TK = _multiply(dy.rowwise, Operand(w_t, w_t_scale), offs_E, None, dy_TN.dtype)
+            weight = Operand(tuple(w) if w[0].dim() == 2 else w[0], w_scale)
+            dx_TK = _multiply(dy.rowwise, weight, offs_E, None, dy_TN.dtype, transpose_b=True)
         if need_weight:
-            x_columns = Operand(x_t, x_t_scale)
-            dw_ENK = _multiply_columns(dy.columnwise, x_columns, offs_E, ctx.weight_dtype)
+            columns: Operand | None = Operand(x, x_scale)
+            if call.save_input:  # never under delayed scaling, which alone has slots
+                columns = scheme.activation(x, offs_E, None, Wanted(False, True, False)).columnwise
+            assert dy.columnwise is not None
+            assert columns is not None
+            wgrad = Wgrad(call, dy.columnwise, columns, offs_E)
+            if call.later is None:
+                dws = wgrad.compute()
+            else:
+                call.later.append(wgrad)
         if dy.bias_grad is not None:
             db_EN = dy.bias_grad.to(dy_TN.dtype)  # bias was added in y's dtype
-        return dx_TK, dw_ENK, db_EN, None, None, None, *(None,) * ctx.state_args
+        return None, dx_TK, db_EN, None, *dws
+
+
+def _flat(operand: Operand | None) -> tuple[Tensor | None, ...]:
+    """The scale, then the values: several of a weight whose experts are apart."""
+    if operand is None:
+        return None, None
+    values = operand.values
+    return operand.scale, *(values if isinstance(values, tuple) else (values,))
 
 
 _implementations = torch.library.Library("grouped_linear", "IMPL")

@@ -109,8 +109,11 @@ class DelayedScalingState(nn.Module):
             operand.reset()
 
     def slots(self) -> tuple[Slot, Slot, Slot]:
-        """What the layer's gradient reads and raises."""
-        x, weight, dy = (Slot(operand.scale, operand.amax) for operand in self.operands)
+        """What a call of the layer reads and raises; nothing is learnt without gradients."""
+        learning = torch.is_grad_enabled()
+        x, weight, dy = (
+            Slot(operand.scale, operand.amax if learning else None) for operand in self.operands
+        )
         return x, weight, dy
 
 

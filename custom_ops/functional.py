@@ -4,15 +4,16 @@ T rows, E groups, K in_features, N out_features.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grouped_linear import ops
-from grouped_linear.autograd import GroupedLinearFunction
+from grouped_linear.autograd import Call, GroupedLinearFunction
 from grouped_linear.delayed import DelayedScalingState
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
-from grouped_linear.recipes import DelayedScaling, Recipe
+from grouped_linear.recipes import DelayedScaling, Experts, Recipe
 
 
 def grouped_linear(
@@ -61,26 +62,49 @@ def grouped_linear(
         )
     if state is not None and not isinstance(recipe, DelayedScaling):
         raise ValueError(f"grouped_linear: state is for DelayedScaling, got recipe {recipe}")
+    slots = None if state is None else state.slots()
+    return apply_layer(x, (weight,), bias, m_splits, recipe, slots=slots)
+
+
+def apply_layer(
+    x: Tensor,
+    weights: Experts,
+    bias: Tensor | None,
+    m_splits: Tensor | Sequence[int],
+    recipe: Recipe,
+    **options: Any,
+) -> Tensor:
+    """:func:`grouped_linear` with what :class:`GroupedLinear` has besides.
+
+    Args:
+        x: [..., K].
+        weights: one [E, N, K] or E of [N, K].
+        bias: [E, N].
+        m_splits: [E].
+        recipe: how the products are computed.
+        options: further fields of :class:`grouped_linear.autograd.Call`.
+    """
+    experts = weights
     device_type = x.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):  # meta has no autocast
         dtype = torch.get_autocast_dtype(device_type)
         if x.dtype in ACTIVATIONS:  # autocast leaves other dtypes alone
             x = x.to(dtype)
-        if recipe is None and weight.dtype in ACTIVATIONS:  # a quantizer reads any of them
-            weight = weight.to(dtype)
+        # A quantizer reads any of them.
+        if recipe is None and weights[0].dtype in ACTIVATIONS and weights[0].dtype != dtype:
+            whole_ENK = weights[0] if weights[0].dim() == 3 else torch.stack(weights)
+            experts = (whole_ENK.to(dtype),)
     if bias is not None:
         bias = bias.to(x.dtype)
     x_TK = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
     splits_E = torch.as_tensor(m_splits, device=x.device)
     offs_E = ops.splits_to_offsets(splits_E, x_TK.size(0))
-    slots = () if state is None else state.slots()
-    y_TN: Tensor = GroupedLinearFunction.apply(
-        x_TK,
-        weight,
-        bias,
-        offs_E,
-        recipe,
-        torch.is_grad_enabled(),
-        *(t for slot in slots for t in slot),
-    )
+    call = Call(recipe, torch.is_grad_enabled(), experts, **options)
+    receivers = experts
+    if call.main_grad is not None:
+        receivers = weights
+    if call.later is not None:
+        # The weights are differentiated in a graph of their own; something must ask for this one.
+        receivers = (x.new_empty(0, requires_grad=True),)
+    y_TN: Tensor = GroupedLinearFunction.apply(call, x_TK, bias, offs_E, *receivers)
     return y_TN if x.dim() == 2 else y_TN.reshape(*x.shape[:-1], y_TN.size(1))

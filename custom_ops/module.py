@@ -4,6 +4,7 @@ T rows, E groups, K in_features, N out_features.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,10 +13,24 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from grouped_linear.autograd import LaterWgrad, Wgrad
 from grouped_linear.delayed import DelayedScalingState
-from grouped_linear.functional import grouped_linear
-from grouped_linear.meta_kernels.rules import FEATURE_MULTIPLE, MAX_GROUPS
-from grouped_linear.recipes import DelayedScaling, Recipe
+from grouped_linear.functional import apply_layer
+from grouped_linear.meta_kernels.rules import FEATURE_MULTIPLE, MAX_GROUPS, dtype_name
+from grouped_linear.recipes import DelayedScaling, KeptWeight, Recipe
+from grouped_linear.weight_cache import WeightCache
+
+# Arguments of TransformerEngine's layer that belong to its callers here, and the values that ask
+# for nothing.
+_OUT_OF_SCOPE: dict[str, tuple[Any, ...]] = {
+    "sequence_parallel": (False,),
+    "tp_group": (None,),
+    "tp_size": (1,),
+    "parallel_mode": (None,),
+    "ub_overlap_rs": (False,),
+    "ub_overlap_ag": (False,),
+    "ub_name": (None,),
+}
 
 
 class RngStateTracker(Protocol):
@@ -36,6 +51,12 @@ class _Options:
     get_rng_state_tracker: Callable[[], RngStateTracker] | None
     rng_tracker_name: str | None
     recipe: Recipe
+    cache_weights: bool
+    fuse_wgrad_accumulation: bool
+    delay_wgrad_compute: bool
+    save_original_input: bool
+    single_grouped_weight: bool
+    single_grouped_bias: bool
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_gemms <= MAX_GROUPS:
@@ -53,6 +74,36 @@ class _Options:
             raise ValueError(
                 "GroupedLinear: recipe must be None or one of grouped_linear's recipes, "
                 f"got {self.recipe!r}"
+            )
+        if self.save_original_input and isinstance(self.recipe, DelayedScaling):
+            raise ValueError(
+                "GroupedLinear: save_original_input quantizes the input once more in the backward, "
+                "by when the scales of DelayedScaling may have changed"
+            )
+
+    @property
+    def weight_names(self) -> list[str]:
+        """The weight's parameters."""
+        return ["weight"] if self.single_grouped_weight else self.names_apart("weight")
+
+    @property
+    def bias_names(self) -> list[str]:
+        """The bias's parameters, where there is one."""
+        return ["bias"] if self.single_grouped_bias else self.names_apart("bias")
+
+    def names_apart(self, name: str) -> list[str]:
+        """Of a parameter an expert."""
+        return [f"{name}{e}" for e in range(self.num_gemms)]
+
+
+def _check_out_of_scope(arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name not in _OUT_OF_SCOPE:
+            raise TypeError(f"GroupedLinear: unexpected keyword argument {name!r}")
+        if not any(value is nothing or value == nothing for nothing in _OUT_OF_SCOPE[name]):
+            raise ValueError(
+                "GroupedLinear: tensor parallelism and overlapped communication are out of scope, "
+                f"got {name}={value!r}"
             )
 
 
@@ -75,12 +126,30 @@ class GroupedLinear(nn.Module):
             ``reset_parameters()``.
         recipe: how products are computed, for example ``Float8BlockScaling()``; None computes in
             the activations' dtype.
+        cache_weights: allocate room for the quantized weight, so that ``is_first_microbatch`` can
+            keep it from one micro-batch to the next. Without a recipe there is nothing to keep.
+        fuse_wgrad_accumulation: add weight gradients to ``main_grad``, an attribute of the weight
+            (float32 or bfloat16, of its shape), in the product itself, and leave its ``grad``
+            alone. Where the weight has an attribute ``grad_added_to_main_grad`` it is set to True
+            in the forward, and a gradient of zeros is returned for those who wait for one. Where
+            ``overwrite_main_grad`` is true main_grad is written over.
+        delay_wgrad_compute: leave weight gradients to :meth:`backward_dw`. Not under
+            torch.compile.
+        save_original_input: keep the input itself for the backward and quantize it there, for an
+            input that something else keeps anyway. Not under ``DelayedScaling``.
+        single_grouped_weight: one parameter ``weight`` for all experts, or ``weight0``, ``weight1``
+            and so on. Checkpoints of either form load into the other.
+        single_grouped_bias: one parameter ``bias``, or ``bias0``, ``bias1`` and so on.
+        out_of_scope: TransformerEngine's arguments for tensor parallelism and overlapped
+            communication, with values that ask for none.
 
     Attributes:
-        weight: [E, N, K].
-        bias: [E, N], or None.
+        weight: [E, N, K]; or weight0, ... [N, K].
+        bias: [E, N], or None; or bias0, ... [N].
         scaling_state: what ``DelayedScaling`` remembers, see
             :class:`grouped_linear.DelayedScalingState`; None under any other recipe.
+        weight_cache: the weight that is kept, see
+            :class:`grouped_linear.weight_cache.WeightCache`; None without ``cache_weights``.
 
     Raises:
         ValueError: for a configuration that no call could run.
@@ -94,6 +163,7 @@ class GroupedLinear(nn.Module):
 
     bias: nn.Parameter | None
     scaling_state: DelayedScalingState | None
+    weight_cache: WeightCache | None
 
     def __init__(
         self,
@@ -110,11 +180,19 @@ class GroupedLinear(nn.Module):
         device: torch.device | str | None = None,
         *,
         recipe: Recipe = None,
+        cache_weights: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        single_grouped_weight: bool = True,
+        single_grouped_bias: bool = True,
+        **out_of_scope: Any,
     ) -> None:
         super().__init__()
         if dtype is not None and params_dtype is not None:
             raise ValueError("GroupedLinear: dtype and params_dtype are one option, got both")
-        self._options = _Options(
+        _check_out_of_scope(out_of_scope)
+        options = self._options = _Options(
             num_gemms,
             in_features,
             out_features,
@@ -123,39 +201,78 @@ class GroupedLinear(nn.Module):
             get_rng_state_tracker,
             rng_tracker_name,
             recipe,
+            cache_weights,
+            fuse_wgrad_accumulation,
+            delay_wgrad_compute,
+            save_original_input,
+            single_grouped_weight,
+            single_grouped_bias,
         )
         like: dict[str, Any] = {"dtype": dtype or params_dtype, "device": device}
-        self.weight = nn.Parameter(torch.empty(num_gemms, out_features, in_features, **like))
+        weight = torch.empty(num_gemms, out_features, in_features, **like)
+        self._register("weight", weight, single_grouped_weight)
         if bias:
-            self.bias = nn.Parameter(torch.empty(num_gemms, out_features, **like))
+            self._register(
+                "bias", torch.empty(num_gemms, out_features, **like), single_grouped_bias
+            )
         else:
             self.register_parameter("bias", None)
-        self.scaling_state = None
+        self._bias_names = options.bias_names if bias else []
+        self.scaling_state = self.weight_cache = None
         if isinstance(recipe, DelayedScaling):
             self.scaling_state = DelayedScalingState(recipe, num_gemms, device)
+        if cache_weights and recipe is not None:
+            self.weight_cache = WeightCache(recipe, num_gemms, out_features, in_features, device)
+        self._later: deque[Wgrad] = deque()
         self.reset_parameters()
+
+    def _register(self, name: str, t: Tensor, single: bool) -> None:
+        """One parameter, or one an expert: views of one tensor, so that they lie side by side."""
+        for own_name, own in (
+            [(name, t)] if single else zip(self._options.names_apart(name), t, strict=True)
+        ):
+            self.register_parameter(own_name, nn.Parameter(own))
+
+    def _weights(self) -> tuple[Any, ...]:
+        """One parameter, or one an expert; Any for the attributes that their owners give them."""
+        if self._options.single_grouped_weight:
+            return (self.weight,)
+        return tuple(getattr(self, name) for name in self._options.weight_names)
+
+    def _whole_bias(self) -> Tensor | None:
+        """[E, N]."""
+        if not self._bias_names:
+            return None
+        if self._options.single_grouped_bias:
+            return self.bias
+        return torch.stack([getattr(self, name) for name in self._bias_names])
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the parameters anew, forget scales; nothing happens on the meta device."""
-        if self.weight.is_meta:
+        """Draw the parameters anew, forget scales and the weight cache; nothing on meta."""
+        weights = self._weights()
+        if weights[0].is_meta:
             return
-        if self.scaling_state is not None:
-            self.scaling_state.reset()
+        for state in (self.scaling_state, self.weight_cache):
+            if state is not None:
+                state.reset()
         options, tracker = self._options, self._options.get_rng_state_tracker
         names = () if options.rng_tracker_name is None else (options.rng_tracker_name,)
         bound = 1 / math.sqrt(options.in_features)
         with nullcontext() if tracker is None else tracker().fork(*names):
-            for weight_NK in self.weight:
+            for weight_NK in weights[0] if options.single_grouped_weight else weights:
                 if options.init_method is None:
                     nn.init.uniform_(weight_NK, -bound, bound)
                 else:
                     options.init_method(weight_NK)
-            if self.bias is not None:
-                nn.init.uniform_(self.bias, -bound, bound)
+            for name in self._bias_names:
+                nn.init.uniform_(getattr(self, name), -bound, bound)
 
     def forward(
-        self, x: Tensor, m_splits: Tensor | Sequence[int]
+        self,
+        x: Tensor,
+        m_splits: Tensor | Sequence[int],
+        is_first_microbatch: Tensor | bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Apply the layer to x [..., K], whose rows are sorted by group.
 
@@ -163,21 +280,187 @@ class GroupedLinear(nn.Module):
             x: [..., K] bfloat16, float16 or float32.
             m_splits: [E] rows of each group, int32 or int64; on x's device it is never read by the
                 host. Their sum may be less than the rows there are; it may not be more.
+            is_first_microbatch: of those between two steps of the optimizer. True quantizes the
+                weight into the cache, and writes its gradient over main_grad; False reads the cache
+                and adds to main_grad. A bool tensor of no dimensions on x's device decides the same
+                there, so that one graph does both. None quantizes the weight for this call alone,
+                and adds to main_grad.
 
         Returns:
             y [..., N], zero in rows at and past sum(m_splits); with return_bias ``(y, bias)``.
+
+        Raises:
+            RuntimeError: for wrong tensors, or where False reads a cache that was not filled. On
+                the device nobody looks: a flag that is false then reads NaN.
+            ValueError: for ``is_first_microbatch`` under a recipe and without ``cache_weights``.
         """
-        weight, recipe, state = self.weight, self._options.recipe, self.scaling_state
-        if not self._options.return_bias:
-            return grouped_linear(x, weight, m_splits, self.bias, recipe, state)
-        y = grouped_linear(x, weight, m_splits, None, recipe, state)
-        return y, None if self.bias is None else self.bias.to(y.dtype)
+        options = self._options
+        weights, bias = self._weights(), self._whole_bias()
+        plan: dict[str, Any] = {"save_input": options.save_original_input}
+        if self.scaling_state is not None:
+            plan["slots"] = self.scaling_state.slots()
+        first = self._flag(is_first_microbatch, x)
+        if first is not None and self.weight_cache is not None:
+            plan["kept"], plan["refresh"] = self._kept(first), first
+        if torch.is_grad_enabled() and (
+            options.fuse_wgrad_accumulation or options.delay_wgrad_compute
+        ):
+            plan |= self._gradient_plan(weights, first)
+        added = None if options.return_bias else bias
+        y = apply_layer(x, weights, added, m_splits, options.recipe, **plan)
+        if not options.return_bias:
+            return y
+        return y, None if bias is None else bias.to(y.dtype)
+
+    def _flag(self, first: Tensor | bool | None, x: Tensor) -> Tensor | bool | None:
+        if first is None:
+            return None
+        if self._options.recipe is not None and self.weight_cache is None:
+            raise ValueError(
+                "GroupedLinear: is_first_microbatch needs cache_weights=True under the recipe "
+                f"{type(self._options.recipe).__name__}"
+            )
+        if not isinstance(first, Tensor):
+            return bool(first)
+        if first.dim() != 0 or first.dtype != torch.bool or first.device != x.device:
+            raise ValueError(
+                "GroupedLinear: is_first_microbatch must be None, a bool or a 0-D bool tensor on "
+                f"{x.device}, got {first.dim()}-D {dtype_name(first.dtype)} on {first.device}"
+            )
+        # The caller's may be the next micro-batch's when this one's backward reads it.
+        return first.clone()
+
+    def _kept(self, first: Tensor | bool) -> KeptWeight:
+        cache = self.weight_cache
+        assert cache is not None
+        if first is not False:
+            cache.warm = True
+        # A graph must not depend on it: in a compiled one NaN shows.
+        elif not torch.compiler.is_compiling() and not cache.warm:
+            raise RuntimeError(
+                "GroupedLinear: is_first_microbatch=False reads the weight cache, which holds no "
+                "weight yet, or none since parameters were loaded, drawn or moved: call with True"
+            )
+        return cache.kept()
+
+    def _gradient_plan(
+        self, weights: tuple[Any, ...], first: Tensor | bool | None
+    ) -> dict[str, Any]:
+        """Where weight gradients go, when they are not simply returned."""
+        learning = [w.requires_grad for w in weights]
+        if not any(learning):
+            return {}
+        plan: dict[str, Any] = {}
+        if self._options.delay_wgrad_compute:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    "GroupedLinear: delay_wgrad_compute keeps operands of the backward for "
+                    "backward_dw, which a compiled backward cannot hand out"
+                )
+            plan["later"] = self._later
+        if not self._options.fuse_wgrad_accumulation:
+            return plan
+        if not all(learning):
+            raise RuntimeError(
+                "GroupedLinear: fuse_wgrad_accumulation computes the gradients of all experts, "
+                f"but only {sum(learning)} of {len(weights)} require one"
+            )
+        for name, w in zip(self._options.weight_names, weights, strict=True):
+            if not isinstance(getattr(w, "main_grad", None), Tensor):
+                raise RuntimeError(
+                    f"GroupedLinear: fuse_wgrad_accumulation adds to {name}.main_grad, "
+                    "which is not there"
+                )
+        plan["main_grad"] = tuple(w.main_grad for w in weights)
+        plan["overwrite"] = False if first is None else first
+        if getattr(weights[0], "overwrite_main_grad", False):
+            plan["overwrite"] = True
+        if hasattr(weights[0], "grad_added_to_main_grad"):
+            plan["dummy_grad"] = True
+            # In the forward: a compiled backward cannot set an attribute.
+            for w in weights:
+                w.grad_added_to_main_grad = True
+        return plan
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients of the oldest backward that put them off.
+
+        They arrive as they would have there: in ``grad`` or ``main_grad``, and hooks run. Nothing
+        happens without ``delay_wgrad_compute`` or for a weight that requires no gradient.
+
+        Raises:
+            RuntimeError: if no backward has put any off.
+
+        >>> layer = GroupedLinear(2, 16, 32, delay_wgrad_compute=True)
+        >>> layer(torch.ones(5, 16), [2, 3]).sum().backward()
+        >>> layer.weight.grad is None, layer.bias.grad is None
+        (True, False)
+        >>> layer.backward_dw()
+        >>> layer.weight.grad.shape
+        torch.Size([2, 32, 16])
+        """
+        weights = self._weights()
+        if not self._options.delay_wgrad_compute or not any(w.requires_grad for w in weights):
+            return
+        if not self._later:
+            raise RuntimeError("GroupedLinear: backward_dw: no backward has left anything to do")
+        with torch.enable_grad():
+            LaterWgrad.apply(self._later.popleft(), *weights).backward()
 
     def extra_repr(self) -> str:
         """The options that tell layers apart."""
         options = self._options
         return (
             f"num_gemms={options.num_gemms}, in_features={options.in_features}, "
-            f"out_features={options.out_features}, bias={self.bias is not None}, "
+            f"out_features={options.out_features}, bias={bool(self._bias_names)}, "
             f"recipe={options.recipe}"
         )
+
+    # --- parameters on their travels -----------------------------------------------------------
+
+    @torch.no_grad()
+    def _tie(self) -> None:
+        """Put a weight's experts side by side again, so that products read them where they are."""
+        if self._options.single_grouped_weight:
+            return
+        weights = self._weights()
+        first, size = weights[0], weights[0].numel()
+        side_by_side = all(
+            w.is_contiguous()
+            and w.untyped_storage()._cdata == first.untyped_storage()._cdata
+            and w.storage_offset() == first.storage_offset() + e * size
+            for e, w in enumerate(weights)
+        )
+        if not side_by_side:
+            for w, own in zip(weights, torch.stack([w.detach() for w in weights]), strict=True):
+                w.data = own
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
+        super()._apply(fn, recurse)
+        self._tie()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy or a pickle."""
+        super().__setstate__(state)
+        self._tie()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Load parameters of either form."""
+        options = self._options
+        for name, single in (
+            ("weight", options.single_grouped_weight),
+            ("bias", options.single_grouped_bias),
+        ):
+            whole, apart = prefix + name, [prefix + n for n in options.names_apart(name)]
+            if single and whole not in state_dict and all(n in state_dict for n in apart):
+                if len({state_dict[n].shape for n in apart}) == 1:
+                    state_dict[whole] = torch.stack([state_dict.pop(n) for n in apart])
+            elif not single and state_dict.keys().isdisjoint(apart):
+                experts = state_dict.get(whole, ())
+                if len(experts) == options.num_gemms:
+                    state_dict.update(zip(apart, state_dict.pop(whole), strict=True))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._tie()

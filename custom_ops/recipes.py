@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from grouped_linear import ops
-from grouped_linear.meta_kernels.rules import E4M3, FP8, MAX_MARGIN, dtype_name
+from grouped_linear.meta_kernels.rules import BLOCK, E4M3, FP8, MAX_MARGIN, ceil_div, dtype_name
 
 
 class Operand(NamedTuple):
     """A tensor as a product reads it."""
 
-    values: Tensor
+    values: "Tensor | Experts"
+    """Experts: a weight of E tensors [N, K], also for dgrad."""
     scale: Tensor | None = None
     """What ``values`` are multiplied by, where they are quantized."""
 
@@ -54,16 +55,30 @@ class Slot(NamedTuple):
     """[E] float32, raised in place to the largest magnitudes; None records nothing."""
 
 
+class KeptWeight(NamedTuple):
+    """A weight as a recipe keeps it from one call to the next."""
+
+    values: Tensor
+    """[E, N, K]."""
+    scale: Tensor | None
+    columnwise: Tensor | None
+    """For dgrad: [E, K, N] in FP8, [E, N, K] of MXFP8."""
+
+
+#: A weight's numbers: one tensor [E, N, K], or E tensors [N, K].
+Experts = tuple[Tensor, ...]
+
+
 class Scheme(Protocol):
     """What x, the weight and dy become before they are multiplied."""
 
     def activation(
-        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, columnwise: bool
+        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
     ) -> Operands:
-        """X, rowwise always and columnwise where wgrad will read it."""
+        """X for fprop (rowwise) and wgrad (columnwise)."""
         ...
 
-    def weight(self, w_ENK: Tensor, slot: Slot | None, columnwise: bool) -> Operands:
+    def weight(self, experts: Experts, slot: Slot | None, columnwise: bool) -> Operands:
         """The weight, and where dgrad will read it also [E, K, N]."""
         ...
 
@@ -72,6 +87,56 @@ class Scheme(Protocol):
     ) -> Operands:
         """Dy for dgrad (rowwise), wgrad (columnwise) and the bias."""
         ...
+
+
+class Quantizing(Scheme, Protocol):
+    """A scheme under which a weight can be kept."""
+
+    def new_weight(
+        self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
+    ) -> KeptWeight:
+        """Tensors for a weight, their contents unspecified."""
+        ...
+
+    def refresh_weight_(
+        self, kept: KeptWeight, experts: Experts, slot: Slot | None, refresh: Tensor | None
+    ) -> None:
+        """Quantize a weight into kept, unless the flag, read on the device, is false."""
+        ...
+
+    def kept_weight(self, kept: KeptWeight) -> Operands:
+        """A kept weight as the products read it."""
+        ...
+
+
+def _weight_of_list(
+    scheme: Quantizing, experts: Experts, slot: Slot | None, columnwise: bool
+) -> Operands:
+    """What ``scheme.weight`` gives, for a weight that no op quantizes into new tensors."""
+    *_, N, K = experts[0].shape
+    E = len(experts[0]) if experts[0].dim() == 3 else len(experts)
+    kept = scheme.new_weight(E, N, K, experts[0].device, columnwise)
+    scheme.refresh_weight_(kept, experts, slot, None)
+    return scheme.kept_weight(kept)
+
+
+def _new_fp8_weight(
+    E: int,
+    N: int,
+    K: int,
+    device: torch.device | str | None,
+    columnwise: bool,
+    scale_shape: tuple[int, ...],
+) -> KeptWeight:
+    return KeptWeight(
+        torch.empty(E, N, K, dtype=E4M3, device=device),
+        torch.empty(scale_shape, dtype=torch.float32, device=device),
+        torch.empty(E, K, N, dtype=E4M3, device=device) if columnwise else None,
+    )
+
+
+def _kept_per_group(kept: KeptWeight) -> Operands:
+    return Operands(Operand(kept.values, kept.scale), _pair(kept.columnwise, kept.scale))
 
 
 def _pair(values: Tensor | None, scale: Tensor | None) -> Operand | None:
@@ -90,13 +155,18 @@ class Unquantized:
     """Products in the activations' own dtype: what a recipe of None stands for."""
 
     def activation(
-        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, columnwise: bool
+        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
     ) -> Operands:
         """X as it is."""
-        return Operands(Operand(x_TK), Operand(x_TK) if columnwise else None)
+        return Operands(
+            Operand(x_TK) if wanted.rowwise else None, Operand(x_TK) if wanted.columnwise else None
+        )
 
-    def weight(self, w_ENK: Tensor, slot: Slot | None, columnwise: bool) -> Operands:
+    def weight(self, experts: Experts, slot: Slot | None, columnwise: bool) -> Operands:
         """The weight as it is."""
+        if experts[0].dim() == 2:
+            return Operands(Operand(experts), Operand(experts) if columnwise else None)
+        w_ENK = experts[0]
         return Operands(Operand(w_ENK), Operand(w_ENK.transpose(1, 2)) if columnwise else None)
 
     def gradient(
@@ -140,20 +210,51 @@ class Float8BlockScaling:
         _check_epsilon("Float8BlockScaling", self.amax_epsilon)
 
     def activation(
-        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, columnwise: bool
+        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
     ) -> Operands:
         """X in 1x128 blocks."""
-        return self.gradient(x_TK, offs_E, slot, Wanted(True, columnwise, False))
+        return self.gradient(x_TK, offs_E, slot, wanted)
 
-    def weight(self, w_ENK: Tensor, slot: Slot | None, columnwise: bool) -> Operands:
+    def weight(self, experts: Experts, slot: Slot | None, columnwise: bool) -> Operands:
         """The weight in 128x128 blocks."""
+        if experts[0].dim() == 2:
+            return _weight_of_list(self, experts, slot, columnwise)
         w = ops.quantize_weight(
-            w_ENK,
+            experts[0],
             amax_epsilon=self.amax_epsilon,
             power_of_two_scales=self.power_of_two_scales,
             columnwise=columnwise,
         )
-        return Operands(Operand(w.q, w.scale), _pair(w.q_t, w.scale.transpose(1, 2)))
+        return self.kept_weight(KeptWeight(*w))
+
+    def new_weight(
+        self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
+    ) -> KeptWeight:
+        """Tensors for a weight in FP8, one scale a block."""
+        scales = (E, ceil_div(N, BLOCK), ceil_div(K, BLOCK))
+        return _new_fp8_weight(E, N, K, device, columnwise, scales)
+
+    def refresh_weight_(
+        self, kept: KeptWeight, experts: Experts, slot: Slot | None, refresh: Tensor | None
+    ) -> None:
+        """The weight in 128x128 blocks, into kept."""
+        assert kept.scale is not None
+        ops.refresh_weight_(
+            experts,
+            refresh,
+            kept.values,
+            kept.scale,
+            kept.columnwise,
+            amax_epsilon=self.amax_epsilon,
+            power_of_two_scales=self.power_of_two_scales,
+        )
+
+    def kept_weight(self, kept: KeptWeight) -> Operands:
+        """A weight in FP8; its scales serve both layouts, turned over for the other."""
+        assert kept.scale is not None
+        return Operands(
+            Operand(kept.values, kept.scale), _pair(kept.columnwise, kept.scale.transpose(1, 2))
+        )
 
     def gradient(
         self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
@@ -208,20 +309,47 @@ class Float8CurrentScaling:
             )
 
     def activation(
-        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, columnwise: bool
+        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
     ) -> Operands:
         """X in e4m3, one scale a group."""
-        return self._quantize(x_TK, offs_E, E4M3, Wanted(True, columnwise, False))
+        return self._quantize(x_TK, offs_E, E4M3, wanted)
 
-    def weight(self, w_ENK: Tensor, slot: Slot | None, columnwise: bool) -> Operands:
+    def weight(self, experts: Experts, slot: Slot | None, columnwise: bool) -> Operands:
         """The weight in e4m3, one scale an expert."""
+        if experts[0].dim() == 2:
+            return _weight_of_list(self, experts, slot, columnwise)
         w = ops.quantize_weight_current(
-            w_ENK,
+            experts[0],
             amax_epsilon=self.amax_epsilon,
             power_of_two_scales=self.power_of_two_scales,
             columnwise=columnwise,
         )
-        return Operands(Operand(w.q, w.scale), _pair(w.q_t, w.scale))
+        return self.kept_weight(KeptWeight(*w))
+
+    def new_weight(
+        self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
+    ) -> KeptWeight:
+        """Tensors for a weight in FP8, one scale an expert."""
+        return _new_fp8_weight(E, N, K, device, columnwise, (E,))
+
+    def refresh_weight_(
+        self, kept: KeptWeight, experts: Experts, slot: Slot | None, refresh: Tensor | None
+    ) -> None:
+        """The weight in e4m3 with one scale an expert, into kept."""
+        assert kept.scale is not None
+        ops.refresh_weight_current_(
+            experts,
+            refresh,
+            kept.values,
+            kept.scale,
+            kept.columnwise,
+            amax_epsilon=self.amax_epsilon,
+            power_of_two_scales=self.power_of_two_scales,
+        )
+
+    def kept_weight(self, kept: KeptWeight) -> Operands:
+        """A weight in FP8 whose scales serve both layouts."""
+        return _kept_per_group(kept)
 
     def gradient(
         self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
@@ -294,16 +422,37 @@ class DelayedScaling:
             )
 
     def activation(
-        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, columnwise: bool
+        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
     ) -> Operands:
         """X in e4m3, scaled as earlier steps say."""
-        return self._quantize(x_TK, offs_E, slot, E4M3, Wanted(True, columnwise, False))
+        return self._quantize(x_TK, offs_E, slot, E4M3, wanted)
 
-    def weight(self, w_ENK: Tensor, slot: Slot | None, columnwise: bool) -> Operands:
+    def weight(self, experts: Experts, slot: Slot | None, columnwise: bool) -> Operands:
         """The weight in e4m3, scaled as earlier steps say."""
+        if experts[0].dim() == 2:
+            return _weight_of_list(self, experts, slot, columnwise)
         assert slot is not None
-        w = ops.quantize_weight_delayed_(slot.amax, w_ENK, slot.scale, columnwise=columnwise)
-        return Operands(Operand(w.q, w.scale), _pair(w.q_t, w.scale))
+        w = ops.quantize_weight_delayed_(slot.amax, experts[0], slot.scale, columnwise=columnwise)
+        return self.kept_weight(KeptWeight(*w))
+
+    def new_weight(
+        self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
+    ) -> KeptWeight:
+        """Tensors for a weight in FP8, one scale an expert."""
+        return _new_fp8_weight(E, N, K, device, columnwise, (E,))
+
+    def refresh_weight_(
+        self, kept: KeptWeight, experts: Experts, slot: Slot | None, refresh: Tensor | None
+    ) -> None:
+        """The weight in e4m3, scaled as earlier steps say, into kept; with those scales."""
+        assert slot is not None
+        assert kept.scale is not None
+        out = kept.values, kept.scale, kept.columnwise
+        ops.refresh_weight_delayed_(slot.amax, experts, slot.scale, refresh, *out)
+
+    def kept_weight(self, kept: KeptWeight) -> Operands:
+        """A weight in FP8 whose scales serve both layouts."""
+        return _kept_per_group(kept)
 
     def gradient(
         self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
@@ -345,22 +494,37 @@ class MXFP8BlockScaling:
     """
 
     def activation(
-        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, columnwise: bool
+        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
     ) -> Operands:
         """X rounded to MXFP8 along each dimension, as bfloat16."""
-        return self.gradient(x_TK, offs_E, slot, Wanted(True, columnwise, False))
+        return self.gradient(x_TK, offs_E, slot, wanted)
 
-    def weight(self, w_ENK: Tensor, slot: Slot | None, columnwise: bool) -> Operands:
+    def weight(self, experts: Experts, slot: Slot | None, columnwise: bool) -> Operands:
         """The weight rounded to MXFP8 along each dimension, as bfloat16."""
-        E, N, K = w_ENK.shape
-        # An expert's rows are a group of N: columnwise blocks run along N and stay inside it.
-        ends_E = torch.arange(1, E + 1, dtype=torch.int32, device=w_ENK.device) * N
-        w = ops.group_round_mx(w_ENK.reshape(E * N, K), ends_E, columnwise=columnwise)
-        assert w.x_rowwise is not None
-        rowwise = Operand(w.x_rowwise.view(E, N, K))
-        if w.x_columnwise is None:
-            return Operands(rowwise, None)
-        return Operands(rowwise, Operand(w.x_columnwise.view(E, N, K).transpose(1, 2)))
+        return _weight_of_list(self, experts, slot, columnwise)
+
+    def new_weight(
+        self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
+    ) -> KeptWeight:
+        """Tensors for a rounded weight."""
+        rowwise, other = (
+            torch.empty(E, N, K, dtype=torch.bfloat16, device=device) if asked_for else None
+            for asked_for in (True, columnwise)
+        )
+        assert rowwise is not None
+        return KeptWeight(rowwise, None, other)
+
+    def refresh_weight_(
+        self, kept: KeptWeight, experts: Experts, slot: Slot | None, refresh: Tensor | None
+    ) -> None:
+        """The weight rounded to MXFP8 along each dimension, into kept."""
+        ops.refresh_weight_mx_(experts, refresh, kept.values, kept.columnwise)
+
+    def kept_weight(self, kept: KeptWeight) -> Operands:
+        """A rounded weight; dgrad reads the other one turned over."""
+        if kept.columnwise is None:
+            return Operands(Operand(kept.values), None)
+        return Operands(Operand(kept.values), Operand(kept.columnwise.transpose(1, 2)))
 
     def gradient(
         self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted

@@ -279,7 +279,8 @@ def test_only_what_is_needed_is_computed() -> None:
             "grouped_scaled_mm_wgrad": 1,
         }
     assert work(MORE_RECIPES["mxfp8"], "xwb") == {
-        "group_round_mx rowwise columnwise": 2,
+        "group_round_mx rowwise columnwise": 1,
+        "refresh_weight_mx_": 1,
         "grouped_mm": 2,
         "group_round_mx rowwise columnwise bias_grad": 1,
         "grouped_mm_wgrad": 1,
