@@ -1,0 +1,109 @@
+"""Hugging Face's mixture-of-experts models on grouped_linear's ops.
+
+transformers' experts interface lets the experts of a model be computed by any function that is
+registered under a name; a model is told the name, and its own code stays as it is::
+
+    from grouped_linear import Float8BlockScaling
+    from grouped_linear.integrations.transformers import register
+
+    register("grouped_linear_fp8", recipe=Float8BlockScaling())
+    model.set_experts_implementation("grouped_linear_fp8")
+
+T tokens, C experts chosen for a token, R = T * C rows, E experts, H features of a token, F features
+between an expert's two layers, G = 2 F where experts have a gate, else F.
+"""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from grouped_linear.functional import grouped_linear
+from grouped_linear.recipes import DelayedScaling, Recipe
+from grouped_linear.routing import CombineFunction, GatherFunction, sort_by_expert
+
+__all__ = ["register"]
+
+
+def register(name: str = "grouped_linear", recipe: Recipe = None) -> None:
+    """Make ``model.set_experts_implementation(name)`` compute experts with grouped_linear.
+
+    Any model that uses transformers' experts interface can then be told that name, also where it
+    is made: ``from_pretrained(..., experts_implementation=name)``. Its experts' parameters,
+    activation, biases and layouts stay what they are; training, inference, ``generate`` and
+    ``torch.compile`` all run. A name stands for one recipe for good, so models of different recipes
+    live side by side.
+
+    Weights that a model stores as [E, in_features, out_features] (GPT-OSS) are read in place
+    without a recipe; a quantizing recipe copies them in every call before it quantizes them.
+
+    Args:
+        name: of the implementation.
+        recipe: how the products are computed; None for the activations' own dtype.
+
+    Raises:
+        ValueError: for ``DelayedScaling``, whose memory a function cannot keep, and for a name that
+            stands for something else already.
+
+    >>> import torch
+    >>> from transformers import MixtralConfig, MixtralForCausalLM
+    >>> from grouped_linear import Float8BlockScaling
+    >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
+    ...                        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    >>> model = MixtralForCausalLM(config)
+    >>> register("grouped_linear_fp8", recipe=Float8BlockScaling())
+    >>> model.set_experts_implementation("grouped_linear_fp8")
+    >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 64])
+    """
+    if isinstance(recipe, DelayedScaling):
+        raise ValueError(
+            "register: DelayedScaling remembers amax in a layer, and an experts implementation is "
+            "a function: choose a recipe without memory"
+        )
+    registered = ALL_EXPERTS_FUNCTIONS.get(name)
+    ours = isinstance(registered, partial) and registered.func is _experts_forward
+    if name == "eager" or (registered and not (ours and registered.keywords["recipe"] == recipe)):
+        raise ValueError(f"register: {name!r} stands for another experts implementation already")
+    if not ours:
+        ALL_EXPERTS_FUNCTIONS.register(name, partial(_experts_forward, recipe=recipe))
+
+
+def _experts_forward(
+    experts: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    recipe: Recipe,
+) -> Tensor:
+    """What transformers calls in place of an experts module's forward.
+
+    Args:
+        experts: with gate_up_proj [E, G, H], or up_proj without a gate, and down_proj [E, H, F],
+            transposed where ``is_transposed`` says so, and their biases where ``has_bias`` does.
+        hidden_states: [T, H].
+        top_k_index: [T, C]; E, an expert of another process, adds nothing.
+        top_k_weights: [T, C].
+    """
+    routing = sort_by_expert(top_k_index, experts.num_experts)
+    m_splits_E = routing.offs_E.diff(prepend=routing.offs_E.new_zeros(1))
+
+    def layer(x: Tensor, name: str) -> Tensor:
+        weight = getattr(experts, name)
+        if experts.is_transposed:
+            weight = weight.transpose(1, 2)
+        bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+        return grouped_linear(x, weight, m_splits_E, bias, recipe)
+
+    x_RH = GatherFunction.apply(hidden_states, routing.token_R, routing.row_TC)
+    if experts.has_gate:
+        h_RF = experts._apply_gate(layer(x_RH, "gate_up_proj"))
+    else:
+        h_RF = experts.act_fn(layer(x_RH, "up_proj"))
+    y_RH = layer(h_RF, "down_proj")
+    if experts.has_post_expert_norm:
+        y_RH = experts.post_expert_norm(y_RH)
+    out_TH: Tensor = CombineFunction.apply(y_RH, top_k_weights, *routing)
+    return out_TH.to(hidden_states.dtype)

@@ -1,0 +1,113 @@
+"""From tokens and the experts chosen for them to rows sorted by expert, and back.
+
+T tokens, C experts chosen for a token, R = T * C rows, E experts, H features.
+
+Every shape is static and nothing is read by the host. Rows are only ever gathered, never added to
+one place by many threads, so sums have a fixed order in the gradients too: each token's C rows.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Routing(NamedTuple):
+    """Where the rows of experts come from, and where they go."""
+
+    choice_R: Tensor
+    """[R] which entry of [T, C], flattened, each row is; rows are sorted by expert."""
+    token_R: Tensor
+    """[R] which token each row is."""
+    row_TC: Tensor
+    """[T, C] the row of each choice."""
+    offs_E: Tensor
+    """[E] int32, the end of each expert's rows."""
+
+
+def sort_by_expert(expert_TC: Tensor, num_experts: int) -> Routing:
+    """Sort a token's choices by expert; an expert's rows stay in the order of their tokens.
+
+    Args:
+        expert_TC: [T, C] int32 or int64. Any number outside [0, E) means no expert: its rows come
+            last, past the end of every group.
+        num_experts: E.
+
+    >>> routing = sort_by_expert(torch.tensor([[1, 0], [2, 1], [-1, 2]]), 3)
+    >>> routing.offs_E, routing.token_R
+    (tensor([1, 3, 5], dtype=torch.int32), tensor([0, 0, 1, 1, 2, 2]))
+    >>> routing.row_TC
+    tensor([[1, 0],
+            [3, 2],
+            [5, 4]])
+    """
+    expert_R = expert_TC.flatten()
+    expert_R = torch.where(expert_R < 0, num_experts, expert_R)
+    sorted_R, choice_R = expert_R.sort(stable=True)
+    every_E = torch.arange(num_experts, dtype=expert_R.dtype, device=expert_R.device)
+    every_R = torch.arange(expert_R.numel(), device=expert_R.device)
+    return Routing(
+        choice_R,
+        choice_R // expert_TC.size(1),
+        torch.empty_like(choice_R).scatter(0, choice_R, every_R).view(expert_TC.shape),
+        torch.searchsorted(sorted_R, every_E, right=True, out_int32=True),
+    )
+
+
+def sum_of_rows(y_RH: Tensor, row_TC: Tensor, weight_TC: Tensor | None = None) -> Tensor:
+    """The sum of each token's rows, weighted or not, in float32 and rounded once to y's dtype."""
+    y_TCH = y_RH[row_TC].float()
+    if weight_TC is not None:
+        y_TCH = y_TCH * weight_TC[..., None].float()
+    return y_TCH.sum(dim=1).to(y_RH.dtype)
+
+
+def combine_grad(
+    d_out_TH: Tensor, weight_TC: Tensor, y_RH: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of ``sum_of_rows(y, row, weight)``: of y, and of the weights where y is given.
+
+    Computed in float32, each rounded once.
+    """
+    d_out_RH = d_out_TH[routing.token_R].float()
+    d_weight_TC = None
+    if y_RH is not None:
+        d_weight_R = (d_out_RH * y_RH.float()).sum(dim=-1)
+        d_weight_TC = d_weight_R[routing.row_TC].to(weight_TC.dtype)
+    weight_R = weight_TC.flatten()[routing.choice_R].float()
+    return (d_out_RH * weight_R[:, None]).to(d_out_TH.dtype), d_weight_TC
+
+
+class GatherFunction(torch.autograd.Function):
+    """``x[token_R]``: each row its token."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, token_R: Tensor, row_TC: Tensor) -> Tensor:
+        """Rows sorted by expert."""
+        ctx.save_for_backward(row_TC)
+        return x_TH[token_R]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_RH: Tensor) -> tuple[Tensor | None, ...]:
+        """The sum of each token's rows."""
+        return sum_of_rows(dx_RH, *ctx.saved_tensors), None, None
+
+
+class CombineFunction(torch.autograd.Function):
+    """``out[t] = sum over c of weight[t, c] * y[row[t, c]]``."""
+
+    @staticmethod
+    def forward(ctx: Any, y_RH: Tensor, weight_TC: Tensor, *routing: Tensor) -> Tensor:
+        """Each token's weighted sum of its experts' rows."""
+        _, need_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(weight_TC, y_RH if need_weight else None, *routing)
+        return sum_of_rows(y_RH, Routing(*routing).row_TC, weight_TC)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out_TH: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of y and of the weights."""
+        weight_TC, y_RH, *routing = ctx.saved_tensors
+        return (*combine_grad(d_out_TH, weight_TC, y_RH, Routing(*routing)), *(None,) * 4)

@@ -1,0 +1,237 @@
+"""Hugging Face's models, as their library has them, on our ops beside its eager experts.
+
+Tiny random models, one of each form that the experts interface knows: see FAMILIES.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from samples import BF16, FP32, OPS, devices
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from grouped_linear import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling
+from grouped_linear.integrations.transformers import register
+
+VOCABULARY = 64
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 48,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LATENT_ATTENTION = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+ROUTED = {"n_routed_experts": 5, "n_group": 1, "topk_group": 1}
+# Of model and config, and what the config has besides SIZES.
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 5}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {"num_experts": 5}),
+    # Shared experts beside the routed ones.
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {**ROUTED, **LATENT_ATTENTION, "first_k_dense_replace": 0, "n_shared_experts": 1},
+    ),
+    # Biases, transposed weights, gate and up interleaved, a gate of its own with clamps.
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {"num_local_experts": 5, "layer_types": ["full_attention"]},
+    ),
+    # Transposed weights.
+    "aria": ("AriaTextForCausalLM", "AriaTextConfig", {"moe_num_experts": 5}),
+    # No gate; squared ReLU.
+    "nemotron_h": (
+        "NemotronHForCausalLM",
+        "NemotronHConfig",
+        {**ROUTED, "layers_block_type": ["attention", "moe"]},
+    ),
+    # A norm after each expert; experts of another width than the model.
+    "muse_spark": (
+        "MuseSparkTextModel",
+        "MuseSparkTextConfig",
+        {"num_local_experts": 5, "moe_hidden_size": 16, "layer_types": ["full_attention"]},
+    ),
+}
+NAMES = {"grouped_linear": None, "grouped_linear_fp8": Float8BlockScaling()}
+EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+DEVICES = pytest.mark.parametrize("device", devices(*OPS))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> None:
+    for name, recipe in NAMES.items():
+        register(name, recipe)
+
+
+def model_of(family: str, device: str, dtype: torch.dtype = FP32) -> nn.Module:
+    model, config, options = FAMILIES[family]
+    made = getattr(transformers, model)(getattr(transformers, config)(**{**SIZES, **options}))
+    for parameter in made.parameters():  # the library's 0.02 leaves experts without influence
+        nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    return made.to(device, dtype)
+
+
+def tokens(device: str, *shape: int) -> Tensor:
+    return torch.randint(0, VOCABULARY, shape, device=device)
+
+
+def train(model: nn.Module, call: Callable[..., Any], ids: Tensor) -> dict[str, Tensor]:
+    """Logits and the gradient of every parameter."""
+    model.zero_grad()
+    output = call(input_ids=ids)[0]
+    output.float().square().mean().backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    assert any("expert" in name for name in gradients)
+    return {"logits": output.detach(), **gradients}
+
+
+def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """The norm of each difference beside that of the tensor."""
+    assert actual.keys() == expected.keys()
+    return {
+        name: float((actual[name].double() - e.double()).norm() / e.double().norm().clamp(1e-30))
+        for name, e in expected.items()
+    }
+
+
+def results(family: str, device: str, dtype: torch.dtype, *names: str) -> list[dict[str, Tensor]]:
+    """What each implementation gives, and the library's own in float32 at last."""
+    model, ids = model_of(family, device, dtype), tokens(device, 3, 7)
+    found = []
+    for name in names:
+        model.set_experts_implementation(name)
+        found.append(train(model, model, ids))
+    model.float().set_experts_implementation("eager")
+    return [*found, train(model, model, ids)]
+
+
+@DEVICES
+@EVERY_FAMILY
+def test_logits_and_gradients(family: str, device: str) -> None:
+    error = errors(*results(family, device, FP32, "grouped_linear"))
+    assert max(error.values()) < 1e-5, error  # the same products, sums of tens in another order
+
+
+@DEVICES
+@EVERY_FAMILY
+def test_bfloat16(family: str, device: str) -> None:
+    """As near to float32 as the library's own experts are.
+
+    Either rounds where the other does not, so twice its error, and one rounding, are allowed.
+    """
+    actual, library, exact = results(family, device, BF16, "grouped_linear", "eager")
+    ours, own = errors(actual, exact), errors(library, exact)
+    for name, error in ours.items():
+        assert error < 2 * own[name] + 2.0**-8, name
+
+
+@DEVICES
+@EVERY_FAMILY
+def test_fp8(family: str, device: str) -> None:
+    """A product of e4m3 operands is off by 4% of its norm (test_layer.py).
+
+    Gradients follow from up to five of them, through nonlinearities that may raise the error.
+    """
+    error = errors(*results(family, device, FP32, "grouped_linear_fp8"))
+    assert max(error.values()) < 0.25, error
+    assert error["logits"] > 1e-4  # it is not the exact product
+
+
+@DEVICES
+@EVERY_FAMILY
+def test_compiled_in_one_graph(family: str, device: str) -> None:
+    """The eager experts of the library cannot be: their loop reads which experts were hit."""
+    model = model_of(family, device)
+    model.set_experts_implementation("grouped_linear_fp8")
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for _ in range(3):  # other tokens go to other experts
+        ids = tokens(device, 3, 7)
+        error = errors(train(model, compiled, ids), train(model, model, ids))
+        assert max(error.values()) < 1e-5, error
+    assert counter.frame_count == 1
+
+
+@DEVICES
+def test_inductor(device: str) -> None:
+    model, ids = model_of("mixtral", device), tokens(device, 3, 7)
+    model.set_experts_implementation("grouped_linear")
+    compiled = torch.compile(model, fullgraph=True)
+    error = errors(train(model, compiled, ids), train(model, model, ids))
+    assert max(error.values()) < 1e-5, error  # float32 sums in another order
+
+
+@DEVICES
+@EVERY_FAMILY
+def test_generates(family: str, device: str) -> None:
+    model = model_of(family, device).eval()
+    if not model.can_generate():
+        assert family == "muse_spark"  # its text model alone has no head
+        return
+    prompt, continued = tokens(device, 2, 5), {}
+    for name in ("eager", "grouped_linear"):
+        model.set_experts_implementation(name)
+        continued[name] = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    assert continued["eager"].shape == (2, 9)
+    assert torch.equal(continued["grouped_linear"], continued["eager"])
+
+
+@DEVICES
+def test_choices_of_no_expert_add_nothing(device: str) -> None:
+    """Under expert parallelism an index of E stands for an expert of another process."""
+    model = model_of("mixtral", device)
+    experts = model.model.layers[0].mlp.experts
+    chosen = torch.tensor([[5, 1], [0, 5], [5, 5], [4, 3]], device=device)
+    x, scores = torch.randn(4, 32, device=device), torch.rand(4, 2, device=device)
+    found = {}
+    for name in ("eager", "grouped_linear"):
+        model.set_experts_implementation(name)
+        leaves = [t.clone().requires_grad_() for t in (x, scores)]
+        y = experts(leaves[0], chosen, leaves[1])
+        gradients = torch.autograd.grad(y.square().sum(), [*leaves, experts.down_proj])
+        tensors = (y.detach(), *gradients)
+        found[name] = dict(zip(("y", "dx", "dscores", "dw"), tensors, strict=True))
+    error = errors(found["grouped_linear"], found["eager"])
+    assert max(error.values()) < 1e-5, error  # float32
+    assert not found["grouped_linear"]["y"][2].any()
+    assert not found["grouped_linear"]["dscores"][chosen == 5].any()
+
+
+def test_a_name_stands_for_one_recipe() -> None:
+    register("grouped_linear_mxfp8", MXFP8BlockScaling())
+    register("grouped_linear_mxfp8", MXFP8BlockScaling())  # the same again is no change
+    for name in ("grouped_linear_mxfp8", "grouped_mm", "eager"):
+        sentence = f"register: '{name}' stands for another experts implementation already"
+        with pytest.raises(ValueError, match=f"^{sentence}$"):
+            register(name, Float8BlockScaling())
+
+
+def test_recipes_with_a_memory_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^register: DelayedScaling remembers amax in a layer"):
+        register("grouped_linear_delayed", DelayedScaling())
+
+
+def test_only_the_integration_needs_the_library() -> None:
+    script = "import grouped_linear, sys; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
