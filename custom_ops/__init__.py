@@ -19,6 +19,7 @@ from grouped_linear import loading  # first: it registers the ops  # isort: skip
 from grouped_linear import meta_kernels, ops  # isort: skip
 from grouped_linear.delayed import DelayedScalingState, update_scales
 from grouped_linear.functional import grouped_linear
+from grouped_linear.mlp import GroupedMLP, grouped_mlp
 from grouped_linear.module import GroupedLinear
 from grouped_linear.recipes import (
     DelayedScaling,
@@ -35,9 +36,11 @@ __all__ = [
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "GroupedLinear",
+    "GroupedMLP",
     "MXFP8BlockScaling",
     "Recipe",
     "grouped_linear",
+    "grouped_mlp",
     "loading",
     "meta_kernels",
     "ops",

@@ -43,7 +43,7 @@ def sort_by_expert(expert_TC: Tensor, num_experts: int) -> Routing:
             [5, 4]])
     """
     expert_R = expert_TC.flatten()
-    expert_R = torch.where(expert_R < 0, num_experts, expert_R)
+    expert_R = torch.where(expert_R < 0, num_experts, expert_R)  # last, as those past E are
     sorted_R, choice_R = expert_R.sort(stable=True)
     every_E = torch.arange(num_experts, dtype=expert_R.dtype, device=expert_R.device)
     every_R = torch.arange(expert_R.numel(), device=expert_R.device)
@@ -57,10 +57,10 @@ def sort_by_expert(expert_TC: Tensor, num_experts: int) -> Routing:
 
 def sum_of_rows(y_RH: Tensor, row_TC: Tensor, weight_TC: Tensor | None = None) -> Tensor:
     """The sum of each token's rows, weighted or not, in float32 and rounded once to y's dtype."""
-    y_TCH = y_RH[row_TC].float()
+    y_TCH = y_RH[row_TC]
     if weight_TC is not None:
-        y_TCH = y_TCH * weight_TC[..., None].float()
-    return y_TCH.sum(dim=1).to(y_RH.dtype)
+        y_TCH = y_TCH * weight_TC[..., None].float()  # a product of both dtypes is float32
+    return y_TCH.sum(dim=1, dtype=torch.float32).to(y_RH.dtype)
 
 
 def combine_grad(
@@ -70,10 +70,10 @@ def combine_grad(
 
     Computed in float32, each rounded once.
     """
-    d_out_RH = d_out_TH[routing.token_R].float()
+    d_out_RH = d_out_TH[routing.token_R]
     d_weight_TC = None
     if y_RH is not None:
-        d_weight_R = (d_out_RH * y_RH.float()).sum(dim=-1)
+        d_weight_R = (d_out_RH.float() * y_RH).sum(dim=-1)
         d_weight_TC = d_weight_R[routing.row_TC].to(weight_TC.dtype)
     weight_R = weight_TC.flatten()[routing.choice_R].float()
     return (d_out_RH * weight_R[:, None]).to(d_out_TH.dtype), d_weight_TC

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from samples import BF16, FP32, OPS, devices
+from test_mlp import CountOps
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -156,6 +157,17 @@ def test_fp8(family: str, device: str) -> None:
     error = errors(*results(family, device, FP32, "grouped_linear_fp8"))
     assert max(error.values()) < 0.25, error
     assert error["logits"] > 1e-4  # it is not the exact product
+
+
+@pytest.mark.parametrize(
+    ("family", "fused"), [("mixtral", True), ("aria", True), ("gpt_oss", False)]
+)
+def test_plain_swiglu_is_fused(family: str, fused: bool) -> None:
+    model, ids = model_of(family, "cpu"), tokens("cpu", 3, 7)
+    model.set_experts_implementation("grouped_linear_fp8")
+    with CountOps() as counting:
+        train(model, model, ids)
+    assert any("swiglu" in op for op in counting.counts) == fused
 
 
 @DEVICES

@@ -16,10 +16,12 @@ between an expert's two layers, G = 2 F where experts have a gate, else F.
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from grouped_linear.functional import grouped_linear
+from grouped_linear.mlp import grouped_mlp
 from grouped_linear.recipes import DelayedScaling, Recipe
 from grouped_linear.routing import CombineFunction, GatherFunction, sort_by_expert
 
@@ -87,15 +89,22 @@ def _experts_forward(
         top_k_index: [T, C]; E, an expert of another process, adds nothing.
         top_k_weights: [T, C].
     """
+
+    def weight(name: str) -> Tensor:
+        stored: Tensor = getattr(experts, name)
+        return stored.transpose(1, 2) if experts.is_transposed else stored
+
+    if _is_swiglu(experts):
+        gate_up, down = weight("gate_up_proj"), weight("down_proj")
+        y_TH = grouped_mlp(hidden_states, top_k_weights, top_k_index, gate_up, down, recipe)
+        return y_TH.to(hidden_states.dtype)
+
     routing = sort_by_expert(top_k_index, experts.num_experts)
     m_splits_E = routing.offs_E.diff(prepend=routing.offs_E.new_zeros(1))
 
     def layer(x: Tensor, name: str) -> Tensor:
-        weight = getattr(experts, name)
-        if experts.is_transposed:
-            weight = weight.transpose(1, 2)
         bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
-        return grouped_linear(x, weight, m_splits_E, bias, recipe)
+        return grouped_linear(x, weight(name), m_splits_E, bias, recipe)
 
     x_RH = GatherFunction.apply(hidden_states, routing.token_R, routing.row_TC)
     if experts.has_gate:
@@ -107,3 +116,15 @@ def _experts_forward(
         y_RH = experts.post_expert_norm(y_RH)
     out_TH: Tensor = CombineFunction.apply(y_RH, top_k_weights, *routing)
     return out_TH.to(hidden_states.dtype)
+
+
+def _is_swiglu(experts: Any) -> bool:
+    """Whether experts are what grouped_mlp computes, which has them fused with quantization."""
+    return bool(
+        experts.has_gate
+        and experts.is_concatenated
+        and not experts.has_bias
+        and not experts.has_post_expert_norm
+        and isinstance(experts.act_fn, nn.SiLU | SiLUActivation)
+        and type(experts)._apply_gate is _default_apply_gate
+    )

@@ -1,0 +1,369 @@
+"""The experts of a mixture-of-experts layer as one module: router output in, weighted sum out.
+
+T tokens, C experts chosen for a token, R = T * C rows, E experts, H features of a token, F features
+inside an expert, G = 2 F for gate and up together.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from grouped_linear import ops
+from grouped_linear.autograd import _multiply, _multiply_columns
+from grouped_linear.delayed import DelayedScalingState
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS
+from grouped_linear.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Operand,
+    Operands,
+    Recipe,
+    Scheme,
+    Slot,
+    Unquantized,
+    Wanted,
+)
+from grouped_linear.routing import Routing, combine_grad, sort_by_expert, sum_of_rows
+
+# The three places where a tensor is made only to be quantized. Block scaling has an op that does
+# both in one pass, with the same bits; under any other recipe the tensor is made first.
+
+
+def _tokens(
+    scheme: Scheme, x_TH: Tensor, routing: Routing, slot: Slot | None, columnwise: bool
+) -> Operands:
+    """``scheme.activation(x[token])``."""
+    if not isinstance(scheme, Float8BlockScaling):
+        return scheme.activation(x_TH[routing.token_R], routing.offs_E, slot, columnwise)
+    x = ops.group_quantize(
+        x_TH,
+        routing.offs_E,
+        routing.token_R,
+        amax_epsilon=scheme.amax_epsilon,
+        power_of_two_scales=scheme.power_of_two_scales,
+        columnwise=columnwise,
+    )
+    return _operands(x)
+
+
+def _activated(
+    scheme: Scheme, gate_up_RG: Tensor, offs_E: Tensor, slot: Slot | None, columnwise: bool
+) -> Operands:
+    """``scheme.activation(swiglu(gate_up))``."""
+    if not isinstance(scheme, Float8BlockScaling):
+        return scheme.activation(ops.swiglu(gate_up_RG, offs_E), offs_E, slot, columnwise)
+    h = ops.group_quantize_swiglu(
+        gate_up_RG,
+        offs_E,
+        amax_epsilon=scheme.amax_epsilon,
+        power_of_two_scales=scheme.power_of_two_scales,
+        columnwise=columnwise,
+    )
+    return _operands(h)
+
+
+def _gate_up_gradient(
+    scheme: Scheme,
+    dh_RF: Tensor,
+    gate_up_RG: Tensor,
+    offs_E: Tensor,
+    slot: Slot | None,
+    wanted: Wanted,
+) -> Operands:
+    """``scheme.gradient(swiglu_grad(dh, gate_up))``."""
+    if not isinstance(scheme, Float8BlockScaling):
+        d_gate_up_RG = ops.swiglu_grad(dh_RF, gate_up_RG, offs_E)
+        return scheme.gradient(d_gate_up_RG, offs_E, slot, wanted)
+    d_gate_up = ops.group_quantize_swiglu_grad(
+        dh_RF,
+        gate_up_RG,
+        offs_E,
+        amax_epsilon=scheme.amax_epsilon,
+        power_of_two_scales=scheme.power_of_two_scales,
+        rowwise=wanted.rowwise,
+        columnwise=wanted.columnwise,
+    )
+    return _operands(d_gate_up)
+
+
+def _operands(t: ops.GroupQuantized | ops.SwigluQuantized) -> Operands:
+    return Operands(
+        None if t.q is None else Operand(t.q, t.scale),
+        None if t.q_t is None else Operand(t.q_t, t.scale_t),
+    )
+
+
+class GroupedMLPFunction(torch.autograd.Function):
+    """Gather, gate and up, SwiGLU, down, weighted sum: :func:`grouped_mlp` of sorted rows.
+
+    For the backward are kept: columnwise x and swiglu, for wgrad; the transposed weights, for
+    dgrad; gate_up's product in the activations' dtype, from which swiglu's gradient is computed as
+    it is quantized; and the experts' outputs, if the routing weights need a gradient. Each only
+    where a gradient needs it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TH: Tensor,
+        weight_TC: Tensor,
+        gate_up_EGH: Tensor,
+        down_EHF: Tensor,
+        recipe: Recipe,
+        grad_enabled: bool,
+        *routing_and_state: Tensor,
+    ) -> Tensor:
+        """Gather, two products an expert, weighted sum.
+
+        Args:
+            grad_enabled: whether a backward may follow; needs_input_grad does not tell.
+            routing_and_state: what a Routing holds; then, where the recipe keeps some, the scale
+                and the amax of x, weight and dy of gate_up, and the same of down.
+        """
+        needed = [grad_enabled and need for need in ctx.needs_input_grad[:4]]
+        need_x, need_weight, need_gate_up, need_down = needed
+        need_h = need_x or need_gate_up
+        scheme: Scheme = recipe or Unquantized()
+        routing = Routing(*routing_and_state[:4])
+        offs_E, dtype = routing.offs_E, x_TH.dtype
+        pairs = zip(routing_and_state[4::2], routing_and_state[5::2], strict=True)
+        # Nothing is learnt from a forward that no backward follows.
+        slots = [Slot(scale, amax if grad_enabled else None) for scale, amax in pairs]
+        no_slots: list[Slot | None] = [None] * 6
+        x_slot, gate_up_slot, d_gate_up_slot, h_slot, down_slot, dy_slot = slots or no_slots
+
+        x = _tokens(scheme, x_TH, routing, x_slot, need_gate_up)
+        gate_up = scheme.weight(gate_up_EGH, gate_up_slot, need_x)
+        gate_up_RG = _multiply(x.rowwise, gate_up.rowwise, offs_E, None, dtype)
+        h = _activated(scheme, gate_up_RG, offs_E, h_slot, need_down)
+        down = scheme.weight(down_EHF, down_slot, need_h)
+        y_RH = _multiply(h.rowwise, down.rowwise, offs_E, None, dtype)
+
+        ctx.recipe = recipe
+        ctx.weight_dtypes = gate_up_EGH.dtype, down_EHF.dtype
+        ctx.arguments = 6 + len(routing_and_state)
+        backward_slots = [slot for slot in (d_gate_up_slot, dy_slot) if slot is not None]
+        ctx.amax = [slot.amax for slot in backward_slots]
+        columnwise = (t.columnwise or (None, None) for t in (x, gate_up, h, down))
+        ctx.save_for_backward(
+            *routing,
+            weight_TC,
+            gate_up_RG if need_h else None,
+            y_RH if need_weight else None,
+            *(t for operand in columnwise for t in operand),
+            # Saved, so that an update between forward and backward raises; amax is only raised.
+            *(slot.scale for slot in backward_slots),
+        )
+        return sum_of_rows(y_RH, routing.row_TC, weight_TC)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out_TH: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of x, the routing weights, gate_up and down, each only where needed."""
+        need_x, _, need_gate_up, need_down = ctx.needs_input_grad[:4]
+        need_h = need_x or need_gate_up
+        saved = ctx.saved_tensors
+        routing = Routing(*saved[:4])
+        weight_TC, gate_up_RG, y_RH = saved[4:7]
+        x, gate_up, h, down = (Operand(saved[i], saved[i + 1]) for i in range(7, 15, 2))
+        slots = [Slot(scale, amax) for scale, amax in zip(saved[15:], ctx.amax, strict=True)]
+        d_gate_up_slot, dy_slot = slots or (None, None)
+        offs_E, dtype = routing.offs_E, d_out_TH.dtype
+        scheme: Scheme = ctx.recipe or Unquantized()
+
+        dy_RH, d_weight_TC = combine_grad(d_out_TH, weight_TC, y_RH, routing)
+        dx_TH = d_gate_up_EGH = d_down_EHF = None
+        if need_h or need_down:
+            dy = scheme.gradient(dy_RH, offs_E, dy_slot, Wanted(need_h, need_down, False))
+        if need_down:
+            d_down_EHF = _multiply_columns(dy.columnwise, h, offs_E, ctx.weight_dtypes[1])
+        if need_h:
+            dh_RF = _multiply(dy.rowwise, down, offs_E, None, dtype)
+            wanted = Wanted(need_x, need_gate_up, False)
+            d = _gate_up_gradient(scheme, dh_RF, gate_up_RG, offs_E, d_gate_up_slot, wanted)
+            if need_gate_up:
+                d_gate_up_EGH = _multiply_columns(d.columnwise, x, offs_E, ctx.weight_dtypes[0])
+            if need_x:
+                dx_RH = _multiply(d.rowwise, gate_up, offs_E, None, dtype)
+                dx_TH = sum_of_rows(dx_RH, routing.row_TC)
+        nothing = (None,) * (ctx.arguments - 4)
+        return dx_TH, d_weight_TC, d_gate_up_EGH, d_down_EHF, *nothing
+
+
+def grouped_mlp(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    recipe: Recipe = None,
+    state: tuple[DelayedScalingState, DelayedScalingState] | None = None,
+) -> Tensor:
+    """Send each token through its experts and add up what they give. Differentiable.
+
+    With e = experts[t, c] for the C experts of token t::
+
+        gate, up = (gate_up_proj[e] @ x[t]).chunk(2)
+        y[t] = sum over c of weights[t, c] * down_proj[e] @ (silu(gate) * up)
+
+    The host reads nothing and every shape is static, so routing is data: no recompile, one CUDA
+    graph for any of it. Rows are gathered, never added to one place by several threads: equal
+    inputs give equal bits, gradients included. swiglu is computed in float32 and rounded once, and
+    so is the weighted sum. Under ``Float8BlockScaling`` gathering, swiglu and its gradient happen
+    in the passes that quantize, with the bits they have apart.
+
+    Under torch.autocast products take the autocast dtype, as in torch.nn.functional.linear.
+
+    Args:
+        x: [..., H] bfloat16, float16 or float32; H and F are multiples of 16.
+        weights: [..., C], of any floating dtype; they take part in float32.
+        experts: [..., C] int32 or int64. A number outside [0, E) stands for no expert: it adds
+            nothing, whatever x holds there.
+        gate_up_proj: [E, 2 F, H], gate first. Of x's dtype without a recipe, of any of the three
+            with one.
+        down_proj: [E, H, F].
+        recipe: how the products are computed; None for x's dtype.
+        state: what ``DelayedScaling`` remembers of gate_up_proj and of down_proj; for it alone.
+
+    Returns:
+        [..., H] of x's dtype, or autocast's.
+
+    Raises:
+        ValueError: for shapes that do not fit, ``DelayedScaling`` without a state, or a state
+            without it.
+        RuntimeError: for a wrong dtype, device or number of features.
+
+    >>> x, scores = torch.randn(5, 16), torch.randn(5, 4).softmax(dim=-1)
+    >>> gate_up_proj, down_proj = torch.randn(4, 64, 16), torch.randn(4, 16, 32)
+    >>> grouped_mlp(x, *scores.topk(2), gate_up_proj, down_proj).shape
+    torch.Size([5, 16])
+    """
+    if (state is not None) != isinstance(recipe, DelayedScaling):
+        raise ValueError(
+            "grouped_mlp: DelayedScaling, and it alone, takes a state: two DelayedScalingStates, "
+            f"got recipe {recipe} and state {state}"
+        )
+    if not x.shape[:-1] == weights.shape[:-1] == experts.shape[:-1]:
+        shapes = ", ".join(str(list(t.shape)) for t in (x, weights, experts))
+        raise ValueError(f"grouped_mlp: x, weights and experts differ in their tokens: {shapes}")
+    if weights.size(-1) != experts.size(-1):
+        raise ValueError(
+            f"grouped_mlp: C differs: weights has {weights.size(-1)}, experts {experts.size(-1)}"
+        )
+    device_type = x.device.type
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # meta has no autocast
+        dtype = torch.get_autocast_dtype(device_type)
+        if x.dtype in ACTIVATIONS:
+            x = x.to(dtype)
+        if recipe is None:  # a quantizer reads any dtype
+            gate_up_proj, down_proj = gate_up_proj.to(dtype), down_proj.to(dtype)
+    routing = sort_by_expert(experts.reshape(-1, experts.size(-1)), gate_up_proj.size(0))
+    slots = () if state is None else (*state[0].slots(), *state[1].slots())
+    y_TH: Tensor = GroupedMLPFunction.apply(
+        x.reshape(-1, x.size(-1)),
+        weights.reshape(-1, weights.size(-1)),
+        gate_up_proj,
+        down_proj,
+        recipe,
+        torch.is_grad_enabled(),
+        *routing,
+        *(t for slot in slots for t in slot),
+    )
+    return y_TH.reshape(x.shape)
+
+
+class GroupedMLP(nn.Module):
+    """SwiGLU experts and their weighted sum, as fast as the ops allow: :func:`grouped_mlp`.
+
+    Args:
+        num_experts: E, at most 1024.
+        hidden_size: H, a multiple of 16.
+        intermediate_size: F, a multiple of 16.
+        recipe: how the products are computed; None computes in the activations' dtype.
+        dtype: of the parameters.
+        device: of the parameters. After ``device="meta"`` call ``to_empty(device=...)`` and
+            ``reset_parameters()``.
+
+    Attributes:
+        gate_up_proj: [E, 2 F, H], gate first.
+        down_proj: [E, H, F].
+        gate_up_state: what ``DelayedScaling`` remembers of gate_up_proj; None under other recipes.
+        down_state: the same of down_proj.
+
+    Raises:
+        ValueError: for a configuration that no call could run.
+
+    >>> mlp = GroupedMLP(num_experts=4, hidden_size=16, intermediate_size=32)
+    >>> x, scores = torch.randn(2, 5, 16), torch.randn(2, 5, 4).softmax(dim=-1)
+    >>> mlp(x, *scores.topk(2)).shape
+    torch.Size([2, 5, 16])
+    """
+
+    gate_up_state: DelayedScalingState | None
+    down_state: DelayedScalingState | None
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        recipe: Recipe = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= num_experts <= MAX_GROUPS:
+            raise ValueError(
+                f"GroupedMLP: num_experts must be between 1 and {MAX_GROUPS}, got {num_experts}"
+            )
+        sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+        for name, size in sizes.items():
+            if size <= 0 or size % FEATURE_MULTIPLE:
+                raise ValueError(
+                    f"GroupedMLP: {name} must be a positive multiple of {FEATURE_MULTIPLE}, "
+                    f"got {size}"
+                )
+        if not isinstance(recipe, Recipe):
+            raise ValueError(
+                "GroupedMLP: recipe must be None or one of grouped_linear's recipes, "
+                f"got {recipe!r}"
+            )
+        self.recipe = recipe
+        E, H, F = num_experts, hidden_size, intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * F, H, dtype=dtype, device=device))
+        self.down_proj = nn.Parameter(torch.empty(E, H, F, dtype=dtype, device=device))
+        self.gate_up_state = self.down_state = None
+        if isinstance(recipe, DelayedScaling):
+            self.gate_up_state = DelayedScalingState(recipe, E, device)
+            self.down_state = DelayedScalingState(recipe, E, device)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the parameters as nn.Linear does, forget scales; nothing on the meta device."""
+        if self.gate_up_proj.is_meta:
+            return
+        for weight_ENK in (self.gate_up_proj, self.down_proj):
+            bound = 1 / math.sqrt(weight_ENK.size(2))
+            nn.init.uniform_(weight_ENK, -bound, bound)
+        for state in (self.gate_up_state, self.down_state):
+            if state is not None:
+                state.reset()
+
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """Send x [..., H] through ``experts`` [..., C] and sum by ``weights`` [..., C]."""
+        state = None
+        if self.gate_up_state is not None and self.down_state is not None:
+            state = (self.gate_up_state, self.down_state)
+        return grouped_mlp(
+            x, weights, experts, self.gate_up_proj, self.down_proj, self.recipe, state
+        )
+
+    def extra_repr(self) -> str:
+        """The options that tell layers apart."""
+        E, H, F = self.down_proj.shape
+        return f"num_experts={E}, hidden_size={H}, intermediate_size={F}, recipe={self.recipe}"

@@ -1,0 +1,428 @@
+"""GroupedMLP against float64, and against the same ops one after the other.
+
+T tokens, C experts chosen for a token, E experts, H features of a token, F features of an expert.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from samples import (
+    BF16,
+    DTYPES,
+    FP16,
+    FP32,
+    MORE_RECIPES,
+    OPS,
+    assert_same_bits,
+    devices,
+    needs_hopper,
+)
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.functional import silu
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from grouped_linear import (
+    DelayedScaling,
+    DelayedScalingState,
+    Float8BlockScaling,
+    GroupedMLP,
+    Recipe,
+    grouped_linear,
+    grouped_mlp,
+    ops,
+    update_scales,
+)
+from grouped_linear.routing import CombineFunction, GatherFunction, sort_by_expert
+
+DEVICES = pytest.mark.parametrize("device", devices(*OPS))
+RECIPES = pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
+E, H, F = 5, 144, 80
+# The experts of each token: some without tokens, and choices of none (-1 and past E).
+ROUTINGS = {
+    "random": torch.stack(
+        [torch.randperm(E - 1, generator=torch.Generator().manual_seed(i))[:3] for i in range(90)]
+    ),
+    "all_to_one": torch.full((140, 1), 2),
+    "one_expert_twice": torch.tensor([[1, 1], [1, 3], [3, 3]]),
+    "some_to_none": torch.tensor([[-1, 4], [E, -1], [0, E + 3], [2, 4]]),
+    "all_to_none": torch.full((3, 2), -1),
+    "no_tokens": torch.empty(0, 2, dtype=torch.int64),
+}
+EVERY_ROUTING = pytest.mark.parametrize("routing", ROUTINGS)
+Leaves = list[Tensor]
+
+
+def leaves_of(experts_TC: Tensor, device: str, dtype: torch.dtype) -> Leaves:
+    """x, the routing weights, gate_up_proj and down_proj."""
+    torch.manual_seed(1)
+    T, C = experts_TC.shape
+    drawn = (
+        torch.randn(T, H).to(dtype),
+        torch.rand(T, C),
+        (torch.randn(E, 2 * F, H) / H**0.5).to(dtype),
+        (torch.randn(E, H, F) / F**0.5).to(dtype),
+    )
+    return [t.to(device).requires_grad_() for t in drawn]
+
+
+def states_of(recipe: Recipe, device: str) -> Any:
+    if not isinstance(recipe, DelayedScaling):
+        return None
+    return DelayedScalingState(recipe, E, device), DelayedScalingState(recipe, E, device)
+
+
+def run(call: Callable[..., Tensor], leaves: Leaves) -> list[Tensor]:
+    """The output, and the gradients of all leaves."""
+    y = call(*leaves)
+    torch.manual_seed(2)
+    dy = torch.randn(y.shape).to(y)
+    gradients = torch.autograd.grad(y, leaves, dy, allow_unused=True, materialize_grads=True)
+    return [y.detach(), *gradients]
+
+
+def truth(experts_TC: Tensor) -> Callable[..., Tensor]:
+    """A loop over tokens and their choices."""
+
+    def mlp(x_TH: Tensor, weight_TC: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        y_TH = []
+        for x_H, weights, experts in zip(x_TH, weight_TC, experts_TC.tolist(), strict=True):
+            y_H = 0 * x_H
+            for weight, e in zip(weights, experts, strict=True):
+                if 0 <= e < E:
+                    gate, up = (gate_up[e] @ x_H).chunk(2)
+                    y_H = y_H + weight * (down[e] @ (silu(gate) * up))
+            y_TH.append(y_H)
+        return torch.stack(y_TH) if y_TH else 0 * x_TH
+
+    return mlp
+
+
+class Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, offs: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, offs)
+        return ops.swiglu(gate_up, offs)
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
+        return ops.swiglu_grad(dh, *ctx.saved_tensors), None
+
+
+def unfused(experts_TC: Tensor, recipe: Recipe, states: Any) -> Callable[..., Tensor]:
+    """Two grouped layers with SwiGLU between them, rows gathered and combined around them."""
+    state_of_gate_up, state_of_down = states or (None, None)
+
+    def mlp(x_TH: Tensor, weight_TC: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        routing = sort_by_expert(experts_TC, E)
+        m_splits = routing.offs_E.diff(prepend=routing.offs_E.new_zeros(1))
+        x_RH = GatherFunction.apply(x_TH, routing.token_R, routing.row_TC)
+        gate_up_RG = grouped_linear(x_RH, gate_up, m_splits, None, recipe, state_of_gate_up)
+        h_RF = Swiglu.apply(gate_up_RG, routing.offs_E)
+        y_RH = grouped_linear(h_RF, down, m_splits, None, recipe, state_of_down)
+        return CombineFunction.apply(y_RH, weight_TC, *routing)
+
+    return mlp
+
+
+def ours(experts_TC: Tensor, recipe: Recipe, states: Any = None) -> Callable[..., Tensor]:
+    def mlp(x_TH: Tensor, weight_TC: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return grouped_mlp(x_TH, weight_TC, experts_TC, gate_up, down, recipe, states)
+
+    return mlp
+
+
+def near(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        assert a.shape == e.shape
+        assert (a.double().cpu() - e).norm() <= tolerance * e.norm()
+
+
+@DEVICES
+@EVERY_ROUTING
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    # The gradient of gate_up has five roundings of up to half a unit in the last place before it.
+    [(FP32, 1e-5), (FP16, 2.0**-10), (BF16, 2.0**-7)],
+    ids=str,
+)
+def test_numbers(routing: str, dtype: torch.dtype, tolerance: float, device: str) -> None:
+    experts = ROUTINGS[routing]
+    leaves = leaves_of(experts, device, dtype)
+    actual = run(ours(experts.to(device), None), leaves)
+    assert [t.dtype for t in actual] == [dtype, *(t.dtype for t in leaves)]
+    exact = [t.detach().cpu().double().requires_grad_() for t in leaves]
+    near(actual, run(truth(experts), exact), tolerance)
+
+
+@DEVICES
+@RECIPES
+def test_recipes_are_near_float64(recipe: Recipe, device: str) -> None:
+    """A product of e4m3 operands is off by 4% of its norm, 7% with e5m2: see test_layer.py."""
+    experts = ROUTINGS["random"]
+    leaves, states = leaves_of(experts, device, BF16), states_of(recipe, device)
+    actual = run(ours(experts.to(device), recipe, states), leaves)
+    exact = [t.detach().cpu().double().requires_grad_() for t in leaves]
+    near(actual, run(truth(experts), exact), 0.15)
+
+
+@DEVICES
+@RECIPES
+@EVERY_ROUTING
+def test_fused_is_unfused(routing: str, recipe: Recipe, device: str) -> None:
+    experts = ROUTINGS[routing].to(device)
+    for dtype in DTYPES:
+        leaves = leaves_of(experts, device, dtype)
+        states = [states_of(recipe, device) for _ in range(2)]
+        actual = run(ours(experts, recipe, states[0]), leaves)
+        expected = run(unfused(experts, recipe, states[1]), leaves)
+        for a, e in zip(actual, expected, strict=True):
+            assert_same_bits(a, e)
+        if states[0] is not None:  # and both remember the same
+            for a, e in zip(*(nn.ModuleList(s).buffers() for s in states), strict=True):
+                assert_same_bits(a, e)
+
+
+class CountOps(TorchDispatchMode):
+    """Our ops, with the layouts that they were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "grouped_linear":
+            given = {a.name: a.default_value for a in func._schema.arguments}
+            given.update(zip(given, args, strict=False))  # without what equals its default
+            layouts = [n for n in ("rowwise", "columnwise") if given.get(n)]
+            self.counts[" ".join([func._opname, *layouts])] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@DEVICES
+def test_every_fused_op_and_no_other(device: str) -> None:
+    experts = ROUTINGS["random"].to(device)
+    leaves = leaves_of(experts, device, BF16)
+    with CountOps() as counting:
+        run(ours(experts, Float8BlockScaling()), leaves)
+    assert counting.counts == {
+        "group_quantize rowwise columnwise": 2,  # x as it is gathered; dy
+        "quantize_weight columnwise": 2,
+        "group_quantize_swiglu rowwise columnwise": 1,
+        "group_quantize_swiglu_grad rowwise columnwise": 1,
+        "grouped_scaled_mm": 4,
+        "grouped_scaled_mm_wgrad": 2,
+    }
+    with torch.no_grad(), CountOps() as counting:
+        ours(experts, Float8BlockScaling())(*leaves)
+    assert counting.counts == {
+        "group_quantize rowwise": 1,
+        "quantize_weight": 2,
+        "group_quantize_swiglu rowwise": 1,
+        "grouped_scaled_mm": 2,
+    }
+
+
+@DEVICES
+@RECIPES
+def test_only_the_gradients_asked_for(recipe: Recipe, device: str) -> None:
+    experts = ROUTINGS["some_to_none"].to(device)
+    leaves = leaves_of(experts, device, BF16)
+    expected = run(ours(experts, recipe, states_of(recipe, device)), leaves)[1:]
+    for subset in range(1, 16):
+        for i, leaf in enumerate(leaves):
+            leaf.grad = None
+            leaf.requires_grad_(bool(subset >> i & 1))
+        y = ours(experts, recipe, states_of(recipe, device))(*leaves)
+        torch.manual_seed(2)
+        y.backward(torch.randn(y.shape).to(y))
+        for leaf, gradient in zip(leaves, expected, strict=True):
+            if leaf.requires_grad:
+                assert_same_bits(leaf.grad, gradient)
+            else:
+                assert leaf.grad is None
+
+
+@DEVICES
+@RECIPES
+def test_a_token_of_no_expert_reaches_nothing(recipe: Recipe, device: str) -> None:
+    """Not even if it is NaN, as padding may be."""
+    experts = torch.tensor([[0, 3], [-1, E], [3, 2]], device=device)
+    x, *others = leaves_of(experts, device, BF16)
+    results = []
+    for padding in (1.0, torch.nan):
+        with torch.no_grad():
+            x[1] = padding
+        results.append(run(ours(experts, recipe, states_of(recipe, device)), [x, *others]))
+    for a, e in zip(*results, strict=True):
+        assert a.isfinite().all()
+        assert_same_bits(a, e)
+    y, dx, d_weights, *_ = results[0]
+    assert not any(t[1].any() for t in (y, dx, d_weights))
+
+
+@DEVICES
+@RECIPES
+def test_compiled_in_one_graph(recipe: Recipe, device: str) -> None:
+    mlp = GroupedMLP(E, H, F, recipe=recipe, device=device, dtype=BF16)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(mlp, fullgraph=True, backend=counter)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = torch.randn(40, H, device=device, dtype=BF16, requires_grad=True)
+        scores, experts = torch.rand(40, E, device=device, requires_grad=True).topk(2)
+        results = []
+        for call in (compiled, mlp):
+            y = call(x, scores, experts)
+            leaves = [x, scores, *mlp.parameters()]
+            results.append([y, *torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)])
+        for a, e in zip(*results, strict=True):
+            assert_same_bits(a, e)
+    assert counter.frame_count == 1
+
+
+@DEVICES
+def test_one_compile_for_every_number_of_tokens(device: str) -> None:
+    mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), device=device)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def block(x: Tensor, router: Tensor) -> Tensor:
+        return mlp(x, *(x @ router).softmax(dim=-1).topk(2))
+
+    compiled = torch.compile(block, fullgraph=True, backend=counter)
+    router = torch.randn(H, E, device=device)
+    for T in (33, 40, 1, 0, 64):
+        x = torch.randn(T, H, device=device)
+        torch._dynamo.decorators.mark_unbacked(x, 0)
+        assert_same_bits(compiled(x, router), block(x, router))
+    assert counter.frame_count == 1
+
+
+@DEVICES
+def test_inductor(device: str) -> None:
+    mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), device=device, dtype=BF16)
+    x = torch.randn(2, 20, H, device=device, dtype=BF16, requires_grad=True)
+    scores, experts = torch.rand(2, 20, E, device=device, requires_grad=True).topk(2)
+    results = []
+    for call in (mlp, torch.compile(mlp, fullgraph=True)):
+        y = call(x, scores, experts)
+        leaves = [x, scores, *mlp.parameters()]
+        results.append([y, *torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)])
+    for e, a in zip(*results, strict=True):
+        # A weighted sum fused into one kernel may round otherwise, and change what is quantized.
+        assert (a.double() - e.double()).norm() < 2.0**-7 * e.double().norm()
+
+
+@DEVICES
+def test_checkpointed(device: str) -> None:
+    experts = ROUTINGS["random"].to(device)
+    leaves, mlp = leaves_of(experts, device, BF16), ours(experts, Float8BlockScaling())
+    recomputed = run(lambda *args: checkpoint(mlp, *args, use_reentrant=False), leaves)
+    for a, e in zip(recomputed, run(mlp, leaves), strict=True):
+        assert_same_bits(a, e)
+
+
+@DEVICES
+def test_trains_with_delayed_scaling(device: str) -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    mlp = GroupedMLP(E, H, F, recipe=recipe, device=device)
+    experts = ROUTINGS["random"].to(device)
+    x, weights, *_ = leaves_of(experts, device, FP32)
+    y = mlp(x, weights, experts)
+    y.sum().backward()
+    update_scales(mlp)
+    largest = mlp.gate_up_proj.detach().abs().amax(dim=(1, 2))
+    assert mlp.gate_up_state is not None
+    assert_same_bits(mlp.gate_up_state.weight.amax_history[0], largest)
+    assert mlp.down_state is not None
+    for operand in (*mlp.gate_up_state.operands, *mlp.down_state.operands):
+        assert operand.amax_history[0, : E - 1].all()  # the last expert has no tokens
+    y = mlp(x, weights, experts)
+    update_scales(mlp)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@DEVICES
+@pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
+def test_autocast(recipe: Recipe, device: str) -> None:
+    mlp = GroupedMLP(E, H, F, recipe=recipe, device=device)
+    experts = ROUTINGS["random"].to(device)
+    x, weights, *_ = leaves_of(experts, device, FP32)
+    with torch.autocast(device, dtype=BF16):
+        y = mlp(x, weights, experts)
+    parameters = [p if recipe else p.to(BF16) for p in mlp.parameters()]
+    assert_same_bits(y, grouped_mlp(x.to(BF16), weights, experts, *parameters, recipe))
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == mlp.down_proj.grad.dtype == FP32
+
+
+def test_state_dict() -> None:
+    mlp = GroupedMLP(E, H, F, dtype=BF16, device="meta")
+    shapes = {name: tuple(t.shape) for name, t in mlp.state_dict().items()}
+    assert shapes == {"gate_up_proj": (E, 2 * F, H), "down_proj": (E, H, F)}
+    mlp.to_empty(device="cpu").reset_parameters()
+    assert mlp.gate_up_proj.abs().max() <= H**-0.5
+    assert mlp.down_proj.abs().max() <= F**-0.5
+
+
+def test_mistakes() -> None:
+    mlp = GroupedMLP(E, H, F)
+    x, weights, experts = torch.randn(4, H), torch.rand(4, 2), torch.zeros(4, 2).long()
+    state = states_of(DelayedScaling(), "cpu")
+    for sentence, call in {
+        "GroupedMLP: num_experts must be between 1 and 1024, got 0": lambda: GroupedMLP(0, H, F),
+        "GroupedMLP: hidden_size must be a positive multiple of 16, got 20": lambda: GroupedMLP(
+            E, 20, F
+        ),
+        "GroupedMLP: recipe must be None or one of grouped_linear's recipes, got 'fp8'": lambda: (
+            GroupedMLP(E, H, F, recipe="fp8")
+        ),
+        "grouped_mlp: x, weights and experts differ in their tokens: [3, 144], [4, 2], [4, 2]": (
+            lambda: mlp(x[:3], weights, experts)
+        ),
+        "grouped_mlp: C differs: weights has 1, experts 2": lambda: mlp(x, weights[:, :1], experts),
+        "grouped_mlp: DelayedScaling, and it alone, takes a state": lambda: grouped_mlp(
+            x, weights, experts, *mlp.parameters(), None, state
+        ),
+    }.items():
+        with pytest.raises(ValueError) as raised:  # noqa: PT011  (compared in the next line)
+            call()
+        assert str(raised.value).startswith(sentence)
+
+
+@needs_hopper
+@RECIPES
+def test_one_cuda_graph_for_every_routing(recipe: Recipe) -> None:
+    """Captured once, replayed with other tokens that go to other experts: the bits of eager."""
+    mlp = GroupedMLP(E, H, F, recipe=recipe, device="cuda", dtype=BF16)
+    x = torch.zeros(90, H, device="cuda", dtype=BF16, requires_grad=True)
+    weights = torch.zeros(90, 3, device="cuda", requires_grad=True)
+    experts = torch.zeros(90, 3, device="cuda", dtype=torch.int64)
+    leaves = [x, weights, *mlp.parameters()]
+
+    def step() -> list[Tensor]:
+        y = mlp(x, weights, experts)
+        return [y, *torch.autograd.grad(y.float().square().sum(), leaves)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()  # a capture wants what it uses to be there
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            x.copy_(torch.randn(90, H))
+            weights.copy_(torch.rand(90, 3))
+            experts.copy_(torch.randint(-1, E, (90, 3)))
+        graph.replay()
+        for a, e in zip(captured, step(), strict=True):
+            assert_same_bits(a, e)
