@@ -17,6 +17,7 @@ from importlib.metadata import version
 
 from grouped_linear import loading  # first: it registers the ops  # isort: skip
 from grouped_linear import meta_kernels, ops  # isort: skip
+from grouped_linear.convert import ConvertedExperts, convert_experts
 from grouped_linear.delayed import DelayedScalingState, update_scales
 from grouped_linear.functional import grouped_linear
 from grouped_linear.mlp import GroupedMLP, grouped_mlp
@@ -31,6 +32,7 @@ from grouped_linear.recipes import (
 
 __version__ = version("grouped_linear")
 __all__ = [
+    "ConvertedExperts",
     "DelayedScaling",
     "DelayedScalingState",
     "Float8BlockScaling",
@@ -39,6 +41,7 @@ __all__ = [
     "GroupedMLP",
     "MXFP8BlockScaling",
     "Recipe",
+    "convert_experts",
     "grouped_linear",
     "grouped_mlp",
     "loading",

@@ -1,0 +1,279 @@
+"""Plain torch models before and after convert_experts: the same outputs and gradients.
+
+T tokens, E experts, H features of a token, F features of an expert.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from samples import BF16, FP32, MORE_RECIPES, OPS, assert_same_bits, devices
+from torch import Tensor, nn
+from torch.nn.functional import gelu, grouped_mm, silu
+
+from grouped_linear import (
+    ConvertedExperts,
+    Float8BlockScaling,
+    GroupedLinear,
+    GroupedMLP,
+    Recipe,
+    convert_experts,
+)
+
+DEVICES = pytest.mark.parametrize("device", devices(*OPS))
+T, E, H, F = 50, 4, 32, 48
+
+
+class SwigluExpert(nn.Module):
+    """With the names of one convention or the other."""
+
+    def __init__(self, names: tuple[str, str, str] = ("w1", "w3", "w2"), act: Any = silu) -> None:
+        super().__init__()
+        self.names, self.act = names, act
+        for name, sizes in zip(names, ((H, F), (H, F), (F, H)), strict=True):
+            self.add_module(name, nn.Linear(*sizes, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up, down = (self.get_submodule(name) for name in self.names)
+        return down(self.act(gate(x)) * up(x))
+
+
+class Routed(nn.Module):
+    """A router, C experts for each token one after the other, and a shared one."""
+
+    def __init__(self, experts: list[nn.Module]) -> None:
+        super().__init__()
+        self.router = nn.Linear(H, len(experts), bias=False)
+        self.experts = nn.ModuleList(experts)
+        self.shared = nn.Linear(H, H)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen = self.router(x).softmax(dim=-1).topk(2)
+        return weights, chosen
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.route(x)
+        y = self.shared(x)
+        for e, expert in enumerate(self.experts):
+            token, choice = torch.where(chosen == e)
+            y = y.index_add(0, token, weights[token, choice, None] * expert(x[token]))
+        return y
+
+
+def routed_mlp(self: Routed, x: Tensor) -> Tensor:
+    return self.shared(x) + self.experts(x, *self.route(x))
+
+
+def routed_linear(self: Routed, x: Tensor) -> Tensor:
+    weights, chosen = self.route(x)
+    expert, row = chosen.flatten().sort()
+    m_splits = (expert[:, None] == torch.arange(E, device=x.device)).sum(dim=0)
+    y = self.experts(x[row // 2], m_splits)[row.argsort()].view(-1, 2, H)
+    return self.shared(x) + (weights[..., None] * y).sum(dim=1)
+
+
+class GroupedExperts(nn.Module):
+    """Three parameters and torch's grouped_mm, called with rows sorted by expert."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor] = silu) -> None:
+        super().__init__()
+        self.act = act
+        self.w1 = nn.Parameter(torch.randn(E, F, H) / H**0.5)
+        self.w2 = nn.Parameter(torch.randn(E, H, F) / F**0.5)
+        self.w3 = nn.Parameter(torch.randn(E, F, H) / H**0.5)
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        offs = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+        w1, w2, w3 = (w.to(BF16).mT for w in (self.w1, self.w2, self.w3))
+        h = self.act(grouped_mm(x.to(BF16), w1, offs=offs)) * grouped_mm(x.to(BF16), w3, offs=offs)
+        return grouped_mm(h, w2, offs=offs).to(x.dtype)
+
+
+class Sorted(nn.Module):
+    def __init__(self, act: Callable[[Tensor], Tensor] = silu) -> None:
+        super().__init__()
+        self.experts = GroupedExperts(act)
+
+    def forward(self, x: Tensor) -> Tensor:
+        counts = torch.tensor([16.0, 0.0, 32.0, 2.0], device=x.device)  # as histc gives them
+        return self.experts(x, counts)
+
+
+SWIGLU_NAMES = {"w": ("w1", "w3", "w2"), "proj": ("gate_proj", "up_proj", "down_proj")}
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any, ConvertedExperts]] = {
+    "linear": (
+        lambda: Routed([nn.Linear(H, H) for _ in range(E)]),
+        {Routed: routed_linear},
+        ConvertedExperts("1", "Linear", E),
+    ),
+    **{
+        f"swiglu_{kind}": (
+            lambda names=names: Routed([SwigluExpert(names) for _ in range(E)]),
+            {Routed: routed_mlp},
+            ConvertedExperts("1", "SwiGLU", E),
+        )
+        for kind, names in SWIGLU_NAMES.items()
+    },
+    "grouped": (Sorted, None, ConvertedExperts("1.experts", "grouped SwiGLU", E)),
+}
+EVERY_MODEL = pytest.mark.parametrize("kind", MODELS)
+
+
+def run(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """The output and all gradients, those of experts under one name whatever form they have."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.float().square().sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if "experts" not in name}
+    experts = model[1].experts
+    if isinstance(experts, nn.ModuleList):
+        each = [[p.grad for p in expert.parameters()] for expert in experts]
+        stacked = [torch.stack(list(same)) for same in zip(*each, strict=True)]
+        if isinstance(experts[0], SwigluExpert):
+            gate, up, down = stacked
+            stacked = [torch.cat([gate, up], dim=1), down]
+    else:
+        stacked = [p.grad for p in experts.parameters()]
+    gradients |= {f"expert {i}": gradient for i, gradient in enumerate(stacked)}
+    return {"y": y.detach(), "dx": x.grad, **gradients}
+
+
+def check_near(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, e in expected.items():
+        assert (actual[name].double() - e.double()).norm() < tolerance * e.double().norm(), name
+
+
+def model_of(kind: str, device: str, dtype: torch.dtype = FP32) -> nn.Module:
+    return nn.Sequential(nn.Linear(H, H), MODELS[kind][0]()).to(device, dtype)
+
+
+@DEVICES
+@EVERY_MODEL
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_outputs_and_gradients(kind: str, dtype: torch.dtype, device: str) -> None:
+    model, x = model_of(kind, device, dtype), torch.randn(T, H, device=device, dtype=dtype)
+    expected = run(model, x)
+    _, forwards, converted = MODELS[kind]
+    before = torch.get_rng_state()
+    assert convert_experts(model, forwards) == [converted]
+    assert torch.equal(torch.get_rng_state(), before)
+    # float32 sums in another order, but grouped_mm's experts round to bf16 in any case
+    tolerance = 1e-5 if dtype == FP32 and kind != "grouped" else 2.0**-6
+    check_near(run(model, x), expected, tolerance)
+
+
+@DEVICES
+@EVERY_MODEL
+@pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
+def test_recipes(kind: str, recipe: Recipe, device: str) -> None:
+    """See test_mlp.py for the tolerance."""
+    model, x = model_of(kind, device, BF16), torch.randn(T, H, device=device, dtype=BF16)
+    expected = run(model, x)
+    convert_experts(model, MODELS[kind][1], recipe)
+    check_near(run(model, x), expected, 0.25)
+
+
+@EVERY_MODEL
+def test_compiled_copied_and_saved(kind: str) -> None:
+    model, x = model_of(kind, "cpu"), torch.randn(T, H)
+    convert_experts(model, MODELS[kind][1], Float8BlockScaling())
+    expected = run(model, x)
+    copied = deepcopy(model)
+    model[1].load_state_dict(copied[1].state_dict())
+    compiled = torch.compile(copied, fullgraph=True, backend="aot_eager")
+    assert_same_bits(compiled(x), expected["y"])
+    for name, result in run(copied, x).items():
+        assert_same_bits(result, expected[name])
+
+
+def test_what_stays() -> None:
+    grouped = model_of("grouped", "cpu")
+    parameters = dict(grouped.named_parameters())
+    convert_experts(grouped)
+    assert all(p is parameters[name] for name, p in grouped.named_parameters())
+    assert isinstance(grouped[1].experts, GroupedExperts)
+    assert type(grouped[1].experts).__name__ == "GroupedGroupedExperts"
+
+    model = model_of("swiglu_w", "cpu", BF16).eval()
+    for p in model[1].experts.parameters():
+        p.requires_grad_(False)
+    layers = nn.ModuleList([model, deepcopy(model)])
+    assert [c.name for c in convert_experts(layers, {Routed: routed_mlp})] == ["0.1", "1.1"]
+    assert type(layers[0][1]) is type(layers[1][1])  # what is compiled for one serves both
+    experts = model[1].experts
+    assert isinstance(experts, GroupedMLP)
+    assert not any(p.requires_grad for p in experts.parameters())
+    assert not experts.training
+    assert experts.down_proj.dtype == BF16
+
+
+def unlike() -> nn.Module:
+    return Routed([nn.Linear(H, H), nn.Linear(H, H, bias=False)])
+
+
+def dropping(x: Tensor) -> Tensor:
+    return nn.functional.dropout(silu(x), 0.1, training=True)
+
+
+def clamped(x: Tensor) -> Tensor:
+    return silu(x).clamp(max=7.0)
+
+
+FORWARDS = {Routed: routed_mlp}
+MISTAKES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
+    "nothing": (
+        lambda: nn.Sequential(nn.Linear(H, H)),
+        None,
+        "convert_experts: Sequential has no module with parameters w1, w2 and w3 [E, ...] that is "
+        "called as (x, num_tokens_per_expert), and no class is in forwards",
+    ),
+    "no such block": (
+        lambda: nn.Sequential(nn.Linear(H, H)),
+        FORWARDS,
+        "convert_experts: Sequential has no module of class Routed",
+    ),
+    "no list": (
+        lambda: Routed([nn.Sequential(nn.Linear(H, H)) for _ in range(E)]),
+        FORWARDS,
+        "convert_experts: Routed must hold one ModuleList of torch.nn.Linear or SwiGLU experts, "
+        "it has 0",
+    ),
+    "unlike": (
+        unlike,
+        FORWARDS,
+        "convert_experts: Routed.experts: experts differ in their parameters' names, shapes or "
+        "dtypes",
+    ),
+    "meta": (
+        lambda: Routed([SwigluExpert() for _ in range(E)]).to("meta"),
+        FORWARDS,
+        "convert_experts: Routed.experts: parameters are on the meta device: convert when they "
+        "have values",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake: str) -> None:
+    model, forwards, sentence = MISTAKES[mistake]
+    with pytest.raises(ValueError) as raised:  # noqa: PT011  (compared in the next line)
+        convert_experts(model(), forwards)
+    assert str(raised.value) == sentence
+
+
+@pytest.mark.parametrize("act", [gelu, torch.relu, clamped, dropping])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_what_is_not_swiglu_is_refused(act: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    wrong = Routed([SwigluExpert(act=act) for _ in range(E)])
+    models = [nn.Sequential(Sorted(act)), nn.Sequential(Routed([SwigluExpert()] * E), wrong)]
+    for model in models:
+        model.to(dtype).eval()
+        sentence = r"experts do not compute down\(silu\(gate\(x\)\) \* up\(x\)\): they are .* off$"
+        with pytest.raises(ValueError, match=sentence):
+            convert_experts(model, FORWARDS if model is models[1] else None)
+        assert not any(isinstance(m, GroupedMLP | GroupedLinear) for m in model.modules())
+        assert not any(module.training for module in model.modules())
