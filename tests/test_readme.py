@@ -1,4 +1,4 @@
-"""What the README shows runs, and its table of ops is what is registered."""
+"""What the README and docs/ show runs, and the README's table of ops is what is registered."""
 
 import re
 from pathlib import Path
@@ -11,20 +11,35 @@ import grouped_linear  # noqa: F401  (registers the ops)
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 KEYS = {"fake": "Meta", "CPU": "CPU", "gradient": "Autograd"}
 
 
+def examples(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
 def test_python_examples_run() -> None:
-    assert len(EXAMPLES) == 3
+    assert len(examples(README)) == 3
     names: dict[str, Any] = {}
-    for example in EXAMPLES:
+    for example in examples(README):
         exec(compile(example, "README.md", "exec"), names)
         if "m_splits" in example:
             tail_rows = names["y"][int(names["m_splits"].sum()) :]
             assert len(tail_rows) == 50
             assert not tail_rows.any()
             assert names["x"].grad is not None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_examples_of_pages_run(page: Path) -> None:
+    """One after the other, in one namespace, as a reader would run them."""
+    text = page.read_text()
+    assert examples(text)
+    names: dict[str, Any] = {"__name__": page.stem}
+    for example in examples(text):
+        line = text[: text.index(example)].count("\n")
+        exec(compile("\n" * line + example, str(page), "exec"), names)
 
 
 def _table() -> dict[str, dict[str, bool]]:
