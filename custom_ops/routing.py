@@ -43,7 +43,7 @@ def sort_by_expert(expert_TC: Tensor, num_experts: int) -> Routing:
             [5, 4]])
     """
     expert_R = expert_TC.flatten()
-    expert_R = torch.where(expert_R < 0, num_experts, expert_R)  # last, as those past E are
+    expert_R = expert_R.masked_fill(expert_R < 0, num_experts)  # last, as those past E are
     sorted_R, choice_R = expert_R.sort(stable=True)
     every_E = torch.arange(num_experts, dtype=expert_R.dtype, device=expert_R.device)
     every_R = torch.arange(expert_R.numel(), device=expert_R.device)

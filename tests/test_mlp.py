@@ -42,6 +42,7 @@ from grouped_linear.routing import CombineFunction, GatherFunction, sort_by_expe
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 RECIPES = pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
 E, H, F = 5, 144, 80
+E4M3 = torch.float8_e4m3fn
 # The experts of each token: some without tokens, and choices of none (-1 and past E).
 ROUTINGS = {
     "random": torch.stack(
@@ -143,6 +144,19 @@ def near(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> None
 
 
 @DEVICES
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_sorting(dtype: torch.dtype, device: str) -> None:
+    experts = torch.randint(-20, 320, (400, 3))
+    routing = sort_by_expert(experts.to(device, dtype), 300)
+    choice, token, row, offs = (t.cpu() for t in routing)
+    expected = sorted((e, i) for i, e in enumerate(experts.flatten().tolist()) if 0 <= e < 300)
+    assert choice[: len(expected)].tolist() == [i for _, i in expected]
+    assert offs.tolist() == [sum(e <= last for e, _ in expected) for last in range(300)]
+    assert torch.equal(token, choice // 3)
+    assert torch.equal(choice[row.flatten()], torch.arange(1200))
+
+
+@DEVICES
 @EVERY_ROUTING
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
@@ -225,6 +239,25 @@ def test_every_fused_op_and_no_other(device: str) -> None:
         "group_quantize_swiglu rowwise": 1,
         "grouped_scaled_mm": 2,
     }
+
+
+@DEVICES
+def test_what_is_kept_for_the_backward(device: str) -> None:
+    """FP8 of what wgrad and dgrad read; in bf16 gate and up, and outputs for the weights alone."""
+    experts = ROUTINGS["random"].to(device)
+    leaves = leaves_of(experts, device, BF16)
+    R = experts.numel()
+    blocks = (R + 127 * E) // 128
+    kept: list[Tensor] = []
+    for weights_learn in (True, False):
+        leaves[1].requires_grad_(weights_learn)
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            ours(experts, Float8BlockScaling())(*leaves)
+        shapes = {d: sorted(tuple(t.shape) for t in kept if t.dtype == d) for d in (BF16, E4M3)}
+        assert shapes[BF16] == [(R, H)] * weights_learn + [(R, 2 * F)]
+        columns = [(E, F, H), (E, H, 2 * F), (blocks, F, 128), (blocks, H, 128)]
+        assert shapes[E4M3] == sorted(columns)
 
 
 @DEVICES

@@ -3,10 +3,13 @@
 Tiny random models, one of each form that the experts interface knows: see FAMILIES.
 """
 
+import importlib
+import re
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -175,7 +178,7 @@ def test_plain_swiglu_is_fused(family: str, fused: bool) -> None:
 def test_compiled_in_one_graph(family: str, device: str) -> None:
     """The eager experts of the library cannot be: their loop reads which experts were hit."""
     model = model_of(family, device)
-    model.set_experts_implementation("grouped_linear_fp8")
+    model.set_experts_implementation("grouped_linear")
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for _ in range(3):  # other tokens go to other experts
@@ -188,10 +191,11 @@ def test_compiled_in_one_graph(family: str, device: str) -> None:
 @DEVICES
 def test_inductor(device: str) -> None:
     model, ids = model_of("mixtral", device), tokens(device, 3, 7)
-    model.set_experts_implementation("grouped_linear")
+    model.set_experts_implementation("grouped_linear_fp8")
     compiled = torch.compile(model, fullgraph=True)
     error = errors(train(model, compiled, ids), train(model, model, ids))
-    assert max(error.values()) < 1e-5, error  # float32 sums in another order
+    # A sum in another order may move what is quantized to its neighbour, 2^-3 of it away.
+    assert max(error.values()) < 2.0**-4, error
 
 
 @DEVICES
@@ -228,6 +232,62 @@ def test_choices_of_no_expert_add_nothing(device: str) -> None:
     assert max(error.values()) < 1e-5, error  # float32
     assert not found["grouped_linear"]["y"][2].any()
     assert not found["grouped_linear"]["dscores"][chosen == 5].any()
+
+
+class AnyConfig:
+    """Small numbers for whatever an experts class asks of its model's configuration."""
+
+    SIZES: ClassVar = [
+        (r"latent", None),
+        (r"tok|top_?k", 2),
+        (r"expert", 5),
+        (r"act", "silu"),
+        (r"eps", 1e-6),
+        (r"limit|alpha|softcap|multiplier|scal", 1.5),
+        (r"intermediate|ffn", 48),
+        (r"size|dim", 32),
+    ]
+
+    def __getattr__(self, name: str) -> Any:
+        for pattern, value in self.SIZES:
+            if re.search(pattern, name) and not name.startswith("_"):
+                return value
+        raise AttributeError(name)
+
+
+def every_experts_class() -> Iterator[type[nn.Module]]:
+    for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        decorated = r"^@use_experts_implementation.*\nclass (\w+)"
+        for name in re.findall(decorated, file.read_text(), re.MULTILINE):
+            module = f"transformers.models.{file.parent.name}.{file.stem}"
+            yield getattr(importlib.import_module(module), name)
+
+
+def test_every_experts_class_of_the_library() -> None:
+    """Alone, without a model around; a class that asks for more than AnyConfig has is left out."""
+    compared, left_out = [], []
+    chosen = torch.stack([torch.randperm(5)[:2] for _ in range(20)])
+    for experts_class in every_experts_class():
+        config: Any = AnyConfig()
+        try:
+            experts = experts_class(config)
+        except AttributeError as error:
+            left_out.append(f"{experts_class.__name__}: {error}")
+            continue
+        for parameter in experts.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        width = experts.down_proj.size(2 if experts.is_transposed else 1)
+        leaves = [torch.randn(20, width, requires_grad=True), torch.rand(20, 2, requires_grad=True)]
+        found = []
+        for config._experts_implementation in ("eager", "grouped_linear"):
+            y = experts(leaves[0], chosen, leaves[1])
+            gradients = torch.autograd.grad(y.square().sum(), [*leaves, *experts.parameters()])
+            found.append(dict(enumerate((y.detach(), *gradients))))
+        error = errors(found[1], found[0])
+        assert max(error.values()) < 1e-5, experts_class.__name__  # float32
+        compared.append(experts_class.__name__)
+    assert len(compared) > 9 * len(left_out), left_out
+    assert len(compared) >= 60
 
 
 def test_a_name_stands_for_one_recipe() -> None:

@@ -37,8 +37,9 @@ def register(name: str = "grouped_linear", recipe: Recipe = None) -> None:
     ``torch.compile`` all run. A name stands for one recipe for good, so models of different recipes
     live side by side.
 
-    Weights that a model stores as [E, in_features, out_features] (GPT-OSS) are read in place
-    without a recipe; a quantizing recipe copies them in every call before it quantizes them.
+    Weights that a model stores as [E, in_features, out_features] (GPT-OSS, Aria) are read in place
+    without a recipe; a quantizing recipe copies them in every call before it quantizes them. Their
+    gradients are turned over by one copy.
 
     Args:
         name: of the implementation.
@@ -125,6 +126,6 @@ def _is_swiglu(experts: Any) -> bool:
         and experts.is_concatenated
         and not experts.has_bias
         and not experts.has_post_expert_norm
+        and type(experts)._apply_gate is _default_apply_gate  # which calls act_fn
         and isinstance(experts.act_fn, nn.SiLU | SiLUActivation)
-        and type(experts)._apply_gate is _default_apply_gate
     )
