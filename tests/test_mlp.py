@@ -22,6 +22,7 @@ from samples import (
 )
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -443,10 +444,11 @@ def test_one_cuda_graph_for_every_routing(recipe: Recipe) -> None:
         y = mlp(x, weights, experts)
         return [y, *torch.autograd.grad(y.float().square().sum(), leaves)]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
         step()  # a capture wants what it uses to be there
-    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
@@ -459,3 +461,43 @@ def test_one_cuda_graph_for_every_routing(recipe: Recipe) -> None:
         graph.replay()
         for a, e in zip(captured, step(), strict=True):
             assert_same_bits(a, e)
+
+
+@needs_hopper
+@RECIPES
+def test_cudagraph_trees(recipe: Recipe) -> None:
+    """Reduce-overhead mode: one graph launch forward, one backward, whatever the routing."""
+    mlp = GroupedMLP(E, H, F, recipe=recipe, device="cuda", dtype=BF16)
+    strict = {
+        "triton.cudagraph_or_error": True,
+        "graph_partition": False,
+        "force_disable_caches": True,
+    }
+    counters.clear()
+    with torch._inductor.config.patch(strict):
+        compiled = torch.compile(mlp, fullgraph=True, mode="reduce-overhead")
+
+        def step(call: Callable[..., Tensor], seed: int) -> list[Tensor]:
+            torch.manual_seed(seed)
+            x = torch.randn(90, H, device="cuda", dtype=BF16, requires_grad=True)
+            weights = torch.rand(90, 3, device="cuda", requires_grad=True)
+            experts = torch.randint(-1, E, (90, 3), device="cuda")
+            torch.compiler.cudagraph_mark_step_begin()
+            y = call(x, weights, experts)
+            leaves = [x, weights, *mlp.parameters()]
+            gradients = torch.autograd.grad(y, leaves, torch.randn_like(y))
+            return [t.clone() for t in (y, *gradients)]
+
+        for seed in range(6):
+            for a, e in zip(step(compiled, seed), step(mlp, seed), strict=True):
+                # See test_inductor: the compiled sum over choices may round otherwise.
+                assert (a.double() - e.double()).norm() < 2.0**-7 * e.double().norm()
+        with torch.profiler.profile() as profile:
+            for seed in range(3):
+                step(compiled, seed)
+            torch.cuda.synchronize()
+    launches = sum(e.count for e in profile.key_averages() if e.key == "cudaGraphLaunch")
+    assert launches == 2 * 3
+    assert counters["stats"]["unique_graphs"] == 1
+    skipped = [key for key in counters["inductor"] if key.startswith("cudagraph_")]
+    assert not [key for key in skipped if "skip" in key or "partition" in key], skipped
