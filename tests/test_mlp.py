@@ -337,6 +337,19 @@ def test_one_compile_for_every_number_of_tokens(device: str) -> None:
 
 
 @DEVICES
+def test_exported(device: str) -> None:
+    mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), device=device)
+    inputs = [torch.randn(20, H), torch.rand(20, 2), torch.randint(-1, E, (20, 2))]
+    inputs = [t.to(device) for t in inputs]
+    tokens = {0: torch.export.Dim("T")}
+    with torch.no_grad():
+        program = torch.export.export(mlp, tuple(inputs), dynamic_shapes=(tokens,) * 3)
+        for T in (20, 7):
+            few = [t[:T] for t in inputs]
+            assert_same_bits(program.module()(*few), mlp(*few))
+
+
+@DEVICES
 def test_inductor(device: str) -> None:
     mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), device=device, dtype=BF16)
     x = torch.randn(2, 20, H, device=device, dtype=BF16, requires_grad=True)

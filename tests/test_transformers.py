@@ -119,13 +119,16 @@ def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, 
     }
 
 
-def results(family: str, device: str, dtype: torch.dtype, *names: str) -> list[dict[str, Tensor]]:
+def results(
+    family: str, device: str, *names: str, dtype: torch.dtype = FP32, autocast: bool = False
+) -> list[dict[str, Tensor]]:
     """What each implementation gives, and the library's own in float32 at last."""
     model, ids = model_of(family, device, dtype), tokens(device, 3, 7)
     found = []
     for name in names:
         model.set_experts_implementation(name)
-        found.append(train(model, model, ids))
+        with torch.autocast(device, dtype=BF16, enabled=autocast):
+            found.append(train(model, model, ids))
     model.float().set_experts_implementation("eager")
     return [*found, train(model, model, ids)]
 
@@ -133,18 +136,21 @@ def results(family: str, device: str, dtype: torch.dtype, *names: str) -> list[d
 @DEVICES
 @EVERY_FAMILY
 def test_logits_and_gradients(family: str, device: str) -> None:
-    error = errors(*results(family, device, FP32, "grouped_linear"))
+    error = errors(*results(family, device, "grouped_linear"))
     assert max(error.values()) < 1e-5, error  # the same products, sums of tens in another order
 
 
 @DEVICES
 @EVERY_FAMILY
-def test_bfloat16(family: str, device: str) -> None:
+@pytest.mark.parametrize(
+    "kind", [{"dtype": BF16}, {"autocast": True}], ids=["parameters", "autocast"]
+)
+def test_bfloat16(family: str, kind: dict[str, Any], device: str) -> None:
     """As near to float32 as the library's own experts are.
 
     Either rounds where the other does not, so twice its error, and one rounding, are allowed.
     """
-    actual, library, exact = results(family, device, BF16, "grouped_linear", "eager")
+    actual, library, exact = results(family, device, "grouped_linear", "eager", **kind)
     ours, own = errors(actual, exact), errors(library, exact)
     for name, error in ours.items():
         assert error < 2 * own[name] + 2.0**-8, name
@@ -157,7 +163,7 @@ def test_fp8(family: str, device: str) -> None:
 
     Gradients follow from up to five of them, through nonlinearities that may raise the error.
     """
-    error = errors(*results(family, device, FP32, "grouped_linear_fp8"))
+    error = errors(*results(family, device, "grouped_linear_fp8"))
     assert max(error.values()) < 0.25, error
     assert error["logits"] > 1e-4  # it is not the exact product
 
