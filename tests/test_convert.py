@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import BF16, FP32, MORE_RECIPES, OPS, assert_same_bits, devices
+from samples import BF16, DTYPES, FP32, MORE_RECIPES, OPS, assert_same_bits, devices
 from torch import Tensor, nn
 from torch.nn.functional import gelu, grouped_mm, silu
 
@@ -153,7 +153,7 @@ def model_of(kind: str, device: str, dtype: torch.dtype = FP32) -> nn.Module:
 
 @DEVICES
 @EVERY_MODEL
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_outputs_and_gradients(kind: str, dtype: torch.dtype, device: str) -> None:
     model, x = model_of(kind, device, dtype), torch.randn(T, H, device=device, dtype=dtype)
     expected = run(model, x)
@@ -266,7 +266,7 @@ def test_mistakes(mistake: str) -> None:
 
 
 @pytest.mark.parametrize("act", [gelu, torch.relu, clamped, dropping])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_not_swiglu_is_refused(act: Callable[..., Tensor], dtype: torch.dtype) -> None:
     wrong = Routed([SwigluExpert(act=act) for _ in range(E)])
     models = [nn.Sequential(Sorted(act)), nn.Sequential(Routed([SwigluExpert()] * E), wrong)]

@@ -219,6 +219,14 @@ def test_generates(family: str, device: str) -> None:
     assert torch.equal(continued["grouped_linear"], continued["eager"])
 
 
+def test_named_where_the_model_is_loaded(tmp_path: Path) -> None:
+    model, ids = model_of("mixtral", "cpu").eval(), tokens("cpu", 3, 7)
+    model.save_pretrained(tmp_path)
+    model.set_experts_implementation("grouped_linear_fp8")
+    loaded = type(model).from_pretrained(tmp_path, experts_implementation="grouped_linear_fp8")
+    assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
+
+
 @DEVICES
 def test_choices_of_no_expert_add_nothing(device: str) -> None:
     """Under expert parallelism an index of E stands for an expert of another process."""
