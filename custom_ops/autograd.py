@@ -97,6 +97,16 @@ def _multiply(
     return ops.grouped_scaled_mm(a.values, b.values, a.scale, b.scale, offs_E, bias_EN, dtype)
 
 
+def _multiply_columns(dy: Operand | None, x: Operand, offs_E: Tensor, dtype: torch.dtype) -> Tensor:
+    """dy.T @ x over each group's rows: wgrad."""
+    assert dy is not None
+    assert isinstance(dy.values, Tensor)
+    assert isinstance(x.values, Tensor)
+    if dy.scale is None or x.scale is None:
+        return ops.grouped_mm_wgrad(dy.values, x.values, offs_E, dtype)
+    return ops.grouped_scaled_mm_wgrad(dy.values, x.values, dy.scale, x.scale, offs_E, dtype)
+
+
 class Wgrad(NamedTuple):
     """The gradient of a weight, not yet computed: dy.T @ x over each group's rows."""
 
@@ -109,7 +119,7 @@ class Wgrad(NamedTuple):
         """The gradient of each of the call's experts, or None where it went into main_grad."""
         experts, main_grad = self.call.experts, self.call.main_grad
         if main_grad is None:
-            dw_ENK = self._product(experts[0].dtype)
+            dw_ENK = _multiply_columns(self.dy, self.x, self.offs, experts[0].dtype)
             return (dw_ENK,) if experts[0].dim() == 3 else dw_ENK.unbind()
         overwrite = self.call.overwrite
         if isinstance(overwrite, bool):
@@ -120,14 +130,6 @@ class Wgrad(NamedTuple):
         if self.call.dummy_grad:
             return tuple(w.new_zeros(()).expand(w.shape) for w in experts)
         return (None,) * len(experts)
-
-    def _product(self, dtype: torch.dtype) -> Tensor:
-        (dy, dy_scale), (x, x_scale), offs = self.dy, self.x, self.offs
-        assert isinstance(dy, Tensor)
-        assert isinstance(x, Tensor)
-        if dy_scale is None or x_scale is None:
-            return ops.grouped_mm_wgrad(dy, x, offs, dtype)
-        return ops.grouped_scaled_mm_wgrad(dy, x, dy_scale, x_scale, offs, dtype)
 
     def _add_to(self, main_grad: Experts, overwrite: Tensor | None) -> None:
         (dy, dy_scale), (x, x_scale), offs = self.dy, self.x, self.offs

@@ -37,7 +37,9 @@ def _tokens(
 ) -> Operands:
     """``scheme.activation(x[token])``."""
     if not isinstance(scheme, Float8BlockScaling):
-        return scheme.activation(x_TH[routing.token_R], routing.offs_E, slot, columnwise)
+        return scheme.activation(
+            x_TH[routing.token_R], routing.offs_E, slot, Wanted(True, columnwise, False)
+        )
     x = ops.group_quantize(
         x_TH,
         routing.offs_E,
@@ -54,7 +56,9 @@ def _activated(
 ) -> Operands:
     """``scheme.activation(swiglu(gate_up))``."""
     if not isinstance(scheme, Float8BlockScaling):
-        return scheme.activation(ops.swiglu(gate_up_RG, offs_E), offs_E, slot, columnwise)
+        return scheme.activation(
+            ops.swiglu(gate_up_RG, offs_E), offs_E, slot, Wanted(True, columnwise, False)
+        )
     h = ops.group_quantize_swiglu(
         gate_up_RG,
         offs_E,
@@ -136,10 +140,10 @@ class GroupedMLPFunction(torch.autograd.Function):
         x_slot, gate_up_slot, d_gate_up_slot, h_slot, down_slot, dy_slot = slots or no_slots
 
         x = _tokens(scheme, x_TH, routing, x_slot, need_gate_up)
-        gate_up = scheme.weight(gate_up_EGH, gate_up_slot, need_x)
+        gate_up = scheme.weight((gate_up_EGH,), gate_up_slot, need_x)
         gate_up_RG = _multiply(x.rowwise, gate_up.rowwise, offs_E, None, dtype)
         h = _activated(scheme, gate_up_RG, offs_E, h_slot, need_down)
-        down = scheme.weight(down_EHF, down_slot, need_h)
+        down = scheme.weight((down_EHF,), down_slot, need_h)
         y_RH = _multiply(h.rowwise, down.rowwise, offs_E, None, dtype)
 
         ctx.recipe = recipe
