@@ -31,7 +31,7 @@ test: lint
 
 ## make lint    ruff and mypy alone
 lint:
-	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build test
+	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build demo test
 	$(python) -m ruff check
 	$(python) -m ruff format --check
 	$(python) -m mypy -p grouped_linear

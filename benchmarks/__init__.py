@@ -1,1 +1,1 @@
-"""The benchmarks: one file a question, each run as ``python -m benchmarks.bench_<question>``."""
+"""The benchmarks: one file a question, each run as ``python -m benchmarks.<name>``."""

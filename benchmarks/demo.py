@@ -15,6 +15,7 @@ import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import matplotlib as mpl
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from benchmarks.moe_model import VOCABULARY, LanguageModel, ModelSize
+from benchmarks.moe_model import VOCABULARY, Experts, LanguageModel, ModelSize
 from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
@@ -156,7 +157,8 @@ def train(run: Run, scale: Scale, text: Text, device: torch.device, seed: int) -
     order = torch.Generator().manual_seed(seed)
     S = scale.size.context
     with device:
-        model = LanguageModel(scale.size, run.recipe, run.dtype)
+        linear = partial(GroupedLinear, bias=False, recipe=run.recipe)
+        model = LanguageModel(scale.size, partial(Experts, linear=linear), run.dtype)
     mode = MODES[run.mode]
     forward = torch.compile(model, fullgraph=True, mode=mode) if mode else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=scale.learning_rate, fused=True)

@@ -1,16 +1,15 @@
-"""A byte-level mixture-of-experts language model over GroupedLinear.
+"""A byte-level mixture-of-experts language model over any grouped linear layer.
 
 B sequences, S bytes in a sequence, T = B * S tokens, D width of the model, V byte values,
 E experts, C experts chosen for a token, R = T * C routed rows, F width of an expert.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from grouped_linear import GroupedLinear, Recipe
 
 VOCABULARY = 256
 BALANCE_COEFFICIENT = 0.01  # of the load-balancing loss: Switch Transformer, arXiv:2101.03961
@@ -63,57 +62,79 @@ class Attention(nn.Module):
         return out_BSD
 
 
-class MixtureOfExperts(nn.Module):
+class Experts(nn.Module):
     """C experts of E for each token, SwiGLU in each expert, weighted by the router.
 
-    Routing stays on the device and every shape is static: which rows an expert gets is data, so
-    nothing is read by the host, recompiled or recorded again when it changes.
+    Every shape is static: which rows an expert gets is data, so nothing is read by the host,
+    recompiled or recorded again when it changes.
+
+    Args:
+        size: of the model.
+        linear: makes a layer from E, in_features and out_features; called with rows sorted by
+            expert and their m_splits.
     """
 
-    def __init__(self, size: ModelSize, recipe: Recipe) -> None:
+    def __init__(self, size: ModelSize, linear: Callable[[int, int, int], nn.Module]) -> None:
         super().__init__()
-        self.chosen = size.chosen
         self.experts = size.experts
+        self.gate_up = linear(size.experts, size.width, 2 * size.expert_width)
+        self.down = linear(size.experts, size.expert_width, size.width)
+
+    def forward(self, x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor) -> Tensor:
+        """Return [T, D], the weighted sums of what the chosen experts give."""
+        chosen = expert_TC.size(1)
+        expert_R = expert_TC.flatten()
+        order_R = expert_R.argsort(stable=True)  # routed rows, sorted by expert
+        x_RD = x_TD[order_R // chosen]
+        m_splits_E = rows_per_expert(expert_TC, self.experts)
+        gate_RF, up_RF = self.gate_up(x_RD, m_splits_E).chunk(2, dim=-1)
+        y_RD = self.down(F.silu(gate_RF) * up_RF, m_splits_E)
+        y_TCD = y_RD[order_R.argsort()].unflatten(0, (-1, chosen))
+        return (y_TCD * weight_TC[..., None]).sum(dim=1)
+
+
+def rows_per_expert(expert_TC: Tensor, experts: int) -> Tensor:
+    """How many routed rows each expert gets: [E]. The shape of a bincount would depend on data."""
+    return (expert_TC.flatten()[:, None] == torch.arange(experts, device=expert_TC.device)).sum(0)
+
+
+class MixtureOfExperts(nn.Module):
+    """A router and the experts it chooses from. Routing stays on the device.
+
+    Args:
+        size: of the model.
+        experts: makes the experts, for example :class:`Experts` with a layer; called with x_TD,
+            weight_TC and expert_TC.
+    """
+
+    def __init__(self, size: ModelSize, experts: Callable[[ModelSize], nn.Module]) -> None:
+        super().__init__()
+        self.size = size
         self.router = nn.Linear(size.width, size.experts, bias=False)
-        self.gate_up = GroupedLinear(
-            size.experts, size.width, 2 * size.expert_width, bias=False, recipe=recipe
-        )
-        self.down = GroupedLinear(
-            size.experts, size.expert_width, size.width, bias=False, recipe=recipe
-        )
+        self.experts = experts(size)
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts' output [B, S, D] and the load-balancing loss."""
         x_TD = x_BSD.flatten(0, 1)
         score_TE = self.router(x_TD).float().softmax(dim=-1)
-        weight_TC, expert_TC = score_TE.topk(self.chosen, dim=-1)
+        weight_TC, expert_TC = score_TE.topk(self.size.chosen, dim=-1)
         weight_TC = weight_TC / weight_TC.sum(dim=-1, keepdim=True)
+        y_TD = self.experts(x_TD, weight_TC, expert_TC)
 
-        expert_R = expert_TC.flatten()
-        order_R = expert_R.argsort(stable=True)  # routed rows, sorted by expert
-        chosen_RE = expert_R[:, None] == torch.arange(self.experts, device=expert_R.device)
-        m_splits_E = chosen_RE.sum(dim=0)  # bincount would have a shape that depends on data
-
-        x_RD = x_TD[order_R // self.chosen]
-        gate_RF, up_RF = self.gate_up(x_RD, m_splits_E).chunk(2, dim=-1)
-        y_RD = self.down(F.silu(gate_RF) * up_RF, m_splits_E)
-        y_TCD = y_RD[order_R.argsort()].unflatten(0, (-1, self.chosen))
-        y_TD = (y_TCD * weight_TC[..., None]).sum(dim=1)
-
-        share_E = m_splits_E / m_splits_E.sum()
-        balance = self.experts * (share_E * score_TE.mean(dim=0)).sum()
+        share_E = rows_per_expert(expert_TC, self.size.experts) / expert_TC.numel()
+        balance = self.size.experts * (share_E * score_TE.mean(dim=0)).sum()
         return y_TD.view_as(x_BSD), balance
 
 
 class Block(nn.Module):
     """Attention, then experts, each added to the residual stream."""
 
-    def __init__(self, size: ModelSize, recipe: Recipe) -> None:
+    def __init__(self, size: ModelSize, experts: Callable[[ModelSize], nn.Module]) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(size.width)
         self.attention = Attention(size)
         self.experts_norm = nn.RMSNorm(size.width)
-        self.experts = MixtureOfExperts(size, recipe)
+        self.experts = MixtureOfExperts(size, experts)
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
@@ -126,16 +147,18 @@ class LanguageModel(nn.Module):
 
     Args:
         size: of the model.
-        recipe: of the experts' products.
+        experts: makes the experts of each block.
         dtype: of activations, under autocast.
     """
 
-    def __init__(self, size: ModelSize, recipe: Recipe, dtype: torch.dtype) -> None:
+    def __init__(
+        self, size: ModelSize, experts: Callable[[ModelSize], nn.Module], dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.size = size
         self.dtype = dtype
         self.embedding = nn.Embedding(VOCABULARY, size.width)
-        self.blocks = nn.ModuleList(Block(size, recipe) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(Block(size, experts) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.width)
         self.head = nn.Linear(size.width, VOCABULARY, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)

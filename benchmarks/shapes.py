@@ -55,6 +55,9 @@ QUICK_SHAPES = (
     "dsv3_decode_up",
 )
 
+# So little work that what launching it costs decides.
+LAUNCH_BOUND = Shape("tiny", E=8, m=128, N=1024, K=1024)
+
 # Sizes that two CPU cores multiply in milliseconds.
 CPU_SHAPES = (
     Shape("cpu_up", E=8, m=128, N=1024, K=512),
@@ -67,7 +70,7 @@ CPU_SHAPES = (
 def chosen_shapes(names: list[str] | None, device: torch.device, quick: bool) -> list[Shape]:
     """The named shapes; without names those of the device, or a few telling ones of them."""
     if names:
-        by_name = {shape.name: shape for shape in MODEL_SHAPES + CPU_SHAPES}
+        by_name = {shape.name: shape for shape in (*MODEL_SHAPES, LAUNCH_BOUND, *CPU_SHAPES)}
         unknown = [name for name in names if name not in by_name]
         if unknown:
             raise SystemExit(f"no shape {unknown[0]}; there are {', '.join(by_name)}")

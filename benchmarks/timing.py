@@ -266,7 +266,7 @@ class Report:
         work: float,
         record: float | None = None,
     ) -> None:
-        commit = _commit()
+        commit = git_commit()
         self.rows += [
             Row(case, name, work, timing, commit, record) for name, timing in timings.items()
         ]
@@ -287,14 +287,14 @@ class Report:
         mean_by: the columns that geometric means are taken by. merge: keep the written rows of all
         cases that were not measured now.
         """
-        stem = f"{self.name}_{_slug(self.device)}"
+        stem = f"{self.name}_{slug(self.device)}"
         if merge:
             self._merge(RESULTS / f"{stem}.csv")
         header = "\n".join(f"- {line}" for line in self._header())
-        parts = [f"# {self.name}", self.question, header, _markdown(self._cells())]
+        parts = [f"# {self.name}", self.question, header, markdown(self._cells())]
         if mean_by:
             title = "Geometric means of the shares"
-            parts += [f"## {title}", _markdown(self._mean_cells(mean_by, in_mean))]
+            parts += [f"## {title}", markdown(self._mean_cells(mean_by, in_mean))]
         text = "\n\n".join(parts) + "\n"
         print(text)
         if not write:
@@ -351,7 +351,7 @@ class Report:
         unsteady = sum(not row.timing.microseconds.steady for row in self.rows)
         cold = "CUDA graph replays, cold L2" if self.device.type == "cuda" else "warm caches"
         return [
-            *_machine(self.device),
+            *machine(self.device),
             f"{_of_rows(self.rows)}, {date.today().isoformat()}",
             f"command: python -m {shlex.join([f'benchmarks.{self.name}', *sys.argv[1:]])}",
             f"{how}; {cold}; share: speed beside each case's first row, paired by round",
@@ -443,7 +443,7 @@ def _of_rows(rows: Sequence[Row]) -> str:
     return f"commits {', '.join(commits)} (each row's is in the CSV); below, the last run"
 
 
-def _markdown(cells: Sequence[Sequence[str]]) -> str:
+def markdown(cells: Sequence[Sequence[str]]) -> str:
     """A Markdown table whose columns line up as plain text too. The first row is its head."""
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     rule = ["-" * width for width in widths]
@@ -460,7 +460,7 @@ def _cpu_model() -> str:
     return models[0] if models else platform.machine()
 
 
-def _machine(device: torch.device) -> list[str]:
+def machine(device: torch.device) -> list[str]:
     busy = os.getloadavg()[0]
     wait = os.environ.get("OMP_WAIT_POLICY", "default")
     cpu = (
@@ -474,7 +474,7 @@ def _machine(device: torch.device) -> list[str]:
     return [gpu, cpu, f"{torch_version}, CUDA {torch.version.cuda}"]
 
 
-def _slug(device: torch.device) -> str:
+def slug(device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return "".join(c if c.isalnum() else "_" for c in name.lower())
 
@@ -491,7 +491,7 @@ def _git(*words: str) -> str | None:
 
 
 @cache
-def _commit() -> str:
+def git_commit() -> str:
     commit = _git("rev-parse", "--short=12", "HEAD")
     if commit is None:
         return "unknown"

@@ -1,0 +1,48 @@
+"""What a grouped linear layer can be built from without this library.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def _drawn(*shape: int) -> nn.Parameter:
+    """A weight drawn as GroupedLinear draws its own, expert after expert."""
+    bound = 1 / math.sqrt(shape[-1])
+    return nn.Parameter(torch.empty(*shape).uniform_(-bound, bound))
+
+
+class TorchGroupedLinear(nn.Module):
+    """torch.nn.functional.grouped_mm, one launch for all groups."""
+
+    def __init__(self, E: int, K: int, N: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.stack([_drawn(N, K) for _ in range(E)]).detach())
+
+    def forward(self, x_TK: Tensor, m_splits_E: Tensor) -> Tensor:
+        offs_E = m_splits_E.cumsum(0, dtype=torch.int32)
+        weight_ENK = self.weight
+        if torch.is_autocast_enabled(x_TK.device.type):  # which leaves grouped_mm alone
+            dtype = torch.get_autocast_dtype(x_TK.device.type)
+            x_TK, weight_ENK = x_TK.to(dtype), weight_ENK.to(dtype)
+        return F.grouped_mm(x_TK, weight_ENK.transpose(1, 2), offs=offs_E)
+
+
+class LoopedLinear(nn.Module):
+    """A loop of torch.nn.functional.linear over E weights. The host reads the group sizes.
+
+    The sizes must sum to the rows there are.
+    """
+
+    def __init__(self, E: int, K: int, N: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(_drawn(N, K) for _ in range(E))
+
+    def forward(self, x_TK: Tensor, m_splits_E: Tensor) -> Tensor:
+        rows = x_TK.split(m_splits_E.tolist())
+        parts = [F.linear(x_mK, w_NK) for x_mK, w_NK in zip(rows, self.weights, strict=True)]
+        return torch.cat(parts)

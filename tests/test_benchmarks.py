@@ -1,0 +1,82 @@
+"""The benchmark of compiled and eager steps runs: every kind of case, every way to fail."""
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import compiled_vs_eager as bench
+from benchmarks import step_cases as cases
+from benchmarks.moe_model import ModelSize
+from benchmarks.shapes import Shape
+
+SIZE = ModelSize(layers=1, width=32, heads=2, context=8, experts=4, chosen=2, expert_width=16)
+LAYER = cases.LayerCase(Shape("layer", E=3, m=8, N=48, K=32))
+BLOCK = cases.BlockCase("block", 24, SIZE)
+MODEL = cases.ModelCase("model", 2, SIZE)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("case", [LAYER, BLOCK, MODEL], ids=lambda case: case.kind)
+def test_every_implementation_agrees(case: cases.Case) -> None:
+    """A candidate whose result is not the others' has a failure for a row."""
+    candidates = cases.candidates_for(cases.IMPLEMENTATIONS, cases.RECIPES, ["eager"])
+    rows = bench.measure(case, candidates, CPU, rounds=2, deadline=math.inf)
+    assert [row.candidate for row in rows] == candidates
+    for row in rows:
+        assert row.failure is None, row
+        assert row.microseconds is not None
+        assert row.recompiles is row.compile_seconds is row.share is None  # nothing is compiled
+
+
+def test_failures_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: cases.LayerCase, candidate: cases.Candidate) -> torch.nn.Module:
+        if candidate.implementation == "loop":
+            raise ValueError("a reason\nand more")
+        module = make(self, candidate)
+        if candidate.precision == "block":
+            torch.nn.init.zeros_(module.weight)
+        return module
+
+    make = cases.LayerCase.module
+    monkeypatch.setattr(cases.LayerCase, "module", broken)
+    candidates = cases.candidates_for(["ours", "loop"], ["block"], ["eager"])
+    good, zeros, broke = bench.measure(LAYER, candidates, CPU, rounds=2, deadline=math.inf)
+    assert good.failure is None
+    assert zeros.failure == "its result is 1 away from the first candidate's"
+    assert broke.failure == "ValueError: a reason"
+    late = bench.measure(LAYER, candidates, CPU, rounds=2, deadline=time.monotonic())
+    assert {row.failure for row in late} == {"no time was left to prepare it"}
+
+
+def test_writes_table_numbers_and_plots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cases, "CPU_CASES", (LAYER, BLOCK))
+    options = ["--device=cpu", "--rounds=2", "--recipes", "block", f"--output-dir={tmp_path}"]
+    first = bench.main([*options, "--modes", "compiled", "one graph", "--cases", "layer"])
+    assert first[0].candidate == cases.BASELINE
+    for row in first:
+        if row.candidate.mode == "compiled":
+            assert row.failure is None, row
+            assert row.share is not None
+            assert row.compile_seconds is not None
+            assert (row.recompiles, row.graph_breaks) == (0, 0)
+        else:  # CUDA graphs, on a CPU
+            assert row.failure is not None
+            assert row.microseconds is None
+
+    capsys.readouterr()
+    both = bench.main([*options, "--modes", "eager", "--cases", "block", "--merge"])
+    assert both[: len(first)] == first  # through JSON and back
+    assert len(both) == len(first) + 4
+    stem = "compiled_vs_eager_cpu"
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {f"{stem}.json", f"{stem}.md", f"{stem}_speed.png"}
+    assert bench.table(both) in (tmp_path / f"{stem}.md").read_text()
+    assert bench.table(both) in capsys.readouterr().out
+    for row in both:
+        assert f"| {row.candidate} " in bench.table(both)
+        assert (row.failure or "") in bench.table(both)
