@@ -3,6 +3,9 @@
 // T rows, E groups, K in_features, N out_features, B = 128, Tp = padded_rows(T, E).
 // offs [E] int32: the end of each group's rows, torch's grouped_mm convention.
 // scale multiplies to dequantize: x ~ q * scale.
+//
+// No dtype has a default but None: AOTInductor writes another down as an integer, and then cannot read
+// it as a dtype (torch 2.13).
 
 #include <torch/csrc/stable/library.h>
 
@@ -11,10 +14,10 @@
 
 STABLE_TORCH_LIBRARY(grouped_linear, m) {
   // m_splits [E] -> offs [E]:
-  // stride * min(num_rows, running sum of m_splits rounded up to alignment)
+  // stride * min(num_rows, running sum of m_splits rounded up to alignment), int32 without a dtype
   m.def(
       "splits_to_offsets(Tensor m_splits, SymInt num_rows, int alignment=1, SymInt stride=1, "
-      "ScalarType dtype=int) -> Tensor");
+      "ScalarType? dtype=None) -> Tensor");
 
   // x [T, K] -> q [T, K], scale [ceil(K/B), round_up(T, 4)], q_t [Tp/B, K, B], scale_t [Tp/B, K],
   //             bias_grad [E, K] float32; what is not asked for has no elements
@@ -113,16 +116,17 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   m.def(
       "grouped_mm_list(Tensor a, Tensor[] b, Tensor offs, Tensor? bias=None, "
       "ScalarType? out_dtype=None, bool transpose_b=False) -> Tensor");
-  // Quantized, with a scale a block as above, or a scale a group: scale_a [E] and scale_b [E]
+  // Quantized, with a scale a block as above, or a scale a group: scale_a [E] and scale_b [E];
+  // bfloat16 without an out_dtype
   m.def(
       "grouped_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, "
-      "Tensor? bias=None, ScalarType out_dtype=bfloat16) -> Tensor");
+      "Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor");
 
   // dy [T, N], x [T, K] -> dy[group e].T @ x[group e]: [E, N, K]
   m.def("grouped_mm_wgrad(Tensor dy, Tensor x, Tensor offs, ScalarType? out_dtype=None) -> Tensor");
   m.def(
       "grouped_scaled_mm_wgrad(Tensor dy_t, Tensor x_t, Tensor scale_dy_t, Tensor scale_x_t, "
-      "Tensor offs, ScalarType out_dtype=bfloat16) -> Tensor");
+      "Tensor offs, ScalarType? out_dtype=None) -> Tensor");
 
   // The same, added to main_grad, or written over it where the 0-d bool `overwrite` is true
   m.def(

@@ -11,7 +11,7 @@
   using torch::headeronly::ScalarType;                                                             \
   using torch::stable::Tensor;                                                                     \
   Tensor splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t alignment,            \
-                           int64_t stride, ScalarType dtype);                                      \
+                           int64_t stride, std::optional<ScalarType> dtype);                       \
   std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(                               \
       const Tensor& x, const Tensor& offs, const std::optional<Tensor>& rows, double amax_epsilon, \
       bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad);                    \
@@ -68,14 +68,14 @@
   Tensor grouped_mm_list(const Tensor& a, const std::vector<Tensor>& b, const Tensor& offs,        \
                          const std::optional<Tensor>& bias, std::optional<ScalarType> out_dtype,   \
                          bool transpose_b);                                                        \
-  Tensor grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a,                \
-                           const Tensor& scale_b, const Tensor& offs,                              \
-                           const std::optional<Tensor>& bias, ScalarType out_dtype);               \
+  Tensor grouped_scaled_mm(                                                                        \
+      const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,              \
+      const Tensor& offs, const std::optional<Tensor>& bias, std::optional<ScalarType> out_dtype); \
   Tensor grouped_mm_wgrad(const Tensor& dy, const Tensor& x, const Tensor& offs,                   \
                           std::optional<ScalarType> out_dtype);                                    \
   Tensor grouped_scaled_mm_wgrad(const Tensor& dy_t, const Tensor& x_t, const Tensor& scale_dy_t,  \
                                  const Tensor& scale_x_t, const Tensor& offs,                      \
-                                 ScalarType out_dtype);                                            \
+                                 std::optional<ScalarType> out_dtype);                             \
   void grouped_mm_wgrad_(const Tensor& main_grad, const Tensor& dy, const Tensor& x,               \
                          const Tensor& offs, const std::optional<Tensor>& overwrite);              \
   void grouped_scaled_mm_wgrad_(const Tensor& main_grad, const Tensor& dy_t, const Tensor& x_t,    \

@@ -9,12 +9,17 @@ import grouped_linear
 MINIMUM_TORCH = (2, 11)
 
 
-def _library() -> Path:
+def library() -> Path:
+    """The path of ``_C.so``, for a program without Python to load (``dlopen``).
+
+    >>> library().name
+    '_C.so'
+    """
     # An editable install may keep _C.so in another folder of the package's path than this file.
     for folder in grouped_linear.__path__:
-        library = Path(folder) / "_C.so"
-        if library.exists():
-            return library
+        path = Path(folder) / "_C.so"
+        if path.exists():
+            return path
     raise ImportError(
         "grouped_linear: _C.so is missing, build it with "
         "`pip install --no-build-isolation -e . --config-settings editable_mode=strict`"
@@ -25,7 +30,7 @@ def _load() -> None:
     found = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if found < MINIMUM_TORCH:
         raise ImportError(f"grouped_linear: needs torch 2.11 or newer, found {torch.__version__}")
-    torch.ops.load_library(str(_library()))
+    torch.ops.load_library(str(library()))
 
 
 _load()

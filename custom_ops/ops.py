@@ -106,7 +106,7 @@ def splits_to_offsets(
     *,
     alignment: int = 1,
     stride: int = 1,
-    dtype: torch.dtype = torch.int32,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Turn group sizes into group ends, in one launch.
 
@@ -118,7 +118,7 @@ def splits_to_offsets(
         num_rows: the rows there are, an upper bound of every end.
         alignment: every group's size is rounded up to a multiple of it.
         stride: elements a row, to get element offsets.
-        dtype: of the result, int32 or int64.
+        dtype: of the result, int32 (what None means) or int64.
 
     Returns:
         [E] ends.

@@ -71,9 +71,10 @@ def grouped_scaled_mm(
     scale_b: Tensor,
     offs: Tensor,
     bias: Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """a [T, K] and b [E, N, K] in FP8 -> [T, N]."""
+    out_dtype = out_dtype or torch.bfloat16
     rules = Rules("grouped_scaled_mm")
     per_group = scale_a.dim() == 1  # else per block
     if per_group:
@@ -221,9 +222,10 @@ def grouped_scaled_mm_wgrad(
     scale_dy_t: Tensor,
     scale_x_t: Tensor,
     offs: Tensor,
-    out_dtype: torch.dtype = torch.bfloat16,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """dy_t [Tp/B, N, B], x_t [Tp/B, K, B] -> [E, N, K]."""
+    out_dtype = out_dtype or torch.bfloat16
     rules = Rules("grouped_scaled_mm_wgrad")
     shape = _check_scaled_wgrad(rules, dy_t, x_t, scale_dy_t, scale_x_t, offs, out_dtype)
     return x_t.new_empty(shape, dtype=out_dtype)

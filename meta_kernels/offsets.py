@@ -12,9 +12,10 @@ def splits_to_offsets(
     num_rows: int,
     alignment: int = 1,
     stride: int = 1,
-    dtype: torch.dtype = torch.int32,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """m_splits [E] -> offs [E]."""
+    dtype = dtype or torch.int32
     rules = Rules("splits_to_offsets")
     rules.dim("m_splits", m_splits, 1)
     rules.dtype("m_splits", m_splits.dtype, (torch.int32, torch.int64))

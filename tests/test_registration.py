@@ -78,8 +78,8 @@ def test_schemas() -> None:
     assert_expected_inline(
         "\n".join(lines),
         """\
-splits_to_offsets(Tensor m_splits, SymInt num_rows, int alignment=1, SymInt stride=1, ScalarType
-    dtype=3) -> Tensor
+splits_to_offsets(Tensor m_splits, SymInt num_rows, int alignment=1, SymInt stride=1,
+    ScalarType? dtype=None) -> Tensor
 group_quantize(Tensor x, Tensor offs, Tensor? rows=None, float amax_epsilon=0., bool
     power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool bias_grad=False) ->
     (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)
@@ -128,10 +128,10 @@ grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, ScalarType? out_d
 grouped_mm_list(Tensor a, Tensor[] b, Tensor offs, Tensor? bias=None, ScalarType?
     out_dtype=None, bool transpose_b=False) -> Tensor
 grouped_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, Tensor?
-    bias=None, ScalarType out_dtype=15) -> Tensor
+    bias=None, ScalarType? out_dtype=None) -> Tensor
 grouped_mm_wgrad(Tensor dy, Tensor x, Tensor offs, ScalarType? out_dtype=None) -> Tensor
 grouped_scaled_mm_wgrad(Tensor dy_t, Tensor x_t, Tensor scale_dy_t, Tensor scale_x_t, Tensor
-    offs, ScalarType out_dtype=15) -> Tensor
+    offs, ScalarType? out_dtype=None) -> Tensor
 grouped_mm_wgrad_(Tensor(a!) main_grad, Tensor dy, Tensor x, Tensor offs, Tensor?
     overwrite=None) -> ()
 grouped_scaled_mm_wgrad_(Tensor(a!) main_grad, Tensor dy_t, Tensor x_t, Tensor scale_dy_t,

@@ -135,7 +135,9 @@ void wgrad(const Matrix& dw, const Tensor& dy_t, const Tensor& x_t, const Tensor
 
 Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& scale_a_in,
                          const Tensor& scale_b, const Tensor& offs,
-                         const std::optional<Tensor>& bias_in, ScalarType out_dtype) {
+                         const std::optional<Tensor>& bias_in,
+                         std::optional<ScalarType> asked_dtype) {
+  const ScalarType out_dtype = asked_dtype.value_or(ScalarType::BFloat16);
   check_grouped_scaled_mm(a_in, b_in, scale_a_in, scale_b, offs, bias_in, out_dtype);
   if (scale_a_in.dim() == 1)
     return per_group_mm(a_in, b_in, scale_a_in, scale_b, offs, bias_in, out_dtype);
@@ -167,7 +169,8 @@ Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& s
 
 Tensor grouped_scaled_mm_wgrad(const Tensor& dy_t_in, const Tensor& x_t_in,
                                const Tensor& scale_dy_t_in, const Tensor& scale_x_t_in,
-                               const Tensor& offs, ScalarType out_dtype) {
+                               const Tensor& offs, std::optional<ScalarType> asked_dtype) {
+  const ScalarType out_dtype = asked_dtype.value_or(ScalarType::BFloat16);
   const char* op = "grouped_scaled_mm_wgrad";
   check_grouped_scaled_mm_wgrad(op, dy_t_in, x_t_in, scale_dy_t_in, scale_x_t_in, offs, out_dtype);
   if (scale_dy_t_in.dim() == 1)

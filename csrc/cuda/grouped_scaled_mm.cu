@@ -73,7 +73,9 @@ void wgrad(const Launch& launch, const Tensor& dy_t_in, const Tensor& x_t_in,
 
 Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& scale_a_in,
                          const Tensor& scale_b_in, const Tensor& offs_in,
-                         const std::optional<Tensor>& bias_in, ScalarType out_dtype) {
+                         const std::optional<Tensor>& bias_in,
+                         std::optional<ScalarType> asked_dtype) {
+  const ScalarType out_dtype = asked_dtype.value_or(ScalarType::BFloat16);
   check_grouped_scaled_mm(a_in, b_in, scale_a_in, scale_b_in, offs_in, bias_in, out_dtype);
 
   const Launch launch("grouped_scaled_mm", a_in);
@@ -109,7 +111,9 @@ Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& s
 }
 
 Tensor grouped_scaled_mm_wgrad(const Tensor& dy_t, const Tensor& x_t, const Tensor& scale_dy_t,
-                               const Tensor& scale_x_t, const Tensor& offs, ScalarType out_dtype) {
+                               const Tensor& scale_x_t, const Tensor& offs,
+                               std::optional<ScalarType> asked_dtype) {
+  const ScalarType out_dtype = asked_dtype.value_or(ScalarType::BFloat16);
   const char* op = "grouped_scaled_mm_wgrad";
   check_grouped_scaled_mm_wgrad(op, dy_t, x_t, scale_dy_t, scale_x_t, offs, out_dtype);
 

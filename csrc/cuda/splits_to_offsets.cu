@@ -6,7 +6,8 @@
 namespace grouped_linear::cuda {
 
 Tensor splits_to_offsets(const Tensor& m_splits_in, int64_t num_rows, int64_t alignment,
-                         int64_t stride, ScalarType dtype) {
+                         int64_t stride, std::optional<ScalarType> asked_dtype) {
+  const ScalarType dtype = asked_dtype.value_or(ScalarType::Int);
   check_splits_to_offsets(m_splits_in, num_rows, alignment, stride, dtype);
 
   const Launch launch("splits_to_offsets", m_splits_in);

@@ -1,0 +1,114 @@
+"""torch.export and AOTInductor: an expert layer runs from Python, and from C++ without Python."""
+
+import importlib.util
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+
+import cmake
+import ninja
+import pytest
+import torch
+from samples import OPS, assert_same_bits, devices
+from torch._inductor import aoti_load_package
+
+from grouped_linear import loading
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "aoti"
+
+
+class Build:
+    """main.cpp, compiled while Python does something else."""
+
+    def __init__(self, folder: Path) -> None:
+        self.program = folder / "expert_layer"
+        torch_path = f"-DTORCH_PATH={Path(torch.__file__).parent}"
+        configure = shlex.join(["cmake", "-G", "Ninja", "-S", str(EXAMPLE), "-B", ".", torch_path])
+        path = os.pathsep.join([cmake.CMAKE_BIN_DIR, ninja.BIN_DIR, os.environ["PATH"]])
+        self.process = subprocess.Popen(
+            f"{configure} && cmake --build .",
+            shell=True,
+            cwd=folder,
+            env={**os.environ, "PATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    @cached_property
+    def output(self) -> str:
+        return self.process.communicate()[0]
+
+    def run(self, *arguments: Path) -> subprocess.CompletedProcess[str]:
+        """Run it without an environment, so without any Python that it could find."""
+        assert self.process.wait() == 0, self.output
+        command = [self.program, *arguments]
+        return subprocess.run(command, env={}, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
+    build = Build(tmp_path_factory.mktemp("build"))
+    yield build
+    build.process.kill()
+    build.process.wait()
+
+
+@pytest.fixture(scope="module")
+def export() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("aoti_export", EXAMPLE / "export.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("device", devices(*OPS))
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+def test_expert_layer(
+    recipe: str,
+    device: str,
+    build: Build,
+    export: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    export.export(export.RECIPES[recipe], torch.device(device), tmp_path)  # compares with eager
+    assert capsys.readouterr().out.count("away from eager") == len(export.TOKENS) == 2
+
+    examples = torch.load(tmp_path / "examples.pt", weights_only=True)
+    compiled = aoti_load_package(str(tmp_path / "expert_layer.pt2"))
+    for x, y in zip(examples[::2], examples[1::2], strict=True):
+        assert_same_bits(compiled(x.to(device)).cpu(), y)
+        assert not compiled(x[:0].to(device)).numel()
+        assert_same_bits(compiled(x[:1].to(device)).cpu(), compiled(x.to(device)).cpu()[:1])
+
+    done = build.run(loading.library(), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "37 tokens: the bits that Python got\n300 tokens: the bits that Python got\n"
+    )
+    examples[3] += 1
+    torch.save(examples, tmp_path / "examples.pt")
+    done = build.run(loading.library(), tmp_path)
+    assert done.returncode == 1
+    assert done.stdout.endswith("300 tokens: not the bits that Python got\n")
+
+
+def test_program_has_no_python_and_says_what_is_wrong(build: Build, tmp_path: Path) -> None:
+    assert "usage" in build.run().stderr
+    missing = build.run(tmp_path / "_C.so", tmp_path)
+    assert missing.returncode == 1
+    assert "cannot open shared object file" in missing.stderr
+    nothing = build.run(loading.library(), tmp_path)
+    assert nothing.returncode == 1
+    assert len(nothing.stderr.splitlines()) == 1  # no backtrace
+    linked = subprocess.run(["ldd", build.program], capture_output=True, text=True, check=True)
+    assert "libtorch_cpu.so" in linked.stdout
+    assert "python.so" not in linked.stdout
+    assert "libpython" not in linked.stdout
