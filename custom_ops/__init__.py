@@ -29,6 +29,7 @@ from grouped_linear.recipes import (
     MXFP8BlockScaling,
     Recipe,
 )
+from grouped_linear.tensor import GroupedTensor
 
 __version__ = version("grouped_linear")
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "Float8CurrentScaling",
     "GroupedLinear",
     "GroupedMLP",
+    "GroupedTensor",
     "MXFP8BlockScaling",
     "Recipe",
     "convert_experts",

@@ -1,0 +1,84 @@
+"""The arithmetic of 128x128 blocks, for a weight that is kept quantized.
+
+N out_features, K in_features; [...] is one expert, or [E, ...] of them.
+"""
+
+import torch
+from torch import Tensor
+
+from grouped_linear import ops
+from grouped_linear.meta_kernels.rules import BLOCK, E4M3
+from grouped_linear.recipes import Float8BlockScaling
+
+
+def transposed(q: Tensor) -> Tensor:
+    """The bytes of q [..., N, K] as dgrad reads them: [..., K, N]."""
+    return q.transpose(-2, -1).contiguous()
+
+
+def multiply_(w: Tensor, scale: Tensor) -> Tensor:
+    """Multiply w [..., N, K] by the scales of its blocks, in place.
+
+    >>> multiply_(torch.ones(144, 16), torch.tensor([[2.0], [3.0]]))[[127, 128], 0]
+    tensor([2., 3.])
+    """
+    *_, N, K = w.shape
+    whole = N // BLOCK
+    per_column = scale[..., None].expand(*scale.shape, BLOCK).flatten(-2)[..., :K]
+    w[..., : whole * BLOCK, :].unflatten(-2, (-1, BLOCK)).mul_(per_column[..., :whole, None, :])
+    if N % BLOCK:
+        w[..., whole * BLOCK :, :].mul_(per_column[..., whole:, :])
+    return w
+
+
+def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``q * scale`` of each block. Any dtype holds e4m3 numbers, so the product is rounded once."""
+    return multiply_(q.to(dtype), scale)
+
+
+def round_by_chance(v: Tensor) -> Tensor:
+    """Round float32 to e4m3: up with the probability that makes the mean exact.
+
+    A float32 has 20 bits of mantissa more than an e4m3. A random number of as many bits is added to
+    them, then they are cut off.
+
+    >>> torch.manual_seed(0) and round_by_chance(torch.full((1000,), 17.0)).float().unique()
+    tensor([16., 18.])
+    """
+    smallest, dropped = 2.0**-6, 20  # the smallest normal number
+    magnitude = v.abs()
+    # Below it numbers are as far apart as those just above, so rounding takes place there.
+    lift = (magnitude < smallest).to(v.dtype) * smallest
+    bits = (magnitude + lift).view(torch.int32)
+    noise = torch.randint(1 << dropped, v.shape, dtype=torch.int32, device=v.device)
+    rounded = ((bits + noise) >> dropped << dropped).view(torch.float32) - lift
+    rounded = rounded.clamp(max=torch.finfo(E4M3).max).copysign(v)
+    return torch.where(v.isfinite(), rounded, torch.nan).to(E4M3)
+
+
+def quantize_(
+    q: Tensor,
+    scale: Tensor,
+    q_t: Tensor | None,
+    w: Tensor,
+    recipe: Float8BlockScaling,
+    by_chance: bool,
+) -> None:
+    """Quantize w into the memory of q, scale and q_t."""
+    if q.dim() == 2:
+        q, scale, w = q[None], scale[None], w[None]
+        q_t = None if q_t is None else q_t[None]
+    w = w.contiguous()
+    ops.refresh_weight_(
+        w,
+        None,
+        q,
+        scale,
+        q_t,
+        amax_epsilon=recipe.amax_epsilon,
+        power_of_two_scales=recipe.power_of_two_scales,
+    )
+    if by_chance:
+        q.copy_(round_by_chance(multiply_(w.to(torch.float32, copy=True), 1 / scale)))
+        if q_t is not None:
+            q_t.copy_(q.transpose(1, 2))
