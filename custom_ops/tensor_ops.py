@@ -4,7 +4,8 @@ E groups, K in_features, N out_features.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -85,14 +86,36 @@ def _of_each_part(
     return GroupedTensor(op(t.q), op(t.scale), q_t, kind, size)
 
 
+@contextmanager
+def _views(t: GroupedTensor) -> Iterator[None]:
+    """Where views of t are made.
+
+    Views of its parts share the version counter of what they view; below autograd, where we are,
+    they would have counters of their own. In inference mode nothing is counted, and a view of a
+    tensor from outside must be made outside, too.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(t.is_inference()):
+            yield
+    else:
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            yield
+
+
 def _is_whole(t: GroupedTensor) -> bool:
     """Whether t has the shape of its parts, which a flattened view has not."""
     return t.shape == t.q.shape
 
 
-@_implements(aten.detach.default, aten.alias.default, aten.clone.default)
-def _same_on_each_part(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    out = _of_each_part(args[0], lambda part: func(part), size=args[0].shape)
+@_implements(aten.clone.default)
+def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _of_each_part(args[0], lambda part: func(part), size=args[0].shape)
+
+
+@_implements(aten.detach.default, aten.alias.default)
+def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with _views(args[0]):
+        out = _of_each_part(args[0], lambda part: func(part), size=args[0].shape)
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
@@ -109,11 +132,12 @@ def _experts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     over_experts = _is_whole(t) and t.dim() == 3 and bound["dim"] in (0, -3)
     if not over_experts or bound.get("step", 1) != 1:
         return _on_plain(func, args, kwargs)
-    parts = [func(part, *args[1:], **kwargs) for part in (t.q, t.scale, t.q_t) if part is not None]
-    if isinstance(parts[0], Tensor):
-        out: Any = _from_list(parts, t)
-    else:
-        out = [_from_list(each, t) for each in zip(*parts, strict=True)]
+    with _views(t):
+        parts = [func(p, *args[1:], **kwargs) for p in (t.q, t.scale, t.q_t) if p is not None]
+        if isinstance(parts[0], Tensor):
+            out: Any = _from_list(parts, t)
+        else:
+            out = [_from_list(each, t) for each in zip(*parts, strict=True)]
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
@@ -128,7 +152,8 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t, size = args
     known = math.prod(n for n in size if n != -1)
     size = [t.numel() // known if n == -1 else n for n in size]
-    out = _of_each_part(t, aten.alias, size=size)
+    with _views(t):
+        out = _of_each_part(t, aten.alias, size=size)
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
@@ -141,13 +166,14 @@ def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     first, remainder = divmod(0 if offset is None else offset - t.storage_offset(), N * K)
     if remainder or first < 0 or tuple(bound["stride"]) != contiguous_stride(size):
         return _on_plain(func, args, kwargs)
-    if first == 0 and math.prod(size) == t.numel():
-        out = _of_each_part(t, aten.alias, size=size)
-    elif lead and size[-2:] == (N, K) and len(size) in (2, 3):
-        experts = slice(first, first + size[0]) if len(size) == 3 else first
-        out = _of_each_part(t, lambda part: part[experts])
-    else:
-        return _on_plain(func, args, kwargs)
+    with _views(t):
+        if first == 0 and math.prod(size) == t.numel():
+            out = _of_each_part(t, aten.alias, size=size)
+        elif lead and size[-2:] == (N, K) and len(size) in (2, 3):
+            experts = slice(first, first + size[0]) if len(size) == 3 else first
+            out = _of_each_part(t, lambda part: part[experts])
+        else:
+            return _on_plain(func, args, kwargs)
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
@@ -205,9 +231,17 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In high precision: an optimizer keeps its state in such."""
     t = args[0]
+    device = torch.device(kwargs.get("device") or t.device)
+    if func is aten.empty_like.default and t.is_meta and device.type != "meta":
+        return _of_each_part(t, lambda part: _unfilled(part, device), size=t.shape)
     like = torch.empty(t.shape, dtype=t.dtype, device="meta")
-    device = kwargs.get("device") or t.device
     return func(like, **{**kwargs, "device": device, "memory_format": torch.contiguous_format})
+
+
+def _unfilled(part: Tensor, device: torch.device) -> Tensor:
+    """A part after nn.Module.to_empty. Scales of NaN show that nothing was loaded yet."""
+    there = torch.empty_like(part, device=device)
+    return there.fill_(torch.nan) if part.dtype == torch.float32 else there
 
 
 @_implements(aten.new_zeros.default)

@@ -165,8 +165,10 @@ def test_views_of_experts(view: Any, columnwise: bool) -> None:
         # its own metadata: a view of it is right, too
         assert_same_bits(part.view(-1).dequantize(), expected.reshape(-1))
     for (_, part), (_, expected) in zip(view(t), view(dense), strict=True):
+        versions = [p._version for p in parts(t)]
         part.mul_(2)
         expected.mul_(2)
+        assert all(p._version > version for p, version in zip(parts(t), versions, strict=True))
     assert_same(t, GroupedTensor.quantize(dense))
 
 
@@ -383,6 +385,17 @@ def test_leaf_is_not_written_with_gradients() -> None:
     for write in (WRITES["add_"], *SETS.values()):
         with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
             write(p)
+
+
+def test_inference_mode() -> None:
+    t = GroupedTensor.quantize(random_weight())
+    with torch.inference_mode():
+        twin = GroupedTensor.quantize(random_weight())
+        for w in (t, twin):
+            w[1].mul_(2)
+            w.view(-1).add_(1)
+            w[2] = 3.0
+        assert_same(t, twin)
 
 
 def test_gradients_are_plain() -> None:
