@@ -13,7 +13,8 @@ from grouped_linear import ops
 from grouped_linear.autograd import Call, GroupedLinearFunction
 from grouped_linear.delayed import DelayedScalingState
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
-from grouped_linear.recipes import DelayedScaling, Experts, Recipe
+from grouped_linear.recipes import DelayedScaling, Experts, Float8BlockScaling, Recipe
+from grouped_linear.tensor import GroupedTensor
 
 
 def grouped_linear(
@@ -35,7 +36,8 @@ def grouped_linear(
     Args:
         x: [..., K] bfloat16, float16 or float32, rows sorted by group; leading dimensions count as
             rows. K and N are multiples of 16.
-        weight: [E, N, K]. Of x's dtype without a recipe, of any of the three dtypes with one.
+        weight: [E, N, K]. Of x's dtype without a recipe, of any of the three dtypes with one. Under
+            ``Float8BlockScaling`` also a :class:`grouped_linear.GroupedTensor`, read as it is.
         m_splits: [E] rows of each group, int32 or int64. A tensor on x's device is never read by
             the host; a list or a tensor elsewhere is copied there.
         bias: [E, N].
@@ -48,7 +50,8 @@ def grouped_linear(
 
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size, and on CPU for wrong m_splits.
-        ValueError: for ``DelayedScaling`` without a state, or a state without it.
+        ValueError: for ``DelayedScaling`` without a state, or a state without it, and for a
+            quantized weight under another recipe than ``Float8BlockScaling``.
 
     >>> x, weight = torch.randn(5, 16), torch.randn(2, 32, 16)
     >>> y = grouped_linear(x, weight, torch.tensor([2, 3]))
@@ -85,6 +88,13 @@ def apply_layer(
         options: further fields of :class:`grouped_linear.autograd.Call`.
     """
     experts = weights
+    if isinstance(weights[0], GroupedTensor):
+        if not isinstance(recipe, Float8BlockScaling):
+            raise ValueError(
+                "grouped_linear: a quantized weight needs the recipe Float8BlockScaling, "
+                f"got {recipe!r}"
+            )
+        options["kept"] = weights[0].kept(torch.is_grad_enabled() and x.requires_grad)
     device_type = x.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):  # meta has no autocast
         dtype = torch.get_autocast_dtype(device_type)

@@ -17,7 +17,8 @@ from grouped_linear.autograd import LaterWgrad, Wgrad
 from grouped_linear.delayed import DelayedScalingState
 from grouped_linear.functional import apply_layer
 from grouped_linear.meta_kernels.rules import FEATURE_MULTIPLE, MAX_GROUPS, dtype_name
-from grouped_linear.recipes import DelayedScaling, KeptWeight, Recipe
+from grouped_linear.recipes import DelayedScaling, Float8BlockScaling, KeptWeight, Recipe
+from grouped_linear.tensor import GroupedTensor
 from grouped_linear.weight_cache import WeightCache
 
 # Arguments of TransformerEngine's layer that belong to its callers here, and the values that ask
@@ -57,6 +58,9 @@ class _Options:
     save_original_input: bool
     single_grouped_weight: bool
     single_grouped_bias: bool
+    quantized_weight: bool
+    stochastic_rounding: bool
+    preserve_high_precision_init: bool
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_gemms <= MAX_GROUPS:
@@ -75,6 +79,21 @@ class _Options:
                 "GroupedLinear: recipe must be None or one of grouped_linear's recipes, "
                 f"got {self.recipe!r}"
             )
+        if self.quantized_weight and not isinstance(self.recipe, Float8BlockScaling):
+            raise ValueError(
+                "GroupedLinear: quantized_weight needs the recipe Float8BlockScaling, "
+                f"got {self.recipe!r}"
+            )
+        if self.quantized_weight and self.cache_weights:
+            raise ValueError(
+                "GroupedLinear: cache_weights keeps what quantized_weight has already: "
+                "choose one of them"
+            )
+        if self.quantized_weight and not self.single_grouped_weight:
+            raise ValueError("GroupedLinear: quantized_weight needs single_grouped_weight=True")
+        for name in ("stochastic_rounding", "preserve_high_precision_init"):
+            if getattr(self, name) and not self.quantized_weight:
+                raise ValueError(f"GroupedLinear: {name} needs quantized_weight=True")
         if self.save_original_input and isinstance(self.recipe, DelayedScaling):
             raise ValueError(
                 "GroupedLinear: save_original_input quantizes the input once more in the backward, "
@@ -140,11 +159,17 @@ class GroupedLinear(nn.Module):
         single_grouped_weight: one parameter ``weight`` for all experts, or ``weight0``, ``weight1``
             and so on. Checkpoints of either form load into the other.
         single_grouped_bias: one parameter ``bias``, or ``bias0``, ``bias1`` and so on.
+        quantized_weight: make the weight a :class:`grouped_linear.GroupedTensor`, which is kept
+            quantized, under ``Float8BlockScaling``. It is drawn in `dtype`, then quantized.
+        stochastic_rounding: round it by chance when an optimizer steps it.
+        preserve_high_precision_init: keep what was drawn as ``high_precision_init``, for an
+            optimizer that holds weights of its own in high precision.
         out_of_scope: TransformerEngine's arguments for tensor parallelism and overlapped
             communication, with values that ask for none.
 
     Attributes:
         weight: [E, N, K]; or weight0, ... [N, K].
+        high_precision_init: [E, N, K] on the CPU, or None; yours to set to None after use.
         bias: [E, N], or None; or bias0, ... [N].
         scaling_state: what ``DelayedScaling`` remembers, see
             :class:`grouped_linear.DelayedScalingState`; None under any other recipe.
@@ -162,6 +187,7 @@ class GroupedLinear(nn.Module):
     """
 
     bias: nn.Parameter | None
+    high_precision_init: Tensor | None
     scaling_state: DelayedScalingState | None
     weight_cache: WeightCache | None
 
@@ -186,6 +212,9 @@ class GroupedLinear(nn.Module):
         save_original_input: bool = False,
         single_grouped_weight: bool = True,
         single_grouped_bias: bool = True,
+        quantized_weight: bool = False,
+        stochastic_rounding: bool = False,
+        preserve_high_precision_init: bool = False,
         **out_of_scope: Any,
     ) -> None:
         super().__init__()
@@ -207,10 +236,17 @@ class GroupedLinear(nn.Module):
             save_original_input,
             single_grouped_weight,
             single_grouped_bias,
+            quantized_weight,
+            stochastic_rounding,
+            preserve_high_precision_init,
         )
         like: dict[str, Any] = {"dtype": dtype or params_dtype, "device": device}
         weight = torch.empty(num_gemms, out_features, in_features, **like)
+        if quantized_weight:
+            assert isinstance(recipe, Float8BlockScaling)
+            weight = GroupedTensor.quantize(weight, recipe, stochastic_rounding=stochastic_rounding)
         self._register("weight", weight, single_grouped_weight)
+        self.high_precision_init = None
         if bias:
             self._register(
                 "bias", torch.empty(num_gemms, out_features, **like), single_grouped_bias
@@ -259,14 +295,21 @@ class GroupedLinear(nn.Module):
         options, tracker = self._options, self._options.get_rng_state_tracker
         names = () if options.rng_tracker_name is None else (options.rng_tracker_name,)
         bound = 1 / math.sqrt(options.in_features)
+        drawn = weights[0] if options.single_grouped_weight else weights
+        if options.quantized_weight:  # draw what any other layer draws, then quantize all of it
+            drawn = torch.empty(drawn.shape, dtype=drawn.dtype, device=drawn.device)
         with nullcontext() if tracker is None else tracker().fork(*names):
-            for weight_NK in weights[0] if options.single_grouped_weight else weights:
+            for weight_NK in drawn:
                 if options.init_method is None:
                     nn.init.uniform_(weight_NK, -bound, bound)
                 else:
                     options.init_method(weight_NK)
             for name in self._bias_names:
                 nn.init.uniform_(getattr(self, name), -bound, bound)
+        if options.quantized_weight:
+            weights[0].copy_(drawn)
+            if options.preserve_high_precision_init:
+                self.high_precision_init = drawn.cpu()
 
     def forward(
         self,
@@ -292,7 +335,8 @@ class GroupedLinear(nn.Module):
         Raises:
             RuntimeError: for wrong tensors, or where False reads a cache that was not filled. On
                 the device nobody looks: a flag that is false then reads NaN.
-            ValueError: for ``is_first_microbatch`` under a recipe and without ``cache_weights``.
+            ValueError: for ``is_first_microbatch`` under a recipe and without ``cache_weights``,
+                unless the weight is kept quantized anyway.
         """
         options = self._options
         weights, bias = self._weights(), self._whole_bias()
@@ -315,7 +359,8 @@ class GroupedLinear(nn.Module):
     def _flag(self, first: Tensor | bool | None, x: Tensor) -> Tensor | bool | None:
         if first is None:
             return None
-        if self._options.recipe is not None and self.weight_cache is None:
+        needs_cache = self._options.recipe is not None and not self._options.quantized_weight
+        if needs_cache and self.weight_cache is None:
             raise ValueError(
                 "GroupedLinear: is_first_microbatch needs cache_weights=True under the recipe "
                 f"{type(self._options.recipe).__name__}"

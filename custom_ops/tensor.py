@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from grouped_linear import blocks, ops
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, BLOCK, E4M3, Rules, ceil_div
-from grouped_linear.recipes import Float8BlockScaling, Operand, Operands
+from grouped_linear.recipes import Float8BlockScaling, KeptWeight
 
 # How the class is shown to __tensor_unflatten__: dtype, recipe, stochastic_rounding.
 Kind = tuple[torch.dtype, Float8BlockScaling, bool]
@@ -189,12 +189,11 @@ class GroupedTensor(Tensor):
         w: Tensor = _Dequantize.apply(self, dtype)
         return w
 
-    def operands(self, columnwise: bool) -> Operands:
-        """As the products of a layer read it: for fprop, and where asked for dgrad."""
-        if not columnwise:
-            return Operands(Operand(self.q, self.scale), None)
-        q_t = blocks.transposed(self.q) if self.q_t is None else self.q_t
-        return Operands(Operand(self.q, self.scale), Operand(q_t, self.scale.transpose(-2, -1)))
+    def kept(self, columnwise: bool) -> KeptWeight:
+        """As a layer's products read it: for fprop, and where asked for dgrad."""
+        if columnwise and self.q_t is None:
+            return KeptWeight(self.q, self.scale, blocks.transposed(self.q))
+        return KeptWeight(self.q, self.scale, self.q_t)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (

@@ -88,14 +88,14 @@ def test_from_parts() -> None:
     assert_same(GroupedTensor.from_parts(t.q[1], t.scale[1]), t[1])
 
 
-def test_operands() -> None:
+def test_kept() -> None:
     t = GroupedTensor.quantize(random_weight())
-    for columnwise in (t, GroupedTensor.from_parts(t.q, t.scale, FP32, columnwise=False)):
-        rowwise, transposed = columnwise.operands(True)[:2]
-        assert rowwise.values is columnwise.q
-        assert_same_bits(transposed.values, t.q.transpose(1, 2))
-        assert_same_bits(transposed.scale, t.scale.transpose(1, 2))
-        assert columnwise.operands(False).columnwise is None
+    for w in (t, GroupedTensor.from_parts(t.q, t.scale, FP32, columnwise=False)):
+        kept = w.kept(columnwise=True)
+        assert kept.values is w.q
+        assert kept.scale is w.scale
+        assert_same_bits(kept.columnwise, t.q.transpose(1, 2))
+        assert w.kept(columnwise=False).columnwise is w.q_t
 
 
 def test_errors() -> None:

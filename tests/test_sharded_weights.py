@@ -1,0 +1,169 @@
+"""A quantized weight on two processes: FSDP2 gathers it in FP8, distributed checkpoints hold it.
+
+One pair of processes does everything, since starting them takes longer than what they do.
+E experts, T rows, K in_features, N out_features.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from samples import BF16, assert_same_bits
+from test_grouped_tensor import assert_same
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.profiler import profile
+
+from grouped_linear import Float8BlockScaling, GroupedLinear, GroupedTensor
+
+PROCESSES = 2
+E, T, K, N = 4, 40, 32, 144
+SPLITS = ([10, 0, 20, 9], [0, 40, 0, 0], [1, 2, 3, 4])
+
+
+class Model(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        kept: dict[str, Any] = {"recipe": Float8BlockScaling(), "dtype": BF16}
+        self.experts = GroupedLinear(E, K, N, quantized_weight=True, **(kept | options))
+        self.plain = nn.Linear(N, 16, dtype=BF16)
+
+    def forward(self, x: Tensor, m_splits: Tensor) -> Tensor:
+        y: Tensor = self.plain(self.experts(x, m_splits))
+        return y
+
+
+def train(model: nn.Module, call: Callable[..., Tensor]) -> list[Tensor]:
+    """Outputs of a few steps, on the same data on every process."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(1)
+    outputs = []
+    for m_splits in SPLITS:
+        x = torch.randn(T, K, generator=generator).to(BF16)
+        y = call(x, torch.tensor(m_splits))
+        y.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append(y.detach())
+    return outputs
+
+
+def shard_of(weight: Tensor, rank: int) -> Tensor:
+    return weight.detach().chunk(PROCESSES)[rank]
+
+
+def check_training(rank: int) -> tuple[nn.Module, nn.Module]:
+    """Sharded steps are those of one process."""
+    whole, sharded = Model(), Model()
+    fully_shard(sharded)
+    local = sharded.experts.weight.to_local()
+    assert_same(local, shard_of(whole.experts.weight, rank))
+    assert local.q_t is None  # a shard is not multiplied with
+    for a, b in zip(train(sharded, sharded), train(whole, whole), strict=True):
+        assert_same_bits(a, b)
+    assert isinstance(sharded.experts.weight, DTensor)
+    assert_same(sharded.experts.weight.to_local(), shard_of(whole.experts.weight, rank))
+    # To look at all of it is to see numbers, in high precision.
+    assert_same_bits(sharded.experts.weight.full_tensor(), whole.experts.weight.dequantize())
+    return whole, sharded
+
+
+def check_bytes(sharded: nn.Module) -> None:
+    """What is gathered is one byte an element of the weight, and scales."""
+    x, m_splits = torch.zeros(T, K, dtype=BF16), torch.tensor(SPLITS[0])
+    with profile(record_shapes=True) as recorded, torch.no_grad():
+        sharded(x, m_splits)
+    gathers = [e for e in recorded.events() if "all_gather" in e.name.lower() and e.input_shapes]
+    sizes = [size[0] for e in gathers for size in e.input_shapes if len(size) == 1]
+    others = sum(p.numel() for p in sharded.parameters()) - E * N * K
+    expected = E * N * K + E * 2 * 4 + 2 * others  # e4m3, scales and bf16
+    assert expected in sizes, (expected, [(e.name, e.input_shapes) for e in gathers])
+
+
+def check_checkpoints(rank: int, whole: nn.Module, sharded: nn.Module, directory: Path) -> None:
+    """Saved by two, loaded by two or by one; and the other way round."""
+    dcp.save(get_model_state_dict(sharded), checkpoint_id=directory / "sharded")
+    restored = Model(init_method=nn.init.zeros_)
+    fully_shard(restored)
+    state = get_model_state_dict(restored)
+    dcp.load(state, checkpoint_id=directory / "sharded")
+    set_model_state_dict(restored, state)
+    assert_same(restored.experts.weight.to_local(), sharded.experts.weight.to_local())
+
+    alone = Model(init_method=nn.init.zeros_)
+    state = alone.state_dict()
+    dcp.load(state, checkpoint_id=directory / "sharded")
+    alone.load_state_dict(state)
+    assert_same(alone.experts.weight.detach(), whole.experts.weight.detach())
+
+    dcp.save(whole.state_dict(), checkpoint_id=directory / "whole")
+    state = get_model_state_dict(restored)
+    nn.init.zeros_(restored.experts.weight.to_local())
+    dcp.load(state, checkpoint_id=directory / "whole")
+    set_model_state_dict(restored, state)
+    assert_same(restored.experts.weight.to_local(), shard_of(whole.experts.weight, rank))
+
+
+def check_meta(rank: int, whole: nn.Module, directory: Path) -> None:
+    """Sharded without ever being whole, then loaded."""
+    model = Model(device="meta")
+    model.plain.to("meta")
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    state = get_model_state_dict(model)
+    dcp.load(state, checkpoint_id=directory / "whole")
+    set_model_state_dict(model, state)
+    assert_same(model.experts.weight.to_local(), shard_of(whole.experts.weight, rank))
+
+
+def check_compiled() -> None:
+    model, twin = Model(), Model()
+    for m in (model, twin):
+        fully_shard(m)
+    compiled = torch.compile(model, backend="aot_eager")
+    for a, b in zip(train(model, compiled), train(twin, twin), strict=True):
+        assert_same_bits(a, b)
+    assert_same(model.experts.weight.to_local(), twin.experts.weight.to_local())
+
+
+def check_data_parallel() -> None:
+    model, twin = Model(), Model()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    for a, b in zip(train(model, parallel), train(twin, twin), strict=True):
+        assert_same_bits(a, b)
+    assert_same(model.experts.weight.detach(), twin.experts.weight.detach())
+
+
+def check_refusals() -> None:
+    uneven = GroupedLinear(3, K, N, recipe=Float8BlockScaling(), quantized_weight=True)
+    fully_shard(uneven)
+    with pytest.raises(ValueError, match="as many experts on every process, got 3 for 2 processes"):
+        uneven(torch.ones(3, K), [1, 1, 1])
+    with pytest.raises(NotImplementedError, match="would not reach a quantized tensor"):
+        dist.broadcast(GroupedTensor.quantize(torch.ones(E, N, K)), src=0)
+
+
+def check(rank: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    rendezvous = f"file://{directory / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=PROCESSES)
+    whole, sharded = check_training(rank)
+    check_bytes(sharded)
+    check_checkpoints(rank, whole, sharded, directory)
+    check_meta(rank, whole, directory)
+    check_compiled()
+    check_data_parallel()
+    check_refusals()
+    dist.destroy_process_group()
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    mp.spawn(check, args=(tmp_path,), nprocs=PROCESSES)
