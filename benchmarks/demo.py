@@ -5,6 +5,7 @@ with CUDA graphs), then prints one table, a plot of the losses and a line that t
 
     python -m benchmarks.demo
     python -m benchmarks.demo --recipe block current delayed mxfp8
+    python -m benchmarks.demo --quantized-weights
 """
 
 import argparse
@@ -36,15 +37,20 @@ from grouped_linear import (
     update_scales,
 )
 
+# With --quantized-weights, experts' weights are in FP8 alone, nowhere in high precision.
+QUANTIZED_WEIGHTS = "quantized weights"
 # Each is trained beside BF16. Colours of Okabe and Ito, told apart by all kinds of eyes.
 RECIPES: dict[str, Recipe] = {
     "block": Float8BlockScaling(),
+    QUANTIZED_WEIGHTS: Float8BlockScaling(),
     "current": Float8CurrentScaling(),
     "delayed": DelayedScaling(),
     "mxfp8": MXFP8BlockScaling(),
 }
 NAMES = {"block": "FP8", "current": "FP8 current", "delayed": "FP8 delayed", "mxfp8": "MXFP8"}
+NAMES[QUANTIZED_WEIGHTS] = "FP8 weights"
 COLOURS = {"block": "#D55E00", "current": "#009E73", "delayed": "#CC79A7", "mxfp8": "#E69F00"}
+COLOURS[QUANTIZED_WEIGHTS] = "#0072B2"
 # torch.compile's mode. CUDA graphs need a GPU.
 MODES = {"eager": None, "compiled": "default", "compiled + graphs": "reduce-overhead"}
 WARM_UP = 3  # steps in which torch.compile compiles, and records CUDA graphs
@@ -158,6 +164,8 @@ def train(run: Run, scale: Scale, text: Text, device: torch.device, seed: int) -
     S = scale.size.context
     with device:
         linear = partial(GroupedLinear, bias=False, recipe=run.recipe)
+        if run.kind == QUANTIZED_WEIGHTS:  # which small steps reach by chance alone
+            linear = partial(linear, quantized_weight=True, stochastic_rounding=True)
         model = LanguageModel(scale.size, partial(Experts, linear=linear), run.dtype)
     mode = MODES[run.mode]
     forward = torch.compile(model, fullgraph=True, mode=mode) if mode else model
@@ -320,9 +328,14 @@ def parse_arguments() -> argparse.Namespace:
     option(
         "--recipe",
         nargs="+",
-        choices=RECIPES,
+        choices=[kind for kind in RECIPES if kind != QUANTIZED_WEIGHTS],
         default=["block"],
         help="of the runs beside BF16 (default: block, FP8 in blocks of 128)",
+    )
+    option(
+        "--quantized-weights",
+        action="store_true",
+        help="also train with experts' weights that are kept in FP8, rounded by chance",
     )
     option(
         "--device",
@@ -341,6 +354,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     kinds = [None, *arguments.recipe]
+    if arguments.quantized_weights:
+        kinds.append(QUANTIZED_WEIGHTS)
     device = choose_device(arguments.device, [kind and RECIPES[kind] for kind in kinds])
     scale = HOPPER if device.type == "cuda" else CPU
     if arguments.steps is not None:
