@@ -295,9 +295,10 @@ class GroupedLinear(nn.Module):
         options, tracker = self._options, self._options.get_rng_state_tracker
         names = () if options.rng_tracker_name is None else (options.rng_tracker_name,)
         bound = 1 / math.sqrt(options.in_features)
-        drawn = weights[0] if options.single_grouped_weight else weights
+        drawn: Any = weights[0] if options.single_grouped_weight else weights
         if options.quantized_weight:  # draw what any other layer draws, then quantize all of it
-            drawn = torch.empty(drawn.shape, dtype=drawn.dtype, device=drawn.device)
+            like = {"dtype": weights[0].dtype, "device": weights[0].device}
+            drawn = torch.empty(weights[0].shape, **like)
         with nullcontext() if tracker is None else tracker().fork(*names):
             for weight_NK in drawn:
                 if options.init_method is None:

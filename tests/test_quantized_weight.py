@@ -106,6 +106,8 @@ def test_errors() -> None:
     cases = [
         lambda: make_layer(recipe=None),
         lambda: make_layer(recipe=MXFP8BlockScaling()),
+        lambda: make_layer(cache_weights=True),
+        lambda: make_layer(single_grouped_weight=False),
         lambda: make_layer(quantized_weight=False, stochastic_rounding=True),
         lambda: make_layer(quantized_weight=False, preserve_high_precision_init=True),
         lambda: grouped_linear(x, w, [2]),
@@ -120,6 +122,8 @@ def test_errors() -> None:
         """\
 GroupedLinear: quantized_weight needs the recipe Float8BlockScaling, got None
 GroupedLinear: quantized_weight needs the recipe Float8BlockScaling, got MXFP8BlockScaling()
+GroupedLinear: cache_weights keeps what quantized_weight has already: choose one of them
+GroupedLinear: quantized_weight needs single_grouped_weight=True
 GroupedLinear: stochastic_rounding needs quantized_weight=True
 GroupedLinear: preserve_high_precision_init needs quantized_weight=True
 grouped_linear: a quantized weight needs the recipe Float8BlockScaling, got None""",
@@ -231,6 +235,65 @@ def test_state_dicts_of_either_kind(from_quantized: bool, to_quantized: bool) ->
         expected = source.weight.detach()
         expected = expected.dequantize() if from_quantized else expected
         assert_same_bits(target.weight, expected)
+
+
+@pytest.mark.parametrize("to_quantized", [True, False])
+@pytest.mark.parametrize("from_quantized", [True, False])
+def test_state_dicts_with_an_expert_a_key(from_quantized: bool, to_quantized: bool) -> None:
+    """weight0, weight1, ... of either kind into one weight; one weight of either kind into them."""
+    source = make_layer(quantized_weight=from_quantized)
+    state = source.state_dict()
+    packed = state.pop("weight")
+    apart = state | {f"weight{e}": expert for e, expert in enumerate(packed)}
+    target = make_layer(quantized_weight=to_quantized)
+    torch.nn.init.zeros_(target.weight)
+    target.load_state_dict(apart, strict=True)
+    expected = make_layer(quantized_weight=False).weight.detach()
+    if to_quantized:
+        assert_same(target.weight.detach(), GroupedTensor.quantize(expected))
+    elif from_quantized:
+        assert_same_bits(target.weight, packed.dequantize())
+    else:
+        assert_same_bits(target.weight, expected)
+    discrete = make_layer(quantized_weight=False, single_grouped_weight=False)
+    discrete.load_state_dict(source.state_dict(), strict=True)
+    for e, expert in enumerate(packed):
+        plain = expert.dequantize() if from_quantized else expert
+        assert_same_bits(getattr(discrete, f"weight{e}"), plain)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_micro_batches(backend: str | None) -> None:
+    """Gradients in main_grad, for which the quantized weight is the same in each micro-batch."""
+    layers = []
+    for quantized in (True, False):
+        layer = make_layer(
+            quantized_weight=quantized,
+            cache_weights=not quantized,
+            fuse_wgrad_accumulation=True,
+        )
+        layer.weight.main_grad = torch.full((E, N, K), torch.nan)
+        call_of = torch.compile(layer, fullgraph=True, backend=backend) if backend else layer
+        for i, m_splits in enumerate(SPLITS[:3]):
+            x, splits, dy = inputs("cpu", m_splits)
+            call_of(x, splits, is_first_microbatch=i == 0).backward(dy)
+        assert layer.weight.grad is None
+        layers.append(layer)
+    assert_same_bits(layers[0].weight.main_grad, layers[1].weight.main_grad)
+    assert_same_bits(layers[0].bias.grad, layers[1].bias.grad)
+
+
+def test_delayed_weight_gradient() -> None:
+    layers = [
+        make_layer(quantized_weight=q, delay_wgrad_compute=True, save_original_input=True)
+        for q in (True, False)
+    ]
+    for layer in layers:
+        x, splits, dy = inputs("cpu", SPLITS[0])
+        layer(x, splits).backward(dy)
+        layer.backward_dw()
+    assert type(layers[0].weight.grad) is Tensor
+    assert_same_bits(layers[0].weight.grad, layers[1].weight.grad)
 
 
 # --- torch.compile -------------------------------------------------------------------------------
