@@ -56,7 +56,8 @@ class FuseSwiglu(CustomGraphPass):
 
     It matches where gate and up are the halves of one [T, 2 K] tensor, in this order, and where
     nothing else reads their product (or the gradient). Everything else is left as it is: other
-    activations, gate and up of two tensors, recipes other than ``Float8BlockScaling``.
+    activations, gate and up of two tensors, recipes other than ``Float8BlockScaling``. torch
+    2.11 writes the gradient in a way that is not found: there the forward alone is rewritten.
 
     Fused or not, h differs in last bits: Inductor rounds silu(gate) to the activations' dtype
     before it multiplies by up, :func:`grouped_linear.ops.swiglu` rounds the product alone, and each

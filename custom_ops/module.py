@@ -305,8 +305,10 @@ class GroupedLinear(nn.Module):
                     nn.init.uniform_(weight_NK, -bound, bound)
                 else:
                     options.init_method(weight_NK)
-            for name in self._bias_names:
-                nn.init.uniform_(getattr(self, name), -bound, bound)
+            # An expert at a time, as weights: one number generator gives every form the same.
+            biases = [getattr(self, name) for name in self._bias_names]
+            for bias_N in biases[0] if biases and options.single_grouped_bias else biases:
+                nn.init.uniform_(bias_N, -bound, bound)
         if options.quantized_weight:
             weights[0].copy_(drawn)
             if options.preserve_high_precision_init:
