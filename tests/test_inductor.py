@@ -117,7 +117,7 @@ def test_fused_has_the_bits_of_our_ops(
         assert_same_bits(actual, expected)
     for actual, expected in zip(results, train(model, model, shape), strict=True):
         distance = (actual - expected).float().norm() / expected.float().norm()
-        assert distance < 0.02, distance
+        assert distance < (0.02 if GRADIENT_IS_KNOWN else 0.03), distance
 
 
 @DEVICES
