@@ -20,6 +20,7 @@ from grouped_linear.recipes import (
     Slot,
     Unquantized,
     Wanted,
+    kept_operands,
 )
 
 
@@ -135,17 +136,24 @@ class Wgrad(NamedTuple):
         (dy, dy_scale), (x, x_scale), offs = self.dy, self.x, self.offs
         assert isinstance(dy, Tensor)
         assert isinstance(x, Tensor)
-        if dy_scale is None or x_scale is None:
-            if main_grad[0].dim() == 3:
-                ops.grouped_mm_wgrad_(main_grad[0], dy, x, offs, overwrite)
-            else:
+        apart = main_grad[0].dim() == 2
+        if apart and torch.compiler.is_compiling():
+            # Inductor clones all of a list that is written where its tensors share a buffer, as
+            # main_grads do; one by one it writes them where they are.
+            for grad, dw_NK in zip(main_grad, self._product(torch.float32), strict=True):
+                total = grad + dw_NK
+                grad.copy_(total if overwrite is None else torch.where(overwrite, dw_NK, total))
+        elif dy_scale is None or x_scale is None:
+            if apart:
                 ops.grouped_mm_wgrad_list_(main_grad, dy, x, offs, overwrite)
-        elif main_grad[0].dim() == 3:
-            scales = dy_scale, x_scale
-            ops.grouped_scaled_mm_wgrad_(main_grad[0], dy, x, *scales, offs, overwrite)
+            else:
+                ops.grouped_mm_wgrad_(main_grad[0], dy, x, offs, overwrite)
         else:
-            scales = dy_scale, x_scale
-            ops.grouped_scaled_mm_wgrad_list_(main_grad, dy, x, *scales, offs, overwrite)
+            operands = dy, x, dy_scale, x_scale, offs
+            if apart:
+                ops.grouped_scaled_mm_wgrad_list_(main_grad, *operands, overwrite)
+            else:
+                ops.grouped_scaled_mm_wgrad_(main_grad[0], *operands, overwrite)
 
 
 class LaterWgrad(torch.autograd.Function):
@@ -199,7 +207,7 @@ class GroupedLinearFunction(torch.autograd.Function):
             if call.refresh is not False:
                 flag = None if call.refresh is True else call.refresh
                 call.recipe.refresh_weight_(call.kept, call.experts, w_slot, flag)
-            w = call.recipe.kept_weight(call.kept)
+            w = kept_operands(call.kept)
         ctx.call = call
         # Saved, so that an update between forward and backward raises; amax is only ever raised.
         ctx.save_for_backward(
@@ -225,7 +233,8 @@ class GroupedLinearFunction(torch.autograd.Function):
         dx_TK = db_EN = None
         dws: tuple[Tensor | None, ...] = (None,) * len(need_weights)
         if need_x:
-            weight = Operand(tuple(w) if w[0].dim() == 2 else w[0], w_scale)
+            saved = Operand(tuple(w) if w[0].dim() == 2 else w[0], w_scale)
+            weight = scheme.for_dgrad(saved)
             dx_TK = _multiply(dy.rowwise, weight, offs_E, None, dy_TN.dtype, transpose_b=True)
         if need_weight:
             columns: Operand | None = Operand(x, x_scale)

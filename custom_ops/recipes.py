@@ -10,7 +10,7 @@ T rows, E groups, K in_features, N out_features.
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class Operands(NamedTuple):
     rowwise: Operand | None
     """For the sum over its last dimension: x and weight in fprop, dy in dgrad."""
     columnwise: Operand | None
-    """For the sum over rows: x and dy in wgrad; the weight in dgrad, as [E, K, N]."""
+    """For the sum over rows: x and dy in wgrad; the weight in dgrad, see Scheme.for_dgrad."""
     bias_grad: Tensor | None = None
 
 
@@ -62,7 +62,7 @@ class KeptWeight(NamedTuple):
     """[E, N, K]."""
     scale: Tensor | None
     columnwise: Tensor | None
-    """For dgrad: [E, K, N] in FP8, [E, N, K] of MXFP8."""
+    """[E, K, N], for dgrad."""
 
 
 #: A weight's numbers: one tensor [E, N, K], or E tensors [N, K].
@@ -79,7 +79,15 @@ class Scheme(Protocol):
         ...
 
     def weight(self, experts: Experts, slot: Slot | None, columnwise: bool) -> Operands:
-        """The weight, and where dgrad will read it also [E, K, N]."""
+        """The weight for fprop, and for dgrad where it will read it."""
+        ...
+
+    def for_dgrad(self, columnwise: Operand) -> Operand:
+        """A columnwise weight as [E, K, N], with its scales, where it is one tensor.
+
+        Apart from `weight`, so that what is saved for backward is a kept tensor itself: a view
+        that a compiled graph makes has its own version, and a refresh would go unnoticed.
+        """
         ...
 
     def gradient(
@@ -104,10 +112,6 @@ class Quantizing(Scheme, Protocol):
         """Quantize a weight into kept, unless the flag, read on the device, is false."""
         ...
 
-    def kept_weight(self, kept: KeptWeight) -> Operands:
-        """A kept weight as the products read it."""
-        ...
-
 
 def _weight_of_list(
     scheme: Quantizing, experts: Experts, slot: Slot | None, columnwise: bool
@@ -117,7 +121,7 @@ def _weight_of_list(
     E = len(experts[0]) if experts[0].dim() == 3 else len(experts)
     kept = scheme.new_weight(E, N, K, experts[0].device, columnwise)
     scheme.refresh_weight_(kept, experts, slot, None)
-    return scheme.kept_weight(kept)
+    return kept_operands(kept)
 
 
 def _new_fp8_weight(
@@ -135,7 +139,8 @@ def _new_fp8_weight(
     )
 
 
-def _kept_per_group(kept: KeptWeight) -> Operands:
+def kept_operands(kept: KeptWeight) -> Operands:
+    """A kept weight for fprop and dgrad."""
     return Operands(Operand(kept.values, kept.scale), _pair(kept.columnwise, kept.scale))
 
 
@@ -164,10 +169,14 @@ class Unquantized:
 
     def weight(self, experts: Experts, slot: Slot | None, columnwise: bool) -> Operands:
         """The weight as it is."""
-        if experts[0].dim() == 2:
-            return Operands(Operand(experts), Operand(experts) if columnwise else None)
-        w_ENK = experts[0]
-        return Operands(Operand(w_ENK), Operand(w_ENK.transpose(1, 2)) if columnwise else None)
+        w = Operand(experts if experts[0].dim() == 2 else experts[0])
+        return Operands(w, w if columnwise else None)
+
+    def for_dgrad(self, columnwise: Operand) -> Operand:
+        """The weight, turned; separate experts are turned by their product."""
+        if isinstance(columnwise.values, tuple):
+            return columnwise
+        return Operand(columnwise.values.transpose(1, 2))
 
     def gradient(
         self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
@@ -225,7 +234,7 @@ class Float8BlockScaling:
             power_of_two_scales=self.power_of_two_scales,
             columnwise=columnwise,
         )
-        return self.kept_weight(KeptWeight(*w))
+        return kept_operands(KeptWeight(*w))
 
     def new_weight(
         self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
@@ -249,12 +258,10 @@ class Float8BlockScaling:
             power_of_two_scales=self.power_of_two_scales,
         )
 
-    def kept_weight(self, kept: KeptWeight) -> Operands:
-        """A weight in FP8; its scales serve both layouts, turned over for the other."""
-        assert kept.scale is not None
-        return Operands(
-            Operand(kept.values, kept.scale), _pair(kept.columnwise, kept.scale.transpose(1, 2))
-        )
+    def for_dgrad(self, columnwise: Operand) -> Operand:
+        """[E, K, N], with the scales of [E, N, K] turned over."""
+        assert columnwise.scale is not None
+        return Operand(columnwise.values, columnwise.scale.transpose(1, 2))
 
     def gradient(
         self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
@@ -324,7 +331,7 @@ class Float8CurrentScaling:
             power_of_two_scales=self.power_of_two_scales,
             columnwise=columnwise,
         )
-        return self.kept_weight(KeptWeight(*w))
+        return kept_operands(KeptWeight(*w))
 
     def new_weight(
         self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
@@ -347,9 +354,9 @@ class Float8CurrentScaling:
             power_of_two_scales=self.power_of_two_scales,
         )
 
-    def kept_weight(self, kept: KeptWeight) -> Operands:
-        """A weight in FP8 whose scales serve both layouts."""
-        return _kept_per_group(kept)
+    def for_dgrad(self, columnwise: Operand) -> Operand:
+        """[E, K, N], with the scales of [E, N, K]."""
+        return columnwise
 
     def gradient(
         self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
@@ -433,7 +440,7 @@ class DelayedScaling:
             return _weight_of_list(self, experts, slot, columnwise)
         assert slot is not None
         w = ops.quantize_weight_delayed_(slot.amax, experts[0], slot.scale, columnwise=columnwise)
-        return self.kept_weight(KeptWeight(*w))
+        return kept_operands(KeptWeight(*w))
 
     def new_weight(
         self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
@@ -450,9 +457,9 @@ class DelayedScaling:
         out = kept.values, kept.scale, kept.columnwise
         ops.refresh_weight_delayed_(slot.amax, experts, slot.scale, refresh, *out)
 
-    def kept_weight(self, kept: KeptWeight) -> Operands:
-        """A weight in FP8 whose scales serve both layouts."""
-        return _kept_per_group(kept)
+    def for_dgrad(self, columnwise: Operand) -> Operand:
+        """[E, K, N], with the scales of [E, N, K]."""
+        return columnwise
 
     def gradient(
         self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
@@ -507,24 +514,22 @@ class MXFP8BlockScaling:
         self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
     ) -> KeptWeight:
         """Tensors for a rounded weight."""
-        rowwise, other = (
-            torch.empty(E, N, K, dtype=torch.bfloat16, device=device) if asked_for else None
-            for asked_for in (True, columnwise)
+        like: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+        rowwise = torch.empty(E, N, K, **like)
+        return KeptWeight(
+            rowwise, None, torch.empty(E, N, K, **like).transpose(1, 2) if columnwise else None
         )
-        assert rowwise is not None
-        return KeptWeight(rowwise, None, other)
 
     def refresh_weight_(
         self, kept: KeptWeight, experts: Experts, slot: Slot | None, refresh: Tensor | None
     ) -> None:
         """The weight rounded to MXFP8 along each dimension, into kept."""
-        ops.refresh_weight_mx_(experts, refresh, kept.values, kept.columnwise)
+        turned = None if kept.columnwise is None else kept.columnwise.transpose(1, 2)
+        ops.refresh_weight_mx_(experts, refresh, kept.values, turned)
 
-    def kept_weight(self, kept: KeptWeight) -> Operands:
-        """A rounded weight; dgrad reads the other one turned over."""
-        if kept.columnwise is None:
-            return Operands(Operand(kept.values), None)
-        return Operands(Operand(kept.values), Operand(kept.columnwise.transpose(1, 2)))
+    def for_dgrad(self, columnwise: Operand) -> Operand:
+        """[E, K, N], as it is."""
+        return columnwise
 
     def gradient(
         self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted

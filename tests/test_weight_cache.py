@@ -1,0 +1,298 @@
+"""The weight cache: when it is read, when it is written, and that neither ever happens in silence.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from samples import OPS, RECIPES, assert_same_bits, devices, sentence
+from test_layer import Calls
+from torch import Tensor
+
+from grouped_linear import GroupedLinear, Recipe, update_scales
+
+T, E, K, N = 40, 3, 32, 48
+QUANTIZING = {name: recipe for name, recipe in RECIPES.items() if recipe is not None}
+DEVICES = pytest.mark.parametrize("device", devices(*OPS))
+EVERY_RECIPE = pytest.mark.parametrize("recipe", QUANTIZING.values(), ids=QUANTIZING)
+COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+FLAGS = pytest.mark.parametrize("flag", [bool, torch.tensor], ids=["bool", "tensor"])
+
+
+def make_layer(recipe: Recipe, device: str, **options: Any) -> GroupedLinear:
+    torch.manual_seed(0)
+    return GroupedLinear(E, K, N, recipe=recipe, device=device, cache_weights=True, **options)
+
+
+def call_of(layer: GroupedLinear, compiled: bool) -> Any:
+    return torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+
+
+def inputs(device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(T, K, generator=generator).to(device).requires_grad_()
+    return x, torch.tensor([10, 0, 25], device=device)
+
+
+def on(device: str, flag: Callable[[bool], Any]) -> Callable[[bool], Any]:
+    return lambda value: flag(value).to(device) if flag is torch.tensor else value
+
+
+@torch.no_grad()
+def change(layer: GroupedLinear) -> None:
+    for p in layer.parameters():
+        p.mul_(3)
+
+
+@DEVICES
+@EVERY_RECIPE
+@COMPILED
+@FLAGS
+def test_reads_what_it_wrote(flag: Any, compiled: bool, recipe: Recipe, device: str) -> None:
+    layer, first = make_layer(recipe, device, bias=False), on(device, flag)
+    call, (x, m_splits) = call_of(layer, compiled), inputs(device)
+    before, plain_before = call(x, m_splits, first(True)), layer(x, m_splits)
+    assert_same_bits(before, plain_before)
+    change(layer)
+    y = call(x, m_splits, first(False))
+    assert_same_bits(y, before)
+    dx, dw = torch.autograd.grad(y.square().sum(), (x, layer.weight))
+    plain = copy.deepcopy(layer)  # whose weights are those of before
+    with torch.no_grad():
+        plain.weight.div_(3)
+    expected = plain(x, m_splits)
+    for a, e in zip(
+        (dx, dw),
+        torch.autograd.grad(expected.square().sum(), (x, plain.weight)),
+        strict=True,
+    ):
+        assert_same_bits(a, e)
+    after = call(x, m_splits, first(True))
+    assert_same_bits(after, layer(x, m_splits))
+    assert not torch.equal(after, before)
+
+
+@DEVICES
+@EVERY_RECIPE
+@FLAGS
+def test_no_buffer_is_ever_replaced(flag: Any, recipe: Recipe, device: str) -> None:
+    layer, first = make_layer(recipe, device), on(device, flag)
+    x, m_splits = inputs(device)
+    addresses = [b.data_ptr() for b in layer.weight_cache.buffers()]
+    layer(x, m_splits, first(True))
+    layer.load_state_dict(make_layer(recipe, device).state_dict())
+    layer.reset_parameters()
+    layer.to(device)
+    layer.float()
+    layer(x, m_splits, first(True))
+    assert [b.data_ptr() for b in layer.weight_cache.buffers()] == addresses
+    assert not any(name.startswith("weight_cache") for name in layer.state_dict())
+
+
+MADE_COLD: dict[str, Callable[[GroupedLinear], Any]] = {
+    "born": lambda layer: layer,
+    "load_state_dict": lambda layer: layer.load_state_dict(layer.state_dict()),
+    "reset_parameters": lambda layer: layer.reset_parameters(),
+    "to_empty": lambda layer: layer.to_empty(device=layer.weight.device),
+    "moved": lambda layer: layer.bfloat16().float(),
+}
+
+
+@DEVICES
+@EVERY_RECIPE
+@pytest.mark.parametrize("how", MADE_COLD)
+def test_cold(how: str, recipe: Recipe, device: str) -> None:
+    """A bool raises; a flag on the device, and a graph, compute NaN."""
+    layer, (x, m_splits) = make_layer(recipe, device), inputs(device)
+    if how != "born":
+        layer(x, m_splits, True)
+        layer(x, m_splits, False)
+    MADE_COLD[how](layer)
+    with pytest.raises(RuntimeError, match="reads the weight cache, which holds no weight yet"):
+        layer(x, m_splits, False)
+    if how == "to_empty":  # the state of delayed scaling is empty, too
+        return
+    for call, first in (
+        (layer, torch.tensor(False, device=device)),
+        (call_of(layer, compiled=True), False),
+    ):
+        y = call(x, m_splits, first)
+        assert y[:35].isnan().all()
+        assert not y[35:].any()
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        assert dx[:35].isnan().all()
+
+
+@DEVICES
+@EVERY_RECIPE
+@FLAGS
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_a_refresh_before_the_backward(
+    backend: str, flag: Any, recipe: Recipe, device: str
+) -> None:
+    """Raises; a backend that copies what it writes (aot_eager) may have the right numbers too."""
+    layer, first = make_layer(recipe, device, bias=False), on(device, flag)
+    call = torch.compile(layer, fullgraph=True, backend=backend) if backend != "eager" else layer
+    x, m_splits = inputs(device)
+    (expected,) = torch.autograd.grad(layer(x, m_splits).sum(), x)
+    y = call(x, m_splits, first(True))
+    change(layer)
+    call(x, m_splits, first(flag is bool))  # a flag that skips raises, too: the host cannot know
+    if backend == "aot_eager":
+        assert_same_bits(torch.autograd.grad(y.sum(), x)[0], expected)
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@DEVICES
+@EVERY_RECIPE
+@COMPILED
+@pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
+def test_two_forwards_before_their_backwards(
+    fused: bool, compiled: bool, recipe: Recipe, device: str
+) -> None:
+    """As pipelines interleave micro-batches: with bools the numbers are those of a plain order."""
+    results = []
+    for interleaved in (False, True):
+        torch._dynamo.reset()
+        layer = make_layer(recipe, device, fuse_wgrad_accumulation=fused)
+        if fused:
+            layer.weight.main_grad = torch.full((E, N, K), torch.nan, device=device)
+        call = call_of(layer, compiled)
+        losses, xs = [], []
+        for i in range(3):
+            x, m_splits = inputs(device, seed=i)
+            losses.append(call(x, m_splits, i == 0).square().sum())
+            xs.append(x)
+            if not interleaved:
+                losses[-1].backward()
+        if interleaved:
+            for loss in losses:
+                loss.backward()
+        results.append([x.grad for x in xs])
+        results[-1] += [layer.weight.main_grad if fused else layer.weight.grad, layer.bias.grad]
+    for a, e in zip(*results, strict=True):
+        assert_same_bits(a, e)
+
+
+@DEVICES
+@COMPILED
+def test_a_flag_may_be_refilled_before_the_backward(compiled: bool, device: str) -> None:
+    layer = make_layer(QUANTIZING["block"], device, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.full((E, N, K), torch.nan, device=device)
+    call, (x, m_splits) = call_of(layer, compiled), inputs(device)
+    flag = torch.tensor(True, device=device)
+    y = call(x, m_splits, flag)
+    flag.fill_(False)
+    y.sum().backward()
+    assert layer.weight.main_grad.isfinite().all()
+
+
+@DEVICES
+@EVERY_RECIPE
+def test_none_leaves_it_alone(recipe: Recipe, device: str) -> None:
+    layer, (x, m_splits) = make_layer(recipe, device), inputs(device)
+    layer(x, m_splits, True)
+    before = [b._version for b in layer.weight_cache.buffers()]
+    change(layer)
+    plain = GroupedLinear(E, K, N, recipe=recipe, device=device)
+    plain.load_state_dict(layer.state_dict())
+    assert_same_bits(layer(x, m_splits), plain(x, m_splits))
+    assert [b._version for b in layer.weight_cache.buffers()] == before
+
+
+@EVERY_RECIPE
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_filled_without_gradients(mode: Any, recipe: Recipe) -> None:
+    """What validation leaves in it serves training: both layouts are there."""
+    layer, (x, m_splits) = make_layer(recipe, "cpu"), inputs("cpu")
+    with mode():
+        y = layer(x, m_splits, True)
+    again = layer(x, m_splits, False)
+    assert_same_bits(again, y)
+    (dx,) = torch.autograd.grad(again.sum(), x)
+    assert dx.isfinite().all()
+
+
+def test_work() -> None:
+    """Quantized once a step, not once a micro-batch."""
+    layer, (x, m_splits) = make_layer(QUANTIZING["block"], "cpu"), inputs("cpu")
+    with Calls() as calls:
+        for i in range(4):
+            layer(x, m_splits, i == 0).sum().backward()
+    assert calls.counts["refresh_weight_"] == 1
+    assert not any(op.startswith("quantize_weight") for op in calls.counts)
+
+
+@DEVICES
+def test_delayed_scales_stay_with_their_weight(device: str) -> None:
+    layer, (x, m_splits) = make_layer(QUANTIZING["delayed"], device, bias=False), inputs(device)
+    state, cache = layer.scaling_state, layer.weight_cache
+    layer(x, m_splits, True).sum().backward()
+    amax = state.weight.amax.clone()
+    change(layer)
+    layer(x, m_splits, False).sum().backward()
+    assert_same_bits(state.weight.amax, amax)  # the tripled weight was not looked at
+    before = cache.scale.clone()
+    update_scales(layer)
+    assert_same_bits(cache.scale, before)
+    assert not torch.equal(state.weight.scale, before)
+    y, reference = layer(x, m_splits, False), copy.deepcopy(layer)
+    with torch.no_grad():
+        reference.weight.div_(3)
+        reference.scaling_state.weight.scale.copy_(before)
+    assert_same_bits(y, reference(x, m_splits))
+    layer(x, m_splits, True)
+    assert_same_bits(cache.scale, state.weight.scale)
+    assert (state.weight.amax > 2 * amax).all()
+
+
+def test_mistakes() -> None:
+    layer, (x, m_splits) = make_layer(QUANTIZING["block"], "cpu"), inputs("cpu")
+    uncached = GroupedLinear(E, K, N, recipe=QUANTIZING["block"])
+    assert sentence(lambda: uncached(x, m_splits, True)) == (
+        "GroupedLinear: is_first_microbatch needs cache_weights=True under the recipe "
+        "Float8BlockScaling"
+    )
+    for flag, said in (
+        (torch.tensor([True]), "1-D bool on cpu"),
+        (torch.tensor(1), "0-D int64 on cpu"),
+        (torch.tensor(True, device="meta"), "0-D bool on meta"),
+    ):
+        assert sentence(lambda flag=flag: layer(x, m_splits, flag)) == (
+            "GroupedLinear: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, "
+            f"got {said}"
+        )
+
+
+def test_without_a_recipe_there_is_nothing_to_keep() -> None:
+    layer, (x, m_splits) = make_layer(None, "cpu"), inputs("cpu")
+    assert layer.weight_cache is None
+    assert_same_bits(layer(x, m_splits, True), layer(x, m_splits))
+    assert_same_bits(layer(x, m_splits, False), layer(x, m_splits))
+
+
+@EVERY_RECIPE
+def test_copies_are_apart(recipe: Recipe) -> None:
+    layer, (x, m_splits) = make_layer(recipe, "cpu"), inputs("cpu")
+    y = layer(x, m_splits, True)
+    twin = copy.deepcopy(layer)
+    assert_same_bits(twin(x, m_splits, False), y)
+    change(twin)
+    twin(x, m_splits, True)
+    assert_same_bits(layer(x, m_splits, False), y)
+
+
+@EVERY_RECIPE
+def test_meta_device(recipe: Recipe) -> None:
+    layer = make_layer(recipe, "meta")
+    layer.to_empty(device="cpu")
+    assert {b.device.type for b in layer.weight_cache.buffers()} == {"cpu"}
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    assert_same_bits(layer(*inputs("cpu"), True), make_layer(recipe, "cpu")(*inputs("cpu")))
