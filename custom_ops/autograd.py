@@ -140,7 +140,9 @@ class Wgrad(NamedTuple):
         if apart and torch.compiler.is_compiling():
             # Inductor clones all of a list that is written where its tensors share a buffer, as
             # main_grads do; one by one it writes them where they are.
-            for grad, dw_NK in zip(main_grad, self._product(torch.float32), strict=True):
+            for grad, dw_NK in zip(
+                main_grad, _multiply_columns(self.dy, self.x, self.offs, torch.float32), strict=True
+            ):
                 total = grad + dw_NK
                 grad.copy_(total if overwrite is None else torch.where(overwrite, dw_NK, total))
         elif dy_scale is None or x_scale is None:

@@ -185,13 +185,13 @@ class GroupedMLPFunction(torch.autograd.Function):
         if need_down:
             d_down_EHF = _multiply_columns(dy.columnwise, h, offs_E, ctx.weight_dtypes[1])
         if need_h:
-            dh_RF = _multiply(dy.rowwise, down, offs_E, None, dtype)
+            dh_RF = _multiply(dy.rowwise, scheme.for_dgrad(down), offs_E, None, dtype)
             wanted = Wanted(need_x, need_gate_up, False)
             d = _gate_up_gradient(scheme, dh_RF, gate_up_RG, offs_E, d_gate_up_slot, wanted)
             if need_gate_up:
                 d_gate_up_EGH = _multiply_columns(d.columnwise, x, offs_E, ctx.weight_dtypes[0])
             if need_x:
-                dx_RH = _multiply(d.rowwise, gate_up, offs_E, None, dtype)
+                dx_RH = _multiply(d.rowwise, scheme.for_dgrad(gate_up), offs_E, None, dtype)
                 dx_TH = sum_of_rows(dx_RH, routing.row_TC)
         nothing = (None,) * (ctx.arguments - 4)
         return dx_TH, d_weight_TC, d_gate_up_EGH, d_down_EHF, *nothing
