@@ -5,8 +5,8 @@ T rows, E groups, K in_features, N out_features.
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -381,10 +381,8 @@ class GroupedLinear(nn.Module):
     def _kept(self, first: Tensor | bool) -> KeptWeight:
         cache = self.weight_cache
         assert cache is not None
-        if first is not False:
-            cache.warm = True
-        # A graph must not depend on it: in a compiled one NaN shows.
-        elif not torch.compiler.is_compiling() and not cache.warm:
+        # A graph must not depend on what is in it: in a compiled one NaN shows.
+        if first is False and not torch.compiler.is_compiling() and not cache.warm:
             raise RuntimeError(
                 "GroupedLinear: is_first_microbatch=False reads the weight cache, which holds no "
                 "weight yet, or none since parameters were loaded, drawn or moved: call with True"
@@ -469,8 +467,6 @@ class GroupedLinear(nn.Module):
     @torch.no_grad()
     def _tie(self) -> None:
         """Put a weight's experts side by side again, so that products read them where they are."""
-        if self._options.single_grouped_weight:
-            return
         weights = self._weights()
         first, size = weights[0], weights[0].numel()
         side_by_side = all(
@@ -483,15 +479,28 @@ class GroupedLinear(nn.Module):
             for w, own in zip(weights, torch.stack([w.detach() for w in weights]), strict=True):
                 w.data = own
 
+    @contextmanager
+    def _tied_if_moved(self) -> Iterator[None]:
+        """Tie what moves to other memory meanwhile; what stays may belong to a buffer of others."""
+        if self._options.single_grouped_weight:
+            yield
+            return
+        before = [w.untyped_storage() for w in self._weights()]
+        yield
+        after = [w.untyped_storage() for w in self._weights()]
+        if any(a._cdata != b._cdata for a, b in zip(after, before, strict=True)):
+            self._tie()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
-        super()._apply(fn, recurse)
-        self._tie()
+        with self._tied_if_moved():
+            super()._apply(fn, recurse)
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy or a pickle."""
         super().__setstate__(state)
-        self._tie()
+        if not self._options.single_grouped_weight:
+            self._tie()
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
@@ -510,5 +519,5 @@ class GroupedLinear(nn.Module):
                 experts = state_dict.get(whole, ())
                 if len(experts) == options.num_gemms:
                     state_dict.update(zip(apart, state_dict.pop(whole), strict=True))
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self._tie()
+        with self._tied_if_moved():
+            super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

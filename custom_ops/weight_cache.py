@@ -14,15 +14,12 @@ class WeightCache(nn.Module):
 
     Born cold, and cold again whenever the weight may have changed behind it: loaded, drawn anew,
     moved. Cold scales are NaN, so that what is computed from them shows, also in a graph.
-
-    Attributes:
-        warm: whether a weight may be in it. On the host nobody knows what a flag on the device
-            decided, so this is for the sentence that a mistake deserves; NaN is for the rest.
     """
 
     values: Tensor
     scale: Tensor | None
     columnwise: Tensor | None
+    _cold_version: int | None
 
     def __init__(
         self, recipe: Quantizing, E: int, N: int, K: int, device: torch.device | str | None
@@ -33,13 +30,37 @@ class WeightCache(nn.Module):
             self.register_buffer(name, t, persistent=False)
         self.reset()
 
+    @property
+    def warm(self) -> bool:
+        """Whether it was written since it was last cold, by a graph or without one.
+
+        On the host nobody knows what a flag on the device decided, so this is for the sentence that
+        a mistake deserves; NaN is for the rest.
+        """
+        written = self.values if self.scale is None else self.scale
+        return written.is_inference() or written._version != self._cold_version
+
     def reset(self) -> None:
         """Forget the weight."""
-        self.warm = False
         poisoned = (self.values, self.columnwise) if self.scale is None else (self.scale,)
         for t in poisoned:
             if t is not None:
                 t.fill_(torch.nan)
+        self._now_cold()
+
+    def _now_cold(self) -> None:
+        written = self.values if self.scale is None else self.scale
+        self._cold_version = -1 if written.is_inference() else written._version
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Versions count the writes to one tensor; a copy's begin anew."""
+        return self.__dict__ | {"_cold_version": -1 if self.warm else None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy or a pickle: as warm as what it is of."""
+        super().__setstate__(state)
+        if self._cold_version is None:
+            self._now_cold()
 
     def kept(self) -> KeptWeight:
         """The buffers."""

@@ -191,3 +191,136 @@ def test_repr() -> None:
         "GroupedLinear(num_gemms=3, in_features=16, out_features=32, bias=False, "
         "recipe=Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0))"
     )
+
+
+# --- a parameter an expert -----------------------------------------------------------------------
+
+APART = {"single_grouped_weight": False, "single_grouped_bias": False}
+
+
+def apart(**options: Any) -> GroupedLinear:
+    return make_layer(**APART, **options)
+
+
+def is_tied(layer: GroupedLinear) -> bool:
+    """Whether the experts' weights lie one after the other, so that products read them in place."""
+    weights = [getattr(layer, f"weight{e}") for e in range(3)]
+    size = weights[0].numel() * weights[0].element_size()
+    return all(w.data_ptr() == weights[0].data_ptr() + e * size for e, w in enumerate(weights))
+
+
+def called(layer: nn.Module) -> Tensor:
+    dtype = next(layer.parameters()).dtype
+    return layer(torch.linspace(-1, 1, 7 * 16).view(7, 16).to(dtype), [3, 0, 4])
+
+
+def test_parameters_apart() -> None:
+    assert [(n, tuple(p.shape)) for n, p in apart().named_parameters()] == [
+        *((f"weight{e}", (32, 16)) for e in range(3)),
+        *((f"bias{e}", (32,)) for e in range(3)),
+    ]
+    names = [n for n, _ in make_layer(single_grouped_weight=False, bias=False).named_parameters()]
+    assert names == ["weight0", "weight1", "weight2"]
+    assert repr(apart()) == repr(make_layer())
+    torch.manual_seed(3)
+    one = make_layer()
+    torch.manual_seed(3)
+    assert_same_bits(called(apart()), called(one))
+
+
+@RECIPES
+def test_checkpoints_of_either_form(recipe: Recipe) -> None:
+    """Strictly, both ways, inside a model too; the dict that was given is left as it was."""
+    one, other = make_layer(recipe=recipe), apart(recipe=recipe)
+    for source, target in ((one, other), (other, one), (one, apart(recipe=recipe))):
+        saved = nn.Sequential(source).state_dict()
+        names = [*saved]
+        nn.Sequential(target).load_state_dict(saved, strict=True)
+        assert [*saved] == names
+        assert_same_bits(called(target), called(source))
+        with torch.no_grad():
+            for p in source.parameters():
+                p.normal_()
+
+
+def test_checkpoints_that_do_not_fit() -> None:
+    state = apart().state_dict()
+    del state["weight1"]
+    with pytest.raises(
+        RuntimeError, match=r"Missing.*\"weight\"[\s\S]*Unexpected.*\"weight0\""
+    ):
+        make_layer().load_state_dict(state)
+    with pytest.raises(
+        RuntimeError, match=r"Missing.*\"weight0\"[\s\S]*Unexpected.*\"weight\""
+    ):
+        apart().load_state_dict(GroupedLinear(4, 16, 32).state_dict())
+    state = apart().state_dict() | {"weight2": torch.zeros(32, 32)}
+    with pytest.raises(RuntimeError, match="Missing key"):
+        make_layer().load_state_dict(state)
+
+
+TRAVELS: dict[str, Any] = {
+    "born": lambda layer: layer,
+    "deepcopy": copy.deepcopy,
+    "pickle": through_pickle,
+    "torch.save": through_torch_save,
+    "bfloat16": lambda layer: layer.bfloat16(),
+    "to_empty": lambda layer: layer.to_empty(device="cpu"),
+    "meta": lambda layer: layer.to("meta").to_empty(device="cpu"),
+}
+
+
+@pytest.mark.parametrize("how", TRAVELS)
+def test_experts_stay_side_by_side(how: str) -> None:
+    layer = apart()
+    before = [p.detach().clone() for p in layer.parameters()]
+    there = TRAVELS[how](layer)
+    assert is_tied(there)
+    if how not in ("to_empty", "meta"):
+        for p, old in zip(there.parameters(), before, strict=True):
+            assert_same_bits(p.detach(), old.to(p.dtype))
+    called(there).sum().backward()
+    assert all(p.grad is not None for p in there.parameters())
+
+
+def test_assigned_parameters_are_tied() -> None:
+    layer, saved = apart(), {n: t.clone() for n, t in apart().state_dict().items()}
+    layer.load_state_dict(saved, assign=True)
+    assert is_tied(layer)
+    one = make_layer()
+    one.load_state_dict(saved)
+    assert_same_bits(called(layer), called(one))
+
+
+@RECIPES
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_buffer_of_somebody_else_is_read_where_it_is(compiled: bool, recipe: Recipe) -> None:
+    """As distributed optimizers keep parameters: backwards in one buffer that they write."""
+    layer, one = apart(recipe=recipe), make_layer(recipe=recipe)
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    x = torch.linspace(-1, 1, 7 * 16).view(7, 16)
+    call(x, [3, 0, 4])  # traced while they were side by side
+    flat = torch.randn(3, 32, 16)
+    for e in range(3):
+        getattr(layer, f"weight{e}").data = flat[2 - e]
+    layer.to(torch.float32)  # moves nothing, so takes nothing away
+    one.load_state_dict(layer.state_dict())
+    assert_same_bits(call(x, [3, 0, 4]), one(x, [3, 0, 4]))
+    with torch.no_grad():
+        flat.mul_(2)
+        one.weight.mul_(2)
+    y, right = call(x, [3, 0, 4]), one(x, [3, 0, 4])
+    assert_same_bits(y, right)
+    y.square().sum().backward()
+    right.square().sum().backward()
+    grads = torch.stack([getattr(layer, f"weight{e}").grad for e in range(3)])
+    assert_same_bits(grads, one.weight.grad)
+
+
+def test_out_of_scope() -> None:
+    make_layer(sequence_parallel=False, tp_group=None, tp_size=1, parallel_mode=None)
+    for name, value in (("tp_size", 2), ("sequence_parallel", True), ("ub_name", "fc1")):
+        with pytest.raises(ValueError, match=rf"out of scope, got {name}={value!r}$"):
+            make_layer(**{name: value})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'num_experts'"):
+        make_layer(num_experts=3)

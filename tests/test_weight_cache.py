@@ -127,6 +127,16 @@ def test_cold(how: str, recipe: Recipe, device: str) -> None:
         assert dx[:35].isnan().all()
 
 
+@EVERY_RECIPE
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_what_a_graph_wrote_is_there_without_one(backend: str, recipe: Recipe) -> None:
+    layer, (x, m_splits) = make_layer(recipe, "cpu"), inputs("cpu")
+    assert not layer.weight_cache.warm
+    y = torch.compile(layer, fullgraph=True, backend=backend)(x, m_splits, True)
+    assert layer.weight_cache.warm
+    assert_same_bits(layer(x, m_splits, False), y)
+
+
 @DEVICES
 @EVERY_RECIPE
 @FLAGS
@@ -283,6 +293,9 @@ def test_copies_are_apart(recipe: Recipe) -> None:
     y = layer(x, m_splits, True)
     twin = copy.deepcopy(layer)
     assert_same_bits(twin(x, m_splits, False), y)
+    cold = copy.deepcopy(make_layer(recipe, "cpu"))
+    assert not cold.weight_cache.warm
+    assert_same_bits(cold(x, m_splits, True), y)
     change(twin)
     twin(x, m_splits, True)
     assert_same_bits(layer(x, m_splits, False), y)

@@ -1,0 +1,374 @@
+"""Where the layer's gradients go: grad, main_grad, or to backward_dw; and what is kept for them.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from samples import BF16, FP16, FP32, OPS, RECIPES, assert_same_bits, devices, sentence
+from test_layer import Calls
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import checkpoint
+
+from grouped_linear import GroupedLinear, Recipe, ops
+
+T, E, K, N = 40, 3, 32, 48
+DEVICES = pytest.mark.parametrize("device", devices(*OPS))
+EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+FORMS = pytest.mark.parametrize("single", [True, False], ids=["one", "apart"])
+
+
+def make_layer(recipe: Recipe = None, device: str = "cpu", **options: Any) -> GroupedLinear:
+    torch.manual_seed(0)
+    return GroupedLinear(E, K, N, recipe=recipe, device=device, **options)
+
+
+def inputs(device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(T, K, generator=generator).to(device).requires_grad_()
+    return x, torch.tensor([10, 0, 25], device=device)
+
+
+def call_of(layer: nn.Module, compiled: bool) -> Any:
+    return torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+
+
+def weights_of(layer: nn.Module) -> list[Any]:
+    return [p for name, p in layer.named_parameters() if name.startswith("weight")]
+
+
+def give_main_grads(layer: nn.Module, dtype: torch.dtype = FP32, value: float = 1.0) -> Tensor:
+    """Slices of one buffer, in the order of the parameters, after a gap."""
+    weights = weights_of(layer)
+    flat = torch.full((16 + E * N * K,), value, dtype=dtype, device=weights[0].device)
+    for w, part in zip(weights, flat[16:].view(len(weights), -1), strict=True):
+        w.main_grad = part.view(w.shape)
+    return flat[16:].view(E, N, K)
+
+
+# --- main_grad -----------------------------------------------------------------------------------
+
+
+@DEVICES
+@COMPILED
+@FORMS
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_main_grad(dtype: torch.dtype, single: bool, compiled: bool, device: str) -> None:
+    """One addition an element, rounded once; nothing in grad."""
+    layer = make_layer(None, device, fuse_wgrad_accumulation=True, single_grouped_weight=single)
+    main_grad, (x, m_splits) = give_main_grads(layer, dtype), inputs(device)
+    expected = main_grad.clone()
+    dy = torch.randn(T, N, device=device)
+    call_of(layer, compiled)(x, m_splits).backward(dy)
+    ops.grouped_mm_wgrad_(expected, dy, x.detach(), ops.splits_to_offsets(m_splits, T))
+    assert_same_bits(main_grad, expected)
+    assert (main_grad[1] == 1).all()  # an empty group's stays as it was
+    assert all(w.grad is None for w in weights_of(layer))
+
+
+@pytest.mark.parametrize("order", ["backwards", "gaps"])
+@pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
+def test_main_grads_anywhere(recipe: Recipe, order: str) -> None:
+    layer = make_layer(recipe, fuse_wgrad_accumulation=True, single_grouped_weight=False)
+    flat = torch.zeros(2 * E, N, K)
+    slots = list(flat[:E])[::-1] if order == "backwards" else flat[::2]
+    for w, slot in zip(weights_of(layer), slots, strict=True):
+        w.main_grad = slot
+    x, m_splits = inputs()
+    layer(x, m_splits).square().sum().backward()
+    plain = make_layer(recipe)
+    plain(x, m_splits).square().sum().backward()
+    assert_same_bits(torch.stack([w.main_grad for w in weights_of(layer)]), plain.weight.grad)
+    assert flat.count_nonzero() == plain.weight.grad.count_nonzero()
+
+
+@COMPILED
+@FORMS
+def test_what_megatron_asks_for(single: bool, compiled: bool) -> None:
+    """grad_added_to_main_grad is set, and only then is there a gradient: of zeros."""
+    layer = make_layer(fuse_wgrad_accumulation=True, single_grouped_weight=single)
+    main_grad, weights = give_main_grads(layer), weights_of(layer)
+    fired = []
+    for w in weights:
+        w.grad_added_to_main_grad = False
+        w.register_post_accumulate_grad_hook(lambda w: fired.append(w.grad.any().item()))
+    call_of(layer, compiled)(*inputs()).sum().backward()
+    assert [w.grad_added_to_main_grad for w in weights] == [True] * len(weights)
+    assert fired == [False] * len(weights)
+    assert (main_grad != 1).any()
+    for w in weights:
+        w.overwrite_main_grad = True
+    main_grad.fill_(torch.nan)
+    torch._dynamo.reset()
+    call_of(layer, compiled)(*inputs()).sum().backward()
+    assert main_grad.isfinite().all()
+    assert not main_grad[1].any()
+
+
+def test_hooks_run_without_a_gradient() -> None:
+    layer, fired = make_layer(fuse_wgrad_accumulation=True), []
+    give_main_grads(layer)
+    layer.weight.register_post_accumulate_grad_hook(fired.append)
+    layer(*inputs()).sum().backward()
+    assert len(fired) == 1
+    assert layer.weight.grad is None
+
+
+@pytest.mark.parametrize("name", ["none", "block", "delayed", "mxfp8"])
+@FORMS
+def test_inductor_clones_neither_main_grad_nor_cache(single: bool, name: str) -> None:
+    layer = make_layer(
+        RECIPES[name],
+        cache_weights=True,
+        fuse_wgrad_accumulation=True,
+        single_grouped_weight=single,
+    )
+    plain = make_layer(RECIPES[name])
+    main_grad, (x, m_splits) = give_main_grads(layer, value=torch.nan), inputs()
+    compiled = torch.compile(layer, fullgraph=True)
+
+    def step() -> None:
+        compiled(x, m_splits, torch.tensor(True)).square().sum().backward()
+
+    _, codes = run_and_get_code(step)
+    code = "\n".join(codes)
+    assert len(codes) == 2
+    assert ".copy_(" not in code
+    assert not re.search(r"= empty_strided\w*\(", code)
+    plain(x, m_splits).square().sum().backward()
+    assert_same_bits(main_grad, plain.weight.grad)
+
+
+def test_mistakes() -> None:
+    layer = make_layer(fuse_wgrad_accumulation=True, single_grouped_weight=False)
+    assert sentence(lambda: layer(*inputs())) == (
+        "GroupedLinear: fuse_wgrad_accumulation adds to weight0.main_grad, which is not there"
+    )
+    give_main_grads(layer)
+    layer.weight1.requires_grad_(False)
+    assert sentence(lambda: layer(*inputs())) == (
+        "GroupedLinear: fuse_wgrad_accumulation computes the gradients of all experts, but only 2 "
+        "of 3 require one"
+    )
+    wrong = make_layer(fuse_wgrad_accumulation=True)
+    wrong.weight.main_grad = torch.zeros(E, K, N)
+    assert sentence(lambda: wrong(*inputs()).sum().backward()) == (
+        "grouped_mm_wgrad_: N differs: main_grad has 32, dy has 48"
+    )
+    with torch.no_grad():  # nothing is asked of main_grad
+        make_layer(fuse_wgrad_accumulation=True)(*inputs())
+    frozen = make_layer(fuse_wgrad_accumulation=True)
+    frozen.weight.requires_grad_(False)
+    frozen(*inputs()).sum().backward()
+
+
+# --- put off -------------------------------------------------------------------------------------
+
+
+@DEVICES
+@EVERY_RECIPE
+@pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
+@FORMS
+def test_several_in_flight(single: bool, fused: bool, recipe: Recipe, device: str) -> None:
+    """First in, first out; each exactly once; bias gradients come with the main backward."""
+    options = {"fuse_wgrad_accumulation": fused, "single_grouped_weight": single}
+    layer = make_layer(recipe, device, delay_wgrad_compute=True, **options)
+    plain = make_layer(recipe, device, **options)
+    totals = [give_main_grads(x, value=0.0) for x in (layer, plain)]
+
+    def grads(of: nn.Module) -> Tensor:
+        if fused:
+            return totals[of is plain].clone()
+        parts = [w.grad for w in weights_of(of)]
+        return (parts[0] if single else torch.stack(parts)).clone()
+
+    expected = []
+    for seed in range(3):
+        for called in (layer, plain):
+            x, m_splits = inputs(device, seed)
+            called(x, m_splits).square().sum().backward()
+        expected.append(grads(plain))
+        assert_same_bits(layer.bias.grad, plain.bias.grad)
+    assert all(w.grad is None for w in weights_of(layer))
+    for right in expected:
+        layer.backward_dw()
+        assert_same_bits(grads(layer), right)
+    assert sentence(layer.backward_dw) == (
+        "GroupedLinear: backward_dw: no backward has left anything to do"
+    )
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
+def test_hooks_run_with_the_gradient(fused: bool) -> None:
+    layer = make_layer(delay_wgrad_compute=True, fuse_wgrad_accumulation=fused)
+    give_main_grads(layer)
+    weight, fired = layer.weight, []
+    weight.register_post_accumulate_grad_hook(lambda w: fired.append("post"))
+    weight.register_hook(lambda grad: fired.append("tensor"))
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *grads: fired.append("node"))
+    layer(*inputs()).sum().backward()
+    assert not fired
+    layer.backward_dw()
+    undelayed = make_layer(fuse_wgrad_accumulation=fused)
+    give_main_grads(undelayed)
+    seen = []
+    undelayed.weight.register_post_accumulate_grad_hook(lambda w: seen.append("post"))
+    undelayed.weight.register_hook(lambda grad: seen.append("tensor"))
+    node_too = undelayed.weight.expand_as(undelayed.weight).grad_fn.next_functions[0][0]
+    node_too.register_hook(lambda *grads: seen.append("node"))
+    undelayed(*inputs()).sum().backward()
+    assert sorted(fired) == sorted(seen)
+    assert "post" in fired
+
+
+def test_put_off_with_nothing_else_to_do() -> None:
+    """Neither x nor a bias asks for a backward: there is one all the same."""
+    layer, (x, m_splits) = make_layer(delay_wgrad_compute=True, bias=False), inputs()
+    layer(x.detach(), m_splits).sum().backward()
+    layer.backward_dw()
+    plain = make_layer(bias=False)
+    plain(x, m_splits).sum().backward()
+    assert_same_bits(layer.weight.grad, plain.weight.grad)
+
+
+def test_nothing_is_put_off_without_need() -> None:
+    make_layer().backward_dw()
+    layer = make_layer(delay_wgrad_compute=True)
+    with torch.no_grad():
+        layer(*inputs())
+    layer.weight.requires_grad_(False)
+    layer(*inputs()).sum().backward()
+    layer.backward_dw()
+    assert layer.bias.grad is not None
+
+
+def test_put_off_under_autocast() -> None:
+    grads = []
+    for later in (False, True):
+        layer, (x, m_splits) = make_layer(delay_wgrad_compute=later), inputs()
+        with torch.autocast("cpu", dtype=BF16):
+            y = layer(x, m_splits)
+        y.float().square().sum().backward()
+        layer.backward_dw()
+        assert layer.weight.grad.dtype == FP32
+        grads.append(layer.weight.grad)
+    assert_same_bits(*grads)
+
+
+def test_put_off_is_refused_in_a_graph() -> None:
+    layer = make_layer(delay_wgrad_compute=True)
+    with pytest.raises(Exception, match="which a compiled backward cannot hand out"):
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(*inputs())
+
+
+# --- kept for the backward -----------------------------------------------------------------------
+
+
+@EVERY_RECIPE
+def test_saved_input(recipe: Recipe) -> None:
+    """x itself is kept, and its columns are quantized in the backward."""
+    if recipe is RECIPES["delayed"]:
+        assert sentence(lambda: make_layer(recipe, save_original_input=True)) == (
+            "GroupedLinear: save_original_input quantizes the input once more in the backward, "
+            "by when the scales of DelayedScaling may have changed"
+        )
+        return
+    layer, (x, m_splits) = make_layer(recipe, save_original_input=True), inputs()
+    saved = []
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    with keep, Calls() as forward:
+        y = layer(x, m_splits)
+    assert any(t.data_ptr() == x.data_ptr() for t in saved)
+    assert not any("columnwise" in op and op.startswith("group_") for op in forward.counts)
+    with Calls() as backward:
+        y.square().sum().backward()
+    quantizers = [op for op in backward.counts.elements() if op.startswith(("group_q", "group_r"))]
+    assert len(quantizers) == (0 if recipe is None else 2)
+
+
+@DEVICES
+@EVERY_RECIPE
+@COMPILED
+@pytest.mark.parametrize("flag", [bool, torch.tensor], ids=["bool", "tensor"])
+def test_checkpointed_micro_batches(flag: Any, compiled: bool, recipe: Recipe, device: str) -> None:
+    """A recompute quantizes the weight once more, to the same bytes, and records the same amax."""
+    results = []
+    for checkpointed in (False, True):
+        layer = make_layer(recipe, device, cache_weights=True, fuse_wgrad_accumulation=True)
+        main_grad = give_main_grads(layer, value=torch.nan)
+
+        def call(x: Tensor, m_splits: Tensor, first: Any, layer: nn.Module = layer) -> Tensor:
+            return checkpoint(layer, x, m_splits, first, use_reentrant=False)
+
+        function: Any = call if checkpointed else layer
+        if compiled and checkpointed:
+            function = torch.compile(call, fullgraph=True, backend="aot_eager")
+        xs = []
+        for i in range(2):
+            x, m_splits = inputs(device, seed=i)
+            first = torch.tensor(i == 0, device=device) if flag is torch.tensor else i == 0
+            function(x, m_splits, first).square().sum().backward()
+            xs.append(x)
+        results.append([main_grad, *(x.grad for x in xs), layer.bias.grad, *layer.buffers()])
+    for a, e in zip(*results, strict=True):
+        assert_same_bits(a, e)
+
+
+@DEVICES
+@EVERY_RECIPE
+def test_saved_tensors_may_live_elsewhere(recipe: Recipe, device: str) -> None:
+    results = []
+    for offloaded in (False, True):
+        layer = make_layer(recipe, device, cache_weights=True)
+        x, m_splits = inputs(device)
+        if offloaded:
+            with torch.autograd.graph.save_on_cpu():
+                y = layer(x, m_splits, True)
+        else:
+            y = layer(x, m_splits, True)
+        y.square().sum().backward()
+        results.append([x.grad, layer.weight.grad, layer.bias.grad])
+    for a, e in zip(*results, strict=True):
+        assert_same_bits(a, e)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@FORMS
+def test_only_what_is_asked_for(single: bool, dtype: torch.dtype) -> None:
+    layer = make_layer(RECIPES["block"], single_grouped_weight=single, cache_weights=True)
+    x, m_splits = inputs()
+    x = x.detach().to(dtype)
+
+    def work(x_needs: bool, weight_needs: bool, bias_needs: bool) -> set[str]:
+        for w in weights_of(layer):
+            w.requires_grad_(weight_needs)
+        layer.bias.requires_grad_(bias_needs)
+        y = layer(x.detach().requires_grad_(x_needs), m_splits, True)
+        with Calls() as calls:
+            y.backward(torch.ones_like(y))
+        return set(calls.counts)
+
+    dgrad, wgrad = "grouped_scaled_mm", "grouped_scaled_mm_wgrad"
+    assert work(True, False, False) == {"group_quantize rowwise", dgrad}
+    assert work(False, True, False) == {"group_quantize columnwise", wgrad}
+    assert work(False, False, True) == {"grouped_bias_grad"}
+    assert work(True, True, True) == {
+        "group_quantize rowwise columnwise bias_grad",
+        dgrad,
+        wgrad,
+    }
+
+
+def test_some_experts_frozen() -> None:
+    layer, plain = make_layer(single_grouped_weight=False), make_layer()
+    layer.weight1.requires_grad_(False)
+    for called in (layer, plain):
+        called(*inputs()).square().sum().backward()
+    assert layer.weight1.grad is None
+    assert_same_bits(layer.weight2.grad, plain.weight.grad[2])
