@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,7 @@ from benchmarks.step_rows import VARIED, Row, header, table, with_other_cases, w
 from grouped_linear import update_scales
 
 CLOSE = 0.2  # distance (Frobenius) between results, relative: a wrong product, not e5m2's rounding
-# Seconds to compile a looped layer on one core: 6 with 32 weights, 18 with 64, 38 with 128.
-LOOP_LIMIT = 32
+LOOP_LIMIT = 32  # weights; with 128, a layer takes 12 s to compile and a minute for other sizes
 WARM_UP = 4  # steps in which torch.compile compiles, and records CUDA graphs
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 
@@ -117,6 +116,12 @@ def one_graph(step: Step) -> timing.Call:
     return replay
 
 
+def matrices(module: nn.Module) -> Iterator[Tensor]:
+    """The parameters, an expert a matrix: stacked or not, they come in the same order."""
+    for parameter in module.parameters():
+        yield from parameter if parameter.dim() == 3 else [parameter]
+
+
 def recompiled() -> int:
     return int(counters["stats"]["unique_graphs"])
 
@@ -169,10 +174,9 @@ class Bench:
         self.rows[candidate] = replace(self.rows[candidate], **fields)
 
     def module(self, candidate: Candidate) -> nn.Module:
-        """One module for all modes; each implementation and recipe draws the same weights."""
+        """One module for all modes, with the first one's weights."""
         key = (candidate.implementation, candidate.precision)
         if key not in self.modules:
-            torch.manual_seed(0)
             previous = torch.get_default_dtype()
             torch.set_default_dtype(previous if self.case.kind == "model" else BF16)
             try:
@@ -180,17 +184,22 @@ class Bench:
                     self.modules[key] = self.case.module(candidate)
             finally:
                 torch.set_default_dtype(previous)
+            first = next(iter(self.modules.values()))
+            with torch.no_grad():
+                for own, other in zip(matrices(self.modules[key]), matrices(first), strict=True):
+                    own.copy_(other)
         return self.modules[key]
 
     def prepare(self, candidate: Candidate) -> None:
         """Build, compile, warm up, check the result; note peak memory and graph breaks."""
         mode, captured = MODES[candidate.mode]
-        if captured and candidate.implementation == "loop":
+        looped = candidate.implementation == "loop"
+        if captured and looped:
             raise MeasurementError("the host reads the group sizes, which no CUDA graph can hold")
         module = self.module(candidate)
-        looped = [len(m.weights) for m in module.modules() if isinstance(m, LoopedLinear)]
-        if mode is not None and max(looped, default=0) > LOOP_LIMIT:
-            raise MeasurementError(f"a loop over {max(looped)} weights takes minutes to compile")
+        weights = [len(m.weights) for m in module.modules() if isinstance(m, LoopedLinear)]
+        if mode is not None and max(weights, default=0) > LOOP_LIMIT:
+            raise MeasurementError(f"a loop over {max(weights)} weights takes minutes to compile")
         if not self.dy:
             with torch.no_grad():
                 outputs = outputs_of(module, self.inputs)[: self.case.roots]
@@ -210,7 +219,7 @@ class Bench:
             # Dynamo keeps what it compiled with the code: with a code of its own no candidate
             # searches what it compiled for the others, nor counts toward their recompile limit.
             forward.__code__ = forward.__code__.replace(co_name=candidate.implementation)
-            forward = torch.compile(forward, fullgraph=True, mode=mode)
+            forward = torch.compile(forward, fullgraph=not looped, mode=mode)
         rolls_scales = candidate.precision == "delayed"
         step = Step(forward, module, self.inputs, self.dy, rolls_scales)
         call: timing.Call = step
@@ -301,7 +310,6 @@ def measure(
     with (
         warnings.catch_warnings(),
         torch._inductor.config.patch(force_disable_caches=True),
-        torch._dynamo.config.patch(capture_scalar_outputs=True),  # the loop's sizes, in one graph
     ):
         warnings.filterwarnings("ignore", "dynamo_pgo force disabled")
         rows = Bench(case, device, rounds, deadline, progress).run(candidates)

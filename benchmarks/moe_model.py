@@ -90,7 +90,7 @@ class Experts(nn.Module):
         gate_RF, up_RF = self.gate_up(x_RD, m_splits_E).chunk(2, dim=-1)
         y_RD = self.down(F.silu(gate_RF) * up_RF, m_splits_E)
         y_TCD = y_RD[order_R.argsort()].unflatten(0, (-1, chosen))
-        return (y_TCD * weight_TC[..., None]).sum(dim=1)
+        return (y_TCD * weight_TC[..., None]).sum(dim=1).to(x_TD.dtype)
 
 
 def rows_per_expert(expert_TC: Tensor, experts: int) -> Tensor:

@@ -18,6 +18,7 @@ from grouped_linear import (
     Float8BlockScaling,
     Float8CurrentScaling,
     GroupedLinear,
+    GroupedMLP,
     MXFP8BlockScaling,
     Recipe,
 )
@@ -63,7 +64,11 @@ def linear_of(candidate: Candidate) -> Callable[[int, int, int], nn.Module]:
 
 
 def experts_of(candidate: Candidate) -> Callable[[ModelSize], nn.Module]:
-    return partial(Experts, linear=linear_of(candidate))
+    """Ours is GroupedMLP, everything fused; the others are put together from their layer."""
+    if candidate.implementation != "ours":
+        return partial(Experts, linear=linear_of(candidate))
+    recipe = RECIPES.get(candidate.precision)
+    return lambda size: GroupedMLP(size.experts, size.width, size.expert_width, recipe=recipe)
 
 
 @dataclass(frozen=True)

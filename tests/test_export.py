@@ -13,7 +13,7 @@ import cmake
 import ninja
 import pytest
 import torch
-from samples import OPS, assert_same_bits, devices
+from samples import OPS, assert_same_bits, devices, overload
 from torch._inductor import aoti_load_package
 
 from grouped_linear import loading
@@ -112,3 +112,10 @@ def test_program_has_no_python_and_says_what_is_wrong(build: Build, tmp_path: Pa
     assert "libtorch_cpu.so" in linked.stdout
     assert "python.so" not in linked.stdout
     assert "libpython" not in linked.stdout
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_dtype_has_a_default_that_packages_could_not_hold(op: str) -> None:
+    for argument in overload(op)._schema.arguments:
+        if "ScalarType" in str(argument.real_type):
+            assert argument.default_value is None, argument

@@ -246,13 +246,9 @@ def test_checkpoints_of_either_form(recipe: Recipe) -> None:
 def test_checkpoints_that_do_not_fit() -> None:
     state = apart().state_dict()
     del state["weight1"]
-    with pytest.raises(
-        RuntimeError, match=r"Missing.*\"weight\"[\s\S]*Unexpected.*\"weight0\""
-    ):
+    with pytest.raises(RuntimeError, match=r"Missing.*\"weight\"[\s\S]*Unexpected.*\"weight0\""):
         make_layer().load_state_dict(state)
-    with pytest.raises(
-        RuntimeError, match=r"Missing.*\"weight0\"[\s\S]*Unexpected.*\"weight\""
-    ):
+    with pytest.raises(RuntimeError, match=r"Missing.*\"weight0\"[\s\S]*Unexpected.*\"weight\""):
         apart().load_state_dict(GroupedLinear(4, 16, 32).state_dict())
     state = apart().state_dict() | {"weight2": torch.zeros(32, 32)}
     with pytest.raises(RuntimeError, match="Missing key"):

@@ -42,6 +42,13 @@ def test_examples_of_pages_run(page: Path) -> None:
         exec(compile("\n" * line + example, str(page), "exec"), names)
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_links_to_files_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", prose):
+        assert (page.parent / link).exists(), link
+
+
 def _table() -> dict[str, dict[str, bool]]:
     """Op -> column -> yes, as the README has it."""
     lines = iter(README.splitlines())
