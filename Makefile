@@ -7,6 +7,8 @@
 # A .venv that is there stays in use until one of the three says otherwise, or make clean.
 
 python := .venv/bin/python
+# Where .venv is linked to another environment's packages, that one has the program, on the PATH.
+ruff = $(firstword $(wildcard .venv/bin/ruff) ruff)
 
 # Threads that wait soon give their core back instead of spinning on it. Nothing changes on a quiet
 # machine (FP8 demo step 54 ms on 2 cores either way); beside one busy process a step stays at 0.15 s
@@ -32,8 +34,8 @@ test: lint
 ## make lint    ruff and mypy alone
 lint:
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build demo test
-	$(python) -m ruff check
-	$(python) -m ruff format --check
+	$(ruff) check
+	$(ruff) format --check
 	$(python) -m mypy -p grouped_linear
 
 ## make clean   remove .venv and everything that was built
