@@ -265,9 +265,9 @@ quantize_weight = grouped_linear.quantize_weight(primals_1)
 getitem_5: "f8e4m3fn[3,48,32]" = quantize_weight[0]
 getitem_6: "f32[3,1,1]" = quantize_weight[1]
 getitem_7: "f8e4m3fn[3,32,48]" = quantize_weight[2]
-transpose: "f32[3,1,1]" = aten.transpose.int(getitem_6, 1, 2)
 grouped_scaled_mm: "f32[40,48]" = grouped_linear.grouped_scaled_mm(getitem, getitem_5,
     getitem_1, getitem_6, splits_to_offsets, primals_2, torch.float32)
+transpose: "f32[3,1,1]" = aten.transpose.int(getitem_6, 1, 2)
 return (grouped_scaled_mm, splits_to_offsets, getitem_2, getitem_3, getitem_7, transpose)
 
 def forward(self, splits_to_offsets: "i32[3]", getitem_2: "f8e4m3fn[3,32,128]", getitem_3:
