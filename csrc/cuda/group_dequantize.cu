@@ -1,33 +1,15 @@
-#include <type_traits>
 #include <vector>
 
 #include "../checks.h"
 #include "../ops.h"
 #include "kernels/group_dequantize.cuh"
 #include "launch.h"
+#include "operands.h"
 
 namespace grouped_linear::cuda {
 namespace {
 
 constexpr int64_t kBlocksPerMultiprocessor = 2048 / kDequantizeThreads;
-
-// Calls run with the type that dtype names.
-template <typename Run>
-void for_output(ScalarType dtype, const Run& run) {
-  switch (dtype) {
-    case ScalarType::BFloat16: run(std::type_identity<__nv_bfloat16>()); break;
-    case ScalarType::Half: run(std::type_identity<__half>()); break;
-    default: run(std::type_identity<float>());
-  }
-}
-
-Tensor inner_contiguous(const Tensor& t) {
-  return t.stride(1) == 1 ? t : torch::stable::contiguous(t);
-}
-
-bool is_aligned(const Tensor& t, int64_t row_bytes) {
-  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0 && row_bytes % 16 == 0;
-}
 
 }  // namespace
 
@@ -45,16 +27,14 @@ Tensor group_dequantize(const Tensor& q_in, const Tensor& scale_in, const Tensor
 
   const int64_t grid = std::min(ceil_div(T, kDequantizeThreads / 32),
                                 kBlocksPerMultiprocessor * launch.multiprocessors());
-  for_output(dtype, [&](auto output) {
+  for_element(dtype, [&](auto output) {
     using Output = typename decltype(output)::type;
-    group_dequantize_kernel<Output>
-        <<<static_cast<unsigned>(grid), kDequantizeThreads, 0, launch.stream()>>>(
-            static_cast<const uint8_t*>(q.const_data_ptr()), q.stride(0),
-            is_aligned(q, q.stride(0)), scale.const_data_ptr<float>(), scale.stride(0),
-            offs.const_data_ptr<int32_t>(), static_cast<int>(offs.size(0)), T, static_cast<int>(K),
-            static_cast<Output*>(x.mutable_data_ptr()));
+    launch.run(group_dequantize_kernel<Output>, static_cast<unsigned>(grid), kDequantizeThreads, 0,
+               static_cast<const uint8_t*>(q.const_data_ptr()), q.stride(0), has_aligned_rows(q),
+               scale.const_data_ptr<float>(), scale.stride(0), offs.const_data_ptr<int32_t>(),
+               static_cast<int>(offs.size(0)), T, static_cast<int>(K),
+               static_cast<Output*>(x.mutable_data_ptr()));
   });
-  launch.check_launched();
   return x;
 }
 
@@ -72,16 +52,14 @@ Tensor group_dequantize_t(const Tensor& q_t_in, const Tensor& scale_t_in, const 
 
   const int64_t grid = std::min(q_t.size(0) * ceil_div(K, kBlock),
                                 kBlocksPerMultiprocessor * launch.multiprocessors());
-  for_output(dtype, [&](auto output) {
+  for_element(dtype, [&](auto output) {
     using Output = typename decltype(output)::type;
-    group_dequantize_t_kernel<Output>
-        <<<static_cast<unsigned>(grid), kDequantizeThreads, 0, launch.stream()>>>(
-            static_cast<const uint8_t*>(q_t.const_data_ptr()), is_aligned(q_t, kBlock),
-            scale_t.const_data_ptr<float>(), scale_t.stride(0), offs.const_data_ptr<int32_t>(),
-            static_cast<int>(offs.size(0)), num_rows, static_cast<int>(K),
-            static_cast<Output*>(x.mutable_data_ptr()));
+    launch.run(group_dequantize_t_kernel<Output>, static_cast<unsigned>(grid), kDequantizeThreads,
+               0, static_cast<const uint8_t*>(q_t.const_data_ptr()), is_aligned(q_t),
+               scale_t.const_data_ptr<float>(), scale_t.stride(0), offs.const_data_ptr<int32_t>(),
+               static_cast<int>(offs.size(0)), num_rows, static_cast<int>(K),
+               static_cast<Output*>(x.mutable_data_ptr()));
   });
-  launch.check_launched();
   return x;
 }
 

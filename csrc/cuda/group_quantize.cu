@@ -1,34 +1,13 @@
-#include <limits>
-#include <type_traits>
 #include <vector>
 
 #include "../checks.h"
 #include "../ops.h"
-#include "kernels/group_quantize.cuh"
-#include "launch.h"
+#include "tile_passes.h"
 
 namespace grouped_linear::cuda {
 namespace {
 
 using Shape = std::vector<int64_t>;
-
-Tensor inner_contiguous(const Tensor& x) {
-  return x.stride(1) == 1 ? x : torch::stable::contiguous(x);
-}
-
-bool is_aligned(const Tensor& x) {
-  return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 &&
-         x.stride(0) * x.element_size() % 16 == 0;
-}
-
-template <typename Run>
-void for_element(ScalarType dtype, const Run& run) {
-  switch (dtype) {
-    case ScalarType::BFloat16: run(std::type_identity<__nv_bfloat16>()); break;
-    case ScalarType::Half: run(std::type_identity<__half>()); break;
-    default: run(std::type_identity<float>());
-  }
-}
 
 // What is asked for of [T, K] in E groups; what is not has no elements.
 struct Results {
@@ -70,11 +49,9 @@ template <typename Element, typename Source>
 void quantize_tiles(const Launch& launch, const Source& source, const Tensor& offs, ScaleRule rule,
                     Results& results) {
   const int64_t T = results.T, K = results.K, E = results.E;
-  const int64_t blocks = padded_rows(T, E) / kBlock, col_blocks = ceil_div(K, kBlock);
-  // offs are int32, so no group reaches rows past these; a block past the end must be countable.
-  const int rows =
-      static_cast<int>(std::min<int64_t>(T, std::numeric_limits<int32_t>::max() - kBlock));
-  const int groups = static_cast<int>(E), features = static_cast<int>(K);
+  const int64_t blocks = padded_rows(T, E) / kBlock;
+  const int64_t col_blocks = ceil_div(K / Source::kParts, kBlock);
+  const int rows = countable_rows(T);
   const bool sums = results.bias_grad.numel() > 0;
 
   Tensor block_sums;
@@ -85,22 +62,12 @@ void quantize_tiles(const Launch& launch, const Source& source, const Tensor& of
 
   const bool by_group = sums || results.out.q_t;
   const int64_t tiles = (by_group ? blocks : ceil_div(T, kBlock)) * col_blocks;
-  const int64_t grid =
-      std::min<int64_t>(tiles, int64_t{launch.multiprocessors()} * Source::kOccupancy);
-  group_quantize_kernel<Element, Source>
-      <<<static_cast<unsigned>(grid), kTileThreads, 0, launch.stream()>>>(
-          source, offs.const_data_ptr<int32_t>(), groups, rows, features, rule, results.out);
-  launch.check_launched();
-  if (!sums) return;
-
-  const int64_t chunks = ceil_div(K, kSumThreads);
-  const int64_t blocks_y =
-      std::min(E, std::max<int64_t>(1, int64_t{8} * launch.multiprocessors() / chunks));
-  add_block_sums_kernel<<<dim3(static_cast<unsigned>(chunks), static_cast<unsigned>(blocks_y)),
-                          kSumThreads, 0, launch.stream()>>>(
-      results.out.block_sums, offs.const_data_ptr<int32_t>(), groups, rows, features,
-      results.bias_grad.mutable_data_ptr<float>());
-  launch.check_launched();
+  launch.run(group_quantize_kernel<Element, Source>, tile_grid(launch, tiles, Source::kOccupancy),
+             kTileThreads, 0, source, offs.const_data_ptr<int32_t>(), static_cast<int>(E), rows,
+             static_cast<int>(K), rule, results.out);
+  if (sums)
+    add_block_sums(launch, results.out.block_sums, offs.const_data_ptr<int32_t>(), rows,
+                   results.bias_grad);
 }
 
 void zero_bias_grad(Results& results) {
@@ -131,13 +98,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
     const auto run = [&](const auto& source) {
       quantize_tiles<Element>(launch, source, offs, rule, results);
     };
-    if (!rows_in) return run(Rows<Element>{values, x.stride(0), is_aligned(x)});
+    if (!rows_in) return run(Rows<Element>{values, x.stride(0), has_aligned_rows(x)});
     const Tensor rows = torch::stable::contiguous(*rows_in);
     if (rows.scalar_type() == ScalarType::Int)
-      run(GatheredRows<Element, int32_t>{values, x.stride(0), is_aligned(x),
+      run(GatheredRows<Element, int32_t>{values, x.stride(0), has_aligned_rows(x),
                                          rows.const_data_ptr<int32_t>(), x.size(0)});
     else
-      run(GatheredRows<Element, int64_t>{values, x.stride(0), is_aligned(x),
+      run(GatheredRows<Element, int64_t>{values, x.stride(0), has_aligned_rows(x),
                                          rows.const_data_ptr<int64_t>(), x.size(0)});
   });
   return results.all();
@@ -161,14 +128,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
       using Element = typename decltype(element)::type;
       auto* kept = keep_h ? static_cast<Element*>(h.mutable_data_ptr()) : nullptr;
       const Swiglu<Element> source{static_cast<const Element*>(gate_up.const_data_ptr()),
-                                   gate_up.stride(0), is_aligned(gate_up), static_cast<int>(K),
-                                   kept};
+                                   gate_up.stride(0), has_aligned_rows(gate_up),
+                                   static_cast<int>(K), kept};
       quantize_tiles<Element>(launch, source, offs, rule, results);
       if (!keep_h) return;
-      zero_tail_kernel<Element><<<launch.multiprocessors(), kSwigluThreads, 0, launch.stream()>>>(
-          offs.const_data_ptr<int32_t>(), static_cast<int>(offs.size(0)), T, static_cast<int>(K),
-          kept);
-      launch.check_launched();
+      launch.run(zero_tail_kernel<Element>, launch.multiprocessors(), kSwigluThreads, 0,
+                 offs.const_data_ptr<int32_t>(), static_cast<int>(offs.size(0)), T,
+                 static_cast<int>(K), kept);
     });
   }
   return {results.q, results.scale, results.q_t, results.scale_t, h};
@@ -193,13 +159,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu_grad(
   const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
   for_element(dh.scalar_type(), [&](auto element) {
     using Element = typename decltype(element)::type;
-    const SwigluGrad<Element> source{static_cast<const Element*>(dh.const_data_ptr()),
-                                     dh.stride(0),
-                                     static_cast<const Element*>(gate_up.const_data_ptr()),
-                                     gate_up.stride(0),
-                                     is_aligned(dh) && is_aligned(gate_up),
-                                     static_cast<int>(K)};
-    quantize_tiles<Element>(launch, source, offs, rule, results);
+    const bool aligned = has_aligned_rows(dh) && has_aligned_rows(gate_up);
+    const auto run = [&](auto parts) {
+      const SwigluGrad<Element, decltype(parts)::value> source{
+          static_cast<const Element*>(dh.const_data_ptr()),
+          dh.stride(0),
+          static_cast<const Element*>(gate_up.const_data_ptr()),
+          gate_up.stride(0),
+          aligned,
+          static_cast<int>(K)};
+      quantize_tiles<Element>(launch, source, offs, rule, results);
+    };
+    if constexpr (sizeof(Element) == 2)
+      if (aligned && K % kBlock == 0) return run(std::integral_constant<int, 2>());
+    run(std::integral_constant<int, 1>());
   });
   return results.all();
 }
@@ -217,7 +190,7 @@ Tensor grouped_bias_grad(const Tensor& dy_in, const Tensor& offs_in) {
     for_element(dy.scalar_type(), [&](auto element) {
       using Element = typename decltype(element)::type;
       const Rows<Element> source{static_cast<const Element*>(dy.const_data_ptr()), dy.stride(0),
-                                 is_aligned(dy)};
+                                 has_aligned_rows(dy)};
       quantize_tiles<Element>(launch, source, offs, ScaleRule{}, results);
     });
   return results.bias_grad;
@@ -247,12 +220,12 @@ Tensor swiglu(const Tensor& gate_up_in, const Tensor& offs_in) {
 
   for_element(gate_up.scalar_type(), [&](auto element) {
     using Element = typename decltype(element)::type;
-    swiglu_kernel<Element><<<swiglu_grid(launch, T * K), kSwigluThreads, 0, launch.stream()>>>(
-        static_cast<const Element*>(gate_up.const_data_ptr()), gate_up.stride(0),
-        is_aligned(gate_up), offs.const_data_ptr<int32_t>(), static_cast<int>(offs.size(0)), T,
-        static_cast<int>(K), static_cast<Element*>(h.mutable_data_ptr()));
+    launch.run(swiglu_kernel<Element>, swiglu_grid(launch, T * K), kSwigluThreads, 0,
+               static_cast<const Element*>(gate_up.const_data_ptr()), gate_up.stride(0),
+               has_aligned_rows(gate_up), offs.const_data_ptr<int32_t>(),
+               static_cast<int>(offs.size(0)), T, static_cast<int>(K),
+               static_cast<Element*>(h.mutable_data_ptr()));
   });
-  launch.check_launched();
   return h;
 }
 
@@ -269,15 +242,13 @@ Tensor swiglu_grad(const Tensor& dh_in, const Tensor& gate_up_in, const Tensor& 
 
   for_element(dh.scalar_type(), [&](auto element) {
     using Element = typename decltype(element)::type;
-    swiglu_grad_kernel<Element>
-        <<<swiglu_grid(launch, 2 * T * K), kSwigluThreads, 0, launch.stream()>>>(
-            static_cast<const Element*>(dh.const_data_ptr()), dh.stride(0),
-            static_cast<const Element*>(gate_up.const_data_ptr()), gate_up.stride(0),
-            is_aligned(dh) && is_aligned(gate_up), offs.const_data_ptr<int32_t>(),
-            static_cast<int>(offs.size(0)), T, static_cast<int>(K),
-            static_cast<Element*>(d_gate_up.mutable_data_ptr()));
+    launch.run(swiglu_grad_kernel<Element>, swiglu_grid(launch, 2 * T * K), kSwigluThreads, 0,
+               static_cast<const Element*>(dh.const_data_ptr()), dh.stride(0),
+               static_cast<const Element*>(gate_up.const_data_ptr()), gate_up.stride(0),
+               has_aligned_rows(dh) && has_aligned_rows(gate_up), offs.const_data_ptr<int32_t>(),
+               static_cast<int>(offs.size(0)), T, static_cast<int>(K),
+               static_cast<Element*>(d_gate_up.mutable_data_ptr()));
   });
-  launch.check_launched();
   return d_gate_up;
 }
 

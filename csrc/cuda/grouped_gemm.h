@@ -5,16 +5,11 @@
 
 #include "kernels/grouped_gemm.cuh"
 #include "launch.h"
+#include "operands.h"
 #include "tensor_map.h"
 #include "tiles.h"
 
 namespace grouped_linear::cuda {
-
-inline int64_t item_size(const Tensor& t) { return static_cast<int64_t>(t.element_size()); }
-
-inline bool is_aligned(const Tensor& t) {
-  return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
-}
 
 // t itself where the copy engine can read it: its base and its rows aligned to 16 bytes, its
 // elements next to one another along `inner`; else a dense copy (the allocator aligns to 512
@@ -96,9 +91,8 @@ void launch_gemm(const Launch& launch, TensorMaps maps, const Tensor& offs,
   maps.out = epilogue.copied ? out_map(launch.op(), epilogue, shape.cols) : maps.a;
   const int blocks = launch.multiprocessors() / kCluster * kCluster;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  kernel<<<blocks, kThreads, shared_bytes, launch.stream()>>>(maps, offs.const_data_ptr<int32_t>(),
-                                                              weight_scale, epilogue, shape);
-  launch.check_launched();
+  launch.run(kernel, blocks, kThreads, shared_bytes, maps, offs.const_data_ptr<int32_t>(),
+             weight_scale, epilogue, shape);
 }
 
 }  // namespace grouped_linear::cuda

@@ -15,9 +15,8 @@ template <bool by_depth>
 void multiply_float(const Launch& launch, const FloatOperand& a, const FloatOperand& b,
                     const Tensor& offs, const Epilogue& epilogue, const GemmShape& shape) {
   const int blocks = 4 * launch.multiprocessors();
-  grouped_mm_float_kernel<by_depth><<<blocks, kFloatThreads, 0, launch.stream()>>>(
-      a, b, offs.const_data_ptr<int32_t>(), epilogue, shape);
-  launch.check_launched();
+  launch.run(grouped_mm_float_kernel<by_depth>, blocks, kFloatThreads, 0, a, b,
+             offs.const_data_ptr<int32_t>(), epilogue, shape);
 }
 
 // y = a @ b[e].T, operands of two bytes. b's dense dimension is K (fprop) or N (dgrad's view of w).

@@ -1,7 +1,7 @@
 // What every launcher needs: the tensor's device made current, its stream, and errors as sentences.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -36,11 +36,23 @@ class Launch {
   }
 
   const char* op() const { return op_; }
-  cudaStream_t stream() const { return stream_; }
   int multiprocessors() const { return multiprocessors_; }
 
-  void check_launched() const {
-    const cudaError_t error = cudaGetLastError();
+  // Launches a kernel that calls start_after_previous(), see kernels/overlap.cuh.
+  template <typename... Parameters, typename... Arguments>
+  void run(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes,
+           const Arguments&... arguments) const {
+    cudaLaunchAttribute overlap{};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    config.stream = stream_;
+    config.attrs = &overlap;
+    config.numAttrs = 1;
+    const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
     check(error == cudaSuccess, op_, ": the launch failed: ", cudaGetErrorString(error));
   }
 

@@ -1,12 +1,10 @@
-#include <limits>
-#include <type_traits>
 #include <vector>
 
 #include "../checks.h"
 #include "../experts.h"
 #include "../ops.h"
 #include "kernels/mx.cuh"
-#include "launch.h"
+#include "tile_passes.h"
 
 namespace grouped_linear::cuda {
 namespace {
@@ -18,59 +16,34 @@ using Shape = std::vector<int64_t>;
 template <bool rounded>
 void launch_kernel(const Launch& launch, const Tensor& x, int64_t row_stride, int64_t blocks,
                    const int32_t* offs, int E, int T, int K, const bool* refresh, MxOutputs out) {
-  const auto run = [&](auto element) {
+  for_element(x.scalar_type(), [&](auto element) {
     using Element = typename decltype(element)::type;
-    const auto kernel = group_mx_kernel<Element, rounded>;
-    const auto* values = static_cast<const Element*>(x.const_data_ptr());
-    const bool vectorised =
-        reinterpret_cast<uintptr_t>(values) % 16 == 0 && row_stride * sizeof(Element) % 16 == 0;
+    const bool vectorised = is_aligned(x) && row_stride * item_size(x) % 16 == 0;
     const int shared = out.q_t ? static_cast<int>(sizeof(TurnedTile)) : 0;
-    int resident = 0;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kTileThreads, shared);
-    const int64_t at_once = int64_t{launch.multiprocessors()} * std::max(resident, 1);
-    const int64_t grid =
-        std::max<int64_t>(1, std::min<int64_t>(blocks * ceil_div(K, kBlock), at_once));
-    kernel<<<static_cast<unsigned>(grid), kTileThreads, shared, launch.stream()>>>(
-        values, row_stride, vectorised, offs, E, T, K, refresh, out);
-    launch.check_launched();
-  };
-  switch (x.scalar_type()) {
-    case ScalarType::BFloat16: run(std::type_identity<__nv_bfloat16>()); break;
-    case ScalarType::Half: run(std::type_identity<__half>()); break;
-    default: run(std::type_identity<float>());
-  }
+    launch.run(group_mx_kernel<Element, rounded>,
+               tile_grid(launch, blocks * ceil_div(K, kBlock), kMxOccupancy<Element>), kTileThreads,
+               shared, static_cast<const Element*>(x.const_data_ptr()), row_stride, vectorised,
+               offs, E, T, K, refresh, out);
+  });
 }
 
 // One pass over x for whatever `out` asks for, and the sums of the blocks' sums into bias_grad.
 template <bool rounded>
 void quantize(const Launch& launch, const Tensor& x_in, const Tensor& offs_in, MxOutputs out,
               Tensor& bias_grad) {
-  const Tensor x = x_in.stride(1) == 1 ? x_in : torch::stable::contiguous(x_in);
+  const Tensor x = inner_contiguous(x_in);
   const Tensor offs = torch::stable::contiguous(offs_in);
   const int64_t T = x.size(0), K = x.size(1), E = offs.size(0);
   const int64_t blocks = padded_rows(T, E) / kBlock;
-  // offs are int32; a block past the end must be countable
-  const int rows =
-      static_cast<int>(std::min<int64_t>(T, std::numeric_limits<int32_t>::max() - kBlock));
-  const int groups = static_cast<int>(E), features = static_cast<int>(K);
+  const int rows = countable_rows(T);
   const bool sums = bias_grad.numel() > 0;
   Tensor block_sums =
       torch::stable::new_empty(x, sums ? Shape{blocks, K} : Shape{0}, ScalarType::Float);
   if (sums) out.block_sums = block_sums.mutable_data_ptr<float>();
 
-  launch_kernel<rounded>(launch, x, x.stride(0), blocks, offs.const_data_ptr<int32_t>(), groups,
-                         rows, features, nullptr, out);
-  if (!sums) return;
-
-  const int64_t chunks = ceil_div(K, kSumThreads);
-  const int64_t blocks_y =
-      std::min(E, std::max<int64_t>(1, int64_t{8} * launch.multiprocessors() / chunks));
-  add_block_sums_kernel<<<dim3(static_cast<unsigned>(chunks), static_cast<unsigned>(blocks_y)),
-                          kSumThreads, 0, launch.stream()>>>(
-      out.block_sums, offs.const_data_ptr<int32_t>(), groups, rows, features,
-      bias_grad.mutable_data_ptr<float>());
-  launch.check_launched();
+  launch_kernel<rounded>(launch, x, x.stride(0), blocks, offs.const_data_ptr<int32_t>(),
+                         static_cast<int>(E), rows, static_cast<int>(K), nullptr, out);
+  if (sums) add_block_sums(launch, out.block_sums, offs.const_data_ptr<int32_t>(), rows, bias_grad);
 }
 
 template <typename Element>

@@ -1,5 +1,4 @@
 // Current and delayed scaling: one scale a group.
-#include <limits>
 #include <type_traits>
 #include <vector>
 
@@ -7,7 +6,7 @@
 #include "../experts.h"
 #include "../ops.h"
 #include "kernels/per_group.cuh"
-#include "launch.h"
+#include "tile_passes.h"
 
 namespace grouped_linear::cuda {
 namespace {
@@ -18,15 +17,12 @@ constexpr ScalarType kE4m3 = ScalarType::Float8_e4m3fn;
 // Rows in groups: x [T, K] as offs say, or a weight's experts.
 struct Source {
   Source(const Tensor& x, const Tensor& offs_in)
-      : values(x.stride(1) == 1 ? x : torch::stable::contiguous(x)),
+      : values(inner_contiguous(x)),
         offs(torch::stable::contiguous(offs_in)),
         row_stride(values.stride(0)),
         most_blocks(padded_rows(x.size(0), offs->size(0)) / kBlock),
         tiles{offs->const_data_ptr<int32_t>(), static_cast<int>(offs->size(0)),
-              // offs are int32; a block past the end must be countable
-              static_cast<int>(
-                  std::min<int64_t>(x.size(0), std::numeric_limits<int32_t>::max() - kBlock)),
-              static_cast<int>(x.size(1)), 0} {}
+              countable_rows(x.size(0)), static_cast<int>(x.size(1)), 0} {}
   explicit Source(const Tensor& weight)
       : values(torch::stable::contiguous(weight)),
         row_stride(weight.size(2)),
@@ -34,19 +30,11 @@ struct Source {
         tiles{nullptr, static_cast<int>(weight.size(0)), 0, static_cast<int>(weight.size(2)),
               static_cast<int>(weight.size(1))} {}
 
-  bool vectorised() const {
-    return reinterpret_cast<uintptr_t>(values.const_data_ptr()) % 16 == 0 &&
-           row_stride * values.element_size() % 16 == 0;
-  }
+  bool vectorised() const { return is_aligned(values) && row_stride * item_size(values) % 16 == 0; }
 
-  // Calls run with the type of the elements.
-  template <typename Run>
-  void for_element(const Run& run) const {
-    switch (values.scalar_type()) {
-      case ScalarType::BFloat16: run(std::type_identity<__nv_bfloat16>()); break;
-      case ScalarType::Half: run(std::type_identity<__half>()); break;
-      default: run(std::type_identity<float>());
-    }
+  template <typename Element>
+  unsigned grid(const Launch& launch) const {
+    return tile_grid(launch, most_blocks * ceil_div(tiles.K, kBlock), kTileOccupancy<Element>);
   }
 
   Tensor values;
@@ -55,28 +43,16 @@ struct Source {
   GroupedTiles tiles;
 };
 
-// As many blocks as the GPU holds at once, or as there can be tiles.
-template <typename Kernel>
-unsigned grid_of(const Launch& launch, const Source& source, Kernel kernel, int shared) {
-  int resident = 0;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kTileThreads, shared);
-  const int64_t count = source.most_blocks * ceil_div(source.tiles.K, kBlock);
-  const int64_t at_once = int64_t{launch.multiprocessors()} * std::max(resident, 1);
-  return static_cast<unsigned>(std::max<int64_t>(1, std::min(count, at_once)));
-}
-
 // The amax of every group, as the bits of a float32, in an int32 tensor [E].
 Tensor find_amax(const Launch& launch, const Source& source, const bool* refresh = nullptr) {
   Tensor amax = torch::stable::new_zeros(source.values, Shape{source.tiles.E}, ScalarType::Int);
-  source.for_element([&](auto element) {
+  for_element(source.values.scalar_type(), [&](auto element) {
     using Element = typename decltype(element)::type;
     const auto kernel = group_amax_kernel<Element>;
-    kernel<<<grid_of(launch, source, kernel, 0), kTileThreads, 0, launch.stream()>>>(
-        static_cast<const Element*>(source.values.const_data_ptr()), source.row_stride,
-        source.vectorised(), source.tiles, refresh,
-        static_cast<uint32_t*>(amax.mutable_data_ptr()));
-    launch.check_launched();
+    launch.run(kernel, source.grid<Element>(launch), kTileThreads, 0,
+               static_cast<const Element*>(source.values.const_data_ptr()), source.row_stride,
+               source.vectorised(), source.tiles, refresh,
+               static_cast<uint32_t*>(amax.mutable_data_ptr()));
   });
   return amax;
 }
@@ -94,27 +70,17 @@ void quantize(const Launch& launch, const Source& source, ScalarType dtype, cons
     using Element = typename decltype(element)::type;
     const auto kernel = quantize_per_group_kernel<Element, decltype(is_e5m2)::value>;
     const int shared = out.q_t ? static_cast<int>(sizeof(TurnedTile)) : 0;
-    kernel<<<grid_of(launch, source, kernel, shared), kTileThreads, shared, launch.stream()>>>(
-        static_cast<const Element*>(source.values.const_data_ptr()), source.row_stride,
-        source.vectorised(), source.tiles, scale, refresh, out);
-    launch.check_launched();
+    launch.run(kernel, source.grid<Element>(launch), kTileThreads, shared,
+               static_cast<const Element*>(source.values.const_data_ptr()), source.row_stride,
+               source.vectorised(), source.tiles, scale, refresh, out);
   };
-  source.for_element([&](auto element) {
+  for_element(source.values.scalar_type(), [&](auto element) {
     if (dtype == ScalarType::Float8_e5m2)
       run(element, std::true_type());
     else
       run(element, std::false_type());
   });
-  if (!sums) return;
-
-  const int64_t E = source.tiles.E, chunks = ceil_div(K, kSumThreads);
-  const int64_t blocks_y =
-      std::min(E, std::max<int64_t>(1, int64_t{8} * launch.multiprocessors() / chunks));
-  add_block_sums_kernel<<<dim3(static_cast<unsigned>(chunks), static_cast<unsigned>(blocks_y)),
-                          kSumThreads, 0, launch.stream()>>>(
-      out.block_sums, source.tiles.offs, static_cast<int>(E), source.tiles.T, source.tiles.K,
-      bias_grad.mutable_data_ptr<float>());
-  launch.check_launched();
+  if (sums) add_block_sums(launch, out.block_sums, source.tiles.offs, source.tiles.T, bias_grad);
 }
 
 uint8_t* bytes_of(bool wanted, Tensor& t) {

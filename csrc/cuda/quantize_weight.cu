@@ -1,31 +1,16 @@
-#include <type_traits>
 #include <vector>
 
 #include "../checks.h"
 #include "../ops.h"
 #include "kernels/quantize_weight.cuh"
 #include "launch.h"
+#include "operands.h"
 
 namespace grouped_linear::cuda {
 namespace {
 
 using Shape = std::vector<int64_t>;
 constexpr ScalarType kE4m3 = ScalarType::Float8_e4m3fn;
-
-bool is_aligned(const Tensor& t) {
-  // K is a multiple of 16, so every row is aligned when the first is.
-  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
-}
-
-// Calls run with the type of a weight's elements.
-template <typename Run>
-void for_element(ScalarType dtype, const Run& run) {
-  switch (dtype) {
-    case ScalarType::BFloat16: run(std::type_identity<__nv_bfloat16>()); break;
-    case ScalarType::Half: run(std::type_identity<__half>()); break;
-    default: run(std::type_identity<float>());
-  }
-}
 
 struct Outputs {
   Tensor q, scale;
@@ -44,15 +29,13 @@ void launch_kernel(const Launch& launch, const Experts& experts, bool vectorised
                    const std::optional<Tensor>& refresh, const Outputs& out) {
   const int64_t E = out.q.size(0), N = out.q.size(1), K = out.q.size(2);
   const int64_t tiles = E * ceil_div(N, kBlock) * ceil_div(K, kBlock);
-  quantize_weight_kernel<Element, Experts>
-      <<<static_cast<unsigned>(tiles), kTileThreads, 0, launch.stream()>>>(
-          experts, vectorised, static_cast<int>(N), static_cast<int>(K), rule,
-          refresh ? refresh->const_data_ptr<bool>() : nullptr,
-          static_cast<uint8_t*>(out.q.mutable_data_ptr()),
-          static_cast<float*>(out.scale.mutable_data_ptr()),
-          out.q_t && out.q_t->numel() > 0 ? static_cast<uint8_t*>(out.q_t->mutable_data_ptr())
-                                          : nullptr);
-  launch.check_launched();
+  launch.run(quantize_weight_kernel<Element, Experts>, static_cast<unsigned>(tiles), kTileThreads,
+             0, experts, vectorised, static_cast<int>(N), static_cast<int>(K), rule,
+             refresh ? refresh->const_data_ptr<bool>() : nullptr,
+             static_cast<uint8_t*>(out.q.mutable_data_ptr()),
+             static_cast<float*>(out.scale.mutable_data_ptr()),
+             out.q_t && out.q_t->numel() > 0 ? static_cast<uint8_t*>(out.q_t->mutable_data_ptr())
+                                             : nullptr);
 }
 
 // w: one tensor [E, N, K] or E of [N, K].
@@ -62,7 +45,7 @@ void quantize(const Launch& launch, const std::vector<Tensor>& w_in, ScaleRule r
   bool vectorised = true;
   for (const Tensor& w_e : w_in) {
     w.push_back(torch::stable::contiguous(w_e));
-    vectorised = vectorised && is_aligned(w.back());
+    vectorised = vectorised && is_aligned(w.back());  // every row is: K is a multiple of 16
   }
   for_element(w[0].scalar_type(), [&](auto element) {
     using Element = typename decltype(element)::type;

@@ -17,9 +17,9 @@ Tensor splits_to_offsets(const Tensor& m_splits_in, int64_t num_rows, int64_t al
   const auto run = [&](auto split, auto offset) {
     using Split = decltype(split);
     using Offset = decltype(offset);
-    splits_to_offsets_kernel<<<1, kMaxGroups, 0, launch.stream()>>>(
-        m_splits.const_data_ptr<Split>(), static_cast<int>(m_splits.size(0)), num_rows, alignment,
-        stride, offs.mutable_data_ptr<Offset>());
+    launch.run(splits_to_offsets_kernel<Split, Offset>, 1, kMaxGroups, 0,
+               m_splits.const_data_ptr<Split>(), static_cast<int>(m_splits.size(0)), num_rows,
+               alignment, stride, offs.mutable_data_ptr<Offset>());
   };
   const bool wide_in = m_splits.scalar_type() == ScalarType::Long;
   const bool wide_out = dtype == ScalarType::Long;
@@ -27,7 +27,6 @@ Tensor splits_to_offsets(const Tensor& m_splits_in, int64_t num_rows, int64_t al
     wide_out ? run(int64_t{}, int64_t{}) : run(int64_t{}, int32_t{});
   else
     wide_out ? run(int32_t{}, int64_t{}) : run(int32_t{}, int32_t{});
-  launch.check_launched();
   return offs;
 }
 

@@ -29,9 +29,7 @@ void update_scales_(const std::vector<Tensor>& scale, const std::vector<Tensor>&
       most_groups = std::max<int64_t>(most_groups, scale[s].size(0));
     }
     const dim3 grid(static_cast<unsigned>(ceil_div(most_groups, 32)), static_cast<unsigned>(count));
-    update_scales_kernel<<<grid, kUpdateThreads, 0, launch.stream()>>>(table, inverse_margin,
-                                                                       most_recent);
-    launch.check_launched();
+    launch.run(update_scales_kernel, grid, kUpdateThreads, 0, table, inverse_margin, most_recent);
   }
 }
 

@@ -15,6 +15,7 @@
 #include <cuda_fp8.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace grouped_linear::cuda {
 
@@ -39,12 +40,20 @@ struct BlockScale {
   float factor, scale;
 };
 
+// fp8_max is 1.75 times a power of two, in e4m3 and in e5m2.
 __device__ __forceinline__ BlockScale block_scale(float amax, ScaleRule rule,
                                                   float fp8_max = 448.0f) {
   amax = fmaxf(amax, rule.amax_epsilon);
   if (amax == 0) return {1, 1};
-  float factor = fminf(__fdiv_rn(fp8_max, amax), 0x1p126f);  // 1 / factor stays a normal number
-  if (rule.power_of_two) factor = __uint_as_float(__float_as_uint(factor) & 0x7f800000);
+  if (rule.power_of_two) {
+    // The exponent of fp8_max / amax, without dividing; at most 126, so that 1 / factor is a normal
+    // number. A denormal amax reaches that.
+    const uint32_t bits = __float_as_uint(amax), mantissa = 0x7fffff;
+    const uint32_t top = (__float_as_uint(fp8_max) >> 23) + 127;
+    const uint32_t exponent = min(top - (bits >> 23) - ((bits & mantissa) > 0x600000), 253u);
+    return {__uint_as_float(exponent << 23), __uint_as_float((254 - exponent) << 23)};
+  }
+  const float factor = fminf(__fdiv_rn(fp8_max, amax), 0x1p126f);
   return {factor, __fdiv_rn(1.0f, factor)};
 }
 
@@ -54,6 +63,17 @@ __device__ __forceinline__ uint32_t to_e4m3x4(float a, float b, float c, float d
   const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
   const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, __NV_E4M3);
   return low | high << 16;
+}
+
+// A pointer to a row, which then moves on to the next. Opaque: for every row of a patch the compiler
+// would rather multiply 64-bit numbers than keep a pointer, which is ten instructions and not two.
+template <typename T>
+__device__ __forceinline__ T* take_row(T*& next, int64_t stride) {
+  T* row = next;
+  next += stride;
+  asm("" : "+l"(next));
+  __builtin_assume(__isGlobal(next));
+  return row;
 }
 
 // Magnitudes of floats are ordered as integers, and from kInfinity up they are not finite.
@@ -131,30 +151,34 @@ struct Patch {
   static __device__ __forceinline__ int column() { return threadIdx.x % kPatches; }
   static __device__ __forceinline__ int row() { return threadIdx.x / kPatches; }
 
-  // row(i) points at column 0 of the tile in row i of the thread's patch; called for rows below
-  // `rows`. Rows and columns from `rows` and `cols` on are not read and are zero; cols is a multiple
-  // of 8. vectorised: every row is aligned to 16 bytes.
-  template <typename Row>
+  // Rows begin to end of the patch. row(i) points at column 0 of the tile in row i of the patch. Rows
+  // and columns from `rows` and `cols` on are not read and are zero; cols is a multiple of 8.
+  // vectorised: every row is aligned to 16 bytes.
+  template <int begin = 0, int end = kPatch, typename Row>
   __device__ __forceinline__ void load_rows(const Row& row_pointer, int rows, int cols,
                                             bool vectorised) {
-    const int first_row = row() * kPatch;
-    rows = column() * kPatch < cols ? rows : 0;
+    const int here = column() * kPatch < cols ? rows - row() * kPatch : 0;
+    const auto load_all = [&](auto in_words) {
 #pragma unroll
-    for (int i = 0; i < kPatch; ++i) {
-      if (first_row + i < rows) {
-        load_words(row_pointer(i) + column() * kPatch, vectorised, words[i]);
-      } else {
+      for (int i = begin; i < end; ++i) {
+        const Element* from = row_pointer(i) + column() * kPatch;
 #pragma unroll
         for (int w = 0; w < kWords; ++w) words[i][w] = 0;
+        if (i < here) load_words(from, decltype(in_words)::value, words[i]);
       }
-    }
+    };
+    if (vectorised)
+      load_all(std::true_type());
+    else
+      load_all(std::false_type());
   }
 
   // tile: its first element; `stride` elements between rows.
+  template <int begin = 0, int end = kPatch>
   __device__ __forceinline__ void load(const Element* tile, int64_t stride, int rows, int cols,
                                        bool vectorised) {
-    const Element* first = tile + row() * kPatch * stride;
-    load_rows([&](int i) { return first + i * stride; }, rows, cols, vectorised);
+    const Element* next = tile + (row() * kPatch + begin) * stride;
+    load_rows<begin, end>([&](int) { return take_row(next, stride); }, rows, cols, vectorised);
   }
 
   // The elements of a patch's row, from memory.
@@ -163,7 +187,7 @@ struct Patch {
     if (vectorised) {
 #pragma unroll
       for (int v = 0; v < kWords / 4; ++v) {
-        const uint4 four = __ldg(reinterpret_cast<const uint4*>(from) + v);
+        const uint4 four = reinterpret_cast<const uint4*>(from)[v];
         to[4 * v] = four.x;
         to[4 * v + 1] = four.y;
         to[4 * v + 2] = four.z;

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "groups.cuh"
+#include "overlap.cuh"
 
 namespace grouped_linear::cuda {
 
@@ -36,7 +37,7 @@ struct Quantized16 {
 
   __device__ __forceinline__ void load(const uint8_t* bytes, bool vectorised) {
     if (vectorised) {
-      const uint4 v = __ldg(reinterpret_cast<const uint4*>(bytes));
+      const uint4 v = *reinterpret_cast<const uint4*>(bytes);
       words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
     } else {
 #pragma unroll
@@ -74,6 +75,7 @@ __global__ void __launch_bounds__(kDequantizeThreads)
     group_dequantize_kernel(const uint8_t* q, int64_t q_stride, bool vectorised, const float* scale,
                             int64_t scale_stride, const int32_t* offs, int E, int64_t T, int K,
                             Output* x) {
+  start_after_previous();
   constexpr int kWarps = kDequantizeThreads / 32;
   constexpr int kVectors = sizeof(Output);  // of 16 bytes, in 16 elements
   const int end = last_row_end(offs, E, static_cast<int>(min(T, kMostRows)));
@@ -114,6 +116,7 @@ __global__ void __launch_bounds__(kDequantizeThreads)
     group_dequantize_t_kernel(const uint8_t* q_t, bool vectorised, const float* scale_t,
                               int64_t scale_stride, const int32_t* offs, int E, int64_t T, int K,
                               Output* x) {
+  start_after_previous();
   constexpr int kPairs = kBlockRows / 2;
   __shared__ GroupTable table;
   load_groups<kDequantizeThreads>(table, offs, E, static_cast<int>(min(T, kMostRows)),

@@ -13,6 +13,7 @@
 
 #include "block_scale.cuh"
 #include "groups.cuh"
+#include "overlap.cuh"
 #include "swiglu.cuh"
 
 namespace grouped_linear::cuda {
@@ -75,81 +76,84 @@ struct WarpGroups {
 // --- what a tile is made of ---------------------------------------------------------------------
 //
 // A source loads the patch of the calling thread from the tile at (row_begin, col), zero past its
-// rows and columns.
+// rows and columns. One with two parts loads a patch of each half of the columns, K / 2 apart.
 //
-// H200, 2026-11: 3 blocks an SM beat 4 by 1% on plain rows, and beat 2 by 14% on SwiGLU. Fetching a
-// block's next tiles into L2 ahead of time costs 10 to 20%.
+// H200, 2026-11: 3 blocks an SM beat 4 by 1% on plain rows. Fetching a block's next tiles into L2
+// ahead of time costs 10 to 20%.
 
 // Rows of x [T, K].
 template <typename Element>
 struct Rows {
-  static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 2;
+  static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 2, kParts = 1;
   const Element* x;
   int64_t stride;
   bool vectorised;
 
-  __device__ __forceinline__ void load(Patch<Element>& patch, int row_begin, int rows, int col,
+  __device__ __forceinline__ void load(Patch<Element> (&patch)[1], int row_begin, int rows, int col,
                                        int cols) const {
-    patch.load(x + row_begin * stride + col, stride, rows, cols, vectorised);
+    patch[0].load(x + row_begin * stride + col, stride, rows, cols, vectorised);
   }
 };
 
 // Rows taken[t] of x [S, K], which has S >= 1 rows. What is out of range is clamped into it.
 template <typename Element, typename Index>
 struct GatheredRows {
-  static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 2;
+  static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 2, kParts = 1;
   const Element* x;
   int64_t stride;
   bool vectorised;
   const Index* taken;
   int64_t S;
 
-  __device__ __forceinline__ const Element* row(int t) const {
-    const int64_t s = taken[t];
-    return x + min(max(s, int64_t{0}), S - 1) * stride;
-  }
-  __device__ __forceinline__ void load(Patch<Element>& patch, int row_begin, int rows, int col,
+  __device__ __forceinline__ void load(Patch<Element> (&patch)[1], int row_begin, int rows, int col,
                                        int cols) const {
-    const int first = row_begin + Patch<Element>::row() * kPatch;
-    patch.load_rows([&](int i) { return row(first + i) + col; }, rows, cols, vectorised);
+    const int first = Patch<Element>::row() * kPatch;
+    patch[0].load_rows(
+        [&](int i) {
+          const int64_t s = taken[row_begin + min(first + i, rows - 1)];
+          return x + min(max(s, int64_t{0}), S - 1) * stride + col;
+        },
+        rows, cols, vectorised);
   }
 };
 
 // h [T, K] = silu(gate) * up of gate_up [T, 2 K], rounded to Element; kept where h is not null.
 template <typename Element>
 struct Swiglu {
-  static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 1;
+  static constexpr int kOccupancy = sizeof(Element) == 2 ? 2 : 1, kParts = 1;
   const Element* gate_up;
   int64_t stride;
   bool vectorised;
   int K;
   Element* h;
 
-  __device__ __forceinline__ void load(Patch<Element>& patch, int row_begin, int rows, int col,
+  __device__ __forceinline__ void load(Patch<Element> (&patch)[1], int row_begin, int rows, int col,
                                        int cols) const {
+    const Element* gate = gate_up + row_begin * stride + col;
+    Patch<Element> up;
+    patch[0].load(gate, stride, rows, cols, vectorised);
+    up.load(gate + K, stride, rows, cols, vectorised);
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) swiglu_of_eight<Element>(patch[0].words[i], up.words[i]);
+    if (!h) return;
     const int first = Patch<Element>::row() * kPatch, column = Patch<Element>::column() * kPatch;
-    const Element* gate = gate_up + (row_begin + first) * stride + col;
-    patch.load_rows([&](int i) { return gate + i * stride; }, rows, cols, vectorised);
-    rows = column < cols ? rows : 0;
+    const int here = column < cols ? rows - first : 0;
+    Element* next = h + static_cast<int64_t>(row_begin + first) * K + col + column;
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) {
-      if (first + i >= rows) continue;
-      Eight<Element> up;
-      Patch<Element>::load_words(gate + K + i * stride + column, vectorised, up);
-      swiglu_of_eight<Element>(patch.words[i], up);
-      if (h)
-        Patch<Element>::store_words(
-            patch.words[i], h + static_cast<int64_t>(row_begin + first + i) * K + col + column);
+      Element* to = take_row(next, K);
+      if (i < here) Patch<Element>::store_words(patch[0].words[i], to);
     }
   }
 };
 
-// d_gate_up [T, 2 K] from dh [T, K] and gate_up [T, 2 K], rounded to Element. A tile may reach from
-// the columns of gate into those of up; a patch does not, for K is a multiple of 16. The tiles of
-// gate and of up read the same columns, at about the same time: the second finds them in L2.
-template <typename Element>
+// d_gate_up [T, 2 K] from dh [T, K] and gate_up [T, 2 K], rounded to Element. `parts`: 2 where
+// Element has 16 bits, all rows are aligned and K is a multiple of 128, so that no tile reaches from
+// the columns of gate into those of up: then everything is read once. Else 1. A patch is of one half
+// in any case, for K is a multiple of 16.
+template <typename Element, int parts>
 struct SwigluGrad {
-  static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 1;
+  static constexpr int kOccupancy = sizeof(Element) == 2 ? 2 : 1, kParts = parts;
   const Element* dh;
   int64_t dh_stride;
   const Element* gate_up;
@@ -157,23 +161,30 @@ struct SwigluGrad {
   bool vectorised;
   int K;
 
-  __device__ __forceinline__ void load(Patch<Element>& patch, int row_begin, int rows, int col,
-                                       int cols) const {
-    const int first = Patch<Element>::row() * kPatch, column = Patch<Element>::column() * kPatch;
-    const bool of_gate = col + column < K;
+  __device__ __forceinline__ void load(Patch<Element> (&patch)[parts], int row_begin, int rows,
+                                       int col, int cols) const {
+    const bool of_gate = parts == 2 || col + Patch<Element>::column() * kPatch < K;
     const int k = of_gate ? col : col - K;  // of the tile's first column, as if all were this half
-    const Element* gradient = dh + (row_begin + first) * dh_stride + k;
-    const Element* gate = gate_up + (row_begin + first) * stride + k;
-    patch.load_rows([&](int i) { return gate + i * stride; }, rows, cols, vectorised);
-    rows = column < cols ? rows : 0;
+    const Element* gate = gate_up + row_begin * stride + k;
+    const bool in_words = parts == 2 || vectorised;
+    constexpr int kRows = kPatch / 2;  // at once; with all, registers spill
+    Patch<Element> d, up;
+    const auto compute = [&](auto number) {
+      constexpr int first = decltype(number)::value * kRows, last = first + kRows;
+      d.template load<first, last>(dh + row_begin * dh_stride + k, dh_stride, rows, cols, in_words);
+      patch[0].template load<first, last>(gate, stride, rows, cols, in_words);
+      up.template load<first, last>(gate + K, stride, of_gate ? rows : 0, cols, in_words);
 #pragma unroll
-    for (int i = 0; i < kPatch; ++i) {
-      if (first + i >= rows) continue;
-      Eight<Element> d, up = {};
-      Patch<Element>::load_words(gradient + i * dh_stride + column, vectorised, d);
-      if (of_gate) Patch<Element>::load_words(gate + K + i * stride + column, vectorised, up);
-      swiglu_grad_of_eight<Element>(of_gate, d, patch.words[i], up);
-    }
+      for (int i = first; i < last; ++i) {
+        if constexpr (parts == 2)
+          swiglu_grads_of_eight<Element>(d.words[i], patch[0].words[i], up.words[i],
+                                         patch[1].words[i]);
+        else
+          swiglu_grad_of_eight<Element>(of_gate, d.words[i], patch[0].words[i], up.words[i]);
+      }
+    };
+    compute(std::integral_constant<int, 0>());
+    compute(std::integral_constant<int, 1>());
   }
 };
 
@@ -183,6 +194,7 @@ template <typename Element, typename Source>
 __global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
     group_quantize_kernel(Source source, const int32_t* offs, int E, int T, int K, ScaleRule rule,
                           GroupQuantized out) {
+  start_after_previous();
   using Bits = typename Format<Element>::Bits;
   __shared__ GroupTable table;
   alignas(16) __shared__ Bits warp_amax[kTileWarps][kTile];
@@ -205,7 +217,7 @@ __global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
   else
     load_groups<kTileThreads>(table, offs, E, T, TilesOf{kTile});
   const int blocks = few_groups ? groups.tiles() : table.tile_end[E - 1];
-  const int col_blocks = (K + kTile - 1) / kTile;
+  const int part_cols = K / Source::kParts, col_blocks = (part_cols + kTile - 1) / kTile;
   const int block_step = gridDim.x / col_blocks, col_step = gridDim.x % col_blocks;
   const auto rows_of_block = [&](int block, int& begin, int& rows) {
     if (few_groups) return groups.rows_of_tile(block, begin, rows);
@@ -226,89 +238,95 @@ __global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
   while (block < blocks) {
     int row_begin, rows;
     rows_of_block(block, row_begin, rows);
-    const int col = col_block * kTile, cols = min(kTile, K - col);
+    const int first_col = col_block * kTile, cols = min(kTile, part_cols - first_col);
 
-    Patch<Element> patch;
-    source.load(patch, row_begin, rows, col, cols);
+    Patch<Element> patches[Source::kParts];
+    source.load(patches, row_begin, rows, first_col, cols);
 
-    if (out.block_sums) {  // before what is not finite turns into NaN
-      float sums[kPatch];
-      patch.column_sums(sums);
-      float4* piece = reinterpret_cast<float4*>(&patch_sums[patch_row][patch_col * kPatch]);
-      piece[0] = make_float4(sums[0], sums[1], sums[2], sums[3]);
-      piece[1] = make_float4(sums[4], sums[5], sums[6], sums[7]);
-    }
-
-    uint32_t row_amax[kPatch], col_amax[Patch<Element>::kWords];
-    patch.find_amax(row_amax, col_amax);
-
-    if (out.q_t) {
 #pragma unroll
-      for (int w = 0; w < Patch<Element>::kWords; ++w)
-        col_amax[w] =
-            Word<Element>::max(col_amax[w], __shfl_xor_sync(kFullWarp, col_amax[w], kPatches));
-      if (lane < kPatches) {
-        uint4* amax = reinterpret_cast<uint4*>(&warp_amax[warp][patch_col * kPatch]);
-#pragma unroll
-        for (int v = 0; v < Patch<Element>::kWords / 4; ++v)
-          amax[v] = make_uint4(col_amax[4 * v], col_amax[4 * v + 1], col_amax[4 * v + 2],
-                               col_amax[4 * v + 3]);
+    for (int part = 0; part < Source::kParts; ++part) {
+      Patch<Element>& patch = patches[part];
+      const int col = part * part_cols + first_col;
+      if (out.block_sums) {  // before what is not finite turns into NaN
+        float sums[kPatch];
+        patch.column_sums(sums);
+        float4* piece = reinterpret_cast<float4*>(&patch_sums[patch_row][patch_col * kPatch]);
+        piece[0] = make_float4(sums[0], sums[1], sums[2], sums[3]);
+        piece[1] = make_float4(sums[4], sums[5], sums[6], sums[7]);
       }
-    }
-    if (columns) __syncthreads();  // patch_sums and warp_amax are complete
 
-    // The first half of the block works out the columns' scales, the other half their sums.
-    if (threadIdx.x < kTile) {
-      const int c = threadIdx.x;
+      uint32_t row_amax[kPatch], col_amax[Patch<Element>::kWords];
+      patch.find_amax(row_amax, col_amax);
+
       if (out.q_t) {
-        uint32_t amax = 0;
 #pragma unroll
-        for (int w = 0; w < kTileWarps; ++w) amax = max(amax, uint32_t{warp_amax[w][c]});
-        const BlockScale column = block_scale(Format<Element>::to_float(amax), rule);
-        col_factor[c] = column.factor;
-        if (c < cols) out.scale_t[static_cast<int64_t>(block) * K + col + c] = column.scale;
+        for (int w = 0; w < Patch<Element>::kWords; ++w)
+          col_amax[w] =
+              Word<Element>::max(col_amax[w], __shfl_xor_sync(kFullWarp, col_amax[w], kPatches));
+        if (lane < kPatches) {
+          uint4* amax = reinterpret_cast<uint4*>(&warp_amax[warp][patch_col * kPatch]);
+#pragma unroll
+          for (int v = 0; v < Patch<Element>::kWords / 4; ++v)
+            amax[v] = make_uint4(col_amax[4 * v], col_amax[4 * v + 1], col_amax[4 * v + 2],
+                                 col_amax[4 * v + 3]);
+        }
       }
-    } else if (out.block_sums) {
-      const int c = threadIdx.x - kTile;
-      float sum = 0;
-#pragma unroll
-      for (int p = 0; p < kPatches; ++p) sum = __fadd_rn(sum, patch_sums[p][c]);
-      if (c < cols) out.block_sums[static_cast<int64_t>(block) * K + col + c] = sum;
-    }
+      if (columns) __syncthreads();  // patch_sums and warp_amax are complete
 
-    if (out.q) {
-      const uint32_t amax = row_amax_of_half_warp(row_amax);
-      const BlockScale row = block_scale(Format<Element>::to_float(amax), rule);
-      const int first_row = patch_row * kPatch;
-      if (patch_col < kPatch && first_row + patch_col < rows)
-        out.scale[col_block * out.scale_stride + row_begin + first_row + patch_col] = row.scale;
-      uint8_t* q =
-          out.q + static_cast<int64_t>(row_begin + first_row) * K + col + patch_col * kPatch;
+      // The first half of the block works out the columns' scales, the other half their sums.
+      if (threadIdx.x < kTile) {
+        const int c = threadIdx.x;
+        if (out.q_t) {
+          uint32_t amax = 0;
 #pragma unroll
-      for (int i = 0; i < kPatch; ++i) {
-        const float factor = __shfl_sync(kFullWarp, row.factor, half_warp + i);
-        const uint2 bytes = patch.quantize_row(i, factor);
-        if (first_row + i < rows && patch_col * kPatch < cols)
-          *reinterpret_cast<uint2*>(q + static_cast<int64_t>(i) * K) = bytes;
+          for (int w = 0; w < kTileWarps; ++w) amax = max(amax, uint32_t{warp_amax[w][c]});
+          const BlockScale column = block_scale(Format<Element>::to_float(amax), rule);
+          col_factor[c] = column.factor;
+          if (c < cols) out.scale_t[static_cast<int64_t>(block) * K + col + c] = column.scale;
+        }
+      } else if (out.block_sums) {
+        const int c = threadIdx.x - kTile;
+        float sum = 0;
+#pragma unroll
+        for (int p = 0; p < kPatches; ++p) sum = __fadd_rn(sum, patch_sums[p][c]);
+        if (c < cols) out.block_sums[static_cast<int64_t>(block) * K + col + c] = sum;
       }
-    }
-    // col_factor is complete, patch_sums and warp_amax have been used
-    if (columns) __syncthreads();
 
-    if (out.q_t) {
-      const float4* factor = reinterpret_cast<const float4*>(&col_factor[patch_col * kPatch]);
-      const float4 low = factor[0], high = factor[1];
-      turned.put(0, patch.quantize_column(0, low.x));
-      turned.put(1, patch.quantize_column(1, low.y));
-      turned.put(2, patch.quantize_column(2, low.z));
-      turned.put(3, patch.quantize_column(3, low.w));
-      turned.put(4, patch.quantize_column(4, high.x));
-      turned.put(5, patch.quantize_column(5, high.y));
-      turned.put(6, patch.quantize_column(6, high.z));
-      turned.put(7, patch.quantize_column(7, high.w));
-      __syncthreads();
-      // The next tile writes col_factor after one more barrier, and the turned tile after two.
-      turned.write(out.q_t + (static_cast<int64_t>(block) * K + col) * kTile, kTile, kTile, cols);
+      if (out.q) {
+        const uint32_t amax = row_amax_of_half_warp(row_amax);
+        const BlockScale row = block_scale(Format<Element>::to_float(amax), rule);
+        const int first_row = patch_row * kPatch;
+        if (patch_col < kPatch && first_row + patch_col < rows)
+          out.scale[col / kTile * out.scale_stride + row_begin + first_row + patch_col] = row.scale;
+        const int here = patch_col * kPatch < cols ? rows - first_row : 0;
+        uint8_t* next =
+            out.q + static_cast<int64_t>(row_begin + first_row) * K + col + patch_col * kPatch;
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) {
+          const float factor = __shfl_sync(kFullWarp, row.factor, half_warp + i);
+          const uint2 bytes = patch.quantize_row(i, factor);
+          uint2* to = reinterpret_cast<uint2*>(take_row(next, K));
+          if (i < here) *to = bytes;
+        }
+      }
+      // col_factor is complete, patch_sums and warp_amax have been used
+      if (columns) __syncthreads();
+
+      if (out.q_t) {
+        const float4* factor = reinterpret_cast<const float4*>(&col_factor[patch_col * kPatch]);
+        const float4 low = factor[0], high = factor[1];
+        turned.put(0, patch.quantize_column(0, low.x));
+        turned.put(1, patch.quantize_column(1, low.y));
+        turned.put(2, patch.quantize_column(2, low.z));
+        turned.put(3, patch.quantize_column(3, low.w));
+        turned.put(4, patch.quantize_column(4, high.x));
+        turned.put(5, patch.quantize_column(5, high.y));
+        turned.put(6, patch.quantize_column(6, high.z));
+        turned.put(7, patch.quantize_column(7, high.w));
+        __syncthreads();
+        // The next tile writes col_factor after one more barrier, and the turned tile after two.
+        turned.write(out.q_t + (static_cast<int64_t>(block) * K + col) * kTile, kTile, kTile, cols);
+      }
     }
 
     advance(block, col_block);
@@ -322,6 +340,7 @@ constexpr int kSumThreads = 256;
 static __global__ void __launch_bounds__(kSumThreads)
     add_block_sums_kernel(const float* block_sums, const int32_t* offs, int E, int T, int K,
                           float* bias_grad) {
+  start_after_previous();
   __shared__ GroupTable table;
   load_groups<kSumThreads>(table, offs, E, T, TilesOf{kTile});
   const int k = blockIdx.x * kSumThreads + threadIdx.x;

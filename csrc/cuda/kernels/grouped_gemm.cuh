@@ -32,6 +32,7 @@
 
 #include "gemm_epilogue.cuh"
 #include "gemm_tiles.cuh"
+#include "overlap.cuh"
 
 namespace grouped_linear::cuda {
 
@@ -408,7 +409,7 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
 
 template <typename Config>
 __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster)
-    grouped_gemm_kernel(const __grid_constant__ TensorMaps maps, const int32_t* __restrict__ offs,
+    grouped_gemm_kernel(const __grid_constant__ TensorMaps maps, const int32_t* offs,
                         const WeightScale weight_scale, const Epilogue epilogue,
                         const GemmShape shape) {
   extern __shared__ __align__(1024) uint8_t raw[];
@@ -422,12 +423,15 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster)
     }
     sm90::fence_barrier_init();
   }
-  if constexpr (Config::kByDepth) {
-    load_groups<kThreads>(shared.groups, offs, shape.E, shape.T, TilesOf{kTileM});
-  } else {
+  if constexpr (!Config::kByDepth) {
     for (int i = threadIdx.x; i < kZeroBytes / 16; i += kThreads)
       reinterpret_cast<uint4*>(shared.zeros)[i] = make_uint4(0, 0, 0, 0);
     sm90::fence_shared_for_async();
+  }
+  start_after_previous();
+  if constexpr (Config::kByDepth) {
+    load_groups<kThreads>(shared.groups, offs, shape.E, shape.T, TilesOf{kTileM});
+  } else {
     const int cols = col_tiles<Config>(shape);
     load_groups<kThreads>(shared.groups, offs, shape.E, shape.T,
                           [cols](int rows) { return cluster_tiles(row_tiles(rows), cols); });

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "gemm_epilogue.cuh"
+#include "overlap.cuh"
 
 namespace grouped_linear::cuda {
 
@@ -27,9 +28,9 @@ __device__ void store_value(float value, void* out, int64_t at, const void* bias
 
 template <bool by_depth>
 __global__ void __launch_bounds__(kFloatThreads, 2)
-    grouped_mm_float_kernel(const FloatOperand a, const FloatOperand b,
-                            const int32_t* __restrict__ offs, const Epilogue epilogue,
-                            const GemmShape shape) {
+    grouped_mm_float_kernel(const FloatOperand a, const FloatOperand b, const int32_t* offs,
+                            const Epilogue epilogue, const GemmShape shape) {
+  start_after_previous();
   __shared__ GroupTable groups;
   __shared__ float a_tile[kFloatDepth][kFloatTile + 1], b_tile[kFloatDepth][kFloatTile + 1];
   load_groups<kFloatThreads>(groups, offs, shape.E, shape.T, TilesOf{kFloatTile});

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "group_quantize.cuh"
+#include "overlap.cuh"
 #include "tile_sums.cuh"
 
 namespace grouped_linear::cuda {
@@ -58,6 +59,10 @@ __device__ __forceinline__ float mx_value(const Patch<Element>& patch, int i, in
     return Format<Element>::to_float(c % 2 == 0 ? word & 0xffff : word >> 16);
 }
 
+// Blocks a multiprocessor.
+template <typename Element>
+constexpr int kMxOccupancy = sizeof(Element) == 2 ? 3 : 2;
+
 // The table of a weight: `group_rows` rows of every expert. Ends with a barrier.
 __device__ __forceinline__ void load_experts(GroupTable& table, int E, int group_rows) {
   for (int e = threadIdx.x; e < E; e += kTileThreads) {
@@ -70,9 +75,10 @@ __device__ __forceinline__ void load_experts(GroupTable& table, int E, int group
 // rounded: rowwise and columnwise are asked for, else q and q_t with their scales. offs: null for a
 // weight of E times T rows. Where refresh is given and false, not a byte changes.
 template <typename Element, bool rounded>
-__global__ void __launch_bounds__(kTileThreads, sizeof(Element) == 2 ? 3 : 2)
+__global__ void __launch_bounds__(kTileThreads, kMxOccupancy<Element>)
     group_mx_kernel(const Element* x, int64_t x_stride, bool vectorised, const int32_t* offs, int E,
                     int T, int K, const bool* refresh, MxOutputs out) {
+  start_after_previous();
   if (refresh && !*refresh) return;
   using Bits = typename Format<Element>::Bits;
   constexpr int kWords = Patch<Element>::kWords;

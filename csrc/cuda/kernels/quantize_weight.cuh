@@ -6,6 +6,7 @@
 
 #include "../../layout.h"
 #include "block_scale.cuh"
+#include "overlap.cuh"
 
 namespace grouped_linear::cuda {
 
@@ -29,6 +30,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
     quantize_weight_kernel(const __grid_constant__ Experts w, bool vectorised, int N, int K,
                            ScaleRule rule, const bool* refresh, uint8_t* q, float* scale,
                            uint8_t* q_t) {
+  start_after_previous();
   if (refresh && !*refresh) return;
   __shared__ TurnedTile turned;
   __shared__ uint32_t warp_amax[kTileWarps];

@@ -4,6 +4,7 @@
 
 #include "../../swiglu.h"
 #include "block_scale.cuh"
+#include "overlap.cuh"
 
 namespace grouped_linear::cuda {
 
@@ -47,6 +48,23 @@ __device__ __forceinline__ void swiglu_grad_of_eight(bool of_gate, const Eight<E
   for (int w = 0; w < Patch<Element>::kWords; ++w) gate[w] = d[w];
 }
 
+// d_gate in place of gate, and d_up. Both have the bits of swiglu_grad_of_eight.
+template <typename Element>
+__device__ __forceinline__ void swiglu_grads_of_eight(const Eight<Element>& dh,
+                                                      Eight<Element>& gate,
+                                                      const Eight<Element>& up,
+                                                      Eight<Element>& d_up) {
+  float d_gates[kPatch], d_ups[kPatch];
+#pragma unroll
+  for (int c = 0; c < kPatch; ++c) {
+    const float gradient = Patch<Element>::element(dh, c), g = Patch<Element>::element(gate, c);
+    d_gates[c] = swiglu_grad_gate(gradient, g, Patch<Element>::element(up, c));
+    d_ups[c] = swiglu_grad_up(gradient, g);
+  }
+  for_eight<Element>(gate, [&](int c) { return d_gates[c]; });
+  for_eight<Element>(d_up, [&](int c) { return d_ups[c]; });
+}
+
 constexpr int kSwigluThreads = 256;
 
 // The end of the last group: the largest of offs, inside [0, T]. By all threads of the block.
@@ -85,6 +103,7 @@ template <typename Element>
 __global__ void __launch_bounds__(kSwigluThreads)
     swiglu_kernel(const Element* gate_up, int64_t stride, bool vectorised, const int32_t* offs,
                   int E, int64_t T, int K, Element* h) {
+  start_after_previous();
   for_eights(offs, E, T, K, h, [&](int64_t t, int column, Eight<Element>& words) {
     Eight<Element> up;
     Patch<Element>::load_words(gate_up + t * stride + column, vectorised, words);
@@ -98,6 +117,7 @@ __global__ void __launch_bounds__(kSwigluThreads)
     swiglu_grad_kernel(const Element* dh, int64_t dh_stride, const Element* gate_up, int64_t stride,
                        bool vectorised, const int32_t* offs, int E, int64_t T, int K,
                        Element* d_gate_up) {
+  start_after_previous();
   for_eights(offs, E, T, 2 * K, d_gate_up, [&](int64_t t, int column, Eight<Element>& words) {
     const bool of_gate = column < K;  // K is a multiple of 16: eight neighbours are of one half
     const int k = of_gate ? column : column - K;
@@ -113,6 +133,7 @@ __global__ void __launch_bounds__(kSwigluThreads)
 template <typename Element>
 __global__ void __launch_bounds__(kSwigluThreads)
     zero_tail_kernel(const int32_t* offs, int E, int64_t T, int columns, Element* out) {
+  start_after_previous();
   const int end = last_row_end_of_block(offs, E, T);
   const int64_t pieces = columns / kPatch, count = pieces * T;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;

@@ -1,0 +1,34 @@
+// What the launchers of passes over 128 x 128 tiles share.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "kernels/group_quantize.cuh"
+#include "launch.h"
+#include "operands.h"
+
+namespace grouped_linear::cuda {
+
+// offs are int32, so no group reaches rows past these; a block past the end must be countable.
+inline int countable_rows(int64_t T) {
+  return static_cast<int>(std::min<int64_t>(T, std::numeric_limits<int32_t>::max() - kBlock));
+}
+
+// As many blocks as the GPU holds at once, `occupancy` a multiprocessor, or as there can be tiles.
+inline unsigned tile_grid(const Launch& launch, int64_t tiles, int occupancy) {
+  const int64_t at_once = int64_t{launch.multiprocessors()} * occupancy;
+  return static_cast<unsigned>(std::clamp<int64_t>(tiles, 1, at_once));
+}
+
+// bias_grad [E, K] from the sums of every block's columns.
+inline void add_block_sums(const Launch& launch, const float* block_sums, const int32_t* offs,
+                           int T, const Tensor& bias_grad) {
+  const int64_t E = bias_grad.size(0), K = bias_grad.size(1), chunks = ceil_div(K, kSumThreads);
+  const int64_t blocks_y = std::clamp<int64_t>(8 * launch.multiprocessors() / chunks, 1, E);
+  const dim3 grid(static_cast<unsigned>(chunks), static_cast<unsigned>(blocks_y));
+  launch.run(add_block_sums_kernel, grid, kSumThreads, 0, block_sums, offs, static_cast<int>(E), T,
+             static_cast<int>(K), static_cast<float*>(bias_grad.mutable_data_ptr()));
+}
+
+}  // namespace grouped_linear::cuda
