@@ -62,9 +62,12 @@ void quantize_tiles(const Launch& launch, const Source& source, const Tensor& of
 
   const bool by_group = sums || results.out.q_t;
   const int64_t tiles = (by_group ? blocks : ceil_div(T, kBlock)) * col_blocks;
-  launch.run(group_quantize_kernel<Element, Source>, tile_grid(launch, tiles, Source::kOccupancy),
-             kTileThreads, 0, source, offs.const_data_ptr<int32_t>(), static_cast<int>(E), rows,
-             static_cast<int>(K), rule, results.out);
+  const auto kernel = group_quantize_kernel<Element, Source>;
+  constexpr int ahead = static_cast<int>(sizeof(typename Source::Ahead));
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ahead);
+  launch.run(kernel, tile_grid(launch, tiles, Source::kOccupancy), kTileThreads, ahead, source,
+             offs.const_data_ptr<int32_t>(), static_cast<int>(E), rows, static_cast<int>(K), rule,
+             results.out);
   if (sums)
     add_block_sums(launch, results.out.block_sums, offs.const_data_ptr<int32_t>(), rows,
                    results.bias_grad);

@@ -76,6 +76,19 @@ __device__ __forceinline__ T* take_row(T*& next, int64_t stride) {
   return row;
 }
 
+// Starts to copy from global to shared memory; zeros where there is nothing to read.
+__device__ __forceinline__ void copy_16_bytes(uint4* to, const uint4* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+               "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+}
+
+// Every copy that this thread started is complete after.
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 // Magnitudes of floats are ordered as integers, and from kInfinity up they are not finite.
 template <typename Element>
 struct Format;
@@ -141,6 +154,16 @@ struct Word {
   }
 };
 
+// Shared memory for some rows of a tile's patches, on their way. Every thread copies what it reads
+// itself, so none waits for another. It may start copies as soon as it has issued its reads: a
+// thread's accesses to shared memory are in order.
+template <typename Element, int rows = kPatch>
+struct TileAhead {
+  static constexpr int kRows = rows;
+  static constexpr int kPieces = kPatch * sizeof(Element) / 16;  // of a row of a patch
+  uint4 pieces[rows][kPieces][kTileThreads];
+};
+
 template <typename Element>
 struct Patch {
   static constexpr int kWords = kPatch / Word<Element>::kElements;
@@ -179,6 +202,49 @@ struct Patch {
                                        bool vectorised) {
     const Element* next = tile + (row() * kPatch + begin) * stride;
     load_rows<begin, end>([&](int) { return take_row(next, stride); }, rows, cols, vectorised);
+  }
+
+  // Starts to copy what load_rows would load, the rows from `begin` on that `ahead` has room for. All
+  // rows are aligned to 16 bytes.
+  template <int begin = 0, typename Ahead, typename Row>
+  static __device__ __forceinline__ void start_rows(Ahead& ahead, const Row& row_pointer, int rows,
+                                                    int cols) {
+    const int here = column() * kPatch < cols ? rows - row() * kPatch : 0;
+#pragma unroll
+    for (int i = 0; i < Ahead::kRows; ++i) {
+      const auto* from = reinterpret_cast<const uint4*>(row_pointer(begin + i) + column() * kPatch);
+#pragma unroll
+      for (int v = 0; v < Ahead::kPieces; ++v)
+        copy_16_bytes(&ahead.pieces[i][v][threadIdx.x], from + v, begin + i < here);
+    }
+  }
+  template <int begin = 0, typename Ahead>
+  static __device__ __forceinline__ void start(Ahead& ahead, const Element* tile, int64_t stride,
+                                               int rows, int cols) {
+    const Element* next = tile + (row() * kPatch + begin) * stride;
+    start_rows<begin>(ahead, [&](int) { return take_row(next, stride); }, rows, cols);
+  }
+  // After wait_for_copies().
+  template <int begin = 0, typename Ahead>
+  __device__ __forceinline__ void take(const Ahead& ahead) {
+#pragma unroll
+    for (int i = 0; i < Ahead::kRows; ++i)
+#pragma unroll
+      for (int v = 0; v < Ahead::kPieces; ++v) {
+        const uint4 four = ahead.pieces[i][v][threadIdx.x];
+        words[begin + i][4 * v] = four.x;
+        words[begin + i][4 * v + 1] = four.y;
+        words[begin + i][4 * v + 2] = four.z;
+        words[begin + i][4 * v + 3] = four.w;
+      }
+  }
+
+  template <int begin, int end>
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = begin; i < end; ++i)
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) words[i][w] = 0;
   }
 
   // The elements of a patch's row, from memory.

@@ -75,23 +75,43 @@ struct WarpGroups {
 
 // --- what a tile is made of ---------------------------------------------------------------------
 //
-// A source loads the patch of the calling thread from the tile at (row_begin, col), zero past its
-// rows and columns. One with two parts loads a patch of each half of the columns, K / 2 apart.
+// A source loads the patch of the calling thread from a tile, zero past its rows and columns. One
+// with two parts loads a patch of each half of the columns, K / 2 apart. Where rows are aligned, what
+// a source reads is copied to shared memory one tile ahead: a block starts the copies of its next
+// tile as soon as it holds this one in registers.
 //
 // H200, 2026-11: 3 blocks an SM beat 4 by 1% on plain rows. Fetching a block's next tiles into L2
 // ahead of time costs 10 to 20%.
+
+// Where a tile is.
+struct TilePlaceInRows {
+  int block, col_block;  // of 128 rows and of 128 columns
+  int row_begin, rows, col, cols;
+};
 
 // Rows of x [T, K].
 template <typename Element>
 struct Rows {
   static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 2, kParts = 1;
+  using Ahead = TileAhead<Element>;
   const Element* x;
   int64_t stride;
   bool vectorised;
 
-  __device__ __forceinline__ void load(Patch<Element> (&patch)[1], int row_begin, int rows, int col,
-                                       int cols) const {
-    patch[0].load(x + row_begin * stride + col, stride, rows, cols, vectorised);
+  __device__ __forceinline__ const Element* first(const TilePlaceInRows& at) const {
+    return x + at.row_begin * stride + at.col;
+  }
+  __device__ __forceinline__ void start(Ahead& ahead, const TilePlaceInRows& at) const {
+    if (vectorised) Patch<Element>::start(ahead, first(at), stride, at.rows, at.cols);
+  }
+  __device__ __forceinline__ void load(Patch<Element> (&patch)[1], Ahead& ahead,
+                                       const TilePlaceInRows& at) const {
+    if (vectorised) {
+      wait_for_copies();
+      patch[0].take(ahead);
+    } else {
+      patch[0].load(first(at), stride, at.rows, at.cols, false);
+    }
   }
 };
 
@@ -99,51 +119,92 @@ struct Rows {
 template <typename Element, typename Index>
 struct GatheredRows {
   static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 2, kParts = 1;
+  using Ahead = TileAhead<Element>;
   const Element* x;
   int64_t stride;
   bool vectorised;
   const Index* taken;
   int64_t S;
 
-  __device__ __forceinline__ void load(Patch<Element> (&patch)[1], int row_begin, int rows, int col,
-                                       int cols) const {
-    const int first = Patch<Element>::row() * kPatch;
-    patch[0].load_rows(
-        [&](int i) {
-          const int64_t s = taken[row_begin + min(first + i, rows - 1)];
-          return x + min(max(s, int64_t{0}), S - 1) * stride + col;
-        },
-        rows, cols, vectorised);
+  __device__ __forceinline__ const Element* row(const TilePlaceInRows& at, int i) const {
+    const int64_t s = taken[at.row_begin + min(Patch<Element>::row() * kPatch + i, at.rows - 1)];
+    return x + min(max(s, int64_t{0}), S - 1) * stride + at.col;
+  }
+  __device__ __forceinline__ void start(Ahead& ahead, const TilePlaceInRows& at) const {
+    if (vectorised)
+      Patch<Element>::start_rows(ahead, [&](int i) { return row(at, i); }, at.rows, at.cols);
+  }
+  __device__ __forceinline__ void load(Patch<Element> (&patch)[1], Ahead& ahead,
+                                       const TilePlaceInRows& at) const {
+    if (vectorised) {
+      wait_for_copies();
+      patch[0].take(ahead);
+    } else {
+      patch[0].load_rows([&](int i) { return row(at, i); }, at.rows, at.cols, false);
+    }
   }
 };
 
 // h [T, K] = silu(gate) * up of gate_up [T, 2 K], rounded to Element; kept where h is not null.
 template <typename Element>
 struct Swiglu {
-  static constexpr int kOccupancy = sizeof(Element) == 2 ? 2 : 1, kParts = 1;
+  static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 1, kParts = 1;
+  static constexpr int kRows = 2;  // of every patch at a time: few registers, for a third block
+  struct Ahead {
+    TileAhead<Element, kRows> gate, up;
+  };
   const Element* gate_up;
   int64_t stride;
   bool vectorised;
   int K;
   Element* h;
 
-  __device__ __forceinline__ void load(Patch<Element> (&patch)[1], int row_begin, int rows, int col,
-                                       int cols) const {
-    const Element* gate = gate_up + row_begin * stride + col;
-    Patch<Element> up;
-    patch[0].load(gate, stride, rows, cols, vectorised);
-    up.load(gate + K, stride, rows, cols, vectorised);
-#pragma unroll
-    for (int i = 0; i < kPatch; ++i) swiglu_of_eight<Element>(patch[0].words[i], up.words[i]);
+  __device__ __forceinline__ void start(Ahead& ahead, const TilePlaceInRows& at) const {
+    start_rows<0>(ahead, at);
+  }
+  __device__ __forceinline__ void load(Patch<Element> (&patch)[1], Ahead& ahead,
+                                       const TilePlaceInRows& at) const {
+    load_rows<0>(patch[0], ahead, at);
     if (!h) return;
     const int first = Patch<Element>::row() * kPatch, column = Patch<Element>::column() * kPatch;
-    const int here = column < cols ? rows - first : 0;
-    Element* next = h + static_cast<int64_t>(row_begin + first) * K + col + column;
+    const int here = column < at.cols ? at.rows - first : 0;
+    Element* next = h + static_cast<int64_t>(at.row_begin + first) * K + at.col + column;
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) {
       Element* to = take_row(next, K);
       if (i < here) Patch<Element>::store_words(patch[0].words[i], to);
     }
+  }
+
+ private:
+  __device__ __forceinline__ const Element* gate(const TilePlaceInRows& at) const {
+    return gate_up + at.row_begin * stride + at.col;
+  }
+  template <int begin>
+  __device__ __forceinline__ void start_rows(Ahead& ahead, const TilePlaceInRows& at) const {
+    if (!vectorised) return;
+    Patch<Element>::template start<begin>(ahead.gate, gate(at), stride, at.rows, at.cols);
+    Patch<Element>::template start<begin>(ahead.up, gate(at) + K, stride, at.rows, at.cols);
+  }
+  // From row `begin` of the patch on: while some rows are worked on, the next are copied.
+  template <int begin>
+  __device__ __forceinline__ void load_rows(Patch<Element>& patch, Ahead& ahead,
+                                            const TilePlaceInRows& at) const {
+    constexpr int end = begin + kRows;
+    Patch<Element> up;
+    if (vectorised) {
+      wait_for_copies();
+      patch.template take<begin>(ahead.gate);
+      up.template take<begin>(ahead.up);
+      if constexpr (end < kPatch) start_rows<end>(ahead, at);
+    } else {
+      patch.template load<begin, end>(gate(at), stride, at.rows, at.cols, false);
+      up.template load<begin, end>(gate(at) + K, stride, at.rows, at.cols, false);
+    }
+    if (Patch<Element>::row() * kPatch < at.rows)  // small groups leave most warps without any
+#pragma unroll
+      for (int i = begin; i < end; ++i) swiglu_of_eight<Element>(patch.words[i], up.words[i]);
+    if constexpr (end < kPatch) load_rows<end>(patch, ahead, at);
   }
 };
 
@@ -154,6 +215,10 @@ struct Swiglu {
 template <typename Element, int parts>
 struct SwigluGrad {
   static constexpr int kOccupancy = sizeof(Element) == 2 ? 2 : 1, kParts = parts;
+  static constexpr int kRows = 2;  // of every patch at a time; with 4, registers spill
+  struct Ahead {
+    TileAhead<Element, kRows> dh, gate, up;
+  };
   const Element* dh;
   int64_t dh_stride;
   const Element* gate_up;
@@ -161,30 +226,65 @@ struct SwigluGrad {
   bool vectorised;
   int K;
 
-  __device__ __forceinline__ void load(Patch<Element> (&patch)[parts], int row_begin, int rows,
-                                       int col, int cols) const {
-    const bool of_gate = parts == 2 || col + Patch<Element>::column() * kPatch < K;
-    const int k = of_gate ? col : col - K;  // of the tile's first column, as if all were this half
-    const Element* gate = gate_up + row_begin * stride + k;
-    const bool in_words = parts == 2 || vectorised;
-    constexpr int kRows = kPatch / 2;  // at once; with all, registers spill
+  __device__ __forceinline__ void start(Ahead& ahead, const TilePlaceInRows& at) const {
+    start_rows<0>(ahead, at, columns(at));
+  }
+  __device__ __forceinline__ void load(Patch<Element> (&patch)[parts], Ahead& ahead,
+                                       const TilePlaceInRows& at) const {
+    load_rows<0>(patch, ahead, at, columns(at));
+  }
+
+ private:
+  // Where the tile's first row is in each operand, as if all of its columns were in this patch's half.
+  struct Columns {
+    bool of_gate;
+    const Element *dh, *gate;
+  };
+  __device__ __forceinline__ Columns columns(const TilePlaceInRows& at) const {
+    const bool of_gate = parts == 2 || at.col + Patch<Element>::column() * kPatch < K;
+    const int k = of_gate ? at.col : at.col - K;
+    return {of_gate, dh + at.row_begin * dh_stride + k, gate_up + at.row_begin * stride + k};
+  }
+  template <int begin>
+  __device__ __forceinline__ void start_rows(Ahead& ahead, const TilePlaceInRows& at,
+                                             const Columns& here) const {
+    if (parts == 1 && !vectorised) return;
+    Patch<Element>::template start<begin>(ahead.dh, here.dh, dh_stride, at.rows, at.cols);
+    Patch<Element>::template start<begin>(ahead.gate, here.gate, stride, at.rows, at.cols);
+    Patch<Element>::template start<begin>(ahead.up, here.gate + K, stride,
+                                          here.of_gate ? at.rows : 0, at.cols);
+  }
+  // From row `begin` of the patches on: while some rows are worked on, the next are copied.
+  template <int begin>
+  __device__ __forceinline__ void load_rows(Patch<Element> (&patch)[parts], Ahead& ahead,
+                                            const TilePlaceInRows& at, const Columns& here) const {
+    constexpr int end = begin + kRows;
     Patch<Element> d, up;
-    const auto compute = [&](auto number) {
-      constexpr int first = decltype(number)::value * kRows, last = first + kRows;
-      d.template load<first, last>(dh + row_begin * dh_stride + k, dh_stride, rows, cols, in_words);
-      patch[0].template load<first, last>(gate, stride, rows, cols, in_words);
-      up.template load<first, last>(gate + K, stride, of_gate ? rows : 0, cols, in_words);
+    if (parts == 2 || vectorised) {
+      wait_for_copies();
+      d.template take<begin>(ahead.dh);
+      patch[0].template take<begin>(ahead.gate);
+      up.template take<begin>(ahead.up);
+      if constexpr (end < kPatch) start_rows<end>(ahead, at, here);
+    } else {
+      d.template load<begin, end>(here.dh, dh_stride, at.rows, at.cols, false);
+      patch[0].template load<begin, end>(here.gate, stride, at.rows, at.cols, false);
+      up.template load<begin, end>(here.gate + K, stride, here.of_gate ? at.rows : 0, at.cols,
+                                   false);
+    }
+    if (Patch<Element>::row() * kPatch < at.rows) {
 #pragma unroll
-      for (int i = first; i < last; ++i) {
+      for (int i = begin; i < end; ++i) {
         if constexpr (parts == 2)
           swiglu_grads_of_eight<Element>(d.words[i], patch[0].words[i], up.words[i],
                                          patch[1].words[i]);
         else
-          swiglu_grad_of_eight<Element>(of_gate, d.words[i], patch[0].words[i], up.words[i]);
+          swiglu_grad_of_eight<Element>(here.of_gate, d.words[i], patch[0].words[i], up.words[i]);
       }
-    };
-    compute(std::integral_constant<int, 0>());
-    compute(std::integral_constant<int, 1>());
+    } else {
+      patch[parts - 1].template clear<begin, end>();
+    }
+    if constexpr (end < kPatch) load_rows<end>(patch, ahead, at, here);
   }
 };
 
@@ -201,6 +301,8 @@ __global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
   alignas(16) __shared__ float col_factor[kTile];
   alignas(16) __shared__ float patch_sums[kPatches][kTile];
   __shared__ TurnedTile turned;
+  extern __shared__ uint4 tiles_ahead[];
+  auto& ahead = *reinterpret_cast<typename Source::Ahead*>(tiles_ahead);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int patch_row = threadIdx.x / kPatches, patch_col = threadIdx.x % kPatches;
@@ -219,34 +321,47 @@ __global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
   const int blocks = few_groups ? groups.tiles() : table.tile_end[E - 1];
   const int part_cols = K / Source::kParts, col_blocks = (part_cols + kTile - 1) / kTile;
   const int block_step = gridDim.x / col_blocks, col_step = gridDim.x % col_blocks;
-  const auto rows_of_block = [&](int block, int& begin, int& rows) {
-    if (few_groups) return groups.rows_of_tile(block, begin, rows);
-    const int e = table.group_of_tile(block, E);
-    begin = table.row_begin(e) + (block - table.tile_begin(e)) * kTile;
-    rows = min(kTile, table.row_end[e] - begin);
-  };
-
-  int block = blockIdx.x / col_blocks, col_block = blockIdx.x % col_blocks;
-  const auto advance = [&](int& to_block, int& to_col_block) {
-    to_block += block_step;
-    to_col_block += col_step;
-    if (to_col_block >= col_blocks) {
-      to_col_block -= col_blocks;
-      ++to_block;
+  // Whether there is such a tile; then all about it.
+  const auto place = [&](TilePlaceInRows& at) {
+    if (at.block >= blocks) return false;
+    if (few_groups) {
+      groups.rows_of_tile(at.block, at.row_begin, at.rows);
+    } else {
+      const int e = table.group_of_tile(at.block, E);
+      at.row_begin = table.row_begin(e) + (at.block - table.tile_begin(e)) * kTile;
+      at.rows = min(kTile, table.row_end[e] - at.row_begin);
     }
+    at.col = at.col_block * kTile;
+    at.cols = min(kTile, part_cols - at.col);
+    return true;
   };
-  while (block < blocks) {
-    int row_begin, rows;
-    rows_of_block(block, row_begin, rows);
-    const int first_col = col_block * kTile, cols = min(kTile, part_cols - first_col);
+  const auto place_next = [&](TilePlaceInRows& at) {
+    at.block += block_step;
+    at.col_block += col_step;
+    if (at.col_block >= col_blocks) {
+      at.col_block -= col_blocks;
+      ++at.block;
+    }
+    return place(at);
+  };
 
+  TilePlaceInRows at{};
+  at.block = blockIdx.x / col_blocks;
+  at.col_block = blockIdx.x % col_blocks;
+  bool there = place(at);
+  if (there) source.start(ahead, at);
+  for (; there; there = place_next(at)) {
     Patch<Element> patches[Source::kParts];
-    source.load(patches, row_begin, rows, first_col, cols);
+    source.load(patches, ahead, at);
+    TilePlaceInRows next = at;  // found twice: it would take registers until then
+    if (place_next(next)) source.start(ahead, next);
+    asm("" : "+r"(at.block), "+r"(at.col_block));  // hides that the two are the same
 
 #pragma unroll
     for (int part = 0; part < Source::kParts; ++part) {
       Patch<Element>& patch = patches[part];
-      const int col = part * part_cols + first_col;
+      const int block = at.block, row_begin = at.row_begin, rows = at.rows, cols = at.cols;
+      const int col = part * part_cols + at.col;
       if (out.block_sums) {  // before what is not finite turns into NaN
         float sums[kPatch];
         patch.column_sums(sums);
@@ -328,8 +443,6 @@ __global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
         turned.write(out.q_t + (static_cast<int64_t>(block) * K + col) * kTile, kTile, kTile, cols);
       }
     }
-
-    advance(block, col_block);
   }
 }
 
