@@ -16,6 +16,7 @@ py::dict gemm_tile(bool fp8) {
   answer["depth"] = tile.depth;
   answer["stages"] = tile.stages;
   answer["cluster"] = tile.cluster;
+  answer["narrow_cols"] = grouped_linear::cuda::kNarrowCols;
   return answer;
 }
 
@@ -37,6 +38,6 @@ PYBIND11_MODULE(_host, m) {
   m.def(
       "gemm_tile", &gemm_tile, py::arg("fp8"),
       "The tile of a grouped product on Hopper, of FP8 or of 16-bit operands: rows and columns of\n"
-      "the output, elements of the sum a stage, stages loaded ahead, blocks a cluster. The type\n"
-      "alone decides.");
+      "the output, elements of the sum a stage, stages loaded ahead, blocks a cluster, and the\n"
+      "columns of the narrow tiles that by rows are taken where the GPU has room for all at once.");
 }

@@ -5,11 +5,13 @@ T rows, E groups, K in_features, N out_features.
 
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import reference
 import torch
+import torch.nn.functional as F
 from samples import (
     BF16,
     DTYPES,
@@ -23,6 +25,7 @@ from samples import (
     bits,
     cases,
     devices,
+    lay_out,
     make,
     on,
     rows,
@@ -128,6 +131,31 @@ def test_grouped_scaled_mm(op: str, groups: Groups, variant: str, device: str) -
 def test_wide_products(groups: Groups, device: str) -> None:
     check_grouped_mm(make("grouped_mm", groups, BF16, bias=True), groups, device)
     check_grouped_scaled_mm(make("grouped_scaled_mm", groups, BF16, bias=True), groups, device)
+
+
+# On CUDA more tiles than a GPU takes at once, so they are wide; those of a group alone are narrow.
+LARGE = Groups((130, 0, 257, 1, 300), 700, K=272, N=2064)
+
+
+@pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiles_of_either_width(dtype: torch.dtype, device: str) -> None:
+    checks = {"grouped_mm": check_grouped_mm, "grouped_scaled_mm": check_grouped_scaled_mm}
+    for (op, check), layout in product(checks.items(), ("dense", "transposed")):
+        sample = make(op, LARGE, dtype, bias=True)
+        if layout == "transposed":
+            sample = sample.but(b=lay_out(sample["b"], layout))
+        check(sample, LARGE, device)
+        (y,) = sample.results(device)
+        for e, (end, count) in enumerate(zip(LARGE.offs().tolist(), LARGE.m_splits, strict=True)):
+            here = slice(end - count, end)
+            parts = {"a": sample["a"][here], "offs": torch.tensor([count]).int()}
+            parts |= {n: sample[n][e : e + 1] for n in ("b", "bias")}
+            if op == "grouped_scaled_mm":
+                parts["scale_a"] = F.pad(sample["scale_a"][:, here], (0, -count % 4))
+                parts["scale_b"] = sample["scale_b"][e : e + 1]
+            (alone,) = sample.but(**parts).results(device)
+            assert_same_bits(alone, y[here])
 
 
 @pytest.mark.parametrize("device", devices("group_quantize", "grouped_scaled_mm"))

@@ -274,7 +274,7 @@ def test_host_module_tells_tiles() -> None:
     host = pytest.importorskip(
         "grouped_linear._host", reason="the optional pybind11 module was not built"
     )
-    stage = {"rows": 128, "cluster": 2}
+    stage = {"rows": 128, "cluster": 2, "narrow_cols": 64}
     assert host.gemm_tile(fp8=True) == {**stage, "cols": 192, "depth": 128, "stages": 4}
     assert host.gemm_tile(fp8=False) == {**stage, "cols": 256, "depth": 64, "stages": 3}
 

@@ -37,12 +37,16 @@ void multiply_rows(const Launch& launch, const Tensor& a_in, const Tensor& b_in,
     const CUtensorMap map_b =
         tensor_map(launch.op(), first, dtype, 2, {K, N, E}, {map_stride(b, 1, K), group_stride},
                    {64, Config::kTileN / 2, 1}, true);
-    launch_gemm<Config>(launch, {map_a, map_b, map_a, map_b, map_a}, offs, {}, epilogue, shape);
+    const CUtensorMap narrow_b =
+        tensor_map(launch.op(), first, dtype, 2, {K, N, E}, {map_stride(b, 1, K), group_stride},
+                   {64, kNarrowCols, 1}, true);
+    launch_gemm<Config>(launch, {map_a, map_b, map_a, map_b, map_a, narrow_b}, offs, {}, epilogue,
+                        shape);
   } else {
     const CUtensorMap map_b = tensor_map(launch.op(), first, dtype, 2, {N, K, E},
                                          {map_stride(b, 2, N), group_stride}, {64, 64, 1}, true);
-    launch_gemm<ByRows<T, 1>>(launch, {map_a, map_b, map_a, map_b, map_a}, offs, {}, epilogue,
-                              shape);
+    launch_gemm<ByRows<T, 1>>(launch, {map_a, map_b, map_a, map_b, map_a, map_b}, offs, {},
+                              epilogue, shape);
   }
 }
 
@@ -57,7 +61,7 @@ void multiply_depth(const Launch& launch, const Tensor& dy_in, const Tensor& x_i
                       map_stride(t, 0, t.size(1)), 64);
   };
   const CUtensorMap map_dy = map_of(dy), map_x = map_of(x);
-  launch_gemm<ByDepth<T>>(launch, {map_dy, map_x, map_dy, map_x, map_dy}, offs, {}, epilogue,
+  launch_gemm<ByDepth<T>>(launch, {map_dy, map_x, map_dy, map_x, map_dy, map_x}, offs, {}, epilogue,
                           shape);
 }
 

@@ -60,7 +60,7 @@ void wgrad(const Launch& launch, const Tensor& dy_t_in, const Tensor& x_t_in,
   };
   const CUtensorMap map_dy = data_map(dy_t, N, kTileM / 2);
   const CUtensorMap map_x = data_map(x_t, K, kTileN / 2);
-  TensorMaps maps{map_dy, map_x, map_dy, map_x, map_dy};
+  TensorMaps maps{map_dy, map_x, map_dy, map_x, map_dy, map_x};
   if (blocks > 0 && !of_groups(scale_dy_t)) {
     maps.scale_a = scale_map(launch.op(), scale_dy_t, kTileM);
     maps.scale_b = scale_map(launch.op(), scale_x_t, kTileN);
@@ -90,12 +90,14 @@ Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& s
   const CUtensorMap map_a =
       tensor_map(launch.op(), a.data_ptr(), ScalarType::Float8_e4m3fn, 1, {K, T},
                  {map_stride(a, 0, K)}, {kLineBytes, kTileM / 2}, true);
-  const CUtensorMap map_b =
-      tensor_map(launch.op(), b.data_ptr(), ScalarType::Float8_e4m3fn, 1, {K, N, E},
-                 {map_stride(b, 1, K), map_stride(b, 0, N * K)}, {kLineBytes, kTileN / 2, 1}, true);
+  const auto map_of_b = [&](uint32_t cols) {
+    return tensor_map(launch.op(), b.data_ptr(), ScalarType::Float8_e4m3fn, 1, {K, N, E},
+                      {map_stride(b, 1, K), map_stride(b, 0, N * K)}, {kLineBytes, cols, 1}, true);
+  };
+  const CUtensorMap map_b = map_of_b(kTileN / 2);
   const int rows = row_count(launch.op(), T);
   const GemmShape shape{rows, static_cast<int>(E), rows, static_cast<int>(N), static_cast<int>(K)};
-  TensorMaps maps{map_a, map_b, map_a, map_b, map_a};
+  TensorMaps maps{map_a, map_b, map_a, map_b, map_a, map_of_b(kNarrowCols)};
   Tensor scale_b = scale_b_in;  // of blocks: read by its strides
   WeightScale weight_scale{};
   if (of_groups(scale_a)) {

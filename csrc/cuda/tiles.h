@@ -2,7 +2,8 @@
 //
 // The host chooses by the operands' type alone. No size, no timing and no environment variable
 // decides, so equal calls run equal kernels; whatever depends on group sizes is decided on the
-// device.
+// device: by rows, tiles are narrow where the GPU has room for all of them at once. An output's bits
+// do not depend on it.
 #pragma once
 
 namespace grouped_linear::cuda {
@@ -17,5 +18,6 @@ struct GemmTile {
 
 constexpr GemmTile kTile16Bit{128, 256, 64, 3, 2};
 constexpr GemmTile kTileFp8{128, 192, 128, 4, 2};
+constexpr int kNarrowCols = 64;
 
 }  // namespace grouped_linear::cuda

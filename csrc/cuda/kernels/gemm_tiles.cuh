@@ -2,6 +2,7 @@
 // the output a block works on next.
 #pragma once
 
+#include "../tiles.h"
 #include "groups.cuh"
 #include "sm90.cuh"
 
@@ -48,6 +49,7 @@ struct WeightScale {
 
 struct TensorMaps {
   CUtensorMap a, b, scale_a, scale_b, out;
+  CUtensorMap narrow_b;  // b in pieces of kNarrowCols, by rows
 };
 
 // Coordinates in a tensor map of rows that ends where it is told to, for groups that end anywhere.
@@ -79,6 +81,17 @@ struct GemmConfig {
   static constexpr int kTileK = kLineBytes / sizeof(A);  // 64 in BF16, 128 in FP8
   static constexpr int kMmaK = 32 / sizeof(A);
   static constexpr int kABytes = kTileM * kLineBytes, kBBytes = kTileN * kLineBytes;
+  static constexpr int kBPieces = 2;  // that b's tile is copied in, one a block where it is shared
+  static constexpr bool kNarrow = false;
+};
+
+// The same product in narrow tiles, which never share b.
+template <typename Config>
+struct NarrowOf : Config {
+  static constexpr int kTileN = kNarrowCols, kBBytes = kTileN * kLineBytes;
+  static constexpr int kStages = Config::kFp8 ? Config::kStages : 6;
+  static constexpr int kBPieces = 1;
+  static constexpr bool kNarrow = true;
 };
 
 // One output tile of this block, and the steps along its depth.
@@ -121,15 +134,23 @@ __device__ __forceinline__ int col_tiles(const GemmShape& shape) {
   return (shape.cols + Config::kTileN - 1) / Config::kTileN;
 }
 
+// Pairs of row tiles that share b's tile, of `rows` row tiles.
+template <typename Config>
+__device__ __forceinline__ int row_pairs(int rows) {
+  return Config::kNarrow ? 0 : rows / 2;
+}
+
 // How many clusters a matrix of rows x cols tiles takes: pairs of rows, then pairs of columns.
+template <typename Config>
 __device__ __forceinline__ int cluster_tiles(int rows, int cols) {
-  return rows / 2 * cols + rows % 2 * ((cols + 1) / 2);
+  const int pairs = row_pairs<Config>(rows);
+  return pairs * cols + (rows - 2 * pairs) * ((cols + 1) / 2);
 }
 
 template <typename Config>
 __device__ int cluster_count(const GroupTable& groups, const GemmShape& shape) {
   if constexpr (Config::kByDepth)
-    return shape.E * cluster_tiles(row_tiles(shape.rows), col_tiles<Config>(shape));
+    return shape.E * cluster_tiles<Config>(row_tiles(shape.rows), col_tiles<Config>(shape));
   return groups.tile_end[shape.E - 1];
 }
 
@@ -142,8 +163,8 @@ __device__ Tile tile_of(int number, const GroupTable& groups, const GemmShape& s
   int rows, local;
   if constexpr (Config::kByDepth) {
     rows = row_tiles(shape.rows);
-    tile.group = number / cluster_tiles(rows, cols);
-    local = number % cluster_tiles(rows, cols);
+    tile.group = number / cluster_tiles<Config>(rows, cols);
+    local = number % cluster_tiles<Config>(rows, cols);
     tile.row_limit = shape.rows;
     tile.depth_rows = groups.row_end[tile.group] - groups.row_begin(tile.group);
     const int first_block = groups.tile_begin(tile.group);
@@ -159,7 +180,7 @@ __device__ Tile tile_of(int number, const GroupTable& groups, const GemmShape& s
     rows = row_tiles(tile.row_limit - tile.row);
     tile.steps = (shape.depth + Config::kTileK - 1) / Config::kTileK;
   }
-  const int pairs = rows / 2;
+  const int pairs = row_pairs<Config>(rows);
   tile.shares_b = local < pairs * cols;
   if (tile.shares_b) {
     const int band = local / (kBandPairs * cols), in_band = local % (kBandPairs * cols);
@@ -167,8 +188,9 @@ __device__ Tile tile_of(int number, const GroupTable& groups, const GemmShape& s
     tile.row += (2 * (band * kBandPairs + in_band % band_pairs) + rank) * kTileM;
     tile.col = in_band / band_pairs * Config::kTileN;
   } else {
-    tile.row += (rows - 1) * kTileM;
-    tile.col = (2 * (local - pairs * cols) + rank) * Config::kTileN;
+    const int col_pairs = (cols + 1) / 2, rest = local - pairs * cols;
+    tile.row += (2 * pairs + rest / col_pairs) * kTileM;
+    tile.col = (2 * (rest % col_pairs) + rank) * Config::kTileN;
   }
   return tile;
 }

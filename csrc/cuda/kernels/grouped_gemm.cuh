@@ -55,23 +55,25 @@ __device__ __forceinline__ void load_a(GemmShared<Config>& shared, const TensorM
   }
 }
 
-// The same of b's tile, kTileN / 2 columns of the output.
+// The same of one of b's pieces, kTileN / kBPieces columns of the output.
 template <typename Config>
 __device__ __forceinline__ void load_b(GemmShared<Config>& shared, const TensorMaps& maps,
                                        const GemmShape& shape, const Tile& tile, int stage,
-                                       int step, int half, uint16_t mask) {
-  uint8_t* to = shared.stages[stage].b + half * (Config::kBBytes / 2);
+                                       int step, int piece, uint16_t mask) {
+  constexpr int cols = Config::kTileN / Config::kBPieces;
+  uint8_t* to = shared.stages[stage].b + piece * (Config::kBBytes / Config::kBPieces);
   uint64_t* full = &shared.full[stage];
-  const int col = tile.col + half * (Config::kTileN / 2);
+  const int col = tile.col + piece * cols;
   if constexpr (Config::kFp8 && Config::kByDepth) {
     sm90::load_3d(to, &maps.b, full, mask, 0, col, tile.depth_begin + step);
   } else if constexpr (Config::kBMajor == 0) {
-    sm90::load_3d(to, &maps.b, full, mask, step * Config::kTileK, col, tile.group);
+    sm90::load_3d(to, Config::kNarrow ? &maps.narrow_b : &maps.b, full, mask, step * Config::kTileK,
+                  col, tile.group);
   } else {
     const int at = tile.depth_begin + step * Config::kTileK;
     const RaggedRows rows(at, tile.depth_begin + tile.depth_rows);
 #pragma unroll
-    for (int c = 0; c < Config::kTileN / 2; c += 64) {
+    for (int c = 0; c < cols; c += 64) {
       uint8_t* column = to + c * kLineBytes;
       if constexpr (Config::kByDepth)
         sm90::load_4d(column, &maps.b, full, mask, col + c, rows.c1, rows.c2, rows.kOrigin);
@@ -109,14 +111,15 @@ __device__ void produce(GemmShared<Config>& shared, const TensorMaps& maps,
       sm90::barrier_wait(&shared.empty[stage], ring.parity ^ 1);
       if (step == 0) shared.tiles[count % kTileRing] = tile;
       sm90::barrier_arrive_expect(full, Config::kABytes + Config::kBBytes + scale_bytes);
-      if (tile.shares_b) {
+      if (!Config::kNarrow && tile.shares_b) {
         load_a<Config>(shared, maps, tile, stage, step, 0, 0);
         load_a<Config>(shared, maps, tile, stage, step, 1, 0);
         load_b<Config>(shared, maps, shape, tile, stage, step, rank, all);
       } else {
         load_a<Config>(shared, maps, tile, stage, step, rank, all);
-        load_b<Config>(shared, maps, shape, tile, stage, step, 0, 0);
-        load_b<Config>(shared, maps, shape, tile, stage, step, 1, 0);
+#pragma unroll
+        for (int piece = 0; piece < Config::kBPieces; ++piece)
+          load_b<Config>(shared, maps, shape, tile, stage, step, piece, 0);
       }
       if constexpr (Config::kBlocks && Config::kByDepth) {
         auto& scales = shared.scales[stage];
@@ -408,15 +411,31 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
 }
 
 template <typename Config>
-__global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster)
-    grouped_gemm_kernel(const __grid_constant__ TensorMaps maps, const int32_t* offs,
-                        const WeightScale weight_scale, const Epilogue epilogue,
-                        const GemmShape shape) {
-  extern __shared__ __align__(1024) uint8_t raw[];
-  auto& shared = *reinterpret_cast<GemmShared<Config>*>(raw);
+__device__ void find_groups(GemmShared<Config>& shared, const int32_t* offs,
+                            const GemmShape& shape) {
+  if constexpr (Config::kByDepth) {
+    load_groups<kThreads>(shared.groups, offs, shape.E, shape.T, TilesOf{kTileM});
+  } else {
+    const int cols = col_tiles<Config>(shape);
+    load_groups<kThreads>(shared.groups, offs, shape.E, shape.T, [cols](int rows) {
+      return cluster_tiles<Config>(row_tiles(rows), cols);
+    });
+  }
+}
+
+// Whether all narrow tiles find room at once: then none waits for another, and more blocks work.
+template <typename Config>
+__device__ bool fits_narrow(const GroupTable& groups, const GemmShape& shape) {
+  const int narrow = col_tiles<NarrowOf<Config>>(shape), wide = col_tiles<Config>(shape);
+  return int64_t{cluster_count<Config>(groups, shape)} * ((narrow + wide - 1) / wide) <=
+         gridDim.x / kCluster;
+}
+
+template <typename Config>
+__device__ void multiply(GemmShared<Config>& shared, const TensorMaps& maps,
+                         const WeightScale& weight_scale, const Epilogue& epilogue,
+                         const GemmShape& shape) {
   if (threadIdx.x == 0) {
-    sm90::prefetch_tensor_map(&maps.a);
-    sm90::prefetch_tensor_map(&maps.b);
     for (int s = 0; s < Config::kStages; ++s) {
       sm90::barrier_init(&shared.full[s], Config::kBlocks && !Config::kByDepth ? 2 : 1);
       sm90::barrier_init(&shared.empty[s], kMathWarps * kCluster);
@@ -427,14 +446,6 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster)
     for (int i = threadIdx.x; i < kZeroBytes / 16; i += kThreads)
       reinterpret_cast<uint4*>(shared.zeros)[i] = make_uint4(0, 0, 0, 0);
     sm90::fence_shared_for_async();
-  }
-  start_after_previous();
-  if constexpr (Config::kByDepth) {
-    load_groups<kThreads>(shared.groups, offs, shape.E, shape.T, TilesOf{kTileM});
-  } else {
-    const int cols = col_tiles<Config>(shape);
-    load_groups<kThreads>(shared.groups, offs, shape.E, shape.T,
-                          [cols](int rows) { return cluster_tiles(row_tiles(rows), cols); });
   }
   // No block copies into another, or arrives there, before its barriers stand.
   sm90::cluster_sync();
@@ -452,6 +463,31 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster)
   }
   __syncwarp();
   sm90::cluster_sync();  // nor leaves while another may still arrive at its barriers
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster)
+    grouped_gemm_kernel(const __grid_constant__ TensorMaps maps, const int32_t* offs,
+                        const WeightScale weight_scale, const Epilogue epilogue,
+                        const GemmShape shape) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  auto& shared = *reinterpret_cast<GemmShared<Config>*>(raw);
+  if (threadIdx.x == 0) {
+    sm90::prefetch_tensor_map(&maps.a);
+    sm90::prefetch_tensor_map(&maps.b);
+  }
+  start_after_previous();
+  find_groups<Config>(shared, offs, shape);
+  if constexpr (!Config::kByDepth) {
+    if (fits_narrow<Config>(shared.groups, shape)) {
+      __syncthreads();  // every thread knows it: the table moves to where narrow tiles have theirs
+      using Narrow = NarrowOf<Config>;
+      auto& narrow = *reinterpret_cast<GemmShared<Narrow>*>(raw);
+      find_groups<Narrow>(narrow, offs, shape);
+      return multiply<Narrow>(narrow, maps, weight_scale, epilogue, shape);
+    }
+  }
+  multiply<Config>(shared, maps, weight_scale, epilogue, shape);
 }
 
 }  // namespace grouped_linear::cuda

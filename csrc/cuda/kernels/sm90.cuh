@@ -280,6 +280,22 @@ __device__ __forceinline__ uint64_t operand(uint32_t sixteenths, uint32_t leadin
          uint64_t{stride_bytes >> 4 | uint32_t{1} << 30} << 32;
 }
 
+// One m64n64 product with 32 accumulators a thread.
+#define GROUPED_LINEAR_WGMMA_N64(k, types, majors)                                                 \
+  asm volatile(                                                                                    \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"                                             \
+      "wgmma.mma_async.sync.aligned.m64n64k" k ".f32." types                                       \
+      " "                                                                                          \
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                    \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "          \
+      "%32, %33, add, 1, 1" majors ";\n}\n"                                                        \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),        \
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),    \
+        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), \
+        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), \
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                                         \
+      : "l"(a), "l"(b), "r"(add))
+
 // One m64n192 product with 96 accumulators a thread.
 #define GROUPED_LINEAR_WGMMA_N192(k, types, majors)                                                \
   asm volatile(                                                                                    \
@@ -348,9 +364,11 @@ __device__ __forceinline__ uint64_t operand(uint32_t sixteenths, uint32_t leadin
 // d = (add ? d : 0) + a @ b.T, a 64 x n product. Majors: 0 K-major, 1 M/N-major.
 template <typename A, typename B, int n, int a_major, int b_major>
 __device__ __forceinline__ void wgmma(float (&d)[n / 2], uint64_t a, uint64_t b, int add) {
-  static_assert(n == 192 || n == 256);
+  static_assert(n == 64 || n == 192 || n == 256);
 #define GROUPED_LINEAR_WGMMA(k, types, majors)   \
-  if constexpr (n == 192)                        \
+  if constexpr (n == 64)                         \
+    GROUPED_LINEAR_WGMMA_N64(k, types, majors);  \
+  else if constexpr (n == 192)                   \
     GROUPED_LINEAR_WGMMA_N192(k, types, majors); \
   else                                           \
     GROUPED_LINEAR_WGMMA_N256(k, types, majors)
