@@ -4,7 +4,8 @@ T rows, E groups, K in_features, N out_features, Tp = padded_rows(T, E). Quantiz
 from the reference, with NaN wherever bytes of a layout are unspecified, so that no leak hides.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,17 @@ def devices(*ops: str) -> list[Any]:
     """The devices that all of these ops run on, for parametrize."""
     cpu, cuda = pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=needs_hopper)
     return [cpu, cuda] if CUDA_OPS.issuperset(ops) else [cpu]
+
+
+@contextmanager
+def skipping_for_old_transformers() -> Iterator[None]:
+    """Around what imports the integration: skips where the installed library is too old for it."""
+    try:
+        yield
+    except ImportError as error:
+        if "transformers must be" not in str(error):
+            raise
+        pytest.skip(str(error), allow_module_level=True)
 
 
 def overload(op: str) -> torch._ops.OpOverload:

@@ -14,13 +14,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import transformers
-from samples import BF16, FP32, OPS, devices
+from samples import BF16, FP32, OPS, devices, skipping_for_old_transformers
 from test_mlp import CountOps
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from grouped_linear import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling
-from grouped_linear.integrations.transformers import register
+
+with skipping_for_old_transformers():
+    from grouped_linear.integrations.transformers import register
 
 VOCABULARY = 64
 SIZES = {
@@ -316,6 +318,15 @@ def test_a_name_stands_for_one_recipe() -> None:
 def test_recipes_with_a_memory_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^register: DelayedScaling remembers amax in a layer"):
         register("grouped_linear_delayed", DelayedScaling())
+
+
+def test_an_older_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "grouped_linear.integrations.transformers"
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.22.1")  # it replaces itself
+    monkeypatch.delitem(sys.modules, module)
+    sentence = rf"^{re.escape(module)}: transformers must be 5\.23 or newer, got 5\.22\.1$"
+    with pytest.raises(ImportError, match=sentence):
+        importlib.import_module(module)
 
 
 def test_only_the_integration_needs_the_library() -> None:

@@ -9,6 +9,8 @@ registered under a name; a model is told the name, and its own code stays as it 
     register("grouped_linear_fp8", recipe=Float8BlockScaling())
     model.set_experts_implementation("grouped_linear_fp8")
 
+It needs transformers 5.23 or newer; importing it beside an older one raises ImportError.
+
 T tokens, C experts chosen for a token, R = T * C rows, E experts, H features of a token, F features
 between an expert's two layers, G = 2 F where experts have a gate, else F.
 """
@@ -16,6 +18,7 @@ between an expert's two layers, G = 2 F where experts have a gate, else F.
 from functools import partial
 from typing import Any
 
+import transformers
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
@@ -26,6 +29,14 @@ from grouped_linear.recipes import DelayedScaling, Recipe
 from grouped_linear.routing import CombineFunction, GatherFunction, sort_by_expert
 
 __all__ = ["register"]
+
+# Experts of older ones do not say whether a norm follows them (has_post_expert_norm).
+OLDEST_TRANSFORMERS = (5, 23)
+if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST_TRANSFORMERS:
+    raise ImportError(
+        "grouped_linear.integrations.transformers: transformers must be 5.23 or newer, "
+        f"got {transformers.__version__}"
+    )
 
 
 def register(name: str = "grouped_linear", recipe: Recipe = None) -> None:
