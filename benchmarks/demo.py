@@ -6,6 +6,7 @@ with CUDA graphs), then prints one table, a plot of the losses and a line that t
     python -m benchmarks.demo
     python -m benchmarks.demo --recipe block current delayed mxfp8
     python -m benchmarks.demo --quantized-weights
+    python -m benchmarks.demo --micro-batches 4
 """
 
 import argparse
@@ -26,7 +27,13 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from benchmarks.moe_model import VOCABULARY, Experts, LanguageModel, ModelSize
+from benchmarks.moe_model import (
+    VOCABULARY,
+    Experts,
+    LanguageModel,
+    ModelSize,
+    give_gradients_memory,
+)
 from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
@@ -58,13 +65,18 @@ WARM_UP = 3  # steps in which torch.compile compiles, and records CUDA graphs
 
 @dataclass(frozen=True)
 class Scale:
-    """How large a run is: the model, B sequences a step, steps, and bytes of text to learn from."""
+    """How large a run is: the model, B sequences a step, steps, and bytes of text to learn from.
+
+    With `micro_batches` a step's sequences go through the model in as many parts, and gradients add
+    up.
+    """
 
     size: ModelSize
     batch: int
     steps: int
     learning_rate: float
     text_bytes: int
+    micro_batches: int = 1
 
 
 # 2 cores: 60 to 80 ms a step, four runs of about 20 s, the compiled ones up to 20 s more. With two
@@ -161,12 +173,19 @@ def train(run: Run, scale: Scale, text: Text, device: torch.device, seed: int) -
     """Train one model, filling in `run`. The seed decides its parameters and what it reads."""
     torch.manual_seed(seed)
     order = torch.Generator().manual_seed(seed)
-    S = scale.size.context
+    S, parts = scale.size.context, scale.micro_batches
     with device:
         linear = partial(GroupedLinear, bias=False, recipe=run.recipe)
         if run.kind == QUANTIZED_WEIGHTS:  # which small steps reach by chance alone
             linear = partial(linear, quantized_weight=True, stochastic_rounding=True)
+        elif parts > 1:  # quantize weights once a step
+            linear = partial(linear, cache_weights=True)
+        if parts > 1:  # wgrad adds to main_grad
+            linear = partial(linear, fuse_wgrad_accumulation=True)
         model = LanguageModel(scale.size, partial(Experts, linear=linear), run.dtype)
+    if parts > 1:
+        give_gradients_memory(model)
+    flags = [(torch.tensor(i == 0, device=device),) if parts > 1 else () for i in range(parts)]
     mode = MODES[run.mode]
     forward = torch.compile(model, fullgraph=True, mode=mode) if mode else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=scale.learning_rate, fused=True)
@@ -176,14 +195,18 @@ def train(run: Run, scale: Scale, text: Text, device: torch.device, seed: int) -
     )
 
     def step() -> float:
-        torch.compiler.cudagraph_mark_step_begin()
-        objective, loss = forward(text.random_batch(scale.batch, S, order).to(device))
-        objective.backward()
+        total = torch.zeros((), device=device)
+        batch = text.random_batch(scale.batch, S, order).to(device)
+        for part, first in zip(batch.chunk(parts), flags, strict=True):
+            torch.compiler.cudagraph_mark_step_begin()
+            objective, loss = forward(part, *first)
+            (objective / parts).backward()
+            total += loss / parts
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=parts == 1)
         update_scales(model)  # of delayed scaling: nothing to do for the others
-        return float(loss)  # waits for the device, so a step's time is all of it
+        return float(total)  # waits for the device, so a step's time is all of it
 
     torch._dynamo.reset()
     counters.clear()
@@ -338,6 +361,13 @@ def parse_arguments() -> argparse.Namespace:
         help="also train with experts' weights that are kept in FP8, rounded by chance",
     )
     option(
+        "--micro-batches",
+        type=int,
+        default=1,
+        metavar="N",
+        help="parts of a step: weights are quantized in the first, gradients add up in main_grad",
+    )
+    option(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
@@ -348,6 +378,11 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.steps is not None and arguments.steps <= WARM_UP:
         parser.error(f"--steps must be more than {WARM_UP}, got {arguments.steps}")
+    parts = arguments.micro_batches
+    if parts < 1 or any(scale.batch % parts for scale in (CPU, HOPPER)):
+        parser.error(
+            f"--micro-batches must divide the {CPU.batch} sequences of a step, got {parts}"
+        )
     return arguments
 
 
@@ -358,6 +393,7 @@ def main() -> None:
         kinds.append(QUANTIZED_WEIGHTS)
     device = choose_device(arguments.device, [kind and RECIPES[kind] for kind in kinds])
     scale = HOPPER if device.type == "cuda" else CPU
+    scale = replace(scale, micro_batches=arguments.micro_batches)
     if arguments.steps is not None:
         scale = replace(scale, steps=arguments.steps)
     text = Text(scale.text_bytes)

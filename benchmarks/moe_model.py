@@ -2,6 +2,8 @@
 
 B sequences, S bytes in a sequence, T = B * S tokens, D width of the model, V byte values,
 E experts, C experts chosen for a token, R = T * C routed rows, F width of an expert.
+
+Each forward takes `first` at last: nothing, or is_first_microbatch for layers that have it.
 """
 
 from collections.abc import Callable
@@ -10,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from grouped_linear import GroupedLinear
 
 VOCABULARY = 256
 BALANCE_COEFFICIENT = 0.01  # of the load-balancing loss: Switch Transformer, arXiv:2101.03961
@@ -80,17 +84,32 @@ class Experts(nn.Module):
         self.gate_up = linear(size.experts, size.width, 2 * size.expert_width)
         self.down = linear(size.experts, size.expert_width, size.width)
 
-    def forward(self, x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, weight_TC: Tensor, expert_TC: Tensor, *first: Tensor | bool
+    ) -> Tensor:
         """Return [T, D], the weighted sums of what the chosen experts give."""
         chosen = expert_TC.size(1)
         expert_R = expert_TC.flatten()
         order_R = expert_R.argsort(stable=True)  # routed rows, sorted by expert
         x_RD = x_TD[order_R // chosen]
         m_splits_E = rows_per_expert(expert_TC, self.experts)
-        gate_RF, up_RF = self.gate_up(x_RD, m_splits_E).chunk(2, dim=-1)
-        y_RD = self.down(F.silu(gate_RF) * up_RF, m_splits_E)
+        gate_RF, up_RF = self.gate_up(x_RD, m_splits_E, *first).chunk(2, dim=-1)
+        y_RD = self.down(F.silu(gate_RF) * up_RF, m_splits_E, *first)
         y_TCD = y_RD[order_R.argsort()].unflatten(0, (-1, chosen))
         return (y_TCD * weight_TC[..., None]).sum(dim=1).to(x_TD.dtype)
+
+
+def give_gradients_memory(model: nn.Module) -> None:
+    """Give parameters a grad that stays, for micro-batches to add to; it is main_grad, too.
+
+    Where there is none autograd keeps what the first backward returns. Of a CUDA graph that is
+    memory which the next replay writes over.
+    """
+    for p in model.parameters():
+        p.grad = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+    for layer in model.modules():
+        if isinstance(layer, GroupedLinear):
+            layer.weight.main_grad = layer.weight.grad
 
 
 def rows_per_expert(expert_TC: Tensor, experts: int) -> Tensor:
@@ -113,13 +132,13 @@ class MixtureOfExperts(nn.Module):
         self.router = nn.Linear(size.width, size.experts, bias=False)
         self.experts = experts(size)
 
-    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BSD: Tensor, *first: Tensor | bool) -> tuple[Tensor, Tensor]:
         """Return the experts' output [B, S, D] and the load-balancing loss."""
         x_TD = x_BSD.flatten(0, 1)
         score_TE = self.router(x_TD).float().softmax(dim=-1)
         weight_TC, expert_TC = score_TE.topk(self.size.chosen, dim=-1)
         weight_TC = weight_TC / weight_TC.sum(dim=-1, keepdim=True)
-        y_TD = self.experts(x_TD, weight_TC, expert_TC)
+        y_TD = self.experts(x_TD, weight_TC, expert_TC, *first)
 
         share_E = rows_per_expert(expert_TC, self.size.experts) / expert_TC.numel()
         balance = self.size.experts * (share_E * score_TE.mean(dim=0)).sum()
@@ -136,9 +155,9 @@ class Block(nn.Module):
         self.experts_norm = nn.RMSNorm(size.width)
         self.experts = MixtureOfExperts(size, experts)
 
-    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BSD: Tensor, *first: Tensor | bool) -> tuple[Tensor, Tensor]:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
-        y_BSD, balance = self.experts(self.experts_norm(x_BSD))
+        y_BSD, balance = self.experts(self.experts_norm(x_BSD), *first)
         return x_BSD + y_BSD, balance
 
 
@@ -164,24 +183,24 @@ class LanguageModel(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.02)
         nn.init.normal_(self.head.weight, std=0.25 * size.width**-0.5)  # first loss: about ln 256
 
-    def logits(self, bytes_BS: Tensor) -> tuple[Tensor, Tensor]:
+    def logits(self, bytes_BS: Tensor, *first: Tensor | bool) -> tuple[Tensor, Tensor]:
         """Return float32 logits [B, S, V] and the mean load-balancing loss of the layers."""
         lower_precision = self.dtype != torch.float32
         with torch.autocast(bytes_BS.device.type, dtype=self.dtype, enabled=lower_precision):
             x_BSD = self.embedding(bytes_BS)
             balances = []
             for block in self.blocks:
-                x_BSD, balance = block(x_BSD)
+                x_BSD, balance = block(x_BSD, *first)
                 balances.append(balance)
             return self.head(self.norm(x_BSD)).float(), torch.stack(balances).mean()
 
-    def forward(self, bytes_BS1: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, bytes_BS1: Tensor, *first: Tensor | bool) -> tuple[Tensor, Tensor]:
         """Return what training minimises and the cross-entropy in it, in nats a byte.
 
         Args:
             bytes_BS1: [B, S + 1] int64; each byte is predicted from those before it.
         """
-        logits_BSV, balance = self.logits(bytes_BS1[:, :-1])
+        logits_BSV, balance = self.logits(bytes_BS1[:, :-1], *first)
         entropy = F.cross_entropy(logits_BSV.flatten(0, 1), bytes_BS1[:, 1:].flatten())
         return entropy + BALANCE_COEFFICIENT * balance, entropy.detach()
 

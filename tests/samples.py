@@ -13,6 +13,7 @@ import pytest
 import reference
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves, tree_map
 
 from grouped_linear import (
@@ -69,6 +70,13 @@ CUDA_OPS = set() if CUDA_VERSION is None else set(OPS)  # the ops that have a CU
 needs_hopper = pytest.mark.skipif(
     not (HOPPER and CUDA_OPS),
     reason="needs a GPU of compute capability 9.0 (Hopper), and nvcc when it was built",
+)
+
+
+AOTI_READS_DTYPES = TorchVersion(torch.__version__) >= (2, 12)
+aoti_reads_dtypes = pytest.mark.skipif(
+    not AOTI_READS_DTYPES,
+    reason="AOTInductor of torch 2.11 takes the dtype that an op is given for another one",
 )
 
 

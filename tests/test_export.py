@@ -13,7 +13,7 @@ import cmake
 import ninja
 import pytest
 import torch
-from samples import OPS, assert_same_bits, devices, overload
+from samples import OPS, aoti_reads_dtypes, assert_same_bits, devices, overload
 from torch._inductor import aoti_load_package
 
 from grouped_linear import loading
@@ -68,6 +68,7 @@ def export() -> ModuleType:
     return module
 
 
+@aoti_reads_dtypes
 @pytest.mark.parametrize("device", devices(*OPS))
 @pytest.mark.parametrize("recipe", ["bf16", "fp8"])
 def test_expert_layer(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import skipping_for_old_transformers
+from samples import AOTI_READS_DTYPES, skipping_for_old_transformers
 
 import grouped_linear  # noqa: F401  (registers the ops)
 
@@ -39,6 +39,8 @@ def test_examples_of_pages_run(page: Path) -> None:
     assert examples(text)
     names: dict[str, Any] = {"__name__": page.stem}
     for example in examples(text):
+        if "aoti_load_package" in example and not AOTI_READS_DTYPES:
+            pytest.skip("AOTInductor of torch 2.11 takes the dtype that an op is given for another")
         line = text[: text.index(example)].count("\n")
         with skipping_for_old_transformers():
             exec(compile("\n" * line + example, str(page), "exec"), names)

@@ -17,6 +17,7 @@ from samples import BF16, assert_same_bits
 from test_grouped_tensor import assert_same
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.profiler import profile
@@ -41,6 +42,11 @@ class Model(nn.Module):
         return y
 
 
+def shard(model: nn.Module) -> None:
+    """On the CPU, where what it is compared with is: left to itself FSDP2 moves to a GPU."""
+    fully_shard(model, mesh=init_device_mesh("cpu", (PROCESSES,)))
+
+
 def train(model: nn.Module, call: Callable[..., Tensor]) -> list[Tensor]:
     """Outputs of a few steps, on the same data on every process."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -63,7 +69,7 @@ def shard_of(weight: Tensor, rank: int) -> Tensor:
 def check_training(rank: int) -> tuple[nn.Module, nn.Module]:
     """Sharded steps are those of one process."""
     whole, sharded = Model(), Model()
-    fully_shard(sharded)
+    shard(sharded)
     local = sharded.experts.weight.to_local()
     assert_same(local, shard_of(whole.experts.weight, rank))
     assert local.q_t is None  # a shard is not multiplied with
@@ -92,7 +98,7 @@ def check_checkpoints(rank: int, whole: nn.Module, sharded: nn.Module, directory
     """Saved by two, loaded by two or by one; and the other way round."""
     dcp.save(get_model_state_dict(sharded), checkpoint_id=directory / "sharded")
     restored = Model(init_method=nn.init.zeros_)
-    fully_shard(restored)
+    shard(restored)
     state = get_model_state_dict(restored)
     dcp.load(state, checkpoint_id=directory / "sharded")
     set_model_state_dict(restored, state)
@@ -116,7 +122,7 @@ def check_meta(rank: int, whole: nn.Module, directory: Path) -> None:
     """Sharded without ever being whole, then loaded."""
     model = Model(device="meta")
     model.plain.to("meta")
-    fully_shard(model)
+    shard(model)
     model.to_empty(device="cpu")
     state = get_model_state_dict(model)
     dcp.load(state, checkpoint_id=directory / "whole")
@@ -127,7 +133,7 @@ def check_meta(rank: int, whole: nn.Module, directory: Path) -> None:
 def check_compiled() -> None:
     model, twin = Model(), Model()
     for m in (model, twin):
-        fully_shard(m)
+        shard(m)
     compiled = torch.compile(model, backend="aot_eager")
     for a, b in zip(train(model, compiled), train(twin, twin), strict=True):
         assert_same_bits(a, b)
@@ -144,7 +150,7 @@ def check_data_parallel() -> None:
 
 def check_refusals() -> None:
     uneven = GroupedLinear(3, K, N, recipe=Float8BlockScaling(), quantized_weight=True)
-    fully_shard(uneven)
+    shard(uneven)
     with pytest.raises(ValueError, match="as many experts on every process, got 3 for 2 processes"):
         uneven(torch.ones(3, K), [1, 1, 1])
     with pytest.raises(NotImplementedError, match="would not reach a quantized tensor"):
