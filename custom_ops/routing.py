@@ -60,7 +60,10 @@ def sum_of_rows(y_RH: Tensor, row_TC: Tensor, weight_TC: Tensor | None = None) -
     y_TCH = y_RH[row_TC]
     if weight_TC is not None:
         y_TCH = y_TCH * weight_TC[..., None].float()  # a product of both dtypes is float32
-    return y_TCH.sum(dim=1, dtype=torch.float32).to(y_RH.dtype)
+    sum_TH = y_TCH.sum(dim=1, dtype=torch.float32)
+    # A `to` that changes nothing is a second name of the same tensor: what an autograd.Function
+    # returns under one of two names is compiled by torch 2.11 with gradients of zero.
+    return sum_TH if y_RH.dtype == torch.float32 else sum_TH.to(y_RH.dtype)
 
 
 def combine_grad(
