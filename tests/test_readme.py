@@ -1,5 +1,6 @@
 """What the README and docs/ show runs, and the README's table of ops is what is registered."""
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ import pytest
 import torch
 from samples import AOTI_READS_DTYPES, skipping_for_old_transformers
 
-import grouped_linear  # noqa: F401  (registers the ops)
+from grouped_linear import GroupedLinear
+from grouped_linear.module import _OUT_OF_SCOPE
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -44,6 +46,14 @@ def test_examples_of_pages_run(page: Path) -> None:
         line = text[: text.index(example)].count("\n")
         with skipping_for_old_transformers():
             exec(compile("\n" * line + example, str(page), "exec"), names)
+
+
+def test_every_argument_is_compared_with_transformer_engine() -> None:
+    page = (ROOT / "docs" / "from_transformer_engine.md").read_text()
+    signatures = map(inspect.signature, (GroupedLinear.__init__, GroupedLinear.forward))
+    arguments = {name for signature in signatures for name in signature.parameters}
+    arguments = arguments - {"self", "out_of_scope"} | set(_OUT_OF_SCOPE)
+    assert not {name for name in arguments if not re.search(rf"`{name}\b", page)}
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
