@@ -4,6 +4,7 @@ T rows, E groups, K in_features, N out_features.
 """
 
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +78,16 @@ class Call(NamedTuple):
     """Where wgrad is put off to, in place of being computed in the backward."""
 
 
+def _below_autograd() -> AbstractContextManager[None]:
+    """Where an op is part of another gradient, so that its own is not asked for.
+
+    To ask, in Python, takes an eager grouped_mm 3.5 us of 10: 9 us of 71 in a forward and backward.
+    """
+    if torch.compiler.is_compiling():  # Dynamo knows no such guard, and a graph asks nothing
+        return nullcontext()
+    return torch._C._AutoDispatchBelowAutograd()
+
+
 def _multiply(
     a: Operand | None,
     b: Operand | None,
@@ -94,7 +105,8 @@ def _multiply(
             a.values, b.values, offs_E, bias_EN, dtype, transpose_b=transpose_b
         )
     if a.scale is None or b.scale is None:
-        return ops.grouped_mm(a.values, b.values, offs_E, bias_EN, dtype)
+        with _below_autograd():
+            return ops.grouped_mm(a.values, b.values, offs_E, bias_EN, dtype)
     return ops.grouped_scaled_mm(a.values, b.values, a.scale, b.scale, offs_E, bias_EN, dtype)
 
 
