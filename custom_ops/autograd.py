@@ -127,6 +127,8 @@ class Wgrad(NamedTuple):
     dy: Operand
     x: Operand
     offs: Tensor
+    captured: bool = False
+    """Whether a CUDA graph fills the tensors, each time it is replayed."""
 
     def compute(self) -> tuple[Tensor | None, ...]:
         """The gradient of each of the call's experts, or None where it went into main_grad."""
@@ -260,7 +262,8 @@ class GroupedLinearFunction(torch.autograd.Function):
             if call.later is None:
                 dws = wgrad.compute()
             else:
-                call.later.append(wgrad)
+                captured = dy_TN.is_cuda and torch.cuda.is_current_stream_capturing()
+                call.later.append(wgrad._replace(captured=captured))
         if dy.bias_grad is not None:
             db_EN = dy.bias_grad.to(dy_TN.dtype)  # bias was added in y's dtype
         return None, dx_TK, db_EN, None, *dws

@@ -432,10 +432,13 @@ class GroupedLinear(nn.Module):
         """Compute the weight gradients of the oldest backward that put them off.
 
         They arrive as they would have there: in ``grad`` or ``main_grad``, and hooks run. Nothing
-        happens without ``delay_wgrad_compute`` or for a weight that requires no gradient.
+        happens without ``delay_wgrad_compute`` or for a weight that requires no gradient. What a
+        backward put off while it was captured in a CUDA graph is computed in a capture, too: in the
+        same, or in one that is replayed after it.
 
         Raises:
-            RuntimeError: if no backward has put any off.
+            RuntimeError: if no backward has put any off, or some are of a capture and this is none,
+                or the other way round.
 
         >>> layer = GroupedLinear(2, 16, 32, delay_wgrad_compute=True)
         >>> layer(torch.ones(5, 16), [2, 3]).sum().backward()
@@ -450,6 +453,12 @@ class GroupedLinear(nn.Module):
             return
         if not self._later:
             raise RuntimeError("GroupedLinear: backward_dw: no backward has left anything to do")
+        capturing = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if any(wgrad.captured != capturing for wgrad in self._later):
+            raise RuntimeError(
+                "GroupedLinear: backward_dw: what was put off while a CUDA graph was captured is "
+                "computed while one is captured, and nothing else is"
+            )
         with torch.enable_grad():
             LaterWgrad.apply(self._later.popleft(), *weights).backward()
 
