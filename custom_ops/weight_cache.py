@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grouped_linear.meta_kernels.rules import E4M3
 from grouped_linear.recipes import KeptWeight, Quantizing
 
 
@@ -53,12 +54,22 @@ class WeightCache(nn.Module):
         self._cold_version = -1 if written.is_inference() else written._version
 
     def __getstate__(self) -> dict[str, Any]:
-        """Versions count the writes to one tensor; a copy's begin anew."""
-        return self.__dict__ | {"_cold_version": -1 if self.warm else None}
+        """Versions count the writes to one tensor; a copy's begin anew.
+
+        float8 goes as bytes, because plain pickle fails on it (torch 2.13).
+        """
+        buffers = {
+            name: t.view(torch.uint8) if t is not None and t.dtype == E4M3 else t
+            for name, t in self._buffers.items()
+        }
+        return self.__dict__ | {"_cold_version": -1 if self.warm else None, "_buffers": buffers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy or a pickle: as warm as what it is of."""
         super().__setstate__(state)
+        for name, t in self._buffers.items():
+            if t is not None and t.dtype == torch.uint8:
+                self._buffers[name] = t.view(E4M3)
         if self._cold_version is None:
             self._now_cold()
 

@@ -320,24 +320,6 @@ def test_checkpointed_micro_batches(flag: Any, compiled: bool, recipe: Recipe, d
         assert_same_bits(a, e)
 
 
-@DEVICES
-@EVERY_RECIPE
-def test_saved_tensors_may_live_elsewhere(recipe: Recipe, device: str) -> None:
-    results = []
-    for offloaded in (False, True):
-        layer = make_layer(recipe, device, cache_weights=True)
-        x, m_splits = inputs(device)
-        if offloaded:
-            with torch.autograd.graph.save_on_cpu():
-                y = layer(x, m_splits, True)
-        else:
-            y = layer(x, m_splits, True)
-        y.square().sum().backward()
-        results.append([x.grad, layer.weight.grad, layer.bias.grad])
-    for a, e in zip(*results, strict=True):
-        assert_same_bits(a, e)
-
-
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @FORMS
 def test_only_what_is_asked_for(single: bool, dtype: torch.dtype) -> None:

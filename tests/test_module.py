@@ -102,13 +102,18 @@ def test_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 @RECIPES
-def test_return_bias(recipe: Recipe) -> None:
-    layer = make_layer(recipe=recipe, return_bias=True)
+@pytest.mark.parametrize("single", [True, False], ids=["one", "apart"])
+def test_return_bias(single: bool, recipe: Recipe) -> None:
+    layer = make_layer(recipe=recipe, return_bias=True, single_grouped_bias=single)
     y, bias = call(layer)
     alone = make_layer(recipe=recipe, bias=False)
     alone.weight = layer.weight
     assert_same_bits(y, call(alone))
-    assert_same_bits(bias, layer.bias.detach())
+    assert_same_bits(bias, layer.bias if single else torch.stack([*layer.parameters()][1:]))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.linspace(-1, 1, 7 * 16).view(7, 16)
+    for actual, expected in zip(compiled(x, [3, 0, 4]), (y, bias), strict=True):
+        assert_same_bits(actual, expected)
     with torch.autocast("cpu", dtype=BF16):
         y, bias = call(layer)
     assert y.dtype == bias.dtype == BF16

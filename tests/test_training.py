@@ -5,8 +5,11 @@ plain run: no cache, no fusion, nothing put off, eager. T rows, E groups, K in_f
 out_features.
 """
 
+import copy
 import functools
 import gc
+import io
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,6 +101,18 @@ def weights_of(layer: nn.Module) -> list[Any]:
 
 def biases_of(layer: nn.Module) -> list[nn.Parameter]:
     return [p for name, p in layer.named_parameters() if name.startswith("bias")]
+
+
+def give_main_grads(layer: nn.Module, feature: Feature) -> Tensor:
+    """Parts of one buffer, which is returned, after a gap; where the feature has any."""
+    weights = weights_of(layer)
+    flat = torch.full(
+        (E * N * K + 8,), torch.nan, dtype=feature.main_grad, device=weights[0].device
+    )
+    if feature.fused:
+        for w, part in zip(weights, flat[8:].view(len(weights), -1), strict=True):
+            w.main_grad = part.view(w.shape)
+    return flat
 
 
 def whole(parts: list[Tensor]) -> Tensor:
@@ -304,18 +319,14 @@ def run(feature: Feature, mode: Mode, recipe: Recipe, dtype: torch.dtype, device
     """What plain_run gives, by a layer with the feature."""
     layer = make_layer(recipe, dtype, device, **feature.options)
     count, results = MICRO_BATCHES[dtype], []
-    weights, biases = weights_of(layer), biases_of(layer)
-    flat = torch.empty(E * N * K + 8, dtype=feature.main_grad, device=device)
-    if feature.fused:
-        for w, part in zip(weights, flat[8:].view(len(weights), -1), strict=True):
-            w.main_grad = part.view(w.shape)
+    weights, biases, flat = weights_of(layer), biases_of(layer), give_main_grads(layer, feature)
     if mode in CUDA_MODES:  # what a graph adds to stays where it is
         for p in biases if feature.fused else layer.parameters():
             p.grad = torch.zeros_like(p)
     step = mode(layer, feature, dtype)
     if layer.scaling_state is not None:
         layer.scaling_state.reset()
-    flat.fill_(torch.nan)
+    flat.fill_(torch.nan)  # neither zero nor what a graph was recorded with
     made = iter(batches(dtype, device, STEPS * count))
     for _ in range(STEPS):
         if feature.flag == "none":
@@ -397,3 +408,89 @@ def test_features_captured(
 )
 def test_features_under_cudagraph_trees(name: str, recipe: Recipe) -> None:
     check(FEATURES[name], cudagraph_trees, recipe, BF16, "cuda")
+
+
+# --- besides steps -------------------------------------------------------------------------------
+
+
+def refuses(feature: Feature, recipe: Recipe) -> bool:
+    return refused(feature, eager, recipe, BF16) is not None
+
+
+@DEVICES
+@EVERY_RECIPE
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@EVERY_FEATURE
+def test_without_gradients(feature: Feature, mode: Any, recipe: Recipe, device: str) -> None:
+    """The numbers of training, and nothing is left behind."""
+    if refuses(feature, recipe):
+        return
+    layer = make_layer(recipe, FP32, device, **feature.options)
+    flat, expected = give_main_grads(layer, feature), plain_run(recipe, FP32, device, None)[0]
+    x, m_splits, _ = batches(FP32, device, 1)[0]
+    with mode():
+        for first in {"none": (None,), "bool": (True, False)}.get(
+            feature.flag, tuple(torch.tensor([True, False], device=device))
+        ):
+            assert_same_bits(layer(x, m_splits, first), expected)
+    assert flat.isnan().all()
+    if feature.later:
+        with pytest.raises(RuntimeError, match="no backward has left anything to do"):
+            layer.backward_dw()
+
+
+def through_pickle(layer: GroupedLinear, feature: Feature, recipe: Recipe) -> GroupedLinear:
+    return pickle.loads(pickle.dumps(layer))
+
+
+def through_deepcopy(layer: GroupedLinear, feature: Feature, recipe: Recipe) -> GroupedLinear:
+    return copy.deepcopy(layer)
+
+
+def through_torch_save(layer: GroupedLinear, feature: Feature, recipe: Recipe) -> GroupedLinear:
+    file = io.BytesIO()
+    torch.save(layer, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+def through_checkpoints(layer: GroupedLinear, feature: Feature, recipe: Recipe) -> GroupedLinear:
+    """Into a plain layer's parameters and back, strictly."""
+    plain, twin = (
+        make_layer(recipe, FP32, "cpu"),
+        make_layer(recipe, FP32, "cpu", **feature.options),
+    )
+    for source, target in ((layer, plain), (plain, twin)):
+        file = io.BytesIO()
+        torch.save(source.state_dict(), file)
+        target.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    return twin
+
+
+@EVERY_RECIPE
+@pytest.mark.parametrize(
+    "travel", [through_deepcopy, through_pickle, through_torch_save, through_checkpoints]
+)
+@EVERY_FEATURE
+def test_a_layer_that_travelled(feature: Feature, travel: Any, recipe: Recipe) -> None:
+    """Trains on as the one that stayed at home; the two are apart."""
+    if refuses(feature, recipe):
+        return
+    layer = make_layer(recipe, FP32, "cpu", **feature.options)
+    first = {"none": None, "bool": True, "tensor": torch.tensor(True)}[feature.flag]
+    (x, m_splits, dy), (x2, m_splits2, dy2) = batches(FP32, "cpu", 2)
+    give_main_grads(layer, feature).zero_()
+    eager(layer, feature, FP32)([(x, m_splits, dy, first)])
+    optimizer_step(layer, torch.ones(E, N, K))
+    layer.zero_grad()
+    results = []
+    for trained in (travel(layer, feature, recipe), layer):
+        give_main_grads(trained, feature).zero_()
+        x2.grad = None
+        step = eager(trained, feature, FP32)
+        results.append([*step([(x2, m_splits2, dy2, first)])[0]])
+        weights = weights_of(trained)
+        total = whole([w.main_grad if feature.fused else w.grad for w in weights])
+        results[-1] += [total, whole([b.grad for b in biases_of(trained)])]
+        optimizer_step(trained, total)  # the other one does not see it
+    for a, e in zip(*results, strict=True):
+        assert_same_bits(a, e)

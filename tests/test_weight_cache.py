@@ -4,6 +4,7 @@ T rows, E groups, K in_features, N out_features.
 """
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,10 @@ def test_no_buffer_is_ever_replaced(flag: Any, recipe: Recipe, device: str) -> N
 MADE_COLD: dict[str, Callable[[GroupedLinear], Any]] = {
     "born": lambda layer: layer,
     "load_state_dict": lambda layer: layer.load_state_dict(layer.state_dict()),
+    "load_apart": lambda layer: layer.load_state_dict(
+        {f"{name}{e}": part for name, p in layer.named_parameters() for e, part in enumerate(p)}
+        | {name: t for name, t in layer.state_dict().items() if name.startswith("scaling_state")}
+    ),
     "reset_parameters": lambda layer: layer.reset_parameters(),
     "to_empty": lambda layer: layer.to_empty(device=layer.weight.device),
     "moved": lambda layer: layer.bfloat16().float(),
@@ -287,13 +292,18 @@ def test_without_a_recipe_there_is_nothing_to_keep() -> None:
     assert_same_bits(layer(x, m_splits, False), layer(x, m_splits))
 
 
+def through_pickle(layer: GroupedLinear) -> GroupedLinear:
+    return pickle.loads(pickle.dumps(layer))
+
+
 @EVERY_RECIPE
-def test_copies_are_apart(recipe: Recipe) -> None:
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
+def test_copies_are_apart(copied: Any, recipe: Recipe) -> None:
     layer, (x, m_splits) = make_layer(recipe, "cpu"), inputs("cpu")
     y = layer(x, m_splits, True)
-    twin = copy.deepcopy(layer)
+    twin = copied(layer)
     assert_same_bits(twin(x, m_splits, False), y)
-    cold = copy.deepcopy(make_layer(recipe, "cpu"))
+    cold = copied(make_layer(recipe, "cpu"))
     assert not cold.weight_cache.warm
     assert_same_bits(cold(x, m_splits, True), y)
     change(twin)
