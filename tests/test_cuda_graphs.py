@@ -3,17 +3,19 @@
 T rows, E groups, K in_features, N out_features.
 """
 
+import functools
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from samples import RECIPES as EVERY_RECIPE
 from samples import needs_hopper
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from grouped_linear import GroupedLinear, Recipe
+from grouped_linear import GroupedLinear, Recipe, update_scales
 
 pytestmark = needs_hopper
 
@@ -112,6 +114,117 @@ def test_make_graphed_callables(recipe: Recipe) -> None:
         want = eager(x, m_splits, dy)
         layer.forward = layer_forward
         assert_equal(got, want)
+
+
+class Experts(nn.Module):
+    """Two layers that keep their weights and add gradients to main_grad."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"recipe": recipe, "device": "cuda", "dtype": torch.bfloat16}
+        options |= {"cache_weights": True, "fuse_wgrad_accumulation": True}
+        self.up = GroupedLinear(E, K, N, **options)
+        self.down = GroupedLinear(E, N, K, **options)
+        for layer in (self.up, self.down):
+            layer.weight.main_grad = torch.zeros(layer.weight.shape, device="cuda")
+            layer.bias.grad = torch.zeros_like(layer.bias)
+
+    def forward(self, x: Tensor, m_splits: Tensor, first: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x, m_splits, first)), m_splits, first)
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Forget what recording a graph left: it runs forward and backward on anything."""
+        for layer in (self.up, self.down):
+            layer.weight.main_grad.fill_(torch.nan)
+            layer.bias.grad.zero_()
+            if layer.scaling_state is not None:
+                layer.scaling_state.reset()
+
+    @torch.no_grad()
+    def update(self) -> list[Tensor]:
+        grads = []
+        for layer in (self.up, self.down):
+            layer.weight -= (0.1 * layer.weight.main_grad).bfloat16()
+            layer.bias -= 0.1 * layer.bias.grad
+            grads += [layer.weight.main_grad.clone(), layer.bias.grad.clone()]
+            layer.bias.grad.zero_()
+        update_scales(self)
+        return grads
+
+
+@RECIPES
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "each"])
+def test_graphed_model(whole: bool, recipe: Recipe) -> None:
+    """A model's one graph, or one of each layer, through steps of 1, 2 and 8 micro-batches."""
+    generator = torch.Generator().manual_seed(5)
+    model, eager = Experts(recipe), Experts(recipe)
+    x, m_splits, _ = draw_inputs(generator)
+    h = torch.zeros(T, N, device="cuda", dtype=torch.bfloat16)
+    first = torch.tensor(True, device="cuda")
+    make = functools.partial(torch.cuda.make_graphed_callables, allow_unused_input=True)
+    gc.collect()  # a graph or event that is freed while another graph is recorded spoils it
+    if whole:
+        make(model, (x.requires_grad_(), m_splits, first))
+    else:
+        make(
+            (model.up, model.down),
+            ((x.requires_grad_(), m_splits, first), (h.requires_grad_(), m_splits, first)),
+        )
+    for of in (model, eager):
+        of.start()
+    for micro_batches in (1, 2, 8):
+        for i in range(micro_batches):
+            x, m_splits, dy = draw_inputs(generator)
+            disturb_allocator(i)
+            results = []
+            for of in (model, eager):
+                leaf = x.detach().clone().requires_grad_()
+                y = of(leaf, m_splits, torch.tensor(i == 0, device="cuda"))
+                y.backward(dy[:, :K])
+                results.append((y.detach().clone(), leaf.grad.clone()))
+            for name, a, b in zip(("y", "dx"), *results, strict=True):
+                assert torch.equal(a, b), f"{name} differs in micro-batch {i} of {micro_batches}"
+        for a, b in zip(model.update(), eager.update(), strict=True):
+            assert torch.equal(a, b)
+
+
+@RECIPES
+def test_put_off_to_another_capture(recipe: Recipe) -> None:
+    """Forward and backward in one graph, backward_dw in the next; never one of both outside."""
+    generator = torch.Generator().manual_seed(6)
+    options = {"fuse_wgrad_accumulation": True, "bias": False, "device": "cuda"}
+    layer = GroupedLinear(E, K, N, recipe=recipe, delay_wgrad_compute=True, **options)
+    plain = GroupedLinear(E, K, N, recipe=recipe, **options)
+    plain.load_state_dict(layer.state_dict())
+    x, m_splits, dy = (t.float() if t.is_floating_point() else t for t in draw_inputs(generator))
+    for of in (layer, plain):
+        of.weight.main_grad = torch.zeros(E, N, K, device="cuda")
+        of(x, m_splits).backward(dy)  # loads the kernels
+    layer.backward_dw()
+    main, later = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    gc.collect()
+    with torch.cuda.graph(main):
+        layer(x, m_splits).backward(dy)
+    refused = "put off while a CUDA graph was captured"
+    with pytest.raises(RuntimeError, match=refused):
+        layer.backward_dw()
+    with torch.cuda.graph(later):
+        layer.backward_dw()
+    for i in range(3):
+        for static, new in zip((x, m_splits, dy), draw_inputs(generator), strict=True):
+            static.copy_(new)
+        disturb_allocator(i)
+        main.replay()
+        later.replay()
+        plain(x, m_splits).backward(dy)
+        assert torch.equal(layer.weight.main_grad, plain.weight.main_grad)
+    layer(x, m_splits).backward(dy)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros_like(x)
+        with pytest.raises(RuntimeError, match=refused):
+            layer.backward_dw()
 
 
 @RECIPES
