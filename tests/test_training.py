@@ -195,6 +195,12 @@ def checkpointed(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> 
     return one_by_one(call, layer, feature)
 
 
+def checkpointed_reentrant(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step:
+    """The same, and the first time without gradients."""
+    call = functools.partial(checkpoint, layer, use_reentrant=True)
+    return one_by_one(call, layer, feature)
+
+
 def offloaded(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step:
     """What is saved for a backward waits in other memory."""
 
@@ -310,7 +316,7 @@ def cudagraph_trees(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) 
     return one_by_one(call, layer, feature)
 
 
-MODES = (eager, compiled, checkpointed, offloaded, interleaved)
+MODES = (eager, compiled, checkpointed, checkpointed_reentrant, offloaded, interleaved)
 CUDA_MODES = (captured, graphed, cudagraph_trees)
 Mode = Callable[[GroupedLinear, Feature, torch.dtype], Step]
 
