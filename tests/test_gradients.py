@@ -354,3 +354,14 @@ def test_some_experts_frozen() -> None:
         called(*inputs()).square().sum().backward()
     assert layer.weight1.grad is None
     assert_same_bits(layer.weight2.grad, plain.weight.grad[2])
+
+
+@EVERY_RECIPE
+def test_second_derivatives_are_refused(recipe: Recipe) -> None:
+    layer, (x, m_splits) = make_layer(recipe), inputs()
+    dy = torch.randn(T, N, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(x, m_splits), x, dy)
+    (dx,) = torch.autograd.grad(layer(x, m_splits), x, dy, create_graph=True)
+    assert_same_bits(dx.detach(), expected)
+    with pytest.raises(RuntimeError, match="trying to differentiate twice"):
+        dx.sum().backward()
