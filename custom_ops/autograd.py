@@ -4,6 +4,7 @@ T rows, E groups, K in_features, N out_features.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -301,20 +302,17 @@ def _bump_versions(op: torch._ops.OpOverload) -> None:
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
 
-    def tensors(argument: Any) -> list[Tensor]:
-        if argument is None:
-            return []
-        return [argument] if isinstance(argument, Tensor) else list(argument)
+    def tensors(argument: Any) -> Sequence[Tensor]:
+        return (argument,) if isinstance(argument, Tensor) else argument or ()
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-        for i in written:
-            if torch.is_grad_enabled() and any(t.requires_grad for t in tensors(args[i])):
-                name = op._schema.arguments[i].name
-                raise RuntimeError(f"{op._opname}: {name} must not require grad")
+        if torch.is_grad_enabled():
+            for i in written:
+                if any(t.requires_grad for t in tensors(args[i])):
+                    name = op._schema.arguments[i].name
+                    raise RuntimeError(f"{op._opname}: {name} must not require grad")
         outputs = op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
-        for i in written:
-            for t in tensors(args[i]):
-                torch.autograd.graph.increment_version(t)
+        torch.autograd.graph.increment_version([t for i in written for t in tensors(args[i])])
         return outputs
 
     _implementations.impl(op, kernel, "ADInplaceOrView", with_keyset=True)

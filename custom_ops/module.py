@@ -253,6 +253,7 @@ class GroupedLinear(nn.Module):
             )
         else:
             self.register_parameter("bias", None)
+        self._weight_names = options.weight_names
         self._bias_names = options.bias_names if bias else []
         self.scaling_state = self.weight_cache = None
         if isinstance(recipe, DelayedScaling):
@@ -273,7 +274,7 @@ class GroupedLinear(nn.Module):
         """One parameter, or one an expert; Any for the attributes that their owners give them."""
         if self._options.single_grouped_weight:
             return (self.weight,)
-        return tuple(getattr(self, name) for name in self._options.weight_names)
+        return tuple(getattr(self, name) for name in self._weight_names)
 
     def _whole_bias(self) -> Tensor | None:
         """[E, N]."""
@@ -344,11 +345,15 @@ class GroupedLinear(nn.Module):
         options = self._options
         weights, bias = self._weights(), self._whole_bias()
         plan: dict[str, Any] = {"save_input": options.save_original_input}
-        if self.scaling_state is not None:
-            plan["slots"] = self.scaling_state.slots()
-        first = self._flag(is_first_microbatch, x)
-        if first is not None and self.weight_cache is not None:
-            plan["kept"], plan["refresh"] = self._kept(first), first
+        state, cache = (
+            self.scaling_state,
+            self.weight_cache,
+        )  # each look-up is a search of nn.Module
+        if state is not None:
+            plan["slots"] = state.slots()
+        first = self._flag(is_first_microbatch, x, cache)
+        if first is not None and cache is not None:
+            plan["kept"], plan["refresh"] = self._kept(first, cache), first
         if torch.is_grad_enabled() and (
             options.fuse_wgrad_accumulation or options.delay_wgrad_compute
         ):
@@ -359,11 +364,13 @@ class GroupedLinear(nn.Module):
             return y
         return y, None if bias is None else bias.to(y.dtype)
 
-    def _flag(self, first: Tensor | bool | None, x: Tensor) -> Tensor | bool | None:
+    def _flag(
+        self, first: Tensor | bool | None, x: Tensor, cache: WeightCache | None
+    ) -> Tensor | bool | None:
         if first is None:
             return None
         needs_cache = self._options.recipe is not None and not self._options.quantized_weight
-        if needs_cache and self.weight_cache is None:
+        if needs_cache and cache is None:
             raise ValueError(
                 "GroupedLinear: is_first_microbatch needs cache_weights=True under the recipe "
                 f"{type(self._options.recipe).__name__}"
@@ -378,9 +385,7 @@ class GroupedLinear(nn.Module):
         # The caller's may be the next micro-batch's when this one's backward reads it.
         return first.clone()
 
-    def _kept(self, first: Tensor | bool) -> KeptWeight:
-        cache = self.weight_cache
-        assert cache is not None
+    def _kept(self, first: Tensor | bool, cache: WeightCache) -> KeptWeight:
         # A graph must not depend on what is in it: in a compiled one NaN shows.
         if first is False and not torch.compiler.is_compiling() and not cache.warm:
             raise RuntimeError(
@@ -411,7 +416,7 @@ class GroupedLinear(nn.Module):
                 "GroupedLinear: fuse_wgrad_accumulation computes the gradients of all experts, "
                 f"but only {sum(learning)} of {len(weights)} require one"
             )
-        for name, w in zip(self._options.weight_names, weights, strict=True):
+        for name, w in zip(self._weight_names, weights, strict=True):
             if not isinstance(getattr(w, "main_grad", None), Tensor):
                 raise RuntimeError(
                     f"GroupedLinear: fuse_wgrad_accumulation adds to {name}.main_grad, "
