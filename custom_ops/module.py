@@ -345,10 +345,7 @@ class GroupedLinear(nn.Module):
         options = self._options
         weights, bias = self._weights(), self._whole_bias()
         plan: dict[str, Any] = {"save_input": options.save_original_input}
-        state, cache = (
-            self.scaling_state,
-            self.weight_cache,
-        )  # each look-up is a search of nn.Module
+        state, cache = self.scaling_state, self.weight_cache
         if state is not None:
             plan["slots"] = state.slots()
         first = self._flag(is_first_microbatch, x, cache)
