@@ -18,7 +18,7 @@ import pytest
 import torch
 from samples import BF16, FP16, FP32, OPS, RECIPES, assert_same_bits, devices, needs_hopper
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from grouped_linear import GroupedLinear, Recipe, ops, update_scales
@@ -202,10 +202,16 @@ def checkpointed_reentrant(layer: GroupedLinear, feature: Feature, dtype: torch.
 
 
 def offloaded(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step:
-    """What is saved for a backward waits in other memory."""
+    """What is saved for a backward waits in other memory, and comes back in a new place."""
+
+    def pack(t: Tensor) -> tuple[torch.device, Tensor]:
+        return t.device, t.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+        return packed[1].to(packed[0], copy=True)
 
     def call(*arguments: Any) -> Tensor:
-        with save_on_cpu():
+        with saved_tensors_hooks(pack, unpack):
             return layer(*arguments)
 
     return one_by_one(call, layer, feature)
