@@ -5,9 +5,8 @@
 #include <cstring>
 
 #include "../checks.h"
-#include "../experts.h"
 #include "../ops.h"
-#include "numerics.h"
+#include "fp8.h"
 #include "per_group.h"
 
 namespace grouped_linear::cpu {
@@ -21,10 +20,6 @@ std::vector<float> delayed_factors(const Tensor& scale) {
   return factors;
 }
 
-float* written(const std::optional<Tensor>& t) {
-  return t ? static_cast<float*>(t->data_ptr()) : nullptr;
-}
-
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> group_quantize_delayed_(const std::optional<Tensor>& amax,
@@ -36,18 +31,13 @@ std::tuple<Tensor, Tensor, Tensor> group_quantize_delayed_(const std::optional<T
   const GroupedRows rows("group_quantize_delayed_", x, offs);
   const int64_t T = x.size(0), K = x.size(1), E = offs.size(0);
 
-  using Shape = std::vector<int64_t>;
-  const auto output = [&x](bool wanted, const Shape& shape, ScalarType type) {
-    return torch::stable::new_empty(x, wanted ? shape : Shape{0}, type);
-  };
-  Tensor q = output(rowwise, {T, K}, dtype);
-  Tensor q_t = output(columnwise, {padded_rows(T, E) / kBlock, K, kBlock}, dtype);
-  Tensor grad = output(bias_grad, {E, K}, ScalarType::Float);
+  const Tensor q = output_if(rowwise, x, {T, K}, dtype);
+  const Tensor q_t = output_if(columnwise, x, {padded_rows(T, E) / kBlock, K, kBlock}, dtype);
+  const Tensor grad = output_if(bias_grad, x, {E, K}, ScalarType::Float);
 
   quantize_per_group(rows, delayed_factors(scale), dtype,
-                     {rowwise ? static_cast<uint8_t*>(q.data_ptr()) : nullptr,
-                      columnwise ? static_cast<uint8_t*>(q_t.data_ptr()) : nullptr,
-                      bias_grad ? grad.mutable_data_ptr<float>() : nullptr, written(amax)});
+                     {pointer_if<uint8_t>(rowwise, q), pointer_if<uint8_t>(columnwise, q_t),
+                      pointer_if<float>(bias_grad, grad), pointer_if<float>(amax)});
   return {q, q_t, grad};
 }
 
@@ -55,18 +45,15 @@ std::tuple<Tensor, Tensor> quantize_weight_delayed_(const std::optional<Tensor>&
                                                     const Tensor& w, const Tensor& scale,
                                                     bool columnwise) {
   check_quantize_weight_delayed(amax, w, scale);
-  const GroupedRows rows(w);
+  const GroupedRows rows({w});
   const int64_t E = w.size(0), N = w.size(1), K = w.size(2);
 
-  using Shape = std::vector<int64_t>;
-  constexpr ScalarType e4m3 = ScalarType::Float8_e4m3fn;
-  Tensor q = torch::stable::new_empty(w, Shape{E, N, K}, e4m3);
-  Tensor q_t = torch::stable::new_empty(w, columnwise ? Shape{E, K, N} : Shape{0}, e4m3);
+  const Tensor q = new_output(w, {E, N, K}, E4m3::kType);
+  const Tensor q_t = output_if(columnwise, w, {E, K, N}, E4m3::kType);
 
-  quantize_per_group(
-      rows, delayed_factors(scale), e4m3,
-      {static_cast<uint8_t*>(q.data_ptr()),
-       columnwise ? static_cast<uint8_t*>(q_t.data_ptr()) : nullptr, nullptr, written(amax)});
+  quantize_per_group(rows, delayed_factors(scale), E4m3::kType,
+                     {pointer_if<uint8_t>(true, q), pointer_if<uint8_t>(columnwise, q_t), nullptr,
+                      pointer_if<float>(amax)});
   return {q, q_t};
 }
 
@@ -76,14 +63,13 @@ void refresh_weight_delayed_(const std::optional<Tensor>& amax, const std::vecto
                              const std::optional<Tensor>& q_t) {
   check_refresh_weight_delayed(amax, w, state, refresh, q, scale, q_t);
   if (refresh && !*refresh->const_data_ptr<bool>()) return;
-  const GroupedRows rows(packed(w));
+  const GroupedRows rows(w);
 
   const Tensor dense = torch::stable::contiguous(state);
   std::memcpy(scale.data_ptr(), dense.const_data_ptr(), rows.groups * sizeof(float));
   quantize_per_group(
-      rows, delayed_factors(state), ScalarType::Float8_e4m3fn,
-      {static_cast<uint8_t*>(q.data_ptr()), q_t ? static_cast<uint8_t*>(q_t->data_ptr()) : nullptr,
-       nullptr, written(amax)});
+      rows, delayed_factors(state), E4m3::kType,
+      {pointer_if<uint8_t>(true, q), pointer_if<uint8_t>(q_t), nullptr, pointer_if<float>(amax)});
 }
 
 void update_scales_(const std::vector<Tensor>& scale, const std::vector<Tensor>& amax,

@@ -30,32 +30,44 @@ constexpr float largest_of(ScalarType format) {
   return format == E5m2::kType ? E5m2::kMax : E4m3::kMax;
 }
 
-// x * factor, nearest even. A product past the largest number saturates, also where it overflows
-// float32: the factor of a delayed scale may be from a time of smaller numbers. Only what is not
-// finite itself, or meets a factor that is NaN, becomes infinity or NaN.
+// The number nearest to a product that is not NaN, ties to even; past the largest it saturates.
+//
+// With M bits of mantissa, adding 2^(e + 23 - M) to a magnitude of exponent e (the smallest exponent
+// for subnormals, which are as far apart) rounds it to units of 2^(e - M), nearest even, and leaves
+// their number in the sum's low bits: 0 .. 2^(M + 1). The code is 2^M * (e - smallest exponent)
+// plus that number, for normal and subnormal results alike. kCancel takes the biases of both
+// exponents out of the low 7 bits, and being even it moves no tie.
 template <typename Format>
-inline uint8_t quantize(float x, float factor) {
-  constexpr int shift = 23 - Format::kMantissaBits;
-  constexpr int unit = Format::kSmallestExponent - Format::kMantissaBits;  // of subnormal numbers
-  constexpr float like_unit = std::bit_cast<float>(uint32_t{127 + 23 + unit} << 23);
-  constexpr uint32_t smallest = uint32_t{127 + Format::kSmallestExponent} << 23;
-  constexpr uint32_t rebias = uint32_t{126 + Format::kSmallestExponent} << Format::kMantissaBits;
+inline uint32_t saturated(float product) {
+  constexpr int M = Format::kMantissaBits, shift = 23 - M;
+  constexpr uint32_t kCancel = ((-Format::kSmallestExponent - 127 - shift) * (1 << M)) & 0x7f;
+  constexpr uint32_t anchor_of_zero = (uint32_t{shift} << 23) | kCancel;
+  constexpr uint32_t smallest_anchor =
+      (uint32_t{127 + Format::kSmallestExponent + shift} << 23) | kCancel;
   constexpr uint32_t largest = std::bit_cast<uint32_t>(Format::kMax);
+  static_assert(kCancel % 2 == 0);
 
+  const uint32_t bits = std::bit_cast<uint32_t>(product), magnitude = bits & kMagnitude;
+  const uint32_t clamped = magnitude < largest ? magnitude : largest;
+  const uint32_t exponent = (clamped & kInfinity) + anchor_of_zero;
+  const uint32_t anchor = exponent > smallest_anchor ? exponent : smallest_anchor;
+  const uint32_t sum =
+      std::bit_cast<uint32_t>(std::bit_cast<float>(clamped) + std::bit_cast<float>(anchor));
+  return ((sum + (anchor >> shift)) & 0x7f) | ((bits >> 24) & 0x80);
+}
+
+// x * factor. A product past the largest number saturates, also where it overflows float32: the
+// factor of a delayed scale may be from a time of smaller numbers. Only what is not finite itself,
+// or meets a factor that is NaN, becomes infinity or NaN.
+template <typename Format>
+inline uint32_t quantize(float x, float factor) {
   const uint32_t x_bits = std::bit_cast<uint32_t>(x), magnitude = x_bits & kMagnitude;
   const uint32_t sign = ((x_bits ^ std::bit_cast<uint32_t>(factor)) >> 24) & 0x80;
   const uint32_t product = std::bit_cast<uint32_t>(x * factor) & kMagnitude;
-  const uint32_t clamped = product < largest ? product : largest;
-  const uint32_t normal =
-      ((clamped + ((1u << (shift - 1)) - 1) + ((clamped >> shift) & 1)) >> shift) - rebias;
-  // Floats from like_unit to twice that are as far apart as the format's subnormal numbers.
-  const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(clamped) + like_unit) -
-                             std::bit_cast<uint32_t>(like_unit);
-  uint32_t q = sign | (clamped < smallest ? subnormal : normal);
+  uint32_t q = sign | saturated<Format>(std::bit_cast<float>(product));
   q = magnitude == kInfinity ? (Format::kOfInfinity == 0x7f ? 0x7f : sign | Format::kOfInfinity)
                              : q;
-  q = magnitude > kInfinity || (magnitude < kInfinity && product > kInfinity) ? 0x7f : q;
-  return static_cast<uint8_t>(q);
+  return magnitude > kInfinity || (magnitude < kInfinity && product > kInfinity) ? 0x7f : q;
 }
 
 }  // namespace grouped_linear::cpu

@@ -2,137 +2,112 @@
 // scale. One pass over x for whatever is asked for.
 
 #include <bit>
-#include <cstring>
 
 #include "../checks.h"
-#include "../experts.h"
 #include "../ops.h"
 #include "fp8.h"
-#include "per_group.h"
+#include "tiles.h"
 
 namespace grouped_linear::cpu {
 namespace {
 
-GROUPED_LINEAR_EVERY_WIDTH void raise_amax(const float* row, uint32_t* amax) {
-  for (int64_t c = 0; c < kBlock; ++c) {
-    const uint32_t magnitude = std::bit_cast<uint32_t>(row[c]) & kMagnitude;
-    amax[c] = std::max(amax[c], magnitude < kInfinity ? magnitude : 0);
+constexpr int64_t kParts = kBlock / kMxBlock;
+
+// For the amaxima of a tile's parts: the E8M0 scale, the smallest power of two that brings amax to at
+// most 448, kept where every e4m3 number times it is a finite bf16 number (2^-124 .. 2^119), as an
+// exponent and as a number, and its inverse.
+GROUPED_LINEAR_EVERY_WIDTH void mx_scales(const float* amax, uint8_t* exponents, float* scale,
+                                          float* factor) {
+  for (int64_t i = 0; i < kBlock * kParts; ++i) {
+    // amax = m * 2^e with 1 <= m < 2 and 448 = 1.75 * 2^8: e - 8, and one more where m > 1.75.
+    const uint32_t bits = std::bit_cast<uint32_t>(amax[i]);
+    const auto exponent = static_cast<int32_t>((bits + 0x1fffff) >> 23) - 8;
+    const uint32_t e = std::clamp(exponent, 127 - 124, 127 + 119);
+    exponents[i] = static_cast<uint8_t>(e);
+    scale[i] = std::bit_cast<float>(e << 23);
+    factor[i] = std::bit_cast<float>((254 - e) << 23);
   }
 }
 
-GROUPED_LINEAR_EVERY_WIDTH void add_row(const float* row, float* sums) {
-  for (int64_t c = 0; c < kBlock; ++c) sums[c] += row[c];
-}
+// The scales of a tile's parts, and the factors that quantize them.
+struct MxScales {
+  uint8_t exponents[kBlock * kParts];
+  float scale[kBlock * kParts], factor[kBlock * kParts];
 
-// q[c] = e4m3(row[c] / scale[c]) for the scales 2^(exponent[c] - 127).
-GROUPED_LINEAR_EVERY_WIDTH void quantize_row(const float* row, const uint32_t* exponent,
-                                             uint8_t* q) {
-  for (int64_t c = 0; c < kBlock; ++c)
-    q[c] = quantize<E4m3>(row[c], std::bit_cast<float>((254 - exponent[c]) << 23));
-}
-
-// Exactly: an e4m3 number times such a scale is a bf16 number.
-GROUPED_LINEAR_EVERY_WIDTH void dequantize_row(const uint8_t* q, const uint32_t* exponent,
-                                               uint16_t* values) {
-  for (int64_t c = 0; c < kBlock; ++c)
-    values[c] = to_bf16(from_e4m3(q[c]) * std::bit_cast<float>(exponent[c] << 23));
-}
-
-// The E8M0 scale of a block: the smallest power of two that brings amax to at most 448, kept where
-// every e4m3 number times it is a finite bf16 number (2^-124 .. 2^119).
-inline uint32_t mx_exponent(uint32_t amax_bits) {
-  // amax = m * 2^e with 1 <= m < 2 and 448 = 1.75 * 2^8: e - 8, and one more where m > 1.75.
-  const auto exponent = static_cast<int32_t>((amax_bits + 0x1fffff) >> 23) - 8;
-  return static_cast<uint32_t>(std::clamp(exponent, 127 - 124, 127 + 119));
-}
-
-// Where a kind of result goes; null for what is not asked for.
-struct MxOutputs {
-  uint8_t *q, *scale, *q_t, *scale_t;
-  uint16_t *rowwise, *columnwise;
-  float* bias_grad;
+  explicit MxScales(const float* amax) { mx_scales(amax, exponents, scale, factor); }
 };
 
-void quantize_mx(const GroupedRows& rows, const MxOutputs& out) {
-  const auto* first = static_cast<const char*>(rows.values.data_ptr());
-  const ScalarType dtype = rows.values.scalar_type();
-  const int64_t K = rows.features, col_blocks = ceil_div(K, kBlock);
-  const int64_t row_scales = ceil_div(K, kMxBlock);
-  constexpr int64_t per_block = kBlock / kMxBlock;
-  const bool rowwise = out.q || out.rowwise, columnwise = out.q_t || out.columnwise;
-  const auto blocks = static_cast<int64_t>(rows.blocks.size());
-  std::vector<float> block_sums(out.bias_grad ? blocks * K : 0);
-
-  torch::stable::parallel_for(0, blocks * col_blocks, 1, [&](int64_t begin, int64_t end) {
-    alignas(64) float tile[kMxBlock][kBlock], eight[kBlock];
-    alignas(64) uint8_t q[kMxBlock][kBlock];
-    alignas(64) uint16_t values[kBlock];
-    alignas(64) uint32_t exponent[kBlock], amax[kBlock];
-    for (int64_t t = begin; t < end; ++t) {
-      const RowBlock& block = rows.blocks[t / col_blocks];
-      const int64_t col = t % col_blocks * kBlock, cols = std::min(kBlock, K - col);
-      const int64_t height = block.end - block.begin;
-      float sums[kBlock] = {};
-      for (int64_t part = 0; part < per_block; ++part) {
-        const int64_t row = block.begin + part * kMxBlock;
-        const int64_t count = std::clamp<int64_t>(height - part * kMxBlock, 0, kMxBlock);
-        std::memset(tile, 0, sizeof(tile));
-        for (int64_t r = 0; r < count; ++r) {
-          load_row(first + (row + r) * rows.row_bytes + col * element_size(dtype), dtype, cols,
-                   tile[r]);
-          // Rows are added in eights, then the eights, as grouped_bias_grad adds them.
-          if (r % 8 == 0) std::memset(eight, 0, sizeof(eight));
-          if (out.bias_grad) add_row(tile[r], eight);
-          if (out.bias_grad && (r % 8 == 7 || r + 1 == count)) add_row(eight, sums);
-        }
-        for (int64_t r = 0; rowwise && r < count; ++r) {
-          std::memset(amax, 0, sizeof(amax));
-          raise_amax(tile[r], amax);
-          for (int64_t c = 0; c < kBlock; c += kMxBlock) {
-            const uint32_t e = mx_exponent(*std::max_element(amax + c, amax + c + kMxBlock));
-            std::fill_n(exponent + c, kMxBlock, e);
-            if (out.scale && c < cols)
-              out.scale[(row + r) * row_scales + (col + c) / kMxBlock] = static_cast<uint8_t>(e);
-          }
-          quantize_row(tile[r], exponent, q[r]);
-          if (out.q) std::memcpy(out.q + (row + r) * K + col, q[r], cols);
-          if (!out.rowwise) continue;
-          dequantize_row(q[r], exponent, values);
-          std::memcpy(out.rowwise + (row + r) * K + col, values, cols * sizeof(uint16_t));
-        }
-        if (!columnwise) continue;
-        std::memset(amax, 0, sizeof(amax));
-        for (int64_t r = 0; r < count; ++r) raise_amax(tile[r], amax);
-        for (int64_t c = 0; c < kBlock; ++c) exponent[c] = mx_exponent(amax[c]);
-        for (int64_t r = 0; r < kMxBlock; ++r) {
-          quantize_row(tile[r], exponent, q[r]);
-          if (!out.columnwise || r >= count) continue;
-          dequantize_row(q[r], exponent, values);
-          std::memcpy(out.columnwise + (row + r) * K + col, values, cols * sizeof(uint16_t));
-        }
-        for (int64_t c = 0; out.q_t && c < cols; ++c) {
-          const int64_t column = block.index * K + col + c;
-          out.scale_t[column * per_block + part] = static_cast<uint8_t>(exponent[c]);
-          for (int64_t r = 0; r < kMxBlock; ++r)
-            out.q_t[column * kBlock + part * kMxBlock + r] = q[r][c];
-        }
+// values[r][c] = bytes[r][c] times its scale, exactly: a bf16 number. A NaN is positive.
+template <bool by_rows>
+inline __attribute__((always_inline)) void dequantize(const ByteTile& q, int64_t rows, int64_t cols,
+                                                      const float* scale, uint16_t* values,
+                                                      int64_t stride) {
+  for (int64_t r = 0; r < rows; ++r) {
+    alignas(64) uint16_t row[kBlock];
+    for (int64_t begin = 0; begin < kBlock; begin += kMxBlock) {
+      const float* s =
+          by_rows ? scale + (r * kBlock + begin) / kMxBlock : scale + r / kMxBlock * kBlock + begin;
+      for (int64_t i = 0; i < kMxBlock; ++i) {
+        const float value = from_e4m3(q.bytes[r][begin + i]) * s[by_rows ? 0 : i];
+        row[begin + i] = static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16);
       }
-      if (out.bias_grad)
-        std::memcpy(&block_sums[block.index * K + col], sums, cols * sizeof(float));
     }
-  });
-
-  if (!out.bias_grad) return;
-  std::memset(out.bias_grad, 0, rows.groups * K * sizeof(float));
-  for (const RowBlock& block : rows.blocks)
-    for (int64_t c = 0; c < K; ++c)
-      out.bias_grad[block.group * K + c] += block_sums[block.index * K + c];
+    std::memcpy(values + r * stride, row, cols * sizeof(uint16_t));
+  }
 }
 
-template <typename Element>
-Element* if_wanted(bool wanted, Tensor& t) {
-  return wanted ? static_cast<Element*>(t.data_ptr()) : nullptr;
+GROUPED_LINEAR_EVERY_WIDTH void dequantize_by_rows(const ByteTile& q, int64_t rows, int64_t cols,
+                                                   const float* scale, uint16_t* values,
+                                                   int64_t stride) {
+  dequantize<true>(q, rows, cols, scale, values, stride);
 }
+GROUPED_LINEAR_EVERY_WIDTH void dequantize_by_cols(const ByteTile& q, int64_t rows, int64_t cols,
+                                                   const float* scale, uint16_t* values,
+                                                   int64_t stride) {
+  dequantize<false>(q, rows, cols, scale, values, stride);
+}
+
+// Scales, or values rounded to what FP8 keeps of them; null for what is not asked for.
+struct MxTargets : TileTargets {
+  uint8_t *scale = nullptr, *scale_t = nullptr;        // [T, ceil(K / 32)], [Tp / 128, K, 4]
+  uint16_t *rowwise = nullptr, *columnwise = nullptr;  // [T, K]
+
+  explicit MxTargets(int64_t features) : TileTargets{features} {}
+
+  void write(Tile& tile, const RowBlock& block, int64_t col, int64_t cols) const {
+    const int64_t rows = block.end - block.begin;
+    float row_amax[kBlock * kParts], col_amax[kBlock * kParts];
+    ByteTile bytes;
+    tile.find_amax(row_amax, col_amax, kMxBlock);
+    if (q || rowwise) {
+      const MxScales scales(row_amax);
+      tile.quantize_by_rows(scales.factor, kMxBlock, bytes);
+      const int64_t first = block.begin * features + col;
+      if (rowwise) dequantize_by_rows(bytes, rows, cols, scales.scale, rowwise + first, features);
+      if (q) {
+        store(bytes, block, col, cols);
+        const int64_t stride = ceil_div(features, kMxBlock);
+        for (int64_t r = 0; r < rows; ++r)
+          std::memcpy(scale + (block.begin + r) * stride + col / kMxBlock,
+                      scales.exponents + r * kParts, ceil_div(cols, kMxBlock));
+      }
+    }
+    if (q_t || columnwise) {
+      const MxScales scales(col_amax);
+      tile.quantize_by_cols(scales.factor, kMxBlock, bytes);
+      const int64_t first = block.begin * features + col;
+      if (columnwise)
+        dequantize_by_cols(bytes, rows, cols, scales.scale, columnwise + first, features);
+      if (q_t) {
+        store_turned(bytes, block, col, cols, tile.filled());
+        uint8_t* turned = scale_t + (block.index * features + col) * kParts;
+        for (int64_t c = 0; c < cols; ++c)
+          for (int64_t p = 0; p < kParts; ++p)
+            turned[c * kParts + p] = scales.exponents[p * kBlock + c];
+      }
+    }
+  }
+};
 
 }  // namespace
 
@@ -145,21 +120,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_mx(const Tenso
   const GroupedRows rows(op, x, offs);
   const int64_t T = x.size(0), K = x.size(1), E = offs.size(0);
 
-  using Shape = std::vector<int64_t>;
-  const auto output = [&x](bool wanted, const Shape& shape, ScalarType dtype) {
-    return torch::stable::new_empty(x, wanted ? shape : Shape{0}, dtype);
-  };
   constexpr ScalarType e4m3 = ScalarType::Float8_e4m3fn, e8m0 = ScalarType::Float8_e8m0fnu;
   const int64_t blocks = padded_rows(T, E) / kBlock;
-  Tensor q = output(rowwise, {T, K}, e4m3);
-  Tensor scale = output(rowwise, {T, ceil_div(K, kMxBlock)}, e8m0);
-  Tensor q_t = output(columnwise, {blocks, K, kBlock}, e4m3);
-  Tensor scale_t = output(columnwise, {blocks, K, kBlock / kMxBlock}, e8m0);
-  Tensor grad = output(bias_grad, {E, K}, ScalarType::Float);
+  const Tensor q = output_if(rowwise, x, {T, K}, e4m3);
+  const Tensor scale = output_if(rowwise, x, {T, ceil_div(K, kMxBlock)}, e8m0);
+  const Tensor q_t = output_if(columnwise, x, {blocks, K, kBlock}, e4m3);
+  const Tensor scale_t = output_if(columnwise, x, {blocks, K, kParts}, e8m0);
+  const Tensor grad = output_if(bias_grad, x, {E, K}, ScalarType::Float);
 
-  quantize_mx(rows, {if_wanted<uint8_t>(rowwise, q), if_wanted<uint8_t>(rowwise, scale),
-                     if_wanted<uint8_t>(columnwise, q_t), if_wanted<uint8_t>(columnwise, scale_t),
-                     nullptr, nullptr, if_wanted<float>(bias_grad, grad)});
+  MxTargets targets(K);
+  targets.q = pointer_if<uint8_t>(rowwise, q);
+  targets.scale = pointer_if<uint8_t>(rowwise, scale);
+  targets.q_t = pointer_if<uint8_t>(columnwise, q_t);
+  targets.scale_t = pointer_if<uint8_t>(columnwise, scale_t);
+  quantize_and_sum(rows.dtype, rows.blocks, targets, E, pointer_if<float>(bias_grad, grad),
+                   rows.reader());
   return {q, scale, q_t, scale_t, grad};
 }
 
@@ -170,17 +145,15 @@ std::tuple<Tensor, Tensor, Tensor> group_round_mx(const Tensor& x, const Tensor&
   const GroupedRows rows(op, x, offs);
   const int64_t T = x.size(0), K = x.size(1), E = offs.size(0);
 
-  using Shape = std::vector<int64_t>;
-  const auto output = [&x](bool wanted, const Shape& shape, ScalarType dtype) {
-    return torch::stable::new_empty(x, wanted ? shape : Shape{0}, dtype);
-  };
-  Tensor x_rowwise = output(rowwise, {T, K}, ScalarType::BFloat16);
-  Tensor x_columnwise = output(columnwise, {T, K}, ScalarType::BFloat16);
-  Tensor grad = output(bias_grad, {E, K}, ScalarType::Float);
+  const Tensor x_rowwise = output_if(rowwise, x, {T, K}, ScalarType::BFloat16);
+  const Tensor x_columnwise = output_if(columnwise, x, {T, K}, ScalarType::BFloat16);
+  const Tensor grad = output_if(bias_grad, x, {E, K}, ScalarType::Float);
 
-  quantize_mx(rows,
-              {nullptr, nullptr, nullptr, nullptr, if_wanted<uint16_t>(rowwise, x_rowwise),
-               if_wanted<uint16_t>(columnwise, x_columnwise), if_wanted<float>(bias_grad, grad)});
+  MxTargets targets(K);
+  targets.rowwise = pointer_if<uint16_t>(rowwise, x_rowwise);
+  targets.columnwise = pointer_if<uint16_t>(columnwise, x_columnwise);
+  quantize_and_sum(rows.dtype, rows.blocks, targets, E, pointer_if<float>(bias_grad, grad),
+                   rows.reader());
   return {x_rowwise, x_columnwise, grad};
 }
 
@@ -188,9 +161,11 @@ void refresh_weight_mx_(const std::vector<Tensor>& w, const std::optional<Tensor
                         const Tensor& w_rowwise, const std::optional<Tensor>& w_columnwise) {
   check_refresh_weight_mx(w, refresh, w_rowwise, w_columnwise);
   if (refresh && !*refresh->const_data_ptr<bool>()) return;
-  quantize_mx(GroupedRows(packed(w)),
-              {nullptr, nullptr, nullptr, nullptr, static_cast<uint16_t*>(w_rowwise.data_ptr()),
-               w_columnwise ? static_cast<uint16_t*>(w_columnwise->data_ptr()) : nullptr, nullptr});
+  const GroupedRows rows(w);
+  MxTargets targets(rows.features);
+  targets.rowwise = pointer_if<uint16_t>(true, w_rowwise);
+  targets.columnwise = pointer_if<uint16_t>(w_columnwise);
+  quantize_tiles(rows.dtype, rows.blocks, targets, rows.reader());
 }
 
 }  // namespace grouped_linear::cpu

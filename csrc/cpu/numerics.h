@@ -12,7 +12,6 @@ namespace grouped_linear::cpu {
 constexpr uint32_t kMagnitude = 0x7fffffff;
 constexpr uint32_t kInfinity = 0x7f800000;
 constexpr uint8_t kE4m3Nan = 0x7f;
-constexpr float kE4m3Max = 448.0f;
 
 inline float from_bf16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
 
@@ -57,37 +56,6 @@ inline uint16_t to_half(float value) {
   half = magnitude >= 0x477ff000 ? 0x7c00 : half;  // 65520 and above round to infinity
   half = magnitude > kInfinity ? 0x7e00 : half;
   return static_cast<uint16_t>(sign | half);
-}
-
-// Saturating, nearest even; infinities and NaN become NaN, so that a diverging run is never hidden.
-inline uint8_t to_e4m3(float value) {
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
-  const uint32_t sign = (bits >> 24) & 0x80;
-  const uint32_t magnitude = bits & kMagnitude;
-  constexpr uint32_t max_bits = std::bit_cast<uint32_t>(kE4m3Max);
-  const uint32_t clamped = magnitude < max_bits ? magnitude : max_bits;
-  const uint32_t normal = ((clamped + 0x7ffff + ((clamped >> 20) & 1)) >> 20) - (120u << 3);
-  // Floats in [2^14, 2^15) are 2^-9 apart, as subnormal e4m3 numbers are.
-  const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(clamped) + 0x1p14f) -
-                             std::bit_cast<uint32_t>(0x1p14f);
-  const uint32_t finite = sign | (clamped < (121u << 23) ? subnormal : normal);
-  return static_cast<uint8_t>(magnitude >= kInfinity ? kE4m3Nan : finite);
-}
-
-// to_e4m3 for magnitudes below 464, which round to 448 at most.
-//
-// Adding 2^(e + 20) to a magnitude of exponent e (-6 for subnormals, which are as far apart) rounds
-// it to units of 2^(e - 3), nearest even, and leaves their number in the sum's low bits: 0 .. 16.
-// The code is 8 * (e + 6) plus that number, for normal and subnormal results alike. 0x98 cancels
-// the biases of both exponents in the low byte, and being even it moves no tie.
-inline uint32_t in_range_to_e4m3(float value) {
-  constexpr uint32_t anchor_of_zero = (20u << 23) | 0x98, smallest_anchor = (141u << 23) | 0x98;
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
-  const uint32_t exponent = (bits & kInfinity) + anchor_of_zero;
-  const uint32_t anchor = exponent > smallest_anchor ? exponent : smallest_anchor;
-  const uint32_t sum = std::bit_cast<uint32_t>(std::bit_cast<float>(bits & kMagnitude) +
-                                               std::bit_cast<float>(anchor));
-  return ((sum + (anchor >> 20)) & 0x7f) | ((bits >> 24) & 0x80);
 }
 
 }  // namespace grouped_linear::cpu

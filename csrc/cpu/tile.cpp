@@ -2,9 +2,10 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 
-#include "numerics.h"
+#include "fp8.h"
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))  // into every width
 
@@ -18,6 +19,12 @@ struct Bf16 {
   using Magnitude = int16_t;
   static constexpr Magnitude kMask = 0x7fff, kNotFinite = 0x7f80;
   static float to_float(Bits bits) { return from_bf16(bits); }
+};
+struct Half {
+  using Bits = uint16_t;
+  using Magnitude = int16_t;
+  static constexpr Magnitude kMask = 0x7fff, kNotFinite = 0x7c00;
+  static float to_float(Bits bits) { return from_half(bits); }
 };
 struct Float {
   using Bits = float;
@@ -41,50 +48,87 @@ inline typename Element::Magnitude magnitude(typename Element::Bits value) {
   return !finite_only || bits < Element::kNotFinite ? bits : Magnitude{0};
 }
 
-// The largest magnitudes of rows and of columns, as floats; true where they are finite.
-template <typename Element, bool finite_only>
+// The largest magnitudes of parts of rows and of columns, as floats; true where they are finite.
+template <typename Element, int64_t part, bool finite_only>
 ALWAYS_INLINE bool amax_of_tile(Values<Element> values, int64_t filled, float* row_amax,
                                 float* col_amax) {
   using Magnitude = typename Element::Magnitude;
-  constexpr int64_t kLanes = 64 / sizeof(Magnitude);
-  alignas(64) Magnitude lanes[kBlock][kLanes];  // maxima of every kLanes-th element of a row
-  alignas(64) Magnitude rows[kBlock] = {}, cols[kBlock] = {};
+  constexpr int64_t kLanes = std::min<int64_t>(part, 64 / sizeof(Magnitude));
+  constexpr int64_t kParts = kBlock / part;
+  // Maxima of every kLanes-th element of a part of a row.
+  alignas(64) Magnitude lanes[kBlock * kParts][kLanes];
+  alignas(64) Magnitude rows[kBlock * kParts] = {}, cols[kParts][kBlock] = {};
   for (int64_t r = 0; r < filled; ++r) {
-    Magnitude row[kLanes] = {};
-    for (int64_t c = 0; c < kBlock; c += kLanes)
-      for (int64_t i = 0; i < kLanes; ++i)
-        row[i] = std::max(row[i], magnitude<Element, finite_only>(values[r][c + i]));
+    for (int64_t p = 0; p < kParts; ++p) {
+      Magnitude row[kLanes] = {};
+      for (int64_t c = p * part; c < (p + 1) * part; c += kLanes)
+        for (int64_t i = 0; i < kLanes; ++i)
+          row[i] = std::max(row[i], magnitude<Element, finite_only>(values[r][c + i]));
+      std::memcpy(lanes[r * kParts + p], row, sizeof(row));
+    }
+    auto& of_part = cols[r / part];
     for (int64_t c = 0; c < kBlock; ++c)
-      cols[c] = std::max(cols[c], magnitude<Element, finite_only>(values[r][c]));
-    std::memcpy(lanes[r], row, sizeof(row));
+      of_part[c] = std::max(of_part[c], magnitude<Element, finite_only>(values[r][c]));
   }
   Magnitude largest = 0;
-  for (int64_t r = 0; r < filled; ++r) {
+  for (int64_t r = 0; r < filled * kParts; ++r) {
     Magnitude amax = 0;
     for (int64_t i = 0; i < kLanes; ++i) amax = std::max(amax, lanes[r][i]);
     rows[r] = amax;
     largest = std::max(largest, amax);
   }
-  for (int64_t i = 0; i < kBlock; ++i) {
+  for (int64_t i = 0; i < kBlock * kParts; ++i) {
     row_amax[i] = Element::to_float(std::bit_cast<typename Element::Bits>(rows[i]));
-    col_amax[i] = Element::to_float(std::bit_cast<typename Element::Bits>(cols[i]));
+    col_amax[i] =
+        Element::to_float(std::bit_cast<typename Element::Bits>(cols[i / kBlock][i % kBlock]));
   }
   return largest < Element::kNotFinite;
 }
 
 // What is not finite passes every maximum, so a tile without any finds that out in the first pass.
-template <typename Element>
+template <typename Element, int64_t part>
 ALWAYS_INLINE bool find_amax_of_tile(Values<Element> values, int64_t filled, float* row_amax,
                                      float* col_amax) {
-  if (amax_of_tile<Element, false>(values, filled, row_amax, col_amax)) return true;
-  amax_of_tile<Element, true>(values, filled, row_amax, col_amax);
+  if (amax_of_tile<Element, part, false>(values, filled, row_amax, col_amax)) return true;
+  amax_of_tile<Element, part, true>(values, filled, row_amax, col_amax);
   return false;
 }
 
+template <typename Element>
+ALWAYS_INLINE bool find_amax_of_tile(Values<Element> values, int64_t filled, int64_t part,
+                                     float* row_amax, float* col_amax) {
+  return part == kBlock ? find_amax_of_tile<Element, kBlock>(values, filled, row_amax, col_amax)
+                        : find_amax_of_tile<Element, kMxBlock>(values, filled, row_amax, col_amax);
+}
+
 GROUPED_LINEAR_EVERY_WIDTH bool find_amax_of(const void* values, bool bf16, int64_t filled,
-                                             float* row_amax, float* col_amax) {
-  return bf16 ? find_amax_of_tile<Bf16>(as<Bf16>(values), filled, row_amax, col_amax)
-              : find_amax_of_tile<Float>(as<Float>(values), filled, row_amax, col_amax);
+                                             int64_t part, float* row_amax, float* col_amax) {
+  return bf16 ? find_amax_of_tile<Bf16>(as<Bf16>(values), filled, part, row_amax, col_amax)
+              : find_amax_of_tile<Float>(as<Float>(values), filled, part, row_amax, col_amax);
+}
+
+// The largest of n magnitudes.
+template <typename Element, bool finite_only>
+ALWAYS_INLINE typename Element::Magnitude amax_of_row(const typename Element::Bits* row,
+                                                      int64_t n) {
+  typename Element::Magnitude amax = 0;
+  for (int64_t i = 0; i < n; ++i) amax = std::max(amax, magnitude<Element, finite_only>(row[i]));
+  return amax;
+}
+
+template <typename Element>
+ALWAYS_INLINE float finite_amax_of_row(const void* row, int64_t n) {
+  using Bits = typename Element::Bits;
+  const auto* values = static_cast<const Bits*>(row);
+  auto amax = amax_of_row<Element, false>(values, n);
+  if (amax >= Element::kNotFinite) amax = amax_of_row<Element, true>(values, n);
+  return Element::to_float(std::bit_cast<Bits>(amax));
+}
+
+GROUPED_LINEAR_EVERY_WIDTH float amax_of(const void* row, ScalarType dtype, int64_t n) {
+  return dtype == ScalarType::BFloat16 ? finite_amax_of_row<Bf16>(row, n)
+         : dtype == ScalarType::Half   ? finite_amax_of_row<Half>(row, n)
+                                       : finite_amax_of_row<Float>(row, n);
 }
 
 template <typename Element>
@@ -104,35 +148,60 @@ GROUPED_LINEAR_EVERY_WIDTH void sum_cols(const void* values, bool bf16, int64_t 
        : sum_cols_of_tile<Float>(as<Float>(values), rows, sums);
 }
 
-template <typename Element, bool by_rows, bool finite>
-ALWAYS_INLINE void quantize_tile(Values<Element> values, int64_t filled, const float* factor,
+// by_rows: a factor for each part of each row, [128][128 / part]; else [128 / part][128].
+template <typename Element, typename Format, bool by_rows, int64_t part, bool finite>
+ALWAYS_INLINE void quantize_tile(Values<Element> values, int64_t rows, const float* factor,
                                  ByteTile& q) {
-  for (int64_t r = 0; r < filled; ++r) {
+  for (int64_t r = 0; r < rows; ++r) {
     uint32_t codes[kBlock];  // narrowed in a loop of its own: one narrowing, not one an operand
-    for (int64_t c = 0; c < kBlock; ++c) {
-      const float scaled = Element::to_float(values[r][c]) * factor[by_rows ? r : c];
-      codes[c] = finite ? in_range_to_e4m3(scaled) : to_e4m3(scaled);
+    for (int64_t begin = 0; begin < kBlock; begin += part) {
+      const float* f =
+          by_rows ? factor + (r * kBlock + begin) / part : factor + r / part * kBlock + begin;
+      for (int64_t i = 0; i < part; ++i) {
+        const float x = Element::to_float(values[r][begin + i]), own = f[by_rows ? 0 : i];
+        codes[begin + i] = finite ? saturated<Format>(x * own) : quantize<Format>(x, own);
+      }
     }
     for (int64_t c = 0; c < kBlock; ++c) q.bytes[r][c] = static_cast<uint8_t>(codes[c]);
   }
 }
 
-template <typename Element>
-ALWAYS_INLINE void quantize_tile(Values<Element> values, int64_t filled, bool by_rows, bool finite,
+enum class Factors { kRows, kPartsOfRows, kCols, kPartsOfCols };
+
+template <typename Element, typename Format, bool finite>
+ALWAYS_INLINE void quantize_tile(Values<Element> values, int64_t rows, Factors factors,
                                  const float* factor, ByteTile& q) {
-  if (by_rows)
-    finite ? quantize_tile<Element, true, true>(values, filled, factor, q)
-           : quantize_tile<Element, true, false>(values, filled, factor, q);
-  else
-    finite ? quantize_tile<Element, false, true>(values, filled, factor, q)
-           : quantize_tile<Element, false, false>(values, filled, factor, q);
+  switch (factors) {
+    case Factors::kRows:
+      return quantize_tile<Element, Format, true, kBlock, finite>(values, rows, factor, q);
+    case Factors::kPartsOfRows:
+      return quantize_tile<Element, Format, true, kMxBlock, finite>(values, rows, factor, q);
+    case Factors::kCols:
+      return quantize_tile<Element, Format, false, kBlock, finite>(values, rows, factor, q);
+    case Factors::kPartsOfCols:
+      return quantize_tile<Element, Format, false, kMxBlock, finite>(values, rows, factor, q);
+  }
 }
 
-GROUPED_LINEAR_EVERY_WIDTH void quantize(const void* values, bool bf16, int64_t filled,
-                                         bool by_rows, bool finite, const float* factor,
-                                         ByteTile& q) {
-  bf16 ? quantize_tile<Bf16>(as<Bf16>(values), filled, by_rows, finite, factor, q)
-       : quantize_tile<Float>(as<Float>(values), filled, by_rows, finite, factor, q);
+template <typename Element, typename Format>
+ALWAYS_INLINE void quantize_tile(const void* values, int64_t rows, Factors factors, bool finite,
+                                 const float* factor, ByteTile& q) {
+  finite ? quantize_tile<Element, Format, true>(as<Element>(values), rows, factors, factor, q)
+         : quantize_tile<Element, Format, false>(as<Element>(values), rows, factors, factor, q);
+}
+
+GROUPED_LINEAR_EVERY_WIDTH void quantize_to_e4m3(const void* values, bool bf16, int64_t rows,
+                                                 Factors factors, bool finite, const float* factor,
+                                                 ByteTile& q) {
+  bf16 ? quantize_tile<Bf16, E4m3>(values, rows, factors, finite, factor, q)
+       : quantize_tile<Float, E4m3>(values, rows, factors, finite, factor, q);
+}
+
+GROUPED_LINEAR_EVERY_WIDTH void quantize_to_e5m2(const void* values, bool bf16, int64_t rows,
+                                                 Factors factors, bool finite, const float* factor,
+                                                 ByteTile& q) {
+  bf16 ? quantize_tile<Bf16, E5m2>(values, rows, factors, finite, factor, q)
+       : quantize_tile<Float, E5m2>(values, rows, factors, finite, factor, q);
 }
 
 // The cap keeps 1 / factor a normal number. Selects, not branches: a loop over blocks vectorises.
@@ -148,7 +217,7 @@ inline BlockScale scale_of(float amax, ScaleRule rule, float largest) {
 GROUPED_LINEAR_EVERY_WIDTH void scales_of(const float* amax, ScaleRule rule, float* factor,
                                           float* scale) {
   for (int64_t i = 0; i < kBlock; ++i) {
-    const BlockScale block = scale_of(amax[i], rule, kE4m3Max);
+    const BlockScale block = scale_of(amax[i], rule, E4m3::kMax);
     factor[i] = block.factor;
     scale[i] = block.scale;
   }
@@ -189,6 +258,8 @@ GROUPED_LINEAR_EVERY_WIDTH void turn_tile_over(const uint8_t (&bytes)[kBlock][kB
 
 }  // namespace
 
+float finite_amax(const void* row, ScalarType dtype, int64_t n) { return amax_of(row, dtype, n); }
+
 BlockScale block_scale(float amax, ScaleRule rule, float largest) {
   return scale_of(amax, rule, largest);
 }
@@ -209,8 +280,8 @@ void ByteTile::store_turned(uint8_t* q_t, int64_t stride, int64_t filled, int64_
     for (int64_t c = 0; c < cols; ++c) std::memset(q_t + c * stride + filled, 0, rows - filled);
 }
 
-void Tile::find_amax(float row_amax[kBlock], float col_amax[kBlock]) {
-  finite_ = find_amax_of(values_, bf16_, filled(), row_amax, col_amax);
+void Tile::find_amax(float* row_amax, float* col_amax, int64_t part) {
+  finite_ = find_amax_of(values_, bf16_, filled(), part, row_amax, col_amax);
 }
 
 void Tile::col_sums(float* sums) const {
@@ -219,12 +290,28 @@ void Tile::col_sums(float* sums) const {
   std::memcpy(sums, all, cols_ * sizeof(float));
 }
 
-void Tile::quantize_by_rows(const float row_factor[kBlock], ByteTile& q) const {
-  quantize(values_, bf16_, filled(), true, finite_, row_factor, q);
+void Tile::quantize_by_rows(const float* factor, int64_t part, ByteTile& q) const {
+  quantize_to_e4m3(values_, bf16_, rows_, part == kBlock ? Factors::kRows : Factors::kPartsOfRows,
+                   finite_, factor, q);
+  zero_past_rows(q);
 }
 
-void Tile::quantize_by_cols(const float col_factor[kBlock], ByteTile& q) const {
-  quantize(values_, bf16_, filled(), false, finite_, col_factor, q);
+void Tile::quantize_by_cols(const float* factor, int64_t part, ByteTile& q) const {
+  quantize_to_e4m3(values_, bf16_, rows_, part == kBlock ? Factors::kCols : Factors::kPartsOfCols,
+                   finite_, factor, q);
+  zero_past_rows(q);
+}
+
+void Tile::quantize(float factor, ScalarType format, ByteTile& q) const {
+  float factors[kBlock];
+  std::fill_n(factors, kBlock, factor);
+  const auto quantize_to = format == E5m2::kType ? quantize_to_e5m2 : quantize_to_e4m3;
+  quantize_to(values_, bf16_, rows_, Factors::kRows, finite_ && std::isfinite(factor), factors, q);
+  zero_past_rows(q);
+}
+
+void Tile::zero_past_rows(ByteTile& q) const {
+  std::memset(q.bytes[rows_], 0, (filled() - rows_) * kBlock);
 }
 
 }  // namespace grouped_linear::cpu

@@ -1,4 +1,4 @@
-// A 128 x 128 tile, and what block scaling does with it.
+// A 128 x 128 tile, and what quantizers do with it.
 //
 // A tile is filled from memory once and then worked on where it is, in the L1 and L2 caches; every
 // loop runs over a whole tile and vectorises.
@@ -27,6 +27,9 @@ BlockScale block_scale(float amax, ScaleRule rule, float largest = 448.0f);
 void block_scales(const float amax[kBlock], ScaleRule rule, float factor[kBlock],
                   float scale[kBlock]);
 
+// The largest finite magnitude of n elements.
+float finite_amax(const void* row, ScalarType dtype, int64_t n);
+
 // A quantized tile.
 struct ByteTile {
   alignas(64) uint8_t bytes[kBlock][kBlock];
@@ -38,10 +41,12 @@ struct ByteTile {
   void store_turned(uint8_t* q_t, int64_t stride, int64_t filled, int64_t rows, int64_t cols) const;
 };
 
-// Asks for the cache lines of a row of a tile before they are needed. The rows of a tile are far
-// apart, so the hardware does not foresee them.
+// Asks for the cache lines of a row of a tile before they are needed, to read or to write them. The
+// rows of a tile are far apart, so the hardware does not foresee them.
+template <bool write = false>
 inline void prefetch_row(const void* row, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(row) + i);
+  for (int64_t i = 0; i < bytes; i += 64)
+    __builtin_prefetch(static_cast<const char*>(row) + i, write);
 }
 
 // Rows are worked on in sixteens: small groups leave most of a tile empty.
@@ -69,19 +74,28 @@ class Tile {
   // Rows that there are, rounded up to kRowStep.
   int64_t filled() const { return round_up(rows_, kRowStep); }
 
-  // The largest finite magnitude of every row and of every column.
-  void find_amax(float row_amax[kBlock], float col_amax[kBlock]);
+  // The largest finite magnitudes of parts of so many elements: of every row, [128][128 / part],
+  // and of every column, [128 / part][128]. part: kBlock or kMxBlock.
+  void find_amax(float* row_amax, float* col_amax, int64_t part = kBlock);
+
+  // After find_amax: whether all elements are finite.
+  bool finite() const { return finite_; }
 
   // sums[c] = the tile's column c: rows added in eights, from the first to the last, then the
   // eights, the order of the CUDA kernel.
   void col_sums(float* sums) const;
 
-  // bytes[r][c] = e4m3(tile[r][c] * factor of the row or of the column), r < filled(). After find_amax, with
-  // factors that take no finite element past 448, as block_scale's do.
-  void quantize_by_rows(const float row_factor[kBlock], ByteTile& q) const;
-  void quantize_by_cols(const float col_factor[kBlock], ByteTile& q) const;
+  // After find_amax, with finite factors laid out as the amaxima they are made of:
+  // bytes[r][c] = e4m3(tile[r][c] * factor), and zero in rows from the last to filled().
+  void quantize_by_rows(const float* factor, int64_t part, ByteTile& q) const;
+  void quantize_by_cols(const float* factor, int64_t part, ByteTile& q) const;
+
+  // The same with one factor, which may be anything, and to any format.
+  void quantize(float factor, ScalarType format, ByteTile& q) const;
 
  private:
+  void zero_past_rows(ByteTile& q) const;
+
   bool bf16_, finite_ = false;
   int64_t rows_ = 0, cols_ = 0;
   alignas(64) char values_[kBlock * kBlock * sizeof(float)];

@@ -1,0 +1,135 @@
+// What all quantizers share: rows in groups, cut into 128 x 128 tiles, and where their bytes go.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "tile.h"
+
+namespace grouped_linear::cpu {
+
+// Rows of `features` elements, and which of them are each group's: those of x [T, K] as offs say,
+// or the rows of every expert of a weight, one tensor [E, N, K] or E of [N, K].
+struct GroupedRows {
+  GroupedRows(const char* op, const Tensor& x, const Tensor& offs);
+  explicit GroupedRows(const std::vector<Tensor>& weight);
+
+  bool is_weight() const { return expert_rows > 0; }
+  const char* row(const RowBlock& block, int64_t r) const {
+    const int64_t of_expert = block.begin - block.group * expert_rows;
+    return first[is_weight() ? block.group : 0] + (of_expert + r) * row_bytes;
+  }
+  // A fill_row of quantize_tiles.
+  auto reader() const {
+    return [this](const RowBlock& block, int64_t r, int64_t col, int64_t cols, void* to) {
+      copy_row(row(block, r) + col * element, cols * element, to);
+    };
+  }
+  // Copies a row of a tile, and asks for that of the next tile.
+  static void copy_row(const char* from, int64_t bytes, void* to) {
+    std::memcpy(to, from, bytes);
+    prefetch_row(from + bytes, bytes);
+  }
+
+  std::vector<Tensor> values;  // keeps them alive
+  ScalarType dtype;
+  int64_t element, groups, features, row_bytes, expert_rows = 0;
+  std::vector<const char*> first;  // of x, or of every expert
+  std::vector<RowBlock> blocks;
+};
+
+// Where a tile's bytes go; null for what is not asked for. A recipe adds where its scales go, and
+//   void write(Tile&, const RowBlock&, int64_t col, int64_t cols) const.
+struct TileTargets {
+  int64_t features;
+  uint8_t* q = nullptr;         // [T, K] or [E, N, K]
+  uint8_t* q_t = nullptr;       // [Tp / 128, K, 128] or, of a weight, [E, K, N]
+  int64_t expert_rows = 0;      // N of a weight
+  float* block_sums = nullptr;  // [blocks, K]
+
+  uint8_t* row(const RowBlock& block, int64_t r, int64_t col) const {
+    return q + (block.begin + r) * features + col;
+  }
+  uint8_t* column(const RowBlock& block, int64_t col) const {
+    if (!expert_rows) return q_t + (block.index * features + col) * kBlock;
+    return q_t + (block.group * features + col) * expert_rows + block.begin -
+           block.group * expert_rows;
+  }
+  int64_t column_stride() const { return expert_rows ? expert_rows : kBlock; }
+
+  // The hardware does not foresee a tile's rows, and a store waits for its cache line.
+  void prefetch(const RowBlock& block, int64_t col, int64_t cols) const {
+    const int64_t rows = block.end - block.begin;
+    for (int64_t r = 0; q && r < rows; ++r) prefetch_row<true>(row(block, r, col), cols);
+    for (int64_t c = 0; q_t && c < cols; ++c)
+      prefetch_row<true>(column(block, col + c), expert_rows ? rows : kBlock);
+  }
+  void store(const ByteTile& bytes, const RowBlock& block, int64_t col, int64_t cols) const {
+    bytes.store(row(block, 0, col), features, block.end - block.begin, cols);
+  }
+  void store_turned(const ByteTile& bytes, const RowBlock& block, int64_t col, int64_t cols,
+                    int64_t filled) const {
+    bytes.store_turned(column(block, col), column_stride(), filled,
+                       expert_rows ? block.end - block.begin : kBlock, cols);
+  }
+};
+
+// fill_row(block, r, first column, columns, row) writes elements of row r of a block to a tile's
+// row, in `dtype`.
+template <typename Targets, typename FillRow>
+void quantize_tiles(ScalarType dtype, const std::vector<RowBlock>& blocks, const Targets& targets,
+                    const FillRow& fill_row) {
+  const int64_t features = targets.features, col_blocks = ceil_div(features, kBlock);
+  const int64_t tiles = static_cast<int64_t>(blocks.size()) * col_blocks;
+  torch::stable::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
+    Tile tile(dtype);
+    for (int64_t i = begin; i < end; ++i) {
+      const RowBlock& block = blocks[i / col_blocks];
+      const int64_t col = i % col_blocks * kBlock, cols = std::min(kBlock, features - col);
+      targets.prefetch(block, col, cols);
+      tile.fill(block.end - block.begin, cols, [&](int64_t r, void* row) {
+        if (dtype != ScalarType::Half) return fill_row(block, r, col, cols, row);
+        uint16_t halves[kBlock];
+        fill_row(block, r, col, cols, halves);
+        load_row(halves, dtype, cols, static_cast<float*>(row));
+      });
+      if (targets.block_sums) tile.col_sums(targets.block_sums + block.index * features + col);
+      targets.write(tile, block, col, cols);
+    }
+  });
+}
+
+// quantize_tiles and, unless bias_grad [groups, K] is null, bias_grad[e] = the sums of group e's
+// blocks, from the first to the last.
+template <typename Targets, typename FillRow>
+void quantize_and_sum(ScalarType dtype, const std::vector<RowBlock>& blocks, Targets targets,
+                      int64_t groups, float* bias_grad, const FillRow& fill_row) {
+  const int64_t features = targets.features;
+  std::vector<float> block_sums(bias_grad ? blocks.size() * features : 0);
+  if (bias_grad) targets.block_sums = block_sums.data();
+  quantize_tiles(dtype, blocks, targets, fill_row);
+  if (!bias_grad) return;
+
+  std::fill_n(bias_grad, groups * features, 0.0f);
+  for (const RowBlock& block : blocks)
+    for (int64_t c = 0; c < features; ++c)
+      bias_grad[block.group * features + c] += block_sums[block.index * features + c];
+}
+
+// An output of an op, for what is asked for.
+inline Tensor output_if(bool wanted, const Tensor& like, const std::vector<int64_t>& shape,
+                        ScalarType dtype) {
+  return new_output(like, wanted ? shape : std::vector<int64_t>{0}, dtype);
+}
+
+template <typename Element>
+Element* pointer_if(bool wanted, const Tensor& t) {
+  return wanted ? static_cast<Element*>(t.data_ptr()) : nullptr;
+}
+
+template <typename Element>
+Element* pointer_if(const std::optional<Tensor>& t) {
+  return t ? static_cast<Element*>(t->data_ptr()) : nullptr;
+}
+
+}  // namespace grouped_linear::cpu
