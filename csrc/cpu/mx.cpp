@@ -39,9 +39,8 @@ struct MxScales {
 
 // values[r][c] = bytes[r][c] times its scale, exactly: a bf16 number. A NaN is positive.
 template <bool by_rows>
-inline __attribute__((always_inline)) void dequantize(const ByteTile& q, int64_t rows, int64_t cols,
-                                                      const float* scale, uint16_t* values,
-                                                      int64_t stride) {
+GROUPED_LINEAR_INLINE void dequantize(const ByteTile& q, int64_t rows, int64_t cols,
+                                      const float* scale, uint16_t* values, int64_t stride) {
   for (int64_t r = 0; r < rows; ++r) {
     alignas(64) uint16_t row[kBlock];
     for (int64_t begin = 0; begin < kBlock; begin += kMxBlock) {

@@ -58,4 +58,28 @@ inline uint16_t to_half(float value) {
   return static_cast<uint16_t>(sign | half);
 }
 
+// A dtype of elements: how they become float32 and back, and how their magnitudes are ordered as
+// integers. Signed, because narrow vector instructions compare signed integers alone.
+struct Bf16 {
+  using Bits = uint16_t;
+  using Magnitude = int16_t;
+  static constexpr Magnitude kMask = 0x7fff, kNotFinite = 0x7f80;
+  static float to_float(Bits bits) { return from_bf16(bits); }
+  static Bits of_float(float value) { return to_bf16(value); }
+};
+struct Half {
+  using Bits = uint16_t;
+  using Magnitude = int16_t;
+  static constexpr Magnitude kMask = 0x7fff, kNotFinite = 0x7c00;
+  static float to_float(Bits bits) { return from_half(bits); }
+  static Bits of_float(float value) { return to_half(value); }
+};
+struct Float {
+  using Bits = float;
+  using Magnitude = int32_t;
+  static constexpr Magnitude kMask = kMagnitude, kNotFinite = kInfinity;
+  static float to_float(Bits value) { return value; }
+  static Bits of_float(float value) { return value; }
+};
+
 }  // namespace grouped_linear::cpu

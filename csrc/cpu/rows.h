@@ -20,6 +20,8 @@
 #define GROUPED_LINEAR_EVERY_WIDTH
 #endif
 
+#define GROUPED_LINEAR_INLINE inline __attribute__((always_inline))  // into every width
+
 namespace grouped_linear::cpu {
 
 using torch::headeronly::ScalarType;

@@ -3,38 +3,58 @@
 #include "../checks.h"
 #include "../ops.h"
 #include "../swiglu.h"
+#include "numerics.h"
 
 namespace grouped_linear::cpu {
 namespace {
 
-// Elements converted at a time: they stay in the L1 cache.
+// Elements worked on at a time.
 constexpr int64_t kChunk = 128;
 
-GROUPED_LINEAR_EVERY_WIDTH void h_of(const float* gate, const float* up, float* h) {
-  for (int64_t i = 0; i < kChunk; ++i) h[i] = swiglu_of(gate[i], up[i]);
-}
-GROUPED_LINEAR_EVERY_WIDTH void grad_gate_of(const float* dh, const float* gate, const float* up,
-                                             float* d_gate) {
-  for (int64_t i = 0; i < kChunk; ++i) d_gate[i] = swiglu_grad_gate(dh[i], gate[i], up[i]);
-}
-GROUPED_LINEAR_EVERY_WIDTH void grad_up_of(const float* dh, const float* gate, float* d_up) {
-  for (int64_t i = 0; i < kChunk; ++i) d_up[i] = swiglu_grad_up(dh[i], gate[i]);
+// result[i] = f(sigmoid(gate[i]), gate[i], others[i]...) in float32 for n elements of one dtype.
+//
+// A sigmoid is some thirty operations, each of which waits for the one before it: more than a CPU
+// looks ahead. Three loops of fewer keep it busy (AMD EPYC 9005: 0.31
+// against 0.39 ns an element).
+template <typename Element, auto f, typename... Others>
+GROUPED_LINEAR_INLINE void map_elements(int64_t n, void* result, const void* gate,
+                                        const Others*... others) {
+  using Bits = typename Element::Bits;
+  const auto value = [](const void* from, int64_t i) __attribute__((always_inline)) {
+    return Element::to_float(static_cast<const Bits*>(from)[i]);
+  };
+  for (int64_t begin = 0; begin < n; begin += kChunk) {
+    const int64_t end = std::min(n, begin + kChunk);
+    alignas(64) float s[kChunk];
+    for (int64_t i = begin; i < end; ++i) s[i - begin] = one_plus_exp(value(gate, i));
+    for (int64_t i = 0; i < end - begin; ++i) s[i] = inverse(s[i]);
+    for (int64_t i = begin; i < end; ++i)
+      static_cast<Bits*>(result)[i] =
+          Element::of_float(f(s[i - begin], value(gate, i), value(others, i)...));
+  }
 }
 
-// Calls work(inputs as float32, result) for kChunk elements at a time; what it computes past n is
-// not stored.
-template <size_t inputs, typename Work>
-void by_chunks(const void* const (&from)[inputs], ScalarType dtype, int64_t n, void* to,
-               const Work& work) {
-  const int64_t element = element_size(dtype);
-  float in[inputs][kChunk] = {}, out[kChunk];
-  for (int64_t i = 0; i < n; i += kChunk) {
-    const int64_t count = std::min(kChunk, n - i);
-    for (size_t k = 0; k < inputs; ++k)
-      load_row(static_cast<const char*>(from[k]) + i * element, dtype, count, in[k]);
-    work(in, out);
-    store_row(out, count, dtype, static_cast<char*>(to) + i * element);
+template <auto f, typename... Others>
+GROUPED_LINEAR_INLINE void map_row(ScalarType dtype, int64_t n, void* result, const void* gate,
+                                   const Others*... others) {
+  switch (dtype) {
+    case ScalarType::BFloat16: return map_elements<Bf16, f>(n, result, gate, others...);
+    case ScalarType::Half: return map_elements<Half, f>(n, result, gate, others...);
+    default: return map_elements<Float, f>(n, result, gate, others...);
   }
+}
+
+GROUPED_LINEAR_EVERY_WIDTH void h_row(const void* gate, const void* up, ScalarType dtype, int64_t n,
+                                      void* h) {
+  map_row<swiglu_with>(dtype, n, h, gate, up);
+}
+GROUPED_LINEAR_EVERY_WIDTH void grad_gate_row(const void* dh, const void* gate, const void* up,
+                                              ScalarType dtype, int64_t n, void* d_gate) {
+  map_row<swiglu_grad_gate_with>(dtype, n, d_gate, gate, dh, up);
+}
+GROUPED_LINEAR_EVERY_WIDTH void grad_up_row(const void* dh, const void* gate, ScalarType dtype,
+                                            int64_t n, void* d_up) {
+  map_row<swiglu_grad_up_with>(dtype, n, d_up, gate, dh);
 }
 
 // Calls row(t) for every row of every group, and zeroes the others of `out`.
@@ -50,20 +70,7 @@ void for_each_row(const char* op, const Tensor& offs, const Tensor& out, const R
 }  // namespace
 
 void swiglu_row(const void* gate, const void* up, ScalarType dtype, int64_t n, void* h) {
-  const void* const inputs[] = {gate, up};
-  by_chunks(inputs, dtype, n, h, [](auto& in, float* out) { h_of(in[0], in[1], out); });
-}
-
-void swiglu_grad_gate_row(const void* dh, const void* gate, const void* up, ScalarType dtype,
-                          int64_t n, void* d_gate) {
-  const void* const inputs[] = {dh, gate, up};
-  by_chunks(inputs, dtype, n, d_gate,
-            [](auto& in, float* out) { grad_gate_of(in[0], in[1], in[2], out); });
-}
-
-void swiglu_grad_up_row(const void* dh, const void* gate, ScalarType dtype, int64_t n, void* d_up) {
-  const void* const inputs[] = {dh, gate};
-  by_chunks(inputs, dtype, n, d_up, [](auto& in, float* out) { grad_up_of(in[0], in[1], out); });
+  h_row(gate, up, dtype, n, h);
 }
 
 void swiglu_grad_row(const char* dh, const char* gate_up, ScalarType dtype, int64_t K, int64_t col,
@@ -71,11 +78,10 @@ void swiglu_grad_row(const char* dh, const char* gate_up, ScalarType dtype, int6
   const int64_t element = element_size(dtype);
   const int64_t of_gate = std::clamp<int64_t>(K - col, 0, n);  // the others are of up
   const char *gate = gate_up + col * element, *up = gate + K * element;
-  if (of_gate > 0) swiglu_grad_gate_row(dh + col * element, gate, up, dtype, of_gate, d_gate_up);
+  if (of_gate > 0) grad_gate_row(dh + col * element, gate, up, dtype, of_gate, d_gate_up);
   if (of_gate < n) {
     const int64_t first = (col + of_gate - K) * element;
-    swiglu_grad_up_row(dh + first, gate_up + first, dtype, n - of_gate,
-                       d_gate_up + of_gate * element);
+    grad_up_row(dh + first, gate_up + first, dtype, n - of_gate, d_gate_up + of_gate * element);
   }
 }
 

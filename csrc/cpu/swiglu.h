@@ -7,9 +7,6 @@ namespace grouped_linear::cpu {
 
 // h[i] = silu(gate[i]) * up[i] for n elements.
 void swiglu_row(const void* gate, const void* up, ScalarType dtype, int64_t n, void* h);
-void swiglu_grad_gate_row(const void* dh, const void* gate, const void* up, ScalarType dtype,
-                          int64_t n, void* d_gate);
-void swiglu_grad_up_row(const void* dh, const void* gate, ScalarType dtype, int64_t n, void* d_up);
 
 // Columns [col, col + n) of a row of d_gate_up [2 * K].
 void swiglu_grad_row(const char* dh, const char* gate_up, ScalarType dtype, int64_t K, int64_t col,

@@ -7,31 +7,8 @@
 
 #include "fp8.h"
 
-#define ALWAYS_INLINE inline __attribute__((always_inline))  // into every width
-
 namespace grouped_linear::cpu {
 namespace {
-
-// One element of a tile: how it becomes a float32, and how its magnitude is ordered as an integer.
-// Signed, because narrow vector instructions compare signed integers alone.
-struct Bf16 {
-  using Bits = uint16_t;
-  using Magnitude = int16_t;
-  static constexpr Magnitude kMask = 0x7fff, kNotFinite = 0x7f80;
-  static float to_float(Bits bits) { return from_bf16(bits); }
-};
-struct Half {
-  using Bits = uint16_t;
-  using Magnitude = int16_t;
-  static constexpr Magnitude kMask = 0x7fff, kNotFinite = 0x7c00;
-  static float to_float(Bits bits) { return from_half(bits); }
-};
-struct Float {
-  using Bits = float;
-  using Magnitude = int32_t;
-  static constexpr Magnitude kMask = kMagnitude, kNotFinite = kInfinity;
-  static float to_float(Bits value) { return value; }
-};
 
 template <typename Element>
 using Values = const typename Element::Bits (&)[kBlock][kBlock];
@@ -50,8 +27,8 @@ inline typename Element::Magnitude magnitude(typename Element::Bits value) {
 
 // The largest magnitudes of parts of rows and of columns, as floats; true where they are finite.
 template <typename Element, int64_t part, bool finite_only>
-ALWAYS_INLINE bool amax_of_tile(Values<Element> values, int64_t filled, float* row_amax,
-                                float* col_amax) {
+GROUPED_LINEAR_INLINE bool amax_of_tile(Values<Element> values, int64_t filled, float* row_amax,
+                                        float* col_amax) {
   using Magnitude = typename Element::Magnitude;
   constexpr int64_t kLanes = std::min<int64_t>(part, 64 / sizeof(Magnitude));
   constexpr int64_t kParts = kBlock / part;
@@ -87,16 +64,16 @@ ALWAYS_INLINE bool amax_of_tile(Values<Element> values, int64_t filled, float* r
 
 // What is not finite passes every maximum, so a tile without any finds that out in the first pass.
 template <typename Element, int64_t part>
-ALWAYS_INLINE bool find_amax_of_tile(Values<Element> values, int64_t filled, float* row_amax,
-                                     float* col_amax) {
+GROUPED_LINEAR_INLINE bool find_amax_of_tile(Values<Element> values, int64_t filled,
+                                             float* row_amax, float* col_amax) {
   if (amax_of_tile<Element, part, false>(values, filled, row_amax, col_amax)) return true;
   amax_of_tile<Element, part, true>(values, filled, row_amax, col_amax);
   return false;
 }
 
 template <typename Element>
-ALWAYS_INLINE bool find_amax_of_tile(Values<Element> values, int64_t filled, int64_t part,
-                                     float* row_amax, float* col_amax) {
+GROUPED_LINEAR_INLINE bool find_amax_of_tile(Values<Element> values, int64_t filled, int64_t part,
+                                             float* row_amax, float* col_amax) {
   return part == kBlock ? find_amax_of_tile<Element, kBlock>(values, filled, row_amax, col_amax)
                         : find_amax_of_tile<Element, kMxBlock>(values, filled, row_amax, col_amax);
 }
@@ -109,15 +86,15 @@ GROUPED_LINEAR_EVERY_WIDTH bool find_amax_of(const void* values, bool bf16, int6
 
 // The largest of n magnitudes.
 template <typename Element, bool finite_only>
-ALWAYS_INLINE typename Element::Magnitude amax_of_row(const typename Element::Bits* row,
-                                                      int64_t n) {
+GROUPED_LINEAR_INLINE typename Element::Magnitude amax_of_row(const typename Element::Bits* row,
+                                                              int64_t n) {
   typename Element::Magnitude amax = 0;
   for (int64_t i = 0; i < n; ++i) amax = std::max(amax, magnitude<Element, finite_only>(row[i]));
   return amax;
 }
 
 template <typename Element>
-ALWAYS_INLINE float finite_amax_of_row(const void* row, int64_t n) {
+GROUPED_LINEAR_INLINE float finite_amax_of_row(const void* row, int64_t n) {
   using Bits = typename Element::Bits;
   const auto* values = static_cast<const Bits*>(row);
   auto amax = amax_of_row<Element, false>(values, n);
@@ -132,7 +109,7 @@ GROUPED_LINEAR_EVERY_WIDTH float amax_of(const void* row, ScalarType dtype, int6
 }
 
 template <typename Element>
-ALWAYS_INLINE void sum_cols_of_tile(Values<Element> values, int64_t rows, float* sums) {
+GROUPED_LINEAR_INLINE void sum_cols_of_tile(Values<Element> values, int64_t rows, float* sums) {
   float all[kBlock] = {};
   for (int64_t r = 0; r < rows; r += 8) {
     float eight[kBlock] = {};
@@ -150,8 +127,8 @@ GROUPED_LINEAR_EVERY_WIDTH void sum_cols(const void* values, bool bf16, int64_t 
 
 // by_rows: a factor for each part of each row, [128][128 / part]; else [128 / part][128].
 template <typename Element, typename Format, bool by_rows, int64_t part, bool finite>
-ALWAYS_INLINE void quantize_tile(Values<Element> values, int64_t rows, const float* factor,
-                                 ByteTile& q) {
+GROUPED_LINEAR_INLINE void quantize_tile(Values<Element> values, int64_t rows, const float* factor,
+                                         ByteTile& q) {
   for (int64_t r = 0; r < rows; ++r) {
     uint32_t codes[kBlock];  // narrowed in a loop of its own: one narrowing, not one an operand
     for (int64_t begin = 0; begin < kBlock; begin += part) {
@@ -169,8 +146,8 @@ ALWAYS_INLINE void quantize_tile(Values<Element> values, int64_t rows, const flo
 enum class Factors { kRows, kPartsOfRows, kCols, kPartsOfCols };
 
 template <typename Element, typename Format, bool finite>
-ALWAYS_INLINE void quantize_tile(Values<Element> values, int64_t rows, Factors factors,
-                                 const float* factor, ByteTile& q) {
+GROUPED_LINEAR_INLINE void quantize_tile(Values<Element> values, int64_t rows, Factors factors,
+                                         const float* factor, ByteTile& q) {
   switch (factors) {
     case Factors::kRows:
       return quantize_tile<Element, Format, true, kBlock, finite>(values, rows, factor, q);
@@ -184,8 +161,8 @@ ALWAYS_INLINE void quantize_tile(Values<Element> values, int64_t rows, Factors f
 }
 
 template <typename Element, typename Format>
-ALWAYS_INLINE void quantize_tile(const void* values, int64_t rows, Factors factors, bool finite,
-                                 const float* factor, ByteTile& q) {
+GROUPED_LINEAR_INLINE void quantize_tile(const void* values, int64_t rows, Factors factors,
+                                         bool finite, const float* factor, ByteTile& q) {
   finite ? quantize_tile<Element, Format, true>(as<Element>(values), rows, factors, factor, q)
          : quantize_tile<Element, Format, false>(as<Element>(values), rows, factors, factor, q);
 }
@@ -227,7 +204,7 @@ constexpr int kSide = 16;
 using Vector [[gnu::vector_size(kSide)]] = uint8_t;
 
 // Deals rows 0 .. 7 and rows 8 .. 15 like a pack of cards, byte by byte.
-ALWAYS_INLINE void deal(const Vector (&from)[kSide], Vector (&to)[kSide]) {
+GROUPED_LINEAR_INLINE void deal(const Vector (&from)[kSide], Vector (&to)[kSide]) {
   for (int i = 0; i < kSide / 2; ++i) {
     const Vector a = from[i], b = from[i + kSide / 2];
     to[2 * i] =
@@ -238,8 +215,8 @@ ALWAYS_INLINE void deal(const Vector (&from)[kSide], Vector (&to)[kSide]) {
 }
 
 // Turns 16 x 16 bytes over: dealt four times, the bytes of a column are in one row.
-ALWAYS_INLINE void turn_over(const uint8_t* rows, int64_t row_stride, uint8_t* cols,
-                             int64_t col_stride) {
+GROUPED_LINEAR_INLINE void turn_over(const uint8_t* rows, int64_t row_stride, uint8_t* cols,
+                                     int64_t col_stride) {
   Vector a[kSide], b[kSide];
   for (int i = 0; i < kSide; ++i) std::memcpy(&a[i], rows + i * row_stride, kSide);
   deal(a, b);
