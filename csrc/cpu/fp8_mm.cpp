@@ -17,6 +17,7 @@
 
 #include "../checks.h"
 #include "numerics.h"
+#include "tile.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
@@ -125,6 +126,7 @@ BF16_UNITS void decode_rows(const ScaledOperand& a, const Decoder& decoder, int6
                             int64_t rows, int64_t block, int64_t depth, Workspace& space) {
   for (int64_t r = 0; r < rows; ++r) {
     const uint8_t* codes = a.block(row + r, block);
+    prefetch_row(codes + a.block_stride, kBlock);
     for (int64_t k = 0; k < depth; k += 32)
       _mm512_store_si512(&space.a[r][k], decode(decoder, load_codes(codes + k, depth - k)));
     space.scale_a[r] = a.scale_of(row + r, block);
@@ -149,6 +151,8 @@ BF16_UNITS void turn_columns(const ScaledOperand& b, const Decoder& decoder, int
                              int64_t cols, int64_t block, int64_t depth, Workspace& space) {
   for (int64_t c = 0; c < round_up(cols, kTileCols); c += kSide) {
     auto& tile = space.b[c / kTileCols];
+    for (int64_t i = 0; i < kSide && c + i < cols; ++i)
+      prefetch_row(b.block(row + c + i, block + 1), kBlock);
     for (int64_t k = 0; k < depth; k += 32) {
       Pairs x[kSide], y[kSide];
       for (int64_t i = 0; i < kSide; ++i)
