@@ -200,12 +200,12 @@ GROUPED_LINEAR_EVERY_WIDTH void scales_of(const float* amax, ScaleRule rule, flo
   }
 }
 
-constexpr int kSide = 16;
+constexpr int64_t kSide = 16, kLine = 64;
 using Vector [[gnu::vector_size(kSide)]] = uint8_t;
 
 // Deals rows 0 .. 7 and rows 8 .. 15 like a pack of cards, byte by byte.
 GROUPED_LINEAR_INLINE void deal(const Vector (&from)[kSide], Vector (&to)[kSide]) {
-  for (int i = 0; i < kSide / 2; ++i) {
+  for (int64_t i = 0; i < kSide / 2; ++i) {
     const Vector a = from[i], b = from[i + kSide / 2];
     to[2 * i] =
         __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -226,11 +226,36 @@ GROUPED_LINEAR_INLINE void turn_over(const uint8_t* rows, int64_t row_stride, ui
   for (int i = 0; i < kSide; ++i) std::memcpy(cols + i * col_stride, &a[i], kSide);
 }
 
+// Whole cache lines are written: a line not in the L1 cache is waited for by each store to it.
 GROUPED_LINEAR_EVERY_WIDTH void turn_tile_over(const uint8_t (&bytes)[kBlock][kBlock], uint8_t* q_t,
                                                int64_t stride, int64_t rows, int64_t cols) {
-  for (int64_t c = 0; c < cols; c += 16)
-    for (int64_t r = 0; r < rows; r += 16)
-      turn_over(&bytes[r][c], kBlock, q_t + c * stride + r, stride);
+  for (int64_t c = 0; c < cols; c += kSide) {
+    if (c + kSide < cols)
+      for (int64_t i = 0; i < kSide; ++i) prefetch_row<true>(q_t + (c + kSide + i) * stride, rows);
+    for (int64_t r = 0; r < rows; r += kLine) {
+      alignas(kLine) uint8_t turned[kSide][kLine];
+      const int64_t own = std::min(kLine, rows - r);
+      for (int64_t i = 0; i < own; i += kSide)
+        turn_over(&bytes[r + i][c], kBlock, &turned[0][i], kLine);
+      if (own == kLine)
+        for (int64_t i = 0; i < kSide; ++i)
+          std::memcpy(q_t + (c + i) * stride + r, turned[i], kLine);
+      else
+        for (int64_t i = 0; i < kSide; ++i) std::memcpy(q_t + (c + i) * stride + r, turned[i], own);
+    }
+  }
+}
+
+GROUPED_LINEAR_EVERY_WIDTH void store_rows(const uint8_t (&bytes)[kBlock][kBlock], uint8_t* q,
+                                           int64_t stride, int64_t rows, int64_t cols) {
+  constexpr int64_t kAhead = 8;
+  for (int64_t r = 0; r < rows; ++r) {
+    prefetch_row<true>(q + (r + kAhead) * stride, kBlock);
+    if (cols == kBlock)
+      std::memcpy(q + r * stride, bytes[r], kBlock);
+    else
+      std::memcpy(q + r * stride, bytes[r], cols);
+  }
 }
 
 }  // namespace
@@ -247,7 +272,7 @@ void block_scales(const float amax[kBlock], ScaleRule rule, float factor[kBlock]
 }
 
 void ByteTile::store(uint8_t* q, int64_t stride, int64_t rows, int64_t cols) const {
-  for (int64_t r = 0; r < rows; ++r) std::memcpy(q + r * stride, bytes[r], cols);
+  store_rows(bytes, q, stride, rows, cols);
 }
 
 void ByteTile::store_turned(uint8_t* q_t, int64_t stride, int64_t filled, int64_t rows,
