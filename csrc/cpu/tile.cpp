@@ -31,11 +31,11 @@ GROUPED_LINEAR_INLINE bool amax_of_tile(Values<Element> values, int64_t filled, 
                                         float* col_amax) {
   using Magnitude = typename Element::Magnitude;
   constexpr int64_t kLanes = std::min<int64_t>(part, 64 / sizeof(Magnitude));
-  constexpr int64_t kParts = kBlock / part;
+  constexpr int64_t kParts = kBlock / part, kAtOnce = 8;
   // Maxima of every kLanes-th element of a part of a row.
   alignas(64) Magnitude lanes[kBlock * kParts][kLanes];
   alignas(64) Magnitude rows[kBlock * kParts] = {}, cols[kParts][kBlock] = {};
-  for (int64_t r = 0; r < filled; ++r) {
+  for (int64_t r = 0; r < filled; ++r)
     for (int64_t p = 0; p < kParts; ++p) {
       Magnitude row[kLanes] = {};
       for (int64_t c = p * part; c < (p + 1) * part; c += kLanes)
@@ -43,9 +43,14 @@ GROUPED_LINEAR_INLINE bool amax_of_tile(Values<Element> values, int64_t filled, 
           row[i] = std::max(row[i], magnitude<Element, finite_only>(values[r][c + i]));
       std::memcpy(lanes[r * kParts + p], row, sizeof(row));
     }
+  for (int64_t r = 0; r < filled; r += kAtOnce) {  // rows at a time, or maxima wait for their store
     auto& of_part = cols[r / part];
-    for (int64_t c = 0; c < kBlock; ++c)
-      of_part[c] = std::max(of_part[c], magnitude<Element, finite_only>(values[r][c]));
+    for (int64_t c = 0; c < kBlock; ++c) {
+      Magnitude amax = of_part[c];
+      for (int64_t i = 0; i < kAtOnce; ++i)
+        amax = std::max(amax, magnitude<Element, finite_only>(values[r + i][c]));
+      of_part[c] = amax;
+    }
   }
   Magnitude largest = 0;
   for (int64_t r = 0; r < filled * kParts; ++r) {
