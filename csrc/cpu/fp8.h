@@ -30,7 +30,8 @@ constexpr float largest_of(ScalarType format) {
   return format == E5m2::kType ? E5m2::kMax : E4m3::kMax;
 }
 
-// The number nearest to a product that is not NaN, ties to even; past the largest it saturates.
+// How a product that is not NaN becomes the nearest number of a format, ties to even; past the
+// largest it saturates.
 //
 // With M bits of mantissa, adding 2^(e + 23 - M) to a magnitude of exponent e (the smallest exponent
 // for subnormals, which are as far apart) rounds it to units of 2^(e - M), nearest even, and leaves
@@ -38,23 +39,35 @@ constexpr float largest_of(ScalarType format) {
 // plus that number, for normal and subnormal results alike. kCancel takes the biases of both
 // exponents out of the low 7 bits, and being even it moves no tie.
 template <typename Format>
-inline uint32_t saturated(float product) {
-  constexpr int M = Format::kMantissaBits, shift = 23 - M;
-  constexpr uint32_t kCancel = ((-Format::kSmallestExponent - 127 - shift) * (1 << M)) & 0x7f;
-  constexpr uint32_t anchor_of_zero = (uint32_t{shift} << 23) | kCancel;
-  constexpr uint32_t smallest_anchor =
-      (uint32_t{127 + Format::kSmallestExponent + shift} << 23) | kCancel;
-  constexpr uint32_t largest = std::bit_cast<uint32_t>(Format::kMax);
+struct Rounding {
+  static constexpr int M = Format::kMantissaBits, kShift = 23 - M;
+  static constexpr uint32_t kCancel =
+      ((-Format::kSmallestExponent - 127 - kShift) * (1 << M)) & 0x7f;
   static_assert(kCancel % 2 == 0);
 
-  const uint32_t bits = std::bit_cast<uint32_t>(product), magnitude = bits & kMagnitude;
-  const uint32_t clamped = magnitude < largest ? magnitude : largest;
-  const uint32_t exponent = (clamped & kInfinity) + anchor_of_zero;
-  const uint32_t anchor = exponent > smallest_anchor ? exponent : smallest_anchor;
-  const uint32_t sum =
-      std::bit_cast<uint32_t>(std::bit_cast<float>(clamped) + std::bit_cast<float>(anchor));
-  return ((sum + (anchor >> shift)) & 0x7f) | ((bits >> 24) & 0x80);
-}
+  uint32_t sign, anchor;  // of float32
+  float sum;
+
+  explicit Rounding(float product) {
+    constexpr uint32_t anchor_of_zero = (uint32_t{kShift} << 23) | kCancel;
+    constexpr uint32_t smallest_anchor =
+        (uint32_t{127 + Format::kSmallestExponent + kShift} << 23) | kCancel;
+    constexpr uint32_t largest = std::bit_cast<uint32_t>(Format::kMax);
+    const uint32_t bits = std::bit_cast<uint32_t>(product), magnitude = bits & kMagnitude;
+    const uint32_t clamped = magnitude < largest ? magnitude : largest;
+    const uint32_t exponent = (clamped & kInfinity) + anchor_of_zero;
+    sign = bits & ~kMagnitude;
+    anchor = exponent > smallest_anchor ? exponent : smallest_anchor;
+    sum = std::bit_cast<float>(clamped) + std::bit_cast<float>(anchor);
+  }
+  uint32_t code() const {
+    return ((std::bit_cast<uint32_t>(sum) + (anchor >> kShift)) & 0x7f) | (sign >> 24);
+  }
+  float value() const {
+    const float magnitude = sum - std::bit_cast<float>(anchor);  // exact
+    return std::bit_cast<float>(std::bit_cast<uint32_t>(magnitude) | sign);
+  }
+};
 
 // x * factor. A product past the largest number saturates, also where it overflows float32: the
 // factor of a delayed scale may be from a time of smaller numbers. Only what is not finite itself,
@@ -64,7 +77,7 @@ inline uint32_t quantize(float x, float factor) {
   const uint32_t x_bits = std::bit_cast<uint32_t>(x), magnitude = x_bits & kMagnitude;
   const uint32_t sign = ((x_bits ^ std::bit_cast<uint32_t>(factor)) >> 24) & 0x80;
   const uint32_t product = std::bit_cast<uint32_t>(x * factor) & kMagnitude;
-  uint32_t q = sign | saturated<Format>(std::bit_cast<float>(product));
+  uint32_t q = sign | Rounding<Format>(std::bit_cast<float>(product)).code();
   q = magnitude == kInfinity ? (Format::kOfInfinity == 0x7f ? 0x7f : sign | Format::kOfInfinity)
                              : q;
   return magnitude > kInfinity || (magnitude < kInfinity && product > kInfinity) ? 0x7f : q;

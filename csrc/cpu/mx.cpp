@@ -5,7 +5,6 @@
 
 #include "../checks.h"
 #include "../ops.h"
-#include "fp8.h"
 #include "tiles.h"
 
 namespace grouped_linear::cpu {
@@ -37,35 +36,6 @@ struct MxScales {
   explicit MxScales(const float* amax) { mx_scales(amax, exponents, scale, factor); }
 };
 
-// values[r][c] = bytes[r][c] times its scale, exactly: a bf16 number. A NaN is positive.
-template <bool by_rows>
-GROUPED_LINEAR_INLINE void dequantize(const ByteTile& q, int64_t rows, int64_t cols,
-                                      const float* scale, uint16_t* values, int64_t stride) {
-  for (int64_t r = 0; r < rows; ++r) {
-    alignas(64) uint16_t row[kBlock];
-    for (int64_t begin = 0; begin < kBlock; begin += kMxBlock) {
-      const float* s =
-          by_rows ? scale + (r * kBlock + begin) / kMxBlock : scale + r / kMxBlock * kBlock + begin;
-      for (int64_t i = 0; i < kMxBlock; ++i) {
-        const float value = from_e4m3(q.bytes[r][begin + i]) * s[by_rows ? 0 : i];
-        row[begin + i] = static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16);
-      }
-    }
-    std::memcpy(values + r * stride, row, cols * sizeof(uint16_t));
-  }
-}
-
-GROUPED_LINEAR_EVERY_WIDTH void dequantize_by_rows(const ByteTile& q, int64_t rows, int64_t cols,
-                                                   const float* scale, uint16_t* values,
-                                                   int64_t stride) {
-  dequantize<true>(q, rows, cols, scale, values, stride);
-}
-GROUPED_LINEAR_EVERY_WIDTH void dequantize_by_cols(const ByteTile& q, int64_t rows, int64_t cols,
-                                                   const float* scale, uint16_t* values,
-                                                   int64_t stride) {
-  dequantize<false>(q, rows, cols, scale, values, stride);
-}
-
 // Scales, or values rounded to what FP8 keeps of them; null for what is not asked for.
 struct MxTargets : TileTargets {
   uint8_t *scale = nullptr, *scale_t = nullptr;        // [T, ceil(K / 32)], [Tp / 128, K, 4]
@@ -73,31 +43,35 @@ struct MxTargets : TileTargets {
 
   explicit MxTargets(int64_t features) : TileTargets{features} {}
 
+  void prefetch(const RowBlock& block, int64_t col, int64_t cols) const {
+    TileTargets::prefetch(block, col, cols);
+    for (uint16_t* rounded : {rowwise, columnwise})
+      for (int64_t t = block.begin; rounded && t < block.end; ++t)
+        prefetch_row<true>(rounded + t * features + col, cols * sizeof(uint16_t));
+  }
+
   void write(Tile& tile, const RowBlock& block, int64_t col, int64_t cols) const {
-    const int64_t rows = block.end - block.begin;
+    const int64_t first = block.begin * features + col;
     float row_amax[kBlock * kParts], col_amax[kBlock * kParts];
     ByteTile bytes;
     tile.find_amax(row_amax, col_amax, kMxBlock);
     if (q || rowwise) {
       const MxScales scales(row_amax);
-      tile.quantize_by_rows(scales.factor, kMxBlock, bytes);
-      const int64_t first = block.begin * features + col;
-      if (rowwise) dequantize_by_rows(bytes, rows, cols, scales.scale, rowwise + first, features);
+      if (rowwise) tile.round(true, scales.factor, scales.scale, rowwise + first, features);
       if (q) {
+        tile.quantize_by_rows(scales.factor, kMxBlock, bytes);
         store(bytes, block, col, cols);
         const int64_t stride = ceil_div(features, kMxBlock);
-        for (int64_t r = 0; r < rows; ++r)
+        for (int64_t r = 0; r < block.end - block.begin; ++r)
           std::memcpy(scale + (block.begin + r) * stride + col / kMxBlock,
                       scales.exponents + r * kParts, ceil_div(cols, kMxBlock));
       }
     }
     if (q_t || columnwise) {
       const MxScales scales(col_amax);
-      tile.quantize_by_cols(scales.factor, kMxBlock, bytes);
-      const int64_t first = block.begin * features + col;
-      if (columnwise)
-        dequantize_by_cols(bytes, rows, cols, scales.scale, columnwise + first, features);
+      if (columnwise) tile.round(false, scales.factor, scales.scale, columnwise + first, features);
       if (q_t) {
+        tile.quantize_by_cols(scales.factor, kMxBlock, bytes);
         store_turned(bytes, block, col, cols, tile.filled());
         uint8_t* turned = scale_t + (block.index * features + col) * kParts;
         for (int64_t c = 0; c < cols; ++c)

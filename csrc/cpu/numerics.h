@@ -12,6 +12,7 @@ namespace grouped_linear::cpu {
 constexpr uint32_t kMagnitude = 0x7fffffff;
 constexpr uint32_t kInfinity = 0x7f800000;
 constexpr uint8_t kE4m3Nan = 0x7f;
+constexpr uint16_t kBf16Nan = 0x7fc0;
 
 inline float from_bf16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
 
@@ -41,7 +42,7 @@ inline float from_e4m3(uint8_t bits) {
 inline uint16_t to_bf16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return (bits & kMagnitude) > kInfinity ? uint16_t{0x7fc0} : static_cast<uint16_t>(rounded);
+  return (bits & kMagnitude) > kInfinity ? kBf16Nan : static_cast<uint16_t>(rounded);
 }
 
 inline uint16_t to_half(float value) {

@@ -141,7 +141,7 @@ GROUPED_LINEAR_INLINE void quantize_tile(Values<Element> values, int64_t rows, c
           by_rows ? factor + (r * kBlock + begin) / part : factor + r / part * kBlock + begin;
       for (int64_t i = 0; i < part; ++i) {
         const float x = Element::to_float(values[r][begin + i]), own = f[by_rows ? 0 : i];
-        codes[begin + i] = finite ? saturated<Format>(x * own) : quantize<Format>(x, own);
+        codes[begin + i] = finite ? Rounding<Format>(x * own).code() : quantize<Format>(x, own);
       }
     }
     for (int64_t c = 0; c < kBlock; ++c) q.bytes[r][c] = static_cast<uint8_t>(codes[c]);
@@ -184,6 +184,49 @@ GROUPED_LINEAR_EVERY_WIDTH void quantize_to_e5m2(const void* values, bool bf16, 
                                                  ByteTile& q) {
   bf16 ? quantize_tile<Bf16, E5m2>(values, rows, factors, finite, factor, q)
        : quantize_tile<Float, E5m2>(values, rows, factors, finite, factor, q);
+}
+
+template <typename Element, bool by_rows, bool finite>
+GROUPED_LINEAR_INLINE void round_tile(Values<Element> values, int64_t rows, int64_t cols,
+                                      const float* factor, const float* scale, uint16_t* out,
+                                      int64_t stride) {
+  for (int64_t r = 0; r < rows; ++r) {
+    uint16_t row[kBlock];
+    for (int64_t begin = 0; begin < kBlock; begin += kMxBlock) {
+      const int64_t first =
+          by_rows ? (r * kBlock + begin) / kMxBlock : r / kMxBlock * kBlock + begin;
+      for (int64_t i = 0; i < kMxBlock; ++i) {
+        const int64_t own = first + (by_rows ? 0 : i);
+        const float x = Element::to_float(values[r][begin + i]);
+        const float rounded = Rounding<E4m3>(x * factor[own]).value() * scale[own];
+        const uint32_t bits = std::bit_cast<uint32_t>(rounded) >> 16;
+        const bool is_nan = !finite && (std::bit_cast<uint32_t>(x) & kMagnitude) >= kInfinity;
+        row[begin + i] = static_cast<uint16_t>(is_nan ? kBf16Nan : bits);
+      }
+    }
+    std::memcpy(out + r * stride, row, cols * sizeof(uint16_t));
+  }
+}
+
+template <typename Element>
+GROUPED_LINEAR_INLINE void round_tile(const void* values, int64_t rows, int64_t cols, bool by_rows,
+                                      bool finite, const float* factor, const float* scale,
+                                      uint16_t* out, int64_t stride) {
+  const auto& own = as<Element>(values);
+  if (by_rows)
+    finite ? round_tile<Element, true, true>(own, rows, cols, factor, scale, out, stride)
+           : round_tile<Element, true, false>(own, rows, cols, factor, scale, out, stride);
+  else
+    finite ? round_tile<Element, false, true>(own, rows, cols, factor, scale, out, stride)
+           : round_tile<Element, false, false>(own, rows, cols, factor, scale, out, stride);
+}
+
+GROUPED_LINEAR_EVERY_WIDTH void round_to_e4m3(const void* values, bool bf16, int64_t rows,
+                                              int64_t cols, bool by_rows, bool finite,
+                                              const float* factor, const float* scale,
+                                              uint16_t* out, int64_t stride) {
+  bf16 ? round_tile<Bf16>(values, rows, cols, by_rows, finite, factor, scale, out, stride)
+       : round_tile<Float>(values, rows, cols, by_rows, finite, factor, scale, out, stride);
 }
 
 // The cap keeps 1 / factor a normal number. Selects, not branches: a loop over blocks vectorises.
@@ -315,6 +358,11 @@ void Tile::quantize(float factor, ScalarType format, ByteTile& q) const {
   const auto quantize_to = format == E5m2::kType ? quantize_to_e5m2 : quantize_to_e4m3;
   quantize_to(values_, bf16_, rows_, Factors::kRows, finite_ && std::isfinite(factor), factors, q);
   zero_past_rows(q);
+}
+
+void Tile::round(bool by_rows, const float* factor, const float* scale, uint16_t* out,
+                 int64_t stride) const {
+  round_to_e4m3(values_, bf16_, rows_, cols_, by_rows, finite_, factor, scale, out, stride);
 }
 
 void Tile::zero_past_rows(ByteTile& q) const {

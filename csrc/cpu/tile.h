@@ -93,6 +93,12 @@ class Tile {
   // The same with one factor, which may be anything, and to any format.
   void quantize(float factor, ScalarType format, ByteTile& q) const;
 
+  // What e4m3 keeps of rows and columns that there are, in parts of kMxBlock with such factors and
+  // their inverses: out[r * stride + c] = e4m3(tile[r][c] * factor) * scale. Powers of two, for which
+  // that is a bf16 number. What is not finite becomes NaN.
+  void round(bool by_rows, const float* factor, const float* scale, uint16_t* out,
+             int64_t stride) const;
+
  private:
   void zero_past_rows(ByteTile& q) const;
 
