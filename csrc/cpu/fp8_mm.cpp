@@ -178,6 +178,8 @@ BF16_UNITS void multiply_tile(int64_t row, int64_t col, int64_t pairs, Workspace
   __m512 sums[rows][vectors];
   for (auto& of_row : sums)
     for (auto& sum : of_row) sum = _mm512_setzero_ps();
+  for (int i = 0; i < rows; ++i)
+    prefetch_row<true>(&space.y[row + i][col], kTileCols * sizeof(float));
   for (int64_t p = 0; p < pairs; ++p) {
     __m512i columns[vectors];
     for (int j = 0; j < vectors; ++j) columns[j] = _mm512_load_si512(&b[p][j * kSide]);
@@ -189,8 +191,10 @@ BF16_UNITS void multiply_tile(int64_t row, int64_t col, int64_t pairs, Workspace
         sums[i][j] = _mm512_dpbf16_ps(sums[i][j], (__m512bh)both, (__m512bh)columns[j]);
     }
   }
+#pragma GCC unroll 6  // or the sums would be stored, to be indexed
   for (int i = 0; i < rows; ++i) {
     const __m512 scale_a = _mm512_set1_ps(space.scale_a[row + i]);
+#pragma GCC unroll 4
     for (int j = 0; j < vectors; ++j) {
       float* y = &space.y[row + i][col + j * kSide];
       const __m512 before = _mm512_load_ps(y), sum = sums[i][j];
