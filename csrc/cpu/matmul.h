@@ -25,24 +25,16 @@ Matrix group_of(const Tensor& t, int64_t group);              // of a 3-D tensor
 void matmul(const Matrix& out, const Matrix& a, const Matrix& b,
             const std::optional<Matrix>& bias = std::nullopt);
 
-// A scratch matrix, float32 or bf16.
+// A scratch matrix of float32.
 class Scratch {
  public:
-  Scratch(int64_t rows, int64_t cols, ScalarType dtype = ScalarType::Float)
-      : rows_(rows),
-        cols_(cols),
-        dtype_(dtype),
-        values_(new char[rows * cols * element_size(dtype)]) {}
-  Matrix view() { return {values_.get(), dtype_, rows_, cols_, cols_, 1}; }
-  void* element(int64_t r, int64_t c) {
-    return values_.get() + (r * cols_ + c) * element_size(dtype_);
-  }
-  float* row(int64_t r) { return static_cast<float*>(element(r, 0)); }  // of a float32 matrix
+  Scratch(int64_t rows, int64_t cols) : rows_(rows), cols_(cols), values_(new float[rows * cols]) {}
+  Matrix view() { return {values_.get(), ScalarType::Float, rows_, cols_, cols_, 1}; }
+  float* row(int64_t r) { return values_.get() + r * cols_; }
 
  private:
   int64_t rows_, cols_;
-  ScalarType dtype_;
-  std::unique_ptr<char[]> values_;
+  std::unique_ptr<float[]> values_;
 };
 
 Scratch to_float(const Matrix& m);

@@ -29,11 +29,6 @@ GROUPED_LINEAR_EVERY_WIDTH void load_e4m3_scaled(const uint8_t* row, int64_t n, 
                                                  float* values) {
   for (int64_t i = 0; i < n; ++i) values[i] = from_e4m3(row[i]) * scale;
 }
-GROUPED_LINEAR_EVERY_WIDTH void load_e4m3_scaled_exact(const uint8_t* row, int64_t n, float scale,
-                                                       uint16_t* values) {
-  for (int64_t i = 0; i < n; ++i)
-    values[i] = static_cast<uint16_t>(std::bit_cast<uint32_t>(from_e4m3(row[i]) * scale) >> 16);
-}
 GROUPED_LINEAR_EVERY_WIDTH void store_bf16(const float* values, int64_t n, uint16_t* row) {
   for (int64_t i = 0; i < n; ++i) row[i] = to_bf16(values[i]);
 }
@@ -68,16 +63,6 @@ void dequantize_row(const void* q, int64_t n, const float* scales, int64_t scale
   const auto* row = static_cast<const uint8_t*>(q);
   for (int64_t i = 0; i < n; i += kBlock, scales += scale_stride)
     load_e4m3_scaled(row + i, std::min(kBlock, n - i), *scales, values + i);
-}
-
-void dequantize_row(const void* q, int64_t n, const float* scales, int64_t scale_stride,
-                    ScalarType dtype, void* values) {
-  if (dtype == ScalarType::Float)
-    return dequantize_row(q, n, scales, scale_stride, static_cast<float*>(values));
-  const auto* row = static_cast<const uint8_t*>(q);
-  for (int64_t i = 0; i < n; i += kBlock, scales += scale_stride)
-    load_e4m3_scaled_exact(row + i, std::min(kBlock, n - i), *scales,
-                           static_cast<uint16_t*>(values) + i);
 }
 
 int64_t element_size(ScalarType dtype) {

@@ -4,7 +4,6 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <bit>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -31,19 +30,9 @@ using torch::stable::Tensor;
 void load_row(const void* row, ScalarType dtype, int64_t n, float* values);
 void store_row(const float* values, int64_t n, ScalarType dtype, void* row);
 
-// values[i] = q[i] * scales[i / 128 * scale_stride] for n elements of e4m3, as float32, or as bf16
-// where the products are bf16 numbers.
+// values[i] = q[i] * scales[i / 128 * scale_stride] for n elements of e4m3.
 void dequantize_row(const void* q, int64_t n, const float* scales, int64_t scale_stride,
                     float* values);
-void dequantize_row(const void* q, int64_t n, const float* scales, int64_t scale_stride,
-                    ScalarType dtype, void* values);
-
-// Whether every product of an e4m3 number and this scale is a normal bf16 number or zero: so for
-// powers of two from 2^-117 to 2^118.
-inline bool scale_is_exact_in_bf16(float scale) {
-  const uint32_t bits = std::bit_cast<uint32_t>(scale);
-  return (bits & 0x7fffff) == 0 && bits >= (10u << 23) && bits <= (245u << 23);
-}
 
 int64_t element_size(ScalarType dtype);
 
