@@ -8,7 +8,7 @@
 
 python := .venv/bin/python
 # Where .venv is linked to another environment's packages, that one has the program, on the PATH.
-ruff = $(firstword $(wildcard .venv/bin/ruff) ruff)
+ruff := PATH="$(CURDIR)/.venv/bin:$$PATH" ruff
 
 # Threads that wait soon give their core back instead of spinning on it. Nothing changes on a quiet
 # machine (FP8 demo step 54 ms on 2 cores either way); beside one busy process a step stays at 0.15 s
