@@ -226,6 +226,7 @@ class GroupedLinearFunction(torch.autograd.Function):
                 call.recipe.refresh_weight_(call.kept, call.experts, w_slot, flag)
             w = kept_operands(call.kept)
         ctx.call = call
+        ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
         # Saved, so that an update between forward and backward raises; amax is only ever raised.
         ctx.save_for_backward(
             offs_E,
@@ -233,7 +234,8 @@ class GroupedLinearFunction(torch.autograd.Function):
             *_flat(Operand(x_TK) if call.save_input and need_weight else x.columnwise),
             *_flat(w.columnwise if need_x else None),
         )
-        return _multiply(x.rowwise, w.rowwise, offs_E, bias_EN, x_TK.dtype)
+        bias = None if bias_EN is None else bias_EN.to(x_TK.dtype)
+        return _multiply(x.rowwise, w.rowwise, offs_E, bias, x_TK.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
@@ -273,7 +275,7 @@ def _layer_gradients(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
             captured = dy_TN.is_cuda and torch.cuda.is_current_stream_capturing()
             call.later.append(wgrad._replace(captured=captured))
     if dy.bias_grad is not None:
-        db_EN = dy.bias_grad.to(dy_TN.dtype)  # bias was added in y's dtype
+        db_EN = dy.bias_grad.to(ctx.bias_dtype)
     return None, dx_TK, db_EN, None, *dws
 
 

@@ -71,6 +71,24 @@ def test_main_grad(dtype: torch.dtype, single: bool, compiled: bool, device: str
     assert all(w.grad is None for w in weights_of(layer))
 
 
+@DEVICES
+@COMPILED
+@EVERY_RECIPE
+@FORMS
+def test_a_float32_bias_gets_its_gradient_unrounded(
+    single: bool, recipe: Recipe, compiled: bool, device: str
+) -> None:
+    layer = make_layer(recipe, device, single_grouped_bias=single)
+    if recipe is None:
+        layer.weight.data = layer.weight.data.bfloat16()
+    x, m_splits = inputs(device)
+    dy = torch.randn(T, N, device=device).bfloat16()
+    call_of(layer, compiled)(x.bfloat16(), m_splits).backward(dy)
+    biases = [p.grad for name, p in layer.named_parameters() if name.startswith("bias")]
+    actual = biases[0] if single else torch.stack(biases)
+    assert_same_bits(actual, ops.grouped_bias_grad(dy, ops.splits_to_offsets(m_splits, T)))
+
+
 @pytest.mark.parametrize("order", ["backwards", "gaps"])
 @pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
 def test_main_grads_anywhere(recipe: Recipe, order: str) -> None:

@@ -311,7 +311,6 @@ def cudagraph_trees(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) 
         "triton.cudagraph_or_error": True,
         "graph_partition": False,
         "fx_graph_cache": False,  # a graph from there gives up unheard
-        "emulate_precision_casts": True,  # a bias gradient is rounded to y's dtype, as in eager
     }
     graph = torch.compile(layer, fullgraph=True, options=strict)
 
