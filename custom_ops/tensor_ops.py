@@ -20,6 +20,8 @@ from grouped_linear.tensor import GroupedTensor, contiguous_stride
 aten = torch.ops.aten
 Op = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _OPS: dict[Any, Op] = {}
+# Of a weight, in float32 while an optimizer steps it: 128 MiB, and as much for each of its states.
+ELEMENTS_AT_ONCE = 2**25
 
 
 def _implements(*overloads: Any) -> Callable[[Op], Op]:
@@ -266,8 +268,8 @@ def _foreach_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 def _write_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operation that writes: in float32 on what was dequantized, then quantized again.
 
-    A list of tensors (``foreach`` and ``fused`` optimizers) is taken apart, so that one quantized
-    weight at a time is there in float32.
+    A list of tensors (``foreach`` and ``fused`` optimizers) is taken apart, so that some experts of
+    one quantized weight at a time are there in float32.
     """
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
     count = len(lists[0]) if lists else 0
@@ -284,6 +286,18 @@ def _write_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
             func(*map(chosen, args), **{name: chosen(value) for name, value in kwargs.items()})
         return None
+    if count == 1 and any(quantized):
+        weight = next(v[0] for v in lists if isinstance(v[0], GroupedTensor))
+        at_once = max(1, ELEMENTS_AT_ONCE // math.prod(weight.q.shape[-2:]))
+        if _is_whole(weight) and weight.dim() == 3 and weight.size(0) > at_once:
+            for begin in range(0, weight.size(0), at_once):
+
+                def experts(t: Any, begin: int = begin) -> Any:
+                    each = isinstance(t, Tensor) and t.shape == weight.shape
+                    return t[begin : begin + at_once] if each else t
+
+                func(*tree_map(experts, args), **tree_map(experts, kwargs))
+            return None
 
     copies: dict[int, tuple[Tensor, Tensor]] = {}
 

@@ -16,7 +16,7 @@ from expecttest import assert_expected_inline
 from samples import BF16, DTYPES, FP32, assert_same_bits, devices
 from torch import Tensor, nn
 
-from grouped_linear import Float8BlockScaling, GroupedTensor, MXFP8BlockScaling
+from grouped_linear import Float8BlockScaling, GroupedTensor, MXFP8BlockScaling, tensor_ops
 
 E, N, K = 3, 272, 144
 DEVICES = pytest.mark.parametrize("device", devices("quantize_weight", "refresh_weight_"))
@@ -485,8 +485,12 @@ def in_mode(name: str, mode: str, parameters: list[nn.Parameter]) -> torch.optim
 @DEVICES
 @MODES
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_steps(name: str, mode: str, device: str) -> None:
+@pytest.mark.parametrize("at_once", [E, 2, 0], ids=["whole", "some_experts", "one_expert"])
+def test_optimizer_steps(
+    at_once: int, name: str, mode: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step is the one of a float32 parameter, and quantized; plain neighbours are unharmed."""
+    monkeypatch.setattr(tensor_ops, "ELEMENTS_AT_ONCE", at_once * N * K)
     p = nn.Parameter(GroupedTensor.quantize(random_weight(device)))
     neighbours = [nn.Parameter(torch.ones(16, device=device, dtype=d)) for d in (FP32, BF16)]
     optimizer = in_mode(name, mode, [neighbours[0], p, neighbours[1]])
