@@ -62,7 +62,7 @@ LAUNCH_BOUND = Shape("tiny", E=8, m=128, N=1024, K=1024)
 CPU_SHAPES = (
     Shape("cpu_up", E=8, m=128, N=1024, K=512),
     Shape("cpu_many_groups", E=64, m=16, N=256, K=256),
-    Shape("cpu_partial_blocks", E=8, m=256, N=1440, K=720),
+    Shape("cpu_partial_blocks", E=8, m=256, N=1440, K=736),
     Shape("cpu_many_rows", E=8, m=512, N=512, K=2048),
 )
 
