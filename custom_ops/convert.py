@@ -217,14 +217,22 @@ def _grouped(where: str, experts: nn.ModuleList, recipe: Recipe) -> tuple[str, n
         E, (N, K) = len(experts), first.shape
         grouped = GroupedLinear(E, K, N, bias="bias" in parameters[0], **like)
         values = {name: stacked(name) for name in parameters[0]}
+        trained = {name: p.requires_grad for name, p in parameters[0].items()}
     else:
         gate, up, down = map(stacked, names)
+        of_gate, of_up, of_down = (parameters[0][name].requires_grad for name in names)
+        if of_gate != of_up:
+            raise ValueError(
+                f"{where}: {names[0]} and {names[1]} become one parameter: let both require grad, "
+                "or neither"
+            )
+        trained = {"gate_up_proj": of_gate, "down_proj": of_down}
         _check_swiglu(where, experts, _run_each(experts), gate, up, down)
         grouped = GroupedMLP(len(experts), gate.size(2), gate.size(1), **like)
         values = {"gate_up_proj": torch.cat([gate, up], dim=1), "down_proj": down}
     with torch.no_grad():
         for name, value in values.items():
-            grouped.get_parameter(name).copy_(value).requires_grad_(first.requires_grad)
+            grouped.get_parameter(name).copy_(value).requires_grad_(trained[name])
     grouped.train(experts.training)
     return "Linear" if names is None else "SwiGLU", grouped
 

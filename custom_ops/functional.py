@@ -102,8 +102,7 @@ def apply_layer(
             x = x.to(dtype)
         # A quantizer reads any of them.
         if recipe is None and weights[0].dtype in ACTIVATIONS and weights[0].dtype != dtype:
-            whole_ENK = weights[0] if weights[0].dim() == 3 else torch.stack(weights)
-            experts = (whole_ENK.to(dtype),)
+            experts = tuple(w.to(dtype) for w in weights)
     x_TK = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
     splits_E = torch.as_tensor(m_splits, device=x.device)
     offs_E = ops.splits_to_offsets(splits_E, x_TK.size(0))

@@ -257,6 +257,14 @@ def grouped_mlp(
         raise ValueError(
             f"grouped_mlp: C differs: weights has {weights.size(-1)}, experts {experts.size(-1)}"
         )
+    if experts.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(f"grouped_mlp: experts must be int32 or int64, got {experts.dtype}")
+    E, H = gate_up_proj.size(0), x.size(-1)
+    if down_proj.dim() != 3 or down_proj.shape[:2] != (E, H):
+        raise ValueError(
+            f"grouped_mlp: down_proj must be [{E}, {H}, F], as gate_up_proj has {E} experts and x "
+            f"{H} features, got {list(down_proj.shape)}"
+        )
     device_type = x.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):  # meta has no autocast
         dtype = torch.get_autocast_dtype(device_type)
@@ -264,7 +272,9 @@ def grouped_mlp(
             x = x.to(dtype)
         if recipe is None:  # a quantizer reads any dtype
             gate_up_proj, down_proj = gate_up_proj.to(dtype), down_proj.to(dtype)
-    routing = sort_by_expert(experts.reshape(-1, experts.size(-1)), gate_up_proj.size(0))
+    # A token of no expert has a row of zeros, which a weight of NaN would spoil.
+    weights = weights.masked_fill((experts < 0) | (experts >= E), 0)
+    routing = sort_by_expert(experts.reshape(-1, experts.size(-1)), E)
     slots = () if state is None else (*state[0].slots(), *state[1].slots())
     y_TH: Tensor = GroupedMLPFunction.apply(
         x.reshape(-1, x.size(-1)),

@@ -282,7 +282,12 @@ class GroupedLinear(nn.Module):
             return None
         if self._options.single_grouped_bias:
             return self.bias
-        return torch.stack([getattr(self, name) for name in self._bias_names])
+        biases = [getattr(self, name) for name in self._bias_names]
+        device_type = biases[0].device.type
+        if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+            return torch.stack(biases)
+        with torch.autocast(device_type, enabled=False):  # it refuses the other half dtype
+            return torch.stack(biases)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

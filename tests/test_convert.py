@@ -215,6 +215,13 @@ def unlike() -> nn.Module:
     return Routed([nn.Linear(H, H), nn.Linear(H, H, bias=False)])
 
 
+def halfway() -> nn.Module:
+    model = Routed([SwigluExpert() for _ in range(E)])
+    for expert in model.experts:
+        next(expert.parameters()).requires_grad_(False)
+    return model
+
+
 def dropping(x: Tensor) -> Tensor:
     return nn.functional.dropout(silu(x), 0.1, training=True)
 
@@ -248,6 +255,12 @@ MISTAKES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
         "convert_experts: Routed.experts: experts differ in their parameters' names, shapes or "
         "dtypes",
     ),
+    "half of a parameter frozen": (
+        halfway,
+        FORWARDS,
+        "convert_experts: Routed.experts: w1.weight and w3.weight become one parameter: let both "
+        "require grad, or neither",
+    ),
     "meta": (
         lambda: Routed([SwigluExpert() for _ in range(E)]).to("meta"),
         FORWARDS,
@@ -255,6 +268,15 @@ MISTAKES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
         "have values",
     ),
 }
+
+
+def test_what_is_frozen_stays_frozen() -> None:
+    model = Routed([nn.Linear(H, H) for _ in range(E)])
+    for expert in model.experts:
+        expert.weight.requires_grad_(False)
+    convert_experts(model, {Routed: lambda self, x: x})
+    assert not model.experts.weight.requires_grad
+    assert model.experts.bias.requires_grad
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -4,6 +4,7 @@ T rows, E groups, K in_features, N out_features.
 """
 
 import re
+from itertools import product
 from typing import Any
 
 import pytest
@@ -87,6 +88,39 @@ def test_a_float32_bias_gets_its_gradient_unrounded(
     biases = [p.grad for name, p in layer.named_parameters() if name.startswith("bias")]
     actual = biases[0] if single else torch.stack(biases)
     assert_same_bits(actual, ops.grouped_bias_grad(dy, ops.splits_to_offsets(m_splits, T)))
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("option", "compiled"),
+    [
+        *product((None, "fuse_wgrad_accumulation"), (False, True)),
+        ("delay_wgrad_compute", False),  # refused in compiled code
+    ],
+)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_autocast_of_experts_apart(
+    dtype: torch.dtype, option: str | None, compiled: bool, device: str
+) -> None:
+    """As of one weight and one bias, whatever dtype the parameters have."""
+    dy = torch.randn(T, N, device=device).bfloat16()
+    results = []
+    for single in (True, False):
+        options: dict[str, Any] = {} if option is None else {option: True}
+        options |= {f"single_grouped_{name}": single for name in ("weight", "bias")}
+        layer, (x, m_splits) = make_layer(None, device, dtype=dtype, **options), inputs(device)
+        total = give_main_grads(layer, value=0.0)
+        with torch.autocast(device, dtype=BF16):
+            y = call_of(layer, compiled)(x, m_splits)
+        y.backward(dy)
+        if option == "delay_wgrad_compute":
+            layer.backward_dw()
+        if option != "fuse_wgrad_accumulation":
+            total = torch.stack([w.grad for w in weights_of(layer)]).view(E, N, K)
+        biases = [p.grad for name, p in layer.named_parameters() if name.startswith("bias")]
+        results.append((y, x.grad, total, torch.stack(biases).view(E, N)))
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)
 
 
 @pytest.mark.parametrize("order", ["backwards", "gaps"])

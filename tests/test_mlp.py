@@ -299,6 +299,54 @@ def test_a_token_of_no_expert_reaches_nothing(recipe: Recipe, device: str) -> No
     assert not any(t[1].any() for t in (y, dx, d_weights))
 
 
+def test_a_weight_of_nan_for_no_expert() -> None:
+    """As a router gives it for padding that is NaN."""
+    mlp = GroupedMLP(E, H, F)
+    x, experts = torch.randn(3, H), torch.tensor([[0, 1], [2, -1], [E, -5]])
+    weights = torch.rand(3, 2)
+    outside = (experts < 0) | (experts >= E)
+    expected = mlp(x, weights, experts)
+    spoilt = weights.masked_fill(outside, torch.nan).requires_grad_()
+    y = mlp(x, spoilt, experts)
+    assert_same_bits(y, expected)
+    y.sum().backward()
+    assert not spoilt.grad[outside].any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "sentence"),
+    [
+        (
+            {"experts": torch.zeros(3, 2)},
+            RuntimeError,
+            "experts must be int32 or int64, got torch.float32",
+        ),
+        (
+            {"down_proj": torch.zeros(E, H, F)[1:]},
+            ValueError,
+            rf"down_proj must be \[{E}, {H}, F\]",
+        ),
+        (
+            {"down_proj": torch.zeros(E, 2 * H, F)},
+            ValueError,
+            rf"down_proj must be \[{E}, {H}, F\]",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit(
+    arguments: dict[str, Tensor], kind: type[Exception], sentence: str
+) -> None:
+    fitting = {
+        "x": torch.zeros(3, H),
+        "weights": torch.zeros(3, 2),
+        "experts": torch.zeros(3, 2, dtype=torch.int32),
+        "gate_up_proj": torch.zeros(E, 2 * F, H),
+        "down_proj": torch.zeros(E, H, F),
+    }
+    with pytest.raises(kind, match=sentence):
+        grouped_mlp(**{**fitting, **arguments})
+
+
 @DEVICES
 @RECIPES
 def test_compiled_in_one_graph(recipe: Recipe, device: str) -> None:
