@@ -535,5 +535,21 @@ class GroupedLinear(nn.Module):
                 experts = state_dict.get(whole, ())
                 if len(experts) == options.num_gemms:
                     state_dict.update(zip(apart, state_dict.pop(whole), strict=True))
+        local_metadata = args[0]
+        if local_metadata.get("assign_to_params_buffers"):  # a copy converts by itself
+            for name, own in self.named_parameters():
+                if name.startswith("weight") and prefix + name in state_dict:
+                    state_dict[prefix + name] = _in_kind_of(own, state_dict[prefix + name])
         with self._tied_if_moved():
             super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _in_kind_of(own: Tensor, w: Tensor) -> Tensor:
+    """A weight to take the place of another: quantized where that is, and only there."""
+    if w.shape != own.shape or isinstance(w, GroupedTensor) == isinstance(own, GroupedTensor):
+        return w
+    if isinstance(w, GroupedTensor):
+        return w.dequantize()
+    assert isinstance(own, GroupedTensor)
+    rounding = own.stochastic_rounding
+    return GroupedTensor.quantize(w, own.recipe, stochastic_rounding=rounding)

@@ -218,9 +218,10 @@ def test_module_moves_dtype() -> None:
         assert_same_bits(moved.weight.q, q)
 
 
+@pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("to_quantized", [True, False])
 @pytest.mark.parametrize("from_quantized", [True, False])
-def test_state_dicts_of_either_kind(from_quantized: bool, to_quantized: bool) -> None:
+def test_state_dicts_of_either_kind(from_quantized: bool, to_quantized: bool, assign: bool) -> None:
     """Bit for bit between quantized layers, quantized or dequantized where they differ."""
     source = make_layer(quantized_weight=from_quantized)
     target = make_layer(quantized_weight=to_quantized)
@@ -228,7 +229,7 @@ def test_state_dicts_of_either_kind(from_quantized: bool, to_quantized: bool) ->
     file = io.BytesIO()
     torch.save(source.state_dict(), file)
     file.seek(0)
-    target.load_state_dict(torch.load(file, weights_only=True), strict=True)
+    target.load_state_dict(torch.load(file, weights_only=True), strict=True, assign=assign)
     if to_quantized:
         assert_same(target.weight.detach(), make_layer().weight.detach())
     else:
@@ -237,9 +238,12 @@ def test_state_dicts_of_either_kind(from_quantized: bool, to_quantized: bool) ->
         assert_same_bits(target.weight, expected)
 
 
+@pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("to_quantized", [True, False])
 @pytest.mark.parametrize("from_quantized", [True, False])
-def test_state_dicts_with_an_expert_a_key(from_quantized: bool, to_quantized: bool) -> None:
+def test_state_dicts_with_an_expert_a_key(
+    from_quantized: bool, to_quantized: bool, assign: bool
+) -> None:
     """weight0, weight1, ... of either kind into one weight; one weight of either kind into them."""
     source = make_layer(quantized_weight=from_quantized)
     state = source.state_dict()
@@ -247,7 +251,7 @@ def test_state_dicts_with_an_expert_a_key(from_quantized: bool, to_quantized: bo
     apart = state | {f"weight{e}": expert for e, expert in enumerate(packed)}
     target = make_layer(quantized_weight=to_quantized)
     torch.nn.init.zeros_(target.weight)
-    target.load_state_dict(apart, strict=True)
+    target.load_state_dict(apart, strict=True, assign=assign)
     expected = make_layer(quantized_weight=False).weight.detach()
     if to_quantized:
         assert_same(target.weight.detach(), GroupedTensor.quantize(expected))
@@ -256,7 +260,8 @@ def test_state_dicts_with_an_expert_a_key(from_quantized: bool, to_quantized: bo
     else:
         assert_same_bits(target.weight, expected)
     discrete = make_layer(quantized_weight=False, single_grouped_weight=False)
-    discrete.load_state_dict(source.state_dict(), strict=True)
+    discrete.load_state_dict(source.state_dict(), strict=True, assign=assign)
+    assert discrete(torch.ones(T, K, dtype=BF16), [T, 0, 0, 0]).isfinite().all()
     for e, expert in enumerate(packed):
         plain = expert.dequantize() if from_quantized else expert
         assert_same_bits(getattr(discrete, f"weight{e}"), plain)
