@@ -135,17 +135,6 @@ BF16_UNITS void decode_rows(const ScaledOperand& a, const Decoder& decoder, int6
 
 using Pairs [[gnu::vector_size(32)]] = uint16_t;  // 16 pairs of FP8 numbers
 
-// Deals vectors 0 .. 7 and 8 .. 15 like a pack of cards, pair by pair.
-BF16_UNITS inline void deal(const Pairs (&from)[kSide], Pairs (&to)[kSide]) {
-  for (int i = 0; i < kSide / 2; ++i) {
-    const Pairs a = from[i], b = from[i + kSide / 2];
-    to[2 * i] =
-        __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    to[2 * i + 1] =
-        __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-  }
-}
-
 // Rows [row, row + cols) of b become columns of the workspace; those missing to full tiles are zero.
 BF16_UNITS void turn_columns(const ScaledOperand& b, const Decoder& decoder, int64_t row,
                              int64_t cols, int64_t block, int64_t depth, Workspace& space) {
@@ -154,14 +143,11 @@ BF16_UNITS void turn_columns(const ScaledOperand& b, const Decoder& decoder, int
     for (int64_t i = 0; i < kSide && c + i < cols; ++i)
       prefetch_row(b.block(row + c + i, block + 1), kBlock);
     for (int64_t k = 0; k < depth; k += 32) {
-      Pairs x[kSide], y[kSide];
+      Pairs x[kSide];
       for (int64_t i = 0; i < kSide; ++i)
         x[i] =
             c + i < cols ? (Pairs)load_codes(b.block(row + c + i, block) + k, depth - k) : Pairs{};
-      deal(x, y);
-      deal(y, x);
-      deal(x, y);
-      deal(y, x);
+      turn_over(x);
       for (int64_t i = 0; i < kSide; ++i)
         _mm512_store_si512(&tile[k / 2 + i][c % kTileCols], decode(decoder, (__m256i)x[i]));
     }

@@ -26,6 +26,28 @@ namespace grouped_linear::cpu {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+// Deals vectors 0 .. 7 and 8 .. 15 like a pack of cards, element by element.
+template <typename Vector>
+GROUPED_LINEAR_INLINE void deal(const Vector (&from)[16], Vector (&to)[16]) {
+  for (int i = 0; i < 8; ++i) {
+    const Vector a = from[i], b = from[i + 8];
+    to[2 * i] =
+        __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    to[2 * i + 1] =
+        __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  }
+}
+
+// Turns 16 vectors of 16 elements over: dealt four times, the elements of a column are in one.
+template <typename Vector>
+GROUPED_LINEAR_INLINE void turn_over(Vector (&rows)[16]) {
+  Vector dealt[16];
+  deal(rows, dealt);
+  deal(dealt, rows);
+  deal(rows, dealt);
+  deal(dealt, rows);
+}
+
 // n elements of a dtype to float32, and back (nearest even).
 void load_row(const void* row, ScalarType dtype, int64_t n, float* values);
 void store_row(const float* values, int64_t n, ScalarType dtype, void* row);

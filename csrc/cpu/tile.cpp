@@ -251,26 +251,12 @@ GROUPED_LINEAR_EVERY_WIDTH void scales_of(const float* amax, ScaleRule rule, flo
 constexpr int64_t kSide = 16, kLine = 64;
 using Vector [[gnu::vector_size(kSide)]] = uint8_t;
 
-// Deals rows 0 .. 7 and rows 8 .. 15 like a pack of cards, byte by byte.
-GROUPED_LINEAR_INLINE void deal(const Vector (&from)[kSide], Vector (&to)[kSide]) {
-  for (int64_t i = 0; i < kSide / 2; ++i) {
-    const Vector a = from[i], b = from[i + kSide / 2];
-    to[2 * i] =
-        __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    to[2 * i + 1] =
-        __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-  }
-}
-
-// Turns 16 x 16 bytes over: dealt four times, the bytes of a column are in one row.
-GROUPED_LINEAR_INLINE void turn_over(const uint8_t* rows, int64_t row_stride, uint8_t* cols,
-                                     int64_t col_stride) {
-  Vector a[kSide], b[kSide];
+// Turns 16 x 16 bytes over.
+GROUPED_LINEAR_INLINE void turn_bytes_over(const uint8_t* rows, int64_t row_stride, uint8_t* cols,
+                                           int64_t col_stride) {
+  Vector a[kSide];
   for (int i = 0; i < kSide; ++i) std::memcpy(&a[i], rows + i * row_stride, kSide);
-  deal(a, b);
-  deal(b, a);
-  deal(a, b);
-  deal(b, a);
+  turn_over(a);
   for (int i = 0; i < kSide; ++i) std::memcpy(cols + i * col_stride, &a[i], kSide);
 }
 
@@ -284,7 +270,7 @@ GROUPED_LINEAR_EVERY_WIDTH void turn_tile_over(const uint8_t (&bytes)[kBlock][kB
       alignas(kLine) uint8_t turned[kSide][kLine];
       const int64_t own = std::min(kLine, rows - r);
       for (int64_t i = 0; i < own; i += kSide)
-        turn_over(&bytes[r + i][c], kBlock, &turned[0][i], kLine);
+        turn_bytes_over(&bytes[r + i][c], kBlock, &turned[0][i], kLine);
       if (own == kLine)
         for (int64_t i = 0; i < kSide; ++i)
           std::memcpy(q_t + (c + i) * stride + r, turned[i], kLine);
