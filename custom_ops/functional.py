@@ -17,6 +17,14 @@ from grouped_linear.recipes import DelayedScaling, Experts, Float8BlockScaling, 
 from grouped_linear.tensor import GroupedTensor
 
 
+def autocast_dtype(t: Tensor) -> torch.dtype | None:
+    """What torch.autocast computes in on t's device, or None where it is not on."""
+    device_type = t.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta has no autocast
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
 def grouped_linear(
     x: Tensor,
     weight: Tensor,
@@ -95,9 +103,8 @@ def apply_layer(
                 f"got {recipe!r}"
             )
         options["kept"] = weights[0].kept(torch.is_grad_enabled() and x.requires_grad)
-    device_type = x.device.type
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # meta has no autocast
-        dtype = torch.get_autocast_dtype(device_type)
+    dtype = autocast_dtype(x)
+    if dtype is not None:
         if x.dtype in ACTIVATIONS:  # autocast leaves other dtypes alone
             x = x.to(dtype)
         # A quantizer reads any of them.

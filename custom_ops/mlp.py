@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from grouped_linear import ops
 from grouped_linear.autograd import _multiply, _multiply_columns
 from grouped_linear.delayed import DelayedScalingState
+from grouped_linear.functional import autocast_dtype
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS
 from grouped_linear.recipes import (
     DelayedScaling,
@@ -265,9 +266,8 @@ def grouped_mlp(
             f"grouped_mlp: down_proj must be [{E}, {H}, F], as gate_up_proj has {E} experts and x "
             f"{H} features, got {list(down_proj.shape)}"
         )
-    device_type = x.device.type
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # meta has no autocast
-        dtype = torch.get_autocast_dtype(device_type)
+    dtype = autocast_dtype(x)
+    if dtype is not None:
         if x.dtype in ACTIVATIONS:
             x = x.to(dtype)
         if recipe is None:  # a quantizer reads any dtype

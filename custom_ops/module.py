@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from grouped_linear.autograd import LaterWgrad, Wgrad
 from grouped_linear.delayed import DelayedScalingState
-from grouped_linear.functional import apply_layer
+from grouped_linear.functional import apply_layer, autocast_dtype
 from grouped_linear.meta_kernels.rules import FEATURE_MULTIPLE, MAX_GROUPS, dtype_name
 from grouped_linear.recipes import DelayedScaling, Float8BlockScaling, KeptWeight, Recipe
 from grouped_linear.tensor import GroupedTensor
@@ -283,10 +283,9 @@ class GroupedLinear(nn.Module):
         if self._options.single_grouped_bias:
             return self.bias
         biases = [getattr(self, name) for name in self._bias_names]
-        device_type = biases[0].device.type
-        if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        if autocast_dtype(biases[0]) is None:
             return torch.stack(biases)
-        with torch.autocast(device_type, enabled=False):  # it refuses the other half dtype
+        with torch.autocast(biases[0].device.type, enabled=False):  # it refuses another half dtype
             return torch.stack(biases)
 
     @torch.no_grad()
