@@ -23,6 +23,7 @@ from grouped_linear import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
     Recipe,
+    ops,
 )
 
 OPS = (
@@ -149,6 +150,27 @@ WIDE = {
     "wide_in": Groups((5, 0, 12), 20, K=2880, N=144),
     "wide_out": Groups((5, 0, 12), 20, K=144, N=2880),
 }
+
+
+# Inductor's options for reduce-overhead mode that may not give up in silence.
+STRICT_GRAPHS = {
+    "triton.cudagraph_or_error": True,
+    "graph_partition": False,  # which splits in silence what one graph cannot hold
+    "force_disable_caches": True,
+}
+
+
+class Swiglu(torch.autograd.Function):
+    """Our ops, unfused."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, offs: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, offs)
+        return ops.swiglu(gate_up, offs)
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
+        return ops.swiglu_grad(dh, *ctx.saved_tensors), None
 
 
 # --- tensors -------------------------------------------------------------------------------------

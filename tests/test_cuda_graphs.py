@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from samples import RECIPES as EVERY_RECIPE
-from samples import needs_hopper
+from samples import STRICT_GRAPHS, needs_hopper
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -233,13 +233,8 @@ def test_cudagraph_trees(recipe: Recipe) -> None:
     generator = torch.Generator().manual_seed(3)
     layer = make_layer(recipe)
     eager = step_of(layer)
-    strict = {
-        "triton.cudagraph_or_error": True,
-        "graph_partition": False,
-        "force_disable_caches": True,
-    }
     counters.clear()
-    with torch._inductor.config.patch(strict):
+    with torch._inductor.config.patch(STRICT_GRAPHS):
         compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
 
         def step(x: Tensor, m_splits: Tensor, dy: Tensor) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from samples import BF16, DTYPES, OPS, assert_same_bits, devices
+from samples import BF16, DTYPES, OPS, Swiglu, assert_same_bits, devices
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
@@ -34,23 +34,9 @@ def in_float32(gate_up: Tensor, m_splits: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-class Exact(torch.autograd.Function):
-    """Our ops, unfused."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, offs: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up, offs)
-        return ops.swiglu(gate_up, offs)
-
-    @staticmethod
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
-        gate_up, offs = ctx.saved_tensors
-        return ops.swiglu_grad(dh, gate_up, offs), None
-
-
 def exact(gate_up: Tensor, m_splits: Tensor) -> Tensor:
     flat = gate_up.flatten(0, -2)
-    h = Exact.apply(flat, ops.splits_to_offsets(m_splits, flat.size(0)))
+    h = Swiglu.apply(flat, ops.splits_to_offsets(m_splits, flat.size(0)))
     return h.unflatten(0, gate_up.shape[:-1])
 
 

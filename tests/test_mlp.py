@@ -16,6 +16,8 @@ from samples import (
     FP32,
     MORE_RECIPES,
     OPS,
+    STRICT_GRAPHS,
+    Swiglu,
     assert_same_bits,
     devices,
     needs_hopper,
@@ -35,7 +37,6 @@ from grouped_linear import (
     Recipe,
     grouped_linear,
     grouped_mlp,
-    ops,
     update_scales,
 )
 from grouped_linear.routing import CombineFunction, GatherFunction, sort_by_expert
@@ -102,17 +103,6 @@ def truth(experts_TC: Tensor) -> Callable[..., Tensor]:
         return torch.stack(y_TH) if y_TH else 0 * x_TH
 
     return mlp
-
-
-class Swiglu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, offs: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up, offs)
-        return ops.swiglu(gate_up, offs)
-
-    @staticmethod
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
-        return ops.swiglu_grad(dh, *ctx.saved_tensors), None
 
 
 def unfused(experts_TC: Tensor, recipe: Recipe, states: Any) -> Callable[..., Tensor]:
@@ -535,13 +525,8 @@ def test_one_cuda_graph_for_every_routing(recipe: Recipe) -> None:
 def test_cudagraph_trees(recipe: Recipe) -> None:
     """Reduce-overhead mode: one graph launch forward, one backward, whatever the routing."""
     mlp = GroupedMLP(E, H, F, recipe=recipe, device="cuda", dtype=BF16)
-    strict = {
-        "triton.cudagraph_or_error": True,
-        "graph_partition": False,
-        "force_disable_caches": True,
-    }
     counters.clear()
-    with torch._inductor.config.patch(strict):
+    with torch._inductor.config.patch(STRICT_GRAPHS):
         compiled = torch.compile(mlp, fullgraph=True, mode="reduce-overhead")
 
         def step(call: Callable[..., Tensor], seed: int) -> list[Tensor]:

@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from samples import BF16, DTYPES, FP32, OPS, assert_same_bits, devices, needs_hopper
+from samples import (
+    BF16,
+    DTYPES,
+    FP32,
+    OPS,
+    STRICT_GRAPHS,
+    assert_same_bits,
+    devices,
+    needs_hopper,
+)
 from test_grouped_tensor import assert_same
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend
@@ -384,13 +393,8 @@ def test_compiled_optimizer() -> None:
 def test_cudagraph_trees() -> None:
     """Two graph launches a step, recorded once, while an optimizer writes the weight."""
     layer, twin = make_layer("cuda"), make_layer("cuda")
-    strict = {
-        "triton.cudagraph_or_error": True,
-        "graph_partition": False,
-        "force_disable_caches": True,
-    }
     counters.clear()
-    with torch._inductor.config.patch(strict):
+    with torch._inductor.config.patch(STRICT_GRAPHS):
         compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (layer, twin)]
 

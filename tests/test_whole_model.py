@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import RECIPES, needs_hopper
+from samples import RECIPES, STRICT_GRAPHS, needs_hopper
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees
@@ -135,12 +135,6 @@ def test_traced(form: str, recipe: Recipe, compiled_optimizer: bool) -> None:
 
 # --- CUDA graphs ---------------------------------------------------------------------------------
 
-STRICT = {
-    "triton.cudagraph_or_error": True,
-    "graph_partition": False,  # which splits in silence what one graph cannot hold
-    "force_disable_caches": True,
-}
-
 
 def count_recordings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Something is added to the list whenever a CUDA graph is recorded."""
@@ -170,7 +164,7 @@ def test_in_cuda_graphs(
     recorded = count_recordings(monkeypatch)
     gc.collect()  # a graph that is freed while another one is recorded spoils it
     counters.clear()
-    with torch._inductor.config.patch(STRICT):
+    with torch._inductor.config.patch(STRICT_GRAPHS):
         training.compile(compiled_optimizer, mode="reduce-overhead")
         assert_steps_are_eager(training, eager, "cuda", steps=8)
         assert len(recorded) == 2 + compiled_optimizer  # forward, backward
