@@ -424,11 +424,14 @@ __device__ void find_groups(GemmShared<Config>& shared, const int32_t* offs,
 }
 
 // Whether all narrow tiles find room at once: then none waits for another, and more blocks work.
+// A row tile takes at least half as many clusters as there are wide columns, so the clusters of the
+// wide product tell how many row tiles there are at most.
 template <typename Config>
 __device__ bool fits_narrow(const GroupTable& groups, const GemmShape& shape) {
-  const int narrow = col_tiles<NarrowOf<Config>>(shape), wide = col_tiles<Config>(shape);
-  return int64_t{cluster_count<Config>(groups, shape)} * ((narrow + wide - 1) / wide) <=
-         gridDim.x / kCluster;
+  const int64_t row_tiles =
+      2 * int64_t{cluster_count<Config>(groups, shape)} / col_tiles<Config>(shape);
+  const int narrow_pairs = (col_tiles<NarrowOf<Config>>(shape) + 1) / 2;
+  return row_tiles * narrow_pairs <= gridDim.x / kCluster;
 }
 
 template <typename Config>
