@@ -20,6 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -103,10 +104,19 @@ def peak_since_reset(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
+def own_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """For warm-ups and captures alike: the default stream cannot be captured.
+
+    autograd adds up a leaf's gradients on the stream that the leaf was first used on. Where that
+    is another one than is captured, the capture fails.
+    """
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+
+
 def one_graph(step: Step) -> timing.Call:
     """The whole step as one CUDA graph, captured now."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         result = step()
 
     def replay() -> Tensor:
@@ -310,6 +320,7 @@ def measure(
     with (
         warnings.catch_warnings(),
         torch._inductor.config.patch(force_disable_caches=True),
+        own_stream(device),
     ):
         warnings.filterwarnings("ignore", "dynamo_pgo force disabled")
         rows = Bench(case, device, rounds, deadline, progress).run(candidates)

@@ -1,5 +1,7 @@
 #include "experts.h"
 
+#include "tensors.h"
+
 namespace grouped_linear {
 
 bool are_packed(const std::vector<Tensor>& experts) {
@@ -22,7 +24,7 @@ Tensor packed(const std::vector<Tensor>& experts) {
     return torch::stable::from_blob(const_cast<void*>(first.const_data_ptr()), shape,
                                     std::vector<int64_t>{shape[1] * shape[2], shape[2], 1},
                                     first.device(), first.scalar_type());
-  const Tensor all = torch::stable::new_empty(first, shape);
+  const Tensor all = new_tensor(first, shape, first.scalar_type());
   for (int64_t e = 0; e < E; ++e) {
     Tensor slot = torch::stable::select(all, 0, e);
     torch::stable::copy_(slot, experts[e]);

@@ -13,7 +13,7 @@ namespace grouped_linear::cpu {
 namespace {
 
 std::vector<float> delayed_factors(const Tensor& scale) {
-  const Tensor dense = torch::stable::contiguous(scale);
+  const Tensor dense = as_dense(scale);
   const float* scales = dense.const_data_ptr<float>();
   std::vector<float> factors(scale.size(0));
   for (size_t e = 0; e < factors.size(); ++e) factors[e] = 1 / scales[e];
@@ -65,7 +65,7 @@ void refresh_weight_delayed_(const std::optional<Tensor>& amax, const std::vecto
   if (refresh && !*refresh->const_data_ptr<bool>()) return;
   const GroupedRows rows(w);
 
-  const Tensor dense = torch::stable::contiguous(state);
+  const Tensor dense = as_dense(state);
   std::memcpy(scale.data_ptr(), dense.const_data_ptr(), rows.groups * sizeof(float));
   quantize_per_group(
       rows, delayed_factors(state), E4m3::kType,

@@ -7,10 +7,10 @@ namespace grouped_linear::cpu {
 Tensor group_dequantize(const Tensor& q_in, const Tensor& scale_in, const Tensor& offs,
                         ScalarType dtype) {
   check_group_dequantize(q_in, scale_in, offs, dtype);
-  const Tensor q = inner_contiguous(q_in), scale = inner_contiguous(scale_in);
+  const Tensor q = with_dense_rows(q_in), scale = with_dense_rows(scale_in);
   const int64_t T = q.size(0), K = q.size(1);
   const int64_t valid = group_starts("group_dequantize", offs, T).back();
-  Tensor x = torch::stable::new_empty(q, std::vector<int64_t>{T, K}, dtype);
+  Tensor x = new_tensor(q, {T, K}, dtype);
   const float* scales = scale.const_data_ptr<float>();
   const int64_t scale_stride = scale.stride(0);
 
@@ -28,11 +28,11 @@ Tensor group_dequantize(const Tensor& q_in, const Tensor& scale_in, const Tensor
 Tensor group_dequantize_t(const Tensor& q_t_in, const Tensor& scale_t_in, const Tensor& offs,
                           int64_t num_rows, ScalarType dtype) {
   check_group_dequantize_t(q_t_in, scale_t_in, offs, num_rows, dtype);
-  const Tensor q_t = torch::stable::contiguous(q_t_in), scale_t = inner_contiguous(scale_t_in);
+  const Tensor q_t = as_dense(q_t_in), scale_t = with_dense_rows(scale_t_in);
   const int64_t K = q_t.size(1);
   const auto starts = group_starts("group_dequantize_t", offs, num_rows);
   const auto blocks = row_blocks(starts);
-  Tensor x = torch::stable::new_empty(q_t, std::vector<int64_t>{num_rows, K}, dtype);
+  Tensor x = new_tensor(q_t, {num_rows, K}, dtype);
 
   torch::stable::parallel_for(0, blocks.size(), 1, [&](int64_t begin, int64_t end) {
     std::vector<float> columns(K * kBlock), row(K);

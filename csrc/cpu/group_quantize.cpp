@@ -94,7 +94,7 @@ void quantize(ScalarType dtype, const std::vector<RowBlock>& blocks, ScaleRule r
 std::vector<int64_t> checked_rows(const std::optional<Tensor>& rows, int64_t count, int64_t limit) {
   std::vector<int64_t> taken;
   if (!rows) return taken;
-  const Tensor dense = torch::stable::contiguous(*rows);
+  const Tensor dense = as_dense(*rows);
   taken.resize(count);
   for (int64_t t = 0; t < count; ++t) {
     taken[t] = dense.scalar_type() == ScalarType::Int ? dense.const_data_ptr<int32_t>()[t]
@@ -111,7 +111,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
     const Tensor& x_in, const Tensor& offs, const std::optional<Tensor>& rows, double amax_epsilon,
     bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad) {
   check_group_quantize(x_in, offs, rows, amax_epsilon, rowwise, columnwise);
-  const Tensor x = inner_contiguous(x_in);
+  const Tensor x = with_dense_rows(x_in);
   const ScalarType dtype = x.scalar_type();
   const int64_t T = rows ? rows->size(0) : x.size(0), K = x.size(1);
   const auto starts = group_starts("group_quantize", offs, T);
@@ -134,7 +134,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
     bool rowwise, bool columnwise, bool keep_h) {
   const char* op = "group_quantize_swiglu";
   check_group_quantize_swiglu(gate_up_in, offs, amax_epsilon, rowwise, columnwise);
-  const Tensor gate_up = inner_contiguous(gate_up_in);
+  const Tensor gate_up = with_dense_rows(gate_up_in);
   const ScalarType dtype = gate_up.scalar_type();
   const int64_t T = gate_up.size(0), K = gate_up.size(1) / 2;
   const auto starts = group_starts(op, offs, T);
@@ -164,7 +164,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu_grad(
     bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad) {
   const char* op = "group_quantize_swiglu_grad";
   check_group_quantize_swiglu_grad(dh_in, gate_up_in, offs, amax_epsilon, rowwise, columnwise);
-  const Tensor dh = inner_contiguous(dh_in), gate_up = inner_contiguous(gate_up_in);
+  const Tensor dh = with_dense_rows(dh_in), gate_up = with_dense_rows(gate_up_in);
   const ScalarType dtype = dh.scalar_type();
   const int64_t T = dh.size(0), K = dh.size(1);
   const auto starts = group_starts(op, offs, T);

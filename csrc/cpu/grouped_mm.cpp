@@ -8,7 +8,7 @@ namespace {
 // b [E, N, K] may be a transposed view (dgrad reads the weight that way): either of its last two
 // dimensions may be the dense one.
 Tensor dense_operand(const Tensor& b) {
-  return b.stride(1) == 1 || b.stride(2) == 1 ? b : torch::stable::contiguous(b);
+  return b.stride(1) == 1 || b.stride(2) == 1 ? b : as_dense(b);
 }
 
 // m's elements as float32, also where m is a transposed view.
@@ -42,10 +42,10 @@ Tensor grouped_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& offs,
                   const std::optional<Tensor>& bias_in, std::optional<ScalarType> out_dtype) {
   const ScalarType dtype = out_dtype.value_or(a_in.scalar_type());
   check_grouped_mm(a_in, b_in, offs, bias_in, dtype);
-  const Tensor a = inner_contiguous(a_in), b = dense_operand(b_in);
-  const std::optional<Tensor> bias = inner_contiguous(bias_in);
+  const Tensor a = with_dense_rows(a_in), b = dense_operand(b_in);
+  const std::optional<Tensor> bias = with_dense_rows(bias_in);
   const auto starts = group_starts("grouped_mm", offs, a.size(0));
-  Tensor y = torch::stable::new_empty(a, std::vector<int64_t>{a.size(0), b.size(1)}, dtype);
+  Tensor y = new_tensor(a, {a.size(0), b.size(1)}, dtype);
 
   for (int64_t e = 0; e < offs.size(0); ++e) {
     const int64_t begin = starts[e], end = starts[e + 1];
@@ -74,10 +74,9 @@ Tensor grouped_mm_wgrad(const Tensor& dy_in, const Tensor& x_in, const Tensor& o
                         std::optional<ScalarType> out_dtype) {
   const ScalarType dtype = out_dtype.value_or(dy_in.scalar_type());
   check_grouped_mm_wgrad("grouped_mm_wgrad", dy_in, x_in, offs, dtype);
-  const Tensor dy = inner_contiguous(dy_in), x = inner_contiguous(x_in);
+  const Tensor dy = with_dense_rows(dy_in), x = with_dense_rows(x_in);
   const auto starts = group_starts("grouped_mm_wgrad", offs, x.size(0));
-  Tensor dw =
-      torch::stable::new_empty(x, std::vector<int64_t>{offs.size(0), dy.size(1), x.size(1)}, dtype);
+  Tensor dw = new_tensor(x, {offs.size(0), dy.size(1), x.size(1)}, dtype);
   write_groups(dw, starts, [&](int64_t e, const Matrix& dw_e) {
     wgrad(dw_e, rows_of(dy, starts[e], starts[e + 1]), rows_of(x, starts[e], starts[e + 1]));
   });
@@ -89,7 +88,7 @@ void grouped_mm_wgrad_(const Tensor& main_grad, const Tensor& dy_in, const Tenso
   const char* op = "grouped_mm_wgrad_";
   check_grouped_mm_wgrad(op, dy_in, x_in, offs, ScalarType::Float);
   check_main_grad(op, main_grad, dy_in, offs.size(0), dy_in.size(1), x_in.size(1), overwrite);
-  const Tensor dy = inner_contiguous(dy_in), x = inner_contiguous(x_in);
+  const Tensor dy = with_dense_rows(dy_in), x = with_dense_rows(x_in);
   const auto starts = group_starts(op, offs, x.size(0));
   accumulate_groups(main_grad, starts, overwrite, [&](int64_t e, const Matrix& dw_e) {
     wgrad(dw_e, rows_of(dy, starts[e], starts[e + 1]), rows_of(x, starts[e], starts[e + 1]));

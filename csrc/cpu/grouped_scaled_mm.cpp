@@ -57,7 +57,7 @@ ScaledOperand columnwise_operand(const Tensor& q_t, const Tensor& scale, int64_t
 // nothing.
 void wgrad(const char* op, const Tensor& dw, const Tensor& dy_t_in, const Tensor& x_t_in,
            const Tensor& scale_dy_t, const Tensor& scale_x_t, const Tensor& offs, bool add) {
-  const Tensor dy_t = torch::stable::contiguous(dy_t_in), x_t = torch::stable::contiguous(x_t_in);
+  const Tensor dy_t = as_dense(dy_t_in), x_t = as_dense(x_t_in);
   const int64_t blocks = x_t.size(0);
   const auto starts = group_starts(op, offs, blocks * kBlock);
   std::vector<ScaledProduct> products;
@@ -84,8 +84,8 @@ Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& s
                          std::optional<ScalarType> asked_dtype) {
   const ScalarType out_dtype = asked_dtype.value_or(ScalarType::BFloat16);
   check_grouped_scaled_mm(a_in, b_in, scale_a, scale_b, offs, bias_in, out_dtype);
-  const Tensor a = inner_contiguous(a_in), b = inner_contiguous(b_in);
-  const std::optional<Tensor> bias = inner_contiguous(bias_in);
+  const Tensor a = with_dense_rows(a_in), b = with_dense_rows(b_in);
+  const std::optional<Tensor> bias = with_dense_rows(bias_in);
   const int64_t T = a.size(0), K = a.size(1), N = b.size(1);
   const auto starts = group_starts("grouped_scaled_mm", offs, T);
   const Tensor y = new_output(a, {T, N}, out_dtype);

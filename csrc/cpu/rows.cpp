@@ -70,17 +70,8 @@ int64_t element_size(ScalarType dtype) {
   return dtype == ScalarType::Float ? 4 : dtype == ScalarType::Float8_e4m3fn ? 1 : 2;
 }
 
-Tensor inner_contiguous(const Tensor& t) {
-  return t.stride(t.dim() - 1) == 1 ? t : torch::stable::contiguous(t);
-}
-
-std::optional<Tensor> inner_contiguous(const std::optional<Tensor>& t) {
-  if (!t) return std::nullopt;
-  return inner_contiguous(*t);
-}
-
 std::vector<int64_t> group_starts(const char* op, const Tensor& offs, int64_t rows) {
-  const Tensor dense = torch::stable::contiguous(offs);
+  const Tensor dense = as_dense(offs);
   const int32_t* ends = dense.const_data_ptr<int32_t>();
   std::vector<int64_t> starts{0};
   for (int64_t e = 0; e < offs.size(0); ++e) {
@@ -103,7 +94,7 @@ std::vector<RowBlock> row_blocks(const std::vector<int64_t>& starts) {
 }
 
 Tensor new_output(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {
-  Tensor t = torch::stable::new_empty(like, shape, dtype);
+  Tensor t = new_tensor(like, shape, dtype);
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t kPage = 4096;
   const uintptr_t bytes = t.numel() * t.element_size();

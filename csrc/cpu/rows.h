@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../layout.h"
+#include "../tensors.h"
 
 // One copy of a loop for each vector width, chosen when the library is loaded. All do the same
 // arithmetic in the same order (the build forbids FMA contraction), so they agree bit for bit.
@@ -57,10 +58,6 @@ void dequantize_row(const void* q, int64_t n, const float* scales, int64_t scale
                     float* values);
 
 int64_t element_size(ScalarType dtype);
-
-// t itself where its last dimension is dense, else a dense copy.
-Tensor inner_contiguous(const Tensor& t);
-std::optional<Tensor> inner_contiguous(const std::optional<Tensor>& t);
 
 inline char* row_of(const Tensor& t, int64_t row) {
   return static_cast<char*>(t.data_ptr()) +

@@ -32,8 +32,8 @@ Tensor splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t align
                          int64_t stride, std::optional<ScalarType> asked_dtype) {
   const ScalarType dtype = asked_dtype.value_or(ScalarType::Int);
   check_splits_to_offsets(m_splits, num_rows, alignment, stride, dtype);
-  const Tensor splits = torch::stable::contiguous(m_splits);
-  Tensor offs = torch::stable::new_empty(splits, splits.sizes(), dtype);
+  const Tensor splits = as_dense(m_splits);
+  Tensor offs = new_tensor(splits, {splits.size(0)}, dtype);
   const bool wide_in = splits.scalar_type() == ScalarType::Long;
   const bool wide_out = dtype == ScalarType::Long;
   (wide_in ? (wide_out ? write_offsets<int64_t, int64_t> : write_offsets<int64_t, int32_t>)

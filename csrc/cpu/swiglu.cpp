@@ -87,10 +87,10 @@ void swiglu_grad_row(const char* dh, const char* gate_up, ScalarType dtype, int6
 
 Tensor swiglu(const Tensor& gate_up_in, const Tensor& offs) {
   check_swiglu("swiglu", gate_up_in, offs);
-  const Tensor gate_up = inner_contiguous(gate_up_in);
+  const Tensor gate_up = with_dense_rows(gate_up_in);
   const ScalarType dtype = gate_up.scalar_type();
   const int64_t T = gate_up.size(0), K = gate_up.size(1) / 2, element = element_size(dtype);
-  Tensor h = new_output(gate_up, std::vector<int64_t>{T, K}, dtype);
+  Tensor h = new_output(gate_up, {T, K}, dtype);
   const int64_t stride = gate_up.stride(0) * element;
   const auto* inputs = static_cast<const char*>(gate_up.data_ptr());
   auto* results = static_cast<char*>(h.data_ptr());
@@ -103,10 +103,10 @@ Tensor swiglu(const Tensor& gate_up_in, const Tensor& offs) {
 
 Tensor swiglu_grad(const Tensor& dh_in, const Tensor& gate_up_in, const Tensor& offs) {
   check_swiglu_grad("swiglu_grad", dh_in, gate_up_in, offs);
-  const Tensor dh = inner_contiguous(dh_in), gate_up = inner_contiguous(gate_up_in);
+  const Tensor dh = with_dense_rows(dh_in), gate_up = with_dense_rows(gate_up_in);
   const ScalarType dtype = dh.scalar_type();
   const int64_t T = dh.size(0), K = dh.size(1), element = element_size(dtype);
-  Tensor d_gate_up = new_output(dh, std::vector<int64_t>{T, 2 * K}, dtype);
+  Tensor d_gate_up = new_output(dh, {T, 2 * K}, dtype);
   const int64_t dh_stride = dh.stride(0) * element, stride = gate_up.stride(0) * element;
   const auto* gradients = static_cast<const char*>(dh.data_ptr());
   const auto* inputs = static_cast<const char*>(gate_up.data_ptr());

@@ -3,7 +3,7 @@
 namespace grouped_linear::cpu {
 
 GroupedRows::GroupedRows(const char* op, const Tensor& x, const Tensor& offs)
-    : values{inner_contiguous(x)},
+    : values{with_dense_rows(x)},
       dtype(x.scalar_type()),
       element(element_size(dtype)),
       groups(offs.size(0)),
@@ -14,7 +14,7 @@ GroupedRows::GroupedRows(const char* op, const Tensor& x, const Tensor& offs)
 
 GroupedRows::GroupedRows(const std::vector<Tensor>& weight)
     : dtype(weight[0].scalar_type()), element(element_size(dtype)) {
-  for (const Tensor& w : weight) values.push_back(torch::stable::contiguous(w));
+  for (const Tensor& w : weight) values.push_back(as_dense(w));
   const bool packed = weight[0].dim() == 3;
   groups = packed ? weight[0].size(0) : static_cast<int64_t>(weight.size());
   expert_rows = weight[0].size(packed);

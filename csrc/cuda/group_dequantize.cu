@@ -1,5 +1,3 @@
-#include <vector>
-
 #include "../checks.h"
 #include "../ops.h"
 #include "kernels/group_dequantize.cuh"
@@ -18,10 +16,10 @@ Tensor group_dequantize(const Tensor& q_in, const Tensor& scale_in, const Tensor
   check_group_dequantize(q_in, scale_in, offs_in, dtype);
 
   const Launch launch("group_dequantize", q_in);
-  const Tensor q = inner_contiguous(q_in), scale = inner_contiguous(scale_in);
-  const Tensor offs = torch::stable::contiguous(offs_in);
+  const Tensor q = with_dense_rows(q_in), scale = with_dense_rows(scale_in);
+  const Tensor offs = as_dense(offs_in);
   const int64_t T = q.size(0), K = q.size(1);
-  Tensor x = torch::stable::new_empty(q, std::vector<int64_t>{T, K}, dtype);
+  Tensor x = new_tensor(q, {T, K}, dtype);
 
   if (T == 0) return x;
 
@@ -43,10 +41,10 @@ Tensor group_dequantize_t(const Tensor& q_t_in, const Tensor& scale_t_in, const 
   check_group_dequantize_t(q_t_in, scale_t_in, offs_in, num_rows, dtype);
 
   const Launch launch("group_dequantize_t", q_t_in);
-  const Tensor q_t = torch::stable::contiguous(q_t_in), scale_t = inner_contiguous(scale_t_in);
-  const Tensor offs = torch::stable::contiguous(offs_in);
+  const Tensor q_t = as_dense(q_t_in), scale_t = with_dense_rows(scale_t_in);
+  const Tensor offs = as_dense(offs_in);
   const int64_t K = q_t.size(1);
-  Tensor x = torch::stable::new_empty(q_t, std::vector<int64_t>{num_rows, K}, dtype);
+  Tensor x = new_tensor(q_t, {num_rows, K}, dtype);
 
   if (num_rows == 0) return x;
 

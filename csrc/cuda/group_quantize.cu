@@ -1,13 +1,9 @@
-#include <vector>
-
 #include "../checks.h"
 #include "../ops.h"
 #include "tile_passes.h"
 
 namespace grouped_linear::cuda {
 namespace {
-
-using Shape = std::vector<int64_t>;
 
 // What is asked for of [T, K] in E groups; what is not has no elements.
 struct Results {
@@ -19,7 +15,7 @@ struct Results {
           bool sums)
       : T(T), K(K), E(E) {
     const auto output = [&like](bool wanted, const Shape& shape, ScalarType dtype) {
-      return torch::stable::new_empty(like, wanted ? shape : Shape{0}, dtype);
+      return new_tensor(like, wanted ? shape : Shape{0}, dtype);
     };
     const int64_t scale_stride = round_up(T, kScaleRowMultiple);
     const int64_t blocks = padded_rows(T, E) / kBlock;
@@ -56,15 +52,15 @@ void quantize_tiles(const Launch& launch, const Source& source, const Tensor& of
 
   Tensor block_sums;
   if (sums) {
-    block_sums = torch::stable::new_empty(offs, Shape{blocks, K}, ScalarType::Float);
+    block_sums = new_tensor(offs, {blocks, K}, ScalarType::Float);
     results.out.block_sums = block_sums.mutable_data_ptr<float>();
   }
 
   const bool by_group = sums || results.out.q_t;
   const int64_t tiles = (by_group ? blocks : ceil_div(T, kBlock)) * col_blocks;
-  const auto kernel = group_quantize_kernel<Element, Source>;
+  constexpr auto kernel = group_quantize_kernel<Element, Source>;
   constexpr int ahead = static_cast<int>(sizeof(typename Source::Ahead));
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, ahead);
+  launch.allow_shared_bytes<kernel>(ahead);
   launch.run(kernel, tile_grid(launch, tiles, Source::kOccupancy), kTileThreads, ahead, source,
              offs.const_data_ptr<int32_t>(), static_cast<int>(E), rows, static_cast<int>(K), rule,
              results.out);
@@ -85,7 +81,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
   check_group_quantize(x_in, offs_in, rows_in, amax_epsilon, rowwise, columnwise);
 
   const Launch launch("group_quantize", x_in);
-  const Tensor x = inner_contiguous(x_in), offs = torch::stable::contiguous(offs_in);
+  const Tensor x = with_dense_rows(x_in), offs = as_dense(offs_in);
   const int64_t T = rows_in ? rows_in->size(0) : x.size(0);
   Results results(x, T, x.size(1), offs.size(0), rowwise, columnwise, bias_grad);
 
@@ -102,7 +98,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
       quantize_tiles<Element>(launch, source, offs, rule, results);
     };
     if (!rows_in) return run(Rows<Element>{values, x.stride(0), has_aligned_rows(x)});
-    const Tensor rows = torch::stable::contiguous(*rows_in);
+    const Tensor rows = as_dense(*rows_in);
     if (rows.scalar_type() == ScalarType::Int)
       run(GatheredRows<Element, int32_t>{values, x.stride(0), has_aligned_rows(x),
                                          rows.const_data_ptr<int32_t>(), x.size(0)});
@@ -119,11 +115,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
   check_group_quantize_swiglu(gate_up_in, offs_in, amax_epsilon, rowwise, columnwise);
 
   const Launch launch("group_quantize_swiglu", gate_up_in);
-  const Tensor gate_up = inner_contiguous(gate_up_in), offs = torch::stable::contiguous(offs_in);
+  const Tensor gate_up = with_dense_rows(gate_up_in), offs = as_dense(offs_in);
   const int64_t T = gate_up.size(0), K = gate_up.size(1) / 2;
   Results results(gate_up, T, K, offs.size(0), rowwise, columnwise, false);
-  Tensor h =
-      torch::stable::new_empty(gate_up, keep_h ? Shape{T, K} : Shape{0}, gate_up.scalar_type());
+  Tensor h = new_tensor(gate_up, keep_h ? Shape{T, K} : Shape{0}, gate_up.scalar_type());
 
   if (T > 0) {
     const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
@@ -149,8 +144,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu_grad(
   check_group_quantize_swiglu_grad(dh_in, gate_up_in, offs_in, amax_epsilon, rowwise, columnwise);
 
   const Launch launch("group_quantize_swiglu_grad", dh_in);
-  const Tensor dh = inner_contiguous(dh_in), gate_up = inner_contiguous(gate_up_in);
-  const Tensor offs = torch::stable::contiguous(offs_in);
+  const Tensor dh = with_dense_rows(dh_in), gate_up = with_dense_rows(gate_up_in);
+  const Tensor offs = as_dense(offs_in);
   const int64_t T = dh.size(0), K = dh.size(1);
   Results results(dh, T, 2 * K, offs.size(0), rowwise, columnwise, bias_grad);
 
@@ -184,7 +179,7 @@ Tensor grouped_bias_grad(const Tensor& dy_in, const Tensor& offs_in) {
   check_grouped_bias_grad(dy_in, offs_in);
 
   const Launch launch("grouped_bias_grad", dy_in);
-  const Tensor dy = inner_contiguous(dy_in), offs = torch::stable::contiguous(offs_in);
+  const Tensor dy = with_dense_rows(dy_in), offs = as_dense(offs_in);
   Results results(dy, dy.size(0), dy.size(1), offs.size(0), false, false, true);
 
   if (dy.size(0) == 0)
@@ -215,9 +210,9 @@ Tensor swiglu(const Tensor& gate_up_in, const Tensor& offs_in) {
   check_swiglu("swiglu", gate_up_in, offs_in);
 
   const Launch launch("swiglu", gate_up_in);
-  const Tensor gate_up = inner_contiguous(gate_up_in), offs = torch::stable::contiguous(offs_in);
+  const Tensor gate_up = with_dense_rows(gate_up_in), offs = as_dense(offs_in);
   const int64_t T = gate_up.size(0), K = gate_up.size(1) / 2;
-  Tensor h = torch::stable::new_empty(gate_up, Shape{T, K}, gate_up.scalar_type());
+  Tensor h = new_tensor(gate_up, {T, K}, gate_up.scalar_type());
 
   if (T == 0) return h;
 
@@ -236,10 +231,10 @@ Tensor swiglu_grad(const Tensor& dh_in, const Tensor& gate_up_in, const Tensor& 
   check_swiglu_grad("swiglu_grad", dh_in, gate_up_in, offs_in);
 
   const Launch launch("swiglu_grad", dh_in);
-  const Tensor dh = inner_contiguous(dh_in), gate_up = inner_contiguous(gate_up_in);
-  const Tensor offs = torch::stable::contiguous(offs_in);
+  const Tensor dh = with_dense_rows(dh_in), gate_up = with_dense_rows(gate_up_in);
+  const Tensor offs = as_dense(offs_in);
   const int64_t T = dh.size(0), K = dh.size(1);
-  Tensor d_gate_up = torch::stable::new_empty(dh, Shape{T, 2 * K}, dh.scalar_type());
+  Tensor d_gate_up = new_tensor(dh, {T, 2 * K}, dh.scalar_type());
 
   if (T == 0) return d_gate_up;
 

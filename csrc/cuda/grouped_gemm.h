@@ -87,10 +87,10 @@ void launch_gemm(const Launch& launch, TensorMaps maps, const Tensor& offs,
   constexpr int shared_bytes = sizeof(GemmShared<Config>);
   static_assert(shared_bytes <= 227 * 1024);
   if (Config::kByDepth) row_count(launch.op(), int64_t{shape.rows} * shape.E);  // of all groups
-  const auto kernel = grouped_gemm_kernel<Config>;
+  constexpr auto kernel = grouped_gemm_kernel<Config>;
   maps.out = epilogue.copied ? out_map(launch.op(), epilogue, shape.cols) : maps.a;
   const int blocks = launch.multiprocessors() / kCluster * kCluster;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  launch.allow_shared_bytes<kernel>(shared_bytes);
   launch.run(kernel, blocks, kThreads, shared_bytes, maps, offs.const_data_ptr<int32_t>(),
              weight_scale, epilogue, shape);
 }

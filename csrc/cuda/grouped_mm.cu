@@ -67,7 +67,7 @@ void multiply_depth(const Launch& launch, const Tensor& dy_in, const Tensor& x_i
 
 void wgrad(const Launch& launch, const Tensor& dy, const Tensor& x, const Tensor& offs_in,
            const Epilogue& epilogue) {
-  const Tensor offs = torch::stable::contiguous(offs_in);
+  const Tensor offs = as_dense(offs_in);
   const int T = row_count(launch.op(), x.size(0)), E = static_cast<int>(offs.size(0));
   const GemmShape shape{T, E, static_cast<int>(dy.size(1)), static_cast<int>(x.size(1)), 0};
   if (x.scalar_type() == ScalarType::Float)
@@ -89,12 +89,12 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs_in,
 
   const Launch launch("grouped_mm", a);
   const int64_t T = a.size(0), N = b.size(1);
-  Tensor y = torch::stable::new_empty(a, std::vector<int64_t>{T, N}, dtype);
+  Tensor y = new_tensor(a, {T, N}, dtype);
   if (T == 0) return y;
 
-  const Tensor offs = torch::stable::contiguous(offs_in);
+  const Tensor offs = as_dense(offs_in);
   std::optional<Tensor> bias;
-  if (bias_in) bias = bias_in->stride(1) == 1 ? *bias_in : torch::stable::contiguous(*bias_in);
+  if (bias_in) bias = bias_in->stride(1) == 1 ? *bias_in : as_dense(*bias_in);
   const Epilogue epilogue = epilogue_of(y, bias, false, std::nullopt);
   const int rows = row_count(launch.op(), T);
   const GemmShape shape{rows, static_cast<int>(offs.size(0)), rows, static_cast<int>(N),
@@ -116,8 +116,7 @@ Tensor grouped_mm_wgrad(const Tensor& dy, const Tensor& x, const Tensor& offs,
   check_grouped_mm_wgrad("grouped_mm_wgrad", dy, x, offs, dtype);
 
   const Launch launch("grouped_mm_wgrad", x);
-  Tensor dw =
-      torch::stable::new_empty(x, std::vector<int64_t>{offs.size(0), dy.size(1), x.size(1)}, dtype);
+  Tensor dw = new_tensor(x, {offs.size(0), dy.size(1), x.size(1)}, dtype);
   wgrad(launch, dy, x, offs, epilogue_of(dw, std::nullopt, false, std::nullopt));
   return dw;
 }

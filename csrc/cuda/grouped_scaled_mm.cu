@@ -12,7 +12,7 @@ constexpr int kTileN = kTileFp8.cols;
 bool of_groups(const Tensor& scale) { return scale.dim() == 1; }
 
 Tensor readable_scale(const Tensor& scale) {
-  return of_groups(scale) ? torch::stable::contiguous(scale) : tma_operand(scale, 1);
+  return of_groups(scale) ? as_dense(scale) : tma_operand(scale, 1);
 }
 
 // A scale [rows, cols], read `width` columns at a time.
@@ -45,7 +45,7 @@ void wgrad(const Launch& launch, const Tensor& dy_t_in, const Tensor& x_t_in,
   const Tensor dy_t = tma_operand(dy_t_in, 2), x_t = tma_operand(x_t_in, 2);
   const Tensor scale_dy_t = readable_scale(scale_dy_t_in);
   const Tensor scale_x_t = readable_scale(scale_x_t_in);
-  const Tensor offs = torch::stable::contiguous(offs_in);
+  const Tensor offs = as_dense(offs_in);
   const int64_t blocks = x_t.size(0), N = dy_t.size(1), K = x_t.size(1);
   const GemmShape shape{row_count(launch.op(), blocks * kBlock), static_cast<int>(offs.size(0)),
                         static_cast<int>(N), static_cast<int>(K), 0};
@@ -80,13 +80,13 @@ Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& s
 
   const Launch launch("grouped_scaled_mm", a_in);
   const int64_t T = a_in.size(0), K = a_in.size(1), N = b_in.size(1), E = b_in.size(0);
-  Tensor y = torch::stable::new_empty(a_in, std::vector<int64_t>{T, N}, out_dtype);
+  Tensor y = new_tensor(a_in, {T, N}, out_dtype);
   if (T == 0) return y;
 
   const Tensor a = tma_operand(a_in, 1), b = tma_operand(b_in, 2);
-  const Tensor scale_a = readable_scale(scale_a_in), offs = torch::stable::contiguous(offs_in);
+  const Tensor scale_a = readable_scale(scale_a_in), offs = as_dense(offs_in);
   std::optional<Tensor> bias;
-  if (bias_in) bias = bias_in->stride(1) == 1 ? *bias_in : torch::stable::contiguous(*bias_in);
+  if (bias_in) bias = bias_in->stride(1) == 1 ? *bias_in : as_dense(*bias_in);
   const CUtensorMap map_a =
       tensor_map(launch.op(), a.data_ptr(), ScalarType::Float8_e4m3fn, 1, {K, T},
                  {map_stride(a, 0, K)}, {kLineBytes, kTileM / 2}, true);
@@ -120,8 +120,7 @@ Tensor grouped_scaled_mm_wgrad(const Tensor& dy_t, const Tensor& x_t, const Tens
   check_grouped_scaled_mm_wgrad(op, dy_t, x_t, scale_dy_t, scale_x_t, offs, out_dtype);
 
   const Launch launch(op, x_t);
-  Tensor dw = torch::stable::new_empty(
-      x_t, std::vector<int64_t>{offs.size(0), dy_t.size(1), x_t.size(1)}, out_dtype);
+  Tensor dw = new_tensor(x_t, {offs.size(0), dy_t.size(1), x_t.size(1)}, out_dtype);
   wgrad(launch, dy_t, x_t, scale_dy_t, scale_x_t, offs,
         epilogue_of(dw, std::nullopt, false, std::nullopt));
   return dw;

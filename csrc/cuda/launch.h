@@ -6,6 +6,9 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <atomic>
+#include <vector>
+
 #include "../checks.h"
 
 // Weak: libtorch without CUDA does not have it, and this library must load there all the same.
@@ -14,29 +17,53 @@ aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace grouped_linear::cuda {
 
+struct DeviceFacts {
+  int multiprocessors = 0, major = 0, minor = 0;
+};
+
+inline const DeviceFacts& facts_of(int device) {
+  static const std::vector<DeviceFacts> facts = [] {
+    int count = 0;
+    cudaGetDeviceCount(&count);
+    std::vector<DeviceFacts> all(static_cast<size_t>(count));
+    for (int d = 0; d < count; ++d) {
+      cudaDeviceGetAttribute(&all[d].multiprocessors, cudaDevAttrMultiProcessorCount, d);
+      cudaDeviceGetAttribute(&all[d].major, cudaDevAttrComputeCapabilityMajor, d);
+      cudaDeviceGetAttribute(&all[d].minor, cudaDevAttrComputeCapabilityMinor, d);
+    }
+    return all;
+  }();
+  return facts.at(static_cast<size_t>(device));
+}
+
 class Launch {
  public:
   Launch(const char* op, const torch::stable::Tensor& tensor)
-      : op_(op), guard_(tensor.get_device_index()) {
-    int major = 0, minor = 0;
-    const int device = tensor.get_device_index();
+      : op_(op), device_(tensor.get_device_index()), guard_(device_), facts_(facts_of(device_)) {
     // The guard does nothing where the device is current already. A thread of its own, autograd's
     // for one, may have no context yet all the same, and the driver's entry points need one.
-    cudaSetDevice(device);
-    cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    check(major == 9 && minor == 0, op,
-          ": CUDA devices of compute capability 9.0 (Hopper) are supported, got ", major, ".",
-          minor);
+    cudaSetDevice(device_);
+    check(facts_.major == 9 && facts_.minor == 0, op,
+          ": CUDA devices of compute capability 9.0 (Hopper) are supported, got ", facts_.major,
+          ".", facts_.minor);
     void* stream = nullptr;
-    check(aoti_torch_get_current_cuda_stream(device, &stream) == AOTI_TORCH_SUCCESS, op,
-          ": no current CUDA stream on device ", device);
+    check(aoti_torch_get_current_cuda_stream(device_, &stream) == AOTI_TORCH_SUCCESS, op,
+          ": no current CUDA stream on device ", device_);
     stream_ = static_cast<cudaStream_t>(stream);
   }
 
   const char* op() const { return op_; }
-  int multiprocessors() const { return multiprocessors_; }
+  int multiprocessors() const { return facts_.multiprocessors; }
+
+  // Lets blocks of a kernel have so many bytes of dynamic shared memory, always the same number.
+  template <auto kernel>
+  void allow_shared_bytes(int bytes) const {
+    static std::atomic<uint64_t> allowed{0};  // a bit a device
+    const uint64_t bit = uint64_t{1} << (device_ % 64);
+    if ((allowed & bit) != 0) return;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    allowed |= bit;
+  }
 
   // Launches a kernel that calls start_after_previous(), see kernels/overlap.cuh.
   template <typename... Parameters, typename... Arguments>
@@ -58,9 +85,10 @@ class Launch {
 
  private:
   const char* op_;
+  int device_;
   torch::stable::accelerator::DeviceGuard guard_;
+  const DeviceFacts& facts_;
   cudaStream_t stream_ = nullptr;
-  int multiprocessors_ = 0;
 };
 
 }  // namespace grouped_linear::cuda

@@ -9,8 +9,6 @@
 namespace grouped_linear::cuda {
 namespace {
 
-using Shape = std::vector<int64_t>;
-
 // One pass over the rows of x, dense in its last dimension, for whatever `out` asks for. offs: null
 // for a weight of E times T rows; `blocks` bounds the tiles in rows of tiles.
 template <bool rounded>
@@ -31,14 +29,13 @@ void launch_kernel(const Launch& launch, const Tensor& x, int64_t row_stride, in
 template <bool rounded>
 void quantize(const Launch& launch, const Tensor& x_in, const Tensor& offs_in, MxOutputs out,
               Tensor& bias_grad) {
-  const Tensor x = inner_contiguous(x_in);
-  const Tensor offs = torch::stable::contiguous(offs_in);
+  const Tensor x = with_dense_rows(x_in);
+  const Tensor offs = as_dense(offs_in);
   const int64_t T = x.size(0), K = x.size(1), E = offs.size(0);
   const int64_t blocks = padded_rows(T, E) / kBlock;
   const int rows = countable_rows(T);
   const bool sums = bias_grad.numel() > 0;
-  Tensor block_sums =
-      torch::stable::new_empty(x, sums ? Shape{blocks, K} : Shape{0}, ScalarType::Float);
+  Tensor block_sums = new_tensor(x, sums ? Shape{blocks, K} : Shape{0}, ScalarType::Float);
   if (sums) out.block_sums = block_sums.mutable_data_ptr<float>();
 
   launch_kernel<rounded>(launch, x, x.stride(0), blocks, offs.const_data_ptr<int32_t>(),
@@ -62,7 +59,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_mx(const Tenso
   const Launch launch("group_quantize_mx", x);
   const int64_t T = x.size(0), K = x.size(1), E = offs.size(0);
   const auto output = [&x](bool wanted, const Shape& shape, ScalarType dtype) {
-    return torch::stable::new_empty(x, wanted ? shape : Shape{0}, dtype);
+    return new_tensor(x, wanted ? shape : Shape{0}, dtype);
   };
   constexpr ScalarType e4m3 = ScalarType::Float8_e4m3fn, e8m0 = ScalarType::Float8_e8m0fnu;
   const int64_t blocks = padded_rows(T, E) / kBlock;
@@ -87,7 +84,7 @@ std::tuple<Tensor, Tensor, Tensor> group_round_mx(const Tensor& x, const Tensor&
   const Launch launch("group_round_mx", x);
   const int64_t T = x.size(0), K = x.size(1), E = offs.size(0);
   const auto output = [&x](bool wanted, const Shape& shape, ScalarType dtype) {
-    return torch::stable::new_empty(x, wanted ? shape : Shape{0}, dtype);
+    return new_tensor(x, wanted ? shape : Shape{0}, dtype);
   };
   Tensor x_rowwise = output(rowwise, {T, K}, ScalarType::BFloat16);
   Tensor x_columnwise = output(columnwise, {T, K}, ScalarType::BFloat16);
@@ -105,7 +102,7 @@ void refresh_weight_mx_(const std::vector<Tensor>& w_in, const std::optional<Ten
   check_refresh_weight_mx(w_in, refresh, w_rowwise, w_columnwise);
 
   const Launch launch("refresh_weight_mx_", w_in[0]);
-  const Tensor w = torch::stable::contiguous(packed(w_in));
+  const Tensor w = as_dense(packed(w_in));
   const int64_t E = w.size(0), N = w.size(1), K = w.size(2);
 
   launch_kernel<true>(

@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "../checks.h"
+#include "../tensors.h"
 
 namespace grouped_linear::cuda {
 
@@ -22,11 +23,6 @@ inline bool is_aligned(const Tensor& t) {
 // Every row of a matrix: the first one, and the way from one to the next.
 inline bool has_aligned_rows(const Tensor& t) {
   return is_aligned(t) && t.stride(0) * item_size(t) % 16 == 0;
-}
-
-// A matrix whose rows' elements are next to one another.
-inline Tensor inner_contiguous(const Tensor& t) {
-  return t.stride(1) == 1 ? t : torch::stable::contiguous(t);
 }
 
 // Calls run with the type, in a std::type_identity, that dtype names.

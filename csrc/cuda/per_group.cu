@@ -11,20 +11,19 @@
 namespace grouped_linear::cuda {
 namespace {
 
-using Shape = std::vector<int64_t>;
 constexpr ScalarType kE4m3 = ScalarType::Float8_e4m3fn;
 
 // Rows in groups: x [T, K] as offs say, or a weight's experts.
 struct Source {
   Source(const Tensor& x, const Tensor& offs_in)
-      : values(inner_contiguous(x)),
-        offs(torch::stable::contiguous(offs_in)),
+      : values(with_dense_rows(x)),
+        offs(as_dense(offs_in)),
         row_stride(values.stride(0)),
         most_blocks(padded_rows(x.size(0), offs->size(0)) / kBlock),
         tiles{offs->const_data_ptr<int32_t>(), static_cast<int>(offs->size(0)),
               countable_rows(x.size(0)), static_cast<int>(x.size(1)), 0} {}
   explicit Source(const Tensor& weight)
-      : values(torch::stable::contiguous(weight)),
+      : values(as_dense(weight)),
         row_stride(weight.size(2)),
         most_blocks(weight.size(0) * ceil_div(weight.size(1), kBlock)),
         tiles{nullptr, static_cast<int>(weight.size(0)), 0, static_cast<int>(weight.size(2)),
@@ -62,8 +61,8 @@ void quantize(const Launch& launch, const Source& source, ScalarType dtype, cons
               PerGroupQuantized out, Tensor& bias_grad, const bool* refresh = nullptr) {
   const bool sums = bias_grad.numel() > 0;
   const int64_t K = source.tiles.K;
-  Tensor block_sums = torch::stable::new_empty(
-      source.values, sums ? Shape{source.most_blocks, K} : Shape{0}, ScalarType::Float);
+  Tensor block_sums =
+      new_tensor(source.values, sums ? Shape{source.most_blocks, K} : Shape{0}, ScalarType::Float);
   if (sums) out.block_sums = block_sums.mutable_data_ptr<float>();
 
   const auto run = [&](auto element, auto is_e5m2) {
@@ -104,24 +103,23 @@ PerGroupQuantized kept(const Tensor& q, const std::optional<Tensor>& q_t, uint32
 struct RowOutputs {
   RowOutputs(const Tensor& x, const Tensor& offs, ScalarType dtype, bool rowwise, bool columnwise,
              bool bias_grad)
-      : q(torch::stable::new_empty(x, rowwise ? Shape{x.size(0), x.size(1)} : Shape{0}, dtype)),
-        q_t(torch::stable::new_empty(
-            x,
-            columnwise ? Shape{padded_rows(x.size(0), offs.size(0)) / kBlock, x.size(1), kBlock}
-                       : Shape{0},
-            dtype)),
-        grad(torch::stable::new_empty(x, bias_grad ? Shape{offs.size(0), x.size(1)} : Shape{0},
-                                      ScalarType::Float)) {}
+      : q(new_tensor(x, rowwise ? Shape{x.size(0), x.size(1)} : Shape{0}, dtype)),
+        q_t(new_tensor(x,
+                       columnwise
+                           ? Shape{padded_rows(x.size(0), offs.size(0)) / kBlock, x.size(1), kBlock}
+                           : Shape{0},
+                       dtype)),
+        grad(new_tensor(x, bias_grad ? Shape{offs.size(0), x.size(1)} : Shape{0},
+                        ScalarType::Float)) {}
 
   Tensor q, q_t, grad;
 };
 
 struct WeightOutputs {
   WeightOutputs(const Tensor& w, bool columnwise)
-      : q(torch::stable::new_empty(w, Shape{w.size(0), w.size(1), w.size(2)}, kE4m3)),
-        q_t(torch::stable::new_empty(
-            w, columnwise ? Shape{w.size(0), w.size(2), w.size(1)} : Shape{0}, kE4m3)),
-        no_grad(torch::stable::new_empty(w, Shape{0}, ScalarType::Float)) {}
+      : q(new_tensor(w, {w.size(0), w.size(1), w.size(2)}, kE4m3)),
+        q_t(new_tensor(w, columnwise ? Shape{w.size(0), w.size(2), w.size(1)} : Shape{0}, kE4m3)),
+        no_grad(new_tensor(w, {0}, ScalarType::Float)) {}
 
   Tensor q, q_t, no_grad;
 };
@@ -136,7 +134,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_quantize_current(
   const Launch launch("group_quantize_current", x);
   const Source source(x, offs);
   RowOutputs out(x, offs, dtype, rowwise, columnwise, bias_grad);
-  Tensor scale = torch::stable::new_empty(x, Shape{offs.size(0)}, ScalarType::Float);
+  Tensor scale = new_tensor(x, {offs.size(0)}, ScalarType::Float);
 
   const Tensor amax = find_amax(launch, source);
   const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
@@ -155,7 +153,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_weight_current(const Tensor& w, doub
   const Launch launch("quantize_weight_current", w);
   const Source source(w);
   WeightOutputs out(w, columnwise);
-  Tensor scale = torch::stable::new_empty(w, Shape{w.size(0)}, ScalarType::Float);
+  Tensor scale = new_tensor(w, {w.size(0)}, ScalarType::Float);
 
   const Tensor amax = find_amax(launch, source);
   const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
@@ -175,7 +173,7 @@ std::tuple<Tensor, Tensor, Tensor> group_quantize_delayed_(const std::optional<T
 
   const Launch launch("group_quantize_delayed_", x);
   const Source source(x, offs);
-  const Tensor scale = torch::stable::contiguous(scale_in);
+  const Tensor scale = as_dense(scale_in);
   RowOutputs out(x, offs, dtype, rowwise, columnwise, bias_grad);
 
   quantize(launch, source, dtype, {nullptr, {}, nullptr, scale.const_data_ptr<float>()},
@@ -191,7 +189,7 @@ std::tuple<Tensor, Tensor> quantize_weight_delayed_(const std::optional<Tensor>&
 
   const Launch launch("quantize_weight_delayed_", w);
   const Source source(w);
-  const Tensor scale = torch::stable::contiguous(scale_in);
+  const Tensor scale = as_dense(scale_in);
   WeightOutputs out(w, columnwise);
 
   quantize(launch, source, kE4m3, {nullptr, {}, nullptr, scale.const_data_ptr<float>()},
@@ -208,7 +206,7 @@ void refresh_weight_current_(const std::vector<Tensor>& w, const std::optional<T
   const Launch launch("refresh_weight_current_", w[0]);
   const Source source(packed(w));
   const bool* flag = flag_of(refresh);
-  Tensor no_grad = torch::stable::new_empty(q, Shape{0}, ScalarType::Float);
+  Tensor no_grad = new_tensor(q, {0}, ScalarType::Float);
 
   const Tensor amax = find_amax(launch, source, flag);
   const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
@@ -226,8 +224,8 @@ void refresh_weight_delayed_(const std::optional<Tensor>& amax, const std::vecto
 
   const Launch launch("refresh_weight_delayed_", w[0]);
   const Source source(packed(w));
-  const Tensor state = torch::stable::contiguous(state_in);
-  Tensor no_grad = torch::stable::new_empty(q, Shape{0}, ScalarType::Float);
+  const Tensor state = as_dense(state_in);
+  Tensor no_grad = new_tensor(q, {0}, ScalarType::Float);
 
   quantize(
       launch, source, kE4m3,

@@ -9,7 +9,6 @@
 namespace grouped_linear::cuda {
 namespace {
 
-using Shape = std::vector<int64_t>;
 constexpr ScalarType kE4m3 = ScalarType::Float8_e4m3fn;
 
 struct Outputs {
@@ -18,10 +17,9 @@ struct Outputs {
 };
 
 Outputs new_outputs(const Tensor& like, int64_t E, int64_t N, int64_t K, bool columnwise) {
-  return {torch::stable::new_empty(like, Shape{E, N, K}, kE4m3),
-          torch::stable::new_empty(like, Shape{E, ceil_div(N, kBlock), ceil_div(K, kBlock)},
-                                   ScalarType::Float),
-          torch::stable::new_empty(like, columnwise ? Shape{E, K, N} : Shape{0}, kE4m3)};
+  return {new_tensor(like, {E, N, K}, kE4m3),
+          new_tensor(like, {E, ceil_div(N, kBlock), ceil_div(K, kBlock)}, ScalarType::Float),
+          new_tensor(like, columnwise ? Shape{E, K, N} : Shape{0}, kE4m3)};
 }
 
 template <typename Element, typename Experts>
@@ -44,7 +42,7 @@ void quantize(const Launch& launch, const std::vector<Tensor>& w_in, ScaleRule r
   std::vector<Tensor> w;
   bool vectorised = true;
   for (const Tensor& w_e : w_in) {
-    w.push_back(torch::stable::contiguous(w_e));
+    w.push_back(as_dense(w_e));
     vectorised = vectorised && is_aligned(w.back());  // every row is: K is a multiple of 16
   }
   for_element(w[0].scalar_type(), [&](auto element) {

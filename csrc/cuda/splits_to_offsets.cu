@@ -1,5 +1,6 @@
 #include "../checks.h"
 #include "../ops.h"
+#include "../tensors.h"
 #include "kernels/splits_to_offsets.cuh"
 #include "launch.h"
 
@@ -11,8 +12,8 @@ Tensor splits_to_offsets(const Tensor& m_splits_in, int64_t num_rows, int64_t al
   check_splits_to_offsets(m_splits_in, num_rows, alignment, stride, dtype);
 
   const Launch launch("splits_to_offsets", m_splits_in);
-  const Tensor m_splits = torch::stable::contiguous(m_splits_in);
-  Tensor offs = torch::stable::new_empty(m_splits, m_splits.sizes(), dtype);
+  const Tensor m_splits = as_dense(m_splits_in);
+  Tensor offs = new_tensor(m_splits, {m_splits.size(0)}, dtype);
 
   const auto run = [&](auto split, auto offset) {
     using Split = decltype(split);
