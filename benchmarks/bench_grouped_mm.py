@@ -56,9 +56,9 @@ class Quantized(NamedTuple):
     scale_t: Tensor  # [Tp/128, K]
 
 
-def quantized(x_TK: Tensor, offs_E: Tensor) -> Quantized:
+def quantized(x_TK: Tensor, offs_E: Tensor, squares: bool = False) -> Quantized:
     q, scale, q_t, scale_t, _ = torch.ops.grouped_linear.group_quantize(
-        x_TK, offs_E, columnwise=True
+        x_TK, offs_E, columnwise=True, squares=squares
     )
     return Quantized(q, scale, q_t, scale_t)
 
@@ -83,6 +83,10 @@ class Operands:
     @cached_property
     def x(self) -> Quantized:
         return quantized(self.x_TK, self.offs_E)
+
+    @cached_property
+    def x_in_squares(self) -> Quantized:
+        return quantized(self.x_TK, self.offs_E, squares=True)
 
     @cached_property
     def dy(self) -> Quantized:
@@ -142,8 +146,9 @@ def ours(op: str, o: Operands) -> timing.Call:
     return lambda: ops.grouped_mm_wgrad(o.dy_TN, o.x_TK, o.offs_E, out_dtype)
 
 
-def ours_fp8(op: str, o: Operands) -> timing.Call:
-    x, dy, (w_q, w_scale, w_q_t) = o.x, o.dy, o.w
+def ours_fp8(op: str, o: Operands, squares: bool = False) -> timing.Call:
+    """squares: wgrad reads x in blocks of 128 x 128."""
+    x, dy, (w_q, w_scale, w_q_t) = o.x_in_squares if squares else o.x, o.dy, o.w
     if op == "fprop":
         return lambda: ops.grouped_scaled_mm(x.q, w_q, x.scale, w_scale, o.offs_E)
     if op == "dgrad":
@@ -290,7 +295,10 @@ def candidates_for(
         first = {"dense torch._scaled_mm": roof_fp8(op, o)}
     else:
         first = {f"dense torch.mm{' bf16' if fp8 else ''}": roof(op, o)}
-    return first | {"ours": our_call} | alternatives
+    calls = {"ours": our_call}
+    if fp8 and op not in ("fprop", "dgrad"):
+        calls["ours, squares of x"] = ours_fp8(op, o, squares=True)
+    return first | calls | alternatives
 
 
 def with_copy(

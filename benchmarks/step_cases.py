@@ -25,6 +25,7 @@ from grouped_linear import (
 
 RECIPES: dict[str, Recipe] = {
     "block": Float8BlockScaling(),
+    "squares": Float8BlockScaling(square_x_blocks=True),
     "current": Float8CurrentScaling(),
     "delayed": DelayedScaling(),
     "mxfp8": MXFP8BlockScaling(),

@@ -21,11 +21,12 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
 
   // x [T, K] -> q [T, K], scale [ceil(K/B), round_up(T, 4)], q_t [Tp/B, K, B], scale_t [Tp/B, K],
   //             bias_grad [E, K] float32; what is not asked for has no elements
+  // squares: B columns of q_t share a scale too, scale_t [Tp/B, ceil(K/B)]
   // rows [T]: of x [S, K], quantize x[rows]
   m.def(
       "group_quantize(Tensor x, Tensor offs, Tensor? rows=None, float amax_epsilon=0.0, "
       "bool power_of_two_scales=True, bool rowwise=True, bool columnwise=False, "
-      "bool bias_grad=False) "
+      "bool bias_grad=False, bool squares=False) "
       "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)");
   // The same with one scale a group from its own amax (scale [E]; dtype: e4m3 or e5m2), with the
   // scales of earlier steps (amax [E] is raised to the largest magnitudes), and in blocks of 32 with
@@ -55,7 +56,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   m.def(
       "group_quantize_swiglu(Tensor gate_up, Tensor offs, float amax_epsilon=0.0, "
       "bool power_of_two_scales=True, bool rowwise=True, bool columnwise=False, "
-      "bool keep_h=False) "
+      "bool keep_h=False, bool squares=False) "
       "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor h)");
   m.def(
       "group_quantize_swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs, "

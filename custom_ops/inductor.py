@@ -94,10 +94,12 @@ class FuseSwiglu(CustomGraphPass):
             x, rows = options.pop("x"), options.pop("rows")
             if rows is not None or not _read_by_one(x):
                 continue
-            bias_grad = options.pop("bias_grad")
-            if not bias_grad and _replace_h(graph, quantize, x, options):
+            bias_grad, squares = options.pop("bias_grad"), options.pop("squares")
+            of_h = {**options, "keep_h": False, "squares": squares}
+            of_gradient = {**options, "bias_grad": bias_grad}
+            if not bias_grad and _replace_h(graph, quantize, x, of_h):
                 self.swiglu_matches += 1
-            elif _replace_gradient(graph, quantize, x, {**options, "bias_grad": bias_grad}):
+            elif not squares and _replace_gradient(graph, quantize, x, of_gradient):
                 self.swiglu_grad_matches += 1
 
     def uuid(self) -> bytes:

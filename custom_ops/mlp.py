@@ -48,6 +48,7 @@ def _tokens(
         amax_epsilon=scheme.amax_epsilon,
         power_of_two_scales=scheme.power_of_two_scales,
         columnwise=columnwise,
+        squares=scheme.square_x_blocks,
     )
     return _operands(x)
 
@@ -66,6 +67,7 @@ def _activated(
         amax_epsilon=scheme.amax_epsilon,
         power_of_two_scales=scheme.power_of_two_scales,
         columnwise=columnwise,
+        squares=scheme.square_x_blocks,
     )
     return _operands(h)
 

@@ -30,7 +30,7 @@ class GroupQuantized(NamedTuple):
     q_t: Tensor | None
     """[Tp / 128, K, 128] e4m3."""
     scale_t: Tensor | None
-    """[Tp / 128, K] float32."""
+    """[Tp / 128, K] float32, of squares [Tp / 128, ceil(K / 128)]."""
     bias_grad: Tensor | None
     """[E, K] float32."""
 
@@ -84,7 +84,7 @@ class SwigluQuantized(NamedTuple):
     q_t: Tensor | None
     """[Tp / 128, K, 128] e4m3."""
     scale_t: Tensor | None
-    """[Tp / 128, K] float32."""
+    """[Tp / 128, K] float32, of squares [Tp / 128, ceil(K / 128)]."""
     h: Tensor | None
     """[T, K] of gate_up's dtype."""
 
@@ -143,6 +143,7 @@ def group_quantize(
     rowwise: bool = True,
     columnwise: bool = False,
     bias_grad: bool = False,
+    squares: bool = False,
 ) -> GroupQuantized:
     """Quantize activations or gradients to e4m3 in 1x128 blocks, one pass over x for all outputs.
 
@@ -168,11 +169,13 @@ def group_quantize(
         rowwise: return q and scale.
         columnwise: return q_t and scale_t.
         bias_grad: return the sum of x over each group's rows, added in a fixed order.
+        squares: columnwise blocks are 128 rows of 128 features, counted from the first feature.
 
     Returns:
         q [T, K]; scale [ceil(K / 128), round_up(T, 4)], one column a row of x; q_t [Tp / 128, K,
         128] with Tp = 128 * floor((T + 127 * min(E, T)) / 128): every group starts at a new block,
-        and its last block is filled with zeros; scale_t [Tp / 128, K]; bias_grad [E, K] float32.
+        and its last block is filled with zeros; scale_t [Tp / 128, K], of squares [Tp / 128, ceil(K
+        / 128)]; bias_grad [E, K] float32.
         Bytes that belong to no group are unspecified.
 
     Raises:
@@ -184,7 +187,7 @@ def group_quantize(
     (torch.Size([10, 64]), torch.Size([1, 12]), torch.Size([2, 64, 128]))
     """
     q, scale, q_t, scale_t, grad = _ops.group_quantize(
-        x, offs, rows, amax_epsilon, power_of_two_scales, rowwise, columnwise, bias_grad
+        x, offs, rows, amax_epsilon, power_of_two_scales, rowwise, columnwise, bias_grad, squares
     )
     return GroupQuantized(
         q if rowwise else None,
@@ -253,6 +256,7 @@ def group_quantize_swiglu(
     rowwise: bool = True,
     columnwise: bool = False,
     keep_h: bool = False,
+    squares: bool = False,
 ) -> SwigluQuantized:
     """Quantize ``h = silu(gate) * up`` without writing h first.
 
@@ -267,6 +271,7 @@ def group_quantize_swiglu(
         rowwise: return q and scale.
         columnwise: return q_t and scale_t.
         keep_h: return h too.
+        squares: see :func:`group_quantize`.
 
     Returns:
         q, scale, q_t and scale_t of h [T, K], laid out as :func:`group_quantize` does; h, zero at
@@ -282,7 +287,7 @@ def group_quantize_swiglu(
     True
     """
     q, scale, q_t, scale_t, h = _ops.group_quantize_swiglu(
-        gate_up, offs, amax_epsilon, power_of_two_scales, rowwise, columnwise, keep_h
+        gate_up, offs, amax_epsilon, power_of_two_scales, rowwise, columnwise, keep_h, squares
     )
     return SwigluQuantized(
         q if rowwise else None,
@@ -555,11 +560,12 @@ def group_dequantize_t(
 ) -> Tensor:
     """Undo the columnwise half of :func:`group_quantize`, back to row-major order.
 
-    For row r of block b: ``x[t, k] = q_t[b, k, r] * scale_t[b, k]``.
+    For row r of block b: ``x[t, k] = q_t[b, k, r] * scale_t[b, k]``, of squares ``scale_t[b, k //
+    128]``.
 
     Args:
         q_t: [Tp / 128, K, 128] e4m3.
-        scale_t: [Tp / 128, K] float32.
+        scale_t: [Tp / 128, K] float32, of squares [Tp / 128, ceil(K / 128)].
         offs: [E] int32 group ends.
         num_rows: T of the x that was quantized.
         dtype: of the result, bfloat16, float16 or float32.
@@ -1051,8 +1057,8 @@ def grouped_scaled_mm_wgrad(
     Args:
         dy_t: [Tp / 128, N, 128] e4m3, with scale_dy_t [Tp / 128, N], from :func:`group_quantize`;
             or e4m3 or e5m2, with scale_dy_t [E], one a group.
-        x_t: [Tp / 128, K, 128] e4m3, with scale_x_t [Tp / 128, K], from :func:`group_quantize`, or
-            with scale_x_t [E].
+        x_t: [Tp / 128, K, 128] e4m3, with scale_x_t [Tp / 128, K] or, of squares, [Tp / 128, ceil(K
+            / 128)], from :func:`group_quantize`, or with scale_x_t [E].
         scale_dy_t: see dy_t.
         scale_x_t: see x_t.
         offs: [E] int32 group ends, those that both were quantized with.

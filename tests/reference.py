@@ -96,6 +96,7 @@ class Scaling(NamedTuple):
 
     power_of_two_scales: bool = True
     amax_epsilon: float = 0.0
+    square_x_blocks: bool = False
 
 
 def quantize(
@@ -127,17 +128,23 @@ def quantize_rowwise(x_TK: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
     return q_TK.view(E4M3), torch.stack([scale.flatten() for _, scale in blocks])
 
 
-def quantize_columnwise(x_TK: Tensor, offs_E: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """q_t [blocks, K, 128] and scale_t [blocks, K]: only as many blocks as the groups need."""
+def quantize_columnwise(
+    x_TK: Tensor, offs_E: Tensor, scaling: Scaling, squares: bool = False
+) -> tuple[Tensor, Tensor]:
+    """q_t [blocks, K, 128] and scale_t [blocks, K]: only as many blocks as the groups need.
+
+    Of squares, scale_t [blocks, ceil(K / 128)].
+    """
     T, K = x_TK.shape
     blocks = row_blocks(offs_E, T)
     q_t = x_TK.new_zeros((len(blocks), K, BLOCK), dtype=torch.uint8)  # a last block is zero-filled
     scale_t = x_TK.new_zeros((len(blocks), K), dtype=torch.float32)
     for b, rows in enumerate(blocks):
-        q, scale = quantize(x_TK[rows], 0, scaling)
-        q_t[b, :, : rows.stop - rows.start] = q.view(torch.uint8).t()
-        scale_t[b] = scale.flatten()
-    return q_t.view(E4M3), scale_t
+        for features in feature_blocks(K) if squares else [slice(K)]:
+            q, scale = quantize(x_TK[rows, features], (0, 1) if squares else 0, scaling)
+            q_t[b, features, : rows.stop - rows.start] = q.view(torch.uint8).t()
+            scale_t[b, features] = scale.flatten()
+    return q_t.view(E4M3), scale_t[:, ::BLOCK] if squares else scale_t
 
 
 def quantize_weight(w_ENK: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor, Tensor]:
@@ -319,7 +326,10 @@ def dequantize_rowwise(q_TK: Tensor, scale: Tensor, offs_E: Tensor) -> Tensor:
 
 def dequantize_columnwise(q_t: Tensor, scale_t: Tensor, offs_E: Tensor, num_rows: int) -> Tensor:
     """x [T, K] in float64; rows outside every group are zero."""
-    x_TK = torch.zeros(num_rows, q_t.size(1), dtype=torch.float64, device=q_t.device)
+    K = q_t.size(1)
+    x_TK = torch.zeros(num_rows, K, dtype=torch.float64, device=q_t.device)
+    if scale_t.size(1) < K:  # of squares
+        scale_t = scale_t.repeat_interleave(BLOCK, dim=1)[:, :K]
     for b, rows in enumerate(row_blocks(offs_E, num_rows)):
         size = rows.stop - rows.start
         x_TK[rows] = (q_t[b, :, :size].double() * scale_t[b, :, None].double()).t()
@@ -452,14 +462,14 @@ def block_operands(
     def rowwise(x: Tensor) -> Tensor:
         return dequantize_rowwise(*quantize_rowwise(x, scaling), offs_E)
 
-    def columnwise(x: Tensor) -> Tensor:
-        return dequantize_columnwise(*quantize_columnwise(x, offs_E, scaling), offs_E, x.size(0))
+    def columnwise(x: Tensor, squares: bool = False) -> Tensor:
+        quantized = quantize_columnwise(x, offs_E, scaling, squares)
+        return dequantize_columnwise(*quantized, offs_E, x.size(0))
 
     q_ENK, scale, _ = quantize_weight(w_ENK, scaling)
     weight = dequantize_weight(q_ENK, scale)
-    return Operands(
-        rowwise(x_TK), columnwise(x_TK), weight, rowwise(dy_TN), columnwise(dy_TN), weight
-    )
+    x_columnwise = columnwise(x_TK, scaling.square_x_blocks)
+    return Operands(rowwise(x_TK), x_columnwise, weight, rowwise(dy_TN), columnwise(dy_TN), weight)
 
 
 def layer(operand: Operands, bias_EN: Tensor | None, offs_E: Tensor, dy_TN: Tensor) -> Layer:

@@ -258,14 +258,18 @@ def per_group_weight(groups: Groups) -> tuple[Tensor, Tensor]:
     return q, scale.flatten()
 
 
-def quantized_columns(groups: Groups, features: int) -> tuple[Tensor, Tensor]:
-    """q_t [Tp / 128, features, 128] and scale_t [Tp / 128, features] in the op's layout."""
+def quantized_columns(
+    groups: Groups, features: int, squares: bool = False
+) -> tuple[Tensor, Tensor]:
+    """q_t [Tp / 128, features, 128] and scale_t [Tp / 128, features] in the op's layout.
+
+    Of squares, scale_t [Tp / 128, ceil(features / 128)].
+    """
     used, scales = reference.quantize_columnwise(
-        rows(groups, features, FP32), groups.offs(), reference.Scaling(False)
+        rows(groups, features, FP32), groups.offs(), reference.Scaling(False), squares
     )
-    shape = (groups.blocks, features)
-    q_t = torch.full((*shape, 128), reference.E4M3_NAN, dtype=torch.uint8)
-    scale_t = torch.full(shape, torch.nan)
+    q_t = torch.full((groups.blocks, features, 128), reference.E4M3_NAN, dtype=torch.uint8)
+    scale_t = torch.full((groups.blocks, scales.size(1)), torch.nan)
     q_t[: len(used)], scale_t[: len(used)] = used.view(torch.uint8), scales
     return q_t.view(reference.E4M3), scale_t
 
@@ -304,6 +308,7 @@ RECIPES: dict[str, Recipe] = {
 MORE_RECIPES: dict[str, Recipe] = {
     **RECIPES,
     "block_exact": Float8BlockScaling(False, 1e-4),
+    "block_squares": Float8BlockScaling(square_x_blocks=True),
     "current_e5m2": Float8CurrentScaling(True, 1e-4, reference.E5M2),
 }
 
@@ -321,8 +326,8 @@ def state_for(recipe: Recipe, E: int, device: str) -> DelayedScalingState | None
 def scheme_of(recipe: Recipe, E: int) -> reference.Scheme:
     """The recipe as the reference knows it; the state's scales where it keeps a state."""
     match recipe:
-        case Float8BlockScaling(pow2, epsilon):
-            return reference.Scaling(pow2, epsilon)
+        case Float8BlockScaling(pow2, epsilon, squares):
+            return reference.Scaling(pow2, epsilon, squares)
         case Float8CurrentScaling(pow2, epsilon, gradient_dtype):
             return reference.Current(reference.Scaling(pow2, epsilon), gradient_dtype)
         case MXFP8BlockScaling():
@@ -463,7 +468,7 @@ def make(
             q, scale = quantized_rows(groups, K)
             tensors = {"q": q, "scale": scale, "offs": offs, "dtype": dtype}
         case "group_dequantize_t":
-            q_t, scale_t = quantized_columns(groups, K)
+            q_t, scale_t = quantized_columns(groups, K, options.pop("squares", False))
             tensors = {"q_t": q_t, "scale_t": scale_t, "offs": offs}
             tensors |= {"num_rows": groups.T, "dtype": dtype}
         case "grouped_bias_grad":
@@ -534,7 +539,7 @@ def make(
             per_group = options.pop("per_group", None)
             if per_group is None:
                 dy_t, scale_dy_t = quantized_columns(groups, N)
-                x_t, scale_x_t = quantized_columns(groups, K)
+                x_t, scale_x_t = quantized_columns(groups, K, options.pop("squares", False))
             else:
                 _, dy_t, scale_dy_t = per_group_rows(groups, N, per_group)
                 _, x_t, scale_x_t = per_group_rows(groups, K, reference.E4M3)
@@ -575,6 +580,7 @@ _PER_GROUP: dict[str, Any] = {
     "per_group": {"per_group": reference.E4M3},
     "per_group_e5m2": {"per_group": reference.E5M2},
 }
+_SQUARES: dict[str, Any] = {"squares": {"squares": True}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "splits_to_offsets": {
         "aligned": {"alignment": 128},
@@ -585,13 +591,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "columnwise": {"rowwise": False, "columnwise": True},
         "exact_scales": {"columnwise": True, "power_of_two_scales": False, "amax_epsilon": 0.5},
         **{name: {"columnwise": True, **v} for name, v in _LAYOUTS.items()},
+        "squares": {"columnwise": True, "bias_grad": True, "squares": True},
         "gathered": {"columnwise": True, "bias_grad": True, "index": torch.int32},
-        "gathered_strided": {"columnwise": True, "index": torch.int64, "layout": "strided"},
+        "gathered_strided": {
+            "columnwise": True,
+            "index": torch.int64,
+            "layout": "strided",
+            "squares": True,
+        },
     },
     "swiglu": _LAYOUTS,
     "swiglu_grad": _LAYOUTS,
     "group_quantize_swiglu": {
         "both": {"columnwise": True, "keep_h": True},
+        "squares": {"columnwise": True, "squares": True},
         "columnwise": {"rowwise": False, "columnwise": True},
         "exact_scales": {"columnwise": True, "power_of_two_scales": False, "amax_epsilon": 0.5},
         **{name: {"columnwise": True, **v} for name, v in _LAYOUTS.items()},
@@ -686,8 +699,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grouped_mm_wgrad_": {**_MAIN_GRAD, **_LAYOUTS},
     "grouped_mm_wgrad_list_": {**_MAIN_GRAD, "views": {"apart": False}},
     "grouped_scaled_mm_wgrad_list_": {**_MAIN_GRAD, "views": {"apart": False, "overwrite": True}},
-    "grouped_scaled_mm_wgrad": _PER_GROUP,
-    "grouped_scaled_mm_wgrad_": {**_MAIN_GRAD, **_PER_GROUP},
+    "group_dequantize_t": _SQUARES,
+    "grouped_scaled_mm_wgrad": {**_PER_GROUP, **_SQUARES},
+    "grouped_scaled_mm_wgrad_": {**_MAIN_GRAD, **_PER_GROUP, **_SQUARES},
 }
 
 

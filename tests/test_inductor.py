@@ -85,18 +85,27 @@ def compiled(function: Any, fuse: FuseSwiglu) -> Any:
 @DEVICES
 @pytest.mark.parametrize("activation", [silu_mul, in_float32])
 @pytest.mark.parametrize(
-    ("dtype", "bias", "shape"),
-    [*((dtype, False, (40,)) for dtype in DTYPES), (BF16, True, (4, 10))],
+    ("dtype", "bias", "shape", "recipe"),
+    [
+        *((dtype, False, (40,), Float8BlockScaling()) for dtype in DTYPES),
+        (BF16, True, (4, 10), Float8BlockScaling(square_x_blocks=True)),
+    ],
+    ids=["bf16", "fp16", "fp32", "bias_and_squares"],
 )
 def test_fused_has_the_bits_of_our_ops(
-    activation: Activation, dtype: torch.dtype, bias: bool, shape: tuple[int, ...], device: str
+    activation: Activation,
+    dtype: torch.dtype,
+    bias: bool,
+    shape: tuple[int, ...],
+    recipe: Recipe,
+    device: str,
 ) -> None:
     """And Inductor's numbers but for roundings: e4m3 has 4 bits, a few elements move by one."""
-    model = Experts(activation, device, dtype, bias)
+    model = Experts(activation, device, dtype, bias, recipe)
     fuse = FuseSwiglu()
     results = train(model, compiled(model, fuse), shape)
     assert (fuse.swiglu_matches, fuse.swiglu_grad_matches) == (1, int(GRADIENT_IS_KNOWN))
-    unfused = Experts(exact, device, dtype, bias)
+    unfused = Experts(exact, device, dtype, bias, recipe)
     expected_results = train(unfused, unfused, shape)
     known = len(results) if GRADIENT_IS_KNOWN else 1
     for actual, expected in zip(results[:known], expected_results[:known], strict=True):

@@ -387,9 +387,9 @@ def assert_within_bound(y: Tensor, expected: Tensor, magnitude: Tensor) -> None:
     assert within(y, expected, 2.0**-8 * expected.abs() + C * 2.0**-13 * magnitude)
 
 
-def quantized(x_TK: Tensor, groups: Groups) -> list[Tensor]:
+def quantized(x_TK: Tensor, groups: Groups, squares: bool = False) -> list[Tensor]:
     """q, scale, q_t and scale_t by the op on CPU, which has tests of its own."""
-    sample = make("group_quantize", groups, FP32, columnwise=True)
+    sample = make("group_quantize", groups, FP32, columnwise=True, squares=squares)
     return sample.but(x=x_TK).results("cpu")[:4]
 
 
@@ -432,7 +432,8 @@ def test_wgrad_of_hard_operands(hard: Callable[[Tensor, Tensor], Pair], device: 
     *_, x_t, scale_x_t = quantized(x_TK, groups)
     columnwise = {"dy_t": dy_t, "x_t": x_t, "scale_dy_t": scale_dy_t, "scale_x_t": scale_x_t}
     scaled = Sample("grouped_scaled_mm_wgrad", {**columnwise, "offs": offs, "out_dtype": BF16})
-    for sample in (exact, scaled):
+    *_, x_t, scale_x_t = quantized(x_TK, groups, squares=True)
+    for sample in (exact, scaled, scaled.but(x_t=x_t, scale_x_t=scale_x_t)):
         dy, x, _ = wgrad_operands(sample, groups)
         (dw,) = sample.results(device)
         magnitude = reference.grouped_mm_wgrad(dy.abs(), x.abs(), offs)

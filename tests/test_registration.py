@@ -81,8 +81,9 @@ def test_schemas() -> None:
 splits_to_offsets(Tensor m_splits, SymInt num_rows, int alignment=1, SymInt stride=1,
     ScalarType? dtype=None) -> Tensor
 group_quantize(Tensor x, Tensor offs, Tensor? rows=None, float amax_epsilon=0., bool
-    power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool bias_grad=False) ->
-    (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)
+    power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool bias_grad=False,
+    bool squares=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor
+    bias_grad)
 group_quantize_current(Tensor x, Tensor offs, ScalarType dtype, float amax_epsilon=0., bool
     power_of_two_scales=False, bool rowwise=True, bool columnwise=False, bool bias_grad=False)
     -> (Tensor q, Tensor scale, Tensor q_t, Tensor bias_grad)
@@ -96,8 +97,8 @@ group_round_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, 
 swiglu(Tensor gate_up, Tensor offs) -> Tensor
 swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs) -> Tensor
 group_quantize_swiglu(Tensor gate_up, Tensor offs, float amax_epsilon=0., bool
-    power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool keep_h=False) ->
-    (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor h)
+    power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool keep_h=False, bool
+    squares=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor h)
 group_quantize_swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs, float amax_epsilon=0., bool
     power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool bias_grad=False) ->
     (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)

@@ -34,7 +34,7 @@ from grouped_linear import ops
 # Half a unit in the last place, relative.
 ROUNDING = {BF16: 2.0**-9, FP16: 2.0**-12, FP32: 2.0**-25}
 UNFUSED = {"group_quantize_swiglu": "swiglu", "group_quantize_swiglu_grad": "swiglu_grad"}
-OPTIONS = ("amax_epsilon", "power_of_two_scales", "rowwise", "columnwise", "bias_grad")
+OPTIONS = ("amax_epsilon", "power_of_two_scales", "rowwise", "columnwise", "bias_grad", "squares")
 
 
 def offs_of(T: int) -> Tensor:

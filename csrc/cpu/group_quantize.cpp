@@ -17,14 +17,14 @@ struct Results {
   Tensor q, scale, q_t, scale_t, bias_grad;
 
   Results(const Tensor& like, int64_t T, int64_t K, int64_t E, bool rowwise, bool columnwise,
-          bool sums)
+          bool sums, bool squares = false)
       : groups(E), features(K) {
     const int64_t k_blocks = ceil_div(K, kBlock), blocks = padded_rows(T, E) / kBlock;
     constexpr ScalarType e4m3 = ScalarType::Float8_e4m3fn, f32 = ScalarType::Float;
     q = output_if(rowwise, like, {T, K}, e4m3);
     scale = output_if(rowwise, like, {k_blocks, round_up(T, kScaleRowMultiple)}, f32);
     q_t = output_if(columnwise, like, {blocks, K, kBlock}, e4m3);
-    scale_t = output_if(columnwise, like, {blocks, K}, f32);
+    scale_t = output_if(columnwise, like, {blocks, squares ? k_blocks : K}, f32);
     bias_grad = output_if(sums, like, {E, K}, f32);
   }
 
@@ -36,7 +36,7 @@ struct Results {
 struct BlockScaledTargets : TileTargets {
   ScaleRule rule;
   float *scale = nullptr, *scale_t = nullptr;
-  int64_t scale_stride = 0;
+  int64_t scale_stride = 0, scale_t_stride = 0;
 
   BlockScaledTargets(const Results& results, ScaleRule rule)
       : TileTargets{results.features}, rule(rule) {
@@ -48,6 +48,7 @@ struct BlockScaledTargets : TileTargets {
     if (results.q_t.numel() > 0) {
       q_t = static_cast<uint8_t*>(results.q_t.data_ptr());
       scale_t = static_cast<float*>(results.scale_t.data_ptr());
+      scale_t_stride = results.scale_t.size(1);
     }
   }
 
@@ -63,8 +64,11 @@ struct BlockScaledTargets : TileTargets {
       store(bytes, block, col, cols);
     }
     if (q_t) {
+      const bool squares = scale_t_stride < features;
+      if (squares) std::fill_n(col_amax, kBlock, *std::max_element(col_amax, col_amax + kBlock));
       block_scales(col_amax, rule, factor, block_scale);
-      std::memcpy(scale_t + block.index * features + col, block_scale, cols * sizeof(float));
+      std::memcpy(scale_t + block.index * scale_t_stride + (squares ? col / kBlock : col),
+                  block_scale, (squares ? 1 : cols) * sizeof(float));
       tile.quantize_by_cols(factor, kBlock, bytes);
       store_turned(bytes, block, col, cols, tile.filled());
     }
@@ -109,14 +113,14 @@ std::vector<int64_t> checked_rows(const std::optional<Tensor>& rows, int64_t cou
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
     const Tensor& x_in, const Tensor& offs, const std::optional<Tensor>& rows, double amax_epsilon,
-    bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad) {
+    bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad, bool squares) {
   check_group_quantize(x_in, offs, rows, amax_epsilon, rowwise, columnwise);
   const Tensor x = with_dense_rows(x_in);
   const ScalarType dtype = x.scalar_type();
   const int64_t T = rows ? rows->size(0) : x.size(0), K = x.size(1);
   const auto starts = group_starts("group_quantize", offs, T);
   const auto taken = checked_rows(rows, starts.back(), x.size(0));
-  const Results results(x, T, K, offs.size(0), rowwise, columnwise, bias_grad);
+  const Results results(x, T, K, offs.size(0), rowwise, columnwise, bias_grad, squares);
 
   const int64_t element = element_size(dtype), stride = x.stride(0) * element;
   const auto* first = static_cast<const char*>(x.data_ptr());
@@ -131,14 +135,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
     const Tensor& gate_up_in, const Tensor& offs, double amax_epsilon, bool power_of_two_scales,
-    bool rowwise, bool columnwise, bool keep_h) {
+    bool rowwise, bool columnwise, bool keep_h, bool squares) {
   const char* op = "group_quantize_swiglu";
   check_group_quantize_swiglu(gate_up_in, offs, amax_epsilon, rowwise, columnwise);
   const Tensor gate_up = with_dense_rows(gate_up_in);
   const ScalarType dtype = gate_up.scalar_type();
   const int64_t T = gate_up.size(0), K = gate_up.size(1) / 2;
   const auto starts = group_starts(op, offs, T);
-  const Results results(gate_up, T, K, offs.size(0), rowwise, columnwise, false);
+  const Results results(gate_up, T, K, offs.size(0), rowwise, columnwise, false, squares);
   const Tensor h = output_if(keep_h, gate_up, {T, K}, dtype);
 
   const int64_t element = element_size(dtype), stride = gate_up.stride(0) * element;

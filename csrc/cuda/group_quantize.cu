@@ -12,7 +12,7 @@ struct Results {
   GroupQuantized out{};
 
   Results(const Tensor& like, int64_t T, int64_t K, int64_t E, bool rowwise, bool columnwise,
-          bool sums)
+          bool sums, bool squares = false)
       : T(T), K(K), E(E) {
     const auto output = [&like](bool wanted, const Shape& shape, ScalarType dtype) {
       return new_tensor(like, wanted ? shape : Shape{0}, dtype);
@@ -22,7 +22,7 @@ struct Results {
     q = output(rowwise, {T, K}, ScalarType::Float8_e4m3fn);
     scale = output(rowwise, {ceil_div(K, kBlock), scale_stride}, ScalarType::Float);
     q_t = output(columnwise, {blocks, K, kBlock}, ScalarType::Float8_e4m3fn);
-    scale_t = output(columnwise, {blocks, K}, ScalarType::Float);
+    scale_t = output(columnwise, {blocks, squares ? ceil_div(K, kBlock) : K}, ScalarType::Float);
     bias_grad = output(sums, {E, K}, ScalarType::Float);
     if (rowwise) {
       out.q = static_cast<uint8_t*>(q.mutable_data_ptr());
@@ -32,6 +32,7 @@ struct Results {
     if (columnwise) {
       out.q_t = static_cast<uint8_t*>(q_t.mutable_data_ptr());
       out.scale_t = scale_t.mutable_data_ptr<float>();
+      out.squares = squares;
     }
   }
 
@@ -77,13 +78,14 @@ void zero_bias_grad(Results& results) {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
     const Tensor& x_in, const Tensor& offs_in, const std::optional<Tensor>& rows_in,
-    double amax_epsilon, bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad) {
+    double amax_epsilon, bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad,
+    bool squares) {
   check_group_quantize(x_in, offs_in, rows_in, amax_epsilon, rowwise, columnwise);
 
   const Launch launch("group_quantize", x_in);
   const Tensor x = with_dense_rows(x_in), offs = as_dense(offs_in);
   const int64_t T = rows_in ? rows_in->size(0) : x.size(0);
-  Results results(x, T, x.size(1), offs.size(0), rowwise, columnwise, bias_grad);
+  Results results(x, T, x.size(1), offs.size(0), rowwise, columnwise, bias_grad, squares);
 
   if (T == 0 || x.size(0) == 0) {
     zero_bias_grad(results);
@@ -111,13 +113,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
     const Tensor& gate_up_in, const Tensor& offs_in, double amax_epsilon, bool power_of_two_scales,
-    bool rowwise, bool columnwise, bool keep_h) {
+    bool rowwise, bool columnwise, bool keep_h, bool squares) {
   check_group_quantize_swiglu(gate_up_in, offs_in, amax_epsilon, rowwise, columnwise);
 
   const Launch launch("group_quantize_swiglu", gate_up_in);
   const Tensor gate_up = with_dense_rows(gate_up_in), offs = as_dense(offs_in);
   const int64_t T = gate_up.size(0), K = gate_up.size(1) / 2;
-  Results results(gate_up, T, K, offs.size(0), rowwise, columnwise, false);
+  Results results(gate_up, T, K, offs.size(0), rowwise, columnwise, false, squares);
   Tensor h = new_tensor(gate_up, keep_h ? Shape{T, K} : Shape{0}, gate_up.scalar_type());
 
   if (T > 0) {

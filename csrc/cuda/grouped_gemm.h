@@ -80,7 +80,7 @@ inline CUtensorMap out_map(const char* op, const Epilogue& epilogue, int64_t col
 
 template <typename Config>
 void launch_gemm(const Launch& launch, TensorMaps maps, const Tensor& offs,
-                 const WeightScale& weight_scale, const Epilogue& epilogue,
+                 const SquareScale& square_scale, const Epilogue& epilogue,
                  const GemmShape& shape) {
   constexpr GemmTile tile = Config::kFp8 ? kTileFp8 : kTile16Bit;
   static_assert(tile.rows == kTileM && tile.depth == Config::kTileK && tile.cluster == kCluster);
@@ -92,7 +92,7 @@ void launch_gemm(const Launch& launch, TensorMaps maps, const Tensor& offs,
   const int blocks = launch.multiprocessors() / kCluster * kCluster;
   launch.allow_shared_bytes<kernel>(shared_bytes);
   launch.run(kernel, blocks, kThreads, shared_bytes, maps, offs.const_data_ptr<int32_t>(),
-             weight_scale, epilogue, shape);
+             square_scale, epilogue, shape);
 }
 
 }  // namespace grouped_linear::cuda

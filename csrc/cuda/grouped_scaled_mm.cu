@@ -21,22 +21,26 @@ CUtensorMap scale_map(const char* op, const Tensor& scale, uint32_t width) {
                     {map_stride(scale, 0, scale.size(1))}, {width, 1}, false);
 }
 
-// Blocks have scales in the maps and in weight_scale, groups in the epilogue.
+// Scales of groups are in the epilogue, of lines in the maps, and of squares in square_scale.
 template <bool by_depth>
 void launch_scaled(const Launch& launch, const TensorMaps& maps, ScalarType dtype_a,
                    const Tensor& scale_a, const Tensor& scale_b, const Tensor& offs,
-                   const WeightScale& weight_scale, Epilogue epilogue, const GemmShape& shape) {
-  if (!of_groups(scale_a))
-    return launch_gemm<Config<__nv_fp8_e4m3, Scaling::kBlocks, by_depth>>(
-        launch, maps, offs, weight_scale, epilogue, shape);
+                   const SquareScale& square_scale, Epilogue epilogue, const GemmShape& shape) {
+  const auto run = [&](auto config) {
+    launch_gemm<decltype(config)>(launch, maps, offs, square_scale, epilogue, shape);
+  };
+  if (!of_groups(scale_a)) {
+    if constexpr (by_depth)
+      if (square_scale.scale == nullptr)
+        return run(Config<__nv_fp8_e4m3, Scaling::kLines, by_depth>());
+    return run(Config<__nv_fp8_e4m3, Scaling::kSquares, by_depth>());
+  }
   epilogue.scale_a = scale_a.const_data_ptr<float>();
   epilogue.scale_b = scale_b.const_data_ptr<float>();
   if (dtype_a == ScalarType::Float8_e5m2)
-    launch_gemm<Config<__nv_fp8_e5m2, Scaling::kGroups, by_depth>>(launch, maps, offs, {}, epilogue,
-                                                                   shape);
+    run(Config<__nv_fp8_e5m2, Scaling::kGroups, by_depth>());
   else
-    launch_gemm<Config<__nv_fp8_e4m3, Scaling::kGroups, by_depth>>(launch, maps, offs, {}, epilogue,
-                                                                   shape);
+    run(Config<__nv_fp8_e4m3, Scaling::kGroups, by_depth>());
 }
 
 void wgrad(const Launch& launch, const Tensor& dy_t_in, const Tensor& x_t_in,
@@ -61,12 +65,17 @@ void wgrad(const Launch& launch, const Tensor& dy_t_in, const Tensor& x_t_in,
   const CUtensorMap map_dy = data_map(dy_t, N, kTileM / 2);
   const CUtensorMap map_x = data_map(x_t, K, kTileN / 2);
   TensorMaps maps{map_dy, map_x, map_dy, map_x, map_dy, map_x};
+  SquareScale square_scale{};
   if (blocks > 0 && !of_groups(scale_dy_t)) {
     maps.scale_a = scale_map(launch.op(), scale_dy_t, kTileM);
-    maps.scale_b = scale_map(launch.op(), scale_x_t, kTileN);
+    if (scale_x_t.size(1) == K)
+      maps.scale_b = scale_map(launch.op(), scale_x_t, kTileN);
+    else
+      square_scale = {scale_x_t.const_data_ptr<float>(), 0, scale_x_t.stride(1),
+                      scale_x_t.stride(0)};
   }
-  launch_scaled<true>(launch, maps, dy_t.scalar_type(), scale_dy_t, scale_x_t, offs, {}, epilogue,
-                      shape);
+  launch_scaled<true>(launch, maps, dy_t.scalar_type(), scale_dy_t, scale_x_t, offs, square_scale,
+                      epilogue, shape);
 }
 
 }  // namespace
@@ -99,15 +108,15 @@ Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& s
   const GemmShape shape{rows, static_cast<int>(E), rows, static_cast<int>(N), static_cast<int>(K)};
   TensorMaps maps{map_a, map_b, map_a, map_b, map_a, map_of_b(kNarrowCols)};
   Tensor scale_b = scale_b_in;  // of blocks: read by its strides
-  WeightScale weight_scale{};
+  SquareScale square_scale{};
   if (of_groups(scale_a)) {
     scale_b = readable_scale(scale_b);
   } else {
     maps.scale_a = scale_map(launch.op(), scale_a, kScaleRows);
-    weight_scale = {scale_b.const_data_ptr<float>(), scale_b.stride(0), scale_b.stride(1),
+    square_scale = {scale_b.const_data_ptr<float>(), scale_b.stride(0), scale_b.stride(1),
                     scale_b.stride(2)};
   }
-  launch_scaled<false>(launch, maps, a.scalar_type(), scale_a, scale_b, offs, weight_scale,
+  launch_scaled<false>(launch, maps, a.scalar_type(), scale_a, scale_b, offs, square_scale,
                        epilogue_of(y, bias, false, std::nullopt), shape);
   return y;
 }

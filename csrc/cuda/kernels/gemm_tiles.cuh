@@ -41,8 +41,9 @@ struct GemmShape {
   int depth;       // K, by rows
 };
 
-// The 128 x 128 scales of b by rows, by their strides.
-struct WeightScale {
+// b's scales of squares, by their strides: between groups, and between blocks of 128 of b's rows (the
+// output's columns) and of the depth. By depth, groups lie one after the other along the depth.
+struct SquareScale {
   const float* scale;
   int64_t group_stride, row_stride, depth_stride;
 };
@@ -65,8 +66,9 @@ struct RaggedRows {
   __device__ RaggedRows(int row, int limit) : c1(kOrigin - (limit - row)), c2(limit) {}
 };
 
-// Where FP8 operands have their scales.
-enum class Scaling { kNone, kBlocks, kGroups };
+// What shares a scale in FP8 operands: a group, or 128 of the depth of one row, in a always, in b too
+// (kLines) or there of 128 rows (kSquares).
+enum class Scaling { kNone, kGroups, kLines, kSquares };
 
 template <typename A_, typename B_, int kTileN_, int kStages_, Scaling kScaling, bool kByDepth_,
           int kAMajor_ = 0, int kBMajor_ = 0>
@@ -75,8 +77,10 @@ struct GemmConfig {
   using B = B_;
   static constexpr int kTileN = kTileN_, kStages = kStages_;
   static constexpr bool kByDepth = kByDepth_, kFp8 = sizeof(A) == 1;
-  static constexpr bool kBlocks = kScaling == Scaling::kBlocks;
   static constexpr bool kGroups = kScaling == Scaling::kGroups;
+  static constexpr bool kLines = kScaling == Scaling::kLines;
+  static constexpr bool kSquares = kScaling == Scaling::kSquares;
+  static constexpr bool kBlocks = kLines || kSquares;
   static constexpr int kAMajor = kAMajor_, kBMajor = kBMajor_;
   static constexpr int kTileK = kLineBytes / sizeof(A);  // 64 in BF16, 128 in FP8
   static constexpr int kMmaK = 32 / sizeof(A);
@@ -112,8 +116,8 @@ struct GemmShared {
   };
   struct Scales {
     alignas(128) float a[Config::kByDepth ? kTileM : kScaleRows];
-    // By rows: the weight's scales of the tile's first and last columns, see produce_weight_scales.
-    alignas(128) float b[Config::kByDepth ? Config::kTileN : 2];
+    // Of squares: those of the tile's first and last columns, see produce_square_scales.
+    alignas(128) float b[Config::kLines ? Config::kTileN : 2];
   };
   struct NoScales {};
 

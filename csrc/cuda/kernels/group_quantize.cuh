@@ -26,7 +26,8 @@ struct GroupQuantized {
   float* scale;          // [ceil(K / 128), scale_stride]
   int64_t scale_stride;  // T rounded up
   uint8_t* q_t;          // [blocks, K, 128]
-  float* scale_t;        // [blocks, K]
+  float* scale_t;        // [blocks, K], or with squares [blocks, ceil(K / 128)]
+  bool squares;          // 128 columns of q_t share a scale too
   float*
       block_sums;  // [blocks, K]: every block's columns. Rows are added in eights, from the first
                    // to the last, then the eights, each sum starting from +0: the CPU's order.
@@ -300,6 +301,7 @@ __global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
   using Bits = typename Format<Element>::Bits;
   __shared__ GroupTable table;
   alignas(16) __shared__ Bits warp_amax[kTileWarps][kTile];
+  __shared__ uint32_t warp_largest[kTileWarps];
   alignas(16) __shared__ float col_factor[kTile];
   alignas(16) __shared__ float patch_sums[kPatches][kTile];
   __shared__ TurnedTile turned;
@@ -375,7 +377,14 @@ __global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
       uint32_t row_amax[kPatch], col_amax[Patch<Element>::kWords];
       patch.find_amax(row_amax, col_amax);
 
-      if (out.q_t) {
+      if (out.squares) {
+        uint32_t largest = 0;
+#pragma unroll
+        for (int w = 0; w < Patch<Element>::kWords; ++w)
+          largest = Word<Element>::max(largest, col_amax[w]);
+        largest = __reduce_max_sync(kFullWarp, Word<Element>::largest(largest));
+        if (lane == 0) warp_largest[warp] = largest;
+      } else if (out.q_t) {
 #pragma unroll
         for (int w = 0; w < Patch<Element>::kWords; ++w)
           col_amax[w] =
@@ -396,10 +405,14 @@ __global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
         if (out.q_t) {
           uint32_t amax = 0;
 #pragma unroll
-          for (int w = 0; w < kTileWarps; ++w) amax = max(amax, uint32_t{warp_amax[w][c]});
+          for (int w = 0; w < kTileWarps; ++w)
+            amax = max(amax, out.squares ? warp_largest[w] : uint32_t{warp_amax[w][c]});
           const BlockScale column = block_scale(Format<Element>::to_float(amax), rule);
           col_factor[c] = column.factor;
-          if (c < cols) out.scale_t[static_cast<int64_t>(block) * K + col + c] = column.scale;
+          const int scales = out.squares ? (K + kTile - 1) / kTile : K;
+          const int first = out.squares ? col / kTile : col, count = out.squares ? 1 : cols;
+          if (c < count)
+            out.scale_t[static_cast<int64_t>(block) * scales + first + c] = column.scale;
         }
       } else if (out.block_sums) {
         const int c = threadIdx.x - kTile;

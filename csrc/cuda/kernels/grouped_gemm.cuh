@@ -88,8 +88,9 @@ __device__ __forceinline__ void load_b(GemmShared<Config>& shared, const TensorM
 template <typename Config>
 __device__ void produce(GemmShared<Config>& shared, const TensorMaps& maps,
                         const GemmShape& shape) {
-  constexpr int scale_bytes =
-      !Config::kBlocks ? 0 : 4 * (Config::kByDepth ? kTileM + Config::kTileN : kScaleRows);
+  constexpr int scales =
+      (Config::kByDepth ? kTileM : kScaleRows) + (Config::kLines ? Config::kTileN : 0);
+  constexpr int scale_bytes = Config::kBlocks ? 4 * scales : 0;
   constexpr uint16_t all = (1 << kCluster) - 1;
   const int rank = static_cast<int>(sm90::cluster_rank());
   RingPosition<Config::kStages> ring;
@@ -125,7 +126,8 @@ __device__ void produce(GemmShared<Config>& shared, const TensorMaps& maps,
         auto& scales = shared.scales[stage];
         const int block = tile.depth_begin + step;
         sm90::load_2d(scales.a, &maps.scale_a, full, 0, tile.row, block);
-        sm90::load_2d(scales.b, &maps.scale_b, full, 0, tile.col, block);
+        if constexpr (Config::kLines)
+          sm90::load_2d(scales.b, &maps.scale_b, full, 0, tile.col, block);
       } else if constexpr (Config::kBlocks) {
         // The innermost coordinate of a copy must be a multiple of 16 bytes (H200, 2026-11: an
         // "illegal instruction" otherwise), and a group may start at any row.
@@ -138,38 +140,43 @@ __device__ void produce(GemmShared<Config>& shared, const TensorMaps& maps,
   sm90::barrier_arrive(&shared.full[ring.stage]);
 }
 
-// Puts the weight's scales of every step beside the step's operands. A tile of 192 columns meets
-// two blocks of 128: one with its first 64 columns, the other with its last 64, and either with
-// those between. A warp reads 32 steps at once: however the scales lie, their latency is paid while
-// the ring is full.
+// Puts b's scales of squares beside the operands of every step. A tile of 192 columns meets two
+// squares of 128: one with its first 64 columns, the other with its last 64, and either with those
+// between. A warp reads 32 steps at once: however the scales lie, their latency is paid while the
+// ring is full.
 template <typename Config>
-__device__ void produce_weight_scales(GemmShared<Config>& shared, const WeightScale& scale,
+__device__ void produce_square_scales(GemmShared<Config>& shared, const SquareScale& scale,
                                       const GemmShape& shape) {
   const int lane = threadIdx.x % 32;
   RingPosition<Config::kStages> ring;
+  const auto put = [&](float of_first, float of_last) {
+    sm90::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+    if (lane == 0) {
+      *reinterpret_cast<float2*>(shared.scales[ring.stage].b) = make_float2(of_first, of_last);
+      sm90::barrier_arrive(&shared.full[ring.stage]);
+    }
+    ring.advance();
+  };
   const int clusters = cluster_count<Config>(shared.groups, shape);
+#pragma unroll 1
   for (int number = blockIdx.x / kCluster; number < clusters; number += gridDim.x / kCluster) {
     const Tile tile = tile_of<Config>(number, shared.groups, shape);
+    if (Config::kByDepth && tile.steps == 0) put(0, 0);  // such a tile takes a stage too
     const int first = min(tile.col, shape.cols - 1) / kTileM;
     const int last = min(tile.col + kTileM, shape.cols - 1) / kTileM;
-    const float* group = scale.scale + tile.group * scale.group_stride;
+    const float* group = Config::kByDepth ? scale.scale + tile.depth_begin * scale.depth_stride
+                                          : scale.scale + tile.group * scale.group_stride;
+#pragma unroll 1
     for (int begin = 0; begin < tile.steps; begin += 32) {
       const int64_t step = min(begin + lane, tile.steps - 1) * scale.depth_stride;
       const float of_first = group[first * scale.row_stride + step];
       const float of_last = group[last * scale.row_stride + step];
-      for (int i = 0; i < min(32, tile.steps - begin); ++i, ring.advance()) {
-        const float2 scales =
-            make_float2(__shfl_sync(0xffffffff, of_first, i), __shfl_sync(0xffffffff, of_last, i));
-        sm90::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-        if (lane == 0) {
-          *reinterpret_cast<float2*>(shared.scales[ring.stage].b) = scales;
-          sm90::barrier_arrive(&shared.full[ring.stage]);
-        }
-      }
+#pragma unroll 1
+      for (int i = 0; i < min(32, tile.steps - begin); ++i)
+        put(__shfl_sync(0xffffffff, of_first, i), __shfl_sync(0xffffffff, of_last, i));
     }
   }
-  sm90::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-  if (lane == 0) sm90::barrier_arrive(&shared.full[ring.stage]);
+  put(0, 0);  // as does the end
 }
 
 // Zeroes the rows that belong to no group (by rows), a few copies at a time beside the products.
@@ -308,7 +315,7 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
           release(stage);
 #pragma unroll
           for (int i = 0; i < count; ++i) sum[i] += acc[i];
-        } else if constexpr (Config::kByDepth) {
+        } else if constexpr (Config::kLines) {
           const auto& scales = shared.scales[stage];
           const float scale_0 = scales.a[scale_row], scale_1 = scales.a[scale_row + 8];
           constexpr int pairs = Config::kTileN / 8;
@@ -330,13 +337,13 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
         } else {
           const auto& scales = shared.scales[stage];
           const float scale_0 = scales.a[scale_row], scale_1 = scales.a[scale_row + 8];
-          const float2 weight = *reinterpret_cast<const float2*>(scales.b);
-          const float middle = middle_is_first ? weight.x : weight.y;
+          const float2 square = *reinterpret_cast<const float2*>(scales.b);
+          const float middle = middle_is_first ? square.x : square.y;
           finish();
           release(stage);
 #pragma unroll
           for (int j = 0; j < Config::kTileN / 8; ++j) {
-            const float column_scale = j < 8 ? weight.x : j < 16 ? middle : weight.y;
+            const float column_scale = j < 8 ? square.x : j < 16 ? middle : square.y;
             const float s0 = scale_0 * column_scale, s1 = scale_1 * column_scale;
             sum[4 * j + 0] += s0 * acc[4 * j + 0];
             sum[4 * j + 1] += s0 * acc[4 * j + 1];
@@ -357,7 +364,7 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
             step_of(Constant<2>());
             step_of(Constant<3>());
             left -= Config::kStages;
-          } while (!Config::kByDepth && left >= Config::kStages);
+          } while (!Config::kLines && left >= Config::kStages);
         } else {
           step_of(ring.stage);
           --left;
@@ -436,11 +443,11 @@ __device__ bool fits_narrow(const GroupTable& groups, const GemmShape& shape) {
 
 template <typename Config>
 __device__ void multiply(GemmShared<Config>& shared, const TensorMaps& maps,
-                         const WeightScale& weight_scale, const Epilogue& epilogue,
+                         const SquareScale& square_scale, const Epilogue& epilogue,
                          const GemmShape& shape) {
   if (threadIdx.x == 0) {
     for (int s = 0; s < Config::kStages; ++s) {
-      sm90::barrier_init(&shared.full[s], Config::kBlocks && !Config::kByDepth ? 2 : 1);
+      sm90::barrier_init(&shared.full[s], Config::kSquares ? 2 : 1);
       sm90::barrier_init(&shared.empty[s], kMathWarps * kCluster);
     }
     sm90::fence_barrier_init();
@@ -456,8 +463,8 @@ __device__ void multiply(GemmShared<Config>& shared, const TensorMaps& maps,
   if (threadIdx.x < 128) {
     sm90::give_registers<40>();
     if (threadIdx.x == 0) produce<Config>(shared, maps, shape);
-    if constexpr (Config::kBlocks && !Config::kByDepth)
-      if (threadIdx.x / 32 == 1) produce_weight_scales<Config>(shared, weight_scale, shape);
+    if constexpr (Config::kSquares)
+      if (threadIdx.x / 32 == 1) produce_square_scales<Config>(shared, square_scale, shape);
     if constexpr (!Config::kByDepth)
       if (threadIdx.x / 32 == 2 && sm90::elect()) zero_tail<Config>(shared, epilogue, shape);
   } else {
@@ -471,7 +478,7 @@ __device__ void multiply(GemmShared<Config>& shared, const TensorMaps& maps,
 template <typename Config>
 __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster)
     grouped_gemm_kernel(const __grid_constant__ TensorMaps maps, const int32_t* offs,
-                        const WeightScale weight_scale, const Epilogue epilogue,
+                        const SquareScale square_scale, const Epilogue epilogue,
                         const GemmShape shape) {
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& shared = *reinterpret_cast<GemmShared<Config>*>(raw);
@@ -487,10 +494,10 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster)
       using Narrow = NarrowOf<Config>;
       auto& narrow = *reinterpret_cast<GemmShared<Narrow>*>(raw);
       find_groups<Narrow>(narrow, offs, shape);
-      return multiply<Narrow>(narrow, maps, weight_scale, epilogue, shape);
+      return multiply<Narrow>(narrow, maps, square_scale, epilogue, shape);
     }
   }
-  multiply<Config>(shared, maps, weight_scale, epilogue, shape);
+  multiply<Config>(shared, maps, square_scale, epilogue, shape);
 }
 
 }  // namespace grouped_linear::cuda
