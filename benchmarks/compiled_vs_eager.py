@@ -204,6 +204,8 @@ class Bench:
         """Build, compile, warm up, check the result; note peak memory and graph breaks."""
         mode, captured = MODES[candidate.mode]
         looped = candidate.implementation == "loop"
+        if captured and self.device.type != "cuda":
+            raise MeasurementError("a CUDA graph holds no step of a CPU")
         if captured and looped:
             raise MeasurementError("the host reads the group sizes, which no CUDA graph can hold")
         module = self.module(candidate)

@@ -138,13 +138,14 @@ def quantize_columnwise(
     T, K = x_TK.shape
     blocks = row_blocks(offs_E, T)
     q_t = x_TK.new_zeros((len(blocks), K, BLOCK), dtype=torch.uint8)  # a last block is zero-filled
-    scale_t = x_TK.new_zeros((len(blocks), K), dtype=torch.float32)
+    parts, dims = (feature_blocks(K), (0, 1)) if squares else ([slice(0, K)], (0,))
+    scale_t = x_TK.new_zeros((len(blocks), len(parts) if squares else K), dtype=torch.float32)
     for b, rows in enumerate(blocks):
-        for features in feature_blocks(K) if squares else [slice(K)]:
-            q, scale = quantize(x_TK[rows, features], (0, 1) if squares else 0, scaling)
-            q_t[b, features, : rows.stop - rows.start] = q.view(torch.uint8).t()
-            scale_t[b, features] = scale.flatten()
-    return q_t.view(E4M3), scale_t[:, ::BLOCK] if squares else scale_t
+        quantized = [quantize(x_TK[rows, part], dims, scaling) for part in parts]
+        q = torch.cat([q.view(torch.uint8) for q, _ in quantized], dim=1)
+        q_t[b, :, : rows.stop - rows.start] = q.t()
+        scale_t[b] = torch.cat([scale.flatten() for _, scale in quantized])
+    return q_t.view(E4M3), scale_t
 
 
 def quantize_weight(w_ENK: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor, Tensor]:
