@@ -40,8 +40,9 @@ std::string name_of(ScalarType dtype) {
 
 std::string name_of(const torch::stable::Device& device) {
   if (device.is_cpu()) return "cpu";
-  std::string type = device.is_cuda() ? "cuda" : "another device";
-  return device.has_index() ? type + ":" + std::to_string(device.index()) : type;
+  std::string name = device.is_cuda() ? "cuda" : "another device";
+  if (device.has_index()) name.append(":").append(std::to_string(device.index()));
+  return name;
 }
 
 bool is_activation(ScalarType dtype) {
@@ -93,6 +94,23 @@ void check_offs(const char* op, const Tensor& offs, const char* first_name, cons
   check_dtype(op, "offs", offs, ScalarType::Int);
   check_device(op, "offs", offs, first_name, first);
   check_groups(op, offs.size(0));
+}
+
+// Numbers of rows of a tensor.
+void check_rows(const char* op, const Tensor& rows, int64_t dim, const char* first_name,
+                const Tensor& first) {
+  check_dim(op, "rows", rows, dim);
+  check(rows.scalar_type() == ScalarType::Int || rows.scalar_type() == ScalarType::Long, op,
+        ": rows must be int32 or int64, got ", name_of(rows.scalar_type()));
+  check_device(op, "rows", rows, first_name, first);
+}
+
+// y [R, H], of which rows [T, C] are gathered.
+void check_gathered(const char* op, const Tensor& y, const Tensor& rows) {
+  check_dim(op, "y", y, 2);
+  check_activation(op, "y", y.scalar_type());
+  check_features(op, "H", y.size(1));
+  check_rows(op, rows, 2, "y", y);
 }
 
 void check_epsilon(const char* op, double amax_epsilon) {
@@ -278,20 +296,44 @@ void check_splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t a
 }
 
 void check_group_quantize(const Tensor& x, const Tensor& offs, const std::optional<Tensor>& rows,
-                          double amax_epsilon, bool rowwise, bool columnwise) {
+                          double amax_epsilon, bool rowwise, bool columnwise,
+                          const std::optional<Tensor>& factor) {
   const char* op = "group_quantize";
   check_dim(op, "x", x, 2);
   check_activation(op, "x", x.scalar_type());
   check_features(op, "K", x.size(1));
   check_offs(op, offs, "x", x);
-  if (rows) {
-    check_dim(op, "rows", *rows, 1);
-    check(rows->scalar_type() == ScalarType::Int || rows->scalar_type() == ScalarType::Long, op,
-          ": rows must be int32 or int64, got ", name_of(rows->scalar_type()));
-    check_device(op, "rows", *rows, "x", x);
+  if (rows) check_rows(op, *rows, 1, "x", x);
+  if (factor) {
+    check(rows.has_value(), op, ": factor is one of each of rows, which are not given");
+    check_dim(op, "factor", *factor, 1);
+    check_dtype(op, "factor", *factor, ScalarType::Float);
+    check_device(op, "factor", *factor, "x", x);
+    check_same(op, "T", "factor", factor->size(0), "rows", rows->size(0));
   }
   check_epsilon(op, amax_epsilon);
   check_layouts(op, rowwise, columnwise);
+}
+
+void check_gather_sum(const Tensor& y, const Tensor& rows, const std::optional<Tensor>& weight) {
+  const char* op = "gather_sum";
+  check_gathered(op, y, rows);
+  if (!weight) return;
+  check_dim(op, "weight", *weight, 2);
+  check_dtype(op, "weight", *weight, ScalarType::Float);
+  check_device(op, "weight", *weight, "y", y);
+  check_same(op, "T", "weight", weight->size(0), "rows", rows.size(0));
+  check_same(op, "C", "weight", weight->size(1), "rows", rows.size(1));
+}
+
+void check_gather_dot(const Tensor& a, const Tensor& y, const Tensor& rows) {
+  const char* op = "gather_dot";
+  check_gathered(op, y, rows);
+  check_dim(op, "a", a, 2);
+  check_dtype(op, "a", a, y.scalar_type());
+  check_device(op, "a", a, "y", y);
+  check_same(op, "T", "a", a.size(0), "rows", rows.size(0));
+  check_same(op, "H", "a", a.size(1), "y", y.size(1));
 }
 
 void check_swiglu(const char* op, const Tensor& gate_up, const Tensor& offs) {

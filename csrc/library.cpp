@@ -21,12 +21,13 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
 
   // x [T, K] -> q [T, K], scale [ceil(K/B), round_up(T, 4)], q_t [Tp/B, K, B], scale_t [Tp/B, K],
   //             bias_grad [E, K] float32; what is not asked for has no elements
+  // factor [T] float32: quantize x[rows] * factor, rounded to x's dtype
   // squares: B columns of q_t share a scale too, scale_t [Tp/B, ceil(K/B)]
   // rows [T]: of x [S, K], quantize x[rows]
   m.def(
       "group_quantize(Tensor x, Tensor offs, Tensor? rows=None, float amax_epsilon=0.0, "
       "bool power_of_two_scales=True, bool rowwise=True, bool columnwise=False, "
-      "bool bias_grad=False, bool squares=False) "
+      "bool bias_grad=False, bool squares=False, Tensor? factor=None) "
       "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)");
   // The same with one scale a group from its own amax (scale [E]; dtype: e4m3 or e5m2), with the
   // scales of earlier steps (amax [E] is raised to the largest magnitudes), and in blocks of 32 with
@@ -47,6 +48,11 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   m.def(
       "group_round_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, "
       "bool bias_grad=False) -> (Tensor x_rowwise, Tensor x_columnwise, Tensor bias_grad)");
+
+  // y [R, H], rows [T, C] -> out [T, H] = the sum over c of weight[t, c] * y[rows[t, c]], and
+  // a [T, H] -> out [T, C] = a[t] . y[rows[t, c]], float32
+  m.def("gather_sum(Tensor y, Tensor rows, Tensor? weight=None) -> Tensor");
+  m.def("gather_dot(Tensor a, Tensor y, Tensor rows) -> Tensor");
 
   // gate_up [T, 2 K] -> h [T, K] = silu(gate) * up; dh [T, K] -> d_gate_up [T, 2 K]
   m.def("swiglu(Tensor gate_up, Tensor offs) -> Tensor");
@@ -153,6 +159,8 @@ STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CPU, m) {
   m.impl("group_quantize_delayed_", TORCH_BOX(&group_quantize_delayed_));
   m.impl("group_quantize_mx", TORCH_BOX(&group_quantize_mx));
   m.impl("group_round_mx", TORCH_BOX(&group_round_mx));
+  m.impl("gather_sum", TORCH_BOX(&gather_sum));
+  m.impl("gather_dot", TORCH_BOX(&gather_dot));
   m.impl("swiglu", TORCH_BOX(&swiglu));
   m.impl("swiglu_grad", TORCH_BOX(&swiglu_grad));
   m.impl("group_quantize_swiglu", TORCH_BOX(&group_quantize_swiglu));
@@ -217,6 +225,8 @@ STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CUDA, m) {
   GROUPED_LINEAR_CUDA_OP(group_quantize_delayed_);
   GROUPED_LINEAR_CUDA_OP(group_quantize_mx);
   GROUPED_LINEAR_CUDA_OP(group_round_mx);
+  GROUPED_LINEAR_CUDA_OP(gather_sum);
+  GROUPED_LINEAR_CUDA_OP(gather_dot);
   GROUPED_LINEAR_CUDA_OP(swiglu);
   GROUPED_LINEAR_CUDA_OP(swiglu_grad);
   GROUPED_LINEAR_CUDA_OP(group_quantize_swiglu);

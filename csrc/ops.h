@@ -14,13 +14,16 @@
                            int64_t stride, std::optional<ScalarType> dtype);                       \
   std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(                               \
       const Tensor& x, const Tensor& offs, const std::optional<Tensor>& rows, double amax_epsilon, \
-      bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad, bool squares);      \
+      bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad, bool squares,       \
+      const std::optional<Tensor>& factor);                                                        \
   std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(                        \
       const Tensor& gate_up, const Tensor& offs, double amax_epsilon, bool power_of_two_scales,    \
       bool rowwise, bool columnwise, bool keep_h, bool squares);                                   \
   std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu_grad(                   \
       const Tensor& dh, const Tensor& gate_up, const Tensor& offs, double amax_epsilon,            \
       bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad);                    \
+  Tensor gather_sum(const Tensor& y, const Tensor& rows, const std::optional<Tensor>& weight);     \
+  Tensor gather_dot(const Tensor& a, const Tensor& y, const Tensor& rows);                         \
   Tensor swiglu(const Tensor& gate_up, const Tensor& offs);                                        \
   Tensor swiglu_grad(const Tensor& dh, const Tensor& gate_up, const Tensor& offs);                 \
   std::tuple<Tensor, Tensor, Tensor, Tensor> group_quantize_current(                               \

@@ -34,6 +34,11 @@ inline Tensor as_dense(const Tensor& t) {
   return t.is_contiguous() ? t : torch::stable::contiguous(t);
 }
 
+inline std::optional<Tensor> as_dense(const std::optional<Tensor>& t) {
+  if (!t) return std::nullopt;
+  return as_dense(*t);
+}
+
 // t itself where the elements of its last dimension are side by side, else a dense copy.
 inline Tensor with_dense_rows(const Tensor& t) {
   return t.stride(t.dim() - 1) == 1 ? t : torch::stable::contiguous(t);

@@ -95,6 +95,7 @@ class FuseSwiglu(CustomGraphPass):
             if rows is not None or not _read_by_one(x):
                 continue
             bias_grad, squares = options.pop("bias_grad"), options.pop("squares")
+            del options["factor"]  # of rows, which there are none
             of_h = {**options, "keep_h": False, "squares": squares}
             of_gradient = {**options, "bias_grad": bias_grad}
             if not bias_grad and _replace_h(graph, quantize, x, of_h):

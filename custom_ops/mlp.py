@@ -27,9 +27,16 @@ from grouped_linear.recipes import (
     Unquantized,
     Wanted,
 )
-from grouped_linear.routing import Routing, combine_grad, sort_by_expert, sum_of_rows
+from grouped_linear.routing import (
+    Routing,
+    gradient_of_rows,
+    gradient_of_weights,
+    sort_by_expert,
+    sum_of_rows,
+    weight_of_rows,
+)
 
-# The three places where a tensor is made only to be quantized. Block scaling has an op that does
+# The four places where a tensor is made only to be quantized. Block scaling has an op that does
 # both in one pass, with the same bits; under any other recipe the tensor is made first.
 
 
@@ -94,6 +101,31 @@ def _gate_up_gradient(
         columnwise=wanted.columnwise,
     )
     return _operands(d_gate_up)
+
+
+def _output_gradient(
+    scheme: Scheme,
+    d_out_TH: Tensor,
+    weight_TC: Tensor,
+    routing: Routing,
+    slot: Slot | None,
+    wanted: Wanted,
+) -> Operands:
+    """``scheme.gradient(gradient_of_rows(d_out))``."""
+    if not isinstance(scheme, Float8BlockScaling):
+        dy_RH = gradient_of_rows(d_out_TH, weight_TC, routing)
+        return scheme.gradient(dy_RH, routing.offs_E, slot, wanted)
+    dy = ops.group_quantize(
+        d_out_TH,
+        routing.offs_E,
+        routing.token_R,
+        amax_epsilon=scheme.amax_epsilon,
+        power_of_two_scales=scheme.power_of_two_scales,
+        rowwise=wanted.rowwise,
+        columnwise=wanted.columnwise,
+        factor=weight_of_rows(weight_TC, routing),
+    )
+    return _operands(dy)
 
 
 def _operands(t: ops.GroupQuantized | ops.SwigluQuantized) -> Operands:
@@ -181,10 +213,11 @@ class GroupedMLPFunction(torch.autograd.Function):
         offs_E, dtype = routing.offs_E, d_out_TH.dtype
         scheme: Scheme = ctx.recipe or Unquantized()
 
-        dy_RH, d_weight_TC = combine_grad(d_out_TH, weight_TC, y_RH, routing)
+        d_weight_TC = gradient_of_weights(d_out_TH, weight_TC, y_RH, routing)
         dx_TH = d_gate_up_EGH = d_down_EHF = None
         if need_h or need_down:
-            dy = scheme.gradient(dy_RH, offs_E, dy_slot, Wanted(need_h, need_down, False))
+            wanted = Wanted(need_h, need_down, False)
+            dy = _output_gradient(scheme, d_out_TH, weight_TC, routing, dy_slot, wanted)
         if need_down:
             d_down_EHF = _multiply_columns(dy.columnwise, h, offs_E, ctx.weight_dtypes[1])
         if need_h:

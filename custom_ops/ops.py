@@ -144,6 +144,7 @@ def group_quantize(
     columnwise: bool = False,
     bias_grad: bool = False,
     squares: bool = False,
+    factor: Tensor | None = None,
 ) -> GroupQuantized:
     """Quantize activations or gradients to e4m3 in 1x128 blocks, one pass over x for all outputs.
 
@@ -170,6 +171,7 @@ def group_quantize(
         columnwise: return q_t and scale_t.
         bias_grad: return the sum of x over each group's rows, added in a fixed order.
         squares: columnwise blocks are 128 rows of 128 features, counted from the first feature.
+        factor: [T] float32, with rows: quantize x[rows] * factor, rounded to x's dtype first.
 
     Returns:
         q [T, K]; scale [ceil(K / 128), round_up(T, 4)], one column a row of x; q_t [Tp / 128, K,
@@ -186,8 +188,9 @@ def group_quantize(
     >>> quantized.q.shape, quantized.scale.shape, quantized.q_t.shape
     (torch.Size([10, 64]), torch.Size([1, 12]), torch.Size([2, 64, 128]))
     """
+    scaling = amax_epsilon, power_of_two_scales
     q, scale, q_t, scale_t, grad = _ops.group_quantize(
-        x, offs, rows, amax_epsilon, power_of_two_scales, rowwise, columnwise, bias_grad, squares
+        x, offs, rows, *scaling, rowwise, columnwise, bias_grad, squares, factor
     )
     return GroupQuantized(
         q if rowwise else None,
@@ -196,6 +199,55 @@ def group_quantize(
         scale_t if columnwise else None,
         grad if bias_grad else None,
     )
+
+
+def gather_sum(y: Tensor, rows: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Sum gathered rows, weighted or not: what brings experts' outputs back to their tokens.
+
+    ``out[t] = sum over c of weight[t, c] * y[rows[t, c]]``, from the first c to the last, in
+    float32 and rounded once. CPU and GPU give the same bits.
+
+    Args:
+        y: [R, H] bfloat16, float16 or float32, H a multiple of 16.
+        rows: [T, C] int32 or int64. On CPU a number outside y raises; on a GPU it is clamped.
+        weight: [T, C] float32; None for ones.
+
+    Returns:
+        [T, H] of y's dtype.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size or number.
+
+    >>> y = torch.tensor([[1.0] * 16, [10.0] * 16, [100.0] * 16])
+    >>> gather_sum(y, torch.tensor([[0, 1], [2, 2]]), torch.tensor([[1.0, 2.0], [1.0, 0.0]]))[:, 0]
+    tensor([ 21., 100.])
+    """
+    out: Tensor = _ops.gather_sum(y, rows, weight)
+    return out
+
+
+def gather_dot(a: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+    """Multiply rows with gathered rows: the gradient of :func:`gather_sum` by its weights.
+
+    ``out[t, c] = a[t] . y[rows[t, c]]``, summed in float32 in an order that does not change.
+
+    Args:
+        a: [T, H] of y's dtype.
+        y: [R, H] bfloat16, float16 or float32, H a multiple of 16.
+        rows: [T, C] int32 or int64. On CPU a number outside y raises; on a GPU it is clamped.
+
+    Returns:
+        [T, C] float32.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size or number.
+
+    >>> y = torch.tensor([[1.0] * 16, [2.0] * 16])
+    >>> gather_dot(torch.ones(1, 16), y, torch.tensor([[1, 0]]))
+    tensor([[32., 16.]])
+    """
+    out: Tensor = _ops.gather_dot(a, y, rows)
+    return out
 
 
 def swiglu(gate_up: Tensor, offs: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from grouped_linear import ops
+
 
 class Routing(NamedTuple):
     """Where the rows of experts come from, and where they go."""
@@ -57,29 +59,27 @@ def sort_by_expert(expert_TC: Tensor, num_experts: int) -> Routing:
 
 def sum_of_rows(y_RH: Tensor, row_TC: Tensor, weight_TC: Tensor | None = None) -> Tensor:
     """The sum of each token's rows, weighted or not, in float32 and rounded once to y's dtype."""
-    y_TCH = y_RH[row_TC]
-    if weight_TC is not None:
-        y_TCH = y_TCH * weight_TC[..., None].float()  # a product of both dtypes is float32
-    sum_TH = y_TCH.sum(dim=1, dtype=torch.float32)
-    # A `to` that changes nothing is a second name of the same tensor: what an autograd.Function
-    # returns under one of two names is compiled by torch 2.11 with gradients of zero.
-    return sum_TH if y_RH.dtype == torch.float32 else sum_TH.to(y_RH.dtype)
+    return ops.gather_sum(y_RH, row_TC, None if weight_TC is None else weight_TC.float())
 
 
-def combine_grad(
+def weight_of_rows(weight_TC: Tensor, routing: Routing) -> Tensor:
+    """[R] float32, the weight of the choice that each row is."""
+    return weight_TC.flatten()[routing.choice_R].float()
+
+
+def gradient_of_rows(d_out_TH: Tensor, weight_TC: Tensor, routing: Routing) -> Tensor:
+    """The gradient of ``sum_of_rows(y, row, weight)`` by y: in float32, rounded once."""
+    weight_R = weight_of_rows(weight_TC, routing)
+    return (d_out_TH[routing.token_R] * weight_R[:, None]).to(d_out_TH.dtype)
+
+
+def gradient_of_weights(
     d_out_TH: Tensor, weight_TC: Tensor, y_RH: Tensor | None, routing: Routing
-) -> tuple[Tensor, Tensor | None]:
-    """The gradients of ``sum_of_rows(y, row, weight)``: of y, and of the weights where y is given.
-
-    Computed in float32, each rounded once.
-    """
-    d_out_RH = d_out_TH[routing.token_R]
-    d_weight_TC = None
-    if y_RH is not None:
-        d_weight_R = (d_out_RH.float() * y_RH).sum(dim=-1)
-        d_weight_TC = d_weight_R[routing.row_TC].to(weight_TC.dtype)
-    weight_R = weight_TC.flatten()[routing.choice_R].float()
-    return (d_out_RH * weight_R[:, None]).to(d_out_TH.dtype), d_weight_TC
+) -> Tensor | None:
+    """And by the weights, where y is given."""
+    if y_RH is None:
+        return None
+    return ops.gather_dot(d_out_TH, y_RH, routing.row_TC).to(weight_TC.dtype)
 
 
 class GatherFunction(torch.autograd.Function):
@@ -112,5 +112,7 @@ class CombineFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out_TH: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of y and of the weights."""
-        weight_TC, y_RH, *routing = ctx.saved_tensors
-        return (*combine_grad(d_out_TH, weight_TC, y_RH, Routing(*routing)), *(None,) * 4)
+        weight_TC, y_RH, *tensors = ctx.saved_tensors
+        routing = Routing(*tensors)
+        d_weight_TC = gradient_of_weights(d_out_TH, weight_TC, y_RH, routing)
+        return gradient_of_rows(d_out_TH, weight_TC, routing), d_weight_TC, *(None,) * 4

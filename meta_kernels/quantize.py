@@ -54,6 +54,7 @@ def group_quantize(
     columnwise: bool = False,
     bias_grad: bool = False,
     squares: bool = False,
+    factor: Tensor | None = None,
 ) -> Quantized:
     """x [T, K], or [S, K] with rows [T] -> q, scale, q_t, scale_t, bias_grad."""
     rules = Rules("group_quantize")
@@ -63,10 +64,14 @@ def group_quantize(
     rules.features("K", K)
     rules.offs(offs, "x", x)
     if rows is not None:
-        rules.dim("rows", rows, 1)
-        rules.dtype("rows", rows.dtype, (torch.int32, torch.int64))
-        rules.device("rows", rows, "x", x)
+        rules.rows(rows, 1, "x", x)
         T = rows.size(0)
+    if factor is not None:
+        rules.check(rows is not None, lambda: "factor is one of each of rows, which are not given")
+        rules.dim("factor", factor, 1)
+        rules.dtype("factor", factor.dtype, (torch.float32,))
+        rules.device("factor", factor, "x", x)
+        rules.same("T", "factor", factor.size(0), "rows", T)
     rules.epsilon(amax_epsilon)
     _check_layouts(rules, rowwise, columnwise)
     E = offs.size(0)

@@ -33,6 +33,8 @@ OPS = (
     "group_quantize_delayed_",
     "group_quantize_mx",
     "group_round_mx",
+    "gather_sum",
+    "gather_dot",
     "swiglu",
     "swiglu_grad",
     "group_quantize_swiglu",
@@ -449,6 +451,19 @@ def make(
             tensors = {"x": rows(groups, K, dtype, layout), "offs": offs}
             if index := options.pop("index", None):
                 tensors |= gathered(groups, K, dtype, layout, index)
+            if options.pop("factor", False):
+                tensors |= {"factor": torch.randn(groups.T)}
+                tensors["factor"][groups.valid :] = torch.nan
+        case "gather_sum" | "gather_dot":
+            R, C = groups.T + 3, options.pop("C", 3)
+            index = options.pop("index", torch.int64)
+            tensors = {"y": lay_out(torch.randn(R, K).to(dtype), layout)}
+            tensors |= {"rows": torch.randint(R, (groups.T, C)).to(index)}
+            if op == "gather_dot":
+                a = lay_out(torch.randn(groups.T, K).to(dtype), layout)
+                tensors = {"a": a, **tensors}
+            elif options.pop("weight", True):
+                tensors |= {"weight": torch.randn(groups.T, C)}
         case "group_quantize_current":
             tensors = {"x": rows(groups, K, dtype, layout), "offs": offs}
             tensors |= {"dtype": options.pop("fp8", reference.E4M3)}
@@ -593,12 +608,32 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **{name: {"columnwise": True, **v} for name, v in _LAYOUTS.items()},
         "squares": {"columnwise": True, "bias_grad": True, "squares": True},
         "gathered": {"columnwise": True, "bias_grad": True, "index": torch.int32},
+        "scaled": {"columnwise": True, "bias_grad": True, "index": torch.int64, "factor": True},
+        "scaled_strided": {
+            "columnwise": True,
+            "index": torch.int32,
+            "layout": "strided",
+            "factor": True,
+        },
         "gathered_strided": {
             "columnwise": True,
             "index": torch.int64,
             "layout": "strided",
             "squares": True,
         },
+    },
+    "gather_sum": {
+        "unweighted": {"weight": False},
+        "many": {"C": 11, "index": torch.int32},
+        "none": {"C": 0},
+        "strided": {"layout": "strided"},
+        "transposed": {"layout": "transposed"},
+    },
+    "gather_dot": {
+        "many": {"C": 11, "index": torch.int32},
+        "none": {"C": 0},
+        "strided": {"layout": "strided"},
+        "transposed": {"layout": "transposed"},
     },
     "swiglu": _LAYOUTS,
     "swiglu_grad": _LAYOUTS,

@@ -114,6 +114,10 @@ def test_group_quantize() -> None:
         *BAD_OFFS,
         {"rows": torch.zeros(12, 1, dtype=I32)},
         {"rows": torch.zeros(12)},
+        {"factor": torch.ones(12)},
+        {"rows": offs(12), "factor": torch.ones(12, 1)},
+        {"rows": offs(12), "factor": torch.ones(12, dtype=BF16)},
+        {"rows": offs(12), "factor": torch.ones(11)},
         *BAD_EPSILONS,
         {"rowwise": False},
         {"rowwise": False, "bias_grad": True},
@@ -132,11 +136,76 @@ group_quantize: E must be between 1 and 1024, got 0
 group_quantize: E must be between 1 and 1024, got 1025
 group_quantize: rows must be 1-D, got 2-D
 group_quantize: rows must be int32 or int64, got float32
+group_quantize: factor is one of each of rows, which are not given
+group_quantize: factor must be 1-D, got 2-D
+group_quantize: factor must be float32, got bfloat16
+group_quantize: T differs: factor has 11, rows has 12
 group_quantize: amax_epsilon must be finite and not negative, got -0.5
 group_quantize: amax_epsilon must be finite and not negative, got inf
 group_quantize: amax_epsilon must be finite and not negative, got nan
 group_quantize: rowwise or columnwise must be asked for, got neither
 group_quantize: rowwise or columnwise must be asked for, got neither""",
+    )
+
+
+def gathered_mistakes(good: Sample) -> list[dict[str, Any]]:
+    y = good["y"]
+    return [
+        {"y": y[0]},
+        {"y": y.double()},
+        {"y": like(y, None, 24)},
+        {"rows": good["rows"][0]},
+        {"rows": good["rows"].short()},
+    ]
+
+
+def test_gather_sum() -> None:
+    good = make("gather_sum", GROUPS_3, BF16)
+    weight = good["weight"]
+    mistakes = [
+        *gathered_mistakes(good),
+        {"weight": weight[0]},
+        {"weight": weight.bfloat16()},
+        {"weight": like(weight, 11, None)},
+        {"weight": like(weight, None, 2)},
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+gather_sum: y must be 2-D, got 1-D
+gather_sum: y must be bfloat16, float16 or float32, got float64
+gather_sum: H must be a positive multiple of 16, got 24
+gather_sum: rows must be 2-D, got 1-D
+gather_sum: rows must be int32 or int64, got int16
+gather_sum: weight must be 2-D, got 1-D
+gather_sum: weight must be float32, got bfloat16
+gather_sum: T differs: weight has 11, rows has 12
+gather_sum: C differs: weight has 2, rows has 3""",
+    )
+
+
+def test_gather_dot() -> None:
+    good = make("gather_dot", GROUPS_3, BF16)
+    a = good["a"]
+    mistakes = [
+        *gathered_mistakes(good),
+        {"a": a[0]},
+        {"a": a.float()},
+        {"a": like(a, 11, None)},
+        {"a": like(a, None, 16)},
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+gather_dot: y must be 2-D, got 1-D
+gather_dot: y must be bfloat16, float16 or float32, got float64
+gather_dot: H must be a positive multiple of 16, got 24
+gather_dot: rows must be 2-D, got 1-D
+gather_dot: rows must be int32 or int64, got int16
+gather_dot: a must be 2-D, got 1-D
+gather_dot: a must be bfloat16, got float32
+gather_dot: T differs: a has 11, rows has 12
+gather_dot: H differs: a has 16, y has 144""",
     )
 
 

@@ -215,7 +215,9 @@ def test_every_fused_op_and_no_other(device: str) -> None:
     with CountOps() as counting:
         run(ours(experts, Float8BlockScaling()), leaves)
     assert counting.counts == {
-        "group_quantize rowwise columnwise": 2,  # x as it is gathered; dy
+        "group_quantize rowwise columnwise": 2,  # x as it is gathered; dy, gathered and weighted
+        "gather_sum": 2,  # the outputs, x's gradient
+        "gather_dot": 1,
         "quantize_weight columnwise": 2,
         "group_quantize_swiglu rowwise columnwise": 1,
         "group_quantize_swiglu_grad rowwise columnwise": 1,
@@ -229,6 +231,7 @@ def test_every_fused_op_and_no_other(device: str) -> None:
         "quantize_weight": 2,
         "group_quantize_swiglu rowwise": 1,
         "grouped_scaled_mm": 2,
+        "gather_sum": 1,
     }
 
 

@@ -53,6 +53,8 @@ def check_group_quantize(sample: Sample, device: str) -> None:
     """Compare all that is specified of group_quantize's results with the reference."""
     offs_E = sample["offs"]
     x_TK = reference.gather(sample["x"], sample.get("rows"), offs_E)
+    if sample.get("factor") is not None:
+        x_TK = (x_TK.float() * sample["factor"][:, None]).to(x_TK.dtype)
     (T, K), E = x_TK.shape, offs_E.numel()
     valid = reference.groups(offs_E, T)[-1].stop
     q, scale, q_t, scale_t, bias_grad = sample.results(device)

@@ -82,8 +82,8 @@ splits_to_offsets(Tensor m_splits, SymInt num_rows, int alignment=1, SymInt stri
     ScalarType? dtype=None) -> Tensor
 group_quantize(Tensor x, Tensor offs, Tensor? rows=None, float amax_epsilon=0., bool
     power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool bias_grad=False,
-    bool squares=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor
-    bias_grad)
+    bool squares=False, Tensor? factor=None) -> (Tensor q, Tensor scale, Tensor q_t, Tensor
+    scale_t, Tensor bias_grad)
 group_quantize_current(Tensor x, Tensor offs, ScalarType dtype, float amax_epsilon=0., bool
     power_of_two_scales=False, bool rowwise=True, bool columnwise=False, bool bias_grad=False)
     -> (Tensor q, Tensor scale, Tensor q_t, Tensor bias_grad)
@@ -94,6 +94,8 @@ group_quantize_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=Fals
     bias_grad=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)
 group_round_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, bool
     bias_grad=False) -> (Tensor x_rowwise, Tensor x_columnwise, Tensor bias_grad)
+gather_sum(Tensor y, Tensor rows, Tensor? weight=None) -> Tensor
+gather_dot(Tensor a, Tensor y, Tensor rows) -> Tensor
 swiglu(Tensor gate_up, Tensor offs) -> Tensor
 swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs) -> Tensor
 group_quantize_swiglu(Tensor gate_up, Tensor offs, float amax_epsilon=0., bool

@@ -96,25 +96,30 @@ void quantize(ScalarType dtype, const std::vector<RowBlock>& blocks, ScaleRule r
 
 // The first `count` of rows, each an index of x's `limit` rows.
 std::vector<int64_t> checked_rows(const std::optional<Tensor>& rows, int64_t count, int64_t limit) {
-  std::vector<int64_t> taken;
-  if (!rows) return taken;
-  const Tensor dense = as_dense(*rows);
+  if (!rows) return {};
+  std::vector<int64_t> taken = row_numbers(*rows);
   taken.resize(count);
-  for (int64_t t = 0; t < count; ++t) {
-    taken[t] = dense.scalar_type() == ScalarType::Int ? dense.const_data_ptr<int32_t>()[t]
-                                                      : dense.const_data_ptr<int64_t>()[t];
+  for (int64_t t = 0; t < count; ++t)
     check(taken[t] >= 0 && taken[t] < limit, "group_quantize: rows must index the ", limit,
           " rows of x, got ", taken[t], " at row ", t);
-  }
   return taken;
+}
+
+// to[i] = from[i] * factor, at most kBlock elements of a dtype, rounded to it.
+void multiply_row(const char* from, float factor, ScalarType dtype, int64_t n, void* to) {
+  float values[kBlock];
+  load_row(from, dtype, n, values);
+  for (int64_t i = 0; i < n; ++i) values[i] *= factor;
+  store_row(values, n, dtype, to);
 }
 
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
     const Tensor& x_in, const Tensor& offs, const std::optional<Tensor>& rows, double amax_epsilon,
-    bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad, bool squares) {
-  check_group_quantize(x_in, offs, rows, amax_epsilon, rowwise, columnwise);
+    bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad, bool squares,
+    const std::optional<Tensor>& factor_in) {
+  check_group_quantize(x_in, offs, rows, amax_epsilon, rowwise, columnwise, factor_in);
   const Tensor x = with_dense_rows(x_in);
   const ScalarType dtype = x.scalar_type();
   const int64_t T = rows ? rows->size(0) : x.size(0), K = x.size(1);
@@ -124,11 +129,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
 
   const int64_t element = element_size(dtype), stride = x.stride(0) * element;
   const auto* first = static_cast<const char*>(x.data_ptr());
+  const std::optional<Tensor> factor = as_dense(factor_in);
+  const float* factors = factor ? factor->const_data_ptr<float>() : nullptr;
   quantize(dtype, blocks_of(starts, columnwise || bias_grad),
            {static_cast<float>(amax_epsilon), power_of_two_scales}, results,
            [&](const RowBlock& block, int64_t r, int64_t col, int64_t cols, void* row) {
              const int64_t t = rows ? taken[block.begin + r] : block.begin + r;
-             GroupedRows::copy_row(first + t * stride + col * element, cols * element, row);
+             const char* from = first + t * stride + col * element;
+             if (factors)
+               multiply_row(from, factors[block.begin + r], dtype, cols, row);
+             else
+               GroupedRows::copy_row(from, cols * element, row);
            });
   return results.all();
 }

@@ -112,4 +112,13 @@ void zero_rows(const Tensor& t, int64_t begin) {
   if (begin < t.size(0)) std::memset(row_of(t, begin), 0, row_of(t, t.size(0)) - row_of(t, begin));
 }
 
+std::vector<int64_t> row_numbers(const Tensor& rows) {
+  const Tensor dense = as_dense(rows);
+  const auto copy = [&](auto index) {
+    const auto* first = dense.const_data_ptr<decltype(index)>();
+    return std::vector<int64_t>(first, first + dense.numel());
+  };
+  return dense.scalar_type() == ScalarType::Int ? copy(int32_t{}) : copy(int64_t{});
+}
+
 }  // namespace grouped_linear::cpu

@@ -81,4 +81,7 @@ Tensor new_output(const Tensor& like, const std::vector<int64_t>& shape, ScalarT
 
 void zero_rows(const Tensor& t, int64_t begin);
 
+// The elements of an int32 or int64 tensor.
+std::vector<int64_t> row_numbers(const Tensor& rows);
+
 }  // namespace grouped_linear::cpu

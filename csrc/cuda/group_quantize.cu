@@ -79,8 +79,8 @@ void zero_bias_grad(Results& results) {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
     const Tensor& x_in, const Tensor& offs_in, const std::optional<Tensor>& rows_in,
     double amax_epsilon, bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad,
-    bool squares) {
-  check_group_quantize(x_in, offs_in, rows_in, amax_epsilon, rowwise, columnwise);
+    bool squares, const std::optional<Tensor>& factor_in) {
+  check_group_quantize(x_in, offs_in, rows_in, amax_epsilon, rowwise, columnwise, factor_in);
 
   const Launch launch("group_quantize", x_in);
   const Tensor x = with_dense_rows(x_in), offs = as_dense(offs_in);
@@ -101,12 +101,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
     };
     if (!rows_in) return run(Rows<Element>{values, x.stride(0), has_aligned_rows(x)});
     const Tensor rows = as_dense(*rows_in);
+    const auto gather = [&](auto index) {
+      using Index = decltype(index);
+      const GatheredRows<Element, Index> gathered{values, x.stride(0), has_aligned_rows(x),
+                                                  rows.const_data_ptr<Index>(), x.size(0)};
+      if (!factor_in) return run(gathered);
+      const Tensor factor = as_dense(*factor_in);
+      run(ScaledRows<Element, Index>{gathered, factor.const_data_ptr<float>()});
+    };
     if (rows.scalar_type() == ScalarType::Int)
-      run(GatheredRows<Element, int32_t>{values, x.stride(0), has_aligned_rows(x),
-                                         rows.const_data_ptr<int32_t>(), x.size(0)});
+      gather(int32_t{});
     else
-      run(GatheredRows<Element, int64_t>{values, x.stride(0), has_aligned_rows(x),
-                                         rows.const_data_ptr<int64_t>(), x.size(0)});
+      gather(int64_t{});
   });
   return results.all();
 }

@@ -12,15 +12,13 @@
 namespace grouped_linear::cuda {
 
 // t itself where the copy engine can read it: its base and its rows aligned to 16 bytes, its
-// elements next to one another along `inner`; else a dense copy (the allocator aligns to 512
-// bytes).
+// elements next to one another along `inner`; else a dense copy.
 inline Tensor tma_operand(const Tensor& t, int64_t inner) {
   bool readable = is_aligned(t) && t.stride(inner) == 1;
   for (int64_t d = 0; d < t.dim(); ++d)
     if (d != inner && t.size(d) > 1)
       readable = readable && t.stride(d) * item_size(t) % 16 == 0 && t.stride(d) >= t.size(inner);
-  if (readable) return t;
-  return t.is_contiguous() ? torch::stable::clone(t) : torch::stable::contiguous(t);
+  return readable ? t : dense_copy(t);
 }
 
 // Dimensions of size 1 may have any stride; the copy engine wants a multiple of 16 bytes.

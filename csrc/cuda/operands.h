@@ -25,6 +25,16 @@ inline bool has_aligned_rows(const Tensor& t) {
   return is_aligned(t) && t.stride(0) * item_size(t) % 16 == 0;
 }
 
+// In new memory, which the allocator aligns to 512 bytes.
+inline Tensor dense_copy(const Tensor& t) {
+  return t.is_contiguous() ? torch::stable::clone(t) : torch::stable::contiguous(t);
+}
+
+// t itself where its rows can be read 16 bytes at a time, else a dense copy.
+inline Tensor with_aligned_rows(const Tensor& t) {
+  return t.stride(1) == 1 && has_aligned_rows(t) ? t : dense_copy(t);
+}
+
 // Calls run with the type, in a std::type_identity, that dtype names.
 template <typename Run>
 void for_element(ScalarType dtype, const Run& run) {

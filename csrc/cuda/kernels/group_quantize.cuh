@@ -148,6 +148,30 @@ struct GatheredRows {
   }
 };
 
+// Those times factor[t], rounded to Element.
+template <typename Element, typename Index>
+struct ScaledRows : GatheredRows<Element, Index> {
+  const float* factor;
+
+  __device__ __forceinline__ void load(Patch<Element> (&patch)[1],
+                                       typename GatheredRows<Element, Index>::Ahead& ahead,
+                                       const TilePlaceInRows& at) const {
+    GatheredRows<Element, Index>::load(patch, ahead, at);
+    const int first = Patch<Element>::row() * kPatch;
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+      // Rows past the end are zero and stay so, whatever the factor is.
+      const float f = first + i < at.rows ? factor[at.row_begin + first + i] : 0;
+      Eight<Element> scaled;
+      for_eight<Element>(scaled, [&](int c) {
+        return __fmul_rn(Patch<Element>::element(patch[0].words[i], c), f);
+      });
+#pragma unroll
+      for (int w = 0; w < Patch<Element>::kWords; ++w) patch[0].words[i][w] = scaled[w];
+    }
+  }
+};
+
 // h [T, K] = silu(gate) * up of gate_up [T, 2 K], rounded to Element; kept where h is not null.
 template <typename Element>
 struct Swiglu {

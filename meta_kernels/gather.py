@@ -1,0 +1,43 @@
+"""Fake kernels of the ops that gather rows and sum or multiply them.
+
+T tokens, C rows gathered for each, R rows of y, H features.
+"""
+
+import torch
+from torch import Tensor
+
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, Rules
+
+
+def _check_gathered(rules: Rules, y: Tensor, rows: Tensor) -> None:
+    rules.dim("y", y, 2)
+    rules.dtype("y", y.dtype, ACTIVATIONS)
+    rules.features("H", y.size(1))
+    rules.rows(rows, 2, "y", y)
+
+
+@torch.library.register_fake("grouped_linear::gather_sum")
+def gather_sum(y: Tensor, rows: Tensor, weight: Tensor | None = None) -> Tensor:
+    """y [R, H], rows and weight [T, C] -> [T, H]."""
+    rules = Rules("gather_sum")
+    _check_gathered(rules, y, rows)
+    if weight is not None:
+        rules.dim("weight", weight, 2)
+        rules.dtype("weight", weight.dtype, (torch.float32,))
+        rules.device("weight", weight, "y", y)
+        rules.same("T", "weight", weight.size(0), "rows", rows.size(0))
+        rules.same("C", "weight", weight.size(1), "rows", rows.size(1))
+    return y.new_empty((rows.size(0), y.size(1)))
+
+
+@torch.library.register_fake("grouped_linear::gather_dot")
+def gather_dot(a: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+    """a [T, H], y [R, H], rows [T, C] -> [T, C]."""
+    rules = Rules("gather_dot")
+    _check_gathered(rules, y, rows)
+    rules.dim("a", a, 2)
+    rules.dtype("a", a.dtype, (y.dtype,))
+    rules.device("a", a, "y", y)
+    rules.same("T", "a", a.size(0), "rows", rows.size(0))
+    rules.same("H", "a", a.size(1), "y", y.size(1))
+    return y.new_empty(rows.shape, dtype=torch.float32)

@@ -1,0 +1,94 @@
+"""Sums and products of gathered rows: bits of the reference, products within float32's rounding."""
+
+import pytest
+import reference
+import torch
+from samples import (
+    BF16,
+    DTYPES,
+    FP32,
+    Groups,
+    Sample,
+    assert_same_bits,
+    cases,
+    devices,
+    make,
+    sentence,
+    variant_of,
+)
+
+GROUPS = Groups((3, 2), 5)
+
+
+@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("gather_sum"))
+def test_gather_sum(op: str, groups: Groups, variant: str, device: str) -> None:
+    for dtype in DTYPES:
+        sample = variant_of(op, groups, variant, dtype)
+        expected = reference.gather_sum(sample["y"], sample["rows"], sample.get("weight"))
+        assert_same_bits(sample.results(device)[0], expected)
+
+
+@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("gather_dot"))
+def test_gather_dot(op: str, groups: Groups, variant: str, device: str) -> None:
+    for dtype in DTYPES:
+        sample = variant_of(op, groups, variant, dtype)
+        a_TH, y_TCH = sample["a"].double(), sample["y"].double()[sample["rows"].long()]
+        (actual,) = sample.results(device)
+        assert actual.dtype == FP32
+        products = a_TH[:, None] * y_TCH
+        # each of H products and H - 1 sums rounds by at most 2^-24
+        bound = 2 * a_TH.size(1) * 2.0**-24 * products.abs().sum(-1)
+        assert ((actual.double() - products.sum(-1)).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("device", devices("gather_sum", "gather_dot"))
+def test_wide_rows(device: str) -> None:
+    """H past a GPU block's threads, and no multiple of what they read at once."""
+    for op in ("gather_sum", "gather_dot"):
+        for dtype in (BF16, FP32):
+            sample = make(op, Groups((5, 4), 9, K=7184), dtype, C=8)
+            (actual,) = sample.results(device)
+            y_TCH = sample["y"].double()[sample["rows"]]
+            if op == "gather_sum":
+                expected = reference.gather_sum(sample["y"], sample["rows"], sample["weight"])
+                assert_same_bits(actual, expected)
+            else:
+                expected = torch.einsum("th,tch->tc", sample["a"].double(), y_TCH)
+                torch.testing.assert_close(actual.double(), expected, atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("device", devices("gather_sum"))
+def test_a_row_that_is_not_finite_spoils_its_tokens_alone(device: str) -> None:
+    y = torch.ones(3, 16)
+    y[1] = torch.inf
+    rows = torch.tensor([[0, 2], [0, 1], [2, 2]])
+    sample = Sample("gather_sum", {"y": y, "rows": rows, "weight": torch.tensor([[1.0, 2.0]] * 3)})
+    assert sample.results(device)[0][:, 0].tolist() == [3, torch.inf, 3]
+
+
+@pytest.mark.parametrize("device", devices("gather_sum", "gather_dot"))
+@pytest.mark.parametrize("op", ["gather_sum", "gather_dot"])
+def test_numbers_outside(op: str, device: str) -> None:
+    """On CPU they raise; a GPU clamps them, since to look at them the host would have to wait."""
+    sample = make(op, GROUPS, BF16)
+    for bad, clamped in ((-1, 0), (8, 7), (torch.iinfo(torch.int64).min, 0)):
+        rows = sample["rows"].clone()
+        rows[1, 2] = bad
+        if device == "cpu":
+            call = sample.but(rows=rows)
+            expected = f"{op}: rows must index the 8 rows of y, got {bad}"
+            assert sentence(call) == expected
+        else:
+            (actual,) = sample.but(rows=rows).results(device)
+            rows[1, 2] = clamped
+            assert_same_bits(actual, sample.but(rows=rows).results(device)[0])
+
+
+@pytest.mark.parametrize("device", devices("gather_sum", "gather_dot"))
+@pytest.mark.parametrize("op", ["gather_sum", "gather_dot"])
+def test_nothing_to_gather_from(op: str, device: str) -> None:
+    sample = make(op, GROUPS, BF16).but(y=torch.empty(0, GROUPS.K, dtype=BF16))
+    if device == "cpu":
+        assert sentence(sample).startswith(f"{op}: rows must index the 0 rows of y, got ")
+    else:
+        assert not sample.results(device)[0].any()
