@@ -12,7 +12,7 @@ from torch import Tensor
 from grouped_linear import ops
 from grouped_linear.autograd import Call, GroupedLinearFunction
 from grouped_linear.delayed import DelayedScalingState
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, dtype_name
 from grouped_linear.recipes import DelayedScaling, Experts, Float8BlockScaling, Recipe
 from grouped_linear.tensor import GroupedTensor
 
@@ -32,6 +32,16 @@ def check_bias(bias: Tensor | None) -> None:
             "grouped_linear: bias must be bfloat16, float16 or float32, "
             f"got {dtype_name(bias.dtype)}"
         )
+
+
+def as_rows(op: str, x: Tensor) -> Tensor:
+    """x [..., K] as [T, K]."""
+    if x.dim() == 0 or x.size(-1) == 0:
+        raise RuntimeError(
+            f"{op}: x must have a last dimension of a positive multiple of {FEATURE_MULTIPLE}, "
+            f"got shape {list(x.shape)}"
+        )
+    return x if x.dim() == 2 else x.reshape(-1, x.size(-1))
 
 
 def grouped_linear(
@@ -120,7 +130,7 @@ def apply_layer(
         # A quantizer reads any of them.
         if recipe is None and weights[0].dtype in ACTIVATIONS and weights[0].dtype != dtype:
             experts = tuple(w.to(dtype) for w in weights)
-    x_TK = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
+    x_TK = as_rows("grouped_linear", x)
     splits_E = torch.as_tensor(m_splits, device=x.device)
     offs_E = ops.splits_to_offsets(splits_E, x_TK.size(0))
     call = Call(recipe, torch.is_grad_enabled(), experts, **options)

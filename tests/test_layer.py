@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from grouped_linear import (
     Float8BlockScaling,
     GroupedLinear,
+    GroupedMLP,
     MXFP8BlockScaling,
     Recipe,
     grouped_linear,
@@ -153,6 +154,25 @@ def test_bias_that_would_lose_by_a_cast(recipe: Recipe, device: str) -> None:
                 "grouped_linear: bias must be bfloat16, float16 or float32, "
                 f"got {str(dtype).removeprefix('torch.')}"
             )
+
+
+@DEVICES
+@RECIPES
+@pytest.mark.parametrize("shape", [(), (0,), (5, 0), (2, 3, 0)], ids=str)
+def test_x_without_features(shape: tuple[int, ...], recipe: Recipe, device: str) -> None:
+    layer = GroupedLinear(2, 16, 32, recipe=recipe, device=device)
+    mlp = GroupedMLP(2, 16, 32, recipe=recipe, device=device)
+    x, state = torch.ones(shape, device=device), state_for(recipe, 2, device)
+    chosen = torch.zeros(*shape[:-1], 1, device=device)
+    for op, call in (
+        ("grouped_linear", lambda: layer(x, [2, 3])),
+        ("grouped_linear", lambda: grouped_linear(x, layer.weight, [2, 3], None, recipe, state)),
+        ("grouped_mlp", lambda: mlp(x, chosen, chosen.long())),
+    ):
+        assert sentence(call) == (
+            f"{op}: x must have a last dimension of a positive multiple of 16, "
+            f"got shape {list(shape)}"
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
