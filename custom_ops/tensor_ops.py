@@ -216,7 +216,8 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(to, GroupedTensor):
         dtype = to.dtype if to.dtype in ACTIVATIONS else source.dtype
         return func(to, _plain(source, dtype), *args[2:], **kwargs)
-    if isinstance(source, GroupedTensor) and source.q.shape == to.q.shape:
+    shapes = [(t.shape, t.q.shape) for t in (to, source) if isinstance(t, GroupedTensor)]
+    if len(shapes) == 2 and shapes[0] == shapes[1]:
         func(to.q, source.q, *args[2:], **kwargs)
         func(to.scale, source.scale, *args[2:], **kwargs)
         if to.q_t is not None:

@@ -298,6 +298,10 @@ def test_copy() -> None:
         to = GroupedTensor.quantize(torch.zeros(E, N, K))
         to.view(source.shape).copy_(source)
         assert_same(to, GroupedTensor.quantize(source.view(E, N, K).to(FP32)))
+    with pytest.raises(RuntimeError, match="expanded size"):  # bytes of another shape
+        to.copy_(quantized.view(E, K, N))
+    to.view(E, K, N).copy_(quantized.view(E, K, N))
+    assert_same(to, quantized)
     to.copy_(torch.tensor(3.0))
     assert (to == 3).all()
     for dtype in (*DTYPES, torch.float64):
