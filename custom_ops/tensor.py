@@ -217,7 +217,8 @@ class GroupedTensor(Tensor):
         else:  # a copy: put it into a whole one
             w = self.detach().dequantize()
             w[index] = value.to(w.dtype)
-            self.copy_(w)
+            if part.numel():  # where nothing is written every block keeps its scale
+                self.copy_(w)
 
     # --- travelling ------------------------------------------------------------------------------
 

@@ -56,6 +56,8 @@ def _on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _store(t: GroupedTensor, w: Tensor, *, by_chance: bool) -> None:
     """Quantize w into t's own memory."""
+    if t.numel() == 0:
+        return
     blocks.quantize_(t.q, t.scale, t.q_t, w.reshape(t.q.shape), t.recipe, by_chance)
     _written(t)
 
