@@ -49,6 +49,7 @@ def expert_tensors(
 
     Raises:
         ValueError: if there are not as many numbers as experts, or the rows cannot be shared.
+        RuntimeError: for a quantized weight that is viewed in another shape.
 
     >>> w = GroupedTensor.quantize(torch.ones(2, 32, 16))
     >>> {name: list(t.shape) for name, t in expert_tensors(w, "experts.{}.weight").items()}
@@ -211,6 +212,8 @@ def _plan(
     function: str, weight: Tensor, names: str | Sequence[str], experts: Sequence[int] | None
 ) -> tuple[list[str], list[int], int]:
     """Names, numbers of experts, and the rows that each name has of an expert."""
+    if isinstance(weight, GroupedTensor):
+        weight.check_whole()
     names = [names] if isinstance(names, str) else list(names)
     E, N, _ = weight.shape
     numbers = list(range(E)) if experts is None else list(experts)

@@ -61,8 +61,11 @@ def convert_experts(
 
     A form is only a guess at what is computed. So SwiGLU experts are run on a few random rows, in
     training mode, and must give what SwiGLU gives: another activation, a clamp or dropout is an
-    error. Load a checkpoint before, and convert before sharding. The parameters of lists are held
-    twice until all is converted; if anything raises, nothing was changed.
+    error. So is whatever else a list's experts hold that would be lost: hooks (as of weight_norm or
+    pruning), parametrizations, buffers, a forward or a subclass of Linear of their own, parameters
+    with a second owner. Attributes of parameters do not come along. Load a checkpoint before, and
+    convert before sharding. The parameters of lists are held twice until all is converted; if
+    anything raises, nothing was changed.
 
     Args:
         model: a model, or a module that itself is to be converted.
@@ -74,7 +77,8 @@ def convert_experts(
 
     Raises:
         ValueError: where nothing is recognised, a class of ``forwards`` is not in the model or
-            holds no such ModuleList, or its experts differ in form or compute something else.
+            holds no such ModuleList, or its experts differ in form, compute something else or hold
+            what would be lost.
 
     >>> class Block(nn.Module):
     ...     def __init__(self):
@@ -106,6 +110,9 @@ def convert_experts(
             where = f"convert_experts: {name or type(module).__name__}"
             if type(module) in forwards:
                 list_name, experts = _list_of_experts(where, module)
+                lost = next(_lost(experts, model), None)
+                if lost is not None:
+                    raise ValueError(f"{where}.{list_name}: {lost}, which would be lost")
                 form, grouped = _grouped(f"{where}.{list_name}", experts, recipe)
                 replaced[name] = list_name, grouped
                 num_experts = len(experts)
@@ -115,6 +122,8 @@ def convert_experts(
                 _check_swiglu(where, module, _run_sorted(module), *weights)
             else:
                 continue
+            if "forward" in vars(module):
+                raise ValueError(f"{where} has a forward of its own, which would hide the new one")
             found[name] = module
             converted.append(ConvertedExperts(name, form, num_experts))
     absent = set(forwards).difference(map(type, found.values()))
@@ -178,9 +187,14 @@ def _list_of_experts(where: str, block: nn.Module) -> tuple[str, nn.ModuleList]:
         if isinstance(child, nn.ModuleList) and len(child) and all(map(_is_expert, child))
     }
     if len(lists) != 1:
+        held = [
+            f"{name} of {', '.join(sorted({type(expert).__name__ for expert in child}))}"
+            for name, child in block.named_children()
+            if isinstance(child, nn.ModuleList)
+        ]
         raise ValueError(
             f"{where} must hold one ModuleList of torch.nn.Linear or SwiGLU experts, "
-            f"it has {len(lists)}"
+            f"it has {' and '.join(held) or 'none'}"
         )
     [found] = lists.items()
     return found
@@ -194,6 +208,26 @@ def _swiglu_names(expert: nn.Module) -> tuple[str, str, str] | None:
     """The parameters that are gate, up and down, if these are all that an expert has."""
     parameters = {name for name, _ in expert.named_parameters()}
     return next((names for names in SWIGLU if set(names) == parameters), None)
+
+
+def _lost(experts: nn.ModuleList, model: nn.Module) -> Iterator[str]:
+    """What experts hold besides parameters, which alone reach the module in their place."""
+    for name, module in experts.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute.endswith("_hooks") and value:
+                yield f"{name} has {attribute}"
+        if "forward" in vars(module):
+            yield f"{name} has a forward of its own"
+        for buffer, _ in module.named_buffers(recurse=False):
+            yield f"{name} has the buffer {buffer}"
+    others = set(model.modules()).difference(experts.modules())
+    owned = {id(p) for module in others for p in module.parameters(recurse=False)}
+    for name, p in experts.named_parameters(remove_duplicate=False):
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            yield f"{name} has hooks"
+        if id(p) in owned:
+            yield f"{name} has a second owner"
+        owned.add(id(p))
 
 
 def _grouped(where: str, experts: nn.ModuleList, recipe: Recipe) -> tuple[str, nn.Module]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import E4M3
@@ -117,6 +118,17 @@ class DelayedScalingState(nn.Module):
         return x, weight, dy
 
 
+def _check_keeps_amaxes(parallel: DistributedDataParallel) -> None:
+    if dist.get_world_size(parallel.process_group) == 1 or not parallel.will_sync_module_buffers():
+        return
+    sent = {id(buffer) for buffer in parallel.modules_buffers}
+    if any(isinstance(m, OperandState) and id(m.amax) in sent for m in parallel.modules()):
+        raise RuntimeError(
+            "update_scales: DistributedDataParallel sends rank 0's amaxes to every process before "
+            "a forward, over what those have seen: make it with broadcast_buffers=False"
+        )
+
+
 @torch.no_grad()
 def update_scales(model: nn.Module, group: "dist.ProcessGroup | None" = None) -> None:
     """Roll the scales of every delayed-scaling layer in a model: once a step, after backward.
@@ -129,6 +141,10 @@ def update_scales(model: nn.Module, group: "dist.ProcessGroup | None" = None) ->
         group: processes that hold the same experts and must agree on their scales: each amax
             becomes the largest of theirs first, with one all-reduce. None for this process alone.
 
+    Raises:
+        RuntimeError: if the model is a DistributedDataParallel that writes rank 0's amaxes over the
+            others'; make it with ``broadcast_buffers=False``.
+
     >>> from grouped_linear import GroupedLinear
     >>> layer = GroupedLinear(2, 16, 32, recipe=DelayedScaling())
     >>> layer(torch.ones(5, 16), [2, 3]).sum().backward()
@@ -138,6 +154,8 @@ def update_scales(model: nn.Module, group: "dist.ProcessGroup | None" = None) ->
     """
     by_rule: dict[tuple[torch.device, int, str], list[OperandState]] = defaultdict(list)
     for state in model.modules():
+        if isinstance(state, DistributedDataParallel):
+            _check_keeps_amaxes(state)
         if isinstance(state, DelayedScalingState):
             rule = (state.x.scale.device, state.recipe.margin, state.recipe.amax_compute_algo)
             by_rule[rule] += state.operands

@@ -12,7 +12,7 @@ from torch import Tensor
 from grouped_linear import ops
 from grouped_linear.autograd import Call, GroupedLinearFunction
 from grouped_linear.delayed import DelayedScalingState
-from grouped_linear.meta_kernels.rules import ACTIVATIONS
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, dtype_name
 from grouped_linear.recipes import DelayedScaling, Experts, Float8BlockScaling, Recipe
 from grouped_linear.tensor import GroupedTensor
 
@@ -23,6 +23,25 @@ def autocast_dtype(t: Tensor) -> torch.dtype | None:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta has no autocast
         return None
     return torch.get_autocast_dtype(device_type)
+
+
+def check_bias(bias: Tensor | None) -> None:
+    """A bias is cast to the activations' dtype, which must not lose a part of it in silence."""
+    if bias is not None and bias.dtype not in ACTIVATIONS:
+        raise RuntimeError(
+            "grouped_linear: bias must be bfloat16, float16 or float32, "
+            f"got {dtype_name(bias.dtype)}"
+        )
+
+
+def as_rows(op: str, x: Tensor) -> Tensor:
+    """x [..., K] as [T, K]."""
+    if x.dim() == 0 or x.size(-1) == 0:
+        raise RuntimeError(
+            f"{op}: x must have a last dimension of a positive multiple of {FEATURE_MULTIPLE}, "
+            f"got shape {list(x.shape)}"
+        )
+    return x if x.dim() == 2 else x.reshape(-1, x.size(-1))
 
 
 def grouped_linear(
@@ -48,7 +67,7 @@ def grouped_linear(
             ``Float8BlockScaling`` also a :class:`grouped_linear.GroupedTensor`, read as it is.
         m_splits: [E] rows of each group, int32 or int64. A tensor on x's device is never read by
             the host; a list or a tensor elsewhere is copied there.
-        bias: [E, N].
+        bias: [E, N], of any of the three dtypes.
         recipe: how the products are computed; None for x's dtype.
         state: what ``DelayedScaling`` remembers of this layer; for it alone. With gradients enabled
             the largest magnitudes of x, weight and dy are recorded there; without, nothing is.
@@ -66,6 +85,7 @@ def grouped_linear(
     >>> torch.allclose(y[:2], x[:2] @ weight[0].T, atol=1e-5)
     True
     """
+    check_bias(bias)
     if isinstance(recipe, DelayedScaling) and state is None:
         raise ValueError(
             "grouped_linear: DelayedScaling keeps a DelayedScalingState: pass state, "
@@ -110,7 +130,7 @@ def apply_layer(
         # A quantizer reads any of them.
         if recipe is None and weights[0].dtype in ACTIVATIONS and weights[0].dtype != dtype:
             experts = tuple(w.to(dtype) for w in weights)
-    x_TK = x if x.dim() == 2 else x.reshape(-1, x.size(-1))
+    x_TK = as_rows("grouped_linear", x)
     splits_E = torch.as_tensor(m_splits, device=x.device)
     offs_E = ops.splits_to_offsets(splits_E, x_TK.size(0))
     call = Call(recipe, torch.is_grad_enabled(), experts, **options)

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from grouped_linear import ops
 from grouped_linear.autograd import _multiply, _multiply_columns
 from grouped_linear.delayed import DelayedScalingState
-from grouped_linear.functional import autocast_dtype
+from grouped_linear.functional import as_rows, autocast_dtype
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS
 from grouped_linear.recipes import (
     DelayedScaling,
@@ -286,6 +286,12 @@ def grouped_mlp(
             "grouped_mlp: DelayedScaling, and it alone, takes a state: two DelayedScalingStates, "
             f"got recipe {recipe} and state {state}"
         )
+    x_TH = as_rows("grouped_mlp", x)
+    if any(t.dim() == 0 or t.size(-1) == 0 for t in (weights, experts)):
+        raise ValueError(
+            "grouped_mlp: weights and experts must be [..., C] with C positive, got "
+            f"{list(weights.shape)} and {list(experts.shape)}"
+        )
     if not x.shape[:-1] == weights.shape[:-1] == experts.shape[:-1]:
         shapes = ", ".join(str(list(t.shape)) for t in (x, weights, experts))
         raise ValueError(f"grouped_mlp: x, weights and experts differ in their tokens: {shapes}")
@@ -304,7 +310,7 @@ def grouped_mlp(
     dtype = autocast_dtype(x)
     if dtype is not None:
         if x.dtype in ACTIVATIONS:
-            x = x.to(dtype)
+            x_TH = x_TH.to(dtype)
         if recipe is None:  # a quantizer reads any dtype
             gate_up_proj, down_proj = gate_up_proj.to(dtype), down_proj.to(dtype)
     # A token of no expert has a row of zeros, which a weight of NaN would spoil.
@@ -312,7 +318,7 @@ def grouped_mlp(
     routing = sort_by_expert(experts.reshape(-1, experts.size(-1)), E)
     slots = () if state is None else (*state[0].slots(), *state[1].slots())
     y_TH: Tensor = GroupedMLPFunction.apply(
-        x.reshape(-1, x.size(-1)),
+        x_TH,
         weights.reshape(-1, weights.size(-1)),
         gate_up_proj,
         down_proj,

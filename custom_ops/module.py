@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from grouped_linear.autograd import LaterWgrad, Wgrad
 from grouped_linear.delayed import DelayedScalingState
-from grouped_linear.functional import apply_layer, autocast_dtype
+from grouped_linear.functional import apply_layer, autocast_dtype, check_bias
 from grouped_linear.meta_kernels.rules import FEATURE_MULTIPLE, MAX_GROUPS, dtype_name
 from grouped_linear.recipes import DelayedScaling, Float8BlockScaling, KeptWeight, Recipe
 from grouped_linear.tensor import GroupedTensor
@@ -348,6 +348,7 @@ class GroupedLinear(nn.Module):
         """
         options = self._options
         weights, bias = self._weights(), self._whole_bias()
+        check_bias(bias)
         plan: dict[str, Any] = {"save_input": options.save_original_input}
         state, cache = self.scaling_state, self.weight_cache
         if state is not None:

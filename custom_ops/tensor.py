@@ -191,9 +191,18 @@ class GroupedTensor(Tensor):
 
     def kept(self, columnwise: bool) -> KeptWeight:
         """As a layer's products read it: for fprop, and where asked for dgrad."""
+        self.check_whole()
         if columnwise and self.q_t is None:
             return KeptWeight(self.q, self.scale, blocks.transposed(self.q))
         return KeptWeight(self.q, self.scale, self.q_t)
+
+    def check_whole(self) -> None:
+        """Raise RuntimeError for a view of another shape, which has not the blocks of that."""
+        if self.shape != self.q.shape:
+            raise RuntimeError(
+                f"GroupedTensor: blocks are read in the shape {list(self.q.shape)} that was "
+                f"quantized, got a view as {list(self.shape)}"
+            )
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (
@@ -208,7 +217,8 @@ class GroupedTensor(Tensor):
         else:  # a copy: put it into a whole one
             w = self.detach().dequantize()
             w[index] = value.to(w.dtype)
-            self.copy_(w)
+            if part.numel():  # where nothing is written every block keeps its scale
+                self.copy_(w)
 
     # --- travelling ------------------------------------------------------------------------------
 

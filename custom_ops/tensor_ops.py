@@ -56,6 +56,8 @@ def _on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _store(t: GroupedTensor, w: Tensor, *, by_chance: bool) -> None:
     """Quantize w into t's own memory."""
+    if t.numel() == 0:
+        return
     blocks.quantize_(t.q, t.scale, t.q_t, w.reshape(t.q.shape), t.recipe, by_chance)
     _written(t)
 
@@ -216,7 +218,8 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(to, GroupedTensor):
         dtype = to.dtype if to.dtype in ACTIVATIONS else source.dtype
         return func(to, _plain(source, dtype), *args[2:], **kwargs)
-    if isinstance(source, GroupedTensor) and source.q.shape == to.q.shape:
+    shapes = [(t.shape, t.q.shape) for t in (to, source) if isinstance(t, GroupedTensor)]
+    if len(shapes) == 2 and shapes[0] == shapes[1]:
         func(to.q, source.q, *args[2:], **kwargs)
         func(to.scale, source.scale, *args[2:], **kwargs)
         if to.q_t is not None:

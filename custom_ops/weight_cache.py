@@ -14,19 +14,21 @@ class WeightCache(nn.Module):
     """A recipe's quantized weight in buffers that are never replaced, so that graphs may hold them.
 
     Born cold, and cold again whenever the weight may have changed behind it: loaded, drawn anew,
-    moved. Cold scales are NaN, so that what is computed from them shows, also in a graph.
+    moved. Cold scales are NaN, so that what is computed from them shows, also in a graph. In
+    inference mode, too, it is made of tensors that count their writes and that training can save.
     """
 
     values: Tensor
     scale: Tensor | None
     columnwise: Tensor | None
-    _cold_version: int | None
+    _cold_writes: int | None
 
     def __init__(
         self, recipe: Quantizing, E: int, N: int, K: int, device: torch.device | str | None
     ) -> None:
         super().__init__()
-        kept = recipe.new_weight(E, N, K, device)
+        with torch.inference_mode(False):
+            kept = recipe.new_weight(E, N, K, device)
         for name, t in kept._asdict().items():
             self.register_buffer(name, t, persistent=False)
         self.reset()
@@ -38,8 +40,12 @@ class WeightCache(nn.Module):
         On the host nobody knows what a flag on the device decided, so this is for the sentence that
         a mistake deserves; NaN is for the rest.
         """
+        return self._writes != self._cold_writes
+
+    @property
+    def _writes(self) -> int:
         written = self.values if self.scale is None else self.scale
-        return written.is_inference() or written._version != self._cold_version
+        return written._version
 
     def reset(self) -> None:
         """Forget the weight."""
@@ -47,14 +53,10 @@ class WeightCache(nn.Module):
         for t in poisoned:
             if t is not None:
                 t.fill_(torch.nan)
-        self._now_cold()
-
-    def _now_cold(self) -> None:
-        written = self.values if self.scale is None else self.scale
-        self._cold_version = -1 if written.is_inference() else written._version
+        self._cold_writes = self._writes
 
     def __getstate__(self) -> dict[str, Any]:
-        """Versions count the writes to one tensor; a copy's begin anew.
+        """A copy counts its writes anew.
 
         float8 goes as bytes, because plain pickle fails on it (torch 2.13).
         """
@@ -62,16 +64,18 @@ class WeightCache(nn.Module):
             name: t.view(torch.uint8) if t is not None and t.dtype == E4M3 else t
             for name, t in self._buffers.items()
         }
-        return self.__dict__ | {"_cold_version": -1 if self.warm else None, "_buffers": buffers}
+        return self.__dict__ | {"_cold_writes": -1 if self.warm else None, "_buffers": buffers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy or a pickle: as warm as what it is of."""
         super().__setstate__(state)
-        for name, t in self._buffers.items():
-            if t is not None and t.dtype == torch.uint8:
-                self._buffers[name] = t.view(E4M3)
-        if self._cold_version is None:
-            self._now_cold()
+        with torch.inference_mode(False):
+            for name, t in self._buffers.items():
+                if t is not None:
+                    own = t.clone() if t.is_inference() else t
+                    self._buffers[name] = own.view(E4M3) if t.dtype == torch.uint8 else own
+        if self._cold_writes is None:
+            self._cold_writes = self._writes
 
     def kept(self) -> KeptWeight:
         """The buffers."""
@@ -87,7 +91,7 @@ class WeightCache(nn.Module):
             moved = moved or there is not t
             return there if there.dtype == t.dtype else t.to(there.device)
 
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             super()._apply(keep_dtype, recurse)
             if moved:
                 self.reset()

@@ -137,13 +137,14 @@ def test_checkpointing_changes_no_bit(compiled: bool, recipe: Recipe, device: st
 # --- recompiles ----------------------------------------------------------------------------------
 
 
-def compiles_for_token_counts(mark: Callable[[Tensor], None], recipe: Recipe) -> int:
-    layer = GroupedLinear(E, K, N, recipe=recipe)
+def compiles_for_token_counts(mark: Callable[[Tensor], None], recipe: Recipe, device: str) -> int:
+    """For 50 of them."""
+    layer = GroupedLinear(E, K, N, recipe=recipe, device=device)
     compiled, counter = compiles(layer)
-    for tokens in (33, 40, 57, 1, 0, 64):
-        x = torch.randn(tokens, K, requires_grad=True)
+    for tokens in (33, 40, 57, 1, 0, 64, *range(65, 450, 9), 31):
+        x = torch.randn(tokens, K, device=device, requires_grad=True)
         mark(x)
-        m_splits = torch.tensor([tokens // 2, 0, tokens - tokens // 2])
+        m_splits = torch.tensor([tokens // 2, 0, tokens - tokens // 2], device=device)
         y = compiled(x, m_splits)
         dx, dw = torch.autograd.grad(y, (x, layer.weight), torch.ones_like(y))
         right = layer(x, m_splits)
@@ -156,8 +157,9 @@ def compiles_for_token_counts(mark: Callable[[Tensor], None], recipe: Recipe) ->
     return counter.frame_count
 
 
+@DEVICES
 @RECIPES
-def test_recompiles_for_token_counts(recipe: Recipe) -> None:
+def test_recompiles_for_token_counts(recipe: Recipe, device: str) -> None:
     """mark_unbacked is the recommended marking: one compile for every number of tokens."""
 
     def mark_unbacked(x: Tensor) -> None:
@@ -172,7 +174,7 @@ def test_recompiles_for_token_counts(recipe: Recipe) -> None:
     counts = {}
     for mark in (mark_unbacked, mark_dynamic, mark_nothing):
         torch._dynamo.reset()
-        counts[mark.__name__] = compiles_for_token_counts(mark, recipe)
+        counts[mark.__name__] = compiles_for_token_counts(mark, recipe, device)
     assert counts == {"mark_unbacked": 1, "mark_dynamic": 3, "mark_nothing": 4}
 
 

@@ -12,6 +12,7 @@ import torch
 from samples import BF16, DTYPES, FP32, MORE_RECIPES, OPS, assert_same_bits, devices
 from torch import Tensor, nn
 from torch.nn.functional import gelu, grouped_mm, silu
+from torch.nn.utils import parametrizations, prune
 
 from grouped_linear import (
     ConvertedExperts,
@@ -247,7 +248,7 @@ MISTAKES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
         lambda: Routed([nn.Sequential(nn.Linear(H, H)) for _ in range(E)]),
         FORWARDS,
         "convert_experts: Routed must hold one ModuleList of torch.nn.Linear or SwiGLU experts, "
-        "it has 0",
+        "it has experts of Sequential",
     ),
     "unlike": (
         unlike,
@@ -287,11 +288,112 @@ def test_mistakes(mistake: str) -> None:
     assert str(raised.value) == sentence
 
 
+def add_one(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+    return y + 1
+
+
+def patched(linear: nn.Linear) -> None:
+    forward = linear.forward
+    linear.forward = lambda x: 2 * forward(x)
+
+
+class NamedLinear(nn.Linear):
+    pass
+
+
+LOST: dict[str, tuple[Callable[[nn.Linear], Any], str]] = {
+    "forward_hook": (lambda m: m.register_forward_hook(add_one), "2 has _forward_hooks"),
+    "forward_pre_hook": (
+        lambda m: m.register_forward_pre_hook(lambda *_: None),
+        "2 has _forward_pre_hooks",
+    ),
+    "backward_hook": (
+        lambda m: m.register_full_backward_hook(lambda *_: None),
+        "2 has _backward_hooks",
+    ),
+    "state_dict_hook": (
+        lambda m: m.register_state_dict_post_hook(lambda *_: None),
+        "2 has _state_dict_hooks",
+    ),
+    "gradient_hook": (lambda m: m.weight.register_hook(lambda g: 2 * g), "2.weight has hooks"),
+    "step_in_backward": (
+        lambda m: m.bias.register_post_accumulate_grad_hook(lambda p: None),
+        "2.bias has hooks",
+    ),
+    "weight_norm": (nn.utils.weight_norm, "2 has _forward_pre_hooks"),
+    "pruning": (
+        lambda m: prune.random_unstructured(m, "weight", 0.5),
+        "2 has _forward_pre_hooks",
+    ),
+    "buffer": (lambda m: m.register_buffer("steps", torch.zeros(1)), "2 has the buffer steps"),
+    "patched": (patched, "2 has a forward of its own"),
+}
+ANOTHER_CLASS: dict[str, Callable[[nn.Linear], Any]] = {
+    "ParametrizedLinear": parametrizations.weight_norm,
+    "NamedLinear": lambda m: setattr(m, "__class__", NamedLinear),
+}
+
+
+def check_refused(model: nn.Module, sentence: str) -> None:
+    x, modules = torch.randn(T, H), list(model.modules())
+    expected = model(x)
+    with pytest.raises(ValueError) as raised:  # noqa: PT011  (compared in the next line)
+        convert_experts(model, {Routed: routed_linear})
+    assert str(raised.value) == sentence
+    assert list(model.modules()) == modules
+    assert_same_bits(model(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", LOST)
+def test_what_would_be_lost(kind: str) -> None:
+    add, lost = LOST[kind]
+    model = Routed([nn.Linear(H, H) for _ in range(E)])
+    add(model.experts[2])
+    check_refused(model, f"convert_experts: Routed.experts: {lost}, which would be lost")
+
+
+@pytest.mark.parametrize("name", ANOTHER_CLASS)
+def test_linears_that_are_more(name: str) -> None:
+    model = Routed([nn.Linear(H, H) for _ in range(E)])
+    ANOTHER_CLASS[name](model.experts[2])
+    check_refused(
+        model,
+        "convert_experts: Routed must hold one ModuleList of torch.nn.Linear or SwiGLU experts, "
+        f"it has experts of Linear, {name}",
+    )
+
+
+@pytest.mark.parametrize("owner", ["expert", "expert twice", "shared"])
+def test_shared_parameters(owner: str) -> None:
+    model = Routed([nn.Linear(H, H) for _ in range(E)])
+    if owner == "expert twice":
+        model.experts[2] = model.experts[0]
+    else:
+        other = model.experts[0] if owner == "expert" else model.shared
+        model.experts[2].weight = other.weight
+    check_refused(
+        model,
+        "convert_experts: Routed.experts: 2.weight has a second owner, which would be lost",
+    )
+
+
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+def test_a_forward_that_would_hide_the_new_one(kind: str) -> None:
+    model = MODELS[kind][0]()
+    module = model if kind == "linear" else model.experts
+    module.forward = module.forward
+    where = "Routed" if kind == "linear" else "experts"
+    check_refused(
+        model, f"convert_experts: {where} has a forward of its own, which would hide the new one"
+    )
+
+
 @pytest.mark.parametrize("act", [gelu, torch.relu, clamped, dropping])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_not_swiglu_is_refused(act: Callable[..., Tensor], dtype: torch.dtype) -> None:
-    wrong = Routed([SwigluExpert(act=act) for _ in range(E)])
-    models = [nn.Sequential(Sorted(act)), nn.Sequential(Routed([SwigluExpert()] * E), wrong)]
+    right, wrong = (Routed([SwigluExpert(act=a) for _ in range(E)]) for a in (silu, act))
+    models = [nn.Sequential(Sorted(act)), nn.Sequential(right, wrong)]
     for model in models:
         model.to(dtype).eval()
         sentence = r"experts do not compute down\(silu\(gate\(x\)\) \* up\(x\)\): they are .* off$"

@@ -298,6 +298,10 @@ def test_copy() -> None:
         to = GroupedTensor.quantize(torch.zeros(E, N, K))
         to.view(source.shape).copy_(source)
         assert_same(to, GroupedTensor.quantize(source.view(E, N, K).to(FP32)))
+    with pytest.raises(RuntimeError, match="expanded size"):  # bytes of another shape
+        to.copy_(quantized.view(E, K, N))
+    to.view(E, K, N).copy_(quantized.view(E, K, N))
+    assert_same(to, quantized)
     to.copy_(torch.tensor(3.0))
     assert (to == 3).all()
     for dtype in (*DTYPES, torch.float64):
@@ -380,6 +384,32 @@ def test_set_item(put: Callable[[Tensor], None]) -> None:
     put(t)
     put(dense)
     assert_same(t, GroupedTensor.quantize(dense))
+
+
+EMPTY_SETS: dict[str, Callable[[Tensor], None]] = {
+    "experts": lambda t: t.__setitem__(slice(2, 2), 0.5),
+    "rows": lambda t: t.__setitem__((0, slice(3, 3)), 0.5),
+    "mask": lambda t: t.__setitem__(t > 1e9, 0.5),
+    "list": lambda t: t.__setitem__([], 0.5),
+}
+
+
+@DEVICES
+@pytest.mark.parametrize("columnwise", [True, False])
+def test_empty_writes(columnwise: bool, device: str) -> None:
+    """Nothing changes, scales that the recipe would not choose included."""
+    quantized = GroupedTensor.quantize(random_weight(device), columnwise=columnwise)
+    t = GroupedTensor.from_parts(quantized.q, quantized.scale * 3, FP32, columnwise=columnwise)
+    before = t.clone()
+    for name in ("fill_", "mul_", "zero_", "clamp_", "itself"):
+        assert WRITES[name](t[2:2]).shape == (0, N, K)
+    torch._foreach_mul_([t[2:2], t[:0]], 2.0)
+    t[2:2].copy_(torch.ones(N, K, device=device))
+    for write_nothing in EMPTY_SETS.values():
+        write_nothing(t)
+    with pytest.raises(RuntimeError, match="expanded size"):
+        t[2:2] = torch.ones(E, N, K, device=device)
+    assert_same(t, before)
 
 
 def test_leaf_is_not_written_with_gradients() -> None:

@@ -24,17 +24,19 @@ from samples import (
     devices,
     rows,
     scheme_of,
+    sentence,
     state_for,
     weight,
 )
 from test_mm import rounded, tail_is_zero, tolerance, within
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grouped_linear import (
     Float8BlockScaling,
     GroupedLinear,
+    GroupedMLP,
     MXFP8BlockScaling,
     Recipe,
     grouped_linear,
@@ -114,6 +116,63 @@ def test_recipes_are_near_the_exact_product(name: str, dtype: torch.dtype, devic
     expected = reference.layer(reference.Operands(x, x, w, dy, dy, w), None, groups.offs(), dy)
     for a, e in zip(actual, expected, strict=False):
         assert (a.double() - e).norm() < (0.07 if name == "current_e5m2" else 0.04) * e.norm()
+
+
+@DEVICES
+@RECIPES
+@pytest.mark.parametrize(("dtype", "other"), [(BF16, FP32), (FP32, BF16)], ids=str)
+def test_bias_of_another_dtype(
+    dtype: torch.dtype, other: torch.dtype, recipe: Recipe, device: str
+) -> None:
+    x, dy = rows(SMALL, SMALL.K, dtype), rows(SMALL, SMALL.N, dtype)
+    w, b = weight(SMALL, dtype), torch.randn(SMALL.E, SMALL.N).to(other)
+    *actual, db = run(x, w, b, list(SMALL.m_splits), dy, recipe, device)
+    *expected, db_cast = run(x, w, b.to(dtype), list(SMALL.m_splits), dy, recipe, device)
+    for a, e in zip(actual, expected, strict=True):
+        assert_same_bits(a, e)
+    assert db.dtype == other
+    assert_same_bits(db.to(BF16), db_cast.to(BF16))  # one float32 sum, rounded once to each
+
+
+@DEVICES
+@RECIPES
+def test_bias_that_would_lose_by_a_cast(recipe: Recipe, device: str) -> None:
+    x, w = rows(SMALL, SMALL.K, BF16).to(device), weight(SMALL, BF16).to(device)
+    m_splits, state = list(SMALL.m_splits), state_for(recipe, SMALL.E, device)
+    options: dict[str, Any] = {"recipe": recipe, "device": device}
+    layer = GroupedLinear(SMALL.E, SMALL.K, SMALL.N, **options)
+    returning = GroupedLinear(SMALL.E, SMALL.K, SMALL.N, return_bias=True, **options)
+    for dtype in (torch.float64, torch.int64, torch.complex64):
+        b = torch.ones(SMALL.E, SMALL.N, dtype=dtype, device=device)
+        layer.bias = returning.bias = nn.Parameter(b, requires_grad=False)
+        for call in (
+            lambda: layer(x, m_splits),
+            lambda: returning(x, m_splits),
+            lambda b=b: grouped_linear(x, w, m_splits, b, recipe, state),
+        ):
+            assert sentence(call) == (
+                "grouped_linear: bias must be bfloat16, float16 or float32, "
+                f"got {str(dtype).removeprefix('torch.')}"
+            )
+
+
+@DEVICES
+@RECIPES
+@pytest.mark.parametrize("shape", [(), (0,), (5, 0), (2, 3, 0)], ids=str)
+def test_x_without_features(shape: tuple[int, ...], recipe: Recipe, device: str) -> None:
+    layer = GroupedLinear(2, 16, 32, recipe=recipe, device=device)
+    mlp = GroupedMLP(2, 16, 32, recipe=recipe, device=device)
+    x, state = torch.ones(shape, device=device), state_for(recipe, 2, device)
+    chosen = torch.zeros(*shape[:-1], 1, device=device)
+    for op, call in (
+        ("grouped_linear", lambda: layer(x, [2, 3])),
+        ("grouped_linear", lambda: grouped_linear(x, layer.weight, [2, 3], None, recipe, state)),
+        ("grouped_mlp", lambda: mlp(x, chosen, chosen.long())),
+    ):
+        assert sentence(call) == (
+            f"{op}: x must have a last dimension of a positive multiple of 16, "
+            f"got shape {list(shape)}"
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -480,6 +480,12 @@ def test_mistakes() -> None:
         "grouped_mlp: x, weights and experts differ in their tokens: [3, 144], [4, 2], [4, 2]": (
             lambda: mlp(x[:3], weights, experts)
         ),
+        "grouped_mlp: weights and experts must be [..., C] with C positive, got [] and [2]": (
+            lambda: mlp(x[0], weights[0, 0], experts[0])
+        ),
+        "grouped_mlp: weights and experts must be [..., C] with C positive, got [4, 0]": (
+            lambda: mlp(x, weights[:, :0], experts[:, :0])
+        ),
         "grouped_mlp: C differs: weights has 1, experts 2": lambda: mlp(x, weights[:, :1], experts),
         "grouped_mlp: DelayedScaling, and it alone, takes a state": lambda: grouped_mlp(
             x, weights, experts, *mlp.parameters(), None, state

@@ -21,6 +21,7 @@ from samples import (
     assert_same_bits,
     devices,
     needs_hopper,
+    sentence,
 )
 from test_grouped_tensor import assert_same
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from grouped_linear import (
     MXFP8BlockScaling,
     grouped_linear,
 )
+from grouped_linear.checkpoints import expert_tensors, load_experts
 
 E, T, K, N = 4, 147, 144, 272
 SPLITS = ([3, 0, 130, 7], [0, 140, 0, 0], [0, 0, 0, 0], [37, 37, 37, 36])
@@ -136,6 +138,31 @@ GroupedLinear: quantized_weight needs single_grouped_weight=True
 GroupedLinear: stochastic_rounding needs quantized_weight=True
 GroupedLinear: preserve_high_precision_init needs quantized_weight=True
 grouped_linear: a quantized weight needs the recipe Float8BlockScaling, got None""",
+    )
+
+
+@DEVICES
+@pytest.mark.parametrize("shape", [(E * N, K), (E, K, N), (2 * E, N // 2, K), (2, 2, N, K), (-1,)])
+def test_a_view_of_another_shape(shape: tuple[int, ...], device: str) -> None:
+    """Its blocks are those of the shape that was quantized, in which it would be read."""
+    w, (x, _, _), m_splits = (
+        make_layer(device).weight.detach(),
+        inputs(device, SPLITS[0]),
+        SPLITS[0],
+    )
+    view, recipe = w.view(shape), Float8BlockScaling()
+    for read in (
+        lambda: grouped_linear(x, view, m_splits, recipe=recipe),
+        lambda: expert_tensors(view, "{}"),
+        lambda: load_experts(view, "nowhere", "{}"),
+    ):
+        assert sentence(read) == (
+            f"GroupedTensor: blocks are read in the shape [{E}, {N}, {K}] that was quantized, "
+            f"got a view as {list(view.shape)}"
+        )
+    assert_same_bits(
+        grouped_linear(x, view.view(E, N, K), m_splits, recipe=recipe),
+        grouped_linear(x, w, m_splits, recipe=recipe),
     )
 
 

@@ -1,6 +1,7 @@
-"""A quantized weight on two processes: FSDP2 gathers it in FP8, distributed checkpoints hold it.
+"""Two processes: FSDP2 gathers a quantized weight in FP8, distributed checkpoints hold it.
 
-One pair of processes does everything, since starting them takes longer than what they do.
+And delayed scaling, whose scales follow from what both processes saw. One pair of processes does
+everything, since starting them takes longer than what they do.
 E experts, T rows, K in_features, N out_features.
 """
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from samples import BF16, assert_same_bits
+from samples import BF16, assert_same_bits, bits
 from test_grouped_tensor import assert_same
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -22,7 +23,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.profiler import profile
 
-from grouped_linear import Float8BlockScaling, GroupedLinear, GroupedTensor
+from grouped_linear import (
+    DelayedScaling,
+    Float8BlockScaling,
+    GroupedLinear,
+    GroupedTensor,
+    update_scales,
+)
 
 PROCESSES = 2
 E, T, K, N = 4, 40, 32, 144
@@ -148,7 +155,67 @@ def check_data_parallel() -> None:
     assert_same(model.experts.weight.detach(), twin.experts.weight.detach())
 
 
+class Delayed(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        recipe = DelayedScaling(amax_history_len=2)
+        self.experts = GroupedLinear(E, K, N, recipe=recipe, **options)
+
+    def forward(self, x: Tensor, m_splits: Tensor, first: bool | None = None) -> Tensor:
+        y: Tensor = self.experts(x, m_splits, first)
+        return y
+
+
+def micro_batches(step: int, rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Two, of magnitudes that differ from rank to rank."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    xs = torch.randn(2, T, K, generator=generator) * 10.0 ** (step + rank)
+    return [(x, torch.tensor(m_splits)) for x, m_splits in zip(xs, SPLITS, strict=False)]
+
+
+def check_delayed_scaling(rank: int) -> None:
+    """Data parallel with a weight cache, as documented: one process that saw all data."""
+    model, alone = Delayed(cache_weights=True), Delayed(cache_weights=True)
+    parallel = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        first, last = micro_batches(step, rank)
+        with parallel.no_sync():
+            parallel(*first, True).square().mean().backward()
+        parallel(*last, False).square().mean().backward()
+
+        gradients = []
+        for r in range(PROCESSES):
+            for i, (x, m_splits) in enumerate(micro_batches(step, r)):
+                alone(x, m_splits, i == 0).square().mean().backward()
+            gradients.append([p.grad for p in alone.parameters()])
+            alone.zero_grad()
+        for p, *of_ranks in zip(alone.parameters(), *gradients, strict=True):
+            p.grad = sum(of_ranks) / PROCESSES
+
+        update_scales(parallel, group=dist.group.WORLD)
+        update_scales(alone)
+        for optimizer in optimizers:
+            optimizer.step()
+        for (name, a), (_, b) in zip(
+            (*model.state_dict().items(), *model.named_buffers()),
+            (*alone.state_dict().items(), *alone.named_buffers()),
+            strict=True,
+        ):
+            assert torch.equal(bits(a), bits(b)), (step, name)
+    assert (model.experts.scaling_state.x.scale != 1).any()
+
+
 def check_refusals() -> None:
+    broadcasting = nn.parallel.DistributedDataParallel(Delayed())
+    broadcasting(torch.ones(4, K), [1, 1, 1, 1]).sum().backward()
+    with pytest.raises(RuntimeError, match="make it with broadcast_buffers=False"):
+        update_scales(broadcasting, group=dist.group.WORLD)
+    update_scales(nn.parallel.DistributedDataParallel(Model()))  # has no amaxes to lose
+
     uneven = GroupedLinear(3, K, N, recipe=Float8BlockScaling(), quantized_weight=True)
     shard(uneven)
     with pytest.raises(ValueError, match="as many experts on every process, got 3 for 2 processes"):
@@ -167,6 +234,7 @@ def check(rank: int, directory: Path) -> None:
     check_meta(rank, whole, directory)
     check_compiled()
     check_data_parallel()
+    check_delayed_scaling(rank)
     check_refusals()
     dist.destroy_process_group()
 

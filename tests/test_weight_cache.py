@@ -234,6 +234,46 @@ def test_filled_without_gradients(mode: Any, recipe: Recipe) -> None:
     assert dx.isfinite().all()
 
 
+def emptied(layer: GroupedLinear) -> GroupedLinear:
+    layer.to_empty(device=layer.weight.device)
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    return layer
+
+
+MADE: dict[str, Callable[[Recipe, str], GroupedLinear]] = {
+    "born": make_layer,
+    "to_empty": lambda recipe, device: emptied(make_layer(recipe, device)),
+    "deepcopy": lambda recipe, device: copy.deepcopy(make_layer(recipe, device)),
+    "pickle": lambda recipe, device: through_pickle(make_layer(recipe, device)),
+}
+
+
+@DEVICES
+@EVERY_RECIPE
+@pytest.mark.parametrize("how", MADE)
+def test_made_in_inference_mode(how: str, recipe: Recipe, device: str) -> None:
+    """A cold cache is known for one, and what is written there serves training."""
+    (x, m_splits), right = inputs(device), make_layer(recipe, device)
+    expected = right(x, m_splits)
+    with torch.inference_mode():
+        layer = MADE[how](recipe, device)
+        with pytest.raises(RuntimeError, match="reads the weight cache, which holds no weight yet"):
+            layer(x, m_splits, False)
+        assert_same_bits(layer(x, m_splits, True), expected)
+        assert_same_bits(layer(x, m_splits, False), expected)
+        twin = copy.deepcopy(layer)
+    if layer.scaling_state is not None:  # which was made there as well, as torch will say
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+            layer(x, m_splits, False)
+        return
+    dx = torch.autograd.grad(expected.sum(), x)[0]
+    for filled in (layer, twin):
+        y = filled(x, m_splits, False)
+        assert_same_bits(y, expected)
+        assert_same_bits(torch.autograd.grad(y.sum(), x)[0], dx)
+
+
 def test_work() -> None:
     """Quantized once a step, not once a micro-batch."""
     layer, (x, m_splits) = make_layer(QUANTIZING["block"], "cpu"), inputs("cpu")
