@@ -98,6 +98,12 @@ group_quantize_mx: offs is on cpu, x is on cuda:0
 group_quantize_mx: offs is on cuda:0, x is on cpu
 group_round_mx: offs is on cpu, x is on cuda:0
 group_round_mx: offs is on cuda:0, x is on cpu
+gather_sum: rows is on cpu, y is on cuda:0
+gather_sum: rows is on cuda:0, y is on cpu
+gather_sum: weight is on cuda:0, y is on cpu
+gather_dot: a is on cuda:0, y is on cpu
+gather_dot: rows is on cpu, y is on cuda:0
+gather_dot: rows is on cuda:0, y is on cpu
 swiglu: offs is on cpu, gate_up is on cuda:0
 swiglu: offs is on cuda:0, gate_up is on cpu
 swiglu_grad: gate_up is on cpu, dh is on cuda:0
