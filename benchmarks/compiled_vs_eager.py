@@ -40,11 +40,12 @@ from benchmarks.step_cases import (
     RECIPES,
     Candidate,
     Case,
+    LaterMicrobatch,
     candidates_for,
     chosen_cases,
 )
 from benchmarks.step_rows import VARIED, Row, header, table, with_other_cases, write
-from grouped_linear import update_scales
+from grouped_linear import DelayedScaling, update_scales
 
 CLOSE = 0.2  # distance (Frobenius) between results, relative: a wrong product, not e5m2's rounding
 LOOP_LIMIT = 32  # weights; with 128, a layer takes 12 s to compile and a minute for other sizes
@@ -198,6 +199,9 @@ class Bench:
             with torch.no_grad():
                 for own, other in zip(matrices(self.modules[key]), matrices(first), strict=True):
                     own.copy_(other)
+            for part in self.modules[key].modules():
+                if isinstance(part, LaterMicrobatch):
+                    part.fill()
         return self.modules[key]
 
     def prepare(self, candidate: Candidate) -> None:
@@ -232,7 +236,7 @@ class Bench:
             # searches what it compiled for the others, nor counts toward their recompile limit.
             forward.__code__ = forward.__code__.replace(co_name=candidate.implementation)
             forward = torch.compile(forward, fullgraph=not looped, mode=mode)
-        rolls_scales = candidate.precision == "delayed"
+        rolls_scales = isinstance(candidate.recipe, DelayedScaling)
         step = Step(forward, module, self.inputs, self.dy, rolls_scales)
         call: timing.Call = step
         start = time.perf_counter()
@@ -348,6 +352,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--cases", nargs="+", help="names of cases (an unknown one lists them)")
     option("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
     option("--recipes", nargs="*", choices=RECIPES, default=["block"], help="beside bf16, of ours")
+    option("--cached", action="store_true", help="also with the weight in the cache, for layers")
     option("--modes", nargs="+", choices=MODES, help="default: all that the device has")
     option("--budget", type=float, help="seconds after which nothing more is started")
     option("--output-dir", type=Path, default=timing.RESULTS, help="for JSON, table and plots")
@@ -360,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     device = timing.device_for(args.device, compile_something)
     graphs = device.type == "cuda"
     modes = args.modes or [mode for mode in MODES if graphs or mode in ("eager", "compiled")]
-    candidates = candidates_for(args.implementations, args.recipes, modes)
+    candidates = candidates_for(args.implementations, args.recipes, modes, args.cached)
     cases = chosen_cases(args.cases, device, args.quick)
     rows: list[Row] = []
     with tqdm(total=len(cases) * (len(candidates) + 1), disable=None, file=sys.stderr) as bar:

@@ -3,9 +3,10 @@
 T tokens or rows, E groups, K in_features, N out_features, D width.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +39,13 @@ MODES: dict[str, tuple[str | None, bool]] = {
     "one graph": ("default", True),
 }
 IMPLEMENTATIONS = ("torch", "ours", "loop")
+CACHED = ", cached weight"
 BF16 = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a case. precision: "bf16" or a name in RECIPES."""
+    """One way to run a case. precision: "bf16", a name in RECIPES, or that and CACHED."""
 
     implementation: str
     precision: str
@@ -52,8 +54,35 @@ class Candidate:
     def __str__(self) -> str:
         return f"{self.implementation} {self.precision}, {self.mode}"
 
+    @property
+    def recipe(self) -> Recipe:
+        return RECIPES.get(self.precision.removesuffix(CACHED))
+
+    @property
+    def cached(self) -> bool:
+        """Whether the step is one of a later micro-batch, which reads the weight cache."""
+        return self.precision.endswith(CACHED)
+
 
 BASELINE = Candidate("torch", "bf16", "compiled")
+
+
+class LaterMicrobatch(nn.Module):
+    """A layer that reads its weight from the cache."""
+
+    def __init__(self, layer: GroupedLinear) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, m_splits: Tensor) -> Any:
+        return self.layer(x, m_splits, is_first_microbatch=False)
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Quantize the weight into the cache, as the first micro-batch does."""
+        w_ENK = self.layer.weight
+        no_rows = w_ENK.new_empty(0, w_ENK.size(2))
+        self.layer(no_rows, [0] * len(w_ENK), is_first_microbatch=True)
 
 
 def linear_of(candidate: Candidate) -> Callable[[int, int, int], nn.Module]:
@@ -61,14 +90,21 @@ def linear_of(candidate: Candidate) -> Callable[[int, int, int], nn.Module]:
         return TorchGroupedLinear
     if candidate.implementation == "loop":
         return LoopedLinear
-    return partial(GroupedLinear, bias=False, recipe=RECIPES.get(candidate.precision))
+    options: dict[str, Any] = {"bias": False, "recipe": candidate.recipe}
+    if candidate.cached:
+        return lambda E, K, N: LaterMicrobatch(
+            GroupedLinear(E, K, N, cache_weights=True, **options)
+        )
+    return partial(GroupedLinear, **options)
 
 
 def experts_of(candidate: Candidate) -> Callable[[ModelSize], nn.Module]:
     """Ours is GroupedMLP, everything fused; the others are put together from their layer."""
     if candidate.implementation != "ours":
         return partial(Experts, linear=linear_of(candidate))
-    recipe = RECIPES.get(candidate.precision)
+    if candidate.cached:
+        raise ValueError("GroupedMLP keeps no weight cache")
+    recipe = candidate.recipe
     return lambda size: GroupedMLP(size.experts, size.width, size.expert_width, recipe=recipe)
 
 
@@ -194,14 +230,18 @@ def chosen_cases(names: list[str] | None, device: torch.device, quick: bool) -> 
 
 
 def candidates_for(
-    implementations: Iterable[str], recipes: Iterable[str], modes: Iterable[str]
+    implementations: Iterable[str],
+    recipes: Sequence[str],
+    modes: Iterable[str],
+    cached: bool = False,
 ) -> list[Candidate]:
     """All that are asked for, the baseline first where it is one of them."""
+    of_ours = [*recipes, *(recipe + CACHED for recipe in recipes if cached)]
     candidates = [
         Candidate(implementation, precision, mode)
         for implementation in IMPLEMENTATIONS
         if implementation in implementations
-        for precision in ("bf16", *(recipes if implementation == "ours" else ()))
+        for precision in ("bf16", *(of_ours if implementation == "ours" else ()))
         for mode in modes
     ]
     return sorted(candidates, key=lambda candidate: candidate != BASELINE)

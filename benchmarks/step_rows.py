@@ -14,7 +14,7 @@ import torch
 from matplotlib import pyplot as plt
 
 from benchmarks import timing
-from benchmarks.step_cases import BASELINE, Candidate
+from benchmarks.step_cases import BASELINE, CACHED, Candidate
 
 QUESTION = "What do torch.compile, CUDA graphs, FP8 and our ops gain in forward and backward?"
 VARIED = 4  # steps with other group sizes, in which nothing may be compiled again
@@ -116,7 +116,7 @@ def plot(
         return False
     mpl.use("Agg")
     names = list(dict.fromkeys(row.case for row, _ in values))
-    series = [name for name in COLOURS if any(series_of(row) == name for row, _ in values)]
+    series = list(dict.fromkeys(series_of(row) for row, _ in values))
     figure, axes = plt.subplots(figsize=(9, 1.5 + 0.75 * len(names)), layout="constrained")
     for row, spread in values:
         offset = 0.7 * ((series.index(series_of(row)) + 0.5) / len(series) - 0.5)
@@ -124,9 +124,10 @@ def plot(
             spread.median,
             names.index(row.case) + offset,
             xerr=[[spread.median - spread.low], [spread.high - spread.median]],
-            color=COLOURS[series_of(row)],
+            color=colour_of(series_of(row)),
             marker=MARKS[row.candidate.mode],
             markerfacecolor="white" if row.candidate.mode == "eager" else None,
+            markeredgecolor="black" if row.candidate.cached else None,
             markersize=7,
             linewidth=1,
         )
@@ -141,7 +142,11 @@ def plot(
     for i in range(len(names) - 1):
         axes.axhline(i + 0.5, color="0.8", linewidth=1)
     line = mpl.lines.Line2D
-    handles = [line([], [], color=COLOURS[name], linewidth=4, label=name) for name in series]
+    kinds = dict.fromkeys(name.removesuffix(CACHED) for name in series)
+    handles = [line([], [], color=colour_of(kind), linewidth=4, label=kind) for kind in kinds]
+    if len(kinds) < len(series):
+        edge = {"color": "white", "linestyle": "", "marker": "s", "markeredgecolor": "black"}
+        handles.append(line([], [], label=CACHED.strip(", "), **edge))
     for mode in dict.fromkeys(row.candidate.mode for row, _ in values):
         face = "white" if mode == "eager" else None
         look = {"color": "0.3", "linestyle": "", "marker": MARKS[mode], "markerfacecolor": face}
@@ -151,6 +156,10 @@ def plot(
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return True
+
+
+def colour_of(series: str) -> str:
+    return COLOURS[series.removesuffix(CACHED)]
 
 
 def series_of(row: Row) -> str:

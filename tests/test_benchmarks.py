@@ -61,7 +61,7 @@ def test_writes_table_numbers_and_plots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cases, "CPU_CASES", (LAYER, BLOCK))
-    options = ["--device=cpu", "--rounds=2", "--recipes", "block", f"--output-dir={tmp_path}"]
+    options = ["--device=cpu", "--rounds=2", "--recipes", "block", "--cached", f"--output-dir={tmp_path}"]
     first = bench.main([*options, "--modes", "compiled", "one graph", "--cases", "layer"])
     assert first[0].candidate == cases.BASELINE
     for row in first:
@@ -80,7 +80,7 @@ def test_writes_table_numbers_and_plots(
     capsys.readouterr()
     both = bench.main([*options, "--modes", "eager", "--cases", "block", "--merge"])
     assert both[: len(first)] == first  # through JSON and back
-    assert len(both) == len(first) + 4
+    assert len(both) == len(first) + 5
     stem = "compiled_vs_eager_cpu"
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {f"{stem}.json", f"{stem}.md", f"{stem}_speed.png"}
