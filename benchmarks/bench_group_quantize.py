@@ -18,10 +18,16 @@ from grouped_linear import ops
 FORMS: dict[str, dict[str, bool]] = {
     "rowwise": {},
     "both layouts": {"columnwise": True},
+    "both, squares": {"columnwise": True, "squares": True},
     "both + bias grad": {"columnwise": True, "bias_grad": True},
 }
 # Fused input forms, both layouts: elements read for every quantized one, times 2.
-FUSED = {"group_quantize, gathered": 2, "swiglu": 4, "swiglu_grad": 3}
+FUSED = {
+    "group_quantize, gathered": 2,
+    "group_quantize, gathered and weighted": 2,
+    "swiglu": 4,
+    "swiglu_grad": 3,
+}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BLOCK = 128
 
@@ -31,7 +37,7 @@ def bytes_quantized(sizes: Sequence[int], K: int, element: int, form: dict[str, 
     T, blocks = sum(sizes), sum(-(-size // BLOCK) for size in sizes)
     moved = T * K * element + T * K + 4 * T * -(-K // BLOCK)
     if form.get("columnwise"):
-        moved += blocks * BLOCK * K + 4 * blocks * K
+        moved += blocks * BLOCK * K + 4 * blocks * (-(-K // BLOCK) if form.get("squares") else K)
     if form.get("bias_grad"):
         moved += 4 * len(sizes) * K
     return moved
@@ -44,6 +50,9 @@ def fused_form(name: str, x_TK: torch.Tensor, offs_E: torch.Tensor) -> timing.Ca
     if name == "group_quantize, gathered":
         order = torch.randperm(T, device=x_TK.device)
         return lambda: ops.group_quantize(x_TK, offs_E, order, **both)
+    if name == "group_quantize, gathered and weighted":
+        order, factor = torch.randperm(T, device=x_TK.device), torch.rand(T, device=x_TK.device)
+        return lambda: ops.group_quantize(x_TK, offs_E, order, factor=factor, **both)
     if name == "swiglu":
         gate_up = torch.randn(T, 2 * K, device=x_TK.device).to(x_TK.dtype)
         return lambda: ops.group_quantize_swiglu(gate_up, offs_E, **both)

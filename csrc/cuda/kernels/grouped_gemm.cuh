@@ -211,14 +211,15 @@ class WarpgroupOperands {
     b_ = __shfl_sync(0xffffffff, b_, 0);
   }
 
-  // acc = (add ? acc : 0) + a @ b.T over kTileK.
+  // acc = (add ? acc : 0) + a @ b.T over the first `depth` of kTileK.
+  template <int depth = Config::kTileK>
   __device__ __forceinline__ void multiply(int stage, float (&acc)[Config::kTileN / 2],
                                            bool add) const {
     const uint32_t at =
         stage * static_cast<uint32_t>(sizeof(typename GemmShared<Config>::Stage) / 16);
     sm90::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < Config::kTileK; k += Config::kMmaK) {
+    for (int k = 0; k < depth; k += Config::kMmaK) {
       constexpr int k_major = sizeof(typename Config::A), mn_major = kLineBytes;
       const uint64_t a =
           sm90::operand(a_ + at + k * (Config::kAMajor == 0 ? k_major : mn_major) / 16,
@@ -371,12 +372,18 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
         }
       }
     } else {
+      // By depth, the last step may have fewer rows, in so many kMmaK; the others there are zero.
+      constexpr int whole = Config::kTileK / Config::kMmaK;
+      int last = whole;
+      if constexpr (Config::kByDepth)
+        last = (tile.depth_rows - (steps - 1) * Config::kTileK + Config::kMmaK - 1) / Config::kMmaK;
+      const int whole_steps = last < whole ? steps - 1 : steps;
       // One stage's products stay in flight while the next is issued; a stage is given back when
       // the products of the one after it have been issued and its own are done.
       int previous = -1;
       bool ready = true;
 #pragma unroll 1
-      for (int step = 0; step < steps; ++step) {
+      for (int step = 0; step < whole_steps; ++step) {
         if (!ready) sm90::barrier_wait(&shared.full[ring.stage], ring.parity);
         sm90::pin(sum);
         operands.multiply(ring.stage, sum, true);
@@ -390,6 +397,23 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
       sm90::wgmma_wait<0>();
       sm90::pin(sum);
       if (previous >= 0) release(previous);
+      if constexpr (Config::kByDepth) {
+        const auto rest = [&](auto parts) {
+          if (!ready) sm90::barrier_wait(&shared.full[ring.stage], ring.parity);
+          sm90::pin(sum);
+          operands.template multiply<parts * Config::kMmaK>(ring.stage, sum, true);
+          sm90::wgmma_wait<0>();
+          sm90::pin(sum);
+          release(ring.stage);
+          ring.advance();
+        };
+        static_assert(whole == 4);
+        switch (last) {
+          case 1: rest(Constant<1>()); break;
+          case 2: rest(Constant<2>()); break;
+          case 3: rest(Constant<3>()); break;
+        }
+      }
     }
 
     if constexpr (Config::kGroups) {
