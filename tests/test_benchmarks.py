@@ -61,7 +61,14 @@ def test_writes_table_numbers_and_plots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cases, "CPU_CASES", (LAYER, BLOCK))
-    options = ["--device=cpu", "--rounds=2", "--recipes", "block", "--cached", f"--output-dir={tmp_path}"]
+    options = [
+        "--device=cpu",
+        "--rounds=2",
+        "--recipes",
+        "block",
+        "--cached",
+        f"--output-dir={tmp_path}",
+    ]
     first = bench.main([*options, "--modes", "compiled", "one graph", "--cases", "layer"])
     assert first[0].candidate == cases.BASELINE
     for row in first:

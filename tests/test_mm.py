@@ -440,6 +440,29 @@ def test_wgrad_of_hard_operands(hard: Callable[[Tensor, Tensor], Pair], device: 
         assert_within_bound(dw, reference.grouped_mm_wgrad(dy, x, offs), magnitude)
 
 
+@pytest.mark.parametrize("device", devices("group_quantize", "grouped_scaled_mm_wgrad"))
+def test_squares_are_as_near_as_lines(device: str) -> None:
+    """A scale for 128 features costs no precision while they differ by less than e4m3 can tell."""
+    groups = Groups((300, 0, 724), 1024, K=384, N=64)
+    offs, dy = groups.offs(), torch.randn(groups.T, groups.N)
+    spread = torch.randn(groups.K).exp()
+    spread[7] = 100.0
+    x = torch.randn(groups.T, groups.K) * spread
+    expected = reference.grouped_mm_wgrad(dy.double(), x.double(), offs)
+    distances = []
+    for squares in (False, True):
+        operands = [quantized(dy, groups)[2:], quantized(x, groups, squares)[2:]]
+        (dy_t, scale_dy_t), (x_t, scale_x_t) = operands
+        columnwise = {"dy_t": dy_t, "x_t": x_t, "scale_dy_t": scale_dy_t, "scale_x_t": scale_x_t}
+        arguments = {**columnwise, "offs": offs, "out_dtype": FP32}
+        (dw,) = Sample("grouped_scaled_mm_wgrad", arguments).results(device)
+        of_features = (dw - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-30)
+        distances.append(of_features)
+    of_lines, of_squares = distances
+    assert of_lines.max() < 0.06
+    assert (of_squares <= 1.1 * of_lines).all()
+
+
 # --- the tolerances are tight --------------------------------------------------------------------
 
 
