@@ -2,6 +2,8 @@
 //
 // Bytes of T tokens with C rows each, H elements of bf16: a sum reads 2 T C H and writes 2 T H, products
 // read as much and write 4 T C. 4096 x 8 rows of 7168: 0.53 GB, 124 us at the 4.27 TB/s of a copy.
+// Reaches (H200, 2026-11-21): 131 us either. Threads that keep to one token, blocks of 128 to 896 threads
+// and 4 instead of 8 rows ahead were the same within 3%.
 #pragma once
 
 #include "block_scale.cuh"
