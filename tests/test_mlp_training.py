@@ -1,20 +1,32 @@
 """Steps of training with what GroupedMLP keeps and adds up, against one that does neither.
 
-Steps of 1, 2 and 8 micro-batches, an optimizer's step after each, give the bits of a plain run: both
-weights quantized in every call, gradients returned, eager. T tokens, C experts chosen for a token,
-E experts, H features of a token, F features of an expert.
+Steps of 1, 2 and 8 micro-batches, an optimizer's step after each, give the bits of a plain run:
+both weights quantized in every call, gradients returned, eager.
+
+T tokens, C experts chosen for a token, E experts, H features of a token, F features of an expert.
 """
 
 import copy
 import functools
 import pickle
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import test_training
 import torch
-from samples import BF16, DTYPES, FP32, OPS, RECIPES, assert_same_bits, devices, needs_hopper, sentence
+from samples import (
+    BF16,
+    DTYPES,
+    FP32,
+    OPS,
+    RECIPES,
+    assert_same_bits,
+    devices,
+    needs_hopper,
+    sentence,
+)
 from test_layer import Calls
 from test_training import (
     CUDA_MODES,
@@ -30,6 +42,7 @@ from test_training import (
     interleaved,
 )
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grouped_linear import GroupedMLP, Recipe, ops, update_scales
@@ -186,6 +199,11 @@ def flag_of(kind: str, first: bool, device: str) -> Any:
     return {"none": None, "bool": first}.get(kind, torch.tensor(first, device=device))
 
 
+def assert_all_same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        assert_same_bits(a, e)
+
+
 def check(feature: Feature, mode: Mode, recipe: Recipe, dtype: torch.dtype, device: str) -> None:
     if feature.flag == "tensor" and recipe is not None and mode is interleaved:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -193,8 +211,7 @@ def check(feature: Feature, mode: Mode, recipe: Recipe, dtype: torch.dtype, devi
         return
     actual = run(feature, mode, recipe, dtype, device)
     expected = plain_run(recipe, dtype, device, feature.main_grad if feature.fused else None)
-    for a, e in zip(actual, expected, strict=True):
-        assert_same_bits(a, e)
+    assert_all_same_bits(actual, expected)
 
 
 # A compile is slow, so one dtype for all but the plainest mode.
@@ -263,19 +280,20 @@ def change(*weights: Tensor) -> None:
 @EVERY_QUANTIZING
 @FLAGS
 def test_reads_what_it_wrote(flag: str, recipe: Recipe, device: str) -> None:
-    """And leaves the cache alone where it is not asked to."""
+    """And both weights, each of its own cache."""
     layer, (x, m_splits) = cached(recipe, device), inputs(device)
-    expected = outcome(layer, layer(x, m_splits), x)
-    for changed in ((), layer.weights[:1], layer.weights[1:]):
-        change(*changed)
-        for first in (False, True) if changed else (True, False):
-            y = layer(x, m_splits, flag_of(flag, first, device))
-            if first and changed:
-                expected = outcome(layer, layer(x, m_splits), x)
-                assert not torch.equal(y, before)
-            for a, e in zip(outcome(layer, y, x), expected, strict=True):
-                assert_same_bits(a, e)
-            before = y
+
+    def call(first: Any) -> list[Tensor]:
+        return outcome(layer, layer(x, m_splits, first), x)
+
+    written = call(flag_of(flag, True, device))
+    for w in layer.weights:
+        change(w)
+        kept, plain = call(flag_of(flag, False, device)), call(None)
+        assert_all_same_bits(kept, written)
+        assert not torch.equal(plain[0], kept[0])
+        written = call(flag_of(flag, True, device))
+        assert_all_same_bits(written, plain)
 
 
 MADE_COLD: dict[str, Callable[[GroupedMLP], Any]] = {
@@ -379,8 +397,7 @@ def test_filled_without_gradients(mode: Any, recipe: Recipe, device: str) -> Non
         y = layer(x, m_splits, True)
     filled, expected = (outcome(layer, layer(x, m_splits, f), x) for f in (False, None))
     assert_same_bits(filled[0], y)
-    for a, e in zip(filled, expected, strict=True):
-        assert_same_bits(a, e)
+    assert_all_same_bits(filled, expected)
 
 
 @DEVICES
@@ -420,30 +437,116 @@ def test_work() -> None:
 # --- main_grad -----------------------------------------------------------------------------------
 
 
-def fused(recipe: Recipe, device: str, dtype: torch.dtype = FP32) -> Routed:
-    layer = make(recipe, dtype, device, fuse_wgrad_accumulation=True)
+def fused(recipe: Recipe, device: str, dtype: torch.dtype = FP32, **options: Any) -> Routed:
+    layer = make(recipe, dtype, device, fuse_wgrad_accumulation=True, **options)
     give_main_grads(layer, FEATURES["fused"])
     return layer
 
 
 @DEVICES
 @EVERY_RECIPE
-@pytest.mark.parametrize("call", [eager, compiled])
-def test_attributes_of_main_grad(call: Mode, recipe: Recipe, device: str) -> None:
-    """Each parameter has its own: zeros for those who wait for a gradient, and overwriting."""
-    layer, (x, m_splits) = fused(recipe, device), inputs(device)
-    _, _, _, *expected = outcome(make(recipe, FP32, device), *both(recipe, device))
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_attributes_of_main_grad(how: str, recipe: Recipe, device: str) -> None:
+    """Of each parameter: a gradient of zeros for who waits for one, and overwriting."""
+    layer, plain, (x, m_splits) = fused(recipe, device), make(recipe, FP32, device), inputs(device)
     gate_up, down = layer.weights
-    gate_up.overwrite_main_grad = True  # over NaN
+    gate_up.overwrite_main_grad = True  # what is there is NaN
     down.main_grad.fill_(1)
     down.grad_added_to_main_grad = False
-    step = call(layer, FEATURES["fused"], FP32)
-    dy = 2 * layer(x, m_splits).detach()
-    down.grad_added_to_main_grad = False
-    step([(x, m_splits, dy, None)])
-    assert_same_bits(gate_up.main_grad, expected[0])
-    assert_same_bits(down.main_grad, expected[1] + 1)
+    call = layer
+    if how == "compiled":
+        call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    call(x, m_splits).square().sum().backward()
+    *_, d_gate_up, d_down = outcome(plain, plain(x, m_splits), x)
+    assert_same_bits(gate_up.main_grad, d_gate_up)
+    assert_same_bits(down.main_grad, 1 + d_down)
     assert gate_up.grad is None
     assert not hasattr(gate_up, "grad_added_to_main_grad")
     assert down.grad_added_to_main_grad
     assert_same_bits(down.grad, torch.zeros_like(down))
+
+
+@DEVICES
+@pytest.mark.parametrize("frozen", [0, 1], ids=["gate_up_proj", "down_proj"])
+def test_a_frozen_weight_needs_no_main_grad(frozen: int, device: str) -> None:
+    layer, (x, m_splits) = fused(RECIPES["block"], device), inputs(device)
+    plain = make(RECIPES["block"], FP32, device)
+    layer.weights[frozen].requires_grad_(False)
+    del layer.weights[frozen].main_grad
+    learning = layer.weights[1 - frozen]
+    learning.main_grad.zero_()
+    layer(x, m_splits).square().sum().backward()
+    expected = outcome(plain, plain(x, m_splits), x)[3:]
+    assert_same_bits(learning.main_grad, expected[1 - frozen])
+
+
+@DEVICES
+@pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
+def test_autocast(recipe: Recipe, device: str) -> None:
+    """float32 weights get unrounded gradients, of products in bfloat16."""
+    layer, half = fused(recipe, device), fused(recipe, device, BF16)
+    half.load_state_dict(layer.state_dict())
+    x, m_splits = inputs(device)
+    for w in (*layer.weights, *half.weights):
+        w.main_grad.zero_()
+    with torch.autocast(device, dtype=BF16):
+        layer(x, m_splits).float().square().sum().backward()
+    half(x.detach().to(BF16), m_splits).float().square().sum().backward()
+    for w, other in zip(layer.weights, half.weights, strict=True):
+        assert w.grad is None
+        assert other.dtype == (FP32 if recipe else BF16)
+        assert_same_bits(w.main_grad, other.main_grad)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_inductor_clones_neither_main_grads_nor_caches(recipe: Recipe) -> None:
+    layer, plain = fused(recipe, "cpu", cache_weights=True), make(recipe, FP32, "cpu")
+    call, (x, m_splits) = torch.compile(layer, fullgraph=True), inputs("cpu")
+
+    def step() -> None:
+        call(x, m_splits, torch.tensor(True)).square().sum().backward()
+
+    _, codes = run_and_get_code(step)
+    code = "\n".join(codes)
+    assert ".copy_(" not in code
+    for shape in {tuple(b.shape) for b in [*layer.weights, *layer.mlp.buffers()] if b.dim() == 3}:
+        assert not re.search(rf"= empty_strided\w*\(\({', '.join(map(str, shape))}\)", code)
+    *_, d_gate_up, d_down = outcome(plain, plain(x, m_splits), x)
+    assert_same_bits(layer.mlp.gate_up_proj.main_grad, d_gate_up)
+    assert_same_bits(layer.mlp.down_proj.main_grad, d_down)
+
+
+def test_mistakes() -> None:
+    uncached, (x, m_splits) = make(RECIPES["block"], FP32, "cpu"), inputs("cpu")
+    assert sentence(lambda: uncached(x, m_splits, True)) == (
+        "GroupedMLP: is_first_microbatch needs cache_weights=True under the recipe "
+        "Float8BlockScaling"
+    )
+    for flag, said in (
+        (torch.tensor([True]), "1-D bool on cpu"),
+        (torch.tensor(1), "0-D int64 on cpu"),
+        (torch.tensor(True, device="meta"), "0-D bool on meta"),
+    ):
+        layer = cached(RECIPES["block"], "cpu")
+        assert sentence(lambda flag=flag, layer=layer: layer(x, m_splits, flag)) == (
+            "GroupedMLP: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, "
+            f"got {said}"
+        )
+    layer = fused(None, "cpu")
+    layer.mlp.down_proj.main_grad = torch.zeros(E, F, H)
+    assert sentence(lambda: layer(x, m_splits).sum().backward()) == (
+        f"grouped_mm_wgrad_: N differs: main_grad has {F}, dy has {H}"
+    )
+    del layer.mlp.down_proj.main_grad
+    assert sentence(lambda: layer(x, m_splits)) == (
+        "GroupedMLP: fuse_wgrad_accumulation adds to down_proj.main_grad, which is not there"
+    )
+    with torch.no_grad():  # nothing is asked of main_grad
+        layer(x, m_splits)
+
+
+def test_without_a_recipe_there_is_nothing_to_keep() -> None:
+    layer, (x, m_splits) = cached(None, "cpu"), inputs("cpu")
+    assert caches_of(layer) == [None, None]
+    for first in (False, True, torch.tensor(False)):
+        assert_same_bits(layer(x, m_splits, first), layer(x, m_splits))
