@@ -90,7 +90,7 @@ class Call(NamedTuple):
             flag = None if self.refresh is True else self.refresh
             self.recipe.refresh_weight_(self.kept, self.experts, slot, flag)
         w = kept_operands(self.kept)
-        return w if columnwise else w._replace(columnwise=None)
+        return Operands(w.rowwise, w.columnwise if columnwise else None)
 
     def gradient_slot(self, scale: Tensor | None) -> Slot | None:
         """dy's slot in the backward, with the scale that was saved for it.
