@@ -17,6 +17,7 @@ from grouped_linear.recipes import (
     Experts,
     KeptWeight,
     Operand,
+    Operands,
     Recipe,
     Scheme,
     Slot,
@@ -78,6 +79,29 @@ class Call(NamedTuple):
     later: "deque[Wgrad] | None" = None
     """Where wgrad is put off to, in place of being computed in the backward."""
 
+    def weight(self, columnwise: bool) -> Operands:
+        """The weight for fprop, and for dgrad where it will read it: kept, or quantized now."""
+        slot = None if self.slots is None else self.slots[1]
+        if self.kept is None:
+            scheme: Scheme = self.recipe or Unquantized()
+            return scheme.weight(self.experts, slot, columnwise)
+        assert self.recipe is not None
+        if self.refresh is not False:
+            flag = None if self.refresh is True else self.refresh
+            self.recipe.refresh_weight_(self.kept, self.experts, slot, flag)
+        w = kept_operands(self.kept)
+        return Operands(w.rowwise, w.columnwise if columnwise else None)
+
+    def gradient_slot(self, scale: Tensor | None) -> Slot | None:
+        """dy's slot in the backward, with the scale that was saved for it.
+
+        Saved, so that an update between forward and backward raises; amax is only ever raised.
+        """
+        if self.slots is None:
+            return None
+        assert scale is not None
+        return Slot(scale, self.slots[2].amax)
+
 
 def _below_autograd() -> AbstractContextManager[None]:
     """Where an op is part of another gradient, so that its own is not asked for.
@@ -111,9 +135,8 @@ def _multiply(
     return ops.grouped_scaled_mm(a.values, b.values, a.scale, b.scale, offs_E, bias_EN, dtype)
 
 
-def _multiply_columns(dy: Operand | None, x: Operand, offs_E: Tensor, dtype: torch.dtype) -> Tensor:
+def _multiply_columns(dy: Operand, x: Operand, offs_E: Tensor, dtype: torch.dtype) -> Tensor:
     """dy.T @ x over each group's rows: wgrad."""
-    assert dy is not None
     assert isinstance(dy.values, Tensor)
     assert isinstance(x.values, Tensor)
     if dy.scale is None or x.scale is None:
@@ -214,25 +237,17 @@ class GroupedLinearFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad
         need_x, need_weight = call.grad_enabled and needs[1], call.grad_enabled and any(needs[4:])
         scheme: Scheme = call.recipe or Unquantized()
-        x_slot, w_slot, dy_slot = call.slots or (None, None, None)
+        x_slot, _, dy_slot = call.slots or (None, None, None)
         columns_now = need_weight and not call.save_input
         x = scheme.activation(x_TK, offs_E, x_slot, Wanted(True, columns_now, False))
-        if call.kept is None:
-            w = scheme.weight(call.experts, w_slot, need_x)
-        else:
-            assert call.recipe is not None
-            if call.refresh is not False:
-                flag = None if call.refresh is True else call.refresh
-                call.recipe.refresh_weight_(call.kept, call.experts, w_slot, flag)
-            w = kept_operands(call.kept)
+        w = call.weight(columnwise=need_x)
         ctx.call = call
         ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
-        # Saved, so that an update between forward and backward raises; amax is only ever raised.
         ctx.save_for_backward(
             offs_E,
             None if dy_slot is None else dy_slot.scale,
             *_flat(Operand(x_TK) if call.save_input and need_weight else x.columnwise),
-            *_flat(w.columnwise if need_x else None),
+            *_flat(w.columnwise),
         )
         bias = None if bias_EN is None else bias_EN.to(x_TK.dtype)
         return _multiply(x.rowwise, w.rowwise, offs_E, bias, x_TK.dtype)
@@ -254,7 +269,7 @@ def _layer_gradients(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
     offs_E, dy_scale, x_scale, x, w_scale, *w = ctx.saved_tensors
     # For the bias alone nothing is quantized.
     scheme: Scheme = (call.recipe if need_x or need_weight else None) or Unquantized()
-    dy_slot = None if call.slots is None else Slot(dy_scale, call.slots[2].amax)
+    dy_slot = call.gradient_slot(dy_scale)
     dy = scheme.gradient(dy_TN, offs_E, dy_slot, Wanted(need_x, need_weight, need_bias))
     dx_TK = db_EN = None
     dws: tuple[Tensor | None, ...] = (None,) * len(need_weights)

@@ -25,6 +25,13 @@ def autocast_dtype(t: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
+def autocast_weights(weights: Experts, recipe: Recipe, dtype: torch.dtype) -> Experts:
+    """Weights in autocast's dtype where products read them; a quantizer reads any of the three."""
+    if recipe is not None or weights[0].dtype not in ACTIVATIONS or weights[0].dtype == dtype:
+        return weights
+    return tuple(w.to(dtype) for w in weights)
+
+
 def check_bias(bias: Tensor | None) -> None:
     """A bias is cast to the activations' dtype, which must not lose a part of it in silence."""
     if bias is not None and bias.dtype not in ACTIVATIONS:
@@ -127,9 +134,7 @@ def apply_layer(
     if dtype is not None:
         if x.dtype in ACTIVATIONS:  # autocast leaves other dtypes alone
             x = x.to(dtype)
-        # A quantizer reads any of them.
-        if recipe is None and weights[0].dtype in ACTIVATIONS and weights[0].dtype != dtype:
-            experts = tuple(w.to(dtype) for w in weights)
+        experts = autocast_weights(weights, recipe, dtype)
     x_TK = as_rows("grouped_linear", x)
     splits_E = torch.as_tensor(m_splits, device=x.device)
     offs_E = ops.splits_to_offsets(splits_E, x_TK.size(0))

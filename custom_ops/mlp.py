@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from grouped_linear import ops
-from grouped_linear.autograd import _multiply, _multiply_columns
+from grouped_linear.autograd import Call, Wgrad, _multiply
 from grouped_linear.delayed import DelayedScalingState
-from grouped_linear.functional import as_rows, autocast_dtype
+from grouped_linear.functional import as_rows, autocast_dtype, autocast_weights
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS
+from grouped_linear.micro_batches import cache_plan, main_grad_plan, read_flag
 from grouped_linear.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -35,6 +36,7 @@ from grouped_linear.routing import (
     sum_of_rows,
     weight_of_rows,
 )
+from grouped_linear.weight_cache import WeightCache
 
 # The four places where a tensor is made only to be quantized. Block scaling has an op that does
 # both in one pass, with the same bits; under any other recipe the tensor is made first.
@@ -147,45 +149,40 @@ class GroupedMLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        gate_up_call: Call,
+        down_call: Call,
         x_TH: Tensor,
         weight_TC: Tensor,
         gate_up_EGH: Tensor,
         down_EHF: Tensor,
-        recipe: Recipe,
-        grad_enabled: bool,
-        *routing_and_state: Tensor,
+        *routing_tensors: Tensor,
     ) -> Tensor:
         """Gather, two products an expert, weighted sum.
 
         Args:
-            grad_enabled: whether a backward may follow; needs_input_grad does not tell.
-            routing_and_state: what a Routing holds; then, where the recipe keeps some, the scale
-                and the amax of x, weight and dy of gate_up, and the same of down.
+            gate_up_call: of the first product; its recipe is both's.
+            down_call: of the second.
+            gate_up_EGH: what the first call's weight gradient is of.
+            down_EHF: what the second call's is of.
+            routing_tensors: what a Routing holds.
         """
-        needed = [grad_enabled and need for need in ctx.needs_input_grad[:4]]
+        needed = [gate_up_call.grad_enabled and need for need in ctx.needs_input_grad[2:6]]
         need_x, need_weight, need_gate_up, need_down = needed
         need_h = need_x or need_gate_up
-        scheme: Scheme = recipe or Unquantized()
-        routing = Routing(*routing_and_state[:4])
+        scheme: Scheme = gate_up_call.recipe or Unquantized()
+        routing = Routing(*routing_tensors)
         offs_E, dtype = routing.offs_E, x_TH.dtype
-        pairs = zip(routing_and_state[4::2], routing_and_state[5::2], strict=True)
-        # Nothing is learnt from a forward that no backward follows.
-        slots = [Slot(scale, amax if grad_enabled else None) for scale, amax in pairs]
-        no_slots: list[Slot | None] = [None] * 6
-        x_slot, gate_up_slot, d_gate_up_slot, h_slot, down_slot, dy_slot = slots or no_slots
+        x_slot, _, d_gate_up_slot = gate_up_call.slots or (None, None, None)
+        h_slot, _, dy_slot = down_call.slots or (None, None, None)
 
         x = _tokens(scheme, x_TH, routing, x_slot, need_gate_up)
-        gate_up = scheme.weight((gate_up_EGH,), gate_up_slot, need_x)
+        gate_up = gate_up_call.weight(columnwise=need_x)
         gate_up_RG = _multiply(x.rowwise, gate_up.rowwise, offs_E, None, dtype)
         h = _activated(scheme, gate_up_RG, offs_E, h_slot, need_down)
-        down = scheme.weight((down_EHF,), down_slot, need_h)
+        down = down_call.weight(columnwise=need_h)
         y_RH = _multiply(h.rowwise, down.rowwise, offs_E, None, dtype)
 
-        ctx.recipe = recipe
-        ctx.weight_dtypes = gate_up_EGH.dtype, down_EHF.dtype
-        ctx.arguments = 6 + len(routing_and_state)
-        backward_slots = [slot for slot in (d_gate_up_slot, dy_slot) if slot is not None]
-        ctx.amax = [slot.amax for slot in backward_slots]
+        ctx.calls = gate_up_call, down_call
         columnwise = (t.columnwise or (None, None) for t in (x, gate_up, h, down))
         ctx.save_for_backward(
             *routing,
@@ -193,8 +190,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             gate_up_RG if need_h else None,
             y_RH if need_weight else None,
             *(t for operand in columnwise for t in operand),
-            # Saved, so that an update between forward and backward raises; amax is only raised.
-            *(slot.scale for slot in backward_slots),
+            *(None if slot is None else slot.scale for slot in (d_gate_up_slot, dy_slot)),
         )
         return sum_of_rows(y_RH, routing.row_TC, weight_TC)
 
@@ -202,16 +198,17 @@ class GroupedMLPFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out_TH: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of x, the routing weights, gate_up and down, each only where needed."""
-        need_x, _, need_gate_up, need_down = ctx.needs_input_grad[:4]
+        need_x, _, need_gate_up, need_down = ctx.needs_input_grad[2:6]
         need_h = need_x or need_gate_up
+        gate_up_call, down_call = ctx.calls
         saved = ctx.saved_tensors
         routing = Routing(*saved[:4])
         weight_TC, gate_up_RG, y_RH = saved[4:7]
         x, gate_up, h, down = (Operand(saved[i], saved[i + 1]) for i in range(7, 15, 2))
-        slots = [Slot(scale, amax) for scale, amax in zip(saved[15:], ctx.amax, strict=True)]
-        d_gate_up_slot, dy_slot = slots or (None, None)
+        d_gate_up_slot = gate_up_call.gradient_slot(saved[15])
+        dy_slot = down_call.gradient_slot(saved[16])
         offs_E, dtype = routing.offs_E, d_out_TH.dtype
-        scheme: Scheme = ctx.recipe or Unquantized()
+        scheme: Scheme = gate_up_call.recipe or Unquantized()
 
         d_weight_TC = gradient_of_weights(d_out_TH, weight_TC, y_RH, routing)
         dx_TH = d_gate_up_EGH = d_down_EHF = None
@@ -219,18 +216,20 @@ class GroupedMLPFunction(torch.autograd.Function):
             wanted = Wanted(need_h, need_down, False)
             dy = _output_gradient(scheme, d_out_TH, weight_TC, routing, dy_slot, wanted)
         if need_down:
-            d_down_EHF = _multiply_columns(dy.columnwise, h, offs_E, ctx.weight_dtypes[1])
+            assert dy.columnwise is not None
+            (d_down_EHF,) = Wgrad(down_call, dy.columnwise, h, offs_E).compute()
         if need_h:
             dh_RF = _multiply(dy.rowwise, scheme.for_dgrad(down), offs_E, None, dtype)
             wanted = Wanted(need_x, need_gate_up, False)
             d = _gate_up_gradient(scheme, dh_RF, gate_up_RG, offs_E, d_gate_up_slot, wanted)
             if need_gate_up:
-                d_gate_up_EGH = _multiply_columns(d.columnwise, x, offs_E, ctx.weight_dtypes[0])
+                assert d.columnwise is not None
+                (d_gate_up_EGH,) = Wgrad(gate_up_call, d.columnwise, x, offs_E).compute()
             if need_x:
                 dx_RH = _multiply(d.rowwise, scheme.for_dgrad(gate_up), offs_E, None, dtype)
                 dx_TH = sum_of_rows(dx_RH, routing.row_TC)
-        nothing = (None,) * (ctx.arguments - 4)
-        return dx_TH, d_weight_TC, d_gate_up_EGH, d_down_EHF, *nothing
+        nothing = (None,) * len(routing)
+        return None, None, dx_TH, d_weight_TC, d_gate_up_EGH, d_down_EHF, *nothing
 
 
 def grouped_mlp(
@@ -286,6 +285,34 @@ def grouped_mlp(
             "grouped_mlp: DelayedScaling, and it alone, takes a state: two DelayedScalingStates, "
             f"got recipe {recipe} and state {state}"
         )
+    plans: list[dict[str, Any]] = [{}, {}]
+    if state is not None:
+        plans = [{"slots": s.slots()} for s in state]
+    return apply_mlp(x, weights, experts, gate_up_proj, down_proj, recipe, *plans)
+
+
+def apply_mlp(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    recipe: Recipe,
+    gate_up_plan: dict[str, Any],
+    down_plan: dict[str, Any],
+) -> Tensor:
+    """:func:`grouped_mlp` with what :class:`GroupedMLP` has besides.
+
+    Args:
+        x: [..., H].
+        weights: [..., C].
+        experts: [..., C].
+        gate_up_proj: [E, 2 F, H].
+        down_proj: [E, H, F].
+        recipe: how the products are computed.
+        gate_up_plan: further fields of :class:`grouped_linear.autograd.Call`, of gate_up_proj.
+        down_plan: the same of down_proj.
+    """
     x_TH = as_rows("grouped_mlp", x)
     if any(t.dim() == 0 or t.size(-1) == 0 for t in (weights, experts)):
         raise ValueError(
@@ -308,24 +335,18 @@ def grouped_mlp(
             f"{H} features, got {list(down_proj.shape)}"
         )
     dtype = autocast_dtype(x)
-    if dtype is not None:
-        if x.dtype in ACTIVATIONS:
-            x_TH = x_TH.to(dtype)
-        if recipe is None:  # a quantizer reads any dtype
-            gate_up_proj, down_proj = gate_up_proj.to(dtype), down_proj.to(dtype)
+    if dtype is not None and x.dtype in ACTIVATIONS:
+        x_TH = x_TH.to(dtype)
+    calls, receivers = [], []
+    for w, plan in ((gate_up_proj, gate_up_plan), (down_proj, down_plan)):
+        own = (w,) if dtype is None else autocast_weights((w,), recipe, dtype)
+        calls.append(Call(recipe, torch.is_grad_enabled(), own, **plan))
+        receivers.append(own[0] if calls[-1].main_grad is None else w)
     # A token of no expert has a row of zeros, which a weight of NaN would spoil.
     weights = weights.masked_fill((experts < 0) | (experts >= E), 0)
     routing = sort_by_expert(experts.reshape(-1, experts.size(-1)), E)
-    slots = () if state is None else (*state[0].slots(), *state[1].slots())
     y_TH: Tensor = GroupedMLPFunction.apply(
-        x_TH,
-        weights.reshape(-1, weights.size(-1)),
-        gate_up_proj,
-        down_proj,
-        recipe,
-        torch.is_grad_enabled(),
-        *routing,
-        *(t for slot in slots for t in slot),
+        *calls, x_TH, weights.reshape(-1, weights.size(-1)), *receivers, *routing
     )
     return y_TH.reshape(x.shape)
 
@@ -338,6 +359,12 @@ class GroupedMLP(nn.Module):
         hidden_size: H, a multiple of 16.
         intermediate_size: F, a multiple of 16.
         recipe: how the products are computed; None computes in the activations' dtype.
+        cache_weights: allocate room for both quantized weights, so that ``is_first_microbatch`` can
+            keep them from one micro-batch to the next. Without a recipe there is nothing to keep.
+        fuse_wgrad_accumulation: add weight gradients to ``main_grad``, an attribute of each
+            parameter (float32 or bfloat16, of its shape), in the product itself, and leave ``grad``
+            alone. ``grad_added_to_main_grad`` and ``overwrite_main_grad`` are heeded as
+            :class:`grouped_linear.GroupedLinear` does.
         dtype: of the parameters.
         device: of the parameters. After ``device="meta"`` call ``to_empty(device=...)`` and
             ``reset_parameters()``.
@@ -347,6 +374,9 @@ class GroupedMLP(nn.Module):
         down_proj: [E, H, F].
         gate_up_state: what ``DelayedScaling`` remembers of gate_up_proj; None under other recipes.
         down_state: the same of down_proj.
+        gate_up_cache: the quantized gate_up_proj that is kept, see
+            :class:`grouped_linear.weight_cache.WeightCache`; None without ``cache_weights``.
+        down_cache: the same of down_proj.
 
     Raises:
         ValueError: for a configuration that no call could run.
@@ -355,10 +385,24 @@ class GroupedMLP(nn.Module):
     >>> x, scores = torch.randn(2, 5, 16), torch.randn(2, 5, 4).softmax(dim=-1)
     >>> mlp(x, *scores.topk(2)).shape
     torch.Size([2, 5, 16])
+
+    Steps of several micro-batches, whose weights are quantized once and whose gradients are added
+    up where the optimizer reads them:
+
+    >>> mlp = GroupedMLP(4, 16, 32, recipe=Float8BlockScaling(), cache_weights=True,
+    ...                  fuse_wgrad_accumulation=True)
+    >>> for p in mlp.parameters():
+    ...     p.main_grad = torch.empty_like(p)
+    >>> for i in range(3):
+    ...     mlp(x, *scores.topk(2), is_first_microbatch=i == 0).square().mean().backward()
+    >>> mlp.down_proj.grad is None, bool(mlp.down_proj.main_grad.any())
+    (True, True)
     """
 
     gate_up_state: DelayedScalingState | None
     down_state: DelayedScalingState | None
+    gate_up_cache: WeightCache | None
+    down_cache: WeightCache | None
 
     def __init__(
         self,
@@ -367,6 +411,8 @@ class GroupedMLP(nn.Module):
         intermediate_size: int,
         *,
         recipe: Recipe = None,
+        cache_weights: bool = False,
+        fuse_wgrad_accumulation: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -388,6 +434,7 @@ class GroupedMLP(nn.Module):
                 f"got {recipe!r}"
             )
         self.recipe = recipe
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         E, H, F = num_experts, hidden_size, intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * F, H, dtype=dtype, device=device))
         self.down_proj = nn.Parameter(torch.empty(E, H, F, dtype=dtype, device=device))
@@ -395,27 +442,64 @@ class GroupedMLP(nn.Module):
         if isinstance(recipe, DelayedScaling):
             self.gate_up_state = DelayedScalingState(recipe, E, device)
             self.down_state = DelayedScalingState(recipe, E, device)
+        self.gate_up_cache = self.down_cache = None
+        if cache_weights and recipe is not None:
+            self.gate_up_cache = WeightCache(recipe, E, 2 * F, H, device)
+            self.down_cache = WeightCache(recipe, E, H, F, device)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the parameters as nn.Linear does, forget scales; nothing on the meta device."""
+        """Draw the parameters as nn.Linear does, forget scales and caches; nothing on meta."""
         if self.gate_up_proj.is_meta:
             return
         for weight_ENK in (self.gate_up_proj, self.down_proj):
             bound = 1 / math.sqrt(weight_ENK.size(2))
             nn.init.uniform_(weight_ENK, -bound, bound)
-        for state in (self.gate_up_state, self.down_state):
+        for state in (self.gate_up_state, self.down_state, self.gate_up_cache, self.down_cache):
             if state is not None:
                 state.reset()
 
-    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """Send x [..., H] through ``experts`` [..., C] and sum by ``weights`` [..., C]."""
-        state = None
-        if self.gate_up_state is not None and self.down_state is not None:
-            state = (self.gate_up_state, self.down_state)
-        return grouped_mlp(
-            x, weights, experts, self.gate_up_proj, self.down_proj, self.recipe, state
+    def forward(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        is_first_microbatch: Tensor | bool | None = None,
+    ) -> Tensor:
+        """Send x [..., H] through ``experts`` [..., C] and sum by ``weights`` [..., C].
+
+        Args:
+            x: see :func:`grouped_mlp`.
+            weights: see :func:`grouped_mlp`.
+            experts: see :func:`grouped_mlp`.
+            is_first_microbatch: of those between two steps of the optimizer. True quantizes both
+                weights into their caches, and writes their gradients over main_grad; False reads
+                the caches and adds to main_grad. A bool tensor of no dimensions on x's device
+                decides the same there, so that one graph does both. None quantizes the weights for
+                this call alone, and adds to main_grad.
+
+        Raises:
+            RuntimeError: as :func:`grouped_mlp`, or where False reads a cache that was not filled.
+                On the device nobody looks: a flag that is false then reads NaN.
+            ValueError: as :func:`grouped_mlp`, or for ``is_first_microbatch`` under a recipe and
+                without ``cache_weights``.
+        """
+        keeps_weight = self.gate_up_cache is not None
+        first = read_flag("GroupedMLP", is_first_microbatch, x, self.recipe, keeps_weight)
+        plans: list[dict[str, Any]] = []
+        for name, w, state, cache in (
+            ("gate_up_proj", self.gate_up_proj, self.gate_up_state, self.gate_up_cache),
+            ("down_proj", self.down_proj, self.down_state, self.down_cache),
+        ):
+            plan = cache_plan("GroupedMLP", cache, first)
+            if state is not None:
+                plan["slots"] = state.slots()
+            if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
+                plan |= main_grad_plan("GroupedMLP", {name: w}, first)
+            plans.append(plan)
+        return apply_mlp(
+            x, weights, experts, self.gate_up_proj, self.down_proj, self.recipe, *plans
         )
 
     def extra_repr(self) -> str:

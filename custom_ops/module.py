@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from grouped_linear.autograd import LaterWgrad, Wgrad
 from grouped_linear.delayed import DelayedScalingState
 from grouped_linear.functional import apply_layer, autocast_dtype, check_bias
-from grouped_linear.meta_kernels.rules import FEATURE_MULTIPLE, MAX_GROUPS, dtype_name
-from grouped_linear.recipes import DelayedScaling, Float8BlockScaling, KeptWeight, Recipe
+from grouped_linear.meta_kernels.rules import FEATURE_MULTIPLE, MAX_GROUPS
+from grouped_linear.micro_batches import cache_plan, main_grad_plan, read_flag
+from grouped_linear.recipes import DelayedScaling, Float8BlockScaling, Recipe
 from grouped_linear.tensor import GroupedTensor
 from grouped_linear.weight_cache import WeightCache
 
@@ -349,91 +350,29 @@ class GroupedLinear(nn.Module):
         options = self._options
         weights, bias = self._weights(), self._whole_bias()
         check_bias(bias)
-        plan: dict[str, Any] = {"save_input": options.save_original_input}
         state, cache = self.scaling_state, self.weight_cache
+        keeps_weight = cache is not None or options.quantized_weight
+        first = read_flag("GroupedLinear", is_first_microbatch, x, options.recipe, keeps_weight)
+        plan: dict[str, Any] = {"save_input": options.save_original_input}
         if state is not None:
             plan["slots"] = state.slots()
-        first = self._flag(is_first_microbatch, x, cache)
-        if first is not None and cache is not None:
-            plan["kept"], plan["refresh"] = self._kept(first, cache), first
-        if torch.is_grad_enabled() and (
-            options.fuse_wgrad_accumulation or options.delay_wgrad_compute
-        ):
-            plan |= self._gradient_plan(weights, first)
+        plan |= cache_plan("GroupedLinear", cache, first)
+        if torch.is_grad_enabled():
+            if options.delay_wgrad_compute and any(w.requires_grad for w in weights):
+                if torch.compiler.is_compiling():
+                    raise RuntimeError(
+                        "GroupedLinear: delay_wgrad_compute keeps operands of the backward for "
+                        "backward_dw, which a compiled backward cannot hand out"
+                    )
+                plan["later"] = self._later
+            if options.fuse_wgrad_accumulation:
+                named = dict(zip(self._weight_names, weights, strict=True))
+                plan |= main_grad_plan("GroupedLinear", named, first)
         added = None if options.return_bias else bias
         y = apply_layer(x, weights, added, m_splits, options.recipe, **plan)
         if not options.return_bias:
             return y
         return y, None if bias is None else bias.to(y.dtype)
-
-    def _flag(
-        self, first: Tensor | bool | None, x: Tensor, cache: WeightCache | None
-    ) -> Tensor | bool | None:
-        if first is None:
-            return None
-        needs_cache = self._options.recipe is not None and not self._options.quantized_weight
-        if needs_cache and cache is None:
-            raise ValueError(
-                "GroupedLinear: is_first_microbatch needs cache_weights=True under the recipe "
-                f"{type(self._options.recipe).__name__}"
-            )
-        if not isinstance(first, Tensor):
-            return bool(first)
-        if first.dim() != 0 or first.dtype != torch.bool or first.device != x.device:
-            raise ValueError(
-                "GroupedLinear: is_first_microbatch must be None, a bool or a 0-D bool tensor on "
-                f"{x.device}, got {first.dim()}-D {dtype_name(first.dtype)} on {first.device}"
-            )
-        # The caller's may be the next micro-batch's when this one's backward reads it.
-        return first.clone()
-
-    def _kept(self, first: Tensor | bool, cache: WeightCache) -> KeptWeight:
-        # A graph must not depend on what is in it: in a compiled one NaN shows.
-        if first is False and not torch.compiler.is_compiling() and not cache.warm:
-            raise RuntimeError(
-                "GroupedLinear: is_first_microbatch=False reads the weight cache, which holds no "
-                "weight yet, or none since parameters were loaded, drawn or moved: call with True"
-            )
-        return cache.kept()
-
-    def _gradient_plan(
-        self, weights: tuple[Any, ...], first: Tensor | bool | None
-    ) -> dict[str, Any]:
-        """Where weight gradients go, when they are not simply returned."""
-        learning = [w.requires_grad for w in weights]
-        if not any(learning):
-            return {}
-        plan: dict[str, Any] = {}
-        if self._options.delay_wgrad_compute:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(
-                    "GroupedLinear: delay_wgrad_compute keeps operands of the backward for "
-                    "backward_dw, which a compiled backward cannot hand out"
-                )
-            plan["later"] = self._later
-        if not self._options.fuse_wgrad_accumulation:
-            return plan
-        if not all(learning):
-            raise RuntimeError(
-                "GroupedLinear: fuse_wgrad_accumulation computes the gradients of all experts, "
-                f"but only {sum(learning)} of {len(weights)} require one"
-            )
-        for name, w in zip(self._weight_names, weights, strict=True):
-            if not isinstance(getattr(w, "main_grad", None), Tensor):
-                raise RuntimeError(
-                    f"GroupedLinear: fuse_wgrad_accumulation adds to {name}.main_grad, "
-                    "which is not there"
-                )
-        plan["main_grad"] = tuple(w.main_grad for w in weights)
-        plan["overwrite"] = False if first is None else first
-        if getattr(weights[0], "overwrite_main_grad", False):
-            plan["overwrite"] = True
-        if hasattr(weights[0], "grad_added_to_main_grad"):
-            plan["dummy_grad"] = True
-            # In the forward: a compiled backward cannot set an attribute.
-            for w in weights:
-                w.grad_added_to_main_grad = True
-        return plan
 
     def backward_dw(self) -> None:
         """Compute the weight gradients of the oldest backward that put them off.

@@ -1,0 +1,551 @@
+"""Steps of training with what GroupedMLP keeps and adds up, against one that does neither.
+
+Steps of 1, 2 and 8 micro-batches, an optimizer's step after each, give the bits of a plain run:
+both weights quantized in every call, gradients returned, eager.
+
+T tokens, C experts chosen for a token, E experts, H features of a token, F features of an expert.
+"""
+
+import copy
+import functools
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import test_training
+import torch
+from samples import (
+    BF16,
+    DTYPES,
+    FP32,
+    OPS,
+    RECIPES,
+    assert_same_bits,
+    devices,
+    needs_hopper,
+    sentence,
+)
+from test_layer import Calls
+from test_training import (
+    CUDA_MODES,
+    FEATURES,
+    Feature,
+    Mode,
+    captured,
+    checkpointed,
+    compiled,
+    cudagraph_trees,
+    eager,
+    graphed,
+    interleaved,
+)
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grouped_linear import GroupedMLP, Recipe, ops, update_scales
+
+T, E, H, F, C = test_training.T, test_training.E, test_training.K, 48, 2
+STEPS, LEARNING_RATE = (1, 2, 8), 0.01
+DEVICES = pytest.mark.parametrize("device", devices(*OPS))
+EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+QUANTIZING = {name: recipe for name, recipe in RECIPES.items() if recipe is not None}
+EVERY_QUANTIZING = pytest.mark.parametrize("recipe", QUANTIZING.values(), ids=QUANTIZING)
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+FLAGS = pytest.mark.parametrize("flag", ["bool", "tensor"])
+OURS = ("cached", "cached_flag", "fused", "fused_bf16", "cached_fused", "cached_fused_flag")
+EVERY_FEATURE = pytest.mark.parametrize("feature", [FEATURES[name] for name in OURS], ids=OURS)
+
+
+class Routed(nn.Module):
+    """A GroupedMLP that is called as the modes of test_training.py call a layer.
+
+    Which experts a token goes to follows from m_splits: its group, and another or the same one;
+    none past their sum, where x is NaN. Some experts have no tokens.
+    """
+
+    def __init__(self, mlp: GroupedMLP) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.score = nn.Parameter(torch.rand(T, C, device=mlp.down_proj.device))
+
+    @property
+    def weights(self) -> list[Any]:
+        return [self.mlp.gate_up_proj, self.mlp.down_proj]
+
+    def forward(self, x: Tensor, m_splits: Tensor, first: Tensor | bool | None = None) -> Tensor:
+        token = torch.arange(T, device=x.device)
+        group = torch.searchsorted(m_splits.cumsum(0), token, right=True)
+        other = torch.where(group < E, 2 * group % E, -1)
+        return self.mlp(x, self.score, torch.stack([group, other], dim=1), first)
+
+
+def make(recipe: Recipe, dtype: torch.dtype, device: str, **options: Any) -> Routed:
+    torch.manual_seed(0)
+    # Under a recipe weights are float32, so that gradients are, as main_grad is.
+    like: dict[str, Any] = {"dtype": FP32 if recipe else dtype, "device": device}
+    return Routed(GroupedMLP(E, H, F, recipe=recipe, **options, **like))
+
+
+def batches(dtype: torch.dtype, device: str, count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    made = test_training.batches(dtype, device, count)
+    return [(x, m_splits, dy[:, :H]) for x, m_splits, dy in made]
+
+
+def give_main_grads(layer: Routed, feature: Feature) -> list[Tensor]:
+    for w in layer.weights if feature.fused else ():
+        w.main_grad = torch.full(w.shape, torch.nan, dtype=feature.main_grad, device=w.device)
+    return [w.main_grad for w in layer.weights if feature.fused]
+
+
+def gradients_of(layer: Routed, feature: Feature) -> list[Tensor]:
+    return [(w.main_grad if feature.fused else w.grad).clone() for w in layer.weights]
+
+
+@torch.no_grad()
+def optimizer_step(layer: Routed, gradients: list[Tensor]) -> None:
+    for w, grad in zip(layer.weights, gradients, strict=True):
+        w -= (LEARNING_RATE * grad).to(w.dtype)
+    layer.score -= LEARNING_RATE * layer.score.grad
+    update_scales(layer)
+
+
+class WgradOperands(TorchDispatchMode):
+    """What every weight gradient of unquantized operands is the product of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operands: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.grouped_linear.grouped_mm_wgrad.default:
+            self.operands.append(args[:3])
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def plain_run(
+    recipe: Recipe, dtype: torch.dtype, device: str, main_grad: torch.dtype | None
+) -> list[Tensor]:
+    """y and dx of every micro-batch; gradients of both weights and the scores of every step.
+
+    main_grad: what weight gradients are added up in, unrounded ones; None for the weight's grad.
+    """
+    layer, results = make(recipe, dtype, device), []
+    made = iter(batches(dtype, device, sum(STEPS)))
+    totals = [torch.empty_like(w, dtype=main_grad, requires_grad=False) for w in layer.weights]
+    for count in STEPS:
+        for total in totals:
+            total.zero_()
+        for _, (x, m_splits, dy) in zip(range(count), made, strict=False):
+            y = layer(x, m_splits)
+            with WgradOperands() as products:
+                y.backward(dy)
+            if main_grad and recipe is None:
+                down, gate_up = products.operands
+                for total, operands in zip(totals, (gate_up, down), strict=True):
+                    ops.grouped_mm_wgrad_(total, *operands)
+            else:
+                for total, w in zip(totals, layer.weights, strict=True):
+                    total.copy_(total + w.grad)
+            for w in layer.weights:
+                w.grad = None
+            results += [y.detach(), x.grad]
+        results += [*(total.clone() for total in totals), layer.score.grad.clone()]
+        optimizer_step(layer, totals)
+        layer.score.grad = None
+    assert all(t.isfinite().all() for t in results)
+    return results
+
+
+def run(feature: Feature, mode: Mode, recipe: Recipe, dtype: torch.dtype, device: str) -> list[Any]:
+    """What plain_run gives, by a layer with the feature."""
+    layer, results = make(recipe, dtype, device, **feature.options), []
+    main_grads = give_main_grads(layer, feature)
+    if mode in CUDA_MODES:  # what a graph adds to stays where it is
+        for p in [layer.score] if feature.fused else layer.parameters():
+            p.grad = torch.zeros_like(p)
+    step = mode(layer, feature, dtype)
+    for state in (layer.mlp.gate_up_state, layer.mlp.down_state):  # a mode may have run the layer
+        if state is not None:
+            state.reset()
+    for main_grad in main_grads:  # neither zero nor what a graph was recorded with
+        main_grad.fill_(torch.nan)
+    made = iter(batches(dtype, device, sum(STEPS)))
+    for count in STEPS:
+        for main_grad in main_grads if feature.flag == "none" else ():
+            main_grad.zero_()
+        micro_batches = []
+        for i, batch in zip(range(count), made, strict=False):
+            micro_batches.append((*batch, flag_of(feature.flag, i == 0, device)))
+        for result in step(micro_batches):
+            results += result
+        gradients = gradients_of(layer, feature)
+        results += [*gradients, layer.score.grad.clone()]
+        optimizer_step(layer, gradients)
+        if feature.fused:
+            assert all(w.grad is None for w in layer.weights)
+        for p in layer.parameters():
+            if mode not in CUDA_MODES:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.zero_()
+    return results
+
+
+def flag_of(kind: str, first: bool, device: str) -> Any:
+    return {"none": None, "bool": first}.get(kind, torch.tensor(first, device=device))
+
+
+def assert_all_same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        assert_same_bits(a, e)
+
+
+def check(feature: Feature, mode: Mode, recipe: Recipe, dtype: torch.dtype, device: str) -> None:
+    if feature.flag == "tensor" and recipe is not None and mode is interleaved:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            run(feature, mode, recipe, dtype, device)
+        return
+    actual = run(feature, mode, recipe, dtype, device)
+    expected = plain_run(recipe, dtype, device, feature.main_grad if feature.fused else None)
+    assert_all_same_bits(actual, expected)
+
+
+# A compile is slow, so one dtype for all but the plainest mode.
+MODES = [
+    *(pytest.param(eager, dtype, id=f"eager-{dtype}") for dtype in DTYPES),
+    *(pytest.param(m, BF16, id=m.__name__) for m in (compiled, checkpointed, interleaved)),
+]
+
+
+@DEVICES
+@EVERY_RECIPE
+@pytest.mark.parametrize(("mode", "dtype"), MODES)
+@EVERY_FEATURE
+def test_features(
+    feature: Feature, mode: Mode, dtype: torch.dtype, recipe: Recipe, device: str
+) -> None:
+    check(feature, mode, recipe, dtype, device)
+
+
+@needs_hopper
+@EVERY_RECIPE
+@pytest.mark.parametrize("mode", [captured, graphed])
+@EVERY_FEATURE
+def test_features_captured(feature: Feature, mode: Mode, recipe: Recipe) -> None:
+    check(feature, eager, recipe, BF16, "cuda")  # loads the kernels
+    check(feature, mode, recipe, BF16, "cuda")
+
+
+@needs_hopper
+@EVERY_RECIPE
+@pytest.mark.parametrize("name", ["cached", "cached_flag", "cached_fused_flag"])
+def test_features_under_cudagraph_trees(name: str, recipe: Recipe) -> None:
+    check(FEATURES[name], cudagraph_trees, recipe, BF16, "cuda")
+
+
+# --- the caches ----------------------------------------------------------------------------------
+
+COLD = "GroupedMLP: is_first_microbatch=False reads the weight cache, which holds no weight yet"
+
+
+def cached(recipe: Recipe, device: str) -> Routed:
+    return make(recipe, FP32, device, cache_weights=True)
+
+
+def inputs(device: str) -> tuple[Tensor, Tensor]:
+    x, m_splits, _ = batches(FP32, device, 1)[0]
+    return x, m_splits
+
+
+def caches_of(layer: Routed) -> list[Any]:
+    return [layer.mlp.gate_up_cache, layer.mlp.down_cache]
+
+
+def outcome(layer: Routed, y: Tensor, x: Tensor) -> list[Tensor]:
+    """y, and every gradient."""
+    return [y, *torch.autograd.grad(y.square().sum(), (x, layer.score, *layer.weights))]
+
+
+@torch.no_grad()
+def change(*weights: Tensor) -> None:
+    for w in weights:
+        w.mul_(3)
+
+
+@DEVICES
+@EVERY_QUANTIZING
+@FLAGS
+def test_reads_what_it_wrote(flag: str, recipe: Recipe, device: str) -> None:
+    """And both weights, each of its own cache."""
+    layer, (x, m_splits) = cached(recipe, device), inputs(device)
+
+    def call(first: Any) -> list[Tensor]:
+        return outcome(layer, layer(x, m_splits, first), x)
+
+    written = call(flag_of(flag, True, device))
+    for w in layer.weights:
+        change(w)
+        kept, plain = call(flag_of(flag, False, device)), call(None)
+        assert_all_same_bits(kept, written)
+        assert not torch.equal(plain[0], kept[0])
+        written = call(flag_of(flag, True, device))
+        assert_all_same_bits(written, plain)
+
+
+MADE_COLD: dict[str, Callable[[GroupedMLP], Any]] = {
+    "born": lambda mlp: mlp,
+    "load_state_dict": lambda mlp: mlp.load_state_dict(mlp.state_dict()),
+    "reset_parameters": lambda mlp: mlp.reset_parameters(),
+    "to_empty": lambda mlp: mlp.to_empty(device=mlp.down_proj.device),
+    "moved": lambda mlp: mlp.bfloat16().float(),
+}
+
+
+@DEVICES
+@EVERY_QUANTIZING
+@pytest.mark.parametrize("how", MADE_COLD)
+def test_cold(how: str, recipe: Recipe, device: str) -> None:
+    """A bool raises, a flag on the device computes NaN; no buffer is replaced."""
+    layer, (x, m_splits) = cached(recipe, device), inputs(device)
+    addresses = [b.data_ptr() for cache in caches_of(layer) for b in cache.buffers()]
+    if how != "born":
+        layer(x, m_splits, True)
+        layer(x, m_splits, False)
+    MADE_COLD[how](layer.mlp)
+    with pytest.raises(RuntimeError, match=COLD):
+        layer(x, m_splits, False)
+    if how == "to_empty":  # what it holds is anything
+        return
+    y = layer(x, m_splits, torch.tensor(False, device=device))
+    assert y[:35].isnan().all()
+    assert not y[35:].any()
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert dx[:35].isnan().all()
+    assert_same_bits(layer(x, m_splits, True), layer(x, m_splits))
+    now = [b.data_ptr() for cache in caches_of(layer) for b in cache.buffers()]
+    assert now == addresses
+
+
+@DEVICES
+def test_one_cold_cache_is_enough(device: str) -> None:
+    layer, (x, m_splits) = cached(QUANTIZING["block"], device), inputs(device)
+    for cache in caches_of(layer):
+        layer(x, m_splits, True)
+        cache.reset()
+        with pytest.raises(RuntimeError, match=COLD):
+            layer(x, m_splits, False)
+
+
+@EVERY_QUANTIZING
+def test_compiled_cold_and_warm(recipe: Recipe) -> None:
+    """NaN where a graph reads a cold cache; what it writes is there without one."""
+    layer, (x, m_splits) = cached(recipe, "cpu"), inputs("cpu")
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert call(x, m_splits, False)[:35].isnan().all()
+    y = call(x, m_splits, True)
+    assert_same_bits(layer(x, m_splits, False), y)
+    assert_same_bits(call(x, m_splits, False), y)
+
+
+def test_state_dict_without_caches() -> None:
+    layer = cached(QUANTIZING["block"], "cpu")
+    assert set(layer.mlp.state_dict()) == {"gate_up_proj", "down_proj"}
+    assert len(list(layer.mlp.buffers())) == 6
+
+
+def through_pickle(layer: Routed) -> Routed:
+    return pickle.loads(pickle.dumps(layer))
+
+
+@EVERY_QUANTIZING
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
+def test_copies_are_apart(copied: Callable[[Routed], Routed], recipe: Recipe) -> None:
+    layer, (x, m_splits) = cached(recipe, "cpu"), inputs("cpu")
+    y = layer(x, m_splits, True)
+    twin, cold = copied(layer), copied(cached(recipe, "cpu"))
+    assert_same_bits(twin(x, m_splits, False), y)
+    with pytest.raises(RuntimeError, match=COLD):
+        cold(x, m_splits, False)
+    assert_same_bits(cold(x, m_splits, True), y)
+    change(*twin.weights)
+    assert not torch.equal(twin(x, m_splits, True), y)
+    assert_same_bits(layer(x, m_splits, False), y)
+
+
+@EVERY_QUANTIZING
+def test_meta_device(recipe: Recipe) -> None:
+    mlp = GroupedMLP(E, H, F, recipe=recipe, cache_weights=True, device="meta")
+    mlp.to_empty(device="cpu").reset_parameters()
+    (x, m_splits), layer = inputs("cpu"), Routed(mlp)
+    with pytest.raises(RuntimeError, match=COLD):
+        layer(x, m_splits, False)
+    assert_same_bits(layer(x, m_splits, True), layer(x, m_splits))
+
+
+@DEVICES
+@EVERY_QUANTIZING
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_filled_without_gradients(mode: Any, recipe: Recipe, device: str) -> None:
+    """What validation leaves in it serves training: both layouts are there."""
+    layer, (x, m_splits) = cached(recipe, device), inputs(device)
+    with mode():
+        y = layer(x, m_splits, True)
+    filled, expected = (outcome(layer, layer(x, m_splits, f), x) for f in (False, None))
+    assert_same_bits(filled[0], y)
+    assert_all_same_bits(filled, expected)
+
+
+@DEVICES
+@EVERY_QUANTIZING
+@FLAGS
+def test_a_refresh_before_the_backward(flag: str, recipe: Recipe, device: str) -> None:
+    """Raises, where a gradient reads what was refreshed."""
+    layer, (x, m_splits) = cached(recipe, device), inputs(device)
+    y = layer(x, m_splits, flag_of(flag, True, device))
+    change(*layer.weights)
+    # A flag that skips raises, too: the host cannot know.
+    layer(x, m_splits, flag_of(flag, flag == "bool", device))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    layer.mlp.gate_up_proj.requires_grad_(False)
+    x = x.detach()
+    y = layer(x, m_splits, flag_of(flag, True, device))
+    expected = torch.autograd.grad(y.sum(), layer.mlp.down_proj, retain_graph=True)
+    change(*layer.weights)
+    layer(x, m_splits, flag_of(flag, True, device))
+    assert_same_bits(torch.autograd.grad(y.sum(), layer.mlp.down_proj)[0], expected[0])
+
+
+def test_work() -> None:
+    """Quantized once a step, not once a micro-batch; products write main_grad themselves."""
+    layer = make(QUANTIZING["block"], BF16, "cpu", **FEATURES["cached_fused"].options)
+    give_main_grads(layer, FEATURES["cached_fused"])
+    with Calls() as calls:
+        for i, (x, m_splits, dy) in enumerate(batches(BF16, "cpu", 4)):
+            layer(x, m_splits, i == 0).backward(dy)
+    assert calls.counts["refresh_weight_"] == 2
+    assert calls.counts["grouped_scaled_mm_wgrad_"] == 2 * 4
+    assert calls.counts["grouped_scaled_mm_wgrad"] == 0
+    assert not any(op.startswith("quantize_weight") for op in calls.counts)
+
+
+# --- main_grad -----------------------------------------------------------------------------------
+
+
+def fused(recipe: Recipe, device: str, dtype: torch.dtype = FP32, **options: Any) -> Routed:
+    layer = make(recipe, dtype, device, fuse_wgrad_accumulation=True, **options)
+    give_main_grads(layer, FEATURES["fused"])
+    return layer
+
+
+@DEVICES
+@EVERY_RECIPE
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_attributes_of_main_grad(how: str, recipe: Recipe, device: str) -> None:
+    """Of each parameter: a gradient of zeros for who waits for one, and overwriting."""
+    layer, plain, (x, m_splits) = fused(recipe, device), make(recipe, FP32, device), inputs(device)
+    gate_up, down = layer.weights
+    gate_up.overwrite_main_grad = True  # what is there is NaN
+    down.main_grad.fill_(1)
+    down.grad_added_to_main_grad = False
+    call = layer
+    if how == "compiled":
+        call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    call(x, m_splits).square().sum().backward()
+    *_, d_gate_up, d_down = outcome(plain, plain(x, m_splits), x)
+    assert_same_bits(gate_up.main_grad, d_gate_up)
+    assert_same_bits(down.main_grad, 1 + d_down)
+    assert gate_up.grad is None
+    assert not hasattr(gate_up, "grad_added_to_main_grad")
+    assert down.grad_added_to_main_grad
+    assert_same_bits(down.grad, torch.zeros_like(down))
+
+
+@DEVICES
+@pytest.mark.parametrize("frozen", [0, 1], ids=["gate_up_proj", "down_proj"])
+def test_a_frozen_weight_needs_no_main_grad(frozen: int, device: str) -> None:
+    layer, (x, m_splits) = fused(RECIPES["block"], device), inputs(device)
+    plain = make(RECIPES["block"], FP32, device)
+    layer.weights[frozen].requires_grad_(False)
+    del layer.weights[frozen].main_grad
+    learning = layer.weights[1 - frozen]
+    learning.main_grad.zero_()
+    layer(x, m_splits).square().sum().backward()
+    expected = outcome(plain, plain(x, m_splits), x)[3:]
+    assert_same_bits(learning.main_grad, expected[1 - frozen])
+
+
+@DEVICES
+@pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
+def test_autocast(recipe: Recipe, device: str) -> None:
+    """float32 weights get unrounded gradients, of products in bfloat16."""
+    layer, half = fused(recipe, device), fused(recipe, device, BF16)
+    half.load_state_dict(layer.state_dict())
+    x, m_splits = inputs(device)
+    for w in (*layer.weights, *half.weights):
+        w.main_grad.zero_()
+    with torch.autocast(device, dtype=BF16):
+        layer(x, m_splits).float().square().sum().backward()
+    half(x.detach().to(BF16), m_splits).float().square().sum().backward()
+    for w, other in zip(layer.weights, half.weights, strict=True):
+        assert w.grad is None
+        assert other.dtype == (FP32 if recipe else BF16)
+        assert_same_bits(w.main_grad, other.main_grad)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_inductor_clones_neither_main_grads_nor_caches(recipe: Recipe) -> None:
+    layer, plain = fused(recipe, "cpu", cache_weights=True), make(recipe, FP32, "cpu")
+    call, (x, m_splits) = torch.compile(layer, fullgraph=True), inputs("cpu")
+
+    def step() -> None:
+        call(x, m_splits, torch.tensor(True)).square().sum().backward()
+
+    _, codes = run_and_get_code(step)
+    code = "\n".join(codes)
+    assert ".copy_(" not in code
+    for shape in {tuple(b.shape) for b in [*layer.weights, *layer.mlp.buffers()] if b.dim() == 3}:
+        assert not re.search(rf"= empty_strided\w*\(\({', '.join(map(str, shape))}\)", code)
+    *_, d_gate_up, d_down = outcome(plain, plain(x, m_splits), x)
+    assert_same_bits(layer.mlp.gate_up_proj.main_grad, d_gate_up)
+    assert_same_bits(layer.mlp.down_proj.main_grad, d_down)
+
+
+def test_mistakes() -> None:
+    uncached, (x, m_splits) = make(RECIPES["block"], FP32, "cpu"), inputs("cpu")
+    assert sentence(lambda: uncached(x, m_splits, True)) == (
+        "GroupedMLP: is_first_microbatch needs cache_weights=True under the recipe "
+        "Float8BlockScaling"
+    )
+    for flag, said in (
+        (torch.tensor([True]), "1-D bool on cpu"),
+        (torch.tensor(1), "0-D int64 on cpu"),
+        (torch.tensor(True, device="meta"), "0-D bool on meta"),
+    ):
+        layer = cached(RECIPES["block"], "cpu")
+        assert sentence(lambda flag=flag, layer=layer: layer(x, m_splits, flag)) == (
+            "GroupedMLP: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, "
+            f"got {said}"
+        )
+    layer = fused(None, "cpu")
+    layer.mlp.down_proj.main_grad = torch.zeros(E, F, H)
+    assert sentence(lambda: layer(x, m_splits).sum().backward()) == (
+        f"grouped_mm_wgrad_: N differs: main_grad has {F}, dy has {H}"
+    )
+    del layer.mlp.down_proj.main_grad
+    assert sentence(lambda: layer(x, m_splits)) == (
+        "GroupedMLP: fuse_wgrad_accumulation adds to down_proj.main_grad, which is not there"
+    )
+    with torch.no_grad():  # nothing is asked of main_grad
+        layer(x, m_splits)
+
+
+def test_without_a_recipe_there_is_nothing_to_keep() -> None:
+    layer, (x, m_splits) = cached(None, "cpu"), inputs("cpu")
+    assert caches_of(layer) == [None, None]
+    for first in (False, True, torch.tensor(False)):
+        assert_same_bits(layer(x, m_splits, first), layer(x, m_splits))
