@@ -53,7 +53,7 @@ class Quantized(NamedTuple):
     q: Tensor  # [T, K]
     scale: Tensor  # [ceil(K/128), round_up(T, 4)]
     q_t: Tensor  # [Tp/128, K, 128]
-    scale_t: Tensor  # [Tp/128, K]
+    scale_t: Tensor  # [Tp/128, K], of squares [Tp/128, ceil(K/128)]
 
 
 def quantized(x_TK: Tensor, offs_E: Tensor, squares: bool = False) -> Quantized:

@@ -352,7 +352,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--cases", nargs="+", help="names of cases (an unknown one lists them)")
     option("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
     option("--recipes", nargs="*", choices=RECIPES, default=["block"], help="beside bf16, of ours")
-    option("--cached", action="store_true", help="also with the weight in the cache, for layers")
+    option("--cached", action="store_true", help="also with the weights in the cache")
     option("--modes", nargs="+", choices=MODES, help="default: all that the device has")
     option("--budget", type=float, help="seconds after which nothing more is started")
     option("--output-dir", type=Path, default=timing.RESULTS, help="for JSON, table and plots")

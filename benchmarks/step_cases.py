@@ -68,21 +68,25 @@ BASELINE = Candidate("torch", "bf16", "compiled")
 
 
 class LaterMicrobatch(nn.Module):
-    """A layer that reads its weight from the cache."""
+    """A GroupedLinear or GroupedMLP that reads its weights from the cache."""
 
-    def __init__(self, layer: GroupedLinear) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: Tensor, m_splits: Tensor) -> Any:
-        return self.layer(x, m_splits, is_first_microbatch=False)
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.layer(*inputs, is_first_microbatch=False)
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Quantize the weight into the cache, as the first micro-batch does."""
-        w_ENK = self.layer.weight
-        no_rows = w_ENK.new_empty(0, w_ENK.size(2))
-        self.layer(no_rows, [0] * len(w_ENK), is_first_microbatch=True)
+        """Quantize the weights into the cache, as the first micro-batch does."""
+        weight_ENK = next(self.layer.parameters())
+        x = weight_ENK.new_empty(0, weight_ENK.size(2))
+        no_choice = torch.empty(0, 1, device=x.device)
+        if isinstance(self.layer, GroupedMLP):
+            self.layer(x, no_choice, no_choice.long(), is_first_microbatch=True)
+        else:
+            self.layer(x, [0] * len(weight_ENK), is_first_microbatch=True)
 
 
 def linear_of(candidate: Candidate) -> Callable[[int, int, int], nn.Module]:
@@ -102,10 +106,13 @@ def experts_of(candidate: Candidate) -> Callable[[ModelSize], nn.Module]:
     """Ours is GroupedMLP, everything fused; the others are put together from their layer."""
     if candidate.implementation != "ours":
         return partial(Experts, linear=linear_of(candidate))
-    if candidate.cached:
-        raise ValueError("GroupedMLP keeps no weight cache")
-    recipe = candidate.recipe
-    return lambda size: GroupedMLP(size.experts, size.width, size.expert_width, recipe=recipe)
+
+    def ours(size: ModelSize) -> nn.Module:
+        sizes = size.experts, size.width, size.expert_width
+        mlp = GroupedMLP(*sizes, recipe=candidate.recipe, cache_weights=candidate.cached)
+        return LaterMicrobatch(mlp) if candidate.cached else mlp
+
+    return ours
 
 
 @dataclass(frozen=True)

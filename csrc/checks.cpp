@@ -202,13 +202,17 @@ void check_written(const char* op, const char* name, const Tensor& t, ScalarType
   check_dim(op, name, t, static_cast<int64_t>(shape.size()));
   check_dtype(op, name, t, dtype);
   check_device(op, name, t, "w", w);
+  const auto append = [](std::string& sizes, int64_t size) {
+    if (!sizes.empty()) sizes += ", ";
+    sizes += std::to_string(size);
+  };
   std::string expected, actual;
   bool same = true;
   for (size_t i = 0; i < shape.size(); ++i) {
     const auto size = t.size(static_cast<int64_t>(i));
     same = same && size == shape[i];
-    expected += (i ? ", " : "") + std::to_string(shape[i]);
-    actual += (i ? ", " : "") + std::to_string(size);
+    append(expected, shape[i]);
+    append(actual, size);
   }
   check(same, op, ": ", name, " must be [", expected, "], got [", actual, "]");
   check(t.is_contiguous(), op, ": ", name, " must be contiguous");
@@ -305,7 +309,7 @@ void check_group_quantize(const Tensor& x, const Tensor& offs, const std::option
   check_offs(op, offs, "x", x);
   if (rows) check_rows(op, *rows, 1, "x", x);
   if (factor) {
-    check(rows.has_value(), op, ": factor is one of each of rows, which are not given");
+    check(rows.has_value(), op, ": factor needs rows, got none");
     check_dim(op, "factor", *factor, 1);
     check_dtype(op, "factor", *factor, ScalarType::Float);
     check_device(op, "factor", *factor, "x", x);

@@ -7,7 +7,11 @@
 
 #include <algorithm>
 #include <optional>
+#include <stdexcept>
 #include <vector>
+
+// Weak: torch 2.13 and newer have it.
+extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 
 namespace grouped_linear {
 
@@ -15,7 +19,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Shape = std::vector<int64_t>;
 
-// A dense tensor on like's device; its bytes are unspecified.
+// A dense tensor on like's device. Its bytes are unspecified, on a CPU also where torch is told to
+// fill them (torch.utils.deterministic).
 inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype) {
   Shape strides(shape.size(), 1);
   for (size_t d = shape.size(); d-- > 1;)
@@ -24,9 +29,13 @@ inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtyp
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   const auto dtype_code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
-                                                  strides.data(), dtype_code, device_type,
-                                                  like.get_device_index(), &made));
+  const AOTITorchError error =
+      aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
+                               dtype_code, device_type, like.get_device_index(), &made);
+  if (error != AOTI_TORCH_SUCCESS)
+    throw std::runtime_error(torch_exception_get_what_without_backtrace
+                                 ? torch_exception_get_what_without_backtrace()
+                                 : "grouped_linear: out of memory, torch could not allocate");
   return Tensor(made);
 }
 

@@ -251,8 +251,8 @@ def grouped_mlp(
     The host reads nothing and every shape is static, so routing is data: no recompile, one CUDA
     graph for any of it. Rows are gathered, never added to one place by several threads: equal
     inputs give equal bits, gradients included. swiglu is computed in float32 and rounded once, and
-    so is the weighted sum. Under ``Float8BlockScaling`` gathering, swiglu and its gradient happen
-    in the passes that quantize, with the bits they have apart.
+    so is the weighted sum. Under ``Float8BlockScaling`` gathering, weighting, swiglu and its
+    gradient happen in the passes that quantize, with the bits they have apart.
 
     Under torch.autocast products take the autocast dtype, as in torch.nn.functional.linear.
 

@@ -205,7 +205,8 @@ def gather_sum(y: Tensor, rows: Tensor, weight: Tensor | None = None) -> Tensor:
     """Sum gathered rows, weighted or not: what brings experts' outputs back to their tokens.
 
     ``out[t] = sum over c of weight[t, c] * y[rows[t, c]]``, from the first c to the last, in
-    float32 and rounded once. CPU and GPU give the same bits.
+    float32 and rounded once. CPU and GPU give the same bits, but for those of a NaN. Not
+    differentiable by itself: :class:`grouped_linear.GroupedMLP` is.
 
     Args:
         y: [R, H] bfloat16, float16 or float32, H a multiple of 16.
@@ -229,7 +230,8 @@ def gather_sum(y: Tensor, rows: Tensor, weight: Tensor | None = None) -> Tensor:
 def gather_dot(a: Tensor, y: Tensor, rows: Tensor) -> Tensor:
     """Multiply rows with gathered rows: the gradient of :func:`gather_sum` by its weights.
 
-    ``out[t, c] = a[t] . y[rows[t, c]]``, summed in float32 in an order that does not change.
+    ``out[t, c] = a[t] . y[rows[t, c]]``, summed in float32 in an order that does not change. Not
+    differentiable.
 
     Args:
         a: [T, H] of y's dtype.

@@ -206,7 +206,7 @@ class Float8BlockScaling:
         amax_epsilon: the smallest amax a block is scaled by; not negative.
         square_x_blocks: x's blocks for wgrad are 128 tokens of 128 features, and wgrad is 1.2 to
             1.5 times as fast on an H200, the more so the more tokens an expert has. e4m3 is a
-            floating-point format: numbers of 2**-14 of a block's amax or more keep their precision,
+            floating-point format: numbers of 2**-13 of a block's amax or more keep their precision,
             smaller ones lose bits. fprop, dgrad and gradients stay as they are.
 
     Raises:

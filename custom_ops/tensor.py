@@ -5,6 +5,7 @@ E groups, K in_features, N out_features.
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -247,8 +248,7 @@ class GroupedTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # q_t is made again: a file need not hold everything twice. q goes as bytes, because plain
         # pickle fails on float8 (torch 2.13), and options as plain values.
-        recipe = self.recipe
-        options = (recipe.power_of_two_scales, recipe.amax_epsilon, self.stochastic_rounding)
+        options = (*astuple(self.recipe), self.stochastic_rounding)
         arguments = (
             self.q.view(torch.uint8),
             self.scale,
@@ -315,15 +315,15 @@ def _rebuild(
     scale: Tensor,
     columnwise: bool,
     dtype: torch.dtype,
-    options: tuple[bool, float, bool],
+    options: tuple[Any, ...],
     size: tuple[int, ...],
     requires_grad: bool,
     others: dict[str, Any],
 ) -> GroupedTensor:
     """What was pickled."""
     q = q_bytes.view(E4M3)
-    power_of_two_scales, amax_epsilon, stochastic_rounding = options
-    kind = (dtype, Float8BlockScaling(power_of_two_scales, amax_epsilon), stochastic_rounding)
+    *of_recipe, stochastic_rounding = options
+    kind = (dtype, Float8BlockScaling(*of_recipe), stochastic_rounding)
     t = GroupedTensor(q, scale, blocks.transposed(q) if columnwise else None, kind, size)
     vars(t).update(others)  # that it is a parameter is one of them
     t.requires_grad_(requires_grad)

@@ -67,7 +67,7 @@ def group_quantize(
         rules.rows(rows, 1, "x", x)
         T = rows.size(0)
     if factor is not None:
-        rules.check(rows is not None, lambda: "factor is one of each of rows, which are not given")
+        rules.check(rows is not None, lambda: "factor needs rows, got none")
         rules.dim("factor", factor, 1)
         rules.dtype("factor", factor.dtype, (torch.float32,))
         rules.device("factor", factor, "x", x)

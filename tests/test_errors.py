@@ -136,7 +136,7 @@ group_quantize: E must be between 1 and 1024, got 0
 group_quantize: E must be between 1 and 1024, got 1025
 group_quantize: rows must be 1-D, got 2-D
 group_quantize: rows must be int32 or int64, got float32
-group_quantize: factor is one of each of rows, which are not given
+group_quantize: factor needs rows, got none
 group_quantize: factor must be 1-D, got 2-D
 group_quantize: factor must be float32, got bfloat16
 group_quantize: T differs: factor has 11, rows has 12

@@ -248,7 +248,7 @@ KEPT: dict[str, Callable[[Any], Any]] = {
 def test_copies_keep_every_byte(copied: Any, columnwise: bool, device: str) -> None:
     t = GroupedTensor.quantize(
         random_weight(device, BF16),
-        RECIPES["any_scale"],
+        Float8BlockScaling(False, 1e-4, True),  # no option as it is by default
         columnwise=columnwise,
         stochastic_rounding=True,
     )

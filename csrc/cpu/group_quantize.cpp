@@ -36,7 +36,8 @@ struct Results {
 struct BlockScaledTargets : TileTargets {
   ScaleRule rule;
   float *scale = nullptr, *scale_t = nullptr;
-  int64_t scale_stride = 0, scale_t_stride = 0;
+  int64_t scale_stride = 0;
+  bool squares = false;
 
   BlockScaledTargets(const Results& results, ScaleRule rule)
       : TileTargets{results.features}, rule(rule) {
@@ -48,7 +49,7 @@ struct BlockScaledTargets : TileTargets {
     if (results.q_t.numel() > 0) {
       q_t = static_cast<uint8_t*>(results.q_t.data_ptr());
       scale_t = static_cast<float*>(results.scale_t.data_ptr());
-      scale_t_stride = results.scale_t.size(1);
+      squares = results.scale_t.size(1) < features;
     }
   }
 
@@ -64,11 +65,12 @@ struct BlockScaledTargets : TileTargets {
       store(bytes, block, col, cols);
     }
     if (q_t) {
-      const bool squares = scale_t_stride < features;
       if (squares) std::fill_n(col_amax, kBlock, *std::max_element(col_amax, col_amax + kBlock));
       block_scales(col_amax, rule, factor, block_scale);
-      std::memcpy(scale_t + block.index * scale_t_stride + (squares ? col / kBlock : col),
-                  block_scale, (squares ? 1 : cols) * sizeof(float));
+      if (squares)
+        scale_t[block.index * ceil_div(features, kBlock) + col / kBlock] = block_scale[0];
+      else
+        std::memcpy(scale_t + block.index * features + col, block_scale, cols * sizeof(float));
       tile.quantize_by_cols(factor, kBlock, bytes);
       store_turned(bytes, block, col, cols, tile.filled());
     }
@@ -105,12 +107,14 @@ std::vector<int64_t> checked_rows(const std::optional<Tensor>& rows, int64_t cou
   return taken;
 }
 
-// to[i] = from[i] * factor, at most kBlock elements of a dtype, rounded to it.
+// to[i] = from[i] * factor, at most kBlock elements of a dtype, rounded to it; asks for those of the
+// next tile.
 void multiply_row(const char* from, float factor, ScalarType dtype, int64_t n, void* to) {
   float values[kBlock];
   load_row(from, dtype, n, values);
   for (int64_t i = 0; i < n; ++i) values[i] *= factor;
   store_row(values, n, dtype, to);
+  prefetch_row(from + n * element_size(dtype), n * element_size(dtype));
 }
 
 }  // namespace

@@ -93,8 +93,7 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs_in,
   if (T == 0) return y;
 
   const Tensor offs = as_dense(offs_in);
-  std::optional<Tensor> bias;
-  if (bias_in) bias = bias_in->stride(1) == 1 ? *bias_in : as_dense(*bias_in);
+  const std::optional<Tensor> bias = with_dense_rows(bias_in);
   const Epilogue epilogue = epilogue_of(y, bias, false, std::nullopt);
   const int rows = row_count(launch.op(), T);
   const GemmShape shape{rows, static_cast<int>(offs.size(0)), rows, static_cast<int>(N),

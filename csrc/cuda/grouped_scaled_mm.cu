@@ -48,7 +48,8 @@ void wgrad(const Launch& launch, const Tensor& dy_t_in, const Tensor& x_t_in,
            const Epilogue& epilogue) {
   const Tensor dy_t = tma_operand(dy_t_in, 2), x_t = tma_operand(x_t_in, 2);
   const Tensor scale_dy_t = readable_scale(scale_dy_t_in);
-  const Tensor scale_x_t = readable_scale(scale_x_t_in);
+  const bool squares = !of_groups(scale_x_t_in) && scale_x_t_in.size(1) != x_t_in.size(1);
+  const Tensor scale_x_t = squares ? scale_x_t_in : readable_scale(scale_x_t_in);  // by its strides
   const Tensor offs = as_dense(offs_in);
   const int64_t blocks = x_t.size(0), N = dy_t.size(1), K = x_t.size(1);
   const GemmShape shape{row_count(launch.op(), blocks * kBlock), static_cast<int>(offs.size(0)),
@@ -68,7 +69,7 @@ void wgrad(const Launch& launch, const Tensor& dy_t_in, const Tensor& x_t_in,
   SquareScale square_scale{};
   if (blocks > 0 && !of_groups(scale_dy_t)) {
     maps.scale_a = scale_map(launch.op(), scale_dy_t, kTileM);
-    if (scale_x_t.size(1) == K)
+    if (!squares)
       maps.scale_b = scale_map(launch.op(), scale_x_t, kTileN);
     else
       square_scale = {scale_x_t.const_data_ptr<float>(), 0, scale_x_t.stride(1),
@@ -94,8 +95,7 @@ Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& s
 
   const Tensor a = tma_operand(a_in, 1), b = tma_operand(b_in, 2);
   const Tensor scale_a = readable_scale(scale_a_in), offs = as_dense(offs_in);
-  std::optional<Tensor> bias;
-  if (bias_in) bias = bias_in->stride(1) == 1 ? *bias_in : as_dense(*bias_in);
+  const std::optional<Tensor> bias = with_dense_rows(bias_in);
   const CUtensorMap map_a =
       tensor_map(launch.op(), a.data_ptr(), ScalarType::Float8_e4m3fn, 1, {K, T},
                  {map_stride(a, 0, K)}, {kLineBytes, kTileM / 2}, true);

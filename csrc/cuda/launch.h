@@ -61,8 +61,9 @@ class Launch {
     static std::atomic<uint64_t> allowed{0};  // a bit a device
     const uint64_t bit = uint64_t{1} << (device_ % 64);
     if ((allowed & bit) != 0) return;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    allowed |= bit;
+    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) ==
+        cudaSuccess)
+      allowed |= bit;
   }
 
   // Launches a kernel that calls start_after_previous(), see kernels/overlap.cuh.

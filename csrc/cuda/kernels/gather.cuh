@@ -51,6 +51,7 @@ __global__ void __launch_bounds__(kGatherThreads)
                       int H, uint4* out) {
   start_after_previous();
   constexpr int piece = GatheredOf<Element, Index>::kPiece, ahead = 8;
+  constexpr int per_word = Word<Element>::kElements;
   const int pieces = H / piece;
   const int64_t number = int64_t{blockIdx.x} * kGatherThreads + threadIdx.x;
   const int64_t t = number / pieces;
@@ -80,9 +81,8 @@ __global__ void __launch_bounds__(kGatherThreads)
   uint32_t words[4];
 #pragma unroll
   for (int w = 0; w < 4; ++w)
-    words[w] = Word<Element>::kElements == 1
-                   ? __float_as_uint(sum[w])
-                   : Patch<Element>::word_of(sum[2 * w % piece], sum[(2 * w + 1) % piece]);
+    words[w] =
+        Patch<Element>::word_of(sum[w * per_word], per_word == 2 ? sum[w * per_word + 1] : 0);
   out[number] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 

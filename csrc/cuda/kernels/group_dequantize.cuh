@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(kDequantizeThreads)
   }
 }
 
-// q_t [blocks, K, 128] with scale_t [blocks, K / features] -> x [T, K], dense. A thread turns 16 rows of two
-// neighbouring columns over, so that a warp writes whole stretches of a row.
+// q_t [blocks, K, 128] with scale_t [blocks, ceil(K / features)] -> x [T, K], dense. A thread turns 16
+// rows of two neighbouring columns over, so that a warp writes whole stretches of a row.
 template <typename Output>
 __global__ void __launch_bounds__(kDequantizeThreads)
     group_dequantize_t_kernel(const uint8_t* q_t, bool vectorised, const float* scale_t,

@@ -10,8 +10,7 @@
 // Floor: for 128 of the depth, a 128 x 192 tile of FP8 takes 768 cycles of the tensor cores. Shared
 // memory moves 128 bytes a cycle: 512 cycles of operands read by wgmma and 320 of them written by
 // TMA make 832, and by depth scales of columns, 48 a thread, add 384 (none where 128 columns share
-// one). 16-bit tiles: 1024
-// cycles of tensor cores, 1024 of shared memory.
+// one). 16-bit tiles: 1024 cycles of tensor cores, 1024 of shared memory.
 //
 // Reaches (H200, 2026-11): FP8 by rows 880 cycles; by depth about 1300, where columns share 880.
 // benchmarks/results/bench_grouped_mm_nvidia_h200.md has the shares of a dense product.
