@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from grouped_linear import ops
+from grouped_linear.once import differentiable_once
 from grouped_linear.recipes import (
     Experts,
     KeptWeight,
@@ -33,7 +34,7 @@ def _grouped_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
     ctx.save_for_backward(a_TK, b_ENK, offs_E)
 
 
-@once_differentiable
+@differentiable_once
 def _grouped_mm_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
     a_TK, b_ENK, offs_E = ctx.saved_tensors
     need_a, need_b = ctx.needs_input_grad[:2]
@@ -253,48 +254,38 @@ class GroupedLinearFunction(torch.autograd.Function):
         return _multiply(x.rowwise, w.rowwise, offs_E, bias, x_TK.dtype)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         """Dgrad, wgrad and the bias gradient, each only where it is needed."""
-        # Only gradients that are enabled here can be differentiated again, which is refused; to go
-        # through the refusal takes an eager forward and backward 60 us and not 58.
-        if torch.is_grad_enabled():
-            return _layer_gradients_once(ctx, dy_TN)
-        return _layer_gradients(ctx, dy_TN)
-
-
-def _layer_gradients(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
-    call: Call = ctx.call
-    _, need_x, need_bias, _, *need_weights = ctx.needs_input_grad
-    need_weight = any(need_weights)
-    offs_E, dy_scale, x_scale, x, w_scale, *w = ctx.saved_tensors
-    # For the bias alone nothing is quantized.
-    scheme: Scheme = (call.recipe if need_x or need_weight else None) or Unquantized()
-    dy_slot = call.gradient_slot(dy_scale)
-    dy = scheme.gradient(dy_TN, offs_E, dy_slot, Wanted(need_x, need_weight, need_bias))
-    dx_TK = db_EN = None
-    dws: tuple[Tensor | None, ...] = (None,) * len(need_weights)
-    if need_x:
-        saved = Operand(tuple(w) if w[0].dim() == 2 else w[0], w_scale)
-        weight = scheme.for_dgrad(saved)
-        dx_TK = _multiply(dy.rowwise, weight, offs_E, None, dy_TN.dtype, transpose_b=True)
-    if need_weight:
-        columns: Operand | None = Operand(x, x_scale)
-        if call.save_input:  # never under delayed scaling, which alone has slots
-            columns = scheme.activation(x, offs_E, None, Wanted(False, True, False)).columnwise
-        assert dy.columnwise is not None
-        assert columns is not None
-        wgrad = Wgrad(call, dy.columnwise, columns, offs_E)
-        if call.later is None:
-            dws = wgrad.compute()
-        else:
-            captured = dy_TN.is_cuda and torch.cuda.is_current_stream_capturing()
-            call.later.append(wgrad._replace(captured=captured))
-    if dy.bias_grad is not None:
-        db_EN = dy.bias_grad.to(ctx.bias_dtype)
-    return None, dx_TK, db_EN, None, *dws
-
-
-_layer_gradients_once = once_differentiable(_layer_gradients)
+        call: Call = ctx.call
+        _, need_x, need_bias, _, *need_weights = ctx.needs_input_grad
+        need_weight = any(need_weights)
+        offs_E, dy_scale, x_scale, x, w_scale, *w = ctx.saved_tensors
+        # For the bias alone nothing is quantized.
+        scheme: Scheme = (call.recipe if need_x or need_weight else None) or Unquantized()
+        dy_slot = call.gradient_slot(dy_scale)
+        dy = scheme.gradient(dy_TN, offs_E, dy_slot, Wanted(need_x, need_weight, need_bias))
+        dx_TK = db_EN = None
+        dws: tuple[Tensor | None, ...] = (None,) * len(need_weights)
+        if need_x:
+            saved = Operand(tuple(w) if w[0].dim() == 2 else w[0], w_scale)
+            weight = scheme.for_dgrad(saved)
+            dx_TK = _multiply(dy.rowwise, weight, offs_E, None, dy_TN.dtype, transpose_b=True)
+        if need_weight:
+            columns: Operand | None = Operand(x, x_scale)
+            if call.save_input:  # never under delayed scaling, which alone has slots
+                columns = scheme.activation(x, offs_E, None, Wanted(False, True, False)).columnwise
+            assert dy.columnwise is not None
+            assert columns is not None
+            wgrad = Wgrad(call, dy.columnwise, columns, offs_E)
+            if call.later is None:
+                dws = wgrad.compute()
+            else:
+                captured = dy_TN.is_cuda and torch.cuda.is_current_stream_capturing()
+                call.later.append(wgrad._replace(captured=captured))
+        if dy.bias_grad is not None:
+            db_EN = dy.bias_grad.to(ctx.bias_dtype)
+        return None, dx_TK, db_EN, None, *dws
 
 
 def _flat(operand: Operand | None) -> tuple[Tensor | None, ...]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from grouped_linear import ops
 from grouped_linear.autograd import Call, Wgrad, _multiply
@@ -17,6 +16,7 @@ from grouped_linear.delayed import DelayedScalingState
 from grouped_linear.functional import as_rows, autocast_dtype, autocast_weights
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS
 from grouped_linear.micro_batches import cache_plan, main_grad_plan, read_flag
+from grouped_linear.once import differentiable_once
 from grouped_linear.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -195,7 +195,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         return sum_of_rows(y_RH, routing.row_TC, weight_TC)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, d_out_TH: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of x, the routing weights, gate_up and down, each only where needed."""
         need_x, _, need_gate_up, need_down = ctx.needs_input_grad[2:6]

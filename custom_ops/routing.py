@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from grouped_linear import ops
+from grouped_linear.once import differentiable_once
 
 
 class Routing(NamedTuple):
@@ -92,7 +92,7 @@ class GatherFunction(torch.autograd.Function):
         return x_TH[token_R]
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dx_RH: Tensor) -> tuple[Tensor | None, ...]:
         """The sum of each token's rows."""
         return sum_of_rows(dx_RH, *ctx.saved_tensors), None, None
@@ -109,7 +109,7 @@ class CombineFunction(torch.autograd.Function):
         return sum_of_rows(y_RH, Routing(*routing).row_TC, weight_TC)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, d_out_TH: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of y and of the weights."""
         weight_TC, y_RH, *tensors = ctx.saved_tensors

@@ -15,13 +15,27 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
-from grouped_linear import GroupedLinear, Recipe, ops
+from grouped_linear import GroupedLinear, GroupedMLP, Recipe, ops
 
 T, E, K, N = 40, 3, 32, 48
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 FORMS = pytest.mark.parametrize("single", [True, False], ids=["one", "apart"])
+
+
+@pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
+def test_a_gradient_penalty_is_refused(recipe: Recipe) -> None:
+    """Not taken for a constant where the incoming gradient is one, as that of a sum is."""
+    layer = GroupedLinear(2, 16, 32, recipe=recipe)
+    mlp = GroupedMLP(2, 16, 32, recipe=recipe)
+    experts = torch.tensor([[0], [1], [1]])
+    for y_of in (lambda x: layer(x, [1, 2]), lambda x: mlp(x, torch.ones(3, 1), experts)):
+        x = torch.randn(3, 16, requires_grad=True)
+        y = y_of(x)
+        (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            (y.sum() + dx.square().sum()).backward()
 
 
 def make_layer(recipe: Recipe = None, device: str = "cpu", **options: Any) -> GroupedLinear:
