@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from grouped_linear import ops
 from grouped_linear.once import differentiable_once
@@ -207,7 +206,7 @@ class LaterWgrad(torch.autograd.Function):
         return weights[0].new_zeros(())
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients that the layer's own backward left out."""
         return None, *ctx.wgrad.compute()

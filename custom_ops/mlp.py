@@ -46,20 +46,11 @@ def _tokens(
     scheme: Scheme, x_TH: Tensor, routing: Routing, slot: Slot | None, columnwise: bool
 ) -> Operands:
     """``scheme.activation(x[token])``."""
+    wanted = Wanted(True, columnwise, False)
     if not isinstance(scheme, Float8BlockScaling):
-        return scheme.activation(
-            x_TH[routing.token_R], routing.offs_E, slot, Wanted(True, columnwise, False)
-        )
-    x = ops.group_quantize(
-        x_TH,
-        routing.offs_E,
-        routing.token_R,
-        amax_epsilon=scheme.amax_epsilon,
-        power_of_two_scales=scheme.power_of_two_scales,
-        columnwise=columnwise,
-        squares=scheme.square_x_blocks,
-    )
-    return _operands(x)
+        return scheme.activation(x_TH[routing.token_R], routing.offs_E, slot, wanted)
+    squares = scheme.square_x_blocks
+    return scheme.quantized(x_TH, routing.offs_E, wanted, squares=squares, rows_T=routing.token_R)
 
 
 def _activated(
@@ -117,17 +108,14 @@ def _output_gradient(
     if not isinstance(scheme, Float8BlockScaling):
         dy_RH = gradient_of_rows(d_out_TH, weight_TC, routing)
         return scheme.gradient(dy_RH, routing.offs_E, slot, wanted)
-    dy = ops.group_quantize(
+    return scheme.quantized(
         d_out_TH,
         routing.offs_E,
-        routing.token_R,
-        amax_epsilon=scheme.amax_epsilon,
-        power_of_two_scales=scheme.power_of_two_scales,
-        rowwise=wanted.rowwise,
-        columnwise=wanted.columnwise,
-        factor=weight_of_rows(weight_TC, routing),
+        wanted,
+        squares=False,
+        rows_T=routing.token_R,
+        factor_T=weight_of_rows(weight_TC, routing),
     )
-    return _operands(dy)
 
 
 def _operands(t: ops.GroupQuantized | ops.SwigluQuantized) -> Operands:

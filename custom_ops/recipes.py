@@ -227,7 +227,7 @@ class Float8BlockScaling:
         self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
     ) -> Operands:
         """X in 1x128 blocks, or columnwise in squares."""
-        return self._quantized(x_TK, offs_E, wanted, self.square_x_blocks)
+        return self.quantized(x_TK, offs_E, wanted, squares=self.square_x_blocks)
 
     def weight(self, experts: Experts, slot: Slot | None, columnwise: bool) -> Operands:
         """The weight in 128x128 blocks."""
@@ -272,18 +272,30 @@ class Float8BlockScaling:
         self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
     ) -> Operands:
         """Dy in 1x128 blocks."""
-        return self._quantized(dy_TN, offs_E, wanted, squares=False)
+        return self.quantized(dy_TN, offs_E, wanted, squares=False)
 
-    def _quantized(self, t_TK: Tensor, offs_E: Tensor, wanted: Wanted, squares: bool) -> Operands:
+    def quantized(
+        self,
+        t_SK: Tensor,
+        offs_E: Tensor,
+        wanted: Wanted,
+        *,
+        squares: bool,
+        rows_T: Tensor | None = None,
+        factor_T: Tensor | None = None,
+    ) -> Operands:
+        """The arguments of :func:`grouped_linear.ops.group_quantize`, with this recipe's scales."""
         t = ops.group_quantize(
-            t_TK,
+            t_SK,
             offs_E,
+            rows_T,
             amax_epsilon=self.amax_epsilon,
             power_of_two_scales=self.power_of_two_scales,
             rowwise=wanted.rowwise,
             columnwise=wanted.columnwise,
             bias_grad=wanted.bias_grad,
             squares=squares,
+            factor=factor_T,
         )
         return Operands(_pair(t.q, t.scale), _pair(t.q_t, t.scale_t), t.bias_grad)
 
