@@ -1,4 +1,4 @@
-"""How close do the quantizers come to a copy of as many bytes?
+"""How close do the quantizers, and sums of gathered rows, come to a copy of as many bytes?
 
 T rows, E groups, K features, N out_features.
 """
@@ -30,6 +30,7 @@ FUSED = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BLOCK = 128
+CHOSEN = 8  # rows a token, where rows are summed
 
 
 def bytes_quantized(sizes: Sequence[int], K: int, element: int, form: dict[str, bool]) -> int:
@@ -58,6 +59,20 @@ def fused_form(name: str, x_TK: torch.Tensor, offs_E: torch.Tensor) -> timing.Ca
         return lambda: ops.group_quantize_swiglu(gate_up, offs_E, **both)
     half = x_TK[:, : K // 2].contiguous()
     return lambda: ops.group_quantize_swiglu_grad(half, x_TK, offs_E, **both)
+
+
+def sums_of_rows(x_TK: torch.Tensor) -> dict[str, tuple[timing.Call, int]]:
+    """Every CHOSEN rows, in any order, for one token, and the bytes that each op must move."""
+    R, K = x_TK.shape
+    T = R // CHOSEN
+    rows = torch.randperm(R, device=x_TK.device)[: T * CHOSEN].view(T, CHOSEN)
+    weight = torch.rand(T, CHOSEN, device=x_TK.device)
+    numbers = (8 + 4) * T * CHOSEN  # of rows; weights, or products
+    moved = (T * CHOSEN + T) * K * x_TK.itemsize + numbers
+    return {
+        "gather_sum": (partial(ops.gather_sum, x_TK, rows, weight), moved),
+        "gather_dot": (partial(ops.gather_dot, x_TK[:T], x_TK, rows), moved),
+    }
 
 
 def bytes_of_weight(shape: Shape, element: int) -> int:
@@ -108,7 +123,8 @@ def probe(device: torch.device) -> None:
     ops.quantize_weight(torch.ones(1, 16, 16, device=device))
     ops.quantize_weight_list([torch.ones(16, 16, device=device)])
     x, offs = torch.ones(1, 16, device=device), offsets([1], device)
-    for call, _ in quantizers_of_recipes(x, offs, [1]).values():
+    timed = quantizers_of_recipes(x, offs, [1]) | sums_of_rows(x.expand(CHOSEN, -1))
+    for call, _ in timed.values():
         call()
 
 
@@ -148,6 +164,8 @@ def main() -> None:
                 add(columns, call, bytes_quantized(sizes, K, element, form))
             for name, (call, moved) in quantizers_of_recipes(x_TK, offs_E, sizes).items():
                 add(case(f"{name}, both layouts", shape, splits, f"[{T}, {K}]", dtype), call, moved)
+            for name, (call, moved) in sums_of_rows(x_TK).items():
+                add(case(name, shape, splits, f"[{T}, {K}]", dtype), call, moved)
             for name, read in FUSED.items():
                 moved = bytes_quantized(sizes, K, element, {"columnwise": True})
                 moved += T * K * element * (read - 2) // 2
