@@ -16,12 +16,12 @@ from grouped_linear.once import differentiable_once
 from grouped_linear.recipes import (
     Experts,
     KeptWeight,
-    Operand,
     Operands,
     Recipe,
     Scheme,
     Slot,
     Unquantized,
+    Values,
     Wanted,
     kept_operands,
 )
@@ -54,6 +54,9 @@ torch.library.register_autograd(
 )
 
 
+UNQUANTIZED = Unquantized()
+
+
 class Call(NamedTuple):
     """One call of the layer: everything but what is differentiated."""
 
@@ -79,18 +82,21 @@ class Call(NamedTuple):
     later: "deque[Wgrad] | None" = None
     """Where wgrad is put off to, in place of being computed in the backward."""
 
+    @property
+    def scheme(self) -> Scheme:
+        """What tensors become under the recipe."""
+        return self.recipe or UNQUANTIZED
+
     def weight(self, columnwise: bool) -> Operands:
         """The weight for fprop, and for dgrad where it will read it: kept, or quantized now."""
         slot = None if self.slots is None else self.slots[1]
         if self.kept is None:
-            scheme: Scheme = self.recipe or Unquantized()
-            return scheme.weight(self.experts, slot, columnwise)
+            return self.scheme.weight(self.experts, slot, columnwise)
         assert self.recipe is not None
         if self.refresh is not False:
             flag = None if self.refresh is True else self.refresh
             self.recipe.refresh_weight_(self.kept, self.experts, slot, flag)
-        w = kept_operands(self.kept)
-        return Operands(w.rowwise, w.columnwise if columnwise else None)
+        return kept_operands(self.kept, columnwise)
 
     def gradient_slot(self, scale: Tensor | None) -> Slot | None:
         """dy's slot in the backward, with the scale that was saved for it.
@@ -114,42 +120,34 @@ def _below_autograd() -> AbstractContextManager[None]:
 
 
 def _multiply(
-    a: Operand | None,
-    b: Operand | None,
+    a: Values | None,
+    scale_a: Tensor | None,
+    b: Values | None,
+    scale_b: Tensor | None,
     offs_E: Tensor,
     bias_EN: Tensor | None,
     dtype: torch.dtype,
     transpose_b: bool = False,
 ) -> Tensor:
     """a[t] @ b[e].T + bias[e]: fprop and dgrad. transpose_b: of experts that are a list."""
-    assert a is not None
+    assert isinstance(a, Tensor)
     assert b is not None
-    assert isinstance(a.values, Tensor)
-    if isinstance(b.values, tuple):
-        return ops.grouped_mm_list(
-            a.values, b.values, offs_E, bias_EN, dtype, transpose_b=transpose_b
-        )
-    if a.scale is None or b.scale is None:
+    if isinstance(b, tuple):
+        return ops.grouped_mm_list(a, b, offs_E, bias_EN, dtype, transpose_b=transpose_b)
+    if scale_a is None or scale_b is None:
         with _below_autograd():
-            return ops.grouped_mm(a.values, b.values, offs_E, bias_EN, dtype)
-    return ops.grouped_scaled_mm(a.values, b.values, a.scale, b.scale, offs_E, bias_EN, dtype)
-
-
-def _multiply_columns(dy: Operand, x: Operand, offs_E: Tensor, dtype: torch.dtype) -> Tensor:
-    """dy.T @ x over each group's rows: wgrad."""
-    assert isinstance(dy.values, Tensor)
-    assert isinstance(x.values, Tensor)
-    if dy.scale is None or x.scale is None:
-        return ops.grouped_mm_wgrad(dy.values, x.values, offs_E, dtype)
-    return ops.grouped_scaled_mm_wgrad(dy.values, x.values, dy.scale, x.scale, offs_E, dtype)
+            return ops.grouped_mm(a, b, offs_E, bias_EN, dtype)
+    return ops.grouped_scaled_mm(a, b, scale_a, scale_b, offs_E, bias_EN, dtype)
 
 
 class Wgrad(NamedTuple):
     """The gradient of a weight, not yet computed: dy.T @ x over each group's rows."""
 
     call: Call
-    dy: Operand
-    x: Operand
+    dy: Tensor
+    x: Tensor
+    dy_scale: Tensor | None
+    x_scale: Tensor | None
     offs: Tensor
     captured: bool = False
     """Whether a CUDA graph fills the tensors, each time it is replayed."""
@@ -158,7 +156,7 @@ class Wgrad(NamedTuple):
         """The gradient of each of the call's experts, or None where it went into main_grad."""
         experts, main_grad = self.call.experts, self.call.main_grad
         if main_grad is None:
-            dw_ENK = _multiply_columns(self.dy, self.x, self.offs, experts[0].dtype)
+            dw_ENK = self._product(experts[0].dtype)
             return (dw_ENK,) if experts[0].dim() == 3 else dw_ENK.unbind()
         overwrite = self.call.overwrite
         if isinstance(overwrite, bool):
@@ -170,17 +168,19 @@ class Wgrad(NamedTuple):
             return tuple(w.new_zeros(()).expand(w.shape) for w in experts)
         return (None,) * len(experts)
 
+    def _product(self, dtype: torch.dtype) -> Tensor:
+        _, dy, x, dy_scale, x_scale, offs, _ = self
+        if dy_scale is None or x_scale is None:
+            return ops.grouped_mm_wgrad(dy, x, offs, dtype)
+        return ops.grouped_scaled_mm_wgrad(dy, x, dy_scale, x_scale, offs, dtype)
+
     def _add_to(self, main_grad: Experts, overwrite: Tensor | None) -> None:
-        (dy, dy_scale), (x, x_scale), offs = self.dy, self.x, self.offs
-        assert isinstance(dy, Tensor)
-        assert isinstance(x, Tensor)
+        _, dy, x, dy_scale, x_scale, offs, _ = self
         apart = main_grad[0].dim() == 2
         if apart and torch.compiler.is_compiling():
             # Inductor clones all of a list that is written where its tensors share a buffer, as
             # main_grads do; one by one it writes them where they are.
-            for grad, dw_NK in zip(
-                main_grad, _multiply_columns(self.dy, self.x, self.offs, torch.float32), strict=True
-            ):
+            for grad, dw_NK in zip(main_grad, self._product(torch.float32), strict=True):
                 total = grad + dw_NK
                 grad.copy_(total if overwrite is None else torch.where(overwrite, dw_NK, total))
         elif dy_scale is None or x_scale is None:
@@ -236,21 +236,23 @@ class GroupedLinearFunction(torch.autograd.Function):
         """
         needs = ctx.needs_input_grad
         need_x, need_weight = call.grad_enabled and needs[1], call.grad_enabled and any(needs[4:])
-        scheme: Scheme = call.recipe or Unquantized()
         x_slot, _, dy_slot = call.slots or (None, None, None)
         columns_now = need_weight and not call.save_input
-        x = scheme.activation(x_TK, offs_E, x_slot, Wanted(True, columns_now, False))
-        w = call.weight(columnwise=need_x)
+        x = call.scheme.activation(x_TK, offs_E, x_slot, Wanted(True, columns_now, False))
+        w = call.weight(need_x)
+        kept = x_TK if call.save_input and need_weight else x.columnwise
         ctx.call = call
         ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
         ctx.save_for_backward(
             offs_E,
             None if dy_slot is None else dy_slot.scale,
-            *_flat(Operand(x_TK) if call.save_input and need_weight else x.columnwise),
-            *_flat(w.columnwise),
+            kept,
+            x.columnwise_scale,
+            w.columnwise_scale,
+            *(w.columnwise if isinstance(w.columnwise, tuple) else (w.columnwise,)),
         )
         bias = None if bias_EN is None else bias_EN.to(x_TK.dtype)
-        return _multiply(x.rowwise, w.rowwise, offs_E, bias, x_TK.dtype)
+        return _multiply(x.rowwise, x.scale, w.rowwise, w.scale, offs_E, bias, x_TK.dtype)
 
     @staticmethod
     @differentiable_once
@@ -259,24 +261,22 @@ class GroupedLinearFunction(torch.autograd.Function):
         call: Call = ctx.call
         _, need_x, need_bias, _, *need_weights = ctx.needs_input_grad
         need_weight = any(need_weights)
-        offs_E, dy_scale, x_scale, x, w_scale, *w = ctx.saved_tensors
+        offs_E, dy_scale, x, x_scale, w_scale, *w = ctx.saved_tensors
         # For the bias alone nothing is quantized.
-        scheme: Scheme = (call.recipe if need_x or need_weight else None) or Unquantized()
+        scheme = call.scheme if need_x or need_weight else UNQUANTIZED
         dy_slot = call.gradient_slot(dy_scale)
         dy = scheme.gradient(dy_TN, offs_E, dy_slot, Wanted(need_x, need_weight, need_bias))
         dx_TK = db_EN = None
         dws: tuple[Tensor | None, ...] = (None,) * len(need_weights)
         if need_x:
-            saved = Operand(tuple(w) if w[0].dim() == 2 else w[0], w_scale)
-            weight = scheme.for_dgrad(saved)
-            dx_TK = _multiply(dy.rowwise, weight, offs_E, None, dy_TN.dtype, transpose_b=True)
+            weight = scheme.for_dgrad(tuple(w) if w[0].dim() == 2 else w[0], w_scale)
+            dx_TK = _multiply(dy.rowwise, dy.scale, *weight, offs_E, None, dy_TN.dtype, True)
         if need_weight:
-            columns: Operand | None = Operand(x, x_scale)
             if call.save_input:  # never under delayed scaling, which alone has slots
-                columns = scheme.activation(x, offs_E, None, Wanted(False, True, False)).columnwise
-            assert dy.columnwise is not None
-            assert columns is not None
-            wgrad = Wgrad(call, dy.columnwise, columns, offs_E)
+                columns = scheme.activation(x, offs_E, None, Wanted(False, True, False))
+                x, x_scale = columns.columnwise, columns.columnwise_scale
+            assert isinstance(dy.columnwise, Tensor)
+            wgrad = Wgrad(call, dy.columnwise, x, dy.columnwise_scale, x_scale, offs_E)
             if call.later is None:
                 dws = wgrad.compute()
             else:
@@ -285,14 +285,6 @@ class GroupedLinearFunction(torch.autograd.Function):
         if dy.bias_grad is not None:
             db_EN = dy.bias_grad.to(ctx.bias_dtype)
         return None, dx_TK, db_EN, None, *dws
-
-
-def _flat(operand: Operand | None) -> tuple[Tensor | None, ...]:
-    """The scale, then the values: several of a weight whose experts are apart."""
-    if operand is None:
-        return None, None
-    values = operand.values
-    return operand.scale, *(values if isinstance(values, tuple) else (values,))
 
 
 _implementations = torch.library.Library("grouped_linear", "IMPL")

@@ -136,8 +136,9 @@ def apply_layer(
             x = x.to(dtype)
         experts = autocast_weights(weights, recipe, dtype)
     x_TK = as_rows("grouped_linear", x)
-    splits_E = torch.as_tensor(m_splits, device=x.device)
-    offs_E = ops.splits_to_offsets(splits_E, x_TK.size(0))
+    if not isinstance(m_splits, Tensor) or m_splits.device != x.device:
+        m_splits = torch.as_tensor(m_splits, device=x.device)
+    offs_E = ops.splits_to_offsets(m_splits, x_TK.size(0))
     call = Call(recipe, torch.is_grad_enabled(), experts, **options)
     receivers = experts
     if call.main_grad is not None:

@@ -20,12 +20,10 @@ from grouped_linear.once import differentiable_once
 from grouped_linear.recipes import (
     DelayedScaling,
     Float8BlockScaling,
-    Operand,
     Operands,
     Recipe,
     Scheme,
     Slot,
-    Unquantized,
     Wanted,
 )
 from grouped_linear.routing import (
@@ -61,7 +59,7 @@ def _activated(
         return scheme.activation(
             ops.swiglu(gate_up_RG, offs_E), offs_E, slot, Wanted(True, columnwise, False)
         )
-    h = ops.group_quantize_swiglu(
+    q, scale, q_t, scale_t, _ = ops.group_quantize_swiglu(
         gate_up_RG,
         offs_E,
         amax_epsilon=scheme.amax_epsilon,
@@ -69,7 +67,7 @@ def _activated(
         columnwise=columnwise,
         squares=scheme.square_x_blocks,
     )
-    return _operands(h)
+    return Operands(q, scale, q_t, scale_t)
 
 
 def _gate_up_gradient(
@@ -93,7 +91,7 @@ def _gate_up_gradient(
         rowwise=wanted.rowwise,
         columnwise=wanted.columnwise,
     )
-    return _operands(d_gate_up)
+    return Operands(*d_gate_up)
 
 
 def _output_gradient(
@@ -118,11 +116,11 @@ def _output_gradient(
     )
 
 
-def _operands(t: ops.GroupQuantized | ops.SwigluQuantized) -> Operands:
-    return Operands(
-        None if t.q is None else Operand(t.q, t.scale),
-        None if t.q_t is None else Operand(t.q_t, t.scale_t),
-    )
+def _wgrad(
+    call: Call, dy: Operands, x: Tensor, x_scale: Tensor | None, offs_E: Tensor
+) -> tuple[Tensor | None, ...]:
+    assert isinstance(dy.columnwise, Tensor)
+    return Wgrad(call, dy.columnwise, x, dy.columnwise_scale, x_scale, offs_E).compute()
 
 
 class GroupedMLPFunction(torch.autograd.Function):
@@ -157,7 +155,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         needed = [gate_up_call.grad_enabled and need for need in ctx.needs_input_grad[2:6]]
         need_x, need_weight, need_gate_up, need_down = needed
         need_h = need_x or need_gate_up
-        scheme: Scheme = gate_up_call.recipe or Unquantized()
+        scheme = gate_up_call.scheme
         routing = Routing(*routing_tensors)
         offs_E, dtype = routing.offs_E, x_TH.dtype
         x_slot, _, d_gate_up_slot = gate_up_call.slots or (None, None, None)
@@ -165,19 +163,20 @@ class GroupedMLPFunction(torch.autograd.Function):
 
         x = _tokens(scheme, x_TH, routing, x_slot, need_gate_up)
         gate_up = gate_up_call.weight(columnwise=need_x)
-        gate_up_RG = _multiply(x.rowwise, gate_up.rowwise, offs_E, None, dtype)
+        gate_up_RG = _multiply(
+            x.rowwise, x.scale, gate_up.rowwise, gate_up.scale, offs_E, None, dtype
+        )
         h = _activated(scheme, gate_up_RG, offs_E, h_slot, need_down)
         down = down_call.weight(columnwise=need_h)
-        y_RH = _multiply(h.rowwise, down.rowwise, offs_E, None, dtype)
+        y_RH = _multiply(h.rowwise, h.scale, down.rowwise, down.scale, offs_E, None, dtype)
 
         ctx.calls = gate_up_call, down_call
-        columnwise = (t.columnwise or (None, None) for t in (x, gate_up, h, down))
         ctx.save_for_backward(
             *routing,
             weight_TC,
             gate_up_RG if need_h else None,
             y_RH if need_weight else None,
-            *(t for operand in columnwise for t in operand),
+            *(t for o in (x, gate_up, h, down) for t in (o.columnwise, o.columnwise_scale)),
             *(None if slot is None else slot.scale for slot in (d_gate_up_slot, dy_slot)),
         )
         return sum_of_rows(y_RH, routing.row_TC, weight_TC)
@@ -192,11 +191,11 @@ class GroupedMLPFunction(torch.autograd.Function):
         saved = ctx.saved_tensors
         routing = Routing(*saved[:4])
         weight_TC, gate_up_RG, y_RH = saved[4:7]
-        x, gate_up, h, down = (Operand(saved[i], saved[i + 1]) for i in range(7, 15, 2))
+        x, x_scale, gate_up, gate_up_scale, h, h_scale, down, down_scale = saved[7:15]
         d_gate_up_slot = gate_up_call.gradient_slot(saved[15])
         dy_slot = down_call.gradient_slot(saved[16])
         offs_E, dtype = routing.offs_E, d_out_TH.dtype
-        scheme: Scheme = gate_up_call.recipe or Unquantized()
+        scheme = gate_up_call.scheme
 
         d_weight_TC = gradient_of_weights(d_out_TH, weight_TC, y_RH, routing)
         dx_TH = d_gate_up_EGH = d_down_EHF = None
@@ -204,17 +203,17 @@ class GroupedMLPFunction(torch.autograd.Function):
             wanted = Wanted(need_h, need_down, False)
             dy = _output_gradient(scheme, d_out_TH, weight_TC, routing, dy_slot, wanted)
         if need_down:
-            assert dy.columnwise is not None
-            (d_down_EHF,) = Wgrad(down_call, dy.columnwise, h, offs_E).compute()
+            (d_down_EHF,) = _wgrad(down_call, dy, h, h_scale, offs_E)
         if need_h:
-            dh_RF = _multiply(dy.rowwise, scheme.for_dgrad(down), offs_E, None, dtype)
+            w, w_scale = scheme.for_dgrad(down, down_scale)
+            dh_RF = _multiply(dy.rowwise, dy.scale, w, w_scale, offs_E, None, dtype)
             wanted = Wanted(need_x, need_gate_up, False)
             d = _gate_up_gradient(scheme, dh_RF, gate_up_RG, offs_E, d_gate_up_slot, wanted)
             if need_gate_up:
-                assert d.columnwise is not None
-                (d_gate_up_EGH,) = Wgrad(gate_up_call, d.columnwise, x, offs_E).compute()
+                (d_gate_up_EGH,) = _wgrad(gate_up_call, d, x, x_scale, offs_E)
             if need_x:
-                dx_RH = _multiply(d.rowwise, scheme.for_dgrad(gate_up), offs_E, None, dtype)
+                w, w_scale = scheme.for_dgrad(gate_up, gate_up_scale)
+                dx_RH = _multiply(d.rowwise, d.scale, w, w_scale, offs_E, None, dtype)
                 dx_TH = sum_of_rows(dx_RH, routing.row_TC)
         nothing = (None,) * len(routing)
         return None, None, dx_TH, d_weight_TC, d_gate_up_EGH, d_down_EHF, *nothing

@@ -18,23 +18,26 @@ from torch import Tensor
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, FP8, MAX_MARGIN, ceil_div, dtype_name
 
+#: A weight's numbers: one tensor [E, N, K], or E tensors [N, K].
+Experts = tuple[Tensor, ...]
 
-class Operand(NamedTuple):
-    """A tensor as a product reads it."""
-
-    values: "Tensor | Experts"
-    """Experts: a weight of E tensors [N, K], also for dgrad."""
-    scale: Tensor | None = None
-    """What ``values`` are multiplied by, where they are quantized."""
+#: What a product reads: a tensor, or a weight of E tensors [N, K], also for dgrad.
+Values = Tensor | Experts
 
 
 class Operands(NamedTuple):
-    """A tensor for the products it takes part in; None for what was not asked for."""
+    """A tensor for the products it takes part in; None for what was not asked for.
 
-    rowwise: Operand | None
+    In the order in which ops return it, and flat: an eager layer is called often.
+    """
+
+    rowwise: Values | None
     """For the sum over its last dimension: x and weight in fprop, dy in dgrad."""
-    columnwise: Operand | None
+    scale: Tensor | None
+    """What ``rowwise`` is multiplied by, where it is quantized."""
+    columnwise: Values | None
     """For the sum over rows: x and dy in wgrad; the weight in dgrad, see Scheme.for_dgrad."""
+    columnwise_scale: Tensor | None
     bias_grad: Tensor | None = None
 
 
@@ -65,10 +68,6 @@ class KeptWeight(NamedTuple):
     """[E, K, N], for dgrad."""
 
 
-#: A weight's numbers: one tensor [E, N, K], or E tensors [N, K].
-Experts = tuple[Tensor, ...]
-
-
 class Scheme(Protocol):
     """What x, the weight and dy become before they are multiplied."""
 
@@ -82,7 +81,7 @@ class Scheme(Protocol):
         """The weight for fprop, and for dgrad where it will read it."""
         ...
 
-    def for_dgrad(self, columnwise: Operand) -> Operand:
+    def for_dgrad(self, columnwise: Values, scale: Tensor | None) -> tuple[Values, Tensor | None]:
         """A columnwise weight as [E, K, N], with its scales, where it is one tensor.
 
         Apart from `weight`, so that what is saved for backward is a kept tensor itself: a view
@@ -139,13 +138,12 @@ def _new_fp8_weight(
     )
 
 
-def kept_operands(kept: KeptWeight) -> Operands:
-    """A kept weight for fprop and dgrad."""
-    return Operands(Operand(kept.values, kept.scale), _pair(kept.columnwise, kept.scale))
-
-
-def _pair(values: Tensor | None, scale: Tensor | None) -> Operand | None:
-    return None if values is None else Operand(values, scale)
+def kept_operands(kept: KeptWeight, columnwise: bool = True) -> Operands:
+    """A kept weight for fprop and, where asked for, dgrad."""
+    values, scale, turned = kept
+    if not columnwise or turned is None:
+        return Operands(values, scale, None, None)
+    return Operands(values, scale, turned, scale)
 
 
 def _check_epsilon(recipe: str, amax_epsilon: float) -> None:
@@ -164,29 +162,24 @@ class Unquantized:
     ) -> Operands:
         """X as it is."""
         return Operands(
-            Operand(x_TK) if wanted.rowwise else None, Operand(x_TK) if wanted.columnwise else None
+            x_TK if wanted.rowwise else None, None, x_TK if wanted.columnwise else None, None
         )
 
     def weight(self, experts: Experts, slot: Slot | None, columnwise: bool) -> Operands:
         """The weight as it is."""
-        w = Operand(experts if experts[0].dim() == 2 else experts[0])
-        return Operands(w, w if columnwise else None)
+        w: Values = experts if experts[0].dim() == 2 else experts[0]
+        return Operands(w, None, w if columnwise else None, None)
 
-    def for_dgrad(self, columnwise: Operand) -> Operand:
+    def for_dgrad(self, columnwise: Values, scale: Tensor | None) -> tuple[Values, Tensor | None]:
         """The weight, turned; separate experts are turned by their product."""
-        if isinstance(columnwise.values, tuple):
-            return columnwise
-        return Operand(columnwise.values.transpose(1, 2))
+        return columnwise if isinstance(columnwise, tuple) else columnwise.transpose(1, 2), None
 
     def gradient(
         self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
     ) -> Operands:
         """Dy as it is, with its sums over rows."""
-        return Operands(
-            Operand(dy_TN) if wanted.rowwise else None,
-            Operand(dy_TN) if wanted.columnwise else None,
-            ops.grouped_bias_grad(dy_TN, offs_E) if wanted.bias_grad else None,
-        )
+        bias_grad = ops.grouped_bias_grad(dy_TN, offs_E) if wanted.bias_grad else None
+        return self.activation(dy_TN, offs_E, slot, wanted)._replace(bias_grad=bias_grad)
 
 
 @dataclass(frozen=True)
@@ -233,13 +226,13 @@ class Float8BlockScaling:
         """The weight in 128x128 blocks."""
         if experts[0].dim() == 2:
             return _weight_of_list(self, experts, slot, columnwise)
-        w = ops.quantize_weight(
+        q, scale, q_t = ops.quantize_weight(
             experts[0],
             amax_epsilon=self.amax_epsilon,
             power_of_two_scales=self.power_of_two_scales,
             columnwise=columnwise,
         )
-        return kept_operands(KeptWeight(*w))
+        return Operands(q, scale, q_t, scale if columnwise else None)
 
     def new_weight(
         self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
@@ -263,10 +256,10 @@ class Float8BlockScaling:
             power_of_two_scales=self.power_of_two_scales,
         )
 
-    def for_dgrad(self, columnwise: Operand) -> Operand:
+    def for_dgrad(self, columnwise: Values, scale: Tensor | None) -> tuple[Values, Tensor | None]:
         """[E, K, N], with the scales of [E, N, K] turned over."""
-        assert columnwise.scale is not None
-        return Operand(columnwise.values, columnwise.scale.transpose(1, 2))
+        assert scale is not None
+        return columnwise, scale.transpose(1, 2)
 
     def gradient(
         self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
@@ -297,7 +290,7 @@ class Float8BlockScaling:
             squares=squares,
             factor=factor_T,
         )
-        return Operands(_pair(t.q, t.scale), _pair(t.q_t, t.scale_t), t.bias_grad)
+        return Operands(*t)
 
 
 @dataclass(frozen=True)
@@ -346,13 +339,13 @@ class Float8CurrentScaling:
         """The weight in e4m3, one scale an expert."""
         if experts[0].dim() == 2:
             return _weight_of_list(self, experts, slot, columnwise)
-        w = ops.quantize_weight_current(
+        q, scale, q_t = ops.quantize_weight_current(
             experts[0],
             amax_epsilon=self.amax_epsilon,
             power_of_two_scales=self.power_of_two_scales,
             columnwise=columnwise,
         )
-        return kept_operands(KeptWeight(*w))
+        return Operands(q, scale, q_t, scale if columnwise else None)
 
     def new_weight(
         self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
@@ -375,9 +368,9 @@ class Float8CurrentScaling:
             power_of_two_scales=self.power_of_two_scales,
         )
 
-    def for_dgrad(self, columnwise: Operand) -> Operand:
+    def for_dgrad(self, columnwise: Values, scale: Tensor | None) -> tuple[Values, Tensor | None]:
         """[E, K, N], with the scales of [E, N, K]."""
-        return columnwise
+        return columnwise, scale
 
     def gradient(
         self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
@@ -388,7 +381,7 @@ class Float8CurrentScaling:
     def _quantize(
         self, x_TK: Tensor, offs_E: Tensor, dtype: torch.dtype, wanted: Wanted
     ) -> Operands:
-        x = ops.group_quantize_current(
+        q, scale, q_t, bias_grad = ops.group_quantize_current(
             x_TK,
             offs_E,
             dtype,
@@ -398,7 +391,7 @@ class Float8CurrentScaling:
             columnwise=wanted.columnwise,
             bias_grad=wanted.bias_grad,
         )
-        return Operands(_pair(x.q, x.scale), _pair(x.q_t, x.scale), x.bias_grad)
+        return Operands(q, scale, q_t, None if q_t is None else scale, bias_grad)
 
 
 @dataclass(frozen=True)
@@ -460,8 +453,10 @@ class DelayedScaling:
         if experts[0].dim() == 2:
             return _weight_of_list(self, experts, slot, columnwise)
         assert slot is not None
-        w = ops.quantize_weight_delayed_(slot.amax, experts[0], slot.scale, columnwise=columnwise)
-        return kept_operands(KeptWeight(*w))
+        q, scale, q_t = ops.quantize_weight_delayed_(
+            slot.amax, experts[0], slot.scale, columnwise=columnwise
+        )
+        return Operands(q, scale, q_t, scale if columnwise else None)
 
     def new_weight(
         self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
@@ -478,9 +473,9 @@ class DelayedScaling:
         out = kept.values, kept.scale, kept.columnwise
         ops.refresh_weight_delayed_(slot.amax, experts, slot.scale, refresh, *out)
 
-    def for_dgrad(self, columnwise: Operand) -> Operand:
+    def for_dgrad(self, columnwise: Values, scale: Tensor | None) -> tuple[Values, Tensor | None]:
         """[E, K, N], with the scales of [E, N, K]."""
-        return columnwise
+        return columnwise, scale
 
     def gradient(
         self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
@@ -492,7 +487,7 @@ class DelayedScaling:
         self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, dtype: torch.dtype, wanted: Wanted
     ) -> Operands:
         assert slot is not None
-        x = ops.group_quantize_delayed_(
+        q, scale, q_t, bias_grad = ops.group_quantize_delayed_(
             slot.amax,
             x_TK,
             offs_E,
@@ -502,7 +497,7 @@ class DelayedScaling:
             columnwise=wanted.columnwise,
             bias_grad=wanted.bias_grad,
         )
-        return Operands(_pair(x.q, x.scale), _pair(x.q_t, x.scale), x.bias_grad)
+        return Operands(q, scale, q_t, None if q_t is None else scale, bias_grad)
 
 
 @dataclass(frozen=True)
@@ -548,22 +543,22 @@ class MXFP8BlockScaling:
         turned = None if kept.columnwise is None else kept.columnwise.transpose(1, 2)
         ops.refresh_weight_mx_(experts, refresh, kept.values, turned)
 
-    def for_dgrad(self, columnwise: Operand) -> Operand:
+    def for_dgrad(self, columnwise: Values, scale: Tensor | None) -> tuple[Values, Tensor | None]:
         """[E, K, N], as it is."""
-        return columnwise
+        return columnwise, scale
 
     def gradient(
         self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
     ) -> Operands:
         """Dy rounded to MXFP8 along each dimension, as bfloat16."""
-        dy = ops.group_round_mx(
+        rowwise, columnwise, bias_grad = ops.group_round_mx(
             dy_TN,
             offs_E,
             rowwise=wanted.rowwise,
             columnwise=wanted.columnwise,
             bias_grad=wanted.bias_grad,
         )
-        return Operands(_pair(dy.x_rowwise, None), _pair(dy.x_columnwise, None), dy.bias_grad)
+        return Operands(rowwise, None, columnwise, None, bias_grad)
 
 
 #: A recipe, or ``None`` for products in the activations' own dtype.
