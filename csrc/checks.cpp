@@ -10,7 +10,8 @@
 namespace grouped_linear {
 namespace {
 
-std::string name_of(ScalarType dtype) {
+// Names cost nothing where a rule holds: the parts of a sentence are made in any case.
+const char* name_of(ScalarType dtype) {
   switch (dtype) {
     case ScalarType::Byte: return "uint8";
     case ScalarType::Char: return "int8";
@@ -38,11 +39,29 @@ std::string name_of(ScalarType dtype) {
   }
 }
 
-std::string name_of(const torch::stable::Device& device) {
-  if (device.is_cpu()) return "cpu";
-  std::string name = device.is_cuda() ? "cuda" : "another device";
-  if (device.has_index()) name.append(":").append(std::to_string(device.index()));
-  return name;
+struct NameOf {
+  const torch::stable::Device& device;
+};
+
+std::ostream& operator<<(std::ostream& out, const NameOf& name) {
+  if (name.device.is_cpu()) return out << "cpu";
+  out << (name.device.is_cuda() ? "cuda" : "another device");
+  if (name.device.has_index()) out << ":" << static_cast<int>(name.device.index());
+  return out;
+}
+
+struct Sizes {
+  const std::vector<int64_t>& sizes;
+};
+
+std::ostream& operator<<(std::ostream& out, const Sizes& shape) {
+  out << "[";
+  const char* between = "";
+  for (const int64_t size : shape.sizes) {
+    out << between << size;
+    between = ", ";
+  }
+  return out << "]";
 }
 
 bool is_activation(ScalarType dtype) {
@@ -56,8 +75,9 @@ void check_activation(const char* op, const char* name, ScalarType dtype) {
 }
 
 void check_dtype(const char* op, const char* name, const Tensor& t, ScalarType expected) {
-  check(t.scalar_type() == expected, op, ": ", name, " must be ", name_of(expected), ", got ",
-        name_of(t.scalar_type()));
+  const ScalarType dtype = t.scalar_type();
+  check(dtype == expected, op, ": ", name, " must be ", name_of(expected), ", got ",
+        name_of(dtype));
 }
 
 void check_fp8(const char* op, const char* name, ScalarType dtype) {
@@ -66,7 +86,8 @@ void check_fp8(const char* op, const char* name, ScalarType dtype) {
 }
 
 void check_dim(const char* op, const char* name, const Tensor& t, int64_t dim) {
-  check(t.dim() == dim, op, ": ", name, " must be ", dim, "-D, got ", t.dim(), "-D");
+  const int64_t own = t.dim();
+  check(own == dim, op, ": ", name, " must be ", dim, "-D, got ", own, "-D");
 }
 
 void check_same(const char* op, const char* what, const char* a_name, int64_t a, const char* b_name,
@@ -85,8 +106,9 @@ void check_groups(const char* op, int64_t E) {
 
 void check_device(const char* op, const char* name, const Tensor& t, const char* first_name,
                   const Tensor& first) {
-  check(t.device() == first.device(), op, ": ", name, " is on ", name_of(t.device()), ", ",
-        first_name, " is on ", name_of(first.device()));
+  const torch::stable::Device own = t.device(), expected = first.device();
+  check(own == expected, op, ": ", name, " is on ", NameOf{own}, ", ", first_name, " is on ",
+        NameOf{expected});
 }
 
 void check_offs(const char* op, const Tensor& offs, const char* first_name, const Tensor& first) {
@@ -100,8 +122,9 @@ void check_offs(const char* op, const Tensor& offs, const char* first_name, cons
 void check_rows(const char* op, const Tensor& rows, int64_t dim, const char* first_name,
                 const Tensor& first) {
   check_dim(op, "rows", rows, dim);
-  check(rows.scalar_type() == ScalarType::Int || rows.scalar_type() == ScalarType::Long, op,
-        ": rows must be int32 or int64, got ", name_of(rows.scalar_type()));
+  const ScalarType dtype = rows.scalar_type();
+  check(dtype == ScalarType::Int || dtype == ScalarType::Long, op,
+        ": rows must be int32 or int64, got ", name_of(dtype));
   check_device(op, "rows", rows, first_name, first);
 }
 
@@ -202,19 +225,9 @@ void check_written(const char* op, const char* name, const Tensor& t, ScalarType
   check_dim(op, name, t, static_cast<int64_t>(shape.size()));
   check_dtype(op, name, t, dtype);
   check_device(op, name, t, "w", w);
-  const auto append = [](std::string& sizes, int64_t size) {
-    if (!sizes.empty()) sizes += ", ";
-    sizes += std::to_string(size);
-  };
-  std::string expected, actual;
-  bool same = true;
-  for (size_t i = 0; i < shape.size(); ++i) {
-    const auto size = t.size(static_cast<int64_t>(i));
-    same = same && size == shape[i];
-    append(expected, shape[i]);
-    append(actual, size);
-  }
-  check(same, op, ": ", name, " must be [", expected, "], got [", actual, "]");
+  std::vector<int64_t> own;
+  for (int64_t i = 0; i < t.dim(); ++i) own.push_back(t.size(i));
+  check(own == shape, op, ": ", name, " must be ", Sizes{shape}, ", got ", Sizes{own});
   check(t.is_contiguous(), op, ": ", name, " must be contiguous");
 }
 

@@ -20,6 +20,15 @@ from torch import Tensor
 _ops = torch.ops.grouped_linear
 
 
+def _dtype_or(default: torch.dtype, dtype: torch.dtype | None) -> torch.dtype | None:
+    """None for the dtype that an op's schema has by default.
+
+    In every call torch looks for __torch_function__ in arguments that are neither tensors nor plain
+    Python objects, a dtype for one: half a microsecond of four.
+    """
+    return None if dtype is default else dtype
+
+
 class GroupQuantized(NamedTuple):
     """What :func:`group_quantize` returns; None stands for what was not asked for."""
 
@@ -991,7 +1000,7 @@ def grouped_mm(
     >>> torch.allclose(y[2:], a[2:] @ b[1].T, atol=1e-5)
     True
     """
-    y: Tensor = _ops.grouped_mm(a, b, offs, bias, out_dtype)
+    y: Tensor = _ops.grouped_mm(a, b, offs, bias, _dtype_or(a.dtype, out_dtype))
     return y
 
 
@@ -1069,7 +1078,8 @@ def grouped_scaled_mm(
     >>> grouped_scaled_mm(x.q, w.q, x.scale, w.scale, offs)[0, 0]
     tensor(16., dtype=torch.bfloat16)
     """
-    y: Tensor = _ops.grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias, out_dtype)
+    dtype = _dtype_or(torch.bfloat16, out_dtype)
+    y: Tensor = _ops.grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias, dtype)
     return y
 
 
@@ -1094,7 +1104,7 @@ def grouped_mm_wgrad(
     >>> grouped_mm_wgrad(dy, x, offs.int())[:, 0, 0]
     tensor([2., 0., 3.])
     """
-    dw: Tensor = _ops.grouped_mm_wgrad(dy, x, offs, out_dtype)
+    dw: Tensor = _ops.grouped_mm_wgrad(dy, x, offs, _dtype_or(dy.dtype, out_dtype))
     return dw
 
 
@@ -1131,7 +1141,8 @@ def grouped_scaled_mm_wgrad(
     >>> dw[:, 0, 0]
     tensor([2., 0., 3.], dtype=torch.bfloat16)
     """
-    dw: Tensor = _ops.grouped_scaled_mm_wgrad(dy_t, x_t, scale_dy_t, scale_x_t, offs, out_dtype)
+    dtype = _dtype_or(torch.bfloat16, out_dtype)
+    dw: Tensor = _ops.grouped_scaled_mm_wgrad(dy_t, x_t, scale_dy_t, scale_x_t, offs, dtype)
     return dw
 
 

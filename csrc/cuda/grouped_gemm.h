@@ -14,10 +14,12 @@ namespace grouped_linear::cuda {
 // t itself where the copy engine can read it: its base and its rows aligned to 16 bytes, its
 // elements next to one another along `inner`; else a dense copy.
 inline Tensor tma_operand(const Tensor& t, int64_t inner) {
-  bool readable = is_aligned(t) && t.stride(inner) == 1;
+  const auto sizes = t.sizes(), strides = t.strides();
+  const int64_t item = item_size(t);
+  bool readable = is_aligned(t) && strides[inner] == 1;
   for (int64_t d = 0; d < t.dim(); ++d)
-    if (d != inner && t.size(d) > 1)
-      readable = readable && t.stride(d) * item_size(t) % 16 == 0 && t.stride(d) >= t.size(inner);
+    if (d != inner && sizes[d] > 1)
+      readable = readable && strides[d] * item % 16 == 0 && strides[d] >= sizes[inner];
   return readable ? t : dense_copy(t);
 }
 

@@ -81,7 +81,7 @@ class Launch {
     config.attrs = &overlap;
     config.numAttrs = 1;
     const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
-    check(error == cudaSuccess, op_, ": the launch failed: ", cudaGetErrorString(error));
+    if (error != cudaSuccess) fail(op_, ": the launch failed: ", cudaGetErrorString(error));
   }
 
  private:
