@@ -62,9 +62,9 @@ void quantize_tiles(const Launch& launch, const Source& source, const Tensor& of
   constexpr auto kernel = group_quantize_kernel<Element, Source>;
   constexpr int ahead = static_cast<int>(sizeof(typename Source::Ahead));
   launch.allow_shared_bytes<kernel>(ahead);
-  launch.run(kernel, tile_grid(launch, tiles, Source::kOccupancy), kTileThreads, ahead, source,
-             offs.const_data_ptr<int32_t>(), static_cast<int>(E), rows, static_cast<int>(K), rule,
-             results.out);
+  const unsigned grid = tile_grid(launch, tiles, E, Source::kOccupancy, Source::kGenerations);
+  launch.run(kernel, grid, kTileThreads, ahead, source, offs.const_data_ptr<int32_t>(),
+             static_cast<int>(E), rows, static_cast<int>(K), rule, results.out);
   if (sums)
     add_block_sums(launch, results.out.block_sums, offs.const_data_ptr<int32_t>(), rows,
                    results.bias_grad);

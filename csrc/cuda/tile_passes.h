@@ -15,10 +15,14 @@ inline int countable_rows(int64_t T) {
   return static_cast<int>(std::min<int64_t>(T, std::numeric_limits<int32_t>::max() - kBlock));
 }
 
-// As many blocks as the GPU holds at once, `occupancy` a multiprocessor, or as there can be tiles.
-inline unsigned tile_grid(const Launch& launch, int64_t tiles, int occupancy) {
-  const int64_t at_once = int64_t{launch.multiprocessors()} * occupancy;
-  return static_cast<unsigned>(std::clamp<int64_t>(tiles, 1, at_once));
+// As many blocks as there can be tiles, and at most some generations of those that the GPU holds at
+// once, `occupancy` a multiprocessor. Many groups cost a block time to look at: it stays for more tiles.
+inline unsigned tile_grid(const Launch& launch, int64_t tiles, int64_t E, int occupancy,
+                          int generations) {
+  constexpr int with_many_groups = 8;
+  const int turns = E <= 32 ? generations : std::min(generations, with_many_groups);
+  const int64_t most = int64_t{launch.multiprocessors()} * occupancy * turns;
+  return static_cast<unsigned>(std::clamp<int64_t>(tiles, 1, most));
 }
 
 // bias_grad [E, K] from the sums of every block's columns.

@@ -5,12 +5,14 @@
 // both; 32768 x 7168 at the 4.27 TB/s of a copy: 167 us and 223 us. The bias gradient adds 4/128.
 // SwiGLU reads 4 bytes an element of h, its gradient 3 an element of d_gate_up.
 //
-// The number of tiles is known on the device alone, so the grid is as many blocks as the GPU holds
-// at once, and each works through every gridDim.x-th tile. Neighbouring blocks take neighbouring
-// columns of the same rows. Three blocks an SM (two for SwiGLU's gradient and in float32): while one
-// waits, the others compute and store. A block starts to copy its next tile before it works on one.
+// The number of tiles is known on the device alone, so the grid is bounded by what the GPU holds at
+// once, some generations of it, and a block works through every gridDim.x-th tile. Neighbouring blocks
+// take neighbouring columns of the same rows. Blocks that start one after another stay in that order,
+// and so near each other in memory; those that stay for many tiles drift apart. Where a tile costs
+// little besides its bytes, blocks are therefore many and brief, and load without looking ahead; where
+// it costs more (SwiGLU, gathered rows) they are fewer and copy their next tile while they work on one.
 //
-// Reaches (H200, 2026-11-21) of a copy's speed: rowwise 0.93, both 0.86, SwiGLU 0.85, gradient 0.80.
+// Reaches (H200, 2026-11-21) of a copy's speed: see benchmarks/results/bench_group_quantize_nvidia_h200.md.
 #pragma once
 
 #include "block_scale.cuh"
@@ -79,12 +81,13 @@ struct WarpGroups {
 // --- what a tile is made of ---------------------------------------------------------------------
 //
 // A source loads the patch of the calling thread from a tile, zero past its rows and columns. One
-// with two parts loads a patch of each half of the columns, K / 2 apart. Where rows are aligned, what
-// a source reads is copied to shared memory one tile ahead: a block starts the copies of its next
+// with two parts loads a patch of each half of the columns, K / 2 apart. One with Ahead copies what it
+// reads to shared memory one tile ahead, where rows are aligned: a block starts the copies of its next
 // tile as soon as it holds this one in registers.
 //
-// H200, 2026-11: 3 blocks an SM beat 4 by 1% on plain rows. Fetching a block's next tiles into L2
-// alone costs 10 to 20%.
+// Generations of blocks, of a copy's speed (H200, 2026-11-21, medians over 8 cases): both layouts 0.86
+// with 1, 0.89 with 2, 0.91 with 4, 0.93 with 8, 0.94 with 32; gathered 0.85, 0.86, 0.87, 0.88, 0.87;
+// SwiGLU 0.85, 0.84, 0.82, 0.80, 0.79. Fetching next tiles into L2 alone costs 10 to 20%.
 
 // Where a tile is.
 struct TilePlaceInRows {
@@ -95,33 +98,23 @@ struct TilePlaceInRows {
 // Rows of x [T, K].
 template <typename Element>
 struct Rows {
-  static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 2, kParts = 1;
-  using Ahead = TileAhead<Element>;
+  static constexpr int kOccupancy = kTileOccupancy<Element>, kGenerations = 32, kParts = 1;
+  struct Ahead {};
   const Element* x;
   int64_t stride;
   bool vectorised;
 
-  __device__ __forceinline__ const Element* first(const TilePlaceInRows& at) const {
-    return x + at.row_begin * stride + at.col;
-  }
-  __device__ __forceinline__ void start(Ahead& ahead, const TilePlaceInRows& at) const {
-    if (vectorised) Patch<Element>::start(ahead, first(at), stride, at.rows, at.cols);
-  }
-  __device__ __forceinline__ void load(Patch<Element> (&patch)[1], Ahead& ahead,
+  __device__ __forceinline__ void start(Ahead&, const TilePlaceInRows&) const {}
+  __device__ __forceinline__ void load(Patch<Element> (&patch)[1], Ahead&,
                                        const TilePlaceInRows& at) const {
-    if (vectorised) {
-      wait_for_copies();
-      patch[0].take(ahead);
-    } else {
-      patch[0].load(first(at), stride, at.rows, at.cols, false);
-    }
+    patch[0].load(x + at.row_begin * stride + at.col, stride, at.rows, at.cols, vectorised);
   }
 };
 
 // Rows taken[t] of x [S, K], which has S >= 1 rows. What is out of range is clamped into it.
 template <typename Element, typename Index>
 struct GatheredRows {
-  static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 2, kParts = 1;
+  static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 2, kGenerations = 8, kParts = 1;
   using Ahead = TileAhead<Element>;
   const Element* x;
   int64_t stride;
@@ -151,6 +144,7 @@ struct GatheredRows {
 // Those times factor[t], rounded to Element.
 template <typename Element, typename Index>
 struct ScaledRows : GatheredRows<Element, Index> {
+  static constexpr int kGenerations = 4;
   const float* factor;
 
   __device__ __forceinline__ void load(Patch<Element> (&patch)[1],
@@ -175,7 +169,7 @@ struct ScaledRows : GatheredRows<Element, Index> {
 // h [T, K] = silu(gate) * up of gate_up [T, 2 K], rounded to Element; kept where h is not null.
 template <typename Element>
 struct Swiglu {
-  static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 1, kParts = 1;
+  static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 1, kGenerations = 1, kParts = 1;
   static constexpr int kRows = 2;  // of every patch at a time: few registers, for a third block
   struct Ahead {
     TileAhead<Element, kRows> gate, up;
@@ -241,7 +235,8 @@ struct Swiglu {
 // in any case, for K is a multiple of 16.
 template <typename Element, int parts>
 struct SwigluGrad {
-  static constexpr int kOccupancy = sizeof(Element) == 2 ? 2 : 1, kParts = parts;
+  static constexpr int kOccupancy = sizeof(Element) == 2 ? 2 : 1, kGenerations = 1;
+  static constexpr int kParts = parts;
   static constexpr int kRows = 2;  // of every patch at a time; with 4, registers spill
   struct Ahead {
     TileAhead<Element, kRows> dh, gate, up;
