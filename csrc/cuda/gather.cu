@@ -12,15 +12,11 @@ template <typename Run>
 void with_gathered(const Tensor& y, const Tensor& rows, const Run& run) {
   for_element(y.scalar_type(), [&](auto element) {
     using Element = typename decltype(element)::type;
-    const auto of = [&](auto index) {
-      using Index = decltype(index);
+    for_index(rows.scalar_type(), [&](auto index) {
+      using Index = typename decltype(index)::type;
       run(GatheredOf<Element, Index>{static_cast<const Element*>(y.const_data_ptr()), y.stride(0),
                                      y.size(0), rows.const_data_ptr<Index>()});
-    };
-    if (rows.scalar_type() == ScalarType::Int)
-      of(int32_t{});
-    else
-      of(int64_t{});
+    });
   });
 }
 

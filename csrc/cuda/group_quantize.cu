@@ -101,18 +101,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
     };
     if (!rows_in) return run(Rows<Element>{values, x.stride(0), has_aligned_rows(x)});
     const Tensor rows = as_dense(*rows_in);
-    const auto gather = [&](auto index) {
-      using Index = decltype(index);
+    for_index(rows.scalar_type(), [&](auto index) {
+      using Index = typename decltype(index)::type;
       const GatheredRows<Element, Index> gathered{values, x.stride(0), has_aligned_rows(x),
                                                   rows.const_data_ptr<Index>(), x.size(0)};
       if (!factor_in) return run(gathered);
       const Tensor factor = as_dense(*factor_in);
       run(ScaledRows<Element, Index>{gathered, factor.const_data_ptr<float>()});
-    };
-    if (rows.scalar_type() == ScalarType::Int)
-      gather(int32_t{});
-    else
-      gather(int64_t{});
+    });
   });
   return results.all();
 }

@@ -45,4 +45,13 @@ void for_element(ScalarType dtype, const Run& run) {
   }
 }
 
+// The same of numbers of rows.
+template <typename Run>
+void for_index(ScalarType dtype, const Run& run) {
+  if (dtype == ScalarType::Int)
+    run(std::type_identity<int32_t>());
+  else
+    run(std::type_identity<int64_t>());
+}
+
 }  // namespace grouped_linear::cuda
