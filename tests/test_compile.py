@@ -234,17 +234,16 @@ def forward(self, primals_1: "f32[3,48,32]", primals_2: "f32[3,48]", primals_3: 
     primals_4: "i64[3]"):
 splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(primals_4, 40)
 grouped_mm: "f32[40,48]" = grouped_linear.grouped_mm(primals_3, primals_1, splits_to_offsets,
-    primals_2, torch.float32)
+    primals_2)
 return (grouped_mm, primals_1, primals_3, splits_to_offsets)
 
 def forward(self, primals_1: "f32[3,48,32]", primals_3: "f32[40,32]", splits_to_offsets:
     "i32[3]", tangents_1: "f32[40,48]"):
 grouped_bias_grad: "f32[3,48]" = grouped_linear.grouped_bias_grad(tangents_1, splits_to_offsets)
 transpose: "f32[3,32,48]" = aten.transpose.int(primals_1, 1, 2)
-grouped_mm_1: "f32[40,32]" = grouped_linear.grouped_mm(tangents_1, transpose, splits_to_offsets,
-    None, torch.float32)
+grouped_mm_1: "f32[40,32]" = grouped_linear.grouped_mm(tangents_1, transpose, splits_to_offsets)
 grouped_mm_wgrad: "f32[3,48,32]" = grouped_linear.grouped_mm_wgrad(tangents_1, primals_3,
-    splits_to_offsets, torch.float32)
+    splits_to_offsets)
 return (grouped_mm_wgrad, grouped_bias_grad, grouped_mm_1, None)""",
     )
 
@@ -297,8 +296,7 @@ def test_inference_graph_without_a_recipe() -> None:
 def forward(self, arg0_1: "f32[3,48,32]", arg1_1: "f32[3,48]", arg2_1: "f32[40,32]", arg3_1:
     "i64[3]"):
 splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(arg3_1, 40)
-grouped_mm: "f32[40,48]" = grouped_linear.grouped_mm(arg2_1, arg0_1, splits_to_offsets, arg1_1,
-    torch.float32)
+grouped_mm: "f32[40,48]" = grouped_linear.grouped_mm(arg2_1, arg0_1, splits_to_offsets, arg1_1)
 return (grouped_mm,)""",
     )
 
