@@ -13,7 +13,8 @@ from grouped_linear import ops
 from grouped_linear.autograd import Call, GroupedLinearFunction
 from grouped_linear.delayed import DelayedScalingState
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, dtype_name
-from grouped_linear.recipes import DelayedScaling, Experts, Float8BlockScaling, Recipe
+from grouped_linear.quantized_weight import kept_weight
+from grouped_linear.recipes import DelayedScaling, Experts, Recipe
 from grouped_linear.tensor import GroupedTensor
 
 
@@ -124,12 +125,8 @@ def apply_layer(
     """
     experts = weights
     if isinstance(weights[0], GroupedTensor):
-        if not isinstance(recipe, Float8BlockScaling):
-            raise ValueError(
-                "grouped_linear: a quantized weight needs the recipe Float8BlockScaling, "
-                f"got {recipe!r}"
-            )
-        options["kept"] = weights[0].kept(torch.is_grad_enabled() and x.requires_grad)
+        need_x = torch.is_grad_enabled() and x.requires_grad
+        options["kept"] = kept_weight("grouped_linear", weights[0], recipe, need_x)
     dtype = autocast_dtype(x)
     if dtype is not None:
         if x.dtype in ACTIVATIONS:  # autocast leaves other dtypes alone

@@ -17,6 +17,11 @@ from grouped_linear.functional import as_rows, autocast_dtype, autocast_weights
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS
 from grouped_linear.micro_batches import cache_plan, main_grad_plan, read_flag
 from grouped_linear.once import differentiable_once
+from grouped_linear.quantized_weight import (
+    check_quantized_weight,
+    convert_assigned,
+    kept_weight,
+)
 from grouped_linear.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -34,6 +39,7 @@ from grouped_linear.routing import (
     sum_of_rows,
     weight_of_rows,
 )
+from grouped_linear.tensor import GroupedTensor
 from grouped_linear.weight_cache import WeightCache
 
 # The four places where a tensor is made only to be quantized. Block scaling has an op that does
@@ -249,8 +255,9 @@ def grouped_mlp(
         experts: [..., C] int32 or int64. A number outside [0, E) stands for no expert: it adds
             nothing, whatever x holds there.
         gate_up_proj: [E, 2 F, H], gate first. Of x's dtype without a recipe, of any of the three
-            with one.
-        down_proj: [E, H, F].
+            with one. Under ``Float8BlockScaling`` also a :class:`grouped_linear.GroupedTensor`,
+            read as it is.
+        down_proj: [E, H, F], the same.
         recipe: how the products are computed; None for x's dtype.
         state: what ``DelayedScaling`` remembers of gate_up_proj and of down_proj; for it alone.
 
@@ -258,8 +265,8 @@ def grouped_mlp(
         [..., H] of x's dtype, or autocast's.
 
     Raises:
-        ValueError: for shapes that do not fit, ``DelayedScaling`` without a state, or a state
-            without it.
+        ValueError: for shapes that do not fit, ``DelayedScaling`` without a state, a state without
+            it, or a quantized weight under another recipe than ``Float8BlockScaling``.
         RuntimeError: for a wrong dtype, device or number of features.
 
     >>> x, scores = torch.randn(5, 16), torch.randn(5, 4).softmax(dim=-1)
@@ -324,8 +331,15 @@ def apply_mlp(
     dtype = autocast_dtype(x)
     if dtype is not None and x.dtype in ACTIVATIONS:
         x_TH = x_TH.to(dtype)
+    need_x = torch.is_grad_enabled() and x.requires_grad
+    need_h = need_x or (torch.is_grad_enabled() and gate_up_proj.requires_grad)
     calls, receivers = [], []
-    for w, plan in ((gate_up_proj, gate_up_plan), (down_proj, down_plan)):
+    for w, plan, columnwise in (
+        (gate_up_proj, gate_up_plan, need_x),
+        (down_proj, down_plan, need_h),
+    ):
+        if isinstance(w, GroupedTensor):
+            plan["kept"] = kept_weight("grouped_mlp", w, recipe, columnwise)
         own = (w,) if dtype is None else autocast_weights((w,), recipe, dtype)
         calls.append(Call(recipe, torch.is_grad_enabled(), own, **plan))
         receivers.append(own[0] if calls[-1].main_grad is None else w)
@@ -352,6 +366,9 @@ class GroupedMLP(nn.Module):
             parameter (float32 or bfloat16, of its shape), in the product itself, and leave ``grad``
             alone. ``grad_added_to_main_grad`` and ``overwrite_main_grad`` are heeded as
             :class:`grouped_linear.GroupedLinear` does.
+        quantized_weight: make both parameters :class:`grouped_linear.GroupedTensor`, which are kept
+            quantized, under ``Float8BlockScaling``. They are drawn in `dtype`, then quantized.
+        stochastic_rounding: round them by chance when an optimizer steps them.
         dtype: of the parameters.
         device: of the parameters. After ``device="meta"`` call ``to_empty(device=...)`` and
             ``reset_parameters()``.
@@ -384,8 +401,19 @@ class GroupedMLP(nn.Module):
     ...     mlp(x, *scores.topk(2), is_first_microbatch=i == 0).square().mean().backward()
     >>> mlp.down_proj.grad is None, bool(mlp.down_proj.main_grad.any())
     (True, True)
+
+    Weights in FP8 alone, which an optimizer steps:
+
+    >>> mlp = GroupedMLP(4, 16, 32, recipe=Float8BlockScaling(), quantized_weight=True)
+    >>> mlp.down_proj.q.dtype
+    torch.float8_e4m3fn
+    >>> optimizer = torch.optim.SGD(mlp.parameters(), lr=0.1)
+    >>> mlp(x, *scores.topk(2)).square().mean().backward()
+    >>> optimizer.step()
     """
 
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
     gate_up_state: DelayedScalingState | None
     down_state: DelayedScalingState | None
     gate_up_cache: WeightCache | None
@@ -400,6 +428,8 @@ class GroupedMLP(nn.Module):
         recipe: Recipe = None,
         cache_weights: bool = False,
         fuse_wgrad_accumulation: bool = False,
+        quantized_weight: bool = False,
+        stochastic_rounding: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -420,11 +450,23 @@ class GroupedMLP(nn.Module):
                 "GroupedMLP: recipe must be None or one of grouped_linear's recipes, "
                 f"got {recipe!r}"
             )
+        check_quantized_weight(
+            "GroupedMLP",
+            recipe,
+            quantized_weight,
+            cache_weights,
+            stochastic_rounding=stochastic_rounding,
+        )
         self.recipe = recipe
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.quantized_weight = quantized_weight
         E, H, F = num_experts, hidden_size, intermediate_size
-        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * F, H, dtype=dtype, device=device))
-        self.down_proj = nn.Parameter(torch.empty(E, H, F, dtype=dtype, device=device))
+        for name, shape in (("gate_up_proj", (E, 2 * F, H)), ("down_proj", (E, H, F))):
+            w = torch.empty(shape, dtype=dtype, device=device)
+            if quantized_weight:
+                assert isinstance(recipe, Float8BlockScaling)
+                w = GroupedTensor.quantize(w, recipe, stochastic_rounding=stochastic_rounding)
+            self.register_parameter(name, nn.Parameter(w))
         self.gate_up_state = self.down_state = None
         if isinstance(recipe, DelayedScaling):
             self.gate_up_state = DelayedScalingState(recipe, E, device)
@@ -442,7 +484,11 @@ class GroupedMLP(nn.Module):
             return
         for weight_ENK in (self.gate_up_proj, self.down_proj):
             bound = 1 / math.sqrt(weight_ENK.size(2))
-            nn.init.uniform_(weight_ENK, -bound, bound)
+            if not self.quantized_weight:
+                nn.init.uniform_(weight_ENK, -bound, bound)
+            else:  # draw what any other layer draws, then quantize it
+                drawn_ENK = torch.empty_like(weight_ENK)
+                weight_ENK.copy_(nn.init.uniform_(drawn_ENK, -bound, bound))
         for state in (self.gate_up_state, self.down_state, self.gate_up_cache, self.down_cache):
             if state is not None:
                 state.reset()
@@ -470,9 +516,9 @@ class GroupedMLP(nn.Module):
             RuntimeError: as :func:`grouped_mlp`, or where False reads a cache that was not filled.
                 On the device nobody looks: a flag that is false then reads NaN.
             ValueError: as :func:`grouped_mlp`, or for ``is_first_microbatch`` under a recipe and
-                without ``cache_weights``.
+                without ``cache_weights``, unless the weights are kept quantized anyway.
         """
-        keeps_weight = self.gate_up_cache is not None
+        keeps_weight = self.gate_up_cache is not None or self.quantized_weight
         first = read_flag("GroupedMLP", is_first_microbatch, x, self.recipe, keeps_weight)
         plans: list[dict[str, Any]] = []
         for name, w, state, cache in (
@@ -493,3 +539,11 @@ class GroupedMLP(nn.Module):
         """The options that tell layers apart."""
         E, H, F = self.down_proj.shape
         return f"num_experts={E}, hidden_size={H}, intermediate_size={F}, recipe={self.recipe}"
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Load parameters of either kind."""
+        if args[0].get("assign_to_params_buffers"):  # of the local metadata
+            convert_assigned(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

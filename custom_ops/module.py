@@ -18,6 +18,7 @@ from grouped_linear.delayed import DelayedScalingState
 from grouped_linear.functional import apply_layer, autocast_dtype, check_bias
 from grouped_linear.meta_kernels.rules import FEATURE_MULTIPLE, MAX_GROUPS
 from grouped_linear.micro_batches import cache_plan, main_grad_plan, read_flag
+from grouped_linear.quantized_weight import check_quantized_weight, convert_assigned
 from grouped_linear.recipes import DelayedScaling, Float8BlockScaling, Recipe
 from grouped_linear.tensor import GroupedTensor
 from grouped_linear.weight_cache import WeightCache
@@ -80,21 +81,16 @@ class _Options:
                 "GroupedLinear: recipe must be None or one of grouped_linear's recipes, "
                 f"got {self.recipe!r}"
             )
-        if self.quantized_weight and not isinstance(self.recipe, Float8BlockScaling):
-            raise ValueError(
-                "GroupedLinear: quantized_weight needs the recipe Float8BlockScaling, "
-                f"got {self.recipe!r}"
-            )
-        if self.quantized_weight and self.cache_weights:
-            raise ValueError(
-                "GroupedLinear: cache_weights keeps what quantized_weight has already: "
-                "choose one of them"
-            )
+        check_quantized_weight(
+            "GroupedLinear",
+            self.recipe,
+            self.quantized_weight,
+            self.cache_weights,
+            stochastic_rounding=self.stochastic_rounding,
+            preserve_high_precision_init=self.preserve_high_precision_init,
+        )
         if self.quantized_weight and not self.single_grouped_weight:
             raise ValueError("GroupedLinear: quantized_weight needs single_grouped_weight=True")
-        for name in ("stochastic_rounding", "preserve_high_precision_init"):
-            if getattr(self, name) and not self.quantized_weight:
-                raise ValueError(f"GroupedLinear: {name} needs quantized_weight=True")
         if self.save_original_input and isinstance(self.recipe, DelayedScaling):
             raise ValueError(
                 "GroupedLinear: save_original_input quantizes the input once more in the backward, "
@@ -474,21 +470,7 @@ class GroupedLinear(nn.Module):
                 experts = state_dict.get(whole, ())
                 if len(experts) == options.num_gemms:
                     state_dict.update(zip(apart, state_dict.pop(whole), strict=True))
-        local_metadata = args[0]
-        if local_metadata.get("assign_to_params_buffers"):  # a copy converts by itself
-            for name, own in self.named_parameters():
-                if name.startswith("weight") and prefix + name in state_dict:
-                    state_dict[prefix + name] = _in_kind_of(own, state_dict[prefix + name])
+        if args[0].get("assign_to_params_buffers"):  # of the local metadata
+            convert_assigned(self, state_dict, prefix)
         with self._tied_if_moved():
             super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-def _in_kind_of(own: Tensor, w: Tensor) -> Tensor:
-    """A weight to take the place of another: quantized where that is, and only there."""
-    if w.shape != own.shape or isinstance(w, GroupedTensor) == isinstance(own, GroupedTensor):
-        return w
-    if isinstance(w, GroupedTensor):
-        return w.dequantize()
-    assert isinstance(own, GroupedTensor)
-    rounding = own.stochastic_rounding
-    return GroupedTensor.quantize(w, own.recipe, stochastic_rounding=rounding)

@@ -62,8 +62,8 @@ EVERY_FEATURE = pytest.mark.parametrize("feature", [FEATURES[name] for name in O
 class Routed(nn.Module):
     """A GroupedMLP that is called as the modes of test_training.py call a layer.
 
-    Which experts a token goes to follows from m_splits: its group, and another or the same one;
-    none past their sum, where x is NaN. Some experts have no tokens.
+    Which experts a token goes to follows from m_splits; past their sum, where x is NaN, to none.
+    Some experts have no tokens.
     """
 
     def __init__(self, mlp: GroupedMLP) -> None:
@@ -76,10 +76,16 @@ class Routed(nn.Module):
         return [self.mlp.gate_up_proj, self.mlp.down_proj]
 
     def forward(self, x: Tensor, m_splits: Tensor, first: Tensor | bool | None = None) -> Tensor:
-        token = torch.arange(T, device=x.device)
-        group = torch.searchsorted(m_splits.cumsum(0), token, right=True)
-        other = torch.where(group < E, 2 * group % E, -1)
-        return self.mlp(x, self.score, torch.stack([group, other], dim=1), first)
+        return self.mlp(x, self.score, experts_of(m_splits, T), first)
+
+
+def experts_of(m_splits: Tensor, T: int) -> Tensor:
+    """Two for each token: its group, and another or the same one; none past the last group."""
+    E = m_splits.size(0)
+    group = torch.searchsorted(
+        m_splits.cumsum(0), torch.arange(T, device=m_splits.device), right=True
+    )
+    return torch.stack([group, torch.where(group < E, 2 * group % E, -1)], dim=1)
 
 
 def make(recipe: Recipe, dtype: torch.dtype, device: str, **options: Any) -> Routed:

@@ -1,10 +1,12 @@
-"""GroupedLinear(quantized_weight=True): the numbers of quantizing in each call, without doing it.
+"""Layers with quantized_weight=True: the numbers of quantizing in each call, without doing it.
 
-T rows, E groups, K in_features, N out_features.
+T rows, E groups, K in_features, N out_features; of GroupedMLP, K features of a token and N of an
+expert.
 """
 
 import copy
 import io
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +26,7 @@ from samples import (
     sentence,
 )
 from test_grouped_tensor import assert_same
+from test_mlp_training import experts_of
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -31,9 +34,12 @@ from torch._dynamo.utils import counters
 from grouped_linear import (
     Float8BlockScaling,
     GroupedLinear,
+    GroupedMLP,
     GroupedTensor,
     MXFP8BlockScaling,
+    blocks,
     grouped_linear,
+    grouped_mlp,
 )
 from grouped_linear.checkpoints import expert_tensors, load_experts
 
@@ -46,26 +52,48 @@ RECIPES = {
 }
 
 
-def make_layer(device: str = "cpu", *, quantized_weight: bool = True, **options: Any) -> Any:
+class MLP(GroupedMLP):
+    """Called as a GroupedLinear is, with scores for each of T tokens, which learn, too."""
+
+    def __init__(self, *sizes: int, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.score = nn.Parameter(torch.rand_like(self.gate_up_proj[0, :T, :2]))
+
+    def forward(self, x: Tensor, m_splits: Tensor, is_first_microbatch: Any = None) -> Tensor:
+        return super().forward(x, self.score, experts_of(m_splits, T), is_first_microbatch)
+
+
+EVERY_KIND = pytest.mark.parametrize("kind", [GroupedLinear, MLP])
+
+
+def make_layer(
+    device: str = "cpu", kind: Any = GroupedLinear, *, quantized_weight: bool = True, **options: Any
+) -> Any:
     torch.manual_seed(0)
     kept: dict[str, Any] = {"recipe": Float8BlockScaling(), "dtype": BF16, "device": device}
-    return GroupedLinear(E, K, N, quantized_weight=quantized_weight, **(kept | options))
+    return kind(E, K, N, quantized_weight=quantized_weight, **(kept | options))
 
 
-def inputs(device: str, m_splits: list[int], dtype: torch.dtype = BF16) -> tuple[Tensor, ...]:
-    """x with NaN past the last group, m_splits and dy."""
-    generator = torch.Generator().manual_seed(sum(m_splits))
-    x, dy = (torch.randn(T, size, generator=generator).to(dtype) for size in (K, N))
+def weights_of(layer: nn.Module) -> list[Any]:
+    return [p for p in layer.parameters() if p.dim() == 3]
+
+
+def inputs(device: str, m_splits: list[int], dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
+    """x with NaN past the last group, and m_splits."""
+    x = torch.randn(T, K, generator=torch.Generator().manual_seed(sum(m_splits))).to(dtype)
     x[sum(m_splits) :] = torch.nan
-    return x.to(device).requires_grad_(), torch.tensor(m_splits, device=device), dy.to(device)
+    return x.to(device).requires_grad_(), torch.tensor(m_splits, device=device)
 
 
-def call(layer: Callable[..., Tensor], *arguments: Tensor) -> tuple[Tensor, ...]:
-    """y, dx, dw, dbias."""
-    x, m_splits, dy = arguments
+def gradient_for(y: Tensor) -> Tensor:
+    return torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+
+
+def call(layer: Callable[..., Tensor], x: Tensor, m_splits: Tensor) -> tuple[Tensor, ...]:
+    """y, dx, and the gradients of parameters."""
     y = layer(x, m_splits)
-    module = getattr(layer, "_orig_mod", layer)
-    return y.detach(), *torch.autograd.grad(y, (x, module.weight, module.bias), dy)
+    leaves = (x, *getattr(layer, "_orig_mod", layer).parameters())
+    return y.detach(), *torch.autograd.grad(y, leaves, gradient_for(y))
 
 
 def assert_all_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
@@ -78,42 +106,75 @@ def assert_all_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) ->
 
 
 @DEVICES
+@EVERY_KIND
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_of_a_weight_quantized_in_each_call(
-    device: str, recipe: Float8BlockScaling, dtype: torch.dtype
+    device: str, kind: Any, recipe: Float8BlockScaling, dtype: torch.dtype
 ) -> None:
-    quantized = make_layer(device, recipe=recipe, dtype=dtype)
-    plain = make_layer(device, recipe=recipe, dtype=dtype, quantized_weight=False)
-    without = GroupedTensor.from_parts(quantized.weight.q, quantized.weight.scale, columnwise=False)
+    quantized = make_layer(device, kind, recipe=recipe, dtype=dtype)
+    plain = make_layer(device, kind, recipe=recipe, dtype=dtype, quantized_weight=False)
     for m_splits in SPLITS:
         arguments = inputs(device, m_splits, dtype)
         results = call(quantized, *arguments)
         assert_all_same(results, call(plain, *arguments))
-        x = arguments[0]
-        assert_same_bits(
-            torch.autograd.grad(
-                grouped_linear(x, without, m_splits, quantized.bias, recipe), x, arguments[2]
-            )[0],
-            results[1],
-        )
-        with torch.no_grad():
-            assert_same_bits(quantized(*arguments[:2]), results[0])
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                assert_same_bits(quantized(*arguments), results[0])
 
 
-def test_activations_of_another_dtype() -> None:
-    quantized, plain = make_layer(dtype=FP32), make_layer(dtype=FP32, quantized_weight=False)
+def function_of(layer: Any, x: Tensor, m_splits: Tensor, weights: list[Tensor]) -> Tensor:
+    """What a layer computes, with other weights."""
+    recipe = Float8BlockScaling()
+    if isinstance(layer, GroupedMLP):
+        return grouped_mlp(x, layer.score, experts_of(m_splits, T), *weights, recipe)
+    return grouped_linear(x, *weights, m_splits, layer.bias, recipe)
+
+
+@DEVICES
+@EVERY_KIND
+def test_transposed_where_a_gradient_reads_it(
+    device: str, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights without q_t, and any of what a gradient may be asked for."""
+    layer, (x, m_splits) = make_layer(device, kind), inputs(device, SPLITS[0])
+    weights = [GroupedTensor.from_parts(w.q, w.scale, columnwise=False) for w in weights_of(layer)]
+    expected = call(layer, x, m_splits)
+    gradients = [g for g in expected[1:] if g.dim() == 3 or g.shape == x.shape]
+    made: list[Tensor] = []
+    transposed = blocks.transposed
+    monkeypatch.setattr(blocks, "transposed", lambda q: made.append(q) or transposed(q))
+    leaves = [x, *weights]
+    for wanted in itertools.product([False, True], repeat=len(leaves)):
+        for leaf, want in zip(leaves, wanted, strict=True):
+            leaf.requires_grad_(want)
+        made.clear()
+        y = function_of(layer, x, m_splits, weights)
+        assert_same_bits(y, expected[0])
+        # The first weight's for dx; the second's for dx and the first one's gradient.
+        read = [w.q.data_ptr() for i, w in enumerate(weights) if any(wanted[: i + 1])]
+        assert [q.data_ptr() for q in made] == read
+        asked = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
+        got = torch.autograd.grad(y, asked, gradient_for(y)) if asked else ()
+        assert_all_same(got, tuple(itertools.compress(gradients, wanted)))
+
+
+@EVERY_KIND
+def test_activations_of_another_dtype(kind: Any) -> None:
+    quantized = make_layer(kind=kind, dtype=FP32)
+    plain = make_layer(kind=kind, dtype=FP32, quantized_weight=False)
     for autocast in (False, True):
         with torch.autocast("cpu", BF16, enabled=autocast):
-            x, m_splits, dy = inputs("cpu", SPLITS[0], FP32 if autocast else torch.float16)
-            dy = dy.to(BF16 if autocast else torch.float16)
-            results = call(quantized, x, m_splits, dy)
-            assert_all_same(results, call(plain, x, m_splits, dy))
+            x, m_splits = inputs("cpu", SPLITS[0], FP32 if autocast else torch.float16)
+            results = call(quantized, x, m_splits)
+            assert_all_same(results, call(plain, x, m_splits))
+        assert results[0].dtype == (BF16 if autocast else torch.float16)
         assert results[2].dtype == FP32
 
 
 def test_errors() -> None:
     w, x = GroupedTensor.quantize(torch.ones(1, 16, 16)), torch.ones(2, 16)
+    up, expert = GroupedTensor.quantize(torch.ones(1, 32, 16)), torch.zeros(2, 1, dtype=torch.int32)
     cases = [
         lambda: make_layer(recipe=None),
         lambda: make_layer(recipe=MXFP8BlockScaling()),
@@ -122,10 +183,16 @@ def test_errors() -> None:
         lambda: make_layer(quantized_weight=False, stochastic_rounding=True),
         lambda: make_layer(quantized_weight=False, preserve_high_precision_init=True),
         lambda: grouped_linear(x, w, [2]),
+        lambda: make_layer(kind=MLP, recipe=None),
+        lambda: make_layer(kind=MLP, recipe=MXFP8BlockScaling()),
+        lambda: make_layer(kind=MLP, cache_weights=True),
+        lambda: make_layer(kind=MLP, quantized_weight=False, stochastic_rounding=True),
+        lambda: grouped_mlp(x, x[:, :1], expert, up, w),
+        lambda: grouped_mlp(x, x[:, :1], expert, up.dequantize(), w, MXFP8BlockScaling()),
     ]
     sentences = []
     for case in cases:
-        with pytest.raises(ValueError, match=r"^(GroupedLinear|grouped_linear): ") as error:
+        with pytest.raises(ValueError, match=r"^(Grouped|grouped_)[A-Za-z]+: ") as error:
             case()
         sentences.append(str(error.value))
     assert_expected_inline(
@@ -137,7 +204,13 @@ GroupedLinear: cache_weights keeps what quantized_weight has already: choose one
 GroupedLinear: quantized_weight needs single_grouped_weight=True
 GroupedLinear: stochastic_rounding needs quantized_weight=True
 GroupedLinear: preserve_high_precision_init needs quantized_weight=True
-grouped_linear: a quantized weight needs the recipe Float8BlockScaling, got None""",
+grouped_linear: a quantized weight needs the recipe Float8BlockScaling, got None
+GroupedMLP: quantized_weight needs the recipe Float8BlockScaling, got None
+GroupedMLP: quantized_weight needs the recipe Float8BlockScaling, got MXFP8BlockScaling()
+GroupedMLP: cache_weights keeps what quantized_weight has already: choose one of them
+GroupedMLP: stochastic_rounding needs quantized_weight=True
+grouped_mlp: a quantized weight needs the recipe Float8BlockScaling, got None
+grouped_mlp: a quantized weight needs the recipe Float8BlockScaling, got MXFP8BlockScaling()""",
     )
 
 
@@ -145,11 +218,7 @@ grouped_linear: a quantized weight needs the recipe Float8BlockScaling, got None
 @pytest.mark.parametrize("shape", [(E * N, K), (E, K, N), (2 * E, N // 2, K), (2, 2, N, K), (-1,)])
 def test_a_view_of_another_shape(shape: tuple[int, ...], device: str) -> None:
     """Its blocks are those of the shape that was quantized, in which it would be read."""
-    w, (x, _, _), m_splits = (
-        make_layer(device).weight.detach(),
-        inputs(device, SPLITS[0]),
-        SPLITS[0],
-    )
+    w, (x, m_splits) = make_layer(device).weight.detach(), inputs(device, SPLITS[0])
     view, recipe = w.view(shape), Float8BlockScaling()
     for read in (
         lambda: grouped_linear(x, view, m_splits, recipe=recipe),
@@ -166,9 +235,11 @@ def test_a_view_of_another_shape(shape: tuple[int, ...], device: str) -> None:
     )
 
 
-def test_update_between_forward_and_backward_raises() -> None:
-    layer = make_layer()
-    x, m_splits, dy = inputs("cpu", SPLITS[0])
+@EVERY_KIND
+@pytest.mark.parametrize("which", [0, -1])
+def test_update_between_forward_and_backward_raises(kind: Any, which: int) -> None:
+    layer = make_layer(kind=kind)
+    x, m_splits = inputs("cpu", SPLITS[0])
     for write in (
         lambda w: w.mul_(2),
         lambda w: w[1].zero_(),
@@ -178,51 +249,71 @@ def test_update_between_forward_and_backward_raises() -> None:
     ):
         y = layer(x, m_splits)
         with torch.no_grad():
-            write(layer.weight)
+            write(weights_of(layer)[which])
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.backward(dy)
+            y.backward(gradient_for(y))
 
 
 # --- birth and travels ---------------------------------------------------------------------------
 
 
 @DEVICES
-def test_initialisation(device: str) -> None:
-    """Drawn as a plain weight is, then quantized; what was drawn can be kept."""
+@EVERY_KIND
+def test_initialisation(device: str, kind: Any) -> None:
+    """Drawn as a plain weight is, then quantized."""
+    plain, layer = make_layer(device, kind, quantized_weight=False), make_layer(device, kind)
+    for p, own in zip(plain.parameters(), layer.parameters(), strict=True):
+        if p.dim() == 3:
+            assert isinstance(own, nn.Parameter)
+            assert_same(own.detach(), GroupedTensor.quantize(p))
+        else:
+            assert_same_bits(own, p)
+    weights = weights_of(layer)
+    addresses = [w.q.data_ptr() for w in weights]
+    layer.reset_parameters()
+    for w, own, address, drawn in zip(
+        weights, weights_of(layer), addresses, weights_of(plain), strict=True
+    ):
+        assert own is w
+        assert own.q.data_ptr() == address
+        assert not torch.equal(own, drawn)
+
+
+@DEVICES
+def test_initialisation_of_the_users(device: str) -> None:
+    """What was drawn can be kept, or filled otherwise."""
     plain = make_layer(device, quantized_weight=False)
     layer = make_layer(device, preserve_high_precision_init=True)
-    assert isinstance(layer.weight, nn.Parameter)
-    assert isinstance(layer.weight, GroupedTensor)
-    assert_same(layer.weight.detach(), GroupedTensor.quantize(plain.weight))
     assert_same_bits(layer.high_precision_init, plain.weight.detach().cpu())
-    assert_same_bits(layer.bias, plain.bias)
-    parameter, addresses = layer.weight, layer.weight.q.data_ptr()
-    layer.reset_parameters()
-    assert layer.weight is parameter
-    assert layer.weight.q.data_ptr() == addresses
-    assert not torch.equal(layer.weight, plain.weight)
     assert make_layer(device).high_precision_init is None
     filled = make_layer(device, init_method=lambda w: w.fill_(3))
     assert (filled.weight == 3).all()
 
 
-def test_meta_device() -> None:
-    layer = make_layer(device="meta", stochastic_rounding=True)
-    assert layer.weight.is_meta
+@EVERY_KIND
+def test_meta_device(kind: Any) -> None:
+    layer = make_layer("meta", kind, stochastic_rounding=True)
+    assert all(w.is_meta for w in weights_of(layer))
     layer.reset_parameters()  # nothing to draw yet
     layer.to_empty(device="cpu")
-    assert isinstance(layer.weight, GroupedTensor)
-    assert layer.weight.stochastic_rounding
-    assert layer.weight.isnan().all()  # until it is drawn or loaded
+    for w in weights_of(layer):
+        assert isinstance(w, GroupedTensor)
+        assert w.stochastic_rounding
+        assert w.isnan().all()  # until it is drawn or loaded
     torch.manual_seed(0)
     layer.reset_parameters()
-    assert_same(layer.weight.detach(), make_layer().weight.detach())
-    again = make_layer(device="meta").to_empty(device="cpu")
+    assert_same_weights(layer, make_layer(kind=kind))
+    again = make_layer("meta", kind).to_empty(device="cpu")
     again.load_state_dict(layer.state_dict())
-    assert_same(again.weight.detach(), layer.weight.detach())
-    assigned = make_layer(device="meta")
+    assert_same_weights(again, layer)
+    assigned = make_layer("meta", kind)
     assigned.load_state_dict(layer.state_dict(), assign=True)
-    assert_same(assigned.weight.detach(), layer.weight.detach())
+    assert_same_weights(assigned, layer)
+
+
+def assert_same_weights(actual: nn.Module, expected: nn.Module) -> None:
+    for a, e in zip(weights_of(actual), weights_of(expected), strict=True):
+        assert_same(a.detach(), e.detach())
 
 
 def through_torch_save(layer: nn.Module) -> Any:
@@ -235,43 +326,52 @@ def through_torch_save(layer: nn.Module) -> Any:
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), through_torch_save]
 )
-def test_copies(copied: Callable[[Any], Any]) -> None:
-    layer = make_layer()
+@EVERY_KIND
+def test_copies(kind: Any, copied: Callable[[Any], Any]) -> None:
+    layer = make_layer(kind=kind)
     twin = copied(layer)
-    assert isinstance(twin.weight, nn.Parameter)
     assert_all_same(call(twin, *inputs("cpu", SPLITS[0])), call(layer, *inputs("cpu", SPLITS[0])))
-    with torch.no_grad():
-        twin.weight.zero_()
-    assert layer.weight.any()
+    for own, w in zip(weights_of(twin), weights_of(layer), strict=True):
+        assert isinstance(own, nn.Parameter)
+        with torch.no_grad():
+            own.zero_()
+        assert w.any()
 
 
-def test_module_moves_dtype() -> None:
-    layer = make_layer()
-    q = layer.weight.q
-    for moved in (layer.float(), layer.to("cpu", BF16)):
-        assert isinstance(moved.weight, GroupedTensor)
-        assert moved.weight.dtype == moved.bias.dtype
-        assert_same_bits(moved.weight.q, q)
+@EVERY_KIND
+def test_module_moves_dtype(kind: Any) -> None:
+    layer = make_layer(kind=kind)
+    before = [w.q for w in weights_of(layer)]
+    for dtype in (FP32, BF16):
+        layer.to("cpu", dtype)
+        assert all(p.dtype == dtype for p in layer.parameters())
+        for w, q in zip(weights_of(layer), before, strict=True):
+            assert isinstance(w, GroupedTensor)
+            assert_same_bits(w.q, q)
 
 
+@EVERY_KIND
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("to_quantized", [True, False])
 @pytest.mark.parametrize("from_quantized", [True, False])
-def test_state_dicts_of_either_kind(from_quantized: bool, to_quantized: bool, assign: bool) -> None:
+def test_state_dicts_of_either_kind(
+    from_quantized: bool, to_quantized: bool, assign: bool, kind: Any
+) -> None:
     """Bit for bit between quantized layers, quantized or dequantized where they differ."""
-    source = make_layer(quantized_weight=from_quantized)
-    target = make_layer(quantized_weight=to_quantized)
-    torch.nn.init.zeros_(target.weight)
+    source = make_layer(kind=kind, quantized_weight=from_quantized)
+    target = make_layer(kind=kind, quantized_weight=to_quantized)
+    for w in weights_of(target):
+        torch.nn.init.zeros_(w)
     file = io.BytesIO()
     torch.save(source.state_dict(), file)
     file.seek(0)
     target.load_state_dict(torch.load(file, weights_only=True), strict=True, assign=assign)
     if to_quantized:
-        assert_same(target.weight.detach(), make_layer().weight.detach())
-    else:
-        expected = source.weight.detach()
-        expected = expected.dequantize() if from_quantized else expected
-        assert_same_bits(target.weight, expected)
+        assert_same_weights(target, make_layer(kind=kind))
+        return
+    for w, of_source in zip(weights_of(target), weights_of(source), strict=True):
+        expected = of_source.detach()
+        assert_same_bits(w, expected.dequantize() if from_quantized else expected)
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -303,25 +403,29 @@ def test_state_dicts_with_an_expert_a_key(
         assert_same_bits(getattr(discrete, f"weight{e}"), plain)
 
 
+@EVERY_KIND
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_micro_batches(backend: str | None) -> None:
+def test_micro_batches(backend: str | None, kind: Any) -> None:
     """Gradients in main_grad, for which the quantized weight is the same in each micro-batch."""
-    layers = []
+    results = []
     for quantized in (True, False):
         layer = make_layer(
+            kind=kind,
             quantized_weight=quantized,
             cache_weights=not quantized,
             fuse_wgrad_accumulation=True,
         )
-        layer.weight.main_grad = torch.full((E, N, K), torch.nan)
+        weights = weights_of(layer)
+        for w in weights:
+            w.main_grad = torch.full(w.shape, torch.nan)
         call_of = torch.compile(layer, fullgraph=True, backend=backend) if backend else layer
         for i, m_splits in enumerate(SPLITS[:3]):
-            x, splits, dy = inputs("cpu", m_splits)
-            call_of(x, splits, is_first_microbatch=i == 0).backward(dy)
-        assert layer.weight.grad is None
-        layers.append(layer)
-    assert_same_bits(layers[0].weight.main_grad, layers[1].weight.main_grad)
-    assert_same_bits(layers[0].bias.grad, layers[1].bias.grad)
+            y = call_of(*inputs("cpu", m_splits), is_first_microbatch=i == 0)
+            y.backward(gradient_for(y))
+        assert all(w.grad is None for w in weights)
+        others = (p.grad for p in layer.parameters() if p.dim() == 2)
+        results.append((*(w.main_grad for w in weights), *others))
+    assert_all_same(*results)
 
 
 def test_delayed_weight_gradient() -> None:
@@ -330,8 +434,8 @@ def test_delayed_weight_gradient() -> None:
         for q in (True, False)
     ]
     for layer in layers:
-        x, splits, dy = inputs("cpu", SPLITS[0])
-        layer(x, splits).backward(dy)
+        y = layer(*inputs("cpu", SPLITS[0]))
+        y.backward(gradient_for(y))
         layer.backward_dw()
     assert type(layers[0].weight.grad) is Tensor
     assert_same_bits(layers[0].weight.grad, layers[1].weight.grad)
@@ -340,36 +444,42 @@ def test_delayed_weight_gradient() -> None:
 # --- torch.compile -------------------------------------------------------------------------------
 
 
-def train(layer: Any, function: Callable[..., Tensor], device: str) -> list[Tensor]:
-    """Results of a few steps of an optimizer, and the weight's parts in the end."""
+def train(layer: Any, function: Callable[..., Tensor], device: str, **options: Any) -> list[Tensor]:
+    """Results of a few steps of an optimizer, and the weights' parts in the end."""
     torch.manual_seed(1)  # of rounding by chance
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True)
-    results = []
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, **options)
+    results, weights = [], weights_of(layer)
     for m_splits in SPLITS:
-        x, splits, dy = inputs(device, m_splits)
+        x, splits = inputs(device, m_splits)
         y = function(x, splits)
-        y.backward(dy)
-        results += [t.clone() for t in (y.detach(), x.grad, layer.weight.grad)]
+        y.backward(gradient_for(y))
+        results += [t.clone() for t in (y.detach(), x.grad, *(w.grad for w in weights))]
         optimizer.step()
         optimizer.zero_grad()
-    return [*results, layer.weight.q, layer.weight.scale, layer.weight.q_t]
+    return [*results, *(part for w in weights for part in (w.q, w.scale, w.q_t))]
 
 
 @DEVICES
+@EVERY_KIND
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_training(backend: str, device: str) -> None:
+def test_compiled_training(backend: str, device: str, kind: Any) -> None:
     """One graph for all steps, and the numbers of eager."""
-    layer, twin = (make_layer(device, stochastic_rounding=True) for _ in range(2))
+    layer, twin = (make_layer(device, kind, stochastic_rounding=True) for _ in range(2))
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
-    for a, b in zip(train(layer, compiled, device), train(twin, twin, device), strict=True):
+    for a, b in zip(
+        train(layer, compiled, device, fused=True),
+        train(twin, twin, device, fused=True),
+        strict=True,
+    ):
         assert_same_bits(a, b)
     assert counter.frame_count == 1
-    assert isinstance(layer.weight, GroupedTensor)
+    assert all(isinstance(w, GroupedTensor) for w in weights_of(layer))
 
 
-def test_graph_quantizes_no_weight() -> None:
-    layer, backend = make_layer(), AotEagerAndRecordGraphs()
+@EVERY_KIND
+def test_graph_quantizes_no_weight(kind: Any) -> None:
+    layer, backend = make_layer(kind=kind), AotEagerAndRecordGraphs()
     call(torch.compile(layer, fullgraph=True, backend=backend), *inputs("cpu", SPLITS[0]))
     graphs = backend.fw_graphs + backend.bw_graphs
     called = [str(node.target) for graph in graphs for node in graph.graph.nodes]
@@ -417,26 +527,28 @@ def test_compiled_optimizer() -> None:
 
 
 @needs_hopper
-def test_cudagraph_trees() -> None:
-    """Two graph launches a step, recorded once, while an optimizer writes the weight."""
-    layer, twin = make_layer("cuda"), make_layer("cuda")
+@EVERY_KIND
+def test_cudagraph_trees(kind: Any) -> None:
+    """Two graph launches a step, recorded once, while an optimizer writes the weights."""
+    layer, twin = make_layer("cuda", kind), make_layer("cuda", kind)
     counters.clear()
     with torch._inductor.config.patch(STRICT_GRAPHS):
         compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (layer, twin)]
 
         def step(i: int) -> None:
-            x, m_splits, dy = inputs("cuda", SPLITS[i % len(SPLITS)])
+            x, m_splits = inputs("cuda", SPLITS[i % len(SPLITS)])
             torch.compiler.cudagraph_mark_step_begin()
-            results = tuple(t.clone() for t in call(compiled, x, m_splits, dy))
-            assert_all_same(results, call(twin, x, m_splits, dy))
+            results = tuple(t.clone() for t in call(compiled, x, m_splits))
+            assert_all_same(results, call(twin, x, m_splits))
             for module, optimizer in zip((layer, twin), optimizers, strict=True):
-                module.weight.grad, module.bias.grad = (t.clone() for t in results[2:])
+                for p, grad in zip(module.parameters(), results[2:], strict=True):
+                    p.grad = grad.clone()
                 optimizer.step()
 
         for i in range(12):
             step(i)
-        assert_same(layer.weight.detach(), twin.weight.detach())
+        assert_same_weights(layer, twin)
         with torch.profiler.profile() as profile:
             for i in range(3):
                 step(i)
