@@ -21,6 +21,7 @@ from samples import (
     OPS,
     STRICT_GRAPHS,
     assert_same_bits,
+    bits,
     devices,
     needs_hopper,
     sentence,
@@ -371,6 +372,7 @@ def test_state_dicts_of_either_kind(
         return
     for w, of_source in zip(weights_of(target), weights_of(source), strict=True):
         expected = of_source.detach()
+        assert not isinstance(w, GroupedTensor)
         assert_same_bits(w, expected.dequantize() if from_quantized else expected)
 
 
@@ -426,6 +428,36 @@ def test_micro_batches(backend: str | None, kind: Any) -> None:
         others = (p.grad for p in layer.parameters() if p.dim() == 2)
         results.append((*(w.main_grad for w in weights), *others))
     assert_all_same(*results)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+}
+
+
+@DEVICES
+@EVERY_KIND
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_optimizers(make_optimizer: Any, kind: Any, device: str) -> None:
+    """Each step is that of a layer in float32, whose weights are rounded after it."""
+    layer = make_layer(device, kind, dtype=FP32)
+    plain = make_layer(device, kind, dtype=FP32, quantized_weight=False)
+    optimizers = [make_optimizer(m.parameters()) for m in (layer, plain)]
+    for m_splits in SPLITS:
+        plain.load_state_dict(layer.state_dict())
+        before = [bits(w.q).clone() for w in weights_of(layer)]
+        for module, optimizer in zip((layer, plain), optimizers, strict=True):
+            gradients = call(module, *inputs(device, m_splits, FP32))[2:]
+            for p, grad in zip(module.parameters(), gradients, strict=True):
+                p.grad = grad
+            optimizer.step()
+        for own, p in zip(layer.parameters(), plain.parameters(), strict=True):
+            if p.dim() == 3:
+                assert_same(own.detach(), GroupedTensor.quantize(p))
+            else:
+                assert_same_bits(own, p)
+        assert not any(map(torch.equal, before, (bits(w.q) for w in weights_of(layer))))
 
 
 def test_delayed_weight_gradient() -> None:

@@ -27,6 +27,7 @@ from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
     GroupedLinear,
+    GroupedMLP,
     GroupedTensor,
     update_scales,
 )
@@ -155,6 +156,27 @@ def check_data_parallel() -> None:
     assert_same(model.experts.weight.detach(), twin.experts.weight.detach())
 
 
+def check_mlp(rank: int) -> None:
+    """Both parameters of a GroupedMLP."""
+
+    def make() -> GroupedMLP:
+        torch.manual_seed(0)
+        return GroupedMLP(E, K, N, recipe=Float8BlockScaling(), dtype=BF16, quantized_weight=True)
+
+    def call(mlp: GroupedMLP) -> Callable[..., Tensor]:
+        token = torch.arange(T)
+        experts, scores = torch.stack([token % E, token // 7 % 3], dim=1), torch.full((T, 2), 0.5)
+        return lambda x, _: mlp(x, scores, experts)
+
+    whole, sharded = make(), make()
+    shard(sharded)
+    for a, b in zip(train(sharded, call(sharded)), train(whole, call(whole)), strict=True):
+        assert_same_bits(a, b)
+    for p, of_whole in zip(sharded.parameters(), whole.parameters(), strict=True):
+        assert isinstance(p, DTensor)
+        assert_same(p.to_local(), shard_of(of_whole, rank))
+
+
 class Delayed(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -234,6 +256,7 @@ def check(rank: int, directory: Path) -> None:
     check_meta(rank, whole, directory)
     check_compiled()
     check_data_parallel()
+    check_mlp(rank)
     check_delayed_scaling(rank)
     check_refusals()
     dist.destroy_process_group()
