@@ -18,7 +18,7 @@ def check_quantized_weight(
     cache_weights: bool,
     **of_quantized_weight: bool,
 ) -> None:
-    """Raise ValueError for options that go with no weight, or with none that is quantized.
+    """Raise ValueError for options of a quantized weight that do not go together.
 
     Args:
         layer: whose they are.

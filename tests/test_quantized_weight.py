@@ -58,7 +58,8 @@ class MLP(GroupedMLP):
 
     def __init__(self, *sizes: int, **options: Any) -> None:
         super().__init__(*sizes, **options)
-        self.score = nn.Parameter(torch.rand_like(self.gate_up_proj[0, :T, :2]))
+        w = self.down_proj
+        self.score = nn.Parameter(torch.rand(T, 2, dtype=w.dtype, device=w.device))
 
     def forward(self, x: Tensor, m_splits: Tensor, is_first_microbatch: Any = None) -> Tensor:
         return super().forward(x, self.score, experts_of(m_splits, T), is_first_microbatch)
@@ -407,7 +408,8 @@ def test_state_dicts_with_an_expert_a_key(
 
 @EVERY_KIND
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_micro_batches(backend: str | None, kind: Any) -> None:
+@pytest.mark.parametrize("flag", [bool, torch.tensor])
+def test_micro_batches(flag: Callable[[bool], Any], backend: str | None, kind: Any) -> None:
     """Gradients in main_grad, for which the quantized weight is the same in each micro-batch."""
     results = []
     for quantized in (True, False):
@@ -422,7 +424,7 @@ def test_micro_batches(backend: str | None, kind: Any) -> None:
             w.main_grad = torch.full(w.shape, torch.nan)
         call_of = torch.compile(layer, fullgraph=True, backend=backend) if backend else layer
         for i, m_splits in enumerate(SPLITS[:3]):
-            y = call_of(*inputs("cpu", m_splits), is_first_microbatch=i == 0)
+            y = call_of(*inputs("cpu", m_splits), is_first_microbatch=flag(i == 0))
             y.backward(gradient_for(y))
         assert all(w.grad is None for w in weights)
         others = (p.grad for p in layer.parameters() if p.dim() == 2)
