@@ -42,6 +42,7 @@ def convert_experts(
     model: nn.Module,
     forwards: Mapping[type[nn.Module], Forward] | None = None,
     recipe: Recipe = None,
+    **options: bool,
 ) -> list[ConvertedExperts]:
     """Replace the experts of a model, in place, by grouped ones, and list them.
 
@@ -71,6 +72,8 @@ def convert_experts(
         model: a model, or a module that itself is to be converted.
         forwards: of each class of block with a ModuleList of experts its new forward.
         recipe: how the products are computed.
+        options: of the modules that take the place of lists, ``quantized_weight`` or
+            ``fuse_wgrad_accumulation`` for two.
 
     Returns:
         What was converted, in the order of ``named_modules``; never nothing.
@@ -78,7 +81,7 @@ def convert_experts(
     Raises:
         ValueError: where nothing is recognised, a class of ``forwards`` is not in the model or
             holds no such ModuleList, or its experts differ in form, compute something else or hold
-            what would be lost.
+            what would be lost; and for options where experts in one tensor stay what they are.
 
     >>> class Block(nn.Module):
     ...     def __init__(self):
@@ -113,10 +116,15 @@ def convert_experts(
                 lost = next(_lost(experts, model), None)
                 if lost is not None:
                     raise ValueError(f"{where}.{list_name}: {lost}, which would be lost")
-                form, grouped = _grouped(f"{where}.{list_name}", experts, recipe)
+                form, grouped = _grouped(f"{where}.{list_name}", experts, recipe, options)
                 replaced[name] = list_name, grouped
                 num_experts = len(experts)
             elif _has_grouped_swiglu(module):
+                if options:
+                    raise ValueError(
+                        f"{where}: experts in one tensor stay what they are, so there is nothing "
+                        f"to give {' and '.join(options)} to"
+                    )
                 weights = [module.get_parameter(n) for n in GROUPED_SWIGLU]
                 form, num_experts = "grouped SwiGLU", len(weights[0])
                 _check_swiglu(where, module, _run_sorted(module), *weights)
@@ -230,7 +238,9 @@ def _lost(experts: nn.ModuleList, model: nn.Module) -> Iterator[str]:
         owned.add(id(p))
 
 
-def _grouped(where: str, experts: nn.ModuleList, recipe: Recipe) -> tuple[str, nn.Module]:
+def _grouped(
+    where: str, experts: nn.ModuleList, recipe: Recipe, options: dict[str, bool]
+) -> tuple[str, nn.Module]:
     """The form of a list of experts, and one module with their parameters."""
     parameters = [dict(expert.named_parameters()) for expert in experts]
     forms = {
@@ -246,6 +256,7 @@ def _grouped(where: str, experts: nn.ModuleList, recipe: Recipe) -> tuple[str, n
     names = _swiglu_names(experts[0])
     first = next(iter(parameters[0].values()))
     like: dict[str, Any] = {"recipe": recipe, "dtype": first.dtype, "device": first.device}
+    like |= options
     grouped: nn.Module
     if names is None:
         E, (N, K) = len(experts), first.shape

@@ -3,6 +3,7 @@
 T tokens, E experts, H features of a token, F features of an expert.
 """
 
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -19,6 +20,7 @@ from grouped_linear import (
     Float8BlockScaling,
     GroupedLinear,
     GroupedMLP,
+    GroupedTensor,
     Recipe,
     convert_experts,
 )
@@ -176,6 +178,31 @@ def test_recipes(kind: str, recipe: Recipe, device: str) -> None:
     expected = run(model, x)
     convert_experts(model, MODELS[kind][1], recipe)
     check_near(run(model, x), expected, 0.25)
+
+
+@DEVICES
+@pytest.mark.parametrize("kind", ["linear", "swiglu_w"])
+def test_options(kind: str, device: str) -> None:
+    x, forwards = torch.randn(T, H, device=device, dtype=BF16), MODELS[kind][1]
+    model = model_of(kind, device, BF16)
+    kept = deepcopy(model)
+    convert_experts(model, forwards, Float8BlockScaling())
+    convert_experts(kept, forwards, Float8BlockScaling(), quantized_weight=True)
+    weights = [w for w in kept[1].experts.parameters() if w.dim() == 3]
+    assert weights
+    assert all(isinstance(w, GroupedTensor) for w in weights)
+    expected = run(model, x)
+    for name, result in run(kept, x).items():
+        assert_same_bits(result, expected[name])
+
+
+def test_experts_in_one_tensor_take_no_options() -> None:
+    sentence = (
+        "convert_experts: 1.experts: experts in one tensor stay what they are, so there is nothing "
+        "to give cache_weights to"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        convert_experts(model_of("grouped", "cpu"), recipe=Float8BlockScaling(), cache_weights=True)
 
 
 @EVERY_MODEL
