@@ -196,6 +196,12 @@ class Wgrad(NamedTuple):
                 ops.grouped_scaled_mm_wgrad_(main_grad[0], *operands, overwrite)
 
 
+def wgrad_of(call: Call, dy: Operands, x: Tensor, x_scale: Tensor | None, offs_E: Tensor) -> Wgrad:
+    """The weight gradient of dy and columnwise x."""
+    assert isinstance(dy.columnwise, Tensor)
+    return Wgrad(call, dy.columnwise, x, dy.columnwise_scale, x_scale, offs_E)
+
+
 class LaterWgrad(torch.autograd.Function):
     """A graph of its own for a gradient that was put off, so that autograd's hooks run for it."""
 
@@ -275,8 +281,7 @@ class GroupedLinearFunction(torch.autograd.Function):
             if call.save_input:  # never under delayed scaling, which alone has slots
                 columns = scheme.activation(x, offs_E, None, Wanted(False, True, False))
                 x, x_scale = columns.columnwise, columns.columnwise_scale
-            assert isinstance(dy.columnwise, Tensor)
-            wgrad = Wgrad(call, dy.columnwise, x, dy.columnwise_scale, x_scale, offs_E)
+            wgrad = wgrad_of(call, dy, x, x_scale, offs_E)
             if call.later is None:
                 dws = wgrad.compute()
             else:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear import ops
-from grouped_linear.autograd import Call, Wgrad, _multiply
+from grouped_linear.autograd import Call, _multiply, wgrad_of
 from grouped_linear.delayed import DelayedScalingState
 from grouped_linear.functional import as_rows, autocast_dtype, autocast_weights
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS
@@ -122,13 +122,6 @@ def _output_gradient(
     )
 
 
-def _wgrad(
-    call: Call, dy: Operands, x: Tensor, x_scale: Tensor | None, offs_E: Tensor
-) -> tuple[Tensor | None, ...]:
-    assert isinstance(dy.columnwise, Tensor)
-    return Wgrad(call, dy.columnwise, x, dy.columnwise_scale, x_scale, offs_E).compute()
-
-
 class GroupedMLPFunction(torch.autograd.Function):
     """Gather, gate and up, SwiGLU, down, weighted sum: :func:`grouped_mlp` of sorted rows.
 
@@ -209,14 +202,14 @@ class GroupedMLPFunction(torch.autograd.Function):
             wanted = Wanted(need_h, need_down, False)
             dy = _output_gradient(scheme, d_out_TH, weight_TC, routing, dy_slot, wanted)
         if need_down:
-            (d_down_EHF,) = _wgrad(down_call, dy, h, h_scale, offs_E)
+            (d_down_EHF,) = wgrad_of(down_call, dy, h, h_scale, offs_E).compute()
         if need_h:
             w, w_scale = scheme.for_dgrad(down, down_scale)
             dh_RF = _multiply(dy.rowwise, dy.scale, w, w_scale, offs_E, None, dtype)
             wanted = Wanted(need_x, need_gate_up, False)
             d = _gate_up_gradient(scheme, dh_RF, gate_up_RG, offs_E, d_gate_up_slot, wanted)
             if need_gate_up:
-                (d_gate_up_EGH,) = _wgrad(gate_up_call, d, x, x_scale, offs_E)
+                (d_gate_up_EGH,) = wgrad_of(gate_up_call, d, x, x_scale, offs_E).compute()
             if need_x:
                 w, w_scale = scheme.for_dgrad(gate_up, gate_up_scale)
                 dx_RH = _multiply(d.rowwise, d.scale, w, w_scale, offs_E, None, dtype)

@@ -141,9 +141,17 @@ def _new_fp8_weight(
 def kept_operands(kept: KeptWeight, columnwise: bool = True) -> Operands:
     """A kept weight for fprop and, where asked for, dgrad."""
     values, scale, turned = kept
-    if not columnwise or turned is None:
-        return Operands(values, scale, None, None)
-    return Operands(values, scale, turned, scale)
+    return _of_one_scale(values, scale, turned if columnwise else None)
+
+
+def _of_one_scale(
+    rowwise: Values | None,
+    scale: Tensor | None,
+    columnwise: Values | None,
+    bias_grad: Tensor | None = None,
+) -> Operands:
+    """What has the same scales in both layouts."""
+    return Operands(rowwise, scale, columnwise, None if columnwise is None else scale, bias_grad)
 
 
 def _check_epsilon(recipe: str, amax_epsilon: float) -> None:
@@ -226,13 +234,13 @@ class Float8BlockScaling:
         """The weight in 128x128 blocks."""
         if experts[0].dim() == 2:
             return _weight_of_list(self, experts, slot, columnwise)
-        q, scale, q_t = ops.quantize_weight(
+        w = ops.quantize_weight(
             experts[0],
             amax_epsilon=self.amax_epsilon,
             power_of_two_scales=self.power_of_two_scales,
             columnwise=columnwise,
         )
-        return Operands(q, scale, q_t, scale if columnwise else None)
+        return _of_one_scale(*w)
 
     def new_weight(
         self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
@@ -339,13 +347,13 @@ class Float8CurrentScaling:
         """The weight in e4m3, one scale an expert."""
         if experts[0].dim() == 2:
             return _weight_of_list(self, experts, slot, columnwise)
-        q, scale, q_t = ops.quantize_weight_current(
+        w = ops.quantize_weight_current(
             experts[0],
             amax_epsilon=self.amax_epsilon,
             power_of_two_scales=self.power_of_two_scales,
             columnwise=columnwise,
         )
-        return Operands(q, scale, q_t, scale if columnwise else None)
+        return _of_one_scale(*w)
 
     def new_weight(
         self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
@@ -381,7 +389,7 @@ class Float8CurrentScaling:
     def _quantize(
         self, x_TK: Tensor, offs_E: Tensor, dtype: torch.dtype, wanted: Wanted
     ) -> Operands:
-        q, scale, q_t, bias_grad = ops.group_quantize_current(
+        x = ops.group_quantize_current(
             x_TK,
             offs_E,
             dtype,
@@ -391,7 +399,7 @@ class Float8CurrentScaling:
             columnwise=wanted.columnwise,
             bias_grad=wanted.bias_grad,
         )
-        return Operands(q, scale, q_t, None if q_t is None else scale, bias_grad)
+        return _of_one_scale(*x)
 
 
 @dataclass(frozen=True)
@@ -453,10 +461,8 @@ class DelayedScaling:
         if experts[0].dim() == 2:
             return _weight_of_list(self, experts, slot, columnwise)
         assert slot is not None
-        q, scale, q_t = ops.quantize_weight_delayed_(
-            slot.amax, experts[0], slot.scale, columnwise=columnwise
-        )
-        return Operands(q, scale, q_t, scale if columnwise else None)
+        w = ops.quantize_weight_delayed_(slot.amax, experts[0], slot.scale, columnwise=columnwise)
+        return _of_one_scale(*w)
 
     def new_weight(
         self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
@@ -487,7 +493,7 @@ class DelayedScaling:
         self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, dtype: torch.dtype, wanted: Wanted
     ) -> Operands:
         assert slot is not None
-        q, scale, q_t, bias_grad = ops.group_quantize_delayed_(
+        x = ops.group_quantize_delayed_(
             slot.amax,
             x_TK,
             offs_E,
@@ -497,7 +503,7 @@ class DelayedScaling:
             columnwise=wanted.columnwise,
             bias_grad=wanted.bias_grad,
         )
-        return Operands(q, scale, q_t, None if q_t is None else scale, bias_grad)
+        return _of_one_scale(*x)
 
 
 @dataclass(frozen=True)

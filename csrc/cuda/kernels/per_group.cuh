@@ -4,8 +4,8 @@
 // before (delayed scaling). A scale from the data itself costs one more read, 5 or 6: its amax must
 // be complete before the first element is quantized.
 //
-// As in group_quantize.cuh the grid is what the GPU holds at once, and blocks walk through the
-// tiles. One scale serves both layouts, so the bytes of q_t are those of q, turned over.
+// As in group_quantize.cuh the grid is some generations of what the GPU holds at once, and blocks walk
+// through the tiles. One scale serves both layouts, so the bytes of q_t are those of q, turned over.
 #pragma once
 
 #include "group_quantize.cuh"
