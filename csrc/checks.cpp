@@ -678,4 +678,30 @@ void check_main_grad_list(const char* op, const std::vector<Tensor>& main_grad, 
   check_overwrite(op, overwrite, first);
 }
 
+// The ops inside check the rest, each in its name: a device's kernels must not meet another's tensors.
+void check_block_scaled_linear(const Tensor& x, const Tensor& w, const Tensor& m_splits,
+                               const std::optional<Tensor>& bias) {
+  const char* op = "block_scaled_linear";
+  check_dim(op, "x", x, 2);
+  check_device(op, "w", w, "x", x);
+  check_device(op, "m_splits", m_splits, "x", x);
+  if (bias) check_device(op, "bias", *bias, "x", x);
+}
+
+void check_block_scaled_linear_grad(const Tensor& dy, const Tensor& offs,
+                                    const std::optional<Tensor>& x_t,
+                                    const std::optional<Tensor>& scale_x_t,
+                                    const std::optional<Tensor>& w_t,
+                                    const std::optional<Tensor>& scale_w) {
+  const char* op = "block_scaled_linear_grad";
+  check(!x_t || scale_x_t, op, ": x_t needs scale_x_t, got none");
+  check(!w_t || scale_w, op, ": w_t needs scale_w, got none");
+  check_device(op, "offs", offs, "dy", dy);
+  if (x_t) check_device(op, "x_t", *x_t, "dy", dy);
+  if (scale_x_t) check_device(op, "scale_x_t", *scale_x_t, "dy", dy);
+  if (w_t) check_device(op, "w_t", *w_t, "dy", dy);
+  if (scale_w) check_device(op, "scale_w", *scale_w, "dy", dy);
+  if (scale_w) check_dim(op, "scale_w", *scale_w, 3);
+}
+
 }  // namespace grouped_linear

@@ -93,4 +93,12 @@ void check_main_grad(const char* op, const Tensor& main_grad, const Tensor& dy, 
 void check_main_grad_list(const char* op, const std::vector<Tensor>& main_grad, const Tensor& dy,
                           int64_t E, int64_t N, int64_t K, const std::optional<Tensor>& overwrite);
 
+void check_block_scaled_linear(const Tensor& x, const Tensor& w, const Tensor& m_splits,
+                               const std::optional<Tensor>& bias);
+void check_block_scaled_linear_grad(const Tensor& dy, const Tensor& offs,
+                                    const std::optional<Tensor>& x_t,
+                                    const std::optional<Tensor>& scale_x_t,
+                                    const std::optional<Tensor>& w_t,
+                                    const std::optional<Tensor>& scale_w);
+
 }  // namespace grouped_linear

@@ -135,6 +135,20 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "grouped_scaled_mm_wgrad(Tensor dy_t, Tensor x_t, Tensor scale_dy_t, Tensor scale_x_t, "
       "Tensor offs, ScalarType? out_dtype=None) -> Tensor");
 
+  // Under block scaling, a layer's forward: splits_to_offsets, group_quantize, quantize_weight and
+  // grouped_scaled_mm; and its backward: group_quantize, grouped_scaled_mm (with w_t) and
+  // grouped_scaled_mm_wgrad (with x_t). What is not asked for has no elements. dw is of dy's dtype
+  // without an out_dtype
+  m.def(
+      "block_scaled_linear(Tensor x, Tensor w, Tensor m_splits, Tensor? bias=None, "
+      "float amax_epsilon=0.0, bool power_of_two_scales=True, bool squares=False, "
+      "bool columnwise_x=True, bool columnwise_w=True) "
+      "-> (Tensor y, Tensor offs, Tensor x_t, Tensor scale_x_t, Tensor w_t, Tensor scale_w)");
+  m.def(
+      "block_scaled_linear_grad(Tensor dy, Tensor offs, Tensor? x_t, Tensor? scale_x_t, "
+      "Tensor? w_t, Tensor? scale_w, float amax_epsilon=0.0, bool power_of_two_scales=True, "
+      "bool bias_grad=False, ScalarType? out_dtype=None) -> (Tensor dx, Tensor dw, Tensor db)");
+
   // The same, added to main_grad, or written over it where the 0-d bool `overwrite` is true
   m.def(
       "grouped_mm_wgrad_(Tensor(a!) main_grad, Tensor dy, Tensor x, Tensor offs, "
@@ -184,6 +198,8 @@ STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CPU, m) {
   m.impl("grouped_scaled_mm_wgrad", TORCH_BOX(&grouped_scaled_mm_wgrad));
   m.impl("grouped_mm_wgrad_", TORCH_BOX(&grouped_mm_wgrad_));
   m.impl("grouped_scaled_mm_wgrad_", TORCH_BOX(&grouped_scaled_mm_wgrad_));
+  m.impl("block_scaled_linear", TORCH_BOX(&block_scaled_linear));
+  m.impl("block_scaled_linear_grad", TORCH_BOX(&block_scaled_linear_grad));
   m.impl("grouped_mm_wgrad_list_", TORCH_BOX(&grouped_mm_wgrad_list_));
   m.impl("grouped_scaled_mm_wgrad_list_", TORCH_BOX(&grouped_scaled_mm_wgrad_list_));
 }
@@ -250,6 +266,8 @@ STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CUDA, m) {
   GROUPED_LINEAR_CUDA_OP(grouped_scaled_mm_wgrad);
   GROUPED_LINEAR_CUDA_OP(grouped_mm_wgrad_);
   GROUPED_LINEAR_CUDA_OP(grouped_scaled_mm_wgrad_);
+  GROUPED_LINEAR_CUDA_OP(block_scaled_linear);
+  GROUPED_LINEAR_CUDA_OP(block_scaled_linear_grad);
   GROUPED_LINEAR_CUDA_OP(grouped_mm_wgrad_list_);
   GROUPED_LINEAR_CUDA_OP(grouped_scaled_mm_wgrad_list_);
 }

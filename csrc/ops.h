@@ -84,6 +84,15 @@
   void grouped_scaled_mm_wgrad_(const Tensor& main_grad, const Tensor& dy_t, const Tensor& x_t,    \
                                 const Tensor& scale_dy_t, const Tensor& scale_x_t,                 \
                                 const Tensor& offs, const std::optional<Tensor>& overwrite);       \
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> block_scaled_linear(                  \
+      const Tensor& x, const Tensor& w, const Tensor& m_splits, const std::optional<Tensor>& bias, \
+      double amax_epsilon, bool power_of_two_scales, bool squares, bool columnwise_x,              \
+      bool columnwise_w);                                                                          \
+  std::tuple<Tensor, Tensor, Tensor> block_scaled_linear_grad(                                     \
+      const Tensor& dy, const Tensor& offs, const std::optional<Tensor>& x_t,                      \
+      const std::optional<Tensor>& scale_x_t, const std::optional<Tensor>& w_t,                    \
+      const std::optional<Tensor>& scale_w, double amax_epsilon, bool power_of_two_scales,         \
+      bool bias_grad, std::optional<ScalarType> out_dtype);                                        \
   void grouped_mm_wgrad_list_(const std::vector<Tensor>& main_grad, const Tensor& dy,              \
                               const Tensor& x, const Tensor& offs,                                 \
                               const std::optional<Tensor>& overwrite);                             \

@@ -75,29 +75,32 @@ GROUPED_LINEAR_DEVICE float from_bits(uint32_t bits) {
 // 1 + exp(-g)
 GROUPED_LINEAR_DEVICE float one_plus_exp(float g) {
   using namespace exact;
-  // exp(-g) = 2^n * 2^f with f in [-1/2, 1/2]. Adding 1.5 * 2^23 rounds to an integer, which is
-  // then in the low bits; log2(e) is split in two, so that f keeps its bits.
-  constexpr float kRound = 0x1.8p23f, kLog2eHigh = 0x1.715476p0f, kLog2eLow = 0x1.4ae0cp-26f;
+  // exp(-g) = 2^n * exp(r) with |r| <= log(2) / 2. Adding 1.5 * 2^23 rounds to an integer, which is
+  // then in the low bits.
+  constexpr float kRound = 0x1.8p23f, kLog2e = 0x1.715476p0f, kLog2 = 0x1.62e43p-1f;
   const float x = clamp(g, 83.0f);
-  const float rounded = fma(x, -kLog2eHigh, kRound);
-  const float n = add(rounded, -kRound);
-  const float f = fma(x, -kLog2eLow, fma(x, -kLog2eHigh, -n));
-  // 2^f within 2^-23: the polynomial of degree 5 with the smallest relative error, 1 at 0.
-  float p = fma(0x1.5bb9e6p-10f, f, 0x1.3cea8cp-7f);
-  p = fma(p, f, 0x1.c6b754p-5f);
-  p = fma(p, f, 0x1.ebf9bcp-3f);
-  p = fma(p, f, 0x1.62e42ap-1f);
-  p = fma(p, f, 1.0f);
+  const float rounded = fma(x, -kLog2e, kRound);
+  const float r = fma(add(rounded, -kRound), -kLog2, -x);
+  // exp(r) within 2^-23: the polynomial of degree 5 with the smallest relative error, 1 at 0.
+  float p = fma(0x1.0f9f6cp-7f, r, 0x1.573acep-5f);
+  p = fma(p, r, 0x1.555a82p-3f);
+  p = fma(p, r, 0x1.fffdc4p-2f);
+  p = fma(p, r, 0x1.fffff6p-1f);
+  p = fma(p, r, 1.0f);
   return add(from_bits(bits_of(p) + (bits_of(rounded) << 23)), 1.0f);
 }
 
-// 1 / x by Newton's method: errors 5%, 0.3%, 7e-6, 6e-8. Division takes longer.
+// 1 / x, correctly rounded, for 1 <= x < 2^126. The GPU's approximation is near enough for one step of
+// Newton's method to give just that: seen for every such x (H200), without what a division does for
+// the others.
 GROUPED_LINEAR_DEVICE float inverse(float x) {
-  using namespace exact;
-  float r = from_bits(0x7ef311c3u - bits_of(x));
-  r = fma(r, fma(-x, r, 1.0f), r);
-  r = fma(r, fma(-x, r, 1.0f), r);
-  return fma(r, fma(-x, r, 1.0f), r);
+#ifdef __CUDA_ARCH__
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return exact::fma(r, exact::fma(-x, r, 1.0f), r);
+#else
+  return 1.0f / x;
+#endif
 }
 
 GROUPED_LINEAR_DEVICE float sigmoid(float g) { return inverse(one_plus_exp(g)); }

@@ -15,6 +15,7 @@ from grouped_linear import ops
 from grouped_linear.once import differentiable_once
 from grouped_linear.recipes import (
     Experts,
+    Float8BlockScaling,
     KeptWeight,
     Operands,
     Recipe,
@@ -81,6 +82,29 @@ class Call(NamedTuple):
     """Return gradients of zero although they went into main_grad."""
     later: "deque[Wgrad] | None" = None
     """Where wgrad is put off to, in place of being computed in the backward."""
+
+    @property
+    def one_op_forward(self) -> Float8BlockScaling | None:
+        """The recipe, where an eager forward is one op: all of x and one packed weight quantized.
+
+        A compiled graph has the ops inside: passes look for them, and there an op costs no time.
+        """
+        if self.kept is None and not self.save_input and self.experts[0].dim() == 3:
+            return self._recipe_of_one_op
+        return None
+
+    @property
+    def one_op_backward(self) -> Float8BlockScaling | None:
+        """The same of an eager backward that returns the gradient of one packed weight."""
+        plain = self.main_grad is None and self.later is None and not self.save_input
+        return self._recipe_of_one_op if plain and self.experts[0].dim() == 3 else None
+
+    @property
+    def _recipe_of_one_op(self) -> Float8BlockScaling | None:
+        recipe = self.recipe
+        if isinstance(recipe, Float8BlockScaling) and not torch.compiler.is_compiling():
+            return recipe
+        return None
 
     @property
     def scheme(self) -> Scheme:
@@ -231,24 +255,34 @@ class GroupedLinearFunction(torch.autograd.Function):
         call: Call,
         x_TK: Tensor,
         bias_EN: Tensor | None,
-        offs_E: Tensor,
+        groups_E: Tensor,
         *weights: Tensor,
     ) -> Tensor:
         """Fprop.
 
         Args:
+            groups_E: their ends, or their sizes where the forward is one op.
             weights: what weight gradients are of, one for each of the call's experts. Where they
                 are put off: any tensor that requires grad.
         """
         needs = ctx.needs_input_grad
         need_x, need_weight = call.grad_enabled and needs[1], call.grad_enabled and any(needs[4:])
+        ctx.call = call
+        ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
+        bias = None if bias_EN is None else bias_EN.to(x_TK.dtype)
+        recipe = call.one_op_forward
+        if recipe is not None:
+            y, offs_E, *x_for_wgrad, w_t, w_scale = recipe.linear(
+                x_TK, call.experts[0], groups_E, bias, need_weight, need_x
+            )
+            ctx.save_for_backward(offs_E, None, *x_for_wgrad, w_scale, w_t)
+            return y
+        offs_E = groups_E
         x_slot, _, dy_slot = call.slots or (None, None, None)
         columns_now = need_weight and not call.save_input
         x = call.scheme.activation(x_TK, offs_E, x_slot, Wanted(True, columns_now, False))
         w = call.weight(need_x)
         kept = x_TK if call.save_input and need_weight else x.columnwise
-        ctx.call = call
-        ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
         ctx.save_for_backward(
             offs_E,
             None if dy_slot is None else dy_slot.scale,
@@ -257,7 +291,6 @@ class GroupedLinearFunction(torch.autograd.Function):
             w.columnwise_scale,
             *(w.columnwise if isinstance(w.columnwise, tuple) else (w.columnwise,)),
         )
-        bias = None if bias_EN is None else bias_EN.to(x_TK.dtype)
         return _multiply(x.rowwise, x.scale, w.rowwise, w.scale, offs_E, bias, x_TK.dtype)
 
     @staticmethod
@@ -268,6 +301,17 @@ class GroupedLinearFunction(torch.autograd.Function):
         _, need_x, need_bias, _, *need_weights = ctx.needs_input_grad
         need_weight = any(need_weights)
         offs_E, dy_scale, x, x_scale, w_scale, *w = ctx.saved_tensors
+        recipe = call.one_op_backward
+        if recipe is not None and (need_x or need_weight):
+            dx_TK, dw_ENK, db_EN = recipe.linear_grad(
+                dy_TN,
+                offs_E,
+                (x, x_scale) if need_weight else (None, None),
+                (w[0], w_scale) if need_x else (None, None),
+                need_bias,
+                call.experts[0].dtype,
+            )
+            return None, dx_TK, None if db_EN is None else db_EN.to(ctx.bias_dtype), None, dw_ENK
         # For the bias alone nothing is quantized.
         scheme = call.scheme if need_x or need_weight else UNQUANTIZED
         dy_slot = call.gradient_slot(dy_scale)

@@ -18,9 +18,9 @@ from grouped_linear.recipes import DelayedScaling, Experts, Recipe
 from grouped_linear.tensor import GroupedTensor
 
 
-def autocast_dtype(t: Tensor) -> torch.dtype | None:
-    """What torch.autocast computes in on t's device, or None where it is not on."""
-    device_type = t.device.type
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What torch.autocast computes in on a device, or None where it is not on."""
+    device_type = device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta has no autocast
         return None
     return torch.get_autocast_dtype(device_type)
@@ -127,21 +127,24 @@ def apply_layer(
     if isinstance(weights[0], GroupedTensor):
         need_x = torch.is_grad_enabled() and x.requires_grad
         options["kept"] = kept_weight("grouped_linear", weights[0], recipe, need_x)
-    dtype = autocast_dtype(x)
+    device = x.device
+    dtype = autocast_dtype(device)
     if dtype is not None:
         if x.dtype in ACTIVATIONS:  # autocast leaves other dtypes alone
             x = x.to(dtype)
         experts = autocast_weights(weights, recipe, dtype)
     x_TK = as_rows("grouped_linear", x)
-    if not isinstance(m_splits, Tensor) or m_splits.device != x.device:
-        m_splits = torch.as_tensor(m_splits, device=x.device)
-    offs_E = ops.splits_to_offsets(m_splits, x_TK.size(0))
+    if not isinstance(m_splits, Tensor) or m_splits.device != device:
+        m_splits = torch.as_tensor(m_splits, device=device)
     call = Call(recipe, torch.is_grad_enabled(), experts, **options)
+    groups_E = m_splits
+    if call.one_op_forward is None:
+        groups_E = ops.splits_to_offsets(m_splits, x_TK.size(0))
     receivers = experts
     if call.main_grad is not None:
         receivers = weights
     if call.later is not None:
         # The weights are differentiated in a graph of their own; something must ask for this one.
         receivers = (x.new_empty(0, requires_grad=True),)
-    y_TN: Tensor = GroupedLinearFunction.apply(call, x_TK, bias, offs_E, *receivers)
+    y_TN: Tensor = GroupedLinearFunction.apply(call, x_TK, bias, groups_E, *receivers)
     return y_TN if x.dim() == 2 else y_TN.reshape(*x.shape[:-1], y_TN.size(1))

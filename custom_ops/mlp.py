@@ -321,7 +321,7 @@ def apply_mlp(
             f"grouped_mlp: down_proj must be [{E}, {H}, F], as gate_up_proj has {E} experts and x "
             f"{H} features, got {list(down_proj.shape)}"
         )
-    dtype = autocast_dtype(x)
+    dtype = autocast_dtype(x.device)
     if dtype is not None and x.dtype in ACTIVATIONS:
         x_TH = x_TH.to(dtype)
     need_x = torch.is_grad_enabled() and x.requires_grad

@@ -280,7 +280,7 @@ class GroupedLinear(nn.Module):
         if self._options.single_grouped_bias:
             return self.bias
         biases = [getattr(self, name) for name in self._bias_names]
-        if autocast_dtype(biases[0]) is None:
+        if autocast_dtype(biases[0].device) is None:
             return torch.stack(biases)
         with torch.autocast(biases[0].device.type, enabled=False):  # it refuses another half dtype
             return torch.stack(biases)
@@ -349,10 +349,11 @@ class GroupedLinear(nn.Module):
         state, cache = self.scaling_state, self.weight_cache
         keeps_weight = cache is not None or options.quantized_weight
         first = read_flag("GroupedLinear", is_first_microbatch, x, options.recipe, keeps_weight)
-        plan: dict[str, Any] = {"save_input": options.save_original_input}
+        plan = cache_plan("GroupedLinear", cache, first)  # of what differs from a plain call
+        if options.save_original_input:
+            plan["save_input"] = True
         if state is not None:
             plan["slots"] = state.slots()
-        plan |= cache_plan("GroupedLinear", cache, first)
         if torch.is_grad_enabled():
             if options.delay_wgrad_compute and any(w.requires_grad for w in weights):
                 if torch.compiler.is_compiling():

@@ -109,6 +109,34 @@ class QuantizedWeight(NamedTuple):
     """[E, K, N] e4m3."""
 
 
+class BlockScaledLinear(NamedTuple):
+    """What :func:`block_scaled_linear` returns; None stands for what was not asked for."""
+
+    y: Tensor
+    """[T, N] of x's dtype."""
+    offs: Tensor
+    """[E] int32 group ends."""
+    x_t: Tensor | None
+    """[Tp / 128, K, 128] e4m3, x for wgrad."""
+    scale_x_t: Tensor | None
+    """[Tp / 128, K] float32, of squares [Tp / 128, ceil(K / 128)]."""
+    w_t: Tensor | None
+    """[E, K, N] e4m3, the weight for dgrad."""
+    scale_w: Tensor
+    """[E, ceil(N / 128), ceil(K / 128)] float32, for w_t."""
+
+
+class LinearGrad(NamedTuple):
+    """What :func:`block_scaled_linear_grad` returns; None stands for what was not asked for."""
+
+    dx: Tensor | None
+    """[T, K] of dy's dtype."""
+    dw: Tensor | None
+    """[E, N, K]."""
+    db: Tensor | None
+    """[E, N] float32."""
+
+
 def splits_to_offsets(
     m_splits: Tensor,
     num_rows: int,
@@ -1273,4 +1301,125 @@ def grouped_scaled_mm_wgrad_list_(
     """
     _ops.grouped_scaled_mm_wgrad_list_(
         list(main_grad), dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite
+    )
+
+
+def block_scaled_linear(
+    x: Tensor,
+    w: Tensor,
+    m_splits: Tensor,
+    bias: Tensor | None = None,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    squares: bool = False,
+    columnwise_x: bool = True,
+    columnwise_w: bool = True,
+) -> BlockScaledLinear:
+    """A layer's forward under block scaling as one op, for what an op costs the host.
+
+    :func:`splits_to_offsets`, :func:`group_quantize`, :func:`quantize_weight` and
+    :func:`grouped_scaled_mm`, with their bits::
+
+        y[t] = x[t] @ w[e].T + bias[e]  # for the rows t of group e
+
+    Args:
+        x: [T, K], see :func:`group_quantize`.
+        w: [E, N, K], see :func:`quantize_weight`.
+        m_splits: [E] rows of each group, see :func:`splits_to_offsets`.
+        bias: [E, N] of x's dtype.
+        amax_epsilon: the smallest amax a block is scaled by.
+        power_of_two_scales: make scales powers of two.
+        squares: see :func:`group_quantize`.
+        columnwise_x: return x_t and scale_x_t, which wgrad reads.
+        columnwise_w: return w_t, which dgrad reads.
+
+    Returns:
+        y [T, N], zero in rows at and past sum(m_splits), and what
+        :func:`block_scaled_linear_grad` reads.
+
+    Raises:
+        RuntimeError: what those ops raise, in their names.
+
+    >>> x, w = torch.randn(5, 16), torch.randn(2, 32, 16)
+    >>> y, offs, *operands = block_scaled_linear(x, w, torch.tensor([2, 3]))
+    >>> y.shape, offs.tolist()
+    (torch.Size([5, 32]), [2, 5])
+    """
+    y, offs, x_t, scale_x_t, w_t, scale_w = _ops.block_scaled_linear(
+        x,
+        w,
+        m_splits,
+        bias,
+        amax_epsilon,
+        power_of_two_scales,
+        squares,
+        columnwise_x,
+        columnwise_w,
+    )
+    return BlockScaledLinear(
+        y,
+        offs,
+        x_t if columnwise_x else None,
+        scale_x_t if columnwise_x else None,
+        w_t if columnwise_w else None,
+        scale_w,
+    )
+
+
+def block_scaled_linear_grad(
+    dy: Tensor,
+    offs: Tensor,
+    x_t: Tensor | None,
+    scale_x_t: Tensor | None,
+    w_t: Tensor | None,
+    scale_w: Tensor | None,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    bias_grad: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> LinearGrad:
+    """The gradients of :func:`block_scaled_linear` as one op.
+
+    :func:`group_quantize` of dy, :func:`grouped_scaled_mm` and :func:`grouped_scaled_mm_wgrad`,
+    with their bits, for the rows t of group e::
+
+        dx[t] = dy[t] @ w[e]    dw[e] = dy[group e].T @ x[group e]    db[e] = sum of dy[t]
+
+    Args:
+        dy: [T, N], see :func:`group_quantize`.
+        offs: [E] int32 group ends.
+        x_t: [Tp / 128, K, 128] e4m3; None computes no dw.
+        scale_x_t: see x_t.
+        w_t: [E, K, N] e4m3; None computes no dx.
+        scale_w: [E, ceil(N / 128), ceil(K / 128)], see w_t.
+        amax_epsilon: the smallest amax a block of dy is scaled by.
+        power_of_two_scales: make dy's scales powers of two.
+        bias_grad: return db.
+        out_dtype: of dw; None for dy's.
+
+    Raises:
+        RuntimeError: what those ops raise, in their names; and where neither x_t nor w_t is given.
+
+    >>> x, w = torch.ones(5, 16), torch.ones(2, 32, 16)
+    >>> y, offs, *operands = block_scaled_linear(x, w, torch.tensor([2, 3]))
+    >>> dx, dw, db = block_scaled_linear_grad(torch.ones_like(y), offs, *operands, bias_grad=True)
+    >>> dx[0, 0].item(), dw[:, 0, 0].tolist(), db[:, 0].tolist()
+    (32.0, [2.0, 3.0], [2.0, 3.0])
+    """
+    dx, dw, db = _ops.block_scaled_linear_grad(
+        dy,
+        offs,
+        x_t,
+        scale_x_t,
+        w_t,
+        scale_w,
+        amax_epsilon,
+        power_of_two_scales,
+        bias_grad,
+        out_dtype,
+    )
+    return LinearGrad(
+        None if w_t is None else dx, None if x_t is None else dw, db if bias_grad else None
     )

@@ -275,6 +275,49 @@ class Float8BlockScaling:
         """Dy in 1x128 blocks."""
         return self.quantized(dy_TN, offs_E, wanted, squares=False)
 
+    def linear(
+        self,
+        x_TK: Tensor,
+        w_ENK: Tensor,
+        m_splits_E: Tensor,
+        bias_EN: Tensor | None,
+        columnwise_x: bool,
+        columnwise_w: bool,
+    ) -> ops.BlockScaledLinear:
+        """A layer's forward, with what its backward reads, in one op."""
+        return ops.block_scaled_linear(
+            x_TK,
+            w_ENK,
+            m_splits_E,
+            bias_EN,
+            amax_epsilon=self.amax_epsilon,
+            power_of_two_scales=self.power_of_two_scales,
+            squares=self.square_x_blocks,
+            columnwise_x=columnwise_x,
+            columnwise_w=columnwise_w,
+        )
+
+    def linear_grad(
+        self,
+        dy_TN: Tensor,
+        offs_E: Tensor,
+        x: tuple[Tensor | None, Tensor | None],
+        w: tuple[Tensor | None, Tensor | None],
+        bias_grad: bool,
+        dtype: torch.dtype,
+    ) -> ops.LinearGrad:
+        """Its backward in one op, from columnwise x and w, each with its scales or None."""
+        return ops.block_scaled_linear_grad(
+            dy_TN,
+            offs_E,
+            *x,
+            *w,
+            amax_epsilon=self.amax_epsilon,
+            power_of_two_scales=self.power_of_two_scales,
+            bias_grad=bias_grad,
+            out_dtype=None if dtype is dy_TN.dtype else dtype,
+        )
+
     def quantized(
         self,
         t_SK: Tensor,

@@ -3,6 +3,15 @@
 if __name__ != "grouped_linear.meta_kernels":
     raise ImportError(f"import grouped_linear.meta_kernels, not {__name__}")
 
-from grouped_linear.meta_kernels import gather, matmul, mx, offsets, per_group, quantize, refresh
+from grouped_linear.meta_kernels import (
+    gather,
+    layer,
+    matmul,
+    mx,
+    offsets,
+    per_group,
+    quantize,
+    refresh,
+)
 
-__all__ = ["gather", "matmul", "mx", "offsets", "per_group", "quantize", "refresh"]
+__all__ = ["gather", "layer", "matmul", "mx", "offsets", "per_group", "quantize", "refresh"]

@@ -60,6 +60,8 @@ OPS = (
     "grouped_scaled_mm_wgrad_",
     "grouped_mm_wgrad_list_",
     "grouped_scaled_mm_wgrad_list_",
+    "block_scaled_linear",
+    "block_scaled_linear_grad",
 )
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP16, FP32)
@@ -405,6 +407,7 @@ UNSPECIFIED = {
     "group_quantize_delayed_": ("rows", "blocks"),
     "group_quantize_mx": ("rows", "rows", "blocks", "blocks"),
     "group_round_mx": ("rows", "rows"),
+    "block_scaled_linear": (None, None, "blocks", "blocks"),
 }
 
 
@@ -413,8 +416,10 @@ def specified_masks(sample: Sample, results: list[Tensor]) -> list[Tensor]:
     if sample.op in UNSPECIFIED:
         inputs = (sample.arguments.get(name) for name in ("rows", "x", "gate_up"))
         T = next(t.size(0) for t in inputs if t is not None)
-        valid = reference.groups(sample["offs"], T)[-1].stop
-        blocks = len(reference.row_blocks(sample["offs"], T))
+        splits = sample.arguments.get("m_splits")
+        offs = sample["offs"] if splits is None else splits.cumsum(0)
+        valid = reference.groups(offs, T)[-1].stop
+        blocks = len(reference.row_blocks(offs, T))
         for mask, kind in zip(masks, UNSPECIFIED[sample.op], strict=False):
             if kind == "columns":
                 mask[..., valid:] = False
@@ -562,6 +567,14 @@ def make(
             tensors |= {"offs": offs}
             if op == "grouped_scaled_mm_wgrad":
                 tensors |= {"out_dtype": dtype}
+        case "block_scaled_linear":
+            tensors = {"x": rows(groups, K, dtype, layout), "w": weight(groups, dtype, layout)}
+            tensors |= {"m_splits": torch.tensor(groups.m_splits)}
+        case "block_scaled_linear_grad":
+            _, scale_w, w_t = reference.quantize_weight(weight(groups, FP32), reference.Scaling())
+            x_t, scale_x_t = quantized_columns(groups, K, options.pop("squares", False))
+            tensors = {"dy": rows(groups, N, dtype, layout), "offs": offs}
+            tensors |= {"x_t": x_t, "scale_x_t": scale_x_t, "w_t": w_t, "scale_w": scale_w}
         case _:
             raise ValueError(op)
     if op.endswith(("wgrad_", "wgrad_list_")):
@@ -737,6 +750,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "group_dequantize_t": _SQUARES,
     "grouped_scaled_mm_wgrad": {**_PER_GROUP, **_SQUARES},
     "grouped_scaled_mm_wgrad_": {**_MAIN_GRAD, **_PER_GROUP, **_SQUARES},
+    "block_scaled_linear": {
+        "bias": {"bias": True},
+        "rowwise": {"columnwise_x": False, "columnwise_w": False},
+        "exact_scales": {"power_of_two_scales": False, "amax_epsilon": 0.5},
+        "strided": {"layout": "strided"},
+        **_SQUARES,
+    },
+    "block_scaled_linear_grad": {
+        "bias": {"bias_grad": True, "out_dtype": FP32},
+        "of_x": {"x_t": None, "scale_x_t": None},
+        "of_w": {"w_t": None, "scale_w": None, "power_of_two_scales": False, "amax_epsilon": 0.5},
+        "expanded": {"layout": "expanded"},
+        **_SQUARES,
+    },
 }
 
 
@@ -750,7 +777,7 @@ def cases(*ops: str) -> list[Any]:
     params = []
     for op in ops:
         # The kernels of these are those of other ops, which meet all group sizes.
-        shared = "_list" in op or op.startswith("refresh_weight_")
+        shared = "_list" in op or op.startswith(("refresh_weight_", "block_scaled_linear"))
         plans = [(name, "plain") for name in (SHAPES if shared else GROUPS)]
         plans += [(name, v) for v in VARIANTS.get(op, {}) for name in ("unaligned", "capacity")]
         for device in devices(op):

@@ -710,3 +710,61 @@ grouped_scaled_mm_wgrad_: main_grad must be contiguous, got strides 4608, 1, 32
 grouped_scaled_mm_wgrad_: overwrite must be 0-D, got 1-D
 grouped_scaled_mm_wgrad_: overwrite must be bool, got int64""",
     )
+
+
+def test_block_scaled_linear() -> None:
+    """Its own rules; those of the ops inside have their names."""
+    good = make("block_scaled_linear", GROUPS_3, BF16)
+    mistakes = [
+        {"x": torch.zeros(144)},
+        {"m_splits": torch.zeros(3)},
+        {"x": good["x"].double()},
+        {"w": good["w"][0]},
+        {"w": good["w"][:2]},
+        {"w": like(good["w"], None, None, 160)},
+        {"bias": torch.zeros(3, 32)},
+        BAD_EPSILONS[0],
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+block_scaled_linear: x must be 2-D, got 1-D
+splits_to_offsets: m_splits must be int32 or int64, got float32
+group_quantize: x must be bfloat16, float16 or float32, got float64
+quantize_weight: w must be 3-D, got 2-D
+grouped_scaled_mm: E differs: b has 2, offs has 3
+grouped_scaled_mm: K differs: a has 144, b has 160
+grouped_scaled_mm: bias must be bfloat16, got float32
+group_quantize: amax_epsilon must be finite and not negative, got -0.5""",
+    )
+
+
+def test_block_scaled_linear_grad() -> None:
+    """Its own rules; those of the ops inside have their names."""
+    good = make("block_scaled_linear_grad", GROUPS_3, BF16)
+    mistakes = [
+        {"scale_x_t": None},
+        {"scale_w": None},
+        {"scale_w": good["scale_w"][0]},
+        {"x_t": None, "w_t": None},
+        {"dy": good["dy"].double()},
+        {"offs": good["offs"].long()},
+        {"w_t": like(good["w_t"], None, None, 48)},
+        {"x_t": good["x_t"].float()},
+        {"out_dtype": torch.float64},
+        BAD_EPSILONS[0],
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+block_scaled_linear_grad: x_t needs scale_x_t, got none
+block_scaled_linear_grad: w_t needs scale_w, got none
+block_scaled_linear_grad: scale_w must be 3-D, got 2-D
+group_quantize: rowwise or columnwise must be asked for, got neither
+group_quantize: x must be bfloat16, float16 or float32, got float64
+group_quantize: offs must be int32, got int64
+grouped_scaled_mm: K differs: a has 32, b has 48
+grouped_scaled_mm_wgrad: x_t must be float8_e4m3fn, got float32
+grouped_scaled_mm_wgrad: out_dtype must be bfloat16, float16 or float32, got float64
+group_quantize: amax_epsilon must be finite and not negative, got -0.5""",
+    )

@@ -402,10 +402,15 @@ def test_only_what_is_asked_for(single: bool, dtype: torch.dtype) -> None:
             y.backward(torch.ones_like(y))
         return set(calls.counts)
 
+    assert work(False, False, True) == {"grouped_bias_grad"}
+    if single:
+        assert work(True, False, False) == {"block_scaled_linear_grad w_t"}
+        assert work(False, True, False) == {"block_scaled_linear_grad x_t"}
+        assert work(True, True, True) == {"block_scaled_linear_grad x_t w_t bias_grad"}
+        return
     dgrad, wgrad = "grouped_scaled_mm", "grouped_scaled_mm_wgrad"
     assert work(True, False, False) == {"group_quantize rowwise", dgrad}
     assert work(False, True, False) == {"group_quantize columnwise", wgrad}
-    assert work(False, False, True) == {"grouped_bias_grad"}
     assert work(True, True, True) == {
         "group_quantize rowwise columnwise bias_grad",
         dgrad,

@@ -265,6 +265,10 @@ def test_a_diverging_row_shows(bad: float, recipe: Recipe, device: str) -> None:
 # --- what is computed and kept -------------------------------------------------------------------
 
 
+DECIDE = ("rowwise", "columnwise", "columnwise_x", "columnwise_w", "bias_grad")
+OPERANDS = ("x_t", "w_t")  # without which block_scaled_linear_grad computes less
+
+
 class Calls(TorchDispatchMode):
     """Counts the library's ops, with the options that decide their work."""
 
@@ -276,8 +280,11 @@ class Calls(TorchDispatchMode):
         if func.namespace == "grouped_linear":
             named = {a.name: a.default_value for a in func._schema.arguments}
             named |= dict(zip(named, args, strict=False)) | (kwargs or {})
-            flags = [f for f in ("rowwise", "columnwise", "bias_grad") if named.get(f)]
-            self.counts[" ".join([func._schema.name.removeprefix("grouped_linear::"), *flags])] += 1
+            name = func._schema.name.removeprefix("grouped_linear::")
+            flags = [f for f in DECIDE if named.get(f)]
+            if name == "block_scaled_linear_grad":
+                flags = [f for f in OPERANDS if named[f] is not None] + flags
+            self.counts[" ".join([name, *flags])] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -291,7 +298,7 @@ def work(recipe: Recipe, needed: str, backward: bool = True) -> dict[str, int]:
             y.backward(torch.randn_like(y))
     for name, t in (("x", x), ("w", w), ("b", b)):
         assert (t.grad is not None) == (backward and name in needed)
-    del calls.counts["splits_to_offsets"]
+    calls.counts.pop("splits_to_offsets", None)
     return dict(calls.counts)
 
 
@@ -302,30 +309,18 @@ def test_only_what_is_needed_is_computed() -> None:
     assert work(None, "b") == {"grouped_mm": 1, "grouped_bias_grad": 1}
     block = Float8BlockScaling()
     assert work(block, "xwb") == {
-        "group_quantize rowwise columnwise": 1,
-        "quantize_weight columnwise": 1,
-        "grouped_scaled_mm": 2,
-        "group_quantize rowwise columnwise bias_grad": 1,
-        "grouped_scaled_mm_wgrad": 1,
+        "block_scaled_linear columnwise_x columnwise_w": 1,
+        "block_scaled_linear_grad x_t w_t bias_grad": 1,
     }
     assert work(block, "x") == {
-        "group_quantize rowwise": 2,
-        "quantize_weight columnwise": 1,
-        "grouped_scaled_mm": 2,
+        "block_scaled_linear columnwise_w": 1,
+        "block_scaled_linear_grad w_t": 1,
     }
     assert work(block, "w") == {
-        "group_quantize rowwise columnwise": 1,
-        "quantize_weight": 1,
-        "grouped_scaled_mm": 1,
-        "group_quantize columnwise": 1,
-        "grouped_scaled_mm_wgrad": 1,
+        "block_scaled_linear columnwise_x": 1,
+        "block_scaled_linear_grad x_t": 1,
     }
-    assert work(block, "b") == {
-        "group_quantize rowwise": 1,
-        "quantize_weight": 1,
-        "grouped_scaled_mm": 1,
-        "grouped_bias_grad": 1,
-    }
+    assert work(block, "b") == {"block_scaled_linear": 1, "grouped_bias_grad": 1}
     for name, op, weight_op in (
         ("current", "group_quantize_current", "quantize_weight_current"),
         ("delayed", "group_quantize_delayed_", "quantize_weight_delayed_"),
@@ -350,9 +345,10 @@ def test_only_what_is_needed_is_computed() -> None:
 def test_inference_quantizes_rowwise_only(mode: Any) -> None:
     with mode():
         assert work(None, "xwb", backward=False) == {"grouped_mm": 1}
-        assert work(Float8BlockScaling(), "xwb", backward=False) == {
-            "group_quantize rowwise": 1,
-            "quantize_weight": 1,
+        assert work(Float8BlockScaling(), "xwb", backward=False) == {"block_scaled_linear": 1}
+        assert work(MORE_RECIPES["current"], "xwb", backward=False) == {
+            "group_quantize_current rowwise": 1,
+            "quantize_weight_current": 1,
             "grouped_scaled_mm": 1,
         }
 

@@ -39,7 +39,9 @@ GROUPS = Groups((3, 0, 7), 12, K=144, N=32)
 
 
 def samples_with_every_tensor() -> list[Sample]:
-    options = {op: {"bias": True} for op in ("grouped_mm", "grouped_scaled_mm")}
+    options = {
+        op: {"bias": True} for op in ("grouped_mm", "grouped_scaled_mm", "block_scaled_linear")
+    }
     options["group_quantize"] = {"index": torch.int64}
     options |= {op: {"overwrite": True} for op in OPS if op.endswith(("wgrad_", "wgrad_list_"))}
     options |= {op: {"refresh": True} for op in OPS if op.startswith("refresh_weight_")}
@@ -197,7 +199,18 @@ grouped_scaled_mm_wgrad_list_: scale_dy_t is on cuda:0, dy_t is on cpu
 grouped_scaled_mm_wgrad_list_: scale_x_t is on cuda:0, x_t is on cpu
 grouped_scaled_mm_wgrad_list_: offs is on cuda:0, dy_t is on cpu
 grouped_scaled_mm_wgrad_list_: overwrite is on cuda:0, main_grad is on cpu
-grouped_scaled_mm_wgrad_list_: x_t is on cuda:0, dy_t is on cpu""",
+grouped_scaled_mm_wgrad_list_: x_t is on cuda:0, dy_t is on cpu
+block_scaled_linear: w is on cpu, x is on cuda:0
+block_scaled_linear: w is on cuda:0, x is on cpu
+block_scaled_linear: m_splits is on cuda:0, x is on cpu
+block_scaled_linear: bias is on cuda:0, x is on cpu
+block_scaled_linear_grad: offs is on cpu, dy is on cuda:0
+block_scaled_linear_grad: offs is on cuda:0, dy is on cpu
+block_scaled_linear_grad: x_t is on cuda:0, dy is on cpu
+block_scaled_linear_grad: scale_x_t is on cuda:0, dy is on cpu
+block_scaled_linear_grad: w_t is on cuda:0, dy is on cpu
+block_scaled_linear_grad: scale_w is on cuda:0, dy is on cpu
+block_scaled_linear_grad: x_t is on cuda:0, dy is on cpu""",
     )
 
 
@@ -325,7 +338,10 @@ grouped_mm_wgrad_: offs must not decrease, got -1 after 0 at group 0
 grouped_mm_wgrad_: offs must not exceed the number of rows 12, got 1300 at group 2
 grouped_scaled_mm_wgrad_: offs must not decrease, got 3 after 5 at group 1
 grouped_scaled_mm_wgrad_: offs must not decrease, got -1 after 0 at group 0
-grouped_scaled_mm_wgrad_: offs must not exceed the number of rows 384, got 1300 at group 2""",
+grouped_scaled_mm_wgrad_: offs must not exceed the number of rows 384, got 1300 at group 2
+group_quantize: offs must not decrease, got 3 after 5 at group 1
+group_quantize: offs must not decrease, got -1 after 0 at group 0
+group_quantize: offs must not exceed the number of rows 12, got 1300 at group 2""",
     )
 
 

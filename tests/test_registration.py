@@ -142,7 +142,14 @@ grouped_scaled_mm_wgrad_(Tensor(a!) main_grad, Tensor dy_t, Tensor x_t, Tensor s
 grouped_mm_wgrad_list_(Tensor(a!)[] main_grad, Tensor dy, Tensor x, Tensor offs, Tensor?
     overwrite=None) -> ()
 grouped_scaled_mm_wgrad_list_(Tensor(a!)[] main_grad, Tensor dy_t, Tensor x_t, Tensor
-    scale_dy_t, Tensor scale_x_t, Tensor offs, Tensor? overwrite=None) -> ()""",
+    scale_dy_t, Tensor scale_x_t, Tensor offs, Tensor? overwrite=None) -> ()
+block_scaled_linear(Tensor x, Tensor w, Tensor m_splits, Tensor? bias=None, float
+    amax_epsilon=0., bool power_of_two_scales=True, bool squares=False, bool columnwise_x=True,
+    bool columnwise_w=True) -> (Tensor y, Tensor offs, Tensor x_t, Tensor scale_x_t, Tensor w_t,
+    Tensor scale_w)
+block_scaled_linear_grad(Tensor dy, Tensor offs, Tensor? x_t, Tensor? scale_x_t, Tensor? w_t,
+    Tensor? scale_w, float amax_epsilon=0., bool power_of_two_scales=True, bool bias_grad=False,
+    ScalarType? out_dtype=None) -> (Tensor dx, Tensor dw, Tensor db)""",
     )
 
 

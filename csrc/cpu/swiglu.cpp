@@ -13,9 +13,8 @@ constexpr int64_t kChunk = 128;
 
 // result[i] = f(sigmoid(gate[i]), gate[i], others[i]...) in float32 for n elements of one dtype.
 //
-// A sigmoid is some thirty operations, each of which waits for the one before it: more than a CPU
-// looks ahead. Three loops of fewer keep it busy (AMD EPYC 9005: 0.31
-// against 0.39 ns an element).
+// A sigmoid is a chain of operations, each of which waits for the one before it: more than a CPU looks
+// ahead. Three loops of fewer keep it busy (AMD EPYC 9005: 0.26 against 0.28 ns an element).
 template <typename Element, auto f, typename... Others>
 GROUPED_LINEAR_INLINE void map_elements(int64_t n, void* result, const void* gate,
                                         const Others*... others) {

@@ -1,0 +1,100 @@
+"""A layer's forward and backward as one op each: the bits of the ops inside.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from samples import BF16, DTYPES, FP32, GROUPS, Groups, Sample, assert_same_bits, cases, variant_of
+from torch import Tensor
+
+from grouped_linear import Float8BlockScaling, GroupedLinear, ops
+
+
+def scaling(sample: Sample) -> dict[str, Any]:
+    return {name: sample.get(name) for name in ("amax_epsilon", "power_of_two_scales")}
+
+
+def assert_same(actual: Tensor, expected: Tensor | None, used: int | None = None) -> None:
+    """The same bits in the first `used` blocks; nothing where None is expected."""
+    if expected is None:
+        assert actual.numel() == 0
+    else:
+        assert_same_bits(actual[:used], expected[:used])
+
+
+@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("block_scaled_linear"))
+def test_forward(op: str, groups: Groups, variant: str, device: str) -> None:
+    for dtype in DTYPES:
+        sample = variant_of(op, groups, variant, dtype).on(device)
+        y, offs, x_t, scale_x_t, w_t, scale_w = sample()
+
+        expected_offs = ops.splits_to_offsets(sample.get("m_splits"), groups.T)
+        columnwise = sample.get("columnwise_x")
+        x = ops.group_quantize(
+            sample.get("x"),
+            expected_offs,
+            columnwise=columnwise,
+            squares=sample.get("squares"),
+            **scaling(sample),
+        )
+        w = ops.quantize_weight(
+            sample.get("w"), columnwise=sample.get("columnwise_w"), **scaling(sample)
+        )
+        product = ops.grouped_scaled_mm(x.q, w.q, x.scale, w.scale, offs, sample.get("bias"), dtype)
+        used = sum(-(-rows // 128) for rows in groups.m_splits)
+        assert_same(y, product)
+        assert_same(offs, expected_offs)
+        assert_same(x_t, x.q_t, used)
+        assert_same(scale_x_t, x.scale_t, used)
+        assert_same(w_t, w.q_t)
+        assert_same(scale_w, w.scale)
+
+
+@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("block_scaled_linear_grad"))
+def test_backward(op: str, groups: Groups, variant: str, device: str) -> None:
+    for dtype in DTYPES:
+        sample = variant_of(op, groups, variant, dtype).on(device)
+        dx, dw, db = sample()
+
+        offs, x_t, w_t = sample.get("offs"), sample.get("x_t"), sample.get("w_t")
+        wanted = {"rowwise": w_t is not None, "columnwise": x_t is not None}
+        dy = ops.group_quantize(
+            sample.get("dy"), offs, bias_grad=sample.get("bias_grad"), **wanted, **scaling(sample)
+        )
+        expected_dx = expected_dw = None
+        if w_t is not None:
+            turned = sample.get("scale_w").transpose(1, 2)
+            expected_dx = ops.grouped_scaled_mm(dy.q, w_t, dy.scale, turned, offs, None, dtype)
+        if x_t is not None:
+            columns = dy.q_t, x_t, dy.scale_t, sample.get("scale_x_t"), offs
+            expected_dw = ops.grouped_scaled_mm_wgrad(*columns, sample.get("out_dtype") or dtype)
+        assert_same(dx, expected_dx)
+        assert_same(dw, expected_dw)
+        assert_same(db, dy.bias_grad)
+
+
+@pytest.mark.parametrize("device", [p.values[3] for p in cases("block_scaled_linear")[:1]])
+def test_an_eager_layer_gives_the_bits_of_separate_ops(device: str) -> None:
+    """save_original_input takes the ops one by one."""
+    groups = GROUPS["unaligned"]
+    results = []
+    for save_input in (False, True):
+        torch.manual_seed(0)
+        layer = GroupedLinear(
+            groups.E,
+            groups.K,
+            groups.N,
+            recipe=Float8BlockScaling(),
+            dtype=BF16,
+            device=device,
+            save_original_input=save_input,
+        )
+        x = torch.randn(groups.T, groups.K, device=device).to(BF16).requires_grad_()
+        y = layer(x, torch.tensor(groups.m_splits, device=device))
+        y.backward(torch.randn_like(y, dtype=FP32).to(BF16))
+        results.append([y, x.grad, layer.weight.grad, layer.bias.grad])
+    for one, several in zip(*results, strict=True):
+        assert_same_bits(one, several)
