@@ -34,7 +34,7 @@ struct Source {
   template <typename Element>
   unsigned grid(const Launch& launch) const {
     return tile_grid(launch, most_blocks * ceil_div(tiles.K, kBlock), tiles.E,
-                     kTileOccupancy<Element>, 8);
+                     kTileOccupancy<Element>, kGenerations);
   }
 
   Tensor values;

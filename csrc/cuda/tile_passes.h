@@ -15,6 +15,9 @@ inline int countable_rows(int64_t T) {
   return static_cast<int>(std::min<int64_t>(T, std::numeric_limits<int32_t>::max() - kBlock));
 }
 
+// Of blocks, for one scale a group and for MX: see tile_grid. Block scaling's sources have their own.
+constexpr int kGenerations = 8;
+
 // As many blocks as there can be tiles, and at most some generations of those that the GPU holds at
 // once, `occupancy` a multiprocessor. Many groups cost a block time to look at: it stays for more tiles.
 inline unsigned tile_grid(const Launch& launch, int64_t tiles, int64_t E, int occupancy,

@@ -376,9 +376,11 @@ __global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
   for (; there; there = place_next(at)) {
     Patch<Element> patches[Source::kParts];
     source.load(patches, ahead, at);
-    TilePlaceInRows next = at;  // found twice: it would take registers until then
-    if (place_next(next)) source.start(ahead, next);
-    asm("" : "+r"(at.block), "+r"(at.col_block));  // hides that the two are the same
+    if constexpr (!std::is_empty_v<typename Source::Ahead>) {
+      TilePlaceInRows next = at;  // found twice: it would take registers until then
+      if (place_next(next)) source.start(ahead, next);
+      asm("" : "+r"(at.block), "+r"(at.col_block));  // hides that the two are the same
+    }
 
 #pragma unroll
     for (int part = 0; part < Source::kParts; ++part) {
