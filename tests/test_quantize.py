@@ -239,6 +239,32 @@ def test_every_16_bit_number(dtype: torch.dtype, device: str) -> None:
             check_group_quantize(Sample("group_quantize", arguments | options), device)
 
 
+def rows_of_every_factor() -> Tensor:
+    """Rows of 128 bf16 numbers: every power of two that can be a factor, with all that it keeps.
+
+    A row's last number is its amax, 448 / factor. The others, over all rows of a factor, are the
+    numbers of either sign down to 2^-22 of that, where e4m3 has had nothing but zero for long.
+    """
+    largest = 0x43E0 - 128 * torch.arange(-119, 127)  # the bits of 448 * 2^-exponent
+    below = (largest[:, None] - torch.arange(22 * 128)).clamp(min=0)
+    both_signs = torch.cat([below, below | 0x8000], 1)
+    rows = torch.nn.functional.pad(both_signs, (0, -both_signs.size(1) % 127)).view(246, -1, 127)
+    rows = torch.cat([rows, largest[:, None, None].expand(-1, rows.size(1), 1)], 2)
+    return rows.reshape(-1, 128).to(torch.uint16).view(BF16)
+
+
+@pytest.mark.parametrize("device", devices("group_quantize"))
+def test_every_number_of_every_factor(device: str) -> None:
+    x = rows_of_every_factor()
+    for x_TK in (x, x[: x.size(0) // 16 * 16].t().contiguous()):
+        arguments = {"x": x_TK, "offs": torch.tensor([x_TK.size(0)], dtype=torch.int32)}
+        sample = Sample("group_quantize", arguments | {"columnwise": True})
+        check_group_quantize(sample, device)
+        check_group_quantize(sample.but(rowwise=False), device)
+        check_group_quantize(sample.but(columnwise=False), device)
+        check_group_quantize(sample.but(x=x_TK.float()), device)
+
+
 @hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @hypothesis.given(data=strategies.data())
 @pytest.mark.parametrize("device", devices("group_quantize", "quantize_weight"))

@@ -54,26 +54,27 @@ struct BlockScaledTargets : TileTargets {
   }
 
   void write(Tile& tile, const RowBlock& block, int64_t col, int64_t cols) const {
-    float row_amax[kBlock], col_amax[kBlock], factor[kBlock], block_scale[kBlock];
-    ByteTile bytes;
+    float row_amax[kBlock], col_amax[kBlock], row_factor[kBlock], col_factor[kBlock];
+    float block_scale[kBlock];
+    ByteTile by_rows, by_cols;
     tile.find_amax(row_amax, col_amax);
     if (q) {
-      block_scales(row_amax, rule, factor, block_scale);
+      block_scales(row_amax, rule, row_factor, block_scale);
       std::memcpy(scale + col / kBlock * scale_stride + block.begin, block_scale,
                   (block.end - block.begin) * sizeof(float));
-      tile.quantize_by_rows(factor, kBlock, bytes);
-      store(bytes, block, col, cols);
     }
     if (q_t) {
       if (squares) std::fill_n(col_amax, kBlock, *std::max_element(col_amax, col_amax + kBlock));
-      block_scales(col_amax, rule, factor, block_scale);
+      block_scales(col_amax, rule, col_factor, block_scale);
       if (squares)
         scale_t[block.index * ceil_div(features, kBlock) + col / kBlock] = block_scale[0];
       else
         std::memcpy(scale_t + block.index * features + col, block_scale, cols * sizeof(float));
-      tile.quantize_by_cols(factor, kBlock, bytes);
-      store_turned(bytes, block, col, cols, tile.filled());
     }
+    if (q || q_t)
+      tile.quantize(row_factor, q ? &by_rows : nullptr, col_factor, q_t ? &by_cols : nullptr);
+    if (q) store(by_rows, block, col, cols);
+    if (q_t) store_turned(by_cols, block, col, cols, tile.filled());
   }
 };
 

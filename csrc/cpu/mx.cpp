@@ -14,7 +14,8 @@ constexpr int64_t kParts = kBlock / kMxBlock;
 
 // For the amaxima of a tile's parts: the E8M0 scale, the smallest power of two that brings amax to at
 // most 448, kept where every e4m3 number times it is a finite bf16 number (2^-124 .. 2^119), as an
-// exponent and as a number, and its inverse.
+// exponent and as a number, and the factor that quantizes: its inverse, but 1 where all is zero, to
+// keep a tile's factors in the range that Tile::quantize is fast in.
 GROUPED_LINEAR_EVERY_WIDTH void mx_scales(const float* amax, uint8_t* exponents, float* scale,
                                           float* factor) {
   for (int64_t i = 0; i < kBlock * kParts; ++i) {
@@ -24,7 +25,7 @@ GROUPED_LINEAR_EVERY_WIDTH void mx_scales(const float* amax, uint8_t* exponents,
     const uint32_t e = std::clamp(exponent, 127 - 124, 127 + 119);
     exponents[i] = static_cast<uint8_t>(e);
     scale[i] = std::bit_cast<float>(e << 23);
-    factor[i] = std::bit_cast<float>((254 - e) << 23);
+    factor[i] = amax[i] == 0 ? 1.0f : std::bit_cast<float>((254 - e) << 23);
   }
 }
 
@@ -53,31 +54,28 @@ struct MxTargets : TileTargets {
   void write(Tile& tile, const RowBlock& block, int64_t col, int64_t cols) const {
     const int64_t first = block.begin * features + col;
     float row_amax[kBlock * kParts], col_amax[kBlock * kParts];
-    ByteTile bytes;
     tile.find_amax(row_amax, col_amax, kMxBlock);
-    if (q || rowwise) {
-      const MxScales scales(row_amax);
-      if (rowwise) tile.round(true, scales.factor, scales.scale, rowwise + first, features);
-      if (q) {
-        tile.quantize_by_rows(scales.factor, kMxBlock, bytes);
-        store(bytes, block, col, cols);
-        const int64_t stride = ceil_div(features, kMxBlock);
-        for (int64_t r = 0; r < block.end - block.begin; ++r)
-          std::memcpy(scale + (block.begin + r) * stride + col / kMxBlock,
-                      scales.exponents + r * kParts, ceil_div(cols, kMxBlock));
-      }
+    const MxScales of_rows(row_amax), of_cols(col_amax);
+    if (rowwise) tile.round(true, of_rows.factor, of_rows.scale, rowwise + first, features);
+    if (columnwise) tile.round(false, of_cols.factor, of_cols.scale, columnwise + first, features);
+    if (!q && !q_t) return;
+
+    ByteTile by_rows, by_cols;
+    tile.quantize(of_rows.factor, q ? &by_rows : nullptr, of_cols.factor, q_t ? &by_cols : nullptr,
+                  kMxBlock);
+    if (q) {
+      store(by_rows, block, col, cols);
+      const int64_t stride = ceil_div(features, kMxBlock);
+      for (int64_t r = 0; r < block.end - block.begin; ++r)
+        std::memcpy(scale + (block.begin + r) * stride + col / kMxBlock,
+                    of_rows.exponents + r * kParts, ceil_div(cols, kMxBlock));
     }
-    if (q_t || columnwise) {
-      const MxScales scales(col_amax);
-      if (columnwise) tile.round(false, scales.factor, scales.scale, columnwise + first, features);
-      if (q_t) {
-        tile.quantize_by_cols(scales.factor, kMxBlock, bytes);
-        store_turned(bytes, block, col, cols, tile.filled());
-        uint8_t* turned = scale_t + (block.index * features + col) * kParts;
-        for (int64_t c = 0; c < cols; ++c)
-          for (int64_t p = 0; p < kParts; ++p)
-            turned[c * kParts + p] = scales.exponents[p * kBlock + c];
-      }
+    if (q_t) {
+      store_turned(by_cols, block, col, cols, tile.filled());
+      uint8_t* turned = scale_t + (block.index * features + col) * kParts;
+      for (int64_t c = 0; c < cols; ++c)
+        for (int64_t p = 0; p < kParts; ++p)
+          turned[c * kParts + p] = of_cols.exponents[p * kBlock + c];
     }
   }
 };

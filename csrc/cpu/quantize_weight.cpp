@@ -21,7 +21,7 @@ struct WeightTargets : TileTargets {
 
     ByteTile bytes;
     std::fill_n(factor, kBlock, own.factor);
-    tile.quantize_by_rows(factor, kBlock, bytes);
+    tile.quantize(factor, &bytes, nullptr, nullptr);
     store(bytes, block, col, cols);
     if (q_t) store_turned(bytes, block, col, cols, tile.filled());
   }

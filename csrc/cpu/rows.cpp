@@ -98,7 +98,7 @@ Tensor new_output(const Tensor& like, const std::vector<int64_t>& shape, ScalarT
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t kPage = 4096;
   const uintptr_t bytes = t.numel() * t.element_size();
-  if (bytes > (32 << 20)) {
+  if (bytes + kPage > (32 << 20)) {
     const uintptr_t begin = reinterpret_cast<uintptr_t>(t.data_ptr());
     const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
     // A hint: where it is refused, pages stay small.

@@ -75,8 +75,9 @@ std::vector<RowBlock> row_blocks(const std::vector<int64_t>& starts);
 
 // An output for an op to fill, with the device of `like`.
 //
-// The C library maps an allocation of more than 32 MiB anew every time, and its first touch, 4 KiB
-// a page fault, takes five times as long as filling it; so huge pages are asked for.
+// The C library maps an allocation that is past 32 MiB with its header and alignment anew every time,
+// and its first touch, 4 KiB a page fault, takes five times as long as filling it; so huge pages are
+// asked for.
 Tensor new_output(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype);
 
 void zero_rows(const Tensor& t, int64_t begin);

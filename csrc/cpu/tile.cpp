@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "fp8.h"
 
@@ -141,7 +142,7 @@ GROUPED_LINEAR_INLINE void quantize_tile(Values<Element> values, int64_t rows, c
           by_rows ? factor + (r * kBlock + begin) / part : factor + r / part * kBlock + begin;
       for (int64_t i = 0; i < part; ++i) {
         const float x = Element::to_float(values[r][begin + i]), own = f[by_rows ? 0 : i];
-        codes[begin + i] = finite ? Rounding<Format>(x * own).code() : quantize<Format>(x, own);
+        codes[begin + i] = finite ? Rounded<Format>(x * own).code() : quantize<Format>(x, own);
       }
     }
     for (int64_t c = 0; c < kBlock; ++c) q.bytes[r][c] = static_cast<uint8_t>(codes[c]);
@@ -186,6 +187,75 @@ GROUPED_LINEAR_EVERY_WIDTH void quantize_to_e5m2(const void* values, bool bf16, 
        : quantize_tile<Float, E5m2>(values, rows, factors, finite, factor, q);
 }
 
+// The smallest anchors of factors that are powers of two; false if any is not, or is too large or
+// too small for that.
+GROUPED_LINEAR_EVERY_WIDTH bool anchors_of(const float* factor, int64_t n, uint32_t* smallest) {
+  using To = Rounding<E4m3>;
+  constexpr uint32_t kLeast = std::bit_cast<uint32_t>(To::kSmallestFactor);
+  constexpr uint32_t kMost = std::bit_cast<uint32_t>(To::kLargestFactor);
+  uint32_t others = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = std::bit_cast<uint32_t>(factor[i]);
+    others |= (bits & ~kInfinity) | (bits < kLeast) | (bits > kMost);
+    smallest[i] = To::smallest_anchor(factor[i]);
+  }
+  return others == 0;
+}
+
+// Finite elements with the smallest anchors of their factors, for rows, columns or both.
+template <typename Element, int64_t part, bool rows_too, bool cols_too>
+GROUPED_LINEAR_INLINE void encode_tile(Values<Element> values, int64_t rows,
+                                       const uint32_t* row_anchor, ByteTile* by_rows,
+                                       const uint32_t* col_anchor, ByteTile* by_cols) {
+  using Bits = std::make_unsigned_t<typename Element::Magnitude>;
+  constexpr int kToByte = 8 * sizeof(Bits) - 8;
+  for (int64_t r = 0; r < rows; ++r) {
+    uint32_t row_sums[kBlock], col_sums[kBlock];  // narrowed in a loop of its own
+    uint8_t row_codes[kBlock], col_codes[kBlock];
+    for (int64_t begin = 0; begin < kBlock; begin += part) {
+      const uint32_t of_row = rows_too ? row_anchor[(r * kBlock + begin) / part] : 0;
+      const uint32_t* of_col = col_anchor + r / part * kBlock + begin;
+      for (int64_t i = 0; i < part; ++i) {
+        const float x = std::fabs(Element::to_float(values[r][begin + i]));
+        if (rows_too) row_sums[begin + i] = Rounding<E4m3>(x, of_row).bits();
+        if (cols_too) col_sums[begin + i] = Rounding<E4m3>(x, of_col[i]).bits();
+      }
+      for (int64_t i = 0; i < part; ++i) {
+        const int64_t c = begin + i;
+        const auto sign = static_cast<uint8_t>(std::bit_cast<Bits>(values[r][c]) >> kToByte) & 0x80;
+        if (rows_too) row_codes[c] = static_cast<uint8_t>(row_sums[c] - of_row) | sign;
+        if (cols_too) col_codes[c] = static_cast<uint8_t>(col_sums[c] - of_col[i]) | sign;
+      }
+    }
+    if (rows_too) std::memcpy(by_rows->bytes[r], row_codes, kBlock);
+    if (cols_too) std::memcpy(by_cols->bytes[r], col_codes, kBlock);
+  }
+}
+
+template <typename Element, int64_t part>
+GROUPED_LINEAR_INLINE void encode_tile(const void* from, int64_t rows, const uint32_t* row_anchor,
+                                       ByteTile* by_rows, const uint32_t* col_anchor,
+                                       ByteTile* by_cols) {
+  const auto& values = as<Element>(from);
+  if (by_rows && by_cols)
+    encode_tile<Element, part, true, true>(values, rows, row_anchor, by_rows, col_anchor, by_cols);
+  else if (by_rows)
+    encode_tile<Element, part, true, false>(values, rows, row_anchor, by_rows, nullptr, nullptr);
+  else
+    encode_tile<Element, part, false, true>(values, rows, nullptr, nullptr, col_anchor, by_cols);
+}
+
+GROUPED_LINEAR_EVERY_WIDTH void encode(const void* values, bool bf16, int64_t rows, int64_t part,
+                                       const uint32_t* row_anchor, ByteTile* by_rows,
+                                       const uint32_t* col_anchor, ByteTile* by_cols) {
+  if (part == kBlock)
+    bf16 ? encode_tile<Bf16, kBlock>(values, rows, row_anchor, by_rows, col_anchor, by_cols)
+         : encode_tile<Float, kBlock>(values, rows, row_anchor, by_rows, col_anchor, by_cols);
+  else
+    bf16 ? encode_tile<Bf16, kMxBlock>(values, rows, row_anchor, by_rows, col_anchor, by_cols)
+         : encode_tile<Float, kMxBlock>(values, rows, row_anchor, by_rows, col_anchor, by_cols);
+}
+
 template <typename Element, bool by_rows, bool finite>
 GROUPED_LINEAR_INLINE void round_tile(Values<Element> values, int64_t rows, int64_t cols,
                                       const float* factor, const float* scale, uint16_t* out,
@@ -198,7 +268,7 @@ GROUPED_LINEAR_INLINE void round_tile(Values<Element> values, int64_t rows, int6
       for (int64_t i = 0; i < kMxBlock; ++i) {
         const int64_t own = first + (by_rows ? 0 : i);
         const float x = Element::to_float(values[r][begin + i]);
-        const float rounded = Rounding<E4m3>(x * factor[own]).value() * scale[own];
+        const float rounded = Rounded<E4m3>(x * factor[own]).value() * scale[own];
         const uint32_t bits = std::bit_cast<uint32_t>(rounded) >> 16;
         const bool is_nan = !finite && (std::bit_cast<uint32_t>(x) & kMagnitude) >= kInfinity;
         row[begin + i] = static_cast<uint16_t>(is_nan ? kBf16Nan : bits);
@@ -326,16 +396,25 @@ void Tile::col_sums(float* sums) const {
   std::memcpy(sums, all, cols_ * sizeof(float));
 }
 
-void Tile::quantize_by_rows(const float* factor, int64_t part, ByteTile& q) const {
-  quantize_to_e4m3(values_, bf16_, rows_, part == kBlock ? Factors::kRows : Factors::kPartsOfRows,
-                   finite_, factor, q);
-  zero_past_rows(q);
-}
-
-void Tile::quantize_by_cols(const float* factor, int64_t part, ByteTile& q) const {
-  quantize_to_e4m3(values_, bf16_, rows_, part == kBlock ? Factors::kCols : Factors::kPartsOfCols,
-                   finite_, factor, q);
-  zero_past_rows(q);
+void Tile::quantize(const float* row_factor, ByteTile* by_rows, const float* col_factor,
+                    ByteTile* by_cols, int64_t part) const {
+  uint32_t row_anchor[kBlock * kBlock / kMxBlock], col_anchor[kBlock * kBlock / kMxBlock];
+  const int64_t parts = kBlock * kBlock / part;
+  if (finite_ && (!by_rows || anchors_of(row_factor, parts, row_anchor)) &&
+      (!by_cols || anchors_of(col_factor, parts, col_anchor))) {
+    encode(values_, bf16_, rows_, part, row_anchor, by_rows, col_anchor, by_cols);
+  } else {
+    if (by_rows)
+      quantize_to_e4m3(values_, bf16_, rows_,
+                       part == kBlock ? Factors::kRows : Factors::kPartsOfRows, finite_, row_factor,
+                       *by_rows);
+    if (by_cols)
+      quantize_to_e4m3(values_, bf16_, rows_,
+                       part == kBlock ? Factors::kCols : Factors::kPartsOfCols, finite_, col_factor,
+                       *by_cols);
+  }
+  if (by_rows) zero_past_rows(*by_rows);
+  if (by_cols) zero_past_rows(*by_cols);
 }
 
 void Tile::quantize(float factor, ScalarType format, ByteTile& q) const {

@@ -86,9 +86,11 @@ class Tile {
   void col_sums(float* sums) const;
 
   // After find_amax, with finite factors laid out as the amaxima they are made of:
-  // bytes[r][c] = e4m3(tile[r][c] * factor), and zero in rows from the last to filled().
-  void quantize_by_rows(const float* factor, int64_t part, ByteTile& q) const;
-  void quantize_by_cols(const float* factor, int64_t part, ByteTile& q) const;
+  // bytes[r][c] = e4m3(tile[r][c] * factor), and zero in rows from the last to filled(). By the
+  // factors of rows, of columns or of both; null for what is not asked for. No product is past the
+  // largest number where factors are powers of two between 2^-99 and 2^121.
+  void quantize(const float* row_factor, ByteTile* by_rows, const float* col_factor,
+                ByteTile* by_cols, int64_t part = kBlock) const;
 
   // The same with one factor, which may be anything, and to any format.
   void quantize(float factor, ScalarType format, ByteTile& q) const;
