@@ -80,7 +80,7 @@ struct BlockScaledTargets : TileTargets {
 
 // For sums alone.
 struct NoTargets : TileTargets {
-  void write(Tile&, const RowBlock&, int64_t, int64_t) const {}
+  void write(Tile& tile, const RowBlock&, int64_t, int64_t) const { tile.ahead.ask_from(0); }
 };
 
 // The blocks to quantize. A row's data do not depend on its group: rowwise alone, small groups share
@@ -89,12 +89,12 @@ std::vector<RowBlock> blocks_of(const std::vector<int64_t>& starts, bool by_grou
   return by_group ? row_blocks(starts) : row_blocks({0, starts.back()});
 }
 
-template <typename FillRow>
+template <typename Reader>
 void quantize(ScalarType dtype, const std::vector<RowBlock>& blocks, ScaleRule rule,
-              const Results& results, const FillRow& fill_row) {
+              const Results& results, const Reader& reader) {
   const bool sums = results.bias_grad.numel() > 0;
   quantize_and_sum(dtype, blocks, BlockScaledTargets(results, rule), results.groups,
-                   pointer_if<float>(sums, results.bias_grad), fill_row);
+                   pointer_if<float>(sums, results.bias_grad), reader);
 }
 
 // The first `count` of rows, each an index of x's `limit` rows.
@@ -108,14 +108,12 @@ std::vector<int64_t> checked_rows(const std::optional<Tensor>& rows, int64_t cou
   return taken;
 }
 
-// to[i] = from[i] * factor, at most kBlock elements of a dtype, rounded to it; asks for those of the
-// next tile.
+// to[i] = from[i] * factor, at most kBlock elements of a dtype, rounded to it.
 void multiply_row(const char* from, float factor, ScalarType dtype, int64_t n, void* to) {
   float values[kBlock];
   load_row(from, dtype, n, values);
   for (int64_t i = 0; i < n; ++i) values[i] *= factor;
   store_row(values, n, dtype, to);
-  prefetch_row(from + n * element_size(dtype), n * element_size(dtype));
 }
 
 }  // namespace
@@ -136,16 +134,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
   const auto* first = static_cast<const char*>(x.data_ptr());
   const std::optional<Tensor> factor = as_dense(factor_in);
   const float* factors = factor ? factor->const_data_ptr<float>() : nullptr;
+  const auto source = [&](const RowBlock& block, int64_t r, int64_t col) {
+    const int64_t t = rows ? taken[block.begin + r] : block.begin + r;
+    return first + t * stride + col * element;
+  };
+  const auto fill_row = [&](const char* from, const RowBlock& block, int64_t r, int64_t,
+                            int64_t cols, void* row) {
+    if (factors)
+      multiply_row(from, factors[block.begin + r], dtype, cols, row);
+    else
+      std::memcpy(row, from, cols * element);
+  };
   quantize(dtype, blocks_of(starts, columnwise || bias_grad),
            {static_cast<float>(amax_epsilon), power_of_two_scales}, results,
-           [&](const RowBlock& block, int64_t r, int64_t col, int64_t cols, void* row) {
-             const int64_t t = rows ? taken[block.begin + r] : block.begin + r;
-             const char* from = first + t * stride + col * element;
-             if (factors)
-               multiply_row(from, factors[block.begin + r], dtype, cols, row);
-             else
-               GroupedRows::copy_row(from, cols * element, row);
-           });
+           Reader{source, fill_row});
   return results.all();
 }
 
@@ -164,17 +166,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
   const int64_t element = element_size(dtype), stride = gate_up.stride(0) * element;
   const auto* inputs = static_cast<const char*>(gate_up.data_ptr());
   auto* kept = static_cast<char*>(h.data_ptr());
+  const auto source = [&](const RowBlock& block, int64_t r, int64_t col) {
+    return inputs + (block.begin + r) * stride + col * element;
+  };
+  const auto fill_row = [&](const char* gate, const RowBlock& block, int64_t r, int64_t col,
+                            int64_t cols, void* row) {
+    const char* up = gate + K * element;
+    swiglu_row(gate, up, dtype, cols, row);
+    if (keep_h) std::memcpy(kept + ((block.begin + r) * K + col) * element, row, cols * element);
+    prefetch_row(up + kBlock * element, kBlock * element);
+  };
   quantize(dtype, blocks_of(starts, columnwise),
            {static_cast<float>(amax_epsilon), power_of_two_scales}, results,
-           [&](const RowBlock& block, int64_t r, int64_t col, int64_t cols, void* row) {
-             const int64_t t = block.begin + r;
-             const char* gate = inputs + t * stride + col * element;
-             const char* up = gate + K * element;
-             swiglu_row(gate, up, dtype, cols, row);
-             if (keep_h) std::memcpy(kept + (t * K + col) * element, row, cols * element);
-             prefetch_row(gate + kBlock * element, kBlock * element);
-             prefetch_row(up + kBlock * element, kBlock * element);
-           });
+           Reader{source, fill_row});
   if (keep_h) zero_rows(h, starts.back());
   return {results.q, results.scale, results.q_t, results.scale_t, h};
 }
@@ -194,13 +198,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu_grad(
   const int64_t dh_stride = dh.stride(0) * element, stride = gate_up.stride(0) * element;
   const auto* gradients = static_cast<const char*>(dh.data_ptr());
   const auto* inputs = static_cast<const char*>(gate_up.data_ptr());
+  const auto source = [&](const RowBlock& block, int64_t r, int64_t col) {
+    return gradients + (block.begin + r) * dh_stride + col % K * element;
+  };
+  const auto fill_row = [&](const char*, const RowBlock& block, int64_t r, int64_t col,
+                            int64_t cols, void* row) {
+    const int64_t t = block.begin + r;
+    swiglu_grad_row(gradients + t * dh_stride, inputs + t * stride, dtype, K, col, cols,
+                    static_cast<char*>(row));
+  };
   quantize(dtype, blocks_of(starts, columnwise || bias_grad),
            {static_cast<float>(amax_epsilon), power_of_two_scales}, results,
-           [&](const RowBlock& block, int64_t r, int64_t col, int64_t cols, void* row) {
-             const int64_t t = block.begin + r;
-             swiglu_grad_row(gradients + t * dh_stride, inputs + t * stride, dtype, K, col, cols,
-                             static_cast<char*>(row));
-           });
+           Reader{source, fill_row});
   return results.all();
 }
 

@@ -134,8 +134,9 @@ GROUPED_LINEAR_EVERY_WIDTH void sum_cols(const void* values, bool bf16, int64_t 
 // by_rows: a factor for each part of each row, [128][128 / part]; else [128 / part][128].
 template <typename Element, typename Format, bool by_rows, int64_t part, bool finite>
 GROUPED_LINEAR_INLINE void quantize_tile(Values<Element> values, int64_t rows, const float* factor,
-                                         ByteTile& q) {
+                                         const Ahead& ahead, ByteTile& q) {
   for (int64_t r = 0; r < rows; ++r) {
+    ahead.ask(r);
     uint32_t codes[kBlock];  // narrowed in a loop of its own: one narrowing, not one an operand
     for (int64_t begin = 0; begin < kBlock; begin += part) {
       const float* f =
@@ -153,38 +154,41 @@ enum class Factors { kRows, kPartsOfRows, kCols, kPartsOfCols };
 
 template <typename Element, typename Format, bool finite>
 GROUPED_LINEAR_INLINE void quantize_tile(Values<Element> values, int64_t rows, Factors factors,
-                                         const float* factor, ByteTile& q) {
+                                         const float* factor, const Ahead& ahead, ByteTile& q) {
   switch (factors) {
     case Factors::kRows:
-      return quantize_tile<Element, Format, true, kBlock, finite>(values, rows, factor, q);
+      return quantize_tile<Element, Format, true, kBlock, finite>(values, rows, factor, ahead, q);
     case Factors::kPartsOfRows:
-      return quantize_tile<Element, Format, true, kMxBlock, finite>(values, rows, factor, q);
+      return quantize_tile<Element, Format, true, kMxBlock, finite>(values, rows, factor, ahead, q);
     case Factors::kCols:
-      return quantize_tile<Element, Format, false, kBlock, finite>(values, rows, factor, q);
+      return quantize_tile<Element, Format, false, kBlock, finite>(values, rows, factor, ahead, q);
     case Factors::kPartsOfCols:
-      return quantize_tile<Element, Format, false, kMxBlock, finite>(values, rows, factor, q);
+      return quantize_tile<Element, Format, false, kMxBlock, finite>(values, rows, factor, ahead,
+                                                                     q);
   }
 }
 
 template <typename Element, typename Format>
 GROUPED_LINEAR_INLINE void quantize_tile(const void* values, int64_t rows, Factors factors,
-                                         bool finite, const float* factor, ByteTile& q) {
-  finite ? quantize_tile<Element, Format, true>(as<Element>(values), rows, factors, factor, q)
-         : quantize_tile<Element, Format, false>(as<Element>(values), rows, factors, factor, q);
+                                         bool finite, const float* factor, const Ahead& ahead,
+                                         ByteTile& q) {
+  finite
+      ? quantize_tile<Element, Format, true>(as<Element>(values), rows, factors, factor, ahead, q)
+      : quantize_tile<Element, Format, false>(as<Element>(values), rows, factors, factor, ahead, q);
 }
 
 GROUPED_LINEAR_EVERY_WIDTH void quantize_to_e4m3(const void* values, bool bf16, int64_t rows,
                                                  Factors factors, bool finite, const float* factor,
-                                                 ByteTile& q) {
-  bf16 ? quantize_tile<Bf16, E4m3>(values, rows, factors, finite, factor, q)
-       : quantize_tile<Float, E4m3>(values, rows, factors, finite, factor, q);
+                                                 const Ahead& ahead, ByteTile& q) {
+  bf16 ? quantize_tile<Bf16, E4m3>(values, rows, factors, finite, factor, ahead, q)
+       : quantize_tile<Float, E4m3>(values, rows, factors, finite, factor, ahead, q);
 }
 
 GROUPED_LINEAR_EVERY_WIDTH void quantize_to_e5m2(const void* values, bool bf16, int64_t rows,
                                                  Factors factors, bool finite, const float* factor,
-                                                 ByteTile& q) {
-  bf16 ? quantize_tile<Bf16, E5m2>(values, rows, factors, finite, factor, q)
-       : quantize_tile<Float, E5m2>(values, rows, factors, finite, factor, q);
+                                                 const Ahead& ahead, ByteTile& q) {
+  bf16 ? quantize_tile<Bf16, E5m2>(values, rows, factors, finite, factor, ahead, q)
+       : quantize_tile<Float, E5m2>(values, rows, factors, finite, factor, ahead, q);
 }
 
 // The smallest anchors of factors that are powers of two; false if any is not, or is too large or
@@ -206,10 +210,12 @@ GROUPED_LINEAR_EVERY_WIDTH bool anchors_of(const float* factor, int64_t n, uint3
 template <typename Element, int64_t part, bool rows_too, bool cols_too>
 GROUPED_LINEAR_INLINE void encode_tile(Values<Element> values, int64_t rows,
                                        const uint32_t* row_anchor, ByteTile* by_rows,
-                                       const uint32_t* col_anchor, ByteTile* by_cols) {
+                                       const uint32_t* col_anchor, ByteTile* by_cols,
+                                       const Ahead& ahead) {
   using Bits = std::make_unsigned_t<typename Element::Magnitude>;
   constexpr int kToByte = 8 * sizeof(Bits) - 8;
   for (int64_t r = 0; r < rows; ++r) {
+    ahead.ask(r);
     uint32_t row_sums[kBlock], col_sums[kBlock];  // narrowed in a loop of its own
     uint8_t row_codes[kBlock], col_codes[kBlock];
     for (int64_t begin = 0; begin < kBlock; begin += part) {
@@ -235,32 +241,40 @@ GROUPED_LINEAR_INLINE void encode_tile(Values<Element> values, int64_t rows,
 template <typename Element, int64_t part>
 GROUPED_LINEAR_INLINE void encode_tile(const void* from, int64_t rows, const uint32_t* row_anchor,
                                        ByteTile* by_rows, const uint32_t* col_anchor,
-                                       ByteTile* by_cols) {
+                                       ByteTile* by_cols, const Ahead& ahead) {
   const auto& values = as<Element>(from);
   if (by_rows && by_cols)
-    encode_tile<Element, part, true, true>(values, rows, row_anchor, by_rows, col_anchor, by_cols);
+    encode_tile<Element, part, true, true>(values, rows, row_anchor, by_rows, col_anchor, by_cols,
+                                           ahead);
   else if (by_rows)
-    encode_tile<Element, part, true, false>(values, rows, row_anchor, by_rows, nullptr, nullptr);
+    encode_tile<Element, part, true, false>(values, rows, row_anchor, by_rows, nullptr, nullptr,
+                                            ahead);
   else
-    encode_tile<Element, part, false, true>(values, rows, nullptr, nullptr, col_anchor, by_cols);
+    encode_tile<Element, part, false, true>(values, rows, nullptr, nullptr, col_anchor, by_cols,
+                                            ahead);
 }
 
 GROUPED_LINEAR_EVERY_WIDTH void encode(const void* values, bool bf16, int64_t rows, int64_t part,
                                        const uint32_t* row_anchor, ByteTile* by_rows,
-                                       const uint32_t* col_anchor, ByteTile* by_cols) {
+                                       const uint32_t* col_anchor, ByteTile* by_cols,
+                                       const Ahead& ahead) {
   if (part == kBlock)
-    bf16 ? encode_tile<Bf16, kBlock>(values, rows, row_anchor, by_rows, col_anchor, by_cols)
-         : encode_tile<Float, kBlock>(values, rows, row_anchor, by_rows, col_anchor, by_cols);
+    bf16
+        ? encode_tile<Bf16, kBlock>(values, rows, row_anchor, by_rows, col_anchor, by_cols, ahead)
+        : encode_tile<Float, kBlock>(values, rows, row_anchor, by_rows, col_anchor, by_cols, ahead);
   else
-    bf16 ? encode_tile<Bf16, kMxBlock>(values, rows, row_anchor, by_rows, col_anchor, by_cols)
-         : encode_tile<Float, kMxBlock>(values, rows, row_anchor, by_rows, col_anchor, by_cols);
+    bf16
+        ? encode_tile<Bf16, kMxBlock>(values, rows, row_anchor, by_rows, col_anchor, by_cols, ahead)
+        : encode_tile<Float, kMxBlock>(values, rows, row_anchor, by_rows, col_anchor, by_cols,
+                                       ahead);
 }
 
 template <typename Element, bool by_rows, bool finite>
 GROUPED_LINEAR_INLINE void round_tile(Values<Element> values, int64_t rows, int64_t cols,
                                       const float* factor, const float* scale, uint16_t* out,
-                                      int64_t stride) {
+                                      int64_t stride, const Ahead& ahead) {
   for (int64_t r = 0; r < rows; ++r) {
+    ahead.ask(r);
     uint16_t row[kBlock];
     for (int64_t begin = 0; begin < kBlock; begin += kMxBlock) {
       const int64_t first =
@@ -281,22 +295,22 @@ GROUPED_LINEAR_INLINE void round_tile(Values<Element> values, int64_t rows, int6
 template <typename Element>
 GROUPED_LINEAR_INLINE void round_tile(const void* values, int64_t rows, int64_t cols, bool by_rows,
                                       bool finite, const float* factor, const float* scale,
-                                      uint16_t* out, int64_t stride) {
+                                      uint16_t* out, int64_t stride, const Ahead& ahead) {
   const auto& own = as<Element>(values);
   if (by_rows)
-    finite ? round_tile<Element, true, true>(own, rows, cols, factor, scale, out, stride)
-           : round_tile<Element, true, false>(own, rows, cols, factor, scale, out, stride);
+    finite ? round_tile<Element, true, true>(own, rows, cols, factor, scale, out, stride, ahead)
+           : round_tile<Element, true, false>(own, rows, cols, factor, scale, out, stride, ahead);
   else
-    finite ? round_tile<Element, false, true>(own, rows, cols, factor, scale, out, stride)
-           : round_tile<Element, false, false>(own, rows, cols, factor, scale, out, stride);
+    finite ? round_tile<Element, false, true>(own, rows, cols, factor, scale, out, stride, ahead)
+           : round_tile<Element, false, false>(own, rows, cols, factor, scale, out, stride, ahead);
 }
 
 GROUPED_LINEAR_EVERY_WIDTH void round_to_e4m3(const void* values, bool bf16, int64_t rows,
                                               int64_t cols, bool by_rows, bool finite,
                                               const float* factor, const float* scale,
-                                              uint16_t* out, int64_t stride) {
-  bf16 ? round_tile<Bf16>(values, rows, cols, by_rows, finite, factor, scale, out, stride)
-       : round_tile<Float>(values, rows, cols, by_rows, finite, factor, scale, out, stride);
+                                              uint16_t* out, int64_t stride, const Ahead& ahead) {
+  bf16 ? round_tile<Bf16>(values, rows, cols, by_rows, finite, factor, scale, out, stride, ahead)
+       : round_tile<Float>(values, rows, cols, by_rows, finite, factor, scale, out, stride, ahead);
 }
 
 // The cap keeps 1 / factor a normal number. Selects, not branches: a loop over blocks vectorises.
@@ -398,21 +412,22 @@ void Tile::col_sums(float* sums) const {
 
 void Tile::quantize(const float* row_factor, ByteTile* by_rows, const float* col_factor,
                     ByteTile* by_cols, int64_t part) const {
-  uint32_t row_anchor[kBlock * kBlock / kMxBlock], col_anchor[kBlock * kBlock / kMxBlock];
+  uint32_t row_anchor[kBlock * kBlock / kMxBlock] = {}, col_anchor[kBlock * kBlock / kMxBlock] = {};
   const int64_t parts = kBlock * kBlock / part;
   if (finite_ && (!by_rows || anchors_of(row_factor, parts, row_anchor)) &&
       (!by_cols || anchors_of(col_factor, parts, col_anchor))) {
-    encode(values_, bf16_, rows_, part, row_anchor, by_rows, col_anchor, by_cols);
+    encode(values_, bf16_, rows_, part, row_anchor, by_rows, col_anchor, by_cols, ahead);
   } else {
     if (by_rows)
       quantize_to_e4m3(values_, bf16_, rows_,
                        part == kBlock ? Factors::kRows : Factors::kPartsOfRows, finite_, row_factor,
-                       *by_rows);
+                       ahead, *by_rows);
     if (by_cols)
       quantize_to_e4m3(values_, bf16_, rows_,
                        part == kBlock ? Factors::kCols : Factors::kPartsOfCols, finite_, col_factor,
-                       *by_cols);
+                       ahead, *by_cols);
   }
+  ahead.ask_from(rows_);
   if (by_rows) zero_past_rows(*by_rows);
   if (by_cols) zero_past_rows(*by_cols);
 }
@@ -421,13 +436,14 @@ void Tile::quantize(float factor, ScalarType format, ByteTile& q) const {
   float factors[kBlock];
   std::fill_n(factors, kBlock, factor);
   const auto quantize_to = format == E5m2::kType ? quantize_to_e5m2 : quantize_to_e4m3;
-  quantize_to(values_, bf16_, rows_, Factors::kRows, finite_ && std::isfinite(factor), factors, q);
+  quantize_to(values_, bf16_, rows_, Factors::kRows, finite_ && std::isfinite(factor), factors,
+              ahead, q);
   zero_past_rows(q);
 }
 
 void Tile::round(bool by_rows, const float* factor, const float* scale, uint16_t* out,
                  int64_t stride) const {
-  round_to_e4m3(values_, bf16_, rows_, cols_, by_rows, finite_, factor, scale, out, stride);
+  round_to_e4m3(values_, bf16_, rows_, cols_, by_rows, finite_, factor, scale, out, stride, ahead);
 }
 
 void Tile::zero_past_rows(ByteTile& q) const {

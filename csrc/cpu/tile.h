@@ -44,10 +44,37 @@ struct ByteTile {
 // Asks for the cache lines of a row of a tile before they are needed, to read or to write them. The
 // rows of a tile are far apart, so the hardware does not foresee them.
 template <bool write = false>
-inline void prefetch_row(const void* row, int64_t bytes) {
+GROUPED_LINEAR_INLINE void prefetch_row(const void* row, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64)
     __builtin_prefetch(static_cast<const char*>(row) + i, write);
 }
+
+// What the next tile will read and write, asked for while this one is quantized: a few lines with each
+// row, because a core has only some twenty requests under way and waits with more (AMD EPYC 9005,
+// [4096, 2048] both layouts, one core: 0.24 ns an element, 0.33 with a tile's lines at once). Nothing
+// here takes a varying number of steps, which would cost half of that.
+struct Ahead {
+  struct Rows {
+    const char* first;
+    int64_t stride, count = 0;
+  };
+  static constexpr int64_t kReadBytes = kBlock * 2;
+  int64_t n_reads = 0;
+  bool wide = false;  // twice the bytes to read: float32
+  const char* reads[kBlock];
+  Rows writes[4];  // of kBlock bytes
+
+  // With row r, which need not be one of this tile's.
+  GROUPED_LINEAR_INLINE void ask(int64_t r) const {
+    if (r < n_reads) prefetch_row(reads[r], kReadBytes);
+    if (r < n_reads && wide) prefetch_row(reads[r] + kReadBytes, kReadBytes);
+    for (int i = 0; i < 4; ++i)
+      if (r < writes[i].count) prefetch_row<true>(writes[i].first + r * writes[i].stride, kBlock);
+  }
+  void ask_from(int64_t r) const {
+    for (; r < kBlock; ++r) ask(r);
+  }
+};
 
 // Rows are worked on in sixteens: small groups leave most of a tile empty.
 constexpr int64_t kRowStep = 16;
@@ -70,6 +97,9 @@ class Tile {
     }
     std::memset(values_ + rows * row_bytes, 0, (filled() - rows) * row_bytes);
   }
+
+  // Asked for by what quantizes and rounds.
+  Ahead ahead;
 
   // Rows that there are, rounded up to kRowStep.
   int64_t filled() const { return round_up(rows_, kRowStep); }

@@ -13,6 +13,14 @@
 
 namespace grouped_linear::cpu {
 
+// Where a tile's rows come from.
+template <typename Source, typename FillRow>
+struct Reader {
+  Source source;  // source(block, r, col): the address of what row r of a block is made of
+  FillRow
+      fill_row;  // fill_row(source, block, r, col, cols, row): makes a tile's row of it, in `dtype`
+};
+
 // Rows of `features` elements, and which of them are each group's: those of x [T, K] as offs say,
 // or the rows of every expert of a weight, one tensor [E, N, K] or E of [N, K].
 struct GroupedRows {
@@ -24,16 +32,13 @@ struct GroupedRows {
     const int64_t of_expert = block.begin - block.group * expert_rows;
     return first[is_weight() ? block.group : 0] + (of_expert + r) * row_bytes;
   }
-  // A fill_row of quantize_tiles.
+  // A reader of quantize_tiles.
   auto reader() const {
-    return [this](const RowBlock& block, int64_t r, int64_t col, int64_t cols, void* to) {
-      copy_row(row(block, r) + col * element, cols * element, to);
-    };
-  }
-  // Copies a row of a tile, and asks for that of the next tile.
-  static void copy_row(const char* from, int64_t bytes, void* to) {
-    std::memcpy(to, from, bytes);
-    prefetch_row(from + bytes, bytes);
+    return Reader{[this](const RowBlock& block, int64_t r, int64_t col) {
+                    return row(block, r) + col * element;
+                  },
+                  [this](const char* from, const RowBlock&, int64_t, int64_t, int64_t cols,
+                         void* to) { std::memcpy(to, from, cols * element); }};
   }
 
   std::vector<Tensor> values;  // keeps them alive
@@ -62,12 +67,11 @@ struct TileTargets {
   }
   int64_t column_stride() const { return expert_rows ? expert_rows : kBlock; }
 
-  // The hardware does not foresee a tile's rows, and a store waits for its cache line.
-  void prefetch(const RowBlock& block, int64_t col, int64_t cols) const {
+  void foresee(const RowBlock& block, int64_t col, int64_t cols, Ahead& ahead) const {
     const int64_t rows = block.end - block.begin;
-    for (int64_t r = 0; q && r < rows; ++r) prefetch_row<true>(row(block, r, col), cols);
-    for (int64_t c = 0; q_t && c < cols; ++c)
-      prefetch_row<true>(column(block, col + c), expert_rows ? rows : kBlock);
+    if (q) ahead.writes[0] = {reinterpret_cast<const char*>(row(block, 0, col)), features, rows};
+    if (q_t)
+      ahead.writes[1] = {reinterpret_cast<const char*>(column(block, col)), column_stride(), cols};
   }
   void store(const ByteTile& bytes, const RowBlock& block, int64_t col, int64_t cols) const {
     bytes.store(row(block, 0, col), features, block.end - block.begin, cols);
@@ -79,25 +83,36 @@ struct TileTargets {
   }
 };
 
-// fill_row(block, r, first column, columns, row) writes elements of row r of a block to a tile's
-// row, in `dtype`.
-template <typename Targets, typename FillRow>
+template <typename Targets, typename Reader>
+void foresee(const RowBlock& block, int64_t col, const Targets& targets, const Reader& reader,
+             Ahead& ahead) {
+  ahead.n_reads = block.end - block.begin;
+  for (int64_t r = 0; r < ahead.n_reads; ++r) ahead.reads[r] = reader.source(block, r, col);
+  targets.foresee(block, col, std::min(kBlock, targets.features - col), ahead);
+}
+
+// Fills tiles in turn and has them written.
+template <typename Targets, typename Reader>
 void quantize_tiles(ScalarType dtype, const std::vector<RowBlock>& blocks, const Targets& targets,
-                    const FillRow& fill_row) {
+                    const Reader& reader) {
   const int64_t features = targets.features, col_blocks = ceil_div(features, kBlock);
   const int64_t tiles = static_cast<int64_t>(blocks.size()) * col_blocks;
   torch::stable::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
     Tile tile(dtype);
+    tile.ahead.wide = dtype == ScalarType::Float;
     for (int64_t i = begin; i < end; ++i) {
       const RowBlock& block = blocks[i / col_blocks];
       const int64_t col = i % col_blocks * kBlock, cols = std::min(kBlock, features - col);
-      targets.prefetch(block, col, cols);
       tile.fill(block.end - block.begin, cols, [&](int64_t r, void* row) {
-        if (dtype != ScalarType::Half) return fill_row(block, r, col, cols, row);
+        const char* source = reader.source(block, r, col);
+        if (dtype != ScalarType::Half) return reader.fill_row(source, block, r, col, cols, row);
         uint16_t halves[kBlock];
-        fill_row(block, r, col, cols, halves);
+        reader.fill_row(source, block, r, col, cols, halves);
         load_row(halves, dtype, cols, static_cast<float*>(row));
       });
+      if (i + 1 < end)
+        foresee(blocks[(i + 1) / col_blocks], (i + 1) % col_blocks * kBlock, targets, reader,
+                tile.ahead);
       if (targets.block_sums) tile.col_sums(targets.block_sums + block.index * features + col);
       targets.write(tile, block, col, cols);
     }
@@ -106,13 +121,13 @@ void quantize_tiles(ScalarType dtype, const std::vector<RowBlock>& blocks, const
 
 // quantize_tiles and, unless bias_grad [groups, K] is null, bias_grad[e] = the sums of group e's
 // blocks, from the first to the last.
-template <typename Targets, typename FillRow>
+template <typename Targets, typename Reader>
 void quantize_and_sum(ScalarType dtype, const std::vector<RowBlock>& blocks, Targets targets,
-                      int64_t groups, float* bias_grad, const FillRow& fill_row) {
+                      int64_t groups, float* bias_grad, const Reader& reader) {
   const int64_t features = targets.features;
   std::vector<float> block_sums(bias_grad ? blocks.size() * features : 0);
   if (bias_grad) targets.block_sums = block_sums.data();
-  quantize_tiles(dtype, blocks, targets, fill_row);
+  quantize_tiles(dtype, blocks, targets, reader);
   if (!bias_grad) return;
 
   std::fill_n(bias_grad, groups * features, 0.0f);
