@@ -56,7 +56,7 @@ struct BlockScaledTargets : TileTargets {
   void write(Tile& tile, const RowBlock& block, int64_t col, int64_t cols) const {
     float row_amax[kBlock], col_amax[kBlock], row_factor[kBlock], col_factor[kBlock];
     float block_scale[kBlock];
-    ByteTile by_rows, by_cols;
+    ByteTile by_cols;
     tile.find_amax(row_amax, col_amax);
     if (q) {
       block_scales(row_amax, rule, row_factor, block_scale);
@@ -71,9 +71,8 @@ struct BlockScaledTargets : TileTargets {
       else
         std::memcpy(scale_t + block.index * features + col, block_scale, cols * sizeof(float));
     }
-    if (q || q_t)
-      tile.quantize(row_factor, q ? &by_rows : nullptr, col_factor, q_t ? &by_cols : nullptr);
-    if (q) store(by_rows, block, col, cols);
+    tile.quantize(row_factor, q ? row(block, 0, col) : nullptr, features,
+                  q_t ? col_factor : nullptr, q_t ? &by_cols : nullptr);
     if (q_t) store_turned(by_cols, block, col, cols, tile.filled());
   }
 };

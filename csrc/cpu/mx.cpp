@@ -62,11 +62,10 @@ struct MxTargets : TileTargets {
     if (columnwise) tile.round(false, of_cols.factor, of_cols.scale, columnwise + first, features);
     if (!q && !q_t) return;
 
-    ByteTile by_rows, by_cols;
-    tile.quantize(of_rows.factor, q ? &by_rows : nullptr, of_cols.factor, q_t ? &by_cols : nullptr,
-                  kMxBlock);
+    ByteTile by_cols;
+    tile.quantize(of_rows.factor, q ? row(block, 0, col) : nullptr, features,
+                  q_t ? of_cols.factor : nullptr, q_t ? &by_cols : nullptr, kMxBlock);
     if (q) {
-      store(by_rows, block, col, cols);
       const int64_t stride = ceil_div(features, kMxBlock);
       for (int64_t r = 0; r < block.end - block.begin; ++r)
         std::memcpy(scale + (block.begin + r) * stride + col / kMxBlock,

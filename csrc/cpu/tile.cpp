@@ -191,6 +191,11 @@ GROUPED_LINEAR_EVERY_WIDTH void quantize_to_e5m2(const void* values, bool bf16, 
        : quantize_tile<Float, E5m2>(values, rows, factors, finite, factor, ahead, q);
 }
 
+// At most kBlock bytes; of all of them a compiler makes two moves.
+GROUPED_LINEAR_INLINE void copy_bytes(const uint8_t* from, uint8_t* to, int64_t n) {
+  n == kBlock ? std::memcpy(to, from, kBlock) : std::memcpy(to, from, n);
+}
+
 // The smallest anchors of factors that are powers of two; false if any is not, or is too large or
 // too small for that.
 GROUPED_LINEAR_EVERY_WIDTH bool anchors_of(const float* factor, int64_t n, uint32_t* smallest) {
@@ -206,11 +211,17 @@ GROUPED_LINEAR_EVERY_WIDTH bool anchors_of(const float* factor, int64_t n, uint3
   return others == 0;
 }
 
-// Finite elements with the smallest anchors of their factors, for rows, columns or both.
+// What becomes of finite elements: where their bytes go, and the smallest anchors of their factors,
+// where columns may share those of rows.
+struct Encoding {
+  const uint32_t *row_anchor, *col_anchor;
+  uint8_t* q;  // rows of `cols` bytes
+  int64_t stride, cols;
+  ByteTile* by_cols;
+};
+
 template <typename Element, int64_t part, bool rows_too, bool cols_too>
-GROUPED_LINEAR_INLINE void encode_tile(Values<Element> values, int64_t rows,
-                                       const uint32_t* row_anchor, ByteTile* by_rows,
-                                       const uint32_t* col_anchor, ByteTile* by_cols,
+GROUPED_LINEAR_INLINE void encode_tile(Values<Element> values, int64_t rows, const Encoding& to,
                                        const Ahead& ahead) {
   using Bits = std::make_unsigned_t<typename Element::Magnitude>;
   constexpr int kToByte = 8 * sizeof(Bits) - 8;
@@ -219,8 +230,8 @@ GROUPED_LINEAR_INLINE void encode_tile(Values<Element> values, int64_t rows,
     uint32_t row_sums[kBlock], col_sums[kBlock];  // narrowed in a loop of its own
     uint8_t row_codes[kBlock], col_codes[kBlock];
     for (int64_t begin = 0; begin < kBlock; begin += part) {
-      const uint32_t of_row = rows_too ? row_anchor[(r * kBlock + begin) / part] : 0;
-      const uint32_t* of_col = col_anchor + r / part * kBlock + begin;
+      const uint32_t of_row = rows_too ? to.row_anchor[(r * kBlock + begin) / part] : 0;
+      const uint32_t* of_col = to.col_anchor + r / part * kBlock + begin;
       for (int64_t i = 0; i < part; ++i) {
         const float x = std::fabs(Element::to_float(values[r][begin + i]));
         if (rows_too) row_sums[begin + i] = Rounding<E4m3>(x, of_row).bits();
@@ -233,40 +244,32 @@ GROUPED_LINEAR_INLINE void encode_tile(Values<Element> values, int64_t rows,
         if (cols_too) col_codes[c] = static_cast<uint8_t>(col_sums[c] - of_col[i]) | sign;
       }
     }
-    if (rows_too) std::memcpy(by_rows->bytes[r], row_codes, kBlock);
-    if (cols_too) std::memcpy(by_cols->bytes[r], col_codes, kBlock);
+    if (rows_too) copy_bytes(row_codes, to.q + r * to.stride, to.cols);
+    if (cols_too || to.by_cols)
+      std::memcpy(to.by_cols->bytes[r], cols_too ? col_codes : row_codes, kBlock);
   }
 }
 
 template <typename Element, int64_t part>
-GROUPED_LINEAR_INLINE void encode_tile(const void* from, int64_t rows, const uint32_t* row_anchor,
-                                       ByteTile* by_rows, const uint32_t* col_anchor,
-                                       ByteTile* by_cols, const Ahead& ahead) {
+GROUPED_LINEAR_INLINE void encode_tile(const void* from, int64_t rows, const Encoding& to,
+                                       const Ahead& ahead) {
   const auto& values = as<Element>(from);
-  if (by_rows && by_cols)
-    encode_tile<Element, part, true, true>(values, rows, row_anchor, by_rows, col_anchor, by_cols,
-                                           ahead);
-  else if (by_rows)
-    encode_tile<Element, part, true, false>(values, rows, row_anchor, by_rows, nullptr, nullptr,
-                                            ahead);
+  if (to.q && to.col_anchor)
+    encode_tile<Element, part, true, true>(values, rows, to, ahead);
+  else if (to.q)
+    encode_tile<Element, part, true, false>(values, rows, to, ahead);
   else
-    encode_tile<Element, part, false, true>(values, rows, nullptr, nullptr, col_anchor, by_cols,
-                                            ahead);
+    encode_tile<Element, part, false, true>(values, rows, to, ahead);
 }
 
 GROUPED_LINEAR_EVERY_WIDTH void encode(const void* values, bool bf16, int64_t rows, int64_t part,
-                                       const uint32_t* row_anchor, ByteTile* by_rows,
-                                       const uint32_t* col_anchor, ByteTile* by_cols,
-                                       const Ahead& ahead) {
+                                       const Encoding& to, const Ahead& ahead) {
   if (part == kBlock)
-    bf16
-        ? encode_tile<Bf16, kBlock>(values, rows, row_anchor, by_rows, col_anchor, by_cols, ahead)
-        : encode_tile<Float, kBlock>(values, rows, row_anchor, by_rows, col_anchor, by_cols, ahead);
+    bf16 ? encode_tile<Bf16, kBlock>(values, rows, to, ahead)
+         : encode_tile<Float, kBlock>(values, rows, to, ahead);
   else
-    bf16
-        ? encode_tile<Bf16, kMxBlock>(values, rows, row_anchor, by_rows, col_anchor, by_cols, ahead)
-        : encode_tile<Float, kMxBlock>(values, rows, row_anchor, by_rows, col_anchor, by_cols,
-                                       ahead);
+    bf16 ? encode_tile<Bf16, kMxBlock>(values, rows, to, ahead)
+         : encode_tile<Float, kMxBlock>(values, rows, to, ahead);
 }
 
 template <typename Element, bool by_rows, bool finite>
@@ -366,14 +369,7 @@ GROUPED_LINEAR_EVERY_WIDTH void turn_tile_over(const uint8_t (&bytes)[kBlock][kB
 
 GROUPED_LINEAR_EVERY_WIDTH void store_rows(const uint8_t (&bytes)[kBlock][kBlock], uint8_t* q,
                                            int64_t stride, int64_t rows, int64_t cols) {
-  constexpr int64_t kAhead = 8;
-  for (int64_t r = 0; r < rows; ++r) {
-    prefetch_row<true>(q + (r + kAhead) * stride, kBlock);
-    if (cols == kBlock)
-      std::memcpy(q + r * stride, bytes[r], kBlock);
-    else
-      std::memcpy(q + r * stride, bytes[r], cols);
-  }
+  for (int64_t r = 0; r < rows; ++r) copy_bytes(bytes[r], q + r * stride, cols);
 }
 
 }  // namespace
@@ -410,25 +406,29 @@ void Tile::col_sums(float* sums) const {
   std::memcpy(sums, all, cols_ * sizeof(float));
 }
 
-void Tile::quantize(const float* row_factor, ByteTile* by_rows, const float* col_factor,
+void Tile::quantize(const float* row_factor, uint8_t* q, int64_t stride, const float* col_factor,
                     ByteTile* by_cols, int64_t part) const {
-  uint32_t row_anchor[kBlock * kBlock / kMxBlock] = {}, col_anchor[kBlock * kBlock / kMxBlock] = {};
+  const bool whole = part == kBlock;
   const int64_t parts = kBlock * kBlock / part;
-  if (finite_ && (!by_rows || anchors_of(row_factor, parts, row_anchor)) &&
-      (!by_cols || anchors_of(col_factor, parts, col_anchor))) {
-    encode(values_, bf16_, rows_, part, row_anchor, by_rows, col_anchor, by_cols, ahead);
+  uint32_t row_anchor[kBlock * kBlock / kMxBlock] = {}, col_anchor[kBlock * kBlock / kMxBlock] = {};
+  if (finite_ && (!q || anchors_of(row_factor, parts, row_anchor)) &&
+      (!col_factor || anchors_of(col_factor, parts, col_anchor))) {
+    const uint32_t* of_cols = col_factor ? col_anchor : nullptr;
+    encode(values_, bf16_, rows_, part, {row_anchor, of_cols, q, stride, cols_, by_cols}, ahead);
   } else {
-    if (by_rows)
-      quantize_to_e4m3(values_, bf16_, rows_,
-                       part == kBlock ? Factors::kRows : Factors::kPartsOfRows, finite_, row_factor,
-                       ahead, *by_rows);
-    if (by_cols)
-      quantize_to_e4m3(values_, bf16_, rows_,
-                       part == kBlock ? Factors::kCols : Factors::kPartsOfCols, finite_, col_factor,
-                       ahead, *by_cols);
+    ByteTile by_rows;
+    if (q) {
+      quantize_to_e4m3(values_, bf16_, rows_, whole ? Factors::kRows : Factors::kPartsOfRows,
+                       finite_, row_factor, ahead, by_rows);
+      by_rows.store(q, stride, rows_, cols_);
+    }
+    if (col_factor)
+      quantize_to_e4m3(values_, bf16_, rows_, whole ? Factors::kCols : Factors::kPartsOfCols,
+                       finite_, col_factor, ahead, *by_cols);
+    else if (by_cols)
+      std::memcpy(by_cols->bytes, by_rows.bytes, rows_ * kBlock);
   }
   ahead.ask_from(rows_);
-  if (by_rows) zero_past_rows(*by_rows);
   if (by_cols) zero_past_rows(*by_cols);
 }
 
@@ -438,6 +438,7 @@ void Tile::quantize(float factor, ScalarType format, ByteTile& q) const {
   const auto quantize_to = format == E5m2::kType ? quantize_to_e5m2 : quantize_to_e4m3;
   quantize_to(values_, bf16_, rows_, Factors::kRows, finite_ && std::isfinite(factor), factors,
               ahead, q);
+  ahead.ask_from(rows_);
   zero_past_rows(q);
 }
 

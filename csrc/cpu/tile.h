@@ -115,11 +115,12 @@ class Tile {
   // eights, the order of the CUDA kernel.
   void col_sums(float* sums) const;
 
-  // After find_amax, with finite factors laid out as the amaxima they are made of:
-  // bytes[r][c] = e4m3(tile[r][c] * factor), and zero in rows from the last to filled(). By the
-  // factors of rows, of columns or of both; null for what is not asked for. No product is past the
-  // largest number where factors are powers of two between 2^-99 and 2^121.
-  void quantize(const float* row_factor, ByteTile* by_rows, const float* col_factor,
+  // After find_amax, with finite factors laid out as the amaxima they are made of, tile * factor in
+  // e4m3: by the factors of rows, stored with store(q, stride) of ByteTile; by those of columns,
+  // as bytes, zero in rows from the last to filled(). Without factors of columns the rows' bytes are
+  // theirs; q or by_cols is null if not asked for. No product is past the largest number where
+  // factors are powers of two between 2^-99 and 2^121.
+  void quantize(const float* row_factor, uint8_t* q, int64_t stride, const float* col_factor,
                 ByteTile* by_cols, int64_t part = kBlock) const;
 
   // The same with one factor, which may be anything, and to any format.
