@@ -227,22 +227,22 @@ GROUPED_LINEAR_INLINE void encode_tile(Values<Element> values, int64_t rows, con
   constexpr int kToByte = 8 * sizeof(Bits) - 8;
   for (int64_t r = 0; r < rows; ++r) {
     ahead.ask(r);
-    uint32_t row_sums[kBlock], col_sums[kBlock];  // narrowed in a loop of its own
+    uint32_t of_parts[kBlock], row_sums[kBlock], col_sums[kBlock];  // narrowed in a loop of its own
     uint8_t row_codes[kBlock], col_codes[kBlock];
-    for (int64_t begin = 0; begin < kBlock; begin += part) {
-      const uint32_t of_row = rows_too ? to.row_anchor[(r * kBlock + begin) / part] : 0;
-      const uint32_t* of_col = to.col_anchor + r / part * kBlock + begin;
-      for (int64_t i = 0; i < part; ++i) {
-        const float x = std::fabs(Element::to_float(values[r][begin + i]));
-        if (rows_too) row_sums[begin + i] = Rounding<E4m3>(x, of_row).bits();
-        if (cols_too) col_sums[begin + i] = Rounding<E4m3>(x, of_col[i]).bits();
-      }
-      for (int64_t i = 0; i < part; ++i) {
-        const int64_t c = begin + i;
-        const auto sign = static_cast<uint8_t>(std::bit_cast<Bits>(values[r][c]) >> kToByte) & 0x80;
-        if (rows_too) row_codes[c] = static_cast<uint8_t>(row_sums[c] - of_row) | sign;
-        if (cols_too) col_codes[c] = static_cast<uint8_t>(col_sums[c] - of_col[i]) | sign;
-      }
+    for (int64_t p = 0; rows_too && part < kBlock && p < kBlock / part; ++p)
+      std::fill_n(of_parts + p * part, part, to.row_anchor[r * kBlock / part + p]);
+    const uint32_t* of_row = part < kBlock ? of_parts : to.row_anchor + r;
+    const uint32_t* of_col = to.col_anchor + r / part * kBlock;
+    for (int64_t c = 0; c < kBlock; ++c) {
+      const float x = std::fabs(Element::to_float(values[r][c]));
+      if (rows_too) row_sums[c] = Rounding<E4m3>(x, of_row[part < kBlock ? c : 0]).bits();
+      if (cols_too) col_sums[c] = Rounding<E4m3>(x, of_col[c]).bits();
+    }
+    for (int64_t c = 0; c < kBlock; ++c) {
+      const auto sign = static_cast<uint8_t>(std::bit_cast<Bits>(values[r][c]) >> kToByte) & 0x80;
+      const uint32_t own = rows_too ? of_row[part < kBlock ? c : 0] : 0;
+      if (rows_too) row_codes[c] = static_cast<uint8_t>(row_sums[c] - own) | sign;
+      if (cols_too) col_codes[c] = static_cast<uint8_t>(col_sums[c] - of_col[c]) | sign;
     }
     if (rows_too) copy_bytes(row_codes, to.q + r * to.stride, to.cols);
     if (cols_too || to.by_cols)
