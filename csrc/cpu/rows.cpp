@@ -96,9 +96,9 @@ std::vector<RowBlock> row_blocks(const std::vector<int64_t>& starts) {
 Tensor new_output(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {
   Tensor t = new_tensor(like, shape, dtype);
 #ifdef MADV_HUGEPAGE
-  constexpr uintptr_t kPage = 4096;
+  constexpr uintptr_t kPage = 4096, kHugePage = 2 << 20;
   const uintptr_t bytes = t.numel() * t.element_size();
-  if (bytes + kPage > (32 << 20)) {
+  if (bytes >= 2 * kHugePage) {
     const uintptr_t begin = reinterpret_cast<uintptr_t>(t.data_ptr());
     const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
     // A hint: where it is refused, pages stay small.

@@ -75,9 +75,9 @@ std::vector<RowBlock> row_blocks(const std::vector<int64_t>& starts);
 
 // An output for an op to fill, with the device of `like`.
 //
-// The C library maps an allocation that is past 32 MiB with its header and alignment anew every time,
-// and its first touch, 4 KiB a page fault, takes five times as long as filling it; so huge pages are
-// asked for.
+// Memory that is new takes five times as long to touch, 4 KiB a page fault, as to fill; so huge pages
+// are asked for where at least one fits. The C library maps anew what is past 32 MiB with its header
+// and alignment in every call, and less at first and while earlier outputs are kept.
 Tensor new_output(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype);
 
 void zero_rows(const Tensor& t, int64_t begin);
