@@ -115,7 +115,12 @@ def own_stream(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def one_graph(step: Step) -> timing.Call:
-    """The whole step as one CUDA graph, captured now."""
+    """The whole step as one CUDA graph, captured now.
+
+    With a cuBLAS workspace of its own: cudagraph trees free the one that is there, in later
+    candidates, and the graph would go on writing to it.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         result = step()
