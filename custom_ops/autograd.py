@@ -84,14 +84,13 @@ class Call(NamedTuple):
     """Where wgrad is put off to, in place of being computed in the backward."""
 
     @property
-    def one_op_forward(self) -> Float8BlockScaling | None:
-        """The recipe, where an eager forward is one op: all of x and one packed weight quantized.
+    def has_one_op_forward(self) -> bool:
+        """Whether an eager forward may be one op: all of x and one packed weight quantized.
 
         A compiled graph has the ops inside: passes look for them, and there an op costs no time.
         """
-        if self.kept is None and not self.save_input and self.experts[0].dim() == 3:
-            return self._recipe_of_one_op
-        return None
+        plain = self.kept is None and not self.save_input and self.experts[0].dim() == 3
+        return plain and self._recipe_of_one_op is not None
 
     @property
     def one_op_backward(self) -> Float8BlockScaling | None:
@@ -255,29 +254,32 @@ class GroupedLinearFunction(torch.autograd.Function):
         call: Call,
         x_TK: Tensor,
         bias_EN: Tensor | None,
-        groups_E: Tensor,
+        m_splits_E: Tensor | None,
+        offs_E: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
         """Fprop.
 
         Args:
-            groups_E: their ends, or their sizes where the forward is one op.
+            m_splits_E: rows of each group, where the forward is one op. The caller decides that:
+                Dynamo may trace the caller and leave this to run in eager mode.
+            offs_E: their ends, where it is not.
             weights: what weight gradients are of, one for each of the call's experts. Where they
                 are put off: any tensor that requires grad.
         """
         needs = ctx.needs_input_grad
-        need_x, need_weight = call.grad_enabled and needs[1], call.grad_enabled and any(needs[4:])
+        need_x, need_weight = call.grad_enabled and needs[1], call.grad_enabled and any(needs[5:])
         ctx.call = call
         ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
         bias = None if bias_EN is None else bias_EN.to(x_TK.dtype)
-        recipe = call.one_op_forward
-        if recipe is not None:
-            y, offs_E, *x_for_wgrad, w_t, w_scale = recipe.linear(
-                x_TK, call.experts[0], groups_E, bias, need_weight, need_x
+        if offs_E is None:
+            assert isinstance(call.recipe, Float8BlockScaling)
+            assert m_splits_E is not None
+            y, offs_E, *x_for_wgrad, w_t, w_scale = call.recipe.linear(
+                x_TK, call.experts[0], m_splits_E, bias, need_weight, need_x
             )
             ctx.save_for_backward(offs_E, None, *x_for_wgrad, w_scale, w_t)
             return y
-        offs_E = groups_E
         x_slot, _, dy_slot = call.slots or (None, None, None)
         columns_now = need_weight and not call.save_input
         x = call.scheme.activation(x_TK, offs_E, x_slot, Wanted(True, columns_now, False))
@@ -298,7 +300,7 @@ class GroupedLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         """Dgrad, wgrad and the bias gradient, each only where it is needed."""
         call: Call = ctx.call
-        _, need_x, need_bias, _, *need_weights = ctx.needs_input_grad
+        _, need_x, need_bias, _, _, *need_weights = ctx.needs_input_grad
         need_weight = any(need_weights)
         offs_E, dy_scale, x, x_scale, w_scale, *w = ctx.saved_tensors
         recipe = call.one_op_backward
@@ -311,7 +313,9 @@ class GroupedLinearFunction(torch.autograd.Function):
                 need_bias,
                 call.experts[0].dtype,
             )
-            return None, dx_TK, None if db_EN is None else db_EN.to(ctx.bias_dtype), None, dw_ENK
+            if db_EN is not None:
+                db_EN = db_EN.to(ctx.bias_dtype)
+            return None, dx_TK, db_EN, None, None, dw_ENK
         # For the bias alone nothing is quantized.
         scheme = call.scheme if need_x or need_weight else UNQUANTIZED
         dy_slot = call.gradient_slot(dy_scale)
@@ -333,7 +337,7 @@ class GroupedLinearFunction(torch.autograd.Function):
                 call.later.append(wgrad._replace(captured=captured))
         if dy.bias_grad is not None:
             db_EN = dy.bias_grad.to(ctx.bias_dtype)
-        return None, dx_TK, db_EN, None, *dws
+        return None, dx_TK, db_EN, None, None, *dws
 
 
 _implementations = torch.library.Library("grouped_linear", "IMPL")

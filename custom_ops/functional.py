@@ -137,14 +137,15 @@ def apply_layer(
     if not isinstance(m_splits, Tensor) or m_splits.device != device:
         m_splits = torch.as_tensor(m_splits, device=device)
     call = Call(recipe, torch.is_grad_enabled(), experts, **options)
-    groups_E = m_splits
-    if call.one_op_forward is None:
-        groups_E = ops.splits_to_offsets(m_splits, x_TK.size(0))
+    one_op = call.has_one_op_forward
+    offs_E = None if one_op else ops.splits_to_offsets(m_splits, x_TK.size(0))
     receivers = experts
     if call.main_grad is not None:
         receivers = weights
     if call.later is not None:
         # The weights are differentiated in a graph of their own; something must ask for this one.
         receivers = (x.new_empty(0, requires_grad=True),)
-    y_TN: Tensor = GroupedLinearFunction.apply(call, x_TK, bias, groups_E, *receivers)
+    y_TN: Tensor = GroupedLinearFunction.apply(
+        call, x_TK, bias, m_splits if one_op else None, offs_E, *receivers
+    )
     return y_TN if x.dim() == 2 else y_TN.reshape(*x.shape[:-1], y_TN.size(1))

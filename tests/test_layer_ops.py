@@ -10,7 +10,7 @@ import torch
 from samples import BF16, DTYPES, FP32, GROUPS, Groups, Sample, assert_same_bits, cases, variant_of
 from torch import Tensor
 
-from grouped_linear import Float8BlockScaling, GroupedLinear, ops
+from grouped_linear import Float8BlockScaling, GroupedLinear, functional, ops
 
 
 def scaling(sample: Sample) -> dict[str, Any]:
@@ -98,3 +98,16 @@ def test_an_eager_layer_gives_the_bits_of_separate_ops(device: str) -> None:
         results.append([y, x.grad, layer.weight.grad, layer.bias.grad])
     for one, several in zip(*results, strict=True):
         assert_same_bits(one, several)
+
+
+def test_one_op_or_several_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Dynamo traces the layer and breaks its graph at the gradient, which runs eagerly."""
+    layer = GroupedLinear(3, 32, 48, recipe=Float8BlockScaling())
+    x, m_splits = torch.randn(9, 32), torch.tensor([2, 0, 5])
+    expected = layer(x, m_splits)
+
+    class Eager:
+        apply = torch._dynamo.disable(functional.GroupedLinearFunction.apply)
+
+    monkeypatch.setattr(functional, "GroupedLinearFunction", Eager)
+    assert_same_bits(torch.compile(layer, backend="eager")(x, m_splits), expected)
