@@ -68,9 +68,8 @@ def probe(device: torch.device) -> None:
 
 
 def main() -> None:
-    args = timing.arguments(__doc__, rounds=40).parse_args()
+    args = timing.arguments_of_one_case(__doc__, rounds=40).parse_args()
     device = timing.device_for(args.device, probe)
-    torch.autograd.set_multithreading_enabled(False)
     m_splits = torch.full((E,), M, device=device)
     steps = {
         "nn.Linear": step_of(nn.Linear(K, N, bias=False), device),
@@ -79,16 +78,17 @@ def main() -> None:
     for name, recipe in {"none": None, **RECIPES}.items():
         layer = GroupedLinear(E, K, N, bias=False, recipe=recipe)
         steps[f"GroupedLinear, recipe {name}"] = step_of(layer, device, m_splits)
-    for step in steps.values():
-        microseconds_a_step(step, device)
     samples: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in tqdm(range(args.rounds), desc="rounds", disable=None):
-        for name, step in steps.items():
-            samples[name].append(microseconds_a_step(step, device))
+    with torch.autograd.set_multithreading_enabled(False):
+        for step in steps.values():
+            microseconds_a_step(step, device)
+        for _ in tqdm(range(args.rounds), desc="rounds", disable=None):
+            for name, step in steps.items():
+                samples[name].append(microseconds_a_step(step, device))
     header = [
         *timing.machine(device),
         f"commit {timing.git_commit()}, {date.today().isoformat()}",
-        f"command: python -m benchmarks.bench_host --device {args.device} --rounds {args.rounds}",
+        timing.command("bench_host"),
         f"{E} groups of {M} rows, N {N}, K {K}, bf16; {args.rounds} interleaved rounds of {STEPS} "
         "steps, medians with (quartiles), beside nn.Linear paired by round",
     ]

@@ -1,8 +1,6 @@
 """What benchmarks.compiled_vs_eager found out: rows, as a table, as JSON and in plots."""
 
 import json
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -196,7 +194,7 @@ def header(device: torch.device, rounds: int, rows: Sequence[Row]) -> list[str]:
     return [
         *timing.machine(device),
         f"commit {commits}, {date.today().isoformat()}",
-        f"command: python -m {shlex.join(['benchmarks.compiled_vs_eager', *sys.argv[1:]])}",
+        timing.command("compiled_vs_eager"),
         f"forward + backward, {rounds} interleaved rounds, medians with (quartiles), {cold}; "
         f"speed: beside {BASELINE}, paired by round",
         f"recompiles: in {VARIED} more steps with other group sizes; compile s: without caches",

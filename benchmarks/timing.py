@@ -199,17 +199,28 @@ def supported(candidates: Mapping[str, Call], report: "Report") -> dict[str, Cal
     return running
 
 
-def arguments(description: str | None, rounds: int = 20) -> argparse.ArgumentParser:
+def arguments_of_one_case(description: str | None, rounds: int = 20) -> argparse.ArgumentParser:
     """The options that every benchmark has."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=rounds, help="samples a candidate")
+    parser.add_argument("--no-write", action="store_true", help="print, and leave results/ alone")
+    return parser
+
+
+def arguments(description: str | None, rounds: int = 20) -> argparse.ArgumentParser:
+    """Those, and the ones of a benchmark with many cases."""
+    parser = arguments_of_one_case(description, rounds)
     parser.add_argument("--quick", action="store_true", help="a few telling cases only")
     parser.add_argument(
         "--merge", action="store_true", help="keep the rows of results/ for cases not run now"
     )
-    parser.add_argument("--no-write", action="store_true", help="print, and leave results/ alone")
     return parser
+
+
+def command(benchmark: str) -> str:
+    """The line of a report that says how it was made."""
+    return f"command: python -m {shlex.join([f'benchmarks.{benchmark}', *sys.argv[1:]])}"
 
 
 def device_for(name: str, needs_kernel: Callable[[torch.device], object]) -> torch.device:
@@ -353,7 +364,7 @@ class Report:
         return [
             *machine(self.device),
             f"{_of_rows(self.rows)}, {date.today().isoformat()}",
-            f"command: python -m {shlex.join([f'benchmarks.{self.name}', *sys.argv[1:]])}",
+            command(self.name),
             f"{how}; {cold}; share: speed beside each case's first row, paired by round",
             f"{unsteady} of {len(self.rows)} rows are unsteady (~): quartiles over {STEADY} apart",
             *self.notes,

@@ -85,25 +85,25 @@ class Call(NamedTuple):
 
     @property
     def has_one_op_forward(self) -> bool:
-        """Whether an eager forward may be one op: all of x and one packed weight quantized.
-
-        A compiled graph has the ops inside: passes look for them, and there an op costs no time.
-        """
-        plain = self.kept is None and not self.save_input and self.experts[0].dim() == 3
-        return plain and self._recipe_of_one_op is not None
+        """Whether an eager forward may be one op, which quantizes all of x and of the weight."""
+        return self.kept is None and self._recipe_of_one_op is not None
 
     @property
     def one_op_backward(self) -> Float8BlockScaling | None:
-        """The same of an eager backward that returns the gradient of one packed weight."""
-        plain = self.main_grad is None and self.later is None and not self.save_input
-        return self._recipe_of_one_op if plain and self.experts[0].dim() == 3 else None
+        """The recipe, where an eager backward may be one op, which returns weight gradients."""
+        plain = self.main_grad is None and self.later is None
+        return self._recipe_of_one_op if plain else None
 
     @property
     def _recipe_of_one_op(self) -> Float8BlockScaling | None:
+        """Of an eager call with one packed weight.
+
+        A compiled graph has the ops inside: passes look for them, and there an op costs no time.
+        """
         recipe = self.recipe
-        if isinstance(recipe, Float8BlockScaling) and not torch.compiler.is_compiling():
-            return recipe
-        return None
+        if not isinstance(recipe, Float8BlockScaling) or torch.compiler.is_compiling():
+            return None
+        return None if self.save_input or self.experts[0].dim() == 2 else recipe
 
     @property
     def scheme(self) -> Scheme:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import bench_host
 from benchmarks import compiled_vs_eager as bench
 from benchmarks import step_cases as cases
 from benchmarks.alternatives import TorchGroupedLinear
@@ -96,3 +97,17 @@ def test_writes_table_numbers_and_plots(
     for row in both:
         assert f"| {row.candidate} " in bench.table(both)
         assert (row.failure or "") in bench.table(both)
+
+
+def test_host_time_of_every_recipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--device", "cpu", "--rounds", "2", "--no-write"]
+    monkeypatch.setattr("sys.argv", ["bench_host", *options])
+    multithreaded = torch.autograd.is_multithreading_enabled()
+    bench_host.main()
+    assert torch.autograd.is_multithreading_enabled() == multithreaded
+    printed = capsys.readouterr().out
+    assert "command: python -m benchmarks.bench_host --device cpu --rounds 2" in printed
+    for layer in ("nn.Linear", "torch grouped_mm", *(f"recipe {name}" for name in cases.RECIPES)):
+        assert layer in printed

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from samples import BF16, DTYPES, FP32, GROUPS, Groups, Sample, assert_same_bits, cases, variant_of
+from samples import (
+    BF16,
+    DTYPES,
+    FP32,
+    GROUPS,
+    Groups,
+    Sample,
+    assert_same_bits,
+    cases,
+    devices,
+    variant_of,
+)
 from torch import Tensor
 
 from grouped_linear import Float8BlockScaling, GroupedLinear, functional, ops
@@ -76,7 +87,7 @@ def test_backward(op: str, groups: Groups, variant: str, device: str) -> None:
         assert_same(db, dy.bias_grad)
 
 
-@pytest.mark.parametrize("device", [p.values[3] for p in cases("block_scaled_linear")[:1]])
+@pytest.mark.parametrize("device", devices("block_scaled_linear"))
 def test_an_eager_layer_gives_the_bits_of_separate_ops(device: str) -> None:
     """save_original_input takes the ops one by one."""
     groups = GROUPS["unaligned"]
