@@ -1,4 +1,5 @@
-// One declaration an op. cpu/ and cuda/ each define them in their own namespace.
+// One declaration an op, and one of what an op of several is made of. cpu/ and cuda/ each define them
+// in their own namespace.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -6,6 +7,8 @@
 #include <optional>
 #include <tuple>
 #include <vector>
+
+#include "tensors.h"
 
 #define GROUPED_LINEAR_DECLARE_OPS                                                                 \
   using torch::headeronly::ScalarType;                                                             \
@@ -16,6 +19,8 @@
       const Tensor& x, const Tensor& offs, const std::optional<Tensor>& rows, double amax_epsilon, \
       bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad, bool squares,       \
       const std::optional<Tensor>& factor);                                                        \
+  void quantize_rows(const Tensor& x, const Tensor& offs, double amax_epsilon,                     \
+                     bool power_of_two_scales, const Quantized& out);                              \
   std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(                        \
       const Tensor& gate_up, const Tensor& offs, double amax_epsilon, bool power_of_two_scales,    \
       bool rowwise, bool columnwise, bool keep_h, bool squares);                                   \

@@ -8,7 +8,10 @@
 #include <algorithm>
 #include <optional>
 #include <stdexcept>
+#include <tuple>
 #include <vector>
+
+#include "layout.h"
 
 // Weak: torch 2.13 and newer have it.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
@@ -19,25 +22,84 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Shape = std::vector<int64_t>;
 
-// A dense tensor on like's device. Its bytes are unspecified, on a CPU also where torch is told to
-// fill them (torch.utils.deterministic).
-inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype) {
+inline Shape dense_strides(const Shape& shape) {
   Shape strides(shape.size(), 1);
   for (size_t d = shape.size(); d-- > 1;)
     strides[d - 1] = strides[d] * std::max<int64_t>(shape[d], 1);
-  int32_t device_type = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
-  const auto dtype_code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  return strides;
+}
+
+inline int32_t code_of(ScalarType dtype) {
+  return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+}
+
+inline int32_t device_type_of(const Tensor& t) {
+  int32_t type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &type));
+  return type;
+}
+
+// A dense tensor on like's device. Its bytes are unspecified, on a CPU also where torch is told to
+// fill them (torch.utils.deterministic).
+inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype) {
+  const Shape strides = dense_strides(shape);
   AtenTensorHandle made = nullptr;
-  const AOTITorchError error =
-      aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
-                               dtype_code, device_type, like.get_device_index(), &made);
+  const AOTITorchError error = aoti_torch_empty_strided(
+      static_cast<int64_t>(shape.size()), shape.data(), strides.data(), code_of(dtype),
+      device_type_of(like), like.get_device_index(), &made);
   if (error != AOTI_TORCH_SUCCESS)
     throw std::runtime_error(torch_exception_get_what_without_backtrace
                                  ? torch_exception_get_what_without_backtrace()
                                  : "grouped_linear: out of memory, torch could not allocate");
   return Tensor(made);
 }
+
+// A dense tensor over memory that is there, and that must outlive it.
+inline Tensor tensor_over(void* first, const Tensor& like, const Shape& shape, ScalarType dtype) {
+  const Shape strides = dense_strides(shape);
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
+      first, static_cast<int64_t>(shape.size()), shape.data(), strides.data(), 0, code_of(dtype),
+      device_type_of(like), like.get_device_index(), &made));
+  return Tensor(made);
+}
+
+// Shapes of what group_quantize gives of [T, K] in E groups; without elements where it is not asked for.
+struct QuantizedShapes {
+  Shape q, scale, q_t, scale_t, bias_grad;
+
+  QuantizedShapes(int64_t T, int64_t K, int64_t E, bool rowwise, bool columnwise, bool sums,
+                  bool squares) {
+    const int64_t k_blocks = ceil_div(K, kBlock), blocks = padded_rows(T, E) / kBlock;
+    const auto shape_if = [](bool wanted, const Shape& shape) { return wanted ? shape : Shape{0}; };
+    q = shape_if(rowwise, {T, K});
+    scale = shape_if(rowwise, {k_blocks, round_up(T, kScaleRowMultiple)});
+    q_t = shape_if(columnwise, {blocks, K, kBlock});
+    scale_t = shape_if(columnwise, {blocks, squares ? k_blocks : K});
+    bias_grad = shape_if(sums, {E, K});
+  }
+};
+
+struct Quantized {
+  Tensor q, scale, q_t, scale_t, bias_grad;
+
+  // allocate: new_tensor, or what a device has in its place.
+  Quantized(Tensor (*allocate)(const Tensor& like, const Shape& shape, ScalarType dtype),
+            const Tensor& like, const QuantizedShapes& shapes)
+      : q(allocate(like, shapes.q, ScalarType::Float8_e4m3fn)),
+        scale(allocate(like, shapes.scale, ScalarType::Float)),
+        q_t(allocate(like, shapes.q_t, ScalarType::Float8_e4m3fn)),
+        scale_t(allocate(like, shapes.scale_t, ScalarType::Float)),
+        bias_grad(allocate(like, shapes.bias_grad, ScalarType::Float)) {}
+
+  Quantized(const Tensor& q, const Tensor& scale, const Tensor& q_t, const Tensor& scale_t,
+            const Tensor& bias_grad)
+      : q(q), scale(scale), q_t(q_t), scale_t(scale_t), bias_grad(bias_grad) {}
+
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> all() const {
+    return {q, scale, q_t, scale_t, bias_grad};
+  }
+};
 
 inline Tensor as_dense(const Tensor& t) {
   return t.is_contiguous() ? t : torch::stable::contiguous(t);

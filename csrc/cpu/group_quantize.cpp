@@ -11,26 +11,15 @@
 namespace grouped_linear::cpu {
 namespace {
 
-// What is asked for of x [T, K] in E groups; what is not has no elements.
-struct Results {
+// What is asked for of x [T, K] in E groups.
+struct Results : Quantized {
   int64_t groups, features;
-  Tensor q, scale, q_t, scale_t, bias_grad;
 
+  Results(const Quantized& given, int64_t K, int64_t E)
+      : Quantized(given), groups(E), features(K) {}
   Results(const Tensor& like, int64_t T, int64_t K, int64_t E, bool rowwise, bool columnwise,
           bool sums, bool squares = false)
-      : groups(E), features(K) {
-    const int64_t k_blocks = ceil_div(K, kBlock), blocks = padded_rows(T, E) / kBlock;
-    constexpr ScalarType e4m3 = ScalarType::Float8_e4m3fn, f32 = ScalarType::Float;
-    q = output_if(rowwise, like, {T, K}, e4m3);
-    scale = output_if(rowwise, like, {k_blocks, round_up(T, kScaleRowMultiple)}, f32);
-    q_t = output_if(columnwise, like, {blocks, K, kBlock}, e4m3);
-    scale_t = output_if(columnwise, like, {blocks, squares ? k_blocks : K}, f32);
-    bias_grad = output_if(sums, like, {E, K}, f32);
-  }
-
-  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> all() const {
-    return {q, scale, q_t, scale_t, bias_grad};
-  }
+      : Results({new_output, like, {T, K, E, rowwise, columnwise, sums, squares}}, K, E) {}
 };
 
 struct BlockScaledTargets : TileTargets {
@@ -97,9 +86,8 @@ void quantize(ScalarType dtype, const std::vector<RowBlock>& blocks, ScaleRule r
 }
 
 // The first `count` of rows, each an index of x's `limit` rows.
-std::vector<int64_t> checked_rows(const std::optional<Tensor>& rows, int64_t count, int64_t limit) {
-  if (!rows) return {};
-  std::vector<int64_t> taken = row_numbers(*rows);
+std::vector<int64_t> checked_rows(const Tensor& rows, int64_t count, int64_t limit) {
+  std::vector<int64_t> taken = row_numbers(rows);
   taken.resize(count);
   for (int64_t t = 0; t < count; ++t)
     check(taken[t] >= 0 && taken[t] < limit, "group_quantize: rows must index the ", limit,
@@ -117,25 +105,40 @@ void multiply_row(const char* from, float factor, ScalarType dtype, int64_t n, v
 
 }  // namespace
 
+void quantize_rows(const Tensor& x, const Tensor& offs, double amax_epsilon,
+                   bool power_of_two_scales, const Quantized& given) {
+  const GroupedRows rows("group_quantize", x, offs);
+  const Results results(given, rows.features, rows.groups);
+  const bool by_group = results.q_t.numel() > 0 || results.bias_grad.numel() > 0;
+  const int64_t end = rows.blocks.empty() ? 0 : rows.blocks.back().end;
+  quantize(rows.dtype, by_group ? rows.blocks : row_blocks({0, end}),
+           {static_cast<float>(amax_epsilon), power_of_two_scales}, results, rows.reader());
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
     const Tensor& x_in, const Tensor& offs, const std::optional<Tensor>& rows, double amax_epsilon,
     bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad, bool squares,
     const std::optional<Tensor>& factor_in) {
   check_group_quantize(x_in, offs, rows, amax_epsilon, rowwise, columnwise, factor_in);
+  const int64_t T = (rows ? *rows : x_in).size(0);
+  const Results results(x_in, T, x_in.size(1), offs.size(0), rowwise, columnwise, bias_grad,
+                        squares);
+  if (!rows) {
+    quantize_rows(x_in, offs, amax_epsilon, power_of_two_scales, results);
+    return results.all();
+  }
+
   const Tensor x = with_dense_rows(x_in);
   const ScalarType dtype = x.scalar_type();
-  const int64_t T = rows ? rows->size(0) : x.size(0), K = x.size(1);
   const auto starts = group_starts("group_quantize", offs, T);
-  const auto taken = checked_rows(rows, starts.back(), x.size(0));
-  const Results results(x, T, K, offs.size(0), rowwise, columnwise, bias_grad, squares);
+  const auto taken = checked_rows(*rows, starts.back(), x.size(0));
 
   const int64_t element = element_size(dtype), stride = x.stride(0) * element;
   const auto* first = static_cast<const char*>(x.data_ptr());
   const std::optional<Tensor> factor = as_dense(factor_in);
   const float* factors = factor ? factor->const_data_ptr<float>() : nullptr;
   const auto source = [&](const RowBlock& block, int64_t r, int64_t col) {
-    const int64_t t = rows ? taken[block.begin + r] : block.begin + r;
-    return first + t * stride + col * element;
+    return first + taken[block.begin + r] * stride + col * element;
   };
   const auto fill_row = [&](const char* from, const RowBlock& block, int64_t r, int64_t,
                             int64_t cols, void* row) {

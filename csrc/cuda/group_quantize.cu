@@ -5,40 +5,28 @@
 namespace grouped_linear::cuda {
 namespace {
 
-// What is asked for of [T, K] in E groups; what is not has no elements.
-struct Results {
+// What is asked for of [T, K] in E groups.
+struct Results : Quantized {
   int64_t T, K, E;
-  Tensor q, scale, q_t, scale_t, bias_grad;
   GroupQuantized out{};
+
+  Results(const Quantized& given, int64_t T, int64_t K, int64_t E)
+      : Quantized(given), T(T), K(K), E(E) {
+    if (q.numel() > 0) {
+      out.q = static_cast<uint8_t*>(q.mutable_data_ptr());
+      out.scale = scale.mutable_data_ptr<float>();
+      out.scale_stride = scale.size(1);
+    }
+    if (q_t.numel() > 0) {
+      out.q_t = static_cast<uint8_t*>(q_t.mutable_data_ptr());
+      out.scale_t = scale_t.mutable_data_ptr<float>();
+      out.squares = scale_t.size(1) < K;
+    }
+  }
 
   Results(const Tensor& like, int64_t T, int64_t K, int64_t E, bool rowwise, bool columnwise,
           bool sums, bool squares = false)
-      : T(T), K(K), E(E) {
-    const auto output = [&like](bool wanted, const Shape& shape, ScalarType dtype) {
-      return new_tensor(like, wanted ? shape : Shape{0}, dtype);
-    };
-    const int64_t scale_stride = round_up(T, kScaleRowMultiple);
-    const int64_t blocks = padded_rows(T, E) / kBlock;
-    q = output(rowwise, {T, K}, ScalarType::Float8_e4m3fn);
-    scale = output(rowwise, {ceil_div(K, kBlock), scale_stride}, ScalarType::Float);
-    q_t = output(columnwise, {blocks, K, kBlock}, ScalarType::Float8_e4m3fn);
-    scale_t = output(columnwise, {blocks, squares ? ceil_div(K, kBlock) : K}, ScalarType::Float);
-    bias_grad = output(sums, {E, K}, ScalarType::Float);
-    if (rowwise) {
-      out.q = static_cast<uint8_t*>(q.mutable_data_ptr());
-      out.scale = scale.mutable_data_ptr<float>();
-      out.scale_stride = scale_stride;
-    }
-    if (columnwise) {
-      out.q_t = static_cast<uint8_t*>(q_t.mutable_data_ptr());
-      out.scale_t = scale_t.mutable_data_ptr<float>();
-      out.squares = squares;
-    }
-  }
-
-  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> all() const {
-    return {q, scale, q_t, scale_t, bias_grad};
-  }
+      : Results({new_tensor, like, {T, K, E, rowwise, columnwise, sums, squares}}, T, K, E) {}
 };
 
 // One pass over what `source` gives, and the sums of the blocks' sums into bias_grad.
@@ -76,17 +64,37 @@ void zero_bias_grad(Results& results) {
 
 }  // namespace
 
+void quantize_rows(const Tensor& x_in, const Tensor& offs_in, double amax_epsilon,
+                   bool power_of_two_scales, const Quantized& given) {
+  const Launch launch("group_quantize", x_in);
+  const Tensor x = with_dense_rows(x_in), offs = as_dense(offs_in);
+  Results results(given, x.size(0), x.size(1), offs.size(0));
+  if (results.T == 0) return zero_bias_grad(results);
+
+  for_element(x.scalar_type(), [&](auto element) {
+    using Element = typename decltype(element)::type;
+    const Rows<Element> source{static_cast<const Element*>(x.const_data_ptr()), x.stride(0),
+                               has_aligned_rows(x)};
+    quantize_tiles<Element>(launch, source, offs,
+                            {static_cast<float>(amax_epsilon), power_of_two_scales}, results);
+  });
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
     const Tensor& x_in, const Tensor& offs_in, const std::optional<Tensor>& rows_in,
     double amax_epsilon, bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad,
     bool squares, const std::optional<Tensor>& factor_in) {
   check_group_quantize(x_in, offs_in, rows_in, amax_epsilon, rowwise, columnwise, factor_in);
 
-  const Launch launch("group_quantize", x_in);
-  const Tensor x = with_dense_rows(x_in), offs = as_dense(offs_in);
-  const int64_t T = rows_in ? rows_in->size(0) : x.size(0);
-  Results results(x, T, x.size(1), offs.size(0), rowwise, columnwise, bias_grad, squares);
+  const int64_t T = (rows_in ? *rows_in : x_in).size(0);
+  Results results(x_in, T, x_in.size(1), offs_in.size(0), rowwise, columnwise, bias_grad, squares);
+  if (!rows_in) {
+    quantize_rows(x_in, offs_in, amax_epsilon, power_of_two_scales, results);
+    return results.all();
+  }
 
+  const Launch launch("group_quantize", x_in);
+  const Tensor x = with_dense_rows(x_in), offs = as_dense(offs_in), rows = as_dense(*rows_in);
   if (T == 0 || x.size(0) == 0) {
     zero_bias_grad(results);
     return results.all();
@@ -99,8 +107,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
     const auto run = [&](const auto& source) {
       quantize_tiles<Element>(launch, source, offs, rule, results);
     };
-    if (!rows_in) return run(Rows<Element>{values, x.stride(0), has_aligned_rows(x)});
-    const Tensor rows = as_dense(*rows_in);
     for_index(rows.scalar_type(), [&](auto index) {
       using Index = typename decltype(index)::type;
       const GatheredRows<Element, Index> gathered{values, x.stride(0), has_aligned_rows(x),
