@@ -7,6 +7,8 @@
 #include <limits>
 #include <string>
 
+#include "tensors.h"
+
 namespace grouped_linear {
 namespace {
 
@@ -51,7 +53,7 @@ std::ostream& operator<<(std::ostream& out, const NameOf& name) {
 }
 
 struct Sizes {
-  const std::vector<int64_t>& sizes;
+  const Shape& sizes;
 };
 
 std::ostream& operator<<(std::ostream& out, const Sizes& shape) {
@@ -221,12 +223,11 @@ std::array<int64_t, 3> check_refreshed(const char* op, const std::vector<Tensor>
 
 // What is written in place has this shape and is dense.
 void check_written(const char* op, const char* name, const Tensor& t, ScalarType dtype,
-                   const std::vector<int64_t>& shape, const Tensor& w) {
-  check_dim(op, name, t, static_cast<int64_t>(shape.size()));
+                   const Shape& shape, const Tensor& w) {
+  check_dim(op, name, t, shape.dim());
   check_dtype(op, name, t, dtype);
   check_device(op, name, t, "w", w);
-  std::vector<int64_t> own;
-  for (int64_t i = 0; i < t.dim(); ++i) own.push_back(t.size(i));
+  const Shape own = Shape::of(t);
   check(own == shape, op, ": ", name, " must be ", Sizes{shape}, ", got ", Sizes{own});
   check(t.is_contiguous(), op, ": ", name, " must be contiguous");
 }

@@ -18,13 +18,11 @@ Tensor packed(const std::vector<Tensor>& experts) {
   const Tensor& first = experts[0];
   if (first.dim() == 3) return first;
   const auto E = static_cast<int64_t>(experts.size());
-  const std::vector<int64_t> shape{E, first.size(0), first.size(1)};
+  const Shape shape{E, first.size(0), first.size(1)};
+  const ScalarType dtype = first.scalar_type();
   if (E == 1) return torch::stable::unsqueeze(first, 0);
-  if (are_packed(experts))
-    return torch::stable::from_blob(const_cast<void*>(first.const_data_ptr()), shape,
-                                    std::vector<int64_t>{shape[1] * shape[2], shape[2], 1},
-                                    first.device(), first.scalar_type());
-  const Tensor all = new_tensor(first, shape, first.scalar_type());
+  if (are_packed(experts)) return tensor_over(first.data_ptr(), first, shape, dtype);
+  const Tensor all = new_tensor(first, shape, dtype);
   for (int64_t e = 0; e < E; ++e) {
     Tensor slot = torch::stable::select(all, 0, e);
     torch::stable::copy_(slot, experts[e]);

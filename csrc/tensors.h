@@ -6,10 +6,10 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <optional>
 #include <stdexcept>
 #include <tuple>
-#include <vector>
 
 #include "layout.h"
 
@@ -20,14 +20,37 @@ namespace grouped_linear {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-using Shape = std::vector<int64_t>;
+// Sizes or strides of at most three dimensions, in place: a vector would be allocated, every time.
+class Shape {
+ public:
+  Shape() = default;
+  Shape(std::initializer_list<int64_t> sizes) {
+    for (const int64_t size : sizes) sizes_[dim_++] = size;
+  }
+  static Shape of(const Tensor& t) {
+    Shape shape;
+    for (int64_t d = 0; d < t.dim(); ++d) shape.sizes_[shape.dim_++] = t.size(d);
+    return shape;
+  }
 
-inline Shape dense_strides(const Shape& shape) {
-  Shape strides(shape.size(), 1);
-  for (size_t d = shape.size(); d-- > 1;)
-    strides[d - 1] = strides[d] * std::max<int64_t>(shape[d], 1);
-  return strides;
-}
+  int64_t dim() const { return dim_; }
+  const int64_t* data() const { return sizes_; }
+  const int64_t* begin() const { return sizes_; }
+  const int64_t* end() const { return sizes_ + dim_; }
+  bool operator==(const Shape& other) const {
+    return std::equal(begin(), end(), other.begin(), other.end());
+  }
+  Shape dense_strides() const {
+    Shape strides = *this;
+    int64_t stride = 1;
+    for (int64_t d = dim_; d-- > 0; stride *= std::max<int64_t>(sizes_[d], 1))
+      strides.sizes_[d] = stride;
+    return strides;
+  }
+
+ private:
+  int64_t sizes_[3]{}, dim_ = 0;
+};
 
 inline int32_t code_of(ScalarType dtype) {
   return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
@@ -42,11 +65,11 @@ inline int32_t device_type_of(const Tensor& t) {
 // A dense tensor on like's device. Its bytes are unspecified, on a CPU also where torch is told to
 // fill them (torch.utils.deterministic).
 inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype) {
-  const Shape strides = dense_strides(shape);
+  const Shape strides = shape.dense_strides();
   AtenTensorHandle made = nullptr;
-  const AOTITorchError error = aoti_torch_empty_strided(
-      static_cast<int64_t>(shape.size()), shape.data(), strides.data(), code_of(dtype),
-      device_type_of(like), like.get_device_index(), &made);
+  const AOTITorchError error =
+      aoti_torch_empty_strided(shape.dim(), shape.data(), strides.data(), code_of(dtype),
+                               device_type_of(like), like.get_device_index(), &made);
   if (error != AOTI_TORCH_SUCCESS)
     throw std::runtime_error(torch_exception_get_what_without_backtrace
                                  ? torch_exception_get_what_without_backtrace()
@@ -56,11 +79,11 @@ inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtyp
 
 // A dense tensor over memory that is there, and that must outlive it.
 inline Tensor tensor_over(void* first, const Tensor& like, const Shape& shape, ScalarType dtype) {
-  const Shape strides = dense_strides(shape);
+  const Shape strides = shape.dense_strides();
   AtenTensorHandle made = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
-      first, static_cast<int64_t>(shape.size()), shape.data(), strides.data(), 0, code_of(dtype),
-      device_type_of(like), like.get_device_index(), &made));
+      first, shape.dim(), shape.data(), strides.data(), 0, code_of(dtype), device_type_of(like),
+      like.get_device_index(), &made));
   return Tensor(made);
 }
 

@@ -93,7 +93,7 @@ std::vector<RowBlock> row_blocks(const std::vector<int64_t>& starts) {
   return blocks;
 }
 
-Tensor new_output(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype) {
+Tensor new_output(const Tensor& like, const Shape& shape, ScalarType dtype) {
   Tensor t = new_tensor(like, shape, dtype);
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t kPage = 4096, kHugePage = 2 << 20;

@@ -78,7 +78,7 @@ std::vector<RowBlock> row_blocks(const std::vector<int64_t>& starts);
 // Memory that is new takes five times as long to touch, 4 KiB a page fault, as to fill; so huge pages
 // are asked for where at least one fits. The C library maps anew what is past 32 MiB with its header
 // and alignment in every call, and less at first and while earlier outputs are kept.
-Tensor new_output(const Tensor& like, const std::vector<int64_t>& shape, ScalarType dtype);
+Tensor new_output(const Tensor& like, const Shape& shape, ScalarType dtype);
 
 void zero_rows(const Tensor& t, int64_t begin);
 

@@ -137,8 +137,7 @@ void quantize_and_sum(ScalarType dtype, const std::vector<RowBlock>& blocks, Tar
 }
 
 // An output of an op, for what is asked for.
-inline Tensor output_if(bool wanted, const Tensor& like, const std::vector<int64_t>& shape,
-                        ScalarType dtype) {
+inline Tensor output_if(bool wanted, const Tensor& like, const Shape& shape, ScalarType dtype) {
   return new_output(like, wanted ? shape : Shape{0}, dtype);
 }
 

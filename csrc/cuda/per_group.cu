@@ -45,7 +45,8 @@ struct Source {
 
 // The amax of every group, as the bits of a float32, in an int32 tensor [E].
 Tensor find_amax(const Launch& launch, const Source& source, const bool* refresh = nullptr) {
-  Tensor amax = torch::stable::new_zeros(source.values, Shape{source.tiles.E}, ScalarType::Int);
+  Tensor amax = torch::stable::new_zeros(source.values, std::vector<int64_t>{source.tiles.E},
+                                         ScalarType::Int);
   for_element(source.values.scalar_type(), [&](auto element) {
     using Element = typename decltype(element)::type;
     const auto kernel = group_amax_kernel<Element>;

@@ -84,9 +84,15 @@ __device__ __forceinline__ void copy_16_bytes(uint4* to, const uint4* from, bool
                : "memory");
 }
 
-// Every copy that this thread started is complete after.
+// Ends a batch of copies.
+__device__ __forceinline__ void end_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Every batch that this thread ended is complete after, but the last `in_flight`.
+template <int in_flight = 0>
 __device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  asm volatile("cp.async.wait_group %0;" ::"n"(in_flight) : "memory");
 }
 
 // Magnitudes of floats are ordered as integers, and from kInfinity up they are not finite.
@@ -204,38 +210,37 @@ struct Patch {
     load_rows<begin, end>([&](int) { return take_row(next, stride); }, rows, cols, vectorised);
   }
 
-  // Starts to copy what load_rows would load, the rows from `begin` on that `ahead` has room for. All
-  // rows are aligned to 16 bytes.
-  template <int begin = 0, typename Ahead, typename Row>
+  // Starts to copy what load_rows would load. All rows are aligned to 16 bytes.
+  template <int begin = 0, int end = kPatch, typename Ahead, typename Row>
   static __device__ __forceinline__ void start_rows(Ahead& ahead, const Row& row_pointer, int rows,
                                                     int cols) {
     const int here = column() * kPatch < cols ? rows - row() * kPatch : 0;
 #pragma unroll
-    for (int i = 0; i < Ahead::kRows; ++i) {
-      const auto* from = reinterpret_cast<const uint4*>(row_pointer(begin + i) + column() * kPatch);
+    for (int i = begin; i < end; ++i) {
+      const auto* from = reinterpret_cast<const uint4*>(row_pointer(i) + column() * kPatch);
 #pragma unroll
       for (int v = 0; v < Ahead::kPieces; ++v)
-        copy_16_bytes(&ahead.pieces[i][v][threadIdx.x], from + v, begin + i < here);
+        copy_16_bytes(&ahead.pieces[i % Ahead::kRows][v][threadIdx.x], from + v, i < here);
     }
   }
-  template <int begin = 0, typename Ahead>
+  template <int begin = 0, int end = kPatch, typename Ahead>
   static __device__ __forceinline__ void start(Ahead& ahead, const Element* tile, int64_t stride,
                                                int rows, int cols) {
     const Element* next = tile + (row() * kPatch + begin) * stride;
-    start_rows<begin>(ahead, [&](int) { return take_row(next, stride); }, rows, cols);
+    start_rows<begin, end>(ahead, [&](int) { return take_row(next, stride); }, rows, cols);
   }
   // After wait_for_copies().
-  template <int begin = 0, typename Ahead>
+  template <int begin = 0, int end = kPatch, typename Ahead>
   __device__ __forceinline__ void take(const Ahead& ahead) {
 #pragma unroll
-    for (int i = 0; i < Ahead::kRows; ++i)
+    for (int i = begin; i < end; ++i)
 #pragma unroll
       for (int v = 0; v < Ahead::kPieces; ++v) {
-        const uint4 four = ahead.pieces[i][v][threadIdx.x];
-        words[begin + i][4 * v] = four.x;
-        words[begin + i][4 * v + 1] = four.y;
-        words[begin + i][4 * v + 2] = four.z;
-        words[begin + i][4 * v + 3] = four.w;
+        const uint4 four = ahead.pieces[i % Ahead::kRows][v][threadIdx.x];
+        words[i][4 * v] = four.x;
+        words[i][4 * v + 1] = four.y;
+        words[i][4 * v + 2] = four.z;
+        words[i][4 * v + 3] = four.w;
       }
   }
 

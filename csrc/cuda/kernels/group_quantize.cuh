@@ -129,6 +129,7 @@ struct GatheredRows {
   __device__ __forceinline__ void start(Ahead& ahead, const TilePlaceInRows& at) const {
     if (vectorised)
       Patch<Element>::start_rows(ahead, [&](int i) { return row(at, i); }, at.rows, at.cols);
+    end_copies();
   }
   __device__ __forceinline__ void load(Patch<Element> (&patch)[1], Ahead& ahead,
                                        const TilePlaceInRows& at) const {
@@ -172,7 +173,7 @@ struct Swiglu {
   static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 1, kGenerations = 1, kParts = 1;
   static constexpr int kRows = 2;  // of every patch at a time: few registers, for a third block
   struct Ahead {
-    TileAhead<Element, kRows> gate, up;
+    TileAhead<Element, 2 * kRows> gate, up;
   };
   const Element* gate_up;
   int64_t stride;
@@ -182,6 +183,7 @@ struct Swiglu {
 
   __device__ __forceinline__ void start(Ahead& ahead, const TilePlaceInRows& at) const {
     start_rows<0>(ahead, at);
+    start_rows<kRows>(ahead, at);
   }
   __device__ __forceinline__ void load(Patch<Element> (&patch)[1], Ahead& ahead,
                                        const TilePlaceInRows& at) const {
@@ -204,8 +206,10 @@ struct Swiglu {
   template <int begin>
   __device__ __forceinline__ void start_rows(Ahead& ahead, const TilePlaceInRows& at) const {
     if (!vectorised) return;
-    Patch<Element>::template start<begin>(ahead.gate, gate(at), stride, at.rows, at.cols);
-    Patch<Element>::template start<begin>(ahead.up, gate(at) + K, stride, at.rows, at.cols);
+    constexpr int end = begin + kRows;
+    Patch<Element>::template start<begin, end>(ahead.gate, gate(at), stride, at.rows, at.cols);
+    Patch<Element>::template start<begin, end>(ahead.up, gate(at) + K, stride, at.rows, at.cols);
+    end_copies();
   }
   // From row `begin` of the patch on: while some rows are worked on, the next are copied.
   template <int begin>
@@ -214,10 +218,10 @@ struct Swiglu {
     constexpr int end = begin + kRows;
     Patch<Element> up;
     if (vectorised) {
-      wait_for_copies();
-      patch.template take<begin>(ahead.gate);
-      up.template take<begin>(ahead.up);
-      if constexpr (end < kPatch) start_rows<end>(ahead, at);
+      wait_for_copies < end<kPatch>();
+      patch.template take<begin, end>(ahead.gate);
+      up.template take<begin, end>(ahead.up);
+      if constexpr (end + kRows < kPatch) start_rows<end + kRows>(ahead, at);
     } else {
       patch.template load<begin, end>(gate(at), stride, at.rows, at.cols, false);
       up.template load<begin, end>(gate(at) + K, stride, at.rows, at.cols, false);
@@ -239,7 +243,7 @@ struct SwigluGrad {
   static constexpr int kParts = parts;
   static constexpr int kRows = 2;  // of every patch at a time; with 4, registers spill
   struct Ahead {
-    TileAhead<Element, kRows> dh, gate, up;
+    TileAhead<Element, 2 * kRows> dh, gate, up;
   };
   const Element* dh;
   int64_t dh_stride;
@@ -250,6 +254,7 @@ struct SwigluGrad {
 
   __device__ __forceinline__ void start(Ahead& ahead, const TilePlaceInRows& at) const {
     start_rows<0>(ahead, at, columns(at));
+    start_rows<kRows>(ahead, at, columns(at));
   }
   __device__ __forceinline__ void load(Patch<Element> (&patch)[parts], Ahead& ahead,
                                        const TilePlaceInRows& at) const {
@@ -271,10 +276,12 @@ struct SwigluGrad {
   __device__ __forceinline__ void start_rows(Ahead& ahead, const TilePlaceInRows& at,
                                              const Columns& here) const {
     if (parts == 1 && !vectorised) return;
-    Patch<Element>::template start<begin>(ahead.dh, here.dh, dh_stride, at.rows, at.cols);
-    Patch<Element>::template start<begin>(ahead.gate, here.gate, stride, at.rows, at.cols);
-    Patch<Element>::template start<begin>(ahead.up, here.gate + K, stride,
-                                          here.of_gate ? at.rows : 0, at.cols);
+    constexpr int end = begin + kRows;
+    Patch<Element>::template start<begin, end>(ahead.dh, here.dh, dh_stride, at.rows, at.cols);
+    Patch<Element>::template start<begin, end>(ahead.gate, here.gate, stride, at.rows, at.cols);
+    Patch<Element>::template start<begin, end>(ahead.up, here.gate + K, stride,
+                                               here.of_gate ? at.rows : 0, at.cols);
+    end_copies();
   }
   // From row `begin` of the patches on: while some rows are worked on, the next are copied.
   template <int begin>
@@ -283,11 +290,11 @@ struct SwigluGrad {
     constexpr int end = begin + kRows;
     Patch<Element> d, up;
     if (parts == 2 || vectorised) {
-      wait_for_copies();
-      d.template take<begin>(ahead.dh);
-      patch[0].template take<begin>(ahead.gate);
-      up.template take<begin>(ahead.up);
-      if constexpr (end < kPatch) start_rows<end>(ahead, at, here);
+      wait_for_copies < end<kPatch>();
+      d.template take<begin, end>(ahead.dh);
+      patch[0].template take<begin, end>(ahead.gate);
+      up.template take<begin, end>(ahead.up);
+      if constexpr (end + kRows < kPatch) start_rows<end + kRows>(ahead, at, here);
     } else {
       d.template load<begin, end>(here.dh, dh_stride, at.rows, at.cols, false);
       patch[0].template load<begin, end>(here.gate, stride, at.rows, at.cols, false);
