@@ -50,27 +50,27 @@ __device__ __forceinline__ void add_bias(float (&acc)[Config::kTileN / 2], const
   }
 }
 
-// Puts a warp's 16 x kTileN accumulators, from column `first` on, into its staging buffers until they
-// are full: buffer i holds 16 lines of 128 bytes, each swizzled by its number.
+// Puts a warp's 16 x kTileN accumulators, from column `first` on, into its warpgroup's staging buffers
+// until they are full: buffer i holds 64 lines of 128 bytes, each swizzled by its number.
 template <typename T, typename Config>
 __device__ __forceinline__ void stage_tile(const float (&acc)[Config::kTileN / 2],
                                            uint8_t (&to)[Config::kTileN / 64][kStoreBytes],
                                            int first) {
   constexpr int line_cols = kLineBytes / sizeof(T), buffers = Config::kTileN / 64;
-  const int lane = threadIdx.x % 32, quad = lane % 4;
+  const int lane = threadIdx.x % 32, quad = lane % 4, first_row = threadIdx.x / 32 % 4 * 16;
 #pragma unroll
   for (int i = 0; i < buffers; ++i) {
 #pragma unroll
     for (int j = 0; j < line_cols / 8; j += 2) {
       const float* d = &acc[4 * ((first / 8) + i * line_cols / 8 + j)];
       if constexpr (sizeof(T) == 2) {
-        const int row = lane % 16, chunk = (j + lane / 16) ^ (row % 8);
+        const int row = first_row + lane % 16, chunk = (j + lane / 16) ^ (row % 8);
         sm90::store_matrix(&to[i][row * kLineBytes + chunk * 16], packed<T>(d[0], d[1]),
                            packed<T>(d[2], d[3]), packed<T>(d[4], d[5]), packed<T>(d[6], d[7]));
       } else {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int row = lane / 4 + 8 * h;
+          const int row = first_row + lane / 4 + 8 * h;
           const float *p = d + 2 * h, *q = d + 4 + 2 * h;
           const int chunk = 2 * j + quad / 2;
           uint8_t* line = &to[i][row * kLineBytes + quad % 2 * 8];
@@ -88,33 +88,63 @@ __device__ __forceinline__ void stage_tile(const float (&acc)[Config::kTileN / 2
   }
 }
 
-// One warp's 16 x kTileN accumulators to out, by the copy engine; `add`: to what is there.
-template <typename T, typename Config>
-__device__ __forceinline__ void copy_tile(const float (&acc)[Config::kTileN / 2],
-                                          uint8_t (&staging)[Config::kTileN / 64][kStoreBytes],
-                                          const CUtensorMap& map, const Tile& tile, int first_row,
-                                          int row_limit, int cols, bool add) {
-  constexpr int line_cols = kLineBytes / sizeof(T), round = Config::kTileN / 64 * line_cols;
-  const bool chosen = sm90::elect();  // the same one every time: it waits for what it sent
-  const RaggedRows rows(first_row, row_limit);
+// Whether out is written, not added to.
+__device__ __forceinline__ bool is_overwritten(const Epilogue& epilogue) {
+  return !epilogue.accumulate || (epilogue.overwrite != nullptr && *epilogue.overwrite);
+}
+
+// Whether the copy engine stores a tile: it cannot reach what is not aligned, and it adds to 16 bits
+// with two roundings.
+__device__ __forceinline__ bool is_sent(const Epilogue& epilogue, bool overwrite) {
+  return epilogue.copied && (overwrite || epilogue.dtype == Output::kFloat);
+}
+
+// The turns that every tile takes: in each, all warps that multiply fill the staging buffers, and one
+// warp sends what they put there. Turns of tiles that are not sent are empty.
+//
+// A warp that sent its own part would wait for the engine: 1100 to 1400 cycles a tile of 128 x 256 in
+// 16 bits and 250 to 450 one of 128 x 192 in FP8, during which nothing is multiplied (H200, 2026-11).
+__device__ __forceinline__ int turns_of_tile(const Epilogue& epilogue) {
+  return epilogue.dtype == Output::kFloat ? 2 : 1;
+}
+
+// The parity of turn `turn` of a block's tile `number`.
+__device__ __forceinline__ uint32_t turn_parity(const Epilogue& epilogue, int number, int turn) {
+  return (number * turns_of_tile(epilogue) + turn) & 1;
+}
+
+// Sends every tile of this block, in the order in which they are staged. By one thread.
+template <typename Config>
+__device__ void send(GemmShared<Config>& shared, const CUtensorMap& map, const Epilogue& epilogue,
+                     const GemmShape& shape) {
+  constexpr int buffers = Config::kTileN / 64;
+  const bool overwrite = is_overwritten(epilogue), sends = is_sent(epilogue, overwrite);
+  const int line_cols = kLineBytes / (epilogue.dtype == Output::kFloat ? 4 : 2);
+  for (int number = 0;; ++number) {
+    for (int turn = 0; turn < turns_of_tile(epilogue); ++turn) {
+      sm90::barrier_wait(&shared.staged, turn_parity(epilogue, number, turn));
+      const Tile& tile = shared.tiles[number % kTileRing];
+      if (tile.steps < 0) return;
+      // All groups' matrices are one below the other.
+      const int before = Config::kByDepth ? tile.group * shape.rows : 0;
+      const bool adds_nothing = tile.steps == 0 && !overwrite;
+      for (int part = 0; sends && !adds_nothing && part < kTileM / kStoreRows; ++part) {
+        const int row = tile.row + part * kStoreRows;
+        if (row >= tile.row_limit) break;
+        const RaggedRows rows(before + row, before + tile.row_limit);
 #pragma unroll
-  for (int first = 0; first < Config::kTileN; first += round) {
-    if (chosen) sm90::store_wait<0>();
-    __syncwarp();
-    stage_tile<T, Config>(acc, staging, first);
-    sm90::fence_shared_for_async();
-    __syncwarp();
-    if (chosen) {
-#pragma unroll
-      for (int i = 0; i < Config::kTileN / 64; ++i) {
-        const int col = tile.col + first + i * line_cols;
-        if (col >= cols) continue;
-        if (add)
-          sm90::add_4d(&map, staging[i], col, rows.c1, rows.c2, rows.kOrigin);
-        else
-          sm90::store_4d(&map, staging[i], col, rows.c1, rows.c2, rows.kOrigin);
+        for (int i = 0; i < buffers; ++i) {
+          const int col = tile.col + (turn * buffers + i) * line_cols;
+          if (col >= shape.cols) continue;
+          if (overwrite)
+            sm90::store_4d(&map, shared.store[part][i], col, rows.c1, rows.c2, rows.kOrigin);
+          else
+            sm90::add_4d(&map, shared.store[part][i], col, rows.c1, rows.c2, rows.kOrigin);
+        }
       }
       sm90::store_commit();
+      sm90::store_wait<0>();
+      sm90::barrier_arrive(&shared.sent);
     }
   }
 }
@@ -146,24 +176,31 @@ __device__ __forceinline__ void write_tile(const float (&acc)[Config::kTileN / 2
   }
 }
 
-template <typename T, typename Config>
+// One warp's 16 x kTileN accumulators to out. take_turn(i, stage) calls stage in the tile's turn i.
+template <typename T, typename Config, typename TakeTurn>
 __device__ __forceinline__ void store_tile(float (&acc)[Config::kTileN / 2],
                                            uint8_t (&staging)[Config::kTileN / 64][kStoreBytes],
-                                           const CUtensorMap& map, const Epilogue& epilogue,
-                                           const GemmShape& shape, const Tile& tile, int row,
-                                           bool overwrite) {
+                                           const Epilogue& epilogue, const GemmShape& shape,
+                                           const Tile& tile, int row, bool overwrite,
+                                           const TakeTurn& take_turn) {
   if (!Config::kByDepth && epilogue.bias != nullptr)
     add_bias<T, Config>(acc,
                         static_cast<const T*>(epilogue.bias) + tile.group * epilogue.bias_stride,
                         tile.col, shape.cols);
-  // All groups' matrices are one below the other.
-  const int before = Config::kByDepth ? tile.group * shape.rows : 0;
-  const int first = before + row, limit = before + tile.row_limit;
-  if (epilogue.copied && (overwrite || sizeof(T) == 4))
-    copy_tile<T, Config>(acc, staging, map, tile, first, limit, shape.cols, !overwrite);
-  else
-    write_tile<T, Config>(acc, static_cast<T*>(epilogue.out), tile, first, limit, shape.cols,
-                          !overwrite);
+  const bool sent = is_sent(epilogue, overwrite);
+  if (!sent) {
+    const int before = Config::kByDepth ? tile.group * shape.rows : 0;
+    write_tile<T, Config>(acc, static_cast<T*>(epilogue.out), tile, before + row,
+                          before + tile.row_limit, shape.cols, !overwrite);
+  }
+  constexpr int turns = sizeof(T) == 4 ? 2 : 1;
+#pragma unroll
+  for (int turn = 0; turn < turns; ++turn)
+    take_turn(turn, [&] {
+      if (!sent) return;
+      stage_tile<T, Config>(acc, staging, turn * (Config::kTileN / turns));
+      sm90::fence_shared_for_async();
+    });
 }
 
 }  // namespace grouped_linear::cuda

@@ -15,10 +15,11 @@ constexpr int kThreads = 128 + 32 * kMathWarps;
 constexpr int kCluster = 2;
 constexpr int kScaleRows = kTileM + 4;  // of a tile that starts anywhere, from an aligned row on
 constexpr int kBandPairs = 8;   // pairs of row tiles that share an operand while it is in L2
-constexpr int kStoreRows = 16;  // a warp's part of an output tile
+constexpr int kStoreRows = 64;  // a warpgroup's part of an output tile
 constexpr int kStoreBytes = kStoreRows * kLineBytes;
 constexpr int kZeroBytes = 4096;
-// Tiles that are known at a time: one is stored, and every stage may hold a step of another.
+// Tiles that are known at a time: one is sent to memory, one is staged for that, and every stage may
+// hold a step of another.
 constexpr int kTileRing = 8;
 
 enum class Output : int { kBFloat16, kHalf, kFloat };
@@ -122,11 +123,12 @@ struct GemmShared {
   struct NoScales {};
 
   Stage stages[Config::kStages];
-  alignas(1024) uint8_t store[kMathWarps][Config::kTileN / 64][kStoreBytes];
+  alignas(1024) uint8_t store[kTileM / kStoreRows][Config::kTileN / 64][kStoreBytes];
   std::conditional_t<Config::kBlocks, Scales, NoScales> scales[Config::kStages];
   Tile tiles[kTileRing];
   uint64_t full[Config::kStages], empty[Config::kStages];
-  static_assert(kTileRing > Config::kStages);
+  uint64_t staged, sent;
+  static_assert(kTileRing >= Config::kStages + 2);
   GroupTable groups;  // tile_end counts clusters by rows, blocks of 128 rows by depth
   alignas(128) uint8_t zeros[Config::kByDepth ? 16 : kZeroBytes];
 };

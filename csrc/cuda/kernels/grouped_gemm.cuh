@@ -17,8 +17,8 @@
 //
 // One persistent block an SM, in clusters of two, walks over output tiles of 128 x kTileN.
 // Warpgroup 0 copies operand stages with TMA into a ring in shared memory; warpgroups 1 and 2
-// multiply 64 rows each with wgmma and store. Sizes are read on the device: nothing here depends on
-// T, E or the splits but loop bounds.
+// multiply 64 rows each with wgmma and stage the results, which another warp of warpgroup 0 sends to
+// memory. Sizes are read on the device: nothing here depends on T, E or the splits but loop bounds.
 //
 // The two tiles of a cluster are neighbours. As long as a group has a pair of row tiles, they lie
 // one below the other and share b's tile, else beside one another and share a's. Each block copies
@@ -255,26 +255,36 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
     __syncwarp();  // the whole warp has read the stage's scales
     if (lane < kCluster) sm90::barrier_arrive_at(&shared.empty[stage], lane);
   };
-  const bool overwrite =
-      !epilogue.accumulate || (epilogue.overwrite != nullptr && *epilogue.overwrite);
+  const bool overwrite = is_overwritten(epilogue);
   constexpr int count = Config::kTileN / 2;
   const WarpgroupOperands<Config> operands(shared, math_group);
   RingPosition<Config::kStages> ring;
   for (int number = 0;; ++number) {
+    const auto take_turn = [&](int turn, const auto& stage) {
+      sm90::barrier_wait(&shared.sent, turn_parity(epilogue, number, turn) ^ 1);
+      stage();
+      __syncwarp();
+      if (lane == 0) sm90::barrier_arrive(&shared.staged);
+    };
+    const auto take_empty_turns = [&] {
+      for (int turn = 0; turn < turns_of_tile(epilogue); ++turn) take_turn(turn, [] {});
+    };
     const Tile& tile = shared.tiles[number % kTileRing];
     sm90::barrier_wait(&shared.full[ring.stage], ring.parity);
     const int steps = tile.steps;
-    if (steps < 0) break;
+    if (steps < 0) return take_turn(0, [] {});  // tells that there are no more
     if (steps == 0) {
       release(ring.stage);
       ring.advance();
-      if (!overwrite) continue;  // an empty group adds nothing
     }
-    if (tile.row + math_group * 64 >= tile.row_limit || tile.col >= shape.cols) {
+    const bool outside =
+        tile.row + math_group * kStoreRows >= tile.row_limit || tile.col >= shape.cols;
+    if (outside || (steps == 0 && !overwrite)) {  // an empty group adds nothing
       for (int step = 0; step < steps; ++step, ring.advance()) {
         sm90::barrier_wait(&shared.full[ring.stage], ring.parity);
         release(ring.stage);
       }
+      take_empty_turns();
       continue;
     }
 
@@ -421,24 +431,23 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
 #pragma unroll
       for (int i = 0; i < count; ++i) sum[i] = sum[i] * scale_a * scale_b;
     }
-    auto& staging = shared.store[warp];
-    const int first_row = tile.row + math_group * 64 + warp % 4 * kStoreRows;
+    auto& staging = shared.store[math_group];
+    const int first_row = tile.row + math_group * kStoreRows + warp % 4 * 16;
     switch (epilogue.dtype) {
       case Output::kBFloat16:
-        store_tile<__nv_bfloat16, Config>(sum, staging, maps.out, epilogue, shape, tile, first_row,
-                                          overwrite);
+        store_tile<__nv_bfloat16, Config>(sum, staging, epilogue, shape, tile, first_row, overwrite,
+                                          take_turn);
         break;
       case Output::kHalf:
-        store_tile<__half, Config>(sum, staging, maps.out, epilogue, shape, tile, first_row,
-                                   overwrite);
+        store_tile<__half, Config>(sum, staging, epilogue, shape, tile, first_row, overwrite,
+                                   take_turn);
         break;
       case Output::kFloat:
-        store_tile<float, Config>(sum, staging, maps.out, epilogue, shape, tile, first_row,
-                                  overwrite);
+        store_tile<float, Config>(sum, staging, epilogue, shape, tile, first_row, overwrite,
+                                  take_turn);
         break;
     }
   }
-  if (sm90::elect()) sm90::store_wait<0>();  // shared memory is read until then
 }
 
 template <typename Config>
@@ -474,6 +483,8 @@ __device__ void multiply(GemmShared<Config>& shared, const TensorMaps& maps,
       sm90::barrier_init(&shared.full[s], Config::kSquares ? 2 : 1);
       sm90::barrier_init(&shared.empty[s], kMathWarps * kCluster);
     }
+    sm90::barrier_init(&shared.staged, kMathWarps);
+    sm90::barrier_init(&shared.sent, 1);
     sm90::fence_barrier_init();
   }
   if constexpr (!Config::kByDepth) {
@@ -491,6 +502,7 @@ __device__ void multiply(GemmShared<Config>& shared, const TensorMaps& maps,
       if (threadIdx.x / 32 == 1) produce_square_scales<Config>(shared, square_scale, shape);
     if constexpr (!Config::kByDepth)
       if (threadIdx.x / 32 == 2 && sm90::elect()) zero_tail<Config>(shared, epilogue, shape);
+    if (threadIdx.x / 32 == 3 && sm90::elect()) send<Config>(shared, maps.out, epilogue, shape);
   } else {
     sm90::take_registers<232>();
     consume<Config>(shared, maps, epilogue, shape);
