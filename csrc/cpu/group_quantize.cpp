@@ -5,6 +5,7 @@
 
 #include "../checks.h"
 #include "../ops.h"
+#include "numerics.h"
 #include "swiglu.h"
 #include "tiles.h"
 
@@ -95,12 +96,22 @@ std::vector<int64_t> checked_rows(const Tensor& rows, int64_t count, int64_t lim
   return taken;
 }
 
-// to[i] = from[i] * factor, at most kBlock elements of a dtype, rounded to it.
-void multiply_row(const char* from, float factor, ScalarType dtype, int64_t n, void* to) {
-  float values[kBlock];
-  load_row(from, dtype, n, values);
-  for (int64_t i = 0; i < n; ++i) values[i] *= factor;
-  store_row(values, n, dtype, to);
+// to[i] = from[i] * factor for n elements of a dtype, rounded to it.
+template <typename Element>
+GROUPED_LINEAR_INLINE void multiply_elements(const char* from, float factor, int64_t n, void* to) {
+  using Bits = typename Element::Bits;
+  for (int64_t i = 0; i < n; ++i)
+    static_cast<Bits*>(to)[i] =
+        Element::of_float(Element::to_float(reinterpret_cast<const Bits*>(from)[i]) * factor);
+}
+
+GROUPED_LINEAR_EVERY_WIDTH void multiply_row(const char* from, float factor, ScalarType dtype,
+                                             int64_t n, void* to) {
+  switch (dtype) {
+    case ScalarType::BFloat16: return multiply_elements<Bf16>(from, factor, n, to);
+    case ScalarType::Half: return multiply_elements<Half>(from, factor, n, to);
+    default: return multiply_elements<Float>(from, factor, n, to);
+  }
 }
 
 }  // namespace
