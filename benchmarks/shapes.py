@@ -66,11 +66,16 @@ CPU_SHAPES = (
     Shape("cpu_many_rows", E=8, m=512, N=512, K=2048),
 )
 
+# Outputs of 32 MiB, which the C library maps anew in every call. For bench_group_quantize alone:
+# products and compiled layers of it take long.
+CPU_PAST_CACHES = Shape("cpu_past_caches", E=8, m=1024, N=256, K=4096)
+
 
 def chosen_shapes(names: list[str] | None, device: torch.device, quick: bool) -> list[Shape]:
     """The named shapes; without names those of the device, or a few telling ones of them."""
     if names:
-        by_name = {shape.name: shape for shape in (*MODEL_SHAPES, LAUNCH_BOUND, *CPU_SHAPES)}
+        named = (*MODEL_SHAPES, LAUNCH_BOUND, *CPU_SHAPES, CPU_PAST_CACHES)
+        by_name = {shape.name: shape for shape in named}
         unknown = [name for name in names if name not in by_name]
         if unknown:
             raise SystemExit(f"no shape {unknown[0]}; there are {', '.join(by_name)}")
