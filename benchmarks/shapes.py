@@ -66,8 +66,8 @@ CPU_SHAPES = (
     Shape("cpu_many_rows", E=8, m=512, N=512, K=2048),
 )
 
-# Outputs of 32 MiB, which the C library maps anew in every call. For bench_group_quantize alone:
-# products and compiled layers of it take long.
+# Outputs of 32 MiB, which the C library maps anew unless its heap happens to have room. For
+# bench_group_quantize alone: products and compiled layers of it take long.
 CPU_PAST_CACHES = Shape("cpu_past_caches", E=8, m=1024, N=256, K=4096)
 
 
