@@ -33,8 +33,10 @@ class Scratch {
         next_(static_cast<char*>(memory_.data_ptr())) {}
 
   Tensor cut(const Shape& shape, ScalarType dtype) {
-    char* first = next_;
-    next_ += bytes_of({shape}, dtype == kFloat ? 4 : 1);
+    const int64_t bytes = bytes_of({shape}, dtype == kFloat ? 4 : 1);
+    // Without elements it is at the start: past the end may be an address that torch refuses.
+    void* first = bytes > 0 ? next_ : memory_.data_ptr();
+    next_ += bytes;
     return tensor_over(first, memory_, shape, dtype);
   }
 

@@ -111,6 +111,19 @@ def test_an_eager_layer_gives_the_bits_of_separate_ops(device: str) -> None:
         assert_same_bits(one, several)
 
 
+@pytest.mark.parametrize("device", devices("block_scaled_linear"))
+def test_what_is_not_asked_for_has_no_place_in_memory(device: str) -> None:
+    """Scratch of 10 MiB, which torch maps on a GPU as they are: past them is no address."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    x, w = torch.ones(4096, 2048, device=device), torch.ones(1, 896, 2048, device=device)
+    m_splits = torch.tensor([4096], device=device)
+    scratch = x.numel() + 16 * 4096 * 4 + w.numel()
+    assert scratch == 10 * 2**20
+    y, *_ = ops.block_scaled_linear(x, w, m_splits, columnwise_x=False, columnwise_w=False)
+    assert (y == 2048).all()
+
+
 def test_one_op_or_several_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Dynamo traces the layer and breaks its graph at the gradient, which runs eagerly."""
     layer = GroupedLinear(3, 32, 48, recipe=Float8BlockScaling())
