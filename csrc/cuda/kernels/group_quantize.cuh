@@ -12,7 +12,7 @@
 // little besides its bytes, blocks are therefore many and brief, and load without looking ahead; where
 // it costs more (SwiGLU, gathered rows) they are fewer and copy their next tile while they work on one.
 //
-// Reaches (H200, 2026-11-22) of a copy's speed: rowwise 0.98, both 0.95, SwiGLU 0.90, gradient 0.83.
+// Reaches (H200, 2026-11-22) of a copy's speed: rowwise 0.98, both 0.95, SwiGLU 0.90, gradient 0.89.
 #pragma once
 
 #include "block_scale.cuh"
@@ -82,8 +82,9 @@ struct WarpGroups {
 //
 // A source loads the patch of the calling thread from a tile, zero past its rows and columns. One
 // with two parts loads a patch of each half of the columns, K / 2 apart. One with Ahead copies what it
-// reads to shared memory one tile ahead, where rows are aligned: a block starts the copies of its next
-// tile as soon as it holds this one in registers.
+// reads to shared memory ahead, where rows are aligned: a block starts the copies of its next tile as soon
+// as it holds this one in registers. SwiGLU takes a tile in four steps of two rows a patch and has the
+// copies of two on their way; with those of one, each step waited for the memory.
 //
 // Speed with 2, 4, 8 and 32 generations of blocks beside one (H200, 2026-11-21, medians over 8 cases):
 // both layouts 1.03, 1.06, 1.08, 1.09; gathered 1.01, 1.02, 1.04, 1.02; SwiGLU 0.98, 0.96, 0.94, 0.92.
