@@ -20,6 +20,7 @@ namespace grouped_linear {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
 // Sizes or strides of at most three dimensions, in place: a vector would be allocated, every time.
 class Shape {
  public:
