@@ -216,10 +216,10 @@ struct Swiglu {
   template <int begin>
   __device__ __forceinline__ void load_rows(Patch<Element>& patch, Ahead& ahead,
                                             const TilePlaceInRows& at) const {
-    constexpr int end = begin + kRows;
+    constexpr int end = begin + kRows, in_flight = end < kPatch ? 1 : 0;
     Patch<Element> up;
     if (vectorised) {
-      wait_for_copies < end<kPatch>();
+      wait_for_copies<in_flight>();
       patch.template take<begin, end>(ahead.gate);
       up.template take<begin, end>(ahead.up);
       if constexpr (end + kRows < kPatch) start_rows<end + kRows>(ahead, at);
@@ -288,10 +288,10 @@ struct SwigluGrad {
   template <int begin>
   __device__ __forceinline__ void load_rows(Patch<Element> (&patch)[parts], Ahead& ahead,
                                             const TilePlaceInRows& at, const Columns& here) const {
-    constexpr int end = begin + kRows;
+    constexpr int end = begin + kRows, in_flight = end < kPatch ? 1 : 0;
     Patch<Element> d, up;
     if (parts == 2 || vectorised) {
-      wait_for_copies < end<kPatch>();
+      wait_for_copies<in_flight>();
       d.template take<begin, end>(ahead.dh);
       patch[0].template take<begin, end>(ahead.gate);
       up.template take<begin, end>(ahead.up);
