@@ -34,26 +34,26 @@ __device__ __forceinline__ uint32_t packed(float x, float y) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// Adds one group's bias [cols] to a thread's accumulators; col: the tile's first column.
+// Adds one group's bias [cols] to a thread's sums; col: the tile's first column.
 template <typename T, typename Config>
-__device__ __forceinline__ void add_bias(float (&acc)[Config::kTileN / 2], const T* bias, int col,
+__device__ __forceinline__ void add_bias(float (&sum)[Config::kTileN / 2], const T* bias, int col,
                                          int cols) {
 #pragma unroll
   for (int j = 0; j < Config::kTileN / 8; ++j) {
     const int at = col + 8 * j + 2 * (threadIdx.x % 4);
     if (at >= cols) continue;
     const float x = static_cast<float>(bias[at]), y = static_cast<float>(bias[at + 1]);
-    acc[4 * j + 0] += x;
-    acc[4 * j + 1] += y;
-    acc[4 * j + 2] += x;
-    acc[4 * j + 3] += y;
+    sum[Config::sum_of(4 * j + 0)] += x;
+    sum[Config::sum_of(4 * j + 1)] += y;
+    sum[Config::sum_of(4 * j + 2)] += x;
+    sum[Config::sum_of(4 * j + 3)] += y;
   }
 }
 
-// Puts a warp's 16 x kTileN accumulators, from column `first` on, into its warpgroup's staging buffers
+// Puts a warp's 16 x kTileN sums, from column `first` on, into its warpgroup's staging buffers
 // until they are full: buffer i holds 64 lines of 128 bytes, each swizzled by its number.
 template <typename T, typename Config>
-__device__ __forceinline__ void stage_tile(const float (&acc)[Config::kTileN / 2],
+__device__ __forceinline__ void stage_tile(const float (&sum)[Config::kTileN / 2],
                                            uint8_t (&to)[Config::kTileN / 64][kStoreBytes],
                                            int first) {
   constexpr int line_cols = kLineBytes / sizeof(T), buffers = Config::kTileN / 64;
@@ -62,26 +62,28 @@ __device__ __forceinline__ void stage_tile(const float (&acc)[Config::kTileN / 2
   for (int i = 0; i < buffers; ++i) {
 #pragma unroll
     for (int j = 0; j < line_cols / 8; j += 2) {
-      const float* d = &acc[4 * ((first / 8) + i * line_cols / 8 + j)];
+      const auto at = [&](int k) {
+        return sum[Config::sum_of(4 * (first / 8 + i * line_cols / 8 + j) + k)];
+      };
       if constexpr (sizeof(T) == 2) {
         const int row = first_row + lane % 16, chunk = (j + lane / 16) ^ (row % 8);
-        sm90::store_matrix(&to[i][row * kLineBytes + chunk * 16], packed<T>(d[0], d[1]),
-                           packed<T>(d[2], d[3]), packed<T>(d[4], d[5]), packed<T>(d[6], d[7]));
+        sm90::store_matrix(&to[i][row * kLineBytes + chunk * 16], packed<T>(at(0), at(1)),
+                           packed<T>(at(2), at(3)), packed<T>(at(4), at(5)),
+                           packed<T>(at(6), at(7)));
       } else {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int row = first_row + lane / 4 + 8 * h;
-          const float *p = d + 2 * h, *q = d + 4 + 2 * h;
           const int chunk = 2 * j + quad / 2;
           uint8_t* line = &to[i][row * kLineBytes + quad % 2 * 8];
-          // One at a time: as vectors they would tie the sums to even registers, see opaque_zero.
+          // One at a time: as vectors they would tie the sums to registers, see sum_of.
           volatile float* first_pair = reinterpret_cast<float*>(line + (chunk ^ (row % 8)) * 16);
           volatile float* second_pair =
               reinterpret_cast<float*>(line + ((chunk + 2) ^ (row % 8)) * 16);
-          first_pair[0] = p[0];
-          first_pair[1] = p[1];
-          second_pair[0] = q[0];
-          second_pair[1] = q[1];
+          first_pair[0] = at(2 * h);
+          first_pair[1] = at(2 * h + 1);
+          second_pair[0] = at(2 * h + 4);
+          second_pair[1] = at(2 * h + 5);
         }
       }
     }
@@ -152,7 +154,7 @@ __device__ void send(GemmShared<Config>& shared, const CUtensorMap& map, const E
 // The same from registers, for an out that the copy engine cannot reach, or cannot add to with one
 // rounding.
 template <typename T, typename Config>
-__device__ __forceinline__ void write_tile(const float (&acc)[Config::kTileN / 2], T* out,
+__device__ __forceinline__ void write_tile(const float (&sum)[Config::kTileN / 2], T* out,
                                            const Tile& tile, int first_row, int row_limit, int cols,
                                            bool add) {
   const int lane = threadIdx.x % 32;
@@ -165,7 +167,7 @@ __device__ __forceinline__ void write_tile(const float (&acc)[Config::kTileN / 2
     for (int j = 0; j < Config::kTileN / 8; ++j) {
       const int col = tile.col + 8 * j + 2 * (lane % 4);
       if (col >= cols) continue;
-      float x = acc[4 * j + 2 * h], y = acc[4 * j + 2 * h + 1];
+      float x = sum[Config::sum_of(4 * j + 2 * h)], y = sum[Config::sum_of(4 * j + 2 * h + 1)];
       if (add) {
         x += static_cast<float>(line[col]);
         y += static_cast<float>(line[col + 1]);
@@ -176,21 +178,21 @@ __device__ __forceinline__ void write_tile(const float (&acc)[Config::kTileN / 2
   }
 }
 
-// One warp's 16 x kTileN accumulators to out. take_turn(i, stage) calls stage in the tile's turn i.
+// One warp's 16 x kTileN sums to out. take_turn(i, stage) calls stage in the tile's turn i.
 template <typename T, typename Config, typename TakeTurn>
-__device__ __forceinline__ void store_tile(float (&acc)[Config::kTileN / 2],
+__device__ __forceinline__ void store_tile(float (&sum)[Config::kTileN / 2],
                                            uint8_t (&staging)[Config::kTileN / 64][kStoreBytes],
                                            const Epilogue& epilogue, const GemmShape& shape,
                                            const Tile& tile, int row, bool overwrite,
                                            const TakeTurn& take_turn) {
   if (!Config::kByDepth && epilogue.bias != nullptr)
-    add_bias<T, Config>(acc,
+    add_bias<T, Config>(sum,
                         static_cast<const T*>(epilogue.bias) + tile.group * epilogue.bias_stride,
                         tile.col, shape.cols);
   const bool sent = is_sent(epilogue, overwrite);
   if (!sent) {
     const int before = Config::kByDepth ? tile.group * shape.rows : 0;
-    write_tile<T, Config>(acc, static_cast<T*>(epilogue.out), tile, before + row,
+    write_tile<T, Config>(sum, static_cast<T*>(epilogue.out), tile, before + row,
                           before + tile.row_limit, shape.cols, !overwrite);
   }
   constexpr int turns = sizeof(T) == 4 ? 2 : 1;
@@ -198,7 +200,7 @@ __device__ __forceinline__ void store_tile(float (&acc)[Config::kTileN / 2],
   for (int turn = 0; turn < turns; ++turn)
     take_turn(turn, [&] {
       if (!sent) return;
-      stage_tile<T, Config>(acc, staging, turn * (Config::kTileN / turns));
+      stage_tile<T, Config>(sum, staging, turn * (Config::kTileN / turns));
       sm90::fence_shared_for_async();
     });
 }

@@ -74,6 +74,7 @@ enum class Scaling { kNone, kGroups, kLines, kSquares };
 template <typename A_, typename B_, int kTileN_, int kStages_, Scaling kScaling, bool kByDepth_,
           int kAMajor_ = 0, int kBMajor_ = 0>
 struct GemmConfig {
+  using Wide = GemmConfig;
   using A = A_;
   using B = B_;
   static constexpr int kTileN = kTileN_, kStages = kStages_;
@@ -88,11 +89,17 @@ struct GemmConfig {
   static constexpr int kABytes = kTileM * kLineBytes, kBBytes = kTileN * kLineBytes;
   static constexpr int kBPieces = 2;  // that b's tile is copied in, one a block where it is shared
   static constexpr bool kNarrow = false;
+
+  // Which of a thread's sums belongs to its product i. Products lie in pairs of registers, an even one and
+  // the next. Sums come to lie so too by rows, and FFMA would wait for three operands from one register
+  // bank; so there a sum is kept in the other half of its pair (H200, 2026-11: 6% of an FP8 product).
+  static __device__ constexpr int sum_of(int i) { return kSquares && !kByDepth ? i ^ 1 : i; }
 };
 
 // The same product in narrow tiles, which never share b.
 template <typename Config>
 struct NarrowOf : Config {
+  using Wide = Config;
   static constexpr int kTileN = kNarrowCols, kBBytes = kTileN * kLineBytes;
   static constexpr int kStages = Config::kFp8 ? Config::kStages : 6;
   static constexpr int kBPieces = 1;
@@ -109,8 +116,19 @@ struct alignas(16) Tile {
   int shares_b;                 // with the other block of the cluster, else a
 };
 
+// What a block's warps tell one another, in the same place whatever the tiles: barriers stand before the
+// sizes are known, and with them which tiles it will be.
+struct GemmControl {
+  static constexpr int kMostStages = 6;
+  uint64_t full[kMostStages], empty[kMostStages];
+  uint64_t staged, sent;
+  Tile tiles[kTileRing];
+  GroupTable groups;  // tile_end counts clusters by rows, blocks of 128 rows by depth
+  alignas(128) uint8_t zeros[kZeroBytes];
+};
+
 template <typename Config>
-struct GemmShared {
+struct TileBuffers {
   struct Stage {
     alignas(1024) uint8_t a[Config::kABytes];
     alignas(1024) uint8_t b[Config::kBBytes];
@@ -125,12 +143,22 @@ struct GemmShared {
   Stage stages[Config::kStages];
   alignas(1024) uint8_t store[kTileM / kStoreRows][Config::kTileN / 64][kStoreBytes];
   std::conditional_t<Config::kBlocks, Scales, NoScales> scales[Config::kStages];
-  Tile tiles[kTileRing];
-  uint64_t full[Config::kStages], empty[Config::kStages];
-  uint64_t staged, sent;
-  static_assert(kTileRing >= Config::kStages + 2);
-  GroupTable groups;  // tile_end counts clusters by rows, blocks of 128 rows by depth
-  alignas(128) uint8_t zeros[Config::kByDepth ? 16 : kZeroBytes];
+};
+
+template <size_t bytes>
+struct Unused {
+  uint8_t room[bytes];
+};
+template <>
+struct Unused<0> {};
+
+// GemmControl comes after what wide tiles take: ptxas spills registers where it comes first.
+template <typename Config>
+struct GemmShared
+    : TileBuffers<Config>,
+      Unused<sizeof(TileBuffers<typename Config::Wide>) - sizeof(TileBuffers<Config>)>,
+      GemmControl {
+  static_assert(Config::kStages <= kMostStages && kTileRing >= Config::kStages + 2);
 };
 
 __device__ __forceinline__ int row_tiles(int rows) { return (rows + kTileM - 1) / kTileM; }

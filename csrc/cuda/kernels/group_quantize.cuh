@@ -43,19 +43,11 @@ struct WarpGroups {
 
   __device__ __forceinline__ void load(const int32_t* offs, int E, int T) {
     const int lane = threadIdx.x % 32;
-    row_end = lane < E ? min(max(offs[lane], 0), T) : 0;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int left = __shfl_up_sync(kFullWarp, row_end, distance);
-      if (lane >= distance) row_end = max(row_end, left);
-    }
+    row_end = scan_warp(lane < E ? min(max(offs[lane], 0), T) : 0,
+                        [](int a, int b) { return max(a, b); });
     const int left = __shfl_up_sync(kFullWarp, row_end, 1);
-    tile_end = (row_end - (lane == 0 ? 0 : left) + kTile - 1) / kTile;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int before = __shfl_up_sync(kFullWarp, tile_end, distance);
-      if (lane >= distance) tile_end += before;
-    }
+    const int rows = row_end - (lane == 0 ? 0 : left);
+    tile_end = scan_warp((rows + kTile - 1) / kTile, [](int a, int b) { return a + b; });
   }
 
   // All rows of all groups as one group: what rowwise data alone needs, however many groups.

@@ -251,9 +251,13 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
                         const Epilogue& epilogue, const GemmShape& shape) {
   const int math_group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 - 4,
             lane = threadIdx.x % 32;
+  // Found once; with lines there is no register for it.
+  const uint32_t first_empty = sm90::cluster_address(&shared.empty[0], lane % kCluster);
   const auto release = [&](int stage) {
     __syncwarp();  // the whole warp has read the stage's scales
-    if (lane < kCluster) sm90::barrier_arrive_at(&shared.empty[stage], lane);
+    if (lane >= kCluster) return;
+    sm90::barrier_arrive_at(Config::kLines ? sm90::cluster_address(&shared.empty[stage], lane)
+                                           : first_empty + stage * sizeof(shared.empty[0]));
   };
   const bool overwrite = is_overwritten(epilogue);
   constexpr int count = Config::kTileN / 2;
@@ -330,7 +334,7 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
           const auto& scales = shared.scales[stage];
           const float scale_0 = scales.a[scale_row], scale_1 = scales.a[scale_row + 8];
           constexpr int pairs = Config::kTileN / 8;
-          constexpr int ahead = 8;  // scales on their way; with 5 or 12 registers spill
+          constexpr int ahead = 7;  // scales on their way; with 5, 8, 9 or 12 registers spill
           float2 scale[pairs];
           const float2* of_columns = reinterpret_cast<const float2*>(scales.b) + lane % 4;
 #pragma unroll
@@ -356,10 +360,10 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
           for (int j = 0; j < Config::kTileN / 8; ++j) {
             const float column_scale = j < 8 ? square.x : j < 16 ? middle : square.y;
             const float s0 = scale_0 * column_scale, s1 = scale_1 * column_scale;
-            sum[4 * j + 0] += s0 * acc[4 * j + 0];
-            sum[4 * j + 1] += s0 * acc[4 * j + 1];
-            sum[4 * j + 2] += s1 * acc[4 * j + 2];
-            sum[4 * j + 3] += s1 * acc[4 * j + 3];
+            sum[Config::sum_of(4 * j + 0)] += s0 * acc[4 * j + 0];
+            sum[Config::sum_of(4 * j + 1)] += s0 * acc[4 * j + 1];
+            sum[Config::sum_of(4 * j + 2)] += s1 * acc[4 * j + 2];
+            sum[Config::sum_of(4 * j + 3)] += s1 * acc[4 * j + 3];
           }
         }
         ring.stage = next;
@@ -451,13 +455,12 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
 }
 
 template <typename Config>
-__device__ void find_groups(GemmShared<Config>& shared, const int32_t* offs,
-                            const GemmShape& shape) {
+__device__ void find_groups(GroupTable& groups, const int32_t* offs, const GemmShape& shape) {
   if constexpr (Config::kByDepth) {
-    load_groups<kThreads>(shared.groups, offs, shape.E, shape.T, TilesOf{kTileM});
+    load_groups<kThreads>(groups, offs, shape.E, shape.T, TilesOf{kTileM});
   } else {
     const int cols = col_tiles<Config>(shape);
-    load_groups<kThreads>(shared.groups, offs, shape.E, shape.T, [cols](int rows) {
+    load_groups<kThreads>(groups, offs, shape.E, shape.T, [cols](int rows) {
       return cluster_tiles<Config>(row_tiles(rows), cols);
     });
   }
@@ -478,23 +481,6 @@ template <typename Config>
 __device__ void multiply(GemmShared<Config>& shared, const TensorMaps& maps,
                          const SquareScale& square_scale, const Epilogue& epilogue,
                          const GemmShape& shape) {
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < Config::kStages; ++s) {
-      sm90::barrier_init(&shared.full[s], Config::kSquares ? 2 : 1);
-      sm90::barrier_init(&shared.empty[s], kMathWarps * kCluster);
-    }
-    sm90::barrier_init(&shared.staged, kMathWarps);
-    sm90::barrier_init(&shared.sent, 1);
-    sm90::fence_barrier_init();
-  }
-  if constexpr (!Config::kByDepth) {
-    for (int i = threadIdx.x; i < kZeroBytes / 16; i += kThreads)
-      reinterpret_cast<uint4*>(shared.zeros)[i] = make_uint4(0, 0, 0, 0);
-    sm90::fence_shared_for_async();
-  }
-  // No block copies into another, or arrives there, before its barriers stand.
-  sm90::cluster_sync();
-
   if (threadIdx.x < 128) {
     sm90::give_registers<40>();
     if (threadIdx.x == 0) produce<Config>(shared, maps, shape);
@@ -511,6 +497,33 @@ __device__ void multiply(GemmShared<Config>& shared, const TensorMaps& maps,
   sm90::cluster_sync();  // nor leaves while another may still arrive at its barriers
 }
 
+// What needs no size, while the kernel before this one runs.
+template <typename Config>
+__device__ void prepare(GemmControl& control, const TensorMaps& maps) {
+  if (threadIdx.x == 0) {
+    sm90::prefetch_tensor_map(&maps.a);
+    sm90::prefetch_tensor_map(&maps.b);
+    if (Config::kBlocks) sm90::prefetch_tensor_map(&maps.scale_a);
+    if (Config::kLines) sm90::prefetch_tensor_map(&maps.scale_b);
+    if (!Config::kByDepth) sm90::prefetch_tensor_map(&maps.narrow_b);
+    sm90::prefetch_tensor_map(&maps.out);
+    for (int s = 0; s < GemmControl::kMostStages; ++s) {
+      sm90::barrier_init(&control.full[s], Config::kSquares ? 2 : 1);
+      sm90::barrier_init(&control.empty[s], kMathWarps * kCluster);
+    }
+    sm90::barrier_init(&control.staged, kMathWarps);
+    sm90::barrier_init(&control.sent, 1);
+    sm90::fence_barrier_init();
+  }
+  if constexpr (!Config::kByDepth) {
+    for (int i = threadIdx.x; i < kZeroBytes / 16; i += kThreads)
+      reinterpret_cast<uint4*>(control.zeros)[i] = make_uint4(0, 0, 0, 0);
+    sm90::fence_shared_for_async();
+  }
+  // No block copies into another, or arrives there, before its barriers stand.
+  sm90::cluster_sync();
+}
+
 template <typename Config>
 __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster)
     grouped_gemm_kernel(const __grid_constant__ TensorMaps maps, const int32_t* offs,
@@ -518,18 +531,15 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster)
                         const GemmShape shape) {
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& shared = *reinterpret_cast<GemmShared<Config>*>(raw);
-  if (threadIdx.x == 0) {
-    sm90::prefetch_tensor_map(&maps.a);
-    sm90::prefetch_tensor_map(&maps.b);
-  }
+  prepare<Config>(shared, maps);
   start_after_previous();
-  find_groups<Config>(shared, offs, shape);
+  find_groups<Config>(shared.groups, offs, shape);
   if constexpr (!Config::kByDepth) {
     if (fits_narrow<Config>(shared.groups, shape)) {
-      __syncthreads();  // every thread knows it: the table moves to where narrow tiles have theirs
+      __syncthreads();  // every thread knows it, and the table changes
       using Narrow = NarrowOf<Config>;
       auto& narrow = *reinterpret_cast<GemmShared<Narrow>*>(raw);
-      find_groups<Narrow>(narrow, offs, shape);
+      find_groups<Narrow>(narrow.groups, offs, shape);
       return multiply<Narrow>(narrow, maps, square_scale, epilogue, shape);
     }
   }

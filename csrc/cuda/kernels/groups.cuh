@@ -18,7 +18,6 @@ namespace grouped_linear::cuda {
 struct GroupTable {
   int32_t row_end[kMaxGroups];
   int32_t tile_end[kMaxGroups];
-  int32_t warp_carry[32];
 
   __device__ int row_begin(int e) const { return e == 0 ? 0 : row_end[e - 1]; }
   __device__ int tile_begin(int e) const { return e == 0 ? 0 : tile_end[e - 1]; }
@@ -37,46 +36,16 @@ struct GroupTable {
   }
 };
 
-namespace detail {
-
-struct Maximum {
-  __device__ int operator()(int a, int b) const { return max(a, b); }
-};
-struct Sum {
-  __device__ int operator()(int a, int b) const { return a + b; }
-};
-
-// values[i] = op over values[0 .. i], in place, by all `threads` threads of the block; op has 0 as
-// its neutral element. Ends with a barrier.
-template <int threads, typename Op>
-__device__ void scan(int32_t* values, int count, int32_t* warp_carry, Op op) {
-  static_assert(threads % 32 == 0 && threads <= 1024);
-  constexpr int per_thread = (kMaxGroups + threads - 1) / threads;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = threadIdx.x * per_thread;
-  int local[per_thread], total = 0;
-#pragma unroll
-  for (int i = 0; i < per_thread; ++i) {
-    total = op(total, first + i < count ? values[first + i] : 0);
-    local[i] = total;
-  }
-  int inclusive = total;
+// op over the values of the lanes up to this one.
+template <typename Op>
+__device__ __forceinline__ int scan_warp(int value, Op op) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
-    const int left = __shfl_up_sync(0xffffffff, inclusive, distance);
-    if (lane >= distance) inclusive = op(left, inclusive);
+    const int left = __shfl_up_sync(0xffffffff, value, distance);
+    if (threadIdx.x % 32 >= distance) value = op(left, value);
   }
-  if (lane == 31) warp_carry[warp] = inclusive;
-  const int left = __shfl_up_sync(0xffffffff, inclusive, 1);
-  __syncthreads();
-  int before = lane == 0 ? 0 : left;
-  for (int w = 0; w < warp; ++w) before = op(before, warp_carry[w]);
-#pragma unroll
-  for (int i = 0; i < per_thread; ++i)
-    if (first + i < count) values[first + i] = op(before, local[i]);
-  __syncthreads();
+  return value;
 }
-
-}  // namespace detail
 
 // Tiles of `rows` rows, a group's last one rounded up.
 struct TilesOf {
@@ -84,17 +53,37 @@ struct TilesOf {
   __device__ int operator()(int group_rows) const { return (group_rows + rows - 1) / rows; }
 };
 
-// Fills the table with tiles_of(rows) tiles a group; called by all `threads` threads of the block,
-// ends with a barrier.
+// Fills the table with tiles_of(rows) tiles a group; called by all `threads` threads of the block, ends
+// with a barrier. A product waits for it before it can load anything, and its code is fetched anew in
+// every launch: so one warp scans, with a run of neighbouring groups a lane, in loops that stay loops.
 template <int threads, typename Tiles>
 __device__ void load_groups(GroupTable& table, const int32_t* offs, int E, int T, Tiles tiles_of) {
   for (int e = threadIdx.x; e < E; e += threads) table.row_end[e] = min(max(offs[e], 0), T);
   __syncthreads();
-  detail::scan<threads>(table.row_end, E, table.warp_carry, detail::Maximum());
-  for (int e = threadIdx.x; e < E; e += threads)
-    table.tile_end[e] = tiles_of(table.row_end[e] - table.row_begin(e));
+  if (threadIdx.x < 32) {
+    const auto before_lane = [](int scanned) {
+      const int before = __shfl_up_sync(0xffffffff, scanned, 1);
+      return threadIdx.x == 0 ? 0 : before;
+    };
+    const int run = (E + 31) / 32, first = min(static_cast<int>(threadIdx.x) * run, E),
+              end = min(first + run, E);
+    int rows = 0;
+#pragma unroll 1
+    for (int e = first; e < end; ++e) rows = max(rows, table.row_end[e]);
+    rows = before_lane(scan_warp(rows, [](int a, int b) { return max(a, b); }));
+    int tiles = 0;
+#pragma unroll 1
+    for (int e = first; e < end; ++e) {
+      const int row_end = max(table.row_end[e], rows);
+      tiles += tiles_of(row_end - rows);
+      table.row_end[e] = rows = row_end;
+      table.tile_end[e] = tiles;
+    }
+    tiles = before_lane(scan_warp(tiles, [](int a, int b) { return a + b; }));
+#pragma unroll 1
+    for (int e = first; e < end; ++e) table.tile_end[e] += tiles;
+  }
   __syncthreads();
-  detail::scan<threads>(table.tile_end, E, table.warp_carry, detail::Sum());
 }
 
 }  // namespace grouped_linear::cuda

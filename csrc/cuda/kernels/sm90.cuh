@@ -43,18 +43,19 @@ __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_
       : "memory");
 }
 
-// Arrives at the barrier in the same place of another block of the cluster. Without .cluster scope:
-// its release would be a MEMBAR (measured: a third of a kernel's time), and what is handed over
-// here was only read.
-__device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t rank) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-      "}\n" ::"r"(shared_address(barrier)),
-      "r"(rank)
-      : "memory");
+// Where a block of the cluster has what this block has at `own`.
+__device__ __forceinline__ uint32_t cluster_address(const void* own, uint32_t rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(there)
+               : "r"(shared_address(own)), "r"(rank));
+  return there;
+}
+
+// Arrives at a barrier of any block of the cluster. Without .cluster scope: its release would be a
+// MEMBAR (measured: a third of a kernel's time), and what is handed over here was only read.
+__device__ __forceinline__ void barrier_arrive_at(uint32_t cluster_address) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address) : "memory");
 }
 
 // Waits until the phase of the given parity is over.
@@ -253,9 +254,8 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(in_flight) : "memory");
 }
 
-// A zero that the compiler does not know as one. It would clear accumulators two at a time, which
-// ties pairs of them to even registers; products lie in such pairs too, and every second FFMA would
-// wait for three operands from one register bank (H200, 2026-11: 1% of an FP8 product).
+// A zero that the compiler does not know as one: it would spill registers elsewhere to keep sums that it
+// clears two at a time in pairs.
 __device__ __forceinline__ float opaque_zero() {
   float zero;
   asm volatile("mov.f32 %0, 0f00000000;" : "=f"(zero));
