@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from benchmarks import timing
-from benchmarks.shapes import SPLITS, Shape, chosen_shapes, group_sizes
+from benchmarks.shapes import LAUNCH_BOUND, SPLITS, Shape, chosen_shapes, group_sizes
 from grouped_linear import ops
 
 # What is asked of group_quantize: fprop without gradients, with them, and the backward's dy.
@@ -113,6 +113,22 @@ def quantizers_of_recipes(
     }
 
 
+def add_nodes(report: timing.Report) -> None:
+    """What one more of them costs a CUDA graph of many, where there is little to quantize."""
+    sizes = group_sizes(LAUNCH_BOUND, "even")
+    T, K = sum(sizes), LAUNCH_BOUND.K
+    x_TK = torch.randn(T, K, dtype=torch.bfloat16, device=report.device)
+    offs_E = offsets(sizes, report.device)
+    for name, form in FORMS.items():
+        columns = case(f"{name}, node of a graph", LAUNCH_BOUND, "even", f"[{T}, {K}]", "bf16")
+        moved = bytes_quantized(sizes, K, x_TK.itemsize, form)
+        candidates = {
+            "copy": timing.copy_of(moved, report.device),
+            "ours": partial(ops.group_quantize, x_TK, offs_E, **form),
+        }
+        report.add(columns, timing.time_nodes(candidates, report.rounds), moved)
+
+
 def offsets(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
     return ops.splits_to_offsets(torch.tensor(sizes, device=device), sum(sizes))
 
@@ -185,6 +201,8 @@ def main() -> None:
             columns = case("quantize_weight_current", shape, "", f"[{N}, {K}]", dtype)
             call = partial(ops.quantize_weight_current, w_ENK)
             add(columns, call, w_ENK.numel() * (2 * w_ENK.itemsize + 2))
+    if device.type == "cuda" and "bf16" in args.dtypes and not args.shapes:
+        add_nodes(report)
     report.finish(not args.no_write, mean_by=("op", "dtype"), merge=args.merge)
 
 

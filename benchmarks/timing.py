@@ -100,6 +100,23 @@ def time_sustained(
     return _beside_roofs(samples, roofs)
 
 
+def time_nodes(candidates: Mapping[str, Call], rounds: int = 20) -> dict[str, Timing]:
+    """Time candidates on a GPU in turn, each by what one more call adds to a CUDA graph of many.
+
+    What launching a graph costs is not in it, and every call finds in the L2 cache what the one
+    before left there.
+    """
+    few, many = 10, 50
+    for call in candidates.values():
+        call()
+    graphs = {name: [_captured(call, n) for n in (few, many)] for name, call in candidates.items()}
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for name in _turns(candidates, rounds):
+        less, more = (_back_to_back(graph.replay, 1) for graph in graphs[name])
+        samples[name].append((more - less) / (many - few))
+    return _beside_roofs(samples, roofs=1)
+
+
 def _back_to_back(call: Call, times: int) -> float:
     """Microseconds a call."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -140,10 +157,11 @@ def _rounds_on_cpu(
     return samples
 
 
-def _captured(call: Call) -> torch.cuda.CUDAGraph:
+def _captured(call: Call, times: int = 1) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
+        for _ in range(times):
+            call()
     return graph
 
 

@@ -79,11 +79,9 @@ class Scratch {
     const Tensor q = scratch.cut(of_x.q, kE4m3), scale = scratch.cut(of_x.scale, kFloat);          \
     const Tensor w_q = scratch.cut(of_w, kE4m3), no_sums = scratch.cut(none, kFloat);              \
                                                                                                    \
-    quantize_rows(x, offs, amax_epsilon, power_of_two_scales,                                      \
-                  {q, scale, x_t, scale_x_t, no_sums});                                            \
-    refresh_weight_({w}, std::nullopt, w_q, scale_w,                                               \
-                    columnwise_w ? std::optional(w_t) : std::nullopt, amax_epsilon,                \
-                    power_of_two_scales);                                                          \
+    quantize_rows_and_weight(x, offs, w, amax_epsilon, power_of_two_scales,                        \
+                             {q, scale, x_t, scale_x_t, no_sums},                                  \
+                             {w_q, scale_w, columnwise_w ? std::optional(w_t) : std::nullopt});    \
     const Tensor y = grouped_scaled_mm(q, w_q, scale, scale_w, offs, bias, x.scalar_type());       \
     return {y, offs, x_t, scale_x_t, w_t, scale_w};                                                \
   }                                                                                                \
@@ -115,6 +113,15 @@ class Scratch {
   }
 
 namespace cpu {
+
+void quantize_rows_and_weight(const Tensor& x, const Tensor& offs, const Tensor& w,
+                              double amax_epsilon, bool power_of_two_scales, const Quantized& of_x,
+                              const QuantizedWeight& of_w) {
+  quantize_rows(x, offs, amax_epsilon, power_of_two_scales, of_x);
+  refresh_weight_({w}, std::nullopt, of_w.q, of_w.scale, of_w.q_t, amax_epsilon,
+                  power_of_two_scales);
+}
+
 GROUPED_LINEAR_LAYER_OPS(new_output)
 }  // namespace cpu
 

@@ -21,6 +21,9 @@
       const std::optional<Tensor>& factor);                                                        \
   void quantize_rows(const Tensor& x, const Tensor& offs, double amax_epsilon,                     \
                      bool power_of_two_scales, const Quantized& out);                              \
+  void quantize_rows_and_weight(const Tensor& x, const Tensor& offs, const Tensor& w,              \
+                                double amax_epsilon, bool power_of_two_scales,                     \
+                                const Quantized& of_x, const QuantizedWeight& of_w);               \
   std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(                        \
       const Tensor& gate_up, const Tensor& offs, double amax_epsilon, bool power_of_two_scales,    \
       bool rowwise, bool columnwise, bool keep_h, bool squares);                                   \

@@ -125,6 +125,11 @@ struct Quantized {
   }
 };
 
+struct QuantizedWeight {
+  Tensor q, scale;
+  std::optional<Tensor> q_t;  // none, or without elements, where it is not asked for
+};
+
 inline Tensor as_dense(const Tensor& t) {
   return t.is_contiguous() ? t : torch::stable::contiguous(t);
 }

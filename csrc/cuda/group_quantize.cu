@@ -1,5 +1,6 @@
 #include "../checks.h"
 #include "../ops.h"
+#include "kernels/rows_and_weight.cuh"
 #include "tile_passes.h"
 
 namespace grouped_linear::cuda {
@@ -29,24 +30,33 @@ struct Results : Quantized {
       : Results({new_tensor, like, {T, K, E, rowwise, columnwise, sums, squares}}, T, K, E) {}
 };
 
+// Tiles that x has at most, of 128 rows and as many columns.
+int64_t most_tiles(const Results& results, int64_t col_blocks) {
+  const bool by_group = results.bias_grad.numel() > 0 || results.out.q_t;
+  return (by_group ? padded_rows(results.T, results.E) / kBlock : ceil_div(results.T, kBlock)) *
+         col_blocks;
+}
+
+template <typename Element>
+Rows<Element> rows_of(const Tensor& x) {
+  return {static_cast<const Element*>(x.const_data_ptr()), x.stride(0), has_aligned_rows(x)};
+}
+
 // One pass over what `source` gives, and the sums of the blocks' sums into bias_grad.
 template <typename Element, typename Source>
 void quantize_tiles(const Launch& launch, const Source& source, const Tensor& offs, ScaleRule rule,
                     Results& results) {
   const int64_t T = results.T, K = results.K, E = results.E;
-  const int64_t blocks = padded_rows(T, E) / kBlock;
-  const int64_t col_blocks = ceil_div(K / Source::kParts, kBlock);
   const int rows = countable_rows(T);
   const bool sums = results.bias_grad.numel() > 0;
 
   Tensor block_sums;
   if (sums) {
-    block_sums = new_tensor(offs, {blocks, K}, ScalarType::Float);
+    block_sums = new_tensor(offs, {padded_rows(T, E) / kBlock, K}, ScalarType::Float);
     results.out.block_sums = block_sums.mutable_data_ptr<float>();
   }
 
-  const bool by_group = sums || results.out.q_t;
-  const int64_t tiles = (by_group ? blocks : ceil_div(T, kBlock)) * col_blocks;
+  const int64_t tiles = most_tiles(results, ceil_div(K / Source::kParts, kBlock));
   constexpr auto kernel = group_quantize_kernel<Element, Source>;
   constexpr int ahead = static_cast<int>(sizeof(typename Source::Ahead));
   launch.allow_shared_bytes<kernel>(ahead);
@@ -73,10 +83,36 @@ void quantize_rows(const Tensor& x_in, const Tensor& offs_in, double amax_epsilo
 
   for_element(x.scalar_type(), [&](auto element) {
     using Element = typename decltype(element)::type;
-    const Rows<Element> source{static_cast<const Element*>(x.const_data_ptr()), x.stride(0),
-                               has_aligned_rows(x)};
-    quantize_tiles<Element>(launch, source, offs,
+    quantize_tiles<Element>(launch, rows_of<Element>(x), offs,
                             {static_cast<float>(amax_epsilon), power_of_two_scales}, results);
+  });
+}
+
+void quantize_rows_and_weight(const Tensor& x_in, const Tensor& offs_in, const Tensor& w_in,
+                              double amax_epsilon, bool power_of_two_scales, const Quantized& of_x,
+                              const QuantizedWeight& of_w) {
+  if (x_in.size(0) == 0 || x_in.scalar_type() != w_in.scalar_type()) {
+    quantize_rows(x_in, offs_in, amax_epsilon, power_of_two_scales, of_x);
+    return refresh_weight_({w_in}, std::nullopt, of_w.q, of_w.scale, of_w.q_t, amax_epsilon,
+                           power_of_two_scales);
+  }
+  const Launch launch("block_scaled_linear", x_in);
+  const Tensor x = with_dense_rows(x_in), offs = as_dense(offs_in), w = as_dense(w_in);
+  const Results results(of_x, x.size(0), x.size(1), offs.size(0));
+  const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
+
+  for_element(x.scalar_type(), [&](auto element) {
+    using Element = typename decltype(element)::type;
+    const int64_t tiles = most_tiles(results, ceil_div(results.K, kBlock));
+    const unsigned row_blocks =
+        tile_grid(launch, tiles, results.E, Rows<Element>::kOccupancy, Rows<Element>::kGenerations);
+    const PackedExperts<Element> experts{static_cast<const Element*>(w.const_data_ptr()),
+                                         w.size(1) * w.size(2)};
+    launch.run(quantize_rows_and_weight_kernel<Element>,
+               row_blocks + static_cast<unsigned>(of_w.scale.numel()), kTileThreads, 0,
+               rows_of<Element>(x), offs.const_data_ptr<int32_t>(), static_cast<int>(results.E),
+               countable_rows(results.T), static_cast<int>(results.K), results.out, row_blocks,
+               experts, is_aligned(w), pointers_of(of_w), rule);
   });
 }
 
@@ -197,9 +233,7 @@ Tensor grouped_bias_grad(const Tensor& dy_in, const Tensor& offs_in) {
   else
     for_element(dy.scalar_type(), [&](auto element) {
       using Element = typename decltype(element)::type;
-      const Rows<Element> source{static_cast<const Element*>(dy.const_data_ptr()), dy.stride(0),
-                                 has_aligned_rows(dy)};
-      quantize_tiles<Element>(launch, source, offs, ScaleRule{}, results);
+      quantize_tiles<Element>(launch, rows_of<Element>(dy), offs, ScaleRule{}, results);
     });
   return results.bias_grad;
 }

@@ -2,21 +2,14 @@
 
 #include "../checks.h"
 #include "../ops.h"
-#include "kernels/quantize_weight.cuh"
-#include "launch.h"
-#include "operands.h"
+#include "tile_passes.h"
 
 namespace grouped_linear::cuda {
 namespace {
 
 constexpr ScalarType kE4m3 = ScalarType::Float8_e4m3fn;
 
-struct Outputs {
-  Tensor q, scale;
-  std::optional<Tensor> q_t;
-};
-
-Outputs new_outputs(const Tensor& like, int64_t E, int64_t N, int64_t K, bool columnwise) {
+QuantizedWeight new_outputs(const Tensor& like, int64_t E, int64_t N, int64_t K, bool columnwise) {
   return {new_tensor(like, {E, N, K}, kE4m3),
           new_tensor(like, {E, ceil_div(N, kBlock), ceil_div(K, kBlock)}, ScalarType::Float),
           new_tensor(like, columnwise ? Shape{E, K, N} : Shape{0}, kE4m3)};
@@ -24,21 +17,16 @@ Outputs new_outputs(const Tensor& like, int64_t E, int64_t N, int64_t K, bool co
 
 template <typename Element, typename Experts>
 void launch_kernel(const Launch& launch, const Experts& experts, bool vectorised, ScaleRule rule,
-                   const std::optional<Tensor>& refresh, const Outputs& out) {
-  const int64_t E = out.q.size(0), N = out.q.size(1), K = out.q.size(2);
-  const int64_t tiles = E * ceil_div(N, kBlock) * ceil_div(K, kBlock);
+                   const std::optional<Tensor>& refresh, const QuantizedWeight& out) {
+  const int64_t tiles = out.scale.numel();
   launch.run(quantize_weight_kernel<Element, Experts>, static_cast<unsigned>(tiles), kTileThreads,
-             0, experts, vectorised, static_cast<int>(N), static_cast<int>(K), rule,
-             refresh ? refresh->const_data_ptr<bool>() : nullptr,
-             static_cast<uint8_t*>(out.q.mutable_data_ptr()),
-             static_cast<float*>(out.scale.mutable_data_ptr()),
-             out.q_t && out.q_t->numel() > 0 ? static_cast<uint8_t*>(out.q_t->mutable_data_ptr())
-                                             : nullptr);
+             0, experts, vectorised, rule, refresh ? refresh->const_data_ptr<bool>() : nullptr,
+             pointers_of(out));
 }
 
 // w: one tensor [E, N, K] or E of [N, K].
 void quantize(const Launch& launch, const std::vector<Tensor>& w_in, ScaleRule rule,
-              const std::optional<Tensor>& refresh, const Outputs& out) {
+              const std::optional<Tensor>& refresh, const QuantizedWeight& out) {
   std::vector<Tensor> w;
   bool vectorised = true;
   for (const Tensor& w_e : w_in) {
@@ -67,7 +55,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_weight(const Tensor& w, double amax_
   check_quantize_weight("quantize_weight", w, amax_epsilon);
 
   const Launch launch("quantize_weight", w);
-  const Outputs out = new_outputs(w, w.size(0), w.size(1), w.size(2), columnwise);
+  const QuantizedWeight out = new_outputs(w, w.size(0), w.size(1), w.size(2), columnwise);
   quantize(launch, {w}, {static_cast<float>(amax_epsilon), power_of_two_scales}, std::nullopt, out);
   return {out.q, out.scale, *out.q_t};
 }
@@ -79,7 +67,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_weight_list(const std::vector<Tensor
 
   const Launch launch("quantize_weight_list", w[0]);
   const auto E = static_cast<int64_t>(w.size());
-  const Outputs out = new_outputs(w[0], E, w[0].size(0), w[0].size(1), columnwise);
+  const QuantizedWeight out = new_outputs(w[0], E, w[0].size(0), w[0].size(1), columnwise);
   quantize(launch, w, {static_cast<float>(amax_epsilon), power_of_two_scales}, std::nullopt, out);
   return {out.q, out.scale, *out.q_t};
 }

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "kernels/group_quantize.cuh"
+#include "kernels/quantize_weight.cuh"
 #include "launch.h"
 #include "operands.h"
 
@@ -17,6 +18,13 @@ inline int countable_rows(int64_t T) {
 
 // Of blocks, for one scale a group and for MX: see tile_grid. Block scaling's sources have their own.
 constexpr int kGenerations = 8;
+
+inline WeightQuantized pointers_of(const QuantizedWeight& out) {
+  const auto bytes = [](const Tensor& t) { return static_cast<uint8_t*>(t.mutable_data_ptr()); };
+  return {static_cast<int>(out.q.size(1)), static_cast<int>(out.q.size(2)), bytes(out.q),
+          out.q_t && out.q_t->numel() > 0 ? bytes(*out.q_t) : nullptr,
+          out.scale.mutable_data_ptr<float>()};
+}
 
 // As many blocks as there can be tiles, and at most some generations of those that the GPU holds at
 // once, `occupancy` a multiprocessor. Many groups cost a block time to look at: it stays for more tiles.

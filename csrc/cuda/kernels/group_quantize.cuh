@@ -312,18 +312,19 @@ struct SwigluGrad {
 
 // --- the pass -----------------------------------------------------------------------------------
 
+// What one block does of it: every step-th tile from `first` on.
 template <typename Element, typename Source>
-__global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
-    group_quantize_kernel(Source source, const int32_t* offs, int E, int T, int K, ScaleRule rule,
-                          GroupQuantized out) {
-  start_after_previous();
+__device__ __forceinline__ void quantize_tiles_of_block(const Source& source, const int32_t* offs,
+                                                        int E, int T, int K, ScaleRule rule,
+                                                        const GroupQuantized& out,
+                                                        TurnedTile& turned, unsigned first,
+                                                        unsigned step) {
   using Bits = typename Format<Element>::Bits;
   __shared__ GroupTable table;
   alignas(16) __shared__ Bits warp_amax[kTileWarps][kTile];
   __shared__ uint32_t warp_largest[kTileWarps];
   alignas(16) __shared__ float col_factor[kTile];
   alignas(16) __shared__ float patch_sums[kPatches][kTile];
-  __shared__ TurnedTile turned;
   extern __shared__ uint4 tiles_ahead[];
   auto& ahead = *reinterpret_cast<typename Source::Ahead*>(tiles_ahead);
 
@@ -343,7 +344,7 @@ __global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
     load_groups<kTileThreads>(table, offs, E, T, TilesOf{kTile});
   const int blocks = few_groups ? groups.tiles() : table.tile_end[E - 1];
   const int part_cols = K / Source::kParts, col_blocks = (part_cols + kTile - 1) / kTile;
-  const int block_step = gridDim.x / col_blocks, col_step = gridDim.x % col_blocks;
+  const int block_step = step / col_blocks, col_step = step % col_blocks;
   // Whether there is such a tile; then all about it.
   const auto place = [&](TilePlaceInRows& at) {
     if (at.block >= blocks) return false;
@@ -369,8 +370,8 @@ __global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
   };
 
   TilePlaceInRows at{};
-  at.block = blockIdx.x / col_blocks;
-  at.col_block = blockIdx.x % col_blocks;
+  at.block = first / col_blocks;
+  at.col_block = first % col_blocks;
   bool there = place(at);
   if (there) source.start(ahead, at);
   for (; there; there = place_next(at)) {
@@ -480,6 +481,15 @@ __global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
       }
     }
   }
+}
+
+template <typename Element, typename Source>
+__global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
+    group_quantize_kernel(Source source, const int32_t* offs, int E, int T, int K, ScaleRule rule,
+                          GroupQuantized out) {
+  start_after_previous();
+  __shared__ TurnedTile turned;
+  quantize_tiles_of_block<Element>(source, offs, E, T, K, rule, out, turned, blockIdx.x, gridDim.x);
 }
 
 constexpr int kSumThreads = 256;

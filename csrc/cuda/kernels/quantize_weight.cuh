@@ -24,21 +24,25 @@ struct ListedExperts {
   __device__ __forceinline__ const Element* expert(int64_t e) const { return first[e]; }
 };
 
-// q_t may be null. N and K are multiples of 16. Where refresh is given and false, not a byte changes.
+// Where the results go. q_t may be null. N and K are multiples of 16.
+struct WeightQuantized {
+  int N, K;
+  uint8_t *q, *q_t;
+  float* scale;
+};
+
+// Tile `number`, by one block.
 template <typename Element, typename Experts>
-__global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
-    quantize_weight_kernel(const __grid_constant__ Experts w, bool vectorised, int N, int K,
-                           ScaleRule rule, const bool* refresh, uint8_t* q, float* scale,
-                           uint8_t* q_t) {
-  start_after_previous();
-  if (refresh && !*refresh) return;
-  __shared__ TurnedTile turned;
+__device__ __forceinline__ void quantize_weight_tile(const Experts& w, bool vectorised,
+                                                     ScaleRule rule, const WeightQuantized& out,
+                                                     TurnedTile& turned, unsigned number) {
   __shared__ uint32_t warp_amax[kTileWarps];
 
+  const int N = out.N, K = out.K;
   const int row_blocks = (N + kTile - 1) / kTile, col_blocks = (K + kTile - 1) / kTile;
-  const int64_t e = blockIdx.x / (row_blocks * col_blocks);
-  const int row = blockIdx.x / col_blocks % row_blocks * kTile;
-  const int col = blockIdx.x % col_blocks * kTile;
+  const int64_t e = number / (row_blocks * col_blocks);
+  const int row = number / col_blocks % row_blocks * kTile;
+  const int col = number % col_blocks * kTile;
   const int rows = min(kTile, N - row), cols = min(kTile, K - col);
   const int64_t first = (e * N + row) * K + col;
 
@@ -56,11 +60,11 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
   for (int i = 0; i < kTileWarps; ++i) amax = max(amax, warp_amax[i]);
 
   const BlockScale tile = block_scale(Format<Element>::to_float(amax), rule);
-  if (threadIdx.x == 0) scale[blockIdx.x] = tile.scale;
+  if (threadIdx.x == 0) out.scale[number] = tile.scale;
 
   const int patch_row = Patch<Element>::row() * kPatch,
             patch_col = Patch<Element>::column() * kPatch;
-  uint8_t* q_piece = q + first + static_cast<int64_t>(patch_row) * K + patch_col;
+  uint8_t* q_piece = out.q + first + static_cast<int64_t>(patch_row) * K + patch_col;
   uint32_t left[2][4], right[2][4];  // four columns of four rows each, above and below
 #pragma unroll
   for (int i = 0; i < kPatch; ++i) {
@@ -72,7 +76,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
   }
 
   // One scale for both layouts: the bytes of q_t are those of q.
-  if (!q_t) return;
+  if (!out.q_t) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     transpose_bytes(left[half]);
@@ -84,7 +88,18 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
     turned.put(c + 4, make_uint2(right[0][c], right[1][c]));
   }
   __syncthreads();
-  turned.write(q_t + (e * K + col) * N + row, N, rows, cols);
+  turned.write(out.q_t + (e * K + col) * N + row, N, rows, cols);
+}
+
+// Where refresh is given and false, not a byte changes.
+template <typename Element, typename Experts>
+__global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
+    quantize_weight_kernel(const __grid_constant__ Experts w, bool vectorised, ScaleRule rule,
+                           const bool* refresh, WeightQuantized out) {
+  start_after_previous();
+  if (refresh && !*refresh) return;
+  __shared__ TurnedTile turned;
+  quantize_weight_tile<Element>(w, vectorised, rule, out, turned, blockIdx.x);
 }
 
 }  // namespace grouped_linear::cuda
