@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "fp8.h"
+#include "tile_avx512.h"
 
 namespace grouped_linear::cpu {
 namespace {
@@ -24,6 +25,20 @@ inline typename Element::Magnitude magnitude(typename Element::Bits value) {
   using Magnitude = typename Element::Magnitude;
   const auto bits = static_cast<Magnitude>(std::bit_cast<Magnitude>(value) & Element::kMask);
   return !finite_only || bits < Element::kNotFinite ? bits : Magnitude{0};
+}
+
+// largest[i] = the largest of numbers[i * lanes .. ]. Halved pair by pair, all rows in one loop: a loop a row
+// is a chain of shuffles (0.018 ns an element for find_amax, 0.014 so).
+template <int64_t lanes, typename Magnitude>
+GROUPED_LINEAR_INLINE void largest_of_lanes(const Magnitude* numbers, int64_t n,
+                                            Magnitude* largest) {
+  if constexpr (lanes == 2) {
+    for (int64_t i = 0; i < n; ++i) largest[i] = std::max(numbers[2 * i], numbers[2 * i + 1]);
+  } else {
+    Magnitude half[kBlock * kBlock / kMxBlock * lanes / 2];
+    largest_of_lanes<2>(numbers, n * lanes / 2, half);
+    largest_of_lanes<lanes / 2>(half, n, largest);
+  }
 }
 
 // The largest magnitudes of parts of rows and of columns, as floats; true where they are finite.
@@ -53,13 +68,9 @@ GROUPED_LINEAR_INLINE bool amax_of_tile(Values<Element> values, int64_t filled, 
       of_part[c] = amax;
     }
   }
+  largest_of_lanes<kLanes>(&lanes[0][0], filled * kParts, rows);
   Magnitude largest = 0;
-  for (int64_t r = 0; r < filled * kParts; ++r) {
-    Magnitude amax = 0;
-    for (int64_t i = 0; i < kLanes; ++i) amax = std::max(amax, lanes[r][i]);
-    rows[r] = amax;
-    largest = std::max(largest, amax);
-  }
+  for (int64_t r = 0; r < filled * kParts; ++r) largest = std::max(largest, rows[r]);
   for (int64_t i = 0; i < kBlock * kParts; ++i) {
     row_amax[i] = Element::to_float(std::bit_cast<typename Element::Bits>(rows[i]));
     col_amax[i] =
@@ -416,6 +427,7 @@ void ByteTile::store(uint8_t* q, int64_t stride, int64_t rows, int64_t cols) con
 
 void ByteTile::store_turned(uint8_t* q_t, int64_t stride, int64_t filled, int64_t rows,
                             int64_t cols) const {
+  if (store_turned_avx512(*this, q_t, stride, filled, rows, cols)) return;
   turn_tile_over(bytes, q_t, stride, filled, cols);
   if (filled < rows)
     for (int64_t c = 0; c < cols; ++c) std::memset(q_t + c * stride + filled, 0, rows - filled);
@@ -431,16 +443,24 @@ void Tile::col_sums(float* sums) const {
   std::memcpy(sums, all, cols_ * sizeof(float));
 }
 
+bool Tile::shift_exponents(const float* row_factor, uint8_t* q, int64_t stride,
+                           const float* col_factor, ByteTile* by_cols, int64_t part) const {
+  if (bf16_ &&
+      encode_avx512(values_, rows_, part, row_factor, col_factor, q, stride, cols_, by_cols, ahead))
+    return true;
+  const int64_t parts = kBlock * kBlock / part;
+  uint32_t row_anchor[kBlock * kBlock / kMxBlock], col_anchor[kBlock * kBlock / kMxBlock];
+  if (q && !anchors_of(row_factor, parts, row_anchor)) return false;
+  if (col_factor && !anchors_of(col_factor, parts, col_anchor)) return false;
+  const uint32_t* of_cols = col_factor ? col_anchor : nullptr;
+  encode(values_, bf16_, rows_, part, {row_anchor, of_cols, q, stride, cols_, by_cols}, ahead);
+  return true;
+}
+
 void Tile::quantize(const float* row_factor, uint8_t* q, int64_t stride, const float* col_factor,
                     ByteTile* by_cols, int64_t part) const {
-  const bool whole = part == kBlock;
-  const int64_t parts = kBlock * kBlock / part;
-  uint32_t row_anchor[kBlock * kBlock / kMxBlock] = {}, col_anchor[kBlock * kBlock / kMxBlock] = {};
-  if (finite_ && (!q || anchors_of(row_factor, parts, row_anchor)) &&
-      (!col_factor || anchors_of(col_factor, parts, col_anchor))) {
-    const uint32_t* of_cols = col_factor ? col_anchor : nullptr;
-    encode(values_, bf16_, rows_, part, {row_anchor, of_cols, q, stride, cols_, by_cols}, ahead);
-  } else {
+  if (!finite_ || !shift_exponents(row_factor, q, stride, col_factor, by_cols, part)) {
+    const bool whole = part == kBlock;
     ByteTile by_rows;
     if (q) {
       quantize_to_e4m3(values_, bf16_, rows_, whole ? Factors::kRows : Factors::kPartsOfRows,

@@ -133,6 +133,9 @@ class Tile {
              int64_t stride) const;
 
  private:
+  // quantize() of finite elements. False, and nothing done, unless all factors are powers of two.
+  bool shift_exponents(const float* row_factor, uint8_t* q, int64_t stride, const float* col_factor,
+                       ByteTile* by_cols, int64_t part) const;
   void zero_past_rows(ByteTile& q) const;
 
   bool bf16_, finite_ = false;
