@@ -13,11 +13,18 @@ namespace grouped_linear::cpu {
 namespace {
 
 template <typename Element>
-using Values = const typename Element::Bits (&)[kBlock][kBlock];
+struct Values {
+  const typename Element::Bits* first;
+  int64_t stride;
+
+  const typename Element::Bits* operator[](int64_t r) const { return first + r * stride; }
+};
 
 template <typename Element>
-Values<Element> as(const void* values) {
-  return *static_cast<const typename Element::Bits(*)[kBlock][kBlock]>(values);
+Values<Element> as(TileRows rows) {
+  using Bits = typename Element::Bits;
+  const int64_t size = sizeof(Bits);
+  return {static_cast<const Bits*>(rows.first), rows.stride / size};
 }
 
 template <typename Element, bool finite_only>
@@ -95,7 +102,7 @@ GROUPED_LINEAR_INLINE bool find_amax_of_tile(Values<Element> values, int64_t fil
                         : find_amax_of_tile<Element, kMxBlock>(values, filled, row_amax, col_amax);
 }
 
-GROUPED_LINEAR_EVERY_WIDTH bool find_amax_of(const void* values, bool bf16, int64_t filled,
+GROUPED_LINEAR_EVERY_WIDTH bool find_amax_of(TileRows values, bool bf16, int64_t filled,
                                              int64_t part, float* row_amax, float* col_amax) {
   return bf16 ? find_amax_of_tile<Bf16>(as<Bf16>(values), filled, part, row_amax, col_amax)
               : find_amax_of_tile<Float>(as<Float>(values), filled, part, row_amax, col_amax);
@@ -137,7 +144,7 @@ GROUPED_LINEAR_INLINE void sum_cols_of_tile(Values<Element> values, int64_t rows
   std::memcpy(sums, all, sizeof(all));
 }
 
-GROUPED_LINEAR_EVERY_WIDTH void sum_cols(const void* values, bool bf16, int64_t rows, float* sums) {
+GROUPED_LINEAR_EVERY_WIDTH void sum_cols(TileRows values, bool bf16, int64_t rows, float* sums) {
   bf16 ? sum_cols_of_tile<Bf16>(as<Bf16>(values), rows, sums)
        : sum_cols_of_tile<Float>(as<Float>(values), rows, sums);
 }
@@ -180,7 +187,7 @@ GROUPED_LINEAR_INLINE void quantize_tile(Values<Element> values, int64_t rows, F
 }
 
 template <typename Element, typename Format>
-GROUPED_LINEAR_INLINE void quantize_tile(const void* values, int64_t rows, Factors factors,
+GROUPED_LINEAR_INLINE void quantize_tile(TileRows values, int64_t rows, Factors factors,
                                          bool finite, const float* factor, const Ahead& ahead,
                                          ByteTile& q) {
   finite
@@ -188,14 +195,14 @@ GROUPED_LINEAR_INLINE void quantize_tile(const void* values, int64_t rows, Facto
       : quantize_tile<Element, Format, false>(as<Element>(values), rows, factors, factor, ahead, q);
 }
 
-GROUPED_LINEAR_EVERY_WIDTH void quantize_to_e4m3(const void* values, bool bf16, int64_t rows,
+GROUPED_LINEAR_EVERY_WIDTH void quantize_to_e4m3(TileRows values, bool bf16, int64_t rows,
                                                  Factors factors, bool finite, const float* factor,
                                                  const Ahead& ahead, ByteTile& q) {
   bf16 ? quantize_tile<Bf16, E4m3>(values, rows, factors, finite, factor, ahead, q)
        : quantize_tile<Float, E4m3>(values, rows, factors, finite, factor, ahead, q);
 }
 
-GROUPED_LINEAR_EVERY_WIDTH void quantize_to_e5m2(const void* values, bool bf16, int64_t rows,
+GROUPED_LINEAR_EVERY_WIDTH void quantize_to_e5m2(TileRows values, bool bf16, int64_t rows,
                                                  Factors factors, bool finite, const float* factor,
                                                  const Ahead& ahead, ByteTile& q) {
   bf16 ? quantize_tile<Bf16, E5m2>(values, rows, factors, finite, factor, ahead, q)
@@ -287,9 +294,9 @@ GROUPED_LINEAR_INLINE void encode_tile(Values<Element> values, int64_t rows, con
 }
 
 template <typename Element, int64_t part>
-GROUPED_LINEAR_INLINE void encode_tile(const void* from, int64_t rows, const Encoding& to,
+GROUPED_LINEAR_INLINE void encode_tile(TileRows from, int64_t rows, const Encoding& to,
                                        const Ahead& ahead) {
-  const auto& values = as<Element>(from);
+  const auto values = as<Element>(from);
   if (to.q && to.col_anchor)
     encode_tile<Element, part, true, true>(values, rows, to, ahead);
   else if (to.q)
@@ -298,7 +305,7 @@ GROUPED_LINEAR_INLINE void encode_tile(const void* from, int64_t rows, const Enc
     encode_tile<Element, part, false, true>(values, rows, to, ahead);
 }
 
-GROUPED_LINEAR_EVERY_WIDTH void encode(const void* values, bool bf16, int64_t rows, int64_t part,
+GROUPED_LINEAR_EVERY_WIDTH void encode(TileRows values, bool bf16, int64_t rows, int64_t part,
                                        const Encoding& to, const Ahead& ahead) {
   if (part == kBlock)
     bf16 ? encode_tile<Bf16, kBlock>(values, rows, to, ahead)
@@ -332,10 +339,10 @@ GROUPED_LINEAR_INLINE void round_tile(Values<Element> values, int64_t rows, int6
 }
 
 template <typename Element>
-GROUPED_LINEAR_INLINE void round_tile(const void* values, int64_t rows, int64_t cols, bool by_rows,
+GROUPED_LINEAR_INLINE void round_tile(TileRows values, int64_t rows, int64_t cols, bool by_rows,
                                       bool finite, const float* factor, const float* scale,
                                       uint16_t* out, int64_t stride, const Ahead& ahead) {
-  const auto& own = as<Element>(values);
+  const auto own = as<Element>(values);
   if (by_rows)
     finite ? round_tile<Element, true, true>(own, rows, cols, factor, scale, out, stride, ahead)
            : round_tile<Element, true, false>(own, rows, cols, factor, scale, out, stride, ahead);
@@ -344,7 +351,7 @@ GROUPED_LINEAR_INLINE void round_tile(const void* values, int64_t rows, int64_t 
            : round_tile<Element, false, false>(own, rows, cols, factor, scale, out, stride, ahead);
 }
 
-GROUPED_LINEAR_EVERY_WIDTH void round_to_e4m3(const void* values, bool bf16, int64_t rows,
+GROUPED_LINEAR_EVERY_WIDTH void round_to_e4m3(TileRows values, bool bf16, int64_t rows,
                                               int64_t cols, bool by_rows, bool finite,
                                               const float* factor, const float* scale,
                                               uint16_t* out, int64_t stride, const Ahead& ahead) {
@@ -434,26 +441,26 @@ void ByteTile::store_turned(uint8_t* q_t, int64_t stride, int64_t filled, int64_
 }
 
 void Tile::find_amax(float* row_amax, float* col_amax, int64_t part) {
-  finite_ = find_amax_of(values_, bf16_, filled(), part, row_amax, col_amax);
+  finite_ = find_amax_of(at_, bf16_, filled(), part, row_amax, col_amax);
 }
 
 void Tile::col_sums(float* sums) const {
   float all[kBlock];
-  sum_cols(values_, bf16_, rows_, all);
+  sum_cols(at_, bf16_, rows_, all);
   std::memcpy(sums, all, cols_ * sizeof(float));
 }
 
 bool Tile::shift_exponents(const float* row_factor, uint8_t* q, int64_t stride,
                            const float* col_factor, ByteTile* by_cols, int64_t part) const {
   if (bf16_ &&
-      encode_avx512(values_, rows_, part, row_factor, col_factor, q, stride, cols_, by_cols, ahead))
+      encode_avx512(at_, rows_, part, row_factor, col_factor, q, stride, cols_, by_cols, ahead))
     return true;
   const int64_t parts = kBlock * kBlock / part;
   uint32_t row_anchor[kBlock * kBlock / kMxBlock], col_anchor[kBlock * kBlock / kMxBlock];
   if (q && !anchors_of(row_factor, parts, row_anchor)) return false;
   if (col_factor && !anchors_of(col_factor, parts, col_anchor)) return false;
   const uint32_t* of_cols = col_factor ? col_anchor : nullptr;
-  encode(values_, bf16_, rows_, part, {row_anchor, of_cols, q, stride, cols_, by_cols}, ahead);
+  encode(at_, bf16_, rows_, part, {row_anchor, of_cols, q, stride, cols_, by_cols}, ahead);
   return true;
 }
 
@@ -463,13 +470,13 @@ void Tile::quantize(const float* row_factor, uint8_t* q, int64_t stride, const f
     const bool whole = part == kBlock;
     ByteTile by_rows;
     if (q) {
-      quantize_to_e4m3(values_, bf16_, rows_, whole ? Factors::kRows : Factors::kPartsOfRows,
-                       finite_, row_factor, ahead, by_rows);
+      quantize_to_e4m3(at_, bf16_, rows_, whole ? Factors::kRows : Factors::kPartsOfRows, finite_,
+                       row_factor, ahead, by_rows);
       by_rows.store(q, stride, rows_, cols_);
     }
     if (col_factor)
-      quantize_to_e4m3(values_, bf16_, rows_, whole ? Factors::kCols : Factors::kPartsOfCols,
-                       finite_, col_factor, ahead, *by_cols);
+      quantize_to_e4m3(at_, bf16_, rows_, whole ? Factors::kCols : Factors::kPartsOfCols, finite_,
+                       col_factor, ahead, *by_cols);
     else if (by_cols)
       std::memcpy(by_cols->bytes, by_rows.bytes, rows_ * kBlock);
   }
@@ -481,15 +488,15 @@ void Tile::quantize(float factor, ScalarType format, ByteTile& q) const {
   float factors[kBlock];
   std::fill_n(factors, kBlock, factor);
   const auto quantize_to = format == E5m2::kType ? quantize_to_e5m2 : quantize_to_e4m3;
-  quantize_to(values_, bf16_, rows_, Factors::kRows, finite_ && std::isfinite(factor), factors,
-              ahead, q);
+  quantize_to(at_, bf16_, rows_, Factors::kRows, finite_ && std::isfinite(factor), factors, ahead,
+              q);
   ahead.ask_from(rows_);
   zero_past_rows(q);
 }
 
 void Tile::round(bool by_rows, const float* factor, const float* scale, uint16_t* out,
                  int64_t stride) const {
-  round_to_e4m3(values_, bf16_, rows_, cols_, by_rows, finite_, factor, scale, out, stride, ahead);
+  round_to_e4m3(at_, bf16_, rows_, cols_, by_rows, finite_, factor, scale, out, stride, ahead);
 }
 
 void Tile::zero_past_rows(ByteTile& q) const {

@@ -76,6 +76,12 @@ struct Ahead {
   }
 };
 
+// Where a tile's elements are, and the bytes from a row to the next.
+struct TileRows {
+  const void* first;
+  int64_t stride;
+};
+
 // Rows are worked on in sixteens: small groups leave most of a tile empty.
 constexpr int64_t kRowStep = 16;
 
@@ -89,7 +95,7 @@ class Tile {
   template <typename FillRow>
   void fill(int64_t rows, int64_t cols, const FillRow& fill_row) {
     const int64_t element = bf16_ ? 2 : 4, row_bytes = kBlock * element;
-    rows_ = rows, cols_ = cols;
+    rows_ = rows, cols_ = cols, at_ = {values_, row_bytes};
     for (int64_t r = 0; r < rows; ++r) {
       char* row = values_ + r * row_bytes;
       fill_row(r, row);
@@ -97,6 +103,9 @@ class Tile {
     }
     std::memset(values_ + rows * row_bytes, 0, (filled() - rows) * row_bytes);
   }
+
+  // The same of whole rows, a multiple of kRowStep, without a copy: they stay where they are.
+  void look_at(TileRows at, int64_t rows) { rows_ = rows, cols_ = kBlock, at_ = at; }
 
   // Asked for by what quantizes and rounds.
   Ahead ahead;
@@ -140,6 +149,7 @@ class Tile {
 
   bool bf16_, finite_ = false;
   int64_t rows_ = 0, cols_ = 0;
+  TileRows at_{};
   alignas(64) char values_[kBlock * kBlock * sizeof(float)];
 };
 

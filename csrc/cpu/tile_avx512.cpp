@@ -76,7 +76,7 @@ struct Encoder {
 
   GROUPED_LINEAR_AVX512 GROUPED_LINEAR_INLINE Elements take_apart(const void* from) const {
     const auto* words = static_cast<const __m512i*>(from);
-    const __m512i a = _mm512_load_si512(words), b = _mm512_load_si512(words + 1);
+    const __m512i a = _mm512_loadu_si512(words), b = _mm512_loadu_si512(words + 1);
     const __m512i low = _mm512_permutex2var_epi8(a, even, b);  // the mantissa, below a bit
     const __m512i high = _mm512_permutex2var_epi8(a, odd, b);
     const __m512i exponent =
@@ -123,18 +123,19 @@ GROUPED_LINEAR_AVX512 GROUPED_LINEAR_INLINE __mmask64 first_lanes(int64_t n) {
 }
 
 template <int64_t part>
-GROUPED_LINEAR_AVX512 void encode_tile(const void* tile, int64_t rows, const uint8_t* row_base,
+GROUPED_LINEAR_AVX512 void encode_tile(TileRows tile, int64_t rows, const uint8_t* row_base,
                                        const uint8_t* col_base, uint8_t* q, int64_t stride,
                                        int64_t cols, ByteTile* by_cols, const Ahead& ahead) {
   static_assert(part == kBlock || 2 * part == kLine);
   const Encoder encoder;
-  const auto* values = static_cast<const uint16_t*>(tile);
   const __mmask64 stored[2] = {first_lanes(cols), first_lanes(cols - kLine)};
   for (int64_t r = 0; r < rows; ++r) {
     ahead.ask(r);
+    const auto* row =
+        reinterpret_cast<const uint16_t*>(static_cast<const char*>(tile.first) + r * tile.stride);
     for (int64_t half = 0; half < 2; ++half) {
       const int64_t first = half * kLine;
-      const Elements x = encoder.take_apart(values + r * kBlock + first);
+      const Elements x = encoder.take_apart(row + first);
       __m512i bytes = _mm512_setzero_si512();
       if (q) {
         const __m512i base = spread(row_base + (r * kBlock + first) / part, part);
@@ -200,7 +201,7 @@ GROUPED_LINEAR_AVX512 void store_turned(const ByteTile& tile, uint8_t* q_t, int6
 
 }  // namespace
 
-bool encode_avx512(const void* tile, int64_t rows, int64_t part, const float* row_factor,
+bool encode_avx512(TileRows tile, int64_t rows, int64_t part, const float* row_factor,
                    const float* col_factor, uint8_t* q, int64_t stride, int64_t cols,
                    ByteTile* by_cols, const Ahead& ahead) {
   if (!has_vbmi()) return false;
@@ -227,7 +228,7 @@ bool store_turned_avx512(const ByteTile& tile, uint8_t* q_t, int64_t stride, int
 
 namespace grouped_linear::cpu {
 
-bool encode_avx512(const void*, int64_t, int64_t, const float*, const float*, uint8_t*, int64_t,
+bool encode_avx512(TileRows, int64_t, int64_t, const float*, const float*, uint8_t*, int64_t,
                    int64_t, ByteTile*, const Ahead&) {
   return false;
 }
