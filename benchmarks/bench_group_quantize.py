@@ -164,8 +164,13 @@ def main() -> None:
         args.rounds,
     )
 
-    def add(columns: dict[str, str | int], call: timing.Call, moved: int) -> None:
-        candidates = {"copy": timing.copy_of(moved, device), "ours": call}
+    def add(
+        columns: dict[str, str | int], call: timing.Call, moved: int, clone: bool = False
+    ) -> None:
+        candidates = {"copy": timing.copy_of(moved, device)}
+        if clone:
+            candidates["clone"] = timing.clone_of(moved, device)
+        candidates["ours"] = call
         report.add(columns, timing.time_paired(candidates, device, report.rounds), moved)
 
     for shape in tqdm(chosen_shapes(args.shapes, device, args.quick), desc="shapes", disable=None):
@@ -177,7 +182,9 @@ def main() -> None:
             for name, form in FORMS.items():
                 columns = case(f"group_quantize, {name}", shape, splits, f"[{T}, {K}]", dtype)
                 call = partial(ops.group_quantize, x_TK, offs_E, **form)
-                add(columns, call, bytes_quantized(sizes, K, element, form))
+                # The memory of a CUDA graph is there before it runs, but a CPU's may be new.
+                clone = device.type == "cpu"
+                add(columns, call, bytes_quantized(sizes, K, element, form), clone)
             for name, (call, moved) in quantizers_of_recipes(x_TK, offs_E, sizes).items():
                 add(case(f"{name}, both layouts", shape, splits, f"[{T}, {K}]", dtype), call, moved)
             for name, (call, moved) in sums_of_rows(x_TK).items():

@@ -192,16 +192,26 @@ def _rounds_on_gpu(
     }
 
 
-def copy_of(moved: int, device: torch.device) -> Call:
-    """A copy that reads and writes so many bytes in all.
+def _bytes_to_copy(moved: int, device: torch.device) -> torch.Tensor:
+    """Half of what a copy moves, on a GPU rounded up to whole 2 MiB pages.
 
-    Rounded up to whole 2 MiB pages: copies of other sizes are slower at times (H200, torch 2.11:
-    2.7 against 4.2 TB/s) and would be too low a roof.
+    Copies of other sizes are slower there at times (H200, torch 2.11: 2.7 against 4.2 TB/s) and
+    would be too low a roof. So would a page more be in the caches of a CPU.
     """
-    size = -(-moved // 2 // PAGE) * PAGE
-    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
+    page = PAGE if device.type == "cuda" else 1
+    return torch.randint(256, (-(-moved // 2 // page) * page,), dtype=torch.uint8, device=device)
+
+
+def copy_of(moved: int, device: torch.device) -> Call:
+    """A copy that reads and writes so many bytes in all."""
+    source = _bytes_to_copy(moved, device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
+
+
+def clone_of(moved: int, device: torch.device) -> Call:
+    """The same into memory that is allocated in each call, as the outputs of an op are."""
+    return _bytes_to_copy(moved, device).clone
 
 
 def supported(candidates: Mapping[str, Call], report: "Report") -> dict[str, Call]:
