@@ -12,6 +12,8 @@
 namespace grouped_linear::cpu {
 namespace {
 
+constexpr int64_t kSide = 16, kLine = 64;
+
 template <typename Element>
 struct Values {
   const typename Element::Bits* first;
@@ -27,15 +29,8 @@ Values<Element> as(TileRows rows) {
   return {static_cast<const Bits*>(rows.first), rows.stride / size};
 }
 
-template <typename Element, bool finite_only>
-inline typename Element::Magnitude magnitude(typename Element::Bits value) {
-  using Magnitude = typename Element::Magnitude;
-  const auto bits = static_cast<Magnitude>(std::bit_cast<Magnitude>(value) & Element::kMask);
-  return !finite_only || bits < Element::kNotFinite ? bits : Magnitude{0};
-}
-
-// largest[i] = the largest of numbers[i * lanes .. ]. Halved pair by pair, all rows in one loop: a loop a row
-// is a chain of shuffles (0.018 ns an element for find_amax, 0.014 so).
+// largest[i] = the largest of numbers[i * lanes .. ]. Halved pair by pair, all rows in one loop: a loop
+// a row is a chain of shuffles, twice as slow.
 template <int64_t lanes, typename Magnitude>
 GROUPED_LINEAR_INLINE void largest_of_lanes(const Magnitude* numbers, int64_t n,
                                             Magnitude* largest) {
@@ -48,32 +43,34 @@ GROUPED_LINEAR_INLINE void largest_of_lanes(const Magnitude* numbers, int64_t n,
   }
 }
 
-// The largest magnitudes of parts of rows and of columns, as floats; true where they are finite.
+// The largest magnitudes of parts of rows and of columns, as floats; true where they are finite. One pass:
+// maxima of columns stay in registers, those of rows are reduced at the end.
 template <typename Element, int64_t part, bool finite_only>
 GROUPED_LINEAR_INLINE bool amax_of_tile(Values<Element> values, int64_t filled, float* row_amax,
                                         float* col_amax) {
   using Magnitude = typename Element::Magnitude;
-  constexpr int64_t kLanes = std::min<int64_t>(part, 64 / sizeof(Magnitude));
-  constexpr int64_t kParts = kBlock / part, kAtOnce = 8;
-  // Maxima of every kLanes-th element of a part of a row.
-  alignas(64) Magnitude lanes[kBlock * kParts][kLanes];
-  alignas(64) Magnitude rows[kBlock * kParts] = {}, cols[kParts][kBlock] = {};
-  for (int64_t r = 0; r < filled; ++r)
-    for (int64_t p = 0; p < kParts; ++p) {
-      Magnitude row[kLanes] = {};
-      for (int64_t c = p * part; c < (p + 1) * part; c += kLanes)
-        for (int64_t i = 0; i < kLanes; ++i)
-          row[i] = std::max(row[i], magnitude<Element, finite_only>(values[r][c + i]));
-      std::memcpy(lanes[r * kParts + p], row, sizeof(row));
-    }
-  for (int64_t r = 0; r < filled; r += kAtOnce) {  // rows at a time, or maxima wait for their store
-    auto& of_part = cols[r / part];
-    for (int64_t c = 0; c < kBlock; ++c) {
-      Magnitude amax = of_part[c];
-      for (int64_t i = 0; i < kAtOnce; ++i)
-        amax = std::max(amax, magnitude<Element, finite_only>(values[r + i][c]));
-      of_part[c] = amax;
-    }
+  using Line [[gnu::vector_size(kLine)]] = Magnitude;
+  constexpr int64_t kLanes = kLine / sizeof(Magnitude), kLines = kBlock / kLanes;
+  constexpr int64_t kParts = kBlock / part;
+  alignas(kLine)
+      Magnitude lanes[kBlock * kParts][kLanes];  // of every kLanes-th element of a row's part
+  alignas(kLine) Magnitude rows[kBlock * kParts] = {}, cols[kParts][kBlock];
+  for (int64_t p = 0; p < kParts; ++p) {
+    Line of_cols[kLines] = {};
+    for (int64_t r = p * part; r < std::min(filled, (p + 1) * part); ++r)
+      for (int64_t q = 0; q < kParts; ++q) {
+        Line of_row = {};
+        for (int64_t i = q * kLines / kParts; i < (q + 1) * kLines / kParts; ++i) {
+          Line x;
+          std::memcpy(&x, values[r] + i * kLanes, kLine);
+          x &= Element::kMask;
+          if (finite_only) x = x < Element::kNotFinite ? x : Magnitude{0};
+          of_row = x > of_row ? x : of_row;
+          of_cols[i] = x > of_cols[i] ? x : of_cols[i];
+        }
+        std::memcpy(lanes[r * kParts + q], &of_row, kLine);
+      }
+    std::memcpy(cols[p], of_cols, sizeof(of_cols));
   }
   largest_of_lanes<kLanes>(&lanes[0][0], filled * kParts, rows);
   Magnitude largest = 0;
@@ -106,6 +103,13 @@ GROUPED_LINEAR_EVERY_WIDTH bool find_amax_of(TileRows values, bool bf16, int64_t
                                              int64_t part, float* row_amax, float* col_amax) {
   return bf16 ? find_amax_of_tile<Bf16>(as<Bf16>(values), filled, part, row_amax, col_amax)
               : find_amax_of_tile<Float>(as<Float>(values), filled, part, row_amax, col_amax);
+}
+
+template <typename Element, bool finite_only>
+inline typename Element::Magnitude magnitude(typename Element::Bits value) {
+  using Magnitude = typename Element::Magnitude;
+  const auto bits = static_cast<Magnitude>(std::bit_cast<Magnitude>(value) & Element::kMask);
+  return !finite_only || bits < Element::kNotFinite ? bits : Magnitude{0};
 }
 
 // The largest of n magnitudes.
@@ -378,7 +382,6 @@ GROUPED_LINEAR_EVERY_WIDTH void scales_of(const float* amax, ScaleRule rule, flo
   }
 }
 
-constexpr int64_t kSide = 16, kLine = 64;
 using Vector [[gnu::vector_size(kSide)]] = uint8_t;
 
 // Turns 16 x 16 bytes over.
