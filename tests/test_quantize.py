@@ -265,6 +265,31 @@ def test_every_number_of_every_factor(device: str) -> None:
         check_group_quantize(sample.but(x=x_TK.float()), device)
 
 
+@pytest.mark.parametrize("device", devices("group_quantize"))
+def test_bytes_do_not_depend_on_size(device: str) -> None:
+    """A CPU encodes in two ways: what is near its L2 cache, and more than that."""
+    x = rows_of_every_factor()
+    T = x.size(0) // 128 * 128
+    near, far = (
+        Sample(
+            "group_quantize",
+            {
+                "x": x[:T].repeat(groups, 1),
+                "offs": T * torch.arange(1, groups + 1, dtype=torch.int32),
+                "columnwise": True,
+            },
+        ).results(device)
+        for groups in (1, 3)
+    )
+    for e in range(3):
+        q, scale, q_t, scale_t = far[0], far[1].t(), far[2], far[3]
+        blocks = slice(e * T // 128, (e + 1) * T // 128)
+        assert_same_bits(q[e * T : (e + 1) * T], near[0])
+        assert_same_bits(scale[e * T : (e + 1) * T], near[1].t()[:T])
+        assert_same_bits(q_t[blocks], near[2][: T // 128])
+        assert_same_bits(scale_t[blocks], near[3][: T // 128])
+
+
 @hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @hypothesis.given(data=strategies.data())
 @pytest.mark.parametrize("device", devices("group_quantize", "quantize_weight"))

@@ -455,7 +455,10 @@ void Tile::col_sums(float* sums) const {
 
 bool Tile::shift_exponents(const float* row_factor, uint8_t* q, int64_t stride,
                            const float* col_factor, ByteTile* by_cols, int64_t part) const {
-  if (bf16_ &&
+  // Lines of the next tile that are asked for twice as fast wait, and with them all else: there the loops
+  // below win ([4096, 2048] both layouts, one core: 1.43 against 1.57 ms, gathered 1.8 against 2.4).
+  const bool waits = ahead.n_reads > 0;
+  if (bf16_ && !waits &&
       encode_avx512(at_, rows_, part, row_factor, col_factor, q, stride, cols_, by_cols, ahead))
     return true;
   const int64_t parts = kBlock * kBlock / part;
