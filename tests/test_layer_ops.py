@@ -64,6 +64,21 @@ def test_forward(op: str, groups: Groups, variant: str, device: str) -> None:
         assert_same(scale_w, w.scale)
 
 
+@pytest.mark.parametrize("device", devices("block_scaled_linear"))
+def test_x_and_weight_of_two_dtypes(device: str) -> None:
+    """Of one dtype they are quantized together on a GPU, of two one after the other."""
+    groups = GROUPS["unaligned"]
+    x = torch.randn(groups.T, groups.K, device=device)
+    w = torch.randn(groups.E, groups.N, groups.K, device=device)
+    m_splits = torch.tensor(groups.m_splits, device=device)
+    for x_dtype, w_dtype in ((BF16, FP32), (FP32, BF16)):
+        y, offs, *_ = ops.block_scaled_linear(x.to(x_dtype), w.to(w_dtype), m_splits)
+        q_x = ops.group_quantize(x.to(x_dtype), offs)
+        q_w = ops.quantize_weight(w.to(w_dtype))
+        product = ops.grouped_scaled_mm(q_x.q, q_w.q, q_x.scale, q_w.scale, offs, None, x_dtype)
+        assert_same_bits(y, product)
+
+
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("block_scaled_linear_grad"))
 def test_backward(op: str, groups: Groups, variant: str, device: str) -> None:
     for dtype in DTYPES:
