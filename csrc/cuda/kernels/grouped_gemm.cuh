@@ -202,9 +202,9 @@ template <typename Config>
 class WarpgroupOperands {
  public:
   __device__ WarpgroupOperands(const GemmShared<Config>& shared, int math_group)
-      : a_(sm90::shared_address(shared.stages[0].a) % kOneBlock / 16 +
+      : a_(first_of(shared.stages[0].a, Config::kAMajor) +
            math_group * (Config::kAMajor == 0 ? 64 * kLineBytes : kColumn) / 16),
-        b_(sm90::shared_address(shared.stages[0].b) % kOneBlock / 16) {
+        b_(first_of(shared.stages[0].b, Config::kBMajor)) {
     // The same for all lanes, which the compiler cannot see: it keeps them in uniform registers
     // then.
     a_ = __shfl_sync(0xffffffff, a_, 0);
@@ -221,12 +221,10 @@ class WarpgroupOperands {
 #pragma unroll
     for (int k = 0; k < depth; k += Config::kMmaK) {
       constexpr int k_major = sizeof(typename Config::A), mn_major = kLineBytes;
-      const uint64_t a =
-          sm90::operand(a_ + at + k * (Config::kAMajor == 0 ? k_major : mn_major) / 16,
-                        Config::kAMajor == 0 ? 16 : kColumn, 8 * kLineBytes);
-      const uint64_t b =
-          sm90::operand(b_ + at + k * (Config::kBMajor == 0 ? k_major : mn_major) / 16,
-                        Config::kBMajor == 0 ? 16 : kColumn, 8 * kLineBytes);
+      const uint64_t a = sm90::operand(
+          a_ + at + k * (Config::kAMajor == 0 ? k_major : mn_major) / 16, 8 * kLineBytes);
+      const uint64_t b = sm90::operand(
+          b_ + at + k * (Config::kBMajor == 0 ? k_major : mn_major) / 16, 8 * kLineBytes);
       sm90::wgmma<typename Config::A, typename Config::B, Config::kTileN, Config::kAMajor,
                   Config::kBMajor>(acc, a, b, add || k > 0);
     }
@@ -235,7 +233,9 @@ class WarpgroupOperands {
 
  private:
   static constexpr int kColumn = Config::kTileK * kLineBytes;  // a 64-element column, M/N-major
-  static constexpr uint32_t kOneBlock = 1 << 24;  // above are the block's rank in the cluster
+  static __device__ uint32_t first_of(const uint8_t* data, int major) {
+    return sm90::operand_start(data, major == 0 ? 16 : kColumn);
+  }
   uint32_t a_, b_;
 };
 
@@ -259,6 +259,8 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
     sm90::barrier_arrive_at(Config::kLines ? sm90::cluster_address(&shared.empty[stage], lane)
                                            : first_empty + stage * sizeof(shared.empty[0]));
   };
+  const uint32_t full = sm90::kept_address(shared.full);
+  const auto full_of = [&](int stage) -> uint32_t { return full + stage * sizeof(uint64_t); };
   const bool overwrite = is_overwritten(epilogue);
   constexpr int count = Config::kTileN / 2;
   const WarpgroupOperands<Config> operands(shared, math_group);
@@ -306,22 +308,30 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
       //
       // One warpgroup's products run while the other one scales. Whatever the next step needs is
       // made ready while the products run: what a warpgroup does besides counts twice.
-      const int scale_row =
-          warp % 4 * 16 + lane / 4 + math_group * 64 + (Config::kByDepth ? 0 : tile.row % 4);
+      uint32_t scales_a = 0,
+               scales_b = 0;  // of the first stage: this thread's rows, columns or squares
+      if constexpr (Config::kBlocks) {
+        const int row = math_group * kStoreRows + warp % 4 * 16 + lane / 4;
+        const int column = Config::kLines ? 2 * (lane % 4) : 0;
+        scales_a =
+            sm90::kept_address(&shared.scales[0].a[row + (Config::kByDepth ? 0 : tile.row % 4)]);
+        scales_b = sm90::kept_address(&shared.scales[0].b[column]);
+      }
       const bool middle_is_first = tile.col % kTileM == 0;
       bool ready = true, fresh = true;
       int left = steps;
       float acc[count];
       const auto step_of = [&](auto stage) {
-        if (!ready) sm90::barrier_wait(&shared.full[stage], ring.parity);
+        if (!ready) sm90::barrier_wait(full_of(stage), ring.parity);
         sm90::pin(acc);
         operands.multiply(stage, acc, false);
         if (Config::kBlocks && fresh) clear();  // while the products run
         fresh = false;
         const int next = stage + 1 == Config::kStages ? 0 : stage + 1;
         if (next == 0) ring.parity ^= 1;
+        const uint32_t here = stage * sizeof(shared.scales[0]);
         const auto finish = [&] {
-          ready = sm90::barrier_test(&shared.full[next], ring.parity);
+          ready = sm90::barrier_test(full_of(next), ring.parity);
           sm90::wgmma_wait<0>();
           sm90::pin(acc);
         };
@@ -331,18 +341,20 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
 #pragma unroll
           for (int i = 0; i < count; ++i) sum[i] += acc[i];
         } else if constexpr (Config::kLines) {
-          const auto& scales = shared.scales[stage];
-          const float scale_0 = scales.a[scale_row], scale_1 = scales.a[scale_row + 8];
+          const float scale_0 = sm90::load_float(scales_a + here),
+                      scale_1 = sm90::load_float(scales_a + here + 8 * sizeof(float));
           constexpr int pairs = Config::kTileN / 8;
           constexpr int ahead = 7;  // scales on their way; with 5, 8, 9 or 12 registers spill
           float2 scale[pairs];
-          const float2* of_columns = reinterpret_cast<const float2*>(scales.b) + lane % 4;
+          const auto load = [&](int j) {
+            scale[j] = sm90::load_float2(scales_b + here + j * 8 * sizeof(float));
+          };
 #pragma unroll
-          for (int j = 0; j < ahead; ++j) scale[j] = of_columns[4 * j];
+          for (int j = 0; j < ahead; ++j) load(j);
           finish();
 #pragma unroll
           for (int j = 0; j < pairs; ++j) {
-            if (j + ahead < pairs) scale[j + ahead] = of_columns[4 * (j + ahead)];
+            if (j + ahead < pairs) load(j + ahead);
             sum[4 * j + 0] += scale_0 * (scale[j].x * acc[4 * j + 0]);
             sum[4 * j + 1] += scale_0 * (scale[j].y * acc[4 * j + 1]);
             sum[4 * j + 2] += scale_1 * (scale[j].x * acc[4 * j + 2]);
@@ -350,9 +362,9 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
           }
           release(stage);
         } else {
-          const auto& scales = shared.scales[stage];
-          const float scale_0 = scales.a[scale_row], scale_1 = scales.a[scale_row + 8];
-          const float2 square = *reinterpret_cast<const float2*>(scales.b);
+          const float scale_0 = sm90::load_float(scales_a + here),
+                      scale_1 = sm90::load_float(scales_a + here + 8 * sizeof(float));
+          const float2 square = sm90::load_float2(scales_b + here);
           const float middle = middle_is_first ? square.x : square.y;
           finish();
           release(stage);
@@ -403,7 +415,7 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
         operands.multiply(ring.stage, sum, true);
         const int stage = ring.stage;
         ring.advance();
-        ready = sm90::barrier_test(&shared.full[ring.stage], ring.parity);
+        ready = sm90::barrier_test(full_of(ring.stage), ring.parity);
         sm90::wgmma_wait<1>();
         if (previous >= 0) release(previous);
         previous = stage;

@@ -58,6 +58,7 @@ struct TilesOf {
 // every launch: so one warp scans, with a run of neighbouring groups a lane, in loops that stay loops.
 template <int threads, typename Tiles>
 __device__ void load_groups(GroupTable& table, const int32_t* offs, int E, int T, Tiles tiles_of) {
+#pragma unroll 1
   for (int e = threadIdx.x; e < E; e += threads) table.row_end[e] = min(max(offs[e], 0), T);
   __syncthreads();
   if (threadIdx.x < 32) {

@@ -17,6 +17,24 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// An address that stays in a register: in a long loop the compiler would rather compute it anew.
+__device__ __forceinline__ uint32_t kept_address(const void* pointer) {
+  uint32_t address = shared_address(pointer);
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
+__device__ __forceinline__ float load_float(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
+  return value;
+}
+__device__ __forceinline__ float2 load_float2(uint32_t address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address));
+  return value;
+}
+
 // --- mbarriers
 // ---------------------------------------------------------------------------------------
 
@@ -59,7 +77,7 @@ __device__ __forceinline__ void barrier_arrive_at(uint32_t cluster_address) {
 }
 
 // Waits until the phase of the given parity is over.
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+__device__ __forceinline__ void barrier_wait(uint32_t address, uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -68,13 +86,16 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
       "@done bra finished%=;\n"
       "bra again%=;\n"
       "finished%=:\n"
-      "}\n" ::"r"(shared_address(barrier)),
+      "}\n" ::"r"(address),
       "r"(parity)
       : "memory");
 }
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+  barrier_wait(shared_address(barrier), parity);
+}
 
 // Whether the phase of the given parity is over.
-__device__ __forceinline__ bool barrier_test(uint64_t* barrier, uint32_t parity) {
+__device__ __forceinline__ bool barrier_test(uint32_t address, uint32_t parity) {
   uint32_t done;
   asm volatile(
       "{\n"
@@ -83,7 +104,7 @@ __device__ __forceinline__ bool barrier_test(uint64_t* barrier, uint32_t parity)
       "selp.u32 %0, 1, 0, done;\n"
       "}\n"
       : "=r"(done)
-      : "r"(shared_address(barrier)), "r"(parity)
+      : "r"(address), "r"(parity)
       : "memory");
   return done != 0;
 }
@@ -274,10 +295,14 @@ __device__ __forceinline__ void pin(float (&d)[count]) {
 //   K-major (a line is 128 bytes along K): stride = bytes between groups of 8 lines; leading
 //   unused. M/N-major (a line is 64 elements along M or N): leading = bytes between 64-element
 //   columns, stride = bytes between groups of 8 lines along K.
-__device__ __forceinline__ uint64_t operand(uint32_t sixteenths, uint32_t leading_bytes,
-                                            uint32_t stride_bytes) {
-  return uint64_t{sixteenths | (leading_bytes >> 4) << 16} |
-         uint64_t{stride_bytes >> 4 | uint32_t{1} << 30} << 32;
+__device__ __forceinline__ uint64_t operand(uint32_t lower_half, uint32_t stride_bytes) {
+  return uint64_t{lower_half} | uint64_t{stride_bytes >> 4 | uint32_t{1} << 30} << 32;
+}
+
+// The lower half of a descriptor: an address, which may be counted on from there in units of 16 bytes, and
+// `leading`. Without the block's rank in the cluster, which is in the address's upper bits.
+__device__ __forceinline__ uint32_t operand_start(const void* pointer, uint32_t leading_bytes) {
+  return shared_address(pointer) % (1 << 24) / 16 | leading_bytes >> 4 << 16;
 }
 
 // One m64n64 product with 32 accumulators a thread.
