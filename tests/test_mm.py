@@ -332,6 +332,27 @@ def test_overwriting_never_reads(op: str, device: str, grad_dtype: torch.dtype) 
 
 @pytest.mark.parametrize("op", IN_PLACE)
 @pytest.mark.parametrize("device", devices(*IN_PLACE))
+@pytest.mark.parametrize("grad_dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_matrices_of_empty_groups(
+    op: str, device: str, grad_dtype: torch.dtype, overwrite: bool
+) -> None:
+    """A GPU zeroes them beside the products, a piece at a time; these are of many pieces."""
+    groups = Groups((0,) * 5 + (5, 0, 0, 0, 130, 0, 9, 0), 150, K=528, N=384)
+    sample = make(op, groups, BF16, grad_dtype=grad_dtype, overwrite=overwrite)
+    if overwrite:
+        sample = sample.but(main_grad=torch.full_like(sample["main_grad"], torch.nan))
+    before = torch.zeros_like(sample["main_grad"]) if overwrite else sample["main_grad"]
+    (after,) = sample.results(device)
+    is_empty = torch.tensor(groups.m_splits) == 0
+    assert_same_bits(after[is_empty], before[is_empty])
+    expected = reference.grouped_mm_wgrad(*wgrad_operands(sample, groups)) + before.double()
+    allowed = wgrad_tolerance(sample, groups, expected, grad_dtype)
+    assert within(after, expected, allowed + 2.0**-24 * before.double().abs())
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+@pytest.mark.parametrize("device", devices(*IN_PLACE))
 def test_main_grads_in_one_buffer(op: str, device: str) -> None:
     groups = GROUPS["empty_last"]
     sample = make(op, groups, BF16, overwrite=False)

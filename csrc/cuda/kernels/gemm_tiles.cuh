@@ -124,7 +124,12 @@ struct GemmControl {
   uint64_t staged, sent;
   Tile tiles[kTileRing];
   GroupTable groups;  // tile_end counts clusters by rows, blocks of 128 rows by depth
+  int taken_count;    // by depth: so many groups take tiles, and the table has those alone
   alignas(128) uint8_t zeros[kZeroBytes];
+
+  // Which groups they are, in half of the zeros' room.
+  static constexpr int kFewerZeros = kZeroBytes - sizeof(uint16_t[kMaxGroups]);
+  __device__ uint16_t* taken() { return reinterpret_cast<uint16_t*>(zeros + kFewerZeros); }
 };
 
 template <typename Config>
@@ -182,28 +187,30 @@ __device__ __forceinline__ int cluster_tiles(int rows, int cols) {
 }
 
 template <typename Config>
-__device__ int cluster_count(const GroupTable& groups, const GemmShape& shape) {
+__device__ int cluster_count(const GroupTable& groups, int taken_count, const GemmShape& shape) {
   if constexpr (Config::kByDepth)
-    return shape.E * cluster_tiles<Config>(row_tiles(shape.rows), col_tiles<Config>(shape));
+    return taken_count * cluster_tiles<Config>(row_tiles(shape.rows), col_tiles<Config>(shape));
   return groups.tile_end[shape.E - 1];
 }
 
 // This block's tile of the cluster's next two. Row tiles run fastest, in bands, so that blocks that
 // run together share both operands in L2.
 template <typename Config>
-__device__ Tile tile_of(int number, const GroupTable& groups, const GemmShape& shape) {
+__device__ Tile tile_of(int number, const GroupTable& groups, const uint16_t* taken,
+                        const GemmShape& shape) {
   const int rank = static_cast<int>(sm90::cluster_rank()), cols = col_tiles<Config>(shape);
   Tile tile{};
   int rows, local;
   if constexpr (Config::kByDepth) {
     rows = row_tiles(shape.rows);
-    tile.group = number / cluster_tiles<Config>(rows, cols);
+    const int e = number / cluster_tiles<Config>(rows, cols);
     local = number % cluster_tiles<Config>(rows, cols);
+    tile.group = taken[e];
     tile.row_limit = shape.rows;
-    tile.depth_rows = groups.row_end[tile.group] - groups.row_begin(tile.group);
-    const int first_block = groups.tile_begin(tile.group);
-    const int last_block = min(groups.tile_end[tile.group], shape.T / kTileM);
-    tile.depth_begin = Config::kFp8 ? first_block : groups.row_begin(tile.group);
+    tile.depth_rows = groups.row_end[e] - groups.row_begin(e);
+    const int first_block = groups.tile_begin(e);
+    const int last_block = min(groups.tile_end[e], shape.T / kTileM);
+    tile.depth_begin = Config::kFp8 ? first_block : groups.row_begin(e);
     tile.steps = Config::kFp8 ? max(last_block - first_block, 0)
                               : (tile.depth_rows + Config::kTileK - 1) / Config::kTileK;
   } else {

@@ -94,11 +94,12 @@ __device__ void produce(GemmShared<Config>& shared, const TensorMaps& maps,
   constexpr uint16_t all = (1 << kCluster) - 1;
   const int rank = static_cast<int>(sm90::cluster_rank());
   RingPosition<Config::kStages> ring;
-  const int clusters = cluster_count<Config>(shared.groups, shape);
+  const int clusters =
+      cluster_count<Config>(shared.groups, Config::kByDepth ? shared.taken_count : 0, shape);
   int count = 0;
   for (int number = blockIdx.x / kCluster; number < clusters;
        number += gridDim.x / kCluster, ++count) {
-    const Tile tile = tile_of<Config>(number, shared.groups, shape);
+    const Tile tile = tile_of<Config>(number, shared.groups, shared.taken(), shape);
     if (tile.steps == 0) {
       sm90::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
       shared.tiles[count % kTileRing] = tile;
@@ -157,10 +158,11 @@ __device__ void produce_square_scales(GemmShared<Config>& shared, const SquareSc
     }
     ring.advance();
   };
-  const int clusters = cluster_count<Config>(shared.groups, shape);
+  const int clusters =
+      cluster_count<Config>(shared.groups, Config::kByDepth ? shared.taken_count : 0, shape);
 #pragma unroll 1
   for (int number = blockIdx.x / kCluster; number < clusters; number += gridDim.x / kCluster) {
-    const Tile tile = tile_of<Config>(number, shared.groups, shape);
+    const Tile tile = tile_of<Config>(number, shared.groups, shared.taken(), shape);
     if (Config::kByDepth && tile.steps == 0) put(0, 0);  // such a tile takes a stage too
     const int first = min(tile.col, shape.cols - 1) / kTileM;
     const int last = min(tile.col + kTileM, shape.cols - 1) / kTileM;
@@ -192,6 +194,40 @@ __device__ void zero_tail(const GemmShared<Config>& shared, const Epilogue& epil
     sm90::store_bytes(out + at, shared.zeros, static_cast<uint32_t>(bytes));
     sm90::store_commit();
     sm90::store_wait<4>();
+  }
+  sm90::store_wait<0>();
+}
+
+// Zeroes the matrices of groups without rows (by depth), beside the products of others. By one warp.
+template <typename Config>
+__device__ void zero_empty(GemmShared<Config>& shared, const Epilogue& epilogue,
+                           const GemmShape& shape) {
+  constexpr int piece = GemmControl::kFewerZeros;
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < piece / 16; i += 32)
+    reinterpret_cast<uint4*>(shared.zeros)[i] = make_uint4(0, 0, 0, 0);
+  sm90::fence_shared_for_async();
+  __syncwarp();
+  if (!sm90::elect()) return;
+  const int64_t matrix_bytes =
+      int64_t{shape.rows} * shape.cols * (epilogue.dtype == Output::kFloat ? 4 : 2);
+  int64_t at = blockIdx.x * int64_t{piece};  // in the matrix
+  int next_taken = 0;
+#pragma unroll 1
+  for (int e = 0; e < shape.E; ++e) {
+    if (next_taken < shared.taken_count && shared.taken()[next_taken] == e) {
+      ++next_taken;
+      continue;
+    }
+    char* matrix = static_cast<char*>(epilogue.out) + e * matrix_bytes;
+#pragma unroll 1
+    for (; at < matrix_bytes; at += gridDim.x * int64_t{piece}) {
+      const int64_t bytes = min(matrix_bytes - at, int64_t{piece});
+      sm90::store_bytes(matrix + at, shared.zeros, static_cast<uint32_t>(bytes));
+      sm90::store_commit();
+      sm90::store_wait<8>();
+    }
+    at -= (matrix_bytes + piece - 1) / piece * piece;
   }
   sm90::store_wait<0>();
 }
@@ -466,6 +502,32 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
   }
 }
 
+// Leaves groups without rows out of the table by depth: their zeros are copied beside the products, or they
+// add nothing. They stay where the copy engine cannot reach out. By one warp, after load_groups.
+template <typename Config>
+__device__ void take_groups(GemmShared<Config>& shared, const Epilogue& epilogue,
+                            const GemmShape& shape) {
+  GroupTable& groups = shared.groups;
+  const bool all = !epilogue.copied && is_overwritten(epilogue);
+  int count = 0;
+#pragma unroll 1
+  for (int first = 0; first < shape.E; first += 32) {
+    const int e = first + threadIdx.x, at = min(e, shape.E - 1);
+    const int row_end = groups.row_end[at], tile_end = groups.tile_end[at];
+    const bool takes = e < shape.E && (all || row_end > groups.row_begin(at));
+    const unsigned others = __ballot_sync(0xffffffff, takes);
+    if (takes) {
+      const int to = count + __popc(others & ((1u << threadIdx.x) - 1));
+      groups.row_end[to] = row_end;
+      groups.tile_end[to] = tile_end;
+      shared.taken()[to] = static_cast<uint16_t>(e);
+    }
+    count += __popc(others);
+    __syncwarp();
+  }
+  shared.taken_count = count;
+}
+
 template <typename Config>
 __device__ void find_groups(GroupTable& groups, const int32_t* offs, const GemmShape& shape) {
   if constexpr (Config::kByDepth) {
@@ -483,8 +545,7 @@ __device__ void find_groups(GroupTable& groups, const int32_t* offs, const GemmS
 // wide product tell how many row tiles there are at most.
 template <typename Config>
 __device__ bool fits_narrow(const GroupTable& groups, const GemmShape& shape) {
-  const int64_t row_tiles =
-      2 * int64_t{cluster_count<Config>(groups, shape)} / col_tiles<Config>(shape);
+  const int64_t row_tiles = 2 * int64_t{groups.tile_end[shape.E - 1]} / col_tiles<Config>(shape);
   const int narrow_pairs = (col_tiles<NarrowOf<Config>>(shape) + 1) / 2;
   return row_tiles * narrow_pairs <= gridDim.x / kCluster;
 }
@@ -500,6 +561,9 @@ __device__ void multiply(GemmShared<Config>& shared, const TensorMaps& maps,
       if (threadIdx.x / 32 == 1) produce_square_scales<Config>(shared, square_scale, shape);
     if constexpr (!Config::kByDepth)
       if (threadIdx.x / 32 == 2 && sm90::elect()) zero_tail<Config>(shared, epilogue, shape);
+    if constexpr (Config::kByDepth)
+      if (threadIdx.x / 32 == 2 && shared.taken_count < shape.E && is_overwritten(epilogue))
+        zero_empty<Config>(shared, epilogue, shape);
     if (threadIdx.x / 32 == 3 && sm90::elect()) send<Config>(shared, maps.out, epilogue, shape);
   } else {
     sm90::take_registers<232>();
@@ -546,6 +610,10 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster)
   prepare<Config>(shared, maps);
   start_after_previous();
   find_groups<Config>(shared.groups, offs, shape);
+  if constexpr (Config::kByDepth) {
+    if (threadIdx.x < 32) take_groups<Config>(shared, epilogue, shape);
+    __syncthreads();
+  }
   if constexpr (!Config::kByDepth) {
     if (fits_narrow<Config>(shared.groups, shape)) {
       __syncthreads();  // every thread knows it, and the table changes
