@@ -40,6 +40,7 @@ MODES: dict[str, tuple[str | None, bool]] = {
 }
 IMPLEMENTATIONS = ("torch", "ours", "loop")
 CACHED = ", cached weight"
+UNEVEN = "skew"  # what layers are run on if nothing else is said: see shapes.py
 BF16 = torch.bfloat16
 
 
@@ -117,23 +118,24 @@ def experts_of(candidate: Candidate) -> Callable[[ModelSize], nn.Module]:
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One layer, its rows sorted by expert: uneven groups.
+    """One layer, its rows sorted by expert.
 
     A case's module is run on its inputs; gradients flow from the first `roots` of its outputs;
     `vary` changes the group sizes in place, to others each step.
     """
 
     shape: Shape
+    splits: str = UNEVEN
     kind = "layer"
     roots = 1
 
     @property
     def name(self) -> str:
-        return self.shape.name
+        return self.shape.name if self.splits == UNEVEN else f"{self.shape.name}_{self.splits}"
 
     @property
     def sizes(self) -> list[int]:
-        return group_sizes(self.shape, "skew")
+        return group_sizes(self.shape, self.splits)
 
     @property
     def tokens(self) -> int:
@@ -210,6 +212,7 @@ def block(
 
 GPU_CASES: tuple[Case, ...] = (
     LayerCase(LAUNCH_BOUND),
+    LayerCase(LAUNCH_BOUND, "even"),
     block("dsv3_like", 4096, experts=32, width=7168, expert_width=2048, chosen=8),
     block("qwen3_30b_like", 8192, experts=128, width=2048, expert_width=768, chosen=8),
     block("mixtral_like", 8192, experts=8, width=4096, expert_width=14336, chosen=2),

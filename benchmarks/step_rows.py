@@ -174,7 +174,7 @@ def exactly(value: float | None) -> timing.Spread | None:
 PLOTS: dict[str, tuple[Callable[[Row], timing.Spread | None], str]] = {
     # The launch-bound shape is up to 15 times as fast in one graph: see host time instead.
     "speed": (
-        lambda row: None if row.case == LAUNCH_BOUND.name else row.share,
+        lambda row: None if row.case.startswith(LAUNCH_BOUND.name) else row.share,
         f"speed beside {BASELINE} (log scale)",
     ),
     "memory": (
