@@ -37,6 +37,7 @@ MODES: dict[str, tuple[str | None, bool]] = {
     "compiled": ("default", False),
     "graphs": ("reduce-overhead", False),
     "one graph": ("default", True),
+    "eager graph": (None, True),
 }
 IMPLEMENTATIONS = ("torch", "ours", "loop")
 CACHED = ", cached weight"

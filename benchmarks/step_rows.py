@@ -103,7 +103,7 @@ COLOURS = {
     "ours delayed": "#CC79A7",
     "ours mxfp8": "#E69F00",
 }
-MARKS = {"eager": "o", "compiled": "s", "graphs": "^", "one graph": "D"}
+MARKS = {"eager": "o", "compiled": "s", "graphs": "^", "one graph": "D", "eager graph": "v"}
 
 
 def plot(
