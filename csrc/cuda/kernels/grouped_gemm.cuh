@@ -27,7 +27,8 @@
 // Group borders fall anywhere. Loads by rows may run past a group's end, into the next group's
 // rows: they only reach outputs that are not stored. Loads by depth find zeros there, in the padded
 // layout (FP8) or because the tensor map ends there (16-bit, see RaggedRows). Stores end with the
-// group by the same kind of map.
+// group by the same kind of map. A group without rows has no tiles by depth: a warp that is idle else
+// zeroes its matrix while others multiply.
 #pragma once
 
 #include "gemm_epilogue.cuh"
