@@ -59,11 +59,11 @@ void quantize_tiles(const Launch& launch, const Source& source, const Tensor& of
   const int64_t tiles = most_tiles(results, ceil_div(K / Source::kParts, kBlock));
   constexpr auto kernel = group_quantize_kernel<Element, Source>;
   constexpr int ahead = static_cast<int>(sizeof(typename Source::Ahead));
-  launch.allow_shared_bytes<kernel>(std::max(ahead, kRoomForOne));
+  static_assert(ahead <= kRoomForOne);
   const unsigned grid = tile_grid(launch, tiles, E, Source::kOccupancy, Source::kGenerations);
-  const int shared_bytes = std::max(ahead, spreading_bytes(launch, grid, Source::kOccupancy));
-  launch.run(kernel, grid, kTileThreads, shared_bytes, source, offs.const_data_ptr<int32_t>(),
-             static_cast<int>(E), rows, static_cast<int>(K), rule, results.out);
+  run_over_tiles<kernel>(launch, grid, ahead, Source::kOccupancy, source,
+                         offs.const_data_ptr<int32_t>(), static_cast<int>(E), rows,
+                         static_cast<int>(K), rule, results.out);
   if (sums)
     add_block_sums(launch, results.out.block_sums, offs.const_data_ptr<int32_t>(), rows,
                    results.bias_grad);

@@ -18,10 +18,10 @@ void launch_kernel(const Launch& launch, const Tensor& x, int64_t row_stride, in
     using Element = typename decltype(element)::type;
     const bool vectorised = is_aligned(x) && row_stride * item_size(x) % 16 == 0;
     const int shared = out.q_t ? static_cast<int>(sizeof(TurnedTile)) : 0;
-    launch.run(
-        group_mx_kernel<Element, rounded>,
+    run_over_tiles<group_mx_kernel<Element, rounded>>(
+        launch,
         tile_grid(launch, blocks * ceil_div(K, kBlock), E, kMxOccupancy<Element>, kGenerations),
-        kTileThreads, shared, static_cast<const Element*>(x.const_data_ptr()), row_stride,
+        shared, kMxOccupancy<Element>, static_cast<const Element*>(x.const_data_ptr()), row_stride,
         vectorised, offs, E, T, K, refresh, out);
   });
 }

@@ -49,11 +49,11 @@ Tensor find_amax(const Launch& launch, const Source& source, const bool* refresh
                                          ScalarType::Int);
   for_element(source.values.scalar_type(), [&](auto element) {
     using Element = typename decltype(element)::type;
-    const auto kernel = group_amax_kernel<Element>;
-    launch.run(kernel, source.grid<Element>(launch), kTileThreads, 0,
-               static_cast<const Element*>(source.values.const_data_ptr()), source.row_stride,
-               source.vectorised(), source.tiles, refresh,
-               static_cast<uint32_t*>(amax.mutable_data_ptr()));
+    run_over_tiles<group_amax_kernel<Element>>(
+        launch, source.grid<Element>(launch), 0, kTileOccupancy<Element>,
+        static_cast<const Element*>(source.values.const_data_ptr()), source.row_stride,
+        source.vectorised(), source.tiles, refresh,
+        static_cast<uint32_t*>(amax.mutable_data_ptr()));
   });
   return amax;
 }
@@ -69,11 +69,12 @@ void quantize(const Launch& launch, const Source& source, ScalarType dtype, cons
 
   const auto run = [&](auto element, auto is_e5m2) {
     using Element = typename decltype(element)::type;
-    const auto kernel = quantize_per_group_kernel<Element, decltype(is_e5m2)::value>;
+    constexpr auto kernel = quantize_per_group_kernel<Element, decltype(is_e5m2)::value>;
     const int shared = out.q_t ? static_cast<int>(sizeof(TurnedTile)) : 0;
-    launch.run(kernel, source.grid<Element>(launch), kTileThreads, shared,
-               static_cast<const Element*>(source.values.const_data_ptr()), source.row_stride,
-               source.vectorised(), source.tiles, scale, refresh, out);
+    run_over_tiles<kernel>(launch, source.grid<Element>(launch), shared, kTileOccupancy<Element>,
+                           static_cast<const Element*>(source.values.const_data_ptr()),
+                           source.row_stride, source.vectorised(), source.tiles, scale, refresh,
+                           out);
   };
   for_element(source.values.scalar_type(), [&](auto element) {
     if (dtype == ScalarType::Float8_e5m2)

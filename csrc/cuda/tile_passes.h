@@ -48,6 +48,15 @@ inline int spreading_bytes(const Launch& launch, unsigned grid, int occupancy) {
   return grid <= 2 * multiprocessors && occupancy > 2 ? kRoomForTwo : 0;
 }
 
+// A pass over tiles, whose blocks need so many bytes of shared memory.
+template <auto kernel, typename... Arguments>
+void run_over_tiles(const Launch& launch, unsigned grid, int shared_bytes, int occupancy,
+                    const Arguments&... arguments) {
+  launch.allow_shared_bytes<kernel>(kRoomForOne);
+  launch.run(kernel, grid, kTileThreads,
+             std::max(shared_bytes, spreading_bytes(launch, grid, occupancy)), arguments...);
+}
+
 // bias_grad [E, K] from the sums of every block's columns.
 inline void add_block_sums(const Launch& launch, const float* block_sums, const int32_t* offs,
                            int T, const Tensor& bias_grad) {
