@@ -5,10 +5,14 @@
 namespace grouped_linear::cpu {
 namespace {
 
-// b [E, N, K] may be a transposed view (dgrad reads the weight that way): either of its last two
-// dimensions may be the dense one.
+// What is summed over must lie without gaps: where K is no multiple of 32, torch's bf16 product on AMX units
+// also reads what follows a row, and a NaN there times zero is NaN (torch 2.13, Xeon, 2026-11).
+//
+// b [E, N, K] may be a transposed view (dgrad reads the weight that way), with either of its last two
+// dimensions the dense one.
 Tensor dense_operand(const Tensor& b) {
-  return b.stride(1) == 1 || b.stride(2) == 1 ? b : as_dense(b);
+  const bool dense_rows = b.stride(2) == 1 && b.stride(1) == b.size(2);
+  return dense_rows || b.stride(1) == 1 ? b : as_dense(b);
 }
 
 // m's elements as float32, also where m is a transposed view.
@@ -42,7 +46,7 @@ Tensor grouped_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& offs,
                   const std::optional<Tensor>& bias_in, std::optional<ScalarType> out_dtype) {
   const ScalarType dtype = out_dtype.value_or(a_in.scalar_type());
   check_grouped_mm(a_in, b_in, offs, bias_in, dtype);
-  const Tensor a = with_dense_rows(a_in), b = dense_operand(b_in);
+  const Tensor a = as_dense(a_in), b = dense_operand(b_in);
   const std::optional<Tensor> bias = with_dense_rows(bias_in);
   const auto starts = group_starts("grouped_mm", offs, a.size(0));
   Tensor y = new_tensor(a, {a.size(0), b.size(1)}, dtype);
