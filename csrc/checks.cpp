@@ -333,6 +333,17 @@ void check_group_quantize(const Tensor& x, const Tensor& offs, const std::option
   check_layouts(op, rowwise, columnwise);
 }
 
+void check_sort_by_expert(const Tensor& experts, int64_t num_experts) {
+  const char* op = "sort_by_expert";
+  check_dim(op, "experts", experts, 2);
+  check(experts.scalar_type() == ScalarType::Int || experts.scalar_type() == ScalarType::Long, op,
+        ": experts must be int32 or int64, got ", name_of(experts.scalar_type()));
+  check_groups(op, num_experts);
+  const int64_t R = experts.size(0) * experts.size(1);
+  check(R <= std::numeric_limits<int32_t>::max(), op, ": at most ",
+        std::numeric_limits<int32_t>::max(), " choices are supported, got ", R);
+}
+
 void check_gather_sum(const Tensor& y, const Tensor& rows, const std::optional<Tensor>& weight) {
   const char* op = "gather_sum";
   check_gathered(op, y, rows);

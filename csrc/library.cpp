@@ -49,6 +49,11 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "group_round_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, "
       "bool bias_grad=False) -> (Tensor x_rowwise, Tensor x_columnwise, Tensor bias_grad)");
 
+  // experts [T, C] -> choice [T * C] and token [T * C], of rows sorted by expert; row [T, C], where they
+  // went; offs [num_experts]
+  m.def(
+      "sort_by_expert(Tensor experts, int num_experts) "
+      "-> (Tensor choice, Tensor token, Tensor row, Tensor offs)");
   // y [R, H], rows [T, C] -> out [T, H] = the sum over c of weight[t, c] * y[rows[t, c]], and
   // a [T, H] -> out [T, C] = a[t] . y[rows[t, c]], float32
   m.def("gather_sum(Tensor y, Tensor rows, Tensor? weight=None) -> Tensor");
@@ -173,6 +178,7 @@ STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CPU, m) {
   m.impl("group_quantize_delayed_", TORCH_BOX(&group_quantize_delayed_));
   m.impl("group_quantize_mx", TORCH_BOX(&group_quantize_mx));
   m.impl("group_round_mx", TORCH_BOX(&group_round_mx));
+  m.impl("sort_by_expert", TORCH_BOX(&sort_by_expert));
   m.impl("gather_sum", TORCH_BOX(&gather_sum));
   m.impl("gather_dot", TORCH_BOX(&gather_dot));
   m.impl("swiglu", TORCH_BOX(&swiglu));
@@ -241,6 +247,7 @@ STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CUDA, m) {
   GROUPED_LINEAR_CUDA_OP(group_quantize_delayed_);
   GROUPED_LINEAR_CUDA_OP(group_quantize_mx);
   GROUPED_LINEAR_CUDA_OP(group_round_mx);
+  GROUPED_LINEAR_CUDA_OP(sort_by_expert);
   GROUPED_LINEAR_CUDA_OP(gather_sum);
   GROUPED_LINEAR_CUDA_OP(gather_dot);
   GROUPED_LINEAR_CUDA_OP(swiglu);

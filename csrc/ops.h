@@ -30,6 +30,8 @@
   std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu_grad(                   \
       const Tensor& dh, const Tensor& gate_up, const Tensor& offs, double amax_epsilon,            \
       bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad);                    \
+  std::tuple<Tensor, Tensor, Tensor, Tensor> sort_by_expert(const Tensor& experts,                 \
+                                                            int64_t num_experts);                  \
   Tensor gather_sum(const Tensor& y, const Tensor& rows, const std::optional<Tensor>& weight);     \
   Tensor gather_dot(const Tensor& a, const Tensor& y, const Tensor& rows);                         \
   Tensor swiglu(const Tensor& gate_up, const Tensor& offs);                                        \

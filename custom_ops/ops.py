@@ -44,6 +44,19 @@ class GroupQuantized(NamedTuple):
     """[E, K] float32."""
 
 
+class SortedByExpert(NamedTuple):
+    """What :func:`sort_by_expert` returns, of R = T * C choices."""
+
+    choice: Tensor
+    """[R] int32, which entry of [T, C], flattened, each row is."""
+    token: Tensor
+    """[R] int32, which token each row is."""
+    row: Tensor
+    """[T, C] int32, the row of each choice."""
+    offs: Tensor
+    """[E] int32, the end of each expert's rows."""
+
+
 class PerGroupQuantized(NamedTuple):
     """Rows quantized with one scale a group; None stands for what was not asked for."""
 
@@ -236,6 +249,31 @@ def group_quantize(
         scale_t if columnwise else None,
         grad if bias_grad else None,
     )
+
+
+def sort_by_expert(experts: Tensor, num_experts: int) -> SortedByExpert:
+    """Sort tokens' choices by expert; an expert's rows stay in the order of their tokens.
+
+    Of the sorted rows, number i is entry ``choice[i]`` of `experts`, flattened, and of the token
+    ``token[i] = choice[i] // C``; ``row.flatten()[choice[i]] = i``; expert e has the rows
+    [offs[e-1], offs[e]). A counting sort: one launch up to 1024 choices, two above. Every number
+    has one possible value, so CPU and GPU agree. Not differentiable.
+
+    Args:
+        experts: [T, C] int32 or int64, the experts of each token. A number outside [0, num_experts)
+            stands for no expert: its rows come last, past ``offs[-1]``.
+        num_experts: E, at most 1024.
+
+    Returns:
+        choice, token, row and offs, int32.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype or size.
+
+    >>> sort_by_expert(torch.tensor([[1, 0], [2, 1], [-1, 2]]), 3).offs
+    tensor([1, 3, 5], dtype=torch.int32)
+    """
+    return SortedByExpert(*_ops.sort_by_expert(experts, num_experts))
 
 
 def gather_sum(y: Tensor, rows: Tensor, weight: Tensor | None = None) -> Tensor:

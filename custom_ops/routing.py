@@ -19,11 +19,11 @@ class Routing(NamedTuple):
     """Where the rows of experts come from, and where they go."""
 
     choice_R: Tensor
-    """[R] which entry of [T, C], flattened, each row is; rows are sorted by expert."""
+    """[R] int32, which entry of [T, C], flattened, each row is; rows are sorted by expert."""
     token_R: Tensor
-    """[R] which token each row is."""
+    """[R] int32, which token each row is."""
     row_TC: Tensor
-    """[T, C] the row of each choice."""
+    """[T, C] int32, the row of each choice."""
     offs_E: Tensor
     """[E] int32, the end of each expert's rows."""
 
@@ -38,23 +38,13 @@ def sort_by_expert(expert_TC: Tensor, num_experts: int) -> Routing:
 
     >>> routing = sort_by_expert(torch.tensor([[1, 0], [2, 1], [-1, 2]]), 3)
     >>> routing.offs_E, routing.token_R
-    (tensor([1, 3, 5], dtype=torch.int32), tensor([0, 0, 1, 1, 2, 2]))
+    (tensor([1, 3, 5], dtype=torch.int32), tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32))
     >>> routing.row_TC
     tensor([[1, 0],
             [3, 2],
-            [5, 4]])
+            [5, 4]], dtype=torch.int32)
     """
-    expert_R = expert_TC.flatten()
-    expert_R = expert_R.masked_fill(expert_R < 0, num_experts)  # last, as those past E are
-    sorted_R, choice_R = expert_R.sort(stable=True)
-    every_E = torch.arange(num_experts, dtype=expert_R.dtype, device=expert_R.device)
-    every_R = torch.arange(expert_R.numel(), device=expert_R.device)
-    return Routing(
-        choice_R,
-        choice_R // expert_TC.size(1),
-        torch.empty_like(choice_R).scatter(0, choice_R, every_R).view(expert_TC.shape),
-        torch.searchsorted(sorted_R, every_E, right=True, out_int32=True),
-    )
+    return Routing(*ops.sort_by_expert(expert_TC, num_experts))
 
 
 def sum_of_rows(y_RH: Tensor, row_TC: Tensor, weight_TC: Tensor | None = None) -> Tensor:

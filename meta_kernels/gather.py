@@ -1,4 +1,4 @@
-"""Fake kernels of the ops that gather rows and sum or multiply them.
+"""Fake kernels of the ops that sort rows by expert, gather them, and sum or multiply them.
 
 T tokens, C rows gathered for each, R rows of y, H features.
 """
@@ -14,6 +14,21 @@ def _check_gathered(rules: Rules, y: Tensor, rows: Tensor) -> None:
     rules.dtype("y", y.dtype, ACTIVATIONS)
     rules.features("H", y.size(1))
     rules.rows(rows, 2, "y", y)
+
+
+@torch.library.register_fake("grouped_linear::sort_by_expert")
+def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Experts [T, C] -> choice [R], token [R], row [T, C], offs [E]."""
+    rules = Rules("sort_by_expert")
+    rules.dim("experts", experts, 2)
+    rules.dtype("experts", experts.dtype, (torch.int32, torch.int64))
+    rules.groups(num_experts)
+    R = experts.numel()
+
+    def new(*shape: int) -> Tensor:
+        return experts.new_empty(shape, dtype=torch.int32)
+
+    return new(R), new(R), new(*experts.shape), new(num_experts)
 
 
 @torch.library.register_fake("grouped_linear::gather_sum")

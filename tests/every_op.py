@@ -43,6 +43,8 @@ def call_every_op(T: int, K: int, N: int, sizes: tuple[int, ...], dtype: torch.d
     factor = torch.rand(T, device=DEVICE)
     ops.group_quantize(x, offs, order, columnwise=True, bias_grad=True, factor=factor)
     choices = torch.stack([order, order.flip(0)], dim=1)
+    ops.sort_by_expert(choices % (E + 1), E)
+    ops.sort_by_expert(choices.int() - 7, 100)
     ops.gather_sum(x, choices, torch.rand(T, 2, device=DEVICE))
     ops.gather_sum(x, choices.int())
     ops.gather_dot(x, x, choices)

@@ -21,6 +21,17 @@ E4M3_NAN = 0x7F
 # --- group sizes ---------------------------------------------------------------------------------
 
 
+def sort_by_expert(experts_TC: Tensor, num_experts: int) -> list[Tensor]:
+    """choice [R], token [R], row [T, C] and offs [E]: what is in no expert comes last."""
+    expert_R = experts_TC.flatten().long()
+    expert_R[(expert_R < 0) | (expert_R >= num_experts)] = num_experts
+    choice_R = expert_R.argsort(stable=True)
+    offs_E = expert_R.bincount(minlength=num_experts + 1)[:num_experts].cumsum(0)
+    token_R = choice_R // max(experts_TC.size(1), 1)
+    row_TC = choice_R.argsort().view(experts_TC.shape)
+    return [t.int() for t in (choice_R, token_R, row_TC, offs_E)]
+
+
 def splits_to_offsets(
     m_splits: Sequence[int], num_rows: int, alignment: int = 1, stride: int = 1
 ) -> list[int]:

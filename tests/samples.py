@@ -33,6 +33,7 @@ OPS = (
     "group_quantize_delayed_",
     "group_quantize_mx",
     "group_round_mx",
+    "sort_by_expert",
     "gather_sum",
     "gather_dot",
     "swiglu",
@@ -459,6 +460,12 @@ def make(
             if options.pop("factor", False):
                 tensors |= {"factor": torch.randn(groups.T)}
                 tensors["factor"][groups.valid :] = torch.nan
+        case "sort_by_expert":
+            E, shape = len(groups.m_splits), (groups.T, options.pop("C", 3))
+            experts = torch.randint(-2, E + 2, shape).to(options.pop("index", torch.int64))
+            if layout == "transposed":
+                experts = experts.t().contiguous().t()
+            tensors = {"experts": experts, "num_experts": E}
         case "gather_sum" | "gather_dot":
             R, C = groups.T + 3, options.pop("C", 3)
             index = options.pop("index", torch.int64)
@@ -634,6 +641,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "layout": "strided",
             "squares": True,
         },
+    },
+    "sort_by_expert": {
+        "many": {"C": 11, "index": torch.int32},
+        "none": {"C": 0},
+        "transposed": {"layout": "transposed"},
     },
     "gather_sum": {
         "unweighted": {"weight": False},

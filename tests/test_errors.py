@@ -159,6 +159,25 @@ def gathered_mistakes(good: Sample) -> list[dict[str, Any]]:
     ]
 
 
+def test_sort_by_expert() -> None:
+    good = make("sort_by_expert", GROUPS_3, BF16)
+    experts = good["experts"]
+    mistakes = [
+        {"experts": experts[0]},
+        {"experts": experts.short()},
+        {"num_experts": 0},
+        {"num_experts": 1025},
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+sort_by_expert: experts must be 2-D, got 1-D
+sort_by_expert: experts must be int32 or int64, got int16
+sort_by_expert: E must be between 1 and 1024, got 0
+sort_by_expert: E must be between 1 and 1024, got 1025""",
+    )
+
+
 def test_gather_sum() -> None:
     good = make("gather_sum", GROUPS_3, BF16)
     weight = good["weight"]

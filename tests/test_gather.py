@@ -1,4 +1,7 @@
-"""Sums and products of gathered rows: bits of the reference, products within float32's rounding."""
+"""Rows sorted by expert, and sums and products of gathered rows.
+
+Bits of the reference, but products, which are within float32's rounding.
+"""
 
 import pytest
 import reference
@@ -18,6 +21,38 @@ from samples import (
 )
 
 GROUPS = Groups((3, 2), 5)
+
+
+@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("sort_by_expert"))
+def test_sort_by_expert(op: str, groups: Groups, variant: str, device: str) -> None:
+    sample = variant_of(op, groups, variant, BF16)
+    expected = reference.sort_by_expert(sample["experts"], sample["num_experts"])
+    for actual, e in zip(sample.results(device), expected, strict=True):
+        assert_same_bits(actual, e)
+
+
+@pytest.mark.parametrize("device", devices("sort_by_expert"))
+@pytest.mark.parametrize("num_experts", [1, 8, 255, 1024])
+def test_sort_many(num_experts: int, device: str) -> None:
+    """One block, two and more than there may be; choices spread, in one expert and in none."""
+    for T, C in ((40011, 8), (3000, 1), (257, 2), (1, 8), (1, 1), (0, 8)):
+        spread = torch.randint(-1, num_experts + 1, (T, C))
+        skewed = (torch.rand(T, C) ** 8 * num_experts).long()
+        for experts in (spread, skewed, torch.full_like(spread, num_experts - 1), ~spread.abs()):
+            sample = Sample("sort_by_expert", {"experts": experts, "num_experts": num_experts})
+            expected = reference.sort_by_expert(experts, num_experts)
+            for actual, e in zip(sample.results(device), expected, strict=True):
+                assert_same_bits(actual, e)
+
+
+@pytest.mark.parametrize("device", devices("sort_by_expert"))
+def test_sort_numbers_far_outside(device: str) -> None:
+    wide, narrow = (torch.iinfo(d) for d in (torch.int64, torch.int32))
+    far = [wide.min, wide.max, narrow.min, narrow.max, narrow.max + 1, 2**32, 2**32 + 1, -1, 1, 0]
+    experts = torch.tensor(far).view(5, 2)
+    sample = Sample("sort_by_expert", {"experts": experts, "num_experts": 2})
+    choice, *_ = sample.results(device)
+    assert choice.tolist() == [9, 8, 0, 1, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("gather_sum"))
