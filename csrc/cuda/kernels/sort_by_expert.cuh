@@ -17,7 +17,7 @@
 namespace grouped_linear::cuda {
 
 constexpr int kSortThreads = 256, kSortWarps = kSortThreads / 32;
-constexpr int kSortAhead = 4;  // loads of a warp on their way
+constexpr int kSortAhead = 4, kCountsAhead = 16;  // loads of a thread on their way
 constexpr int kLeastSorted = kSortThreads * kSortAhead, kMostSortBlocks = 256;
 
 // Counters of every warp, for each expert and for none.
@@ -117,14 +117,17 @@ __global__ void __launch_bounds__(kSortThreads)
   start_after_previous();
   const WarpChoices<Expert> choices(experts, R, E);
   count_block(choices, counts, [&](int b, int count) {
-    int before = 0, all = count;
-    if (block_counts) {
-      all = 0;
-#pragma unroll 8
-      for (unsigned k = 0; k < gridDim.x; ++k) {
-        const int of_block = block_counts[static_cast<int64_t>(k) * bins + b];
-        if (k < blockIdx.x) before += of_block;
-        all += of_block;
+    int before = 0, all = block_counts ? 0 : count;
+    for (unsigned first = 0; block_counts && first < gridDim.x; first += kCountsAhead) {
+      int of_block[kCountsAhead];
+#pragma unroll
+      for (unsigned k = 0; k < kCountsAhead; ++k)
+        of_block[k] =
+            first + k < gridDim.x ? block_counts[static_cast<int64_t>(first + k) * bins + b] : 0;
+#pragma unroll
+      for (unsigned k = 0; k < kCountsAhead; ++k) {
+        if (first + k < blockIdx.x) before += of_block[k];
+        all += of_block[k];
       }
     }
     starts[b] = before;
