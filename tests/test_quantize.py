@@ -265,29 +265,24 @@ def test_every_number_of_every_factor(device: str) -> None:
         check_group_quantize(sample.but(x=x_TK.float()), device)
 
 
+@pytest.mark.parametrize("K", [256, 240])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", devices("group_quantize"))
-def test_bytes_do_not_depend_on_size(device: str) -> None:
-    """A CPU encodes in two ways: what is near its L2 cache, and more than that."""
-    x = rows_of_every_factor()
-    T = x.size(0) // 128 * 128
-    near, far = (
-        Sample(
-            "group_quantize",
-            {
-                "x": x[:T].repeat(groups, 1),
-                "offs": T * torch.arange(1, groups + 1, dtype=torch.int32),
-                "columnwise": True,
-            },
-        ).results(device)
-        for groups in (1, 3)
-    )
-    for e in range(3):
-        q, scale, q_t, scale_t = far[0], far[1].t(), far[2], far[3]
-        blocks = slice(e * T // 128, (e + 1) * T // 128)
-        assert_same_bits(q[e * T : (e + 1) * T], near[0])
-        assert_same_bits(scale[e * T : (e + 1) * T], near[1].t()[:T])
-        assert_same_bits(q_t[blocks], near[2][: T // 128])
-        assert_same_bits(scale_t[blocks], near[3][: T // 128])
+def test_bytes_do_not_depend_on_size(K: int, dtype: torch.dtype, device: str) -> None:
+    """A CPU stores in two ways: near its L2 cache, and whole cache lines of more than that."""
+    E, T = 5, 1100
+    x_TK = rows_of_every_factor().flatten()[: E * T * K].view(E * T, K).to(dtype)
+    x_TK[7, 3] = torch.inf
+    offs_E = T * torch.arange(1, E + 1, dtype=torch.int32)
+    sample = Sample("group_quantize", {"x": x_TK, "offs": offs_E, "columnwise": True})
+    q, scale, q_t, scale_t, _ = sample.results(device)
+    for e in range(E):
+        own, blocks = slice(e * T, (e + 1) * T), slice(e * -(-T // 128), (e + 1) * -(-T // 128))
+        near = sample.but(x=x_TK[own], offs=offs_E[:1]).results(device)
+        assert_same_bits(q[own], near[0])
+        assert_same_bits(scale.t()[own], near[1].t()[:T])
+        assert_same_bits(q_t[blocks], near[2][: -(-T // 128)])
+        assert_same_bits(scale_t[blocks], near[3][: -(-T // 128)])
 
 
 @hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)

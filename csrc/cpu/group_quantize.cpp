@@ -61,8 +61,8 @@ struct BlockScaledTargets : TileTargets {
       else
         std::memcpy(scale_t + block.index * features + col, block_scale, cols * sizeof(float));
     }
-    tile.quantize(row_factor, q ? row(block, 0, col) : nullptr, features,
-                  q_t ? col_factor : nullptr, q_t ? &by_cols : nullptr);
+    tile.quantize(row_factor, rows(block, col), q_t ? col_factor : nullptr,
+                  q_t ? &by_cols : nullptr);
     if (q_t) store_turned(by_cols, block, col, cols, tile.filled());
   }
 };
@@ -187,7 +187,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
     const char* up = gate + K * element;
     swiglu_row(gate, up, dtype, cols, row);
     if (keep_h) std::memcpy(kept + ((block.begin + r) * K + col) * element, row, cols * element);
-    prefetch_row(up + kBlock * element, kBlock * element);
+    prefetch_row<false, 2>(up + kBlock * element, kBlock * element);
   };
   quantize(dtype, blocks_of(starts, columnwise),
            {static_cast<float>(amax_epsilon), power_of_two_scales}, results,

@@ -47,24 +47,29 @@ struct MxTargets : TileTargets {
   void foresee(const RowBlock& block, int64_t col, int64_t cols, Ahead& ahead) const {
     TileTargets::foresee(block, col, cols, ahead);
     for (int i = 0; i < 4; ++i)  // rows of twice as many bytes
-      if (const uint16_t* rounded = i < 2 ? rowwise : columnwise)
-        ahead.writes[i] = {
-            reinterpret_cast<const char*>(rounded + block.begin * features + col) + i % 2 * kBlock,
-            features * 2, block.end - block.begin};
+      if (uint16_t* rounded = i < 2 ? rowwise : columnwise) {
+        ByteRows half = rounded_rows(rounded, block, col);
+        half.first += i % 2 * kBlock;
+        ahead.foresee_writes(i, half, block.end - block.begin);
+      }
+  }
+  ByteRows rounded_rows(uint16_t* rounded, const RowBlock& block, int64_t col) const {
+    return bytes_at(reinterpret_cast<uint8_t*>(rounded + block.begin * features + col),
+                    features * sizeof(uint16_t));
   }
 
   void write(Tile& tile, const RowBlock& block, int64_t col, int64_t cols) const {
-    const int64_t first = block.begin * features + col;
     float row_amax[kBlock * kParts], col_amax[kBlock * kParts];
     tile.find_amax(row_amax, col_amax, kMxBlock);
     const MxScales of_rows(row_amax), of_cols(col_amax);
-    if (rowwise) tile.round(true, of_rows.factor, of_rows.scale, rowwise + first, features);
-    if (columnwise) tile.round(false, of_cols.factor, of_cols.scale, columnwise + first, features);
+    if (rowwise) tile.round(true, of_rows.factor, of_rows.scale, rounded_rows(rowwise, block, col));
+    if (columnwise)
+      tile.round(false, of_cols.factor, of_cols.scale, rounded_rows(columnwise, block, col));
     if (!q && !q_t) return;
 
     ByteTile by_cols;
-    tile.quantize(of_rows.factor, q ? row(block, 0, col) : nullptr, features,
-                  q_t ? of_cols.factor : nullptr, q_t ? &by_cols : nullptr, kMxBlock);
+    tile.quantize(of_rows.factor, rows(block, col), q_t ? of_cols.factor : nullptr,
+                  q_t ? &by_cols : nullptr, kMxBlock);
     if (q) {
       const int64_t stride = ceil_div(features, kMxBlock);
       for (int64_t r = 0; r < block.end - block.begin; ++r)

@@ -21,7 +21,7 @@ struct WeightTargets : TileTargets {
 
     ByteTile bytes;
     std::fill_n(factor, kBlock, own.factor);
-    tile.quantize(factor, row(block, 0, col), features, nullptr, q_t ? &bytes : nullptr);
+    tile.quantize(factor, rows(block, col), nullptr, q_t ? &bytes : nullptr);
     if (q_t) store_turned(bytes, block, col, cols, tile.filled());
   }
 };

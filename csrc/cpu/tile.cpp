@@ -214,8 +214,9 @@ GROUPED_LINEAR_EVERY_WIDTH void quantize_to_e5m2(TileRows values, bool bf16, int
 }
 
 // At most kBlock bytes; of all of them a compiler makes two moves.
-GROUPED_LINEAR_INLINE void copy_bytes(const uint8_t* from, uint8_t* to, int64_t n) {
-  n == kBlock ? std::memcpy(to, from, kBlock) : std::memcpy(to, from, n);
+GROUPED_LINEAR_INLINE void store_bytes(const uint8_t* from, ByteRows to, int64_t r, int64_t n) {
+  if (to.streamed) return stream_lines(from, to[r], n);
+  n == kBlock ? std::memcpy(to[r], from, kBlock) : std::memcpy(to[r], from, n);
 }
 
 // The smallest anchors of factors that are powers of two; false if any is not, or is too large or
@@ -237,8 +238,8 @@ GROUPED_LINEAR_EVERY_WIDTH bool anchors_of(const float* factor, int64_t n, uint3
 // where columns may share those of rows.
 struct Encoding {
   const uint32_t *row_anchor, *col_anchor;
-  uint8_t* q;  // rows of `cols` bytes
-  int64_t stride, cols;
+  ByteRows q;  // of `cols` bytes
+  int64_t cols;
   ByteTile* by_cols;
 };
 
@@ -290,8 +291,7 @@ GROUPED_LINEAR_INLINE void encode_tile(Values<Element> values, int64_t rows, con
       if (cols_too)
         col_codes[i] = static_cast<uint16_t>(codes_of(pair, of_even[first + i], of_odd[first + i]));
     }
-    if (rows_too)
-      copy_bytes(reinterpret_cast<const uint8_t*>(row_codes), to.q + r * to.stride, to.cols);
+    if (rows_too) store_bytes(reinterpret_cast<const uint8_t*>(row_codes), to.q, r, to.cols);
     if (cols_too || to.by_cols)
       std::memcpy(to.by_cols->bytes[r], cols_too ? col_codes : row_codes, kBlock);
   }
@@ -301,9 +301,9 @@ template <typename Element, int64_t part>
 GROUPED_LINEAR_INLINE void encode_tile(TileRows from, int64_t rows, const Encoding& to,
                                        const Ahead& ahead) {
   const auto values = as<Element>(from);
-  if (to.q && to.col_anchor)
+  if (to.q.first && to.col_anchor)
     encode_tile<Element, part, true, true>(values, rows, to, ahead);
-  else if (to.q)
+  else if (to.q.first)
     encode_tile<Element, part, true, false>(values, rows, to, ahead);
   else
     encode_tile<Element, part, false, true>(values, rows, to, ahead);
@@ -321,8 +321,8 @@ GROUPED_LINEAR_EVERY_WIDTH void encode(TileRows values, bool bf16, int64_t rows,
 
 template <typename Element, bool by_rows, bool finite>
 GROUPED_LINEAR_INLINE void round_tile(Values<Element> values, int64_t rows, int64_t cols,
-                                      const float* factor, const float* scale, uint16_t* out,
-                                      int64_t stride, const Ahead& ahead) {
+                                      const float* factor, const float* scale, ByteRows out,
+                                      const Ahead& ahead) {
   for (int64_t r = 0; r < rows; ++r) {
     ahead.ask(r);
     uint16_t row[kBlock];
@@ -338,29 +338,30 @@ GROUPED_LINEAR_INLINE void round_tile(Values<Element> values, int64_t rows, int6
         row[begin + i] = static_cast<uint16_t>(is_nan ? kBf16Nan : bits);
       }
     }
-    std::memcpy(out + r * stride, row, cols * sizeof(uint16_t));
+    const int64_t bytes = cols * sizeof(uint16_t);
+    out.streamed ? stream_lines(row, out[r], bytes) : (void)std::memcpy(out[r], row, bytes);
   }
 }
 
 template <typename Element>
 GROUPED_LINEAR_INLINE void round_tile(TileRows values, int64_t rows, int64_t cols, bool by_rows,
                                       bool finite, const float* factor, const float* scale,
-                                      uint16_t* out, int64_t stride, const Ahead& ahead) {
+                                      ByteRows out, const Ahead& ahead) {
   const auto own = as<Element>(values);
   if (by_rows)
-    finite ? round_tile<Element, true, true>(own, rows, cols, factor, scale, out, stride, ahead)
-           : round_tile<Element, true, false>(own, rows, cols, factor, scale, out, stride, ahead);
+    finite ? round_tile<Element, true, true>(own, rows, cols, factor, scale, out, ahead)
+           : round_tile<Element, true, false>(own, rows, cols, factor, scale, out, ahead);
   else
-    finite ? round_tile<Element, false, true>(own, rows, cols, factor, scale, out, stride, ahead)
-           : round_tile<Element, false, false>(own, rows, cols, factor, scale, out, stride, ahead);
+    finite ? round_tile<Element, false, true>(own, rows, cols, factor, scale, out, ahead)
+           : round_tile<Element, false, false>(own, rows, cols, factor, scale, out, ahead);
 }
 
 GROUPED_LINEAR_EVERY_WIDTH void round_to_e4m3(TileRows values, bool bf16, int64_t rows,
                                               int64_t cols, bool by_rows, bool finite,
-                                              const float* factor, const float* scale,
-                                              uint16_t* out, int64_t stride, const Ahead& ahead) {
-  bf16 ? round_tile<Bf16>(values, rows, cols, by_rows, finite, factor, scale, out, stride, ahead)
-       : round_tile<Float>(values, rows, cols, by_rows, finite, factor, scale, out, stride, ahead);
+                                              const float* factor, const float* scale, ByteRows out,
+                                              const Ahead& ahead) {
+  bf16 ? round_tile<Bf16>(values, rows, cols, by_rows, finite, factor, scale, out, ahead)
+       : round_tile<Float>(values, rows, cols, by_rows, finite, factor, scale, out, ahead);
 }
 
 // The cap keeps 1 / factor a normal number. Selects, not branches: a loop over blocks vectorises.
@@ -394,28 +395,29 @@ GROUPED_LINEAR_INLINE void turn_bytes_over(const uint8_t* rows, int64_t row_stri
 }
 
 // Whole cache lines are written: a line not in the L1 cache is waited for by each store to it.
-GROUPED_LINEAR_EVERY_WIDTH void turn_tile_over(const uint8_t (&bytes)[kBlock][kBlock], uint8_t* q_t,
-                                               int64_t stride, int64_t rows, int64_t cols) {
+GROUPED_LINEAR_EVERY_WIDTH void turn_tile_over(const uint8_t (&bytes)[kBlock][kBlock], ByteRows q_t,
+                                               int64_t rows, int64_t cols) {
   for (int64_t c = 0; c < cols; c += kSide) {
-    if (c + kSide < cols)
-      for (int64_t i = 0; i < kSide; ++i) prefetch_row<true>(q_t + (c + kSide + i) * stride, rows);
+    if (!q_t.streamed && c + kSide < cols)
+      for (int64_t i = 0; i < kSide; ++i) prefetch_row<true>(q_t[c + kSide + i], rows);
     for (int64_t r = 0; r < rows; r += kLine) {
       alignas(kLine) uint8_t turned[kSide][kLine];
       const int64_t own = std::min(kLine, rows - r);
       for (int64_t i = 0; i < own; i += kSide)
         turn_bytes_over(&bytes[r + i][c], kBlock, &turned[0][i], kLine);
-      if (own == kLine)
-        for (int64_t i = 0; i < kSide; ++i)
-          std::memcpy(q_t + (c + i) * stride + r, turned[i], kLine);
+      if (own < kLine)
+        for (int64_t i = 0; i < kSide; ++i) std::memcpy(q_t[c + i] + r, turned[i], own);
+      else if (q_t.streamed)
+        for (int64_t i = 0; i < kSide; ++i) stream_lines(turned[i], q_t[c + i] + r, kLine);
       else
-        for (int64_t i = 0; i < kSide; ++i) std::memcpy(q_t + (c + i) * stride + r, turned[i], own);
+        for (int64_t i = 0; i < kSide; ++i) std::memcpy(q_t[c + i] + r, turned[i], kLine);
     }
   }
 }
 
-GROUPED_LINEAR_EVERY_WIDTH void store_rows(const uint8_t (&bytes)[kBlock][kBlock], uint8_t* q,
-                                           int64_t stride, int64_t rows, int64_t cols) {
-  for (int64_t r = 0; r < rows; ++r) copy_bytes(bytes[r], q + r * stride, cols);
+GROUPED_LINEAR_EVERY_WIDTH void store_rows(const uint8_t (&bytes)[kBlock][kBlock], ByteRows q,
+                                           int64_t rows, int64_t cols) {
+  for (int64_t r = 0; r < rows; ++r) store_bytes(bytes[r], q, r, cols);
 }
 
 }  // namespace
@@ -431,16 +433,15 @@ void block_scales(const float amax[kBlock], ScaleRule rule, float factor[kBlock]
   scales_of(amax, rule, factor, scale);
 }
 
-void ByteTile::store(uint8_t* q, int64_t stride, int64_t rows, int64_t cols) const {
-  store_rows(bytes, q, stride, rows, cols);
+void ByteTile::store(ByteRows q, int64_t rows, int64_t cols) const {
+  store_rows(bytes, q, rows, cols);
 }
 
-void ByteTile::store_turned(uint8_t* q_t, int64_t stride, int64_t filled, int64_t rows,
-                            int64_t cols) const {
-  if (store_turned_avx512(*this, q_t, stride, filled, rows, cols)) return;
-  turn_tile_over(bytes, q_t, stride, filled, cols);
+void ByteTile::store_turned(ByteRows q_t, int64_t filled, int64_t rows, int64_t cols) const {
+  if (store_turned_avx512(*this, q_t, filled, rows, cols)) return;
+  turn_tile_over(bytes, q_t, filled, cols);
   if (filled < rows)
-    for (int64_t c = 0; c < cols; ++c) std::memset(q_t + c * stride + filled, 0, rows - filled);
+    for (int64_t c = 0; c < cols; ++c) std::memset(q_t[c] + filled, 0, rows - filled);
 }
 
 void Tile::find_amax(float* row_amax, float* col_amax, int64_t part) {
@@ -453,32 +454,28 @@ void Tile::col_sums(float* sums) const {
   std::memcpy(sums, all, cols_ * sizeof(float));
 }
 
-bool Tile::shift_exponents(const float* row_factor, uint8_t* q, int64_t stride,
-                           const float* col_factor, ByteTile* by_cols, int64_t part) const {
-  // Lines of the next tile that are asked for twice as fast wait, and with them all else: there the loops
-  // below win ([4096, 2048] both layouts, one core: 1.43 against 1.57 ms, gathered 1.8 against 2.4).
-  const bool waits = ahead.n_reads > 0;
-  if (bf16_ && !waits &&
-      encode_avx512(at_, rows_, part, row_factor, col_factor, q, stride, cols_, by_cols, ahead))
+bool Tile::shift_exponents(const float* row_factor, ByteRows q, const float* col_factor,
+                           ByteTile* by_cols, int64_t part) const {
+  if (bf16_ && encode_avx512(at_, rows_, part, row_factor, col_factor, q, cols_, by_cols, ahead))
     return true;
   const int64_t parts = kBlock * kBlock / part;
   uint32_t row_anchor[kBlock * kBlock / kMxBlock], col_anchor[kBlock * kBlock / kMxBlock];
-  if (q && !anchors_of(row_factor, parts, row_anchor)) return false;
+  if (q.first && !anchors_of(row_factor, parts, row_anchor)) return false;
   if (col_factor && !anchors_of(col_factor, parts, col_anchor)) return false;
   const uint32_t* of_cols = col_factor ? col_anchor : nullptr;
-  encode(at_, bf16_, rows_, part, {row_anchor, of_cols, q, stride, cols_, by_cols}, ahead);
+  encode(at_, bf16_, rows_, part, {row_anchor, of_cols, q, cols_, by_cols}, ahead);
   return true;
 }
 
-void Tile::quantize(const float* row_factor, uint8_t* q, int64_t stride, const float* col_factor,
-                    ByteTile* by_cols, int64_t part) const {
-  if (!finite_ || !shift_exponents(row_factor, q, stride, col_factor, by_cols, part)) {
+void Tile::quantize(const float* row_factor, ByteRows q, const float* col_factor, ByteTile* by_cols,
+                    int64_t part) const {
+  if (!finite_ || !shift_exponents(row_factor, q, col_factor, by_cols, part)) {
     const bool whole = part == kBlock;
     ByteTile by_rows;
-    if (q) {
+    if (q.first) {
       quantize_to_e4m3(at_, bf16_, rows_, whole ? Factors::kRows : Factors::kPartsOfRows, finite_,
                        row_factor, ahead, by_rows);
-      by_rows.store(q, stride, rows_, cols_);
+      by_rows.store(q, rows_, cols_);
     }
     if (col_factor)
       quantize_to_e4m3(at_, bf16_, rows_, whole ? Factors::kCols : Factors::kPartsOfCols, finite_,
@@ -500,9 +497,8 @@ void Tile::quantize(float factor, ScalarType format, ByteTile& q) const {
   zero_past_rows(q);
 }
 
-void Tile::round(bool by_rows, const float* factor, const float* scale, uint16_t* out,
-                 int64_t stride) const {
-  round_to_e4m3(at_, bf16_, rows_, cols_, by_rows, finite_, factor, scale, out, stride, ahead);
+void Tile::round(bool by_rows, const float* factor, const float* scale, ByteRows out) const {
+  round_to_e4m3(at_, bf16_, rows_, cols_, by_rows, finite_, factor, scale, out, ahead);
 }
 
 void Tile::zero_past_rows(ByteTile& q) const {

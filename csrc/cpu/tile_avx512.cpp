@@ -122,10 +122,19 @@ GROUPED_LINEAR_AVX512 GROUPED_LINEAR_INLINE __mmask64 first_lanes(int64_t n) {
   return n >= kLine ? ~__mmask64{0} : n <= 0 ? 0 : (__mmask64{1} << n) - 1;
 }
 
-template <int64_t part>
+// Of a streamed line, all or nothing.
+GROUPED_LINEAR_AVX512 GROUPED_LINEAR_INLINE void store_line(uint8_t* to, __m512i line,
+                                                            __mmask64 stored, bool streamed) {
+  if (!streamed)
+    _mm512_mask_storeu_epi8(to, stored, line);
+  else if (stored)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), line);
+}
+
+template <int64_t part, bool streamed>
 GROUPED_LINEAR_AVX512 void encode_tile(TileRows tile, int64_t rows, const uint8_t* row_base,
-                                       const uint8_t* col_base, uint8_t* q, int64_t stride,
-                                       int64_t cols, ByteTile* by_cols, const Ahead& ahead) {
+                                       const uint8_t* col_base, ByteRows q, int64_t cols,
+                                       ByteTile* by_cols, const Ahead& ahead) {
   static_assert(part == kBlock || 2 * part == kLine);
   const Encoder encoder;
   const __mmask64 stored[2] = {first_lanes(cols), first_lanes(cols - kLine)};
@@ -137,10 +146,10 @@ GROUPED_LINEAR_AVX512 void encode_tile(TileRows tile, int64_t rows, const uint8_
       const int64_t first = half * kLine;
       const Elements x = encoder.take_apart(row + first);
       __m512i bytes = _mm512_setzero_si512();
-      if (q) {
+      if (q.first) {
         const __m512i base = spread(row_base + (r * kBlock + first) / part, part);
         bytes = encoder.codes(x, base);
-        _mm512_mask_storeu_epi8(q + r * stride + first, stored[half], bytes);
+        store_line(q[r] + first, bytes, stored[half], streamed);
       }
       if (col_base) {
         const __m512i base = _mm512_load_si512(col_base + r / part * kBlock + first);
@@ -170,8 +179,8 @@ GROUPED_LINEAR_AVX512 GROUPED_LINEAR_INLINE __m512i odd_lanes(__m512i a, __m512i
 
 // 64 rows and columns at a time: strips of 16 rows are turned over lane by lane, then lanes are put together
 // to whole lines of columns.
-GROUPED_LINEAR_AVX512 void store_turned(const ByteTile& tile, uint8_t* q_t, int64_t stride,
-                                        int64_t filled, int64_t rows, int64_t cols) {
+GROUPED_LINEAR_AVX512 void store_turned(const ByteTile& tile, ByteRows q_t, int64_t filled,
+                                        int64_t rows, int64_t cols) {
   constexpr int64_t kLanes = kLine / kSide;
   for (int64_t c = 0; c < cols; c += kLine)
     for (int64_t r = 0; r < rows; r += kLine) {
@@ -194,7 +203,7 @@ GROUPED_LINEAR_AVX512 void store_turned(const ByteTile& tile, uint8_t* q_t, int6
         const __m512i lines[kLanes] = {even_lanes(a, b), even_lanes(d, e), odd_lanes(a, b),
                                        odd_lanes(d, e)};
         for (int64_t l = 0; l < kLanes && c + l * kSide < cols; ++l)
-          _mm512_mask_storeu_epi8(q_t + (c + l * kSide + i) * stride + r, stored, lines[l]);
+          store_line(q_t[c + l * kSide + i] + r, lines[l], stored, q_t.streamed);
       }
     }
 }
@@ -202,23 +211,25 @@ GROUPED_LINEAR_AVX512 void store_turned(const ByteTile& tile, uint8_t* q_t, int6
 }  // namespace
 
 bool encode_avx512(TileRows tile, int64_t rows, int64_t part, const float* row_factor,
-                   const float* col_factor, uint8_t* q, int64_t stride, int64_t cols,
-                   ByteTile* by_cols, const Ahead& ahead) {
+                   const float* col_factor, ByteRows q, int64_t cols, ByteTile* by_cols,
+                   const Ahead& ahead) {
   if (!has_vbmi()) return false;
   alignas(kLine) uint8_t row_base[kBlock * kBlock / kMxBlock], col_base[kBlock * kBlock / kMxBlock];
   const int64_t parts = kBlock * kBlock / part;
-  if (q && !bases_of(row_factor, parts, row_base)) return false;
+  if (q.first && !bases_of(row_factor, parts, row_base)) return false;
   if (col_factor && !bases_of(col_factor, parts, col_base)) return false;
-  (part == kBlock ? encode_tile<kBlock> : encode_tile<kMxBlock>)(tile, rows, row_base,
-                                                                 col_factor ? col_base : nullptr, q,
-                                                                 stride, cols, by_cols, ahead);
+  const auto encode = part == kBlock
+                          ? q.streamed ? encode_tile<kBlock, true> : encode_tile<kBlock, false>
+                      : q.streamed ? encode_tile<kMxBlock, true>
+                                   : encode_tile<kMxBlock, false>;
+  encode(tile, rows, row_base, col_factor ? col_base : nullptr, q, cols, by_cols, ahead);
   return true;
 }
 
-bool store_turned_avx512(const ByteTile& tile, uint8_t* q_t, int64_t stride, int64_t filled,
-                         int64_t rows, int64_t cols) {
+bool store_turned_avx512(const ByteTile& tile, ByteRows q_t, int64_t filled, int64_t rows,
+                         int64_t cols) {
   if (!has_vbmi()) return false;
-  store_turned(tile, q_t, stride, filled, rows, cols);
+  store_turned(tile, q_t, filled, rows, cols);
   return true;
 }
 
@@ -228,14 +239,12 @@ bool store_turned_avx512(const ByteTile& tile, uint8_t* q_t, int64_t stride, int
 
 namespace grouped_linear::cpu {
 
-bool encode_avx512(TileRows, int64_t, int64_t, const float*, const float*, uint8_t*, int64_t,
-                   int64_t, ByteTile*, const Ahead&) {
+bool encode_avx512(TileRows, int64_t, int64_t, const float*, const float*, ByteRows, int64_t,
+                   ByteTile*, const Ahead&) {
   return false;
 }
 
-bool store_turned_avx512(const ByteTile&, uint8_t*, int64_t, int64_t, int64_t, int64_t) {
-  return false;
-}
+bool store_turned_avx512(const ByteTile&, ByteRows, int64_t, int64_t, int64_t) { return false; }
 
 }  // namespace grouped_linear::cpu
 #endif
