@@ -26,10 +26,11 @@ demo:
 	@$(python) -m benchmarks.demo
 
 ## make test    ruff, mypy, the documentation's examples and the tests
-# The slowest comes last: a slip in the style is known in a second, and pytest's summary ends the log.
+# The slowest comes last: a slip in the style is known in a second, and pytest's summary ends the log. Two
+# processes: a test that compiles keeps one core busy most of the time.
 test: lint
 	$(python) -m pytest -q --doctest-modules --pyargs grouped_linear
-	$(python) -m pytest
+	$(python) -m pytest -n 2
 
 ## make lint    ruff and mypy alone
 lint:
