@@ -30,7 +30,8 @@ FUSED = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BLOCK = 128
-CHOSEN = 8  # rows a token, where rows are summed
+CHOSEN = 8  # rows a token, where rows are sorted or summed
+EXPERTS = 128  # that they are sorted by
 
 
 def bytes_quantized(sizes: Sequence[int], K: int, element: int, form: dict[str, bool]) -> int:
@@ -69,7 +70,9 @@ def sums_of_rows(x_TK: torch.Tensor) -> dict[str, tuple[timing.Call, int]]:
     weight = torch.rand(T, CHOSEN, device=x_TK.device)
     numbers = (8 + 4) * T * CHOSEN  # of rows; weights, or products
     moved = (T * CHOSEN + T) * K * x_TK.itemsize + numbers
+    experts = torch.randint(EXPERTS, (T, CHOSEN), device=x_TK.device)
     return {
+        "sort_by_expert": (partial(ops.sort_by_expert, experts, EXPERTS), (8 + 12) * T * CHOSEN),
         "gather_sum": (partial(ops.gather_sum, x_TK, rows, weight), moved),
         "gather_dot": (partial(ops.gather_dot, x_TK[:T], x_TK, rows), moved),
     }

@@ -23,15 +23,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sort_by_expert(const Tensor& experts,
     if (bin < 0 || bin >= num_experts) bin = num_experts;
     ++next[bin + 1];
   }
-  for (int64_t b = 0; b < num_experts; ++b) {
-    next[b + 1] += next[b];
-    offs.mutable_data_ptr<int32_t>()[b] = next[b + 1];
-  }
+  const auto numbers = [](const Tensor& t) { return t.mutable_data_ptr<int32_t>(); };
+  int32_t *choices = numbers(choice), *tokens = numbers(token), *rows = numbers(row);
+  int32_t* ends = numbers(offs);
+  for (int64_t b = 0; b < num_experts; ++b) ends[b] = next[b + 1] += next[b];
   for (int64_t i = 0; i < R; ++i) {
     const int32_t at = next[bins[i]]++;
-    choice.mutable_data_ptr<int32_t>()[at] = static_cast<int32_t>(i);
-    token.mutable_data_ptr<int32_t>()[at] = static_cast<int32_t>(i / C);
-    row.mutable_data_ptr<int32_t>()[i] = at;
+    choices[at] = static_cast<int32_t>(i);
+    tokens[at] = static_cast<int32_t>(i / C);
+    rows[i] = at;
   }
   return {choice, token, row, offs};
 }
