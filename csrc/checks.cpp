@@ -120,13 +120,16 @@ void check_offs(const char* op, const Tensor& offs, const char* first_name, cons
   check_groups(op, offs.size(0));
 }
 
+void check_integer(const char* op, const char* name, ScalarType dtype) {
+  check(dtype == ScalarType::Int || dtype == ScalarType::Long, op, ": ", name,
+        " must be int32 or int64, got ", name_of(dtype));
+}
+
 // Numbers of rows of a tensor.
 void check_rows(const char* op, const Tensor& rows, int64_t dim, const char* first_name,
                 const Tensor& first) {
   check_dim(op, "rows", rows, dim);
-  const ScalarType dtype = rows.scalar_type();
-  check(dtype == ScalarType::Int || dtype == ScalarType::Long, op,
-        ": rows must be int32 or int64, got ", name_of(dtype));
+  check_integer(op, "rows", rows.scalar_type());
   check_device(op, "rows", rows, first_name, first);
 }
 
@@ -299,11 +302,9 @@ void check_splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t a
                              int64_t stride, ScalarType dtype) {
   const char* op = "splits_to_offsets";
   check_dim(op, "m_splits", m_splits, 1);
-  check(m_splits.scalar_type() == ScalarType::Int || m_splits.scalar_type() == ScalarType::Long, op,
-        ": m_splits must be int32 or int64, got ", name_of(m_splits.scalar_type()));
+  check_integer(op, "m_splits", m_splits.scalar_type());
   check_groups(op, m_splits.size(0));
-  check(dtype == ScalarType::Int || dtype == ScalarType::Long, op,
-        ": dtype must be int32 or int64, got ", name_of(dtype));
+  check_integer(op, "dtype", dtype);
   check(num_rows >= 0, op, ": num_rows must not be negative, got ", num_rows);
   check(alignment >= 1, op, ": alignment must be positive, got ", alignment);
   check(stride >= 1, op, ": stride must be positive, got ", stride);
@@ -336,8 +337,7 @@ void check_group_quantize(const Tensor& x, const Tensor& offs, const std::option
 void check_sort_by_expert(const Tensor& experts, int64_t num_experts) {
   const char* op = "sort_by_expert";
   check_dim(op, "experts", experts, 2);
-  check(experts.scalar_type() == ScalarType::Int || experts.scalar_type() == ScalarType::Long, op,
-        ": experts must be int32 or int64, got ", name_of(experts.scalar_type()));
+  check_integer(op, "experts", experts.scalar_type());
   check_groups(op, num_experts);
   const int64_t R = experts.size(0) * experts.size(1);
   check(R <= std::numeric_limits<int32_t>::max(), op, ": at most ",
