@@ -18,7 +18,7 @@ from grouped_linear import ops
 FORMS: dict[str, dict[str, bool]] = {
     "rowwise": {},
     "both layouts": {"columnwise": True},
-    "both, squares": {"columnwise": True, "squares": True},
+    "both, shared scales": {"columnwise": True, "share_scales": True},
     "both + bias grad": {"columnwise": True, "bias_grad": True},
 }
 # Fused input forms, both layouts: elements read for every quantized one, times 2.
@@ -39,7 +39,7 @@ def bytes_quantized(sizes: Sequence[int], K: int, element: int, form: dict[str, 
     T, blocks = sum(sizes), sum(-(-size // BLOCK) for size in sizes)
     moved = T * K * element + T * K + 4 * T * -(-K // BLOCK)
     if form.get("columnwise"):
-        moved += blocks * BLOCK * K + 4 * blocks * (-(-K // BLOCK) if form.get("squares") else K)
+        moved += blocks * BLOCK * K + 4 * blocks * K
     if form.get("bias_grad"):
         moved += 4 * len(sizes) * K
     return moved

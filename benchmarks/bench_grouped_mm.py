@@ -53,12 +53,12 @@ class Quantized(NamedTuple):
     q: Tensor  # [T, K]
     scale: Tensor  # [ceil(K/128), round_up(T, 4)]
     q_t: Tensor  # [Tp/128, K, 128]
-    scale_t: Tensor  # [Tp/128, K], of squares [Tp/128, ceil(K/128)]
+    scale_t: Tensor  # [Tp/128, K]
 
 
-def quantized(x_TK: Tensor, offs_E: Tensor, squares: bool = False) -> Quantized:
+def quantized(x_TK: Tensor, offs_E: Tensor, share_scales: bool = False) -> Quantized:
     q, scale, q_t, scale_t, _ = torch.ops.grouped_linear.group_quantize(
-        x_TK, offs_E, columnwise=True, squares=squares
+        x_TK, offs_E, columnwise=True, share_scales=share_scales
     )
     return Quantized(q, scale, q_t, scale_t)
 
@@ -82,11 +82,11 @@ class Operands:
 
     @cached_property
     def x(self) -> Quantized:
-        return quantized(self.x_TK, self.offs_E)
+        return quantized(self.x_TK, self.offs_E, share_scales=True)
 
     @cached_property
-    def x_in_squares(self) -> Quantized:
-        return quantized(self.x_TK, self.offs_E, squares=True)
+    def x_of_own_scales(self) -> Quantized:
+        return quantized(self.x_TK, self.offs_E)
 
     @cached_property
     def dy(self) -> Quantized:
@@ -146,9 +146,9 @@ def ours(op: str, o: Operands) -> timing.Call:
     return lambda: ops.grouped_mm_wgrad(o.dy_TN, o.x_TK, o.offs_E, out_dtype)
 
 
-def ours_fp8(op: str, o: Operands, squares: bool = False) -> timing.Call:
-    """squares: wgrad reads x in blocks of 128 x 128."""
-    x, dy, (w_q, w_scale, w_q_t) = o.x_in_squares if squares else o.x, o.dy, o.w
+def ours_fp8(op: str, o: Operands, own_scales: bool = False) -> timing.Call:
+    """own_scales: x's features share none in wgrad, as if they lay too far apart."""
+    x, dy, (w_q, w_scale, w_q_t) = o.x_of_own_scales if own_scales else o.x, o.dy, o.w
     if op == "fprop":
         return lambda: ops.grouped_scaled_mm(x.q, w_q, x.scale, w_scale, o.offs_E)
     if op == "dgrad":
@@ -297,7 +297,7 @@ def candidates_for(
         first = {f"dense torch.mm{' bf16' if fp8 else ''}": roof(op, o)}
     calls = {"ours": our_call}
     if fp8 and op not in ("fprop", "dgrad"):
-        calls["ours, squares of x"] = ours_fp8(op, o, squares=True)
+        calls["ours, own scales of x"] = ours_fp8(op, o, own_scales=True)
     return first | calls | alternatives
 
 

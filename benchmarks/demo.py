@@ -49,16 +49,16 @@ QUANTIZED_WEIGHTS = "quantized weights"
 # Each is trained beside BF16. Colours of Okabe and Ito, told apart by all kinds of eyes.
 RECIPES: dict[str, Recipe] = {
     "block": Float8BlockScaling(),
-    "squares": Float8BlockScaling(square_x_blocks=True),
+    "own": Float8BlockScaling(share_x_scales=False),
     QUANTIZED_WEIGHTS: Float8BlockScaling(),
     "current": Float8CurrentScaling(),
     "delayed": DelayedScaling(),
     "mxfp8": MXFP8BlockScaling(),
 }
 NAMES = {"block": "FP8", "current": "FP8 current", "delayed": "FP8 delayed", "mxfp8": "MXFP8"}
-NAMES |= {"squares": "FP8 squares", QUANTIZED_WEIGHTS: "FP8 weights"}
+NAMES |= {"own": "FP8 own scales", QUANTIZED_WEIGHTS: "FP8 weights"}
 COLOURS = {"block": "#D55E00", "current": "#009E73", "delayed": "#CC79A7", "mxfp8": "#E69F00"}
-COLOURS |= {"squares": "#999999", QUANTIZED_WEIGHTS: "#0072B2"}
+COLOURS |= {"own": "#999999", QUANTIZED_WEIGHTS: "#0072B2"}
 # torch.compile's mode. CUDA graphs need a GPU.
 MODES = {"eager": None, "compiled": "default", "compiled + graphs": "reduce-overhead"}
 WARM_UP = 3  # steps in which torch.compile compiles, and records CUDA graphs

@@ -26,7 +26,7 @@ from grouped_linear import (
 
 RECIPES: dict[str, Recipe] = {
     "block": Float8BlockScaling(),
-    "squares": Float8BlockScaling(square_x_blocks=True),
+    "own": Float8BlockScaling(share_x_scales=False),
     "current": Float8CurrentScaling(),
     "delayed": DelayedScaling(),
     "mxfp8": MXFP8BlockScaling(),

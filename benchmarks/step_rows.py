@@ -98,7 +98,7 @@ COLOURS = {
     "loop bf16": "#000000",
     "ours bf16": "#0072B2",
     "ours block": "#D55E00",
-    "ours squares": "#999999",
+    "ours own": "#999999",
     "ours current": "#009E73",
     "ours delayed": "#CC79A7",
     "ours mxfp8": "#E69F00",

@@ -257,18 +257,16 @@ void check_column_blocks(const char* op, const char* name, const Tensor& q_t,
   check_features(op, features, q_t.size(1));
 }
 
-// q_t [blocks, features, 128] with scale_t [blocks, features], or with squares that may be
-// [blocks, ceil(features / 128)].
+// q_t [blocks, features, 128] with scale_t [blocks, features].
 void check_columnwise(const char* op, const char* name, const Tensor& q_t, const char* scale_name,
-                      const Tensor& scale_t, const char* features, bool squares) {
+                      const Tensor& scale_t, const char* features) {
   check_column_blocks(op, name, q_t, features);
   check_dtype(op, name, q_t, ScalarType::Float8_e4m3fn);
   check_dim(op, scale_name, scale_t, 2);
   check_dtype(op, scale_name, scale_t, ScalarType::Float);
   check_device(op, scale_name, scale_t, name, q_t);
   check_same(op, "the number of blocks", name, q_t.size(0), scale_name, scale_t.size(0));
-  if (!squares || scale_t.size(1) != ceil_div(q_t.size(1), kBlock))
-    check_same(op, features, name, q_t.size(1), scale_name, scale_t.size(1));
+  check_same(op, features, name, q_t.size(1), scale_name, scale_t.size(1));
 }
 
 // q [rows, K] with scale [ceil(K / 128), round_up(rows, 4)].
@@ -476,7 +474,7 @@ void check_group_dequantize(const Tensor& q, const Tensor& scale, const Tensor& 
 void check_group_dequantize_t(const Tensor& q_t, const Tensor& scale_t, const Tensor& offs,
                               int64_t num_rows, ScalarType dtype) {
   const char* op = "group_dequantize_t";
-  check_columnwise(op, "q_t", q_t, "scale_t", scale_t, "K", true);
+  check_columnwise(op, "q_t", q_t, "scale_t", scale_t, "K");
   check_offs(op, offs, "q_t", q_t);
   check(num_rows >= 0, op, ": num_rows must not be negative, got ", num_rows);
   check_same(op, "the number of blocks", "q_t", q_t.size(0), "num_rows",
@@ -649,8 +647,8 @@ void check_grouped_scaled_mm_wgrad(const char* op, const Tensor& dy_t, const Ten
     check_column_blocks(op, "x_t", x_t, "K");
     check_dtype(op, "x_t", x_t, ScalarType::Float8_e4m3fn);
   } else {
-    check_columnwise(op, "dy_t", dy_t, "scale_dy_t", scale_dy_t, "N", false);
-    check_columnwise(op, "x_t", x_t, "scale_x_t", scale_x_t, "K", true);
+    check_columnwise(op, "dy_t", dy_t, "scale_dy_t", scale_dy_t, "N");
+    check_columnwise(op, "x_t", x_t, "scale_x_t", scale_x_t, "K");
   }
   check_device(op, "x_t", x_t, "dy_t", dy_t);
   check_same(op, "the number of blocks", "dy_t", dy_t.size(0), "x_t", x_t.size(0));

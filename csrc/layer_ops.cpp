@@ -61,15 +61,14 @@ class Scratch {
 #define GROUPED_LINEAR_LAYER_OPS(allocate)                                                         \
   std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> block_scaled_linear(                  \
       const Tensor& x, const Tensor& w, const Tensor& m_splits, const std::optional<Tensor>& bias, \
-      double amax_epsilon, bool power_of_two_scales, bool squares, bool columnwise_x,              \
+      double amax_epsilon, bool power_of_two_scales, bool share_scales, bool columnwise_x,         \
       bool columnwise_w) {                                                                         \
     check_block_scaled_linear(x, w, m_splits, bias);                                               \
     const Tensor offs = splits_to_offsets(m_splits, x.size(0), 1, 1, std::nullopt);                \
     check_group_quantize(x, offs, std::nullopt, amax_epsilon, true, columnwise_x, std::nullopt);   \
     check_quantize_weight("quantize_weight", w, amax_epsilon);                                     \
     const int64_t E = w.size(0), N = w.size(1), K = w.size(2);                                     \
-    const QuantizedShapes of_x(x.size(0), x.size(1), offs.size(0), true, columnwise_x, false,      \
-                               squares);                                                           \
+    const QuantizedShapes of_x(x.size(0), x.size(1), offs.size(0), true, columnwise_x, false);     \
     const Shape of_w{E, N, K}, none{0};                                                            \
     const Tensor x_t = allocate(x, of_x.q_t, kE4m3),                                               \
                  scale_x_t = allocate(x, of_x.scale_t, kFloat);                                    \
@@ -80,7 +79,7 @@ class Scratch {
     const Tensor w_q = scratch.cut(of_w, kE4m3), no_sums = scratch.cut(none, kFloat);              \
                                                                                                    \
     quantize_rows_and_weight(x, offs, w, amax_epsilon, power_of_two_scales,                        \
-                             {q, scale, x_t, scale_x_t, no_sums},                                  \
+                             {q, scale, x_t, scale_x_t, no_sums, share_scales},                    \
                              {w_q, scale_w, columnwise_w ? std::optional(w_t) : std::nullopt});    \
     const Tensor y = grouped_scaled_mm(q, w_q, scale, scale_w, offs, bias, x.scalar_type());       \
     return {y, offs, x_t, scale_x_t, w_t, scale_w};                                                \
@@ -94,14 +93,15 @@ class Scratch {
     check_group_quantize(dy, offs, std::nullopt, amax_epsilon, w_t.has_value(), x_t.has_value(),   \
                          std::nullopt);                                                            \
     const QuantizedShapes of_dy(dy.size(0), dy.size(1), offs.size(0), w_t.has_value(),             \
-                                x_t.has_value(), bias_grad, false);                                \
+                                x_t.has_value(), bias_grad);                                       \
     const Tensor db = allocate(dy, of_dy.bias_grad, kFloat);                                       \
     Scratch scratch(allocate, dy, {of_dy.q, of_dy.q_t}, {of_dy.scale, of_dy.scale_t});             \
     const Tensor q = scratch.cut(of_dy.q, kE4m3), scale = scratch.cut(of_dy.scale, kFloat);        \
     const Tensor dy_t = scratch.cut(of_dy.q_t, kE4m3);                                             \
     const Tensor scale_dy_t = scratch.cut(of_dy.scale_t, kFloat);                                  \
                                                                                                    \
-    quantize_rows(dy, offs, amax_epsilon, power_of_two_scales, {q, scale, dy_t, scale_dy_t, db});  \
+    quantize_rows(dy, offs, amax_epsilon, power_of_two_scales,                                     \
+                  {q, scale, dy_t, scale_dy_t, db, false});                                        \
     const ScalarType dtype = dy.scalar_type(), dw_dtype = out_dtype.value_or(dtype);               \
     const Tensor dx =                                                                              \
         w_t ? grouped_scaled_mm(q, *w_t, scale, turned(*scale_w), offs, std::nullopt, dtype)       \

@@ -13,6 +13,9 @@ constexpr int64_t kMaxGroups = 1024;      // one thread a group in one CUDA bloc
 constexpr int64_t kMxBlock = 32;          // elements a scale in the MX formats
 constexpr int64_t kMaxMargin = 64;        // of delayed scaling: factors are divided by 2^margin
 
+// Features of a block may share a scale where the largest numbers of each lie so near one another.
+constexpr float kShareWithin = 256;
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 

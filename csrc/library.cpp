@@ -22,12 +22,12 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   // x [T, K] -> q [T, K], scale [ceil(K/B), round_up(T, 4)], q_t [Tp/B, K, B], scale_t [Tp/B, K],
   //             bias_grad [E, K] float32; what is not asked for has no elements
   // factor [T] float32: quantize x[rows] * factor, rounded to x's dtype
-  // squares: B columns of q_t share a scale too, scale_t [Tp/B, ceil(K/B)]
+  // share_scales: so do B columns of q_t that lie near enough to one another
   // rows [T]: of x [S, K], quantize x[rows]
   m.def(
       "group_quantize(Tensor x, Tensor offs, Tensor? rows=None, float amax_epsilon=0.0, "
       "bool power_of_two_scales=True, bool rowwise=True, bool columnwise=False, "
-      "bool bias_grad=False, bool squares=False, Tensor? factor=None) "
+      "bool bias_grad=False, bool share_scales=False, Tensor? factor=None) "
       "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)");
   // The same with one scale a group from its own amax (scale [E]; dtype: e4m3 or e5m2), with the
   // scales of earlier steps (amax [E] is raised to the largest magnitudes), and in blocks of 32 with
@@ -67,7 +67,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   m.def(
       "group_quantize_swiglu(Tensor gate_up, Tensor offs, float amax_epsilon=0.0, "
       "bool power_of_two_scales=True, bool rowwise=True, bool columnwise=False, "
-      "bool keep_h=False, bool squares=False) "
+      "bool keep_h=False, bool share_scales=False) "
       "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor h)");
   m.def(
       "group_quantize_swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs, "
@@ -146,7 +146,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   // without an out_dtype
   m.def(
       "block_scaled_linear(Tensor x, Tensor w, Tensor m_splits, Tensor? bias=None, "
-      "float amax_epsilon=0.0, bool power_of_two_scales=True, bool squares=False, "
+      "float amax_epsilon=0.0, bool power_of_two_scales=True, bool share_scales=False, "
       "bool columnwise_x=True, bool columnwise_w=True) "
       "-> (Tensor y, Tensor offs, Tensor x_t, Tensor scale_x_t, Tensor w_t, Tensor scale_w)");
   m.def(

@@ -17,7 +17,7 @@
                            int64_t stride, std::optional<ScalarType> dtype);                       \
   std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(                               \
       const Tensor& x, const Tensor& offs, const std::optional<Tensor>& rows, double amax_epsilon, \
-      bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad, bool squares,       \
+      bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad, bool share_scales,  \
       const std::optional<Tensor>& factor);                                                        \
   void quantize_rows(const Tensor& x, const Tensor& offs, double amax_epsilon,                     \
                      bool power_of_two_scales, const Quantized& out);                              \
@@ -26,7 +26,7 @@
                                 const Quantized& of_x, const QuantizedWeight& of_w);               \
   std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(                        \
       const Tensor& gate_up, const Tensor& offs, double amax_epsilon, bool power_of_two_scales,    \
-      bool rowwise, bool columnwise, bool keep_h, bool squares);                                   \
+      bool rowwise, bool columnwise, bool keep_h, bool share_scales);                              \
   std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu_grad(                   \
       const Tensor& dh, const Tensor& gate_up, const Tensor& offs, double amax_epsilon,            \
       bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad);                    \
@@ -96,7 +96,7 @@
                                 const Tensor& offs, const std::optional<Tensor>& overwrite);       \
   std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> block_scaled_linear(                  \
       const Tensor& x, const Tensor& w, const Tensor& m_splits, const std::optional<Tensor>& bias, \
-      double amax_epsilon, bool power_of_two_scales, bool squares, bool columnwise_x,              \
+      double amax_epsilon, bool power_of_two_scales, bool share_scales, bool columnwise_x,         \
       bool columnwise_w);                                                                          \
   std::tuple<Tensor, Tensor, Tensor> block_scaled_linear_grad(                                     \
       const Tensor& dy, const Tensor& offs, const std::optional<Tensor>& x_t,                      \

@@ -92,33 +92,39 @@ inline Tensor tensor_over(void* first, const Tensor& like, const Shape& shape, S
 struct QuantizedShapes {
   Shape q, scale, q_t, scale_t, bias_grad;
 
-  QuantizedShapes(int64_t T, int64_t K, int64_t E, bool rowwise, bool columnwise, bool sums,
-                  bool squares) {
-    const int64_t k_blocks = ceil_div(K, kBlock), blocks = padded_rows(T, E) / kBlock;
+  QuantizedShapes(int64_t T, int64_t K, int64_t E, bool rowwise, bool columnwise, bool sums) {
+    const int64_t blocks = padded_rows(T, E) / kBlock;
     const auto shape_if = [](bool wanted, const Shape& shape) { return wanted ? shape : Shape{0}; };
     q = shape_if(rowwise, {T, K});
-    scale = shape_if(rowwise, {k_blocks, round_up(T, kScaleRowMultiple)});
+    scale = shape_if(rowwise, {ceil_div(K, kBlock), round_up(T, kScaleRowMultiple)});
     q_t = shape_if(columnwise, {blocks, K, kBlock});
-    scale_t = shape_if(columnwise, {blocks, squares ? k_blocks : K});
+    scale_t = shape_if(columnwise, {blocks, K});
     bias_grad = shape_if(sums, {E, K});
   }
 };
 
 struct Quantized {
   Tensor q, scale, q_t, scale_t, bias_grad;
+  bool share_scales;  // in scale_t, see kShareWithin
 
   // allocate: new_tensor, or what a device has in its place.
   Quantized(Tensor (*allocate)(const Tensor& like, const Shape& shape, ScalarType dtype),
-            const Tensor& like, const QuantizedShapes& shapes)
+            const Tensor& like, const QuantizedShapes& shapes, bool share_scales)
       : q(allocate(like, shapes.q, ScalarType::Float8_e4m3fn)),
         scale(allocate(like, shapes.scale, ScalarType::Float)),
         q_t(allocate(like, shapes.q_t, ScalarType::Float8_e4m3fn)),
         scale_t(allocate(like, shapes.scale_t, ScalarType::Float)),
-        bias_grad(allocate(like, shapes.bias_grad, ScalarType::Float)) {}
+        bias_grad(allocate(like, shapes.bias_grad, ScalarType::Float)),
+        share_scales(share_scales) {}
 
   Quantized(const Tensor& q, const Tensor& scale, const Tensor& q_t, const Tensor& scale_t,
-            const Tensor& bias_grad)
-      : q(q), scale(scale), q_t(q_t), scale_t(scale_t), bias_grad(bias_grad) {}
+            const Tensor& bias_grad, bool share_scales)
+      : q(q),
+        scale(scale),
+        q_t(q_t),
+        scale_t(scale_t),
+        bias_grad(bias_grad),
+        share_scales(share_scales) {}
 
   std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> all() const {
     return {q, scale, q_t, scale_t, bias_grad};

@@ -94,13 +94,13 @@ class FuseSwiglu(CustomGraphPass):
             x, rows = options.pop("x"), options.pop("rows")
             if rows is not None or not _read_by_one(x):
                 continue
-            bias_grad, squares = options.pop("bias_grad"), options.pop("squares")
+            bias_grad, share_scales = options.pop("bias_grad"), options.pop("share_scales")
             del options["factor"]  # of rows, which there are none
-            of_h = {**options, "keep_h": False, "squares": squares}
+            of_h = {**options, "keep_h": False, "share_scales": share_scales}
             of_gradient = {**options, "bias_grad": bias_grad}
             if not bias_grad and _replace_h(graph, quantize, x, of_h):
                 self.swiglu_matches += 1
-            elif not squares and _replace_gradient(graph, quantize, x, of_gradient):
+            elif not share_scales and _replace_gradient(graph, quantize, x, of_gradient):
                 self.swiglu_grad_matches += 1
 
     def uuid(self) -> bytes:

@@ -53,8 +53,10 @@ def _tokens(
     wanted = Wanted(True, columnwise, False)
     if not isinstance(scheme, Float8BlockScaling):
         return scheme.activation(x_TH[routing.token_R], routing.offs_E, slot, wanted)
-    squares = scheme.square_x_blocks
-    return scheme.quantized(x_TH, routing.offs_E, wanted, squares=squares, rows_T=routing.token_R)
+    share_scales = scheme.share_x_scales
+    return scheme.quantized(
+        x_TH, routing.offs_E, wanted, share_scales=share_scales, rows_T=routing.token_R
+    )
 
 
 def _activated(
@@ -71,7 +73,7 @@ def _activated(
         amax_epsilon=scheme.amax_epsilon,
         power_of_two_scales=scheme.power_of_two_scales,
         columnwise=columnwise,
-        squares=scheme.square_x_blocks,
+        share_scales=scheme.share_x_scales,
     )
     return Operands(q, scale, q_t, scale_t)
 
@@ -116,7 +118,7 @@ def _output_gradient(
         d_out_TH,
         routing.offs_E,
         wanted,
-        squares=False,
+        share_scales=False,
         rows_T=routing.token_R,
         factor_T=weight_of_rows(weight_TC, routing),
     )

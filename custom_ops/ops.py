@@ -39,7 +39,7 @@ class GroupQuantized(NamedTuple):
     q_t: Tensor | None
     """[Tp / 128, K, 128] e4m3."""
     scale_t: Tensor | None
-    """[Tp / 128, K] float32, of squares [Tp / 128, ceil(K / 128)]."""
+    """[Tp / 128, K] float32."""
     bias_grad: Tensor | None
     """[E, K] float32."""
 
@@ -106,7 +106,7 @@ class SwigluQuantized(NamedTuple):
     q_t: Tensor | None
     """[Tp / 128, K, 128] e4m3."""
     scale_t: Tensor | None
-    """[Tp / 128, K] float32, of squares [Tp / 128, ceil(K / 128)]."""
+    """[Tp / 128, K] float32."""
     h: Tensor | None
     """[T, K] of gate_up's dtype."""
 
@@ -132,7 +132,7 @@ class BlockScaledLinear(NamedTuple):
     x_t: Tensor | None
     """[Tp / 128, K, 128] e4m3, x for wgrad."""
     scale_x_t: Tensor | None
-    """[Tp / 128, K] float32, of squares [Tp / 128, ceil(K / 128)]."""
+    """[Tp / 128, K] float32."""
     w_t: Tensor | None
     """[E, K, N] e4m3, the weight for dgrad."""
     scale_w: Tensor
@@ -193,7 +193,7 @@ def group_quantize(
     rowwise: bool = True,
     columnwise: bool = False,
     bias_grad: bool = False,
-    squares: bool = False,
+    share_scales: bool = False,
     factor: Tensor | None = None,
 ) -> GroupQuantized:
     """Quantize activations or gradients to e4m3 in 1x128 blocks, one pass over x for all outputs.
@@ -220,14 +220,16 @@ def group_quantize(
         rowwise: return q and scale.
         columnwise: return q_t and scale_t.
         bias_grad: return the sum of x over each group's rows, added in a fixed order.
-        squares: columnwise blocks are 128 rows of 128 features, counted from the first feature.
+        share_scales: 128 features of a columnwise block, counted from the first feature, take the
+            scale of the largest of their amaxes where none but 0 is less than 1/256 of it: wgrad
+            reads such blocks of x 1.2 to 1.5 times as fast. e4m3 is a floating-point format: what
+            is lost are bits of numbers below 2**-13 of the largest. Other blocks stay as they are.
         factor: [T] float32, with rows: quantize x[rows] * factor, rounded to x's dtype first.
 
     Returns:
         q [T, K]; scale [ceil(K / 128), round_up(T, 4)], one column a row of x; q_t [Tp / 128, K,
         128] with Tp = 128 * floor((T + 127 * min(E, T)) / 128): every group starts at a new block,
-        and its last block is filled with zeros; scale_t [Tp / 128, K], of squares [Tp / 128, ceil(K
-        / 128)]; bias_grad [E, K] float32.
+        and its last block is filled with zeros; scale_t [Tp / 128, K]; bias_grad [E, K] float32.
         Bytes that belong to no group are unspecified.
 
     Raises:
@@ -240,7 +242,7 @@ def group_quantize(
     """
     scaling = amax_epsilon, power_of_two_scales
     q, scale, q_t, scale_t, grad = _ops.group_quantize(
-        x, offs, rows, *scaling, rowwise, columnwise, bias_grad, squares, factor
+        x, offs, rows, *scaling, rowwise, columnwise, bias_grad, share_scales, factor
     )
     return GroupQuantized(
         q if rowwise else None,
@@ -385,7 +387,7 @@ def group_quantize_swiglu(
     rowwise: bool = True,
     columnwise: bool = False,
     keep_h: bool = False,
-    squares: bool = False,
+    share_scales: bool = False,
 ) -> SwigluQuantized:
     """Quantize ``h = silu(gate) * up`` without writing h first.
 
@@ -400,7 +402,7 @@ def group_quantize_swiglu(
         rowwise: return q and scale.
         columnwise: return q_t and scale_t.
         keep_h: return h too.
-        squares: see :func:`group_quantize`.
+        share_scales: see :func:`group_quantize`.
 
     Returns:
         q, scale, q_t and scale_t of h [T, K], laid out as :func:`group_quantize` does; h, zero at
@@ -416,7 +418,7 @@ def group_quantize_swiglu(
     True
     """
     q, scale, q_t, scale_t, h = _ops.group_quantize_swiglu(
-        gate_up, offs, amax_epsilon, power_of_two_scales, rowwise, columnwise, keep_h, squares
+        gate_up, offs, amax_epsilon, power_of_two_scales, rowwise, columnwise, keep_h, share_scales
     )
     return SwigluQuantized(
         q if rowwise else None,
@@ -689,12 +691,11 @@ def group_dequantize_t(
 ) -> Tensor:
     """Undo the columnwise half of :func:`group_quantize`, back to row-major order.
 
-    For row r of block b: ``x[t, k] = q_t[b, k, r] * scale_t[b, k]``, of squares ``scale_t[b, k //
-    128]``.
+    For row r of block b: ``x[t, k] = q_t[b, k, r] * scale_t[b, k]``.
 
     Args:
         q_t: [Tp / 128, K, 128] e4m3.
-        scale_t: [Tp / 128, K] float32, of squares [Tp / 128, ceil(K / 128)].
+        scale_t: [Tp / 128, K] float32.
         offs: [E] int32 group ends.
         num_rows: T of the x that was quantized.
         dtype: of the result, bfloat16, float16 or float32.
@@ -1187,8 +1188,8 @@ def grouped_scaled_mm_wgrad(
     Args:
         dy_t: [Tp / 128, N, 128] e4m3, with scale_dy_t [Tp / 128, N], from :func:`group_quantize`;
             or e4m3 or e5m2, with scale_dy_t [E], one a group.
-        x_t: [Tp / 128, K, 128] e4m3, with scale_x_t [Tp / 128, K] or, of squares, [Tp / 128, ceil(K
-            / 128)], from :func:`group_quantize`, or with scale_x_t [E].
+        x_t: [Tp / 128, K, 128] e4m3, with scale_x_t [Tp / 128, K], from :func:`group_quantize`, or
+            with scale_x_t [E]. On a GPU 128 features that share one are multiplied faster.
         scale_dy_t: see dy_t.
         scale_x_t: see x_t.
         offs: [E] int32 group ends, those that both were quantized with.
@@ -1350,7 +1351,7 @@ def block_scaled_linear(
     *,
     amax_epsilon: float = 0.0,
     power_of_two_scales: bool = True,
-    squares: bool = False,
+    share_scales: bool = False,
     columnwise_x: bool = True,
     columnwise_w: bool = True,
 ) -> BlockScaledLinear:
@@ -1368,7 +1369,7 @@ def block_scaled_linear(
         bias: [E, N] of x's dtype.
         amax_epsilon: the smallest amax a block is scaled by.
         power_of_two_scales: make scales powers of two.
-        squares: see :func:`group_quantize`.
+        share_scales: see :func:`group_quantize`.
         columnwise_x: return x_t and scale_x_t, which wgrad reads.
         columnwise_w: return w_t, which dgrad reads.
 
@@ -1391,7 +1392,7 @@ def block_scaled_linear(
         bias,
         amax_epsilon,
         power_of_two_scales,
-        squares,
+        share_scales,
         columnwise_x,
         columnwise_w,
     )

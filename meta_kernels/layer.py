@@ -20,7 +20,7 @@ def block_scaled_linear(
     bias: Tensor | None = None,
     amax_epsilon: float = 0.0,
     power_of_two_scales: bool = True,
-    squares: bool = False,
+    share_scales: bool = False,
     columnwise_x: bool = True,
     columnwise_w: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -33,7 +33,7 @@ def block_scaled_linear(
     offs = splits_to_offsets(m_splits, x.size(0))
     scaling = amax_epsilon, power_of_two_scales
     q, scale, x_t, scale_x_t, _ = group_quantize(
-        x, offs, None, *scaling, columnwise=columnwise_x, squares=squares
+        x, offs, None, *scaling, columnwise=columnwise_x, share_scales=share_scales
     )
     w_q, scale_w, w_t = quantize_weight(w, *scaling, columnwise_w)
     y = grouped_scaled_mm(q, w_q, scale, scale_w, offs, bias, x.dtype)

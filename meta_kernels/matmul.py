@@ -139,7 +139,7 @@ def _check_scaled_wgrad(
         rules.dtype("x_t", x_t.dtype, (E4M3,))
     else:
         rules.columnwise("dy_t", dy_t, "scale_dy_t", scale_dy_t, "N")
-        rules.columnwise("x_t", x_t, "scale_x_t", scale_x_t, "K", squares=True)
+        rules.columnwise("x_t", x_t, "scale_x_t", scale_x_t, "K")
     rules.device("x_t", x_t, "dy_t", dy_t)
     rules.same("the number of blocks", "dy_t", dy_t.size(0), "x_t", x_t.size(0))
     rules.offs(offs, "dy_t", dy_t)

@@ -26,7 +26,7 @@ def _check_layouts(rules: Rules, rowwise: bool, columnwise: bool) -> None:
 
 
 def _quantized(
-    x: Tensor, T: int, K: int, E: int, rowwise: bool, columnwise: bool, squares: bool = False
+    x: Tensor, T: int, K: int, E: int, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, scale, q_t and scale_t of x [T, K]; what is not asked for has no elements."""
     scale_rows = SCALE_ROW_MULTIPLE * ceil_div(T, SCALE_ROW_MULTIPLE)
@@ -39,7 +39,7 @@ def _quantized(
         output(rowwise, (T, K), E4M3),
         output(rowwise, (ceil_div(K, BLOCK), scale_rows), torch.float32),
         output(columnwise, (blocks, K, BLOCK), E4M3),
-        output(columnwise, (blocks, ceil_div(K, BLOCK) if squares else K), torch.float32),
+        output(columnwise, (blocks, K), torch.float32),
     )
 
 
@@ -53,7 +53,7 @@ def group_quantize(
     rowwise: bool = True,
     columnwise: bool = False,
     bias_grad: bool = False,
-    squares: bool = False,
+    share_scales: bool = False,
     factor: Tensor | None = None,
 ) -> Quantized:
     """x [T, K], or [S, K] with rows [T] -> q, scale, q_t, scale_t, bias_grad."""
@@ -76,7 +76,7 @@ def group_quantize(
     _check_layouts(rules, rowwise, columnwise)
     E = offs.size(0)
     grad = x.new_empty((E, K) if bias_grad else (0,), dtype=torch.float32)
-    return (*_quantized(x, T, K, E, rowwise, columnwise, squares), grad)
+    return (*_quantized(x, T, K, E, rowwise, columnwise), grad)
 
 
 def _check_swiglu(rules: Rules, gate_up: Tensor, offs: Tensor) -> tuple[int, int]:
@@ -128,7 +128,7 @@ def group_quantize_swiglu(
     rowwise: bool = True,
     columnwise: bool = False,
     keep_h: bool = False,
-    squares: bool = False,
+    share_scales: bool = False,
 ) -> Quantized:
     """gate_up [T, 2 K] -> q, scale, q_t, scale_t of h [T, K], and h."""
     rules = Rules("group_quantize_swiglu")
@@ -136,7 +136,7 @@ def group_quantize_swiglu(
     rules.epsilon(amax_epsilon)
     _check_layouts(rules, rowwise, columnwise)
     h = gate_up.new_empty((T, K) if keep_h else (0,))
-    return (*_quantized(gate_up, T, K, offs.size(0), rowwise, columnwise, squares), h)
+    return (*_quantized(gate_up, T, K, offs.size(0), rowwise, columnwise), h)
 
 
 @torch.library.register_fake("grouped_linear::group_quantize_swiglu_grad")
@@ -176,7 +176,7 @@ def group_dequantize_t(
 ) -> Tensor:
     """q_t [Tp/B, K, B] -> x [T, K]."""
     rules = Rules("group_dequantize_t")
-    rules.columnwise("q_t", q_t, "scale_t", scale_t, "K", squares=True)
+    rules.columnwise("q_t", q_t, "scale_t", scale_t, "K")
     rules.offs(offs, "q_t", q_t)
     rules.not_negative("num_rows", num_rows)
     blocks = padded_rows(num_rows, offs.size(0)) // BLOCK

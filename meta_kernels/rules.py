@@ -187,20 +187,15 @@ class Rules:
         scale_name: str,
         scale_t: Tensor,
         features: str,
-        squares: bool = False,
     ) -> None:
-        """q_t [blocks, features, 128] with scale_t [blocks, features].
-
-        With squares that may be [blocks, ceil(features / 128)].
-        """
+        """q_t [blocks, features, 128] with scale_t [blocks, features]."""
         self.column_blocks(name, q_t, features)
         self.dtype(name, q_t.dtype, (E4M3,))
         self.dim(scale_name, scale_t, 2)
         self.dtype(scale_name, scale_t.dtype, (torch.float32,))
         self.device(scale_name, scale_t, name, q_t)
         self.same("the number of blocks", name, q_t.size(0), scale_name, scale_t.size(0))
-        if not squares or scale_t.size(1) != ceil_div(q_t.size(1), BLOCK):
-            self.same(features, name, q_t.size(1), scale_name, scale_t.size(1))
+        self.same(features, name, q_t.size(1), scale_name, scale_t.size(1))
 
     def bias(
         self, bias: Tensor | None, a: Tensor, num_groups: int, N: int, out_dtype: torch.dtype

@@ -39,7 +39,7 @@ def call_every_op(T: int, K: int, N: int, sizes: tuple[int, ...], dtype: torch.d
     order = torch.randperm(T, device=DEVICE)
     ops.group_quantize(x, offs, order, columnwise=True, bias_grad=True)
     ops.group_quantize(x, offs, order.int())
-    squares = ops.group_quantize(x, offs, columnwise=True, squares=True)
+    shared = ops.group_quantize(x, offs, columnwise=True, share_scales=True)
     factor = torch.rand(T, device=DEVICE)
     ops.group_quantize(x, offs, order, columnwise=True, bias_grad=True, factor=factor)
     choices = torch.stack([order, order.flip(0)], dim=1)
@@ -52,14 +52,14 @@ def call_every_op(T: int, K: int, N: int, sizes: tuple[int, ...], dtype: torch.d
     ops.swiglu(gate_up, offs)
     ops.swiglu_grad(x, gate_up, offs)
     ops.group_quantize_swiglu(gate_up, offs, columnwise=True, keep_h=True)
-    ops.group_quantize_swiglu(gate_up, offs, columnwise=True, squares=True)
+    ops.group_quantize_swiglu(gate_up, offs, columnwise=True, share_scales=True)
     ops.group_quantize_swiglu_grad(x, gate_up, offs, columnwise=True, bias_grad=True)
     wq = ops.quantize_weight(w)
     ops.grouped_scaled_mm(xq.q, wq.q, xq.scale, wq.scale, offs, bias, dtype)
     ops.grouped_scaled_mm(dyq.q, wq.q_t, dyq.scale, wq.scale.transpose(1, 2), offs)
     columns = dyq.q_t, xq.q_t, dyq.scale_t, xq.scale_t, offs
     ops.grouped_scaled_mm_wgrad(*columns)
-    ops.grouped_scaled_mm_wgrad(dyq.q_t, squares.q_t, dyq.scale_t, squares.scale_t, offs)
+    ops.grouped_scaled_mm_wgrad(dyq.q_t, shared.q_t, dyq.scale_t, shared.scale_t, offs)
     ops.grouped_scaled_mm_wgrad_(main_grad, *columns, torch.tensor(True, device=DEVICE))
     scale, amax = torch.full((E,), 0.01, device=DEVICE), torch.zeros(E, device=DEVICE)
     both = {"columnwise": True, "bias_grad": True}
@@ -90,7 +90,7 @@ def call_every_op(T: int, K: int, N: int, sizes: tuple[int, ...], dtype: torch.d
     histories = [torch.zeros(steps, E, device=DEVICE) for steps in (1, 300)]
     ops.update_scales_([scale, scale.clone()], [amax, amax.clone()], histories, [448.0, 57344.0])
     ops.group_dequantize(xq.q, xq.scale, offs, dtype)
-    for quantized in (xq, squares):
+    for quantized in (xq, shared):
         ops.group_dequantize_t(quantized.q_t, quantized.scale_t, offs, T, dtype)
 
 

@@ -107,7 +107,7 @@ class Scaling(NamedTuple):
 
     power_of_two_scales: bool = True
     amax_epsilon: float = 0.0
-    square_x_blocks: bool = False
+    share_x_scales: bool = False
 
 
 def quantize(
@@ -139,23 +139,26 @@ def quantize_rowwise(x_TK: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
     return q_TK.view(E4M3), torch.stack([scale.flatten() for _, scale in blocks])
 
 
-def quantize_columnwise(
-    x_TK: Tensor, offs_E: Tensor, scaling: Scaling, squares: bool = False
-) -> tuple[Tensor, Tensor]:
-    """q_t [blocks, K, 128] and scale_t [blocks, K]: only as many blocks as the groups need.
+def are_near(x: Tensor) -> bool:
+    """Whether no feature but those of zeros has an amax of less than 1/256 of the largest."""
+    amax = torch.where(x.isfinite(), x.float().abs(), 0.0).amax(0)
+    return bool(((amax == 0) | (amax * 256 >= amax.max())).all())
 
-    Of squares, scale_t [blocks, ceil(K / 128)].
-    """
+
+def quantize_columnwise(
+    x_TK: Tensor, offs_E: Tensor, scaling: Scaling, share_scales: bool = False
+) -> tuple[Tensor, Tensor]:
+    """q_t [blocks, K, 128] and scale_t [blocks, K]: only as many blocks as the groups need."""
     T, K = x_TK.shape
     blocks = row_blocks(offs_E, T)
     q_t = x_TK.new_zeros((len(blocks), K, BLOCK), dtype=torch.uint8)  # a last block is zero-filled
-    parts, dims = (feature_blocks(K), (0, 1)) if squares else ([slice(0, K)], (0,))
-    scale_t = x_TK.new_zeros((len(blocks), len(parts) if squares else K), dtype=torch.float32)
+    scale_t = x_TK.new_zeros((len(blocks), K), dtype=torch.float32)
     for b, rows in enumerate(blocks):
-        quantized = [quantize(x_TK[rows, part], dims, scaling) for part in parts]
-        q = torch.cat([q.view(torch.uint8) for q, _ in quantized], dim=1)
-        q_t[b, :, : rows.stop - rows.start] = q.t()
-        scale_t[b] = torch.cat([scale.flatten() for _, scale in quantized])
+        for part in feature_blocks(K):
+            x = x_TK[rows, part]
+            q, scale = quantize(x, (0, 1) if share_scales and are_near(x) else 0, scaling)
+            q_t[b, part, : rows.stop - rows.start] = q.view(torch.uint8).t()
+            scale_t[b, part] = scale
     return q_t.view(E4M3), scale_t
 
 
@@ -349,8 +352,6 @@ def dequantize_columnwise(q_t: Tensor, scale_t: Tensor, offs_E: Tensor, num_rows
     """x [T, K] in float64; rows outside every group are zero."""
     K = q_t.size(1)
     x_TK = torch.zeros(num_rows, K, dtype=torch.float64, device=q_t.device)
-    if scale_t.size(1) < K:  # of squares
-        scale_t = scale_t.repeat_interleave(BLOCK, dim=1)[:, :K]
     for b, rows in enumerate(row_blocks(offs_E, num_rows)):
         size = rows.stop - rows.start
         x_TK[rows] = (q_t[b, :, :size].double() * scale_t[b, :, None].double()).t()
@@ -483,13 +484,13 @@ def block_operands(
     def rowwise(x: Tensor) -> Tensor:
         return dequantize_rowwise(*quantize_rowwise(x, scaling), offs_E)
 
-    def columnwise(x: Tensor, squares: bool = False) -> Tensor:
-        quantized = quantize_columnwise(x, offs_E, scaling, squares)
+    def columnwise(x: Tensor, share_scales: bool = False) -> Tensor:
+        quantized = quantize_columnwise(x, offs_E, scaling, share_scales)
         return dequantize_columnwise(*quantized, offs_E, x.size(0))
 
     q_ENK, scale, _ = quantize_weight(w_ENK, scaling)
     weight = dequantize_weight(q_ENK, scale)
-    x_columnwise = columnwise(x_TK, scaling.square_x_blocks)
+    x_columnwise = columnwise(x_TK, scaling.share_x_scales)
     return Operands(rowwise(x_TK), x_columnwise, weight, rowwise(dy_TN), columnwise(dy_TN), weight)
 
 

@@ -264,14 +264,11 @@ def per_group_weight(groups: Groups) -> tuple[Tensor, Tensor]:
 
 
 def quantized_columns(
-    groups: Groups, features: int, squares: bool = False
+    groups: Groups, features: int, share_scales: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """q_t [Tp / 128, features, 128] and scale_t [Tp / 128, features] in the op's layout.
-
-    Of squares, scale_t [Tp / 128, ceil(features / 128)].
-    """
+    """q_t [Tp / 128, features, 128] and scale_t [Tp / 128, features] in the op's layout."""
     used, scales = reference.quantize_columnwise(
-        rows(groups, features, FP32), groups.offs(), reference.Scaling(False), squares
+        rows(groups, features, FP32), groups.offs(), reference.Scaling(False), share_scales
     )
     q_t = torch.full((groups.blocks, features, 128), reference.E4M3_NAN, dtype=torch.uint8)
     scale_t = torch.full((groups.blocks, scales.size(1)), torch.nan)
@@ -313,7 +310,7 @@ RECIPES: dict[str, Recipe] = {
 MORE_RECIPES: dict[str, Recipe] = {
     **RECIPES,
     "block_exact": Float8BlockScaling(False, 1e-4),
-    "block_squares": Float8BlockScaling(square_x_blocks=True),
+    "block_own": Float8BlockScaling(share_x_scales=False),
     "current_e5m2": Float8CurrentScaling(True, 1e-4, reference.E5M2),
 }
 
@@ -331,8 +328,8 @@ def state_for(recipe: Recipe, E: int, device: str) -> DelayedScalingState | None
 def scheme_of(recipe: Recipe, E: int) -> reference.Scheme:
     """The recipe as the reference knows it; the state's scales where it keeps a state."""
     match recipe:
-        case Float8BlockScaling(pow2, epsilon, squares):
-            return reference.Scaling(pow2, epsilon, squares)
+        case Float8BlockScaling(pow2, epsilon, share_x_scales):
+            return reference.Scaling(pow2, epsilon, share_x_scales)
         case Float8CurrentScaling(pow2, epsilon, gradient_dtype):
             return reference.Current(reference.Scaling(pow2, epsilon), gradient_dtype)
         case MXFP8BlockScaling():
@@ -495,7 +492,7 @@ def make(
             q, scale = quantized_rows(groups, K)
             tensors = {"q": q, "scale": scale, "offs": offs, "dtype": dtype}
         case "group_dequantize_t":
-            q_t, scale_t = quantized_columns(groups, K, options.pop("squares", False))
+            q_t, scale_t = quantized_columns(groups, K, options.pop("share_scales", False))
             tensors = {"q_t": q_t, "scale_t": scale_t, "offs": offs}
             tensors |= {"num_rows": groups.T, "dtype": dtype}
         case "grouped_bias_grad":
@@ -566,7 +563,7 @@ def make(
             per_group = options.pop("per_group", None)
             if per_group is None:
                 dy_t, scale_dy_t = quantized_columns(groups, N)
-                x_t, scale_x_t = quantized_columns(groups, K, options.pop("squares", False))
+                x_t, scale_x_t = quantized_columns(groups, K, options.pop("share_scales", False))
             else:
                 _, dy_t, scale_dy_t = per_group_rows(groups, N, per_group)
                 _, x_t, scale_x_t = per_group_rows(groups, K, reference.E4M3)
@@ -579,7 +576,7 @@ def make(
             tensors |= {"m_splits": torch.tensor(groups.m_splits)}
         case "block_scaled_linear_grad":
             _, scale_w, w_t = reference.quantize_weight(weight(groups, FP32), reference.Scaling())
-            x_t, scale_x_t = quantized_columns(groups, K, options.pop("squares", False))
+            x_t, scale_x_t = quantized_columns(groups, K, options.pop("share_scales", False))
             tensors = {"dy": rows(groups, N, dtype, layout), "offs": offs}
             tensors |= {"x_t": x_t, "scale_x_t": scale_x_t, "w_t": w_t, "scale_w": scale_w}
         case _:
@@ -615,7 +612,7 @@ _PER_GROUP: dict[str, Any] = {
     "per_group": {"per_group": reference.E4M3},
     "per_group_e5m2": {"per_group": reference.E5M2},
 }
-_SQUARES: dict[str, Any] = {"squares": {"squares": True}}
+_SHARED: dict[str, Any] = {"shared": {"share_scales": True}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "splits_to_offsets": {
         "aligned": {"alignment": 128},
@@ -626,7 +623,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "columnwise": {"rowwise": False, "columnwise": True},
         "exact_scales": {"columnwise": True, "power_of_two_scales": False, "amax_epsilon": 0.5},
         **{name: {"columnwise": True, **v} for name, v in _LAYOUTS.items()},
-        "squares": {"columnwise": True, "bias_grad": True, "squares": True},
+        "shared": {"columnwise": True, "bias_grad": True, "share_scales": True},
         "gathered": {"columnwise": True, "bias_grad": True, "index": torch.int32},
         "scaled": {"columnwise": True, "bias_grad": True, "index": torch.int64, "factor": True},
         "scaled_strided": {
@@ -639,7 +636,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "columnwise": True,
             "index": torch.int64,
             "layout": "strided",
-            "squares": True,
+            "share_scales": True,
         },
     },
     "sort_by_expert": {
@@ -664,7 +661,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "swiglu_grad": _LAYOUTS,
     "group_quantize_swiglu": {
         "both": {"columnwise": True, "keep_h": True},
-        "squares": {"columnwise": True, "squares": True},
+        "shared": {"columnwise": True, "share_scales": True},
         "columnwise": {"rowwise": False, "columnwise": True},
         "exact_scales": {"columnwise": True, "power_of_two_scales": False, "amax_epsilon": 0.5},
         **{name: {"columnwise": True, **v} for name, v in _LAYOUTS.items()},
@@ -759,22 +756,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grouped_mm_wgrad_": {**_MAIN_GRAD, **_LAYOUTS},
     "grouped_mm_wgrad_list_": {**_MAIN_GRAD, "views": {"apart": False}},
     "grouped_scaled_mm_wgrad_list_": {**_MAIN_GRAD, "views": {"apart": False, "overwrite": True}},
-    "group_dequantize_t": _SQUARES,
-    "grouped_scaled_mm_wgrad": {**_PER_GROUP, **_SQUARES},
-    "grouped_scaled_mm_wgrad_": {**_MAIN_GRAD, **_PER_GROUP, **_SQUARES},
+    "group_dequantize_t": _SHARED,
+    "grouped_scaled_mm_wgrad": {**_PER_GROUP, **_SHARED},
+    "grouped_scaled_mm_wgrad_": {**_MAIN_GRAD, **_PER_GROUP, **_SHARED},
     "block_scaled_linear": {
         "bias": {"bias": True},
         "rowwise": {"columnwise_x": False, "columnwise_w": False},
         "exact_scales": {"power_of_two_scales": False, "amax_epsilon": 0.5},
         "strided": {"layout": "strided"},
-        **_SQUARES,
+        **_SHARED,
     },
     "block_scaled_linear_grad": {
         "bias": {"bias_grad": True, "out_dtype": FP32},
         "of_x": {"x_t": None, "scale_x_t": None},
         "of_w": {"w_t": None, "scale_w": None, "power_of_two_scales": False, "amax_epsilon": 0.5},
         "expanded": {"layout": "expanded"},
-        **_SQUARES,
+        **_SHARED,
     },
 }
 

@@ -257,7 +257,7 @@ def forward(self, primals_1: "f32[3,48,32]", primals_2: "f32[3,48]", primals_3: 
     primals_4: "i64[3]"):
 splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(primals_4, 40)
 group_quantize = grouped_linear.group_quantize(primals_3, splits_to_offsets, None, 0.0, True,
-    True, True)
+    True, True, False, True)
 getitem: "f8e4m3fn[40,32]" = group_quantize[0]
 getitem_1: "f32[1,40]" = group_quantize[1]
 getitem_2: "f8e4m3fn[3,32,128]" = group_quantize[2]
@@ -308,7 +308,8 @@ def test_inference_graph_of_block_scaling() -> None:
 def forward(self, arg0_1: "f32[3,48,32]", arg1_1: "f32[3,48]", arg2_1: "f32[40,32]", arg3_1:
     "i64[3]"):
 splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(arg3_1, 40)
-group_quantize = grouped_linear.group_quantize(arg2_1, splits_to_offsets)
+group_quantize = grouped_linear.group_quantize(arg2_1, splits_to_offsets, None, 0.0, True, True,
+    False, False, True)
 getitem: "f8e4m3fn[40,32]" = group_quantize[0]
 getitem_1: "f32[1,40]" = group_quantize[1]
 quantize_weight = grouped_linear.quantize_weight(arg0_1, 0.0, True, False)

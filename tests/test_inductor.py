@@ -88,9 +88,9 @@ def compiled(function: Any, fuse: FuseSwiglu) -> Any:
     ("dtype", "bias", "shape", "recipe"),
     [
         *((dtype, False, (40,), Float8BlockScaling()) for dtype in DTYPES),
-        (BF16, True, (4, 10), Float8BlockScaling(square_x_blocks=True)),
+        (BF16, True, (4, 10), Float8BlockScaling(share_x_scales=False)),
     ],
-    ids=["bf16", "fp16", "fp32", "bias_and_squares"],
+    ids=["bf16", "fp16", "fp32", "bias_and_own_scales"],
 )
 def test_fused_has_the_bits_of_our_ops(
     activation: Activation,

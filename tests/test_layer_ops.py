@@ -48,7 +48,7 @@ def test_forward(op: str, groups: Groups, variant: str, device: str) -> None:
             sample.get("x"),
             expected_offs,
             columnwise=columnwise,
-            squares=sample.get("squares"),
+            share_scales=sample.get("share_scales"),
             **scaling(sample),
         )
         w = ops.quantize_weight(

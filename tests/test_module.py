@@ -195,7 +195,7 @@ def test_repr() -> None:
     assert repr(make_layer(bias=False, recipe=Float8BlockScaling())) == (
         "GroupedLinear(num_gemms=3, in_features=16, out_features=32, bias=False, "
         "recipe=Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0, "
-        "square_x_blocks=False))"
+        "share_x_scales=True))"
     )
 
 

@@ -66,7 +66,7 @@ def check_group_quantize(sample: Sample, device: str) -> None:
     if sample.get("columnwise"):
         assert q_t.shape == ((T + 127 * min(E, T)) // 128, K, 128)
         expected_q_t, expected_scale_t = reference.quantize_columnwise(
-            x_TK, offs_E, scaling_of(sample), sample.get("squares")
+            x_TK, offs_E, scaling_of(sample), sample.get("share_scales")
         )
         blocks = len(expected_q_t)
         assert_same_bits(q_t[:blocks], expected_q_t)
@@ -110,8 +110,10 @@ def test_options_of_group_quantize(scaling: Scaling, device: str) -> None:
 @pytest.mark.parametrize("groups", WIDE.values(), ids=WIDE)
 def test_wide_rows(groups: Groups, device: str) -> None:
     for dtype in (BF16, FP32):
-        for squares in (False, True):
-            sample = make("group_quantize", groups, dtype, columnwise=True, squares=squares)
+        for share_scales in (False, True):
+            sample = make(
+                "group_quantize", groups, dtype, columnwise=True, share_scales=share_scales
+            )
             check_group_quantize(sample, device)
 
 
@@ -199,7 +201,7 @@ def test_special_values(dtype: torch.dtype, epsilon: float, device: str) -> None
             options = {"amax_epsilon": epsilon, "power_of_two_scales": pow2, "columnwise": True}
             sample = Sample("group_quantize", arguments | options)
             check_group_quantize(sample, device)
-            check_group_quantize(sample.but(squares=True), device)
+            check_group_quantize(sample.but(share_scales=True), device)
             scale = sample.results(device)[1][:, :T]
             assert (scale >= torch.finfo(FP32).smallest_normal).all()  # also no NaN
             assert scale.isfinite().all()
@@ -295,7 +297,7 @@ def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:
     exponents = data.draw(strategies.sampled_from([1, 10, 30]))
     seed, pow2 = data.draw(strategies.integers(0, 99)), data.draw(strategies.booleans())
     epsilon = data.draw(strategies.sampled_from([0.0, 1e-12, 0.1, 1000.0]))
-    squares = data.draw(strategies.booleans())
+    share_scales = data.draw(strategies.booleans())
     dtype = data.draw(strategies.sampled_from(DTYPES))
 
     torch.manual_seed(seed)
@@ -304,7 +306,7 @@ def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:
     x_TK = sample["x"]
     if dtype != FP16:
         x_TK = x_TK * torch.randn_like(x_TK).mul(exponents).clamp(max=100).exp2()
-    check_group_quantize(sample.but(x=x_TK, squares=squares), device)
+    check_group_quantize(sample.but(x=x_TK, share_scales=share_scales), device)
 
     weight = make("quantize_weight", groups, dtype, **options)
     expected = reference.quantize_weight(weight["w"], Scaling(pow2, epsilon))

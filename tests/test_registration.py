@@ -82,7 +82,7 @@ splits_to_offsets(Tensor m_splits, SymInt num_rows, int alignment=1, SymInt stri
     ScalarType? dtype=None) -> Tensor
 group_quantize(Tensor x, Tensor offs, Tensor? rows=None, float amax_epsilon=0., bool
     power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool bias_grad=False,
-    bool squares=False, Tensor? factor=None) -> (Tensor q, Tensor scale, Tensor q_t, Tensor
+    bool share_scales=False, Tensor? factor=None) -> (Tensor q, Tensor scale, Tensor q_t, Tensor
     scale_t, Tensor bias_grad)
 group_quantize_current(Tensor x, Tensor offs, ScalarType dtype, float amax_epsilon=0., bool
     power_of_two_scales=False, bool rowwise=True, bool columnwise=False, bool bias_grad=False)
@@ -102,7 +102,7 @@ swiglu(Tensor gate_up, Tensor offs) -> Tensor
 swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs) -> Tensor
 group_quantize_swiglu(Tensor gate_up, Tensor offs, float amax_epsilon=0., bool
     power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool keep_h=False, bool
-    squares=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor h)
+    share_scales=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor h)
 group_quantize_swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs, float amax_epsilon=0., bool
     power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool bias_grad=False) ->
     (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)
@@ -146,9 +146,9 @@ grouped_mm_wgrad_list_(Tensor(a!)[] main_grad, Tensor dy, Tensor x, Tensor offs,
 grouped_scaled_mm_wgrad_list_(Tensor(a!)[] main_grad, Tensor dy_t, Tensor x_t, Tensor
     scale_dy_t, Tensor scale_x_t, Tensor offs, Tensor? overwrite=None) -> ()
 block_scaled_linear(Tensor x, Tensor w, Tensor m_splits, Tensor? bias=None, float
-    amax_epsilon=0., bool power_of_two_scales=True, bool squares=False, bool columnwise_x=True,
-    bool columnwise_w=True) -> (Tensor y, Tensor offs, Tensor x_t, Tensor scale_x_t, Tensor w_t,
-    Tensor scale_w)
+    amax_epsilon=0., bool power_of_two_scales=True, bool share_scales=False, bool
+    columnwise_x=True, bool columnwise_w=True) -> (Tensor y, Tensor offs, Tensor x_t, Tensor
+    scale_x_t, Tensor w_t, Tensor scale_w)
 block_scaled_linear_grad(Tensor dy, Tensor offs, Tensor? x_t, Tensor? scale_x_t, Tensor? w_t,
     Tensor? scale_w, float amax_epsilon=0., bool power_of_two_scales=True, bool bias_grad=False,
     ScalarType? out_dtype=None) -> (Tensor dx, Tensor dw, Tensor db)""",

@@ -34,7 +34,14 @@ from grouped_linear import ops
 # Half a unit in the last place, relative.
 ROUNDING = {BF16: 2.0**-9, FP16: 2.0**-12, FP32: 2.0**-25}
 UNFUSED = {"group_quantize_swiglu": "swiglu", "group_quantize_swiglu_grad": "swiglu_grad"}
-OPTIONS = ("amax_epsilon", "power_of_two_scales", "rowwise", "columnwise", "bias_grad", "squares")
+OPTIONS = (
+    "amax_epsilon",
+    "power_of_two_scales",
+    "rowwise",
+    "columnwise",
+    "bias_grad",
+    "share_scales",
+)
 
 
 def offs_of(T: int) -> Tensor:

@@ -29,7 +29,7 @@ Tensor group_dequantize_t(const Tensor& q_t_in, const Tensor& scale_t_in, const 
                           int64_t num_rows, ScalarType dtype) {
   check_group_dequantize_t(q_t_in, scale_t_in, offs, num_rows, dtype);
   const Tensor q_t = as_dense(q_t_in), scale_t = with_dense_rows(scale_t_in);
-  const int64_t K = q_t.size(1), features = scale_t.size(1) == K ? 1 : kBlock;  // a scale
+  const int64_t K = q_t.size(1);
   const auto starts = group_starts("group_dequantize_t", offs, num_rows);
   const auto blocks = row_blocks(starts);
   Tensor x = new_tensor(q_t, {num_rows, K}, dtype);
@@ -39,7 +39,7 @@ Tensor group_dequantize_t(const Tensor& q_t_in, const Tensor& scale_t_in, const 
     for (int64_t b = begin; b < end; ++b) {
       const auto* scales = reinterpret_cast<const float*>(row_of(scale_t, b));
       for (int64_t k = 0; k < K; ++k)
-        dequantize_row(row_of(q_t, b) + k * kBlock, kBlock, scales + k / features, 1,
+        dequantize_row(row_of(q_t, b) + k * kBlock, kBlock, scales + k, 1,
                        columns.data() + k * kBlock);
       for (int64_t t = blocks[b].begin; t < blocks[b].end; ++t) {
         for (int64_t k = 0; k < K; ++k) row[k] = columns[k * kBlock + t - blocks[b].begin];

@@ -19,18 +19,28 @@ struct Results : Quantized {
   Results(const Quantized& given, int64_t K, int64_t E)
       : Quantized(given), groups(E), features(K) {}
   Results(const Tensor& like, int64_t T, int64_t K, int64_t E, bool rowwise, bool columnwise,
-          bool sums, bool squares = false)
-      : Results({new_output, like, {T, K, E, rowwise, columnwise, sums, squares}}, K, E) {}
+          bool sums, bool share_scales = false)
+      : Results({new_output, like, {T, K, E, rowwise, columnwise, sums}, share_scales}, K, E) {}
 };
+
+// The largest of a tile's columns' amaxes for all of them, where none but 0 is kShareWithin times less.
+GROUPED_LINEAR_EVERY_WIDTH void share_amax(float (&col_amax)[kBlock]) {
+  float largest = 0;
+  for (int64_t c = 0; c < kBlock; ++c) largest = std::max(largest, col_amax[c]);
+  bool near = true;
+  for (int64_t c = 0; c < kBlock; ++c)
+    near &= (col_amax[c] == 0) | (col_amax[c] * kShareWithin >= largest);
+  if (near) std::fill_n(col_amax, kBlock, largest);
+}
 
 struct BlockScaledTargets : TileTargets {
   ScaleRule rule;
   float *scale = nullptr, *scale_t = nullptr;
   int64_t scale_stride = 0;
-  bool squares = false;
+  bool share_scales;
 
   BlockScaledTargets(const Results& results, ScaleRule rule)
-      : TileTargets{results.features}, rule(rule) {
+      : TileTargets{results.features}, rule(rule), share_scales(results.share_scales) {
     if (results.q.numel() > 0) {
       q = static_cast<uint8_t*>(results.q.data_ptr());
       scale = static_cast<float*>(results.scale.data_ptr());
@@ -39,7 +49,6 @@ struct BlockScaledTargets : TileTargets {
     if (results.q_t.numel() > 0) {
       q_t = static_cast<uint8_t*>(results.q_t.data_ptr());
       scale_t = static_cast<float*>(results.scale_t.data_ptr());
-      squares = results.scale_t.size(1) < features;
     }
   }
 
@@ -54,12 +63,9 @@ struct BlockScaledTargets : TileTargets {
                   (block.end - block.begin) * sizeof(float));
     }
     if (q_t) {
-      if (squares) std::fill_n(col_amax, kBlock, *std::max_element(col_amax, col_amax + kBlock));
+      if (share_scales) share_amax(col_amax);
       block_scales(col_amax, rule, col_factor, block_scale);
-      if (squares)
-        scale_t[block.index * ceil_div(features, kBlock) + col / kBlock] = block_scale[0];
-      else
-        std::memcpy(scale_t + block.index * features + col, block_scale, cols * sizeof(float));
+      std::memcpy(scale_t + block.index * features + col, block_scale, cols * sizeof(float));
     }
     tile.quantize(row_factor, rows(block, col), q_t ? col_factor : nullptr,
                   q_t ? &by_cols : nullptr);
@@ -128,12 +134,12 @@ void quantize_rows(const Tensor& x, const Tensor& offs, double amax_epsilon,
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
     const Tensor& x_in, const Tensor& offs, const std::optional<Tensor>& rows, double amax_epsilon,
-    bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad, bool squares,
+    bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad, bool share_scales,
     const std::optional<Tensor>& factor_in) {
   check_group_quantize(x_in, offs, rows, amax_epsilon, rowwise, columnwise, factor_in);
   const int64_t T = (rows ? *rows : x_in).size(0);
   const Results results(x_in, T, x_in.size(1), offs.size(0), rowwise, columnwise, bias_grad,
-                        squares);
+                        share_scales);
   if (!rows) {
     quantize_rows(x_in, offs, amax_epsilon, power_of_two_scales, results);
     return results.all();
@@ -166,14 +172,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
     const Tensor& gate_up_in, const Tensor& offs, double amax_epsilon, bool power_of_two_scales,
-    bool rowwise, bool columnwise, bool keep_h, bool squares) {
+    bool rowwise, bool columnwise, bool keep_h, bool share_scales) {
   const char* op = "group_quantize_swiglu";
   check_group_quantize_swiglu(gate_up_in, offs, amax_epsilon, rowwise, columnwise);
   const Tensor gate_up = with_dense_rows(gate_up_in);
   const ScalarType dtype = gate_up.scalar_type();
   const int64_t T = gate_up.size(0), K = gate_up.size(1) / 2;
   const auto starts = group_starts(op, offs, T);
-  const Results results(gate_up, T, K, offs.size(0), rowwise, columnwise, false, squares);
+  const Results results(gate_up, T, K, offs.size(0), rowwise, columnwise, false, share_scales);
   const Tensor h = output_if(keep_h, gate_up, {T, K}, dtype);
 
   const int64_t element = element_size(dtype), stride = gate_up.stride(0) * element;

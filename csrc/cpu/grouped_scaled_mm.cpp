@@ -36,8 +36,7 @@ ScaledOperand weight_operand(const Tensor& q, const Tensor& scale, int64_t e) {
   return rows;
 }
 
-// The blocks from `begin` on, of group e, of q_t [blocks, K, 128]; scale_t [blocks, K], of squares
-// [blocks, ceil(K / 128)], or [E].
+// The blocks from `begin` on, of group e, of q_t [blocks, K, 128]; scale_t [blocks, K] or [E].
 ScaledOperand columnwise_operand(const Tensor& q_t, const Tensor& scale, int64_t e, int64_t begin) {
   ScaledOperand cols{codes_of(q_t, begin),
                      q_t.scalar_type(),
@@ -49,7 +48,6 @@ ScaledOperand columnwise_operand(const Tensor& q_t, const Tensor& scale, int64_t
                      0};
   if (scale.dim() == 1) return cols;
   cols.scale = scale_from(scale, begin);
-  cols.scale_rows = scale.size(1) == q_t.size(1) ? 1 : kBlock;
   cols.scale_row_stride = scale.stride(1);
   cols.scale_block_stride = scale.stride(0);
   return cols;

@@ -43,7 +43,7 @@ Tensor group_dequantize_t(const Tensor& q_t_in, const Tensor& scale_t_in, const 
   const Launch launch("group_dequantize_t", q_t_in);
   const Tensor q_t = as_dense(q_t_in), scale_t = with_dense_rows(scale_t_in);
   const Tensor offs = as_dense(offs_in);
-  const int64_t K = q_t.size(1), features = scale_t.size(1) == K ? 1 : kBlock;  // a scale
+  const int64_t K = q_t.size(1);
   Tensor x = new_tensor(q_t, {num_rows, K}, dtype);
 
   if (num_rows == 0) return x;
@@ -54,9 +54,9 @@ Tensor group_dequantize_t(const Tensor& q_t_in, const Tensor& scale_t_in, const 
     using Output = typename decltype(output)::type;
     launch.run(group_dequantize_t_kernel<Output>, static_cast<unsigned>(grid), kDequantizeThreads,
                0, static_cast<const uint8_t*>(q_t.const_data_ptr()), is_aligned(q_t),
-               scale_t.const_data_ptr<float>(), scale_t.stride(0), static_cast<int>(features),
-               offs.const_data_ptr<int32_t>(), static_cast<int>(offs.size(0)), num_rows,
-               static_cast<int>(K), static_cast<Output*>(x.mutable_data_ptr()));
+               scale_t.const_data_ptr<float>(), scale_t.stride(0), offs.const_data_ptr<int32_t>(),
+               static_cast<int>(offs.size(0)), num_rows, static_cast<int>(K),
+               static_cast<Output*>(x.mutable_data_ptr()));
   });
   return x;
 }

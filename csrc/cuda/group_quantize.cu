@@ -21,13 +21,13 @@ struct Results : Quantized {
     if (q_t.numel() > 0) {
       out.q_t = static_cast<uint8_t*>(q_t.mutable_data_ptr());
       out.scale_t = scale_t.mutable_data_ptr<float>();
-      out.squares = scale_t.size(1) < K;
+      out.share_scales = share_scales;
     }
   }
 
   Results(const Tensor& like, int64_t T, int64_t K, int64_t E, bool rowwise, bool columnwise,
-          bool sums, bool squares = false)
-      : Results({new_tensor, like, {T, K, E, rowwise, columnwise, sums, squares}}, T, K, E) {}
+          bool sums, bool share_scales = false)
+      : Results({new_tensor, like, {T, K, E, rowwise, columnwise, sums}, share_scales}, T, K, E) {}
 };
 
 // Tiles that x has at most, of 128 rows and as many columns.
@@ -120,11 +120,12 @@ void quantize_rows_and_weight(const Tensor& x_in, const Tensor& offs_in, const T
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
     const Tensor& x_in, const Tensor& offs_in, const std::optional<Tensor>& rows_in,
     double amax_epsilon, bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad,
-    bool squares, const std::optional<Tensor>& factor_in) {
+    bool share_scales, const std::optional<Tensor>& factor_in) {
   check_group_quantize(x_in, offs_in, rows_in, amax_epsilon, rowwise, columnwise, factor_in);
 
   const int64_t T = (rows_in ? *rows_in : x_in).size(0);
-  Results results(x_in, T, x_in.size(1), offs_in.size(0), rowwise, columnwise, bias_grad, squares);
+  Results results(x_in, T, x_in.size(1), offs_in.size(0), rowwise, columnwise, bias_grad,
+                  share_scales);
   if (!rows_in) {
     quantize_rows(x_in, offs_in, amax_epsilon, power_of_two_scales, results);
     return results.all();
@@ -158,13 +159,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
     const Tensor& gate_up_in, const Tensor& offs_in, double amax_epsilon, bool power_of_two_scales,
-    bool rowwise, bool columnwise, bool keep_h, bool squares) {
+    bool rowwise, bool columnwise, bool keep_h, bool share_scales) {
   check_group_quantize_swiglu(gate_up_in, offs_in, amax_epsilon, rowwise, columnwise);
 
   const Launch launch("group_quantize_swiglu", gate_up_in);
   const Tensor gate_up = with_dense_rows(gate_up_in), offs = as_dense(offs_in);
   const int64_t T = gate_up.size(0), K = gate_up.size(1) / 2;
-  Results results(gate_up, T, K, offs.size(0), rowwise, columnwise, false, squares);
+  Results results(gate_up, T, K, offs.size(0), rowwise, columnwise, false, share_scales);
   Tensor h = new_tensor(gate_up, keep_h ? Shape{T, K} : Shape{0}, gate_up.scalar_type());
 
   if (T > 0) {

@@ -30,10 +30,8 @@ void launch_scaled(const Launch& launch, const TensorMaps& maps, ScalarType dtyp
     launch_gemm<decltype(config)>(launch, maps, offs, square_scale, epilogue, shape);
   };
   if (!of_groups(scale_a)) {
-    if constexpr (by_depth)
-      if (square_scale.scale == nullptr)
-        return run(Config<__nv_fp8_e4m3, Scaling::kLines, by_depth>());
-    return run(Config<__nv_fp8_e4m3, Scaling::kSquares, by_depth>());
+    constexpr Scaling blocks = by_depth ? Scaling::kLines : Scaling::kSquares;
+    return run(Config<__nv_fp8_e4m3, blocks, by_depth>());
   }
   epilogue.scale_a = scale_a.const_data_ptr<float>();
   epilogue.scale_b = scale_b.const_data_ptr<float>();
@@ -48,8 +46,7 @@ void wgrad(const Launch& launch, const Tensor& dy_t_in, const Tensor& x_t_in,
            const Epilogue& epilogue) {
   const Tensor dy_t = tma_operand(dy_t_in, 2), x_t = tma_operand(x_t_in, 2);
   const Tensor scale_dy_t = readable_scale(scale_dy_t_in);
-  const bool squares = !of_groups(scale_x_t_in) && scale_x_t_in.size(1) != x_t_in.size(1);
-  const Tensor scale_x_t = squares ? scale_x_t_in : readable_scale(scale_x_t_in);  // by its strides
+  const Tensor scale_x_t = readable_scale(scale_x_t_in);
   const Tensor offs = as_dense(offs_in);
   const int64_t blocks = x_t.size(0), N = dy_t.size(1), K = x_t.size(1);
   const GemmShape shape{row_count(launch.op(), blocks * kBlock), static_cast<int>(offs.size(0)),
@@ -66,16 +63,11 @@ void wgrad(const Launch& launch, const Tensor& dy_t_in, const Tensor& x_t_in,
   const CUtensorMap map_dy = data_map(dy_t, N, kTileM / 2);
   const CUtensorMap map_x = data_map(x_t, K, kTileN / 2);
   TensorMaps maps{map_dy, map_x, map_dy, map_x, map_dy, map_x};
-  SquareScale square_scale{};
   if (blocks > 0 && !of_groups(scale_dy_t)) {
     maps.scale_a = scale_map(launch.op(), scale_dy_t, kTileM);
-    if (!squares)
-      maps.scale_b = scale_map(launch.op(), scale_x_t, kTileN);
-    else
-      square_scale = {scale_x_t.const_data_ptr<float>(), 0, scale_x_t.stride(1),
-                      scale_x_t.stride(0)};
+    maps.scale_b = scale_map(launch.op(), scale_x_t, kTileN);
   }
-  launch_scaled<true>(launch, maps, dy_t.scalar_type(), scale_dy_t, scale_x_t, offs, square_scale,
+  launch_scaled<true>(launch, maps, dy_t.scalar_type(), scale_dy_t, scale_x_t, offs, SquareScale{},
                       epilogue, shape);
 }
 

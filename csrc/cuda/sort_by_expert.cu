@@ -23,14 +23,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sort_by_expert(const Tensor& experts_
   const int bytes = sort_shared_bytes(num_experts), E = static_cast<int>(num_experts);
   for_index(experts.scalar_type(), [&]<typename Expert>(std::type_identity<Expert>) {
     const auto* numbers = experts.const_data_ptr<Expert>();
-    const int32_t* counted = nullptr;
     std::optional<Tensor> counts;
     if (blocks > 1) {
       counts = new_tensor(experts, {blocks, num_experts + 1}, ScalarType::Int);
-      counted = counts->const_data_ptr<int32_t>();
       launch.run(count_by_expert_kernel<Expert>, static_cast<unsigned>(blocks), kSortThreads, bytes,
                  numbers, static_cast<int>(R), E, counts->mutable_data_ptr<int32_t>());
     }
+    const auto* counted = counts ? counts->const_data_ptr<int32_t>() : nullptr;
     launch.run(sort_by_expert_kernel<Expert>, static_cast<unsigned>(blocks), kSortThreads, bytes,
                numbers, static_cast<int>(R), static_cast<int>(C), E, counted,
                choice.mutable_data_ptr<int32_t>(), token.mutable_data_ptr<int32_t>(),

@@ -15,10 +15,11 @@ Tensor splits_to_offsets(const Tensor& m_splits_in, int64_t num_rows, int64_t al
   const Tensor m_splits = as_dense(m_splits_in);
   Tensor offs = new_tensor(m_splits, {m_splits.size(0)}, dtype);
 
+  const auto threads = static_cast<unsigned>(round_up(m_splits.size(0), 32));
   const auto run = [&](auto split, auto offset) {
     using Split = decltype(split);
     using Offset = decltype(offset);
-    launch.run(splits_to_offsets_kernel<Split, Offset>, 1, kMaxGroups, 0,
+    launch.run(splits_to_offsets_kernel<Split, Offset>, 1, threads, 0,
                m_splits.const_data_ptr<Split>(), static_cast<int>(m_splits.size(0)), num_rows,
                alignment, stride, offs.mutable_data_ptr<Offset>());
   };

@@ -22,6 +22,8 @@ constexpr int kZeroBytes = 4096;
 // hold a step of another.
 constexpr int kTileRing = 8;
 
+constexpr float kOwn = 0;  // in place of a square's scale: its columns have scales of their own
+
 enum class Output : int { kBFloat16, kHalf, kFloat };
 
 // How a tile's values reach `out`.
@@ -43,7 +45,7 @@ struct GemmShape {
 };
 
 // b's scales of squares, by their strides: between groups, and between blocks of 128 of b's rows (the
-// output's columns) and of the depth. By depth, groups lie one after the other along the depth.
+// output's columns) and of the depth.
 struct SquareScale {
   const float* scale;
   int64_t group_stride, row_stride, depth_stride;
@@ -68,7 +70,7 @@ struct RaggedRows {
 };
 
 // What shares a scale in FP8 operands: a group, or 128 of the depth of one row, in a always, in b too
-// (kLines) or there of 128 rows (kSquares).
+// (kLines, by depth) or there of 128 rows (kSquares, by rows).
 enum class Scaling { kNone, kGroups, kLines, kSquares };
 
 template <typename A_, typename B_, int kTileN_, int kStages_, Scaling kScaling, bool kByDepth_,
@@ -83,17 +85,19 @@ struct GemmConfig {
   static constexpr bool kLines = kScaling == Scaling::kLines;
   static constexpr bool kSquares = kScaling == Scaling::kSquares;
   static constexpr bool kBlocks = kLines || kSquares;
+  static_assert(!kBlocks || kLines == kByDepth);
   static constexpr int kAMajor = kAMajor_, kBMajor = kBMajor_;
   static constexpr int kTileK = kLineBytes / sizeof(A);  // 64 in BF16, 128 in FP8
   static constexpr int kMmaK = 32 / sizeof(A);
   static constexpr int kABytes = kTileM * kLineBytes, kBBytes = kTileN * kLineBytes;
   static constexpr int kBPieces = 2;  // that b's tile is copied in, one a block where it is shared
   static constexpr bool kNarrow = false;
+  static constexpr int kRowScales = kByDepth ? kTileM : kScaleRows;  // of a stage
 
   // Which of a thread's sums belongs to its product i. Products lie in pairs of registers, an even one and
   // the next. Sums come to lie so too by rows, and FFMA would wait for three operands from one register
   // bank; so there a sum is kept in the other half of its pair (H200, 2026-11: 6% of an FP8 product).
-  static __device__ constexpr int sum_of(int i) { return kSquares && !kByDepth ? i ^ 1 : i; }
+  static __device__ constexpr int sum_of(int i) { return kSquares ? i ^ 1 : i; }
 };
 
 // The same product in narrow tiles, which never share b.
@@ -121,6 +125,7 @@ struct alignas(16) Tile {
 struct GemmControl {
   static constexpr int kMostStages = 6;
   uint64_t full[kMostStages], empty[kMostStages];
+  uint64_t scaled[kMostStages];  // with lines: the columns' scales are there
   uint64_t staged, sent;
   Tile tiles[kTileRing];
   GroupTable groups;  // tile_end counts clusters by rows, blocks of 128 rows by depth
@@ -139,9 +144,9 @@ struct TileBuffers {
     alignas(1024) uint8_t b[Config::kBBytes];
   };
   struct Scales {
-    alignas(128) float a[Config::kByDepth ? kTileM : kScaleRows];
-    // Of squares: those of the tile's first and last columns, see produce_square_scales.
-    alignas(128) float b[Config::kLines ? Config::kTileN : 2];
+    alignas(128) float rows[Config::kRowScales];
+    alignas(128) float columns[Config::kLines ? Config::kTileN : 1];
+    float2 squares;  // of the tile's first and last columns, see produce_square_scales; or kOwn
   };
   struct NoScales {};
 

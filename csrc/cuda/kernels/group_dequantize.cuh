@@ -109,13 +109,13 @@ __global__ void __launch_bounds__(kDequantizeThreads)
   }
 }
 
-// q_t [blocks, K, 128] with scale_t [blocks, ceil(K / features)] -> x [T, K], dense. A thread turns 16
+// q_t [blocks, K, 128] with scale_t [blocks, K] -> x [T, K], dense. A thread turns 16
 // rows of two neighbouring columns over, so that a warp writes whole stretches of a row.
 template <typename Output>
 __global__ void __launch_bounds__(kDequantizeThreads)
     group_dequantize_t_kernel(const uint8_t* q_t, bool vectorised, const float* scale_t,
-                              int64_t scale_stride, int features, const int32_t* offs, int E,
-                              int64_t T, int K, Output* x) {
+                              int64_t scale_stride, const int32_t* offs, int E, int64_t T, int K,
+                              Output* x) {
   start_after_previous();
   constexpr int kPairs = kBlockRows / 2;
   __shared__ GroupTable table;
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kDequantizeThreads)
     const int k = static_cast<int>(tile % col_blocks) * kBlockRows + threadIdx.x % kPairs * 2;
     if (k >= K) continue;
     const float* scales = scale_t + block * scale_stride;
-    const float s0 = scales[k / features], s1 = scales[(k + 1) / features];
+    const float s0 = scales[k], s1 = scales[k + 1];
     for (int r = threadIdx.x / kPairs * 16; r < rows; r += kDequantizeThreads / kPairs * 16) {
       Quantized16 first, second;
       first.load(q_t + (block * K + k) * kBlockRows + r, vectorised);

@@ -28,8 +28,8 @@ struct GroupQuantized {
   float* scale;          // [ceil(K / 128), scale_stride]
   int64_t scale_stride;  // T rounded up
   uint8_t* q_t;          // [blocks, K, 128]
-  float* scale_t;        // [blocks, K], or with squares [blocks, ceil(K / 128)]
-  bool squares;          // 128 columns of q_t share a scale too
+  float* scale_t;        // [blocks, K]
+  bool share_scales;     // 128 columns of q_t share one where they lie near enough to one another
   float*
       block_sums;  // [blocks, K]: every block's columns. Rows are added in eights, from the first
                    // to the last, then the eights, each sum starting from +0: the CPU's order.
@@ -92,6 +92,7 @@ struct TilePlaceInRows {
 template <typename Element>
 struct Rows {
   static constexpr int kOccupancy = kTileOccupancy<Element>, kGenerations = 32, kParts = 1;
+  static constexpr bool kMayShare = true;  // scales, see GroupQuantized
   struct Ahead {};
   const Element* x;
   int64_t stride;
@@ -108,6 +109,7 @@ struct Rows {
 template <typename Element, typename Index>
 struct GatheredRows {
   static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 2, kGenerations = 8, kParts = 1;
+  static constexpr bool kMayShare = true;
   using Ahead = TileAhead<Element>;
   const Element* x;
   int64_t stride;
@@ -164,6 +166,7 @@ struct ScaledRows : GatheredRows<Element, Index> {
 template <typename Element>
 struct Swiglu {
   static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 1, kGenerations = 1, kParts = 1;
+  static constexpr bool kMayShare = true;
   static constexpr int kRows = 2;  // of every patch at a time: few registers, for a third block
   struct Ahead {
     TileAhead<Element, 2 * kRows> gate, up;
@@ -234,7 +237,8 @@ template <typename Element, int parts>
 struct SwigluGrad {
   static constexpr int kOccupancy = sizeof(Element) == 2 ? 2 : 1, kGenerations = 1;
   static constexpr int kParts = parts;
-  static constexpr int kRows = 2;  // of every patch at a time; with 4, registers spill
+  static constexpr bool kMayShare = false;  // gradients do not
+  static constexpr int kRows = 2;           // of every patch at a time; with 4, registers spill
   struct Ahead {
     TileAhead<Element, 2 * kRows> dh, gate, up;
   };
@@ -323,15 +327,19 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
   __shared__ GroupTable table;
   alignas(16) __shared__ Bits warp_amax[kTileWarps][kTile];
   __shared__ uint32_t warp_largest[kTileWarps];
+  __shared__ float shared_factor, shared_scale;
   alignas(16) __shared__ float col_factor[kTile];
+  __shared__ float col_scale[kTile];
   alignas(16) __shared__ float patch_sums[kPatches][kTile];
-  extern __shared__ uint4 tiles_ahead[];
+  // 16 bytes past a multiple of 32, copies would take a fifth longer (SwiGLU, H200, 2026-11-22).
+  extern __shared__ __align__(128) uint4 tiles_ahead[];
   auto& ahead = *reinterpret_cast<typename Source::Ahead*>(tiles_ahead);
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int patch_row = threadIdx.x / kPatches, patch_col = threadIdx.x % kPatches;
   const int half_warp = lane & kPatches;           // the first lane of this thread's row of patches
   const bool columns = out.q_t || out.block_sums;  // rowwise alone, no warp waits for another
+  const bool shares = Source::kMayShare && out.share_scales;
 
   // A row's data do not depend on its group: rowwise alone, small groups share tiles.
   const bool few_groups = E <= 32 || !columns;
@@ -398,15 +406,20 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
 
       uint32_t row_amax[kPatch], col_amax[Patch<Element>::kWords];
       patch.find_amax(row_amax, col_amax);
+      // One register instead of eight, where there are few.
+      constexpr bool early = std::is_empty_v<typename Source::Ahead>;
+      uint32_t own_row_amax = 0;
+      if constexpr (early) own_row_amax = row_amax_of_half_warp(row_amax);
 
-      if (out.squares) {
-        uint32_t largest = 0;
+      if (out.q_t) {
+        if (shares) {
+          uint32_t largest = 0;
 #pragma unroll
-        for (int w = 0; w < Patch<Element>::kWords; ++w)
-          largest = Word<Element>::max(largest, col_amax[w]);
-        largest = __reduce_max_sync(kFullWarp, Word<Element>::largest(largest));
-        if (lane == 0) warp_largest[warp] = largest;
-      } else if (out.q_t) {
+          for (int w = 0; w < Patch<Element>::kWords; ++w)
+            largest = Word<Element>::max(largest, col_amax[w]);
+          largest = __reduce_max_sync(kFullWarp, Word<Element>::largest(largest));
+          if (lane == 0) warp_largest[warp] = largest;
+        }
 #pragma unroll
         for (int w = 0; w < Patch<Element>::kWords; ++w)
           col_amax[w] =
@@ -422,19 +435,28 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
       if (columns) __syncthreads();  // patch_sums and warp_amax are complete
 
       // The first half of the block works out the columns' scales, the other half their sums.
+      bool near = true;
       if (threadIdx.x < kTile) {
         const int c = threadIdx.x;
         if (out.q_t) {
-          uint32_t amax = 0;
+          uint32_t bits = 0;
 #pragma unroll
-          for (int w = 0; w < kTileWarps; ++w)
-            amax = max(amax, out.squares ? warp_largest[w] : uint32_t{warp_amax[w][c]});
-          const BlockScale column = block_scale(Format<Element>::to_float(amax), rule);
+          for (int w = 0; w < kTileWarps; ++w) bits = max(bits, uint32_t{warp_amax[w][c]});
+          const float amax = Format<Element>::to_float(bits);
+          const BlockScale column = block_scale(amax, rule);
           col_factor[c] = column.factor;
-          const int scales = out.squares ? (K + kTile - 1) / kTile : K;
-          const int first = out.squares ? col / kTile : col, count = out.squares ? 1 : cols;
-          if (c < count)
-            out.scale_t[static_cast<int64_t>(block) * scales + first + c] = column.scale;
+          col_scale[c] = column.scale;
+          if (shares) {
+#pragma unroll
+            for (int w = 0; w < kTileWarps; ++w) bits = max(bits, warp_largest[w]);
+            const float largest = Format<Element>::to_float(bits);
+            near = amax == 0 || amax * kShareWithin >= largest;
+            if (c == 0) {
+              const BlockScale all = block_scale(largest, rule);
+              shared_factor = all.factor;
+              shared_scale = all.scale;
+            }
+          }
         }
       } else if (out.block_sums) {
         const int c = threadIdx.x - kTile;
@@ -445,8 +467,8 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
       }
 
       if (out.q) {
-        const uint32_t amax = row_amax_of_half_warp(row_amax);
-        const BlockScale row = block_scale(Format<Element>::to_float(amax), rule);
+        if constexpr (!early) own_row_amax = row_amax_of_half_warp(row_amax);
+        const BlockScale row = block_scale(Format<Element>::to_float(own_row_amax), rule);
         const int first_row = patch_row * kPatch;
         if (patch_col < kPatch && first_row + patch_col < rows)
           out.scale[col / kTile * out.scale_stride + row_begin + first_row + patch_col] = row.scale;
@@ -462,11 +484,22 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
         }
       }
       // col_factor is complete, patch_sums and warp_amax have been used
-      if (columns) __syncthreads();
+      if (shares)
+        near = __syncthreads_and(near);
+      else if (columns)
+        __syncthreads();
 
       if (out.q_t) {
         const float4* factor = reinterpret_cast<const float4*>(&col_factor[patch_col * kPatch]);
-        const float4 low = factor[0], high = factor[1];
+        float4 low = factor[0], high = factor[1];
+        const bool shared = shares && near;
+        if (shared) {
+          const float f = shared_factor;
+          low = high = make_float4(f, f, f, f);
+        }
+        if (threadIdx.x < cols)
+          out.scale_t[static_cast<int64_t>(block) * K + col + threadIdx.x] =
+              shared ? shared_scale : col_scale[threadIdx.x];
         turned.put(0, patch.quantize_column(0, low.x));
         turned.put(1, patch.quantize_column(1, low.y));
         turned.put(2, patch.quantize_column(2, low.z));

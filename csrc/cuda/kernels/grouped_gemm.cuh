@@ -12,7 +12,7 @@
 // TMA make 832, and by depth scales of columns, 48 a thread, add 384 (none where 128 columns share
 // one). 16-bit tiles: 1024 cycles of tensor cores, 1024 of shared memory.
 //
-// Reaches (H200, 2026-11): FP8 by rows 880 cycles; by depth about 1300, where columns share 880.
+// Reaches (H200, 2026-11): FP8 by rows 880 cycles; by depth 900 where columns share scales, else 1500.
 // benchmarks/results/bench_grouped_mm_nvidia_h200.md has the shares of a dense product.
 //
 // One persistent block an SM, in clusters of two, walks over output tiles of 128 x kTileN.
@@ -89,9 +89,7 @@ __device__ __forceinline__ void load_b(GemmShared<Config>& shared, const TensorM
 template <typename Config>
 __device__ void produce(GemmShared<Config>& shared, const TensorMaps& maps,
                         const GemmShape& shape) {
-  constexpr int scales =
-      (Config::kByDepth ? kTileM : kScaleRows) + (Config::kLines ? Config::kTileN : 0);
-  constexpr int scale_bytes = Config::kBlocks ? 4 * scales : 0;
+  constexpr int scale_bytes = Config::kBlocks ? 4 * Config::kRowScales : 0;
   constexpr uint16_t all = (1 << kCluster) - 1;
   const int rank = static_cast<int>(sm90::cluster_rank());
   RingPosition<Config::kStages> ring;
@@ -105,6 +103,7 @@ __device__ void produce(GemmShared<Config>& shared, const TensorMaps& maps,
       sm90::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
       shared.tiles[count % kTileRing] = tile;
       sm90::barrier_arrive(&shared.full[ring.stage]);
+      if constexpr (Config::kLines) sm90::barrier_arrive(&shared.scaled[ring.stage]);
       ring.advance();
     }
 #pragma unroll 1
@@ -113,6 +112,12 @@ __device__ void produce(GemmShared<Config>& shared, const TensorMaps& maps,
       uint64_t* full = &shared.full[stage];
       sm90::barrier_wait(&shared.empty[stage], ring.parity ^ 1);
       if (step == 0) shared.tiles[count % kTileRing] = tile;
+      if constexpr (Config::kLines) {  // first: find_shared_scales looks at them while others come
+        uint64_t* scaled = &shared.scaled[stage];
+        sm90::barrier_arrive_expect(scaled, sizeof(shared.scales[stage].columns));
+        sm90::load_2d(shared.scales[stage].columns, &maps.scale_b, scaled, 0, tile.col,
+                      tile.depth_begin + step);
+      }
       sm90::barrier_arrive_expect(full, Config::kABytes + Config::kBBytes + scale_bytes);
       if (!Config::kNarrow && tile.shares_b) {
         load_a<Config>(shared, maps, tile, stage, step, 0, 0);
@@ -124,22 +129,20 @@ __device__ void produce(GemmShared<Config>& shared, const TensorMaps& maps,
         for (int piece = 0; piece < Config::kBPieces; ++piece)
           load_b<Config>(shared, maps, shape, tile, stage, step, piece, 0);
       }
-      if constexpr (Config::kBlocks && Config::kByDepth) {
-        auto& scales = shared.scales[stage];
-        const int block = tile.depth_begin + step;
-        sm90::load_2d(scales.a, &maps.scale_a, full, 0, tile.row, block);
-        if constexpr (Config::kLines)
-          sm90::load_2d(scales.b, &maps.scale_b, full, 0, tile.col, block);
+      if constexpr (Config::kLines) {
+        sm90::load_2d(shared.scales[stage].rows, &maps.scale_a, full, 0, tile.row,
+                      tile.depth_begin + step);
       } else if constexpr (Config::kBlocks) {
         // The innermost coordinate of a copy must be a multiple of 16 bytes (H200, 2026-11: an
         // "illegal instruction" otherwise), and a group may start at any row.
-        sm90::load_2d(shared.scales[stage].a, &maps.scale_a, full, 0, tile.row & ~3, step);
+        sm90::load_2d(shared.scales[stage].rows, &maps.scale_a, full, 0, tile.row & ~3, step);
       }
     }
   }
   sm90::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
   shared.tiles[count % kTileRing].steps = -1;
   sm90::barrier_arrive(&shared.full[ring.stage]);
+  if constexpr (Config::kLines) sm90::barrier_arrive(&shared.scaled[ring.stage]);
 }
 
 // Puts b's scales of squares beside the operands of every step. A tile of 192 columns meets two
@@ -154,21 +157,18 @@ __device__ void produce_square_scales(GemmShared<Config>& shared, const SquareSc
   const auto put = [&](float of_first, float of_last) {
     sm90::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
     if (lane == 0) {
-      *reinterpret_cast<float2*>(shared.scales[ring.stage].b) = make_float2(of_first, of_last);
+      shared.scales[ring.stage].squares = make_float2(of_first, of_last);
       sm90::barrier_arrive(&shared.full[ring.stage]);
     }
     ring.advance();
   };
-  const int clusters =
-      cluster_count<Config>(shared.groups, Config::kByDepth ? shared.taken_count : 0, shape);
+  const int clusters = cluster_count<Config>(shared.groups, 0, shape);
 #pragma unroll 1
   for (int number = blockIdx.x / kCluster; number < clusters; number += gridDim.x / kCluster) {
     const Tile tile = tile_of<Config>(number, shared.groups, shared.taken(), shape);
-    if (Config::kByDepth && tile.steps == 0) put(0, 0);  // such a tile takes a stage too
     const int first = min(tile.col, shape.cols - 1) / kTileM;
     const int last = min(tile.col + kTileM, shape.cols - 1) / kTileM;
-    const float* group = Config::kByDepth ? scale.scale + tile.depth_begin * scale.depth_stride
-                                          : scale.scale + tile.group * scale.group_stride;
+    const float* group = scale.scale + tile.group * scale.group_stride;
 #pragma unroll 1
     for (int begin = 0; begin < tile.steps; begin += 32) {
       const int64_t step = min(begin + lane, tile.steps - 1) * scale.depth_stride;
@@ -179,7 +179,44 @@ __device__ void produce_square_scales(GemmShared<Config>& shared, const SquareSc
         put(__shfl_sync(0xffffffff, of_first, i), __shfl_sync(0xffffffff, of_last, i));
     }
   }
-  put(0, 0);  // as does the end
+  put(0, 0);  // the end takes a stage too
+}
+
+// Finds out, for every step, whether the columns of each square of 128 share a scale, and puts it where
+// scales of squares are. By one warp, as soon as the columns' scales are there: mostly while the operands
+// are still on their way.
+template <typename Config>
+__device__ void find_shared_scales(GemmShared<Config>& shared, const GemmShape& shape) {
+  const int lane = threadIdx.x % 32;
+  RingPosition<Config::kStages> ring;
+  for (int number = 0;; ++number) {
+    const Tile& tile = shared.tiles[number % kTileRing];
+    sm90::barrier_wait(&shared.scaled[ring.stage], ring.parity);
+    const int steps = tile.steps, columns = shape.cols - tile.col;
+    const bool between_is_first = tile.col % kTileM == 0;
+    const int first_of_last = max(min(between_is_first ? 128 : 64, columns - 1), 0);
+    for (int step = 0;;) {
+      auto& scales = shared.scales[ring.stage];
+      const float first = scales.columns[0], last = scales.columns[first_of_last];
+      const float of_part[] = {first, between_is_first ? first : last, last};
+      bool same = true;
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        const float2 two = *reinterpret_cast<const float2*>(&scales.columns[64 * i + 2 * lane]);
+        same =
+            same && ((two.x == of_part[i] && two.y == of_part[i]) || 64 * i + 2 * lane >= columns);
+      }
+      same = __all_sync(0xffffffff, same);
+      if (lane == 0) {
+        scales.squares = make_float2(same ? first : kOwn, last);
+        sm90::barrier_arrive(&shared.full[ring.stage]);
+      }
+      ring.advance();
+      if (++step >= steps) break;  // a tile without steps takes a stage too
+      sm90::barrier_wait(&shared.scaled[ring.stage], ring.parity);
+    }
+    if (steps < 0) return;
+  }
 }
 
 // Zeroes the rows that belong to no group (by rows), a few copies at a time beside the products.
@@ -288,13 +325,11 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
                         const Epilogue& epilogue, const GemmShape& shape) {
   const int math_group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 - 4,
             lane = threadIdx.x % 32;
-  // Found once; with lines there is no register for it.
   const uint32_t first_empty = sm90::cluster_address(&shared.empty[0], lane % kCluster);
   const auto release = [&](int stage) {
     __syncwarp();  // the whole warp has read the stage's scales
     if (lane >= kCluster) return;
-    sm90::barrier_arrive_at(Config::kLines ? sm90::cluster_address(&shared.empty[stage], lane)
-                                           : first_empty + stage * sizeof(shared.empty[0]));
+    sm90::barrier_arrive_at(first_empty + stage * sizeof(shared.empty[0]));
   };
   const uint32_t full = sm90::kept_address(shared.full);
   const auto full_of = [&](int stage) -> uint32_t { return full + stage * sizeof(uint64_t); };
@@ -345,20 +380,22 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
       //
       // One warpgroup's products run while the other one scales. Whatever the next step needs is
       // made ready while the products run: what a warpgroup does besides counts twice.
-      uint32_t scales_a = 0,
-               scales_b = 0;  // of the first stage: this thread's rows, columns or squares
+      uint32_t row_scales = 0, column_scales = 0, squares = 0;  // of the first stage
       if constexpr (Config::kBlocks) {
         const int row = math_group * kStoreRows + warp % 4 * 16 + lane / 4;
-        const int column = Config::kLines ? 2 * (lane % 4) : 0;
-        scales_a =
-            sm90::kept_address(&shared.scales[0].a[row + (Config::kByDepth ? 0 : tile.row % 4)]);
-        scales_b = sm90::kept_address(&shared.scales[0].b[column]);
+        auto& scales = shared.scales[0];
+        row_scales = sm90::kept_address(&scales.rows[row + (Config::kByDepth ? 0 : tile.row % 4)]);
+        squares = sm90::kept_address(&scales.squares);
+        if constexpr (Config::kLines)
+          column_scales = sm90::kept_address(&scales.columns[2 * (lane % 4)]);
       }
-      const bool middle_is_first = tile.col % kTileM == 0;
       bool ready = true, fresh = true;
       int left = steps;
       float acc[count];
-      const auto step_of = [&](auto stage) {
+      const bool between_is_first = tile.col % kTileM == 0;
+      float by[6];  // the scales of each 64 columns' square, times those of this thread's two rows
+      // Multiplies the step at `stage` of the ring; whether columns share scales.
+      const auto multiply = [&](auto stage) {
         if (!ready) sm90::barrier_wait(full_of(stage), ring.parity);
         sm90::pin(acc);
         operands.multiply(stage, acc, false);
@@ -366,73 +403,82 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
         fresh = false;
         const int next = stage + 1 == Config::kStages ? 0 : stage + 1;
         if (next == 0) ring.parity ^= 1;
-        const uint32_t here = stage * sizeof(shared.scales[0]);
-        const auto finish = [&] {
-          ready = sm90::barrier_test(full_of(next), ring.parity);
-          sm90::wgmma_wait<0>();
-          sm90::pin(acc);
-        };
-        if constexpr (Config::kGroups) {
-          finish();
-          release(stage);
+        bool shares = true;
+        if constexpr (Config::kBlocks) {
+          const uint32_t here = stage * sizeof(shared.scales[0]);
+          const float2 square = sm90::load_float2(squares + here);
+          const float columns[] = {square.x, between_is_first ? square.x : square.y, square.y};
 #pragma unroll
-          for (int i = 0; i < count; ++i) sum[i] += acc[i];
-        } else if constexpr (Config::kLines) {
-          const float scale_0 = sm90::load_float(scales_a + here),
-                      scale_1 = sm90::load_float(scales_a + here + 8 * sizeof(float));
-          constexpr int pairs = Config::kTileN / 8;
-          constexpr int ahead = 7;  // scales on their way; with 5, 8, 9 or 12 registers spill
-          float2 scale[pairs];
-          const auto load = [&](int j) {
-            scale[j] = sm90::load_float2(scales_b + here + j * 8 * sizeof(float));
-          };
+          for (int h = 0; h < 2; ++h) {
+            const float scale = sm90::load_float(row_scales + here + h * 8 * sizeof(float));
 #pragma unroll
-          for (int j = 0; j < ahead; ++j) load(j);
-          finish();
-#pragma unroll
-          for (int j = 0; j < pairs; ++j) {
-            if (j + ahead < pairs) load(j + ahead);
-            sum[4 * j + 0] += scale_0 * (scale[j].x * acc[4 * j + 0]);
-            sum[4 * j + 1] += scale_0 * (scale[j].y * acc[4 * j + 1]);
-            sum[4 * j + 2] += scale_1 * (scale[j].x * acc[4 * j + 2]);
-            sum[4 * j + 3] += scale_1 * (scale[j].y * acc[4 * j + 3]);
+            for (int i = 0; i < 3; ++i) by[2 * i + h] = scale * columns[i];
           }
-          release(stage);
-        } else {
-          const float scale_0 = sm90::load_float(scales_a + here),
-                      scale_1 = sm90::load_float(scales_a + here + 8 * sizeof(float));
-          const float2 square = sm90::load_float2(scales_b + here);
-          const float middle = middle_is_first ? square.x : square.y;
-          finish();
-          release(stage);
-#pragma unroll
-          for (int j = 0; j < Config::kTileN / 8; ++j) {
-            const float column_scale = j < 8 ? square.x : j < 16 ? middle : square.y;
-            const float s0 = scale_0 * column_scale, s1 = scale_1 * column_scale;
-            sum[Config::sum_of(4 * j + 0)] += s0 * acc[4 * j + 0];
-            sum[Config::sum_of(4 * j + 1)] += s0 * acc[4 * j + 1];
-            sum[Config::sum_of(4 * j + 2)] += s1 * acc[4 * j + 2];
-            sum[Config::sum_of(4 * j + 3)] += s1 * acc[4 * j + 3];
-          }
+          sm90::pin(by);
+          shares = !Config::kLines || square.x != kOwn;
         }
+        ready = sm90::barrier_test(full_of(next), ring.parity);
+        sm90::wgmma_wait<0>();
+        sm90::pin(acc);
         ring.stage = next;
+        return shares;
+      };
+      const auto promote = [&](auto stage) {
+        release(stage);
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+          if constexpr (Config::kBlocks)
+            sum[Config::sum_of(i)] += by[i / 32 * 2 + i / 2 % 2] * acc[i];
+          else
+            sum[i] += acc[i];
+        }
+      };
+      // The same with every column's own scale.
+      const auto promote_columns = [&](int stage) {
+        const uint32_t here = stage * sizeof(shared.scales[0]);
+        const float scale_0 = sm90::load_float(row_scales + here),
+                    scale_1 = sm90::load_float(row_scales + here + 8 * sizeof(float));
+#pragma unroll
+        for (int i = 0; i < count; i += 4) {
+          const float2 scale = sm90::load_float2(column_scales + here + i * 2 * sizeof(float));
+          sum[Config::sum_of(i + 0)] += scale_0 * (scale.x * acc[i + 0]);
+          sum[Config::sum_of(i + 1)] += scale_0 * (scale.y * acc[i + 1]);
+          sum[Config::sum_of(i + 2)] += scale_1 * (scale.x * acc[i + 2]);
+          sum[Config::sum_of(i + 3)] += scale_1 * (scale.y * acc[i + 3]);
+        }
+        release(stage);
       };
       // Whole rounds of the ring have their stages' addresses in the instructions: what else there
-      // is to compute for a step costs time that the tensor cores do not get back.
+      // is to compute for a step costs time that the tensor cores do not get back. A step whose
+      // columns share no scales ends a round; those are rare, and have one copy of their code.
 #pragma unroll 1
       while (left > 0) {
         if (ring.stage == 0 && left >= Config::kStages) {
-          do {
-            step_of(Constant<0>());
-            step_of(Constant<1>());
-            step_of(Constant<2>());
-            step_of(Constant<3>());
+          bool all_shared = false;
+          while (!all_shared) {
+            if (!multiply(Constant<0>())) break;
+            promote(Constant<0>());
+            if (!multiply(Constant<1>())) break;
+            promote(Constant<1>());
+            if (!multiply(Constant<2>())) break;
+            promote(Constant<2>());
+            if (!multiply(Constant<3>())) break;
+            promote(Constant<3>());
             left -= Config::kStages;
-          } while (!Config::kLines && left >= Config::kStages);
+            all_shared = left < Config::kStages;
+          }
+          if (all_shared) continue;
+          left -= ring.stage == 0 ? Config::kStages : ring.stage;
         } else {
-          step_of(ring.stage);
+          const int stage = ring.stage;
           --left;
+          if (multiply(stage)) {
+            promote(stage);
+            continue;
+          }
         }
+        if constexpr (Config::kLines)
+          promote_columns(ring.stage == 0 ? Config::kStages - 1 : ring.stage - 1);
       }
     } else {
       // By depth, the last step may have fewer rows, in so many kMmaK; the others there are zero.
@@ -560,6 +606,8 @@ __device__ void multiply(GemmShared<Config>& shared, const TensorMaps& maps,
     if (threadIdx.x == 0) produce<Config>(shared, maps, shape);
     if constexpr (Config::kSquares)
       if (threadIdx.x / 32 == 1) produce_square_scales<Config>(shared, square_scale, shape);
+    if constexpr (Config::kLines)
+      if (threadIdx.x / 32 == 1) find_shared_scales<Config>(shared, shape);
     if constexpr (!Config::kByDepth)
       if (threadIdx.x / 32 == 2 && sm90::elect()) zero_tail<Config>(shared, epilogue, shape);
     if constexpr (Config::kByDepth)
@@ -585,8 +633,9 @@ __device__ void prepare(GemmControl& control, const TensorMaps& maps) {
     if (!Config::kByDepth) sm90::prefetch_tensor_map(&maps.narrow_b);
     sm90::prefetch_tensor_map(&maps.out);
     for (int s = 0; s < GemmControl::kMostStages; ++s) {
-      sm90::barrier_init(&control.full[s], Config::kSquares ? 2 : 1);
+      sm90::barrier_init(&control.full[s], Config::kBlocks ? 2 : 1);
       sm90::barrier_init(&control.empty[s], kMathWarps * kCluster);
+      if (Config::kLines) sm90::barrier_init(&control.scaled[s], 1);
     }
     sm90::barrier_init(&control.staged, kMathWarps);
     sm90::barrier_init(&control.sent, 1);

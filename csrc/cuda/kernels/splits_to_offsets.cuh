@@ -14,7 +14,7 @@ __device__ __forceinline__ int64_t saturating_add(int64_t a, int64_t b, int64_t 
   return b > limit - a ? limit : a + b;
 }
 
-// The running sum over a block of 1024 threads, saturated at limit. Saturating addition of
+// The running sum over a block of whole warps, saturated at limit. Saturating addition of
 // non-negative numbers is associative, so the order of the tree does not matter.
 __device__ __forceinline__ int64_t block_inclusive_sum(int64_t value, int64_t limit) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -27,9 +27,10 @@ __device__ __forceinline__ int64_t block_inclusive_sum(int64_t value, int64_t li
     return sum;
   };
   value = warp_inclusive_sum(value);
+  if (blockDim.x == 32) return value;
   if (lane == 31) warp_sums[warp] = value;
   __syncthreads();
-  if (warp == 0) warp_sums[lane] = warp_inclusive_sum(warp_sums[lane]);
+  if (warp == 0) warp_sums[lane] = warp_inclusive_sum(lane < blockDim.x / 32 ? warp_sums[lane] : 0);
   __syncthreads();
   return warp == 0 ? value : saturating_add(warp_sums[warp - 1], value, limit);
 }
@@ -42,9 +43,11 @@ __global__ void __launch_bounds__(1024)
   const int e = threadIdx.x;
   int64_t size = e < E ? static_cast<int64_t>(m_splits[e]) : 0;
   size = size < 0 ? 0 : size > num_rows ? num_rows : size;
-  // Rounding up in units of alignment cannot overflow for a size that is at most num_rows.
-  const int64_t short_by = size % alignment == 0 ? 0 : alignment - size % alignment;
-  size = short_by > num_rows - size ? num_rows : size + short_by;
+  if (alignment > 1) {
+    // Rounding up in units of alignment cannot overflow for a size that is at most num_rows.
+    const int64_t short_by = size % alignment == 0 ? 0 : alignment - size % alignment;
+    size = short_by > num_rows - size ? num_rows : size + short_by;
+  }
   const int64_t end = block_inclusive_sum(size, num_rows);
   if (e < E) offs[e] = static_cast<Offset>(end * stride);
 }
