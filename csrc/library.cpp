@@ -22,7 +22,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   // x [T, K] -> q [T, K], scale [ceil(K/B), round_up(T, 4)], q_t [Tp/B, K, B], scale_t [Tp/B, K],
   //             bias_grad [E, K] float32; what is not asked for has no elements
   // factor [T] float32: quantize x[rows] * factor, rounded to x's dtype
-  // share_scales: so do B columns of q_t that lie near enough to one another
+  // share_scales: B columns of q_t whose amaxes lie near enough to one another share a scale
   // rows [T]: of x [S, K], quantize x[rows]
   m.def(
       "group_quantize(Tensor x, Tensor offs, Tensor? rows=None, float amax_epsilon=0.0, "

@@ -408,10 +408,12 @@ def assert_within_bound(y: Tensor, expected: Tensor, magnitude: Tensor) -> None:
     assert within(y, expected, 2.0**-8 * expected.abs() + C * 2.0**-13 * magnitude)
 
 
-def quantized(x_TK: Tensor, groups: Groups, share_scales: bool = False) -> list[Tensor]:
-    """q, scale, q_t and scale_t by the op on CPU, which has tests of its own."""
+def quantized(
+    x_TK: Tensor, groups: Groups, share_scales: bool = False, device: str = "cpu"
+) -> list[Tensor]:
+    """q, scale, q_t and scale_t by the op, which has tests of its own."""
     sample = make("group_quantize", groups, FP32, columnwise=True, share_scales=share_scales)
-    return sample.but(x=x_TK).results("cpu")[:4]
+    return sample.but(x=x_TK).results(device)[:4]
 
 
 @pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
@@ -468,7 +470,7 @@ def shared_parts(scale_t: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("device", devices("group_quantize", "grouped_scaled_mm_wgrad"))
 @pytest.mark.parametrize("kind", ["normal", "products", "outliers"])
-def test_shared_scales_cost_no_precision(kind: str, device: str) -> None:
+def test_shared_scales_cost_next_to_nothing(kind: str, device: str) -> None:
     """In feature 300's block it has up to 256 times the others, in feature 7's more than that."""
     groups = Groups((300, 0, 724), 1024, K=400, N=64)
     offs, dy = groups.offs(), torch.randn(groups.T, groups.N)
@@ -483,7 +485,9 @@ def test_shared_scales_cost_no_precision(kind: str, device: str) -> None:
     expected = reference.grouped_mm_wgrad(dy.double(), x.double(), offs)
     errors = []
     for share_scales in (False, True):
-        operands = [quantized(dy, groups)[2:], quantized(x, groups, share_scales)[2:]]
+        operands = [
+            quantized(t, groups, s, device)[2:] for t, s in ((dy, False), (x, share_scales))
+        ]
         (dy_t, scale_dy_t), (x_t, scale_x_t) = operands
         columnwise = {"dy_t": dy_t, "x_t": x_t, "scale_dy_t": scale_dy_t, "scale_x_t": scale_x_t}
         arguments = {**columnwise, "offs": offs, "out_dtype": FP32}
@@ -513,8 +517,13 @@ def test_columns_may_share_scales_anywhere(power_of_two_scales: bool, device: st
     common = scale_x_t[:, ::128].repeat_interleave(128, dim=1)[:, : groups.K]
     steps, parts = torch.arange(len(x_t))[:, None], torch.arange(groups.K)[None, :] // 64
     outlier = torch.arange(groups.K)[None, :] == 463
-    for own in (parts < 0, steps % 5 == 2, (steps + parts) % 7 == 3, outlier, parts >= 0):
-        scales = torch.where(own, scale_x_t, common)
+    zero = torch.zeros_like(common)
+    for own, other in (
+        *((own, scale_x_t) for own in (parts < 0, steps % 5 == 2, outlier, parts >= 0)),
+        ((steps + parts) % 7 == 3, scale_x_t),
+        ((steps + parts) % 3 == 1, zero),
+    ):
+        scales = torch.where(own, other, common)
         columnwise = {"dy_t": dy_t, "x_t": x_t, "scale_dy_t": scale_dy_t, "scale_x_t": scales}
         sample = Sample("grouped_scaled_mm_wgrad", {**columnwise, "offs": offs, "out_dtype": FP32})
         dy_64, x_64, _ = wgrad_operands(sample, groups)
@@ -522,6 +531,27 @@ def test_columns_may_share_scales_anywhere(power_of_two_scales: bool, device: st
         magnitude = reference.grouped_mm_wgrad(dy_64.abs(), x_64.abs(), offs)
         expected = reference.grouped_mm_wgrad(dy_64, x_64, offs)
         assert within(dw, expected, 2.0**-20 * expected.abs() + C * 2.0**-13 * magnitude)
+
+
+@pytest.mark.parametrize("device", devices("grouped_scaled_mm_wgrad"))
+@pytest.mark.parametrize("out_dtype", [BF16, FP32], ids=str)
+def test_many_tiles_whose_columns_share_or_not(out_dtype: torch.dtype, device: str) -> None:
+    """Each block of a GPU takes a dozen tiles, of 1 to 3 steps or none."""
+    groups = Groups(tuple(e * 61 % 300 * (e % 5 != 3) for e in range(24)), 3400, K=1536, N=1024)
+    offs = groups.offs()
+    x, dy = rows(groups, groups.K, FP32), rows(groups, groups.N, FP32)
+    x[:, 300:700] *= 2.0 ** torch.randint(-9, 9, (groups.T, 1)).repeat_interleave(400, dim=1)
+    x[:, 1000] *= 1000
+    *_, dy_t, scale_dy_t = quantized(dy, groups)
+    *_, x_t, scale_x_t = quantized(x, groups, share_scales=True)
+    columnwise = {"dy_t": dy_t, "x_t": x_t, "scale_dy_t": scale_dy_t, "scale_x_t": scale_x_t}
+    sample = Sample("grouped_scaled_mm_wgrad", {**columnwise, "offs": offs, "out_dtype": out_dtype})
+    dy_64, x_64, _ = wgrad_operands(sample, groups)
+    (dw,) = sample.results(device)
+    magnitude = reference.grouped_mm_wgrad(dy_64.abs(), x_64.abs(), offs)
+    expected = reference.grouped_mm_wgrad(dy_64, x_64, offs)
+    rounding = 2.0**-8 if out_dtype == BF16 else 2.0**-20
+    assert within(dw, expected, rounding * expected.abs() + C * 2.0**-13 * magnitude)
 
 
 # --- the tolerances are tight --------------------------------------------------------------------

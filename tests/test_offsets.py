@@ -20,7 +20,7 @@ from samples import (
 
 from grouped_linear import ops
 
-SIZES = (1, 2, 17, 200, 257, 513, 1024)  # one warp, one block, and a group more or less
+SIZES = (1, 2, 17, 32, 33, 200, 257, 513, 1024)  # one warp, several, and a group more or less
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
 

@@ -26,6 +26,8 @@ from samples import (
 )
 from torch import Tensor
 
+from grouped_linear import ops
+
 SCALINGS = [
     pytest.param(Scaling(pow2, eps), id=f"{'power_of_two' if pow2 else 'exact'}-eps_{eps}")
     for pow2 in (True, False)
@@ -115,6 +117,67 @@ def test_wide_rows(groups: Groups, device: str) -> None:
                 "group_quantize", groups, dtype, columnwise=True, share_scales=share_scales
             )
             check_group_quantize(sample, device)
+
+
+def squares_of_every_kind(T: int) -> torch.Tensor:
+    """[T, 400]: squares of 128 features that share, do not, share in spite of some, and a part."""
+    x = torch.randn(T, 400).clamp(-4, 4) + torch.randn(T, 400).sign()
+    x[:, 130] *= 2.0**-10
+    x[:, 300], x[:, 301], x[:, 302] = 0, torch.nan, torch.inf
+    x[: T // 2, 390] *= 2.0**10
+    return x
+
+
+@pytest.mark.parametrize("device", devices("group_quantize", "group_quantize_swiglu"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", ["plain", "gathered", "weighted", "swiglu"])
+def test_squares_that_share_scales_or_not(form: str, dtype: torch.dtype, device: str) -> None:
+    groups = Groups((100, 0, 300, 28), 430, K=400)
+    options = {"columnwise": True, "share_scales": True}
+    x_TK = squares_of_every_kind(groups.T).to(dtype)
+    if form == "swiglu":
+        gate_up = torch.cat([torch.full_like(x_TK, 2), x_TK], dim=1)
+        sample = make("group_quantize_swiglu", groups, dtype, **options).but(gate_up=gate_up)
+        *_, q_t, scale_t, _ = sample.results(device)
+        h_TK = ops.swiglu(gate_up, sample["offs"])
+        unfused = make("group_quantize", groups, dtype, **options).but(x=h_TK)
+        *_, expected, expected_scale, _ = unfused.results("cpu")
+        blocks = sum(-(-size // 128) for size in groups.m_splits)
+        assert_same_bits(q_t[:blocks], expected[:blocks])
+        assert_same_bits(scale_t[:blocks], expected_scale[:blocks])
+    else:
+        sample = make("group_quantize", groups, dtype, **options).but(x=x_TK)
+        if form != "plain":
+            sample = sample.but(rows=torch.randperm(groups.T))
+        if form == "weighted":
+            sample = sample.but(factor=torch.rand(groups.T) + 0.5)
+        check_group_quantize(sample, device)
+        scale_t = sample.results(device)[3]
+    shares = [
+        [bool((part == part[0]).all()) for part in scales.split(128)] for scales in scale_t[:5]
+    ]
+    assert [square[:3] for square in shares] == [[True, False, True]] * 5
+    if form == "plain":
+        assert {square[3] for square in shares} == {True, False}
+
+
+@pytest.mark.parametrize("device", devices("group_quantize"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_how_near_features_share_scales(dtype: torch.dtype, device: str) -> None:
+    """A feature of 1/256 of the largest does, the next smaller number does not."""
+    less = 1 - torch.finfo(dtype).eps / 2
+    cases = [(256.0, 1.0, True), (256.0, less, False)]
+    if dtype == FP32:
+        cases += [(2.0**127, 2.0**119, True), (2.0**127, 2.0**118, False)]
+        cases += [(2.0**127, 2.0**121, True), (2.0**-140, 2.0**-148, True)]
+    for largest, smallest, shares in cases:
+        x_TK = torch.zeros(5, 32, dtype=dtype)
+        x_TK[3, 4], x_TK[0, 20] = largest, -smallest
+        arguments = {"x": x_TK, "offs": torch.tensor([5], dtype=torch.int32)}
+        sample = Sample("group_quantize", {**arguments, "columnwise": True, "share_scales": True})
+        check_group_quantize(sample, device)
+        scale_t = sample.results(device)[3][0]
+        assert bool(scale_t[4] == scale_t[20]) == shares
 
 
 @pytest.mark.parametrize("device", devices("group_quantize"))

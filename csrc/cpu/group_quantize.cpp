@@ -2,6 +2,7 @@
 // and columnwise data, both scales, and its share of the bias gradient.
 
 #include <algorithm>
+#include <bit>
 
 #include "../checks.h"
 #include "../ops.h"
@@ -24,13 +25,17 @@ struct Results : Quantized {
 };
 
 // The largest of a tile's columns' amaxes for all of them, where none but 0 is kShareWithin times less.
+// Magnitudes as integers, which are in the same order: maxima of floats would not be vectorised.
 GROUPED_LINEAR_EVERY_WIDTH void share_amax(float (&col_amax)[kBlock]) {
-  float largest = 0;
-  for (int64_t c = 0; c < kBlock; ++c) largest = std::max(largest, col_amax[c]);
-  bool near = true;
-  for (int64_t c = 0; c < kBlock; ++c)
-    near &= (col_amax[c] == 0) | (col_amax[c] * kShareWithin >= largest);
-  if (near) std::fill_n(col_amax, kBlock, largest);
+  uint32_t largest = 0, smallest_less_one = UINT32_MAX;  // 0 less one comes last
+  for (const float amax : col_amax) {
+    const auto bits = std::bit_cast<uint32_t>(amax);
+    largest = std::max(largest, bits);
+    smallest_less_one = std::min(smallest_less_one, bits - 1);
+  }
+  const float most = std::bit_cast<float>(largest);
+  if (std::bit_cast<float>(smallest_less_one + 1) * kShareWithin >= most)
+    std::fill_n(col_amax, kBlock, most);
 }
 
 struct BlockScaledTargets : TileTargets {

@@ -146,7 +146,8 @@ struct TileBuffers {
   struct Scales {
     alignas(128) float rows[Config::kRowScales];
     alignas(128) float columns[Config::kLines ? Config::kTileN : 1];
-    float2 squares;  // of the tile's first and last columns, see produce_square_scales; or kOwn
+    float2
+        squares;  // of the tile's first and last columns, see produce_square_scales; or, in x, kOwn
   };
   struct NoScales {};
 

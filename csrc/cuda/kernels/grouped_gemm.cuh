@@ -12,7 +12,8 @@
 // TMA make 832, and by depth scales of columns, 48 a thread, add 384 (none where 128 columns share
 // one). 16-bit tiles: 1024 cycles of tensor cores, 1024 of shared memory.
 //
-// Reaches (H200, 2026-11): FP8 by rows 880 cycles; by depth 900 where columns share scales, else 1500.
+// Reaches (H200, 2026-11): FP8 by rows 880 cycles; by depth 900 where columns share
+// scales, else 1500.
 // benchmarks/results/bench_grouped_mm_nvidia_h200.md has the shares of a dense product.
 //
 // One persistent block an SM, in clusters of two, walks over output tiles of 128 x kTileN.
@@ -28,7 +29,7 @@
 // rows: they only reach outputs that are not stored. Loads by depth find zeros there, in the padded
 // layout (FP8) or because the tensor map ends there (16-bit, see RaggedRows). Stores end with the
 // group by the same kind of map. A group without rows has no tiles by depth: a warp that is idle else
-// zeroes its matrix while others multiply.
+// zeroes its matrix while others multiply. Another one finds scales that are the same for many columns.
 #pragma once
 
 #include "gemm_epilogue.cuh"
@@ -450,7 +451,7 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
       };
       // Whole rounds of the ring have their stages' addresses in the instructions: what else there
       // is to compute for a step costs time that the tensor cores do not get back. A step whose
-      // columns share no scales ends a round; those are rare, and have one copy of their code.
+      // columns share no scales ends a round: one copy of the code for those, at the price of their time.
 #pragma unroll 1
       while (left > 0) {
         if (ring.stage == 0 && left >= Config::kStages) {
