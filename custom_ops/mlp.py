@@ -32,10 +32,8 @@ from grouped_linear.recipes import (
     Wanted,
 )
 from grouped_linear.routing import (
-    Routing,
     gradient_of_rows,
     gradient_of_weights,
-    sort_by_expert,
     sum_of_rows,
     weight_of_rows,
 )
@@ -47,15 +45,15 @@ from grouped_linear.weight_cache import WeightCache
 
 
 def _tokens(
-    scheme: Scheme, x_TH: Tensor, routing: Routing, slot: Slot | None, columnwise: bool
+    scheme: Scheme, x_TH: Tensor, routing: ops.SortedByExpert, slot: Slot | None, columnwise: bool
 ) -> Operands:
     """``scheme.activation(x[token])``."""
     wanted = Wanted(True, columnwise, False)
     if not isinstance(scheme, Float8BlockScaling):
-        return scheme.activation(x_TH[routing.token_R], routing.offs_E, slot, wanted)
+        return scheme.activation(x_TH[routing.token], routing.offs, slot, wanted)
     share_scales = scheme.share_x_scales
     return scheme.quantized(
-        x_TH, routing.offs_E, wanted, share_scales=share_scales, rows_T=routing.token_R
+        x_TH, routing.offs, wanted, share_scales=share_scales, rows_T=routing.token
     )
 
 
@@ -106,20 +104,20 @@ def _output_gradient(
     scheme: Scheme,
     d_out_TH: Tensor,
     weight_TC: Tensor,
-    routing: Routing,
+    routing: ops.SortedByExpert,
     slot: Slot | None,
     wanted: Wanted,
 ) -> Operands:
     """``scheme.gradient(gradient_of_rows(d_out))``."""
     if not isinstance(scheme, Float8BlockScaling):
         dy_RH = gradient_of_rows(d_out_TH, weight_TC, routing)
-        return scheme.gradient(dy_RH, routing.offs_E, slot, wanted)
+        return scheme.gradient(dy_RH, routing.offs, slot, wanted)
     return scheme.quantized(
         d_out_TH,
-        routing.offs_E,
+        routing.offs,
         wanted,
         share_scales=False,
-        rows_T=routing.token_R,
+        rows_T=routing.token,
         factor_T=weight_of_rows(weight_TC, routing),
     )
 
@@ -151,14 +149,14 @@ class GroupedMLPFunction(torch.autograd.Function):
             down_call: of the second.
             gate_up_EGH: what the first call's weight gradient is of.
             down_EHF: what the second call's is of.
-            routing_tensors: what a Routing holds.
+            routing_tensors: what a SortedByExpert holds.
         """
         needed = [gate_up_call.grad_enabled and need for need in ctx.needs_input_grad[2:6]]
         need_x, need_weight, need_gate_up, need_down = needed
         need_h = need_x or need_gate_up
         scheme = gate_up_call.scheme
-        routing = Routing(*routing_tensors)
-        offs_E, dtype = routing.offs_E, x_TH.dtype
+        routing = ops.SortedByExpert(*routing_tensors)
+        offs_E, dtype = routing.offs, x_TH.dtype
         x_slot, _, d_gate_up_slot = gate_up_call.slots or (None, None, None)
         h_slot, _, dy_slot = down_call.slots or (None, None, None)
 
@@ -180,7 +178,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             *(t for o in (x, gate_up, h, down) for t in (o.columnwise, o.columnwise_scale)),
             *(None if slot is None else slot.scale for slot in (d_gate_up_slot, dy_slot)),
         )
-        return sum_of_rows(y_RH, routing.row_TC, weight_TC)
+        return sum_of_rows(y_RH, routing.row, weight_TC)
 
     @staticmethod
     @differentiable_once
@@ -190,12 +188,12 @@ class GroupedMLPFunction(torch.autograd.Function):
         need_h = need_x or need_gate_up
         gate_up_call, down_call = ctx.calls
         saved = ctx.saved_tensors
-        routing = Routing(*saved[:4])
+        routing = ops.SortedByExpert(*saved[:4])
         weight_TC, gate_up_RG, y_RH = saved[4:7]
         x, x_scale, gate_up, gate_up_scale, h, h_scale, down, down_scale = saved[7:15]
         d_gate_up_slot = gate_up_call.gradient_slot(saved[15])
         dy_slot = down_call.gradient_slot(saved[16])
-        offs_E, dtype = routing.offs_E, d_out_TH.dtype
+        offs_E, dtype = routing.offs, d_out_TH.dtype
         scheme = gate_up_call.scheme
 
         d_weight_TC = gradient_of_weights(d_out_TH, weight_TC, y_RH, routing)
@@ -215,7 +213,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             if need_x:
                 w, w_scale = scheme.for_dgrad(gate_up, gate_up_scale)
                 dx_RH = _multiply(d.rowwise, d.scale, w, w_scale, offs_E, None, dtype)
-                dx_TH = sum_of_rows(dx_RH, routing.row_TC)
+                dx_TH = sum_of_rows(dx_RH, routing.row)
         nothing = (None,) * len(routing)
         return None, None, dx_TH, d_weight_TC, d_gate_up_EGH, d_down_EHF, *nothing
 
@@ -340,7 +338,7 @@ def apply_mlp(
         receivers.append(own[0] if calls[-1].main_grad is None else w)
     # A token of no expert has a row of zeros, which a weight of NaN would spoil.
     weights = weights.masked_fill((experts < 0) | (experts >= E), 0)
-    routing = sort_by_expert(experts.reshape(-1, experts.size(-1)), E)
+    routing = ops.sort_by_expert(experts.reshape(-1, experts.size(-1)), E)
     y_TH: Tensor = GroupedMLPFunction.apply(
         *calls, x_TH, weights.reshape(-1, weights.size(-1)), *receivers, *routing
     )

@@ -37,9 +37,10 @@ from grouped_linear import (
     Recipe,
     grouped_linear,
     grouped_mlp,
+    ops,
     update_scales,
 )
-from grouped_linear.routing import CombineFunction, GatherFunction, sort_by_expert
+from grouped_linear.routing import CombineFunction, GatherFunction
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 RECIPES = pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
@@ -110,11 +111,11 @@ def unfused(experts_TC: Tensor, recipe: Recipe, states: Any) -> Callable[..., Te
     state_of_gate_up, state_of_down = states or (None, None)
 
     def mlp(x_TH: Tensor, weight_TC: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        routing = sort_by_expert(experts_TC, E)
-        m_splits = routing.offs_E.diff(prepend=routing.offs_E.new_zeros(1))
-        x_RH = GatherFunction.apply(x_TH, routing.token_R, routing.row_TC)
+        routing = ops.sort_by_expert(experts_TC, E)
+        m_splits = routing.offs.diff(prepend=routing.offs.new_zeros(1))
+        x_RH = GatherFunction.apply(x_TH, routing.token, routing.row)
         gate_up_RG = grouped_linear(x_RH, gate_up, m_splits, None, recipe, state_of_gate_up)
-        h_RF = Swiglu.apply(gate_up_RG, routing.offs_E)
+        h_RF = Swiglu.apply(gate_up_RG, routing.offs)
         y_RH = grouped_linear(h_RF, down, m_splits, None, recipe, state_of_down)
         return CombineFunction.apply(y_RH, weight_TC, *routing)
 

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
+from grouped_linear import ops
 from grouped_linear.functional import grouped_linear
 from grouped_linear.mlp import grouped_mlp
 from grouped_linear.recipes import DelayedScaling, Recipe
-from grouped_linear.routing import CombineFunction, GatherFunction, sort_by_expert
+from grouped_linear.routing import CombineFunction, GatherFunction
 
 __all__ = ["register"]
 
@@ -111,14 +112,14 @@ def _experts_forward(
         y_TH = grouped_mlp(hidden_states, top_k_weights, top_k_index, gate_up, down, recipe)
         return y_TH.to(hidden_states.dtype)
 
-    routing = sort_by_expert(top_k_index, experts.num_experts)
-    m_splits_E = routing.offs_E.diff(prepend=routing.offs_E.new_zeros(1))
+    routing = ops.sort_by_expert(top_k_index, experts.num_experts)
+    m_splits_E = routing.offs.diff(prepend=routing.offs.new_zeros(1))
 
     def layer(x: Tensor, name: str) -> Tensor:
         bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
         return grouped_linear(x, weight(name), m_splits_E, bias, recipe)
 
-    x_RH = GatherFunction.apply(hidden_states, routing.token_R, routing.row_TC)
+    x_RH = GatherFunction.apply(hidden_states, routing.token, routing.row)
     if experts.has_gate:
         h_RF = experts._apply_gate(layer(x_RH, "gate_up_proj"))
     else:
