@@ -51,9 +51,12 @@ def _tokens(
     wanted = Wanted(True, columnwise, False)
     if not isinstance(scheme, Float8BlockScaling):
         return scheme.activation(x_TH[routing.token], routing.offs, slot, wanted)
-    share_scales = scheme.share_x_scales
     return scheme.quantized(
-        x_TH, routing.offs, wanted, share_scales=share_scales, rows_T=routing.token
+        x_TH,
+        routing.offs,
+        wanted,
+        share_scales=scheme.share_x_scales,
+        rows_T=routing.token,
     )
 
 

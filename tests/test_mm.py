@@ -4,7 +4,7 @@ T rows, E groups, K in_features, N out_features.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -247,6 +247,22 @@ def wgrad_operands(sample: Sample, groups: Groups) -> tuple[Tensor, Tensor, Tens
     return dy, x, offs
 
 
+def wgrad_sums(sample: Sample, groups: Groups) -> tuple[Tensor, Tensor]:
+    """What wgrad is, and the sums of |dy * x|."""
+    dy, x, offs = wgrad_operands(sample, groups)
+    magnitude = reference.grouped_mm_wgrad(dy.abs(), x.abs(), offs)
+    return reference.grouped_mm_wgrad(dy, x, offs), magnitude
+
+
+def scaled_wgrad(
+    dy: Sequence[Tensor], x: Sequence[Tensor], groups: Groups, out_dtype: torch.dtype
+) -> Sample:
+    """A call for q_t and scale_t of dy and of x."""
+    operands = {"dy_t": dy[0], "x_t": x[0], "scale_dy_t": dy[1], "scale_x_t": x[1]}
+    arguments = {**operands, "offs": groups.offs(), "out_dtype": out_dtype}
+    return Sample("grouped_scaled_mm_wgrad", arguments)
+
+
 def wgrad_tolerance(sample: Sample, groups: Groups, expected: Tensor, dtype: torch.dtype) -> Tensor:
     dy, x, offs = wgrad_operands(sample, groups)
     magnitude = reference.grouped_mm_wgrad(dy.abs(), x.abs(), offs)
@@ -451,16 +467,13 @@ def test_wgrad_of_hard_operands(hard: Callable[[Tensor, Tensor], Pair], device: 
     dy_NT, x_KT = hard(rows(groups, groups.N, FP32).t(), rows(groups, groups.K, FP32).t())
     dy_TN, x_TK = dy_NT.t().contiguous(), x_KT.t().contiguous()
     exact = Sample("grouped_mm_wgrad", {"dy": dy_TN.to(BF16), "x": x_TK.to(BF16), "offs": offs})
-    *_, dy_t, scale_dy_t = quantized(dy_TN, groups)
-    *_, x_t, scale_x_t = quantized(x_TK, groups)
-    columnwise = {"dy_t": dy_t, "x_t": x_t, "scale_dy_t": scale_dy_t, "scale_x_t": scale_x_t}
-    scaled = Sample("grouped_scaled_mm_wgrad", {**columnwise, "offs": offs, "out_dtype": BF16})
-    *_, x_t, scale_x_t = quantized(x_TK, groups, share_scales=True)
-    for sample in (exact, scaled, scaled.but(x_t=x_t, scale_x_t=scale_x_t)):
-        dy, x, _ = wgrad_operands(sample, groups)
+    dy, own, shared = (
+        quantized(t, groups, share_scales)[2:]
+        for t, share_scales in ((dy_TN, False), (x_TK, False), (x_TK, True))
+    )
+    for sample in (exact, *(scaled_wgrad(dy, x, groups, BF16) for x in (own, shared))):
         (dw,) = sample.results(device)
-        magnitude = reference.grouped_mm_wgrad(dy.abs(), x.abs(), offs)
-        assert_within_bound(dw, reference.grouped_mm_wgrad(dy, x, offs), magnitude)
+        assert_within_bound(dw, *wgrad_sums(sample, groups))
 
 
 def shared_parts(scale_t: Tensor) -> Tensor:
@@ -485,17 +498,13 @@ def test_shared_scales_cost_next_to_nothing(kind: str, device: str) -> None:
     expected = reference.grouped_mm_wgrad(dy.double(), x.double(), offs)
     errors = []
     for share_scales in (False, True):
-        operands = [
-            quantized(t, groups, s, device)[2:] for t, s in ((dy, False), (x, share_scales))
-        ]
-        (dy_t, scale_dy_t), (x_t, scale_x_t) = operands
-        columnwise = {"dy_t": dy_t, "x_t": x_t, "scale_dy_t": scale_dy_t, "scale_x_t": scale_x_t}
-        arguments = {**columnwise, "offs": offs, "out_dtype": FP32}
-        (dw,) = Sample("grouped_scaled_mm_wgrad", arguments).results(device)
+        of_x = quantized(x, groups, share_scales, device)[2:]
+        of_dy = quantized(dy, groups, device=device)[2:]
+        (dw,) = scaled_wgrad(of_dy, of_x, groups, FP32).results(device)
         errors.append((dw - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-30))
     own, shared = errors
     blocks = -(-300 // 128) + -(-724 // 128)
-    parts = shared_parts(scale_x_t[:blocks])
+    parts = shared_parts(of_x[1][:blocks])
     assert not parts[:, 0].any()
     if kind == "normal":
         assert parts[:, 1:].all()
@@ -510,26 +519,23 @@ def test_columns_may_share_scales_anywhere(power_of_two_scales: bool, device: st
     """Which of the columns of 128 share a scale in which steps changes nothing but rounding."""
     groups = Groups((900, 0, 128, 1, 700), 1800, K=464, N=144)
     x, dy = rows(groups, groups.K, FP32), rows(groups, groups.N, FP32)
-    offs, options = groups.offs(), {"power_of_two_scales": power_of_two_scales}
-    sample = make("group_quantize", groups, FP32, columnwise=True, **options)
+    options = {"columnwise": True, "power_of_two_scales": power_of_two_scales}
+    sample = make("group_quantize", groups, FP32, **options)
     *_, dy_t, scale_dy_t, _ = sample.but(x=dy).results("cpu")
     *_, x_t, scale_x_t, _ = sample.but(x=x).results("cpu")
     common = scale_x_t[:, ::128].repeat_interleave(128, dim=1)[:, : groups.K]
     steps, parts = torch.arange(len(x_t))[:, None], torch.arange(groups.K)[None, :] // 64
     outlier = torch.arange(groups.K)[None, :] == 463
-    zero = torch.zeros_like(common)
-    for own, other in (
-        *((own, scale_x_t) for own in (parts < 0, steps % 5 == 2, outlier, parts >= 0)),
-        ((steps + parts) % 7 == 3, scale_x_t),
-        ((steps + parts) % 3 == 1, zero),
-    ):
-        scales = torch.where(own, other, common)
-        columnwise = {"dy_t": dy_t, "x_t": x_t, "scale_dy_t": scale_dy_t, "scale_x_t": scales}
-        sample = Sample("grouped_scaled_mm_wgrad", {**columnwise, "offs": offs, "out_dtype": FP32})
-        dy_64, x_64, _ = wgrad_operands(sample, groups)
+    mixed = (steps + parts) % 7 == 3
+    own_scales = [
+        torch.where(own, scale_x_t, common)
+        for own in (parts < 0, steps % 5 == 2, outlier, parts >= 0, mixed)
+    ]
+    zeros = common * ((steps + parts) % 3 != 1)
+    for scales in (*own_scales, zeros):
+        sample = scaled_wgrad((dy_t, scale_dy_t), (x_t, scales), groups, FP32)
         (dw,) = sample.results(device)
-        magnitude = reference.grouped_mm_wgrad(dy_64.abs(), x_64.abs(), offs)
-        expected = reference.grouped_mm_wgrad(dy_64, x_64, offs)
+        expected, magnitude = wgrad_sums(sample, groups)
         assert within(dw, expected, 2.0**-20 * expected.abs() + C * 2.0**-13 * magnitude)
 
 
@@ -538,18 +544,13 @@ def test_columns_may_share_scales_anywhere(power_of_two_scales: bool, device: st
 def test_many_tiles_whose_columns_share_or_not(out_dtype: torch.dtype, device: str) -> None:
     """Each block of a GPU takes a dozen tiles, of 1 to 3 steps or none."""
     groups = Groups(tuple(e * 61 % 300 * (e % 5 != 3) for e in range(24)), 3400, K=1536, N=1024)
-    offs = groups.offs()
     x, dy = rows(groups, groups.K, FP32), rows(groups, groups.N, FP32)
     x[:, 300:700] *= 2.0 ** torch.randint(-9, 9, (groups.T, 1)).repeat_interleave(400, dim=1)
     x[:, 1000] *= 1000
-    *_, dy_t, scale_dy_t = quantized(dy, groups)
-    *_, x_t, scale_x_t = quantized(x, groups, share_scales=True)
-    columnwise = {"dy_t": dy_t, "x_t": x_t, "scale_dy_t": scale_dy_t, "scale_x_t": scale_x_t}
-    sample = Sample("grouped_scaled_mm_wgrad", {**columnwise, "offs": offs, "out_dtype": out_dtype})
-    dy_64, x_64, _ = wgrad_operands(sample, groups)
+    of_x = quantized(x, groups, share_scales=True)[2:]
+    sample = scaled_wgrad(quantized(dy, groups)[2:], of_x, groups, out_dtype)
     (dw,) = sample.results(device)
-    magnitude = reference.grouped_mm_wgrad(dy_64.abs(), x_64.abs(), offs)
-    expected = reference.grouped_mm_wgrad(dy_64, x_64, offs)
+    expected, magnitude = wgrad_sums(sample, groups)
     rounding = 2.0**-8 if out_dtype == BF16 else 2.0**-20
     assert within(dw, expected, rounding * expected.abs() + C * 2.0**-13 * magnitude)
 
