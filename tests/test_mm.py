@@ -555,6 +555,56 @@ def test_many_tiles_whose_columns_share_or_not(out_dtype: torch.dtype, device: s
     assert within(dw, expected, rounding * expected.abs() + C * 2.0**-13 * magnitude)
 
 
+# One group has all rows. On an H200 its matrix has 4 to 6 pairs of tiles, which all clusters cut
+# up; 40, of which some clusters take the beginnings of several; or more than there is room for.
+LONG_SUMS = {
+    "few": Groups((0, 4003, 0), 4100, K=528, N=400),
+    "two_thirds": Groups((5000, 0), 5000, K=2048, N=1280),
+    "rounds": Groups((4100,), 4100, K=3072, N=2560),
+}
+
+
+def long_sums() -> list[Any]:
+    """Shapes, ops and their variants; matrices that fill a GPU on a GPU alone."""
+    variants = {
+        "grouped_mm_wgrad": ("plain",),
+        "grouped_scaled_mm_wgrad": ("plain", "shared", "per_group", "per_group_e5m2"),
+        "grouped_mm_wgrad_": ("plain", "bf16", "overwrite"),
+        "grouped_scaled_mm_wgrad_": ("plain", "bf16"),
+    }
+    return [
+        pytest.param(
+            groups,
+            op,
+            variant,
+            *device.values,
+            marks=device.marks,
+            id="-".join((name, op, variant, device.id)),
+        )
+        for (name, groups), op in product(LONG_SUMS.items(), variants)
+        for variant in variants[op]
+        for device in devices(op)
+        if name == "few" or device.id == "cuda"
+    ]
+
+
+@pytest.mark.parametrize(("groups", "op", "variant", "device"), long_sums())
+def test_wgrad_of_few_tiles_with_long_sums(
+    groups: Groups, op: str, variant: str, device: str
+) -> None:
+    for dtype in (BF16, FP32) if op == "grouped_scaled_mm_wgrad" else (BF16,):
+        sample = variant_of(op, groups, variant, dtype)
+        (dw,) = sample.results(device)
+        expected = reference.grouped_mm_wgrad(*wgrad_operands(sample, groups))
+        allowed = wgrad_tolerance(sample, groups, expected, dw.dtype)
+        if variant != "overwrite" and "main_grad" in sample.arguments:
+            expected += sample["main_grad"].double()
+            allowed += (2.0**-24 + ROUNDING[dw.dtype]) * expected.abs()
+        assert within(dw, expected, allowed)
+        for _ in range(3):
+            assert_same_bits(sample.results(device)[0], dw)
+
+
 # --- the tolerances are tight --------------------------------------------------------------------
 
 

@@ -78,6 +78,15 @@ inline CUtensorMap out_map(const char* op, const Epilogue& epilogue, int64_t col
   return ragged_map(op, epilogue.out, dtype, item, cols, cols, kStoreRows);
 }
 
+// Room for the sums that clusters leave for one another, where tiles may be worth cutting.
+template <typename Config>
+std::optional<Tensor> room_for_sums(const Tensor& like, const GemmShape& shape, int clusters) {
+  constexpr int64_t place_bytes =
+      kMarksOfPlace * sizeof(uint64_t) + kSumsOfPlace<Config> * sizeof(float);
+  if (!Config::kByDepth || shape.T < 2 * kLeastSteps * Config::kTileK) return {};
+  return new_tensor(like, {clusters * place_bytes}, ScalarType::Byte);
+}
+
 template <typename Config>
 void launch_gemm(const Launch& launch, TensorMaps maps, const Tensor& offs,
                  const SquareScale& square_scale, const Epilogue& epilogue,
@@ -91,8 +100,16 @@ void launch_gemm(const Launch& launch, TensorMaps maps, const Tensor& offs,
   maps.out = epilogue.copied ? out_map(launch.op(), epilogue, shape.cols) : maps.a;
   const int blocks = launch.multiprocessors() / kCluster * kCluster;
   launch.allow_shared_bytes<kernel>(shared_bytes);
+  const int clusters = blocks / kCluster;
+  const std::optional<Tensor> room = room_for_sums<Config>(offs, shape, clusters);
+  PartialSums partial{};
+  if (room) {
+    partial.marks = static_cast<uint64_t*>(room->data_ptr());
+    partial.sums = reinterpret_cast<float*>(partial.marks + clusters * kMarksOfPlace);
+  }
   launch.run(kernel, blocks, kThreads, shared_bytes, maps, offs.const_data_ptr<int32_t>(),
-             square_scale, epilogue, shape);
+             square_scale, epilogue, partial, tile_counts<Config>(shape),
+             tile_counts<NarrowOf<Config>>(shape), shape);
 }
 
 }  // namespace grouped_linear::cuda

@@ -129,7 +129,7 @@ __device__ void send(GemmShared<Config>& shared, const CUtensorMap& map, const E
       if (tile.steps < 0) return;
       // All groups' matrices are one below the other.
       const int before = Config::kByDepth ? tile.group * shape.rows : 0;
-      const bool adds_nothing = tile.steps == 0 && !overwrite;
+      const bool adds_nothing = (tile.steps == 0 && !overwrite) || tile.leaves() > 0;
       for (int part = 0; sends && !adds_nothing && part < kTileM / kStoreRows; ++part) {
         const int row = tile.row + part * kStoreRows;
         if (row >= tile.row_limit) break;

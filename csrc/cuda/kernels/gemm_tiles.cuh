@@ -44,6 +44,35 @@ struct GemmShape {
   int depth;       // K, by rows
 };
 
+// A number to divide by, found out on the host: with it a division is a product, and not 25 instructions
+// on the way to the next tile.
+struct Divisor {
+  uint32_t divisor = 1, inverse = ~uint32_t{0};
+
+  Divisor() = default;
+  explicit Divisor(int number) : divisor(number), inverse(~uint32_t{0} / divisor) {}
+
+  // The quotient of a number from 0 to 2^31 - 1, whose rest stays in it.
+  __device__ __forceinline__ int take(int& number) const {
+    const uint32_t n = number;
+    uint32_t quotient = __umulhi(n, inverse), rest = n - quotient * divisor;  // or one less
+    if (rest >= divisor) {
+      ++quotient;
+      rest -= divisor;
+    }
+    number = static_cast<int>(rest);
+    return static_cast<int>(quotient);
+  }
+};
+
+// How tiles of one width are counted, see tile_of.
+struct TileCounts {
+  int cols;
+  Divisor matrix;                 // by depth: a matrix' clusters
+  Divisor band, col_pairs;        // clusters of a band, and of a row of tiles
+  Divisor pairs[kBandPairs + 1];  // of row tiles in a band
+};
+
 // b's scales of squares, by their strides: between groups, and between blocks of 128 of b's rows (the
 // output's columns) and of the depth.
 struct SquareScale {
@@ -113,11 +142,34 @@ struct NarrowOf : Config {
 // One output tile of this block, and the steps along its depth.
 struct alignas(16) Tile {
   int group;
-  int row, row_limit;           // first row in the output matrix, and the first not to be stored
-  int col;                      // first column; past the last in a block that has nothing to do
-  int steps;                    // -1: there are no more tiles
-  int depth_begin, depth_rows;  // by depth: the group's first row (16-bit) or block (FP8), its rows
-  int shares_b;                 // with the other block of the cluster, else a
+  int row, row_limit;     // first row in the output matrix, and the first not to be stored
+  int col;                // first column; past the last in a block that has nothing to do
+  int steps;              // -1: there are no more tiles
+  int begin, depth_rows;  // by depth: the first row (16-bit) or block (FP8), so many rows
+  // Bits 0 to 7: whether b's tile is shared with the other block of the cluster, else a's. A tile that is
+  // cut takes the sums of parts before it from `count` places, from `takes` on, and leaves its own in
+  // another (0: it is the last part). See gemm_schedule.cuh.
+  uint32_t bits;
+
+  __device__ static uint32_t bits_of_part(int takes, int count, int leaves) {
+    return takes << 8 | count << 16 | leaves << 24;
+  }
+  __device__ bool shares_b() const { return bits & 1; }
+  __device__ bool is_cut() const { return bits > 1; }
+  __device__ int takes() const { return bits >> 8 & 255; }
+  __device__ int take_count() const { return bits >> 16 & 255; }
+  __device__ int leaves() const { return bits >> 24; }
+};
+static_assert(sizeof(Tile) == 32);
+
+// The work of a cluster by depth: whole tiles, one of every round, then parts of tiles that are cut.
+struct Schedule {
+  int whole;          // so many tiles, of all clusters
+  int parts;          // of this cluster
+  int tile, stride;   // after the whole ones: the first that it has a part of, the way to the next
+  int first, steps;   // of each part
+  int number, mains;  // which of a tile's main parts it has, -1 as a helper, and how many there are
+  bool has_helpers;
 };
 
 // What a block's warps tell one another, in the same place whatever the tiles: barriers stand before the
@@ -126,10 +178,12 @@ struct GemmControl {
   static constexpr int kMostStages = 6;
   uint64_t full[kMostStages], empty[kMostStages];
   uint64_t scaled[kMostStages];  // with lines: the columns' scales are there
-  uint64_t staged, sent;
+  uint64_t staged, sent, scheduled;
   Tile tiles[kTileRing];
   GroupTable groups;  // tile_end counts clusters by rows, blocks of 128 rows by depth
   int taken_count;    // by depth: so many groups take tiles, and the table has those alone
+  int taken_rows;     // by depth: of each of them, or 0 where they differ
+  Schedule schedule;
   alignas(128) uint8_t zeros[kZeroBytes];
 
   // Which groups they are, in half of the zeros' room.
@@ -172,72 +226,77 @@ struct GemmShared
   static_assert(Config::kStages <= kMostStages && kTileRing >= Config::kStages + 2);
 };
 
-__device__ __forceinline__ int row_tiles(int rows) { return (rows + kTileM - 1) / kTileM; }
+__host__ __device__ __forceinline__ int row_tiles(int rows) { return (rows + kTileM - 1) / kTileM; }
 
 template <typename Config>
-__device__ __forceinline__ int col_tiles(const GemmShape& shape) {
+__host__ __device__ __forceinline__ int col_tiles(const GemmShape& shape) {
   return (shape.cols + Config::kTileN - 1) / Config::kTileN;
 }
 
 // Pairs of row tiles that share b's tile, of `rows` row tiles.
 template <typename Config>
-__device__ __forceinline__ int row_pairs(int rows) {
+__host__ __device__ __forceinline__ int row_pairs(int rows) {
   return Config::kNarrow ? 0 : rows / 2;
 }
 
 // How many clusters a matrix of rows x cols tiles takes: pairs of rows, then pairs of columns.
 template <typename Config>
-__device__ __forceinline__ int cluster_tiles(int rows, int cols) {
+__host__ __device__ __forceinline__ int cluster_tiles(int rows, int cols) {
   const int pairs = row_pairs<Config>(rows);
   return pairs * cols + (rows - 2 * pairs) * ((cols + 1) / 2);
 }
 
 template <typename Config>
-__device__ int cluster_count(const GroupTable& groups, int taken_count, const GemmShape& shape) {
-  if constexpr (Config::kByDepth)
-    return taken_count * cluster_tiles<Config>(row_tiles(shape.rows), col_tiles<Config>(shape));
-  return groups.tile_end[shape.E - 1];
+TileCounts tile_counts(const GemmShape& shape) {
+  TileCounts counts{};
+  counts.cols = col_tiles<Config>(shape);
+  if (Config::kByDepth)
+    counts.matrix = Divisor(cluster_tiles<Config>(row_tiles(shape.rows), counts.cols));
+  counts.band = Divisor(kBandPairs * counts.cols);
+  counts.col_pairs = Divisor((counts.cols + 1) / 2);
+  for (int pairs = 1; pairs <= kBandPairs; ++pairs) counts.pairs[pairs] = Divisor(pairs);
+  return counts;
 }
 
 // This block's tile of the cluster's next two. Row tiles run fastest, in bands, so that blocks that
 // run together share both operands in L2.
 template <typename Config>
-__device__ Tile tile_of(int number, const GroupTable& groups, const uint16_t* taken,
-                        const GemmShape& shape) {
-  const int rank = static_cast<int>(sm90::cluster_rank()), cols = col_tiles<Config>(shape);
+__device__ __forceinline__ Tile tile_of(int number, const GroupTable& groups, const uint16_t* taken,
+                                        const TileCounts& counts, const GemmShape& shape) {
+  const int rank = static_cast<int>(sm90::cluster_rank());
   Tile tile{};
-  int rows, local;
+  int rows, rest;  // of the matrix; number in it
   if constexpr (Config::kByDepth) {
     rows = row_tiles(shape.rows);
-    const int e = number / cluster_tiles<Config>(rows, cols);
-    local = number % cluster_tiles<Config>(rows, cols);
+    rest = number;
+    const int e = counts.matrix.take(rest);
     tile.group = taken[e];
     tile.row_limit = shape.rows;
     tile.depth_rows = groups.row_end[e] - groups.row_begin(e);
     const int first_block = groups.tile_begin(e);
     const int last_block = min(groups.tile_end[e], shape.T / kTileM);
-    tile.depth_begin = Config::kFp8 ? first_block : groups.row_begin(e);
+    tile.begin = Config::kFp8 ? first_block : groups.row_begin(e);
     tile.steps = Config::kFp8 ? max(last_block - first_block, 0)
                               : (tile.depth_rows + Config::kTileK - 1) / Config::kTileK;
   } else {
     tile.group = groups.group_of_tile(number, shape.E);
-    local = number - groups.tile_begin(tile.group);
+    rest = number - groups.tile_begin(tile.group);
     tile.row = groups.row_begin(tile.group);
     tile.row_limit = groups.row_end[tile.group];
     rows = row_tiles(tile.row_limit - tile.row);
     tile.steps = (shape.depth + Config::kTileK - 1) / Config::kTileK;
   }
   const int pairs = row_pairs<Config>(rows);
-  tile.shares_b = local < pairs * cols;
-  if (tile.shares_b) {
-    const int band = local / (kBandPairs * cols), in_band = local % (kBandPairs * cols);
-    const int band_pairs = min(kBandPairs, pairs - band * kBandPairs);
-    tile.row += (2 * (band * kBandPairs + in_band % band_pairs) + rank) * kTileM;
-    tile.col = in_band / band_pairs * Config::kTileN;
+  if (rest < pairs * counts.cols) {
+    const int band = counts.band.take(rest);
+    const int col = counts.pairs[min(kBandPairs, pairs - band * kBandPairs)].take(rest);
+    tile.row += (2 * (band * kBandPairs + rest) + rank) * kTileM;
+    tile.col = col * Config::kTileN;
+    tile.bits = 1;
   } else {
-    const int col_pairs = (cols + 1) / 2, rest = local - pairs * cols;
-    tile.row += (2 * pairs + rest / col_pairs) * kTileM;
-    tile.col = (2 * (rest % col_pairs) + rank) * Config::kTileN;
+    rest -= pairs * counts.cols;
+    tile.row += (2 * pairs + counts.col_pairs.take(rest)) * kTileM;
+    tile.col = (2 * rest + rank) * Config::kTileN;
   }
   return tile;
 }

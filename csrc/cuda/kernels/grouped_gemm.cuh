@@ -33,6 +33,8 @@
 #pragma once
 
 #include "gemm_epilogue.cuh"
+#include "gemm_partial_sums.cuh"
+#include "gemm_schedule.cuh"
 #include "gemm_tiles.cuh"
 #include "overlap.cuh"
 
@@ -47,10 +49,10 @@ __device__ __forceinline__ void load_a(GemmShared<Config>& shared, const TensorM
   uint64_t* full = &shared.full[stage];
   const int row = tile.row + half * (kTileM / 2);
   if constexpr (Config::kFp8 && Config::kByDepth) {
-    sm90::load_3d(to, &maps.a, full, mask, 0, row, tile.depth_begin + step);
+    sm90::load_3d(to, &maps.a, full, mask, 0, row, tile.begin + step);
   } else if constexpr (Config::kByDepth) {
-    const int at = tile.depth_begin + step * Config::kTileK;
-    const RaggedRows rows(at, tile.depth_begin + tile.depth_rows);
+    const int at = tile.begin + step * Config::kTileK;
+    const RaggedRows rows(at, tile.begin + tile.depth_rows);
     sm90::load_4d(to, &maps.a, full, mask, row, rows.c1, rows.c2, rows.kOrigin);
   } else {
     sm90::load_2d(to, &maps.a, full, mask, step * Config::kTileK, row);
@@ -67,13 +69,13 @@ __device__ __forceinline__ void load_b(GemmShared<Config>& shared, const TensorM
   uint64_t* full = &shared.full[stage];
   const int col = tile.col + piece * cols;
   if constexpr (Config::kFp8 && Config::kByDepth) {
-    sm90::load_3d(to, &maps.b, full, mask, 0, col, tile.depth_begin + step);
+    sm90::load_3d(to, &maps.b, full, mask, 0, col, tile.begin + step);
   } else if constexpr (Config::kBMajor == 0) {
     sm90::load_3d(to, Config::kNarrow ? &maps.narrow_b : &maps.b, full, mask, step * Config::kTileK,
                   col, tile.group);
   } else {
-    const int at = tile.depth_begin + step * Config::kTileK;
-    const RaggedRows rows(at, tile.depth_begin + tile.depth_rows);
+    const int at = tile.begin + step * Config::kTileK;
+    const RaggedRows rows(at, tile.begin + tile.depth_rows);
 #pragma unroll
     for (int c = 0; c < cols; c += 64) {
       uint8_t* column = to + c * kLineBytes;
@@ -89,22 +91,21 @@ __device__ __forceinline__ void load_b(GemmShared<Config>& shared, const TensorM
 // too, as does the end.
 template <typename Config>
 __device__ void produce(GemmShared<Config>& shared, const TensorMaps& maps,
-                        const GemmShape& shape) {
+                        const TileCounts& counts, const GemmShape& shape) {
   constexpr int scale_bytes = Config::kBlocks ? 4 * Config::kRowScales : 0;
   constexpr uint16_t all = (1 << kCluster) - 1;
   const int rank = static_cast<int>(sm90::cluster_rank());
   RingPosition<Config::kStages> ring;
-  const int clusters =
-      cluster_count<Config>(shared.groups, Config::kByDepth ? shared.taken_count : 0, shape);
-  int count = 0;
-  for (int number = blockIdx.x / kCluster; number < clusters;
-       number += gridDim.x / kCluster, ++count) {
-    const Tile tile = tile_of<Config>(number, shared.groups, shared.taken(), shape);
-    if (tile.steps == 0) {
-      sm90::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-      shared.tiles[count % kTileRing] = tile;
+  if (Config::kByDepth) sm90::barrier_wait(&shared.scheduled, 0);
+  Work<Config> work(shared, counts, shape);
+  for (int count = 0;; ++count) {
+    const Tile tile = work.next();
+    sm90::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+    shared.tiles[count % kTileRing] = tile;
+    if (tile.steps <= 0) {
       sm90::barrier_arrive(&shared.full[ring.stage]);
       if constexpr (Config::kLines) sm90::barrier_arrive(&shared.scaled[ring.stage]);
+      if (tile.steps < 0) return;
       ring.advance();
     }
 #pragma unroll 1
@@ -112,15 +113,14 @@ __device__ void produce(GemmShared<Config>& shared, const TensorMaps& maps,
       const int stage = ring.stage;
       uint64_t* full = &shared.full[stage];
       sm90::barrier_wait(&shared.empty[stage], ring.parity ^ 1);
-      if (step == 0) shared.tiles[count % kTileRing] = tile;
       if constexpr (Config::kLines) {  // first: find_shared_scales looks at them while others come
         uint64_t* scaled = &shared.scaled[stage];
         sm90::barrier_arrive_expect(scaled, sizeof(shared.scales[stage].columns));
         sm90::load_2d(shared.scales[stage].columns, &maps.scale_b, scaled, 0, tile.col,
-                      tile.depth_begin + step);
+                      tile.begin + step);
       }
       sm90::barrier_arrive_expect(full, Config::kABytes + Config::kBBytes + scale_bytes);
-      if (!Config::kNarrow && tile.shares_b) {
+      if (!Config::kNarrow && tile.shares_b()) {
         load_a<Config>(shared, maps, tile, stage, step, 0, 0);
         load_a<Config>(shared, maps, tile, stage, step, 1, 0);
         load_b<Config>(shared, maps, shape, tile, stage, step, rank, all);
@@ -132,7 +132,7 @@ __device__ void produce(GemmShared<Config>& shared, const TensorMaps& maps,
       }
       if constexpr (Config::kLines) {
         sm90::load_2d(shared.scales[stage].rows, &maps.scale_a, full, 0, tile.row,
-                      tile.depth_begin + step);
+                      tile.begin + step);
       } else if constexpr (Config::kBlocks) {
         // The innermost coordinate of a copy must be a multiple of 16 bytes (H200, 2026-11: an
         // "illegal instruction" otherwise), and a group may start at any row.
@@ -140,10 +140,6 @@ __device__ void produce(GemmShared<Config>& shared, const TensorMaps& maps,
       }
     }
   }
-  sm90::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
-  shared.tiles[count % kTileRing].steps = -1;
-  sm90::barrier_arrive(&shared.full[ring.stage]);
-  if constexpr (Config::kLines) sm90::barrier_arrive(&shared.scaled[ring.stage]);
 }
 
 // Puts b's scales of squares beside the operands of every step. A tile of 192 columns meets two
@@ -152,7 +148,7 @@ __device__ void produce(GemmShared<Config>& shared, const TensorMaps& maps,
 // ring is full.
 template <typename Config>
 __device__ void produce_square_scales(GemmShared<Config>& shared, const SquareScale& scale,
-                                      const GemmShape& shape) {
+                                      const TileCounts& counts, const GemmShape& shape) {
   const int lane = threadIdx.x % 32;
   RingPosition<Config::kStages> ring;
   const auto put = [&](float of_first, float of_last) {
@@ -163,10 +159,11 @@ __device__ void produce_square_scales(GemmShared<Config>& shared, const SquareSc
     }
     ring.advance();
   };
-  const int clusters = cluster_count<Config>(shared.groups, 0, shape);
+  Work<Config> work(shared, counts, shape);
 #pragma unroll 1
-  for (int number = blockIdx.x / kCluster; number < clusters; number += gridDim.x / kCluster) {
-    const Tile tile = tile_of<Config>(number, shared.groups, shared.taken(), shape);
+  while (true) {
+    const Tile tile = work.next();
+    if (tile.steps < 0) break;
     const int first = min(tile.col, shape.cols - 1) / kTileM;
     const int last = min(tile.col + kTileM, shape.cols - 1) / kTileM;
     const float* group = scale.scale + tile.group * scale.group_stride;
@@ -323,7 +320,8 @@ struct Constant {
 // Multiplies every tile of this block, 64 rows a warpgroup.
 template <typename Config>
 __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
-                        const Epilogue& epilogue, const GemmShape& shape) {
+                        const Epilogue& epilogue, const PartialSums& partial,
+                        const GemmShape& shape) {
   const int math_group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 - 4,
             lane = threadIdx.x % 32;
   const uint32_t first_empty = sm90::cluster_address(&shared.empty[0], lane % kCluster);
@@ -334,7 +332,7 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
   };
   const uint32_t full = sm90::kept_address(shared.full);
   const auto full_of = [&](int stage) -> uint32_t { return full + stage * sizeof(uint64_t); };
-  const bool overwrite = is_overwritten(epilogue);
+  const bool overwrite = !Config::kByDepth || is_overwritten(epilogue);
   constexpr int count = Config::kTileN / 2;
   const WarpgroupOperands<Config> operands(shared, math_group);
   RingPosition<Config::kStages> ring;
@@ -366,6 +364,8 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
       take_empty_turns();
       continue;
     }
+
+    const bool is_cut = Config::kByDepth && tile.is_cut();
 
     float sum[count];
     const auto clear = [&] {
@@ -526,6 +526,15 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
       }
     }
 
+    // Read early, it costs no time; kept where scales are of groups, ptxas would spill.
+    if (Config::kByDepth && (Config::kGroups ? tile.is_cut() : is_cut)) {
+      add_sums(partial, tile.takes(), tile.take_count(), sum);
+      if (tile.leaves() > 0) {
+        leave_sums(partial, tile.leaves(), sum);
+        take_empty_turns();
+        continue;
+      }
+    }
     if constexpr (Config::kGroups) {
       const float scale_a = epilogue.scale_a[tile.group], scale_b = epilogue.scale_b[tile.group];
 #pragma unroll
@@ -557,14 +566,18 @@ __device__ void take_groups(GemmShared<Config>& shared, const Epilogue& epilogue
                             const GemmShape& shape) {
   GroupTable& groups = shared.groups;
   const bool all = !epilogue.copied && is_overwritten(epilogue);
-  int count = 0;
+  int count = 0, most_rows = 0, least_rows = shape.T + 1;
 #pragma unroll 1
   for (int first = 0; first < shape.E; first += 32) {
     const int e = first + threadIdx.x, at = min(e, shape.E - 1);
     const int row_end = groups.row_end[at], tile_end = groups.tile_end[at];
-    const bool takes = e < shape.E && (all || row_end > groups.row_begin(at));
+    const int rows = row_end - groups.row_begin(at);
+    const bool takes = e < shape.E && (all || rows > 0);
     const unsigned others = __ballot_sync(0xffffffff, takes);
+    __syncwarp();  // all have read what others write over
     if (takes) {
+      most_rows = max(most_rows, rows);
+      least_rows = min(least_rows, rows);
       const int to = count + __popc(others & ((1u << threadIdx.x) - 1));
       groups.row_end[to] = row_end;
       groups.tile_end[to] = tile_end;
@@ -573,7 +586,9 @@ __device__ void take_groups(GemmShared<Config>& shared, const Epilogue& epilogue
     count += __popc(others);
     __syncwarp();
   }
+  most_rows = __reduce_max_sync(0xffffffff, most_rows);
   shared.taken_count = count;
+  shared.taken_rows = most_rows == __reduce_min_sync(0xffffffff, least_rows) ? most_rows : 0;
 }
 
 template <typename Config>
@@ -586,6 +601,16 @@ __device__ void find_groups(GroupTable& groups, const int32_t* offs, const GemmS
       return cluster_tiles<Config>(row_tiles(rows), cols);
     });
   }
+}
+
+// By depth; by one thread, after take_groups.
+template <typename Config>
+__device__ void find_schedule(GemmShared<Config>& shared, const PartialSums& partial,
+                              const TileCounts& counts) {
+  shared.schedule = schedule_of(shared.taken_count * static_cast<int>(counts.matrix.divisor),
+                                (shared.taken_rows + Config::kTileK - 1) / Config::kTileK,
+                                partial.sums != nullptr);
+  sm90::barrier_arrive(&shared.scheduled);
 }
 
 // Whether all narrow tiles find room at once: then none waits for another, and more blocks work.
@@ -601,23 +626,26 @@ __device__ bool fits_narrow(const GroupTable& groups, const GemmShape& shape) {
 template <typename Config>
 __device__ void multiply(GemmShared<Config>& shared, const TensorMaps& maps,
                          const SquareScale& square_scale, const Epilogue& epilogue,
+                         const PartialSums& partial, const TileCounts& counts,
                          const GemmShape& shape) {
   if (threadIdx.x < 128) {
     sm90::give_registers<40>();
-    if (threadIdx.x == 0) produce<Config>(shared, maps, shape);
+    if (threadIdx.x == 0) produce<Config>(shared, maps, counts, shape);
     if constexpr (Config::kSquares)
-      if (threadIdx.x / 32 == 1) produce_square_scales<Config>(shared, square_scale, shape);
+      if (threadIdx.x / 32 == 1) produce_square_scales<Config>(shared, square_scale, counts, shape);
     if constexpr (Config::kLines)
       if (threadIdx.x / 32 == 1) find_shared_scales<Config>(shared, shape);
     if constexpr (!Config::kByDepth)
       if (threadIdx.x / 32 == 2 && sm90::elect()) zero_tail<Config>(shared, epilogue, shape);
+    if constexpr (Config::kByDepth)
+      if (threadIdx.x == 64) find_schedule<Config>(shared, partial, counts);
     if constexpr (Config::kByDepth)
       if (threadIdx.x / 32 == 2 && shared.taken_count < shape.E && is_overwritten(epilogue))
         zero_empty<Config>(shared, epilogue, shape);
     if (threadIdx.x / 32 == 3 && sm90::elect()) send<Config>(shared, maps.out, epilogue, shape);
   } else {
     sm90::take_registers<232>();
-    consume<Config>(shared, maps, epilogue, shape);
+    consume<Config>(shared, maps, epilogue, partial, shape);
   }
   __syncwarp();
   sm90::cluster_sync();  // nor leaves while another may still arrive at its barriers
@@ -638,6 +666,7 @@ __device__ void prepare(GemmControl& control, const TensorMaps& maps) {
       sm90::barrier_init(&control.empty[s], kMathWarps * kCluster);
       if (Config::kLines) sm90::barrier_init(&control.scaled[s], 1);
     }
+    sm90::barrier_init(&control.scheduled, 1);
     sm90::barrier_init(&control.staged, kMathWarps);
     sm90::barrier_init(&control.sent, 1);
     sm90::fence_barrier_init();
@@ -655,7 +684,8 @@ template <typename Config>
 __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster)
     grouped_gemm_kernel(const __grid_constant__ TensorMaps maps, const int32_t* offs,
                         const SquareScale square_scale, const Epilogue epilogue,
-                        const GemmShape shape) {
+                        const PartialSums partial, const __grid_constant__ TileCounts counts,
+                        const __grid_constant__ TileCounts narrow_counts, const GemmShape shape) {
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& shared = *reinterpret_cast<GemmShared<Config>*>(raw);
   prepare<Config>(shared, maps);
@@ -671,10 +701,10 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster)
       using Narrow = NarrowOf<Config>;
       auto& narrow = *reinterpret_cast<GemmShared<Narrow>*>(raw);
       find_groups<Narrow>(narrow.groups, offs, shape);
-      return multiply<Narrow>(narrow, maps, square_scale, epilogue, shape);
+      return multiply<Narrow>(narrow, maps, square_scale, epilogue, partial, narrow_counts, shape);
     }
   }
-  multiply<Config>(shared, maps, square_scale, epilogue, shape);
+  multiply<Config>(shared, maps, square_scale, epilogue, partial, counts, shape);
 }
 
 }  // namespace grouped_linear::cuda

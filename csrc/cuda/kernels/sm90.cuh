@@ -35,6 +35,37 @@ __device__ __forceinline__ float2 load_float2(uint32_t address) {
   return value;
 }
 
+// threadIdx.x, read anew: for what is rare, where a register for it would be one too many elsewhere.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
+// --- memory that blocks share
+// ---------------------------------------------------------------------------------------
+
+// Past L1, which does not see what other multiprocessors write.
+__device__ __forceinline__ void store_past_l1(float* to, float value) {
+  asm volatile("st.global.cg.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
+}
+__device__ __forceinline__ float load_past_l1(const float* from) {
+  float value;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
+  return value;
+}
+
+// Whoever loads the value sees what was written before it was stored.
+__device__ __forceinline__ void store_release(uint64_t* to, uint64_t value) {
+  asm volatile("fence.acq_rel.gpu; st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value)
+               : "memory");
+}
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t* from) {
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+
 // --- mbarriers
 // ---------------------------------------------------------------------------------------
 

@@ -1,0 +1,121 @@
+// Which tiles a cluster works on, and by depth which parts of tiles.
+//
+// Tiles are handed out in rounds, one a cluster. The last round has fewer tiles than the GPU has clusters,
+// as a rule, and the others would wait for it. By depth its tiles are cut. As many clusters as go evenly
+// into them take parts of the same length, `mains` of each tile; those that are left are helpers, and take
+// what comes before these, of one tile or of several in turn, so that all are done at about the same time.
+// Clusters that work on neighbouring tiles are then at the same step of them, and find one another's
+// operands in L2. The last part of a tile adds the sums of the others to its own, in their order.
+//
+// Clusters wait only for clusters of lower numbers, and helpers for nobody: no work is stuck as long as the
+// GPU starts clusters in their order, even where it has not room for all.
+//
+// By rows no tile is cut: a row's result depends on that row and its group's matrix alone, to the bit.
+#pragma once
+
+#include "gemm_tiles.cuh"
+
+namespace grouped_linear::cuda {
+
+constexpr int kHandSteps = 4;   // to leave sums, or to add them, takes as long: some 3000 cycles
+constexpr int kLeastSteps = 8;  // of a helper's part
+constexpr int kMostMains = 8;
+
+// The work of this block's cluster by depth, of tiles of `steps` steps each (0: they differ).
+__device__ __forceinline__ Schedule schedule_of(int tiles, int steps, bool may_cut) {
+  const int clusters = gridDim.x / kCluster, cluster = blockIdx.x / kCluster;
+  const int rest = tiles % clusters;
+  Schedule schedule{};
+  schedule.whole = tiles;
+  if (!may_cut || rest == 0 || steps < kLeastSteps) return schedule;
+
+  const int mains = min(clusters / rest, kMostMains), helpers = clusters - mains * rest;
+  int of_helper = 0;
+  if (helpers > 0) {  // a main part is as long as `turns` of a helper's and their sums
+    const int turns = (rest + helpers - 1) / helpers, mains_turns = mains * turns;
+    of_helper = (steps - mains_turns * kHandSteps) / (mains_turns + 1);
+    if (of_helper < kLeastSteps) of_helper = 0;
+  }
+  const int of_mains = steps - of_helper;
+  if (of_mains / mains + (mains + (of_helper > 0) + 1) * kHandSteps > steps) return schedule;
+
+  schedule.whole = tiles - rest;
+  schedule.mains = mains;
+  schedule.has_helpers = of_helper > 0;
+  if (cluster < helpers) {
+    schedule.number = -1;
+    schedule.parts = of_helper == 0 ? 0 : (rest - cluster + helpers - 1) / helpers;
+    schedule.tile = cluster;
+    schedule.stride = helpers;
+    schedule.steps = of_helper;
+  } else {
+    const int number = (cluster - helpers) / rest;
+    const int begin = number * of_mains / mains, end = (number + 1) * of_mains / mains;
+    schedule.number = number;
+    schedule.parts = 1;
+    schedule.tile = (cluster - helpers) % rest;
+    schedule.first = of_helper + begin;
+    schedule.steps = end - begin;
+  }
+  return schedule;
+}
+
+// Makes of a tile the part of it that is this cluster's; rest: which of the last round's tiles it is.
+template <typename Config>
+__device__ __forceinline__ void cut(Tile& tile, const Schedule& schedule, int rest) {
+  const int rows = schedule.first * Config::kTileK;
+  tile.begin += Config::kFp8 ? schedule.first : rows;
+  tile.depth_rows = min(tile.depth_rows - rows, schedule.steps * Config::kTileK);
+  tile.steps = schedule.steps;
+  // A tile's helper leaves its sums in place rest * mains + 1, main part i in the i + 2nd from there.
+  const int mains = schedule.mains, number = schedule.number, first_place = rest * mains + 1;
+  if (number < mains - 1)
+    tile.bits |= Tile::bits_of_part(0, 0, first_place + number + 1);
+  else
+    tile.bits |=
+        Tile::bits_of_part(first_place + !schedule.has_helpers, mains - !schedule.has_helpers, 0);
+}
+
+// The work of this block, tile after tile, in the order in which it is done.
+template <typename Config>
+class Work {
+ public:
+  __device__ Work(GemmShared<Config>& shared, const TileCounts& counts, const GemmShape& shape)
+      : shared_(shared), counts_(counts), shape_(shape), next_(blockIdx.x / kCluster) {
+    const int clusters = gridDim.x / kCluster;
+    const int whole =
+        Config::kByDepth ? shared.schedule.whole : shared.groups.tile_end[shape.E - 1];
+    whole_ = max(whole - next_ + clusters - 1, 0) / clusters;
+  }
+
+  // The next tile; steps = -1: there is no more.
+  __device__ __forceinline__ Tile next() {
+    int number = next_, rest = -1;
+    if (whole_ > 0) {
+      --whole_;
+      next_ += gridDim.x / kCluster;
+    } else {
+      const Schedule& schedule = shared_.schedule;
+      if (!Config::kByDepth || part_ >= schedule.parts) {
+        Tile end{};
+        end.steps = -1;
+        return end;
+      }
+      rest = schedule.tile + part_++ * schedule.stride;
+      number = schedule.whole + rest;
+    }
+    Tile tile = tile_of<Config>(number, shared_.groups, shared_.taken(), counts_, shape_);
+    if constexpr (Config::kByDepth)
+      if (rest >= 0) cut<Config>(tile, shared_.schedule, rest);
+    return tile;
+  }
+
+ private:
+  GemmShared<Config>& shared_;
+  const TileCounts& counts_;
+  const GemmShape& shape_;
+  int next_, whole_;  // whole tile, and so many of them are left
+  int part_ = 0;
+};
+
+}  // namespace grouped_linear::cuda
