@@ -30,6 +30,9 @@
 // layout (FP8) or because the tensor map ends there (16-bit, see RaggedRows). Stores end with the
 // group by the same kind of map. A group without rows has no tiles by depth: a warp that is idle else
 // zeroes its matrix while others multiply. Another one finds scales that are the same for many columns.
+//
+// By depth, what is left after the last full round of tiles is cut up for all clusters (gemm_schedule.cuh,
+// gemm_partial_sums.cuh).
 #pragma once
 
 #include "gemm_epilogue.cuh"
