@@ -2,7 +2,7 @@
 //
 // Bytes: a block's tile of float32, 128 KiB in 16 bits and 96 in FP8, written once and read once, mostly
 // in L2. Whoever takes them waits for a mark, and wipes it off. So no mark outlives the kernel that made
-// it, and nobody has to clear the memory before: whatever else lies there is not that number.
+// it, and nobody has to clear the memory before: whatever else lies there is not that number, of 2^64.
 #pragma once
 
 #include "gemm_tiles.cuh"

@@ -1,9 +1,10 @@
 // Which tiles a cluster works on, and by depth which parts of tiles.
 //
 // Tiles are handed out in rounds, one a cluster. The last round has fewer tiles than the GPU has clusters,
-// as a rule, and the others would wait for it. By depth its tiles are cut. As many clusters as go evenly
-// into them take parts of the same length, `mains` of each tile; those that are left are helpers, and take
-// what comes before these, of one tile or of several in turn, so that all are done at about the same time.
+// as a rule, and the others would wait for it. By depth its tiles are cut, where all have the same depth. As
+// many clusters as go evenly into them, up to kMostMains a tile, take parts of the same length, `mains` of
+// each tile; those that are left are helpers, and take what comes before these, of one tile or of several
+// in turn, so that all are done at about the same time; or nothing, where that would be too short.
 // Clusters that work on neighbouring tiles are then at the same step of them, and find one another's
 // operands in L2. The last part of a tile adds the sums of the others to its own, in their order.
 //
@@ -17,9 +18,9 @@
 
 namespace grouped_linear::cuda {
 
-constexpr int kHandSteps = 4;   // to leave sums, or to add them, takes as long: some 3000 cycles
+constexpr int kHandSteps = 4;   // to leave sums, or to add them, takes as long, or somewhat less
 constexpr int kLeastSteps = 8;  // of a helper's part
-constexpr int kMostMains = 8;
+constexpr int kMostMains = 8;   // more sums would take longer to add than their products
 
 // The work of this block's cluster by depth, of tiles of `steps` steps each (0: they differ).
 __device__ __forceinline__ Schedule schedule_of(int tiles, int steps, bool may_cut) {
@@ -60,7 +61,7 @@ __device__ __forceinline__ Schedule schedule_of(int tiles, int steps, bool may_c
   return schedule;
 }
 
-// Makes of a tile the part of it that is this cluster's; rest: which of the last round's tiles it is.
+// Makes of a tile the part of it that is this cluster's; rest: its number in the last round.
 template <typename Config>
 __device__ __forceinline__ void cut(Tile& tile, const Schedule& schedule, int rest) {
   const int rows = schedule.first * Config::kTileK;

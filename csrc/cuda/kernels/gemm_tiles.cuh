@@ -146,9 +146,10 @@ struct alignas(16) Tile {
   int col;                // first column; past the last in a block that has nothing to do
   int steps;              // -1: there are no more tiles
   int begin, depth_rows;  // by depth: the first row (16-bit) or block (FP8), so many rows
-  // Bits 0 to 7: whether b's tile is shared with the other block of the cluster, else a's. A tile that is
-  // cut takes the sums of parts before it from `count` places, from `takes` on, and leaves its own in
-  // another (0: it is the last part). See gemm_schedule.cuh.
+  // Bit 0: whether b's tile is shared with the other block of the cluster, else a's. A tile that is cut
+  // takes the sums of other parts from `take_count` places (bits 16 to 23), from place `takes` (8 to 15)
+  // on, or leaves its own in place `leaves` (24 to 31). There are as many places as clusters, 72 at
+  // most on a GPU of the Hopper family. See gemm_schedule.cuh.
   uint32_t bits;
 
   __device__ static uint32_t bits_of_part(int takes, int count, int leaves) {

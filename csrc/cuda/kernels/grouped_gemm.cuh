@@ -19,7 +19,8 @@
 // One persistent block an SM, in clusters of two, walks over output tiles of 128 x kTileN.
 // Warpgroup 0 copies operand stages with TMA into a ring in shared memory; warpgroups 1 and 2
 // multiply 64 rows each with wgmma and stage the results, which another warp of warpgroup 0 sends to
-// memory. Sizes are read on the device: nothing here depends on T, E or the splits but loop bounds.
+// memory. Sizes are read on the device. By rows a result does not depend on T, E or the splits; by depth the
+// order in which its parts are added may.
 //
 // The two tiles of a cluster are neighbours. As long as a group has a pair of row tiles, they lie
 // one below the other and share b's tile, else beside one another and share a's. Each block copies
@@ -529,7 +530,7 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
       }
     }
 
-    // Read early, it costs no time; kept where scales are of groups, ptxas would spill.
+    // is_cut was read where that costs no time; with scales of groups ptxas would spill, so not there.
     if (Config::kByDepth && (Config::kGroups ? tile.is_cut() : is_cut)) {
       add_sums(partial, tile.takes(), tile.take_count(), sum);
       if (tile.leaves() > 0) {
@@ -606,7 +607,8 @@ __device__ void find_groups(GroupTable& groups, const int32_t* offs, const GemmS
   }
 }
 
-// By depth; by one thread, after take_groups.
+// By depth; after take_groups. By one thread of a warp that is idle: code like this before the producer's
+// loop would make it slow, see DESIGN.md, "The last round".
 template <typename Config>
 __device__ void find_schedule(GemmShared<Config>& shared, const PartialSums& partial,
                               const TileCounts& counts) {
