@@ -567,13 +567,14 @@ LONG_SUMS = {
 
 
 def long_sums() -> list[Any]:
-    """Shapes, ops and their variants; matrices that fill a GPU on a GPU alone."""
+    """Shapes, ops and their variants; of matrices that fill a GPU a few, on a GPU alone."""
     variants = {
         "grouped_mm_wgrad": ("plain",),
-        "grouped_scaled_mm_wgrad": ("plain", "shared", "per_group", "per_group_e5m2"),
+        "grouped_scaled_mm_wgrad": ("shared", "plain", "per_group", "per_group_e5m2"),
         "grouped_mm_wgrad_": ("plain", "bf16", "overwrite"),
         "grouped_scaled_mm_wgrad_": ("plain", "bf16"),
     }
+    large = {"grouped_mm_wgrad": ("plain",), "grouped_scaled_mm_wgrad": ("shared",)}
     return [
         pytest.param(
             groups,
@@ -583,8 +584,9 @@ def long_sums() -> list[Any]:
             marks=device.marks,
             id="-".join((name, op, variant, device.id)),
         )
-        for (name, groups), op in product(LONG_SUMS.items(), variants)
-        for variant in variants[op]
+        for name, groups in LONG_SUMS.items()
+        for op, of_op in (large if name in ("helped", "rounds") else variants).items()
+        for variant in of_op
         for device in devices(op)
         if name in ("few", "equal") or device.id == "cuda"
     ]
@@ -594,7 +596,8 @@ def long_sums() -> list[Any]:
 def test_wgrad_of_few_tiles_with_long_sums(
     groups: Groups, op: str, variant: str, device: str
 ) -> None:
-    for dtype in (BF16, FP32) if op == "grouped_scaled_mm_wgrad" else (BF16,):
+    small = groups.N < 1000
+    for dtype in (BF16, FP32) if op == "grouped_scaled_mm_wgrad" and small else (BF16,):
         sample = variant_of(op, groups, variant, dtype)
         (dw,) = sample.results(device)
         dy, x, offs = (on(device, operand) for operand in wgrad_operands(sample, groups))
