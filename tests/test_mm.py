@@ -340,6 +340,24 @@ def test_zero_tokens_into_a_slice_at_any_address(
 @pytest.mark.parametrize("op", IN_PLACE)
 @pytest.mark.parametrize("device", devices(*IN_PLACE))
 @pytest.mark.parametrize("grad_dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("overwrite", [None, True])
+def test_adding_to_a_slice_at_any_address(
+    op: str, device: str, grad_dtype: torch.dtype, overwrite: bool | None
+) -> None:
+    options = {} if overwrite is None else {"overwrite": overwrite}
+    sample = make(op, GROUPS["unaligned"], BF16, grad_dtype=grad_dtype, **options)
+    main_grad = sample["main_grad"].to(device)
+    around = torch.full((main_grad.numel() + 2,), 7, dtype=grad_dtype, device=device)
+    part = around[1:-1].view_as(main_grad).copy_(main_grad)
+    sample.on(device).but(main_grad=part)()
+    assert_same_bits(part, sample.results(device)[0])
+    assert around[0] == 7
+    assert around[-1] == 7
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+@pytest.mark.parametrize("device", devices(*IN_PLACE))
+@pytest.mark.parametrize("grad_dtype", [FP32, BF16], ids=str)
 def test_overwriting_never_reads(op: str, device: str, grad_dtype: torch.dtype) -> None:
     sample = make(op, GROUPS["empty_middle"], BF16, grad_dtype=grad_dtype, overwrite=True)
     stale = sample.but(main_grad=torch.full_like(sample["main_grad"], torch.nan))

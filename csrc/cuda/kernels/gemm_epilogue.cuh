@@ -1,10 +1,11 @@
 // From accumulators to the output: scaled, biased, rounded, and stored or added.
 //
 // Bytes: an output is written once; adding reads it too. A warp's 16 rows go through shared memory in
-// lines of 128 bytes, which the copy engine stores while the next tile is multiplied.
+// lines of 128 bytes, which the copy engine stores while the next tile is multiplied. float32 has twice the
+// bytes: it goes in two turns, and the second waits until the first was sent.
 #pragma once
 
-#include "gemm_tiles.cuh"
+#include "gemm_schedule.cuh"
 
 namespace grouped_linear::cuda {
 
@@ -50,40 +51,94 @@ __device__ __forceinline__ void add_bias(float (&sum)[Config::kTileN / 2], const
   }
 }
 
-// Puts a warp's 16 x kTileN sums, from column `first` on, into its warpgroup's staging buffers
-// until they are full: buffer i holds 64 lines of 128 bytes, each swizzled by its number.
+// A warpgroup's staging buffers: 64 lines of 128 bytes each, swizzled by their numbers.
+template <typename Config>
+using Staging = uint8_t[Config::kTileN / 64][kStoreBytes];
+
+// Where a thread has the first of its pairs of float32 in a staging buffer, in the row of its first sums.
+// The others are in what follows by xor: 16 bytes times 2, 4 and 6, and 8 lines below.
+__device__ __forceinline__ uint32_t float_pair(const uint8_t (&buffer)[kStoreBytes]) {
+  const int lane = threadIdx.x % 32, quad = lane % 4;
+  const int row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+  return sm90::shared_address(&buffer[row * kLineBytes]) + ((quad / 2) ^ (row % 8)) * 16 +
+         quad % 2 * 8;
+}
+
+// The same of 16-bit values, for columns 8 j to 8 j + 15 of the buffer, as the matrices that sm90 loads and
+// stores.
+template <typename Buffer>
+__device__ __forceinline__ auto* matrices(Buffer& buffer, int j) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+  return &buffer[row * kLineBytes + ((j + lane / 16) ^ (row % 8)) * 16];
+}
+
+// Puts a warp's 16 x kTileN sums, from column `first` on, into its staging buffers until they are full.
 template <typename T, typename Config>
 __device__ __forceinline__ void stage_tile(const float (&sum)[Config::kTileN / 2],
-                                           uint8_t (&to)[Config::kTileN / 64][kStoreBytes],
-                                           int first) {
-  constexpr int line_cols = kLineBytes / sizeof(T), buffers = Config::kTileN / 64;
-  const int lane = threadIdx.x % 32, quad = lane % 4, first_row = threadIdx.x / 32 % 4 * 16;
+                                           Staging<Config>& to, int first) {
+  constexpr int line_cols = kLineBytes / sizeof(T);
 #pragma unroll
-  for (int i = 0; i < buffers; ++i) {
+  for (int i = 0; i < Config::kTileN / 64; ++i) {
+    const auto at = [&](int j, int k) {
+      return sum[Config::sum_of(4 * ((first + i * line_cols) / 8 + j) + k)];
+    };
+    if constexpr (sizeof(T) == 2) {
 #pragma unroll
-    for (int j = 0; j < line_cols / 8; j += 2) {
-      const auto at = [&](int k) {
-        return sum[Config::sum_of(4 * (first / 8 + i * line_cols / 8 + j) + k)];
-      };
-      if constexpr (sizeof(T) == 2) {
-        const int row = first_row + lane % 16, chunk = (j + lane / 16) ^ (row % 8);
-        sm90::store_matrix(&to[i][row * kLineBytes + chunk * 16], packed<T>(at(0), at(1)),
-                           packed<T>(at(2), at(3)), packed<T>(at(4), at(5)),
-                           packed<T>(at(6), at(7)));
-      } else {
+      for (int j = 0; j < 8; j += 2)
+        sm90::store_matrix(matrices(to[i], j), packed<T>(at(j, 0), at(j, 1)),
+                           packed<T>(at(j, 2), at(j, 3)), packed<T>(at(j + 1, 0), at(j + 1, 1)),
+                           packed<T>(at(j + 1, 2), at(j + 1, 3)));
+    } else {
+      // Odd rows store the other half of their line first: so they and even ones meet in no bank.
+      const bool odd = threadIdx.x / 4 % 2 != 0;
+      const uint32_t first_pair = float_pair(to[i]) ^ (odd ? 64 : 0);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int row = first_row + lane / 4 + 8 * h;
-          const int chunk = 2 * j + quad / 2;
-          uint8_t* line = &to[i][row * kLineBytes + quad % 2 * 8];
-          // One at a time: as vectors they would tie the sums to registers, see sum_of.
-          volatile float* first_pair = reinterpret_cast<float*>(line + (chunk ^ (row % 8)) * 16);
-          volatile float* second_pair =
-              reinterpret_cast<float*>(line + ((chunk + 2) ^ (row % 8)) * 16);
-          first_pair[0] = at(2 * h);
-          first_pair[1] = at(2 * h + 1);
-          second_pair[0] = at(2 * h + 4);
-          second_pair[1] = at(2 * h + 5);
+          const auto of = [&](bool second, int k) {
+            return second ? at(j + 2, 2 * h + k) : at(j, 2 * h + k);
+          };
+          const uint32_t pair = (first_pair ^ (32 * j)) + h * 8 * kLineBytes;
+          sm90::store_float2(pair, of(odd, 0), of(odd, 1));
+          sm90::store_float2(pair ^ 64, of(!odd, 0), of(!odd, 1));
+        }
+      }
+    }
+  }
+}
+
+// Adds what is in the staging buffers to a warp's sums from column `first` on.
+template <typename T, typename Config>
+__device__ __forceinline__ void add_staged(float (&sum)[Config::kTileN / 2],
+                                           const Staging<Config>& from, int first) {
+  constexpr int line_cols = kLineBytes / sizeof(T);
+#pragma unroll
+  for (int i = 0; i < Config::kTileN / 64; ++i) {
+    const auto at = [&](int j, int k) -> float& {
+      return sum[Config::sum_of(4 * ((first + i * line_cols) / 8 + j) + k)];
+    };
+    if constexpr (sizeof(T) == 2) {
+#pragma unroll
+      for (int j = 0; j < 8; j += 2) {
+        uint32_t pairs[4];
+        sm90::load_matrix(matrices(from[i], j), pairs);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const auto& pair = reinterpret_cast<const Pair<T>&>(pairs[k]);
+          at(j + k / 2, k % 2 * 2) += static_cast<float>(pair.x);
+          at(j + k / 2, k % 2 * 2 + 1) += static_cast<float>(pair.y);
+        }
+      }
+    } else {
+      const uint32_t first_pair = float_pair(from[i]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float2 pair = sm90::load_float2((first_pair ^ (32 * j)) + h * 8 * kLineBytes);
+          at(j, 2 * h) += pair.x;
+          at(j, 2 * h + 1) += pair.y;
         }
       }
     }
@@ -95,14 +150,8 @@ __device__ __forceinline__ bool is_overwritten(const Epilogue& epilogue) {
   return !epilogue.accumulate || (epilogue.overwrite != nullptr && *epilogue.overwrite);
 }
 
-// Whether the copy engine stores a tile: it cannot reach what is not aligned, and it adds to 16 bits
-// with two roundings.
-__device__ __forceinline__ bool is_sent(const Epilogue& epilogue, bool overwrite) {
-  return epilogue.copied && (overwrite || epilogue.dtype == Output::kFloat);
-}
-
-// The turns that every tile takes: in each, all warps that multiply fill the staging buffers, and one
-// warp sends what they put there. Turns of tiles that are not sent are empty.
+// The turns that every tile takes, each warpgroup by itself: in each, its warps fill its staging buffers, and
+// another warp sends what they put there. Turns of tiles that are not sent are empty.
 //
 // A warp that sent its own part would wait for the engine: 1100 to 1400 cycles a tile of 128 x 256 in
 // 16 bits and 250 to 450 one of 128 x 192 in FP8, during which nothing is multiplied (H200, 2026-11).
@@ -115,93 +164,208 @@ __device__ __forceinline__ uint32_t turn_parity(const Epilogue& epilogue, int nu
   return (number * turns_of_tile(epilogue) + turn) & 1;
 }
 
-// Sends every tile of this block, in the order in which they are staged. By one thread.
+// Clears what Zeros copies, by depth, where half of its room is in use. By one warp.
+__device__ __forceinline__ void clear_zeros(GemmControl& control) {
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < GemmControl::kFewerZeros / 16; i += 32)
+    reinterpret_cast<uint4*>(control.zeros)[i] = make_uint4(0, 0, 0, 0);
+  sm90::fence_shared_for_async();
+  __syncwarp();
+}
+
+// Whether a warp has nothing else to do than to copy zeros.
+template <typename Config>
+constexpr bool kHasIdleWarp = !Config::kBlocks;
+
+// Copies what is to be zero, piece by piece: rows that belong to no group, or by depth matrices of groups
+// without rows. By one thread a block: of the idle warp, or of one that sends, while it waits. What it knows
+// is in shared memory, where it costs other roles no registers.
+template <typename Config>
+class Zeros {
+ public:
+  __device__ Zeros(GemmShared<Config>& shared, const Epilogue& epilogue, const GemmShape& shape)
+      : shared_(shared), epilogue_(epilogue), shape_(shape) {}
+
+  __device__ void begin() {
+    ZeroingState& state = shared_.zeroing;
+    state = {};
+    state.at = blockIdx.x * int64_t{kPiece};
+    state.left = !Config::kByDepth || (is_overwritten(epilogue_) && shared_.taken_count < shape_.E);
+    state.begin = Config::kByDepth ? 0 : shared_.groups.row_end[shape_.E - 1] * row_bytes();
+  }
+
+  __device__ bool left() const { return shared_.zeroing.left; }
+
+  __device__ void copy_all() {
+    begin();
+    while (left()) copy();
+    sm90::store_wait<0>();
+  }
+
+  // Copies some more.
+  __device__ void copy() {
+    ZeroingState& state = shared_.zeroing;
+    const int64_t bytes =
+        Config::kByDepth ? shape_.rows * row_bytes() : shape_.T * row_bytes() - state.begin;
+    bool skips = state.at >= bytes;
+    if constexpr (Config::kByDepth)
+      if (state.next_taken < shared_.taken_count &&
+          shared_.taken()[state.next_taken] == state.group) {
+        ++state.next_taken;
+        skips = true;
+      }
+    if (skips) {
+      state.left = Config::kByDepth && ++state.group < shape_.E;
+      state.begin += bytes;
+      state.at = blockIdx.x * int64_t{kPiece};
+      return;
+    }
+    int64_t at = state.at;
+#pragma unroll 1
+    for (int i = 0; i < 8 && at < bytes; ++i, at += gridDim.x * int64_t{kPiece})
+      sm90::store_bytes(static_cast<char*>(epilogue_.out) + state.begin + at, shared_.zeros,
+                        static_cast<uint32_t>(min(bytes - at, int64_t{kPiece})));
+    sm90::store_commit();
+    sm90::store_wait<1>();
+    state.at = at;
+  }
+
+ private:
+  static constexpr int kPiece = Config::kByDepth ? GemmControl::kFewerZeros : kZeroBytes;
+  __device__ int64_t row_bytes() const {
+    return shape_.cols * (epilogue_.dtype == Output::kFloat ? 4 : 2);
+  }
+  GemmShared<Config>& shared_;
+  const Epilogue& epilogue_;
+  const GemmShape& shape_;
+};
+
+// Sends what a warpgroup stages of every tile of this block. By one thread.
+//
+// What is added to is copied to where results are staged and added there, the first half of float32, while
+// products run; the second half is added by L2. L2 alone adds some 300 float32 a nanosecond, and makes copies
+// of operands wait (H200, 2026-11).
 template <typename Config>
 __device__ void send(GemmShared<Config>& shared, const CUtensorMap& map, const Epilogue& epilogue,
-                     const GemmShape& shape) {
+                     const TileCounts& counts, const GemmShape& shape, int group) {
   constexpr int buffers = Config::kTileN / 64;
-  const bool overwrite = is_overwritten(epilogue), sends = is_sent(epilogue, overwrite);
+  const int turns = turns_of_tile(epilogue);
   const int line_cols = kLineBytes / (epilogue.dtype == Output::kFloat ? 4 : 2);
+  const bool adds = Config::kByDepth && !is_overwritten(epilogue);
+  uint64_t *staged = &shared.staged[group], *ready = &shared.ready[group];
+  Zeros<Config> zeros(shared, epilogue, shape);
+  const bool zeroes = !kHasIdleWarp<Config> && group == 0;
+  if (zeroes) zeros.begin();
+  uint32_t parity = 0;
+  const auto wait_for_results = [&] {
+    while (zeroes && zeros.left() && !sm90::barrier_test(sm90::shared_address(staged), parity))
+      zeros.copy();
+    sm90::barrier_wait(staged, parity);
+    parity ^= 1;
+  };
+  if (Config::kByDepth) sm90::barrier_wait(&shared.scheduled, 0);
+  Work<Config> ahead(shared, counts, shape);
   for (int number = 0;; ++number) {
-    for (int turn = 0; turn < turns_of_tile(epilogue); ++turn) {
-      sm90::barrier_wait(&shared.staged, turn_parity(epilogue, number, turn));
-      const Tile& tile = shared.tiles[number % kTileRing];
-      if (tile.steps < 0) return;
-      // All groups' matrices are one below the other.
-      const int before = Config::kByDepth ? tile.group * shape.rows : 0;
-      const bool adds_nothing = (tile.steps == 0 && !overwrite) || tile.leaves() > 0;
-      for (int part = 0; sends && !adds_nothing && part < kTileM / kStoreRows; ++part) {
-        const int row = tile.row + part * kStoreRows;
-        if (row >= tile.row_limit) break;
-        const RaggedRows rows(before + row, before + tile.row_limit);
+    Tile tile;
+    if (adds) {
+      tile = ahead.next();
+    } else {
+      sm90::barrier_arrive(ready);
+      wait_for_results();
+      tile = shared.tiles[number % kTileRing];
+    }
+    // All groups' matrices are one below the other.
+    const int before = Config::kByDepth ? tile.group * shape.rows : 0;
+    const int row = tile.row + group * kStoreRows;
+    const RaggedRows rows(before + row, before + tile.row_limit);
+    const bool nothing = !epilogue.copied || row >= tile.row_limit || tile.leaves() > 0 ||
+                         tile.steps < 0 || (tile.steps == 0 && adds);
+    const int end = nothing ? 0 : shape.cols;  // of the columns to be sent
+    for (int turn = 0; turn < turns; ++turn) {
+      const int first = tile.col + turn * buffers * line_cols;
+      const int used = min((end - first + line_cols - 1) / line_cols, buffers);
+      if (adds && turn == 0) {
+        sm90::barrier_arrive_expect(ready, max(used, 0) * kStoreBytes);
+#pragma unroll 1
+        for (int i = 0; i < used; ++i)
+          sm90::load_4d(shared.store[group][i], &map, ready, 0, first + i * line_cols, rows.c1,
+                        rows.c2, rows.kOrigin);
+      } else if (turn > 0) {
+        sm90::barrier_arrive(ready);
+      }
+      if (adds || turn > 0) wait_for_results();
+      if (tile.steps < 0) break;
 #pragma unroll
-        for (int i = 0; i < buffers; ++i) {
-          const int col = tile.col + (turn * buffers + i) * line_cols;
-          if (col >= shape.cols) continue;
-          if (overwrite)
-            sm90::store_4d(&map, shared.store[part][i], col, rows.c1, rows.c2, rows.kOrigin);
-          else
-            sm90::add_4d(&map, shared.store[part][i], col, rows.c1, rows.c2, rows.kOrigin);
-        }
+      for (int i = 0; i < buffers; ++i) {
+        if (i >= used) break;
+        const int col = first + i * line_cols;
+        if (adds && turn > 0)
+          sm90::add_4d(&map, shared.store[group][i], col, rows.c1, rows.c2, rows.kOrigin);
+        else
+          sm90::store_4d(&map, shared.store[group][i], col, rows.c1, rows.c2, rows.kOrigin);
       }
       sm90::store_commit();
       sm90::store_wait<0>();
-      sm90::barrier_arrive(&shared.sent);
     }
+    if (tile.steps < 0) break;
   }
+  while (zeroes && zeros.left()) zeros.copy();
+  sm90::store_wait<0>();
 }
 
-// The same from registers, for an out that the copy engine cannot reach, or cannot add to with one
-// rounding.
-template <typename T, typename Config>
-__device__ __forceinline__ void write_tile(const float (&sum)[Config::kTileN / 2], T* out,
-                                           const Tile& tile, int first_row, int row_limit, int cols,
-                                           bool add) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = first_row + lane / 4 + 8 * h;
-    if (row >= row_limit) continue;
-    T* line = out + static_cast<int64_t>(row) * cols;
-#pragma unroll
-    for (int j = 0; j < Config::kTileN / 8; ++j) {
-      const int col = tile.col + 8 * j + 2 * (lane % 4);
-      if (col >= cols) continue;
-      float x = sum[Config::sum_of(4 * j + 2 * h)], y = sum[Config::sum_of(4 * j + 2 * h + 1)];
-      if (add) {
-        x += static_cast<float>(line[col]);
-        y += static_cast<float>(line[col + 1]);
-      }
-      line[col] = from_float<T>(x);
-      line[col + 1] = from_float<T>(y);
-    }
+// Copies a warp's rows of a turn, from column `first` of the tile on, from its staging buffers to out (or back),
+// number by number: for an out that the copy engine cannot reach. row: its first one in out.
+template <typename T, typename Config, int turn_cols, bool back>
+__device__ __forceinline__ void copy_staged(Staging<Config>& staging, T* out, int row,
+                                            int row_limit, int first, int cols) {
+  constexpr int line_cols = kLineBytes / sizeof(T);
+  const int first_line = threadIdx.x / 32 % 4 * 16;
+  __syncwarp();
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < 16 * turn_cols; i += 32) {
+    const int line = i / turn_cols, col = i % turn_cols, byte = col % line_cols * sizeof(T);
+    if (row + line >= row_limit || first + col >= cols) continue;
+    T& staged = reinterpret_cast<T&>(
+        staging[col / line_cols][(first_line + line) * kLineBytes + (byte ^ (line % 8 * 16))]);
+    T& there = out[static_cast<int64_t>(row + line) * cols + first + col];
+    if (back)
+      staged = there;
+    else
+      there = staged;
   }
+  __syncwarp();
 }
 
 // One warp's 16 x kTileN sums to out. take_turn(i, stage) calls stage in the tile's turn i.
 template <typename T, typename Config, typename TakeTurn>
 __device__ __forceinline__ void store_tile(float (&sum)[Config::kTileN / 2],
-                                           uint8_t (&staging)[Config::kTileN / 64][kStoreBytes],
-                                           const Epilogue& epilogue, const GemmShape& shape,
-                                           const Tile& tile, int row, bool overwrite,
-                                           const TakeTurn& take_turn) {
+                                           Staging<Config>& staging, const Epilogue& epilogue,
+                                           const GemmShape& shape, const Tile& tile, int row,
+                                           bool overwrite, const TakeTurn& take_turn) {
   if (!Config::kByDepth && epilogue.bias != nullptr)
     add_bias<T, Config>(sum,
                         static_cast<const T*>(epilogue.bias) + tile.group * epilogue.bias_stride,
                         tile.col, shape.cols);
-  const bool sent = is_sent(epilogue, overwrite);
-  if (!sent) {
-    const int before = Config::kByDepth ? tile.group * shape.rows : 0;
-    write_tile<T, Config>(sum, static_cast<T*>(epilogue.out), tile, before + row,
-                          before + tile.row_limit, shape.cols, !overwrite);
-  }
-  constexpr int turns = sizeof(T) == 4 ? 2 : 1;
+  constexpr int turns = sizeof(T) == 4 ? 2 : 1, turn_cols = Config::kTileN / turns;
+  const int before = Config::kByDepth ? tile.group * shape.rows : 0;
 #pragma unroll
   for (int turn = 0; turn < turns; ++turn)
     take_turn(turn, [&] {
-      if (!sent) return;
-      stage_tile<T, Config>(sum, staging, turn * (Config::kTileN / turns));
-      sm90::fence_shared_for_async();
+      const int first = turn * turn_cols;
+      const auto copy = [&](auto back) {
+        copy_staged<T, Config, turn_cols, back>(staging, static_cast<T*>(epilogue.out),
+                                                before + row, before + tile.row_limit,
+                                                tile.col + first, shape.cols);
+      };
+      if (Config::kByDepth && !overwrite) {
+        if (!epilogue.copied) copy(std::true_type{});
+        if (turn == 0 || !epilogue.copied) add_staged<T, Config>(sum, staging, first);
+      }
+      stage_tile<T, Config>(sum, staging, first);
+      if (epilogue.copied)
+        sm90::fence_shared_for_async();
+      else
+        copy(std::false_type{});
     });
 }
 

@@ -10,7 +10,7 @@ namespace grouped_linear::cuda {
 
 constexpr int kTileM = 128;
 constexpr int kLineBytes = 128;  // one line of the 128-byte swizzle
-constexpr int kMathWarps = 8;
+constexpr int kMathWarps = 8, kMathGroups = kMathWarps / 4;
 constexpr int kThreads = 128 + 32 * kMathWarps;
 constexpr int kCluster = 2;
 constexpr int kScaleRows = kTileM + 4;  // of a tile that starts anywhere, from an aligned row on
@@ -124,9 +124,12 @@ struct GemmConfig {
   static constexpr int kRowScales = kByDepth ? kTileM : kScaleRows;  // of a stage
 
   // Which of a thread's sums belongs to its product i. Products lie in pairs of registers, an even one and
-  // the next. Sums come to lie so too by rows, and FFMA would wait for three operands from one register
-  // bank; so there a sum is kept in the other half of its pair (H200, 2026-11: 6% of an FP8 product).
-  static __device__ constexpr int sum_of(int i) { return kSquares ? i ^ 1 : i; }
+  // the next. Where a sum comes to lie so too, FFMA waits for three operands from one register bank; there
+  // it is kept in the other half of its pair (H200, 2026-11: 6% of an FP8 product where half of them wait).
+  // Which these are is ptxas's choice: DESIGN.md, "Banks", tells how to look.
+  static __device__ constexpr int sum_of(int i) {
+    return kSquares || (kLines && (i < 60 || i / 4 % 2 == 0)) ? i ^ 1 : i;
+  }
 };
 
 // The same product in narrow tiles, which never share b.
@@ -173,18 +176,29 @@ struct Schedule {
   bool has_helpers;
 };
 
+// How far the copies of zeros have come: what is to be zero begins `begin` bytes into out, and what comes `at`
+// bytes after that is next. By depth this is in the matrix of `group`, after so many groups with rows.
+struct ZeroingState {
+  int64_t begin, at;
+  int group, next_taken;
+  bool left;
+};
+
 // What a block's warps tell one another, in the same place whatever the tiles: barriers stand before the
 // sizes are known, and with them which tiles it will be.
 struct GemmControl {
   static constexpr int kMostStages = 6;
   uint64_t full[kMostStages], empty[kMostStages];
   uint64_t scaled[kMostStages];  // with lines: the columns' scales are there
-  uint64_t staged, sent, scheduled;
+  // Of a warpgroup's staging buffers: results are in them, or there is room for some.
+  uint64_t staged[kMathGroups], ready[kMathGroups];
+  uint64_t scheduled;
   Tile tiles[kTileRing];
   GroupTable groups;  // tile_end counts clusters by rows, blocks of 128 rows by depth
   int taken_count;    // by depth: so many groups take tiles, and the table has those alone
   int taken_rows;     // by depth: of each of them, or 0 where they differ
   Schedule schedule;
+  ZeroingState zeroing;
   alignas(128) uint8_t zeros[kZeroBytes];
 
   // Which groups they are, in half of the zeros' room.
@@ -207,7 +221,7 @@ struct TileBuffers {
   struct NoScales {};
 
   Stage stages[Config::kStages];
-  alignas(1024) uint8_t store[kTileM / kStoreRows][Config::kTileN / 64][kStoreBytes];
+  alignas(1024) uint8_t store[kMathGroups][Config::kTileN / 64][kStoreBytes];
   std::conditional_t<Config::kBlocks, Scales, NoScales> scales[Config::kStages];
 };
 

@@ -221,57 +221,6 @@ __device__ void find_shared_scales(GemmShared<Config>& shared, const GemmShape& 
   }
 }
 
-// Zeroes the rows that belong to no group (by rows), a few copies at a time beside the products.
-template <typename Config>
-__device__ void zero_tail(const GemmShared<Config>& shared, const Epilogue& epilogue,
-                          const GemmShape& shape) {
-  const int64_t row_bytes = shape.cols * (epilogue.dtype == Output::kFloat ? 4 : 2);
-  char* out = static_cast<char*>(epilogue.out);
-  const int64_t end = shape.T * row_bytes;
-  for (int64_t at = shared.groups.row_end[shape.E - 1] * row_bytes + blockIdx.x * kZeroBytes;
-       at < end; at += gridDim.x * int64_t{kZeroBytes}) {
-    const int64_t bytes = end - at < kZeroBytes ? end - at : kZeroBytes;
-    sm90::store_bytes(out + at, shared.zeros, static_cast<uint32_t>(bytes));
-    sm90::store_commit();
-    sm90::store_wait<4>();
-  }
-  sm90::store_wait<0>();
-}
-
-// Zeroes the matrices of groups without rows (by depth), beside the products of others. By one warp.
-template <typename Config>
-__device__ void zero_empty(GemmShared<Config>& shared, const Epilogue& epilogue,
-                           const GemmShape& shape) {
-  constexpr int piece = GemmControl::kFewerZeros;
-#pragma unroll 1
-  for (int i = threadIdx.x % 32; i < piece / 16; i += 32)
-    reinterpret_cast<uint4*>(shared.zeros)[i] = make_uint4(0, 0, 0, 0);
-  sm90::fence_shared_for_async();
-  __syncwarp();
-  if (!sm90::elect()) return;
-  const int64_t matrix_bytes =
-      int64_t{shape.rows} * shape.cols * (epilogue.dtype == Output::kFloat ? 4 : 2);
-  int64_t at = blockIdx.x * int64_t{piece};  // in the matrix
-  int next_taken = 0;
-#pragma unroll 1
-  for (int e = 0; e < shape.E; ++e) {
-    if (next_taken < shared.taken_count && shared.taken()[next_taken] == e) {
-      ++next_taken;
-      continue;
-    }
-    char* matrix = static_cast<char*>(epilogue.out) + e * matrix_bytes;
-#pragma unroll 1
-    for (; at < matrix_bytes; at += gridDim.x * int64_t{piece}) {
-      const int64_t bytes = min(matrix_bytes - at, int64_t{piece});
-      sm90::store_bytes(matrix + at, shared.zeros, static_cast<uint32_t>(bytes));
-      sm90::store_commit();
-      sm90::store_wait<8>();
-    }
-    at -= (matrix_bytes + piece - 1) / piece * piece;
-  }
-  sm90::store_wait<0>();
-}
-
 // The operands of one warpgroup. Descriptors count addresses in units of 16 bytes, so those of a
 // stage and of a step along K are the first ones plus constants, in their lower halves.
 template <typename Config>
@@ -334,7 +283,10 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
     if (lane >= kCluster) return;
     sm90::barrier_arrive_at(first_empty + stage * sizeof(shared.empty[0]));
   };
-  const uint32_t full = sm90::kept_address(shared.full);
+  // Nothing is added, but ptxas does not know: with lines it would keep the address in a uniform register
+  // and take others for the sums (1% of an FP8 product, H200, 2026-11).
+  const uint32_t full =
+      sm90::kept_address(shared.full) + (Config::kLines ? sm90::lane_index() / 32 : 0);
   const auto full_of = [&](int stage) -> uint32_t { return full + stage * sizeof(uint64_t); };
   const bool overwrite = !Config::kByDepth || is_overwritten(epilogue);
   constexpr int count = Config::kTileN / 2;
@@ -342,10 +294,10 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
   RingPosition<Config::kStages> ring;
   for (int number = 0;; ++number) {
     const auto take_turn = [&](int turn, const auto& stage) {
-      sm90::barrier_wait(&shared.sent, turn_parity(epilogue, number, turn) ^ 1);
+      sm90::barrier_wait(&shared.ready[math_group], turn_parity(epilogue, number, turn));
       stage();
       __syncwarp();
-      if (lane == 0) sm90::barrier_arrive(&shared.staged);
+      if (lane == 0) sm90::barrier_arrive(&shared.staged[math_group]);
     };
     const auto take_empty_turns = [&] {
       for (int turn = 0; turn < turns_of_tile(epilogue); ++turn) take_turn(turn, [] {});
@@ -544,8 +496,9 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
 #pragma unroll
       for (int i = 0; i < count; ++i) sum[i] = sum[i] * scale_a * scale_b;
     }
-    auto& staging = shared.store[math_group];
-    const int first_row = tile.row + math_group * kStoreRows + warp % 4 * 16;
+    const int thread = sm90::thread_index();
+    auto& staging = shared.store[thread / 128 - 1];
+    const int first_row = tile.row + (thread / 32 - 4) * 16;
     switch (epilogue.dtype) {
       case Output::kBFloat16:
         store_tile<__nv_bfloat16, Config>(sum, staging, epilogue, shape, tile, first_row, overwrite,
@@ -640,14 +593,16 @@ __device__ void multiply(GemmShared<Config>& shared, const TensorMaps& maps,
       if (threadIdx.x / 32 == 1) produce_square_scales<Config>(shared, square_scale, counts, shape);
     if constexpr (Config::kLines)
       if (threadIdx.x / 32 == 1) find_shared_scales<Config>(shared, shape);
-    if constexpr (!Config::kByDepth)
-      if (threadIdx.x / 32 == 2 && sm90::elect()) zero_tail<Config>(shared, epilogue, shape);
-    if constexpr (Config::kByDepth)
+    constexpr int zeroing_warp = kHasIdleWarp<Config> ? 1 : 2;
+    if constexpr (Config::kByDepth) {
       if (threadIdx.x == 64) find_schedule<Config>(shared, partial, counts);
-    if constexpr (Config::kByDepth)
-      if (threadIdx.x / 32 == 2 && shared.taken_count < shape.E && is_overwritten(epilogue))
-        zero_empty<Config>(shared, epilogue, shape);
-    if (threadIdx.x / 32 == 3 && sm90::elect()) send<Config>(shared, maps.out, epilogue, shape);
+      if (threadIdx.x / 32 == zeroing_warp) clear_zeros(shared);
+    }
+    if constexpr (kHasIdleWarp<Config>)
+      if (threadIdx.x / 32 == zeroing_warp && sm90::elect())
+        Zeros<Config>(shared, epilogue, shape).copy_all();
+    if (threadIdx.x >= 64 && sm90::elect())
+      send<Config>(shared, maps.out, epilogue, counts, shape, threadIdx.x / 32 - 2);
   } else {
     sm90::take_registers<232>();
     consume<Config>(shared, maps, epilogue, partial, shape);
@@ -672,8 +627,10 @@ __device__ void prepare(GemmControl& control, const TensorMaps& maps) {
       if (Config::kLines) sm90::barrier_init(&control.scaled[s], 1);
     }
     sm90::barrier_init(&control.scheduled, 1);
-    sm90::barrier_init(&control.staged, kMathWarps);
-    sm90::barrier_init(&control.sent, 1);
+    for (int i = 0; i < kMathGroups; ++i) {
+      sm90::barrier_init(&control.staged[i], kMathWarps / kMathGroups);
+      sm90::barrier_init(&control.ready[i], 1);
+    }
     sm90::fence_barrier_init();
   }
   if constexpr (!Config::kByDepth) {

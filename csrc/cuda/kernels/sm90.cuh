@@ -34,11 +34,21 @@ __device__ __forceinline__ float2 load_float2(uint32_t address) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address));
   return value;
 }
+__device__ __forceinline__ void store_float2(uint32_t address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
 
 // threadIdx.x, read anew: for what is rare, where a register for it would be one too many elsewhere.
 __device__ __forceinline__ int thread_index() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
+// The lane, whose range the compiler does not know.
+__device__ __forceinline__ uint32_t lane_index() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(index));
   return index;
 }
 
@@ -289,6 +299,14 @@ __device__ __forceinline__ void store_matrix(void* line, uint32_t r0, uint32_t r
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                    shared_address(line)),
                "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+               : "memory");
+}
+
+// Loads them.
+__device__ __forceinline__ void load_matrix(const void* line, uint32_t (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(line))
                : "memory");
 }
 
