@@ -18,7 +18,7 @@
 //
 // One persistent block an SM, in clusters of two, walks over output tiles of 128 x kTileN.
 // Warpgroup 0 copies operand stages with TMA into a ring in shared memory; warpgroups 1 and 2
-// multiply 64 rows each with wgmma and stage the results, which another warp of warpgroup 0 sends to
+// multiply 64 rows each with wgmma and stage the results, which another warp of warpgroup 0 for each sends to
 // memory. Sizes are read on the device. By rows a result does not depend on T, E or the splits; by depth the
 // order in which its parts are added may.
 //
@@ -29,8 +29,8 @@
 // Group borders fall anywhere. Loads by rows may run past a group's end, into the next group's
 // rows: they only reach outputs that are not stored. Loads by depth find zeros there, in the padded
 // layout (FP8) or because the tensor map ends there (16-bit, see RaggedRows). Stores end with the
-// group by the same kind of map. A group without rows has no tiles by depth: a warp that is idle else
-// zeroes its matrix while others multiply. Another one finds scales that are the same for many columns.
+// group by the same kind of map. A group without rows has no tiles by depth: its matrix is zeroed while
+// others multiply. A warp that is idle else finds scales that are the same for many columns.
 //
 // By depth, what is left after the last full round of tiles is cut up for all clusters (gemm_schedule.cuh,
 // gemm_partial_sums.cuh).
