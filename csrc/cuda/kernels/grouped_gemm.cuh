@@ -12,15 +12,15 @@
 // TMA make 832, and by depth scales of columns, 48 a thread, add 384 (none where 128 columns share
 // one). 16-bit tiles: 1024 cycles of tensor cores, 1024 of shared memory.
 //
-// Reaches (H200, 2026-11): FP8 by rows 880 cycles; by depth 900 where columns share
-// scales, else 1600.
+// Reaches (H200, 2026-11): FP8 by rows 880 cycles; by depth 900 where columns share scales, and where none
+// do some 1600, by its share of a dense product.
 // benchmarks/results/bench_grouped_mm_nvidia_h200.md has the shares of a dense product.
 //
 // One persistent block an SM, in clusters of two, walks over output tiles of 128 x kTileN.
 // Warpgroup 0 copies operand stages with TMA into a ring in shared memory; warpgroups 1 and 2
-// multiply 64 rows each with wgmma and stage the results, which another warp of warpgroup 0 for each sends to
-// memory. Sizes are read on the device. By rows a result does not depend on T, E or the splits; by depth the
-// order in which its parts are added may.
+// multiply 64 rows each with wgmma and stage the results; two more warps of warpgroup 0 send these to memory,
+// one for each warpgroup. Sizes are read on the device. By rows a result does not depend on T, E or the
+// splits; by depth the order in which its parts are added may.
 //
 // The two tiles of a cluster are neighbours. As long as a group has a pair of row tiles, they lie
 // one below the other and share b's tile, else beside one another and share a's. Each block copies
