@@ -126,7 +126,7 @@ struct GemmConfig {
   // Which of a thread's sums belongs to its product i. Products lie in pairs of registers, an even one and
   // the next. Where a sum comes to lie so too, FFMA waits for three operands from one register bank; there
   // it is kept in the other half of its pair (H200, 2026-11: 6% of an FP8 product where half of them wait).
-  // Which these are is ptxas's choice: DESIGN.md, "Banks", tells how to look.
+  // Which these are is ptxas's choice: tests/test_machine_code.py looks.
   static __device__ constexpr int sum_of(int i) {
     return kSquares || (kLines && (i < 60 || i / 4 % 2 == 0)) ? i ^ 1 : i;
   }
