@@ -105,6 +105,17 @@ class Call(NamedTuple):
             return None
         return None if self.save_input or self.experts[0].dim() == 2 else recipe
 
+    def for_backward(self) -> "Call":
+        """What the backward reads: of a quantized weight its shape and dtype, not its numbers.
+
+        A parameter lives anyway. What was computed from one would live as long as the graph.
+        """
+        if self.recipe is None or torch.compiler.is_compiling():
+            return self
+        if all(w.is_leaf for w in self.experts):
+            return self
+        return self._replace(experts=tuple(w.new_empty(()).expand(w.shape) for w in self.experts))
+
     @property
     def scheme(self) -> Scheme:
         """What tensors become under the recipe."""
@@ -174,9 +185,23 @@ class Wgrad(NamedTuple):
     offs: Tensor
     captured: bool = False
     """Whether a CUDA graph fills the tensors, each time it is replayed."""
+    versions: tuple[int, int] | None = None
+    """Of dy and x when this was put off; None where they may be written to meanwhile."""
+
+    def put_off(self, captured: bool) -> "Wgrad":
+        """The same for later: not with the graph that x came from, and told what is overwritten."""
+        versions = None if captured else (self.dy._version, self.x._version)
+        return self._replace(
+            dy=self.dy.detach(), x=self.x.detach(), captured=captured, versions=versions
+        )
 
     def compute(self) -> tuple[Tensor | None, ...]:
         """The gradient of each of the call's experts, or None where it went into main_grad."""
+        if self.versions not in (None, (self.dy._version, self.x._version)):
+            raise RuntimeError(
+                "GroupedLinear: backward_dw: the layer's input, or the gradient of its output, was "
+                "modified in place since the backward"
+            )
         experts, main_grad = self.call.experts, self.call.main_grad
         if main_grad is None:
             dw_ENK = self._product(experts[0].dtype)
@@ -192,13 +217,13 @@ class Wgrad(NamedTuple):
         return (None,) * len(experts)
 
     def _product(self, dtype: torch.dtype) -> Tensor:
-        _, dy, x, dy_scale, x_scale, offs, _ = self
+        _, dy, x, dy_scale, x_scale, offs, *_ = self
         if dy_scale is None or x_scale is None:
             return ops.grouped_mm_wgrad(dy, x, offs, dtype)
         return ops.grouped_scaled_mm_wgrad(dy, x, dy_scale, x_scale, offs, dtype)
 
     def _add_to(self, main_grad: Experts, overwrite: Tensor | None) -> None:
-        _, dy, x, dy_scale, x_scale, offs, _ = self
+        _, dy, x, dy_scale, x_scale, offs, *_ = self
         apart = main_grad[0].dim() == 2
         if apart and torch.compiler.is_compiling():
             # Inductor clones all of a list that is written where its tensors share a buffer, as
@@ -269,7 +294,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         """
         needs = ctx.needs_input_grad
         need_x, need_weight = call.grad_enabled and needs[1], call.grad_enabled and any(needs[5:])
-        ctx.call = call
+        ctx.call = call.for_backward()
         ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
         bias = None if bias_EN is None else bias_EN.to(x_TK.dtype)
         if offs_E is None:
@@ -334,7 +359,7 @@ class GroupedLinearFunction(torch.autograd.Function):
                 dws = wgrad.compute()
             else:
                 captured = dy_TN.is_cuda and torch.cuda.is_current_stream_capturing()
-                call.later.append(wgrad._replace(captured=captured))
+                call.later.append(wgrad.put_off(captured))
         if dy.bias_grad is not None:
             db_EN = dy.bias_grad.to(ctx.bias_dtype)
         return None, dx_TK, db_EN, None, None, *dws

@@ -105,6 +105,27 @@ def grouped_linear(
     return apply_layer(x, (weight,), bias, m_splits, recipe, slots=slots)
 
 
+def _check_call(
+    x_TK: Tensor, experts: Experts, m_splits: Tensor | Sequence[int], recipe: Recipe
+) -> None:
+    """What callers mix up, in their words. Ops check it all, in theirs."""
+    weight, sizes = experts[0], m_splits.shape if isinstance(m_splits, Tensor) else (len(m_splits),)
+    if weight.dim() not in (2, 3):
+        return
+    E = len(experts) if weight.dim() == 2 else weight.size(0)
+    if len(sizes) == 1 and sizes[0] != E:
+        raise RuntimeError(f"grouped_linear: E differs: m_splits has {sizes[0]}, weight {E}")
+    if x_TK.size(1) != weight.size(-1):
+        raise RuntimeError(
+            f"grouped_linear: K differs: x has {x_TK.size(1)}, weight {weight.size(-1)}"
+        )
+    if recipe is None and x_TK.dtype != weight.dtype and x_TK.dtype in ACTIVATIONS:
+        raise RuntimeError(
+            f"grouped_linear: x is {dtype_name(x_TK.dtype)}, weight {dtype_name(weight.dtype)}: "
+            "cast one of them, or use torch.autocast"
+        )
+
+
 def apply_layer(
     x: Tensor,
     weights: Experts,
@@ -134,6 +155,7 @@ def apply_layer(
             x = x.to(dtype)
         experts = autocast_weights(weights, recipe, dtype)
     x_TK = as_rows("grouped_linear", x)
+    _check_call(x_TK, experts, m_splits, recipe)
     if not isinstance(m_splits, Tensor) or m_splits.device != device:
         m_splits = torch.as_tensor(m_splits, device=device)
     call = Call(recipe, torch.is_grad_enabled(), experts, **options)

@@ -77,7 +77,14 @@ def main_grad_plan(
             raise RuntimeError(
                 f"{layer}: fuse_wgrad_accumulation adds to {name}.main_grad, which is not there"
             )
-    plan: dict[str, Any] = {"main_grad": tuple(w.main_grad for w in parameters)}
+    main_grads = tuple(w.main_grad for w in parameters)
+    # Two products would add to one tensor at a time. Dynamo says so itself.
+    if not torch.compiler.is_compiling() and len(set(map(id, main_grads))) < len(main_grads):
+        raise RuntimeError(
+            f"{layer}: fuse_wgrad_accumulation needs a main_grad of its own for each expert, "
+            "some have one together"
+        )
+    plan: dict[str, Any] = {"main_grad": main_grads}
     plan["overwrite"] = False if first is None else first
     if getattr(parameters[0], "overwrite_main_grad", False):
         plan["overwrite"] = True

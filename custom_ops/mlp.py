@@ -14,7 +14,12 @@ from grouped_linear import ops
 from grouped_linear.autograd import Call, _multiply, wgrad_of
 from grouped_linear.delayed import DelayedScalingState
 from grouped_linear.functional import as_rows, autocast_dtype, autocast_weights
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS
+from grouped_linear.meta_kernels.rules import (
+    ACTIVATIONS,
+    FEATURE_MULTIPLE,
+    MAX_GROUPS,
+    dtype_name,
+)
 from grouped_linear.micro_batches import cache_plan, main_grad_plan, read_flag
 from grouped_linear.once import differentiable_once
 from grouped_linear.quantized_weight import (
@@ -172,7 +177,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         down = down_call.weight(columnwise=need_h)
         y_RH = _multiply(h.rowwise, h.scale, down.rowwise, down.scale, offs_E, None, dtype)
 
-        ctx.calls = gate_up_call, down_call
+        ctx.calls = gate_up_call.for_backward(), down_call.for_backward()
         ctx.save_for_backward(
             *routing,
             weight_TC,
@@ -309,7 +314,14 @@ def apply_mlp(
             "grouped_mlp: weights and experts must be [..., C] with C positive, got "
             f"{list(weights.shape)} and {list(experts.shape)}"
         )
-    if not x.shape[:-1] == weights.shape[:-1] == experts.shape[:-1]:
+    if x.dim() == weights.dim() == experts.dim() and torch.compiler.is_compiling():
+        for t in (weights, experts):
+            for i in range(x.dim() - 1):  # sizes that are not known yet are held to be the same
+                torch._check(
+                    x.size(i) == t.size(i),
+                    lambda: "grouped_mlp: x, weights and experts differ in their tokens",
+                )
+    elif not x.shape[:-1] == weights.shape[:-1] == experts.shape[:-1]:
         shapes = ", ".join(str(list(t.shape)) for t in (x, weights, experts))
         raise ValueError(f"grouped_mlp: x, weights and experts differ in their tokens: {shapes}")
     if weights.size(-1) != experts.size(-1):
@@ -317,11 +329,18 @@ def apply_mlp(
             f"grouped_mlp: C differs: weights has {weights.size(-1)}, experts {experts.size(-1)}"
         )
     if experts.dtype not in (torch.int32, torch.int64):
-        raise RuntimeError(f"grouped_mlp: experts must be int32 or int64, got {experts.dtype}")
-    E, H = gate_up_proj.size(0), x.size(-1)
+        raise RuntimeError(
+            f"grouped_mlp: experts must be int32 or int64, got {dtype_name(experts.dtype)}"
+        )
+    if gate_up_proj.dim() != 3 or gate_up_proj.size(2) != x.size(-1):
+        raise ValueError(
+            f"grouped_mlp: gate_up_proj must be [E, 2 F, {x.size(-1)}], as x has {x.size(-1)} "
+            f"features, got {list(gate_up_proj.shape)}"
+        )
+    E, _, H = gate_up_proj.shape
     if down_proj.dim() != 3 or down_proj.shape[:2] != (E, H):
         raise ValueError(
-            f"grouped_mlp: down_proj must be [{E}, {H}, F], as gate_up_proj has {E} experts and x "
+            f"grouped_mlp: down_proj must be [{E}, {H}, F], as gate_up_proj has {E} experts of "
             f"{H} features, got {list(down_proj.shape)}"
         )
     dtype = autocast_dtype(x.device)
@@ -370,6 +389,7 @@ class GroupedMLP(nn.Module):
             ``reset_parameters()``.
 
     Attributes:
+        num_experts, hidden_size, intermediate_size, recipe: as given.
         gate_up_proj: [E, 2 F, H], gate first.
         down_proj: [E, H, F].
         gate_up_state: what ``DelayedScaling`` remembers of gate_up_proj; None under other recipes.
@@ -453,7 +473,9 @@ class GroupedMLP(nn.Module):
             cache_weights,
             stochastic_rounding=stochastic_rounding,
         )
-        self.recipe = recipe
+        self.num_experts = num_experts
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self._recipe = recipe
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.quantized_weight = quantized_weight
         E, H, F = num_experts, hidden_size, intermediate_size
@@ -472,6 +494,11 @@ class GroupedMLP(nn.Module):
             self.gate_up_cache = WeightCache(recipe, E, 2 * F, H, device)
             self.down_cache = WeightCache(recipe, E, H, F, device)
         self.reset_parameters()
+
+    @property
+    def recipe(self) -> Recipe:
+        """How products are computed. Another recipe has other states: make another module."""
+        return self._recipe
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -515,7 +542,7 @@ class GroupedMLP(nn.Module):
                 without ``cache_weights``, unless the weights are kept quantized anyway.
         """
         keeps_weight = self.gate_up_cache is not None or self.quantized_weight
-        first = read_flag("GroupedMLP", is_first_microbatch, x, self.recipe, keeps_weight)
+        first = read_flag("GroupedMLP", is_first_microbatch, x, self._recipe, keeps_weight)
         plans: list[dict[str, Any]] = []
         for name, w, state, cache in (
             ("gate_up_proj", self.gate_up_proj, self.gate_up_state, self.gate_up_cache),
@@ -528,7 +555,7 @@ class GroupedMLP(nn.Module):
                 plan |= main_grad_plan("GroupedMLP", {name: w}, first)
             plans.append(plan)
         return apply_mlp(
-            x, weights, experts, self.gate_up_proj, self.down_proj, self.recipe, *plans
+            x, weights, experts, self.gate_up_proj, self.down_proj, self._recipe, *plans
         )
 
     def extra_repr(self) -> str:

@@ -49,6 +49,7 @@ class _Options:
     num_gemms: int
     in_features: int
     out_features: int
+    bias: bool
     return_bias: bool
     init_method: Callable[[Tensor], Any] | None
     get_rng_state_tracker: Callable[[], RngStateTracker] | None
@@ -76,6 +77,11 @@ class _Options:
                     f"GroupedLinear: {name} must be a positive multiple of {FEATURE_MULTIPLE}, "
                     f"got {size}"
                 )
+        if not isinstance(self.bias, bool) or not isinstance(self.return_bias, bool):
+            raise ValueError(
+                "GroupedLinear: bias and return_bias must be True or False, "
+                f"got {self.bias!r} and {self.return_bias!r}"
+            )
         if not isinstance(self.recipe, Recipe):
             raise ValueError(
                 "GroupedLinear: recipe must be None or one of grouped_linear's recipes, "
@@ -123,6 +129,16 @@ def _check_out_of_scope(arguments: dict[str, Any]) -> None:
             )
 
 
+def _one_by_one(parameter: Any, init_method: object = None) -> Iterator[Any]:
+    """What is drawn at a time: an expert, or all of a sharded tensor, as torch draws shards."""
+    if not hasattr(parameter, "to_local"):  # a DTensor, whose import takes half a second
+        yield from parameter
+    elif init_method is None:
+        yield parameter
+    else:
+        yield from parameter.to_local()
+
+
 class GroupedLinear(nn.Module):
     """A linear layer an expert: ``y[t] = x[t] @ weight[e].T + bias[e]`` for the rows t of group e.
 
@@ -133,7 +149,7 @@ class GroupedLinear(nn.Module):
         bias: whether the layer has a bias.
         return_bias: return ``(y, bias)`` with the bias in y's dtype and not added.
         init_method: called with every expert's weight [N, K] to fill it; torch.nn.Linear's
-            initialisation by default.
+            initialisation by default. Of a sharded weight, with what this process has of each.
         get_rng_state_tracker: returns an object whose ``fork(name)`` context holds the random state
             that parameters are drawn from.
         rng_tracker_name: the name that ``fork`` is called with, if any.
@@ -165,6 +181,7 @@ class GroupedLinear(nn.Module):
             communication, with values that ask for none.
 
     Attributes:
+        num_gemms, in_features, out_features, recipe: as given, read-only.
         weight: [E, N, K]; or weight0, ... [N, K].
         high_precision_init: [E, N, K] on the CPU, or None; yours to set to None after use.
         bias: [E, N], or None; or bias0, ... [N].
@@ -222,6 +239,7 @@ class GroupedLinear(nn.Module):
             num_gemms,
             in_features,
             out_features,
+            bias,
             return_bias,
             init_method,
             get_rng_state_tracker,
@@ -259,6 +277,26 @@ class GroupedLinear(nn.Module):
             self.weight_cache = WeightCache(recipe, num_gemms, out_features, in_features, device)
         self._later: deque[Wgrad] = deque()
         self.reset_parameters()
+
+    @property
+    def num_gemms(self) -> int:
+        """E."""
+        return self._options.num_gemms
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self._options.in_features
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self._options.out_features
+
+    @property
+    def recipe(self) -> Recipe:
+        """How products are computed."""
+        return self._options.recipe
 
     def _register(self, name: str, t: Tensor, single: bool) -> None:
         """One parameter, or one an expert: views of one tensor, so that they lie side by side."""
@@ -299,18 +337,19 @@ class GroupedLinear(nn.Module):
         bound = 1 / math.sqrt(options.in_features)
         drawn: Any = weights[0] if options.single_grouped_weight else weights
         if options.quantized_weight:  # draw what any other layer draws, then quantize all of it
-            like = {"dtype": weights[0].dtype, "device": weights[0].device}
-            drawn = torch.empty(weights[0].shape, **like)
+            drawn = torch.empty_like(weights[0])
         with nullcontext() if tracker is None else tracker().fork(*names):
-            for weight_NK in drawn:
+            for weight in _one_by_one(drawn, options.init_method):
                 if options.init_method is None:
-                    nn.init.uniform_(weight_NK, -bound, bound)
+                    nn.init.uniform_(weight, -bound, bound)
                 else:
-                    options.init_method(weight_NK)
+                    options.init_method(weight)
             # An expert at a time, as weights: one number generator gives every form the same.
-            biases = [getattr(self, name) for name in self._bias_names]
-            for bias_N in biases[0] if biases and options.single_grouped_bias else biases:
-                nn.init.uniform_(bias_N, -bound, bound)
+            biases: Any = [getattr(self, name) for name in self._bias_names]
+            if biases and options.single_grouped_bias:
+                biases = biases[0]
+            for bias in _one_by_one(biases):
+                nn.init.uniform_(bias, -bound, bound)
         if options.quantized_weight:
             weights[0].copy_(drawn)
             if options.preserve_high_precision_init:

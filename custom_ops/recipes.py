@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, FP8, MAX_MARGIN, ceil_div, dtype_name
@@ -112,10 +113,22 @@ class Quantizing(Scheme, Protocol):
         ...
 
 
+def _is_watched() -> bool:
+    """Whether a mode sees every eager op, as selective activation checkpointing does.
+
+    What it keeps of a forward it does not compute again. An op that fills tensors returns nothing,
+    so that a policy that keeps its results would leave new tensors unfilled.
+    """
+    return not torch.compiler.is_compiling() and is_in_torch_dispatch_mode()
+
+
 def _weight_of_list(
     scheme: Quantizing, experts: Experts, slot: Slot | None, columnwise: bool
 ) -> Operands:
     """What ``scheme.weight`` gives, for a weight that no op quantizes into new tensors."""
+    if _is_watched() and experts[0].dim() == 2:
+        experts = (torch.stack(experts),)
+        return scheme.weight(experts, slot, columnwise)
     *_, N, K = experts[0].shape
     E = len(experts[0]) if experts[0].dim() == 3 else len(experts)
     kept = scheme.new_weight(E, N, K, experts[0].device, columnwise)
@@ -236,15 +249,14 @@ class Float8BlockScaling:
 
     def weight(self, experts: Experts, slot: Slot | None, columnwise: bool) -> Operands:
         """The weight in 128x128 blocks."""
+        options: dict[str, Any] = {
+            "amax_epsilon": self.amax_epsilon,
+            "power_of_two_scales": self.power_of_two_scales,
+            "columnwise": columnwise,
+        }
         if experts[0].dim() == 2:
-            return _weight_of_list(self, experts, slot, columnwise)
-        w = ops.quantize_weight(
-            experts[0],
-            amax_epsilon=self.amax_epsilon,
-            power_of_two_scales=self.power_of_two_scales,
-            columnwise=columnwise,
-        )
-        return _of_one_scale(*w)
+            return _of_one_scale(*ops.quantize_weight_list(experts, **options))
+        return _of_one_scale(*ops.quantize_weight(experts[0], **options))
 
     def new_weight(
         self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
@@ -577,7 +589,14 @@ class MXFP8BlockScaling:
 
     def weight(self, experts: Experts, slot: Slot | None, columnwise: bool) -> Operands:
         """The weight rounded to MXFP8 along each dimension, as bfloat16."""
-        return _weight_of_list(self, experts, slot, columnwise)
+        if not _is_watched() or experts[0].dim() == 2:
+            return _weight_of_list(self, experts, slot, columnwise)
+        E, N, K = experts[0].shape
+        ends_E = torch.arange(N, E * N + 1, N, dtype=torch.int32, device=experts[0].device)
+        w = ops.group_round_mx(experts[0].reshape(E * N, K), ends_E, columnwise=columnwise)
+        turned = None if w.x_columnwise is None else w.x_columnwise.view(E, N, K).transpose(1, 2)
+        assert w.x_rowwise is not None
+        return Operands(w.x_rowwise.view(E, N, K), None, turned, None, None)
 
     def new_weight(
         self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True

@@ -432,15 +432,15 @@ def test_calls_of_the_layer() -> None:
     assert_expected_inline(
         "\n".join(map(sentence, mistakes)),
         """\
-grouped_mm: K differs: a has 32, b has 16
+grouped_linear: K differs: x has 32, weight 16
 grouped_mm: a must be bfloat16, float16 or float32, got float64
-grouped_mm: b must be bfloat16, got float32
-grouped_mm: E differs: b has 2, offs has 3
+grouped_linear: x is bfloat16, weight float32: cast one of them, or use torch.autocast
+grouped_linear: E differs: m_splits has 3, weight 2
 splits_to_offsets: m_splits must be int32 or int64, got float32
 splits_to_offsets: m_splits must sum to at most num_rows 5, got 2 + 4 at group 1
-grouped_scaled_mm: K differs: a has 32, b has 16
+grouped_linear: K differs: x has 32, weight 16
 group_quantize: x must be bfloat16, float16 or float32, got float64
-grouped_scaled_mm: E differs: b has 2, offs has 1
+grouped_linear: E differs: m_splits has 1, weight 2
 grouped_linear: DelayedScaling keeps a DelayedScalingState: pass state, or use GroupedLinear
 grouped_linear: state is for DelayedScaling, got recipe None
 group_quantize_delayed_: E differs: scale has 3, offs has 2""",

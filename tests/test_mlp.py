@@ -302,7 +302,7 @@ def test_a_weight_of_nan_for_no_expert() -> None:
         (
             {"experts": torch.zeros(3, 2)},
             RuntimeError,
-            "experts must be int32 or int64, got torch.float32",
+            "experts must be int32 or int64, got float32",
         ),
         (
             {"down_proj": torch.zeros(E, H, F)[1:]},

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from samples import BF16, FP16, FP32, assert_same_bits
+from samples import BF16, FP16, FP32, assert_same_bits, sentence
 from samples import RECIPES as EVERY_RECIPE
 from torch import Tensor, nn
 
-from grouped_linear import Float8BlockScaling, GroupedLinear, Recipe
+from grouped_linear import Float8BlockScaling, GroupedLinear, GroupedMLP, Recipe
 
 RECIPES = pytest.mark.parametrize("recipe", EVERY_RECIPE.values(), ids=EVERY_RECIPE)
 
@@ -61,6 +61,25 @@ def test_init_method_fills_every_expert() -> None:
     assert layer.weight[:, 0, 0].tolist() == [1, 2, 3]
     layer.reset_parameters()
     assert layer.weight[:, 0, 0].tolist() == [4, 5, 6]
+
+
+def test_configuration_is_read_only() -> None:
+    layer = make_layer(recipe=Float8BlockScaling())
+    assert (layer.num_gemms, layer.in_features, layer.out_features) == (3, 16, 32)
+    assert layer.recipe == Float8BlockScaling()
+    with pytest.raises(AttributeError, match="recipe"):
+        layer.recipe = None
+    mlp = GroupedMLP(3, 16, 32)
+    assert (mlp.num_experts, mlp.hidden_size, mlp.intermediate_size) == (3, 16, 32)
+    with pytest.raises(AttributeError, match="recipe"):
+        mlp.recipe = Float8BlockScaling()
+
+
+def test_a_recipe_in_bias_place() -> None:
+    assert sentence(lambda: GroupedLinear(3, 16, 32, Float8BlockScaling())) == (
+        "GroupedLinear: bias and return_bias must be True or False, got "
+        f"{Float8BlockScaling()!r} and False"
+    )
 
 
 class Tracker:

@@ -138,6 +138,28 @@ def check_meta(rank: int, whole: nn.Module, directory: Path) -> None:
     assert_same(model.experts.weight.to_local(), shard_of(whole.experts.weight, rank))
 
 
+def check_reset() -> None:
+    """Parameters drawn where they are sharded."""
+    torch.manual_seed(0)
+    bound = K**-0.5
+    for options in (
+        {},
+        {"single_grouped_weight": False},
+        {"recipe": Float8BlockScaling(), "quantized_weight": True},
+        {"init_method": lambda w: nn.init.constant_(w, bound / 2)},
+    ):
+        layer = GroupedLinear(E, K, N, device="meta", **options)
+        shard(layer)
+        layer.to_empty(device="cpu")
+        with torch.no_grad():
+            for p in layer.parameters():
+                nn.init.constant_(p, torch.nan)
+        layer.reset_parameters()
+        for p in layer.parameters():
+            whole = p.full_tensor()
+            assert ((whole.abs() <= 1.1 * bound) & (whole != 0)).float().mean() > 0.9
+
+
 def check_compiled() -> None:
     model, twin = Model(), Model()
     for m in (model, twin):
@@ -254,6 +276,7 @@ def check(rank: int, directory: Path) -> None:
     check_bytes(sharded)
     check_checkpoints(rank, whole, sharded, directory)
     check_meta(rank, whole, directory)
+    check_reset()
     check_compiled()
     check_data_parallel()
     check_mlp(rank)
