@@ -507,8 +507,8 @@ class GroupedLinear(nn.Module):
                 if len({state_dict[n].shape for n in apart}) == 1:
                     state_dict[whole] = torch.stack([state_dict.pop(n) for n in apart])
             elif not single and state_dict.keys().isdisjoint(apart):
-                experts = state_dict.get(whole, ())
-                if len(experts) == options.num_gemms:
+                experts = state_dict.get(whole)
+                if experts is not None and experts.shape[:1] == (options.num_gemms,):
                     state_dict.update(zip(apart, state_dict.pop(whole), strict=True))
         if args[0].get("assign_to_params_buffers"):  # of the local metadata
             convert_assigned(self, state_dict, prefix)
