@@ -374,6 +374,22 @@ def test_one_compile_for_every_number_of_tokens(device: str) -> None:
 
 
 @DEVICES
+def test_inputs_of_unknown_and_equal_sizes(device: str) -> None:
+    """Of three inputs whose tokens nobody knows the numbers are taken for one."""
+    mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), device=device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(mlp, fullgraph=True, backend=counter)
+    for T in (0, 1, 33, 7):
+        inputs = torch.randn(T, H, device=device), *torch.rand(T, E, device=device).topk(2)
+        for t in inputs:
+            torch._dynamo.decorators.mark_unbacked(t, 0)
+        assert_same_bits(compiled(*inputs), mlp(*inputs))
+    assert counter.frame_count == 1
+    with pytest.raises(Exception, match="differ in their tokens"):
+        torch.compile(mlp, backend="aot_eager")(*(t[: 3 + i].clone() for i, t in enumerate(inputs)))
+
+
+@DEVICES
 def test_exported(device: str) -> None:
     mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), device=device)
     inputs = [torch.randn(20, H), torch.rand(20, 2), torch.randint(-1, E, (20, 2))]
