@@ -3,20 +3,29 @@
 T tokens, E experts, H features of a token, F features of an expert.
 """
 
+import inspect
+import io
 import re
 from collections.abc import Callable
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from samples import BF16, DTYPES, FP32, MORE_RECIPES, OPS, assert_same_bits, devices
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.functional import gelu, grouped_mm, silu
 from torch.nn.utils import parametrizations, prune
 
 from grouped_linear import (
     ConvertedExperts,
+    DelayedScaling,
     Float8BlockScaling,
     GroupedLinear,
     GroupedMLP,
@@ -77,27 +86,60 @@ def routed_linear(self: Routed, x: Tensor) -> Tensor:
     return self.shared(x) + (weights[..., None] * y).sum(dim=1)
 
 
-class GroupedExperts(nn.Module):
-    """Three parameters and torch's grouped_mm, called with rows sorted by expert."""
+def swiglu_sorted(
+    act: Callable[[Tensor], Tensor], weights: tuple[Tensor, ...], x: Tensor, counts: Tensor
+) -> Tensor:
+    """With torch's grouped_mm, of rows sorted by expert."""
+    offs = counts.cumsum(0, dtype=torch.int32)
+    gate, up, down = (w.to(BF16).mT for w in weights)
+    h = act(grouped_mm(x.to(BF16), gate, offs=offs)) * grouped_mm(x.to(BF16), up, offs=offs)
+    return grouped_mm(h, down, offs=offs).to(x.dtype)
 
-    def __init__(self, act: Callable[[Tensor], Tensor] = silu) -> None:
+
+class GroupedExperts(nn.Module):
+    """Three parameters, with torchtitan's names."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor] = silu, features: int = F) -> None:
         super().__init__()
         self.act = act
-        self.w1 = nn.Parameter(torch.randn(E, F, H) / H**0.5)
-        self.w2 = nn.Parameter(torch.randn(E, H, F) / F**0.5)
-        self.w3 = nn.Parameter(torch.randn(E, F, H) / H**0.5)
+        self.w1 = nn.Parameter(torch.randn(E, features, H) / H**0.5)
+        self.w2 = nn.Parameter(torch.randn(E, H, features) / features**0.5)
+        self.w3 = nn.Parameter(torch.randn(E, features, H) / H**0.5)
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        offs = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
-        w1, w2, w3 = (w.to(BF16).mT for w in (self.w1, self.w2, self.w3))
-        h = self.act(grouped_mm(x.to(BF16), w1, offs=offs)) * grouped_mm(x.to(BF16), w3, offs=offs)
-        return grouped_mm(h, w2, offs=offs).to(x.dtype)
+        return swiglu_sorted(self.act, (self.w1, self.w3, self.w2), x, num_tokens_per_expert)
+
+
+class SuffixedExperts(nn.Module):
+    """With those of 2026-05."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1_EFD = nn.Parameter(torch.randn(E, F, H) / H**0.5)
+        self.w2_EDF = nn.Parameter(torch.randn(E, H, F) / F**0.5)
+        self.w3_EFD = nn.Parameter(torch.randn(E, F, H) / H**0.5)
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        weights = self.w1_EFD, self.w3_EFD, self.w2_EDF
+        return swiglu_sorted(silu, weights, x_RD, num_tokens_per_expert_E)
+
+
+class HalfSuffixedExperts(SuffixedExperts):
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        return super().forward(x, num_tokens_per_expert)
+
+
+class SizedExperts(GroupedExperts):
+    """Remembers a size, which is wrong for other parameters."""
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        return super().forward(x.view(7, -1, H), num_tokens_per_expert)
 
 
 class Sorted(nn.Module):
-    def __init__(self, act: Callable[[Tensor], Tensor] = silu) -> None:
+    def __init__(self, experts: nn.Module) -> None:
         super().__init__()
-        self.experts = GroupedExperts(act)
+        self.experts = experts
 
     def forward(self, x: Tensor) -> Tensor:
         counts = torch.tensor([16.0, 0.0, 32.0, 2.0], device=x.device)  # as histc gives them
@@ -119,7 +161,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, ConvertedExperts]] = {
         )
         for kind, names in SWIGLU_NAMES.items()
     },
-    "grouped": (Sorted, None, ConvertedExperts("1.experts", "grouped SwiGLU", E)),
+    **{
+        kind: (
+            lambda experts=experts: Sorted(experts()),
+            None,
+            ConvertedExperts("1.experts", "grouped SwiGLU", E),
+        )
+        for kind, experts in {"grouped": GroupedExperts, "suffixed": SuffixedExperts}.items()
+    },
 }
 EVERY_MODEL = pytest.mark.parametrize("kind", MODELS)
 
@@ -165,7 +214,7 @@ def test_outputs_and_gradients(kind: str, dtype: torch.dtype, device: str) -> No
     assert convert_experts(model, forwards) == [converted]
     assert torch.equal(torch.get_rng_state(), before)
     # float32 sums in another order, but grouped_mm's experts round to bf16 in any case
-    tolerance = 1e-5 if dtype == FP32 and kind != "grouped" else 2.0**-6
+    tolerance = 1e-5 if dtype == FP32 and MODELS[kind][1] is not None else 2.0**-6
     check_near(run(model, x), expected, tolerance)
 
 
@@ -196,6 +245,26 @@ def test_options(kind: str, device: str) -> None:
         assert_same_bits(result, expected[name])
 
 
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [
+        ("linear", "single_grouped_weight"),
+        ("linear", "bias"),
+        ("linear", "preserve_high_precision_init"),
+        ("swiglu_w", "delay_wgrad_compute"),
+    ],
+)
+def test_other_options(kind: str, option: str) -> None:
+    of_linear = ", return_bias, delay_wgrad_compute, save_original_input"
+    sentence = (
+        "convert_experts: 1.experts: options may be cache_weights, fuse_wgrad_accumulation, "
+        f"quantized_weight, stochastic_rounding{of_linear if kind == 'linear' else ''}, "
+        f"got {option}"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        convert_experts(model_of(kind, "cpu"), MODELS[kind][1], **{option: False})
+
+
 def test_experts_in_one_tensor_take_no_options() -> None:
     sentence = (
         "convert_experts: 1.experts: experts in one tensor stay what they are, so there is nothing "
@@ -216,6 +285,76 @@ def test_compiled_copied_and_saved(kind: str) -> None:
     assert_same_bits(compiled(x), expected["y"])
     for name, result in run(copied, x).items():
         assert_same_bits(result, expected[name])
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize(
+    "recipe", [Float8BlockScaling(), DelayedScaling()], ids=["block", "delayed"]
+)
+def test_pickled(kind: str, recipe: Recipe) -> None:
+    model, x = model_of(kind, "cpu"), torch.randn(T, H)
+    name = convert_experts(model, MODELS[kind][1], recipe)[0].name
+    expected, file = run(model, x), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert type(loaded.get_submodule(name)) is type(model.get_submodule(name))
+    assert type(deepcopy(model).get_submodule(name)) is type(model.get_submodule(name))
+    for name, result in run(loaded, x).items():
+        assert_same_bits(result, expected[name])
+
+
+def test_copied_as_a_subclass() -> None:
+    """As FSDP2 makes one."""
+    experts = GroupedExperts()
+    convert_experts(experts)
+    experts.__class__ = type("Sharded", (type(experts),), {})
+    assert type(deepcopy(experts)) is type(experts)
+
+
+@pytest.mark.parametrize("experts", [GroupedExperts, SuffixedExperts])
+def test_called_by_names(experts: type[nn.Module]) -> None:
+    converted, x, counts = experts(), torch.randn(T, H), torch.tensor([16, 0, 32, 2])
+    convert_experts(converted)
+    _, *inputs = inspect.signature(experts.forward).parameters  # all but self
+    assert_same_bits(converted(**dict(zip(inputs, (x, counts), strict=True))), converted(x, counts))
+
+
+@EVERY_MODEL
+def test_on_the_meta_device(kind: str) -> None:
+    """As torchtitan does: make, convert, give memory, load."""
+    whole, x = model_of(kind, "cpu"), torch.randn(T, H)
+    convert_experts(whole, MODELS[kind][1])
+    before = torch.get_rng_state()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(H, H), MODELS[kind][0]())
+        assert convert_experts(model, MODELS[kind][1]) == [MODELS[kind][2]]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu").load_state_dict(whole.state_dict())
+    expected = run(whole, x)
+    for name, result in run(model, x).items():
+        assert_same_bits(result, expected[name])
+
+
+def test_first_scales_are_not_lost_on_the_meta_device() -> None:
+    sentence = (
+        "convert_experts: 1.experts: the first scales of DelayedScaling would be lost on the meta "
+        "device: convert when parameters have values"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        convert_experts(model_of("grouped", "meta"), recipe=DelayedScaling())
+
+
+def test_what_is_converted_is_left_alone() -> None:
+    model = nn.Sequential(model_of("grouped", "cpu"), model_of("grouped", "cpu"))
+    convert_experts(model[0], recipe=DelayedScaling())
+    first = type(model[0][1].experts)
+    assert [c.name for c in convert_experts(model)] == ["1.1.experts"]
+    assert type(model[0][1].experts) is first
+    sentence = "^convert_experts: experts of Sequential are converted already$"
+    with pytest.raises(ValueError, match=sentence):
+        convert_experts(model, recipe=Float8BlockScaling())
 
 
 def test_what_stays() -> None:
@@ -289,11 +428,17 @@ MISTAKES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
         "convert_experts: Routed.experts: w1.weight and w3.weight become one parameter: let both "
         "require grad, or neither",
     ),
+    "names of two conventions": (
+        HalfSuffixedExperts,
+        None,
+        "convert_experts: HalfSuffixedExperts has no module with parameters w1, w2 and w3 "
+        "[E, ...] that is called as (x, num_tokens_per_expert), and no class is in forwards",
+    ),
     "meta": (
-        lambda: Routed([SwigluExpert() for _ in range(E)]).to("meta"),
-        FORWARDS,
-        "convert_experts: Routed.experts: parameters are on the meta device: convert when they "
-        "have values",
+        lambda: SizedExperts().to("meta"),
+        None,
+        "convert_experts: SizedExperts: parameters are on the meta device, and small ones in their "
+        "place do not run: convert when they have values",
     ),
 }
 
@@ -305,6 +450,12 @@ def test_what_is_frozen_stays_frozen() -> None:
     convert_experts(model, {Routed: lambda self, x: x})
     assert not model.experts.weight.requires_grad
     assert model.experts.bias.requires_grad
+
+
+def test_experts_that_do_not_run() -> None:
+    """With values of their own, so the error is theirs."""
+    with pytest.raises(RuntimeError, match="is invalid for input of size"):
+        convert_experts(SizedExperts())
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -405,6 +556,40 @@ def test_shared_parameters(owner: str) -> None:
     )
 
 
+def test_shared_modules() -> None:
+    """One expert that is another's part too, one list in two blocks, one expert in two lists."""
+    models = [Routed([nn.Linear(H, H) for _ in range(E)]) for _ in range(2)]
+    models[0].shared = models[0].experts[1]
+    check_refused(
+        models[0],
+        "convert_experts: Routed.experts: 1 has a second owner, which would be lost",
+    )
+    models[0].shared = models[1].shared
+    models[0].experts = models[1].experts
+    check_refused(
+        nn.Sequential(*models),
+        "convert_experts: 0.experts: the list has a second owner, which would be lost",
+    )
+    models[0].experts = nn.ModuleList([nn.Linear(H, H), models[1].experts[3]])
+    models[0].router = nn.Linear(H, 2)
+    check_refused(
+        nn.Sequential(*models),
+        "convert_experts: 0.experts: 1 has a second owner, which would be lost",
+    )
+
+
+def test_what_may_be_shared() -> None:
+    """A block, which stays one; modules without parameters, of which nothing is lost."""
+    act = nn.SiLU()
+    block = Routed([SwigluExpert(act=act) for _ in range(E)])
+    block.act = act
+    model, x = nn.Sequential(block, block), torch.randn(T, H)
+    expected = model(x)
+    assert [c.name for c in convert_experts(model, FORWARDS)] == ["0"]
+    assert model[0] is model[1]
+    assert torch.allclose(model(x), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
 def test_a_forward_that_would_hide_the_new_one(kind: str) -> None:
     model = MODELS[kind][0]()
@@ -420,11 +605,119 @@ def test_a_forward_that_would_hide_the_new_one(kind: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_is_not_swiglu_is_refused(act: Callable[..., Tensor], dtype: torch.dtype) -> None:
     right, wrong = (Routed([SwigluExpert(act=a) for _ in range(E)]) for a in (silu, act))
-    models = [nn.Sequential(Sorted(act)), nn.Sequential(right, wrong)]
+    models = [nn.Sequential(Sorted(GroupedExperts(act))), nn.Sequential(right, wrong)]
+    models += [deepcopy(model).to("meta") for model in models]
     for model in models:
         model.to(dtype).eval()
         sentence = r"experts do not compute down\(silu\(gate\(x\)\) \* up\(x\)\): they are .* off$"
         with pytest.raises(ValueError, match=sentence):
-            convert_experts(model, FORWARDS if model is models[1] else None)
+            convert_experts(model, FORWARDS if len(model) == 2 else None)
         assert not any(isinstance(m, GroupedMLP | GroupedLinear) for m in model.modules())
         assert not any(module.training for module in model.modules())
+
+
+# --- two processes -------------------------------------------------------------------------------
+
+PROCESSES = 2
+COUNTS = [16, 0, 32, 2]
+
+
+def step(experts: Callable[..., Tensor], x: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+    x = x.clone().requires_grad_()
+    y = experts(x, torch.tensor(counts))
+    y.square().sum().backward()
+    return y.detach(), x.grad
+
+
+def distribute(experts: nn.Module, mesh: DeviceMesh, dims: dict[str, int]) -> None:
+    """As torchtitan's expert and tensor parallelism do."""
+    for name, dim in dims.items():
+        whole = experts.get_parameter(name).detach()
+        sharded = distribute_tensor(whole, mesh, [Shard(dim)])
+        experts.register_parameter(name, nn.Parameter(sharded))
+
+
+def check_gradients(sharded: nn.Module, whole: nn.Module, rank: int, dims: dict[str, int]) -> None:
+    for name, dim in dims.items():
+        gradient = sharded.get_parameter(name).grad
+        assert isinstance(gradient, DTensor)
+        expected = whole.get_parameter(name).grad.chunk(PROCESSES, dim)[rank]
+        assert_same_bits(gradient.to_local(), expected)
+
+
+def check_expert_parallel(rank: int, mesh: DeviceMesh, recipe: Recipe) -> None:
+    plain, dims = GroupedExperts(), {"w1": 0, "w2": 0, "w3": 0}
+    x = torch.randn(sum(COUNTS), H)
+    expected, _ = step(plain, x, COUNTS)
+    whole, sharded = deepcopy(plain), deepcopy(plain)
+    for experts in (whole, sharded):
+        convert_experts(experts, recipe=recipe)
+    distribute(sharded, mesh, dims)
+    y, dx = step(whole, x, COUNTS)
+    assert (y - expected).norm() < (2.0**-6 if recipe is None else 0.25) * expected.norm()
+    own, rows = COUNTS[2 * rank :][:2], slice(16 * rank, 16 + 34 * rank)
+    for call in (sharded, torch.compile(sharded, fullgraph=True, backend="aot_eager")):
+        sharded.zero_grad()
+        own_y, own_dx = step(call, x[rows], own)
+        assert_same_bits(own_y, y[rows])
+        assert_same_bits(own_dx, dx[rows])
+        check_gradients(sharded, whole, rank, dims)
+
+
+def check_tensor_parallel(rank: int, mesh: DeviceMesh) -> None:
+    """Each process has half of the features inside an expert; outputs add up."""
+    whole = GroupedExperts(features=64)
+    convert_experts(whole)
+    sharded, x = deepcopy(whole), torch.randn(sum(COUNTS), H)
+    distribute(sharded, mesh, {"w1": 1, "w2": 2, "w3": 1})
+    y = sharded(x, torch.tensor(COUNTS)).detach()
+    dist.all_reduce(y)
+    assert torch.allclose(y, whole(x, torch.tensor(COUNTS)), atol=1e-5)
+
+
+def check_fully_sharded(rank: int, mesh: DeviceMesh) -> None:
+    """Converted and sharded before there are values, as torchtitan does it."""
+    recipe, dims = Float8BlockScaling(), {"w1": 0, "w2": 0, "w3": 0}
+    whole, x = GroupedExperts(), torch.randn(sum(COUNTS), H)
+    convert_experts(whole, recipe=recipe)
+    with torch.device("meta"):
+        sharded = GroupedExperts()
+    convert_experts(sharded, recipe=recipe)
+    fully_shard(sharded, mesh=mesh)
+    sharded.to_empty(device="cpu")
+    for name in dims:
+        shard = whole.get_parameter(name).detach().chunk(PROCESSES)[rank]
+        sharded.get_parameter(name).detach().to_local().copy_(shard)
+    for actual, expected in zip(step(sharded, x, COUNTS), step(whole, x, COUNTS), strict=True):
+        assert_same_bits(actual, expected)
+    check_gradients(sharded, whole, rank, dims)
+
+
+def check_delayed_scaling(mesh: DeviceMesh) -> None:
+    experts = GroupedExperts()
+    convert_experts(experts, recipe=DelayedScaling())
+    distribute(experts, mesh, {"w1": 0, "w2": 0, "w3": 0})
+    sentence = (
+        "GroupedGroupedExperts: DelayedScaling holds scales of 4 experts, 2 are on this process: "
+        "shard in another way or take another recipe"
+    )
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        experts(torch.randn(3, H), torch.tensor([1, 2]))
+
+
+def check(rank: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rendezvous = f"file://{directory / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=PROCESSES)
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    for recipe in (None, Float8BlockScaling()):
+        check_expert_parallel(rank, mesh, recipe)
+    check_tensor_parallel(rank, mesh)
+    check_fully_sharded(rank, mesh)
+    check_delayed_scaling(mesh)
+    dist.destroy_process_group()
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    mp.spawn(check, args=(tmp_path,), nprocs=PROCESSES)
