@@ -14,8 +14,9 @@ class WeightCache(nn.Module):
     """A recipe's quantized weight in buffers that are never replaced, so that graphs may hold them.
 
     Born cold, and cold again when the module loads, draws anew or moves its weight. Whoever writes
-    to the parameter otherwise, an optimizer or ``load_experts``, has the next call say True. Cold scales are NaN, so that what is computed from them shows, also in a graph. In
-    inference mode, too, it is made of tensors that count their writes and that training can save.
+    to the parameter otherwise, an optimizer or ``load_experts``, has the next call say True. Cold
+    scales are NaN, so that what is computed from them shows, also in a graph. In inference mode,
+    too, it is made of tensors that count their writes and that training can save.
     """
 
     values: Tensor
