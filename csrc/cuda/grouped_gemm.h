@@ -84,7 +84,8 @@ std::optional<Tensor> room_for_sums(const Tensor& like, const GemmShape& shape, 
   constexpr int64_t place_bytes =
       kMarksOfPlace * sizeof(uint64_t) + kSumsOfPlace<Config> * sizeof(float);
   if (!Config::kByDepth || shape.T < 2 * kLeastSteps * Config::kTileK) return {};
-  return new_tensor(like, {clusters * place_bytes}, ScalarType::Byte);
+  return new_tensor(like, {kTicketWords * int64_t{sizeof(uint64_t)} + clusters * place_bytes},
+                    ScalarType::Byte);
 }
 
 template <typename Config>
@@ -104,7 +105,8 @@ void launch_gemm(const Launch& launch, TensorMaps maps, const Tensor& offs,
   const std::optional<Tensor> room = room_for_sums<Config>(offs, shape, clusters);
   PartialSums partial{};
   if (room) {
-    partial.marks = static_cast<uint64_t*>(room->data_ptr());
+    partial.ticket = static_cast<uint64_t*>(room->data_ptr());
+    partial.marks = partial.ticket + kTicketWords;
     partial.sums = reinterpret_cast<float*>(partial.marks + clusters * kMarksOfPlace);
   }
   launch.run(kernel, blocks, kThreads, shared_bytes, maps, offs.const_data_ptr<int32_t>(),

@@ -196,8 +196,7 @@ class Zeros {
 
   __device__ bool left() const { return shared_.zeroing.left; }
 
-  __device__ void copy_all() {
-    begin();
+  __device__ void copy_rest() {
     while (left()) copy();
     sm90::store_wait<0>();
   }
@@ -263,7 +262,6 @@ __device__ void send(GemmShared<Config>& shared, const CUtensorMap& map, const E
     sm90::barrier_wait(staged, parity);
     parity ^= 1;
   };
-  if (Config::kByDepth) sm90::barrier_wait(&shared.scheduled, 0);
   Work<Config> ahead(shared, counts, shape);
   for (int number = 0;; ++number) {
     Tile tile;
@@ -309,7 +307,7 @@ __device__ void send(GemmShared<Config>& shared, const CUtensorMap& map, const E
     }
     if (tile.steps < 0) break;
   }
-  while (zeroes && zeros.left()) zeros.copy();
+  if (zeroes) zeros.copy_rest();
   sm90::store_wait<0>();
 }
 

@@ -11,10 +11,12 @@ namespace grouped_linear::cuda {
 
 // A place has the marks of both blocks' warps, and their sums. Places count from 1.
 struct PartialSums {
+  uint64_t* ticket;  // see TileNumbers
   uint64_t* marks;
   float* sums;  // null: there is no room for any, and no tile is cut
 };
 
+constexpr int kTicketWords = 16;  // one, and what keeps the rest aligned
 constexpr int kMarksOfPlace = kCluster * kMathWarps;
 template <typename Config>
 constexpr int kSumsOfPlace = kCluster * kTileM * Config::kTileN;

@@ -1,19 +1,22 @@
 // Which tiles a cluster works on, and by depth which parts of tiles.
 //
-// Tiles are handed out in rounds, one a cluster. The last round has fewer tiles than the GPU has clusters,
-// as a rule, and the others would wait for it. By depth its tiles are cut, where all have the same depth. As
-// many clusters as go evenly into them, up to kMostMains a tile, take parts of the same length, `mains` of
-// each tile; those that are left are helpers, and take what comes before these, of one tile or of several
-// in turn, so that all are done at about the same time; or nothing, where that would be too short.
-// Clusters that work on neighbouring tiles are then at the same step of them, and find one another's
-// operands in L2. The last part of a tile adds the sums of the others to its own, in their order.
+// Tiles go round, one a cluster. The last round has fewer tiles than the GPU has clusters, as a rule, and
+// the others would wait for it. By depth its tiles are cut, where all have the same depth. As many clusters
+// as go evenly into them, up to kMostMains a tile, take parts of the same length, `mains` of each tile; those
+// that are left are helpers, and take what comes before these, of one tile or of several in turn, so that
+// all are done at about the same time; or nothing, where that would be too short. Clusters that work on
+// neighbouring tiles are then at the same step of them, and find one another's operands in L2. The last part
+// of a tile adds the sums of the others to its own, in their order.
 //
 // Clusters wait only for clusters of lower numbers, and helpers for nobody: no work is stuck as long as the
 // GPU starts clusters in their order, even where it has not room for all.
 //
+// Where depths differ, tiles after the first few are handed out one by one to whoever comes for them.
+//
 // By rows no tile is cut: a row's result depends on that row and its group's matrix alone, to the bit.
 #pragma once
 
+#include "gemm_partial_sums.cuh"
 #include "gemm_tiles.cuh"
 
 namespace grouped_linear::cuda {
@@ -22,13 +25,23 @@ constexpr int kHandSteps = 4;   // to leave sums, or to add them, takes as long,
 constexpr int kLeastSteps = 8;  // of a helper's part
 constexpr int kMostMains = 8;   // more sums would take longer to add than their products
 
+// Of tiles that are handed out a cluster knows so many beforehand. With lines the next one is asked for when
+// scales have come, too late for a tile of two steps (H200, 2026-11: 1 to 5% there, 0.5% of all).
+template <typename Config>
+constexpr int kAhead = Config::kLines ? 2 : 1;
+
 // The work of this block's cluster by depth, of tiles of `steps` steps each (0: they differ).
-__device__ __forceinline__ Schedule schedule_of(int tiles, int steps, bool may_cut) {
+template <typename Config>
+__device__ __forceinline__ Schedule schedule_of(int tiles, int steps, bool has_room) {
   const int clusters = gridDim.x / kCluster, cluster = blockIdx.x / kCluster;
   const int rest = tiles % clusters;
   Schedule schedule{};
   schedule.whole = tiles;
-  if (!may_cut || rest == 0 || steps < kLeastSteps) return schedule;
+  if (has_room && steps == 0 && tiles > kAhead<Config> * clusters && tiles < 1 << 24) {
+    schedule.whole = kAhead<Config> * clusters;
+    schedule.handed_out = tiles - schedule.whole;
+  }
+  if (!has_room || rest == 0 || steps < kLeastSteps) return schedule;
 
   const int mains = min(clusters / rest, kMostMains), helpers = clusters - mains * rest;
   int of_helper = 0;
@@ -77,12 +90,74 @@ __device__ __forceinline__ void cut(Tile& tile, const Schedule& schedule, int re
         Tile::bits_of_part(first_place + !schedule.has_helpers, mains - !schedule.has_helpers, 0);
 }
 
+constexpr int kNoTile = -1;
+
+// Hands out tiles, by depth. By one thread a block.
+//
+// Each tile has a ticket, drawn from a counter in memory by the first block of a cluster, which tells the other.
+// The memory holds anything at first. Cluster 0 stamps it; whoever draws from what is not stamped draws
+// again; whoever draws the last ticket, as every cluster draws one that is worth nothing, wipes the stamp
+// off. So no stamp outlives the kernel that made it.
+template <typename Config>
+class TileNumbers {
+ public:
+  __device__ TileNumbers(GemmShared<Config>& shared, uint64_t* ticket)
+      : shared_(shared), ticket_(reinterpret_cast<unsigned long long*>(ticket)) {}
+
+  // Makes the schedule.
+  __device__ void begin(const TileCounts& counts) {
+    shared_.schedule = schedule_of<Config>(
+        shared_.taken_count * static_cast<int>(counts.matrix.divisor),
+        (shared_.taken_rows + Config::kTileK - 1) / Config::kTileK, ticket_ != nullptr);
+    left_ = shared_.schedule.handed_out > 0;
+    sm90::barrier_arrive(&shared_.scheduled);
+    if (left_ && blockIdx.x == 0) atomicExch(ticket_, kStamp);
+  }
+
+  // Whether there may be more to tell: for every tile whose loads have begun, one.
+  __device__ bool left() const { return left_; }
+
+  // Looks for the next number. It may take a while until it is there.
+  __device__ void ask() {
+    if (shared_.rank == 0) drawn_ = atomicAdd(ticket_, 1);
+  }
+
+  // Tells it.
+  __device__ void tell() {
+    int* number = &shared_.numbers[count_ % kNumberRing];
+    uint64_t* numbered = &shared_.numbered[count_ % kNumberRing];
+    ++count_;
+    if (shared_.rank > 0) {
+      sm90::barrier_arrive_expect(numbered, sizeof *number);
+      return;
+    }
+    while ((drawn_ & ~kTickets) != kStamp) drawn_ = atomicAdd(ticket_, 1);
+    const int drawn = static_cast<int>(drawn_ & kTickets);
+    const int tiles = shared_.schedule.handed_out;
+    left_ = drawn < tiles;
+    if (drawn == tiles + static_cast<int>(gridDim.x / kCluster) - 1) atomicExch(ticket_, 0);
+    *number = left_ ? shared_.schedule.whole + drawn : kNoTile;
+    sm90::store_at(sm90::cluster_address(number, 1), *number, sm90::cluster_address(numbered, 1));
+    sm90::barrier_arrive(numbered);
+  }
+
+ private:
+  static constexpr uint64_t kStamp = 0xb54c7d93e1000000, kTickets = (1 << 24) - 1;
+
+  GemmShared<Config>& shared_;
+  unsigned long long* ticket_;
+  unsigned long long drawn_ = 0;
+  uint32_t count_ = 0;
+  bool left_ = false;
+};
+
 // The work of this block, tile after tile, in the order in which it is done.
 template <typename Config>
 class Work {
  public:
   __device__ Work(GemmShared<Config>& shared, const TileCounts& counts, const GemmShape& shape)
       : shared_(shared), counts_(counts), shape_(shape), next_(blockIdx.x / kCluster) {
+    if (Config::kByDepth) sm90::barrier_wait(&shared.scheduled, 0);
     const int clusters = gridDim.x / kCluster;
     const int whole =
         Config::kByDepth ? shared.schedule.whole : shared.groups.tile_end[shape.E - 1];
@@ -91,23 +166,31 @@ class Work {
 
   // The next tile; steps = -1: there is no more.
   __device__ __forceinline__ Tile next() {
+    const Schedule& schedule = shared_.schedule;
     int number = next_, rest = -1;
+    bool ends = false;
     if (whole_ > 0) {
       --whole_;
       next_ += gridDim.x / kCluster;
-    } else {
-      const Schedule& schedule = shared_.schedule;
-      if (!Config::kByDepth || part_ >= schedule.parts) {
-        Tile end{};
-        end.steps = -1;
-        return end;
-      }
+    } else if (Config::kByDepth && schedule.handed_out > 0) {
+      const uint32_t slot = part_ % kNumberRing;
+      sm90::barrier_wait(&shared_.numbered[slot], part_++ / kNumberRing & 1);
+      number = shared_.numbers[slot];
+      ends = number == kNoTile;
+    } else if (Config::kByDepth && part_ < schedule.parts) {
       rest = schedule.tile + part_++ * schedule.stride;
       number = schedule.whole + rest;
+    } else {
+      ends = true;
+    }
+    if (ends) {
+      Tile end{};
+      end.steps = -1;
+      return end;
     }
     Tile tile = tile_of<Config>(number, shared_.groups, shared_.taken(), counts_, shape_);
     if constexpr (Config::kByDepth)
-      if (rest >= 0) cut<Config>(tile, shared_.schedule, rest);
+      if (rest >= 0) cut<Config>(tile, schedule, rest);
     return tile;
   }
 
@@ -116,7 +199,7 @@ class Work {
   const TileCounts& counts_;
   const GemmShape& shape_;
   int next_, whole_;  // whole tile, and so many of them are left
-  int part_ = 0;
+  int part_ = 0;      // of what comes after them
 };
 
 }  // namespace grouped_linear::cuda

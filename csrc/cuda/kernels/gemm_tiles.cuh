@@ -21,6 +21,9 @@ constexpr int kZeroBytes = 4096;
 // Tiles that are known at a time: one is sent to memory, one is staged for that, and every stage may
 // hold a step of another.
 constexpr int kTileRing = 8;
+// Numbers of tiles that are handed out: what reads them in the other block of a cluster may be two rings of
+// stages behind, and some tiles.
+constexpr int kNumberRing = 16;
 
 constexpr float kOwn = 0;  // in place of a square's scale: its columns have scales of their own
 
@@ -174,6 +177,7 @@ struct Schedule {
   int first, steps;   // of each part
   int number, mains;  // which of a tile's main parts it has, -1 as a helper, and how many there are
   bool has_helpers;
+  int handed_out;  // so many tiles after the whole ones go to whoever is free
 };
 
 // How far the copies of zeros have come: what is to be zero begins `begin` bytes into out, and what comes `at`
@@ -192,9 +196,12 @@ struct GemmControl {
   uint64_t scaled[kMostStages];  // with lines: the columns' scales are there
   // Of a warpgroup's staging buffers: results are in them, or there is room for some.
   uint64_t staged[kMathGroups], ready[kMathGroups];
-  uint64_t scheduled;
+  // By depth: the schedule is there; a tile's loads have begun; the number of a tile is there.
+  uint64_t scheduled, begun, numbered[kNumberRing];
+  int numbers[kNumberRing];
   Tile tiles[kTileRing];
   GroupTable groups;  // tile_end counts clusters by rows, blocks of 128 rows by depth
+  int rank;           // of this block in its cluster
   int taken_count;    // by depth: so many groups take tiles, and the table has those alone
   int taken_rows;     // by depth: of each of them, or 0 where they differ
   Schedule schedule;
@@ -238,7 +245,8 @@ struct GemmShared
     : TileBuffers<Config>,
       Unused<sizeof(TileBuffers<typename Config::Wide>) - sizeof(TileBuffers<Config>)>,
       GemmControl {
-  static_assert(Config::kStages <= kMostStages && kTileRing >= Config::kStages + 2);
+  static_assert(Config::kStages <= kMostStages && kTileRing >= Config::kStages + 2 &&
+                (!Config::kByDepth || kNumberRing >= 2 * Config::kStages + 6));
 };
 
 __host__ __device__ __forceinline__ int row_tiles(int rows) { return (rows + kTileM - 1) / kTileM; }

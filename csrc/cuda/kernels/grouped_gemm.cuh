@@ -18,9 +18,9 @@
 //
 // One persistent block an SM, in clusters of two, walks over output tiles of 128 x kTileN.
 // Warpgroup 0 copies operand stages with TMA into a ring in shared memory; warpgroups 1 and 2
-// multiply 64 rows each with wgmma and stage the results; two more warps of warpgroup 0 send these to memory,
-// one for each warpgroup. Sizes are read on the device. By rows a result does not depend on T, E or the
-// splits; by depth the order in which its parts are added may.
+// multiply 64 rows each with wgmma and stage the results, which another warp of warpgroup 0 for each sends to
+// memory. Sizes are read on the device. By rows a result does not depend on T, E or the splits; by depth the
+// order in which its parts are added may.
 //
 // The two tiles of a cluster are neighbours. As long as a group has a pair of row tiles, they lie
 // one below the other and share b's tile, else beside one another and share a's. Each block copies
@@ -98,14 +98,15 @@ __device__ void produce(GemmShared<Config>& shared, const TensorMaps& maps,
                         const TileCounts& counts, const GemmShape& shape) {
   constexpr int scale_bytes = Config::kBlocks ? 4 * Config::kRowScales : 0;
   constexpr uint16_t all = (1 << kCluster) - 1;
-  const int rank = static_cast<int>(sm90::cluster_rank());
+  // From memory: a special register would be read in every step (H200, 2026-11: 0.8% of FP8 by depth).
+  const int rank = shared.rank;
   RingPosition<Config::kStages> ring;
-  if (Config::kByDepth) sm90::barrier_wait(&shared.scheduled, 0);
   Work<Config> work(shared, counts, shape);
   for (int count = 0;; ++count) {
     const Tile tile = work.next();
     sm90::barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
     shared.tiles[count % kTileRing] = tile;
+    if constexpr (Config::kByDepth && !Config::kLines) sm90::barrier_arrive(&shared.begun);
     if (tile.steps <= 0) {
       sm90::barrier_arrive(&shared.full[ring.stage]);
       if constexpr (Config::kLines) sm90::barrier_arrive(&shared.scaled[ring.stage]);
@@ -186,18 +187,23 @@ __device__ void produce_square_scales(GemmShared<Config>& shared, const SquareSc
 
 // Finds out, for every step, whether the columns of each square of 128 share a scale, and puts it where
 // scales of squares are. By one warp, as soon as the columns' scales are there: mostly while the operands
-// are still on their way.
+// are still on their way. It hands out tiles too.
 template <typename Config>
-__device__ void find_shared_scales(GemmShared<Config>& shared, const GemmShape& shape) {
+__device__ void find_shared_scales(GemmShared<Config>& shared, const PartialSums& partial,
+                                   const TileCounts& counts, const GemmShape& shape) {
   const int lane = threadIdx.x % 32;
+  TileNumbers<Config> numbers(shared, partial.ticket);
+  if (lane == 0) numbers.begin(counts);
   RingPosition<Config::kStages> ring;
   for (int number = 0;; ++number) {
     const Tile& tile = shared.tiles[number % kTileRing];
     sm90::barrier_wait(&shared.scaled[ring.stage], ring.parity);
+    const bool tells = numbers.left() && tile.steps >= 0;
+    if (tells) numbers.ask();
     const int steps = tile.steps, columns = shape.cols - tile.col;
     const bool between_is_first = tile.col % kTileM == 0;
     const int first_of_last = max(min(between_is_first ? 128 : 64, columns - 1), 0);
-    for (int step = 0;;) {
+    const auto find = [&] {
       auto& scales = shared.scales[ring.stage];
       const float first = scales.columns[0], last = scales.columns[first_of_last];
       const float of_part[] = {first, between_is_first ? first : last, last};
@@ -214,8 +220,14 @@ __device__ void find_shared_scales(GemmShared<Config>& shared, const GemmShape& 
         sm90::barrier_arrive(&shared.full[ring.stage]);
       }
       ring.advance();
-      if (++step >= steps) break;  // a tile without steps takes a stage too
+    };
+    find();
+    if (tells) numbers.tell();
+    __syncwarp();
+#pragma unroll 1
+    for (int step = 1; step < steps; ++step) {  // a tile without steps takes a stage too
       sm90::barrier_wait(&shared.scaled[ring.stage], ring.parity);
+      find();
     }
     if (steps < 0) return;
   }
@@ -560,15 +572,26 @@ __device__ void find_groups(GroupTable& groups, const int32_t* offs, const GemmS
   }
 }
 
-// By depth; after take_groups. By one thread of a warp that is idle: code like this before the producer's
-// loop would make it slow, see DESIGN.md, "The last round".
+// Hands out tiles, and copies zeros while it waits. By one thread of a warp that is idle else: code like this
+// before the producer's loop would make it slow, see DESIGN.md, "The last round".
 template <typename Config>
-__device__ void find_schedule(GemmShared<Config>& shared, const PartialSums& partial,
-                              const TileCounts& counts) {
-  shared.schedule = schedule_of(shared.taken_count * static_cast<int>(counts.matrix.divisor),
-                                (shared.taken_rows + Config::kTileK - 1) / Config::kTileK,
-                                partial.sums != nullptr);
-  sm90::barrier_arrive(&shared.scheduled);
+__device__ void hand_out(GemmShared<Config>& shared, const PartialSums& partial,
+                         const Epilogue& epilogue, const TileCounts& counts,
+                         const GemmShape& shape) {
+  TileNumbers<Config> numbers(shared, partial.ticket);
+  numbers.begin(counts);
+  Zeros<Config> zeros(shared, epilogue, shape);
+  zeros.begin();
+  for (uint32_t number = 0; numbers.left(); ++number) {
+    const uint32_t parity = number & 1;
+    while (zeros.left() && !sm90::barrier_test(sm90::shared_address(&shared.begun), parity))
+      zeros.copy();
+    sm90::barrier_wait(&shared.begun, parity);
+    if (shared.tiles[number % kTileRing].steps < 0) break;
+    numbers.ask();
+    numbers.tell();
+  }
+  zeros.copy_rest();
 }
 
 // Whether all narrow tiles find room at once: then none waits for another, and more blocks work.
@@ -591,16 +614,21 @@ __device__ void multiply(GemmShared<Config>& shared, const TensorMaps& maps,
     if (threadIdx.x == 0) produce<Config>(shared, maps, counts, shape);
     if constexpr (Config::kSquares)
       if (threadIdx.x / 32 == 1) produce_square_scales<Config>(shared, square_scale, counts, shape);
-    if constexpr (Config::kLines)
-      if (threadIdx.x / 32 == 1) find_shared_scales<Config>(shared, shape);
     constexpr int zeroing_warp = kHasIdleWarp<Config> ? 1 : 2;
-    if constexpr (Config::kByDepth) {
-      if (threadIdx.x == 64) find_schedule<Config>(shared, partial, counts);
-      if (threadIdx.x / 32 == zeroing_warp) clear_zeros(shared);
+    if (Config::kByDepth && threadIdx.x / 32 == zeroing_warp && shared.taken_count < shape.E)
+      clear_zeros(shared);
+    if constexpr (Config::kLines) {
+      if (threadIdx.x / 32 == 1) find_shared_scales<Config>(shared, partial, counts, shape);
+    } else if constexpr (Config::kByDepth) {
+      if (threadIdx.x / 32 == 1 && sm90::elect())
+        hand_out<Config>(shared, partial, epilogue, counts, shape);
+    } else if constexpr (kHasIdleWarp<Config>) {
+      if (threadIdx.x / 32 == 1 && sm90::elect()) {
+        Zeros<Config> zeros(shared, epilogue, shape);
+        zeros.begin();
+        zeros.copy_rest();
+      }
     }
-    if constexpr (kHasIdleWarp<Config>)
-      if (threadIdx.x / 32 == zeroing_warp && sm90::elect())
-        Zeros<Config>(shared, epilogue, shape).copy_all();
     if (threadIdx.x >= 64 && sm90::elect())
       send<Config>(shared, maps.out, epilogue, counts, shape, threadIdx.x / 32 - 2);
   } else {
@@ -627,6 +655,9 @@ __device__ void prepare(GemmControl& control, const TensorMaps& maps) {
       if (Config::kLines) sm90::barrier_init(&control.scaled[s], 1);
     }
     sm90::barrier_init(&control.scheduled, 1);
+    sm90::barrier_init(&control.begun, 1);
+    for (uint64_t& numbered : control.numbered) sm90::barrier_init(&numbered, 1);
+    control.rank = static_cast<int>(sm90::cluster_rank());
     for (int i = 0; i < kMathGroups; ++i) {
       sm90::barrier_init(&control.staged[i], kMathWarps / kMathGroups);
       sm90::barrier_init(&control.ready[i], 1);

@@ -117,6 +117,16 @@ __device__ __forceinline__ void barrier_arrive_at(uint32_t cluster_address) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address) : "memory");
 }
 
+// Stores a value in any block of the cluster, and counts its bytes at a barrier of that block.
+__device__ __forceinline__ void store_at(uint32_t cluster_address, int value,
+                                         uint32_t barrier_address) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+          cluster_address),
+      "r"(value), "r"(barrier_address)
+      : "memory");
+}
+
 // Waits until the phase of the given parity is over.
 __device__ __forceinline__ void barrier_wait(uint32_t address, uint32_t parity) {
   asm volatile(
