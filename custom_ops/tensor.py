@@ -4,11 +4,13 @@ E groups, K in_features, N out_features.
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -28,7 +30,7 @@ class GroupedTensor(Tensor):
 
     - Experts, ``t[e]``, slices of experts, ``unbind``, iteration and ``view`` share memory with the
       tensor. What is written there is written to it. Any other view is a high-precision copy;
-      ``t[...] = value`` writes through in any case.
+      ``t[...] = value`` writes through in any case, and quantizes the blocks that it meets again.
     - ``detach``, ``clone``, ``to``, ``copy_``, ``stack`` and ``cat`` of experts move bytes: nothing
       is lost.
     - An in-place operation computes in float32 and quantizes the result. That is how an optimizer
@@ -216,10 +218,52 @@ class GroupedTensor(Tensor):
         if isinstance(part, GroupedTensor):
             part.copy_(value)
         else:  # a copy: put it into a whole one
-            w = self.detach().dequantize()
+            w, written = self.detach().dequantize(), self.new_zeros(self.shape, dtype=torch.bool)
             w[index] = value.to(w.dtype)
-            if part.numel():  # where nothing is written every block keeps its scale
-                self.copy_(w)
+            written[index] = True
+            if part.numel():
+                self.copy_(self._with_blocks(w, written))
+
+    @torch.no_grad()
+    def _with_blocks(self, w: Tensor, written: Tensor) -> "GroupedTensor":
+        """The blocks of w where any number was written; all others keep their bytes and scale."""
+        *lead, N, K = self.q.shape
+        shape = (math.prod(lead), N, K)
+        q, scale, _ = ops.quantize_weight(
+            w.reshape(shape),
+            amax_epsilon=self.recipe.amax_epsilon,
+            power_of_two_scales=self.recipe.power_of_two_scales,
+            columnwise=False,
+        )
+        of_blocks = F.max_pool2d(written.reshape(shape).float(), BLOCK, ceil_mode=True)
+        of_numbers = blocks.multiply_(torch.ones(shape, device=w.device), of_blocks).bool()
+        before = self.q.view(torch.uint8).reshape(shape)
+        q = torch.where(of_numbers, q.view(torch.uint8), before).view(E4M3)
+        scale = torch.where(of_blocks.bool(), scale, self.scale.reshape(scale.shape))
+        parts = q.view(self.q.shape), scale.view(self.scale.shape)
+        return GroupedTensor(*parts, None, self._kind, self.shape)
+
+    @property
+    def data(self) -> Tensor:
+        """The tensor without its history; it cannot be put into another's place.
+
+        Raises:
+            RuntimeError: where it is set. Bytes and scales would stay those of before.
+        """
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise RuntimeError(
+            "GroupedTensor: data cannot be replaced by another tensor, write to it with copy_, got "
+            f"{type(value).__name__} of {value.dtype}"
+        )
+
+    def share_memory_(self) -> "GroupedTensor":
+        """Raise RuntimeError: another process would not see q_t change with q."""
+        raise RuntimeError(
+            "GroupedTensor: memory is not shared among processes, share the tensor's q and scale"
+        )
 
     # --- travelling ------------------------------------------------------------------------------
 

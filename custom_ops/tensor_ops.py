@@ -154,8 +154,7 @@ def _from_list(parts: Sequence[Tensor], like: GroupedTensor) -> GroupedTensor:
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another shape of all elements. The parts keep theirs."""
     t, size = args
-    known = math.prod(n for n in size if n != -1)
-    size = [t.numel() // known if n == -1 else n for n in size]
+    size = torch.empty(t.shape, device="meta").view(size).shape  # which checks it
     with _views(t):
         out = _of_each_part(t, aten.alias, size=size)
     return return_and_correct_aliasing(func, args, kwargs, out)
@@ -255,7 +254,8 @@ def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     t, size = args[:2]
     kind = (kwargs.get("dtype") or t.dtype, t.recipe, t.stochastic_rounding)
     device = kwargs.get("device") or t.device
-    if not (_is_whole(t) and len(size) == t.dim() == 3 and tuple(size[1:]) == t.shape[1:]):
+    alike = _is_whole(t) and len(size) == t.dim() == 3 and tuple(size[1:]) == t.shape[1:]
+    if not alike or kind[0] not in ACTIVATIONS:
         return func(t.scale, size, **{**kwargs, "dtype": kind[0], "device": device})
     q = t.q.new_zeros(size, device=device)
     scale = t.scale.new_ones((size[0], *t.scale.shape[1:]), device=device)
@@ -329,9 +329,11 @@ def _is_written(func: Any, name: str) -> bool:
 
 
 def _store_result(func: Any, t: Tensor, w: Tensor) -> None:
-    if w.shape != t.shape:
-        raise RuntimeError(f"GroupedTensor: {func} cannot change the shape of a quantized tensor")
     if isinstance(t, GroupedTensor):
+        if w.shape != t.shape:
+            raise RuntimeError(
+                f"GroupedTensor: {func} cannot change the shape of a quantized tensor"
+            )
         _store(t, w, by_chance=t.stochastic_rounding)
     elif t is not w:
-        t.copy_(w)
+        t.resize_(w.shape).copy_(w)  # `out` may have come with another shape

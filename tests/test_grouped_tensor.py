@@ -386,6 +386,50 @@ def test_set_item(put: Callable[[Tensor], None]) -> None:
     assert_same(t, GroupedTensor.quantize(dense))
 
 
+@DEVICES
+@pytest.mark.parametrize("columnwise", [True, False])
+@pytest.mark.parametrize("name", ["expert", "experts", "rows", "one"])
+def test_set_item_keeps_other_blocks(name: str, columnwise: bool, device: str) -> None:
+    """Published weights have scales that are no powers of two: what is not written keeps them."""
+    put = SETS[name]
+    t = GroupedTensor.from_parts(
+        *with_any_scales(random_weight(device)), FP32, columnwise=columnwise
+    )
+    before, dense = t.clone(), t.dequantize()
+    put(t)
+    put(dense)
+    assert isinstance(before, GroupedTensor)
+    again = GroupedTensor.quantize(dense)
+    met = torch.nn.functional.max_pool2d(
+        (dense != before.dequantize()).float(), 128, ceil_mode=True
+    ).bool()
+    assert met.any()
+    assert not met.all()
+    assert_same_bits(t.scale, torch.where(met, again.scale, before.scale))
+    of_numbers = met.repeat_interleave(128, 1)[:, :N].repeat_interleave(128, 2)[:, :, :K]
+    expected = torch.where(of_numbers, again.q.view(torch.uint8), before.q.view(torch.uint8))
+    assert torch.equal(t.q.view(torch.uint8), expected)
+    if columnwise:
+        assert t.q_t is not None
+        assert_same_bits(t.q_t, t.q.transpose(1, 2))
+
+
+def with_any_scales(w: Tensor) -> tuple[Tensor, Tensor]:
+    quantized = GroupedTensor.quantize(w)
+    return quantized.q, quantized.scale * 0.7
+
+
+def test_set_item_of_one_expert_and_of_a_flattened_view() -> None:
+    t = GroupedTensor.from_parts(*with_any_scales(random_weight()), FP32)
+    before = t.clone()
+    t[1][200, 140] = 5.0
+    t.view(-1)[0] = 7.0
+    assert_same(t[2], before[2])
+    assert [t[1, 200, 140].item(), t[0, 0, 0].item()] == [5.0, 7.0]
+    same = t.q.view(torch.uint8) == before.q.view(torch.uint8)
+    assert bool(same[0, 128:].all() and same[1, :128].all() and same[1, :, :128].all())
+
+
 EMPTY_SETS: dict[str, Callable[[Tensor], None]] = {
     "experts": lambda t: t.__setitem__(slice(2, 2), 0.5),
     "rows": lambda t: t.__setitem__((0, slice(3, 3)), 0.5),
@@ -592,3 +636,56 @@ def test_trajectory(name: str, mode: str) -> None:
     if name == "AdamW":  # whose steps are smaller than half of a number's distance to the next
         nearest = GroupedTensor.quantize(start.to(BF16))
         assert losses_of(nn.Parameter(nearest), name, mode, target)[-1] > 20 * by_chance[-1]
+
+
+# --- what cannot be ------------------------------------------------------------------------------
+
+
+def test_data_is_not_replaced() -> None:
+    """An assignment would leave q and scale as they are, so that nothing would have changed."""
+    p = nn.Parameter(GroupedTensor.quantize(random_weight()))
+    before = p.detach().clone()
+    sentence = "data cannot be replaced by another tensor, write to it with copy_, got"
+    for value in (torch.zeros(E, N, K), before, torch.zeros(E, N, K, dtype=torch.float64)):
+        with pytest.raises(RuntimeError, match=sentence):
+            p.data = value
+    with pytest.raises(RuntimeError, match=sentence):
+        nn.utils.vector_to_parameters(torch.zeros(E * N * K), [p])
+    with pytest.raises(RuntimeError, match=sentence):
+        nn.ParameterList([p]).double()
+    assert_same(p, before)
+    p.data.zero_()
+    assert not p.dequantize().any()
+    assert nn.ParameterList([p]).bfloat16()[0].dtype == BF16
+
+
+def test_memory_is_not_shared_among_processes() -> None:
+    with pytest.raises(RuntimeError, match="share the tensor's q and scale"):
+        nn.ParameterList([GroupedTensor.quantize(random_weight())]).share_memory()
+
+
+@pytest.mark.parametrize("size", [(3, -1), (-1, -1), (E, N, K - 16), (0, -1), (-2, K)])
+def test_view_of_another_size(size: tuple[int, ...]) -> None:
+    w = random_weight()[:2]
+    with pytest.raises(RuntimeError) as expected:
+        w.view(5, *size)
+    with pytest.raises(RuntimeError) as actual:
+        GroupedTensor.quantize(w).view(5, *size)
+    assert str(actual.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool])
+def test_new_zeros_of_what_is_not_quantized(dtype: torch.dtype) -> None:
+    zeros = GroupedTensor.quantize(random_weight()).new_zeros(E, N, K, dtype=dtype)
+    assert type(zeros) is Tensor
+    assert zeros.dtype == dtype
+    assert not zeros.any()
+
+
+def test_out_of_another_shape() -> None:
+    t = GroupedTensor.quantize(random_weight(dtype=BF16))
+    out = torch.empty(0, dtype=BF16)
+    assert torch.add(t, 1, out=out) is out
+    assert_same_bits(out, t.dequantize() + 1)
+    with pytest.raises(RuntimeError, match="cannot change the shape of a quantized tensor"):
+        torch.add(t[0].dequantize(), 1, out=t[:0])
