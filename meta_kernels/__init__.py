@@ -1,9 +1,10 @@
-"""Fake kernels: the rules and the output shapes of every op, without its arithmetic."""
+"""Fake kernels: rules, output shapes and FLOPs of every op, without its arithmetic."""
 
 if __name__ != "grouped_linear.meta_kernels":
     raise ImportError(f"import grouped_linear.meta_kernels, not {__name__}")
 
 from grouped_linear.meta_kernels import (
+    flops,
     gather,
     layer,
     matmul,
@@ -14,4 +15,14 @@ from grouped_linear.meta_kernels import (
     refresh,
 )
 
-__all__ = ["gather", "layer", "matmul", "mx", "offsets", "per_group", "quantize", "refresh"]
+__all__ = [
+    "flops",
+    "gather",
+    "layer",
+    "matmul",
+    "mx",
+    "offsets",
+    "per_group",
+    "quantize",
+    "refresh",
+]

@@ -1,0 +1,81 @@
+"""What torch's FLOP counter counts of the ops: two for a product that is added, as in ``torch.mm``.
+
+``torch.utils.flop_counter.FlopCounterMode`` asks these formulas. Shapes are all that they see, so
+rows past the last group count like others. Biases, quantizing and gathering are not counted.
+
+T rows, E groups, K in_features, N out_features, B = 128.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from grouped_linear.meta_kernels.rules import BLOCK
+
+Shape = Sequence[int]
+_ops = torch.ops.grouped_linear
+
+
+@register_flop_formula([_ops.grouped_mm, _ops.grouped_scaled_mm, _ops.grouped_mm_list])
+def _product(a: Shape, *others: Any, out_shape: Shape, **options: Any) -> int:
+    """a [T, K] -> [T, N]."""
+    return 2 * math.prod(out_shape) * a[1]
+
+
+@register_flop_formula([_ops.grouped_mm_wgrad])
+def _wgrad(dy: Shape, x: Shape, *others: Any, **options: Any) -> int:
+    """dy [T, N], x [T, K]."""
+    return 2 * math.prod(dy) * x[1]
+
+
+@register_flop_formula([_ops.grouped_mm_wgrad_, _ops.grouped_mm_wgrad_list_])
+def _added_wgrad(main_grad: Any, dy: Shape, x: Shape, *others: Any, **options: Any) -> int:
+    """The same."""
+    return _wgrad(dy, x)
+
+
+@register_flop_formula([_ops.grouped_scaled_mm_wgrad])
+def _scaled_wgrad(
+    dy_t: Shape,
+    x_t: Shape,
+    scale_dy_t: Shape,
+    scale_x_t: Shape,
+    offs: Shape,
+    *others: Any,
+    **options: Any,
+) -> int:
+    """dy_t [Tp/B, N, B], x_t [Tp/B, K, B]. To within 64 rows: B rows and more have the same Tp."""
+    blocks, N = dy_t[:2]
+    rows = BLOCK * blocks - (BLOCK - 1) * min(offs[0], blocks) + BLOCK // 2
+    return 2 * rows * N * x_t[1] if blocks else 0
+
+
+@register_flop_formula([_ops.grouped_scaled_mm_wgrad_, _ops.grouped_scaled_mm_wgrad_list_])
+def _added_scaled_wgrad(main_grad: Any, *operands: Any, **options: Any) -> int:
+    """The same."""
+    return _scaled_wgrad(*operands)
+
+
+@register_flop_formula([_ops.block_scaled_linear])
+def _layer(x: Shape, w: Shape, *others: Any, **options: Any) -> int:
+    """x [T, K], w [E, N, K]."""
+    return 2 * math.prod(x) * w[1]
+
+
+@register_flop_formula([_ops.block_scaled_linear_grad])
+def _layer_grad(
+    dy: Shape,
+    offs: Shape,
+    x_t: Shape | None,
+    scale_x_t: Shape | None,
+    w_t: Shape | None,
+    *others: Any,
+    **options: Any,
+) -> int:
+    """dy [T, N], x_t [Tp/B, K, B] for dw, w_t [E, K, N] for dx."""
+    of_dw = 0 if x_t is None else x_t[1]
+    of_dx = 0 if w_t is None else w_t[1]
+    return 2 * math.prod(dy) * (of_dw + of_dx)
