@@ -573,14 +573,17 @@ def test_many_tiles_whose_columns_share_or_not(out_dtype: torch.dtype, device: s
     assert within(dw, expected, rounding * expected.abs() + C * 2.0**-13 * magnitude)
 
 
+UNEVEN = (1500, *(1 + 37 * i * i % 211 if i % 5 else 0 for i in range(63)))
 # Groups of as many rows each, whose last tiles an H200 cuts along the sum: so few tiles that many
 # clusters share each; so many that some take the beginnings of several; what is left after whole
-# rounds of tiles; and tiles of several groups, most of which do not begin where the rows do.
+# rounds of tiles; and tiles of several groups, most of which do not begin where the rows do. And
+# groups of different sizes, of whose 300 pairs of tiles an H200 hands most out one by one.
 LONG_SUMS = {
     "few": Groups((0, 12100, 0), 12200, K=528, N=400),
     "helped": Groups((12100, 0), 12100, K=2048, N=1280),
     "rounds": Groups((12100,), 12100, K=3072, N=2560),
     "equal": Groups((8100, 0, 8100, 8100), 24400, K=528, N=400),
+    "uneven": Groups(UNEVEN, sum(UNEVEN) + 100, K=528, N=400),
 }
 
 
@@ -606,12 +609,12 @@ def long_sums() -> list[Any]:
         for op, of_op in (large if name in ("helped", "rounds") else variants).items()
         for variant in of_op
         for device in devices(op)
-        if name in ("few", "equal") or device.id == "cuda"
+        if name in ("few", "equal", "uneven") or device.id == "cuda"
     ]
 
 
 @pytest.mark.parametrize(("groups", "op", "variant", "device"), long_sums())
-def test_wgrad_of_few_tiles_with_long_sums(
+def test_wgrad_of_long_sums_and_of_uneven_groups(
     groups: Groups, op: str, variant: str, device: str
 ) -> None:
     small = groups.N < 1000
