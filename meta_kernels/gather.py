@@ -24,6 +24,8 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
     rules.dtype("experts", experts.dtype, (torch.int32, torch.int64))
     rules.groups(num_experts)
     R = experts.numel()
+    too_many = isinstance(R, int) and R >= 2**31  # a symbol stays free of guards
+    rules.check(not too_many, lambda: f"at most {2**31 - 1} choices are supported, got {R}")
 
     def new(*shape: int) -> Tensor:
         return experts.new_empty(shape, dtype=torch.int32)

@@ -6,6 +6,7 @@ EXPECTTEST_ACCEPT=1, after reading the diff.
 
 from typing import Any
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from samples import (
@@ -16,6 +17,7 @@ from samples import (
     Groups,
     Sample,
     assert_same_bits,
+    devices,
     make,
     sentence,
     specified,
@@ -175,6 +177,16 @@ sort_by_expert: experts must be 2-D, got 1-D
 sort_by_expert: experts must be int32 or int64, got int16
 sort_by_expert: E must be between 1 and 1024, got 0
 sort_by_expert: E must be between 1 and 1024, got 1025""",
+    )
+
+
+@pytest.mark.parametrize("device", [*devices("sort_by_expert"), "meta"])
+def test_sort_of_too_many_choices(device: str) -> None:
+    experts = torch.zeros(1, dtype=torch.int64, device=device).expand(2**16, 2**15)
+    with pytest.raises(RuntimeError) as error:
+        torch.ops.grouped_linear.sort_by_expert(experts, 8)
+    assert str(error.value) == (
+        "sort_by_expert: at most 2147483647 choices are supported, got 2147483648"
     )
 
 
