@@ -153,6 +153,7 @@ class Bench:
     progress: Callable[[str], None] = lambda what: None
     rows: dict[Candidate, Row] = field(default_factory=dict)
     modules: dict[tuple[str, str], nn.Module] = field(default_factory=dict)
+    held_bytes: dict[tuple[str, str], int] = field(default_factory=dict)  # and cached copies
     calls: dict[Candidate, timing.Call] = field(default_factory=dict)
     warm_up_seconds: dict[Candidate, float] = field(default_factory=dict)
     dy: list[Tensor] = field(default_factory=list)
@@ -193,6 +194,7 @@ class Bench:
         """One module for all modes, with the first one's weights."""
         key = (candidate.implementation, candidate.precision)
         if key not in self.modules:
+            before = allocated(self.device)
             previous = torch.get_default_dtype()
             torch.set_default_dtype(previous if self.case.kind == "model" else BF16)
             try:
@@ -207,6 +209,7 @@ class Bench:
             for part in self.modules[key].modules():
                 if isinstance(part, LaterMicrobatch):
                     part.fill()
+            self.held_bytes[key] = allocated(self.device) - before
         return self.modules[key]
 
     def prepare(self, candidate: Candidate) -> None:
@@ -254,8 +257,8 @@ class Bench:
         result = call().float().clone()
         peak = peak_since_reset(self.device)
         if peak is not None:
-            of_module = sum(p.numel() * p.element_size() for p in module.parameters())
-            self.note(candidate, peak_bytes=peak - before + of_module)
+            held = self.held_bytes[candidate.implementation, candidate.precision]
+            self.note(candidate, peak_bytes=peak - before + held)
         if mode is not None:
             self.note(candidate, graph_breaks=sum(counters["graph_break"].values()))
         if self.expected is None:
