@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grouped_linear.meta_kernels.rules import Rules
+
 _ops = torch.ops.grouped_linear
 
 
@@ -797,6 +799,8 @@ def quantize_weight_list(
     >>> quantize_weight_list(w).scale.flatten()
     tensor([0.0039, 0.0078])
     """
+    if not w:  # then torch has no tensor to tell which device's op it is
+        Rules("quantize_weight_list").groups(0)
     q, scale, q_t = _ops.quantize_weight_list(
         list(w), amax_epsilon, power_of_two_scales, columnwise
     )

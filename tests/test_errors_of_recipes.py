@@ -9,6 +9,8 @@ from reference import E4M3, E5M2
 from samples import BF16, FP32, OPS, make
 from test_errors import BAD_EPSILONS, BAD_OFFS, GROUPS_3, like, offs, sentences
 
+from grouped_linear import ops
+
 BAD_ROWS = [
     {"x": torch.zeros(12)},
     {"x": torch.zeros(12, 144, dtype=torch.float64)},
@@ -172,6 +174,8 @@ quantize_weight_list: amax_epsilon must be finite and not negative, got -0.5
 quantize_weight_list: amax_epsilon must be finite and not negative, got inf
 quantize_weight_list: amax_epsilon must be finite and not negative, got nan""",
     )
+    with pytest.raises(RuntimeError, match=r"^quantize_weight_list: E must be .* 1024, got 0$"):
+        ops.quantize_weight_list([])
 
 
 def bad_experts(name: str, experts: list[torch.Tensor]) -> list[dict[str, Any]]:
