@@ -37,6 +37,13 @@ int64_t most_tiles(const Results& results, int64_t col_blocks) {
          col_blocks;
 }
 
+template <typename Source>
+unsigned grid_of(const Launch& launch, int64_t tiles, int64_t E) {
+  constexpr Generations generations = Source::kGenerations;
+  return tile_grid(launch, tiles, Source::kOccupancy,
+                   E <= 32 ? generations.few_groups : generations.many_groups);
+}
+
 template <typename Element>
 Rows<Element> rows_of(const Tensor& x) {
   return {static_cast<const Element*>(x.const_data_ptr()), x.stride(0), has_aligned_rows(x)};
@@ -60,7 +67,7 @@ void quantize_tiles(const Launch& launch, const Source& source, const Tensor& of
   constexpr auto kernel = group_quantize_kernel<Element, Source>;
   constexpr int ahead = static_cast<int>(sizeof(typename Source::Ahead));
   static_assert(ahead <= kRoomForOne);
-  const unsigned grid = tile_grid(launch, tiles, E, Source::kOccupancy, Source::kGenerations);
+  const unsigned grid = grid_of<Source>(launch, tiles, E);
   run_over_tiles<kernel>(launch, grid, ahead, Source::kOccupancy, source,
                          offs.const_data_ptr<int32_t>(), static_cast<int>(E), rows,
                          static_cast<int>(K), rule, results.out);
@@ -105,8 +112,7 @@ void quantize_rows_and_weight(const Tensor& x_in, const Tensor& offs_in, const T
   for_element(x.scalar_type(), [&](auto element) {
     using Element = typename decltype(element)::type;
     const int64_t tiles = most_tiles(results, ceil_div(results.K, kBlock));
-    const unsigned row_blocks =
-        tile_grid(launch, tiles, results.E, Rows<Element>::kOccupancy, Rows<Element>::kGenerations);
+    const unsigned row_blocks = grid_of<Rows<Element>>(launch, tiles, results.E);
     const PackedExperts<Element> experts{static_cast<const Element*>(w.const_data_ptr()),
                                          w.size(1) * w.size(2)};
     launch.run(quantize_rows_and_weight_kernel<Element>,
@@ -142,12 +148,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
   for_element(x.scalar_type(), [&](auto element) {
     using Element = typename decltype(element)::type;
     const auto* values = static_cast<const Element*>(x.const_data_ptr());
+    constexpr int64_t most = std::numeric_limits<uint32_t>::max();
+    const int64_t row_bytes = x.stride(0) * int64_t{sizeof(Element)};
+    const bool vectorised = has_aligned_rows(x) && x.size(0) <= most && row_bytes <= most;
     const auto run = [&](const auto& source) {
       quantize_tiles<Element>(launch, source, offs, rule, results);
     };
     for_index(rows.scalar_type(), [&](auto index) {
       using Index = typename decltype(index)::type;
-      const GatheredRows<Element, Index> gathered{values, x.stride(0), has_aligned_rows(x),
+      const GatheredRows<Element, Index> gathered{values, x.stride(0), vectorised,
                                                   rows.const_data_ptr<Index>(), x.size(0)};
       if (!factor_in) return run(gathered);
       const Tensor factor = as_dense(*factor_in);

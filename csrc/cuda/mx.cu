@@ -20,7 +20,7 @@ void launch_kernel(const Launch& launch, const Tensor& x, int64_t row_stride, in
     const int shared = out.q_t ? static_cast<int>(sizeof(TurnedTile)) : 0;
     run_over_tiles<group_mx_kernel<Element, rounded>>(
         launch,
-        tile_grid(launch, blocks * ceil_div(K, kBlock), E, kMxOccupancy<Element>, kGenerations),
+        tile_grid(launch, blocks * ceil_div(K, kBlock), kMxOccupancy<Element>, kGenerations),
         shared, kMxOccupancy<Element>, static_cast<const Element*>(x.const_data_ptr()), row_stride,
         vectorised, offs, E, T, K, refresh, out);
   });

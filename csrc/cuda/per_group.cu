@@ -33,8 +33,8 @@ struct Source {
 
   template <typename Element>
   unsigned grid(const Launch& launch) const {
-    return tile_grid(launch, most_blocks * ceil_div(tiles.K, kBlock), tiles.E,
-                     kTileOccupancy<Element>, kGenerations);
+    return tile_grid(launch, most_blocks * ceil_div(tiles.K, kBlock), kTileOccupancy<Element>,
+                     kGenerations);
   }
 
   Tensor values;

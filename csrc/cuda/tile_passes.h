@@ -27,12 +27,9 @@ inline WeightQuantized pointers_of(const QuantizedWeight& out) {
 }
 
 // As many blocks as there can be tiles, and at most some generations of those that the GPU holds at
-// once, `occupancy` a multiprocessor. Many groups cost a block time to look at: it stays for more tiles.
-inline unsigned tile_grid(const Launch& launch, int64_t tiles, int64_t E, int occupancy,
-                          int generations) {
-  constexpr int with_many_groups = 8;
-  const int turns = E <= 32 ? generations : std::min(generations, with_many_groups);
-  const int64_t most = int64_t{launch.multiprocessors()} * occupancy * turns;
+// once, `occupancy` a multiprocessor.
+inline unsigned tile_grid(const Launch& launch, int64_t tiles, int occupancy, int generations) {
+  const int64_t most = int64_t{launch.multiprocessors()} * occupancy * generations;
   return static_cast<unsigned>(std::clamp<int64_t>(tiles, 1, most));
 }
 

@@ -80,7 +80,11 @@ struct WarpGroups {
 //
 // Speed with 2, 4, 8 and 32 generations of blocks beside one (H200, 2026-11-21, medians over 8 cases):
 // both layouts 1.03, 1.06, 1.08, 1.09; gathered 1.01, 1.02, 1.04, 1.02; SwiGLU 0.98, 0.96, 0.94, 0.92.
-// Fetching next tiles into L2 alone costs 10 to 20%.
+// Fetching next tiles into L2 alone costs 10 to 20%. More than 32 groups cost a block time to look at: it
+// stays for more tiles.
+struct Generations {
+  int few_groups, many_groups;
+};
 
 // Where a tile is.
 struct TilePlaceInRows {
@@ -91,7 +95,8 @@ struct TilePlaceInRows {
 // Rows of x [T, K].
 template <typename Element>
 struct Rows {
-  static constexpr int kOccupancy = kTileOccupancy<Element>, kGenerations = 32, kParts = 1;
+  static constexpr int kOccupancy = kTileOccupancy<Element>, kParts = 1;
+  static constexpr Generations kGenerations{32, 8};
   static constexpr bool kMayShare = true;  // scales, see GroupQuantized
   struct Ahead {};
   const Element* x;
@@ -105,10 +110,12 @@ struct Rows {
   }
 };
 
-// Rows taken[t] of x [S, K], which has S >= 1 rows. What is out of range is clamped into it.
+// Rows taken[t] of x [S, K], which has S >= 1 rows. What is out of range is clamped into it. vectorised: S and
+// the bytes of a row fit into 32 bits, too.
 template <typename Element, typename Index>
 struct GatheredRows {
-  static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 2, kGenerations = 8, kParts = 1;
+  static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 2, kParts = 1;
+  static constexpr Generations kGenerations{8, 4};
   static constexpr bool kMayShare = true;
   using Ahead = TileAhead<Element>;
   const Element* x;
@@ -117,13 +124,23 @@ struct GatheredRows {
   const Index* taken;
   int64_t S;
 
-  __device__ __forceinline__ const Element* row(const TilePlaceInRows& at, int i) const {
+  // The row of x that row i of the calling thread's patch is.
+  __device__ __forceinline__ int64_t source_row(const TilePlaceInRows& at, int i) const {
     const int64_t s = taken[at.row_begin + min(Patch<Element>::row() * kPatch + i, at.rows - 1)];
-    return x + min(max(s, int64_t{0}), S - 1) * stride + at.col;
+    return min(max(s, int64_t{0}), S - 1);
   }
   __device__ __forceinline__ void start(Ahead& ahead, const TilePlaceInRows& at) const {
-    if (vectorised)
-      Patch<Element>::start_rows(ahead, [&](int i) { return row(at, i); }, at.rows, at.cols);
+    if (vectorised) {
+      // Half a warp has the same eight rows: each thread looks up one.
+      const auto own = static_cast<uint32_t>(source_row(at, threadIdx.x % kPatch));
+      const auto* first = reinterpret_cast<const uint8_t*>(x + at.col);
+      const uint32_t row_bytes = static_cast<uint32_t>(stride) * sizeof(Element);
+      const auto row = [&](int i) {
+        const uint64_t s = __shfl_sync(kFullWarp, own, i, kPatch);
+        return reinterpret_cast<const Element*>(first + s * row_bytes);
+      };
+      Patch<Element>::start_rows(ahead, row, at.rows, at.cols);
+    }
     end_copies();
   }
   __device__ __forceinline__ void load(Patch<Element> (&patch)[1], Ahead& ahead,
@@ -132,7 +149,8 @@ struct GatheredRows {
       wait_for_copies();
       patch[0].take(ahead);
     } else {
-      patch[0].load_rows([&](int i) { return row(at, i); }, at.rows, at.cols, false);
+      const auto row = [&](int i) { return x + source_row(at, i) * stride + at.col; };
+      patch[0].load_rows(row, at.rows, at.cols, false);
     }
   }
 };
@@ -140,7 +158,7 @@ struct GatheredRows {
 // Those times factor[t], rounded to Element.
 template <typename Element, typename Index>
 struct ScaledRows : GatheredRows<Element, Index> {
-  static constexpr int kGenerations = 4;
+  static constexpr Generations kGenerations{4, 2};
   const float* factor;
 
   __device__ __forceinline__ void load(Patch<Element> (&patch)[1],
@@ -165,7 +183,8 @@ struct ScaledRows : GatheredRows<Element, Index> {
 // h [T, K] = silu(gate) * up of gate_up [T, 2 K], rounded to Element; kept where h is not null.
 template <typename Element>
 struct Swiglu {
-  static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 1, kGenerations = 1, kParts = 1;
+  static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 1, kParts = 1;
+  static constexpr Generations kGenerations{1, 1};
   static constexpr bool kMayShare = true;
   static constexpr int kRows = 2;  // of every patch at a time: few registers, for a third block
   struct Ahead {
@@ -235,8 +254,8 @@ struct Swiglu {
 // in any case, for K is a multiple of 16.
 template <typename Element, int parts>
 struct SwigluGrad {
-  static constexpr int kOccupancy = sizeof(Element) == 2 ? 2 : 1, kGenerations = 1;
-  static constexpr int kParts = parts;
+  static constexpr int kOccupancy = sizeof(Element) == 2 ? 2 : 1, kParts = parts;
+  static constexpr Generations kGenerations{1, 1};
   static constexpr bool kMayShare = false;  // gradients do not
   static constexpr int kRows = 2;           // of every patch at a time; with 4, registers spill
   struct Ahead {
