@@ -1,0 +1,68 @@
+"""Two processes: the documentation's expert parallelism computes what one process does, to the bit.
+
+E experts, T tokens a process, C experts chosen for a token, H and F features.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from samples import assert_same_bits
+from test_readme import ROOT, examples
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from grouped_linear import Float8BlockScaling, GroupedMLP, MXFP8BlockScaling
+
+PROCESSES = 2
+E, T, C, H, F = 4, 40, 2, 64, 48
+RECIPES = (None, Float8BlockScaling(), MXFP8BlockScaling())
+
+
+def documented_class() -> Any:
+    page = (ROOT / "docs" / "use_in_your_model.md").read_text()
+    (source,) = (text for text in examples(page) if "class ExpertParallel" in text)
+    names: dict[str, Any] = {"__name__": __name__, "nn": nn, "GroupedMLP": GroupedMLP}
+    exec(source, names)
+    return names["ExpertParallel"]
+
+
+def step(model: nn.Module, x: Tensor, logits: Tensor, dy: Tensor) -> list[Tensor]:
+    """y, dx, d logits and the parameters' gradients."""
+    model.zero_grad()
+    x, logits = x.clone().requires_grad_(), logits.clone().requires_grad_()
+    y = model(x, *logits.softmax(dim=-1).topk(C))
+    gradients = torch.autograd.grad(y, (x, logits, *model.parameters()), dy)
+    return [y.detach(), *gradients]
+
+
+def check(rank: int, directory: Path) -> None:
+    rendezvous = f"file://{directory / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=PROCESSES)
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    ExpertParallel = documented_class()
+    tokens, experts = slice(rank * T, (rank + 1) * T), slice(rank * E // 2, (rank + 1) * E // 2)
+    for recipe in RECIPES:
+        torch.manual_seed(0)
+        whole = GroupedMLP(E, H, F, recipe=recipe)
+        data = torch.randn(2 * T, H), torch.randn(2 * T, E), torch.randn(2 * T, H)
+        # Two choices a token and float32: one addition, in one process or between two.
+        want_y, want_dx, want_d_logits, *want_dw = step(whole, *data)
+        parallel = ExpertParallel(E, H, F, mesh, recipe=recipe)
+        with torch.no_grad():
+            for p, of_all in zip(parallel.parameters(), whole.parameters(), strict=True):
+                p.copy_(of_all[experts])
+        for model in (parallel, torch.compile(parallel, fullgraph=True)):
+            y, dx, d_logits, *dw = step(model, *(t[tokens] for t in data))
+            assert_same_bits(y, want_y[tokens])
+            assert_same_bits(dx, want_dx[tokens])
+            assert_same_bits(d_logits, want_d_logits[tokens])
+            for got, want in zip(dw, want_dw, strict=True):
+                assert_same_bits(got, want[experts])
+    dist.destroy_process_group()
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    mp.spawn(check, args=(tmp_path,), nprocs=PROCESSES)
