@@ -1,7 +1,7 @@
 """The experts of a mixture-of-experts layer as one module: router output in, weighted sum out.
 
-T tokens, C experts chosen for a token, R = T * C rows, E experts, H features of a token, F features
-inside an expert, G = 2 F for gate and up together.
+T tokens, C experts chosen for a token, R rows (T * C, or a bound and one), E experts, H features of
+a token, F features inside an expert, G = 2 F for gate and up together.
 """
 
 import math
@@ -37,6 +37,7 @@ from grouped_linear.recipes import (
     Wanted,
 )
 from grouped_linear.routing import (
+    bounded,
     gradient_of_rows,
     gradient_of_weights,
     sum_of_rows,
@@ -234,6 +235,8 @@ def grouped_mlp(
     down_proj: Tensor,
     recipe: Recipe = None,
     state: tuple[DelayedScalingState, DelayedScalingState] | None = None,
+    *,
+    max_rows: int | None = None,
 ) -> Tensor:
     """Send each token through its experts and add up what they give. Differentiable.
 
@@ -261,13 +264,19 @@ def grouped_mlp(
         down_proj: [E, H, F], the same.
         recipe: how the products are computed; None for x's dtype.
         state: what ``DelayedScaling`` remembers of gate_up_proj and of down_proj; for it alone.
+        max_rows: how many choices there is room for, of all tokens; None for all of them. Memory,
+            and the time to clear what is not used, follow from it: for tokens most of whose choices
+            are of no expert. Of more choices, sorted by expert and then by token, the last ones are
+            dropped as if they were of no expert; ``((experts >= 0) & (experts < E)).sum()`` tells,
+            on the device, how many there are.
 
     Returns:
         [..., H] of x's dtype, or autocast's.
 
     Raises:
-        ValueError: for shapes that do not fit, ``DelayedScaling`` without a state, a state without
-            it, or a quantized weight under another recipe than ``Float8BlockScaling``.
+        ValueError: for shapes that do not fit, ``max_rows`` below 1, ``DelayedScaling`` without a
+            state, a state without it, or a quantized weight under another recipe than
+            ``Float8BlockScaling``.
         RuntimeError: for a wrong dtype, device or number of features.
 
     >>> x, scores = torch.randn(5, 16), torch.randn(5, 4).softmax(dim=-1)
@@ -283,7 +292,7 @@ def grouped_mlp(
     plans: list[dict[str, Any]] = [{}, {}]
     if state is not None:
         plans = [{"slots": s.slots()} for s in state]
-    return apply_mlp(x, weights, experts, gate_up_proj, down_proj, recipe, *plans)
+    return apply_mlp(x, weights, experts, gate_up_proj, down_proj, recipe, plans, max_rows)
 
 
 def apply_mlp(
@@ -293,8 +302,8 @@ def apply_mlp(
     gate_up_proj: Tensor,
     down_proj: Tensor,
     recipe: Recipe,
-    gate_up_plan: dict[str, Any],
-    down_plan: dict[str, Any],
+    plans: list[dict[str, Any]],
+    max_rows: int | None,
 ) -> Tensor:
     """:func:`grouped_mlp` with what :class:`GroupedMLP` has besides.
 
@@ -305,8 +314,9 @@ def apply_mlp(
         gate_up_proj: [E, 2 F, H].
         down_proj: [E, H, F].
         recipe: how the products are computed.
-        gate_up_plan: further fields of :class:`grouped_linear.autograd.Call`, of gate_up_proj.
-        down_plan: the same of down_proj.
+        plans: further fields of :class:`grouped_linear.autograd.Call`, of gate_up_proj and of
+            down_proj.
+        max_rows: see :func:`grouped_mlp`.
     """
     x_TH = as_rows("grouped_mlp", x)
     if any(t.dim() == 0 or t.size(-1) == 0 for t in (weights, experts)):
@@ -343,16 +353,15 @@ def apply_mlp(
             f"grouped_mlp: down_proj must be [{E}, {H}, F], as gate_up_proj has {E} experts of "
             f"{H} features, got {list(down_proj.shape)}"
         )
+    if max_rows is not None and max_rows < 1:
+        raise ValueError(f"grouped_mlp: max_rows must be positive, got {max_rows}")
     dtype = autocast_dtype(x.device)
     if dtype is not None and x.dtype in ACTIVATIONS:
         x_TH = x_TH.to(dtype)
     need_x = torch.is_grad_enabled() and x.requires_grad
     need_h = need_x or (torch.is_grad_enabled() and gate_up_proj.requires_grad)
     calls, receivers = [], []
-    for w, plan, columnwise in (
-        (gate_up_proj, gate_up_plan, need_x),
-        (down_proj, down_plan, need_h),
-    ):
+    for w, plan, columnwise in zip((gate_up_proj, down_proj), plans, (need_x, need_h), strict=True):
         if isinstance(w, GroupedTensor):
             plan["kept"] = kept_weight("grouped_mlp", w, recipe, columnwise)
         own = (w,) if dtype is None else autocast_weights((w,), recipe, dtype)
@@ -361,6 +370,8 @@ def apply_mlp(
     # A token of no expert has a row of zeros, which a weight of NaN would spoil.
     weights = weights.masked_fill((experts < 0) | (experts >= E), 0)
     routing = ops.sort_by_expert(experts.reshape(-1, experts.size(-1)), E)
+    if max_rows is not None:
+        routing = bounded(routing, max_rows)
     y_TH: Tensor = GroupedMLPFunction.apply(
         *calls, x_TH, weights.reshape(-1, weights.size(-1)), *receivers, *routing
     )
@@ -522,6 +533,8 @@ class GroupedMLP(nn.Module):
         weights: Tensor,
         experts: Tensor,
         is_first_microbatch: Tensor | bool | None = None,
+        *,
+        max_rows: int | None = None,
     ) -> Tensor:
         """Send x [..., H] through ``experts`` [..., C] and sum by ``weights`` [..., C].
 
@@ -534,6 +547,7 @@ class GroupedMLP(nn.Module):
                 the caches and adds to main_grad. A bool tensor of no dimensions on x's device
                 decides the same there, so that one graph does both. None quantizes the weights for
                 this call alone, and adds to main_grad.
+            max_rows: see :func:`grouped_mlp`.
 
         Raises:
             RuntimeError: as :func:`grouped_mlp`, or where False reads a cache that was not filled.
@@ -555,7 +569,7 @@ class GroupedMLP(nn.Module):
                 plan |= main_grad_plan("GroupedMLP", {name: w}, first)
             plans.append(plan)
         return apply_mlp(
-            x, weights, experts, self.gate_up_proj, self.down_proj, self._recipe, *plans
+            x, weights, experts, self.gate_up_proj, self.down_proj, self._recipe, plans, max_rows
         )
 
     def extra_repr(self) -> str:

@@ -1,6 +1,6 @@
 """From tokens and the experts chosen for them to rows sorted by expert, and back.
 
-T tokens, C experts chosen for a token, R = T * C rows, E experts, H features.
+T tokens, C experts chosen for a token, R rows (T * C, or a bound and one), E experts, H features.
 
 Every shape is static and nothing is read by the host. Rows are only ever gathered, never added to
 one place by many threads, so sums have a fixed order in the gradients too: each token's C rows.
@@ -18,6 +18,17 @@ from grouped_linear.once import differentiable_once
 def sum_of_rows(y_RH: Tensor, row_TC: Tensor, weight_TC: Tensor | None = None) -> Tensor:
     """The sum of each token's rows, weighted or not, in float32 and rounded once to y's dtype."""
     return ops.gather_sum(y_RH, row_TC, None if weight_TC is None else weight_TC.float())
+
+
+def bounded(routing: ops.SortedByExpert, max_rows: int) -> ops.SortedByExpert:
+    """The first `max_rows` rows, and one that no expert has, so zero, for the choices of others."""
+    choice_R, token_R, row_TC, offs_E = routing
+    return ops.SortedByExpert(
+        choice_R[: max_rows + 1],
+        token_R[: max_rows + 1],
+        row_TC.clamp(max=max_rows),
+        offs_E.clamp(max=max_rows),
+    )
 
 
 def weight_of_rows(weight_TC: Tensor, routing: ops.SortedByExpert) -> Tensor:

@@ -389,6 +389,61 @@ def test_inputs_of_unknown_and_equal_sizes(device: str) -> None:
         torch.compile(mlp, backend="aot_eager")(*(t[: 3 + i].clone() for i, t in enumerate(inputs)))
 
 
+def without_dropped(experts_TC: Tensor, max_rows: int) -> Tensor:
+    """The choices for which there is no room, of the sorted ones, made those of no expert."""
+    order = ops.sort_by_expert(experts_TC, E).choice[max_rows:].long()
+    return experts_TC.flatten().index_fill(0, order, -1).view_as(experts_TC)
+
+
+@DEVICES
+@RECIPES
+@pytest.mark.parametrize("routing", ["random", "some_to_none", "all_to_none", "no_tokens"])
+def test_room_for_fewer_rows(routing: str, recipe: Recipe, device: str) -> None:
+    """Who found room has the numbers that it has without a bound, who did not has none."""
+    experts = ROUTINGS[routing].to(device)
+    leaves = leaves_of(experts, device, BF16)
+    for max_rows in (1, 4, 130, experts.numel() + 1):
+        states = [states_of(recipe, device) for _ in range(2)]
+        kept = without_dropped(experts, max_rows)
+        expected = run(ours(kept, recipe, states[0]), leaves)
+
+        def bounded(x_TH: Tensor, weight_TC: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+            w = gate_up, down
+            state = states[1]  # noqa: B023
+            return grouped_mlp(x_TH, weight_TC, experts, *w, recipe, state, max_rows=max_rows)  # noqa: B023
+
+        for a, e in zip(run(bounded, leaves), expected, strict=True):
+            assert_same_bits(a, e)
+
+
+@DEVICES
+def test_room_for_fewer_rows_compiled(device: str) -> None:
+    """One graph, for any number of tokens and of choices; what is kept has the room's size."""
+    mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), device=device)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def block(x: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
+        y: Tensor = mlp(x, scores, experts, max_rows=40)
+        return y
+
+    compiled = torch.compile(block, fullgraph=True, backend=counter)
+    for T in (0, 1, 90, 17):
+        x = torch.randn(T, H, device=device, requires_grad=True)
+        inputs = x, *torch.rand(T, E, device=device).topk(2)
+        for t in inputs:
+            torch._dynamo.decorators.mark_unbacked(t, 0)
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # noqa: B023
+            y = block(*inputs)
+        results = [[y, *torch.autograd.grad(y.sum(), [x, *mlp.parameters()])]]
+        assert {len(t) for t in kept if t.size(-1) == 2 * F} == {min(2 * T, 41), E}
+        y = compiled(*inputs)
+        results.append([y, *torch.autograd.grad(y.sum(), [x, *mlp.parameters()])])
+        for a, e in zip(*results, strict=True):
+            assert_same_bits(a, e)
+    assert counter.frame_count == 1
+
+
 @DEVICES
 def test_exported(device: str) -> None:
     mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), device=device)
@@ -493,6 +548,9 @@ def test_mistakes() -> None:
             lambda: mlp(x, weights[:, :0], experts[:, :0])
         ),
         "grouped_mlp: C differs: weights has 1, experts 2": lambda: mlp(x, weights[:, :1], experts),
+        "grouped_mlp: max_rows must be positive, got 0": lambda: mlp(
+            x, weights, experts, max_rows=0
+        ),
         "grouped_mlp: DelayedScaling, and it alone, takes a state": lambda: grouped_mlp(
             x, weights, experts, *mlp.parameters(), None, state
         ),
