@@ -198,6 +198,7 @@ def header(device: torch.device, rounds: int, rows: Sequence[Row]) -> list[str]:
         f"forward + backward, {rounds} interleaved rounds, medians with (quartiles), {cold}; "
         f"speed: beside {BASELINE}, paired by round",
         f"recompiles: in {VARIED} more steps with other group sizes; compile s: without caches",
+        'peak GiB: the cache of "cached weight" is among it',
     ]
 
 

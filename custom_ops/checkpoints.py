@@ -5,7 +5,7 @@ float32 scales ``<name>_scale_inv``, one for each 128x128 block, which multiply 
 DeepSeek-V3 was published (https://huggingface.co/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md). That
 is how :class:`grouped_linear.GroupedTensor` holds a weight, so it goes in and out bit for bit.
 
-Needs the package safetensors: ``pip install grouped_linear[checkpoints]``.
+Needs the package safetensors: ``pip install --no-build-isolation '.[checkpoints]'``.
 
 E experts, K in_features, N out_features.
 """

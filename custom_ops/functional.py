@@ -81,7 +81,7 @@ def grouped_linear(
             the largest magnitudes of x, weight and dy are recorded there; without, nothing is.
 
     Returns:
-        [..., N] of x's dtype; zero in rows at and past sum(m_splits).
+        [..., N] of x's dtype, or autocast's; zero in rows at and past sum(m_splits).
 
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size, and on CPU for wrong m_splits.

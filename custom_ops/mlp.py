@@ -353,6 +353,11 @@ def apply_mlp(
             f"grouped_mlp: down_proj must be [{E}, {H}, F], as gate_up_proj has {E} experts of "
             f"{H} features, got {list(down_proj.shape)}"
         )
+    if 2 * down_proj.size(2) != gate_up_proj.size(1):
+        raise ValueError(
+            f"grouped_mlp: F differs: down_proj has {down_proj.size(2)}, gate_up_proj "
+            f"{gate_up_proj.size(1)} for gate and up"
+        )
     if max_rows is not None and max_rows < 1:
         raise ValueError(f"grouped_mlp: max_rows must be positive, got {max_rows}")
     dtype = autocast_dtype(x.device)

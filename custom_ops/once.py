@@ -29,12 +29,14 @@ def differentiable_once(backward: Callable[..., Gradients]) -> Callable[..., Gra
             return refused(ctx, *incoming)
         with torch.no_grad():
             results = backward(ctx, *incoming)
+        passed = *(t if t is None else t.detach().requires_grad_() for t in results), *incoming
         refuse: Any = torch._C._functions.DelayedError(
             b"trying to differentiate twice a function that was marked with @once_differentiable",
-            len(results),
+            len(passed),
         )
-        aliases = [t if t is None else t.detach().requires_grad_() for t in results]
-        refusing: Gradients = refuse(*aliases)
+        # What comes in goes through it too, so that a way leads back to the inputs: without one a
+        # derivative that may be unused, as torch.autograd.functional.hessian's, is zero in silence.
+        refusing: Gradients = refuse(*passed)[: len(results)]
         return refusing
 
     return once

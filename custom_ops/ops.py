@@ -1015,8 +1015,8 @@ def update_scales_(
     """Roll the scales of delayed scaling, for any number of operands at once.
 
     For each operand and group: amax becomes the history's first row (0 where it is not finite), the
-    oldest row is dropped, and amax is 0 again. Then, unless that amax was not finite or the largest
-    of the history is 0::
+    oldest row is dropped, and amax is 0 again. Then, unless that amax was not finite or the scale
+    would follow from 0::
 
         factor = fp8_max / (the history's largest, or its first row where most_recent)
         scale = 1 / clamp(factor / 2 ** margin, 2 ** -126, 2 ** 126)
@@ -1037,6 +1037,8 @@ def update_scales_(
     >>> scale, amax, history[0]
     (tensor([2., 1.]), tensor([0., 0.]), tensor([896.,   0.]))
     """
+    if not scale:  # then torch may have no tensor to tell which device's op it is
+        Rules("update_scales_").check(False, lambda: "scale must not be empty")
     _ops.update_scales_(
         list(scale), list(amax), list(amax_history), list(fp8_max), margin, most_recent
     )
@@ -1442,6 +1444,9 @@ def block_scaled_linear_grad(
         power_of_two_scales: make dy's scales powers of two.
         bias_grad: return db.
         out_dtype: of dw; None for dy's.
+
+    Returns:
+        dx [T, K] of dy's dtype, dw [E, N, K] and db [E, N] float32; None for what was not computed.
 
     Raises:
         RuntimeError: what those ops raise, in their names; and where neither x_t nor w_t is given.

@@ -28,9 +28,10 @@ class GroupedTensor(Tensor):
     It is a tensor of a high-precision dtype to whoever uses it, and one ``nn.Parameter`` to
     modules and optimizers, whose numbers are those that `q` and `scale` hold:
 
-    - Experts, ``t[e]``, slices of experts, ``unbind``, iteration and ``view`` share memory with the
-      tensor. What is written there is written to it. Any other view is a high-precision copy;
-      ``t[...] = value`` writes through in any case, and quantizes the blocks that it meets again.
+    - Experts, ``t[e]``, slices of neighbouring experts, ``unbind``, iteration and ``view`` share
+      memory with the tensor. What is written there is written to it. Any other view is a
+      high-precision copy; ``t[...] = value`` writes through in any case, and quantizes the blocks
+      that it meets again.
     - ``detach``, ``clone``, ``to``, ``copy_``, ``stack`` and ``cat`` of experts move bytes: nothing
       is lost.
     - An in-place operation computes in float32 and quantizes the result. That is how an optimizer

@@ -323,6 +323,7 @@ def test_update_scales() -> None:
     good = make("update_scales_", GROUPS_3, BF16)
     scale, amax, history = good["scale"], good["amax"], good["amax_history"]
     mistakes = [
+        {"scale": []},
         {"amax": amax[:1]},
         {"amax_history": history[:1]},
         {"fp8_max": [448.0]},
@@ -344,6 +345,7 @@ def test_update_scales() -> None:
     assert_expected_inline(
         sentences(good, mistakes),
         """\
+update_scales_: scale must not be empty
 update_scales_: the number of states differs: amax has 1, scale has 2
 update_scales_: the number of states differs: amax_history has 1, scale has 2
 update_scales_: the number of states differs: fp8_max has 1, scale has 2
@@ -362,6 +364,8 @@ update_scales_: amax_history must be contiguous
 update_scales_: fp8_max must be positive and finite, got 0
 update_scales_: fp8_max must be positive and finite, got inf""",
     )
+    with pytest.raises(RuntimeError, match=r"^update_scales_: scale must not be empty$"):
+        ops.update_scales_([], [], [], [])
 
 
 def test_grouped_scaled_mm_per_group() -> None:

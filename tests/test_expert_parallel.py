@@ -39,6 +39,7 @@ def step(model: nn.Module, x: Tensor, logits: Tensor, dy: Tensor) -> list[Tensor
 
 
 def check(rank: int, directory: Path) -> None:
+    torch.set_num_threads(1)
     rendezvous = f"file://{directory / 'rendezvous'}"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=PROCESSES)
     mesh = init_device_mesh("cpu", (PROCESSES,))
@@ -61,6 +62,7 @@ def check(rank: int, directory: Path) -> None:
             assert_same_bits(d_logits, want_d_logits[tokens])
             for got, want in zip(dw, want_dw, strict=True):
                 assert_same_bits(got, want[experts])
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -27,6 +27,7 @@ from samples import (
 from test_layer import Calls
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -545,3 +546,29 @@ def test_second_derivatives_are_refused(recipe: Recipe) -> None:
     assert_same_bits(dx.detach(), expected)
     with pytest.raises(RuntimeError, match="trying to differentiate twice"):
         dx.sum().backward()
+
+
+@EVERY_RECIPE
+@pytest.mark.parametrize("whole_mlp", [False, True], ids=["layer", "mlp"])
+def test_what_else_autograd_offers_is_refused(whole_mlp: bool, recipe: Recipe) -> None:
+    """A Hessian, forward mode, torch.func: never answered with zeros."""
+    layer, mlp = make_layer(recipe), GroupedMLP(E, K, N, recipe=recipe)
+    (x, m_splits), chosen = inputs(), torch.arange(T)[:, None] % E
+    x = x.detach()
+
+    def call(x: Tensor) -> Tensor:
+        y: Tensor = mlp(x, torch.ones(T, 1), chosen) if whole_mlp else layer(x, m_splits)
+        return y
+
+    def loss(x: Tensor) -> Tensor:
+        return call(x).square().sum()
+
+    with pytest.raises(RuntimeError, match="trying to differentiate twice"):
+        torch.autograd.functional.hessian(loss, x)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        call(forward_ad.make_dual(x, x))
+    for function in (torch.func.grad(loss), torch.func.jacrev(call)):
+        with pytest.raises(RuntimeError, match="functorch transforms"):
+            function(x)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.vmap(call)(x[None])

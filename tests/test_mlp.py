@@ -548,6 +548,9 @@ def test_mistakes() -> None:
             lambda: mlp(x, weights[:, :0], experts[:, :0])
         ),
         "grouped_mlp: C differs: weights has 1, experts 2": lambda: mlp(x, weights[:, :1], experts),
+        "grouped_mlp: F differs: down_proj has 80, gate_up_proj 176 for gate and up": (
+            lambda: grouped_mlp(x, weights, experts, torch.randn(E, 176, H), mlp.down_proj)
+        ),
         "grouped_mlp: max_rows must be positive, got 0": lambda: mlp(
             x, weights, experts, max_rows=0
         ),

@@ -8,16 +8,21 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import transformers
 from samples import BF16, FP32, OPS, devices, skipping_for_old_transformers
 from test_mlp import CountOps
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from grouped_linear import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling
 
@@ -332,3 +337,55 @@ def test_an_older_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_the_integration_needs_the_library() -> None:
     script = "import grouped_linear, sys; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+# --- two processes -------------------------------------------------------------------------------
+
+
+def spread(model: nn.Module, mesh: DeviceMesh, implementation: str) -> None:
+    """Half of the experts to each process, as ``DistributedConfig(ep_size=2)`` does."""
+    plan = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "is_concatenated"):
+            weights = [weight for weight, _ in module.named_parameters(recurse=False)]
+            plan |= {f"{name}.{weight}": "grouped_gemm" for weight in weights}
+            plan[name] = "ep_dispatch_experts"
+    assert plan
+    expert_parallel = importlib.import_module("transformers.distributed.expert_parallel")
+    expert_parallel.apply_expert_parallelism(model, mesh, mesh, plan, implementation)
+
+
+def check_two_processes(rank: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    rendezvous = f"file://{directory / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    for name, recipe in NAMES.items():
+        register(name, recipe)
+    four_experts = {
+        "qwen3_moe": "num_experts",
+        "gpt_oss": "num_local_experts",
+        "nemotron_h": "n_routed_experts",
+    }
+    for family, option in four_experts.items():
+        FAMILIES[family][2][option] = 4
+        for name, tolerance in zip(NAMES, (1e-5, 1e-2), strict=True):
+            torch.manual_seed(0)
+            whole, ids = model_of(family, "cpu"), tokens("cpu", 3, 8)
+            whole.set_experts_implementation(name)
+            expected = train(whole, whole, ids)
+            for implementation in ("all_reduce", "all_to_all"):
+                model = deepcopy(whole)
+                spread(model, mesh, implementation)
+                actual = {
+                    key: t.full_tensor() if isinstance(t, DTensor) else t
+                    for key, t in train(model, model, ids).items()
+                }
+                assert max(errors(actual, expected).values()) < tolerance
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    """transformers' expert parallelism: choices of the other process's experts add nothing."""
+    mp.spawn(check_two_processes, args=(tmp_path,), nprocs=2)
