@@ -106,11 +106,11 @@ class Call(NamedTuple):
         return None if self.save_input or self.experts[0].dim() == 2 else recipe
 
     def for_backward(self) -> "Call":
-        """What the backward reads: of a quantized weight its shape and dtype, not its numbers.
+        """What the backward reads: of the weight its shape and dtype, not its numbers.
 
         A parameter lives anyway. What was computed from one would live as long as the graph.
         """
-        if self.recipe is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return self
         if all(w.is_leaf for w in self.experts):
             return self
@@ -141,6 +141,29 @@ class Call(NamedTuple):
             return None
         assert scale is not None
         return Slot(scale, self.slots[2].amax)
+
+
+def asked_for(needed: Sequence[bool], edges: Sequence[tuple[Any, int]]) -> list[bool]:
+    """Which of the needed gradients this backward is run for.
+
+    A forward knows what may be asked for; torch.autograd.grad of x asks for no weight's gradient,
+    which must not be added to main_grad then, nor put off. Where it is only returned nobody asks
+    this: it takes 3 us. A compiled backward computes them all.
+
+    Args:
+        needed: of some inputs, as ctx.needs_input_grad.
+        edges: theirs of ctx.next_functions, which has those of tensors alone.
+    """
+    if torch.compiler.is_compiling():
+        return list(needed)
+
+    def runs(node: Any) -> bool:
+        try:
+            return torch._C._will_engine_execute_node(node)
+        except RuntimeError:  # a leaf, whose gradient torch.autograd.grad returns
+            return True
+
+    return [need and runs(node) for need, (node, _) in zip(needed, edges, strict=True)]
 
 
 def _below_autograd() -> AbstractContextManager[None]:
@@ -326,6 +349,8 @@ class GroupedLinearFunction(torch.autograd.Function):
         """Dgrad, wgrad and the bias gradient, each only where it is needed."""
         call: Call = ctx.call
         _, need_x, need_bias, _, _, *need_weights = ctx.needs_input_grad
+        if call.main_grad is not None or call.later is not None:
+            need_weights = asked_for(need_weights, ctx.next_functions[-len(need_weights) :])
         need_weight = any(need_weights)
         offs_E, dy_scale, x, x_scale, w_scale, *w = ctx.saved_tensors
         recipe = call.one_op_backward

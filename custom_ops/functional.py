@@ -113,7 +113,9 @@ def _check_call(
     if weight.dim() not in (2, 3):
         return
     E = len(experts) if weight.dim() == 2 else weight.size(0)
-    if len(sizes) == 1 and sizes[0] != E:
+    if len(sizes) == 1 and torch.compiler.is_compiling():  # a size not known yet is held to be E
+        torch._check(sizes[0] == E, lambda: "grouped_linear: m_splits and weight differ in E")
+    elif len(sizes) == 1 and sizes[0] != E:
         raise RuntimeError(f"grouped_linear: E differs: m_splits has {sizes[0]}, weight {E}")
     if x_TK.size(1) != weight.size(-1):
         raise RuntimeError(
@@ -156,8 +158,10 @@ def apply_layer(
         experts = autocast_weights(weights, recipe, dtype)
     x_TK = as_rows("grouped_linear", x)
     _check_call(x_TK, experts, m_splits, recipe)
-    if not isinstance(m_splits, Tensor) or m_splits.device != device:
-        m_splits = torch.as_tensor(m_splits, device=device)
+    if not isinstance(m_splits, Tensor):
+        # Not as_tensor: Dynamo would compile a graph for each list.
+        m_splits = torch.tensor(m_splits, device=device)
+    m_splits = m_splits.to(device)
     call = Call(recipe, torch.is_grad_enabled(), experts, **options)
     one_op = call.has_one_op_forward
     offs_E = None if one_op else ops.splits_to_offsets(m_splits, x_TK.size(0))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear import ops
-from grouped_linear.autograd import Call, _multiply, wgrad_of
+from grouped_linear.autograd import Call, _multiply, asked_for, wgrad_of
 from grouped_linear.delayed import DelayedScalingState
 from grouped_linear.functional import as_rows, autocast_dtype, autocast_weights
 from grouped_linear.meta_kernels.rules import (
@@ -194,8 +194,11 @@ class GroupedMLPFunction(torch.autograd.Function):
     def backward(ctx: Any, d_out_TH: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of x, the routing weights, gate_up and down, each only where needed."""
         need_x, _, need_gate_up, need_down = ctx.needs_input_grad[2:6]
-        need_h = need_x or need_gate_up
         gate_up_call, down_call = ctx.calls
+        if gate_up_call.main_grad is not None or down_call.main_grad is not None:
+            edges = ctx.next_functions[2:4]
+            need_gate_up, need_down = asked_for((need_gate_up, need_down), edges)
+        need_h = need_x or need_gate_up
         saved = ctx.saved_tensors
         routing = ops.SortedByExpert(*saved[:4])
         weight_TC, gate_up_RG, y_RH = saved[4:7]

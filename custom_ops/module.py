@@ -414,13 +414,14 @@ class GroupedLinear(nn.Module):
         """Compute the weight gradients of the oldest backward that put them off.
 
         They arrive as they would have there: in ``grad`` or ``main_grad``, and hooks run. Nothing
-        happens without ``delay_wgrad_compute`` or for a weight that requires no gradient. What a
+        happens without ``delay_wgrad_compute`` or for a weight that requires no gradient. A
+        backward of chosen inputs, torch.autograd.grad or ``inputs=``, puts nothing off. What a
         backward put off while it was captured in a CUDA graph is computed in a capture, too: in the
         same, or in one that is replayed after it.
 
         Raises:
-            RuntimeError: if no backward has put any off, or some are of a capture and this is none,
-                or the other way round.
+            RuntimeError: if no backward has put any off, some are of a capture and this is none or
+                the other way round, or FSDP2 has sharded the weight.
 
         >>> layer = GroupedLinear(2, 16, 32, delay_wgrad_compute=True)
         >>> layer(torch.ones(5, 16), [2, 3]).sum().backward()
@@ -431,10 +432,19 @@ class GroupedLinear(nn.Module):
         torch.Size([2, 32, 16])
         """
         weights = self._weights()
-        if not self._options.delay_wgrad_compute or not any(w.requires_grad for w in weights):
+        if not self._options.delay_wgrad_compute:
+            return
+        if not any(w.requires_grad for w in weights):
+            if self._later:  # frozen since
+                self._later.popleft()
             return
         if not self._later:
             raise RuntimeError("GroupedLinear: backward_dw: no backward has left anything to do")
+        if hasattr(weights[0], "to_local"):
+            raise RuntimeError(
+                "GroupedLinear: backward_dw: the weight is sharded, whose gradients FSDP2 reduces "
+                "in the backward: leave delay_wgrad_compute out"
+            )
         capturing = weights[0].is_cuda and torch.cuda.is_current_stream_capturing()
         if any(wgrad.captured != capturing for wgrad in self._later):
             raise RuntimeError(
@@ -486,6 +496,10 @@ class GroupedLinear(nn.Module):
         with self._tied_if_moved():
             super()._apply(fn, recurse)
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy or a pickle, whose weights no backward has waiting gradients of."""
+        return {**vars(self), "_later": deque()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy or a pickle."""

@@ -29,14 +29,30 @@ def differentiable_once(backward: Callable[..., Gradients]) -> Callable[..., Gra
             return refused(ctx, *incoming)
         with torch.no_grad():
             results = backward(ctx, *incoming)
-        passed = *(t if t is None else t.detach().requires_grad_() for t in results), *incoming
+        aliases = [t if t is None else t.detach().requires_grad_() for t in results]
+        # What the gradients depend on goes through it too: autograd runs only what leads to the
+        # tensors that it is asked for, and would find that the gradients do not depend on them.
+        passed = *aliases, *incoming, *_leaves(ctx)
         refuse: Any = torch._C._functions.DelayedError(
             b"trying to differentiate twice a function that was marked with @once_differentiable",
             len(passed),
         )
-        # What comes in goes through it too, so that a way leads back to the inputs: without one a
-        # derivative that may be unused, as torch.autograd.functional.hessian's, is zero in silence.
         refusing: Gradients = refuse(*passed)[: len(results)]
         return refusing
 
     return once
+
+
+def _leaves(ctx: Any) -> list[Tensor]:
+    """The leaves that a function's inputs were computed from."""
+    nodes = [node for node, _ in ctx.next_functions if node is not None]
+    seen, leaves = set(nodes), []
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):  # AccumulateGrad
+            leaves.append(node.variable)
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                nodes.append(before)
+    return leaves

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from grouped_linear.meta_kernels.rules import Rules
 
@@ -1068,12 +1069,17 @@ def grouped_mm(
 
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
+        NotImplementedError: in forward mode.
 
     >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 32, 16), torch.tensor([2, 5])
     >>> y = grouped_mm(a, b, offs.int())
     >>> torch.allclose(y[2:], a[2:] @ b[1].T, atol=1e-5)
     True
     """
+    if forward_ad._current_level >= 0:  # torch would leave the tangents of a custom op out
+        for t in (a, b, bias):
+            if t is not None and forward_ad.unpack_dual(t).tangent is not None:
+                raise NotImplementedError("grouped_mm: forward-mode differentiation is not there")
     y: Tensor = _ops.grouped_mm(a, b, offs, bias, _dtype_or(a.dtype, out_dtype))
     return y
 

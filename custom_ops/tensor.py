@@ -81,6 +81,8 @@ class GroupedTensor(Tensor):
         t: GroupedTensor = Tensor._make_wrapper_subclass(
             cls, size, strides=stride, storage_offset=offset, dtype=kind[0], device=q.device
         )
+        # Who reads memory beneath torch's operations, as a collective of lists does, is told so.
+        torch._C._set_throw_on_mutable_data_ptr(t)
         return t
 
     def __init__(
@@ -256,9 +258,13 @@ class GroupedTensor(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         raise RuntimeError(
-            "GroupedTensor: data cannot be replaced by another tensor, write to it with copy_, got "
-            f"{type(value).__name__} of {value.dtype}"
+            "GroupedTensor: data cannot be replaced by another tensor, of its dtype or another: "
+            f"write to it with copy_, got {type(value).__name__} of {value.dtype}"
         )
+
+    def data_ptr(self) -> int:
+        """0: its memory is that of its parts."""
+        return 0
 
     def share_memory_(self) -> "GroupedTensor":
         """Raise RuntimeError: another process would not see q_t change with q."""
@@ -318,8 +324,10 @@ class GroupedTensor(Tensor):
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, Tensor], None]:
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """What FSDP2 gathers of a shard: one byte an element, and the scales.
+
+        Where there is one process it gathers nothing and hands on one tensor alone (torch 2.13).
 
         Raises:
             ValueError: if experts do not divide evenly among the processes.
@@ -329,18 +337,18 @@ class GroupedTensor(Tensor):
                 "GroupedTensor: FSDP needs as many experts on every process, "
                 f"got {outer_size[0]} for {mesh.size()} processes"
             )
-        return (self.q, self.scale), None
+        return ((self.q,), self.scale) if mesh.size() == 1 else ((self.q, self.scale), None)
 
     def fsdp_post_all_gather(
         self,
-        gathered: tuple[Tensor, Tensor],
-        metadata: None,
+        gathered: tuple[Tensor, ...],
+        own_scale: Tensor | None,
         param_dtype: torch.dtype,
         *,
         out: "GroupedTensor | None" = None,
     ) -> tuple["GroupedTensor", tuple[Tensor]] | None:
         """The whole weight from what FSDP2 gathered; q_t, which a shard does without, is made."""
-        q, scale = gathered
+        q, scale = gathered if own_scale is None else (*gathered, own_scale)
         if out is None:
             q_t = blocks.transposed(q)
             kind = (param_dtype, self.recipe, self.stochastic_rounding)

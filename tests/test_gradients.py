@@ -4,8 +4,10 @@ T rows, E groups, K in_features, N out_features.
 """
 
 import gc
+import pickle
 import re
 import weakref
+from copy import deepcopy
 from functools import partial
 from itertools import product
 from typing import Any
@@ -53,8 +55,12 @@ def test_a_gradient_penalty_is_refused(recipe: Recipe) -> None:
         x = torch.randn(3, 16, requires_grad=True)
         y = y_of(x)
         (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        loss = y.sum() + dx.square().sum()
+        parameters = [*layer.parameters(), *mlp.parameters()]
         with pytest.raises(RuntimeError, match="once_differentiable"):
-            (y.sum() + dx.square().sum()).backward()
+            torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            loss.backward()
 
 
 def make_layer(recipe: Recipe = None, device: str = "cpu", **options: Any) -> GroupedLinear:
@@ -333,6 +339,49 @@ def test_nothing_is_put_off_without_need() -> None:
     assert layer.bias.grad is not None
 
 
+def test_what_was_put_off_stays_with_its_layer() -> None:
+    """Not with a copy, nor with a weight that was frozen since, for a later step to find."""
+    layer, (x, m_splits) = make_layer(delay_wgrad_compute=True), inputs()
+    layer(x, m_splits).sum().backward()
+    nothing = "GroupedLinear: backward_dw: no backward has left anything to do"
+    assert sentence(deepcopy(layer).backward_dw) == nothing
+    assert sentence(pickle.loads(pickle.dumps(layer)).backward_dw) == nothing
+    layer.weight.requires_grad_(False)
+    layer.backward_dw()
+    layer.weight.requires_grad_(True)
+    assert sentence(layer.backward_dw) == nothing
+
+
+@pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
+@pytest.mark.parametrize("kind", ["main_grad", "later", "mlp"])
+def test_the_gradient_of_x_alone(kind: str, recipe: Recipe) -> None:
+    """Asked for before the backward, as by a pipeline or an adversary, it adds to no main_grad."""
+    (x, m_splits), chosen = inputs(), torch.arange(T)[:, None] % E
+    grads: list[list[Tensor]] = []
+    for asks in (False, True):
+        layer: nn.Module = make_layer(recipe, fuse_wgrad_accumulation=True)
+        if kind == "later":
+            layer = make_layer(recipe, delay_wgrad_compute=True)
+        if kind == "mlp":
+            torch.manual_seed(0)
+            layer = GroupedMLP(E, K, N, recipe=recipe, fuse_wgrad_accumulation=True)
+        for p in layer.parameters():
+            p.main_grad = torch.zeros_like(p, requires_grad=False)
+        routed = (torch.ones(T, 1), chosen) if kind == "mlp" else (m_splits,)
+        loss = layer(x, *routed).square().sum()
+        if asks:
+            torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward()
+        if kind == "later":
+            assert isinstance(layer, GroupedLinear)
+            layer.backward_dw()
+            assert sentence(layer.backward_dw).endswith("no backward has left anything to do")
+        grads.append([p.main_grad if p.grad is None else p.grad for p in layer.parameters()])
+    for a, e in zip(*grads, strict=True):
+        assert_same_bits(a, e)
+        assert a.any()
+
+
 def test_put_off_under_autocast() -> None:
     grads = []
     for later in (False, True):
@@ -404,12 +453,13 @@ def test_a_quantized_weight_is_not_kept_in_high_precision(recipe: Recipe) -> Non
     merged, (x, m_splits) = w * 2, inputs()
     alive = weakref.ref(merged)
     y = grouped_linear(x, merged, m_splits, None, recipe, state_for(recipe, E, "cpu"))
-    if recipe is None:  # which reads it in dgrad
-        return
+    if recipe is None:  # which reads it in dgrad, and lets go of it then
+        y.sum().backward()
     del merged
     gc.collect()
     assert alive() is None
-    y.sum().backward()
+    if recipe is not None:
+        y.sum().backward()
     assert w.grad is not None
 
 

@@ -645,7 +645,7 @@ def test_data_is_not_replaced() -> None:
     """An assignment would leave q and scale as they are, so that nothing would have changed."""
     p = nn.Parameter(GroupedTensor.quantize(random_weight()))
     before = p.detach().clone()
-    sentence = "data cannot be replaced by another tensor, write to it with copy_, got"
+    sentence = "data cannot be replaced by another tensor, of its dtype or another: write to it"
     for value in (torch.zeros(E, N, K), before, torch.zeros(E, N, K, dtype=torch.float64)):
         with pytest.raises(RuntimeError, match=sentence):
             p.data = value

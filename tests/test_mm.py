@@ -788,3 +788,15 @@ def test_no_second_derivatives_of_grouped_mm() -> None:
         (da,) = torch.autograd.grad(loss, a, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             da.sum().backward(retain_graph=True)
+
+
+def test_no_forward_mode_of_grouped_mm() -> None:
+    """Which torch takes for zero in a custom op."""
+    a, b, offs = torch.randn(5, 16), torch.randn(2, 32, 16), torch.tensor([2, 5], dtype=torch.int32)
+    refused = pytest.raises(NotImplementedError, match=r"^grouped_mm: forward-mode")
+    with refused:
+        torch.func.jvp(lambda a: ops.grouped_mm(a, b, offs), (a,), (a,))
+    with torch.autograd.forward_ad.dual_level():
+        assert ops.grouped_mm(a, b, offs).shape == (5, 32)
+        with refused:
+            ops.grouped_mm(a, torch.autograd.forward_ad.make_dual(b, b), offs)
