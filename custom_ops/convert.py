@@ -16,6 +16,7 @@ from torch.nn.functional import silu
 
 from grouped_linear.delayed import DelayedScalingState
 from grouped_linear.functional import grouped_linear
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
 from grouped_linear.mlp import GroupedMLP
 from grouped_linear.module import GroupedLinear
 from grouped_linear.recipes import DelayedScaling, Recipe
@@ -347,6 +348,11 @@ def _grouped(
     }
     if len(forms) != 1:
         raise ValueError(f"{where}: experts differ in their parameters' names, shapes or dtypes")
+    for name, p in parameters[0].items():
+        if p.dtype not in ACTIVATIONS:
+            raise ValueError(
+                f"{where}: {name} must be bfloat16, float16 or float32, got {dtype_name(p.dtype)}"
+            )
 
     def stacked(name: str) -> Tensor:
         return torch.stack([one[name].detach() for one in parameters])

@@ -159,7 +159,9 @@ class GroupedLinear(nn.Module):
         recipe: how products are computed, for example ``Float8BlockScaling()``; None computes in
             the activations' dtype.
         cache_weights: allocate room for the quantized weight, so that ``is_first_microbatch`` can
-            keep it from one micro-batch to the next. Without a recipe there is nothing to keep.
+            keep it from one micro-batch to the next. Without a recipe there is nothing to keep. Who
+            copies a layer's buffers to one of other parameters (torch.optim.swa_utils) calls that
+            with True first.
         fuse_wgrad_accumulation: add weight gradients to ``main_grad``, an attribute of the weight
             (float32 or bfloat16, of its shape), in the product itself, and leave its ``grad``
             alone. Where the weight has an attribute ``grad_added_to_main_grad`` it is set to True
@@ -371,7 +373,8 @@ class GroupedLinear(nn.Module):
                 weight into the cache, and writes its gradient over main_grad; False reads the cache
                 and adds to main_grad. A bool tensor of no dimensions on x's device decides the same
                 there, so that one graph does both. None quantizes the weight for this call alone,
-                and adds to main_grad.
+                and adds to main_grad. Where a layer is called more than once before a backward,
+                True would write over what another call added: clear main_grad and say None.
 
         Returns:
             y [..., N], zero in rows at and past sum(m_splits); with return_bias ``(y, bias)``.

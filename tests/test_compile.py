@@ -112,6 +112,32 @@ def test_lists_autocast_and_leading_dimensions(recipe: Recipe, device: str) -> N
 
 
 @DEVICES
+def test_lists_of_splits_compile_twice(device: str) -> None:
+    """Once more when they change, and never again."""
+    layer = GroupedLinear(E, K, N, device=device)
+    compiled, counter = compiles(layer)
+    x = torch.randn(40, K, device=device)
+    for i in range(12):
+        m_splits = [i, 20 - i, 20]
+        assert_same_bits(compiled(x, m_splits), layer(x, m_splits))
+    assert counter.frame_count == 2
+
+
+@DEVICES
+def test_splits_of_a_number_that_is_not_known(device: str) -> None:
+    """As bincount's under fullgraph: it is held to be the number of groups."""
+    layer = GroupedLinear(E, K, N, device=device)
+    expert, x = torch.randint(E, (40,), device=device), torch.randn(40, K, device=device)
+
+    def call(x: Tensor, expert: Tensor) -> Tensor:
+        y: Tensor = layer(x, torch.bincount(expert, minlength=E))
+        return y
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert_same_bits(compiles(call)[0](x, expert), call(x, expert))
+
+
+@DEVICES
 @RECIPES
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_checkpointing_changes_no_bit(compiled: bool, recipe: Recipe, device: str) -> None:

@@ -265,6 +265,14 @@ def test_other_options(kind: str, option: str) -> None:
         convert_experts(model_of(kind, "cpu"), MODELS[kind][1], **{option: False})
 
 
+def test_other_dtypes() -> None:
+    sentence = (
+        "convert_experts: 1.experts: weight must be bfloat16, float16 or float32, got float64"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        convert_experts(model_of("linear", "cpu", torch.float64), MODELS["linear"][1])
+
+
 def test_experts_in_one_tensor_take_no_options() -> None:
     sentence = (
         "convert_experts: 1.experts: experts in one tensor stay what they are, so there is nothing "

@@ -659,6 +659,12 @@ def test_data_is_not_replaced() -> None:
     assert nn.ParameterList([p]).bfloat16()[0].dtype == BF16
 
 
+def test_memory_is_not_read_beneath_torch() -> None:
+    """There is none where a tensor would have it: an error, not a null pointer."""
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.from_dlpack(GroupedTensor.quantize(random_weight()))
+
+
 def test_memory_is_not_shared_among_processes() -> None:
     with pytest.raises(RuntimeError, match="share the tensor's q and scale"):
         nn.ParameterList([GroupedTensor.quantize(random_weight())]).share_memory()

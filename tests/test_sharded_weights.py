@@ -90,6 +90,15 @@ def check_training(rank: int) -> tuple[nn.Module, nn.Module]:
     return whole, sharded
 
 
+def check_replicas() -> None:
+    """Each process has all of it: what FSDP2 does with a shard of one."""
+    whole, replicated = Model(), Model()
+    mesh = init_device_mesh("cpu", (PROCESSES, 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(replicated, mesh=mesh)
+    for a, b in zip(train(replicated, replicated), train(whole, whole), strict=True):
+        assert_same_bits(a, b)
+
+
 def check_bytes(sharded: nn.Module) -> None:
     """What is gathered is one byte an element of the weight, and scales."""
     x, m_splits = torch.zeros(T, K, dtype=BF16), torch.tensor(SPLITS[0])
@@ -267,12 +276,19 @@ def check_refusals() -> None:
     with pytest.raises(NotImplementedError, match="would not reach a quantized tensor"):
         dist.broadcast(GroupedTensor.quantize(torch.ones(E, N, K)), src=0)
 
+    later = GroupedLinear(E, K, N, delay_wgrad_compute=True)
+    shard(later)
+    later(torch.ones(4, K), [1, 1, 1, 1]).sum().backward()
+    with pytest.raises(RuntimeError, match="leave delay_wgrad_compute out"):
+        later.backward_dw()
+
 
 def check(rank: int, directory: Path) -> None:
     torch.set_num_threads(1)
     rendezvous = f"file://{directory / 'rendezvous'}"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=PROCESSES)
     whole, sharded = check_training(rank)
+    check_replicas()
     check_bytes(sharded)
     check_checkpoints(rank, whole, sharded, directory)
     check_meta(rank, whole, directory)
