@@ -143,7 +143,7 @@ class Call(NamedTuple):
         return Slot(scale, self.slots[2].amax)
 
 
-def asked_for(needed: Sequence[bool], edges: Sequence[tuple[Any, int]]) -> list[bool]:
+def asked_for(ctx: Any, needed: Sequence[bool], edges: slice) -> Sequence[bool]:
     """Which of the needed gradients this backward is run for.
 
     A forward knows what may be asked for; torch.autograd.grad of x asks for no weight's gradient,
@@ -151,11 +151,12 @@ def asked_for(needed: Sequence[bool], edges: Sequence[tuple[Any, int]]) -> list[
     this: it takes 3 us. A compiled backward computes them all.
 
     Args:
+        ctx: of an eager backward, or of one that is traced.
         needed: of some inputs, as ctx.needs_input_grad.
-        edges: theirs of ctx.next_functions, which has those of tensors alone.
+        edges: where theirs are in ctx.next_functions, which has those of tensors alone.
     """
     if torch.compiler.is_compiling():
-        return list(needed)
+        return needed
 
     def runs(node: Any) -> bool:
         try:
@@ -163,7 +164,8 @@ def asked_for(needed: Sequence[bool], edges: Sequence[tuple[Any, int]]) -> list[
         except RuntimeError:  # a leaf, whose gradient torch.autograd.grad returns
             return True
 
-    return [need and runs(node) for need, (node, _) in zip(needed, edges, strict=True)]
+    nodes = (node for node, _ in ctx.next_functions[edges])
+    return [need and runs(node) for need, node in zip(needed, nodes, strict=True)]
 
 
 def _below_autograd() -> AbstractContextManager[None]:
@@ -350,7 +352,8 @@ class GroupedLinearFunction(torch.autograd.Function):
         call: Call = ctx.call
         _, need_x, need_bias, _, _, *need_weights = ctx.needs_input_grad
         if call.main_grad is not None or call.later is not None:
-            need_weights = asked_for(need_weights, ctx.next_functions[-len(need_weights) :])
+            edges = slice(-len(need_weights), None)
+            need_weights = list(asked_for(ctx, need_weights, edges))
         need_weight = any(need_weights)
         offs_E, dy_scale, x, x_scale, w_scale, *w = ctx.saved_tensors
         recipe = call.one_op_backward

@@ -196,8 +196,8 @@ class GroupedMLPFunction(torch.autograd.Function):
         need_x, _, need_gate_up, need_down = ctx.needs_input_grad[2:6]
         gate_up_call, down_call = ctx.calls
         if gate_up_call.main_grad is not None or down_call.main_grad is not None:
-            edges = ctx.next_functions[2:4]
-            need_gate_up, need_down = asked_for((need_gate_up, need_down), edges)
+            needed = need_gate_up, need_down
+            need_gate_up, need_down = asked_for(ctx, needed, slice(2, 4))
         need_h = need_x or need_gate_up
         saved = ctx.saved_tensors
         routing = ops.SortedByExpert(*saved[:4])
