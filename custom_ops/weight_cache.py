@@ -17,6 +17,20 @@ class WeightCache(nn.Module):
     to the parameter otherwise, an optimizer or ``load_experts``, has the next call say True. Cold
     scales are NaN, so that what is computed from them shows, also in a graph. In inference mode,
     too, it is made of tensors that count their writes and that training can save.
+
+    A layer with ``cache_weights=True`` makes its own.
+
+    Args:
+        recipe: that quantizes the weight.
+        E: groups.
+        N: out_features.
+        K: in_features.
+        device: of the buffers.
+
+    >>> from grouped_linear import Float8BlockScaling
+    >>> cache = WeightCache(Float8BlockScaling(), 2, 32, 16, "cpu")
+    >>> cache.values.shape, cache.values.dtype, cache.warm
+    (torch.Size([2, 32, 16]), torch.float8_e4m3fn, False)
     """
 
     values: Tensor
