@@ -161,7 +161,8 @@ def apply_layer(
     if not isinstance(m_splits, Tensor):
         # Not as_tensor: Dynamo would compile a graph for each list.
         m_splits = torch.tensor(m_splits, device=device)
-    m_splits = m_splits.to(device)
+    elif m_splits.device != device:
+        m_splits = m_splits.to(device)
     call = Call(recipe, torch.is_grad_enabled(), experts, **options)
     one_op = call.has_one_op_forward
     offs_E = None if one_op else ops.splits_to_offsets(m_splits, x_TK.size(0))

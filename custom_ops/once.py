@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Gradients = tuple[Tensor | None, ...]
+_functions: Any = torch._C._functions
 
 
 def differentiable_once(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
@@ -33,7 +34,7 @@ def differentiable_once(backward: Callable[..., Gradients]) -> Callable[..., Gra
         # What the gradients depend on goes through it too: autograd runs only what leads to the
         # tensors that it is asked for, and would find that the gradients do not depend on them.
         passed = *aliases, *incoming, *_leaves(ctx)
-        refuse: Any = torch._C._functions.DelayedError(
+        refuse = _functions.DelayedError(
             b"trying to differentiate twice a function that was marked with @once_differentiable",
             len(passed),
         )
@@ -49,7 +50,7 @@ def _leaves(ctx: Any) -> list[Tensor]:
     seen, leaves = set(nodes), []
     while nodes:
         node = nodes.pop()
-        if hasattr(node, "variable"):  # AccumulateGrad
+        if isinstance(node, _functions.AccumulateGrad):
             leaves.append(node.variable)
         for before, _ in node.next_functions:
             if before is not None and before not in seen:
