@@ -108,11 +108,12 @@ class Call(NamedTuple):
     def for_backward(self) -> "Call":
         """What the backward reads: of the weight its shape and dtype, not its numbers.
 
-        A parameter lives anyway. What was computed from one would live as long as the graph.
+        A parameter that learns lives anyway. Others might be computed, and would live as long as
+        the graph.
         """
         if torch.compiler.is_compiling():
             return self
-        if all(w.is_leaf for w in self.experts):
+        if all(w.is_leaf and w.requires_grad for w in self.experts):
             return self
         return self._replace(experts=tuple(w.new_empty(()).expand(w.shape) for w in self.experts))
 
@@ -148,7 +149,8 @@ def asked_for(ctx: Any, needed: Sequence[bool], edges: slice) -> Sequence[bool]:
 
     A forward knows what may be asked for; torch.autograd.grad of x asks for no weight's gradient,
     which must not be added to main_grad then, nor put off. Where it is only returned nobody asks
-    this: it takes 3 us. A compiled backward computes them all.
+    this: it takes 3 us. A compiled backward computes them all, and so does one that is run for some
+    of several experts' parameters.
 
     Args:
         ctx: of an eager backward, or of one that is traced.

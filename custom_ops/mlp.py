@@ -277,7 +277,7 @@ def grouped_mlp(
         [..., H] of x's dtype, or autocast's.
 
     Raises:
-        ValueError: for shapes that do not fit, ``max_rows`` below 1, ``DelayedScaling`` without a
+        ValueError: for shapes that do not fit, ``max_rows`` below 0, ``DelayedScaling`` without a
             state, a state without it, or a quantized weight under another recipe than
             ``Float8BlockScaling``.
         RuntimeError: for a wrong dtype, device or number of features.
@@ -361,8 +361,10 @@ def apply_mlp(
             f"grouped_mlp: F differs: down_proj has {down_proj.size(2)}, gate_up_proj "
             f"{gate_up_proj.size(1)} for gate and up"
         )
-    if max_rows is not None and max_rows < 1:
-        raise ValueError(f"grouped_mlp: max_rows must be positive, got {max_rows}")
+    if max_rows is not None and torch.compiler.is_compiling():  # it may follow from x's size
+        torch._check(max_rows >= 0, lambda: "grouped_mlp: max_rows must not be negative")
+    elif max_rows is not None and max_rows < 0:
+        raise ValueError(f"grouped_mlp: max_rows must not be negative, got {max_rows}")
     dtype = autocast_dtype(x.device)
     if dtype is not None and x.dtype in ACTIVATIONS:
         x_TH = x_TH.to(dtype)
@@ -375,11 +377,11 @@ def apply_mlp(
         own = (w,) if dtype is None else autocast_weights((w,), recipe, dtype)
         calls.append(Call(recipe, torch.is_grad_enabled(), own, **plan))
         receivers.append(own[0] if calls[-1].main_grad is None else w)
-    # A token of no expert has a row of zeros, which a weight of NaN would spoil.
-    weights = weights.masked_fill((experts < 0) | (experts >= E), 0)
     routing = ops.sort_by_expert(experts.reshape(-1, experts.size(-1)), E)
     if max_rows is not None:
         routing = bounded(routing, max_rows)
+    # A choice of no expert has a row of zeros, which a weight of NaN would spoil.
+    weights = weights.masked_fill(routing.row.view(experts.shape) >= routing.offs[-1], 0)
     y_TH: Tensor = GroupedMLPFunction.apply(
         *calls, x_TH, weights.reshape(-1, weights.size(-1)), *receivers, *routing
     )

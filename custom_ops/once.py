@@ -45,7 +45,11 @@ def differentiable_once(backward: Callable[..., Gradients]) -> Callable[..., Gra
 
 
 def _leaves(ctx: Any) -> list[Tensor]:
-    """The leaves that a function's inputs were computed from."""
+    """The leaves that a function's inputs were computed from.
+
+    A way to what lies between, that a derivative may be asked by as well, cannot be made. Looking
+    for them takes a backward with ``create_graph=True`` three times as long in 100 layers.
+    """
     nodes = [node for node, _ in ctx.next_functions if node is not None]
     seen, leaves = set(nodes), []
     while nodes:

@@ -248,6 +248,16 @@ def _unfilled(part: Tensor, device: torch.device) -> Tensor:
     return there.fill_(torch.nan) if part.dtype == torch.float32 else there
 
 
+@_implements(aten.new_empty.default)
+def _new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Quantized where it has the same shape: distributed checkpoints stage a copy of parts so."""
+    t, size = args[:2]
+    dtype, device = kwargs.get("dtype") or t.dtype, torch.device(kwargs.get("device") or t.device)
+    if tuple(size) != tuple(t.shape) or dtype not in ACTIVATIONS:
+        return func(t.scale, size, **{**kwargs, "dtype": dtype, "device": device})
+    return _of_each_part(t, lambda part: _unfilled(part, device), size=size, dtype=dtype)
+
+
 @_implements(aten.new_zeros.default)
 def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Quantized where it has room for experts like these: FSDP2 makes a shard so, without q_t."""

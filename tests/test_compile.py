@@ -113,7 +113,7 @@ def test_lists_autocast_and_leading_dimensions(recipe: Recipe, device: str) -> N
 
 @DEVICES
 def test_lists_of_splits_compile_twice(device: str) -> None:
-    """Once more when they change, and never again."""
+    """And once more for every entry that changes later than others; a tensor compiles once."""
     layer = GroupedLinear(E, K, N, device=device)
     compiled, counter = compiles(layer)
     x = torch.randn(40, K, device=device)

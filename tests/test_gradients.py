@@ -447,9 +447,10 @@ def test_main_grads_are_apart() -> None:
 
 
 @EVERY_RECIPE
-def test_a_quantized_weight_is_not_kept_in_high_precision(recipe: Recipe) -> None:
-    """Where it is no parameter, which lives anyway."""
-    w = torch.randn(E, N, K, requires_grad=True)
+@pytest.mark.parametrize("learns", [True, False], ids=["learns", "frozen"])
+def test_a_quantized_weight_is_not_kept_in_high_precision(learns: bool, recipe: Recipe) -> None:
+    """Where it is no parameter that learns, which lives anyway."""
+    w = torch.randn(E, N, K, requires_grad=learns)
     merged, (x, m_splits) = w * 2, inputs()
     alive = weakref.ref(merged)
     y = grouped_linear(x, merged, m_splits, None, recipe, state_for(recipe, E, "cpu"))
@@ -460,7 +461,7 @@ def test_a_quantized_weight_is_not_kept_in_high_precision(recipe: Recipe) -> Non
     assert alive() is None
     if recipe is not None:
         y.sum().backward()
-    assert w.grad is not None
+    assert (w.grad is not None) == learns
 
 
 def keep_ours(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -7,11 +7,13 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import reference
 import torch
+import torch.distributed.checkpoint as dcp
 from expecttest import assert_expected_inline
 from samples import BF16, DTYPES, FP32, assert_same_bits, devices
 from torch import Tensor, nn
@@ -268,6 +270,23 @@ def test_copies_of_a_parameter(copied: str, requires_grad: bool) -> None:
     assert twin.requires_grad == requires_grad
     assert twin.note == "kept"
     assert_same(twin, p)
+
+
+def test_checkpoints_saved_in_the_background(tmp_path: Path) -> None:
+    """Which copies the tensor first, by new_empty and its attributes."""
+    w = GroupedTensor.quantize(random_weight())
+    saving: Any = dcp.async_save({"w": w}, checkpoint_id=tmp_path)
+    getattr(saving, "upload_completion", saving).result()  # torch 2.11: the future itself
+    state = {"w": GroupedTensor.quantize(torch.zeros(E, N, K))}
+    dcp.load(state, checkpoint_id=tmp_path)
+    assert_same(state["w"], w)
+
+
+def test_new_empty_is_quantized_in_the_same_shape() -> None:
+    w = GroupedTensor.quantize(random_weight())
+    assert isinstance(w.new_empty(w.shape), GroupedTensor)
+    for other in (w.new_empty(2, 3), w.new_empty(w.shape, dtype=torch.int32)):
+        assert type(other) is Tensor
 
 
 def test_pickled_without_q_t() -> None:

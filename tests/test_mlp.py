@@ -401,10 +401,12 @@ def without_dropped(experts_TC: Tensor, max_rows: int) -> Tensor:
 def test_room_for_fewer_rows(routing: str, recipe: Recipe, device: str) -> None:
     """Who found room has the numbers that it has without a bound, who did not has none."""
     experts = ROUTINGS[routing].to(device)
-    leaves = leaves_of(experts, device, BF16)
-    for max_rows in (1, 4, 130, experts.numel() + 1):
+    for max_rows in (0, 4, 130, experts.numel() + 1):
+        leaves = leaves_of(experts, device, BF16)
         states = [states_of(recipe, device) for _ in range(2)]
         kept = without_dropped(experts, max_rows)
+        with torch.no_grad():  # of what is dropped, it reaches nothing
+            leaves[1].masked_fill_((kept < 0) & (experts >= 0), torch.nan)
         expected = run(ours(kept, recipe, states[0]), leaves)
 
         def bounded(x_TH: Tensor, weight_TC: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -551,8 +553,8 @@ def test_mistakes() -> None:
         "grouped_mlp: F differs: down_proj has 80, gate_up_proj 176 for gate and up": (
             lambda: grouped_mlp(x, weights, experts, torch.randn(E, 176, H), mlp.down_proj)
         ),
-        "grouped_mlp: max_rows must be positive, got 0": lambda: mlp(
-            x, weights, experts, max_rows=0
+        "grouped_mlp: max_rows must not be negative, got -1": lambda: mlp(
+            x, weights, experts, max_rows=-1
         ),
         "grouped_mlp: DelayedScaling, and it alone, takes a state": lambda: grouped_mlp(
             x, weights, experts, *mlp.parameters(), None, state

@@ -121,6 +121,12 @@ def check_checkpoints(rank: int, whole: nn.Module, sharded: nn.Module, directory
     set_model_state_dict(restored, state)
     assert_same(restored.experts.weight.to_local(), sharded.experts.weight.to_local())
 
+    saving: Any = dcp.async_save(get_model_state_dict(sharded), checkpoint_id=directory / "later")
+    getattr(saving, "upload_completion", saving).result()
+    dcp.load(state, checkpoint_id=directory / "later")
+    set_model_state_dict(restored, state)
+    assert_same(restored.experts.weight.to_local(), sharded.experts.weight.to_local())
+
     alone = Model(init_method=nn.init.zeros_)
     state = alone.state_dict()
     dcp.load(state, checkpoint_id=directory / "sharded")
