@@ -23,10 +23,9 @@ def sum_of_rows(y_RH: Tensor, row_TC: Tensor, weight_TC: Tensor | None = None) -
 def bounded(routing: ops.SortedByExpert, max_rows: int) -> ops.SortedByExpert:
     """The first `max_rows` rows, and one that no expert has, so zero, for the choices of others."""
     choice_R, token_R, row_TC, offs_E = routing
-    rows = torch.sym_min(max_rows + 1, choice_R.size(0))
     return ops.SortedByExpert(
-        choice_R[:rows],
-        token_R[:rows],
+        choice_R[: max_rows + 1],
+        token_R[: max_rows + 1],
         row_TC.clamp(max=max_rows),
         offs_E.clamp(max=max_rows),
     )

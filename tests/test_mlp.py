@@ -419,13 +419,14 @@ def test_room_for_fewer_rows(routing: str, recipe: Recipe, device: str) -> None:
 
 
 @DEVICES
-def test_room_for_fewer_rows_compiled(device: str) -> None:
+@pytest.mark.parametrize("constant", [True, False], ids=["constant", "of_tokens"])
+def test_room_for_fewer_rows_compiled(constant: bool, device: str) -> None:
     """One graph, for any number of tokens and of choices; what is kept has the room's size."""
     mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), device=device)
     counter = CompileCounterWithBackend("aot_eager")
 
     def block(x: Tensor, scores: Tensor, experts: Tensor) -> Tensor:
-        y: Tensor = mlp(x, scores, experts, max_rows=40)
+        y: Tensor = mlp(x, scores, experts, max_rows=40 if constant else len(x))
         return y
 
     compiled = torch.compile(block, fullgraph=True, backend=counter)
@@ -438,7 +439,10 @@ def test_room_for_fewer_rows_compiled(device: str) -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # noqa: B023
             y = block(*inputs)
         results = [[y, *torch.autograd.grad(y.sum(), [x, *mlp.parameters()])]]
-        assert {len(t) for t in kept if t.size(-1) == 2 * F} == {min(2 * T, 41), E}
+        assert {len(t) for t in kept if t.size(-1) == 2 * F} == {
+            min(2 * T, (40 if constant else T) + 1),
+            E,
+        }
         y = compiled(*inputs)
         results.append([y, *torch.autograd.grad(y.sum(), [x, *mlp.parameters()])])
         for a, e in zip(*results, strict=True):
