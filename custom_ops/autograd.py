@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grouped_linear import ops
 from grouped_linear.once import differentiable_once
@@ -108,12 +108,14 @@ class Call(NamedTuple):
     def for_backward(self) -> "Call":
         """What the backward reads: of the weight its shape and dtype, not its numbers.
 
-        A parameter that learns lives anyway. Others might be computed, and would live as long as
-        the graph.
+        A parameter lives anyway. What was computed, learning or not, would live as long as the
+        graph.
         """
-        if torch.compiler.is_compiling():
+        if not self.grad_enabled or torch.compiler.is_compiling():
             return self
-        if all(w.is_leaf and w.requires_grad for w in self.experts):
+        if all(
+            isinstance(w, nn.Parameter) or (w.is_leaf and w.requires_grad) for w in self.experts
+        ):
             return self
         return self._replace(experts=tuple(w.new_empty(()).expand(w.shape) for w in self.experts))
 
