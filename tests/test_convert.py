@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import PROCESSES, in_two_processes
 from samples import BF16, DTYPES, FP32, MORE_RECIPES, OPS, assert_same_bits, devices
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -626,7 +626,6 @@ def test_what_is_not_swiglu_is_refused(act: Callable[..., Tensor], dtype: torch.
 
 # --- two processes -------------------------------------------------------------------------------
 
-PROCESSES = 2
 COUNTS = [16, 0, 32, 2]
 
 
@@ -714,18 +713,14 @@ def check_delayed_scaling(mesh: DeviceMesh) -> None:
 
 
 def check(rank: int, directory: Path) -> None:
-    torch.set_num_threads(1)
     torch.manual_seed(0)
-    rendezvous = f"file://{directory / 'rendezvous'}"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=PROCESSES)
     mesh = init_device_mesh("cpu", (PROCESSES,))
     for recipe in (None, Float8BlockScaling()):
         check_expert_parallel(rank, mesh, recipe)
     check_tensor_parallel(rank, mesh)
     check_fully_sharded(rank, mesh)
     check_delayed_scaling(mesh)
-    dist.destroy_process_group()
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    mp.spawn(check, args=(tmp_path,), nprocs=PROCESSES)
+    in_two_processes(check, tmp_path)

@@ -12,6 +12,7 @@ import reference
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
+from processes import in_two_processes
 from samples import BF16, FP32, OPS, assert_same_bits, devices
 from test_compile import graphs
 from test_layer import Calls
@@ -168,8 +169,7 @@ def test_one_op_updates_a_whole_model() -> None:
     assert not calls.counts
 
 
-def _reduce(rank: int, file: str, results: list[Any]) -> None:
-    dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=2)
+def _reduce(rank: int, directory: Path) -> None:
     layer = GroupedLinear(2, 16, 32, recipe=RECIPE)
     state = layer.scaling_state
     state.x.amax.copy_(torch.tensor([[1.0, 5.0], [3.0, torch.inf]])[rank])
@@ -178,11 +178,10 @@ def _reduce(rank: int, file: str, results: list[Any]) -> None:
     history = [operand.amax_history[0].tolist() for operand in state.operands]
     assert history == [[3.0, 0.0], [0.0, 0.0], [0.0, 7.0]]  # an infinity of one is one of all
     assert state.x.scale[1] == 1
-    dist.destroy_process_group()
 
 
 def test_all_reduce(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_reduce, (str(tmp_path / "store"), []), nprocs=2)
+    in_two_processes(_reduce, tmp_path)
 
 
 def test_scales_stay_float32() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import PROCESSES, in_two_processes
 from samples import assert_same_bits
 from test_readme import ROOT, examples
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from grouped_linear import Float8BlockScaling, GroupedMLP, MXFP8BlockScaling
 
-PROCESSES = 2
 E, T, C, H, F = 4, 40, 2, 64, 48
 RECIPES = (None, Float8BlockScaling(), MXFP8BlockScaling())
 
@@ -39,9 +37,6 @@ def step(model: nn.Module, x: Tensor, logits: Tensor, dy: Tensor) -> list[Tensor
 
 
 def check(rank: int, directory: Path) -> None:
-    torch.set_num_threads(1)
-    rendezvous = f"file://{directory / 'rendezvous'}"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=PROCESSES)
     mesh = init_device_mesh("cpu", (PROCESSES,))
     ExpertParallel = documented_class()
     tokens, experts = slice(rank * T, (rank + 1) * T), slice(rank * E // 2, (rank + 1) * E // 2)
@@ -62,9 +57,7 @@ def check(rank: int, directory: Path) -> None:
             assert_same_bits(d_logits, want_d_logits[tokens])
             for got, want in zip(dw, want_dw, strict=True):
                 assert_same_bits(got, want[experts])
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    mp.spawn(check, args=(tmp_path,), nprocs=PROCESSES)
+    in_two_processes(check, tmp_path)

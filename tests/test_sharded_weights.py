@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
+from processes import PROCESSES, in_two_processes
 from samples import BF16, assert_same_bits, bits
 from test_grouped_tensor import assert_same
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from grouped_linear import (
     update_scales,
 )
 
-PROCESSES = 2
 E, T, K, N = 4, 40, 32, 144
 SPLITS = ([10, 0, 20, 9], [0, 40, 0, 0], [1, 2, 3, 4])
 
@@ -290,9 +289,6 @@ def check_refusals() -> None:
 
 
 def check(rank: int, directory: Path) -> None:
-    torch.set_num_threads(1)
-    rendezvous = f"file://{directory / 'rendezvous'}"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=PROCESSES)
     whole, sharded = check_training(rank)
     check_replicas()
     check_bytes(sharded)
@@ -304,8 +300,7 @@ def check(rank: int, directory: Path) -> None:
     check_mlp(rank)
     check_delayed_scaling(rank)
     check_refusals()
-    dist.destroy_process_group()
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    mp.spawn(check, args=(tmp_path,), nprocs=PROCESSES)
+    in_two_processes(check, tmp_path)

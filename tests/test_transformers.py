@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
+from processes import PROCESSES, in_two_processes
 from samples import BF16, FP32, OPS, devices, skipping_for_old_transformers
 from test_mlp import CountOps
 from torch import Tensor, nn
@@ -356,10 +355,7 @@ def spread(model: nn.Module, mesh: DeviceMesh, implementation: str) -> None:
 
 
 def check_two_processes(rank: int, directory: Path) -> None:
-    torch.set_num_threads(1)
-    rendezvous = f"file://{directory / 'rendezvous'}"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (PROCESSES,))
     for name, recipe in NAMES.items():
         register(name, recipe)
     four_experts = {
@@ -382,10 +378,8 @@ def check_two_processes(rank: int, directory: Path) -> None:
                     for key, t in train(model, model, ids).items()
                 }
                 assert max(errors(actual, expected).values()) < tolerance
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def test_two_processes(tmp_path: Path) -> None:
     """transformers' expert parallelism: choices of the other process's experts add nothing."""
-    mp.spawn(check_two_processes, args=(tmp_path,), nprocs=2)
+    in_two_processes(check_two_processes, tmp_path)
