@@ -1,3 +1,5 @@
+#include <limits>
+
 #include "../checks.h"
 #include "../ops.h"
 #include "kernels/rows_and_weight.cuh"
