@@ -21,17 +21,19 @@ FORMS: dict[str, dict[str, bool]] = {
     "both, shared scales": {"columnwise": True, "share_scales": True},
     "both + bias grad": {"columnwise": True, "bias_grad": True},
 }
-# Fused input forms, both layouts: elements read for every quantized one, times 2.
-FUSED = {
-    "group_quantize, gathered": 2,
-    "group_quantize, gathered and weighted": 2,
-    "swiglu": 4,
-    "swiglu_grad": 3,
-}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BLOCK = 128
-CHOSEN = 8  # rows a token, where rows are sorted or summed
+CHOSEN = 8  # rows a token, where rows are sorted, gathered for experts or summed
 EXPERTS = 128  # that they are sorted by
+GATHERED = f"group_quantize, gathered, each row {CHOSEN} times"
+# Fused input forms, both layouts: elements read for every quantized one.
+FUSED = {
+    "group_quantize, gathered": 1.0,
+    "group_quantize, gathered and weighted": 1.0,
+    GATHERED: 1 / CHOSEN,
+    "swiglu": 2.0,
+    "swiglu_grad": 1.5,
+}
 
 
 def bytes_quantized(sizes: Sequence[int], K: int, element: int, form: dict[str, bool]) -> int:
@@ -55,6 +57,12 @@ def fused_form(name: str, x_TK: torch.Tensor, offs_E: torch.Tensor) -> timing.Ca
     if name == "group_quantize, gathered and weighted":
         order, factor = torch.randperm(T, device=x_TK.device), torch.rand(T, device=x_TK.device)
         return lambda: ops.group_quantize(x_TK, offs_E, order, factor=factor, **both)
+    if name == GATHERED:
+        # Sorted stably, an expert's tokens stay in order.
+        row = torch.arange(T, dtype=offs_E.dtype, device=x_TK.device)
+        expert = torch.searchsorted(offs_E, row, right=True)
+        token = (expert * T + torch.randperm(T, device=x_TK.device)).sort().values % T // CHOSEN
+        return lambda: ops.group_quantize(x_TK[: -(-T // CHOSEN)], offs_E, token, **both)
     if name == "swiglu":
         gate_up = torch.randn(T, 2 * K, device=x_TK.device).to(x_TK.dtype)
         return lambda: ops.group_quantize_swiglu(gate_up, offs_E, **both)
@@ -194,7 +202,7 @@ def main() -> None:
                 add(case(name, shape, splits, f"[{T}, {K}]", dtype), call, moved)
             for name, read in FUSED.items():
                 moved = bytes_quantized(sizes, K, element, {"columnwise": True})
-                moved += T * K * element * (read - 2) // 2
+                moved += int(T * K * element * (read - 1))
                 add(
                     case(f"{name}, both layouts", shape, splits, f"[{T}, {K}]", dtype),
                     fused_form(name, x_TK, offs_E),
