@@ -11,7 +11,9 @@
 // Clusters wait only for clusters of lower numbers, and helpers for nobody: no work is stuck as long as the
 // GPU starts clusters in their order, even where it has not room for all.
 //
-// Where depths differ, tiles after the first few are handed out one by one to whoever comes for them.
+// Where depths differ, or are small, tiles after the first few are handed out one by one to whoever comes for
+// them. Small ones are bound by writing, and clusters that went round by themselves would drift apart, and
+// with them the places in memory that are open at a time.
 //
 // By rows no tile is cut: a row's result depends on that row and its group's matrix alone, to the bit.
 #pragma once
@@ -37,11 +39,15 @@ __device__ __forceinline__ Schedule schedule_of(int tiles, int steps, bool has_r
   const int rest = tiles % clusters;
   Schedule schedule{};
   schedule.whole = tiles;
-  if (has_room && steps == 0 && tiles > kAhead<Config> * clusters && tiles < 1 << 24) {
-    schedule.whole = kAhead<Config> * clusters;
-    schedule.handed_out = tiles - schedule.whole;
+  if (!has_room) return schedule;
+  if (steps <= kFewSteps) {
+    if (tiles > kAhead<Config> * clusters && tiles < 1 << 24) {
+      schedule.whole = kAhead<Config> * clusters;
+      schedule.handed_out = tiles - schedule.whole;
+    }
+    return schedule;
   }
-  if (!has_room || rest == 0 || steps < kLeastSteps) return schedule;
+  if (rest == 0) return schedule;
 
   const int mains = min(clusters / rest, kMostMains), helpers = clusters - mains * rest;
   int of_helper = 0;

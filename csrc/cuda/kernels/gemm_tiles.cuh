@@ -15,6 +15,7 @@ constexpr int kThreads = 128 + 32 * kMathWarps;
 constexpr int kCluster = 2;
 constexpr int kScaleRows = kTileM + 4;  // of a tile that starts anywhere, from an aligned row on
 constexpr int kBandPairs = 8;   // pairs of row tiles that share an operand while it is in L2
+constexpr int kFewSteps = 16;   // of a sum by depth whose results cost much beside its products
 constexpr int kStoreRows = 64;  // a warpgroup's part of an output tile
 constexpr int kStoreBytes = kStoreRows * kLineBytes;
 constexpr int kZeroBytes = 4096;
@@ -72,7 +73,8 @@ struct Divisor {
 struct TileCounts {
   int cols;
   Divisor matrix;                 // by depth: a matrix' clusters
-  Divisor band, col_pairs;        // clusters of a band, and of a row of tiles
+  Divisor band[2];                // clusters of a band, and of one with a single pair
+  Divisor col_pairs;              // clusters of a row of tiles
   Divisor pairs[kBandPairs + 1];  // of row tiles in a band
 };
 
@@ -275,14 +277,16 @@ TileCounts tile_counts(const GemmShape& shape) {
   counts.cols = col_tiles<Config>(shape);
   if (Config::kByDepth)
     counts.matrix = Divisor(cluster_tiles<Config>(row_tiles(shape.rows), counts.cols));
-  counts.band = Divisor(kBandPairs * counts.cols);
+  counts.band[0] = Divisor(kBandPairs * counts.cols);
+  counts.band[1] = Divisor(counts.cols);
   counts.col_pairs = Divisor((counts.cols + 1) / 2);
   for (int pairs = 1; pairs <= kBandPairs; ++pairs) counts.pairs[pairs] = Divisor(pairs);
   return counts;
 }
 
 // This block's tile of the cluster's next two. Row tiles run fastest, in bands, so that blocks that
-// run together share both operands in L2.
+// run together share both operands in L2. By depth, of sums of few steps, they run slowest: what writes so
+// much goes through the memory in order.
 template <typename Config>
 __device__ __forceinline__ Tile tile_of(int number, const GroupTable& groups, const uint16_t* taken,
                                         const TileCounts& counts, const GemmShape& shape) {
@@ -311,9 +315,10 @@ __device__ __forceinline__ Tile tile_of(int number, const GroupTable& groups, co
   }
   const int pairs = row_pairs<Config>(rows);
   if (rest < pairs * counts.cols) {
-    const int band = counts.band.take(rest);
-    const int col = counts.pairs[min(kBandPairs, pairs - band * kBandPairs)].take(rest);
-    tile.row += (2 * (band * kBandPairs + rest) + rank) * kTileM;
+    const bool single = Config::kByDepth && tile.steps <= kFewSteps;
+    const int band_pairs = single ? 1 : kBandPairs, band = counts.band[single].take(rest);
+    const int col = counts.pairs[min(band_pairs, pairs - band * band_pairs)].take(rest);
+    tile.row += (2 * (band * band_pairs + rest) + rank) * kTileM;
     tile.col = col * Config::kTileN;
     tile.bits = 1;
   } else {
