@@ -24,6 +24,7 @@ from grouped_linear.recipes import (
     Unquantized,
     Values,
     Wanted,
+    is_turned,
     kept_operands,
 )
 
@@ -82,6 +83,8 @@ class Call(NamedTuple):
     """Return gradients of zero although they went into main_grad."""
     later: "deque[Wgrad] | None" = None
     """Where wgrad is put off to, in place of being computed in the backward."""
+    differentiated: Experts = ()
+    """What it is the gradient of then: the forward's weights, before autocast."""
 
     @property
     def has_one_op_forward(self) -> bool:
@@ -96,14 +99,15 @@ class Call(NamedTuple):
 
     @property
     def _recipe_of_one_op(self) -> Float8BlockScaling | None:
-        """Of an eager call with one packed weight.
+        """Of an eager call with one packed weight, stored as it is multiplied.
 
         A compiled graph has the ops inside: passes look for them, and there an op costs no time.
         """
         recipe = self.recipe
         if not isinstance(recipe, Float8BlockScaling) or torch.compiler.is_compiling():
             return None
-        return None if self.save_input or self.experts[0].dim() == 2 else recipe
+        weight = self.experts[0]
+        return None if self.save_input or weight.dim() == 2 or is_turned(weight) else recipe
 
     def for_backward(self) -> "Call":
         """What the backward reads: of the weight its shape and dtype, not its numbers.

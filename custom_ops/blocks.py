@@ -75,7 +75,7 @@ def quantize_(
         q,
         scale,
         q_t,
-        amax_epsilon=recipe.amax_epsilon,
+        amax_epsilon=recipe.epsilon,
         power_of_two_scales=recipe.power_of_two_scales,
     )
     if by_chance:

@@ -54,13 +54,19 @@ class OperandState(nn.Module):
         self.amax_history.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "OperandState":
-        """Follow the model to another device, but not to another dtype: scales stay float32."""
+        """Follow the model to another device, but not to another dtype: scales stay float32.
+
+        What leaves the meta device had no values; a checkpoint may have none either.
+        """
+        was_meta = self.scale.is_meta
 
         def keep_dtype(t: Tensor) -> Tensor:
             moved = fn(t)
             return moved if moved.dtype == t.dtype else t.to(moved.device)
 
         super()._apply(keep_dtype, recurse)
+        if was_meta and not self.scale.is_meta:
+            self.reset()
         return self
 
 

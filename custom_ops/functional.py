@@ -163,6 +163,8 @@ def apply_layer(
         m_splits = torch.tensor(m_splits, device=device)
     elif m_splits.device != device:
         m_splits = m_splits.to(device)
+    if options.get("later") is not None:
+        options["differentiated"] = weights
     call = Call(recipe, torch.is_grad_enabled(), experts, **options)
     one_op = call.has_one_op_forward
     offs_E = None if one_op else ops.splits_to_offsets(m_splits, x_TK.size(0))

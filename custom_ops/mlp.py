@@ -77,7 +77,7 @@ def _activated(
     q, scale, q_t, scale_t, _ = ops.group_quantize_swiglu(
         gate_up_RG,
         offs_E,
-        amax_epsilon=scheme.amax_epsilon,
+        amax_epsilon=scheme.epsilon,
         power_of_two_scales=scheme.power_of_two_scales,
         columnwise=columnwise,
         share_scales=scheme.share_x_scales,
@@ -101,7 +101,7 @@ def _gate_up_gradient(
         dh_RF,
         gate_up_RG,
         offs_E,
-        amax_epsilon=scheme.amax_epsilon,
+        amax_epsilon=scheme.epsilon,
         power_of_two_scales=scheme.power_of_two_scales,
         rowwise=wanted.rowwise,
         columnwise=wanted.columnwise,

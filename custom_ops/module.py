@@ -373,8 +373,11 @@ class GroupedLinear(nn.Module):
                 weight into the cache, and writes its gradient over main_grad; False reads the cache
                 and adds to main_grad. A bool tensor of no dimensions on x's device decides the same
                 there, so that one graph does both. None quantizes the weight for this call alone,
-                and adds to main_grad. Where a layer is called more than once before a backward,
-                True would write over what another call added: clear main_grad and say None.
+                and adds to main_grad. True writes over what is there when its backward runs, which
+                must be the first: where a layer is called more than once before a backward,
+                backwards run in another order, or layers share a weight, clear main_grad and say
+                None. The cache holds the weight of the last call that filled it, also where that
+                was put in the layer's place, as torch.func.functional_call does.
 
         Returns:
             y [..., N], zero in rows at and past sum(m_splits); with return_bias ``(y, bias)``.
@@ -434,16 +437,17 @@ class GroupedLinear(nn.Module):
         >>> layer.weight.grad.shape
         torch.Size([2, 32, 16])
         """
-        weights = self._weights()
         if not self._options.delay_wgrad_compute:
             return
-        if not any(w.requires_grad for w in weights):
-            if self._later:  # frozen since
-                self._later.popleft()
-            return
         if not self._later:
+            if not any(w.requires_grad for w in self._weights()):
+                return
             raise RuntimeError("GroupedLinear: backward_dw: no backward has left anything to do")
-        if hasattr(weights[0], "to_local"):
+        weights = self._later[0].call.differentiated
+        if not any(w.requires_grad for w in weights):  # frozen since
+            self._later.popleft()
+            return
+        if hasattr(self._parameters.get(self._weight_names[0]), "to_local"):
             raise RuntimeError(
                 "GroupedLinear: backward_dw: the weight is sharded, whose gradients FSDP2 reduces "
                 "in the backward: leave delay_wgrad_compute out"

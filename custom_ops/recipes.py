@@ -9,7 +9,9 @@ T rows, E groups, K in_features, N out_features.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -167,11 +169,44 @@ def _of_one_scale(
     return Operands(rowwise, scale, columnwise, None if columnwise is None else scale, bias_grad)
 
 
-def _check_epsilon(recipe: str, amax_epsilon: float) -> None:
-    if not (math.isfinite(amax_epsilon) and amax_epsilon >= 0):
-        raise ValueError(
-            f"{recipe}: amax_epsilon must be finite and not negative, got {amax_epsilon:g}"
-        )
+def is_turned(w_ENK: Tensor) -> bool:
+    """Whether a weight is a view of one that is stored as [E, K, N]."""
+    return not w_ENK.is_contiguous() and w_ENK.mT.is_contiguous()
+
+
+def _either_way(quantize: Callable[..., Any], w_ENK: Tensor, columnwise: bool) -> Operands:
+    """What ``quantize`` makes of a weight, read as it is stored: squares are squares either way."""
+    if not is_turned(w_ENK):
+        return _of_one_scale(*quantize(w_ENK, columnwise=columnwise))
+    turned, scale, q = quantize(w_ENK.mT, columnwise=True)
+    if scale.dim() == 3:  # of blocks
+        scale = scale.mT.contiguous()
+    return _of_one_scale(q, scale, turned if columnwise else None)
+
+
+class _WithEpsilon:
+    """A recipe with an ``amax_epsilon``."""
+
+    amax_epsilon: float
+    _epsilon_text: str
+
+    def __post_init__(self) -> None:
+        amax_epsilon = self.amax_epsilon
+        if not (math.isfinite(amax_epsilon) and amax_epsilon >= 0):
+            raise ValueError(
+                f"{type(self).__name__}: amax_epsilon must be finite and not negative, "
+                f"got {amax_epsilon:g}"
+            )
+        object.__setattr__(self, "_epsilon_text", repr(float(amax_epsilon)))
+
+    @property
+    def epsilon(self) -> float:
+        """What ops are given: a constant for Dynamo, which takes a string for one.
+
+        It makes a float that changes, or any with ``dynamic=True``, an input of the graph on the
+        CPU, and then cannot compile two layers of one recipe (torch 2.13).
+        """
+        return float(self._epsilon_text)
 
 
 @dataclass(frozen=True)
@@ -204,7 +239,7 @@ class Unquantized:
 
 
 @dataclass(frozen=True)
-class Float8BlockScaling:
+class Float8BlockScaling(_WithEpsilon):
     """FP8 (e4m3) products with one float32 scale a block.
 
     Activations and gradients share a scale over 1x128 blocks (128 features of one token for fprop
@@ -238,9 +273,6 @@ class Float8BlockScaling:
     amax_epsilon: float = 0.0
     share_x_scales: bool = True
 
-    def __post_init__(self) -> None:
-        _check_epsilon("Float8BlockScaling", self.amax_epsilon)
-
     def activation(
         self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
     ) -> Operands:
@@ -250,13 +282,13 @@ class Float8BlockScaling:
     def weight(self, experts: Experts, slot: Slot | None, columnwise: bool) -> Operands:
         """The weight in 128x128 blocks."""
         options: dict[str, Any] = {
-            "amax_epsilon": self.amax_epsilon,
+            "amax_epsilon": self.epsilon,
             "power_of_two_scales": self.power_of_two_scales,
-            "columnwise": columnwise,
         }
         if experts[0].dim() == 2:
-            return _of_one_scale(*ops.quantize_weight_list(experts, **options))
-        return _of_one_scale(*ops.quantize_weight(experts[0], **options))
+            listed = ops.quantize_weight_list(experts, columnwise=columnwise, **options)
+            return _of_one_scale(*listed)
+        return _either_way(partial(ops.quantize_weight, **options), experts[0], columnwise)
 
     def new_weight(
         self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
@@ -276,7 +308,7 @@ class Float8BlockScaling:
             kept.values,
             kept.scale,
             kept.columnwise,
-            amax_epsilon=self.amax_epsilon,
+            amax_epsilon=self.epsilon,
             power_of_two_scales=self.power_of_two_scales,
         )
 
@@ -306,7 +338,7 @@ class Float8BlockScaling:
             w_ENK,
             m_splits_E,
             bias_EN,
-            amax_epsilon=self.amax_epsilon,
+            amax_epsilon=self.epsilon,
             power_of_two_scales=self.power_of_two_scales,
             share_scales=self.share_x_scales,
             columnwise_x=columnwise_x,
@@ -328,7 +360,7 @@ class Float8BlockScaling:
             offs_E,
             *x,
             *w,
-            amax_epsilon=self.amax_epsilon,
+            amax_epsilon=self.epsilon,
             power_of_two_scales=self.power_of_two_scales,
             bias_grad=bias_grad,
             out_dtype=None if dtype is dy_TN.dtype else dtype,
@@ -349,7 +381,7 @@ class Float8BlockScaling:
             t_SK,
             offs_E,
             rows_T,
-            amax_epsilon=self.amax_epsilon,
+            amax_epsilon=self.epsilon,
             power_of_two_scales=self.power_of_two_scales,
             rowwise=wanted.rowwise,
             columnwise=wanted.columnwise,
@@ -361,7 +393,7 @@ class Float8BlockScaling:
 
 
 @dataclass(frozen=True)
-class Float8CurrentScaling:
+class Float8CurrentScaling(_WithEpsilon):
     """FP8 products with one float32 scale a group, from the group's own amax.
 
     Every expert's weight, and each expert's rows of activations and gradients, share one scale. For
@@ -389,7 +421,7 @@ class Float8CurrentScaling:
     gradient_dtype: torch.dtype = E4M3
 
     def __post_init__(self) -> None:
-        _check_epsilon("Float8CurrentScaling", self.amax_epsilon)
+        super().__post_init__()
         if self.gradient_dtype not in FP8:
             raise ValueError(
                 "Float8CurrentScaling: gradient_dtype must be float8_e4m3fn or float8_e5m2, "
@@ -406,13 +438,12 @@ class Float8CurrentScaling:
         """The weight in e4m3, one scale an expert."""
         if experts[0].dim() == 2:
             return _weight_of_list(self, experts, slot, columnwise)
-        w = ops.quantize_weight_current(
-            experts[0],
-            amax_epsilon=self.amax_epsilon,
+        quantize = partial(
+            ops.quantize_weight_current,
+            amax_epsilon=self.epsilon,
             power_of_two_scales=self.power_of_two_scales,
-            columnwise=columnwise,
         )
-        return _of_one_scale(*w)
+        return _either_way(quantize, experts[0], columnwise)
 
     def new_weight(
         self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
@@ -431,7 +462,7 @@ class Float8CurrentScaling:
             kept.values,
             kept.scale,
             kept.columnwise,
-            amax_epsilon=self.amax_epsilon,
+            amax_epsilon=self.epsilon,
             power_of_two_scales=self.power_of_two_scales,
         )
 
@@ -452,7 +483,7 @@ class Float8CurrentScaling:
             x_TK,
             offs_E,
             dtype,
-            amax_epsilon=self.amax_epsilon,
+            amax_epsilon=self.epsilon,
             power_of_two_scales=self.power_of_two_scales,
             rowwise=wanted.rowwise,
             columnwise=wanted.columnwise,

@@ -125,7 +125,7 @@ class GroupedTensor(Tensor):
         recipe = _check_recipe(recipe)
         q, scale, q_t = ops.quantize_weight(
             w.detach(),
-            amax_epsilon=recipe.amax_epsilon,
+            amax_epsilon=recipe.epsilon,
             power_of_two_scales=recipe.power_of_two_scales,
             columnwise=columnwise,
         )
@@ -234,7 +234,7 @@ class GroupedTensor(Tensor):
         shape = (math.prod(lead), N, K)
         q, scale, _ = ops.quantize_weight(
             w.reshape(shape),
-            amax_epsilon=self.recipe.amax_epsilon,
+            amax_epsilon=self.recipe.epsilon,
             power_of_two_scales=self.recipe.power_of_two_scales,
             columnwise=False,
         )

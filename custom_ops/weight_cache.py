@@ -97,8 +97,12 @@ class WeightCache(nn.Module):
         return KeptWeight(self.values, self.scale, self.columnwise)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "WeightCache":
-        """Follow the model to another device, but keep each dtype; what moved is cold."""
-        moved = False
+        """Follow the model to another device, but keep each dtype; what moved is cold.
+
+        As is what was to become another dtype, where no buffer shows it: MXFP8's are bfloat16.
+        """
+        number = torch.empty((), device=self.values.device)
+        moved = fn(number) is not number
 
         def keep_dtype(t: Tensor) -> Tensor:
             nonlocal moved

@@ -7,6 +7,7 @@ Inductor itself is compiled where its output is the subject.
 import re
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,14 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBac
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
-from grouped_linear import Float8BlockScaling, GroupedLinear, Recipe, ops, update_scales
+from grouped_linear import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    GroupedLinear,
+    Recipe,
+    ops,
+    update_scales,
+)
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 RECIPES = pytest.mark.parametrize("recipe", EVERY_RECIPE.values(), ids=EVERY_RECIPE)
@@ -181,6 +189,25 @@ def compiles_for_token_counts(mark: Callable[[Tensor], None], recipe: Recipe, de
         ):
             assert_same_bits(actual, expected)
     return counter.frame_count
+
+
+@RECIPES
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_layers_share_a_recipe(dynamic: bool | None, recipe: Recipe) -> None:
+    """Also one whose numbers Dynamo has seen change, and takes for inputs of the graph."""
+    recipes = [recipe]
+    if isinstance(recipe, Float8BlockScaling | Float8CurrentScaling):
+        recipes += [replace(recipe, amax_epsilon=epsilon) for epsilon in (2.0**-9, 2.0**-3)]
+    for changed in recipes:
+        experts, x = Experts(changed, "cpu"), torch.randn(T, K, dtype=BF16)
+        call = torch.compile(experts, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        gradients = []
+        for forward in (experts, call):
+            forward(x, torch.tensor([10, 20, 10])).sum().backward()
+            gradients.append([p.grad for p in experts.parameters()])
+            experts.zero_grad()
+        for eager, compiled in zip(*gradients, strict=True):
+            assert_same_bits(compiled, eager)
 
 
 @DEVICES

@@ -390,6 +390,12 @@ def unlike() -> nn.Module:
     return Routed([nn.Linear(H, H), nn.Linear(H, H, bias=False)])
 
 
+def one_frozen() -> nn.Module:
+    model = Routed([SwigluExpert() for _ in range(E)])
+    model.experts[1].requires_grad_(False)
+    return model
+
+
 def halfway() -> nn.Module:
     model = Routed([SwigluExpert() for _ in range(E)])
     for expert in model.experts:
@@ -421,14 +427,25 @@ MISTAKES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "no list": (
         lambda: Routed([nn.Sequential(nn.Linear(H, H)) for _ in range(E)]),
         FORWARDS,
-        "convert_experts: Routed must hold one ModuleList of torch.nn.Linear or SwiGLU experts, "
-        "it has experts of Sequential",
+        "convert_experts: Routed must hold one ModuleList of torch.nn.Linear or of SwiGLU experts "
+        "without biases, it has experts of Sequential",
     ),
     "unlike": (
         unlike,
         FORWARDS,
         "convert_experts: Routed.experts: experts differ in their parameters' names, shapes or "
         "dtypes",
+    ),
+    "one frozen": (
+        one_frozen,
+        FORWARDS,
+        "convert_experts: Routed.experts: experts differ in their parameters' requires_grad",
+    ),
+    "down is w3": (
+        lambda: Routed([SwigluExpert(("w1", "w2", "w3")) for _ in range(E)]),
+        FORWARDS,
+        "convert_experts: Routed.experts: experts are not SwiGLU by their shapes: w1.weight "
+        "[48, 32], w3.weight [32, 48], w2.weight [48, 32]",
     ),
     "half of a parameter frozen": (
         halfway,
@@ -545,8 +562,8 @@ def test_linears_that_are_more(name: str) -> None:
     ANOTHER_CLASS[name](model.experts[2])
     check_refused(
         model,
-        "convert_experts: Routed must hold one ModuleList of torch.nn.Linear or SwiGLU experts, "
-        f"it has experts of Linear, {name}",
+        "convert_experts: Routed must hold one ModuleList of torch.nn.Linear or of SwiGLU experts "
+        f"without biases, it has experts of Linear, {name}",
     )
 
 
@@ -622,6 +639,42 @@ def test_what_is_not_swiglu_is_refused(act: Callable[..., Tensor], dtype: torch.
             convert_experts(model, FORWARDS if len(model) == 2 else None)
         assert not any(isinstance(m, GroupedMLP | GroupedLinear) for m in model.modules())
         assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("size", [1.0, 0.2])
+def test_one_expert_of_many_is_not_swiglu(size: float) -> None:
+    """However little it adds to what all give."""
+    experts = [SwigluExpert() for _ in range(63)] + [SwigluExpert(act=gelu)]
+    with torch.no_grad():
+        for p in experts[-1].parameters():
+            p.mul_(size)
+    with pytest.raises(ValueError, match="experts do not compute"):
+        convert_experts(Routed(experts), FORWARDS)
+
+
+@pytest.mark.parametrize("value", [0.0, torch.nan])
+@pytest.mark.parametrize("name", ["w1", "w2"])
+def test_weights_that_show_nothing(name: str, value: float) -> None:
+    """A model may be initialised with zeros; others stand in for them while it is looked at."""
+    for act in (silu, gelu):
+        experts = [SwigluExpert(act=act) for _ in range(E)]
+        with torch.no_grad():
+            experts[1].get_submodule(name).weight.fill_(value)
+        model = Routed(experts)
+        if act is silu:
+            convert_experts(model, FORWARDS)
+            assert_same_bits(model.experts.down_proj[1], experts[1].w2.weight)
+        else:
+            with pytest.raises(ValueError, match="experts do not compute"):
+                convert_experts(model, FORWARDS)
+
+
+def test_converted_in_inference_mode() -> None:
+    model = Routed([SwigluExpert() for _ in range(E)])
+    with torch.inference_mode():
+        convert_experts(model, FORWARDS)
+    model(torch.randn(T, H)).sum().backward()
+    assert model.experts.down_proj.grad is not None
 
 
 # --- two processes -------------------------------------------------------------------------------

@@ -193,6 +193,14 @@ def test_scales_stay_float32() -> None:
     assert layer.weight.dtype == torch.float64
 
 
+def test_off_the_meta_device_it_begins_anew() -> None:
+    """Whose checkpoint may have no scales."""
+    layer = make_layer("cpu").to("meta").to_empty(device="cpu")
+    layer.load_state_dict({"weight": make_layer("cpu").weight}, strict=False)
+    for name, t in make_layer("cpu").scaling_state.named_buffers():
+        assert_same_bits(layer.scaling_state.get_buffer(name), t)
+
+
 def test_reset_parameters_forgets() -> None:
     layer = make_layer("cpu")
     layer(*rows("cpu")).sum().backward()

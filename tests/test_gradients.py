@@ -395,6 +395,31 @@ def test_put_off_under_autocast() -> None:
     assert_same_bits(*grads)
 
 
+@pytest.mark.parametrize("single", [True, False], ids=["one", "apart"])
+def test_put_off_of_weights_that_were_put_in_place(single: bool) -> None:
+    """What the forward used learns: not the layer's own weight, nor one that is computed again."""
+    gradients = []
+    for delay in (False, True):
+        torch.manual_seed(0)
+        layer = GroupedLinear(
+            E, K, N, bias=False, delay_wgrad_compute=delay, single_grouped_weight=single
+        )
+        own = list(layer.parameters())
+        low, high = (torch.randn(*sizes, requires_grad=True) for sizes in ((E, N, 2), (E, 2, K)))
+        whole = low @ high + torch.stack([p.detach() for p in own]).view(E, N, K)
+        parts = (whole,) if single else whole.unbind()
+        names = dict(layer.named_parameters())
+        x, m_splits = torch.randn(T, K), torch.tensor([10, 0, 25])
+        y = torch.func.functional_call(layer, dict(zip(names, parts, strict=True)), (x, m_splits))
+        y.square().sum().backward()
+        assert (low.grad is None) == delay
+        layer.backward_dw()
+        assert all(p.grad is None for p in own)
+        gradients.append((low.grad, high.grad))
+    for plain, later in zip(*gradients, strict=True):
+        assert_same_bits(later, plain)
+
+
 def test_put_off_is_refused_in_a_graph() -> None:
     layer = make_layer(delay_wgrad_compute=True)
     with pytest.raises(Exception, match="which a compiled backward cannot hand out"):

@@ -4,6 +4,7 @@ T rows, E groups, K in_features, N out_features.
 """
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -212,6 +213,33 @@ def test_every_form_of_m_splits(recipe: Recipe, device: str) -> None:
         torch.tensor([[4, 1], [0, 1], [3, 1]], device=device)[:, 0],
     ):
         assert_same_bits(layer(x, m_splits), expected)
+
+
+@DEVICES
+@RECIPES
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_weight_stored_as_its_transpose(compiled: bool, recipe: Recipe, device: str) -> None:
+    """The same numbers; where scales are of squares it is read as it is stored."""
+    E, T, N, K = 3, 40, 144, 208
+    x = torch.randn(T, K, dtype=BF16, device=device)
+    stored = torch.randn(E, K, N, dtype=BF16, device=device)
+    m_splits = torch.tensor([10, 0, 25], device=device)
+    call = torch.compile(grouped_linear, backend="aot_eager") if compiled else grouped_linear
+    results, calls = [], Calls()
+    for turned in (True, False):
+        x_, w = x.clone().requires_grad_(), stored.clone().requires_grad_()
+        w_ENK = w.transpose(1, 2) if turned else w.transpose(1, 2).contiguous()
+        with calls if turned and not compiled else nullcontext():
+            y = call(x_, w_ENK, m_splits, None, recipe, state_for(recipe, E, device))
+        y.backward(x[:, :N])
+        results.append((y, x_.grad, w.grad))
+        with torch.no_grad():
+            y = grouped_linear(x, w_ENK, m_splits, None, recipe, state_for(recipe, E, device))
+        assert_same_bits(y, results[-1][0])
+    for turned, copied in zip(*results, strict=True):
+        assert_same_bits(turned, copied)
+    if not compiled and isinstance(recipe, Float8BlockScaling):
+        assert calls.counts["quantize_weight columnwise"] == 1
 
 
 @DEVICES

@@ -104,6 +104,7 @@ MADE_COLD: dict[str, Callable[[GroupedLinear], Any]] = {
     "reset_parameters": lambda layer: layer.reset_parameters(),
     "to_empty": lambda layer: layer.to_empty(device=layer.weight.device),
     "moved": lambda layer: layer.bfloat16().float(),
+    "of another dtype": lambda layer: layer.bfloat16(),
 }
 
 

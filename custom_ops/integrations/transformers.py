@@ -49,9 +49,11 @@ def register(name: str = "grouped_linear", recipe: Recipe = None) -> None:
     ``torch.compile`` all run. A name stands for one recipe for good, so models of different recipes
     live side by side.
 
-    Weights that a model stores as [E, in_features, out_features] (GPT-OSS, Aria) are read in place
-    without a recipe; a quantizing recipe copies them in every call before it quantizes them. Their
-    gradients are turned over by one copy.
+    A quantizing recipe quantizes all experts in every call. That pays in training and for prompts;
+    for ``generate``'s one token at a time a name without a recipe is faster.
+
+    Weights that a model stores as [E, in_features, out_features] (GPT-OSS, Aria) are read in place;
+    MXFP8 alone copies them before it rounds them. Their gradients are turned over by one copy.
 
     Args:
         name: of the implementation.
