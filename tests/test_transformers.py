@@ -22,10 +22,19 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers import FineGrainedFP8Config
 
-from grouped_linear import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling
+from grouped_linear import (
+    DelayedScaling,
+    Float8BlockScaling,
+    GroupedTensor,
+    MXFP8BlockScaling,
+    grouped_mlp,
+)
 
 with skipping_for_old_transformers():
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
     from grouped_linear.integrations.transformers import register
 
 VOCABULARY = 64
@@ -252,6 +261,73 @@ def test_choices_of_no_expert_add_nothing(device: str) -> None:
     assert max(error.values()) < 1e-5, error  # float32
     assert not found["grouped_linear"]["y"][2].any()
     assert not found["grouped_linear"]["dscores"][chosen == 5].any()
+
+
+def in_fp8(model: nn.Module, experts: Any, device: str) -> tuple[Any, list[GroupedTensor]]:
+    """A copy whose experts are those of a checkpoint in FP8, and their weights."""
+    others = ["lm_head", "model.layers.0.self_attn", "model.layers.0.mlp.gate"]
+    config = FineGrainedFP8Config()
+    copied = replace_with_fp8_linear(deepcopy(model), others, quantization_config=config)
+    quantized = copied.model.layers[0].mlp.experts.to_empty(device=device)
+    weights = []
+    for name in ("gate_up_proj", "down_proj"):
+        w = GroupedTensor.quantize(getattr(experts, name).detach(), columnwise=False)
+        getattr(quantized, name).data.copy_(w.q)
+        getattr(quantized, f"{name}_scale_inv").data.copy_(w.scale)
+        getattr(experts, name).data.copy_(w.dequantize())
+        weights.append(w)
+    return copied, weights
+
+
+@DEVICES
+@pytest.mark.parametrize("act", ["silu", "gelu"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_checkpoint_in_fp8(compiled: bool, act: str, device: str) -> None:
+    """Its weights are read as they are; the library's own kernels for them need a GPU."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 256}
+    others = {"num_local_experts": 5, "hidden_act": act}
+    config = transformers.MixtralConfig(**SIZES | sizes | others)
+    model = transformers.MixtralForCausalLM(config).to(device)
+    experts = model.model.layers[0].mlp.experts
+    nn.init.normal_(experts.gate_up_proj, std=0.1)
+    nn.init.normal_(experts.down_proj, std=0.1)
+    quantized, weights = in_fp8(model, experts, device)
+    quantized.set_experts_implementation("grouped_linear_fp8")
+    ids, found = tokens(device, 3, 7), {}
+    for name, one in (("exact", model), ("fp8", quantized)):
+        call = one
+        if compiled and name == "fp8":
+            call = torch.compile(one, backend="aot_eager", fullgraph=True)
+        logits = call(ids, use_cache=False).logits
+        logits.logsumexp(dim=-1).sum().backward()
+        found[name] = {"logits": logits.detach(), "embedding": one.model.embed_tokens.weight.grad}
+    error = errors(found["fp8"], found["exact"])
+    assert 0 < max(error.values()) < 0.1, error
+    ours = quantized.model.layers[0].mlp.experts
+    assert ours.down_proj.grad is None
+    if act == "silu":
+        x, scores = torch.randn(20, 128, device=device), torch.rand(20, 2, device=device)
+        chosen = torch.stack([torch.randperm(5)[:2] for _ in range(20)]).to(device)
+        expected = grouped_mlp(x, scores, chosen, *weights, Float8BlockScaling())
+        assert torch.equal(ours(x, chosen, scores), expected)
+
+
+def test_checkpoints_in_fp8_that_are_refused() -> None:
+    config = transformers.MixtralConfig(**SIZES | {"hidden_size": 128}, num_local_experts=5)
+    model = transformers.MixtralForCausalLM(config)
+    experts = model.model.layers[0].mlp.experts
+    quantized = replace_with_fp8_linear(model, quantization_config=FineGrainedFP8Config())
+    ours = quantized.model.layers[0].mlp.experts.to_empty(device="cpu")
+    call = torch.randn(4, 128), torch.zeros(4, 2, dtype=torch.long), torch.rand(4, 2)
+    for name, sentence in (
+        ("grouped_linear", "need a name whose recipe is Float8BlockScaling, got None"),
+        ("grouped_linear_fp8", "must be float8_e4m3fn with float32 scales"),  # 2 F is 96
+    ):
+        quantized.set_experts_implementation(name)
+        with pytest.raises(ValueError, match=sentence):
+            ours(*call)
+    assert type(experts) is not type(ours)
 
 
 class AnyConfig:

@@ -18,15 +18,18 @@ between an expert's two layers, G = 2 F where experts have a gate, else F.
 from functools import partial
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
-from grouped_linear import ops
-from grouped_linear.functional import grouped_linear
-from grouped_linear.mlp import grouped_mlp
-from grouped_linear.recipes import DelayedScaling, Recipe
+from grouped_linear import blocks, ops
+from grouped_linear.functional import apply_layer, check_bias
+from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
+from grouped_linear.mlp import apply_mlp
+from grouped_linear.recipes import DelayedScaling, Float8BlockScaling, KeptWeight, Recipe
 from grouped_linear.routing import CombineFunction, GatherFunction
 
 __all__ = ["register"]
@@ -54,6 +57,10 @@ def register(name: str = "grouped_linear", recipe: Recipe = None) -> None:
 
     Weights that a model stores as [E, in_features, out_features] (GPT-OSS, Aria) are read in place;
     MXFP8 alone copies them before it rounds them. Their gradients are turned over by one copy.
+
+    Experts of a checkpoint in FP8 (``FineGrainedFP8Config``, as DeepSeek-V3's) are read as they
+    are, under ``Float8BlockScaling`` with or without powers of two; gradients go through them, but
+    they get none.
 
     Args:
         name: of the implementation.
@@ -84,7 +91,8 @@ def register(name: str = "grouped_linear", recipe: Recipe = None) -> None:
     if name == "eager" or (registered and not (ours and registered.keywords["recipe"] == recipe)):
         raise ValueError(f"register: {name!r} stands for another experts implementation already")
     if not ours:
-        ALL_EXPERTS_FUNCTIONS.register(name, partial(_experts_forward, recipe=recipe))
+        for interface in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
+            interface.register(name, partial(_experts_forward, recipe=recipe))
 
 
 def _experts_forward(
@@ -99,19 +107,26 @@ def _experts_forward(
 
     Args:
         experts: with gate_up_proj [E, G, H], or up_proj without a gate, and down_proj [E, H, F],
-            transposed where ``is_transposed`` says so, and their biases where ``has_bias`` does.
+            transposed where ``is_transposed`` says so, and their biases where ``has_bias`` does;
+            or in FP8, each with a scale of every block.
         hidden_states: [T, H].
         top_k_index: [T, C]; E, an expert of another process, adds nothing.
         top_k_weights: [T, C].
     """
+    in_fp8 = isinstance(experts, FP8Experts)
+    learns = torch.is_grad_enabled() and hidden_states.requires_grad
 
-    def weight(name: str) -> Tensor:
+    def weight(name: str) -> tuple[Tensor, dict[str, Any]]:
+        if in_fp8:
+            kept = _kept_weight(experts, name, recipe, learns)
+            return kept.values, {"kept": kept}
         stored: Tensor = getattr(experts, name)
-        return stored.transpose(1, 2) if experts.is_transposed else stored
+        return stored.transpose(1, 2) if experts.is_transposed else stored, {}
 
     if _is_swiglu(experts):
-        gate_up, down = weight("gate_up_proj"), weight("down_proj")
-        y_TH = grouped_mlp(hidden_states, top_k_weights, top_k_index, gate_up, down, recipe)
+        (gate_up, plan), (down, plan_of_down) = weight("gate_up_proj"), weight("down_proj")
+        routed = hidden_states, top_k_weights, top_k_index
+        y_TH = apply_mlp(*routed, gate_up, down, recipe, [plan, plan_of_down], None)
         return y_TH.to(hidden_states.dtype)
 
     routing = ops.sort_by_expert(top_k_index, experts.num_experts)
@@ -119,7 +134,9 @@ def _experts_forward(
 
     def layer(x: Tensor, name: str) -> Tensor:
         bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
-        return grouped_linear(x, weight(name), m_splits_E, bias, recipe)
+        check_bias(bias)
+        w, plan = weight(name)
+        return apply_layer(x, (w,), bias, m_splits_E, recipe, **plan)
 
     x_RH = GatherFunction.apply(hidden_states, routing.token, routing.row)
     if experts.has_gate:
@@ -133,13 +150,43 @@ def _experts_forward(
     return out_TH.to(hidden_states.dtype)
 
 
+def _kept_weight(experts: Any, name: str, recipe: Recipe, columnwise: bool) -> KeptWeight:
+    """A weight of a checkpoint in FP8, and transposed where x's gradient will read it."""
+    q, scale = (getattr(experts, n).detach() for n in (name, f"{name}_scale_inv"))
+    E, N, K = q.shape
+    scales = E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)
+    if not isinstance(recipe, Float8BlockScaling):
+        raise ValueError(
+            "grouped_linear: experts in FP8 need a name whose recipe is Float8BlockScaling, got "
+            f"{recipe!r}; or load the checkpoint with FineGrainedFP8Config(dequantize=True)"
+        )
+    if (
+        q.dtype != E4M3
+        or scale.dtype != torch.float32
+        or scale.shape != scales
+        or experts.activation_scheme != "dynamic"
+    ):
+        raise ValueError(
+            f"grouped_linear: experts in FP8 must be float8_e4m3fn with float32 scales "
+            f"{list(scales)} and dynamic activations, got {name} {q.dtype} with {scale.dtype} "
+            f"scales {list(scale.shape)} and {experts.activation_scheme} activations: load the "
+            "checkpoint with FineGrainedFP8Config(dequantize=True)"
+        )
+    return KeptWeight(q, scale, blocks.transposed(q) if columnwise else None)
+
+
 def _is_swiglu(experts: Any) -> bool:
     """Whether experts are what grouped_mlp computes, which has them fused with quantization."""
+    gate = type(experts)._apply_gate if experts.has_gate else None
+    if gate is FP8Experts._apply_gate:
+        changes = experts.gate_softcap, experts.swiglu_alpha, experts.limit
+        calls_act_fn = changes == (None, None, None)
+    else:
+        calls_act_fn = gate is _default_apply_gate
     return bool(
-        experts.has_gate
+        calls_act_fn
         and experts.is_concatenated
         and not experts.has_bias
         and not experts.has_post_expert_norm
-        and type(experts)._apply_gate is _default_apply_gate  # which calls act_fn
         and isinstance(experts.act_fn, nn.SiLU | SiLUActivation)
     )
