@@ -4,7 +4,7 @@ R rows, E experts, H features of a token, F features inside an expert.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -113,8 +113,9 @@ def convert_experts(
         ValueError: where nothing is recognised, a class of ``forwards`` is not in the model or
             holds no such ModuleList, or its experts differ in form, compute something else or hold
             what would be lost; for other options, and for any where experts in one tensor stay
-            what they are; and for these on the meta device with ``DelayedScaling``, or where small
-            parameters do not run.
+            what they are; for these on the meta device with ``DelayedScaling``, or where small
+            parameters do not run; for parameters that are sharded, and lists in
+            DistributedDataParallel.
 
     >>> class Block(nn.Module):
     ...     def __init__(self):
@@ -148,6 +149,7 @@ def convert_experts(
             where = f"convert_experts: {name or type(module).__name__}"
             if type(module) in forwards:
                 list_name, experts = _list_of_experts(where, module)
+                _check_whole(f"{where}.{list_name}", experts.parameters())
                 lost = next(_lost(experts, (module, list_name), model), None)
                 if lost is not None:
                     raise ValueError(f"{where}.{list_name}: {lost}, which would be lost")
@@ -163,6 +165,7 @@ def convert_experts(
                         f"to give {' and '.join(options)} to"
                     )
                 weights = [module.get_parameter(n) for n in weight_names]
+                _check_whole(where, weights)
                 if isinstance(recipe, DelayedScaling) and weights[0].is_meta:
                     raise ValueError(
                         f"{where}: the first scales of DelayedScaling would be lost on the meta "
@@ -344,6 +347,11 @@ def _lost(experts: nn.ModuleList, place: tuple[nn.Module, str], model: nn.Module
         if id(p) in owned:
             yield f"{name} has a second owner"
         owned.add(id(p))
+
+
+def _check_whole(where: str, parameters: Iterable[Tensor]) -> None:
+    if any(hasattr(type(p), "to_local") for p in parameters):
+        raise ValueError(f"{where}: parameters are sharded already: convert before")
 
 
 def _grouped(

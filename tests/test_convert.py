@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.functional import gelu, grouped_mm, silu
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
 
 from grouped_linear import (
@@ -751,6 +752,21 @@ def check_fully_sharded(rank: int, mesh: DeviceMesh) -> None:
     for actual, expected in zip(step(sharded, x, COUNTS), step(whole, x, COUNTS), strict=True):
         assert_same_bits(actual, expected)
     check_gradients(sharded, whole, rank, dims)
+    lists = Routed([SwigluExpert() for _ in range(E)])
+    for model, forwards in ((GroupedExperts(), None), (lists, FORWARDS)):
+        late = fully_shard(nn.Sequential(model), mesh=mesh)
+        with pytest.raises(ValueError, match="parameters are sharded already: convert before"):
+            convert_experts(late, forwards)
+
+
+def check_replicated() -> None:
+    """DistributedDataParallel goes on with the parameters that it was made with."""
+    model = nn.Sequential(Routed([SwigluExpert() for _ in range(E)]), Sorted(GroupedExperts()))
+    replicated = DistributedDataParallel(model)
+    with pytest.raises(ValueError, match="DistributedDataParallel holds the parameters of lists"):
+        convert_experts(replicated, FORWARDS)
+    [converted] = convert_experts(DistributedDataParallel(model[1]))
+    assert converted.form == "grouped SwiGLU"  # whose parameters stay
 
 
 def check_delayed_scaling(mesh: DeviceMesh) -> None:
@@ -772,6 +788,7 @@ def check(rank: int, directory: Path) -> None:
         check_expert_parallel(rank, mesh, recipe)
     check_tensor_parallel(rank, mesh)
     check_fully_sharded(rank, mesh)
+    check_replicated()
     check_delayed_scaling(mesh)
 
 
