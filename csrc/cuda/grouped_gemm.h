@@ -60,8 +60,7 @@ inline Epilogue epilogue_of(const Tensor& out, const std::optional<Tensor>& bias
           overwrite ? overwrite->const_data_ptr<bool>() : nullptr};
 }
 
-// out seen as one matrix of `rows` rows (all groups' below one another), in pieces of 16 lines of 128
-// bytes, with ends of rows that the kernel chooses: see RaggedRows.
+// Rows in pieces of lines of 128 bytes, with ends that the kernel chooses: see RaggedRows.
 inline CUtensorMap ragged_map(const char* op, const void* first, ScalarType dtype, int64_t item,
                               int64_t cols, int64_t stride, uint32_t box_rows) {
   constexpr int64_t origin = RaggedRows::kOrigin, most = std::numeric_limits<int32_t>::max();
@@ -70,12 +69,22 @@ inline CUtensorMap ragged_map(const char* op, const void* first, ScalarType dtyp
                     {static_cast<uint32_t>(kLineBytes / item), box_rows, 1, 1}, true);
 }
 
-inline CUtensorMap out_map(const char* op, const Epilogue& epilogue, int64_t cols) {
+// out seen as one matrix (all groups' below one another), in boxes of kStagedRows rows and one line of 128 bytes
+// (coordinates: column, RaggedRows), or all of a turn's lines (0, row, line, the rest of RaggedRows).
+template <typename Config>
+CUtensorMap out_map(const char* op, const Epilogue& epilogue, int cols) {
   const int64_t item = epilogue.dtype == Output::kFloat ? 4 : 2;
   const ScalarType dtype = epilogue.dtype == Output::kFloat      ? ScalarType::Float
                            : epilogue.dtype == Output::kBFloat16 ? ScalarType::BFloat16
                                                                  : ScalarType::Half;
-  return ragged_map(op, epilogue.out, dtype, item, cols, cols, kStoreRows);
+  const int64_t line = kLineBytes / item, origin = RaggedRows::kOrigin;
+  constexpr int64_t most = std::numeric_limits<int32_t>::max();
+  if (!sends_whole_rows<Config>(epilogue, cols))
+    return ragged_map(op, epilogue.out, dtype, item, cols, cols, Config::kStagedRows);
+  return tensor_map(op, epilogue.out, dtype, item, {line, origin, cols / line, most, most},
+                    {cols, line, cols, (int64_t{1} << 34) / item - cols},
+                    {static_cast<uint32_t>(line), Config::kStagedRows, Config::kTileN / 64, 1, 1},
+                    true);
 }
 
 // Room for the sums that clusters leave for one another, where tiles may be worth cutting.
@@ -98,7 +107,7 @@ void launch_gemm(const Launch& launch, TensorMaps maps, const Tensor& offs,
   static_assert(shared_bytes <= 227 * 1024);
   if (Config::kByDepth) row_count(launch.op(), int64_t{shape.rows} * shape.E);  // of all groups
   constexpr auto kernel = grouped_gemm_kernel<Config>;
-  maps.out = epilogue.copied ? out_map(launch.op(), epilogue, shape.cols) : maps.a;
+  maps.out = epilogue.copied ? out_map<Config>(launch.op(), epilogue, shape.cols) : maps.a;
   const int blocks = launch.multiprocessors() / kCluster * kCluster;
   launch.allow_shared_bytes<kernel>(shared_bytes);
   const int clusters = blocks / kCluster;

@@ -51,15 +51,23 @@ __device__ __forceinline__ void add_bias(float (&sum)[Config::kTileN / 2], const
   }
 }
 
-// A warpgroup's staging buffers: 64 lines of 128 bytes each, swizzled by their numbers.
+// The staging buffers of a warpgroup, or of a warp: kStagedRows lines of 128 bytes each, swizzled by their
+// numbers.
 template <typename Config>
-using Staging = uint8_t[Config::kTileN / 64][kStoreBytes];
+using Staging = uint8_t[Config::kTileN / 64][Config::kStagedRows * kLineBytes];
+
+// A warp's first line in one of so many bytes.
+template <size_t bytes>
+__device__ __forceinline__ int first_line(const uint8_t (&)[bytes]) {
+  return bytes < kStoreRows * kLineBytes ? 0 : threadIdx.x / 32 % 4 * 16;
+}
 
 // Where a thread has the first of its pairs of float32 in a staging buffer, in the row of its first sums.
 // The others are in what follows by xor: 16 bytes times 2, 4 and 6, and 8 lines below.
-__device__ __forceinline__ uint32_t float_pair(const uint8_t (&buffer)[kStoreBytes]) {
+template <size_t bytes>
+__device__ __forceinline__ uint32_t float_pair(const uint8_t (&buffer)[bytes]) {
   const int lane = threadIdx.x % 32, quad = lane % 4;
-  const int row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+  const int row = first_line(buffer) + lane / 4;
   return sm90::shared_address(&buffer[row * kLineBytes]) + ((quad / 2) ^ (row % 8)) * 16 +
          quad % 2 * 8;
 }
@@ -68,7 +76,7 @@ __device__ __forceinline__ uint32_t float_pair(const uint8_t (&buffer)[kStoreByt
 // stores.
 template <typename Buffer>
 __device__ __forceinline__ auto* matrices(Buffer& buffer, int j) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+  const int lane = threadIdx.x % 32, row = first_line(buffer) + lane % 16;
   return &buffer[row * kLineBytes + ((j + lane / 16) ^ (row % 8)) * 16];
 }
 
@@ -143,6 +151,14 @@ __device__ __forceinline__ void add_staged(float (&sum)[Config::kTileN / 2],
       }
     }
   }
+}
+
+// Whether one copy takes several lines beside one another, of rows whose lines are all whole; else it takes
+// one, which ends with the row. See out_map.
+template <typename Config>
+__host__ __device__ __forceinline__ bool sends_whole_rows(const Epilogue& epilogue, int cols) {
+  return Config::kStagedRows < kStoreRows &&
+         cols % (epilogue.dtype == Output::kFloat ? 32 : 64) == 0;
 }
 
 // Whether out is written, not added to.
@@ -244,10 +260,11 @@ class Zeros {
 // What is added to is copied to where results are staged and added there, the first half of float32, while
 // products run; the second half is added by L2. L2 alone adds some 300 float32 a nanosecond, and makes copies
 // of operands wait (H200, 2026-11).
-template <typename Config>
+template <typename Config, bool whole_rows>
 __device__ void send(GemmShared<Config>& shared, const CUtensorMap& map, const Epilogue& epilogue,
                      const TileCounts& counts, const GemmShape& shape, int group) {
-  constexpr int buffers = Config::kTileN / 64;
+  constexpr int buffers = Config::kTileN / 64, at_once = whole_rows ? buffers : 1;
+  constexpr int parts = kStoreRows / Config::kStagedRows;
   const int turns = turns_of_tile(epilogue);
   const int line_cols = kLineBytes / (epilogue.dtype == Output::kFloat ? 4 : 2);
   const bool adds = Config::kByDepth && !is_overwritten(epilogue);
@@ -282,25 +299,48 @@ __device__ void send(GemmShared<Config>& shared, const CUtensorMap& map, const E
     for (int turn = 0; turn < turns; ++turn) {
       const int first = tile.col + turn * buffers * line_cols;
       const int used = min((end - first + line_cols - 1) / line_cols, buffers);
+      // Where one copy takes several lines. No division here: copies come close upon one another.
+      const int line = whole_rows ? first >> (turns == 1 ? 6 : 5) : 0;
       if (adds && turn == 0) {
-        sm90::barrier_arrive_expect(ready, max(used, 0) * kStoreBytes);
+        const int lines = whole_rows && used > 0 ? buffers : max(used, 0);
+        sm90::barrier_arrive_expect(ready, lines * kStoreRows * kLineBytes);
 #pragma unroll 1
-        for (int i = 0; i < used; ++i)
-          sm90::load_4d(shared.store[group][i], &map, ready, 0, first + i * line_cols, rows.c1,
-                        rows.c2, rows.kOrigin);
+        for (int part = 0; part < parts; ++part) {
+          const int row = rows.c1 + part * Config::kStagedRows;
+#pragma unroll 1
+          for (int i = 0; i < used; i += at_once) {
+            uint8_t* to = shared.store[group][part][i];
+            const int col = first + i * line_cols;
+            if constexpr (whole_rows)
+              sm90::load_box(to, &map, ready, 0, row, line, rows.c2, rows.kOrigin);
+            else
+              sm90::load_box(to, &map, ready, col, row, rows.c2, rows.kOrigin);
+          }
+        }
       } else if (turn > 0) {
         sm90::barrier_arrive(ready);
       }
       if (adds || turn > 0) wait_for_results();
       if (tile.steps < 0) break;
+#pragma unroll 1
+      for (int part = 0; part < parts; ++part) {
+        const int row = rows.c1 + part * Config::kStagedRows;
 #pragma unroll
-      for (int i = 0; i < buffers; ++i) {
-        if (i >= used) break;
-        const int col = first + i * line_cols;
-        if (adds && turn > 0)
-          sm90::add_4d(&map, shared.store[group][i], col, rows.c1, rows.c2, rows.kOrigin);
-        else
-          sm90::store_4d(&map, shared.store[group][i], col, rows.c1, rows.c2, rows.kOrigin);
+        for (int i = 0; i < buffers; i += at_once) {
+          if (i >= used) break;
+          const uint8_t* from = shared.store[group][part][i];
+          const int col = first + i * line_cols;
+          if constexpr (whole_rows) {
+            if (adds && turn > 0)
+              sm90::add_box(&map, from, 0, row, line, rows.c2, rows.kOrigin);
+            else
+              sm90::store_box(&map, from, 0, row, line, rows.c2, rows.kOrigin);
+          } else if (adds && turn > 0) {
+            sm90::add_box(&map, from, col, row, rows.c2, rows.kOrigin);
+          } else {
+            sm90::store_box(&map, from, col, row, rows.c2, rows.kOrigin);
+          }
+        }
       }
       sm90::store_commit();
       sm90::store_wait<0>();
@@ -317,14 +357,14 @@ template <typename T, typename Config, int turn_cols, bool back>
 __device__ __forceinline__ void copy_staged(Staging<Config>& staging, T* out, int row,
                                             int row_limit, int first, int cols) {
   constexpr int line_cols = kLineBytes / sizeof(T);
-  const int first_line = threadIdx.x / 32 % 4 * 16;
+  const int first_row = first_line(staging[0]);
   __syncwarp();
 #pragma unroll 1
   for (int i = threadIdx.x % 32; i < 16 * turn_cols; i += 32) {
     const int line = i / turn_cols, col = i % turn_cols, byte = col % line_cols * sizeof(T);
     if (row + line >= row_limit || first + col >= cols) continue;
     T& staged = reinterpret_cast<T&>(
-        staging[col / line_cols][(first_line + line) * kLineBytes + (byte ^ (line % 8 * 16))]);
+        staging[col / line_cols][(first_row + line) * kLineBytes + (byte ^ (line % 8 * 16))]);
     T& there = out[static_cast<int64_t>(row + line) * cols + first + col];
     if (back)
       staged = there;

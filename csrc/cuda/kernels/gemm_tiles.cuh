@@ -17,7 +17,6 @@ constexpr int kScaleRows = kTileM + 4;  // of a tile that starts anywhere, from 
 constexpr int kBandPairs = 8;   // pairs of row tiles that share an operand while it is in L2
 constexpr int kFewSteps = 16;   // of a sum by depth whose results cost much beside its products
 constexpr int kStoreRows = 64;  // a warpgroup's part of an output tile
-constexpr int kStoreBytes = kStoreRows * kLineBytes;
 constexpr int kZeroBytes = 4096;
 // Tiles that are known at a time: one is sent to memory, one is staged for that, and every stage may
 // hold a step of another.
@@ -127,6 +126,9 @@ struct GemmConfig {
   static constexpr int kBPieces = 2;  // that b's tile is copied in, one a block where it is shared
   static constexpr bool kNarrow = false;
   static constexpr int kRowScales = kByDepth ? kTileM : kScaleRows;  // of a stage
+  // Rows of results that are sent together. A 16-bit product by depth, which is bound by writing where groups
+  // are small, sends a warp's, all columns at once: what lies near is written at the same time.
+  static constexpr int kStagedRows = kByDepth && !kFp8 ? 16 : kStoreRows;
 
   // Which of a thread's sums belongs to its product i. Products lie in pairs of registers, an even one and
   // the next. Where a sum comes to lie so too, FFMA waits for three operands from one register bank; there
@@ -230,7 +232,8 @@ struct TileBuffers {
   struct NoScales {};
 
   Stage stages[Config::kStages];
-  alignas(1024) uint8_t store[kMathGroups][Config::kTileN / 64][kStoreBytes];
+  alignas(1024) uint8_t store[kMathGroups][kStoreRows / Config::kStagedRows][Config::kTileN / 64]
+                             [Config::kStagedRows * kLineBytes];
   std::conditional_t<Config::kBlocks, Scales, NoScales> scales[Config::kStages];
 };
 

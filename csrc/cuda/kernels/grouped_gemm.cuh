@@ -509,7 +509,8 @@ __device__ void consume(GemmShared<Config>& shared, const TensorMaps& maps,
       for (int i = 0; i < count; ++i) sum[i] = sum[i] * scale_a * scale_b;
     }
     const int thread = sm90::thread_index();
-    auto& staging = shared.store[thread / 128 - 1];
+    auto& staging =
+        shared.store[thread / 128 - 1][Config::kStagedRows < kStoreRows ? thread / 32 % 4 : 0];
     const int first_row = tile.row + (thread / 32 - 4) * 16;
     switch (epilogue.dtype) {
       case Output::kBFloat16:
@@ -629,8 +630,15 @@ __device__ void multiply(GemmShared<Config>& shared, const TensorMaps& maps,
         zeros.copy_rest();
       }
     }
-    if (threadIdx.x >= 64 && sm90::elect())
-      send<Config>(shared, maps.out, epilogue, counts, shape, threadIdx.x / 32 - 2);
+    if (threadIdx.x >= 64 && sm90::elect()) {
+      const auto send_all = [&](auto whole_rows) {
+        send<Config, whole_rows>(shared, maps.out, epilogue, counts, shape, threadIdx.x / 32 - 2);
+      };
+      if (sends_whole_rows<Config>(epilogue, shape.cols))
+        send_all(Constant<true>());
+      else
+        send_all(Constant<false>());
+    }
   } else {
     sm90::take_registers<232>();
     consume<Config>(shared, maps, epilogue, partial, shape);

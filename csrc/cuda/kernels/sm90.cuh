@@ -215,11 +215,24 @@ __device__ __forceinline__ void load_4d(void* to, const CUtensorMap* map, uint64
         : "memory");
 }
 
+// A box for this block alone, by its coordinates in a map of four or five dimensions.
+__device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, uint64_t* barrier,
+                                         int c0, int c1, int c2, int c3) {
+  load_4d(to, map, barrier, 0, c0, c1, c2, c3);
+}
+
+__device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, uint64_t* barrier,
+                                         int c0, int c1, int c2, int c3, int c4) {
+  asm volatile("cp.async.bulk.tensor.5d" GROUPED_LINEAR_LOAD
+               " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(to)),
+               "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+               : "memory");
+}
 #undef GROUPED_LINEAR_LOAD
 
 // Copies out of shared memory, in groups that the issuing thread commits and waits for.
-__device__ __forceinline__ void store_4d(const CUtensorMap* map, const void* from, int c0, int c1,
-                                         int c2, int c3) {
+__device__ __forceinline__ void store_box(const CUtensorMap* map, const void* from, int c0, int c1,
+                                          int c2, int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::
           "l"(map),
@@ -227,13 +240,31 @@ __device__ __forceinline__ void store_4d(const CUtensorMap* map, const void* fro
       : "memory");
 }
 
+__device__ __forceinline__ void store_box(const CUtensorMap* map, const void* from, int c0, int c1,
+                                          int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group"
+      " [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+      "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
 // The same, adding to what is there.
-__device__ __forceinline__ void add_4d(const CUtensorMap* map, const void* from, int c0, int c1,
-                                       int c2, int c3) {
+__device__ __forceinline__ void add_box(const CUtensorMap* map, const void* from, int c0, int c1,
+                                        int c2, int c3) {
   asm volatile(
       "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group"
       " [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
       "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+__device__ __forceinline__ void add_box(const CUtensorMap* map, const void* from, int c0, int c1,
+                                        int c2, int c3, int c4) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.tile.bulk_group"
+      " [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+      "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
 
