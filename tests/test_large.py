@@ -5,10 +5,8 @@ T rows, E groups, K in_features, N out_features.
 
 import fcntl
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,10 +41,10 @@ DEVICES = pytest.mark.parametrize(
 
 
 @pytest.fixture(autouse=True)
-def alone(one_thread: None) -> Iterator[None]:
+def alone(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """With all threads, and no other of these tests at a time: there is memory for one."""
     torch.set_num_threads(CORES)
-    with open(Path(tempfile.gettempdir()) / "grouped_linear_test_large", "w") as lock:
+    with open(tmp_path_factory.getbasetemp().parent / "test_large.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
         if HOPPER:
