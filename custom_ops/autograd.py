@@ -310,21 +310,21 @@ class GroupedLinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         call: Call,
-        x_TK: Tensor,
-        bias_EN: Tensor | None,
-        m_splits_E: Tensor | None,
-        offs_E: Tensor | None,
-        *weights: Tensor,
+        *operands: Tensor | None,
     ) -> Tensor:
         """Fprop.
 
         Args:
-            m_splits_E: rows of each group, where the forward is one op. The caller decides that:
-                Dynamo may trace the caller and leave this to run in eager mode.
-            offs_E: their ends, where it is not.
-            weights: what weight gradients are of, one for each of the call's experts. Where they
-                are put off: any tensor that requires grad.
+            operands: x_TK; bias_EN; m_splits_E, rows of each group, where the forward is one op, else
+                None (the caller decides that: Dynamo may trace the caller and leave this to run in
+                eager mode); offs_E, their ends, where it is not; then what weight gradients are
+                of, one for each of the call's experts, or where they are put off any tensor that
+                requires grad. Not a parameter each: where nothing needs a gradient and there are
+                as many arguments as parameters, ctx among these, Dynamo passes no ctx (torch 2.11
+                to 2.15).
         """
+        x_TK, bias_EN, m_splits_E, offs_E, *_ = operands
+        assert x_TK is not None
         needs = ctx.needs_input_grad
         need_x, need_weight = call.grad_enabled and needs[1], call.grad_enabled and any(needs[5:])
         ctx.call = call.for_backward()

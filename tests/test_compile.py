@@ -60,6 +60,31 @@ def inputs(device: str) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
+@DEVICES
+@RECIPES
+@pytest.mark.parametrize("experts", [1, 2, 3])
+def test_frozen(recipe: Recipe, device: str, experts: int) -> None:
+    """Nothing needs a gradient, and nobody said no_grad: of a parameter an expert, too."""
+    layers = [
+        GroupedLinear(
+            experts,
+            K,
+            N,
+            recipe=recipe,
+            device=device,
+            dtype=BF16,
+            single_grouped_weight=single,
+            single_grouped_bias=single,
+        ).requires_grad_(False)
+        for single in (True, False)
+    ]
+    x = torch.randn(T, K, device=device).to(BF16)
+    m_splits = torch.tensor([T - 2 * experts, *[2] * (experts - 1)], device=device)
+    for layer in layers:
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        assert_same_bits(compiled(x, m_splits), layer(x, m_splits))
+
+
 def train(model: nn.Module, call: Callable[..., Tensor], device: str) -> list[Tensor]:
     """Outputs, input gradients and, at last, the parameters of a few optimizer steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
