@@ -315,13 +315,12 @@ class GroupedLinearFunction(torch.autograd.Function):
         """Fprop.
 
         Args:
-            operands: x_TK; bias_EN; m_splits_E, rows of each group, where the forward is one op, else
-                None (the caller decides that: Dynamo may trace the caller and leave this to run in
-                eager mode); offs_E, their ends, where it is not; then what weight gradients are
-                of, one for each of the call's experts, or where they are put off any tensor that
-                requires grad. Not a parameter each: where nothing needs a gradient and there are
-                as many arguments as parameters, ctx among these, Dynamo passes no ctx (torch 2.11
-                to 2.15).
+            operands: x_TK; bias_EN; m_splits_E, rows of each group, where the forward is one op (as
+                the caller decides: Dynamo may trace the caller and leave this to run in eager
+                mode); offs_E, their ends, where it is not; then what weight gradients are of, one
+                for each of the call's experts, or where they are put off any tensor that requires
+                grad. Not a parameter each: where nothing needs a gradient and there are as many
+                arguments as parameters, ctx among these, Dynamo passes no ctx (torch 2.11, 2.13).
         """
         x_TK, bias_EN, m_splits_E, offs_E, *_ = operands
         assert x_TK is not None
