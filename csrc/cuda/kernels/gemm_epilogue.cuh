@@ -153,12 +153,16 @@ __device__ __forceinline__ void add_staged(float (&sum)[Config::kTileN / 2],
   }
 }
 
+// Columns of out in a line of 128 bytes.
+__host__ __device__ __forceinline__ int line_cols_of(const Epilogue& epilogue) {
+  return kLineBytes / (epilogue.dtype == Output::kFloat ? 4 : 2);
+}
+
 // Whether one copy takes several lines beside one another, of rows whose lines are all whole; else it takes
 // one, which ends with the row. See out_map.
 template <typename Config>
 __host__ __device__ __forceinline__ bool sends_whole_rows(const Epilogue& epilogue, int cols) {
-  return Config::kStagedRows < kStoreRows &&
-         cols % (epilogue.dtype == Output::kFloat ? 32 : 64) == 0;
+  return Config::kStagedRows < kStoreRows && cols % line_cols_of(epilogue) == 0;
 }
 
 // Whether out is written, not added to.
@@ -266,7 +270,7 @@ __device__ void send(GemmShared<Config>& shared, const CUtensorMap& map, const E
   constexpr int buffers = Config::kTileN / 64, at_once = whole_rows ? buffers : 1;
   constexpr int parts = kStoreRows / Config::kStagedRows;
   const int turns = turns_of_tile(epilogue);
-  const int line_cols = kLineBytes / (epilogue.dtype == Output::kFloat ? 4 : 2);
+  const int line_cols = line_cols_of(epilogue);
   const bool adds = Config::kByDepth && !is_overwritten(epilogue);
   uint64_t *staged = &shared.staged[group], *ready = &shared.ready[group];
   Zeros<Config> zeros(shared, epilogue, shape);

@@ -230,43 +230,26 @@ __device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, uint6
 }
 #undef GROUPED_LINEAR_LOAD
 
-// Copies out of shared memory, in groups that the issuing thread commits and waits for.
-__device__ __forceinline__ void store_box(const CUtensorMap* map, const void* from, int c0, int c1,
-                                          int c2, int c3) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::
-          "l"(map),
-      "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-      : "memory");
-}
-
-__device__ __forceinline__ void store_box(const CUtensorMap* map, const void* from, int c0, int c1,
-                                          int c2, int c3, int c4) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group"
-      " [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
-      "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-      : "memory");
-}
-
-// The same, adding to what is there.
-__device__ __forceinline__ void add_box(const CUtensorMap* map, const void* from, int c0, int c1,
-                                        int c2, int c3) {
-  asm volatile(
-      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group"
-      " [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
-      "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-      : "memory");
-}
-
-__device__ __forceinline__ void add_box(const CUtensorMap* map, const void* from, int c0, int c1,
-                                        int c2, int c3, int c4) {
-  asm volatile(
-      "cp.reduce.async.bulk.tensor.5d.global.shared::cta.add.tile.bulk_group"
-      " [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
-      "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
-      : "memory");
-}
+// Copies out of shared memory, in groups that the issuing thread commits and waits for: of a box, by its
+// coordinates in a map of four or five dimensions. add_box adds to what is there.
+#define GROUPED_LINEAR_SEND(send_box, copy, how)                                             \
+  __device__ __forceinline__ void send_box(const CUtensorMap* map, const void* from, int c0, \
+                                           int c1, int c2, int c3) {                         \
+    asm volatile(copy ".4d.global.shared::cta" how                                           \
+                      ".bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),                \
+                 "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)               \
+                 : "memory");                                                                \
+  }                                                                                          \
+  __device__ __forceinline__ void send_box(const CUtensorMap* map, const void* from, int c0, \
+                                           int c1, int c2, int c3, int c4) {                 \
+    asm volatile(copy ".5d.global.shared::cta" how                                           \
+                      ".bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),            \
+                 "r"(shared_address(from)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)      \
+                 : "memory");                                                                \
+  }
+GROUPED_LINEAR_SEND(store_box, "cp.async.bulk.tensor", ".tile")
+GROUPED_LINEAR_SEND(add_box, "cp.reduce.async.bulk.tensor", ".add.tile")
+#undef GROUPED_LINEAR_SEND
 
 __device__ __forceinline__ void store_bytes(void* to, const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
