@@ -307,11 +307,7 @@ class GroupedLinearFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        call: Call,
-        *operands: Tensor | None,
-    ) -> Tensor:
+    def forward(ctx: Any, call: Call, *operands: Tensor | None) -> Tensor:
         """Fprop.
 
         Args:

@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 from torch.nn.parallel import DistributedDataParallel
 
 from grouped_linear.delayed import DelayedScalingState
-from grouped_linear.functional import grouped_linear
+from grouped_linear.functional import grouped_linear, is_dtensor
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
 from grouped_linear.mlp import GroupedMLP
 from grouped_linear.module import GroupedLinear
@@ -241,8 +241,7 @@ class _GroupedSwiGLU(NamedTuple):
 
             def layer(x: Tensor, i: int) -> Tensor:
                 weight, state = getattr(self, names[i]), states[i]
-                # Of a DTensor, whose import takes half a second; its type is what Dynamo sees.
-                if hasattr(type(weight), "to_local"):
+                if is_dtensor(weight):
                     weight = weight.to_local()
                 if state is not None and len(weight) != len(state.weight.scale):
                     raise ValueError(
@@ -350,7 +349,7 @@ def _lost(experts: nn.ModuleList, place: tuple[nn.Module, str], model: nn.Module
 
 
 def _check_whole(where: str, parameters: Iterable[Tensor]) -> None:
-    if any(hasattr(type(p), "to_local") for p in parameters):
+    if any(map(is_dtensor, parameters)):
         raise ValueError(f"{where}: parameters are sharded already: convert before")
 
 

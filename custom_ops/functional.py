@@ -33,6 +33,11 @@ def autocast_weights(weights: Experts, recipe: Recipe, dtype: torch.dtype) -> Ex
     return tuple(w.to(dtype) for w in weights)
 
 
+def is_dtensor(t: Any) -> bool:
+    """By its type, which is what Dynamo sees; to import DTensor takes half a second."""
+    return hasattr(type(t), "to_local")
+
+
 def check_bias(bias: Tensor | None) -> None:
     """A bias is cast to the activations' dtype, which must not lose a part of it in silence."""
     if bias is not None and bias.dtype not in ACTIVATIONS:

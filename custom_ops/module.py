@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from grouped_linear.autograd import LaterWgrad, Wgrad
 from grouped_linear.delayed import DelayedScalingState
-from grouped_linear.functional import apply_layer, autocast_dtype, check_bias
+from grouped_linear.functional import apply_layer, autocast_dtype, check_bias, is_dtensor
 from grouped_linear.meta_kernels.rules import FEATURE_MULTIPLE, MAX_GROUPS
 from grouped_linear.micro_batches import cache_plan, main_grad_plan, read_flag
 from grouped_linear.quantized_weight import check_quantized_weight, convert_assigned
@@ -131,7 +131,7 @@ def _check_out_of_scope(arguments: dict[str, Any]) -> None:
 
 def _one_by_one(parameter: Any, init_method: object = None) -> Iterator[Any]:
     """What is drawn at a time: an expert, or all of a sharded tensor, as torch draws shards."""
-    if not hasattr(parameter, "to_local"):  # a DTensor, whose import takes half a second
+    if not is_dtensor(parameter):
         yield from parameter
     elif init_method is None:
         yield parameter
@@ -447,7 +447,7 @@ class GroupedLinear(nn.Module):
         if not any(w.requires_grad for w in weights):  # frozen since
             self._later.popleft()
             return
-        if hasattr(self._parameters.get(self._weight_names[0]), "to_local"):
+        if is_dtensor(self._parameters.get(self._weight_names[0])):
             raise RuntimeError(
                 "GroupedLinear: backward_dw: the weight is sharded, whose gradients FSDP2 reduces "
                 "in the backward: leave delay_wgrad_compute out"
