@@ -29,6 +29,15 @@ from grouped_linear.recipes import (
 )
 
 
+def _wgrad_like(
+    w_ENK: Tensor, dy_TN: Tensor, x_TK: Tensor, offs_E: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    """A weight's gradient, laid out as the weight is: autograd copies what a leaf is not like."""
+    if is_turned(w_ENK):
+        return ops.grouped_mm_wgrad(x_TK, dy_TN, offs_E, dtype).mT
+    return ops.grouped_mm_wgrad(dy_TN, x_TK, offs_E, dtype)
+
+
 def _grouped_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a_TK, b_ENK, offs_E, bias_EN, _ = inputs
     ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
@@ -44,7 +53,7 @@ def _grouped_mm_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
     dy_cast_TN = dy_TN.to(a_TK.dtype)
     return (
         ops.grouped_mm(dy_cast_TN, b_ENK.transpose(1, 2), offs_E) if need_a else None,
-        ops.grouped_mm_wgrad(dy_cast_TN, a_TK, offs_E) if need_b else None,
+        _wgrad_like(b_ENK, dy_cast_TN, a_TK, offs_E) if need_b else None,
         None,
         ops.grouped_bias_grad(dy_TN, offs_E).to(ctx.bias_dtype) if need_bias else None,
         None,
@@ -110,7 +119,7 @@ class Call(NamedTuple):
         return None if self.save_input or weight.dim() == 2 or is_turned(weight) else recipe
 
     def for_backward(self) -> "Call":
-        """What the backward reads: of the weight its shape and dtype, not its numbers.
+        """What the backward reads: of the weight its shape, layout and dtype, not its numbers.
 
         A parameter lives anyway. What was computed, learning or not, would live as long as the
         graph.
@@ -121,7 +130,9 @@ class Call(NamedTuple):
             isinstance(w, nn.Parameter) or (w.is_leaf and w.requires_grad) for w in self.experts
         ):
             return self
-        return self._replace(experts=tuple(w.new_empty(()).expand(w.shape) for w in self.experts))
+        return self._replace(
+            experts=tuple(torch.empty_like(w, device="meta") for w in self.experts)
+        )
 
     @property
     def scheme(self) -> Scheme:
@@ -246,13 +257,15 @@ class Wgrad(NamedTuple):
             flag = overwrite
         self._add_to(main_grad, flag)
         if self.call.dummy_grad:
-            return tuple(w.new_zeros(()).expand(w.shape) for w in experts)
+            return tuple(w.new_zeros((), device=self.dy.device).expand(w.shape) for w in experts)
         return (None,) * len(experts)
 
     def _product(self, dtype: torch.dtype) -> Tensor:
         _, dy, x, dy_scale, x_scale, offs, *_ = self
         if dy_scale is None or x_scale is None:
-            return ops.grouped_mm_wgrad(dy, x, offs, dtype)
+            return _wgrad_like(self.call.experts[0], dy, x, offs, dtype)
+        if is_turned(self.call.experts[0]) and dy.dtype == x.dtype:
+            return ops.grouped_scaled_mm_wgrad(x, dy, x_scale, dy_scale, offs, dtype).mT
         return ops.grouped_scaled_mm_wgrad(dy, x, dy_scale, x_scale, offs, dtype)
 
     def _add_to(self, main_grad: Experts, overwrite: Tensor | None) -> None:

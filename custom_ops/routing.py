@@ -39,7 +39,7 @@ def weight_of_rows(weight_TC: Tensor, routing: ops.SortedByExpert) -> Tensor:
 def gradient_of_rows(d_out_TH: Tensor, weight_TC: Tensor, routing: ops.SortedByExpert) -> Tensor:
     """The gradient of ``sum_of_rows(y, row, weight)`` by y: in float32, rounded once."""
     weight_R = weight_of_rows(weight_TC, routing)
-    return (d_out_TH[routing.token] * weight_R[:, None]).to(d_out_TH.dtype)
+    return sum_of_rows(d_out_TH, routing.token[:, None], weight_R[:, None])
 
 
 def gradient_of_weights(

@@ -56,7 +56,8 @@ def register(name: str = "grouped_linear", recipe: Recipe = None) -> None:
     for ``generate``'s one token at a time a name without a recipe is faster.
 
     Weights that a model stores as [E, in_features, out_features] (GPT-OSS, Aria) are read in place;
-    MXFP8 alone copies them before it rounds them. Their gradients are turned over by one copy.
+    MXFP8 alone copies them before it rounds them. Their gradients are computed in the same layout,
+    but for those of e5m2, which are copied into it.
 
     Experts of a checkpoint in FP8 (``FineGrainedFP8Config``, as DeepSeek-V3's) are read as they
     are, under ``Float8BlockScaling`` with or without powers of two; gradients go through them, but
