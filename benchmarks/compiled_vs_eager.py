@@ -64,7 +64,10 @@ def sentence(error: Exception) -> str:
 
 @dataclass
 class Step:
-    """A forward and backward that leaves no gradient behind; returns what candidates agree on."""
+    """A forward and backward that leaves no gradient behind, or a forward where there is no dy.
+
+    Returns what candidates agree on.
+    """
 
     forward: Callable[..., Any]
     module: nn.Module
@@ -74,6 +77,9 @@ class Step:
 
     def __call__(self) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
+        if not self.dy:
+            with torch.no_grad():
+                return outputs_of(self.forward, self.inputs)[0]
         outputs = outputs_of(self.forward, self.inputs)[: len(self.dy)]
         torch.autograd.backward(
             outputs, [dy.to(y.dtype) for dy, y in zip(self.dy, outputs, strict=True)]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.alternatives import LoopedLinear, TorchGroupedLinear
+from benchmarks.hugging_face import HUGGING_FACE_CASES, HuggingFaceCase
 from benchmarks.moe_model import VOCABULARY, Experts, LanguageModel, MixtureOfExperts, ModelSize
 from benchmarks.shapes import CPU_SHAPES, LAUNCH_BOUND, MODEL_SHAPES, Shape, group_sizes, is_decode
 from grouped_linear import (
@@ -43,7 +44,6 @@ IMPLEMENTATIONS = ("torch", "ours", "loop")
 CACHED = ", cached weight"
 UNEVEN = "skew"  # what layers are run on if nothing else is said: see shapes.py
 BF16 = torch.bfloat16
-HF_VOCABULARY = 1024  # small: what a whole model spends on its 48 layers, a few spend on words
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ def experts_of(candidate: Candidate) -> Callable[[ModelSize], nn.Module]:
 class LayerCase:
     """One layer, its rows sorted by expert.
 
-    A case's module is run on its inputs; gradients flow from the first `roots` of its outputs;
-    `vary` changes the group sizes in place, to others each step.
+    A case's module is run on its inputs; gradients flow from the first `roots` of its outputs, none
+    where these are 0; `vary` changes the group sizes in place, to others each step.
     """
 
     shape: Shape
@@ -202,72 +202,6 @@ class ModelCase:
         inputs[0].random_(VOCABULARY)
 
 
-class Loss(nn.Module):
-    """A language model of Hugging Face's and what it is trained on: the loss of some tokens."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids_BT: Tensor) -> Any:
-        return self.model(ids_BT, labels=ids_BT, use_cache=False).loss
-
-
-@dataclass(frozen=True)
-class HuggingFaceCase:
-    """A few layers of a model of Hugging Face's, in its published sizes but for the vocabulary.
-
-    torch is transformers' own grouped_mm there and a loop its eager experts.
-
-    Args:
-        family: what transformers calls such a model.
-        config: as pairs, what differs from the family's defaults.
-    """
-
-    name: str
-    family: str
-    batch: int
-    context: int
-    config: tuple[tuple[str, Any], ...]
-    kind = "hugging face"
-    roots = 1
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.context
-
-    def module(self, candidate: Candidate) -> nn.Module:
-        import transformers  # the other cases do without
-
-        from grouped_linear.integrations.transformers import register
-
-        if candidate.cached:
-            raise ValueError("an experts implementation is a function: it keeps no weights")
-        experts = {"torch": "grouped_mm", "loop": "eager"}.get(candidate.implementation)
-        if experts is None:
-            experts = f"grouped_linear_{candidate.precision}"
-            register(experts, candidate.recipe)
-        config = transformers.AutoConfig.for_model(
-            self.family,
-            vocab_size=HF_VOCABULARY,
-            pad_token_id=None,
-            bos_token_id=None,
-            eos_token_id=None,
-            **dict(self.config),
-        )
-        return Loss(
-            transformers.AutoModelForCausalLM.from_config(
-                config, dtype=BF16, experts_implementation=experts
-            )
-        )
-
-    def inputs(self, device: torch.device) -> tuple[Tensor, ...]:
-        return (torch.randint(HF_VOCABULARY, (self.batch, self.context), device=device),)
-
-    def vary(self, inputs: tuple[Tensor, ...], step: int) -> None:
-        inputs[0].random_(HF_VOCABULARY)
-
-
 Case = LayerCase | BlockCase | ModelCase | HuggingFaceCase
 
 
@@ -278,12 +212,6 @@ def block(
     return BlockCase(name, tokens, size)
 
 
-def hugging_face(
-    name: str, family: str, batch: int, context: int, **config: Any
-) -> HuggingFaceCase:
-    return HuggingFaceCase(name, family, batch, context, tuple(config.items()))
-
-
 GPU_CASES: tuple[Case, ...] = (
     LayerCase(LAUNCH_BOUND),
     LayerCase(LAUNCH_BOUND, "even"),
@@ -292,71 +220,6 @@ GPU_CASES: tuple[Case, ...] = (
     block("mixtral_like", 8192, experts=8, width=4096, expert_width=14336, chosen=2),
     ModelCase("transformer", 8, ModelSize(2, 2048, 16, 1024, 64, 4, 1024)),
     *(LayerCase(shape) for shape in MODEL_SHAPES if not is_decode(shape)),
-)
-# Run where they are named, since not everybody has transformers.
-HUGGING_FACE_CASES: tuple[Case, ...] = (
-    hugging_face(
-        "hf_qwen3_30b",
-        "qwen3_moe",
-        4,
-        2048,
-        num_hidden_layers=4,
-        hidden_size=2048,
-        head_dim=128,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        norm_topk_prob=True,
-    ),
-    hugging_face(
-        "hf_mixtral",
-        "mixtral",
-        4,
-        2048,
-        num_hidden_layers=2,
-        hidden_size=4096,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-        intermediate_size=14336,
-    ),
-    # As many experts as one of 8 devices has.
-    hugging_face(
-        "hf_deepseek_v3",
-        "deepseek_v3",
-        2,
-        2048,
-        num_hidden_layers=2,
-        first_k_dense_replace=0,
-        hidden_size=7168,
-        n_routed_experts=32,
-        n_group=1,
-        topk_group=1,
-    ),
-    hugging_face(
-        "hf_gpt_oss_20b",
-        "gpt_oss",
-        8,
-        1024,
-        num_hidden_layers=2,
-        num_local_experts=32,
-        layer_types=["sliding_attention", "full_attention"],
-    ),
-    hugging_face(
-        "hf_tiny",
-        "mixtral",
-        2,
-        32,
-        num_hidden_layers=1,
-        hidden_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        intermediate_size=128,
-    ),
 )
 CPU_CASES: tuple[Case, ...] = (
     *(LayerCase(shape) for shape in CPU_SHAPES),

@@ -34,6 +34,17 @@ def test_every_implementation_agrees(case: cases.Case) -> None:
         assert row.recompiles is row.compile_seconds is row.share is None  # nothing is compiled
 
 
+@pytest.mark.parametrize("work", ["training", "token"])
+def test_models_of_hugging_face(work: str) -> None:
+    pytest.importorskip("transformers", minversion="5.23")
+    (case,) = cases.chosen_cases([f"hf_tiny_{work}"], CPU, quick=False)
+    candidates = cases.candidates_for(cases.IMPLEMENTATIONS, ["block", "own"], ["eager"], True)
+    for row in bench.measure(case, candidates, CPU, rounds=2, deadline=math.inf):
+        untold = row.candidate.cached and work == "training"
+        expected = "ValueError: transformers tells no micro-batches apart" if untold else None
+        assert row.failure == expected, row
+
+
 class Tripled(TorchGroupedLinear):
     def forward(self, x_TK: Tensor, m_splits_E: Tensor) -> Tensor:
         return 3 * super().forward(x_TK, m_splits_E)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,7 +36,7 @@ from grouped_linear import (
 with skipping_for_old_transformers():
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
-    from grouped_linear.integrations.transformers import register
+    from grouped_linear.integrations.transformers import quantize_experts, register
 
 VOCABULARY = 64
 SIZES = {
@@ -121,7 +122,8 @@ def train(model: nn.Module, call: Callable[..., Any], ids: Tensor) -> dict[str, 
     output = call(input_ids=ids)[0]
     output.float().square().mean().backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    assert any("expert" in name for name in gradients)
+    learning = {n for n, p in model.named_parameters() if "expert" in n and p.requires_grad}
+    assert learning <= gradients.keys()
     return {"logits": output.detach(), **gradients}
 
 
@@ -261,6 +263,45 @@ def test_choices_of_no_expert_add_nothing(device: str) -> None:
     assert max(error.values()) < 1e-5, error  # float32
     assert not found["grouped_linear"]["y"][2].any()
     assert not found["grouped_linear"]["dscores"][chosen == 5].any()
+
+
+@DEVICES
+@EVERY_FAMILY
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_experts_that_are_kept_in_fp8(compiled: bool, family: str, device: str) -> None:
+    """They compute what quantizing them in every call does, to the bit; nothing else does."""
+    model, ids = model_of(family, device), tokens(device, 3, 7)
+    model.set_experts_implementation("grouped_linear_fp8")
+    expected = train(model, model, ids)
+    before = dict(model.named_parameters())
+    quantize_experts(model)
+    quantize_experts(model)  # nothing is left to do
+    after = dict(model.named_parameters())
+    frozen = {name for name, p in after.items() if isinstance(p, GroupedTensor)}
+    assert len(frozen) == 2
+    assert not any(after[name].requires_grad for name in frozen)
+    for name in frozen:
+        assert after[name].shape == before[name].shape
+    call = model
+    if compiled:
+        call = torch.compile(model, fullgraph=True, backend="aot_eager")
+    counting = CountOps()
+    with nullcontext() if compiled else counting:
+        actual = train(model, call, ids)
+    assert not any("quantize_weight" in op for op in counting.counts)
+    assert actual.keys() == expected.keys() - frozen
+    for name, result in actual.items():
+        assert torch.equal(result, expected[name]), name
+    with torch.no_grad():
+        assert torch.equal(call(input_ids=ids)[0], expected["logits"])
+    model.set_experts_implementation("grouped_linear")
+    with pytest.raises(ValueError, match="a quantized weight needs the recipe Float8BlockScaling"):
+        model(input_ids=ids)
+
+
+def test_experts_that_cannot_be_kept_in_fp8() -> None:
+    with pytest.raises(ValueError, match="no experts that go through transformers' interface"):
+        quantize_experts(nn.Linear(16, 16))
 
 
 def in_fp8(model: nn.Module, experts: Any, device: str) -> tuple[Any, list[GroupedTensor]]:

@@ -26,13 +26,15 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS,
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from grouped_linear import blocks, ops
-from grouped_linear.functional import apply_layer, check_bias
+from grouped_linear.functional import apply_layer, check_bias, is_dtensor
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
 from grouped_linear.mlp import apply_mlp
+from grouped_linear.quantized_weight import kept_weight
 from grouped_linear.recipes import DelayedScaling, Float8BlockScaling, KeptWeight, Recipe
 from grouped_linear.routing import CombineFunction, GatherFunction
+from grouped_linear.tensor import GroupedTensor
 
-__all__ = ["register"]
+__all__ = ["quantize_experts", "register"]
 
 # Experts of older ones do not say whether a norm follows them (has_post_expert_norm).
 OLDEST_TRANSFORMERS = (5, 23)
@@ -52,8 +54,9 @@ def register(name: str = "grouped_linear", recipe: Recipe = None) -> None:
     ``torch.compile`` all run. A name stands for one recipe for good, so models of different recipes
     live side by side.
 
-    A quantizing recipe quantizes all experts in every call. That pays in training and for prompts;
-    for ``generate``'s one token at a time a name without a recipe is faster.
+    A quantizing recipe quantizes all experts in every call. That pays where an expert has some 500
+    rows and more, as in training; for fewer a name without a recipe is faster, or
+    :func:`quantize_experts`, which quantizes them once.
 
     Weights that a model stores as [E, in_features, out_features] (GPT-OSS, Aria) are read in place;
     MXFP8 alone copies them before it rounds them. Their gradients are computed in the same layout,
@@ -96,6 +99,60 @@ def register(name: str = "grouped_linear", recipe: Recipe = None) -> None:
             interface.register(name, partial(_experts_forward, recipe=recipe))
 
 
+@torch.no_grad()
+def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None) -> None:
+    """Keep the weights of a model's experts in FP8 from now on: for inference.
+
+    Each becomes a :class:`grouped_linear.GroupedTensor`, of one byte an element, or two where it is
+    stored as [E, in_features, out_features]. What a name with the recipe ``Float8BlockScaling``
+    computes stays the same, bit for bit, and no call quantizes them any more. They learn no more
+    either; gradients go through them to what lies before.
+
+    Other names, but "eager", need plain weights. ``save_pretrained`` is refused: save the model
+    before.
+
+    Args:
+        model: its experts' weights are replaced, one after another; experts of a checkpoint in FP8
+            are left as they are.
+        recipe: how; ``Float8BlockScaling()`` by default. The name's must be one, too.
+
+    Raises:
+        ValueError: for a model without experts that go through the interface, and for experts that
+            are spread as DTensors.
+
+    >>> import torch
+    >>> from transformers import MixtralConfig, MixtralForCausalLM
+    >>> from grouped_linear import Float8BlockScaling
+    >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
+    ...                        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    >>> model = MixtralForCausalLM(config)
+    >>> register("grouped_linear_fp8", recipe=Float8BlockScaling())
+    >>> model.set_experts_implementation("grouped_linear_fp8")
+    >>> quantize_experts(model)
+    >>> model.model.layers[0].mlp.experts.down_proj.q.dtype
+    torch.float8_e4m3fn
+    """
+    found: list[Any] = [m for m in model.modules() if hasattr(m, "is_concatenated")]
+    if not found:
+        raise ValueError(
+            "quantize_experts: the model has no experts that go through transformers' interface"
+        )
+    weights = [
+        (experts, name)
+        for experts in found
+        if not isinstance(experts, FP8Experts)
+        for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
+    ]
+    if any(is_dtensor(getattr(experts, name)) for experts, name in weights):
+        raise ValueError("quantize_experts: the experts' weights are sharded already")
+    for experts, name in weights:
+        w = getattr(experts, name)
+        if not isinstance(w, GroupedTensor):
+            # dgrad of one that is stored transposed is fprop of the other.
+            w = GroupedTensor.quantize(w, recipe, columnwise=experts.is_transposed)
+        setattr(experts, name, nn.Parameter(w, requires_grad=False))
+
+
 def _experts_forward(
     experts: Any,
     hidden_states: Tensor,
@@ -122,7 +179,14 @@ def _experts_forward(
             kept = _kept_weight(experts, name, recipe, learns)
             return kept.values, {"kept": kept}
         stored: Tensor = getattr(experts, name)
-        return stored.transpose(1, 2) if experts.is_transposed else stored, {}
+        if not experts.is_transposed:
+            return stored, {}
+        if isinstance(stored, GroupedTensor):
+            q, scale, q_t = kept_weight("grouped_linear", stored, recipe, columnwise=True)
+            assert q_t is not None
+            assert scale is not None
+            return q_t, {"kept": KeptWeight(q_t, scale.mT, q if learns else None)}
+        return stored.transpose(1, 2), {}
 
     if _is_swiglu(experts):
         (gate_up, plan), (down, plan_of_down) = weight("gate_up_proj"), weight("down_proj")
