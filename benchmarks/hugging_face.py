@@ -65,7 +65,7 @@ class LossOrLogits(nn.Module):
     def forward(self, ids_BT: Tensor) -> Any:
         if self.learns:
             return self.model(ids_BT, labels=ids_BT, use_cache=False).loss
-        return self.model(ids_BT, logits_to_keep=1, use_cache=False).logits
+        return self.model(ids_BT, use_cache=False).logits
 
 
 @dataclass(frozen=True)

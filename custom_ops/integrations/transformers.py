@@ -108,8 +108,8 @@ def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None)
     computes stays the same, bit for bit, and no call quantizes them any more. They learn no more
     either; gradients go through them to what lies before.
 
-    Other names, but "eager", need plain weights. ``save_pretrained`` is refused: save the model
-    before.
+    Our names of other recipes refuse them; transformers' own, such as "eager", compute with the
+    numbers they stand for. ``save_pretrained``, which reads memory, fails: save the model before.
 
     Args:
         model: its experts' weights are replaced, one after another; experts of a checkpoint in FP8
