@@ -195,10 +195,12 @@ def header(device: torch.device, rounds: int, rows: Sequence[Row]) -> list[str]:
         *timing.machine(device),
         f"commit {commits}, {date.today().isoformat()}",
         timing.command("compiled_vs_eager"),
-        f"forward + backward, {rounds} interleaved rounds, medians with (quartiles), {cold}; "
+        "forward + backward (prompts and tokens: forward)",
+        f"{rounds} interleaved rounds, medians with (quartiles), {cold}; "
         f"speed: beside {BASELINE}, paired by round",
         f"recompiles: in {VARIED} more steps with other group sizes; compile s: without caches",
-        'peak GiB: the cache of "cached weight" is among it',
+        'peak GiB: the cache of "cached weight" is among it; '
+        "models of Hugging Face's keep no other weight",
     ]
 
 
