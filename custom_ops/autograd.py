@@ -29,13 +29,27 @@ from grouped_linear.recipes import (
 )
 
 
-def _wgrad_like(
-    w_ENK: Tensor, dy_TN: Tensor, x_TK: Tensor, offs_E: Tensor, dtype: torch.dtype | None = None
+def _weight_gradient(
+    w_ENK: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    dy_scale: Tensor | None,
+    x_scale: Tensor | None,
+    offs_E: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """A weight's gradient, laid out as the weight is: autograd copies what a leaf is not like."""
-    if is_turned(w_ENK):
-        return ops.grouped_mm_wgrad(x_TK, dy_TN, offs_E, dtype).mT
-    return ops.grouped_mm_wgrad(dy_TN, x_TK, offs_E, dtype)
+    """dy.T @ x over each group's rows, laid out as the weight is: autograd copies what is not.
+
+    Of a weight that is stored as [E, K, N] it is x.T @ dy; e5m2 is multiplied as dy alone.
+    """
+    exchanged = is_turned(w_ENK) and dy.dtype == x.dtype
+    if exchanged:
+        dy, x, dy_scale, x_scale = x, dy, x_scale, dy_scale
+    if dy_scale is None or x_scale is None:
+        dw = ops.grouped_mm_wgrad(dy, x, offs_E, dtype)
+    else:
+        dw = ops.grouped_scaled_mm_wgrad(dy, x, dy_scale, x_scale, offs_E, dtype)
+    return dw.mT if exchanged else dw
 
 
 def _grouped_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -53,7 +67,9 @@ def _grouped_mm_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
     dy_cast_TN = dy_TN.to(a_TK.dtype)
     return (
         ops.grouped_mm(dy_cast_TN, b_ENK.transpose(1, 2), offs_E) if need_a else None,
-        _wgrad_like(b_ENK, dy_cast_TN, a_TK, offs_E) if need_b else None,
+        _weight_gradient(b_ENK, dy_cast_TN, a_TK, None, None, offs_E, b_ENK.dtype)
+        if need_b
+        else None,
         None,
         ops.grouped_bias_grad(dy_TN, offs_E).to(ctx.bias_dtype) if need_bias else None,
         None,
@@ -261,12 +277,8 @@ class Wgrad(NamedTuple):
         return (None,) * len(experts)
 
     def _product(self, dtype: torch.dtype) -> Tensor:
-        _, dy, x, dy_scale, x_scale, offs, *_ = self
-        if dy_scale is None or x_scale is None:
-            return _wgrad_like(self.call.experts[0], dy, x, offs, dtype)
-        if is_turned(self.call.experts[0]) and dy.dtype == x.dtype:
-            return ops.grouped_scaled_mm_wgrad(x, dy, x_scale, dy_scale, offs, dtype).mT
-        return ops.grouped_scaled_mm_wgrad(dy, x, dy_scale, x_scale, offs, dtype)
+        call, dy, x, dy_scale, x_scale, offs, *_ = self
+        return _weight_gradient(call.experts[0], dy, x, dy_scale, x_scale, offs, dtype)
 
     def _add_to(self, main_grad: Experts, overwrite: Tensor | None) -> None:
         _, dy, x, dy_scale, x_scale, offs, *_ = self
