@@ -4,6 +4,7 @@ Tiny random models, one of each form that the experts interface knows: see FAMIL
 """
 
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -155,6 +156,63 @@ def results(
 def test_logits_and_gradients(family: str, device: str) -> None:
     error = errors(*results(family, device, "grouped_linear"))
     assert max(error.values()) < 1e-5, error  # the same products, sums of tens in another order
+
+
+class SizesByAnyName:
+    """A configuration that answers to the names that models have for their experts' sizes."""
+
+    def __getattr__(self, name: str) -> Any:
+        kinds = {"act": "silu", "intermediate": 48, "latent": 48, "hidden": 32, "expert": 5}
+        return next((value for kind, value in kinds.items() if kind in name), 1.0)
+
+
+def every_class_of_experts() -> Iterator[type[nn.Module]]:
+    """All that the library sends through its experts interface."""
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        names = re.findall(r"^@use_experts_implementation.*\nclass (\w+)", path.read_text(), re.M)
+        if names:
+            package = f"transformers.models.{path.parent.name}"
+            module = importlib.import_module(f"{package}.{path.stem}")
+            yield from (getattr(module, name) for name in names)
+
+
+@DEVICES
+def test_every_class_of_experts(device: str) -> None:
+    """By themselves, in every model: as the class itself computes; kept in FP8, as in each call."""
+    x, scores = torch.randn(9, 32, device=device), torch.rand(9, 2, device=device)
+    chosen = torch.stack([torch.randperm(5)[:2] for _ in range(9)]).to(device)
+    found = 0
+    for cls in every_class_of_experts():
+        _, _, *sizes = inspect.signature(cls.__init__).parameters.values()
+        wanted = [p for p in sizes if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        experts = cls(SizesByAnyName(), *(48 for _ in wanted)).to(device)
+        for parameter in experts.parameters():
+            nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+        width = experts.down_proj.size(2 if experts.is_transposed else 1)
+
+        def compute(
+            name: str, experts: nn.Module = experts, width: int = width
+        ) -> dict[str, Tensor]:
+            experts.config._experts_implementation = name
+            leaves = x.repeat(1, 2)[:, :width].clone(), scores.clone()
+            weights = [p for p in experts.parameters() if p.requires_grad]
+            every = [t.requires_grad_() for t in (*leaves, *weights)]
+            y = experts(leaves[0], chosen, leaves[1])
+            gradients = torch.autograd.grad(y.square().sum(), every)
+            return {f"{i}": t for i, t in enumerate((y.detach(), *gradients))}
+
+        error = errors(compute("grouped_linear"), compute("eager"))
+        assert max(error.values()) < 1e-5, (cls, error)  # float32
+        with CountOps() as counting:
+            in_each_call = compute("grouped_linear_fp8")
+        own = "_apply_gate" in inspect.getsource(cls) or experts.has_bias
+        fused = any("swiglu" in op for op in counting.counts)
+        assert fused == (experts.has_gate and not own and not experts.has_post_expert_norm), cls
+        quantize_experts(nn.ModuleList([experts]))
+        kept = compute("grouped_linear_fp8")
+        assert all(torch.equal(kept[i], in_each_call[i]) for i in "012"), cls
+        found += 1
+    assert found > 60
 
 
 @DEVICES

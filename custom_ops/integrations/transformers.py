@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.functional import silu
 from transformers.activations import SiLUActivation
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
@@ -243,6 +244,7 @@ def _kept_weight(experts: Any, name: str, recipe: Recipe, columnwise: bool) -> K
 def _is_swiglu(experts: Any) -> bool:
     """Whether experts are what grouped_mlp computes, which has them fused with quantization."""
     gate = type(experts)._apply_gate if experts.has_gate else None
+    act_fn = getattr(experts, "act_fn", None)
     if gate is FP8Experts._apply_gate:
         changes = experts.gate_softcap, experts.swiglu_alpha, experts.limit
         calls_act_fn = changes == (None, None, None)
@@ -253,5 +255,5 @@ def _is_swiglu(experts: Any) -> bool:
         and experts.is_concatenated
         and not experts.has_bias
         and not experts.has_post_expert_norm
-        and isinstance(experts.act_fn, nn.SiLU | SiLUActivation)
+        and (isinstance(act_fn, nn.SiLU | SiLUActivation) or act_fn is silu)
     )
