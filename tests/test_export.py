@@ -14,9 +14,10 @@ import ninja
 import pytest
 import torch
 from samples import OPS, aoti_reads_dtypes, assert_same_bits, devices, overload
-from torch._inductor import aoti_load_package
+from torch import Tensor
+from torch._inductor import aoti_compile_and_package, aoti_load_package
 
-from grouped_linear import loading
+from grouped_linear import Float8BlockScaling, GroupedMLP, loading
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "aoti"
 
@@ -99,6 +100,29 @@ def test_expert_layer(
     done = build.run(loading.library(), tmp_path)
     assert done.returncode == 1
     assert done.stdout.endswith("300 tokens: not the bits that Python got\n")
+
+
+@aoti_reads_dtypes
+@pytest.mark.parametrize("device", devices(*OPS))
+def test_weights_that_are_kept_quantized(device: str, tmp_path: Path) -> None:
+    """A package holds them as they are, and quantizes nothing."""
+    sizes = {"num_experts": 4, "hidden_size": 64, "intermediate_size": 128, "device": device}
+    mlp = GroupedMLP(**sizes, recipe=Float8BlockScaling(), quantized_weight=True)
+
+    def inputs(tokens: int) -> tuple[Tensor, ...]:
+        scores, experts = torch.rand(tokens, 4, device=device).topk(2)
+        return torch.randn(tokens, 64, device=device), scores, experts
+
+    tokens = {0: torch.export.Dim.DYNAMIC}
+    with torch.no_grad():
+        shapes = {"x": tokens, "weights": tokens, "experts": tokens}
+        program = torch.export.export(mlp, inputs(33), dynamic_shapes=shapes)
+        assert not any("quantize_weight" in str(node.target) for node in program.graph.nodes)
+        path = aoti_compile_and_package(program, package_path=str(tmp_path / "mlp.pt2"))
+        compiled = aoti_load_package(path)
+        for count in (33, 70, 1):
+            given = inputs(count)
+            assert_same_bits(compiled(*given), mlp(*given))
 
 
 def test_program_has_no_python_and_says_what_is_wrong(build: Build, tmp_path: Path) -> None:
