@@ -77,7 +77,9 @@ def grouped_linear(
         x: [..., K] bfloat16, float16 or float32, rows sorted by group; leading dimensions count as
             rows. K and N are multiples of 16.
         weight: [E, N, K]. Of x's dtype without a recipe, of any of the three dtypes with one. Under
-            ``Float8BlockScaling`` also a :class:`grouped_linear.GroupedTensor`, read as it is.
+            ``Float8BlockScaling`` also a :class:`grouped_linear.GroupedTensor`, read as it is. One
+            that is stored as [E, K, N] is given as its ``.mT``: it is read in place (MXFP8 copies
+            it), and its gradient comes in its layout (e5m2's is copied).
         m_splits: [E] rows of each group, int32 or int64. A tensor on x's device is never read by
             the host; a list or a tensor elsewhere is copied there.
         bias: [E, N], of any of the three dtypes.
