@@ -1,8 +1,9 @@
 """What do torch.compile, CUDA graphs, FP8 and our ops gain in forward and backward?
 
 Three kinds of cases: one grouped linear layer (benchmarks/shapes.py), a whole expert layer (route,
-gather, gate_up, SwiGLU, down, combine) and a small transformer. Each is run eager, compiled, with
-CUDA graphs, through our ops, torch's grouped_mm and a loop of F.linear, and each of these is a row:
+gather, gate_up, SwiGLU, down, combine) and a small transformer; and where they are named, models of
+Hugging Face's (benchmarks/hugging_face.py). Each is run eager, compiled, with CUDA graphs, through
+our ops, torch's grouped_mm and a loop of F.linear, and each of these is a row:
 
     python -m benchmarks.compiled_vs_eager --quick --budget 300
     python -m benchmarks.compiled_vs_eager --cases dsv3_like tiny --recipes block current
@@ -230,7 +231,7 @@ class Bench:
         weights = [len(m.weights) for m in module.modules() if isinstance(m, LoopedLinear)]
         if mode is not None and max(weights, default=0) > LOOP_LIMIT:
             raise MeasurementError(f"a loop over {max(weights)} weights takes minutes to compile")
-        if not self.dy:
+        if self.case.roots and not self.dy:
             with torch.no_grad():
                 outputs = outputs_of(module, self.inputs)[: self.case.roots]
             self.dy = [torch.randn_like(y) if y.dim() else torch.ones_like(y) for y in outputs]

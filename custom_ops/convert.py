@@ -4,7 +4,7 @@ R rows, E experts, H features of a token, F features inside an expert.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 from torch.nn.parallel import DistributedDataParallel
 
 from grouped_linear.delayed import DelayedScalingState
-from grouped_linear.functional import grouped_linear, is_dtensor
+from grouped_linear.functional import check_whole, grouped_linear, is_dtensor
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
 from grouped_linear.mlp import GroupedMLP
 from grouped_linear.module import GroupedLinear
@@ -149,7 +149,7 @@ def convert_experts(
             where = f"convert_experts: {name or type(module).__name__}"
             if type(module) in forwards:
                 list_name, experts = _list_of_experts(where, module)
-                _check_whole(f"{where}.{list_name}", experts.parameters())
+                check_whole(f"{where}.{list_name}", experts.parameters(), "convert")
                 lost = next(_lost(experts, (module, list_name), model), None)
                 if lost is not None:
                     raise ValueError(f"{where}.{list_name}: {lost}, which would be lost")
@@ -165,7 +165,7 @@ def convert_experts(
                         f"to give {' and '.join(options)} to"
                     )
                 weights = [module.get_parameter(n) for n in weight_names]
-                _check_whole(where, weights)
+                check_whole(where, weights, "convert")
                 if isinstance(recipe, DelayedScaling) and weights[0].is_meta:
                     raise ValueError(
                         f"{where}: the first scales of DelayedScaling would be lost on the meta "
@@ -346,11 +346,6 @@ def _lost(experts: nn.ModuleList, place: tuple[nn.Module, str], model: nn.Module
         if id(p) in owned:
             yield f"{name} has a second owner"
         owned.add(id(p))
-
-
-def _check_whole(where: str, parameters: Iterable[Tensor]) -> None:
-    if any(map(is_dtensor, parameters)):
-        raise ValueError(f"{where}: parameters are sharded already: convert before")
 
 
 def _grouped(

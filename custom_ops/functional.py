@@ -3,7 +3,7 @@
 T rows, E groups, K in_features, N out_features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,12 @@ def autocast_weights(weights: Experts, recipe: Recipe, dtype: torch.dtype) -> Ex
 def is_dtensor(t: Any) -> bool:
     """By its type, which is what Dynamo sees; to import DTensor takes half a second."""
     return hasattr(type(t), "to_local")
+
+
+def check_whole(where: str, parameters: Iterable[Tensor], action: str) -> None:
+    """What replaces parameters comes before what spreads them."""
+    if any(map(is_dtensor, parameters)):
+        raise ValueError(f"{where}: parameters are sharded already: {action} before")
 
 
 def check_bias(bias: Tensor | None) -> None:

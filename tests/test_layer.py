@@ -247,11 +247,13 @@ def test_a_weight_stored_as_its_transpose(compiled: bool, recipe: Recipe, device
         with torch.no_grad():
             y = grouped_linear(x, w_ENK, m_splits, None, recipe, state_for(recipe, E, device))
         assert_same_bits(y, results[-1][0])
-    for turned, copied in zip(*results, strict=True):
-        if delayed or getattr(recipe, "power_of_two_scales", True):
-            assert_same_bits(turned, copied)
-        else:  # a sum is scaled by one side and then the other
-            torch.testing.assert_close(turned, copied, rtol=2.0**-7, atol=1e-3)
+    (*turned, turned_dw), (*copied, copied_dw) = results
+    for actual, expected in zip(turned, copied, strict=True):
+        assert_same_bits(actual, expected)
+    if delayed or getattr(recipe, "power_of_two_scales", True):
+        assert_same_bits(turned_dw, copied_dw)
+    else:  # a sum is scaled by one side and then the other
+        torch.testing.assert_close(turned_dw, copied_dw, rtol=2.0**-7, atol=1e-3)
     if not compiled and isinstance(recipe, Float8BlockScaling):
         assert calls.counts["quantize_weight columnwise"] == 1
 

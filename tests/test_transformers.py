@@ -123,8 +123,9 @@ def train(model: nn.Module, call: Callable[..., Any], ids: Tensor) -> dict[str, 
     output = call(input_ids=ids)[0]
     output.float().square().mean().backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    learning = {n for n, p in model.named_parameters() if "expert" in n and p.requires_grad}
-    assert learning <= gradients.keys()
+    experts = {name: p for name, p in model.named_parameters() if "expert" in name}
+    assert experts
+    assert {name for name, p in experts.items() if p.requires_grad} <= gradients.keys()
     return {"logits": output.detach(), **gradients}
 
 
@@ -156,63 +157,6 @@ def results(
 def test_logits_and_gradients(family: str, device: str) -> None:
     error = errors(*results(family, device, "grouped_linear"))
     assert max(error.values()) < 1e-5, error  # the same products, sums of tens in another order
-
-
-class SizesByAnyName:
-    """A configuration that answers to the names that models have for their experts' sizes."""
-
-    def __getattr__(self, name: str) -> Any:
-        kinds = {"act": "silu", "intermediate": 48, "latent": 48, "hidden": 32, "expert": 5}
-        return next((value for kind, value in kinds.items() if kind in name), 1.0)
-
-
-def every_class_of_experts() -> Iterator[type[nn.Module]]:
-    """All that the library sends through its experts interface."""
-    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
-        names = re.findall(r"^@use_experts_implementation.*\nclass (\w+)", path.read_text(), re.M)
-        if names:
-            package = f"transformers.models.{path.parent.name}"
-            module = importlib.import_module(f"{package}.{path.stem}")
-            yield from (getattr(module, name) for name in names)
-
-
-@DEVICES
-def test_every_class_of_experts(device: str) -> None:
-    """By themselves, in every model: as the class itself computes; kept in FP8, as in each call."""
-    x, scores = torch.randn(9, 32, device=device), torch.rand(9, 2, device=device)
-    chosen = torch.stack([torch.randperm(5)[:2] for _ in range(9)]).to(device)
-    found = 0
-    for cls in every_class_of_experts():
-        _, _, *sizes = inspect.signature(cls.__init__).parameters.values()
-        wanted = [p for p in sizes if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-        experts = cls(SizesByAnyName(), *(48 for _ in wanted)).to(device)
-        for parameter in experts.parameters():
-            nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
-        width = experts.down_proj.size(2 if experts.is_transposed else 1)
-
-        def compute(
-            name: str, experts: nn.Module = experts, width: int = width
-        ) -> dict[str, Tensor]:
-            experts.config._experts_implementation = name
-            leaves = x.repeat(1, 2)[:, :width].clone(), scores.clone()
-            weights = [p for p in experts.parameters() if p.requires_grad]
-            every = [t.requires_grad_() for t in (*leaves, *weights)]
-            y = experts(leaves[0], chosen, leaves[1])
-            gradients = torch.autograd.grad(y.square().sum(), every)
-            return {f"{i}": t for i, t in enumerate((y.detach(), *gradients))}
-
-        error = errors(compute("grouped_linear"), compute("eager"))
-        assert max(error.values()) < 1e-5, (cls, error)  # float32
-        with CountOps() as counting:
-            in_each_call = compute("grouped_linear_fp8")
-        own = "_apply_gate" in inspect.getsource(cls) or experts.has_bias
-        fused = any("swiglu" in op for op in counting.counts)
-        assert fused == (experts.has_gate and not own and not experts.has_post_expert_norm), cls
-        quantize_experts(nn.ModuleList([experts]))
-        kept = compute("grouped_linear_fp8")
-        assert all(torch.equal(kept[i], in_each_call[i]) for i in "012"), cls
-        found += 1
-    assert found > 60
 
 
 @DEVICES
@@ -458,28 +402,49 @@ def every_experts_class() -> Iterator[type[nn.Module]]:
             yield getattr(importlib.import_module(module), name)
 
 
-def test_every_experts_class_of_the_library() -> None:
-    """Alone, without a model around; a class that asks for more than AnyConfig has is left out."""
+def compute(experts: Any, name: str, leaves: list[Tensor], chosen: Tensor) -> dict[int, Tensor]:
+    """Output and gradients, of the leaves and then of what learns."""
+    experts.config._experts_implementation = name
+    y = experts(leaves[0], chosen, leaves[1])
+    learning = [p for p in experts.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(y.square().sum(), [*leaves, *learning])
+    return dict(enumerate((y.detach(), *gradients)))
+
+
+@DEVICES
+def test_every_experts_class_of_the_library(device: str) -> None:
+    """Alone, without a model around; a class that asks for more than AnyConfig has is left out.
+
+    Whatever form an activation has that is silu, it is fused; what is kept in FP8 computes what
+    quantizing it in each call does.
+    """
     compared, left_out = [], []
-    chosen = torch.stack([torch.randperm(5)[:2] for _ in range(20)])
+    chosen = torch.stack([torch.randperm(5)[:2] for _ in range(20)]).to(device)
     for experts_class in every_experts_class():
-        config: Any = AnyConfig()
         try:
-            experts = experts_class(config)
+            experts: Any = experts_class(AnyConfig()).to(device)
         except AttributeError as error:
             left_out.append(f"{experts_class.__name__}: {error}")
             continue
         for parameter in experts.parameters():
             nn.init.normal_(parameter, std=0.3)
         width = experts.down_proj.size(2 if experts.is_transposed else 1)
-        leaves = [torch.randn(20, width, requires_grad=True), torch.rand(20, 2, requires_grad=True)]
-        found = []
-        for config._experts_implementation in ("eager", "grouped_linear"):
-            y = experts(leaves[0], chosen, leaves[1])
-            gradients = torch.autograd.grad(y.square().sum(), [*leaves, *experts.parameters()])
-            found.append(dict(enumerate((y.detach(), *gradients))))
-        error = errors(found[1], found[0])
+        leaves = [
+            torch.randn(20, width, device=device, requires_grad=True),
+            torch.rand(20, 2, device=device, requires_grad=True),
+        ]
+        eager, ours = (compute(experts, n, leaves, chosen) for n in ("eager", "grouped_linear"))
+        error = errors(ours, eager)
         assert max(error.values()) < 1e-5, experts_class.__name__  # float32
+        with CountOps() as counting:
+            in_each_call = compute(experts, "grouped_linear_fp8", leaves, chosen)
+        own_form = "_apply_gate" in inspect.getsource(experts_class) or experts.has_bias
+        plain = experts.has_gate and not own_form and not experts.has_post_expert_norm
+        assert any("swiglu" in op for op in counting.counts) == plain, experts_class.__name__
+        quantize_experts(experts)
+        kept = compute(experts, "grouped_linear_fp8", leaves, chosen)
+        for i in range(1 + len(leaves)):
+            assert torch.equal(kept[i], in_each_call[i]), experts_class.__name__
         compared.append(experts_class.__name__)
     assert len(compared) > 9 * len(left_out), left_out
     assert len(compared) >= 60
@@ -548,6 +513,8 @@ def check_two_processes(rank: int, directory: Path) -> None:
             for implementation in ("all_reduce", "all_to_all"):
                 model = deepcopy(whole)
                 spread(model, mesh, implementation)
+                with pytest.raises(ValueError, match="sharded already: quantize before"):
+                    quantize_experts(model)
                 actual = {
                     key: t.full_tensor() if isinstance(t, DTensor) else t
                     for key, t in train(model, model, ids).items()

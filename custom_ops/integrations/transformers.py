@@ -27,7 +27,7 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS,
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from grouped_linear import blocks, ops
-from grouped_linear.functional import apply_layer, check_bias, is_dtensor
+from grouped_linear.functional import apply_layer, check_bias, check_whole
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
 from grouped_linear.mlp import apply_mlp
 from grouped_linear.quantized_weight import kept_weight
@@ -144,8 +144,7 @@ def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None)
         if not isinstance(experts, FP8Experts)
         for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
     ]
-    if any(is_dtensor(getattr(experts, name)) for experts, name in weights):
-        raise ValueError("quantize_experts: the experts' weights are sharded already")
+    check_whole("quantize_experts", (getattr(*place) for place in weights), "quantize")
     for experts, name in weights:
         w = getattr(experts, name)
         if not isinstance(w, GroupedTensor):
@@ -244,7 +243,6 @@ def _kept_weight(experts: Any, name: str, recipe: Recipe, columnwise: bool) -> K
 def _is_swiglu(experts: Any) -> bool:
     """Whether experts are what grouped_mlp computes, which has them fused with quantization."""
     gate = type(experts)._apply_gate if experts.has_gate else None
-    act_fn = getattr(experts, "act_fn", None)
     if gate is FP8Experts._apply_gate:
         changes = experts.gate_softcap, experts.swiglu_alpha, experts.limit
         calls_act_fn = changes == (None, None, None)
@@ -255,5 +253,5 @@ def _is_swiglu(experts: Any) -> bool:
         and experts.is_concatenated
         and not experts.has_bias
         and not experts.has_post_expert_norm
-        and (isinstance(act_fn, nn.SiLU | SiLUActivation) or act_fn is silu)
+        and (experts.act_fn is silu or isinstance(experts.act_fn, nn.SiLU | SiLUActivation))
     )
