@@ -12,7 +12,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from benchmarks import timing
 from benchmarks.shapes import LAUNCH_BOUND, SPLITS, Shape, chosen_shapes, group_sizes
-from grouped_linear import ops
+from grouped_linear import SwiGLU, ops
 
 # What is asked of group_quantize: fprop without gradients, with them, and the backward's dy.
 FORMS: dict[str, dict[str, bool]] = {
@@ -33,6 +33,14 @@ FUSED = {
     GATHERED: 1 / CHOSEN,
     "swiglu": 2.0,
     "swiglu_grad": 1.5,
+    "swiglu, MiniMax-M3": 2.0,
+    "swiglu_grad, MiniMax-M3": 1.5,
+    "swiglu, GPT-OSS": 2.0,
+    "swiglu_grad, GPT-OSS": 1.5,
+}
+ACTIVATIONS = {
+    "MiniMax-M3": SwiGLU(alpha=1.702, beta=1.0, limit=7.0),
+    "GPT-OSS": SwiGLU(alpha=1.702, beta=1.0, limit=7.0, interleaved=True),
 }
 
 
@@ -63,11 +71,24 @@ def fused_form(name: str, x_TK: torch.Tensor, offs_E: torch.Tensor) -> timing.Ca
         expert = torch.searchsorted(offs_E, row, right=True)
         token = (expert * T + torch.randperm(T, device=x_TK.device)).sort().values % T // CHOSEN
         return lambda: ops.group_quantize(x_TK[: -(-T // CHOSEN)], offs_E, token, **both)
-    if name == "swiglu":
+    op, _, model = name.partition(", ")
+    activation = ACTIVATIONS.get(model, SwiGLU())
+    if op == "swiglu":
         gate_up = torch.randn(T, 2 * K, device=x_TK.device).to(x_TK.dtype)
-        return lambda: ops.group_quantize_swiglu(gate_up, offs_E, **both)
+        return lambda: ops.group_quantize_swiglu(gate_up, offs_E, activation=activation, **both)
     half = x_TK[:, : K // 2].contiguous()
-    return lambda: ops.group_quantize_swiglu_grad(half, x_TK, offs_E, **both)
+    return lambda: ops.group_quantize_swiglu_grad(half, x_TK, offs_E, activation=activation, **both)
+
+
+def unfused_swiglu(x_TK: torch.Tensor, offs_E: torch.Tensor) -> dict[str, tuple[timing.Call, int]]:
+    """SwiGLU of a gate_up [T, K] and its gradient, written as they are, and the bytes they move."""
+    T, K = x_TK.shape
+    half = x_TK[:, : K // 2].contiguous()
+    element = T * K // 2 * x_TK.itemsize
+    return {
+        "swiglu, not quantized": (partial(ops.swiglu, x_TK, offs_E), 3 * element),
+        "swiglu_grad, not quantized": (partial(ops.swiglu_grad, half, x_TK, offs_E), 5 * element),
+    }
 
 
 def sums_of_rows(x_TK: torch.Tensor) -> dict[str, tuple[timing.Call, int]]:
@@ -198,7 +219,7 @@ def main() -> None:
                 add(columns, call, bytes_quantized(sizes, K, element, form), clone)
             for name, (call, moved) in quantizers_of_recipes(x_TK, offs_E, sizes).items():
                 add(case(f"{name}, both layouts", shape, splits, f"[{T}, {K}]", dtype), call, moved)
-            for name, (call, moved) in sums_of_rows(x_TK).items():
+            for name, (call, moved) in (sums_of_rows(x_TK) | unfused_swiglu(x_TK, offs_E)).items():
                 add(case(name, shape, splits, f"[{T}, {K}]", dtype), call, moved)
             for name, read in FUSED.items():
                 moved = bytes_quantized(sizes, K, element, {"columnwise": True})

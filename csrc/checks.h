@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "layout.h"
+#include "swiglu.h"
 
 namespace grouped_linear {
 
@@ -39,6 +40,8 @@ void check_gather_sum(const Tensor& y, const Tensor& rows, const std::optional<T
 void check_gather_dot(const Tensor& a, const Tensor& y, const Tensor& rows);
 void check_swiglu(const char* op, const Tensor& gate_up, const Tensor& offs);
 void check_swiglu_grad(const char* op, const Tensor& dh, const Tensor& gate_up, const Tensor& offs);
+SwigluForm checked_form(const char* op, double alpha, double beta, std::optional<double> limit,
+                        bool interleaved);
 void check_group_quantize_swiglu(const Tensor& gate_up, const Tensor& offs, double amax_epsilon,
                                  bool rowwise, bool columnwise);
 void check_group_quantize_swiglu_grad(const Tensor& dh, const Tensor& gate_up, const Tensor& offs,

@@ -59,20 +59,27 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   m.def("gather_sum(Tensor y, Tensor rows, Tensor? weight=None) -> Tensor");
   m.def("gather_dot(Tensor a, Tensor y, Tensor rows) -> Tensor");
 
-  // gate_up [T, 2 K] -> h [T, K] = silu(gate) * up; dh [T, K] -> d_gate_up [T, 2 K]
-  m.def("swiglu(Tensor gate_up, Tensor offs) -> Tensor");
-  m.def("swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs) -> Tensor");
+  // gate_up [T, 2 K] -> h [T, K] = g * sigmoid(alpha * g) * (u + beta), where limit stops g, which is
+  // gate, and u, which is up; dh [T, K] -> d_gate_up [T, 2 K]. The form's arguments stay together.
+  m.def(
+      "swiglu(Tensor gate_up, Tensor offs, float alpha=1.0, float beta=0.0, float? limit=None, "
+      "bool interleaved=False) -> Tensor");
+  m.def(
+      "swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs, float alpha=1.0, float beta=0.0, "
+      "float? limit=None, bool interleaved=False) -> Tensor");
 
   // group_quantize of h or of d_gate_up, which stays inside
   m.def(
       "group_quantize_swiglu(Tensor gate_up, Tensor offs, float amax_epsilon=0.0, "
       "bool power_of_two_scales=True, bool rowwise=True, bool columnwise=False, "
-      "bool keep_h=False, bool share_scales=False) "
+      "bool keep_h=False, bool share_scales=False, float alpha=1.0, float beta=0.0, "
+      "float? limit=None, bool interleaved=False) "
       "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor h)");
   m.def(
       "group_quantize_swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs, "
       "float amax_epsilon=0.0, bool power_of_two_scales=True, bool rowwise=True, "
-      "bool columnwise=False, bool bias_grad=False) "
+      "bool columnwise=False, bool bias_grad=False, float alpha=1.0, float beta=0.0, "
+      "float? limit=None, bool interleaved=False) "
       "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)");
   m.def("group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType dtype) -> Tensor");
   m.def(

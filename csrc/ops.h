@@ -26,16 +26,20 @@
                                 const Quantized& of_x, const QuantizedWeight& of_w);               \
   std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(                        \
       const Tensor& gate_up, const Tensor& offs, double amax_epsilon, bool power_of_two_scales,    \
-      bool rowwise, bool columnwise, bool keep_h, bool share_scales);                              \
+      bool rowwise, bool columnwise, bool keep_h, bool share_scales, double alpha, double beta,    \
+      std::optional<double> limit, bool interleaved);                                              \
   std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu_grad(                   \
       const Tensor& dh, const Tensor& gate_up, const Tensor& offs, double amax_epsilon,            \
-      bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad);                    \
+      bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad, double alpha,       \
+      double beta, std::optional<double> limit, bool interleaved);                                 \
   std::tuple<Tensor, Tensor, Tensor, Tensor> sort_by_expert(const Tensor& experts,                 \
                                                             int64_t num_experts);                  \
   Tensor gather_sum(const Tensor& y, const Tensor& rows, const std::optional<Tensor>& weight);     \
   Tensor gather_dot(const Tensor& a, const Tensor& y, const Tensor& rows);                         \
-  Tensor swiglu(const Tensor& gate_up, const Tensor& offs);                                        \
-  Tensor swiglu_grad(const Tensor& dh, const Tensor& gate_up, const Tensor& offs);                 \
+  Tensor swiglu(const Tensor& gate_up, const Tensor& offs, double alpha, double beta,              \
+                std::optional<double> limit, bool interleaved);                                    \
+  Tensor swiglu_grad(const Tensor& dh, const Tensor& gate_up, const Tensor& offs, double alpha,    \
+                     double beta, std::optional<double> limit, bool interleaved);                  \
   std::tuple<Tensor, Tensor, Tensor, Tensor> group_quantize_current(                               \
       const Tensor& x, const Tensor& offs, ScalarType dtype, double amax_epsilon,                  \
       bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad);                    \

@@ -1,15 +1,19 @@
 // SwiGLU in float32, the same bits on CPU and CUDA: one sequence of operations, each rounded to
 // nearest, with FMA exactly where it is written.
 //
-//   sigmoid(g) = 1 / (1 + exp(-g)), silu(g) = g * sigmoid(g), h = silu(g) * up
+//   g = min(gate, limit), u = min(max(up, -limit), limit), sigmoid(x) = 1 / (1 + exp(-x))
+//   h = g * sigmoid(alpha * g) * (u + beta)
 //
-// Errors of sigmoid: below 2^-21 relative for |g| <= 83, where exp(-g) is kept from there on. An
-// infinite or NaN gate does not give a finite h.
+// Plain, with alpha 1, beta 0 and no limit, that is silu(gate) * up.
+//
+// Errors of sigmoid: below 2^-21 relative for |x| <= 83, where exp(-x) is kept from there on. A NaN,
+// or an infinity that no limit stops, does not give a finite h.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #ifdef __CUDACC__
 #define GROUPED_LINEAR_DEVICE __host__ __device__ __forceinline__
@@ -103,33 +107,81 @@ GROUPED_LINEAR_DEVICE float inverse(float x) {
 #endif
 }
 
-GROUPED_LINEAR_DEVICE float sigmoid(float g) { return inverse(one_plus_exp(g)); }
+// The forms that SwiGLU has.
+struct PlainSwiglu {
+  static constexpr bool kHasLimit = false, interleaved = false;
+  GROUPED_LINEAR_DEVICE static float product(float a, float b) { return exact::mul(a, b); }
+  GROUPED_LINEAR_DEVICE float gate(float g) const { return g; }
+  GROUPED_LINEAR_DEVICE float up(float u) const { return u; }
+  GROUPED_LINEAR_DEVICE float steep(float g) const { return g; }
+  GROUPED_LINEAR_DEVICE bool stops_gate(float) const { return false; }
+  GROUPED_LINEAR_DEVICE bool stops_up(float) const { return false; }
+};
 
-// What follows takes s = sigmoid(gate).
-GROUPED_LINEAR_DEVICE float swiglu_with(float s, float gate, float up) {
-  return exact::mul(exact::mul(gate, s), up);
+struct SwigluForm {
+  static constexpr bool kHasLimit = true;
+  float alpha = 1, beta = 0, limit = std::numeric_limits<float>::infinity();
+  bool interleaved = false;  // gate and up take turns: columns 2 c and 2 c + 1
+
+  // +0 in place of -0, which a negative beta would make of what is past a group's end.
+  GROUPED_LINEAR_DEVICE static float product(float a, float b) { return exact::fma(a, b, 0.0f); }
+  GROUPED_LINEAR_DEVICE float gate(float g) const { return stops_gate(g) ? limit : g; }
+  GROUPED_LINEAR_DEVICE float up(float u) const {
+    u = u > limit ? limit : u;
+    return exact::add(u < -limit ? -limit : u, beta);
+  }
+  GROUPED_LINEAR_DEVICE float steep(float g) const { return exact::mul(alpha, g); }
+  // Where no gradient passes: past the limit, not at it.
+  GROUPED_LINEAR_DEVICE bool stops_gate(float g) const { return g > limit; }
+  GROUPED_LINEAR_DEVICE bool stops_up(float u) const { return u > limit || u < -limit; }
+
+  bool is_plain() const {
+    return alpha == 1 && beta == 0 && !interleaved &&
+           limit == std::numeric_limits<float>::infinity();
+  }
+};
+
+// 1 / s of what follows.
+template <typename Form>
+GROUPED_LINEAR_DEVICE float one_plus_exp(const Form& form, float gate) {
+  return one_plus_exp(form.steep(form.gate(gate)));
 }
 
-// The gradients of h = silu(gate) * up:
-//   d_up = dh * silu(gate)
-//   d_gate = dh * up * sigmoid(gate) * (1 + gate * (1 - sigmoid(gate)))
-GROUPED_LINEAR_DEVICE float swiglu_grad_up_with(float s, float gate, float dh) {
-  return exact::mul(dh, exact::mul(gate, s));
+// What follows takes s = sigmoid(alpha * g).
+template <typename Form>
+GROUPED_LINEAR_DEVICE float swiglu_with(const Form& form, float s, float gate, float up) {
+  return form.product(exact::mul(form.gate(gate), s), form.up(up));
 }
-GROUPED_LINEAR_DEVICE float swiglu_grad_gate_with(float s, float gate, float dh, float up) {
+
+// The gradients of h, where no limit stops them:
+//   d_up = dh * g * s
+//   d_gate = dh * (u + beta) * s * (1 + alpha * g * (1 - s))
+template <typename Form>
+GROUPED_LINEAR_DEVICE float swiglu_grad_up_with(const Form& form, float s, float gate, float up,
+                                                float dh) {
+  const float d = form.product(dh, exact::mul(form.gate(gate), s));
+  return form.stops_up(up) ? 0.0f : d;
+}
+template <typename Form>
+GROUPED_LINEAR_DEVICE float swiglu_grad_gate_with(const Form& form, float s, float gate, float up,
+                                                  float dh) {
   using namespace exact;
-  const float slope = mul(s, fma(gate, add(1.0f, -s), 1.0f));
-  return mul(mul(dh, up), slope);
+  const float slope = mul(s, fma(form.steep(form.gate(gate)), add(1.0f, -s), 1.0f));
+  const float d = form.product(mul(dh, form.up(up)), slope);
+  return form.stops_gate(gate) ? 0.0f : d;
 }
 
-GROUPED_LINEAR_DEVICE float swiglu_of(float gate, float up) {
-  return swiglu_with(sigmoid(gate), gate, up);
+template <typename Form>
+GROUPED_LINEAR_DEVICE float swiglu_of(const Form& form, float gate, float up) {
+  return swiglu_with(form, inverse(one_plus_exp(form, gate)), gate, up);
 }
-GROUPED_LINEAR_DEVICE float swiglu_grad_up(float dh, float gate) {
-  return swiglu_grad_up_with(sigmoid(gate), gate, dh);
+template <typename Form>
+GROUPED_LINEAR_DEVICE float swiglu_grad_up(const Form& form, float gate, float up, float dh) {
+  return swiglu_grad_up_with(form, inverse(one_plus_exp(form, gate)), gate, up, dh);
 }
-GROUPED_LINEAR_DEVICE float swiglu_grad_gate(float dh, float gate, float up) {
-  return swiglu_grad_gate_with(sigmoid(gate), gate, dh, up);
+template <typename Form>
+GROUPED_LINEAR_DEVICE float swiglu_grad_gate(const Form& form, float gate, float up, float dh) {
+  return swiglu_grad_gate_with(form, inverse(one_plus_exp(form, gate)), gate, up, dh);
 }
 
 }  // namespace grouped_linear

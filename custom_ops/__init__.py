@@ -29,6 +29,7 @@ from grouped_linear.recipes import (
     MXFP8BlockScaling,
     Recipe,
 )
+from grouped_linear.swiglu import SwiGLU
 from grouped_linear.tensor import GroupedTensor
 
 __version__ = version("grouped_linear")
@@ -43,6 +44,7 @@ __all__ = [
     "GroupedTensor",
     "MXFP8BlockScaling",
     "Recipe",
+    "SwiGLU",
     "convert_experts",
     "grouped_linear",
     "grouped_mlp",

@@ -44,12 +44,11 @@ def check_whole(where: str, parameters: Iterable[Tensor], action: str) -> None:
         raise ValueError(f"{where}: parameters are sharded already: {action} before")
 
 
-def check_bias(bias: Tensor | None) -> None:
+def check_bias(bias: Tensor | None, op: str = "grouped_linear", name: str = "bias") -> None:
     """A bias is cast to the activations' dtype, which must not lose a part of it in silence."""
     if bias is not None and bias.dtype not in ACTIVATIONS:
         raise RuntimeError(
-            "grouped_linear: bias must be bfloat16, float16 or float32, "
-            f"got {dtype_name(bias.dtype)}"
+            f"{op}: {name} must be bfloat16, float16 or float32, got {dtype_name(bias.dtype)}"
         )
 
 

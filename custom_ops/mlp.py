@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear import ops
-from grouped_linear.autograd import Call, _multiply, asked_for, wgrad_of
+from grouped_linear.autograd import UNQUANTIZED, Call, _multiply, asked_for, wgrad_of
 from grouped_linear.delayed import DelayedScalingState
-from grouped_linear.functional import as_rows, autocast_dtype, autocast_weights
+from grouped_linear.functional import as_rows, autocast_dtype, autocast_weights, check_bias
 from grouped_linear.meta_kernels.rules import (
     ACTIVATIONS,
     FEATURE_MULTIPLE,
@@ -43,6 +43,7 @@ from grouped_linear.routing import (
     sum_of_rows,
     weight_of_rows,
 )
+from grouped_linear.swiglu import PLAIN, SwiGLU
 from grouped_linear.tensor import GroupedTensor
 from grouped_linear.weight_cache import WeightCache
 
@@ -67,13 +68,17 @@ def _tokens(
 
 
 def _activated(
-    scheme: Scheme, gate_up_RG: Tensor, offs_E: Tensor, slot: Slot | None, columnwise: bool
+    scheme: Scheme,
+    gate_up_RG: Tensor,
+    offs_E: Tensor,
+    activation: SwiGLU,
+    slot: Slot | None,
+    columnwise: bool,
 ) -> Operands:
     """``scheme.activation(swiglu(gate_up))``."""
     if not isinstance(scheme, Float8BlockScaling):
-        return scheme.activation(
-            ops.swiglu(gate_up_RG, offs_E), offs_E, slot, Wanted(True, columnwise, False)
-        )
+        h_RF = ops.swiglu(gate_up_RG, offs_E, activation)
+        return scheme.activation(h_RF, offs_E, slot, Wanted(True, columnwise, False))
     q, scale, q_t, scale_t, _ = ops.group_quantize_swiglu(
         gate_up_RG,
         offs_E,
@@ -81,6 +86,7 @@ def _activated(
         power_of_two_scales=scheme.power_of_two_scales,
         columnwise=columnwise,
         share_scales=scheme.share_x_scales,
+        activation=activation,
     )
     return Operands(q, scale, q_t, scale_t)
 
@@ -90,12 +96,13 @@ def _gate_up_gradient(
     dh_RF: Tensor,
     gate_up_RG: Tensor,
     offs_E: Tensor,
+    activation: SwiGLU,
     slot: Slot | None,
     wanted: Wanted,
 ) -> Operands:
     """``scheme.gradient(swiglu_grad(dh, gate_up))``."""
     if not isinstance(scheme, Float8BlockScaling):
-        d_gate_up_RG = ops.swiglu_grad(dh_RF, gate_up_RG, offs_E)
+        d_gate_up_RG = ops.swiglu_grad(dh_RF, gate_up_RG, offs_E, activation)
         return scheme.gradient(d_gate_up_RG, offs_E, slot, wanted)
     d_gate_up = ops.group_quantize_swiglu_grad(
         dh_RF,
@@ -105,6 +112,8 @@ def _gate_up_gradient(
         power_of_two_scales=scheme.power_of_two_scales,
         rowwise=wanted.rowwise,
         columnwise=wanted.columnwise,
+        bias_grad=wanted.bias_grad,
+        activation=activation,
     )
     return Operands(*d_gate_up)
 
@@ -145,10 +154,13 @@ class GroupedMLPFunction(torch.autograd.Function):
         ctx: Any,
         gate_up_call: Call,
         down_call: Call,
+        activation: SwiGLU,
         x_TH: Tensor,
         weight_TC: Tensor,
         gate_up_EGH: Tensor,
         down_EHF: Tensor,
+        gate_up_bias_EG: Tensor | None,
+        down_bias_EH: Tensor | None,
         *routing_tensors: Tensor,
     ) -> Tensor:
         """Gather, two products an expert, weighted sum.
@@ -156,13 +168,14 @@ class GroupedMLPFunction(torch.autograd.Function):
         Args:
             gate_up_call: of the first product; its recipe is both's.
             down_call: of the second.
+            activation: between them.
             gate_up_EGH: what the first call's weight gradient is of.
             down_EHF: what the second call's is of.
             routing_tensors: what a SortedByExpert holds.
         """
-        needed = [gate_up_call.grad_enabled and need for need in ctx.needs_input_grad[2:6]]
-        need_x, need_weight, need_gate_up, need_down = needed
-        need_h = need_x or need_gate_up
+        needed = [gate_up_call.grad_enabled and need for need in ctx.needs_input_grad[3:9]]
+        need_x, need_weight, need_gate_up, need_down, need_gate_up_bias, _ = needed
+        need_h = need_x or need_gate_up or need_gate_up_bias
         scheme = gate_up_call.scheme
         routing = ops.SortedByExpert(*routing_tensors)
         offs_E, dtype = routing.offs, x_TH.dtype
@@ -171,13 +184,17 @@ class GroupedMLPFunction(torch.autograd.Function):
 
         x = _tokens(scheme, x_TH, routing, x_slot, need_gate_up)
         gate_up = gate_up_call.weight(columnwise=need_x)
+        biases = gate_up_bias_EG, down_bias_EH
+        ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
+        gate_up_bias_EG, down_bias_EH = (None if b is None else b.to(dtype) for b in biases)
         gate_up_RG = _multiply(
-            x.rowwise, x.scale, gate_up.rowwise, gate_up.scale, offs_E, None, dtype
+            x.rowwise, x.scale, gate_up.rowwise, gate_up.scale, offs_E, gate_up_bias_EG, dtype
         )
-        h = _activated(scheme, gate_up_RG, offs_E, h_slot, need_down)
+        h = _activated(scheme, gate_up_RG, offs_E, activation, h_slot, need_down)
         down = down_call.weight(columnwise=need_h)
-        y_RH = _multiply(h.rowwise, h.scale, down.rowwise, down.scale, offs_E, None, dtype)
+        y_RH = _multiply(h.rowwise, h.scale, down.rowwise, down.scale, offs_E, down_bias_EH, dtype)
 
+        ctx.activation = activation
         ctx.calls = gate_up_call.for_backward(), down_call.for_backward()
         ctx.save_for_backward(
             *routing,
@@ -192,13 +209,15 @@ class GroupedMLPFunction(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, d_out_TH: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of x, the routing weights, gate_up and down, each only where needed."""
-        need_x, _, need_gate_up, need_down = ctx.needs_input_grad[2:6]
+        """The gradients of x, the routing weights and the parameters, each only where needed."""
+        need_x, _, need_gate_up, need_down, need_gate_up_bias, need_down_bias = (
+            ctx.needs_input_grad[3:9]
+        )
         gate_up_call, down_call = ctx.calls
         if gate_up_call.main_grad is not None or down_call.main_grad is not None:
             needed = need_gate_up, need_down
             need_gate_up, need_down = asked_for(ctx, needed, slice(2, 4))
-        need_h = need_x or need_gate_up
+        need_h = need_x or need_gate_up or need_gate_up_bias
         saved = ctx.saved_tensors
         routing = ops.SortedByExpert(*saved[:4])
         weight_TC, gate_up_RG, y_RH = saved[4:7]
@@ -209,25 +228,34 @@ class GroupedMLPFunction(torch.autograd.Function):
         scheme = gate_up_call.scheme
 
         d_weight_TC = gradient_of_weights(d_out_TH, weight_TC, y_RH, routing)
-        dx_TH = d_gate_up_EGH = d_down_EHF = None
-        if need_h or need_down:
-            wanted = Wanted(need_h, need_down, False)
-            dy = _output_gradient(scheme, d_out_TH, weight_TC, routing, dy_slot, wanted)
+        dx_TH = d_gate_up_EGH = d_down_EHF = d_gate_up_bias_EG = d_down_bias_EH = None
+        if need_h or need_down or need_down_bias:
+            wanted = Wanted(need_h, need_down, need_down_bias)
+            # For a bias alone nothing is quantized.
+            own = scheme if need_h or need_down else UNQUANTIZED
+            dy = _output_gradient(own, d_out_TH, weight_TC, routing, dy_slot, wanted)
+            if dy.bias_grad is not None:
+                d_down_bias_EH = dy.bias_grad.to(ctx.bias_dtypes[1])
         if need_down:
             (d_down_EHF,) = wgrad_of(down_call, dy, h, h_scale, offs_E).compute()
         if need_h:
             w, w_scale = scheme.for_dgrad(down, down_scale)
             dh_RF = _multiply(dy.rowwise, dy.scale, w, w_scale, offs_E, None, dtype)
-            wanted = Wanted(need_x, need_gate_up, False)
-            d = _gate_up_gradient(scheme, dh_RF, gate_up_RG, offs_E, d_gate_up_slot, wanted)
+            wanted = Wanted(need_x, need_gate_up, need_gate_up_bias)
+            own = scheme if need_x or need_gate_up else UNQUANTIZED
+            d = _gate_up_gradient(
+                own, dh_RF, gate_up_RG, offs_E, ctx.activation, d_gate_up_slot, wanted
+            )
             if need_gate_up:
                 (d_gate_up_EGH,) = wgrad_of(gate_up_call, d, x, x_scale, offs_E).compute()
+            if d.bias_grad is not None:
+                d_gate_up_bias_EG = d.bias_grad.to(ctx.bias_dtypes[0])
             if need_x:
                 w, w_scale = scheme.for_dgrad(gate_up, gate_up_scale)
                 dx_RH = _multiply(d.rowwise, d.scale, w, w_scale, offs_E, None, dtype)
                 dx_TH = sum_of_rows(dx_RH, routing.row)
-        nothing = (None,) * len(routing)
-        return None, None, dx_TH, d_weight_TC, d_gate_up_EGH, d_down_EHF, *nothing
+        of_weights = d_gate_up_EGH, d_down_EHF, d_gate_up_bias_EG, d_down_bias_EH
+        return None, None, None, dx_TH, d_weight_TC, *of_weights, *(None,) * len(routing)
 
 
 def grouped_mlp(
@@ -239,14 +267,19 @@ def grouped_mlp(
     recipe: Recipe = None,
     state: tuple[DelayedScalingState, DelayedScalingState] | None = None,
     *,
+    gate_up_proj_bias: Tensor | None = None,
+    down_proj_bias: Tensor | None = None,
+    activation: SwiGLU = PLAIN,
     max_rows: int | None = None,
 ) -> Tensor:
     """Send each token through its experts and add up what they give. Differentiable.
 
     With e = experts[t, c] for the C experts of token t::
 
-        gate, up = (gate_up_proj[e] @ x[t]).chunk(2)
-        y[t] = sum over c of weights[t, c] * down_proj[e] @ (silu(gate) * up)
+        gate, up = (gate_up_proj[e] @ x[t] + gate_up_proj_bias[e]).chunk(2)
+        y[t] = sum over c of weights[t, c] * (down_proj[e] @ (silu(gate) * up) + down_proj_bias[e])
+
+    That is with the activation of default; others are in :class:`grouped_linear.SwiGLU`.
 
     The host reads nothing and every shape is static, so routing is data: no recompile, one CUDA
     graph for any of it. Rows are gathered, never added to one place by several threads: equal
@@ -261,12 +294,17 @@ def grouped_mlp(
         weights: [..., C], of any floating dtype; they take part in float32.
         experts: [..., C] int32 or int64. A number outside [0, E) stands for no expert: it adds
             nothing, whatever x holds there.
-        gate_up_proj: [E, 2 F, H], gate first. Of x's dtype without a recipe, of any of the three
-            with one. Under ``Float8BlockScaling`` also a :class:`grouped_linear.GroupedTensor`,
-            read as it is.
+        gate_up_proj: [E, 2 F, H]: gate, then up, or as activation says. Of x's dtype without a
+            recipe, of any of the three with one. Under ``Float8BlockScaling`` also a
+            :class:`grouped_linear.GroupedTensor`, read as it is.
         down_proj: [E, H, F], the same.
         recipe: how the products are computed; None for x's dtype.
         state: what ``DelayedScaling`` remembers of gate_up_proj and of down_proj; for it alone.
+        gate_up_proj_bias: [E, 2 F], gate and up as in gate_up_proj, of any of the three dtypes,
+            which its gradient has, too; None adds nothing.
+        down_proj_bias: [E, H], the same.
+        activation: what is computed in place of ``silu(gate) * up``, and how gate and up lie in
+            gate_up_proj: see :class:`grouped_linear.SwiGLU`.
         max_rows: how many choices there is room for, of all tokens; None for all of them. Memory,
             and the time to clear what is not used, follow from it: for tokens most of whose choices
             are of no expert. Of more choices, sorted by expert and then by token, the last ones are
@@ -295,18 +333,25 @@ def grouped_mlp(
     plans: list[dict[str, Any]] = [{}, {}]
     if state is not None:
         plans = [{"slots": s.slots()} for s in state]
-    return apply_mlp(x, weights, experts, gate_up_proj, down_proj, recipe, plans, max_rows)
+    w, biases = (gate_up_proj, down_proj), (gate_up_proj_bias, down_proj_bias)
+    return apply_mlp(x, weights, experts, w, biases, recipe, plans, activation, max_rows)
+
+
+def _check_activation(op: str, activation: SwiGLU) -> None:
+    if not isinstance(activation, SwiGLU):
+        raise ValueError(f"{op}: activation must be a SwiGLU, got {activation!r}")
 
 
 def apply_mlp(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
+    projections: tuple[Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None],
     recipe: Recipe,
     plans: list[dict[str, Any]],
-    max_rows: int | None,
+    activation: SwiGLU,
+    max_rows: int | None = None,
 ) -> Tensor:
     """:func:`grouped_mlp` with what :class:`GroupedMLP` has besides.
 
@@ -314,13 +359,16 @@ def apply_mlp(
         x: [..., H].
         weights: [..., C].
         experts: [..., C].
-        gate_up_proj: [E, 2 F, H].
-        down_proj: [E, H, F].
+        projections: gate_up_proj [E, 2 F, H] and down_proj [E, H, F].
+        biases: of both, [E, 2 F] and [E, H], or None.
         recipe: how the products are computed.
         plans: further fields of :class:`grouped_linear.autograd.Call`, of gate_up_proj and of
             down_proj.
+        activation: see :func:`grouped_mlp`.
         max_rows: see :func:`grouped_mlp`.
     """
+    gate_up_proj, down_proj = projections
+    _check_activation("grouped_mlp", activation)
     x_TH = as_rows("grouped_mlp", x)
     if any(t.dim() == 0 or t.size(-1) == 0 for t in (weights, experts)):
         raise ValueError(
@@ -361,6 +409,13 @@ def apply_mlp(
             f"grouped_mlp: F differs: down_proj has {down_proj.size(2)}, gate_up_proj "
             f"{gate_up_proj.size(1)} for gate and up"
         )
+    for name, w, bias in zip(("gate_up_proj", "down_proj"), projections, biases, strict=True):
+        check_bias(bias, "grouped_mlp", f"{name}_bias")
+        if bias is not None and bias.shape != w.shape[:2]:
+            raise ValueError(
+                f"grouped_mlp: {name}_bias must be {list(w.shape[:2])}, as {name} is "
+                f"{list(w.shape)}, got {list(bias.shape)}"
+            )
     if max_rows is not None and torch.compiler.is_compiling():  # it may follow from x's size
         torch._check(max_rows >= 0, lambda: "grouped_mlp: max_rows must not be negative")
     elif max_rows is not None and max_rows < 0:
@@ -369,9 +424,12 @@ def apply_mlp(
     if dtype is not None and x.dtype in ACTIVATIONS:
         x_TH = x_TH.to(dtype)
     need_x = torch.is_grad_enabled() and x.requires_grad
-    need_h = need_x or (torch.is_grad_enabled() and gate_up_proj.requires_grad)
+    need_h = need_x or (
+        torch.is_grad_enabled()
+        and any(t is not None and t.requires_grad for t in (gate_up_proj, biases[0]))
+    )
     calls, receivers = [], []
-    for w, plan, columnwise in zip((gate_up_proj, down_proj), plans, (need_x, need_h), strict=True):
+    for w, plan, columnwise in zip(projections, plans, (need_x, need_h), strict=True):
         if isinstance(w, GroupedTensor):
             plan["kept"] = kept_weight("grouped_mlp", w, recipe, columnwise)
         own = (w,) if dtype is None else autocast_weights((w,), recipe, dtype)
@@ -383,7 +441,13 @@ def apply_mlp(
     # A choice of no expert has a row of zeros, which a weight of NaN would spoil.
     weights = weights.masked_fill(routing.row.view(experts.shape) >= routing.offs[-1], 0)
     y_TH: Tensor = GroupedMLPFunction.apply(
-        *calls, x_TH, weights.reshape(-1, weights.size(-1)), *receivers, *routing
+        *calls,
+        activation,
+        x_TH,
+        weights.reshape(-1, weights.size(-1)),
+        *receivers,
+        *biases,
+        *routing,
     )
     return y_TH.reshape(x.shape)
 
@@ -395,14 +459,16 @@ class GroupedMLP(nn.Module):
         num_experts: E, at most 1024.
         hidden_size: H, a multiple of 16.
         intermediate_size: F, a multiple of 16.
+        bias: whether both products add a bias.
+        activation: what they have between them: see :class:`grouped_linear.SwiGLU`.
         recipe: how the products are computed; None computes in the activations' dtype.
         cache_weights: allocate room for both quantized weights, so that ``is_first_microbatch`` can
             keep them from one micro-batch to the next. Without a recipe there is nothing to keep.
-        fuse_wgrad_accumulation: add weight gradients to ``main_grad``, an attribute of each
-            parameter (float32 or bfloat16, of its shape), in the product itself, and leave ``grad``
+        fuse_wgrad_accumulation: add weight gradients to ``main_grad``, an attribute of both
+            weights (float32 or bfloat16, of its shape), in the product itself, and leave ``grad``
             alone. ``grad_added_to_main_grad`` and ``overwrite_main_grad`` are heeded as
-            :class:`grouped_linear.GroupedLinear` does.
-        quantized_weight: make both parameters :class:`grouped_linear.GroupedTensor`, which are kept
+            :class:`grouped_linear.GroupedLinear` does. A bias has its gradient in ``grad``.
+        quantized_weight: make both weights :class:`grouped_linear.GroupedTensor`, which are kept
             quantized, under ``Float8BlockScaling``. They are drawn in `dtype`, then quantized.
         stochastic_rounding: round them by chance when an optimizer steps them.
         dtype: of the parameters.
@@ -410,9 +476,11 @@ class GroupedMLP(nn.Module):
             ``reset_parameters()``.
 
     Attributes:
-        num_experts, hidden_size, intermediate_size, recipe: as given.
-        gate_up_proj: [E, 2 F, H], gate first.
+        num_experts, hidden_size, intermediate_size, activation, recipe: as given.
+        gate_up_proj: [E, 2 F, H]: gate, then up, or as activation says.
         down_proj: [E, H, F].
+        gate_up_proj_bias: [E, 2 F], or None.
+        down_proj_bias: [E, H], or None.
         gate_up_state: what ``DelayedScaling`` remembers of gate_up_proj; None under other recipes.
         down_state: the same of down_proj.
         gate_up_cache: the quantized gate_up_proj that is kept, see
@@ -432,7 +500,7 @@ class GroupedMLP(nn.Module):
 
     >>> mlp = GroupedMLP(4, 16, 32, recipe=Float8BlockScaling(), cache_weights=True,
     ...                  fuse_wgrad_accumulation=True)
-    >>> for p in mlp.parameters():
+    >>> for p in (mlp.gate_up_proj, mlp.down_proj):
     ...     p.main_grad = torch.empty_like(p)
     >>> for i in range(3):
     ...     mlp(x, *scores.topk(2), is_first_microbatch=i == 0).square().mean().backward()
@@ -451,6 +519,8 @@ class GroupedMLP(nn.Module):
 
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
+    gate_up_proj_bias: nn.Parameter | None
+    down_proj_bias: nn.Parameter | None
     gate_up_state: DelayedScalingState | None
     down_state: DelayedScalingState | None
     gate_up_cache: WeightCache | None
@@ -462,6 +532,8 @@ class GroupedMLP(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
+        bias: bool = False,
+        activation: SwiGLU = PLAIN,
         recipe: Recipe = None,
         cache_weights: bool = False,
         fuse_wgrad_accumulation: bool = False,
@@ -487,6 +559,7 @@ class GroupedMLP(nn.Module):
                 "GroupedMLP: recipe must be None or one of grouped_linear's recipes, "
                 f"got {recipe!r}"
             )
+        _check_activation("GroupedMLP", activation)
         check_quantized_weight(
             "GroupedMLP",
             recipe,
@@ -496,7 +569,7 @@ class GroupedMLP(nn.Module):
         )
         self.num_experts = num_experts
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
-        self._recipe = recipe
+        self.activation, self._recipe = activation, recipe
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.quantized_weight = quantized_weight
         E, H, F = num_experts, hidden_size, intermediate_size
@@ -506,6 +579,9 @@ class GroupedMLP(nn.Module):
                 assert isinstance(recipe, Float8BlockScaling)
                 w = GroupedTensor.quantize(w, recipe, stochastic_rounding=stochastic_rounding)
             self.register_parameter(name, nn.Parameter(w))
+        for name, features in (("gate_up_proj_bias", 2 * F), ("down_proj_bias", H)):
+            b = nn.Parameter(torch.empty(E, features, dtype=dtype, device=device)) if bias else None
+            self.register_parameter(name, b)
         self.gate_up_state = self.down_state = None
         if isinstance(recipe, DelayedScaling):
             self.gate_up_state = DelayedScalingState(recipe, E, device)
@@ -526,8 +602,13 @@ class GroupedMLP(nn.Module):
         """Draw the parameters as nn.Linear does, forget scales and caches; nothing on meta."""
         if self.gate_up_proj.is_meta:
             return
-        for weight_ENK in (self.gate_up_proj, self.down_proj):
+        for weight_ENK, bias_EN in (
+            (self.gate_up_proj, self.gate_up_proj_bias),
+            (self.down_proj, self.down_proj_bias),
+        ):
             bound = 1 / math.sqrt(weight_ENK.size(2))
+            if bias_EN is not None:
+                nn.init.uniform_(bias_EN, -bound, bound)
             if not self.quantized_weight:
                 nn.init.uniform_(weight_ENK, -bound, bound)
             else:  # draw what any other layer draws, then quantize it
@@ -579,13 +660,25 @@ class GroupedMLP(nn.Module):
                 plan |= main_grad_plan("GroupedMLP", {name: w}, first)
             plans.append(plan)
         return apply_mlp(
-            x, weights, experts, self.gate_up_proj, self.down_proj, self._recipe, plans, max_rows
+            x,
+            weights,
+            experts,
+            (self.gate_up_proj, self.down_proj),
+            (self.gate_up_proj_bias, self.down_proj_bias),
+            self._recipe,
+            plans,
+            self.activation,
+            max_rows,
         )
 
     def extra_repr(self) -> str:
         """The options that tell layers apart."""
         E, H, F = self.down_proj.shape
-        return f"num_experts={E}, hidden_size={H}, intermediate_size={F}, recipe={self.recipe}"
+        bias, activation = self.down_proj_bias is not None, self.activation
+        return (
+            f"num_experts={E}, hidden_size={H}, intermediate_size={F}, bias={bias}, "
+            f"activation={activation}, recipe={self.recipe}"
+        )
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from grouped_linear.meta_kernels.rules import Rules
+from grouped_linear.swiglu import PLAIN, SwiGLU
 
 _ops = torch.ops.grouped_linear
 
@@ -333,7 +334,7 @@ def gather_dot(a: Tensor, y: Tensor, rows: Tensor) -> Tensor:
     return out
 
 
-def swiglu(gate_up: Tensor, offs: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, offs: Tensor, activation: SwiGLU = PLAIN) -> Tensor:
     """The gated activation between the two linear layers of an expert.
 
     With gate = gate_up[:, :K] and up = gate_up[:, K:]: ``h = silu(gate) * up``, silu(g) = g /
@@ -343,6 +344,7 @@ def swiglu(gate_up: Tensor, offs: Tensor) -> Tensor:
     Args:
         gate_up: [T, 2 K] bfloat16, float16 or float32, K a multiple of 16.
         offs: [E] int32 group ends.
+        activation: other forms: :class:`grouped_linear.SwiGLU`.
 
     Returns:
         [T, K]; zero at and past offs[-1].
@@ -354,23 +356,28 @@ def swiglu(gate_up: Tensor, offs: Tensor) -> Tensor:
     >>> swiglu(gate_up + 1, torch.tensor([1], dtype=torch.int32))[:, 0]  # silu(1) * 2
     tensor([1.4621, 0.0000])
     """
-    h: Tensor = _ops.swiglu(gate_up, offs)
+    h: Tensor = _ops.swiglu(gate_up, offs, *activation.arguments)
     return h
 
 
-def swiglu_grad(dh: Tensor, gate_up: Tensor, offs: Tensor) -> Tensor:
+def swiglu_grad(dh: Tensor, gate_up: Tensor, offs: Tensor, activation: SwiGLU = PLAIN) -> Tensor:
     """The gradient of :func:`swiglu`.
 
     ``d_gate = dh * up * s * (1 + gate * (1 - s))`` with s = 1 / (1 + exp(-gate)), and ``d_up = dh *
-    silu(gate)``, computed in float32 and rounded once.
+    silu(gate)``, computed in float32 and rounded once. In general, with the g, u, alpha and beta
+    of :class:`grouped_linear.SwiGLU` and s = 1 / (1 + exp(-alpha * g))::
+
+        d_gate = dh * (u + beta) * s * (1 + alpha * g * (1 - s))  where gate <= limit, else 0
+        d_up   = dh * g * s                                       where abs(up) <= limit, else 0
 
     Args:
         dh: [T, K] bfloat16, float16 or float32, K a multiple of 16.
         gate_up: [T, 2 K] of dh's dtype.
         offs: [E] int32 group ends.
+        activation: see :func:`swiglu`.
 
     Returns:
-        d_gate_up [T, 2 K]; zero at and past offs[-1].
+        d_gate_up [T, 2 K], laid out as gate_up is; zero at and past offs[-1].
 
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
@@ -378,7 +385,7 @@ def swiglu_grad(dh: Tensor, gate_up: Tensor, offs: Tensor) -> Tensor:
     >>> swiglu_grad(torch.ones(1, 16), torch.zeros(1, 32), torch.tensor([1]).int()).shape
     torch.Size([1, 32])
     """
-    d_gate_up: Tensor = _ops.swiglu_grad(dh, gate_up, offs)
+    d_gate_up: Tensor = _ops.swiglu_grad(dh, gate_up, offs, *activation.arguments)
     return d_gate_up
 
 
@@ -392,6 +399,7 @@ def group_quantize_swiglu(
     columnwise: bool = False,
     keep_h: bool = False,
     share_scales: bool = False,
+    activation: SwiGLU = PLAIN,
 ) -> SwigluQuantized:
     """Quantize ``h = silu(gate) * up`` without writing h first.
 
@@ -407,6 +415,7 @@ def group_quantize_swiglu(
         columnwise: return q_t and scale_t.
         keep_h: return h too.
         share_scales: see :func:`group_quantize`.
+        activation: see :func:`swiglu`.
 
     Returns:
         q, scale, q_t and scale_t of h [T, K], laid out as :func:`group_quantize` does; h, zero at
@@ -422,7 +431,15 @@ def group_quantize_swiglu(
     True
     """
     q, scale, q_t, scale_t, h = _ops.group_quantize_swiglu(
-        gate_up, offs, amax_epsilon, power_of_two_scales, rowwise, columnwise, keep_h, share_scales
+        gate_up,
+        offs,
+        amax_epsilon,
+        power_of_two_scales,
+        rowwise,
+        columnwise,
+        keep_h,
+        share_scales,
+        *activation.arguments,
     )
     return SwigluQuantized(
         q if rowwise else None,
@@ -443,6 +460,7 @@ def group_quantize_swiglu_grad(
     rowwise: bool = True,
     columnwise: bool = False,
     bias_grad: bool = False,
+    activation: SwiGLU = PLAIN,
 ) -> GroupQuantized:
     """Quantize the gradient of :func:`swiglu` without writing it first.
 
@@ -457,6 +475,7 @@ def group_quantize_swiglu_grad(
         rowwise: return q and scale.
         columnwise: return q_t and scale_t.
         bias_grad: return the sum of d_gate_up over each group's rows.
+        activation: see :func:`swiglu`.
 
     Returns:
         What :func:`group_quantize` returns for d_gate_up [T, 2 K].
@@ -470,7 +489,15 @@ def group_quantize_swiglu_grad(
     torch.Size([10, 128])
     """
     q, scale, q_t, scale_t, grad = _ops.group_quantize_swiglu_grad(
-        dh, gate_up, offs, amax_epsilon, power_of_two_scales, rowwise, columnwise, bias_grad
+        dh,
+        gate_up,
+        offs,
+        amax_epsilon,
+        power_of_two_scales,
+        rowwise,
+        columnwise,
+        bias_grad,
+        *activation.arguments,
     )
     return GroupQuantized(
         q if rowwise else None,

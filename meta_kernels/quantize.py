@@ -105,17 +105,42 @@ def _check_swiglu_grad(rules: Rules, dh: Tensor, gate_up: Tensor, offs: Tensor) 
     return T, K
 
 
+def _check_form(rules: Rules, alpha: float, beta: float, limit: float | None) -> None:
+    rules.finite("alpha", alpha)
+    rules.finite("beta", beta)
+    rules.check(limit is None or limit > 0, lambda: f"limit must be positive, got {limit:g}")
+
+
 @torch.library.register_fake("grouped_linear::swiglu")
-def swiglu(gate_up: Tensor, offs: Tensor) -> Tensor:
+def swiglu(
+    gate_up: Tensor,
+    offs: Tensor,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+    interleaved: bool = False,
+) -> Tensor:
     """gate_up [T, 2 K] -> h [T, K]."""
-    T, K = _check_swiglu(Rules("swiglu"), gate_up, offs)
+    rules = Rules("swiglu")
+    T, K = _check_swiglu(rules, gate_up, offs)
+    _check_form(rules, alpha, beta, limit)
     return gate_up.new_empty((T, K))
 
 
 @torch.library.register_fake("grouped_linear::swiglu_grad")
-def swiglu_grad(dh: Tensor, gate_up: Tensor, offs: Tensor) -> Tensor:
+def swiglu_grad(
+    dh: Tensor,
+    gate_up: Tensor,
+    offs: Tensor,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+    interleaved: bool = False,
+) -> Tensor:
     """dh [T, K] -> d_gate_up [T, 2 K]."""
-    T, K = _check_swiglu_grad(Rules("swiglu_grad"), dh, gate_up, offs)
+    rules = Rules("swiglu_grad")
+    T, K = _check_swiglu_grad(rules, dh, gate_up, offs)
+    _check_form(rules, alpha, beta, limit)
     return dh.new_empty((T, 2 * K))
 
 
@@ -129,12 +154,17 @@ def group_quantize_swiglu(
     columnwise: bool = False,
     keep_h: bool = False,
     share_scales: bool = False,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+    interleaved: bool = False,
 ) -> Quantized:
     """gate_up [T, 2 K] -> q, scale, q_t, scale_t of h [T, K], and h."""
     rules = Rules("group_quantize_swiglu")
     T, K = _check_swiglu(rules, gate_up, offs)
     rules.epsilon(amax_epsilon)
     _check_layouts(rules, rowwise, columnwise)
+    _check_form(rules, alpha, beta, limit)
     h = gate_up.new_empty((T, K) if keep_h else (0,))
     return (*_quantized(gate_up, T, K, offs.size(0), rowwise, columnwise), h)
 
@@ -149,12 +179,17 @@ def group_quantize_swiglu_grad(
     rowwise: bool = True,
     columnwise: bool = False,
     bias_grad: bool = False,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+    interleaved: bool = False,
 ) -> Quantized:
     """dh [T, K] -> q, scale, q_t, scale_t, bias_grad of d_gate_up [T, 2 K]."""
     rules = Rules("group_quantize_swiglu_grad")
     T, K = _check_swiglu_grad(rules, dh, gate_up, offs)
     rules.epsilon(amax_epsilon)
     _check_layouts(rules, rowwise, columnwise)
+    _check_form(rules, alpha, beta, limit)
     E = offs.size(0)
     grad = dh.new_empty((E, 2 * K) if bias_grad else (0,), dtype=torch.float32)
     return (*_quantized(dh, T, 2 * K, E, rowwise, columnwise), grad)

@@ -11,6 +11,7 @@ SCALE_ROW_MULTIPLE = 4
 MAX_GROUPS = 1024
 MX_BLOCK = 32
 MAX_MARGIN = 64
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 E4M3 = torch.float8_e4m3fn
 FP8 = (E4M3, torch.float8_e5m2)
@@ -97,6 +98,10 @@ class Rules:
             0 <= amax_epsilon < float("inf"),
             lambda: f"amax_epsilon must be finite and not negative, got {amax_epsilon:g}",
         )
+
+    def finite(self, name: str, number: float) -> None:
+        """A number is finite, in float32 too."""
+        self.check(abs(number) <= FLOAT32_MAX, lambda: f"{name} must be finite, got {number:g}")
 
     def not_negative(self, name: str, value: int) -> None:
         """A size is not negative."""

@@ -9,7 +9,7 @@ T rows, E groups, K in_features, N out_features. Numbers are checked by the test
 
 import torch
 
-from grouped_linear import ops
+from grouped_linear import SwiGLU, ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E = 5
@@ -54,6 +54,16 @@ def call_every_op(T: int, K: int, N: int, sizes: tuple[int, ...], dtype: torch.d
     ops.group_quantize_swiglu(gate_up, offs, columnwise=True, keep_h=True)
     ops.group_quantize_swiglu(gate_up, offs, columnwise=True, share_scales=True)
     ops.group_quantize_swiglu_grad(x, gate_up, offs, columnwise=True, bias_grad=True)
+    for form in (SwiGLU(limit=1.0), SwiGLU(alpha=1.702, beta=1.0, interleaved=True)):
+        ops.swiglu(gate_up, offs, form)
+        ops.swiglu_grad(x, gate_up, offs, form)
+        ops.group_quantize_swiglu(gate_up, offs, columnwise=True, keep_h=True, activation=form)
+        ops.group_quantize_swiglu_grad(x, gate_up, offs, columnwise=True, activation=form)
+        odd_x, odd = draw(T, K + 3)[:, 1:-2], draw(T, 2 * K + 3)[:, 1:-2]  # rows not aligned
+        ops.swiglu(odd, offs, form)
+        ops.swiglu_grad(odd_x, odd, offs, form)
+        ops.group_quantize_swiglu(odd, offs, columnwise=True, activation=form)
+        ops.group_quantize_swiglu_grad(odd_x, odd, offs, columnwise=True, activation=form)
     wq = ops.quantize_weight(w)
     ops.grouped_scaled_mm(xq.q, wq.q, xq.scale, wq.scale, offs, bias, dtype)
     ops.grouped_scaled_mm(dyq.q, wq.q_t, dyq.scale, wq.scale.transpose(1, 2), offs)

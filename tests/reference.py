@@ -198,18 +198,27 @@ def gather_sum(y_RH: Tensor, rows_TC: Tensor, weight_TC: Tensor | None) -> Tenso
     return sum_TH.to(y_RH.dtype)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """h [T, K] = silu(gate) * up."""
-    gate, up = gate_up.double().chunk(2, dim=1)
-    return gate * torch.sigmoid(gate) * up
+def gate_and_up(gate_up: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+    """Each [T, K]."""
+    if interleaved:
+        return gate_up[..., 0::2], gate_up[..., 1::2]
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate, up
 
 
-def swiglu_grad(dh_TK: Tensor, gate_up: Tensor) -> Tensor:
-    """d_gate_up [T, 2 K]."""
-    gate, up = gate_up.double().chunk(2, dim=1)
-    s = torch.sigmoid(gate)
-    d_gate = dh_TK.double() * up * s * (1 + gate * (1 - s))
-    return torch.cat([d_gate, dh_TK.double() * gate * s], dim=1)
+def swiglu(
+    gate_up: Tensor,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+    interleaved: bool = False,
+) -> Tensor:
+    """h [T, K] in gate_up's dtype. Differentiable: at a limit too, where newer clamps stop it."""
+    gate, up = gate_and_up(gate_up, interleaved)
+    if limit is not None:
+        gate, up = torch.where(gate > limit, limit, gate), torch.where(up > limit, limit, up)
+        up = torch.where(up < -limit, -limit, up)
+    return gate * torch.sigmoid(alpha * gate) * (up + beta)
 
 
 # --- one scale a group ---------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from grouped_linear import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
     Recipe,
+    SwiGLU,
     ops,
 )
 
@@ -169,13 +170,14 @@ class Swiglu(torch.autograd.Function):
     """Our ops, unfused."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, offs: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, offs: Tensor, activation: SwiGLU) -> Tensor:
+        ctx.activation = activation
         ctx.save_for_backward(gate_up, offs)
-        return ops.swiglu(gate_up, offs)
+        return ops.swiglu(gate_up, offs, activation)
 
     @staticmethod
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
-        return ops.swiglu_grad(dh, *ctx.saved_tensors), None
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None, None]:
+        return ops.swiglu_grad(dh, *ctx.saved_tensors, ctx.activation), None, None
 
 
 # --- tensors -------------------------------------------------------------------------------------
@@ -189,6 +191,10 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
         wide = x.new_full((*x.shape[:-1], x.size(-1) + 24), torch.nan)
         wide[..., 8:-16] = x
         return wide[..., 8:-16]
+    if layout == "odd":  # rows that are not aligned
+        wide = x.new_full((*x.shape[:-1], x.size(-1) + 3), torch.nan)
+        wide[..., 1:-2] = x
+        return wide[..., 1:-2]
     if layout == "transposed":  # the inner dimension is not dense
         return x.transpose(-1, -2).contiguous().transpose(-1, -2)
     raise ValueError(layout)
@@ -599,7 +605,22 @@ def make(
     return Sample(op, {**tensors, **options})
 
 
+# What SwiGLU is made of in models. No row of the samples is far from 1: limits are near it, too.
+FORMS: dict[str, dict[str, Any]] = {
+    "limit": {"limit": 0.75},
+    "alpha_beta": {"alpha": 1.702, "beta": 1.0},
+    "interleaved": {"interleaved": True},
+    "all_of_it": {"alpha": 1.702, "beta": 1.0, "limit": 1.5, "interleaved": True},
+    "negative": {"alpha": -1.5, "beta": -0.5},
+}
 _LAYOUTS: dict[str, Any] = {x: {"layout": x} for x in ("strided", "transposed", "expanded")}
+_SWIGLU: dict[str, Any] = {
+    **_LAYOUTS,
+    **FORMS,
+    "odd": {"layout": "odd"},
+    "odd_limit": {"layout": "odd", "limit": 0.75},
+    "odd_interleaved": {"layout": "odd", "interleaved": True},
+}
 _OUT: dict[str, Any] = {
     f"out_{name}": {"out_dtype": d} for name, d in (("bf16", BF16), ("fp32", FP32))
 }
@@ -657,20 +678,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "strided": {"layout": "strided"},
         "transposed": {"layout": "transposed"},
     },
-    "swiglu": _LAYOUTS,
-    "swiglu_grad": _LAYOUTS,
+    "swiglu": _SWIGLU,
+    "swiglu_grad": _SWIGLU,
     "group_quantize_swiglu": {
         "both": {"columnwise": True, "keep_h": True},
         "shared": {"columnwise": True, "share_scales": True},
         "columnwise": {"rowwise": False, "columnwise": True},
         "exact_scales": {"columnwise": True, "power_of_two_scales": False, "amax_epsilon": 0.5},
-        **{name: {"columnwise": True, **v} for name, v in _LAYOUTS.items()},
+        **{name: {"columnwise": True, **v} for name, v in _SWIGLU.items()},
     },
     "group_quantize_swiglu_grad": {
         "both": {"columnwise": True, "bias_grad": True},
         "columnwise": {"rowwise": False, "columnwise": True},
         "exact_scales": {"columnwise": True, "power_of_two_scales": False, "amax_epsilon": 0.5},
-        **{name: {"columnwise": True, **v} for name, v in _LAYOUTS.items()},
+        **{name: {"columnwise": True, **v} for name, v in _SWIGLU.items()},
     },
     "group_quantize_current": {
         "both": {"columnwise": True, "bias_grad": True},

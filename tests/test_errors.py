@@ -63,6 +63,10 @@ def sentences(good: Sample, mistakes: list[dict[str, Any]]) -> str:
 
 
 BAD_EPSILONS = [{"amax_epsilon": e} for e in (-0.5, float("inf"), float("nan"))]
+BAD_FORMS = [
+    *({name: x} for name in ("alpha", "beta") for x in (1e39, float("-inf"), float("nan"))),
+    *({"limit": x} for x in (0.0, -1.5, float("nan"))),
+]
 BAD_OFFS = [
     {"offs": torch.zeros(1, 3, dtype=I32)},
     {"offs": torch.zeros(3, dtype=torch.int64)},
@@ -248,6 +252,7 @@ def swiglu_mistakes(good: Sample) -> list[dict[str, Any]]:
         {"gate_up": like(gate_up, None, 33)},
         {"gate_up": like(gate_up, None, 48)},
         *BAD_OFFS,
+        *BAD_FORMS,
     ]
 
 
@@ -262,6 +267,7 @@ def swiglu_grad_mistakes(good: Sample) -> list[dict[str, Any]]:
         {"dh": like(dh, None, 24)},
         {"dh": like(dh, None, 128)},
         *BAD_OFFS,
+        *BAD_FORMS,
     ]
 
 
@@ -277,7 +283,16 @@ swiglu: K must be a positive multiple of 16, got 24
 swiglu: offs must be 1-D, got 2-D
 swiglu: offs must be int32, got int64
 swiglu: E must be between 1 and 1024, got 0
-swiglu: E must be between 1 and 1024, got 1025""",
+swiglu: E must be between 1 and 1024, got 1025
+swiglu: alpha must be finite, got 1e+39
+swiglu: alpha must be finite, got -inf
+swiglu: alpha must be finite, got nan
+swiglu: beta must be finite, got 1e+39
+swiglu: beta must be finite, got -inf
+swiglu: beta must be finite, got nan
+swiglu: limit must be positive, got 0
+swiglu: limit must be positive, got -1.5
+swiglu: limit must be positive, got nan""",
     )
 
 
@@ -296,7 +311,16 @@ swiglu_grad: 2 * K differs: dh has 256, gate_up has 288
 swiglu_grad: offs must be 1-D, got 2-D
 swiglu_grad: offs must be int32, got int64
 swiglu_grad: E must be between 1 and 1024, got 0
-swiglu_grad: E must be between 1 and 1024, got 1025""",
+swiglu_grad: E must be between 1 and 1024, got 1025
+swiglu_grad: alpha must be finite, got 1e+39
+swiglu_grad: alpha must be finite, got -inf
+swiglu_grad: alpha must be finite, got nan
+swiglu_grad: beta must be finite, got 1e+39
+swiglu_grad: beta must be finite, got -inf
+swiglu_grad: beta must be finite, got nan
+swiglu_grad: limit must be positive, got 0
+swiglu_grad: limit must be positive, got -1.5
+swiglu_grad: limit must be positive, got nan""",
     )
 
 
@@ -314,6 +338,15 @@ group_quantize_swiglu: offs must be 1-D, got 2-D
 group_quantize_swiglu: offs must be int32, got int64
 group_quantize_swiglu: E must be between 1 and 1024, got 0
 group_quantize_swiglu: E must be between 1 and 1024, got 1025
+group_quantize_swiglu: alpha must be finite, got 1e+39
+group_quantize_swiglu: alpha must be finite, got -inf
+group_quantize_swiglu: alpha must be finite, got nan
+group_quantize_swiglu: beta must be finite, got 1e+39
+group_quantize_swiglu: beta must be finite, got -inf
+group_quantize_swiglu: beta must be finite, got nan
+group_quantize_swiglu: limit must be positive, got 0
+group_quantize_swiglu: limit must be positive, got -1.5
+group_quantize_swiglu: limit must be positive, got nan
 group_quantize_swiglu: amax_epsilon must be finite and not negative, got -0.5
 group_quantize_swiglu: amax_epsilon must be finite and not negative, got inf
 group_quantize_swiglu: amax_epsilon must be finite and not negative, got nan
@@ -338,6 +371,15 @@ group_quantize_swiglu_grad: offs must be 1-D, got 2-D
 group_quantize_swiglu_grad: offs must be int32, got int64
 group_quantize_swiglu_grad: E must be between 1 and 1024, got 0
 group_quantize_swiglu_grad: E must be between 1 and 1024, got 1025
+group_quantize_swiglu_grad: alpha must be finite, got 1e+39
+group_quantize_swiglu_grad: alpha must be finite, got -inf
+group_quantize_swiglu_grad: alpha must be finite, got nan
+group_quantize_swiglu_grad: beta must be finite, got 1e+39
+group_quantize_swiglu_grad: beta must be finite, got -inf
+group_quantize_swiglu_grad: beta must be finite, got nan
+group_quantize_swiglu_grad: limit must be positive, got 0
+group_quantize_swiglu_grad: limit must be positive, got -1.5
+group_quantize_swiglu_grad: limit must be positive, got nan
 group_quantize_swiglu_grad: amax_epsilon must be finite and not negative, got -0.5
 group_quantize_swiglu_grad: amax_epsilon must be finite and not negative, got inf
 group_quantize_swiglu_grad: amax_epsilon must be finite and not negative, got nan

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
-from grouped_linear import Float8BlockScaling, Float8CurrentScaling, GroupedLinear, Recipe, ops
+from grouped_linear import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    GroupedLinear,
+    Recipe,
+    SwiGLU,
+    ops,
+)
 from grouped_linear.inductor import FuseSwiglu
 
 # torch 2.11 writes silu's gradient in another way, which the pass leaves as it is.
@@ -36,7 +43,7 @@ def in_float32(gate_up: Tensor, m_splits: Tensor) -> Tensor:
 
 def exact(gate_up: Tensor, m_splits: Tensor) -> Tensor:
     flat = gate_up.flatten(0, -2)
-    h = Swiglu.apply(flat, ops.splits_to_offsets(m_splits, flat.size(0)))
+    h = Swiglu.apply(flat, ops.splits_to_offsets(m_splits, flat.size(0)), SwiGLU())
     return h.unflatten(0, gate_up.shape[:-1])
 
 

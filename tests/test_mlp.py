@@ -5,9 +5,11 @@ T tokens, C experts chosen for a token, E experts, H features of a token, F feat
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
+import reference
 import torch
 from samples import (
     BF16,
@@ -25,7 +27,6 @@ from samples import (
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -35,6 +36,7 @@ from grouped_linear import (
     Float8BlockScaling,
     GroupedMLP,
     Recipe,
+    SwiGLU,
     grouped_linear,
     grouped_mlp,
     ops,
@@ -58,11 +60,19 @@ ROUTINGS = {
     "no_tokens": torch.empty(0, 2, dtype=torch.int64),
 }
 EVERY_ROUTING = pytest.mark.parametrize("routing", ROUTINGS)
+# What experts have between their layers, and whether they have biases.
+KINDS = {
+    "plain": (SwiGLU(), False),
+    "bias": (SwiGLU(), True),
+    "limit": (SwiGLU(limit=0.75), False),
+    "gpt_oss": (SwiGLU(alpha=1.702, beta=1.0, limit=1.5, interleaved=True), True),
+}
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 Leaves = list[Tensor]
 
 
-def leaves_of(experts_TC: Tensor, device: str, dtype: torch.dtype) -> Leaves:
-    """x, the routing weights, gate_up_proj and down_proj."""
+def leaves_of(experts_TC: Tensor, device: str, dtype: torch.dtype, kind: str = "plain") -> Leaves:
+    """x, the routing weights, gate_up_proj and down_proj, and their biases."""
     torch.manual_seed(1)
     T, C = experts_TC.shape
     drawn = (
@@ -71,6 +81,8 @@ def leaves_of(experts_TC: Tensor, device: str, dtype: torch.dtype) -> Leaves:
         (torch.randn(E, 2 * F, H) / H**0.5).to(dtype),
         (torch.randn(E, H, F) / F**0.5).to(dtype),
     )
+    if KINDS[kind][1]:
+        drawn += torch.randn(E, 2 * F).to(dtype), torch.randn(E, H).to(dtype)
     return [t.to(device).requires_grad_() for t in drawn]
 
 
@@ -89,42 +101,62 @@ def run(call: Callable[..., Tensor], leaves: Leaves) -> list[Tensor]:
     return [y.detach(), *gradients]
 
 
-def truth(experts_TC: Tensor) -> Callable[..., Tensor]:
+def truth(experts_TC: Tensor, kind: str = "plain") -> Callable[..., Tensor]:
     """A loop over tokens and their choices."""
+    form = asdict(KINDS[kind][0])
 
-    def mlp(x_TH: Tensor, weight_TC: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def mlp(
+        x_TH: Tensor, weight_TC: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor
+    ) -> Tensor:
+        of_gate_up, of_down = biases or (gate_up.new_zeros(E, 2 * F), down.new_zeros(E, H))
         y_TH = []
         for x_H, weights, experts in zip(x_TH, weight_TC, experts_TC.tolist(), strict=True):
             y_H = 0 * x_H
             for weight, e in zip(weights, experts, strict=True):
                 if 0 <= e < E:
-                    gate, up = (gate_up[e] @ x_H).chunk(2)
-                    y_H = y_H + weight * (down[e] @ (silu(gate) * up))
+                    h_F = reference.swiglu(gate_up[e] @ x_H + of_gate_up[e], **form)
+                    y_H = y_H + weight * (down[e] @ h_F + of_down[e])
             y_TH.append(y_H)
         return torch.stack(y_TH) if y_TH else 0 * x_TH
 
     return mlp
 
 
-def unfused(experts_TC: Tensor, recipe: Recipe, states: Any) -> Callable[..., Tensor]:
+def unfused(
+    experts_TC: Tensor, recipe: Recipe, states: Any, kind: str = "plain"
+) -> Callable[..., Tensor]:
     """Two grouped layers with SwiGLU between them, rows gathered and combined around them."""
     state_of_gate_up, state_of_down = states or (None, None)
 
-    def mlp(x_TH: Tensor, weight_TC: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def mlp(
+        x_TH: Tensor, weight_TC: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor
+    ) -> Tensor:
+        of_gate_up, of_down = biases or (None, None)
         routing = ops.sort_by_expert(experts_TC, E)
         m_splits = routing.offs.diff(prepend=routing.offs.new_zeros(1))
         x_RH = GatherFunction.apply(x_TH, routing.token, routing.row)
-        gate_up_RG = grouped_linear(x_RH, gate_up, m_splits, None, recipe, state_of_gate_up)
-        h_RF = Swiglu.apply(gate_up_RG, routing.offs)
-        y_RH = grouped_linear(h_RF, down, m_splits, None, recipe, state_of_down)
+        gate_up_RG = grouped_linear(x_RH, gate_up, m_splits, of_gate_up, recipe, state_of_gate_up)
+        h_RF = Swiglu.apply(gate_up_RG, routing.offs, KINDS[kind][0])
+        y_RH = grouped_linear(h_RF, down, m_splits, of_down, recipe, state_of_down)
         return CombineFunction.apply(y_RH, weight_TC, *routing)
 
     return mlp
 
 
-def ours(experts_TC: Tensor, recipe: Recipe, states: Any = None) -> Callable[..., Tensor]:
-    def mlp(x_TH: Tensor, weight_TC: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return grouped_mlp(x_TH, weight_TC, experts_TC, gate_up, down, recipe, states)
+def ours(
+    experts_TC: Tensor,
+    recipe: Recipe,
+    states: Any = None,
+    kind: str = "plain",
+    max_rows: int | None = None,
+) -> Callable[..., Tensor]:
+    def mlp(
+        x_TH: Tensor, weight_TC: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor
+    ) -> Tensor:
+        names = "gate_up_proj_bias", "down_proj_bias"
+        options: dict[str, Any] = dict(zip(names, biases, strict=False))
+        options |= {"activation": KINDS[kind][0], "max_rows": max_rows}
+        return grouped_mlp(x_TH, weight_TC, experts_TC, gate_up, down, recipe, states, **options)
 
     return mlp
 
@@ -153,6 +185,18 @@ def test_numbers(routing: str, dtype: torch.dtype, tolerance: float, device: str
 
 
 @DEVICES
+@EVERY_KIND
+def test_every_kind(kind: str, device: str) -> None:
+    """In float32, which tells what a limit stops as float64 does."""
+    for routing in ("random", "some_to_none"):
+        experts = ROUTINGS[routing]
+        leaves = leaves_of(experts, device, FP32, kind)
+        actual = run(ours(experts.to(device), None, None, kind), leaves)
+        exact = [t.detach().cpu().double().requires_grad_() for t in leaves]
+        near(actual, run(truth(experts, kind), exact), 1e-5)
+
+
+@DEVICES
 @RECIPES
 def test_recipes_are_near_float64(recipe: Recipe, device: str) -> None:
     """A product of e4m3 operands is off by 4% of its norm, 7% with e5m2: see test_layer.py."""
@@ -165,14 +209,17 @@ def test_recipes_are_near_float64(recipe: Recipe, device: str) -> None:
 
 @DEVICES
 @RECIPES
-@EVERY_ROUTING
-def test_fused_is_unfused(routing: str, recipe: Recipe, device: str) -> None:
+@pytest.mark.parametrize(
+    ("routing", "kind"),
+    [*((r, "plain") for r in ROUTINGS), *(("some_to_none", k) for k in KINDS if k != "plain")],
+)
+def test_fused_is_unfused(routing: str, kind: str, recipe: Recipe, device: str) -> None:
     experts = ROUTINGS[routing].to(device)
     for dtype in DTYPES:
-        leaves = leaves_of(experts, device, dtype)
+        leaves = leaves_of(experts, device, dtype, kind)
         states = [states_of(recipe, device) for _ in range(2)]
-        actual = run(ours(experts, recipe, states[0]), leaves)
-        expected = run(unfused(experts, recipe, states[1]), leaves)
+        actual = run(ours(experts, recipe, states[0], kind), leaves)
+        expected = run(unfused(experts, recipe, states[1], kind), leaves)
         for a, e in zip(actual, expected, strict=True):
             assert_same_bits(a, e)
         if states[0] is not None:  # and both remember the same
@@ -248,13 +295,13 @@ def test_what_is_kept_for_the_backward(device: str) -> None:
 @RECIPES
 def test_only_the_gradients_asked_for(recipe: Recipe, device: str) -> None:
     experts = ROUTINGS["some_to_none"].to(device)
-    leaves = leaves_of(experts, device, BF16)
-    expected = run(ours(experts, recipe, states_of(recipe, device)), leaves)[1:]
-    for subset in range(1, 16):
+    leaves = leaves_of(experts, device, BF16, "gpt_oss")
+    expected = run(ours(experts, recipe, states_of(recipe, device), "gpt_oss"), leaves)[1:]
+    for subset in range(1, 64):
         for i, leaf in enumerate(leaves):
             leaf.grad = None
             leaf.requires_grad_(bool(subset >> i & 1))
-        y = ours(experts, recipe, states_of(recipe, device))(*leaves)
+        y = ours(experts, recipe, states_of(recipe, device), "gpt_oss")(*leaves)
         torch.manual_seed(2)
         y.backward(torch.randn(y.shape).to(y))
         for leaf, gradient in zip(leaves, expected, strict=True):
@@ -262,6 +309,41 @@ def test_only_the_gradients_asked_for(recipe: Recipe, device: str) -> None:
                 assert_same_bits(leaf.grad, gradient)
             else:
                 assert leaf.grad is None
+
+
+def test_biases_of_another_dtype() -> None:
+    """They are added in x's dtype, and their gradients have their own."""
+    experts = ROUTINGS["random"]
+    leaves = leaves_of(experts, "cpu", BF16, "bias")
+    wide = [*leaves[:4], *(b.detach().float().requires_grad_() for b in leaves[4:])]
+    for recipe in (None, Float8BlockScaling()):
+        expected, actual = (run(ours(experts, recipe, kind="bias"), of) for of in (leaves, wide))
+        for a, e, same in zip(actual, expected, [True] * 5 + [False] * 2, strict=True):
+            assert a.dtype == (e.dtype if same else FP32)
+            assert_same_bits(a.to(e.dtype), e)
+
+
+@DEVICES
+def test_biases_beside_main_grad(device: str) -> None:
+    """Weights' gradients go into main_grad, biases' into grad."""
+    experts, recipe = ROUTINGS["random"].to(device), Float8BlockScaling()
+    leaves = leaves_of(experts, device, FP32, "bias")
+    _, dx, _, *expected = run(ours(experts, recipe, kind="bias"), leaves)
+    mlp = GroupedMLP(E, H, F, bias=True, recipe=recipe, fuse_wgrad_accumulation=True, device=device)
+    with torch.no_grad():
+        for p, leaf in zip(mlp.parameters(), leaves[2:], strict=True):
+            p.copy_(leaf)
+    weights, biases = [*mlp.parameters()][:2], [*mlp.parameters()][2:]
+    for w in weights:
+        w.main_grad = torch.zeros_like(w, requires_grad=False)
+    x, scores = (t.detach().requires_grad_() for t in leaves[:2])
+    y = mlp(x, scores, experts)
+    torch.manual_seed(2)
+    y.backward(torch.randn(y.shape).to(y))
+    assert all(w.grad is None for w in weights)
+    found = [x.grad, *(w.main_grad for w in weights), *(b.grad for b in biases)]
+    for a, e in zip(found, [dx, *expected], strict=True):
+        assert_same_bits(a, e)
 
 
 @DEVICES
@@ -314,6 +396,17 @@ def test_a_weight_of_nan_for_no_expert() -> None:
             ValueError,
             rf"down_proj must be \[{E}, {H}, F\]",
         ),
+        (
+            {"gate_up_proj_bias": torch.zeros(E, F)},
+            ValueError,
+            rf"^grouped_mlp: gate_up_proj_bias must be \[{E}, {2 * F}\], as gate_up_proj is "
+            rf"\[{E}, {2 * F}, {H}\], got \[{E}, {F}\]$",
+        ),
+        (
+            {"down_proj_bias": torch.zeros(E, H).double()},
+            RuntimeError,
+            "^grouped_mlp: down_proj_bias must be bfloat16, float16 or float32, got float64$",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit(
@@ -330,10 +423,17 @@ def test_arguments_that_do_not_fit(
         grouped_mlp(**{**fitting, **arguments})
 
 
+def mlp_of(kind: str, recipe: Recipe, device: str, dtype: torch.dtype | None = None) -> GroupedMLP:
+    activation, bias = KINDS[kind]
+    options: dict[str, Any] = {"recipe": recipe, "device": device, "dtype": dtype}
+    return GroupedMLP(E, H, F, bias=bias, activation=activation, **options)
+
+
 @DEVICES
 @RECIPES
-def test_compiled_in_one_graph(recipe: Recipe, device: str) -> None:
-    mlp = GroupedMLP(E, H, F, recipe=recipe, device=device, dtype=BF16)
+@pytest.mark.parametrize("kind", ["plain", "gpt_oss"])
+def test_compiled_in_one_graph(kind: str, recipe: Recipe, device: str) -> None:
+    mlp = mlp_of(kind, recipe, device, BF16)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(mlp, fullgraph=True, backend=counter)
     for seed in range(3):
@@ -348,6 +448,23 @@ def test_compiled_in_one_graph(recipe: Recipe, device: str) -> None:
         for a, e in zip(*results, strict=True):
             assert_same_bits(a, e)
     assert counter.frame_count == 1
+
+
+@DEVICES
+def test_compiled_for_each_activation(device: str) -> None:
+    """One is a constant of a graph: another has another."""
+    experts = ROUTINGS["random"].to(device)
+    counter = CompileCounterWithBackend("aot_eager")
+    leaves = leaves_of(experts, device, BF16)
+
+    def call(activation: SwiGLU) -> Tensor:
+        x_TH, weight_TC, *projections = leaves
+        return grouped_mlp(x_TH, weight_TC, experts, *projections, activation=activation)
+
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    for limit in (None, None, 0.5, 0.5):  # every time another object
+        assert_same_bits(compiled(SwiGLU(limit=limit)), call(SwiGLU(limit=limit)))
+    assert counter.frame_count == 2
 
 
 @DEVICES
@@ -397,23 +514,24 @@ def without_dropped(experts_TC: Tensor, max_rows: int) -> Tensor:
 
 @DEVICES
 @RECIPES
-@pytest.mark.parametrize("routing", ["random", "some_to_none", "all_to_none", "no_tokens"])
-def test_room_for_fewer_rows(routing: str, recipe: Recipe, device: str) -> None:
+@pytest.mark.parametrize(
+    ("routing", "kind"),
+    [
+        *((r, "plain") for r in ("random", "some_to_none", "all_to_none", "no_tokens")),
+        ("some_to_none", "gpt_oss"),
+    ],
+)
+def test_room_for_fewer_rows(routing: str, kind: str, recipe: Recipe, device: str) -> None:
     """Who found room has the numbers that it has without a bound, who did not has none."""
     experts = ROUTINGS[routing].to(device)
     for max_rows in (0, 4, 130, experts.numel() + 1):
-        leaves = leaves_of(experts, device, BF16)
+        leaves = leaves_of(experts, device, BF16, kind)
         states = [states_of(recipe, device) for _ in range(2)]
         kept = without_dropped(experts, max_rows)
         with torch.no_grad():  # of what is dropped, it reaches nothing
             leaves[1].masked_fill_((kept < 0) & (experts >= 0), torch.nan)
-        expected = run(ours(kept, recipe, states[0]), leaves)
-
-        def bounded(x_TH: Tensor, weight_TC: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-            w = gate_up, down
-            state = states[1]  # noqa: B023
-            return grouped_mlp(x_TH, weight_TC, experts, *w, recipe, state, max_rows=max_rows)  # noqa: B023
-
+        expected = run(ours(kept, recipe, states[0], kind), leaves)
+        bounded = ours(experts, recipe, states[1], kind, max_rows)
         for a, e in zip(run(bounded, leaves), expected, strict=True):
             assert_same_bits(a, e)
 
@@ -452,7 +570,7 @@ def test_room_for_fewer_rows_compiled(constant: bool, device: str) -> None:
 
 @DEVICES
 def test_exported(device: str) -> None:
-    mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), device=device)
+    mlp = mlp_of("gpt_oss", Float8BlockScaling(), device)
     inputs = [torch.randn(20, H), torch.rand(20, 2), torch.randint(-1, E, (20, 2))]
     inputs = [t.to(device) for t in inputs]
     tokens = {0: torch.export.Dim("T")}
@@ -510,26 +628,32 @@ def test_trains_with_delayed_scaling(device: str) -> None:
 
 @DEVICES
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
-def test_autocast(recipe: Recipe, device: str) -> None:
-    mlp = GroupedMLP(E, H, F, recipe=recipe, device=device)
+@EVERY_KIND
+def test_autocast(kind: str, recipe: Recipe, device: str) -> None:
+    mlp = mlp_of(kind, recipe, device)
     experts = ROUTINGS["random"].to(device)
     x, weights, *_ = leaves_of(experts, device, FP32)
     with torch.autocast(device, dtype=BF16):
         y = mlp(x, weights, experts)
     parameters = [p if recipe else p.to(BF16) for p in mlp.parameters()]
-    assert_same_bits(y, grouped_mlp(x.to(BF16), weights, experts, *parameters, recipe))
+    assert_same_bits(y, ours(experts, recipe, None, kind)(x.to(BF16), weights, *parameters))
     y.sum().backward()
-    assert x.grad is not None
-    assert x.grad.dtype == mlp.down_proj.grad.dtype == FP32
+    for leaf in (x, *mlp.parameters()):
+        assert leaf.grad is not None
+        assert leaf.grad.dtype == FP32
 
 
-def test_state_dict() -> None:
-    mlp = GroupedMLP(E, H, F, dtype=BF16, device="meta")
+@pytest.mark.parametrize("bias", [False, True])
+def test_state_dict(bias: bool) -> None:
+    mlp = GroupedMLP(E, H, F, bias=bias, dtype=BF16, device="meta")
     shapes = {name: tuple(t.shape) for name, t in mlp.state_dict().items()}
-    assert shapes == {"gate_up_proj": (E, 2 * F, H), "down_proj": (E, H, F)}
+    biases = {"gate_up_proj_bias": (E, 2 * F), "down_proj_bias": (E, H)}
+    weights = {"gate_up_proj": (E, 2 * F, H), "down_proj": (E, H, F)}
+    assert shapes == (weights | biases if bias else weights)
     mlp.to_empty(device="cpu").reset_parameters()
-    assert mlp.gate_up_proj.abs().max() <= H**-0.5
-    assert mlp.down_proj.abs().max() <= F**-0.5
+    for name, p in mlp.named_parameters():
+        bound = (H if "gate_up" in name else F) ** -0.5
+        assert 0.9 * bound < p.abs().max() <= bound
 
 
 def test_mistakes() -> None:
@@ -544,6 +668,19 @@ def test_mistakes() -> None:
         "GroupedMLP: recipe must be None or one of grouped_linear's recipes, got 'fp8'": lambda: (
             GroupedMLP(E, H, F, recipe="fp8")
         ),
+        "GroupedMLP: activation must be a SwiGLU, got 'silu'": lambda: GroupedMLP(
+            E, H, F, activation="silu"
+        ),
+        "grouped_mlp: activation must be a SwiGLU, got None": lambda: grouped_mlp(
+            x, weights, experts, *mlp.parameters(), activation=None
+        ),
+        "SwiGLU: alpha must be finite, got None": lambda: SwiGLU(alpha=None),
+        "SwiGLU: alpha must be finite, got inf": lambda: SwiGLU(float("inf")),
+        "SwiGLU: beta must be finite, got 1e+39": lambda: SwiGLU(beta=1e39),
+        "SwiGLU: limit must be positive, got 0": lambda: SwiGLU(limit=0),
+        "SwiGLU: limit must be positive, got nan": lambda: SwiGLU(limit=float("nan")),
+        "SwiGLU: limit must be positive, got '7'": lambda: SwiGLU(limit="7"),
+        "SwiGLU: interleaved must be True or False, got 1": lambda: SwiGLU(interleaved=1),
         "grouped_mlp: x, weights and experts differ in their tokens: [3, 144], [4, 2], [4, 2]": (
             lambda: mlp(x[:3], weights, experts)
         ),
@@ -571,9 +708,10 @@ def test_mistakes() -> None:
 
 @needs_hopper
 @RECIPES
-def test_one_cuda_graph_for_every_routing(recipe: Recipe) -> None:
+@pytest.mark.parametrize("kind", ["plain", "gpt_oss"])
+def test_one_cuda_graph_for_every_routing(kind: str, recipe: Recipe) -> None:
     """Captured once, replayed with other tokens that go to other experts: the bits of eager."""
-    mlp = GroupedMLP(E, H, F, recipe=recipe, device="cuda", dtype=BF16)
+    mlp = mlp_of(kind, recipe, "cuda", BF16)
     x = torch.zeros(90, H, device="cuda", dtype=BF16, requires_grad=True)
     weights = torch.zeros(90, 3, device="cuda", requires_grad=True)
     experts = torch.zeros(90, 3, device="cuda", dtype=torch.int64)

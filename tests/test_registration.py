@@ -4,6 +4,7 @@ import importlib.util
 import subprocess
 import sys
 import textwrap
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from samples import (
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from grouped_linear import Float8BlockScaling, ops
+from grouped_linear import Float8BlockScaling, SwiGLU, ops
 from grouped_linear.meta_kernels import rules
 
 ROOT = Path(__file__).parent.parent
@@ -98,14 +99,18 @@ sort_by_expert(Tensor experts, int num_experts) -> (Tensor choice, Tensor token,
     Tensor offs)
 gather_sum(Tensor y, Tensor rows, Tensor? weight=None) -> Tensor
 gather_dot(Tensor a, Tensor y, Tensor rows) -> Tensor
-swiglu(Tensor gate_up, Tensor offs) -> Tensor
-swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs) -> Tensor
+swiglu(Tensor gate_up, Tensor offs, float alpha=1., float beta=0., float? limit=None, bool
+    interleaved=False) -> Tensor
+swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs, float alpha=1., float beta=0., float?
+    limit=None, bool interleaved=False) -> Tensor
 group_quantize_swiglu(Tensor gate_up, Tensor offs, float amax_epsilon=0., bool
     power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool keep_h=False, bool
-    share_scales=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor h)
+    share_scales=False, float alpha=1., float beta=0., float? limit=None, bool
+    interleaved=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor h)
 group_quantize_swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs, float amax_epsilon=0., bool
-    power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool bias_grad=False) ->
-    (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)
+    power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool bias_grad=False,
+    float alpha=1., float beta=0., float? limit=None, bool interleaved=False) -> (Tensor q,
+    Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)
 group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType dtype) -> Tensor
 group_dequantize_t(Tensor q_t, Tensor scale_t, Tensor offs, SymInt num_rows, ScalarType dtype)
     -> Tensor
@@ -158,8 +163,10 @@ block_scaled_linear_grad(Tensor dy, Tensor offs, Tensor? x_t, Tensor? scale_x_t,
 @pytest.mark.parametrize("op", OPS)
 def test_wrappers_take_what_the_schemas_take(op: str) -> None:
     sample = make(op, GROUPS["unaligned"], BF16)
-    parameters = getattr(ops, op).__annotations__
-    assert [*parameters][:-1] == [a.name for a in sample.schema.arguments]
+    *parameters, _ = getattr(ops, op).__annotations__
+    form = [field.name for field in fields(SwiGLU)]
+    taken = [name for p in parameters for name in (form if p == "activation" else [p])]
+    assert taken == [a.name for a in sample.schema.arguments]
 
 
 # --- versions ------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 T rows, E groups, K features of h.
 """
 
+import itertools
 from typing import Any
 
 import hypothesis
@@ -13,6 +14,7 @@ from hypothesis import strategies
 from samples import (
     BF16,
     DTYPES,
+    FORMS,
     FP16,
     FP32,
     GROUPS,
@@ -34,6 +36,8 @@ from grouped_linear import ops
 # Half a unit in the last place, relative.
 ROUNDING = {BF16: 2.0**-9, FP16: 2.0**-12, FP32: 2.0**-25}
 UNFUSED = {"group_quantize_swiglu": "swiglu", "group_quantize_swiglu_grad": "swiglu_grad"}
+EVERY_FORM: dict[str, dict[str, Any]] = {"plain": {}, **FORMS}
+FORM = ("alpha", "beta", "limit", "interleaved")
 OPTIONS = (
     "amax_epsilon",
     "power_of_two_scales",
@@ -48,24 +52,40 @@ def offs_of(T: int) -> Tensor:
     return torch.tensor([T], dtype=torch.int32)
 
 
+def form_of(sample: Sample) -> dict[str, Any]:
+    form = {name: sample.arguments[name] for name in FORM if name in sample.arguments}
+    if "alpha" in form:
+        form["alpha"] = torch.tensor(form["alpha"]).item()  # a float32
+    return form
+
+
 def truth(sample: Sample) -> tuple[Tensor, Tensor]:
     """The result in float64, and what its float32 computation may lose.
 
-    sigmoid is within 2^-21 and the few operations after it round by 2^-24 each. Beyond |gate| = 83
-    sigmoid stays what it is there, 2^-119. 1 + gate * (1 - s) is near zero for some gates, and then
-    loses relative to its parts.
+    sigmoid is within 2^-21, what it is of within 2^-24, and the few operations after it round by
+    2^-24 each. Beyond 83 sigmoid stays what it is there, 2^-119. 1 + x * (1 - s) is near zero for
+    some gates, and then loses relative to its parts.
     """
-    gate, up = sample["gate_up"].double().chunk(2, dim=1)
-    if "dh" not in sample.arguments:
-        expected = reference.swiglu(sample["gate_up"])
-        return expected, 2.0**-20 * expected.abs() + 2.0**-118 * (gate * up).abs()
+    form = form_of(sample)
+    gate_up = sample["gate_up"].double().requires_grad_()
+    h = reference.swiglu(gate_up, **form)
+    with torch.no_grad():
+        gate, up = reference.gate_and_up(gate_up, form.get("interleaved", False))
+        limit = form.get("limit") or torch.inf
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + form.get("beta", 0.0)
+        x = form.get("alpha", 1.0) * gate
+        s = torch.sigmoid(x)
+        of_x = 2.0**-20 + (2.0**-22 * x.abs() * (1 - s) if "alpha" in form else 0)
+        if "dh" not in sample.arguments:
+            return h, of_x * h.abs() + 2.0**-118 * (gate * up).abs()
     dh = sample["dh"].double()
-    s = torch.sigmoid(gate)
-    parts = (dh * up * s).abs() * (1 + gate.abs() * (1 - s))
-    parts = torch.cat([parts, (dh * gate * s).abs()], dim=1)
-    flat = torch.cat([(dh * up).abs() * (1 + gate.abs()), (dh * gate).abs()], dim=1)
-    expected = reference.swiglu_grad(sample["dh"], sample["gate_up"])
-    return expected, 2.0**-20 * parts + 2.0**-118 * flat
+    (expected,) = torch.autograd.grad(h, gate_up, dh)
+    lost = torch.zeros_like(gate_up)
+    of_gate, of_up = reference.gate_and_up(lost, form.get("interleaved", False))
+    of_gate += of_x * (dh * up * s).abs() * (1 + x.abs() * (1 - s))
+    of_gate += 2.0**-118 * (dh * up).abs() * (1 + x.abs())
+    of_up += of_x * (dh * gate * s).abs() + 2.0**-118 * (dh * gate).abs()
+    return expected, lost
 
 
 def assert_close(actual: Tensor, sample: Sample, valid: int) -> None:
@@ -91,16 +111,39 @@ def test_numbers(op: str, groups: Groups, variant: str, device: str) -> None:
 @pytest.mark.parametrize("device", devices("swiglu", "swiglu_grad"))
 def test_every_bf16_gate(device: str) -> None:
     every = torch.arange(2**16).to(torch.int16).view(BF16)
-    gate = torch.where(every.isfinite(), every, 1).view(-1, 64)
-    ones = torch.ones_like(gate)
-    for dtype in (BF16, FP32):
+    for dtype, form in itertools.product((BF16, FP32), EVERY_FORM.values()):
+        # Times alpha it must not overflow.
+        largest = 2.0**127 if "alpha" in form else torch.finfo(BF16).max
+        gate = torch.where(every.abs() <= largest, every, 1).view(-1, 64)
+        ones = torch.ones_like(gate)
         gate_up = torch.cat([gate, ones], dim=1).to(dtype)
-        arguments = {"gate_up": gate_up, "offs": offs_of(len(gate))}
+        if form.get("interleaved"):
+            gate_up = torch.stack([gate, ones], dim=2).flatten(1).to(dtype)
+        arguments = {"gate_up": gate_up, "offs": offs_of(len(gate)), **form}
         for sample in (
             Sample("swiglu", arguments),
             Sample("swiglu_grad", {"dh": ones.to(dtype), **arguments}),
         ):
             assert_close(sample.results(device)[0], sample, len(gate))
+
+
+@pytest.mark.parametrize("device", devices("swiglu", "swiglu_grad"))
+def test_at_and_past_limits(device: str) -> None:
+    """They stop infinities, and gradients past them but not at them; NaN stays."""
+    inf, nan = torch.inf, torch.nan
+    gate = torch.tensor([2, 2.125, inf, 1, 1, 1, 1, nan, 1] + [1] * 7)
+    up = torch.tensor([1, 1, 1, 2, -2, -inf, 2.125, 1, nan] + [1] * 7)
+    sample = Sample("swiglu_grad", {"dh": torch.ones(1, 16), "limit": 2.0, "offs": offs_of(1)})
+    sample = sample.but(gate_up=torch.cat([gate, up])[None])
+    exact = sample["gate_up"].double().requires_grad_()
+    expected = reference.swiglu(exact, limit=2.0)
+    expected.backward(torch.ones_like(expected))
+    (h,) = Sample("swiglu", {n: sample[n] for n in ("gate_up", "offs", "limit")}).results(device)
+    torch.testing.assert_close(h.double(), expected, rtol=1e-6, atol=0, equal_nan=True)
+    assert h.isnan()[0, 7:9].all()
+    (actual,) = sample.results(device)
+    torch.testing.assert_close(actual.double(), exact.grad, rtol=1e-6, atol=0, equal_nan=True)
+    assert (actual == 0).nonzero()[:, 1].tolist() == [1, 2, 16 + 5, 16 + 6]
 
 
 @pytest.mark.parametrize("device", devices("swiglu", "swiglu_grad"))
@@ -128,7 +171,7 @@ def test_not_finite_stays_so(dtype: torch.dtype, device: str) -> None:
 
 def unfused(sample: Sample, device: str) -> list[Tensor]:
     """The results of the fused op, from two ops."""
-    inputs = {n: v for n, v in sample.arguments.items() if isinstance(v, Tensor)}
+    inputs = {n: v for n, v in sample.arguments.items() if isinstance(v, Tensor) or n in FORM}
     (x,) = Sample(UNFUSED[sample.op], inputs).results(device)
     options: dict[str, Any] = {n: v for n, v in sample.arguments.items() if n in OPTIONS}
     quantize = Sample("group_quantize", {"x": x, "offs": sample["offs"], **options})
@@ -154,10 +197,12 @@ def test_fused_is_unfused(op: str, groups: Groups, variant: str, device: str) ->
 
 @pytest.mark.parametrize("device", devices(*UNFUSED))
 @pytest.mark.parametrize("op", UNFUSED)
-def test_wide_rows(op: str, device: str) -> None:
-    groups = Groups((5, 0, 131), 140, K=2880)  # the columns of up begin inside a block
-    for dtype in (BF16, FP32):
-        check_fused(make(op, groups, dtype, columnwise=True), device)
+@pytest.mark.parametrize("form", EVERY_FORM)
+def test_wide_rows(form: str, op: str, device: str) -> None:
+    for features in (2880, 256):  # the columns of up begin inside a block, and with one
+        groups = Groups((5, 0, 131), 140, K=features)
+        for dtype in (BF16, FP32):
+            check_fused(make(op, groups, dtype, columnwise=True, **EVERY_FORM[form]), device)
 
 
 @hypothesis.settings(max_examples=30, deadline=None, derandomize=True, database=None)
@@ -175,8 +220,9 @@ def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:
         "power_of_two_scales": data.draw(strategies.booleans()),
         "columnwise": True,
     }
+    form = data.draw(strategies.sampled_from(list(EVERY_FORM.values())))
     for op in UNFUSED:
-        sample = make(op, groups, dtype, **options)
+        sample = make(op, groups, dtype, **options, **form)
         sample = sample.but(gate_up=sample["gate_up"] * spread)
         check_fused(sample if op == "group_quantize_swiglu" else sample.but(bias_grad=True), device)
 
@@ -197,7 +243,7 @@ def test_cpu_and_cuda_give_the_same_bits(op: str, groups: Groups, variant: str) 
             sample,
             Sample(
                 UNFUSED[op],
-                {n: sample[n] for n in sample.arguments if n in ("dh", "gate_up", "offs")},
+                {n: sample[n] for n in sample.arguments if n in ("dh", "gate_up", "offs", *FORM)},
             ),
         ):
             cpu, cuda = (specified(kind, kind.results(d)) for d in ("cpu", "cuda"))

@@ -177,9 +177,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
     const Tensor& gate_up_in, const Tensor& offs, double amax_epsilon, bool power_of_two_scales,
-    bool rowwise, bool columnwise, bool keep_h, bool share_scales) {
+    bool rowwise, bool columnwise, bool keep_h, bool share_scales, double alpha, double beta,
+    std::optional<double> limit, bool interleaved) {
   const char* op = "group_quantize_swiglu";
   check_group_quantize_swiglu(gate_up_in, offs, amax_epsilon, rowwise, columnwise);
+  const SwigluForm form = checked_form(op, alpha, beta, limit, interleaved);
   const Tensor gate_up = with_dense_rows(gate_up_in);
   const ScalarType dtype = gate_up.scalar_type();
   const int64_t T = gate_up.size(0), K = gate_up.size(1) / 2;
@@ -191,13 +193,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
   const auto* inputs = static_cast<const char*>(gate_up.data_ptr());
   auto* kept = static_cast<char*>(h.data_ptr());
   const auto source = [&](const RowBlock& block, int64_t r, int64_t col) {
-    return inputs + (block.begin + r) * stride + col * element;
+    return inputs + (block.begin + r) * stride + (interleaved ? 2 : 1) * col * element;
   };
   const auto fill_row = [&](const char* gate, const RowBlock& block, int64_t r, int64_t col,
                             int64_t cols, void* row) {
-    const char* up = gate + K * element;
-    swiglu_row(gate, up, dtype, cols, row);
+    swiglu_row(form, inputs + (block.begin + r) * stride, dtype, K, col, cols,
+               static_cast<char*>(row));
     if (keep_h) std::memcpy(kept + ((block.begin + r) * K + col) * element, row, cols * element);
+    const char* up = gate + (interleaved ? kBlock : K) * element;  // the second half of either
     prefetch_row<false, 2>(up + kBlock * element, kBlock * element);
   };
   quantize(dtype, blocks_of(starts, columnwise),
@@ -209,9 +212,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu_grad(
     const Tensor& dh_in, const Tensor& gate_up_in, const Tensor& offs, double amax_epsilon,
-    bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad) {
+    bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad, double alpha,
+    double beta, std::optional<double> limit, bool interleaved) {
   const char* op = "group_quantize_swiglu_grad";
   check_group_quantize_swiglu_grad(dh_in, gate_up_in, offs, amax_epsilon, rowwise, columnwise);
+  const SwigluForm form = checked_form(op, alpha, beta, limit, interleaved);
   const Tensor dh = with_dense_rows(dh_in), gate_up = with_dense_rows(gate_up_in);
   const ScalarType dtype = dh.scalar_type();
   const int64_t T = dh.size(0), K = dh.size(1);
@@ -223,12 +228,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu_grad(
   const auto* gradients = static_cast<const char*>(dh.data_ptr());
   const auto* inputs = static_cast<const char*>(gate_up.data_ptr());
   const auto source = [&](const RowBlock& block, int64_t r, int64_t col) {
-    return gradients + (block.begin + r) * dh_stride + col % K * element;
+    const int64_t of_dh = interleaved ? col / 2 : col % K;
+    return gradients + (block.begin + r) * dh_stride + of_dh * element;
   };
   const auto fill_row = [&](const char*, const RowBlock& block, int64_t r, int64_t col,
                             int64_t cols, void* row) {
     const int64_t t = block.begin + r;
-    swiglu_grad_row(gradients + t * dh_stride, inputs + t * stride, dtype, K, col, cols,
+    swiglu_grad_row(form, gradients + t * dh_stride, inputs + t * stride, dtype, K, col, cols,
                     static_cast<char*>(row));
   };
   quantize(dtype, blocks_of(starts, columnwise || bias_grad),

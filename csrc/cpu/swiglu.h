@@ -1,15 +1,17 @@
 // Rows of SwiGLU, in the dtype of its operands: float32 inside, rounded once.
 #pragma once
 
+#include "../swiglu.h"
 #include "rows.h"
 
 namespace grouped_linear::cpu {
 
-// h[i] = silu(gate[i]) * up[i] for n elements.
-void swiglu_row(const void* gate, const void* up, ScalarType dtype, int64_t n, void* h);
+// Columns [col, col + n) of h [K], from a row of gate_up [2 * K].
+void swiglu_row(const SwigluForm& form, const char* gate_up, ScalarType dtype, int64_t K,
+                int64_t col, int64_t n, char* h);
 
-// Columns [col, col + n) of a row of d_gate_up [2 * K].
-void swiglu_grad_row(const char* dh, const char* gate_up, ScalarType dtype, int64_t K, int64_t col,
-                     int64_t n, char* d_gate_up);
+// Columns [col, col + n) of a row of d_gate_up [2 * K]; col and n are even.
+void swiglu_grad_row(const SwigluForm& form, const char* dh, const char* gate_up, ScalarType dtype,
+                     int64_t K, int64_t col, int64_t n, char* d_gate_up);
 
 }  // namespace grouped_linear::cpu

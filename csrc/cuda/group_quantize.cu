@@ -78,6 +78,15 @@ void quantize_tiles(const Launch& launch, const Source& source, const Tensor& of
                    results.bias_grad);
 }
 
+// Calls action(form), plain where it is: that one is faster.
+template <typename Action>
+void for_form(const SwigluForm& form, const Action& action) {
+  if (form.is_plain())
+    action(PlainSwiglu());
+  else
+    action(form);
+}
+
 void zero_bias_grad(Results& results) {
   if (results.bias_grad.numel() > 0) torch::stable::zero_(results.bias_grad);
 }
@@ -170,8 +179,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
     const Tensor& gate_up_in, const Tensor& offs_in, double amax_epsilon, bool power_of_two_scales,
-    bool rowwise, bool columnwise, bool keep_h, bool share_scales) {
+    bool rowwise, bool columnwise, bool keep_h, bool share_scales, double alpha, double beta,
+    std::optional<double> limit, bool interleaved) {
   check_group_quantize_swiglu(gate_up_in, offs_in, amax_epsilon, rowwise, columnwise);
+  const SwigluForm given = checked_form("group_quantize_swiglu", alpha, beta, limit, interleaved);
 
   const Launch launch("group_quantize_swiglu", gate_up_in);
   const Tensor gate_up = with_dense_rows(gate_up_in), offs = as_dense(offs_in);
@@ -184,10 +195,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
     for_element(gate_up.scalar_type(), [&](auto element) {
       using Element = typename decltype(element)::type;
       auto* kept = keep_h ? static_cast<Element*>(h.mutable_data_ptr()) : nullptr;
-      const Swiglu<Element> source{static_cast<const Element*>(gate_up.const_data_ptr()),
-                                   gate_up.stride(0), has_aligned_rows(gate_up),
-                                   static_cast<int>(K), kept};
-      quantize_tiles<Element>(launch, source, offs, rule, results);
+      for_form(given, [&](auto form) {
+        const Swiglu<Element, decltype(form)> source{
+            static_cast<const Element*>(gate_up.const_data_ptr()),
+            gate_up.stride(0),
+            has_aligned_rows(gate_up),
+            static_cast<int>(K),
+            kept,
+            form};
+        quantize_tiles<Element>(launch, source, offs, rule, results);
+      });
       if (!keep_h) return;
       launch.run(zero_tail_kernel<Element>, launch.multiprocessors(), kSwigluThreads, 0,
                  offs.const_data_ptr<int32_t>(), static_cast<int>(offs.size(0)), T,
@@ -199,8 +216,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu_grad(
     const Tensor& dh_in, const Tensor& gate_up_in, const Tensor& offs_in, double amax_epsilon,
-    bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad) {
+    bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad, double alpha,
+    double beta, std::optional<double> limit, bool interleaved) {
   check_group_quantize_swiglu_grad(dh_in, gate_up_in, offs_in, amax_epsilon, rowwise, columnwise);
+  const SwigluForm given =
+      checked_form("group_quantize_swiglu_grad", alpha, beta, limit, interleaved);
 
   const Launch launch("group_quantize_swiglu_grad", dh_in);
   const Tensor dh = with_dense_rows(dh_in), gate_up = with_dense_rows(gate_up_in);
@@ -218,17 +238,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu_grad(
     using Element = typename decltype(element)::type;
     const bool aligned = has_aligned_rows(dh) && has_aligned_rows(gate_up);
     const auto run = [&](auto parts) {
-      const SwigluGrad<Element, decltype(parts)::value> source{
-          static_cast<const Element*>(dh.const_data_ptr()),
-          dh.stride(0),
-          static_cast<const Element*>(gate_up.const_data_ptr()),
-          gate_up.stride(0),
-          aligned,
-          static_cast<int>(K)};
-      quantize_tiles<Element>(launch, source, offs, rule, results);
+      for_form(given, [&](auto form) {
+        const SwigluGrad<Element, decltype(parts)::value, decltype(form)> source{
+            static_cast<const Element*>(dh.const_data_ptr()),
+            dh.stride(0),
+            static_cast<const Element*>(gate_up.const_data_ptr()),
+            gate_up.stride(0),
+            aligned,
+            static_cast<int>(K),
+            form};
+        quantize_tiles<Element>(launch, source, offs, rule, results);
+      });
     };
     if constexpr (sizeof(Element) == 2)
-      if (aligned && K % kBlock == 0) return run(std::integral_constant<int, 2>());
+      if (aligned && K % kBlock == 0 && !interleaved) return run(std::integral_constant<int, 2>());
     run(std::integral_constant<int, 1>());
   });
   return results.all();
@@ -263,8 +286,10 @@ unsigned swiglu_grid(const Launch& launch, int64_t elements) {
 
 }  // namespace
 
-Tensor swiglu(const Tensor& gate_up_in, const Tensor& offs_in) {
+Tensor swiglu(const Tensor& gate_up_in, const Tensor& offs_in, double alpha, double beta,
+              std::optional<double> limit, bool interleaved) {
   check_swiglu("swiglu", gate_up_in, offs_in);
+  const SwigluForm given = checked_form("swiglu", alpha, beta, limit, interleaved);
 
   const Launch launch("swiglu", gate_up_in);
   const Tensor gate_up = with_dense_rows(gate_up_in), offs = as_dense(offs_in);
@@ -275,17 +300,21 @@ Tensor swiglu(const Tensor& gate_up_in, const Tensor& offs_in) {
 
   for_element(gate_up.scalar_type(), [&](auto element) {
     using Element = typename decltype(element)::type;
-    launch.run(swiglu_kernel<Element>, swiglu_grid(launch, T * K), kSwigluThreads, 0,
-               static_cast<const Element*>(gate_up.const_data_ptr()), gate_up.stride(0),
-               has_aligned_rows(gate_up), offs.const_data_ptr<int32_t>(),
-               static_cast<int>(offs.size(0)), T, static_cast<int>(K),
-               static_cast<Element*>(h.mutable_data_ptr()));
+    for_form(given, [&](auto form) {
+      launch.run(swiglu_kernel<Element, decltype(form)>, swiglu_grid(launch, T * K), kSwigluThreads,
+                 0, static_cast<const Element*>(gate_up.const_data_ptr()), gate_up.stride(0),
+                 has_aligned_rows(gate_up), form, offs.const_data_ptr<int32_t>(),
+                 static_cast<int>(offs.size(0)), T, static_cast<int>(K),
+                 static_cast<Element*>(h.mutable_data_ptr()));
+    });
   });
   return h;
 }
 
-Tensor swiglu_grad(const Tensor& dh_in, const Tensor& gate_up_in, const Tensor& offs_in) {
+Tensor swiglu_grad(const Tensor& dh_in, const Tensor& gate_up_in, const Tensor& offs_in,
+                   double alpha, double beta, std::optional<double> limit, bool interleaved) {
   check_swiglu_grad("swiglu_grad", dh_in, gate_up_in, offs_in);
+  const SwigluForm given = checked_form("swiglu_grad", alpha, beta, limit, interleaved);
 
   const Launch launch("swiglu_grad", dh_in);
   const Tensor dh = with_dense_rows(dh_in), gate_up = with_dense_rows(gate_up_in);
@@ -297,12 +326,14 @@ Tensor swiglu_grad(const Tensor& dh_in, const Tensor& gate_up_in, const Tensor& 
 
   for_element(dh.scalar_type(), [&](auto element) {
     using Element = typename decltype(element)::type;
-    launch.run(swiglu_grad_kernel<Element>, swiglu_grid(launch, 2 * T * K), kSwigluThreads, 0,
-               static_cast<const Element*>(dh.const_data_ptr()), dh.stride(0),
-               static_cast<const Element*>(gate_up.const_data_ptr()), gate_up.stride(0),
-               has_aligned_rows(dh) && has_aligned_rows(gate_up), offs.const_data_ptr<int32_t>(),
-               static_cast<int>(offs.size(0)), T, static_cast<int>(K),
-               static_cast<Element*>(d_gate_up.mutable_data_ptr()));
+    for_form(given, [&](auto form) {
+      launch.run(swiglu_grad_kernel<Element, decltype(form)>, swiglu_grid(launch, T * K),
+                 kSwigluThreads, 0, static_cast<const Element*>(dh.const_data_ptr()), dh.stride(0),
+                 static_cast<const Element*>(gate_up.const_data_ptr()), gate_up.stride(0),
+                 has_aligned_rows(dh) && has_aligned_rows(gate_up), form,
+                 offs.const_data_ptr<int32_t>(), static_cast<int>(offs.size(0)), T,
+                 static_cast<int>(K), static_cast<Element*>(d_gate_up.mutable_data_ptr()));
+    });
   });
   return d_gate_up;
 }

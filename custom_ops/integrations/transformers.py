@@ -33,6 +33,7 @@ from grouped_linear.mlp import apply_mlp
 from grouped_linear.quantized_weight import kept_weight
 from grouped_linear.recipes import DelayedScaling, Float8BlockScaling, KeptWeight, Recipe
 from grouped_linear.routing import CombineFunction, GatherFunction
+from grouped_linear.swiglu import SwiGLU
 from grouped_linear.tensor import GroupedTensor
 
 __all__ = ["quantize_experts", "register"]
@@ -188,20 +189,25 @@ def _experts_forward(
             return q_t, {"kept": KeptWeight(q_t, scale.mT, q if learns else None)}
         return stored.transpose(1, 2), {}
 
-    if _is_swiglu(experts):
+    def bias(name: str) -> Tensor | None:
+        return getattr(experts, f"{name}_bias") if experts.has_bias else None
+
+    activation = _swiglu_of(experts)
+    if activation is not None:
         (gate_up, plan), (down, plan_of_down) = weight("gate_up_proj"), weight("down_proj")
-        routed = hidden_states, top_k_weights, top_k_index
-        y_TH = apply_mlp(*routed, gate_up, down, recipe, [plan, plan_of_down], None)
+        routed, plans = (hidden_states, top_k_weights, top_k_index), [plan, plan_of_down]
+        biases = bias("gate_up_proj"), bias("down_proj")
+        y_TH = apply_mlp(*routed, (gate_up, down), biases, recipe, plans, activation)
         return y_TH.to(hidden_states.dtype)
 
     routing = ops.sort_by_expert(top_k_index, experts.num_experts)
     m_splits_E = routing.offs.diff(prepend=routing.offs.new_zeros(1))
 
     def layer(x: Tensor, name: str) -> Tensor:
-        bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
-        check_bias(bias)
+        b = bias(name)
+        check_bias(b)
         w, plan = weight(name)
-        return apply_layer(x, (w,), bias, m_splits_E, recipe, **plan)
+        return apply_layer(x, (w,), b, m_splits_E, recipe, **plan)
 
     x_RH = GatherFunction.apply(hidden_states, routing.token, routing.row)
     if experts.has_gate:
@@ -240,18 +246,42 @@ def _kept_weight(experts: Any, name: str, recipe: Recipe, columnwise: bool) -> K
     return KeptWeight(q, scale, blocks.transposed(q) if columnwise else None)
 
 
-def _is_swiglu(experts: Any) -> bool:
-    """Whether experts are what grouped_mlp computes, which has them fused with quantization."""
-    gate = type(experts)._apply_gate if experts.has_gate else None
-    if gate is FP8Experts._apply_gate:
-        changes = experts.gate_softcap, experts.swiglu_alpha, experts.limit
-        calls_act_fn = changes == (None, None, None)
-    else:
-        calls_act_fn = gate is _default_apply_gate
-    return bool(
-        calls_act_fn
-        and experts.is_concatenated
-        and not experts.has_bias
-        and not experts.has_post_expert_norm
-        and (experts.act_fn is silu or isinstance(experts.act_fn, nn.SiLU | SiLUActivation))
-    )
+# Experts of the library whose own _apply_gate is a form of SwiGLU, and the attributes that hold
+# alpha and the limit. Where there is an alpha, 1 is added to up.
+SWIGLU_FORMS = {
+    "BeamExperts": (None, None),
+    "DeepseekV4Experts": (None, "limit"),
+    "FP8Experts": ("swiglu_alpha", "swiglu_limit"),
+    "Glm5NextTextExperts": (None, "swiglu_limit"),
+    "GptOssExperts": ("alpha", "limit"),
+    "HYV4Experts": (None, "swiglu_limit"),
+    "HYV4VLExperts": (None, "swiglu_limit"),
+    "MiniMaxM3VLExperts": ("swiglu_alpha", "swiglu_limit"),
+    "OpenAIPrivacyFilterExperts": ("alpha", "limit"),
+}
+
+
+def _swiglu_of(experts: Any) -> SwiGLU | None:
+    """What grouped_mlp computes in place of _apply_gate, fused with quantization; None if nothing.
+
+    Nothing if a norm comes between the second layer and the weighted sum, either.
+    """
+    if not experts.has_gate or experts.has_post_expert_norm or "_apply_gate" in vars(experts):
+        return None
+    cls = type(experts)
+    alpha = limit = None
+    if cls._apply_gate is not _default_apply_gate:
+        replaced = cls._apply_gate.__module__ != cls.__module__
+        library = cls.__module__.startswith("transformers.")
+        if cls.__name__ not in SWIGLU_FORMS or not library or replaced:
+            return None
+        of_alpha, of_limit = SWIGLU_FORMS[cls.__name__]
+        alpha = getattr(experts, of_alpha) if of_alpha else None
+        limit = getattr(experts, of_limit) if of_limit else None
+    if getattr(experts, "gate_softcap", None) is not None or (limit is not None and limit <= 0):
+        return None
+    if alpha is not None:
+        return SwiGLU(alpha, 1.0, limit, interleaved=not experts.is_concatenated)
+    act_fn = getattr(experts, "act_fn", silu)
+    is_silu = act_fn is silu or isinstance(act_fn, nn.SiLU | SiLUActivation)
+    return SwiGLU(limit=limit) if is_silu and experts.is_concatenated else None

@@ -229,14 +229,14 @@ struct Patch {
     const Element* next = tile + (row() * kPatch + begin) * stride;
     start_rows<begin, end>(ahead, [&](int) { return take_row(next, stride); }, rows, cols);
   }
-  // After wait_for_copies().
+  // After wait_for_copies(). What another thread of the warp has copied: after __syncwarp(), too.
   template <int begin = 0, int end = kPatch, typename Ahead>
-  __device__ __forceinline__ void take(const Ahead& ahead) {
+  __device__ __forceinline__ void take(const Ahead& ahead, int copied_by = threadIdx.x) {
 #pragma unroll
     for (int i = begin; i < end; ++i)
 #pragma unroll
       for (int v = 0; v < Ahead::kPieces; ++v) {
-        const uint4 four = ahead.pieces[i % Ahead::kRows][v][threadIdx.x];
+        const uint4 four = ahead.pieces[i % Ahead::kRows][v][copied_by];
         words[i][4 * v] = four.x;
         words[i][4 * v + 1] = four.y;
         words[i][4 * v + 2] = four.z;

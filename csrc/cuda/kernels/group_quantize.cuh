@@ -12,7 +12,9 @@
 // little besides its bytes, blocks are therefore many and brief, and load without looking ahead; where
 // it costs more (SwiGLU, gathered rows) they are fewer and copy their next tile while they work on one.
 //
-// Reaches (H200, 2026-11-22) of a copy's speed: rowwise 0.98, both 0.95, SwiGLU 0.90, gradient 0.89.
+// Reaches (H200, 2026-11-22) of a copy's speed: rowwise 0.98, both 0.95, SwiGLU 0.90, gradient 0.89;
+// where K is no multiple of 128 the gradient 0.69. SwiGLU with alpha, beta and a limit 0.77, gradient 0.75,
+// gate and up in turns 0.74 and 0.68 (2026-11-24).
 #pragma once
 
 #include "block_scale.cuh"
@@ -180,8 +182,8 @@ struct ScaledRows : GatheredRows<Element, Index> {
   }
 };
 
-// h [T, K] = silu(gate) * up of gate_up [T, 2 K], rounded to Element; kept where h is not null.
-template <typename Element>
+// h [T, K] of gate_up [T, 2 K], rounded to Element; kept where h is not null.
+template <typename Element, typename Form>
 struct Swiglu {
   static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 1, kParts = 1;
   static constexpr Generations kGenerations{1, 1};
@@ -195,6 +197,7 @@ struct Swiglu {
   bool vectorised;
   int K;
   Element* h;
+  Form form;
 
   __device__ __forceinline__ void start(Ahead& ahead, const TilePlaceInRows& at) const {
     start_rows<0>(ahead, at);
@@ -215,35 +218,60 @@ struct Swiglu {
   }
 
  private:
+  // Where the tile's first row is in gate_up.
   __device__ __forceinline__ const Element* gate(const TilePlaceInRows& at) const {
-    return gate_up + at.row_begin * stride + at.col;
+    return gate_up + at.row_begin * stride + of_gate(form, at.col);
   }
   template <int begin>
   __device__ __forceinline__ void start_rows(Ahead& ahead, const TilePlaceInRows& at) const {
     if (!vectorised) return;
     constexpr int end = begin + kRows;
-    Patch<Element>::template start<begin, end>(ahead.gate, gate(at), stride, at.rows, at.cols);
-    Patch<Element>::template start<begin, end>(ahead.up, gate(at) + K, stride, at.rows, at.cols);
+    int cols = at.cols, cols_of_up = at.cols;
+    if (form.interleaved) {  // the first 128 columns that hold the tile's gates and ups, and the others
+      __syncwarp();          // its other threads have read what they copied before
+      cols *= 2;
+      cols_of_up = cols - kTile;
+    }
+    const Element* up = gate(at) + (form.interleaved ? kTile : K);
+    Patch<Element>::template start<begin, end>(ahead.gate, gate(at), stride, at.rows, cols);
+    Patch<Element>::template start<begin, end>(ahead.up, up, stride, at.rows, cols_of_up);
     end_copies();
+  }
+  // Rows of `gate` and `up` that were copied; in turns, two eights of both.
+  template <int begin, int end>
+  __device__ __forceinline__ void take(Patch<Element>& gate, Patch<Element>& up,
+                                       const Ahead& ahead) const {
+    if (!form.interleaved) {
+      gate.template take<begin, end>(ahead.gate);
+      return up.template take<begin, end>(ahead.up);
+    }
+    __syncwarp();
+    const int column = Patch<Element>::column(), copied_by = threadIdx.x - column;
+    const auto& half = column < kPatches / 2 ? ahead.gate : ahead.up;
+    const int eight = 2 * column % kPatches;
+    gate.template take<begin, end>(half, copied_by + eight);
+    up.template take<begin, end>(half, copied_by + eight + 1);
   }
   // From row `begin` of the patch on: while some rows are worked on, the next are copied.
   template <int begin>
   __device__ __forceinline__ void load_rows(Patch<Element>& patch, Ahead& ahead,
                                             const TilePlaceInRows& at) const {
     constexpr int end = begin + kRows, in_flight = end < kPatch ? 1 : 0;
-    Patch<Element> up;
+    Patch<Element> ups;
     if (vectorised) {
       wait_for_copies<in_flight>();
-      patch.template take<begin, end>(ahead.gate);
-      up.template take<begin, end>(ahead.up);
+      take<begin, end>(patch, ups, ahead);
       if constexpr (end + kRows < kPatch) start_rows<end + kRows>(ahead, at);
     } else {
-      patch.template load<begin, end>(gate(at), stride, at.rows, at.cols, false);
-      up.template load<begin, end>(gate(at) + K, stride, at.rows, at.cols, false);
+      const int own = form.interleaved ? Patch<Element>::column() * kPatch : 0;
+      const Element *gates = gate(at) + own, *up = gates + to_up(form, K);
+      patch.template load<begin, end>(gates, stride, at.rows, at.cols, false);
+      ups.template load<begin, end>(up, stride, at.rows, at.cols, false);
     }
     if (Patch<Element>::row() * kPatch < at.rows)  // small groups leave most warps without any
 #pragma unroll
-      for (int i = begin; i < end; ++i) swiglu_of_eight<Element>(patch.words[i], up.words[i]);
+      for (int i = begin; i < end; ++i)
+        swiglu_of_eight<Element>(form, patch.words[i], ups.words[i]);
     if constexpr (end < kPatch) load_rows<end>(patch, ahead, at);
   }
 };
@@ -251,8 +279,8 @@ struct Swiglu {
 // d_gate_up [T, 2 K] from dh [T, K] and gate_up [T, 2 K], rounded to Element. `parts`: 2 where
 // Element has 16 bits, all rows are aligned and K is a multiple of 128, so that no tile reaches from
 // the columns of gate into those of up: then everything is read once. Else 1. A patch is of one half
-// in any case, for K is a multiple of 16.
-template <typename Element, int parts>
+// in any case, for K is a multiple of 16. Where gate and up take turns it has four of each: 1.
+template <typename Element, int parts, typename Form>
 struct SwigluGrad {
   static constexpr int kOccupancy = sizeof(Element) == 2 ? 2 : 1, kParts = parts;
   static constexpr Generations kGenerations{1, 1};
@@ -267,6 +295,7 @@ struct SwigluGrad {
   int64_t stride;
   bool vectorised;
   int K;
+  Form form;
 
   __device__ __forceinline__ void start(Ahead& ahead, const TilePlaceInRows& at) const {
     start_rows<0>(ahead, at, columns(at));
@@ -280,14 +309,21 @@ struct SwigluGrad {
  private:
   // Where the tile's first row is in each operand, as if all of its columns were in this patch's half.
   struct Columns {
-    bool of_gate;
+    bool of_gate, needs_up;
     const Element *dh, *gate;
   };
   __device__ __forceinline__ Columns columns(const TilePlaceInRows& at) const {
-    const bool of_gate = parts == 2 || at.col + Patch<Element>::column() * kPatch < K;
-    const int k = of_gate ? at.col : at.col - K;
-    return {of_gate, dh + at.row_begin * dh_stride + k, gate_up + at.row_begin * stride + k};
+    const int own = Patch<Element>::column() * kPatch;
+    const bool of_gate = parts == 2 || at.col + own < K;
+    int k = of_gate ? at.col : at.col - K, dh_k = k;
+    if (in_turns()) {
+      k = at.col;
+      dh_k = (at.col + own) / 2 / kPatch * kPatch - own;
+    }
+    return {of_gate, (of_gate || Form::kHasLimit) && !in_turns(),
+            dh + at.row_begin * dh_stride + dh_k, gate_up + at.row_begin * stride + k};
   }
+  __device__ __forceinline__ bool in_turns() const { return parts == 1 && form.interleaved; }
   template <int begin>
   __device__ __forceinline__ void start_rows(Ahead& ahead, const TilePlaceInRows& at,
                                              const Columns& here) const {
@@ -295,8 +331,9 @@ struct SwigluGrad {
     constexpr int end = begin + kRows;
     Patch<Element>::template start<begin, end>(ahead.dh, here.dh, dh_stride, at.rows, at.cols);
     Patch<Element>::template start<begin, end>(ahead.gate, here.gate, stride, at.rows, at.cols);
-    Patch<Element>::template start<begin, end>(ahead.up, here.gate + K, stride,
-                                               here.of_gate ? at.rows : 0, at.cols);
+    if (!in_turns())
+      Patch<Element>::template start<begin, end>(ahead.up, here.gate + K, stride,
+                                                 here.needs_up ? at.rows : 0, at.cols);
     end_copies();
   }
   // From row `begin` of the patches on: while some rows are worked on, the next are copied.
@@ -314,17 +351,21 @@ struct SwigluGrad {
     } else {
       d.template load<begin, end>(here.dh, dh_stride, at.rows, at.cols, false);
       patch[0].template load<begin, end>(here.gate, stride, at.rows, at.cols, false);
-      up.template load<begin, end>(here.gate + K, stride, here.of_gate ? at.rows : 0, at.cols,
+      up.template load<begin, end>(here.gate + K, stride, here.needs_up ? at.rows : 0, at.cols,
                                    false);
     }
     if (Patch<Element>::row() * kPatch < at.rows) {
 #pragma unroll
       for (int i = begin; i < end; ++i) {
         if constexpr (parts == 2)
-          swiglu_grads_of_eight<Element>(d.words[i], patch[0].words[i], up.words[i],
+          swiglu_grads_of_eight<Element>(form, d.words[i], patch[0].words[i], up.words[i],
                                          patch[1].words[i]);
+        else if (in_turns())
+          swiglu_grads_of_turns<Element>(form, Patch<Element>::column() % 2 == 1, d.words[i],
+                                         patch[0].words[i]);
         else
-          swiglu_grad_of_eight<Element>(here.of_gate, d.words[i], patch[0].words[i], up.words[i]);
+          swiglu_grad_of_eight<Element>(form, here.of_gate, d.words[i], patch[0].words[i],
+                                        up.words[i]);
       }
     } else {
       patch[parts - 1].template clear<begin, end>();
