@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "layout.h"
-#include "swiglu.h"
+#include "swiglu_math.h"
 
 namespace grouped_linear {
 

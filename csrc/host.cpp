@@ -1,7 +1,7 @@
 // grouped_linear._host: questions about the build and the layouts that need no tensor.
 #include <pybind11/pybind11.h>
 
-#include "cuda/tiles.h"
+#include "cuda/gemm/sm90/tiles.h"
 #include "layout.h"
 
 namespace py = pybind11;

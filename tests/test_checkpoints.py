@@ -15,7 +15,7 @@ from samples import BF16, DTYPES, FP32, assert_same_bits, devices
 from torch import Tensor
 
 from grouped_linear import GroupedTensor
-from grouped_linear.checkpoints import expert_tensors, load_experts, save_sharded
+from grouped_linear.quantized.checkpoints import expert_tensors, load_experts, save_sharded
 
 E, N, K = 4, 256, 144
 PREFIX = "layers.3.mlp.experts.{}."

@@ -22,7 +22,7 @@ from grouped_linear import (
     SwiGLU,
     ops,
 )
-from grouped_linear.inductor import FuseSwiglu
+from grouped_linear.integrations.inductor import FuseSwiglu
 
 # torch 2.11 writes silu's gradient in another way, which the pass leaves as it is.
 GRADIENT_IS_KNOWN = not torch.__version__.startswith("2.11")

@@ -42,7 +42,7 @@ from grouped_linear import (
     ops,
     update_scales,
 )
-from grouped_linear.routing import CombineFunction, GatherFunction
+from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 RECIPES = pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)

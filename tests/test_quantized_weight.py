@@ -42,7 +42,7 @@ from grouped_linear import (
     grouped_linear,
     grouped_mlp,
 )
-from grouped_linear.checkpoints import expert_tensors, load_experts
+from grouped_linear.quantized.checkpoints import expert_tensors, load_experts
 
 E, T, K, N = 4, 147, 144, 272
 SPLITS = ([3, 0, 130, 7], [0, 140, 0, 0], [0, 0, 0, 0], [37, 37, 37, 36])

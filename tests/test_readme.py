@@ -10,7 +10,7 @@ import torch
 from samples import AOTI_READS_DTYPES, skipping_for_old_transformers
 
 from grouped_linear import GroupedLinear
-from grouped_linear.module import _OUT_OF_SCOPE
+from grouped_linear.nn.linear import _OUT_OF_SCOPE
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

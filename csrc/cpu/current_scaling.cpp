@@ -1,9 +1,9 @@
 // One scale a group from the group's own amax: one pass for the amax, one to quantize.
 
-#include "../checks.h"
-#include "../ops.h"
-#include "fp8.h"
-#include "per_group.h"
+#include "checks.h"
+#include "cpu/fp8.h"
+#include "cpu/per_group.h"
+#include "ops.h"
 
 namespace grouped_linear::cpu {
 namespace {

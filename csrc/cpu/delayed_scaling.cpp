@@ -4,10 +4,10 @@
 #include <cmath>
 #include <cstring>
 
-#include "../checks.h"
-#include "../ops.h"
-#include "fp8.h"
-#include "per_group.h"
+#include "checks.h"
+#include "cpu/fp8.h"
+#include "cpu/per_group.h"
+#include "ops.h"
 
 namespace grouped_linear::cpu {
 namespace {

@@ -7,8 +7,8 @@
 #include <bit>
 #include <cstdint>
 
-#include "numerics.h"
-#include "rows.h"
+#include "cpu/numerics.h"
+#include "cpu/rows.h"
 
 namespace grouped_linear::cpu {
 

@@ -11,13 +11,13 @@
 //
 // Other CPUs multiply operands in float32, dequantized, with torch's kernels.
 
-#include "fp8_mm.h"
+#include "cpu/fp8_mm.h"
 
 #include <array>
 
-#include "../checks.h"
-#include "numerics.h"
-#include "tile.h"
+#include "checks.h"
+#include "cpu/numerics.h"
+#include "cpu/tile.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>

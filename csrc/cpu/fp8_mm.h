@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "matmul.h"
+#include "cpu/matmul.h"
 
 namespace grouped_linear::cpu {
 

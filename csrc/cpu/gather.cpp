@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "../checks.h"
-#include "../ops.h"
-#include "rows.h"
+#include "checks.h"
+#include "cpu/rows.h"
+#include "ops.h"
 
 namespace grouped_linear::cpu {
 namespace {

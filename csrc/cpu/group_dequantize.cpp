@@ -1,6 +1,6 @@
-#include "../checks.h"
-#include "../ops.h"
-#include "tile.h"
+#include "checks.h"
+#include "cpu/tile.h"
+#include "ops.h"
 
 namespace grouped_linear::cpu {
 

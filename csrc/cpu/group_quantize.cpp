@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <bit>
 
-#include "../checks.h"
-#include "../ops.h"
-#include "numerics.h"
-#include "swiglu.h"
-#include "tiles.h"
+#include "checks.h"
+#include "cpu/numerics.h"
+#include "cpu/swiglu.h"
+#include "cpu/tiles.h"
+#include "ops.h"
 
 namespace grouped_linear::cpu {
 namespace {

@@ -1,6 +1,6 @@
-#include "../checks.h"
-#include "../ops.h"
-#include "matmul.h"
+#include "checks.h"
+#include "cpu/matmul.h"
+#include "ops.h"
 
 namespace grouped_linear::cpu {
 namespace {

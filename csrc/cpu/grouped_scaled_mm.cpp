@@ -1,8 +1,8 @@
 // Block-scaled and per-group FP8 products: which rows, blocks and scales are each group's.
 
-#include "../checks.h"
-#include "../ops.h"
-#include "fp8_mm.h"
+#include "checks.h"
+#include "cpu/fp8_mm.h"
+#include "ops.h"
 
 namespace grouped_linear::cpu {
 namespace {

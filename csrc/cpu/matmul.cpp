@@ -1,8 +1,8 @@
-#include "matmul.h"
+#include "cpu/matmul.h"
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
-#include "../checks.h"
+#include "checks.h"
 
 namespace grouped_linear::cpu {
 namespace {

@@ -5,7 +5,7 @@
 #include <memory>
 #include <optional>
 
-#include "rows.h"
+#include "cpu/rows.h"
 
 namespace grouped_linear::cpu {
 

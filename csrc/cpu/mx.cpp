@@ -3,9 +3,9 @@
 
 #include <bit>
 
-#include "../checks.h"
-#include "../ops.h"
-#include "tiles.h"
+#include "checks.h"
+#include "cpu/tiles.h"
+#include "ops.h"
 
 namespace grouped_linear::cpu {
 namespace {

@@ -1,8 +1,8 @@
-#include "per_group.h"
+#include "cpu/per_group.h"
 
 #include <cmath>
 
-#include "fp8.h"
+#include "cpu/fp8.h"
 
 namespace grouped_linear::cpu {
 namespace {

@@ -1,7 +1,7 @@
 // Quantization with one scale a group: what current and delayed scaling share.
 #pragma once
 
-#include "tiles.h"
+#include "cpu/tiles.h"
 
 namespace grouped_linear::cpu {
 

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "../checks.h"
-#include "../ops.h"
-#include "tiles.h"
+#include "checks.h"
+#include "cpu/tiles.h"
+#include "ops.h"
 
 namespace grouped_linear::cpu {
 namespace {

@@ -1,4 +1,4 @@
-#include "rows.h"
+#include "cpu/rows.h"
 
 #include <cstring>
 
@@ -6,8 +6,8 @@
 #include <sys/mman.h>
 #endif
 
-#include "../checks.h"
-#include "numerics.h"
+#include "checks.h"
+#include "cpu/numerics.h"
 
 namespace grouped_linear::cpu {
 namespace {

@@ -8,8 +8,8 @@
 #include <optional>
 #include <vector>
 
-#include "../layout.h"
-#include "../tensors.h"
+#include "layout.h"
+#include "tensors.h"
 
 // One copy of a loop for each vector width, chosen when the library is loaded. All do the same
 // arithmetic in the same order (the build forbids FMA contraction), so they agree bit for bit.

@@ -1,6 +1,6 @@
-#include "../checks.h"
-#include "../ops.h"
-#include "rows.h"
+#include "checks.h"
+#include "cpu/rows.h"
+#include "ops.h"
 
 namespace grouped_linear::cpu {
 namespace {

@@ -1,8 +1,8 @@
-#include "swiglu.h"
+#include "cpu/swiglu.h"
 
-#include "../checks.h"
-#include "../ops.h"
-#include "numerics.h"
+#include "checks.h"
+#include "cpu/numerics.h"
+#include "ops.h"
 
 namespace grouped_linear::cpu {
 namespace {

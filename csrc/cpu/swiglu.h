@@ -1,8 +1,8 @@
 // Rows of SwiGLU, in the dtype of its operands: float32 inside, rounded once.
 #pragma once
 
-#include "../swiglu.h"
-#include "rows.h"
+#include "cpu/rows.h"
+#include "swiglu_math.h"
 
 namespace grouped_linear::cpu {
 

@@ -1,4 +1,4 @@
-#include "tile.h"
+#include "cpu/tile.h"
 
 #include <algorithm>
 #include <bit>
@@ -6,8 +6,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "fp8.h"
-#include "tile_avx512.h"
+#include "cpu/fp8.h"
+#include "cpu/tile_avx512.h"
 
 namespace grouped_linear::cpu {
 namespace {

@@ -11,7 +11,7 @@
 #include <emmintrin.h>
 #endif
 
-#include "rows.h"
+#include "cpu/rows.h"
 
 namespace grouped_linear::cpu {
 

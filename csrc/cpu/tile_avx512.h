@@ -2,7 +2,7 @@
 // newer), where a compiler does not find it. tile.cpp has the same in loops for every CPU; the bytes are equal.
 #pragma once
 
-#include "tile.h"
+#include "cpu/tile.h"
 
 namespace grouped_linear::cpu {
 

@@ -1,4 +1,4 @@
-#include "tiles.h"
+#include "cpu/tiles.h"
 
 namespace grouped_linear::cpu {
 

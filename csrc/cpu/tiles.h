@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "tile.h"
+#include "cpu/tile.h"
 
 namespace grouped_linear::cpu {
 

@@ -26,15 +26,16 @@ from transformers.activations import SiLUActivation
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
-from grouped_linear import blocks, ops
-from grouped_linear.functional import apply_layer, check_bias, check_whole
+from grouped_linear import ops
+from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
-from grouped_linear.mlp import apply_mlp
-from grouped_linear.quantized_weight import kept_weight
+from grouped_linear.nn.functional import apply_layer, check_bias, check_whole
+from grouped_linear.nn.mlp import apply_mlp
+from grouped_linear.ops.activation_forms import SwiGLU
+from grouped_linear.quantized import block_math as blocks
+from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.quantized.weight import kept_weight
 from grouped_linear.recipes import DelayedScaling, Float8BlockScaling, KeptWeight, Recipe
-from grouped_linear.routing import CombineFunction, GatherFunction
-from grouped_linear.swiglu import SwiGLU
-from grouped_linear.tensor import GroupedTensor
 
 __all__ = ["quantize_experts", "register"]
 

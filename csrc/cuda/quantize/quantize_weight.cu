@@ -1,0 +1,85 @@
+#include <vector>
+
+#include "checks.h"
+#include "cuda/quantize/tile_passes.h"
+#include "ops.h"
+
+namespace grouped_linear::cuda {
+namespace {
+
+constexpr ScalarType kE4m3 = ScalarType::Float8_e4m3fn;
+
+QuantizedWeight new_outputs(const Tensor& like, int64_t E, int64_t N, int64_t K, bool columnwise) {
+  return {new_tensor(like, {E, N, K}, kE4m3),
+          new_tensor(like, {E, ceil_div(N, kBlock), ceil_div(K, kBlock)}, ScalarType::Float),
+          new_tensor(like, columnwise ? Shape{E, K, N} : Shape{0}, kE4m3)};
+}
+
+template <typename Element, typename Experts>
+void launch_kernel(const Launch& launch, const Experts& experts, bool vectorised, ScaleRule rule,
+                   const std::optional<Tensor>& refresh, const QuantizedWeight& out) {
+  const int64_t tiles = out.scale.numel();
+  launch.run(quantize_weight_kernel<Element, Experts>, static_cast<unsigned>(tiles), kTileThreads,
+             0, experts, vectorised, rule, refresh ? refresh->const_data_ptr<bool>() : nullptr,
+             pointers_of(out));
+}
+
+// w: one tensor [E, N, K] or E of [N, K].
+void quantize(const Launch& launch, const std::vector<Tensor>& w_in, ScaleRule rule,
+              const std::optional<Tensor>& refresh, const QuantizedWeight& out) {
+  std::vector<Tensor> w;
+  bool vectorised = true;
+  for (const Tensor& w_e : w_in) {
+    w.push_back(as_dense(w_e));
+    vectorised = vectorised && is_aligned(w.back());  // every row is: K is a multiple of 16
+  }
+  for_element(w[0].scalar_type(), [&](auto element) {
+    using Element = typename decltype(element)::type;
+    if (w[0].dim() == 3) {
+      const PackedExperts<Element> experts{static_cast<const Element*>(w[0].const_data_ptr()),
+                                           w[0].size(1) * w[0].size(2)};
+      launch_kernel<Element>(launch, experts, vectorised, rule, refresh, out);
+    } else {
+      ListedExperts<Element> experts{};
+      for (size_t e = 0; e < w.size(); ++e)
+        experts.first[e] = static_cast<const Element*>(w[e].const_data_ptr());
+      launch_kernel<Element>(launch, experts, vectorised, rule, refresh, out);
+    }
+  });
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> quantize_weight(const Tensor& w, double amax_epsilon,
+                                                   bool power_of_two_scales, bool columnwise) {
+  check_quantize_weight("quantize_weight", w, amax_epsilon);
+
+  const Launch launch("quantize_weight", w);
+  const QuantizedWeight out = new_outputs(w, w.size(0), w.size(1), w.size(2), columnwise);
+  quantize(launch, {w}, {static_cast<float>(amax_epsilon), power_of_two_scales}, std::nullopt, out);
+  return {out.q, out.scale, *out.q_t};
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize_weight_list(const std::vector<Tensor>& w,
+                                                        double amax_epsilon,
+                                                        bool power_of_two_scales, bool columnwise) {
+  check_quantize_weight_list(w, amax_epsilon);
+
+  const Launch launch("quantize_weight_list", w[0]);
+  const auto E = static_cast<int64_t>(w.size());
+  const QuantizedWeight out = new_outputs(w[0], E, w[0].size(0), w[0].size(1), columnwise);
+  quantize(launch, w, {static_cast<float>(amax_epsilon), power_of_two_scales}, std::nullopt, out);
+  return {out.q, out.scale, *out.q_t};
+}
+
+void refresh_weight_(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
+                     const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
+                     double amax_epsilon, bool power_of_two_scales) {
+  check_refresh_weight(w, refresh, q, scale, q_t, amax_epsilon);
+
+  const Launch launch("refresh_weight_", w[0]);
+  quantize(launch, w, {static_cast<float>(amax_epsilon), power_of_two_scales}, refresh,
+           {q, scale, q_t});
+}
+
+}  // namespace grouped_linear::cuda

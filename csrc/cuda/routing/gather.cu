@@ -1,0 +1,76 @@
+#include "checks.h"
+#include "cuda/common/launch.h"
+#include "cuda/common/operands.h"
+#include "cuda/routing/gather.cuh"
+#include "ops.h"
+
+namespace grouped_linear::cuda {
+namespace {
+
+// Calls run with y's rows by their numbers, of y's element and of rows' type.
+template <typename Run>
+void with_gathered(const Tensor& y, const Tensor& rows, const Run& run) {
+  for_element(y.scalar_type(), [&](auto element) {
+    using Element = typename decltype(element)::type;
+    for_index(rows.scalar_type(), [&](auto index) {
+      using Index = typename decltype(index)::type;
+      run(GatheredOf<Element, Index>{static_cast<const Element*>(y.const_data_ptr()), y.stride(0),
+                                     y.size(0), rows.const_data_ptr<Index>()});
+    });
+  });
+}
+
+unsigned blocks_for(int64_t threads) {
+  return static_cast<unsigned>(ceil_div(threads, kGatherThreads));
+}
+
+}  // namespace
+
+Tensor gather_sum(const Tensor& y_in, const Tensor& rows_in,
+                  const std::optional<Tensor>& weight_in) {
+  check_gather_sum(y_in, rows_in, weight_in);
+
+  const Launch launch("gather_sum", y_in);
+  const int64_t T = rows_in.size(0), C = rows_in.size(1), H = y_in.size(1);
+  Tensor out = new_tensor(y_in, {T, H}, y_in.scalar_type());
+  if (T == 0) return out;
+  if (y_in.size(0) == 0) {
+    torch::stable::zero_(out);
+    return out;
+  }
+
+  const Tensor y = with_aligned_rows(y_in), rows = as_dense(rows_in);
+  const std::optional<Tensor> weight = as_dense(weight_in);
+  with_gathered(
+      y, rows, [&]<typename Element, typename Index>(const GatheredOf<Element, Index>& gathered) {
+        launch.run(gather_sum_kernel<Element, Index>, blocks_for(T * H / gathered.kPiece),
+                   kGatherThreads, 0, gathered, weight ? weight->const_data_ptr<float>() : nullptr,
+                   T, static_cast<int>(C), static_cast<int>(H),
+                   static_cast<uint4*>(out.mutable_data_ptr()));
+      });
+  return out;
+}
+
+Tensor gather_dot(const Tensor& a_in, const Tensor& y_in, const Tensor& rows_in) {
+  check_gather_dot(a_in, y_in, rows_in);
+
+  const Launch launch("gather_dot", y_in);
+  const int64_t T = rows_in.size(0), C = rows_in.size(1), H = y_in.size(1);
+  Tensor out = new_tensor(y_in, {T, C}, ScalarType::Float);
+  if (T * C == 0) return out;
+  if (y_in.size(0) == 0) {
+    torch::stable::zero_(out);
+    return out;
+  }
+
+  const Tensor a = with_aligned_rows(a_in), y = with_aligned_rows(y_in), rows = as_dense(rows_in);
+  with_gathered(
+      y, rows, [&]<typename Element, typename Index>(const GatheredOf<Element, Index>& gathered) {
+        launch.run(gather_dot_kernel<Element, Index>, blocks_for(32 * T * C), kGatherThreads, 0,
+                   static_cast<const Element*>(a.const_data_ptr()), a.stride(0), gathered, T * C,
+                   static_cast<int>(C), static_cast<int>(H), out.mutable_data_ptr<float>());
+      });
+  return out;
+}
+
+}  // namespace grouped_linear::cuda

@@ -1,0 +1,168 @@
+// Rows of tokens' choices, sorted by expert: a stable counting sort in one launch, or two where the choices
+// are many.
+//
+// Bytes: R choices are read up to three times and three int32 written for each, 36 R with int64. What costs
+// is the chain of steps and that rows are written one by one, not the bytes. Reaches: DESIGN.md, "Routing".
+//
+// A block has 1024 neighbouring choices or more, and each of its warps a run of them, which it counts. With
+// what the blocks before it have of each expert, which the first launch counts, and the warps before, a
+// warp knows where its first row of each expert goes; then it takes its run once more, in order. No count is
+// shared by two warps, so nothing depends on who comes first.
+#pragma once
+
+#include "cuda/common/groups.cuh"
+#include "cuda/common/pdl.cuh"
+#include "layout.h"
+
+namespace grouped_linear::cuda {
+
+constexpr int kSortThreads = 256, kSortWarps = kSortThreads / 32;
+constexpr int kSortAhead = 4, kCountsAhead = 16;  // loads of a thread on their way
+constexpr int kLeastSorted = kSortThreads * kSortAhead, kMostSortBlocks = 256;
+
+// Counters of every warp, for each expert and for none.
+constexpr int sort_shared_bytes(int64_t E) {
+  return kSortWarps * static_cast<int>((E + 1) * sizeof(int32_t));
+}
+
+// The choices of one warp.
+template <typename Expert>
+struct WarpChoices {
+  const Expert* experts;
+  int E, first, end;
+
+  __device__ WarpChoices(const Expert* all, int R, int E_) : experts(all), E(E_) {
+    const int64_t warps = int64_t{gridDim.x} * kSortWarps;
+    const int64_t run = (R + 32 * warps - 1) / (32 * warps) * 32;
+    const int64_t begin = (int64_t{blockIdx.x} * kSortWarps + threadIdx.x / 32) * run;
+    first = static_cast<int>(min(begin, int64_t{R}));
+    end = static_cast<int>(min(begin + run, int64_t{R}));
+  }
+
+  // Calls take(i, bin, peers) with 32 choices at a time, in order. bin: -1 past the last choice; peers:
+  // the lanes whose bin is the same.
+  template <typename Take>
+  __device__ __forceinline__ void each(const Take& take) const {
+    const int lane = threadIdx.x % 32;
+    for (int begin = first; begin < end; begin += 32 * kSortAhead) {
+      int bin[kSortAhead];
+#pragma unroll
+      for (int a = 0; a < kSortAhead; ++a) {
+        const int i = begin + 32 * a + lane;
+        bin[a] = -1;
+        if (i < end) {
+          const Expert expert = experts[i];
+          bin[a] = expert >= 0 && expert < E ? static_cast<int>(expert) : E;
+        }
+      }
+#pragma unroll
+      for (int a = 0; a < kSortAhead; ++a) {
+        take(begin + 32 * a + lane, bin[a], __match_any_sync(0xffffffff, bin[a]));
+        __syncwarp();
+      }
+    }
+  }
+};
+
+// Adds a vote of a warp to its counters.
+__device__ __forceinline__ void count_peers(int32_t* own, int bin, unsigned peers) {
+  if (bin >= 0 && static_cast<int>(threadIdx.x % 32) == __ffs(peers) - 1) own[bin] += __popc(peers);
+}
+
+// counts [kSortWarps][E + 1]: what the warps of this block before each one have; total(bin, count) is
+// called with what the block has. By all threads; ends without a barrier.
+template <typename Expert, typename Total>
+__device__ void count_block(const WarpChoices<Expert>& choices, int32_t* counts,
+                            const Total& total) {
+  const int bins = choices.E + 1;
+  for (int i = threadIdx.x; i < kSortWarps * bins; i += kSortThreads) counts[i] = 0;
+  __syncthreads();
+  int32_t* own = counts + threadIdx.x / 32 * bins;
+  choices.each([&](int, int bin, unsigned peers) { count_peers(own, bin, peers); });
+  __syncthreads();
+  for (int b = threadIdx.x; b < bins; b += kSortThreads) {
+    int before = 0;
+#pragma unroll
+    for (int w = 0; w < kSortWarps; ++w) {
+      const int count = counts[w * bins + b];
+      counts[w * bins + b] = before;
+      before += count;
+    }
+    total(b, before);
+  }
+}
+
+// block_counts [blocks, E + 1]
+template <typename Expert>
+__global__ void __launch_bounds__(kSortThreads)
+    count_by_expert_kernel(const Expert* experts, int R, int E, int32_t* block_counts) {
+  extern __shared__ int32_t counts[];
+  start_after_previous();
+  count_block(WarpChoices<Expert>(experts, R, E), counts, [&](int b, int count) {
+    block_counts[static_cast<int64_t>(blockIdx.x) * (E + 1) + b] = count;
+  });
+}
+
+// choice [R], token [R]: which of experts [T, C] each sorted row is, and whose; row [R]: where each
+// choice went; offs [E]. What is outside [0, E) comes last, in no expert. block_counts: null for one block.
+template <typename Expert>
+__global__ void __launch_bounds__(kSortThreads)
+    sort_by_expert_kernel(const Expert* experts, int R, int C, int E, const int32_t* block_counts,
+                          int32_t* choice, int32_t* token, int32_t* row, int32_t* offs) {
+  extern __shared__ int32_t counts[];
+  __shared__ int32_t starts[kMaxGroups + 1];  // where this block's first row goes
+  __shared__ int32_t rows[kMaxGroups + 1];    // of all blocks
+  __shared__ int32_t warp_rows[kSortWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, bins = E + 1;
+  start_after_previous();
+  const WarpChoices<Expert> choices(experts, R, E);
+  count_block(choices, counts, [&](int b, int count) {
+    int before = 0, all = block_counts ? 0 : count;
+    for (unsigned first = 0; block_counts && first < gridDim.x; first += kCountsAhead) {
+      int of_block[kCountsAhead];
+#pragma unroll
+      for (unsigned k = 0; k < kCountsAhead; ++k)
+        of_block[k] =
+            first + k < gridDim.x ? block_counts[static_cast<int64_t>(first + k) * bins + b] : 0;
+#pragma unroll
+      for (unsigned k = 0; k < kCountsAhead; ++k) {
+        if (first + k < blockIdx.x) before += of_block[k];
+        all += of_block[k];
+      }
+    }
+    starts[b] = before;
+    rows[b] = all;
+  });
+  __syncthreads();
+
+  // A thread has as many neighbouring experts as it takes: their rows begin where those before it end.
+  const int run = (E + kSortThreads - 1) / kSortThreads,
+            first = min(E, static_cast<int>(threadIdx.x) * run), end = min(E, first + run);
+  int own_rows = 0;
+  for (int e = first; e < end; ++e) own_rows += rows[e];
+  const int scanned = scan_warp(own_rows, [](int a, int b) { return a + b; });
+  if (lane == 31) warp_rows[warp] = scanned;
+  __syncthreads();
+  int at = scanned - own_rows;
+  for (int w = 0; w < warp; ++w) at += warp_rows[w];
+  for (int e = first; e < end; ++e) {
+    starts[e] += at;
+    at += rows[e];
+    if (blockIdx.x == 0) offs[e] = at;
+    if (e == E - 1) starts[E] += at;
+  }
+  __syncthreads();
+
+  int32_t* own = counts + warp * bins;
+  choices.each([&](int i, int bin, unsigned peers) {
+    const int to = bin < 0 ? 0 : starts[bin] + own[bin] + __popc(peers & ((1u << lane) - 1));
+    __syncwarp();  // read, then counted on
+    count_peers(own, bin, peers);
+    if (bin < 0) return;
+    choice[to] = i;
+    token[to] = i / C;
+    row[i] = to;
+  });
+}
+
+}  // namespace grouped_linear::cuda

@@ -1,0 +1,1 @@
+"""Gradients: of ops, of layers, of routing."""

@@ -1,0 +1,1 @@
+"""Layers, and what they compute as functions."""

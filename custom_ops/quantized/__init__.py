@@ -1,0 +1,1 @@
+"""Weights that are kept quantized."""

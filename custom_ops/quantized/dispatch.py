@@ -1,0 +1,349 @@
+"""What torch's operations do to a GroupedTensor.
+
+E groups, K in_features, N out_features.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from grouped_linear.meta_kernels.rules import ACTIVATIONS
+from grouped_linear.quantized import block_math as blocks
+from grouped_linear.quantized.tensor import GroupedTensor, contiguous_stride
+
+aten = torch.ops.aten
+Op = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_OPS: dict[Any, Op] = {}
+# Of a weight, in float32 while an optimizer steps it: 128 MiB, and as much for each of its states.
+ELEMENTS_AT_ONCE = 2**25
+
+
+def _implements(*overloads: Any) -> Callable[[Op], Op]:
+    def register(op: Op) -> Op:
+        _OPS.update(dict.fromkeys(overloads, op))
+        return op
+
+    return register
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation that has a GroupedTensor among its arguments."""
+    if func in _OPS:
+        return _OPS[func](func, args, kwargs)
+    if func.namespace == "c10d":
+        raise NotImplementedError(
+            f"GroupedTensor: {func} would not reach a quantized tensor: pass its q and scale"
+        )
+    if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
+        return _write_in_place(func, args, kwargs)
+    return _on_plain(func, args, kwargs)
+
+
+def _plain(t: GroupedTensor, dtype: torch.dtype) -> Tensor:
+    return blocks.dequantize(t.q, t.scale, dtype).view(t.shape)
+
+
+def _on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args, kwargs = tree_map_only(GroupedTensor, lambda t: _plain(t, t.dtype), (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _store(t: GroupedTensor, w: Tensor, *, by_chance: bool) -> None:
+    """Quantize w into t's own memory."""
+    if t.numel() == 0:
+        return
+    blocks.quantize_(t.q, t.scale, t.q_t, w.reshape(t.q.shape), t.recipe, by_chance)
+    _written(t)
+
+
+def _written(t: GroupedTensor) -> None:
+    """A forward saved the parts for its backward, so they must tell that they were written."""
+    for part in (t.q, t.scale, t.q_t):
+        if part is not None:
+            torch.autograd.graph.increment_version(part)
+
+
+def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name, with the schema's defaults."""
+    arguments = enumerate(func._schema.arguments)
+    return {
+        a.name: args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
+        for i, a in arguments
+    }
+
+
+def _of_each_part(
+    t: GroupedTensor,
+    op: Callable[[Tensor], Tensor],
+    *,
+    size: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> GroupedTensor:
+    kind = (t.dtype if dtype is None else dtype, t.recipe, t.stochastic_rounding)
+    q_t = None if t.q_t is None else op(t.q_t)
+    return GroupedTensor(op(t.q), op(t.scale), q_t, kind, size)
+
+
+@contextmanager
+def _views(t: GroupedTensor) -> Iterator[None]:
+    """Where views of t are made.
+
+    Views of its parts share the version counter of what they view; below autograd, where we are,
+    they would have counters of their own. In inference mode nothing is counted, and a view of a
+    tensor from outside must be made outside, too.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(t.is_inference()):
+            yield
+    else:
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            yield
+
+
+def _is_whole(t: GroupedTensor) -> bool:
+    """Whether t has the shape of its parts, which a flattened view has not."""
+    return t.shape == t.q.shape
+
+
+@_implements(aten.clone.default)
+def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _of_each_part(args[0], lambda part: func(part), size=args[0].shape)
+
+
+@_implements(aten.detach.default, aten.alias.default)
+def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with _views(args[0]):
+        out = _of_each_part(args[0], lambda part: func(part), size=args[0].shape)
+    return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+@_implements(
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+)
+def _experts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Views of experts."""
+    t, bound = args[0], _bound(func, args, kwargs)
+    over_experts = _is_whole(t) and t.dim() == 3 and bound["dim"] in (0, -3)
+    if not over_experts or bound.get("step", 1) != 1:
+        return _on_plain(func, args, kwargs)
+    with _views(t):
+        parts = [func(p, *args[1:], **kwargs) for p in (t.q, t.scale, t.q_t) if p is not None]
+        if isinstance(parts[0], Tensor):
+            out: Any = _from_list(parts, t)
+        else:
+            out = [_from_list(each, t) for each in zip(*parts, strict=True)]
+    return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+def _from_list(parts: Sequence[Tensor], like: GroupedTensor) -> GroupedTensor:
+    q, scale, *q_t = parts
+    return GroupedTensor(q, scale, q_t[0] if q_t else None, like._kind)
+
+
+@_implements(aten.view.default, aten._unsafe_view.default)
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Another shape of all elements. The parts keep theirs."""
+    t, size = args
+    size = torch.empty(t.shape, device="meta").view(size).shape  # which checks it
+    with _views(t):
+        out = _of_each_part(t, aten.alias, size=size)
+    return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+@_implements(aten.as_strided.default)
+def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the views above are made of once more: torch.compile returns them so."""
+    t, bound = args[0], _bound(func, args, kwargs)
+    *lead, N, K = t.q.shape
+    size, offset = tuple(bound["size"]), bound["storage_offset"]
+    first, remainder = divmod(0 if offset is None else offset - t.storage_offset(), N * K)
+    if remainder or first < 0 or tuple(bound["stride"]) != contiguous_stride(size):
+        return _on_plain(func, args, kwargs)
+    with _views(t):
+        if first == 0 and math.prod(size) == t.numel():
+            out = _of_each_part(t, aten.alias, size=size)
+        elif lead and size[-2:] == (N, K) and len(size) in (2, 3):
+            experts = slice(first, first + size[0]) if len(size) == 3 else first
+            out = _of_each_part(t, lambda part: part[experts])
+        else:
+            return _on_plain(func, args, kwargs)
+    return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+@_implements(aten.stack.default, aten.cat.default)
+def _join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Experts to a weight, or weights to a larger one."""
+    tensors, dim = args[0], _bound(func, args, kwargs)["dim"]
+    experts = 2 if func is aten.stack.default else 3
+    alike = all(
+        isinstance(t, GroupedTensor)
+        and _is_whole(t)
+        and t.dim() == experts
+        and t._kind == tensors[0]._kind
+        for t in tensors
+    )
+    if not alike or dim not in (0, -3) or len({tuple(t.shape[-2:]) for t in tensors}) > 1:
+        return _on_plain(func, args, kwargs)
+    q, scale = (func([part(t) for t in tensors]) for part in (lambda t: t.q, lambda t: t.scale))
+    columnwise = all(t.q_t is not None for t in tensors)
+    q_t = func([t.q_t for t in tensors]) if columnwise else None
+    return GroupedTensor(q, scale, q_t, tensors[0]._kind)
+
+
+@_implements(aten._to_copy.default)
+def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Another device, or another dtype to stand for: the parts stay what they are."""
+    t, dtype = args[0], kwargs.get("dtype") or args[0].dtype
+    if dtype not in ACTIVATIONS:
+        return _on_plain(func, args, kwargs)
+    kept = {name: kwargs[name] for name in ("device", "non_blocking") if name in kwargs}
+    return _of_each_part(t, lambda part: func(part, **kept), size=t.shape, dtype=dtype)
+
+
+@_implements(aten.copy_.default)
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Bytes from one to the other, where both are quantized."""
+    to, source = args[:2]
+    if not isinstance(to, GroupedTensor):
+        dtype = to.dtype if to.dtype in ACTIVATIONS else source.dtype
+        return func(to, _plain(source, dtype), *args[2:], **kwargs)
+    shapes = [(t.shape, t.q.shape) for t in (to, source) if isinstance(t, GroupedTensor)]
+    if len(shapes) == 2 and shapes[0] == shapes[1]:
+        func(to.q, source.q, *args[2:], **kwargs)
+        func(to.scale, source.scale, *args[2:], **kwargs)
+        if to.q_t is not None:
+            to.q_t.copy_(to.q.transpose(-2, -1))
+        _written(to)
+    else:
+        w = _plain(source, source.dtype) if isinstance(source, GroupedTensor) else source
+        dtype = w.dtype if w.dtype in ACTIVATIONS else torch.float32
+        _store(to, w.to(to.device, dtype).expand(to.shape), by_chance=False)
+    return to
+
+
+@_implements(aten.empty_like.default, aten.zeros_like.default)
+def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In high precision: an optimizer keeps its state in such."""
+    t = args[0]
+    device = torch.device(kwargs.get("device") or t.device)
+    if func is aten.empty_like.default and t.is_meta and device.type != "meta":
+        return _of_each_part(t, lambda part: _unfilled(part, device), size=t.shape)
+    like = torch.empty(t.shape, dtype=t.dtype, device="meta")
+    return func(like, **{**kwargs, "device": device, "memory_format": torch.contiguous_format})
+
+
+def _unfilled(part: Tensor, device: torch.device) -> Tensor:
+    """A part after nn.Module.to_empty. Scales of NaN show that nothing was loaded yet."""
+    there = torch.empty_like(part, device=device)
+    return there.fill_(torch.nan) if part.dtype == torch.float32 else there
+
+
+@_implements(aten.new_empty.default)
+def _new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Quantized where it has the same shape: distributed checkpoints stage a copy of parts so."""
+    t, size = args[:2]
+    dtype, device = kwargs.get("dtype") or t.dtype, torch.device(kwargs.get("device") or t.device)
+    if tuple(size) != tuple(t.shape) or dtype not in ACTIVATIONS:
+        return func(t.scale, size, **{**kwargs, "dtype": dtype, "device": device})
+    return _of_each_part(t, lambda part: _unfilled(part, device), size=size, dtype=dtype)
+
+
+@_implements(aten.new_zeros.default)
+def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Quantized where it has room for experts like these: FSDP2 makes a shard so, without q_t."""
+    t, size = args[:2]
+    kind = (kwargs.get("dtype") or t.dtype, t.recipe, t.stochastic_rounding)
+    device = kwargs.get("device") or t.device
+    alike = _is_whole(t) and len(size) == t.dim() == 3 and tuple(size[1:]) == t.shape[1:]
+    if not alike or kind[0] not in ACTIVATIONS:
+        return func(t.scale, size, **{**kwargs, "dtype": kind[0], "device": device})
+    q = t.q.new_zeros(size, device=device)
+    scale = t.scale.new_ones((size[0], *t.scale.shape[1:]), device=device)
+    return GroupedTensor(q, scale, None, kind)
+
+
+@_implements(aten._foreach_copy_.default)
+def _foreach_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for to, source in zip(*args[:2], strict=True):
+        to.copy_(source)
+
+
+def _write_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation that writes: in float32 on what was dequantized, then quantized again.
+
+    A list of tensors (``foreach`` and ``fused`` optimizers) is taken apart, so that some experts of
+    one quantized weight at a time are there in float32.
+    """
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+    count = len(lists[0]) if lists else 0
+    lists = [value for value in lists if len(value) == count]
+    quantized = [any(isinstance(value[i], GroupedTensor) for value in lists) for i in range(count)]
+    if count > 1 and any(quantized):
+        alone = [[i] for i in range(count) if quantized[i]]
+        others = [i for i in range(count) if not quantized[i]]
+        for indices in [*alone, others] if others else alone:
+
+            def chosen(value: Any, indices: list[int] = indices) -> Any:
+                each = isinstance(value, (list, tuple)) and len(value) == count
+                return [value[i] for i in indices] if each else value
+
+            func(*map(chosen, args), **{name: chosen(value) for name, value in kwargs.items()})
+        return None
+    if count == 1 and any(quantized):
+        weight = next(v[0] for v in lists if isinstance(v[0], GroupedTensor))
+        at_once = max(1, ELEMENTS_AT_ONCE // math.prod(weight.q.shape[-2:]))
+        if _is_whole(weight) and weight.dim() == 3 and weight.size(0) > at_once:
+            for begin in range(0, weight.size(0), at_once):
+
+                def experts(t: Any, begin: int = begin) -> Any:
+                    each = isinstance(t, Tensor) and t.shape == weight.shape
+                    return t[begin : begin + at_once] if each else t
+
+                func(*tree_map(experts, args), **tree_map(experts, kwargs))
+            return None
+
+    copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def in_float32(t: Any) -> Any:
+        if not isinstance(t, Tensor) or t.dtype not in ACTIVATIONS:
+            return t
+        if id(t) not in copies:
+            w = _plain(t, torch.float32) if isinstance(t, GroupedTensor) else t.float()
+            copies[id(t)] = (t, w)
+        return copies[id(t)][1]
+
+    out = func(*tree_map(in_float32, args), **tree_map(in_float32, kwargs))
+    for name, argument in _bound(func, args, kwargs).items():
+        if not _is_written(func, name):
+            continue
+        for t in tree_leaves(argument):
+            if isinstance(t, Tensor) and id(t) in copies:
+                _store_result(func, t, copies[id(t)][1])
+    originals = {id(w): t for t, w in copies.values()}
+    return tree_map(lambda leaf: originals.get(id(leaf), leaf), out)
+
+
+def _is_written(func: Any, name: str) -> bool:
+    (argument,) = (a for a in func._schema.arguments if a.name == name)
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _store_result(func: Any, t: Tensor, w: Tensor) -> None:
+    if isinstance(t, GroupedTensor):
+        if w.shape != t.shape:
+            raise RuntimeError(
+                f"GroupedTensor: {func} cannot change the shape of a quantized tensor"
+            )
+        _store(t, w, by_chance=t.stochastic_rounding)
+    elif t is not w:
+        t.resize_(w.shape).copy_(w)  # `out` may have come with another shape
