@@ -530,8 +530,8 @@ def test_rounding_by_chance_is_unbiased(device: str, recipe: Float8BlockScaling)
 
 
 def test_small_updates_vanish_unless_rounded_by_chance() -> None:
-    for by_chance, mean in ((False, 1.0), (True, 1.1)):
-        t = GroupedTensor.quantize(torch.ones(1, 128, 128), stochastic_rounding=by_chance)
+    for stochastic, mean in ((False, 1.0), (True, 1.1)):
+        t = GroupedTensor.quantize(torch.ones(1, 128, 128), stochastic_rounding=stochastic)
         for _ in range(100):
             t.add_(1e-3)  # of steps of 0.125
         # by chance: 100 steps deviate by at most 0.125 * sqrt(100 * 0.008) = 0.11 an element
@@ -644,17 +644,17 @@ def test_trajectory(name: str, mode: str) -> None:
     start, target = torch.randn(2, 2, 128, 32, generator=generator)
     quantized = GroupedTensor.quantize(start.to(BF16), stochastic_rounding=True)
     bf16 = losses_of(nn.Parameter(quantized.dequantize()), name, mode, target)
-    by_chance = losses_of(nn.Parameter(quantized), name, mode, target)
-    assert by_chance[0] == bf16[0]
+    stochastic = losses_of(nn.Parameter(quantized), name, mode, target)
+    assert stochastic[0] == bf16[0]
     # What is lost by rounding the solution itself to nearest. Rounding by chance has twice the
     # variance, and that of several steps adds up before gradients take it back.
     error = GroupedTensor.quantize(target).dequantize() - target
     floor = target.size(2) * error.square().mean().item()
-    for a, b in zip(by_chance, bf16, strict=True):
+    for a, b in zip(stochastic, bf16, strict=True):
         assert a < 1.2 * b + 6 * floor
     if name == "AdamW":  # whose steps are smaller than half of a number's distance to the next
         nearest = GroupedTensor.quantize(start.to(BF16))
-        assert losses_of(nn.Parameter(nearest), name, mode, target)[-1] > 20 * by_chance[-1]
+        assert losses_of(nn.Parameter(nearest), name, mode, target)[-1] > 20 * stochastic[-1]
 
 
 # --- what cannot be ------------------------------------------------------------------------------

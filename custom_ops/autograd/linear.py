@@ -16,16 +16,16 @@ from grouped_linear.autograd.once_differentiable import differentiable_once
 from grouped_linear.recipes import (
     Experts,
     Float8BlockScaling,
-    KeptWeight,
     Operands,
+    OutputMask,
+    QuantizedWeight,
+    QuantizerState,
     Recipe,
     Scheme,
-    Slot,
     Unquantized,
     Values,
-    Wanted,
-    is_turned,
-    kept_operands,
+    is_transposed,
+    quantized_operands,
 )
 
 
@@ -42,7 +42,7 @@ def _weight_gradient(
 
     Of a weight that is stored as [E, K, N] it is x.T @ dy; e5m2 is multiplied as dy alone.
     """
-    exchanged = is_turned(w_ENK) and dy.dtype == x.dtype
+    exchanged = is_transposed(w_ENK) and dy.dtype == x.dtype
     if exchanged:
         dy, x, dy_scale, x_scale = x, dy, x_scale, dy_scale
     if dy_scale is None or x_scale is None:
@@ -92,9 +92,9 @@ class Call(NamedTuple):
     """Whether a backward may follow; needs_input_grad does not tell."""
     experts: Experts
     """The weight's numbers."""
-    slots: tuple[Slot, Slot, Slot] | None = None
+    slots: tuple[QuantizerState, QuantizerState, QuantizerState] | None = None
     """Of x, weight and dy, where the recipe keeps a state."""
-    kept: KeptWeight | None = None
+    kept: QuantizedWeight | None = None
     """The quantized weight to read in place of the experts."""
     refresh: "Tensor | bool" = False
     """Whether kept is quantized anew before; a flag on the device decides there."""
@@ -132,7 +132,7 @@ class Call(NamedTuple):
         if not isinstance(recipe, Float8BlockScaling) or torch.compiler.is_compiling():
             return None
         weight = self.experts[0]
-        return None if self.save_input or weight.dim() == 2 or is_turned(weight) else recipe
+        return None if self.save_input or weight.dim() == 2 or is_transposed(weight) else recipe
 
     def for_backward(self) -> "Call":
         """What the backward reads: of the weight its shape, layout and dtype, not its numbers.
@@ -164,9 +164,9 @@ class Call(NamedTuple):
         if self.refresh is not False:
             flag = None if self.refresh is True else self.refresh
             self.recipe.refresh_weight_(self.kept, self.experts, slot, flag)
-        return kept_operands(self.kept, columnwise)
+        return quantized_operands(self.kept, columnwise)
 
-    def gradient_slot(self, scale: Tensor | None) -> Slot | None:
+    def gradient_slot(self, scale: Tensor | None) -> QuantizerState | None:
         """dy's slot in the backward, with the scale that was saved for it.
 
         Saved, so that an update between forward and backward raises; amax is only ever raised.
@@ -174,10 +174,10 @@ class Call(NamedTuple):
         if self.slots is None:
             return None
         assert scale is not None
-        return Slot(scale, self.slots[2].amax)
+        return QuantizerState(scale, self.slots[2].amax)
 
 
-def asked_for(ctx: Any, needed: Sequence[bool], edges: slice) -> Sequence[bool]:
+def needs_grad_now(ctx: Any, needed: Sequence[bool], edges: slice) -> Sequence[bool]:
     """Which of the needed gradients this backward is run for.
 
     A forward knows what may be asked for; torch.autograd.grad of x asks for no weight's gradient,
@@ -248,7 +248,7 @@ class Wgrad(NamedTuple):
     versions: tuple[int, int] | None = None
     """Of dy and x when this was put off; None where they may be written to meanwhile."""
 
-    def put_off(self, captured: bool) -> "Wgrad":
+    def deferred(self, captured: bool) -> "Wgrad":
         """The same for later: not with the graph that x came from, and told what is overwritten."""
         versions = None if captured else (self.dy._version, self.x._version)
         return self._replace(
@@ -308,7 +308,7 @@ def wgrad_of(call: Call, dy: Operands, x: Tensor, x_scale: Tensor | None, offs_E
     return Wgrad(call, dy.columnwise, x, dy.columnwise_scale, x_scale, offs_E)
 
 
-class LaterWgrad(torch.autograd.Function):
+class DeferredWgrad(torch.autograd.Function):
     """A graph of its own for a gradient that was put off, so that autograd's hooks run for it."""
 
     @staticmethod
@@ -360,7 +360,7 @@ class GroupedLinearFunction(torch.autograd.Function):
             return y
         x_slot, _, dy_slot = call.slots or (None, None, None)
         columns_now = need_weight and not call.save_input
-        x = call.scheme.activation(x_TK, offs_E, x_slot, Wanted(True, columns_now, False))
+        x = call.scheme.activation(x_TK, offs_E, x_slot, OutputMask(True, columns_now, False))
         w = call.weight(need_x)
         kept = x_TK if call.save_input and need_weight else x.columnwise
         ctx.save_for_backward(
@@ -381,7 +381,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         _, need_x, need_bias, _, _, *need_weights = ctx.needs_input_grad
         if call.main_grad is not None or call.later is not None:
             edges = slice(-len(need_weights), None)
-            need_weights = list(asked_for(ctx, need_weights, edges))
+            need_weights = list(needs_grad_now(ctx, need_weights, edges))
         need_weight = any(need_weights)
         offs_E, dy_scale, x, x_scale, w_scale, *w = ctx.saved_tensors
         recipe = call.one_op_backward
@@ -400,7 +400,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         # For the bias alone nothing is quantized.
         scheme = call.scheme if need_x or need_weight else UNQUANTIZED
         dy_slot = call.gradient_slot(dy_scale)
-        dy = scheme.gradient(dy_TN, offs_E, dy_slot, Wanted(need_x, need_weight, need_bias))
+        dy = scheme.gradient(dy_TN, offs_E, dy_slot, OutputMask(need_x, need_weight, need_bias))
         dx_TK = db_EN = None
         dws: tuple[Tensor | None, ...] = (None,) * len(need_weights)
         if need_x:
@@ -408,14 +408,14 @@ class GroupedLinearFunction(torch.autograd.Function):
             dx_TK = _multiply(dy.rowwise, dy.scale, *weight, offs_E, None, dy_TN.dtype, True)
         if need_weight:
             if call.save_input:  # never under delayed scaling, which alone has slots
-                columns = scheme.activation(x, offs_E, None, Wanted(False, True, False))
+                columns = scheme.activation(x, offs_E, None, OutputMask(False, True, False))
                 x, x_scale = columns.columnwise, columns.columnwise_scale
             wgrad = wgrad_of(call, dy, x, x_scale, offs_E)
             if call.later is None:
                 dws = wgrad.compute()
             else:
                 captured = dy_TN.is_cuda and torch.cuda.is_current_stream_capturing()
-                call.later.append(wgrad.put_off(captured))
+                call.later.append(wgrad.deferred(captured))
         if dy.bias_grad is not None:
             db_EN = dy.bias_grad.to(ctx.bias_dtype)
         return None, dx_TK, db_EN, None, None, *dws

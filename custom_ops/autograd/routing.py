@@ -20,7 +20,7 @@ def sum_of_rows(y_RH: Tensor, row_TC: Tensor, weight_TC: Tensor | None = None) -
     return ops.gather_sum(y_RH, row_TC, None if weight_TC is None else weight_TC.float())
 
 
-def bounded(routing: ops.SortedByExpert, max_rows: int) -> ops.SortedByExpert:
+def truncate_routing(routing: ops.SortedByExpert, max_rows: int) -> ops.SortedByExpert:
     """The first `max_rows` rows, and one that no expert has, so zero, for the choices of others."""
     choice_R, token_R, row_TC, offs_E = routing
     return ops.SortedByExpert(

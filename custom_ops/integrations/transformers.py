@@ -35,7 +35,7 @@ from grouped_linear.ops.activation_forms import SwiGLU
 from grouped_linear.quantized import block_math as blocks
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import kept_weight
-from grouped_linear.recipes import DelayedScaling, Float8BlockScaling, KeptWeight, Recipe
+from grouped_linear.recipes import DelayedScaling, Float8BlockScaling, QuantizedWeight, Recipe
 
 __all__ = ["quantize_experts", "register"]
 
@@ -187,7 +187,7 @@ def _experts_forward(
             q, scale, q_t = kept_weight("grouped_linear", stored, recipe, columnwise=True)
             assert q_t is not None
             assert scale is not None
-            return q_t, {"kept": KeptWeight(q_t, scale.mT, q if learns else None)}
+            return q_t, {"kept": QuantizedWeight(q_t, scale.mT, q if learns else None)}
         return stored.transpose(1, 2), {}
 
     def bias(name: str) -> Tensor | None:
@@ -222,7 +222,7 @@ def _experts_forward(
     return out_TH.to(hidden_states.dtype)
 
 
-def _kept_weight(experts: Any, name: str, recipe: Recipe, columnwise: bool) -> KeptWeight:
+def _kept_weight(experts: Any, name: str, recipe: Recipe, columnwise: bool) -> QuantizedWeight:
     """A weight of a checkpoint in FP8, and transposed where x's gradient will read it."""
     q, scale = (getattr(experts, n).detach() for n in (name, f"{name}_scale_inv"))
     E, N, K = q.shape
@@ -244,7 +244,7 @@ def _kept_weight(experts: Any, name: str, recipe: Recipe, columnwise: bool) -> K
             f"scales {list(scale.shape)} and {experts.activation_scheme} activations: load the "
             "checkpoint with FineGrainedFP8Config(dequantize=True)"
         )
-    return KeptWeight(q, scale, blocks.transposed(q) if columnwise else None)
+    return QuantizedWeight(q, scale, blocks.transposed(q) if columnwise else None)
 
 
 # Experts of the library whose own _apply_gate is a form of SwiGLU, and the attributes that hold

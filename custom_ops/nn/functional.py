@@ -180,13 +180,13 @@ def apply_layer(
     call = Call(recipe, torch.is_grad_enabled(), experts, **options)
     one_op = call.has_one_op_forward
     offs_E = None if one_op else ops.splits_to_offsets(m_splits, x_TK.size(0))
-    receivers = experts
+    grad_inputs = experts
     if call.main_grad is not None:
-        receivers = weights
+        grad_inputs = weights
     if call.later is not None:
         # The weights are differentiated in a graph of their own; something must ask for this one.
-        receivers = (x.new_empty(0, requires_grad=True),)
+        grad_inputs = (x.new_empty(0, requires_grad=True),)
     y_TN: Tensor = GroupedLinearFunction.apply(
-        call, x_TK, bias, m_splits if one_op else None, offs_E, *receivers
+        call, x_TK, bias, m_splits if one_op else None, offs_E, *grad_inputs
     )
     return y_TN if x.dim() == 2 else y_TN.reshape(*x.shape[:-1], y_TN.size(1))

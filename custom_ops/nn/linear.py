@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.autograd.linear import LaterWgrad, Wgrad
+from grouped_linear.autograd.linear import DeferredWgrad, Wgrad
 from grouped_linear.meta_kernels.rules import FEATURE_MULTIPLE, MAX_GROUPS
 from grouped_linear.nn.functional import apply_layer, autocast_dtype, check_bias, is_dtensor
 from grouped_linear.nn.gradient_accumulation import cache_plan, main_grad_plan, read_flag
@@ -460,7 +460,7 @@ class GroupedLinear(nn.Module):
                 "computed while one is captured, and nothing else is"
             )
         with torch.enable_grad():
-            LaterWgrad.apply(self._later.popleft(), *weights).backward()
+            DeferredWgrad.apply(self._later.popleft(), *weights).backward()
 
     def extra_repr(self) -> str:
         """The options that tell layers apart."""

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear import ops
-from grouped_linear.autograd.linear import UNQUANTIZED, Call, _multiply, asked_for, wgrad_of
+from grouped_linear.autograd.linear import UNQUANTIZED, Call, _multiply, needs_grad_now, wgrad_of
 from grouped_linear.autograd.once_differentiable import differentiable_once
 from grouped_linear.autograd.routing import (
-    bounded,
     gradient_of_rows,
     gradient_of_weights,
     sum_of_rows,
+    truncate_routing,
     weight_of_rows,
 )
 from grouped_linear.meta_kernels.rules import (
@@ -40,10 +40,10 @@ from grouped_linear.recipes import (
     DelayedScaling,
     Float8BlockScaling,
     Operands,
+    OutputMask,
+    QuantizerState,
     Recipe,
     Scheme,
-    Slot,
-    Wanted,
 )
 from grouped_linear.recipes.delayed_state import DelayedScalingState
 
@@ -52,10 +52,14 @@ from grouped_linear.recipes.delayed_state import DelayedScalingState
 
 
 def _tokens(
-    scheme: Scheme, x_TH: Tensor, routing: ops.SortedByExpert, slot: Slot | None, columnwise: bool
+    scheme: Scheme,
+    x_TH: Tensor,
+    routing: ops.SortedByExpert,
+    slot: QuantizerState | None,
+    columnwise: bool,
 ) -> Operands:
     """``scheme.activation(x[token])``."""
-    wanted = Wanted(True, columnwise, False)
+    wanted = OutputMask(True, columnwise, False)
     if not isinstance(scheme, Float8BlockScaling):
         return scheme.activation(x_TH[routing.token], routing.offs, slot, wanted)
     return scheme.quantized(
@@ -72,13 +76,13 @@ def _activated(
     gate_up_RG: Tensor,
     offs_E: Tensor,
     activation: SwiGLU,
-    slot: Slot | None,
+    slot: QuantizerState | None,
     columnwise: bool,
 ) -> Operands:
     """``scheme.activation(swiglu(gate_up))``."""
     if not isinstance(scheme, Float8BlockScaling):
         h_RF = ops.swiglu(gate_up_RG, offs_E, activation)
-        return scheme.activation(h_RF, offs_E, slot, Wanted(True, columnwise, False))
+        return scheme.activation(h_RF, offs_E, slot, OutputMask(True, columnwise, False))
     q, scale, q_t, scale_t, _ = ops.group_quantize_swiglu(
         gate_up_RG,
         offs_E,
@@ -97,8 +101,8 @@ def _gate_up_gradient(
     gate_up_RG: Tensor,
     offs_E: Tensor,
     activation: SwiGLU,
-    slot: Slot | None,
-    wanted: Wanted,
+    slot: QuantizerState | None,
+    wanted: OutputMask,
 ) -> Operands:
     """``scheme.gradient(swiglu_grad(dh, gate_up))``."""
     if not isinstance(scheme, Float8BlockScaling):
@@ -123,8 +127,8 @@ def _output_gradient(
     d_out_TH: Tensor,
     weight_TC: Tensor,
     routing: ops.SortedByExpert,
-    slot: Slot | None,
-    wanted: Wanted,
+    slot: QuantizerState | None,
+    wanted: OutputMask,
 ) -> Operands:
     """``scheme.gradient(gradient_of_rows(d_out))``."""
     if not isinstance(scheme, Float8BlockScaling):
@@ -216,7 +220,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         gate_up_call, down_call = ctx.calls
         if gate_up_call.main_grad is not None or down_call.main_grad is not None:
             needed = need_gate_up, need_down
-            need_gate_up, need_down = asked_for(ctx, needed, slice(2, 4))
+            need_gate_up, need_down = needs_grad_now(ctx, needed, slice(2, 4))
         need_h = need_x or need_gate_up or need_gate_up_bias
         saved = ctx.saved_tensors
         routing = ops.SortedByExpert(*saved[:4])
@@ -230,7 +234,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         d_weight_TC = gradient_of_weights(d_out_TH, weight_TC, y_RH, routing)
         dx_TH = d_gate_up_EGH = d_down_EHF = d_gate_up_bias_EG = d_down_bias_EH = None
         if need_h or need_down or need_down_bias:
-            wanted = Wanted(need_h, need_down, need_down_bias)
+            wanted = OutputMask(need_h, need_down, need_down_bias)
             # For a bias alone nothing is quantized.
             own = scheme if need_h or need_down else UNQUANTIZED
             dy = _output_gradient(own, d_out_TH, weight_TC, routing, dy_slot, wanted)
@@ -241,7 +245,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         if need_h:
             w, w_scale = scheme.for_dgrad(down, down_scale)
             dh_RF = _multiply(dy.rowwise, dy.scale, w, w_scale, offs_E, None, dtype)
-            wanted = Wanted(need_x, need_gate_up, need_gate_up_bias)
+            wanted = OutputMask(need_x, need_gate_up, need_gate_up_bias)
             own = scheme if need_x or need_gate_up else UNQUANTIZED
             d = _gate_up_gradient(
                 own, dh_RF, gate_up_RG, offs_E, ctx.activation, d_gate_up_slot, wanted
@@ -428,16 +432,16 @@ def apply_mlp(
         torch.is_grad_enabled()
         and any(t is not None and t.requires_grad for t in (gate_up_proj, biases[0]))
     )
-    calls, receivers = [], []
+    calls, grad_inputs = [], []
     for w, plan, columnwise in zip(projections, plans, (need_x, need_h), strict=True):
         if isinstance(w, GroupedTensor):
             plan["kept"] = kept_weight("grouped_mlp", w, recipe, columnwise)
         own = (w,) if dtype is None else autocast_weights((w,), recipe, dtype)
         calls.append(Call(recipe, torch.is_grad_enabled(), own, **plan))
-        receivers.append(own[0] if calls[-1].main_grad is None else w)
+        grad_inputs.append(own[0] if calls[-1].main_grad is None else w)
     routing = ops.sort_by_expert(experts.reshape(-1, experts.size(-1)), E)
     if max_rows is not None:
-        routing = bounded(routing, max_rows)
+        routing = truncate_routing(routing, max_rows)
     # A choice of no expert has a row of zeros, which a weight of NaN would spoil.
     weights = weights.masked_fill(routing.row.view(experts.shape) >= routing.offs[-1], 0)
     y_TH: Tensor = GroupedMLPFunction.apply(
@@ -445,7 +449,7 @@ def apply_mlp(
         activation,
         x_TH,
         weights.reshape(-1, weights.size(-1)),
-        *receivers,
+        *grad_inputs,
         *biases,
         *routing,
     )

@@ -62,7 +62,7 @@ def quantize_(
     q_t: Tensor | None,
     w: Tensor,
     recipe: Float8BlockScaling,
-    by_chance: bool,
+    stochastic: bool,
 ) -> None:
     """Quantize w into the memory of q, scale and q_t."""
     if q.dim() == 2:
@@ -78,7 +78,7 @@ def quantize_(
         amax_epsilon=recipe.epsilon,
         power_of_two_scales=recipe.power_of_two_scales,
     )
-    if by_chance:
+    if stochastic:
         q.copy_(round_by_chance(multiply_(w.to(torch.float32, copy=True), 1 / scale)))
         if q_t is not None:
             q_t.copy_(q.transpose(1, 2))

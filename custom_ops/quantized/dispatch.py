@@ -54,11 +54,11 @@ def _on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _store(t: GroupedTensor, w: Tensor, *, by_chance: bool) -> None:
+def _store(t: GroupedTensor, w: Tensor, *, stochastic: bool) -> None:
     """Quantize w into t's own memory."""
     if t.numel() == 0:
         return
-    blocks.quantize_(t.q, t.scale, t.q_t, w.reshape(t.q.shape), t.recipe, by_chance)
+    blocks.quantize_(t.q, t.scale, t.q_t, w.reshape(t.q.shape), t.recipe, stochastic)
     _written(t)
 
 
@@ -227,7 +227,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         w = _plain(source, source.dtype) if isinstance(source, GroupedTensor) else source
         dtype = w.dtype if w.dtype in ACTIVATIONS else torch.float32
-        _store(to, w.to(to.device, dtype).expand(to.shape), by_chance=False)
+        _store(to, w.to(to.device, dtype).expand(to.shape), stochastic=False)
     return to
 
 
@@ -344,6 +344,6 @@ def _store_result(func: Any, t: Tensor, w: Tensor) -> None:
             raise RuntimeError(
                 f"GroupedTensor: {func} cannot change the shape of a quantized tensor"
             )
-        _store(t, w, by_chance=t.stochastic_rounding)
+        _store(t, w, stochastic=t.stochastic_rounding)
     elif t is not w:
         t.resize_(w.shape).copy_(w)  # `out` may have come with another shape

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, BLOCK, E4M3, Rules, ceil_div
 from grouped_linear.quantized import block_math as blocks
-from grouped_linear.recipes import Float8BlockScaling, KeptWeight
+from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight
 
 # How the class is shown to __tensor_unflatten__: dtype, recipe, stochastic_rounding.
 Kind = tuple[torch.dtype, Float8BlockScaling, bool]
@@ -196,12 +196,12 @@ class GroupedTensor(Tensor):
         w: Tensor = _Dequantize.apply(self, dtype)
         return w
 
-    def kept(self, columnwise: bool) -> KeptWeight:
+    def kept(self, columnwise: bool) -> QuantizedWeight:
         """As a layer's products read it: for fprop, and where asked for dgrad."""
         self.check_whole()
         if columnwise and self.q_t is None:
-            return KeptWeight(self.q, self.scale, blocks.transposed(self.q))
-        return KeptWeight(self.q, self.scale, self.q_t)
+            return QuantizedWeight(self.q, self.scale, blocks.transposed(self.q))
+        return QuantizedWeight(self.q, self.scale, self.q_t)
 
     def check_whole(self) -> None:
         """Raise RuntimeError for a view of another shape, which has not the blocks of that."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.recipes import Float8BlockScaling, KeptWeight, Recipe
+from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
 
 def check_quantized_weight(
@@ -35,12 +35,12 @@ def check_quantized_weight(
         raise ValueError(
             f"{layer}: cache_weights keeps what quantized_weight has already: choose one of them"
         )
-    for name, asked_for in of_quantized_weight.items():
-        if asked_for and not quantized_weight:
+    for name, needs_grad_now in of_quantized_weight.items():
+        if needs_grad_now and not quantized_weight:
             raise ValueError(f"{layer}: {name} needs quantized_weight=True")
 
 
-def kept_weight(op: str, w: GroupedTensor, recipe: Recipe, columnwise: bool) -> KeptWeight:
+def kept_weight(op: str, w: GroupedTensor, recipe: Recipe, columnwise: bool) -> QuantizedWeight:
     """A quantized weight as products read it.
 
     Args:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import E4M3
-from grouped_linear.recipes import KeptWeight, Quantizing
+from grouped_linear.recipes import QuantizedWeight, Quantizing
 
 
 class WeightCache(nn.Module):
@@ -92,9 +92,9 @@ class WeightCache(nn.Module):
         if self._cold_writes is None:
             self._cold_writes = self._writes
 
-    def kept(self) -> KeptWeight:
+    def kept(self) -> QuantizedWeight:
         """The buffers."""
-        return KeptWeight(self.values, self.scale, self.columnwise)
+        return QuantizedWeight(self.values, self.scale, self.columnwise)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "WeightCache":
         """Follow the model to another device, but keep each dtype; what moved is cold.

@@ -44,7 +44,7 @@ class Operands(NamedTuple):
     bias_grad: Tensor | None = None
 
 
-class Wanted(NamedTuple):
+class OutputMask(NamedTuple):
     """What is asked for of x or dy; see :class:`Operands`."""
 
     rowwise: bool
@@ -52,7 +52,7 @@ class Wanted(NamedTuple):
     bias_grad: bool
 
 
-class Slot(NamedTuple):
+class QuantizerState(NamedTuple):
     """What delayed scaling remembers of one operand."""
 
     scale: Tensor
@@ -61,7 +61,7 @@ class Slot(NamedTuple):
     """[E] float32, raised in place to the largest magnitudes; None records nothing."""
 
 
-class KeptWeight(NamedTuple):
+class QuantizedWeight(NamedTuple):
     """A weight as a recipe keeps it from one call to the next."""
 
     values: Tensor
@@ -75,12 +75,12 @@ class Scheme(Protocol):
     """What x, the weight and dy become before they are multiplied."""
 
     def activation(
-        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
+        self, x_TK: Tensor, offs_E: Tensor, slot: QuantizerState | None, wanted: OutputMask
     ) -> Operands:
         """X for fprop (rowwise) and wgrad (columnwise)."""
         ...
 
-    def weight(self, experts: Experts, slot: Slot | None, columnwise: bool) -> Operands:
+    def weight(self, experts: Experts, slot: QuantizerState | None, columnwise: bool) -> Operands:
         """The weight for fprop, and for dgrad where it will read it."""
         ...
 
@@ -93,7 +93,7 @@ class Scheme(Protocol):
         ...
 
     def gradient(
-        self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
+        self, dy_TN: Tensor, offs_E: Tensor, slot: QuantizerState | None, wanted: OutputMask
     ) -> Operands:
         """Dy for dgrad (rowwise), wgrad (columnwise) and the bias."""
         ...
@@ -104,12 +104,16 @@ class Quantizing(Scheme, Protocol):
 
     def new_weight(
         self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
-    ) -> KeptWeight:
+    ) -> QuantizedWeight:
         """Tensors for a weight, their contents unspecified."""
         ...
 
     def refresh_weight_(
-        self, kept: KeptWeight, experts: Experts, slot: Slot | None, refresh: Tensor | None
+        self,
+        kept: QuantizedWeight,
+        experts: Experts,
+        slot: QuantizerState | None,
+        refresh: Tensor | None,
     ) -> None:
         """Quantize a weight into kept, unless the flag, read on the device, is false."""
         ...
@@ -125,7 +129,7 @@ def _is_watched() -> bool:
 
 
 def _weight_of_list(
-    scheme: Quantizing, experts: Experts, slot: Slot | None, columnwise: bool
+    scheme: Quantizing, experts: Experts, slot: QuantizerState | None, columnwise: bool
 ) -> Operands:
     """What ``scheme.weight`` gives, for a weight that no op quantizes into new tensors."""
     if _is_watched() and experts[0].dim() == 2:
@@ -135,7 +139,7 @@ def _weight_of_list(
     E = len(experts[0]) if experts[0].dim() == 3 else len(experts)
     kept = scheme.new_weight(E, N, K, experts[0].device, columnwise)
     scheme.refresh_weight_(kept, experts, slot, None)
-    return kept_operands(kept)
+    return quantized_operands(kept)
 
 
 def _new_fp8_weight(
@@ -145,15 +149,15 @@ def _new_fp8_weight(
     device: torch.device | str | None,
     columnwise: bool,
     scale_shape: tuple[int, ...],
-) -> KeptWeight:
-    return KeptWeight(
+) -> QuantizedWeight:
+    return QuantizedWeight(
         torch.empty(E, N, K, dtype=E4M3, device=device),
         torch.empty(scale_shape, dtype=torch.float32, device=device),
         torch.empty(E, K, N, dtype=E4M3, device=device) if columnwise else None,
     )
 
 
-def kept_operands(kept: KeptWeight, columnwise: bool = True) -> Operands:
+def quantized_operands(kept: QuantizedWeight, columnwise: bool = True) -> Operands:
     """A kept weight for fprop and, where asked for, dgrad."""
     values, scale, turned = kept
     return _of_one_scale(values, scale, turned if columnwise else None)
@@ -169,14 +173,14 @@ def _of_one_scale(
     return Operands(rowwise, scale, columnwise, None if columnwise is None else scale, bias_grad)
 
 
-def is_turned(w_ENK: Tensor) -> bool:
+def is_transposed(w_ENK: Tensor) -> bool:
     """Whether a weight is a view of one that is stored as [E, K, N]."""
     return not w_ENK.is_contiguous() and w_ENK.mT.is_contiguous()
 
 
 def _either_way(quantize: Callable[..., Any], w_ENK: Tensor, columnwise: bool) -> Operands:
     """What ``quantize`` makes of a weight, read as it is stored: squares are squares either way."""
-    if not is_turned(w_ENK):
+    if not is_transposed(w_ENK):
         return _of_one_scale(*quantize(w_ENK, columnwise=columnwise))
     turned, scale, q = quantize(w_ENK.mT, columnwise=True)
     if scale.dim() == 3:  # of blocks
@@ -214,14 +218,14 @@ class Unquantized:
     """Products in the activations' own dtype: what a recipe of None stands for."""
 
     def activation(
-        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
+        self, x_TK: Tensor, offs_E: Tensor, slot: QuantizerState | None, wanted: OutputMask
     ) -> Operands:
         """X as it is."""
         return Operands(
             x_TK if wanted.rowwise else None, None, x_TK if wanted.columnwise else None, None
         )
 
-    def weight(self, experts: Experts, slot: Slot | None, columnwise: bool) -> Operands:
+    def weight(self, experts: Experts, slot: QuantizerState | None, columnwise: bool) -> Operands:
         """The weight as it is."""
         w: Values = experts if experts[0].dim() == 2 else experts[0]
         return Operands(w, None, w if columnwise else None, None)
@@ -231,7 +235,7 @@ class Unquantized:
         return columnwise if isinstance(columnwise, tuple) else columnwise.transpose(1, 2), None
 
     def gradient(
-        self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
+        self, dy_TN: Tensor, offs_E: Tensor, slot: QuantizerState | None, wanted: OutputMask
     ) -> Operands:
         """Dy as it is, with its sums over rows."""
         bias_grad = ops.grouped_bias_grad(dy_TN, offs_E) if wanted.bias_grad else None
@@ -274,12 +278,12 @@ class Float8BlockScaling(_WithEpsilon):
     share_x_scales: bool = True
 
     def activation(
-        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
+        self, x_TK: Tensor, offs_E: Tensor, slot: QuantizerState | None, wanted: OutputMask
     ) -> Operands:
         """X in 1x128 blocks, columnwise with shared scales where that is asked for."""
         return self.quantized(x_TK, offs_E, wanted, share_scales=self.share_x_scales)
 
-    def weight(self, experts: Experts, slot: Slot | None, columnwise: bool) -> Operands:
+    def weight(self, experts: Experts, slot: QuantizerState | None, columnwise: bool) -> Operands:
         """The weight in 128x128 blocks."""
         options: dict[str, Any] = {
             "amax_epsilon": self.epsilon,
@@ -292,13 +296,17 @@ class Float8BlockScaling(_WithEpsilon):
 
     def new_weight(
         self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
-    ) -> KeptWeight:
+    ) -> QuantizedWeight:
         """Tensors for a weight in FP8, one scale a block."""
         scales = (E, ceil_div(N, BLOCK), ceil_div(K, BLOCK))
         return _new_fp8_weight(E, N, K, device, columnwise, scales)
 
     def refresh_weight_(
-        self, kept: KeptWeight, experts: Experts, slot: Slot | None, refresh: Tensor | None
+        self,
+        kept: QuantizedWeight,
+        experts: Experts,
+        slot: QuantizerState | None,
+        refresh: Tensor | None,
     ) -> None:
         """The weight in 128x128 blocks, into kept."""
         assert kept.scale is not None
@@ -318,7 +326,7 @@ class Float8BlockScaling(_WithEpsilon):
         return columnwise, scale.transpose(1, 2)
 
     def gradient(
-        self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
+        self, dy_TN: Tensor, offs_E: Tensor, slot: QuantizerState | None, wanted: OutputMask
     ) -> Operands:
         """Dy in 1x128 blocks."""
         return self.quantized(dy_TN, offs_E, wanted, share_scales=False)
@@ -370,7 +378,7 @@ class Float8BlockScaling(_WithEpsilon):
         self,
         t_SK: Tensor,
         offs_E: Tensor,
-        wanted: Wanted,
+        wanted: OutputMask,
         *,
         share_scales: bool,
         rows_T: Tensor | None = None,
@@ -429,12 +437,12 @@ class Float8CurrentScaling(_WithEpsilon):
             )
 
     def activation(
-        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
+        self, x_TK: Tensor, offs_E: Tensor, slot: QuantizerState | None, wanted: OutputMask
     ) -> Operands:
         """X in e4m3, one scale a group."""
         return self._quantize(x_TK, offs_E, E4M3, wanted)
 
-    def weight(self, experts: Experts, slot: Slot | None, columnwise: bool) -> Operands:
+    def weight(self, experts: Experts, slot: QuantizerState | None, columnwise: bool) -> Operands:
         """The weight in e4m3, one scale an expert."""
         if experts[0].dim() == 2:
             return _weight_of_list(self, experts, slot, columnwise)
@@ -447,12 +455,16 @@ class Float8CurrentScaling(_WithEpsilon):
 
     def new_weight(
         self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
-    ) -> KeptWeight:
+    ) -> QuantizedWeight:
         """Tensors for a weight in FP8, one scale an expert."""
         return _new_fp8_weight(E, N, K, device, columnwise, (E,))
 
     def refresh_weight_(
-        self, kept: KeptWeight, experts: Experts, slot: Slot | None, refresh: Tensor | None
+        self,
+        kept: QuantizedWeight,
+        experts: Experts,
+        slot: QuantizerState | None,
+        refresh: Tensor | None,
     ) -> None:
         """The weight in e4m3 with one scale an expert, into kept."""
         assert kept.scale is not None
@@ -471,13 +483,13 @@ class Float8CurrentScaling(_WithEpsilon):
         return columnwise, scale
 
     def gradient(
-        self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
+        self, dy_TN: Tensor, offs_E: Tensor, slot: QuantizerState | None, wanted: OutputMask
     ) -> Operands:
         """Dy in the gradients' dtype, one scale a group."""
         return self._quantize(dy_TN, offs_E, self.gradient_dtype, wanted)
 
     def _quantize(
-        self, x_TK: Tensor, offs_E: Tensor, dtype: torch.dtype, wanted: Wanted
+        self, x_TK: Tensor, offs_E: Tensor, dtype: torch.dtype, wanted: OutputMask
     ) -> Operands:
         x = ops.group_quantize_current(
             x_TK,
@@ -541,12 +553,12 @@ class DelayedScaling:
             )
 
     def activation(
-        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
+        self, x_TK: Tensor, offs_E: Tensor, slot: QuantizerState | None, wanted: OutputMask
     ) -> Operands:
         """X in e4m3, scaled as earlier steps say."""
         return self._quantize(x_TK, offs_E, slot, E4M3, wanted)
 
-    def weight(self, experts: Experts, slot: Slot | None, columnwise: bool) -> Operands:
+    def weight(self, experts: Experts, slot: QuantizerState | None, columnwise: bool) -> Operands:
         """The weight in e4m3, scaled as earlier steps say."""
         if experts[0].dim() == 2:
             return _weight_of_list(self, experts, slot, columnwise)
@@ -556,12 +568,16 @@ class DelayedScaling:
 
     def new_weight(
         self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
-    ) -> KeptWeight:
+    ) -> QuantizedWeight:
         """Tensors for a weight in FP8, one scale an expert."""
         return _new_fp8_weight(E, N, K, device, columnwise, (E,))
 
     def refresh_weight_(
-        self, kept: KeptWeight, experts: Experts, slot: Slot | None, refresh: Tensor | None
+        self,
+        kept: QuantizedWeight,
+        experts: Experts,
+        slot: QuantizerState | None,
+        refresh: Tensor | None,
     ) -> None:
         """The weight in e4m3, scaled as earlier steps say, into kept; with those scales."""
         assert slot is not None
@@ -574,13 +590,18 @@ class DelayedScaling:
         return columnwise, scale
 
     def gradient(
-        self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
+        self, dy_TN: Tensor, offs_E: Tensor, slot: QuantizerState | None, wanted: OutputMask
     ) -> Operands:
         """Dy in e5m2, scaled as earlier steps say."""
         return self._quantize(dy_TN, offs_E, slot, torch.float8_e5m2, wanted)
 
     def _quantize(
-        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, dtype: torch.dtype, wanted: Wanted
+        self,
+        x_TK: Tensor,
+        offs_E: Tensor,
+        slot: QuantizerState | None,
+        dtype: torch.dtype,
+        wanted: OutputMask,
     ) -> Operands:
         assert slot is not None
         x = ops.group_quantize_delayed_(
@@ -613,12 +634,12 @@ class MXFP8BlockScaling:
     """
 
     def activation(
-        self, x_TK: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
+        self, x_TK: Tensor, offs_E: Tensor, slot: QuantizerState | None, wanted: OutputMask
     ) -> Operands:
         """X rounded to MXFP8 along each dimension, as bfloat16."""
         return self.gradient(x_TK, offs_E, slot, wanted)
 
-    def weight(self, experts: Experts, slot: Slot | None, columnwise: bool) -> Operands:
+    def weight(self, experts: Experts, slot: QuantizerState | None, columnwise: bool) -> Operands:
         """The weight rounded to MXFP8 along each dimension, as bfloat16."""
         if not _is_watched() or experts[0].dim() == 2:
             return _weight_of_list(self, experts, slot, columnwise)
@@ -631,16 +652,20 @@ class MXFP8BlockScaling:
 
     def new_weight(
         self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
-    ) -> KeptWeight:
+    ) -> QuantizedWeight:
         """Tensors for a rounded weight."""
         like: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
         rowwise = torch.empty(E, N, K, **like)
-        return KeptWeight(
+        return QuantizedWeight(
             rowwise, None, torch.empty(E, N, K, **like).transpose(1, 2) if columnwise else None
         )
 
     def refresh_weight_(
-        self, kept: KeptWeight, experts: Experts, slot: Slot | None, refresh: Tensor | None
+        self,
+        kept: QuantizedWeight,
+        experts: Experts,
+        slot: QuantizerState | None,
+        refresh: Tensor | None,
     ) -> None:
         """The weight rounded to MXFP8 along each dimension, into kept."""
         turned = None if kept.columnwise is None else kept.columnwise.transpose(1, 2)
@@ -651,7 +676,7 @@ class MXFP8BlockScaling:
         return columnwise, scale
 
     def gradient(
-        self, dy_TN: Tensor, offs_E: Tensor, slot: Slot | None, wanted: Wanted
+        self, dy_TN: Tensor, offs_E: Tensor, slot: QuantizerState | None, wanted: OutputMask
     ) -> Operands:
         """Dy rounded to MXFP8 along each dimension, as bfloat16."""
         rowwise, columnwise, bias_grad = ops.group_round_mx(

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import E4M3
-from grouped_linear.recipes import DelayedScaling, Slot
+from grouped_linear.recipes import DelayedScaling, QuantizerState
 
 
 class OperandState(nn.Module):
@@ -115,11 +115,12 @@ class DelayedScalingState(nn.Module):
         for operand in self.operands:
             operand.reset()
 
-    def slots(self) -> tuple[Slot, Slot, Slot]:
+    def slots(self) -> tuple[QuantizerState, QuantizerState, QuantizerState]:
         """What a call of the layer reads and raises; nothing is learnt without gradients."""
         learning = torch.is_grad_enabled()
         x, weight, dy = (
-            Slot(operand.scale, operand.amax if learning else None) for operand in self.operands
+            QuantizerState(operand.scale, operand.amax if learning else None)
+            for operand in self.operands
         )
         return x, weight, dy
 

@@ -66,7 +66,7 @@ class Launch {
       allowed |= bit;
   }
 
-  // Launches a kernel that calls start_after_previous(), see pdl.cuh.
+  // Launches a kernel that calls grid_dependency_wait(), see pdl.cuh.
   template <typename... Parameters, typename... Arguments>
   void run(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes,
            const Arguments&... arguments) const {

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kDequantizeThreads)
     group_dequantize_kernel(const uint8_t* q, int64_t q_stride, bool vectorised, const float* scale,
                             int64_t scale_stride, const int32_t* offs, int E, int64_t T, int K,
                             Output* x) {
-  start_after_previous();
+  grid_dependency_wait();
   constexpr int kWarps = kDequantizeThreads / 32;
   constexpr int kVectors = sizeof(Output);  // of 16 bytes, in 16 elements
   const int end = last_row_end(offs, E, static_cast<int>(min(T, kMostRows)));
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kDequantizeThreads)
     group_dequantize_t_kernel(const uint8_t* q_t, bool vectorised, const float* scale_t,
                               int64_t scale_stride, const int32_t* offs, int E, int64_t T, int K,
                               Output* x) {
-  start_after_previous();
+  grid_dependency_wait();
   constexpr int kPairs = kBlockRows / 2;
   __shared__ GroupTable table;
   load_groups<kDequantizeThreads>(table, offs, E, static_cast<int>(min(T, kMostRows)),

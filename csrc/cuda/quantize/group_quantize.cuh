@@ -580,7 +580,7 @@ template <typename Element, typename Source>
 __global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
     group_quantize_kernel(Source source, const int32_t* offs, int E, int T, int K, ScaleRule rule,
                           GroupQuantized out) {
-  start_after_previous();
+  grid_dependency_wait();
   __shared__ TurnedTile turned;
   quantize_tiles_of_block<Element>(source, offs, E, T, K, rule, out, turned, blockIdx.x, gridDim.x);
 }
@@ -592,7 +592,7 @@ constexpr int kSumThreads = 256;
 static __global__ void __launch_bounds__(kSumThreads)
     add_block_sums_kernel(const float* block_sums, const int32_t* offs, int E, int T, int K,
                           float* bias_grad) {
-  start_after_previous();
+  grid_dependency_wait();
   __shared__ GroupTable table;
   load_groups<kSumThreads>(table, offs, E, T, TilesOf{kTile});
   const int k = blockIdx.x * kSumThreads + threadIdx.x;

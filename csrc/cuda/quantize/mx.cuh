@@ -78,7 +78,7 @@ template <typename Element, bool rounded>
 __global__ void __launch_bounds__(kTileThreads, kMxOccupancy<Element>)
     group_mx_kernel(const Element* x, int64_t x_stride, bool vectorised, const int32_t* offs, int E,
                     int T, int K, const bool* refresh, MxOutputs out) {
-  start_after_previous();
+  grid_dependency_wait();
   if (refresh && !*refresh) return;
   using Bits = typename Format<Element>::Bits;
   constexpr int kWords = Patch<Element>::kWords;

@@ -80,7 +80,7 @@ template <typename Element>
 __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
     group_amax_kernel(const Element* x, int64_t x_stride, bool vectorised, GroupedTiles tiles,
                       const bool* refresh, uint32_t* amax) {
-  start_after_previous();
+  grid_dependency_wait();
   if (refresh && !*refresh) return;
   __shared__ GroupTable table;
   if (tiles.offs) load_groups<kTileThreads>(table, tiles.offs, tiles.E, tiles.T, TilesOf{kTile});
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
     quantize_per_group_kernel(const Element* x, int64_t x_stride, bool vectorised,
                               GroupedTiles tiles, GroupScale scale, const bool* refresh,
                               PerGroupQuantized out) {
-  start_after_previous();
+  grid_dependency_wait();
   if (refresh && !*refresh) return;
   constexpr float fp8_max = e5m2 ? 57344.0f : 448.0f;
   __shared__ GroupTable table;

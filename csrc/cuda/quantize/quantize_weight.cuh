@@ -96,7 +96,7 @@ template <typename Element, typename Experts>
 __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
     quantize_weight_kernel(const __grid_constant__ Experts w, bool vectorised, ScaleRule rule,
                            const bool* refresh, WeightQuantized out) {
-  start_after_previous();
+  grid_dependency_wait();
   if (refresh && !*refresh) return;
   __shared__ TurnedTile turned;
   quantize_weight_tile<Element>(w, vectorised, rule, out, turned, blockIdx.x);

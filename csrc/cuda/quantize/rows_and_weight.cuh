@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
                                     GroupQuantized out, unsigned row_blocks,
                                     PackedExperts<Element> w, bool vectorised,
                                     WeightQuantized out_w, ScaleRule rule) {
-  start_after_previous();
+  grid_dependency_wait();
   __shared__ TurnedTile turned;
   if (blockIdx.x < row_blocks)
     quantize_tiles_of_block<Element>(rows, offs, E, T, K, rule, out, turned, blockIdx.x,

@@ -181,7 +181,7 @@ template <typename Element, typename Form>
 __global__ void __launch_bounds__(kSwigluThreads)
     swiglu_kernel(const Element* gate_up, int64_t stride, bool vectorised, Form form,
                   const int32_t* offs, int E, int64_t T, int K, Element* h) {
-  start_after_previous();
+  grid_dependency_wait();
   for_eights(offs, E, T, K, [&](int64_t t, int column, bool live) {
     Eight<Element> words = {}, up;
     if (live) {
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kSwigluThreads)
     swiglu_grad_kernel(const Element* dh, int64_t dh_stride, const Element* gate_up, int64_t stride,
                        bool vectorised, Form form, const int32_t* offs, int E, int64_t T, int K,
                        Element* d_gate_up) {
-  start_after_previous();
+  grid_dependency_wait();
   for_eights(offs, E, T, K, [&](int64_t t, int column, bool live) {
     Eight<Element> gate = {}, up = {};
     if (live) {
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kSwigluThreads)
 template <typename Element>
 __global__ void __launch_bounds__(kSwigluThreads)
     zero_tail_kernel(const int32_t* offs, int E, int64_t T, int columns, Element* out) {
-  start_after_previous();
+  grid_dependency_wait();
   const int end = last_row_end_of_block(offs, E, T);
   const int64_t pieces = columns / kPatch, count = pieces * T;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;

@@ -33,7 +33,7 @@ constexpr int kUpdateThreads = 32 * kUpdateWarps, kStepsAtOnce = kUpdateWarps * 
 static __global__ void __launch_bounds__(kUpdateThreads)
     update_scales_kernel(const __grid_constant__ OperandTable table, float inverse_margin,
                          bool most_recent) {
-  start_after_previous();
+  grid_dependency_wait();
   __shared__ uint32_t warp_amax[kUpdateWarps][32];
   const OperandScales operand = table.operands[blockIdx.y];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -49,7 +49,7 @@ template <typename Element, typename Index>
 __global__ void __launch_bounds__(kGatherThreads)
     gather_sum_kernel(GatheredOf<Element, Index> gathered, const float* weight, int64_t T, int C,
                       int H, uint4* out) {
-  start_after_previous();
+  grid_dependency_wait();
   constexpr int piece = GatheredOf<Element, Index>::kPiece, ahead = 8;
   constexpr int per_word = Word<Element>::kElements;
   const int pieces = H / piece;
@@ -91,7 +91,7 @@ template <typename Element, typename Index>
 __global__ void __launch_bounds__(kGatherThreads)
     gather_dot_kernel(const Element* a, int64_t a_stride, GatheredOf<Element, Index> gathered,
                       int64_t products, int C, int H, float* out) {
-  start_after_previous();
+  grid_dependency_wait();
   constexpr int piece = GatheredOf<Element, Index>::kPiece;
   const int64_t number = (int64_t{blockIdx.x} * kGatherThreads + threadIdx.x) / 32;
   const int lane = threadIdx.x % 32, pieces = H / piece;

@@ -97,7 +97,7 @@ template <typename Expert>
 __global__ void __launch_bounds__(kSortThreads)
     count_by_expert_kernel(const Expert* experts, int R, int E, int32_t* block_counts) {
   extern __shared__ int32_t counts[];
-  start_after_previous();
+  grid_dependency_wait();
   count_block(WarpChoices<Expert>(experts, R, E), counts, [&](int b, int count) {
     block_counts[static_cast<int64_t>(blockIdx.x) * (E + 1) + b] = count;
   });
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kSortThreads)
   __shared__ int32_t rows[kMaxGroups + 1];    // of all blocks
   __shared__ int32_t warp_rows[kSortWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, bins = E + 1;
-  start_after_previous();
+  grid_dependency_wait();
   const WarpChoices<Expert> choices(experts, R, E);
   count_block(choices, counts, [&](int b, int count) {
     int before = 0, all = block_counts ? 0 : count;

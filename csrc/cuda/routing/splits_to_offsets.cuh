@@ -39,7 +39,7 @@ template <typename Split, typename Offset>
 __global__ void __launch_bounds__(1024)
     splits_to_offsets_kernel(const Split* m_splits, int E, int64_t num_rows, int64_t alignment,
                              int64_t stride, Offset* offs) {
-  start_after_previous();
+  grid_dependency_wait();
   const int e = threadIdx.x;
   int64_t size = e < E ? static_cast<int64_t>(m_splits[e]) : 0;
   size = size < 0 ? 0 : size > num_rows ? num_rows : size;

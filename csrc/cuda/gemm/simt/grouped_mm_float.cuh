@@ -30,7 +30,7 @@ template <bool by_depth>
 __global__ void __launch_bounds__(kFloatThreads, 2)
     grouped_mm_float_kernel(const FloatOperand a, const FloatOperand b, const int32_t* offs,
                             const Epilogue epilogue, const GemmShape shape) {
-  start_after_previous();
+  grid_dependency_wait();
   __shared__ GroupTable groups;
   __shared__ float a_tile[kFloatDepth][kFloatTile + 1], b_tile[kFloatDepth][kFloatTile + 1];
   load_groups<kFloatThreads>(groups, offs, shape.E, shape.T, TilesOf{kFloatTile});

@@ -690,7 +690,7 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kCluster)
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& shared = *reinterpret_cast<GemmShared<Config>*>(raw);
   prepare<Config>(shared, maps);
-  start_after_previous();
+  grid_dependency_wait();
   find_groups<Config>(shared.groups, offs, shape);
   if constexpr (Config::kByDepth) {
     if (threadIdx.x < 32) take_groups<Config>(shared, epilogue, shape);
