@@ -1,7 +1,7 @@
 #!/bin/sh
-# Runs the CUDA compiler ("$@") and fails where ptxas says that it serialised wgmma (C75xx) or spilled
-# registers. Both are only remarks to ptxas, and cost a kernel its speed in silence. CMakeLists.txt uses it
-# where GROUPED_LINEAR_PTXAS_GATE is set, as .ci/run does.
+# Runs the CUDA compiler ("$@") and fails where ptxas says that it serialised wgmma (C75xx) or
+# spilled registers. Both are only remarks to ptxas, and cost a kernel its speed in silence.
+# CMakeLists.txt uses it where GROUPED_LINEAR_PTXAS_GATE is set, as .ci/run does.
 output=$("$@" 2>&1)
 status=$?
 [ -z "$output" ] || printf '%s\n' "$output" >&2

@@ -1,4 +1,5 @@
-// What the host asks the CUDA runtime and the driver. A failure is one sentence that begins with the op.
+// What the host asks the CUDA runtime and the driver. A failure is one sentence that begins with
+// the op.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,8 +10,8 @@
 
 namespace grouped_linear::cuda {
 
-// Throws if a call failed. `what` is the rest of the sentence, before the runtime's own words. The error
-// is cleared: torch would report it as that of its next kernel.
+// Throws if a call failed. `what` is the rest of the sentence, before the runtime's own words. The
+// error is cleared: torch would report it as that of its next kernel.
 inline void check_cuda(const char* op, const char* what, cudaError_t error) {
   if (error == cudaSuccess) return;
   cudaGetLastError();

@@ -1,9 +1,9 @@
 // The rows of each group, which every thread block works out for itself from offs [E].
 //
-// offs are data of unknown origin. Every kernel works on the running maximum of the ends, clamped into
-// [0, T]: group e owns the rows [row_end[e - 1], row_end[e]). So the groups are disjoint, in order and
-// inside the tensor, whatever offs holds. (Clamping each end alone is not enough: [T, 0, T, 0] would
-// give two groups the same rows.)
+// offs are data of unknown origin. Every kernel works on the running maximum of the ends, clamped
+// into [0, T]: group e owns the rows [row_end[e - 1], row_end[e]). So the groups are disjoint, in
+// order and inside the tensor, whatever offs holds. (Clamping each end alone is not enough: [T, 0,
+// T, 0] would give two groups the same rows.)
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ namespace grouped_linear::cuda {
 
 constexpr uint32_t kFullWarp = 0xffffffff;
 
-// A table in shared memory. tile_end[e] counts the tiles of groups 0 .. e; a group's last tile may be
-// partly filled. With tiles of 128 rows, tile_end is also the padded columnwise layout.
+// A table in shared memory. tile_end[e] counts the tiles of groups 0 .. e; a group's last tile may
+// be partly filled. With tiles of 128 rows, tile_end is also the padded columnwise layout.
 struct GroupTable {
   int32_t row_end[kMaxGroups];
   int32_t tile_end[kMaxGroups];
@@ -54,9 +54,10 @@ struct TilesOf {
   __device__ int operator()(int group_rows) const { return (group_rows + rows - 1) / rows; }
 };
 
-// Fills the table with tiles_of(rows) tiles a group. Called by all `threads` threads of the block; ends
-// with a barrier. A GEMM cannot load anything before, and fetches this code anew in every launch:
-// therefore one warp scans, each lane has a run of neighbouring groups, and the loops are not unrolled.
+// Fills the table with tiles_of(rows) tiles a group. Called by all `threads` threads of the block;
+// ends with a barrier. A GEMM cannot load anything before, and fetches this code anew in every
+// launch: therefore one warp scans, each lane has a run of neighbouring groups, and the loops are
+// not unrolled.
 template <int threads, typename Tiles>
 __device__ void load_groups(GroupTable& table, const int32_t* offs, int E, int T, Tiles tiles_of) {
 #pragma unroll 1

@@ -19,9 +19,9 @@ namespace grouped_linear::cuda {
 
 class Launch {
  public:
-  // The guard sets the device only where another one is current. The calling thread may still have no
-  // CUDA context, as autograd's threads have none at first: a launch makes one, and tensor_map does so
-  // where it needs one.
+  // The guard sets the device only where another one is current. The calling thread may still have
+  // no CUDA context, as autograd's threads have none at first: a launch makes one, and tensor_map
+  // does so where it needs one.
   Launch(const char* op, const torch::stable::Tensor& tensor)
       : op_(op), index_(tensor.get_device_index()), device_(device_at(op, index_)), guard_(index_) {
     check(device_.major == 9 && device_.minor == 0, op,
@@ -37,7 +37,8 @@ class Launch {
   int multiprocessors() const { return device_.multiprocessors; }
   int compute_capability() const { return 10 * device_.major + device_.minor; }
 
-  // Allows thread blocks of a kernel so many bytes of dynamic shared memory, always the same number.
+  // Allows thread blocks of a kernel so many bytes of dynamic shared memory, always the same
+  // number.
   template <auto kernel>
   void allow_shared_bytes(int bytes) const {
     static std::atomic<uint64_t> allowed{0};  // a bit for each of the first 64 devices

@@ -1,5 +1,5 @@
-// How launchers see tensors: as pointers to elements of a type, and whether kernels can read and write
-// 16 bytes at once.
+// How launchers see tensors: as pointers to elements of a type, and whether kernels can read and
+// write 16 bytes at once.
 #pragma once
 
 #include <cuda_bf16.h>

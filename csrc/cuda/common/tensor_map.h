@@ -1,4 +1,5 @@
-// Tensor maps: descriptors with which TMA loads and stores tiles, encoded on the host for each launch.
+// Tensor maps: descriptors with which TMA loads and stores tiles, encoded on the host for each
+// launch.
 #pragma once
 
 #include <cuda.h>
@@ -19,7 +20,8 @@ inline CUtensorMapDataType tensor_map_dtype(ScalarType dtype) {
   }
 }
 
-// sizes and box: elements, innermost first. strides: elements, of every dimension but the innermost.
+// sizes and box: elements, innermost first. strides: elements, of every dimension but the
+// innermost.
 inline CUtensorMap tensor_map(const char* op, const void* first, ScalarType dtype, int64_t item,
                               std::initializer_list<int64_t> sizes,
                               std::initializer_list<int64_t> strides,

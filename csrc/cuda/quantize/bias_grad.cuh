@@ -1,9 +1,10 @@
 // The bias gradient [E, K]: sums over the rows of each group, in the CPU's order.
 //
-// A pass over tiles writes partial sums [row blocks, K], one row for every 128 rows of a group. Within a
-// block, rows are added in eights, from the first to the last, then the eights; every sum starts from
-// +0. Rows past the block's end are zero and change nothing, because no sum is -0. A second kernel adds
-// a group's blocks from the first to the last. The partial sums cost 4/128 bytes an element to write.
+// A pass over tiles writes partial sums [row blocks, K], one row for every 128 rows of a group.
+// Within a block, rows are added in eights, from the first to the last, then the eights; every sum
+// starts from +0. Rows past the block's end are zero and change nothing, because no sum is -0. A
+// second kernel adds a group's blocks from the first to the last. The partial sums cost 4/128 bytes
+// an element to write.
 #pragma once
 
 #include "cuda/common/pdl.cuh"
@@ -36,8 +37,8 @@ struct alignas(16) TileColumnSums {
 
 constexpr int kBiasGradThreads = 256;
 
-// bias_grad [E, K] from partial sums [row blocks, K]. A thread adds one column: blockIdx.x selects 256
-// columns, blockIdx.y every gridDim.y-th group.
+// bias_grad [E, K] from partial sums [row blocks, K]. A thread adds one column: blockIdx.x selects
+// 256 columns, blockIdx.y every gridDim.y-th group.
 static __global__ void __launch_bounds__(kBiasGradThreads)
     sum_partial_bias_grad_kernel(const float* partial, const int32_t* offs, int E, int T, int K,
                                  float* bias_grad) {

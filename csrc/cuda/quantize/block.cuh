@@ -1,16 +1,16 @@
-// Block scaling: one pass over a source [T, K]. A 128 x 128 tile is read or computed once, and gives its
-// rowwise and its columnwise data, the scales of both, and its partial bias gradient.
+// Block scaling: one pass over a source [T, K]. A 128 x 128 tile is read or computed once, and
+// gives its rowwise and its columnwise data, the scales of both, and its partial bias gradient.
 //
 // Bytes an element of bf16: 2 read; 1 + 4/128 written for each layout, so 3.03 rowwise and 4.06 for
-// both. 32768 x 7168 at the 4.27 TB/s of a copy: 167 us and 223 us. The bias gradient adds 4/128. SwiGLU
-// reads 4 bytes an element of h, its gradient 3 an element of d_gate_up.
+// both. 32768 x 7168 at the 4.27 TB/s of a copy: 167 us and 223 us. The bias gradient adds 4/128.
+// SwiGLU reads 4 bytes an element of h, its gradient 3 an element of d_gate_up.
 //
-// Reaches (H200, 2026-11-22) of a copy's speed: rowwise 0.98, both 0.95, SwiGLU 0.90, its gradient 0.89,
-// and 0.69 where K is no multiple of 128. SwiGLU with alpha, beta and a limit 0.77, its gradient 0.75;
-// with gate and up interleaved 0.74 and 0.68 (2026-11-24).
+// Reaches (H200, 2026-11-22) of a copy's speed: rowwise 0.98, both 0.95, SwiGLU 0.90, its gradient
+// 0.89, and 0.69 where K is no multiple of 128. SwiGLU with alpha, beta and a limit 0.77, its
+// gradient 0.75; with gate and up interleaved 0.74 and 0.68 (2026-11-24).
 //
-// The number of tiles is known on the device alone. The grid is therefore bounded by what the GPU holds
-// at once, times a few waves, and a thread block steps through every gridDim.x-th tile.
+// The number of tiles is known on the device alone. The grid is therefore bounded by what the GPU
+// holds at once, times a few waves, and a thread block steps through every gridDim.x-th tile.
 #pragma once
 
 #include "cuda/common/pdl.cuh"
@@ -74,7 +74,7 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
     if (at.block >= blocks) return false;
     const TileLocation tile =
         few_groups ? groups.locate(at.block) : locate_tile<kTile>(table, E, at.block);
-    at.row_begin = static_cast<int>(tile.row_begin);
+    at.row_begin = tile.row_begin;
     at.rows = tile.rows;
     at.col = at.col_block * kTile;
     at.cols = min(kTile, part_cols - at.col);
@@ -211,7 +211,8 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
         transposed.put(6, fragment.quantize_column(6, high.z));
         transposed.put(7, fragment.quantize_column(7, high.w));
         __syncthreads();
-        // No barrier after: the next tile writes col_factor one barrier later, `transposed` two later.
+        // No barrier after: the next tile writes col_factor one barrier later, `transposed` two
+        // later.
         transposed.write(out.q_t + column * kTile, kTile, kTile, cols);
       }
     }

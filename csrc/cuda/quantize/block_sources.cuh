@@ -1,20 +1,21 @@
 // What a block-scaling pass quantizes: rows of a tensor, gathered rows, SwiGLU, SwiGLU's gradient.
 //
-// A source loads the calling thread's fragment of a tile, with zeros past the tile's rows and columns.
-// A source with kParts == 2 loads one fragment in each half of the columns, K / 2 apart. A source with
-// a Buffer prefetches into shared memory where its rows are aligned: a thread block starts the copies
-// of its next tile as soon as it holds this one in registers. SwiGLU takes a tile in four steps of two
-// rows a fragment and keeps two steps in flight; with one step, each step waited for memory.
+// A source loads the calling thread's fragment of a tile, with zeros past the tile's rows and
+// columns. A source with kParts == 2 loads one fragment in each half of the columns, K / 2 apart. A
+// source with a Buffer prefetches into shared memory where its rows are aligned: a thread block
+// starts the copies of its next tile as soon as it holds this one in registers. SwiGLU takes a tile
+// in four steps of two rows a fragment and keeps two steps in flight; with one step, each step
+// waited for memory.
 //
-// Waves are how many times over a grid fills the GPU. A thread block steps through every gridDim.x-th
-// tile, and neighbouring blocks have neighbouring columns of the same rows. Blocks that start one after
-// another stay in that order, and so near each other in memory; blocks that stay for many tiles drift
-// apart. Where a tile costs little besides its bytes, blocks are therefore many and brief, and do not
-// prefetch. Where a tile costs more (SwiGLU, gathered rows), they are fewer and prefetch.
-// Speed with 2, 4, 8 and 32 waves, relative to 1 (H200, 2026-11-21, medians over 8 cases): both layouts
-// 1.03, 1.06, 1.08, 1.09; gathered 1.01, 1.02, 1.04, 1.02; SwiGLU 0.98, 0.96, 0.94, 0.92. Prefetching
-// the next tiles into L2 alone costs 10 to 20%. More than 32 groups take a thread block time to look
-// at: it stays for more tiles.
+// Waves are how many times over a grid fills the GPU. A thread block steps through every
+// gridDim.x-th tile, and neighbouring blocks have neighbouring columns of the same rows. Blocks
+// that start one after another stay in that order, and so near each other in memory; blocks that
+// stay for many tiles drift apart. Where a tile costs little besides its bytes, blocks are
+// therefore many and brief, and do not prefetch. Where a tile costs more (SwiGLU, gathered rows),
+// they are fewer and prefetch. Speed with 2, 4, 8 and 32 waves, relative to 1 (H200, 2026-11-21,
+// medians over 8 cases): both layouts 1.03, 1.06, 1.08, 1.09; gathered 1.01, 1.02, 1.04, 1.02;
+// SwiGLU 0.98, 0.96, 0.94, 0.92. Prefetching the next tiles into L2 alone costs 10 to 20%. More
+// than 32 groups take a thread block time to look at: it stays for more tiles.
 #pragma once
 
 #include "cuda/quantize/swiglu.cuh"
@@ -25,7 +26,8 @@ struct Waves {
   int few_groups, many_groups;  // at most 32, more
 };
 
-// A tile of [T, K]: its number by rows and by columns, where it starts, and how much of it is valid.
+// A tile of [T, K]: its number by rows and by columns, where it starts, and how much of it is
+// valid.
 struct TileBounds {
   int block, col_block;
   int row_begin, rows, col, cols;
@@ -49,8 +51,8 @@ struct Rows {
   }
 };
 
-// Rows indices[t] of x [S, K], S >= 1. Indices out of range are clamped into it. vectorised: S and the
-// bytes of a row also fit into 32 bits.
+// Rows indices[t] of x [S, K], S >= 1. Indices out of range are clamped into it. vectorised: S and
+// the bytes of a row also fit into 32 bits.
 template <typename Element, typename Index>
 struct GatheredRows {
   static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 2, kParts = 1;
@@ -216,9 +218,10 @@ struct SwigluRows {
 
 // d_gate_up [T, 2 K] from dh [T, K] and gate_up [T, 2 K], rounded to Element.
 //
-// parts == 2 reads everything once. It needs 16-bit elements, aligned rows and K a multiple of 128, so
-// that no tile reaches from the columns of gate into those of up. With parts == 1 a fragment is of
-// gate or of up alone, for K is a multiple of 16; where the two are interleaved it has four of each.
+// parts == 2 reads everything once. It needs 16-bit elements, aligned rows and K a multiple of 128,
+// so that no tile reaches from the columns of gate into those of up. With parts == 1 a fragment is
+// of gate or of up alone, for K is a multiple of 16; where the two are interleaved it has four of
+// each.
 template <typename Element, int parts, typename Form>
 struct SwigluGradRows {
   static constexpr int kOccupancy = sizeof(Element) == 2 ? 2 : 1, kParts = parts;
@@ -246,7 +249,8 @@ struct SwigluGradRows {
   }
 
  private:
-  // The first row of the tile in each operand, as if all of its columns were in this fragment's half.
+  // The first row of the tile in each operand, as if all of its columns were in this fragment's
+  // half.
   struct Operands {
     bool of_gate, needs_up;
     const Element *dh, *gate;

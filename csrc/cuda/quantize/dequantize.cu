@@ -1,3 +1,4 @@
+// Block scaling undone, for tests and for users.
 #include "checks.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/operands.h"

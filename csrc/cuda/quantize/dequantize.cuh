@@ -1,5 +1,5 @@
-// Dequantizes e4m3 with block scales to bf16, fp16 or float32. Rows from the last group's end on are
-// zero.
+// Dequantizes e4m3 with block scales to bf16, fp16 or float32. Rows from the last group's end on
+// are zero.
 //
 // Bytes an element of bf16: 1 read, 2 written. For tests and for users; no layer runs it.
 #pragma once
@@ -97,24 +97,23 @@ __global__ void __launch_bounds__(kDequantizeThreads)
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const int64_t block = tile / col_blocks;
     const TileLocation at = locate_tile<kScaleBlock>(table, E, static_cast<int>(block));
-    const int row_begin = static_cast<int>(at.row_begin), rows = at.rows;
     const int k =
         static_cast<int>(tile % col_blocks) * kScaleBlock + threadIdx.x % kColumnPairs * 2;
     if (k >= K) continue;
     const float* scales = scale_t + block * scale_stride;
     const float s0 = scales[k], s1 = scales[k + 1];
-    for (int r = threadIdx.x / kColumnPairs * 16; r < rows;
+    for (int r = threadIdx.x / kColumnPairs * 16; r < at.rows;
          r += kDequantizeThreads / kColumnPairs * 16) {
       E4m3x16 first, second;
       first.load(q_t + (block * K + k) * kScaleBlock + r, vectorised);
       second.load(q_t + (block * K + k + 1) * kScaleBlock + r, vectorised);
-      Output* to = x + static_cast<int64_t>(row_begin + r) * K + k;
+      Output* to = x + static_cast<int64_t>(at.row_begin + r) * K + k;
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         const float2 a = first.pair(i / 2), b = second.pair(i / 2);
         const uint32_t low = dequantized_bits<Output>(__fmul_rn(i % 2 == 0 ? a.x : a.y, s0));
         const uint32_t high = dequantized_bits<Output>(__fmul_rn(i % 2 == 0 ? b.x : b.y, s1));
-        if (r + i < rows) {
+        if (r + i < at.rows) {
           if constexpr (sizeof(Output) == 4)
             *reinterpret_cast<uint2*>(to + static_cast<int64_t>(i) * K) = make_uint2(low, high);
           else

@@ -1,7 +1,7 @@
 // Scales and conversions of FP8.
 //
-// They give the bits of cpu/tile.cpp and cpu/numerics.h: every operation is IEEE, rounds to nearest,
-// keeps subnormals and is never contracted into an FMA.
+// They give the bits of cpu/tile.cpp and cpu/numerics.h: every operation is IEEE, rounds to
+// nearest, keeps subnormals and is never contracted into an FMA.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -29,8 +29,8 @@ __device__ __forceinline__ BlockScale block_scale(float amax, ScaleRule rule,
   amax = fmaxf(amax, rule.amax_epsilon);
   if (amax == 0) return {1, 1};
   if (rule.power_of_two) {
-    // The exponent of fp8_max / amax, without a division. It is at most 126, so that 1 / factor is a
-    // normal number; a subnormal amax reaches that bound.
+    // The exponent of fp8_max / amax, without a division. It is at most 126, so that 1 / factor is
+    // a normal number; a subnormal amax reaches that bound.
     const uint32_t bits = __float_as_uint(amax), mantissa = 0x7fffff;
     const uint32_t top = (__float_as_uint(fp8_max) >> 23) + 127;
     const uint32_t exponent = min(top - (bits >> 23) - ((bits & mantissa) > 0x600000), 253u);
@@ -40,13 +40,19 @@ __device__ __forceinline__ BlockScale block_scale(float amax, ScaleRule rule,
   return {factor, __fdiv_rn(1.0f, factor)};
 }
 
-// Four FP8 numbers, the first in the lowest byte. NaN becomes 0x7f. Infinity saturates like any other
-// number: callers turn it into NaN before (Fragment::find_amax) or patch its byte after.
+// Four FP8 numbers, the first in the lowest byte. NaN becomes 0x7f. Infinity saturates like any
+// other number: callers turn it into NaN before (Fragment::find_amax) or patch its byte after.
 template <__nv_fp8_interpretation_t format = __NV_E4M3>
 __device__ __forceinline__ uint32_t to_fp8x4(float a, float b, float c, float d) {
   const uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, format);
   const uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, format);
   return low | high << 16;
+}
+
+template <__nv_fp8_interpretation_t format = __NV_E4M3>
+__device__ __forceinline__ uint2 to_fp8x8(const float (&p)[8]) {
+  return make_uint2(to_fp8x4<format>(p[0], p[1], p[2], p[3]),
+                    to_fp8x4<format>(p[4], p[5], p[6], p[7]));
 }
 
 // The two e4m3 numbers in the low 16 bits, exactly: every e4m3 number is an fp16 number.

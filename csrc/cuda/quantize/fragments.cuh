@@ -1,8 +1,8 @@
 // A 128 x 128 tile in the registers of 256 threads.
 //
-// A thread holds a fragment of 8 rows x 8 columns. A row of a fragment is one 16-byte load of a 16-bit
-// format and 8 bytes of q, and a column is 8 bytes of q_t: rowwise and columnwise data both come
-// straight from registers.
+// A thread holds a fragment of 8 rows x 8 columns. A row of a fragment is one 16-byte load of a
+// 16-bit format and 8 bytes of q, and a column is 8 bytes of q_t: rowwise and columnwise data both
+// come straight from registers.
 #pragma once
 
 #include <cstdint>
@@ -20,13 +20,14 @@ constexpr int kFragmentsPerSide = kTile / kFragmentSize;  // of a tile
 constexpr int kTileThreads = kFragmentsPerSide * kFragmentsPerSide;
 constexpr int kTileWarps = kTileThreads / 32;
 
-// Thread blocks that an SM must hold at once: as many as the registers of a fragment leave room for.
+// Thread blocks that an SM must hold at once: as many as the registers of a fragment leave room
+// for.
 template <typename Element>
 constexpr int kTileOccupancy = sizeof(Element) == 2 ? 4 : 2;
 
-// Returns a pointer to a row and moves `next` to the row after it. The asm hides the address: for every
-// row of a fragment the compiler would rather multiply 64-bit numbers than keep a pointer, which takes
-// ten instructions instead of two (nvcc 13.0).
+// Returns a pointer to a row and moves `next` to the row after it. The asm hides the address: for
+// every row of a fragment the compiler would rather multiply 64-bit numbers than keep a pointer,
+// which takes ten instructions instead of two (nvcc 13.0).
 template <typename T>
 __device__ __forceinline__ T* advance_row(T*& next, int64_t stride) {
   T* row = next;
@@ -55,9 +56,9 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(in_flight) : "memory");
 }
 
-// Shared memory into which rows of a tile's fragments are prefetched. Every thread copies what it reads
-// itself, so no thread waits for another. It may start copies as soon as it has issued its reads: a
-// thread's accesses to shared memory are in order.
+// Shared memory into which rows of a tile's fragments are prefetched. Every thread copies what it
+// reads itself, so no thread waits for another. It may start copies as soon as it has issued its
+// reads: a thread's accesses to shared memory are in order.
 template <typename Element, int rows = kFragmentSize>
 struct PrefetchBuffer {
   static constexpr int kRows = rows;
@@ -80,9 +81,9 @@ struct Fragment {
   static __device__ __forceinline__ int column() { return threadIdx.x % kFragmentsPerSide; }
   static __device__ __forceinline__ int row() { return threadIdx.x / kFragmentsPerSide; }
 
-  // Loads rows begin to end of the fragment. row_pointer(i) points at column 0 of the tile in row i of
-  // the fragment. Rows and columns from `rows` and `cols` on are not read and become zero; cols is a
-  // multiple of 8. vectorised: every row is aligned to 16 bytes.
+  // Loads rows begin to end of the fragment. row_pointer(i) points at column 0 of the tile in row i
+  // of the fragment. Rows and columns from `rows` and `cols` on are not read and become zero; cols
+  // is a multiple of 8. vectorised: every row is aligned to 16 bytes.
   template <int begin = 0, int end = kFragmentSize, typename Row>
   __device__ __forceinline__ void load_rows(const Row& row_pointer, int rows, int cols,
                                             bool vectorised) {
@@ -129,8 +130,8 @@ struct Fragment {
     const Element* next = tile + (row() * kFragmentSize + begin) * stride;
     prefetch_rows<begin, end>(buffer, [&](int) { return advance_row(next, stride); }, rows, cols);
   }
-  // Reads prefetched rows after cp_async_wait(). What another thread of the warp has copied can be read
-  // after __syncwarp(), too.
+  // Reads prefetched rows after cp_async_wait(). What another thread of the warp has copied can be
+  // read after __syncwarp(), too.
   template <int begin = 0, int end = kFragmentSize, typename Buffer>
   __device__ __forceinline__ void load_prefetched(const Buffer& buffer,
                                                   int copied_by = threadIdx.x) {
@@ -207,9 +208,9 @@ struct Fragment {
 
   // Finds the largest finite magnitude of every row (as bits) and of every column (as packed bits).
   //
-  // Elements that are not finite become positive NaN in the fragment, because cvt.satfinite would turn
-  // infinity into 448. Their magnitudes exceed every finite one, so one comparison tells a fragment
-  // that it has none.
+  // Elements that are not finite become positive NaN in the fragment, because cvt.satfinite would
+  // turn infinity into 448. Their magnitudes exceed every finite one, so one comparison tells a
+  // fragment that it has none.
   __device__ __forceinline__ void find_amax(uint32_t (&row_amax)[kFragmentSize],
                                             FragmentRow<Element>& col_amax) {
     find_amax_of<false>(row_amax, col_amax);
@@ -233,13 +234,13 @@ struct Fragment {
     float p[kFragmentSize];
 #pragma unroll
     for (int c = 0; c < kFragmentSize; ++c) p[c] = __fmul_rn(element(words[i], c), factor);
-    return make_uint2(to_fp8x4(p[0], p[1], p[2], p[3]), to_fp8x4(p[4], p[5], p[6], p[7]));
+    return to_fp8x8(p);
   }
   __device__ __forceinline__ uint2 quantize_column(int c, float factor) const {
     float p[kFragmentSize];
 #pragma unroll
     for (int i = 0; i < kFragmentSize; ++i) p[i] = __fmul_rn(element(words[i], c), factor);
-    return make_uint2(to_fp8x4(p[0], p[1], p[2], p[3]), to_fp8x4(p[4], p[5], p[6], p[7]));
+    return to_fp8x8(p);
   }
 
  private:
@@ -275,8 +276,8 @@ struct Fragment {
   }
 };
 
-// The maximum over the 16 fragments of a row of fragments; fragment c returns that of row c % 8. Every
-// step halves the rows that a thread still works on: 8 shuffles instead of 32.
+// The maximum over the 16 fragments of a row of fragments; fragment c returns that of row c % 8.
+// Every step halves the rows that a thread still works on: 8 shuffles instead of 32.
 __device__ __forceinline__ uint32_t row_amax_of_half_warp(uint32_t (&amax)[kFragmentSize]) {
 #pragma unroll
   for (int count = kFragmentSize / 2; count >= 1; count /= 2) {

@@ -20,8 +20,8 @@ inline int int32_rows(int64_t T) {
   return static_cast<int>(std::min<int64_t>(T, std::numeric_limits<int32_t>::max() - kBlock));
 }
 
-// As many thread blocks as there are tiles, but at most so many waves of those that the GPU holds at
-// once, `occupancy` on each multiprocessor.
+// As many thread blocks as there are tiles, but at most so many waves of those that the GPU holds
+// at once, `occupancy` on each multiprocessor.
 inline unsigned tile_grid(const Launch& launch, int64_t tiles, int occupancy, int waves) {
   const int64_t most = int64_t{launch.multiprocessors()} * occupancy * waves;
   return static_cast<unsigned>(std::clamp<int64_t>(tiles, 1, most));
@@ -30,14 +30,14 @@ inline unsigned tile_grid(const Launch& launch, int64_t tiles, int occupancy, in
 // Waves for one scale a group and for MX. The sources of block scaling have their own.
 constexpr int kGroupWaves = 8;
 
-// Dynamic shared memory of a thread block that leaves room for so many on a multiprocessor, beside the
-// 36 KB that each has anyway.
+// Dynamic shared memory of a thread block that leaves room for so many on a multiprocessor, beside
+// the 36 KB that each has anyway.
 constexpr int kSmemForOneBlock = 100 * 1024, kSmemForTwoBlocks = 72 * 1024;
 
-// The GPU would pack a small grid onto the first multiprocessors that the kernel before leaves, up to
-// `occupancy` thread blocks on one, and the last of those would end late. Asking for more shared memory
-// spreads them over all multiprocessors: [1024, 1024] in 8 groups takes 3.8 us instead of 6.4, [2048,
-// 1024] 4.7 instead of 6.1 (a node of a graph, H200, 2026-11).
+// The GPU would pack a small grid onto the first multiprocessors that the kernel before leaves, up
+// to `occupancy` thread blocks on one, and the last of those would end late. Asking for more shared
+// memory spreads them over all multiprocessors: [1024, 1024] in 8 groups takes 3.8 us instead of
+// 6.4, [2048, 1024] 4.7 instead of 6.1 (a node of a graph, H200, 2026-11).
 inline int smem_to_spread(const Launch& launch, unsigned grid, int occupancy) {
   const auto multiprocessors = static_cast<unsigned>(launch.multiprocessors());
   if (grid <= multiprocessors) return kSmemForOneBlock;
@@ -53,7 +53,8 @@ void launch_over_tiles(const Launch& launch, unsigned grid, int shared_bytes, in
              std::max(shared_bytes, smem_to_spread(launch, grid, occupancy)), arguments...);
 }
 
-// What is quantized, dense in its last dimension: activations x [T, K] in groups, or a weight [E, N, K].
+// What is quantized, dense in its last dimension: activations x [T, K] in groups, or a weight [E,
+// N, K].
 struct GroupedInput {
   GroupedInput(const Tensor& x, const Tensor& offs_in)
       : values(with_dense_rows(x)),

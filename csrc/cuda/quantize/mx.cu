@@ -1,3 +1,4 @@
+// One scale for each 32 elements: MXFP8, and bf16 rounded through it.
 #include <vector>
 
 #include "checks.h"

@@ -3,8 +3,9 @@
 // In a 128 x 128 tile, a rowwise block is four fragments side by side. A columnwise block is four
 // fragments one below the other, which two warps hold.
 //
-// Bytes an element of bf16: 2 read; 1 + 1/32 written for each layout of group_quantize_mx, 2 for each of
-// group_round_mx: 4.06 or 6 for both. 32768 x 7168 at the 4.27 TB/s of a copy: 223 us and 330 us.
+// Bytes an element of bf16: 2 read; 1 + 1/32 written for each layout of group_quantize_mx, 2 for
+// each of group_round_mx: 4.06 or 6 for both. 32768 x 7168 at the 4.27 TB/s of a copy: 223 us and
+// 330 us.
 #pragma once
 
 #include "cuda/common/pdl.cuh"
@@ -27,8 +28,8 @@ struct MxOutputs {
   float* partial_bias_grad;  // [row blocks, K], see bias_grad.cuh
 };
 
-// The exponent, with a bias of 127, of the smallest power of two by which amax comes to at most 448,
-// within [2^-124, 2^119]. See cpu/mx.cpp.
+// The exponent, with a bias of 127, of the smallest power of two by which amax comes to at most
+// 448, within [2^-124, 2^119]. See cpu/mx.cpp.
 __device__ __forceinline__ uint32_t mx_exponent(uint32_t amax_bits) {
   const int exponent = static_cast<int>((amax_bits + 0x1fffff) >> 23) - 8;
   return static_cast<uint32_t>(min(max(exponent, 127 - 124), 127 + 119));
@@ -72,19 +73,13 @@ __global__ void __launch_bounds__(kTileThreads, kMxOccupancy<Element>)
   const bool rowwise = rounded ? out.rowwise != nullptr : out.q != nullptr;
   const bool columnwise = rounded ? out.columnwise != nullptr : out.q_t != nullptr;
 
-  groups.load<kTile, kTileThreads>(table);
-  const int col_blocks = (K + kTile - 1) / kTile;
-  const int64_t tiles = static_cast<int64_t>(table.tile_end[groups.E - 1]) * col_blocks;
-  for (int64_t t = blockIdx.x; t < tiles; t += gridDim.x) {
-    const int block = static_cast<int>(t / col_blocks);
-    const TileLocation at = locate_tile<kTile>(table, groups.E, block);
-    const int row_begin = static_cast<int>(at.row_begin), rows = at.rows;
-    const int col = static_cast<int>(t % col_blocks) * kTile, cols = min(kTile, K - col);
+  groups.for_each_tile<kTile, kTileThreads>(table, [&](const TileLocation& at, int block, int col,
+                                                       int cols) {
     const int64_t column = static_cast<int64_t>(block) * K + col;  // in columnwise results
     const bool inside = fragment_col < cols;
 
     Fragment<Element> fragment;
-    fragment.load(x + row_begin * x_stride + col, x_stride, rows, cols, vectorised);
+    fragment.load(x + at.row_begin * x_stride + col, x_stride, at.rows, cols, vectorised);
     if (out.partial_bias_grad) {
       sums.put(fragment);
       __syncthreads();
@@ -104,8 +99,8 @@ __global__ void __launch_bounds__(kTileThreads, kMxOccupancy<Element>)
           amax = max(amax, __shfl_xor_sync(kFullWarp, amax, distance));
         const uint32_t exponent = mx_exponent(__float_as_uint(Format<Element>::to_float(amax)));
         const uint2 bytes = fragment.quantize_row(i, mx_factor(exponent));
-        if (fragment_row + i >= rows || !inside) continue;
-        const int64_t row = row_begin + fragment_row + i;
+        if (fragment_row + i >= at.rows || !inside) continue;
+        const int64_t row = at.row_begin + fragment_row + i;
         if constexpr (rounded) {
           const float s = mx_scale(exponent);
           *reinterpret_cast<uint4*>(out.rowwise + row * K + col + fragment_col) =
@@ -133,7 +128,7 @@ __global__ void __launch_bounds__(kTileThreads, kMxOccupancy<Element>)
       if constexpr (rounded) {
 #pragma unroll
         for (int i = 0; i < kFragmentSize; ++i) {
-          if (fragment_row + i >= rows || !inside) continue;
+          if (fragment_row + i >= at.rows || !inside) continue;
           uint32_t words[kFragmentSize / 2];
 #pragma unroll
           for (int c = 0; c < kFragmentSize; c += 4) {
@@ -147,7 +142,7 @@ __global__ void __launch_bounds__(kTileThreads, kMxOccupancy<Element>)
             words[c / 2 + 1] =
                 dequantize_pair(bytes >> 16, mx_scale(exponent[c + 2]), mx_scale(exponent[c + 3]));
           }
-          const int64_t row = row_begin + fragment_row + i;
+          const int64_t row = at.row_begin + fragment_row + i;
           *reinterpret_cast<uint4*>(out.columnwise + row * K + col + fragment_col) =
               make_uint4(words[0], words[1], words[2], words[3]);
         }
@@ -165,7 +160,7 @@ __global__ void __launch_bounds__(kTileThreads, kMxOccupancy<Element>)
     }
     // The next tile writes shared memory that this one reads.
     if (columnwise || out.partial_bias_grad) __syncthreads();
-  }
+  });
 }
 
 }  // namespace grouped_linear::cuda

@@ -1,11 +1,12 @@
-// Current and delayed scaling: one scale a group, of activations [T, K] in groups or weights [E, N, K].
+// Current and delayed scaling: one scale a group, of activations [T, K] in groups or weights [E, N,
+// K].
 //
-// Bytes an element of bf16: 2 read, 1 written for q and 1 for q_t: 3 or 4 where the scale is known before
-// (delayed scaling). A scale from the data themselves (current scaling) costs one more read, 5 or 6: the
-// amax must be complete before the first element is quantized.
+// Bytes an element of bf16: 2 read, 1 written for q and 1 for q_t: 3 or 4 where the scale is known
+// before (delayed scaling). A scale from the data themselves (current scaling) costs one more read,
+// 5 or 6: the amax must be complete before the first element is quantized.
 //
-// The grid is a few waves of what the GPU holds at once, and thread blocks step through 128 x 128 tiles,
-// as in block.cuh. One scale serves both layouts, so q_t has the bytes of q, transposed.
+// The grid is a few waves of what the GPU holds at once, and thread blocks step through 128 x 128
+// tiles, as in block.cuh. One scale serves both layouts, so q_t has the bytes of q, transposed.
 #pragma once
 
 #include "cuda/common/pdl.cuh"
@@ -15,16 +16,16 @@
 
 namespace grouped_linear::cuda {
 
-// Raises a group's amax to the largest of a warp's values. Magnitudes of floats are ordered as integers,
-// so the order of the warps does not matter. Most warps find a larger amax there already.
+// Raises a group's amax to the largest of a warp's values. Magnitudes of floats are ordered as
+// integers, so the order of the warps does not matter. Most warps find a larger amax there already.
 __device__ __forceinline__ void update_amax(uint32_t* group_amax, uint32_t float_bits) {
   float_bits = __reduce_max_sync(kFullWarp, float_bits);
   if (threadIdx.x % 32 == 0 && float_bits > *static_cast<volatile uint32_t*>(group_amax))
     atomicMax(group_amax, float_bits);
 }
 
-// amax [E], zero before: the largest finite magnitude of each group, as the bits of a float32. Reads
-// nothing where refresh is given and false.
+// amax [E], zero before: the largest finite magnitude of each group, as the bits of a float32.
+// Reads nothing where refresh is given and false.
 template <typename Element>
 __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
     group_amax_kernel(const Element* x, int64_t x_stride, bool vectorised, GroupedMatrix groups,
@@ -32,18 +33,13 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
   grid_dependency_wait();
   if (refresh && !*refresh) return;
   __shared__ GroupTable table;
-  groups.load<kTile, kTileThreads>(table);
-  const int col_blocks = (groups.K + kTile - 1) / kTile;
-  const int64_t tiles = static_cast<int64_t>(table.tile_end[groups.E - 1]) * col_blocks;
-  for (int64_t t = blockIdx.x; t < tiles; t += gridDim.x) {
-    const TileLocation at = locate_tile<kTile>(table, groups.E, static_cast<int>(t / col_blocks));
-    const int col = static_cast<int>(t % col_blocks) * kTile;
-    Fragment<Element> fragment;
-    fragment.load(x + at.row_begin * x_stride + col, x_stride, at.rows, min(kTile, groups.K - col),
-                  vectorised);
-    const uint32_t largest = fragment.template amax<true>();
-    update_amax(&amax[at.group], __float_as_uint(Format<Element>::to_float(largest)));
-  }
+  groups.for_each_tile<kTile, kTileThreads>(
+      table, [&](const TileLocation& at, int, int col, int cols) {
+        Fragment<Element> fragment;
+        fragment.load(x + at.row_begin * x_stride + col, x_stride, at.rows, cols, vectorised);
+        const uint32_t largest = fragment.template amax<true>();
+        update_amax(&amax[at.group], __float_as_uint(Format<Element>::to_float(largest)));
+      });
 }
 
 // A group's factor and scale: from its amax, or from scale_in where amax is null.
@@ -73,8 +69,8 @@ struct PerGroupOutputs {
 };
 
 // FP8 of row i of a fragment, the first element in the lowest byte. Finite numbers saturate.
-// has_nonfinite: some element of the fragment is not finite; cvt.satfinite would turn an infinity into
-// the largest number.
+// has_nonfinite: some element of the fragment is not finite; cvt.satfinite would turn an infinity
+// into the largest number.
 template <typename Element, bool e5m2>
 __device__ __forceinline__ uint2 quantize_row(const Fragment<Element>& fragment, int i,
                                               float factor, bool has_nonfinite) {
@@ -84,8 +80,7 @@ __device__ __forceinline__ uint2 quantize_row(const Fragment<Element>& fragment,
 #pragma unroll
   for (int c = 0; c < kFragmentSize; ++c)
     p[c] = __fmul_rn(Fragment<Element>::element(row, c), factor);
-  uint32_t bytes[2] = {to_fp8x4<format>(p[0], p[1], p[2], p[3]),
-                       to_fp8x4<format>(p[4], p[5], p[6], p[7])};
+  uint2 quantized = to_fp8x8<format>(p);
   if (has_nonfinite) {
     constexpr uint32_t magnitude_bits = sizeof(Element) == 2 ? 0x7fff : 0x7fffffff;
 #pragma unroll
@@ -96,10 +91,11 @@ __device__ __forceinline__ uint2 quantize_row(const Fragment<Element>& fragment,
           (bits > magnitude_bits ? 0x80 : 0) ^ (__float_as_uint(factor) >> 24 & 0x80);
       const bool infinity = e5m2 && magnitude == Format<Element>::kInfinity;
       const uint32_t byte = infinity ? 0x7c | sign : 0x7f;
-      bytes[c / 4] = (bytes[c / 4] & ~(0xffu << 8 * (c % 4))) | byte << 8 * (c % 4);
+      uint32_t& word = c < 4 ? quantized.x : quantized.y;
+      word = (word & ~(0xffu << 8 * (c % 4))) | byte << 8 * (c % 4);
     }
   }
-  return make_uint2(bytes[0], bytes[1]);
+  return quantized;
 }
 
 // Changes nothing where refresh is given and false.
@@ -121,14 +117,8 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
     for (int e = threadIdx.x; e < groups.E; e += kTileThreads)
       scale.scale_out[e] = scale.scale(e, fp8_max);
 
-  groups.load<kTile, kTileThreads>(table);
-  const int col_blocks = (K + kTile - 1) / kTile;
-  const int64_t tiles = static_cast<int64_t>(table.tile_end[groups.E - 1]) * col_blocks;
-  for (int64_t t = blockIdx.x; t < tiles; t += gridDim.x) {
-    const int block = static_cast<int>(t / col_blocks);
-    const TileLocation at = locate_tile<kTile>(table, groups.E, block);
-    const int col = static_cast<int>(t % col_blocks) * kTile, cols = min(kTile, K - col);
-
+  groups.for_each_tile<kTile, kTileThreads>(table, [&](const TileLocation& at, int block, int col,
+                                                       int cols) {
     Fragment<Element> fragment;
     fragment.load(x + at.row_begin * x_stride + col, x_stride, at.rows, cols, vectorised);
     const uint32_t largest = fragment.template amax<false>();
@@ -148,7 +138,8 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
     const float factor = scale.factor(at.group, fp8_max);
     const int fragment_row = Fragment<Element>::row() * kFragmentSize;
     const int fragment_col = Fragment<Element>::column() * kFragmentSize;
-    const int64_t first = (at.row_begin + fragment_row) * K + col + fragment_col;
+    const int64_t first =
+        static_cast<int64_t>(at.row_begin + fragment_row) * K + col + fragment_col;
     QuantizedFragment quantized;
 #pragma unroll
     for (int i = 0; i < kFragmentSize; ++i) {
@@ -171,7 +162,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
                          groups.group_rows, at.rows, cols);
     }
     if (out.partial_bias_grad) __syncthreads();  // the next tile writes sums
-  }
+  });
 }
 
 }  // namespace grouped_linear::cuda

@@ -1,11 +1,11 @@
 // SwiGLU and its gradient over rows of eight elements, and the unfused kernels. The fused passes of
 // block_sources.cuh use the same functions.
 //
-// Bytes an element of bf16, unfused: 4 read and 2 written of h; 3 and 2 of d_gate_up. A thread computes
-// eight elements of h, or the gradients of eight gates and their ups.
+// Bytes an element of bf16, unfused: 4 read and 2 written of h; 3 and 2 of d_gate_up. A thread
+// computes eight elements of h, or the gradients of eight gates and their ups.
 //
-// Reaches (H200, 2026-11-24) of a copy's speed: h 0.95, its gradient 0.91 to 0.94. With alpha, beta and
-// a limit the arithmetic takes longer than the memory: 0.85 and 0.83.
+// Reaches (H200, 2026-11-24) of a copy's speed: h 0.95, its gradient 0.91 to 0.94. With alpha, beta
+// and a limit the arithmetic takes longer than the memory: 0.85 and 0.83.
 #pragma once
 
 #include "cuda/common/pdl.cuh"
@@ -109,8 +109,8 @@ __device__ __forceinline__ void swiglu_grad_row(const Form& form, const Fragment
   compute_row<Element>(d_up, [&](int c) { return d_ups[c]; });
 }
 
-// Replaces four gates and four ups, interleaved, with their gradients. They belong to the first or the
-// second half of dh.
+// Replaces four gates and four ups, interleaved, with their gradients. They belong to the first or
+// the second half of dh.
 template <typename Element, typename Form>
 __device__ __forceinline__ void swiglu_grad_interleaved_row(const Form& form, bool second_half,
                                                             const FragmentRow<Element>& dh,
@@ -142,7 +142,8 @@ __device__ __forceinline__ int up_offset(const Form& form, int K) {
   return form.interleaved ? kFragmentSize : K;
 }
 
-// On the host: calls run with the form, as PlainSwiglu where it is that one, whose kernels are faster.
+// On the host: calls run with the form, as PlainSwiglu where it is that one, whose kernels are
+// faster.
 template <typename Run>
 void for_form(const SwigluForm& form, const Run& run) {
   if (form.is_plain())
@@ -153,8 +154,9 @@ void for_form(const SwigluForm& form, const Run& run) {
 
 constexpr int kSwigluThreads = 256;
 
-// Calls each(t, column, in_group) for every eight columns of every row; in_group is false from the last
-// group's end on. Threads step without a division: 64-bit divisions took longer than the memory.
+// Calls each(t, column, in_group) for every eight columns of every row; in_group is false from the
+// last group's end on. Threads step without a division: 64-bit divisions took longer than the
+// memory.
 template <typename Each>
 __device__ __forceinline__ void for_each_fragment_row(const int32_t* offs, int E, int64_t T,
                                                       int columns, const Each& each) {

@@ -1,9 +1,9 @@
 // How quantized fragments become q and q_t in global memory.
 //
-// A fragment's rows are 8 bytes of q and go there directly. Its columns are 8 bytes of q_t, whose rows
-// are long, so they pass through a transposed tile in shared memory: 16 KB written and read at the 128
-// bytes a cycle of an SM, 256 cycles a tile. Copying the same 65 KB (32 in, 33 out) through an SM's
-// share of 4.27 TB/s takes about 3600.
+// A fragment's rows are 8 bytes of q and go there directly. Its columns are 8 bytes of q_t, whose
+// rows are long, so they pass through a transposed tile in shared memory: 16 KB written and read at
+// the 128 bytes a cycle of an SM, 256 cycles a tile. Copying the same 65 KB (32 in, 33 out) through
+// an SM's share of 4.27 TB/s takes about 3600.
 #pragma once
 
 #include "cuda/quantize/fragments.cuh"
@@ -11,8 +11,9 @@
 namespace grouped_linear::cuda {
 
 // A quantized tile, transposed in shared memory: [128 columns][16 granules of 8 rows]. Granule g of
-// column k is stored at g ^ (k / 8), so that half a warp, which writes 8 bytes to each of 16 columns 1
-// KB apart, uses every bank once. The two granules of 16 rows stay neighbours, in either order.
+// column k is stored at g ^ (k / 8), so that half a warp, which writes 8 bytes to each of 16
+// columns 1 KB apart, uses every bank once. The two granules of 16 rows stay neighbours, in either
+// order.
 struct alignas(16) TransposedTile {
   uint2 granules[kTile][kFragmentsPerSide];
 
@@ -23,8 +24,8 @@ struct alignas(16) TransposedTile {
     granules[fragment_col * kFragmentSize + c][fragment_row ^ fragment_col] = rows;
   }
 
-  // Writes column k to q_t + k * pitch, for the columns below cols and the rows below rows, a multiple
-  // of 16. Eight threads write the 128 bytes of a column.
+  // Writes column k to q_t + k * pitch, for the columns below cols and the rows below rows, a
+  // multiple of 16. Eight threads write the 128 bytes of a column.
   __device__ __forceinline__ void write(uint8_t* q_t, int64_t pitch, int rows, int cols) const {
     const int chunk = threadIdx.x % 8;
 #pragma unroll

@@ -1,3 +1,4 @@
+// Block scaling of weights.
 #include <vector>
 
 #include "checks.h"

@@ -1,9 +1,9 @@
 // Weighted sums of gathered rows, and dot products with them.
 //
 // Bytes of T tokens with C rows each, H elements of bf16: a sum reads 2 T C H and writes 2 T H; dot
-// products read as much and write 4 T C. 4096 x 8 rows of 7168: 0.53 GB, 124 us at the 4.27 TB/s of a
-// copy. Reaches (H200, 2026-11-21): 131 us, both. Threads that keep to one token, thread blocks of 128 to
-// 896 threads, and 4 instead of 8 rows in flight were the same within 3%.
+// products read as much and write 4 T C. 4096 x 8 rows of 7168: 0.53 GB, 124 us at the 4.27 TB/s of
+// a copy. Reaches (H200, 2026-11-21): 131 us, both. Threads that keep to one token, thread blocks
+// of 128 to 896 threads, and 4 instead of 8 rows in flight were the same within 3%.
 #pragma once
 
 #include "cuda/common/elements.cuh"
@@ -14,8 +14,8 @@ namespace grouped_linear::cuda {
 
 constexpr int kGatherThreads = 256;
 
-// Rows of y [R, H], R >= 1, by index. Indices out of range are clamped into it. Rows are aligned to 16
-// bytes.
+// Rows of y [R, H], R >= 1, by index. Indices out of range are clamped into it. Rows are aligned to
+// 16 bytes.
 template <typename Element, typename Index>
 struct RowGather {
   static constexpr int kVectorElements = 16 / sizeof(Element);

@@ -1,14 +1,14 @@
-// Sorts tokens' choices by expert: a stable counting sort in one launch, or in two where the choices are
-// many.
+// Sorts tokens' choices by expert: a stable counting sort in one launch, or in two where the
+// choices are many.
 //
-// Bytes: R choices are read up to three times and three int32 are written for each, 36 R with int64. What
-// costs is the chain of dependent steps and that rows are written one by one, not the bytes. For what it
-// reaches see DESIGN.md, "Routing".
+// Bytes: R choices are read up to three times and three int32 are written for each, 36 R with
+// int64. What costs is the chain of dependent steps and that rows are written one by one, not the
+// bytes. For what it reaches see DESIGN.md, "Routing".
 //
-// A thread block has 1024 neighbouring choices or more, and each of its warps counts a run of them. The
-// first launch counts what each block has of each expert. From that and from the counts of the warps
-// before it, a warp knows where its first row of each expert goes; then it reads its run once more, in
-// order. No two warps share a counter, so nothing depends on the order in which they run.
+// A thread block has 1024 neighbouring choices or more, and each of its warps counts a run of them.
+// The first launch counts what each block has of each expert. From that and from the counts of the
+// warps before it, a warp knows where its first row of each expert goes; then it reads its run once
+// more, in order. No two warps share a counter, so nothing depends on the order in which they run.
 #pragma once
 
 #include "cuda/common/groups.cuh"
@@ -40,8 +40,8 @@ struct WarpChoices {
     end = static_cast<int>(min(begin + run, int64_t{R}));
   }
 
-  // Calls visit(i, bin, peers) for every choice i, 32 at a time and in order. bin is -1 past the last
-  // choice; peers are the lanes with the same bin.
+  // Calls visit(i, bin, peers) for every choice i, 32 at a time and in order. bin is -1 past the
+  // last choice; peers are the lanes with the same bin.
   template <typename Visit>
   __device__ __forceinline__ void each(const Visit& visit) const {
     const int lane = threadIdx.x % 32;
@@ -70,8 +70,8 @@ __device__ __forceinline__ void count_peers(int32_t* own, int bin, unsigned peer
   if (bin >= 0 && static_cast<int>(threadIdx.x % 32) == __ffs(peers) - 1) own[bin] += __popc(peers);
 }
 
-// counts [kSortWarps][E + 1] become how many choices the warps before each one have. Calls total(bin,
-// count) with how many the block has. Called by all threads; ends without a barrier.
+// counts [kSortWarps][E + 1] become how many choices the warps before each one have. Calls
+// total(bin, count) with how many the block has. Called by all threads; ends without a barrier.
 template <typename Expert, typename Total>
 __device__ void count_block(const WarpChoices<Expert>& choices, int32_t* counts,
                             const Total& total) {
@@ -105,8 +105,8 @@ __global__ void __launch_bounds__(kSortThreads)
 }
 
 // choice [R] and token [R]: which element of experts [T, C] each sorted row is, and of which token.
-// row [R]: where each choice went. offs [E]: the group ends. Choices outside [0, E) come last and belong
-// to no expert. block_counts is null where there is one block.
+// row [R]: where each choice went. offs [E]: the group ends. Choices outside [0, E) come last and
+// belong to no expert. block_counts is null where there is one block.
 template <typename Expert>
 __global__ void __launch_bounds__(kSortThreads)
     sort_by_expert_kernel(const Expert* experts, int R, int C, int E, const int32_t* block_counts,
@@ -137,7 +137,8 @@ __global__ void __launch_bounds__(kSortThreads)
   });
   __syncthreads();
 
-  // Every thread scans a run of neighbouring experts: their rows begin where those of the run before end.
+  // Every thread scans a run of neighbouring experts: their rows begin where those of the run
+  // before end.
   const int run = (E + kSortThreads - 1) / kSortThreads,
             first = min(E, static_cast<int>(threadIdx.x) * run), end = min(E, first + run);
   int own_rows = 0;
