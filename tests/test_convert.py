@@ -633,17 +633,22 @@ def test_a_forward_that_would_hide_the_new_one(kind: str) -> None:
 
 @pytest.mark.parametrize("act", [gelu, torch.relu, clamped, dropping])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_not_swiglu_is_refused(act: Callable[..., Tensor], dtype: torch.dtype) -> None:
-    right, wrong = (Routed([SwigluExpert(act=a) for _ in range(E)]) for a in (silu, act))
-    models = [nn.Sequential(Sorted(GroupedExperts(act))), nn.Sequential(right, wrong)]
-    models += [deepcopy(model).to("meta") for model in models]
-    for model in models:
-        model.to(dtype).eval()
-        sentence = r"experts do not compute down\(silu\(gate\(x\)\) \* up\(x\)\): they are .* off$"
-        with pytest.raises(ValueError, match=sentence):
-            convert_experts(model, FORWARDS if len(model) == 2 else None)
-        assert not any(isinstance(m, GroupedMLP | GroupedLinear) for m in model.modules())
-        assert not any(module.training for module in model.modules())
+@pytest.mark.parametrize("form", ["grouped", "lists"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_is_not_swiglu_is_refused(
+    act: Callable[..., Tensor], dtype: torch.dtype, form: str, device: str
+) -> None:
+    if form == "grouped":
+        model, forwards = nn.Sequential(Sorted(GroupedExperts(act))), None
+    else:
+        right, wrong = (Routed([SwigluExpert(act=a) for _ in range(E)]) for a in (silu, act))
+        model, forwards = nn.Sequential(right, wrong), FORWARDS
+    model.to(device, dtype).eval()
+    sentence = r"experts do not compute down\(silu\(gate\(x\)\) \* up\(x\)\): they are .* off$"
+    with pytest.raises(ValueError, match=sentence):
+        convert_experts(model, forwards)
+    assert not any(isinstance(m, GroupedMLP | GroupedLinear) for m in model.modules())
+    assert not any(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("size", [1.0, 0.2])
@@ -659,19 +664,19 @@ def test_one_expert_of_many_is_not_swiglu(size: float) -> None:
 
 @pytest.mark.parametrize("value", [0.0, torch.nan])
 @pytest.mark.parametrize("name", ["w1", "w2"])
-def test_weights_that_show_nothing(name: str, value: float) -> None:
+@pytest.mark.parametrize("act", [silu, gelu])
+def test_weights_that_show_nothing(act: Callable[..., Tensor], name: str, value: float) -> None:
     """A model may be initialised with zeros; others stand in for them while it is looked at."""
-    for act in (silu, gelu):
-        experts = [SwigluExpert(act=act) for _ in range(E)]
-        with torch.no_grad():
-            experts[1].get_submodule(name).weight.fill_(value)
-        model = Routed(experts)
-        if act is silu:
+    experts = [SwigluExpert(act=act) for _ in range(E)]
+    with torch.no_grad():
+        experts[1].get_submodule(name).weight.fill_(value)
+    model = Routed(experts)
+    if act is silu:
+        convert_experts(model, FORWARDS)
+        assert_same_bits(model.experts.down_proj[1], experts[1].w2.weight)
+    else:
+        with pytest.raises(ValueError, match="experts do not compute"):
             convert_experts(model, FORWARDS)
-            assert_same_bits(model.experts.down_proj[1], experts[1].w2.weight)
-        else:
-            with pytest.raises(ValueError, match="experts do not compute"):
-                convert_experts(model, FORWARDS)
 
 
 def test_converted_in_inference_mode() -> None:

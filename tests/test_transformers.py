@@ -490,13 +490,13 @@ def test_every_experts_class_of_the_library(module: str, name: str, device: str)
         assert torch.equal(kept[i], in_each_call[i])
 
 
-def test_a_name_stands_for_one_recipe() -> None:
+@pytest.mark.parametrize("name", ["grouped_linear_mxfp8", "grouped_mm", "eager"])
+def test_a_name_stands_for_one_recipe(name: str) -> None:
     register("grouped_linear_mxfp8", MXFP8BlockScaling())
     register("grouped_linear_mxfp8", MXFP8BlockScaling())  # the same again is no change
-    for name in ("grouped_linear_mxfp8", "grouped_mm", "eager"):
-        sentence = f"register: '{name}' stands for another experts implementation already"
-        with pytest.raises(ValueError, match=f"^{sentence}$"):
-            register(name, Float8BlockScaling())
+    sentence = f"register: '{name}' stands for another experts implementation already"
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        register(name, Float8BlockScaling())
 
 
 def test_recipes_with_a_memory_are_refused() -> None:
