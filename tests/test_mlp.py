@@ -28,7 +28,7 @@ from grouped_linear import (
 )
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from support import reference
-from support.calls import CountOps
+from support.calls import Calls
 from support.compare import assert_same_bits
 from support.devices import OPS, devices, needs_hopper
 from support.errors import sentence
@@ -226,9 +226,9 @@ def test_fused_is_unfused(
 def test_every_fused_op_and_no_other(device: str) -> None:
     experts = ROUTINGS["random"].to(device)
     leaves = leaves_of(experts, device, BF16)
-    with CountOps() as counting:
+    with Calls() as calls:
         run(ours(experts, Float8BlockScaling()), leaves)
-    assert counting.counts == {
+    assert calls.counts == {
         "sort_by_expert": 1,
         "group_quantize rowwise columnwise": 2,  # x as it is gathered; dy, gathered and weighted
         "gather_sum": 2,  # the outputs, x's gradient
@@ -239,9 +239,9 @@ def test_every_fused_op_and_no_other(device: str) -> None:
         "grouped_scaled_mm": 4,
         "grouped_scaled_mm_wgrad": 2,
     }
-    with torch.no_grad(), CountOps() as counting:
+    with torch.no_grad(), Calls() as calls:
         ours(experts, Float8BlockScaling())(*leaves)
-    assert counting.counts == {
+    assert calls.counts == {
         "sort_by_expert": 1,
         "group_quantize rowwise": 1,
         "quantize_weight": 2,

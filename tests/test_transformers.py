@@ -34,7 +34,7 @@ from grouped_linear import (
     grouped_mlp,
 )
 from support import reference
-from support.calls import CountOps
+from support.calls import Calls
 from support.devices import OPS, devices
 from support.processes import PROCESSES, Checks
 from support.tensors import BF16, FP32
@@ -197,9 +197,9 @@ def test_fp8(family: str, device: str) -> None:
 def test_swiglu_is_fused(family: str) -> None:
     model, ids = model_of(family, "cpu"), tokens("cpu", 3, 7)
     model.set_experts_implementation("grouped_linear_fp8")
-    with CountOps() as counting:
+    with Calls() as calls:
         train(model, model, ids)
-    assert any("swiglu" in op for op in counting.counts)
+    assert any("swiglu" in op for op in calls.counts)
 
 
 @pytest.mark.parametrize("where", ["class", "instance", "limit"])
@@ -316,10 +316,10 @@ def test_experts_that_are_kept_in_fp8(compiled: bool, family: str, device: str) 
     call = model
     if compiled:
         call = torch.compile(model, fullgraph=True, backend="aot_eager")
-    counting = CountOps()
-    with nullcontext() if compiled else counting:
+    calls = Calls()
+    with nullcontext() if compiled else calls:
         actual = train(model, call, ids)
-    assert not any("quantize_weight" in op for op in counting.counts)
+    assert not any("quantize_weight" in op for op in calls.counts)
     assert actual.keys() == expected.keys() - frozen
     for name, result in actual.items():
         assert torch.equal(result, expected[name]), name
@@ -478,12 +478,12 @@ def test_every_experts_class_of_the_library(module: str, name: str, device: str)
     ]
     eager, ours = (compute(experts, n, leaves, chosen) for n in ("eager", "grouped_linear"))
     assert max(errors(ours, eager).values()) < 1e-5  # float32
-    with CountOps() as counting:
+    with Calls() as calls:
         in_each_call = compute(experts, "grouped_linear_fp8", leaves, chosen)
     own_gate = "_apply_gate" in inspect.getsource(experts_class)
     swiglu = experts.has_gate and (not own_gate or name in SWIGLU_FORMS)
     fused = swiglu and not experts.has_post_expert_norm
-    assert any("swiglu" in op for op in counting.counts) == fused
+    assert any("swiglu" in op for op in calls.counts) == fused
     quantize_experts(experts)
     kept = compute(experts, "grouped_linear_fp8", leaves, chosen)
     for i in range(1 + len(leaves)):
