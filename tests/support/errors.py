@@ -35,7 +35,7 @@ def offs(n: int) -> Tensor:
 
 
 def like(t: Tensor, *sizes: int | None) -> Tensor:
-    """Zeros of t's dtype; a size of None is t's own."""
+    """Zeros of t's dtype. A size of None is the size of t."""
     return torch.zeros(
         *(own if s is None else s for s, own in zip(sizes, t.shape, strict=True)), dtype=FP32
     ).to(t.dtype)
@@ -48,7 +48,10 @@ def fake_sentence(sample: Sample) -> str:
 
 
 def sentences(good: Sample, mistakes: list[dict[str, Any]]) -> str:
-    """One line a mistake, the same for every kind of tensor. A right call still works after."""
+    """One line per mistake: the message, equal for fake, meta, CPU and CUDA tensors.
+
+    A correct call still works after the failed ones.
+    """
     lines = []
     expected = specified(good, good.results("cpu"))
     devices = ["cpu", "meta"] + (["cuda"] if HOPPER and good.op in CUDA_OPS else [])
