@@ -3,7 +3,7 @@
 //
 // Bytes: R choices are read up to three times and three int32 are written for each, 36 R with
 // int64. What costs is the chain of dependent steps and that rows are written one by one, not the
-// bytes. For what it reaches see DESIGN.md, "Routing".
+// bytes. For what it reaches see docs/notes/expert_layer.md, "Routing".
 //
 // A thread block has 1024 neighbouring choices or more, and each of its warps counts a run of them.
 // The first launch counts what each block has of each expert. From that and from the counts of the
