@@ -9,8 +9,10 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
+
+#include "backends.h"
 #include "checks.h"
-#include "ops.h"
 
 STABLE_TORCH_LIBRARY(grouped_linear, m) {
   // m_splits [E] -> offs [E]:
@@ -177,57 +179,66 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "Tensor scale_dy_t, Tensor scale_x_t, Tensor offs, Tensor? overwrite=None) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CPU, m) {
-  using namespace grouped_linear::cpu;
-  m.impl("splits_to_offsets", TORCH_BOX(&splits_to_offsets));
-  m.impl("group_quantize", TORCH_BOX(&group_quantize));
-  m.impl("group_quantize_current", TORCH_BOX(&group_quantize_current));
-  m.impl("group_quantize_delayed_", TORCH_BOX(&group_quantize_delayed_));
-  m.impl("group_quantize_mx", TORCH_BOX(&group_quantize_mx));
-  m.impl("group_round_mx", TORCH_BOX(&group_round_mx));
-  m.impl("sort_by_expert", TORCH_BOX(&sort_by_expert));
-  m.impl("gather_sum", TORCH_BOX(&gather_sum));
-  m.impl("gather_dot", TORCH_BOX(&gather_dot));
-  m.impl("swiglu", TORCH_BOX(&swiglu));
-  m.impl("swiglu_grad", TORCH_BOX(&swiglu_grad));
-  m.impl("group_quantize_swiglu", TORCH_BOX(&group_quantize_swiglu));
-  m.impl("group_quantize_swiglu_grad", TORCH_BOX(&group_quantize_swiglu_grad));
-  m.impl("group_dequantize", TORCH_BOX(&group_dequantize));
-  m.impl("group_dequantize_t", TORCH_BOX(&group_dequantize_t));
-  m.impl("grouped_bias_grad", TORCH_BOX(&grouped_bias_grad));
-  m.impl("quantize_weight", TORCH_BOX(&quantize_weight));
-  m.impl("quantize_weight_list", TORCH_BOX(&quantize_weight_list));
-  m.impl("quantize_weight_current", TORCH_BOX(&quantize_weight_current));
-  m.impl("quantize_weight_delayed_", TORCH_BOX(&quantize_weight_delayed_));
-  m.impl("refresh_weight_", TORCH_BOX(&refresh_weight_));
-  m.impl("refresh_weight_current_", TORCH_BOX(&refresh_weight_current_));
-  m.impl("refresh_weight_delayed_", TORCH_BOX(&refresh_weight_delayed_));
-  m.impl("refresh_weight_mx_", TORCH_BOX(&refresh_weight_mx_));
-  m.impl("update_scales_", TORCH_BOX(&update_scales_));
-  m.impl("grouped_mm", TORCH_BOX(&grouped_mm));
-  m.impl("grouped_mm_list", TORCH_BOX(&grouped_mm_list));
-  m.impl("grouped_scaled_mm", TORCH_BOX(&grouped_scaled_mm));
-  m.impl("grouped_mm_wgrad", TORCH_BOX(&grouped_mm_wgrad));
-  m.impl("grouped_scaled_mm_wgrad", TORCH_BOX(&grouped_scaled_mm_wgrad));
-  m.impl("grouped_mm_wgrad_", TORCH_BOX(&grouped_mm_wgrad_));
-  m.impl("grouped_scaled_mm_wgrad_", TORCH_BOX(&grouped_scaled_mm_wgrad_));
-  m.impl("block_scaled_linear", TORCH_BOX(&block_scaled_linear));
-  m.impl("block_scaled_linear_grad", TORCH_BOX(&block_scaled_linear_grad));
-  m.impl("grouped_mm_wgrad_list_", TORCH_BOX(&grouped_mm_wgrad_list_));
-  m.impl("grouped_scaled_mm_wgrad_list_", TORCH_BOX(&grouped_scaled_mm_wgrad_list_));
-}
+// The kernels of op are cpu::op and, in a build with CUDA, cuda::op.
+#define GROUPED_LINEAR_OPS(OP)   \
+  OP(splits_to_offsets)          \
+  OP(group_quantize)             \
+  OP(group_quantize_current)     \
+  OP(group_quantize_delayed_)    \
+  OP(group_quantize_mx)          \
+  OP(group_round_mx)             \
+  OP(sort_by_expert)             \
+  OP(gather_sum)                 \
+  OP(gather_dot)                 \
+  OP(swiglu)                     \
+  OP(swiglu_grad)                \
+  OP(group_quantize_swiglu)      \
+  OP(group_quantize_swiglu_grad) \
+  OP(group_dequantize)           \
+  OP(group_dequantize_t)         \
+  OP(grouped_bias_grad)          \
+  OP(quantize_weight)            \
+  OP(quantize_weight_list)       \
+  OP(quantize_weight_current)    \
+  OP(quantize_weight_delayed_)   \
+  OP(refresh_weight_)            \
+  OP(refresh_weight_current_)    \
+  OP(refresh_weight_delayed_)    \
+  OP(refresh_weight_mx_)         \
+  OP(update_scales_)             \
+  OP(grouped_mm)                 \
+  OP(grouped_mm_list)            \
+  OP(grouped_scaled_mm)          \
+  OP(grouped_mm_wgrad)           \
+  OP(grouped_scaled_mm_wgrad)    \
+  OP(block_scaled_linear)        \
+  OP(block_scaled_linear_grad)   \
+  OP(grouped_mm_wgrad_)          \
+  OP(grouped_scaled_mm_wgrad_)   \
+  OP(grouped_mm_wgrad_list_)     \
+  OP(grouped_scaled_mm_wgrad_list_)
+
+#define GROUPED_LINEAR_CPU(op) m.impl(#op, TORCH_BOX(&grouped_linear::cpu::op));
+
+STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CPU, m) { GROUPED_LINEAR_OPS(GROUPED_LINEAR_CPU); }
+
+#ifdef GROUPED_LINEAR_CUDA
+#define GROUPED_LINEAR_CUDA_OR_ERROR(op) m.impl(#op, TORCH_BOX(&grouped_linear::cuda::op));
+#else
+#define GROUPED_LINEAR_CUDA_OR_ERROR(op) \
+  m.impl(#op, TORCH_BOX(&NoCuda<decltype(&grouped_linear::cpu::op)>::kernel<#op>));
 
 namespace {
 
-// An op name as a template argument, so that each missing kernel can say its own.
+// The name of an op as a template argument.
 template <size_t size>
 struct OpName {
   char text[size];
   constexpr OpName(const char (&name)[size]) { std::copy_n(name, size, text); }
 };
 
-// Takes what the CPU kernel takes and says that CUDA has none.
-template <typename Kernel>
+// A kernel with the arguments of the CPU kernel that only raises an error.
+template <typename CpuKernel>
 struct NoCuda;
 template <typename Return, typename... Arguments>
 struct NoCuda<Return (*)(Arguments...)> {
@@ -238,50 +249,8 @@ struct NoCuda<Return (*)(Arguments...)> {
 };
 
 }  // namespace
-
-#define GROUPED_LINEAR_NO_CUDA(op) \
-  m.impl(#op, TORCH_BOX(&NoCuda<decltype(&grouped_linear::cpu::op)>::kernel<#op>))
-#ifdef GROUPED_LINEAR_CUDA
-#define GROUPED_LINEAR_CUDA_OP(op) m.impl(#op, TORCH_BOX(&grouped_linear::cuda::op))
-#else
-#define GROUPED_LINEAR_CUDA_OP GROUPED_LINEAR_NO_CUDA
 #endif
 
 STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CUDA, m) {
-  GROUPED_LINEAR_CUDA_OP(splits_to_offsets);
-  GROUPED_LINEAR_CUDA_OP(group_quantize);
-  GROUPED_LINEAR_CUDA_OP(group_quantize_current);
-  GROUPED_LINEAR_CUDA_OP(group_quantize_delayed_);
-  GROUPED_LINEAR_CUDA_OP(group_quantize_mx);
-  GROUPED_LINEAR_CUDA_OP(group_round_mx);
-  GROUPED_LINEAR_CUDA_OP(sort_by_expert);
-  GROUPED_LINEAR_CUDA_OP(gather_sum);
-  GROUPED_LINEAR_CUDA_OP(gather_dot);
-  GROUPED_LINEAR_CUDA_OP(swiglu);
-  GROUPED_LINEAR_CUDA_OP(swiglu_grad);
-  GROUPED_LINEAR_CUDA_OP(group_quantize_swiglu);
-  GROUPED_LINEAR_CUDA_OP(group_quantize_swiglu_grad);
-  GROUPED_LINEAR_CUDA_OP(group_dequantize);
-  GROUPED_LINEAR_CUDA_OP(group_dequantize_t);
-  GROUPED_LINEAR_CUDA_OP(grouped_bias_grad);
-  GROUPED_LINEAR_CUDA_OP(quantize_weight);
-  GROUPED_LINEAR_CUDA_OP(quantize_weight_list);
-  GROUPED_LINEAR_CUDA_OP(quantize_weight_current);
-  GROUPED_LINEAR_CUDA_OP(quantize_weight_delayed_);
-  GROUPED_LINEAR_CUDA_OP(refresh_weight_);
-  GROUPED_LINEAR_CUDA_OP(refresh_weight_current_);
-  GROUPED_LINEAR_CUDA_OP(refresh_weight_delayed_);
-  GROUPED_LINEAR_CUDA_OP(refresh_weight_mx_);
-  GROUPED_LINEAR_CUDA_OP(update_scales_);
-  GROUPED_LINEAR_CUDA_OP(grouped_mm);
-  GROUPED_LINEAR_CUDA_OP(grouped_mm_list);
-  GROUPED_LINEAR_CUDA_OP(grouped_scaled_mm);
-  GROUPED_LINEAR_CUDA_OP(grouped_mm_wgrad);
-  GROUPED_LINEAR_CUDA_OP(grouped_scaled_mm_wgrad);
-  GROUPED_LINEAR_CUDA_OP(grouped_mm_wgrad_);
-  GROUPED_LINEAR_CUDA_OP(grouped_scaled_mm_wgrad_);
-  GROUPED_LINEAR_CUDA_OP(block_scaled_linear);
-  GROUPED_LINEAR_CUDA_OP(block_scaled_linear_grad);
-  GROUPED_LINEAR_CUDA_OP(grouped_mm_wgrad_list_);
-  GROUPED_LINEAR_CUDA_OP(grouped_scaled_mm_wgrad_list_);
+  GROUPED_LINEAR_OPS(GROUPED_LINEAR_CUDA_OR_ERROR);
 }

@@ -88,6 +88,16 @@ inline Tensor tensor_over(void* first, const Tensor& like, const Shape& shape, S
   return Tensor(made);
 }
 
+// t [E, rows, cols] as a view [E, cols, rows].
+inline Tensor transposed(const Tensor& t) {
+  const int64_t sizes[] = {t.size(0), t.size(2), t.size(1)};
+  const int64_t strides[] = {t.stride(0), t.stride(2), t.stride(1)};
+  AtenTensorHandle view = nullptr;
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(t.get(), 3, sizes, strides, t.storage_offset(), &view));
+  return Tensor(view);
+}
+
 // Shapes of what group_quantize gives of [T, K] in E groups; without elements where it is not asked for.
 struct QuantizedShapes {
   Shape q, scale, q_t, scale_t, bias_grad;

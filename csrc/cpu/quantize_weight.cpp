@@ -74,4 +74,12 @@ void refresh_weight_(const std::vector<Tensor>& w, const std::optional<Tensor>& 
            pointer_if<uint8_t>(q_t));
 }
 
+void quantize_rows_and_weight(const Tensor& x, const Tensor& offs, const Tensor& w,
+                              double amax_epsilon, bool power_of_two_scales, const Quantized& x_out,
+                              const QuantizedWeight& w_out) {
+  quantize_rows(x, offs, amax_epsilon, power_of_two_scales, x_out);
+  refresh_weight_({w}, std::nullopt, w_out.q, w_out.scale, w_out.q_t, amax_epsilon,
+                  power_of_two_scales);
+}
+
 }  // namespace grouped_linear::cpu
