@@ -21,7 +21,7 @@ Quantized = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def _check_layouts(rules: Rules, rowwise: bool, columnwise: bool) -> None:
     rules.check(
-        rowwise or columnwise, lambda: "rowwise or columnwise must be asked for, got neither"
+        rowwise or columnwise, lambda: "rowwise or columnwise must be true, got neither"
     )
 
 

@@ -1,4 +1,4 @@
-"""The rules that ops share, with the sentences of csrc/checks.cpp to the letter."""
+"""The rules that ops share, with the sentences of csrc/checks/ to the letter."""
 
 from collections.abc import Callable
 
@@ -114,7 +114,7 @@ class Rules:
         self.features("K", x.size(1))
         self.offs(offs, "x", x)
         self.check(
-            rowwise or columnwise, lambda: "rowwise or columnwise must be asked for, got neither"
+            rowwise or columnwise, lambda: "rowwise or columnwise must be true, got neither"
         )
 
     def weight(self, w: Tensor) -> None:
