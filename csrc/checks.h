@@ -17,7 +17,8 @@ namespace grouped_linear {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Raises RuntimeError with a sentence alone. STD_TORCH_CHECK would put a function, file and line first.
+// Raises RuntimeError with a sentence alone. STD_TORCH_CHECK would put a function, file and line
+// first.
 template <typename... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
   std::ostringstream sentence;

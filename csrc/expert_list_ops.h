@@ -1,5 +1,6 @@
-// Grouped GEMMs whose experts are E tensors [N, K]. The arguments are checked here, then the backend
-// computes with one tensor [E, N, K]. Nothing is copied if the experts are adjacent in memory.
+// Grouped GEMMs whose experts are E tensors [N, K]. The arguments are checked here, then the
+// backend computes with one tensor [E, N, K]. Nothing is copied if the experts are adjacent in
+// memory.
 #pragma once
 
 #include "checks.h"

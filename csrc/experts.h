@@ -13,8 +13,9 @@ using torch::stable::Tensor;
 // Whether the experts are dense and adjacent in memory, as views of one tensor are.
 bool are_packed(const std::vector<Tensor>& experts);
 
-// The experts as one tensor [E, N, K]: a view if they are packed, else a dense copy. The result must not
-// outlive them. Every call compares addresses, because the owner of a parameter may have moved it.
+// The experts as one tensor [E, N, K]: a view if they are packed, else a dense copy. The result
+// must not outlive them. Every call compares addresses, because the owner of a parameter may have
+// moved it.
 Tensor packed(const std::vector<Tensor>& experts);
 
 // Calls run with the experts as one dense tensor [E, N, K], which run may read and write.

@@ -1,8 +1,9 @@
 // A block-scaled layer's forward and its backward, each as one op that runs the ops it is made of.
 //
 // One op costs less host time than several. An op costs the host 4 us of an eager step besides its
-// launch. A new tensor costs 1 us, and 1.7 us if it is returned; a tensor over existing memory costs
-// 0.3 us (host of an H200). So everything that is not returned shares one allocation per call.
+// launch. A new tensor costs 1 us, and 1.7 us if it is returned; a tensor over existing memory
+// costs 0.3 us (host of an H200). So everything that is not returned shares one allocation per
+// call.
 #pragma once
 
 #include "checks.h"

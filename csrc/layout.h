@@ -19,8 +19,9 @@ constexpr float kShareWithin = 256;
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// Rows of columnwise data, in which every group starts at a multiple of kBlock. A group wastes at most
-// kBlock - 1 rows, and at most min(E, T) groups have rows, so the bound does not depend on group sizes.
+// Rows of columnwise data, in which every group starts at a multiple of kBlock. A group wastes at
+// most kBlock - 1 rows, and at most min(E, T) groups have rows, so the bound does not depend on
+// group sizes.
 constexpr int64_t padded_rows(int64_t T, int64_t E) {
   return kBlock * ((T + (kBlock - 1) * std::min(E, T)) / kBlock);
 }

@@ -4,8 +4,8 @@
 // offs [E] int32: the end of each group's rows, torch's grouped_mm convention.
 // scale multiplies to dequantize: x ~ q * scale.
 //
-// A dtype's only default is None: AOTInductor stores another default as an integer, which it cannot read
-// as a dtype (torch 2.13).
+// A dtype's only default is None: AOTInductor stores another default as an integer, which it cannot
+// read as a dtype (torch 2.13).
 
 #include <torch/csrc/stable/library.h>
 
@@ -16,7 +16,7 @@
 
 STABLE_TORCH_LIBRARY(grouped_linear, m) {
   // m_splits [E] -> offs [E]:
-  // stride * min(num_rows, running sum of m_splits rounded up to alignment); dtype: int32 by default
+  // stride * min(num_rows, running sum of m_splits rounded up to alignment), int32 by default
   m.def(
       "splits_to_offsets(Tensor m_splits, SymInt num_rows, int alignment=1, SymInt stride=1, "
       "ScalarType? dtype=None) -> Tensor");
@@ -51,7 +51,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "group_round_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, "
       "bool bias_grad=False) -> (Tensor x_rowwise, Tensor x_columnwise, Tensor bias_grad)");
 
-  // experts [T, C] -> of rows sorted by expert: choice [T * C] and token [T * C], where they come from;
+  // experts [T, C] -> rows sorted by expert: choice [T * C] and token [T * C], where they come from;
   //                   row [T, C], where each choice goes; offs [num_experts]
   m.def(
       "sort_by_expert(Tensor experts, int num_experts) "
@@ -61,8 +61,8 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   m.def("gather_sum(Tensor y, Tensor rows, Tensor? weight=None) -> Tensor");
   m.def("gather_dot(Tensor a, Tensor y, Tensor rows) -> Tensor");
 
-  // gate_up [T, 2 K] -> h [T, K] = g * sigmoid(alpha * g) * (u + beta) with g = min(gate, limit) and
-  // u = clamp(up, -limit, limit); dh [T, K] -> d_gate_up [T, 2 K]
+  // gate_up [T, 2 K] -> h [T, K] = g * sigmoid(alpha * g) * (u + beta)
+  //                     with g = min(gate, limit) and u = clamp(up, -limit, limit); dh [T, K] -> d_gate_up [T, 2 K]
   // interleaved: gate and up are columns 2 c and 2 c + 1, else two halves
   m.def(
       "swiglu(Tensor gate_up, Tensor offs, float alpha=1.0, float beta=0.0, float? limit=None, "
@@ -110,7 +110,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "-> (Tensor q, Tensor q_t)");
 
   // Quantize a weight into existing tensors, unless the 0-d bool `refresh` is false. w: one tensor
-  // [E, N, K], or E tensors [N, K]. Delayed scaling copies `state` to `scale`. MX writes bf16 [E, N, K]
+  // [E, N, K], or E tensors [N, K]. Delayed scaling copies `state` to `scale`. MX writes bf16.
   m.def(
       "refresh_weight_(Tensor[] w, Tensor? refresh, Tensor(a!) q, Tensor(b!) scale, "
       "Tensor(c!)? q_t, float amax_epsilon=0.0, bool power_of_two_scales=True) -> ()");
@@ -124,8 +124,8 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "refresh_weight_mx_(Tensor[] w, Tensor? refresh, Tensor(a!) w_rowwise, "
       "Tensor(b!)? w_columnwise) -> ()");
 
-  // scale [E], amax [E] and amax_history [H, E] of any number of operands: moves amax into the history,
-  // computes scales from the history, sets amax to zero
+  // scale [E], amax [E] and amax_history [H, E] of any number of operands: moves amax into the
+  // history, computes scales from the history, sets amax to zero
   m.def(
       "update_scales_(Tensor(a!)[] scale, Tensor(b!)[] amax, Tensor(c!)[] amax_history, "
       "float[] fp8_max, int margin=0, bool most_recent=False) -> ()");
@@ -152,8 +152,8 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
 
   // A block-scaled layer's forward: splits_to_offsets, group_quantize, quantize_weight and
   // grouped_scaled_mm. Its backward: group_quantize, grouped_scaled_mm (with w_t) and
-  // grouped_scaled_mm_wgrad (with x_t). Outputs that are not requested are empty. out_dtype, of dw: dy's
-  // by default
+  // grouped_scaled_mm_wgrad (with x_t). Outputs that are not requested are empty. out_dtype: of dw,
+  // dy's by default
   m.def(
       "block_scaled_linear(Tensor x, Tensor w, Tensor m_splits, Tensor? bias=None, "
       "float amax_epsilon=0.0, bool power_of_two_scales=True, bool share_scales=False, "

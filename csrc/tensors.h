@@ -1,5 +1,5 @@
-// New tensors, views and dense copies. The functions of torch::stable look up their op by name in every
-// call; these only do so if there is something to copy.
+// New tensors, views and dense copies. The functions of torch::stable look up their op by name in
+// every call; these only do so if there is something to copy.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -98,13 +98,16 @@ inline Tensor transposed(const Tensor& t) {
   return Tensor(view);
 }
 
-// The shapes of group_quantize's outputs for [T, K] in E groups; outputs that are not requested are empty.
+// The shapes of group_quantize's outputs for [T, K] in E groups; outputs that are not requested are
+// empty.
 struct QuantizedShapes {
   Shape q, scale, q_t, scale_t, bias_grad;
 
   QuantizedShapes(int64_t T, int64_t K, int64_t E, bool rowwise, bool columnwise, bool sums) {
     const int64_t blocks = padded_rows(T, E) / kBlock;
-    const auto shape_if = [](bool requested, const Shape& shape) { return requested ? shape : Shape{0}; };
+    const auto shape_if = [](bool requested, const Shape& shape) {
+      return requested ? shape : Shape{0};
+    };
     q = shape_if(rowwise, {T, K});
     scale = shape_if(rowwise, {ceil_div(K, kBlock), round_up(T, kScaleRowMultiple)});
     q_t = shape_if(columnwise, {blocks, K, kBlock});

@@ -21,7 +21,7 @@ from grouped_linear.meta_kernels.rules import (
 def _group_outputs(
     x: Tensor, E: int, dtype: torch.dtype, rowwise: bool, columnwise: bool, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [T, K], q_t [Tp/B, K, B] and bias_grad [E, K]; no elements where one is not asked for."""
+    """q [T, K], q_t [Tp/B, K, B] and bias_grad [E, K]; outputs that are not requested are empty."""
     T, K = x.shape
     return (
         x.new_empty((T, K) if rowwise else (0,), dtype=dtype),

@@ -19,16 +19,10 @@ from grouped_linear.meta_kernels.rules import (
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _check_layouts(rules: Rules, rowwise: bool, columnwise: bool) -> None:
-    rules.check(
-        rowwise or columnwise, lambda: "rowwise or columnwise must be true, got neither"
-    )
-
-
 def _quantized(
     x: Tensor, T: int, K: int, E: int, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, scale, q_t and scale_t of x [T, K]; what is not asked for has no elements."""
+    """q, scale, q_t and scale_t of x [T, K]; outputs that are not requested are empty."""
     scale_rows = SCALE_ROW_MULTIPLE * ceil_div(T, SCALE_ROW_MULTIPLE)
     blocks = padded_rows(T, E) // BLOCK
 
@@ -73,7 +67,7 @@ def group_quantize(
         rules.device("factor", factor, "x", x)
         rules.same("T", "factor", factor.size(0), "rows", T)
     rules.epsilon(amax_epsilon)
-    _check_layouts(rules, rowwise, columnwise)
+    rules.layouts(rowwise, columnwise)
     E = offs.size(0)
     grad = x.new_empty((E, K) if bias_grad else (0,), dtype=torch.float32)
     return (*_quantized(x, T, K, E, rowwise, columnwise), grad)
@@ -163,7 +157,7 @@ def group_quantize_swiglu(
     rules = Rules("group_quantize_swiglu")
     T, K = _check_swiglu(rules, gate_up, offs)
     rules.epsilon(amax_epsilon)
-    _check_layouts(rules, rowwise, columnwise)
+    rules.layouts(rowwise, columnwise)
     _check_form(rules, alpha, beta, limit)
     h = gate_up.new_empty((T, K) if keep_h else (0,))
     return (*_quantized(gate_up, T, K, offs.size(0), rowwise, columnwise), h)
@@ -188,7 +182,7 @@ def group_quantize_swiglu_grad(
     rules = Rules("group_quantize_swiglu_grad")
     T, K = _check_swiglu_grad(rules, dh, gate_up, offs)
     rules.epsilon(amax_epsilon)
-    _check_layouts(rules, rowwise, columnwise)
+    rules.layouts(rowwise, columnwise)
     _check_form(rules, alpha, beta, limit)
     E = offs.size(0)
     grad = dh.new_empty((E, 2 * K) if bias_grad else (0,), dtype=torch.float32)
@@ -259,12 +253,9 @@ def quantize_weight_list(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """E times w [N, K] -> q, scale, q_t."""
     rules = Rules("quantize_weight_list")
-    rules.experts("w", w)
-    first = w[0]
-    rules.dtype("w", first.dtype, ACTIVATIONS)
-    rules.features("N", first.size(0))
-    rules.features("K", first.size(1))
+    rules.weight_list(w)
     rules.epsilon(amax_epsilon)
+    first = w[0]
     E, (N, K) = len(w), first.shape
     return (
         first.new_empty((E, N, K), dtype=E4M3),

@@ -10,8 +10,8 @@
 namespace grouped_linear::cpu {
 namespace {
 
-// How two neighbours of a row become two codes in a word, which halves the words to narrow. A policy
-// prepares a factor once and then encodes many pairs with it.
+// How two neighbours of a row become two codes in a word, which halves the words to narrow. A
+// policy prepares a factor once and then encodes many pairs with it.
 
 struct Pair {
   float even, odd;
@@ -37,9 +37,9 @@ struct EncodeAny {
   }
 };
 
-// x * factor where factor is a power of two that Rounding can shift exponents by. A third faster than
-// EncodeProduct in both layouts, which share most of the work (Xeon, AVX-512 without VBMI, 2026-11,
-// [4096, 4096] bf16 on one thread: 6.6 ms against 8.8 ms).
+// x * factor where factor is a power of two that Rounding can shift exponents by. A third faster
+// than EncodeProduct in both layouts, which share most of the work (Xeon, AVX-512 without VBMI,
+// 2026-11, [4096, 4096] bf16 on one thread: 6.6 ms against 8.8 ms).
 struct EncodeShifted {
   using Prepared = uint32_t;  // the smallest anchor
   static Prepared prepare(float factor) { return Rounding<E4m3>::smallest_anchor(factor); }

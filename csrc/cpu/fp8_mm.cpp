@@ -1,13 +1,14 @@
 // FP8 GEMMs on a CPU's bf16 units, where it has them (AVX-512 BF16).
 //
-// Every FP8 number is a bf16 number, so operands are decoded without scales, one k-block of 128 at a
-// time. A k-block's partial accumulator, in float32, is multiplied by both scales and promoted to the
-// float32 accumulator. A GPU does the same. No scale makes anything round before the end.
+// Every FP8 number is a bf16 number, so operands are decoded without scales, one k-block of 128 at
+// a time. A k-block's partial accumulator, in float32, is multiplied by both scales and promoted to
+// the float32 accumulator. A GPU does the same. No scale makes anything round before the end.
 //
-// The arithmetic: a core multiplies two vectors of 32 pairs a cycle, 128 FLOP. Six rows by 64 columns
-// of the result stay in registers. Two steps along K take 24 vector products (12 cycles), 4 loads and 6
-// broadcasts (5 cycles). Decoding and transposing an element of b takes about 0.4 instructions, shared
-// by kRows rows of a; decoding an element of a takes 0.25, shared by kCols columns.
+// The arithmetic: a core multiplies two vectors of 32 pairs a cycle, 128 FLOP. Six rows by 64
+// columns of the result stay in registers. Two steps along K take 24 vector products (12 cycles), 4
+// loads and 6 broadcasts (5 cycles). Decoding and transposing an element of b takes about 0.4
+// instructions, shared by kRows rows of a; decoding an element of a takes 0.25, shared by kCols
+// columns.
 //
 // Other CPUs dequantize the operands and multiply them in float32 with torch's kernels.
 

@@ -7,8 +7,8 @@
 
 namespace grouped_linear::cpu {
 
-// One operand [rows, K]. K-block b of row r is dense at q + r * row_stride + b * block_stride, and its
-// scale is scale[r / scale_rows * scale_row_stride + b * scale_block_stride].
+// One operand [rows, K]. K-block b of row r is dense at q + r * row_stride + b * block_stride, and
+// its scale is scale[r / scale_rows * scale_row_stride + b * scale_block_stride].
 struct ScaledOperand {
   const uint8_t* q;
   ScalarType format;

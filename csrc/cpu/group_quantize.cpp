@@ -23,9 +23,9 @@ struct Results : Quantized {
       : Results({new_output, like, {T, K, E, rowwise, columnwise, sums}, share_scales}, K, E) {}
 };
 
-// Gives all columns of a tile the largest of their amaxes, if every amax but 0 is within a factor of
-// kShareWithin of it. Compares magnitudes as integers, which have the same order: maxima of floats
-// would not vectorise.
+// Gives all columns of a tile the largest of their amaxes, if every amax but 0 is within a factor
+// of kShareWithin of it. Compares magnitudes as integers, which have the same order: maxima of
+// floats would not vectorise.
 GROUPED_LINEAR_EVERY_WIDTH void share_amax(float (&col_amax)[kBlock]) {
   uint32_t largest = 0, smallest_minus_one = UINT32_MAX;  // 0 - 1 wraps to the last
   for (const float amax : col_amax) {
@@ -83,8 +83,8 @@ struct NoTargets : TileTargets {
   void write(Tile& tile, const RowBlock&, int64_t, int64_t) const { tile.prefetch.rows_from(0); }
 };
 
-// The blocks to quantize. Rowwise data do not depend on groups, so without columnwise data small groups
-// share tiles.
+// The blocks to quantize. Rowwise data do not depend on groups, so without columnwise data small
+// groups share tiles.
 std::vector<RowBlock> blocks_of(const std::vector<int64_t>& starts, bool by_group) {
   return by_group ? row_blocks(starts) : row_blocks({0, starts.back()});
 }

@@ -1,5 +1,5 @@
-// MXFP8: a power-of-two scale for each block of 32 elements of a row, or of 32 rows of a group. One pass
-// over x computes all requested outputs.
+// MXFP8: a power-of-two scale for each block of 32 elements of a row, or of 32 rows of a group. One
+// pass over x computes all requested outputs.
 
 #include <bit>
 
@@ -12,10 +12,11 @@ namespace {
 
 constexpr int64_t kParts = kBlock / kMxBlock;
 
-// The scales of a tile's parts from their amaxes. The E8M0 scale is the smallest power of two that brings
-// amax to at most 448, clamped to 2^-124 .. 2^119, where every e4m3 number times it is a finite bf16
-// number. It is returned as an exponent and as a number. The factor that quantizes is its inverse, but 1
-// where amax is 0, to keep the factors in the range in which Tile::quantize is fast.
+// The scales of a tile's parts from their amaxes. The E8M0 scale is the smallest power of two that
+// brings amax to at most 448, clamped to 2^-124 .. 2^119, where every e4m3 number times it is a
+// finite bf16 number. It is returned as an exponent and as a number. The factor that quantizes is
+// its inverse, but 1 where amax is 0, to keep the factors in the range in which Tile::quantize is
+// fast.
 GROUPED_LINEAR_EVERY_WIDTH void mx_scales(const float* amax, uint8_t* exponents, float* scale,
                                           float* factor) {
   for (int64_t i = 0; i < kBlock * kParts; ++i) {

@@ -16,12 +16,12 @@ GROUPED_LINEAR_INLINE void prefetch_row(const void* row, int64_t bytes) {
 
 // What the next tile will read and write, prefetched while this tile is quantized.
 //
-// Each row of this tile prefetches a few cache lines. A core has only some twenty requests in flight
-// and stalls with more (AMD EPYC 9005, [4096, 2048] in both layouts, one core: 0.27 ns an element;
-// 0.33 if the lines of a whole tile are requested at once). The lines go to the L2 cache. In the L1
-// cache, rows a power of two apart share a few sets, which evict them before they are read (AMD EPYC
-// 9004: 1.3 times the time). No loop here has a varying number of steps: that would cost half of the
-// gain.
+// Each row of this tile prefetches a few cache lines. A core has only some twenty requests in
+// flight and stalls with more (AMD EPYC 9005, [4096, 2048] in both layouts, one core: 0.27 ns an
+// element; 0.33 if the lines of a whole tile are requested at once). The lines go to the L2 cache.
+// In the L1 cache, rows a power of two apart share a few sets, which evict them before they are
+// read (AMD EPYC 9004: 1.3 times the time). No loop here has a varying number of steps: that would
+// cost half of the gain.
 struct TilePrefetch {
   static constexpr int64_t kReadBytes = kBlock * 2;
   int64_t num_reads = 0;

@@ -11,8 +11,8 @@
 #include "layout.h"
 #include "tensors.h"
 
-// Compiles a loop once for each vector width; the loader picks one. All do the same arithmetic in the
-// same order (the build forbids FMA contraction), so they agree bit for bit.
+// Compiles a loop once for each vector width; the loader picks one. All do the same arithmetic in
+// the same order (the build forbids FMA contraction), so they agree bit for bit.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define GROUPED_LINEAR_EVERY_WIDTH \
   __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
@@ -54,9 +54,10 @@ std::vector<RowBlock> row_blocks(const std::vector<int64_t>& starts);
 
 // An output for an op to fill, with the device of `like`.
 //
-// New memory takes five times as long to fault in, 4 KiB a page fault, as to fill. So the output asks
-// for huge pages if at least one fits. The C library maps new memory in every call for more than 32 MiB
-// (header and alignment included), and for less in the first calls and while earlier outputs are kept.
+// New memory takes five times as long to fault in, 4 KiB a page fault, as to fill. So the output
+// asks for huge pages if at least one fits. The C library maps new memory in every call for more
+// than 32 MiB (header and alignment included), and for less in the first calls and while earlier
+// outputs are kept.
 Tensor new_output(const Tensor& like, const Shape& shape, ScalarType dtype);
 
 void zero_rows(const Tensor& t, int64_t begin);

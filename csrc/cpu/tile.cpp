@@ -11,8 +11,8 @@ namespace {
 
 constexpr int64_t kVectorBytes = 64;
 
-// largest[i] = the maximum of numbers[i * lanes, (i + 1) * lanes). Each step halves all rows in one loop.
-// A loop for each row would be a chain of shuffles and twice as slow.
+// largest[i] = the maximum of numbers[i * lanes, (i + 1) * lanes). Each step halves all rows in one
+// loop. A loop for each row would be a chain of shuffles and twice as slow.
 template <int64_t lanes, typename Magnitude>
 GROUPED_LINEAR_INLINE void largest_of_lanes(const Magnitude* numbers, int64_t n,
                                             Magnitude* largest) {
@@ -25,8 +25,8 @@ GROUPED_LINEAR_INLINE void largest_of_lanes(const Magnitude* numbers, int64_t n,
   }
 }
 
-// The largest magnitudes of parts of rows and of columns, as floats. Returns whether all are finite.
-// One pass: column maxima stay in registers, row maxima are reduced at the end.
+// The largest magnitudes of parts of rows and of columns, as floats. Returns whether all are
+// finite. One pass: column maxima stay in registers, row maxima are reduced at the end.
 template <typename Element, int64_t part, bool finite_only>
 GROUPED_LINEAR_INLINE bool amax_pass(TileRows tile, int64_t filled, float* row_amax,
                                      float* col_amax) {
@@ -64,7 +64,8 @@ GROUPED_LINEAR_INLINE bool amax_pass(TileRows tile, int64_t filled, float* row_a
   return largest < Element::kNotFinite;
 }
 
-// An element that is not finite wins every maximum, so the first pass suffices for a tile without any.
+// An element that is not finite wins every maximum, so the first pass suffices for a tile without
+// any.
 template <typename Element, int64_t part>
 GROUPED_LINEAR_INLINE bool amax_of_parts(TileRows tile, int64_t filled, float* row_amax,
                                          float* col_amax) {

@@ -1,7 +1,7 @@
 // A 128 x 128 tile, and what quantizers do with it.
 //
-// A tile is filled from memory once. Every later loop runs over the whole tile in the L1 and L2 caches
-// and vectorises.
+// A tile is filled from memory once. Every later loop runs over the whole tile in the L1 and L2
+// caches and vectorises.
 #pragma once
 
 #include <cstdint>
@@ -21,8 +21,8 @@ struct BlockScale {
   float factor, scale;
 };
 
-// amax = max(amax, epsilon); factor = fp8_max / amax, at most 2^126, rounded down to a power of two if
-// the rule says so; 1 where amax is 0. scale = 1 / factor. fp8_max: of e4m3 by default.
+// amax = max(amax, epsilon); factor = fp8_max / amax, at most 2^126, rounded down to a power of two
+// if the rule says so; 1 where amax is 0. scale = 1 / factor. fp8_max: of e4m3 by default.
 BlockScale block_scale(float amax, ScaleRule rule, float fp8_max = 448.0f);
 void block_scales(const float amax[kBlock], ScaleRule rule, float factor[kBlock],
                   float scale[kBlock]);
@@ -38,8 +38,8 @@ class Tile {
  public:
   explicit Tile(ScalarType dtype) { tile_.bf16 = dtype == ScalarType::BFloat16; }
 
-  // fill_row(r, row) writes the first `cols` elements of row r, for r < rows. The rest of these rows
-  // is zero, and so are further rows up to a multiple of kRowStep.
+  // fill_row(r, row) writes the first `cols` elements of row r, for r < rows. The rest of these
+  // rows is zero, and so are further rows up to a multiple of kRowStep.
   template <typename FillRow>
   void fill(int64_t rows, int64_t cols, const FillRow& fill_row) {
     const int64_t element = tile_.bf16 ? 2 : 4, row_bytes = kBlock * element;
@@ -68,13 +68,14 @@ class Tile {
   // After find_amax: whether all elements are finite.
   bool finite() const { return tile_.finite; }
 
-  // sums[c] = the sum of column c. Rows are added in eights, from the first to the last, and then the
-  // eights: the order of the CUDA kernel.
+  // sums[c] = the sum of column c. Rows are added in eights, from the first to the last, and then
+  // the eights: the order of the CUDA kernel.
   void col_sums(float* sums) const;
 
-  // After find_amax: tile * factor in e4m3, with finite factors laid out as their amaxes are. Codes by
-  // row factors go to q. Codes by column factors go to `codes`, with zeros in rows up to filled().
-  // Without column factors, `codes` gets the row codes. q.first and codes are null if not requested.
+  // After find_amax: tile * factor in e4m3, with finite factors laid out as their amaxes are. Codes
+  // by row factors go to q. Codes by column factors go to `codes`, with zeros in rows up to
+  // filled(). Without column factors, `codes` gets the row codes. q.first and codes are null if not
+  // requested.
   void quantize(const float* row_factor, ByteRows q, const float* col_factor, ByteTile* codes,
                 int64_t part = kBlock) const;
 

@@ -1,5 +1,5 @@
-// Encoding a bf16 tile in both layouts and transposing one takes 0.05 ns an element; the loops for every
-// CPU take 0.11 ns (AMD EPYC 9005).
+// Encoding a bf16 tile in both layouts and transposing one takes 0.05 ns an element; the loops for
+// every CPU take 0.11 ns (AMD EPYC 9005).
 #include "cpu/tile_avx512.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -25,13 +25,14 @@ bool has_vbmi() {
   return has;
 }
 
-// The fields of a bf16 element are split into bytes, so that a vector holds 64 elements. `base` is the
-// exponent of the numbers that become the smallest normal number of e4m3. The code of an element is
+// The fields of a bf16 element are split into bytes, so that a vector holds 64 elements. `base` is
+// the exponent of the numbers that become the smallest normal number of e4m3. The code of an
+// element is
 //   exponent >= base:  8 * (exponent - base) + the significand rounded to 4 bits;
 //   exponent < base:   looked up by the distance base - exponent and by what rounding needs of the
 //                      mantissa: its upper 3 bits, and whether any other bit is set.
-// From a distance of 5 on every code is 0. So base >= 5 makes zero and the subnormal numbers of bf16,
-// whose exponent is 0, no special case.
+// From a distance of 5 on every code is 0. So base >= 5 makes zero and the subnormal numbers of
+// bf16, whose exponent is 0, no special case.
 constexpr uint8_t kLeastBase = 5;
 
 struct alignas(kCacheLine) Tables {
@@ -178,8 +179,8 @@ GROUPED_LINEAR_AVX512 GROUPED_LINEAR_INLINE __m512i odd_lanes(__m512i a, __m512i
   return _mm512_shuffle_i32x4(a, b, 0xdd);
 }
 
-// Transposes 64 rows and columns at a time: first strips of 16 rows lane by lane, then lanes are joined
-// to whole lines of columns.
+// Transposes 64 rows and columns at a time: first strips of 16 rows lane by lane, then lanes are
+// joined to whole lines of columns.
 GROUPED_LINEAR_AVX512 void store_transposed(const ByteTile& tile, ByteRows q_t, int64_t filled,
                                             int64_t rows, int64_t cols) {
   constexpr int64_t kLanes = kCacheLine / kLaneBytes;

@@ -1,14 +1,14 @@
-// Encoding and transposing a tile with the byte permutes of AVX-512 VBMI (Intel Ice Lake, AMD Zen 4 and
-// newer), which compilers do not find. encode_tile.cpp and byte_tile.cpp do the same in loops for every
-// CPU; the bytes are equal.
+// Encoding and transposing a tile with the byte permutes of AVX-512 VBMI (Intel Ice Lake, AMD Zen 4
+// and newer), which compilers do not find. encode_tile.cpp and byte_tile.cpp do the same in loops
+// for every CPU; the bytes are equal.
 #pragma once
 
 #include "cpu/encode_tile.h"
 
 namespace grouped_linear::cpu {
 
-// Encodes a tile of bf16 whose elements are all finite. Returns false, and does nothing, if the CPU has
-// no VBMI or a factor is not a power of two from 2^-99 to 2^116.
+// Encodes a tile of bf16 whose elements are all finite. Returns false, and does nothing, if the CPU
+// has no VBMI or a factor is not a power of two from 2^-99 to 2^116.
 bool encode_avx512(const TileSource& tile, const Encoding& to, const TilePrefetch& prefetch);
 
 // ByteTile::store_transposed. Returns false, and does nothing, if the CPU has no VBMI.

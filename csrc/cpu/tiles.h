@@ -1,9 +1,9 @@
 // What all quantizers share: rows in groups, cut into 128 x 128 tiles, and where their bytes go.
 //
-// The arithmetic, for one bf16 element in both layouts: 2 bytes read and 2 written take 0.1 ns at the
-// 40 GB/s of one core's copy in the L3 cache (AMD EPYC 9005). A tile of 32 KB and its 16 KB of codes stay
-// in the L1 and L2 caches. There, with AVX-512 VBMI, two encodings take 0.037 ns, maxima 0.014, a
-// transposition 0.012 and filling 0.03: 0.09 ns in all.
+// The arithmetic, for one bf16 element in both layouts: 2 bytes read and 2 written take 0.1 ns at
+// the 40 GB/s of one core's copy in the L3 cache (AMD EPYC 9005). A tile of 32 KB and its 16 KB of
+// codes stay in the L1 and L2 caches. There, with AVX-512 VBMI, two encodings take 0.037 ns, maxima
+// 0.014, a transposition 0.012 and filling 0.03: 0.09 ns in all.
 #pragma once
 
 #include <algorithm>
@@ -24,8 +24,8 @@ struct Reader {
   int64_t stride = 0;
 };
 
-// Rows of `features` elements in groups: the rows of x [T, K] by offs, or the rows of each expert of a
-// weight, which is one tensor [E, N, K] or E tensors [N, K].
+// Rows of `features` elements in groups: the rows of x [T, K] by offs, or the rows of each expert
+// of a weight, which is one tensor [E, N, K] or E tensors [N, K].
 struct GroupedRows {
   GroupedRows(const char* op, const Tensor& x, const Tensor& offs);
   explicit GroupedRows(const std::vector<Tensor>& weight);
@@ -100,9 +100,9 @@ void set_next_tile(const RowBlock& block, int64_t col, const Targets& targets, c
   targets.add_writes(block, col, std::min(kBlock, targets.features - col), next);
 }
 
-// Up to so many bytes read and written stay in or near the L2 cache: nothing is prefetched or streamed
-// (AMD EPYC 9004, two cores, both layouts: no difference at 4 MiB; at 8 MiB one core takes 0.36 ns an
-// element, 0.27 ns with streaming).
+// Up to so many bytes read and written stay in or near the L2 cache: nothing is prefetched or
+// streamed (AMD EPYC 9004, two cores, both layouts: no difference at 4 MiB; at 8 MiB one core takes
+// 0.36 ns an element, 0.27 ns with streaming).
 constexpr int64_t kCachedBytes = 4 << 20;
 
 // Fills one tile after the other and writes what it becomes.
@@ -140,8 +140,8 @@ void quantize_tiles(ScalarType dtype, const std::vector<RowBlock>& blocks, Targe
   });
 }
 
-// quantize_tiles and, unless bias_grad [groups, K] is null, bias_grad[e] = the sum of group e's rows:
-// the sums of its blocks, added from the first to the last.
+// quantize_tiles and, unless bias_grad [groups, K] is null, bias_grad[e] = the sum of group e's
+// rows: the sums of its blocks, added from the first to the last.
 template <typename Targets, typename Reader>
 void quantize_and_sum(ScalarType dtype, const std::vector<RowBlock>& blocks, Targets targets,
                       int64_t groups, float* bias_grad, const Reader& reader) {
