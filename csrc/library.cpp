@@ -62,7 +62,8 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   m.def("gather_dot(Tensor a, Tensor y, Tensor rows) -> Tensor");
 
   // gate_up [T, 2 K] -> h [T, K] = g * sigmoid(alpha * g) * (u + beta)
-  //                     with g = min(gate, limit) and u = clamp(up, -limit, limit); dh [T, K] -> d_gate_up [T, 2 K]
+  //                     with g = min(gate, limit) and u = clamp(up, -limit, limit)
+  // dh [T, K] -> d_gate_up [T, 2 K]
   // interleaved: gate and up are columns 2 c and 2 c + 1, else two halves
   m.def(
       "swiglu(Tensor gate_up, Tensor offs, float alpha=1.0, float beta=0.0, float? limit=None, "

@@ -13,6 +13,7 @@ from grouped_linear.meta_kernels.rules import (
     SCALE_ROW_MULTIPLE,
     Rules,
     ceil_div,
+    output_if,
     padded_rows,
 )
 
@@ -26,14 +27,11 @@ def _quantized(
     scale_rows = SCALE_ROW_MULTIPLE * ceil_div(T, SCALE_ROW_MULTIPLE)
     blocks = padded_rows(T, E) // BLOCK
 
-    def output(wanted: bool, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return x.new_empty(shape if wanted else (0,), dtype=dtype)
-
     return (
-        output(rowwise, (T, K), E4M3),
-        output(rowwise, (ceil_div(K, BLOCK), scale_rows), torch.float32),
-        output(columnwise, (blocks, K, BLOCK), E4M3),
-        output(columnwise, (blocks, K), torch.float32),
+        output_if(rowwise, x, (T, K), E4M3),
+        output_if(rowwise, x, (ceil_div(K, BLOCK), scale_rows), torch.float32),
+        output_if(columnwise, x, (blocks, K, BLOCK), E4M3),
+        output_if(columnwise, x, (blocks, K), torch.float32),
     )
 
 
@@ -69,7 +67,7 @@ def group_quantize(
     rules.epsilon(amax_epsilon)
     rules.layouts(rowwise, columnwise)
     E = offs.size(0)
-    grad = x.new_empty((E, K) if bias_grad else (0,), dtype=torch.float32)
+    grad = output_if(bias_grad, x, (E, K), torch.float32)
     return (*_quantized(x, T, K, E, rowwise, columnwise), grad)
 
 
@@ -185,7 +183,7 @@ def group_quantize_swiglu_grad(
     rules.layouts(rowwise, columnwise)
     _check_form(rules, alpha, beta, limit)
     E = offs.size(0)
-    grad = dh.new_empty((E, 2 * K) if bias_grad else (0,), dtype=torch.float32)
+    grad = output_if(bias_grad, dh, (E, 2 * K), torch.float32)
     return (*_quantized(dh, T, 2 * K, E, rowwise, columnwise), grad)
 
 
@@ -240,7 +238,7 @@ def quantize_weight(
     return (
         w.new_empty((E, N, K), dtype=E4M3),
         w.new_empty((E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)), dtype=torch.float32),
-        w.new_empty((E, K, N) if columnwise else (0,), dtype=E4M3),
+        output_if(columnwise, w, (E, K, N), E4M3),
     )
 
 
@@ -260,5 +258,5 @@ def quantize_weight_list(
     return (
         first.new_empty((E, N, K), dtype=E4M3),
         first.new_empty((E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)), dtype=torch.float32),
-        first.new_empty((E, K, N) if columnwise else (0,), dtype=E4M3),
+        output_if(columnwise, first, (E, K, N), E4M3),
     )

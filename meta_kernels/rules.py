@@ -29,6 +29,11 @@ def padded_rows(num_rows: int, num_groups: int) -> int:
     return BLOCK * ((num_rows + wasted) // BLOCK)
 
 
+def output_if(requested: bool, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An output of an op, or an empty tensor if it is not requested."""
+    return like.new_empty(shape if requested else (0,), dtype=dtype)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as the sentences name it."""
     return str(dtype).removeprefix("torch.")

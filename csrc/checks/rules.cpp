@@ -83,8 +83,8 @@ void check_fp8(const char* op, const char* name, ScalarType dtype) {
 }
 
 void check_dim(const char* op, const char* name, const Tensor& t, int64_t dim) {
-  const int64_t own = t.dim();
-  check(own == dim, op, ": ", name, " must be ", dim, "-D, got ", own, "-D");
+  const int64_t actual = t.dim();
+  check(actual == dim, op, ": ", name, " must be ", dim, "-D, got ", actual, "-D");
 }
 
 void check_same(const char* op, const char* what, const char* a_name, int64_t a, const char* b_name,
@@ -103,8 +103,8 @@ void check_groups(const char* op, int64_t E) {
 
 void check_device(const char* op, const char* name, const Tensor& t, const char* first_name,
                   const Tensor& first) {
-  const torch::stable::Device own = t.device(), expected = first.device();
-  check(own == expected, op, ": ", name, " is on ", NameOf{own}, ", ", first_name, " is on ",
+  const torch::stable::Device actual = t.device(), expected = first.device();
+  check(actual == expected, op, ": ", name, " is on ", NameOf{actual}, ", ", first_name, " is on ",
         NameOf{expected});
 }
 
@@ -180,8 +180,8 @@ void check_written(const char* op, const char* name, const Tensor& t, ScalarType
   check_dim(op, name, t, shape.dim());
   check_dtype(op, name, t, dtype);
   check_device(op, name, t, "w", w);
-  const Shape own = Shape::of(t);
-  check(own == shape, op, ": ", name, " must be ", Sizes{shape}, ", got ", Sizes{own});
+  const Shape actual = Shape::of(t);
+  check(actual == shape, op, ": ", name, " must be ", Sizes{shape}, ", got ", Sizes{actual});
   check(t.is_contiguous(), op, ": ", name, " must be contiguous");
 }
 
