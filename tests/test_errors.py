@@ -1,6 +1,6 @@
 """One sentence a mistake: the same from fake tensors, meta tensors, CPU and CUDA, held here.
 
-Every rule of csrc/checks.cpp and meta_kernels/ has a line. Accept changed sentences with
+Every rule of csrc/checks/ and meta_kernels/ has a line. Accept changed sentences with
 EXPECTTEST_ACCEPT=1, after reading the diff.
 """
 
@@ -95,8 +95,8 @@ group_quantize: T differs: factor has 11, rows has 12
 group_quantize: amax_epsilon must be finite and not negative, got -0.5
 group_quantize: amax_epsilon must be finite and not negative, got inf
 group_quantize: amax_epsilon must be finite and not negative, got nan
-group_quantize: rowwise or columnwise must be asked for, got neither
-group_quantize: rowwise or columnwise must be asked for, got neither""",
+group_quantize: rowwise or columnwise must be true, got neither
+group_quantize: rowwise or columnwise must be true, got neither""",
     )
 
 
@@ -296,7 +296,7 @@ group_quantize_swiglu: limit must be positive, got nan
 group_quantize_swiglu: amax_epsilon must be finite and not negative, got -0.5
 group_quantize_swiglu: amax_epsilon must be finite and not negative, got inf
 group_quantize_swiglu: amax_epsilon must be finite and not negative, got nan
-group_quantize_swiglu: rowwise or columnwise must be asked for, got neither""",
+group_quantize_swiglu: rowwise or columnwise must be true, got neither""",
     )
 
 
@@ -329,7 +329,7 @@ group_quantize_swiglu_grad: limit must be positive, got nan
 group_quantize_swiglu_grad: amax_epsilon must be finite and not negative, got -0.5
 group_quantize_swiglu_grad: amax_epsilon must be finite and not negative, got inf
 group_quantize_swiglu_grad: amax_epsilon must be finite and not negative, got nan
-group_quantize_swiglu_grad: rowwise or columnwise must be asked for, got neither""",
+group_quantize_swiglu_grad: rowwise or columnwise must be true, got neither""",
     )
 
 
@@ -779,7 +779,7 @@ def test_block_scaled_linear_grad() -> None:
 block_scaled_linear_grad: x_t needs scale_x_t, got none
 block_scaled_linear_grad: w_t needs scale_w, got none
 block_scaled_linear_grad: scale_w must be 3-D, got 2-D
-group_quantize: rowwise or columnwise must be asked for, got neither
+group_quantize: rowwise or columnwise must be true, got neither
 group_quantize: x must be bfloat16, float16 or float32, got float64
 group_quantize: offs must be int32, got int64
 grouped_scaled_mm: K differs: a has 32, b has 48
