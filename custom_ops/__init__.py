@@ -21,7 +21,7 @@ from grouped_linear.integrations.convert import ConvertedExperts, convert_expert
 from grouped_linear.nn.functional import grouped_linear
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP, grouped_mlp
-from grouped_linear.ops.activation_forms import SwiGLU
+from grouped_linear.ops import SwiGLU
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.recipes import (
     DelayedScaling,

@@ -31,7 +31,7 @@ from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
 from grouped_linear.nn.functional import apply_layer, check_bias, check_whole
 from grouped_linear.nn.mlp import apply_mlp
-from grouped_linear.ops.activation_forms import SwiGLU
+from grouped_linear.ops.activation import SwiGLU
 from grouped_linear.quantized import block_math as blocks
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import kept_weight
