@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import PROCESSES, in_two_processes
-from samples import BF16, DTYPES, FP32, MORE_RECIPES, OPS, assert_same_bits, devices
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,6 +32,11 @@ from grouped_linear import (
     Recipe,
     convert_experts,
 )
+from support.compare import assert_same_bits
+from support.devices import OPS, devices
+from support.processes import PROCESSES, in_two_processes
+from support.recipes import MORE_RECIPES
+from support.tensors import BF16, DTYPES, FP32
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 T, E, H, F = 50, 4, 32, 48

@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from processes import in_two_processes
-from samples import BF16, FP32, OPS, assert_same_bits, devices
-from test_compile import graphs
-from test_layer import Calls
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 from grouped_linear import DelayedScaling, Float8BlockScaling, GroupedLinear, update_scales
+from support import reference
+from support.calls import Calls
+from support.compare import assert_same_bits
+from support.devices import OPS, devices
+from support.graphs import graphs
+from support.processes import in_two_processes
+from support.tensors import BF16, FP32
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -2,8 +2,14 @@
 
 import pytest
 import torch
-from samples import BF16, OPS, Groups, Sample, assert_same_bits, cases, specified, variant_of
 from torch import Tensor
+
+from support.cases import cases, variant_of
+from support.compare import assert_same_bits
+from support.devices import OPS
+from support.groups import Groups
+from support.samples import Sample, specified
+from support.tensors import BF16
 
 
 def poison_freed_memory(device: str) -> None:

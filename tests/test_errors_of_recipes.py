@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from reference import E4M3, E5M2
-from samples import BF16, FP32, OPS, make
-from test_errors import BAD_EPSILONS, BAD_OFFS, GROUPS_3, like, offs, sentences
 
 from grouped_linear import ops
+from support.devices import OPS
+from support.errors import BAD_EPSILONS, BAD_OFFS, GROUPS_3, like, offs, sentences
+from support.reference import E4M3, E5M2
+from support.samples import make
+from support.tensors import BF16, FP32
 
 BAD_ROWS = [
     {"x": torch.zeros(12)},

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from processes import PROCESSES, in_two_processes
-from samples import assert_same_bits
-from test_readme import ROOT, examples
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from grouped_linear import Float8BlockScaling, GroupedMLP, MXFP8BlockScaling
+from support.compare import assert_same_bits
+from support.documents import ROOT, examples
+from support.processes import PROCESSES, in_two_processes
 
 E, T, C, H, F = 4, 40, 2, 64, 48
 RECIPES = (None, Float8BlockScaling(), MXFP8BlockScaling())

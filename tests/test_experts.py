@@ -8,22 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from samples import (
-    BF16,
-    DTYPES,
-    GROUPS,
-    Groups,
-    Sample,
-    assert_same_bits,
-    cases,
-    devices,
-    make,
-    on,
-    variant_of,
-)
 from torch import Tensor
 
 from grouped_linear import ops
+from support.cases import cases, variant_of
+from support.compare import assert_same_bits
+from support.devices import devices
+from support.groups import GROUPS, Groups
+from support.samples import Sample, make
+from support.tensors import BF16, DTYPES, on
 
 REFRESH = (
     "refresh_weight_",

@@ -4,21 +4,16 @@ Bits of the reference, but products, which are within float32's rounding.
 """
 
 import pytest
-import reference
 import torch
-from samples import (
-    BF16,
-    DTYPES,
-    FP32,
-    Groups,
-    Sample,
-    assert_same_bits,
-    cases,
-    devices,
-    make,
-    sentence,
-    variant_of,
-)
+
+from support import reference
+from support.cases import cases, variant_of
+from support.compare import assert_same_bits
+from support.devices import devices
+from support.errors import sentence
+from support.groups import Groups
+from support.samples import Sample, make
+from support.tensors import BF16, DTYPES, FP32
 
 GROUPS = Groups((3, 2), 5)
 

@@ -14,19 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from samples import (
-    BF16,
-    FP16,
-    FP32,
-    MORE_RECIPES,
-    OPS,
-    RECIPES,
-    assert_same_bits,
-    devices,
-    sentence,
-    state_for,
-)
-from test_layer import Calls
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.autograd import forward_ad
@@ -37,6 +24,12 @@ from torch.utils.checkpoint import (
 )
 
 from grouped_linear import GroupedLinear, GroupedMLP, Recipe, grouped_linear, ops
+from support.calls import Calls
+from support.compare import assert_same_bits
+from support.devices import OPS, devices
+from support.errors import sentence
+from support.recipes import MORE_RECIPES, RECIPES, state_for
+from support.tensors import BF16, FP16, FP32
 
 T, E, K, N = 40, 3, 32, 48
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))

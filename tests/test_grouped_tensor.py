@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
 import torch.distributed.checkpoint as dcp
 from expecttest import assert_expected_inline
-from samples import BF16, DTYPES, FP32, assert_same_bits, devices
 from torch import Tensor, nn
 
-from grouped_linear import Float8BlockScaling, GroupedTensor, MXFP8BlockScaling, tensor_ops
+from grouped_linear import Float8BlockScaling, GroupedTensor, MXFP8BlockScaling
+from grouped_linear.quantized import dispatch
+from support import reference
+from support.compare import assert_same, assert_same_bits
+from support.devices import devices
+from support.tensors import BF16, DTYPES, FP32
 
 E, N, K = 3, 272, 144
 DEVICES = pytest.mark.parametrize("device", devices("quantize_weight", "refresh_weight_"))
@@ -38,18 +41,6 @@ def random_weight(device: str = "cpu", dtype: torch.dtype = FP32, seed: int = 0)
 def parts(t: Tensor) -> list[Tensor]:
     assert isinstance(t, GroupedTensor)
     return [t.q, t.scale] if t.q_t is None else [t.q, t.scale, t.q_t]
-
-
-def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """Both quantized, to the same bytes, and q_t is q transposed."""
-    assert isinstance(actual, GroupedTensor)
-    assert isinstance(expected, GroupedTensor)
-    assert actual.shape == expected.shape
-    assert actual.dtype == expected.dtype
-    assert_same_bits(actual.q, expected.q)
-    assert_same_bits(actual.scale, expected.scale)
-    if actual.q_t is not None:
-        assert_same_bits(actual.q_t, actual.q.transpose(-2, -1))
 
 
 def assert_shares_memory(part: Tensor, whole: Tensor, first: int) -> None:
@@ -583,7 +574,7 @@ def test_optimizer_steps(
     at_once: int, name: str, mode: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step is the one of a float32 parameter, and quantized; plain neighbours are unharmed."""
-    monkeypatch.setattr(tensor_ops, "ELEMENTS_AT_ONCE", at_once * N * K)
+    monkeypatch.setattr(dispatch, "ELEMENTS_AT_ONCE", at_once * N * K)
     p = nn.Parameter(GroupedTensor.quantize(random_weight(device)))
     neighbours = [nn.Parameter(torch.ones(16, device=device, dtype=d)) for d in (FP32, BF16)]
     optimizer = in_mode(name, mode, [neighbours[0], p, neighbours[1]])

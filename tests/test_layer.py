@@ -3,36 +3,14 @@
 T rows, E groups, K in_features, N out_features.
 """
 
-from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import reference
 import torch
-from samples import (
-    BF16,
-    DTYPES,
-    FP16,
-    FP32,
-    GROUPS,
-    MORE_RECIPES,
-    OPS,
-    Groups,
-    assert_same_bits,
-    bits,
-    devices,
-    rows,
-    scheme_of,
-    sentence,
-    state_for,
-    weight,
-)
-from test_mm import rounded, tail_is_zero, tolerance, within
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from grouped_linear import (
     DelayedScaling,
@@ -44,6 +22,14 @@ from grouped_linear import (
     grouped_linear,
     ops,
 )
+from support import reference
+from support.calls import Calls
+from support.compare import assert_same_bits, bits, rounded, tail_is_zero, tolerance, within
+from support.devices import OPS, devices
+from support.errors import sentence
+from support.groups import GROUPS, Groups
+from support.recipes import MORE_RECIPES, scheme_of, state_for
+from support.tensors import BF16, DTYPES, FP16, FP32, rows, weight
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 RECIPES = pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
@@ -321,29 +307,6 @@ def test_a_diverging_row_shows(bad: float, recipe: Recipe, device: str) -> None:
 
 
 # --- what is computed and kept -------------------------------------------------------------------
-
-
-DECIDE = ("rowwise", "columnwise", "columnwise_x", "columnwise_w", "bias_grad")
-OPERANDS = ("x_t", "w_t")  # without which block_scaled_linear_grad computes less
-
-
-class Calls(TorchDispatchMode):
-    """Counts the library's ops, with the options that decide their work."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "grouped_linear":
-            named = {a.name: a.default_value for a in func._schema.arguments}
-            named |= dict(zip(named, args, strict=False)) | (kwargs or {})
-            name = func._schema.name.removeprefix("grouped_linear::")
-            flags = [f for f in DECIDE if named.get(f)]
-            if name == "block_scaled_linear_grad":
-                flags = [f for f in OPERANDS if named[f] is not None] + flags
-            self.counts[" ".join([name, *flags])] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def work(recipe: Recipe, needed: str, backward: bool = True) -> dict[str, int]:

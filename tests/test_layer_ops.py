@@ -7,21 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from samples import (
-    BF16,
-    DTYPES,
-    FP32,
-    GROUPS,
-    Groups,
-    Sample,
-    assert_same_bits,
-    cases,
-    devices,
-    variant_of,
-)
 from torch import Tensor
 
-from grouped_linear import Float8BlockScaling, GroupedLinear, functional, ops
+from grouped_linear import Float8BlockScaling, GroupedLinear, ops
+from grouped_linear.nn import functional
+from support.cases import cases, variant_of
+from support.compare import assert_same_bits
+from support.devices import devices
+from support.groups import GROUPS, Groups
+from support.samples import Sample
+from support.tensors import BF16, DTYPES, FP32
 
 
 def scaling(sample: Sample) -> dict[str, Any]:

@@ -3,31 +3,15 @@
 T tokens, C experts chosen for a token, E experts, H features of a token, F features of an expert.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import pytest
-import reference
 import torch
-from samples import (
-    BF16,
-    DTYPES,
-    FP16,
-    FP32,
-    MORE_RECIPES,
-    OPS,
-    STRICT_GRAPHS,
-    Swiglu,
-    assert_same_bits,
-    devices,
-    needs_hopper,
-)
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from grouped_linear import (
@@ -43,6 +27,14 @@ from grouped_linear import (
     update_scales,
 )
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
+from support import reference
+from support.calls import CountOps
+from support.compare import assert_same_bits
+from support.devices import OPS, devices, needs_hopper
+from support.graphs import STRICT_GRAPHS
+from support.recipes import MORE_RECIPES
+from support.swiglu import Swiglu
+from support.tensors import BF16, DTYPES, FP16, FP32
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 RECIPES = pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
@@ -225,22 +217,6 @@ def test_fused_is_unfused(routing: str, kind: str, recipe: Recipe, device: str) 
         if states[0] is not None:  # and both remember the same
             for a, e in zip(*(nn.ModuleList(s).buffers() for s in states), strict=True):
                 assert_same_bits(a, e)
-
-
-class CountOps(TorchDispatchMode):
-    """Our ops, with the layouts that they were asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "grouped_linear":
-            given = {a.name: a.default_value for a in func._schema.arguments}
-            given.update(zip(given, args, strict=False))  # without what equals its default
-            layouts = [n for n in ("rowwise", "columnwise") if given.get(n)]
-            self.counts[" ".join([func._opname, *layouts])] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @DEVICES

@@ -3,58 +3,31 @@
 T rows, E groups, K in_features, N out_features.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
-from samples import (
-    BF16,
-    DTYPES,
-    FP16,
-    FP32,
-    GROUPS,
-    WIDE,
-    Groups,
-    Sample,
-    assert_same_bits,
-    bits,
-    cases,
-    devices,
-    lay_out,
-    make,
-    on,
-    rows,
-    specified,
-    variant_of,
-    weight,
-)
 from torch import Tensor
 
 from grouped_linear import ops
-
-# Half a unit in the last place, relative: what one rounding to the dtype costs at most.
-ROUNDING = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-24}
-
-
-def rounded(expected: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
-    """An error before rounding to dtype, and after it. Small float16 numbers are 2^-24 apart."""
-    return error + ROUNDING[dtype] * (expected.abs() + error) + (2.0**-25 if dtype == FP16 else 0)
-
-
-def tolerance(expected: Tensor, magnitude: Tensor, depth: int, dtype: torch.dtype) -> Tensor:
-    """What float32 accumulation and one rounding may cost; magnitude: the sum of |a * b|.
-
-    `depth` additions in float32 each round by 2^-24, or by 2^-23 where a tensor core truncates. The
-    errors add like a random walk, and 2 leaves room for its tails: 4 * sqrt(depth) * 2^-24.
-    """
-    walk = 4 * math.sqrt(max(depth, 1)) * 2.0**-24 * magnitude
-    return rounded(expected, walk, dtype)
-
+from support import reference
+from support.cases import cases, variant_of
+from support.compare import (
+    ROUNDING,
+    assert_same_bits,
+    bits,
+    rounded,
+    tail_is_zero,
+    tolerance,
+    within,
+)
+from support.devices import devices
+from support.groups import GROUPS, WIDE, Groups
+from support.samples import Sample, make, specified
+from support.tensors import BF16, DTYPES, FP32, lay_out, on, rows, weight
 
 # The c of |error| <= 2^-8 |y| + c * 2^-13 * (the sum of |a * b|), for FP8 and BF16 operands and y
 # in BF16. FP8 tensor cores keep about 13 bits below a sum's largest addend, and truncate every
@@ -67,14 +40,6 @@ C = 8
 def scaled_tolerance(expected: Tensor, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     """What FP8 tensor cores and one rounding may cost; magnitude: the sum of |a * b|."""
     return rounded(expected, C * 2.0**-13 * magnitude, dtype)
-
-
-def within(actual: Tensor, expected: Tensor, tolerance: Tensor) -> bool:
-    return bool(((actual.double() - expected).abs() <= tolerance).all())  # NaN is not
-
-
-def tail_is_zero(y_TN: Tensor, groups: Groups) -> bool:
-    return not bits(y_TN[groups.valid :]).any()
 
 
 def magnitude_of(a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from samples import BF16, FP16, FP32, assert_same_bits, sentence
-from samples import RECIPES as EVERY_RECIPE
 from torch import Tensor, nn
 
 from grouped_linear import Float8BlockScaling, GroupedLinear, GroupedMLP, Recipe
+from support.compare import assert_same_bits
+from support.errors import sentence
+from support.recipes import RECIPES as EVERY_RECIPE
+from support.tensors import BF16, FP16, FP32
 
 RECIPES = pytest.mark.parametrize("recipe", EVERY_RECIPE.values(), ids=EVERY_RECIPE)
 

@@ -3,22 +3,15 @@
 from typing import Any
 
 import pytest
-import reference
 import torch
-from samples import (
-    BF16,
-    CUDA_OPS,
-    GROUPS,
-    OPS,
-    Sample,
-    assert_same_bits,
-    devices,
-    make,
-    needs_hopper,
-    specified,
-)
 
 from grouped_linear import ops
+from support import reference
+from support.compare import assert_same_bits
+from support.devices import CUDA_OPS, OPS, devices, needs_hopper
+from support.groups import GROUPS
+from support.samples import Sample, make, specified
+from support.tensors import BF16
 
 SIZES = (1, 2, 17, 32, 33, 200, 257, 513, 1024)  # one warp, several, and a group more or less
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1

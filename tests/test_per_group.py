@@ -5,27 +5,18 @@ T rows, E groups, K in_features, N out_features.
 
 import hypothesis
 import pytest
-import reference
 import torch
 from hypothesis import strategies
-from reference import E4M3, E5M2, Scaling
-from samples import (
-    BF16,
-    DTYPES,
-    FP16,
-    FP32,
-    GROUPS,
-    WIDE,
-    Groups,
-    Sample,
-    assert_same_bits,
-    cases,
-    devices,
-    make,
-    variant_of,
-)
-from test_quantize import assert_bias_grad, scaling_of, special_rows
 from torch import Tensor
+
+from support import reference
+from support.cases import cases, variant_of
+from support.compare import assert_bias_grad, assert_same_bits
+from support.devices import devices
+from support.groups import GROUPS, WIDE, Groups
+from support.reference import E4M3, E5M2, Scaling
+from support.samples import Sample, make, scaling_of
+from support.tensors import BF16, DTYPES, FP16, FP32, special_rows
 
 FP8 = pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 

@@ -2,53 +2,25 @@
 
 import hypothesis
 import pytest
-import reference
 import torch
 from hypothesis import strategies
-from reference import Scaling
-from samples import (
-    BF16,
-    DTYPES,
-    FP16,
-    FP32,
-    GROUPS,
-    WIDE,
-    Groups,
-    Sample,
-    assert_same_bits,
-    bits,
-    cases,
-    devices,
-    make,
-    rows,
-    specified,
-    variant_of,
-)
 from torch import Tensor
 
 from grouped_linear import ops
+from support import reference
+from support.cases import cases, variant_of
+from support.compare import assert_bias_grad, assert_same_bits, bits
+from support.devices import devices
+from support.groups import GROUPS, WIDE, Groups
+from support.reference import Scaling
+from support.samples import Sample, make, scaling_of, specified
+from support.tensors import BF16, DTYPES, FP16, FP32, rows, special_rows
 
 SCALINGS = [
     pytest.param(Scaling(pow2, eps), id=f"{'power_of_two' if pow2 else 'exact'}-eps_{eps}")
     for pow2 in (True, False)
     for eps in (0.0, 0.25)
 ]
-
-
-def scaling_of(sample: Sample) -> Scaling:
-    return Scaling(sample.get("power_of_two_scales"), sample.get("amax_epsilon"))
-
-
-def bias_grad_tolerance(dy_TN: Tensor, offs_E: Tensor) -> Tensor:
-    """float32 sums of 128 rows, then of those sums: every addition rounds by at most 2^-24."""
-    additions = min(dy_TN.size(0), 128) + dy_TN.size(0) // 128
-    return additions * 2.0**-24 * reference.grouped_bias_grad(dy_TN.double().abs(), offs_E)
-
-
-def assert_bias_grad(actual: Tensor, dy_TN: Tensor, offs_E: Tensor) -> None:
-    assert actual.dtype == FP32
-    error = (actual.double() - reference.grouped_bias_grad(dy_TN, offs_E)).abs()
-    assert (error <= bias_grad_tolerance(dy_TN, offs_E)).all()
 
 
 def check_group_quantize(sample: Sample, device: str) -> None:
@@ -221,34 +193,6 @@ def test_both_bias_grads_have_the_same_bits(device: str) -> None:
 
 
 # --- special values ------------------------------------------------------------------------------
-
-
-def special_rows(dtype: torch.dtype) -> Tensor:
-    """Rows of 128 values: one kind of block a row."""
-    info, ramp = torch.finfo(dtype), torch.linspace(-1, 1, 128)
-    smallest = info.smallest_normal * info.eps  # subnormal
-    inf, nan = torch.inf, torch.nan
-    kinds = [
-        torch.zeros(128),
-        -torch.zeros(128),
-        ramp * smallest,
-        torch.full((128,), smallest),
-        ramp * info.smallest_normal,
-        ramp * 448 * 2.0**-126,  # where the factor meets its cap of 2^126
-        ramp * 449 * 2.0**-126,
-        ramp * 2.0**-120,
-        ramp * info.max,
-        torch.full((128,), -info.max),
-        ramp * 448,
-        ramp * 1.0001,
-        torch.where(torch.arange(128) == 5, nan, ramp),
-        torch.where(torch.arange(128) == 7, inf, ramp),
-        torch.where(torch.arange(128) == 9, -inf, ramp * info.max),
-        torch.full((128,), nan),
-        torch.full((128,), inf),
-        torch.where(torch.arange(128) % 2 == 0, nan, 0.0),
-    ]
-    return torch.stack(kinds).to(dtype)
 
 
 @pytest.mark.parametrize("device", devices("group_quantize"))

@@ -14,20 +14,6 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from samples import (
-    BF16,
-    DTYPES,
-    FP32,
-    OPS,
-    STRICT_GRAPHS,
-    assert_same_bits,
-    bits,
-    devices,
-    needs_hopper,
-    sentence,
-)
-from test_grouped_tensor import assert_same
-from test_mlp_training import experts_of
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -38,11 +24,17 @@ from grouped_linear import (
     GroupedMLP,
     GroupedTensor,
     MXFP8BlockScaling,
-    blocks,
     grouped_linear,
     grouped_mlp,
 )
+from grouped_linear.quantized import block_math
 from grouped_linear.quantized.checkpoints import expert_tensors, load_experts
+from support.compare import assert_same, assert_same_bits, bits
+from support.devices import OPS, devices, needs_hopper
+from support.errors import sentence
+from support.graphs import STRICT_GRAPHS
+from support.groups import experts_of
+from support.tensors import BF16, DTYPES, FP32
 
 E, T, K, N = 4, 147, 144, 272
 SPLITS = ([3, 0, 130, 7], [0, 140, 0, 0], [0, 0, 0, 0], [37, 37, 37, 36])
@@ -144,8 +136,8 @@ def test_transposed_where_a_gradient_reads_it(
     expected = call(layer, x, m_splits)
     gradients = [g for g in expected[1:] if g.dim() == 3 or g.shape == x.shape]
     made: list[Tensor] = []
-    transposed = blocks.transposed
-    monkeypatch.setattr(blocks, "transposed", lambda q: made.append(q) or transposed(q))
+    transposed = block_math.transposed
+    monkeypatch.setattr(block_math, "transposed", lambda q: made.append(q) or transposed(q))
     leaves = [x, *weights]
     for wanted in itertools.product([False, True], repeat=len(leaves)):
         for leaf, want in zip(leaves, wanted, strict=True):

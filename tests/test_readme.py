@@ -7,19 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from samples import AOTI_READS_DTYPES, skipping_for_old_transformers
 
 from grouped_linear import GroupedLinear
 from grouped_linear.nn.linear import _OUT_OF_SCOPE
+from support.documents import ROOT, examples
+from support.versions import AOTI_READS_DTYPES, skipping_for_old_transformers
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 KEYS = {"fake": "Meta", "CPU": "CPU", "gradient": "Autograd"}
-
-
-def examples(text: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 def test_python_examples_run() -> None:

@@ -9,26 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
 from expecttest import assert_expected_inline
-from samples import (
-    BF16,
-    CUDA_OPS,
-    GROUPS,
-    HOPPER,
-    OPS,
-    assert_same_bits,
-    devices,
-    make,
-    overload,
-    sentence,
-)
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from grouped_linear import Float8BlockScaling, SwiGLU, ops
 from grouped_linear.meta_kernels import rules
+from support import reference
+from support.compare import assert_same_bits
+from support.devices import CUDA_OPS, HOPPER, OPS, devices, overload
+from support.errors import sentence
+from support.groups import GROUPS
+from support.samples import make
+from support.tensors import BF16
 
 ROOT = Path(__file__).parent.parent
 IN_PLACE = [op for op in OPS if op.endswith("_")]

@@ -13,9 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from processes import PROCESSES, in_two_processes
-from samples import BF16, assert_same_bits, bits
-from test_grouped_tensor import assert_same
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,6 +28,9 @@ from grouped_linear import (
     GroupedTensor,
     update_scales,
 )
+from support.compare import assert_same, assert_same_bits, bits
+from support.processes import PROCESSES, in_two_processes
+from support.tensors import BF16
 
 E, T, K, N = 4, 40, 32, 144
 SPLITS = ([10, 0, 20, 9], [0, 40, 0, 0], [1, 2, 3, 4])

@@ -8,30 +8,18 @@ from typing import Any
 
 import hypothesis
 import pytest
-import reference
 import torch
 from hypothesis import strategies
-from samples import (
-    BF16,
-    DTYPES,
-    FORMS,
-    FP16,
-    FP32,
-    GROUPS,
-    Groups,
-    Sample,
-    assert_same_bits,
-    bits,
-    cases,
-    devices,
-    make,
-    needs_hopper,
-    specified,
-    variant_of,
-)
 from torch import Tensor
 
 from grouped_linear import ops
+from support import reference
+from support.cases import FORMS, cases, variant_of
+from support.compare import assert_same_bits, bits
+from support.devices import devices, needs_hopper
+from support.groups import GROUPS, Groups
+from support.samples import Sample, make, specified
+from support.tensors import BF16, DTYPES, FP16, FP32
 
 # Half a unit in the last place, relative.
 ROUNDING = {BF16: 2.0**-9, FP16: 2.0**-12, FP32: 2.0**-25}

@@ -16,12 +16,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import reference
 import torch
 import transformers
-from processes import PROCESSES, in_two_processes
-from samples import BF16, FP32, OPS, devices, skipping_for_old_transformers
-from test_mlp import CountOps
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -36,6 +32,12 @@ from grouped_linear import (
     SwiGLU,
     grouped_mlp,
 )
+from support import reference
+from support.calls import CountOps
+from support.devices import OPS, devices
+from support.processes import PROCESSES, in_two_processes
+from support.tensors import BF16, FP32
+from support.versions import skipping_for_old_transformers
 
 with skipping_for_old_transformers():
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear

@@ -1,0 +1,44 @@
+"""Modes that count the calls of the ops."""
+
+from collections import Counter
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DECIDE = ("rowwise", "columnwise", "columnwise_x", "columnwise_w", "bias_grad")
+OPERANDS = ("x_t", "w_t")  # without which block_scaled_linear_grad computes less
+
+
+class Calls(TorchDispatchMode):
+    """Counts the library's ops, with the options that decide their work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "grouped_linear":
+            named = {a.name: a.default_value for a in func._schema.arguments}
+            named |= dict(zip(named, args, strict=False)) | (kwargs or {})
+            name = func._schema.name.removeprefix("grouped_linear::")
+            flags = [f for f in DECIDE if named.get(f)]
+            if name == "block_scaled_linear_grad":
+                flags = [f for f in OPERANDS if named[f] is not None] + flags
+            self.counts[" ".join([name, *flags])] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class CountOps(TorchDispatchMode):
+    """Our ops, with the layouts that they were asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "grouped_linear":
+            given = {a.name: a.default_value for a in func._schema.arguments}
+            given.update(zip(given, args, strict=False))  # without what equals its default
+            layouts = [n for n in ("rowwise", "columnwise") if given.get(n)]
+            self.counts[" ".join([func._opname, *layouts])] += 1
+        return func(*args, **(kwargs or {}))
