@@ -32,9 +32,9 @@ from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
 from grouped_linear.nn.functional import apply_layer, check_bias, check_whole
 from grouped_linear.nn.mlp import apply_mlp
 from grouped_linear.ops.activation import SwiGLU
-from grouped_linear.quantized import block_math as blocks
+from grouped_linear.quantized import block_math
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import kept_weight
+from grouped_linear.quantized.weight import quantized_weight_of
 from grouped_linear.recipes import DelayedScaling, Float8BlockScaling, QuantizedWeight, Recipe
 
 __all__ = ["quantize_experts", "register"]
@@ -184,7 +184,7 @@ def _experts_forward(
         if not experts.is_transposed:
             return stored, {}
         if isinstance(stored, GroupedTensor):
-            q, scale, q_t = kept_weight("grouped_linear", stored, recipe, columnwise=True)
+            q, scale, q_t = quantized_weight_of("grouped_linear", stored, recipe, columnwise=True)
             assert q_t is not None
             assert scale is not None
             return q_t, {"kept": QuantizedWeight(q_t, scale.mT, q if learns else None)}
@@ -244,7 +244,7 @@ def _kept_weight(experts: Any, name: str, recipe: Recipe, columnwise: bool) -> Q
             f"scales {list(scale.shape)} and {experts.activation_scheme} activations: load the "
             "checkpoint with FineGrainedFP8Config(dequantize=True)"
         )
-    return QuantizedWeight(q, scale, blocks.transposed(q) if columnwise else None)
+    return QuantizedWeight(q, scale, block_math.transposed(q) if columnwise else None)
 
 
 # Experts of the library whose own _apply_gate is a form of SwiGLU, and the attributes that hold
