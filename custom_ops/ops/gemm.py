@@ -56,7 +56,7 @@ def grouped_mm(
     if forward_ad._current_level >= 0:  # torch would drop the tangents of a custom op silently
         for t in (a, b, bias):
             if t is not None and forward_ad.unpack_dual(t).tangent is not None:
-                raise NotImplementedError("grouped_mm: forward-mode differentiation is not there")
+                raise NotImplementedError("grouped_mm: forward-mode autograd is not supported")
     y: Tensor = _ops.grouped_mm(a, b, offs, bias, _dtype_or(a.dtype, out_dtype))
     return y
 

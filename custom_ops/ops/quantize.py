@@ -57,19 +57,20 @@ class MxRounded(NamedTuple):
 
 
 def requested(
-    outputs: Sequence[Tensor], rowwise: bool, columnwise: bool, last: bool
+    outputs: Sequence[Tensor], rowwise: bool, columnwise: bool, fifth: bool
 ) -> tuple[Tensor | None, ...]:
     """The outputs of an op that quantizes in blocks; one that was not requested becomes None.
 
-    Ops return an empty tensor for it. `last` is what the op returns after q, scale, q_t, scale_t.
+    An op returns an empty tensor in its place. `fifth` requests what follows q, scale, q_t and
+    scale_t, which differs from op to op.
     """
-    q, scale, q_t, scale_t, extra = outputs
+    q, scale, q_t, scale_t, fifth_output = outputs
     return (
         q if rowwise else None,
         scale if rowwise else None,
         q_t if columnwise else None,
         scale_t if columnwise else None,
-        extra if last else None,
+        fifth_output if fifth else None,
     )
 
 
@@ -93,7 +94,7 @@ def group_quantize(
     in float32::
 
         amax = max(largest finite |x|, amax_epsilon)
-        factor = min(448 / amax, 2 ** 126)  # 1 where amax is 0; a power of two: rounded down to it
+        factor = min(448 / amax, 2 ** 126)  # 1 if amax is 0; power_of_two_scales rounds it down
         q, scale = e4m3(x * factor), 1 / factor
 
     e4m3() rounds to nearest even. An infinity or NaN becomes NaN and changes no other element.

@@ -142,9 +142,9 @@ def refresh_weight_mx_(
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
 
-    >>> kept = torch.zeros(2, 32, 16, dtype=torch.bfloat16)
-    >>> refresh_weight_mx_(torch.full((2, 32, 16), 3.0), None, kept, None)
-    >>> kept.mean()
+    >>> w_rowwise = torch.zeros(2, 32, 16, dtype=torch.bfloat16)
+    >>> refresh_weight_mx_(torch.full((2, 32, 16), 3.0), None, w_rowwise, None)
+    >>> w_rowwise.mean()
     tensor(3., dtype=torch.bfloat16)
     """
     _ops.refresh_weight_mx_(_experts(w), refresh, w_rowwise, w_columnwise)

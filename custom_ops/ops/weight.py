@@ -1,4 +1,4 @@
-"""Quantize weights, in both of the layouts that products read.
+"""Quantize weights, in the layouts that fprop and dgrad read.
 
 E experts, K in_features, N out_features.
 """
@@ -20,7 +20,7 @@ class WeightQuantized(NamedTuple):
     q: Tensor
     """[E, N, K] e4m3, for fprop."""
     scale: Tensor
-    """Float32, for q and q_t: [E, ceil(N / 128), ceil(K / 128)], or [E] with one an expert."""
+    """Float32, for q and q_t: [E, ceil(N / 128), ceil(K / 128)], or [E], one an expert."""
     q_t: Tensor | None
     """[E, K, N] e4m3, for dgrad."""
 

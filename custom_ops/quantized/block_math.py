@@ -47,7 +47,7 @@ def round_stochastically(v: Tensor) -> Tensor:
     """
     smallest, dropped = 2.0**-6, 20  # the smallest normal number
     magnitude = v.abs()
-    # Subnormal numbers are as far apart as the smallest normal ones. So round them as normal ones.
+    # Subnormal numbers have the spacing of the smallest normal ones: shift them up there to round.
     lift = (magnitude < smallest).to(v.dtype) * smallest
     bits = (magnitude + lift).view(torch.int32)
     noise = torch.randint(1 << dropped, v.shape, dtype=torch.int32, device=v.device)

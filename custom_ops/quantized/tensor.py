@@ -26,17 +26,18 @@ PICKLE_VERSION = 1
 
 
 class Metadata(NamedTuple):
-    """What a GroupedTensor is besides its parts and its shape."""
+    """All of a GroupedTensor but its parts and its shape."""
 
     dtype: torch.dtype
     recipe: Float8BlockScaling
     stochastic_rounding: bool
 
 
-#: ``handler(operation, args, kwargs)``, in place of an operation on a GroupedTensor.
+#: ``handler(overload, args, kwargs)`` is called in place of an overload that has a GroupedTensor
+#: among its arguments.
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
-#: Of each overload that has a handler of its own; None is the handler of all others.
+#: By overload. The entry of None handles every overload without an entry of its own.
 HANDLERS: dict[Any, Handler] = {}
 
 
