@@ -4,7 +4,7 @@ R rows, E experts, H features of a token, F features inside an expert.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -188,26 +188,9 @@ def convert_experts(
                 raise ValueError(f"{where} has a forward of its own, which would hide the new one")
             found[name] = module
             converted.append(ConvertedExperts(name, form, num_experts))
-    absent = set(forwards).difference(map(type, found.values()))
-    if absent:
-        names = " or ".join(sorted(block.__name__ for block in absent))
-        raise ValueError(f"convert_experts: {type(model).__name__} has no module of class {names}")
-    if not found and any(map(_is_converted, model.modules())):
-        raise ValueError(
-            f"convert_experts: experts of {type(model).__name__} are converted already"
-        )
-    if not found:
-        raise ValueError(
-            f"convert_experts: {type(model).__name__} has no module with parameters w1, w2 and w3 "
-            "[E, ...] that is called as (x, num_tokens_per_expert), and no class is in forwards"
-        )
+    _check_found(model, forwards, found.values(), bool(replaced))
 
-    if replaced and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise ValueError(
-            "convert_experts: DistributedDataParallel holds the parameters of lists, which are "
-            "replaced: convert before it is made"
-        )
-
+    # Nothing has changed the model yet, and nothing below raises.
     for name, module in found.items():
         before: Any = type(module)
         if name in replaced:
@@ -220,6 +203,33 @@ def convert_experts(
             module.scaling_states = nn.ModuleList(states)
         module.__class__ = _converted_class(before, _GroupedSwiGLU(names_of[name], recipe))
     return converted
+
+
+def _check_found(
+    model: nn.Module,
+    forwards: Collection[type[nn.Module]],
+    found: Collection[nn.Module],
+    replaces_lists: bool,
+) -> None:
+    """Raise ValueError if too little was found, or if DistributedDataParallel has the lists."""
+    absent = set(forwards).difference(map(type, found))
+    if absent:
+        names = " or ".join(sorted(block.__name__ for block in absent))
+        raise ValueError(f"convert_experts: {type(model).__name__} has no module of class {names}")
+    if not found and any(map(_is_converted, model.modules())):
+        raise ValueError(
+            f"convert_experts: experts of {type(model).__name__} are converted already"
+        )
+    if not found:
+        raise ValueError(
+            f"convert_experts: {type(model).__name__} has no module with parameters w1, w2 and w3 "
+            "[E, ...] that is called as (x, num_tokens_per_expert), and no class is in forwards"
+        )
+    if replaces_lists and any(isinstance(m, DistributedDataParallel) for m in model.modules()):
+        raise ValueError(
+            "convert_experts: DistributedDataParallel holds the parameters of lists, which are "
+            "replaced: convert before it is made"
+        )
 
 
 def _grouped_swiglu_names(module: nn.Module) -> Names | None:
