@@ -18,6 +18,7 @@ from grouped_linear.quantized import block_math
 from grouped_linear.quantized.tensor import HANDLERS, GroupedTensor, Handler, contiguous_stride
 
 aten = torch.ops.aten
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # How many elements of a weight an optimizer's step holds in float32 at a time: 128 MiB, and as much
 # for each of the optimizer's states.
 ELEMENTS_AT_ONCE = 2**25
@@ -279,37 +280,60 @@ def _foreach_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 def _write_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An in-place operation: on float32 copies, which are then quantized.
 
-    Lists of tensors (``foreach`` and ``fused`` optimizers) are split, so that only some experts of
-    one quantized weight are in float32 at a time.
+    Operations on lists of tensors (``foreach`` and ``fused`` optimizers) return nothing. They are
+    split, so that only some experts of one quantized weight are in float32 at a time.
     """
+    calls = [*_one_weight_a_call(args, kwargs)] or [*_some_experts_a_call(args, kwargs)]
+    for some_args, some_kwargs in calls:
+        func(*some_args, **some_kwargs)
+    return None if calls else _write_in_float32(func, args, kwargs)
+
+
+def _lists(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sequence[Any]]:
+    """The arguments that are lists, as long as the first one."""
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+    return [value for value in lists if len(value) == len(lists[0])]
+
+
+def _one_weight_a_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Arguments]:
+    """A call for each quantized weight in lists of several tensors, and one for all others."""
+    lists = _lists(args, kwargs)
     count = len(lists[0]) if lists else 0
-    lists = [value for value in lists if len(value) == count]
     quantized = [any(isinstance(value[i], GroupedTensor) for value in lists) for i in range(count)]
-    if count > 1 and any(quantized):
-        alone = [[i] for i in range(count) if quantized[i]]
-        others = [i for i in range(count) if not quantized[i]]
-        for indices in [*alone, others] if others else alone:
+    if count < 2 or not any(quantized):
+        return
+    others = [i for i in range(count) if not quantized[i]]
+    for indices in [*([i] for i in range(count) if quantized[i]), *([others] if others else [])]:
 
-            def chosen(value: Any, indices: list[int] = indices) -> Any:
-                each = isinstance(value, (list, tuple)) and len(value) == count
-                return [value[i] for i in indices] if each else value
+        def chosen(value: Any, indices: list[int] = indices) -> Any:
+            is_list = isinstance(value, (list, tuple)) and len(value) == count
+            return [value[i] for i in indices] if is_list else value
 
-            func(*map(chosen, args), **{name: chosen(value) for name, value in kwargs.items()})
-        return None
-    if count == 1 and any(quantized):
-        weight = next(v[0] for v in lists if isinstance(v[0], GroupedTensor))
-        at_once = max(1, ELEMENTS_AT_ONCE // math.prod(weight.q.shape[-2:]))
-        if _is_whole(weight) and weight.dim() == 3 and weight.size(0) > at_once:
-            for begin in range(0, weight.size(0), at_once):
+        yield tuple(map(chosen, args)), {name: chosen(value) for name, value in kwargs.items()}
 
-                def experts(t: Any, begin: int = begin) -> Any:
-                    each = isinstance(t, Tensor) and t.shape == weight.shape
-                    return t[begin : begin + at_once] if each else t
 
-                func(*tree_map(experts, args), **tree_map(experts, kwargs))
-            return None
+def _some_experts_a_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Arguments]:
+    """Calls for some experts each of the one quantized weight in lists, if it is large."""
+    lists = _lists(args, kwargs)
+    firsts = [value[0] for value in lists if len(value) == 1]
+    weights = [t for t in firsts if isinstance(t, GroupedTensor)]
+    if not weights or not _is_whole(weights[0]) or weights[0].dim() != 3:
+        return
+    weight = weights[0]
+    at_once = max(1, ELEMENTS_AT_ONCE // math.prod(weight.q.shape[-2:]))
+    if weight.size(0) <= at_once:
+        return
+    for begin in range(0, weight.size(0), at_once):
 
+        def experts(t: Any, begin: int = begin) -> Any:
+            is_like_weight = isinstance(t, Tensor) and t.shape == weight.shape
+            return t[begin : begin + at_once] if is_like_weight else t
+
+        yield tree_map(experts, args), tree_map(experts, kwargs)
+
+
+def _write_in_float32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operation on float32 copies of all tensors; what it wrote is then stored."""
     copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def in_float32(t: Any) -> Any:
