@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, BLOCK, E4M3, Rules, ceil_div
 from grouped_linear.quantized import block_math as blocks
-from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight
+from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
 # How the class is shown to __tensor_unflatten__: dtype, recipe, stochastic_rounding.
 Kind = tuple[torch.dtype, Float8BlockScaling, bool]
@@ -103,7 +103,7 @@ class GroupedTensor(Tensor):
     def quantize(
         cls,
         w: Tensor,
-        recipe: Float8BlockScaling | None = None,
+        recipe: Recipe | None = None,
         *,
         columnwise: bool = True,
         stochastic_rounding: bool = False,
@@ -395,7 +395,7 @@ def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-def _check_recipe(recipe: Float8BlockScaling | None) -> Float8BlockScaling:
+def _check_recipe(recipe: Recipe | None) -> Float8BlockScaling:
     if recipe is None:
         return Float8BlockScaling()
     if not isinstance(recipe, Float8BlockScaling):

@@ -13,7 +13,7 @@ from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
 def check_quantized_weight(
     layer: str,
-    recipe: Recipe,
+    recipe: Recipe | None,
     quantized_weight: bool,
     cache_weights: bool,
     **of_quantized_weight: bool,
@@ -40,7 +40,9 @@ def check_quantized_weight(
             raise ValueError(f"{layer}: {name} needs quantized_weight=True")
 
 
-def kept_weight(op: str, w: GroupedTensor, recipe: Recipe, columnwise: bool) -> QuantizedWeight:
+def kept_weight(
+    op: str, w: GroupedTensor, recipe: Recipe | None, columnwise: bool
+) -> QuantizedWeight:
     """A quantized weight as products read it.
 
     Args:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import E4M3
-from grouped_linear.recipes import QuantizedWeight, Quantizing
+from grouped_linear.recipes import QuantizedWeight, Recipe
 
 
 class WeightCache(nn.Module):
@@ -39,7 +39,7 @@ class WeightCache(nn.Module):
     _cold_writes: int | None
 
     def __init__(
-        self, recipe: Quantizing, E: int, N: int, K: int, device: torch.device | str | None
+        self, recipe: Recipe, E: int, N: int, K: int, device: torch.device | str | None
     ) -> None:
         super().__init__()
         with torch.inference_mode(False):
