@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grouped_linear import GroupedLinear
-from grouped_linear.nn.linear import _OUT_OF_SCOPE
+from grouped_linear.nn.options import OUT_OF_SCOPE
 from support.documents import ROOT, examples
 from support.versions import AOTI_READS_DTYPES, skipping_for_old_transformers
 
@@ -48,7 +48,7 @@ def test_every_argument_is_compared_with_transformer_engine() -> None:
     page = (ROOT / "docs" / "from_transformer_engine.md").read_text()
     signatures = map(inspect.signature, (GroupedLinear.__init__, GroupedLinear.forward))
     arguments = {name for signature in signatures for name in signature.parameters}
-    arguments = arguments - {"self", "out_of_scope"} | set(_OUT_OF_SCOPE)
+    arguments = arguments - {"self", "out_of_scope"} | set(OUT_OF_SCOPE)
     assert not {name for name in arguments if not re.search(rf"`{name}\b", page)}
 
 

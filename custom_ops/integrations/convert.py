@@ -25,8 +25,7 @@ from grouped_linear.nn.functional import check_whole, grouped_linear, is_dtensor
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.quantized.pickle_version import check_pickle_version
-from grouped_linear.recipes import DelayedScaling, Recipe
-from grouped_linear.recipes.delayed_state import DelayedScalingState
+from grouped_linear.recipes import Recipe
 
 Forward = Callable[..., Any]
 Names = tuple[str, str, str]
@@ -70,7 +69,7 @@ class ConvertedExperts(NamedTuple):
 def convert_experts(
     model: nn.Module,
     forwards: Mapping[type[nn.Module], Forward] | None = None,
-    recipe: Recipe = None,
+    recipe: Recipe | None = None,
     **options: bool,
 ) -> list[ConvertedExperts]:
     """Replace the experts of a model by grouped ones, in place.
@@ -174,10 +173,10 @@ def convert_experts(
                     )
                 weights = [module.get_parameter(n) for n in weight_names]
                 check_whole(where, weights, "convert")
-                if isinstance(recipe, DelayedScaling) and weights[0].is_meta:
+                if recipe is not None and recipe.has_state and weights[0].is_meta:
                     raise ValueError(
-                        f"{where}: the first scales of DelayedScaling would be lost on the meta "
-                        "device: convert when parameters have values"
+                        f"{where}: the first scales of {type(recipe).__name__} would be lost on "
+                        "the meta device: convert when parameters have values"
                     )
                 form, num_experts = "grouped SwiGLU", len(weights[0])
                 check_swiglu(where, module, run_sorted(module, weight_names), *weights)
@@ -197,10 +196,10 @@ def convert_experts(
             setattr(module, *replaced[name])
             module.__class__ = _converted_class(before, forwards[before])
             continue
-        if isinstance(recipe, DelayedScaling):
+        if recipe is not None and recipe.has_state:
             w1 = module.get_parameter(names_of[name][0])
-            states = (DelayedScalingState(recipe, len(w1), w1.device) for _ in names_of[name])
-            module.scaling_states = nn.ModuleList(states)
+            states = (recipe.new_state(len(w1), w1.device) for _ in names_of[name])
+            module.scaling_states = nn.ModuleList(state for state in states if state is not None)
         module.__class__ = _converted_class(before, _GroupedSwiGLU(names_of[name], recipe))
     return converted
 
@@ -249,7 +248,7 @@ class _GroupedSwiGLU:
     """The forward of experts in one tensor, as data: a local function cannot be pickled."""
 
     names: Names
-    recipe: Recipe
+    recipe: Recipe | None
 
     def forward(self) -> Forward:
         names, recipe = self.names, self.recipe
@@ -262,13 +261,14 @@ class _GroupedSwiGLU:
                 weight, state = getattr(self, names[i]), states[i]
                 if is_dtensor(weight):
                     weight = weight.to_local()
-                if state is not None and len(weight) != len(state.weight.scale):
+                held = None if state is None else len(state.quantizer_states().weight.scale)
+                if held is not None and len(weight) != held:
                     raise ValueError(
-                        f"{type(self).__name__}: DelayedScaling holds scales of "
-                        f"{len(state.weight.scale)} experts, {len(weight)} are on this process: "
+                        f"{type(self).__name__}: {type(recipe).__name__} holds scales of "
+                        f"{held} experts, {len(weight)} are on this process: "
                         "shard in another way or take another recipe"
                     )
-                if recipe is None:  # a quantizer reads any dtype
+                if recipe is None or not recipe.reads_any_weight_dtype:
                     weight = weight.to(x.dtype)
                 return grouped_linear(x, weight, m_splits_E, None, recipe, state)
 
@@ -370,7 +370,7 @@ def _lost(experts: nn.ModuleList, place: tuple[nn.Module, str], model: nn.Module
 
 
 def _grouped(
-    where: str, experts: nn.ModuleList, recipe: Recipe, options: dict[str, bool]
+    where: str, experts: nn.ModuleList, recipe: Recipe | None, options: dict[str, bool]
 ) -> tuple[str, nn.Module]:
     """The form of a list of experts, and one grouped module with their parameters."""
     parameters = [dict(expert.named_parameters()) for expert in experts]

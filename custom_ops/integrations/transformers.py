@@ -27,15 +27,15 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS,
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from grouped_linear import ops
+from grouped_linear.autograd.context import PLAIN_CALL, LinearOptions, StoredWeight
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
-from grouped_linear.nn.functional import apply_layer, check_bias, check_whole
-from grouped_linear.nn.mlp import apply_mlp
-from grouped_linear.ops.activation import SwiGLU
+from grouped_linear.nn.functional import apply_layer, apply_mlp, check_bias, check_whole
+from grouped_linear.ops import SwiGLU
 from grouped_linear.quantized import block_math
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import quantized_weight_of
-from grouped_linear.recipes import DelayedScaling, Float8BlockScaling, QuantizedWeight, Recipe
+from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
 __all__ = ["quantize_experts", "register"]
 
@@ -48,7 +48,7 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST_TRANSFORMER
     )
 
 
-def register(name: str = "grouped_linear", recipe: Recipe = None) -> None:
+def register(name: str = "grouped_linear", recipe: Recipe | None = None) -> None:
     """Make ``model.set_experts_implementation(name)`` compute experts with grouped_linear.
 
     Any model that uses transformers' experts interface then accepts this name, also in
@@ -88,10 +88,10 @@ def register(name: str = "grouped_linear", recipe: Recipe = None) -> None:
     >>> model(torch.tensor([[1, 2, 3]])).logits.shape
     torch.Size([1, 3, 64])
     """
-    if isinstance(recipe, DelayedScaling):
+    if recipe is not None and recipe.has_state:
         raise ValueError(
-            "register: DelayedScaling remembers amax in a layer, and an experts implementation is "
-            "a function: choose a recipe without memory"
+            f"register: {type(recipe).__name__} has a state in each layer, and an experts "
+            "implementation is a function: choose a recipe without state"
         )
     registered = ALL_EXPERTS_FUNCTIONS.get(name)
     ours = isinstance(registered, partial) and registered.func is _experts_forward
@@ -163,7 +163,7 @@ def _experts_forward(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     *,
-    recipe: Recipe,
+    recipe: Recipe | None,
 ) -> Tensor:
     """The function that transformers calls in place of an experts module's forward.
 
@@ -178,29 +178,30 @@ def _experts_forward(
     in_fp8 = isinstance(experts, FP8Experts)
     learns = torch.is_grad_enabled() and hidden_states.requires_grad
 
-    def weight(name: str) -> tuple[Tensor, dict[str, Any]]:
+    def weight(name: str) -> tuple[Tensor, LinearOptions]:
         if in_fp8:
-            kept = _kept_weight(experts, name, recipe, learns)
-            return kept.values, {"kept": kept}
+            quantized = _kept_weight(experts, name, recipe, learns)
+            return quantized.values, LinearOptions(stored=StoredWeight(quantized))
         stored: Tensor = getattr(experts, name)
         if not experts.is_transposed:
-            return stored, {}
+            return stored, PLAIN_CALL
         if isinstance(stored, GroupedTensor):
             q, scale, q_t = quantized_weight_of("grouped_linear", stored, recipe, columnwise=True)
             assert q_t is not None
             assert scale is not None
-            return q_t, {"kept": QuantizedWeight(q_t, scale.mT, q if learns else None)}
-        return stored.transpose(1, 2), {}
+            transposed = QuantizedWeight(q_t, scale.mT, q if learns else None)
+            return q_t, LinearOptions(stored=StoredWeight(transposed))
+        return stored.transpose(1, 2), PLAIN_CALL
 
     def bias(name: str) -> Tensor | None:
         return getattr(experts, f"{name}_bias") if experts.has_bias else None
 
     activation = _swiglu_of(experts)
     if activation is not None:
-        (gate_up, plan), (down, plan_of_down) = weight("gate_up_proj"), weight("down_proj")
-        routed, plans = (hidden_states, top_k_weights, top_k_index), [plan, plan_of_down]
+        (gate_up, of_gate_up), (down, of_down) = weight("gate_up_proj"), weight("down_proj")
+        routed, options = (hidden_states, top_k_weights, top_k_index), (of_gate_up, of_down)
         biases = bias("gate_up_proj"), bias("down_proj")
-        y_TH = apply_mlp(*routed, (gate_up, down), biases, recipe, plans, activation)
+        y_TH = apply_mlp(*routed, (gate_up, down), biases, recipe, options, activation)
         return y_TH.to(hidden_states.dtype)
 
     routing = ops.sort_by_expert(top_k_index, experts.num_experts)
@@ -209,8 +210,8 @@ def _experts_forward(
     def layer(x: Tensor, name: str) -> Tensor:
         b = bias(name)
         check_bias(b)
-        w, plan = weight(name)
-        return apply_layer(x, (w,), b, m_splits_E, recipe, **plan)
+        w, options = weight(name)
+        return apply_layer(x, (w,), b, m_splits_E, recipe, options)
 
     x_RH = GatherFunction.apply(hidden_states, routing.token, routing.row)
     if experts.has_gate:
@@ -224,7 +225,9 @@ def _experts_forward(
     return out_TH.to(hidden_states.dtype)
 
 
-def _kept_weight(experts: Any, name: str, recipe: Recipe, columnwise: bool) -> QuantizedWeight:
+def _kept_weight(
+    experts: Any, name: str, recipe: Recipe | None, columnwise: bool
+) -> QuantizedWeight:
     """A weight of a checkpoint in FP8, and transposed where x's gradient will read it."""
     q, scale = (getattr(experts, n).detach() for n in (name, f"{name}_scale_inv"))
     E, N, K = q.shape

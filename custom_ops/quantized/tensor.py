@@ -20,7 +20,7 @@ from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, BLOCK, E4M3, Rules, ceil_div
 from grouped_linear.quantized import block_math
 from grouped_linear.quantized.pickle_version import check_pickle_version
-from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight
+from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
 PICKLE_VERSION = 1
 
@@ -120,7 +120,7 @@ class GroupedTensor(Tensor):
     def quantize(
         cls,
         w: Tensor,
-        recipe: Float8BlockScaling | None = None,
+        recipe: Recipe | None = None,
         *,
         columnwise: bool = True,
         stochastic_rounding: bool = False,
@@ -408,7 +408,7 @@ def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-def _check_recipe(recipe: Float8BlockScaling | None) -> Float8BlockScaling:
+def _check_recipe(recipe: Recipe | None) -> Float8BlockScaling:
     if recipe is None:
         return Float8BlockScaling()
     if not isinstance(recipe, Float8BlockScaling):

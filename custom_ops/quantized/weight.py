@@ -13,7 +13,7 @@ from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
 def check_quantized_weight(
     layer: str,
-    recipe: Recipe,
+    recipe: Recipe | None,
     quantized_weight: bool,
     cache_weights: bool,
     **only_with_quantized_weight: bool,
@@ -41,7 +41,7 @@ def check_quantized_weight(
 
 
 def quantized_weight_of(
-    op: str, w: GroupedTensor, recipe: Recipe, columnwise: bool
+    op: str, w: GroupedTensor, recipe: Recipe | None, columnwise: bool
 ) -> QuantizedWeight:
     """The parts of a quantized weight that GEMMs read.
 

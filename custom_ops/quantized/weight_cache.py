@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import E4M3
 from grouped_linear.quantized.pickle_version import check_pickle_version
-from grouped_linear.recipes import QuantizedWeight, Quantizing
+from grouped_linear.recipes import QuantizedWeight, Recipe
 
 PICKLE_VERSION = 1
 
@@ -45,7 +45,7 @@ class WeightCache(nn.Module):
     _cold_writes: int | None
 
     def __init__(
-        self, recipe: Quantizing, E: int, N: int, K: int, device: torch.device | str | None
+        self, recipe: Recipe, E: int, N: int, K: int, device: torch.device | str | None
     ) -> None:
         super().__init__()
         with torch.inference_mode(False):
