@@ -15,11 +15,13 @@ from support.samples import Sample, specified
 from support.tensors import FP32
 
 
-def sentence(call: Callable[[], Any]) -> str:
-    """What a call that should fail says."""
+def sentence(
+    call: Callable[[], Any], kinds: tuple[type[Exception], ...] = (RuntimeError, ValueError)
+) -> str:
+    """The message of the error that the call raises, which must be of one of these kinds."""
     try:
         call()
-    except (RuntimeError, ValueError) as error:
+    except kinds as error:
         return str(error)
     return "no error"
 
