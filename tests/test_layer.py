@@ -225,26 +225,26 @@ def test_a_weight_stored_as_its_transpose(compiled: bool, recipe: Recipe, device
     dy_dtype = torch.float8_e5m2 if delayed else getattr(recipe, "gradient_dtype", None)
     call = torch.compile(grouped_linear, backend="aot_eager") if compiled else grouped_linear
     results, calls = [], Calls()
-    for turned in (True, False):
+    for transposed in (True, False):
         x_, w = x.clone().requires_grad_(), stored.clone().requires_grad_()
-        w_ENK = w.transpose(1, 2) if turned else w.transpose(1, 2).contiguous()
+        w_ENK = w.transpose(1, 2) if transposed else w.transpose(1, 2).contiguous()
         layouts: list[tuple[int, ...]] = []
         w_ENK.register_hook(lambda dw, layouts=layouts: layouts.append(dw.stride()))
-        with calls if turned and not compiled else nullcontext():
+        with calls if transposed and not compiled else nullcontext():
             y = call(x_, w_ENK, m_splits, None, recipe, state_for(recipe, E, device))
         y.backward(x[:, :N])
-        assert (layouts == [w_ENK.stride()]) == (not turned or dy_dtype != torch.float8_e5m2)
+        assert (layouts == [w_ENK.stride()]) == (not transposed or dy_dtype != torch.float8_e5m2)
         results.append((y, x_.grad, w.grad))
         with torch.no_grad():
             y = grouped_linear(x, w_ENK, m_splits, None, recipe, state_for(recipe, E, device))
         assert_same_bits(y, results[-1][0])
-    (*turned, turned_dw), (*copied, copied_dw) = results
-    for actual, expected in zip(turned, copied, strict=True):
+    (*transposed, transposed_dw), (*copied, copied_dw) = results
+    for actual, expected in zip(transposed, copied, strict=True):
         assert_same_bits(actual, expected)
     if delayed or getattr(recipe, "power_of_two_scales", True):
-        assert_same_bits(turned_dw, copied_dw)
+        assert_same_bits(transposed_dw, copied_dw)
     else:  # a sum is scaled by one side and then the other
-        torch.testing.assert_close(turned_dw, copied_dw, rtol=2.0**-7, atol=1e-3)
+        torch.testing.assert_close(transposed_dw, copied_dw, rtol=2.0**-7, atol=1e-3)
     if not compiled and isinstance(recipe, Float8BlockScaling):
         assert calls.counts["quantize_weight columnwise"] == 1
 
