@@ -46,8 +46,8 @@ PLAIN_CALL = LinearOptions()
 class LinearContext(NamedTuple):
     """One call of a linear layer.
 
-    These are named tuples because Dynamo traces them as arguments of an autograd.Function, and an
-    eager call makes one in 0.3 us (a frozen dataclass takes 1 us).
+    A named tuple, as its fields are: Dynamo traces it as an argument of an autograd.Function, and
+    making a frozen dataclass takes an eager call 2.5 times as long.
     """
 
     recipe: Recipe
