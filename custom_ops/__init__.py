@@ -18,19 +18,20 @@ from importlib.metadata import version
 from grouped_linear import loading  # first: it registers the ops  # isort: skip
 from grouped_linear import meta_kernels, ops  # isort: skip
 from grouped_linear.integrations.convert import ConvertedExperts, convert_experts
-from grouped_linear.nn.functional import grouped_linear
+from grouped_linear.nn.functional import grouped_linear, grouped_mlp
 from grouped_linear.nn.linear import GroupedLinear
-from grouped_linear.nn.mlp import GroupedMLP, grouped_mlp
-from grouped_linear.ops.activation_forms import SwiGLU
+from grouped_linear.nn.mlp import GroupedMLP
+from grouped_linear.ops import SwiGLU
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.recipes import (
     DelayedScaling,
+    DelayedScalingState,
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
     Recipe,
+    update_scales,
 )
-from grouped_linear.recipes.delayed_state import DelayedScalingState, update_scales
 
 __version__ = version("grouped_linear")
 __all__ = [

@@ -1,4 +1,4 @@
-"""Loads ``_C.so``, which registers the ops of the namespace ``grouped_linear`` with torch."""
+"""Load ``_C.so``, which registers the ops of the namespace ``grouped_linear`` with torch."""
 
 from pathlib import Path
 
@@ -10,12 +10,12 @@ MINIMUM_TORCH = (2, 11)
 
 
 def library() -> Path:
-    """The path of ``_C.so``, for a program without Python to load (``dlopen``).
+    """The path of ``_C.so``, which a program without Python loads with ``dlopen``.
 
     >>> library().name
     '_C.so'
     """
-    # An editable install may keep _C.so in another folder of the package's path than this file.
+    # An editable install may have _C.so in another folder of the package's path than this file.
     for folder in grouped_linear.__path__:
         path = Path(folder) / "_C.so"
         if path.exists():

@@ -5,6 +5,7 @@ T tokens, E experts, H features of a token, F features of an expert.
 
 import inspect
 import io
+import pickle
 import re
 from collections.abc import Callable
 from copy import deepcopy
@@ -33,8 +34,10 @@ from grouped_linear import (
     Recipe,
     convert_experts,
 )
+from grouped_linear.integrations import convert
 from support.compare import assert_same_bits
 from support.devices import OPS, devices
+from support.errors import sentence
 from support.processes import PROCESSES, Checks
 from support.recipes import MORE_RECIPES
 from support.tensors import BF16, DTYPES, FP32
@@ -315,6 +318,17 @@ def test_pickled(kind: str, recipe: Recipe) -> None:
     assert type(deepcopy(model).get_submodule(name)) is type(model.get_submodule(name))
     for name, result in run(loaded, x).items():
         assert_same_bits(result, expected[name])
+
+
+def test_refuses_a_pickle_of_a_newer_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = GroupedExperts()
+    convert_experts(experts)
+    with monkeypatch.context() as newer:
+        newer.setattr(convert, "PICKLE_VERSION", 2)
+        saved = pickle.dumps(experts)
+    assert sentence(lambda: pickle.loads(saved)) == (
+        "convert_experts: the pickle has version 2, this grouped_linear reads versions up to 1"
+    )
 
 
 def test_copied_as_a_subclass() -> None:

@@ -3,9 +3,11 @@
 E groups, K in_features, N out_features. Sizes have whole and partial blocks along N and K.
 """
 
+import base64
 import copy
 import io
 import pickle
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,11 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from grouped_linear import Float8BlockScaling, GroupedTensor, MXFP8BlockScaling
-from grouped_linear.quantized import dispatch
+from grouped_linear.quantized import dispatch, tensor
 from support import reference
 from support.compare import assert_same, assert_same_bits
 from support.devices import devices
+from support.errors import sentence
 from support.tensors import BF16, DTYPES, FP32
 
 E, N, K = 3, 272, 144
@@ -83,14 +86,14 @@ def test_from_parts() -> None:
     assert_same(GroupedTensor.from_parts(t.q[1], t.scale[1]), t[1])
 
 
-def test_kept() -> None:
+def test_quantized_weight() -> None:
     t = GroupedTensor.quantize(random_weight())
     for w in (t, GroupedTensor.from_parts(t.q, t.scale, FP32, columnwise=False)):
-        kept = w.kept(columnwise=True)
-        assert kept.values is w.q
-        assert kept.scale is w.scale
-        assert_same_bits(kept.columnwise, t.q.transpose(1, 2))
-        assert w.kept(columnwise=False).columnwise is w.q_t
+        weight = w.quantized_weight(columnwise=True)
+        assert weight.values is w.q
+        assert weight.scale is w.scale
+        assert_same_bits(weight.columnwise, t.q.transpose(1, 2))
+        assert w.quantized_weight(columnwise=False).columnwise is w.q_t
 
 
 def test_errors() -> None:
@@ -286,6 +289,43 @@ def test_pickled_without_q_t() -> None:
     """A checkpoint holds a byte an element, not two."""
     t = GroupedTensor.quantize(random_weight())
     assert len(pickle.dumps(t)) < 1.1 * t.numel()
+
+
+# zlib and base64 of pickle.dumps(version_1()), as the first version wrote it.
+PICKLE_OF_VERSION_1 = """
+eNrtVM1u00AQth2nqZymipoTCAkuSOZABGkJVD0gBVSErPBTLr6g1cbexIscr/fHTYsUlAtqQHtjufEAvAGPwENw44Z4AgQH
+xkkjOJQHQDCHXXv329mZb/abmfv2Y9VamL44EqzISYxSmhEs2rzAmaLPSdxWJJNMGL2OBBkUNI3NGzM1vq4dEiEpy0xga5sb
+vaGYiJI2KhRNpdFbKzhaOkCHHTjo68YSJmHCI2J0E6UMx2go2BgNjhWRgOp9dyxr5rz20h/v9r9devb+0bn2zOl/qcA45ZYf
+NiHkXDDFIpai0zi4DYCwATspVSoliGQxxRl35qEHi+o4J0hCRpJXptz1wzJzmTCheDVwwgr80UzxtcAN3dIHy0a8FrhFAXf6
+Ya0EL0PmVrRIwetBtE+Wax63w02A7O5sX9/d6XS73Zs3trt86TbKC17pW84Dxd3H4O0pt84C27htOctqvPhv/7SZl+bABFbg
+BM2geWL6lg0f9ol5pevw4FMSKXjvoLH6QxETQeK7NFIgmysHRsFBXZURTolJ1v2k3qvYf4GU9qEHqLO1dKsDc+fa71oK/iSl
+FRakdKok6/L9rb0P4097vyi1SybLccFo0lqx5gEBxTibUEnMHDhMcE7MqgS6GpdZw7wI2OjasAx5u+xpek2QiMJm2RVbOZsQ
+gdgQqQlDi0JIqNsGHuMjRHJJgQ1z7/b57uevF+5c1ZtwjSDoaIWcF7oF5EQJlopGCHoyMJ+NIKCGILyggkg0EjgGlx5WStBB
+UbbMqSnK/No/AelsODQ=
+"""
+
+
+def version_1() -> GroupedTensor:
+    w = torch.tensor([1.0, 3.0])[:, None, None].expand(2, 16, 16).contiguous()
+    recipe = Float8BlockScaling(False, 1e-4, True)
+    return GroupedTensor.quantize(w, recipe, stochastic_rounding=True)
+
+
+def test_reads_a_pickle_of_version_1() -> None:
+    """Files that users saved stay readable: a change of the format needs a new version."""
+    t = pickle.loads(zlib.decompress(base64.b64decode(PICKLE_OF_VERSION_1)))
+    assert_same(t, version_1())
+    assert t.q_t is not None
+    assert t.__tensor_flatten__() == version_1().__tensor_flatten__()
+
+
+def test_refuses_a_pickle_of_a_newer_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as newer:
+        newer.setattr(tensor, "PICKLE_VERSION", 2)
+        saved = pickle.dumps(version_1())
+    assert sentence(lambda: pickle.loads(saved)) == (
+        "GroupedTensor: the pickle has version 2, this grouped_linear reads versions up to 1"
+    )
 
 
 def test_dtype_is_what_it_stands_for() -> None:

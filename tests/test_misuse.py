@@ -392,7 +392,7 @@ GroupedLinear: num_gemms must be between 1 and 1024, got 1025
 GroupedLinear: in_features must be a positive multiple of 16, got 24
 GroupedLinear: in_features must be a positive multiple of 16, got 0
 GroupedLinear: out_features must be a positive multiple of 16, got -16
-GroupedLinear: recipe must be None or one of grouped_linear's recipes, got 'fp8'
+GroupedLinear: recipe must be None or a grouped_linear.Recipe, got 'fp8'
 GroupedLinear: dtype and params_dtype are one option, got both""",
     )
 
@@ -435,8 +435,8 @@ splits_to_offsets: m_splits must sum to at most num_rows 5, got 2 + 4 at group 1
 grouped_linear: K differs: x has 32, weight 16
 group_quantize: x must be bfloat16, float16 or float32, got float64
 grouped_linear: E differs: m_splits has 1, weight 2
-grouped_linear: DelayedScaling keeps a DelayedScalingState: pass state, or use GroupedLinear
-grouped_linear: state is for DelayedScaling, got recipe None
+grouped_linear: DelayedScaling has a state: pass state, or use GroupedLinear
+grouped_linear: state needs a recipe that has one, got recipe None
 group_quantize_delayed_: E differs: scale has 3, offs has 2""",
     )
     assert layer(x, m_splits).shape == (5, 32)

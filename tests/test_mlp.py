@@ -646,8 +646,8 @@ def test_mistakes() -> None:
         "GroupedMLP: hidden_size must be a positive multiple of 16, got 20": lambda: GroupedMLP(
             E, 20, F
         ),
-        "GroupedMLP: recipe must be None or one of grouped_linear's recipes, got 'fp8'": lambda: (
-            GroupedMLP(E, H, F, recipe="fp8")
+        "GroupedMLP: recipe must be None or a grouped_linear.Recipe, got 'fp8'": lambda: GroupedMLP(
+            E, H, F, recipe="fp8"
         ),
         "GroupedMLP: activation must be a SwiGLU, got 'silu'": lambda: GroupedMLP(
             E, H, F, activation="silu"
@@ -678,8 +678,8 @@ def test_mistakes() -> None:
         "grouped_mlp: max_rows must not be negative, got -1": lambda: mlp(
             x, weights, experts, max_rows=-1
         ),
-        "grouped_mlp: DelayedScaling, and it alone, takes a state": lambda: grouped_mlp(
-            x, weights, experts, *mlp.parameters(), None, state
+        "grouped_mlp: a recipe that has a state, and no other, takes two of them": lambda: (
+            grouped_mlp(x, weights, experts, *mlp.parameters(), None, state)
         ),
     }
     said = {expected: sentence(call, (ValueError,)) for expected, call in mistakes.items()}

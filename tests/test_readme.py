@@ -2,14 +2,16 @@
 
 import inspect
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from grouped_linear import GroupedLinear
-from grouped_linear.nn.linear import _OUT_OF_SCOPE
+from grouped_linear.nn.options import OUT_OF_SCOPE
 from support.documents import ROOT, examples
 from support.versions import AOTI_READS_DTYPES, skipping_for_old_transformers
 
@@ -31,24 +33,25 @@ def test_python_examples_run() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_examples_of_pages_run(page: Path) -> None:
-    """One after the other, in one namespace, as a reader would run them."""
+def test_examples_of_pages_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, in one module, as a reader would run them."""
     text = page.read_text()
     assert examples(text)
-    names: dict[str, Any] = {"__name__": page.stem}
+    module = ModuleType(f"page_{page.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # Dynamo imports what it inlines from
     for example in examples(text):
         if "aoti_load_package" in example and not AOTI_READS_DTYPES:
             pytest.skip("AOTInductor of torch 2.11 takes the dtype that an op is given for another")
         line = text[: text.index(example)].count("\n")
         with skipping_for_old_transformers():
-            exec(compile("\n" * line + example, str(page), "exec"), names)
+            exec(compile("\n" * line + example, str(page), "exec"), vars(module))
 
 
 def test_every_argument_is_compared_with_transformer_engine() -> None:
     page = (ROOT / "docs" / "from_transformer_engine.md").read_text()
     signatures = map(inspect.signature, (GroupedLinear.__init__, GroupedLinear.forward))
     arguments = {name for signature in signatures for name in signature.parameters}
-    arguments = arguments - {"self", "out_of_scope"} | set(_OUT_OF_SCOPE)
+    arguments = arguments - {"self", "out_of_scope"} | set(OUT_OF_SCOPE)
     assert not {name for name in arguments if not re.search(rf"`{name}\b", page)}
 
 

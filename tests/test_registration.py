@@ -37,6 +37,10 @@ def test_samples_know_every_op() -> None:
     assert registered == set(OPS)
 
 
+def test_package_lists_every_op() -> None:
+    assert set(OPS) <= set(ops.__all__)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_has_every_kernel(op: str) -> None:
     keys = ["CPU", "CUDA", "Meta"] + ["ADInplaceOrView"] * (op in IN_PLACE)

@@ -309,7 +309,7 @@ def check_amaxes_of_both_processes(rank: int, directory: Path) -> None:
 def check_broadcast_buffers_are_refused(rank: int, directory: Path) -> None:
     broadcasting = nn.parallel.DistributedDataParallel(Delayed())
     broadcasting(torch.ones(4, K), [1, 1, 1, 1]).sum().backward()
-    with pytest.raises(RuntimeError, match="make it with broadcast_buffers=False"):
+    with pytest.raises(RuntimeError, match="construct it with broadcast_buffers=False"):
         update_scales(broadcasting, group=dist.group.WORLD)
     update_scales(nn.parallel.DistributedDataParallel(Model()))  # has no amaxes to lose
 

@@ -494,13 +494,13 @@ def test_every_experts_class_of_the_library(module: str, name: str, device: str)
 def test_a_name_stands_for_one_recipe(name: str) -> None:
     register("grouped_linear_mxfp8", MXFP8BlockScaling())
     register("grouped_linear_mxfp8", MXFP8BlockScaling())  # the same again is no change
-    sentence = f"register: '{name}' stands for another experts implementation already"
+    sentence = f"register: '{name}' names another experts implementation already"
     with pytest.raises(ValueError, match=f"^{sentence}$"):
         register(name, Float8BlockScaling())
 
 
 def test_recipes_with_a_memory_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^register: DelayedScaling remembers amax in a layer"):
+    with pytest.raises(ValueError, match=r"^register: DelayedScaling has a state in each layer"):
         register("grouped_linear_delayed", DelayedScaling())
 
 

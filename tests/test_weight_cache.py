@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grouped_linear import GroupedLinear, Recipe, update_scales
+from grouped_linear.quantized import weight_cache
 from support.calls import Calls
 from support.compare import assert_same_bits, assert_shows_cold
 from support.devices import OPS, devices
@@ -349,6 +350,16 @@ def test_copies_are_apart(copied: Any, recipe: Recipe) -> None:
     change(twin)
     twin(x, m_splits, True)
     assert_same_bits(layer(x, m_splits, False), y)
+
+
+def test_refuses_a_pickle_of_a_newer_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(QUANTIZING["block"], "cpu")
+    with monkeypatch.context() as newer:
+        newer.setattr(weight_cache, "PICKLE_VERSION", 2)
+        saved = pickle.dumps(layer)
+    assert sentence(lambda: pickle.loads(saved)) == (
+        "WeightCache: the pickle has version 2, this grouped_linear reads versions up to 1"
+    )
 
 
 @EVERY_RECIPE

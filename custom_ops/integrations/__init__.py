@@ -1,1 +1,1 @@
-"""Other libraries' models on our ops; each module needs the library it is named after."""
+"""Models of other libraries and plain torch, computed by the ops of this package."""

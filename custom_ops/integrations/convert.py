@@ -1,44 +1,49 @@
-"""Plain torch models on grouped_linear: experts are recognised, checked and replaced.
+"""Convert plain torch models: recognize their experts, check them and replace them.
 
 R rows, E experts, H features of a token, F features inside an expert.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.functional import silu
 from torch.nn.parallel import DistributedDataParallel
 
+from grouped_linear.integrations.check_swiglu import (
+    check_swiglu,
+    device_to_run_on,
+    run_each,
+    run_sorted,
+)
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
 from grouped_linear.nn.functional import check_whole, grouped_linear, is_dtensor
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
-from grouped_linear.recipes import DelayedScaling, Recipe
-from grouped_linear.recipes.delayed_state import DelayedScalingState
+from grouped_linear.quantized.pickle_version import check_pickle_version
+from grouped_linear.recipes import Recipe
 
 Forward = Callable[..., Any]
 Names = tuple[str, str, str]
 
-# What ``down(silu(gate(x)) * up(x))`` is made of, by its names: gate, up, down.
+# The parameters of an expert that computes ``down(silu(gate(x)) * up(x))``: gate, up, down.
 SWIGLU: tuple[Names, ...] = (
     ("w1.weight", "w3.weight", "w2.weight"),
     ("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
 )
-# The same in one tensor each, and what its forward is called with: torchtitan's names until and
-# since https://github.com/pytorch/torchtitan/pull/3425.
+# The parameters of a module that holds all experts in one tensor each, and its forward's arguments:
+# torchtitan's names before and after https://github.com/pytorch/torchtitan/pull/3425.
 GROUPED_SWIGLU: dict[Names, list[str]] = {
     ("w1", "w3", "w2"): ["x", "num_tokens_per_expert"],
     ("w1_EFD", "w3_EFD", "w2_EDF"): ["x_RD", "num_tokens_per_expert_E"],
 }
 
-# Of the modules that take the place of lists. Their other options follow from the experts, or would
-# give parameters another form.
+# Options of the modules that replace lists. Their other options follow from the experts, or would
+# change the form of parameters.
 SWIGLU_OPTIONS = (
     "cache_weights",
     "fuse_wgrad_accumulation",
@@ -47,14 +52,16 @@ SWIGLU_OPTIONS = (
 )
 LINEAR_OPTIONS = (*SWIGLU_OPTIONS, "return_bias", "delay_wgrad_compute", "save_original_input")
 
+PICKLE_VERSION = 1
+
 
 class ConvertedExperts(NamedTuple):
-    """What :func:`convert_experts` converted in one place."""
+    """One module that :func:`convert_experts` converted."""
 
     name: str
-    """Of the module in the model, as ``named_modules`` has it."""
+    """The module's name in ``named_modules`` of the model."""
     form: str
-    """What its experts were: ``"Linear"``, ``"SwiGLU"`` or ``"grouped SwiGLU"``."""
+    """The form of its experts: ``"Linear"``, ``"SwiGLU"`` or ``"grouped SwiGLU"``."""
     num_experts: int
 
 
@@ -62,60 +69,60 @@ class ConvertedExperts(NamedTuple):
 def convert_experts(
     model: nn.Module,
     forwards: Mapping[type[nn.Module], Forward] | None = None,
-    recipe: Recipe = None,
+    recipe: Recipe | None = None,
     **options: bool,
 ) -> list[ConvertedExperts]:
-    """Replace the experts of a model, in place, by grouped ones, and list them.
+    """Replace the experts of a model by grouped ones, in place.
 
-    Two forms are recognised:
+    Two forms of experts are recognized:
 
-    **Experts in one tensor**, as torchtitan has them: a module whose only parameters are w1 and w3
+    **Experts in one tensor**, as in torchtitan: a module whose only parameters are w1 and w3
     [E, F, H] and w2 [E, H, F], called as ``(x, num_tokens_per_expert)``; or w1_EFD, w3_EFD and
-    w2_EDF, called as ``(x_RD, num_tokens_per_expert_E)``. Its forward becomes three grouped layers;
-    its parameters, their names and its callers stay what they are. Of parameters that are DTensors
-    later the local part is used, as there: experts may be sharded by expert or by feature.
+    w2_EDF, called as ``(x_RD, num_tokens_per_expert_E)``. Its forward becomes three grouped layers.
+    Its parameters, their names and its callers stay the same. If a parameter becomes a DTensor, the
+    forward uses its local part, as torchtitan does; experts may be sharded by expert or by feature.
 
-    **A ModuleList of experts** in a block whose class is named in ``forwards``: torch.nn.Linear
-    become one :class:`grouped_linear.GroupedLinear`, and experts that compute ``w2(silu(w1(x)) *
-    w3(x))``, also named gate_proj, up_proj and down_proj, one :class:`grouped_linear.GroupedMLP`.
-    It takes the list's place and name in the block. How a block loops over its experts cannot be
-    recognised, so ``forwards`` gives the forward that replaces it, a function of the block and what
-    it is called with. These parameters are new: make the optimizer afterwards. Any other ModuleList
-    is left alone.
+    **A ModuleList of experts** in a block whose class is a key of ``forwards``. Experts that are
+    torch.nn.Linear become one :class:`grouped_linear.GroupedLinear`. Experts that compute
+    ``w2(silu(w1(x)) * w3(x))``, or have the names gate_proj, up_proj and down_proj, become one
+    :class:`grouped_linear.GroupedMLP`. It replaces the list under the same name. The block's loop
+    over its experts cannot be recognized, so ``forwards`` gives the block's new forward, a function
+    of the block and its inputs. The parameters are new: create the optimizer after the conversion.
+    Any other ModuleList is left alone.
 
-    A form is only a guess at what is computed. So SwiGLU experts are run on a few random rows, in
-    training mode, and must give what SwiGLU gives: another activation, a clamp or dropout is an
-    error. So is whatever else a list's experts hold that would be lost: hooks (as of weight_norm or
-    pruning), parametrizations, buffers, a forward or a subclass of Linear of their own, modules or
-    parameters with a second owner. Attributes of parameters do not come along. Load a checkpoint
-    before, and convert before sharding and before DistributedDataParallel. The parameters of lists
-    are held twice until all is converted; if anything raises, nothing was changed. What is
-    converted already is left alone. A converted model can be copied, and pickled where ``forwards``
-    can.
+    Names and shapes do not show what experts compute. So SwiGLU experts are run on random rows, in
+    training mode, and must give SwiGLU's result: another activation, a clamp or dropout is an
+    error. It is an error too if a list's experts have anything that would be lost: hooks (as of
+    weight_norm or pruning), parametrizations, buffers, their own forward or a subclass of Linear,
+    modules or parameters with a second owner. Attributes of parameters are not copied.
 
-    A model may be on the meta device. Small random parameters are then run in place of its own, on
-    a GPU if there is one. After ``to_empty`` call ``reset_parameters()`` of what took a list's
-    place.
+    Load a checkpoint before the conversion. Convert before sharding and before
+    DistributedDataParallel. The parameters of lists take twice their memory until the conversion
+    ends. If anything raises, the model is unchanged. Modules that are converted already are left
+    alone. A converted model can be copied, and pickled if ``forwards`` can.
+
+    A model may be on the meta device. The check then runs small random parameters in place of its
+    own, on a GPU if there is one. After ``to_empty`` call ``reset_parameters()`` of the modules
+    that replaced lists.
 
     Args:
-        model: a model, or a module that itself is to be converted.
-        forwards: of each class of block with a ModuleList of experts its new forward.
-        recipe: how the products are computed.
-        options: of the modules that take the place of lists: ``cache_weights``,
-            ``fuse_wgrad_accumulation``, ``quantized_weight`` and ``stochastic_rounding``; where all
-            are GroupedLinear also ``return_bias``, ``delay_wgrad_compute`` and
-            ``save_original_input``.
+        model: a model, or a module that is to be converted itself.
+        forwards: for each class of block with a ModuleList of experts, its new forward.
+        recipe: how the GEMMs are computed.
+        options: for the modules that replace lists: ``cache_weights``, ``fuse_wgrad_accumulation``,
+            ``quantized_weight`` and ``stochastic_rounding``; if all of them are GroupedLinear, also
+            ``return_bias``, ``delay_wgrad_compute`` and ``save_original_input``.
 
     Returns:
-        What was converted, in the order of ``named_modules``; never nothing.
+        What was converted, in the order of ``named_modules``; never empty.
 
     Raises:
-        ValueError: where nothing is recognised, a class of ``forwards`` is not in the model or
-            holds no such ModuleList, or its experts differ in form, compute something else or hold
-            what would be lost; for other options, and for any where experts in one tensor stay
-            what they are; for these on the meta device with ``DelayedScaling``, or where small
-            parameters do not run; for parameters that are sharded, and lists in
-            DistributedDataParallel.
+        ValueError: if no experts are recognized; if a class of ``forwards`` is not in the model or
+            has no such ModuleList; if experts differ in form, compute something else or have
+            something that would be lost; for unknown options, and for any option with experts in
+            one tensor; for experts in one tensor on the meta device under a recipe with a state
+            (``DelayedScaling``); if small parameters do not run; for sharded parameters, and for
+            lists inside DistributedDataParallel.
 
     >>> class Block(nn.Module):
     ...     def __init__(self):
@@ -139,12 +146,12 @@ def convert_experts(
     """
     forwards = dict(forwards or {})
     found: dict[str, nn.Module] = {}
-    replaced: dict[str, tuple[str, nn.Module]] = {}  # a block's list, and what takes its place
-    names_of: dict[str, Names] = {}  # of experts in one tensor
+    replaced: dict[str, tuple[str, nn.Module]] = {}  # the name of a block's list, its replacement
+    names_of: dict[str, Names] = {}  # the parameters of experts in one tensor
     converted = []
-    drawn_on = set(map(_runs_on, model.parameters()))
-    gpus = {device.index for device in drawn_on if device.type == "cuda"}
-    with torch.random.fork_rng(gpus):  # parameters and rows are drawn in here, and leave no trace
+    devices = set(map(device_to_run_on, model.parameters()))
+    gpus = {device.index for device in devices if device.type == "cuda"}
+    with torch.random.fork_rng(gpus):  # random parameters and rows leave the generators unchanged
         for name, module in model.named_modules():
             where = f"convert_experts: {name or type(module).__name__}"
             if type(module) in forwards:
@@ -166,13 +173,13 @@ def convert_experts(
                     )
                 weights = [module.get_parameter(n) for n in weight_names]
                 check_whole(where, weights, "convert")
-                if isinstance(recipe, DelayedScaling) and weights[0].is_meta:
+                if recipe is not None and recipe.has_state and weights[0].is_meta:
                     raise ValueError(
-                        f"{where}: the first scales of DelayedScaling would be lost on the meta "
-                        "device: convert when parameters have values"
+                        f"{where}: the first scales of {type(recipe).__name__} would be lost on "
+                        "the meta device: convert when parameters have values"
                     )
                 form, num_experts = "grouped SwiGLU", len(weights[0])
-                _check_swiglu(where, module, _run_sorted(module, weight_names), *weights)
+                check_swiglu(where, module, run_sorted(module, weight_names), *weights)
                 names_of[name] = weight_names
             else:
                 continue
@@ -180,7 +187,31 @@ def convert_experts(
                 raise ValueError(f"{where} has a forward of its own, which would hide the new one")
             found[name] = module
             converted.append(ConvertedExperts(name, form, num_experts))
-    absent = set(forwards).difference(map(type, found.values()))
+    _check_found(model, forwards, found.values(), bool(replaced))
+
+    # Nothing has changed the model yet, and nothing below raises.
+    for name, module in found.items():
+        before: Any = type(module)
+        if name in replaced:
+            setattr(module, *replaced[name])
+            module.__class__ = _converted_class(before, forwards[before])
+            continue
+        if recipe is not None and recipe.has_state:
+            w1 = module.get_parameter(names_of[name][0])
+            states = (recipe.new_state(len(w1), w1.device) for _ in names_of[name])
+            module.scaling_states = nn.ModuleList(state for state in states if state is not None)
+        module.__class__ = _converted_class(before, _GroupedSwiGLU(names_of[name], recipe))
+    return converted
+
+
+def _check_found(
+    model: nn.Module,
+    forwards: Collection[type[nn.Module]],
+    found: Collection[nn.Module],
+    replaces_lists: bool,
+) -> None:
+    """Raise ValueError if too little was found, or if DistributedDataParallel has the lists."""
+    absent = set(forwards).difference(map(type, found))
     if absent:
         names = " or ".join(sorted(block.__name__ for block in absent))
         raise ValueError(f"convert_experts: {type(model).__name__} has no module of class {names}")
@@ -193,25 +224,11 @@ def convert_experts(
             f"convert_experts: {type(model).__name__} has no module with parameters w1, w2 and w3 "
             "[E, ...] that is called as (x, num_tokens_per_expert), and no class is in forwards"
         )
-
-    if replaced and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+    if replaces_lists and any(isinstance(m, DistributedDataParallel) for m in model.modules()):
         raise ValueError(
             "convert_experts: DistributedDataParallel holds the parameters of lists, which are "
             "replaced: convert before it is made"
         )
-
-    for name, module in found.items():
-        before: Any = type(module)
-        if name in replaced:
-            setattr(module, *replaced[name])
-            module.__class__ = _converted_class(before, forwards[before])
-            continue
-        if isinstance(recipe, DelayedScaling):
-            w1 = module.get_parameter(names_of[name][0])
-            states = (DelayedScalingState(recipe, len(w1), w1.device) for _ in names_of[name])
-            module.scaling_states = nn.ModuleList(states)
-        module.__class__ = _converted_class(before, _GroupedSwiGLU(names_of[name], recipe))
-    return converted
 
 
 def _grouped_swiglu_names(module: nn.Module) -> Names | None:
@@ -226,30 +243,32 @@ def _grouped_swiglu_names(module: nn.Module) -> Names | None:
     return names if right_shapes and called_with == GROUPED_SWIGLU[names] else None
 
 
-class _GroupedSwiGLU(NamedTuple):
-    """The forward of experts in one tensor, as data: a pickle holds no function made here."""
+@dataclass(frozen=True)
+class _GroupedSwiGLU:
+    """The forward of experts in one tensor, as data: a local function cannot be pickled."""
 
     names: Names
-    recipe: Recipe
+    recipe: Recipe | None
 
     def forward(self) -> Forward:
-        names, recipe = self
+        names, recipe = self.names, self.recipe
 
         def forward(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-            m_splits_E = num_tokens_per_expert.to(torch.int32)  # some count in float
+            m_splits_E = num_tokens_per_expert.to(torch.int32)  # some routers count in float
             states = getattr(self, "scaling_states", (None, None, None))
 
             def layer(x: Tensor, i: int) -> Tensor:
                 weight, state = getattr(self, names[i]), states[i]
                 if is_dtensor(weight):
                     weight = weight.to_local()
-                if state is not None and len(weight) != len(state.weight.scale):
+                held = None if state is None else len(state.quantizer_states().weight.scale)
+                if held is not None and len(weight) != held:
                     raise ValueError(
-                        f"{type(self).__name__}: DelayedScaling holds scales of "
-                        f"{len(state.weight.scale)} experts, {len(weight)} are on this process: "
+                        f"{type(self).__name__}: {type(recipe).__name__} holds scales of "
+                        f"{held} experts, {len(weight)} are on this process: "
                         "shard in another way or take another recipe"
                     )
-                if recipe is None:  # a quantizer reads any dtype
+                if recipe is None or not recipe.reads_any_weight_dtype:
                     weight = weight.to(x.dtype)
                 return grouped_linear(x, weight, m_splits_E, None, recipe, state)
 
@@ -265,14 +284,15 @@ def _is_converted(module: nn.Module) -> bool:
     return hasattr(type(module), "_converted_from")
 
 
-@lru_cache  # one for all layers of a class, copies and loaded ones too: compiled once for all
+@lru_cache  # all layers of a class, copies and loaded ones too, share it and compile once
 def _converted_class(before: type[nn.Module], new: Forward | _GroupedSwiGLU) -> type[nn.Module]:
     def reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
         whole: tuple[Any, ...] = super(converted, self).__reduce_ex__(protocol)
-        if type(self) is not converted:  # a subclass, as FSDP2 makes one
+        if type(self) is not converted:  # a subclass, such as FSDP2 makes
             return whole
-        # No import finds a class that is made here, so it is made again where a pickle is loaded.
-        return _new_converted, (before, new), *whole[2:]
+        # An import cannot find a class that is made here, so loading a pickle makes it again.
+        made_of = {"version": PICKLE_VERSION, "class": before, "forward": new}
+        return _new_converted, (made_of,), *whole[2:]
 
     body = {
         "forward": new.forward() if isinstance(new, _GroupedSwiGLU) else new,
@@ -284,14 +304,15 @@ def _converted_class(before: type[nn.Module], new: Forward | _GroupedSwiGLU) -> 
     return converted
 
 
-def _new_converted(before: Any, new: Forward | _GroupedSwiGLU) -> nn.Module:
-    """Of a copy or a pickle, which fills it."""
-    converted = _converted_class(before, new)
+def _new_converted(made_of: dict[str, Any]) -> nn.Module:
+    """An empty module for a copy or a pickle, which then sets its attributes."""
+    check_pickle_version("convert_experts", made_of["version"], PICKLE_VERSION)
+    converted = _converted_class(made_of["class"], made_of["forward"])
     return converted.__new__(converted)
 
 
 def _list_of_experts(where: str, block: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The name and value of the one ModuleList of experts that a block holds."""
+    """The one ModuleList of experts in a block, and its name."""
     lists = {
         name: child
         for name, child in block.named_children()
@@ -316,13 +337,13 @@ def _is_expert(module: nn.Module) -> bool:
 
 
 def _swiglu_names(expert: nn.Module) -> Names | None:
-    """The parameters that are gate, up and down, if these are all that an expert has."""
+    """The names of gate, up and down, if an expert has these parameters and no others."""
     parameters = {name for name, _ in expert.named_parameters()}
     return next((names for names in SWIGLU if set(names) == parameters), None)
 
 
 def _lost(experts: nn.ModuleList, place: tuple[nn.Module, str], model: nn.Module) -> Iterator[str]:
-    """What experts hold besides parameters, which alone reach the module in their place."""
+    """What a replacement of the experts would lose: it copies their parameters and nothing else."""
     for name, module in experts.named_modules():
         for attribute, value in vars(module).items():
             if attribute.endswith("_hooks") and value:
@@ -349,9 +370,9 @@ def _lost(experts: nn.ModuleList, place: tuple[nn.Module, str], model: nn.Module
 
 
 def _grouped(
-    where: str, experts: nn.ModuleList, recipe: Recipe, options: dict[str, bool]
+    where: str, experts: nn.ModuleList, recipe: Recipe | None, options: dict[str, bool]
 ) -> tuple[str, nn.Module]:
-    """The form of a list of experts, and one module with their parameters."""
+    """The form of a list of experts, and one grouped module with their parameters."""
     parameters = [dict(expert.named_parameters()) for expert in experts]
     forms = {tuple((name, p.shape, p.dtype) for name, p in one.items()) for one in parameters}
     if len(forms) != 1:
@@ -393,7 +414,7 @@ def _grouped(
             shapes = ", ".join(f"{name} {list(parameters[0][name].shape)}" for name in names)
             raise ValueError(f"{where}: experts are not SwiGLU by their shapes: {shapes}")
         trained = {"gate_up_proj": of_gate, "down_proj": of_down}
-        _check_swiglu(where, experts, _run_each(experts, names), gate, up, down)
+        check_swiglu(where, experts, run_each(experts, names), gate, up, down)
         grouped = GroupedMLP(len(experts), gate.size(2), gate.size(1), **like)
         values = {"gate_up_proj": torch.cat([gate, up], dim=1), "down_proj": down}
     with torch.no_grad():
@@ -401,100 +422,3 @@ def _grouped(
             grouped.get_parameter(name).copy_(value).requires_grad_(trained[name])
     grouped.train(experts.training)
     return "Linear" if names is None else "SwiGLU", grouped
-
-
-# --- what is computed ----------------------------------------------------------------------------
-
-
-# Of x [E, R, H] and gate, up and down: these take the place of the experts' own.
-Run = Callable[..., Tensor]
-
-
-def _run_each(experts: nn.ModuleList, names: Names) -> Run:
-    def run(x_ERH: Tensor, *weights: Tensor) -> Tensor:
-        y = [
-            functional_call(expert, dict(zip(names, own, strict=True)), x_RH)
-            for expert, x_RH, *own in zip(experts, x_ERH, *weights, strict=True)
-        ]
-        return torch.stack(y)
-
-    return run
-
-
-def _run_sorted(experts: nn.Module, names: Names) -> Run:
-    def run(x_ERH: Tensor, *weights: Tensor) -> Tensor:
-        E, R, _ = x_ERH.shape
-        counts_E = torch.full((E,), R, dtype=torch.int32, device=x_ERH.device)
-        args = x_ERH.flatten(0, 1), counts_E
-        y: Tensor = functional_call(experts, dict(zip(names, weights, strict=True)), args)
-        return y.view(x_ERH.shape)
-
-    return run
-
-
-def _runs_on(p: Tensor) -> torch.device:
-    """Its own device; for the meta device a GPU, which some experts need."""
-    if not p.is_meta:
-        return p.device
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-@contextmanager
-def _in_training(model: nn.Module) -> Iterator[None]:
-    """Training mode, in which dropout shows; each module's own mode afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.train()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
-def _tells(weight_ENK: Tensor) -> bool:
-    """Whether what each expert computes with a weight shows what it computes; zeros do not."""
-    largest_E = weight_ENK.abs().amax(dim=(1, 2))
-    return bool((largest_E.isfinite() & (largest_E > 0)).all())
-
-
-@torch.no_grad()
-def _check_swiglu(
-    where: str, experts: nn.Module, run: Run, gate_EFH: Tensor, up_EFH: Tensor, down_EHF: Tensor
-) -> None:
-    """Raise unless ``run`` of x [E, R, H] is ``down(silu(gate(x)) * up(x))``, for each expert."""
-    E, F, H = gate_EFH.shape
-    dtype, device, on_meta = gate_EFH.dtype, _runs_on(gate_EFH), gate_EFH.is_meta
-    weights = [gate_EFH, up_EFH, down_EHF]
-    if on_meta:  # what is computed does not follow from sizes: all experts, but small ones
-        F, H = 48, 32
-    if on_meta or not all(map(_tells, weights)):
-        shapes = (F, H), (F, H), (H, F)
-        weights = [torch.randn(E, N, K, dtype=dtype, device=device) / K**0.5 for N, K in shapes]
-    gate, up, down = (w.float().mT for w in weights)
-    rows = 4  # of each size: one alone may be mostly what rounding left
-    with _in_training(experts):
-        x_ERH = torch.randn(E, 16 * rows, H, dtype=dtype, device=device)
-        # Gates of 0.1 to 30: activations differ at small ones, clamps show at large ones.
-        size_R1 = torch.logspace(-1, 1.5, 16, device=device).repeat_interleave(rows)[:, None]
-        spread_E11 = (x_ERH.float() @ gate).std(dim=(1, 2), keepdim=True)
-        x_ERH = (x_ERH * size_R1 / spread_E11).to(dtype)
-        try:
-            actual = run(x_ERH, *weights).float()
-        except Exception as error:
-            if not on_meta:
-                raise
-            raise ValueError(
-                f"{where}: parameters are on the meta device, and small ones in their place do not "
-                "run: convert when they have values"
-            ) from error
-    expected = (silu(x_ERH.float() @ gate) * (x_ERH.float() @ up)) @ down
-    of_size = (E, 16, rows * H)
-    difference = (actual - expected).view(of_size).norm(dim=2) / expected.view(of_size).norm(dim=2)
-    # Experts may round to bf16 four times, by at most 2^-9 each, and sums of few terms may cancel.
-    if not difference.max() < 2.0**-5:
-        raise ValueError(
-            f"{where}: experts do not compute down(silu(gate(x)) * up(x)): they are "
-            f"{difference.max():.1%} off"
-        )

@@ -1,7 +1,7 @@
 """Hugging Face's mixture-of-experts models on grouped_linear's ops.
 
-transformers' experts interface lets the experts of a model be computed by any function that is
-registered under a name; a model is told the name, and its own code stays as it is::
+transformers' experts interface lets any function that is registered under a name compute the
+experts of a model. A model is given the name; its code does not change::
 
     from grouped_linear import Float8BlockScaling
     from grouped_linear.integrations.transformers import register
@@ -9,10 +9,10 @@ registered under a name; a model is told the name, and its own code stays as it 
     register("grouped_linear_fp8", recipe=Float8BlockScaling())
     model.set_experts_implementation("grouped_linear_fp8")
 
-It needs transformers 5.23 or newer; importing it beside an older one raises ImportError.
+This module needs transformers 5.23 or newer; with an older one, importing it raises ImportError.
 
 T tokens, C experts chosen for a token, R = T * C rows, E experts, H features of a token, F features
-between an expert's two layers, G = 2 F where experts have a gate, else F.
+between an expert's two layers, G = 2 F if experts have a gate, else F.
 """
 
 from functools import partial
@@ -27,19 +27,19 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS,
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from grouped_linear import ops
+from grouped_linear.autograd.context import PLAIN_CALL, LinearOptions, StoredWeight
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
-from grouped_linear.nn.functional import apply_layer, check_bias, check_whole
-from grouped_linear.nn.mlp import apply_mlp
-from grouped_linear.ops.activation_forms import SwiGLU
-from grouped_linear.quantized import block_math as blocks
+from grouped_linear.nn.functional import apply_layer, apply_mlp, check_bias, check_whole
+from grouped_linear.ops import SwiGLU
+from grouped_linear.quantized import block_math
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import kept_weight
-from grouped_linear.recipes import DelayedScaling, Float8BlockScaling, QuantizedWeight, Recipe
+from grouped_linear.quantized.weight import quantized_weight_of
+from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
 __all__ = ["quantize_experts", "register"]
 
-# Experts of older ones do not say whether a norm follows them (has_post_expert_norm).
+# Experts of older versions do not say whether a norm follows them (has_post_expert_norm).
 OLDEST_TRANSFORMERS = (5, 23)
 if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST_TRANSFORMERS:
     raise ImportError(
@@ -48,34 +48,34 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST_TRANSFORMER
     )
 
 
-def register(name: str = "grouped_linear", recipe: Recipe = None) -> None:
+def register(name: str = "grouped_linear", recipe: Recipe | None = None) -> None:
     """Make ``model.set_experts_implementation(name)`` compute experts with grouped_linear.
 
-    Any model that uses transformers' experts interface can then be told that name, also where it
-    is made: ``from_pretrained(..., experts_implementation=name)``. Its experts' parameters,
-    activation, biases and layouts stay what they are; training, inference, ``generate`` and
-    ``torch.compile`` all run. A name stands for one recipe for good, so models of different recipes
-    live side by side.
+    Any model that uses transformers' experts interface then accepts this name, also in
+    ``from_pretrained(..., experts_implementation=name)``. The experts keep their parameters,
+    activation, biases and layouts. Training, inference, ``generate`` and ``torch.compile`` all
+    work. A name always means the recipe it was registered with, so models with different recipes
+    can be used side by side.
 
-    A quantizing recipe quantizes all experts in every call. That pays where an expert has some 500
-    rows and more, as in training; for fewer a name without a recipe is faster, or
-    :func:`quantize_experts`, which quantizes them once.
+    A quantizing recipe quantizes the weights of all experts in every call. That pays if an expert
+    has some 500 rows or more, as in training. For fewer rows a name without a recipe is faster, or
+    :func:`quantize_experts`, which quantizes weights once.
 
     Weights that a model stores as [E, in_features, out_features] (GPT-OSS, Aria) are read in place;
-    MXFP8 alone copies them before it rounds them. Their gradients are computed in the same layout,
-    but for those of e5m2, which are copied into it.
+    only MXFP8 copies them before it rounds them. Their gradients are computed in the same layout,
+    except with e5m2 gradients, where the result is copied into it.
 
-    Experts of a checkpoint in FP8 (``FineGrainedFP8Config``, as DeepSeek-V3's) are read as they
-    are, under ``Float8BlockScaling`` with or without powers of two; gradients go through them, but
-    they get none.
+    Experts of a checkpoint in FP8 (``FineGrainedFP8Config``, as DeepSeek-V3's) are read in place
+    under ``Float8BlockScaling``, with or without powers of two. Gradients pass through them, but
+    they get no gradient themselves.
 
     Args:
-        name: of the implementation.
-        recipe: how the products are computed; None for the activations' own dtype.
+        name: the implementation's name.
+        recipe: how the GEMMs are computed; None for the activations' own dtype.
 
     Raises:
-        ValueError: for ``DelayedScaling``, whose memory a function cannot keep, and for a name that
-            stands for something else already.
+        ValueError: for a recipe with a state (``DelayedScaling``), which a function cannot keep,
+            and for a name that is registered with another recipe or implementation.
 
     >>> import torch
     >>> from transformers import MixtralConfig, MixtralForCausalLM
@@ -88,15 +88,15 @@ def register(name: str = "grouped_linear", recipe: Recipe = None) -> None:
     >>> model(torch.tensor([[1, 2, 3]])).logits.shape
     torch.Size([1, 3, 64])
     """
-    if isinstance(recipe, DelayedScaling):
+    if recipe is not None and recipe.has_state:
         raise ValueError(
-            "register: DelayedScaling remembers amax in a layer, and an experts implementation is "
-            "a function: choose a recipe without memory"
+            f"register: {type(recipe).__name__} has a state in each layer, and an experts "
+            "implementation is a function: choose a recipe without state"
         )
     registered = ALL_EXPERTS_FUNCTIONS.get(name)
     ours = isinstance(registered, partial) and registered.func is _experts_forward
     if name == "eager" or (registered and not (ours and registered.keywords["recipe"] == recipe)):
-        raise ValueError(f"register: {name!r} stands for another experts implementation already")
+        raise ValueError(f"register: {name!r} names another experts implementation already")
     if not ours:
         for interface in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
             interface.register(name, partial(_experts_forward, recipe=recipe))
@@ -104,24 +104,26 @@ def register(name: str = "grouped_linear", recipe: Recipe = None) -> None:
 
 @torch.no_grad()
 def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None) -> None:
-    """Keep the weights of a model's experts in FP8 from now on: for inference.
+    """Quantize the weights of a model's experts to FP8 once, for inference.
 
-    Each becomes a :class:`grouped_linear.GroupedTensor`, of one byte an element, or two where it is
-    stored as [E, in_features, out_features]. What a name with the recipe ``Float8BlockScaling``
-    computes stays the same, bit for bit, and no call quantizes them any more. They learn no more
-    either; gradients go through them to what lies before.
+    Each weight becomes a :class:`grouped_linear.GroupedTensor` that takes one byte an element, or
+    two if it is stored as [E, in_features, out_features]. A name with the recipe
+    ``Float8BlockScaling`` computes the same bits as before, and no call quantizes weights any more.
+    The weights get no gradients; gradients pass through them to earlier layers.
 
-    Our names of other recipes refuse them; transformers' own, such as "eager", compute with the
-    numbers they stand for. ``save_pretrained``, which reads memory, fails: save the model before.
+    Names of other recipes refuse quantized weights. Implementations of transformers, such as
+    "eager", compute with the dequantized numbers. ``save_pretrained`` reads memory directly and
+    fails, so save the model before.
 
     Args:
-        model: its experts' weights are replaced, one after another; experts of a checkpoint in FP8
-            are left as they are.
-        recipe: how; ``Float8BlockScaling()`` by default. The name's must be one, too.
+        model: its experts' weights are replaced, one after another. Experts of a checkpoint in FP8
+            are left alone.
+        recipe: how to quantize; ``Float8BlockScaling()`` by default. The name's recipe must be a
+            ``Float8BlockScaling`` too.
 
     Raises:
-        ValueError: for a model without experts that go through the interface, and for experts that
-            are spread as DTensors.
+        ValueError: for a model without experts that use the interface, and for experts that are
+            sharded as DTensors.
 
     >>> import torch
     >>> from transformers import MixtralConfig, MixtralForCausalLM
@@ -150,7 +152,7 @@ def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None)
     for experts, name in weights:
         w = getattr(experts, name)
         if not isinstance(w, GroupedTensor):
-            # dgrad of one that is stored transposed is fprop of the other.
+            # For a weight that is stored transposed, fprop reads the columnwise data.
             w = GroupedTensor.quantize(w, recipe, columnwise=experts.is_transposed)
         setattr(experts, name, nn.Parameter(w, requires_grad=False))
 
@@ -161,44 +163,45 @@ def _experts_forward(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     *,
-    recipe: Recipe,
+    recipe: Recipe | None,
 ) -> Tensor:
-    """What transformers calls in place of an experts module's forward.
+    """The function that transformers calls in place of an experts module's forward.
 
     Args:
-        experts: with gate_up_proj [E, G, H], or up_proj without a gate, and down_proj [E, H, F],
-            transposed where ``is_transposed`` says so, and their biases where ``has_bias`` does;
-            or in FP8, each with a scale of every block.
+        experts: a module with gate_up_proj [E, G, H], or up_proj without a gate, and down_proj
+            [E, H, F]. They are transposed if ``is_transposed``, have biases if ``has_bias``, and in
+            FP8 have block scales.
         hidden_states: [T, H].
-        top_k_index: [T, C]; E, an expert of another process, adds nothing.
+        top_k_index: [T, C]. The number E means an expert of another process and adds nothing.
         top_k_weights: [T, C].
     """
     in_fp8 = isinstance(experts, FP8Experts)
     learns = torch.is_grad_enabled() and hidden_states.requires_grad
 
-    def weight(name: str) -> tuple[Tensor, dict[str, Any]]:
+    def weight(name: str) -> tuple[Tensor, LinearOptions]:
         if in_fp8:
-            kept = _kept_weight(experts, name, recipe, learns)
-            return kept.values, {"kept": kept}
+            quantized = _weight_in_fp8(experts, name, recipe, learns)
+            return quantized.values, LinearOptions(stored=StoredWeight(quantized))
         stored: Tensor = getattr(experts, name)
         if not experts.is_transposed:
-            return stored, {}
+            return stored, PLAIN_CALL
         if isinstance(stored, GroupedTensor):
-            q, scale, q_t = kept_weight("grouped_linear", stored, recipe, columnwise=True)
+            q, scale, q_t = quantized_weight_of("grouped_linear", stored, recipe, columnwise=True)
             assert q_t is not None
             assert scale is not None
-            return q_t, {"kept": QuantizedWeight(q_t, scale.mT, q if learns else None)}
-        return stored.transpose(1, 2), {}
+            transposed = QuantizedWeight(q_t, scale.mT, q if learns else None)
+            return q_t, LinearOptions(stored=StoredWeight(transposed))
+        return stored.transpose(1, 2), PLAIN_CALL
 
     def bias(name: str) -> Tensor | None:
         return getattr(experts, f"{name}_bias") if experts.has_bias else None
 
     activation = _swiglu_of(experts)
     if activation is not None:
-        (gate_up, plan), (down, plan_of_down) = weight("gate_up_proj"), weight("down_proj")
-        routed, plans = (hidden_states, top_k_weights, top_k_index), [plan, plan_of_down]
+        (gate_up, of_gate_up), (down, of_down) = weight("gate_up_proj"), weight("down_proj")
+        routed, options = (hidden_states, top_k_weights, top_k_index), (of_gate_up, of_down)
         biases = bias("gate_up_proj"), bias("down_proj")
-        y_TH = apply_mlp(*routed, (gate_up, down), biases, recipe, plans, activation)
+        y_TH = apply_mlp(*routed, (gate_up, down), biases, recipe, options, activation)
         return y_TH.to(hidden_states.dtype)
 
     routing = ops.sort_by_expert(top_k_index, experts.num_experts)
@@ -207,8 +210,8 @@ def _experts_forward(
     def layer(x: Tensor, name: str) -> Tensor:
         b = bias(name)
         check_bias(b)
-        w, plan = weight(name)
-        return apply_layer(x, (w,), b, m_splits_E, recipe, **plan)
+        w, options = weight(name)
+        return apply_layer(x, (w,), b, m_splits_E, recipe, options)
 
     x_RH = GatherFunction.apply(hidden_states, routing.token, routing.row)
     if experts.has_gate:
@@ -222,8 +225,10 @@ def _experts_forward(
     return out_TH.to(hidden_states.dtype)
 
 
-def _kept_weight(experts: Any, name: str, recipe: Recipe, columnwise: bool) -> QuantizedWeight:
-    """A weight of a checkpoint in FP8, and transposed where x's gradient will read it."""
+def _weight_in_fp8(
+    experts: Any, name: str, recipe: Recipe | None, columnwise: bool
+) -> QuantizedWeight:
+    """A weight of a checkpoint in FP8; if `columnwise`, with its transpose for dgrad."""
     q, scale = (getattr(experts, n).detach() for n in (name, f"{name}_scale_inv"))
     E, N, K = q.shape
     scales = E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)
@@ -244,11 +249,11 @@ def _kept_weight(experts: Any, name: str, recipe: Recipe, columnwise: bool) -> Q
             f"scales {list(scale.shape)} and {experts.activation_scheme} activations: load the "
             "checkpoint with FineGrainedFP8Config(dequantize=True)"
         )
-    return QuantizedWeight(q, scale, blocks.transposed(q) if columnwise else None)
+    return QuantizedWeight(q, scale, block_math.transposed(q) if columnwise else None)
 
 
-# Experts of the library whose own _apply_gate is a form of SwiGLU, and the attributes that hold
-# alpha and the limit. Where there is an alpha, 1 is added to up.
+# Classes of transformers whose own _apply_gate is a form of SwiGLU, and the names of the attributes
+# for alpha and the limit. With an alpha, 1 is added to up.
 SWIGLU_FORMS = {
     "BeamExperts": (None, None),
     "DeepseekV4Experts": (None, "limit"),
@@ -263,9 +268,9 @@ SWIGLU_FORMS = {
 
 
 def _swiglu_of(experts: Any) -> SwiGLU | None:
-    """What grouped_mlp computes in place of _apply_gate, fused with quantization; None if nothing.
+    """The form of SwiGLU that the experts compute, which grouped_mlp fuses with quantization.
 
-    Nothing if a norm comes between the second layer and the weighted sum, either.
+    None if their gate is not SwiGLU, or if a norm follows the second layer.
     """
     if not experts.has_gate or experts.has_post_expert_norm or "_apply_gate" in vars(experts):
         return None
@@ -273,12 +278,12 @@ def _swiglu_of(experts: Any) -> SwiGLU | None:
     alpha = limit = None
     if cls._apply_gate is not _default_apply_gate:
         replaced = cls._apply_gate.__module__ != cls.__module__
-        library = cls.__module__.startswith("transformers.")
-        if cls.__name__ not in SWIGLU_FORMS or not library or replaced:
+        in_library = cls.__module__.startswith("transformers.")
+        if cls.__name__ not in SWIGLU_FORMS or not in_library or replaced:
             return None
-        of_alpha, of_limit = SWIGLU_FORMS[cls.__name__]
-        alpha = getattr(experts, of_alpha) if of_alpha else None
-        limit = getattr(experts, of_limit) if of_limit else None
+        alpha_name, limit_name = SWIGLU_FORMS[cls.__name__]
+        alpha = getattr(experts, alpha_name) if alpha_name else None
+        limit = getattr(experts, limit_name) if limit_name else None
     if getattr(experts, "gate_softcap", None) is not None or (limit is not None and limit <= 0):
         return None
     if alpha is not None:

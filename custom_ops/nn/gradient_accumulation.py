@@ -1,34 +1,37 @@
-"""What a layer does otherwise in the first micro-batch of a step than in those after it.
+"""What a layer does differently in the first micro-batch of a step.
 
-Each function checks what the caller of a layer gave and returns fields of
-:class:`grouped_linear.autograd.linear.Call`. `layer` is the name that a sentence begins with.
+Each function checks what the caller of a layer gave. `layer` is the name that error texts begin
+with.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from grouped_linear.autograd.context import StoredWeight
+from grouped_linear.autograd.wgrad import MainGrad
 from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import Recipe
 
 
 def read_flag(
-    layer: str, first: Tensor | bool | None, x: Tensor, recipe: Recipe, keeps_weight: bool
+    layer: str, first: Tensor | bool | None, x: Tensor, recipe: Recipe | None, stores_weight: bool
 ) -> Tensor | bool | None:
-    """``is_first_microbatch``, one that nobody else writes to.
+    """Return ``is_first_microbatch``; a tensor is copied.
 
     Args:
         layer: whose call it is.
-        first: as it was given.
+        first: as the caller gave it.
         x: the activations, on whose device a tensor must be.
         recipe: the layer's.
-        keeps_weight: whether the layer has room for a quantized weight.
+        stores_weight: whether the layer has a weight cache or a quantized weight.
     """
     if first is None:
         return None
-    if recipe is not None and not keeps_weight:
+    if recipe is not None and recipe.caches_weights and not stores_weight:
         raise ValueError(
             f"{layer}: is_first_microbatch needs cache_weights=True under the recipe "
             f"{type(recipe).__name__}"
@@ -40,33 +43,33 @@ def read_flag(
             f"{layer}: is_first_microbatch must be None, a bool or a 0-D bool tensor on "
             f"{x.device}, got {first.dim()}-D {dtype_name(first.dtype)} on {first.device}"
         )
-    # The caller's may be the next micro-batch's when this one's backward reads it.
+    # The caller may refill it for the next micro-batch before this one's backward reads it.
     return first.clone()
 
 
-def cache_plan(
+def cached_weight(
     layer: str, cache: WeightCache | None, first: Tensor | bool | None
-) -> dict[str, Any]:
-    """Which quantized weight is read, and whether it is made anew before."""
+) -> StoredWeight | None:
+    """Return the cached weight that a call reads, or None if it quantizes its own."""
     if first is None or cache is None:
-        return {}
-    # A graph must not depend on what is in it: in a compiled one NaN shows.
+        return None
+    # A graph must not depend on the cache's contents. In a compiled call an empty cache gives NaN.
     if first is False and not torch.compiler.is_compiling() and not cache.warm:
         raise RuntimeError(
             f"{layer}: is_first_microbatch=False reads the weight cache, which holds no "
             "weight yet, or none since parameters were loaded, drawn or moved: call with True"
         )
-    return {"kept": cache.kept(), "refresh": first}
+    return StoredWeight(cache.quantized_weight(), first)
 
 
-def main_grad_plan(
-    layer: str, weights: dict[str, Any], first: Tensor | bool | None
-) -> dict[str, Any]:
-    """What weight gradients are added to; nothing where no weight requires one."""
+def main_grad_of(
+    layer: str, weights: Mapping[str, Any], first: Tensor | bool | None
+) -> MainGrad | None:
+    """Return where weight gradients are added, or None if no weight requires one."""
     parameters = tuple(weights.values())
     learning = [w.requires_grad for w in parameters]
     if not any(learning):
-        return {}
+        return None
     if not all(learning):
         raise RuntimeError(
             f"{layer}: fuse_wgrad_accumulation computes the gradients of all experts, "
@@ -78,19 +81,18 @@ def main_grad_plan(
                 f"{layer}: fuse_wgrad_accumulation adds to {name}.main_grad, which is not there"
             )
     main_grads = tuple(w.main_grad for w in parameters)
-    # Two products would add to one tensor at a time. Dynamo says so itself.
+    # Two GEMMs would add to one tensor concurrently. Dynamo raises an error of its own.
     if not torch.compiler.is_compiling() and len(set(map(id, main_grads))) < len(main_grads):
         raise RuntimeError(
             f"{layer}: fuse_wgrad_accumulation needs a main_grad of its own for each expert, "
             "some have one together"
         )
-    plan: dict[str, Any] = {"main_grad": main_grads}
-    plan["overwrite"] = False if first is None else first
+    overwrite = False if first is None else first
     if getattr(parameters[0], "overwrite_main_grad", False):
-        plan["overwrite"] = True
-    if hasattr(parameters[0], "grad_added_to_main_grad"):
-        plan["dummy_grad"] = True
+        overwrite = True
+    returns_zeros = hasattr(parameters[0], "grad_added_to_main_grad")
+    if returns_zeros:
         # In the forward: a compiled backward cannot set an attribute.
         for w in parameters:
             w.grad_added_to_main_grad = True
-    return plan
+    return MainGrad(main_grads, overwrite, returns_zeros)

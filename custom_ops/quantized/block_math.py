@@ -1,6 +1,6 @@
-"""The arithmetic of 128x128 blocks, for a weight that is kept quantized.
+"""Arithmetic of 128x128 blocks, for a weight that is kept quantized.
 
-N out_features, K in_features; [...] is one expert, or [E, ...] of them.
+N out_features, K in_features; shapes are those of one expert, or of E experts with a leading E.
 """
 
 import torch
@@ -12,7 +12,7 @@ from grouped_linear.recipes import Float8BlockScaling
 
 
 def transposed(q: Tensor) -> Tensor:
-    """The bytes of q [..., N, K] as dgrad reads them: [..., K, N]."""
+    """A transposed copy of q [..., N, K], as dgrad reads it: [..., K, N]."""
     return q.transpose(-2, -1).contiguous()
 
 
@@ -32,22 +32,22 @@ def multiply_(w: Tensor, scale: Tensor) -> Tensor:
 
 
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``q * scale`` of each block. Any dtype holds e4m3 numbers, so the product is rounded once."""
+    """``q * scale`` of each block, rounded once: every dtype holds all e4m3 numbers."""
     return multiply_(q.to(dtype), scale)
 
 
-def round_by_chance(v: Tensor) -> Tensor:
-    """Round float32 to e4m3: up with the probability that makes the mean exact.
+def round_stochastically(v: Tensor) -> Tensor:
+    """Round float32 to e4m3, up with the probability that makes the expected value exact.
 
-    A float32 has 20 bits of mantissa more than an e4m3. A random number of as many bits is added to
-    them, then they are cut off.
+    A float32 has 20 more mantissa bits than an e4m3. A random number of 20 bits is added to them,
+    then they are cut off.
 
-    >>> torch.manual_seed(0) and round_by_chance(torch.full((1000,), 17.0)).float().unique()
+    >>> torch.manual_seed(0) and round_stochastically(torch.full((1000,), 17.0)).float().unique()
     tensor([16., 18.])
     """
     smallest, dropped = 2.0**-6, 20  # the smallest normal number
     magnitude = v.abs()
-    # Below it numbers are as far apart as those just above, so rounding takes place there.
+    # Subnormal numbers have the spacing of the smallest normal ones: shift them up there to round.
     lift = (magnitude < smallest).to(v.dtype) * smallest
     bits = (magnitude + lift).view(torch.int32)
     noise = torch.randint(1 << dropped, v.shape, dtype=torch.int32, device=v.device)
@@ -79,6 +79,6 @@ def quantize_(
         power_of_two_scales=recipe.power_of_two_scales,
     )
     if stochastic:
-        q.copy_(round_by_chance(multiply_(w.to(torch.float32, copy=True), 1 / scale)))
+        q.copy_(round_stochastically(multiply_(w.to(torch.float32, copy=True), 1 / scale)))
         if q_t is not None:
             q_t.copy_(q.transpose(1, 2))

@@ -1,11 +1,12 @@
-"""Experts' weights in safetensors files, as public checkpoints hold them.
+"""Experts' weights in safetensors files, in the format of public checkpoints.
 
-One tensor an expert, in high precision or block-quantized: float8_e4m3fn data ``<name>`` and
-float32 scales ``<name>_scale_inv``, one for each 128x128 block, which multiply to dequantize, as
-DeepSeek-V3 was published (https://huggingface.co/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md). That
-is how :class:`grouped_linear.GroupedTensor` holds a weight, so it goes in and out bit for bit.
+The format has one tensor an expert, either in high precision or block-quantized as DeepSeek-V3 was
+published (https://huggingface.co/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md): float8_e4m3fn data
+``<name>`` and float32 scales ``<name>_scale_inv``, one for each 128x128 block, that multiply to
+dequantize. :class:`grouped_linear.GroupedTensor` holds a weight in the same form, so saving and
+loading keep every bit.
 
-Needs the package safetensors: ``pip install --no-build-isolation '.[checkpoints]'``.
+This module needs the package safetensors: ``pip install --no-build-isolation '.[checkpoints]'``.
 
 E experts, K in_features, N out_features.
 """
@@ -34,21 +35,22 @@ HIGH_PRECISION = ("BF16", "F16", "F32")
 def expert_tensors(
     weight: Tensor, names: str | Sequence[str], *, experts: Sequence[int] | None = None
 ) -> dict[str, Tensor]:
-    """Each expert's tensors under the names a checkpoint gives them; no copies.
+    """Each expert's tensors under their names in a checkpoint; views, not copies.
 
     Args:
         weight: [E, N, K], a layer's weight.
-        names: where the expert's number is to stand there is ``{}``. Several names share the rows
-            of each expert evenly, in order: ``["...{}.gate_proj.weight", "...{}.up_proj.weight"]``
-            for a layer that computes both.
-        experts: the numbers; 0 to E - 1 by default.
+        names: one name or several, with ``{}`` in place of the expert's number. Several names split
+            the rows of each expert evenly, in order, for example
+            ``["...{}.gate_proj.weight", "...{}.up_proj.weight"]`` for a layer that computes both.
+        experts: the experts' numbers in the checkpoint; 0 to E - 1 by default.
 
     Returns:
-        For a :class:`grouped_linear.GroupedTensor`, of each name the e4m3 data and, with
-        ``_scale_inv`` after the name, the scales; for any other weight the data alone.
+        Tensors by name. A :class:`grouped_linear.GroupedTensor` gives for each name the e4m3 data
+        and, under the name with ``_scale_inv`` appended, the scales. Any other weight gives its
+        data.
 
     Raises:
-        ValueError: if there are not as many numbers as experts, or the rows cannot be shared.
+        ValueError: if `experts` has not E numbers, or the rows cannot be split evenly.
         RuntimeError: for a quantized weight that is viewed in another shape.
 
     >>> w = GroupedTensor.quantize(torch.ones(2, 32, 16))
@@ -56,7 +58,7 @@ def expert_tensors(
     {'experts.0.weight': [32, 16], 'experts.0.weight_scale_inv': [1, 1],
      'experts.1.weight': [32, 16], 'experts.1.weight_scale_inv': [1, 1]}
     """
-    names, numbers, rows = _plan("expert_tensors", weight, names, experts)
+    names, numbers, rows = _expert_rows("expert_tensors", weight, names, experts)
     weight = weight.detach()
     quantized = isinstance(weight, GroupedTensor)
     if quantized and len(names) > 1:
@@ -80,9 +82,9 @@ def save_sharded(
     """Write tensors to ``model-*-of-*.safetensors`` and their index.
 
     Args:
-        tensors: by name; those of :func:`expert_tensors` among them.
-        directory: made if it is not there.
-        max_shard_bytes: of one file; a larger tensor has a file of its own.
+        tensors: by name, for example those of :func:`expert_tensors`.
+        directory: created if it does not exist.
+        max_shard_bytes: the largest size of a file; a larger tensor gets a file of its own.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -114,22 +116,22 @@ def load_experts(
 ) -> None:
     """Fill a layer's weight from the experts' tensors of a checkpoint.
 
-    Quantized experts reach a :class:`grouped_linear.GroupedTensor` bit for bit; any other weight
-    gets them dequantized. Experts in high precision are quantized by a quantized weight. Names,
-    shapes and dtypes are looked at first, so an error leaves the weight as it was.
+    A :class:`grouped_linear.GroupedTensor` takes quantized experts bit for bit, and quantizes
+    experts in high precision. Any other weight takes the dequantized numbers. Names, shapes and
+    dtypes are checked first, so an error leaves the weight unchanged.
 
     Args:
         weight: [E, N, K], written: a layer's weight.
-        directory: holds ``model.safetensors.index.json`` and the files it names, or one
+        directory: has ``model.safetensors.index.json`` and the files that it names, or one
             ``model.safetensors``.
         names: see :func:`expert_tensors`.
-        experts: the numbers of those to load, one for each expert of the weight; 0 to E - 1 by
-            default. A process that holds some of the experts names those.
+        experts: the checkpoint's numbers of the experts to load, one for each expert of the weight;
+            0 to E - 1 by default. With expert parallelism, those of this process.
 
     Raises:
         ValueError: for a tensor that is missing or has a wrong shape or dtype, and as
             :func:`expert_tensors`.
-        FileNotFoundError: if the directory has no such file.
+        FileNotFoundError: if the directory has neither file.
 
     >>> import tempfile
     >>> directory = tempfile.mkdtemp()
@@ -140,7 +142,7 @@ def load_experts(
     >>> torch.equal(other, w)
     True
     """
-    names, numbers, rows = _plan("load_experts", weight, names, experts)
+    names, numbers, rows = _expert_rows("load_experts", weight, names, experts)
     shape = [rows, weight.size(2)]
     with ExitStack() as stack:
         checkpoint = _Checkpoint(Path(directory), stack)
@@ -157,7 +159,7 @@ def load_experts(
                 checkpoint.check(name.format(number), shape, (dtype,))
                 if dtype == QUANTIZED:
                     blocks = [ceil_div(size, BLOCK) for size in shape]
-                    # Scales in BF16, which some publish, are float32 numbers, too.
+                    # Some checkpoints have scales in BF16. They convert to float32 exactly.
                     checkpoint.check(name.format(number) + SCALE, blocks, ("F32", "BF16"))
         for e, number in enumerate(numbers):
             w = torch.cat([checkpoint.read(name.format(number)) for name in names])
@@ -168,7 +170,7 @@ def load_experts(
 
 
 class _Checkpoint:
-    """The files of a directory, opened when they are first needed."""
+    """The files of a directory, each opened on its first use."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.directory, self.stack = directory, stack
@@ -208,10 +210,10 @@ class _Checkpoint:
         return t
 
 
-def _plan(
+def _expert_rows(
     function: str, weight: Tensor, names: str | Sequence[str], experts: Sequence[int] | None
 ) -> tuple[list[str], list[int], int]:
-    """Names, numbers of experts, and the rows that each name has of an expert."""
+    """The names, the experts' numbers, and how many rows of an expert each name has."""
     if isinstance(weight, GroupedTensor):
         weight.check_whole()
     names = [names] if isinstance(names, str) else list(names)

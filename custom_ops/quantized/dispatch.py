@@ -1,6 +1,6 @@
-"""What torch's operations do to a GroupedTensor.
+"""What torch's operations do to a GroupedTensor, registered as its handlers.
 
-E groups, K in_features, N out_features.
+E experts, K in_features, N out_features.
 """
 
 import math
@@ -14,28 +14,27 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
-from grouped_linear.quantized import block_math as blocks
-from grouped_linear.quantized.tensor import GroupedTensor, contiguous_stride
+from grouped_linear.quantized import block_math
+from grouped_linear.quantized.tensor import HANDLERS, GroupedTensor, Handler, contiguous_stride
 
 aten = torch.ops.aten
-Op = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-_OPS: dict[Any, Op] = {}
-# Of a weight, in float32 while an optimizer steps it: 128 MiB, and as much for each of its states.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+# How many elements of a weight an optimizer's step holds in float32 at a time: 128 MiB, and as much
+# for each of the optimizer's states.
 ELEMENTS_AT_ONCE = 2**25
 
 
-def _implements(*overloads: Any) -> Callable[[Op], Op]:
-    def register(op: Op) -> Op:
-        _OPS.update(dict.fromkeys(overloads, op))
-        return op
+def _handles(*overloads: Any) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(overloads, handler))
+        return handler
 
     return register
 
 
-def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation that has a GroupedTensor among its arguments."""
-    if func in _OPS:
-        return _OPS[func](func, args, kwargs)
+@_handles(None)
+def _any_other(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute with high precision; quantize the result if the operation is in place."""
     if func.namespace == "c10d":
         raise NotImplementedError(
             f"GroupedTensor: {func} would not reach a quantized tensor: pass its q and scale"
@@ -46,7 +45,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _plain(t: GroupedTensor, dtype: torch.dtype) -> Tensor:
-    return blocks.dequantize(t.q, t.scale, dtype).view(t.shape)
+    return block_math.dequantize(t.q, t.scale, dtype).view(t.shape)
 
 
 def _on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -58,12 +57,12 @@ def _store(t: GroupedTensor, w: Tensor, *, stochastic: bool) -> None:
     """Quantize w into t's own memory."""
     if t.numel() == 0:
         return
-    blocks.quantize_(t.q, t.scale, t.q_t, w.reshape(t.q.shape), t.recipe, stochastic)
-    _written(t)
+    block_math.quantize_(t.q, t.scale, t.q_t, w.reshape(t.q.shape), t.recipe, stochastic)
+    _count_write(t)
 
 
-def _written(t: GroupedTensor) -> None:
-    """A forward saved the parts for its backward, so they must tell that they were written."""
+def _count_write(t: GroupedTensor) -> None:
+    """Count a write to each part: a forward may have saved the parts for its backward."""
     for part in (t.q, t.scale, t.q_t):
         if part is not None:
             torch.autograd.graph.increment_version(part)
@@ -85,18 +84,18 @@ def _of_each_part(
     size: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> GroupedTensor:
-    kind = (t.dtype if dtype is None else dtype, t.recipe, t.stochastic_rounding)
+    metadata = t.metadata if dtype is None else t.metadata._replace(dtype=dtype)
     q_t = None if t.q_t is None else op(t.q_t)
-    return GroupedTensor(op(t.q), op(t.scale), q_t, kind, size)
+    return GroupedTensor(op(t.q), op(t.scale), q_t, metadata, size)
 
 
 @contextmanager
 def _views(t: GroupedTensor) -> Iterator[None]:
-    """Where views of t are made.
+    """The context in which views of t's parts are made.
 
-    Views of its parts share the version counter of what they view; below autograd, where we are,
-    they would have counters of their own. In inference mode nothing is counted, and a view of a
-    tensor from outside must be made outside, too.
+    A view must share the version counter of the part that it views. Handlers run below autograd,
+    where a view would get a counter of its own. In inference mode nothing is counted, and a view of
+    a tensor from outside of it must be made outside too.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(t.is_inference()):
@@ -107,23 +106,23 @@ def _views(t: GroupedTensor) -> Iterator[None]:
 
 
 def _is_whole(t: GroupedTensor) -> bool:
-    """Whether t has the shape of its parts, which a flattened view has not."""
+    """Whether t has the shape of its parts, as opposed to a flattened view."""
     return t.shape == t.q.shape
 
 
-@_implements(aten.clone.default)
+@_handles(aten.clone.default)
 def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _of_each_part(args[0], lambda part: func(part), size=args[0].shape)
 
 
-@_implements(aten.detach.default, aten.alias.default)
+@_handles(aten.detach.default, aten.alias.default)
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with _views(args[0]):
         out = _of_each_part(args[0], lambda part: func(part), size=args[0].shape)
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
-@_implements(
+@_handles(
     aten.select.int,
     aten.slice.Tensor,
     aten.split.Tensor,
@@ -147,22 +146,22 @@ def _experts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _from_list(parts: Sequence[Tensor], like: GroupedTensor) -> GroupedTensor:
     q, scale, *q_t = parts
-    return GroupedTensor(q, scale, q_t[0] if q_t else None, like._kind)
+    return GroupedTensor(q, scale, q_t[0] if q_t else None, like.metadata)
 
 
-@_implements(aten.view.default, aten._unsafe_view.default)
+@_handles(aten.view.default, aten._unsafe_view.default)
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Another shape of all elements. The parts keep theirs."""
+    """A view of all elements in another shape. The parts keep theirs."""
     t, size = args
-    size = torch.empty(t.shape, device="meta").view(size).shape  # which checks it
+    size = torch.empty(t.shape, device="meta").view(size).shape  # raises for a wrong size
     with _views(t):
         out = _of_each_part(t, aten.alias, size=size)
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
-@_implements(aten.as_strided.default)
+@_handles(aten.as_strided.default)
 def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the views above are made of once more: torch.compile returns them so."""
+    """The views above again: torch.compile replays a view as as_strided."""
     t, bound = args[0], _bound(func, args, kwargs)
     *lead, N, K = t.q.shape
     size, offset = tuple(bound["size"]), bound["storage_offset"]
@@ -180,16 +179,16 @@ def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
-@_implements(aten.stack.default, aten.cat.default)
+@_handles(aten.stack.default, aten.cat.default)
 def _join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Experts to a weight, or weights to a larger one."""
+    """Stack experts to a weight, or concatenate weights along the experts."""
     tensors, dim = args[0], _bound(func, args, kwargs)["dim"]
     experts = 2 if func is aten.stack.default else 3
     alike = all(
         isinstance(t, GroupedTensor)
         and _is_whole(t)
         and t.dim() == experts
-        and t._kind == tensors[0]._kind
+        and t.metadata == tensors[0].metadata
         for t in tensors
     )
     if not alike or dim not in (0, -3) or len({tuple(t.shape[-2:]) for t in tensors}) > 1:
@@ -197,22 +196,22 @@ def _join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     q, scale = (func([part(t) for t in tensors]) for part in (lambda t: t.q, lambda t: t.scale))
     columnwise = all(t.q_t is not None for t in tensors)
     q_t = func([t.q_t for t in tensors]) if columnwise else None
-    return GroupedTensor(q, scale, q_t, tensors[0]._kind)
+    return GroupedTensor(q, scale, q_t, tensors[0].metadata)
 
 
-@_implements(aten._to_copy.default)
+@_handles(aten._to_copy.default)
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Another device, or another dtype to stand for: the parts stay what they are."""
+    """Copy to another device or dtype. The dtypes of the parts do not change."""
     t, dtype = args[0], kwargs.get("dtype") or args[0].dtype
     if dtype not in ACTIVATIONS:
         return _on_plain(func, args, kwargs)
-    kept = {name: kwargs[name] for name in ("device", "non_blocking") if name in kwargs}
-    return _of_each_part(t, lambda part: func(part, **kept), size=t.shape, dtype=dtype)
+    to = {name: kwargs[name] for name in ("device", "non_blocking") if name in kwargs}
+    return _of_each_part(t, lambda part: func(part, **to), size=t.shape, dtype=dtype)
 
 
-@_implements(aten.copy_.default)
+@_handles(aten.copy_.default)
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Bytes from one to the other, where both are quantized."""
+    """Copy bytes if both are quantized; quantize or dequantize otherwise."""
     to, source = args[:2]
     if not isinstance(to, GroupedTensor):
         dtype = to.dtype if to.dtype in ACTIVATIONS else source.dtype
@@ -223,7 +222,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func(to.scale, source.scale, *args[2:], **kwargs)
         if to.q_t is not None:
             to.q_t.copy_(to.q.transpose(-2, -1))
-        _written(to)
+        _count_write(to)
     else:
         w = _plain(source, source.dtype) if isinstance(source, GroupedTensor) else source
         dtype = w.dtype if w.dtype in ACTIVATIONS else torch.float32
@@ -231,9 +230,9 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return to
 
 
-@_implements(aten.empty_like.default, aten.zeros_like.default)
+@_handles(aten.empty_like.default, aten.zeros_like.default)
 def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In high precision: an optimizer keeps its state in such."""
+    """A plain tensor in high precision, for an optimizer's state."""
     t = args[0]
     device = torch.device(kwargs.get("device") or t.device)
     if func is aten.empty_like.default and t.is_meta and device.type != "meta":
@@ -243,14 +242,14 @@ def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _unfilled(part: Tensor, device: torch.device) -> Tensor:
-    """A part after nn.Module.to_empty. Scales of NaN show that nothing was loaded yet."""
+    """A part after nn.Module.to_empty. Scales are NaN to show that nothing was loaded yet."""
     there = torch.empty_like(part, device=device)
     return there.fill_(torch.nan) if part.dtype == torch.float32 else there
 
 
-@_implements(aten.new_empty.default)
+@_handles(aten.new_empty.default)
 def _new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Quantized where it has the same shape: distributed checkpoints stage a copy of parts so."""
+    """Quantized if the shape is the same: distributed checkpoints stage copies this way."""
     t, size = args[:2]
     dtype, device = kwargs.get("dtype") or t.dtype, torch.device(kwargs.get("device") or t.device)
     if tuple(size) != tuple(t.shape) or dtype not in ACTIVATIONS:
@@ -258,60 +257,83 @@ def _new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _of_each_part(t, lambda part: _unfilled(part, device), size=size, dtype=dtype)
 
 
-@_implements(aten.new_zeros.default)
+@_handles(aten.new_zeros.default)
 def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Quantized where it has room for experts like these: FSDP2 makes a shard so, without q_t."""
+    """Quantized if only E differs: FSDP2 allocates a shard this way. A shard has no q_t."""
     t, size = args[:2]
-    kind = (kwargs.get("dtype") or t.dtype, t.recipe, t.stochastic_rounding)
+    metadata = t.metadata._replace(dtype=kwargs.get("dtype") or t.dtype)
     device = kwargs.get("device") or t.device
     alike = _is_whole(t) and len(size) == t.dim() == 3 and tuple(size[1:]) == t.shape[1:]
-    if not alike or kind[0] not in ACTIVATIONS:
-        return func(t.scale, size, **{**kwargs, "dtype": kind[0], "device": device})
+    if not alike or metadata.dtype not in ACTIVATIONS:
+        return func(t.scale, size, **{**kwargs, "dtype": metadata.dtype, "device": device})
     q = t.q.new_zeros(size, device=device)
     scale = t.scale.new_ones((size[0], *t.scale.shape[1:]), device=device)
-    return GroupedTensor(q, scale, None, kind)
+    return GroupedTensor(q, scale, None, metadata)
 
 
-@_implements(aten._foreach_copy_.default)
+@_handles(aten._foreach_copy_.default)
 def _foreach_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for to, source in zip(*args[:2], strict=True):
         to.copy_(source)
 
 
 def _write_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operation that writes: in float32 on what was dequantized, then quantized again.
+    """An in-place operation: on float32 copies, which are then quantized.
 
-    A list of tensors (``foreach`` and ``fused`` optimizers) is taken apart, so that some experts of
-    one quantized weight at a time are there in float32.
+    Operations on lists of tensors (``foreach`` and ``fused`` optimizers) return nothing. They are
+    split, so that only some experts of one quantized weight are in float32 at a time.
     """
+    calls = [*_one_weight_a_call(args, kwargs)] or [*_some_experts_a_call(args, kwargs)]
+    for some_args, some_kwargs in calls:
+        func(*some_args, **some_kwargs)
+    return None if calls else _write_in_float32(func, args, kwargs)
+
+
+def _lists(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sequence[Any]]:
+    """The arguments that are lists, as long as the first one."""
     lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+    return [value for value in lists if len(value) == len(lists[0])]
+
+
+def _one_weight_a_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Arguments]:
+    """A call for each quantized weight in lists of several tensors, and one for all others."""
+    lists = _lists(args, kwargs)
     count = len(lists[0]) if lists else 0
-    lists = [value for value in lists if len(value) == count]
     quantized = [any(isinstance(value[i], GroupedTensor) for value in lists) for i in range(count)]
-    if count > 1 and any(quantized):
-        alone = [[i] for i in range(count) if quantized[i]]
-        others = [i for i in range(count) if not quantized[i]]
-        for indices in [*alone, others] if others else alone:
+    if count < 2 or not any(quantized):
+        return
+    others = [i for i in range(count) if not quantized[i]]
+    for indices in [*([i] for i in range(count) if quantized[i]), *([others] if others else [])]:
 
-            def chosen(value: Any, indices: list[int] = indices) -> Any:
-                each = isinstance(value, (list, tuple)) and len(value) == count
-                return [value[i] for i in indices] if each else value
+        def chosen(value: Any, indices: list[int] = indices) -> Any:
+            is_list = isinstance(value, (list, tuple)) and len(value) == count
+            return [value[i] for i in indices] if is_list else value
 
-            func(*map(chosen, args), **{name: chosen(value) for name, value in kwargs.items()})
-        return None
-    if count == 1 and any(quantized):
-        weight = next(v[0] for v in lists if isinstance(v[0], GroupedTensor))
-        at_once = max(1, ELEMENTS_AT_ONCE // math.prod(weight.q.shape[-2:]))
-        if _is_whole(weight) and weight.dim() == 3 and weight.size(0) > at_once:
-            for begin in range(0, weight.size(0), at_once):
+        yield tuple(map(chosen, args)), {name: chosen(value) for name, value in kwargs.items()}
 
-                def experts(t: Any, begin: int = begin) -> Any:
-                    each = isinstance(t, Tensor) and t.shape == weight.shape
-                    return t[begin : begin + at_once] if each else t
 
-                func(*tree_map(experts, args), **tree_map(experts, kwargs))
-            return None
+def _some_experts_a_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Arguments]:
+    """Calls for some experts each of the one quantized weight in lists, if it is large."""
+    lists = _lists(args, kwargs)
+    firsts = [value[0] for value in lists if len(value) == 1]
+    weights = [t for t in firsts if isinstance(t, GroupedTensor)]
+    if not weights or not _is_whole(weights[0]) or weights[0].dim() != 3:
+        return
+    weight = weights[0]
+    at_once = max(1, ELEMENTS_AT_ONCE // math.prod(weight.q.shape[-2:]))
+    if weight.size(0) <= at_once:
+        return
+    for begin in range(0, weight.size(0), at_once):
 
+        def experts(t: Any, begin: int = begin) -> Any:
+            is_like_weight = isinstance(t, Tensor) and t.shape == weight.shape
+            return t[begin : begin + at_once] if is_like_weight else t
+
+        yield tree_map(experts, args), tree_map(experts, kwargs)
+
+
+def _write_in_float32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operation on float32 copies of all tensors; what it wrote is then stored."""
     copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def in_float32(t: Any) -> Any:

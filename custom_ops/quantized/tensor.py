@@ -1,13 +1,15 @@
 """GroupedTensor, a weight that is kept quantized.
 
-E groups, K in_features, N out_features.
+dispatch.py imports this module and registers what torch's operations do to a GroupedTensor.
+
+E experts, K in_features, N out_features.
 """
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import astuple
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,39 +18,54 @@ from torch.autograd.function import once_differentiable
 
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, BLOCK, E4M3, Rules, ceil_div
-from grouped_linear.quantized import block_math as blocks
-from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight
+from grouped_linear.quantized import block_math
+from grouped_linear.quantized.pickle_version import check_pickle_version
+from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
-# How the class is shown to __tensor_unflatten__: dtype, recipe, stochastic_rounding.
-Kind = tuple[torch.dtype, Float8BlockScaling, bool]
+PICKLE_VERSION = 1
+
+
+class Metadata(NamedTuple):
+    """All of a GroupedTensor but its parts and its shape."""
+
+    dtype: torch.dtype
+    recipe: Float8BlockScaling
+    stochastic_rounding: bool
+
+
+#: ``handler(overload, args, kwargs)`` is called in place of an overload that has a GroupedTensor
+#: among its arguments.
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+#: By overload. The entry of None handles every overload without an entry of its own.
+HANDLERS: dict[Any, Handler] = {}
 
 
 class GroupedTensor(Tensor):
     """Experts' weights in e4m3 with a scale for each 128x128 block: ``w ~ q * scale``.
 
-    It is a tensor of a high-precision dtype to whoever uses it, and one ``nn.Parameter`` to
-    modules and optimizers, whose numbers are those that `q` and `scale` hold:
+    It behaves like a tensor of a high-precision dtype that holds ``q * scale``, and can be an
+    ``nn.Parameter`` of modules and optimizers:
 
-    - Experts, ``t[e]``, slices of neighbouring experts, ``unbind``, iteration and ``view`` share
-      memory with the tensor. What is written there is written to it. Any other view is a
-      high-precision copy; ``t[...] = value`` writes through in any case, and quantizes the blocks
-      that it meets again.
-    - ``detach``, ``clone``, ``to``, ``copy_``, ``stack`` and ``cat`` of experts move bytes: nothing
-      is lost.
-    - An in-place operation computes in float32 and quantizes the result. That is how an optimizer
-      steps it, whose state is in high precision: ``zeros_like`` and ``empty_like`` are plain.
-    - Everything else sees :meth:`dequantize`.
+    - One expert ``t[e]``, slices of neighbouring experts, ``unbind``, iteration and ``view`` are
+      views: they share memory with the tensor. Any other view is a high-precision copy. Assignment
+      ``t[...] = value`` writes to the tensor in either case; it quantizes again the blocks that it
+      writes to.
+    - ``detach``, ``clone``, ``to``, ``copy_``, and ``stack`` and ``cat`` of experts keep the
+      quantized bytes, so they lose nothing.
+    - An in-place operation computes in float32 and quantizes the result. Optimizers step it this
+      way. Their state is in high precision: ``zeros_like`` and ``empty_like`` give plain tensors.
+    - Any other operation is given the result of :meth:`dequantize`.
 
     Make one with :meth:`quantize` or :meth:`from_parts`.
 
     Attributes:
         q: [E, N, K] e4m3, or [N, K] in one expert.
         scale: [E, ceil(N / 128), ceil(K / 128)] float32, or without E.
-        q_t: [E, K, N], the bytes of q transposed, which dgrad reads; None where they were not asked
-            for.
+        q_t: [E, K, N], q transposed, which dgrad reads; None if columnwise data was not requested.
         recipe: how it is quantized when it is written.
-        stochastic_rounding: whether an in-place operation rounds up or down by chance, so that on
-            average nothing is lost; ``copy_`` rounds to nearest.
+        stochastic_rounding: whether an in-place operation rounds stochastically, so that the
+            expected value is exact; ``copy_`` always rounds to nearest.
 
     >>> w = GroupedTensor.quantize(torch.ones(2, 32, 16))
     >>> w
@@ -64,7 +81,7 @@ class GroupedTensor(Tensor):
     recipe: Float8BlockScaling
     stochastic_rounding: bool
 
-    # Below autograd only: torch's own functions are not intercepted.
+    # Operations are intercepted below autograd, in __torch_dispatch__, and only there.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -73,16 +90,16 @@ class GroupedTensor(Tensor):
         q: Tensor,
         scale: Tensor,
         q_t: Tensor | None,
-        kind: Kind,
+        metadata: Metadata,
         size: Sequence[int] | None = None,
     ) -> "GroupedTensor":
         """A tensor of `size`, which holds as many elements as q."""
         size = q.shape if size is None else size
         offset, stride = q.storage_offset(), contiguous_stride(size)
         t: GroupedTensor = Tensor._make_wrapper_subclass(
-            cls, size, strides=stride, storage_offset=offset, dtype=kind[0], device=q.device
+            cls, size, strides=stride, storage_offset=offset, dtype=metadata.dtype, device=q.device
         )
-        # Who reads memory beneath torch's operations, as a collective of lists does, is told so.
+        # Code that reads memory directly, as collectives of lists do, then raises.
         torch._C._set_throw_on_mutable_data_ptr(t)
         return t
 
@@ -91,30 +108,30 @@ class GroupedTensor(Tensor):
         q: Tensor,
         scale: Tensor,
         q_t: Tensor | None,
-        kind: Kind,
+        metadata: Metadata,
         size: Sequence[int] | None = None,
     ) -> None:
         self.q, self.scale, self.q_t = q, scale, q_t
-        _, self.recipe, self.stochastic_rounding = kind
+        _, self.recipe, self.stochastic_rounding = metadata
 
-    # --- making one ------------------------------------------------------------------------------
+    # --- construction ----------------------------------------------------------------------------
 
     @classmethod
     def quantize(
         cls,
         w: Tensor,
-        recipe: Float8BlockScaling | None = None,
+        recipe: Recipe | None = None,
         *,
         columnwise: bool = True,
         stochastic_rounding: bool = False,
     ) -> "GroupedTensor":
-        """Quantize a weight, as :func:`grouped_linear.ops.quantize_weight` does.
+        """Quantize a weight with :func:`grouped_linear.ops.quantize_weight`.
 
         Args:
             w: [E, N, K] bfloat16, float16 or float32, N and K multiples of 16.
             recipe: how; ``Float8BlockScaling()`` by default.
-            columnwise: keep q_t, which dgrad reads, as well.
-            stochastic_rounding: of in-place operations later; see the class.
+            columnwise: keep q_t too, which dgrad reads.
+            stochastic_rounding: for in-place operations later; see the class.
 
         Raises:
             RuntimeError: for a wrong shape or dtype.
@@ -130,7 +147,7 @@ class GroupedTensor(Tensor):
             power_of_two_scales=recipe.power_of_two_scales,
             columnwise=columnwise,
         )
-        return cls(q, scale, q_t, (w.dtype, recipe, stochastic_rounding))
+        return cls(q, scale, q_t, Metadata(w.dtype, recipe, stochastic_rounding))
 
     @classmethod
     def from_parts(
@@ -143,15 +160,15 @@ class GroupedTensor(Tensor):
         columnwise: bool = True,
         stochastic_rounding: bool = False,
     ) -> "GroupedTensor":
-        """Take a weight that was quantized elsewhere, as it is.
+        """Wrap a weight that was quantized elsewhere.
 
         Args:
             q: [E, N, K] float8_e4m3fn, contiguous; or [N, K], for one expert. Not copied.
             scale: [E, ceil(N / 128), ceil(K / 128)] float32, contiguous; or without E. Not copied.
-            dtype: that it stands for, bfloat16, float16 or float32.
+            dtype: the tensor's dtype, bfloat16, float16 or float32.
             recipe: how it is quantized when it is written; ``Float8BlockScaling()`` by default.
-            columnwise: keep q transposed, which dgrad reads, as well.
-            stochastic_rounding: of in-place operations later; see the class.
+            columnwise: keep q_t too, which dgrad reads.
+            stochastic_rounding: for in-place operations later; see the class.
 
         Raises:
             RuntimeError: for a wrong shape, dtype or device.
@@ -177,16 +194,17 @@ class GroupedTensor(Tensor):
         rules.contiguous("q", q)
         rules.contiguous("scale", scale)
         rules.dtype("dtype", dtype, ACTIVATIONS)
-        q_t = blocks.transposed(q) if columnwise else None
-        return cls(q.detach(), scale.detach(), q_t, (dtype, recipe, stochastic_rounding))
+        q_t = block_math.transposed(q) if columnwise else None
+        metadata = Metadata(dtype, recipe, stochastic_rounding)
+        return cls(q.detach(), scale.detach(), q_t, metadata)
 
-    # --- reading it ------------------------------------------------------------------------------
+    # --- reading ---------------------------------------------------------------------------------
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """``q * scale`` in a plain tensor; differentiable.
 
         Args:
-            dtype: of the result, bfloat16, float16 or float32; the tensor's own by default.
+            dtype: the result's, bfloat16, float16 or float32; the tensor's own by default.
 
         >>> GroupedTensor.quantize(torch.ones(2, 32, 16)).dequantize().unique()
         tensor([1.])
@@ -196,15 +214,15 @@ class GroupedTensor(Tensor):
         w: Tensor = _Dequantize.apply(self, dtype)
         return w
 
-    def kept(self, columnwise: bool) -> QuantizedWeight:
-        """As a layer's products read it: for fprop, and where asked for dgrad."""
+    def quantized_weight(self, columnwise: bool) -> QuantizedWeight:
+        """The parts that a layer's GEMMs read: for fprop, and if `columnwise` for dgrad."""
         self.check_whole()
         if columnwise and self.q_t is None:
-            return QuantizedWeight(self.q, self.scale, blocks.transposed(self.q))
+            return QuantizedWeight(self.q, self.scale, block_math.transposed(self.q))
         return QuantizedWeight(self.q, self.scale, self.q_t)
 
     def check_whole(self) -> None:
-        """Raise RuntimeError for a view of another shape, which has not the blocks of that."""
+        """Raise RuntimeError if this is a view of another shape: blocks are those of q's shape."""
         if self.shape != self.q.shape:
             raise RuntimeError(
                 f"GroupedTensor: blocks are read in the shape {list(self.q.shape)} that was "
@@ -221,7 +239,7 @@ class GroupedTensor(Tensor):
         part = self[index]
         if isinstance(part, GroupedTensor):
             part.copy_(value)
-        else:  # a copy: put it into a whole one
+        else:  # a high-precision copy: write to a whole one, and store that
             w, written = self.detach().dequantize(), self.new_zeros(self.shape, dtype=torch.bool)
             w[index] = value.to(w.dtype)
             written[index] = True
@@ -230,7 +248,7 @@ class GroupedTensor(Tensor):
 
     @torch.no_grad()
     def _with_blocks(self, w: Tensor, written: Tensor) -> "GroupedTensor":
-        """The blocks of w where any number was written; all others keep their bytes and scale."""
+        """The tensor with those blocks of w in which `written` is true anywhere."""
         *lead, N, K = self.q.shape
         shape = (math.prod(lead), N, K)
         q, scale, _ = ops.quantize_weight(
@@ -239,20 +257,21 @@ class GroupedTensor(Tensor):
             power_of_two_scales=self.recipe.power_of_two_scales,
             columnwise=False,
         )
-        of_blocks = F.max_pool2d(written.reshape(shape).float(), BLOCK, ceil_mode=True)
-        of_numbers = blocks.multiply_(torch.ones(shape, device=w.device), of_blocks).bool()
+        written_blocks = F.max_pool2d(written.reshape(shape).float(), BLOCK, ceil_mode=True)
+        ones = torch.ones(shape, device=w.device)
+        in_written_block = block_math.multiply_(ones, written_blocks).bool()
         before = self.q.view(torch.uint8).reshape(shape)
-        q = torch.where(of_numbers, q.view(torch.uint8), before).view(E4M3)
-        scale = torch.where(of_blocks.bool(), scale, self.scale.reshape(scale.shape))
+        q = torch.where(in_written_block, q.view(torch.uint8), before).view(E4M3)
+        scale = torch.where(written_blocks.bool(), scale, self.scale.reshape(scale.shape))
         parts = q.view(self.q.shape), scale.view(self.scale.shape)
-        return GroupedTensor(*parts, None, self._kind, self.shape)
+        return GroupedTensor(*parts, None, self.metadata, self.shape)
 
     @property
     def data(self) -> Tensor:
-        """The tensor without its history; it cannot be put into another's place.
+        """The tensor without its autograd history; read-only.
 
         Raises:
-            RuntimeError: where it is set. Bytes and scales would stay those of before.
+            RuntimeError: on assignment, which would leave q and scale as they were.
         """
         return self.detach()
 
@@ -264,7 +283,7 @@ class GroupedTensor(Tensor):
         )
 
     def data_ptr(self) -> int:
-        """0: its memory is that of its parts."""
+        """0: the tensor has no memory besides that of its parts."""
         return 0
 
     def share_memory_(self) -> "GroupedTensor":
@@ -273,43 +292,45 @@ class GroupedTensor(Tensor):
             "GroupedTensor: memory is not shared among processes, share the tensor's q and scale"
         )
 
-    # --- travelling ------------------------------------------------------------------------------
+    # --- compile, pickle, dispatch, FSDP2 --------------------------------------------------------
 
     @property
-    def _kind(self) -> Kind:
-        return self.dtype, self.recipe, self.stochastic_rounding
+    def metadata(self) -> Metadata:
+        """Its dtype and how it is quantized."""
+        return Metadata(self.dtype, self.recipe, self.stochastic_rounding)
 
-    def __tensor_flatten__(self) -> tuple[list[str], Kind]:
+    def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
         names = ["q", "scale"] if self.q_t is None else ["q", "scale", "q_t"]
-        return names, self._kind
+        return names, self.metadata
 
     @staticmethod
     def __tensor_unflatten__(
-        parts: dict[str, Tensor], kind: Kind, size: Sequence[int], stride: Sequence[int]
+        parts: dict[str, Tensor], metadata: Metadata, size: Sequence[int], stride: Sequence[int]
     ) -> "GroupedTensor":
-        return GroupedTensor(parts["q"], parts["scale"], parts.get("q_t"), kind, size)
+        return GroupedTensor(parts["q"], parts["scale"], parts.get("q_t"), metadata, size)
 
     def _stable_hash_for_caching(self) -> str:
         """What a compiled graph depends on, for torch's cache of graphs."""
-        names, kind = self.__tensor_flatten__()
+        names, metadata = self.__tensor_flatten__()
         parts = [getattr(self, name) for name in names]
         layouts = [(tuple(part.shape), part.stride(), part.storage_offset()) for part in parts]
-        facts = (names, kind, layouts, tuple(self.shape), self.device, self.requires_grad)
+        facts = (names, metadata, layouts, tuple(self.shape), self.device, self.requires_grad)
         return hashlib.blake2b(repr(facts).encode()).hexdigest()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # q_t is made again: a file need not hold everything twice. q goes as bytes, because plain
-        # pickle fails on float8 (torch 2.13), and options as plain values.
-        options = (*astuple(self.recipe), self.stochastic_rounding)
-        arguments = (
-            self.q.view(torch.uint8),
-            self.scale,
-            self.q_t is not None,
-            self.dtype,
-            options,
-        )
-        others = {name: value for name, value in vars(self).items() if name not in _ATTRIBUTES}
-        return _rebuild, (*arguments, tuple(self.shape), self.requires_grad, others)
+        state = {
+            "version": PICKLE_VERSION,
+            "q": self.q.view(torch.uint8),  # plain pickle fails on float8 (torch 2.13)
+            "scale": self.scale,
+            "columnwise": self.q_t is not None,  # q_t is made again from q: half the file
+            "shape": tuple(self.shape),
+            "dtype": self.dtype,
+            "recipe": asdict(self.recipe),
+            "stochastic_rounding": self.stochastic_rounding,
+            "requires_grad": self.requires_grad,
+            "attributes": {name: v for name, v in vars(self).items() if name not in _ATTRIBUTES},
+        }
+        return _rebuild, (state,)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -319,16 +340,16 @@ class GroupedTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        from grouped_linear.quantized.dispatch import dispatch  # which needs this class
-
-        return dispatch(func, args, kwargs or {})
+        handler = HANDLERS.get(func, HANDLERS[None])
+        return handler(func, args, kwargs or {})
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """What FSDP2 gathers of a shard: one byte an element, and the scales.
+        """What FSDP2 all-gathers of a shard: one byte an element, and the scales.
 
-        Where there is one process it gathers nothing and hands on one tensor alone (torch 2.13).
+        With one process, FSDP2 gathers nothing and passes on one tensor only (torch 2.13), so the
+        scales go as metadata.
 
         Raises:
             ValueError: if experts do not divide evenly among the processes.
@@ -348,14 +369,13 @@ class GroupedTensor(Tensor):
         *,
         out: "GroupedTensor | None" = None,
     ) -> tuple["GroupedTensor", tuple[Tensor]] | None:
-        """The whole weight from what FSDP2 gathered; q_t, which a shard does without, is made."""
+        """The whole weight from what FSDP2 gathered. A shard has no q_t, so it is computed here."""
         q, scale = gathered if own_scale is None else (*gathered, own_scale)
         if out is None:
-            q_t = blocks.transposed(q)
-            kind = (param_dtype, self.recipe, self.stochastic_rounding)
-            return GroupedTensor(q, scale, q_t, kind), (q_t,)
+            q_t = block_math.transposed(q)
+            return GroupedTensor(q, scale, q_t, self.metadata._replace(dtype=param_dtype)), (q_t,)
         assert out.q_t is not None
-        # As FSDP does with what it gathers: the backward reads it after it was gathered again.
+        # FSDP does the same with what it gathers: a backward reads it after it is gathered again.
         with torch.autograd.grad_mode._unsafe_preserve_version_counter(out.q_t):
             out.q_t.copy_(q.transpose(1, 2))
         return None
@@ -364,23 +384,16 @@ class GroupedTensor(Tensor):
 _ATTRIBUTES = ("q", "scale", "q_t", "recipe", "stochastic_rounding")
 
 
-def _rebuild(
-    q_bytes: Tensor,
-    scale: Tensor,
-    columnwise: bool,
-    dtype: torch.dtype,
-    options: tuple[Any, ...],
-    size: tuple[int, ...],
-    requires_grad: bool,
-    others: dict[str, Any],
-) -> GroupedTensor:
-    """What was pickled."""
-    q = q_bytes.view(E4M3)
-    *of_recipe, stochastic_rounding = options
-    kind = (dtype, Float8BlockScaling(*of_recipe), stochastic_rounding)
-    t = GroupedTensor(q, scale, blocks.transposed(q) if columnwise else None, kind, size)
-    vars(t).update(others)  # that it is a parameter is one of them
-    t.requires_grad_(requires_grad)
+def _rebuild(state: dict[str, Any]) -> GroupedTensor:
+    """A tensor from its pickled state."""
+    check_pickle_version("GroupedTensor", state["version"], PICKLE_VERSION)
+    q = state["q"].view(E4M3)
+    q_t = block_math.transposed(q) if state["columnwise"] else None
+    recipe = Float8BlockScaling(**state["recipe"])
+    metadata = Metadata(state["dtype"], recipe, state["stochastic_rounding"])
+    t = GroupedTensor(q, state["scale"], q_t, metadata, state["shape"])
+    vars(t).update(state["attributes"])  # one of them says that it is a parameter
+    t.requires_grad_(state["requires_grad"])
     return t
 
 
@@ -388,14 +401,14 @@ torch.serialization.add_safe_globals([_rebuild])
 
 
 def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
-    """Of a dense tensor."""
+    """The strides of a contiguous tensor of this size."""
     stride = [1]
     for n in reversed(size[1:]):
         stride.append(stride[-1] * n)
     return tuple(reversed(stride))
 
 
-def _check_recipe(recipe: Float8BlockScaling | None) -> Float8BlockScaling:
+def _check_recipe(recipe: Recipe | None) -> Float8BlockScaling:
     if recipe is None:
         return Float8BlockScaling()
     if not isinstance(recipe, Float8BlockScaling):
@@ -407,7 +420,7 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: GroupedTensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = t.dtype
-        return blocks.dequantize(t.q, t.scale, dtype).view(t.shape)
+        return block_math.dequantize(t.q, t.scale, dtype).view(t.shape)
 
     @staticmethod
     @once_differentiable

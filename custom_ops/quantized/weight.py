@@ -1,6 +1,6 @@
-"""What a layer does otherwise whose weight is a GroupedTensor.
+"""What a layer does differently if its weight is a GroupedTensor.
 
-`layer` and `op` are the names that a sentence begins with.
+`layer` and `op` are the names that error messages begin with.
 """
 
 from typing import Any
@@ -13,19 +13,19 @@ from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
 def check_quantized_weight(
     layer: str,
-    recipe: Recipe,
+    recipe: Recipe | None,
     quantized_weight: bool,
     cache_weights: bool,
-    **of_quantized_weight: bool,
+    **only_with_quantized_weight: bool,
 ) -> None:
-    """Raise ValueError for options of a quantized weight that do not go together.
+    """Raise ValueError for options of a layer that exclude each other.
 
     Args:
-        layer: whose they are.
+        layer: the layer's name.
         recipe: the layer's.
-        quantized_weight: whether its weight is to be kept quantized.
-        cache_weights: whether it has room for a quantized weight besides.
-        of_quantized_weight: options that mean nothing without, by their names.
+        quantized_weight: whether the weight is kept quantized.
+        cache_weights: whether the layer has a weight cache.
+        only_with_quantized_weight: options that need quantized_weight, by name.
     """
     if quantized_weight and not isinstance(recipe, Float8BlockScaling):
         raise ValueError(
@@ -35,35 +35,41 @@ def check_quantized_weight(
         raise ValueError(
             f"{layer}: cache_weights keeps what quantized_weight has already: choose one of them"
         )
-    for name, needs_grad_now in of_quantized_weight.items():
-        if needs_grad_now and not quantized_weight:
+    for name, given in only_with_quantized_weight.items():
+        if given and not quantized_weight:
             raise ValueError(f"{layer}: {name} needs quantized_weight=True")
 
 
-def kept_weight(op: str, w: GroupedTensor, recipe: Recipe, columnwise: bool) -> QuantizedWeight:
-    """A quantized weight as products read it.
+def quantized_weight_of(
+    op: str, w: GroupedTensor, recipe: Recipe | None, columnwise: bool
+) -> QuantizedWeight:
+    """The parts of a quantized weight that GEMMs read.
 
     Args:
-        op: what reads it.
+        op: the caller's name.
         w: the weight.
-        recipe: how products are computed.
-        columnwise: whether dgrad will read it, too.
+        recipe: the layer's.
+        columnwise: whether dgrad reads the weight too.
+
+    Raises:
+        ValueError: for another recipe than ``Float8BlockScaling``.
     """
     if not isinstance(recipe, Float8BlockScaling):
         raise ValueError(
             f"{op}: a quantized weight needs the recipe Float8BlockScaling, got {recipe!r}"
         )
-    return w.kept(columnwise)
+    return w.quantized_weight(columnwise)
 
 
 def convert_assigned(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Make parameters of a state that is assigned what they take the place of: quantized, or not.
+    """Convert a state that is loaded with ``assign=True``, in place, to what the module has.
 
-    A state that is copied needs no such thing, since copying converts.
+    A quantized weight is dequantized for a plain parameter, and a plain one quantized for a
+    quantized parameter. Without ``assign`` the state is copied, and ``copy_`` converts.
     """
     for name, own in module.named_parameters():
         w = state_dict.get(prefix + name)
-        if not isinstance(w, Tensor) or w.shape != own.shape:  # torch says so
+        if not isinstance(w, Tensor) or w.shape != own.shape:  # load_state_dict reports it
             continue
         if isinstance(w, GroupedTensor) and not isinstance(own, GroupedTensor):
             state_dict[prefix + name] = w.dequantize()

@@ -7,25 +7,31 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import E4M3
-from grouped_linear.recipes import QuantizedWeight, Quantizing
+from grouped_linear.quantized.pickle_version import check_pickle_version
+from grouped_linear.recipes import QuantizedWeight, Recipe
+
+PICKLE_VERSION = 1
 
 
 class WeightCache(nn.Module):
-    """A recipe's quantized weight in buffers that are never replaced, so that graphs may hold them.
+    """A recipe's quantized weight in buffers that are never replaced, so that graphs can read them.
 
-    Born cold, and cold again when the module loads, draws anew or moves its weight. Whoever writes
-    to the parameter otherwise, an optimizer or ``load_experts``, has the next call say True. Cold
-    scales are NaN, so that what is computed from them shows, also in a graph. In inference mode,
-    too, it is made of tensors that count their writes and that training can save.
+    The cache is cold at first: it holds no weight. It becomes cold again when the layer loads,
+    reinitializes or moves its weight. After any other write to the parameter, as by an optimizer or
+    ``load_experts``, pass ``is_first_microbatch=True`` to the next call. Scales of a cold cache are
+    NaN, so that results computed from it are NaN, also in a graph.
+
+    The buffers are ordinary tensors even if the cache is made in inference mode, so that their
+    writes are counted and that training can save them.
 
     A layer with ``cache_weights=True`` makes its own.
 
     Args:
-        recipe: that quantizes the weight.
-        E: groups.
+        recipe: how the weight is quantized.
+        E: experts.
         N: out_features.
         K: in_features.
-        device: of the buffers.
+        device: the buffers' device.
 
     >>> from grouped_linear import Float8BlockScaling
     >>> cache = WeightCache(Float8BlockScaling(), 2, 32, 16, "cpu")
@@ -39,21 +45,21 @@ class WeightCache(nn.Module):
     _cold_writes: int | None
 
     def __init__(
-        self, recipe: Quantizing, E: int, N: int, K: int, device: torch.device | str | None
+        self, recipe: Recipe, E: int, N: int, K: int, device: torch.device | str | None
     ) -> None:
         super().__init__()
         with torch.inference_mode(False):
-            kept = recipe.new_weight(E, N, K, device)
-        for name, t in kept._asdict().items():
+            weight = recipe.new_weight(E, N, K, device)
+        for name, t in weight._asdict().items():
             self.register_buffer(name, t, persistent=False)
         self.reset()
 
     @property
     def warm(self) -> bool:
-        """Whether it was written since it was last cold, by a graph or without one.
+        """Whether it was written since it was last cold, in eager mode or by a graph.
 
-        On the host nobody knows what a flag on the device decided, so this is for the sentence that
-        a mistake deserves; NaN is for the rest.
+        The host cannot know whether a flag on the device skipped a write. So this serves to report
+        what the host can see; the NaN of a cold cache shows the rest.
         """
         return self._writes != self._cold_writes
 
@@ -63,7 +69,7 @@ class WeightCache(nn.Module):
         return written._version
 
     def reset(self) -> None:
-        """Forget the weight."""
+        """Make the cache cold."""
         poisoned = (self.values, self.columnwise) if self.scale is None else (self.scale,)
         for t in poisoned:
             if t is not None:
@@ -71,7 +77,7 @@ class WeightCache(nn.Module):
         self._cold_writes = self._writes
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy counts its writes anew.
+        """The state of a copy, whose count of writes starts anew.
 
         float8 goes as bytes, because plain pickle fails on it (torch 2.13).
         """
@@ -79,10 +85,13 @@ class WeightCache(nn.Module):
             name: t.view(torch.uint8) if t is not None and t.dtype == E4M3 else t
             for name, t in self._buffers.items()
         }
-        return self.__dict__ | {"_cold_writes": -1 if self.warm else None, "_buffers": buffers}
+        changed = {"_cold_writes": -1 if self.warm else None, "_buffers": buffers}
+        return self.__dict__ | changed | {"pickle_version": PICKLE_VERSION}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy or a pickle: as warm as what it is of."""
+        """Restore a copy or a pickle, warm if the original is."""
+        state = dict(state)
+        check_pickle_version("WeightCache", state.pop("pickle_version"), PICKLE_VERSION)
         super().__setstate__(state)
         with torch.inference_mode(False):
             for name, t in self._buffers.items():
@@ -92,14 +101,15 @@ class WeightCache(nn.Module):
         if self._cold_writes is None:
             self._cold_writes = self._writes
 
-    def kept(self) -> QuantizedWeight:
-        """The buffers."""
+    def quantized_weight(self) -> QuantizedWeight:
+        """The buffers, as a recipe refreshes and reads them."""
         return QuantizedWeight(self.values, self.scale, self.columnwise)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "WeightCache":
-        """Follow the model to another device, but keep each dtype; what moved is cold.
+        """Follow the model to another device, but keep each dtype. A cache that moved is cold.
 
-        As is what was to become another dtype, where no buffer shows it: MXFP8's are bfloat16.
+        It is cold too if the model's dtype changes, because the weight does. A number in float32
+        shows such a change where no buffer does: MXFP8's are bfloat16.
         """
         number = torch.empty((), device=self.values.device)
         moved = fn(number) is not number
@@ -117,7 +127,7 @@ class WeightCache(nn.Module):
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing of it is saved; the weight it was made of is being replaced."""
+        """Become cold: loading replaces the weight. The cache itself is in no state dict."""
         super()._load_from_state_dict(*args, **kwargs)
         with torch.no_grad():
             self.reset()

@@ -1,0 +1,140 @@
+"""What a call of a layer passes to its gradient besides the tensors that are differentiated."""
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from grouped_linear.autograd.wgrad import MainGrad, Wgrad
+from grouped_linear.recipes import (
+    Experts,
+    LayerStates,
+    Operands,
+    QuantizedWeight,
+    QuantizerState,
+    Recipe,
+    is_transposed,
+)
+
+
+class StoredWeight(NamedTuple):
+    """A quantized weight that a call reads instead of quantizing the parameter."""
+
+    weight: QuantizedWeight
+    refresh: Tensor | bool = False
+    """Whether it is quantized from the parameter first; a tensor is read on the device."""
+
+
+class LinearOptions(NamedTuple):
+    """What differs from a plain call of a linear layer."""
+
+    states: LayerStates | None = None
+    """Under a recipe with a state."""
+    stored: StoredWeight | None = None
+    """The quantized weight to read: a layer's cache, or the parameter itself."""
+    main_grad: MainGrad | None = None
+    save_input: bool = False
+    """Save x itself for the backward, and quantize it for wgrad there."""
+    deferred_wgrad: deque[Wgrad] | None = None
+    """Where the backward leaves wgrad instead of computing it."""
+
+
+PLAIN_CALL = LinearOptions()
+
+
+class LinearContext(NamedTuple):
+    """One call of a linear layer.
+
+    A named tuple, as its fields are: Dynamo traces it as an argument of an autograd.Function, and
+    making a frozen dataclass takes an eager call 2.5 times as long.
+    """
+
+    recipe: Recipe
+    grad_enabled: bool
+    """Whether a backward may follow: ctx.needs_input_grad stays true under no_grad."""
+    weights: Experts
+    """What is quantized or multiplied; under autocast a copy of the parameters."""
+    options: LinearOptions
+    parameters: Experts = ()
+    """What a deferred gradient is of, the weights before autocast; empty without deferral.
+
+    Anything held here lives as long as the graph.
+    """
+
+    @property
+    def has_one_op_forward(self) -> bool:
+        """Whether an eager forward may be one op, which quantizes all of x and of the weight."""
+        return self.options.stored is None and self._may_use_linear_op
+
+    @property
+    def has_one_op_backward(self) -> bool:
+        """Whether an eager backward may be one op, which returns weight gradients."""
+        options = self.options
+        returned = options.main_grad is None and options.deferred_wgrad is None
+        return returned and self._may_use_linear_op
+
+    @property
+    def _may_use_linear_op(self) -> bool:
+        """Whether this is an eager call with one packed weight, stored as it is multiplied.
+
+        A compiled graph has the separate ops: passes look for them, and an op costs no time there.
+        """
+        if not self.recipe.has_linear_op or torch.compiler.is_compiling():
+            return False
+        weight = self.weights[0]
+        return not (self.options.save_input or weight.dim() == 2 or is_transposed(weight))
+
+    def for_backward(self) -> "LinearContext":
+        """What the backward needs: of computed weights shape, layout and dtype, not the values.
+
+        A parameter lives anyway. A weight that was computed would live as long as the graph.
+        """
+        if not self.grad_enabled or torch.compiler.is_compiling():
+            return self
+        if all(
+            isinstance(w, nn.Parameter) or (w.is_leaf and w.requires_grad) for w in self.weights
+        ):
+            return self
+        return self._replace(
+            weights=tuple(torch.empty_like(w, device="meta") for w in self.weights)
+        )
+
+    def weight_operands(self, columnwise: bool) -> Operands:
+        """The weight for fprop, and for dgrad if ``columnwise``: stored, or quantized now."""
+        recipe, _, weights, options, _ = self
+        state = None if options.states is None else options.states.weight
+        if options.stored is None:
+            if weights[0].dim() == 2:
+                return recipe.quantize_weight_list(weights, state, columnwise)
+            return recipe.quantize_weight(weights[0], state, columnwise)
+        quantized, refresh = options.stored
+        if refresh is not False:
+            flag = None if refresh is True else refresh
+            recipe.refresh_weight_(quantized, weights, state, flag)
+        return quantized.operands(columnwise)
+
+    def grad_output_state(self, scale: Tensor | None) -> QuantizerState | None:
+        """dy's state in the backward, with the scale that the forward saved.
+
+        It is saved so that an update between forward and backward raises; amax only ever grows.
+        """
+        states = self.options.states
+        if states is None:
+            return None
+        assert scale is not None
+        return QuantizerState(scale, states.grad_output.amax)
+
+    def wgrad(self, dy: Operands, x: Tensor, x_scale: Tensor | None, offs_E: Tensor) -> Wgrad:
+        """The weight gradient of dy and columnwise x."""
+        assert isinstance(dy.columnwise, Tensor)
+        return Wgrad(
+            self.weights,
+            self.options.main_grad,
+            self.parameters,
+            dy.columnwise,
+            x,
+            dy.columnwise_scale,
+            x_scale,
+            offs_E,
+        )

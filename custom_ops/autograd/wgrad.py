@@ -1,0 +1,142 @@
+"""Weight gradients: computed in the backward or later, returned or added to ``main_grad``.
+
+E groups, K in_features, N out_features.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_linear import ops
+from grouped_linear.autograd.gemm import weight_grad
+from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
+from grouped_linear.recipes import Experts
+
+
+class MainGrad(NamedTuple):
+    """The tensors to which weight gradients are added instead of being returned."""
+
+    tensors: Experts
+    """One [E, N, K], or E of [N, K], as the weight is."""
+    overwrite: Tensor | bool = False
+    """Whether they are overwritten instead; a tensor is read on the device."""
+    returns_zeros: bool = False
+    """Whether gradients of zero are returned besides, for those who wait for one."""
+
+
+def needs_grad_now(ctx: Any, needed: Sequence[bool], edges: slice) -> Sequence[bool]:
+    """Tell which of the needed gradients this backward is run for.
+
+    ``ctx.needs_input_grad`` says what a backward may be asked for. torch.autograd.grad of x alone
+    does not ask for the weight's gradient, which must then be neither added to main_grad nor
+    deferred. A gradient that is only returned does harm to nobody, so nobody asks for it here: the
+    question takes 3 us. A compiled backward computes all gradients, and so does a backward that is
+    run for some of several experts' parameters.
+
+    Args:
+        ctx: of an eager backward, or of one that is traced.
+        needed: the values of ctx.needs_input_grad for some inputs.
+        edges: their places in ctx.next_functions, which has an entry for each tensor alone.
+    """
+    if torch.compiler.is_compiling():
+        return needed
+
+    def runs(node: Any) -> bool:
+        try:
+            return torch._C._will_engine_execute_node(node)
+        except RuntimeError:  # a leaf, whose gradient torch.autograd.grad returns
+            return True
+
+    nodes = (node for node, _ in ctx.next_functions[edges])
+    return [need and runs(node) for need, node in zip(needed, nodes, strict=True)]
+
+
+class Wgrad(NamedTuple):
+    """The gradient of a weight, not computed yet: ``dy.T @ x`` over each group's rows."""
+
+    weights: Experts
+    """Whose shape, dtype and layout the gradient has; their values are not read."""
+    main_grad: MainGrad | None
+    parameters: Experts
+    """The layer's parameters, for a deferred gradient."""
+    dy: Tensor
+    x: Tensor
+    dy_scale: Tensor | None
+    x_scale: Tensor | None
+    offs: Tensor
+    captured: bool = False
+    """Whether a CUDA graph fills the tensors each time it is replayed."""
+    versions: tuple[int, int] | None = None
+    """Of dy and x when the gradient was deferred; None where they may be written meanwhile."""
+
+    def deferred(self, captured: bool) -> "Wgrad":
+        """The same without x's graph, and with the versions that detect an overwritten operand."""
+        versions = None if captured else (self.dy._version, self.x._version)
+        return self._replace(
+            dy=self.dy.detach(), x=self.x.detach(), captured=captured, versions=versions
+        )
+
+    def compute(self) -> tuple[Tensor | None, ...]:
+        """The gradient of each weight, or None where it went into main_grad."""
+        if self.versions not in (None, (self.dy._version, self.x._version)):
+            raise RuntimeError(
+                "GroupedLinear: backward_dw: the layer's input, or the gradient of its output, was "
+                "modified in place since the backward"
+            )
+        weights, main_grad = self.weights, self.main_grad
+        if main_grad is None:
+            dw_ENK = self._product(weights[0].dtype)
+            return (dw_ENK,) if weights[0].dim() == 3 else dw_ENK.unbind()
+        overwrite = main_grad.overwrite
+        if isinstance(overwrite, bool):
+            flag = main_grad.tensors[0].new_ones((), dtype=torch.bool) if overwrite else None
+        else:
+            flag = overwrite
+        self._add_to(main_grad.tensors, flag)
+        if main_grad.returns_zeros:
+            return tuple(w.new_zeros((), device=self.dy.device).expand(w.shape) for w in weights)
+        return (None,) * len(weights)
+
+    def _product(self, dtype: torch.dtype) -> Tensor:
+        return weight_grad(
+            self.weights[0], self.dy, self.x, self.dy_scale, self.x_scale, self.offs, dtype
+        )
+
+    def _add_to(self, main_grads: Experts, overwrite: Tensor | None) -> None:
+        dy, x, dy_scale, x_scale, offs = self.dy, self.x, self.dy_scale, self.x_scale, self.offs
+        per_expert = main_grads[0].dim() == 2
+        if per_expert and torch.compiler.is_compiling():
+            # Of a list that an op writes, Inductor clones every tensor if they share a buffer, as
+            # main_grads do. One by one it writes them in place.
+            for grad, dw_NK in zip(main_grads, self._product(torch.float32), strict=True):
+                total = grad + dw_NK
+                grad.copy_(total if overwrite is None else torch.where(overwrite, dw_NK, total))
+        elif dy_scale is None or x_scale is None:
+            if per_expert:
+                ops.grouped_mm_wgrad_list_(main_grads, dy, x, offs, overwrite)
+            else:
+                ops.grouped_mm_wgrad_(main_grads[0], dy, x, offs, overwrite)
+        else:
+            operands = dy, x, dy_scale, x_scale, offs
+            if per_expert:
+                ops.grouped_scaled_mm_wgrad_list_(main_grads, *operands, overwrite)
+            else:
+                ops.grouped_scaled_mm_wgrad_(main_grads[0], *operands, overwrite)
+
+
+class DeferredWgrad(torch.autograd.Function):
+    """A graph of its own for a deferred gradient, so that autograd runs the parameters' hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, wgrad: Wgrad, *parameters: Tensor) -> Tensor:
+        """Return a scalar to call backward on."""
+        ctx.wgrad = wgrad
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    @strictly_once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients that the layer's own backward left out."""
+        return None, *ctx.wgrad.compute()

@@ -1,0 +1,252 @@
+"""The gated activation between an expert's two linear layers, alone or fused with quantization.
+
+T rows, E groups, K features of h, Tp rows of the padded columnwise layout (see ops/quantize.py).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_linear.meta_kernels.rules import FLOAT32_MAX
+from grouped_linear.ops.quantize import GroupQuantized, requested
+
+_ops = torch.ops.grouped_linear
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """The form of the gated activation between the two linear layers of an expert.
+
+    With g = min(gate, limit) and u = min(max(up, -limit), limit)::
+
+        h = g * sigmoid(alpha * g) * (u + beta)
+
+    The default is ``silu(gate) * up``. Where the limit clamps gate or up, the gradient is zero; at
+    the limit itself it passes, as torch.clamp's did until torch 2.13 (2.15's does not).
+
+    ==============================  ===========================================================
+    DeepSeek-V4, GLM-5-Next, HY-V4  ``SwiGLU(limit=10.0)``, or what the model's config says
+    MiniMax-M3                      ``SwiGLU(alpha=1.702, beta=1.0, limit=7.0)``
+    GPT-OSS                         ``SwiGLU(alpha=1.702, beta=1.0, limit=7.0, interleaved=True)``
+    ==============================  ===========================================================
+
+    Args:
+        alpha: the factor inside the sigmoid.
+        beta: the constant added to up.
+        limit: positive, or None for no limit.
+        interleaved: gate is gate_up[..., 0::2] and up is gate_up[..., 1::2]. Otherwise gate is the
+            first half and up the second.
+
+    Raises:
+        ValueError: for an option of a wrong type or out of range.
+
+    >>> import torch
+    >>> from grouped_linear import ops
+    >>> gate_up = torch.cat([torch.full((1, 16), 3.0), torch.full((1, 16), 20.0)], dim=1)
+    >>> ops.swiglu(gate_up, torch.tensor([1]).int(), SwiGLU(limit=2.0))[0, 0]  # silu(2) * 2
+    tensor(3.5232)
+    """
+
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float | None = None
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name, number in (("alpha", self.alpha), ("beta", self.beta)):
+            if not isinstance(number, int | float) or not abs(number) <= FLOAT32_MAX:
+                raise ValueError(f"SwiGLU: {name} must be finite, got {number!r}")
+        limit = self.limit
+        if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+            raise ValueError(f"SwiGLU: limit must be positive, got {limit!r}")
+        if not isinstance(self.interleaved, bool):
+            raise ValueError(f"SwiGLU: interleaved must be True or False, got {self.interleaved!r}")
+
+    @property
+    def arguments(self) -> tuple[float, float, float | None, bool]:
+        """What ops take: alpha, beta, limit, interleaved."""
+        return self.alpha, self.beta, self.limit, self.interleaved
+
+
+PLAIN = SwiGLU()
+
+
+class SwigluQuantized(NamedTuple):
+    """What :func:`group_quantize_swiglu` returns; an output that was not requested is None."""
+
+    q: Tensor | None
+    """[T, K] e4m3."""
+    scale: Tensor | None
+    """[ceil(K / 128), round_up(T, 4)] float32."""
+    q_t: Tensor | None
+    """[Tp / 128, K, 128] e4m3."""
+    scale_t: Tensor | None
+    """[Tp / 128, K] float32."""
+    h: Tensor | None
+    """[T, K] of gate_up's dtype."""
+
+
+def swiglu(gate_up: Tensor, offs: Tensor, activation: SwiGLU = PLAIN) -> Tensor:
+    """The gated activation between the two linear layers of an expert.
+
+    With gate = gate_up[:, :K] and up = gate_up[:, K:]: ``h = silu(gate) * up``, silu(g) = g /
+    (1 + exp(-g)), computed in float32 and rounded once. CPU and GPU do the same operations in the
+    same order and give the same bits.
+
+    Args:
+        gate_up: [T, 2 K] bfloat16, float16 or float32, K a multiple of 16.
+        offs: [E] int32 group ends.
+        activation: another form, see :class:`grouped_linear.SwiGLU`.
+
+    Returns:
+        [T, K]; zero at and past offs[-1].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> gate_up = torch.cat([torch.zeros(2, 16), torch.ones(2, 16)], dim=1)
+    >>> swiglu(gate_up + 1, torch.tensor([1], dtype=torch.int32))[:, 0]  # silu(1) * 2
+    tensor([1.4621, 0.0000])
+    """
+    h: Tensor = _ops.swiglu(gate_up, offs, *activation.arguments)
+    return h
+
+
+def swiglu_grad(dh: Tensor, gate_up: Tensor, offs: Tensor, activation: SwiGLU = PLAIN) -> Tensor:
+    """The gradient of :func:`swiglu`.
+
+    ``d_gate = dh * up * s * (1 + gate * (1 - s))`` with s = 1 / (1 + exp(-gate)), and ``d_up = dh *
+    silu(gate)``, computed in float32 and rounded once. For other forms, with g, u, alpha and beta
+    of :class:`grouped_linear.SwiGLU` and s = 1 / (1 + exp(-alpha * g))::
+
+        d_gate = dh * (u + beta) * s * (1 + alpha * g * (1 - s))  where gate <= limit, else 0
+        d_up   = dh * g * s                                       where abs(up) <= limit, else 0
+
+    Args:
+        dh: [T, K] bfloat16, float16 or float32, K a multiple of 16.
+        gate_up: [T, 2 K] of dh's dtype.
+        offs: [E] int32 group ends.
+        activation: see :func:`swiglu`.
+
+    Returns:
+        d_gate_up [T, 2 K], laid out as gate_up is; zero at and past offs[-1].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> swiglu_grad(torch.ones(1, 16), torch.zeros(1, 32), torch.tensor([1]).int()).shape
+    torch.Size([1, 32])
+    """
+    d_gate_up: Tensor = _ops.swiglu_grad(dh, gate_up, offs, *activation.arguments)
+    return d_gate_up
+
+
+def group_quantize_swiglu(
+    gate_up: Tensor,
+    offs: Tensor,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    keep_h: bool = False,
+    share_scales: bool = False,
+    activation: SwiGLU = PLAIN,
+) -> SwigluQuantized:
+    """Compute ``h = silu(gate) * up`` and quantize it in one pass, without writing h.
+
+    The bits are those of :func:`group_quantize` of :func:`swiglu`: h is rounded to gate_up's dtype,
+    then quantized.
+
+    Args:
+        gate_up: [T, 2 K] bfloat16, float16 or float32, K a multiple of 16.
+        offs: [E] int32 group ends.
+        amax_epsilon: see :func:`group_quantize`.
+        power_of_two_scales: see :func:`group_quantize`.
+        rowwise: return q and scale.
+        columnwise: return q_t and scale_t.
+        keep_h: return h too, which is then written.
+        share_scales: see :func:`group_quantize`.
+        activation: see :func:`swiglu`.
+
+    Returns:
+        q, scale, q_t and scale_t of h [T, K], in the layouts of :func:`group_quantize`; h, zero at
+        and past offs[-1].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size or option.
+
+    >>> from grouped_linear.ops import group_quantize
+    >>> gate_up, offs = torch.randn(10, 128), torch.tensor([3, 10], dtype=torch.int32)
+    >>> fused = group_quantize_swiglu(gate_up, offs)
+    >>> unfused = group_quantize(swiglu(gate_up, offs), offs)
+    >>> torch.equal(fused.q.view(torch.uint8), unfused.q.view(torch.uint8))
+    True
+    """
+    outputs = _ops.group_quantize_swiglu(
+        gate_up,
+        offs,
+        amax_epsilon,
+        power_of_two_scales,
+        rowwise,
+        columnwise,
+        keep_h,
+        share_scales,
+        *activation.arguments,
+    )
+    return SwigluQuantized(*requested(outputs, rowwise, columnwise, keep_h))
+
+
+def group_quantize_swiglu_grad(
+    dh: Tensor,
+    gate_up: Tensor,
+    offs: Tensor,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    bias_grad: bool = False,
+    activation: SwiGLU = PLAIN,
+) -> GroupQuantized:
+    """Compute the gradient of :func:`swiglu` and quantize it in one pass, without writing it.
+
+    The bits are those of :func:`group_quantize` of :func:`swiglu_grad`.
+
+    Args:
+        dh: [T, K] bfloat16, float16 or float32, K a multiple of 16.
+        gate_up: [T, 2 K] of dh's dtype.
+        offs: [E] int32 group ends.
+        amax_epsilon: see :func:`group_quantize`.
+        power_of_two_scales: see :func:`group_quantize`.
+        rowwise: return q and scale.
+        columnwise: return q_t and scale_t.
+        bias_grad: return the sum of d_gate_up over each group's rows.
+        activation: see :func:`swiglu`.
+
+    Returns:
+        What :func:`group_quantize` returns for d_gate_up [T, 2 K].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size or option.
+
+    >>> dh, gate_up = torch.randn(10, 64), torch.randn(10, 128)
+    >>> dy = group_quantize_swiglu_grad(dh, gate_up, torch.tensor([3, 10], dtype=torch.int32))
+    >>> dy.q.shape
+    torch.Size([10, 128])
+    """
+    outputs = _ops.group_quantize_swiglu_grad(
+        dh,
+        gate_up,
+        offs,
+        amax_epsilon,
+        power_of_two_scales,
+        rowwise,
+        columnwise,
+        bias_grad,
+        *activation.arguments,
+    )
+    return GroupQuantized(*requested(outputs, rowwise, columnwise, bias_grad))

@@ -1,0 +1,360 @@
+"""Grouped GEMMs: M-grouped for fprop and dgrad, K-grouped for wgrad; and the bias gradient.
+
+T rows, E groups, K in_features, N out_features, Tp rows of the padded columnwise layout (see
+ops/quantize.py).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_ops = torch.ops.grouped_linear
+
+
+def _dtype_or(default: torch.dtype, dtype: torch.dtype | None) -> torch.dtype | None:
+    """None in place of an op's default dtype.
+
+    torch looks for __torch_function__ in every argument that is neither a tensor nor a plain Python
+    object. For a dtype that takes half a microsecond of a call's four.
+    """
+    return None if dtype is default else dtype
+
+
+def grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiply each group of rows by its own matrix. Differentiable.
+
+    For group e and its rows t: ``y[t] = a[t] @ b[e].T + bias[e]``.
+
+    Args:
+        a: [T, K] bfloat16, float16 or float32, rows sorted by group, K a multiple of 16.
+        b: [E, N, K] of a's dtype, N a multiple of 16. A transposed view is read in place, so dgrad
+            is ``grouped_mm(dy, w.transpose(1, 2), offs)``.
+        offs: [E] int32 group ends.
+        bias: [E, N] of the result's dtype.
+        out_dtype: the result's dtype; a's by default.
+
+    Returns:
+        [T, N]; zero at and past offs[-1].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+        NotImplementedError: in forward mode.
+
+    >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 32, 16), torch.tensor([2, 5])
+    >>> y = grouped_mm(a, b, offs.int())
+    >>> torch.allclose(y[2:], a[2:] @ b[1].T, atol=1e-5)
+    True
+    """
+    if forward_ad._current_level >= 0:  # torch would drop the tangents of a custom op silently
+        for t in (a, b, bias):
+            if t is not None and forward_ad.unpack_dual(t).tangent is not None:
+                raise NotImplementedError("grouped_mm: forward-mode autograd is not supported")
+    y: Tensor = _ops.grouped_mm(a, b, offs, bias, _dtype_or(a.dtype, out_dtype))
+    return y
+
+
+def grouped_mm_list(
+    a: Tensor,
+    b: Sequence[Tensor],
+    offs: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    transpose_b: bool = False,
+) -> Tensor:
+    """:func:`grouped_mm` with one matrix tensor a group.
+
+    Matrices that are adjacent in memory, as views of one tensor are, are read in place. Others are
+    gathered first. Every call compares addresses.
+
+    Args:
+        a: [T, K], see :func:`grouped_mm`.
+        b: E tensors [N, K] of a's dtype.
+        offs: [E] int32 group ends.
+        bias: [E, N] of the result's dtype.
+        out_dtype: the result's dtype; a's by default.
+        transpose_b: the matrices are [K, N], so ``y[t] = a[t] @ b[e] + bias[e]``.
+
+    Returns:
+        [T, N]; zero at and past offs[-1].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 32, 16), torch.tensor([2, 5]).int()
+    >>> torch.equal(grouped_mm_list(a, b.unbind(), offs), grouped_mm(a, b, offs))
+    True
+    """
+    y: Tensor = _ops.grouped_mm_list(a, list(b), offs, bias, out_dtype, transpose_b)
+    return y
+
+
+def grouped_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Multiply each group of quantized rows by its own quantized matrix.
+
+    ``y[t] = (a[t] * scale_a) @ (b[e] * scale_b).T + bias[e]``, accumulated in float32 and rounded
+    once. Block scales are applied every 128 elements of K. Either both operands have a scale a
+    block, or both have a scale a group.
+
+    Args:
+        a: [T, K] e4m3 with scale_a [ceil(K / 128), round_up(T, 4)], as :func:`group_quantize`
+            returns; or e4m3 or e5m2 with scale_a [E].
+        b: [E, N, K] e4m3 with scale_b [E, ceil(N / 128), ceil(K / 128)] of any strides, as
+            :func:`quantize_weight` returns, or with scale_b [E]. dgrad passes q_t and
+            ``scale.transpose(1, 2)``, or scale [E] as it is.
+        scale_a: see a.
+        scale_b: see b.
+        offs: [E] int32 group ends.
+        bias: [E, N] of the result's dtype.
+        out_dtype: the result's dtype, bfloat16, float16 or float32.
+
+    Returns:
+        [T, N]; zero at and past offs[-1].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> from grouped_linear.ops import group_quantize, quantize_weight
+    >>> offs = torch.tensor([2, 5], dtype=torch.int32)
+    >>> x, w = group_quantize(torch.ones(5, 16), offs), quantize_weight(torch.ones(2, 32, 16))
+    >>> grouped_scaled_mm(x.q, w.q, x.scale, w.scale, offs)[0, 0]
+    tensor(16., dtype=torch.bfloat16)
+    """
+    dtype = _dtype_or(torch.bfloat16, out_dtype)
+    y: Tensor = _ops.grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias, dtype)
+    return y
+
+
+def grouped_mm_wgrad(
+    dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Weight gradients: for each group, ``dw[e] = dy.T @ x`` over its rows.
+
+    Args:
+        dy: [T, N] bfloat16, float16 or float32, N a multiple of 16.
+        x: [T, K] of dy's dtype, K a multiple of 16.
+        offs: [E] int32 group ends.
+        out_dtype: the result's dtype; dy's by default.
+
+    Returns:
+        [E, N, K]; zero for an empty group.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> dy, x, offs = torch.ones(5, 16), torch.ones(5, 32), torch.tensor([2, 2, 5])
+    >>> grouped_mm_wgrad(dy, x, offs.int())[:, 0, 0]
+    tensor([2., 0., 3.])
+    """
+    dw: Tensor = _ops.grouped_mm_wgrad(dy, x, offs, _dtype_or(dy.dtype, out_dtype))
+    return dw
+
+
+def grouped_scaled_mm_wgrad(
+    dy_t: Tensor,
+    x_t: Tensor,
+    scale_dy_t: Tensor,
+    scale_x_t: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Weight gradients from columnwise data: for each group, ``dw[e] = dy.T @ x`` over its rows.
+
+    Args:
+        dy_t: [Tp / 128, N, 128] e4m3 with scale_dy_t [Tp / 128, N], from :func:`group_quantize`; or
+            e4m3 or e5m2 with scale_dy_t [E], one a group.
+        x_t: [Tp / 128, K, 128] e4m3 with scale_x_t [Tp / 128, K], from :func:`group_quantize`, or
+            with scale_x_t [E]. On a GPU, 128 features that share a scale are multiplied faster.
+        scale_dy_t: see dy_t.
+        scale_x_t: see x_t.
+        offs: [E] int32 group ends, the same that dy and x were quantized with.
+        out_dtype: the result's dtype, bfloat16, float16 or float32.
+
+    Returns:
+        [E, N, K]; zero for an empty group.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> from grouped_linear.ops import group_quantize
+    >>> offs = torch.tensor([2, 2, 5], dtype=torch.int32)
+    >>> dy = group_quantize(torch.ones(5, 16), offs, columnwise=True)
+    >>> x = group_quantize(torch.ones(5, 32), offs, columnwise=True)
+    >>> dw = grouped_scaled_mm_wgrad(dy.q_t, x.q_t, dy.scale_t, x.scale_t, offs)
+    >>> dw[:, 0, 0]
+    tensor([2., 0., 3.], dtype=torch.bfloat16)
+    """
+    dtype = _dtype_or(torch.bfloat16, out_dtype)
+    dw: Tensor = _ops.grouped_scaled_mm_wgrad(dy_t, x_t, scale_dy_t, scale_x_t, offs, dtype)
+    return dw
+
+
+def grouped_mm_wgrad_(
+    main_grad: Tensor, dy: Tensor, x: Tensor, offs: Tensor, overwrite: Tensor | None = None
+) -> None:
+    """Accumulate the weight gradients of :func:`grouped_mm_wgrad` into main_grad, in place.
+
+    The sum is computed in float32 and rounded once. An empty group's main_grad does not change.
+
+    Args:
+        main_grad: [E, N, K] float32 or bfloat16, contiguous.
+        dy: [T, N], see :func:`grouped_mm_wgrad`.
+        x: [T, K], see :func:`grouped_mm_wgrad`.
+        offs: [E] int32 group ends.
+        overwrite: a bool tensor of no dimensions on main_grad's device, which the kernel reads. If
+            it is true, main_grad is written without being read, and an empty group's becomes zero.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> main_grad, offs = torch.ones(2, 16, 32), torch.tensor([5, 5], dtype=torch.int32)
+    >>> grouped_mm_wgrad_(main_grad, torch.ones(5, 16), torch.ones(5, 32), offs)
+    >>> main_grad[:, 0, 0]
+    tensor([6., 1.])
+    """
+    _ops.grouped_mm_wgrad_(main_grad, dy, x, offs, overwrite)
+
+
+def grouped_scaled_mm_wgrad_(
+    main_grad: Tensor,
+    dy_t: Tensor,
+    x_t: Tensor,
+    scale_dy_t: Tensor,
+    scale_x_t: Tensor,
+    offs: Tensor,
+    overwrite: Tensor | None = None,
+) -> None:
+    """Accumulate the weight gradients of :func:`grouped_scaled_mm_wgrad` into main_grad, in place.
+
+    See :func:`grouped_mm_wgrad_`.
+
+    Args:
+        main_grad: [E, N, K] float32 or bfloat16, contiguous.
+        dy_t: [Tp / 128, N, 128], see :func:`grouped_scaled_mm_wgrad`.
+        x_t: [Tp / 128, K, 128], see :func:`grouped_scaled_mm_wgrad`.
+        scale_dy_t: see dy_t.
+        scale_x_t: see x_t.
+        offs: [E] int32 group ends.
+        overwrite: see :func:`grouped_mm_wgrad_`.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> from grouped_linear.ops import group_quantize
+    >>> offs = torch.tensor([5, 5], dtype=torch.int32)
+    >>> dy = group_quantize(torch.ones(5, 16), offs, columnwise=True)
+    >>> x = group_quantize(torch.ones(5, 32), offs, columnwise=True)
+    >>> main_grad = torch.ones(2, 16, 32)
+    >>> grouped_scaled_mm_wgrad_(main_grad, dy.q_t, x.q_t, dy.scale_t, x.scale_t, offs)
+    >>> main_grad[:, 0, 0]
+    tensor([6., 1.])
+    """
+    _ops.grouped_scaled_mm_wgrad_(main_grad, dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite)
+
+
+def grouped_mm_wgrad_list_(
+    main_grad: Sequence[Tensor],
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    overwrite: Tensor | None = None,
+) -> None:
+    """:func:`grouped_mm_wgrad_` with one main_grad tensor an expert.
+
+    Tensors that are adjacent in memory are written in place. Others are gathered first and copied
+    back.
+
+    Args:
+        main_grad: E tensors [N, K] float32 or bfloat16, contiguous.
+        dy: [T, N], see :func:`grouped_mm_wgrad`.
+        x: [T, K], see :func:`grouped_mm_wgrad`.
+        offs: [E] int32 group ends.
+        overwrite: see :func:`grouped_mm_wgrad_`.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> main_grad, offs = [torch.ones(16, 32), torch.ones(16, 32)], torch.tensor([5, 5]).int()
+    >>> grouped_mm_wgrad_list_(main_grad, torch.ones(5, 16), torch.ones(5, 32), offs)
+    >>> [expert[0, 0].item() for expert in main_grad]
+    [6.0, 1.0]
+    """
+    _ops.grouped_mm_wgrad_list_(list(main_grad), dy, x, offs, overwrite)
+
+
+def grouped_scaled_mm_wgrad_list_(
+    main_grad: Sequence[Tensor],
+    dy_t: Tensor,
+    x_t: Tensor,
+    scale_dy_t: Tensor,
+    scale_x_t: Tensor,
+    offs: Tensor,
+    overwrite: Tensor | None = None,
+) -> None:
+    """:func:`grouped_scaled_mm_wgrad_` with one main_grad tensor an expert.
+
+    See :func:`grouped_mm_wgrad_list_`.
+
+    Args:
+        main_grad: E tensors [N, K] float32 or bfloat16, contiguous.
+        dy_t: [Tp / 128, N, 128], see :func:`grouped_scaled_mm_wgrad`.
+        x_t: [Tp / 128, K, 128], see :func:`grouped_scaled_mm_wgrad`.
+        scale_dy_t: see dy_t.
+        scale_x_t: see x_t.
+        offs: [E] int32 group ends.
+        overwrite: see :func:`grouped_mm_wgrad_`.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> from grouped_linear.ops import group_quantize
+    >>> offs = torch.tensor([5, 5], dtype=torch.int32)
+    >>> dy = group_quantize(torch.ones(5, 16), offs, columnwise=True)
+    >>> x = group_quantize(torch.ones(5, 32), offs, columnwise=True)
+    >>> main_grad = [torch.ones(16, 32), torch.ones(16, 32)]
+    >>> grouped_scaled_mm_wgrad_list_(main_grad, dy.q_t, x.q_t, dy.scale_t, x.scale_t, offs)
+    >>> [expert[0, 0].item() for expert in main_grad]
+    [6.0, 1.0]
+    """
+    _ops.grouped_scaled_mm_wgrad_list_(
+        list(main_grad), dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite
+    )
+
+
+def grouped_bias_grad(dy: Tensor, offs: Tensor) -> Tensor:
+    """Sum dy over each group's rows: the gradient of a grouped bias.
+
+    Rows are added in float32 in a fixed order (the rows of a 128-row block eight at a time, then
+    the blocks), so equal inputs give equal bits.
+
+    Args:
+        dy: [T, N] bfloat16, float16 or float32, N a multiple of 16.
+        offs: [E] int32 group ends.
+
+    Returns:
+        [E, N] float32; zero for an empty group.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> grouped_bias_grad(torch.ones(5, 16), torch.tensor([2, 2, 5], dtype=torch.int32))[:, 0]
+    tensor([2., 0., 3.])
+    """
+    grad: Tensor = _ops.grouped_bias_grad(dy, offs)
+    return grad

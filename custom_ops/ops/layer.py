@@ -1,0 +1,166 @@
+"""A layer's forward or backward under block scaling as one op each.
+
+An eager op costs the host some ten microseconds, so small layers gain from fewer of them.
+
+T rows, E groups, K in_features, N out_features, Tp rows of the padded columnwise layout (see
+ops/quantize.py).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.grouped_linear
+
+
+class BlockScaledLinear(NamedTuple):
+    """What :func:`block_scaled_linear` returns; an output that was not requested is None."""
+
+    y: Tensor
+    """[T, N] of x's dtype."""
+    offs: Tensor
+    """[E] int32 group ends."""
+    x_t: Tensor | None
+    """[Tp / 128, K, 128] e4m3, x for wgrad."""
+    scale_x_t: Tensor | None
+    """[Tp / 128, K] float32."""
+    w_t: Tensor | None
+    """[E, K, N] e4m3, the weight for dgrad."""
+    scale_w: Tensor
+    """[E, ceil(N / 128), ceil(K / 128)] float32, for w_t."""
+
+
+class LinearGrad(NamedTuple):
+    """What :func:`block_scaled_linear_grad` returns; a gradient that was not computed is None."""
+
+    dx: Tensor | None
+    """[T, K] of dy's dtype."""
+    dw: Tensor | None
+    """[E, N, K]."""
+    db: Tensor | None
+    """[E, N] float32."""
+
+
+def block_scaled_linear(
+    x: Tensor,
+    w: Tensor,
+    m_splits: Tensor,
+    bias: Tensor | None = None,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    share_scales: bool = False,
+    columnwise_x: bool = True,
+    columnwise_w: bool = True,
+) -> BlockScaledLinear:
+    """A layer's forward under block scaling, as one op.
+
+    It does what :func:`splits_to_offsets`, :func:`group_quantize`, :func:`quantize_weight` and
+    :func:`grouped_scaled_mm` do, with the same bits::
+
+        y[t] = x[t] @ w[e].T + bias[e]  # for the rows t of group e
+
+    Args:
+        x: [T, K], see :func:`group_quantize`.
+        w: [E, N, K], see :func:`quantize_weight`.
+        m_splits: [E] rows of each group, see :func:`splits_to_offsets`.
+        bias: [E, N] of x's dtype.
+        amax_epsilon: the smallest amax that a block is scaled by.
+        power_of_two_scales: make scales powers of two.
+        share_scales: see :func:`group_quantize`.
+        columnwise_x: return x_t and scale_x_t, which wgrad reads.
+        columnwise_w: return w_t, which dgrad reads.
+
+    Returns:
+        y [T, N], zero in rows at and past sum(m_splits), and the operands of
+        :func:`block_scaled_linear_grad`.
+
+    Raises:
+        RuntimeError: as those ops do, in their names.
+
+    >>> x, w = torch.randn(5, 16), torch.randn(2, 32, 16)
+    >>> y, offs, *operands = block_scaled_linear(x, w, torch.tensor([2, 3]))
+    >>> y.shape, offs.tolist()
+    (torch.Size([5, 32]), [2, 5])
+    """
+    y, offs, x_t, scale_x_t, w_t, scale_w = _ops.block_scaled_linear(
+        x,
+        w,
+        m_splits,
+        bias,
+        amax_epsilon,
+        power_of_two_scales,
+        share_scales,
+        columnwise_x,
+        columnwise_w,
+    )
+    return BlockScaledLinear(
+        y,
+        offs,
+        x_t if columnwise_x else None,
+        scale_x_t if columnwise_x else None,
+        w_t if columnwise_w else None,
+        scale_w,
+    )
+
+
+def block_scaled_linear_grad(
+    dy: Tensor,
+    offs: Tensor,
+    x_t: Tensor | None,
+    scale_x_t: Tensor | None,
+    w_t: Tensor | None,
+    scale_w: Tensor | None,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    bias_grad: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> LinearGrad:
+    """The gradients of :func:`block_scaled_linear` as one op.
+
+    It does what :func:`group_quantize` of dy, :func:`grouped_scaled_mm` and
+    :func:`grouped_scaled_mm_wgrad` do, with the same bits. For the rows t of group e::
+
+        dx[t] = dy[t] @ w[e]    dw[e] = dy[group e].T @ x[group e]    db[e] = sum of dy[t]
+
+    Args:
+        dy: [T, N], see :func:`group_quantize`.
+        offs: [E] int32 group ends.
+        x_t: [Tp / 128, K, 128] e4m3; None computes no dw.
+        scale_x_t: see x_t.
+        w_t: [E, K, N] e4m3; None computes no dx.
+        scale_w: [E, ceil(N / 128), ceil(K / 128)], see w_t.
+        amax_epsilon: the smallest amax that a block of dy is scaled by.
+        power_of_two_scales: make dy's scales powers of two.
+        bias_grad: return db.
+        out_dtype: dw's dtype; dy's by default.
+
+    Returns:
+        dx [T, K] of dy's dtype, dw [E, N, K] and db [E, N] float32; None if not computed.
+
+    Raises:
+        RuntimeError: as those ops do, in their names; and if neither x_t nor w_t is given.
+
+    >>> x, w = torch.ones(5, 16), torch.ones(2, 32, 16)
+    >>> y, offs, *operands = block_scaled_linear(x, w, torch.tensor([2, 3]))
+    >>> dx, dw, db = block_scaled_linear_grad(torch.ones_like(y), offs, *operands, bias_grad=True)
+    >>> dx[0, 0].item(), dw[:, 0, 0].tolist(), db[:, 0].tolist()
+    (32.0, [2.0, 3.0], [2.0, 3.0])
+    """
+    dx, dw, db = _ops.block_scaled_linear_grad(
+        dy,
+        offs,
+        x_t,
+        scale_x_t,
+        w_t,
+        scale_w,
+        amax_epsilon,
+        power_of_two_scales,
+        bias_grad,
+        out_dtype,
+    )
+    return LinearGrad(
+        None if w_t is None else dx, None if x_t is None else dw, db if bias_grad else None
+    )

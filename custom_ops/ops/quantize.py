@@ -1,0 +1,375 @@
+"""Quantize rows, activations or gradients, group by group; and dequantize them.
+
+T rows, E groups, K features. Tp is the number of rows of the padded columnwise layout: every group
+starts at a new block of 128 rows, so ``Tp = 128 * floor((T + 127 * min(E, T)) / 128)`` has room for
+any group sizes.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.grouped_linear
+
+
+class GroupQuantized(NamedTuple):
+    """Rows quantized in blocks; an output that was not requested is None.
+
+    Shapes and dtypes of scales are those of 1x128 blocks; :func:`group_quantize_mx` has others.
+    """
+
+    q: Tensor | None
+    """[T, K] e4m3, for fprop and dgrad."""
+    scale: Tensor | None
+    """[ceil(K / 128), round_up(T, 4)] float32, for q."""
+    q_t: Tensor | None
+    """[Tp / 128, K, 128] e4m3, for wgrad."""
+    scale_t: Tensor | None
+    """[Tp / 128, K] float32, for q_t."""
+    bias_grad: Tensor | None
+    """[E, K] float32."""
+
+
+class PerGroupQuantized(NamedTuple):
+    """Rows quantized with one scale a group; an output that was not requested is None."""
+
+    q: Tensor | None
+    """[T, K] e4m3 or e5m2."""
+    scale: Tensor
+    """[E] float32, for q and q_t."""
+    q_t: Tensor | None
+    """[Tp / 128, K, 128] of q's dtype."""
+    bias_grad: Tensor | None
+    """[E, K] float32."""
+
+
+class MxRounded(NamedTuple):
+    """What :func:`group_round_mx` returns; an output that was not requested is None."""
+
+    x_rowwise: Tensor | None
+    """[T, K] bfloat16."""
+    x_columnwise: Tensor | None
+    """[T, K] bfloat16."""
+    bias_grad: Tensor | None
+    """[E, K] float32."""
+
+
+def requested(
+    outputs: Sequence[Tensor], rowwise: bool, columnwise: bool, fifth: bool
+) -> tuple[Tensor | None, ...]:
+    """The outputs of an op that quantizes in blocks; one that was not requested becomes None.
+
+    An op returns an empty tensor in its place. `fifth` requests what follows q, scale, q_t and
+    scale_t, which differs from op to op.
+    """
+    q, scale, q_t, scale_t, fifth_output = outputs
+    return (
+        q if rowwise else None,
+        scale if rowwise else None,
+        q_t if columnwise else None,
+        scale_t if columnwise else None,
+        fifth_output if fifth else None,
+    )
+
+
+def group_quantize(
+    x: Tensor,
+    offs: Tensor,
+    rows: Tensor | None = None,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    bias_grad: bool = False,
+    share_scales: bool = False,
+    factor: Tensor | None = None,
+) -> GroupQuantized:
+    """Quantize activations or gradients to e4m3 in 1x128 blocks; one pass over x for all outputs.
+
+    A rowwise block is 128 features of one row; fprop and dgrad read these. A columnwise block is
+    128 rows of one feature, counted from the group's first row; wgrad reads these. For each block,
+    in float32::
+
+        amax = max(largest finite |x|, amax_epsilon)
+        factor = min(448 / amax, 2 ** 126)  # 1 if amax is 0; power_of_two_scales rounds it down
+        q, scale = e4m3(x * factor), 1 / factor
+
+    e4m3() rounds to nearest even. An infinity or NaN becomes NaN and changes no other element.
+
+    Args:
+        x: [T, K] bfloat16, float16 or float32, K a multiple of 16. Any row stride is read in place;
+            an x with an inner stride other than 1 is copied first.
+        offs: [E] int32 group ends.
+        rows: [T] int32 or int64: quantize x[rows] of x [S, K], for example tokens sorted by expert.
+            Entries at and past offs[-1] are ignored. On CPU an index outside x raises; on a GPU it
+            is clamped into x.
+        amax_epsilon: the smallest amax that a block is scaled by.
+        power_of_two_scales: make scales powers of two, so that scaling changes no mantissa.
+        rowwise: return q and scale.
+        columnwise: return q_t and scale_t.
+        bias_grad: return the sum of x over each group's rows, added in a fixed order.
+        share_scales: let 128 columnwise blocks of 128 neighbouring features, counted from the
+            first, share the scale of their largest amax (before amax_epsilon). They share it only
+            if each of their amaxes is 0 or at least 1/256 of the largest. wgrad reads blocks of x
+            with a shared scale 1.2 to 1.8 times as fast. e4m3 is a floating-point format: only
+            numbers below 2**-13 of the largest lose bits, at most 2**-9.8 of their own feature's
+            amax.
+        factor: [T] float32, only with rows: quantize x[rows] * factor, rounded to x's dtype first.
+
+    Returns:
+        q [T, K]; scale [ceil(K / 128), round_up(T, 4)], one column for each row of x; q_t
+        [Tp / 128, K, 128] with Tp = 128 * floor((T + 127 * min(E, T)) / 128): every group starts at
+        a new block and its last block is padded with zeros; scale_t [Tp / 128, K]; bias_grad [E, K]
+        float32. Bytes that belong to no group are unspecified.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size, index or option.
+
+    >>> x, offs = torch.randn(10, 64), torch.tensor([3, 10], dtype=torch.int32)
+    >>> quantized = group_quantize(x, offs, columnwise=True)
+    >>> quantized.q.shape, quantized.scale.shape, quantized.q_t.shape
+    (torch.Size([10, 64]), torch.Size([1, 12]), torch.Size([2, 64, 128]))
+    """
+    scaling = amax_epsilon, power_of_two_scales
+    outputs = _ops.group_quantize(
+        x, offs, rows, *scaling, rowwise, columnwise, bias_grad, share_scales, factor
+    )
+    return GroupQuantized(*requested(outputs, rowwise, columnwise, bias_grad))
+
+
+def group_quantize_current(
+    x: Tensor,
+    offs: Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = False,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    bias_grad: bool = False,
+) -> PerGroupQuantized:
+    """Quantize activations or gradients with one scale a group, from the group's own amax.
+
+    The formula is that of :func:`group_quantize`, with the amax of all of a group's rows and with
+    the dtype's largest number in place of 448. x is read twice, the first time for the amax. In
+    e5m2 an infinity stays an infinity.
+
+    Args:
+        x: [T, K] bfloat16, float16 or float32, K a multiple of 16.
+        offs: [E] int32 group ends.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        amax_epsilon: the smallest amax that a group is scaled by.
+        power_of_two_scales: make scales powers of two, so that scaling changes no mantissa.
+        rowwise: return q.
+        columnwise: return q_t, in the layout and with the padding of :func:`group_quantize`.
+        bias_grad: return the sum of x over each group's rows, added in a fixed order.
+
+    Returns:
+        q [T, K]; scale [E], 1 for an empty group; q_t [Tp / 128, K, 128]; bias_grad [E, K].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size or option.
+
+    >>> x, offs = torch.tensor([[448.0] * 16, [7.0] * 16]), torch.tensor([1, 2], dtype=torch.int32)
+    >>> quantized = group_quantize_current(x, offs)
+    >>> quantized.scale, quantized.q[:, 0].float()
+    (tensor([1.0000, 0.0156]), tensor([448., 448.]))
+    """
+    q, scale, q_t, grad = _ops.group_quantize_current(
+        x, offs, dtype, amax_epsilon, power_of_two_scales, rowwise, columnwise, bias_grad
+    )
+    return PerGroupQuantized(
+        q if rowwise else None,
+        scale,
+        q_t if columnwise else None,
+        grad if bias_grad else None,
+    )
+
+
+def group_quantize_delayed_(
+    amax: Tensor | None,
+    x: Tensor,
+    offs: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    bias_grad: bool = False,
+) -> PerGroupQuantized:
+    """Quantize activations or gradients with given scales, one a group, and record their amax.
+
+    ``q = fp8(x * (1 / scale[e]))``, in one pass over x. Finite numbers saturate at the dtype's
+    largest. ``amax[e]`` becomes the maximum of itself and of the group's magnitudes; an infinity or
+    NaN counts as infinity. Recording the same rows twice changes nothing.
+
+    Args:
+        amax: [E] float32, contiguous, updated in place; None to record nothing.
+        x: [T, K] bfloat16, float16 or float32, K a multiple of 16.
+        offs: [E] int32 group ends.
+        scale: [E] float32.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        rowwise: return q.
+        columnwise: return q_t.
+        bias_grad: return the sum of x over each group's rows, added in a fixed order.
+
+    Returns:
+        As :func:`group_quantize_current`; scale is the given one.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> amax, scale = torch.zeros(2), torch.tensor([1.0, 2.0])
+    >>> x, offs = torch.full((2, 16), 6.0), torch.tensor([1, 2], dtype=torch.int32)
+    >>> group_quantize_delayed_(amax, x, offs, scale).q[:, 0].float(), amax
+    (tensor([6., 3.]), tensor([6., 6.]))
+    """
+    q, q_t, grad = _ops.group_quantize_delayed_(
+        amax, x, offs, scale, dtype, rowwise, columnwise, bias_grad
+    )
+    return PerGroupQuantized(
+        q if rowwise else None,
+        scale,
+        q_t if columnwise else None,
+        grad if bias_grad else None,
+    )
+
+
+def group_quantize_mx(
+    x: Tensor,
+    offs: Tensor,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    bias_grad: bool = False,
+) -> GroupQuantized:
+    """Quantize activations or gradients to MXFP8: e4m3 in blocks of 32 with E8M0 scales.
+
+    Rowwise blocks are 32 features of one row, columnwise blocks 32 rows of one feature, counted
+    from the group's first row. For each block::
+
+        scale = 2 ** ceil(log2(largest finite |x| / 448)), between 2 ** -124 and 2 ** 119
+        q = e4m3(x / scale)
+
+    so that ``q * scale`` is always exactly a finite bfloat16 number. e4m3() rounds to nearest even
+    and saturates. An infinity or NaN becomes NaN and changes no other element.
+
+    Args:
+        x: [T, K] bfloat16, float16 or float32, K a multiple of 16.
+        offs: [E] int32 group ends.
+        rowwise: return q and scale.
+        columnwise: return q_t and scale_t.
+        bias_grad: return the sum of x over each group's rows, added in a fixed order.
+
+    Returns:
+        q [T, K]; scale [T, ceil(K / 32)] e8m0; q_t [Tp / 128, K, 128] as :func:`group_quantize`
+        lays it out; scale_t [Tp / 128, K, 4] e8m0; bias_grad [E, K] float32. Bytes that belong to
+        no group are unspecified.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size or option.
+
+    >>> x, offs = torch.full((2, 32), 3.0), torch.tensor([2], dtype=torch.int32)
+    >>> quantized = group_quantize_mx(x, offs)
+    >>> quantized.q[0, 0].float(), quantized.scale[0, 0].float()
+    (tensor(384.), tensor(0.0078))
+    """
+    outputs = _ops.group_quantize_mx(x, offs, rowwise, columnwise, bias_grad)
+    return GroupQuantized(*requested(outputs, rowwise, columnwise, bias_grad))
+
+
+def group_round_mx(
+    x: Tensor,
+    offs: Tensor,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    bias_grad: bool = False,
+) -> MxRounded:
+    """Round to numbers that MXFP8 holds: :func:`group_quantize_mx` and back, in one pass.
+
+    The conversion back to bfloat16 is exact, so a BF16 GEMM of the results computes with the MXFP8
+    numbers.
+
+    Args:
+        x: [T, K] bfloat16, float16 or float32, K a multiple of 16.
+        offs: [E] int32 group ends.
+        rowwise: return x rounded in blocks of 32 features.
+        columnwise: return x rounded in blocks of 32 rows.
+        bias_grad: return the sum of x over each group's rows, added in a fixed order.
+
+    Returns:
+        x_rowwise and x_columnwise [T, K] bfloat16; bias_grad [E, K] float32. Rows that belong to no
+        group are unspecified.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size or option.
+
+    >>> x, offs = torch.tensor([[100.0] + 31 * [3.3]]), torch.tensor([1], dtype=torch.int32)
+    >>> group_round_mx(x, offs).x_rowwise[0, :2]
+    tensor([96.0000,  3.2500], dtype=torch.bfloat16)
+    """
+    x_rowwise, x_columnwise, grad = _ops.group_round_mx(x, offs, rowwise, columnwise, bias_grad)
+    return MxRounded(
+        x_rowwise if rowwise else None,
+        x_columnwise if columnwise else None,
+        grad if bias_grad else None,
+    )
+
+
+def group_dequantize(q: Tensor, scale: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantize rowwise data of :func:`group_quantize`.
+
+    ``x[t, k] = q[t, k] * scale[k // 128, t]``.
+
+    Args:
+        q: [T, K] e4m3.
+        scale: [ceil(K / 128), round_up(T, 4)] float32.
+        offs: [E] int32 group ends.
+        dtype: of the result, bfloat16, float16 or float32.
+
+    Returns:
+        [T, K]; zero at and past offs[-1].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> x, offs = torch.full((2, 16), 3.0), torch.tensor([1], dtype=torch.int32)
+    >>> quantized = group_quantize(x, offs)
+    >>> group_dequantize(quantized.q, quantized.scale, offs, torch.float32)[:, 0]
+    tensor([3., 0.])
+    """
+    x: Tensor = _ops.group_dequantize(q, scale, offs, dtype)
+    return x
+
+
+def group_dequantize_t(
+    q_t: Tensor, scale_t: Tensor, offs: Tensor, num_rows: int, dtype: torch.dtype
+) -> Tensor:
+    """Dequantize columnwise data of :func:`group_quantize`, back to row-major order.
+
+    For row r of block b: ``x[t, k] = q_t[b, k, r] * scale_t[b, k]``.
+
+    Args:
+        q_t: [Tp / 128, K, 128] e4m3.
+        scale_t: [Tp / 128, K] float32.
+        offs: [E] int32 group ends.
+        num_rows: T of the x that was quantized.
+        dtype: of the result, bfloat16, float16 or float32.
+
+    Returns:
+        [T, K]; zero at and past offs[-1].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> x, offs = torch.full((2, 16), 3.0), torch.tensor([1], dtype=torch.int32)
+    >>> quantized = group_quantize(x, offs, columnwise=True)
+    >>> group_dequantize_t(quantized.q_t, quantized.scale_t, offs, 2, torch.float32)[:, 0]
+    tensor([3., 0.])
+    """
+    x: Tensor = _ops.group_dequantize_t(q_t, scale_t, offs, num_rows, dtype)
+    return x

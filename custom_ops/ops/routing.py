@@ -1,0 +1,133 @@
+"""Group sizes to offsets, and tokens to the rows of their experts and back.
+
+T tokens, C experts chosen for a token, R = T * C rows, E experts, H features of a token.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.grouped_linear
+
+
+class SortedByExpert(NamedTuple):
+    """What :func:`sort_by_expert` returns for R = T * C choices."""
+
+    choice: Tensor
+    """[R] int32, for each row its index into the flattened [T, C]."""
+    token: Tensor
+    """[R] int32, for each row its token."""
+    row: Tensor
+    """[T, C] int32, for each choice its row."""
+    offs: Tensor
+    """[E] int32, the end of each expert's rows."""
+
+
+def splits_to_offsets(
+    m_splits: Tensor,
+    num_rows: int,
+    *,
+    alignment: int = 1,
+    stride: int = 1,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Turn group sizes into group ends, in one launch.
+
+    ``offs[e] = stride * min(num_rows, sum of round_up(m_splits[i], alignment) for i <= e)``.
+
+    Args:
+        m_splits: [E] int32 or int64, 1 <= E <= 1024. On CPU negative sizes, and sizes that sum to
+            more than num_rows, raise. On a GPU negative sizes count as zero and sums saturate.
+        num_rows: the number of rows, an upper bound of every end.
+        alignment: every group's size is rounded up to a multiple of it.
+        stride: elements in a row, to get element offsets.
+        dtype: the result's dtype, int32 (the default) or int64.
+
+    Returns:
+        [E] ends.
+
+    Raises:
+        RuntimeError: for a wrong shape or dtype, or if num_rows * stride does not fit in dtype.
+
+    >>> splits_to_offsets(torch.tensor([3, 0, 5]), 10)
+    tensor([3, 3, 8], dtype=torch.int32)
+    """
+    offs: Tensor = _ops.splits_to_offsets(m_splits, num_rows, alignment, stride, dtype)
+    return offs
+
+
+def sort_by_expert(experts: Tensor, num_experts: int) -> SortedByExpert:
+    """Sort tokens' choices by expert; an expert's rows stay in the order of their tokens.
+
+    Sorted row i is entry ``choice[i]`` of the flattened `experts` and belongs to token ``token[i] =
+    choice[i] // C``. In the other direction, ``row.flatten()[choice[i]] = i``. Expert e has the
+    rows [offs[e-1], offs[e]). This is a counting sort: one launch up to 1024 choices, two above.
+    The sort is stable, so CPU and GPU give the same result. Not differentiable.
+
+    Args:
+        experts: [T, C] int32 or int64, the experts of each token. A number outside [0, num_experts)
+            means no expert: its row comes last, past ``offs[-1]``.
+        num_experts: E, at most 1024.
+
+    Returns:
+        choice, token, row and offs, int32.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype or size.
+
+    >>> sort_by_expert(torch.tensor([[1, 0], [2, 1], [-1, 2]]), 3).offs
+    tensor([1, 3, 5], dtype=torch.int32)
+    """
+    return SortedByExpert(*_ops.sort_by_expert(experts, num_experts))
+
+
+def gather_sum(y: Tensor, rows: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Sum gathered rows, weighted or not: experts' outputs back to their tokens.
+
+    ``out[t] = sum over c of weight[t, c] * y[rows[t, c]]``, from the first c to the last, in
+    float32 and rounded once. CPU and GPU give the same bits, except the bits of a NaN. The op is
+    not differentiable; :class:`grouped_linear.GroupedMLP`, which uses it, is.
+
+    Args:
+        y: [R, H] bfloat16, float16 or float32, H a multiple of 16.
+        rows: [T, C] int32 or int64. On CPU an index outside y raises; on a GPU it is clamped.
+        weight: [T, C] float32; None for ones.
+
+    Returns:
+        [T, H] of y's dtype.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size or number.
+
+    >>> y = torch.tensor([[1.0] * 16, [10.0] * 16, [100.0] * 16])
+    >>> gather_sum(y, torch.tensor([[0, 1], [2, 2]]), torch.tensor([[1.0, 2.0], [1.0, 0.0]]))[:, 0]
+    tensor([ 21., 100.])
+    """
+    out: Tensor = _ops.gather_sum(y, rows, weight)
+    return out
+
+
+def gather_dot(a: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+    """Dot products with gathered rows: the gradient of :func:`gather_sum` by its weights.
+
+    ``out[t, c] = dot(a[t], y[rows[t, c]])``, summed in float32 in a fixed order. Not
+    differentiable.
+
+    Args:
+        a: [T, H] of y's dtype.
+        y: [R, H] bfloat16, float16 or float32, H a multiple of 16.
+        rows: [T, C] int32 or int64. On CPU an index outside y raises; on a GPU it is clamped.
+
+    Returns:
+        [T, C] float32.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size or number.
+
+    >>> y = torch.tensor([[1.0] * 16, [2.0] * 16])
+    >>> gather_dot(torch.ones(1, 16), y, torch.tensor([[1, 0]]))
+    tensor([[32., 16.]])
+    """
+    out: Tensor = _ops.gather_dot(a, y, rows)
+    return out

@@ -1,0 +1,195 @@
+"""Update in place what a layer keeps between calls: cached weights, and scales of delayed scaling.
+
+E experts, K in_features, N out_features.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from grouped_linear.meta_kernels.rules import Rules
+
+_ops = torch.ops.grouped_linear
+
+
+def refresh_weight_(
+    w: Tensor | Sequence[Tensor],
+    refresh: Tensor | None,
+    q: Tensor,
+    scale: Tensor,
+    q_t: Tensor | None,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+) -> None:
+    """Quantize a weight into the tensors of an earlier :func:`quantize_weight`.
+
+    Args:
+        w: [E, N, K], see :func:`quantize_weight`, or E tensors [N, K].
+        refresh: a bool tensor of no dimensions on w's device, which the kernel reads. If it is
+            false, no byte changes. None always refreshes.
+        q: [E, N, K] e4m3, contiguous, written.
+        scale: [E, ceil(N / 128), ceil(K / 128)] float32, contiguous, written.
+        q_t: [E, K, N] e4m3, contiguous, written; or None.
+        amax_epsilon: the smallest amax that a block is scaled by.
+        power_of_two_scales: make scales powers of two.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> from grouped_linear.ops import quantize_weight
+    >>> w = torch.ones(2, 32, 16)
+    >>> q, scale, q_t = quantize_weight(w)
+    >>> refresh_weight_(8 * w, torch.tensor(False), q, scale, q_t)
+    >>> scale[0].item()
+    0.00390625
+    >>> refresh_weight_(8 * w, torch.tensor(True), q, scale, q_t)
+    >>> scale[0].item()
+    0.03125
+    """
+    _ops.refresh_weight_(_experts(w), refresh, q, scale, q_t, amax_epsilon, power_of_two_scales)
+
+
+def refresh_weight_current_(
+    w: Tensor | Sequence[Tensor],
+    refresh: Tensor | None,
+    q: Tensor,
+    scale: Tensor,
+    q_t: Tensor | None,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = False,
+) -> None:
+    """Quantize a weight into the tensors of an earlier :func:`quantize_weight_current`.
+
+    Args:
+        w: [E, N, K] or E tensors [N, K]. Tensors that are not adjacent in memory are gathered
+            first.
+        refresh: see :func:`refresh_weight_`.
+        q: [E, N, K] e4m3, contiguous, written.
+        scale: [E] float32, contiguous, written.
+        q_t: [E, K, N] e4m3, contiguous, written; or None.
+        amax_epsilon: the smallest amax that an expert is scaled by.
+        power_of_two_scales: make scales powers of two.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> from grouped_linear.ops import quantize_weight_current
+    >>> w = torch.ones(2, 32, 16)
+    >>> q, scale, q_t = quantize_weight_current(w)
+    >>> refresh_weight_current_(448 * w, None, q, scale, q_t)
+    >>> scale
+    tensor([1., 1.])
+    """
+    _ops.refresh_weight_current_(
+        _experts(w), refresh, q, scale, q_t, amax_epsilon, power_of_two_scales
+    )
+
+
+def refresh_weight_delayed_(
+    amax: Tensor | None,
+    w: Tensor | Sequence[Tensor],
+    state: Tensor,
+    refresh: Tensor | None,
+    q: Tensor,
+    scale: Tensor,
+    q_t: Tensor | None,
+) -> None:
+    """Quantize a weight into the tensors of an earlier :func:`quantize_weight_delayed_`.
+
+    Args:
+        amax: [E] float32, contiguous, updated in place by a refresh; None to record nothing.
+        w: see :func:`refresh_weight_current_`.
+        state: [E] float32, the scales to quantize with.
+        refresh: see :func:`refresh_weight_`. If it is false, amax does not change either.
+        q: [E, N, K] e4m3, contiguous, written.
+        scale: [E] float32, contiguous, written: a copy of state, so that q keeps the scale it was
+            quantized with when state is updated.
+        q_t: [E, K, N] e4m3, contiguous, written; or None.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> from grouped_linear.ops import quantize_weight_delayed_
+    >>> w, amax, scale = torch.ones(2, 32, 16), torch.zeros(2), torch.zeros(2)
+    >>> q, _, q_t = quantize_weight_delayed_(None, w, torch.ones(2))
+    >>> refresh_weight_delayed_(amax, 3 * w, torch.ones(2), None, q, scale, q_t)
+    >>> q.float().mean(), scale, amax
+    (tensor(3.), tensor([1., 1.]), tensor([3., 3.]))
+    """
+    _ops.refresh_weight_delayed_(amax, _experts(w), state, refresh, q, scale, q_t)
+
+
+def refresh_weight_mx_(
+    w: Tensor | Sequence[Tensor],
+    refresh: Tensor | None,
+    w_rowwise: Tensor,
+    w_columnwise: Tensor | None,
+) -> None:
+    """Round a weight to MXFP8 numbers, into existing bf16 tensors.
+
+    As :func:`group_round_mx` with one group an expert: blocks run along K in w_rowwise, and along N
+    inside each expert in w_columnwise.
+
+    Args:
+        w: see :func:`refresh_weight_current_`.
+        refresh: see :func:`refresh_weight_`.
+        w_rowwise: [E, N, K] bfloat16, contiguous, written.
+        w_columnwise: [E, N, K] bfloat16, contiguous, written; or None.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> w_rowwise = torch.zeros(2, 32, 16, dtype=torch.bfloat16)
+    >>> refresh_weight_mx_(torch.full((2, 32, 16), 3.0), None, w_rowwise, None)
+    >>> w_rowwise.mean()
+    tensor(3., dtype=torch.bfloat16)
+    """
+    _ops.refresh_weight_mx_(_experts(w), refresh, w_rowwise, w_columnwise)
+
+
+def _experts(w: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [w] if isinstance(w, Tensor) else list(w)
+
+
+def update_scales_(
+    scale: Sequence[Tensor],
+    amax: Sequence[Tensor],
+    amax_history: Sequence[Tensor],
+    fp8_max: Sequence[float],
+    *,
+    margin: int = 0,
+    most_recent: bool = False,
+) -> None:
+    """Update the scales of delayed scaling, for any number of operands at once.
+
+    For each operand and group: amax is pushed to the front of the history (0 if it is not finite),
+    the oldest row is dropped, and amax becomes 0. The scale keeps its value if that amax was not
+    finite, or if the amax to scale by is 0. Otherwise::
+
+        amax = the history's largest, or with most_recent its first row
+        scale = 1 / clamp(fp8_max / amax / 2 ** margin, 2 ** -126, 2 ** 126)
+
+    Args:
+        scale: one tensor [E] float32 for each operand, written.
+        amax: one tensor [E] float32 for each operand, read, then zeroed.
+        amax_history: one tensor [H, E] float32 for each operand, written; the latest step first.
+        fp8_max: for each operand the largest number of its dtype.
+        margin: how many powers of two to stay below fp8_max.
+        most_recent: scale by the latest amax, not by the history's largest.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size or option.
+
+    >>> scale, amax, history = torch.ones(2), torch.tensor([896.0, 0.0]), torch.zeros(4, 2)
+    >>> update_scales_([scale], [amax], [history], [448.0])
+    >>> scale, amax, history[0]
+    (tensor([2., 1.]), tensor([0., 0.]), tensor([896.,   0.]))
+    """
+    if not scale:  # torch finds an op's device by its tensors, and here it may have none
+        Rules("update_scales_").check(False, lambda: "scale must not be empty")
+    _ops.update_scales_(
+        list(scale), list(amax), list(amax_history), list(fp8_max), margin, most_recent
+    )

@@ -1,0 +1,149 @@
+"""Quantize weights, in the layouts that fprop and dgrad read.
+
+E experts, K in_features, N out_features.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_linear.meta_kernels.rules import Rules
+
+_ops = torch.ops.grouped_linear
+
+
+class WeightQuantized(NamedTuple):
+    """A quantized weight; an output that was not requested is None."""
+
+    q: Tensor
+    """[E, N, K] e4m3, for fprop."""
+    scale: Tensor
+    """Float32, for q and q_t: [E, ceil(N / 128), ceil(K / 128)], or [E], one an expert."""
+    q_t: Tensor | None
+    """[E, K, N] e4m3, for dgrad."""
+
+
+def quantize_weight(
+    w: Tensor,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    columnwise: bool = True,
+) -> WeightQuantized:
+    """Quantize a packed weight to e4m3 in 128x128 blocks, both layouts in one pass.
+
+    The formula is that of :func:`group_quantize`, with the amax of 128 out_features times 128
+    in_features of one expert. Blocks at the edges are smaller.
+
+    Args:
+        w: [E, N, K] bfloat16, float16 or float32, N and K multiples of 16.
+        amax_epsilon: the smallest amax that a block is scaled by.
+        power_of_two_scales: make scales powers of two.
+        columnwise: return q_t too, which dgrad reads.
+
+    Returns:
+        q [E, N, K]; scale [E, ceil(N / 128), ceil(K / 128)]; q_t [E, K, N], the bytes of q
+        transposed.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype or size.
+
+    >>> quantized = quantize_weight(torch.randn(2, 32, 144))
+    >>> quantized.scale.shape, quantized.q_t.shape
+    (torch.Size([2, 1, 2]), torch.Size([2, 144, 32]))
+    """
+    q, scale, q_t = _ops.quantize_weight(w, amax_epsilon, power_of_two_scales, columnwise)
+    return WeightQuantized(q, scale, q_t if columnwise else None)
+
+
+def quantize_weight_list(
+    w: Sequence[Tensor],
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    columnwise: bool = True,
+) -> WeightQuantized:
+    """Quantize one weight tensor an expert, without stacking; the bits of :func:`quantize_weight`.
+
+    Args:
+        w: E tensors [N, K] bfloat16, float16 or float32, N and K multiples of 16, of one shape and
+            dtype.
+        amax_epsilon: the smallest amax that a block is scaled by.
+        power_of_two_scales: make scales powers of two.
+        columnwise: return q_t too, which dgrad reads.
+
+    Returns:
+        As :func:`quantize_weight` of ``torch.stack(w)``.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> w = [torch.ones(32, 16), torch.full((32, 16), 2.0)]
+    >>> quantize_weight_list(w).scale.flatten()
+    tensor([0.0039, 0.0078])
+    """
+    if not w:  # torch finds an op's device by its tensors, and here it has none
+        Rules("quantize_weight_list").groups(0)
+    q, scale, q_t = _ops.quantize_weight_list(
+        list(w), amax_epsilon, power_of_two_scales, columnwise
+    )
+    return WeightQuantized(q, scale, q_t if columnwise else None)
+
+
+def quantize_weight_current(
+    w: Tensor,
+    *,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = False,
+    columnwise: bool = True,
+) -> WeightQuantized:
+    """Quantize a packed weight to e4m3 with one scale an expert, from the expert's own amax.
+
+    The formula is that of :func:`group_quantize_current`.
+
+    Args:
+        w: [E, N, K] bfloat16, float16 or float32, N and K multiples of 16.
+        amax_epsilon: the smallest amax that an expert is scaled by.
+        power_of_two_scales: make scales powers of two.
+        columnwise: return q_t too, which dgrad reads.
+
+    Returns:
+        q [E, N, K]; scale [E]; q_t [E, K, N], the bytes of q transposed.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype or size.
+
+    >>> quantize_weight_current(torch.full((2, 32, 16), 448.0)).scale
+    tensor([1., 1.])
+    """
+    q, scale, q_t = _ops.quantize_weight_current(w, amax_epsilon, power_of_two_scales, columnwise)
+    return WeightQuantized(q, scale, q_t if columnwise else None)
+
+
+def quantize_weight_delayed_(
+    amax: Tensor | None, w: Tensor, scale: Tensor, *, columnwise: bool = True
+) -> WeightQuantized:
+    """Quantize a packed weight to e4m3 with given scales, one an expert, and record its amax.
+
+    The formula is that of :func:`group_quantize_delayed_`.
+
+    Args:
+        amax: [E] float32, contiguous, updated in place; None to record nothing.
+        w: [E, N, K] bfloat16, float16 or float32, N and K multiples of 16.
+        scale: [E] float32.
+        columnwise: return q_t too, which dgrad reads.
+
+    Returns:
+        q [E, N, K]; the given scale; q_t [E, K, N], the bytes of q transposed.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> amax = torch.zeros(2)
+    >>> quantize_weight_delayed_(amax, torch.ones(2, 32, 16), torch.ones(2)).q.float().mean(), amax
+    (tensor(1.), tensor([1., 1.]))
+    """
+    q, q_t = _ops.quantize_weight_delayed_(amax, w, scale, columnwise)
+    return WeightQuantized(q, scale, q_t if columnwise else None)

@@ -1,0 +1,326 @@
+"""FP8 with scales from earlier steps: the recipe, its state, and the state's update.
+
+T rows, E groups, K in_features, N out_features, H steps of history.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from grouped_linear import ops
+from grouped_linear.meta_kernels.rules import E4M3, MAX_MARGIN
+from grouped_linear.recipes.base import (
+    Experts,
+    LayerStates,
+    Operands,
+    OutputMask,
+    QuantizedWeight,
+    QuantizerState,
+    Recipe,
+    RecipeState,
+    Values,
+    with_shared_scale,
+)
+from grouped_linear.recipes.weights import new_fp8_weight, quantize_list
+
+
+@dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """FP8 GEMMs with one float32 scale a group, from the amax of earlier steps.
+
+    Quantization is one pass: its scale is known before, and it records the amax of what it reads.
+    Activations and weights are e4m3, gradients e5m2 (HYBRID). For each operand (x, weight, dy) and
+    group a :class:`grouped_linear.DelayedScalingState` holds the scale, the amax since the last
+    update and a history of amaxes; ``GroupedLinear`` has one. Scales change only in
+    :func:`grouped_linear.update_scales`, called once a step for the whole model, after the last
+    backward::
+
+        amax = the history's largest ("max"), or the last step's ("most_recent")
+        scale = 1 / clamp(fp8_max / amax / 2 ** margin, 2 ** -126, 2 ** 126)
+
+    The scale stays where an amax is zero (a group without tokens) or not finite (a step that
+    diverged). Scales are 1 at first: the first step saturates what is larger than 448.
+
+    Args:
+        margin: how many powers of two to stay below the format's largest number; 0 to 64.
+        amax_history_len: steps in the history.
+        amax_compute_algo: ``"max"`` or ``"most_recent"``.
+
+    Raises:
+        ValueError: for an option out of range.
+
+    >>> DelayedScaling()
+    DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
+    """
+
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+
+    reads_any_weight_dtype: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.margin <= MAX_MARGIN:
+            raise ValueError(
+                f"DelayedScaling: margin must be between 0 and {MAX_MARGIN}, got {self.margin}"
+            )
+        if self.amax_history_len < 1:
+            raise ValueError(
+                f"DelayedScaling: amax_history_len must be positive, got {self.amax_history_len}"
+            )
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            raise ValueError(
+                "DelayedScaling: amax_compute_algo must be 'max' or 'most_recent', "
+                f"got {self.amax_compute_algo!r}"
+            )
+
+    def quantize_input(
+        self, x_TK: Tensor, offs_E: Tensor, state: QuantizerState | None, outputs: OutputMask
+    ) -> Operands:
+        """X in e4m3 with the scales of earlier steps."""
+        return self._quantize(x_TK, offs_E, state, E4M3, outputs)
+
+    def quantize_weight(
+        self, w_ENK: Tensor, state: QuantizerState | None, columnwise: bool
+    ) -> Operands:
+        """The weight in e4m3 with the scales of earlier steps."""
+        assert state is not None
+        w = ops.quantize_weight_delayed_(state.amax, w_ENK, state.scale, columnwise=columnwise)
+        return with_shared_scale(*w)
+
+    def quantize_weight_list(
+        self, weights: Experts, state: QuantizerState | None, columnwise: bool
+    ) -> Operands:
+        """The weight in e4m3 with the scales of earlier steps."""
+        return quantize_list(self, weights, state, columnwise)
+
+    def for_dgrad(self, columnwise: Values, scale: Tensor | None) -> tuple[Values, Tensor | None]:
+        """[E, K, N], as it is."""
+        return columnwise, scale
+
+    def quantize_grad_output(
+        self, dy_TN: Tensor, offs_E: Tensor, state: QuantizerState | None, outputs: OutputMask
+    ) -> Operands:
+        """Dy in e5m2 with the scales of earlier steps."""
+        return self._quantize(dy_TN, offs_E, state, torch.float8_e5m2, outputs)
+
+    def new_weight(
+        self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
+    ) -> QuantizedWeight:
+        """A weight in FP8 with one scale an expert."""
+        return new_fp8_weight(E, N, K, device, columnwise, (E,))
+
+    def refresh_weight_(
+        self,
+        quantized: QuantizedWeight,
+        weights: Experts,
+        state: QuantizerState | None,
+        refresh: Tensor | None,
+    ) -> None:
+        """Quantize the weight with the scales of earlier steps, and copy those scales."""
+        assert state is not None
+        assert quantized.scale is not None
+        out = quantized.values, quantized.scale, quantized.columnwise
+        ops.refresh_weight_delayed_(state.amax, weights, state.scale, refresh, *out)
+
+    def new_state(
+        self, num_groups: int, device: torch.device | str | None
+    ) -> "DelayedScalingState":
+        """Scales of 1 and no history."""
+        return DelayedScalingState(self, num_groups, device)
+
+    def _quantize(
+        self,
+        t_TK: Tensor,
+        offs_E: Tensor,
+        state: QuantizerState | None,
+        dtype: torch.dtype,
+        outputs: OutputMask,
+    ) -> Operands:
+        assert state is not None
+        t = ops.group_quantize_delayed_(
+            state.amax,
+            t_TK,
+            offs_E,
+            state.scale,
+            dtype,
+            rowwise=outputs.rowwise,
+            columnwise=outputs.columnwise,
+            bias_grad=outputs.bias_grad,
+        )
+        return with_shared_scale(*t)
+
+
+class OperandState(nn.Module):
+    """The scales of one operand, and the amaxes that the next scales are computed from.
+
+    Attributes:
+        scale: [E] float32, multiplies quantized values to dequantize them. Forward and backward
+            only read it.
+        amax: [E] float32, the largest magnitude of each group since the last update; infinity if
+            one was not finite.
+        amax_history: [H, E] float32, the largest magnitudes of the last steps, the latest first;
+            0 for a step without one or with one that was not finite.
+    """
+
+    scale: Tensor
+    amax: Tensor
+    amax_history: Tensor
+
+    def __init__(
+        self,
+        num_groups: int,
+        history_len: int,
+        fp8_dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.fp8_max = torch.finfo(fp8_dtype).max
+        like: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        self.register_buffer("scale", torch.empty(num_groups, **like))
+        self.register_buffer("amax", torch.empty(num_groups, **like))
+        self.register_buffer("amax_history", torch.empty(history_len, num_groups, **like))
+
+    def reset(self) -> None:
+        """Set scales to 1 and clear the history."""
+        self.scale.fill_(1)
+        self.amax.zero_()
+        self.amax_history.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "OperandState":
+        """Follow the model to another device, but not to another dtype: scales stay float32.
+
+        Buffers that leave the meta device had no values, and a checkpoint may not have them either:
+        they are reset.
+        """
+        was_meta = self.scale.is_meta
+
+        def keep_dtype(t: Tensor) -> Tensor:
+            moved = fn(t)
+            return moved if moved.dtype == t.dtype else t.to(moved.device)
+
+        super()._apply(keep_dtype, recurse)
+        if was_meta and not self.scale.is_meta:
+            self.reset()
+        return self
+
+
+class DelayedScalingState(RecipeState):
+    """The scales and amaxes of x, the weight and dy of a layer under ``DelayedScaling``.
+
+    ``GroupedLinear`` has one as its ``scaling_state``, saved with its parameters. With the function
+    :func:`grouped_linear.grouped_linear` make one for each layer yourself.
+
+    Args:
+        recipe: gives the history's length, the margin and the algorithm.
+        num_groups: E.
+        device: of the buffers.
+
+    Attributes:
+        x: see :class:`OperandState`.
+        weight: see :class:`OperandState`.
+        dy: see :class:`OperandState`.
+
+    >>> state = DelayedScalingState(DelayedScaling(amax_history_len=16), num_groups=4)
+    >>> state.x.scale, state.dy.amax_history.shape
+    (tensor([1., 1., 1., 1.]), torch.Size([16, 4]))
+    """
+
+    def __init__(
+        self,
+        recipe: DelayedScaling,
+        num_groups: int,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.recipe = recipe
+        steps = recipe.amax_history_len
+        self.x = OperandState(num_groups, steps, E4M3, device)
+        self.weight = OperandState(num_groups, steps, E4M3, device)
+        self.dy = OperandState(num_groups, steps, torch.float8_e5m2, device)
+        self.reset()
+
+    @property
+    def operands(self) -> tuple[OperandState, OperandState, OperandState]:
+        """The states of x, weight and dy."""
+        return self.x, self.weight, self.dy
+
+    def reset(self) -> None:
+        """Set scales to 1 and clear the histories."""
+        for operand in self.operands:
+            operand.reset()
+
+    def quantizer_states(self) -> LayerStates:
+        """What one call of the layer reads and updates; without gradients no amax is recorded."""
+        records = torch.is_grad_enabled()
+        x, weight, dy = (
+            QuantizerState(operand.scale, operand.amax if records else None)
+            for operand in self.operands
+        )
+        return LayerStates(x, weight, dy)
+
+
+def _check_keeps_amaxes(parallel: DistributedDataParallel) -> None:
+    if dist.get_world_size(parallel.process_group) == 1 or not parallel.will_sync_module_buffers():
+        return
+    sent = {id(buffer) for buffer in parallel.modules_buffers}
+    if any(isinstance(m, OperandState) and id(m.amax) in sent for m in parallel.modules()):
+        raise RuntimeError(
+            "update_scales: DistributedDataParallel overwrites all amaxes with rank 0's "
+            "before each forward: construct it with broadcast_buffers=False"
+        )
+
+
+@torch.no_grad()
+def update_scales(model: nn.Module, group: "dist.ProcessGroup | None" = None) -> None:
+    """Update the scales of every delayed-scaling layer in a model: once a step, after backward.
+
+    All layers that share a margin and an algorithm are updated by one op. A model without such
+    layers does not change.
+
+    Args:
+        model: any module; every :class:`DelayedScalingState` inside it is updated.
+        group: processes that hold the same experts and must agree on their scales. Each amax first
+            becomes the largest of theirs, with one all-reduce. None for this process alone.
+
+    Raises:
+        RuntimeError: if the model is a DistributedDataParallel that overwrites every process's
+            amaxes with rank 0's; construct it with ``broadcast_buffers=False``.
+
+    >>> from grouped_linear import GroupedLinear
+    >>> layer = GroupedLinear(2, 16, 32, recipe=DelayedScaling())
+    >>> layer(torch.ones(5, 16), [2, 3]).sum().backward()
+    >>> update_scales(layer)
+    >>> layer.scaling_state.x.scale * 448
+    tensor([1., 1.])
+    """
+    by_rule: dict[tuple[torch.device, int, str], list[OperandState]] = defaultdict(list)
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            _check_keeps_amaxes(module)
+        if isinstance(module, DelayedScalingState):
+            recipe = module.recipe
+            by_rule[module.x.scale.device, recipe.margin, recipe.amax_compute_algo] += (
+                module.operands
+            )
+    for (_, margin, algorithm), operands in by_rule.items():
+        amax = [operand.amax for operand in operands]
+        if group is not None:
+            flat = torch.cat(amax)
+            dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
+            for own, largest in zip(amax, flat.split([len(a) for a in amax]), strict=True):
+                own.copy_(largest)
+        ops.update_scales_(
+            [operand.scale for operand in operands],
+            amax,
+            [operand.amax_history for operand in operands],
+            [operand.fp8_max for operand in operands],
+            margin=margin,
+            most_recent=algorithm == "most_recent",
+        )
