@@ -6,6 +6,7 @@ import pytest
 import torch
 
 pytest.register_assert_rewrite("support")  # a failed comparison there shows its values, too
+pytest_plugins = ["support.processes"]  # the fixture `failures`
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ T rows, E groups, K in_features, N out_features.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Any
 
 import pytest
@@ -60,9 +59,9 @@ def check_grouped_mm(sample: Sample, groups: Groups, device: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("grouped_mm"))
-def test_grouped_mm(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        check_grouped_mm(variant_of(op, groups, variant, dtype), groups, device)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_grouped_mm(op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str) -> None:
+    check_grouped_mm(variant_of(op, groups, variant, dtype), groups, device)
 
 
 def dequantized(sample: Sample) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -86,9 +85,11 @@ def check_grouped_scaled_mm(sample: Sample, groups: Groups, device: str) -> None
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("grouped_scaled_mm"))
-def test_grouped_scaled_mm(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        check_grouped_scaled_mm(variant_of(op, groups, variant, dtype), groups, device)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_grouped_scaled_mm(
+    op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
+) -> None:
+    check_grouped_scaled_mm(variant_of(op, groups, variant, dtype), groups, device)
 
 
 @pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
@@ -104,50 +105,51 @@ LARGE = Groups((130, 0, 257, 1, 300), 700, K=272, N=2064)
 
 @pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tiles_of_either_width(dtype: torch.dtype, device: str) -> None:
-    checks = {"grouped_mm": check_grouped_mm, "grouped_scaled_mm": check_grouped_scaled_mm}
-    for (op, check), layout in product(checks.items(), ("dense", "transposed")):
-        sample = make(op, LARGE, dtype, bias=True)
-        if layout == "transposed":
-            sample = sample.but(b=lay_out(sample["b"], layout))
-        check(sample, LARGE, device)
-        (y,) = sample.results(device)
-        for e, (end, count) in enumerate(zip(LARGE.offs().tolist(), LARGE.m_splits, strict=True)):
-            here = slice(end - count, end)
-            parts = {"a": sample["a"][here], "offs": torch.tensor([count]).int()}
-            parts |= {n: sample[n][e : e + 1] for n in ("b", "bias")}
-            if op == "grouped_scaled_mm":
-                parts["scale_a"] = F.pad(sample["scale_a"][:, here], (0, -count % 4))
-                parts["scale_b"] = sample["scale_b"][e : e + 1]
-            (alone,) = sample.but(**parts).results(device)
-            assert_same_bits(alone, y[here])
+@pytest.mark.parametrize("op", ["grouped_mm", "grouped_scaled_mm"])
+@pytest.mark.parametrize("layout", ["dense", "transposed"])
+def test_tiles_of_either_width(op: str, layout: str, dtype: torch.dtype, device: str) -> None:
+    check = check_grouped_mm if op == "grouped_mm" else check_grouped_scaled_mm
+    sample = make(op, LARGE, dtype, bias=True)
+    if layout == "transposed":
+        sample = sample.but(b=lay_out(sample["b"], layout))
+    check(sample, LARGE, device)
+    (y,) = sample.results(device)
+    for e, (end, count) in enumerate(zip(LARGE.offs().tolist(), LARGE.m_splits, strict=True)):
+        here = slice(end - count, end)
+        parts = {"a": sample["a"][here], "offs": torch.tensor([count]).int()}
+        parts |= {n: sample[n][e : e + 1] for n in ("b", "bias")}
+        if op == "grouped_scaled_mm":
+            parts["scale_a"] = F.pad(sample["scale_a"][:, here], (0, -count % 4))
+            parts["scale_b"] = sample["scale_b"][e : e + 1]
+        (alone,) = sample.but(**parts).results(device)
+        assert_same_bits(alone, y[here])
 
 
 @pytest.mark.parametrize("device", devices("group_quantize", "grouped_scaled_mm"))
 @pytest.mark.parametrize("scale", [1.0, 2.0**-100, 2.0**-120], ids=["", "small", "tiny"])
 @pytest.mark.parametrize("name", ["unaligned", "capacity", "17_groups"])
-def test_power_of_two_scales(name: str, scale: float, device: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_power_of_two_scales(name: str, scale: float, dtype: torch.dtype, device: str) -> None:
     """Operands scaled without rounding, but tiny ones are no normal bf16 numbers."""
     groups = GROUPS[name]
     options = {"power_of_two_scales": True, "columnwise": True}
-    for dtype in DTYPES:
-        sample = make("grouped_scaled_mm", groups, dtype, bias=True)
-        x = make("group_quantize", groups, FP32, **options)
-        q, scale_a, q_t, scale_t, _ = x.but(x=x["x"] * scale).results("cpu")
-        b, scale_b, _ = reference.quantize_weight(
-            torch.randn(groups.E, groups.N, groups.K) / scale, reference.Scaling(True)
-        )
-        exact = sample.but(a=q, scale_a=scale_a, b=b, scale_b=scale_b)
-        check_grouped_scaled_mm(exact, groups, device)
+    sample = make("grouped_scaled_mm", groups, dtype, bias=True)
+    x = make("group_quantize", groups, FP32, **options)
+    q, scale_a, q_t, scale_t, _ = x.but(x=x["x"] * scale).results("cpu")
+    b, scale_b, _ = reference.quantize_weight(
+        torch.randn(groups.E, groups.N, groups.K) / scale, reference.Scaling(True)
+    )
+    exact = sample.but(a=q, scale_a=scale_a, b=b, scale_b=scale_b)
+    check_grouped_scaled_mm(exact, groups, device)
 
-        dy_TN = rows(groups, groups.N, FP32) / scale
-        dy = make("group_quantize", groups, FP32, **options).but(x=dy_TN)
-        dy_t, scale_dy_t = dy.results("cpu")[2:4]
-        wgrad = make("grouped_scaled_mm_wgrad", groups, dtype)
-        wgrad = wgrad.but(dy_t=dy_t, x_t=q_t, scale_dy_t=scale_dy_t, scale_x_t=scale_t)
-        dw_ENK = reference.grouped_mm_wgrad(*wgrad_operands(wgrad, groups))
-        allowed = wgrad_tolerance(wgrad, groups, dw_ENK, dtype)
-        assert within(wgrad.results(device)[0], dw_ENK, allowed)
+    dy_TN = rows(groups, groups.N, FP32) / scale
+    dy = make("group_quantize", groups, FP32, **options).but(x=dy_TN)
+    dy_t, scale_dy_t = dy.results("cpu")[2:4]
+    wgrad = make("grouped_scaled_mm_wgrad", groups, dtype)
+    wgrad = wgrad.but(dy_t=dy_t, x_t=q_t, scale_dy_t=scale_dy_t, scale_x_t=scale_t)
+    dw_ENK = reference.grouped_mm_wgrad(*wgrad_operands(wgrad, groups))
+    allowed = wgrad_tolerance(wgrad, groups, dw_ENK, dtype)
+    assert within(wgrad.results(device)[0], dw_ENK, allowed)
 
 
 @pytest.mark.parametrize("device", devices("grouped_scaled_mm"))
@@ -239,15 +241,15 @@ def wgrad_tolerance(sample: Sample, groups: Groups, expected: Tensor, dtype: tor
 @pytest.mark.parametrize(
     ("op", "groups", "variant", "device"), cases("grouped_mm_wgrad", "grouped_scaled_mm_wgrad")
 )
-def test_wgrad(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        sample = variant_of(op, groups, variant, dtype)
-        (dw,) = sample.results(device)
-        expected = reference.grouped_mm_wgrad(*wgrad_operands(sample, groups))
-        assert dw.dtype == (sample.get("out_dtype") or dtype)
-        assert within(dw, expected, wgrad_tolerance(sample, groups, expected, dw.dtype))
-        for e, size in enumerate(groups.m_splits):
-            assert size or not bits(dw[e]).any()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wgrad(op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str) -> None:
+    sample = variant_of(op, groups, variant, dtype)
+    (dw,) = sample.results(device)
+    expected = reference.grouped_mm_wgrad(*wgrad_operands(sample, groups))
+    assert dw.dtype == (sample.get("out_dtype") or dtype)
+    assert within(dw, expected, wgrad_tolerance(sample, groups, expected, dw.dtype))
+    for e, size in enumerate(groups.m_splits):
+        assert size or not bits(dw[e]).any()
 
 
 IN_PLACE = ("grouped_mm_wgrad_", "grouped_scaled_mm_wgrad_")

@@ -154,16 +154,16 @@ def test_transposed_where_a_gradient_reads_it(
 
 
 @EVERY_KIND
-def test_activations_of_another_dtype(kind: Any) -> None:
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_activations_of_another_dtype(autocast: bool, kind: Any) -> None:
     quantized = make_layer(kind=kind, dtype=FP32)
     plain = make_layer(kind=kind, dtype=FP32, quantized_weight=False)
-    for autocast in (False, True):
-        with torch.autocast("cpu", BF16, enabled=autocast):
-            x, m_splits = inputs("cpu", SPLITS[0], FP32 if autocast else torch.float16)
-            results = call(quantized, x, m_splits)
-            assert_all_same(results, call(plain, x, m_splits))
-        assert results[0].dtype == (BF16 if autocast else torch.float16)
-        assert results[2].dtype == FP32
+    with torch.autocast("cpu", BF16, enabled=autocast):
+        x, m_splits = inputs("cpu", SPLITS[0], FP32 if autocast else torch.float16)
+        results = call(quantized, x, m_splits)
+        assert_all_same(results, call(plain, x, m_splits))
+    assert results[0].dtype == (BF16 if autocast else torch.float16)
+    assert results[2].dtype == FP32
 
 
 def test_errors() -> None:
@@ -214,38 +214,43 @@ def test_a_view_of_another_shape(shape: tuple[int, ...], device: str) -> None:
     """Its blocks are those of the shape that was quantized, in which it would be read."""
     w, (x, m_splits) = make_layer(device).weight.detach(), inputs(device, SPLITS[0])
     view, recipe = w.view(shape), Float8BlockScaling()
-    for read in (
-        lambda: grouped_linear(x, view, m_splits, recipe=recipe),
-        lambda: expert_tensors(view, "{}"),
-        lambda: load_experts(view, "nowhere", "{}"),
-    ):
-        assert sentence(read) == (
-            f"GroupedTensor: blocks are read in the shape [{E}, {N}, {K}] that was quantized, "
-            f"got a view as {list(view.shape)}"
-        )
+    said = {
+        "grouped_linear": sentence(lambda: grouped_linear(x, view, m_splits, recipe=recipe)),
+        "expert_tensors": sentence(lambda: expert_tensors(view, "{}")),
+        "load_experts": sentence(lambda: load_experts(view, "nowhere", "{}")),
+    }
+    expected = (
+        f"GroupedTensor: blocks are read in the shape [{E}, {N}, {K}] that was quantized, "
+        f"got a view as {list(view.shape)}"
+    )
+    assert said == dict.fromkeys(said, expected)
     assert_same_bits(
         grouped_linear(x, view.view(E, N, K), m_splits, recipe=recipe),
         grouped_linear(x, w, m_splits, recipe=recipe),
     )
 
 
+UPDATES: dict[str, Callable[[Tensor], Any]] = {
+    "mul_": lambda w: w.mul_(2),
+    "zero_of_one_expert": lambda w: w[1].zero_(),
+    "copy_": lambda w: w.copy_(w.detach().clone()),
+    "foreach": lambda w: torch._foreach_add_([w, *w], 1.0),
+    "view": lambda w: w.detach()[1:].view(-1).fill_(0),
+}
+
+
 @EVERY_KIND
 @pytest.mark.parametrize("which", [0, -1])
-def test_update_between_forward_and_backward_raises(kind: Any, which: int) -> None:
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+def test_update_between_forward_and_backward_raises(
+    update: Callable[[Tensor], Any], kind: Any, which: int
+) -> None:
     layer = make_layer(kind=kind)
-    x, m_splits = inputs("cpu", SPLITS[0])
-    for write in (
-        lambda w: w.mul_(2),
-        lambda w: w[1].zero_(),
-        lambda w: w.copy_(w.detach().clone()),
-        lambda w: torch._foreach_add_([w, *w], 1.0),
-        lambda w: w.detach()[1:].view(-1).fill_(0),
-    ):
-        y = layer(x, m_splits)
-        with torch.no_grad():
-            write(weights_of(layer)[which])
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.backward(gradient_for(y))
+    y = layer(*inputs("cpu", SPLITS[0]))
+    with torch.no_grad():
+        update(weights_of(layer)[which])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(gradient_for(y))
 
 
 # --- birth and travels ---------------------------------------------------------------------------

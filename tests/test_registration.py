@@ -65,10 +65,10 @@ def test_ops_without_a_cuda_kernel_say_so(op: str) -> None:
 @pytest.mark.skipif(
     not torch.cuda.is_available() or HOPPER, reason="needs a GPU that is not of the Hopper family"
 )
-def test_other_gpus_are_refused() -> None:
-    for op in sorted(CUDA_OPS):
-        said = sentence(make(op, GROUPS["unaligned"], BF16).on("cuda"))
-        assert "compute capability 9.0 (Hopper)" in said or "no CUDA kernel" in said
+@pytest.mark.parametrize("op", sorted(CUDA_OPS))
+def test_other_gpus_are_refused(op: str) -> None:
+    said = sentence(make(op, GROUPS["unaligned"], BF16).on("cuda"))
+    assert "compute capability 9.0 (Hopper)" in said or "no CUDA kernel" in said
 
 
 def test_schemas() -> None:
@@ -319,11 +319,12 @@ def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_imports_from_anywhere(tmp_path: Path) -> None:
-    for folder in (ROOT, tmp_path):
-        done = run_python("import grouped_linear; print(grouped_linear.__version__)", folder)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_imports_from_anywhere(where: str, tmp_path: Path) -> None:
+    folder = ROOT if where == "here" else tmp_path
+    done = run_python("import grouped_linear; print(grouped_linear.__version__)", folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize(

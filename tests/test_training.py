@@ -169,9 +169,9 @@ def refused(feature: Feature, mode: Mode, recipe: Recipe, dtype: torch.dtype) ->
     """The beginning of the sentence that a combination earns."""
     if "save_original_input" in feature.options and recipe is RECIPES["delayed"]:
         return "GroupedLinear: save_original_input quantizes the input once more"
-    if feature.later and mode in (compiled, cudagraph_trees):
+    if feature.deferred and mode in (compiled, cudagraph_trees):
         return "GroupedLinear: delay_wgrad_compute keeps operands"
-    if feature.later and mode is graphed:
+    if feature.deferred and mode is graphed:
         return "GroupedLinear: backward_dw: "
     several_flags = feature.flag == "tensor" and MICRO_BATCHES[dtype] > 1
     if several_flags and recipe is not None and mode is interleaved:
@@ -217,7 +217,7 @@ def test_features_captured(
 @needs_hopper
 @EVERY_RECIPE
 @pytest.mark.parametrize(
-    "name", ["cached", "cached_flag", "cached_fused_flag", "apart_cached_fused"]
+    "name", ["cached", "cached_flag", "cached_fused_flag", "per_expert_cached_fused"]
 )
 def test_features_under_cudagraph_trees(name: str, recipe: Recipe) -> None:
     check(FEATURES[name], cudagraph_trees, recipe, BF16, "cuda")
@@ -247,7 +247,7 @@ def test_without_gradients(feature: Feature, mode: Any, recipe: Recipe, device: 
         ):
             assert_same_bits(layer(x, m_splits, first), expected)
     assert flat.isnan().all()
-    if feature.later:
+    if feature.deferred:
         with pytest.raises(RuntimeError, match="no backward has left anything to do"):
             layer.backward_dw()
 

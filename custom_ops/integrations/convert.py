@@ -120,9 +120,9 @@ def convert_experts(
         ValueError: if no experts are recognized; if a class of ``forwards`` is not in the model or
             has no such ModuleList; if experts differ in form, compute something else or have
             something that would be lost; for unknown options, and for any option with experts in
-            one tensor; for experts in one tensor on the meta device with ``DelayedScaling``; if
-            small parameters do not run; for sharded parameters, and for lists inside
-            DistributedDataParallel.
+            one tensor; for experts in one tensor on the meta device under a recipe with a state
+            (``DelayedScaling``); if small parameters do not run; for sharded parameters, and for
+            lists inside DistributedDataParallel.
 
     >>> class Block(nn.Module):
     ...     def __init__(self):

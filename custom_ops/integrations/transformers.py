@@ -74,8 +74,8 @@ def register(name: str = "grouped_linear", recipe: Recipe | None = None) -> None
         recipe: how the GEMMs are computed; None for the activations' own dtype.
 
     Raises:
-        ValueError: for ``DelayedScaling``, whose state a function cannot keep, and for a name that
-            is registered with another recipe or implementation.
+        ValueError: for a recipe with a state (``DelayedScaling``), which a function cannot keep,
+            and for a name that is registered with another recipe or implementation.
 
     >>> import torch
     >>> from transformers import MixtralConfig, MixtralForCausalLM
@@ -96,7 +96,7 @@ def register(name: str = "grouped_linear", recipe: Recipe | None = None) -> None
     registered = ALL_EXPERTS_FUNCTIONS.get(name)
     ours = isinstance(registered, partial) and registered.func is _experts_forward
     if name == "eager" or (registered and not (ours and registered.keywords["recipe"] == recipe)):
-        raise ValueError(f"register: {name!r} stands for another experts implementation already")
+        raise ValueError(f"register: {name!r} names another experts implementation already")
     if not ours:
         for interface in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
             interface.register(name, partial(_experts_forward, recipe=recipe))
@@ -180,7 +180,7 @@ def _experts_forward(
 
     def weight(name: str) -> tuple[Tensor, LinearOptions]:
         if in_fp8:
-            quantized = _kept_weight(experts, name, recipe, learns)
+            quantized = _weight_in_fp8(experts, name, recipe, learns)
             return quantized.values, LinearOptions(stored=StoredWeight(quantized))
         stored: Tensor = getattr(experts, name)
         if not experts.is_transposed:
@@ -225,10 +225,10 @@ def _experts_forward(
     return out_TH.to(hidden_states.dtype)
 
 
-def _kept_weight(
+def _weight_in_fp8(
     experts: Any, name: str, recipe: Recipe | None, columnwise: bool
 ) -> QuantizedWeight:
-    """A weight of a checkpoint in FP8, and transposed where x's gradient will read it."""
+    """A weight of a checkpoint in FP8; if `columnwise`, with its transpose for dgrad."""
     q, scale = (getattr(experts, n).detach() for n in (name, f"{name}_scale_inv"))
     E, N, K = q.shape
     scales = E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)

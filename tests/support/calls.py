@@ -1,12 +1,14 @@
-"""Modes that count the calls of the ops."""
+"""A mode that counts the calls of the ops."""
 
 from collections import Counter
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Options that decide what an op computes, named beside it.
 DECIDE = ("rowwise", "columnwise", "columnwise_x", "columnwise_w", "bias_grad")
-OPERANDS = ("x_t", "w_t")  # without which block_scaled_linear_grad computes less
+# Operands without which block_scaled_linear_grad computes less.
+OPERANDS = ("x_t", "w_t")
 
 
 class Calls(TorchDispatchMode):
@@ -25,20 +27,4 @@ class Calls(TorchDispatchMode):
             if name == "block_scaled_linear_grad":
                 flags = [f for f in OPERANDS if named[f] is not None] + flags
             self.counts[" ".join([name, *flags])] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class CountOps(TorchDispatchMode):
-    """Our ops, with the layouts that they were asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "grouped_linear":
-            given = {a.name: a.default_value for a in func._schema.arguments}
-            given.update(zip(given, args, strict=False))  # without what equals its default
-            layouts = [n for n in ("rowwise", "columnwise") if given.get(n)]
-            self.counts[" ".join([func._opname, *layouts])] += 1
         return func(*args, **(kwargs or {}))

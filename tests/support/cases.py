@@ -14,7 +14,7 @@ from support.groups import GROUPS, SHAPES, Groups
 from support.samples import Sample, make
 from support.tensors import BF16, FP32
 
-# What SwiGLU is made of in models. No row of the samples is far from 1: limits are near it, too.
+# The forms of SwiGLU that models have. The samples hold numbers around 1, so the limits do as well.
 FORMS: dict[str, dict[str, Any]] = {
     "limit": {"limit": 0.75},
     "alpha_beta": {"alpha": 1.702, "beta": 1.0},
@@ -184,8 +184,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grouped_scaled_mm": {"bias": {"bias": True}, **_PER_GROUP},
     "grouped_mm_wgrad": {**_LAYOUTS, **_OUT},
     "grouped_mm_wgrad_": {**_MAIN_GRAD, **_LAYOUTS},
-    "grouped_mm_wgrad_list_": {**_MAIN_GRAD, "views": {"apart": False}},
-    "grouped_scaled_mm_wgrad_list_": {**_MAIN_GRAD, "views": {"apart": False, "overwrite": True}},
+    "grouped_mm_wgrad_list_": {**_MAIN_GRAD, "views": {"per_expert": False}},
+    "grouped_scaled_mm_wgrad_list_": {
+        **_MAIN_GRAD,
+        "views": {"per_expert": False, "overwrite": True},
+    },
     "group_dequantize_t": _SHARED,
     "grouped_scaled_mm_wgrad": {**_PER_GROUP, **_SHARED},
     "grouped_scaled_mm_wgrad_": {**_MAIN_GRAD, **_PER_GROUP, **_SHARED},
@@ -207,7 +210,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def variant_of(op: str, groups: Groups, variant: str, dtype: torch.dtype) -> Sample:
-    """The sample of one of `cases`, on CPU."""
+    """One of the samples that `cases` lists, on the CPU."""
     return make(op, groups, dtype, **VARIANTS.get(op, {}).get(variant, {}))
 
 

@@ -1,4 +1,4 @@
-"""Comparisons: to the bit, and within what rounding may cost."""
+"""Comparisons of tensors: bit for bit, and within a bound on rounding errors."""
 
 import math
 
@@ -12,7 +12,7 @@ from support.tensors import BF16, FP16, FP32
 
 
 def bits(t: Tensor) -> Tensor:
-    """The bytes of a tensor, to compare NaN and signs of zero too."""
+    """The bytes of a tensor: unlike numbers, they tell NaNs and signed zeros apart."""
     return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -39,12 +39,15 @@ ROUNDING = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-24}
 
 
 def rounded(expected: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
-    """An error before rounding to dtype, and after it. Small float16 numbers are 2^-24 apart."""
+    """The error bound after rounding to dtype, from the bound before it.
+
+    float16 subnormals are 2^-24 apart.
+    """
     return error + ROUNDING[dtype] * (expected.abs() + error) + (2.0**-25 if dtype == FP16 else 0)
 
 
 def tolerance(expected: Tensor, magnitude: Tensor, depth: int, dtype: torch.dtype) -> Tensor:
-    """What float32 accumulation and one rounding may cost; magnitude: the sum of |a * b|.
+    """The error bound of float32 accumulation and one rounding. magnitude is the sum of |a * b|.
 
     `depth` additions in float32 each round by 2^-24, or by 2^-23 where a tensor core truncates. The
     errors add like a random walk, and 2 leaves room for its tails: 4 * sqrt(depth) * 2^-24.
@@ -62,7 +65,7 @@ def tail_is_zero(y_TN: Tensor, groups: Groups) -> bool:
 
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """Both quantized, to the same bytes, and q_t is q transposed."""
+    """Both are quantized to the same bytes, and q_t is the transpose of q."""
     assert isinstance(actual, GroupedTensor)
     assert isinstance(expected, GroupedTensor)
     assert actual.shape == expected.shape
@@ -74,7 +77,7 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_shows_cold(y: Tensor, x: Tensor) -> None:
-    """NaN in the rows of groups, in the output and in x's gradient."""
+    """The output and the gradient of x are NaN in the rows of groups."""
     assert y[:35].isnan().all()
     assert not y[35:].any()
     (dx,) = torch.autograd.grad(y.sum(), x)

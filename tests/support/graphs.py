@@ -11,7 +11,7 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs, normalize_gm
 
 from grouped_linear import GroupedLinear, Recipe
 
-# Inductor's options for reduce-overhead mode that may not give up in silence.
+# Inductor's options for a reduce-overhead mode that raises instead of falling back in silence.
 STRICT_GRAPHS = {
     "triton.cudagraph_or_error": True,
     "graph_partition": False,  # which splits in silence what one graph cannot hold
@@ -22,7 +22,7 @@ T, E, K, N = 40, 3, 32, 48
 
 
 def readable(graph: torch.fx.GraphModule) -> str:
-    """A graph's code, one statement a line, without the deletions of what is used no more."""
+    """A graph's code, one statement per line, without the statements that free dead values."""
     code = normalize_gm(graph.print_readable(print_output=False))
     code = re.sub(r";  [\w =]*None", "", code)
     code = re.sub(r"\[[\d, ]+\]", lambda shape: shape[0].replace(" ", ""), code)

@@ -1,4 +1,4 @@
-"""Group sizes: m_splits, the rows there are, and the K and N to go with them.
+"""Group sizes to test with: m_splits, the number of rows, K and N.
 
 T rows, E groups, K in_features, N out_features, Tp = padded_rows(T, E).
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Groups:
-    """m_splits and the rows there are; K and N to go with them."""
+    """m_splits, the number of rows T >= sum(m_splits), K and N."""
 
     m_splits: tuple[int, ...]
     T: int
@@ -28,7 +28,7 @@ class Groups:
 
     @property
     def blocks(self) -> int:
-        """The blocks of columnwise data there is room for: Tp / 128."""
+        """The number of blocks that columnwise data is allocated for: Tp / 128."""
         return (self.T + 127 * min(self.E, self.T)) // 128
 
     def offs(self) -> Tensor:
@@ -57,7 +57,7 @@ WIDE = {
 
 
 def experts_of(m_splits: Tensor, T: int) -> Tensor:
-    """Two for each token: its group, and another or the same one; none past the last group."""
+    """Two experts per token: its group and one derived from it. -1 past the last group."""
     E = m_splits.size(0)
     group = torch.searchsorted(
         m_splits.cumsum(0), torch.arange(T, device=m_splits.device), right=True

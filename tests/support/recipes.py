@@ -1,4 +1,4 @@
-"""Recipes to test with, and what the reference calls them."""
+"""Recipes to test with, and their counterparts in the reference."""
 
 import torch
 
@@ -28,7 +28,7 @@ MORE_RECIPES: dict[str, Recipe] = {
 
 
 def state_for(recipe: Recipe, E: int, device: str) -> DelayedScalingState | None:
-    """Scales as some steps might have left them, where the recipe keeps any."""
+    """Scales as a few training steps might leave them. None for recipes without a state."""
     if not isinstance(recipe, DelayedScaling):
         return None
     state = DelayedScalingState(recipe, E)
@@ -38,7 +38,7 @@ def state_for(recipe: Recipe, E: int, device: str) -> DelayedScalingState | None
 
 
 def scheme_of(recipe: Recipe, E: int) -> reference.Scheme:
-    """The recipe as the reference knows it; the state's scales where it keeps a state."""
+    """The reference's counterpart of the recipe. DelayedScaling brings the scales of its state."""
     match recipe:
         case Float8BlockScaling(pow2, epsilon, share_x_scales):
             return reference.Scaling(pow2, epsilon, share_x_scales)

@@ -1,4 +1,4 @@
-"""Calls of every op: used by opcheck, by the comparison of numbers and by the errors.
+"""Arguments for every op. Opcheck, the comparisons of numbers and the error tests use them.
 
 T rows, E groups, K in_features, N out_features.
 """
@@ -18,11 +18,11 @@ from support.reference import Scaling
 from support.tensors import (
     BF16,
     FP32,
-    apart,
     gathered,
     lay_out,
     listed,
     on,
+    per_expert,
     per_group_rows,
     per_group_weight,
     quantized_columns,
@@ -51,7 +51,7 @@ class Sample:
         return self.overload._schema
 
     def get(self, name: str) -> Any:
-        """The argument, or what the schema says it is by default."""
+        """The argument, or its default in the schema."""
         default = {a.name: a.default_value for a in self.schema.arguments}[name]
         return self.arguments.get(name, default)
 
@@ -63,7 +63,7 @@ class Sample:
 
     @property
     def written(self) -> list[str]:
-        """The arguments that the schema marks as written and that are there."""
+        """Names of the given arguments that the op writes, by its schema."""
         marked = [a.name for a in self.schema.arguments if a.alias_info and a.alias_info.is_write]
         return [name for name in marked if self.arguments.get(name) is not None]
 
@@ -71,7 +71,7 @@ class Sample:
         return self.overload(**self.arguments)
 
     def results(self, device: str) -> list[Tensor]:
-        """What the call on a device returns and then what it writes, on CPU."""
+        """The tensors that the call returns, then those that it writes. All on the CPU."""
         there = self.on(device)
         there = there.but(**{n: tree_map(torch.clone, there[n]) for n in self.written})
         results = tree_leaves([there(), [there[n] for n in self.written]])
@@ -79,7 +79,7 @@ class Sample:
 
 
 def specified(sample: Sample, results: list[Tensor]) -> list[Tensor]:
-    """Results as the contract specifies them: other bytes of quantized data zeroed."""
+    """The results, with zeros in the bytes that the contract leaves unspecified."""
     return keep(results, specified_masks(sample, results))
 
 
@@ -115,7 +115,7 @@ def specified_masks(sample: Sample, results: list[Tensor]) -> list[Tensor]:
 
 
 def keep(results: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
-    """Results with zero where a mask is false, float8 as numbers of its bytes."""
+    """The results, with zeros where a mask is false. float8 becomes the numbers of its bytes."""
     numbers = [t.view(torch.uint8).float() if t.itemsize == 1 else t for t in results]
     return [torch.where(mask, t, 0) for mask, t in zip(masks, numbers, strict=True)]
 
@@ -123,7 +123,10 @@ def keep(results: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
 def make(
     op: str, groups: Groups, dtype: torch.dtype, /, layout: str = "dense", **options: Any
 ) -> Sample:
-    """A sample on CPU. Options are further arguments by name; bias and overwrite: True for one."""
+    """A sample on the CPU.
+
+    Options are further arguments by name. `bias=True` makes a bias, `overwrite=True` a flag tensor.
+    """
     offs, (K, N) = groups.offs(), (groups.K, groups.N)
     tensors: dict[str, Any]
     match op:
@@ -265,7 +268,9 @@ def make(
         main_grad = torch.randn(groups.E, N, K).to(grad_dtype)
         main_grad[:, 0, 0] = -0.0  # adding zero would make it 0.0
         if op.endswith("list_"):
-            main_grad = apart(main_grad) if options.pop("apart", True) else list(main_grad)
+            main_grad = (
+                per_expert(main_grad) if options.pop("per_expert", True) else list(main_grad)
+            )
         tensors = {"main_grad": main_grad, **tensors}
     if options.pop("bias", False):
         bias_dtype = options.get("out_dtype", tensors.get("out_dtype", dtype))

@@ -9,7 +9,7 @@ from grouped_linear import SwiGLU, ops
 
 
 class Swiglu(torch.autograd.Function):
-    """Our ops, unfused."""
+    """ops.swiglu and ops.swiglu_grad as one autograd function."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, offs: Tensor, activation: SwiGLU) -> Tensor:

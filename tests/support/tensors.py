@@ -21,7 +21,7 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
     """The same numbers with other strides."""
     if layout == "dense":
         return x
-    if layout == "strided":  # rows further apart than they are long
+    if layout == "strided":  # the row stride exceeds the row length
         wide = x.new_full((*x.shape[:-1], x.size(-1) + 24), torch.nan)
         wide[..., 8:-16] = x
         return wide[..., 8:-16]
@@ -44,36 +44,36 @@ def rows(groups: Groups, features: int, dtype: torch.dtype, layout: str = "dense
 
 
 def gathered(
-    groups: Groups, features: int, dtype: torch.dtype, layout: str, index: torch.dtype
+    groups: Groups, features: int, dtype: torch.dtype, layout: str, index_dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """x, and rows of it for each group's; what rows hold after them is no index."""
+    """x and the indices of the rows to gather. Past the last group's rows they are no indices."""
     S = groups.valid + 3
     x = lay_out(torch.randn(S, features).to(dtype), layout)
-    taken = torch.randint(S, (groups.T,)).to(index)
-    taken[groups.valid :] = torch.iinfo(index).min
-    return {"x": x, "rows": taken}
+    index_T = torch.randint(S, (groups.T,)).to(index_dtype)
+    index_T[groups.valid :] = torch.iinfo(index_dtype).min
+    return {"x": x, "rows": index_T}
 
 
 def weight(groups: Groups, dtype: torch.dtype, layout: str = "dense") -> Tensor:
     return lay_out(torch.randn(groups.E, groups.N, groups.K).to(dtype), layout)
 
 
-def apart(experts: Tensor) -> list[Tensor]:
-    """Tensors of their own for each expert; `list` would give views, one after the other."""
+def per_expert(experts: Tensor) -> list[Tensor]:
+    """A separate tensor per expert. `list` would give views of one tensor."""
     return [expert.clone() for expert in experts]
 
 
 def listed(
     groups: Groups, dtype: torch.dtype, layout: str, options: dict[str, Any]
 ) -> list[Tensor]:
-    """A weight as one tensor, as views of one, or (by default) as tensors apart."""
+    """A weight as one tensor, as views of one tensor, or (the default) as a tensor per expert."""
     w_ENK = weight(groups, dtype, layout)
-    match options.pop("experts", "apart"):
+    match options.pop("experts", "per_expert"):
         case "packed":
             return [w_ENK]
         case "views":
             return list(w_ENK)
-    return apart(w_ENK)
+    return per_expert(w_ENK)
 
 
 def quantized_rows(groups: Groups, features: int) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ def quantized_columns(
 
 
 def on(device: str, value: Any) -> Any:
-    """A tensor on a device with the strides it has here; other values as they are."""
+    """A tensor, moved to a device with its strides. Other values are returned unchanged."""
     if isinstance(value, list):
         return [on(device, v) for v in value]
     if not isinstance(value, Tensor) or value.device.type == device:
@@ -128,7 +128,7 @@ def on(device: str, value: Any) -> Any:
 
 
 def special_rows(dtype: torch.dtype) -> Tensor:
-    """Rows of 128 values: one kind of block a row."""
+    """Rows of 128 values. Each row is a block of another kind."""
     info, ramp = torch.finfo(dtype), torch.linspace(-1, 1, 128)
     smallest = info.smallest_normal * info.eps  # subnormal
     inf, nan = torch.inf, torch.nan

@@ -22,7 +22,7 @@ T, E, K, N = 40, 3, 32, 48
 
 @dataclass(frozen=True)
 class Feature:
-    """Options of the layer, and how it is told which micro-batch is the first."""
+    """Options of the layer, and the kind of is_first_microbatch that it gets."""
 
     options: dict[str, Any] = field(default_factory=dict)
     flag: str = "none"
@@ -34,13 +34,13 @@ class Feature:
         return "fuse_wgrad_accumulation" in self.options
 
     @property
-    def later(self) -> bool:
+    def deferred(self) -> bool:
         return "delay_wgrad_compute" in self.options
 
 
-APART = {"single_grouped_weight": False, "single_grouped_bias": False}
+PER_EXPERT = {"single_grouped_weight": False, "single_grouped_bias": False}
 FUSED = {"fuse_wgrad_accumulation": True}
-LATER = {"delay_wgrad_compute": True}
+DEFERRED = {"delay_wgrad_compute": True}
 CACHED = {"cache_weights": True}
 FEATURES = {
     "cached": Feature(CACHED, "bool"),
@@ -50,10 +50,10 @@ FEATURES = {
     "cached_fused": Feature(CACHED | FUSED, "bool"),
     "cached_fused_flag": Feature(CACHED | FUSED, "tensor"),
     "input_saved": Feature({"save_original_input": True}),
-    "apart": Feature(APART),
-    "apart_cached_fused": Feature(APART | CACHED | FUSED, "tensor"),
-    "later": Feature(LATER),
-    "later_apart_cached_fused": Feature(LATER | APART | CACHED | FUSED, "bool"),
+    "per_expert": Feature(PER_EXPERT),
+    "per_expert_cached_fused": Feature(PER_EXPERT | CACHED | FUSED, "tensor"),
+    "deferred": Feature(DEFERRED),
+    "deferred_per_expert_cached_fused": Feature(DEFERRED | PER_EXPERT | CACHED | FUSED, "bool"),
 }
 # x, m_splits, dy and is_first_microbatch; y and dx
 MicroBatch = tuple[Tensor, Tensor, Tensor, Any]
@@ -75,14 +75,14 @@ def batches(dtype: torch.dtype, device: str, count: int) -> list[tuple[Tensor, T
 
 
 def one_by_one(call: Callable[..., Tensor], layer: GroupedLinear, feature: Feature) -> Step:
-    """Each micro-batch forward and backward, and what that put off."""
+    """Runs the forward and backward of each micro-batch in turn, then its deferred wgrad."""
 
     def step(micro_batches: Sequence[MicroBatch]) -> list[Result]:
         results = []
         for x, m_splits, dy, first in micro_batches:
             y = call(x, m_splits, first)
             y.backward(dy)
-            if feature.later:
+            if feature.deferred:
                 layer.backward_dw()
             results.append((y.detach().clone(), x.grad.clone()))
         return results
@@ -100,19 +100,19 @@ def compiled(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step
 
 
 def checkpointed(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step:
-    """Each forward is computed once more in its backward."""
+    """Activation checkpointing: each backward recomputes its forward."""
     call = functools.partial(checkpoint, layer, use_reentrant=False)
     return one_by_one(call, layer, feature)
 
 
 def checkpointed_reentrant(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step:
-    """The same, and the first time without gradients."""
+    """Reentrant checkpointing, whose first forward runs without gradients."""
     call = functools.partial(checkpoint, layer, use_reentrant=True)
     return one_by_one(call, layer, feature)
 
 
 def offloaded(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step:
-    """What is saved for a backward waits in other memory, and comes back in a new place."""
+    """Saved tensors are offloaded to the CPU and come back at another address."""
 
     def pack(t: Tensor) -> tuple[torch.device, Tensor]:
         return t.device, t.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -128,13 +128,13 @@ def offloaded(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Ste
 
 
 def interleaved(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step:
-    """Every forward before the first backward, as pipelines do."""
+    """All forwards run before the first backward, as in pipeline parallelism."""
 
     def step(micro_batches: Sequence[MicroBatch]) -> list[Result]:
         ys = [layer(x, m_splits, first) for x, m_splits, _, first in micro_batches]
         for y, (_, _, dy, _) in zip(ys, micro_batches, strict=True):
             y.backward(dy)
-        for _ in ys if feature.later else ():
+        for _ in ys if feature.deferred else ():
             layer.backward_dw()
         return [(y.detach(), x.grad) for y, (x, *_) in zip(ys, micro_batches, strict=True)]
 
@@ -142,7 +142,7 @@ def interleaved(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> S
 
 
 def captured(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step:
-    """A CUDA graph of forward, backward and what that put off; a graph for each bool."""
+    """A CUDA graph of forward, backward and deferred wgrad, one for each value of a bool."""
     graphs: dict[Any, tuple[torch.cuda.CUDAGraph, MicroBatch, Result]] = {}
 
     def capture(micro_batch: MicroBatch) -> None:
@@ -154,7 +154,7 @@ def captured(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step
         with torch.cuda.graph(graph):
             y = layer(static[0], static[1], static_first)
             y.backward(static[2])
-            if feature.later:
+            if feature.deferred:
                 layer.backward_dw()
             result = y.detach(), static[0].grad
         graphs[key_of(first)] = graph, static, result
@@ -181,7 +181,7 @@ def captured(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step
 
 
 class WithFlag(nn.Module):
-    """A layer whose bool is settled: make_graphed_callables takes tensors alone."""
+    """A layer with a fixed is_first_microbatch: make_graphed_callables takes only tensors."""
 
     def __init__(self, layer: GroupedLinear, first: bool) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class WithFlag(nn.Module):
 
 
 def graphed(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step:
-    """torch.cuda.make_graphed_callables; it runs the layer before, so its state starts anew."""
+    """make_graphed_callables runs the layer to warm up, so the caller resets the state."""
     x, m_splits, _ = batches(dtype, "cuda", 1)[0]
     gc.collect()
     make = functools.partial(torch.cuda.make_graphed_callables, allow_unused_input=True)
@@ -215,7 +215,7 @@ def graphed(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step:
 
 
 def cudagraph_trees(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step:
-    """Reduce-overhead mode, which here may not give up in silence."""
+    """Reduce-overhead mode that raises where it would fall back to eager."""
     strict = {
         "triton.cudagraphs": True,
         "triton.cudagraph_or_error": True,
