@@ -208,7 +208,7 @@ def test_put_off_to_another_capture(recipe: Recipe) -> None:
     gc.collect()
     with torch.cuda.graph(main):
         layer(x, m_splits).backward(dy)
-    refused = "put off while a CUDA graph was captured"
+    refused = "deferred in a CUDA graph capture"
     with pytest.raises(RuntimeError, match=refused):
         layer.backward_dw()
     with torch.cuda.graph(later):

@@ -23,7 +23,7 @@ class MainGrad(NamedTuple):
     overwrite: Tensor | bool = False
     """Whether they are overwritten instead; a tensor is read on the device."""
     returns_zeros: bool = False
-    """Whether gradients of zero are returned besides, for those who wait for one."""
+    """Whether gradients of zero are returned as well, for those who wait for a gradient."""
 
 
 def needs_grad_now(ctx: Any, needed: Sequence[bool], edges: slice) -> Sequence[bool]:
@@ -31,9 +31,9 @@ def needs_grad_now(ctx: Any, needed: Sequence[bool], edges: slice) -> Sequence[b
 
     ``ctx.needs_input_grad`` says what a backward may be asked for. torch.autograd.grad of x alone
     does not ask for the weight's gradient, which must then be neither added to main_grad nor
-    deferred. A gradient that is only returned does harm to nobody, so nobody asks for it here: the
-    question takes 3 us. A compiled backward computes all gradients, and so does a backward that is
-    run for some of several experts' parameters.
+    deferred. Callers do not ask about gradients that are only returned: an extra one does no harm,
+    and this function takes 3 us. A compiled backward computes all gradients, and so does a backward
+    that is run for some of several experts' parameters.
 
     Args:
         ctx: of an eager backward, or of one that is traced.

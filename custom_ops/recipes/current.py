@@ -19,15 +19,13 @@ from grouped_linear.recipes.base import (
     OutputMask,
     QuantizedWeight,
     QuantizerState,
-    Recipe,
-    Values,
     with_shared_scale,
 )
-from grouped_linear.recipes.weights import new_fp8_weight, quantize_as_stored, quantize_list
+from grouped_linear.recipes.weights import WeightByRefresh, new_fp8_weight, quantize_as_stored
 
 
 @dataclass(frozen=True)
-class Float8CurrentScaling(AmaxEpsilon, Recipe):
+class Float8CurrentScaling(AmaxEpsilon, WeightByRefresh):
     """FP8 GEMMs with one float32 scale a group, from the group's own amax.
 
     Each expert's weight has one scale, and so have each expert's rows of activations and of
@@ -80,16 +78,6 @@ class Float8CurrentScaling(AmaxEpsilon, Recipe):
             power_of_two_scales=self.power_of_two_scales,
         )
         return quantize_as_stored(quantize, w_ENK, columnwise)
-
-    def quantize_weight_list(
-        self, weights: Experts, state: QuantizerState | None, columnwise: bool
-    ) -> Operands:
-        """The weight in e4m3, one scale an expert."""
-        return quantize_list(self, weights, state, columnwise)
-
-    def for_dgrad(self, columnwise: Values, scale: Tensor | None) -> tuple[Values, Tensor | None]:
-        """[E, K, N], as it is."""
-        return columnwise, scale
 
     def quantize_grad_output(
         self, dy_TN: Tensor, offs_E: Tensor, state: QuantizerState | None, outputs: OutputMask

@@ -22,16 +22,14 @@ from grouped_linear.recipes.base import (
     OutputMask,
     QuantizedWeight,
     QuantizerState,
-    Recipe,
     RecipeState,
-    Values,
     with_shared_scale,
 )
-from grouped_linear.recipes.weights import new_fp8_weight, quantize_list
+from grouped_linear.recipes.weights import WeightByRefresh, new_fp8_weight
 
 
 @dataclass(frozen=True)
-class DelayedScaling(Recipe):
+class DelayedScaling(WeightByRefresh):
     """FP8 GEMMs with one float32 scale a group, from the amax of earlier steps.
 
     Quantization is one pass: its scale is known before, and it records the amax of what it reads.
@@ -93,16 +91,6 @@ class DelayedScaling(Recipe):
         assert state is not None
         w = ops.quantize_weight_delayed_(state.amax, w_ENK, state.scale, columnwise=columnwise)
         return with_shared_scale(*w)
-
-    def quantize_weight_list(
-        self, weights: Experts, state: QuantizerState | None, columnwise: bool
-    ) -> Operands:
-        """The weight in e4m3 with the scales of earlier steps."""
-        return quantize_list(self, weights, state, columnwise)
-
-    def for_dgrad(self, columnwise: Values, scale: Tensor | None) -> tuple[Values, Tensor | None]:
-        """[E, K, N], as it is."""
-        return columnwise, scale
 
     def quantize_grad_output(
         self, dy_TN: Tensor, offs_E: Tensor, state: QuantizerState | None, outputs: OutputMask

@@ -16,18 +16,16 @@ from grouped_linear.recipes.base import (
     OutputMask,
     QuantizedWeight,
     QuantizerState,
-    Recipe,
-    Values,
 )
 from grouped_linear.recipes.weights import (
+    WeightByRefresh,
     in_dispatch_mode,
     quantize_into_new_weight,
-    quantize_list,
 )
 
 
 @dataclass(frozen=True)
-class MXFP8BlockScaling(Recipe):
+class MXFP8BlockScaling(WeightByRefresh):
     """GEMMs of MXFP8 numbers: e4m3 with a power of two as the scale of each 1x32 block.
 
     A block is 32 features of one token for fprop and dgrad. For wgrad it is 32 tokens of one
@@ -63,16 +61,6 @@ class MXFP8BlockScaling(Recipe):
         w_EKN = None if w.x_columnwise is None else w.x_columnwise.view(E, N, K).transpose(1, 2)
         assert w.x_rowwise is not None
         return Operands(w.x_rowwise.view(E, N, K), None, w_EKN, None)
-
-    def quantize_weight_list(
-        self, weights: Experts, state: QuantizerState | None, columnwise: bool
-    ) -> Operands:
-        """The weight rounded to MXFP8 along each dimension, as bfloat16."""
-        return quantize_list(self, weights, state, columnwise)
-
-    def for_dgrad(self, columnwise: Values, scale: Tensor | None) -> tuple[Values, Tensor | None]:
-        """[E, K, N], as it is."""
-        return columnwise, scale
 
     def quantize_grad_output(
         self, dy_TN: Tensor, offs_E: Tensor, state: QuantizerState | None, outputs: OutputMask

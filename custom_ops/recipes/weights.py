@@ -17,6 +17,7 @@ from grouped_linear.recipes.base import (
     QuantizedWeight,
     QuantizerState,
     Recipe,
+    Values,
     is_transposed,
     with_shared_scale,
 )
@@ -58,13 +59,20 @@ def quantize_into_new_weight(
     return quantized.operands(columnwise)
 
 
-def quantize_list(
-    recipe: Recipe, weights: Experts, state: QuantizerState | None, columnwise: bool
-) -> Operands:
-    """Quantize E tensors [N, K] without a stacked copy, unless a dispatch mode needs one."""
-    if in_dispatch_mode():
-        return recipe.quantize_weight(torch.stack(weights), state, columnwise)
-    return quantize_into_new_weight(recipe, weights, state, columnwise)
+class WeightByRefresh(Recipe):
+    """A recipe whose refreshing op reads E tensors [N, K], and writes [E, K, N] for dgrad."""
+
+    def quantize_weight_list(
+        self, weights: Experts, state: QuantizerState | None, columnwise: bool
+    ) -> Operands:
+        """Quantize E tensors without a stacked copy, unless a dispatch mode needs one."""
+        if in_dispatch_mode():
+            return super().quantize_weight_list(weights, state, columnwise)
+        return quantize_into_new_weight(self, weights, state, columnwise)
+
+    def for_dgrad(self, columnwise: Values, scale: Tensor | None) -> tuple[Values, Tensor | None]:
+        """[E, K, N], as it is."""
+        return columnwise, scale
 
 
 def quantize_as_stored(quantize: Callable[..., Any], w_ENK: Tensor, columnwise: bool) -> Operands:
