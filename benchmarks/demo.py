@@ -47,7 +47,7 @@ from grouped_linear import (
 # With --quantized-weights, experts' weights are in FP8 alone, nowhere in high precision.
 QUANTIZED_WEIGHTS = "quantized weights"
 # Each is trained beside BF16. Colours of Okabe and Ito, told apart by all kinds of eyes.
-RECIPES: dict[str, Recipe] = {
+RECIPES: dict[str, Recipe | None] = {
     "block": Float8BlockScaling(),
     "own": Float8BlockScaling(share_x_scales=False),
     QUANTIZED_WEIGHTS: Float8BlockScaling(),
@@ -81,7 +81,7 @@ class Scale:
 
 
 # 2 cores: 60 to 80 ms a step, four runs of about 20 s, the compiled ones up to 20 s more. With two
-# thirds of the steps or twice the rate, runs differ by 2 % by chance: more than FP8 changes.
+# thirds of the steps or twice the rate, runs differ by 2 % stochastically: more than FP8 changes.
 CPU = Scale(
     ModelSize(layers=2, width=128, heads=4, context=128, experts=8, chosen=2, expert_width=128),
     batch=16,
@@ -177,7 +177,7 @@ def train(run: Run, scale: Scale, text: Text, device: torch.device, seed: int) -
     S, parts = scale.size.context, scale.micro_batches
     with device:
         linear = partial(GroupedLinear, bias=False, recipe=run.recipe)
-        if run.kind == QUANTIZED_WEIGHTS:  # which small steps reach by chance alone
+        if run.kind == QUANTIZED_WEIGHTS:  # which small steps reach stochastically alone
             linear = partial(linear, quantized_weight=True, stochastic_rounding=True)
         elif parts > 1:  # quantize weights once a step
             linear = partial(linear, cache_weights=True)
@@ -359,7 +359,7 @@ def parse_arguments() -> argparse.Namespace:
     option(
         "--quantized-weights",
         action="store_true",
-        help="also train with experts' weights that are kept in FP8, rounded by chance",
+        help="also train with experts' weights that are kept in FP8, stochastically rounded",
     )
     option(
         "--micro-batches",

@@ -25,7 +25,7 @@ from grouped_linear import (
     Recipe,
 )
 
-RECIPES: dict[str, Recipe] = {
+RECIPES: dict[str, Recipe | None] = {
     "block": Float8BlockScaling(),
     "own": Float8BlockScaling(share_x_scales=False),
     "current": Float8CurrentScaling(),

@@ -40,7 +40,7 @@ SPLITS = ([10, 20, 10], [0, 40, 0], [0, 0, 0], [1, 2, 3], [40, 0, 0])
 class Experts(nn.Module):
     """Two layers with a nonlinearity between: an MLP an expert."""
 
-    def __init__(self, recipe: Recipe, device: str) -> None:
+    def __init__(self, recipe: Recipe | None, device: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         options: dict[str, Any] = {"recipe": recipe, "device": device, "dtype": BF16}
@@ -65,7 +65,7 @@ def inputs(device: str) -> list[tuple[Tensor, Tensor]]:
 @DEVICES
 @RECIPES
 @pytest.mark.parametrize("experts", [1, 2, 3])
-def test_frozen(recipe: Recipe, device: str, experts: int) -> None:
+def test_frozen(recipe: Recipe | None, device: str, experts: int) -> None:
     """Nothing needs a gradient, and nobody said no_grad: of a parameter an expert, too."""
     layers = [
         GroupedLinear(
@@ -113,7 +113,7 @@ def compiles(module: nn.Module, **options: Any) -> tuple[Any, CompileCounterWith
 @DEVICES
 @RECIPES
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_training_equals_eager(backend: str, recipe: Recipe, device: str) -> None:
+def test_training_equals_eager(backend: str, recipe: Recipe | None, device: str) -> None:
     """Bit for bit: the ops are the same, and relu is exact. New group sizes never recompile."""
     eager, model = Experts(recipe, device), Experts(recipe, device)
     expected = train(eager, eager, device)
@@ -126,7 +126,7 @@ def test_training_equals_eager(backend: str, recipe: Recipe, device: str) -> Non
 @DEVICES
 @RECIPES
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_inference_equals_eager(mode: Any, recipe: Recipe, device: str) -> None:
+def test_inference_equals_eager(mode: Any, recipe: Recipe | None, device: str) -> None:
     model = Experts(recipe, device)
     compiled, counter = compiles(model)
     with mode():
@@ -137,7 +137,7 @@ def test_inference_equals_eager(mode: Any, recipe: Recipe, device: str) -> None:
 
 @DEVICES
 @RECIPES
-def test_lists_autocast_and_leading_dimensions(recipe: Recipe, device: str) -> None:
+def test_lists_autocast_and_leading_dimensions(recipe: Recipe | None, device: str) -> None:
     layer = GroupedLinear(E, K, N, recipe=recipe, device=device)
     compiled, _ = compiles(layer)
     x = torch.randn(4, 10, K, device=device)
@@ -175,7 +175,7 @@ def test_splits_of_a_number_that_is_not_known(device: str) -> None:
 @DEVICES
 @RECIPES
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_checkpointing_changes_no_bit(compiled: bool, recipe: Recipe, device: str) -> None:
+def test_checkpointing_changes_no_bit(compiled: bool, recipe: Recipe | None, device: str) -> None:
     model = Experts(recipe, device)
 
     def recomputed(x: Tensor, m_splits: Tensor) -> Tensor:
@@ -198,7 +198,9 @@ def test_checkpointing_changes_no_bit(compiled: bool, recipe: Recipe, device: st
 # --- recompiles ----------------------------------------------------------------------------------
 
 
-def compiles_for_token_counts(mark: Callable[[Tensor], None], recipe: Recipe, device: str) -> int:
+def compiles_for_token_counts(
+    mark: Callable[[Tensor], None], recipe: Recipe | None, device: str
+) -> int:
     """For 50 of them."""
     layer = GroupedLinear(E, K, N, recipe=recipe, device=device)
     compiled, counter = compiles(layer)
@@ -220,7 +222,7 @@ def compiles_for_token_counts(mark: Callable[[Tensor], None], recipe: Recipe, de
 
 @RECIPES
 @pytest.mark.parametrize("dynamic", [True, None])
-def test_layers_share_a_recipe(dynamic: bool | None, recipe: Recipe) -> None:
+def test_layers_share_a_recipe(dynamic: bool | None, recipe: Recipe | None) -> None:
     """Also one whose numbers Dynamo has seen change, and takes for inputs of the graph."""
     recipes = [recipe]
     if isinstance(recipe, Float8BlockScaling | Float8CurrentScaling):
@@ -239,7 +241,7 @@ def test_layers_share_a_recipe(dynamic: bool | None, recipe: Recipe) -> None:
 
 @DEVICES
 @RECIPES
-def test_recompiles_for_token_counts(recipe: Recipe, device: str) -> None:
+def test_recompiles_for_token_counts(recipe: Recipe | None, device: str) -> None:
     """mark_unbacked is the recommended marking: one compile for every number of tokens."""
 
     def mark_unbacked(x: Tensor) -> None:
@@ -259,7 +261,7 @@ def test_recompiles_for_token_counts(recipe: Recipe, device: str) -> None:
 
 
 @RECIPES
-def test_fixed_capacity_compiles_once(recipe: Recipe) -> None:
+def test_fixed_capacity_compiles_once(recipe: Recipe | None) -> None:
     layer = GroupedLinear(E, K, N, recipe=recipe)
     compiled, counter = compiles(layer)
     for tokens in (33, 40, 57, 1, 0, 64):

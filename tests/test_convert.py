@@ -229,7 +229,7 @@ def test_outputs_and_gradients(kind: str, dtype: torch.dtype, device: str) -> No
 @DEVICES
 @EVERY_MODEL
 @pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
-def test_recipes(kind: str, recipe: Recipe, device: str) -> None:
+def test_recipes(kind: str, recipe: Recipe | None, device: str) -> None:
     """See test_mlp.py for the tolerance."""
     model, x = model_of(kind, device, BF16), torch.randn(T, H, device=device, dtype=BF16)
     expected = run(model, x)
@@ -307,7 +307,7 @@ def test_compiled_copied_and_saved(kind: str) -> None:
 @pytest.mark.parametrize(
     "recipe", [Float8BlockScaling(), DelayedScaling()], ids=["block", "delayed"]
 )
-def test_pickled(kind: str, recipe: Recipe) -> None:
+def test_pickled(kind: str, recipe: Recipe | None) -> None:
     model, x = model_of(kind, "cpu"), torch.randn(T, H)
     name = convert_experts(model, MODELS[kind][1], recipe)[0].name
     expected, file = run(model, x), io.BytesIO()
@@ -733,7 +733,7 @@ def both_processes() -> DeviceMesh:
     return init_device_mesh("cpu", (PROCESSES,))
 
 
-def check_expert_parallel(recipe: Recipe, rank: int, directory: Path) -> None:
+def check_expert_parallel(recipe: Recipe | None, rank: int, directory: Path) -> None:
     plain, dims = GroupedExperts(), {"w1": 0, "w2": 0, "w3": 0}
     x = torch.randn(sum(COUNTS), H)
     expected, _ = step(plain, x, COUNTS)

@@ -28,7 +28,7 @@ REPLAYS = 1000
 Step = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 
-def make_layer(recipe: Recipe) -> GroupedLinear:
+def make_layer(recipe: Recipe | None) -> GroupedLinear:
     return GroupedLinear(E, K, N, recipe=recipe, device="cuda", dtype=torch.bfloat16)
 
 
@@ -68,7 +68,7 @@ def assert_equal(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
 
 
 @RECIPES
-def test_raw_capture(recipe: Recipe) -> None:
+def test_raw_capture(recipe: Recipe | None) -> None:
     generator = torch.Generator().manual_seed(1)
     step = step_of(make_layer(recipe))
     x, m_splits, dy = draw_inputs(generator)
@@ -94,7 +94,7 @@ def test_raw_capture(recipe: Recipe) -> None:
 
 
 @RECIPES
-def test_make_graphed_callables(recipe: Recipe) -> None:
+def test_make_graphed_callables(recipe: Recipe | None) -> None:
     generator = torch.Generator().manual_seed(2)
     layer = make_layer(recipe)
     eager = step_of(layer)
@@ -120,7 +120,7 @@ def test_make_graphed_callables(recipe: Recipe) -> None:
 class Experts(nn.Module):
     """Two layers that keep their weights and add gradients to main_grad."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe | None) -> None:
         super().__init__()
         torch.manual_seed(0)
         options: dict[str, Any] = {"recipe": recipe, "device": "cuda", "dtype": torch.bfloat16}
@@ -157,7 +157,7 @@ class Experts(nn.Module):
 
 @RECIPES
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "each"])
-def test_graphed_model(whole: bool, recipe: Recipe) -> None:
+def test_graphed_model(whole: bool, recipe: Recipe | None) -> None:
     """A model's one graph, or one of each layer, through steps of 1, 2 and 8 micro-batches."""
     generator = torch.Generator().manual_seed(5)
     model, eager = Experts(recipe), Experts(recipe)
@@ -192,7 +192,7 @@ def test_graphed_model(whole: bool, recipe: Recipe) -> None:
 
 
 @RECIPES
-def test_put_off_to_another_capture(recipe: Recipe) -> None:
+def test_deferred_to_another_capture(recipe: Recipe | None) -> None:
     """Forward and backward in one graph, backward_dw in the next; never one of both outside."""
     generator = torch.Generator().manual_seed(6)
     options = {"fuse_wgrad_accumulation": True, "bias": False, "device": "cuda"}
@@ -229,7 +229,7 @@ def test_put_off_to_another_capture(recipe: Recipe) -> None:
 
 
 @RECIPES
-def test_cudagraph_trees(recipe: Recipe) -> None:
+def test_cudagraph_trees(recipe: Recipe | None) -> None:
     """Reduce-overhead mode: one graph launch forward, one backward, nothing recorded anew."""
     generator = torch.Generator().manual_seed(3)
     layer = make_layer(recipe)
@@ -265,7 +265,7 @@ def test_cudagraph_trees(recipe: Recipe) -> None:
 
 
 @RECIPES
-def test_determinism(recipe: Recipe) -> None:
+def test_determinism(recipe: Recipe | None) -> None:
     generator = torch.Generator().manual_seed(4)
     step = step_of(make_layer(recipe))
     x, m_splits, dy = draw_inputs(generator)

@@ -18,7 +18,7 @@ from support.documents import ROOT, examples
 from support.processes import PROCESSES, Checks
 
 E, T, C, H, F = 4, 40, 2, 64, 48
-RECIPES: dict[str, Recipe] = {
+RECIPES: dict[str, Recipe | None] = {
     "none": None,
     "block": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
@@ -42,7 +42,7 @@ def step(model: nn.Module, x: Tensor, logits: Tensor, dy: Tensor) -> list[Tensor
     return [y.detach(), *gradients]
 
 
-def check(recipe: Recipe, compiled: bool, rank: int, directory: Path) -> None:
+def check(recipe: Recipe | None, compiled: bool, rank: int, directory: Path) -> None:
     mesh = init_device_mesh("cpu", (PROCESSES,))
     tokens, experts = slice(rank * T, (rank + 1) * T), slice(rank * E // 2, (rank + 1) * E // 2)
     whole = GroupedMLP(E, H, F, recipe=recipe)

@@ -34,7 +34,7 @@ RECIPES: list[Recipe] = [
 
 @pytest.mark.parametrize("single_grouped_weight", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
-def test_layer(recipe: Recipe, single_grouped_weight: bool) -> None:
+def test_layer(recipe: Recipe | None, single_grouped_weight: bool) -> None:
     layer = GroupedLinear(E, K, N, recipe=recipe, single_grouped_weight=single_grouped_weight)
     x, sizes = torch.randn(T, K, requires_grad=True), torch.tensor(SIZES)
     with FlopCounterMode(display=False) as counter:
@@ -50,7 +50,7 @@ def test_layer(recipe: Recipe, single_grouped_weight: bool) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES[:3], ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("single_grouped_weight", [True, False])
-def test_main_grad(single_grouped_weight: bool, recipe: Recipe) -> None:
+def test_main_grad(single_grouped_weight: bool, recipe: Recipe | None) -> None:
     layer = GroupedLinear(
         E,
         K,

@@ -40,7 +40,7 @@ FORMS = pytest.mark.parametrize("single", [True, False], ids=["one", "apart"])
 
 @pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
 @pytest.mark.parametrize("kind", ["layer", "mlp"])
-def test_a_gradient_penalty_is_refused(kind: str, recipe: Recipe) -> None:
+def test_a_gradient_penalty_is_refused(kind: str, recipe: Recipe | None) -> None:
     """Not taken for a constant where the incoming gradient is one, as that of a sum is."""
     layer = GroupedLinear(2, 16, 32, recipe=recipe)
     mlp = GroupedMLP(2, 16, 32, recipe=recipe)
@@ -56,7 +56,7 @@ def test_a_gradient_penalty_is_refused(kind: str, recipe: Recipe) -> None:
         loss.backward()
 
 
-def make_layer(recipe: Recipe = None, device: str = "cpu", **options: Any) -> GroupedLinear:
+def make_layer(recipe: Recipe | None = None, device: str = "cpu", **options: Any) -> GroupedLinear:
     torch.manual_seed(0)
     return GroupedLinear(E, K, N, recipe=recipe, device=device, **options)
 
@@ -109,7 +109,7 @@ def test_main_grad(dtype: torch.dtype, single: bool, compiled: bool, device: str
 @EVERY_RECIPE
 @FORMS
 def test_a_float32_bias_gets_its_gradient_unrounded(
-    single: bool, recipe: Recipe, compiled: bool, device: str
+    single: bool, recipe: Recipe | None, compiled: bool, device: str
 ) -> None:
     layer = make_layer(recipe, device, single_grouped_bias=single)
     if recipe is None:
@@ -157,7 +157,7 @@ def test_autocast_of_experts_apart(
 
 @pytest.mark.parametrize("order", ["backwards", "gaps"])
 @pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
-def test_main_grads_anywhere(recipe: Recipe, order: str) -> None:
+def test_main_grads_anywhere(recipe: Recipe | None, order: str) -> None:
     layer = make_layer(recipe, fuse_wgrad_accumulation=True, single_grouped_weight=False)
     flat = torch.zeros(2 * E, N, K)
     slots = list(flat[:E])[::-1] if order == "backwards" else flat[::2]
@@ -251,14 +251,14 @@ def test_mistakes() -> None:
     frozen(*inputs()).sum().backward()
 
 
-# --- put off -------------------------------------------------------------------------------------
+# --- deferred -------------------------------------------------------------------------------------
 
 
 @DEVICES
 @EVERY_RECIPE
 @pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
 @FORMS
-def test_several_in_flight(single: bool, fused: bool, recipe: Recipe, device: str) -> None:
+def test_several_in_flight(single: bool, fused: bool, recipe: Recipe | None, device: str) -> None:
     """First in, first out; each exactly once; bias gradients come with the main backward."""
     options = {"fuse_wgrad_accumulation": fused, "single_grouped_weight": single}
     layer = make_layer(recipe, device, delay_wgrad_compute=True, **options)
@@ -311,7 +311,7 @@ def test_hooks_run_with_the_gradient(fused: bool) -> None:
     assert "post" in fired
 
 
-def test_put_off_with_nothing_else_to_do() -> None:
+def test_deferred_with_nothing_else_to_do() -> None:
     """Neither x nor a bias asks for a backward: there is one all the same."""
     layer, (x, m_splits) = make_layer(delay_wgrad_compute=True, bias=False), inputs()
     layer(x.detach(), m_splits).sum().backward()
@@ -347,7 +347,7 @@ def test_what_was_put_off_stays_with_its_layer() -> None:
 
 @pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
 @pytest.mark.parametrize("kind", ["main_grad", "later", "mlp"])
-def test_the_gradient_of_x_alone(kind: str, recipe: Recipe) -> None:
+def test_the_gradient_of_x_alone(kind: str, recipe: Recipe | None) -> None:
     """Asked for before the backward, as by a pipeline or an adversary, it adds to no main_grad."""
     (x, m_splits), chosen = inputs(), torch.arange(T)[:, None] % E
     grads: list[list[Tensor]] = []
@@ -375,7 +375,7 @@ def test_the_gradient_of_x_alone(kind: str, recipe: Recipe) -> None:
         assert a.any()
 
 
-def test_put_off_under_autocast() -> None:
+def test_deferred_under_autocast() -> None:
     grads = []
     for later in (False, True):
         layer, (x, m_splits) = make_layer(delay_wgrad_compute=later), inputs()
@@ -389,7 +389,7 @@ def test_put_off_under_autocast() -> None:
 
 
 @pytest.mark.parametrize("single", [True, False], ids=["one", "apart"])
-def test_put_off_of_weights_that_were_put_in_place(single: bool) -> None:
+def test_deferred_of_weights_that_were_put_in_place(single: bool) -> None:
     """What the forward used learns: not the layer's own weight, nor one that is computed again."""
     gradients = []
     for delay in (False, True):
@@ -413,7 +413,7 @@ def test_put_off_of_weights_that_were_put_in_place(single: bool) -> None:
         assert_same_bits(later, plain)
 
 
-def test_put_off_is_refused_in_a_graph() -> None:
+def test_deferred_is_refused_in_a_graph() -> None:
     layer = make_layer(delay_wgrad_compute=True)
     with pytest.raises(Exception, match="which a compiled backward cannot hand out"):
         torch.compile(layer, fullgraph=True, backend="aot_eager")(*inputs())
@@ -441,7 +441,7 @@ class Identity(torch.autograd.Function):
         return dx
 
 
-def test_putting_off_keeps_no_graph() -> None:
+def test_deferral_keeps_no_graph() -> None:
     layer, (x, m_splits) = make_layer(delay_wgrad_compute=True), inputs()
     hidden = Identity.apply(x)
     alive = weakref.ref(hidden.grad_fn)
@@ -466,7 +466,9 @@ def test_main_grads_are_apart() -> None:
 
 @EVERY_RECIPE
 @pytest.mark.parametrize("learns", [True, False], ids=["learns", "frozen"])
-def test_a_quantized_weight_is_not_kept_in_high_precision(learns: bool, recipe: Recipe) -> None:
+def test_a_quantized_weight_is_not_kept_in_high_precision(
+    learns: bool, recipe: Recipe | None
+) -> None:
     """Where it is no parameter that learns, which lives anyway."""
     w = torch.randn(E, N, K, requires_grad=learns)
     merged, (x, m_splits) = w * 2, inputs()
@@ -491,7 +493,7 @@ def keep_ours(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 @pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
 @pytest.mark.parametrize("form", ["one", "apart", "mlp"])
 def test_selective_checkpointing_that_keeps_our_ops(
-    form: str, recipe: Recipe, device: str, monkeypatch: pytest.MonkeyPatch
+    form: str, recipe: Recipe | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a kept op returned is not computed again, so nothing may be filled by one."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
@@ -515,7 +517,7 @@ def test_selective_checkpointing_that_keeps_our_ops(
 
 
 @EVERY_RECIPE
-def test_saved_input(recipe: Recipe) -> None:
+def test_saved_input(recipe: Recipe | None) -> None:
     """x itself is kept, and its columns are quantized in the backward."""
     if recipe is RECIPES["delayed"]:
         assert sentence(lambda: make_layer(recipe, save_original_input=True)) == (
@@ -541,7 +543,9 @@ def test_saved_input(recipe: Recipe) -> None:
 @EVERY_RECIPE
 @COMPILED
 @pytest.mark.parametrize("flag", [bool, torch.tensor], ids=["bool", "tensor"])
-def test_checkpointed_micro_batches(flag: Any, compiled: bool, recipe: Recipe, device: str) -> None:
+def test_checkpointed_micro_batches(
+    flag: Any, compiled: bool, recipe: Recipe | None, device: str
+) -> None:
     """A recompute quantizes the weight once more, to the same bytes, and records the same amax."""
     results = []
     for checkpointed in (False, True):
@@ -607,7 +611,7 @@ def test_some_experts_frozen() -> None:
 
 
 @EVERY_RECIPE
-def test_second_derivatives_are_refused(recipe: Recipe) -> None:
+def test_second_derivatives_are_refused(recipe: Recipe | None) -> None:
     layer, (x, m_splits) = make_layer(recipe), inputs()
     dy = torch.randn(T, N, requires_grad=True)
     (expected,) = torch.autograd.grad(layer(x, m_splits), x, dy)
@@ -619,7 +623,7 @@ def test_second_derivatives_are_refused(recipe: Recipe) -> None:
 
 @EVERY_RECIPE
 @pytest.mark.parametrize("whole_mlp", [False, True], ids=["layer", "mlp"])
-def test_what_else_autograd_offers_is_refused(whole_mlp: bool, recipe: Recipe) -> None:
+def test_what_else_autograd_offers_is_refused(whole_mlp: bool, recipe: Recipe | None) -> None:
     """A Hessian, forward mode, torch.func: never answered with zeros."""
     layer, mlp = make_layer(recipe), GroupedMLP(E, K, N, recipe=recipe)
     (x, m_splits), chosen = inputs(), torch.arange(T)[:, None] % E

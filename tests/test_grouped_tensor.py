@@ -583,7 +583,7 @@ def test_small_updates_vanish_unless_rounded_by_chance(stochastic: bool, mean: f
     t = GroupedTensor.quantize(torch.ones(1, 128, 128), stochastic_rounding=stochastic)
     for _ in range(100):
         t.add_(1e-3)  # of steps of 0.125
-    # by chance: 100 steps deviate by at most 0.125 * sqrt(100 * 0.008) = 0.11 an element
+    # stochastically: 100 steps deviate by at most 0.125 * sqrt(100 * 0.008) = 0.11 an element
     assert abs(t.mean().item() - mean) < 5 * 0.11 / 128
 
 
@@ -695,7 +695,7 @@ def test_trajectory(name: str, mode: str) -> None:
     bf16 = losses_of(nn.Parameter(quantized.dequantize()), name, mode, target)
     stochastic = losses_of(nn.Parameter(quantized), name, mode, target)
     assert stochastic[0] == bf16[0]
-    # What is lost by rounding the solution itself to nearest. Rounding by chance has twice the
+    # What is lost by rounding the solution itself to nearest. Rounding stochastically has twice the
     # variance, and that of several steps adds up before gradients take it back.
     error = GroupedTensor.quantize(target).dequantize() - target
     floor = target.size(2) * error.square().mean().item()

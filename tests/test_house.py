@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md says of the house: imports run one way, names stay in their room, files stay short."""
+"""The rules of the house: imports run one way, private names stay home, files stay short."""
 
 import ast
 from collections.abc import Iterator
@@ -65,8 +65,14 @@ def test_no_import_cycle() -> None:
 
 @pytest.mark.parametrize("folder", ["custom_ops", "csrc", "meta_kernels"])
 def test_files_have_one_subject(folder: str) -> None:
-    sources = [p for p in (ROOT / folder).rglob("*") if p.suffix in {".py", ".cpp", ".h", ".cu", ".cuh"}]
-    long = {str(p.relative_to(ROOT)): n for p in sources if (n := len(p.read_text().splitlines())) > MOST_LINES}
+    sources = [
+        p for p in (ROOT / folder).rglob("*") if p.suffix in {".py", ".cpp", ".h", ".cu", ".cuh"}
+    ]
+    long = {
+        str(p.relative_to(ROOT)): n
+        for p in sources
+        if (n := len(p.read_text().splitlines())) > MOST_LINES
+    }
     assert not long
 
 

@@ -38,7 +38,13 @@ SMALL = Groups((3, 0, 130, 7), 147, K=144, N=80)  # an empty group, and a tail o
 
 
 def run(
-    x: Tensor, w: Tensor, b: Tensor | None, m_splits: Any, dy: Tensor, recipe: Recipe, device: str
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    m_splits: Any,
+    dy: Tensor,
+    recipe: Recipe | None,
+    device: str,
 ) -> list[Tensor]:
     """y, dx, dw, and db where there is a bias, on CPU."""
     leaves = [t.detach().to(device).requires_grad_() for t in (x, w, b) if t is not None]
@@ -49,7 +55,7 @@ def run(
 
 
 def check_layer(
-    groups: Groups, dtype: torch.dtype, recipe: Recipe, device: str, has_bias: bool
+    groups: Groups, dtype: torch.dtype, recipe: Recipe | None, device: str, has_bias: bool
 ) -> None:
     """Forward and backward are products of the quantized operands, summed in float32."""
     x, dy = rows(groups, groups.K, dtype), rows(groups, groups.N, dtype)
@@ -80,14 +86,14 @@ def check_layer(
 @DEVICES
 @RECIPES
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-def test_layer(groups: Groups, recipe: Recipe, device: str) -> None:
+def test_layer(groups: Groups, recipe: Recipe | None, device: str) -> None:
     check_layer(groups, BF16, recipe, device, has_bias=True)
 
 
 @DEVICES
 @RECIPES
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
-def test_dtypes(dtype: torch.dtype, recipe: Recipe, device: str) -> None:
+def test_dtypes(dtype: torch.dtype, recipe: Recipe | None, device: str) -> None:
     check_layer(SMALL, dtype, recipe, device, has_bias=True)
     check_layer(SMALL, dtype, recipe, device, has_bias=False)
 
@@ -112,7 +118,7 @@ def test_recipes_are_near_the_exact_product(name: str, dtype: torch.dtype, devic
 @RECIPES
 @pytest.mark.parametrize(("dtype", "other"), [(BF16, FP32), (FP32, BF16)], ids=str)
 def test_bias_of_another_dtype(
-    dtype: torch.dtype, other: torch.dtype, recipe: Recipe, device: str
+    dtype: torch.dtype, other: torch.dtype, recipe: Recipe | None, device: str
 ) -> None:
     x, dy = rows(SMALL, SMALL.K, dtype), rows(SMALL, SMALL.N, dtype)
     w, b = weight(SMALL, dtype), torch.randn(SMALL.E, SMALL.N).to(other)
@@ -127,7 +133,9 @@ def test_bias_of_another_dtype(
 @DEVICES
 @RECIPES
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64], ids=str)
-def test_bias_that_would_lose_by_a_cast(dtype: torch.dtype, recipe: Recipe, device: str) -> None:
+def test_bias_that_would_lose_by_a_cast(
+    dtype: torch.dtype, recipe: Recipe | None, device: str
+) -> None:
     x, w = rows(SMALL, SMALL.K, BF16).to(device), weight(SMALL, BF16).to(device)
     m_splits, state = list(SMALL.m_splits), state_for(recipe, SMALL.E, device)
     options: dict[str, Any] = {"recipe": recipe, "device": device}
@@ -150,7 +158,7 @@ def test_bias_that_would_lose_by_a_cast(dtype: torch.dtype, recipe: Recipe, devi
 @DEVICES
 @RECIPES
 @pytest.mark.parametrize("shape", [(), (0,), (5, 0), (2, 3, 0)], ids=str)
-def test_x_without_features(shape: tuple[int, ...], recipe: Recipe, device: str) -> None:
+def test_x_without_features(shape: tuple[int, ...], recipe: Recipe | None, device: str) -> None:
     layer = GroupedLinear(2, 16, 32, recipe=recipe, device=device)
     mlp = GroupedMLP(2, 16, 32, recipe=recipe, device=device)
     x, state = torch.ones(shape, device=device), state_for(recipe, 2, device)
@@ -178,7 +186,7 @@ def test_no_recipe_is_a_loop_of_linears(dtype: torch.dtype) -> None:
 
 @DEVICES
 @RECIPES
-def test_leading_dimensions(recipe: Recipe, device: str) -> None:
+def test_leading_dimensions(recipe: Recipe | None, device: str) -> None:
     layer = GroupedLinear(2, 16, 32, recipe=recipe, device=device)
     x, m_splits = torch.randn(3, 4, 16, device=device), torch.tensor([5, 6], device=device)
     flat = layer(x.flatten(0, 1), m_splits)
@@ -201,7 +209,7 @@ FORMS_OF_M_SPLITS: dict[str, Callable[[str], Any]] = {
 @DEVICES
 @RECIPES
 @pytest.mark.parametrize("form", FORMS_OF_M_SPLITS)
-def test_every_form_of_m_splits(form: str, recipe: Recipe, device: str) -> None:
+def test_every_form_of_m_splits(form: str, recipe: Recipe | None, device: str) -> None:
     layer = GroupedLinear(3, 16, 32, recipe=recipe, device=device)
     x = torch.randn(9, 16, device=device)
     expected = layer(x, torch.tensor([4, 0, 3], device=device))
@@ -211,7 +219,9 @@ def test_every_form_of_m_splits(form: str, recipe: Recipe, device: str) -> None:
 @DEVICES
 @RECIPES
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_weight_stored_as_its_transpose(compiled: bool, recipe: Recipe, device: str) -> None:
+def test_a_weight_stored_as_its_transpose(
+    compiled: bool, recipe: Recipe | None, device: str
+) -> None:
     """The same numbers; where scales are of squares it is read as it is stored.
 
     Its gradient comes out in its own layout, so that nothing copies it, except in e5m2: the product
@@ -265,7 +275,7 @@ def test_a_transposed_operand_gets_its_gradient_transposed(device: str) -> None:
 
 @DEVICES
 @RECIPES
-def test_expanded_gradient(recipe: Recipe, device: str) -> None:
+def test_expanded_gradient(recipe: Recipe | None, device: str) -> None:
     """y.sum().backward() hands over a dy of strides 0, 0."""
     x, w = (t.nan_to_num().to(device) for t in (rows(SMALL, 144, FP32), weight(SMALL, FP32)))
     grads = []
@@ -281,7 +291,7 @@ def test_expanded_gradient(recipe: Recipe, device: str) -> None:
 
 @DEVICES
 @RECIPES
-def test_layer_is_deterministic(recipe: Recipe, device: str) -> None:
+def test_layer_is_deterministic(recipe: Recipe | None, device: str) -> None:
     x, dy = rows(SMALL, SMALL.K, BF16), rows(SMALL, SMALL.N, BF16)
     w, b = weight(SMALL, BF16), torch.randn(SMALL.E, SMALL.N).to(BF16)
     first, *others = (run(x, w, b, SMALL.m_splits, dy, recipe, device) for _ in range(4))
@@ -293,7 +303,7 @@ def test_layer_is_deterministic(recipe: Recipe, device: str) -> None:
 @DEVICES
 @RECIPES
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_a_diverging_row_shows(bad: float, recipe: Recipe, device: str) -> None:
+def test_a_diverging_row_shows(bad: float, recipe: Recipe | None, device: str) -> None:
     """A number that is not finite surfaces in its row's output, and in no other row's."""
     x, w = rows(SMALL, SMALL.K, FP32), weight(SMALL, FP32)
     dy = torch.randn(SMALL.T, SMALL.N)
@@ -314,7 +324,7 @@ def test_a_diverging_row_shows(bad: float, recipe: Recipe, device: str) -> None:
 # --- what is computed and kept -------------------------------------------------------------------
 
 
-def work(recipe: Recipe, needed: str, backward: bool = True) -> dict[str, int]:
+def work(recipe: Recipe | None, needed: str, backward: bool = True) -> dict[str, int]:
     x, w, b = torch.randn(7, 16), torch.randn(2, 32, 16), torch.randn(2, 32)
     for name, t in (("x", x), ("w", w), ("b", b)):
         t.requires_grad_(name in needed)
@@ -404,7 +414,7 @@ def test_inference_quantizes_rowwise_only(mode: Any) -> None:
 
 
 @RECIPES
-def test_inference_equals_training_and_saves_nothing(recipe: Recipe) -> None:
+def test_inference_equals_training_and_saves_nothing(recipe: Recipe | None) -> None:
     layer = GroupedLinear(2, 16, 32, recipe=recipe)
     x, saved = torch.randn(7, 16), []
 
@@ -424,7 +434,7 @@ def test_inference_equals_training_and_saves_nothing(recipe: Recipe) -> None:
 
 
 @RECIPES
-def test_saved_tensors_are_few(recipe: Recipe) -> None:
+def test_saved_tensors_are_few(recipe: Recipe | None) -> None:
     """In FP8 the input is kept as columns only, each group padded to 128 rows."""
     groups = Groups((128, 128), 256, K=256, N=16)
     sizes = []
@@ -446,7 +456,7 @@ def test_saved_tensors_are_few(recipe: Recipe) -> None:
 
 @DEVICES
 @RECIPES
-def test_autocast(recipe: Recipe, device: str) -> None:
+def test_autocast(recipe: Recipe | None, device: str) -> None:
     """As nn.Linear: computes in the autocast dtype, gradients arrive in the parameters' dtypes."""
     layer = GroupedLinear(SMALL.E, SMALL.K, SMALL.N, recipe=recipe, device=device)
     layer.scaling_state = state_for(recipe, SMALL.E, device)

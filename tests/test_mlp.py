@@ -79,7 +79,7 @@ def leaves_of(experts_TC: Tensor, device: str, dtype: torch.dtype, kind: str = "
     return [t.to(device).requires_grad_() for t in drawn]
 
 
-def states_of(recipe: Recipe, device: str) -> Any:
+def states_of(recipe: Recipe | None, device: str) -> Any:
     if not isinstance(recipe, DelayedScaling):
         return None
     return DelayedScalingState(recipe, E, device), DelayedScalingState(recipe, E, device)
@@ -116,7 +116,7 @@ def truth(experts_TC: Tensor, kind: str = "plain") -> Callable[..., Tensor]:
 
 
 def unfused(
-    experts_TC: Tensor, recipe: Recipe, states: Any, kind: str = "plain"
+    experts_TC: Tensor, recipe: Recipe | None, states: Any, kind: str = "plain"
 ) -> Callable[..., Tensor]:
     """Two grouped layers with SwiGLU between them, rows gathered and combined around them."""
     state_of_gate_up, state_of_down = states or (None, None)
@@ -138,7 +138,7 @@ def unfused(
 
 def ours(
     experts_TC: Tensor,
-    recipe: Recipe,
+    recipe: Recipe | None,
     states: Any = None,
     kind: str = "plain",
     max_rows: int | None = None,
@@ -191,7 +191,7 @@ def test_every_kind(kind: str, device: str) -> None:
 
 @DEVICES
 @RECIPES
-def test_recipes_are_near_float64(recipe: Recipe, device: str) -> None:
+def test_recipes_are_near_float64(recipe: Recipe | None, device: str) -> None:
     """A product of e4m3 operands is off by 4% of its norm, 7% with e5m2: see test_layer.py."""
     experts = ROUTINGS["random"]
     leaves, states = leaves_of(experts, device, BF16), states_of(recipe, device)
@@ -208,7 +208,7 @@ def test_recipes_are_near_float64(recipe: Recipe, device: str) -> None:
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fused_is_unfused(
-    routing: str, kind: str, recipe: Recipe, dtype: torch.dtype, device: str
+    routing: str, kind: str, recipe: Recipe | None, dtype: torch.dtype, device: str
 ) -> None:
     experts = ROUTINGS[routing].to(device)
     leaves = leaves_of(experts, device, dtype, kind)
@@ -271,7 +271,7 @@ def test_what_is_kept_for_the_backward(weights_learn: bool, device: str) -> None
 
 @DEVICES
 @RECIPES
-def test_only_the_gradients_asked_for(recipe: Recipe, device: str) -> None:
+def test_only_the_gradients_asked_for(recipe: Recipe | None, device: str) -> None:
     experts = ROUTINGS["some_to_none"].to(device)
     leaves = leaves_of(experts, device, BF16, "gpt_oss")
     expected = run(ours(experts, recipe, states_of(recipe, device), "gpt_oss"), leaves)[1:]
@@ -290,7 +290,7 @@ def test_only_the_gradients_asked_for(recipe: Recipe, device: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
-def test_biases_of_another_dtype(recipe: Recipe) -> None:
+def test_biases_of_another_dtype(recipe: Recipe | None) -> None:
     """They are added in x's dtype, and their gradients have their own."""
     experts = ROUTINGS["random"]
     leaves = leaves_of(experts, "cpu", BF16, "bias")
@@ -326,7 +326,7 @@ def test_biases_beside_main_grad(device: str) -> None:
 
 @DEVICES
 @RECIPES
-def test_a_token_of_no_expert_reaches_nothing(recipe: Recipe, device: str) -> None:
+def test_a_token_of_no_expert_reaches_nothing(recipe: Recipe | None, device: str) -> None:
     """Not even if it is NaN, as padding may be."""
     experts = torch.tensor([[0, 3], [-1, E], [3, 2]], device=device)
     x, *others = leaves_of(experts, device, BF16)
@@ -401,7 +401,9 @@ def test_arguments_that_do_not_fit(
         grouped_mlp(**{**fitting, **arguments})
 
 
-def mlp_of(kind: str, recipe: Recipe, device: str, dtype: torch.dtype | None = None) -> GroupedMLP:
+def mlp_of(
+    kind: str, recipe: Recipe | None, device: str, dtype: torch.dtype | None = None
+) -> GroupedMLP:
     activation, bias = KINDS[kind]
     options: dict[str, Any] = {"recipe": recipe, "device": device, "dtype": dtype}
     return GroupedMLP(E, H, F, bias=bias, activation=activation, **options)
@@ -410,7 +412,7 @@ def mlp_of(kind: str, recipe: Recipe, device: str, dtype: torch.dtype | None = N
 @DEVICES
 @RECIPES
 @pytest.mark.parametrize("kind", ["plain", "gpt_oss"])
-def test_compiled_in_one_graph(kind: str, recipe: Recipe, device: str) -> None:
+def test_compiled_in_one_graph(kind: str, recipe: Recipe | None, device: str) -> None:
     mlp = mlp_of(kind, recipe, device, BF16)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(mlp, fullgraph=True, backend=counter)
@@ -501,7 +503,7 @@ def without_dropped(experts_TC: Tensor, max_rows: int) -> Tensor:
 )
 @pytest.mark.parametrize("room", [0, 4, 130, None], ids=["none", "few", "most", "all"])
 def test_room_for_fewer_rows(
-    room: int | None, routing: str, kind: str, recipe: Recipe, device: str
+    room: int | None, routing: str, kind: str, recipe: Recipe | None, device: str
 ) -> None:
     """Who found room has the numbers that it has without a bound, who did not has none."""
     experts = ROUTINGS[routing].to(device)
@@ -610,7 +612,7 @@ def test_trains_with_delayed_scaling(device: str) -> None:
 @DEVICES
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
 @EVERY_KIND
-def test_autocast(kind: str, recipe: Recipe, device: str) -> None:
+def test_autocast(kind: str, recipe: Recipe | None, device: str) -> None:
     mlp = mlp_of(kind, recipe, device)
     experts = ROUTINGS["random"].to(device)
     x, weights, *_ = leaves_of(experts, device, FP32)
@@ -690,7 +692,7 @@ def test_mistakes() -> None:
 @needs_hopper
 @RECIPES
 @pytest.mark.parametrize("kind", ["plain", "gpt_oss"])
-def test_one_cuda_graph_for_every_routing(kind: str, recipe: Recipe) -> None:
+def test_one_cuda_graph_for_every_routing(kind: str, recipe: Recipe | None) -> None:
     """Captured once, replayed with other tokens that go to other experts: the bits of eager."""
     mlp = mlp_of(kind, recipe, "cuda", BF16)
     x = torch.zeros(90, H, device="cuda", dtype=BF16, requires_grad=True)
@@ -723,7 +725,7 @@ def test_one_cuda_graph_for_every_routing(kind: str, recipe: Recipe) -> None:
 
 @needs_hopper
 @RECIPES
-def test_cudagraph_trees(recipe: Recipe) -> None:
+def test_cudagraph_trees(recipe: Recipe | None) -> None:
     """Reduce-overhead mode: one graph launch forward, one backward, whatever the routing."""
     mlp = GroupedMLP(E, H, F, recipe=recipe, device="cuda", dtype=BF16)
     counters.clear()

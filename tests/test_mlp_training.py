@@ -74,7 +74,7 @@ class Routed(nn.Module):
         return self.mlp(x, self.score, experts_of(m_splits, T), first)
 
 
-def make(recipe: Recipe, dtype: torch.dtype, device: str, **options: Any) -> Routed:
+def make(recipe: Recipe | None, dtype: torch.dtype, device: str, **options: Any) -> Routed:
     torch.manual_seed(0)
     # Under a recipe weights are float32, so that gradients are, as main_grad is.
     like: dict[str, Any] = {"dtype": FP32 if recipe else dtype, "device": device}
@@ -119,7 +119,7 @@ class WgradOperands(TorchDispatchMode):
 
 @functools.cache
 def plain_run(
-    recipe: Recipe, dtype: torch.dtype, device: str, main_grad: torch.dtype | None
+    recipe: Recipe | None, dtype: torch.dtype, device: str, main_grad: torch.dtype | None
 ) -> list[Tensor]:
     """y and dx of every micro-batch; gradients of both weights and the scores of every step.
 
@@ -152,7 +152,9 @@ def plain_run(
     return results
 
 
-def run(feature: Feature, mode: Mode, recipe: Recipe, dtype: torch.dtype, device: str) -> list[Any]:
+def run(
+    feature: Feature, mode: Mode, recipe: Recipe | None, dtype: torch.dtype, device: str
+) -> list[Any]:
     """What plain_run gives, by a layer with the feature."""
     layer, results = make(recipe, dtype, device, **feature.options), []
     main_grads = give_main_grads(layer, feature)
@@ -196,7 +198,9 @@ def assert_all_same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
         assert_same_bits(a, e)
 
 
-def check(feature: Feature, mode: Mode, recipe: Recipe, dtype: torch.dtype, device: str) -> None:
+def check(
+    feature: Feature, mode: Mode, recipe: Recipe | None, dtype: torch.dtype, device: str
+) -> None:
     if feature.flag == "tensor" and recipe is not None and mode is interleaved:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             run(feature, mode, recipe, dtype, device)
@@ -218,7 +222,7 @@ MODES = [
 @pytest.mark.parametrize(("mode", "dtype"), MODES)
 @EVERY_FEATURE
 def test_features(
-    feature: Feature, mode: Mode, dtype: torch.dtype, recipe: Recipe, device: str
+    feature: Feature, mode: Mode, dtype: torch.dtype, recipe: Recipe | None, device: str
 ) -> None:
     check(feature, mode, recipe, dtype, device)
 
@@ -227,7 +231,7 @@ def test_features(
 @EVERY_RECIPE
 @pytest.mark.parametrize("mode", [captured, graphed])
 @EVERY_FEATURE
-def test_features_captured(feature: Feature, mode: Mode, recipe: Recipe) -> None:
+def test_features_captured(feature: Feature, mode: Mode, recipe: Recipe | None) -> None:
     check(feature, eager, recipe, BF16, "cuda")  # loads the kernels
     check(feature, mode, recipe, BF16, "cuda")
 
@@ -235,7 +239,7 @@ def test_features_captured(feature: Feature, mode: Mode, recipe: Recipe) -> None
 @needs_hopper
 @EVERY_RECIPE
 @pytest.mark.parametrize("name", ["cached", "cached_flag", "cached_fused_flag"])
-def test_features_under_cudagraph_trees(name: str, recipe: Recipe) -> None:
+def test_features_under_cudagraph_trees(name: str, recipe: Recipe | None) -> None:
     check(FEATURES[name], cudagraph_trees, recipe, BF16, "cuda")
 
 
@@ -244,7 +248,7 @@ def test_features_under_cudagraph_trees(name: str, recipe: Recipe) -> None:
 COLD = "GroupedMLP: is_first_microbatch=False reads the weight cache, which holds no weight yet"
 
 
-def cached(recipe: Recipe, device: str) -> Routed:
+def cached(recipe: Recipe | None, device: str) -> Routed:
     return make(recipe, FP32, device, cache_weights=True)
 
 
@@ -271,7 +275,7 @@ def change(*weights: Tensor) -> None:
 @DEVICES
 @EVERY_QUANTIZING
 @FLAGS
-def test_reads_what_it_wrote(flag: str, recipe: Recipe, device: str) -> None:
+def test_reads_what_it_wrote(flag: str, recipe: Recipe | None, device: str) -> None:
     """And both weights, each of its own cache."""
     layer, (x, m_splits) = cached(recipe, device), inputs(device)
 
@@ -300,7 +304,7 @@ MADE_COLD: dict[str, Callable[[GroupedMLP], Any]] = {
 @DEVICES
 @EVERY_QUANTIZING
 @pytest.mark.parametrize("how", MADE_COLD)
-def test_cold(how: str, recipe: Recipe, device: str) -> None:
+def test_cold(how: str, recipe: Recipe | None, device: str) -> None:
     """A bool raises, a flag on the device computes NaN; no buffer is replaced."""
     layer, (x, m_splits) = cached(recipe, device), inputs(device)
     addresses = [b.data_ptr() for cache in caches_of(layer) for b in cache.buffers()]
@@ -329,7 +333,7 @@ def test_one_cold_cache_is_enough(device: str) -> None:
 
 
 @EVERY_QUANTIZING
-def test_compiled_cold_and_warm(recipe: Recipe) -> None:
+def test_compiled_cold_and_warm(recipe: Recipe | None) -> None:
     """NaN where a graph reads a cold cache; what it writes is there without one."""
     layer, (x, m_splits) = cached(recipe, "cpu"), inputs("cpu")
     call = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -351,7 +355,7 @@ def through_pickle(layer: Routed) -> Routed:
 
 @EVERY_QUANTIZING
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
-def test_copies_are_apart(copied: Callable[[Routed], Routed], recipe: Recipe) -> None:
+def test_copies_are_apart(copied: Callable[[Routed], Routed], recipe: Recipe | None) -> None:
     layer, (x, m_splits) = cached(recipe, "cpu"), inputs("cpu")
     y = layer(x, m_splits, True)
     twin, cold = copied(layer), copied(cached(recipe, "cpu"))
@@ -365,7 +369,7 @@ def test_copies_are_apart(copied: Callable[[Routed], Routed], recipe: Recipe) ->
 
 
 @EVERY_QUANTIZING
-def test_meta_device(recipe: Recipe) -> None:
+def test_meta_device(recipe: Recipe | None) -> None:
     mlp = GroupedMLP(E, H, F, recipe=recipe, cache_weights=True, device="meta")
     mlp.to_empty(device="cpu").reset_parameters()
     (x, m_splits), layer = inputs("cpu"), Routed(mlp)
@@ -377,7 +381,7 @@ def test_meta_device(recipe: Recipe) -> None:
 @DEVICES
 @EVERY_QUANTIZING
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_filled_without_gradients(mode: Any, recipe: Recipe, device: str) -> None:
+def test_filled_without_gradients(mode: Any, recipe: Recipe | None, device: str) -> None:
     """What validation leaves in it serves training: both layouts are there."""
     layer, (x, m_splits) = cached(recipe, device), inputs(device)
     with mode():
@@ -390,7 +394,7 @@ def test_filled_without_gradients(mode: Any, recipe: Recipe, device: str) -> Non
 @DEVICES
 @EVERY_QUANTIZING
 @FLAGS
-def test_a_refresh_before_the_backward(flag: str, recipe: Recipe, device: str) -> None:
+def test_a_refresh_before_the_backward(flag: str, recipe: Recipe | None, device: str) -> None:
     """Raises, where a gradient reads what was refreshed."""
     layer, (x, m_splits) = cached(recipe, device), inputs(device)
     y = layer(x, m_splits, flag_of(flag, True, device))
@@ -424,7 +428,7 @@ def test_work() -> None:
 # --- main_grad -----------------------------------------------------------------------------------
 
 
-def fused(recipe: Recipe, device: str, dtype: torch.dtype = FP32, **options: Any) -> Routed:
+def fused(recipe: Recipe | None, device: str, dtype: torch.dtype = FP32, **options: Any) -> Routed:
     layer = make(recipe, dtype, device, fuse_wgrad_accumulation=True, **options)
     give_main_grads(layer, FEATURES["fused"])
     return layer
@@ -433,7 +437,7 @@ def fused(recipe: Recipe, device: str, dtype: torch.dtype = FP32, **options: Any
 @DEVICES
 @EVERY_RECIPE
 @pytest.mark.parametrize("how", ["eager", "compiled"])
-def test_attributes_of_main_grad(how: str, recipe: Recipe, device: str) -> None:
+def test_attributes_of_main_grad(how: str, recipe: Recipe | None, device: str) -> None:
     """Of each parameter: a gradient of zeros for who waits for one, and overwriting."""
     layer, plain, (x, m_splits) = fused(recipe, device), make(recipe, FP32, device), inputs(device)
     gate_up, down = layer.weights
@@ -469,7 +473,7 @@ def test_a_frozen_weight_needs_no_main_grad(frozen: int, device: str) -> None:
 
 @DEVICES
 @pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
-def test_autocast(recipe: Recipe, device: str) -> None:
+def test_autocast(recipe: Recipe | None, device: str) -> None:
     """float32 weights get unrounded gradients, of products in bfloat16."""
     layer, half = fused(recipe, device), fused(recipe, device, BF16)
     half.load_state_dict(layer.state_dict())
@@ -486,7 +490,7 @@ def test_autocast(recipe: Recipe, device: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_inductor_clones_neither_main_grads_nor_caches(recipe: Recipe) -> None:
+def test_inductor_clones_neither_main_grads_nor_caches(recipe: Recipe | None) -> None:
     layer, plain = fused(recipe, "cpu", cache_weights=True), make(recipe, FP32, "cpu")
     call, (x, m_splits) = torch.compile(layer, fullgraph=True), inputs("cpu")
 

@@ -124,7 +124,7 @@ def test_dtype(name: str, dtype: torch.dtype) -> None:
 
 @RECIPES
 @pytest.mark.parametrize("single", [True, False], ids=["one", "apart"])
-def test_return_bias(single: bool, recipe: Recipe) -> None:
+def test_return_bias(single: bool, recipe: Recipe | None) -> None:
     layer = make_layer(recipe=recipe, return_bias=True, single_grouped_bias=single)
     y, bias = call(layer)
     alone = make_layer(recipe=recipe, bias=False)
@@ -151,7 +151,7 @@ def test_bias_that_is_returned_still_learns() -> None:
 
 
 @RECIPES
-def test_meta_device(recipe: Recipe) -> None:
+def test_meta_device(recipe: Recipe | None) -> None:
     torch.manual_seed(5)
     expected = make_layer(recipe=recipe)
     layer = make_layer(recipe=recipe, device="meta")
@@ -180,7 +180,7 @@ def through_torch_save(layer: nn.Module) -> nn.Module:
 
 @RECIPES
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_torch_save])
-def test_copies(copied: Any, recipe: Recipe) -> None:
+def test_copies(copied: Any, recipe: Recipe | None) -> None:
     layer = make_layer(recipe=recipe, dtype=BF16)
     twin = copied(layer)
     assert repr(twin) == repr(layer)
@@ -191,7 +191,7 @@ def test_copies(copied: Any, recipe: Recipe) -> None:
 
 
 @RECIPES
-def test_state_dict(recipe: Recipe) -> None:
+def test_state_dict(recipe: Recipe | None) -> None:
     layer, other = make_layer(recipe=recipe), make_layer(recipe=recipe)
     file = io.BytesIO()
     torch.save(layer.state_dict(), file)
@@ -257,7 +257,7 @@ def test_parameters_apart() -> None:
 
 @RECIPES
 @pytest.mark.parametrize("to", ["separate", "packed"])
-def test_checkpoints_of_either_form(to: str, recipe: Recipe) -> None:
+def test_checkpoints_of_either_form(to: str, recipe: Recipe | None) -> None:
     """Strictly, both ways, inside a model too; the dict that was given is left as it was."""
     packed, separate = make_layer(recipe=recipe), apart(recipe=recipe)
     source, target = (packed, separate) if to == "separate" else (separate, packed)
@@ -315,7 +315,9 @@ def test_assigned_parameters_are_tied() -> None:
 
 @RECIPES
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_buffer_of_somebody_else_is_read_where_it_is(compiled: bool, recipe: Recipe) -> None:
+def test_a_buffer_of_somebody_else_is_read_where_it_is(
+    compiled: bool, recipe: Recipe | None
+) -> None:
     """As distributed optimizers keep parameters: backwards in one buffer that they write."""
     layer, one = apart(recipe=recipe), make_layer(recipe=recipe)
     call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer

@@ -174,7 +174,7 @@ STATELESS = {name: r for name, r in RECIPES.items() if not isinstance(r, Delayed
 
 @pytest.mark.parametrize("recipe", STATELESS.values(), ids=STATELESS)
 @pytest.mark.parametrize("cache_weights", [False, True], ids=["", "cached"])
-def test_keys_of_checkpoints(cache_weights: bool, recipe: Recipe) -> None:
+def test_keys_of_checkpoints(cache_weights: bool, recipe: Recipe | None) -> None:
     """A weight cache adds no key, nor does a recipe without a state."""
     options: dict[str, Any] = {"recipe": recipe, "cache_weights": cache_weights}
     assert keys_of(GroupedLinear(2, 16, 32, **options)) == ["weight (2, 32, 16)", "bias (2, 32)"]

@@ -477,7 +477,7 @@ def test_delayed_weight_gradient() -> None:
 
 def train(layer: Any, function: Callable[..., Tensor], device: str, **options: Any) -> list[Tensor]:
     """Results of a few steps of an optimizer, and the weights' parts in the end."""
-    torch.manual_seed(1)  # of rounding by chance
+    torch.manual_seed(1)  # of rounding stochastically
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, **options)
     results, weights = [], weights_of(layer)
     for m_splits in SPLITS:

@@ -1,7 +1,7 @@
 """Steps of training with everything the layer can do, against the layer that can do none of it.
 
 Each feature, alone and with others, in every mode, recipe and activation dtype, gives the bits of a
-plain run: no cache, no fusion, nothing put off, eager. T rows, E groups, K in_features, N
+plain run: no cache, no fusion, nothing deferred, eager. T rows, E groups, K in_features, N
 out_features.
 """
 
@@ -52,7 +52,9 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", MICRO_BATCHES, ids=str)
 EVERY_FEATURE = pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
 
 
-def make_layer(recipe: Recipe, dtype: torch.dtype, device: str, **options: Any) -> GroupedLinear:
+def make_layer(
+    recipe: Recipe | None, dtype: torch.dtype, device: str, **options: Any
+) -> GroupedLinear:
     torch.manual_seed(0)
     # Under a recipe weights are float32, so that gradients are, as main_grad is.
     weight_dtype = FP32 if recipe else dtype
@@ -98,7 +100,7 @@ def optimizer_step(layer: nn.Module, weight_grad: Tensor) -> None:
 
 @functools.cache
 def plain_run(
-    recipe: Recipe, dtype: torch.dtype, device: str, main_grad: torch.dtype | None
+    recipe: Recipe | None, dtype: torch.dtype, device: str, main_grad: torch.dtype | None
 ) -> list[Tensor]:
     """y and dx of every micro-batch, and weight and bias gradients of every step.
 
@@ -128,7 +130,9 @@ def plain_run(
 MODES = (eager, compiled, checkpointed, checkpointed_reentrant, offloaded, interleaved)
 
 
-def run(feature: Feature, mode: Mode, recipe: Recipe, dtype: torch.dtype, device: str) -> list[Any]:
+def run(
+    feature: Feature, mode: Mode, recipe: Recipe | None, dtype: torch.dtype, device: str
+) -> list[Any]:
     """What plain_run gives, by a layer with the feature."""
     layer = make_layer(recipe, dtype, device, **feature.options)
     count, results = MICRO_BATCHES[dtype], []
@@ -165,7 +169,7 @@ def run(feature: Feature, mode: Mode, recipe: Recipe, dtype: torch.dtype, device
     return results
 
 
-def refused(feature: Feature, mode: Mode, recipe: Recipe, dtype: torch.dtype) -> str | None:
+def refused(feature: Feature, mode: Mode, recipe: Recipe | None, dtype: torch.dtype) -> str | None:
     """The beginning of the sentence that a combination earns."""
     if "save_original_input" in feature.options and recipe is RECIPES["delayed"]:
         return "GroupedLinear: save_original_input quantizes the input once more"
@@ -179,7 +183,9 @@ def refused(feature: Feature, mode: Mode, recipe: Recipe, dtype: torch.dtype) ->
     return None
 
 
-def check(feature: Feature, mode: Mode, recipe: Recipe, dtype: torch.dtype, device: str) -> None:
+def check(
+    feature: Feature, mode: Mode, recipe: Recipe | None, dtype: torch.dtype, device: str
+) -> None:
     sentence = refused(feature, mode, recipe, dtype)
     if sentence is not None:
         with pytest.raises(Exception, match=sentence):
@@ -197,7 +203,7 @@ def check(feature: Feature, mode: Mode, recipe: Recipe, dtype: torch.dtype, devi
 @pytest.mark.parametrize("mode", MODES)
 @EVERY_FEATURE
 def test_features(
-    feature: Feature, mode: Mode, recipe: Recipe, dtype: torch.dtype, device: str
+    feature: Feature, mode: Mode, recipe: Recipe | None, dtype: torch.dtype, device: str
 ) -> None:
     check(feature, mode, recipe, dtype, device)
 
@@ -208,7 +214,7 @@ def test_features(
 @pytest.mark.parametrize("mode", [captured, graphed])
 @EVERY_FEATURE
 def test_features_captured(
-    feature: Feature, mode: Mode, recipe: Recipe, dtype: torch.dtype
+    feature: Feature, mode: Mode, recipe: Recipe | None, dtype: torch.dtype
 ) -> None:
     check(feature, eager, recipe, dtype, "cuda")  # loads the kernels
     check(feature, mode, recipe, dtype, "cuda")
@@ -219,14 +225,14 @@ def test_features_captured(
 @pytest.mark.parametrize(
     "name", ["cached", "cached_flag", "cached_fused_flag", "per_expert_cached_fused"]
 )
-def test_features_under_cudagraph_trees(name: str, recipe: Recipe) -> None:
+def test_features_under_cudagraph_trees(name: str, recipe: Recipe | None) -> None:
     check(FEATURES[name], cudagraph_trees, recipe, BF16, "cuda")
 
 
 # --- besides steps -------------------------------------------------------------------------------
 
 
-def refuses(feature: Feature, recipe: Recipe) -> bool:
+def refuses(feature: Feature, recipe: Recipe | None) -> bool:
     return refused(feature, eager, recipe, BF16) is not None
 
 
@@ -234,7 +240,7 @@ def refuses(feature: Feature, recipe: Recipe) -> bool:
 @EVERY_RECIPE
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @EVERY_FEATURE
-def test_without_gradients(feature: Feature, mode: Any, recipe: Recipe, device: str) -> None:
+def test_without_gradients(feature: Feature, mode: Any, recipe: Recipe | None, device: str) -> None:
     """The numbers of training, and nothing is left behind."""
     if refuses(feature, recipe):
         return
@@ -252,21 +258,27 @@ def test_without_gradients(feature: Feature, mode: Any, recipe: Recipe, device: 
             layer.backward_dw()
 
 
-def through_pickle(layer: GroupedLinear, feature: Feature, recipe: Recipe) -> GroupedLinear:
+def through_pickle(layer: GroupedLinear, feature: Feature, recipe: Recipe | None) -> GroupedLinear:
     return pickle.loads(pickle.dumps(layer))
 
 
-def through_deepcopy(layer: GroupedLinear, feature: Feature, recipe: Recipe) -> GroupedLinear:
+def through_deepcopy(
+    layer: GroupedLinear, feature: Feature, recipe: Recipe | None
+) -> GroupedLinear:
     return copy.deepcopy(layer)
 
 
-def through_torch_save(layer: GroupedLinear, feature: Feature, recipe: Recipe) -> GroupedLinear:
+def through_torch_save(
+    layer: GroupedLinear, feature: Feature, recipe: Recipe | None
+) -> GroupedLinear:
     file = io.BytesIO()
     torch.save(layer, file)
     return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
-def through_checkpoints(layer: GroupedLinear, feature: Feature, recipe: Recipe) -> GroupedLinear:
+def through_checkpoints(
+    layer: GroupedLinear, feature: Feature, recipe: Recipe | None
+) -> GroupedLinear:
     """Into a plain layer's parameters and back, strictly."""
     plain, twin = (
         make_layer(recipe, FP32, "cpu"),
@@ -284,7 +296,7 @@ def through_checkpoints(layer: GroupedLinear, feature: Feature, recipe: Recipe) 
     "travel", [through_deepcopy, through_pickle, through_torch_save, through_checkpoints]
 )
 @EVERY_FEATURE
-def test_a_layer_that_travelled(feature: Feature, travel: Any, recipe: Recipe) -> None:
+def test_a_layer_that_travelled(feature: Feature, travel: Any, recipe: Recipe | None) -> None:
     """Trains on as the one that stayed at home; the two are apart."""
     if refuses(feature, recipe):
         return

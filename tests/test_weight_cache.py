@@ -28,7 +28,7 @@ COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "com
 FLAGS = pytest.mark.parametrize("flag", [bool, torch.tensor], ids=["bool", "tensor"])
 
 
-def make_layer(recipe: Recipe, device: str, **options: Any) -> GroupedLinear:
+def make_layer(recipe: Recipe | None, device: str, **options: Any) -> GroupedLinear:
     torch.manual_seed(0)
     return GroupedLinear(E, K, N, recipe=recipe, device=device, cache_weights=True, **options)
 
@@ -57,7 +57,7 @@ def change(layer: GroupedLinear) -> None:
 @EVERY_RECIPE
 @COMPILED
 @FLAGS
-def test_reads_what_it_wrote(flag: Any, compiled: bool, recipe: Recipe, device: str) -> None:
+def test_reads_what_it_wrote(flag: Any, compiled: bool, recipe: Recipe | None, device: str) -> None:
     layer, first = make_layer(recipe, device, bias=False), on(device, flag)
     call, (x, m_splits) = call_of(layer, compiled), inputs(device)
     before, plain_before = call(x, m_splits, first(True)), layer(x, m_splits)
@@ -84,7 +84,7 @@ def test_reads_what_it_wrote(flag: Any, compiled: bool, recipe: Recipe, device: 
 @DEVICES
 @EVERY_RECIPE
 @FLAGS
-def test_no_buffer_is_ever_replaced(flag: Any, recipe: Recipe, device: str) -> None:
+def test_no_buffer_is_ever_replaced(flag: Any, recipe: Recipe | None, device: str) -> None:
     layer, first = make_layer(recipe, device), on(device, flag)
     x, m_splits = inputs(device)
     addresses = [b.data_ptr() for b in layer.weight_cache.buffers()]
@@ -115,7 +115,7 @@ MADE_COLD: dict[str, Callable[[GroupedLinear], Any]] = {
 @DEVICES
 @EVERY_RECIPE
 @pytest.mark.parametrize("how", MADE_COLD)
-def test_cold(how: str, recipe: Recipe, device: str) -> None:
+def test_cold(how: str, recipe: Recipe | None, device: str) -> None:
     """A bool raises; a flag on the device, and a graph, compute NaN."""
     layer, (x, m_splits) = make_layer(recipe, device), inputs(device)
     if how != "born":
@@ -135,7 +135,7 @@ def test_cold(how: str, recipe: Recipe, device: str) -> None:
 
 @EVERY_RECIPE
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_what_a_graph_wrote_is_there_without_one(backend: str, recipe: Recipe) -> None:
+def test_what_a_graph_wrote_is_there_without_one(backend: str, recipe: Recipe | None) -> None:
     layer, (x, m_splits) = make_layer(recipe, "cpu"), inputs("cpu")
     assert not layer.weight_cache.warm
     y = torch.compile(layer, fullgraph=True, backend=backend)(x, m_splits, True)
@@ -148,7 +148,7 @@ def test_what_a_graph_wrote_is_there_without_one(backend: str, recipe: Recipe) -
 @FLAGS
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_a_refresh_before_the_backward(
-    backend: str, flag: Any, recipe: Recipe, device: str
+    backend: str, flag: Any, recipe: Recipe | None, device: str
 ) -> None:
     """Raises; a backend that copies what it writes (aot_eager) may have the right numbers too."""
     layer, first = make_layer(recipe, device, bias=False), on(device, flag)
@@ -170,7 +170,7 @@ def test_a_refresh_before_the_backward(
 @COMPILED
 @pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
 def test_two_forwards_before_their_backwards(
-    fused: bool, compiled: bool, recipe: Recipe, device: str
+    fused: bool, compiled: bool, recipe: Recipe | None, device: str
 ) -> None:
     """As pipelines interleave micro-batches: with bools the numbers are those of a plain order."""
     results = []
@@ -211,7 +211,7 @@ def test_a_flag_may_be_refilled_before_the_backward(compiled: bool, device: str)
 
 @DEVICES
 @EVERY_RECIPE
-def test_none_leaves_it_alone(recipe: Recipe, device: str) -> None:
+def test_none_leaves_it_alone(recipe: Recipe | None, device: str) -> None:
     layer, (x, m_splits) = make_layer(recipe, device), inputs(device)
     layer(x, m_splits, True)
     before = [b._version for b in layer.weight_cache.buffers()]
@@ -224,7 +224,7 @@ def test_none_leaves_it_alone(recipe: Recipe, device: str) -> None:
 
 @EVERY_RECIPE
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_filled_without_gradients(mode: Any, recipe: Recipe) -> None:
+def test_filled_without_gradients(mode: Any, recipe: Recipe | None) -> None:
     """What validation leaves in it serves training: both layouts are there."""
     layer, (x, m_splits) = make_layer(recipe, "cpu"), inputs("cpu")
     with mode():
@@ -253,7 +253,7 @@ MADE: dict[str, Callable[[Recipe, str], GroupedLinear]] = {
 @DEVICES
 @EVERY_RECIPE
 @pytest.mark.parametrize("how", MADE)
-def test_made_in_inference_mode(how: str, recipe: Recipe, device: str) -> None:
+def test_made_in_inference_mode(how: str, recipe: Recipe | None, device: str) -> None:
     """A cold cache is known for one, and what is written there serves training."""
     (x, m_splits), right = inputs(device), make_layer(recipe, device)
     expected = right(x, m_splits)
@@ -339,7 +339,7 @@ def through_pickle(layer: GroupedLinear) -> GroupedLinear:
 
 @EVERY_RECIPE
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
-def test_copies_are_apart(copied: Any, recipe: Recipe) -> None:
+def test_copies_are_apart(copied: Any, recipe: Recipe | None) -> None:
     layer, (x, m_splits) = make_layer(recipe, "cpu"), inputs("cpu")
     y = layer(x, m_splits, True)
     twin = copied(layer)
@@ -363,7 +363,7 @@ def test_refuses_a_pickle_of_a_newer_version(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @EVERY_RECIPE
-def test_meta_device(recipe: Recipe) -> None:
+def test_meta_device(recipe: Recipe | None) -> None:
     layer = make_layer(recipe, "meta")
     layer.to_empty(device="cpu")
     assert {b.device.type for b in layer.weight_cache.buffers()} == {"cpu"}

@@ -39,7 +39,7 @@ EVERY_CASE = pytest.mark.parametrize(
 class Training:
     """A model, its optimizer, and steps of both."""
 
-    def __init__(self, form: str, recipe: Recipe, device: str) -> None:
+    def __init__(self, form: str, recipe: Recipe | None, device: str) -> None:
         torch.manual_seed(0)
         options = {"recipe": recipe, "cache_weights": True, "fuse_wgrad_accumulation": True}
         layer = partial(GroupedLinear, bias=False, **options)
@@ -126,7 +126,7 @@ def assert_steps_are_eager(training: Training, eager: Training, device: str, ste
 
 
 @EVERY_CASE
-def test_traced(form: str, recipe: Recipe, compiled_optimizer: bool) -> None:
+def test_traced(form: str, recipe: Recipe | None, compiled_optimizer: bool) -> None:
     training, eager = (Training(form, recipe, "cpu") for _ in range(2))
     counters.clear()
     training.compile(compiled_optimizer, backend="aot_eager")
@@ -161,7 +161,7 @@ def memory() -> tuple[int, int]:
 @needs_hopper
 @EVERY_CASE
 def test_in_cuda_graphs(
-    form: str, recipe: Recipe, compiled_optimizer: bool, monkeypatch: pytest.MonkeyPatch
+    form: str, recipe: Recipe | None, compiled_optimizer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training, eager = (Training(form, recipe, "cuda") for _ in range(2))
     recorded = count_recordings(monkeypatch)

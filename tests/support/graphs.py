@@ -34,7 +34,7 @@ def readable(graph: torch.fx.GraphModule) -> str:
     )
 
 
-def graphs(recipe: Recipe, training: bool) -> str:
+def graphs(recipe: Recipe | None, training: bool) -> str:
     """The AOT graphs of one layer, forward and backward."""
     backend = AotEagerAndRecordGraphs()
     layer = GroupedLinear(E, K, N, recipe=recipe)

@@ -12,14 +12,14 @@ from grouped_linear import (
 )
 from support import reference
 
-RECIPES: dict[str, Recipe] = {
+RECIPES: dict[str, Recipe | None] = {
     "none": None,
     "block": Float8BlockScaling(),
     "current": Float8CurrentScaling(),
     "delayed": DelayedScaling(amax_history_len=3),
     "mxfp8": MXFP8BlockScaling(),
 }
-MORE_RECIPES: dict[str, Recipe] = {
+MORE_RECIPES: dict[str, Recipe | None] = {
     **RECIPES,
     "block_exact": Float8BlockScaling(False, 1e-4),
     "block_own": Float8BlockScaling(share_x_scales=False),
@@ -27,7 +27,7 @@ MORE_RECIPES: dict[str, Recipe] = {
 }
 
 
-def state_for(recipe: Recipe, E: int, device: str) -> DelayedScalingState | None:
+def state_for(recipe: Recipe | None, E: int, device: str) -> DelayedScalingState | None:
     """Scales as a few training steps might leave them. None for recipes without a state."""
     if not isinstance(recipe, DelayedScaling):
         return None
@@ -37,7 +37,7 @@ def state_for(recipe: Recipe, E: int, device: str) -> DelayedScalingState | None
     return state.to(device)
 
 
-def scheme_of(recipe: Recipe, E: int) -> reference.Scheme:
+def scheme_of(recipe: Recipe | None, E: int) -> reference.Scheme:
     """The reference's counterpart of the recipe. DelayedScaling brings the scales of its state."""
     match recipe:
         case Float8BlockScaling(pow2, epsilon, share_x_scales):
