@@ -1,17 +1,19 @@
-// Runs the grouped GEMM kernel with STAGES stages and tiles of TILE_N columns, M-grouped and K-grouped, on
-// random data with uneven and empty groups, and compares with a plain kernel. FP8: e4m3 with block scales,
-// 0: BF16. Prints a line a case; exit status 1 if any is wrong.
+// Runs the grouped GEMM kernel with STAGES stages and tiles of TILE_N columns, M-grouped and
+// K-grouped, on random data with uneven and empty groups, and compares with a plain kernel. FP8:
+// e4m3 with block scales, 0: BF16. Prints a line a case; exit status 1 if any is wrong.
 //
-// Not the library's launcher: operands are dense, out is BF16 or float32, and the driver's entry point makes
-// the tensor maps. No torch.
+// Not the library's launcher: operands are dense, out is BF16 or float32, and the driver's entry
+// point makes the tensor maps. No torch.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <initializer_list>
 #include <limits>
 #include <random>
+#include <type_traits>
 #include <vector>
 
 #include "cuda/gemm/sm90/kernel.cuh"
@@ -116,7 +118,20 @@ CUtensorMap scale_map(const float* scale, int64_t cols, int64_t rows, uint32_t w
                     false);
 }
 
-template <typename Config>
+// An epilogue of another file's: the kernel takes it without a change.
+struct ReluEpilogue : LinearEpilogue {
+  template <typename Config, typename Sync>
+  static __device__ __forceinline__ void apply(float (&accum)[Config::kTileN / 2],
+                                               SharedStorage<Config>& shared, const Arguments& args,
+                                               const GemmShape& shape, const WorkTile& tile,
+                                               bool overwrite, const Sync& sync) {
+#pragma unroll
+    for (float& value : accum) value = fmaxf(value, 0);
+    LinearEpilogue::apply<Config>(accum, shared, args, shape, tile, overwrite, sync);
+  }
+};
+
+template <typename Config, typename Epilogue = LinearEpilogue>
 void launch(const TensorMaps& maps, const int32_t* offs, const Scale128x128View& scale_b,
             const EpilogueArguments& epilogue, const GemmShape& shape) {
   int multiprocessors = 0;
@@ -127,7 +142,7 @@ void launch(const TensorMaps& maps, const int32_t* offs, const Scale128x128View&
   DeviceArray<uint64_t> room(kCounterWords + flags + accumulators / 2);
   const SplitKWorkspace workspace{room.data, room.data + kCounterWords,
                                   reinterpret_cast<float*>(room.data + kCounterWords + flags)};
-  constexpr auto kernel = grouped_gemm_kernel<Config>;
+  constexpr auto kernel = grouped_gemm_kernel<Config, TmaProducer, Epilogue>;
   constexpr int bytes = shared_bytes<Config>();
   require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
           "shared memory");
@@ -140,7 +155,8 @@ void launch(const TensorMaps& maps, const int32_t* offs, const Scale128x128View&
 
 // --- the reference -------------------------------------------------------------------------------
 
-// out[row, col] = sum_k a(row, k) * b(col, k), with the sum of magnitudes beside it for the tolerance.
+// out[row, col] = sum_k a(row, k) * b(col, k), with the sum of magnitudes beside it for the
+// tolerance.
 template <typename Dot>
 __global__ void reference_kernel(float* out, float* magnitude, int64_t count, Dot dot) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
@@ -154,6 +170,7 @@ struct MGroupedDot {
   const int32_t* offs;
   int E, N, K;
   int64_t scale_a_stride, scale_cols, scale_k;
+  bool relu;
   __device__ void operator()(int64_t i, float& out, float& magnitude) const {
     const int64_t t = i / N, n = i % N;
     int e = 0;
@@ -168,13 +185,13 @@ struct MGroupedDot {
         sum += product;
         size += fabs(product);
       }
-    out = float(sum);
+    out = float(relu ? fmax(sum, 0.0) : sum);
     magnitude = float(size);
   }
 };
 
-// Operands: [T, features], or in FP8 the padded columnwise layout [blocks, features, 128] with scales
-// [blocks, features].
+// Operands: [T, features], or in FP8 the padded columnwise layout [blocks, features, 128] with
+// scales [blocks, features].
 struct KGroupedDot {
   const Element *a, *b;
   const float *scale_a, *scale_b;
@@ -205,8 +222,8 @@ struct KGroupedDot {
   }
 };
 
-// The largest error in units of the sum of magnitudes. FP8: the tensor cores keep about 14 bits of a partial
-// accumulator; BF16: float32 accumulation, whose order differs.
+// The largest error in units of the sum of magnitudes. FP8: the tensor cores keep about 14 bits of
+// a partial accumulator; BF16: float32 accumulation, whose order differs.
 constexpr double kTolerance = kFp8 ? 1.0 / (1 << 12) : 1e-5;
 
 template <typename Dot>
@@ -258,6 +275,7 @@ EpilogueArguments float_output(const DeviceArray<float>& out) {
   return {out.data, OutputType::kFloat, true, nullptr, 0, nullptr, nullptr, false, nullptr};
 }
 
+template <typename Epilogue = LinearEpilogue>
 bool m_grouped(const char* name, const std::vector<int>& rows, int rest, int N, int K) {
   using Config = MGrouped;
   const std::vector<int32_t> ends = offsets_of(rows);
@@ -290,10 +308,11 @@ bool m_grouped(const char* name, const std::vector<int>& rows, int rest, int N, 
     maps.scale_a = maps.a;
   }
   maps.scale_b = maps.b;
-  launch<Config>(maps, offs.data, view, epilogue, {T, E, T, N, K});
-  return agrees(name, out,
-                MGroupedDot{a.data, b.data, kFp8 ? scale_a.data : nullptr, scale_b.data, offs.data,
-                            E, N, K, scale_stride, blocks_n, blocks_k});
+  launch<Config, Epilogue>(maps, offs.data, view, epilogue, {T, E, T, N, K});
+  return agrees(
+      name, out,
+      MGroupedDot{a.data, b.data, kFp8 ? scale_a.data : nullptr, scale_b.data, offs.data, E, N, K,
+                  scale_stride, blocks_n, blocks_k, std::is_same_v<Epilogue, ReluEpilogue>});
 }
 
 bool k_grouped(const char* name, const std::vector<int>& rows, int N, int K) {
@@ -362,13 +381,14 @@ int main() {
     return 1;
   }
   bool good = true;
-  // M-grouped: narrow tiles (few rows), wide tiles with odd row tiles, rows past the last group, a K that
-  // ends within a k-block.
+  // M-grouped: narrow tiles (few rows), wide tiles with odd row tiles, rows past the last group, a
+  // K that ends within a k-block.
   good &= m_grouped("M-grouped, few rows", {3, 0, 20, 1, 0, 9}, 7, 384, 512);
   good &= m_grouped("M-grouped, uneven", {1000, 0, 1, 700, 129, 128, 0}, 300, 2064, 1040);
   good &= m_grouped("M-grouped, one k-block", {4096, 300}, 0, 1024, 64);
-  // K-grouped: tiles scheduled dynamically (uneven groups), split-K (equal groups, a last round that is not
-  // full), groups without rows.
+  good &= m_grouped<ReluEpilogue>("M-grouped, another epilogue", {700, 129}, 30, 1024, 512);
+  // K-grouped: tiles scheduled dynamically (uneven groups), split-K (equal groups, a last round
+  // that is not full), groups without rows.
   good &= k_grouped("K-grouped, uneven", {300, 0, 1, 2000, 129, 128, 0}, 1040, 784);
   good &= k_grouped("K-grouped, split-K", {8192, 8192}, 1024, 1536);
   good &= k_grouped("K-grouped, short", std::vector<int>(40, 200), 512, 1024);

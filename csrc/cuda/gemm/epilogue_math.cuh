@@ -1,4 +1,5 @@
-// What any architecture's epilogue computes: conversion to the output's type, and whether to overwrite.
+// What any architecture's epilogue computes: conversion to the output's type, and whether to
+// overwrite.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -8,7 +8,8 @@
 
 namespace grouped_linear::cuda {
 
-// What the groups divide. M-grouped: the rows of a and of out. K-grouped: the rows of both operands, along K.
+// What the groups divide. M-grouped: the rows of a and of out. K-grouped: the rows of both
+// operands, along K.
 enum class Grouping { kM, kK };
 
 struct GemmShape {

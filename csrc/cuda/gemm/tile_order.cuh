@@ -1,8 +1,9 @@
-// Which output tile a number stands for. Not tied to an architecture: a Config gives the tile's shape.
+// Which output tile a number stands for. Not tied to an architecture: a Config gives the tile's
+// shape.
 //
-// Numbers count pairs of neighbouring tiles (one pair a cluster on sm_90). As long as a group has two more
-// row tiles, a pair lies one below the other and shares b's tile. The tiles of a last odd row lie beside
-// one another and share a's tile.
+// Numbers count pairs of neighbouring tiles (one pair a cluster on sm_90). As long as a group has
+// two more row tiles, a pair lies one below the other and shares b's tile. The tiles of a last odd
+// row lie beside one another and share a's tile.
 #pragma once
 
 #include <cstdint>
@@ -13,11 +14,12 @@
 namespace grouped_linear::cuda {
 
 constexpr int kBandPairs = 8;  // pairs of row tiles that share an operand while it is in L2
-// At most so many k-blocks, writing an output tile of a K-grouped GEMM costs much beside computing it.
+// At most so many k-blocks, writing an output tile of a K-grouped GEMM costs much beside computing
+// it.
 constexpr int kShortK = 16;
 
-// Division by a number that the host knows: a multiplication instead of 25 instructions on the way to
-// the next tile.
+// Division by a number that the host knows: a multiplication instead of 25 instructions on the way
+// to the next tile.
 struct Divisor {
   uint32_t divisor = 1, inverse = ~uint32_t{0};
 
@@ -53,9 +55,9 @@ struct alignas(16) WorkTile {
   int col;               // first column; past the last in a block that has nothing to do
   int k_blocks;          // -1: there are no more tiles
   int k_begin, k_count;  // K-grouped: the first row (16-bit) or padded block (FP8), and the rows
-  // Bit 0: b's tile is shared with the other block of the cluster (else a's). A split-K slice adds the
-  // partial sums of `source_count` workspace slots (bits 16 to 23) from slot `source_slot` (8 to 15) on,
-  // or writes its own to slot `destination_slot` (24 to 31). See split_k.cuh.
+  // Bit 0: b's tile is shared with the other block of the cluster (else a's). A split-K slice adds
+  // the partial sums of `source_count` workspace slots (bits 16 to 23) from slot `source_slot` (8
+  // to 15) on, or writes its own to slot `destination_slot` (24 to 31). See split_k.cuh.
   uint32_t bits;
 
   static constexpr int kMaxSlots = 255;
@@ -107,9 +109,10 @@ TileCounts tile_counts(const GemmShape& shape) {
   return counts;
 }
 
-// Tile `rank` (0 or 1) of pair `number`. Row tiles run fastest, in bands, so that blocks that run together
-// share both operands in L2. In a K-grouped GEMM with a short K they run slowest: what writes so much then
-// goes through memory in order. active: the groups that the table has, K-grouped.
+// Tile `rank` (0 or 1) of pair `number`. Row tiles run fastest, in bands, so that blocks that run
+// together share both operands in L2. In a K-grouped GEMM with a short K they run slowest: what
+// writes so much then goes through memory in order. active: the groups that the table has,
+// K-grouped.
 template <typename Config>
 __device__ __forceinline__ WorkTile tile_of(int number, int rank, const GroupTable& groups,
                                             const uint16_t* active, const TileCounts& counts,

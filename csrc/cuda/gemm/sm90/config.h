@@ -1,9 +1,9 @@
 // The tile shapes of the sm_90 kernels, and what a kernel is compiled for.
 //
-// The host chooses a kernel by the operands' types alone. No size, no timing and no environment variable
-// decides, so equal calls run equal kernels. What depends on the groups' sizes is decided on the device:
-// an M-grouped GEMM takes narrow tiles where the GPU has room for all of them at once. The bits of a
-// result do not depend on it.
+// The host chooses a kernel by the operands' types alone. No size, no timing and no environment
+// variable decides, so equal calls run equal kernels. What depends on the groups' sizes is decided
+// on the device: an M-grouped GEMM takes narrow tiles where the GPU has room for all of them at
+// once. The bits of a result do not depend on it.
 //
 // Plain C++: csrc/host.cpp reports the shapes to Python.
 #pragma once
@@ -79,9 +79,9 @@ struct GemmConfig {
   // b's scales: of 64 columns each, the greatest width that never straddles two scale blocks.
   static constexpr int kColumnParts = kTileN / 64;
 
-  // Rows of one epilogue buffer. A 16-bit K-grouped GEMM is bound by writing where groups are small. There
-  // each warp's 16 rows are stored by themselves, all columns at once, so that neighbouring bytes are
-  // written at the same time.
+  // Rows of one epilogue buffer. A 16-bit K-grouped GEMM is bound by writing where groups are
+  // small. There each warp's 16 rows are stored by themselves, all columns at once, so that
+  // neighbouring bytes are written at the same time.
   static constexpr int kEpilogueRows = kKGrouped && !kFp8 ? 16 : kWgmmaM;
   static constexpr int kEpilogueBuffers = kTileN / 64;  // of 128 bytes a row
   static constexpr int kEpilogueBytes = kTileM * kEpilogueBuffers * kSwizzleBytes;
@@ -109,8 +109,8 @@ struct GemmConfig {
 
 constexpr int smallest(int a, int b) { return a < b ? a : b; }
 
-// The same GEMM in narrow tiles, which never share b. Its stages and buffers reuse the wide tile's shared
-// memory.
+// The same GEMM in narrow tiles, which never share b. Its stages and buffers reuse the wide tile's
+// shared memory.
 template <typename Config>
 struct NarrowOf : Config {
   using Wide = Config;

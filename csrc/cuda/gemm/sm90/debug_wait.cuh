@@ -1,5 +1,6 @@
-// Bounds for the kernel's waiting loops, in builds with -DGROUPED_LINEAR_DEBUG (CMake's option of that
-// name). A thread that has waited for kDebugWaitCycles says so and traps, where a release build hangs.
+// Bounds for the kernel's waiting loops, in builds with -DGROUPED_LINEAR_DEBUG (CMake's option of
+// that name). A thread that has waited for kDebugWaitCycles says so and traps, where a release
+// build hangs.
 #pragma once
 
 #ifdef GROUPED_LINEAR_DEBUG

@@ -1,25 +1,30 @@
-// The epilogue of a linear layer: accumulators are scaled (FP8 with a scale per group), biased, converted,
-// and stored or added to the output.
+// The epilogue of a linear layer: accumulators are scaled (FP8 with a scale per group), biased,
+// converted, and stored or added to the output.
 //
-// An epilogue is a template parameter of the kernel. It has two halves, which work on a warpgroup's epilogue
-// buffers in shared memory:
+// An epilogue is a template parameter of the kernel. It has two halves, which meet in a warpgroup's
+// epilogue buffers in shared memory. apply, by the math warps, fills them from the accumulators.
+// run_store_warp, by one thread a warpgroup, writes them to the output. LinearEpilogue shows each
+// member's signature:
 //
-//   using Arguments                what the kernel is given for it
-//   subtiles(args)                 how many subtiles (rounds through the buffers) a tile takes
-//   prefetch(maps)                 once a kernel: prefetches the tensor map of the output
-//   writes_empty_groups(args)      K-grouped: whether a tile without k-blocks is written (as zeros)
-//   apply<Config>(...)             by the math warps: turns a warpgroup's kWgmmaM x kTileN accumulators into
-//                                  the buffers' contents, subtile by subtile, each inside sync(subtile, fill)
-//   run_store_warp<Config>(...)    by one thread a warpgroup: writes the buffers' contents to the output
-//                                  (store_warp.cuh), for every subtile of every tile, also of tiles that
-//                                  write nothing, so that the buffers' mbarriers stay in step
+//   Arguments            what the kernel is given for it: EpilogueArguments, or derived from that
+//   subtiles             rounds through the buffers that a tile takes
+//   prefetch             once a kernel: prefetches the output's tensor map
+//   writes_empty_groups  K-grouped: whether a tile without k-blocks is written, as zeros
+//   apply                one warpgroup's kWgmmaM x kTileN accumulators: fills the buffers, subtile by
+//                        subtile, each inside sync(subtile, fill)
+//   run_store_warp       all tiles of the block, also those that write nothing: for every subtile it
+//                        arrives at epilogue_empty and waits for epilogue_full, so that both halves
+//                        stay in step
 //
-// A thread's accumulators: accum[accumulator_of<Config>(4 j + 2 h + i)] belongs to row lane / 4 + 8 h of its
-// warp's 16, and to column 8 j + 2 (lane % 4) + i of the tile.
+// To change values alone, derive from LinearEpilogue and change the accumulators before its apply
+// (tests/gemm_variants/variant.cu has such a one).
 //
-// Bytes: an output is written once; adding reads it too. The buffers hold lines of 128 bytes, which TMA
-// stores while the next tile is computed. float32 has twice the bytes: it takes two subtiles, and the second
-// waits until the first was stored.
+// A thread's accumulators: accum[accumulator_of<Config>(4 j + 2 h + i)] belongs to row lane / 4 + 8
+// h of its warp's 16, and to column 8 j + 2 (lane % 4) + i of the tile.
+//
+// Bytes: an output is written once; adding reads it too. The buffers hold lines of 128 bytes, which
+// TMA stores while the next tile is computed. float32 has twice the bytes: it takes two subtiles,
+// and the second waits until the first was stored.
 #pragma once
 
 #include <type_traits>
@@ -46,8 +51,8 @@ __device__ __forceinline__ void add_bias(float (&accum)[Config::kTileN / 2], con
   }
 }
 
-// The buffers of a warpgroup, or of a warp: kEpilogueRows lines of 128 bytes each, swizzled by their
-// numbers.
+// The buffers of a warpgroup, or of a warp: kEpilogueRows lines of 128 bytes each, swizzled by
+// their numbers.
 template <typename Config>
 using EpilogueBuffers = uint8_t[Config::kEpilogueBuffers][Config::kEpilogueRows * kSwizzleBytes];
 
@@ -57,8 +62,9 @@ __device__ __forceinline__ int first_line(const uint8_t (&)[bytes]) {
   return bytes < kWgmmaM * kSwizzleBytes ? 0 : threadIdx.x / 32 % 4 * 16;
 }
 
-// The address of a thread's first pair of float32 in a buffer, in the row of its first accumulators. The
-// addresses of the others follow by xor with 16 bytes times 2, 4 and 6, and 8 lines below.
+// The address of a thread's first pair of float32 in a buffer, in the row of its first
+// accumulators. The addresses of the others follow by xor with 16 bytes times 2, 4 and 6, and 8
+// lines below.
 template <size_t bytes>
 __device__ __forceinline__ uint32_t float_pair(const uint8_t (&buffer)[bytes]) {
   const int lane = threadIdx.x % 32, quad = lane % 4;
@@ -66,14 +72,16 @@ __device__ __forceinline__ uint32_t float_pair(const uint8_t (&buffer)[bytes]) {
   return smem_address(&buffer[row * kSwizzleBytes]) + ((quad / 2) ^ (row % 8)) * 16 + quad % 2 * 8;
 }
 
-// The row that a lane names to stmatrix or ldmatrix, for the 16-bit columns 8 j to 8 j + 15 of a buffer.
+// The row that a lane names to stmatrix or ldmatrix, for the 16-bit columns 8 j to 8 j + 15 of a
+// buffer.
 template <typename Buffer>
 __device__ __forceinline__ auto* matrix_row(Buffer& buffer, int j) {
   const int lane = threadIdx.x % 32, row = first_line(buffer) + lane % 16;
   return &buffer[row * kSwizzleBytes + ((j + lane / 16) ^ (row % 8)) * 16];
 }
 
-// Writes a warp's 16 x kTileN accumulators, from column `first` on, to its buffers until they are full.
+// Writes a warp's 16 x kTileN accumulators, from column `first` on, to its buffers until they are
+// full.
 template <typename T, typename Config>
 __device__ __forceinline__ void write_buffers(const float (&accum)[Config::kTileN / 2],
                                               EpilogueBuffers<Config>& to, int first) {
@@ -89,7 +97,8 @@ __device__ __forceinline__ void write_buffers(const float (&accum)[Config::kTile
         stmatrix_x4(matrix_row(to[i], j), pack<T>(at(j, 0), at(j, 1)), pack<T>(at(j, 2), at(j, 3)),
                     pack<T>(at(j + 1, 0), at(j + 1, 1)), pack<T>(at(j + 1, 2), at(j + 1, 3)));
     } else {
-      // Odd rows store the other half of their line first, so that they share no bank with even rows.
+      // Odd rows store the other half of their line first, so that they share no bank with even
+      // rows.
       const bool odd = threadIdx.x / 4 % 2 != 0;
       const uint32_t first_pair = float_pair(to[i]) ^ (odd ? 64 : 0);
 #pragma unroll
@@ -145,8 +154,9 @@ __device__ __forceinline__ void add_buffers(float (&accum)[Config::kTileN / 2],
   }
 }
 
-// Copies a warp's rows of a subtile from its buffers to out (or back), element by element: for an output that
-// is not aligned to TMA's 16 bytes. row: the warp's first row in out; first: the subtile's first column.
+// Copies a warp's rows of a subtile from its buffers to out (or back), element by element: for an
+// output that is not aligned to TMA's 16 bytes. row: the warp's first row in out; first: the
+// subtile's first column.
 template <typename T, typename Config, int subtile_cols, bool back>
 __device__ __forceinline__ void copy_buffers(EpilogueBuffers<Config>& buffers, T* out, int row,
                                              int row_end, int first, int cols) {
@@ -181,9 +191,8 @@ struct LinearEpilogue {
     return overwrites(args);
   }
 
-  // overwrite: writes_empty_groups(args), read once a kernel.
-  // sync(subtile, fill): waits until the warpgroup's buffers are empty (or hold what is added to), calls
-  // fill, and tells the store warp.
+  // overwrite: writes_empty_groups(args), read once a kernel. sync(subtile, fill): waits until the
+  // warpgroup's buffers are empty (or hold what is added to), calls fill, and tells the store warp.
   template <typename Config, typename Sync>
   static __device__ __forceinline__ void apply(float (&accum)[Config::kTileN / 2],
                                                SharedStorage<Config>& shared, const Arguments& args,

@@ -50,9 +50,9 @@ __device__ void keep_active_groups(SharedStorage<Config>& shared, const Epilogue
   shared.rows_of_each = most_rows == __reduce_min_sync(0xffffffff, least_rows) ? most_rows : 0;
 }
 
-// M-grouped: whether all narrow tiles find room at once. Then no tile waits for another, and more blocks
-// work. A row tile takes at least half as many clusters as there are wide column tiles, so the clusters of
-// the wide tiles tell how many row tiles there are at most.
+// M-grouped: whether all narrow tiles find room at once. Then no tile waits for another, and more
+// blocks work. A row tile takes at least half as many clusters as there are wide column tiles, so
+// the clusters of the wide tiles tell how many row tiles there are at most.
 template <typename Config>
 __device__ bool fits_narrow(const GroupTable& groups, const GemmShape& shape) {
   const int64_t row_tiles = 2 * int64_t{groups.tile_end[shape.E - 1]} / col_tiles<Config>(shape);

@@ -3,31 +3,31 @@
 //   M-grouped (fprop, dgrad): out[t, n]    = sum_k a[t, k] * b[e, n, k]   for the rows t of group e
 //   K-grouped (wgrad):        out[e, n, k] = sum_t a[t, n] * b[t, k]      over the rows t of group e
 //
-// Arithmetic: 2 T N K operations either way. On an H200 (132 SMs; dense cuBLAS reaches about 700 TFLOP/s in
-// bf16 and 1300 to 1500 in FP8) the shapes that train are bound by it. wgrad writes E N K outputs, which bounds
-// it where groups have less than about 500 rows.
+// Arithmetic: 2 T N K operations either way. On an H200 (132 SMs; dense cuBLAS reaches about 700
+// TFLOP/s in bf16 and 1300 to 1500 in FP8) the shapes that train are bound by it. wgrad writes E N
+// K outputs, which bounds it where groups have less than about 500 rows.
 //
-// Floor: a k-block of 128 of a 128 x 192 tile of FP8 takes 768 cycles of the tensor cores. Shared memory moves
-// 128 bytes a cycle: wgmma reads operands for 512 cycles and TMA writes them for 320, together 832; scales of
-// single columns, 48 a thread in a K-grouped GEMM, add 384 (none where 128 columns share one). 16-bit tiles:
-// 1024 cycles of tensor cores, 1024 of shared memory.
+// Floor: a k-block of 128 of a 128 x 192 tile of FP8 takes 768 cycles of the tensor cores. Shared
+// memory moves 128 bytes a cycle: wgmma reads operands for 512 cycles and TMA writes them for 320,
+// together 832; scales of single columns, 48 a thread in a K-grouped GEMM, add 384 (none where 128
+// columns share one). 16-bit tiles: 1024 cycles of tensor cores, 1024 of shared memory.
 //
-// Reaches (H200, 2026-11): FP8 M-grouped 880 cycles a k-block; K-grouped 900 where columns share scales, and
-// some 1600 where none do, by its share of a dense GEMM. benchmarks/results/bench_grouped_mm_nvidia_h200.md
-// has the shares of a dense GEMM.
+// Reaches (H200, 2026-11): FP8 M-grouped 880 cycles a k-block; K-grouped 900 where columns share
+// scales, and some 1600 where none do, by its share of a dense GEMM.
+// benchmarks/results/bench_grouped_mm_nvidia_h200.md has the shares of a dense GEMM.
 //
-// One persistent block an SM, in clusters of two, walks over output tiles of 128 x kTileN. Warpgroup 0 has the
-// producer (warp 0), the scale or scheduler warp (warp 1) and the store warps (2 and 3, one a math warpgroup).
-// Warpgroups 1 and 2 compute 64 rows of a tile each. Group sizes are read on the device. An M-grouped GEMM's
-// result does not depend on T, E or the groups' sizes; in a K-grouped one the order in which split-K slices
-// are added may.
+// One persistent block an SM, in clusters of two, walks over output tiles of 128 x kTileN.
+// Warpgroup 0 has the producer (warp 0), the scale or scheduler warp (warp 1) and the store warps
+// (2 and 3, one a math warpgroup). Warpgroups 1 and 2 compute 64 rows of a tile each. Group sizes
+// are read on the device. An M-grouped GEMM's result does not depend on T, E or the groups' sizes;
+// in a K-grouped one the order in which split-K slices are added may.
 //
-// The two tiles of a cluster are neighbours and share an operand's tile, see tile_order.cuh. Each block loads
-// one half of it into both.
+// The two tiles of a cluster are neighbours and share an operand's tile, see tile_order.cuh. Each
+// block loads one half of it into both.
 //
-// Group ends fall anywhere. Loads past a group's end are harmless (producer.cuh), and stores end with the
-// group (RaggedRows). A group without rows has no tiles in a K-grouped GEMM: its matrix is zeroed beside the
-// tiles (zero_fill.cuh).
+// Group ends fall anywhere. Loads past a group's end are harmless (producer.cuh), and stores end
+// with the group (RaggedRows). A group without rows has no tiles in a K-grouped GEMM: its matrix is
+// zeroed beside the tiles (zero_fill.cuh).
 #pragma once
 
 #include "cuda/common/pdl.cuh"
@@ -41,7 +41,8 @@
 
 namespace grouped_linear::cuda::sm90 {
 
-// A math warpgroup: the main loop, split-K fix-up and epilogue of its 64 rows of every tile of this block.
+// A math warpgroup: the main loop, split-K fix-up and epilogue of its 64 rows of every tile of this
+// block.
 template <typename Config, typename Epilogue>
 __device__ void compute_tiles(SharedStorage<Config>& shared,
                               const typename Epilogue::Arguments& epilogue,
@@ -86,8 +87,8 @@ __device__ void compute_tiles(SharedStorage<Config>& shared,
     const bool is_split_k = Config::kKGrouped && tile.is_split_k();
 
     float accum[Config::kTileN / 2];
-    // With block scales the main loop clears it beneath the first wgmma. Without, ptxas would spill, or
-    // serialise wgmma.
+    // With block scales the main loop clears it beneath the first wgmma. Without, ptxas would
+    // spill, or serialise wgmma.
     if (k_blocks == 0 || !Config::kBlockScaled) clear_accumulator(accum);
     if constexpr (Config::kFp8)
       mainloop_fp8<Config>(shared, pipeline, operands, tile, k_blocks, thread, accum);

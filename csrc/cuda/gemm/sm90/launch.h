@@ -1,4 +1,5 @@
-// What the launchers of the sm_90 kernels share: operands that TMA can read, tensor maps, the workspace.
+// What the launchers of the sm_90 kernels share: operands that TMA can read, tensor maps, the
+// workspace.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +11,8 @@
 
 namespace grouped_linear::cuda::sm90 {
 
-// t itself where TMA can read it: its base and its rows are aligned to 16 bytes, and its elements lie next to
-// one another along `inner`. Otherwise a dense copy.
+// t itself where TMA can read it: its base and its rows are aligned to 16 bytes, and its elements
+// lie next to one another along `inner`. Otherwise a dense copy.
 inline Tensor tma_readable(const Tensor& t, int64_t inner) {
   const auto sizes = t.sizes(), strides = t.strides();
   const int64_t item = item_size(t);
@@ -33,7 +34,8 @@ inline const void* map_address(const Tensor& t, const void* any) {
   return reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(any) & ~uintptr_t{15});
 }
 
-// A matrix in boxes of box_rows rows and 128 bytes, with ends that the kernel chooses: see RaggedRows.
+// A matrix in boxes of box_rows rows and 128 bytes, with ends that the kernel chooses: see
+// RaggedRows.
 inline CUtensorMap ragged_map(const char* op, const void* first, ScalarType dtype, int64_t item,
                               int64_t cols, int64_t stride, uint32_t box_rows) {
   constexpr int64_t origin = RaggedRows::kOrigin, most = std::numeric_limits<int32_t>::max();
@@ -42,8 +44,9 @@ inline CUtensorMap ragged_map(const char* op, const void* first, ScalarType dtyp
                     {static_cast<uint32_t>(kSwizzleBytes / item), box_rows, 1, 1}, true);
 }
 
-// out seen as one matrix, all groups' below one another, in boxes of kEpilogueRows rows and one line of 128
-// bytes (coordinates: column, RaggedRows) or all of a subtile's lines (0, row, line, the rest of RaggedRows).
+// out seen as one matrix, all groups' below one another, in boxes of kEpilogueRows rows and one
+// line of 128 bytes (coordinates: column, RaggedRows) or all of a subtile's lines (0, row, line,
+// the rest of RaggedRows).
 template <typename Config>
 CUtensorMap out_map(const char* op, const EpilogueArguments& epilogue, int cols) {
   const int64_t item = epilogue.type == OutputType::kFloat ? 4 : 2;

@@ -1,7 +1,7 @@
 // The 16-bit main loop: wgmma accumulates in float32, straight into the accumulator.
 //
-// One k-block's wgmma stays in flight while the next one's is issued. A stage is released when the wgmma of
-// the stage after it has been issued and its own is complete.
+// One k-block's wgmma stays in flight while the next one's is issued. A stage is released when the
+// wgmma of the stage after it has been issued and its own is complete.
 #pragma once
 
 #include "cuda/gemm/sm90/smem_layout.cuh"
@@ -17,7 +17,8 @@ __device__ __forceinline__ void mainloop_16bit(SharedStorage<Config>& shared,
                                                const WorkTile& tile, int k_blocks,
                                                float (&accum)[Config::kTileN / 2]) {
   constexpr int whole = Config::kTileK / Config::kWgmmaK;
-  // K-grouped: the last k-block may have fewer rows, in units of kWgmmaK; the others there are zero.
+  // K-grouped: the last k-block may have fewer rows, in units of kWgmmaK; the others there are
+  // zero.
   int last = whole;
   if constexpr (Config::kKGrouped)
     last = (tile.k_count - (k_blocks - 1) * Config::kTileK + Config::kWgmmaK - 1) / Config::kWgmmaK;

@@ -1,11 +1,11 @@
 // The FP8 main loop, with promotion.
 //
-// The tensor cores keep about 14 bits of an FP8 dot product; float32 keeps 24. So the 128 products of a
-// k-block are summed by the tensor cores in a partial accumulator, which is scaled and added to the
-// accumulator in float32.
+// The tensor cores keep about 14 bits of an FP8 dot product; float32 keeps 24. So the 128 products
+// of a k-block are summed by the tensor cores in a partial accumulator, which is scaled and added
+// to the accumulator in float32.
 //
-// One warpgroup's wgmma runs while the other warpgroup promotes. What the next k-block needs is prepared
-// while wgmma runs: whatever a warpgroup does between two wgmma counts twice.
+// One warpgroup's wgmma runs while the other warpgroup promotes. What the next k-block needs is
+// prepared while wgmma runs: whatever a warpgroup does between two wgmma counts twice.
 #pragma once
 
 #include "cuda/gemm/sm90/smem_layout.cuh"
@@ -13,8 +13,8 @@
 
 namespace grouped_linear::cuda::sm90 {
 
-// accum += the tile's k_blocks of a @ b.T. With block scales it clears accum first, if k_blocks > 0. The
-// first stage is full already.
+// accum += the tile's k_blocks of a @ b.T. With block scales it clears accum first, if k_blocks >
+// 0. The first stage is full already.
 template <typename Config>
 __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
                                              ConsumerPipeline<Config>& pipeline,
@@ -22,8 +22,8 @@ __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
                                              const WorkTile& tile, int k_blocks, MathThread thread,
                                              float (&accum)[Config::kTileN / 2]) {
   constexpr int count = Config::kTileN / 2, parts = Config::kColumnParts;
-  // Addresses in the first stage: the scales of this thread's first row, of its first columns, of the
-  // scale blocks.
+  // Addresses in the first stage: the scales of this thread's first row, of its first columns, of
+  // the scale blocks.
   uint32_t row_scales = 0, column_scales = 0, block_scales = 0;
   if constexpr (Config::kBlockScaled) {
     const int row = thread.warpgroup * kWgmmaM + thread.warp % 4 * 16 + thread.lane / 4;
@@ -98,10 +98,11 @@ __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
     pipeline.release(stage);
   };
 
-  // Whole rounds over the stages have their addresses as constants in the instructions, since address
-  // arithmetic between two wgmma costs time that the tensor cores do not get back. A k-block whose columns
-  // have scales of their own ends a round: one copy of the code for those serves every stage. (The round is
-  // written out: from a fold over the stages ptxas makes other code.)
+  // Whole rounds over the stages have their addresses as constants in the instructions, since
+  // address arithmetic between two wgmma costs time that the tensor cores do not get back. A
+  // k-block whose columns have scales of their own ends a round: one copy of the code for those
+  // serves every stage. (The round is written out: from a fold over the stages ptxas makes other
+  // code.)
   static_assert(kMaxStages == 6, "the round below is written out for up to six stages");
 #pragma unroll 1
   while (left > 0) {

@@ -1,12 +1,12 @@
 // The producer: one thread that loads a and b, k-block by k-block, with TMA.
 //
 // A producer is a template parameter of the kernel. It must
-//   - walk over this block's tiles with a TileScheduler, and write each to shared.tiles, in the ring of
+//   - walk over this block's tiles with a TileScheduler, and write each to shared.tiles, a ring of
 //     kTileSlots, after it has waited for the stage of the tile's first k-block to be empty;
 //   - for each k-block wait for shared.empty[stage] and fill the stage, with one arrival at
-//     shared.full[stage] (the roles of scale_warp.cuh arrive too, see init_barriers in kernel.cuh);
+//     shared.full[stage] (the roles of scale_warp.cuh arrive too, see prologue in kernel.cuh);
 //   - take one stage for a tile without k-blocks, and one for the end (k_blocks = -1).
-// It is called by thread 0.
+// It is called by thread 0. One that needs a whole warp changes that line of run_roles (kernel.cuh).
 #pragma once
 
 #include "cuda/gemm/sm90/tensor_maps.cuh"
@@ -14,9 +14,10 @@
 
 namespace grouped_linear::cuda::sm90 {
 
-// Loads every operand with TMA. Loads of an M-grouped GEMM may run past a group's end, into the next group's
-// rows: these only reach outputs that are not stored. Loads of a K-grouped GEMM find zeros there, in the
-// padded layout (FP8) or because the tensor map ends there (16-bit, see RaggedRows).
+// Loads every operand with TMA. Loads of an M-grouped GEMM may run past a group's end, into the
+// next group's rows: these only reach outputs that are not stored. Loads of a K-grouped GEMM find
+// zeros there, in the padded layout (FP8) or because the tensor map ends there (16-bit, see
+// RaggedRows).
 //
 // Where the blocks of a cluster share an operand's tile, each loads one half of it into both.
 struct TmaProducer {
@@ -44,7 +45,8 @@ struct TmaProducer {
                                                 int stage, int k_block, int piece, uint16_t mask);
 };
 
-// Loads one half of a's tile, kTileM / 2 rows, into the blocks of the cluster that mask names (0: this one).
+// Loads one half of a's tile, kTileM / 2 rows, into the blocks of the cluster that mask names (0:
+// this one).
 template <typename Config>
 __device__ __forceinline__ void TmaProducer::load_a(SharedStorage<Config>& shared,
                                                     const TensorMaps& maps, const WorkTile& tile,
@@ -98,8 +100,8 @@ __device__ void TmaProducer::run(SharedStorage<Config>& shared, const TensorMaps
                                  const TileCounts& counts, const GemmShape& shape) {
   constexpr int scale_bytes = Config::kBlockScaled ? 4 * Config::kRowScales : 0;
   constexpr uint16_t all = (1 << kClusterSize) - 1;
-  // From shared memory: the special register would be read in every k-block (H200, 2026-11: 0.8% of a
-  // K-grouped FP8 GEMM).
+  // From shared memory: the special register would be read in every k-block (H200, 2026-11: 0.8% of
+  // a K-grouped FP8 GEMM).
   const int rank = shared.rank;
   PipelineState<Config::kStages> state;
   TileScheduler<Config> scheduler(shared, counts, shape);

@@ -1,5 +1,5 @@
-// Thin wrappers of Hopper's PTX: mbarriers, TMA, memory accesses with an explicit order, setmaxnreg.
-// wgmma.cuh has the tensor cores' instructions. PTX ISA 8.x,
+// Thin wrappers of Hopper's PTX: mbarriers, TMA, memory accesses with an explicit order,
+// setmaxnreg. wgmma.cuh has the tensor cores' instructions. PTX ISA 8.x,
 // https://docs.nvidia.com/cuda/parallel-thread-execution/
 #pragma once
 
@@ -32,8 +32,8 @@ __device__ __forceinline__ void st_shared_float2(uint32_t address, float x, floa
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
-// Stores four 8 x 8 matrices of 16-bit values from a warp's fragments: lane i gives the address of a
-// 16-byte row of matrix i / 8.
+// Stores four 8 x 8 matrices of 16-bit values from a warp's fragments: lane i gives the address of
+// a 16-byte row of matrix i / 8.
 __device__ __forceinline__ void stmatrix_x4(void* row, uint32_t r0, uint32_t r1, uint32_t r2,
                                             uint32_t r3) {
   asm volatile(
@@ -134,8 +134,9 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uin
       : "memory");
 }
 
-// Arrives at an mbarrier of any block of the cluster. It has no .cluster scope: that release would be
-// a MEMBAR, which took a third of a kernel's time, and a consumer has only read what it gives back.
+// Arrives at an mbarrier of any block of the cluster. It has no .cluster scope: that release would
+// be a MEMBAR, which took a third of a kernel's time, and a consumer has only read what it gives
+// back.
 __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t cluster_address) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address) : "memory");
 }
@@ -181,15 +182,15 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t phase)
 }
 
 // --- TMA -----------------------------------------------------------------------------------------
-// Coordinates are in elements, innermost first. What lies outside the tensor is loaded as zero and not
-// stored.
+// Coordinates are in elements, innermost first. What lies outside the tensor is loaded as zero and
+// not stored.
 
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Loads a box into this block (mask 0), or into every block of the cluster that `mask` names: at the
-// same shared memory offset in each, and counted by each block's own mbarrier.
+// Loads a box into this block (mask 0), or into every block of the cluster that `mask` names: at
+// the same shared memory offset in each, and counted by each block's own mbarrier.
 #define GROUPED_LINEAR_LOAD ".shared::cluster.global.tile.mbarrier::complete_tx::bytes"
 __device__ __forceinline__ void tma_load_2d(void* to, const CUtensorMap* map, uint64_t* barrier,
                                             uint16_t mask, int c0, int c1) {
@@ -244,8 +245,8 @@ __device__ __forceinline__ void tma_load_5d(void* to, const CUtensorMap* map, ui
 }
 #undef GROUPED_LINEAR_LOAD
 
-// Writes a box from shared memory: tma_store overwrites, tma_reduce_add adds. The issuing thread commits
-// its writes in groups and waits for them.
+// Writes a box from shared memory: tma_store overwrites, tma_reduce_add adds. The issuing thread
+// commits its writes in groups and waits for them.
 #define GROUPED_LINEAR_STORE(name, instruction, mode)                                         \
   __device__ __forceinline__ void name##_4d(const CUtensorMap* map, const void* from, int c0, \
                                             int c1, int c2, int c3) {                         \
@@ -293,8 +294,8 @@ __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
 }
 
-// True in one thread of a converged warp. The compiler knows that it is one thread, and keeps what TMA
-// needs in uniform registers without a loop over the threads.
+// True in one thread of a converged warp. The compiler knows that it is one thread, and keeps what
+// TMA needs in uniform registers without a loop over the threads.
 __device__ __forceinline__ bool elect_one() {
   uint32_t chosen;
   asm volatile(

@@ -5,17 +5,18 @@
 
 namespace grouped_linear::cuda::sm90 {
 
-// b's 128 x 128 scales by their strides, in elements: between groups, between scale blocks of b's rows (the
-// output's columns), and between scale blocks of K.
+// b's 128 x 128 scales by their strides, in elements: between groups, between scale blocks of b's
+// rows (the output's columns), and between scale blocks of K.
 struct Scale128x128View {
   const float* scale;
   int64_t group_stride, row_stride, k_stride;
 };
 
-// Scale128x128: writes b's scales beside the operands of every k-block. A tile of 192 columns = 128 + 64
-// meets two scale blocks: its first 64 columns are in one, its last 64 in the other, those between in
-// either. (A tile of up to 128 columns meets one or two as well.) A warp reads the scales of 32 k-blocks at
-// once: whatever their layout, their latency is hidden while the pipeline is full.
+// Scale128x128: writes b's scales beside the operands of every k-block. A tile of 192 columns = 128
+// + 64 meets two scale blocks: its first 64 columns are in one, its last 64 in the other, those
+// between in either. (A tile of up to 128 columns meets one or two as well.) A warp reads the
+// scales of 32 k-blocks at once: whatever their layout, their latency is hidden while the pipeline
+// is full.
 template <typename Config>
 __device__ void load_block_scales(SharedStorage<Config>& shared, const Scale128x128View& scale,
                                   const TileCounts& counts, const GemmShape& shape) {
@@ -54,10 +55,10 @@ __device__ void load_block_scales(SharedStorage<Config>& shared, const Scale128x
   put(0, 0);  // the end takes a stage too
 }
 
-// Scale1x128: finds out for every k-block whether the columns of each 128 share a scale (quantizers make
-// them share one where their magnitudes allow it), and writes these scales where Scale128x128 has its own,
-// or kPerColumnScale. It starts as soon as the columns' scales are there, mostly while the operands are
-// still on their way. The same warp runs the atomic scheduler.
+// Scale1x128: finds out for every k-block whether the columns of each 128 share a scale (quantizers
+// make them share one where their magnitudes allow it), and writes these scales where Scale128x128
+// has its own, or kPerColumnScale. It starts as soon as the columns' scales are there, mostly while
+// the operands are still on their way. The same warp runs the atomic scheduler.
 template <typename Config>
 __device__ void find_shared_column_scales(SharedStorage<Config>& shared,
                                           const SplitKWorkspace& workspace,

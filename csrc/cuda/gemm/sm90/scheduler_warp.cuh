@@ -1,6 +1,7 @@
-// The thread that schedules tiles dynamically and zeroes what no tile writes, in kernels whose warp 1 is idle
-// otherwise. Code like this before the producer's loop would slow the producer down: ptxas (nvcc 13.0) then
-// takes its loop for divergent, and moves every TMA's operands to uniform registers (32 more R2UR a k-block).
+// The thread that schedules tiles dynamically and zeroes what no tile writes, in kernels whose warp
+// 1 is idle otherwise. Code like this before the producer's loop would slow the producer down:
+// ptxas (nvcc 13.0) then takes its loop for divergent, and moves every TMA's operands to uniform
+// registers (32 more R2UR a k-block).
 #pragma once
 
 #include "cuda/gemm/sm90/tile_scheduler.cuh"

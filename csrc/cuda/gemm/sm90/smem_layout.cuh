@@ -1,5 +1,5 @@
-// A block's shared memory: the pipeline of operand stages, the epilogue's buffers, and what the block's
-// warps tell one another.
+// A block's shared memory: the pipeline of operand stages, the epilogue's buffers, and what the
+// block's warps tell one another.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +12,16 @@
 
 namespace grouped_linear::cuda::sm90 {
 
-// Tiles that the producer has announced: one is being stored, one is in the epilogue's buffers, and every
-// stage may hold a k-block of another.
+// Tiles that the producer has announced: one is being stored, one is in the epilogue's buffers, and
+// every stage may hold a k-block of another.
 constexpr int kTileSlots = 8;
-// Numbers of dynamically scheduled tiles. A reader in the other block of the cluster may be two pipelines
-// of stages and some tiles behind.
+// Numbers of dynamically scheduled tiles. A reader in the other block of the cluster may be two
+// pipelines of stages and some tiles behind.
 constexpr int kTileNumberSlots = 16;
 constexpr int kZeroBytes = 4096;  // the source of zero_fill.cuh's copies
 
-// In place of the first columns' scale: some columns have a scale of their own. Where the scale is zero, the
-// columns' own scales are used as well, to the same result.
+// In place of the first columns' scale: some columns have a scale of their own. Where the scale is
+// zero, the columns' own scales are used as well, to the same result.
 constexpr float kPerColumnScale = 0;
 
 // A position in the pipeline of stages: the stage, and the parity of its mbarriers' phase.
@@ -37,8 +37,9 @@ struct PipelineState {
   }
 };
 
-// What a K-grouped GEMM's cluster computes: whole tiles in turn with the other clusters, then slices of
-// tiles that are split along K, or tiles that are scheduled dynamically. See tile_scheduler.cuh.
+// What a K-grouped GEMM's cluster computes: whole tiles in turn with the other clusters, then
+// slices of tiles that are split along K, or tiles that are scheduled dynamically. See
+// tile_scheduler.cuh.
 struct Schedule {
   int whole_tiles;                   // of all clusters
   int slices;                        // of this cluster
@@ -49,24 +50,26 @@ struct Schedule {
   int dynamic_tiles;  // after the whole ones, for the cluster that comes first
 };
 
-// The progress of zero_fill.cuh: a range starts `range` bytes into out, and `at` bytes of the range are
-// zeroed. K-grouped, the range is the matrix of `group`, and `next_active` groups with rows come before.
+// The progress of zero_fill.cuh: a range starts `range` bytes into out, and `at` bytes of the range
+// are zeroed. K-grouped, the range is the matrix of `group`, and `next_active` groups with rows
+// come before.
 struct ZeroFillState {
   int64_t range, at;
   int group, next_active;
   bool remaining;
 };
 
-// mbarriers and small state. The address does not depend on the tile's width: the mbarriers are initialised
-// before the kernel knows the groups' sizes, and with them the width.
+// mbarriers and small state. The address does not depend on the tile's width: the mbarriers are
+// initialised before the kernel knows the groups' sizes, and with them the width.
 struct Control {
-  // Of the pipeline: a stage's operands are there, or its readers are done. Scale1x128: its column scales
-  // are there.
+  // Of the pipeline: a stage's operands are there, or its readers are done. Scale1x128: its column
+  // scales are there.
   uint64_t full[kMaxStages], empty[kMaxStages];
   uint64_t scales_full[kMaxStages];
   // Of a warpgroup's epilogue buffers.
   uint64_t epilogue_full[kMathWarpgroups], epilogue_empty[kMathWarpgroups];
-  // K-grouped: the schedule is there; the producer has begun a tile; a dynamic tile's number is there.
+  // K-grouped: the schedule is there; the producer has begun a tile; a dynamic tile's number is
+  // there.
   uint64_t schedule_ready, tile_begun, tile_number_full[kTileNumberSlots];
   int tile_numbers[kTileNumberSlots];
   WorkTile tiles[kTileSlots];
@@ -115,7 +118,8 @@ struct Padding {
 template <>
 struct Padding<0> {};
 
-// Control comes after the wide tiles' buffers: ptxas (nvcc 13.0) spills registers where it comes first.
+// Control comes after the wide tiles' buffers: ptxas (nvcc 13.0) spills registers where it comes
+// first.
 template <typename Config>
 struct SharedStorage
     : TileBuffers<Config>,

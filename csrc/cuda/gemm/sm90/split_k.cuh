@@ -1,9 +1,11 @@
-// Split-K fix-up: a cluster that computes a slice of a tile writes its accumulators to a workspace slot, and
-// the cluster with the tile's last slice adds them to its own, in the order of their slots.
+// Split-K fix-up: a cluster that computes a slice of a tile writes its accumulators to a workspace
+// slot, and the cluster with the tile's last slice adds them to its own, in the order of their
+// slots.
 //
-// Bytes: a block's tile of float32, 128 KiB in 16 bits and 96 KiB in FP8, is written once and read once,
-// mostly in L2. The reader waits for a flag and clears it. So no flag outlives the kernel that set it, and
-// the workspace needs no clearing before: whatever else lies there is not this one value of 2^64.
+// Bytes: a block's tile of float32, 128 KiB in 16 bits and 96 KiB in FP8, is written once and read
+// once, mostly in L2. The reader waits for a flag and clears it. So no flag outlives the kernel
+// that set it, and the workspace needs no clearing before: whatever else lies there is not this one
+// value of 2^64.
 #pragma once
 
 #include "cuda/gemm/sm90/smem_layout.cuh"

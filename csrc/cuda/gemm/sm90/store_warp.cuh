@@ -1,8 +1,9 @@
-// The store warp of LinearEpilogue: one thread a warpgroup writes what the math warps put into the epilogue's
-// buffers to the output, with TMA, while they compute the next tile.
+// The store warp of LinearEpilogue: one thread a warpgroup writes what the math warps put into the
+// epilogue's buffers to the output, with TMA, while they compute the next tile.
 //
-// A math warp that stored its own part would wait for TMA: 1100 to 1400 cycles a tile of 128 x 256 in 16 bits
-// and 250 to 450 one of 128 x 192 in FP8, during which it issues no wgmma (H200, 2026-11).
+// A math warp that stored its own part would wait for TMA: 1100 to 1400 cycles a tile of 128 x 256
+// in 16 bits and 250 to 450 one of 128 x 192 in FP8, during which it issues no wgmma (H200,
+// 2026-11).
 #pragma once
 
 #include "cuda/gemm/sm90/epilogue.cuh"
@@ -16,17 +17,17 @@ __host__ __device__ __forceinline__ int line_cols_of(const EpilogueArguments& ep
   return kSwizzleBytes / (epilogue.type == OutputType::kFloat ? 4 : 2);
 }
 
-// Whether one copy takes all lines of a subtile's rows, where rows consist of whole lines. Otherwise a copy
-// takes one line, which ends with the row. See out_map in launch.h.
+// Whether one copy takes all lines of a subtile's rows, where rows consist of whole lines.
+// Otherwise a copy takes one line, which ends with the row. See out_map in launch.h.
 template <typename Config>
 __host__ __device__ __forceinline__ bool stores_whole_rows(const EpilogueArguments& epilogue,
                                                            int cols) {
   return Config::kEpilogueRows < kWgmmaM && cols % line_cols_of(epilogue) == 0;
 }
 
-// Where the output is added to: its first subtile is loaded into the buffers and added there by the math
-// warps, while wgmma runs; a second subtile (of float32) is added by L2. L2 alone adds some 300 float32 a
-// nanosecond, and makes loads of operands wait (H200, 2026-11).
+// Where the output is added to: its first subtile is loaded into the buffers and added there by the
+// math warps, while wgmma runs; a second subtile (of float32) is added by L2. L2 alone adds some
+// 300 float32 a nanosecond, and makes loads of operands wait (H200, 2026-11).
 template <typename Config, bool whole_rows>
 __device__ void store_tiles(SharedStorage<Config>& shared, const CUtensorMap& map,
                             const EpilogueArguments& epilogue, const TileCounts& counts,
@@ -66,7 +67,8 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const CUtensorMap& ma
     for (int subtile = 0; subtile < subtiles; ++subtile) {
       const int first = tile.col + subtile * buffers * line_cols;
       const int used = min((end - first + line_cols - 1) / line_cols, buffers);
-      // The first line's number, for copies of whole rows. No division: copies follow one another closely.
+      // The first line's number, for copies of whole rows. No division: copies follow one another
+      // closely.
       const int line = whole_rows ? first >> (subtiles == 1 ? 6 : 5) : 0;
       if (adds && subtile == 0) {
         const int lines = whole_rows && used > 0 ? buffers : max(used, 0);

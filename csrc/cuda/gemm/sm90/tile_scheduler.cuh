@@ -1,23 +1,25 @@
 // Which tiles a cluster computes, and in a K-grouped GEMM which slices of tiles.
 //
-// Static rounds: cluster c of C computes the tiles c, c + C, c + 2C ... The last round usually has fewer
-// tiles than the GPU has clusters, and the other clusters would be idle.
+// Static rounds: cluster c of C computes the tiles c, c + C, c + 2C ... The last round usually has
+// fewer tiles than the GPU has clusters, and the other clusters would be idle.
 //
-// Split-K: where all groups of a K-grouped GEMM have the same number of rows, the last round's tiles are
-// split along K. As many clusters as divide evenly among these tiles, up to kMaxSlicesPerTile a tile, take
-// slices of equal length. The clusters that are left take leading slices, the first k-blocks of one tile or
-// of several in turn, so that all clusters finish at about the same time; or nothing, where a leading slice
-// would be too short. Clusters that compute neighbouring tiles are then at the same k-block and find one
-// another's operands in L2. The cluster with a tile's last slice adds the other slices (split_k.cuh).
-// Clusters wait only for clusters of lower numbers, and leading slices wait for nobody. Nothing is stuck as
-// long as the GPU starts clusters in their order, even where it has no room for all of them at once.
+// Split-K: where all groups of a K-grouped GEMM have the same number of rows, the last round's
+// tiles are split along K. As many clusters as divide evenly among these tiles, up to
+// kMaxSlicesPerTile a tile, take slices of equal length. The clusters that are left take leading
+// slices, the first k-blocks of one tile or of several in turn, so that all clusters finish at
+// about the same time; or nothing, where a leading slice would be too short. Clusters that compute
+// neighbouring tiles are then at the same k-block and find one another's operands in L2. The
+// cluster with a tile's last slice adds the other slices (split_k.cuh). Clusters wait only for
+// clusters of lower numbers, and leading slices wait for nobody. Nothing is stuck as long as the
+// GPU starts clusters in their order, even where it has no room for all of them at once.
 //
-// Atomic scheduler: where the groups' sizes differ, or are small, the first tiles are static and the others
-// go one by one to the cluster that comes first. Small tiles are bound by writing. Clusters in static rounds
-// would drift apart, and with them the DRAM pages that are open at a time.
+// Atomic scheduler: where the groups' sizes differ, or are small, the first tiles are static and
+// the others go one by one to the cluster that comes first. Small tiles are bound by writing.
+// Clusters in static rounds would drift apart, and with them the DRAM pages that are open at a
+// time.
 //
-// An M-grouped GEMM splits no tile: a row's result depends on that row and its group's matrix alone, to the
-// bit.
+// An M-grouped GEMM splits no tile: a row's result depends on that row and its group's matrix
+// alone, to the bit.
 #pragma once
 
 #include "cuda/gemm/sm90/split_k.cuh"
@@ -29,13 +31,14 @@ constexpr int kFixupKBlocks =
 constexpr int kMinLeadingKBlocks = 8;
 constexpr int kMaxSlicesPerTile = 8;  // adding more slices would take longer than computing them
 
-// Tiles that a cluster has in advance of the atomic scheduler. Scale1x128 draws the next one when scales
-// have arrived, which is too late for a tile of two k-blocks (H200, 2026-11: 1 to 5% there, 0.5% of all).
+// Tiles that a cluster has in advance of the atomic scheduler. Scale1x128 draws the next one when
+// scales have arrived, which is too late for a tile of two k-blocks (H200, 2026-11: 1 to 5% there,
+// 0.5% of all).
 template <typename Config>
 constexpr int kTilesAhead = Config::kScale1x128 ? 2 : 1;
 
-// The schedule of this block's cluster in a K-grouped GEMM of tiles of `k_blocks` k-blocks each (0: they
-// differ).
+// The schedule of this block's cluster in a K-grouped GEMM of tiles of `k_blocks` k-blocks each (0:
+// they differ).
 template <typename Config>
 __device__ __forceinline__ Schedule make_schedule(int tiles, int k_blocks, bool has_workspace) {
   const int clusters = gridDim.x / kClusterSize, cluster = blockIdx.x / kClusterSize;
@@ -84,7 +87,8 @@ __device__ __forceinline__ Schedule make_schedule(int tiles, int k_blocks, bool 
   return schedule;
 }
 
-// Reduces a tile to this cluster's slice of it. last_round_tile: the tile's number in the last round.
+// Reduces a tile to this cluster's slice of it. last_round_tile: the tile's number in the last
+// round.
 template <typename Config>
 __device__ __forceinline__ void take_slice(WorkTile& tile, const Schedule& schedule,
                                            int last_round_tile) {
@@ -92,7 +96,8 @@ __device__ __forceinline__ void take_slice(WorkTile& tile, const Schedule& sched
   tile.k_begin += Config::kFp8 ? schedule.slice_begin : rows;
   tile.k_count = min(tile.k_count - rows, schedule.slice_k_blocks * Config::kTileK);
   tile.k_blocks = schedule.slice_k_blocks;
-  // A tile's slots follow one another: the leading slice's, then those of its equal slices but the last.
+  // A tile's slots follow one another: the leading slice's, then those of its equal slices but the
+  // last.
   const int slices = schedule.slices_per_tile, index = schedule.slice_index,
             first_slot = last_round_tile * slices + 1;
   if (index < slices - 1)
@@ -106,10 +111,10 @@ constexpr int kNoTile = -1;
 
 // Makes a K-grouped GEMM's schedule, and draws the numbers of dynamic tiles. By one thread a block.
 //
-// The first block of a cluster draws a ticket from a counter in memory and tells it to the other block. The
-// memory holds anything at first. Cluster 0 stamps it; a cluster that draws from an unstamped counter draws
-// again; the cluster that draws the last ticket clears the stamp (every cluster draws one ticket past the
-// last tile). So no stamp outlives the kernel that made it.
+// The first block of a cluster draws a ticket from a counter in memory and tells it to the other
+// block. The memory holds anything at first. Cluster 0 stamps it; a cluster that draws from an
+// unstamped counter draws again; the cluster that draws the last ticket clears the stamp (every
+// cluster draws one ticket past the last tile). So no stamp outlives the kernel that made it.
 template <typename Config>
 class AtomicScheduler {
  public:
@@ -125,7 +130,8 @@ class AtomicScheduler {
     if (more_ && blockIdx.x == 0) atomicExch(counter_, kStamp);
   }
 
-  // Whether there may be more numbers to publish. One is due for every tile that the producer has begun.
+  // Whether there may be more numbers to publish. One is due for every tile that the producer has
+  // begun.
   __device__ bool more() const { return more_; }
 
   // Starts drawing the next number, which takes a while to arrive.
@@ -166,7 +172,8 @@ class AtomicScheduler {
   bool more_ = false;
 };
 
-// This block's tiles, in the order in which they are computed. Every role that walks over tiles has its own.
+// This block's tiles, in the order in which they are computed. Every role that walks over tiles has
+// its own.
 template <typename Config>
 class TileScheduler {
  public:

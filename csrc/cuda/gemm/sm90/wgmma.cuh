@@ -24,18 +24,18 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(in_flight) : "memory");
 }
 
-// The descriptor of an operand in shared memory with the 128-byte swizzle. The swizzle's atoms are 8
-// lines of 128 bytes, so an operand starts at a multiple of 1024 bytes; along K a descriptor may start
-// inside an atom.
-//   K-major (a line is 128 bytes along K): stride = bytes between groups of 8 lines; leading unused.
+// The descriptor of an operand in shared memory with the 128-byte swizzle. The swizzle's atoms are
+// 8 lines of 128 bytes, so an operand starts at a multiple of 1024 bytes; along K a descriptor may
+// start inside an atom.
+//   K-major (a line is 128 bytes along K): stride = bytes between groups of 8 lines; no leading.
 //   M/N-major (a line is 64 elements along M or N): leading = bytes between columns of 64 elements,
 //   stride = bytes between groups of 8 lines along K.
 __device__ __forceinline__ uint64_t smem_descriptor(uint32_t low, uint32_t stride_bytes) {
   return uint64_t{low} | uint64_t{stride_bytes >> 4 | uint32_t{1} << 30} << 32;
 }
 
-// The lower half of a descriptor: the address in units of 16 bytes, to which offsets may be added, and
-// `leading`. The block's rank in the cluster, in the address's upper bits, is cut off.
+// The lower half of a descriptor: the address in units of 16 bytes, to which offsets may be added,
+// and `leading`. The block's rank in the cluster, in the address's upper bits, is cut off.
 __device__ __forceinline__ uint32_t smem_descriptor_low(const void* pointer,
                                                         uint32_t leading_bytes) {
   return smem_address(pointer) % (1 << 24) / 16 | leading_bytes >> 4 << 16;
@@ -53,21 +53,21 @@ __device__ __forceinline__ uint32_t smem_descriptor_low(const void* pointer,
 #define GROUPED_LINEAR_R64                                                 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define GROUPED_LINEAR_R128                                                              \
-  GROUPED_LINEAR_R64                                                                     \
-      ", "                                                                               \
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define GROUPED_LINEAR_R192                                                              \
-  GROUPED_LINEAR_R128                                                                    \
-      ", "                                                                               \
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define GROUPED_LINEAR_R256                                                                          \
-  GROUPED_LINEAR_R192                                                                                \
-      ", "                                                                                           \
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define GROUPED_LINEAR_R128                                                          \
+  GROUPED_LINEAR_R64                                                                 \
+  ", "                                                                               \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define GROUPED_LINEAR_R192                                                          \
+  GROUPED_LINEAR_R128                                                                \
+  ", "                                                                               \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define GROUPED_LINEAR_R256                                                                      \
+  GROUPED_LINEAR_R192                                                                            \
+  ", "                                                                                           \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 // a, b and add are the three operands after the registers.
 #define GROUPED_LINEAR_WGMMA_N(n, a_at, b_at, add_at, k, types, majors)                   \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " add_at                             \
@@ -131,8 +131,8 @@ __device__ __forceinline__ void wgmma(float (&d)[n / 2], uint64_t a, uint64_t b,
 #undef GROUPED_LINEAR_D16
 #undef GROUPED_LINEAR_D4
 
-// The operands of one warpgroup. The descriptors of a stage and of a step along K are the first ones
-// plus constants in their lower halves.
+// The operands of one warpgroup. The descriptors of a stage and of a step along K are the first
+// ones plus constants in their lower halves.
 template <typename Config>
 class WgmmaOperands {
  public:
@@ -142,8 +142,8 @@ class WgmmaOperands {
            warpgroup * (Config::kAMajor == Major::kK ? kWgmmaM * kSwizzleBytes : kColumnBytes) /
                16),
         b_(first_of(b, Config::kBMajor)) {
-    // All lanes have the same values, which the compiler cannot see. After the shuffle it keeps them in
-    // uniform registers.
+    // All lanes have the same values, which the compiler cannot see. After the shuffle it keeps
+    // them in uniform registers.
     a_ = __shfl_sync(0xffffffff, a_, 0);
     b_ = __shfl_sync(0xffffffff, b_, 0);
   }

@@ -1,7 +1,8 @@
-// Zeros in the output: rows that belong to no group, or K-grouped the matrices of groups without rows.
+// Zeros in the output: rows that belong to no group, or K-grouped the matrices of groups without
+// rows.
 //
-// They are bulk copies from one zeroed piece of shared memory, issued between the tiles' copies. A fill
-// beforehand would cost as many bytes' time beside a kernel that is bound by tensor cores.
+// They are bulk copies from one zeroed piece of shared memory, issued between the tiles' copies. A
+// fill beforehand would cost as many bytes' time beside a kernel that is bound by tensor cores.
 #pragma once
 
 #include "cuda/gemm/epilogue_math.cuh"
@@ -9,13 +10,13 @@
 
 namespace grouped_linear::cuda::sm90 {
 
-// Without block scales, warp 1 has nothing to do but scheduling and zeros. With them, a store warp zeroes
-// while it waits.
+// Without block scales, warp 1 has nothing to do but scheduling and zeros. With them, a store warp
+// zeroes while it waits.
 template <typename Config>
 constexpr bool kHasIdleWarp = !Config::kBlockScaled;
 
-// K-grouped: clears the source of the copies, which shares its room with the active groups' indices. By one
-// warp.
+// K-grouped: clears the source of the copies, which shares its room with the active groups'
+// indices. By one warp.
 __device__ __forceinline__ void clear_zeros(Control& control) {
 #pragma unroll 1
   for (int i = threadIdx.x % 32; i < Control::kKGroupedZeroBytes / 16; i += 32)
