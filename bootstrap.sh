@@ -139,6 +139,7 @@ install_package() {
     {
       find csrc setup.py pyproject.toml -type f -exec cksum {} +
       find custom_ops meta_kernels -name '*.py'
+      echo "${GROUPED_LINEAR_PTXAS_GATE:-}"
     } | sort | cksum
   )
   is_done package "$inputs" && return

@@ -1,5 +1,5 @@
 // The rules of every op, stated once for CPU and CUDA. meta_kernels/ states the same rules with the
-// same sentences for fake tensors; tests/test_errors.py holds the two together.
+// same sentences for fake tensors; tests/test_errors.py compares the two.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -17,7 +17,8 @@ namespace grouped_linear {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// STD_TORCH_CHECK puts a function, file and line before the sentence; a caller needs the sentence.
+// Raises RuntimeError with a sentence alone. STD_TORCH_CHECK would put a function, file and line
+// first.
 template <typename... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
   std::ostringstream sentence;

@@ -1,4 +1,4 @@
-// A weight, or what its gradient is added to: one tensor [E, N, K], or E tensors [N, K] anywhere.
+// A weight or its main_grad: one tensor [E, N, K], or E tensors [N, K] anywhere in memory.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -10,15 +10,15 @@ namespace grouped_linear {
 
 using torch::stable::Tensor;
 
-// Whether the experts lie dense and one after the other in memory, as views of one tensor do.
+// Whether the experts are dense and adjacent in memory, as views of one tensor are.
 bool are_packed(const std::vector<Tensor>& experts);
 
-// The experts as one tensor [E, N, K]: their own memory where they are packed, else a dense copy.
-// The result must not outlive them. Addresses are looked at in every call: the owner of a parameter
-// may have moved it since the last one.
+// The experts as one tensor [E, N, K]: a view if they are packed, else a dense copy. The result
+// must not outlive them. Every call compares addresses, because the owner of a parameter may have
+// moved it.
 Tensor packed(const std::vector<Tensor>& experts);
 
-// Calls run with the experts as one dense tensor [E, N, K], to be read and written.
+// Calls run with the experts as one dense tensor [E, N, K], which run may read and write.
 template <typename Run>
 void write_packed(const std::vector<Tensor>& experts, const Run& run) {
   const Tensor all = packed(experts);

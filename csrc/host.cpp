@@ -1,4 +1,4 @@
-// grouped_linear._host: questions about the build and the layouts that need no tensor.
+// grouped_linear._host: facts of the build and of the layouts, without a tensor.
 #include <pybind11/pybind11.h>
 
 #include "cuda/gemm/sm90/tiles.h"
@@ -37,7 +37,7 @@ PYBIND11_MODULE(_host, m) {
         "128 * floor((T + 127 * min(E, T)) / 128).");
   m.def(
       "gemm_tile", &gemm_tile, py::arg("fp8"),
-      "The tile of a grouped product on Hopper, of FP8 or of 16-bit operands: rows and columns of\n"
-      "the output, elements of the sum a stage, stages loaded ahead, blocks a cluster, and the\n"
-      "columns of the narrow tiles that by rows are taken where the GPU has room for all at once.");
+      "The tile of a grouped GEMM on Hopper with FP8 or 16-bit operands: rows and columns of the\n"
+      "output, K elements a stage, pipeline stages, CTAs a cluster, and the columns of the narrow\n"
+      "tiles that M-grouped GEMMs use if the GPU has room for all of them at once.");
 }

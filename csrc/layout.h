@@ -13,14 +13,15 @@ constexpr int64_t kMaxGroups = 1024;      // one thread a group in one CUDA bloc
 constexpr int64_t kMxBlock = 32;          // elements a scale in the MX formats
 constexpr int64_t kMaxMargin = 64;        // of delayed scaling: factors are divided by 2^margin
 
-// Features of a block may share a scale where the largest numbers of each lie so near one another.
+// share_scales: the features of a block share a scale if their amaxes are within this factor.
 constexpr float kShareWithin = 256;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// Rows of columnwise data when every group starts at a multiple of kBlock. A group wastes at most
-// kBlock - 1 rows and at most min(E, T) groups have any, so the bound needs no group size.
+// Rows of columnwise data, in which every group starts at a multiple of kBlock. A group wastes at
+// most kBlock - 1 rows, and at most min(E, T) groups have rows, so the bound does not depend on
+// group sizes.
 constexpr int64_t padded_rows(int64_t T, int64_t E) {
   return kBlock * ((T + (kBlock - 1) * std::min(E, T)) / kBlock);
 }

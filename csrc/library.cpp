@@ -1,37 +1,39 @@
-// Every schema of the namespace grouped_linear, and the kernels behind it.
+// The schema of every op of the namespace grouped_linear, and the kernels behind it.
 //
 // T rows, E groups, K in_features, N out_features, B = 128, Tp = padded_rows(T, E).
 // offs [E] int32: the end of each group's rows, torch's grouped_mm convention.
 // scale multiplies to dequantize: x ~ q * scale.
 //
-// No dtype has a default but None: AOTInductor writes another down as an integer, and then cannot read
-// it as a dtype (torch 2.13).
+// A dtype's only default is None: AOTInductor stores another default as an integer, which it cannot
+// read as a dtype (torch 2.13).
 
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
+
+#include "backends.h"
 #include "checks.h"
-#include "ops.h"
 
 STABLE_TORCH_LIBRARY(grouped_linear, m) {
   // m_splits [E] -> offs [E]:
-  // stride * min(num_rows, running sum of m_splits rounded up to alignment), int32 without a dtype
+  // stride * min(num_rows, running sum of m_splits rounded up to alignment), int32 by default
   m.def(
       "splits_to_offsets(Tensor m_splits, SymInt num_rows, int alignment=1, SymInt stride=1, "
       "ScalarType? dtype=None) -> Tensor");
 
   // x [T, K] -> q [T, K], scale [ceil(K/B), round_up(T, 4)], q_t [Tp/B, K, B], scale_t [Tp/B, K],
-  //             bias_grad [E, K] float32; what is not asked for has no elements
+  //             bias_grad [E, K] float32; outputs that are not requested are empty
   // factor [T] float32: quantize x[rows] * factor, rounded to x's dtype
-  // share_scales: B columns of q_t whose amaxes lie near enough to one another share a scale
+  // share_scales: B columns of q_t share a scale if their amaxes are within a factor of 256
   // rows [T]: of x [S, K], quantize x[rows]
   m.def(
       "group_quantize(Tensor x, Tensor offs, Tensor? rows=None, float amax_epsilon=0.0, "
       "bool power_of_two_scales=True, bool rowwise=True, bool columnwise=False, "
       "bool bias_grad=False, bool share_scales=False, Tensor? factor=None) "
       "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)");
-  // The same with one scale a group from its own amax (scale [E]; dtype: e4m3 or e5m2), with the
-  // scales of earlier steps (amax [E] is raised to the largest magnitudes), and in blocks of 32 with
-  // E8M0 scales (scale [T, ceil(K/32)], scale_t [Tp/B, K, 4])
+  // Current scaling: one scale [E] a group from its amax; dtype: e4m3 or e5m2
+  // Delayed scaling: scale [E] of earlier steps; amax [E] = max(amax, magnitudes of the group)
+  // MX: blocks of 32 with E8M0 scales, scale [T, ceil(K/32)] and scale_t [Tp/B, K, 4]
   m.def(
       "group_quantize_current(Tensor x, Tensor offs, ScalarType dtype, float amax_epsilon=0.0, "
       "bool power_of_two_scales=False, bool rowwise=True, bool columnwise=False, "
@@ -44,13 +46,13 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "group_quantize_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, "
       "bool bias_grad=False) "
       "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)");
-  // What group_quantize_mx keeps of x, as bf16: rowwise and columnwise [T, K]
+  // group_quantize_mx, dequantized to bf16: x_rowwise and x_columnwise [T, K]
   m.def(
       "group_round_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, "
       "bool bias_grad=False) -> (Tensor x_rowwise, Tensor x_columnwise, Tensor bias_grad)");
 
-  // experts [T, C] -> choice [T * C] and token [T * C], of rows sorted by expert; row [T, C], where they
-  // went; offs [num_experts]
+  // experts [T, C] -> rows sorted by expert: choice [T * C] and token [T * C], where they come from;
+  //                   row [T, C], where each choice goes; offs [num_experts]
   m.def(
       "sort_by_expert(Tensor experts, int num_experts) "
       "-> (Tensor choice, Tensor token, Tensor row, Tensor offs)");
@@ -59,8 +61,10 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   m.def("gather_sum(Tensor y, Tensor rows, Tensor? weight=None) -> Tensor");
   m.def("gather_dot(Tensor a, Tensor y, Tensor rows) -> Tensor");
 
-  // gate_up [T, 2 K] -> h [T, K] = g * sigmoid(alpha * g) * (u + beta), where limit stops g, which is
-  // gate, and u, which is up; dh [T, K] -> d_gate_up [T, 2 K]. The form's arguments stay together.
+  // gate_up [T, 2 K] -> h [T, K] = g * sigmoid(alpha * g) * (u + beta)
+  //                     with g = min(gate, limit) and u = clamp(up, -limit, limit)
+  // dh [T, K] -> d_gate_up [T, 2 K]
+  // interleaved: gate and up are columns 2 c and 2 c + 1, else two halves
   m.def(
       "swiglu(Tensor gate_up, Tensor offs, float alpha=1.0, float beta=0.0, float? limit=None, "
       "bool interleaved=False) -> Tensor");
@@ -68,7 +72,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs, float alpha=1.0, float beta=0.0, "
       "float? limit=None, bool interleaved=False) -> Tensor");
 
-  // group_quantize of h or of d_gate_up, which stays inside
+  // group_quantize of h or of d_gate_up, which is not stored
   m.def(
       "group_quantize_swiglu(Tensor gate_up, Tensor offs, float amax_epsilon=0.0, "
       "bool power_of_two_scales=True, bool rowwise=True, bool columnwise=False, "
@@ -106,8 +110,8 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "quantize_weight_delayed_(Tensor(a!)? amax, Tensor w, Tensor scale, bool columnwise=True) "
       "-> (Tensor q, Tensor q_t)");
 
-  // Into tensors that are kept, unless the 0-d bool `refresh` is false. w: one tensor [E, N, K], or E
-  // tensors [N, K]. Of delayed scaling `scale` is a copy of `state`; MX is kept as bf16 [E, N, K]
+  // Quantize a weight into existing tensors, unless the 0-d bool `refresh` is false. w: one tensor
+  // [E, N, K], or E tensors [N, K]. Delayed scaling copies `state` to `scale`. MX writes bf16.
   m.def(
       "refresh_weight_(Tensor[] w, Tensor? refresh, Tensor(a!) q, Tensor(b!) scale, "
       "Tensor(c!)? q_t, float amax_epsilon=0.0, bool power_of_two_scales=True) -> ()");
@@ -121,8 +125,8 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "refresh_weight_mx_(Tensor[] w, Tensor? refresh, Tensor(a!) w_rowwise, "
       "Tensor(b!)? w_columnwise) -> ()");
 
-  // scale [E], amax [E], amax_history [H, E] of any number of operands: amax into the history,
-  // scales from it, amax back to zero
+  // scale [E], amax [E] and amax_history [H, E] of any number of operands: moves amax into the
+  // history, computes scales from the history, sets amax to zero
   m.def(
       "update_scales_(Tensor(a!)[] scale, Tensor(b!)[] amax, Tensor(c!)[] amax_history, "
       "float[] fp8_max, int margin=0, bool most_recent=False) -> ()");
@@ -135,8 +139,8 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   m.def(
       "grouped_mm_list(Tensor a, Tensor[] b, Tensor offs, Tensor? bias=None, "
       "ScalarType? out_dtype=None, bool transpose_b=False) -> Tensor");
-  // Quantized, with a scale a block as above, or a scale a group: scale_a [E] and scale_b [E];
-  // bfloat16 without an out_dtype
+  // FP8 operands with block scales as above, or with a scale a group: scale_a [E] and scale_b [E].
+  // out_dtype: bfloat16 by default
   m.def(
       "grouped_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, "
       "Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor");
@@ -147,10 +151,10 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "grouped_scaled_mm_wgrad(Tensor dy_t, Tensor x_t, Tensor scale_dy_t, Tensor scale_x_t, "
       "Tensor offs, ScalarType? out_dtype=None) -> Tensor");
 
-  // Under block scaling, a layer's forward: splits_to_offsets, group_quantize, quantize_weight and
-  // grouped_scaled_mm; and its backward: group_quantize, grouped_scaled_mm (with w_t) and
-  // grouped_scaled_mm_wgrad (with x_t). What is not asked for has no elements. dw is of dy's dtype
-  // without an out_dtype
+  // A block-scaled layer's forward: splits_to_offsets, group_quantize, quantize_weight and
+  // grouped_scaled_mm. Its backward: group_quantize, grouped_scaled_mm (with w_t) and
+  // grouped_scaled_mm_wgrad (with x_t). Outputs that are not requested are empty. out_dtype: of dw,
+  // dy's by default
   m.def(
       "block_scaled_linear(Tensor x, Tensor w, Tensor m_splits, Tensor? bias=None, "
       "float amax_epsilon=0.0, bool power_of_two_scales=True, bool share_scales=False, "
@@ -161,7 +165,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "Tensor? w_t, Tensor? scale_w, float amax_epsilon=0.0, bool power_of_two_scales=True, "
       "bool bias_grad=False, ScalarType? out_dtype=None) -> (Tensor dx, Tensor dw, Tensor db)");
 
-  // The same, added to main_grad, or written over it where the 0-d bool `overwrite` is true
+  // wgrad added to main_grad, or written over it if the 0-d bool `overwrite` is true
   m.def(
       "grouped_mm_wgrad_(Tensor(a!) main_grad, Tensor dy, Tensor x, Tensor offs, "
       "Tensor? overwrite=None) -> ()");
@@ -177,57 +181,66 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "Tensor scale_dy_t, Tensor scale_x_t, Tensor offs, Tensor? overwrite=None) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CPU, m) {
-  using namespace grouped_linear::cpu;
-  m.impl("splits_to_offsets", TORCH_BOX(&splits_to_offsets));
-  m.impl("group_quantize", TORCH_BOX(&group_quantize));
-  m.impl("group_quantize_current", TORCH_BOX(&group_quantize_current));
-  m.impl("group_quantize_delayed_", TORCH_BOX(&group_quantize_delayed_));
-  m.impl("group_quantize_mx", TORCH_BOX(&group_quantize_mx));
-  m.impl("group_round_mx", TORCH_BOX(&group_round_mx));
-  m.impl("sort_by_expert", TORCH_BOX(&sort_by_expert));
-  m.impl("gather_sum", TORCH_BOX(&gather_sum));
-  m.impl("gather_dot", TORCH_BOX(&gather_dot));
-  m.impl("swiglu", TORCH_BOX(&swiglu));
-  m.impl("swiglu_grad", TORCH_BOX(&swiglu_grad));
-  m.impl("group_quantize_swiglu", TORCH_BOX(&group_quantize_swiglu));
-  m.impl("group_quantize_swiglu_grad", TORCH_BOX(&group_quantize_swiglu_grad));
-  m.impl("group_dequantize", TORCH_BOX(&group_dequantize));
-  m.impl("group_dequantize_t", TORCH_BOX(&group_dequantize_t));
-  m.impl("grouped_bias_grad", TORCH_BOX(&grouped_bias_grad));
-  m.impl("quantize_weight", TORCH_BOX(&quantize_weight));
-  m.impl("quantize_weight_list", TORCH_BOX(&quantize_weight_list));
-  m.impl("quantize_weight_current", TORCH_BOX(&quantize_weight_current));
-  m.impl("quantize_weight_delayed_", TORCH_BOX(&quantize_weight_delayed_));
-  m.impl("refresh_weight_", TORCH_BOX(&refresh_weight_));
-  m.impl("refresh_weight_current_", TORCH_BOX(&refresh_weight_current_));
-  m.impl("refresh_weight_delayed_", TORCH_BOX(&refresh_weight_delayed_));
-  m.impl("refresh_weight_mx_", TORCH_BOX(&refresh_weight_mx_));
-  m.impl("update_scales_", TORCH_BOX(&update_scales_));
-  m.impl("grouped_mm", TORCH_BOX(&grouped_mm));
-  m.impl("grouped_mm_list", TORCH_BOX(&grouped_mm_list));
-  m.impl("grouped_scaled_mm", TORCH_BOX(&grouped_scaled_mm));
-  m.impl("grouped_mm_wgrad", TORCH_BOX(&grouped_mm_wgrad));
-  m.impl("grouped_scaled_mm_wgrad", TORCH_BOX(&grouped_scaled_mm_wgrad));
-  m.impl("grouped_mm_wgrad_", TORCH_BOX(&grouped_mm_wgrad_));
-  m.impl("grouped_scaled_mm_wgrad_", TORCH_BOX(&grouped_scaled_mm_wgrad_));
-  m.impl("block_scaled_linear", TORCH_BOX(&block_scaled_linear));
-  m.impl("block_scaled_linear_grad", TORCH_BOX(&block_scaled_linear_grad));
-  m.impl("grouped_mm_wgrad_list_", TORCH_BOX(&grouped_mm_wgrad_list_));
-  m.impl("grouped_scaled_mm_wgrad_list_", TORCH_BOX(&grouped_scaled_mm_wgrad_list_));
-}
+// The kernels of op are cpu::op and, in a build with CUDA, cuda::op.
+#define GROUPED_LINEAR_OPS(OP)   \
+  OP(splits_to_offsets)          \
+  OP(group_quantize)             \
+  OP(group_quantize_current)     \
+  OP(group_quantize_delayed_)    \
+  OP(group_quantize_mx)          \
+  OP(group_round_mx)             \
+  OP(sort_by_expert)             \
+  OP(gather_sum)                 \
+  OP(gather_dot)                 \
+  OP(swiglu)                     \
+  OP(swiglu_grad)                \
+  OP(group_quantize_swiglu)      \
+  OP(group_quantize_swiglu_grad) \
+  OP(group_dequantize)           \
+  OP(group_dequantize_t)         \
+  OP(grouped_bias_grad)          \
+  OP(quantize_weight)            \
+  OP(quantize_weight_list)       \
+  OP(quantize_weight_current)    \
+  OP(quantize_weight_delayed_)   \
+  OP(refresh_weight_)            \
+  OP(refresh_weight_current_)    \
+  OP(refresh_weight_delayed_)    \
+  OP(refresh_weight_mx_)         \
+  OP(update_scales_)             \
+  OP(grouped_mm)                 \
+  OP(grouped_mm_list)            \
+  OP(grouped_scaled_mm)          \
+  OP(grouped_mm_wgrad)           \
+  OP(grouped_scaled_mm_wgrad)    \
+  OP(block_scaled_linear)        \
+  OP(block_scaled_linear_grad)   \
+  OP(grouped_mm_wgrad_)          \
+  OP(grouped_scaled_mm_wgrad_)   \
+  OP(grouped_mm_wgrad_list_)     \
+  OP(grouped_scaled_mm_wgrad_list_)
+
+#define GROUPED_LINEAR_CPU(op) m.impl(#op, TORCH_BOX(&grouped_linear::cpu::op));
+
+STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CPU, m) { GROUPED_LINEAR_OPS(GROUPED_LINEAR_CPU); }
+
+#ifdef GROUPED_LINEAR_CUDA
+#define GROUPED_LINEAR_CUDA_OR_ERROR(op) m.impl(#op, TORCH_BOX(&grouped_linear::cuda::op));
+#else
+#define GROUPED_LINEAR_CUDA_OR_ERROR(op) \
+  m.impl(#op, TORCH_BOX(&NoCuda<decltype(&grouped_linear::cpu::op)>::kernel<#op>));
 
 namespace {
 
-// An op name as a template argument, so that each missing kernel can say its own.
+// The name of an op as a template argument.
 template <size_t size>
 struct OpName {
   char text[size];
   constexpr OpName(const char (&name)[size]) { std::copy_n(name, size, text); }
 };
 
-// Takes what the CPU kernel takes and says that CUDA has none.
-template <typename Kernel>
+// A kernel with the arguments of the CPU kernel that only raises an error.
+template <typename CpuKernel>
 struct NoCuda;
 template <typename Return, typename... Arguments>
 struct NoCuda<Return (*)(Arguments...)> {
@@ -238,50 +251,8 @@ struct NoCuda<Return (*)(Arguments...)> {
 };
 
 }  // namespace
-
-#define GROUPED_LINEAR_NO_CUDA(op) \
-  m.impl(#op, TORCH_BOX(&NoCuda<decltype(&grouped_linear::cpu::op)>::kernel<#op>))
-#ifdef GROUPED_LINEAR_CUDA
-#define GROUPED_LINEAR_CUDA_OP(op) m.impl(#op, TORCH_BOX(&grouped_linear::cuda::op))
-#else
-#define GROUPED_LINEAR_CUDA_OP GROUPED_LINEAR_NO_CUDA
 #endif
 
 STABLE_TORCH_LIBRARY_IMPL(grouped_linear, CUDA, m) {
-  GROUPED_LINEAR_CUDA_OP(splits_to_offsets);
-  GROUPED_LINEAR_CUDA_OP(group_quantize);
-  GROUPED_LINEAR_CUDA_OP(group_quantize_current);
-  GROUPED_LINEAR_CUDA_OP(group_quantize_delayed_);
-  GROUPED_LINEAR_CUDA_OP(group_quantize_mx);
-  GROUPED_LINEAR_CUDA_OP(group_round_mx);
-  GROUPED_LINEAR_CUDA_OP(sort_by_expert);
-  GROUPED_LINEAR_CUDA_OP(gather_sum);
-  GROUPED_LINEAR_CUDA_OP(gather_dot);
-  GROUPED_LINEAR_CUDA_OP(swiglu);
-  GROUPED_LINEAR_CUDA_OP(swiglu_grad);
-  GROUPED_LINEAR_CUDA_OP(group_quantize_swiglu);
-  GROUPED_LINEAR_CUDA_OP(group_quantize_swiglu_grad);
-  GROUPED_LINEAR_CUDA_OP(group_dequantize);
-  GROUPED_LINEAR_CUDA_OP(group_dequantize_t);
-  GROUPED_LINEAR_CUDA_OP(grouped_bias_grad);
-  GROUPED_LINEAR_CUDA_OP(quantize_weight);
-  GROUPED_LINEAR_CUDA_OP(quantize_weight_list);
-  GROUPED_LINEAR_CUDA_OP(quantize_weight_current);
-  GROUPED_LINEAR_CUDA_OP(quantize_weight_delayed_);
-  GROUPED_LINEAR_CUDA_OP(refresh_weight_);
-  GROUPED_LINEAR_CUDA_OP(refresh_weight_current_);
-  GROUPED_LINEAR_CUDA_OP(refresh_weight_delayed_);
-  GROUPED_LINEAR_CUDA_OP(refresh_weight_mx_);
-  GROUPED_LINEAR_CUDA_OP(update_scales_);
-  GROUPED_LINEAR_CUDA_OP(grouped_mm);
-  GROUPED_LINEAR_CUDA_OP(grouped_mm_list);
-  GROUPED_LINEAR_CUDA_OP(grouped_scaled_mm);
-  GROUPED_LINEAR_CUDA_OP(grouped_mm_wgrad);
-  GROUPED_LINEAR_CUDA_OP(grouped_scaled_mm_wgrad);
-  GROUPED_LINEAR_CUDA_OP(grouped_mm_wgrad_);
-  GROUPED_LINEAR_CUDA_OP(grouped_scaled_mm_wgrad_);
-  GROUPED_LINEAR_CUDA_OP(block_scaled_linear);
-  GROUPED_LINEAR_CUDA_OP(block_scaled_linear_grad);
-  GROUPED_LINEAR_CUDA_OP(grouped_mm_wgrad_list_);
-  GROUPED_LINEAR_CUDA_OP(grouped_scaled_mm_wgrad_list_);
+  GROUPED_LINEAR_OPS(GROUPED_LINEAR_CUDA_OR_ERROR);
 }

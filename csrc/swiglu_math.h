@@ -1,13 +1,13 @@
-// SwiGLU in float32, the same bits on CPU and CUDA: one sequence of operations, each rounded to
-// nearest, with FMA exactly where it is written.
+// SwiGLU in float32, with the same bits on CPU and CUDA: one sequence of operations, each rounded
+// to nearest, and FMA only where it is written.
 //
 //   g = min(gate, limit), u = min(max(up, -limit), limit), sigmoid(x) = 1 / (1 + exp(-x))
 //   h = g * sigmoid(alpha * g) * (u + beta)
 //
-// Plain, with alpha 1, beta 0 and no limit, that is silu(gate) * up.
+// Plain SwiGLU (alpha 1, beta 0, no limit) is silu(gate) * up.
 //
-// Errors of sigmoid: below 2^-21 relative for |x| <= 83, where exp(-x) is kept from there on. A NaN,
-// or an infinity that no limit stops, does not give a finite h.
+// The relative error of sigmoid is below 2^-21 for |x| <= 83; x is clamped to that. A NaN, or an
+// infinity without a limit, does not give a finite h.
 #pragma once
 
 #include <cmath>
@@ -24,8 +24,8 @@
 namespace grouped_linear {
 namespace exact {
 
-// A CPU without FMA instructions computes fma in software, slowly and with the same bits. nvcc
-// would contract a product and a sum; the CPU build is told not to.
+// A CPU without FMA instructions computes fma in software, slowly and with the same bits. The
+// intrinsics keep nvcc from contracting a product and a sum; the CPU build uses -ffp-contract=off.
 GROUPED_LINEAR_DEVICE float fma(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rn(a, b, c);
@@ -94,9 +94,9 @@ GROUPED_LINEAR_DEVICE float one_plus_exp(float g) {
   return add(from_bits(bits_of(p) + (bits_of(rounded) << 23)), 1.0f);
 }
 
-// 1 / x, correctly rounded, for 1 <= x < 2^126. The GPU's approximation is near enough for one step of
-// Newton's method to give just that: seen for every such x (H200), without what a division does for
-// the others.
+// 1 / x, correctly rounded, for 1 <= x < 2^126. On a GPU, one step of Newton's method from the
+// hardware's approximation is correctly rounded for every such x (tested for all on an H200), and
+// cheaper than a division, which handles every other x.
 GROUPED_LINEAR_DEVICE float inverse(float x) {
 #ifdef __CUDA_ARCH__
   float r;
@@ -107,33 +107,33 @@ GROUPED_LINEAR_DEVICE float inverse(float x) {
 #endif
 }
 
-// The forms that SwiGLU has.
+// SwiGLU's forms: constants for the plain one, parameters for the others.
 struct PlainSwiglu {
   static constexpr bool kHasLimit = false, interleaved = false;
   GROUPED_LINEAR_DEVICE static float product(float a, float b) { return exact::mul(a, b); }
   GROUPED_LINEAR_DEVICE float gate(float g) const { return g; }
   GROUPED_LINEAR_DEVICE float up(float u) const { return u; }
-  GROUPED_LINEAR_DEVICE float steep(float g) const { return g; }
-  GROUPED_LINEAR_DEVICE bool stops_gate(float) const { return false; }
-  GROUPED_LINEAR_DEVICE bool stops_up(float) const { return false; }
+  GROUPED_LINEAR_DEVICE float scaled_gate(float g) const { return g; }
+  GROUPED_LINEAR_DEVICE bool clamps_gate(float) const { return false; }
+  GROUPED_LINEAR_DEVICE bool clamps_up(float) const { return false; }
 };
 
 struct SwigluForm {
   static constexpr bool kHasLimit = true;
   float alpha = 1, beta = 0, limit = std::numeric_limits<float>::infinity();
-  bool interleaved = false;  // gate and up take turns: columns 2 c and 2 c + 1
+  bool interleaved = false;  // gate and up are columns 2 c and 2 c + 1
 
-  // +0 in place of -0, which a negative beta would make of what is past a group's end.
+  // +0 in place of -0, which a negative beta would make of the zeros past a group's end.
   GROUPED_LINEAR_DEVICE static float product(float a, float b) { return exact::fma(a, b, 0.0f); }
-  GROUPED_LINEAR_DEVICE float gate(float g) const { return stops_gate(g) ? limit : g; }
+  GROUPED_LINEAR_DEVICE float gate(float g) const { return clamps_gate(g) ? limit : g; }
   GROUPED_LINEAR_DEVICE float up(float u) const {
     u = u > limit ? limit : u;
     return exact::add(u < -limit ? -limit : u, beta);
   }
-  GROUPED_LINEAR_DEVICE float steep(float g) const { return exact::mul(alpha, g); }
-  // Where no gradient passes: past the limit, not at it.
-  GROUPED_LINEAR_DEVICE bool stops_gate(float g) const { return g > limit; }
-  GROUPED_LINEAR_DEVICE bool stops_up(float u) const { return u > limit || u < -limit; }
+  GROUPED_LINEAR_DEVICE float scaled_gate(float g) const { return exact::mul(alpha, g); }
+  // No gradient passes beyond the limit. At the limit it does.
+  GROUPED_LINEAR_DEVICE bool clamps_gate(float g) const { return g > limit; }
+  GROUPED_LINEAR_DEVICE bool clamps_up(float u) const { return u > limit || u < -limit; }
 
   bool is_plain() const {
     return alpha == 1 && beta == 0 && !interleaved &&
@@ -141,34 +141,34 @@ struct SwigluForm {
   }
 };
 
-// 1 / s of what follows.
+// 1 / s, for the s of the functions below.
 template <typename Form>
 GROUPED_LINEAR_DEVICE float one_plus_exp(const Form& form, float gate) {
-  return one_plus_exp(form.steep(form.gate(gate)));
+  return one_plus_exp(form.scaled_gate(form.gate(gate)));
 }
 
-// What follows takes s = sigmoid(alpha * g).
+// The functions below take s = sigmoid(alpha * g).
 template <typename Form>
 GROUPED_LINEAR_DEVICE float swiglu_with(const Form& form, float s, float gate, float up) {
   return form.product(exact::mul(form.gate(gate), s), form.up(up));
 }
 
-// The gradients of h, where no limit stops them:
+// The gradients of h, 0 beyond the limit:
 //   d_up = dh * g * s
 //   d_gate = dh * (u + beta) * s * (1 + alpha * g * (1 - s))
 template <typename Form>
 GROUPED_LINEAR_DEVICE float swiglu_grad_up_with(const Form& form, float s, float gate, float up,
                                                 float dh) {
   const float d = form.product(dh, exact::mul(form.gate(gate), s));
-  return form.stops_up(up) ? 0.0f : d;
+  return form.clamps_up(up) ? 0.0f : d;
 }
 template <typename Form>
 GROUPED_LINEAR_DEVICE float swiglu_grad_gate_with(const Form& form, float s, float gate, float up,
                                                   float dh) {
   using namespace exact;
-  const float slope = mul(s, fma(form.steep(form.gate(gate)), add(1.0f, -s), 1.0f));
+  const float slope = mul(s, fma(form.scaled_gate(form.gate(gate)), add(1.0f, -s), 1.0f));
   const float d = form.product(mul(dh, form.up(up)), slope);
-  return form.stops_gate(gate) ? 0.0f : d;
+  return form.clamps_gate(gate) ? 0.0f : d;
 }
 
 template <typename Form>

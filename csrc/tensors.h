@@ -1,5 +1,5 @@
-// Tensors made and made dense. The functions of torch::stable look their op up by name in every
-// call; these do not where there is nothing to do but allocate, or nothing at all.
+// New tensors, views and dense copies. The functions of torch::stable look up their op by name in
+// every call; these only do so if there is something to copy.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -13,7 +13,7 @@
 
 #include "layout.h"
 
-// Weak: torch 2.13 and newer have it.
+// Weak, because only torch 2.13 and newer define it.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 
 namespace grouped_linear {
@@ -21,7 +21,7 @@ namespace grouped_linear {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Sizes or strides of at most three dimensions, in place: a vector would be allocated, every time.
+// Sizes or strides of at most three dimensions. A std::vector would allocate memory in every call.
 class Shape {
  public:
   Shape() = default;
@@ -63,8 +63,8 @@ inline int32_t device_type_of(const Tensor& t) {
   return type;
 }
 
-// A dense tensor on like's device. Its bytes are unspecified, on a CPU also where torch is told to
-// fill them (torch.utils.deterministic).
+// A dense tensor on like's device. Its bytes are unspecified. On a CPU they stay so even if
+// torch.utils.deterministic.fill_uninitialized_memory is set.
 inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype) {
   const Shape strides = shape.dense_strides();
   AtenTensorHandle made = nullptr;
@@ -78,7 +78,7 @@ inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtyp
   return Tensor(made);
 }
 
-// A dense tensor over memory that is there, and that must outlive it.
+// A dense tensor over existing memory, which must outlive it.
 inline Tensor tensor_over(void* first, const Tensor& like, const Shape& shape, ScalarType dtype) {
   const Shape strides = shape.dense_strides();
   AtenTensorHandle made = nullptr;
@@ -88,13 +88,26 @@ inline Tensor tensor_over(void* first, const Tensor& like, const Shape& shape, S
   return Tensor(made);
 }
 
-// Shapes of what group_quantize gives of [T, K] in E groups; without elements where it is not asked for.
+// t [E, rows, cols] as a view [E, cols, rows].
+inline Tensor transposed(const Tensor& t) {
+  const int64_t sizes[] = {t.size(0), t.size(2), t.size(1)};
+  const int64_t strides[] = {t.stride(0), t.stride(2), t.stride(1)};
+  AtenTensorHandle view = nullptr;
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(t.get(), 3, sizes, strides, t.storage_offset(), &view));
+  return Tensor(view);
+}
+
+// The shapes of group_quantize's outputs for [T, K] in E groups; outputs that are not requested are
+// empty.
 struct QuantizedShapes {
   Shape q, scale, q_t, scale_t, bias_grad;
 
   QuantizedShapes(int64_t T, int64_t K, int64_t E, bool rowwise, bool columnwise, bool sums) {
     const int64_t blocks = padded_rows(T, E) / kBlock;
-    const auto shape_if = [](bool wanted, const Shape& shape) { return wanted ? shape : Shape{0}; };
+    const auto shape_if = [](bool requested, const Shape& shape) {
+      return requested ? shape : Shape{0};
+    };
     q = shape_if(rowwise, {T, K});
     scale = shape_if(rowwise, {ceil_div(K, kBlock), round_up(T, kScaleRowMultiple)});
     q_t = shape_if(columnwise, {blocks, K, kBlock});
@@ -107,7 +120,7 @@ struct Quantized {
   Tensor q, scale, q_t, scale_t, bias_grad;
   bool share_scales;  // in scale_t, see kShareWithin
 
-  // allocate: new_tensor, or what a device has in its place.
+  // allocate: new_tensor, or a backend's own.
   Quantized(Tensor (*allocate)(const Tensor& like, const Shape& shape, ScalarType dtype),
             const Tensor& like, const QuantizedShapes& shapes, bool share_scales)
       : q(allocate(like, shapes.q, ScalarType::Float8_e4m3fn)),
@@ -133,7 +146,7 @@ struct Quantized {
 
 struct QuantizedWeight {
   Tensor q, scale;
-  std::optional<Tensor> q_t;  // none, or without elements, where it is not asked for
+  std::optional<Tensor> q_t;  // none or empty if it is not requested
 };
 
 inline Tensor as_dense(const Tensor& t) {
@@ -145,7 +158,7 @@ inline std::optional<Tensor> as_dense(const std::optional<Tensor>& t) {
   return as_dense(*t);
 }
 
-// t itself where the elements of its last dimension are side by side, else a dense copy.
+// t if the elements of its last dimension are adjacent, else a dense copy.
 inline Tensor with_dense_rows(const Tensor& t) {
   return t.stride(t.dim() - 1) == 1 ? t : torch::stable::contiguous(t);
 }

@@ -1,7 +1,7 @@
-"""What torch's FLOP counter counts of the ops: two for a product that is added, as in ``torch.mm``.
+"""FLOP formulas of the ops: two FLOPs for each multiply-add, as in ``torch.mm``.
 
-``torch.utils.flop_counter.FlopCounterMode`` asks these formulas. Shapes are all that they see, so
-rows past the last group count like others. Biases, quantizing and gathering are not counted.
+``torch.utils.flop_counter.FlopCounterMode`` calls these formulas. They only see shapes, so rows
+past the last group count like others. Biases, quantizing and gathering are not counted.
 
 T rows, E groups, K in_features, N out_features, B = 128.
 """
@@ -20,7 +20,7 @@ _ops = torch.ops.grouped_linear
 
 
 @register_flop_formula([_ops.grouped_mm, _ops.grouped_scaled_mm, _ops.grouped_mm_list])
-def _product(a: Shape, *others: Any, out_shape: Shape, **options: Any) -> int:
+def _gemm(a: Shape, *others: Any, out_shape: Shape, **options: Any) -> int:
     """a [T, K] -> [T, N]."""
     return 2 * math.prod(out_shape) * a[1]
 

@@ -1,4 +1,4 @@
-"""Fake kernels of the grouped matrix products.
+"""Fake kernels of the grouped GEMMs.
 
 T rows, E groups, K in_features, N out_features.
 """

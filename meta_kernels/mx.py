@@ -6,7 +6,15 @@ T rows, E groups, K features of x, B = 128, Tp = padded_rows(T, E).
 import torch
 from torch import Tensor
 
-from grouped_linear.meta_kernels.rules import BLOCK, E4M3, MX_BLOCK, Rules, ceil_div, padded_rows
+from grouped_linear.meta_kernels.rules import (
+    BLOCK,
+    E4M3,
+    MX_BLOCK,
+    Rules,
+    ceil_div,
+    output_if,
+    padded_rows,
+)
 
 E8M0 = torch.float8_e8m0fnu
 
@@ -21,15 +29,12 @@ def group_quantize_mx(
     (T, K), E = x.shape, offs.size(0)
     blocks = padded_rows(T, E) // BLOCK
 
-    def output(wanted: bool, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return x.new_empty(shape if wanted else (0,), dtype=dtype)
-
     return (
-        output(rowwise, (T, K), E4M3),
-        output(rowwise, (T, ceil_div(K, MX_BLOCK)), E8M0),
-        output(columnwise, (blocks, K, BLOCK), E4M3),
-        output(columnwise, (blocks, K, BLOCK // MX_BLOCK), E8M0),
-        output(bias_grad, (E, K), torch.float32),
+        output_if(rowwise, x, (T, K), E4M3),
+        output_if(rowwise, x, (T, ceil_div(K, MX_BLOCK)), E8M0),
+        output_if(columnwise, x, (blocks, K, BLOCK), E4M3),
+        output_if(columnwise, x, (blocks, K, BLOCK // MX_BLOCK), E8M0),
+        output_if(bias_grad, x, (E, K), torch.float32),
     )
 
 
@@ -42,7 +47,7 @@ def group_round_mx(
     rules.grouped_rows(x, offs, rowwise, columnwise)
     (T, K), E = x.shape, offs.size(0)
     return (
-        x.new_empty((T, K) if rowwise else (0,), dtype=torch.bfloat16),
-        x.new_empty((T, K) if columnwise else (0,), dtype=torch.bfloat16),
-        x.new_empty((E, K) if bias_grad else (0,), dtype=torch.float32),
+        output_if(rowwise, x, (T, K), torch.bfloat16),
+        output_if(columnwise, x, (T, K), torch.bfloat16),
+        output_if(bias_grad, x, (E, K), torch.float32),
     )

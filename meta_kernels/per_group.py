@@ -14,6 +14,7 @@ from grouped_linear.meta_kernels.rules import (
     FP8,
     MAX_MARGIN,
     Rules,
+    output_if,
     padded_rows,
 )
 
@@ -21,12 +22,12 @@ from grouped_linear.meta_kernels.rules import (
 def _group_outputs(
     x: Tensor, E: int, dtype: torch.dtype, rowwise: bool, columnwise: bool, bias_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [T, K], q_t [Tp/B, K, B] and bias_grad [E, K]; no elements where one is not asked for."""
+    """q [T, K], q_t [Tp/B, K, B] and bias_grad [E, K]; outputs that are not requested are empty."""
     T, K = x.shape
     return (
-        x.new_empty((T, K) if rowwise else (0,), dtype=dtype),
-        x.new_empty((padded_rows(T, E) // BLOCK, K, BLOCK) if columnwise else (0,), dtype=dtype),
-        x.new_empty((E, K) if bias_grad else (0,), dtype=torch.float32),
+        output_if(rowwise, x, (T, K), dtype),
+        output_if(columnwise, x, (padded_rows(T, E) // BLOCK, K, BLOCK), dtype),
+        output_if(bias_grad, x, (E, K), torch.float32),
     )
 
 
@@ -88,7 +89,7 @@ def quantize_weight_current(
     return (
         w.new_empty((E, N, K), dtype=E4M3),
         w.new_empty((E,), dtype=torch.float32),
-        w.new_empty((E, K, N) if columnwise else (0,), dtype=E4M3),
+        output_if(columnwise, w, (E, K, N), E4M3),
     )
 
 
@@ -105,7 +106,7 @@ def quantize_weight_delayed_(
         rules.amax(amax, "w", w, E, "w")
     return (
         w.new_empty((E, N, K), dtype=E4M3),
-        w.new_empty((E, K, N) if columnwise else (0,), dtype=E4M3),
+        output_if(columnwise, w, (E, K, N), E4M3),
     )
 
 

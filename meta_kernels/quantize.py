@@ -13,33 +13,25 @@ from grouped_linear.meta_kernels.rules import (
     SCALE_ROW_MULTIPLE,
     Rules,
     ceil_div,
+    output_if,
     padded_rows,
 )
 
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _check_layouts(rules: Rules, rowwise: bool, columnwise: bool) -> None:
-    rules.check(
-        rowwise or columnwise, lambda: "rowwise or columnwise must be asked for, got neither"
-    )
-
-
 def _quantized(
     x: Tensor, T: int, K: int, E: int, rowwise: bool, columnwise: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, scale, q_t and scale_t of x [T, K]; what is not asked for has no elements."""
+    """q, scale, q_t and scale_t of x [T, K]; outputs that are not requested are empty."""
     scale_rows = SCALE_ROW_MULTIPLE * ceil_div(T, SCALE_ROW_MULTIPLE)
     blocks = padded_rows(T, E) // BLOCK
 
-    def output(wanted: bool, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return x.new_empty(shape if wanted else (0,), dtype=dtype)
-
     return (
-        output(rowwise, (T, K), E4M3),
-        output(rowwise, (ceil_div(K, BLOCK), scale_rows), torch.float32),
-        output(columnwise, (blocks, K, BLOCK), E4M3),
-        output(columnwise, (blocks, K), torch.float32),
+        output_if(rowwise, x, (T, K), E4M3),
+        output_if(rowwise, x, (ceil_div(K, BLOCK), scale_rows), torch.float32),
+        output_if(columnwise, x, (blocks, K, BLOCK), E4M3),
+        output_if(columnwise, x, (blocks, K), torch.float32),
     )
 
 
@@ -73,9 +65,9 @@ def group_quantize(
         rules.device("factor", factor, "x", x)
         rules.same("T", "factor", factor.size(0), "rows", T)
     rules.epsilon(amax_epsilon)
-    _check_layouts(rules, rowwise, columnwise)
+    rules.layouts(rowwise, columnwise)
     E = offs.size(0)
-    grad = x.new_empty((E, K) if bias_grad else (0,), dtype=torch.float32)
+    grad = output_if(bias_grad, x, (E, K), torch.float32)
     return (*_quantized(x, T, K, E, rowwise, columnwise), grad)
 
 
@@ -163,7 +155,7 @@ def group_quantize_swiglu(
     rules = Rules("group_quantize_swiglu")
     T, K = _check_swiglu(rules, gate_up, offs)
     rules.epsilon(amax_epsilon)
-    _check_layouts(rules, rowwise, columnwise)
+    rules.layouts(rowwise, columnwise)
     _check_form(rules, alpha, beta, limit)
     h = gate_up.new_empty((T, K) if keep_h else (0,))
     return (*_quantized(gate_up, T, K, offs.size(0), rowwise, columnwise), h)
@@ -188,10 +180,10 @@ def group_quantize_swiglu_grad(
     rules = Rules("group_quantize_swiglu_grad")
     T, K = _check_swiglu_grad(rules, dh, gate_up, offs)
     rules.epsilon(amax_epsilon)
-    _check_layouts(rules, rowwise, columnwise)
+    rules.layouts(rowwise, columnwise)
     _check_form(rules, alpha, beta, limit)
     E = offs.size(0)
-    grad = dh.new_empty((E, 2 * K) if bias_grad else (0,), dtype=torch.float32)
+    grad = output_if(bias_grad, dh, (E, 2 * K), torch.float32)
     return (*_quantized(dh, T, 2 * K, E, rowwise, columnwise), grad)
 
 
@@ -246,7 +238,7 @@ def quantize_weight(
     return (
         w.new_empty((E, N, K), dtype=E4M3),
         w.new_empty((E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)), dtype=torch.float32),
-        w.new_empty((E, K, N) if columnwise else (0,), dtype=E4M3),
+        output_if(columnwise, w, (E, K, N), E4M3),
     )
 
 
@@ -259,15 +251,12 @@ def quantize_weight_list(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """E times w [N, K] -> q, scale, q_t."""
     rules = Rules("quantize_weight_list")
-    rules.experts("w", w)
-    first = w[0]
-    rules.dtype("w", first.dtype, ACTIVATIONS)
-    rules.features("N", first.size(0))
-    rules.features("K", first.size(1))
+    rules.weight_list(w)
     rules.epsilon(amax_epsilon)
+    first = w[0]
     E, (N, K) = len(w), first.shape
     return (
         first.new_empty((E, N, K), dtype=E4M3),
         first.new_empty((E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)), dtype=torch.float32),
-        first.new_empty((E, K, N) if columnwise else (0,), dtype=E4M3),
+        output_if(columnwise, first, (E, K, N), E4M3),
     )

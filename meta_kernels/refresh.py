@@ -1,4 +1,4 @@
-"""Fake kernels of the ops that quantize a weight into tensors that are kept.
+"""Fake kernels of the ops that quantize a weight into existing tensors.
 
 E groups, K in_features, N out_features, B = 128. w is one tensor [E, N, K] or E tensors [N, K].
 """
@@ -6,7 +6,7 @@ E groups, K in_features, N out_features, B = 128. w is one tensor [E, N, K] or E
 import torch
 from torch import Tensor
 
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, BLOCK, E4M3, Rules, ceil_div
+from grouped_linear.meta_kernels.rules import BLOCK, E4M3, Rules, ceil_div
 
 
 def _check_weight(rules: Rules, w: list[Tensor], refresh: Tensor | None) -> tuple[int, int, int]:
@@ -14,11 +14,8 @@ def _check_weight(rules: Rules, w: list[Tensor], refresh: Tensor | None) -> tupl
         rules.weight(w[0])
         E, N, K = w[0].shape
     else:
-        rules.experts("w", w)
-        rules.dtype("w", w[0].dtype, ACTIVATIONS)
+        rules.weight_list(w)
         E, (N, K) = len(w), w[0].shape
-        rules.features("N", N)
-        rules.features("K", K)
     if refresh is not None:
         rules.dim("refresh", refresh, 0)
         rules.dtype("refresh", refresh.dtype, (torch.bool,))

@@ -1,4 +1,4 @@
-"""The rules that ops share, with the sentences of csrc/checks.cpp to the letter."""
+"""The rules that ops share, with the same sentences as csrc/checks/."""
 
 from collections.abc import Callable
 
@@ -29,6 +29,11 @@ def padded_rows(num_rows: int, num_groups: int) -> int:
     return BLOCK * ((num_rows + wasted) // BLOCK)
 
 
+def output_if(requested: bool, like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An output of an op, or an empty tensor if it is not requested."""
+    return like.new_empty(shape if requested else (0,), dtype=dtype)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as the sentences name it."""
     return str(dtype).removeprefix("torch.")
@@ -41,7 +46,7 @@ class Rules:
         self.op = op
 
     def check(self, rule_holds: bool, sentence: Callable[[], str]) -> None:
-        """Raise ``op: sentence`` unless the rule holds, now or (unbacked sizes) at run time."""
+        """Raise ``op: sentence`` unless the rule holds; for unbacked sizes at run time."""
         torch._check(rule_holds, lambda: f"{self.op}: {sentence()}")
 
     def dim(self, name: str, t: Tensor, dim: int) -> None:
@@ -108,25 +113,34 @@ class Rules:
         self.check(value >= 0, lambda: f"{name} must not be negative, got {value}")
 
     def grouped_rows(self, x: Tensor, offs: Tensor, rowwise: bool, columnwise: bool) -> None:
-        """X is [T, K] of some activation dtype, and something is asked for of it."""
+        """X is [T, K] of an activation dtype with offs, and at least one layout is requested."""
         self.dim("x", x, 2)
         self.dtype("x", x.dtype, ACTIVATIONS)
         self.features("K", x.size(1))
         self.offs(offs, "x", x)
-        self.check(
-            rowwise or columnwise, lambda: "rowwise or columnwise must be asked for, got neither"
-        )
+        self.layouts(rowwise, columnwise)
+
+    def layouts(self, rowwise: bool, columnwise: bool) -> None:
+        """At least one layout is requested."""
+        self.check(rowwise or columnwise, lambda: "rowwise or columnwise must be true, got neither")
 
     def weight(self, w: Tensor) -> None:
-        """W is [E, N, K] of some activation dtype."""
+        """W is [E, N, K] of an activation dtype."""
         self.dim("w", w, 3)
         self.dtype("w", w.dtype, ACTIVATIONS)
         self.groups(w.size(0))
         self.features("N", w.size(1))
         self.features("K", w.size(2))
 
+    def weight_list(self, w: list[Tensor]) -> None:
+        """W is E tensors [N, K] of an activation dtype."""
+        self.experts("w", w)
+        self.dtype("w", w[0].dtype, ACTIVATIONS)
+        self.features("N", w[0].size(0))
+        self.features("K", w[0].size(1))
+
     def experts(self, name: str, experts: list[Tensor]) -> None:
-        """The experts are E tensors of two dimensions, all alike."""
+        """The experts are E matrices of one shape, dtype and device."""
         self.groups(len(experts))
         first_name, first = f"the first {name}", experts[0]
         self.dim(name, first, 2)

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+pytest.register_assert_rewrite("support")  # a failed comparison there shows its values, too
+pytest_plugins = ["support.processes"]  # the fixture `failures`
+
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:

@@ -14,11 +14,14 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies
-from samples import DTYPES, OPS, RECIPES, assert_same_bits, devices
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from grouped_linear import DelayedScaling, GroupedLinear, GroupedMLP
+from support.compare import assert_same_bits
+from support.devices import OPS, devices
+from support.recipes import RECIPES
+from support.tensors import DTYPES
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 FEATURES = strategies.sampled_from([16, 48, 128, 144, 272])

@@ -11,11 +11,13 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from safetensors.torch import load_file, save_file
-from samples import BF16, DTYPES, FP32, assert_same_bits, devices
 from torch import Tensor
 
 from grouped_linear import GroupedTensor
 from grouped_linear.quantized.checkpoints import expert_tensors, load_experts, save_sharded
+from support.compare import assert_same_bits
+from support.devices import devices
+from support.tensors import BF16, DTYPES, FP32
 
 E, N, K = 4, 256, 144
 PREFIX = "layers.3.mlp.experts.{}."

@@ -5,7 +5,6 @@ Inductor itself is compiled where its output is the subject.
 """
 
 import re
-import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from samples import BF16, OPS, assert_same_bits, devices
-from samples import RECIPES as EVERY_RECIPE
 from torch import Tensor, nn
-from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend, normalize_gm
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
@@ -28,6 +25,11 @@ from grouped_linear import (
     ops,
     update_scales,
 )
+from support.compare import assert_same_bits
+from support.devices import OPS, devices
+from support.graphs import graphs
+from support.recipes import RECIPES as EVERY_RECIPE
+from support.tensors import BF16
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 RECIPES = pytest.mark.parametrize("recipe", EVERY_RECIPE.values(), ids=EVERY_RECIPE)
@@ -270,35 +272,6 @@ def test_fixed_capacity_compiles_once(recipe: Recipe) -> None:
 
 
 # --- graphs --------------------------------------------------------------------------------------
-
-
-def readable(graph: torch.fx.GraphModule) -> str:
-    """A graph's code, one statement a line, without the deletions of what is used no more."""
-    code = normalize_gm(graph.print_readable(print_output=False))
-    code = re.sub(r";  [\w =]*None", "", code)
-    code = re.sub(r"\[[\d, ]+\]", lambda shape: shape[0].replace(" ", ""), code)
-    code = code.replace("torch.ops.", "").replace(".default(", "(")
-    return "\n".join(
-        textwrap.fill(line.strip(), 96, subsequent_indent="    ", break_long_words=False)
-        for line in code.splitlines()
-        if line.strip() and not line.startswith("class ")
-    )
-
-
-def graphs(recipe: Recipe, training: bool) -> str:
-    """The AOT graphs of one layer, forward and backward."""
-    backend = AotEagerAndRecordGraphs()
-    layer = GroupedLinear(E, K, N, recipe=recipe)
-    compiled = torch.compile(layer, fullgraph=True, backend=backend)
-    x = torch.randn(T, K, requires_grad=training)
-    with torch.set_grad_enabled(training):
-        y = compiled(x, torch.tensor([10, 20, 10]))
-    if training:
-        y.sum().backward()
-    recorded = backend.fw_graphs + backend.bw_graphs
-    assert len(recorded) == 1 + training
-    return "\n\n".join(map(readable, recorded))
-
 
 boxed = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd:UserWarning")
 

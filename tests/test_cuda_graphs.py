@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from samples import RECIPES as EVERY_RECIPE
-from samples import STRICT_GRAPHS, needs_hopper
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from grouped_linear import GroupedLinear, Recipe, update_scales
+from support.devices import needs_hopper
+from support.graphs import STRICT_GRAPHS
+from support.recipes import RECIPES as EVERY_RECIPE
 
 pytestmark = needs_hopper
 

@@ -4,23 +4,22 @@ T rows, E groups, K in_features, N out_features.
 """
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
-import torch.distributed as dist
 from expecttest import assert_expected_inline
-from processes import in_two_processes
-from samples import BF16, FP32, OPS, assert_same_bits, devices
-from test_compile import graphs
-from test_layer import Calls
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 from grouped_linear import DelayedScaling, Float8BlockScaling, GroupedLinear, update_scales
+from support import reference
+from support.calls import Calls
+from support.compare import assert_same_bits
+from support.devices import OPS, devices
+from support.graphs import graphs
+from support.tensors import BF16, FP32
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -167,21 +166,6 @@ def test_one_op_updates_a_whole_model() -> None:
     with Calls() as calls:
         update_scales(GroupedLinear(E, K, N, recipe=Float8BlockScaling()))
     assert not calls.counts
-
-
-def _reduce(rank: int, directory: Path) -> None:
-    layer = GroupedLinear(2, 16, 32, recipe=RECIPE)
-    state = layer.scaling_state
-    state.x.amax.copy_(torch.tensor([[1.0, 5.0], [3.0, torch.inf]])[rank])
-    state.dy.amax.copy_(torch.tensor([[0.0, 0.0], [0.0, 7.0]])[rank])
-    update_scales(layer, dist.group.WORLD)
-    history = [operand.amax_history[0].tolist() for operand in state.operands]
-    assert history == [[3.0, 0.0], [0.0, 0.0], [0.0, 7.0]]  # an infinity of one is one of all
-    assert state.x.scale[1] == 1
-
-
-def test_all_reduce(tmp_path: Path) -> None:
-    in_two_processes(_reduce, tmp_path)
 
 
 def test_scales_stay_float32() -> None:

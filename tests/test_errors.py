@@ -1,6 +1,6 @@
 """One sentence a mistake: the same from fake tensors, meta tensors, CPU and CUDA, held here.
 
-Every rule of csrc/checks.cpp and meta_kernels/ has a line. Accept changed sentences with
+Every rule of csrc/checks/ and meta_kernels/ has a line. Accept changed sentences with
 EXPECTTEST_ACCEPT=1, after reading the diff.
 """
 
@@ -9,69 +9,15 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from samples import (
-    BF16,
-    CUDA_OPS,
-    FP32,
-    HOPPER,
-    Groups,
-    Sample,
-    assert_same_bits,
-    devices,
-    make,
-    sentence,
-    specified,
-)
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
-GROUPS_3 = Groups((3, 0, 7), 12, K=144, N=32)
-I32 = torch.int32
+from support.devices import devices
+from support.errors import BAD_EPSILONS, BAD_OFFS, GROUPS_3, I32, like, offs, sentences
+from support.samples import Sample, make
+from support.tensors import BF16
 
-
-def offs(n: int) -> Tensor:
-    return torch.zeros(n, dtype=I32)
-
-
-def like(t: Tensor, *sizes: int | None) -> Tensor:
-    """Zeros of t's dtype; a size of None is t's own."""
-    return torch.zeros(
-        *(own if s is None else s for s, own in zip(sizes, t.shape, strict=True)), dtype=FP32
-    ).to(t.dtype)
-
-
-def fake_sentence(sample: Sample) -> str:
-    with FakeTensorMode() as mode:
-        arguments = tree_map_only(Tensor, mode.from_tensor, sample.arguments)
-        return sentence(Sample(sample.op, arguments))
-
-
-def sentences(good: Sample, mistakes: list[dict[str, Any]]) -> str:
-    """One line a mistake, the same for every kind of tensor. A right call still works after."""
-    lines = []
-    expected = specified(good, good.results("cpu"))
-    devices = ["cpu", "meta"] + (["cuda"] if HOPPER and good.op in CUDA_OPS else [])
-    for mistake in mistakes:
-        bad = good.but(**mistake)
-        said = {"fake": fake_sentence(bad)} | {d: sentence(bad.on(d)) for d in devices}
-        assert len(set(said.values())) == 1, said
-        lines.append(said["fake"])
-    for actual, before in zip(specified(good, good.results("cpu")), expected, strict=True):
-        assert_same_bits(actual, before)
-    return "\n".join(lines)
-
-
-BAD_EPSILONS = [{"amax_epsilon": e} for e in (-0.5, float("inf"), float("nan"))]
 BAD_FORMS = [
     *({name: x} for name in ("alpha", "beta") for x in (1e39, float("-inf"), float("nan"))),
     *({"limit": x} for x in (0.0, -1.5, float("nan"))),
-]
-BAD_OFFS = [
-    {"offs": torch.zeros(1, 3, dtype=I32)},
-    {"offs": torch.zeros(3, dtype=torch.int64)},
-    {"offs": offs(0)},
-    {"offs": offs(1025)},
 ]
 
 
@@ -149,8 +95,8 @@ group_quantize: T differs: factor has 11, rows has 12
 group_quantize: amax_epsilon must be finite and not negative, got -0.5
 group_quantize: amax_epsilon must be finite and not negative, got inf
 group_quantize: amax_epsilon must be finite and not negative, got nan
-group_quantize: rowwise or columnwise must be asked for, got neither
-group_quantize: rowwise or columnwise must be asked for, got neither""",
+group_quantize: rowwise or columnwise must be true, got neither
+group_quantize: rowwise or columnwise must be true, got neither""",
     )
 
 
@@ -350,7 +296,7 @@ group_quantize_swiglu: limit must be positive, got nan
 group_quantize_swiglu: amax_epsilon must be finite and not negative, got -0.5
 group_quantize_swiglu: amax_epsilon must be finite and not negative, got inf
 group_quantize_swiglu: amax_epsilon must be finite and not negative, got nan
-group_quantize_swiglu: rowwise or columnwise must be asked for, got neither""",
+group_quantize_swiglu: rowwise or columnwise must be true, got neither""",
     )
 
 
@@ -383,7 +329,7 @@ group_quantize_swiglu_grad: limit must be positive, got nan
 group_quantize_swiglu_grad: amax_epsilon must be finite and not negative, got -0.5
 group_quantize_swiglu_grad: amax_epsilon must be finite and not negative, got inf
 group_quantize_swiglu_grad: amax_epsilon must be finite and not negative, got nan
-group_quantize_swiglu_grad: rowwise or columnwise must be asked for, got neither""",
+group_quantize_swiglu_grad: rowwise or columnwise must be true, got neither""",
     )
 
 
@@ -833,7 +779,7 @@ def test_block_scaled_linear_grad() -> None:
 block_scaled_linear_grad: x_t needs scale_x_t, got none
 block_scaled_linear_grad: w_t needs scale_w, got none
 block_scaled_linear_grad: scale_w must be 3-D, got 2-D
-group_quantize: rowwise or columnwise must be asked for, got neither
+group_quantize: rowwise or columnwise must be true, got neither
 group_quantize: x must be bfloat16, float16 or float32, got float64
 group_quantize: offs must be int32, got int64
 grouped_scaled_mm: K differs: a has 32, b has 48

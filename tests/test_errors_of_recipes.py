@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from reference import E4M3, E5M2
-from samples import BF16, FP32, OPS, make
-from test_errors import BAD_EPSILONS, BAD_OFFS, GROUPS_3, like, offs, sentences
 
 from grouped_linear import ops
+from support.devices import OPS
+from support.errors import BAD_EPSILONS, BAD_OFFS, GROUPS_3, like, offs, sentences
+from support.reference import E4M3, E5M2
+from support.samples import make
+from support.tensors import BF16, FP32
 
 BAD_ROWS = [
     {"x": torch.zeros(12)},
@@ -42,7 +44,7 @@ group_quantize_current: offs must be 1-D, got 2-D
 group_quantize_current: offs must be int32, got int64
 group_quantize_current: E must be between 1 and 1024, got 0
 group_quantize_current: E must be between 1 and 1024, got 1025
-group_quantize_current: rowwise or columnwise must be asked for, got neither
+group_quantize_current: rowwise or columnwise must be true, got neither
 group_quantize_current: dtype must be float8_e4m3fn or float8_e5m2, got bfloat16
 group_quantize_current: amax_epsilon must be finite and not negative, got -0.5
 group_quantize_current: amax_epsilon must be finite and not negative, got inf
@@ -63,7 +65,7 @@ group_quantize_delayed_: offs must be 1-D, got 2-D
 group_quantize_delayed_: offs must be int32, got int64
 group_quantize_delayed_: E must be between 1 and 1024, got 0
 group_quantize_delayed_: E must be between 1 and 1024, got 1025
-group_quantize_delayed_: rowwise or columnwise must be asked for, got neither
+group_quantize_delayed_: rowwise or columnwise must be true, got neither
 group_quantize_delayed_: dtype must be float8_e4m3fn or float8_e5m2, got float8_e4m3fnuz
 group_quantize_delayed_: scale must be 1-D, got 2-D
 group_quantize_delayed_: scale must be float32, got bfloat16
@@ -89,7 +91,7 @@ op: offs must be 1-D, got 2-D
 op: offs must be int32, got int64
 op: E must be between 1 and 1024, got 0
 op: E must be between 1 and 1024, got 1025
-op: rowwise or columnwise must be asked for, got neither""",
+op: rowwise or columnwise must be true, got neither""",
     )
 
 

@@ -3,20 +3,26 @@
 E experts, T tokens a process, C experts chosen for a token, H and F features.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from processes import PROCESSES, in_two_processes
-from samples import assert_same_bits
-from test_readme import ROOT, examples
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from grouped_linear import Float8BlockScaling, GroupedMLP, MXFP8BlockScaling
+from grouped_linear import Float8BlockScaling, GroupedMLP, MXFP8BlockScaling, Recipe
+from support.compare import assert_same_bits
+from support.documents import ROOT, examples
+from support.processes import PROCESSES, Checks
 
 E, T, C, H, F = 4, 40, 2, 64, 48
-RECIPES = (None, Float8BlockScaling(), MXFP8BlockScaling())
+RECIPES: dict[str, Recipe] = {
+    "none": None,
+    "block": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+}
 
 
 def documented_class() -> Any:
@@ -36,28 +42,35 @@ def step(model: nn.Module, x: Tensor, logits: Tensor, dy: Tensor) -> list[Tensor
     return [y.detach(), *gradients]
 
 
-def check(rank: int, directory: Path) -> None:
+def check(recipe: Recipe, compiled: bool, rank: int, directory: Path) -> None:
     mesh = init_device_mesh("cpu", (PROCESSES,))
-    ExpertParallel = documented_class()
     tokens, experts = slice(rank * T, (rank + 1) * T), slice(rank * E // 2, (rank + 1) * E // 2)
-    for recipe in RECIPES:
-        torch.manual_seed(0)
-        whole = GroupedMLP(E, H, F, recipe=recipe)
-        data = torch.randn(2 * T, H), torch.randn(2 * T, E), torch.randn(2 * T, H)
-        # Two choices a token and float32: one addition, in one process or between two.
-        want_y, want_dx, want_d_logits, *want_dw = step(whole, *data)
-        parallel = ExpertParallel(E, H, F, mesh, recipe=recipe)
-        with torch.no_grad():
-            for p, of_all in zip(parallel.parameters(), whole.parameters(), strict=True):
-                p.copy_(of_all[experts])
-        for model in (parallel, torch.compile(parallel, fullgraph=True)):
-            y, dx, d_logits, *dw = step(model, *(t[tokens] for t in data))
-            assert_same_bits(y, want_y[tokens])
-            assert_same_bits(dx, want_dx[tokens])
-            assert_same_bits(d_logits, want_d_logits[tokens])
-            for got, want in zip(dw, want_dw, strict=True):
-                assert_same_bits(got, want[experts])
+    whole = GroupedMLP(E, H, F, recipe=recipe)
+    data = torch.randn(2 * T, H), torch.randn(2 * T, E), torch.randn(2 * T, H)
+    # Two choices a token and float32: one addition, in one process or between two.
+    want_y, want_dx, want_d_logits, *want_dw = step(whole, *data)
+    model = documented_class()(E, H, F, mesh, recipe=recipe)
+    with torch.no_grad():
+        for p, of_all in zip(model.parameters(), whole.parameters(), strict=True):
+            p.copy_(of_all[experts])
+    if compiled:
+        model = torch.compile(model, fullgraph=True)
+    y, dx, d_logits, *dw = step(model, *(t[tokens] for t in data))
+    assert_same_bits(y, want_y[tokens])
+    assert_same_bits(dx, want_dx[tokens])
+    assert_same_bits(d_logits, want_d_logits[tokens])
+    for got, want in zip(dw, want_dw, strict=True):
+        assert_same_bits(got, want[experts])
 
 
-def test_two_processes(tmp_path: Path) -> None:
-    in_two_processes(check, tmp_path)
+CHECKS: Checks = {
+    f"{mode}_{name}": partial(check, recipe, mode == "compiled")
+    for name, recipe in RECIPES.items()
+    for mode in ("eager", "compiled")
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_processes(check: str, failures: dict[str, str]) -> None:
+    if check in failures:
+        pytest.fail(failures[check], pytrace=False)

@@ -8,22 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from samples import (
-    BF16,
-    DTYPES,
-    GROUPS,
-    Groups,
-    Sample,
-    assert_same_bits,
-    cases,
-    devices,
-    make,
-    on,
-    variant_of,
-)
 from torch import Tensor
 
 from grouped_linear import ops
+from support.cases import cases, variant_of
+from support.compare import assert_same_bits
+from support.devices import devices
+from support.groups import GROUPS, Groups
+from support.samples import Sample, make
+from support.tensors import BF16, DTYPES, on
 
 REFRESH = (
     "refresh_weight_",
@@ -57,15 +50,15 @@ def quantized_anew(sample: Sample) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases(*REFRESH))
-def test_refresh(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        sample = variant_of(op, groups, variant, dtype).on(device)
-        before = [sample[name].clone() for name in sample.written]
-        anew = quantized_anew(sample)
-        sample()
-        refreshed = sample["refresh"] is None or sample["refresh"].item()
-        for name, old, new in zip(sample.written, before, anew, strict=False):
-            assert_same_bits(sample[name], new if refreshed else old)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_refresh(op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str) -> None:
+    sample = variant_of(op, groups, variant, dtype).on(device)
+    before = [sample[name].clone() for name in sample.written]
+    anew = quantized_anew(sample)
+    sample()
+    refreshed = sample["refresh"] is None or sample["refresh"].item()
+    for name, old, new in zip(sample.written, before, anew, strict=False):
+        assert_same_bits(sample[name], new if refreshed else old)
 
 
 def with_one_tensor(sample: Sample) -> Sample:

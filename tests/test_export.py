@@ -13,11 +13,13 @@ import cmake
 import ninja
 import pytest
 import torch
-from samples import OPS, aoti_reads_dtypes, assert_same_bits, devices, overload
 from torch import Tensor
 from torch._inductor import aoti_compile_and_package, aoti_load_package
 
 from grouped_linear import Float8BlockScaling, GroupedMLP, loading
+from support.compare import assert_same_bits
+from support.devices import OPS, devices, overload
+from support.versions import aoti_reads_dtypes
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "aoti"
 

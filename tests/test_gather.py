@@ -4,21 +4,16 @@ Bits of the reference, but products, which are within float32's rounding.
 """
 
 import pytest
-import reference
 import torch
-from samples import (
-    BF16,
-    DTYPES,
-    FP32,
-    Groups,
-    Sample,
-    assert_same_bits,
-    cases,
-    devices,
-    make,
-    sentence,
-    variant_of,
-)
+
+from support import reference
+from support.cases import cases, variant_of
+from support.compare import assert_same_bits
+from support.devices import devices
+from support.errors import sentence
+from support.groups import Groups
+from support.samples import Sample, make
+from support.tensors import BF16, DTYPES, FP32
 
 GROUPS = Groups((3, 2), 5)
 
@@ -33,16 +28,16 @@ def test_sort_by_expert(op: str, groups: Groups, variant: str, device: str) -> N
 
 @pytest.mark.parametrize("device", devices("sort_by_expert"))
 @pytest.mark.parametrize("num_experts", [1, 8, 255, 1024])
-def test_sort_many(num_experts: int, device: str) -> None:
+@pytest.mark.parametrize(("T", "C"), [(40011, 8), (3000, 1), (257, 2), (1, 8), (1, 1), (0, 8)])
+def test_sort_many(T: int, C: int, num_experts: int, device: str) -> None:
     """One block, two and more than there may be; choices spread, in one expert and in none."""
-    for T, C in ((40011, 8), (3000, 1), (257, 2), (1, 8), (1, 1), (0, 8)):
-        spread = torch.randint(-1, num_experts + 1, (T, C))
-        skewed = (torch.rand(T, C) ** 8 * num_experts).long()
-        for experts in (spread, skewed, torch.full_like(spread, num_experts - 1), ~spread.abs()):
-            sample = Sample("sort_by_expert", {"experts": experts, "num_experts": num_experts})
-            expected = reference.sort_by_expert(experts, num_experts)
-            for actual, e in zip(sample.results(device), expected, strict=True):
-                assert_same_bits(actual, e)
+    spread = torch.randint(-1, num_experts + 1, (T, C))
+    skewed = (torch.rand(T, C) ** 8 * num_experts).long()
+    for experts in (spread, skewed, torch.full_like(spread, num_experts - 1), ~spread.abs()):
+        sample = Sample("sort_by_expert", {"experts": experts, "num_experts": num_experts})
+        expected = reference.sort_by_expert(experts, num_experts)
+        for actual, e in zip(sample.results(device), expected, strict=True):
+            assert_same_bits(actual, e)
 
 
 @pytest.mark.parametrize("device", devices("sort_by_expert"))
@@ -56,40 +51,40 @@ def test_sort_numbers_far_outside(device: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("gather_sum"))
-def test_gather_sum(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        sample = variant_of(op, groups, variant, dtype)
-        expected = reference.gather_sum(sample["y"], sample["rows"], sample.get("weight"))
-        assert_same_bits(sample.results(device)[0], expected)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gather_sum(op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str) -> None:
+    sample = variant_of(op, groups, variant, dtype)
+    expected = reference.gather_sum(sample["y"], sample["rows"], sample.get("weight"))
+    assert_same_bits(sample.results(device)[0], expected)
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("gather_dot"))
-def test_gather_dot(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        sample = variant_of(op, groups, variant, dtype)
-        a_TH, y_TCH = sample["a"].double(), sample["y"].double()[sample["rows"].long()]
-        (actual,) = sample.results(device)
-        assert actual.dtype == FP32
-        products = a_TH[:, None] * y_TCH
-        # each of H products and H - 1 sums rounds by at most 2^-24
-        bound = 2 * a_TH.size(1) * 2.0**-24 * products.abs().sum(-1)
-        assert ((actual.double() - products.sum(-1)).abs() <= bound).all()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gather_dot(op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str) -> None:
+    sample = variant_of(op, groups, variant, dtype)
+    a_TH, y_TCH = sample["a"].double(), sample["y"].double()[sample["rows"].long()]
+    (actual,) = sample.results(device)
+    assert actual.dtype == FP32
+    products = a_TH[:, None] * y_TCH
+    # each of H products and H - 1 sums rounds by at most 2^-24
+    bound = 2 * a_TH.size(1) * 2.0**-24 * products.abs().sum(-1)
+    assert ((actual.double() - products.sum(-1)).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("device", devices("gather_sum", "gather_dot"))
-def test_wide_rows(device: str) -> None:
+@pytest.mark.parametrize("op", ["gather_sum", "gather_dot"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_wide_rows(dtype: torch.dtype, op: str, device: str) -> None:
     """H past a GPU block's threads, and no multiple of what they read at once."""
-    for op in ("gather_sum", "gather_dot"):
-        for dtype in (BF16, FP32):
-            sample = make(op, Groups((5, 4), 9, K=7184), dtype, C=8)
-            (actual,) = sample.results(device)
-            y_TCH = sample["y"].double()[sample["rows"]]
-            if op == "gather_sum":
-                expected = reference.gather_sum(sample["y"], sample["rows"], sample["weight"])
-                assert_same_bits(actual, expected)
-            else:
-                expected = torch.einsum("th,tch->tc", sample["a"].double(), y_TCH)
-                torch.testing.assert_close(actual.double(), expected, atol=1e-3, rtol=1e-5)
+    sample = make(op, Groups((5, 4), 9, K=7184), dtype, C=8)
+    (actual,) = sample.results(device)
+    y_TCH = sample["y"].double()[sample["rows"]]
+    if op == "gather_sum":
+        expected = reference.gather_sum(sample["y"], sample["rows"], sample["weight"])
+        assert_same_bits(actual, expected)
+    else:
+        expected = torch.einsum("th,tch->tc", sample["a"].double(), y_TCH)
+        torch.testing.assert_close(actual.double(), expected, atol=1e-3, rtol=1e-5)
 
 
 @pytest.mark.parametrize("device", devices("gather_sum"))
@@ -103,20 +98,20 @@ def test_a_row_that_is_not_finite_spoils_its_tokens_alone(device: str) -> None:
 
 @pytest.mark.parametrize("device", devices("gather_sum", "gather_dot"))
 @pytest.mark.parametrize("op", ["gather_sum", "gather_dot"])
-def test_numbers_outside(op: str, device: str) -> None:
+@pytest.mark.parametrize(("bad", "clamped"), [(-1, 0), (8, 7), (-(2**63), 0)])
+def test_numbers_outside(bad: int, clamped: int, op: str, device: str) -> None:
     """On CPU they raise; a GPU clamps them, since to look at them the host would have to wait."""
     sample = make(op, GROUPS, BF16)
-    for bad, clamped in ((-1, 0), (8, 7), (torch.iinfo(torch.int64).min, 0)):
-        rows = sample["rows"].clone()
-        rows[1, 2] = bad
-        if device == "cpu":
-            call = sample.but(rows=rows)
-            expected = f"{op}: rows must index the 8 rows of y, got {bad}"
-            assert sentence(call) == expected
-        else:
-            (actual,) = sample.but(rows=rows).results(device)
-            rows[1, 2] = clamped
-            assert_same_bits(actual, sample.but(rows=rows).results(device)[0])
+    rows = sample["rows"].clone()
+    rows[1, 2] = bad
+    if device == "cpu":
+        call = sample.but(rows=rows)
+        expected = f"{op}: rows must index the 8 rows of y, got {bad}"
+        assert sentence(call) == expected
+    else:
+        (actual,) = sample.but(rows=rows).results(device)
+        rows[1, 2] = clamped
+        assert_same_bits(actual, sample.but(rows=rows).results(device)[0])
 
 
 @pytest.mark.parametrize("device", devices("gather_sum", "gather_dot"))

@@ -14,19 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from samples import (
-    BF16,
-    FP16,
-    FP32,
-    MORE_RECIPES,
-    OPS,
-    RECIPES,
-    assert_same_bits,
-    devices,
-    sentence,
-    state_for,
-)
-from test_layer import Calls
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.autograd import forward_ad
@@ -37,6 +24,12 @@ from torch.utils.checkpoint import (
 )
 
 from grouped_linear import GroupedLinear, GroupedMLP, Recipe, grouped_linear, ops
+from support.calls import Calls
+from support.compare import assert_same_bits
+from support.devices import OPS, devices
+from support.errors import sentence
+from support.recipes import MORE_RECIPES, RECIPES, state_for
+from support.tensors import BF16, FP16, FP32
 
 T, E, K, N = 40, 3, 32, 48
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
@@ -46,21 +39,21 @@ FORMS = pytest.mark.parametrize("single", [True, False], ids=["one", "apart"])
 
 
 @pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
-def test_a_gradient_penalty_is_refused(recipe: Recipe) -> None:
+@pytest.mark.parametrize("kind", ["layer", "mlp"])
+def test_a_gradient_penalty_is_refused(kind: str, recipe: Recipe) -> None:
     """Not taken for a constant where the incoming gradient is one, as that of a sum is."""
     layer = GroupedLinear(2, 16, 32, recipe=recipe)
     mlp = GroupedMLP(2, 16, 32, recipe=recipe)
     experts = torch.tensor([[0], [1], [1]])
-    for y_of in (lambda x: layer(x, [1, 2]), lambda x: mlp(x, torch.ones(3, 1), experts)):
-        x = torch.randn(3, 16, requires_grad=True)
-        y = y_of(x)
-        (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        loss = y.sum() + dx.square().sum()
-        parameters = [*layer.parameters(), *mlp.parameters()]
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            loss.backward()
+    x = torch.randn(3, 16, requires_grad=True)
+    y = layer(x, [1, 2]) if kind == "layer" else mlp(x, torch.ones(3, 1), experts)
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    loss = y.sum() + dx.square().sum()
+    parameters = [*layer.parameters(), *mlp.parameters()]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        loss.backward()
 
 
 def make_layer(recipe: Recipe = None, device: str = "cpu", **options: Any) -> GroupedLinear:

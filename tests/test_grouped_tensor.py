@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
 import torch.distributed.checkpoint as dcp
 from expecttest import assert_expected_inline
-from samples import BF16, DTYPES, FP32, assert_same_bits, devices
 from torch import Tensor, nn
 
-from grouped_linear import Float8BlockScaling, GroupedTensor, MXFP8BlockScaling, tensor_ops
+from grouped_linear import Float8BlockScaling, GroupedTensor, MXFP8BlockScaling
+from grouped_linear.quantized import dispatch
+from support import reference
+from support.compare import assert_same, assert_same_bits
+from support.devices import devices
+from support.tensors import BF16, DTYPES, FP32
 
 E, N, K = 3, 272, 144
 DEVICES = pytest.mark.parametrize("device", devices("quantize_weight", "refresh_weight_"))
@@ -38,18 +41,6 @@ def random_weight(device: str = "cpu", dtype: torch.dtype = FP32, seed: int = 0)
 def parts(t: Tensor) -> list[Tensor]:
     assert isinstance(t, GroupedTensor)
     return [t.q, t.scale] if t.q_t is None else [t.q, t.scale, t.q_t]
-
-
-def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """Both quantized, to the same bytes, and q_t is q transposed."""
-    assert isinstance(actual, GroupedTensor)
-    assert isinstance(expected, GroupedTensor)
-    assert actual.shape == expected.shape
-    assert actual.dtype == expected.dtype
-    assert_same_bits(actual.q, expected.q)
-    assert_same_bits(actual.scale, expected.scale)
-    if actual.q_t is not None:
-        assert_same_bits(actual.q_t, actual.q.transpose(-2, -1))
 
 
 def assert_shares_memory(part: Tensor, whole: Tensor, first: int) -> None:
@@ -205,14 +196,16 @@ def test_everything_else_dequantizes(op: Callable[[Tensor], Tensor]) -> None:
 
 
 @pytest.mark.parametrize("op", [torch.empty_like, torch.zeros_like, torch.ones_like])
-def test_like_is_plain(op: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": FP32}, {"memory_format": torch.preserve_format}], ids=str
+)
+def test_like_is_plain(options: dict[str, Any], op: Callable[..., Tensor]) -> None:
     t = GroupedTensor.quantize(random_weight(dtype=BF16))
-    for options in ({}, {"dtype": FP32}, {"memory_format": torch.preserve_format}):
-        like = op(t, **options)
-        assert type(like) is Tensor
-        assert like.shape == t.shape
-        assert like.dtype == options.get("dtype", BF16)
-        assert like.is_contiguous()
+    like = op(t, **options)
+    assert type(like) is Tensor
+    assert like.shape == t.shape
+    assert like.dtype == options.get("dtype", BF16)
+    assert like.is_contiguous()
     assert op(t, device="meta").is_meta
 
 
@@ -305,33 +298,49 @@ def test_dtype_is_what_it_stands_for() -> None:
     assert t.to("meta").is_meta
 
 
-def test_copy() -> None:
-    w = random_weight()
-    quantized = GroupedTensor.quantize(w, RECIPES["any_scale"])
-    # Bytes, whatever the recipe of the one that is written would choose.
-    for columnwise in (True, False):
-        to = GroupedTensor.quantize(torch.zeros(E, N, K), columnwise=columnwise)
-        assert to.copy_(quantized) is to
-        assert_same(to, quantized)
-    for source in (w, w.bfloat16(), w.double(), w.view(-1)):
-        to = GroupedTensor.quantize(torch.zeros(E, N, K))
-        to.view(source.shape).copy_(source)
-        assert_same(to, GroupedTensor.quantize(source.view(E, N, K).to(FP32)))
-    with pytest.raises(RuntimeError, match="expanded size"):  # bytes of another shape
+@pytest.mark.parametrize("columnwise", [True, False])
+def test_copy_of_bytes(columnwise: bool) -> None:
+    """Whatever the recipe of the one that is written would choose."""
+    quantized = GroupedTensor.quantize(random_weight(), RECIPES["any_scale"])
+    to = GroupedTensor.quantize(torch.zeros(E, N, K), columnwise=columnwise)
+    assert to.copy_(quantized) is to
+    assert_same(to, quantized)
+
+
+@pytest.mark.parametrize("kind", ["float", "bfloat16", "double", "flatten"])
+def test_copy_of_a_plain_tensor(kind: str) -> None:
+    source = getattr(random_weight(), kind)()
+    to = GroupedTensor.quantize(torch.zeros(E, N, K))
+    to.view(source.shape).copy_(source)
+    assert_same(to, GroupedTensor.quantize(source.view(E, N, K).to(FP32)))
+
+
+def test_copy_of_another_shape() -> None:
+    quantized = GroupedTensor.quantize(random_weight(), RECIPES["any_scale"])
+    to = GroupedTensor.quantize(torch.zeros(E, N, K))
+    with pytest.raises(RuntimeError, match="expanded size"):
         to.copy_(quantized.view(E, K, N))
     to.view(E, K, N).copy_(quantized.view(E, K, N))
     assert_same(to, quantized)
     to.copy_(torch.tensor(3.0))
     assert (to == 3).all()
-    for dtype in (*DTYPES, torch.float64):
-        plain = torch.empty(E, N, K, dtype=dtype)
-        plain.copy_(quantized)
-        # BF16 from the float32 product, not rounded twice
-        assert_same_bits(
-            plain, reference.dequantize_weight(*parts(quantized)[:2]).to(FP32).to(dtype)
-        )
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_copy_to_a_plain_tensor(dtype: torch.dtype) -> None:
+    quantized = GroupedTensor.quantize(random_weight(), RECIPES["any_scale"])
+    plain = torch.empty(E, N, K, dtype=dtype)
+    plain.copy_(quantized)
+    # BF16 from the float32 product, not rounded twice
+    assert_same_bits(plain, reference.dequantize_weight(*parts(quantized)[:2]).to(FP32).to(dtype))
+
+
+def test_foreach_copy() -> None:
+    quantized = GroupedTensor.quantize(random_weight(), RECIPES["any_scale"])
+    to, plain = GroupedTensor.quantize(torch.zeros(E, N, K)), torch.empty(E, N, K)
     torch._foreach_copy_([to, plain], [quantized, quantized])
     assert_same(to, quantized)
+    assert_same_bits(plain, quantized.dequantize())
 
 
 # --- writing -------------------------------------------------------------------------------------
@@ -475,11 +484,11 @@ def test_empty_writes(columnwise: bool, device: str) -> None:
     assert_same(t, before)
 
 
-def test_leaf_is_not_written_with_gradients() -> None:
+@pytest.mark.parametrize("write", [WRITES["add_"], *SETS.values()], ids=["add_", *SETS])
+def test_leaf_is_not_written_with_gradients(write: Callable[[Tensor], Any]) -> None:
     p = nn.Parameter(GroupedTensor.quantize(random_weight()))
-    for write in (WRITES["add_"], *SETS.values()):
-        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
-            write(p)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        write(p)
 
 
 def test_inference_mode() -> None:
@@ -529,13 +538,13 @@ def test_rounding_by_chance_is_unbiased(device: str, recipe: Float8BlockScaling)
     assert_same_bits(t.q_t, t.q.transpose(1, 2))
 
 
-def test_small_updates_vanish_unless_rounded_by_chance() -> None:
-    for stochastic, mean in ((False, 1.0), (True, 1.1)):
-        t = GroupedTensor.quantize(torch.ones(1, 128, 128), stochastic_rounding=stochastic)
-        for _ in range(100):
-            t.add_(1e-3)  # of steps of 0.125
-        # by chance: 100 steps deviate by at most 0.125 * sqrt(100 * 0.008) = 0.11 an element
-        assert abs(t.mean().item() - mean) < 5 * 0.11 / 128
+@pytest.mark.parametrize(("stochastic", "mean"), [(False, 1.0), (True, 1.1)])
+def test_small_updates_vanish_unless_rounded_by_chance(stochastic: bool, mean: float) -> None:
+    t = GroupedTensor.quantize(torch.ones(1, 128, 128), stochastic_rounding=stochastic)
+    for _ in range(100):
+        t.add_(1e-3)  # of steps of 0.125
+    # by chance: 100 steps deviate by at most 0.125 * sqrt(100 * 0.008) = 0.11 an element
+    assert abs(t.mean().item() - mean) < 5 * 0.11 / 128
 
 
 def test_rounding_by_chance_of_special_values() -> None:
@@ -583,7 +592,7 @@ def test_optimizer_steps(
     at_once: int, name: str, mode: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step is the one of a float32 parameter, and quantized; plain neighbours are unharmed."""
-    monkeypatch.setattr(tensor_ops, "ELEMENTS_AT_ONCE", at_once * N * K)
+    monkeypatch.setattr(dispatch, "ELEMENTS_AT_ONCE", at_once * N * K)
     p = nn.Parameter(GroupedTensor.quantize(random_weight(device)))
     neighbours = [nn.Parameter(torch.ones(16, device=device, dtype=d)) for d in (FP32, BF16)]
     optimizer = in_mode(name, mode, [neighbours[0], p, neighbours[1]])

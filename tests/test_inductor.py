@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from samples import BF16, DTYPES, OPS, Swiglu, assert_same_bits, devices
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
@@ -23,6 +22,10 @@ from grouped_linear import (
     ops,
 )
 from grouped_linear.integrations.inductor import FuseSwiglu
+from support.compare import assert_same_bits
+from support.devices import OPS, devices
+from support.swiglu import Swiglu
+from support.tensors import BF16, DTYPES
 
 # torch 2.11 writes silu's gradient in another way, which the pass leaves as it is.
 GRADIENT_IS_KNOWN = not torch.__version__.startswith("2.11")

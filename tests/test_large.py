@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from samples import BF16, FP32, HOPPER, assert_same_bits, needs_hopper
 from torch import Tensor
 
 from grouped_linear import Float8BlockScaling, GroupedLinear, ops
+from support.compare import assert_same_bits
+from support.devices import HOPPER, needs_hopper
+from support.tensors import BF16, FP32
 
 _ops = torch.ops.grouped_linear
 

@@ -3,36 +3,15 @@
 T rows, E groups, K in_features, N out_features.
 """
 
-from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import reference
 import torch
-from samples import (
-    BF16,
-    DTYPES,
-    FP16,
-    FP32,
-    GROUPS,
-    MORE_RECIPES,
-    OPS,
-    Groups,
-    assert_same_bits,
-    bits,
-    devices,
-    rows,
-    scheme_of,
-    sentence,
-    state_for,
-    weight,
-)
-from test_mm import rounded, tail_is_zero, tolerance, within
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from grouped_linear import (
     DelayedScaling,
@@ -44,6 +23,14 @@ from grouped_linear import (
     grouped_linear,
     ops,
 )
+from support import reference
+from support.calls import Calls
+from support.compare import assert_same_bits, bits, rounded, tail_is_zero, tolerance, within
+from support.devices import OPS, devices
+from support.errors import sentence
+from support.groups import GROUPS, Groups
+from support.recipes import MORE_RECIPES, scheme_of, state_for
+from support.tensors import BF16, DTYPES, FP16, FP32, rows, weight
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 RECIPES = pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
@@ -139,24 +126,25 @@ def test_bias_of_another_dtype(
 
 @DEVICES
 @RECIPES
-def test_bias_that_would_lose_by_a_cast(recipe: Recipe, device: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64], ids=str)
+def test_bias_that_would_lose_by_a_cast(dtype: torch.dtype, recipe: Recipe, device: str) -> None:
     x, w = rows(SMALL, SMALL.K, BF16).to(device), weight(SMALL, BF16).to(device)
     m_splits, state = list(SMALL.m_splits), state_for(recipe, SMALL.E, device)
     options: dict[str, Any] = {"recipe": recipe, "device": device}
     layer = GroupedLinear(SMALL.E, SMALL.K, SMALL.N, **options)
     returning = GroupedLinear(SMALL.E, SMALL.K, SMALL.N, return_bias=True, **options)
-    for dtype in (torch.float64, torch.int64, torch.complex64):
-        b = torch.ones(SMALL.E, SMALL.N, dtype=dtype, device=device)
-        layer.bias = returning.bias = nn.Parameter(b, requires_grad=False)
-        for call in (
-            lambda: layer(x, m_splits),
-            lambda: returning(x, m_splits),
-            lambda b=b: grouped_linear(x, w, m_splits, b, recipe, state),
-        ):
-            assert sentence(call) == (
-                "grouped_linear: bias must be bfloat16, float16 or float32, "
-                f"got {str(dtype).removeprefix('torch.')}"
-            )
+    b = torch.ones(SMALL.E, SMALL.N, dtype=dtype, device=device)
+    layer.bias = returning.bias = nn.Parameter(b, requires_grad=False)
+    said = {
+        "layer": sentence(lambda: layer(x, m_splits)),
+        "return_bias": sentence(lambda: returning(x, m_splits)),
+        "function": sentence(lambda: grouped_linear(x, w, m_splits, b, recipe, state)),
+    }
+    expected = (
+        "grouped_linear: bias must be bfloat16, float16 or float32, "
+        f"got {str(dtype).removeprefix('torch.')}"
+    )
+    assert said == dict.fromkeys(said, expected)
 
 
 @DEVICES
@@ -167,15 +155,15 @@ def test_x_without_features(shape: tuple[int, ...], recipe: Recipe, device: str)
     mlp = GroupedMLP(2, 16, 32, recipe=recipe, device=device)
     x, state = torch.ones(shape, device=device), state_for(recipe, 2, device)
     chosen = torch.zeros(*shape[:-1], 1, device=device)
-    for op, call in (
-        ("grouped_linear", lambda: layer(x, [2, 3])),
-        ("grouped_linear", lambda: grouped_linear(x, layer.weight, [2, 3], None, recipe, state)),
-        ("grouped_mlp", lambda: mlp(x, chosen, chosen.long())),
-    ):
-        assert sentence(call) == (
-            f"{op}: x must have a last dimension of a positive multiple of 16, "
-            f"got shape {list(shape)}"
-        )
+    said = [
+        sentence(lambda: layer(x, [2, 3])),
+        sentence(lambda: grouped_linear(x, layer.weight, [2, 3], None, recipe, state)),
+        sentence(lambda: mlp(x, chosen, chosen.long())),
+    ]
+    assert said == [
+        f"{op}: x must have a last dimension of a positive multiple of 16, got shape {list(shape)}"
+        for op in ("grouped_linear", "grouped_linear", "grouped_mlp")
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -201,20 +189,23 @@ def test_leading_dimensions(recipe: Recipe, device: str) -> None:
     )
 
 
+FORMS_OF_M_SPLITS: dict[str, Callable[[str], Any]] = {
+    "list": lambda device: [4, 0, 3],
+    "tuple": lambda device: (4, 0, 3),
+    "on_cpu": lambda device: torch.tensor([4, 0, 3]),
+    "int32": lambda device: torch.tensor([4, 0, 3], dtype=torch.int32, device=device),
+    "strided": lambda device: torch.tensor([[4, 1], [0, 1], [3, 1]], device=device)[:, 0],
+}
+
+
 @DEVICES
 @RECIPES
-def test_every_form_of_m_splits(recipe: Recipe, device: str) -> None:
+@pytest.mark.parametrize("form", FORMS_OF_M_SPLITS)
+def test_every_form_of_m_splits(form: str, recipe: Recipe, device: str) -> None:
     layer = GroupedLinear(3, 16, 32, recipe=recipe, device=device)
     x = torch.randn(9, 16, device=device)
     expected = layer(x, torch.tensor([4, 0, 3], device=device))
-    for m_splits in (
-        [4, 0, 3],
-        (4, 0, 3),
-        torch.tensor([4, 0, 3]),
-        torch.tensor([4, 0, 3], dtype=torch.int32, device=device),
-        torch.tensor([[4, 1], [0, 1], [3, 1]], device=device)[:, 0],
-    ):
-        assert_same_bits(layer(x, m_splits), expected)
+    assert_same_bits(layer(x, FORMS_OF_M_SPLITS[form](device)), expected)
 
 
 @DEVICES
@@ -234,26 +225,26 @@ def test_a_weight_stored_as_its_transpose(compiled: bool, recipe: Recipe, device
     dy_dtype = torch.float8_e5m2 if delayed else getattr(recipe, "gradient_dtype", None)
     call = torch.compile(grouped_linear, backend="aot_eager") if compiled else grouped_linear
     results, calls = [], Calls()
-    for turned in (True, False):
+    for transposed in (True, False):
         x_, w = x.clone().requires_grad_(), stored.clone().requires_grad_()
-        w_ENK = w.transpose(1, 2) if turned else w.transpose(1, 2).contiguous()
+        w_ENK = w.transpose(1, 2) if transposed else w.transpose(1, 2).contiguous()
         layouts: list[tuple[int, ...]] = []
         w_ENK.register_hook(lambda dw, layouts=layouts: layouts.append(dw.stride()))
-        with calls if turned and not compiled else nullcontext():
+        with calls if transposed and not compiled else nullcontext():
             y = call(x_, w_ENK, m_splits, None, recipe, state_for(recipe, E, device))
         y.backward(x[:, :N])
-        assert (layouts == [w_ENK.stride()]) == (not turned or dy_dtype != torch.float8_e5m2)
+        assert (layouts == [w_ENK.stride()]) == (not transposed or dy_dtype != torch.float8_e5m2)
         results.append((y, x_.grad, w.grad))
         with torch.no_grad():
             y = grouped_linear(x, w_ENK, m_splits, None, recipe, state_for(recipe, E, device))
         assert_same_bits(y, results[-1][0])
-    (*turned, turned_dw), (*copied, copied_dw) = results
-    for actual, expected in zip(turned, copied, strict=True):
+    (*transposed, transposed_dw), (*copied, copied_dw) = results
+    for actual, expected in zip(transposed, copied, strict=True):
         assert_same_bits(actual, expected)
     if delayed or getattr(recipe, "power_of_two_scales", True):
-        assert_same_bits(turned_dw, copied_dw)
+        assert_same_bits(transposed_dw, copied_dw)
     else:  # a sum is scaled by one side and then the other
-        torch.testing.assert_close(turned_dw, copied_dw, rtol=2.0**-7, atol=1e-3)
+        torch.testing.assert_close(transposed_dw, copied_dw, rtol=2.0**-7, atol=1e-3)
     if not compiled and isinstance(recipe, Float8BlockScaling):
         assert calls.counts["quantize_weight columnwise"] == 1
 
@@ -323,29 +314,6 @@ def test_a_diverging_row_shows(bad: float, recipe: Recipe, device: str) -> None:
 # --- what is computed and kept -------------------------------------------------------------------
 
 
-DECIDE = ("rowwise", "columnwise", "columnwise_x", "columnwise_w", "bias_grad")
-OPERANDS = ("x_t", "w_t")  # without which block_scaled_linear_grad computes less
-
-
-class Calls(TorchDispatchMode):
-    """Counts the library's ops, with the options that decide their work."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "grouped_linear":
-            named = {a.name: a.default_value for a in func._schema.arguments}
-            named |= dict(zip(named, args, strict=False)) | (kwargs or {})
-            name = func._schema.name.removeprefix("grouped_linear::")
-            flags = [f for f in DECIDE if named.get(f)]
-            if name == "block_scaled_linear_grad":
-                flags = [f for f in OPERANDS if named[f] is not None] + flags
-            self.counts[" ".join([name, *flags])] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def work(recipe: Recipe, needed: str, backward: bool = True) -> dict[str, int]:
     x, w, b = torch.randn(7, 16), torch.randn(2, 32, 16), torch.randn(2, 32)
     for name, t in (("x", x), ("w", w), ("b", b)):
@@ -360,42 +328,67 @@ def work(recipe: Recipe, needed: str, backward: bool = True) -> dict[str, int]:
     return dict(calls.counts)
 
 
-def test_only_what_is_needed_is_computed() -> None:
-    assert work(None, "xwb") == {"grouped_mm": 2, "grouped_mm_wgrad": 1, "grouped_bias_grad": 1}
-    assert work(None, "x") == {"grouped_mm": 2}
-    assert work(None, "w") == {"grouped_mm": 1, "grouped_mm_wgrad": 1}
-    assert work(None, "b") == {"grouped_mm": 1, "grouped_bias_grad": 1}
-    block = Float8BlockScaling()
-    assert work(block, "xwb") == {
-        "block_scaled_linear columnwise_x columnwise_w": 1,
-        "block_scaled_linear_grad x_t w_t bias_grad": 1,
+def work_of_per_group_scaling(op: str, weight_op: str) -> dict[str, int]:
+    return {
+        f"{op} rowwise columnwise": 1,
+        f"{weight_op} columnwise": 1,
+        "grouped_scaled_mm": 2,
+        f"{op} rowwise columnwise bias_grad": 1,
+        "grouped_scaled_mm_wgrad": 1,
     }
-    assert work(block, "x") == {
-        "block_scaled_linear columnwise_w": 1,
-        "block_scaled_linear_grad w_t": 1,
-    }
-    assert work(block, "w") == {
-        "block_scaled_linear columnwise_x": 1,
-        "block_scaled_linear_grad x_t": 1,
-    }
-    assert work(block, "b") == {"block_scaled_linear": 1, "grouped_bias_grad": 1}
-    for name, op, weight_op in (
-        ("current", "group_quantize_current", "quantize_weight_current"),
-        ("delayed", "group_quantize_delayed_", "quantize_weight_delayed_"),
-    ):
-        assert work(MORE_RECIPES[name], "xwb") == {
-            f"{op} rowwise columnwise": 1,
-            f"{weight_op} columnwise": 1,
-            "grouped_scaled_mm": 2,
-            f"{op} rowwise columnwise bias_grad": 1,
-            "grouped_scaled_mm_wgrad": 1,
-        }
-    assert work(MORE_RECIPES["mxfp8"], "xwb") == {
-        "group_round_mx rowwise columnwise": 2,  # a weight's, where a mode looks
-        "grouped_mm": 2,
-        "group_round_mx rowwise columnwise bias_grad": 1,
-        "grouped_mm_wgrad": 1,
-    }
+
+
+# recipe, the inputs that need a gradient, and the ops that run
+WORK: list[tuple[str, str, dict[str, int]]] = [
+    ("none", "xwb", {"grouped_mm": 2, "grouped_mm_wgrad": 1, "grouped_bias_grad": 1}),
+    ("none", "x", {"grouped_mm": 2}),
+    ("none", "w", {"grouped_mm": 1, "grouped_mm_wgrad": 1}),
+    ("none", "b", {"grouped_mm": 1, "grouped_bias_grad": 1}),
+    (
+        "block",
+        "xwb",
+        {
+            "block_scaled_linear columnwise_x columnwise_w": 1,
+            "block_scaled_linear_grad x_t w_t bias_grad": 1,
+        },
+    ),
+    (
+        "block",
+        "x",
+        {"block_scaled_linear columnwise_w": 1, "block_scaled_linear_grad w_t": 1},
+    ),
+    (
+        "block",
+        "w",
+        {"block_scaled_linear columnwise_x": 1, "block_scaled_linear_grad x_t": 1},
+    ),
+    ("block", "b", {"block_scaled_linear": 1, "grouped_bias_grad": 1}),
+    (
+        "current",
+        "xwb",
+        work_of_per_group_scaling("group_quantize_current", "quantize_weight_current"),
+    ),
+    (
+        "delayed",
+        "xwb",
+        work_of_per_group_scaling("group_quantize_delayed_", "quantize_weight_delayed_"),
+    ),
+    (
+        "mxfp8",
+        "xwb",
+        {
+            "group_round_mx rowwise columnwise": 2,  # a weight's, where a mode looks
+            "grouped_mm": 2,
+            "group_round_mx rowwise columnwise bias_grad": 1,
+            "grouped_mm_wgrad": 1,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("recipe", "needed", "ops"), WORK)
+def test_only_what_is_needed_is_computed(recipe: str, needed: str, ops: dict[str, int]) -> None:
+    assert work(MORE_RECIPES[recipe], needed) == ops
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

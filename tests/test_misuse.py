@@ -6,18 +6,6 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from samples import (
-    BF16,
-    CUDA_OPS,
-    OPS,
-    Groups,
-    Sample,
-    assert_same_bits,
-    make,
-    needs_hopper,
-    on,
-    sentence,
-)
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
@@ -31,6 +19,12 @@ from grouped_linear import (
     grouped_linear,
     ops,
 )
+from support.compare import assert_same_bits
+from support.devices import CUDA_OPS, OPS, needs_hopper
+from support.errors import sentence
+from support.groups import Groups
+from support.samples import Sample, make
+from support.tensors import BF16, on
 
 GROUPS = Groups((3, 0, 7), 12, K=144, N=32)
 

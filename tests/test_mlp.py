@@ -3,31 +3,15 @@
 T tokens, C experts chosen for a token, E experts, H features of a token, F features of an expert.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import pytest
-import reference
 import torch
-from samples import (
-    BF16,
-    DTYPES,
-    FP16,
-    FP32,
-    MORE_RECIPES,
-    OPS,
-    STRICT_GRAPHS,
-    Swiglu,
-    assert_same_bits,
-    devices,
-    needs_hopper,
-)
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from grouped_linear import (
@@ -43,6 +27,15 @@ from grouped_linear import (
     update_scales,
 )
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
+from support import reference
+from support.calls import Calls
+from support.compare import assert_same_bits
+from support.devices import OPS, devices, needs_hopper
+from support.errors import sentence
+from support.graphs import STRICT_GRAPHS
+from support.recipes import MORE_RECIPES
+from support.swiglu import Swiglu
+from support.tensors import BF16, DTYPES, FP16, FP32
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 RECIPES = pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
@@ -213,43 +206,29 @@ def test_recipes_are_near_float64(recipe: Recipe, device: str) -> None:
     ("routing", "kind"),
     [*((r, "plain") for r in ROUTINGS), *(("some_to_none", k) for k in KINDS if k != "plain")],
 )
-def test_fused_is_unfused(routing: str, kind: str, recipe: Recipe, device: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fused_is_unfused(
+    routing: str, kind: str, recipe: Recipe, dtype: torch.dtype, device: str
+) -> None:
     experts = ROUTINGS[routing].to(device)
-    for dtype in DTYPES:
-        leaves = leaves_of(experts, device, dtype, kind)
-        states = [states_of(recipe, device) for _ in range(2)]
-        actual = run(ours(experts, recipe, states[0], kind), leaves)
-        expected = run(unfused(experts, recipe, states[1], kind), leaves)
-        for a, e in zip(actual, expected, strict=True):
+    leaves = leaves_of(experts, device, dtype, kind)
+    states = [states_of(recipe, device) for _ in range(2)]
+    actual = run(ours(experts, recipe, states[0], kind), leaves)
+    expected = run(unfused(experts, recipe, states[1], kind), leaves)
+    for a, e in zip(actual, expected, strict=True):
+        assert_same_bits(a, e)
+    if states[0] is not None:  # and both remember the same
+        for a, e in zip(*(nn.ModuleList(s).buffers() for s in states), strict=True):
             assert_same_bits(a, e)
-        if states[0] is not None:  # and both remember the same
-            for a, e in zip(*(nn.ModuleList(s).buffers() for s in states), strict=True):
-                assert_same_bits(a, e)
-
-
-class CountOps(TorchDispatchMode):
-    """Our ops, with the layouts that they were asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "grouped_linear":
-            given = {a.name: a.default_value for a in func._schema.arguments}
-            given.update(zip(given, args, strict=False))  # without what equals its default
-            layouts = [n for n in ("rowwise", "columnwise") if given.get(n)]
-            self.counts[" ".join([func._opname, *layouts])] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @DEVICES
 def test_every_fused_op_and_no_other(device: str) -> None:
     experts = ROUTINGS["random"].to(device)
     leaves = leaves_of(experts, device, BF16)
-    with CountOps() as counting:
+    with Calls() as calls:
         run(ours(experts, Float8BlockScaling()), leaves)
-    assert counting.counts == {
+    assert calls.counts == {
         "sort_by_expert": 1,
         "group_quantize rowwise columnwise": 2,  # x as it is gathered; dy, gathered and weighted
         "gather_sum": 2,  # the outputs, x's gradient
@@ -260,9 +239,9 @@ def test_every_fused_op_and_no_other(device: str) -> None:
         "grouped_scaled_mm": 4,
         "grouped_scaled_mm_wgrad": 2,
     }
-    with torch.no_grad(), CountOps() as counting:
+    with torch.no_grad(), Calls() as calls:
         ours(experts, Float8BlockScaling())(*leaves)
-    assert counting.counts == {
+    assert calls.counts == {
         "sort_by_expert": 1,
         "group_quantize rowwise": 1,
         "quantize_weight": 2,
@@ -273,22 +252,21 @@ def test_every_fused_op_and_no_other(device: str) -> None:
 
 
 @DEVICES
-def test_what_is_kept_for_the_backward(device: str) -> None:
+@pytest.mark.parametrize("weights_learn", [True, False], ids=["weights_learn", "fixed_weights"])
+def test_what_is_kept_for_the_backward(weights_learn: bool, device: str) -> None:
     """FP8 of what wgrad and dgrad read; in bf16 gate and up, and outputs for the weights alone."""
     experts = ROUTINGS["random"].to(device)
     leaves = leaves_of(experts, device, BF16)
     R = experts.numel()
     blocks = (R + 127 * E) // 128
     kept: list[Tensor] = []
-    for weights_learn in (True, False):
-        leaves[1].requires_grad_(weights_learn)
-        kept.clear()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-            ours(experts, Float8BlockScaling())(*leaves)
-        shapes = {d: sorted(tuple(t.shape) for t in kept if t.dtype == d) for d in (BF16, E4M3)}
-        assert shapes[BF16] == [(R, H)] * weights_learn + [(R, 2 * F)]
-        columns = [(E, F, H), (E, H, 2 * F), (blocks, F, 128), (blocks, H, 128)]
-        assert shapes[E4M3] == sorted(columns)
+    leaves[1].requires_grad_(weights_learn)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        ours(experts, Float8BlockScaling())(*leaves)
+    shapes = {d: sorted(tuple(t.shape) for t in kept if t.dtype == d) for d in (BF16, E4M3)}
+    assert shapes[BF16] == [(R, H)] * weights_learn + [(R, 2 * F)]
+    columns = [(E, F, H), (E, H, 2 * F), (blocks, F, 128), (blocks, H, 128)]
+    assert shapes[E4M3] == sorted(columns)
 
 
 @DEVICES
@@ -311,16 +289,16 @@ def test_only_the_gradients_asked_for(recipe: Recipe, device: str) -> None:
                 assert leaf.grad is None
 
 
-def test_biases_of_another_dtype() -> None:
+@pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
+def test_biases_of_another_dtype(recipe: Recipe) -> None:
     """They are added in x's dtype, and their gradients have their own."""
     experts = ROUTINGS["random"]
     leaves = leaves_of(experts, "cpu", BF16, "bias")
     wide = [*leaves[:4], *(b.detach().float().requires_grad_() for b in leaves[4:])]
-    for recipe in (None, Float8BlockScaling()):
-        expected, actual = (run(ours(experts, recipe, kind="bias"), of) for of in (leaves, wide))
-        for a, e, same in zip(actual, expected, [True] * 5 + [False] * 2, strict=True):
-            assert a.dtype == (e.dtype if same else FP32)
-            assert_same_bits(a.to(e.dtype), e)
+    expected, actual = (run(ours(experts, recipe, kind="bias"), of) for of in (leaves, wide))
+    for a, e, same in zip(actual, expected, [True] * 5 + [False] * 2, strict=True):
+        assert a.dtype == (e.dtype if same else FP32)
+        assert_same_bits(a.to(e.dtype), e)
 
 
 @DEVICES
@@ -521,19 +499,22 @@ def without_dropped(experts_TC: Tensor, max_rows: int) -> Tensor:
         ("some_to_none", "gpt_oss"),
     ],
 )
-def test_room_for_fewer_rows(routing: str, kind: str, recipe: Recipe, device: str) -> None:
+@pytest.mark.parametrize("room", [0, 4, 130, None], ids=["none", "few", "most", "all"])
+def test_room_for_fewer_rows(
+    room: int | None, routing: str, kind: str, recipe: Recipe, device: str
+) -> None:
     """Who found room has the numbers that it has without a bound, who did not has none."""
     experts = ROUTINGS[routing].to(device)
-    for max_rows in (0, 4, 130, experts.numel() + 1):
-        leaves = leaves_of(experts, device, BF16, kind)
-        states = [states_of(recipe, device) for _ in range(2)]
-        kept = without_dropped(experts, max_rows)
-        with torch.no_grad():  # of what is dropped, it reaches nothing
-            leaves[1].masked_fill_((kept < 0) & (experts >= 0), torch.nan)
-        expected = run(ours(kept, recipe, states[0], kind), leaves)
-        bounded = ours(experts, recipe, states[1], kind, max_rows)
-        for a, e in zip(run(bounded, leaves), expected, strict=True):
-            assert_same_bits(a, e)
+    max_rows = experts.numel() + 1 if room is None else room
+    leaves = leaves_of(experts, device, BF16, kind)
+    states = [states_of(recipe, device) for _ in range(2)]
+    kept = without_dropped(experts, max_rows)
+    with torch.no_grad():  # of what is dropped, it reaches nothing
+        leaves[1].masked_fill_((kept < 0) & (experts >= 0), torch.nan)
+    expected = run(ours(kept, recipe, states[0], kind), leaves)
+    bounded = ours(experts, recipe, states[1], kind, max_rows)
+    for a, e in zip(run(bounded, leaves), expected, strict=True):
+        assert_same_bits(a, e)
 
 
 @DEVICES
@@ -660,7 +641,7 @@ def test_mistakes() -> None:
     mlp = GroupedMLP(E, H, F)
     x, weights, experts = torch.randn(4, H), torch.rand(4, 2), torch.zeros(4, 2).long()
     state = states_of(DelayedScaling(), "cpu")
-    for sentence, call in {
+    mistakes = {
         "GroupedMLP: num_experts must be between 1 and 1024, got 0": lambda: GroupedMLP(0, H, F),
         "GroupedMLP: hidden_size must be a positive multiple of 16, got 20": lambda: GroupedMLP(
             E, 20, F
@@ -700,10 +681,10 @@ def test_mistakes() -> None:
         "grouped_mlp: DelayedScaling, and it alone, takes a state": lambda: grouped_mlp(
             x, weights, experts, *mlp.parameters(), None, state
         ),
-    }.items():
-        with pytest.raises(ValueError) as raised:  # noqa: PT011  (compared in the next line)
-            call()
-        assert str(raised.value).startswith(sentence)
+    }
+    said = {expected: sentence(call, (ValueError,)) for expected, call in mistakes.items()}
+    wrong = {e: actual for e, actual in said.items() if not actual.startswith(e)}
+    assert not wrong
 
 
 @needs_hopper

@@ -14,21 +14,21 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import test_training
 import torch
-from samples import (
-    BF16,
-    DTYPES,
-    FP32,
-    OPS,
-    RECIPES,
-    assert_same_bits,
-    devices,
-    needs_hopper,
-    sentence,
-)
-from test_layer import Calls
-from test_training import (
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grouped_linear import GroupedMLP, Recipe, ops, update_scales
+from support import training
+from support.calls import Calls
+from support.compare import assert_same_bits, assert_shows_cold
+from support.devices import OPS, devices, needs_hopper
+from support.errors import sentence
+from support.groups import experts_of
+from support.recipes import RECIPES
+from support.tensors import BF16, DTYPES, FP32
+from support.training import (
     CUDA_MODES,
     FEATURES,
     Feature,
@@ -41,14 +41,8 @@ from test_training import (
     graphed,
     interleaved,
 )
-from test_weight_cache import assert_shows_cold
-from torch import Tensor, nn
-from torch._inductor.utils import run_and_get_code
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from grouped_linear import GroupedMLP, Recipe, ops, update_scales
-
-T, E, H, F, C = test_training.T, test_training.E, test_training.K, 48, 2
+T, E, H, F, C = training.T, training.E, training.K, 48, 2
 STEPS, LEARNING_RATE = (1, 2, 8), 0.01
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -61,7 +55,7 @@ EVERY_FEATURE = pytest.mark.parametrize("feature", [FEATURES[name] for name in O
 
 
 class Routed(nn.Module):
-    """A GroupedMLP that is called as the modes of test_training.py call a layer.
+    """A GroupedMLP that is called as the modes of support/training.py call a layer.
 
     Which experts a token goes to follows from m_splits; past their sum, where x is NaN, to none.
     Some experts have no tokens.
@@ -80,15 +74,6 @@ class Routed(nn.Module):
         return self.mlp(x, self.score, experts_of(m_splits, T), first)
 
 
-def experts_of(m_splits: Tensor, T: int) -> Tensor:
-    """Two for each token: its group, and another or the same one; none past the last group."""
-    E = m_splits.size(0)
-    group = torch.searchsorted(
-        m_splits.cumsum(0), torch.arange(T, device=m_splits.device), right=True
-    )
-    return torch.stack([group, torch.where(group < E, 2 * group % E, -1)], dim=1)
-
-
 def make(recipe: Recipe, dtype: torch.dtype, device: str, **options: Any) -> Routed:
     torch.manual_seed(0)
     # Under a recipe weights are float32, so that gradients are, as main_grad is.
@@ -97,7 +82,7 @@ def make(recipe: Recipe, dtype: torch.dtype, device: str, **options: Any) -> Rou
 
 
 def batches(dtype: torch.dtype, device: str, count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    made = test_training.batches(dtype, device, count)
+    made = training.batches(dtype, device, count)
     return [(x, m_splits, dy[:, :H]) for x, m_splits, dy in made]
 
 

@@ -3,58 +3,30 @@
 T rows, E groups, K in_features, N out_features.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Any
 
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
-from samples import (
-    BF16,
-    DTYPES,
-    FP16,
-    FP32,
-    GROUPS,
-    WIDE,
-    Groups,
-    Sample,
-    assert_same_bits,
-    bits,
-    cases,
-    devices,
-    lay_out,
-    make,
-    on,
-    rows,
-    specified,
-    variant_of,
-    weight,
-)
 from torch import Tensor
 
 from grouped_linear import ops
-
-# Half a unit in the last place, relative: what one rounding to the dtype costs at most.
-ROUNDING = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-24}
-
-
-def rounded(expected: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
-    """An error before rounding to dtype, and after it. Small float16 numbers are 2^-24 apart."""
-    return error + ROUNDING[dtype] * (expected.abs() + error) + (2.0**-25 if dtype == FP16 else 0)
-
-
-def tolerance(expected: Tensor, magnitude: Tensor, depth: int, dtype: torch.dtype) -> Tensor:
-    """What float32 accumulation and one rounding may cost; magnitude: the sum of |a * b|.
-
-    `depth` additions in float32 each round by 2^-24, or by 2^-23 where a tensor core truncates. The
-    errors add like a random walk, and 2 leaves room for its tails: 4 * sqrt(depth) * 2^-24.
-    """
-    walk = 4 * math.sqrt(max(depth, 1)) * 2.0**-24 * magnitude
-    return rounded(expected, walk, dtype)
-
+from support import reference
+from support.cases import cases, variant_of
+from support.compare import (
+    ROUNDING,
+    assert_same_bits,
+    bits,
+    rounded,
+    tail_is_zero,
+    tolerance,
+    within,
+)
+from support.devices import devices
+from support.groups import GROUPS, WIDE, Groups
+from support.samples import Sample, make, specified
+from support.tensors import BF16, DTYPES, FP32, lay_out, on, rows, weight
 
 # The c of |error| <= 2^-8 |y| + c * 2^-13 * (the sum of |a * b|), for FP8 and BF16 operands and y
 # in BF16. FP8 tensor cores keep about 13 bits below a sum's largest addend, and truncate every
@@ -67,14 +39,6 @@ C = 8
 def scaled_tolerance(expected: Tensor, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     """What FP8 tensor cores and one rounding may cost; magnitude: the sum of |a * b|."""
     return rounded(expected, C * 2.0**-13 * magnitude, dtype)
-
-
-def within(actual: Tensor, expected: Tensor, tolerance: Tensor) -> bool:
-    return bool(((actual.double() - expected).abs() <= tolerance).all())  # NaN is not
-
-
-def tail_is_zero(y_TN: Tensor, groups: Groups) -> bool:
-    return not bits(y_TN[groups.valid :]).any()
 
 
 def magnitude_of(a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -95,9 +59,9 @@ def check_grouped_mm(sample: Sample, groups: Groups, device: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("grouped_mm"))
-def test_grouped_mm(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        check_grouped_mm(variant_of(op, groups, variant, dtype), groups, device)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_grouped_mm(op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str) -> None:
+    check_grouped_mm(variant_of(op, groups, variant, dtype), groups, device)
 
 
 def dequantized(sample: Sample) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -121,9 +85,11 @@ def check_grouped_scaled_mm(sample: Sample, groups: Groups, device: str) -> None
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("grouped_scaled_mm"))
-def test_grouped_scaled_mm(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        check_grouped_scaled_mm(variant_of(op, groups, variant, dtype), groups, device)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_grouped_scaled_mm(
+    op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
+) -> None:
+    check_grouped_scaled_mm(variant_of(op, groups, variant, dtype), groups, device)
 
 
 @pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
@@ -139,50 +105,51 @@ LARGE = Groups((130, 0, 257, 1, 300), 700, K=272, N=2064)
 
 @pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tiles_of_either_width(dtype: torch.dtype, device: str) -> None:
-    checks = {"grouped_mm": check_grouped_mm, "grouped_scaled_mm": check_grouped_scaled_mm}
-    for (op, check), layout in product(checks.items(), ("dense", "transposed")):
-        sample = make(op, LARGE, dtype, bias=True)
-        if layout == "transposed":
-            sample = sample.but(b=lay_out(sample["b"], layout))
-        check(sample, LARGE, device)
-        (y,) = sample.results(device)
-        for e, (end, count) in enumerate(zip(LARGE.offs().tolist(), LARGE.m_splits, strict=True)):
-            here = slice(end - count, end)
-            parts = {"a": sample["a"][here], "offs": torch.tensor([count]).int()}
-            parts |= {n: sample[n][e : e + 1] for n in ("b", "bias")}
-            if op == "grouped_scaled_mm":
-                parts["scale_a"] = F.pad(sample["scale_a"][:, here], (0, -count % 4))
-                parts["scale_b"] = sample["scale_b"][e : e + 1]
-            (alone,) = sample.but(**parts).results(device)
-            assert_same_bits(alone, y[here])
+@pytest.mark.parametrize("op", ["grouped_mm", "grouped_scaled_mm"])
+@pytest.mark.parametrize("layout", ["dense", "transposed"])
+def test_tiles_of_either_width(op: str, layout: str, dtype: torch.dtype, device: str) -> None:
+    check = check_grouped_mm if op == "grouped_mm" else check_grouped_scaled_mm
+    sample = make(op, LARGE, dtype, bias=True)
+    if layout == "transposed":
+        sample = sample.but(b=lay_out(sample["b"], layout))
+    check(sample, LARGE, device)
+    (y,) = sample.results(device)
+    for e, (end, count) in enumerate(zip(LARGE.offs().tolist(), LARGE.m_splits, strict=True)):
+        here = slice(end - count, end)
+        parts = {"a": sample["a"][here], "offs": torch.tensor([count]).int()}
+        parts |= {n: sample[n][e : e + 1] for n in ("b", "bias")}
+        if op == "grouped_scaled_mm":
+            parts["scale_a"] = F.pad(sample["scale_a"][:, here], (0, -count % 4))
+            parts["scale_b"] = sample["scale_b"][e : e + 1]
+        (alone,) = sample.but(**parts).results(device)
+        assert_same_bits(alone, y[here])
 
 
 @pytest.mark.parametrize("device", devices("group_quantize", "grouped_scaled_mm"))
 @pytest.mark.parametrize("scale", [1.0, 2.0**-100, 2.0**-120], ids=["", "small", "tiny"])
 @pytest.mark.parametrize("name", ["unaligned", "capacity", "17_groups"])
-def test_power_of_two_scales(name: str, scale: float, device: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_power_of_two_scales(name: str, scale: float, dtype: torch.dtype, device: str) -> None:
     """Operands scaled without rounding, but tiny ones are no normal bf16 numbers."""
     groups = GROUPS[name]
     options = {"power_of_two_scales": True, "columnwise": True}
-    for dtype in DTYPES:
-        sample = make("grouped_scaled_mm", groups, dtype, bias=True)
-        x = make("group_quantize", groups, FP32, **options)
-        q, scale_a, q_t, scale_t, _ = x.but(x=x["x"] * scale).results("cpu")
-        b, scale_b, _ = reference.quantize_weight(
-            torch.randn(groups.E, groups.N, groups.K) / scale, reference.Scaling(True)
-        )
-        exact = sample.but(a=q, scale_a=scale_a, b=b, scale_b=scale_b)
-        check_grouped_scaled_mm(exact, groups, device)
+    sample = make("grouped_scaled_mm", groups, dtype, bias=True)
+    x = make("group_quantize", groups, FP32, **options)
+    q, scale_a, q_t, scale_t, _ = x.but(x=x["x"] * scale).results("cpu")
+    b, scale_b, _ = reference.quantize_weight(
+        torch.randn(groups.E, groups.N, groups.K) / scale, reference.Scaling(True)
+    )
+    exact = sample.but(a=q, scale_a=scale_a, b=b, scale_b=scale_b)
+    check_grouped_scaled_mm(exact, groups, device)
 
-        dy_TN = rows(groups, groups.N, FP32) / scale
-        dy = make("group_quantize", groups, FP32, **options).but(x=dy_TN)
-        dy_t, scale_dy_t = dy.results("cpu")[2:4]
-        wgrad = make("grouped_scaled_mm_wgrad", groups, dtype)
-        wgrad = wgrad.but(dy_t=dy_t, x_t=q_t, scale_dy_t=scale_dy_t, scale_x_t=scale_t)
-        dw_ENK = reference.grouped_mm_wgrad(*wgrad_operands(wgrad, groups))
-        allowed = wgrad_tolerance(wgrad, groups, dw_ENK, dtype)
-        assert within(wgrad.results(device)[0], dw_ENK, allowed)
+    dy_TN = rows(groups, groups.N, FP32) / scale
+    dy = make("group_quantize", groups, FP32, **options).but(x=dy_TN)
+    dy_t, scale_dy_t = dy.results("cpu")[2:4]
+    wgrad = make("grouped_scaled_mm_wgrad", groups, dtype)
+    wgrad = wgrad.but(dy_t=dy_t, x_t=q_t, scale_dy_t=scale_dy_t, scale_x_t=scale_t)
+    dw_ENK = reference.grouped_mm_wgrad(*wgrad_operands(wgrad, groups))
+    allowed = wgrad_tolerance(wgrad, groups, dw_ENK, dtype)
+    assert within(wgrad.results(device)[0], dw_ENK, allowed)
 
 
 @pytest.mark.parametrize("device", devices("grouped_scaled_mm"))
@@ -274,15 +241,15 @@ def wgrad_tolerance(sample: Sample, groups: Groups, expected: Tensor, dtype: tor
 @pytest.mark.parametrize(
     ("op", "groups", "variant", "device"), cases("grouped_mm_wgrad", "grouped_scaled_mm_wgrad")
 )
-def test_wgrad(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        sample = variant_of(op, groups, variant, dtype)
-        (dw,) = sample.results(device)
-        expected = reference.grouped_mm_wgrad(*wgrad_operands(sample, groups))
-        assert dw.dtype == (sample.get("out_dtype") or dtype)
-        assert within(dw, expected, wgrad_tolerance(sample, groups, expected, dw.dtype))
-        for e, size in enumerate(groups.m_splits):
-            assert size or not bits(dw[e]).any()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wgrad(op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str) -> None:
+    sample = variant_of(op, groups, variant, dtype)
+    (dw,) = sample.results(device)
+    expected = reference.grouped_mm_wgrad(*wgrad_operands(sample, groups))
+    assert dw.dtype == (sample.get("out_dtype") or dtype)
+    assert within(dw, expected, wgrad_tolerance(sample, groups, expected, dw.dtype))
+    for e, size in enumerate(groups.m_splits):
+        assert size or not bits(dw[e]).any()
 
 
 IN_PLACE = ("grouped_mm_wgrad_", "grouped_scaled_mm_wgrad_")

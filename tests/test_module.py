@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from samples import BF16, FP16, FP32, assert_same_bits, sentence
-from samples import RECIPES as EVERY_RECIPE
 from torch import Tensor, nn
 
 from grouped_linear import Float8BlockScaling, GroupedLinear, GroupedMLP, Recipe
+from support.compare import assert_same_bits
+from support.errors import sentence
+from support.recipes import RECIPES as EVERY_RECIPE
+from support.tensors import BF16, FP16, FP32
 
 RECIPES = pytest.mark.parametrize("recipe", EVERY_RECIPE.values(), ids=EVERY_RECIPE)
 
@@ -254,18 +256,16 @@ def test_parameters_apart() -> None:
 
 
 @RECIPES
-def test_checkpoints_of_either_form(recipe: Recipe) -> None:
+@pytest.mark.parametrize("to", ["separate", "packed"])
+def test_checkpoints_of_either_form(to: str, recipe: Recipe) -> None:
     """Strictly, both ways, inside a model too; the dict that was given is left as it was."""
-    one, other = make_layer(recipe=recipe), apart(recipe=recipe)
-    for source, target in ((one, other), (other, one), (one, apart(recipe=recipe))):
-        saved = nn.Sequential(source).state_dict()
-        names = [*saved]
-        nn.Sequential(target).load_state_dict(saved, strict=True)
-        assert [*saved] == names
-        assert_same_bits(called(target), called(source))
-        with torch.no_grad():
-            for p in source.parameters():
-                p.normal_()
+    packed, separate = make_layer(recipe=recipe), apart(recipe=recipe)
+    source, target = (packed, separate) if to == "separate" else (separate, packed)
+    saved = nn.Sequential(source).state_dict()
+    names = [*saved]
+    nn.Sequential(target).load_state_dict(saved, strict=True)
+    assert [*saved] == names
+    assert_same_bits(called(target), called(source))
 
 
 def test_checkpoints_that_do_not_fit() -> None:
@@ -338,10 +338,15 @@ def test_a_buffer_of_somebody_else_is_read_where_it_is(compiled: bool, recipe: R
     assert_same_bits(grads, one.weight.grad)
 
 
-def test_out_of_scope() -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [("tp_size", 2), ("sequence_parallel", True), ("ub_name", "fc1")]
+)
+def test_out_of_scope(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"out of scope, got {name}={value!r}$"):
+        make_layer(**{name: value})
+
+
+def test_defaults_of_what_is_out_of_scope() -> None:
     make_layer(sequence_parallel=False, tp_group=None, tp_size=1, parallel_mode=None)
-    for name, value in (("tp_size", 2), ("sequence_parallel", True), ("ub_name", "fc1")):
-        with pytest.raises(ValueError, match=rf"out of scope, got {name}={value!r}$"):
-            make_layer(**{name: value})
     with pytest.raises(TypeError, match="unexpected keyword argument 'num_experts'"):
         make_layer(num_experts=3)

@@ -3,22 +3,15 @@
 from typing import Any
 
 import pytest
-import reference
 import torch
-from samples import (
-    BF16,
-    CUDA_OPS,
-    GROUPS,
-    OPS,
-    Sample,
-    assert_same_bits,
-    devices,
-    make,
-    needs_hopper,
-    specified,
-)
 
 from grouped_linear import ops
+from support import reference
+from support.compare import assert_same_bits
+from support.devices import CUDA_OPS, OPS, devices, needs_hopper
+from support.groups import GROUPS
+from support.samples import make, specified
+from support.tensors import BF16
 
 SIZES = (1, 2, 17, 32, 33, 200, 257, 513, 1024)  # one warp, several, and a group more or less
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
@@ -27,29 +20,37 @@ INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 @pytest.mark.parametrize("device", devices("splits_to_offsets"))
 @pytest.mark.parametrize("split_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("num_groups", SIZES)
-def test_splits_to_offsets(num_groups: int, split_dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(
+    ("alignment", "stride", "dtype"),
+    [(1, 1, torch.int32), (128, 1, torch.int32), (48, 2**32, torch.int64)],
+)
+@pytest.mark.parametrize("spare", [0, 1000])
+def test_splits_to_offsets(
+    spare: int,
+    alignment: int,
+    stride: int,
+    dtype: torch.dtype,
+    num_groups: int,
+    split_dtype: torch.dtype,
+    device: str,
+) -> None:
     m_splits = torch.randint(0, 300, (num_groups,)) * torch.randint(0, 2, (num_groups,))
-    splits_E = m_splits.to(device, split_dtype)
-    for num_rows in (int(m_splits.sum()), int(m_splits.sum()) + 1000):
-        for alignment, stride, dtype in (
-            (1, 1, torch.int32),
-            (128, 1, torch.int32),
-            (48, 2**32, torch.int64),
-        ):
-            offs_E = ops.splits_to_offsets(
-                splits_E, num_rows, alignment=alignment, stride=stride, dtype=dtype
-            )
-            expected = reference.splits_to_offsets(m_splits.tolist(), num_rows, alignment, stride)
-            assert offs_E.dtype == dtype
-            assert offs_E.tolist() == expected
+    splits_E, num_rows = m_splits.to(device, split_dtype), int(m_splits.sum()) + spare
+    offs_E = ops.splits_to_offsets(
+        splits_E, num_rows, alignment=alignment, stride=stride, dtype=dtype
+    )
+    expected = reference.splits_to_offsets(m_splits.tolist(), num_rows, alignment, stride)
+    assert offs_E.dtype == dtype
+    assert offs_E.tolist() == expected
 
 
 @pytest.mark.parametrize("device", devices("splits_to_offsets"))
 @pytest.mark.parametrize("m_splits", [[0], [0, 0, 0], [0, 7], [7, 0], [3, 0, 0, 4]])
-def test_empty_groups(m_splits: list[int], device: str) -> None:
-    for num_rows in (sum(m_splits), sum(m_splits) + 3):
-        offs_E = ops.splits_to_offsets(torch.tensor(m_splits, device=device), num_rows)
-        assert offs_E.tolist() == reference.splits_to_offsets(m_splits, num_rows)
+@pytest.mark.parametrize("spare", [0, 3])
+def test_empty_groups(spare: int, m_splits: list[int], device: str) -> None:
+    num_rows = sum(m_splits) + spare
+    offs_E = ops.splits_to_offsets(torch.tensor(m_splits, device=device), num_rows)
+    assert offs_E.tolist() == reference.splits_to_offsets(m_splits, num_rows)
 
 
 @pytest.mark.parametrize("device", devices("splits_to_offsets"))
@@ -95,30 +96,26 @@ LIES = {
 }
 
 
-def lying_samples() -> list[Sample]:
-    options: dict[str, dict[str, Any]] = {
-        "group_quantize": {"columnwise": True, "bias_grad": True},
-        "block_scaled_linear_grad": {"x_t": None, "scale_x_t": None},  # wgrad clamps elsewhere
-    }
-    return [
-        make(op, GROUPS["unaligned"], BF16, **options.get(op, {}))
-        for op in OPS
-        if op in CUDA_OPS and "offs" in make(op, GROUPS["unaligned"], BF16).arguments
-    ]
+LIED_TO: dict[str, dict[str, Any]] = {
+    **{op: {} for op in OPS if "offs" in make(op, GROUPS["unaligned"], BF16).arguments},
+    "group_quantize": {"columnwise": True, "bias_grad": True},
+    "block_scaled_linear_grad": {"x_t": None, "scale_x_t": None},  # wgrad clamps elsewhere
+}
 
 
 @needs_hopper
+@pytest.mark.parametrize("op", [op for op in LIED_TO if op in CUDA_OPS])
 @pytest.mark.parametrize("offs", LIES.values(), ids=LIES)
-def test_lying_offsets_are_clamped_on_cuda(offs: list[int]) -> None:
+def test_lying_offsets_are_clamped_on_cuda(op: str, offs: list[int]) -> None:
     """Ends count as their running maximum, within the rows there are."""
-    for sample in lying_samples():
-        # wgrad from columnwise data knows the rows of its blocks only
-        num_rows = 128 * len(sample["dy_t"]) if "dy_t" in sample.arguments else 173
-        clamped = [rows.stop for rows in reference.groups(torch.tensor(offs), num_rows)]
-        lie, truth = (sample.but(offs=torch.tensor(o, dtype=torch.int32)) for o in (offs, clamped))
-        for actual, expected in zip(
-            specified(truth, lie.results("cuda")),
-            specified(truth, truth.results("cuda")),
-            strict=True,
-        ):
-            assert_same_bits(actual, expected)
+    sample = make(op, GROUPS["unaligned"], BF16, **LIED_TO[op])
+    # wgrad from columnwise data knows the rows of its blocks only
+    num_rows = 128 * len(sample["dy_t"]) if "dy_t" in sample.arguments else 173
+    clamped = [rows.stop for rows in reference.groups(torch.tensor(offs), num_rows)]
+    lie, truth = (sample.but(offs=torch.tensor(o, dtype=torch.int32)) for o in (offs, clamped))
+    for actual, expected in zip(
+        specified(truth, lie.results("cuda")),
+        specified(truth, truth.results("cuda")),
+        strict=True,
+    ):
+        assert_same_bits(actual, expected)

@@ -4,25 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-from reference import E4M3, E5M2
-from samples import (
-    BF16,
-    DTYPES,
-    GROUPS,
-    OPS,
-    UNSPECIFIED,
-    Groups,
-    Sample,
-    bits,
-    cases,
-    keep,
-    on,
-    specified_masks,
-    variant_of,
-)
 from torch import Tensor
 from torch.testing._internal.optests.aot_autograd import aot_autograd_check
 from torch.utils._pytree import tree_leaves
+
+from support.cases import cases, variant_of
+from support.compare import bits
+from support.devices import OPS
+from support.groups import GROUPS, Groups
+from support.reference import E4M3, E5M2
+from support.samples import UNSPECIFIED, Sample, keep, specified_masks
+from support.tensors import BF16, DTYPES, on
 
 EVERY_UTIL = (
     "test_schema",

@@ -3,29 +3,22 @@
 T rows, E groups, K in_features, N out_features.
 """
 
+from collections.abc import Callable
+
 import hypothesis
 import pytest
-import reference
 import torch
 from hypothesis import strategies
-from reference import E4M3, E5M2, Scaling
-from samples import (
-    BF16,
-    DTYPES,
-    FP16,
-    FP32,
-    GROUPS,
-    WIDE,
-    Groups,
-    Sample,
-    assert_same_bits,
-    cases,
-    devices,
-    make,
-    variant_of,
-)
-from test_quantize import assert_bias_grad, scaling_of, special_rows
 from torch import Tensor
+
+from support import reference
+from support.cases import cases, variant_of
+from support.compare import assert_bias_grad, assert_same_bits
+from support.devices import devices
+from support.groups import GROUPS, WIDE, Groups
+from support.reference import E4M3, E5M2, Scaling
+from support.samples import Sample, make, scaling_of
+from support.tensors import BF16, DTYPES, FP16, FP32, special_rows
 
 FP8 = pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
@@ -69,9 +62,11 @@ def check_current(sample: Sample, device: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("group_quantize_current"))
-def test_group_quantize_current(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        check_current(variant_of(op, groups, variant, dtype), device)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_group_quantize_current(
+    op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
+) -> None:
+    check_current(variant_of(op, groups, variant, dtype), device)
 
 
 def check_current_weight(sample: Sample, device: str) -> None:
@@ -87,9 +82,11 @@ def check_current_weight(sample: Sample, device: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("quantize_weight_current"))
-def test_quantize_weight_current(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        check_current_weight(variant_of(op, groups, variant, dtype), device)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantize_weight_current(
+    op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
+) -> None:
+    check_current_weight(variant_of(op, groups, variant, dtype), device)
 
 
 # --- delayed scaling -----------------------------------------------------------------------------
@@ -106,9 +103,11 @@ def check_delayed(sample: Sample, device: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("group_quantize_delayed_"))
-def test_group_quantize_delayed(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        check_delayed(variant_of(op, groups, variant, dtype), device)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_group_quantize_delayed(
+    op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
+) -> None:
+    check_delayed(variant_of(op, groups, variant, dtype), device)
 
 
 def check_delayed_weight(sample: Sample, device: str) -> None:
@@ -127,9 +126,11 @@ def check_delayed_weight(sample: Sample, device: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("quantize_weight_delayed_"))
-def test_quantize_weight_delayed(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        check_delayed_weight(variant_of(op, groups, variant, dtype), device)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantize_weight_delayed(
+    op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
+) -> None:
+    check_delayed_weight(variant_of(op, groups, variant, dtype), device)
 
 
 @pytest.mark.parametrize("device", devices("group_quantize_delayed_"))
@@ -161,20 +162,23 @@ def test_update_scales(op: str, groups: Groups, variant: str, device: str) -> No
 
 @pytest.mark.parametrize("device", devices("update_scales_"))
 @pytest.mark.parametrize("most_recent", [False, True])
-def test_update_scales_of_special_values(most_recent: bool, device: str) -> None:
+@pytest.mark.parametrize("past", ["zeros", "rand"])
+@pytest.mark.parametrize("margin", [0, 1, 64])
+def test_update_scales_of_special_values(
+    margin: int, past: str, most_recent: bool, device: str
+) -> None:
     """Zero and what is not finite keep the scale; tiny and huge ones meet the clamps."""
     amax = torch.tensor([0.0, torch.inf, torch.nan, 2.0**-149, 2.0**-126, 3.4e38, 448.0, 1.0])
-    for history in (torch.zeros(3, 8), torch.rand(3, 8)):
-        for margin in (0, 1, 64):
-            arguments = {"scale": [torch.full((8,), 0.25)], "amax": [amax], "fp8_max": [448.0]}
-            options = {"margin": margin, "most_recent": most_recent}
-            sample = Sample("update_scales_", arguments | {"amax_history": [history]} | options)
-            check_update(sample, device)
-            scale = sample.results(device)[0]
-            assert (scale[1:3] == 0.25).all()
-            assert scale[0] == 0.25 or (history.any() and not most_recent)
-            assert (scale >= 2.0**-126).all()
-            assert (scale <= 2.0**126).all()
+    history = getattr(torch, past)(3, 8)
+    arguments = {"scale": [torch.full((8,), 0.25)], "amax": [amax], "fp8_max": [448.0]}
+    options = {"margin": margin, "most_recent": most_recent}
+    sample = Sample("update_scales_", arguments | {"amax_history": [history]} | options)
+    check_update(sample, device)
+    scale = sample.results(device)[0]
+    assert (scale[1:3] == 0.25).all()
+    assert scale[0] == 0.25 or (history.any() and not most_recent)
+    assert (scale >= 2.0**-126).all()
+    assert (scale <= 2.0**126).all()
 
 
 @pytest.mark.parametrize("device", devices("update_scales_"))
@@ -227,24 +231,35 @@ def check_mx(sample: Sample, device: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("group_quantize_mx"))
-def test_mx(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        check_mx(variant_of(op, groups, variant, dtype), device)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_mx(op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str) -> None:
+    check_mx(variant_of(op, groups, variant, dtype), device)
 
 
 # --- any rows ------------------------------------------------------------------------------------
 
-ROW_OPS = ("group_quantize_current", "group_quantize_delayed_", "group_quantize_mx")
+ROW_CHECKS = {
+    "group_quantize_current": check_current,
+    "group_quantize_delayed_": check_delayed,
+    "group_quantize_mx": check_mx,
+}
+ROW_OPS = tuple(ROW_CHECKS)
 
 
 @pytest.mark.parametrize("device", devices(*ROW_OPS, "group_round_mx"))
 @pytest.mark.parametrize("groups", WIDE.values(), ids=WIDE)
-def test_wide_rows(groups: Groups, device: str) -> None:
-    for dtype in (BF16, FP32):
-        options = {"columnwise": True, "bias_grad": True}
-        check_current(make("group_quantize_current", groups, dtype, **options), device)
-        check_delayed(make("group_quantize_delayed_", groups, dtype, **options), device)
-        check_mx(make("group_quantize_mx", groups, dtype, **options), device)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(("op", "check"), ROW_CHECKS.items(), ids=ROW_CHECKS)
+def test_wide_rows(
+    op: str, check: Callable[[Sample, str], None], dtype: torch.dtype, groups: Groups, device: str
+) -> None:
+    options = {"columnwise": True, "bias_grad": True}
+    check(make(op, groups, dtype, **options), device)
+
+
+@pytest.mark.parametrize("device", devices("quantize_weight_current", "quantize_weight_delayed_"))
+@pytest.mark.parametrize("groups", WIDE.values(), ids=WIDE)
+def test_wide_weights(groups: Groups, device: str) -> None:
     check_current_weight(make("quantize_weight_current", groups, BF16), device)
     check_delayed_weight(make("quantize_weight_delayed_", groups, BF16), device)
 
@@ -324,12 +339,14 @@ def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("quantize_weight_list"))
-def test_quantize_weight_list(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        sample = variant_of(op, groups, variant, dtype)
-        packed = Sample("quantize_weight", sample.arguments | {"w": torch.stack(sample["w"])})
-        for actual, right in zip(sample.results(device), packed.results(device), strict=True):
-            assert_same_bits(actual, right)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantize_weight_list(
+    op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
+) -> None:
+    sample = variant_of(op, groups, variant, dtype)
+    packed = Sample("quantize_weight", sample.arguments | {"w": torch.stack(sample["w"])})
+    for actual, right in zip(sample.results(device), packed.results(device), strict=True):
+        assert_same_bits(actual, right)
 
 
 @pytest.mark.parametrize("device", devices("quantize_weight_list"))

@@ -2,53 +2,25 @@
 
 import hypothesis
 import pytest
-import reference
 import torch
 from hypothesis import strategies
-from reference import Scaling
-from samples import (
-    BF16,
-    DTYPES,
-    FP16,
-    FP32,
-    GROUPS,
-    WIDE,
-    Groups,
-    Sample,
-    assert_same_bits,
-    bits,
-    cases,
-    devices,
-    make,
-    rows,
-    specified,
-    variant_of,
-)
 from torch import Tensor
 
 from grouped_linear import ops
+from support import reference
+from support.cases import cases, variant_of
+from support.compare import assert_bias_grad, assert_same_bits, bits
+from support.devices import devices
+from support.groups import GROUPS, WIDE, Groups
+from support.reference import Scaling
+from support.samples import Sample, make, scaling_of, specified
+from support.tensors import BF16, DTYPES, FP16, FP32, rows, special_rows
 
 SCALINGS = [
     pytest.param(Scaling(pow2, eps), id=f"{'power_of_two' if pow2 else 'exact'}-eps_{eps}")
     for pow2 in (True, False)
     for eps in (0.0, 0.25)
 ]
-
-
-def scaling_of(sample: Sample) -> Scaling:
-    return Scaling(sample.get("power_of_two_scales"), sample.get("amax_epsilon"))
-
-
-def bias_grad_tolerance(dy_TN: Tensor, offs_E: Tensor) -> Tensor:
-    """float32 sums of 128 rows, then of those sums: every addition rounds by at most 2^-24."""
-    additions = min(dy_TN.size(0), 128) + dy_TN.size(0) // 128
-    return additions * 2.0**-24 * reference.grouped_bias_grad(dy_TN.double().abs(), offs_E)
-
-
-def assert_bias_grad(actual: Tensor, dy_TN: Tensor, offs_E: Tensor) -> None:
-    assert actual.dtype == FP32
-    error = (actual.double() - reference.grouped_bias_grad(dy_TN, offs_E)).abs()
-    assert (error <= bias_grad_tolerance(dy_TN, offs_E)).all()
 
 
 def check_group_quantize(sample: Sample, device: str) -> None:
@@ -81,9 +53,11 @@ def check_group_quantize(sample: Sample, device: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("group_quantize"))
-def test_group_quantize(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        check_group_quantize(variant_of(op, groups, variant, dtype), device)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_group_quantize(
+    op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
+) -> None:
+    check_group_quantize(variant_of(op, groups, variant, dtype), device)
 
 
 @pytest.mark.parametrize("device", devices("group_quantize"))
@@ -110,13 +84,11 @@ def test_options_of_group_quantize(scaling: Scaling, device: str) -> None:
 
 @pytest.mark.parametrize("device", devices("group_quantize"))
 @pytest.mark.parametrize("groups", WIDE.values(), ids=WIDE)
-def test_wide_rows(groups: Groups, device: str) -> None:
-    for dtype in (BF16, FP32):
-        for share_scales in (False, True):
-            sample = make(
-                "group_quantize", groups, dtype, columnwise=True, share_scales=share_scales
-            )
-            check_group_quantize(sample, device)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("share_scales", [False, True], ids=["own", "shared"])
+def test_wide_rows(share_scales: bool, groups: Groups, dtype: torch.dtype, device: str) -> None:
+    sample = make("group_quantize", groups, dtype, columnwise=True, share_scales=share_scales)
+    check_group_quantize(sample, device)
 
 
 def squares_of_every_kind(T: int) -> torch.Tensor:
@@ -190,25 +162,29 @@ def test_last_block_of_a_group_is_zero_filled(device: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("quantize_weight"))
-def test_quantize_weight(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        sample = variant_of(op, groups, variant, dtype)
-        results = sample.results(device)
-        expected = reference.quantize_weight(sample["w"], scaling_of(sample))
-        assert_same_bits(results[0], expected[0])
-        assert_same_bits(results[1], expected[1])
-        if sample.get("columnwise"):
-            assert_same_bits(results[2], expected[2])
-        else:
-            assert results[2].shape == (0,)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantize_weight(
+    op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
+) -> None:
+    sample = variant_of(op, groups, variant, dtype)
+    results = sample.results(device)
+    expected = reference.quantize_weight(sample["w"], scaling_of(sample))
+    assert_same_bits(results[0], expected[0])
+    assert_same_bits(results[1], expected[1])
+    if sample.get("columnwise"):
+        assert_same_bits(results[2], expected[2])
+    else:
+        assert results[2].shape == (0,)
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("grouped_bias_grad"))
-def test_grouped_bias_grad(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        sample = variant_of(op, groups, variant, dtype)
-        (grad,) = sample.results(device)
-        assert_bias_grad(grad, sample["dy"], sample["offs"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_grouped_bias_grad(
+    op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
+) -> None:
+    sample = variant_of(op, groups, variant, dtype)
+    (grad,) = sample.results(device)
+    assert_bias_grad(grad, sample["dy"], sample["offs"])
 
 
 @pytest.mark.parametrize("device", devices("group_quantize", "grouped_bias_grad"))
@@ -223,51 +199,27 @@ def test_both_bias_grads_have_the_same_bits(device: str) -> None:
 # --- special values ------------------------------------------------------------------------------
 
 
-def special_rows(dtype: torch.dtype) -> Tensor:
-    """Rows of 128 values: one kind of block a row."""
-    info, ramp = torch.finfo(dtype), torch.linspace(-1, 1, 128)
-    smallest = info.smallest_normal * info.eps  # subnormal
-    inf, nan = torch.inf, torch.nan
-    kinds = [
-        torch.zeros(128),
-        -torch.zeros(128),
-        ramp * smallest,
-        torch.full((128,), smallest),
-        ramp * info.smallest_normal,
-        ramp * 448 * 2.0**-126,  # where the factor meets its cap of 2^126
-        ramp * 449 * 2.0**-126,
-        ramp * 2.0**-120,
-        ramp * info.max,
-        torch.full((128,), -info.max),
-        ramp * 448,
-        ramp * 1.0001,
-        torch.where(torch.arange(128) == 5, nan, ramp),
-        torch.where(torch.arange(128) == 7, inf, ramp),
-        torch.where(torch.arange(128) == 9, -inf, ramp * info.max),
-        torch.full((128,), nan),
-        torch.full((128,), inf),
-        torch.where(torch.arange(128) % 2 == 0, nan, 0.0),
-    ]
-    return torch.stack(kinds).to(dtype)
-
-
 @pytest.mark.parametrize("device", devices("group_quantize"))
 @pytest.mark.parametrize("epsilon", [0.0, 2.0**-130, 1e-6, 3e38])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_special_values(dtype: torch.dtype, epsilon: float, device: str) -> None:
-    x = special_rows(dtype)
-    for x_TK in (x, x.t().contiguous()):
-        T = x_TK.size(0)
-        x_TK = torch.nn.functional.pad(x_TK, (0, -x_TK.size(1) % 16))
-        for pow2 in (True, False):
-            arguments = {"x": x_TK, "offs": torch.tensor([2, T], dtype=torch.int32)}
-            options = {"amax_epsilon": epsilon, "power_of_two_scales": pow2, "columnwise": True}
-            sample = Sample("group_quantize", arguments | options)
-            check_group_quantize(sample, device)
-            check_group_quantize(sample.but(share_scales=True), device)
-            scale = sample.results(device)[1][:, :T]
-            assert (scale >= torch.finfo(FP32).smallest_normal).all()  # also no NaN
-            assert scale.isfinite().all()
+@pytest.mark.parametrize("pow2", [True, False], ids=["power_of_two", "exact"])
+@pytest.mark.parametrize("across", ["rows", "columns"])
+def test_special_values(
+    across: str, pow2: bool, dtype: torch.dtype, epsilon: float, device: str
+) -> None:
+    x_TK = special_rows(dtype)
+    if across == "columns":
+        x_TK = x_TK.t().contiguous()
+    T = x_TK.size(0)
+    x_TK = torch.nn.functional.pad(x_TK, (0, -x_TK.size(1) % 16))
+    arguments = {"x": x_TK, "offs": torch.tensor([2, T], dtype=torch.int32)}
+    options = {"amax_epsilon": epsilon, "power_of_two_scales": pow2, "columnwise": True}
+    sample = Sample("group_quantize", arguments | options)
+    check_group_quantize(sample, device)
+    check_group_quantize(sample.but(share_scales=True), device)
+    scale = sample.results(device)[1][:, :T]
+    assert (scale >= torch.finfo(FP32).smallest_normal).all()  # also no NaN
+    assert scale.isfinite().all()
 
 
 @pytest.mark.parametrize("device", devices("group_quantize"))
@@ -282,14 +234,14 @@ def test_not_finite_spoils_only_itself(device: str) -> None:
 
 @pytest.mark.parametrize("device", devices("quantize_weight"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_special_values_of_weights(dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("pow2", [True, False], ids=["power_of_two", "exact"])
+def test_special_values_of_weights(pow2: bool, dtype: torch.dtype, device: str) -> None:
     kinds = special_rows(dtype)[:, :16]  # an expert of each kind
     w_ENK = kinds[:, None].expand(-1, 16, -1)
-    for pow2 in (True, False):
-        sample = Sample("quantize_weight", {"w": w_ENK, "power_of_two_scales": pow2})
-        expected = reference.quantize_weight(w_ENK, scaling_of(sample))
-        for actual, right in zip(sample.results(device), expected, strict=True):
-            assert_same_bits(actual, right)
+    sample = Sample("quantize_weight", {"w": w_ENK, "power_of_two_scales": pow2})
+    expected = reference.quantize_weight(w_ENK, scaling_of(sample))
+    for actual, right in zip(sample.results(device), expected, strict=True):
+        assert_same_bits(actual, right)
 
 
 @pytest.mark.parametrize("device", devices("group_quantize"))
@@ -383,22 +335,26 @@ ROUND_TRIP = devices("group_quantize", "group_dequantize", "group_dequantize_t")
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("group_dequantize"))
-def test_group_dequantize(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        sample = variant_of(op, groups, variant, dtype)
-        expected = reference.dequantize_rowwise(sample["q"], sample["scale"], sample["offs"])
-        # q * scale is rounded to float32 first, then to the dtype
-        assert_same_bits(sample.results(device)[0], expected.float().to(dtype))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_group_dequantize(
+    op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
+) -> None:
+    sample = variant_of(op, groups, variant, dtype)
+    expected = reference.dequantize_rowwise(sample["q"], sample["scale"], sample["offs"])
+    # q * scale is rounded to float32 first, then to the dtype
+    assert_same_bits(sample.results(device)[0], expected.float().to(dtype))
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("group_dequantize_t"))
-def test_group_dequantize_t(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        sample = variant_of(op, groups, variant, dtype)
-        expected = reference.dequantize_columnwise(
-            sample["q_t"], sample["scale_t"], sample["offs"], groups.T
-        )
-        assert_same_bits(sample.results(device)[0], expected.float().to(dtype))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_group_dequantize_t(
+    op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
+) -> None:
+    sample = variant_of(op, groups, variant, dtype)
+    expected = reference.dequantize_columnwise(
+        sample["q_t"], sample["scale_t"], sample["offs"], groups.T
+    )
+    assert_same_bits(sample.results(device)[0], expected.float().to(dtype))
 
 
 @pytest.mark.parametrize("device", ROUND_TRIP)

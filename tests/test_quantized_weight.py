@@ -14,20 +14,6 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from samples import (
-    BF16,
-    DTYPES,
-    FP32,
-    OPS,
-    STRICT_GRAPHS,
-    assert_same_bits,
-    bits,
-    devices,
-    needs_hopper,
-    sentence,
-)
-from test_grouped_tensor import assert_same
-from test_mlp_training import experts_of
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -38,11 +24,17 @@ from grouped_linear import (
     GroupedMLP,
     GroupedTensor,
     MXFP8BlockScaling,
-    blocks,
     grouped_linear,
     grouped_mlp,
 )
+from grouped_linear.quantized import block_math
 from grouped_linear.quantized.checkpoints import expert_tensors, load_experts
+from support.compare import assert_same, assert_same_bits, bits
+from support.devices import OPS, devices, needs_hopper
+from support.errors import sentence
+from support.graphs import STRICT_GRAPHS
+from support.groups import experts_of
+from support.tensors import BF16, DTYPES, FP32
 
 E, T, K, N = 4, 147, 144, 272
 SPLITS = ([3, 0, 130, 7], [0, 140, 0, 0], [0, 0, 0, 0], [37, 37, 37, 36])
@@ -144,8 +136,8 @@ def test_transposed_where_a_gradient_reads_it(
     expected = call(layer, x, m_splits)
     gradients = [g for g in expected[1:] if g.dim() == 3 or g.shape == x.shape]
     made: list[Tensor] = []
-    transposed = blocks.transposed
-    monkeypatch.setattr(blocks, "transposed", lambda q: made.append(q) or transposed(q))
+    transposed = block_math.transposed
+    monkeypatch.setattr(block_math, "transposed", lambda q: made.append(q) or transposed(q))
     leaves = [x, *weights]
     for wanted in itertools.product([False, True], repeat=len(leaves)):
         for leaf, want in zip(leaves, wanted, strict=True):
@@ -162,16 +154,16 @@ def test_transposed_where_a_gradient_reads_it(
 
 
 @EVERY_KIND
-def test_activations_of_another_dtype(kind: Any) -> None:
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_activations_of_another_dtype(autocast: bool, kind: Any) -> None:
     quantized = make_layer(kind=kind, dtype=FP32)
     plain = make_layer(kind=kind, dtype=FP32, quantized_weight=False)
-    for autocast in (False, True):
-        with torch.autocast("cpu", BF16, enabled=autocast):
-            x, m_splits = inputs("cpu", SPLITS[0], FP32 if autocast else torch.float16)
-            results = call(quantized, x, m_splits)
-            assert_all_same(results, call(plain, x, m_splits))
-        assert results[0].dtype == (BF16 if autocast else torch.float16)
-        assert results[2].dtype == FP32
+    with torch.autocast("cpu", BF16, enabled=autocast):
+        x, m_splits = inputs("cpu", SPLITS[0], FP32 if autocast else torch.float16)
+        results = call(quantized, x, m_splits)
+        assert_all_same(results, call(plain, x, m_splits))
+    assert results[0].dtype == (BF16 if autocast else torch.float16)
+    assert results[2].dtype == FP32
 
 
 def test_errors() -> None:
@@ -222,38 +214,43 @@ def test_a_view_of_another_shape(shape: tuple[int, ...], device: str) -> None:
     """Its blocks are those of the shape that was quantized, in which it would be read."""
     w, (x, m_splits) = make_layer(device).weight.detach(), inputs(device, SPLITS[0])
     view, recipe = w.view(shape), Float8BlockScaling()
-    for read in (
-        lambda: grouped_linear(x, view, m_splits, recipe=recipe),
-        lambda: expert_tensors(view, "{}"),
-        lambda: load_experts(view, "nowhere", "{}"),
-    ):
-        assert sentence(read) == (
-            f"GroupedTensor: blocks are read in the shape [{E}, {N}, {K}] that was quantized, "
-            f"got a view as {list(view.shape)}"
-        )
+    said = {
+        "grouped_linear": sentence(lambda: grouped_linear(x, view, m_splits, recipe=recipe)),
+        "expert_tensors": sentence(lambda: expert_tensors(view, "{}")),
+        "load_experts": sentence(lambda: load_experts(view, "nowhere", "{}")),
+    }
+    expected = (
+        f"GroupedTensor: blocks are read in the shape [{E}, {N}, {K}] that was quantized, "
+        f"got a view as {list(view.shape)}"
+    )
+    assert said == dict.fromkeys(said, expected)
     assert_same_bits(
         grouped_linear(x, view.view(E, N, K), m_splits, recipe=recipe),
         grouped_linear(x, w, m_splits, recipe=recipe),
     )
 
 
+UPDATES: dict[str, Callable[[Tensor], Any]] = {
+    "mul_": lambda w: w.mul_(2),
+    "zero_of_one_expert": lambda w: w[1].zero_(),
+    "copy_": lambda w: w.copy_(w.detach().clone()),
+    "foreach": lambda w: torch._foreach_add_([w, *w], 1.0),
+    "view": lambda w: w.detach()[1:].view(-1).fill_(0),
+}
+
+
 @EVERY_KIND
 @pytest.mark.parametrize("which", [0, -1])
-def test_update_between_forward_and_backward_raises(kind: Any, which: int) -> None:
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+def test_update_between_forward_and_backward_raises(
+    update: Callable[[Tensor], Any], kind: Any, which: int
+) -> None:
     layer = make_layer(kind=kind)
-    x, m_splits = inputs("cpu", SPLITS[0])
-    for write in (
-        lambda w: w.mul_(2),
-        lambda w: w[1].zero_(),
-        lambda w: w.copy_(w.detach().clone()),
-        lambda w: torch._foreach_add_([w, *w], 1.0),
-        lambda w: w.detach()[1:].view(-1).fill_(0),
-    ):
-        y = layer(x, m_splits)
-        with torch.no_grad():
-            write(weights_of(layer)[which])
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.backward(gradient_for(y))
+    y = layer(*inputs("cpu", SPLITS[0]))
+    with torch.no_grad():
+        update(weights_of(layer)[which])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(gradient_for(y))
 
 
 # --- birth and travels ---------------------------------------------------------------------------

@@ -9,26 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
 from expecttest import assert_expected_inline
-from samples import (
-    BF16,
-    CUDA_OPS,
-    GROUPS,
-    HOPPER,
-    OPS,
-    assert_same_bits,
-    devices,
-    make,
-    overload,
-    sentence,
-)
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from grouped_linear import Float8BlockScaling, SwiGLU, ops
 from grouped_linear.meta_kernels import rules
+from support import reference
+from support.compare import assert_same_bits
+from support.devices import CUDA_OPS, HOPPER, OPS, devices, overload
+from support.errors import sentence
+from support.groups import GROUPS
+from support.samples import make
+from support.tensors import BF16
 
 ROOT = Path(__file__).parent.parent
 IN_PLACE = [op for op in OPS if op.endswith("_")]
@@ -67,10 +61,10 @@ def test_ops_without_a_cuda_kernel_say_so(op: str) -> None:
 @pytest.mark.skipif(
     not torch.cuda.is_available() or HOPPER, reason="needs a GPU that is not of the Hopper family"
 )
-def test_other_gpus_are_refused() -> None:
-    for op in sorted(CUDA_OPS):
-        said = sentence(make(op, GROUPS["unaligned"], BF16).on("cuda"))
-        assert "compute capability 9.0 (Hopper)" in said or "no CUDA kernel" in said
+@pytest.mark.parametrize("op", sorted(CUDA_OPS))
+def test_other_gpus_are_refused(op: str) -> None:
+    said = sentence(make(op, GROUPS["unaligned"], BF16).on("cuda"))
+    assert "compute capability 9.0 (Hopper)" in said or "no CUDA kernel" in said
 
 
 def test_schemas() -> None:
@@ -321,11 +315,12 @@ def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_imports_from_anywhere(tmp_path: Path) -> None:
-    for folder in (ROOT, tmp_path):
-        done = run_python("import grouped_linear; print(grouped_linear.__version__)", folder)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_imports_from_anywhere(where: str, tmp_path: Path) -> None:
+    folder = ROOT if where == "here" else tmp_path
+    done = run_python("import grouped_linear; print(grouped_linear.__version__)", folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
 """Two processes: FSDP2 gathers a quantized weight in FP8, distributed checkpoints hold it.
 
-And delayed scaling, whose scales follow from what both processes saw. One pair of processes does
-everything, since starting them takes longer than what they do.
+And delayed scaling, whose scales follow from what both processes saw.
 E experts, T rows, K in_features, N out_features.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from processes import PROCESSES, in_two_processes
-from samples import BF16, assert_same_bits, bits
-from test_grouped_tensor import assert_same
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,6 +28,9 @@ from grouped_linear import (
     GroupedTensor,
     update_scales,
 )
+from support.compare import assert_same, assert_same_bits, bits
+from support.processes import PROCESSES, Checks
+from support.tensors import BF16
 
 E, T, K, N = 4, 40, 32, 144
 SPLITS = ([10, 0, 20, 9], [0, 40, 0, 0], [1, 2, 3, 4])
@@ -73,7 +73,16 @@ def shard_of(weight: Tensor, rank: int) -> Tensor:
     return weight.detach().chunk(PROCESSES)[rank]
 
 
-def check_training(rank: int) -> tuple[nn.Module, nn.Module]:
+def trained() -> tuple[Model, Model]:
+    """The whole model and its twin that is sharded, after the same steps."""
+    whole, sharded = Model(), Model()
+    shard(sharded)
+    train(whole, whole)
+    train(sharded, sharded)
+    return whole, sharded
+
+
+def check_training(rank: int, directory: Path) -> None:
     """Sharded steps are those of one process."""
     whole, sharded = Model(), Model()
     shard(sharded)
@@ -86,10 +95,9 @@ def check_training(rank: int) -> tuple[nn.Module, nn.Module]:
     assert_same(sharded.experts.weight.to_local(), shard_of(whole.experts.weight, rank))
     # To look at all of it is to see numbers, in high precision.
     assert_same_bits(sharded.experts.weight.full_tensor(), whole.experts.weight.dequantize())
-    return whole, sharded
 
 
-def check_replicas() -> None:
+def check_replicas(rank: int, directory: Path) -> None:
     """Each process has all of it: what FSDP2 does with a shard of one."""
     whole, replicated = Model(), Model()
     mesh = init_device_mesh("cpu", (PROCESSES, 1), mesh_dim_names=("replicate", "shard"))
@@ -98,8 +106,10 @@ def check_replicas() -> None:
         assert_same_bits(a, b)
 
 
-def check_bytes(sharded: nn.Module) -> None:
+def check_bytes(rank: int, directory: Path) -> None:
     """What is gathered is one byte an element of the weight, and scales."""
+    sharded = Model()
+    shard(sharded)
     x, m_splits = torch.zeros(T, K, dtype=BF16), torch.tensor(SPLITS[0])
     with profile(record_shapes=True) as recorded, torch.no_grad():
         sharded(x, m_splits)
@@ -110,71 +120,89 @@ def check_bytes(sharded: nn.Module) -> None:
     assert expected in sizes, (expected, [(e.name, e.input_shapes) for e in gathers])
 
 
-def check_checkpoints(rank: int, whole: nn.Module, sharded: nn.Module, directory: Path) -> None:
-    """Saved by two, loaded by two or by one; and the other way round."""
-    dcp.save(get_model_state_dict(sharded), checkpoint_id=directory / "sharded")
-    restored = Model(init_method=nn.init.zeros_)
-    shard(restored)
-    state = get_model_state_dict(restored)
-    dcp.load(state, checkpoint_id=directory / "sharded")
-    set_model_state_dict(restored, state)
+def load_into(model: nn.Module, checkpoint: Path) -> None:
+    state = get_model_state_dict(model)
+    dcp.load(state, checkpoint_id=checkpoint)
+    set_model_state_dict(model, state)
+
+
+def sharded_zeros() -> Model:
+    model = Model(init_method=nn.init.zeros_)
+    shard(model)
+    return model
+
+
+def check_saved_by_two_loaded_by_two(rank: int, directory: Path) -> None:
+    _, sharded = trained()
+    dcp.save(get_model_state_dict(sharded), checkpoint_id=directory)
+    restored = sharded_zeros()
+    load_into(restored, directory)
     assert_same(restored.experts.weight.to_local(), sharded.experts.weight.to_local())
 
-    saving: Any = dcp.async_save(get_model_state_dict(sharded), checkpoint_id=directory / "later")
+
+def check_saved_in_the_background(rank: int, directory: Path) -> None:
+    _, sharded = trained()
+    saving: Any = dcp.async_save(get_model_state_dict(sharded), checkpoint_id=directory)
     getattr(saving, "upload_completion", saving).result()
-    dcp.load(state, checkpoint_id=directory / "later")
-    set_model_state_dict(restored, state)
+    restored = sharded_zeros()
+    load_into(restored, directory)
     assert_same(restored.experts.weight.to_local(), sharded.experts.weight.to_local())
 
+
+def check_saved_by_two_loaded_by_one(rank: int, directory: Path) -> None:
+    whole, sharded = trained()
+    dcp.save(get_model_state_dict(sharded), checkpoint_id=directory)
     alone = Model(init_method=nn.init.zeros_)
     state = alone.state_dict()
-    dcp.load(state, checkpoint_id=directory / "sharded")
+    dcp.load(state, checkpoint_id=directory)
     alone.load_state_dict(state)
     assert_same(alone.experts.weight.detach(), whole.experts.weight.detach())
 
-    dcp.save(whole.state_dict(), checkpoint_id=directory / "whole")
-    state = get_model_state_dict(restored)
-    nn.init.zeros_(restored.experts.weight.to_local())
-    dcp.load(state, checkpoint_id=directory / "whole")
-    set_model_state_dict(restored, state)
+
+def check_saved_by_one_loaded_by_two(rank: int, directory: Path) -> None:
+    whole, _ = trained()
+    dcp.save(whole.state_dict(), checkpoint_id=directory)
+    restored = sharded_zeros()
+    load_into(restored, directory)
     assert_same(restored.experts.weight.to_local(), shard_of(whole.experts.weight, rank))
 
 
-def check_meta(rank: int, whole: nn.Module, directory: Path) -> None:
+def check_meta(rank: int, directory: Path) -> None:
     """Sharded without ever being whole, then loaded."""
+    whole, _ = trained()
+    dcp.save(whole.state_dict(), checkpoint_id=directory)
     model = Model(device="meta")
     model.plain.to("meta")
     shard(model)
     model.to_empty(device="cpu")
-    state = get_model_state_dict(model)
-    dcp.load(state, checkpoint_id=directory / "whole")
-    set_model_state_dict(model, state)
+    load_into(model, directory)
     assert_same(model.experts.weight.to_local(), shard_of(whole.experts.weight, rank))
 
 
-def check_reset() -> None:
+RESETS: dict[str, dict[str, Any]] = {
+    "packed": {},
+    "weights_per_expert": {"single_grouped_weight": False},
+    "quantized": {"recipe": Float8BlockScaling(), "quantized_weight": True},
+    "init_method": {"init_method": lambda w: nn.init.constant_(w, K**-0.5 / 2)},
+}
+
+
+def check_reset(name: str, rank: int, directory: Path) -> None:
     """Parameters drawn where they are sharded."""
-    torch.manual_seed(0)
     bound = K**-0.5
-    for options in (
-        {},
-        {"single_grouped_weight": False},
-        {"recipe": Float8BlockScaling(), "quantized_weight": True},
-        {"init_method": lambda w: nn.init.constant_(w, bound / 2)},
-    ):
-        layer = GroupedLinear(E, K, N, device="meta", **options)
-        shard(layer)
-        layer.to_empty(device="cpu")
-        with torch.no_grad():
-            for p in layer.parameters():
-                nn.init.constant_(p, torch.nan)
-        layer.reset_parameters()
+    layer = GroupedLinear(E, K, N, device="meta", **RESETS[name])
+    shard(layer)
+    layer.to_empty(device="cpu")
+    with torch.no_grad():
         for p in layer.parameters():
-            whole = p.full_tensor()
-            assert ((whole.abs() <= 1.1 * bound) & (whole != 0)).float().mean() > 0.9
+            nn.init.constant_(p, torch.nan)
+    layer.reset_parameters()
+    for p in layer.parameters():
+        whole = p.full_tensor()
+        assert ((whole.abs() <= 1.1 * bound) & (whole != 0)).float().mean() > 0.9
 
 
-def check_compiled() -> None:
+def check_compiled(rank: int, directory: Path) -> None:
     model, twin = Model(), Model()
     for m in (model, twin):
         shard(m)
@@ -184,7 +212,7 @@ def check_compiled() -> None:
     assert_same(model.experts.weight.to_local(), twin.experts.weight.to_local())
 
 
-def check_data_parallel() -> None:
+def check_data_parallel(rank: int, directory: Path) -> None:
     model, twin = Model(), Model()
     parallel = nn.parallel.DistributedDataParallel(model)
     for a, b in zip(train(model, parallel), train(twin, twin), strict=True):
@@ -192,7 +220,7 @@ def check_data_parallel() -> None:
     assert_same(model.experts.weight.detach(), twin.experts.weight.detach())
 
 
-def check_mlp(rank: int) -> None:
+def check_mlp(rank: int, directory: Path) -> None:
     """Both parameters of a GroupedMLP."""
 
     def make() -> GroupedMLP:
@@ -232,7 +260,7 @@ def micro_batches(step: int, rank: int) -> list[tuple[Tensor, Tensor]]:
     return [(x, torch.tensor(m_splits)) for x, m_splits in zip(xs, SPLITS, strict=False)]
 
 
-def check_delayed_scaling(rank: int) -> None:
+def check_delayed_scaling(rank: int, directory: Path) -> None:
     """Data parallel with a weight cache, as documented: one process that saw all data."""
     model, alone = Delayed(cache_weights=True), Delayed(cache_weights=True)
     parallel = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
@@ -267,40 +295,68 @@ def check_delayed_scaling(rank: int) -> None:
     assert (model.experts.scaling_state.x.scale != 1).any()
 
 
-def check_refusals() -> None:
+def check_amaxes_of_both_processes(rank: int, directory: Path) -> None:
+    layer = GroupedLinear(2, 16, 32, recipe=DelayedScaling(amax_history_len=3))
+    state = layer.scaling_state
+    state.x.amax.copy_(torch.tensor([[1.0, 5.0], [3.0, torch.inf]])[rank])
+    state.dy.amax.copy_(torch.tensor([[0.0, 0.0], [0.0, 7.0]])[rank])
+    update_scales(layer, dist.group.WORLD)
+    history = [operand.amax_history[0].tolist() for operand in state.operands]
+    assert history == [[3.0, 0.0], [0.0, 0.0], [0.0, 7.0]]  # an infinity of one is one of all
+    assert state.x.scale[1] == 1
+
+
+def check_broadcast_buffers_are_refused(rank: int, directory: Path) -> None:
     broadcasting = nn.parallel.DistributedDataParallel(Delayed())
     broadcasting(torch.ones(4, K), [1, 1, 1, 1]).sum().backward()
     with pytest.raises(RuntimeError, match="make it with broadcast_buffers=False"):
         update_scales(broadcasting, group=dist.group.WORLD)
     update_scales(nn.parallel.DistributedDataParallel(Model()))  # has no amaxes to lose
 
+
+def check_uneven_shards_are_refused(rank: int, directory: Path) -> None:
     uneven = GroupedLinear(3, K, N, recipe=Float8BlockScaling(), quantized_weight=True)
     shard(uneven)
     with pytest.raises(ValueError, match="as many experts on every process, got 3 for 2 processes"):
         uneven(torch.ones(3, K), [1, 1, 1])
+
+
+def check_broadcasts_of_quantized_tensors_are_refused(rank: int, directory: Path) -> None:
     with pytest.raises(NotImplementedError, match="would not reach a quantized tensor"):
         dist.broadcast(GroupedTensor.quantize(torch.ones(E, N, K)), src=0)
 
-    later = GroupedLinear(E, K, N, delay_wgrad_compute=True)
-    shard(later)
-    later(torch.ones(4, K), [1, 1, 1, 1]).sum().backward()
+
+def check_deferred_wgrad_of_shards_is_refused(rank: int, directory: Path) -> None:
+    layer = GroupedLinear(E, K, N, delay_wgrad_compute=True)
+    shard(layer)
+    layer(torch.ones(4, K), [1, 1, 1, 1]).sum().backward()
     with pytest.raises(RuntimeError, match="leave delay_wgrad_compute out"):
-        later.backward_dw()
+        layer.backward_dw()
 
 
-def check(rank: int, directory: Path) -> None:
-    whole, sharded = check_training(rank)
-    check_replicas()
-    check_bytes(sharded)
-    check_checkpoints(rank, whole, sharded, directory)
-    check_meta(rank, whole, directory)
-    check_reset()
-    check_compiled()
-    check_data_parallel()
-    check_mlp(rank)
-    check_delayed_scaling(rank)
-    check_refusals()
+CHECKS: Checks = {
+    "training": check_training,
+    "replicas": check_replicas,
+    "bytes": check_bytes,
+    "saved_by_two_loaded_by_two": check_saved_by_two_loaded_by_two,
+    "saved_in_the_background": check_saved_in_the_background,
+    "saved_by_two_loaded_by_one": check_saved_by_two_loaded_by_one,
+    "saved_by_one_loaded_by_two": check_saved_by_one_loaded_by_two,
+    "meta": check_meta,
+    **{f"reset_{name}": partial(check_reset, name) for name in RESETS},
+    "compiled": check_compiled,
+    "data_parallel": check_data_parallel,
+    "mlp": check_mlp,
+    "delayed_scaling": check_delayed_scaling,
+    "amaxes_of_both_processes": check_amaxes_of_both_processes,
+    "broadcast_buffers": check_broadcast_buffers_are_refused,
+    "uneven_shards": check_uneven_shards_are_refused,
+    "broadcasts_of_quantized_tensors": check_broadcasts_of_quantized_tensors_are_refused,
+    "deferred_wgrad": check_deferred_wgrad_of_shards_is_refused,
+}
 
 
-def test_two_processes(tmp_path: Path) -> None:
-    in_two_processes(check, tmp_path)
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_processes(check: str, failures: dict[str, str]) -> None:
+    if check in failures:
+        pytest.fail(failures[check], pytrace=False)

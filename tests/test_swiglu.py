@@ -3,35 +3,22 @@
 T rows, E groups, K features of h.
 """
 
-import itertools
 from typing import Any
 
 import hypothesis
 import pytest
-import reference
 import torch
 from hypothesis import strategies
-from samples import (
-    BF16,
-    DTYPES,
-    FORMS,
-    FP16,
-    FP32,
-    GROUPS,
-    Groups,
-    Sample,
-    assert_same_bits,
-    bits,
-    cases,
-    devices,
-    make,
-    needs_hopper,
-    specified,
-    variant_of,
-)
 from torch import Tensor
 
 from grouped_linear import ops
+from support import reference
+from support.cases import FORMS, cases, variant_of
+from support.compare import assert_same_bits, bits
+from support.devices import devices, needs_hopper
+from support.groups import GROUPS, Groups
+from support.samples import Sample, make, specified
+from support.tensors import BF16, DTYPES, FP16, FP32
 
 # Half a unit in the last place, relative.
 ROUNDING = {BF16: 2.0**-9, FP16: 2.0**-12, FP32: 2.0**-25}
@@ -100,31 +87,32 @@ def assert_close(actual: Tensor, sample: Sample, valid: int) -> None:
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("swiglu", "swiglu_grad"))
-def test_numbers(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        sample = variant_of(op, groups, variant, dtype)
-        (actual,) = sample.results(device)
-        assert actual.dtype == dtype
-        assert_close(actual, sample, groups.valid)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers(op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str) -> None:
+    sample = variant_of(op, groups, variant, dtype)
+    (actual,) = sample.results(device)
+    assert actual.dtype == dtype
+    assert_close(actual, sample, groups.valid)
 
 
 @pytest.mark.parametrize("device", devices("swiglu", "swiglu_grad"))
-def test_every_bf16_gate(device: str) -> None:
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("form", EVERY_FORM.values(), ids=EVERY_FORM)
+def test_every_bf16_gate(dtype: torch.dtype, form: dict[str, Any], device: str) -> None:
     every = torch.arange(2**16).to(torch.int16).view(BF16)
-    for dtype, form in itertools.product((BF16, FP32), EVERY_FORM.values()):
-        # Times alpha it must not overflow.
-        largest = 2.0**127 if "alpha" in form else torch.finfo(BF16).max
-        gate = torch.where(every.abs() <= largest, every, 1).view(-1, 64)
-        ones = torch.ones_like(gate)
-        gate_up = torch.cat([gate, ones], dim=1).to(dtype)
-        if form.get("interleaved"):
-            gate_up = torch.stack([gate, ones], dim=2).flatten(1).to(dtype)
-        arguments = {"gate_up": gate_up, "offs": offs_of(len(gate)), **form}
-        for sample in (
-            Sample("swiglu", arguments),
-            Sample("swiglu_grad", {"dh": ones.to(dtype), **arguments}),
-        ):
-            assert_close(sample.results(device)[0], sample, len(gate))
+    # Times alpha it must not overflow.
+    largest = 2.0**127 if "alpha" in form else torch.finfo(BF16).max
+    gate = torch.where(every.abs() <= largest, every, 1).view(-1, 64)
+    ones = torch.ones_like(gate)
+    gate_up = torch.cat([gate, ones], dim=1).to(dtype)
+    if form.get("interleaved"):
+        gate_up = torch.stack([gate, ones], dim=2).flatten(1).to(dtype)
+    arguments = {"gate_up": gate_up, "offs": offs_of(len(gate)), **form}
+    for sample in (
+        Sample("swiglu", arguments),
+        Sample("swiglu_grad", {"dh": ones.to(dtype), **arguments}),
+    ):
+        assert_close(sample.results(device)[0], sample, len(gate))
 
 
 @pytest.mark.parametrize("device", devices("swiglu", "swiglu_grad"))
@@ -190,9 +178,11 @@ def check_fused(sample: Sample, device: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases(*UNFUSED))
-def test_fused_is_unfused(op: str, groups: Groups, variant: str, device: str) -> None:
-    for dtype in DTYPES:
-        check_fused(variant_of(op, groups, variant, dtype), device)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fused_is_unfused(
+    op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
+) -> None:
+    check_fused(variant_of(op, groups, variant, dtype), device)
 
 
 @pytest.mark.parametrize("device", devices(*UNFUSED))
@@ -236,19 +226,21 @@ def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:
 
 @needs_hopper
 @pytest.mark.parametrize(("op", "groups", "variant"), [c.values[:3] for c in cases(*UNFUSED)])
-def test_cpu_and_cuda_give_the_same_bits(op: str, groups: Groups, variant: str) -> None:
-    for dtype in DTYPES:
-        sample = variant_of(op, groups, variant, dtype)
-        for kind in (
-            sample,
-            Sample(
-                UNFUSED[op],
-                {n: sample[n] for n in sample.arguments if n in ("dh", "gate_up", "offs", *FORM)},
-            ),
-        ):
-            cpu, cuda = (specified(kind, kind.results(d)) for d in ("cpu", "cuda"))
-            for a, b in zip(cpu, cuda, strict=True):
-                assert_same_bits(a, b)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cpu_and_cuda_give_the_same_bits(
+    dtype: torch.dtype, op: str, groups: Groups, variant: str
+) -> None:
+    sample = variant_of(op, groups, variant, dtype)
+    for kind in (
+        sample,
+        Sample(
+            UNFUSED[op],
+            {n: sample[n] for n in sample.arguments if n in ("dh", "gate_up", "offs", *FORM)},
+        ),
+    ):
+        cpu, cuda = (specified(kind, kind.results(d)) for d in ("cpu", "cuda"))
+        for a, b in zip(cpu, cuda, strict=True):
+            assert_same_bits(a, b)
 
 
 @needs_hopper

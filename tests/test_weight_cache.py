@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from samples import OPS, RECIPES, assert_same_bits, devices, sentence
-from test_layer import Calls
 from torch import Tensor
 
 from grouped_linear import GroupedLinear, Recipe, update_scales
+from support.calls import Calls
+from support.compare import assert_same_bits, assert_shows_cold
+from support.devices import OPS, devices
+from support.errors import sentence
+from support.recipes import RECIPES
 
 T, E, K, N = 40, 3, 32, 48
 QUANTIZING = {name: recipe for name, recipe in RECIPES.items() if recipe is not None}
@@ -127,14 +130,6 @@ def test_cold(how: str, recipe: Recipe, device: str) -> None:
         (call_of(layer, compiled=True), False),
     ):
         assert_shows_cold(call(x, m_splits, first), x)
-
-
-def assert_shows_cold(y: Tensor, x: Tensor) -> None:
-    """NaN in the rows of groups, in the output and in x's gradient."""
-    assert y[:35].isnan().all()
-    assert not y[35:].any()
-    (dx,) = torch.autograd.grad(y.sum(), x)
-    assert dx[:35].isnan().all()
 
 
 @EVERY_RECIPE

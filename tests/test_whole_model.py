@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from samples import RECIPES, STRICT_GRAPHS, needs_hopper
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees
@@ -21,6 +20,9 @@ from torch.optim import AdamW
 
 from benchmarks.moe_model import Experts, LanguageModel, ModelSize, give_gradients_memory
 from grouped_linear import GroupedLinear, GroupedMLP, Recipe, update_scales
+from support.devices import needs_hopper
+from support.graphs import STRICT_GRAPHS
+from support.recipes import RECIPES
 
 SIZE = ModelSize(layers=2, width=32, heads=2, context=16, experts=4, chosen=2, expert_width=48)
 SEQUENCES, MICRO_BATCHES = 3, 2

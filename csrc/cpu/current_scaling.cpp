@@ -21,7 +21,7 @@ std::vector<float> current_factors(const GroupedRows& rows, ScaleRule rule, Scal
   for (const RowBlock& block : rows.blocks)
     amax[block.group] = std::max(amax[block.group], block_amax[block.index]);
   for (int64_t e = 0; e < rows.groups; ++e) {
-    const BlockScale group = block_scale(amax[e], rule, largest_of(format));
+    const BlockScale group = block_scale(amax[e], rule, fp8_max(format));
     factors[e] = group.factor;
     scales[e] = group.scale;
   }

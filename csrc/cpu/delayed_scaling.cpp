@@ -1,4 +1,4 @@
-// One scale a group from earlier steps: one pass, which also raises amax for steps to come.
+// One scale a group from earlier steps. One pass also raises amax, for later steps.
 
 #include <bit>
 #include <cmath>

@@ -1,7 +1,7 @@
-// FP8 numbers from float32, for both formats, where a factor may be too large for what it meets.
+// float32 to FP8, in both formats.
 //
-// Works on bits without branches, as numerics.h does, so loops over it vectorise and agree with
-// every other width bit for bit.
+// Works on bits without branches, as numerics.h does, so loops over it vectorise and have the same
+// bits with every vector width.
 #pragma once
 
 #include <bit>
@@ -16,32 +16,32 @@ struct E4m3 {
   static constexpr ScalarType kType = ScalarType::Float8_e4m3fn;
   static constexpr int kMantissaBits = 3, kSmallestExponent = -6;
   static constexpr float kMax = 448.0f;
-  static constexpr uint32_t kOfInfinity = 0x7f;  // it has none: NaN
+  static constexpr uint32_t kInfinityCode = 0x7f;  // NaN: e4m3 has no infinity
 };
 
 struct E5m2 {
   static constexpr ScalarType kType = ScalarType::Float8_e5m2;
   static constexpr int kMantissaBits = 2, kSmallestExponent = -14;
   static constexpr float kMax = 57344.0f;
-  static constexpr uint32_t kOfInfinity = 0x7c;
+  static constexpr uint32_t kInfinityCode = 0x7c;
 };
 
-constexpr float largest_of(ScalarType format) {
+constexpr float fp8_max(ScalarType format) {
   return format == E5m2::kType ? E5m2::kMax : E4m3::kMax;
 }
 
-// How a magnitude becomes the nearest number of a format, ties to even.
+// Rounds a magnitude to the nearest number of a format, ties to even.
 //
-// With M bits of mantissa, adding 2^(e + 23 - M) to a magnitude of exponent e (the smallest exponent
-// for subnormals, which are as far apart) rounds it to units of 2^(e - M), nearest even, and leaves
-// their number in the sum's low bits: 0 .. 2^(M + 1). The code is 2^M * (e - smallest exponent)
-// plus that number, for normal and subnormal results alike. So an anchor, which is what is added,
-// has 2^M * e in its low bits too (being even it moves no tie), and the sum's low byte less that of
-// the smallest anchor is the code.
+// With M bits of mantissa, adding 2^(e + 23 - M) to a magnitude of exponent e (the smallest
+// exponent for subnormals, which are as far apart) rounds it to units of 2^(e - M), nearest even,
+// and leaves their number in the sum's low bits: 0 .. 2^(M + 1). The code is 2^M * (e - smallest
+// exponent) plus that number, for normal and subnormal results alike. So an anchor, which is what
+// is added, has 2^M * e in its low bits too (being even it moves no tie), and the sum's low byte
+// less that of the smallest anchor is the code.
 //
-// A factor that is a power of two moves exponents and nothing else: the code of x * factor is that
-// of x where the smallest exponent is less by the factor's. No multiplication, and what a number
-// needs for one factor is what it needs for another.
+// A factor that is a power of two only shifts exponents: the code of x * factor is the code of x
+// with a smallest exponent that is less by the factor's. That needs no multiplication, and one
+// number's own anchor serves every factor.
 template <typename Format>
 struct Rounding {
   static constexpr int kShift = 23 - Format::kMantissaBits;
@@ -53,8 +53,7 @@ struct Rounding {
     constexpr uint32_t smallest = uint32_t{254 + Format::kSmallestExponent} << 23;
     return anchor_of(smallest - std::bit_cast<uint32_t>(power_of_two));
   }
-  // The factors for which no anchor leaves the range of float32, where x * factor is at most the
-  // format's largest number.
+  // With these factors no anchor overflows float32, if x * factor is at most the format's maximum.
   static constexpr float kSmallestFactor = 0x1p-99f;
   static constexpr float kLargestFactor = 0x1p121f;
 
@@ -66,12 +65,12 @@ struct Rounding {
     anchor = own > smallest ? own : smallest;
     sum = magnitude + std::bit_cast<float>(anchor);
   }
-  // In the low byte: the code, more by that of the smallest anchor.
+  // The low byte is the code plus the low byte of the smallest anchor.
   uint32_t bits() const { return std::bit_cast<uint32_t>(sum); }
   float magnitude() const { return sum - std::bit_cast<float>(anchor); }  // exact
 };
 
-// A product that is not NaN, to a number of a format; past the largest it saturates.
+// A product that is not NaN, rounded to a number of a format; it saturates at the maximum.
 template <typename Format>
 struct Rounded {
   static constexpr uint32_t kSmallest = Rounding<Format>::smallest_anchor(1);
@@ -82,9 +81,9 @@ struct Rounded {
       : sign(std::bit_cast<uint32_t>(product) & ~kMagnitude),
         rounding(clamped(product), kSmallest) {}
   static float clamped(float product) {
-    constexpr uint32_t largest = std::bit_cast<uint32_t>(Format::kMax);
+    constexpr uint32_t max = std::bit_cast<uint32_t>(Format::kMax);
     const uint32_t magnitude = std::bit_cast<uint32_t>(product) & kMagnitude;
-    return std::bit_cast<float>(magnitude < largest ? magnitude : largest);
+    return std::bit_cast<float>(magnitude < max ? magnitude : max);
   }
   uint32_t code() const { return ((rounding.bits() - kSmallest) & 0x7f) | (sign >> 24); }
   float value() const {
@@ -92,16 +91,16 @@ struct Rounded {
   }
 };
 
-// x * factor. A product past the largest number saturates, also where it overflows float32: the
-// factor of a delayed scale may be from a time of smaller numbers. Only what is not finite itself,
-// or meets a factor that is NaN, becomes infinity or NaN.
+// x * factor, saturated at the format's maximum even if the product overflows float32: a delayed
+// scale may come from steps with smaller numbers. The result is infinity or NaN only if x is not
+// finite or the product is NaN.
 template <typename Format>
 inline uint32_t quantize(float x, float factor) {
   const uint32_t x_bits = std::bit_cast<uint32_t>(x), magnitude = x_bits & kMagnitude;
   const uint32_t sign = ((x_bits ^ std::bit_cast<uint32_t>(factor)) >> 24) & 0x80;
   const uint32_t product = std::bit_cast<uint32_t>(x * factor) & kMagnitude;
   uint32_t q = sign | Rounded<Format>(std::bit_cast<float>(product)).code();
-  q = magnitude == kInfinity ? (Format::kOfInfinity == 0x7f ? 0x7f : sign | Format::kOfInfinity)
+  q = magnitude == kInfinity ? (Format::kInfinityCode == 0x7f ? 0x7f : sign | Format::kInfinityCode)
                              : q;
   return magnitude > kInfinity || (magnitude < kInfinity && product > kInfinity) ? 0x7f : q;
 }

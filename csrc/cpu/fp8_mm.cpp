@@ -1,15 +1,16 @@
-// FP8 products on a CPU's bf16 units, where it has them (AVX-512 BF16).
+// FP8 GEMMs on a CPU's bf16 units, where it has them (AVX-512 BF16).
 //
-// Every FP8 number is a bf16 number, so operands are taken as they are, 128 of the sum at a time.
-// These sums, in float32, are multiplied by both operands' scales and added up in float32: what a
-// GPU does, and whatever the scales are nothing is rounded before the end.
+// Every FP8 number is a bf16 number, so operands are decoded without scales, one k-block of 128 at
+// a time. A k-block's partial accumulator, in float32, is multiplied by both scales and promoted to
+// the float32 accumulator. A GPU does the same. No scale makes anything round before the end.
 //
-// The arithmetic: a core multiplies two vectors of 32 pairs a cycle, 128 FLOP. Six rows by 64 columns
-// of the result stay in registers; for 2 of the sum they take 24 vector products (12 cycles), 4 loads
-// and 6 broadcasts (5 cycles). Decoding and turning an element of b over takes about 0.4
-// instructions, which kRows rows of a share; decoding one of a 0.25, shared by kCols columns.
+// The arithmetic: a core multiplies two vectors of 32 pairs a cycle, 128 FLOP. Six rows by 64
+// columns of the result stay in registers. Two steps along K take 24 vector products (12 cycles), 4
+// loads and 6 broadcasts (5 cycles). Decoding and transposing an element of b takes about 0.4
+// instructions, shared by kRows rows of a; decoding an element of a takes 0.25, shared by kCols
+// columns.
 //
-// Other CPUs multiply operands in float32, dequantized, with torch's kernels.
+// Other CPUs dequantize the operands and multiply them in float32 with torch's kernels.
 
 #include "cpu/fp8_mm.h"
 
@@ -17,7 +18,8 @@
 
 #include "checks.h"
 #include "cpu/numerics.h"
-#include "cpu/tile.h"
+#include "cpu/prefetch.h"
+#include "cpu/transpose.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
@@ -27,7 +29,7 @@
 namespace grouped_linear::cpu {
 namespace {
 
-// Writes a row of a result: values, and what is added to them.
+// Writes a row of a result: values + bias, + the row's old values if `add` is set.
 void finish_row(float* values, int64_t n, const float* bias, bool add, ScalarType dtype,
                 void* out) {
   if (bias)
@@ -50,12 +52,12 @@ std::vector<float> bias_of(const ScaledProduct& product) {
   return bias;
 }
 
-Scratch dequantize(const ScaledOperand& operand, int64_t rows, int64_t depth) {
-  Scratch x(rows, depth);
+Scratch dequantize(const ScaledOperand& operand, int64_t rows, int64_t K) {
+  Scratch x(rows, K);
   torch::stable::parallel_for(0, rows, 16, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
-      for (int64_t b = 0; b * kBlock < depth; ++b) {
-        const int64_t n = std::min(kBlock, depth - b * kBlock);
+      for (int64_t b = 0; b * kBlock < K; ++b) {
+        const int64_t n = std::min(kBlock, K - b * kBlock);
         float* values = x.row(r) + b * kBlock;
         load_row(operand.block(r, b), operand.format, n, values);
         const float scale = operand.scale_of(r, b);
@@ -67,8 +69,8 @@ Scratch dequantize(const ScaledOperand& operand, int64_t rows, int64_t depth) {
 
 void multiply_in_float(const ScaledProduct& product, bool add) {
   const Matrix& out = product.out;
-  Scratch a = dequantize(product.a, out.rows, product.depth);
-  Scratch b = dequantize(product.b, out.cols, product.depth);
+  Scratch a = dequantize(product.a, out.rows, product.K);
+  Scratch b = dequantize(product.b, out.cols, product.K);
   Scratch y(out.rows, out.cols);
   matmul(y.view(), a.view(), b.view().transposed());
   const auto bias = bias_of(product);
@@ -80,7 +82,7 @@ void multiply_in_float(const ScaledProduct& product, bool add) {
 }
 
 #ifdef BF16_UNITS
-// At most so much of a result is worked on at a time, in the L2 cache.
+// One task computes at most so much of a result, in the L2 cache.
 constexpr int64_t kRows = 384, kCols = 256;
 constexpr int64_t kTileRows = 6, kTileCols = 64;
 constexpr int64_t kSide = 16;  // vectors of 16 float32, or of 16 pairs of bf16
@@ -91,7 +93,7 @@ struct Workspace {
   alignas(64) float y[kRows][kCols], scale_a[kRows], scale_b[kCols];
 };
 
-// The bf16 numbers of the 128 magnitudes of a format.
+// The 128 magnitudes of a format as bf16 numbers.
 struct alignas(64) Decoder {
   std::array<uint16_t, 128> numbers;
 
@@ -116,38 +118,38 @@ BF16_UNITS inline __m512i decode(const Decoder& decoder, __m256i codes) {
   return _mm512_or_si512(_mm512_mask_mov_epi16(small, is_large, large), sign);
 }
 
-// 32 bytes of a row, those from n on zero.
+// 32 bytes of a row, zero from byte n on.
 BF16_UNITS inline __m256i load_codes(const uint8_t* codes, int64_t n) {
   const __mmask32 there = n >= 32 ? ~__mmask32{0} : n > 0 ? (__mmask32{1} << n) - 1 : 0;
   return _mm256_maskz_loadu_epi8(there, codes);
 }
 
 BF16_UNITS void decode_rows(const ScaledOperand& a, const Decoder& decoder, int64_t row,
-                            int64_t rows, int64_t block, int64_t depth, Workspace& space) {
+                            int64_t rows, int64_t block, int64_t block_k, Workspace& space) {
   for (int64_t r = 0; r < rows; ++r) {
     const uint8_t* codes = a.block(row + r, block);
     prefetch_row(codes + a.block_stride, kBlock);
-    for (int64_t k = 0; k < depth; k += 32)
-      _mm512_store_si512(&space.a[r][k], decode(decoder, load_codes(codes + k, depth - k)));
+    for (int64_t k = 0; k < block_k; k += 32)
+      _mm512_store_si512(&space.a[r][k], decode(decoder, load_codes(codes + k, block_k - k)));
     space.scale_a[r] = a.scale_of(row + r, block);
   }
 }
 
 using Pairs [[gnu::vector_size(32)]] = uint16_t;  // 16 pairs of FP8 numbers
 
-// Rows [row, row + cols) of b become columns of the workspace; those missing to full tiles are zero.
-BF16_UNITS void turn_columns(const ScaledOperand& b, const Decoder& decoder, int64_t row,
-                             int64_t cols, int64_t block, int64_t depth, Workspace& space) {
+// Rows [row, row + cols) of b become columns of the workspace, padded with zeros to full tiles.
+BF16_UNITS void transpose_columns(const ScaledOperand& b, const Decoder& decoder, int64_t row,
+                                  int64_t cols, int64_t block, int64_t block_k, Workspace& space) {
   for (int64_t c = 0; c < round_up(cols, kTileCols); c += kSide) {
     auto& tile = space.b[c / kTileCols];
     for (int64_t i = 0; i < kSide && c + i < cols; ++i)
       prefetch_row(b.block(row + c + i, block + 1), kBlock);
-    for (int64_t k = 0; k < depth; k += 32) {
+    for (int64_t k = 0; k < block_k; k += 32) {
       Pairs x[kSide];
       for (int64_t i = 0; i < kSide; ++i)
-        x[i] =
-            c + i < cols ? (Pairs)load_codes(b.block(row + c + i, block) + k, depth - k) : Pairs{};
-      turn_over(x);
+        x[i] = c + i < cols ? (Pairs)load_codes(b.block(row + c + i, block) + k, block_k - k)
+                            : Pairs{};
+      transpose_16x16(x);
       for (int64_t i = 0; i < kSide; ++i)
         _mm512_store_si512(&tile[k / 2 + i][c % kTileCols], decode(decoder, (__m256i)x[i]));
     }
@@ -162,8 +164,8 @@ BF16_UNITS void multiply_tile(int64_t row, int64_t col, int64_t pairs, Workspace
   constexpr int vectors = kTileCols / kSide;
   const auto& b = space.b[col / kTileCols];
   __m512 sums[rows][vectors];
-  for (auto& of_row : sums)
-    for (auto& sum : of_row) sum = _mm512_setzero_ps();
+  for (auto& row_sums : sums)
+    for (auto& sum : row_sums) sum = _mm512_setzero_ps();
   for (int i = 0; i < rows; ++i)
     prefetch_row<true>(&space.y[row + i][col], kTileCols * sizeof(float));
   for (int64_t p = 0; p < pairs; ++p) {
@@ -177,7 +179,7 @@ BF16_UNITS void multiply_tile(int64_t row, int64_t col, int64_t pairs, Workspace
         sums[i][j] = _mm512_dpbf16_ps(sums[i][j], (__m512bh)both, (__m512bh)columns[j]);
     }
   }
-#pragma GCC unroll 6  // or the sums would be stored, to be indexed
+#pragma GCC unroll 6  // else the sums would be stored to be indexed
   for (int i = 0; i < rows; ++i) {
     const __m512 scale_a = _mm512_set1_ps(space.scale_a[row + i]);
 #pragma GCC unroll 4
@@ -187,7 +189,7 @@ BF16_UNITS void multiply_tile(int64_t row, int64_t col, int64_t pairs, Workspace
       const __m512 scale_b = _mm512_load_ps(&space.scale_b[col + j * kSide]);
       const __m512 scale = _mm512_mul_ps(scale_a, scale_b);
       __m512 after = _mm512_fmadd_ps(sum, scale, before);
-      // Scales as far apart as float32 goes are multiplied one after the other.
+      // If the product of scales is not a normal number, multiply by one scale after the other.
       constexpr int not_normal = 0x02 | 0x04 | 0x08 | 0x10 | 0x20;  // zeros, infinities, subnormals
       if (const __mmask16 extreme = _mm512_fpclass_ps_mask(scale, not_normal)) [[unlikely]]
         after = _mm512_mask_mov_ps(after, extreme,
@@ -205,13 +207,13 @@ void multiply_part(const ScaledProduct& product, int64_t row, int64_t rows, int6
       multiply_tile<4>, multiply_tile<5>, multiply_tile<6>};
   const Decoder decoder_a(product.a.format), decoder_b(product.b.format);
   for (int64_t r = 0; r < rows; ++r) std::fill_n(space.y[r], round_up(cols, kTileCols), 0.0f);
-  for (int64_t block = 0; block * kBlock < product.depth; ++block) {
-    const int64_t depth = std::min(kBlock, product.depth - block * kBlock);
-    decode_rows(product.a, decoder_a, row, rows, block, depth, space);
-    turn_columns(product.b, decoder_b, col, cols, block, depth, space);
+  for (int64_t block = 0; block * kBlock < product.K; ++block) {
+    const int64_t block_k = std::min(kBlock, product.K - block * kBlock);
+    decode_rows(product.a, decoder_a, row, rows, block, block_k, space);
+    transpose_columns(product.b, decoder_b, col, cols, block, block_k, space);
     for (int64_t c = 0; c < cols; c += kTileCols)
       for (int64_t r = 0; r < rows; r += kTileRows)
-        tiles[std::min(kTileRows, rows - r) - 1](r, c, ceil_div(depth, 2), space);
+        tiles[std::min(kTileRows, rows - r) - 1](r, c, ceil_div(block_k, 2), space);
   }
   const auto bias = bias_of(product);
   for (int64_t r = 0; r < rows; ++r)
@@ -219,7 +221,7 @@ void multiply_part(const ScaledProduct& product, int64_t row, int64_t rows, int6
                element_of(product.out, row + r, col));
 }
 
-// All parts of all products side by side: small groups do not wait for each other.
+// All parts of all products are one loop's tasks, so small groups do not wait for each other.
 void multiply_in_bf16(const std::vector<ScaledProduct>& products, bool add) {
   std::vector<int64_t> first_part{0};
   for (const ScaledProduct& product : products)
@@ -231,8 +233,8 @@ void multiply_in_bf16(const std::vector<ScaledProduct>& products, bool add) {
       const int64_t e =
           std::upper_bound(first_part.begin(), first_part.end(), part) - first_part.begin() - 1;
       const Matrix& out = products[e].out;
-      const int64_t col_parts = ceil_div(out.cols, kCols), own = part - first_part[e];
-      const int64_t row = own / col_parts * kRows, col = own % col_parts * kCols;
+      const int64_t col_parts = ceil_div(out.cols, kCols), index = part - first_part[e];
+      const int64_t row = index / col_parts * kRows, col = index % col_parts * kCols;
       multiply_part(products[e], row, std::min(kRows, out.rows - row), col,
                     std::min(kCols, out.cols - col), add, *space);
     }

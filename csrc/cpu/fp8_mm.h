@@ -1,4 +1,4 @@
-// Products of FP8 matrices whose scales change every 128 elements of the sum, or never.
+// GEMMs of FP8 matrices with a scale for every k-block of 128, or with one scale.
 #pragma once
 
 #include <vector>
@@ -7,9 +7,8 @@
 
 namespace grouped_linear::cpu {
 
-// One operand [rows, depth] of a product that sums over `depth`, in blocks of 128 of it: block b of
-// row r is dense at q + r * row_stride + b * block_stride, and is multiplied by
-// scale[r / scale_rows * scale_row_stride + b * scale_block_stride].
+// One operand [rows, K]. K-block b of row r is dense at q + r * row_stride + b * block_stride, and
+// its scale is scale[r / scale_rows * scale_row_stride + b * scale_block_stride].
 struct ScaledOperand {
   const uint8_t* q;
   ScalarType format;
@@ -23,15 +22,15 @@ struct ScaledOperand {
   }
 };
 
-// out [M, N] = a [M, depth] @ b [N, depth].T + bias. bias: a row of out's dtype, or null.
+// out [M, N] = a [M, K] @ b [N, K].T + bias. bias: a row of out's dtype, or null.
 struct ScaledProduct {
   ScaledOperand a, b;
-  int64_t depth;
+  int64_t K;
   Matrix out;
   const void* bias = nullptr;
 };
 
-// Products are summed in float32 and rounded once, with what out held before where `add` is set.
+// Sums are float32 and rounded once. `add` adds the old values of out before that.
 void multiply(const std::vector<ScaledProduct>& products, bool add = false);
 
 }  // namespace grouped_linear::cpu

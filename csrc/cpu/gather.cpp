@@ -1,4 +1,4 @@
-// Sums and products of gathered rows. A row is read once for every time it is gathered.
+// Sums and dot products of gathered rows. A row is read each time that it is gathered.
 
 #include <algorithm>
 #include <vector>
@@ -16,7 +16,7 @@ void add_row(const float* row, float factor, int64_t n, float* sum) {
   for (int64_t i = 0; i < n; ++i) sum[i] += factor * row[i];
 }
 
-// In sixteen sums, whatever the vectors' width; n is a multiple of 16.
+// Sixteen partial sums for every vector width; n is a multiple of 16.
 GROUPED_LINEAR_EVERY_WIDTH
 float dot(const float* a, const float* b, int64_t n) {
   constexpr int64_t lanes = 16;
@@ -28,7 +28,7 @@ float dot(const float* a, const float* b, int64_t n) {
   return sums[0];
 }
 
-// Rows of y by their numbers, as float32.
+// Rows of y by number, as float32.
 class Gathered {
  public:
   Gathered(const char* op, const Tensor& y, const Tensor& rows)
@@ -81,12 +81,12 @@ Tensor gather_dot(const Tensor& a_in, const Tensor& y, const Tensor& rows) {
   const Tensor out = new_output(y, {T, C}, ScalarType::Float);
   auto* products = static_cast<float*>(out.data_ptr());
   torch::stable::parallel_for(0, T, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> own(H), row(H);
+    std::vector<float> a_row(H), row(H);
     for (int64_t t = begin; t < end; ++t) {
-      load_row(row_of(a, t), a.scalar_type(), H, own.data());
+      load_row(row_of(a, t), a.scalar_type(), H, a_row.data());
       for (int64_t i = t * C; i < (t + 1) * C; ++i) {
         gathered.load(i, row.data());
-        products[i] = dot(own.data(), row.data(), H);
+        products[i] = dot(a_row.data(), row.data(), H);
       }
     }
   });

@@ -13,29 +13,29 @@
 namespace grouped_linear::cpu {
 namespace {
 
-// What is asked for of x [T, K] in E groups.
+// The outputs of quantizing x [T, K] in E groups.
 struct Results : Quantized {
   int64_t groups, features;
 
-  Results(const Quantized& given, int64_t K, int64_t E)
-      : Quantized(given), groups(E), features(K) {}
+  Results(const Quantized& out, int64_t K, int64_t E) : Quantized(out), groups(E), features(K) {}
   Results(const Tensor& like, int64_t T, int64_t K, int64_t E, bool rowwise, bool columnwise,
           bool sums, bool share_scales = false)
       : Results({new_output, like, {T, K, E, rowwise, columnwise, sums}, share_scales}, K, E) {}
 };
 
-// The largest of a tile's columns' amaxes for all of them, where none but 0 is kShareWithin times less.
-// Magnitudes as integers, which are in the same order: maxima of floats would not be vectorised.
+// Gives all columns of a tile the largest of their amaxes, if every amax but 0 is within a factor
+// of kShareWithin of it. Compares magnitudes as integers, which have the same order: maxima of
+// floats would not vectorise.
 GROUPED_LINEAR_EVERY_WIDTH void share_amax(float (&col_amax)[kBlock]) {
-  uint32_t largest = 0, smallest_less_one = UINT32_MAX;  // 0 less one comes last
+  uint32_t largest = 0, smallest_minus_one = UINT32_MAX;  // 0 - 1 wraps to the last
   for (const float amax : col_amax) {
     const auto bits = std::bit_cast<uint32_t>(amax);
     largest = std::max(largest, bits);
-    smallest_less_one = std::min(smallest_less_one, bits - 1);
+    smallest_minus_one = std::min(smallest_minus_one, bits - 1);
   }
-  const float most = std::bit_cast<float>(largest);
-  if (std::bit_cast<float>(smallest_less_one + 1) * kShareWithin >= most)
-    std::fill_n(col_amax, kBlock, most);
+  const float max_amax = std::bit_cast<float>(largest);
+  if (std::bit_cast<float>(smallest_minus_one + 1) * kShareWithin >= max_amax)
+    std::fill_n(col_amax, kBlock, max_amax);
 }
 
 struct BlockScaledTargets : TileTargets {
@@ -60,7 +60,7 @@ struct BlockScaledTargets : TileTargets {
   void write(Tile& tile, const RowBlock& block, int64_t col, int64_t cols) const {
     float row_amax[kBlock], col_amax[kBlock], row_factor[kBlock], col_factor[kBlock];
     float block_scale[kBlock];
-    ByteTile by_cols;
+    ByteTile col_codes;
     tile.find_amax(row_amax, col_amax);
     if (q) {
       block_scales(row_amax, rule, row_factor, block_scale);
@@ -73,18 +73,18 @@ struct BlockScaledTargets : TileTargets {
       std::memcpy(scale_t + block.index * features + col, block_scale, cols * sizeof(float));
     }
     tile.quantize(row_factor, rows(block, col), q_t ? col_factor : nullptr,
-                  q_t ? &by_cols : nullptr);
-    if (q_t) store_turned(by_cols, block, col, cols, tile.filled());
+                  q_t ? &col_codes : nullptr);
+    if (q_t) store_transposed(col_codes, block, col, cols, tile.filled());
   }
 };
 
-// For sums alone.
+// For column sums alone.
 struct NoTargets : TileTargets {
-  void write(Tile& tile, const RowBlock&, int64_t, int64_t) const { tile.ahead.ask_from(0); }
+  void write(Tile& tile, const RowBlock&, int64_t, int64_t) const { tile.prefetch.rows_from(0); }
 };
 
-// The blocks to quantize. A row's data do not depend on its group: rowwise alone, small groups share
-// tiles.
+// The blocks to quantize. Rowwise data do not depend on groups, so without columnwise data small
+// groups share tiles.
 std::vector<RowBlock> blocks_of(const std::vector<int64_t>& starts, bool by_group) {
   return by_group ? row_blocks(starts) : row_blocks({0, starts.back()});
 }
@@ -97,17 +97,17 @@ void quantize(ScalarType dtype, const std::vector<RowBlock>& blocks, ScaleRule r
                    pointer_if<float>(sums, results.bias_grad), reader);
 }
 
-// The first `count` of rows, each an index of x's `limit` rows.
+// The first `count` row numbers, checked against the `limit` rows of x.
 std::vector<int64_t> checked_rows(const Tensor& rows, int64_t count, int64_t limit) {
-  std::vector<int64_t> taken = row_numbers(rows);
-  taken.resize(count);
+  std::vector<int64_t> numbers = row_numbers(rows);
+  numbers.resize(count);
   for (int64_t t = 0; t < count; ++t)
-    check(taken[t] >= 0 && taken[t] < limit, "group_quantize: rows must index the ", limit,
-          " rows of x, got ", taken[t], " at row ", t);
-  return taken;
+    check(numbers[t] >= 0 && numbers[t] < limit, "group_quantize: rows must index the ", limit,
+          " rows of x, got ", numbers[t], " at row ", t);
+  return numbers;
 }
 
-// to[i] = from[i] * factor for n elements of a dtype, rounded to it.
+// to[i] = from[i] * factor for n elements of one dtype, rounded to it.
 template <typename Element>
 GROUPED_LINEAR_INLINE void multiply_elements(const char* from, float factor, int64_t n, void* to) {
   using Bits = typename Element::Bits;
@@ -128,9 +128,9 @@ GROUPED_LINEAR_EVERY_WIDTH void multiply_row(const char* from, float factor, Sca
 }  // namespace
 
 void quantize_rows(const Tensor& x, const Tensor& offs, double amax_epsilon,
-                   bool power_of_two_scales, const Quantized& given) {
+                   bool power_of_two_scales, const Quantized& out) {
   const GroupedRows rows("group_quantize", x, offs);
-  const Results results(given, rows.features, rows.groups);
+  const Results results(out, rows.features, rows.groups);
   const bool by_group = results.q_t.numel() > 0 || results.bias_grad.numel() > 0;
   const int64_t end = rows.blocks.empty() ? 0 : rows.blocks.back().end;
   quantize(rows.dtype, by_group ? rows.blocks : row_blocks({0, end}),
@@ -153,14 +153,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
   const Tensor x = with_dense_rows(x_in);
   const ScalarType dtype = x.scalar_type();
   const auto starts = group_starts("group_quantize", offs, T);
-  const auto taken = checked_rows(*rows, starts.back(), x.size(0));
+  const auto numbers = checked_rows(*rows, starts.back(), x.size(0));
 
   const int64_t element = element_size(dtype), stride = x.stride(0) * element;
   const auto* first = static_cast<const char*>(x.data_ptr());
   const std::optional<Tensor> factor = as_dense(factor_in);
   const float* factors = factor ? factor->const_data_ptr<float>() : nullptr;
   const auto source = [&](const RowBlock& block, int64_t r, int64_t col) {
-    return first + taken[block.begin + r] * stride + col * element;
+    return first + numbers[block.begin + r] * stride + col * element;
   };
   const auto fill_row = [&](const char* from, const RowBlock& block, int64_t r, int64_t,
                             int64_t cols, void* row) {
@@ -200,7 +200,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
     swiglu_row(form, inputs + (block.begin + r) * stride, dtype, K, col, cols,
                static_cast<char*>(row));
     if (keep_h) std::memcpy(kept + ((block.begin + r) * K + col) * element, row, cols * element);
-    const char* up = gate + (interleaved ? kBlock : K) * element;  // the second half of either
+    const char* up = gate + (interleaved ? kBlock : K) *
+                                element;  // the second half of what is read, in both layouts
     prefetch_row<false, 2>(up + kBlock * element, kBlock * element);
   };
   quantize(dtype, blocks_of(starts, columnwise),
@@ -228,8 +229,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu_grad(
   const auto* gradients = static_cast<const char*>(dh.data_ptr());
   const auto* inputs = static_cast<const char*>(gate_up.data_ptr());
   const auto source = [&](const RowBlock& block, int64_t r, int64_t col) {
-    const int64_t of_dh = interleaved ? col / 2 : col % K;
-    return gradients + (block.begin + r) * dh_stride + of_dh * element;
+    const int64_t dh_col = interleaved ? col / 2 : col % K;
+    return gradients + (block.begin + r) * dh_stride + dh_col * element;
   };
   const auto fill_row = [&](const char*, const RowBlock& block, int64_t r, int64_t col,
                             int64_t cols, void* row) {

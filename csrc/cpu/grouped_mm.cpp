@@ -5,17 +5,17 @@
 namespace grouped_linear::cpu {
 namespace {
 
-// What is summed over must lie without gaps: where K is no multiple of 32, torch's bf16 product on AMX units
-// also reads what follows a row, and a NaN there times zero is NaN (torch 2.13, Xeon, 2026-11).
+// Rows along K must be adjacent. If K is no multiple of 32, torch's bf16 GEMM on AMX units also
+// reads what follows a row, and a NaN there times zero is NaN (torch 2.13, Xeon, 2026-11).
 //
-// b [E, N, K] may be a transposed view (dgrad reads the weight that way), with either of its last two
-// dimensions the dense one.
+// b [E, N, K] may be a transposed view, as dgrad reads the weight: either of its last two
+// dimensions may be the dense one.
 Tensor dense_operand(const Tensor& b) {
   const bool dense_rows = b.stride(2) == 1 && b.stride(1) == b.size(2);
   return dense_rows || b.stride(1) == 1 ? b : as_dense(b);
 }
 
-// m's elements as float32, also where m is a transposed view.
+// m's elements as float32; m may be a transposed view.
 Scratch operand_to_float(const Matrix& m, Matrix* view) {
   const bool transposed = m.col_stride != 1;
   Scratch values = to_float(transposed ? m.transposed() : m);
@@ -59,7 +59,7 @@ Tensor grouped_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& offs,
     std::optional<Matrix> bias_e;
     if (bias) {
       bias_e = rows_of(*bias, e, e + 1);
-      bias_e->rows = end - begin;  // the same row for all of the group
+      bias_e->rows = end - begin;  // one row for the whole group
       bias_e->row_stride = 0;
     }
     if (dtype == a.scalar_type()) {

@@ -1,4 +1,4 @@
-// Block-scaled and per-group FP8 products: which rows, blocks and scales are each group's.
+// FP8 GEMMs with block scales or a scale a group: finds the rows, blocks and scales of each group.
 
 #include "checks.h"
 #include "cpu/fp8_mm.h"
@@ -53,8 +53,8 @@ ScaledOperand columnwise_operand(const Tensor& q_t, const Tensor& scale, int64_t
   return cols;
 }
 
-// dw [E, N, K] = dy.T @ x of every group, or added to what it holds. Empty groups give zeros, or add
-// nothing.
+// dw [E, N, K] = dy.T @ x of every group, or dw += that if `add` is set. Empty groups write zeros
+// or add nothing.
 void wgrad(const char* op, const Tensor& dw, const Tensor& dy_t_in, const Tensor& x_t_in,
            const Tensor& scale_dy_t, const Tensor& scale_x_t, const Tensor& offs, bool add) {
   const Tensor dy_t = as_dense(dy_t_in), x_t = as_dense(x_t_in);
@@ -81,8 +81,8 @@ void wgrad(const char* op, const Tensor& dw, const Tensor& dy_t_in, const Tensor
 Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& scale_a,
                          const Tensor& scale_b, const Tensor& offs,
                          const std::optional<Tensor>& bias_in,
-                         std::optional<ScalarType> asked_dtype) {
-  const ScalarType out_dtype = asked_dtype.value_or(ScalarType::BFloat16);
+                         std::optional<ScalarType> requested_dtype) {
+  const ScalarType out_dtype = requested_dtype.value_or(ScalarType::BFloat16);
   check_grouped_scaled_mm(a_in, b_in, scale_a, scale_b, offs, bias_in, out_dtype);
   const Tensor a = with_dense_rows(a_in), b = with_dense_rows(b_in);
   const std::optional<Tensor> bias = with_dense_rows(bias_in);
@@ -103,8 +103,8 @@ Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& s
 
 Tensor grouped_scaled_mm_wgrad(const Tensor& dy_t, const Tensor& x_t, const Tensor& scale_dy_t,
                                const Tensor& scale_x_t, const Tensor& offs,
-                               std::optional<ScalarType> asked_dtype) {
-  const ScalarType out_dtype = asked_dtype.value_or(ScalarType::BFloat16);
+                               std::optional<ScalarType> requested_dtype) {
+  const ScalarType out_dtype = requested_dtype.value_or(ScalarType::BFloat16);
   const char* op = "grouped_scaled_mm_wgrad";
   check_grouped_scaled_mm_wgrad(op, dy_t, x_t, scale_dy_t, scale_x_t, offs, out_dtype);
   const Tensor dw = new_output(x_t, {offs.size(0), dy_t.size(1), x_t.size(1)}, out_dtype);

@@ -7,7 +7,7 @@
 namespace grouped_linear::cpu {
 namespace {
 
-// Views without autograd history: a product of them records nothing, whatever the caller's mode.
+// A view without autograd history, so that a GEMM records nothing in any mode of the caller.
 Tensor as_tensor(const Matrix& m) {
   return torch::stable::from_blob(m.first, std::vector<int64_t>{m.rows, m.cols},
                                   std::vector<int64_t>{m.row_stride, m.col_stride},
@@ -32,7 +32,7 @@ Matrix group_of(const Tensor& t, int64_t group) {
 void matmul(const Matrix& out, const Matrix& a, const Matrix& b,
             const std::optional<Matrix>& bias) {
   const Tensor out_t = as_tensor(out), a_t = as_tensor(a), b_t = as_tensor(b);
-  // The CPU entry points, not the dispatcher: autocast or a mode must not step in between.
+  // Calls the CPU entry points, because the dispatcher would let autocast or a mode intervene.
   const AOTITorchError error = bias ? aoti_torch_cpu_addmm_out(out_t.get(), as_tensor(*bias).get(),
                                                                a_t.get(), b_t.get(), 1, 1)
                                     : aoti_torch_cpu_mm_out(out_t.get(), a_t.get(), b_t.get());

@@ -1,4 +1,4 @@
-// Matrix products of one group, through torch's own CPU kernels.
+// GEMMs of one group, with torch's CPU kernels. Their bits depend on the number of threads.
 #pragma once
 
 #include <cstring>
@@ -21,7 +21,7 @@ struct Matrix {
 Matrix rows_of(const Tensor& t, int64_t begin, int64_t end);  // of a 2-D tensor
 Matrix group_of(const Tensor& t, int64_t group);              // of a 3-D tensor
 
-// out = a @ b + bias. All of one dtype; products are summed in float32 and rounded once.
+// out = a @ b + bias, all of one dtype. Sums are float32 and rounded once.
 void matmul(const Matrix& out, const Matrix& a, const Matrix& b,
             const std::optional<Matrix>& bias = std::nullopt);
 
@@ -57,8 +57,8 @@ void write_groups(const Tensor& dw, const std::vector<int64_t>& starts, const Wg
   }
 }
 
-// main_grad += dw, or main_grad = dw where `overwrite` is given and true. Adding leaves empty
-// groups as they were.
+// main_grad += dw, or main_grad = dw if `overwrite` is given and true. Adding does not touch the
+// gradients of empty groups.
 template <typename Wgrad>
 void accumulate_groups(const Tensor& main_grad, const std::vector<int64_t>& starts,
                        const std::optional<Tensor>& overwrite, const Wgrad& wgrad) {

@@ -1,5 +1,5 @@
-// MXFP8: blocks of 32 elements along a row, or of 32 rows of a group, with a power of two for a
-// scale. One pass over x for whatever is asked for.
+// MXFP8: a power-of-two scale for each block of 32 elements of a row, or of 32 rows of a group. One
+// pass over x computes all requested outputs.
 
 #include <bit>
 
@@ -12,10 +12,11 @@ namespace {
 
 constexpr int64_t kParts = kBlock / kMxBlock;
 
-// For the amaxima of a tile's parts: the E8M0 scale, the smallest power of two that brings amax to at
-// most 448, kept where every e4m3 number times it is a finite bf16 number (2^-124 .. 2^119), as an
-// exponent and as a number, and the factor that quantizes: its inverse, but 1 where all is zero, to
-// keep a tile's factors in the range that Tile::quantize is fast in.
+// The scales of a tile's parts from their amaxes. The E8M0 scale is the smallest power of two that
+// brings amax to at most 448, clamped to 2^-124 .. 2^119, where every e4m3 number times it is a
+// finite bf16 number. It is returned as an exponent and as a number. The factor that quantizes is
+// its inverse, but 1 where amax is 0, to keep the factors in the range in which Tile::quantize is
+// fast.
 GROUPED_LINEAR_EVERY_WIDTH void mx_scales(const float* amax, uint8_t* exponents, float* scale,
                                           float* factor) {
   for (int64_t i = 0; i < kBlock * kParts; ++i) {
@@ -29,7 +30,6 @@ GROUPED_LINEAR_EVERY_WIDTH void mx_scales(const float* amax, uint8_t* exponents,
   }
 }
 
-// The scales of a tile's parts, and the factors that quantize them.
 struct MxScales {
   uint8_t exponents[kBlock * kParts];
   float scale[kBlock * kParts], factor[kBlock * kParts];
@@ -37,20 +37,20 @@ struct MxScales {
   explicit MxScales(const float* amax) { mx_scales(amax, exponents, scale, factor); }
 };
 
-// Scales, or values rounded to what FP8 keeps of them; null for what is not asked for.
+// Codes and scales, or values rounded to what e4m3 keeps of them; null for what is not requested.
 struct MxTargets : TileTargets {
   uint8_t *scale = nullptr, *scale_t = nullptr;        // [T, ceil(K / 32)], [Tp / 128, K, 4]
   uint16_t *rowwise = nullptr, *columnwise = nullptr;  // [T, K]
 
   explicit MxTargets(int64_t features) : TileTargets{features} {}
 
-  void foresee(const RowBlock& block, int64_t col, int64_t cols, Ahead& ahead) const {
-    TileTargets::foresee(block, col, cols, ahead);
-    for (int i = 0; i < 4; ++i)  // rows of twice as many bytes
+  void add_writes(const RowBlock& block, int64_t col, int64_t cols, TilePrefetch& next) const {
+    TileTargets::add_writes(block, col, cols, next);
+    for (int i = 0; i < 4; ++i)  // rows of bf16 are two times kBlock bytes
       if (uint16_t* rounded = i < 2 ? rowwise : columnwise) {
         ByteRows half = rounded_rows(rounded, block, col);
         half.first += i % 2 * kBlock;
-        ahead.foresee_writes(i, half, block.end - block.begin);
+        next.add_writes(i, half, block.end - block.begin);
       }
   }
   ByteRows rounded_rows(uint16_t* rounded, const RowBlock& block, int64_t col) const {
@@ -61,27 +61,28 @@ struct MxTargets : TileTargets {
   void write(Tile& tile, const RowBlock& block, int64_t col, int64_t cols) const {
     float row_amax[kBlock * kParts], col_amax[kBlock * kParts];
     tile.find_amax(row_amax, col_amax, kMxBlock);
-    const MxScales of_rows(row_amax), of_cols(col_amax);
-    if (rowwise) tile.round(true, of_rows.factor, of_rows.scale, rounded_rows(rowwise, block, col));
+    const MxScales row_scales(row_amax), col_scales(col_amax);
+    if (rowwise)
+      tile.round(true, row_scales.factor, row_scales.scale, rounded_rows(rowwise, block, col));
     if (columnwise)
-      tile.round(false, of_cols.factor, of_cols.scale, rounded_rows(columnwise, block, col));
+      tile.round(false, col_scales.factor, col_scales.scale, rounded_rows(columnwise, block, col));
     if (!q && !q_t) return;
 
-    ByteTile by_cols;
-    tile.quantize(of_rows.factor, rows(block, col), q_t ? of_cols.factor : nullptr,
-                  q_t ? &by_cols : nullptr, kMxBlock);
+    ByteTile col_codes;
+    tile.quantize(row_scales.factor, rows(block, col), q_t ? col_scales.factor : nullptr,
+                  q_t ? &col_codes : nullptr, kMxBlock);
     if (q) {
       const int64_t stride = ceil_div(features, kMxBlock);
       for (int64_t r = 0; r < block.end - block.begin; ++r)
         std::memcpy(scale + (block.begin + r) * stride + col / kMxBlock,
-                    of_rows.exponents + r * kParts, ceil_div(cols, kMxBlock));
+                    row_scales.exponents + r * kParts, ceil_div(cols, kMxBlock));
     }
     if (q_t) {
-      store_turned(by_cols, block, col, cols, tile.filled());
-      uint8_t* turned = scale_t + (block.index * features + col) * kParts;
+      store_transposed(col_codes, block, col, cols, tile.filled());
+      uint8_t* exponents = scale_t + (block.index * features + col) * kParts;
       for (int64_t c = 0; c < cols; ++c)
         for (int64_t p = 0; p < kParts; ++p)
-          turned[c * kParts + p] = of_cols.exponents[p * kBlock + c];
+          exponents[c * kParts + p] = col_scales.exponents[p * kBlock + c];
     }
   }
 };

@@ -1,7 +1,8 @@
-// Conversions between float32 and the narrow formats, without branches: loops over them vectorise.
+// Conversions between float32 and the narrow formats without branches, so that loops over them
+// vectorise.
 //
-// Every conversion works on bits and none meets a float32 subnormal in between, so the result does
-// not depend on the vector width, on FMA contraction or on flush-to-zero modes.
+// Every conversion works on bits, and no intermediate value is a float32 subnormal. So the result
+// does not depend on the vector width, FMA contraction or flush-to-zero modes.
 #pragma once
 
 #include <bit>
@@ -19,7 +20,7 @@ inline float from_bf16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bit
 inline float from_half(uint16_t bits) {
   const uint32_t sign = uint32_t{bits & 0x8000u} << 16;
   const uint32_t shifted = uint32_t{bits & 0x7fffu} << 13;
-  // A subnormal half is mantissa * 2^-24: give it the exponent of 2^-14 and take 2^-14 away again.
+  // A subnormal half is mantissa * 2^-24: set the exponent of 2^-14, then subtract 2^-14.
   const float subnormal = std::bit_cast<float>(shifted + (113u << 23)) - 0x1p-14f;
   const uint32_t rebias = shifted >= (31u << 23) ? (224u << 23) : (112u << 23);
   const uint32_t magnitude =
@@ -59,8 +60,8 @@ inline uint16_t to_half(float value) {
   return static_cast<uint16_t>(sign | half);
 }
 
-// A dtype of elements: how they become float32 and back, and how their magnitudes are ordered as
-// integers. Signed, because narrow vector instructions compare signed integers alone.
+// A dtype of elements: conversions to float32 and back, and magnitudes as integers of the same
+// order. These are signed, because narrow vector instructions only compare signed integers.
 struct Bf16 {
   using Bits = uint16_t;
   using Magnitude = int16_t;

@@ -15,14 +15,14 @@ struct PerGroupTargets : TileTargets {
   void write(Tile& tile, const RowBlock& block, int64_t col, int64_t cols) const {
     float row_amax[kBlock], col_amax[kBlock];
     tile.find_amax(row_amax, col_amax);
-    if (tile_amax)  // what is not finite counts as infinity
+    if (tile_amax)  // a tile that is not finite has amax infinity
       tile_amax[block.index * ceil_div(features, kBlock) + col / kBlock] =
           tile.finite() ? *std::max_element(row_amax, row_amax + kBlock) : INFINITY;
 
     ByteTile bytes;
     tile.quantize(factor[block.group], format, bytes);
     if (q) store(bytes, block, col, cols);
-    if (q_t) store_turned(bytes, block, col, cols, tile.filled());
+    if (q_t) store_transposed(bytes, block, col, cols, tile.filled());
   }
 };
 
@@ -39,8 +39,8 @@ void quantize_per_group(const GroupedRows& rows, const std::vector<float>& facto
   for (const RowBlock& block : rows.blocks)
     for (int64_t c = 0; out.amax && c < col_blocks; ++c) {
       const auto before = std::bit_cast<uint32_t>(out.amax[block.group]);
-      const auto own = std::bit_cast<uint32_t>(tile_amax[block.index * col_blocks + c]);
-      out.amax[block.group] = std::bit_cast<float>(std::max(before, own));
+      const auto tile = std::bit_cast<uint32_t>(tile_amax[block.index * col_blocks + c]);
+      out.amax[block.group] = std::bit_cast<float>(std::max(before, tile));
     }
 }
 

@@ -5,7 +5,7 @@
 
 namespace grouped_linear::cpu {
 
-// Where results go; null for what is not asked for.
+// Where results go; null for what is not requested.
 struct PerGroupOutputs {
   uint8_t* q;                  // [rows, K]
   uint8_t* q_t;                // [Tp / 128, K, 128], or [E, K, N] of a weight

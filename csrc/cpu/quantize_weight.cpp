@@ -1,4 +1,4 @@
-// Blocks of 128 x 128 of a weight: one pass for both layouts, which share bytes and scales.
+// 128 x 128 blocks of a weight. One pass writes both layouts, which share bytes and scales.
 
 #include <algorithm>
 
@@ -16,17 +16,18 @@ struct WeightTargets : TileTargets {
   void write(Tile& tile, const RowBlock& block, int64_t col, int64_t cols) const {
     float row_amax[kBlock], col_amax[kBlock], factor[kBlock];
     tile.find_amax(row_amax, col_amax);
-    const BlockScale own = block_scale(*std::max_element(row_amax, row_amax + kBlock), rule);
-    scale[block.index * ceil_div(features, kBlock) + col / kBlock] = own.scale;
+    const BlockScale weight_scale =
+        block_scale(*std::max_element(row_amax, row_amax + kBlock), rule);
+    scale[block.index * ceil_div(features, kBlock) + col / kBlock] = weight_scale.scale;
 
     ByteTile bytes;
-    std::fill_n(factor, kBlock, own.factor);
+    std::fill_n(factor, kBlock, weight_scale.factor);
     tile.quantize(factor, rows(block, col), nullptr, q_t ? &bytes : nullptr);
-    if (q_t) store_turned(bytes, block, col, cols, tile.filled());
+    if (q_t) store_transposed(bytes, block, col, cols, tile.filled());
   }
 };
 
-// q_t: null where it is not asked for.
+// q_t: null if it is not requested.
 void quantize(const GroupedRows& rows, ScaleRule rule, const Tensor& q, const Tensor& scale,
               uint8_t* q_t) {
   const WeightTargets targets{
@@ -72,6 +73,14 @@ void refresh_weight_(const std::vector<Tensor>& w, const std::optional<Tensor>& 
   if (refresh && !*refresh->const_data_ptr<bool>()) return;
   quantize(GroupedRows(w), {static_cast<float>(amax_epsilon), power_of_two_scales}, q, scale,
            pointer_if<uint8_t>(q_t));
+}
+
+void quantize_rows_and_weight(const Tensor& x, const Tensor& offs, const Tensor& w,
+                              double amax_epsilon, bool power_of_two_scales, const Quantized& x_out,
+                              const QuantizedWeight& w_out) {
+  quantize_rows(x, offs, amax_epsilon, power_of_two_scales, x_out);
+  refresh_weight_({w}, std::nullopt, w_out.q, w_out.scale, w_out.q_t, amax_epsilon,
+                  power_of_two_scales);
 }
 
 }  // namespace grouped_linear::cpu

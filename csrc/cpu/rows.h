@@ -11,8 +11,8 @@
 #include "layout.h"
 #include "tensors.h"
 
-// One copy of a loop for each vector width, chosen when the library is loaded. All do the same
-// arithmetic in the same order (the build forbids FMA contraction), so they agree bit for bit.
+// Compiles a loop once for each vector width; the loader picks one. All do the same arithmetic in
+// the same order (the build forbids FMA contraction), so they agree bit for bit.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define GROUPED_LINEAR_EVERY_WIDTH \
   __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
@@ -20,34 +20,13 @@
 #define GROUPED_LINEAR_EVERY_WIDTH
 #endif
 
-#define GROUPED_LINEAR_INLINE inline __attribute__((always_inline))  // into every width
+// Inlines into each of these copies.
+#define GROUPED_LINEAR_INLINE inline __attribute__((always_inline))
 
 namespace grouped_linear::cpu {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-// Deals vectors 0 .. 7 and 8 .. 15 like a pack of cards, element by element.
-template <typename Vector>
-GROUPED_LINEAR_INLINE void deal(const Vector (&from)[16], Vector (&to)[16]) {
-  for (int i = 0; i < 8; ++i) {
-    const Vector a = from[i], b = from[i + 8];
-    to[2 * i] =
-        __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    to[2 * i + 1] =
-        __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-  }
-}
-
-// Turns 16 vectors of 16 elements over: dealt four times, the elements of a column are in one.
-template <typename Vector>
-GROUPED_LINEAR_INLINE void turn_over(Vector (&rows)[16]) {
-  Vector dealt[16];
-  deal(rows, dealt);
-  deal(dealt, rows);
-  deal(rows, dealt);
-  deal(dealt, rows);
-}
 
 // n elements of a dtype to float32, and back (nearest even).
 void load_row(const void* row, ScalarType dtype, int64_t n, float* values);
@@ -75,9 +54,10 @@ std::vector<RowBlock> row_blocks(const std::vector<int64_t>& starts);
 
 // An output for an op to fill, with the device of `like`.
 //
-// Memory that is new takes five times as long to touch, 4 KiB a page fault, as to fill; so huge pages
-// are asked for where at least one fits. The C library maps anew what is past 32 MiB with its header
-// and alignment in every call, and less at first and while earlier outputs are kept.
+// New memory takes five times as long to fault in, 4 KiB a page fault, as to fill. So the output
+// asks for huge pages if at least one fits. The C library maps new memory in every call for more
+// than 32 MiB (header and alignment included), and for less in the first calls and while earlier
+// outputs are kept.
 Tensor new_output(const Tensor& like, const Shape& shape, ScalarType dtype);
 
 void zero_rows(const Tensor& t, int64_t begin);

@@ -29,8 +29,8 @@ void write_offsets(const Tensor& m_splits, int64_t num_rows, int64_t alignment, 
 }  // namespace
 
 Tensor splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t alignment,
-                         int64_t stride, std::optional<ScalarType> asked_dtype) {
-  const ScalarType dtype = asked_dtype.value_or(ScalarType::Int);
+                         int64_t stride, std::optional<ScalarType> requested_dtype) {
+  const ScalarType dtype = requested_dtype.value_or(ScalarType::Int);
   check_splits_to_offsets(m_splits, num_rows, alignment, stride, dtype);
   const Tensor splits = as_dense(m_splits);
   Tensor offs = new_tensor(splits, {splits.size(0)}, dtype);

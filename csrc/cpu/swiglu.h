@@ -1,4 +1,4 @@
-// Rows of SwiGLU, in the dtype of its operands: float32 inside, rounded once.
+// SwiGLU of rows: computed in float32 and rounded once to the operands' dtype.
 #pragma once
 
 #include "cpu/rows.h"

@@ -7,9 +7,9 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <atomic>
-#include <vector>
 
 #include "checks.h"
+#include "cuda/common/device.h"
 
 // Weak: libtorch without CUDA does not have it, and this library must load there all the same.
 extern "C" __attribute__((weak)) AOTITorchError
@@ -17,53 +17,36 @@ aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace grouped_linear::cuda {
 
-struct DeviceFacts {
-  int multiprocessors = 0, major = 0, minor = 0;
-};
-
-inline const DeviceFacts& facts_of(int device) {
-  static const std::vector<DeviceFacts> facts = [] {
-    int count = 0;
-    cudaGetDeviceCount(&count);
-    std::vector<DeviceFacts> all(static_cast<size_t>(count));
-    for (int d = 0; d < count; ++d) {
-      cudaDeviceGetAttribute(&all[d].multiprocessors, cudaDevAttrMultiProcessorCount, d);
-      cudaDeviceGetAttribute(&all[d].major, cudaDevAttrComputeCapabilityMajor, d);
-      cudaDeviceGetAttribute(&all[d].minor, cudaDevAttrComputeCapabilityMinor, d);
-    }
-    return all;
-  }();
-  return facts.at(static_cast<size_t>(device));
-}
-
 class Launch {
  public:
+  // The guard sets the device only where another one is current. The calling thread may still have
+  // no CUDA context, as autograd's threads have none at first: a launch makes one, and tensor_map
+  // does so where it needs one.
   Launch(const char* op, const torch::stable::Tensor& tensor)
-      : op_(op), device_(tensor.get_device_index()), guard_(device_), facts_(facts_of(device_)) {
-    // The guard does nothing where the device is current already. A thread of its own, autograd's
-    // for one, may have no context yet all the same, and the driver's entry points need one.
-    cudaSetDevice(device_);
-    check(facts_.major == 9 && facts_.minor == 0, op,
-          ": CUDA devices of compute capability 9.0 (Hopper) are supported, got ", facts_.major,
-          ".", facts_.minor);
+      : op_(op), index_(tensor.get_device_index()), device_(device_at(op, index_)), guard_(index_) {
+    check(device_.major == 9 && device_.minor == 0, op,
+          ": CUDA devices of compute capability 9.0 (Hopper) are supported, got ", device_.major,
+          ".", device_.minor);
     void* stream = nullptr;
-    check(aoti_torch_get_current_cuda_stream(device_, &stream) == AOTI_TORCH_SUCCESS, op,
-          ": no current CUDA stream on device ", device_);
+    check(aoti_torch_get_current_cuda_stream(index_, &stream) == AOTI_TORCH_SUCCESS, op,
+          ": no current CUDA stream on device ", index_);
     stream_ = static_cast<cudaStream_t>(stream);
   }
 
   const char* op() const { return op_; }
-  int multiprocessors() const { return facts_.multiprocessors; }
+  int multiprocessors() const { return device_.multiprocessors; }
+  int compute_capability() const { return 10 * device_.major + device_.minor; }
 
-  // Lets blocks of a kernel have so many bytes of dynamic shared memory, always the same number.
+  // Allows thread blocks of a kernel so many bytes of dynamic shared memory, always the same
+  // number.
   template <auto kernel>
   void allow_shared_bytes(int bytes) const {
-    static std::atomic<uint64_t> allowed{0};  // a bit a device
-    const uint64_t bit = uint64_t{1} << (device_ % 64);
+    static std::atomic<uint64_t> allowed{0};  // a bit for each of the first 64 devices
+    const uint64_t bit = index_ < 64 ? uint64_t{1} << index_ : 0;
     if ((allowed & bit) != 0) return;
-    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) ==
-        cudaSuccess)
-      allowed |= bit;
+    check_cuda(op_, "cannot allow a kernel its shared memory",
+               cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    allowed |= bit;
   }
 
   // Launches a kernel that calls grid_dependency_wait(), see pdl.cuh.
@@ -80,15 +63,14 @@ class Launch {
     config.stream = stream_;
     config.attrs = &overlap;
     config.numAttrs = 1;
-    const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
-    if (error != cudaSuccess) fail(op_, ": the launch failed: ", cudaGetErrorString(error));
+    check_cuda(op_, "the launch failed", cudaLaunchKernelEx(&config, kernel, arguments...));
   }
 
  private:
   const char* op_;
-  int device_;
+  int index_;
+  const Device& device_;
   torch::stable::accelerator::DeviceGuard guard_;
-  const DeviceFacts& facts_;
   cudaStream_t stream_ = nullptr;
 };
 

@@ -1,4 +1,5 @@
-// How kernels see tensors: the type of their elements, and whether 16 bytes can be read at once.
+// How launchers see tensors: as pointers to elements of a type, and whether kernels can read and
+// write 16 bytes at once.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,6 +8,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <type_traits>
 
 #include "checks.h"
@@ -20,12 +22,12 @@ inline bool is_aligned(const Tensor& t) {
   return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
 }
 
-// Every row of a matrix: the first one, and the way from one to the next.
+// Whether every row of a matrix is aligned: the first one is, and so is the step from row to row.
 inline bool has_aligned_rows(const Tensor& t) {
   return is_aligned(t) && t.stride(0) * item_size(t) % 16 == 0;
 }
 
-// In new memory, which the allocator aligns to 512 bytes.
+// A copy in new memory, which the allocator aligns to 512 bytes.
 inline Tensor dense_copy(const Tensor& t) {
   return t.is_contiguous() ? torch::stable::clone(t) : torch::stable::contiguous(t);
 }
@@ -33,6 +35,29 @@ inline Tensor dense_copy(const Tensor& t) {
 // t itself where its rows can be read 16 bytes at a time, else a dense copy.
 inline Tensor with_aligned_rows(const Tensor& t) {
   return t.stride(1) == 1 && has_aligned_rows(t) ? t : dense_copy(t);
+}
+
+template <typename T>
+const T* data(const Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
+template <typename T>
+T* mutable_data(const Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
+// Null for a tensor that was not asked for: none, or one without elements.
+template <typename T>
+T* mutable_data_or_null(const Tensor& t) {
+  return t.numel() > 0 ? mutable_data<T>(t) : nullptr;
+}
+template <typename T>
+T* mutable_data_or_null(const std::optional<Tensor>& t) {
+  return t ? mutable_data_or_null<T>(*t) : nullptr;
+}
+template <typename T>
+const T* data_or_null(const std::optional<Tensor>& t) {
+  return t ? data<T>(*t) : nullptr;
 }
 
 // Calls run with the type, in a std::type_identity, that dtype names.
@@ -45,7 +70,7 @@ void for_element(ScalarType dtype, const Run& run) {
   }
 }
 
-// The same of numbers of rows.
+// The same for the types of indices.
 template <typename Run>
 void for_index(ScalarType dtype, const Run& run) {
   if (dtype == ScalarType::Int)

@@ -1,15 +1,17 @@
-// Kernels that overlap: the next one in a stream is launched while this one still runs, its blocks
-// take the multiprocessors that this one leaves, and they wait for its results.
+// Programmatic dependent launch: the next kernel in a stream is launched while this one still runs.
+// Its thread blocks take the multiprocessors that this one leaves, and wait for its results.
 //
 // Every kernel of the library calls grid_dependency_wait() before its first access to global memory
-// that another kernel may write or read. What it does before overlaps with the kernel before; and as
-// each one waits, whatever ran earlier is complete too. Launch::run launches them.
+// that another kernel may write or read. What it does before overlaps with the kernel before it. As
+// every kernel waits, everything that was launched earlier is complete, too. Launch::run launches
+// them.
 #pragma once
 
 namespace grouped_linear::cuda {
 
-// Lets the next kernel in the stream be launched, then waits until the one before is complete and its
-// writes are visible. See "Programmatic Dependent Launch" in the CUDA C++ Programming Guide.
+// Lets the next kernel in the stream be launched, then waits until the kernel before is complete
+// and its writes are visible. See "Programmatic Dependent Launch" in the CUDA C++ Programming
+// Guide.
 __device__ __forceinline__ void grid_dependency_wait() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,12 +1,13 @@
-// Descriptors of tensors for the copy engine (TMA), made on the host for each launch.
+// Tensor maps: descriptors with which TMA loads and stores tiles, encoded on the host for each
+// launch.
 #pragma once
 
 #include <cuda.h>
-#include <cuda_runtime_api.h>
 
 #include <initializer_list>
 
 #include "checks.h"
+#include "cuda/common/device.h"
 
 namespace grouped_linear::cuda {
 
@@ -17,19 +18,6 @@ inline CUtensorMapDataType tensor_map_dtype(ScalarType dtype) {
     case ScalarType::Float: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     default: return CU_TENSOR_MAP_DATA_TYPE_UINT8;
   }
-}
-
-// The driver's entry point, looked up at run time: the library does not link to libcuda, so it also
-// loads where there is no driver.
-inline decltype(&cuTensorMapEncodeTiled) encode_tiled() {
-  static const auto entry = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
-                                     &result);
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  }();
-  return entry;
 }
 
 // sizes and box: elements, innermost first. strides: elements, of every dimension but the
@@ -49,14 +37,25 @@ inline CUtensorMap tensor_map(const char* op, const void* first, ScalarType dtyp
     map_box[d] = extent;
     steps[d++] = 1;
   }
+
+  static const auto encode_tiled =
+      driver_function<decltype(cuTensorMapEncodeTiled)>(op, "cuTensorMapEncodeTiled", 12000);
   CUtensorMap map{};
-  const auto encode = encode_tiled();
-  check(encode != nullptr, op, ": the CUDA driver has no tensor maps, it must be 12.0 or newer");
-  const CUresult result =
-      encode(&map, tensor_map_dtype(dtype), rank, const_cast<void*>(first), map_sizes, map_strides,
-             map_box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encode = [&] {
+    return encode_tiled(&map, tensor_map_dtype(dtype), rank, const_cast<void*>(first), map_sizes,
+                        map_strides, map_box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                        swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = encode();
+  // A thread that has called nothing but cudaGetDevice has no context, as autograd's at first.
+  // cudaSetDevice makes one. Called for every launch it would cost 0.1 us (CUDA 13.0, driver 580).
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {
+    int device = 0;
+    check_cuda(op, "no current CUDA device", cudaGetDevice(&device));
+    check_cuda(op, "no CUDA context on the current device", cudaSetDevice(device));
+    result = encode();
+  }
   check(result == CUDA_SUCCESS, op, ": no tensor map for these sizes and strides, driver error ",
         static_cast<int>(result));
   return map;

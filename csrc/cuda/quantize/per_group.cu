@@ -3,8 +3,8 @@
 #include <vector>
 
 #include "checks.h"
+#include "cuda/quantize/launch_tiles.h"
 #include "cuda/quantize/per_group.cuh"
-#include "cuda/quantize/tile_passes.h"
 #include "experts.h"
 #include "ops.h"
 
@@ -13,118 +13,84 @@ namespace {
 
 constexpr ScalarType kE4m3 = ScalarType::Float8_e4m3fn;
 
-// Rows in groups: x [T, K] as offs say, or a weight's experts.
-struct Source {
-  Source(const Tensor& x, const Tensor& offs_in)
-      : values(with_dense_rows(x)),
-        offs(as_dense(offs_in)),
-        row_stride(values.stride(0)),
-        most_blocks(padded_rows(x.size(0), offs->size(0)) / kBlock),
-        tiles{offs->const_data_ptr<int32_t>(), static_cast<int>(offs->size(0)),
-              countable_rows(x.size(0)), static_cast<int>(x.size(1)), 0} {}
-  explicit Source(const Tensor& weight)
-      : values(as_dense(weight)),
-        row_stride(weight.size(2)),
-        most_blocks(weight.size(0) * ceil_div(weight.size(1), kBlock)),
-        tiles{nullptr, static_cast<int>(weight.size(0)), 0, static_cast<int>(weight.size(2)),
-              static_cast<int>(weight.size(1))} {}
-
-  bool vectorised() const { return is_aligned(values) && row_stride * item_size(values) % 16 == 0; }
-
-  template <typename Element>
-  unsigned grid(const Launch& launch) const {
-    return tile_grid(launch, most_blocks * ceil_div(tiles.K, kBlock), kTileOccupancy<Element>,
-                     kGenerations);
-  }
-
-  Tensor values;
-  std::optional<Tensor> offs;
-  int64_t row_stride, most_blocks;
-  GroupedTiles tiles;
-};
-
 // The amax of every group, as the bits of a float32, in an int32 tensor [E].
-Tensor find_amax(const Launch& launch, const Source& source, const bool* refresh = nullptr) {
-  Tensor amax = torch::stable::new_zeros(source.values, std::vector<int64_t>{source.tiles.E},
-                                         ScalarType::Int);
-  for_element(source.values.scalar_type(), [&](auto element) {
-    using Element = typename decltype(element)::type;
-    run_over_tiles<group_amax_kernel<Element>>(
-        launch, source.grid<Element>(launch), 0, kTileOccupancy<Element>,
-        static_cast<const Element*>(source.values.const_data_ptr()), source.row_stride,
-        source.vectorised(), source.tiles, refresh,
-        static_cast<uint32_t*>(amax.mutable_data_ptr()));
+Tensor find_amax(const Launch& launch, const GroupedInput& input, const bool* refresh = nullptr) {
+  Tensor amax =
+      torch::stable::new_zeros(input.values, std::vector<int64_t>{input.groups.E}, ScalarType::Int);
+  for_element(input.values.scalar_type(), [&]<typename Element>(std::type_identity<Element>) {
+    constexpr int occupancy = kTileOccupancy<Element>;
+    launch_over_tiles<group_amax_kernel<Element>>(
+        launch, input.grid(launch, occupancy), 0, occupancy, data<Element>(input.values),
+        input.row_stride, input.vectorised(), input.groups, refresh, mutable_data<uint32_t>(amax));
   });
   return amax;
 }
 
-// bias_grad [E, K] has no elements where it is not asked for.
-void quantize(const Launch& launch, const Source& source, ScalarType dtype, const GroupScale& scale,
-              PerGroupQuantized out, Tensor& bias_grad, const bool* refresh = nullptr) {
-  const bool sums = bias_grad.numel() > 0;
-  const int64_t K = source.tiles.K;
-  Tensor block_sums =
-      new_tensor(source.values, sums ? Shape{source.most_blocks, K} : Shape{0}, ScalarType::Float);
-  if (sums) out.block_sums = block_sums.mutable_data_ptr<float>();
-
-  const auto run = [&](auto element, auto is_e5m2) {
-    using Element = typename decltype(element)::type;
-    constexpr auto kernel = quantize_per_group_kernel<Element, decltype(is_e5m2)::value>;
-    const int shared = out.q_t ? static_cast<int>(sizeof(TurnedTile)) : 0;
-    run_over_tiles<kernel>(launch, source.grid<Element>(launch), shared, kTileOccupancy<Element>,
-                           static_cast<const Element*>(source.values.const_data_ptr()),
-                           source.row_stride, source.vectorised(), source.tiles, scale, refresh,
-                           out);
+void quantize(const Launch& launch, const GroupedInput& input, ScalarType dtype,
+              const GroupScale& scale, const PerGroupOutputs& out, const bool* refresh = nullptr) {
+  const auto run = [&]<typename Element, bool e5m2>() {
+    constexpr int occupancy = kTileOccupancy<Element>;
+    const int shared_bytes = out.q_t ? static_cast<int>(sizeof(TransposedTile)) : 0;
+    launch_over_tiles<quantize_per_group_kernel<Element, e5m2>>(
+        launch, input.grid(launch, occupancy), shared_bytes, occupancy, data<Element>(input.values),
+        input.row_stride, input.vectorised(), input.groups, scale, refresh, out);
   };
-  for_element(source.values.scalar_type(), [&](auto element) {
+  for_element(input.values.scalar_type(), [&]<typename Element>(std::type_identity<Element>) {
     if (dtype == ScalarType::Float8_e5m2)
-      run(element, std::true_type());
+      run.template operator()<Element, true>();
     else
-      run(element, std::false_type());
+      run.template operator()<Element, false>();
   });
-  if (sums) add_block_sums(launch, out.block_sums, source.tiles.offs, source.tiles.T, bias_grad);
 }
 
-uint8_t* bytes_of(bool wanted, Tensor& t) {
-  return wanted ? static_cast<uint8_t*>(t.mutable_data_ptr()) : nullptr;
+GroupScale from_amax(const Tensor& amax, double amax_epsilon, bool power_of_two_scales,
+                     const Tensor& scale_out) {
+  return {data<uint32_t>(amax),
+          {static_cast<float>(amax_epsilon), power_of_two_scales},
+          mutable_data<float>(scale_out),
+          nullptr};
 }
 
-uint32_t* amax_of(const std::optional<Tensor>& amax) {
-  return amax ? static_cast<uint32_t*>(amax->mutable_data_ptr()) : nullptr;
+GroupScale from_scale(const Tensor& scale_in, float* scale_out = nullptr) {
+  return {nullptr, {}, scale_out, data<float>(scale_in)};
 }
 
-const bool* flag_of(const std::optional<Tensor>& refresh) {
-  return refresh ? refresh->const_data_ptr<bool>() : nullptr;
+PerGroupOutputs outputs(const Tensor& q, const std::optional<Tensor>& q_t,
+                        const std::optional<Tensor>& amax = std::nullopt) {
+  return {mutable_data_or_null<uint8_t>(q), mutable_data_or_null<uint8_t>(q_t), nullptr,
+          mutable_data_or_null<uint32_t>(amax)};
 }
 
-// The outputs that a caller keeps.
-PerGroupQuantized kept(const Tensor& q, const std::optional<Tensor>& q_t, uint32_t* amax) {
-  return {static_cast<uint8_t*>(q.mutable_data_ptr()),
-          q_t ? static_cast<uint8_t*>(q_t->mutable_data_ptr()) : nullptr, nullptr, amax};
-}
-
-struct RowOutputs {
-  RowOutputs(const Tensor& x, const Tensor& offs, ScalarType dtype, bool rowwise, bool columnwise,
-             bool bias_grad)
-      : q(new_tensor(x, rowwise ? Shape{x.size(0), x.size(1)} : Shape{0}, dtype)),
-        q_t(new_tensor(x,
-                       columnwise
-                           ? Shape{padded_rows(x.size(0), offs.size(0)) / kBlock, x.size(1), kBlock}
-                           : Shape{0},
+// Activations: what is quantized and what is returned of them.
+struct Activations {
+  Activations(const Tensor& x, const Tensor& offs, ScalarType dtype, bool rowwise, bool columnwise,
+              bool bias_grad)
+      : input(x, offs),
+        q(new_tensor(x, rowwise ? Shape{x.size(0), x.size(1)} : Shape{0}, dtype)),
+        q_t(new_tensor(x, columnwise ? Shape{input.row_blocks, x.size(1), kBlock} : Shape{0},
                        dtype)),
         grad(new_tensor(x, bias_grad ? Shape{offs.size(0), x.size(1)} : Shape{0},
                         ScalarType::Float)) {}
 
+  void quantize_with(const Launch& launch, const GroupScale& scale,
+                     const std::optional<Tensor>& amax = std::nullopt) const {
+    const PartialBiasGrad sums(grad, input.row_blocks);
+    PerGroupOutputs out = outputs(q, q_t, amax);
+    out.partial_bias_grad = sums.partial();
+    quantize(launch, input, q.scalar_type(), scale, out);
+    sums.sum(launch, input.groups.offs, input.groups.T);
+  }
+
+  GroupedInput input;
   Tensor q, q_t, grad;
 };
 
-struct WeightOutputs {
-  WeightOutputs(const Tensor& w, bool columnwise)
+struct WeightTensors {
+  WeightTensors(const Tensor& w, bool columnwise)
       : q(new_tensor(w, {w.size(0), w.size(1), w.size(2)}, kE4m3)),
-        q_t(new_tensor(w, columnwise ? Shape{w.size(0), w.size(2), w.size(1)} : Shape{0}, kE4m3)),
-        no_grad(new_tensor(w, {0}, ScalarType::Float)) {}
+        q_t(new_tensor(w, columnwise ? Shape{w.size(0), w.size(2), w.size(1)} : Shape{0}, kE4m3)) {}
 
-  Tensor q, q_t, no_grad;
+  Tensor q, q_t;
 };
 
 }  // namespace
@@ -135,36 +101,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_quantize_current(
   check_group_quantize_current(x, offs, dtype, amax_epsilon, rowwise, columnwise);
 
   const Launch launch("group_quantize_current", x);
-  const Source source(x, offs);
-  RowOutputs out(x, offs, dtype, rowwise, columnwise, bias_grad);
-  Tensor scale = new_tensor(x, {offs.size(0)}, ScalarType::Float);
+  const Activations out(x, offs, dtype, rowwise, columnwise, bias_grad);
+  const Tensor scale = new_tensor(x, {offs.size(0)}, ScalarType::Float);
 
-  const Tensor amax = find_amax(launch, source);
-  const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
-  quantize(launch, source, dtype,
-           {static_cast<const uint32_t*>(amax.const_data_ptr()), rule,
-            scale.mutable_data_ptr<float>(), nullptr},
-           {bytes_of(rowwise, out.q), bytes_of(columnwise, out.q_t), nullptr, nullptr}, out.grad);
+  const Tensor amax = find_amax(launch, out.input);
+  out.quantize_with(launch, from_amax(amax, amax_epsilon, power_of_two_scales, scale));
   return {out.q, scale, out.q_t, out.grad};
-}
-
-std::tuple<Tensor, Tensor, Tensor> quantize_weight_current(const Tensor& w, double amax_epsilon,
-                                                           bool power_of_two_scales,
-                                                           bool columnwise) {
-  check_quantize_weight("quantize_weight_current", w, amax_epsilon);
-
-  const Launch launch("quantize_weight_current", w);
-  const Source source(w);
-  WeightOutputs out(w, columnwise);
-  Tensor scale = new_tensor(w, {w.size(0)}, ScalarType::Float);
-
-  const Tensor amax = find_amax(launch, source);
-  const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
-  quantize(launch, source, kE4m3,
-           {static_cast<const uint32_t*>(amax.const_data_ptr()), rule,
-            scale.mutable_data_ptr<float>(), nullptr},
-           {bytes_of(true, out.q), bytes_of(columnwise, out.q_t), nullptr, nullptr}, out.no_grad);
-  return {out.q, scale, out.q_t};
 }
 
 std::tuple<Tensor, Tensor, Tensor> group_quantize_delayed_(const std::optional<Tensor>& amax,
@@ -175,14 +117,27 @@ std::tuple<Tensor, Tensor, Tensor> group_quantize_delayed_(const std::optional<T
   check_group_quantize_delayed(amax, x, offs, scale_in, dtype, rowwise, columnwise);
 
   const Launch launch("group_quantize_delayed_", x);
-  const Source source(x, offs);
   const Tensor scale = as_dense(scale_in);
-  RowOutputs out(x, offs, dtype, rowwise, columnwise, bias_grad);
+  const Activations out(x, offs, dtype, rowwise, columnwise, bias_grad);
 
-  quantize(launch, source, dtype, {nullptr, {}, nullptr, scale.const_data_ptr<float>()},
-           {bytes_of(rowwise, out.q), bytes_of(columnwise, out.q_t), nullptr, amax_of(amax)},
-           out.grad);
+  out.quantize_with(launch, from_scale(scale), amax);
   return {out.q, out.q_t, out.grad};
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize_weight_current(const Tensor& w, double amax_epsilon,
+                                                           bool power_of_two_scales,
+                                                           bool columnwise) {
+  check_quantize_weight("quantize_weight_current", w, amax_epsilon);
+
+  const Launch launch("quantize_weight_current", w);
+  const GroupedInput input(launch.op(), w);
+  const WeightTensors out(w, columnwise);
+  const Tensor scale = new_tensor(w, {w.size(0)}, ScalarType::Float);
+
+  const Tensor amax = find_amax(launch, input);
+  quantize(launch, input, kE4m3, from_amax(amax, amax_epsilon, power_of_two_scales, scale),
+           outputs(out.q, out.q_t));
+  return {out.q, scale, out.q_t};
 }
 
 std::tuple<Tensor, Tensor> quantize_weight_delayed_(const std::optional<Tensor>& amax,
@@ -191,13 +146,11 @@ std::tuple<Tensor, Tensor> quantize_weight_delayed_(const std::optional<Tensor>&
   check_quantize_weight_delayed(amax, w, scale_in);
 
   const Launch launch("quantize_weight_delayed_", w);
-  const Source source(w);
   const Tensor scale = as_dense(scale_in);
-  WeightOutputs out(w, columnwise);
+  const WeightTensors out(w, columnwise);
 
-  quantize(launch, source, kE4m3, {nullptr, {}, nullptr, scale.const_data_ptr<float>()},
-           {bytes_of(true, out.q), bytes_of(columnwise, out.q_t), nullptr, amax_of(amax)},
-           out.no_grad);
+  quantize(launch, GroupedInput(launch.op(), w), kE4m3, from_scale(scale),
+           outputs(out.q, out.q_t, amax));
   return {out.q, out.q_t};
 }
 
@@ -207,16 +160,12 @@ void refresh_weight_current_(const std::vector<Tensor>& w, const std::optional<T
   check_refresh_weight_current(w, refresh, q, scale, q_t, amax_epsilon);
 
   const Launch launch("refresh_weight_current_", w[0]);
-  const Source source(packed(w));
-  const bool* flag = flag_of(refresh);
-  Tensor no_grad = new_tensor(q, {0}, ScalarType::Float);
+  const GroupedInput input(launch.op(), packed(w));
+  const bool* flag = data_or_null<bool>(refresh);
 
-  const Tensor amax = find_amax(launch, source, flag);
-  const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
-  quantize(launch, source, kE4m3,
-           {static_cast<const uint32_t*>(amax.const_data_ptr()), rule,
-            static_cast<float*>(scale.mutable_data_ptr()), nullptr},
-           kept(q, q_t, nullptr), no_grad, flag);
+  const Tensor amax = find_amax(launch, input, flag);
+  quantize(launch, input, kE4m3, from_amax(amax, amax_epsilon, power_of_two_scales, scale),
+           outputs(q, q_t), flag);
 }
 
 void refresh_weight_delayed_(const std::optional<Tensor>& amax, const std::vector<Tensor>& w,
@@ -226,14 +175,11 @@ void refresh_weight_delayed_(const std::optional<Tensor>& amax, const std::vecto
   check_refresh_weight_delayed(amax, w, state_in, refresh, q, scale, q_t);
 
   const Launch launch("refresh_weight_delayed_", w[0]);
-  const Source source(packed(w));
   const Tensor state = as_dense(state_in);
-  Tensor no_grad = new_tensor(q, {0}, ScalarType::Float);
 
-  quantize(
-      launch, source, kE4m3,
-      {nullptr, {}, static_cast<float*>(scale.mutable_data_ptr()), state.const_data_ptr<float>()},
-      kept(q, q_t, amax_of(amax)), no_grad, flag_of(refresh));
+  quantize(launch, GroupedInput(launch.op(), packed(w)), kE4m3,
+           from_scale(state, mutable_data<float>(scale)), outputs(q, q_t, amax),
+           data_or_null<bool>(refresh));
 }
 
 }  // namespace grouped_linear::cuda

@@ -2,6 +2,7 @@
 
 #include "checks.h"
 #include "cuda/common/launch.h"
+#include "cuda/common/operands.h"
 #include "cuda/quantize/update_scales.cuh"
 #include "ops.h"
 
@@ -20,9 +21,9 @@ void update_scales_(const std::vector<Tensor>& scale, const std::vector<Tensor>&
     int64_t most_groups = 1;
     for (size_t i = 0; i < count; ++i) {
       const size_t s = begin + i;
-      table.operands[i] = {static_cast<float*>(scale[s].mutable_data_ptr()),
-                           static_cast<float*>(amax[s].mutable_data_ptr()),
-                           static_cast<float*>(amax_history[s].mutable_data_ptr()),
+      table.operands[i] = {mutable_data<float>(scale[s]),
+                           mutable_data<float>(amax[s]),
+                           mutable_data<float>(amax_history[s]),
                            static_cast<int>(scale[s].size(0)),
                            static_cast<int>(amax_history[s].size(0)),
                            static_cast<float>(fp8_max[s])};

@@ -7,15 +7,12 @@
 namespace grouped_linear::cuda {
 namespace {
 
-// Calls run with y's rows by their numbers, of y's element and of rows' type.
+// Calls run with a RowGather of y's element type and rows' index type.
 template <typename Run>
-void with_gathered(const Tensor& y, const Tensor& rows, const Run& run) {
-  for_element(y.scalar_type(), [&](auto element) {
-    using Element = typename decltype(element)::type;
-    for_index(rows.scalar_type(), [&](auto index) {
-      using Index = typename decltype(index)::type;
-      run(GatheredOf<Element, Index>{static_cast<const Element*>(y.const_data_ptr()), y.stride(0),
-                                     y.size(0), rows.const_data_ptr<Index>()});
+void with_row_gather(const Tensor& y, const Tensor& rows, const Run& run) {
+  for_element(y.scalar_type(), [&]<typename Element>(std::type_identity<Element>) {
+    for_index(rows.scalar_type(), [&]<typename Index>(std::type_identity<Index>) {
+      run(RowGather<Element, Index>{data<Element>(y), y.stride(0), y.size(0), data<Index>(rows)});
     });
   });
 }
@@ -41,12 +38,11 @@ Tensor gather_sum(const Tensor& y_in, const Tensor& rows_in,
 
   const Tensor y = with_aligned_rows(y_in), rows = as_dense(rows_in);
   const std::optional<Tensor> weight = as_dense(weight_in);
-  with_gathered(
-      y, rows, [&]<typename Element, typename Index>(const GatheredOf<Element, Index>& gathered) {
-        launch.run(gather_sum_kernel<Element, Index>, blocks_for(T * H / gathered.kPiece),
-                   kGatherThreads, 0, gathered, weight ? weight->const_data_ptr<float>() : nullptr,
-                   T, static_cast<int>(C), static_cast<int>(H),
-                   static_cast<uint4*>(out.mutable_data_ptr()));
+  with_row_gather(
+      y, rows, [&]<typename Element, typename Index>(const RowGather<Element, Index>& gathered) {
+        launch.run(gather_sum_kernel<Element, Index>, blocks_for(T * H / gathered.kVectorElements),
+                   kGatherThreads, 0, gathered, data_or_null<float>(weight), T, static_cast<int>(C),
+                   static_cast<int>(H), mutable_data<uint4>(out));
       });
   return out;
 }
@@ -64,12 +60,12 @@ Tensor gather_dot(const Tensor& a_in, const Tensor& y_in, const Tensor& rows_in)
   }
 
   const Tensor a = with_aligned_rows(a_in), y = with_aligned_rows(y_in), rows = as_dense(rows_in);
-  with_gathered(
-      y, rows, [&]<typename Element, typename Index>(const GatheredOf<Element, Index>& gathered) {
-        launch.run(gather_dot_kernel<Element, Index>, blocks_for(32 * T * C), kGatherThreads, 0,
-                   static_cast<const Element*>(a.const_data_ptr()), a.stride(0), gathered, T * C,
-                   static_cast<int>(C), static_cast<int>(H), out.mutable_data_ptr<float>());
-      });
+  with_row_gather(y, rows,
+                  [&]<typename Element, typename Index>(const RowGather<Element, Index>& gathered) {
+                    launch.run(gather_dot_kernel<Element, Index>, blocks_for(32 * T * C),
+                               kGatherThreads, 0, data<Element>(a), a.stride(0), gathered, T * C,
+                               static_cast<int>(C), static_cast<int>(H), mutable_data<float>(out));
+                  });
   return out;
 }
 

@@ -19,21 +19,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sort_by_expert(const Tensor& experts_
   Tensor token = new_tensor(experts, {R}, ScalarType::Int);
   Tensor row = new_tensor(experts, {T, C}, ScalarType::Int);
   Tensor offs = new_tensor(experts, {num_experts}, ScalarType::Int);
-  const int64_t blocks = std::clamp<int64_t>(ceil_div(R, kLeastSorted), 1, kMostSortBlocks);
+  const int64_t blocks = std::clamp<int64_t>(ceil_div(R, kMinChoicesPerBlock), 1, kMaxSortBlocks);
   const int bytes = sort_shared_bytes(num_experts), E = static_cast<int>(num_experts);
   for_index(experts.scalar_type(), [&]<typename Expert>(std::type_identity<Expert>) {
-    const auto* numbers = experts.const_data_ptr<Expert>();
+    const auto* choices = data<Expert>(experts);
     std::optional<Tensor> counts;
     if (blocks > 1) {
       counts = new_tensor(experts, {blocks, num_experts + 1}, ScalarType::Int);
       launch.run(count_by_expert_kernel<Expert>, static_cast<unsigned>(blocks), kSortThreads, bytes,
-                 numbers, static_cast<int>(R), E, counts->mutable_data_ptr<int32_t>());
+                 choices, static_cast<int>(R), E, mutable_data<int32_t>(*counts));
     }
-    const auto* counted = counts ? counts->const_data_ptr<int32_t>() : nullptr;
+    const auto* block_counts = data_or_null<int32_t>(counts);
     launch.run(sort_by_expert_kernel<Expert>, static_cast<unsigned>(blocks), kSortThreads, bytes,
-               numbers, static_cast<int>(R), static_cast<int>(C), E, counted,
-               choice.mutable_data_ptr<int32_t>(), token.mutable_data_ptr<int32_t>(),
-               row.mutable_data_ptr<int32_t>(), offs.mutable_data_ptr<int32_t>());
+               choices, static_cast<int>(R), static_cast<int>(C), E, block_counts,
+               mutable_data<int32_t>(choice), mutable_data<int32_t>(token),
+               mutable_data<int32_t>(row), mutable_data<int32_t>(offs));
   });
   return {choice, token, row, offs};
 }

@@ -1,13 +1,14 @@
-// Rows of tokens' choices, sorted by expert: a stable counting sort in one launch, or two where the choices
-// are many.
+// Sorts tokens' choices by expert: a stable counting sort in one launch, or in two where the
+// choices are many.
 //
-// Bytes: R choices are read up to three times and three int32 written for each, 36 R with int64. What costs
-// is the chain of steps and that rows are written one by one, not the bytes. Reaches: DESIGN.md, "Routing".
+// Bytes: R choices are read up to three times and three int32 are written for each, 36 R with
+// int64. What costs is the chain of dependent steps and that rows are written one by one, not the
+// bytes. For what it reaches see docs/notes/expert_layer.md, "Routing".
 //
-// A block has 1024 neighbouring choices or more, and each of its warps a run of them, which it counts. With
-// what the blocks before it have of each expert, which the first launch counts, and the warps before, a
-// warp knows where its first row of each expert goes; then it takes its run once more, in order. No count is
-// shared by two warps, so nothing depends on who comes first.
+// A thread block has 1024 neighbouring choices or more, and each of its warps counts a run of them.
+// The first launch counts what each block has of each expert. From that and from the counts of the
+// warps before it, a warp knows where its first row of each expert goes; then it reads its run once
+// more, in order. No two warps share a counter, so nothing depends on the order in which they run.
 #pragma once
 
 #include "cuda/common/groups.cuh"
@@ -17,10 +18,10 @@
 namespace grouped_linear::cuda {
 
 constexpr int kSortThreads = 256, kSortWarps = kSortThreads / 32;
-constexpr int kSortAhead = 4, kCountsAhead = 16;  // loads of a thread on their way
-constexpr int kLeastSorted = kSortThreads * kSortAhead, kMostSortBlocks = 256;
+constexpr int kLoadsInFlight = 4, kCountsInFlight = 16;  // of a thread
+constexpr int kMinChoicesPerBlock = kSortThreads * kLoadsInFlight, kMaxSortBlocks = 256;
 
-// Counters of every warp, for each expert and for none.
+// Every warp has a counter for each expert and one for choices of no expert.
 constexpr int sort_shared_bytes(int64_t E) {
   return kSortWarps * static_cast<int>((E + 1) * sizeof(int32_t));
 }
@@ -39,15 +40,15 @@ struct WarpChoices {
     end = static_cast<int>(min(begin + run, int64_t{R}));
   }
 
-  // Calls take(i, bin, peers) with 32 choices at a time, in order. bin: -1 past the last choice; peers:
-  // the lanes whose bin is the same.
-  template <typename Take>
-  __device__ __forceinline__ void each(const Take& take) const {
+  // Calls visit(i, bin, peers) for every choice i, 32 at a time and in order. bin is -1 past the
+  // last choice; peers are the lanes with the same bin.
+  template <typename Visit>
+  __device__ __forceinline__ void each(const Visit& visit) const {
     const int lane = threadIdx.x % 32;
-    for (int begin = first; begin < end; begin += 32 * kSortAhead) {
-      int bin[kSortAhead];
+    for (int begin = first; begin < end; begin += 32 * kLoadsInFlight) {
+      int bin[kLoadsInFlight];
 #pragma unroll
-      for (int a = 0; a < kSortAhead; ++a) {
+      for (int a = 0; a < kLoadsInFlight; ++a) {
         const int i = begin + 32 * a + lane;
         bin[a] = -1;
         if (i < end) {
@@ -56,21 +57,21 @@ struct WarpChoices {
         }
       }
 #pragma unroll
-      for (int a = 0; a < kSortAhead; ++a) {
-        take(begin + 32 * a + lane, bin[a], __match_any_sync(0xffffffff, bin[a]));
+      for (int a = 0; a < kLoadsInFlight; ++a) {
+        visit(begin + 32 * a + lane, bin[a], __match_any_sync(0xffffffff, bin[a]));
         __syncwarp();
       }
     }
   }
 };
 
-// Adds a vote of a warp to its counters.
+// Adds 32 choices to the counters of their warp.
 __device__ __forceinline__ void count_peers(int32_t* own, int bin, unsigned peers) {
   if (bin >= 0 && static_cast<int>(threadIdx.x % 32) == __ffs(peers) - 1) own[bin] += __popc(peers);
 }
 
-// counts [kSortWarps][E + 1]: what the warps of this block before each one have; total(bin, count) is
-// called with what the block has. By all threads; ends without a barrier.
+// counts [kSortWarps][E + 1] become how many choices the warps before each one have. Calls
+// total(bin, count) with how many the block has. Called by all threads; ends without a barrier.
 template <typename Expert, typename Total>
 __device__ void count_block(const WarpChoices<Expert>& choices, int32_t* counts,
                             const Total& total) {
@@ -103,29 +104,30 @@ __global__ void __launch_bounds__(kSortThreads)
   });
 }
 
-// choice [R], token [R]: which of experts [T, C] each sorted row is, and whose; row [R]: where each
-// choice went; offs [E]. What is outside [0, E) comes last, in no expert. block_counts: null for one block.
+// choice [R] and token [R]: which element of experts [T, C] each sorted row is, and of which token.
+// row [R]: where each choice went. offs [E]: the group ends. Choices outside [0, E) come last and
+// belong to no expert. block_counts is null where there is one block.
 template <typename Expert>
 __global__ void __launch_bounds__(kSortThreads)
     sort_by_expert_kernel(const Expert* experts, int R, int C, int E, const int32_t* block_counts,
                           int32_t* choice, int32_t* token, int32_t* row, int32_t* offs) {
   extern __shared__ int32_t counts[];
-  __shared__ int32_t starts[kMaxGroups + 1];  // where this block's first row goes
-  __shared__ int32_t rows[kMaxGroups + 1];    // of all blocks
+  __shared__ int32_t starts[kMaxGroups + 1];  // where this block's first row of each expert goes
+  __shared__ int32_t rows[kMaxGroups + 1];    // how many each expert has, of all blocks
   __shared__ int32_t warp_rows[kSortWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, bins = E + 1;
   grid_dependency_wait();
   const WarpChoices<Expert> choices(experts, R, E);
   count_block(choices, counts, [&](int b, int count) {
     int before = 0, all = block_counts ? 0 : count;
-    for (unsigned first = 0; block_counts && first < gridDim.x; first += kCountsAhead) {
-      int of_block[kCountsAhead];
+    for (unsigned first = 0; block_counts && first < gridDim.x; first += kCountsInFlight) {
+      int of_block[kCountsInFlight];
 #pragma unroll
-      for (unsigned k = 0; k < kCountsAhead; ++k)
+      for (unsigned k = 0; k < kCountsInFlight; ++k)
         of_block[k] =
             first + k < gridDim.x ? block_counts[static_cast<int64_t>(first + k) * bins + b] : 0;
 #pragma unroll
-      for (unsigned k = 0; k < kCountsAhead; ++k) {
+      for (unsigned k = 0; k < kCountsInFlight; ++k) {
         if (first + k < blockIdx.x) before += of_block[k];
         all += of_block[k];
       }
@@ -135,7 +137,8 @@ __global__ void __launch_bounds__(kSortThreads)
   });
   __syncthreads();
 
-  // A thread has as many neighbouring experts as it takes: their rows begin where those before it end.
+  // Every thread scans a run of neighbouring experts: their rows begin where those of the run
+  // before end.
   const int run = (E + kSortThreads - 1) / kSortThreads,
             first = min(E, static_cast<int>(threadIdx.x) * run), end = min(E, first + run);
   int own_rows = 0;
@@ -156,7 +159,7 @@ __global__ void __launch_bounds__(kSortThreads)
   int32_t* own = counts + warp * bins;
   choices.each([&](int i, int bin, unsigned peers) {
     const int to = bin < 0 ? 0 : starts[bin] + own[bin] + __popc(peers & ((1u << lane) - 1));
-    __syncwarp();  // read, then counted on
+    __syncwarp();  // all lanes have read own[bin]
     count_peers(own, bin, peers);
     if (bin < 0) return;
     choice[to] = i;

@@ -1,8 +1,8 @@
 #include "checks.h"
 #include "cuda/common/launch.h"
+#include "cuda/common/operands.h"
 #include "cuda/routing/splits_to_offsets.cuh"
 #include "ops.h"
-#include "tensors.h"
 
 namespace grouped_linear::cuda {
 
@@ -16,12 +16,10 @@ Tensor splits_to_offsets(const Tensor& m_splits_in, int64_t num_rows, int64_t al
   Tensor offs = new_tensor(m_splits, {m_splits.size(0)}, dtype);
 
   const auto threads = static_cast<unsigned>(round_up(m_splits.size(0), 32));
-  const auto run = [&](auto split, auto offset) {
-    using Split = decltype(split);
-    using Offset = decltype(offset);
-    launch.run(splits_to_offsets_kernel<Split, Offset>, 1, threads, 0,
-               m_splits.const_data_ptr<Split>(), static_cast<int>(m_splits.size(0)), num_rows,
-               alignment, stride, offs.mutable_data_ptr<Offset>());
+  const auto run = [&]<typename Split, typename Offset>(Split, Offset) {
+    launch.run(splits_to_offsets_kernel<Split, Offset>, 1, threads, 0, data<Split>(m_splits),
+               static_cast<int>(m_splits.size(0)), num_rows, alignment, stride,
+               mutable_data<Offset>(offs));
   };
   const bool wide_in = m_splits.scalar_type() == ScalarType::Long;
   const bool wide_out = dtype == ScalarType::Long;

@@ -1,6 +1,6 @@
-// Group sizes to group ends, one block, one thread a group: a few microseconds of launch latency
-// and nothing else. Sizes are data of unknown origin: negative ones count as zero, and sums
-// saturate at num_rows, so no end ever points outside a tensor of num_rows rows.
+// Turns group sizes into group ends, in one thread block with one thread a group: a few
+// microseconds of launch latency and nothing else. Sizes are data of unknown origin: negative ones
+// count as zero, and sums saturate at num_rows, so no end points outside a tensor of num_rows rows.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ __device__ __forceinline__ int64_t saturating_add(int64_t a, int64_t b, int64_t 
   return b > limit - a ? limit : a + b;
 }
 
-// The running sum over a block of whole warps, saturated at limit. Saturating addition of
-// non-negative numbers is associative, so the order of the tree does not matter.
+// The inclusive sum over a thread block of whole warps, saturated at limit. Saturating addition of
+// non-negative numbers is associative, so the order of the additions does not matter.
 __device__ __forceinline__ int64_t block_inclusive_sum(int64_t value, int64_t limit) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   __shared__ int64_t warp_sums[32];

@@ -1,27 +1,19 @@
+// Block scaling of weights.
 #include <vector>
 
 #include "checks.h"
-#include "cuda/quantize/tile_passes.h"
+#include "cuda/quantize/launch_tiles.h"
+#include "cuda/quantize/weight.cuh"
 #include "ops.h"
 
 namespace grouped_linear::cuda {
 namespace {
 
-constexpr ScalarType kE4m3 = ScalarType::Float8_e4m3fn;
-
 QuantizedWeight new_outputs(const Tensor& like, int64_t E, int64_t N, int64_t K, bool columnwise) {
-  return {new_tensor(like, {E, N, K}, kE4m3),
+  constexpr ScalarType e4m3 = ScalarType::Float8_e4m3fn;
+  return {new_tensor(like, {E, N, K}, e4m3),
           new_tensor(like, {E, ceil_div(N, kBlock), ceil_div(K, kBlock)}, ScalarType::Float),
-          new_tensor(like, columnwise ? Shape{E, K, N} : Shape{0}, kE4m3)};
-}
-
-template <typename Element, typename Experts>
-void launch_kernel(const Launch& launch, const Experts& experts, bool vectorised, ScaleRule rule,
-                   const std::optional<Tensor>& refresh, const QuantizedWeight& out) {
-  const int64_t tiles = out.scale.numel();
-  launch.run(quantize_weight_kernel<Element, Experts>, static_cast<unsigned>(tiles), kTileThreads,
-             0, experts, vectorised, rule, refresh ? refresh->const_data_ptr<bool>() : nullptr,
-             pointers_of(out));
+          new_tensor(like, columnwise ? Shape{E, K, N} : Shape{0}, e4m3)};
 }
 
 // w: one tensor [E, N, K] or E of [N, K].
@@ -31,19 +23,20 @@ void quantize(const Launch& launch, const std::vector<Tensor>& w_in, ScaleRule r
   bool vectorised = true;
   for (const Tensor& w_e : w_in) {
     w.push_back(as_dense(w_e));
-    vectorised = vectorised && is_aligned(w.back());  // every row is: K is a multiple of 16
+    vectorised = vectorised && is_aligned(w.back());  // then every row is: K is a multiple of 16
   }
-  for_element(w[0].scalar_type(), [&](auto element) {
-    using Element = typename decltype(element)::type;
+  for_element(w[0].scalar_type(), [&]<typename Element>(std::type_identity<Element>) {
+    const auto run = [&]<typename Experts>(const Experts& experts) {
+      launch.run(quantize_weight_kernel<Element, Experts>, static_cast<unsigned>(out.scale.numel()),
+                 kTileThreads, 0, experts, vectorised, rule, data_or_null<bool>(refresh),
+                 outputs_of(out));
+    };
     if (w[0].dim() == 3) {
-      const PackedExperts<Element> experts{static_cast<const Element*>(w[0].const_data_ptr()),
-                                           w[0].size(1) * w[0].size(2)};
-      launch_kernel<Element>(launch, experts, vectorised, rule, refresh, out);
+      run(PackedExperts<Element>{data<Element>(w[0]), w[0].size(1) * w[0].size(2)});
     } else {
       ListedExperts<Element> experts{};
-      for (size_t e = 0; e < w.size(); ++e)
-        experts.first[e] = static_cast<const Element*>(w[e].const_data_ptr());
-      launch_kernel<Element>(launch, experts, vectorised, rule, refresh, out);
+      for (size_t e = 0; e < w.size(); ++e) experts.first[e] = data<Element>(w[e]);
+      run(experts);
     }
   });
 }

@@ -1,0 +1,197 @@
+// The rules of the grouped GEMMs, and of the layers made of them.
+
+#include "checks.h"
+#include "checks/rules.h"
+
+namespace grouped_linear {
+namespace {
+
+void check_overwrite(const char* op, const std::optional<Tensor>& overwrite,
+                     const Tensor& main_grad) {
+  if (!overwrite) return;
+  check_dim(op, "overwrite", *overwrite, 0);
+  check_dtype(op, "overwrite", *overwrite, ScalarType::Bool);
+  check_device(op, "overwrite", *overwrite, "main_grad", main_grad);
+}
+
+// grad: main_grad [E, N, K], or the first of its grad_E experts [N, K].
+void check_grad(const char* op, const Tensor& grad, int64_t grad_E, const Tensor& dy, int64_t E,
+                int64_t N, int64_t K) {
+  const ScalarType dtype = grad.scalar_type();
+  check(dtype == ScalarType::Float || dtype == ScalarType::BFloat16, op,
+        ": main_grad must be float32 or bfloat16, got ", name_of(dtype));
+  check_device(op, "main_grad", grad, "dy", dy);
+  check_same(op, "E", "main_grad", grad_E, "offs", E);
+  check_same(op, "N", "main_grad", grad.size(grad.dim() - 2), "dy", N);
+  check_same(op, "K", "main_grad", grad.size(grad.dim() - 1), "x", K);
+}
+
+void check_bias(const char* op, const std::optional<Tensor>& bias, const Tensor& a, int64_t E,
+                int64_t N, ScalarType out_dtype) {
+  if (!bias) return;
+  check_dim(op, "bias", *bias, 2);
+  check_dtype(op, "bias", *bias, out_dtype);
+  check_device(op, "bias", *bias, "a", a);
+  check_same(op, "E", "bias", bias->size(0), "offs", E);
+  check_same(op, "N", "bias", bias->size(1), "b", N);
+}
+
+}  // namespace
+
+void check_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
+                      const std::optional<Tensor>& bias, ScalarType out_dtype) {
+  const char* op = "grouped_mm";
+  check_dim(op, "a", a, 2);
+  check_dim(op, "b", b, 3);
+  check_activation(op, "a", a.scalar_type());
+  check_dtype(op, "b", b, a.scalar_type());
+  check_device(op, "b", b, "a", a);
+  check_same(op, "K", "a", a.size(1), "b", b.size(2));
+  check_features(op, "K", a.size(1));
+  check_features(op, "N", b.size(1));
+  check_offs(op, offs, "a", a);
+  check_same(op, "E", "b", b.size(0), "offs", offs.size(0));
+  check_activation(op, "out_dtype", out_dtype);
+  check_bias(op, bias, a, offs.size(0), b.size(1), out_dtype);
+}
+
+void check_grouped_mm_list(const Tensor& a, const std::vector<Tensor>& b, const Tensor& offs,
+                           const std::optional<Tensor>& bias, ScalarType out_dtype,
+                           bool transpose_b) {
+  const char* op = "grouped_mm_list";
+  check_dim(op, "a", a, 2);
+  check_activation(op, "a", a.scalar_type());
+  check_experts(op, "b", b);
+  check_dtype(op, "b", b[0], a.scalar_type());
+  check_device(op, "b", b[0], "a", a);
+  const int64_t K = b[0].size(transpose_b ? 0 : 1), N = b[0].size(transpose_b ? 1 : 0);
+  check_same(op, "K", "a", a.size(1), "b", K);
+  check_features(op, "K", K);
+  check_features(op, "N", N);
+  check_offs(op, offs, "a", a);
+  check_same(op, "E", "b", static_cast<int64_t>(b.size()), "offs", offs.size(0));
+  check_activation(op, "out_dtype", out_dtype);
+  check_bias(op, bias, a, offs.size(0), N, out_dtype);
+}
+
+void check_grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a,
+                             const Tensor& scale_b, const Tensor& offs,
+                             const std::optional<Tensor>& bias, ScalarType out_dtype) {
+  const char* op = "grouped_scaled_mm";
+  const bool per_group = scale_a.dim() == 1;  // else per block
+  if (per_group) {
+    check_dim(op, "a", a, 2);
+    check_fp8(op, "a", a.scalar_type());
+    check_features(op, "K", a.size(1));
+  } else {
+    check_rowwise(op, "a", a, "scale_a", scale_a);
+  }
+  check_dim(op, "b", b, 3);
+  check_dtype(op, "b", b, ScalarType::Float8_e4m3fn);
+  check_device(op, "b", b, "a", a);
+  check_same(op, "K", "a", a.size(1), "b", b.size(2));
+  check_features(op, "N", b.size(1));
+  if (!per_group) {
+    check_dim(op, "scale_b", scale_b, 3);
+    check_dtype(op, "scale_b", scale_b, ScalarType::Float);
+    check_device(op, "scale_b", scale_b, "a", a);
+    check_same(op, "E", "b", b.size(0), "scale_b", scale_b.size(0));
+    check_same(op, "the number of N blocks", "b", ceil_div(b.size(1), kBlock), "scale_b",
+               scale_b.size(1));
+    check_same(op, "the number of K blocks", "b", ceil_div(b.size(2), kBlock), "scale_b",
+               scale_b.size(2));
+  }
+  check_offs(op, offs, "a", a);
+  check_same(op, "E", "b", b.size(0), "offs", offs.size(0));
+  if (per_group) {
+    check_group_scale(op, "scale_a", scale_a, "a", a, offs.size(0));
+    check_group_scale(op, "scale_b", scale_b, "a", a, offs.size(0));
+  }
+  check_activation(op, "out_dtype", out_dtype);
+  check_bias(op, bias, a, offs.size(0), b.size(1), out_dtype);
+}
+
+void check_grouped_mm_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& offs,
+                            ScalarType out_dtype) {
+  check_dim(op, "dy", dy, 2);
+  check_dim(op, "x", x, 2);
+  check_activation(op, "dy", dy.scalar_type());
+  check_dtype(op, "x", x, dy.scalar_type());
+  check_device(op, "x", x, "dy", dy);
+  check_same(op, "T", "dy", dy.size(0), "x", x.size(0));
+  check_features(op, "N", dy.size(1));
+  check_features(op, "K", x.size(1));
+  check_offs(op, offs, "dy", dy);
+  check_activation(op, "out_dtype", out_dtype);
+}
+
+void check_grouped_scaled_mm_wgrad(const char* op, const Tensor& dy_t, const Tensor& x_t,
+                                   const Tensor& scale_dy_t, const Tensor& scale_x_t,
+                                   const Tensor& offs, ScalarType out_dtype) {
+  const bool per_group = scale_dy_t.dim() == 1;  // else per block
+  if (per_group) {
+    check_column_blocks(op, "dy_t", dy_t, "N");
+    check_fp8(op, "dy_t", dy_t.scalar_type());
+    check_column_blocks(op, "x_t", x_t, "K");
+    check_dtype(op, "x_t", x_t, ScalarType::Float8_e4m3fn);
+  } else {
+    check_columnwise(op, "dy_t", dy_t, "scale_dy_t", scale_dy_t, "N");
+    check_columnwise(op, "x_t", x_t, "scale_x_t", scale_x_t, "K");
+  }
+  check_device(op, "x_t", x_t, "dy_t", dy_t);
+  check_same(op, "the number of blocks", "dy_t", dy_t.size(0), "x_t", x_t.size(0));
+  check_offs(op, offs, "dy_t", dy_t);
+  if (per_group) {
+    check_group_scale(op, "scale_dy_t", scale_dy_t, "dy_t", dy_t, offs.size(0));
+    check_group_scale(op, "scale_x_t", scale_x_t, "dy_t", dy_t, offs.size(0));
+  }
+  check_activation(op, "out_dtype", out_dtype);
+}
+
+void check_main_grad(const char* op, const Tensor& main_grad, const Tensor& dy, int64_t E,
+                     int64_t N, int64_t K, const std::optional<Tensor>& overwrite) {
+  check_dim(op, "main_grad", main_grad, 3);
+  check_grad(op, main_grad, main_grad.size(0), dy, E, N, K);
+  check(main_grad.is_contiguous(), op, ": main_grad must be contiguous, got strides ",
+        main_grad.stride(0), ", ", main_grad.stride(1), ", ", main_grad.stride(2));
+  check_overwrite(op, overwrite, main_grad);
+}
+
+void check_main_grad_list(const char* op, const std::vector<Tensor>& main_grad, const Tensor& dy,
+                          int64_t E, int64_t N, int64_t K, const std::optional<Tensor>& overwrite) {
+  check_experts(op, "main_grad", main_grad);
+  check_grad(op, main_grad[0], static_cast<int64_t>(main_grad.size()), dy, E, N, K);
+  for (const Tensor& expert : main_grad)
+    check(expert.is_contiguous(), op, ": main_grad must be contiguous, got strides ",
+          expert.stride(0), ", ", expert.stride(1));
+  check_overwrite(op, overwrite, main_grad[0]);
+}
+
+// Only what keeps tensors of another device from a kernel. The ops inside check the rest by their
+// names.
+void check_block_scaled_linear(const Tensor& x, const Tensor& w, const Tensor& m_splits,
+                               const std::optional<Tensor>& bias) {
+  const char* op = "block_scaled_linear";
+  check_dim(op, "x", x, 2);
+  check_device(op, "w", w, "x", x);
+  check_device(op, "m_splits", m_splits, "x", x);
+  if (bias) check_device(op, "bias", *bias, "x", x);
+}
+
+void check_block_scaled_linear_grad(const Tensor& dy, const Tensor& offs,
+                                    const std::optional<Tensor>& x_t,
+                                    const std::optional<Tensor>& scale_x_t,
+                                    const std::optional<Tensor>& w_t,
+                                    const std::optional<Tensor>& scale_w) {
+  const char* op = "block_scaled_linear_grad";
+  check(!x_t || scale_x_t, op, ": x_t needs scale_x_t, got none");
+  check(!w_t || scale_w, op, ": w_t needs scale_w, got none");
+  check_device(op, "offs", offs, "dy", dy);
+  if (x_t) check_device(op, "x_t", *x_t, "dy", dy);
+  if (scale_x_t) check_device(op, "scale_x_t", *scale_x_t, "dy", dy);
+  if (w_t) check_device(op, "w_t", *w_t, "dy", dy);
+  if (scale_w) check_device(op, "scale_w", *scale_w, "dy", dy);
+  if (scale_w) check_dim(op, "scale_w", *scale_w, 3);
+}
+
+}  // namespace grouped_linear

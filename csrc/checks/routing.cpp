@@ -1,0 +1,68 @@
+// The rules of the ops that sort, gather and count rows.
+
+#include <limits>
+
+#include "checks.h"
+#include "checks/rules.h"
+
+namespace grouped_linear {
+namespace {
+
+// y [R, H], of which rows [T, C] are gathered.
+void check_gathered(const char* op, const Tensor& y, const Tensor& rows) {
+  check_dim(op, "y", y, 2);
+  check_activation(op, "y", y.scalar_type());
+  check_features(op, "H", y.size(1));
+  check_rows(op, rows, 2, "y", y);
+}
+
+}  // namespace
+
+void check_splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t alignment,
+                             int64_t stride, ScalarType dtype) {
+  const char* op = "splits_to_offsets";
+  check_dim(op, "m_splits", m_splits, 1);
+  check_integer(op, "m_splits", m_splits.scalar_type());
+  check_groups(op, m_splits.size(0));
+  check_integer(op, "dtype", dtype);
+  check(num_rows >= 0, op, ": num_rows must not be negative, got ", num_rows);
+  check(alignment >= 1, op, ": alignment must be positive, got ", alignment);
+  check(stride >= 1, op, ": stride must be positive, got ", stride);
+  const int64_t largest = dtype == ScalarType::Int ? std::numeric_limits<int32_t>::max()
+                                                   : std::numeric_limits<int64_t>::max();
+  check(num_rows <= largest / stride, op, ": num_rows * stride does not fit in ", name_of(dtype),
+        ", got ", num_rows, " * ", stride);
+}
+
+void check_sort_by_expert(const Tensor& experts, int64_t num_experts) {
+  const char* op = "sort_by_expert";
+  check_dim(op, "experts", experts, 2);
+  check_integer(op, "experts", experts.scalar_type());
+  check_groups(op, num_experts);
+  const int64_t R = experts.size(0) * experts.size(1);
+  check(R <= std::numeric_limits<int32_t>::max(), op, ": at most ",
+        std::numeric_limits<int32_t>::max(), " choices are supported, got ", R);
+}
+
+void check_gather_sum(const Tensor& y, const Tensor& rows, const std::optional<Tensor>& weight) {
+  const char* op = "gather_sum";
+  check_gathered(op, y, rows);
+  if (!weight) return;
+  check_dim(op, "weight", *weight, 2);
+  check_dtype(op, "weight", *weight, ScalarType::Float);
+  check_device(op, "weight", *weight, "y", y);
+  check_same(op, "T", "weight", weight->size(0), "rows", rows.size(0));
+  check_same(op, "C", "weight", weight->size(1), "rows", rows.size(1));
+}
+
+void check_gather_dot(const Tensor& a, const Tensor& y, const Tensor& rows) {
+  const char* op = "gather_dot";
+  check_gathered(op, y, rows);
+  check_dim(op, "a", a, 2);
+  check_dtype(op, "a", a, y.scalar_type());
+  check_device(op, "a", a, "y", y);
+  check_same(op, "T", "a", a.size(0), "rows", rows.size(0));
+  check_same(op, "H", "a", a.size(1), "y", y.size(1));
+}
+
+}  // namespace grouped_linear

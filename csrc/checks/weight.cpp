@@ -1,0 +1,129 @@
+// The rules of the ops that quantize a weight, and of the state of delayed scaling.
+
+#include <array>
+#include <cmath>
+
+#include "checks.h"
+#include "checks/rules.h"
+
+namespace grouped_linear {
+namespace {
+
+// w: one tensor [E, N, K] or E tensors [N, K]. refresh: whether to quantize it. Returns E, N and K.
+std::array<int64_t, 3> check_refreshed(const char* op, const std::vector<Tensor>& w,
+                                       const std::optional<Tensor>& refresh) {
+  std::array<int64_t, 3> shape;
+  if (w.size() == 1 && w[0].dim() == 3) {
+    check_weight(op, w[0]);
+    shape = {w[0].size(0), w[0].size(1), w[0].size(2)};
+  } else {
+    check_weight_list(op, w);
+    shape = {static_cast<int64_t>(w.size()), w[0].size(0), w[0].size(1)};
+  }
+  if (refresh) {
+    check_dim(op, "refresh", *refresh, 0);
+    check_dtype(op, "refresh", *refresh, ScalarType::Bool);
+    check_device(op, "refresh", *refresh, "w", w[0]);
+  }
+  return shape;
+}
+
+}  // namespace
+
+void check_quantize_weight(const char* op, const Tensor& w, double amax_epsilon) {
+  check_weight(op, w);
+  check_epsilon(op, amax_epsilon);
+}
+
+void check_quantize_weight_list(const std::vector<Tensor>& w, double amax_epsilon) {
+  const char* op = "quantize_weight_list";
+  check_weight_list(op, w);
+  check_epsilon(op, amax_epsilon);
+}
+
+void check_quantize_weight_delayed(const std::optional<Tensor>& amax, const Tensor& w,
+                                   const Tensor& scale) {
+  const char* op = "quantize_weight_delayed_";
+  check_weight(op, w);
+  check_group_scale(op, "scale", scale, "w", w, w.size(0), "w");
+  if (amax) check_amax(op, *amax, "w", w, "w", w.size(0));
+}
+
+void check_refresh_weight(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
+                          const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
+                          double amax_epsilon) {
+  const char* op = "refresh_weight_";
+  const auto [E, N, K] = check_refreshed(op, w, refresh);
+  check_epsilon(op, amax_epsilon);
+  check_written(op, "q", q, ScalarType::Float8_e4m3fn, {E, N, K}, w[0]);
+  check_written(op, "scale", scale, ScalarType::Float,
+                {E, ceil_div(N, kBlock), ceil_div(K, kBlock)}, w[0]);
+  if (q_t) check_written(op, "q_t", *q_t, ScalarType::Float8_e4m3fn, {E, K, N}, w[0]);
+}
+
+void check_refresh_weight_current(const std::vector<Tensor>& w,
+                                  const std::optional<Tensor>& refresh, const Tensor& q,
+                                  const Tensor& scale, const std::optional<Tensor>& q_t,
+                                  double amax_epsilon) {
+  const char* op = "refresh_weight_current_";
+  const auto [E, N, K] = check_refreshed(op, w, refresh);
+  check_epsilon(op, amax_epsilon);
+  check_written(op, "q", q, ScalarType::Float8_e4m3fn, {E, N, K}, w[0]);
+  check_written(op, "scale", scale, ScalarType::Float, {E}, w[0]);
+  if (q_t) check_written(op, "q_t", *q_t, ScalarType::Float8_e4m3fn, {E, K, N}, w[0]);
+}
+
+void check_refresh_weight_delayed(const std::optional<Tensor>& amax, const std::vector<Tensor>& w,
+                                  const Tensor& state, const std::optional<Tensor>& refresh,
+                                  const Tensor& q, const Tensor& scale,
+                                  const std::optional<Tensor>& q_t) {
+  const char* op = "refresh_weight_delayed_";
+  const auto [E, N, K] = check_refreshed(op, w, refresh);
+  check_group_scale(op, "state", state, "w", w[0], E, "w");
+  if (amax) check_amax(op, *amax, "w", w[0], "w", E);
+  check_written(op, "q", q, ScalarType::Float8_e4m3fn, {E, N, K}, w[0]);
+  check_written(op, "scale", scale, ScalarType::Float, {E}, w[0]);
+  if (q_t) check_written(op, "q_t", *q_t, ScalarType::Float8_e4m3fn, {E, K, N}, w[0]);
+}
+
+void check_refresh_weight_mx(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
+                             const Tensor& w_rowwise, const std::optional<Tensor>& w_columnwise) {
+  const char* op = "refresh_weight_mx_";
+  const auto [E, N, K] = check_refreshed(op, w, refresh);
+  check_written(op, "w_rowwise", w_rowwise, ScalarType::BFloat16, {E, N, K}, w[0]);
+  if (w_columnwise)
+    check_written(op, "w_columnwise", *w_columnwise, ScalarType::BFloat16, {E, N, K}, w[0]);
+}
+
+void check_update_scales(const std::vector<Tensor>& scale, const std::vector<Tensor>& amax,
+                         const std::vector<Tensor>& amax_history,
+                         const std::vector<double>& fp8_max, int64_t margin) {
+  const char* op = "update_scales_";
+  const auto count = [op, &scale](const char* name, size_t size) {
+    check_same(op, "the number of states", name, static_cast<int64_t>(size), "scale",
+               static_cast<int64_t>(scale.size()));
+  };
+  check(!scale.empty(), op, ": scale must not be empty");
+  count("amax", amax.size());
+  count("amax_history", amax_history.size());
+  count("fp8_max", fp8_max.size());
+  check(margin >= 0 && margin <= kMaxMargin, op, ": margin must be between 0 and ", kMaxMargin,
+        ", got ", margin);
+  for (size_t i = 0; i < scale.size(); ++i) {
+    check_dim(op, "scale", scale[i], 1);
+    check_dtype(op, "scale", scale[i], ScalarType::Float);
+    check_device(op, "scale", scale[i], "the first scale", scale[0]);
+    check(scale[i].is_contiguous(), op, ": scale must be contiguous");
+    check_amax(op, amax[i], "the first scale", scale[0], "scale", scale[i].size(0));
+    check_dim(op, "amax_history", amax_history[i], 2);
+    check_dtype(op, "amax_history", amax_history[i], ScalarType::Float);
+    check_device(op, "amax_history", amax_history[i], "the first scale", scale[0]);
+    check_same(op, "E", "amax_history", amax_history[i].size(1), "scale", scale[i].size(0));
+    check(amax_history[i].size(0) > 0, op, ": amax_history must have a row, got none");
+    check(amax_history[i].is_contiguous(), op, ": amax_history must be contiguous");
+    check(fp8_max[i] > 0 && std::isfinite(fp8_max[i]), op,
+          ": fp8_max must be positive and finite, got ", fp8_max[i]);
+  }
+}
+
+}  // namespace grouped_linear

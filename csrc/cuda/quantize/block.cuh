@@ -1,0 +1,232 @@
+// Block scaling: one pass over a source [T, K]. A 128 x 128 tile is read or computed once, and
+// gives its rowwise and its columnwise data, the scales of both, and its partial bias gradient.
+//
+// Bytes an element of bf16: 2 read; 1 + 4/128 written for each layout, so 3.03 rowwise and 4.06 for
+// both. 32768 x 7168 at the 4.27 TB/s of a copy: 167 us and 223 us. The bias gradient adds 4/128.
+// SwiGLU reads 4 bytes an element of h, its gradient 3 an element of d_gate_up.
+//
+// Reaches (H200, 2026-11-22) of a copy's speed: rowwise 0.98, both 0.95, SwiGLU 0.90, its gradient
+// 0.89, and 0.69 where K is no multiple of 128. SwiGLU with alpha, beta and a limit 0.77, its
+// gradient 0.75; with gate and up interleaved 0.74 and 0.68 (2026-11-24).
+//
+// The number of tiles is known on the device alone. The grid is therefore bounded by what the GPU
+// holds at once, times a few waves, and a thread block steps through every gridDim.x-th tile.
+#pragma once
+
+#include "cuda/common/pdl.cuh"
+#include "cuda/common/tile_locations.cuh"
+#include "cuda/quantize/bias_grad.cuh"
+#include "cuda/quantize/block_sources.cuh"
+#include "cuda/quantize/transposed_tile.cuh"
+
+namespace grouped_linear::cuda {
+
+// Pointers are null for what is not asked for.
+struct BlockOutputs {
+  uint8_t* q;            // [T, K]
+  float* scale;          // [ceil(K / 128), scale_stride]
+  int64_t scale_stride;  // T rounded up
+  uint8_t* q_t;          // [row blocks, K, 128]
+  float* scale_t;        // [row blocks, K]
+  bool share_scales;     // the 128 columns of a tile share a scale_t if their amax lie near enough
+  float* partial_bias_grad;  // [row blocks, K], see bias_grad.cuh
+};
+
+// Quantizes every step-th tile from `first` on, by one thread block.
+template <typename Element, typename Source>
+__device__ __forceinline__ void quantize_tiles_of_block(const Source& source, const int32_t* offs,
+                                                        int E, int T, int K, ScaleRule rule,
+                                                        const BlockOutputs& out,
+                                                        TransposedTile& transposed, unsigned first,
+                                                        unsigned step) {
+  __shared__ GroupTable table;
+  __shared__ ColumnAmax<Element> column_amax;
+  __shared__ uint32_t warp_largest[kTileWarps];
+  __shared__ float shared_factor, shared_scale;
+  alignas(16) __shared__ float col_factor[kTile];
+  __shared__ float col_scale[kTile];
+  __shared__ TileColumnSums sums;
+  // At 16 bytes past a multiple of 32, copies take a fifth longer (SwiGLU, H200, 2026-11-22).
+  extern __shared__ __align__(128) uint4 prefetch_shared[];
+  auto& buffer = *reinterpret_cast<typename Source::Buffer*>(prefetch_shared);
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int fragment_row = Fragment<Element>::row(), fragment_col = Fragment<Element>::column();
+  const int half_warp = lane & kFragmentsPerSide;  // first lane of this thread's row of fragments
+  // Without columnwise results no warp waits for another.
+  const bool columnwise = out.q_t || out.partial_bias_grad;
+  const bool shares = Source::kCanShareScales && out.share_scales;
+
+  // Rowwise data do not depend on the group: without columnwise results, small groups share tiles.
+  const bool few_groups = E <= 32 || !columnwise;
+  WarpGroups<kTile> groups;
+  if (!columnwise)
+    groups.load_as_one(offs, E, T);
+  else if (few_groups)
+    groups.load(offs, E, T);
+  else
+    load_groups<kTileThreads>(table, offs, E, T, TilesOf{kTile});
+  const int blocks = few_groups ? groups.tiles() : table.tile_end[E - 1];
+  const int part_cols = K / Source::kParts, col_blocks = (part_cols + kTile - 1) / kTile;
+  const int block_step = step / col_blocks, col_step = step % col_blocks;
+  // Returns whether tile (block, col_block) exists, and if so fills in its bounds.
+  const auto locate = [&](TileBounds& at) {
+    if (at.block >= blocks) return false;
+    const TileLocation tile =
+        few_groups ? groups.locate(at.block) : locate_tile<kTile>(table, E, at.block);
+    at.row_begin = tile.row_begin;
+    at.rows = tile.rows;
+    at.col = at.col_block * kTile;
+    at.cols = min(kTile, part_cols - at.col);
+    return true;
+  };
+  const auto locate_next = [&](TileBounds& at) {
+    at.block += block_step;
+    at.col_block += col_step;
+    if (at.col_block >= col_blocks) {
+      at.col_block -= col_blocks;
+      ++at.block;
+    }
+    return locate(at);
+  };
+
+  TileBounds at{};
+  at.block = first / col_blocks;
+  at.col_block = first % col_blocks;
+  bool exists = locate(at);
+  if (exists) source.prefetch(buffer, at);
+  for (; exists; exists = locate_next(at)) {
+    Fragment<Element> fragments[Source::kParts];
+    source.load(fragments, buffer, at);
+    if constexpr (!std::is_empty_v<typename Source::Buffer>) {
+      // Located here and again at the loop's end: kept until then, it would take registers. The asm
+      // hides from the compiler that the two are the same.
+      TileBounds next = at;
+      if (locate_next(next)) source.prefetch(buffer, next);
+      asm("" : "+r"(at.block), "+r"(at.col_block));
+    }
+
+#pragma unroll
+    for (int part = 0; part < Source::kParts; ++part) {
+      Fragment<Element>& fragment = fragments[part];
+      const int block = at.block, row_begin = at.row_begin, rows = at.rows, cols = at.cols;
+      const int col = part * part_cols + at.col;
+      const int64_t column = static_cast<int64_t>(block) * K + col;  // in columnwise results
+      if (out.partial_bias_grad) sums.put(fragment);
+
+      uint32_t row_amax[kFragmentSize];
+      FragmentRow<Element> col_amax;
+      fragment.find_amax(row_amax, col_amax);
+      // Reduced early, the rows' amax take one register instead of eight; sources without a buffer
+      // have few registers.
+      constexpr bool reduce_early = std::is_empty_v<typename Source::Buffer>;
+      uint32_t own_row_amax = 0;
+      if constexpr (reduce_early) own_row_amax = row_amax_of_half_warp(row_amax);
+
+      if (out.q_t) {
+        if (shares) {
+          uint32_t largest = 0;
+#pragma unroll
+          for (int w = 0; w < Fragment<Element>::kWords; ++w)
+            largest = Word<Element>::max(largest, col_amax[w]);
+          largest = __reduce_max_sync(kFullWarp, Word<Element>::largest(largest));
+          if (lane == 0) warp_largest[warp] = largest;
+        }
+        column_amax.put(col_amax);
+      }
+      if (columnwise) __syncthreads();  // sums and column_amax are complete
+
+      // Half of the threads compute the columns' scales, the other half the columns' sums.
+      bool can_share = true;
+      if (threadIdx.x < kTile) {
+        const int c = threadIdx.x;
+        if (out.q_t) {
+          uint32_t bits = 0;
+#pragma unroll
+          for (int w = 0; w < kTileWarps; ++w)
+            bits = max(bits, uint32_t{column_amax.of_warps[w][c]});
+          const float amax = Format<Element>::to_float(bits);
+          const BlockScale own = block_scale(amax, rule);
+          col_factor[c] = own.factor;
+          col_scale[c] = own.scale;
+          if (shares) {
+#pragma unroll
+            for (int w = 0; w < kTileWarps; ++w) bits = max(bits, warp_largest[w]);
+            const float largest = Format<Element>::to_float(bits);
+            can_share = amax == 0 || amax * kShareWithin >= largest;
+            if (c == 0) {
+              const BlockScale all = block_scale(largest, rule);
+              shared_factor = all.factor;
+              shared_scale = all.scale;
+            }
+          }
+        }
+      } else if (out.partial_bias_grad) {
+        const int c = threadIdx.x - kTile;
+        const float sum = sums.column(c);
+        if (c < cols) out.partial_bias_grad[column + c] = sum;
+      }
+
+      if (out.q) {
+        if constexpr (!reduce_early) own_row_amax = row_amax_of_half_warp(row_amax);
+        const BlockScale row = block_scale(Format<Element>::to_float(own_row_amax), rule);
+        const int first_row = fragment_row * kFragmentSize;
+        if (fragment_col < kFragmentSize && first_row + fragment_col < rows)
+          out.scale[col / kTile * out.scale_stride + row_begin + first_row + fragment_col] =
+              row.scale;
+        const int valid_rows = fragment_col * kFragmentSize < cols ? rows - first_row : 0;
+        uint8_t* next = out.q + static_cast<int64_t>(row_begin + first_row) * K + col +
+                        fragment_col * kFragmentSize;
+#pragma unroll
+        for (int i = 0; i < kFragmentSize; ++i) {
+          const float factor = __shfl_sync(kFullWarp, row.factor, half_warp + i);
+          const uint2 bytes = fragment.quantize_row(i, factor);
+          uint2* to = reinterpret_cast<uint2*>(advance_row(next, K));
+          if (i < valid_rows) *to = bytes;
+        }
+      }
+      // col_factor is complete; sums and column_amax have been read.
+      if (shares)
+        can_share = __syncthreads_and(can_share);
+      else if (columnwise)
+        __syncthreads();
+
+      if (out.q_t) {
+        const float4* factor =
+            reinterpret_cast<const float4*>(&col_factor[fragment_col * kFragmentSize]);
+        float4 low = factor[0], high = factor[1];
+        const bool shared = shares && can_share;
+        if (shared) {
+          const float f = shared_factor;
+          low = high = make_float4(f, f, f, f);
+        }
+        if (threadIdx.x < cols)
+          out.scale_t[column + threadIdx.x] = shared ? shared_scale : col_scale[threadIdx.x];
+        transposed.put(0, fragment.quantize_column(0, low.x));
+        transposed.put(1, fragment.quantize_column(1, low.y));
+        transposed.put(2, fragment.quantize_column(2, low.z));
+        transposed.put(3, fragment.quantize_column(3, low.w));
+        transposed.put(4, fragment.quantize_column(4, high.x));
+        transposed.put(5, fragment.quantize_column(5, high.y));
+        transposed.put(6, fragment.quantize_column(6, high.z));
+        transposed.put(7, fragment.quantize_column(7, high.w));
+        __syncthreads();
+        // No barrier after: the next tile writes col_factor one barrier later, `transposed` two
+        // later.
+        transposed.write(out.q_t + column * kTile, kTile, kTile, cols);
+      }
+    }
+  }
+}
+
+template <typename Element, typename Source>
+__global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
+    group_quantize_kernel(Source source, const int32_t* offs, int E, int T, int K, ScaleRule rule,
+                          BlockOutputs out) {
+  grid_dependency_wait();
+  __shared__ TransposedTile transposed;
+  quantize_tiles_of_block<Element>(source, offs, E, T, K, rule, out, transposed, blockIdx.x,
+                                   gridDim.x);
+}
+
+}  // namespace grouped_linear::cuda

@@ -1,0 +1,76 @@
+"""Error sentences: the same from fake tensors, meta tensors, CPU and CUDA."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from support.compare import assert_same_bits
+from support.devices import CUDA_OPS, HOPPER
+from support.groups import Groups
+from support.samples import Sample, specified
+from support.tensors import FP32
+
+
+def sentence(
+    call: Callable[[], Any], kinds: tuple[type[Exception], ...] = (RuntimeError, ValueError)
+) -> str:
+    """The message of the error that the call raises, which must be of one of these kinds."""
+    try:
+        call()
+    except kinds as error:
+        return str(error)
+    return "no error"
+
+
+GROUPS_3 = Groups((3, 0, 7), 12, K=144, N=32)
+I32 = torch.int32
+
+
+def offs(n: int) -> Tensor:
+    return torch.zeros(n, dtype=I32)
+
+
+def like(t: Tensor, *sizes: int | None) -> Tensor:
+    """Zeros of t's dtype. A size of None is the size of t."""
+    return torch.zeros(
+        *(own if s is None else s for s, own in zip(sizes, t.shape, strict=True)), dtype=FP32
+    ).to(t.dtype)
+
+
+def fake_sentence(sample: Sample) -> str:
+    with FakeTensorMode() as mode:
+        arguments = tree_map_only(Tensor, mode.from_tensor, sample.arguments)
+        return sentence(Sample(sample.op, arguments))
+
+
+def sentences(good: Sample, mistakes: list[dict[str, Any]]) -> str:
+    """One line per mistake: the message, equal for fake, meta, CPU and CUDA tensors.
+
+    A correct call still works after the failed ones.
+    """
+    lines, differing = [], []
+    expected = specified(good, good.results("cpu"))
+    devices = ["cpu", "meta"] + (["cuda"] if HOPPER and good.op in CUDA_OPS else [])
+    for mistake in mistakes:
+        bad = good.but(**mistake)
+        said = {"fake": fake_sentence(bad)} | {d: sentence(bad.on(d)) for d in devices}
+        if len(set(said.values())) > 1:
+            differing.append(said)
+        lines.append(said["fake"])
+    assert not differing
+    for actual, before in zip(specified(good, good.results("cpu")), expected, strict=True):
+        assert_same_bits(actual, before)
+    return "\n".join(lines)
+
+
+BAD_EPSILONS = [{"amax_epsilon": e} for e in (-0.5, float("inf"), float("nan"))]
+BAD_OFFS = [
+    {"offs": torch.zeros(1, 3, dtype=I32)},
+    {"offs": torch.zeros(3, dtype=torch.int64)},
+    {"offs": offs(0)},
+    {"offs": offs(1025)},
+]

@@ -1,0 +1,88 @@
+"""Two processes of one group on the CPU, for what layers do beside others.
+
+Starting a pair takes longer than most checks do, so that one pair runs every check of a module. A
+test reports one check::
+
+    CHECKS: Checks = {"replicas": check_replicas, ...}
+
+    @pytest.mark.parametrize("check", CHECKS)
+    def test_two_processes(check: str, failures: dict[str, str]) -> None:
+        if check in failures:
+            pytest.fail(failures[check], pytrace=False)
+"""
+
+import fcntl
+import gc
+import json
+import os
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+PROCESSES = 2
+# Called with the rank and an empty directory that both processes share.
+Checks = Mapping[str, Callable[[int, Path], None]]
+
+
+@pytest.fixture(scope="module")
+def failures(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    """By name, the tracebacks of those of the module's CHECKS that failed.
+
+    The workers of pytest-xdist share one run: the first one does it while others wait.
+    """
+    temporary = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        temporary = temporary.parent
+    directory = temporary / f"two_processes_{request.module.__name__}"
+    directory.mkdir(exist_ok=True)
+    report = directory / "failures.json"
+    with open(directory / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not report.exists():
+            report.write_text(json.dumps(_run(request.module.CHECKS, directory)))
+    return json.loads(report.read_text())
+
+
+def _run(checks: Checks, directory: Path) -> dict[str, str]:
+    for name in checks:
+        (directory / name).mkdir()
+    mp.spawn(_process, args=(checks, directory), nprocs=PROCESSES)
+    found: dict[str, str] = {}
+    for name in checks:
+        texts = [file.read_text() for file in sorted(directory.glob(f"{name}.rank*"))]
+        if texts:
+            found[name] = "\n".join(texts)
+    return found
+
+
+def _process(rank: int, checks: Checks, directory: Path) -> None:
+    """Each check has a process group of its own, so that a failed one leaves nothing behind.
+
+    Where one process fails, its group closes: the other stops waiting for it and fails, too.
+    """
+    torch.set_num_threads(1)
+    for name, check in checks.items():
+        torch.manual_seed(0)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{directory / name}.rendezvous",
+            rank=rank,
+            world_size=PROCESSES,
+            timeout=timedelta(minutes=2),
+        )
+        try:
+            check(rank, directory / name)
+            dist.barrier()  # nobody leaves while another still talks to it
+        except Exception:
+            (directory / f"{name}.rank{rank}").write_text(f"rank {rank}: {traceback.format_exc()}")
+            gc.collect()  # what the failed check made may hold its group open
+        dist.destroy_process_group()
+        torch._dynamo.reset()

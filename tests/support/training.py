@@ -1,0 +1,235 @@
+"""Features of the layer, and modes to train it in.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import functools
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from grouped_linear import GroupedLinear
+from support.tensors import BF16, FP32
+
+T, E, K, N = 40, 3, 32, 48
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Options of the layer, and the kind of is_first_microbatch that it gets."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    flag: str = "none"
+    """none, bool or tensor."""
+    main_grad: torch.dtype = FP32
+
+    @property
+    def fused(self) -> bool:
+        return "fuse_wgrad_accumulation" in self.options
+
+    @property
+    def deferred(self) -> bool:
+        return "delay_wgrad_compute" in self.options
+
+
+PER_EXPERT = {"single_grouped_weight": False, "single_grouped_bias": False}
+FUSED = {"fuse_wgrad_accumulation": True}
+DEFERRED = {"delay_wgrad_compute": True}
+CACHED = {"cache_weights": True}
+FEATURES = {
+    "cached": Feature(CACHED, "bool"),
+    "cached_flag": Feature(CACHED, "tensor"),
+    "fused": Feature(FUSED),
+    "fused_bf16": Feature(FUSED, main_grad=BF16),
+    "cached_fused": Feature(CACHED | FUSED, "bool"),
+    "cached_fused_flag": Feature(CACHED | FUSED, "tensor"),
+    "input_saved": Feature({"save_original_input": True}),
+    "per_expert": Feature(PER_EXPERT),
+    "per_expert_cached_fused": Feature(PER_EXPERT | CACHED | FUSED, "tensor"),
+    "deferred": Feature(DEFERRED),
+    "deferred_per_expert_cached_fused": Feature(DEFERRED | PER_EXPERT | CACHED | FUSED, "bool"),
+}
+# x, m_splits, dy and is_first_microbatch; y and dx
+MicroBatch = tuple[Tensor, Tensor, Tensor, Any]
+Result = tuple[Tensor, Tensor]
+Step = Callable[[Sequence[MicroBatch]], list[Result]]
+
+
+def batches(dtype: torch.dtype, device: str, count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """x, m_splits and dy, with an empty group, and NaN past the last row."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for i in range(count):
+        m_splits = torch.tensor([[10, 0, 25], [0, 7, 30], [40, 0, 0]][i % 3])
+        x, dy = (torch.randn(T, size, generator=generator) for size in (K, N))
+        x[int(m_splits.sum()) :] = torch.nan
+        x, dy = x.to(device, dtype), dy.to(device, dtype)
+        made.append((x.requires_grad_(), m_splits.to(device), dy))
+    return made
+
+
+def one_by_one(call: Callable[..., Tensor], layer: GroupedLinear, feature: Feature) -> Step:
+    """Runs the forward and backward of each micro-batch in turn, then its deferred wgrad."""
+
+    def step(micro_batches: Sequence[MicroBatch]) -> list[Result]:
+        results = []
+        for x, m_splits, dy, first in micro_batches:
+            y = call(x, m_splits, first)
+            y.backward(dy)
+            if feature.deferred:
+                layer.backward_dw()
+            results.append((y.detach().clone(), x.grad.clone()))
+        return results
+
+    return step
+
+
+def eager(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step:
+    return one_by_one(layer, layer, feature)
+
+
+def compiled(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step:
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    return one_by_one(call, layer, feature)
+
+
+def checkpointed(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step:
+    """Activation checkpointing: each backward recomputes its forward."""
+    call = functools.partial(checkpoint, layer, use_reentrant=False)
+    return one_by_one(call, layer, feature)
+
+
+def checkpointed_reentrant(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step:
+    """Reentrant checkpointing, whose first forward runs without gradients."""
+    call = functools.partial(checkpoint, layer, use_reentrant=True)
+    return one_by_one(call, layer, feature)
+
+
+def offloaded(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step:
+    """Saved tensors are offloaded to the CPU and come back at another address."""
+
+    def pack(t: Tensor) -> tuple[torch.device, Tensor]:
+        return t.device, t.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+        return packed[1].to(packed[0], copy=True)
+
+    def call(*arguments: Any) -> Tensor:
+        with saved_tensors_hooks(pack, unpack):
+            return layer(*arguments)
+
+    return one_by_one(call, layer, feature)
+
+
+def interleaved(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step:
+    """All forwards run before the first backward, as in pipeline parallelism."""
+
+    def step(micro_batches: Sequence[MicroBatch]) -> list[Result]:
+        ys = [layer(x, m_splits, first) for x, m_splits, _, first in micro_batches]
+        for y, (_, _, dy, _) in zip(ys, micro_batches, strict=True):
+            y.backward(dy)
+        for _ in ys if feature.deferred else ():
+            layer.backward_dw()
+        return [(y.detach(), x.grad) for y, (x, *_) in zip(ys, micro_batches, strict=True)]
+
+    return step
+
+
+def captured(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step:
+    """A CUDA graph of forward, backward and deferred wgrad, one for each value of a bool."""
+    graphs: dict[Any, tuple[torch.cuda.CUDAGraph, MicroBatch, Result]] = {}
+
+    def capture(micro_batch: MicroBatch) -> None:
+        x, m_splits, dy, first = micro_batch
+        static_first = first.clone() if isinstance(first, Tensor) else first
+        static = x.detach().clone().requires_grad_(), m_splits.clone(), dy.clone(), static_first
+        gc.collect()  # a graph that is freed while another is recorded spoils it
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(static[0], static[1], static_first)
+            y.backward(static[2])
+            if feature.deferred:
+                layer.backward_dw()
+            result = y.detach(), static[0].grad
+        graphs[key_of(first)] = graph, static, result
+
+    def key_of(first: Any) -> Any:
+        return "tensor" if isinstance(first, Tensor) else first
+
+    def step(micro_batches: Sequence[MicroBatch]) -> list[Result]:
+        results = []
+        for micro_batch in micro_batches:
+            key = key_of(micro_batch[3])
+            if key not in graphs:
+                capture(micro_batch)
+            graph, static, (y, dx) = graphs[key]
+            with torch.no_grad():
+                for old, new in zip(static, micro_batch, strict=True):
+                    if isinstance(new, Tensor):
+                        old.copy_(new)
+            graph.replay()
+            results.append((y.clone(), dx.clone()))
+        return results
+
+    return step
+
+
+class WithFlag(nn.Module):
+    """A layer with a fixed is_first_microbatch: make_graphed_callables takes only tensors."""
+
+    def __init__(self, layer: GroupedLinear, first: bool) -> None:
+        super().__init__()
+        self.layer, self.first = layer, first
+
+    def forward(self, x: Tensor, m_splits: Tensor) -> Tensor:
+        return self.layer(x, m_splits, self.first)
+
+
+def graphed(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step:
+    """make_graphed_callables runs the layer to warm up, so the caller resets the state."""
+    x, m_splits, _ = batches(dtype, "cuda", 1)[0]
+    gc.collect()
+    make = functools.partial(torch.cuda.make_graphed_callables, allow_unused_input=True)
+    call: Callable[..., Tensor]
+    if feature.flag == "bool":
+        calls = {f: make(WithFlag(layer, f), (x, m_splits)) for f in (True, False)}
+
+        def call(x: Tensor, m_splits: Tensor, first: bool) -> Tensor:
+            return calls[first](x, m_splits)
+
+    elif feature.flag == "tensor":
+        call = make(layer, (x, m_splits, torch.tensor(True, device="cuda")))
+    else:
+        one = make(layer, (x, m_splits))
+
+        def call(x: Tensor, m_splits: Tensor, first: None) -> Tensor:
+            return one(x, m_splits)
+
+    return one_by_one(call, layer, feature)
+
+
+def cudagraph_trees(layer: GroupedLinear, feature: Feature, dtype: torch.dtype) -> Step:
+    """Reduce-overhead mode that raises where it would fall back to eager."""
+    strict = {
+        "triton.cudagraphs": True,
+        "triton.cudagraph_or_error": True,
+        "graph_partition": False,
+        "fx_graph_cache": False,  # a graph from there gives up unheard
+    }
+    graph = torch.compile(layer, fullgraph=True, options=strict)
+
+    def call(*arguments: Any) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return graph(*arguments)
+
+    return one_by_one(call, layer, feature)
+
+
+CUDA_MODES = (captured, graphed, cudagraph_trees)
+Mode = Callable[[GroupedLinear, Feature, torch.dtype], Step]

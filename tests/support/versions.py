@@ -1,0 +1,25 @@
+"""What only some versions of torch and transformers can do."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+AOTI_READS_DTYPES = TorchVersion(torch.__version__) >= (2, 12)
+aoti_reads_dtypes = pytest.mark.skipif(
+    not AOTI_READS_DTYPES,
+    reason="AOTInductor of torch 2.11 takes the dtype that an op is given for another one",
+)
+
+
+@contextmanager
+def skipping_for_old_transformers() -> Iterator[None]:
+    """Around what imports the integration: skips where the installed library is too old for it."""
+    try:
+        yield
+    except ImportError as error:
+        if "transformers must be" not in str(error):
+            raise
+        pytest.skip(str(error), allow_module_level=True)

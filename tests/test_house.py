@@ -1,0 +1,74 @@
+"""What CONTRIBUTING.md says of the house: imports run one way, names stay in their room, files stay short."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "custom_ops"
+MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "meta_kernels" not in p.parts)
+# Each room imports from those before it.
+ROOMS = ("meta_kernels", "ops", "recipes", "quantized", "autograd", "nn", "integrations")
+MOST_LINES = 500
+
+
+def room_of(module: str) -> str:
+    """The room of ``grouped_linear.<room>.<module>``; empty for the package itself."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in ROOMS else ""
+
+
+def imports(path: Path) -> Iterator[tuple[str, str]]:
+    """Module and name of every import from the package, those inside of functions among them."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("grouped_linear"):
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                is_room = node.module == "grouped_linear" and alias.name in ROOMS
+                yield (whole if is_room else str(node.module)), alias.name
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_run_one_way(path: Path) -> None:
+    own = path.relative_to(PACKAGE).parts[0] if path.parent != PACKAGE else ""
+    if own not in ROOMS:  # the package's front imports from every room
+        return
+    for module, name in imports(path):
+        room = room_of(module)
+        assert not room or ROOMS.index(room) <= ROOMS.index(own), f"{own} imports {module}.{name}"
+        assert room == own or not name.startswith("_"), f"{name} is private to {module}"
+
+
+def test_no_import_cycle() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in MODULES:
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(("grouped_linear", *parts)).removesuffix(".__init__")
+        graph[name] = {module for module, _ in imports(path)} - {name}
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join((*trail, module))
+        if module in done:
+            return
+        # A room's front imports its modules, which may import the fronts of other rooms alone.
+        for imported in graph.get(module, ()):
+            visit(imported, (*trail, module))
+        done.add(module)
+
+    for module in graph:
+        if module != "grouped_linear":
+            visit(module, ())
+
+
+@pytest.mark.parametrize("folder", ["custom_ops", "csrc", "meta_kernels"])
+def test_files_have_one_subject(folder: str) -> None:
+    sources = [p for p in (ROOT / folder).rglob("*") if p.suffix in {".py", ".cpp", ".h", ".cu", ".cuh"}]
+    long = {str(p.relative_to(ROOT)): n for p in sources if (n := len(p.read_text().splitlines())) > MOST_LINES}
+    assert not long
+
+
+def test_design_reads_in_ten_minutes() -> None:
+    assert len((ROOT / "DESIGN.md").read_text().splitlines()) <= 300

@@ -1,0 +1,242 @@
+"""The names that users rely on: public functions with their arguments, and the keys of checkpoints.
+
+Accept a changed snapshot with EXPECTTEST_ACCEPT=1, after reading the diff: it breaks users' code.
+"""
+
+import inspect
+import textwrap
+from typing import Any
+
+import pytest
+from expecttest import assert_expected_inline
+from torch import nn
+
+import grouped_linear
+from grouped_linear import DelayedScaling, GroupedLinear, GroupedMLP, GroupedTensor, Recipe, ops
+from support.recipes import RECIPES
+
+
+def arguments_of(function: Any) -> str:
+    """Arguments and their defaults; types may get other names."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [p.replace(annotation=inspect.Parameter.empty) for p in parameters if p.name != "self"]
+    return str(inspect.Signature(named))
+
+
+def lines(names: dict[str, Any]) -> str:
+    return "\n".join(
+        textwrap.fill(f"{name}{arguments_of(function)}", 96, subsequent_indent="    ")
+        for name, function in sorted(names.items())
+    )
+
+
+def test_names() -> None:
+    assert_expected_inline(
+        "\n".join(sorted(grouped_linear.__all__)),
+        """\
+ConvertedExperts
+DelayedScaling
+DelayedScalingState
+Float8BlockScaling
+Float8CurrentScaling
+GroupedLinear
+GroupedMLP
+GroupedTensor
+MXFP8BlockScaling
+Recipe
+SwiGLU
+convert_experts
+grouped_linear
+grouped_mlp
+loading
+meta_kernels
+ops
+update_scales""",
+    )
+
+
+def test_arguments() -> None:
+    public = {name: getattr(grouped_linear, name) for name in grouped_linear.__all__}
+    made_otherwise = ("Recipe", "GroupedTensor")  # a type to name, and one with constructors below
+    callables = {n: c for n, c in public.items() if callable(c) and n not in made_otherwise}
+    methods = {
+        f"{layer.__name__}.{name}": getattr(layer, name)
+        for layer, names in (
+            (GroupedLinear, ("forward", "backward_dw", "reset_parameters")),
+            (GroupedMLP, ("forward", "reset_parameters")),
+            (GroupedTensor, ("quantize", "from_parts", "dequantize")),
+        )
+        for name in names
+    }
+    assert_expected_inline(
+        lines(callables | methods),
+        """\
+ConvertedExperts(name, form, num_experts)
+DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
+DelayedScalingState(recipe, num_groups, device=None)
+Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0, share_x_scales=True)
+Float8CurrentScaling(power_of_two_scales=False, amax_epsilon=0.0,
+    gradient_dtype=torch.float8_e4m3fn)
+GroupedLinear(num_gemms, in_features, out_features, bias=True, return_bias=False,
+    init_method=None, get_rng_state_tracker=None, rng_tracker_name=None, dtype=None,
+    params_dtype=None, device=None, *, recipe=None, cache_weights=False,
+    fuse_wgrad_accumulation=False, delay_wgrad_compute=False, save_original_input=False,
+    single_grouped_weight=True, single_grouped_bias=True, quantized_weight=False,
+    stochastic_rounding=False, preserve_high_precision_init=False, **out_of_scope)
+GroupedLinear.backward_dw()
+GroupedLinear.forward(x, m_splits, is_first_microbatch=None)
+GroupedLinear.reset_parameters()
+GroupedMLP(num_experts, hidden_size, intermediate_size, *, bias=False,
+    activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False), recipe=None,
+    cache_weights=False, fuse_wgrad_accumulation=False, quantized_weight=False,
+    stochastic_rounding=False, dtype=None, device=None)
+GroupedMLP.forward(x, weights, experts, is_first_microbatch=None, *, max_rows=None)
+GroupedMLP.reset_parameters()
+GroupedTensor.dequantize(dtype=None)
+GroupedTensor.from_parts(q, scale, dtype=torch.bfloat16, recipe=None, *, columnwise=True,
+    stochastic_rounding=False)
+GroupedTensor.quantize(w, recipe=None, *, columnwise=True, stochastic_rounding=False)
+MXFP8BlockScaling()
+SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False)
+convert_experts(model, forwards=None, recipe=None, **options)
+grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None)
+grouped_mlp(x, weights, experts, gate_up_proj, down_proj, recipe=None, state=None, *,
+    gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1.0, beta=0.0,
+    limit=None, interleaved=False), max_rows=None)
+update_scales(model, group=None)""",
+    )
+
+
+def test_arguments_of_ops() -> None:
+    functions = {
+        n: f for n, f in vars(ops).items() if inspect.isfunction(f) and not n.startswith("_")
+    }
+    own = {n: f for n, f in functions.items() if f.__module__.startswith("grouped_linear.ops")}
+    assert_expected_inline(
+        lines(own),
+        """\
+block_scaled_linear(x, w, m_splits, bias=None, *, amax_epsilon=0.0, power_of_two_scales=True,
+    share_scales=False, columnwise_x=True, columnwise_w=True)
+block_scaled_linear_grad(dy, offs, x_t, scale_x_t, w_t, scale_w, *, amax_epsilon=0.0,
+    power_of_two_scales=True, bias_grad=False, out_dtype=None)
+gather_dot(a, y, rows)
+gather_sum(y, rows, weight=None)
+group_dequantize(q, scale, offs, dtype)
+group_dequantize_t(q_t, scale_t, offs, num_rows, dtype)
+group_quantize(x, offs, rows=None, *, amax_epsilon=0.0, power_of_two_scales=True, rowwise=True,
+    columnwise=False, bias_grad=False, share_scales=False, factor=None)
+group_quantize_current(x, offs, dtype=torch.float8_e4m3fn, *, amax_epsilon=0.0,
+    power_of_two_scales=False, rowwise=True, columnwise=False, bias_grad=False)
+group_quantize_delayed_(amax, x, offs, scale, dtype=torch.float8_e4m3fn, *, rowwise=True,
+    columnwise=False, bias_grad=False)
+group_quantize_mx(x, offs, *, rowwise=True, columnwise=False, bias_grad=False)
+group_quantize_swiglu(gate_up, offs, *, amax_epsilon=0.0, power_of_two_scales=True,
+    rowwise=True, columnwise=False, keep_h=False, share_scales=False,
+    activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False))
+group_quantize_swiglu_grad(dh, gate_up, offs, *, amax_epsilon=0.0, power_of_two_scales=True,
+    rowwise=True, columnwise=False, bias_grad=False, activation=SwiGLU(alpha=1.0, beta=0.0,
+    limit=None, interleaved=False))
+group_round_mx(x, offs, *, rowwise=True, columnwise=False, bias_grad=False)
+grouped_bias_grad(dy, offs)
+grouped_mm(a, b, offs, bias=None, out_dtype=None)
+grouped_mm_list(a, b, offs, bias=None, out_dtype=None, *, transpose_b=False)
+grouped_mm_wgrad(dy, x, offs, out_dtype=None)
+grouped_mm_wgrad_(main_grad, dy, x, offs, overwrite=None)
+grouped_mm_wgrad_list_(main_grad, dy, x, offs, overwrite=None)
+grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias=None, out_dtype=torch.bfloat16)
+grouped_scaled_mm_wgrad(dy_t, x_t, scale_dy_t, scale_x_t, offs, out_dtype=torch.bfloat16)
+grouped_scaled_mm_wgrad_(main_grad, dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite=None)
+grouped_scaled_mm_wgrad_list_(main_grad, dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite=None)
+quantize_weight(w, *, amax_epsilon=0.0, power_of_two_scales=True, columnwise=True)
+quantize_weight_current(w, *, amax_epsilon=0.0, power_of_two_scales=False, columnwise=True)
+quantize_weight_delayed_(amax, w, scale, *, columnwise=True)
+quantize_weight_list(w, *, amax_epsilon=0.0, power_of_two_scales=True, columnwise=True)
+refresh_weight_(w, refresh, q, scale, q_t, *, amax_epsilon=0.0, power_of_two_scales=True)
+refresh_weight_current_(w, refresh, q, scale, q_t, *, amax_epsilon=0.0,
+    power_of_two_scales=False)
+refresh_weight_delayed_(amax, w, state, refresh, q, scale, q_t)
+refresh_weight_mx_(w, refresh, w_rowwise, w_columnwise)
+sort_by_expert(experts, num_experts)
+splits_to_offsets(m_splits, num_rows, *, alignment=1, stride=1, dtype=None)
+swiglu(gate_up, offs, activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False))
+swiglu_grad(dh, gate_up, offs, activation=SwiGLU(alpha=1.0, beta=0.0, limit=None,
+    interleaved=False))
+update_scales_(scale, amax, amax_history, fp8_max, *, margin=0, most_recent=False)""",
+    )
+
+
+def keys_of(layer: nn.Module) -> list[str]:
+    return [f"{key} {tuple(value.shape)}" for key, value in layer.state_dict().items()]
+
+
+STATELESS = {name: r for name, r in RECIPES.items() if not isinstance(r, DelayedScaling)}
+
+
+@pytest.mark.parametrize("recipe", STATELESS.values(), ids=STATELESS)
+@pytest.mark.parametrize("cache_weights", [False, True], ids=["", "cached"])
+def test_keys_of_checkpoints(cache_weights: bool, recipe: Recipe) -> None:
+    """A weight cache adds no key, nor does a recipe without a state."""
+    options: dict[str, Any] = {"recipe": recipe, "cache_weights": cache_weights}
+    assert keys_of(GroupedLinear(2, 16, 32, **options)) == ["weight (2, 32, 16)", "bias (2, 32)"]
+    assert keys_of(GroupedMLP(2, 16, 32, bias=True, **options)) == [
+        "gate_up_proj (2, 64, 16)",
+        "down_proj (2, 16, 32)",
+        "gate_up_proj_bias (2, 64)",
+        "down_proj_bias (2, 16)",
+    ]
+
+
+def test_keys_of_checkpoints_with_scales() -> None:
+    recipe = DelayedScaling(amax_history_len=3)
+    layer, mlp = GroupedLinear(2, 16, 32, recipe=recipe), GroupedMLP(2, 16, 32, recipe=recipe)
+    assert_expected_inline(
+        "\n".join(keys_of(layer)),
+        """\
+weight (2, 32, 16)
+bias (2, 32)
+scaling_state.x.scale (2,)
+scaling_state.x.amax (2,)
+scaling_state.x.amax_history (3, 2)
+scaling_state.weight.scale (2,)
+scaling_state.weight.amax (2,)
+scaling_state.weight.amax_history (3, 2)
+scaling_state.dy.scale (2,)
+scaling_state.dy.amax (2,)
+scaling_state.dy.amax_history (3, 2)""",
+    )
+    assert_expected_inline(
+        "\n".join(keys_of(mlp)),
+        """\
+gate_up_proj (2, 64, 16)
+down_proj (2, 16, 32)
+gate_up_state.x.scale (2,)
+gate_up_state.x.amax (2,)
+gate_up_state.x.amax_history (3, 2)
+gate_up_state.weight.scale (2,)
+gate_up_state.weight.amax (2,)
+gate_up_state.weight.amax_history (3, 2)
+gate_up_state.dy.scale (2,)
+gate_up_state.dy.amax (2,)
+gate_up_state.dy.amax_history (3, 2)
+down_state.x.scale (2,)
+down_state.x.amax (2,)
+down_state.x.amax_history (3, 2)
+down_state.weight.scale (2,)
+down_state.weight.amax (2,)
+down_state.weight.amax_history (3, 2)
+down_state.dy.scale (2,)
+down_state.dy.amax (2,)
+down_state.dy.amax_history (3, 2)""",
+    )
+
+
+def test_keys_of_checkpoints_with_a_parameter_per_expert() -> None:
+    layer = GroupedLinear(2, 16, 32, single_grouped_weight=False, single_grouped_bias=False)
+    assert_expected_inline(
+        "\n".join(keys_of(layer)),
+        """\
+weight0 (32, 16)
+weight1 (32, 16)
+bias0 (32,)
+bias1 (32,)""",
+    )
