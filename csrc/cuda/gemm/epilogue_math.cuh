@@ -5,8 +5,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cstdint>
-
 #include "cuda/gemm/kernel_arguments.h"
 
 namespace grouped_linear::cuda {
@@ -24,18 +22,6 @@ __device__ __forceinline__ __nv_bfloat16 from_float(float value) {
 template <>
 __device__ __forceinline__ __half from_float(float value) {
   return __float2half_rn(value);
-}
-
-// Two 16-bit values in a register.
-template <typename T>
-struct alignas(2 * sizeof(T)) Pair {
-  T x, y;
-};
-
-template <typename T>
-__device__ __forceinline__ uint32_t pack(float x, float y) {
-  const Pair<T> pair{from_float<T>(x), from_float<T>(y)};
-  return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
 // Whether out is overwritten, not added to.

@@ -29,6 +29,7 @@
 
 #include <type_traits>
 
+#include "cuda/common/elements.cuh"
 #include "cuda/gemm/epilogue_math.cuh"
 #include "cuda/gemm/sm90/smem_layout.cuh"
 #include "cuda/gemm/sm90/tensor_maps.cuh"
@@ -94,8 +95,10 @@ __device__ __forceinline__ void write_buffers(const float (&accum)[Config::kTile
     if constexpr (sizeof(T) == 2) {
 #pragma unroll
       for (int j = 0; j < 8; j += 2)
-        stmatrix_x4(matrix_row(to[i], j), pack<T>(at(j, 0), at(j, 1)), pack<T>(at(j, 2), at(j, 3)),
-                    pack<T>(at(j + 1, 0), at(j + 1, 1)), pack<T>(at(j + 1, 2), at(j + 1, 3)));
+        stmatrix_x4(matrix_row(to[i], j), Format<T>::from_floats(at(j, 0), at(j, 1)),
+                    Format<T>::from_floats(at(j, 2), at(j, 3)),
+                    Format<T>::from_floats(at(j + 1, 0), at(j + 1, 1)),
+                    Format<T>::from_floats(at(j + 1, 2), at(j + 1, 3)));
     } else {
       // Odd rows store the other half of their line first, so that they share no bank with even
       // rows.
@@ -134,9 +137,9 @@ __device__ __forceinline__ void add_buffers(float (&accum)[Config::kTileN / 2],
         ldmatrix_x4(matrix_row(from[i], j), pairs);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          const auto& pair = reinterpret_cast<const Pair<T>&>(pairs[k]);
-          at(j + k / 2, k % 2 * 2) += static_cast<float>(pair.x);
-          at(j + k / 2, k % 2 * 2 + 1) += static_cast<float>(pair.y);
+          const T* pair = reinterpret_cast<const T*>(&pairs[k]);
+          at(j + k / 2, k % 2 * 2) += static_cast<float>(pair[0]);
+          at(j + k / 2, k % 2 * 2 + 1) += static_cast<float>(pair[1]);
         }
       }
     } else {
