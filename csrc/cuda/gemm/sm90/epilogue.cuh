@@ -1,103 +1,107 @@
-// From accumulators to the output: scaled, biased, rounded, and stored or added.
+// The epilogue of a linear layer: accumulators are scaled (FP8 with a scale per group), biased,
+// converted, and stored or added to the output.
 //
-// Bytes: an output is written once; adding reads it too. A warp's 16 rows go through shared memory in
-// lines of 128 bytes, which the copy engine stores while the next tile is multiplied. float32 has twice the
-// bytes: it goes in two turns, and the second waits until the first was sent.
+// An epilogue is a template parameter of the kernel. It has two halves, which meet in a warpgroup's
+// epilogue buffers in shared memory. apply, by the math warps, fills them from the accumulators.
+// run_store_warp, by one thread a warpgroup, writes them to the output. LinearEpilogue shows each
+// member's signature:
+//
+//   Arguments            what the kernel is given for it: EpilogueArguments, or derived from that
+//   subtiles             rounds through the buffers that a tile takes
+//   prefetch             once a kernel: prefetches the output's tensor map
+//   writes_empty_groups  K-grouped: whether a tile without k-blocks is written, as zeros
+//   apply                one warpgroup's kWgmmaM x kTileN accumulators: fills the buffers, subtile by
+//                        subtile, each inside sync(subtile, fill)
+//   run_store_warp       all tiles of the block, also those that write nothing: for every subtile it
+//                        arrives at epilogue_empty and waits for epilogue_full, so that both halves
+//                        stay in step
+//
+// To change values alone, derive from LinearEpilogue and change the accumulators before its apply
+// (tests/gemm_variants/variant.cu has such a one).
+//
+// A thread's accumulators: accum[accumulator_of<Config>(4 j + 2 h + i)] belongs to row lane / 4 + 8
+// h of its warp's 16, and to column 8 j + 2 (lane % 4) + i of the tile.
+//
+// Bytes: an output is written once; adding reads it too. The buffers hold lines of 128 bytes, which
+// TMA stores while the next tile is computed. float32 has twice the bytes: it takes two subtiles,
+// and the second waits until the first was stored.
 #pragma once
 
-#include "cuda/gemm/sm90/schedule.cuh"
+#include <type_traits>
 
-namespace grouped_linear::cuda {
+#include "cuda/common/elements.cuh"
+#include "cuda/gemm/epilogue_math.cuh"
+#include "cuda/gemm/sm90/smem_layout.cuh"
+#include "cuda/gemm/sm90/tensor_maps.cuh"
 
-template <typename T>
-__device__ __forceinline__ T from_float(float value);
-template <>
-__device__ __forceinline__ float from_float(float value) {
-  return value;
-}
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_float(float value) {
-  return __float2bfloat16_rn(value);
-}
-template <>
-__device__ __forceinline__ __half from_float(float value) {
-  return __float2half_rn(value);
-}
+namespace grouped_linear::cuda::sm90 {
 
-template <typename T>
-struct alignas(2 * sizeof(T)) Pair {
-  T x, y;
-};
-
-template <typename T>
-__device__ __forceinline__ uint32_t packed(float x, float y) {
-  const Pair<T> pair{from_float<T>(x), from_float<T>(y)};
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-// Adds one group's bias [cols] to a thread's sums; col: the tile's first column.
+// Adds one group's bias [cols] to a thread's accumulators; col: the tile's first column.
 template <typename T, typename Config>
-__device__ __forceinline__ void add_bias(float (&sum)[Config::kTileN / 2], const T* bias, int col,
+__device__ __forceinline__ void add_bias(float (&accum)[Config::kTileN / 2], const T* bias, int col,
                                          int cols) {
 #pragma unroll
   for (int j = 0; j < Config::kTileN / 8; ++j) {
     const int at = col + 8 * j + 2 * (threadIdx.x % 4);
     if (at >= cols) continue;
     const float x = static_cast<float>(bias[at]), y = static_cast<float>(bias[at + 1]);
-    sum[Config::sum_of(4 * j + 0)] += x;
-    sum[Config::sum_of(4 * j + 1)] += y;
-    sum[Config::sum_of(4 * j + 2)] += x;
-    sum[Config::sum_of(4 * j + 3)] += y;
+    accum[accumulator_of<Config>(4 * j + 0)] += x;
+    accum[accumulator_of<Config>(4 * j + 1)] += y;
+    accum[accumulator_of<Config>(4 * j + 2)] += x;
+    accum[accumulator_of<Config>(4 * j + 3)] += y;
   }
 }
 
-// The staging buffers of a warpgroup, or of a warp: kStagedRows lines of 128 bytes each, swizzled by their
-// numbers.
+// The buffers of a warpgroup, or of a warp: kEpilogueRows lines of 128 bytes each, swizzled by
+// their numbers.
 template <typename Config>
-using Staging = uint8_t[Config::kTileN / 64][Config::kStagedRows * kLineBytes];
+using EpilogueBuffers = uint8_t[Config::kEpilogueBuffers][Config::kEpilogueRows * kSwizzleBytes];
 
-// A warp's first line in one of so many bytes.
+// This warp's first line in a buffer of so many bytes.
 template <size_t bytes>
 __device__ __forceinline__ int first_line(const uint8_t (&)[bytes]) {
-  return bytes < kStoreRows * kLineBytes ? 0 : threadIdx.x / 32 % 4 * 16;
+  return bytes < kWgmmaM * kSwizzleBytes ? 0 : threadIdx.x / 32 % 4 * 16;
 }
 
-// Where a thread has the first of its pairs of float32 in a staging buffer, in the row of its first sums.
-// The others are in what follows by xor: 16 bytes times 2, 4 and 6, and 8 lines below.
+// The address of a thread's first pair of float32 in a buffer, in the row of its first
+// accumulators. The addresses of the others follow by xor with 16 bytes times 2, 4 and 6, and 8
+// lines below.
 template <size_t bytes>
 __device__ __forceinline__ uint32_t float_pair(const uint8_t (&buffer)[bytes]) {
   const int lane = threadIdx.x % 32, quad = lane % 4;
   const int row = first_line(buffer) + lane / 4;
-  return sm90::shared_address(&buffer[row * kLineBytes]) + ((quad / 2) ^ (row % 8)) * 16 +
-         quad % 2 * 8;
+  return smem_address(&buffer[row * kSwizzleBytes]) + ((quad / 2) ^ (row % 8)) * 16 + quad % 2 * 8;
 }
 
-// The same of 16-bit values, for columns 8 j to 8 j + 15 of the buffer, as the matrices that sm90 loads and
-// stores.
+// The row that a lane names to stmatrix or ldmatrix, for the 16-bit columns 8 j to 8 j + 15 of a
+// buffer.
 template <typename Buffer>
-__device__ __forceinline__ auto* matrices(Buffer& buffer, int j) {
+__device__ __forceinline__ auto* matrix_row(Buffer& buffer, int j) {
   const int lane = threadIdx.x % 32, row = first_line(buffer) + lane % 16;
-  return &buffer[row * kLineBytes + ((j + lane / 16) ^ (row % 8)) * 16];
+  return &buffer[row * kSwizzleBytes + ((j + lane / 16) ^ (row % 8)) * 16];
 }
 
-// Puts a warp's 16 x kTileN sums, from column `first` on, into its staging buffers until they are full.
+// Writes a warp's 16 x kTileN accumulators, from column `first` on, to its buffers until they are
+// full.
 template <typename T, typename Config>
-__device__ __forceinline__ void stage_tile(const float (&sum)[Config::kTileN / 2],
-                                           Staging<Config>& to, int first) {
-  constexpr int line_cols = kLineBytes / sizeof(T);
+__device__ __forceinline__ void write_buffers(const float (&accum)[Config::kTileN / 2],
+                                              EpilogueBuffers<Config>& to, int first) {
+  constexpr int line_cols = kSwizzleBytes / sizeof(T);
 #pragma unroll
-  for (int i = 0; i < Config::kTileN / 64; ++i) {
+  for (int i = 0; i < Config::kEpilogueBuffers; ++i) {
     const auto at = [&](int j, int k) {
-      return sum[Config::sum_of(4 * ((first + i * line_cols) / 8 + j) + k)];
+      return accum[accumulator_of<Config>(4 * ((first + i * line_cols) / 8 + j) + k)];
     };
     if constexpr (sizeof(T) == 2) {
 #pragma unroll
       for (int j = 0; j < 8; j += 2)
-        sm90::store_matrix(matrices(to[i], j), packed<T>(at(j, 0), at(j, 1)),
-                           packed<T>(at(j, 2), at(j, 3)), packed<T>(at(j + 1, 0), at(j + 1, 1)),
-                           packed<T>(at(j + 1, 2), at(j + 1, 3)));
+        stmatrix_x4(matrix_row(to[i], j), Format<T>::from_floats(at(j, 0), at(j, 1)),
+                    Format<T>::from_floats(at(j, 2), at(j, 3)),
+                    Format<T>::from_floats(at(j + 1, 0), at(j + 1, 1)),
+                    Format<T>::from_floats(at(j + 1, 2), at(j + 1, 3)));
     } else {
-      // Odd rows store the other half of their line first: so they and even ones meet in no bank.
+      // Odd rows store the other half of their line first, so that they share no bank with even
+      // rows.
       const bool odd = threadIdx.x / 4 % 2 != 0;
       const uint32_t first_pair = float_pair(to[i]) ^ (odd ? 64 : 0);
 #pragma unroll
@@ -107,35 +111,35 @@ __device__ __forceinline__ void stage_tile(const float (&sum)[Config::kTileN / 2
           const auto of = [&](bool second, int k) {
             return second ? at(j + 2, 2 * h + k) : at(j, 2 * h + k);
           };
-          const uint32_t pair = (first_pair ^ (32 * j)) + h * 8 * kLineBytes;
-          sm90::store_float2(pair, of(odd, 0), of(odd, 1));
-          sm90::store_float2(pair ^ 64, of(!odd, 0), of(!odd, 1));
+          const uint32_t pair = (first_pair ^ (32 * j)) + h * 8 * kSwizzleBytes;
+          st_shared_float2(pair, of(odd, 0), of(odd, 1));
+          st_shared_float2(pair ^ 64, of(!odd, 0), of(!odd, 1));
         }
       }
     }
   }
 }
 
-// Adds what is in the staging buffers to a warp's sums from column `first` on.
+// Adds the buffers' contents to a warp's accumulators from column `first` on.
 template <typename T, typename Config>
-__device__ __forceinline__ void add_staged(float (&sum)[Config::kTileN / 2],
-                                           const Staging<Config>& from, int first) {
-  constexpr int line_cols = kLineBytes / sizeof(T);
+__device__ __forceinline__ void add_buffers(float (&accum)[Config::kTileN / 2],
+                                            const EpilogueBuffers<Config>& from, int first) {
+  constexpr int line_cols = kSwizzleBytes / sizeof(T);
 #pragma unroll
-  for (int i = 0; i < Config::kTileN / 64; ++i) {
+  for (int i = 0; i < Config::kEpilogueBuffers; ++i) {
     const auto at = [&](int j, int k) -> float& {
-      return sum[Config::sum_of(4 * ((first + i * line_cols) / 8 + j) + k)];
+      return accum[accumulator_of<Config>(4 * ((first + i * line_cols) / 8 + j) + k)];
     };
     if constexpr (sizeof(T) == 2) {
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         uint32_t pairs[4];
-        sm90::load_matrix(matrices(from[i], j), pairs);
+        ldmatrix_x4(matrix_row(from[i], j), pairs);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          const auto& pair = reinterpret_cast<const Pair<T>&>(pairs[k]);
-          at(j + k / 2, k % 2 * 2) += static_cast<float>(pair.x);
-          at(j + k / 2, k % 2 * 2 + 1) += static_cast<float>(pair.y);
+          const T* pair = reinterpret_cast<const T*>(&pairs[k]);
+          at(j + k / 2, k % 2 * 2) += static_cast<float>(pair[0]);
+          at(j + k / 2, k % 2 * 2 + 1) += static_cast<float>(pair[1]);
         }
       }
     } else {
@@ -144,7 +148,7 @@ __device__ __forceinline__ void add_staged(float (&sum)[Config::kTileN / 2],
       for (int j = 0; j < 4; ++j) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float2 pair = sm90::load_float2((first_pair ^ (32 * j)) + h * 8 * kLineBytes);
+          const float2 pair = ld_shared_float2((first_pair ^ (32 * j)) + h * 8 * kSwizzleBytes);
           at(j, 2 * h) += pair.x;
           at(j, 2 * h + 1) += pair.y;
         }
@@ -153,262 +157,108 @@ __device__ __forceinline__ void add_staged(float (&sum)[Config::kTileN / 2],
   }
 }
 
-// Columns of out in a line of 128 bytes.
-__host__ __device__ __forceinline__ int line_cols_of(const Epilogue& epilogue) {
-  return kLineBytes / (epilogue.dtype == Output::kFloat ? 4 : 2);
-}
-
-// Whether one copy takes several lines beside one another, of rows whose lines are all whole; else it takes
-// one, which ends with the row. See out_map.
-template <typename Config>
-__host__ __device__ __forceinline__ bool sends_whole_rows(const Epilogue& epilogue, int cols) {
-  return Config::kStagedRows < kStoreRows && cols % line_cols_of(epilogue) == 0;
-}
-
-// Whether out is written, not added to.
-__device__ __forceinline__ bool is_overwritten(const Epilogue& epilogue) {
-  return !epilogue.accumulate || (epilogue.overwrite != nullptr && *epilogue.overwrite);
-}
-
-// The turns that every tile takes, each warpgroup by itself: in each, its warps fill its staging buffers, and
-// another warp sends what they put there. Turns of tiles that are not sent are empty.
-//
-// A warp that sent its own part would wait for the engine: 1100 to 1400 cycles a tile of 128 x 256 in
-// 16 bits and 250 to 450 one of 128 x 192 in FP8, during which nothing is multiplied (H200, 2026-11).
-__device__ __forceinline__ int turns_of_tile(const Epilogue& epilogue) {
-  return epilogue.dtype == Output::kFloat ? 2 : 1;
-}
-
-// The parity of turn `turn` of a block's tile `number`.
-__device__ __forceinline__ uint32_t turn_parity(const Epilogue& epilogue, int number, int turn) {
-  return (number * turns_of_tile(epilogue) + turn) & 1;
-}
-
-// Clears what Zeros copies, by depth, where half of its room is in use. By one warp.
-__device__ __forceinline__ void clear_zeros(GemmControl& control) {
-#pragma unroll 1
-  for (int i = threadIdx.x % 32; i < GemmControl::kFewerZeros / 16; i += 32)
-    reinterpret_cast<uint4*>(control.zeros)[i] = make_uint4(0, 0, 0, 0);
-  sm90::fence_shared_for_async();
-  __syncwarp();
-}
-
-// Whether a warp has nothing else to do than to copy zeros.
-template <typename Config>
-constexpr bool kHasIdleWarp = !Config::kBlocks;
-
-// Copies what is to be zero, piece by piece: rows that belong to no group, or by depth matrices of groups
-// without rows. By one thread a block: of the idle warp, or of one that sends, while it waits. What it knows
-// is in shared memory, where it costs other roles no registers.
-template <typename Config>
-class Zeros {
- public:
-  __device__ Zeros(GemmShared<Config>& shared, const Epilogue& epilogue, const GemmShape& shape)
-      : shared_(shared), epilogue_(epilogue), shape_(shape) {}
-
-  __device__ void begin() {
-    ZeroingState& state = shared_.zeroing;
-    state = {};
-    state.at = blockIdx.x * int64_t{kPiece};
-    state.left = !Config::kByDepth || (is_overwritten(epilogue_) && shared_.taken_count < shape_.E);
-    state.begin = Config::kByDepth ? 0 : shared_.groups.row_end[shape_.E - 1] * row_bytes();
-  }
-
-  __device__ bool left() const { return shared_.zeroing.left; }
-
-  __device__ void copy_rest() {
-    while (left()) copy();
-    sm90::store_wait<0>();
-  }
-
-  // Copies some more.
-  __device__ void copy() {
-    ZeroingState& state = shared_.zeroing;
-    const int64_t bytes =
-        Config::kByDepth ? shape_.rows * row_bytes() : shape_.T * row_bytes() - state.begin;
-    bool skips = state.at >= bytes;
-    if constexpr (Config::kByDepth)
-      if (state.next_taken < shared_.taken_count &&
-          shared_.taken()[state.next_taken] == state.group) {
-        ++state.next_taken;
-        skips = true;
-      }
-    if (skips) {
-      state.left = Config::kByDepth && ++state.group < shape_.E;
-      state.begin += bytes;
-      state.at = blockIdx.x * int64_t{kPiece};
-      return;
-    }
-    int64_t at = state.at;
-#pragma unroll 1
-    for (int i = 0; i < 8 && at < bytes; ++i, at += gridDim.x * int64_t{kPiece})
-      sm90::store_bytes(static_cast<char*>(epilogue_.out) + state.begin + at, shared_.zeros,
-                        static_cast<uint32_t>(min(bytes - at, int64_t{kPiece})));
-    sm90::store_commit();
-    sm90::store_wait<1>();
-    state.at = at;
-  }
-
- private:
-  static constexpr int kPiece = Config::kByDepth ? GemmControl::kFewerZeros : kZeroBytes;
-  __device__ int64_t row_bytes() const {
-    return shape_.cols * (epilogue_.dtype == Output::kFloat ? 4 : 2);
-  }
-  GemmShared<Config>& shared_;
-  const Epilogue& epilogue_;
-  const GemmShape& shape_;
-};
-
-// Sends what a warpgroup stages of every tile of this block. By one thread.
-//
-// What is added to is copied to where results are staged and added there, the first half of float32, while
-// products run; the second half is added by L2. L2 alone adds some 300 float32 a nanosecond, and makes copies
-// of operands wait (H200, 2026-11).
-template <typename Config, bool whole_rows>
-__device__ void send(GemmShared<Config>& shared, const CUtensorMap& map, const Epilogue& epilogue,
-                     const TileCounts& counts, const GemmShape& shape, int group) {
-  constexpr int buffers = Config::kTileN / 64, at_once = whole_rows ? buffers : 1;
-  constexpr int parts = kStoreRows / Config::kStagedRows;
-  const int turns = turns_of_tile(epilogue);
-  const int line_cols = line_cols_of(epilogue);
-  const bool adds = Config::kByDepth && !is_overwritten(epilogue);
-  uint64_t *staged = &shared.staged[group], *ready = &shared.ready[group];
-  Zeros<Config> zeros(shared, epilogue, shape);
-  const bool zeroes = !kHasIdleWarp<Config> && group == 0;
-  if (zeroes) zeros.begin();
-  uint32_t parity = 0;
-  const auto wait_for_results = [&] {
-    while (zeroes && zeros.left() && !sm90::barrier_test(sm90::shared_address(staged), parity))
-      zeros.copy();
-    sm90::barrier_wait(staged, parity);
-    parity ^= 1;
-  };
-  Work<Config> ahead(shared, counts, shape);
-  for (int number = 0;; ++number) {
-    Tile tile;
-    if (adds) {
-      tile = ahead.next();
-    } else {
-      sm90::barrier_arrive(ready);
-      wait_for_results();
-      tile = shared.tiles[number % kTileRing];
-    }
-    // All groups' matrices are one below the other.
-    const int before = Config::kByDepth ? tile.group * shape.rows : 0;
-    const int row = tile.row + group * kStoreRows;
-    const RaggedRows rows(before + row, before + tile.row_limit);
-    const bool nothing = !epilogue.copied || row >= tile.row_limit || tile.leaves() > 0 ||
-                         tile.steps < 0 || (tile.steps == 0 && adds);
-    const int end = nothing ? 0 : shape.cols;  // of the columns to be sent
-    for (int turn = 0; turn < turns; ++turn) {
-      const int first = tile.col + turn * buffers * line_cols;
-      const int used = min((end - first + line_cols - 1) / line_cols, buffers);
-      // Where one copy takes several lines. No division here: copies come close upon one another.
-      const int line = whole_rows ? first >> (turns == 1 ? 6 : 5) : 0;
-      if (adds && turn == 0) {
-        const int lines = whole_rows && used > 0 ? buffers : max(used, 0);
-        sm90::barrier_arrive_expect(ready, lines * kStoreRows * kLineBytes);
-#pragma unroll 1
-        for (int part = 0; part < parts; ++part) {
-          const int row = rows.c1 + part * Config::kStagedRows;
-#pragma unroll 1
-          for (int i = 0; i < used; i += at_once) {
-            uint8_t* to = shared.store[group][part][i];
-            const int col = first + i * line_cols;
-            if constexpr (whole_rows)
-              sm90::load_box(to, &map, ready, 0, row, line, rows.c2, rows.kOrigin);
-            else
-              sm90::load_box(to, &map, ready, col, row, rows.c2, rows.kOrigin);
-          }
-        }
-      } else if (turn > 0) {
-        sm90::barrier_arrive(ready);
-      }
-      if (adds || turn > 0) wait_for_results();
-      if (tile.steps < 0) break;
-#pragma unroll 1
-      for (int part = 0; part < parts; ++part) {
-        const int row = rows.c1 + part * Config::kStagedRows;
-#pragma unroll
-        for (int i = 0; i < buffers; i += at_once) {
-          if (i >= used) break;
-          const uint8_t* from = shared.store[group][part][i];
-          const int col = first + i * line_cols;
-          if constexpr (whole_rows) {
-            if (adds && turn > 0)
-              sm90::add_box(&map, from, 0, row, line, rows.c2, rows.kOrigin);
-            else
-              sm90::store_box(&map, from, 0, row, line, rows.c2, rows.kOrigin);
-          } else if (adds && turn > 0) {
-            sm90::add_box(&map, from, col, row, rows.c2, rows.kOrigin);
-          } else {
-            sm90::store_box(&map, from, col, row, rows.c2, rows.kOrigin);
-          }
-        }
-      }
-      sm90::store_commit();
-      sm90::store_wait<0>();
-    }
-    if (tile.steps < 0) break;
-  }
-  if (zeroes) zeros.copy_rest();
-  sm90::store_wait<0>();
-}
-
-// Copies a warp's rows of a turn, from column `first` of the tile on, from its staging buffers to out (or back),
-// number by number: for an out that the copy engine cannot reach. row: its first one in out.
-template <typename T, typename Config, int turn_cols, bool back>
-__device__ __forceinline__ void copy_staged(Staging<Config>& staging, T* out, int row,
-                                            int row_limit, int first, int cols) {
-  constexpr int line_cols = kLineBytes / sizeof(T);
-  const int first_row = first_line(staging[0]);
+// Copies a warp's rows of a subtile from its buffers to out (or back), element by element: for an
+// output that is not aligned to TMA's 16 bytes. row: the warp's first row in out; first: the
+// subtile's first column.
+template <typename T, typename Config, int subtile_cols, bool back>
+__device__ __forceinline__ void copy_buffers(EpilogueBuffers<Config>& buffers, T* out, int row,
+                                             int row_end, int first, int cols) {
+  constexpr int line_cols = kSwizzleBytes / sizeof(T);
+  const int first_row = first_line(buffers[0]);
   __syncwarp();
 #pragma unroll 1
-  for (int i = threadIdx.x % 32; i < 16 * turn_cols; i += 32) {
-    const int line = i / turn_cols, col = i % turn_cols, byte = col % line_cols * sizeof(T);
-    if (row + line >= row_limit || first + col >= cols) continue;
-    T& staged = reinterpret_cast<T&>(
-        staging[col / line_cols][(first_row + line) * kLineBytes + (byte ^ (line % 8 * 16))]);
+  for (int i = threadIdx.x % 32; i < 16 * subtile_cols; i += 32) {
+    const int line = i / subtile_cols, col = i % subtile_cols, byte = col % line_cols * sizeof(T);
+    if (row + line >= row_end || first + col >= cols) continue;
+    T& buffered = reinterpret_cast<T&>(
+        buffers[col / line_cols][(first_row + line) * kSwizzleBytes + (byte ^ (line % 8 * 16))]);
     T& there = out[static_cast<int64_t>(row + line) * cols + first + col];
     if (back)
-      staged = there;
+      buffered = there;
     else
-      there = staged;
+      there = buffered;
   }
   __syncwarp();
 }
 
-// One warp's 16 x kTileN sums to out. take_turn(i, stage) calls stage in the tile's turn i.
-template <typename T, typename Config, typename TakeTurn>
-__device__ __forceinline__ void store_tile(float (&sum)[Config::kTileN / 2],
-                                           Staging<Config>& staging, const Epilogue& epilogue,
-                                           const GemmShape& shape, const Tile& tile, int row,
-                                           bool overwrite, const TakeTurn& take_turn) {
-  if (!Config::kByDepth && epilogue.bias != nullptr)
-    add_bias<T, Config>(sum,
-                        static_cast<const T*>(epilogue.bias) + tile.group * epilogue.bias_stride,
-                        tile.col, shape.cols);
-  constexpr int turns = sizeof(T) == 4 ? 2 : 1, turn_cols = Config::kTileN / turns;
-  const int before = Config::kByDepth ? tile.group * shape.rows : 0;
-#pragma unroll
-  for (int turn = 0; turn < turns; ++turn)
-    take_turn(turn, [&] {
-      const int first = turn * turn_cols;
-      const auto copy = [&](auto back) {
-        copy_staged<T, Config, turn_cols, back>(staging, static_cast<T*>(epilogue.out),
-                                                before + row, before + tile.row_limit,
-                                                tile.col + first, shape.cols);
-      };
-      if (Config::kByDepth && !overwrite) {
-        if (!epilogue.copied) copy(std::true_type{});
-        if (turn == 0 || !epilogue.copied) add_staged<T, Config>(sum, staging, first);
-      }
-      stage_tile<T, Config>(sum, staging, first);
-      if (epilogue.copied)
-        sm90::fence_shared_for_async();
-      else
-        copy(std::false_type{});
-    });
-}
+struct LinearEpilogue {
+  using Arguments = EpilogueArguments;
 
-}  // namespace grouped_linear::cuda
+  static __device__ __forceinline__ int subtiles(const Arguments& args) {
+    return args.type == OutputType::kFloat ? 2 : 1;
+  }
+
+  static __device__ void prefetch(const TensorMaps& maps) { prefetch_tensor_map(&maps.out); }
+
+  static __device__ __forceinline__ bool writes_empty_groups(const Arguments& args) {
+    return overwrites(args);
+  }
+
+  // overwrite: writes_empty_groups(args), read once a kernel. sync(subtile, fill): waits until the
+  // warpgroup's buffers are empty (or hold what is added to), calls fill, and tells the store warp.
+  template <typename Config, typename Sync>
+  static __device__ __forceinline__ void apply(float (&accum)[Config::kTileN / 2],
+                                               SharedStorage<Config>& shared, const Arguments& args,
+                                               const GemmShape& shape, const WorkTile& tile,
+                                               bool overwrite, const Sync& sync) {
+    if constexpr (Config::kScalePerGroup) {
+      const float scale_a = args.scale_a[tile.group], scale_b = args.scale_b[tile.group];
+#pragma unroll
+      for (int i = 0; i < Config::kTileN / 2; ++i) accum[i] = accum[i] * scale_a * scale_b;
+    }
+    const int thread = reread_thread_index();
+    auto& buffers =
+        shared.epilogue[thread / 128 - 1][Config::kEpilogueRows < kWgmmaM ? thread / 32 % 4 : 0];
+    const int row = tile.row + (thread / 32 - 4) * 16;
+    switch (args.type) {
+      case OutputType::kBFloat16:
+        return write<__nv_bfloat16, Config>(accum, buffers, args, shape, tile, row, overwrite,
+                                            sync);
+      case OutputType::kHalf:
+        return write<__half, Config>(accum, buffers, args, shape, tile, row, overwrite, sync);
+      case OutputType::kFloat:
+        return write<float, Config>(accum, buffers, args, shape, tile, row, overwrite, sync);
+    }
+  }
+
+  template <typename Config>
+  static __device__ void run_store_warp(SharedStorage<Config>& shared, const TensorMaps& maps,
+                                        const Arguments& args, const TileCounts& counts,
+                                        const GemmShape& shape, int warpgroup);
+
+ private:
+  // One warp's 16 x kTileN accumulators to its buffers. row: its first one in the output matrix.
+  template <typename T, typename Config, typename Sync>
+  static __device__ __forceinline__ void write(float (&accum)[Config::kTileN / 2],
+                                               EpilogueBuffers<Config>& buffers,
+                                               const Arguments& args, const GemmShape& shape,
+                                               const WorkTile& tile, int row, bool overwrite,
+                                               const Sync& sync) {
+    if (!Config::kKGrouped && args.bias != nullptr)
+      add_bias<T, Config>(accum, static_cast<const T*>(args.bias) + tile.group * args.bias_stride,
+                          tile.col, shape.cols);
+    constexpr int subtiles = sizeof(T) == 4 ? 2 : 1, subtile_cols = Config::kTileN / subtiles;
+    const int before = Config::kKGrouped ? tile.group * shape.rows : 0;
+#pragma unroll
+    for (int subtile = 0; subtile < subtiles; ++subtile)
+      sync(subtile, [&] {
+        const int first = subtile * subtile_cols;
+        const auto copy = [&](auto back) {
+          copy_buffers<T, Config, subtile_cols, back>(buffers, static_cast<T*>(args.out),
+                                                      before + row, before + tile.row_end,
+                                                      tile.col + first, shape.cols);
+        };
+        if (Config::kKGrouped && !overwrite) {
+          if (!args.aligned) copy(std::true_type{});
+          if (subtile == 0 || !args.aligned) add_buffers<T, Config>(accum, buffers, first);
+        }
+        write_buffers<T, Config>(accum, buffers, first);
+        if (args.aligned)
+          fence_proxy_async();
+        else
+          copy(std::false_type{});
+      });
+  }
+};
+
+}  // namespace grouped_linear::cuda::sm90

@@ -1,0 +1,57 @@
+// A grouped GEMM as the ops describe it, and the seam behind which an architecture computes it.
+//
+// To add an architecture: a folder with a run_grouped_gemm of its own, and a case in gemm.cu.
+#pragma once
+
+#include <limits>
+#include <optional>
+
+#include "cuda/common/launch.h"
+#include "cuda/common/operands.h"
+#include "cuda/gemm/kernel_arguments.h"
+
+namespace grouped_linear::cuda {
+
+// Operands have any strides: an implementation copies what it cannot read.
+struct GroupedGemm {
+  Grouping grouping;
+  // M-grouped: a [T, K], b [E, N, K].
+  // K-grouped: a [T, N], b [T, K]; in FP8 the padded columnwise layout, [blocks, N or K, 128].
+  Tensor a, b;
+  Tensor offs;                             // [E] int32, dense
+  std::optional<Tensor> scale_a, scale_b;  // FP8: [E] a group, or of blocks
+  EpilogueArguments epilogue;
+  GemmShape shape;
+};
+
+// Computes it on the launch's stream, by the operands' type and the device's compute capability.
+void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm);
+
+inline OutputType output_type(ScalarType dtype) {
+  return dtype == ScalarType::BFloat16 ? OutputType::kBFloat16
+         : dtype == ScalarType::Half   ? OutputType::kHalf
+                                       : OutputType::kFloat;
+}
+
+inline EpilogueArguments epilogue_arguments(const Tensor& out, const std::optional<Tensor>& bias,
+                                            bool accumulate,
+                                            const std::optional<Tensor>& overwrite) {
+  return {out.data_ptr(),
+          output_type(out.scalar_type()),
+          is_aligned(out),
+          bias ? bias->data_ptr() : nullptr,
+          bias ? bias->stride(0) : 0,
+          nullptr,
+          nullptr,
+          accumulate,
+          overwrite ? overwrite->const_data_ptr<bool>() : nullptr};
+}
+
+// Kernels count rows in 32 bits, as offs does, and round them up to whole tiles.
+inline int row_count(const char* op, int64_t rows) {
+  constexpr int64_t most = std::numeric_limits<int32_t>::max() - kBlock;
+  check(rows <= most, op, ": at most ", most, " rows are supported on CUDA, got ", rows);
+  return static_cast<int>(rows);
+}
+
+}  // namespace grouped_linear::cuda

@@ -1,0 +1,35 @@
+// What every architecture's kernel is told about a grouped GEMM. Plain C++.
+//
+//   M-grouped (fprop, dgrad): out[t, n]    = sum_k a[t, k] * b[e, n, k]   for the rows t of group e
+//   K-grouped (wgrad):        out[e, n, k] = sum_t a[t, n] * b[t, k]      over the rows t of group e
+#pragma once
+
+#include <cstdint>
+
+namespace grouped_linear::cuda {
+
+// What the groups divide. M-grouped: the rows of a and of out. K-grouped: the rows of both
+// operands, along K.
+enum class Grouping { kM, kK };
+
+struct GemmShape {
+  int T, E;        // rows of all groups, groups
+  int rows, cols;  // of an output matrix: (T, N) M-grouped, (N, K) K-grouped
+  int K;           // M-grouped: the length of a dot product. K-grouped: 0, each group has its own
+};
+
+enum class OutputType : int { kBFloat16, kHalf, kFloat };
+
+// How accumulators become `out`: scaled, biased, converted, and stored or added.
+struct EpilogueArguments {
+  void* out;
+  OutputType type;
+  bool aligned;                    // out starts at a multiple of 16 bytes
+  const void* bias;                // [E, cols] of out's type, or null (M-grouped)
+  int64_t bias_stride;             // elements between groups
+  const float *scale_a, *scale_b;  // [E], where FP8 operands have a scale per group
+  bool accumulate;                 // add to out (K-grouped)
+  const bool* overwrite;  // with accumulate, or null: where it points to true, store instead
+};
+
+}  // namespace grouped_linear::cuda

@@ -1,0 +1,63 @@
+// The table of groups that every block builds from offs, in shared memory.
+#pragma once
+
+#include "cuda/gemm/epilogue_math.cuh"
+#include "cuda/gemm/sm90/smem_layout.cuh"
+
+namespace grouped_linear::cuda::sm90 {
+
+template <typename Config>
+__device__ void build_group_table(GroupTable& groups, const int32_t* offs, const GemmShape& shape) {
+  if constexpr (Config::kKGrouped) {
+    load_groups<kThreads>(groups, offs, shape.E, shape.T, TilesOf{kPaddedBlock});
+  } else {
+    const int cols = col_tiles<Config>(shape);
+    load_groups<kThreads>(groups, offs, shape.E, shape.T, [cols](int rows) {
+      return tile_pairs<Config>(row_tiles<Config>(rows), cols);
+    });
+  }
+}
+
+// K-grouped: removes groups without rows from the table. Their matrices are zeroed beside the tiles
+// (zero_fill.cuh), or nothing is added to them. They stay where TMA cannot write out. By one warp.
+template <typename Config>
+__device__ void keep_active_groups(SharedStorage<Config>& shared, const EpilogueArguments& epilogue,
+                                   const GemmShape& shape) {
+  GroupTable& groups = shared.groups;
+  const bool all = !epilogue.aligned && overwrites(epilogue);
+  int count = 0, most_rows = 0, least_rows = shape.T + 1;
+#pragma unroll 1
+  for (int first = 0; first < shape.E; first += 32) {
+    const int e = first + threadIdx.x, at = min(e, shape.E - 1);
+    const int row_end = groups.row_end[at], tile_end = groups.tile_end[at];
+    const int rows = row_end - groups.row_begin(at);
+    const bool active = e < shape.E && (all || rows > 0);
+    const unsigned active_lanes = __ballot_sync(0xffffffff, active);
+    __syncwarp();  // every lane has read what others write over
+    if (active) {
+      most_rows = max(most_rows, rows);
+      least_rows = min(least_rows, rows);
+      const int to = count + __popc(active_lanes & ((1u << threadIdx.x) - 1));
+      groups.row_end[to] = row_end;
+      groups.tile_end[to] = tile_end;
+      shared.active()[to] = static_cast<uint16_t>(e);
+    }
+    count += __popc(active_lanes);
+    __syncwarp();
+  }
+  most_rows = __reduce_max_sync(0xffffffff, most_rows);
+  shared.active_groups = count;
+  shared.rows_of_each = most_rows == __reduce_min_sync(0xffffffff, least_rows) ? most_rows : 0;
+}
+
+// M-grouped: whether all narrow tiles find room at once. Then no tile waits for another, and more
+// blocks work. A row tile takes at least half as many clusters as there are wide column tiles, so
+// the clusters of the wide tiles tell how many row tiles there are at most.
+template <typename Config>
+__device__ bool fits_narrow(const GroupTable& groups, const GemmShape& shape) {
+  const int64_t row_tiles = 2 * int64_t{groups.tile_end[shape.E - 1]} / col_tiles<Config>(shape);
+  const int narrow_pairs = (col_tiles<NarrowOf<Config>>(shape) + 1) / 2;
+  return row_tiles * narrow_pairs <= gridDim.x / kClusterSize;
+}
+
+}  // namespace grouped_linear::cuda::sm90

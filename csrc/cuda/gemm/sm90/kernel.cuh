@@ -1,0 +1,210 @@
+// Grouped GEMM on Hopper's tensor cores: BF16, FP16 and block-scaled FP8.
+//
+//   M-grouped (fprop, dgrad): out[t, n]    = sum_k a[t, k] * b[e, n, k]   for the rows t of group e
+//   K-grouped (wgrad):        out[e, n, k] = sum_t a[t, n] * b[t, k]      over the rows t of group e
+//
+// Arithmetic: 2 T N K operations either way. On an H200 (132 SMs; dense cuBLAS reaches about 700
+// TFLOP/s in bf16 and 1300 to 1500 in FP8) the shapes that train are bound by it. wgrad writes E N
+// K outputs, which bounds it where groups have less than about 500 rows.
+//
+// Floor: a k-block of 128 of a 128 x 192 tile of FP8 takes 768 cycles of the tensor cores. Shared
+// memory moves 128 bytes a cycle: wgmma reads operands for 512 cycles and TMA writes them for 320,
+// together 832; scales of single columns, 48 a thread in a K-grouped GEMM, add 384 (none where 128
+// columns share one). 16-bit tiles: 1024 cycles of tensor cores, 1024 of shared memory.
+//
+// Reaches (H200, 2026-11): FP8 M-grouped 880 cycles a k-block; K-grouped 900 where columns share
+// scales, and some 1600 where none do, by its share of a dense GEMM.
+// benchmarks/results/bench_grouped_mm_nvidia_h200.md has the shares of a dense GEMM.
+//
+// One persistent block an SM, in clusters of two, walks over output tiles of 128 x kTileN.
+// Warpgroup 0 has the producer (warp 0), the scale or scheduler warp (warp 1) and the store warps
+// (2 and 3, one a math warpgroup). Warpgroups 1 and 2 compute 64 rows of a tile each. Group sizes
+// are read on the device. An M-grouped GEMM's result does not depend on T, E or the groups' sizes;
+// in a K-grouped one the order in which split-K slices are added may.
+//
+// The two tiles of a cluster are neighbours and share an operand's tile, see tile_order.cuh. Each
+// block loads one half of it into both.
+//
+// Group ends fall anywhere. Loads past a group's end are harmless (producer.cuh), and stores end
+// with the group (RaggedRows). A group without rows has no tiles in a K-grouped GEMM: its matrix is
+// zeroed beside the tiles (zero_fill.cuh).
+#pragma once
+
+#include "cuda/common/pdl.cuh"
+#include "cuda/gemm/sm90/group_table.cuh"
+#include "cuda/gemm/sm90/mainloop_16bit.cuh"
+#include "cuda/gemm/sm90/mainloop_fp8.cuh"
+#include "cuda/gemm/sm90/producer.cuh"
+#include "cuda/gemm/sm90/scale_warp.cuh"
+#include "cuda/gemm/sm90/scheduler_warp.cuh"
+#include "cuda/gemm/sm90/store_warp.cuh"
+
+namespace grouped_linear::cuda::sm90 {
+
+// A math warpgroup: the main loop, split-K fix-up and epilogue of its 64 rows of every tile of this
+// block.
+template <typename Config, typename Epilogue>
+__device__ void compute_tiles(SharedStorage<Config>& shared,
+                              const typename Epilogue::Arguments& epilogue,
+                              const SplitKWorkspace& workspace, const GemmShape& shape) {
+  const MathThread thread{static_cast<int>(threadIdx.x / 128 - 1),
+                          static_cast<int>(threadIdx.x / 32 - 4),
+                          static_cast<int>(threadIdx.x % 32)};
+  ConsumerPipeline<Config> pipeline(shared, thread.lane);
+  auto& state = pipeline.state;
+  const bool overwrite = !Config::kKGrouped || Epilogue::writes_empty_groups(epilogue);
+  const WgmmaOperands<Config> operands(shared.stages[0].a, shared.stages[0].b, thread.warpgroup);
+  for (int number = 0;; ++number) {
+    const auto sync = [&](int subtile, const auto& fill) {
+      const uint32_t phase = (number * Epilogue::subtiles(epilogue) + subtile) & 1;
+      mbarrier_wait(&shared.epilogue_empty[thread.warpgroup], phase);
+      fill();
+      __syncwarp();
+      if (thread.lane == 0) mbarrier_arrive(&shared.epilogue_full[thread.warpgroup]);
+    };
+    const auto skip_epilogue = [&] {
+      for (int i = 0; i < Epilogue::subtiles(epilogue); ++i) sync(i, [] {});
+    };
+    const WorkTile& tile = shared.tiles[number % kTileSlots];
+    mbarrier_wait(&shared.full[state.stage], state.phase);
+    const int k_blocks = tile.k_blocks;
+    if (k_blocks < 0) return sync(0, [] {});  // tells the store warp that there are no more tiles
+    if (k_blocks == 0) {
+      pipeline.release(state.stage);
+      state.advance();
+    }
+    const bool outside =
+        tile.row + thread.warpgroup * kWgmmaM >= tile.row_end || tile.col >= shape.cols;
+    if (outside || (k_blocks == 0 && !overwrite)) {  // an empty group adds nothing
+      for (int k_block = 0; k_block < k_blocks; ++k_block, state.advance()) {
+        mbarrier_wait(&shared.full[state.stage], state.phase);
+        pipeline.release(state.stage);
+      }
+      skip_epilogue();
+      continue;
+    }
+
+    const bool is_split_k = Config::kKGrouped && tile.is_split_k();
+
+    float accum[Config::kTileN / 2];
+    // With block scales the main loop clears it beneath the first wgmma. Without, ptxas would
+    // spill, or serialise wgmma.
+    if (k_blocks == 0 || !Config::kBlockScaled) clear_accumulator(accum);
+    if constexpr (Config::kFp8)
+      mainloop_fp8<Config>(shared, pipeline, operands, tile, k_blocks, thread, accum);
+    else
+      mainloop_16bit<Config>(shared, pipeline, operands, tile, k_blocks, accum);
+
+    // is_split_k was read where that costs no time. With scales per group ptxas would spill for it.
+    if (Config::kKGrouped && (Config::kScalePerGroup ? tile.is_split_k() : is_split_k)) {
+      add_partials(workspace, tile.source_slot(), tile.source_count(), accum);
+      if (tile.destination_slot() > 0) {
+        write_partial(workspace, tile.destination_slot(), accum);
+        skip_epilogue();
+        continue;
+      }
+    }
+    Epilogue::template apply<Config>(accum, shared, epilogue, shape, tile, overwrite, sync);
+  }
+}
+
+// The roles of the block's warps.
+template <typename Config, typename Producer, typename Epilogue>
+__device__ void run_roles(SharedStorage<Config>& shared, const TensorMaps& maps,
+                          const Scale128x128View& scale_b,
+                          const typename Epilogue::Arguments& epilogue,
+                          const SplitKWorkspace& workspace, const TileCounts& counts,
+                          const GemmShape& shape) {
+  if (threadIdx.x < 128) {
+    setmaxnreg_dec<40>();
+    if (threadIdx.x == 0) Producer::template run<Config>(shared, maps, counts, shape);
+    if constexpr (Config::kScale128x128)
+      if (threadIdx.x / 32 == 1) load_block_scales<Config>(shared, scale_b, counts, shape);
+    constexpr int zeroing_warp = kHasIdleWarp<Config> ? 1 : 2;
+    if (Config::kKGrouped && threadIdx.x / 32 == zeroing_warp && shared.active_groups < shape.E)
+      clear_zeros(shared);
+    if constexpr (Config::kScale1x128) {
+      if (threadIdx.x / 32 == 1)
+        find_shared_column_scales<Config>(shared, workspace, counts, shape);
+    } else if constexpr (Config::kKGrouped) {
+      if (threadIdx.x / 32 == 1 && elect_one())
+        schedule_tiles<Config>(shared, workspace, epilogue, counts, shape);
+    } else if constexpr (kHasIdleWarp<Config>) {
+      if (threadIdx.x / 32 == 1 && elect_one()) {
+        ZeroFill<Config> zero_fill(shared, epilogue, shape);
+        zero_fill.begin();
+        zero_fill.finish();
+      }
+    }
+    if (threadIdx.x >= 64 && elect_one())
+      Epilogue::template run_store_warp<Config>(shared, maps, epilogue, counts, shape,
+                                                threadIdx.x / 32 - 2);
+  } else {
+    setmaxnreg_inc<232>();
+    compute_tiles<Config, Epilogue>(shared, epilogue, workspace, shape);
+  }
+  __syncwarp();
+  cluster_sync();  // no block leaves while another may still arrive at its mbarriers
+}
+
+// What needs no group sizes, while the kernel before this one runs.
+template <typename Config, typename Producer, typename Epilogue>
+__device__ void prologue(Control& control, const TensorMaps& maps) {
+  if (threadIdx.x == 0) {
+    Producer::template prefetch<Config>(maps);
+    Epilogue::prefetch(maps);
+    for (int stage = 0; stage < kMaxStages; ++stage) {
+      // The producer arrives; with block scales, the scale warp too.
+      mbarrier_init(&control.full[stage], Config::kBlockScaled ? 2 : 1);
+      // Every math warp of the cluster arrives: a stage has parts that the other block loads.
+      mbarrier_init(&control.empty[stage], kMathWarps * kClusterSize);
+      if (Config::kScale1x128) mbarrier_init(&control.scales_full[stage], 1);
+    }
+    mbarrier_init(&control.schedule_ready, 1);
+    mbarrier_init(&control.tile_begun, 1);
+    for (uint64_t& full : control.tile_number_full) mbarrier_init(&full, 1);
+    control.rank = static_cast<int>(cluster_rank());
+    for (int i = 0; i < kMathWarpgroups; ++i) {
+      mbarrier_init(&control.epilogue_full[i], kMathWarps / kMathWarpgroups);
+      mbarrier_init(&control.epilogue_empty[i], 1);
+    }
+    fence_mbarrier_init();
+  }
+  if constexpr (!Config::kKGrouped) {
+    for (int i = threadIdx.x; i < kZeroBytes / 16; i += kThreads)
+      reinterpret_cast<uint4*>(control.zeros)[i] = make_uint4(0, 0, 0, 0);
+    fence_proxy_async();
+  }
+  // No block loads into another, or arrives there, before its mbarriers are initialised.
+  cluster_sync();
+}
+
+template <typename Config, typename Producer = TmaProducer, typename Epilogue = LinearEpilogue>
+__global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClusterSize)
+    grouped_gemm_kernel(const __grid_constant__ TensorMaps maps, const int32_t* offs,
+                        const Scale128x128View scale_b, const typename Epilogue::Arguments epilogue,
+                        const SplitKWorkspace workspace, const __grid_constant__ TileCounts counts,
+                        const __grid_constant__ TileCounts narrow_counts, const GemmShape shape) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  auto& shared = *reinterpret_cast<SharedStorage<Config>*>(raw);
+  prologue<Config, Producer, Epilogue>(shared, maps);
+  grid_dependency_wait();
+  build_group_table<Config>(shared.groups, offs, shape);
+  if constexpr (Config::kKGrouped) {
+    if (threadIdx.x < 32) keep_active_groups<Config>(shared, epilogue, shape);
+    __syncthreads();
+  }
+  if constexpr (!Config::kKGrouped) {
+    if (fits_narrow<Config>(shared.groups, shape)) {
+      __syncthreads();  // every thread has read the table, which changes now
+      using Narrow = NarrowOf<Config>;
+      auto& narrow = *reinterpret_cast<SharedStorage<Narrow>*>(raw);
+      build_group_table<Narrow>(narrow.groups, offs, shape);
+      return run_roles<Narrow, Producer, Epilogue>(narrow, maps, scale_b, epilogue, workspace,
+                                                   narrow_counts, shape);
+    }
+  }
+  run_roles<Config, Producer, Epilogue>(shared, maps, scale_b, epilogue, workspace, counts, shape);
+}
+
+}  // namespace grouped_linear::cuda::sm90

@@ -1,0 +1,150 @@
+// The FP8 main loop, with promotion.
+//
+// The tensor cores keep about 14 bits of an FP8 dot product; float32 keeps 24. So the 128 products
+// of a k-block are summed by the tensor cores in a partial accumulator, which is scaled and added
+// to the accumulator in float32.
+//
+// One warpgroup's wgmma runs while the other warpgroup promotes. What the next k-block needs is
+// prepared while wgmma runs: whatever a warpgroup does between two wgmma counts twice.
+#pragma once
+
+#include "cuda/gemm/sm90/smem_layout.cuh"
+#include "cuda/gemm/sm90/wgmma.cuh"
+
+namespace grouped_linear::cuda::sm90 {
+
+// accum += the tile's k_blocks of a @ b.T. With block scales it clears accum first, if k_blocks >
+// 0. The first stage is full already.
+template <typename Config>
+__device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
+                                             ConsumerPipeline<Config>& pipeline,
+                                             const WgmmaOperands<Config>& operands,
+                                             const WorkTile& tile, int k_blocks, MathThread thread,
+                                             float (&accum)[Config::kTileN / 2]) {
+  constexpr int count = Config::kTileN / 2, parts = Config::kColumnParts;
+  // Addresses in the first stage: the scales of this thread's first row, of its first columns, of
+  // the scale blocks.
+  uint32_t row_scales = 0, column_scales = 0, block_scales = 0;
+  if constexpr (Config::kBlockScaled) {
+    const int row = thread.warpgroup * kWgmmaM + thread.warp % 4 * 16 + thread.lane / 4;
+    auto& scales = shared.scales[0];
+    row_scales = kept_smem_address(
+        &scales.rows[row + (Config::kKGrouped ? 0 : tile.row % kRowScaleAlignment)]);
+    block_scales = kept_smem_address(&scales.blocks);
+    if constexpr (Config::kScale1x128)
+      column_scales = kept_smem_address(&scales.columns[2 * (thread.lane % 4)]);
+  }
+  auto& state = pipeline.state;
+  bool ready = true, first = true;
+  int left = k_blocks;
+  float partial[count];
+  const bool between_is_first = tile.col % kScaleBlock == 0;
+  float scales[2 * parts];  // b's scale of each 64 columns, times a's of this thread's two rows
+
+  // partial = the k-block in `stage`. Returns whether columns share scales, see scale_warp.cuh.
+  const auto multiply = [&](auto stage) {
+    if (!ready) mbarrier_wait(pipeline.full(stage), state.phase);
+    fence_operand(partial);
+    operands.issue(stage, partial, false);
+    if (Config::kBlockScaled && first) clear_accumulator(accum);  // while wgmma runs
+    first = false;
+    const int next = stage + 1 == Config::kStages ? 0 : stage + 1;
+    if (next == 0) state.phase ^= 1;
+    bool shared_scales = true;
+    if constexpr (Config::kBlockScaled) {
+      const uint32_t offset = stage * sizeof(shared.scales[0]);
+      const float2 block = ld_shared_float2(block_scales + offset);
+      const float of_part[] = {block.x, between_is_first ? block.x : block.y, block.y};
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float row_scale = ld_shared_float(row_scales + offset + h * 8 * sizeof(float));
+#pragma unroll
+        for (int i = 0; i < parts; ++i) scales[2 * i + h] = row_scale * of_part[i];
+      }
+      fence_operand(scales);
+      shared_scales = !Config::kScale1x128 || block.x != kPerColumnScale;
+    }
+    ready = mbarrier_test(pipeline.full(next), state.phase);
+    wgmma_wait<0>();
+    fence_operand(partial);
+    state.stage = next;
+    return shared_scales;
+  };
+
+  const auto promote = [&](auto stage) {
+    pipeline.release(stage);
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      if constexpr (Config::kBlockScaled)
+        accum[accumulator_of<Config>(i)] += scales[i / 32 * 2 + i / 2 % 2] * partial[i];
+      else
+        accum[i] += partial[i];
+    }
+  };
+
+  // The same where columns have scales of their own.
+  const auto promote_columns = [&](int stage) {
+    const uint32_t offset = stage * sizeof(shared.scales[0]);
+    const float row_0 = ld_shared_float(row_scales + offset),
+                row_1 = ld_shared_float(row_scales + offset + 8 * sizeof(float));
+#pragma unroll
+    for (int i = 0; i < count; i += 4) {
+      const float2 column = ld_shared_float2(column_scales + offset + i * 2 * sizeof(float));
+      accum[accumulator_of<Config>(i + 0)] += row_0 * (column.x * partial[i + 0]);
+      accum[accumulator_of<Config>(i + 1)] += row_0 * (column.y * partial[i + 1]);
+      accum[accumulator_of<Config>(i + 2)] += row_1 * (column.x * partial[i + 2]);
+      accum[accumulator_of<Config>(i + 3)] += row_1 * (column.y * partial[i + 3]);
+    }
+    pipeline.release(stage);
+  };
+
+  // Whole rounds over the stages have their addresses as constants in the instructions, since
+  // address arithmetic between two wgmma costs time that the tensor cores do not get back. A
+  // k-block whose columns have scales of their own ends a round: one copy of the code for those
+  // serves every stage. (The round is written out: from a fold over the stages ptxas makes other
+  // code.)
+  static_assert(kMaxStages == 6, "the round below is written out for up to six stages");
+#pragma unroll 1
+  while (left > 0) {
+    if (state.stage == 0 && left >= Config::kStages) {
+      bool complete = false;
+      while (!complete) {
+        if (!multiply(Int<0>())) break;
+        promote(Int<0>());
+        if (!multiply(Int<1>())) break;
+        promote(Int<1>());
+        if constexpr (Config::kStages > 2) {
+          if (!multiply(Int<2>())) break;
+          promote(Int<2>());
+        }
+        if constexpr (Config::kStages > 3) {
+          if (!multiply(Int<3>())) break;
+          promote(Int<3>());
+        }
+        if constexpr (Config::kStages > 4) {
+          if (!multiply(Int<4>())) break;
+          promote(Int<4>());
+        }
+        if constexpr (Config::kStages > 5) {
+          if (!multiply(Int<5>())) break;
+          promote(Int<5>());
+        }
+        left -= Config::kStages;
+        complete = left < Config::kStages;
+      }
+      if (complete) continue;
+      left -= state.stage == 0 ? Config::kStages : state.stage;
+    } else {
+      const int stage = state.stage;
+      --left;
+      if (multiply(stage)) {
+        promote(stage);
+        continue;
+      }
+    }
+    if constexpr (Config::kScale1x128)
+      promote_columns(state.stage == 0 ? Config::kStages - 1 : state.stage - 1);
+  }
+}
+
+}  // namespace grouped_linear::cuda::sm90

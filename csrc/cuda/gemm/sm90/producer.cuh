@@ -1,0 +1,154 @@
+// The producer: one thread that loads a and b, k-block by k-block, with TMA.
+//
+// A producer is a template parameter of the kernel. It must
+//   - walk over this block's tiles with a TileScheduler, and write each to shared.tiles, a ring of
+//     kTileSlots, after it has waited for the stage of the tile's first k-block to be empty;
+//   - for each k-block wait for shared.empty[stage] and fill the stage, with one arrival at
+//     shared.full[stage] (the roles of scale_warp.cuh arrive too, see prologue in kernel.cuh);
+//   - take one stage for a tile without k-blocks, and one for the end (k_blocks = -1).
+// It is called by thread 0. One that needs a whole warp changes that line of run_roles (kernel.cuh).
+#pragma once
+
+#include "cuda/gemm/sm90/tensor_maps.cuh"
+#include "cuda/gemm/sm90/tile_scheduler.cuh"
+
+namespace grouped_linear::cuda::sm90 {
+
+// Loads every operand with TMA. Loads of an M-grouped GEMM may run past a group's end, into the
+// next group's rows: these only reach outputs that are not stored. Loads of a K-grouped GEMM find
+// zeros there, in the padded layout (FP8) or because the tensor map ends there (16-bit, see
+// RaggedRows).
+//
+// Where the blocks of a cluster share an operand's tile, each loads one half of it into both.
+struct TmaProducer {
+  template <typename Config>
+  static __device__ void prefetch(const TensorMaps& maps) {
+    prefetch_tensor_map(&maps.a);
+    prefetch_tensor_map(&maps.b);
+    if (Config::kBlockScaled) prefetch_tensor_map(&maps.scale_a);
+    if (Config::kScale1x128) prefetch_tensor_map(&maps.scale_b);
+    if (!Config::kKGrouped) prefetch_tensor_map(&maps.narrow_b);
+  }
+
+  template <typename Config>
+  static __device__ void run(SharedStorage<Config>& shared, const TensorMaps& maps,
+                             const TileCounts& counts, const GemmShape& shape);
+
+ private:
+  template <typename Config>
+  static __device__ __forceinline__ void load_a(SharedStorage<Config>& shared,
+                                                const TensorMaps& maps, const WorkTile& tile,
+                                                int stage, int k_block, int half, uint16_t mask);
+  template <typename Config>
+  static __device__ __forceinline__ void load_b(SharedStorage<Config>& shared,
+                                                const TensorMaps& maps, const WorkTile& tile,
+                                                int stage, int k_block, int piece, uint16_t mask);
+};
+
+// Loads one half of a's tile, kTileM / 2 rows, into the blocks of the cluster that mask names (0:
+// this one).
+template <typename Config>
+__device__ __forceinline__ void TmaProducer::load_a(SharedStorage<Config>& shared,
+                                                    const TensorMaps& maps, const WorkTile& tile,
+                                                    int stage, int k_block, int half,
+                                                    uint16_t mask) {
+  uint8_t* to = shared.stages[stage].a + half * (Config::kABytes / 2);
+  uint64_t* full = &shared.full[stage];
+  const int row = tile.row + half * (kTileM / 2);
+  if constexpr (Config::kFp8 && Config::kKGrouped) {
+    tma_load_3d(to, &maps.a, full, mask, 0, row, tile.k_begin + k_block);
+  } else if constexpr (Config::kKGrouped) {
+    const int k = tile.k_begin + k_block * Config::kTileK;
+    const RaggedRows rows(k, tile.k_begin + tile.k_count);
+    tma_load_4d(to, &maps.a, full, mask, row, rows.c1, rows.c2, rows.kOrigin);
+  } else {
+    tma_load_2d(to, &maps.a, full, mask, k_block * Config::kTileK, row);
+  }
+}
+
+// Loads one of b's pieces, kTileN / kBPieces columns of the output.
+template <typename Config>
+__device__ __forceinline__ void TmaProducer::load_b(SharedStorage<Config>& shared,
+                                                    const TensorMaps& maps, const WorkTile& tile,
+                                                    int stage, int k_block, int piece,
+                                                    uint16_t mask) {
+  constexpr int cols = Config::kTileN / Config::kBPieces;
+  uint8_t* to = shared.stages[stage].b + piece * (Config::kBBytes / Config::kBPieces);
+  uint64_t* full = &shared.full[stage];
+  const int col = tile.col + piece * cols;
+  if constexpr (Config::kFp8 && Config::kKGrouped) {
+    tma_load_3d(to, &maps.b, full, mask, 0, col, tile.k_begin + k_block);
+  } else if constexpr (Config::kBMajor == Major::kK) {
+    tma_load_3d(to, Config::kNarrow ? &maps.narrow_b : &maps.b, full, mask,
+                k_block * Config::kTileK, col, tile.group);
+  } else {
+    const int k = tile.k_begin + k_block * Config::kTileK;
+    const RaggedRows rows(k, tile.k_begin + tile.k_count);
+#pragma unroll
+    for (int c = 0; c < cols; c += 64) {
+      uint8_t* column = to + c * kSwizzleBytes;
+      if constexpr (Config::kKGrouped)
+        tma_load_4d(column, &maps.b, full, mask, col + c, rows.c1, rows.c2, rows.kOrigin);
+      else
+        tma_load_3d(column, &maps.b, full, mask, col + c, k, tile.group);
+    }
+  }
+}
+
+template <typename Config>
+__device__ void TmaProducer::run(SharedStorage<Config>& shared, const TensorMaps& maps,
+                                 const TileCounts& counts, const GemmShape& shape) {
+  constexpr int scale_bytes = Config::kBlockScaled ? 4 * Config::kRowScales : 0;
+  constexpr uint16_t all = (1 << kClusterSize) - 1;
+  // From shared memory: the special register would be read in every k-block (H200, 2026-11: 0.8% of
+  // a K-grouped FP8 GEMM).
+  const int rank = shared.rank;
+  PipelineState<Config::kStages> state;
+  TileScheduler<Config> scheduler(shared, counts, shape);
+  for (int number = 0;; ++number) {
+    const WorkTile tile = scheduler.next();
+    mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
+    shared.tiles[number % kTileSlots] = tile;
+    if constexpr (Config::kKGrouped && !Config::kScale1x128) mbarrier_arrive(&shared.tile_begun);
+    if (tile.k_blocks <= 0) {
+      mbarrier_arrive(&shared.full[state.stage]);
+      if constexpr (Config::kScale1x128) mbarrier_arrive(&shared.scales_full[state.stage]);
+      if (tile.k_blocks < 0) return;
+      state.advance();
+    }
+#pragma unroll 1
+    for (int k_block = 0; k_block < tile.k_blocks; ++k_block, state.advance()) {
+      const int stage = state.stage;
+      uint64_t* full = &shared.full[stage];
+      mbarrier_wait(&shared.empty[stage], state.phase ^ 1);
+      if constexpr (Config::kScale1x128) {  // first: a warp looks at them while the rest arrives
+        uint64_t* scales_full = &shared.scales_full[stage];
+        mbarrier_arrive_expect_tx(scales_full, sizeof(shared.scales[stage].columns));
+        tma_load_2d(shared.scales[stage].columns, &maps.scale_b, scales_full, 0, tile.col,
+                    tile.k_begin + k_block);
+      }
+      mbarrier_arrive_expect_tx(full, Config::kABytes + Config::kBBytes + scale_bytes);
+      if (!Config::kNarrow && tile.shares_b()) {
+        load_a<Config>(shared, maps, tile, stage, k_block, 0, 0);
+        load_a<Config>(shared, maps, tile, stage, k_block, 1, 0);
+        load_b<Config>(shared, maps, tile, stage, k_block, rank, all);
+      } else {
+        load_a<Config>(shared, maps, tile, stage, k_block, rank, all);
+#pragma unroll
+        for (int piece = 0; piece < Config::kBPieces; ++piece)
+          load_b<Config>(shared, maps, tile, stage, k_block, piece, 0);
+      }
+      if constexpr (Config::kScale1x128) {
+        tma_load_2d(shared.scales[stage].rows, &maps.scale_a, full, 0, tile.row,
+                    tile.k_begin + k_block);
+      } else if constexpr (Config::kBlockScaled) {
+        // The innermost coordinate must be a multiple of 16 bytes (H200, 2026-11: an "illegal
+        // instruction" otherwise), and a group may start at any row.
+        tma_load_2d(shared.scales[stage].rows, &maps.scale_a, full, 0,
+                    tile.row & ~(kRowScaleAlignment - 1), k_block);
+      }
+    }
+  }
+}
+
+}  // namespace grouped_linear::cuda::sm90

@@ -1,0 +1,110 @@
+// The warp that prepares the block scales of b for the main loop, next to the producer.
+#pragma once
+
+#include "cuda/gemm/sm90/tile_scheduler.cuh"
+
+namespace grouped_linear::cuda::sm90 {
+
+// b's 128 x 128 scales by their strides, in elements: between groups, between scale blocks of b's
+// rows (the output's columns), and between scale blocks of K.
+struct Scale128x128View {
+  const float* scale;
+  int64_t group_stride, row_stride, k_stride;
+};
+
+// Scale128x128: writes b's scales beside the operands of every k-block. A tile of 192 columns = 128
+// + 64 meets two scale blocks: its first 64 columns are in one, its last 64 in the other, those
+// between in either. (A tile of up to 128 columns meets one or two as well.) A warp reads the
+// scales of 32 k-blocks at once: whatever their layout, their latency is hidden while the pipeline
+// is full.
+template <typename Config>
+__device__ void load_block_scales(SharedStorage<Config>& shared, const Scale128x128View& scale,
+                                  const TileCounts& counts, const GemmShape& shape) {
+  static_assert(
+      Config::kTileN <= kScaleBlock + 64,
+      "a tile has two scales of b: one for its first 64 columns, one for those from column "
+      "128 on");
+  const int lane = threadIdx.x % 32;
+  PipelineState<Config::kStages> state;
+  const auto put = [&](float of_first, float of_last) {
+    mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
+    if (lane == 0) {
+      shared.scales[state.stage].blocks = make_float2(of_first, of_last);
+      mbarrier_arrive(&shared.full[state.stage]);
+    }
+    state.advance();
+  };
+  TileScheduler<Config> scheduler(shared, counts, shape);
+#pragma unroll 1
+  while (true) {
+    const WorkTile tile = scheduler.next();
+    if (tile.k_blocks < 0) break;
+    const int first = min(tile.col, shape.cols - 1) / kScaleBlock;
+    const int last = min(tile.col + kScaleBlock, shape.cols - 1) / kScaleBlock;
+    const float* group = scale.scale + tile.group * scale.group_stride;
+#pragma unroll 1
+    for (int begin = 0; begin < tile.k_blocks; begin += 32) {
+      const int64_t k = min(begin + lane, tile.k_blocks - 1) * scale.k_stride;
+      const float of_first = group[first * scale.row_stride + k];
+      const float of_last = group[last * scale.row_stride + k];
+#pragma unroll 1
+      for (int i = 0; i < min(32, tile.k_blocks - begin); ++i)
+        put(__shfl_sync(0xffffffff, of_first, i), __shfl_sync(0xffffffff, of_last, i));
+    }
+  }
+  put(0, 0);  // the end takes a stage too
+}
+
+// Scale1x128: finds out for every k-block whether the columns of each 128 share a scale (quantizers
+// make them share one where their magnitudes allow it), and writes these scales where Scale128x128
+// has its own, or kPerColumnScale. It starts as soon as the columns' scales are there, mostly while
+// the operands are still on their way. The same warp runs the atomic scheduler.
+template <typename Config>
+__device__ void find_shared_column_scales(SharedStorage<Config>& shared,
+                                          const SplitKWorkspace& workspace,
+                                          const TileCounts& counts, const GemmShape& shape) {
+  static_assert(Config::kTileN <= kScaleBlock + 64, "see load_block_scales");
+  constexpr int parts = Config::kColumnParts;
+  const int lane = threadIdx.x % 32;
+  AtomicScheduler<Config> dynamic(shared, workspace.tile_counter);
+  if (lane == 0) dynamic.begin(counts);
+  PipelineState<Config::kStages> state;
+  for (int number = 0;; ++number) {
+    const WorkTile& tile = shared.tiles[number % kTileSlots];
+    mbarrier_wait(&shared.scales_full[state.stage], state.phase);
+    const bool publishes = dynamic.more() && tile.k_blocks >= 0;
+    if (publishes) dynamic.draw();
+    const int k_blocks = tile.k_blocks, columns = shape.cols - tile.col;
+    const bool between_is_first = tile.col % kScaleBlock == 0;
+    const int first_of_last = max(min(between_is_first ? 128 : 64, columns - 1), 0);
+    const auto find = [&] {
+      auto& scales = shared.scales[state.stage];
+      const float first = scales.columns[0], last = scales.columns[first_of_last];
+      const float of_part[] = {first, between_is_first ? first : last, last};
+      bool same = true;
+#pragma unroll
+      for (int i = 0; i < parts; ++i) {
+        const float2 two = *reinterpret_cast<const float2*>(&scales.columns[64 * i + 2 * lane]);
+        same =
+            same && ((two.x == of_part[i] && two.y == of_part[i]) || 64 * i + 2 * lane >= columns);
+      }
+      same = __all_sync(0xffffffff, same);
+      if (lane == 0) {
+        scales.blocks = make_float2(same ? first : kPerColumnScale, last);
+        mbarrier_arrive(&shared.full[state.stage]);
+      }
+      state.advance();
+    };
+    find();
+    if (publishes) dynamic.publish();
+    __syncwarp();
+#pragma unroll 1
+    for (int k_block = 1; k_block < k_blocks; ++k_block) {  // a tile without any takes a stage too
+      mbarrier_wait(&shared.scales_full[state.stage], state.phase);
+      find();
+    }
+    if (k_blocks < 0) return;
+  }
+}
+
+}  // namespace grouped_linear::cuda::sm90

@@ -1,0 +1,179 @@
+// A block's shared memory: the pipeline of operand stages, the epilogue's buffers, and what the
+// block's warps tell one another.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/common/groups.cuh"
+#include "cuda/gemm/sm90/codegen.cuh"
+#include "cuda/gemm/sm90/config.h"
+#include "cuda/gemm/tile_order.cuh"
+
+namespace grouped_linear::cuda::sm90 {
+
+// Tiles that the producer has announced: one is being stored, one is in the epilogue's buffers, and
+// every stage may hold a k-block of another.
+constexpr int kTileSlots = 8;
+// Numbers of dynamically scheduled tiles. A reader in the other block of the cluster may be two
+// pipelines of stages and some tiles behind.
+constexpr int kTileNumberSlots = 16;
+constexpr int kZeroBytes = 4096;  // the source of zero_fill.cuh's copies
+
+// In place of the first columns' scale: some columns have a scale of their own. Where the scale is
+// zero, the columns' own scales are used as well, to the same result.
+constexpr float kPerColumnScale = 0;
+
+// A position in the pipeline of stages: the stage, and the parity of its mbarriers' phase.
+template <int stages>
+struct PipelineState {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ void advance() {
+    if (++stage == stages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// What a K-grouped GEMM's cluster computes: whole tiles in turn with the other clusters, then
+// slices of tiles that are split along K, or tiles that are scheduled dynamically. See
+// tile_scheduler.cuh.
+struct Schedule {
+  int whole_tiles;                   // of all clusters
+  int slices;                        // of this cluster
+  int first_tile, tile_stride;       // after the whole ones: the tiles of this cluster's slices
+  int slice_begin, slice_k_blocks;   // of each of these slices
+  int slice_index, slices_per_tile;  // of the equal slices; -1: this cluster has leading slices
+  bool has_leading_slice;
+  int dynamic_tiles;  // after the whole ones, for the cluster that comes first
+};
+
+// The progress of zero_fill.cuh: a range starts `range` bytes into out, and `at` bytes of the range
+// are zeroed. K-grouped, the range is the matrix of `group`, and `next_active` groups with rows
+// come before.
+struct ZeroFillState {
+  int64_t range, at;
+  int group, next_active;
+  bool remaining;
+};
+
+// mbarriers and small state. The address does not depend on the tile's width: the mbarriers are
+// initialised before the kernel knows the groups' sizes, and with them the width.
+struct Control {
+  // Of the pipeline: a stage's operands are there, or its readers are done. Scale1x128: its column
+  // scales are there.
+  uint64_t full[kMaxStages], empty[kMaxStages];
+  uint64_t scales_full[kMaxStages];
+  // Of a warpgroup's epilogue buffers.
+  uint64_t epilogue_full[kMathWarpgroups], epilogue_empty[kMathWarpgroups];
+  // K-grouped: the schedule is there; the producer has begun a tile; a dynamic tile's number is
+  // there.
+  uint64_t schedule_ready, tile_begun, tile_number_full[kTileNumberSlots];
+  int tile_numbers[kTileNumberSlots];
+  WorkTile tiles[kTileSlots];
+  GroupTable
+      groups;  // tile_end counts clusters (M-grouped) or blocks of the padded layout (K-grouped)
+  int rank;    // of this block in its cluster
+  int active_groups;  // K-grouped: the table has only groups that take tiles, so many
+  int rows_of_each;   // K-grouped: the rows of each of them, or 0 where they differ
+  Schedule schedule;
+  ZeroFillState zero_fill;
+  alignas(128) uint8_t zeros[kZeroBytes];
+
+  // K-grouped: the active groups' indices take the end of `zeros`.
+  static constexpr int kKGroupedZeroBytes = kZeroBytes - sizeof(uint16_t[kMaxGroups]);
+  static_assert(kMaxGroups <= 1 << 16, "active groups' indices have 16 bits");
+  static_assert(kKGroupedZeroBytes > 0, "the active groups' indices leave room for zeros");
+  __device__ uint16_t* active() { return reinterpret_cast<uint16_t*>(zeros + kKGroupedZeroBytes); }
+};
+
+template <typename Config>
+struct TileBuffers {
+  struct Stage {
+    alignas(1024) uint8_t a[Config::kABytes];
+    alignas(1024) uint8_t b[Config::kBBytes];
+  };
+  static_assert(sizeof(Stage) == Config::kStageBytes,
+                "an operand is a multiple of 1024 bytes, the atom of the 128-byte swizzle");
+  struct Scales {
+    alignas(128) float rows[Config::kRowScales];
+    alignas(128) float columns[Config::kScale1x128 ? Config::kTileN : 1];
+    float2 blocks;  // of the tile's first and last columns; x may be kPerColumnScale
+  };
+  struct NoScales {};
+
+  Stage stages[Config::kStages];
+  // Of a warpgroup, and in it of its warps where they store by themselves.
+  alignas(1024) uint8_t epilogue[kMathWarpgroups][kWgmmaM / Config::kEpilogueRows]
+                                [Config::kEpilogueBuffers][Config::kEpilogueRows * kSwizzleBytes];
+  std::conditional_t<Config::kBlockScaled, Scales, NoScales> scales[Config::kStages];
+};
+
+template <size_t bytes>
+struct Padding {
+  uint8_t room[bytes];
+};
+template <>
+struct Padding<0> {};
+
+// Control comes after the wide tiles' buffers: ptxas (nvcc 13.0) spills registers where it comes
+// first.
+template <typename Config>
+struct SharedStorage
+    : TileBuffers<Config>,
+      Padding<sizeof(TileBuffers<typename Config::Wide>) - sizeof(TileBuffers<Config>)>,
+      Control {
+  static_assert(sizeof(TileBuffers<Config>) <= sizeof(TileBuffers<typename Config::Wide>),
+                "narrow tiles reuse the wide tiles' shared memory");
+  static_assert(
+      kTileSlots >= Config::kStages + 2,
+      "a tile's slot is reused only after it has left the pipeline and both epilogue buffers");
+  static_assert(
+      !Config::kKGrouped || kTileNumberSlots >= 2 * Config::kStages + 6,
+      "a tile number's slot is reused only after the other block of the cluster has read it");
+};
+
+// Shared memory of a launch.
+template <typename Config>
+constexpr int shared_bytes() {
+  static_assert(
+      sizeof(SharedStorage<Config>) <= kMaxSharedBytes,
+      "stages and epilogue buffers must fit into 227 KiB: take fewer stages or a narrower tile");
+  return sizeof(SharedStorage<Config>);
+}
+
+// The pipeline as a math warp sees it.
+template <typename Config>
+class ConsumerPipeline {
+ public:
+  __device__ ConsumerPipeline(SharedStorage<Config>& shared, int lane)
+      : first_empty_(mapa(&shared.empty[0], lane % kClusterSize)),
+        first_full_(kept_smem_address(shared.full) + (Config::kScale1x128 ? divergent_zero() : 0)),
+        lane_(lane) {}
+
+  // Hands a stage back to the producers of both blocks, which may have loaded parts of it.
+  __device__ __forceinline__ void release(int stage) const {
+    __syncwarp();  // the whole warp has read the stage's scales
+    if (lane_ >= kClusterSize) return;
+    mbarrier_arrive_remote(first_empty_ + stage * sizeof(uint64_t));
+  }
+
+  __device__ __forceinline__ uint32_t full(int stage) const {
+    return first_full_ + stage * sizeof(uint64_t);
+  }
+
+  PipelineState<Config::kStages> state;
+
+ private:
+  uint32_t first_empty_, first_full_;
+  int lane_;
+};
+
+// A math thread's place in its block.
+struct MathThread {
+  int warpgroup, warp, lane;  // warp: of all math warps
+};
+
+}  // namespace grouped_linear::cuda::sm90

@@ -1,0 +1,134 @@
+// The store warp of LinearEpilogue: one thread a warpgroup writes what the math warps put into the
+// epilogue's buffers to the output, with TMA, while they compute the next tile.
+//
+// A math warp that stored its own part would wait for TMA: 1100 to 1400 cycles a tile of 128 x 256
+// in 16 bits and 250 to 450 one of 128 x 192 in FP8, during which it issues no wgmma (H200,
+// 2026-11).
+#pragma once
+
+#include "cuda/gemm/sm90/epilogue.cuh"
+#include "cuda/gemm/sm90/tile_scheduler.cuh"
+#include "cuda/gemm/sm90/zero_fill.cuh"
+
+namespace grouped_linear::cuda::sm90 {
+
+// Columns of out in a line of 128 bytes.
+__host__ __device__ __forceinline__ int line_cols_of(const EpilogueArguments& epilogue) {
+  return kSwizzleBytes / (epilogue.type == OutputType::kFloat ? 4 : 2);
+}
+
+// Whether one copy takes all lines of a subtile's rows, where rows consist of whole lines.
+// Otherwise a copy takes one line, which ends with the row. See out_map in launch.h.
+template <typename Config>
+__host__ __device__ __forceinline__ bool stores_whole_rows(const EpilogueArguments& epilogue,
+                                                           int cols) {
+  return Config::kEpilogueRows < kWgmmaM && cols % line_cols_of(epilogue) == 0;
+}
+
+// Where the output is added to: its first subtile is loaded into the buffers and added there by the
+// math warps, while wgmma runs; a second subtile (of float32) is added by L2. L2 alone adds some
+// 300 float32 a nanosecond, and makes loads of operands wait (H200, 2026-11).
+template <typename Config, bool whole_rows>
+__device__ void store_tiles(SharedStorage<Config>& shared, const CUtensorMap& map,
+                            const EpilogueArguments& epilogue, const TileCounts& counts,
+                            const GemmShape& shape, int warpgroup) {
+  constexpr int buffers = Config::kEpilogueBuffers, at_once = whole_rows ? buffers : 1;
+  constexpr int parts = kWgmmaM / Config::kEpilogueRows;
+  const int subtiles = LinearEpilogue::subtiles(epilogue);
+  const int line_cols = line_cols_of(epilogue);
+  const bool adds = Config::kKGrouped && !overwrites(epilogue);
+  uint64_t *full = &shared.epilogue_full[warpgroup], *empty = &shared.epilogue_empty[warpgroup];
+  ZeroFill<Config> zero_fill(shared, epilogue, shape);
+  const bool zeroes = !kHasIdleWarp<Config> && warpgroup == 0;
+  if (zeroes) zero_fill.begin();
+  uint32_t phase = 0;
+  const auto wait_for_results = [&] {
+    while (zeroes && zero_fill.remaining() && !mbarrier_test(full, phase)) zero_fill.step();
+    mbarrier_wait(full, phase);
+    phase ^= 1;
+  };
+  TileScheduler<Config> scheduler(shared, counts, shape);
+  for (int number = 0;; ++number) {
+    WorkTile tile;
+    if (adds) {
+      tile = scheduler.next();
+    } else {
+      mbarrier_arrive(empty);
+      wait_for_results();
+      tile = shared.tiles[number % kTileSlots];
+    }
+    // All groups' matrices are one matrix, one below the other.
+    const int before = Config::kKGrouped ? tile.group * shape.rows : 0;
+    const int row = tile.row + warpgroup * kWgmmaM;
+    const RaggedRows rows(before + row, before + tile.row_end);
+    const bool nothing = !epilogue.aligned || row >= tile.row_end || tile.destination_slot() > 0 ||
+                         tile.k_blocks < 0 || (tile.k_blocks == 0 && adds);
+    const int end = nothing ? 0 : shape.cols;  // of the columns to store
+    for (int subtile = 0; subtile < subtiles; ++subtile) {
+      const int first = tile.col + subtile * buffers * line_cols;
+      const int used = min((end - first + line_cols - 1) / line_cols, buffers);
+      // The first line's number, for copies of whole rows. No division: copies follow one another
+      // closely.
+      const int line = whole_rows ? first >> (subtiles == 1 ? 6 : 5) : 0;
+      if (adds && subtile == 0) {
+        const int lines = whole_rows && used > 0 ? buffers : max(used, 0);
+        mbarrier_arrive_expect_tx(empty, lines * kWgmmaM * kSwizzleBytes);
+#pragma unroll 1
+        for (int part = 0; part < parts; ++part) {
+          const int row = rows.c1 + part * Config::kEpilogueRows;
+#pragma unroll 1
+          for (int i = 0; i < used; i += at_once) {
+            uint8_t* to = shared.epilogue[warpgroup][part][i];
+            const int col = first + i * line_cols;
+            if constexpr (whole_rows)
+              tma_load_5d(to, &map, empty, 0, row, line, rows.c2, rows.kOrigin);
+            else
+              tma_load_4d(to, &map, empty, 0, col, row, rows.c2, rows.kOrigin);
+          }
+        }
+      } else if (subtile > 0) {
+        mbarrier_arrive(empty);
+      }
+      if (adds || subtile > 0) wait_for_results();
+      if (tile.k_blocks < 0) break;
+#pragma unroll 1
+      for (int part = 0; part < parts; ++part) {
+        const int row = rows.c1 + part * Config::kEpilogueRows;
+#pragma unroll
+        for (int i = 0; i < buffers; i += at_once) {
+          if (i >= used) break;
+          const uint8_t* from = shared.epilogue[warpgroup][part][i];
+          const int col = first + i * line_cols;
+          if constexpr (whole_rows) {
+            if (adds && subtile > 0)
+              tma_reduce_add_5d(&map, from, 0, row, line, rows.c2, rows.kOrigin);
+            else
+              tma_store_5d(&map, from, 0, row, line, rows.c2, rows.kOrigin);
+          } else if (adds && subtile > 0) {
+            tma_reduce_add_4d(&map, from, col, row, rows.c2, rows.kOrigin);
+          } else {
+            tma_store_4d(&map, from, col, row, rows.c2, rows.kOrigin);
+          }
+        }
+      }
+      bulk_commit();
+      bulk_wait_read<0>();
+    }
+    if (tile.k_blocks < 0) break;
+  }
+  if (zeroes) zero_fill.finish();
+  bulk_wait_read<0>();
+}
+
+template <typename Config>
+__device__ void LinearEpilogue::run_store_warp(SharedStorage<Config>& shared,
+                                               const TensorMaps& maps, const Arguments& args,
+                                               const TileCounts& counts, const GemmShape& shape,
+                                               int warpgroup) {
+  if (stores_whole_rows<Config>(args, shape.cols))
+    store_tiles<Config, true>(shared, maps.out, args, counts, shape, warpgroup);
+  else
+    store_tiles<Config, false>(shared, maps.out, args, counts, shape, warpgroup);
+}
+
+}  // namespace grouped_linear::cuda::sm90
