@@ -70,8 +70,8 @@ struct GemmConfig {
   static constexpr int kWgmmaK = 32 / sizeof(A);
   static constexpr int kABytes = kTileM * kSwizzleBytes, kBBytes = kTileN * kSwizzleBytes;
   static constexpr int kStageBytes = kABytes + kBBytes;
-  static constexpr int kBPieces =
-      2;  // TMA loads of b's tile: one a block where the cluster shares it
+  // TMA loads of b's tile: one a block where the cluster shares it.
+  static constexpr int kBPieces = 2;
   static constexpr bool kNarrow = false;
 
   // a's scales in a stage. K-grouped tiles start at multiples of kTileM.

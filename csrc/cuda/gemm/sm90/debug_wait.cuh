@@ -1,6 +1,7 @@
 // Bounds for the kernel's waiting loops, in builds with -DGROUPED_LINEAR_DEBUG (CMake's option of
 // that name). A thread that has waited for kDebugWaitCycles says so and traps, where a release
-// build hangs.
+// build hangs. printf is a function call: ptxas spills registers and serialises wgmma for it, so
+// such a build is slow, and CI's ptxas gate fails it.
 #pragma once
 
 #ifdef GROUPED_LINEAR_DEBUG

@@ -13,8 +13,8 @@
 
 namespace grouped_linear::cuda::sm90 {
 
-// accum += the tile's k_blocks of a @ b.T. With block scales it clears accum first, if k_blocks >
-// 0. The first stage is full already.
+// accum += the tile's k_blocks of a @ b.T. With block scales and at least one k-block, it clears
+// accum first. The first stage is full already.
 template <typename Config>
 __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
                                              ConsumerPipeline<Config>& pipeline,

@@ -65,6 +65,9 @@ __device__ void find_shared_column_scales(SharedStorage<Config>& shared,
                                           const TileCounts& counts, const GemmShape& shape) {
   static_assert(Config::kTileN <= kScaleBlock + 64, "see load_block_scales");
   constexpr int parts = Config::kColumnParts;
+  // The first column of the second scale block, or the last one of a tile that has a single block.
+  constexpr int tile_n = Config::kTileN;
+  constexpr int second_block = tile_n > kScaleBlock ? kScaleBlock : tile_n - 1;
   const int lane = threadIdx.x % 32;
   AtomicScheduler<Config> dynamic(shared, workspace.tile_counter);
   if (lane == 0) dynamic.begin(counts);
@@ -76,7 +79,7 @@ __device__ void find_shared_column_scales(SharedStorage<Config>& shared,
     if (publishes) dynamic.draw();
     const int k_blocks = tile.k_blocks, columns = shape.cols - tile.col;
     const bool between_is_first = tile.col % kScaleBlock == 0;
-    const int first_of_last = max(min(between_is_first ? 128 : 64, columns - 1), 0);
+    const int first_of_last = max(min(between_is_first ? second_block : 64, columns - 1), 0);
     const auto find = [&] {
       auto& scales = shared.scales[state.stage];
       const float first = scales.columns[0], last = scales.columns[first_of_last];
