@@ -1,7 +1,7 @@
 // grouped_linear._host: facts of the build and of the layouts, without a tensor.
 #include <pybind11/pybind11.h>
 
-#include "cuda/gemm/sm90/tiles.h"
+#include "cuda/gemm/sm90/config.h"
 #include "layout.h"
 
 namespace py = pybind11;
@@ -9,14 +9,15 @@ namespace py = pybind11;
 namespace {
 
 py::dict gemm_tile(bool fp8) {
-  const auto tile = fp8 ? grouped_linear::cuda::kTileFp8 : grouped_linear::cuda::kTile16Bit;
+  const auto tile =
+      fp8 ? grouped_linear::cuda::sm90::kTileFp8 : grouped_linear::cuda::sm90::kTile16Bit;
   py::dict answer;
-  answer["rows"] = tile.rows;
-  answer["cols"] = tile.cols;
-  answer["depth"] = tile.depth;
+  answer["rows"] = tile.m;
+  answer["cols"] = tile.n;
+  answer["depth"] = tile.k;
   answer["stages"] = tile.stages;
   answer["cluster"] = tile.cluster;
-  answer["narrow_cols"] = grouped_linear::cuda::kNarrowCols;
+  answer["narrow_cols"] = grouped_linear::cuda::sm90::kNarrowTileN;
   return answer;
 }
 
