@@ -33,10 +33,13 @@ FUSED = {
     GATHERED: 1 / CHOSEN,
     "swiglu": 2.0,
     "swiglu_grad": 1.5,
+    "swiglu_grad and h": 1.5,
     "swiglu, MiniMax-M3": 2.0,
     "swiglu_grad, MiniMax-M3": 1.5,
+    "swiglu_grad and h, MiniMax-M3": 1.5,
     "swiglu, GPT-OSS": 2.0,
     "swiglu_grad, GPT-OSS": 1.5,
+    "swiglu_grad and h, GPT-OSS": 1.5,
 }
 ACTIVATIONS = {
     "MiniMax-M3": SwiGLU(alpha=1.702, beta=1.0, limit=7.0),
@@ -76,18 +79,34 @@ def fused_form(name: str, x_TK: torch.Tensor, offs_E: torch.Tensor) -> timing.Ca
     if op == "swiglu":
         gate_up = torch.randn(T, 2 * K, device=x_TK.device).to(x_TK.dtype)
         return lambda: ops.group_quantize_swiglu(gate_up, offs_E, activation=activation, **both)
-    half = x_TK[:, : K // 2].contiguous()
-    return lambda: ops.group_quantize_swiglu_grad(half, x_TK, offs_E, activation=activation, **both)
+    half, weight = x_TK[:, : K // 2].contiguous(), torch.rand(T, device=x_TK.device)
+    both["h_columnwise"] = op == "swiglu_grad and h"
+    return lambda: ops.group_quantize_swiglu_grad(
+        half, x_TK, weight, offs_E, activation=activation, **both
+    )
+
+
+def bytes_fused(name: str, sizes: Sequence[int], K: int, element: int) -> int:
+    """Bytes that one of FUSED must read and write; weights and their gradients are float32."""
+    T, blocks = sum(sizes), sum(-(-size // BLOCK) for size in sizes)
+    moved = bytes_quantized(sizes, K, element, {"columnwise": True})
+    moved += int(T * K * element * (FUSED[name] - 1))
+    if name.startswith("swiglu_grad"):
+        moved += 8 * T
+    if name.startswith("swiglu_grad and h"):
+        moved += (BLOCK + 4) * blocks * (K // 2)
+    return moved
 
 
 def unfused_swiglu(x_TK: torch.Tensor, offs_E: torch.Tensor) -> dict[str, tuple[timing.Call, int]]:
-    """SwiGLU of a gate_up [T, K] and its gradient, written as they are, and the bytes they move."""
+    """SwiGLU of a gate_up [T, K] and its backward, written as they are, and the bytes they move."""
     T, K = x_TK.shape
-    half = x_TK[:, : K // 2].contiguous()
+    half, weight = x_TK[:, : K // 2].contiguous(), torch.rand(T, device=x_TK.device)
     element = T * K // 2 * x_TK.itemsize
+    grad = partial(ops.swiglu_grad, half, x_TK, weight, offs_E)
     return {
         "swiglu, not quantized": (partial(ops.swiglu, x_TK, offs_E), 3 * element),
-        "swiglu_grad, not quantized": (partial(ops.swiglu_grad, half, x_TK, offs_E), 5 * element),
+        "swiglu_grad, not quantized": (grad, 6 * element + 8 * T),
     }
 
 
@@ -221,14 +240,10 @@ def main() -> None:
                 add(case(f"{name}, both layouts", shape, splits, f"[{T}, {K}]", dtype), call, moved)
             for name, (call, moved) in (sums_of_rows(x_TK) | unfused_swiglu(x_TK, offs_E)).items():
                 add(case(name, shape, splits, f"[{T}, {K}]", dtype), call, moved)
-            for name, read in FUSED.items():
-                moved = bytes_quantized(sizes, K, element, {"columnwise": True})
-                moved += int(T * K * element * (read - 1))
-                add(
-                    case(f"{name}, both layouts", shape, splits, f"[{T}, {K}]", dtype),
-                    fused_form(name, x_TK, offs_E),
-                    moved,
-                )
+            for name in FUSED:
+                columns = case(f"{name}, both layouts", shape, splits, f"[{T}, {K}]", dtype)
+                moved = bytes_fused(name, sizes, K, element)
+                add(columns, fused_form(name, x_TK, offs_E), moved)
         for dtype in args.dtypes:
             E, _, N, K = shape[1:]
             w_ENK = torch.randn(E, N, K, dtype=DTYPES[dtype], device=device)

@@ -40,13 +40,15 @@ void check_sort_by_expert(const Tensor& experts, int64_t num_experts);
 void check_gather_sum(const Tensor& y, const Tensor& rows, const std::optional<Tensor>& weight);
 void check_gather_dot(const Tensor& a, const Tensor& y, const Tensor& rows);
 void check_swiglu(const char* op, const Tensor& gate_up, const Tensor& offs);
-void check_swiglu_grad(const char* op, const Tensor& dh, const Tensor& gate_up, const Tensor& offs);
+void check_swiglu_grad(const char* op, const Tensor& dh, const Tensor& gate_up,
+                       const Tensor& weight, const Tensor& offs);
 SwigluForm checked_form(const char* op, double alpha, double beta, std::optional<double> limit,
                         bool interleaved);
 void check_group_quantize_swiglu(const Tensor& gate_up, const Tensor& offs, double amax_epsilon,
                                  bool rowwise, bool columnwise);
-void check_group_quantize_swiglu_grad(const Tensor& dh, const Tensor& gate_up, const Tensor& offs,
-                                      double amax_epsilon, bool rowwise, bool columnwise);
+void check_group_quantize_swiglu_grad(const Tensor& dh, const Tensor& gate_up, const Tensor& weight,
+                                      const Tensor& offs, double amax_epsilon, bool rowwise,
+                                      bool columnwise);
 void check_group_quantize_current(const Tensor& x, const Tensor& offs, ScalarType dtype,
                                   double amax_epsilon, bool rowwise, bool columnwise);
 void check_group_quantize_delayed(const std::optional<Tensor>& amax, const Tensor& x,

@@ -63,14 +63,16 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
 
   // gate_up [T, 2 K] -> h [T, K] = g * sigmoid(alpha * g) * (u + beta)
   //                     with g = min(gate, limit) and u = clamp(up, -limit, limit)
-  // dh [T, K] -> d_gate_up [T, 2 K]
   // interleaved: gate and up are columns 2 c and 2 c + 1, else two halves
   m.def(
       "swiglu(Tensor gate_up, Tensor offs, float alpha=1.0, float beta=0.0, float? limit=None, "
       "bool interleaved=False) -> Tensor");
+  // The backward of an expert: dh [T, K] is the gradient by h before row t's output is weighted by
+  // weight[t]. d_gate_up [T, 2 K] is of weight * dh, h of weight * h, d_weight [T] of dh . h
   m.def(
-      "swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs, float alpha=1.0, float beta=0.0, "
-      "float? limit=None, bool interleaved=False) -> Tensor");
+      "swiglu_grad(Tensor dh, Tensor gate_up, Tensor weight, Tensor offs, float alpha=1.0, "
+      "float beta=0.0, float? limit=None, bool interleaved=False) "
+      "-> (Tensor d_gate_up, Tensor h, Tensor d_weight)");
 
   // group_quantize of h or of d_gate_up, which is not stored
   m.def(
@@ -80,11 +82,12 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "float? limit=None, bool interleaved=False) "
       "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor h)");
   m.def(
-      "group_quantize_swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs, "
+      "group_quantize_swiglu_grad(Tensor dh, Tensor gate_up, Tensor weight, Tensor offs, "
       "float amax_epsilon=0.0, bool power_of_two_scales=True, bool rowwise=True, "
-      "bool columnwise=False, bool bias_grad=False, float alpha=1.0, float beta=0.0, "
-      "float? limit=None, bool interleaved=False) "
-      "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)");
+      "bool columnwise=False, bool bias_grad=False, bool h_columnwise=False, "
+      "bool share_h_scales=False, float alpha=1.0, float beta=0.0, float? limit=None, "
+      "bool interleaved=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, "
+      "Tensor bias_grad, Tensor h_t, Tensor scale_h_t, Tensor d_weight)");
   m.def("group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType dtype) -> Tensor");
   m.def(
       "group_dequantize_t(Tensor q_t, Tensor scale_t, Tensor offs, SymInt num_rows, "

@@ -83,7 +83,9 @@ def _check_swiglu(rules: Rules, gate_up: Tensor, offs: Tensor) -> tuple[int, int
     return T, columns // 2
 
 
-def _check_swiglu_grad(rules: Rules, dh: Tensor, gate_up: Tensor, offs: Tensor) -> tuple[int, int]:
+def _check_swiglu_grad(
+    rules: Rules, dh: Tensor, gate_up: Tensor, weight: Tensor, offs: Tensor
+) -> tuple[int, int]:
     rules.dim("dh", dh, 2)
     rules.dim("gate_up", gate_up, 2)
     rules.dtype("dh", dh.dtype, ACTIVATIONS)
@@ -93,6 +95,10 @@ def _check_swiglu_grad(rules: Rules, dh: Tensor, gate_up: Tensor, offs: Tensor) 
     rules.same("T", "dh", T, "gate_up", gate_up.size(0))
     rules.features("K", K)
     rules.same("2 * K", "dh", 2 * K, "gate_up", gate_up.size(1))
+    rules.dim("weight", weight, 1)
+    rules.dtype("weight", weight.dtype, (torch.float32,))
+    rules.device("weight", weight, "dh", dh)
+    rules.same("T", "weight", weight.size(0), "dh", T)
     rules.offs(offs, "dh", dh)
     return T, K
 
@@ -123,17 +129,18 @@ def swiglu(
 def swiglu_grad(
     dh: Tensor,
     gate_up: Tensor,
+    weight: Tensor,
     offs: Tensor,
     alpha: float = 1.0,
     beta: float = 0.0,
     limit: float | None = None,
     interleaved: bool = False,
-) -> Tensor:
-    """dh [T, K] -> d_gate_up [T, 2 K]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dh [T, K], weight [T] -> d_gate_up [T, 2 K], h [T, K], d_weight [T]."""
     rules = Rules("swiglu_grad")
-    T, K = _check_swiglu_grad(rules, dh, gate_up, offs)
+    T, K = _check_swiglu_grad(rules, dh, gate_up, weight, offs)
     _check_form(rules, alpha, beta, limit)
-    return dh.new_empty((T, 2 * K))
+    return dh.new_empty((T, 2 * K)), dh.new_empty((T, K)), weight.new_empty((T,))
 
 
 @torch.library.register_fake("grouped_linear::group_quantize_swiglu")
@@ -165,26 +172,31 @@ def group_quantize_swiglu(
 def group_quantize_swiglu_grad(
     dh: Tensor,
     gate_up: Tensor,
+    weight: Tensor,
     offs: Tensor,
     amax_epsilon: float = 0.0,
     power_of_two_scales: bool = True,
     rowwise: bool = True,
     columnwise: bool = False,
     bias_grad: bool = False,
+    h_columnwise: bool = False,
+    share_h_scales: bool = False,
     alpha: float = 1.0,
     beta: float = 0.0,
     limit: float | None = None,
     interleaved: bool = False,
-) -> Quantized:
-    """dh [T, K] -> q, scale, q_t, scale_t, bias_grad of d_gate_up [T, 2 K]."""
+) -> tuple[Tensor, ...]:
+    """dh [T, K] -> q, scale, q_t, scale_t, bias_grad of d_gate_up; h_t, scale_h_t; d_weight."""
     rules = Rules("group_quantize_swiglu_grad")
-    T, K = _check_swiglu_grad(rules, dh, gate_up, offs)
+    T, K = _check_swiglu_grad(rules, dh, gate_up, weight, offs)
     rules.epsilon(amax_epsilon)
     rules.layouts(rowwise, columnwise)
     _check_form(rules, alpha, beta, limit)
     E = offs.size(0)
     grad = output_if(bias_grad, dh, (E, 2 * K), torch.float32)
-    return (*_quantized(dh, T, 2 * K, E, rowwise, columnwise), grad)
+    _, _, h_t, scale_h_t = _quantized(dh, T, K, E, False, h_columnwise)
+    of_d = _quantized(dh, T, 2 * K, E, rowwise, columnwise)
+    return (*of_d, grad, h_t, scale_h_t, weight.new_empty((T,)))
 
 
 @torch.library.register_fake("grouped_linear::group_dequantize")

@@ -203,7 +203,7 @@ def swiglu_mistakes(good: Sample) -> list[dict[str, Any]]:
 
 
 def swiglu_grad_mistakes(good: Sample) -> list[dict[str, Any]]:
-    dh, gate_up = good["dh"], good["gate_up"]
+    dh, gate_up, weight = good["dh"], good["gate_up"], good["weight"]
     return [
         {"dh": torch.zeros(12)},
         {"gate_up": torch.zeros(12)},
@@ -212,6 +212,9 @@ def swiglu_grad_mistakes(good: Sample) -> list[dict[str, Any]]:
         {"gate_up": like(gate_up, 11, None)},
         {"dh": like(dh, None, 24)},
         {"dh": like(dh, None, 128)},
+        {"weight": weight[:, None]},
+        {"weight": weight.to(BF16)},
+        {"weight": like(weight, 11)},
         *BAD_OFFS,
         *BAD_FORMS,
     ]
@@ -254,6 +257,9 @@ swiglu_grad: gate_up must be bfloat16, got float32
 swiglu_grad: T differs: dh has 12, gate_up has 11
 swiglu_grad: K must be a positive multiple of 16, got 24
 swiglu_grad: 2 * K differs: dh has 256, gate_up has 288
+swiglu_grad: weight must be 1-D, got 2-D
+swiglu_grad: weight must be float32, got bfloat16
+swiglu_grad: T differs: weight has 11, dh has 12
 swiglu_grad: offs must be 1-D, got 2-D
 swiglu_grad: offs must be int32, got int64
 swiglu_grad: E must be between 1 and 1024, got 0
@@ -313,6 +319,9 @@ group_quantize_swiglu_grad: gate_up must be bfloat16, got float32
 group_quantize_swiglu_grad: T differs: dh has 12, gate_up has 11
 group_quantize_swiglu_grad: K must be a positive multiple of 16, got 24
 group_quantize_swiglu_grad: 2 * K differs: dh has 256, gate_up has 288
+group_quantize_swiglu_grad: weight must be 1-D, got 2-D
+group_quantize_swiglu_grad: weight must be float32, got bfloat16
+group_quantize_swiglu_grad: T differs: weight has 11, dh has 12
 group_quantize_swiglu_grad: offs must be 1-D, got 2-D
 group_quantize_swiglu_grad: offs must be int32, got int64
 group_quantize_swiglu_grad: E must be between 1 and 1024, got 0

@@ -117,10 +117,11 @@ def test_quantized_rows(device: str, dtype: torch.dtype) -> None:
 def test_swiglu_and_sums(device: str) -> None:
     gate_up, dh, offs = draw(device, T, K), draw(device, T, K // 2), offs_of(device, *SIZES)
     check(_ops.swiglu, gate_up, offs)
-    check(_ops.swiglu_grad, dh, gate_up, offs)
+    weight = draw(device, T, dtype=FP32)
+    check(_ops.swiglu_grad, dh, gate_up, weight, offs)
     check(partial(_ops.group_quantize_swiglu, columnwise=True, keep_h=True), gate_up, offs)
-    both = {"columnwise": True, "bias_grad": True}
-    check(partial(_ops.group_quantize_swiglu_grad, **both), dh, gate_up, offs)
+    every = {"columnwise": True, "bias_grad": True, "h_columnwise": True}
+    check(partial(_ops.group_quantize_swiglu_grad, **every), dh, gate_up, weight, offs)
     rows = torch.tensor([[T - 1, 5], [T - 2, T - 1]], device=device)
     taken = gate_up[rows].float()
     sums, dots = ops.gather_sum(gate_up, rows), ops.gather_dot(gate_up[:2], gate_up, rows)

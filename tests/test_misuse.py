@@ -104,11 +104,13 @@ swiglu: offs is on cpu, gate_up is on cuda:0
 swiglu: offs is on cuda:0, gate_up is on cpu
 swiglu_grad: gate_up is on cpu, dh is on cuda:0
 swiglu_grad: gate_up is on cuda:0, dh is on cpu
+swiglu_grad: weight is on cuda:0, dh is on cpu
 swiglu_grad: offs is on cuda:0, dh is on cpu
 group_quantize_swiglu: offs is on cpu, gate_up is on cuda:0
 group_quantize_swiglu: offs is on cuda:0, gate_up is on cpu
 group_quantize_swiglu_grad: gate_up is on cpu, dh is on cuda:0
 group_quantize_swiglu_grad: gate_up is on cuda:0, dh is on cpu
+group_quantize_swiglu_grad: weight is on cuda:0, dh is on cpu
 group_quantize_swiglu_grad: offs is on cuda:0, dh is on cpu
 group_dequantize: scale is on cpu, q is on cuda:0
 group_dequantize: scale is on cuda:0, q is on cpu

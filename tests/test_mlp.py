@@ -4,12 +4,12 @@ T tokens, C experts chosen for a token, E experts, H features of a token, F feat
 """
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -200,26 +200,55 @@ def test_recipes_are_near_float64(recipe: Recipe | None, device: str) -> None:
     near(actual, run(truth(experts), exact), 0.15)
 
 
-@DEVICES
-@RECIPES
-@pytest.mark.parametrize(
+ROUTINGS_AND_KINDS = pytest.mark.parametrize(
     ("routing", "kind"),
     [*((r, "plain") for r in ROUTINGS), *(("some_to_none", k) for k in KINDS if k != "plain")],
 )
+
+
+@dataclass(frozen=True)
+class UnfusedBlockScaling(Float8BlockScaling):
+    """Writes what Float8BlockScaling makes and quantizes in one pass."""
+
+    quantize_gathered = Recipe.quantize_gathered
+    quantize_gathered_grad = Recipe.quantize_gathered_grad
+    quantize_swiglu = Recipe.quantize_swiglu
+    quantize_swiglu_grad = Recipe.quantize_swiglu_grad
+
+
+@DEVICES
+@ROUTINGS_AND_KINDS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_fused_is_unfused(
+def test_fused_is_unfused(routing: str, kind: str, dtype: torch.dtype, device: str) -> None:
+    experts = ROUTINGS[routing].to(device)
+    leaves = leaves_of(experts, device, dtype, kind)
+    actual = run(ours(experts, Float8BlockScaling(), None, kind), leaves)
+    expected = run(ours(experts, UnfusedBlockScaling(), None, kind), leaves)
+    names = ["y", "x", "weights", "gate_up", "down", "gate_up_bias", "down_bias"]
+    for name, a, e in zip(names, actual, expected, strict=False):
+        if name == "weights":  # a sum over F by tiles, and by rows
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5 * float(e.abs().sum()))
+        else:
+            assert_same_bits(a, e)
+
+
+@DEVICES
+@RECIPES
+@ROUTINGS_AND_KINDS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_layers_around_swiglu(
     routing: str, kind: str, recipe: Recipe | None, dtype: torch.dtype, device: str
 ) -> None:
+    """The same outputs, to the bit. Their gradients are weighted before dgrad, ours after it."""
     experts = ROUTINGS[routing].to(device)
     leaves = leaves_of(experts, device, dtype, kind)
     states = [states_of(recipe, device) for _ in range(2)]
     actual = run(ours(experts, recipe, states[0], kind), leaves)
     expected = run(unfused(experts, recipe, states[1], kind), leaves)
-    for a, e in zip(actual, expected, strict=True):
-        assert_same_bits(a, e)
-    if states[0] is not None:  # and both remember the same
-        for a, e in zip(*(nn.ModuleList(s).buffers() for s in states), strict=True):
-            assert_same_bits(a, e)
+    assert_same_bits(actual[0], expected[0])
+    # Each side rounds a gradient a few times, in BF16 to 2^-9. A GEMM of e4m3 operands is off by 4
+    # to 7%, each side's by its own.
+    near(actual, [e.double().cpu() for e in expected], 2.0**-6 if recipe is None else 0.25)
 
 
 @DEVICES
@@ -230,11 +259,12 @@ def test_every_fused_op_and_no_other(device: str) -> None:
         run(ours(experts, Float8BlockScaling()), leaves)
     assert calls.counts == {
         "sort_by_expert": 1,
-        "group_quantize rowwise columnwise": 2,  # x as it is gathered; dy, gathered and weighted
+        "group_quantize rowwise": 1,  # x as it is gathered
+        "group_quantize columnwise": 1,  # the same in the backward, for wgrad
+        "group_quantize rowwise columnwise": 1,  # dy as it is gathered
         "gather_sum": 2,  # the outputs, x's gradient
-        "gather_dot": 1,
         "quantize_weight columnwise": 2,
-        "group_quantize_swiglu rowwise columnwise": 1,
+        "group_quantize_swiglu rowwise": 1,
         "group_quantize_swiglu_grad rowwise columnwise": 1,
         "grouped_scaled_mm": 4,
         "grouped_scaled_mm_wgrad": 2,
@@ -252,24 +282,6 @@ def test_every_fused_op_and_no_other(device: str) -> None:
 
 
 @DEVICES
-@pytest.mark.parametrize("weights_learn", [True, False], ids=["weights_learn", "fixed_weights"])
-def test_what_is_kept_for_the_backward(weights_learn: bool, device: str) -> None:
-    """FP8 of what wgrad and dgrad read; in bf16 gate and up, and outputs for the weights alone."""
-    experts = ROUTINGS["random"].to(device)
-    leaves = leaves_of(experts, device, BF16)
-    R = experts.numel()
-    blocks = (R + 127 * E) // 128
-    kept: list[Tensor] = []
-    leaves[1].requires_grad_(weights_learn)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        ours(experts, Float8BlockScaling())(*leaves)
-    shapes = {d: sorted(tuple(t.shape) for t in kept if t.dtype == d) for d in (BF16, E4M3)}
-    assert shapes[BF16] == [(R, H)] * weights_learn + [(R, 2 * F)]
-    columns = [(E, F, H), (E, H, 2 * F), (blocks, F, 128), (blocks, H, 128)]
-    assert shapes[E4M3] == sorted(columns)
-
-
-@DEVICES
 @RECIPES
 def test_only_the_gradients_asked_for(recipe: Recipe | None, device: str) -> None:
     experts = ROUTINGS["some_to_none"].to(device)
@@ -282,11 +294,13 @@ def test_only_the_gradients_asked_for(recipe: Recipe | None, device: str) -> Non
         y = ours(experts, recipe, states_of(recipe, device), "gpt_oss")(*leaves)
         torch.manual_seed(2)
         y.backward(torch.randn(y.shape).to(y))
-        for leaf, gradient in zip(leaves, expected, strict=True):
-            if leaf.requires_grad:
-                assert_same_bits(leaf.grad, gradient)
-            else:
+        for i, (leaf, gradient) in enumerate(zip(leaves, expected, strict=True)):
+            if not leaf.requires_grad:
                 assert leaf.grad is None
+            elif i == 1:  # a sum over F by tiles, and by rows where nothing is quantized
+                torch.testing.assert_close(leaf.grad, gradient, rtol=1e-4, atol=1e-4)
+            else:
+                assert_same_bits(leaf.grad, gradient)
 
 
 @pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])

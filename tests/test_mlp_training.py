@@ -403,7 +403,8 @@ def test_a_refresh_before_the_backward(flag: str, recipe: Recipe | None, device:
     layer(x, m_splits, flag_of(flag, flag == "bool", device))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-    layer.mlp.gate_up_proj.requires_grad_(False)
+    for parameter in (layer.mlp.gate_up_proj, layer.score):  # what needs the second layer's dgrad
+        parameter.requires_grad_(False)
     x = x.detach()
     y = layer(x, m_splits, flag_of(flag, True, device))
     expected = torch.autograd.grad(y.sum(), layer.mlp.down_proj, retain_graph=True)

@@ -133,9 +133,10 @@ group_quantize_mx(x, offs, *, rowwise=True, columnwise=False, bias_grad=False)
 group_quantize_swiglu(gate_up, offs, *, amax_epsilon=0.0, power_of_two_scales=True,
     rowwise=True, columnwise=False, keep_h=False, share_scales=False,
     activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False))
-group_quantize_swiglu_grad(dh, gate_up, offs, *, amax_epsilon=0.0, power_of_two_scales=True,
-    rowwise=True, columnwise=False, bias_grad=False, activation=SwiGLU(alpha=1.0, beta=0.0,
-    limit=None, interleaved=False))
+group_quantize_swiglu_grad(dh, gate_up, weight, offs, *, amax_epsilon=0.0,
+    power_of_two_scales=True, rowwise=True, columnwise=False, bias_grad=False,
+    h_columnwise=False, share_h_scales=False, activation=SwiGLU(alpha=1.0, beta=0.0, limit=None,
+    interleaved=False))
 group_round_mx(x, offs, *, rowwise=True, columnwise=False, bias_grad=False)
 grouped_bias_grad(dy, offs)
 grouped_mm(a, b, offs, bias=None, out_dtype=None)
@@ -159,7 +160,7 @@ refresh_weight_mx_(w, refresh, w_rowwise, w_columnwise)
 sort_by_expert(experts, num_experts)
 splits_to_offsets(m_splits, num_rows, *, alignment=1, stride=1, dtype=None)
 swiglu(gate_up, offs, activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False))
-swiglu_grad(dh, gate_up, offs, activation=SwiGLU(alpha=1.0, beta=0.0, limit=None,
+swiglu_grad(dh, gate_up, weight, offs, activation=SwiGLU(alpha=1.0, beta=0.0, limit=None,
     interleaved=False))
 update_scales_(scale, amax, amax_history, fp8_max, *, margin=0, most_recent=False)""",
     )

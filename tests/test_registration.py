@@ -99,16 +99,18 @@ gather_sum(Tensor y, Tensor rows, Tensor? weight=None) -> Tensor
 gather_dot(Tensor a, Tensor y, Tensor rows) -> Tensor
 swiglu(Tensor gate_up, Tensor offs, float alpha=1., float beta=0., float? limit=None, bool
     interleaved=False) -> Tensor
-swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs, float alpha=1., float beta=0., float?
-    limit=None, bool interleaved=False) -> Tensor
+swiglu_grad(Tensor dh, Tensor gate_up, Tensor weight, Tensor offs, float alpha=1., float
+    beta=0., float? limit=None, bool interleaved=False) -> (Tensor d_gate_up, Tensor h, Tensor
+    d_weight)
 group_quantize_swiglu(Tensor gate_up, Tensor offs, float amax_epsilon=0., bool
     power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool keep_h=False, bool
     share_scales=False, float alpha=1., float beta=0., float? limit=None, bool
     interleaved=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor h)
-group_quantize_swiglu_grad(Tensor dh, Tensor gate_up, Tensor offs, float amax_epsilon=0., bool
-    power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool bias_grad=False,
-    float alpha=1., float beta=0., float? limit=None, bool interleaved=False) -> (Tensor q,
-    Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)
+group_quantize_swiglu_grad(Tensor dh, Tensor gate_up, Tensor weight, Tensor offs, float
+    amax_epsilon=0., bool power_of_two_scales=True, bool rowwise=True, bool columnwise=False,
+    bool bias_grad=False, bool h_columnwise=False, bool share_h_scales=False, float alpha=1.,
+    float beta=0., float? limit=None, bool interleaved=False) -> (Tensor q, Tensor scale, Tensor
+    q_t, Tensor scale_t, Tensor bias_grad, Tensor h_t, Tensor scale_h_t, Tensor d_weight)
 group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType dtype) -> Tensor
 group_dequantize_t(Tensor q_t, Tensor scale_t, Tensor offs, SymInt num_rows, ScalarType dtype)
     -> Tensor

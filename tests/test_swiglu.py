@@ -23,6 +23,17 @@ from support.tensors import BF16, DTYPES, FP16, FP32
 # Half a unit in the last place, relative.
 ROUNDING = {BF16: 2.0**-9, FP16: 2.0**-12, FP32: 2.0**-25}
 UNFUSED = {"group_quantize_swiglu": "swiglu", "group_quantize_swiglu_grad": "swiglu_grad"}
+# Of wide rows: d_weight is summed whatever else is asked for, and h may have a pass of its own.
+WIDE_OUTPUTS: dict[str, list[dict[str, Any]]] = {
+    "group_quantize_swiglu": [{"columnwise": True}],
+    "group_quantize_swiglu_grad": [
+        {},
+        {"columnwise": True},
+        {"h_columnwise": True},
+        {"columnwise": True, "bias_grad": True, "h_columnwise": True, "share_h_scales": True},
+        {"rowwise": False, "columnwise": True, "h_columnwise": True},
+    ],
+}
 EVERY_FORM: dict[str, dict[str, Any]] = {"plain": {}, **FORMS}
 FORM = ("alpha", "beta", "limit", "interleaved")
 OPTIONS = (
@@ -46,39 +57,50 @@ def form_of(sample: Sample) -> dict[str, Any]:
     return form
 
 
-def truth(sample: Sample) -> tuple[Tensor, Tensor]:
-    """The result in float64, and what its float32 computation may lose.
+def truth(sample: Sample) -> list[tuple[Tensor, Tensor]]:
+    """The results in float64, and what their float32 computation may lose.
 
     sigmoid is within 2^-21, what it is of within 2^-24, and the few operations after it round by
     2^-24 each. Beyond 83 sigmoid stays what it is there, 2^-119. 1 + x * (1 - s) is near zero for
     some gates, and then loses relative to its parts.
     """
     form = form_of(sample)
-    gate_up = sample["gate_up"].double().requires_grad_()
+    gate_up = sample["gate_up"].double()
     h = reference.swiglu(gate_up, **form)
-    with torch.no_grad():
-        gate, up = reference.gate_and_up(gate_up, form.get("interleaved", False))
-        limit = form.get("limit") or torch.inf
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + form.get("beta", 0.0)
-        x = form.get("alpha", 1.0) * gate
-        s = torch.sigmoid(x)
-        of_x = 2.0**-20 + (2.0**-22 * x.abs() * (1 - s) if "alpha" in form else 0)
-        if "dh" not in sample.arguments:
-            return h, of_x * h.abs() + 2.0**-118 * (gate * up).abs()
-    dh = sample["dh"].double()
-    (expected,) = torch.autograd.grad(h, gate_up, dh)
+    gate, up = reference.gate_and_up(gate_up, form.get("interleaved", False))
+    limit = form.get("limit") or torch.inf
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + form.get("beta", 0.0)
+    x = form.get("alpha", 1.0) * gate
+    s = torch.sigmoid(x)
+    of_x = 2.0**-20 + (2.0**-22 * x.abs() * (1 - s) if "alpha" in form else 0)
+    of_h = of_x * h.abs() + 2.0**-118 * (gate * up).abs()
+    of_h[h.abs() > torch.finfo(FP32).max * (1 - 2.0**-20)] = torch.inf
+    if "dh" not in sample.arguments:
+        return [(h, of_h)]
+    dh, weight = sample["dh"].double(), sample["weight"].double()[:, None]
+    expected = reference.swiglu_grad(dh, gate_up, weight[:, 0], **form)
     lost = torch.zeros_like(gate_up)
     of_gate, of_up = reference.gate_and_up(lost, form.get("interleaved", False))
-    of_gate += of_x * (dh * up * s).abs() * (1 + x.abs() * (1 - s))
-    of_gate += 2.0**-118 * (dh * up).abs() * (1 + x.abs())
-    of_up += of_x * (dh * gate * s).abs() + 2.0**-118 * (dh * gate).abs()
-    return expected, lost
+    d = weight * dh
+    of_gate += of_x * (d * up * s).abs() * (1 + x.abs() * (1 - s))
+    of_gate += 2.0**-118 * (d * up).abs() * (1 + x.abs())
+    of_up += of_x * (d * gate * s).abs() + 2.0**-118 * (d * gate).abs()
+    lost += 2.0**-24 * expected.d_gate_up.abs()  # the product weight * dh
+    of_weighted = weight.abs() * (of_h + torch.finfo(FP32).tiny * torch.finfo(FP32).eps)
+    # However a device orders the sum, no product goes through more additions than these.
+    additions = dh.size(1) // 16 + 24
+    of_sum = (dh.abs() * of_h + additions * 2.0**-24 * (dh * h).abs()).sum(1)
+    return list(zip(expected, (lost, of_weighted, of_sum), strict=True))
 
 
-def assert_close(actual: Tensor, sample: Sample, valid: int) -> None:
-    expected, lost = (t[:valid] for t in truth(sample))
-    dtype = sample["gate_up"].dtype
+def assert_close(
+    actual: Tensor, expected: Tensor, lost: Tensor, dtype: torch.dtype, valid: int
+) -> None:
+    """The first rows are as expected, the others zero."""
+    assert actual.dtype == dtype
+    assert actual.shape == expected.shape
     info = torch.finfo(dtype)
+    expected, lost = expected[:valid], lost[:valid]
     allowed = lost + 2 * ROUNDING[dtype] * (expected.abs() + lost) + info.tiny * info.eps
     overflows = expected.abs() > info.max * (1 - 2.0**-20)
     close = (actual[:valid].double() - expected).abs() <= allowed
@@ -86,13 +108,22 @@ def assert_close(actual: Tensor, sample: Sample, valid: int) -> None:
     assert not bits(actual[valid:]).any()
 
 
+def check_numbers(sample: Sample, device: str, valid: int) -> None:
+    dtypes = [sample["gate_up"].dtype] * 2 + [FP32]
+    for actual, right, dtype in zip(sample.results(device), truth(sample), dtypes, strict=False):
+        assert_close(actual, *right, dtype, valid)
+
+
+def check_d_weight(actual: Tensor, sample: Sample) -> None:
+    """A device may sum in its own order, and another one where h is quantized."""
+    valid = reference.groups(sample["offs"], len(actual))[-1].stop
+    assert_close(actual, *truth(sample)[2], FP32, valid)
+
+
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("swiglu", "swiglu_grad"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_numbers(op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str) -> None:
-    sample = variant_of(op, groups, variant, dtype)
-    (actual,) = sample.results(device)
-    assert actual.dtype == dtype
-    assert_close(actual, sample, groups.valid)
+    check_numbers(variant_of(op, groups, variant, dtype), device, groups.valid)
 
 
 @pytest.mark.parametrize("device", devices("swiglu", "swiglu_grad"))
@@ -108,11 +139,12 @@ def test_every_bf16_gate(dtype: torch.dtype, form: dict[str, Any], device: str) 
     if form.get("interleaved"):
         gate_up = torch.stack([gate, ones], dim=2).flatten(1).to(dtype)
     arguments = {"gate_up": gate_up, "offs": offs_of(len(gate)), **form}
+    dh_and_weight = {"dh": ones.to(dtype), "weight": torch.randn(len(gate))}
     for sample in (
         Sample("swiglu", arguments),
-        Sample("swiglu_grad", {"dh": ones.to(dtype), **arguments}),
+        Sample("swiglu_grad", {**dh_and_weight, **arguments}),
     ):
-        assert_close(sample.results(device)[0], sample, len(gate))
+        check_numbers(sample, device, len(gate))
 
 
 @pytest.mark.parametrize("device", devices("swiglu", "swiglu_grad"))
@@ -122,16 +154,15 @@ def test_at_and_past_limits(device: str) -> None:
     gate = torch.tensor([2, 2.125, inf, 1, 1, 1, 1, nan, 1] + [1] * 7)
     up = torch.tensor([1, 1, 1, 2, -2, -inf, 2.125, 1, nan] + [1] * 7)
     sample = Sample("swiglu_grad", {"dh": torch.ones(1, 16), "limit": 2.0, "offs": offs_of(1)})
-    sample = sample.but(gate_up=torch.cat([gate, up])[None])
-    exact = sample["gate_up"].double().requires_grad_()
-    expected = reference.swiglu(exact, limit=2.0)
-    expected.backward(torch.ones_like(expected))
+    sample = sample.but(gate_up=torch.cat([gate, up])[None], weight=torch.tensor([-0.5]))
+    expected = reference.swiglu_grad(*(sample[n] for n in ("dh", "gate_up", "weight")), limit=2.0)
     (h,) = Sample("swiglu", {n: sample[n] for n in ("gate_up", "offs", "limit")}).results(device)
-    torch.testing.assert_close(h.double(), expected, rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(-0.5 * h.double(), expected.h, rtol=1e-6, atol=0, equal_nan=True)
     assert h.isnan()[0, 7:9].all()
-    (actual,) = sample.results(device)
-    torch.testing.assert_close(actual.double(), exact.grad, rtol=1e-6, atol=0, equal_nan=True)
-    assert (actual == 0).nonzero()[:, 1].tolist() == [1, 2, 16 + 5, 16 + 6]
+    results = sample.results(device)
+    for actual, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(actual.double(), right, rtol=1e-6, atol=0, equal_nan=True)
+    assert (results[0] == 0).nonzero()[:, 1].tolist() == [1, 2, 16 + 5, 16 + 6]
 
 
 @pytest.mark.parametrize("device", devices("swiglu", "swiglu_grad"))
@@ -152,26 +183,50 @@ def test_not_finite_stays_so(dtype: torch.dtype, device: str) -> None:
     assert q[:7, 0].float().isnan().all()
     assert not q[:7, 1:].float().isnan().any()
     dh = torch.ones(8, 16, dtype=dtype, device=device)
-    grad = ops.group_quantize_swiglu_grad(dh, gate_up, offs).q
-    assert grad is not None
-    assert grad[:6, 0].float().isnan().all()
+    weight = torch.ones(8, device=device)
+    weight[7] = torch.nan
+    grads = ops.swiglu_grad(dh, gate_up, weight, offs)
+    assert not grads.h[:7, 0].isfinite().any()
+    assert grads.h[:7, 1:].isfinite().all()
+    quantized = ops.group_quantize_swiglu_grad(dh, gate_up, weight, offs, h_columnwise=True)
+    assert quantized.q is not None
+    assert quantized.h_t is not None
+    assert quantized.q[:6, 0].float().isnan().all()
+    assert quantized.h_t[0, 0, :7].float().isnan().all()
+    assert not quantized.h_t[0, 1:, :7].float().isnan().any()
+    for d_weight in (grads.d_weight, quantized.d_weight):
+        assert not d_weight[:6].isfinite().any()
+    # Of a weight that is not finite, all of the row but the weight's own gradient.
+    for of_row in (grads.d_gate_up[7], grads.h[7], quantized.q[7], quantized.h_t[0, :, 7]):
+        assert of_row.float().isnan().all()
+    for d_weight in (grads.d_weight, quantized.d_weight):
+        assert d_weight[7].isfinite()
 
 
 def unfused(sample: Sample, device: str) -> list[Tensor]:
     """The results of the fused op, from two ops."""
     inputs = {n: v for n, v in sample.arguments.items() if isinstance(v, Tensor) or n in FORM}
-    (x,) = Sample(UNFUSED[sample.op], inputs).results(device)
+    x, *of_weight = Sample(UNFUSED[sample.op], inputs).results(device)
     options: dict[str, Any] = {n: v for n, v in sample.arguments.items() if n in OPTIONS}
     quantize = Sample("group_quantize", {"x": x, "offs": sample["offs"], **options})
     results = quantize.results(device)
     if sample.op == "group_quantize_swiglu":
         results[4] = x if sample.get("keep_h") else x.new_empty(0)
-    return results
+        return results
+    h, d_weight = of_weight
+    columnwise = sample.get("h_columnwise")
+    of_h = quantize.but(x=h, rowwise=not columnwise, columnwise=columnwise, bias_grad=False)
+    of_h = of_h.but(share_scales=sample.get("share_h_scales"))
+    return [*results, *of_h.results(device)[2:4], d_weight]
 
 
 def check_fused(sample: Sample, device: str) -> None:
     actual = specified(sample, sample.results(device))
-    for result, expected in zip(actual, specified(sample, unfused(sample, device)), strict=True):
+    right = specified(sample, unfused(sample, device))
+    if sample.op == "group_quantize_swiglu_grad":
+        check_d_weight(actual.pop(), sample)
+        check_d_weight(right.pop(), sample)
+    for result, expected in zip(actual, right, strict=True):
         if result.dtype.itemsize > 1:  # NaN in one encoding
             result, expected = (torch.where(t.isnan(), torch.nan, t) for t in (result, expected))
         assert_same_bits(result, expected)
@@ -192,7 +247,33 @@ def test_wide_rows(form: str, op: str, device: str) -> None:
     for features in (2880, 256):  # the columns of up begin inside a block, and with one
         groups = Groups((5, 0, 131), 140, K=features)
         for dtype in (BF16, FP32):
-            check_fused(make(op, groups, dtype, columnwise=True, **EVERY_FORM[form]), device)
+            for outputs in WIDE_OUTPUTS[op]:
+                check_fused(make(op, groups, dtype, **outputs, **EVERY_FORM[form]), device)
+
+
+@pytest.mark.parametrize("device", devices("group_quantize_swiglu_grad"))
+@pytest.mark.parametrize("h_columnwise", [False, True])
+@pytest.mark.parametrize("bias_grad", [False, True])
+@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (False, True), (True, True)])
+def test_what_is_not_requested_is_none(
+    rowwise: bool, columnwise: bool, bias_grad: bool, h_columnwise: bool, device: str
+) -> None:
+    sample = make("group_quantize_swiglu_grad", GROUPS["capacity"], BF16).on(device)
+    results = ops.group_quantize_swiglu_grad(
+        **sample.arguments,
+        rowwise=rowwise,
+        columnwise=columnwise,
+        bias_grad=bias_grad,
+        h_columnwise=h_columnwise,
+    )
+    requested = {
+        **dict.fromkeys(("q", "scale"), rowwise),
+        **dict.fromkeys(("q_t", "scale_t"), columnwise),
+        "bias_grad": bias_grad,
+        **dict.fromkeys(("h_t", "scale_h_t"), h_columnwise),
+        "d_weight": True,
+    }
+    assert {name: t is not None for name, t in results._asdict().items()} == requested
 
 
 @hypothesis.settings(max_examples=30, deadline=None, derandomize=True, database=None)
@@ -211,10 +292,13 @@ def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:
         "columnwise": True,
     }
     form = data.draw(strategies.sampled_from(list(EVERY_FORM.values())))
+    outputs = {n: data.draw(strategies.booleans()) for n in ("h_columnwise", "share_h_scales")}
     for op in UNFUSED:
         sample = make(op, groups, dtype, **options, **form)
         sample = sample.but(gate_up=sample["gate_up"] * spread)
-        check_fused(sample if op == "group_quantize_swiglu" else sample.but(bias_grad=True), device)
+        if op == "group_quantize_swiglu_grad":
+            sample = sample.but(bias_grad=True, **outputs)
+        check_fused(sample, device)
 
     sample = make("group_quantize", groups, dtype, index=torch.int64, bias_grad=True, **options)
     sorted_x = reference.gather(sample["x"], sample["rows"], sample["offs"])
@@ -231,14 +315,13 @@ def test_cpu_and_cuda_give_the_same_bits(
     dtype: torch.dtype, op: str, groups: Groups, variant: str
 ) -> None:
     sample = variant_of(op, groups, variant, dtype)
-    for kind in (
-        sample,
-        Sample(
-            UNFUSED[op],
-            {n: sample[n] for n in sample.arguments if n in ("dh", "gate_up", "offs", *FORM)},
-        ),
-    ):
+    inputs = ("dh", "gate_up", "weight", "offs", *FORM)
+    unquantized = {n: sample[n] for n in sample.arguments if n in inputs}
+    for kind in (sample, Sample(UNFUSED[op], unquantized)):
         cpu, cuda = (specified(kind, kind.results(d)) for d in ("cpu", "cuda"))
+        if "weight" in unquantized:
+            check_d_weight(cpu.pop(), sample)
+            check_d_weight(cuda.pop(), sample)
         for a, b in zip(cpu, cuda, strict=True):
             assert_same_bits(a, b)
 
@@ -257,14 +340,23 @@ def test_rows_out_of_range_are_clamped_on_cuda() -> None:
 def test_compiled(device: str) -> None:
     groups = GROUPS["capacity"]
     forward = make("group_quantize_swiglu", groups, BF16, columnwise=True).on(device)
-    backward = make("group_quantize_swiglu_grad", groups, BF16, bias_grad=True).on(device)
+    backward = make("group_quantize_swiglu_grad", groups, BF16).on(device)
+    blocks = len(reference.row_blocks(groups.offs(), groups.T))
 
-    def call(gate_up: Tensor, dh: Tensor, offs: Tensor) -> tuple[Tensor | None, ...]:
+    def call(
+        gate_up: Tensor, dh: Tensor, weight: Tensor, offs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         y = ops.group_quantize_swiglu(gate_up, offs)
-        dy = ops.group_quantize_swiglu_grad(dh, gate_up, offs, bias_grad=True)
-        return y.q, dy.q, dy.bias_grad
+        dy = ops.group_quantize_swiglu_grad(
+            dh, gate_up, weight, offs, bias_grad=True, h_columnwise=True
+        )
+        assert dy.h_t is not None
+        assert dy.scale_h_t is not None
+        of_h = dy.h_t[:blocks], dy.scale_h_t[:blocks]
+        grads = ops.swiglu_grad(dh, gate_up, weight, offs)
+        return y.q, dy.q, dy.bias_grad, *of_h, dy.d_weight, *grads
 
-    inputs = forward["gate_up"], backward["dh"], forward["offs"]
+    inputs = forward["gate_up"], backward["dh"], backward["weight"], forward["offs"]
     compiled = torch.compile(call, fullgraph=True)(*inputs)
     for actual, expected in zip(compiled, call(*inputs), strict=True):
         assert actual is not None

@@ -78,7 +78,7 @@ void check_swiglu(const char* op, const Tensor& gate_up, const Tensor& offs) {
 }
 
 void check_swiglu_grad(const char* op, const Tensor& dh, const Tensor& gate_up,
-                       const Tensor& offs) {
+                       const Tensor& weight, const Tensor& offs) {
   check_dim(op, "dh", dh, 2);
   check_dim(op, "gate_up", gate_up, 2);
   check_activation(op, "dh", dh.scalar_type());
@@ -87,6 +87,10 @@ void check_swiglu_grad(const char* op, const Tensor& dh, const Tensor& gate_up,
   check_same(op, "T", "dh", dh.size(0), "gate_up", gate_up.size(0));
   check_features(op, "K", dh.size(1));
   check_same(op, "2 * K", "dh", 2 * dh.size(1), "gate_up", gate_up.size(1));
+  check_dim(op, "weight", weight, 1);
+  check_dtype(op, "weight", weight, ScalarType::Float);
+  check_device(op, "weight", weight, "dh", dh);
+  check_same(op, "T", "weight", weight.size(0), "dh", dh.size(0));
   check_offs(op, offs, "dh", dh);
 }
 
@@ -110,10 +114,11 @@ void check_group_quantize_swiglu(const Tensor& gate_up, const Tensor& offs, doub
   check_layouts(op, rowwise, columnwise);
 }
 
-void check_group_quantize_swiglu_grad(const Tensor& dh, const Tensor& gate_up, const Tensor& offs,
-                                      double amax_epsilon, bool rowwise, bool columnwise) {
+void check_group_quantize_swiglu_grad(const Tensor& dh, const Tensor& gate_up, const Tensor& weight,
+                                      const Tensor& offs, double amax_epsilon, bool rowwise,
+                                      bool columnwise) {
   const char* op = "group_quantize_swiglu_grad";
-  check_swiglu_grad(op, dh, gate_up, offs);
+  check_swiglu_grad(op, dh, gate_up, weight, offs);
   check_epsilon(op, amax_epsilon);
   check_layouts(op, rowwise, columnwise);
 }

@@ -211,37 +211,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
   return {results.q, results.scale, results.q_t, results.scale_t, h};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu_grad(
-    const Tensor& dh_in, const Tensor& gate_up_in, const Tensor& offs, double amax_epsilon,
-    bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad, double alpha,
-    double beta, std::optional<double> limit, bool interleaved) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+group_quantize_swiglu_grad(const Tensor& dh, const Tensor& gate_up, const Tensor& weight,
+                           const Tensor& offs, double amax_epsilon, bool power_of_two_scales,
+                           bool rowwise, bool columnwise, bool bias_grad, bool h_columnwise,
+                           bool share_h_scales, double alpha, double beta,
+                           std::optional<double> limit, bool interleaved) {
   const char* op = "group_quantize_swiglu_grad";
-  check_group_quantize_swiglu_grad(dh_in, gate_up_in, offs, amax_epsilon, rowwise, columnwise);
+  check_group_quantize_swiglu_grad(dh, gate_up, weight, offs, amax_epsilon, rowwise, columnwise);
   const SwigluForm form = checked_form(op, alpha, beta, limit, interleaved);
-  const Tensor dh = with_dense_rows(dh_in), gate_up = with_dense_rows(gate_up_in);
-  const ScalarType dtype = dh.scalar_type();
-  const int64_t T = dh.size(0), K = dh.size(1);
-  const auto starts = group_starts(op, offs, T);
-  const Results results(dh, T, 2 * K, offs.size(0), rowwise, columnwise, bias_grad);
-
-  const int64_t element = element_size(dtype);
-  const int64_t dh_stride = dh.stride(0) * element, stride = gate_up.stride(0) * element;
-  const auto* gradients = static_cast<const char*>(dh.data_ptr());
-  const auto* inputs = static_cast<const char*>(gate_up.data_ptr());
-  const auto source = [&](const RowBlock& block, int64_t r, int64_t col) {
-    const int64_t dh_col = interleaved ? col / 2 : col % K;
-    return gradients + (block.begin + r) * dh_stride + dh_col * element;
-  };
-  const auto fill_row = [&](const char*, const RowBlock& block, int64_t r, int64_t col,
-                            int64_t cols, void* row) {
-    const int64_t t = block.begin + r;
-    swiglu_grad_row(form, gradients + t * dh_stride, inputs + t * stride, dtype, K, col, cols,
-                    static_cast<char*>(row));
-  };
-  quantize(dtype, blocks_of(starts, columnwise || bias_grad),
-           {static_cast<float>(amax_epsilon), power_of_two_scales}, results,
-           Reader{source, fill_row});
-  return results.all();
+  const int64_t T = dh.size(0), K = dh.size(1), E = offs.size(0);
+  const auto [d_gate_up, h, d_weight] = swiglu_grads(op, dh, gate_up, weight, offs, form);
+  const Results results(dh, T, 2 * K, E, rowwise, columnwise, bias_grad);
+  quantize_rows(d_gate_up, offs, amax_epsilon, power_of_two_scales, results);
+  const Results of_h(dh, T, K, E, false, h_columnwise, false, share_h_scales);
+  if (h_columnwise) quantize_rows(h, offs, amax_epsilon, power_of_two_scales, of_h);
+  return std::tuple_cat(results.all(), std::make_tuple(of_h.q_t, of_h.scale_t, d_weight));
 }
 
 Tensor grouped_bias_grad(const Tensor& dy, const Tensor& offs) {

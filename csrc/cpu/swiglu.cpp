@@ -10,7 +10,7 @@ namespace {
 // Elements of a row that are processed at a time.
 constexpr int64_t kChunk = 128;
 
-// result[i] = f(form, sigmoid, gate[i], up[i], dh[i]...) in float32 for n elements of one dtype.
+// h[i] = swiglu_with(form, sigmoid, gate[i], up[i]) in float32 for n elements of one dtype.
 //
 // A sigmoid is a chain of dependent operations, longer than a CPU's out-of-order window. Three
 // shorter loops keep the CPU busy (AMD EPYC 9005: 0.26 against 0.28 ns an element).
@@ -55,21 +55,52 @@ GROUPED_LINEAR_EVERY_WIDTH void h_row(const SwigluForm& form, const void* gate, 
                      __attribute__((always_inline)) { return swiglu_with(form, s, gate, up); };
   map_row(form, f, dtype, n, h, gate, up);
 }
-GROUPED_LINEAR_EVERY_WIDTH void grad_gate_row(const SwigluForm& form, const void* gate,
-                                              const void* up, const void* dh, ScalarType dtype,
-                                              int64_t n, void* d_gate) {
-  const auto f =
-      [](const auto& form, float s, float gate, float up, float dh)
-          __attribute__((always_inline)) { return swiglu_grad_gate_with(form, s, gate, up, dh); };
-  map_row(form, f, dtype, n, d_gate, gate, up, dh);
+// Computes d_gate, d_up and weight * h of n elements, n at most kChunk, rounded to Element. Adds
+// dh * h to `sums`, element i to sum i % kSums: a fixed order at every vector width.
+constexpr int64_t kSums = 16;
+template <typename Element, typename Form>
+GROUPED_LINEAR_INLINE void grad_elements(const Form& form, float weight, int64_t n,
+                                         const void* gate, const void* up, const void* dh,
+                                         void* d_gate, void* d_up, void* h, float* sums) {
+  using Bits = typename Element::Bits;
+  const auto value = [](const void* from, int64_t i) __attribute__((always_inline)) {
+    return Element::to_float(static_cast<const Bits*>(from)[i]);
+  };
+  alignas(64) float s[kChunk], products[kChunk];
+  for (int64_t i = 0; i < n; ++i) s[i] = one_plus_exp(form, value(gate, i));
+  for (int64_t i = 0; i < n; ++i) s[i] = inverse(s[i]);
+  for (int64_t i = 0; i < n; ++i) {
+    const float unweighted = swiglu_with(form, s[i], value(gate, i), value(up, i));
+    static_cast<Bits*>(h)[i] = Element::of_float(weight * unweighted);
+    products[i] = value(dh, i) * unweighted;
+  }
+  for (int64_t i = 0; i < n; ++i)
+    static_cast<Bits*>(d_gate)[i] = Element::of_float(
+        swiglu_grad_gate_with(form, s[i], value(gate, i), value(up, i), weight * value(dh, i)));
+  for (int64_t i = 0; i < n; ++i)
+    static_cast<Bits*>(d_up)[i] = Element::of_float(
+        swiglu_grad_up_with(form, s[i], value(gate, i), value(up, i), weight * value(dh, i)));
+  for (int64_t i = 0; i < n; i += kSums)
+    for (int64_t j = 0; j < kSums; ++j) sums[j] += products[i + j];
 }
-GROUPED_LINEAR_EVERY_WIDTH void grad_up_row(const SwigluForm& form, const void* gate,
-                                            const void* up, const void* dh, ScalarType dtype,
-                                            int64_t n, void* d_up) {
-  const auto f =
-      [](const auto& form, float s, float gate, float up, float dh)
-          __attribute__((always_inline)) { return swiglu_grad_up_with(form, s, gate, up, dh); };
-  map_row(form, f, dtype, n, d_up, gate, up, dh);
+
+template <typename Element, typename... Arguments>
+GROUPED_LINEAR_INLINE void grad_forms(const SwigluForm& form, const Arguments&... arguments) {
+  if (form.is_plain()) return grad_elements<Element>(PlainSwiglu(), arguments...);
+  grad_elements<Element>(form, arguments...);
+}
+
+GROUPED_LINEAR_EVERY_WIDTH void grad_chunk(const SwigluForm& form, ScalarType dtype, float weight,
+                                           int64_t n, const void* gate, const void* up,
+                                           const void* dh, void* d_gate, void* d_up, void* h,
+                                           float* sums) {
+  switch (dtype) {
+    case ScalarType::BFloat16:
+      return grad_forms<Bf16>(form, weight, n, gate, up, dh, d_gate, d_up, h, sums);
+    case ScalarType::Half:
+      return grad_forms<Half>(form, weight, n, gate, up, dh, d_gate, d_up, h, sums);
+    default: return grad_forms<Float>(form, weight, n, gate, up, dh, d_gate, d_up, h, sums);
+  }
 }
 
 // Splits n interleaved pairs of gate and up, or joins them. Loops over words of two elements: loops
@@ -131,33 +162,6 @@ void swiglu_row(const SwigluForm& form, const char* gate_up, ScalarType dtype, i
   }
 }
 
-void swiglu_grad_row(const SwigluForm& form, const char* dh, const char* gate_up, ScalarType dtype,
-                     int64_t K, int64_t col, int64_t n, char* d_gate_up) {
-  const int64_t element = element_size(dtype);
-  const char* gate = gate_up + col * element;
-  if (form.interleaved) {
-    for (int64_t begin = 0; begin < n / 2; begin += kChunk) {
-      const int64_t count = std::min(kChunk, n / 2 - begin);
-      const char* gradients = dh + (col / 2 + begin) * element;
-      Halves halves, d;
-      deinterleave(gate + 2 * begin * element, dtype, count, halves);
-      grad_gate_row(form, halves.gate, halves.up, gradients, dtype, count, d.gate);
-      grad_up_row(form, halves.gate, halves.up, gradients, dtype, count, d.up);
-      interleave(d, dtype, count, d_gate_up + 2 * begin * element);
-    }
-    return;
-  }
-  const int64_t num_gate = std::clamp<int64_t>(K - col, 0, n);  // the rest are columns of up
-  dh += col * element;
-  if (num_gate > 0) grad_gate_row(form, gate, gate + K * element, dh, dtype, num_gate, d_gate_up);
-  if (num_gate < n) {
-    const char* up = gate + num_gate * element;
-    dh += (num_gate - K) * element;
-    grad_up_row(form, up - K * element, up, dh, dtype, n - num_gate,
-                d_gate_up + num_gate * element);
-  }
-}
-
 Tensor swiglu(const Tensor& gate_up_in, const Tensor& offs, double alpha, double beta,
               std::optional<double> limit, bool interleaved) {
   check_swiglu("swiglu", gate_up_in, offs);
@@ -175,23 +179,53 @@ Tensor swiglu(const Tensor& gate_up_in, const Tensor& offs, double alpha, double
   return h;
 }
 
-Tensor swiglu_grad(const Tensor& dh_in, const Tensor& gate_up_in, const Tensor& offs, double alpha,
-                   double beta, std::optional<double> limit, bool interleaved) {
-  check_swiglu_grad("swiglu_grad", dh_in, gate_up_in, offs);
-  const SwigluForm form = checked_form("swiglu_grad", alpha, beta, limit, interleaved);
+SwigluGrads swiglu_grads(const char* op, const Tensor& dh_in, const Tensor& gate_up_in,
+                         const Tensor& weight_in, const Tensor& offs, const SwigluForm& form) {
   const Tensor dh = with_dense_rows(dh_in), gate_up = with_dense_rows(gate_up_in);
+  const Tensor weight = as_dense(weight_in);
   const ScalarType dtype = dh.scalar_type();
   const int64_t T = dh.size(0), K = dh.size(1), element = element_size(dtype);
-  Tensor d_gate_up = new_output(dh, {T, 2 * K}, dtype);
-  const int64_t dh_stride = dh.stride(0) * element, stride = gate_up.stride(0) * element;
-  const auto* gradients = static_cast<const char*>(dh.data_ptr());
-  const auto* inputs = static_cast<const char*>(gate_up.data_ptr());
-  auto* results = static_cast<char*>(d_gate_up.data_ptr());
-  for_each_row("swiglu_grad", offs, d_gate_up, [&](int64_t t) {
-    swiglu_grad_row(form, gradients + t * dh_stride, inputs + t * stride, dtype, K, 0, 2 * K,
-                    results + t * 2 * K * element);
+  const SwigluGrads out{new_output(dh, {T, 2 * K}, dtype), new_output(dh, {T, K}, dtype),
+                        new_output(dh, {T}, ScalarType::Float)};
+  const auto* weights = weight.const_data_ptr<float>();
+  auto* d_weight = static_cast<float*>(out.d_weight.data_ptr());
+  for_each_row(op, offs, out.d_gate_up, [&](int64_t t) {
+    const char *gradients = row_of(dh, t), *inputs = row_of(gate_up, t);
+    char *d_gate_up = row_of(out.d_gate_up, t), *h = row_of(out.h, t);
+    alignas(64) float sums[kSums] = {};
+    for (int64_t begin = 0; begin < K; begin += kChunk) {
+      const int64_t n = std::min(kChunk, K - begin), at = begin * element;
+      if (form.interleaved) {
+        Halves from, to;
+        deinterleave(inputs + 2 * at, dtype, n, from);
+        grad_chunk(form, dtype, weights[t], n, from.gate, from.up, gradients + at, to.gate, to.up,
+                   h + at, sums);
+        interleave(to, dtype, n, d_gate_up + 2 * at);
+      } else {
+        const int64_t up = K * element + at;
+        grad_chunk(form, dtype, weights[t], n, inputs + at, inputs + up, gradients + at,
+                   d_gate_up + at, d_gate_up + up, h + at, sums);
+      }
+    }
+    float sum = 0;
+    for (const float part : sums) sum += part;
+    d_weight[t] = sum;
   });
-  return d_gate_up;
+  const int64_t end = group_starts(op, offs, T).back();
+  zero_rows(out.h, end);
+  std::fill(d_weight + end, d_weight + T, 0.0f);
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> swiglu_grad(const Tensor& dh, const Tensor& gate_up,
+                                               const Tensor& weight, const Tensor& offs,
+                                               double alpha, double beta,
+                                               std::optional<double> limit, bool interleaved) {
+  const char* op = "swiglu_grad";
+  check_swiglu_grad(op, dh, gate_up, weight, offs);
+  const SwigluForm form = checked_form(op, alpha, beta, limit, interleaved);
+  const auto [d_gate_up, h, d_weight] = swiglu_grads(op, dh, gate_up, weight, offs, form);
+  return {d_gate_up, h, d_weight};
 }
 
 }  // namespace grouped_linear::cpu

@@ -10,8 +10,11 @@ namespace grouped_linear::cpu {
 void swiglu_row(const SwigluForm& form, const char* gate_up, ScalarType dtype, int64_t K,
                 int64_t col, int64_t n, char* h);
 
-// Columns [col, col + n) of a row of d_gate_up [2 * K]; col and n are even.
-void swiglu_grad_row(const SwigluForm& form, const char* dh, const char* gate_up, ScalarType dtype,
-                     int64_t K, int64_t col, int64_t n, char* d_gate_up);
+// What the backward of an expert layer takes from gate_up: see swiglu_grad in csrc/library.cpp.
+struct SwigluGrads {
+  Tensor d_gate_up, h, d_weight;
+};
+SwigluGrads swiglu_grads(const char* op, const Tensor& dh, const Tensor& gate_up,
+                         const Tensor& weight, const Tensor& offs, const SwigluForm& form);
 
 }  // namespace grouped_linear::cpu

@@ -114,6 +114,10 @@ class LinearContext(NamedTuple):
             recipe.refresh_weight_(quantized, weights, state, flag)
         return quantized.operands(columnwise)
 
+    def input_state(self, scale: Tensor | None) -> QuantizerState | None:
+        """x's state in the backward, where x is quantized once more and recorded no more."""
+        return None if scale is None else QuantizerState(scale, None)
+
     def grad_output_state(self, scale: Tensor | None) -> QuantizerState | None:
         """dy's state in the backward, with the scale that the forward saved.
 

@@ -13,19 +13,19 @@ from grouped_linear import ops
 from grouped_linear.autograd.context import LinearContext
 from grouped_linear.autograd.gemm import multiply
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
-from grouped_linear.autograd.routing import gradient_of_weights, sum_of_rows, weight_of_rows
+from grouped_linear.autograd.routing import gradient_of_rows, sum_of_rows, weight_of_rows
 from grouped_linear.autograd.wgrad import needs_grad_now
 from grouped_linear.ops.activation import SwiGLU
-from grouped_linear.recipes import UNQUANTIZED, OutputMask
+from grouped_linear.recipes import OutputMask
 
 
 class GroupedMLPFunction(torch.autograd.Function):
     """Gather, gate and up, SwiGLU, down, weighted sum: ``grouped_mlp`` of sorted rows.
 
-    The forward saves columnwise x and swiglu, for wgrad; the columnwise weights, for dgrad; the
-    output of the first GEMM in the activations' dtype, from which SwiGLU's gradient is computed as
-    it is quantized; and the experts' outputs, if the routing weights need a gradient. Each is saved
-    only where a gradient needs it.
+    The forward saves x [T, H] as it came, the output of the first GEMM [R, G], the routing and the
+    columnwise weights, each only where a gradient needs it. The backward gathers x again, and makes
+    SwiGLU's output again beside its gradient. The routing weights' gradient needs no output of the
+    experts: with dh the gradient by h of the unweighted outputs, it is the sum of dh * h.
     """
 
     @staticmethod
@@ -54,14 +54,14 @@ class GroupedMLPFunction(torch.autograd.Function):
         """
         needed = [gate_up_context.grad_enabled and need for need in ctx.needs_input_grad[3:9]]
         need_x, need_weight, need_gate_up, need_down, need_gate_up_bias, _ = needed
-        need_h = need_x or need_gate_up or need_gate_up_bias
+        need_dh = need_x or need_weight or need_gate_up or need_gate_up_bias
         recipe = gate_up_context.recipe
         routing = ops.SortedByExpert(*routing_tensors)
         offs_E, dtype = routing.offs, x_TH.dtype
         x_state, _, d_gate_up_state = gate_up_context.options.states or (None, None, None)
         h_state, _, dy_state = down_context.options.states or (None, None, None)
 
-        outputs = OutputMask(True, need_gate_up, False)
+        outputs = OutputMask(True, False, False)
         x = recipe.quantize_gathered(x_TH, routing, x_state, outputs)
         gate_up = gate_up_context.weight_operands(columnwise=need_x)
         biases = gate_up_bias_EG, down_bias_EH
@@ -76,9 +76,8 @@ class GroupedMLPFunction(torch.autograd.Function):
             gate_up_bias_EG,
             dtype,
         )
-        outputs = OutputMask(True, need_down, False)
         h = recipe.quantize_swiglu(gate_up_RG, offs_E, activation, h_state, outputs)
-        down = down_context.weight_operands(columnwise=need_h)
+        down = down_context.weight_operands(columnwise=need_dh)
         y_RH = multiply(
             h.rowwise,
             h.rowwise_scale,
@@ -91,13 +90,15 @@ class GroupedMLPFunction(torch.autograd.Function):
 
         ctx.activation = activation
         ctx.contexts = gate_up_context.for_backward(), down_context.for_backward()
+        states = x_state, d_gate_up_state, h_state, dy_state
         ctx.save_for_backward(
             *routing,
             weight_TC,
-            gate_up_RG if need_h else None,
-            y_RH if need_weight else None,
-            *(t for o in (x, gate_up, h, down) for t in (o.columnwise, o.columnwise_scale)),
-            *(None if state is None else state.scale for state in (d_gate_up_state, dy_state)),
+            x_TH if need_gate_up else None,
+            gate_up_RG if need_dh or need_down else None,
+            down_bias_EH if need_dh else None,
+            *(t for w in (gate_up, down) for t in (w.columnwise, w.columnwise_scale)),
+            *(None if state is None else state.scale for state in states),
         )
         return sum_of_rows(y_RH, routing.row, weight_TC)
 
@@ -105,7 +106,7 @@ class GroupedMLPFunction(torch.autograd.Function):
     @strictly_once_differentiable
     def backward(ctx: Any, d_out_TH: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of x, the routing weights and the parameters, each only where needed."""
-        need_x, _, need_gate_up, need_down, need_gate_up_bias, need_down_bias = (
+        need_x, need_weight, need_gate_up, need_down, need_gate_up_bias, need_down_bias = (
             ctx.needs_input_grad[3:9]
         )
         gate_up_context: LinearContext
@@ -114,45 +115,62 @@ class GroupedMLPFunction(torch.autograd.Function):
         if any(c.options.main_grad is not None for c in (gate_up_context, down_context)):
             needed = need_gate_up, need_down
             need_gate_up, need_down = needs_grad_now(ctx, needed, slice(2, 4))
-        need_h = need_x or need_gate_up or need_gate_up_bias
         saved = ctx.saved_tensors
         routing = ops.SortedByExpert(*saved[:4])
-        weight_TC, gate_up_RG, y_RH = saved[4:7]
-        x, x_scale, gate_up, gate_up_scale, h, h_scale, down, down_scale = saved[7:15]
-        d_gate_up_state = gate_up_context.grad_output_state(saved[15])
-        dy_state = down_context.grad_output_state(saved[16])
-        offs_E, dtype = routing.offs, d_out_TH.dtype
+        weight_TC, x_TH, gate_up_RG, down_bias_EH = saved[4:8]
+        gate_up, gate_up_scale, down, down_scale, *state_scales = saved[8:]
+        x_state, h_state = map(gate_up_context.input_state, state_scales[::2])
+        d_gate_up_state = gate_up_context.grad_output_state(state_scales[1])
+        dy_state = down_context.grad_output_state(state_scales[3])
+        offs_E, dtype, recipe = routing.offs, d_out_TH.dtype, gate_up_context.recipe
 
-        d_weight_TC = gradient_of_weights(d_out_TH, weight_TC, y_RH, routing)
-        dx_TH = d_gate_up_EGH = d_down_EHF = d_gate_up_bias_EG = d_down_bias_EH = None
-        if need_h or need_down or need_down_bias:
-            outputs = OutputMask(need_h, need_down, need_down_bias)
-            # For a bias alone nothing is quantized.
-            recipe = down_context.recipe if need_h or need_down else UNQUANTIZED
-            weight_R = weight_of_rows(weight_TC, routing)
-            dy = recipe.quantize_gathered_grad(d_out_TH, weight_R, routing, dy_state, outputs)
-            if dy.bias_grad is not None:
-                d_down_bias_EH = dy.bias_grad.to(ctx.bias_dtypes[1])
-        if need_down:
-            (d_down_EHF,) = down_context.wgrad(dy, h, h_scale, offs_E).compute()
-        if need_h:
-            w, w_scale = down_context.recipe.for_dgrad(down, down_scale)
+        d_weight_TC = dx_TH = d_gate_up_EGH = d_down_EHF = None
+        d_gate_up_bias_EG = d_down_bias_EH = None
+        if need_down_bias:
+            dy_RH = gradient_of_rows(d_out_TH, weight_TC, routing)
+            d_down_bias_EH = ops.grouped_bias_grad(dy_RH, offs_E).to(ctx.bias_dtypes[1])
+        need_dh = need_x or need_weight or need_gate_up or need_gate_up_bias
+        weight_R = weight_of_rows(weight_TC, routing)
+        if need_dh or need_down:
+            outputs = OutputMask(need_dh, need_down, False)
+            dy = recipe.quantize_gathered_grad(d_out_TH, routing, dy_state, outputs)
+        if need_dh:
+            w, w_scale = recipe.for_dgrad(down, down_scale)
             dh_RF = multiply(dy.rowwise, dy.rowwise_scale, w, w_scale, offs_E, None, dtype)
             outputs = OutputMask(need_x, need_gate_up, need_gate_up_bias)
-            recipe = gate_up_context.recipe if need_x or need_gate_up else UNQUANTIZED
-            d_gate_up = recipe.quantize_swiglu_grad(
-                dh_RF, gate_up_RG, offs_E, ctx.activation, d_gate_up_state, outputs
+            states = h_state, d_gate_up_state
+            d_gate_up, h, d_weight_R = recipe.quantize_swiglu_grad(
+                dh_RF, gate_up_RG, weight_R, offs_E, ctx.activation, *states, outputs, need_down
             )
-            if need_gate_up:
-                wgrad = gate_up_context.wgrad(d_gate_up, x, x_scale, offs_E)
-                (d_gate_up_EGH,) = wgrad.compute()
-            if d_gate_up.bias_grad is not None:
-                d_gate_up_bias_EG = d_gate_up.bias_grad.to(ctx.bias_dtypes[0])
-            if need_x:
-                w, w_scale = gate_up_context.recipe.for_dgrad(gate_up, gate_up_scale)
-                dx_RH = multiply(
-                    d_gate_up.rowwise, d_gate_up.rowwise_scale, w, w_scale, offs_E, None, dtype
-                )
-                dx_TH = sum_of_rows(dx_RH, routing.row)
+        elif need_down:  # h alone, for which any dh will do
+            any_dh_RF = gate_up_RG[:, : gate_up_RG.size(1) // 2]
+            h_RF = ops.swiglu_grad(any_dh_RF, gate_up_RG, weight_R, offs_E, ctx.activation).h
+            h = recipe.quantize_input(h_RF, offs_E, h_state, OutputMask(False, True, False))
+        if need_down:
+            assert isinstance(h.columnwise, Tensor)
+            wgrad = down_context.wgrad(dy, h.columnwise, h.columnwise_scale, offs_E)
+            (d_down_EHF,) = wgrad.compute()
+        if need_weight:
+            d_weight_TC = d_weight_R[routing.row]
+            if down_bias_EH is not None:
+                experts_TC = torch.searchsorted(offs_E, routing.row, right=True)
+                experts_TC = experts_TC.clamp(max=len(down_bias_EH) - 1)
+                d_weight_TC = d_weight_TC + ops.gather_dot(d_out_TH, down_bias_EH, experts_TC)
+            d_weight_TC = d_weight_TC.to(weight_TC.dtype)
+        if need_gate_up:
+            outputs = OutputMask(False, True, False)
+            x = recipe.quantize_gathered(x_TH, routing, x_state, outputs)
+            assert isinstance(x.columnwise, Tensor)
+            wgrad = gate_up_context.wgrad(d_gate_up, x.columnwise, x.columnwise_scale, offs_E)
+            (d_gate_up_EGH,) = wgrad.compute()
+        if need_gate_up_bias:
+            assert d_gate_up.bias_grad is not None
+            d_gate_up_bias_EG = d_gate_up.bias_grad.to(ctx.bias_dtypes[0])
+        if need_x:
+            w, w_scale = recipe.for_dgrad(gate_up, gate_up_scale)
+            dx_RH = multiply(
+                d_gate_up.rowwise, d_gate_up.rowwise_scale, w, w_scale, offs_E, None, dtype
+            )
+            dx_TH = sum_of_rows(dx_RH, routing.row)
         of_weights = d_gate_up_EGH, d_down_EHF, d_gate_up_bias_EG, d_down_bias_EH
         return None, None, None, dx_TH, d_weight_TC, *of_weights, *(None,) * len(routing)

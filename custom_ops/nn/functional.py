@@ -405,12 +405,13 @@ def apply_mlp(
         x_TH = x_TH.to(dtype)
     grad_enabled = torch.is_grad_enabled()
     need_x = grad_enabled and x.requires_grad
-    need_h = need_x or (
-        grad_enabled and any(t is not None and t.requires_grad for t in (projections[0], biases[0]))
+    # Whether the second layer's dgrad runs: for every gradient but those of its own parameters.
+    need_dh = grad_enabled and any(
+        t is not None and t.requires_grad for t in (x, weights, projections[0], biases[0])
     )
     not_none = UNQUANTIZED if recipe is None else recipe
     contexts, grad_inputs = [], []
-    for w, given, columnwise in zip(projections, options, (need_x, need_h), strict=True):
+    for w, given, columnwise in zip(projections, options, (need_x, need_dh), strict=True):
         own = given
         if isinstance(w, GroupedTensor):
             quantized = quantized_weight_of("grouped_mlp", w, recipe, columnwise)

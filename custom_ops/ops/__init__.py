@@ -23,6 +23,8 @@ rows raise too. On a GPU they are clamped, because to check them would wait for 
 
 from grouped_linear.ops.activation import (
     SwiGLU,
+    SwigluGrad,
+    SwigluGradQuantized,
     SwigluQuantized,
     group_quantize_swiglu,
     group_quantize_swiglu_grad,
@@ -89,6 +91,8 @@ __all__ = [
     "PerGroupQuantized",
     "SortedByExpert",
     "SwiGLU",
+    "SwigluGrad",
+    "SwigluGradQuantized",
     "SwigluQuantized",
     "WeightQuantized",
     "block_scaled_linear",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grouped_linear.meta_kernels.rules import FLOAT32_MAX
-from grouped_linear.ops.quantize import GroupQuantized, requested
+from grouped_linear.ops.quantize import requested
 
 _ops = torch.ops.grouped_linear
 
@@ -89,6 +89,38 @@ class SwigluQuantized(NamedTuple):
     """[T, K] of gate_up's dtype."""
 
 
+class SwigluGrad(NamedTuple):
+    """What :func:`swiglu_grad` returns."""
+
+    d_gate_up: Tensor
+    """[T, 2 K] of dh's dtype."""
+    h: Tensor
+    """[T, K] of dh's dtype, weighted."""
+    d_weight: Tensor
+    """[T] float32."""
+
+
+class SwigluGradQuantized(NamedTuple):
+    """What :func:`group_quantize_swiglu_grad` returns; what was not requested is None."""
+
+    q: Tensor | None
+    """[T, 2 K] e4m3."""
+    scale: Tensor | None
+    """[ceil(2 K / 128), round_up(T, 4)] float32."""
+    q_t: Tensor | None
+    """[Tp / 128, 2 K, 128] e4m3."""
+    scale_t: Tensor | None
+    """[Tp / 128, 2 K] float32."""
+    bias_grad: Tensor | None
+    """[E, 2 K] float32."""
+    h_t: Tensor | None
+    """[Tp / 128, K, 128] e4m3."""
+    scale_h_t: Tensor | None
+    """[Tp / 128, K] float32."""
+    d_weight: Tensor
+    """[T] float32."""
+
+
 def swiglu(gate_up: Tensor, offs: Tensor, activation: SwiGLU = PLAIN) -> Tensor:
     """The gated activation between the two linear layers of an expert.
 
@@ -115,33 +147,48 @@ def swiglu(gate_up: Tensor, offs: Tensor, activation: SwiGLU = PLAIN) -> Tensor:
     return h
 
 
-def swiglu_grad(dh: Tensor, gate_up: Tensor, offs: Tensor, activation: SwiGLU = PLAIN) -> Tensor:
-    """The gradient of :func:`swiglu`.
+def swiglu_grad(
+    dh: Tensor, gate_up: Tensor, weight: Tensor, offs: Tensor, activation: SwiGLU = PLAIN
+) -> SwigluGrad:
+    """The backward of an expert's activation, whose output row t is weighted by weight[t].
 
-    ``d_gate = dh * up * s * (1 + gate * (1 - s))`` with s = 1 / (1 + exp(-gate)), and ``d_up = dh *
-    silu(gate)``, computed in float32 and rounded once. For other forms, with g, u, alpha and beta
-    of :class:`grouped_linear.SwiGLU` and s = 1 / (1 + exp(-alpha * g))::
+    dh is the gradient by h = swiglu(gate_up) of the unweighted output. With s = 1 / (1 +
+    exp(-gate))::
 
-        d_gate = dh * (u + beta) * s * (1 + alpha * g * (1 - s))  where gate <= limit, else 0
-        d_up   = dh * g * s                                       where abs(up) <= limit, else 0
+        d_gate[t]   = weight[t] * dh[t] * up[t] * s * (1 + gate[t] * (1 - s))
+        d_up[t]     = weight[t] * dh[t] * silu(gate[t])
+        h[t]        = weight[t] * swiglu(gate_up)[t]
+        d_weight[t] = sum over k of dh[t, k] * swiglu(gate_up)[t, k]
+
+    All are computed in float32 and rounded once. For other forms, with g, u, alpha and beta of
+    :class:`grouped_linear.SwiGLU` and s = 1 / (1 + exp(-alpha * g))::
+
+        d_gate = weight * dh * (u + beta) * s * (1 + alpha * g * (1 - s))  if gate <= limit, else 0
+        d_up   = weight * dh * g * s                                  if abs(up) <= limit, else 0
+
+    d_gate_up and h have the same bits on CPU and GPU. d_weight is a sum whose order is fixed on
+    either.
 
     Args:
         dh: [T, K] bfloat16, float16 or float32, K a multiple of 16.
         gate_up: [T, 2 K] of dh's dtype.
+        weight: [T] float32. Ones give the gradient of :func:`swiglu` itself.
         offs: [E] int32 group ends.
         activation: see :func:`swiglu`.
 
     Returns:
-        d_gate_up [T, 2 K], laid out as gate_up is; zero at and past offs[-1].
+        d_gate_up [T, 2 K], laid out as gate_up is; h [T, K]; d_weight [T] float32. All are zero at
+        and past offs[-1], whatever the arguments hold there.
 
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
 
-    >>> swiglu_grad(torch.ones(1, 16), torch.zeros(1, 32), torch.tensor([1]).int()).shape
-    torch.Size([1, 32])
+    >>> grads = swiglu_grad(
+    ...     torch.ones(1, 16), torch.ones(1, 32), torch.full((1,), 2.0), torch.tensor([1]).int())
+    >>> grads.h[0, 0], grads.d_weight  # 2 * silu(1), 16 * silu(1)
+    (tensor(1.4621), tensor([11.6970]))
     """
-    d_gate_up: Tensor = _ops.swiglu_grad(dh, gate_up, offs, *activation.arguments)
-    return d_gate_up
+    return SwigluGrad(*_ops.swiglu_grad(dh, gate_up, weight, offs, *activation.arguments))
 
 
 def group_quantize_swiglu(
@@ -203,6 +250,7 @@ def group_quantize_swiglu(
 def group_quantize_swiglu_grad(
     dh: Tensor,
     gate_up: Tensor,
+    weight: Tensor,
     offs: Tensor,
     *,
     amax_epsilon: float = 0.0,
@@ -210,43 +258,54 @@ def group_quantize_swiglu_grad(
     rowwise: bool = True,
     columnwise: bool = False,
     bias_grad: bool = False,
+    h_columnwise: bool = False,
+    share_h_scales: bool = False,
     activation: SwiGLU = PLAIN,
-) -> GroupQuantized:
-    """Compute the gradient of :func:`swiglu` and quantize it in one pass, without writing it.
+) -> SwigluGradQuantized:
+    """Compute :func:`swiglu_grad` and quantize it in one pass, without writing it.
 
-    The bits are those of :func:`group_quantize` of :func:`swiglu_grad`.
+    The bits are those of :func:`group_quantize` of what :func:`swiglu_grad` returns.
 
     Args:
         dh: [T, K] bfloat16, float16 or float32, K a multiple of 16.
         gate_up: [T, 2 K] of dh's dtype.
+        weight: [T] float32, see :func:`swiglu_grad`.
         offs: [E] int32 group ends.
         amax_epsilon: see :func:`group_quantize`.
         power_of_two_scales: see :func:`group_quantize`.
-        rowwise: return q and scale.
-        columnwise: return q_t and scale_t.
+        rowwise: return q and scale of d_gate_up.
+        columnwise: return q_t and scale_t of d_gate_up.
         bias_grad: return the sum of d_gate_up over each group's rows.
+        h_columnwise: return h_t and scale_h_t, the columnwise data of the weighted h.
+        share_h_scales: of those, see ``share_scales`` of :func:`group_quantize`.
         activation: see :func:`swiglu`.
 
     Returns:
-        What :func:`group_quantize` returns for d_gate_up [T, 2 K].
+        What :func:`group_quantize` returns for d_gate_up [T, 2 K], and columnwise for h [T, K];
+        d_weight [T] float32, zero at and past offs[-1].
 
     Raises:
         RuntimeError: for a wrong shape, dtype, device, size or option.
 
-    >>> dh, gate_up = torch.randn(10, 64), torch.randn(10, 128)
-    >>> dy = group_quantize_swiglu_grad(dh, gate_up, torch.tensor([3, 10], dtype=torch.int32))
-    >>> dy.q.shape
-    torch.Size([10, 128])
+    >>> dh, gate_up, offs = torch.randn(10, 64), torch.randn(10, 128), torch.tensor([3, 10]).int()
+    >>> dy = group_quantize_swiglu_grad(dh, gate_up, torch.rand(10), offs, h_columnwise=True)
+    >>> dy.q.shape, dy.h_t.shape
+    (torch.Size([10, 128]), torch.Size([2, 64, 128]))
     """
-    outputs = _ops.group_quantize_swiglu_grad(
+    *outputs, h_t, scale_h_t, d_weight = _ops.group_quantize_swiglu_grad(
         dh,
         gate_up,
+        weight,
         offs,
         amax_epsilon,
         power_of_two_scales,
         rowwise,
         columnwise,
         bias_grad,
+        h_columnwise,
+        share_h_scales,
         *activation.arguments,
     )
-    return GroupQuantized(*requested(outputs, rowwise, columnwise, bias_grad))
+    q, scale, q_t, scale_t, grad = requested(outputs, rowwise, columnwise, bias_grad)
+    h_t, scale_h_t = (h_t, scale_h_t) if h_columnwise else (None, None)
+    return SwigluGradQuantized(q, scale, q_t, scale_t, grad, h_t, scale_h_t, d_weight)

@@ -49,6 +49,17 @@ class OutputMask(NamedTuple):
     bias_grad: bool
 
 
+class SwigluGradOperands(NamedTuple):
+    """What an expert's backward takes from gate_up; :func:`grouped_linear.ops.swiglu_grad`."""
+
+    d_gate_up: Operands
+    """For the first layer's dgrad and wgrad."""
+    h: Operands
+    """Columnwise, for the second layer's wgrad."""
+    d_weight: Tensor
+    """[R] float32."""
+
+
 class QuantizerState(NamedTuple):
     """What a recipe with a state keeps for one operand."""
 
@@ -224,20 +235,23 @@ class Recipe:
         state: QuantizerState | None,
         outputs: OutputMask,
     ) -> Operands:
-        """``quantize_input(x[routing.token])``."""
-        return self.quantize_input(x_TH[routing.token], routing.offs, state, outputs)
+        """``quantize_input(x[routing.token])``: rowwise in the forward, columnwise in the backward.
+
+        The two gather by indices of different dtypes. Of one dtype, torch.compile would compute the
+        rows once and keep them for the backward.
+        """
+        token_R = routing.token if outputs.rowwise else routing.token.long()
+        return self.quantize_input(x_TH[token_R], routing.offs, state, outputs)
 
     def quantize_gathered_grad(
         self,
         d_out_TH: Tensor,
-        weight_R: Tensor,
         routing: ops.SortedByExpert,
         state: QuantizerState | None,
         outputs: OutputMask,
     ) -> Operands:
-        """``quantize_grad_output(weight[:, None] * d_out[routing.token])``, rounded once."""
-        dy_RH = ops.gather_sum(d_out_TH, routing.token[:, None], weight_R[:, None])
-        return self.quantize_grad_output(dy_RH, routing.offs, state, outputs)
+        """``quantize_grad_output(d_out[routing.token])``."""
+        return self.quantize_grad_output(d_out_TH[routing.token], routing.offs, state, outputs)
 
     def quantize_swiglu(
         self,
@@ -255,14 +269,39 @@ class Recipe:
         self,
         dh_RF: Tensor,
         gate_up_RG: Tensor,
+        weight_R: Tensor,
         offs_E: Tensor,
         activation: SwiGLU,
-        state: QuantizerState | None,
+        h_state: QuantizerState | None,
+        grad_state: QuantizerState | None,
         outputs: OutputMask,
-    ) -> Operands:
-        """``quantize_grad_output(swiglu_grad(dh, gate_up))``."""
-        d_gate_up_RG = ops.swiglu_grad(dh_RF, gate_up_RG, offs_E, activation)
-        return self.quantize_grad_output(d_gate_up_RG, offs_E, state, outputs)
+        h_columnwise: bool,
+    ) -> SwigluGradOperands:
+        """``quantize_grad_output`` of SwiGLU's gradient; ``quantize_input`` of the weighted h.
+
+        Args:
+            dh_RF: the gradient by h of the unweighted output.
+            gate_up_RG: the input of SwiGLU.
+            weight_R: float32, what each row's output is weighted by.
+            offs_E: int32 group ends.
+            activation: the form of SwiGLU.
+            h_state: of the second layer's input, under a recipe with a state; records nothing.
+            grad_state: of the gradient of the first layer's output.
+            outputs: what to return of d_gate_up.
+            h_columnwise: whether to return h.
+        """
+        d_gate_up_RG, h_RF, d_weight_R = ops.swiglu_grad(
+            dh_RF, gate_up_RG, weight_R, offs_E, activation
+        )
+        if outputs.rowwise or outputs.columnwise:
+            d = self.quantize_grad_output(d_gate_up_RG, offs_E, grad_state, outputs)
+        else:  # for a bias alone nothing is quantized
+            bias_grad = ops.grouped_bias_grad(d_gate_up_RG, offs_E) if outputs.bias_grad else None
+            d = Operands(None, None, None, None, bias_grad)
+        h = Operands(None, None, None, None)
+        if h_columnwise:
+            h = self.quantize_input(h_RF, offs_E, h_state, OutputMask(False, True, False))
+        return SwigluGradOperands(d, h, d_weight_R)
 
     # --- weights that are stored quantized: cache_weights=True -----------------------------------
 

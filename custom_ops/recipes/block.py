@@ -22,6 +22,7 @@ from grouped_linear.recipes.base import (
     QuantizedWeight,
     QuantizerState,
     Recipe,
+    SwigluGradOperands,
     Values,
     with_shared_scale,
 )
@@ -122,19 +123,13 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
     def quantize_gathered_grad(
         self,
         d_out_TH: Tensor,
-        weight_R: Tensor,
         routing: ops.SortedByExpert,
         state: QuantizerState | None,
         outputs: OutputMask,
     ) -> Operands:
-        """Gather, weight and quantize in one op, with the bits of two."""
+        """Gather and quantize in one op, with the bits of two."""
         return self._quantize(
-            d_out_TH,
-            routing.offs,
-            outputs,
-            share_scales=False,
-            rows_R=routing.token,
-            factor_R=weight_R,
+            d_out_TH, routing.offs, outputs, share_scales=False, rows_R=routing.token
         )
 
     def quantize_swiglu(
@@ -161,24 +156,36 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
         self,
         dh_RF: Tensor,
         gate_up_RG: Tensor,
+        weight_R: Tensor,
         offs_E: Tensor,
         activation: SwiGLU,
-        state: QuantizerState | None,
+        h_state: QuantizerState | None,
+        grad_state: QuantizerState | None,
         outputs: OutputMask,
-    ) -> Operands:
-        """SwiGLU's gradient and quantization in one op, with the bits of two."""
-        d_gate_up = ops.group_quantize_swiglu_grad(
+        h_columnwise: bool,
+    ) -> SwigluGradOperands:
+        """SwiGLU's gradient, h and quantization in one op, with the bits of several."""
+        if not (outputs.rowwise or outputs.columnwise):
+            states = h_state, grad_state
+            return super().quantize_swiglu_grad(
+                dh_RF, gate_up_RG, weight_R, offs_E, activation, *states, outputs, h_columnwise
+            )
+        *d_gate_up, h_t, scale_h_t, d_weight_R = ops.group_quantize_swiglu_grad(
             dh_RF,
             gate_up_RG,
+            weight_R,
             offs_E,
             amax_epsilon=self.epsilon,
             power_of_two_scales=self.power_of_two_scales,
             rowwise=outputs.rowwise,
             columnwise=outputs.columnwise,
             bias_grad=outputs.bias_grad,
+            h_columnwise=h_columnwise,
+            share_h_scales=self.share_x_scales,
             activation=activation,
         )
-        return Operands(*d_gate_up)
+        h = Operands(None, None, h_t, scale_h_t)
+        return SwigluGradOperands(Operands(*d_gate_up), h, d_weight_R)
 
     def new_weight(
         self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
@@ -257,7 +264,6 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
         *,
         share_scales: bool,
         rows_R: Tensor | None = None,
-        factor_R: Tensor | None = None,
     ) -> Operands:
         """:func:`grouped_linear.ops.group_quantize` with this recipe's scales."""
         t = ops.group_quantize(
@@ -270,6 +276,5 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
             columnwise=outputs.columnwise,
             bias_grad=outputs.bias_grad,
             share_scales=share_scales,
-            factor=factor_R,
         )
         return Operands(*t)

@@ -99,8 +99,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "group_quantize_swiglu_grad": {
         "both": {"columnwise": True, "bias_grad": True},
         "columnwise": {"rowwise": False, "columnwise": True},
-        "exact_scales": {"columnwise": True, "power_of_two_scales": False, "amax_epsilon": 0.5},
-        **{name: {"columnwise": True, **v} for name, v in _SWIGLU.items()},
+        "all": {"columnwise": True, "bias_grad": True, "h_columnwise": True},
+        "shared": {"columnwise": True, "h_columnwise": True, "share_h_scales": True},
+        "rowwise_and_h": {"h_columnwise": True},
+        "columnwise_and_h": {"rowwise": False, "columnwise": True, "h_columnwise": True},
+        "exact_scales": {
+            "columnwise": True,
+            "h_columnwise": True,
+            "power_of_two_scales": False,
+            "amax_epsilon": 0.5,
+        },
+        **{name: {"columnwise": True, "h_columnwise": True, **v} for name, v in _SWIGLU.items()},
     },
     "group_quantize_current": {
         "both": {"columnwise": True, "bias_grad": True},

@@ -6,7 +6,7 @@ float32; everything else is float64.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -219,6 +219,22 @@ def swiglu(
         gate, up = torch.where(gate > limit, limit, gate), torch.where(up > limit, limit, up)
         up = torch.where(up < -limit, -limit, up)
     return gate * torch.sigmoid(alpha * gate) * (up + beta)
+
+
+class SwigluGrad(NamedTuple):
+    """What an expert's backward takes from gate_up, in float64."""
+
+    d_gate_up: Tensor
+    h: Tensor
+    d_weight: Tensor
+
+
+def swiglu_grad(dh_TK: Tensor, gate_up: Tensor, weight_T: Tensor, **form: Any) -> SwigluGrad:
+    """The weighted h and, for a gradient dh by it, those of gate_up and of the weights."""
+    gate_up, weight_T = (t.detach().double().requires_grad_() for t in (gate_up, weight_T))
+    h_TK = weight_T[:, None] * swiglu(gate_up, **form)
+    d_gate_up, d_weight = torch.autograd.grad(h_TK, (gate_up, weight_T), dh_TK.double())
+    return SwigluGrad(d_gate_up, h_TK.detach(), d_weight)
 
 
 # --- one scale a group ---------------------------------------------------------------------------

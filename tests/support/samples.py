@@ -25,6 +25,7 @@ from support.tensors import (
     per_expert,
     per_group_rows,
     per_group_weight,
+    per_row,
     quantized_columns,
     quantized_rows,
     rows,
@@ -88,7 +89,11 @@ def specified(sample: Sample, results: list[Tensor]) -> list[Tensor]:
 UNSPECIFIED = {
     "group_quantize": ("rows", "columns", "blocks", "blocks"),
     "group_quantize_swiglu": ("rows", "columns", "blocks", "blocks"),
-    "group_quantize_swiglu_grad": ("rows", "columns", "blocks", "blocks"),
+    "group_quantize_swiglu_grad": (
+        *("rows", "columns", "blocks", "blocks"),
+        None,  # bias_grad
+        *("blocks", "blocks"),  # of h
+    ),
     "group_quantize_current": ("rows", None, "blocks"),
     "group_quantize_delayed_": ("rows", "blocks"),
     "group_quantize_mx": ("rows", "rows", "blocks", "blocks"),
@@ -137,8 +142,7 @@ def make(
             if index := options.pop("index", None):
                 tensors |= gathered(groups, K, dtype, layout, index)
             if options.pop("factor", False):
-                tensors |= {"factor": torch.randn(groups.T)}
-                tensors["factor"][groups.valid :] = torch.nan
+                tensors |= {"factor": per_row(groups)}
         case "sort_by_expert":
             E, shape = len(groups.m_splits), (groups.T, options.pop("C", 3))
             experts = torch.randint(-2, E + 2, shape).to(options.pop("index", torch.int64))
@@ -169,7 +173,8 @@ def make(
             tensors = {"gate_up": rows(groups, 2 * K, dtype, layout), "offs": offs}
         case "swiglu_grad" | "group_quantize_swiglu_grad":
             tensors = {"dh": rows(groups, K, dtype, layout)}
-            tensors |= {"gate_up": rows(groups, 2 * K, dtype, layout), "offs": offs}
+            tensors |= {"gate_up": rows(groups, 2 * K, dtype, layout)}
+            tensors |= {"weight": per_row(groups, layout), "offs": offs}
         case "group_dequantize":
             q, scale = quantized_rows(groups, K)
             tensors = {"q": q, "scale": scale, "offs": offs, "dtype": dtype}

@@ -19,4 +19,6 @@ class Swiglu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None, None]:
-        return ops.swiglu_grad(dh, *ctx.saved_tensors, ctx.activation), None, None
+        gate_up, offs = ctx.saved_tensors
+        weight = dh.new_ones(len(dh), dtype=torch.float32)
+        return ops.swiglu_grad(dh, gate_up, weight, offs, ctx.activation).d_gate_up, None, None

@@ -43,6 +43,15 @@ def rows(groups: Groups, features: int, dtype: torch.dtype, layout: str = "dense
     return lay_out(x.to(dtype), layout)
 
 
+def per_row(groups: Groups, layout: str = "dense") -> Tensor:
+    """A float32 number of either sign for each group's rows, NaN after them."""
+    if layout == "expanded":
+        return torch.tensor(-0.7).expand(groups.T)
+    x = torch.randn(groups.T)
+    x[groups.valid :] = torch.nan
+    return torch.stack([x, x], dim=1)[:, 0] if layout == "strided" else x
+
+
 def gathered(
     groups: Groups, features: int, dtype: torch.dtype, layout: str, index_dtype: torch.dtype
 ) -> dict[str, Tensor]:

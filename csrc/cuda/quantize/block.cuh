@@ -21,22 +21,27 @@
 
 namespace grouped_linear::cuda {
 
-// Pointers are null for what is not asked for.
-struct BlockOutputs {
-  uint8_t* q;            // [T, K]
-  float* scale;          // [ceil(K / 128), scale_stride]
-  int64_t scale_stride;  // T rounded up
-  uint8_t* q_t;          // [row blocks, K, 128]
-  float* scale_t;        // [row blocks, K]
-  bool share_scales;     // the 128 columns of a tile share a scale_t if their amax lie near enough
-  float* partial_bias_grad;  // [row blocks, K], see bias_grad.cuh
-};
+// How many fragments a source loads of a tile, and where the results of one go.
+template <typename Source>
+constexpr int fragments_of = Source::kParts;
+template <typename Source>
+  requires(Source::kFragments > 0)
+constexpr int fragments_of<Source> = Source::kFragments;
+
+template <typename Source>
+__device__ __forceinline__ const BlockOutputs& outputs_of(const Source& source,
+                                                          const BlockOutputs& outputs,
+                                                          bool is_second) {
+  if constexpr (fragments_of<Source> > Source::kParts)
+    if (is_second) return source.second;
+  return outputs;
+}
 
 // Quantizes every step-th tile from `first` on, by one thread block.
 template <typename Element, typename Source>
 __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, const int32_t* offs,
-                                                        int E, int T, int K, ScaleRule rule,
-                                                        const BlockOutputs& out,
+                                                        int E, int T, int all_cols, ScaleRule rule,
+                                                        const BlockOutputs& outputs,
                                                         TransposedTile& transposed, unsigned first,
                                                         unsigned step) {
   __shared__ GroupTable table;
@@ -54,8 +59,9 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
   const int fragment_row = Fragment<Element>::row(), fragment_col = Fragment<Element>::column();
   const int half_warp = lane & kFragmentsPerSide;  // first lane of this thread's row of fragments
   // Without columnwise results no warp waits for another.
-  const bool columnwise = out.q_t || out.partial_bias_grad;
-  const bool shares = Source::kCanShareScales && out.share_scales;
+  constexpr int kFragments = fragments_of<Source>;
+  constexpr bool kHasSecond = kFragments > Source::kParts;
+  const bool columnwise = outputs.q_t || outputs.partial_bias_grad || kHasSecond;
 
   // Rowwise data do not depend on the group: without columnwise results, small groups share tiles.
   const bool few_groups = E <= 32 || !columnwise;
@@ -67,7 +73,7 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
   else
     load_groups<kTileThreads>(table, offs, E, T, TilesOf{kTile});
   const int blocks = few_groups ? groups.tiles() : table.tile_end[E - 1];
-  const int part_cols = K / Source::kParts, col_blocks = (part_cols + kTile - 1) / kTile;
+  const int part_cols = all_cols / Source::kParts, col_blocks = (part_cols + kTile - 1) / kTile;
   const int block_step = step / col_blocks, col_step = step % col_blocks;
   // Returns whether tile (block, col_block) exists, and if so fills in its bounds.
   const auto locate = [&](TileBounds& at) {
@@ -96,7 +102,7 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
   bool exists = locate(at);
   if (exists) source.prefetch(buffer, at);
   for (; exists; exists = locate_next(at)) {
-    Fragment<Element> fragments[Source::kParts];
+    Fragment<Element> fragments[kFragments];
     source.load(fragments, buffer, at);
     if constexpr (!std::is_empty_v<typename Source::Buffer>) {
       // Located here and again at the loop's end: kept until then, it would take registers. The asm
@@ -107,12 +113,19 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
     }
 
 #pragma unroll
-    for (int part = 0; part < Source::kParts; ++part) {
+    for (int i = 0; i < kFragments; ++i) {
+      // The Second's fragment goes first: so many registers are in use while there are all of them.
+      const int part = (i + Source::kParts) % kFragments;
+      const bool is_second = part == Source::kParts;
       Fragment<Element>& fragment = fragments[part];
+      const BlockOutputs& out = outputs_of(source, outputs, is_second);
+      const bool rowwise = !is_second && out.q, sums_rows = !is_second && out.partial_bias_grad;
+      const bool shares = (is_second || Source::kCanShareScales) && out.share_scales;
+      const int K = is_second ? part_cols : all_cols;
       const int block = at.block, row_begin = at.row_begin, rows = at.rows, cols = at.cols;
-      const int col = part * part_cols + at.col;
+      const int col = (is_second ? 0 : part * part_cols) + at.col;
       const int64_t column = static_cast<int64_t>(block) * K + col;  // in columnwise results
-      if (out.partial_bias_grad) sums.put(fragment);
+      if (sums_rows) sums.put(fragment);
 
       uint32_t row_amax[kFragmentSize];
       FragmentRow<Element> col_amax;
@@ -161,13 +174,13 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
             }
           }
         }
-      } else if (out.partial_bias_grad) {
+      } else if (sums_rows) {
         const int c = threadIdx.x - kTile;
         const float sum = sums.column(c);
         if (c < cols) out.partial_bias_grad[column + c] = sum;
       }
 
-      if (out.q) {
+      if (rowwise) {
         if constexpr (!reduce_early) own_row_amax = row_amax_of_half_warp(row_amax);
         const BlockScale row = block_scale(Format<Element>::to_float(own_row_amax), rule);
         const int first_row = fragment_row * kFragmentSize;

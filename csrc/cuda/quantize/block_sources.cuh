@@ -2,10 +2,11 @@
 //
 // A source loads the calling thread's fragment of a tile, with zeros past the tile's rows and
 // columns. A source with kParts == 2 loads one fragment in each half of the columns, K / 2 apart. A
-// source with a Buffer prefetches into shared memory where its rows are aligned: a thread block
-// starts the copies of its next tile as soon as it holds this one in registers. SwiGLU takes a tile
-// in four steps of two rows a fragment and keeps two steps in flight; with one step, each step
-// waited for memory.
+// source with a Second also loads one of another matrix [T, K / kParts], which is quantized
+// columnwise. A source with a Buffer prefetches into shared memory where its rows are aligned: a
+// thread block starts the copies of its next tile as soon as it holds this one in registers. SwiGLU
+// takes a tile in four steps of two rows a fragment and keeps two steps in flight; with one step,
+// each step waited for memory.
 //
 // Waves are how many times over a grid fills the GPU. A thread block steps through every
 // gridDim.x-th tile, and neighbouring blocks have neighbouring columns of the same rows. Blocks
@@ -21,6 +22,17 @@
 #include "cuda/quantize/swiglu.cuh"
 
 namespace grouped_linear::cuda {
+
+// Pointers are null for what is not asked for.
+struct BlockOutputs {
+  uint8_t* q;            // [T, K]
+  float* scale;          // [ceil(K / 128), scale_stride]
+  int64_t scale_stride;  // T rounded up
+  uint8_t* q_t;          // [row blocks, K, 128]
+  float* scale_t;        // [row blocks, K]
+  bool share_scales;     // the 128 columns of a tile share a scale_t if their amax lie near enough
+  float* partial_bias_grad;  // [row blocks, K], see bias_grad.cuh
+};
 
 struct Waves {
   int few_groups, many_groups;  // at most 32, more
@@ -121,8 +133,9 @@ struct ScaledRows : GatheredRows<Element, Index> {
   }
 };
 
-// h [T, K] of gate_up [T, 2 K], rounded to Element; also stored to h where h is not null.
-template <typename Element, typename Form>
+// h [T, K] of gate_up [T, 2 K], rounded to Element; also stored to h where h is not null. weighted:
+// times weight[t], before it is rounded.
+template <typename Element, typename Form, bool weighted = false>
 struct SwigluRows {
   static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 1, kParts = 1;
   static constexpr Waves kWaves{1, 1};
@@ -137,6 +150,7 @@ struct SwigluRows {
   int K;
   Element* h;
   Form form;
+  const float* weight = nullptr;
 
   __device__ __forceinline__ void prefetch(Buffer& buffer, const TileBounds& at) const {
     prefetch_step<0>(buffer, at);
@@ -209,25 +223,33 @@ struct SwigluRows {
       ups.template load<begin, end>(up, stride, at.rows, at.cols, false);
     }
     // Small groups leave most warps without rows.
-    if (Fragment<Element>::row() * kFragmentSize < at.rows)
+    const int first = Fragment<Element>::row() * kFragmentSize;
+    if (first < at.rows)
 #pragma unroll
-      for (int i = begin; i < end; ++i) swiglu_row<Element>(form, fragment.words[i], ups.words[i]);
+      for (int i = begin; i < end; ++i) {
+        const float w = weighted && first + i < at.rows ? weight[at.row_begin + first + i] : 0.0f;
+        swiglu_row<Element>(form, fragment.words[i], ups.words[i],
+                            [w](float h) { return weighted ? __fmul_rn(w, h) : h; });
+      }
     if constexpr (end < kFragmentSize) load_steps<end>(fragment, buffer, at);
   }
 };
 
-// d_gate_up [T, 2 K] from dh [T, K] and gate_up [T, 2 K], rounded to Element.
+// d_gate_up [T, 2 K] from dh [T, K], gate_up [T, 2 K] and weight [T], rounded to Element; and
+// partial sums of d_weight [col blocks, T], over a tile's columns. with_h: also weight * h [T, K],
+// as the Second.
 //
 // parts == 2 reads everything once. It needs 16-bit elements, aligned rows and K a multiple of 128,
 // so that no tile reaches from the columns of gate into those of up. With parts == 1 a fragment is
 // of gate or of up alone, for K is a multiple of 16; where the two are interleaved it has four of
 // each.
-template <typename Element, int parts, typename Form>
+template <typename Element, int parts, typename Form, bool with_h>
 struct SwigluGradRows {
   static constexpr int kOccupancy = sizeof(Element) == 2 ? 2 : 1, kParts = parts;
   static constexpr Waves kWaves{1, 1};
   static constexpr bool kCanShareScales = false;  // a gradient's features never share a scale
   static constexpr int kRows = 2;  // of a fragment in a step; with 4, registers spill
+  static constexpr int kFragments = parts + with_h;
   struct Buffer {
     PrefetchBuffer<Element, 2 * kRows> dh, gate, up;
   };
@@ -238,12 +260,16 @@ struct SwigluGradRows {
   bool vectorised;
   int K;
   Form form;
+  const float* weight;
+  float* partial_d_weight;
+  int64_t T;
+  BlockOutputs second;  // of h, where with_h
 
   __device__ __forceinline__ void prefetch(Buffer& buffer, const TileBounds& at) const {
     prefetch_step<0>(buffer, at, operands(at));
     prefetch_step<kRows>(buffer, at, operands(at));
   }
-  __device__ __forceinline__ void load(Fragment<Element> (&fragment)[parts], Buffer& buffer,
+  __device__ __forceinline__ void load(Fragment<Element> (&fragment)[kFragments], Buffer& buffer,
                                        const TileBounds& at) const {
     load_steps<0>(fragment, buffer, at, operands(at));
   }
@@ -281,12 +307,30 @@ struct SwigluGradRows {
                                                        from.needs_up ? at.rows : 0, at.cols);
     cp_async_commit();
   }
+  // Adds two rows over a row of fragments, which is half a warp: its first eight threads add one
+  // row, the others the other.
+  template <int begin>
+  __device__ __forceinline__ void store_d_weight(const float (&d_weight)[kRows],
+                                                 const TileBounds& at) const {
+    static_assert(kRows == 2);
+    const bool second = threadIdx.x & 8;
+    float sum = second ? d_weight[1] : d_weight[0];
+    sum = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, second ? d_weight[0] : d_weight[1], 8));
+#pragma unroll
+    for (int distance = 4; distance > 0; distance /= 2)
+      sum = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, distance));
+    const int row = Fragment<Element>::row() * kFragmentSize + begin + second;
+    if (threadIdx.x % 8 == 0 && row < at.rows)
+      partial_d_weight[at.col_block * T + at.row_begin + row] = sum;
+  }
   // From row `begin` of the fragments on. While a step computes, later ones are in flight.
   template <int begin>
-  __device__ __forceinline__ void load_steps(Fragment<Element> (&fragment)[parts], Buffer& buffer,
-                                             const TileBounds& at, const Operands& from) const {
+  __device__ __forceinline__ void load_steps(Fragment<Element> (&fragment)[kFragments],
+                                             Buffer& buffer, const TileBounds& at,
+                                             const Operands& from) const {
     constexpr int end = begin + kRows, in_flight = end < kFragmentSize ? 1 : 0;
     Fragment<Element> d, up;
+    float d_weight[kRows] = {};
     if (parts == 2 || vectorised) {
       cp_async_wait<in_flight>();
       d.template load_prefetched<begin, end>(buffer.dh);
@@ -299,22 +343,30 @@ struct SwigluGradRows {
       up.template load<begin, end>(from.gate + K, stride, from.needs_up ? at.rows : 0, at.cols,
                                    false);
     }
-    if (Fragment<Element>::row() * kFragmentSize < at.rows) {
+    const int first = Fragment<Element>::row() * kFragmentSize;
+    if (first < at.rows) {
 #pragma unroll
       for (int i = begin; i < end; ++i) {
-        if constexpr (parts == 2)
-          swiglu_grad_row<Element>(form, d.words[i], fragment[0].words[i], up.words[i],
-                                   fragment[1].words[i]);
-        else if (is_interleaved())
-          swiglu_grad_interleaved_row<Element>(form, Fragment<Element>::column() % 2 == 1,
+        WeightedRow row{first + i < at.rows ? weight[at.row_begin + first + i] : 0.0f, 0.0f};
+        if constexpr (parts == 2) {
+          FragmentRow<Element> h;
+          swiglu_grad_row<Element>(form, row, d.words[i], fragment[0].words[i], up.words[i], h);
+          copy_row<Element>(fragment[1].words[i], up.words[i]);
+          if constexpr (with_h) copy_row<Element>(fragment[2].words[i], h);
+        } else if (is_interleaved()) {
+          swiglu_grad_interleaved_row<Element>(form, Fragment<Element>::column() % 2 == 1, row,
                                                d.words[i], fragment[0].words[i]);
-        else
-          swiglu_grad_half_row<Element>(form, from.of_gate, d.words[i], fragment[0].words[i],
+        } else {
+          swiglu_grad_half_row<Element>(form, from.of_gate, row, d.words[i], fragment[0].words[i],
                                         up.words[i]);
+        }
+        d_weight[i - begin] = row.d_weight;
       }
     } else {
       fragment[parts - 1].template clear<begin, end>();
+      if constexpr (with_h) fragment[2].template clear<begin, end>();
     }
+    store_d_weight<begin>(d_weight, at);
     if constexpr (end < kFragmentSize) load_steps<end>(fragment, buffer, at, from);
   }
 };

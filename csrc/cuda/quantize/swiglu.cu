@@ -41,29 +41,35 @@ Tensor swiglu(const Tensor& gate_up_in, const Tensor& offs_in, double alpha, dou
   return h;
 }
 
-Tensor swiglu_grad(const Tensor& dh_in, const Tensor& gate_up_in, const Tensor& offs_in,
-                   double alpha, double beta, std::optional<double> limit, bool interleaved) {
-  check_swiglu_grad("swiglu_grad", dh_in, gate_up_in, offs_in);
+std::tuple<Tensor, Tensor, Tensor> swiglu_grad(const Tensor& dh_in, const Tensor& gate_up_in,
+                                               const Tensor& weight_in, const Tensor& offs_in,
+                                               double alpha, double beta,
+                                               std::optional<double> limit, bool interleaved) {
+  check_swiglu_grad("swiglu_grad", dh_in, gate_up_in, weight_in, offs_in);
   const SwigluForm given = checked_form("swiglu_grad", alpha, beta, limit, interleaved);
 
   const Launch launch("swiglu_grad", dh_in);
   const Tensor dh = with_dense_rows(dh_in), gate_up = with_dense_rows(gate_up_in);
-  const Tensor offs = as_dense(offs_in);
+  const Tensor weight = as_dense(weight_in), offs = as_dense(offs_in);
   const int64_t T = dh.size(0), K = dh.size(1);
   const Tensor d_gate_up = new_tensor(dh, {T, 2 * K}, dh.scalar_type());
+  const Tensor h = new_tensor(dh, {T, K}, dh.scalar_type());
+  const Tensor d_weight = new_tensor(dh, {T}, ScalarType::Float);
 
-  if (T == 0) return d_gate_up;
+  if (T == 0) return {d_gate_up, h, d_weight};
 
   const bool vectorised = has_aligned_rows(dh) && has_aligned_rows(gate_up);
   for_element(dh.scalar_type(), [&]<typename Element>(std::type_identity<Element>) {
     for_form(given, [&]<typename Form>(const Form& form) {
-      launch.run(swiglu_grad_kernel<Element, Form>, grid_of(launch, T * K), kSwigluThreads, 0,
-                 data<Element>(dh), dh.stride(0), data<Element>(gate_up), gate_up.stride(0),
-                 vectorised, form, data<int32_t>(offs), static_cast<int>(offs.size(0)), T,
-                 static_cast<int>(K), mutable_data<Element>(d_gate_up));
+      launch.run(swiglu_grad_kernel<Element, Form>, grid_of(launch, 32 * kFragmentSize * T),
+                 kSwigluThreads, 0, data<Element>(dh), dh.stride(0), data<Element>(gate_up),
+                 gate_up.stride(0), vectorised, data<float>(weight), form, data<int32_t>(offs),
+                 static_cast<int>(offs.size(0)), T, static_cast<int>(K),
+                 mutable_data<Element>(d_gate_up), mutable_data<Element>(h),
+                 mutable_data<float>(d_weight));
     });
   });
-  return d_gate_up;
+  return {d_gate_up, h, d_weight};
 }
 
 }  // namespace grouped_linear::cuda

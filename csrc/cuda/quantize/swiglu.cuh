@@ -64,55 +64,74 @@ __device__ __forceinline__ void interleave(FragmentRow<Element>& gate, FragmentR
   }
 }
 
-// Replaces `gate` with h. Where form.interleaved, `gate` and `up` hold 16 neighbours.
-template <typename Element, typename Form>
+// Replaces `gate` with finish(h). Where form.interleaved, `gate` and `up` hold 16 neighbours.
+template <typename Element, typename Form, typename Finish>
 __device__ __forceinline__ void swiglu_row(const Form& form, FragmentRow<Element>& gate,
-                                           FragmentRow<Element>& up) {
+                                           FragmentRow<Element>& up, const Finish& finish) {
   if (form.interleaved) deinterleave<Element>(gate, up);
   FragmentRow<Element> h;
   compute_row<Element>(h, [&](int c) {
-    return swiglu_of(form, Fragment<Element>::element(gate, c), Fragment<Element>::element(up, c));
+    return finish(
+        swiglu_of(form, Fragment<Element>::element(gate, c), Fragment<Element>::element(up, c)));
   });
   copy_row<Element>(gate, h);
 }
 
+// What a row of the expert layer's backward has besides its elements.
+struct WeightedRow {
+  float weight;    // of the row's output in the sum over a token's experts
+  float d_weight;  // the sum of dh * h so far
+
+  // Takes part of dh and h, and returns the gradient by the unweighted h.
+  __device__ __forceinline__ float gradient(float dh, float h) {
+    d_weight = __fmaf_rn(dh, h, d_weight);
+    return __fmul_rn(weight, dh);
+  }
+};
+
 // Replaces `gate` with d_gate or, where of_gate is false, with d_up.
 template <typename Element, typename Form>
 __device__ __forceinline__ void swiglu_grad_half_row(const Form& form, bool of_gate,
+                                                     WeightedRow& row,
                                                      const FragmentRow<Element>& dh,
                                                      FragmentRow<Element>& gate,
                                                      const FragmentRow<Element>& up) {
   FragmentRow<Element> d;
   compute_row<Element>(d, [&](int c) {
     const float g = Fragment<Element>::element(gate, c), u = Fragment<Element>::element(up, c);
-    const float gradient = Fragment<Element>::element(dh, c);
+    const float h = of_gate ? swiglu_of(form, g, u) : 0.0f;
+    const float gradient = row.gradient(Fragment<Element>::element(dh, c), h);
     return of_gate ? swiglu_grad_gate(form, g, u, gradient) : swiglu_grad_up(form, g, u, gradient);
   });
   copy_row<Element>(gate, d);
 }
 
-// Replaces `gate` with d_gate and writes d_up: the bits of swiglu_grad_half_row.
+// Replaces `gate` with d_gate and `up` with d_up: the bits of swiglu_grad_half_row. h is weighted.
 template <typename Element, typename Form>
-__device__ __forceinline__ void swiglu_grad_row(const Form& form, const FragmentRow<Element>& dh,
+__device__ __forceinline__ void swiglu_grad_row(const Form& form, WeightedRow& row,
+                                                const FragmentRow<Element>& dh,
                                                 FragmentRow<Element>& gate,
-                                                const FragmentRow<Element>& up,
-                                                FragmentRow<Element>& d_up) {
-  float d_gates[kFragmentSize], d_ups[kFragmentSize];
+                                                FragmentRow<Element>& up, FragmentRow<Element>& h) {
+  float d_gates[kFragmentSize], d_ups[kFragmentSize], hs[kFragmentSize];
 #pragma unroll
   for (int c = 0; c < kFragmentSize; ++c) {
     const float g = Fragment<Element>::element(gate, c), u = Fragment<Element>::element(up, c);
-    const float gradient = Fragment<Element>::element(dh, c);
+    const float unweighted = swiglu_of(form, g, u);
+    const float gradient = row.gradient(Fragment<Element>::element(dh, c), unweighted);
     d_gates[c] = swiglu_grad_gate(form, g, u, gradient);
     d_ups[c] = swiglu_grad_up(form, g, u, gradient);
+    hs[c] = __fmul_rn(row.weight, unweighted);
   }
   compute_row<Element>(gate, [&](int c) { return d_gates[c]; });
-  compute_row<Element>(d_up, [&](int c) { return d_ups[c]; });
+  compute_row<Element>(up, [&](int c) { return d_ups[c]; });
+  compute_row<Element>(h, [&](int c) { return hs[c]; });
 }
 
 // Replaces four gates and four ups, interleaved, with their gradients. They belong to the first or
 // the second half of dh.
 template <typename Element, typename Form>
 __device__ __forceinline__ void swiglu_grad_interleaved_row(const Form& form, bool second_half,
+                                                            WeightedRow& row,
                                                             const FragmentRow<Element>& dh,
                                                             FragmentRow<Element>& gate_up) {
   constexpr int kHalf = Fragment<Element>::kWords / 2;
@@ -124,7 +143,8 @@ __device__ __forceinline__ void swiglu_grad_interleaved_row(const Form& form, bo
   for (int c = 0; c < kFragmentSize; c += 2) {
     const float g = Fragment<Element>::element(gate_up, c);
     const float u = Fragment<Element>::element(gate_up, c + 1);
-    const float gradient = Fragment<Element>::element(half, c / 2);
+    const float gradient =
+        row.gradient(Fragment<Element>::element(half, c / 2), swiglu_of(form, g, u));
     d[c] = swiglu_grad_gate(form, g, u, gradient);
     d[c + 1] = swiglu_grad_up(form, g, u, gradient);
   }
@@ -186,35 +206,65 @@ __global__ void __launch_bounds__(kSwigluThreads)
       const Element* from = gate_up + t * stride + gate_column(form, column);
       Fragment<Element>::load_row(from, vectorised, row);
       Fragment<Element>::load_row(from + up_offset(form, K), vectorised, up);
-      swiglu_row<Element>(form, row, up);
+      swiglu_row<Element>(form, row, up, [](float h) { return h; });
     }
     Fragment<Element>::store_row(row, h + t * K + column);
   });
 }
 
+// A warp takes a row, so that d_weight is one sum in a fixed order: every lane adds its elements,
+// then the lanes are added in pairs.
 template <typename Element, typename Form>
 __global__ void __launch_bounds__(kSwigluThreads)
     swiglu_grad_kernel(const Element* dh, int64_t dh_stride, const Element* gate_up, int64_t stride,
-                       bool vectorised, Form form, const int32_t* offs, int E, int64_t T, int K,
-                       Element* d_gate_up) {
+                       bool vectorised, const float* weight, Form form, const int32_t* offs, int E,
+                       int64_t T, int K, Element* d_gate_up, Element* h, float* d_weight) {
   grid_dependency_wait();
-  for_each_fragment_row(offs, E, T, K, [&](int64_t t, int column, bool in_group) {
-    FragmentRow<Element> gate = {}, up = {};
-    if (in_group) {
-      FragmentRow<Element> d, d_up;
-      const Element* from = gate_up + t * stride + gate_column(form, column);
-      Fragment<Element>::load_row(dh + t * dh_stride + column, vectorised, d);
-      Fragment<Element>::load_row(from, vectorised, gate);
-      Fragment<Element>::load_row(from + up_offset(form, K), vectorised, up);
-      if (form.interleaved) deinterleave<Element>(gate, up);
-      swiglu_grad_row<Element>(form, d, gate, up, d_up);
-      copy_row<Element>(up, d_up);
-      if (form.interleaved) interleave<Element>(gate, up);
+  constexpr int kWarps = kSwigluThreads / 32;
+  const int end = last_row_end(offs, E, T), lane = threadIdx.x % 32;
+  for (int64_t t = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; t < T;
+       t += static_cast<int64_t>(gridDim.x) * kWarps) {
+    const bool in_group = t < end;
+    WeightedRow row{in_group ? weight[t] : 0.0f, 0.0f};
+    for (int column = lane * kFragmentSize; column < K; column += 32 * kFragmentSize) {
+      FragmentRow<Element> gate = {}, up = {}, weighted = {};
+      if (in_group) {
+        FragmentRow<Element> d;
+        const Element* from = gate_up + t * stride + gate_column(form, column);
+        Fragment<Element>::load_row(dh + t * dh_stride + column, vectorised, d);
+        Fragment<Element>::load_row(from, vectorised, gate);
+        Fragment<Element>::load_row(from + up_offset(form, K), vectorised, up);
+        if (form.interleaved) deinterleave<Element>(gate, up);
+        swiglu_grad_row<Element>(form, row, d, gate, up, weighted);
+        if (form.interleaved) interleave<Element>(gate, up);
+      }
+      Element* to = d_gate_up + 2 * t * K + gate_column(form, column);
+      Fragment<Element>::store_row(gate, to);
+      Fragment<Element>::store_row(up, to + up_offset(form, K));
+      Fragment<Element>::store_row(weighted, h + t * K + column);
     }
-    Element* to = d_gate_up + 2 * t * K + gate_column(form, column);
-    Fragment<Element>::store_row(gate, to);
-    Fragment<Element>::store_row(up, to + up_offset(form, K));
-  });
+    float sum = row.d_weight;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2)
+      sum = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, distance));
+    if (lane == 0) d_weight[t] = sum;
+  }
+}
+
+// Adds the partial sums [col blocks, T] of each row, from the first to the last. Rows of no group
+// have no partial sums and get zero.
+static __global__ void __launch_bounds__(kSwigluThreads)
+    sum_partial_d_weight_kernel(const float* partial, int col_blocks, const int32_t* offs, int E,
+                                int64_t T, float* d_weight) {
+  grid_dependency_wait();
+  const int end = last_row_end(offs, E, T);
+  for (int64_t t = static_cast<int64_t>(blockIdx.x) * kSwigluThreads + threadIdx.x; t < T;
+       t += static_cast<int64_t>(gridDim.x) * kSwigluThreads) {
+    float sum = 0;
+    if (t < end)
+      for (int block = 0; block < col_blocks; ++block) sum = __fadd_rn(sum, partial[block * T + t]);
+    d_weight[t] = sum;
+  }
 }
 
 // Sets rows of `out` [T, columns] from the last group's end on to zero.

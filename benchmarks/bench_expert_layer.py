@@ -1,0 +1,102 @@
+"""A whole expert layer: what its forward and backward take, and what it keeps between the two.
+
+    python -m benchmarks.bench_expert_layer
+
+Router, top-k, experts, weighted sum; compiled, forward and backward as one CUDA graph, with a cold
+L2 cache, beside torch's grouped_mm in BF16 in the same run. Kept is what is allocated between
+forward and backward besides x, the output and the parameters; peak is the most that is allocated
+during both.
+"""
+
+import argparse
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import timing
+from benchmarks.moe_model import MixtureOfExperts, ModelSize
+from benchmarks.step_cases import CACHED, Candidate, experts_of
+
+MIB = 1 << 20
+TOKENS_AND_SIZES = {
+    # name: tokens, hidden, intermediate, experts, chosen
+    "qwen3_30b": (8192, 2048, 768, 128, 8),
+    "sonic_7b": (24576, 1536, 256, 128, 8),
+    "sonic_30b": (32768, 4096, 1024, 128, 8),
+    "dsv3_ep8": (4096, 7168, 2048, 32, 8),
+    "mixtral": (8192, 4096, 14336, 8, 2),
+}
+CANDIDATES = (
+    Candidate("torch", "bf16", "compiled"),
+    Candidate("ours", "bf16", "compiled"),
+    Candidate("ours", "block", "compiled"),
+    Candidate("ours", "block" + CACHED, "compiled"),
+)
+
+
+def layer_of(candidate: Candidate, name: str) -> tuple[nn.Module, Tensor]:
+    """The layer, in BF16 on the GPU, and an input that needs a gradient."""
+    tokens, hidden, intermediate, experts, chosen = TOKENS_AND_SIZES[name]
+    size = ModelSize(1, hidden, 1, tokens, experts, chosen, intermediate)
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(size, experts_of(candidate)).to("cuda", torch.bfloat16)
+    if candidate.cached:
+        layer.experts.fill()
+    x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    return layer, x
+
+
+def step_of(layer: nn.Module, x: Tensor) -> tuple[Any, Any]:
+    """The compiled forward, and forward and backward."""
+    forward = torch.compile(layer, fullgraph=True)
+    leaves = [x, *layer.parameters()]
+    dy = torch.randn_like(x)
+
+    def both() -> Any:
+        return torch.autograd.grad(forward(x)[0], leaves, dy)
+
+    return forward, both
+
+
+def memory_of(forward: Any, both: Any, x: Tensor) -> tuple[float, float]:
+    """Kept and peak, in MiB."""
+    both()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = forward(x)[0]
+    kept = torch.cuda.memory_allocated() - before - y.nbytes
+    del y
+    torch.cuda.reset_peak_memory_stats()
+    both()
+    return kept / MIB, (torch.cuda.max_memory_allocated() - before) / MIB
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=TOKENS_AND_SIZES, default=TOKENS_AND_SIZES)
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print("| shape | layer | ms | times torch | kept, MiB | peak, MiB |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name in options.shapes:
+        calls, memory = {}, {}
+        for candidate in CANDIDATES:
+            torch._dynamo.reset()
+            layer, x = layer_of(candidate, name)
+            forward, both = step_of(layer, x)
+            memory[str(candidate)] = memory_of(forward, both, x)
+            calls[str(candidate)] = partial(both)
+        timings = timing.time_paired(calls, torch.device("cuda"), rounds=options.rounds)
+        for candidate, measured in timings.items():
+            kept, peak = memory[candidate]
+            ms, share = measured.microseconds.median / 1000, measured.share.median
+            print(f"| {name} | {candidate} | {ms:.3f} | {share:.2f} | {kept:.0f} | {peak:.0f} |")
+        del calls, layer, x, forward, both
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

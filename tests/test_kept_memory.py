@@ -1,0 +1,83 @@
+"""What an expert layer keeps between its forward and its backward, to the byte.
+
+T tokens, C experts chosen for a token, R = T * C rows, E experts, H features of a token, F features
+inside an expert. Of its rows the layer keeps gate_up [R, 2 F] and the routing alone, under every
+recipe: no gathered x, no output of SwiGLU, no output of an expert.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grouped_linear import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    GroupedMLP,
+    MXFP8BlockScaling,
+    Recipe,
+    SwiGLU,
+)
+from support.devices import devices
+
+T, C, E, H, F = 96, 2, 4, 64, 80
+RECIPES = pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(None, id="bf16"),
+        pytest.param(Float8BlockScaling(), id="block"),
+        pytest.param(Float8CurrentScaling(), id="current"),
+        pytest.param(DelayedScaling(), id="delayed"),
+        pytest.param(MXFP8BlockScaling(), id="mx"),
+    ],
+)
+OPTIONS = pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"bias": True}, id="bias"),
+        pytest.param({"activation": SwiGLU(1.702, 1.0, 7.0, True)}, id="interleaved"),
+    ],
+)
+
+
+def bytes_of(tensors: list[Tensor]) -> int:
+    """Of distinct memory."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def saved_by(call: Any, *given: Tensor) -> list[Tensor]:
+    """What a call saves for its backward besides the memory of what it is given."""
+    known, saved = {t.untyped_storage().data_ptr() for t in given}, []
+
+    def keep(t: Tensor) -> Tensor:
+        if t.numel() > 0 and t.untyped_storage().data_ptr() not in known:
+            saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        call()
+    return saved
+
+
+@pytest.mark.parametrize("device", devices("swiglu_grad", "group_quantize_swiglu_grad"))
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@OPTIONS
+@RECIPES
+def test_rows_of_gate_up_alone(
+    recipe: Recipe | None, options: dict[str, Any], compiled: bool, device: str
+) -> None:
+    layer = GroupedMLP(E, H, F, recipe=recipe, dtype=torch.bfloat16, device=device, **options)
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    x = torch.randn(T, H, dtype=torch.bfloat16, device=device, requires_grad=True)
+    scores = torch.rand(T, C, device=device, requires_grad=True)
+    chosen = torch.stack([torch.randperm(E)[:C] for _ in range(T)]).to(device)
+    given = [x, scores, chosen, *layer.parameters(), *layer.buffers()]
+    # What begins with E is of weights and groups: columnwise weights, their scales, group ends.
+    of_rows = [t for t in saved_by(lambda: call(x, scores, chosen), *given) if t.size(0) != E]
+    R, routing_bytes = T * C, 20  # a choice's weight, row, token and whether there is an expert
+    gate_up = R * 2 * F * x.element_size()
+    assert gate_up <= bytes_of(of_rows) <= gate_up + R * routing_bytes
