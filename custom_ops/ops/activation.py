@@ -186,7 +186,7 @@ def swiglu_grad(
     >>> grads = swiglu_grad(
     ...     torch.ones(1, 16), torch.ones(1, 32), torch.full((1,), 2.0), torch.tensor([1]).int())
     >>> grads.h[0, 0], grads.d_weight  # 2 * silu(1), 16 * silu(1)
-    (tensor(1.4621), tensor([11.6970]))
+    (tensor(1.4621), tensor([11.6969]))
     """
     return SwigluGrad(*_ops.swiglu_grad(dh, gate_up, weight, offs, *activation.arguments))
 
