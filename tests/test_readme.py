@@ -55,7 +55,11 @@ def test_every_argument_is_compared_with_transformer_engine() -> None:
     assert not {name for name in arguments if not re.search(rf"`{name}\b", page)}
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [*sorted(ROOT.glob("*.md")), *PAGES, *sorted((ROOT / "docs" / "notes").glob("*.md"))],
+    ids=lambda page: page.stem,
+)
 def test_links_to_files_lead_somewhere(page: Path) -> None:
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", prose):
