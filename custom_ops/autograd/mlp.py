@@ -142,6 +142,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             d_gate_up, h, d_weight_R = recipe.quantize_swiglu_grad(
                 dh_RF, gate_up_RG, weight_R, offs_E, ctx.activation, *states, outputs, need_down
             )
+            del dh_RF  # what is not read again goes, for the peak of an eager step
         elif need_down:  # h alone, for which any dh will do
             any_dh_RF = gate_up_RG[:, : gate_up_RG.size(1) // 2]
             h_RF = ops.swiglu_grad(any_dh_RF, gate_up_RG, weight_R, offs_E, ctx.activation).h
@@ -150,6 +151,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             assert isinstance(h.columnwise, Tensor)
             wgrad = down_context.wgrad(dy, h.columnwise, h.columnwise_scale, offs_E)
             (d_down_EHF,) = wgrad.compute()
+            del dy, h, wgrad
         if need_weight:
             d_weight_TC = d_weight_R[routing.row]
             if down_bias_EH is not None:
@@ -163,6 +165,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             assert isinstance(x.columnwise, Tensor)
             wgrad = gate_up_context.wgrad(d_gate_up, x.columnwise, x.columnwise_scale, offs_E)
             (d_gate_up_EGH,) = wgrad.compute()
+            del x, wgrad
         if need_gate_up_bias:
             assert d_gate_up.bias_grad is not None
             d_gate_up_bias_EG = d_gate_up.bias_grad.to(ctx.bias_dtypes[0])
