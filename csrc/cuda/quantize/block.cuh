@@ -7,7 +7,9 @@
 //
 // Reaches (H200, 2026-11-22) of a copy's speed: rowwise 0.98, both 0.95, SwiGLU 0.90, its gradient
 // 0.89, and 0.69 where K is no multiple of 128. SwiGLU with alpha, beta and a limit 0.77, its
-// gradient 0.75; with gate and up interleaved 0.74 and 0.68 (2026-11-24).
+// gradient 0.75; with gate and up interleaved 0.74 and 0.68 (2026-11-24). The gradient's shares are
+// of before it took the rows' weights; without h it takes 1.00 to 1.05 of that time now, 1.20 where
+// K is no multiple of 128 (H100, 2026-11-25, docs/notes/expert_layer.md).
 //
 // The number of tiles is known on the device alone. The grid is therefore bounded by what the GPU
 // holds at once, times a few waves, and a thread block steps through every gridDim.x-th tile.
