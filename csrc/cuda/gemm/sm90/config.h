@@ -73,6 +73,8 @@ struct GemmConfig {
   // TMA loads of b's tile: one a block where the cluster shares it.
   static constexpr int kBPieces = 2;
   static constexpr bool kNarrow = false;
+  // Whether a tile and the one below it form a pair, whose blocks share b.
+  static constexpr bool kSharesB = true;
 
   // a's scales in a stage. K-grouped tiles start at multiples of kTileM.
   static constexpr int kRowScales = kKGrouped ? kTileM : kTileM + kRowScaleAlignment;
@@ -109,6 +111,12 @@ struct GemmConfig {
 
 constexpr int smallest(int a, int b) { return a < b ? a : b; }
 
+// The same GEMM with pairs of neighbouring columns alone: each block loads its own tile of b.
+template <typename Config>
+struct WithoutSharedB : Config {
+  static constexpr bool kSharesB = false;
+};
+
 // The same GEMM in narrow tiles, which never share b. Its stages and buffers reuse the wide tile's
 // shared memory.
 template <typename Config>
@@ -117,7 +125,7 @@ struct NarrowOf : Config {
   static constexpr int kTileN = kNarrowTileN, kBBytes = kTileN * kSwizzleBytes;
   static constexpr int kStageBytes = Config::kABytes + kBBytes;
   static constexpr int kBPieces = 1;
-  static constexpr bool kNarrow = true;
+  static constexpr bool kNarrow = true, kSharesB = false;
   static constexpr int kEpilogueBuffers = kTileN / 64;
   static constexpr int kEpilogueBytes = kTileM * kEpilogueBuffers * kSwizzleBytes;
   // FP8 keeps the number of stages: its main loop is unrolled over them.
