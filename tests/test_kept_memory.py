@@ -28,6 +28,7 @@ RECIPES = pytest.mark.parametrize(
     [
         pytest.param(None, id="bf16"),
         pytest.param(Float8BlockScaling(), id="block"),
+        pytest.param(Float8BlockScaling(wgrad=torch.bfloat16), id="block_bf16_wgrad"),
         pytest.param(Float8CurrentScaling(), id="current"),
         pytest.param(DelayedScaling(), id="delayed"),
         pytest.param(MXFP8BlockScaling(), id="mx"),

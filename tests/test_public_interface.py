@@ -74,7 +74,8 @@ def test_arguments() -> None:
 ConvertedExperts(name, form, num_experts)
 DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
 DelayedScalingState(recipe, num_groups, device=None)
-Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0, share_x_scales=True)
+Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0, share_x_scales=True,
+    wgrad=torch.float8_e4m3fn)
 Float8CurrentScaling(power_of_two_scales=False, amax_epsilon=0.0,
     gradient_dtype=torch.float8_e4m3fn)
 GroupedLinear(num_gemms, in_features, out_features, bias=True, return_bias=False,

@@ -72,7 +72,7 @@ class LinearContext(NamedTuple):
         """Whether an eager backward may be one op, which returns weight gradients."""
         options = self.options
         returned = options.main_grad is None and options.deferred_wgrad is None
-        return returned and self._may_use_linear_op
+        return returned and self.recipe.has_linear_grad_op and self._may_use_linear_op
 
     @property
     def _may_use_linear_op(self) -> bool:
