@@ -51,6 +51,7 @@ grouped_mlp
 loading
 meta_kernels
 ops
+refresh_weights
 update_scales""",
     )
 
@@ -104,6 +105,7 @@ grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None)
 grouped_mlp(x, weights, experts, gate_up_proj, down_proj, recipe=None, state=None, *,
     gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1.0, beta=0.0,
     limit=None, interleaved=False), max_rows=None)
+refresh_weights(model)
 update_scales(model, group=None)""",
     )
 

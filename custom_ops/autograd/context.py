@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.autograd.wgrad import MainGrad, Wgrad
+from grouped_linear.quantized.weight_cache import wait_for_refresh_
 from grouped_linear.recipes import (
     Experts,
     LayerStates,
@@ -24,6 +25,8 @@ class StoredWeight(NamedTuple):
     weight: QuantizedWeight
     refresh: Tensor | bool = False
     """Whether it is quantized from the parameter first; a tensor is read on the device."""
+    waits: bool = False
+    """Whether a compiled call waits for ``refresh_weights``. An eager one has waited already."""
 
 
 class LinearOptions(NamedTuple):
@@ -100,15 +103,22 @@ class LinearContext(NamedTuple):
             weights=tuple(torch.empty_like(w, device="meta") for w in self.weights)
         )
 
-    def weight_operands(self, columnwise: bool) -> Operands:
-        """The weight for fprop, and for dgrad if ``columnwise``: stored, or quantized now."""
+    def weight_operands(self, offs_E: Tensor, columnwise: bool) -> Operands:
+        """The weight for fprop, and for dgrad if ``columnwise``: stored, or quantized now.
+
+        GEMMs that read it must take ``offs_E`` after this call: so a graph knows that they wait.
+        """
         recipe, _, weights, options, _ = self
         state = None if options.states is None else options.states.weight
         if options.stored is None:
             if weights[0].dim() == 2:
                 return recipe.quantize_weight_list(weights, state, columnwise)
             return recipe.quantize_weight(weights[0], state, columnwise)
-        quantized, refresh = options.stored
+        quantized, refresh, waits = options.stored
+        if waits and refresh is False:
+            wait_for_refresh_(offs_E, quantized.values)
+        elif waits:
+            wait_for_refresh_(quantized.values, None)
         if refresh is not False:
             flag = None if refresh is True else refresh
             recipe.refresh_weight_(quantized, weights, state, flag)
