@@ -14,6 +14,7 @@ from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -444,7 +445,8 @@ def test_the_trainer_refreshes_caches() -> None:
     """As its events come; a Trainer itself needs a library that is no dependency of ours."""
     model, ids = model_of("mixtral", "cpu"), tokens("cpu", 2, 8)
     model.set_experts_implementation("grouped_linear_fp8")
-    arguments: Any = (None, transformers.TrainerState(), transformers.TrainerControl())
+    options = SimpleNamespace(world_size=1, ddp_broadcast_buffers=None)  # of TrainingArguments
+    arguments: Any = (options, transformers.TrainerState(), transformers.TrainerControl())
     handler = CallbackHandler([RefreshWeights()], model, None, None, None)
     with pytest.raises(ValueError, match=r"^RefreshWeights: the model has no weight caches"):
         handler.on_train_begin(*arguments)
@@ -455,6 +457,9 @@ def test_the_trainer_refreshes_caches() -> None:
         train(model, model, ids)
         optimizer.step()
         handler.on_optimizer_step(*arguments)
+    options.world_size = 2
+    with pytest.raises(ValueError, match=r"pass ddp_broadcast_buffers=False to TrainingArguments"):
+        handler.on_train_begin(*arguments)
 
 
 @DEVICES

@@ -230,16 +230,23 @@ class RefreshWeights(TrainerCallback):
         cache_experts(model, recipe)
         Trainer(model, arguments, train_dataset=..., callbacks=[RefreshWeights()])
 
-    A checkpoint that is loaded after training (``load_best_model_at_end``) makes the caches cold:
-    call ``refresh_weights`` before the model is used again.
+    On several processes, which ``DistributedDataParallel`` sends buffers to, it needs
+    ``TrainingArguments(ddp_broadcast_buffers=False)``: caches are buffers. A checkpoint that is
+    loaded after training (``load_best_model_at_end``) makes the caches cold: call
+    ``refresh_weights`` before the model is used again.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Fill the caches.
 
         Raises:
-            ValueError: for a model without caches.
+            ValueError: for a model without caches, and where caches are sent between processes.
         """
+        if args.world_size > 1 and args.ddp_broadcast_buffers is not False:
+            raise ValueError(
+                "RefreshWeights: DistributedDataParallel overwrites all weight caches with rank "
+                "0's: pass ddp_broadcast_buffers=False to TrainingArguments"
+            )
         if next(caches_of(kwargs["model"]), None) is None:
             raise ValueError("RefreshWeights: the model has no weight caches: call cache_experts")
         refresh_weights(kwargs["model"])

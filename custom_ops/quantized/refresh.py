@@ -1,9 +1,12 @@
 """Quantize a model's weights into their caches once a step, beside what else the GPU does."""
 
+import functools
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import Experts, QuantizerState
@@ -15,6 +18,17 @@ def caches_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, WeightCache]]:
         for cache in module.children():
             if isinstance(cache, WeightCache) and cache.of:
                 yield name, module, cache
+
+
+def _check_keeps_caches(parallel: DistributedDataParallel) -> None:
+    if dist.get_world_size(parallel.process_group) == 1 or not parallel.will_sync_module_buffers():
+        return
+    sent = {id(buffer) for buffer in parallel.modules_buffers}
+    if any(isinstance(m, WeightCache) and id(m.values) in sent for m in parallel.modules()):
+        raise RuntimeError(
+            "refresh_weights: DistributedDataParallel overwrites all weight caches with rank 0's "
+            "before each forward: construct it with broadcast_buffers=False"
+        )
 
 
 def refresh_weights(model: nn.Module) -> None:
@@ -44,8 +58,9 @@ def refresh_weights(model: nn.Module) -> None:
 
     Raises:
         RuntimeError: if parameters are sharded (FSDP2). Their layers are given
-            ``is_first_microbatch=True``, which quantizes what was gathered for the forward; inside
-            a compiled function.
+            ``is_first_microbatch=True``, which quantizes what was gathered for the forward. If the
+            model is a DistributedDataParallel that overwrites every process's caches with rank 0's;
+            construct it with ``broadcast_buffers=False``. Inside a compiled function.
 
     >>> from grouped_linear import Float8BlockScaling, GroupedLinear
     >>> layer = GroupedLinear(2, 16, 32, recipe=Float8BlockScaling(), cache_weights=True)
@@ -61,6 +76,9 @@ def refresh_weights(model: nn.Module) -> None:
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("refresh_weights: call it outside of what is compiled")
+    for parallel in model.modules():
+        if isinstance(parallel, DistributedDataParallel):
+            _check_keeps_caches(parallel)
     work: list[tuple[WeightCache, Experts, QuantizerState | None]] = []
     for name, module, cache in caches_of(model):
         weights = tuple(getattr(module, of) for of in cache.of)
@@ -87,6 +105,12 @@ def _stream_after_current(device: torch.device) -> "torch.cuda.Stream | None":
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
             return None
-        stream = torch.cuda.Stream(device)
+        stream = _own_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
     return stream
+
+
+@functools.cache
+def _own_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all refreshes: memory that a stream has used is kept for that stream."""
+    return torch.cuda.Stream(device)
