@@ -28,6 +28,7 @@ from support.calls import Calls
 from support.compare import assert_same_bits, assert_shows_cold
 from support.devices import OPS, devices, needs_hopper
 from support.errors import sentence
+from support.graphs import STRICT_GRAPHS
 from support.recipes import RECIPES
 
 T, E, K, N, C = 40, 3, 32, 48, 2
@@ -252,6 +253,7 @@ def test_mistakes(tmp_path: Any) -> None:
 # --- on a GPU: what is not waited for is read too early ------------------------------------------
 
 MODES = ("eager", "compiled", "cudagraph_trees", "captured", "captured compiled")
+CUDA_GRAPHS = {"triton.cudagraphs": True, **STRICT_GRAPHS}
 
 
 @needs_hopper
@@ -281,7 +283,7 @@ def test_a_late_refresh_is_waited_for(
     if "compiled" in mode:
         forward = torch.compile(layer, fullgraph=True)
     elif mode == "cudagraph_trees":
-        forward = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+        forward = torch.compile(layer, fullgraph=True, options=CUDA_GRAPHS)
     for _ in range(3):
         torch.compiler.cudagraph_mark_step_begin()
         call()
