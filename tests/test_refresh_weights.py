@@ -189,6 +189,16 @@ def test_a_graph_waits_only_where_something_refreshes() -> None:
     assert wait < gemm
 
 
+def test_an_exported_program_does_not_wait() -> None:
+    """It runs where nothing refreshes, and without Python."""
+    layer, (x, m_splits) = make("one", RECIPES["block"]), inputs("one")
+    refresh_weights(layer)
+    with torch.no_grad():
+        program = torch.export.export(layer, (x.detach(), m_splits, False))
+        assert_same_bits(program.module()(x, m_splits, False), layer(x, m_splits))
+    assert "grouped_linear_host" not in str(program.graph)
+
+
 def test_layers_share_a_graph() -> None:
     """Regional compilation: no recompile for each layer."""
     torch._dynamo.reset()

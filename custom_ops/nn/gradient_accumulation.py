@@ -55,7 +55,8 @@ def cached_weight(
         return None
     # A graph must not depend on the cache's contents. In a compiled call an empty cache gives NaN.
     if torch.compiler.is_compiling():
-        return StoredWeight(cache.quantized_weight(), first, cache.refreshed_apart)
+        waits = cache.refreshed_apart and not torch.compiler.is_exporting()
+        return StoredWeight(cache.quantized_weight(), first, waits)
     if first is False and not cache.warm:
         raise RuntimeError(
             f"{layer}: is_first_microbatch=False reads the weight cache, which holds no "
