@@ -5,6 +5,7 @@ T rows, E groups, K in_features, N out_features; of the MLP: C experts chosen fo
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -187,6 +189,18 @@ def test_a_graph_waits_only_where_something_refreshes() -> None:
     wait = next(i for i, name in enumerate(names) if holds_wait([name]))
     gemm = next(i for i, name in enumerate(names) if "grouped_scaled_mm" in name)
     assert wait < gemm
+
+
+def test_inductor_copies_nothing_for_a_wait() -> None:
+    layer, arguments = make("mlp", RECIPES["block"]), inputs("mlp")
+    refresh_weights(layer)
+    with torch.no_grad():
+        _, [code] = run_and_get_code(torch.compile(layer, fullgraph=True), *arguments, False)
+    body = code[code.index("def call(") :]
+    quantized = re.findall(r"wait_for_refresh_.default\((\w+), \w+\)", body)
+    assert re.findall(r"grouped_scaled_mm.default\((\w+),", body) == quantized
+    assert len(quantized) == 2
+    assert "clone" not in body
 
 
 def test_an_exported_program_does_not_wait() -> None:

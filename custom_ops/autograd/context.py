@@ -103,10 +103,12 @@ class LinearContext(NamedTuple):
             weights=tuple(torch.empty_like(w, device="meta") for w in self.weights)
         )
 
-    def weight_operands(self, offs_E: Tensor, columnwise: bool) -> Operands:
+    def weight_operands(self, x: Operands, offs_E: Tensor, columnwise: bool) -> Operands:
         """The weight for fprop, and for dgrad if ``columnwise``: stored, or quantized now.
 
-        GEMMs that read it must take ``offs_E`` after this call: so a graph knows that they wait.
+        Where a graph waits for it, the wait is said to write x, or offs where x is the caller's
+        own, so that the GEMM, which reads both, comes after. Inductor copies what was read before:
+        of a new x nothing.
         """
         recipe, _, weights, options, _ = self
         state = None if options.states is None else options.states.weight
@@ -116,7 +118,9 @@ class LinearContext(NamedTuple):
             return recipe.quantize_weight(weights[0], state, columnwise)
         quantized, refresh, waits = options.stored
         if waits and refresh is False:
-            wait_for_refresh_(offs_E, quantized.values)
+            q = offs_E if x.rowwise_scale is None else x.rowwise
+            assert isinstance(q, Tensor)
+            wait_for_refresh_(q, quantized.values)
         elif waits:
             wait_for_refresh_(quantized.values, None)
         if refresh is not False:
