@@ -22,6 +22,7 @@ from grouped_linear.nn.functional import grouped_linear, grouped_mlp
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.ops import SwiGLU
+from grouped_linear.quantized.refresh import refresh_weights
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.recipes import (
     DelayedScaling,
@@ -52,5 +53,6 @@ __all__ = [
     "loading",
     "meta_kernels",
     "ops",
+    "refresh_weights",
     "update_scales",
 ]

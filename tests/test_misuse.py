@@ -360,6 +360,8 @@ def test_configurations() -> None:
         lambda: Float8BlockScaling(amax_epsilon=-1.0),
         lambda: Float8BlockScaling(amax_epsilon=float("nan")),
         lambda: Float8BlockScaling(amax_epsilon=float("inf")),
+        lambda: Float8BlockScaling(wgrad=torch.float32),
+        lambda: Float8BlockScaling(wgrad="bf16"),  # type: ignore[arg-type]
         lambda: Float8CurrentScaling(amax_epsilon=-0.5),
         lambda: Float8CurrentScaling(gradient_dtype=torch.bfloat16),
         lambda: DelayedScaling(margin=-1),
@@ -383,6 +385,8 @@ def test_configurations() -> None:
 Float8BlockScaling: amax_epsilon must be finite and not negative, got -1
 Float8BlockScaling: amax_epsilon must be finite and not negative, got nan
 Float8BlockScaling: amax_epsilon must be finite and not negative, got inf
+Float8BlockScaling: wgrad must be float8_e4m3fn, bfloat16 or float16, got float32
+Float8BlockScaling: wgrad must be float8_e4m3fn, bfloat16 or float16, got 'bf16'
 Float8CurrentScaling: amax_epsilon must be finite and not negative, got -0.5
 Float8CurrentScaling: gradient_dtype must be float8_e4m3fn or float8_e5m2, got bfloat16
 DelayedScaling: margin must be between 0 and 64, got -1

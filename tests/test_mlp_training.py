@@ -26,7 +26,7 @@ from support.compare import assert_same_bits, assert_shows_cold
 from support.devices import OPS, devices, needs_hopper
 from support.errors import sentence
 from support.groups import experts_of
-from support.recipes import RECIPES
+from support.recipes import MORE_RECIPES, RECIPES
 from support.tensors import BF16, DTYPES, FP32
 from support.training import (
     CUDA_MODES,
@@ -45,7 +45,8 @@ from support.training import (
 T, E, H, F, C = training.T, training.E, training.K, 48, 2
 STEPS, LEARNING_RATE = (1, 2, 8), 0.01
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
-EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+TRAINED = RECIPES | {"block_bf16_wgrad": MORE_RECIPES["block_bf16_wgrad"]}
+EVERY_RECIPE = pytest.mark.parametrize("recipe", TRAINED.values(), ids=TRAINED)
 QUANTIZING = {name: recipe for name, recipe in RECIPES.items() if recipe is not None}
 EVERY_QUANTIZING = pytest.mark.parametrize("recipe", QUANTIZING.values(), ids=QUANTIZING)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)

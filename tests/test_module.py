@@ -216,7 +216,7 @@ def test_repr() -> None:
     assert repr(make_layer(bias=False, recipe=Float8BlockScaling())) == (
         "GroupedLinear(num_gemms=3, in_features=16, out_features=32, bias=False, "
         "recipe=Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0, "
-        "share_x_scales=True))"
+        "share_x_scales=True, wgrad=torch.float8_e4m3fn))"
     )
 
 

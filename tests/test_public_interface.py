@@ -51,6 +51,7 @@ grouped_mlp
 loading
 meta_kernels
 ops
+refresh_weights
 update_scales""",
     )
 
@@ -74,7 +75,8 @@ def test_arguments() -> None:
 ConvertedExperts(name, form, num_experts)
 DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
 DelayedScalingState(recipe, num_groups, device=None)
-Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0, share_x_scales=True)
+Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0, share_x_scales=True,
+    wgrad=torch.float8_e4m3fn)
 Float8CurrentScaling(power_of_two_scales=False, amax_epsilon=0.0,
     gradient_dtype=torch.float8_e4m3fn)
 GroupedLinear(num_gemms, in_features, out_features, bias=True, return_bias=False,
@@ -103,6 +105,7 @@ grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None)
 grouped_mlp(x, weights, experts, gate_up_proj, down_proj, recipe=None, state=None, *,
     gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1.0, beta=0.0,
     limit=None, interleaved=False), max_rows=None)
+refresh_weights(model)
 update_scales(model, group=None)""",
     )
 

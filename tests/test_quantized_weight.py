@@ -42,6 +42,7 @@ DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 RECIPES = {
     "default": Float8BlockScaling(),
     "any_scale": Float8BlockScaling(power_of_two_scales=False),
+    "bf16_wgrad": Float8BlockScaling(wgrad=BF16),
 }
 
 

@@ -56,7 +56,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         x_state, _, dy_state = options.states or (None, None, None)
         columnwise_now = need_weight and not options.save_input
         x = recipe.quantize_input(x_TK, offs_E, x_state, OutputMask(True, columnwise_now, False))
-        w = context.weight_operands(need_x)
+        w = context.weight_operands(x, offs_E, need_x)
         saved_x = x_TK if options.save_input and need_weight else x.columnwise
         ctx.save_for_backward(
             offs_E,

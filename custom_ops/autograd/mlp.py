@@ -63,7 +63,7 @@ class GroupedMLPFunction(torch.autograd.Function):
 
         outputs = OutputMask(True, False, False)
         x = recipe.quantize_gathered(x_TH, routing, x_state, outputs)
-        gate_up = gate_up_context.weight_operands(columnwise=need_x)
+        gate_up = gate_up_context.weight_operands(x, offs_E, columnwise=need_x)
         biases = gate_up_bias_EG, down_bias_EH
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
         gate_up_bias_EG, down_bias_EH = (None if b is None else b.to(dtype) for b in biases)
@@ -77,7 +77,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             dtype,
         )
         h = recipe.quantize_swiglu(gate_up_RG, offs_E, activation, h_state, outputs)
-        down = down_context.weight_operands(columnwise=need_dh)
+        down = down_context.weight_operands(h, offs_E, columnwise=need_dh)
         y_RH = multiply(
             h.rowwise,
             h.rowwise_scale,

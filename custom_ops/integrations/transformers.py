@@ -22,6 +22,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.functional import silu
+from transformers import TrainerCallback
 from transformers.activations import SiLUActivation
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
@@ -31,13 +32,16 @@ from grouped_linear.autograd.context import PLAIN_CALL, LinearOptions, StoredWei
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
 from grouped_linear.nn.functional import apply_layer, apply_mlp, check_bias, check_whole
+from grouped_linear.nn.gradient_accumulation import cached_weight
 from grouped_linear.ops import SwiGLU
 from grouped_linear.quantized import block_math
+from grouped_linear.quantized.refresh import caches_of, refresh_weights
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import quantized_weight_of
+from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
-__all__ = ["quantize_experts", "register"]
+__all__ = ["RefreshWeights", "cache_experts", "quantize_experts", "register"]
 
 # Experts of older versions do not say whether a norm follows them (has_post_expert_norm).
 OLDEST_TRANSFORMERS = (5, 23)
@@ -59,7 +63,8 @@ def register(name: str = "grouped_linear", recipe: Recipe | None = None) -> None
 
     A quantizing recipe quantizes the weights of all experts in every call. That pays if an expert
     has some 500 rows or more, as in training. For fewer rows a name without a recipe is faster, or
-    :func:`quantize_experts`, which quantizes weights once.
+    :func:`quantize_experts`, which quantizes weights once. In training :func:`cache_experts` takes
+    their quantization off the critical path.
 
     Weights that a model stores as [E, in_features, out_features] (GPT-OSS, Aria) are read in place;
     only MXFP8 copies them before it rounds them. Their gradients are computed in the same layout,
@@ -137,10 +142,75 @@ def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None)
     >>> model.model.layers[0].mlp.experts.down_proj.q.dtype
     torch.float8_e4m3fn
     """
+    for experts, name in _weights_of_experts("quantize_experts", model, "quantize"):
+        w = getattr(experts, name)
+        if not isinstance(w, GroupedTensor):
+            # For a weight that is stored transposed, fprop reads the columnwise data.
+            w = GroupedTensor.quantize(w, recipe, columnwise=experts.is_transposed)
+        setattr(experts, name, nn.Parameter(w, requires_grad=False))
+
+
+def cache_experts(model: nn.Module, recipe: Recipe | None = None) -> None:
+    """Give a model's experts caches of their quantized weights, which every call then reads.
+
+    For training: the weights stay as they are, learn and are saved, and
+    :func:`grouped_linear.refresh_weights` quantizes them into the caches once a step, on a stream
+    of its own, while the GPU runs what comes before the experts. Without caches each call quantizes
+    its weights, once more where activations are checkpointed. A call raises where the caches hold
+    no weight yet, or where a weight was written since; compiled, an empty cache gives NaN.
+    ``transformers.Trainer`` refreshes them with :class:`RefreshWeights`.
+
+    The results have the bits of a model without caches. A cache takes two bytes an element.
+
+    Args:
+        model: on its device, not sharded. Experts of a checkpoint in FP8 are left alone.
+        recipe: of the name that the model uses; ``Float8BlockScaling()`` by default. A call under
+            another recipe raises.
+
+    Raises:
+        ValueError: for a model without experts that use the interface, for experts that are sharded
+            as DTensors or that :func:`quantize_experts` quantized, and for a recipe that caches no
+            weights or has a state.
+
+    >>> import torch
+    >>> from transformers import MixtralConfig, MixtralForCausalLM
+    >>> from grouped_linear import Float8BlockScaling, refresh_weights
+    >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
+    ...                        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    >>> model = MixtralForCausalLM(config)
+    >>> register("grouped_linear_fp8", recipe=Float8BlockScaling())
+    >>> model.set_experts_implementation("grouped_linear_fp8")
+    >>> cache_experts(model)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> hook = optimizer.register_step_post_hook(lambda *_: refresh_weights(model))
+    >>> refresh_weights(model)
+    >>> for tokens in torch.randint(64, (2, 1, 8)):
+    ...     model(tokens, labels=tokens).loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    """
+    recipe = Float8BlockScaling() if recipe is None else recipe
+    if recipe.has_state:
+        raise ValueError(
+            f"cache_experts: {type(recipe).__name__} has a state in each layer, and an experts "
+            "implementation is a function: choose a recipe without state"
+        )
+    weights = _weights_of_experts("cache_experts", model, "cache")
+    for experts, name in weights:
+        if isinstance(getattr(experts, name), GroupedTensor):
+            raise ValueError(f"cache_experts: {name} is quantized already, by quantize_experts")
+    for experts, name in weights:
+        w = getattr(experts, name)
+        E, N, K = w.shape  # as it is stored
+        experts.add_module(f"{name}_cache", WeightCache(recipe, E, N, K, w.device, of=(name,)))
+
+
+def _weights_of_experts(where: str, model: nn.Module, action: str) -> list[tuple[Any, str]]:
+    """Experts modules and the names of their weights, but for those of a checkpoint in FP8."""
     found: list[Any] = [m for m in model.modules() if hasattr(m, "is_concatenated")]
     if not found:
         raise ValueError(
-            "quantize_experts: the model has no experts that go through transformers' interface"
+            f"{where}: the model has no experts that go through transformers' interface"
         )
     weights = [
         (experts, name)
@@ -148,13 +218,67 @@ def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None)
         if not isinstance(experts, FP8Experts)
         for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
     ]
-    check_whole("quantize_experts", (getattr(*place) for place in weights), "quantize")
-    for experts, name in weights:
-        w = getattr(experts, name)
-        if not isinstance(w, GroupedTensor):
-            # For a weight that is stored transposed, fprop reads the columnwise data.
-            w = GroupedTensor.quantize(w, recipe, columnwise=experts.is_transposed)
-        setattr(experts, name, nn.Parameter(w, requires_grad=False))
+    check_whole(where, (getattr(*place) for place in weights), action)
+    return weights
+
+
+class RefreshWeights(TrainerCallback):
+    """Calls :func:`grouped_linear.refresh_weights` before training and after each optimizer step.
+
+    With a ``transformers.Trainer`` and a model whose experts have caches::
+
+        cache_experts(model, recipe)
+        Trainer(model, arguments, train_dataset=..., callbacks=[RefreshWeights()])
+
+    On several processes, which ``DistributedDataParallel`` sends buffers to, it needs
+    ``TrainingArguments(ddp_broadcast_buffers=False)``: caches are buffers. A checkpoint that is
+    loaded after training (``load_best_model_at_end``) makes the caches cold: call
+    ``refresh_weights`` before the model is used again.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Fill the caches.
+
+        Raises:
+            ValueError: for a model without caches, and where caches are sent between processes.
+        """
+        if args.world_size > 1 and args.ddp_broadcast_buffers is not False:
+            raise ValueError(
+                "RefreshWeights: DistributedDataParallel overwrites all weight caches with rank "
+                "0's: pass ddp_broadcast_buffers=False to TrainingArguments"
+            )
+        if next(caches_of(kwargs["model"]), None) is None:
+            raise ValueError("RefreshWeights: the model has no weight caches: call cache_experts")
+        refresh_weights(kwargs["model"])
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Quantize the weights that the optimizer has written."""
+        refresh_weights(kwargs["model"])
+
+
+def _cached_weight(experts: Any, name: str, recipe: Recipe | None) -> StoredWeight | None:
+    """What :func:`cache_experts` keeps of a weight, as [E, out_features, in_features]."""
+    cache = getattr(experts, f"{name}_cache", None)
+    if cache is None:
+        return None
+    if cache.recipe != recipe:
+        raise ValueError(
+            f"grouped_linear: the caches of the experts are in {cache.recipe!r}, the name's recipe "
+            f"is {recipe!r}"
+        )
+    if not (torch.compiler.is_compiling() or cache.warm):
+        raise RuntimeError(
+            "grouped_linear: the weight caches of the experts hold no weights yet, or none since "
+            "they were loaded or moved: call refresh_weights"
+        )
+    cached = cached_weight("grouped_linear", cache, False)
+    if cached is None or not experts.is_transposed:
+        return cached
+    values, scale, columnwise = cached.weight
+    assert columnwise is not None
+    if scale is not None and scale.dim() == 3:  # one a block
+        scale = scale.mT
+    return cached._replace(weight=QuantizedWeight(columnwise, scale, values))
 
 
 def _experts_forward(
@@ -183,6 +307,10 @@ def _experts_forward(
             quantized = _weight_in_fp8(experts, name, recipe, learns)
             return quantized.values, LinearOptions(stored=StoredWeight(quantized))
         stored: Tensor = getattr(experts, name)
+        cached = _cached_weight(experts, name, recipe)
+        if cached is not None:
+            w = stored.transpose(1, 2) if experts.is_transposed else stored
+            return w, LinearOptions(stored=cached)
         if not experts.is_transposed:
             return stored, PLAIN_CALL
         if isinstance(stored, GroupedTensor):

@@ -174,7 +174,10 @@ class GroupedLinear(nn.Module):
             self.scaling_state = recipe.new_state(num_gemms, device)
             if cache_weights:
                 sizes = num_gemms, out_features, in_features
-                self.weight_cache = WeightCache(recipe, *sizes, device)
+                of = tuple(self._weight_names)
+                self.weight_cache = WeightCache(
+                    recipe, *sizes, device, of=of, state="scaling_state"
+                )
         self._deferred_wgrads: deque[Wgrad] = deque()
         self.reset_parameters()
 

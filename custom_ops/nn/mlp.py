@@ -146,8 +146,12 @@ class GroupedMLP(nn.Module):
         self.down_state = None if recipe is None else recipe.new_state(E, device)
         self.gate_up_cache = self.down_cache = None
         if cache_weights and recipe is not None:
-            self.gate_up_cache = WeightCache(recipe, E, 2 * F, H, device)
-            self.down_cache = WeightCache(recipe, E, H, F, device)
+            self.gate_up_cache = WeightCache(
+                recipe, E, 2 * F, H, device, of=("gate_up_proj",), state="gate_up_state"
+            )
+            self.down_cache = WeightCache(
+                recipe, E, H, F, device, of=("down_proj",), state="down_state"
+            )
         self.reset_parameters()
 
     @property

@@ -108,6 +108,7 @@ class Scaling(NamedTuple):
     power_of_two_scales: bool = True
     amax_epsilon: float = 0.0
     share_x_scales: bool = False
+    wgrad: torch.dtype = E4M3
 
 
 def quantize(
@@ -510,6 +511,8 @@ def block_operands(
         return dequantize_rowwise(*quantize_rowwise(x, scaling), offs_E)
 
     def columnwise(x: Tensor, share_scales: bool = False) -> Tensor:
+        if scaling.wgrad != E4M3:
+            return x.to(scaling.wgrad)
         quantized = quantize_columnwise(x, offs_E, scaling, share_scales)
         return dequantize_columnwise(*quantized, offs_E, x.size(0))
 
