@@ -5,7 +5,6 @@ a token, H features of a token, F features inside an expert.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, dty
 from grouped_linear.nn.options import check_recipe
 from grouped_linear.ops.activation import PLAIN, SwiGLU
 from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.quantized.weight import is_dtensor as is_dtensor
 from grouped_linear.quantized.weight import quantized_weight_of
 from grouped_linear.recipes import UNQUANTIZED, Experts, Recipe, RecipeState
 
@@ -42,11 +42,6 @@ def _autocast_weights(weights: Experts, recipe: Recipe, dtype: torch.dtype) -> E
     if recipe.reads_any_weight_dtype or w.dtype not in ACTIVATIONS or w.dtype == dtype:
         return weights
     return tuple(w.to(dtype) for w in weights)
-
-
-def is_dtensor(t: Any) -> bool:
-    """Whether t is a DTensor, by its type, which Dynamo sees; importing DTensor takes 0.5 s."""
-    return hasattr(type(t), "to_local")
 
 
 def check_whole(where: str, parameters: Iterable[Tensor], action: str) -> None:

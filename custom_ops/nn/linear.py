@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from grouped_linear.autograd.context import LinearOptions
 from grouped_linear.autograd.wgrad import DeferredWgrad, Wgrad
-from grouped_linear.nn.functional import apply_layer, autocast_dtype, check_bias, is_dtensor
+from grouped_linear.nn.functional import apply_layer, autocast_dtype, check_bias
 from grouped_linear.nn.gradient_accumulation import cached_weight, main_grad_of, read_flag
 from grouped_linear.nn.options import GroupedLinearOptions, RngStateTracker, check_out_of_scope
+from grouped_linear.quantized.state_dict import join_quantized, scales_of, split_quantized
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import convert_assigned
+from grouped_linear.quantized.weight import convert_assigned, is_dtensor
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import Recipe, RecipeState
 
@@ -197,6 +198,11 @@ class GroupedLinear(nn.Module):
     def recipe(self) -> Recipe | None:
         """How GEMMs are computed."""
         return self._options.recipe
+
+    @property
+    def weight_scale_inv(self) -> Tensor | None:
+        """[E, ceil(N / 128), ceil(K / 128)], the scales of a quantized weight; None of another."""
+        return scales_of(self._parameters.get("weight"))
 
     def _register(self, name: str, t: Tensor, single: bool) -> None:
         """Register one parameter, or one for each expert: views of one tensor, side by side."""
@@ -418,10 +424,18 @@ class GroupedLinear(nn.Module):
         if not self._options.single_grouped_weight:
             self._tie()
 
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """Save a quantized weight by its parts, ``weight`` and ``weight_scale_inv``."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        split_quantized(self, destination, prefix)
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Load parameters of either form."""
+        """Load parameters of either form, quantized or not."""
+        join_quantized(self, state_dict, prefix, args[4])  # args[4] takes error messages
         options = self._options
         for name, single in (
             ("weight", options.single_grouped_weight),

@@ -14,6 +14,7 @@ from grouped_linear.nn.functional import apply_mlp, check_activation
 from grouped_linear.nn.gradient_accumulation import cached_weight, main_grad_of, read_flag
 from grouped_linear.nn.options import check_features, check_num_groups, check_recipe
 from grouped_linear.ops.activation import PLAIN, SwiGLU
+from grouped_linear.quantized.state_dict import join_quantized, scales_of, split_quantized
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import check_quantized_weight, convert_assigned
 from grouped_linear.quantized.weight_cache import WeightCache
@@ -155,6 +156,16 @@ class GroupedMLP(nn.Module):
         """How GEMMs are computed. Another recipe has other states: make another module."""
         return self._recipe
 
+    @property
+    def gate_up_proj_scale_inv(self) -> Tensor | None:
+        """[E, ceil(2 F / 128), ceil(H / 128)], the scales of a quantized gate_up_proj, or None."""
+        return scales_of(self.gate_up_proj)
+
+    @property
+    def down_proj_scale_inv(self) -> Tensor | None:
+        """[E, ceil(H / 128), ceil(F / 128)], the scales of a quantized down_proj, or None."""
+        return scales_of(self.down_proj)
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the parameters as nn.Linear does, reset scales and caches; do nothing on meta."""
@@ -242,10 +253,18 @@ class GroupedMLP(nn.Module):
             f"activation={activation}, recipe={self.recipe}"
         )
 
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """Save quantized weights by their parts, ``name`` and ``name_scale_inv``."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        split_quantized(self, destination, prefix)
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         """Load parameters that are quantized or not."""
+        join_quantized(self, state_dict, prefix, args[4])  # args[4] takes error messages
         if args[0].get("assign_to_params_buffers"):  # args[0] is the local metadata
             convert_assigned(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -282,6 +282,15 @@ class GroupedTensor(Tensor):
             f"write to it with copy_, got {type(value).__name__} of {value.dtype}"
         )
 
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """The bytes that are held: those of q, scale and q_t."""
+        return sum(part.nbytes for part in (self.q, self.scale, self.q_t) if part is not None)
+
+    def element_size(self) -> int:
+        """The bytes that are held of an element, besides scales: 1, or 2 with q_t."""
+        return 1 if self.q_t is None else 2
+
     def data_ptr(self) -> int:
         """0: the tensor has no memory besides that of its parts."""
         return 0
