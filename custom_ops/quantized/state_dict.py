@@ -43,8 +43,8 @@ def split_quantized(module: nn.Module, state_dict: dict[str, Any], prefix: str) 
         elif is_dtensor(w):
             local = w.to_local()
             if isinstance(local, GroupedTensor):
-                state_dict[prefix + name] = _distributed(local.q, w)
-                state_dict[prefix + name + SCALE] = _distributed(local.scale, w)
+                state_dict[prefix + name] = distributed_like(w, local.q)
+                state_dict[prefix + name + SCALE] = distributed_like(w, local.scale)
 
 
 def join_quantized(
@@ -111,7 +111,7 @@ def _joined(own: Tensor | None, module: nn.Module, q: Any, scale: Any) -> Any:
         options["recipe"] = like.recipe
         options["stochastic_rounding"] = like.stochastic_rounding
     if is_dtensor(q) and is_dtensor(scale):
-        return _distributed(_quantized(q.to_local(), scale.to_local(), options), q)
+        return distributed_like(q, _quantized(q.to_local(), scale.to_local(), options))
     return _quantized(q, scale, options)
 
 
@@ -120,8 +120,8 @@ def _quantized(q: Tensor, scale: Tensor, options: dict[str, Any]) -> GroupedTens
     return GroupedTensor.from_parts(q.contiguous(), scale.float().contiguous(), **options)
 
 
-def _distributed(local: Tensor, like: Any) -> Any:
-    """A process's part of a tensor that is sharded as `like`, a DTensor, is: by experts."""
+def distributed_like(like: Any, local: Tensor) -> Any:
+    """A DTensor of this process's part, sharded by experts as `like` is."""
     return type(like).from_local(
         local,
         like.device_mesh,

@@ -16,6 +16,11 @@ def is_dtensor(t: Any) -> bool:
     return hasattr(type(t), "to_local")
 
 
+def is_quantized(w: Any) -> bool:
+    """Whether a weight, or this process's part of it, is a GroupedTensor."""
+    return isinstance(w.to_local() if is_dtensor(w) else w, GroupedTensor)
+
+
 def check_quantized_weight(
     layer: str,
     recipe: Recipe | None,
