@@ -43,7 +43,8 @@ from support.versions import skipping_for_old_transformers
 with skipping_for_old_transformers():
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
-    from grouped_linear.integrations.transformers import SWIGLU_FORMS, quantize_experts, register
+    from grouped_linear.integrations.swiglu_forms import SWIGLU_FORMS
+    from grouped_linear.integrations.transformers import quantize_experts, register
 
 VOCABULARY = 64
 SIZES = {

@@ -18,6 +18,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
+from grouped_linear.integrations.swiglu_forms import same_activation
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
 from grouped_linear.quantized.state_dict import SCALE
 
@@ -96,13 +97,12 @@ def weight_names(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
-def obstacle_of(name: str, experts: Any, same_activation: Any) -> str | None:
+def obstacle_of(name: str, experts: Any) -> str | None:
     """Why transformers' FP8 experts cannot be these, or None.
 
     Args:
         name: the module's name in its model.
         experts: the module.
-        same_activation: whether two experts modules compute the same between their layers.
     """
     if not name.endswith(".experts"):
         return f"transformers looks for experts in FP8 in modules called experts, not {name}"
