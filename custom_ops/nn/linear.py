@@ -85,7 +85,7 @@ class GroupedLinear(nn.Module):
         weight: [E, N, K]; or weight0, ... [N, K].
         high_precision_init: [E, N, K] on the CPU, or None; set it to None after use.
         bias: [E, N], or None; or bias0, ... [N].
-        scaling_state: what the recipe keeps from step to step: under ``DelayedScaling`` a
+        weight_state: what the recipe keeps from step to step: under ``DelayedScaling`` a
             :class:`grouped_linear.DelayedScalingState`; None under a recipe without state.
         weight_cache: the cached weight, see
             :class:`grouped_linear.quantized.weight_cache.WeightCache`; None without
@@ -103,7 +103,7 @@ class GroupedLinear(nn.Module):
 
     bias: nn.Parameter | None
     high_precision_init: Tensor | None
-    scaling_state: RecipeState | None
+    weight_state: RecipeState | None
     weight_cache: WeightCache | None
 
     def __init__(
@@ -170,9 +170,9 @@ class GroupedLinear(nn.Module):
             self.register_parameter("bias", None)
         self._weight_names = options.weight_names
         self._bias_names = options.bias_names if bias else []
-        self.scaling_state = self.weight_cache = None
+        self.weight_state = self.weight_cache = None
         if recipe is not None:
-            self.scaling_state = recipe.new_state(num_gemms, device)
+            self.weight_state = recipe.new_state(num_gemms, device)
             if cache_weights:
                 sizes = num_gemms, out_features, in_features
                 self.weight_cache = WeightCache(recipe, *sizes, device)
@@ -236,7 +236,7 @@ class GroupedLinear(nn.Module):
         weights = self._weights()
         if weights[0].is_meta:
             return
-        for state in (self.scaling_state, self.weight_cache):
+        for state in (self.weight_state, self.weight_cache):
             if state is not None:
                 state.reset()
         options, tracker = self._options, self._options.get_rng_state_tracker
@@ -298,7 +298,7 @@ class GroupedLinear(nn.Module):
         options = self._options
         weights, bias = self._weights(), self._whole_bias()
         check_bias(bias)
-        state, cache = self.scaling_state, self.weight_cache
+        state, cache = self.weight_state, self.weight_cache
         stores_weight = cache is not None or options.quantized_weight
         first = read_flag("GroupedLinear", is_first_microbatch, x, options.recipe, stores_weight)
         main_grad = deferred = None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from grouped_linear.autograd.context import LinearOptions
 from grouped_linear.nn.functional import apply_mlp, check_activation
 from grouped_linear.nn.gradient_accumulation import cached_weight, main_grad_of, read_flag
-from grouped_linear.nn.options import check_features, check_num_groups, check_recipe
+from grouped_linear.nn.options import check_features, check_flags, check_num_groups, check_recipe
 from grouped_linear.ops.activation import PLAIN, SwiGLU
 from grouped_linear.quantized.state_dict import join_quantized, scales_of, split_quantized
 from grouped_linear.quantized.tensor import GroupedTensor
@@ -52,13 +52,13 @@ class GroupedMLP(nn.Module):
         down_proj: [E, H, F].
         gate_up_proj_bias: [E, 2 F], or None.
         down_proj_bias: [E, H], or None.
-        gate_up_state: what the recipe keeps of gate_up_proj from step to step; None under a recipe
-            without state.
-        down_state: the same of down_proj.
-        gate_up_cache: the cached gate_up_proj, see
+        gate_up_proj_state: what the recipe keeps of gate_up_proj's GEMMs from step to step; None
+            under a recipe without state.
+        down_proj_state: the same of down_proj.
+        gate_up_proj_cache: the cached gate_up_proj, see
             :class:`grouped_linear.quantized.weight_cache.WeightCache`; None without
             ``cache_weights``.
-        down_cache: the same of down_proj.
+        down_proj_cache: the same of down_proj.
 
     Raises:
         ValueError: for a configuration that no call could run.
@@ -95,10 +95,10 @@ class GroupedMLP(nn.Module):
     down_proj: nn.Parameter
     gate_up_proj_bias: nn.Parameter | None
     down_proj_bias: nn.Parameter | None
-    gate_up_state: RecipeState | None
-    down_state: RecipeState | None
-    gate_up_cache: WeightCache | None
-    down_cache: WeightCache | None
+    gate_up_proj_state: RecipeState | None
+    down_proj_state: RecipeState | None
+    gate_up_proj_cache: WeightCache | None
+    down_proj_cache: WeightCache | None
 
     def __init__(
         self,
@@ -118,6 +118,7 @@ class GroupedMLP(nn.Module):
     ) -> None:
         super().__init__()
         check_num_groups("GroupedMLP", "num_experts", num_experts)
+        check_flags("GroupedMLP", bias=bias)
         check_features("GroupedMLP", "hidden_size", hidden_size)
         check_features("GroupedMLP", "intermediate_size", intermediate_size)
         check_recipe("GroupedMLP", recipe)
@@ -143,12 +144,12 @@ class GroupedMLP(nn.Module):
         for name, features in (("gate_up_proj_bias", 2 * F), ("down_proj_bias", H)):
             b = nn.Parameter(torch.empty(E, features, dtype=dtype, device=device)) if bias else None
             self.register_parameter(name, b)
-        self.gate_up_state = None if recipe is None else recipe.new_state(E, device)
-        self.down_state = None if recipe is None else recipe.new_state(E, device)
-        self.gate_up_cache = self.down_cache = None
+        self.gate_up_proj_state = None if recipe is None else recipe.new_state(E, device)
+        self.down_proj_state = None if recipe is None else recipe.new_state(E, device)
+        self.gate_up_proj_cache = self.down_proj_cache = None
         if cache_weights and recipe is not None:
-            self.gate_up_cache = WeightCache(recipe, E, 2 * F, H, device)
-            self.down_cache = WeightCache(recipe, E, H, F, device)
+            self.gate_up_proj_cache = WeightCache(recipe, E, 2 * F, H, device)
+            self.down_proj_cache = WeightCache(recipe, E, H, F, device)
         self.reset_parameters()
 
     @property
@@ -183,25 +184,30 @@ class GroupedMLP(nn.Module):
             else:  # draw what any other layer draws, then quantize it
                 drawn_ENK = torch.empty_like(weight_ENK)
                 weight_ENK.copy_(nn.init.uniform_(drawn_ENK, -bound, bound))
-        for state in (self.gate_up_state, self.down_state, self.gate_up_cache, self.down_cache):
+        for state in (
+            self.gate_up_proj_state,
+            self.down_proj_state,
+            self.gate_up_proj_cache,
+            self.down_proj_cache,
+        ):
             if state is not None:
                 state.reset()
 
     def forward(
         self,
         x: Tensor,
-        weights: Tensor,
-        experts: Tensor,
+        top_k_weights: Tensor,
+        top_k_index: Tensor,
         is_first_microbatch: Tensor | bool | None = None,
         *,
         max_rows: int | None = None,
     ) -> Tensor:
-        """Send x [..., H] through ``experts`` [..., C] and sum by ``weights`` [..., C].
+        """Send x [..., H] through the experts top_k_index [..., C], sum by top_k_weights [..., C].
 
         Args:
             x: see :func:`grouped_linear.grouped_mlp`.
-            weights: see :func:`grouped_linear.grouped_mlp`.
-            experts: see :func:`grouped_linear.grouped_mlp`.
+            top_k_weights: see :func:`grouped_linear.grouped_mlp`.
+            top_k_index: see :func:`grouped_linear.grouped_mlp`.
             is_first_microbatch: whether this is the first one since the last optimizer step. True
                 quantizes both weights into their caches, and overwrites main_grad with their
                 gradients. False reads the caches and adds to main_grad. A bool tensor of no
@@ -212,11 +218,12 @@ class GroupedMLP(nn.Module):
         Raises:
             RuntimeError: as :func:`grouped_linear.grouped_mlp`, or where False reads an empty
                 cache. A tensor that is false is not checked; it then reads NaN.
+            TypeError: as :func:`grouped_linear.grouped_mlp`.
             ValueError: as :func:`grouped_linear.grouped_mlp`, or for ``is_first_microbatch`` under
                 a recipe that caches weights and without ``cache_weights``, unless the weights are
                 stored quantized anyway.
         """
-        stores_weight = self.gate_up_cache is not None or self.quantized_weight
+        stores_weight = self.gate_up_proj_cache is not None or self.quantized_weight
         first = read_flag("GroupedMLP", is_first_microbatch, x, self._recipe, stores_weight)
         fused = self.fuse_wgrad_accumulation and torch.is_grad_enabled()
 
@@ -230,12 +237,14 @@ class GroupedMLP(nn.Module):
             )
 
         gate_up, down = self.gate_up_proj, self.down_proj
-        of_gate_up = options("gate_up_proj", gate_up, self.gate_up_state, self.gate_up_cache)
-        of_down = options("down_proj", down, self.down_state, self.down_cache)
+        of_gate_up = options(
+            "gate_up_proj", gate_up, self.gate_up_proj_state, self.gate_up_proj_cache
+        )
+        of_down = options("down_proj", down, self.down_proj_state, self.down_proj_cache)
         return apply_mlp(
             x,
-            weights,
-            experts,
+            top_k_weights,
+            top_k_index,
             (gate_up, down),
             (self.gate_up_proj_bias, self.down_proj_bias),
             self._recipe,

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, BLOCK, E4M3, Rules, ceil_div, dtype_name
@@ -458,6 +457,5 @@ class _Dequantize(torch.autograd.Function):
         return block_math.dequantize(t.q, t.scale, dtype).view(t.shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype), None
