@@ -474,7 +474,7 @@ def test_saved_tensors_are_few(recipe: Recipe | None) -> None:
 def test_autocast(recipe: Recipe | None, device: str) -> None:
     """As nn.Linear: computes in the autocast dtype, gradients arrive in the parameters' dtypes."""
     layer = GroupedLinear(SMALL.E, SMALL.K, SMALL.N, recipe=recipe, device=device)
-    layer.scaling_state = state_for(recipe, SMALL.E, device)
+    layer.weight_state = state_for(recipe, SMALL.E, device)
     x = rows(SMALL, SMALL.K, FP32).to(device).requires_grad_()
     dy = torch.randn(SMALL.T, SMALL.N, device=device).bfloat16()
     with torch.autocast(device, dtype=BF16):

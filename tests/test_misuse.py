@@ -433,13 +433,13 @@ def test_calls_of_the_layer() -> None:
         "\n".join(map(sentence, mistakes)),
         """\
 grouped_linear: K differs: x has 32, weight 16
-grouped_mm: a must be bfloat16, float16 or float32, got float64
+grouped_linear: x must be bfloat16, float16 or float32, got float64
 grouped_linear: x is bfloat16, weight float32: cast one of them, or use torch.autocast
 grouped_linear: E differs: m_splits has 3, weight 2
 splits_to_offsets: m_splits must be int32 or int64, got float32
 splits_to_offsets: m_splits must sum to at most num_rows 5, got 2 + 4 at group 1
 grouped_linear: K differs: x has 32, weight 16
-group_quantize: x must be bfloat16, float16 or float32, got float64
+grouped_linear: x must be bfloat16, float16 or float32, got float64
 grouped_linear: E differs: m_splits has 1, weight 2
 grouped_linear: DelayedScaling has a state: pass state, or use GroupedLinear
 grouped_linear: state needs a recipe that has one, got recipe None

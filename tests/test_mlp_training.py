@@ -163,7 +163,8 @@ def run(
         for p in [layer.score] if feature.fused else layer.parameters():
             p.grad = torch.zeros_like(p)
     step = mode(layer, feature, dtype)
-    for state in (layer.mlp.gate_up_state, layer.mlp.down_state):  # a mode may have run the layer
+    # A mode may have run the layer.
+    for state in (layer.mlp.gate_up_proj_state, layer.mlp.down_proj_state):
         if state is not None:
             state.reset()
     for main_grad in main_grads:  # neither zero nor what a graph was recorded with
@@ -259,7 +260,7 @@ def inputs(device: str) -> tuple[Tensor, Tensor]:
 
 
 def caches_of(layer: Routed) -> list[Any]:
-    return [layer.mlp.gate_up_cache, layer.mlp.down_cache]
+    return [layer.mlp.gate_up_proj_cache, layer.mlp.down_proj_cache]
 
 
 def outcome(layer: Routed, y: Tensor, x: Tensor) -> list[Tensor]:

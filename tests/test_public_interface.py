@@ -92,7 +92,7 @@ GroupedMLP(num_experts, hidden_size, intermediate_size, *, bias=False,
     activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False), recipe=None,
     cache_weights=False, fuse_wgrad_accumulation=False, quantized_weight=False,
     stochastic_rounding=False, dtype=None, device=None)
-GroupedMLP.forward(x, weights, experts, is_first_microbatch=None, *, max_rows=None)
+GroupedMLP.forward(x, top_k_weights, top_k_index, is_first_microbatch=None, *, max_rows=None)
 GroupedMLP.reset_parameters()
 GroupedTensor.dequantize(dtype=None)
 GroupedTensor.from_parts(q, scale, dtype=torch.bfloat16, recipe=None, *, columnwise=True,
@@ -102,7 +102,7 @@ MXFP8BlockScaling()
 SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False)
 convert_experts(model, forwards=None, recipe=None, **options)
 grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None)
-grouped_mlp(x, weights, experts, gate_up_proj, down_proj, recipe=None, state=None, *,
+grouped_mlp(x, top_k_weights, top_k_index, gate_up_proj, down_proj, recipe=None, state=None, *,
     gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1.0, beta=0.0,
     limit=None, interleaved=False), max_rows=None)
 refresh_weights(model)
@@ -198,39 +198,39 @@ def test_keys_of_checkpoints_with_scales() -> None:
         """\
 weight (2, 32, 16)
 bias (2, 32)
-scaling_state.x.scale (2,)
-scaling_state.x.amax (2,)
-scaling_state.x.amax_history (3, 2)
-scaling_state.weight.scale (2,)
-scaling_state.weight.amax (2,)
-scaling_state.weight.amax_history (3, 2)
-scaling_state.dy.scale (2,)
-scaling_state.dy.amax (2,)
-scaling_state.dy.amax_history (3, 2)""",
+weight_state.x.scale (2,)
+weight_state.x.amax (2,)
+weight_state.x.amax_history (3, 2)
+weight_state.weight.scale (2,)
+weight_state.weight.amax (2,)
+weight_state.weight.amax_history (3, 2)
+weight_state.dy.scale (2,)
+weight_state.dy.amax (2,)
+weight_state.dy.amax_history (3, 2)""",
     )
     assert_expected_inline(
         "\n".join(keys_of(mlp)),
         """\
 gate_up_proj (2, 64, 16)
 down_proj (2, 16, 32)
-gate_up_state.x.scale (2,)
-gate_up_state.x.amax (2,)
-gate_up_state.x.amax_history (3, 2)
-gate_up_state.weight.scale (2,)
-gate_up_state.weight.amax (2,)
-gate_up_state.weight.amax_history (3, 2)
-gate_up_state.dy.scale (2,)
-gate_up_state.dy.amax (2,)
-gate_up_state.dy.amax_history (3, 2)
-down_state.x.scale (2,)
-down_state.x.amax (2,)
-down_state.x.amax_history (3, 2)
-down_state.weight.scale (2,)
-down_state.weight.amax (2,)
-down_state.weight.amax_history (3, 2)
-down_state.dy.scale (2,)
-down_state.dy.amax (2,)
-down_state.dy.amax_history (3, 2)""",
+gate_up_proj_state.x.scale (2,)
+gate_up_proj_state.x.amax (2,)
+gate_up_proj_state.x.amax_history (3, 2)
+gate_up_proj_state.weight.scale (2,)
+gate_up_proj_state.weight.amax (2,)
+gate_up_proj_state.weight.amax_history (3, 2)
+gate_up_proj_state.dy.scale (2,)
+gate_up_proj_state.dy.amax (2,)
+gate_up_proj_state.dy.amax_history (3, 2)
+down_proj_state.x.scale (2,)
+down_proj_state.x.amax (2,)
+down_proj_state.x.amax_history (3, 2)
+down_proj_state.weight.scale (2,)
+down_proj_state.weight.amax (2,)
+down_proj_state.weight.amax_history (3, 2)
+down_proj_state.dy.scale (2,)
+down_proj_state.dy.amax (2,)
+down_proj_state.dy.amax_history (3, 2)""",
     )
 
 

@@ -231,7 +231,7 @@ def test_delayed_scaling_records_in_training_only(mode: Any) -> None:
     layer = make("one", RECIPES["delayed"])
     with mode():
         refresh_weights(layer)
-    assert layer.scaling_state.weight.amax.any() == (mode is torch.enable_grad)
+    assert layer.weight_state.weight.amax.any() == (mode is torch.enable_grad)
     x, m_splits = inputs("one")
     assert_same_bits(layer(x, m_splits, False), layer(x, m_splits))
 
@@ -333,7 +333,7 @@ def test_a_late_refresh_is_waited_for(
 
 
 def layer_event(layer: nn.Module) -> Any:
-    cache = layer.down_cache if isinstance(layer, GroupedMLP) else layer.weight_cache
+    cache = layer.down_proj_cache if isinstance(layer, GroupedMLP) else layer.weight_cache
     return cache._event
 
 

@@ -293,12 +293,12 @@ def check_delayed_scaling(rank: int, directory: Path) -> None:
             strict=True,
         ):
             assert torch.equal(bits(a), bits(b)), (step, name)
-    assert (model.experts.scaling_state.x.scale != 1).any()
+    assert (model.experts.weight_state.x.scale != 1).any()
 
 
 def check_amaxes_of_both_processes(rank: int, directory: Path) -> None:
     layer = GroupedLinear(2, 16, 32, recipe=DelayedScaling(amax_history_len=3))
-    state = layer.scaling_state
+    state = layer.weight_state
     state.x.amax.copy_(torch.tensor([[1.0, 5.0], [3.0, torch.inf]])[rank])
     state.dy.amax.copy_(torch.tensor([[0.0, 0.0], [0.0, 7.0]])[rank])
     update_scales(layer, dist.group.WORLD)

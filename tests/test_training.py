@@ -141,8 +141,8 @@ def run(
         for p in biases if feature.fused else layer.parameters():
             p.grad = torch.zeros_like(p)
     step = mode(layer, feature, dtype)
-    if layer.scaling_state is not None:
-        layer.scaling_state.reset()
+    if layer.weight_state is not None:
+        layer.weight_state.reset()
     flat.fill_(torch.nan)  # neither zero nor what a graph was recorded with
     made = iter(batches(dtype, device, STEPS * count))
     for _ in range(STEPS):

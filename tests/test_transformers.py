@@ -47,8 +47,8 @@ from support.versions import skipping_for_old_transformers
 with skipping_for_old_transformers():
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
+    from grouped_linear.integrations.swiglu_forms import SWIGLU_FORMS
     from grouped_linear.integrations.transformers import (
-        SWIGLU_FORMS,
         RefreshWeights,
         cache_experts,
         quantize_experts,
@@ -436,7 +436,10 @@ def test_caches_that_are_not_read() -> None:
         cache_experts(model, DelayedScaling())
     with pytest.raises(ValueError, match=r"^cache_experts: the model has no experts"):
         cache_experts(nn.Linear(2, 2))
-    quantize_experts(model)
+    model.set_experts_implementation("grouped_linear_fp8")
+    quantize_experts(model)  # which takes the place of the caches
+    assert torch.isfinite(model(input_ids=ids).logits).all()
+    assert not any("cache" in name for name, _ in model.named_modules())
     with pytest.raises(ValueError, match=r"^cache_experts: gate_up_proj is quantized already"):
         cache_experts(model)
 
@@ -669,13 +672,37 @@ def check_expert_parallel(
     expected = train(whole, whole, ids)
     model = deepcopy(whole)
     spread(model, mesh, implementation)
-    with pytest.raises(ValueError, match="sharded already: quantize before"):
-        quantize_experts(model)
     actual = {
         key: t.full_tensor() if isinstance(t, DTensor) else t
         for key, t in train(model, model, ids).items()
     }
     assert max(errors(actual, expected).values()) < tolerance
+    check_quantized_where_they_are(model, name, rank, ids)
+
+
+def check_quantized_where_they_are(model: Any, name: str, rank: int, ids: Tensor) -> None:
+    """Each process quantizes its experts, whose blocks of scales reach into no other expert."""
+    if NAMES[name] is None:
+        with pytest.raises(ValueError, match="has the recipe None, and would not compute with"):
+            quantize_experts(model)
+        return
+    weights = {n: p.to_local() for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    with torch.no_grad():
+        before = model(input_ids=ids)[0]
+        quantize_experts(model)
+        assert torch.equal(model(input_ids=ids)[0], before)
+    state, (_, down) = model.state_dict(), weights_of(model)
+    key = next(n for n, p in model.named_parameters() if p is down)
+    expected = GroupedTensor.quantize(weights[key], columnwise=False)
+    for part, of_whole in ((state[key], expected.q), (state[f"{key}_scale_inv"], expected.scale)):
+        assert torch.equal(part.to_local().view(torch.uint8), of_whole.view(torch.uint8))
+        assert part.shape == (PROCESSES * of_whole.size(0), *of_whole.shape[1:])
+
+
+def weights_of(model: nn.Module) -> list[Any]:
+    """The weights of a model's first experts."""
+    experts: Any = next(m for m in model.modules() if hasattr(m, "is_concatenated"))
+    return [experts.gate_up_proj if experts.has_gate else experts.up_proj, experts.down_proj]
 
 
 CHECKS: Checks = {

@@ -11,6 +11,7 @@ from torch import Tensor
 from grouped_linear.autograd.context import LinearContext
 from grouped_linear.autograd.gemm import multiply
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
+from grouped_linear.autograd.saved import saved_tensors
 from grouped_linear.autograd.wgrad import needs_grad_now
 from grouped_linear.recipes import UNQUANTIZED, OutputMask
 
@@ -81,7 +82,7 @@ class GroupedLinearFunction(torch.autograd.Function):
             edges = slice(-len(need_weights), None)
             need_weights = list(needs_grad_now(ctx, need_weights, edges))
         need_weight = any(need_weights)
-        offs_E, dy_scale, x, x_scale, w_scale, *w = ctx.saved_tensors
+        offs_E, dy_scale, x, x_scale, w_scale, *w = saved_tensors(ctx, "grouped_linear")
         if (need_x or need_weight) and context.has_one_op_backward:
             dx_TK, dw_ENK, db_EN = context.recipe.linear_grad(
                 dy_TN,

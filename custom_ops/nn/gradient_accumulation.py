@@ -39,7 +39,7 @@ def read_flag(
     if not isinstance(first, Tensor):
         return bool(first)
     if first.dim() != 0 or first.dtype != torch.bool or first.device != x.device:
-        raise ValueError(
+        raise RuntimeError(
             f"{layer}: is_first_microbatch must be None, a bool or a 0-D bool tensor on "
             f"{x.device}, got {first.dim()}-D {dtype_name(first.dtype)} on {first.device}"
         )

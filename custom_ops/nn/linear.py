@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from grouped_linear.autograd.context import LinearOptions
 from grouped_linear.autograd.wgrad import DeferredWgrad, Wgrad
-from grouped_linear.nn.functional import apply_layer, autocast_dtype, check_bias, is_dtensor
+from grouped_linear.nn.functional import apply_layer, autocast_dtype, check_bias
 from grouped_linear.nn.gradient_accumulation import cached_weight, main_grad_of, read_flag
 from grouped_linear.nn.options import GroupedLinearOptions, RngStateTracker, check_out_of_scope
+from grouped_linear.quantized.state_dict import join_quantized, scales_of, split_quantized
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import convert_assigned
+from grouped_linear.quantized.weight import convert_assigned, is_dtensor
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import Recipe, RecipeState
 
@@ -84,7 +85,7 @@ class GroupedLinear(nn.Module):
         weight: [E, N, K]; or weight0, ... [N, K].
         high_precision_init: [E, N, K] on the CPU, or None; set it to None after use.
         bias: [E, N], or None; or bias0, ... [N].
-        scaling_state: what the recipe keeps from step to step: under ``DelayedScaling`` a
+        weight_state: what the recipe keeps from step to step: under ``DelayedScaling`` a
             :class:`grouped_linear.DelayedScalingState`; None under a recipe without state.
         weight_cache: the cached weight, see
             :class:`grouped_linear.quantized.weight_cache.WeightCache`; None without
@@ -102,7 +103,7 @@ class GroupedLinear(nn.Module):
 
     bias: nn.Parameter | None
     high_precision_init: Tensor | None
-    scaling_state: RecipeState | None
+    weight_state: RecipeState | None
     weight_cache: WeightCache | None
 
     def __init__(
@@ -169,15 +170,13 @@ class GroupedLinear(nn.Module):
             self.register_parameter("bias", None)
         self._weight_names = options.weight_names
         self._bias_names = options.bias_names if bias else []
-        self.scaling_state = self.weight_cache = None
+        self.weight_state = self.weight_cache = None
         if recipe is not None:
-            self.scaling_state = recipe.new_state(num_gemms, device)
+            self.weight_state = recipe.new_state(num_gemms, device)
             if cache_weights:
                 sizes = num_gemms, out_features, in_features
                 of = tuple(self._weight_names)
-                self.weight_cache = WeightCache(
-                    recipe, *sizes, device, of=of, state="scaling_state"
-                )
+                self.weight_cache = WeightCache(recipe, *sizes, device, of=of)
         self._deferred_wgrads: deque[Wgrad] = deque()
         self.reset_parameters()
 
@@ -200,6 +199,11 @@ class GroupedLinear(nn.Module):
     def recipe(self) -> Recipe | None:
         """How GEMMs are computed."""
         return self._options.recipe
+
+    @property
+    def weight_scale_inv(self) -> Tensor | None:
+        """[E, ceil(N / 128), ceil(K / 128)], the scales of a quantized weight; None of another."""
+        return scales_of(self._parameters.get("weight"))
 
     def _register(self, name: str, t: Tensor, single: bool) -> None:
         """Register one parameter, or one for each expert: views of one tensor, side by side."""
@@ -233,7 +237,7 @@ class GroupedLinear(nn.Module):
         weights = self._weights()
         if weights[0].is_meta:
             return
-        for state in (self.scaling_state, self.weight_cache):
+        for state in (self.weight_state, self.weight_cache):
             if state is not None:
                 state.reset()
         options, tracker = self._options, self._options.get_rng_state_tracker
@@ -295,7 +299,7 @@ class GroupedLinear(nn.Module):
         options = self._options
         weights, bias = self._weights(), self._whole_bias()
         check_bias(bias)
-        state, cache = self.scaling_state, self.weight_cache
+        state, cache = self.weight_state, self.weight_cache
         stores_weight = cache is not None or options.quantized_weight
         first = read_flag("GroupedLinear", is_first_microbatch, x, options.recipe, stores_weight)
         main_grad = deferred = None
@@ -421,10 +425,18 @@ class GroupedLinear(nn.Module):
         if not self._options.single_grouped_weight:
             self._tie()
 
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """Save a quantized weight by its parts, ``weight`` and ``weight_scale_inv``."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        split_quantized(self, destination, prefix)
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Load parameters of either form."""
+        """Load parameters of either form, quantized or not."""
+        join_quantized(self, state_dict, prefix, args[4])  # args[4] takes error messages
         options = self._options
         for name, single in (
             ("weight", options.single_grouped_weight),

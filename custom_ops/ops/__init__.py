@@ -21,6 +21,8 @@ tensors, CPU and CUDA give the same sentence. On CPU, offsets that decrease or e
 rows raise too. On a GPU they are clamped, because to check them would wait for the device.
 """
 
+import torch
+
 from grouped_linear.ops.activation import (
     SwiGLU,
     SwigluGrad,
@@ -83,7 +85,16 @@ from grouped_linear.ops.weight import (
     quantize_weight_list,
 )
 
+#: The ops whose outputs are those of a forward's GEMMs, of which an eager layer calls one and a
+#: compiled one another. A policy of selective activation checkpointing keeps them:
+#: ``create_selective_checkpoint_contexts([*GEMMS])``.
+GEMMS: frozenset[torch._ops.OpOverload] = frozenset(
+    getattr(torch.ops.grouped_linear, name).default
+    for name in ("grouped_mm", "grouped_mm_list", "grouped_scaled_mm", "block_scaled_linear")
+)
+
 __all__ = [
+    "GEMMS",
     "BlockScaledLinear",
     "GroupQuantized",
     "LinearGrad",

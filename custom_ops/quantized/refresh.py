@@ -13,11 +13,11 @@ from grouped_linear.recipes import Experts, QuantizerState
 
 
 def caches_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, WeightCache]]:
-    """Every weight cache in a model, with the module whose parameters it caches and its name."""
-    for name, module in model.named_modules():
-        for cache in module.children():
+    """Every weight cache in a model: its name, the module whose parameters it caches, and it."""
+    for prefix, module in model.named_modules():
+        for name, cache in module.named_children():
             if isinstance(cache, WeightCache) and cache.of:
-                yield name, module, cache
+                yield f"{prefix}.{name}".lstrip("."), module, cache
 
 
 def _check_keeps_caches(parallel: DistributedDataParallel) -> None:
@@ -84,10 +84,10 @@ def refresh_weights(model: nn.Module) -> None:
         weights = tuple(getattr(module, of) for of in cache.of)
         if any(hasattr(type(w), "to_local") for w in weights):  # a DTensor
             raise RuntimeError(
-                f"refresh_weights: the weights of {name or 'the model'} are sharded: call the "
-                "layer with is_first_microbatch=True, which quantizes what was gathered"
+                f"refresh_weights: the weights of {name} are sharded: call the layer with "
+                "is_first_microbatch=True, which quantizes what was gathered"
             )
-        state = getattr(module, cache.state) if cache.state else None
+        state = getattr(module, name.rpartition(".")[2].removesuffix("_cache") + "_state", None)
         work.append((cache, weights, None if state is None else state.quantizer_states().weight))
     streams: dict[torch.device, torch.cuda.Stream | None] = {}
     with torch.no_grad():

@@ -42,7 +42,6 @@ class WeightCache(nn.Module):
         K: in_features.
         device: the buffers' device.
         of: the names of the parameters that it caches, in the module that it is a child of.
-        state: the name of the recipe's state there, if it has one.
 
     Attributes:
         recipe: as given.
@@ -69,10 +68,9 @@ class WeightCache(nn.Module):
         device: torch.device | str | None,
         *,
         of: tuple[str, ...] = (),
-        state: str = "",
     ) -> None:
         super().__init__()
-        self.recipe, self.of, self.state = recipe, of, state
+        self.recipe, self.of = recipe, of
         self._forget_refresh()
         with torch.inference_mode(False):
             weight = recipe.new_weight(E, N, K, device)
