@@ -17,7 +17,7 @@ from importlib.metadata import version
 
 from grouped_linear import loading  # first: it registers the ops  # isort: skip
 from grouped_linear import meta_kernels, ops  # isort: skip
-from grouped_linear.integrations.convert import ConvertedExperts, convert_experts
+from grouped_linear.integrations.convert_experts import ConvertedExperts, convert_experts
 from grouped_linear.nn.functional import grouped_linear, grouped_mlp
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP

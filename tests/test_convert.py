@@ -34,7 +34,7 @@ from grouped_linear import (
     Recipe,
     convert_experts,
 )
-from grouped_linear.integrations import convert
+from grouped_linear.integrations import converted_class
 from support.compare import assert_same_bits
 from support.devices import OPS, devices
 from support.errors import sentence
@@ -159,13 +159,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, ConvertedExperts]] = {
     "linear": (
         lambda: Routed([nn.Linear(H, H) for _ in range(E)]),
         {Routed: routed_linear},
-        ConvertedExperts("1", "Linear", E),
+        ConvertedExperts("1", "Linear", E, E * H * (H + 1), "GroupedLinear"),
     ),
     **{
         f"swiglu_{kind}": (
             lambda names=names: Routed([SwigluExpert(names) for _ in range(E)]),
             {Routed: routed_mlp},
-            ConvertedExperts("1", "SwiGLU", E),
+            ConvertedExperts("1", "SwiGLU", E, 3 * E * F * H, "GroupedMLP"),
         )
         for kind, names in SWIGLU_NAMES.items()
     },
@@ -173,7 +173,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, ConvertedExperts]] = {
         kind: (
             lambda experts=experts: Sorted(experts()),
             None,
-            ConvertedExperts("1.experts", "grouped SwiGLU", E),
+            ConvertedExperts("1.experts", "grouped SwiGLU", E, 3 * E * F * H, "grouped_linear"),
         )
         for kind, experts in {"grouped": GroupedExperts, "suffixed": SuffixedExperts}.items()
     },
@@ -281,9 +281,9 @@ def test_other_dtypes() -> None:
         convert_experts(model_of("linear", "cpu", torch.float64), MODELS["linear"][1])
 
 
-def test_experts_in_one_tensor_take_no_options() -> None:
+def test_experts_in_one_module_take_no_options_of_layers() -> None:
     sentence = (
-        "convert_experts: 1.experts: experts in one tensor stay what they are, so there is nothing "
+        "convert_experts: 1.experts: experts in one module stay what they are, so there is nothing "
         "to give cache_weights to"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
@@ -324,7 +324,7 @@ def test_refuses_a_pickle_of_a_newer_version(monkeypatch: pytest.MonkeyPatch) ->
     experts = GroupedExperts()
     convert_experts(experts)
     with monkeypatch.context() as newer:
-        newer.setattr(convert, "PICKLE_VERSION", 2)
+        newer.setattr(converted_class, "PICKLE_VERSION", 2)
         saved = pickle.dumps(experts)
     assert sentence(lambda: pickle.loads(saved)) == (
         "convert_experts: the pickle has version 2, this grouped_linear reads versions up to 1"
