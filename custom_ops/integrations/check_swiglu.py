@@ -7,7 +7,7 @@ R rows, E experts, H features of a token, F features inside an expert.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ def _is_usable(expert: Expert) -> bool:
 def _random_like(expert: Expert, F: int, H: int) -> Expert:
     """An expert of other sizes, with the same parameters."""
     shapes = (F, H), (F, H), (H, F), (F,), (F,), (H,)
-    like = {"dtype": expert.gate.dtype, "device": device_to_run_on(expert.gate)}
+    like: dict[str, Any] = {"dtype": expert.gate.dtype, "device": device_to_run_on(expert.gate)}
     return Expert._make(
         None if own is None else torch.randn(shape, **like) / (shape[-1] ** 0.5)
         for own, shape in zip(expert, shapes, strict=True)

@@ -53,7 +53,7 @@ class GroupedForm:
         if len(shapes[-1 - len(self.biases)]) != 3:
             return False
         E, H, F = shapes[len(self.weights) - 1]
-        gate_up = [(E, F, H), (E, F, H)]
+        gate_up: list[tuple[int, ...]] = [(E, F, H), (E, F, H)]
         if self.gate_up_is_one:
             gate_up = [(E, 2 * F, H)] if self.biases else [(E, F, 2, H)]
         biases = [(E, 2 * F), (E, H)] if self.biases else []

@@ -1,0 +1,204 @@
+"""One call that converts a model's experts, whatever form they have."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from grouped_linear.integrations.convert_experts import (
+    ConvertedExperts,
+    find_experts,
+    replace_experts,
+)
+from grouped_linear.integrations.converted_class import Forward, is_converted
+from grouped_linear.integrations.look_alikes import (
+    LeftExperts,
+    goes_through_interface,
+    look_alikes,
+)
+from grouped_linear.nn.options import check_recipe
+from grouped_linear.recipes import Float8BlockScaling, Recipe
+
+
+@dataclass(frozen=True, repr=False)
+class Conversion:
+    """What :func:`convert` did; ``print`` shows it as a table.
+
+    Modules that differ in numbers of their names alone are one row, with ``*`` for the numbers.
+    """
+
+    recipe: Recipe | None
+    """How the GEMMs are computed."""
+    converted: tuple[ConvertedExperts, ...]
+    """In the order of ``named_modules``; never empty."""
+    left: tuple[LeftExperts, ...]
+    """What looks like experts and is as it was."""
+
+    def __repr__(self) -> str:
+        """The table."""
+        head = ("module", "modules", "form", "experts", "parameters", "computed by")
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for one in self.converted:
+            key = _pattern(one.name) or "(the model)", one.form, str(one.num_experts), one.path
+            alike.setdefault(key, []).append(one.num_parameters)
+        rows = [
+            (name, str(len(sizes)), form, experts, f"{sum(sizes):,}", path)
+            for (name, form, experts, path), sizes in alike.items()
+        ]
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        numbers = (1, 3, 4)
+        lines = [
+            "  ".join(
+                cell.rjust(width) if i in numbers else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in (head, *rows)
+        ]
+        lines.append(f"recipe: {self.recipe!r}")
+        lines += [f"left: {line}" for line in _lines_of(self.left)]
+        return "\n".join(lines)
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
+
+
+def _lines_of(left: tuple[LeftExperts, ...]) -> list[str]:
+    """Name and reason of what was left, alike ones once."""
+    counts: dict[tuple[str, str], int] = {}
+    for one in left:
+        key = _pattern(one.name) or "(the model)", one.why
+        counts[key] = counts.get(key, 0) + 1
+    return [f"{name} ({why}{_times(n)})" for (name, why), n in counts.items()]
+
+
+def _times(n: int) -> str:
+    return f"; {n} of them" if n > 1 else ""
+
+
+def convert(
+    model: nn.Module,
+    recipe: Recipe | None = None,
+    *,
+    weights: Literal["fp8"] | None = None,
+    forwards: Mapping[type[nn.Module], Forward] | None = None,
+    **options: bool,
+) -> Conversion:
+    """Have all of a model's experts computed by this package, in place.
+
+    Recognised are:
+
+    ============================  ==================================================================
+    Hugging Face models           Experts that go through transformers' experts interface. The model
+                                  keeps its modules and parameters; an experts implementation of the
+                                  recipe is registered and chosen. See
+                                  :func:`grouped_linear.integrations.transformers.register`.
+    experts in one module         w1, w2, w3 [E, ...] as in torchtitan, its GPT-OSS and its fused
+                                  w13. The module gets another forward. See
+                                  :func:`grouped_linear.convert_experts`.
+    a ModuleList of experts       Linear or SwiGLU, in a block whose new forward is given in
+                                  ``forwards``. A :class:`grouped_linear.GroupedLinear` or
+                                  :class:`grouped_linear.GroupedMLP` replaces the list. See
+                                  :func:`grouped_linear.convert_experts`.
+    ============================  ==================================================================
+
+    With ``weights="fp8"`` experts are kept as :class:`grouped_linear.GroupedTensor`, in e4m3 with a
+    scale for each 128 x 128 block. All of these serve inference. What required a gradient still
+    does, so an optimizer that is made afterwards steps it, except in these cases:
+
+    - Hugging Face experts stored as [E, in_features, out_features] (GPT-OSS, Aria) do not learn;
+      gradients pass through them to what lies before.
+    - Experts of a checkpoint in FP8 are read as they are, and do not learn.
+    - w13 is refused.
+    - Tensor and expert parallelism that make DTensors of parameters (torchtitan's) do not take a
+      GroupedTensor. FSDP2 does.
+
+    Convert after a checkpoint is loaded, before sharding, DistributedDataParallel and the
+    optimizer. Nothing is copied to float32 as a whole. One list, or one weight that is quantized,
+    is in memory twice at a time.
+
+    Args:
+        model: a model, or a module that is to be converted itself; for experts in one module and
+            lists it may be on the meta device.
+        recipe: how the GEMMs are computed; None for the activations' dtype, or with
+            ``weights="fp8"`` for ``Float8BlockScaling()``.
+        weights: ``"fp8"`` to keep weights in FP8 alone; None to leave them as they are.
+        forwards: for each class of block with a ModuleList of experts, its new forward, a function
+            of the block and its inputs.
+        options: of the modules that replace lists: ``cache_weights``, ``fuse_wgrad_accumulation``
+            and others of :func:`grouped_linear.convert_experts`. With ``weights="fp8"`` also
+            ``stochastic_rounding``, of what optimizers write.
+
+    Returns:
+        What was converted, and what looks like experts and was left, with the reason.
+
+    Raises:
+        ValueError: if nothing is recognised, and where
+            :func:`grouped_linear.convert_experts`,
+            :func:`grouped_linear.integrations.transformers.register` or
+            :func:`grouped_linear.integrations.transformers.quantize_experts` raise it; for
+            ``weights`` that are not known, or need another recipe; for ``options`` that no module
+            takes. The model is then unchanged.
+        ImportError: for a Hugging Face model of transformers older than 5.23.
+
+    >>> import torch
+    >>> from grouped_linear import Float8BlockScaling
+    >>> from transformers import MixtralConfig, MixtralForCausalLM
+    >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
+    ...                        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
+    >>> model = MixtralForCausalLM(config)
+    >>> print(convert(model))
+    module                      modules  form            experts  parameters  computed by
+    model.layers.*.mlp.experts        2  MixtralExperts        8      98,304  experts implementation
+    recipe: None
+    >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 64])
+    """
+    check_recipe("convert", recipe)
+    if weights not in (None, "fp8"):
+        raise ValueError(f"convert: weights must be None or 'fp8', got {weights!r}")
+    if "quantized_weight" in options:
+        raise ValueError("convert: weights='fp8' stands for quantized_weight=True: give that")
+    if weights == "fp8":
+        recipe = Float8BlockScaling() if recipe is None else recipe
+        if not isinstance(recipe, Float8BlockScaling):
+            raise ValueError(
+                f"convert: weights='fp8' needs the recipe Float8BlockScaling, got {recipe!r}"
+            )
+        options["quantized_weight"] = True
+    forwards = dict(forwards or {})
+    experts = {n: m for n, m in model.named_modules() if goes_through_interface(m)}
+    of_layers = [option for option in options if option != "quantized_weight"]
+    if experts and of_layers:
+        raise ValueError(
+            "convert: experts of a Hugging Face model stay what they are, so there is nothing to "
+            f"give {' and '.join(of_layers)} to"
+        )
+    found = find_experts("convert", model, forwards, recipe, options)
+    if not found and not experts:
+        _raise_for_nothing(model)
+    of_interface = []
+    if experts:
+        from grouped_linear.integrations import hugging_face
+
+        hugging_face.check_hugging_face(experts, recipe)
+        of_interface = hugging_face.convert_hugging_face(model, experts, recipe, weights == "fp8")
+    converted = of_interface + replace_experts(found, forwards, recipe, options)
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    return Conversion(
+        recipe,
+        tuple(sorted(converted, key=lambda one: order[one.name])),
+        tuple(look_alikes(model)),
+    )
+
+
+def _raise_for_nothing(model: nn.Module) -> None:
+    name, left = type(model).__name__, _lines_of(tuple(look_alikes(model)))
+    if any(map(is_converted, model.modules())):
+        raise ValueError(f"convert: experts of {name} are converted already")
+    raise ValueError(
+        f"convert: {name} has no experts of a form that is known"
+        + (f", and these look like experts: {', '.join(left)}" if left else "")
+    )
