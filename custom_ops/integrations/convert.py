@@ -160,7 +160,9 @@ def convert(
     if weights not in (None, "fp8"):
         raise ValueError(f"convert: weights must be None or 'fp8', got {weights!r}")
     if "quantized_weight" in options:
-        raise ValueError("convert: weights='fp8' stands for quantized_weight=True: give that")
+        raise ValueError("convert: give weights='fp8' in place of quantized_weight")
+    if weights is None and options.get("stochastic_rounding"):
+        raise ValueError("convert: stochastic_rounding needs weights='fp8'")
     if weights == "fp8":
         recipe = Float8BlockScaling() if recipe is None else recipe
         if not isinstance(recipe, Float8BlockScaling):

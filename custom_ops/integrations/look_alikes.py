@@ -46,13 +46,17 @@ def look_alikes(model: nn.Module) -> Iterator[LeftExperts]:
 
 def _why_left(name: str, module: nn.Module, owner: nn.Module | None) -> str:
     """Why a module was left; empty if it does not look like experts."""
-    cls, children = type(module), list(module.children())
+    cls = type(module)
+    children = [child for child in module.children() if any(True for _ in child.parameters())]
     called_experts = "expert" in f"{cls.__name__} {name.rsplit('.', 1)[-1]}".lower()
+    no_interface = f"{cls.__name__} does not go through transformers' experts interface"
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and len(children) > 1:
         known = all(map(is_expert, children))
         classes = {type(child) for child in children}
         if not called_experts or len(classes) > 1:
             return ""
+        if cls.__module__.startswith("transformers."):
+            return no_interface
         if known and isinstance(module, nn.ModuleList):
             return f"no forward for {type(owner).__name__} in forwards"
         if known:
@@ -66,6 +70,6 @@ def _why_left(name: str, module: nn.Module, owner: nn.Module | None) -> str:
     if not (called_experts and matrices) and (len(stacked) < 2 or len(set(stacked)) > 1):
         return ""
     if cls.__module__.startswith("transformers."):
-        return f"{cls.__name__} does not go through transformers' experts interface"
+        return no_interface
     _, *inputs = inspect.signature(cls.forward).parameters
     return f"no known form has parameters {', '.join(own)} and is called as ({', '.join(inputs)})"
