@@ -129,7 +129,7 @@ def converting(parallelize: Callable[..., nn.Module], **how: Any) -> Callable[..
     """As docs/use_in_your_model.md has it."""
 
     def convert_and_parallelize(model: nn.Module, **options: Any) -> nn.Module:
-        print(convert(model, **how))
+        convert(model, **how)
         return parallelize(model, **options)
 
     return convert_and_parallelize
@@ -177,10 +177,15 @@ def step(model: nn.Module) -> dict[str, Tensor]:
     return {"y": y.detach(), **local}
 
 
-def check_model(parallel: dict[str, int], how: dict[str, Any], rank: int, directory: Path) -> None:
-    parallel_dims.device_type = "cpu"  # of torchtitan, which takes a GPU for granted
+def prepare() -> None:
+    """What torchtitan takes for granted: a GPU, and with its default backend a nightly torch."""
+    parallel_dims.device_type = "cpu"
     FlexAttention.forward = causal
-    set_spmd_backend("partial_dtensor")  # the default needs a nightly build of torch
+    set_spmd_backend("partial_dtensor")
+
+
+def check_model(parallel: dict[str, int], how: dict[str, Any], rank: int, directory: Path) -> None:
+    prepare()
     parallelism = ParallelismConfig(spmd_backend="partial_dtensor", **parallel)
     plain = built(parallelism, None)
     expected = step(plain)
@@ -201,12 +206,22 @@ def check_model(parallel: dict[str, int], how: dict[str, Any], rank: int, direct
         assert difference <= tolerance * expected[name].float().norm(), name
 
 
+def check_weights_in_fp8_under_expert_parallelism(rank: int, directory: Path) -> None:
+    prepare()
+    parallelism = ParallelismConfig(spmd_backend="partial_dtensor", **FSDP, **EP)
+    model = built(parallelism, {"weights": "fp8"})
+    with pytest.raises(ValueError, match="w1_EFD is not in FP8 any more: tensor and expert"):
+        step(model)
+
+
 FSDP = {"data_parallel_shard_degree": 2}
+EP = {"expert_parallel_degree": 2}
 CHECKS: Checks = {
     "fsdp": partial(check_model, FSDP, {}),
     "fsdp_block": partial(check_model, FSDP, {"recipe": Float8BlockScaling()}),
     "fsdp_fp8": partial(check_model, FSDP, {"weights": "fp8"}),
-    "expert_parallel": partial(check_model, {**FSDP, "expert_parallel_degree": 2}, {}),
+    "expert_parallel": partial(check_model, {**FSDP, **EP}, {}),
+    "expert_parallel_fp8": check_weights_in_fp8_under_expert_parallelism,
     "tensor_parallel": partial(
         check_model, {"data_parallel_shard_degree": 1, "tensor_parallel_degree": 2}, {}
     ),

@@ -112,8 +112,8 @@ def convert(
       gradients pass through them to what lies before.
     - Experts of a checkpoint in FP8 are read as they are, and do not learn.
     - w13 is refused.
-    - Tensor and expert parallelism that make DTensors of parameters (torchtitan's) do not take a
-      GroupedTensor. FSDP2 does.
+    - Tensor and expert parallelism that make DTensors of parameters (torchtitan's) make them of
+      high precision; the experts' forward then says so. FSDP2 keeps them in FP8.
 
     Convert after a checkpoint is loaded, before sharding, DistributedDataParallel and the
     optimizer. Nothing is copied to float32 as a whole. One list, or one weight that is quantized,

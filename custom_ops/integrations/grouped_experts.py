@@ -175,7 +175,7 @@ def convert_grouped_experts(
             kept = GroupedTensor.quantize(w, recipe, **quantized)
             setattr(module, name, nn.Parameter(kept, requires_grad=w.requires_grad))
     before: Any = type(module)
-    module.__class__ = converted_class(before, GroupedForward(form, recipe))
+    module.__class__ = converted_class(before, GroupedForward(form, recipe, quantized is not None))
 
 
 def _apart(gate_up: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,10 +205,12 @@ class GroupedForward:
 
     form: GroupedForm
     recipe: Recipe | None
+    in_fp8: bool
+    """Whether weights are kept in FP8."""
 
     def make_forward(self) -> Forward:
         """The function, with the names of arguments that the module's callers may use."""
-        form, recipe = self.form, self.recipe
+        form, recipe, in_fp8 = self.form, self.recipe, self.in_fp8
 
         def forward(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
             m_splits_E = num_tokens_per_expert.to(torch.int32)  # some routers count in float
@@ -222,6 +224,12 @@ class GroupedForward:
                         f"{type(self).__name__}: {type(recipe).__name__} holds scales of "
                         f"{held} experts, {len(weight)} are on this process: "
                         "shard in another way or take another recipe"
+                    )
+                if in_fp8 and not isinstance(weight, GroupedTensor):
+                    raise ValueError(
+                        f"{type(self).__name__}: {form.weights[i]} is not in FP8 any more: tensor "
+                        "and expert parallelism make parameters of high precision, so convert "
+                        "without weights in FP8"
                     )
                 if recipe is None or not recipe.reads_any_weight_dtype:
                     weight = weight.to(x.dtype)
