@@ -14,6 +14,7 @@ from grouped_linear.integrations.check_swiglu import Expert, check_swiglu
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
+from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.recipes import Recipe
 
 Names = tuple[str, str, str]
@@ -172,4 +173,7 @@ def fill(grouped: nn.Module, experts: nn.Module) -> None:
             gate, up, down = (own[name] for name in names)
             own = {"gate_up_proj": torch.cat([gate, up]), "down_proj": down}
         for name, value in own.items():
-            grouped.get_parameter(name)[e].copy_(value)
+            w = grouped.get_parameter(name)
+            if isinstance(w, GroupedTensor):  # a fifth of the time that copy_ takes to quantize
+                value = GroupedTensor.quantize(value[None], w.recipe, columnwise=False)[0]
+            w[e].copy_(value)
