@@ -34,6 +34,7 @@ def test_names() -> None:
     assert_expected_inline(
         "\n".join(sorted(grouped_linear.__all__)),
         """\
+Conversion
 ConvertedExperts
 DelayedScaling
 DelayedScalingState
@@ -42,9 +43,11 @@ Float8CurrentScaling
 GroupedLinear
 GroupedMLP
 GroupedTensor
+LeftExperts
 MXFP8BlockScaling
 Recipe
 SwiGLU
+convert
 convert_experts
 grouped_linear
 grouped_mlp
@@ -72,7 +75,8 @@ def test_arguments() -> None:
     assert_expected_inline(
         lines(callables | methods),
         """\
-ConvertedExperts(name, form, num_experts)
+Conversion(recipe, converted, left)
+ConvertedExperts(name, form, num_experts, num_parameters, path)
 DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
 DelayedScalingState(recipe, num_groups, device=None)
 Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0, share_x_scales=True,
@@ -98,8 +102,10 @@ GroupedTensor.dequantize(dtype=None)
 GroupedTensor.from_parts(q, scale, dtype=torch.bfloat16, recipe=None, *, columnwise=True,
     stochastic_rounding=False)
 GroupedTensor.quantize(w, recipe=None, *, columnwise=True, stochastic_rounding=False)
+LeftExperts(name, why)
 MXFP8BlockScaling()
 SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False)
+convert(model, recipe=None, *, weights=None, forwards=None, **options)
 convert_experts(model, forwards=None, recipe=None, **options)
 grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None)
 grouped_mlp(x, top_k_weights, top_k_index, gate_up_proj, down_proj, recipe=None, state=None, *,

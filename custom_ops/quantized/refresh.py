@@ -80,14 +80,15 @@ def refresh_weights(model: nn.Module) -> None:
         if isinstance(parallel, DistributedDataParallel):
             _check_keeps_caches(parallel)
     work: list[tuple[WeightCache, Experts, QuantizerState | None]] = []
-    for name, module, cache in caches_of(model):
+    for place, module, cache in caches_of(model):
+        owner, _, name = place.rpartition(".")
         weights = tuple(getattr(module, of) for of in cache.of)
         if any(hasattr(type(w), "to_local") for w in weights):  # a DTensor
             raise RuntimeError(
-                f"refresh_weights: the weights of {name} are sharded: call the layer with "
-                "is_first_microbatch=True, which quantizes what was gathered"
+                f"refresh_weights: the weights of {owner or 'the model'} are sharded: call the "
+                "layer with is_first_microbatch=True, which quantizes what was gathered"
             )
-        state = getattr(module, name.rpartition(".")[2].removesuffix("_cache") + "_state", None)
+        state = getattr(module, name.removesuffix("_cache") + "_state", None)
         work.append((cache, weights, None if state is None else state.quantizer_states().weight))
     streams: dict[torch.device, torch.cuda.Stream | None] = {}
     with torch.no_grad():
