@@ -82,20 +82,20 @@ GroupedLinear(num_gemms, in_features, out_features, bias=True, return_bias=False
     params_dtype=None, device=None, *, recipe=None, cache_weights=False,
     fuse_wgrad_accumulation=False, delay_wgrad_compute=False, save_original_input=False,
     single_grouped_weight=True, single_grouped_bias=True, quantized_weight=False,
-    stochastic_rounding=False, preserve_high_precision_init=False, **out_of_scope)
+    stochastic_rounding=None, preserve_high_precision_init=False, **out_of_scope)
 GroupedLinear.backward_dw()
 GroupedLinear.forward(x, m_splits, is_first_microbatch=None)
 GroupedLinear.reset_parameters()
 GroupedMLP(num_experts, hidden_size, intermediate_size, *, bias=False,
     activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False), recipe=None,
     cache_weights=False, fuse_wgrad_accumulation=False, quantized_weight=False,
-    stochastic_rounding=False, dtype=None, device=None)
+    stochastic_rounding=None, dtype=None, device=None)
 GroupedMLP.forward(x, weights, experts, is_first_microbatch=None, *, max_rows=None)
 GroupedMLP.reset_parameters()
 GroupedTensor.dequantize(dtype=None)
 GroupedTensor.from_parts(q, scale, dtype=torch.bfloat16, recipe=None, *, columnwise=True,
-    stochastic_rounding=False)
-GroupedTensor.quantize(w, recipe=None, *, columnwise=True, stochastic_rounding=False)
+    stochastic_rounding=True)
+GroupedTensor.quantize(w, recipe=None, *, columnwise=True, stochastic_rounding=True)
 MXFP8BlockScaling()
 SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False)
 convert_experts(model, forwards=None, recipe=None, **options)

@@ -22,6 +22,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # How many elements of a weight an optimizer's step holds in float32 at a time: 128 MiB, and as much
 # for each of the optimizer's states.
 ELEMENTS_AT_ONCE = 2**25
+# In-place operations that do not read what they write: nothing adds up, so they round to nearest.
+OVERWRITING = (aten.fill_, aten.zero_, aten.uniform_, aten.normal_)
 
 
 def _handles(*overloads: Any) -> Callable[[Handler], Handler]:
@@ -366,6 +368,7 @@ def _store_result(func: Any, t: Tensor, w: Tensor) -> None:
             raise RuntimeError(
                 f"GroupedTensor: {func} cannot change the shape of a quantized tensor"
             )
-        _store(t, w, stochastic=t.stochastic_rounding)
+        stochastic = t.stochastic_rounding and func.overloadpacket not in OVERWRITING
+        _store(t, w, stochastic=stochastic)
     elif t is not w:
         t.resize_(w.shape).copy_(w)  # `out` may have come with another shape
