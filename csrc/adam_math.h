@@ -83,8 +83,9 @@ struct AdamStep {
     return fma(-step_size, mul(m, inverse(divisor)), w);
   }
 
-  // 20 random bits for the number w at a position of the weight. They follow from the step, the
-  // position and the number, so processes that hold the same weight round alike.
+  // 20 random bits for the number w at a position of its expert. They follow from the step, the
+  // position and the number, so processes that hold the same expert round alike, whatever other
+  // experts they hold.
   GROUPED_LINEAR_DEVICE uint32_t noise(float w, uint32_t position) const {
     return mixed(exact::bits_of(w) ^ (position * 0x9e3779b9u + seed)) >> 12;
   }

@@ -52,8 +52,8 @@ void adam_weight_(const Tensor& q, const Tensor& scale, const std::optional<Tens
                     grad_scale, found_inf, lr, beta1, beta2, weight_decay, eps, amax_epsilon);
   if (found_inf && value_of(*found_inf) != 0) return;
 
-  const AdamOptions options{lr,  beta1,    beta2, weight_decay, eps, decoupled_weight_decay,
-                            maximize, stochastic_rounding};
+  const AdamOptions options{
+      lr, beta1, beta2, weight_decay, eps, decoupled_weight_decay, maximize, stochastic_rounding};
   const AdamStep step(options, lr_tensor ? value_of(*lr_tensor) : lr, value_of(step_in));
   const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
   const float unscale = grad_scale ? 1 / value_of(*grad_scale) : 1;
@@ -102,7 +102,7 @@ void adam_weight_(const Tensor& q, const Tensor& scale, const std::optional<Tens
       for (int64_t r = 0; r < rows; ++r) {
         if (stochastic_rounding)
           encode_stochastically(step, &w[r * kBlock], cols, block.factor,
-                                static_cast<uint32_t>(first + r * K), bytes.bytes[r]);
+                                static_cast<uint32_t>((n + r) * K + k), bytes.bytes[r]);
         else
           encode_to_nearest(&w[r * kBlock], cols, block.factor, bytes.bytes[r]);
       }

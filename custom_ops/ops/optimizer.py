@@ -48,8 +48,8 @@ def adam_weight_(
 
     Rounded stochastically, a number becomes one of its two neighbours, the upper one with the
     probability that makes the expected value exact. The random bits follow from the step, the
-    position and the number alone: equal arguments give equal bits, so copies of a weight on several
-    processes stay equal, and no state of a random generator is read.
+    position in the expert and the number alone. So copies of an expert on several processes stay
+    equal, whatever other experts these hold, and no state of a random generator is read.
 
     Args:
         q: [E, N, K] e4m3, contiguous, written.

@@ -1,9 +1,8 @@
 // A step of Adam over a quantized weight.
-#include "cuda/quantize/adam_weight.cuh"
-
 #include "checks.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/operands.h"
+#include "cuda/quantize/adam_weight.cuh"
 #include "ops.h"
 
 namespace grouped_linear::cuda {
@@ -42,8 +41,8 @@ void adam_weight_(const Tensor& q, const Tensor& scale, const std::optional<Tens
   const Launch launch("adam_weight_", q);
   const AdamScalars scalars{data<float>(step), data_or_null<float>(lr_tensor),
                             data_or_null<float>(grad_scale), data_or_null<float>(found_inf)};
-  const AdamOptions options{lr,  beta1,    beta2, weight_decay, eps, decoupled_weight_decay,
-                            maximize, stochastic_rounding};
+  const AdamOptions options{
+      lr, beta1, beta2, weight_decay, eps, decoupled_weight_decay, maximize, stochastic_rounding};
   Aligned g(grad), m(exp_avg), v(exp_avg_sq);
   std::optional<Aligned> max_v;
   if (max_exp_avg_sq) max_v.emplace(*max_exp_avg_sq);
@@ -58,8 +57,8 @@ void adam_weight_(const Tensor& q, const Tensor& scale, const std::optional<Tens
                                        m.data<Element>(),
                                        v.data<Element>(),
                                        max_v ? max_v->data<Element>() : nullptr};
-    const auto kernel = max_exp_avg_sq ? adam_weight_kernel<Element, true>
-                                       : adam_weight_kernel<Element, false>;
+    const auto kernel =
+        max_exp_avg_sq ? adam_weight_kernel<Element, true> : adam_weight_kernel<Element, false>;
     launch.run(kernel, static_cast<unsigned>(scale.numel()), kTileThreads, 0, tensors, scalars,
                options, rule);
   });

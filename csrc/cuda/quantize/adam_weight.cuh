@@ -61,8 +61,8 @@ struct AdamRow {
     for (int pair = 0; pair < kFragmentSize / 2; ++pair) {
       const float2 old = from_e4m3x2((pair < 2 ? q.x : q.y) >> (pair % 2 * 16));
       const int c = 2 * pair;
-      w[c] = __float_as_uint(step.update(__fmul_rn(old.x, scale), g[c], m[c], v[c],
-                                         amsgrad ? max_v + c : nullptr));
+      w[c] = __float_as_uint(
+          step.update(__fmul_rn(old.x, scale), g[c], m[c], v[c], amsgrad ? max_v + c : nullptr));
       w[c + 1] = __float_as_uint(step.update(__fmul_rn(old.y, scale), g[c + 1], m[c + 1], v[c + 1],
                                              amsgrad ? max_v + c + 1 : nullptr));
     }
@@ -82,9 +82,15 @@ struct AdamRow {
   }
 };
 
+// Thread blocks on an SM: two hold 128 registers a thread each. AMSGrad in fp16 would spill four bytes
+// of them (nvcc 13.0).
+template <typename Element, bool amsgrad>
+constexpr int kAdamOccupancy =
+    std::is_same_v<Element, __half> && amsgrad ? 1 : kTileOccupancy<float>;
+
 // Every tensor is aligned to 16 bytes. Changes nothing where found_inf is given and not zero.
 template <typename Element, bool amsgrad>
-__global__ void __launch_bounds__(kTileThreads, kTileOccupancy<float>)
+__global__ void __launch_bounds__(kTileThreads, kAdamOccupancy<Element, amsgrad>)
     adam_weight_kernel(AdamTensors<Element> t, AdamScalars scalars, AdamOptions options,
                        ScaleRule rule) {
   grid_dependency_wait();
@@ -122,8 +128,8 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<float>)
 #pragma unroll
     for (int c = 0; c < kFragmentSize; ++c) w.words[i][c] = 0;
     if (i < valid)
-      current.template update<amsgrad>(t, first + static_cast<int64_t>(i) * K, step, scale,
-                                       scaled, unscale, w.words[i]);
+      current.template update<amsgrad>(t, first + static_cast<int64_t>(i) * K, step, scale, scaled,
+                                       unscale, w.words[i]);
   }
 
   // Before its amax is known: numbers that are not finite become NaN and count as zero.
@@ -140,19 +146,20 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<float>)
 
   const BlockScale tile = block_scale(__uint_as_float(amax), rule);
   if (threadIdx.x == 0) t.scale[number] = tile.scale;  // everyone has read the old one
+  const auto position_of_fragment = static_cast<uint32_t>(first - e * N * K);
   QuantizedFragment quantized;
 #pragma unroll
   for (int i = 0; i < kFragmentSize; ++i) {
     uint2 bytes;
     if (options.stochastic_rounding) {
-      const auto position = static_cast<uint32_t>(first + static_cast<int64_t>(i) * K);
+      const uint32_t position = position_of_fragment + static_cast<uint32_t>(i * K);
       uint32_t words[2] = {0, 0};
 #pragma unroll
       for (int c = 0; c < kFragmentSize; ++c) {
         const float v = __uint_as_float(w.words[i][c]);
-        words[c / 4] |= to_e4m3_stochastically(__fmul_rn(v, tile.factor),
-                                               step.noise(v, position + c))
-                        << (c % 4 * 8);
+        words[c / 4] |=
+            to_e4m3_stochastically(__fmul_rn(v, tile.factor), step.noise(v, position + c))
+            << (c % 4 * 8);
       }
       bytes = make_uint2(words[0], words[1]);
     } else {
