@@ -179,8 +179,8 @@ def train(run: Run, scale: Scale, text: Text, device: torch.device, seed: int) -
     S, parts = scale.size.context, scale.micro_batches
     with device:
         linear = partial(GroupedLinear, bias=False, recipe=run.recipe)
-        if run.kind == QUANTIZED_WEIGHTS:  # which small steps reach stochastically alone
-            linear = partial(linear, quantized_weight=True, stochastic_rounding=True)
+        if run.kind == QUANTIZED_WEIGHTS:
+            linear = partial(linear, quantized_weight=True)
         elif parts > 1:  # quantize weights once a step
             linear = partial(linear, cache_weights=True)
         if parts > 1:  # wgrad adds to main_grad

@@ -148,6 +148,13 @@ refresh_weight_mx_: w_columnwise is on cuda:0, w is on cpu
 update_scales_: scale is on cuda:0, the first scale is on cpu
 update_scales_: amax is on cuda:0, the first scale is on cpu
 update_scales_: amax_history is on cuda:0, the first scale is on cpu
+adam_weight_: scale is on cpu, q is on cuda:0
+adam_weight_: scale is on cuda:0, q is on cpu
+adam_weight_: q_t is on cuda:0, q is on cpu
+adam_weight_: grad is on cuda:0, q is on cpu
+adam_weight_: exp_avg is on cuda:0, q is on cpu
+adam_weight_: exp_avg_sq is on cuda:0, q is on cpu
+adam_weight_: step is on cuda:0, q is on cpu
 grouped_mm: b is on cpu, a is on cuda:0
 grouped_mm: b is on cuda:0, a is on cpu
 grouped_mm: offs is on cuda:0, a is on cpu

@@ -88,20 +88,20 @@ GroupedLinear(num_gemms, in_features, out_features, bias=True, return_bias=False
     params_dtype=None, device=None, *, recipe=None, cache_weights=False,
     fuse_wgrad_accumulation=False, delay_wgrad_compute=False, save_original_input=False,
     single_grouped_weight=True, single_grouped_bias=True, quantized_weight=False,
-    stochastic_rounding=False, preserve_high_precision_init=False, **out_of_scope)
+    stochastic_rounding=None, preserve_high_precision_init=False, **out_of_scope)
 GroupedLinear.backward_dw()
 GroupedLinear.forward(x, m_splits, is_first_microbatch=None)
 GroupedLinear.reset_parameters()
 GroupedMLP(num_experts, hidden_size, intermediate_size, *, bias=False,
     activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False), recipe=None,
     cache_weights=False, fuse_wgrad_accumulation=False, quantized_weight=False,
-    stochastic_rounding=False, dtype=None, device=None)
+    stochastic_rounding=None, dtype=None, device=None)
 GroupedMLP.forward(x, top_k_weights, top_k_index, is_first_microbatch=None, *, max_rows=None)
 GroupedMLP.reset_parameters()
 GroupedTensor.dequantize(dtype=None)
 GroupedTensor.from_parts(q, scale, dtype=torch.bfloat16, recipe=None, *, columnwise=True,
-    stochastic_rounding=False)
-GroupedTensor.quantize(w, recipe=None, *, columnwise=True, stochastic_rounding=False)
+    stochastic_rounding=True)
+GroupedTensor.quantize(w, recipe=None, *, columnwise=True, stochastic_rounding=True)
 LeftExperts(name, why)
 MXFP8BlockScaling()
 SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False)
@@ -124,6 +124,10 @@ def test_arguments_of_ops() -> None:
     assert_expected_inline(
         lines(own),
         """\
+adam_weight_(q, scale, q_t, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, step, lr_tensor=None,
+    grad_scale=None, found_inf=None, *, lr=0.001, beta1=0.9, beta2=0.999, weight_decay=0.01,
+    eps=1e-08, decoupled_weight_decay=True, maximize=False, amax_epsilon=0.0,
+    power_of_two_scales=True, stochastic_rounding=True)
 block_scaled_linear(x, w, m_splits, bias=None, *, amax_epsilon=0.0, power_of_two_scales=True,
     share_scales=False, columnwise_x=True, columnwise_w=True)
 block_scaled_linear_grad(dy, offs, x_t, scale_x_t, w_t, scale_w, *, amax_epsilon=0.0,

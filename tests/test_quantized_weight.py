@@ -171,6 +171,13 @@ def test_activations_of_another_dtype(autocast: bool, kind: Any) -> None:
     assert results[2].dtype == FP32
 
 
+@EVERY_KIND
+def test_rounds_stochastically_unless_told_otherwise(kind: Any) -> None:
+    for option, expected in ({}, True), ({"stochastic_rounding": False}, False):
+        weights = weights_of(make_layer(kind=kind, **option))
+        assert all(w.stochastic_rounding == expected for w in weights)
+
+
 def test_errors() -> None:
     w, x = GroupedTensor.quantize(torch.ones(1, 16, 16)), torch.ones(2, 16)
     up, expert = GroupedTensor.quantize(torch.ones(1, 32, 16)), torch.zeros(2, 1, dtype=torch.int32)
@@ -489,7 +496,7 @@ def test_micro_batches(flag: Callable[[bool], Any], backend: str | None, kind: A
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0, foreach=True),
 }
 
 
@@ -498,7 +505,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizers(make_optimizer: Any, kind: Any, device: str) -> None:
     """Each step is that of a layer in float32, whose weights are rounded after it."""
-    layer = make_layer(device, kind, dtype=FP32)
+    layer = make_layer(device, kind, dtype=FP32, stochastic_rounding=False)
     plain = make_layer(device, kind, dtype=FP32, quantized_weight=False)
     optimizers = [make_optimizer(m.parameters()) for m in (layer, plain)]
     for m_splits in SPLITS:
@@ -578,7 +585,7 @@ def test_graph_quantizes_no_weight(kind: Any) -> None:
 
 def test_compiled_reading_and_writing() -> None:
     """Members, views and writes inside a graph."""
-    w = make_layer().weight
+    w = make_layer(stochastic_rounding=False).weight
 
     def read(w: Tensor) -> tuple[Tensor, ...]:
         return w[1], w.detach(), w.view(-1), w[2].t() * 2, w.dequantize(), w.sum()

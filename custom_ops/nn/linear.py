@@ -74,7 +74,8 @@ class GroupedLinear(nn.Module):
         single_grouped_bias: one parameter ``bias``, or ``bias0``, ``bias1`` and so on.
         quantized_weight: make the weight a :class:`grouped_linear.GroupedTensor`, which is stored
             quantized, under ``Float8BlockScaling``. It is drawn in `dtype`, then quantized.
-        stochastic_rounding: round the quantized weight stochastically when an optimizer steps it.
+        stochastic_rounding: round the quantized weight stochastically when an optimizer steps it,
+            so that small steps add up. None, the default, does so for every quantized weight.
         preserve_high_precision_init: keep the drawn weight as ``high_precision_init``, for an
             optimizer with high-precision weights of its own.
         out_of_scope: TransformerEngine's arguments for tensor parallelism and overlapped
@@ -128,7 +129,7 @@ class GroupedLinear(nn.Module):
         single_grouped_weight: bool = True,
         single_grouped_bias: bool = True,
         quantized_weight: bool = False,
-        stochastic_rounding: bool = False,
+        stochastic_rounding: bool | None = None,
         preserve_high_precision_init: bool = False,
         **out_of_scope: Any,
     ) -> None:
@@ -159,7 +160,8 @@ class GroupedLinear(nn.Module):
         like: dict[str, Any] = {"dtype": dtype or params_dtype, "device": device}
         weight = torch.empty(num_gemms, out_features, in_features, **like)
         if quantized_weight:
-            weight = GroupedTensor.quantize(weight, recipe, stochastic_rounding=stochastic_rounding)
+            stochastic = stochastic_rounding is not False
+            weight = GroupedTensor.quantize(weight, recipe, stochastic_rounding=stochastic)
         self._register("weight", weight, single_grouped_weight)
         self.high_precision_init = None
         if bias:

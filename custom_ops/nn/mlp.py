@@ -41,7 +41,8 @@ class GroupedMLP(nn.Module):
             :class:`grouped_linear.GroupedLinear`. A bias has its gradient in ``grad``.
         quantized_weight: make both weights :class:`grouped_linear.GroupedTensor`, which are stored
             quantized, under ``Float8BlockScaling``. They are drawn in `dtype`, then quantized.
-        stochastic_rounding: round quantized weights stochastically when an optimizer steps them.
+        stochastic_rounding: round quantized weights stochastically when an optimizer steps them,
+            so that small steps add up. None, the default, does so for every quantized weight.
         dtype: of the parameters.
         device: of the parameters. After ``device="meta"`` call ``to_empty(device=...)`` and
             ``reset_parameters()``.
@@ -112,7 +113,7 @@ class GroupedMLP(nn.Module):
         cache_weights: bool = False,
         fuse_wgrad_accumulation: bool = False,
         quantized_weight: bool = False,
-        stochastic_rounding: bool = False,
+        stochastic_rounding: bool | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -139,7 +140,8 @@ class GroupedMLP(nn.Module):
         for name, shape in (("gate_up_proj", (E, 2 * F, H)), ("down_proj", (E, H, F))):
             w = torch.empty(shape, dtype=dtype, device=device)
             if quantized_weight:
-                w = GroupedTensor.quantize(w, recipe, stochastic_rounding=stochastic_rounding)
+                stochastic = stochastic_rounding is not False
+                w = GroupedTensor.quantize(w, recipe, stochastic_rounding=stochastic)
             self.register_parameter(name, nn.Parameter(w))
         for name, features in (("gate_up_proj_bias", 2 * F), ("down_proj_bias", H)):
             b = nn.Parameter(torch.empty(E, features, dtype=dtype, device=device)) if bias else None

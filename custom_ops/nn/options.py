@@ -57,7 +57,7 @@ class GroupedLinearOptions:
     single_grouped_weight: bool
     single_grouped_bias: bool
     quantized_weight: bool
-    stochastic_rounding: bool
+    stochastic_rounding: bool | None
     preserve_high_precision_init: bool
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@
 ``activation``  SwiGLU and its gradient, alone or fused with quantization
 ``gemm``        grouped GEMMs for fprop, dgrad and wgrad, quantized or not; the bias gradient
 ``state``       what a layer keeps between calls: cached weights, scales of delayed scaling
+``optimizer``   a step of Adam over a quantized weight
 ``layer``       a whole forward or backward under block scaling, in one op
 ==============  ====================================================================================
 
@@ -51,6 +52,7 @@ from grouped_linear.ops.layer import (
     block_scaled_linear,
     block_scaled_linear_grad,
 )
+from grouped_linear.ops.optimizer import adam_weight_
 from grouped_linear.ops.quantize import (
     GroupQuantized,
     MxRounded,
@@ -106,6 +108,7 @@ __all__ = [
     "SwigluGradQuantized",
     "SwigluQuantized",
     "WeightQuantized",
+    "adam_weight_",
     "block_scaled_linear",
     "block_scaled_linear_grad",
     "gather_dot",

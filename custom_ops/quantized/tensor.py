@@ -64,7 +64,8 @@ class GroupedTensor(Tensor):
         q_t: [E, K, N], q transposed, which dgrad reads; None if columnwise data was not requested.
         recipe: how it is quantized when it is written.
         stochastic_rounding: whether an in-place operation rounds stochastically, so that the
-            expected value is exact; ``copy_`` always rounds to nearest.
+            expected value is exact and small steps add up. What does not read the old numbers
+            (``copy_``, assignment, ``fill_``, ``uniform_``, ``normal_``) rounds to nearest.
 
     >>> w = GroupedTensor.quantize(torch.ones(2, 32, 16))
     >>> w
@@ -133,7 +134,7 @@ class GroupedTensor(Tensor):
         recipe: Recipe | None = None,
         *,
         columnwise: bool = True,
-        stochastic_rounding: bool = False,
+        stochastic_rounding: bool = True,
     ) -> "GroupedTensor":
         """Quantize a weight with :func:`grouped_linear.ops.quantize_weight`.
 
@@ -168,7 +169,7 @@ class GroupedTensor(Tensor):
         recipe: Float8BlockScaling | None = None,
         *,
         columnwise: bool = True,
-        stochastic_rounding: bool = False,
+        stochastic_rounding: bool = True,
     ) -> "GroupedTensor":
         """Wrap a weight that was quantized elsewhere.
 

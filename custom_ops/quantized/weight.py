@@ -26,7 +26,7 @@ def check_quantized_weight(
     recipe: Recipe | None,
     quantized_weight: bool,
     cache_weights: bool,
-    **only_with_quantized_weight: bool,
+    **only_with_quantized_weight: bool | None,
 ) -> None:
     """Raise ValueError for options of a layer that exclude each other.
 
