@@ -1,4 +1,4 @@
-# make demo, make test: each makes .venv, installs and builds what it needs, then runs. See bootstrap.sh.
+# make demo, make test, make clients: each makes .venv, installs and builds what it needs, then runs. See bootstrap.sh.
 #
 #   PYTHON=python3.12          the Python to use; where it already has torch, that torch is used
 #   TORCH=torch==2.12.0        the torch to install, a pip requirement
@@ -15,7 +15,7 @@ ruff := PATH="$(CURDIR)/.venv/bin:$$PATH" ruff
 # instead of 0.4 to 3 s.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint clients clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -39,6 +39,11 @@ lint:
 	$(ruff) format --check
 	$(python) -m mypy -p grouped_linear
 
-## make clean   remove .venv and everything that was built
+## make clients transformers' Trainer, accelerate, PEFT and Lightning with experts in FP8, in .venv-clients
+clients:
+	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build test
+	@tests/clients/run.sh
+
+## make clean   remove .venv, .venv-clients and everything that was built
 clean:
-	rm -rf .venv build demo .mypy_cache .pytest_cache .ruff_cache custom_ops/*.so
+	rm -rf .venv .venv-clients build demo .mypy_cache .pytest_cache .ruff_cache custom_ops/*.so

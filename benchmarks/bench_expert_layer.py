@@ -33,6 +33,7 @@ CANDIDATES = (
     Candidate("ours", "bf16", "compiled"),
     Candidate("ours", "block", "compiled"),
     Candidate("ours", "block" + CACHED, "compiled"),
+    Candidate("ours", "bf16_wgrad" + CACHED, "compiled"),
 )
 
 

@@ -46,7 +46,7 @@ from benchmarks.step_cases import (
     chosen_cases,
 )
 from benchmarks.step_rows import VARIED, Row, header, table, with_other_cases, write
-from grouped_linear import DelayedScaling, update_scales
+from grouped_linear import DelayedScaling, refresh_weights, update_scales
 
 CLOSE = 0.2  # distance (Frobenius) between results, relative: a wrong product, not e5m2's rounding
 LOOP_LIMIT = 32  # weights; with 128, a layer takes 12 s to compile and a minute for other sizes
@@ -75,9 +75,12 @@ class Step:
     inputs: tuple[Tensor, ...]
     dy: list[Tensor]
     rolls_scales: bool
+    refreshes_weights: bool
 
     def __call__(self) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
+        if self.refreshes_weights:
+            refresh_weights(self.module)
         if not self.dy:
             with torch.no_grad():
                 return outputs_of(self.forward, self.inputs)[0]
@@ -216,6 +219,8 @@ class Bench:
             for part in self.modules[key].modules():
                 if isinstance(part, LaterMicrobatch):
                     part.fill()
+            if self.case.kind == "hugging face":
+                refresh_weights(self.modules[key])
             self.held_bytes[key] = allocated(self.device) - before
         return self.modules[key]
 
@@ -252,7 +257,8 @@ class Bench:
             forward.__code__ = forward.__code__.replace(co_name=candidate.implementation)
             forward = torch.compile(forward, fullgraph=not looped, mode=mode)
         rolls_scales = isinstance(candidate.recipe, DelayedScaling)
-        step = Step(forward, module, self.inputs, self.dy, rolls_scales)
+        refreshes = self.case.kind == "hugging face" and candidate.cached and bool(self.dy)
+        step = Step(forward, module, self.inputs, self.dy, rolls_scales, refreshes)
         call: timing.Call = step
         start = time.perf_counter()
         for _ in range(WARM_UP):

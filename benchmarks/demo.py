@@ -50,15 +50,17 @@ QUANTIZED_WEIGHTS = "quantized weights"
 RECIPES: dict[str, Recipe | None] = {
     "block": Float8BlockScaling(),
     "own": Float8BlockScaling(share_x_scales=False),
+    "bf16_wgrad": Float8BlockScaling(wgrad=torch.bfloat16),
     QUANTIZED_WEIGHTS: Float8BlockScaling(),
     "current": Float8CurrentScaling(),
     "delayed": DelayedScaling(),
     "mxfp8": MXFP8BlockScaling(),
 }
 NAMES = {"block": "FP8", "current": "FP8 current", "delayed": "FP8 delayed", "mxfp8": "MXFP8"}
-NAMES |= {"own": "FP8 own scales", QUANTIZED_WEIGHTS: "FP8 weights"}
+NAMES |= {"own": "FP8 own scales", "bf16_wgrad": "FP8, BF16 wgrad"}
+NAMES |= {QUANTIZED_WEIGHTS: "FP8 weights"}
 COLOURS = {"block": "#D55E00", "current": "#009E73", "delayed": "#CC79A7", "mxfp8": "#E69F00"}
-COLOURS |= {"own": "#999999", QUANTIZED_WEIGHTS: "#0072B2"}
+COLOURS |= {"own": "#999999", QUANTIZED_WEIGHTS: "#0072B2", "bf16_wgrad": "#56B4E9"}
 # torch.compile's mode. CUDA graphs need a GPU.
 MODES = {"eager": None, "compiled": "default", "compiled + graphs": "reduce-overhead"}
 WARM_UP = 3  # steps in which torch.compile compiles, and records CUDA graphs
@@ -177,8 +179,8 @@ def train(run: Run, scale: Scale, text: Text, device: torch.device, seed: int) -
     S, parts = scale.size.context, scale.micro_batches
     with device:
         linear = partial(GroupedLinear, bias=False, recipe=run.recipe)
-        if run.kind == QUANTIZED_WEIGHTS:  # which small steps reach stochastically alone
-            linear = partial(linear, quantized_weight=True, stochastic_rounding=True)
+        if run.kind == QUANTIZED_WEIGHTS:
+            linear = partial(linear, quantized_weight=True)
         elif parts > 1:  # quantize weights once a step
             linear = partial(linear, cache_weights=True)
         if parts > 1:  # wgrad adds to main_grad

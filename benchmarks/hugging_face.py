@@ -72,8 +72,9 @@ class LossOrLogits(nn.Module):
 class HuggingFaceCase:
     """A step of a model: learning from B sequences of T tokens, or reading them.
 
-    "torch" is transformers' own grouped_mm there, "loop" its eager experts, and a cached weight one
-    that is kept in FP8 for inference.
+    "torch" is transformers' own grouped_mm there, "loop" its eager experts. A cached weight is kept
+    in FP8 for inference; in training its cache is refreshed at the begin of each step, as after the
+    optimizer of the one before.
     """
 
     model: str
@@ -101,10 +102,12 @@ class HuggingFaceCase:
     def module(self, candidate: "Candidate") -> nn.Module:
         import transformers
 
-        from grouped_linear.integrations.transformers import quantize_experts, register
+        from grouped_linear.integrations.transformers import (
+            cache_experts,
+            quantize_experts,
+            register,
+        )
 
-        if candidate.cached and self.learns:
-            raise ValueError("transformers tells no micro-batches apart")
         name = {"torch": "grouped_mm", "loop": "eager"}.get(candidate.implementation)
         if name is None:
             name = "grouped_linear_" + candidate.precision.partition(",")[0]
@@ -119,7 +122,7 @@ class HuggingFaceCase:
         make = transformers.AutoModelForCausalLM.from_config
         model = make(config, dtype=torch.bfloat16, experts_implementation=name)
         if candidate.cached:
-            quantize_experts(model, candidate.recipe)
+            (cache_experts if self.learns else quantize_experts)(model, candidate.recipe)
         return LossOrLogits(model, self.learns)
 
     def inputs(self, device: torch.device) -> tuple[Tensor, ...]:

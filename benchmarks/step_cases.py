@@ -28,6 +28,7 @@ from grouped_linear import (
 RECIPES: dict[str, Recipe | None] = {
     "block": Float8BlockScaling(),
     "own": Float8BlockScaling(share_x_scales=False),
+    "bf16_wgrad": Float8BlockScaling(wgrad=torch.bfloat16),
     "current": Float8CurrentScaling(),
     "delayed": DelayedScaling(),
     "mxfp8": MXFP8BlockScaling(),

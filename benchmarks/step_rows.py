@@ -200,7 +200,8 @@ def header(device: torch.device, rounds: int, rows: Sequence[Row]) -> list[str]:
         f"speed: beside {BASELINE}, paired by round",
         f"recompiles: in {VARIED} more steps with other group sizes; compile s: without caches",
         'peak GiB: the cache of "cached weight" is among it; '
-        "models of Hugging Face's keep no other weight",
+        "models of Hugging Face's keep no other weight for inference, and refresh it in each step "
+        "of training",
     ]
 
 

@@ -21,7 +21,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "bf16, cached": {"cache_weights": True},
     "quantized": {"quantized_weight": True},
-    "quantized, stochastically rounded": {"quantized_weight": True, "stochastic_rounding": True},
+    "quantized, rounded to nearest": {"quantized_weight": True, "stochastic_rounding": False},
 }
 
 

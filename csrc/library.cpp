@@ -134,6 +134,17 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "update_scales_(Tensor(a!)[] scale, Tensor(b!)[] amax, Tensor(c!)[] amax_history, "
       "float[] fp8_max, int margin=0, bool most_recent=False) -> ()");
 
+  // A step of Adam over a quantized weight. grad, exp_avg, exp_avg_sq, max_exp_avg_sq [E, N, K] of
+  // one dtype; step, lr_tensor (in place of lr), grad_scale, found_inf: 0-d float32. grad is written
+  // if grad_scale is given, and nothing is if found_inf is not 0
+  m.def(
+      "adam_weight_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor(d!) grad, "
+      "Tensor(e!) exp_avg, Tensor(f!) exp_avg_sq, Tensor(g!)? max_exp_avg_sq, Tensor step, "
+      "Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf, float lr, float beta1, "
+      "float beta2, float weight_decay, float eps, bool decoupled_weight_decay=True, "
+      "bool maximize=False, float amax_epsilon=0.0, bool power_of_two_scales=True, "
+      "bool stochastic_rounding=True) -> ()");
+
   // a [T, K], b [E, N, K], bias [E, N] -> a[t] @ b[e].T + bias[e]: [T, N]. With rows [T], here and
   // below, an operand has any number of rows, and rows[t] says which of them is row t
   m.def(
@@ -214,6 +225,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   OP(refresh_weight_delayed_)    \
   OP(refresh_weight_mx_)         \
   OP(update_scales_)             \
+  OP(adam_weight_)               \
   OP(grouped_mm)                 \
   OP(grouped_mm_list)            \
   OP(grouped_scaled_mm)          \

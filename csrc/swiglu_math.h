@@ -10,71 +10,11 @@
 // infinity without a limit, does not give a finite h.
 #pragma once
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <limits>
 
-#ifdef __CUDACC__
-#define GROUPED_LINEAR_DEVICE __host__ __device__ __forceinline__
-#else
-#define GROUPED_LINEAR_DEVICE inline
-#endif
+#include "exact_math.h"
 
 namespace grouped_linear {
-namespace exact {
-
-// A CPU without FMA instructions computes fma in software, slowly and with the same bits. The
-// intrinsics keep nvcc from contracting a product and a sum; the CPU build uses -ffp-contract=off.
-GROUPED_LINEAR_DEVICE float fma(float a, float b, float c) {
-#ifdef __CUDA_ARCH__
-  return __fmaf_rn(a, b, c);
-#else
-  return std::fma(a, b, c);
-#endif
-}
-GROUPED_LINEAR_DEVICE float mul(float a, float b) {
-#ifdef __CUDA_ARCH__
-  return __fmul_rn(a, b);
-#else
-  return a * b;
-#endif
-}
-GROUPED_LINEAR_DEVICE float add(float a, float b) {
-#ifdef __CUDA_ARCH__
-  return __fadd_rn(a, b);
-#else
-  return a + b;
-#endif
-}
-GROUPED_LINEAR_DEVICE float clamp(float x, float limit) {
-#ifdef __CUDA_ARCH__
-  return fminf(fmaxf(x, -limit), limit);
-#else
-  x = x > -limit ? x : -limit;  // NaN to -limit, as fmaxf does
-  return x < limit ? x : limit;
-#endif
-}
-GROUPED_LINEAR_DEVICE uint32_t bits_of(float value) {
-#ifdef __CUDA_ARCH__
-  return __float_as_uint(value);
-#else
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-#endif
-}
-GROUPED_LINEAR_DEVICE float from_bits(uint32_t bits) {
-#ifdef __CUDA_ARCH__
-  return __uint_as_float(bits);
-#else
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-#endif
-}
-
-}  // namespace exact
 
 // 1 + exp(-g)
 GROUPED_LINEAR_DEVICE float one_plus_exp(float g) {
@@ -92,19 +32,6 @@ GROUPED_LINEAR_DEVICE float one_plus_exp(float g) {
   p = fma(p, r, 0x1.fffff6p-1f);
   p = fma(p, r, 1.0f);
   return add(from_bits(bits_of(p) + (bits_of(rounded) << 23)), 1.0f);
-}
-
-// 1 / x, correctly rounded, for 1 <= x < 2^126. On a GPU, one step of Newton's method from the
-// hardware's approximation is correctly rounded for every such x (tested for all on an H200), and
-// cheaper than a division, which handles every other x.
-GROUPED_LINEAR_DEVICE float inverse(float x) {
-#ifdef __CUDA_ARCH__
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return exact::fma(r, exact::fma(-x, r, 1.0f), r);
-#else
-  return 1.0f / x;
-#endif
 }
 
 // SwiGLU's forms: constants for the plain one, parameters for the others.
@@ -173,15 +100,15 @@ GROUPED_LINEAR_DEVICE float swiglu_grad_gate_with(const Form& form, float s, flo
 
 template <typename Form>
 GROUPED_LINEAR_DEVICE float swiglu_of(const Form& form, float gate, float up) {
-  return swiglu_with(form, inverse(one_plus_exp(form, gate)), gate, up);
+  return swiglu_with(form, exact::inverse(one_plus_exp(form, gate)), gate, up);
 }
 template <typename Form>
 GROUPED_LINEAR_DEVICE float swiglu_grad_up(const Form& form, float gate, float up, float dh) {
-  return swiglu_grad_up_with(form, inverse(one_plus_exp(form, gate)), gate, up, dh);
+  return swiglu_grad_up_with(form, exact::inverse(one_plus_exp(form, gate)), gate, up, dh);
 }
 template <typename Form>
 GROUPED_LINEAR_DEVICE float swiglu_grad_gate(const Form& form, float gate, float up, float dh) {
-  return swiglu_grad_gate_with(form, inverse(one_plus_exp(form, gate)), gate, up, dh);
+  return swiglu_grad_gate_with(form, exact::inverse(one_plus_exp(form, gate)), gate, up, dh);
 }
 
 }  // namespace grouped_linear

@@ -17,11 +17,14 @@ from importlib.metadata import version
 
 from grouped_linear import loading  # first: it registers the ops  # isort: skip
 from grouped_linear import meta_kernels, ops  # isort: skip
-from grouped_linear.integrations.convert import ConvertedExperts, convert_experts
+from grouped_linear.integrations.convert import Conversion, convert
+from grouped_linear.integrations.convert_experts import ConvertedExperts, convert_experts
+from grouped_linear.integrations.look_alikes import LeftExperts
 from grouped_linear.nn.functional import grouped_linear, grouped_mlp
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.ops import SwiGLU
+from grouped_linear.quantized.refresh import refresh_weights
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.recipes import (
     DelayedScaling,
@@ -35,6 +38,7 @@ from grouped_linear.recipes import (
 
 __version__ = version("grouped_linear")
 __all__ = [
+    "Conversion",
     "ConvertedExperts",
     "DelayedScaling",
     "DelayedScalingState",
@@ -43,14 +47,17 @@ __all__ = [
     "GroupedLinear",
     "GroupedMLP",
     "GroupedTensor",
+    "LeftExperts",
     "MXFP8BlockScaling",
     "Recipe",
     "SwiGLU",
+    "convert",
     "convert_experts",
     "grouped_linear",
     "grouped_mlp",
     "loading",
     "meta_kernels",
     "ops",
+    "refresh_weights",
     "update_scales",
 ]

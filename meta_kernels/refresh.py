@@ -23,19 +23,6 @@ def _check_weight(rules: Rules, w: list[Tensor], refresh: Tensor | None) -> tupl
     return E, N, K
 
 
-def _check_written(
-    rules: Rules, name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int, ...], w: Tensor
-) -> None:
-    rules.dim(name, t, len(shape))
-    rules.dtype(name, t.dtype, (dtype,))
-    rules.device(name, t, "w", w)
-    rules.check(
-        all(size == own for size, own in zip(t.shape, shape, strict=True)),
-        lambda: f"{name} must be {list(shape)}, got {list(t.shape)}",
-    )
-    rules.contiguous(name, t)
-
-
 @torch.library.register_fake("grouped_linear::refresh_weight_")
 def refresh_weight_(
     w: list[Tensor],
@@ -50,11 +37,11 @@ def refresh_weight_(
     rules = Rules("refresh_weight_")
     E, N, K = _check_weight(rules, w, refresh)
     rules.epsilon(amax_epsilon)
-    _check_written(rules, "q", q, E4M3, (E, N, K), w[0])
+    rules.written("q", q, E4M3, (E, N, K), "w", w[0])
     scales = (E, ceil_div(N, BLOCK), ceil_div(K, BLOCK))
-    _check_written(rules, "scale", scale, torch.float32, scales, w[0])
+    rules.written("scale", scale, torch.float32, scales, "w", w[0])
     if q_t is not None:
-        _check_written(rules, "q_t", q_t, E4M3, (E, K, N), w[0])
+        rules.written("q_t", q_t, E4M3, (E, K, N), "w", w[0])
 
 
 @torch.library.register_fake("grouped_linear::refresh_weight_current_")
@@ -71,10 +58,10 @@ def refresh_weight_current_(
     rules = Rules("refresh_weight_current_")
     E, N, K = _check_weight(rules, w, refresh)
     rules.epsilon(amax_epsilon)
-    _check_written(rules, "q", q, E4M3, (E, N, K), w[0])
-    _check_written(rules, "scale", scale, torch.float32, (E,), w[0])
+    rules.written("q", q, E4M3, (E, N, K), "w", w[0])
+    rules.written("scale", scale, torch.float32, (E,), "w", w[0])
     if q_t is not None:
-        _check_written(rules, "q_t", q_t, E4M3, (E, K, N), w[0])
+        rules.written("q_t", q_t, E4M3, (E, K, N), "w", w[0])
 
 
 @torch.library.register_fake("grouped_linear::refresh_weight_delayed_")
@@ -93,10 +80,10 @@ def refresh_weight_delayed_(
     rules.group_scale("state", state, "w", w[0], E, "w")
     if amax is not None:
         rules.amax(amax, "w", w[0], E, "w")
-    _check_written(rules, "q", q, E4M3, (E, N, K), w[0])
-    _check_written(rules, "scale", scale, torch.float32, (E,), w[0])
+    rules.written("q", q, E4M3, (E, N, K), "w", w[0])
+    rules.written("scale", scale, torch.float32, (E,), "w", w[0])
     if q_t is not None:
-        _check_written(rules, "q_t", q_t, E4M3, (E, K, N), w[0])
+        rules.written("q_t", q_t, E4M3, (E, K, N), "w", w[0])
 
 
 @torch.library.register_fake("grouped_linear::refresh_weight_mx_")
@@ -106,6 +93,6 @@ def refresh_weight_mx_(
     """w_rowwise and w_columnwise [E, N, K] bf16, written in place."""
     rules = Rules("refresh_weight_mx_")
     shape = _check_weight(rules, w, refresh)
-    _check_written(rules, "w_rowwise", w_rowwise, torch.bfloat16, shape, w[0])
+    rules.written("w_rowwise", w_rowwise, torch.bfloat16, shape, "w", w[0])
     if w_columnwise is not None:
-        _check_written(rules, "w_columnwise", w_columnwise, torch.bfloat16, shape, w[0])
+        rules.written("w_columnwise", w_columnwise, torch.bfloat16, shape, "w", w[0])

@@ -179,6 +179,25 @@ class Rules:
         """A tensor that is written is contiguous."""
         self.check(t.is_contiguous(), lambda: f"{name} must be contiguous")
 
+    def written(
+        self,
+        name: str,
+        t: Tensor,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        first_name: str,
+        first: Tensor,
+    ) -> None:
+        """A tensor that is written has this dtype and shape and is contiguous."""
+        self.dim(name, t, len(shape))
+        self.dtype(name, t.dtype, (dtype,))
+        self.device(name, t, first_name, first)
+        self.check(
+            all(size == own for size, own in zip(t.shape, shape, strict=True)),
+            lambda: f"{name} must be {list(shape)}, got {list(t.shape)}",
+        )
+        self.contiguous(name, t)
+
     def column_blocks(self, name: str, q_t: Tensor, features: str) -> None:
         """q_t is [blocks, features, 128]."""
         self.dim(name, q_t, 3)

@@ -106,6 +106,13 @@ def call_every_op(T: int, K: int, N: int, sizes: tuple[int, ...], dtype: torch.d
     for grads in (list(main_grad), [grad.clone() for grad in main_grad]):
         ops.grouped_mm_wgrad_list_(grads, dy, x, offs)
         ops.grouped_scaled_mm_wgrad_list_(grads, *columns)
+    moments = (draw(E, N, K), draw(E, N, K).square(), draw(E, N, K).square())
+    step = torch.tensor(2.0, device=DEVICE)
+    for maximum, columns_of_w in ((None, wq.q_t), (moments[2], None)):
+        q_parts = (wq.q, wq.scale, columns_of_w)
+        of_step = (*q_parts, draw(E, N, K), *moments[:2], maximum, step)
+        ops.adam_weight_(*of_step)
+        ops.adam_weight_(*of_step, step, step, 0 * step, stochastic_rounding=False)
     histories = [torch.zeros(steps, E, device=DEVICE) for steps in (1, 300)]
     ops.update_scales_([scale, scale.clone()], [amax, amax.clone()], histories, [448.0, 57344.0])
     ops.group_dequantize(xq.q, xq.scale, offs, dtype)

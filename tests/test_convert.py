@@ -34,7 +34,7 @@ from grouped_linear import (
     Recipe,
     convert_experts,
 )
-from grouped_linear.integrations import convert
+from grouped_linear.integrations import converted_class
 from support.compare import assert_same_bits
 from support.devices import OPS, devices
 from support.errors import sentence
@@ -132,6 +132,45 @@ class SuffixedExperts(nn.Module):
         return swiglu_sorted(silu, weights, x_RD, num_tokens_per_expert_E)
 
 
+class FusedExperts(nn.Module):
+    """As torchtitan's override that fuses gate and up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13 = nn.Parameter(torch.randn(E, F, 2, H) / H**0.5)
+        self.w2_EDF = nn.Parameter(torch.randn(E, H, F) / F**0.5)
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        weights = self.w13[:, :, 0], self.w13[:, :, 1], self.w2_EDF
+        return swiglu_sorted(silu, weights, x_RD, num_tokens_per_expert_E)
+
+
+class GptOssExperts(nn.Module):
+    """As torchtitan's, with a SwiGLU of its own between matrices that have biases."""
+
+    def __init__(self, features: int = F) -> None:
+        super().__init__()
+        self.swiglu_limit = 7.0
+        self.mlp1_weight_EGD = nn.Parameter(torch.randn(E, 2 * features, H) / H**0.5)
+        self.mlp1_bias_EG = nn.Parameter(torch.randn(E, 2 * features))
+        self.mlp2_weight_EDF = nn.Parameter(torch.randn(E, H, features) / features**0.5)
+        self.mlp2_bias_ED = nn.Parameter(torch.randn(E, H))
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        offs = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
+        rows = num_tokens_per_expert_E.long()
+        bias1, bias2 = (
+            b.to(BF16).repeat_interleave(rows, dim=0)
+            for b in (self.mlp1_bias_EG, self.mlp2_bias_ED)
+        )
+        h = grouped_mm(x_RD.to(BF16), self.mlp1_weight_EGD.to(BF16).mT, offs=offs) + bias1
+        gate, up = h[:, 0::2].clamp(max=self.swiglu_limit), h[:, 1::2]
+        up = up.clamp(-self.swiglu_limit, self.swiglu_limit)
+        h = gate * (1.702 * gate).sigmoid() * (up + 1)
+        y = grouped_mm(h, self.mlp2_weight_EDF.to(BF16).mT, offs=offs) + bias2
+        return y.to(x_RD.dtype)
+
+
 class HalfSuffixedExperts(SuffixedExperts):
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         return super().forward(x, num_tokens_per_expert)
@@ -159,13 +198,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, ConvertedExperts]] = {
     "linear": (
         lambda: Routed([nn.Linear(H, H) for _ in range(E)]),
         {Routed: routed_linear},
-        ConvertedExperts("1", "Linear", E),
+        ConvertedExperts("1", "Linear", E, E * H * (H + 1), "GroupedLinear"),
     ),
     **{
         f"swiglu_{kind}": (
             lambda names=names: Routed([SwigluExpert(names) for _ in range(E)]),
             {Routed: routed_mlp},
-            ConvertedExperts("1", "SwiGLU", E),
+            ConvertedExperts("1", "SwiGLU", E, 3 * E * F * H, "GroupedMLP"),
         )
         for kind, names in SWIGLU_NAMES.items()
     },
@@ -173,9 +212,19 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, ConvertedExperts]] = {
         kind: (
             lambda experts=experts: Sorted(experts()),
             None,
-            ConvertedExperts("1.experts", "grouped SwiGLU", E),
+            ConvertedExperts("1.experts", form, E, size, "grouped_linear"),
         )
-        for kind, experts in {"grouped": GroupedExperts, "suffixed": SuffixedExperts}.items()
+        for kind, experts, form, size in (
+            ("grouped", GroupedExperts, "grouped SwiGLU", 3 * E * F * H),
+            ("suffixed", SuffixedExperts, "grouped SwiGLU", 3 * E * F * H),
+            ("fused", FusedExperts, "grouped SwiGLU, w13", 3 * E * F * H),
+            (
+                "gpt_oss",
+                GptOssExperts,
+                "grouped SwiGLU of GPT-OSS",
+                3 * E * F * H + E * (2 * F + H),
+            ),
+        )
     },
 }
 EVERY_MODEL = pytest.mark.parametrize("kind", MODELS)
@@ -281,9 +330,9 @@ def test_other_dtypes() -> None:
         convert_experts(model_of("linear", "cpu", torch.float64), MODELS["linear"][1])
 
 
-def test_experts_in_one_tensor_take_no_options() -> None:
+def test_experts_in_one_module_take_no_options_of_layers() -> None:
     sentence = (
-        "convert_experts: 1.experts: experts in one tensor stay what they are, so there is nothing "
+        "convert_experts: 1.experts: experts in one module stay what they are, so there is nothing "
         "to give cache_weights to"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
@@ -324,7 +373,7 @@ def test_refuses_a_pickle_of_a_newer_version(monkeypatch: pytest.MonkeyPatch) ->
     experts = GroupedExperts()
     convert_experts(experts)
     with monkeypatch.context() as newer:
-        newer.setattr(convert, "PICKLE_VERSION", 2)
+        newer.setattr(converted_class, "PICKLE_VERSION", 2)
         saved = pickle.dumps(experts)
     assert sentence(lambda: pickle.loads(saved)) == (
         "convert_experts: the pickle has version 2, this grouped_linear reads versions up to 1"
@@ -763,14 +812,31 @@ def check_tensor_parallel(rank: int, directory: Path) -> None:
     assert torch.allclose(y, whole(x, torch.tensor(COUNTS)), atol=1e-5)
 
 
-def check_fully_sharded(rank: int, directory: Path) -> None:
+def check_tensor_parallel_biases(rank: int, directory: Path) -> None:
+    """What is added once is added once, and each copy of the last bias has all of its gradient."""
+    whole, counts = GptOssExperts(features=64), torch.tensor(COUNTS)
+    convert_experts(whole)
+    sharded, x = deepcopy(whole), torch.randn(sum(COUNTS), H)
+    dims = {"mlp1_weight_EGD": 1, "mlp1_bias_EG": 1, "mlp2_weight_EDF": 2}
+    distribute(sharded, both_processes(), dims)
+    y = sharded(x, counts)
+    total = y.detach().clone()
+    dist.all_reduce(total)
+    expected = whole(x, counts)
+    assert torch.allclose(total, expected, atol=1e-5)
+    for result in (y, expected):
+        result.sum().backward()
+    assert torch.allclose(sharded.mlp2_bias_ED.grad, whole.mlp2_bias_ED.grad)
+
+
+def check_fully_sharded(options: dict[str, bool], rank: int, directory: Path) -> None:
     """Converted and sharded before there are values, as torchtitan does it."""
     recipe, dims = Float8BlockScaling(), {"w1": 0, "w2": 0, "w3": 0}
     whole, x = GroupedExperts(), torch.randn(sum(COUNTS), H)
-    convert_experts(whole, recipe=recipe)
+    convert_experts(whole, recipe=recipe, **options)
     with torch.device("meta"):
         sharded = GroupedExperts()
-    convert_experts(sharded, recipe=recipe)
+    convert_experts(sharded, recipe=recipe, **options)
     fully_shard(sharded, mesh=both_processes())
     sharded.to_empty(device="cpu")
     for name in dims:
@@ -811,11 +877,26 @@ def check_delayed_scaling(rank: int, directory: Path) -> None:
         experts(torch.randn(3, H), torch.tensor([1, 2]))
 
 
+def check_weights_that_are_not_in_fp8_any_more(rank: int, directory: Path) -> None:
+    experts = GroupedExperts().to("meta")
+    convert_experts(experts, recipe=Float8BlockScaling(), quantized_weight=True)
+    distribute(experts, both_processes(), {"w1": 0, "w2": 0, "w3": 0})
+    experts.to_empty(device="cpu")
+    expected = (
+        "GroupedGroupedExperts: w1 is not in FP8 any more: tensor and expert parallelism make "
+        "parameters of high precision, so convert without weights in FP8"
+    )
+    assert sentence(lambda: experts(torch.randn(3, H), torch.tensor([1, 2]))) == expected
+
+
 CHECKS: Checks = {
+    "not_in_fp8_any_more": check_weights_that_are_not_in_fp8_any_more,
     "expert_parallel": partial(check_expert_parallel, None),
     "expert_parallel_block": partial(check_expert_parallel, Float8BlockScaling()),
     "tensor_parallel": check_tensor_parallel,
-    "fully_sharded": check_fully_sharded,
+    "tensor_parallel_biases": check_tensor_parallel_biases,
+    "fully_sharded": partial(check_fully_sharded, {}),
+    "fully_sharded_fp8": partial(check_fully_sharded, {"quantized_weight": True}),
     "already_sharded_grouped": partial(check_already_sharded, "grouped"),
     "already_sharded_lists": partial(check_already_sharded, "lists"),
     "replicated": check_replicated,

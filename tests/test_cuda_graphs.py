@@ -140,8 +140,8 @@ class Experts(nn.Module):
         for layer in (self.up, self.down):
             layer.weight.main_grad.fill_(torch.nan)
             layer.bias.grad.zero_()
-            if layer.scaling_state is not None:
-                layer.scaling_state.reset()
+            if layer.weight_state is not None:
+                layer.weight_state.reset()
 
     @torch.no_grad()
     def update(self) -> list[Tensor]:

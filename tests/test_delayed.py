@@ -55,7 +55,7 @@ def test_amax_is_of_each_operand_and_group(compiled: bool, device: str) -> None:
     dy = torch.randn_like(y) * 1e-3
     y.backward(dy)
     offs = torch.tensor([10, 10, 35])
-    state = layer.scaling_state
+    state = layer.weight_state
     for slot, expected in (
         (state.x, reference.amax_of_groups(x.detach().cpu(), offs)),
         (state.weight, layer.weight.detach().abs().amax((1, 2)).cpu()),
@@ -137,17 +137,17 @@ def test_a_step_that_diverged_keeps_its_scales() -> None:
     x, m_splits = rows("cpu")
     layer(x, m_splits).sum().backward()
     update_scales(layer)
-    before = layer.scaling_state.x.scale.clone()
+    before = layer.weight_state.x.scale.clone()
     x = x.detach().clone()
     x[0, 0] = torch.inf
     layer(x, m_splits)
-    assert layer.scaling_state.x.amax.isinf().tolist() == [True, False, False]
+    assert layer.weight_state.x.amax.isinf().tolist() == [True, False, False]
     update_scales(layer)
-    assert layer.scaling_state.x.scale[0] == before[0]
-    assert layer.scaling_state.x.amax_history.isfinite().all()
+    assert layer.weight_state.x.scale[0] == before[0]
+    assert layer.weight_state.x.amax_history.isfinite().all()
     layer(*rows("cpu", 5))  # and learns again from the next
     update_scales(layer)
-    assert layer.scaling_state.x.amax_history[0, 0] > 0
+    assert layer.weight_state.x.amax_history[0, 0] > 0
 
 
 def test_one_op_updates_a_whole_model() -> None:
@@ -170,10 +170,10 @@ def test_one_op_updates_a_whole_model() -> None:
 
 def test_scales_stay_float32() -> None:
     layer = make_layer("cpu")
-    layer.scaling_state.x.scale.fill_(1.0001)
+    layer.weight_state.x.scale.fill_(1.0001)
     for converted in (layer.to(BF16), layer.half(), layer.double(), copy.deepcopy(layer)):
         assert {b.dtype for b in converted.buffers()} == {FP32}
-        assert (converted.scaling_state.x.scale == 1.0001).all()
+        assert (converted.weight_state.x.scale == 1.0001).all()
     assert layer.weight.dtype == torch.float64
 
 
@@ -181,8 +181,8 @@ def test_off_the_meta_device_it_begins_anew() -> None:
     """Whose checkpoint may have no scales."""
     layer = make_layer("cpu").to("meta").to_empty(device="cpu")
     layer.load_state_dict({"weight": make_layer("cpu").weight}, strict=False)
-    for name, t in make_layer("cpu").scaling_state.named_buffers():
-        assert_same_bits(layer.scaling_state.get_buffer(name), t)
+    for name, t in make_layer("cpu").weight_state.named_buffers():
+        assert_same_bits(layer.weight_state.get_buffer(name), t)
 
 
 def test_reset_parameters_forgets() -> None:
@@ -283,8 +283,8 @@ def test_inductor_records_in_place(device: str) -> None:
 
     compiled = torch.compile(layer, fullgraph=True)
     _, codes = run_and_get_code(step)
-    assert layer.scaling_state.x.amax[0] == x[:10].abs().max()
-    assert layer.scaling_state.dy.amax.tolist() == [1, 0, 1]
+    assert layer.weight_state.x.amax[0] == x[:10].abs().max()
+    assert layer.weight_state.dy.amax.tolist() == [1, 0, 1]
     code = "\n".join(codes)
     assert code.count("grouped_linear.group_quantize_delayed_.default(") == 2
     assert code.count("grouped_linear.quantize_weight_delayed_.default(") == 1

@@ -248,6 +248,60 @@ refresh_weight_delayed_: amax must be contiguous""",
         )
 
 
+def test_adam_weight() -> None:
+    good = make("adam_weight_", GROUPS_3, BF16, amsgrad=True, lr_tensor=0.1, grad_scale=2.0)
+    good = good.but(found_inf=torch.tensor(0.0))
+    q, grad = good["q"], good["grad"]
+    mistakes: list[dict[str, Any]] = [
+        *({"q": q[0]}, {"q": q.float()}, {"q": q[:0]}, {"q": q[:, :24]}, {"q": q[..., :24]}),
+        {"q": torch.zeros(3, 144, 32).to(q.dtype).transpose(1, 2)},
+        {"scale": good["scale"][:2]},
+        *({"q_t": good["q_t"].float()}, {"q_t": good["q_t"][:, :16]}),
+        *({"grad": grad.double()}, {"grad": grad[:2]}, {"exp_avg": good["exp_avg"].float()}),
+        {"grad": grad.transpose(1, 2).contiguous().transpose(1, 2)},
+        {"exp_avg_sq": good["exp_avg_sq"][:, :16]},
+        {"max_exp_avg_sq": good["max_exp_avg_sq"].half()},
+        *({"step": torch.tensor([1.0])}, {"step": torch.tensor(1)}),
+        {"lr_tensor": torch.tensor(0.1, dtype=torch.float64)},
+        *({"grad_scale": torch.ones(1)}, {"found_inf": torch.ones(1)}),
+        *({"lr": float("inf")}, {"beta1": 1.0}, {"beta1": -0.5}, {"beta2": float("nan")}),
+        *({"weight_decay": float("nan")}, {"eps": float("inf")}, *BAD_EPSILONS),
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+adam_weight_: q must be 3-D, got 2-D
+adam_weight_: q must be float8_e4m3fn, got float32
+adam_weight_: E must be between 1 and 1024, got 0
+adam_weight_: N must be a positive multiple of 16, got 24
+adam_weight_: K must be a positive multiple of 16, got 24
+adam_weight_: q must be contiguous
+adam_weight_: scale must be [3, 1, 2], got [2, 1, 2]
+adam_weight_: q_t must be float8_e4m3fn, got float32
+adam_weight_: q_t must be [3, 144, 32], got [3, 16, 32]
+adam_weight_: grad must be bfloat16, float16 or float32, got float64
+adam_weight_: grad must be [3, 32, 144], got [2, 32, 144]
+adam_weight_: exp_avg must be bfloat16, got float32
+adam_weight_: grad must be contiguous
+adam_weight_: exp_avg_sq must be [3, 32, 144], got [3, 16, 144]
+adam_weight_: max_exp_avg_sq must be bfloat16, got float16
+adam_weight_: step must be 0-D, got 1-D
+adam_weight_: step must be float32, got int64
+adam_weight_: lr_tensor must be float32, got float64
+adam_weight_: grad_scale must be 0-D, got 1-D
+adam_weight_: found_inf must be 0-D, got 1-D
+adam_weight_: lr must be finite, got inf
+adam_weight_: beta1 must be at least 0 and below 1, got 1
+adam_weight_: beta1 must be at least 0 and below 1, got -0.5
+adam_weight_: beta2 must be at least 0 and below 1, got nan
+adam_weight_: weight_decay must be finite, got nan
+adam_weight_: eps must be finite, got inf
+adam_weight_: amax_epsilon must be finite and not negative, got -0.5
+adam_weight_: amax_epsilon must be finite and not negative, got inf
+adam_weight_: amax_epsilon must be finite and not negative, got nan""",
+    )
+
+
 def test_lists_of_experts() -> None:
     product = make("grouped_mm_list", GROUPS_3, BF16)
     grads = make("grouped_mm_wgrad_list_", GROUPS_3, BF16)

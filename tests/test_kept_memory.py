@@ -15,6 +15,7 @@ from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    GroupedLinear,
     GroupedMLP,
     MXFP8BlockScaling,
     Recipe,
@@ -28,6 +29,7 @@ RECIPES = pytest.mark.parametrize(
     [
         pytest.param(None, id="bf16"),
         pytest.param(Float8BlockScaling(), id="block"),
+        pytest.param(Float8BlockScaling(wgrad=torch.bfloat16), id="block_bf16_wgrad"),
         pytest.param(Float8CurrentScaling(), id="current"),
         pytest.param(DelayedScaling(), id="delayed"),
         pytest.param(MXFP8BlockScaling(), id="mx"),
@@ -81,3 +83,22 @@ def test_rows_of_gate_up_alone(
     R, routing_bytes = T * C, 20  # a choice's weight, row, token and whether there is an expert
     gate_up = R * 2 * F * x.element_size()
     assert gate_up <= bytes_of(of_rows) <= gate_up + R * routing_bytes
+
+
+@pytest.mark.parametrize("device", devices("block_scaled_linear", "group_quantize"))
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("cached", [False, True], ids=["plain", "cached"])
+def test_a_linear_layer_with_wgrad_in_bf16_keeps_x_itself(
+    cached: bool, compiled: bool, device: str
+) -> None:
+    recipe = Float8BlockScaling(wgrad=torch.bfloat16)
+    options = {"recipe": recipe, "cache_weights": cached, "dtype": torch.bfloat16}
+    layer = GroupedLinear(E, H, F, False, device=device, **options)
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    x = torch.randn(T, H, dtype=torch.bfloat16, device=device, requires_grad=True)
+    m_splits = torch.tensor([40, 0, 30, 20], device=device)
+    first = True if cached else None
+    given = [m_splits, *layer.parameters(), *layer.buffers()]
+    saved = saved_by(lambda: call(x, m_splits, first), *given)
+    [kept] = [t for t in saved if t.size(0) != E]
+    assert kept.data_ptr() == x.data_ptr()

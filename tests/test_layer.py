@@ -374,6 +374,21 @@ WORK: list[tuple[str, str, dict[str, int]]] = [
     ),
     ("block", "b", {"block_scaled_linear": 1, "grouped_bias_grad": 1}),
     (
+        "block_bf16_wgrad",
+        "xwb",
+        {
+            "block_scaled_linear columnwise_w": 1,
+            "group_quantize rowwise bias_grad": 1,
+            "grouped_scaled_mm": 1,
+            "grouped_mm_wgrad": 1,
+        },
+    ),
+    (
+        "block_bf16_wgrad",
+        "w",
+        {"block_scaled_linear": 1, "grouped_mm_wgrad": 1},
+    ),
+    (
         "current",
         "xwb",
         work_of_per_group_scaling("group_quantize_current", "quantize_weight_current"),
@@ -445,7 +460,7 @@ def test_saved_tensors_are_few(recipe: Recipe | None) -> None:
     high, low = x.nbytes, x.numel()
     if recipe is None:
         assert max(sizes) == high
-    elif isinstance(recipe, MXFP8BlockScaling):
+    elif isinstance(recipe, MXFP8BlockScaling) or recipe is MORE_RECIPES["block_bf16_wgrad"]:
         assert max(sizes) == 2 * low  # as bfloat16
     else:
         assert max(sizes) <= low * (256 + 127 * 2) / 256
@@ -459,7 +474,7 @@ def test_saved_tensors_are_few(recipe: Recipe | None) -> None:
 def test_autocast(recipe: Recipe | None, device: str) -> None:
     """As nn.Linear: computes in the autocast dtype, gradients arrive in the parameters' dtypes."""
     layer = GroupedLinear(SMALL.E, SMALL.K, SMALL.N, recipe=recipe, device=device)
-    layer.scaling_state = state_for(recipe, SMALL.E, device)
+    layer.weight_state = state_for(recipe, SMALL.E, device)
     x = rows(SMALL, SMALL.K, FP32).to(device).requires_grad_()
     dy = torch.randn(SMALL.T, SMALL.N, device=device).bfloat16()
     with torch.autocast(device, dtype=BF16):

@@ -148,6 +148,13 @@ refresh_weight_mx_: w_columnwise is on cuda:0, w is on cpu
 update_scales_: scale is on cuda:0, the first scale is on cpu
 update_scales_: amax is on cuda:0, the first scale is on cpu
 update_scales_: amax_history is on cuda:0, the first scale is on cpu
+adam_weight_: scale is on cpu, q is on cuda:0
+adam_weight_: scale is on cuda:0, q is on cpu
+adam_weight_: q_t is on cuda:0, q is on cpu
+adam_weight_: grad is on cuda:0, q is on cpu
+adam_weight_: exp_avg is on cuda:0, q is on cpu
+adam_weight_: exp_avg_sq is on cuda:0, q is on cpu
+adam_weight_: step is on cuda:0, q is on cpu
 grouped_mm: b is on cpu, a is on cuda:0
 grouped_mm: b is on cuda:0, a is on cpu
 grouped_mm: offs is on cuda:0, a is on cpu
@@ -360,6 +367,8 @@ def test_configurations() -> None:
         lambda: Float8BlockScaling(amax_epsilon=-1.0),
         lambda: Float8BlockScaling(amax_epsilon=float("nan")),
         lambda: Float8BlockScaling(amax_epsilon=float("inf")),
+        lambda: Float8BlockScaling(wgrad=torch.float32),
+        lambda: Float8BlockScaling(wgrad="bf16"),  # type: ignore[arg-type]
         lambda: Float8CurrentScaling(amax_epsilon=-0.5),
         lambda: Float8CurrentScaling(gradient_dtype=torch.bfloat16),
         lambda: DelayedScaling(margin=-1),
@@ -383,6 +392,8 @@ def test_configurations() -> None:
 Float8BlockScaling: amax_epsilon must be finite and not negative, got -1
 Float8BlockScaling: amax_epsilon must be finite and not negative, got nan
 Float8BlockScaling: amax_epsilon must be finite and not negative, got inf
+Float8BlockScaling: wgrad must be float8_e4m3fn, bfloat16 or float16, got float32
+Float8BlockScaling: wgrad must be float8_e4m3fn, bfloat16 or float16, got 'bf16'
 Float8CurrentScaling: amax_epsilon must be finite and not negative, got -0.5
 Float8CurrentScaling: gradient_dtype must be float8_e4m3fn or float8_e5m2, got bfloat16
 DelayedScaling: margin must be between 0 and 64, got -1
@@ -429,13 +440,13 @@ def test_calls_of_the_layer() -> None:
         "\n".join(map(sentence, mistakes)),
         """\
 grouped_linear: K differs: x has 32, weight 16
-grouped_mm: a must be bfloat16, float16 or float32, got float64
+grouped_linear: x must be bfloat16, float16 or float32, got float64
 grouped_linear: x is bfloat16, weight float32: cast one of them, or use torch.autocast
 grouped_linear: E differs: m_splits has 3, weight 2
 splits_to_offsets: m_splits must be int32 or int64, got float32
 splits_to_offsets: m_splits must sum to at most num_rows 5, got 2 + 4 at group 1
 grouped_linear: K differs: x has 32, weight 16
-group_quantize: x must be bfloat16, float16 or float32, got float64
+grouped_linear: x must be bfloat16, float16 or float32, got float64
 grouped_linear: E differs: m_splits has 1, weight 2
 grouped_linear: DelayedScaling has a state: pass state, or use GroupedLinear
 grouped_linear: state needs a recipe that has one, got recipe None

@@ -26,7 +26,7 @@ from support.compare import assert_same_bits, assert_shows_cold
 from support.devices import OPS, devices, needs_hopper
 from support.errors import sentence
 from support.groups import experts_of
-from support.recipes import RECIPES
+from support.recipes import MORE_RECIPES, RECIPES
 from support.tensors import BF16, DTYPES, FP32
 from support.training import (
     CUDA_MODES,
@@ -45,7 +45,8 @@ from support.training import (
 T, E, H, F, C = training.T, training.E, training.K, 48, 2
 STEPS, LEARNING_RATE = (1, 2, 8), 0.01
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
-EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+TRAINED = RECIPES | {"block_bf16_wgrad": MORE_RECIPES["block_bf16_wgrad"]}
+EVERY_RECIPE = pytest.mark.parametrize("recipe", TRAINED.values(), ids=TRAINED)
 QUANTIZING = {name: recipe for name, recipe in RECIPES.items() if recipe is not None}
 EVERY_QUANTIZING = pytest.mark.parametrize("recipe", QUANTIZING.values(), ids=QUANTIZING)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -162,7 +163,8 @@ def run(
         for p in [layer.score] if feature.fused else layer.parameters():
             p.grad = torch.zeros_like(p)
     step = mode(layer, feature, dtype)
-    for state in (layer.mlp.gate_up_state, layer.mlp.down_state):  # a mode may have run the layer
+    # A mode may have run the layer.
+    for state in (layer.mlp.gate_up_proj_state, layer.mlp.down_proj_state):
         if state is not None:
             state.reset()
     for main_grad in main_grads:  # neither zero nor what a graph was recorded with
@@ -258,7 +260,7 @@ def inputs(device: str) -> tuple[Tensor, Tensor]:
 
 
 def caches_of(layer: Routed) -> list[Any]:
-    return [layer.mlp.gate_up_cache, layer.mlp.down_cache]
+    return [layer.mlp.gate_up_proj_cache, layer.mlp.down_proj_cache]
 
 
 def outcome(layer: Routed, y: Tensor, x: Tensor) -> list[Tensor]:

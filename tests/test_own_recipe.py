@@ -353,12 +353,12 @@ def test_a_state_is_the_layer_s_own() -> None:
     layer, x, m_splits = layer_of(Observing()), rows(T, K), torch.tensor(SPLITS)
     layer(x, m_splits).sum().backward()
     largest = [x[:70].abs().max().item(), 0, x[70:180].abs().max().item()]
-    assert layer.state_dict()["scaling_state.amax"].tolist() == largest
+    assert layer.state_dict()["weight_state.amax"].tolist() == largest
     with torch.no_grad():
         layer(100 * x, m_splits)
-    assert layer.scaling_state.get_buffer("amax").tolist() == largest
+    assert layer.weight_state.get_buffer("amax").tolist() == largest
     layer.reset_parameters()
-    assert not layer.scaling_state.get_buffer("amax").any()
+    assert not layer.weight_state.get_buffer("amax").any()
 
 
 def test_what_is_said_about_a_state() -> None:

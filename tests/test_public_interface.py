@@ -34,6 +34,7 @@ def test_names() -> None:
     assert_expected_inline(
         "\n".join(sorted(grouped_linear.__all__)),
         """\
+Conversion
 ConvertedExperts
 DelayedScaling
 DelayedScalingState
@@ -42,15 +43,18 @@ Float8CurrentScaling
 GroupedLinear
 GroupedMLP
 GroupedTensor
+LeftExperts
 MXFP8BlockScaling
 Recipe
 SwiGLU
+convert
 convert_experts
 grouped_linear
 grouped_mlp
 loading
 meta_kernels
 ops
+refresh_weights
 update_scales""",
     )
 
@@ -71,10 +75,12 @@ def test_arguments() -> None:
     assert_expected_inline(
         lines(callables | methods),
         """\
-ConvertedExperts(name, form, num_experts)
+Conversion(recipe, converted, left)
+ConvertedExperts(name, form, num_experts, num_parameters, path)
 DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
 DelayedScalingState(recipe, num_groups, device=None)
-Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0, share_x_scales=True)
+Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0, share_x_scales=True,
+    wgrad=torch.float8_e4m3fn)
 Float8CurrentScaling(power_of_two_scales=False, amax_epsilon=0.0,
     gradient_dtype=torch.float8_e4m3fn)
 GroupedLinear(num_gemms, in_features, out_features, bias=True, return_bias=False,
@@ -82,27 +88,30 @@ GroupedLinear(num_gemms, in_features, out_features, bias=True, return_bias=False
     params_dtype=None, device=None, *, recipe=None, cache_weights=False,
     fuse_wgrad_accumulation=False, delay_wgrad_compute=False, save_original_input=False,
     single_grouped_weight=True, single_grouped_bias=True, quantized_weight=False,
-    stochastic_rounding=False, preserve_high_precision_init=False, **out_of_scope)
+    stochastic_rounding=None, preserve_high_precision_init=False, **out_of_scope)
 GroupedLinear.backward_dw()
 GroupedLinear.forward(x, m_splits, is_first_microbatch=None)
 GroupedLinear.reset_parameters()
 GroupedMLP(num_experts, hidden_size, intermediate_size, *, bias=False,
     activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False), recipe=None,
     cache_weights=False, fuse_wgrad_accumulation=False, quantized_weight=False,
-    stochastic_rounding=False, dtype=None, device=None)
-GroupedMLP.forward(x, weights, experts, is_first_microbatch=None, *, max_rows=None)
+    stochastic_rounding=None, dtype=None, device=None)
+GroupedMLP.forward(x, top_k_weights, top_k_index, is_first_microbatch=None, *, max_rows=None)
 GroupedMLP.reset_parameters()
 GroupedTensor.dequantize(dtype=None)
 GroupedTensor.from_parts(q, scale, dtype=torch.bfloat16, recipe=None, *, columnwise=True,
-    stochastic_rounding=False)
-GroupedTensor.quantize(w, recipe=None, *, columnwise=True, stochastic_rounding=False)
+    stochastic_rounding=True)
+GroupedTensor.quantize(w, recipe=None, *, columnwise=True, stochastic_rounding=True)
+LeftExperts(name, why)
 MXFP8BlockScaling()
 SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False)
+convert(model, recipe=None, *, weights=None, forwards=None, **options)
 convert_experts(model, forwards=None, recipe=None, **options)
 grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None)
-grouped_mlp(x, weights, experts, gate_up_proj, down_proj, recipe=None, state=None, *,
+grouped_mlp(x, top_k_weights, top_k_index, gate_up_proj, down_proj, recipe=None, state=None, *,
     gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1.0, beta=0.0,
     limit=None, interleaved=False), max_rows=None)
+refresh_weights(model)
 update_scales(model, group=None)""",
     )
 
@@ -115,6 +124,10 @@ def test_arguments_of_ops() -> None:
     assert_expected_inline(
         lines(own),
         """\
+adam_weight_(q, scale, q_t, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, step, lr_tensor=None,
+    grad_scale=None, found_inf=None, *, lr=0.001, beta1=0.9, beta2=0.999, weight_decay=0.01,
+    eps=1e-08, decoupled_weight_decay=True, maximize=False, amax_epsilon=0.0,
+    power_of_two_scales=True, stochastic_rounding=True)
 block_scaled_linear(x, w, m_splits, bias=None, *, amax_epsilon=0.0, power_of_two_scales=True,
     share_scales=False, columnwise_x=True, columnwise_w=True)
 block_scaled_linear_grad(dy, offs, x_t, scale_x_t, w_t, scale_w, *, amax_epsilon=0.0,
@@ -195,39 +208,39 @@ def test_keys_of_checkpoints_with_scales() -> None:
         """\
 weight (2, 32, 16)
 bias (2, 32)
-scaling_state.x.scale (2,)
-scaling_state.x.amax (2,)
-scaling_state.x.amax_history (3, 2)
-scaling_state.weight.scale (2,)
-scaling_state.weight.amax (2,)
-scaling_state.weight.amax_history (3, 2)
-scaling_state.dy.scale (2,)
-scaling_state.dy.amax (2,)
-scaling_state.dy.amax_history (3, 2)""",
+weight_state.x.scale (2,)
+weight_state.x.amax (2,)
+weight_state.x.amax_history (3, 2)
+weight_state.weight.scale (2,)
+weight_state.weight.amax (2,)
+weight_state.weight.amax_history (3, 2)
+weight_state.dy.scale (2,)
+weight_state.dy.amax (2,)
+weight_state.dy.amax_history (3, 2)""",
     )
     assert_expected_inline(
         "\n".join(keys_of(mlp)),
         """\
 gate_up_proj (2, 64, 16)
 down_proj (2, 16, 32)
-gate_up_state.x.scale (2,)
-gate_up_state.x.amax (2,)
-gate_up_state.x.amax_history (3, 2)
-gate_up_state.weight.scale (2,)
-gate_up_state.weight.amax (2,)
-gate_up_state.weight.amax_history (3, 2)
-gate_up_state.dy.scale (2,)
-gate_up_state.dy.amax (2,)
-gate_up_state.dy.amax_history (3, 2)
-down_state.x.scale (2,)
-down_state.x.amax (2,)
-down_state.x.amax_history (3, 2)
-down_state.weight.scale (2,)
-down_state.weight.amax (2,)
-down_state.weight.amax_history (3, 2)
-down_state.dy.scale (2,)
-down_state.dy.amax (2,)
-down_state.dy.amax_history (3, 2)""",
+gate_up_proj_state.x.scale (2,)
+gate_up_proj_state.x.amax (2,)
+gate_up_proj_state.x.amax_history (3, 2)
+gate_up_proj_state.weight.scale (2,)
+gate_up_proj_state.weight.amax (2,)
+gate_up_proj_state.weight.amax_history (3, 2)
+gate_up_proj_state.dy.scale (2,)
+gate_up_proj_state.dy.amax (2,)
+gate_up_proj_state.dy.amax_history (3, 2)
+down_proj_state.x.scale (2,)
+down_proj_state.x.amax (2,)
+down_proj_state.x.amax_history (3, 2)
+down_proj_state.weight.scale (2,)
+down_proj_state.weight.amax (2,)
+down_proj_state.weight.amax_history (3, 2)
+down_proj_state.dy.scale (2,)
+down_proj_state.dy.amax (2,)
+down_proj_state.dy.amax_history (3, 2)""",
     )
 
 

@@ -9,11 +9,13 @@ import io
 import itertools
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -42,6 +44,7 @@ DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 RECIPES = {
     "default": Float8BlockScaling(),
     "any_scale": Float8BlockScaling(power_of_two_scales=False),
+    "bf16_wgrad": Float8BlockScaling(wgrad=BF16),
 }
 
 
@@ -166,6 +169,13 @@ def test_activations_of_another_dtype(autocast: bool, kind: Any) -> None:
         assert_all_same(results, call(plain, x, m_splits))
     assert results[0].dtype == (BF16 if autocast else torch.float16)
     assert results[2].dtype == FP32
+
+
+@EVERY_KIND
+def test_rounds_stochastically_unless_told_otherwise(kind: Any) -> None:
+    for option, expected in ({}, True), ({"stochastic_rounding": False}, False):
+        weights = weights_of(make_layer(kind=kind, **option))
+        assert all(w.stochastic_rounding == expected for w in weights)
 
 
 def test_errors() -> None:
@@ -384,9 +394,11 @@ def test_state_dicts_with_an_expert_a_key(
 ) -> None:
     """weight0, weight1, ... of either kind into one weight; one weight of either kind into them."""
     source = make_layer(quantized_weight=from_quantized)
-    state = source.state_dict()
-    packed = state.pop("weight")
-    apart = state | {f"weight{e}": expert for e, expert in enumerate(packed)}
+    packed, apart = source.weight.detach(), source.state_dict()
+    for name in ("weight", "weight_scale_inv"):
+        if name in apart:
+            parts = enumerate(apart.pop(name))
+            apart |= {name.replace("weight", f"weight{e}", 1): part for e, part in parts}
     target = make_layer(quantized_weight=to_quantized)
     torch.nn.init.zeros_(target.weight)
     target.load_state_dict(apart, strict=True, assign=assign)
@@ -403,6 +415,57 @@ def test_state_dicts_with_an_expert_a_key(
     for e, expert in enumerate(packed):
         plain = expert.dequantize() if from_quantized else expert
         assert_same_bits(getattr(discrete, f"weight{e}"), plain)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dicts_are_plain_tensors(assign: bool, kind: Any, tmp_path: Path) -> None:
+    """e4m3 numbers and scales, which safetensors writes and reads; q_t follows from them."""
+    layer = make_layer(kind=kind)
+    state = layer.state_dict()
+    assert {type(t) for t in state.values()} == {Tensor}
+    names = {name for name, p in layer.named_parameters() if isinstance(p, GroupedTensor)}
+    assert {n for n, t in state.items() if t.dtype == torch.float8_e4m3fn} == names
+    assert {n for n in state if n.endswith("_scale_inv")} == {f"{n}_scale_inv" for n in names}
+    for name in names:
+        assert getattr(layer, f"{name}_scale_inv") is layer.get_parameter(name).scale
+        assert state[name].data_ptr() == layer.get_parameter(name).q.data_ptr()
+    save_file(state, tmp_path / "model.safetensors")
+    other = make_layer(kind=kind, stochastic_rounding=True)
+    for own in weights_of(other):
+        nn.init.zeros_(own)
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=assign)
+    for own, w in zip(weights_of(other), weights_of(layer), strict=True):
+        assert own.stochastic_rounding
+        assert_same_bits(bits(own.q), bits(w.q))
+        assert_same_bits(own.scale, w.scale)
+        assert_same_bits(bits(own.q_t), bits(w.q_t))
+    assert all(isinstance(p, nn.Parameter) for p in layer.state_dict(keep_vars=True).values())
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("to_quantized", [True, False])
+def test_state_dicts_with_wrong_parts(to_quantized: bool, kind: Any) -> None:
+    """Numbers without their scales would be other weights."""
+    target = make_layer(kind=kind, quantized_weight=to_quantized)
+    before = copy.deepcopy(target.state_dict())
+    name = next(n for n, p in target.named_parameters() if p.dim() == 3)
+    state = make_layer(kind=kind).state_dict()
+    scale = state.pop(f"{name}_scale_inv")
+    with pytest.raises(RuntimeError, match=f"{name} is float8_e4m3fn, and there is no {name}_s"):
+        target.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=rf"{name}: GroupedTensor: scale must be \["):
+        target.load_state_dict(state | {f"{name}_scale_inv": scale[:1]})
+    assert_same_bits(bits(target.state_dict()[name]), bits(before[name]))
+
+
+def test_bytes_that_are_held() -> None:
+    w = GroupedTensor.quantize(torch.randn(2, 256, 128, dtype=BF16))
+    elements, scales = 2 * 256 * 128, 2 * 2 * 4
+    assert (w.nbytes, w.element_size()) == (2 * elements + scales, 2)
+    one_way = GroupedTensor.quantize(torch.randn(2, 256, 128, dtype=BF16), columnwise=False)
+    assert (one_way.nbytes, one_way.element_size()) == (elements + scales, 1)
+    assert nn.Parameter(one_way).nbytes == elements + scales
 
 
 @EVERY_KIND
@@ -433,7 +496,7 @@ def test_micro_batches(flag: Callable[[bool], Any], backend: str | None, kind: A
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.0, foreach=True),
 }
 
 
@@ -442,7 +505,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizers(make_optimizer: Any, kind: Any, device: str) -> None:
     """Each step is that of a layer in float32, whose weights are rounded after it."""
-    layer = make_layer(device, kind, dtype=FP32)
+    layer = make_layer(device, kind, dtype=FP32, stochastic_rounding=False)
     plain = make_layer(device, kind, dtype=FP32, quantized_weight=False)
     optimizers = [make_optimizer(m.parameters()) for m in (layer, plain)]
     for m_splits in SPLITS:
@@ -522,7 +585,7 @@ def test_graph_quantizes_no_weight(kind: Any) -> None:
 
 def test_compiled_reading_and_writing() -> None:
     """Members, views and writes inside a graph."""
-    w = make_layer().weight
+    w = make_layer(stochastic_rounding=False).weight
 
     def read(w: Tensor) -> tuple[Tensor, ...]:
         return w[1], w.detach(), w.view(-1), w[2].t() * 2, w.dequantize(), w.sum()

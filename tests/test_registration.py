@@ -133,6 +133,11 @@ refresh_weight_mx_(Tensor[] w, Tensor? refresh, Tensor(a!) w_rowwise, Tensor(b!)
     -> ()
 update_scales_(Tensor(a!)[] scale, Tensor(b!)[] amax, Tensor(c!)[] amax_history, float[]
     fp8_max, int margin=0, bool most_recent=False) -> ()
+adam_weight_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor(d!) grad, Tensor(e!)
+    exp_avg, Tensor(f!) exp_avg_sq, Tensor(g!)? max_exp_avg_sq, Tensor step, Tensor? lr_tensor,
+    Tensor? grad_scale, Tensor? found_inf, float lr, float beta1, float beta2, float
+    weight_decay, float eps, bool decoupled_weight_decay=True, bool maximize=False, float
+    amax_epsilon=0., bool power_of_two_scales=True, bool stochastic_rounding=True) -> ()
 grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, ScalarType? out_dtype=None) ->
     Tensor
 grouped_mm_list(Tensor a, Tensor[] b, Tensor offs, Tensor? bias=None, ScalarType?

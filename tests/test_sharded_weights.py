@@ -26,6 +26,7 @@ from grouped_linear import (
     GroupedLinear,
     GroupedMLP,
     GroupedTensor,
+    refresh_weights,
     update_scales,
 )
 from support.compare import assert_same, assert_same_bits, bits
@@ -56,7 +57,7 @@ def shard(model: nn.Module) -> None:
 
 def train(model: nn.Module, call: Callable[..., Tensor]) -> list[Tensor]:
     """Outputs of a few steps, on the same data on every process."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     generator = torch.Generator().manual_seed(1)
     outputs = []
     for m_splits in SPLITS:
@@ -292,12 +293,12 @@ def check_delayed_scaling(rank: int, directory: Path) -> None:
             strict=True,
         ):
             assert torch.equal(bits(a), bits(b)), (step, name)
-    assert (model.experts.scaling_state.x.scale != 1).any()
+    assert (model.experts.weight_state.x.scale != 1).any()
 
 
 def check_amaxes_of_both_processes(rank: int, directory: Path) -> None:
     layer = GroupedLinear(2, 16, 32, recipe=DelayedScaling(amax_history_len=3))
-    state = layer.scaling_state
+    state = layer.weight_state
     state.x.amax.copy_(torch.tensor([[1.0, 5.0], [3.0, torch.inf]])[rank])
     state.dy.amax.copy_(torch.tensor([[0.0, 0.0], [0.0, 7.0]])[rank])
     update_scales(layer, dist.group.WORLD)
@@ -312,6 +313,34 @@ def check_broadcast_buffers_are_refused(rank: int, directory: Path) -> None:
     with pytest.raises(RuntimeError, match="construct it with broadcast_buffers=False"):
         update_scales(broadcasting, group=dist.group.WORLD)
     update_scales(nn.parallel.DistributedDataParallel(Model()))  # has no amaxes to lose
+
+
+def check_refreshed_caches(rank: int, directory: Path) -> None:
+    """Nothing may send them between processes, and they are of whole weights."""
+    options = {"recipe": Float8BlockScaling(), "cache_weights": True}
+    with pytest.raises(RuntimeError, match="construct it with broadcast_buffers=False"):
+        refresh_weights(parallel_of(GroupedLinear(E, K, N, **options), broadcast_buffers=True))
+    layer = parallel_of(GroupedLinear(E, K, N, **options), broadcast_buffers=False)
+    refresh_weights(layer)
+    x, m_splits = torch.randn(T, K), torch.tensor(SPLITS[0])
+    assert_same_bits(layer(x, m_splits, False), layer(x, m_splits))
+    sharded = GroupedLinear(E, K, N, bias=False, **options)
+    shard(sharded)
+    with pytest.raises(RuntimeError, match="the weights of the model are sharded: call the layer"):
+        refresh_weights(sharded)
+    assert_same_bits(sharded(x, m_splits, True), sharded(x, m_splits))
+
+
+def parallel_of(layer: nn.Module, broadcast_buffers: bool) -> nn.Module:
+    caches = [name for name, _ in layer.named_buffers()]
+    made = nn.parallel.DistributedDataParallel
+    if broadcast_buffers:  # gloo would send them already here, and knows no FP8
+        layer.register_buffer("sent", torch.zeros(1))
+        made._set_params_and_buffers_to_ignore_for_model(layer, caches)
+    parallel = made(layer, broadcast_buffers=broadcast_buffers)
+    if broadcast_buffers:
+        parallel.modules_buffers = [*layer.buffers()]
+    return parallel
 
 
 def check_uneven_shards_are_refused(rank: int, directory: Path) -> None:
@@ -350,6 +379,7 @@ CHECKS: Checks = {
     "delayed_scaling": check_delayed_scaling,
     "amaxes_of_both_processes": check_amaxes_of_both_processes,
     "broadcast_buffers": check_broadcast_buffers_are_refused,
+    "refreshed_caches": check_refreshed_caches,
     "uneven_shards": check_uneven_shards_are_refused,
     "broadcasts_of_quantized_tensors": check_broadcasts_of_quantized_tensors_are_refused,
     "deferred_wgrad": check_deferred_wgrad_of_shards_is_refused,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from grouped_linear import GroupedLinear, Recipe, ops, update_scales
 from support.compare import assert_same_bits
 from support.devices import OPS, devices, needs_hopper
-from support.recipes import RECIPES
+from support.recipes import MORE_RECIPES, RECIPES
 from support.tensors import BF16, FP16, FP32
 from support.training import (
     CUDA_MODES,
@@ -141,8 +141,8 @@ def run(
         for p in biases if feature.fused else layer.parameters():
             p.grad = torch.zeros_like(p)
     step = mode(layer, feature, dtype)
-    if layer.scaling_state is not None:
-        layer.scaling_state.reset()
+    if layer.weight_state is not None:
+        layer.weight_state.reset()
     flat.fill_(torch.nan)  # neither zero nor what a graph was recorded with
     made = iter(batches(dtype, device, STEPS * count))
     for _ in range(STEPS):
@@ -206,6 +206,13 @@ def test_features(
     feature: Feature, mode: Mode, recipe: Recipe | None, dtype: torch.dtype, device: str
 ) -> None:
     check(feature, mode, recipe, dtype, device)
+
+
+@DEVICES
+@pytest.mark.parametrize("mode", MODES)
+@EVERY_FEATURE
+def test_features_with_wgrad_in_bf16(feature: Feature, mode: Mode, device: str) -> None:
+    check(feature, mode, MORE_RECIPES["block_bf16_wgrad"], BF16, device)
 
 
 @needs_hopper

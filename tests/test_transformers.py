@@ -14,6 +14,7 @@ from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -24,14 +25,17 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import FineGrainedFP8Config
+from transformers.trainer_callback import CallbackHandler
 
 from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
+    Float8CurrentScaling,
     GroupedTensor,
     MXFP8BlockScaling,
     SwiGLU,
     grouped_mlp,
+    refresh_weights,
 )
 from support import reference
 from support.calls import Calls
@@ -43,7 +47,13 @@ from support.versions import skipping_for_old_transformers
 with skipping_for_old_transformers():
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
-    from grouped_linear.integrations.transformers import SWIGLU_FORMS, quantize_experts, register
+    from grouped_linear.integrations.swiglu_forms import SWIGLU_FORMS
+    from grouped_linear.integrations.transformers import (
+        RefreshWeights,
+        cache_experts,
+        quantize_experts,
+        register,
+    )
 
 VOCABULARY = 64
 SIZES = {
@@ -352,6 +362,110 @@ def in_fp8(model: nn.Module, experts: Any, device: str) -> tuple[Any, list[Group
 
 
 @DEVICES
+@pytest.mark.parametrize(
+    ("family", "compiled"),
+    [*((family, False) for family in FAMILIES), ("mixtral", True), ("gpt_oss", True)],
+)
+def test_trains_with_weight_caches(family: str, compiled: bool, device: str) -> None:
+    """Steps have the bits of quantizing in each call, and no call quantizes a weight."""
+    torch._dynamo.reset()
+    results = []
+    torch.manual_seed(0)
+    model = model_of(family, device)
+    model.set_experts_implementation("grouped_linear_fp8")
+    ids = [tokens(device, 2, 8) for _ in range(3)]
+    for cached in (False, True):
+        learner = deepcopy(model)
+        optimizer = torch.optim.SGD(learner.parameters(), lr=0.01)
+        if cached:
+            cache_experts(learner)
+            assert learner.state_dict().keys() == model.state_dict().keys()
+            optimizer.register_step_post_hook(lambda *_, m=learner: refresh_weights(m))
+            refresh_weights(learner)
+        call = learner
+        if compiled and cached:
+            call = torch.compile(learner, backend="aot_eager", fullgraph=True)
+        calls = Calls()
+        with nullcontext() if compiled else calls:  # Dynamo traces under no mode
+            for step in ids:
+                results.append(train(learner, call, step))
+                optimizer.step()
+        if cached and not compiled:
+            assert not any(op.startswith("quantize_weight") for op in calls.counts)
+            assert calls.counts["refresh_weight_"] == 2 * len(ids)
+    for expected, actual in zip(results[:3], results[3:], strict=True):
+        for name, e in expected.items():
+            if compiled:  # the rest of the model is compiled, too
+                torch.testing.assert_close(actual[name], e, rtol=1e-3, atol=1e-3)
+            else:
+                assert torch.equal(actual[name], e), name
+
+
+@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), Float8CurrentScaling()], ids=str)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_caches_of_other_recipes(family: str, recipe: Any) -> None:
+    """Those of weights that are stored transposed, too."""
+    name = f"grouped_linear_{type(recipe).__name__}"
+    register(name, recipe)
+    model, ids = model_of(family, "cpu"), tokens("cpu", 2, 8)
+    model.set_experts_implementation(name)
+    expected = train(model, model, ids)
+    cache_experts(model, recipe)
+    refresh_weights(model)
+    for key, actual in train(model, model, ids).items():
+        assert torch.equal(actual, expected[key]), key
+
+
+def test_caches_that_are_not_read() -> None:
+    model, ids = model_of("mixtral", "cpu"), tokens("cpu", 2, 8)
+    model.set_experts_implementation("grouped_linear_fp8")
+    cache_experts(model)
+    with pytest.raises(RuntimeError, match=r"hold no weights yet.*: call refresh_weights$"):
+        model(input_ids=ids)
+    refresh_weights(model)
+    model(input_ids=ids)
+    with torch.no_grad():
+        experts = model.model.layers[0].mlp.experts
+        experts.down_proj.mul_(2)
+    with pytest.raises(RuntimeError, match=r"^refresh_weights: down_proj was written since"):
+        model(input_ids=ids)
+    model.set_experts_implementation("grouped_linear")
+    with pytest.raises(ValueError, match=r"^grouped_linear: the caches of the experts are in "):
+        model(input_ids=ids)
+    with pytest.raises(ValueError, match=r"^cache_experts: DelayedScaling has a state"):
+        cache_experts(model, DelayedScaling())
+    with pytest.raises(ValueError, match=r"^cache_experts: the model has no experts"):
+        cache_experts(nn.Linear(2, 2))
+    model.set_experts_implementation("grouped_linear_fp8")
+    quantize_experts(model)  # which takes the place of the caches
+    assert torch.isfinite(model(input_ids=ids).logits).all()
+    assert not any("cache" in name for name, _ in model.named_modules())
+    with pytest.raises(ValueError, match=r"^cache_experts: gate_up_proj is quantized already"):
+        cache_experts(model)
+
+
+def test_the_trainer_refreshes_caches() -> None:
+    """As its events come; a Trainer itself needs a library that is no dependency of ours."""
+    model, ids = model_of("mixtral", "cpu"), tokens("cpu", 2, 8)
+    model.set_experts_implementation("grouped_linear_fp8")
+    options = SimpleNamespace(world_size=1, ddp_broadcast_buffers=None)  # of TrainingArguments
+    arguments: Any = (options, transformers.TrainerState(), transformers.TrainerControl())
+    handler = CallbackHandler([RefreshWeights()], model, None, None, None)
+    with pytest.raises(ValueError, match=r"^RefreshWeights: the model has no weight caches"):
+        handler.on_train_begin(*arguments)
+    cache_experts(model)
+    handler.on_train_begin(*arguments)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        train(model, model, ids)
+        optimizer.step()
+        handler.on_optimizer_step(*arguments)
+    options.world_size = 2
+    with pytest.raises(ValueError, match=r"pass ddp_broadcast_buffers=False to TrainingArguments"):
+        handler.on_train_begin(*arguments)
+
+
+@DEVICES
 @pytest.mark.parametrize("act", ["silu", "gelu"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_checkpoint_in_fp8(compiled: bool, act: str, device: str) -> None:
@@ -514,7 +628,12 @@ def test_an_older_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_the_integration_needs_the_library() -> None:
-    script = "import grouped_linear, sys; sys.exit('transformers' in sys.modules)"
+    """A model of none of its classes is looked at and refused without it."""
+    script = (
+        "import grouped_linear, sys, torch\n"
+        "try: grouped_linear.convert(torch.nn.Linear(16, 16))\n"
+        "except ValueError: sys.exit('transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
@@ -558,13 +677,37 @@ def check_expert_parallel(
     expected = train(whole, whole, ids)
     model = deepcopy(whole)
     spread(model, mesh, implementation)
-    with pytest.raises(ValueError, match="sharded already: quantize before"):
-        quantize_experts(model)
     actual = {
         key: t.full_tensor() if isinstance(t, DTensor) else t
         for key, t in train(model, model, ids).items()
     }
     assert max(errors(actual, expected).values()) < tolerance
+    check_quantized_where_they_are(model, name, rank, ids)
+
+
+def check_quantized_where_they_are(model: Any, name: str, rank: int, ids: Tensor) -> None:
+    """Each process quantizes its experts, whose blocks of scales reach into no other expert."""
+    if NAMES[name] is None:
+        with pytest.raises(ValueError, match="has the recipe None, and would not compute with"):
+            quantize_experts(model)
+        return
+    weights = {n: p.to_local() for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    with torch.no_grad():
+        before = model(input_ids=ids)[0]
+        quantize_experts(model)
+        assert torch.equal(model(input_ids=ids)[0], before)
+    state, (_, down) = model.state_dict(), weights_of(model)
+    key = next(n for n, p in model.named_parameters() if p is down)
+    expected = GroupedTensor.quantize(weights[key], columnwise=False)
+    for part, of_whole in ((state[key], expected.q), (state[f"{key}_scale_inv"], expected.scale)):
+        assert torch.equal(part.to_local().view(torch.uint8), of_whole.view(torch.uint8))
+        assert part.shape == (PROCESSES * of_whole.size(0), *of_whole.shape[1:])
+
+
+def weights_of(model: nn.Module) -> list[Any]:
+    """The weights of a model's first experts."""
+    experts: Any = next(m for m in model.modules() if hasattr(m, "is_concatenated"))
+    return [experts.gate_up_proj if experts.has_gate else experts.up_proj, experts.down_proj]
 
 
 CHECKS: Checks = {

@@ -103,7 +103,7 @@ MADE_COLD: dict[str, Callable[[GroupedLinear], Any]] = {
     "load_state_dict": lambda layer: layer.load_state_dict(layer.state_dict()),
     "load_apart": lambda layer: layer.load_state_dict(
         {f"{name}{e}": part for name, p in layer.named_parameters() for e, part in enumerate(p)}
-        | {name: t for name, t in layer.state_dict().items() if name.startswith("scaling_state")}
+        | {name: t for name, t in layer.state_dict().items() if name.startswith("weight_state")}
     ),
     "reset_parameters": lambda layer: layer.reset_parameters(),
     "to_empty": lambda layer: layer.to_empty(device=layer.weight.device),
@@ -264,7 +264,7 @@ def test_made_in_inference_mode(how: str, recipe: Recipe | None, device: str) ->
         assert_same_bits(layer(x, m_splits, True), expected)
         assert_same_bits(layer(x, m_splits, False), expected)
         twin = copy.deepcopy(layer)
-    if layer.scaling_state is not None:  # which was made there as well, as torch will say
+    if layer.weight_state is not None:  # which was made there as well, as torch will say
         with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
             layer(x, m_splits, False)
         return
@@ -288,7 +288,7 @@ def test_work() -> None:
 @DEVICES
 def test_delayed_scales_stay_with_their_weight(device: str) -> None:
     layer, (x, m_splits) = make_layer(QUANTIZING["delayed"], device, bias=False), inputs(device)
-    state, cache = layer.scaling_state, layer.weight_cache
+    state, cache = layer.weight_state, layer.weight_cache
     layer(x, m_splits, True).sum().backward()
     amax = state.weight.amax.clone()
     change(layer)
@@ -301,7 +301,7 @@ def test_delayed_scales_stay_with_their_weight(device: str) -> None:
     y, reference = layer(x, m_splits, False), copy.deepcopy(layer)
     with torch.no_grad():
         reference.weight.div_(3)
-        reference.scaling_state.weight.scale.copy_(before)
+        reference.weight_state.weight.scale.copy_(before)
     assert_same_bits(y, reference(x, m_splits))
     layer(x, m_splits, True)
     assert_same_bits(cache.scale, state.weight.scale)

@@ -176,10 +176,10 @@ void check_weight_list(const char* op, const std::vector<Tensor>& w) {
 }
 
 void check_written(const char* op, const char* name, const Tensor& t, ScalarType dtype,
-                   const Shape& shape, const Tensor& w) {
+                   const Shape& shape, const Tensor& first, const char* first_name) {
   check_dim(op, name, t, shape.dim());
   check_dtype(op, name, t, dtype);
-  check_device(op, name, t, "w", w);
+  check_device(op, name, t, first_name, first);
   const Shape actual = Shape::of(t);
   check(actual == shape, op, ": ", name, " must be ", Sizes{shape}, ", got ", Sizes{actual});
   check(t.is_contiguous(), op, ": ", name, " must be contiguous");

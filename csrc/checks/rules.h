@@ -42,7 +42,7 @@ void check_weight_list(const char* op, const std::vector<Tensor>& w);
 void check_experts(const char* op, const char* name, const std::vector<Tensor>& experts);
 // t, which the op writes in place, is dense and has this shape.
 void check_written(const char* op, const char* name, const Tensor& t, ScalarType dtype,
-                   const Shape& shape, const Tensor& w);
+                   const Shape& shape, const Tensor& first, const char* first_name = "w");
 // q_t [blocks, features, 128].
 void check_column_blocks(const char* op, const char* name, const Tensor& q_t, const char* features);
 // q_t [blocks, features, 128] with scale_t [blocks, features].

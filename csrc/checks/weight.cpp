@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cmath>
+#include <limits>
 
 #include "checks.h"
 #include "checks/rules.h"
@@ -26,6 +27,20 @@ std::array<int64_t, 3> check_refreshed(const char* op, const std::vector<Tensor>
     check_device(op, "refresh", *refresh, "w", w[0]);
   }
   return shape;
+}
+
+// A float32 number in a tensor, which a kernel reads.
+void check_scalar(const char* op, const char* name, const std::optional<Tensor>& t,
+                  const Tensor& q) {
+  if (!t) return;
+  check_dim(op, name, *t, 0);
+  check_dtype(op, name, *t, ScalarType::Float);
+  check_device(op, name, *t, "q", q);
+}
+
+void check_finite(const char* op, const char* name, double number) {
+  check(std::abs(number) <= std::numeric_limits<float>::max(), op, ": ", name,
+        " must be finite, got ", number);
 }
 
 }  // namespace
@@ -93,6 +108,45 @@ void check_refresh_weight_mx(const std::vector<Tensor>& w, const std::optional<T
   check_written(op, "w_rowwise", w_rowwise, ScalarType::BFloat16, {E, N, K}, w[0]);
   if (w_columnwise)
     check_written(op, "w_columnwise", *w_columnwise, ScalarType::BFloat16, {E, N, K}, w[0]);
+}
+
+void check_adam_weight(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
+                       const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq,
+                       const std::optional<Tensor>& max_exp_avg_sq, const Tensor& step,
+                       const std::optional<Tensor>& lr_tensor,
+                       const std::optional<Tensor>& grad_scale,
+                       const std::optional<Tensor>& found_inf, double lr, double beta1,
+                       double beta2, double weight_decay, double eps, double amax_epsilon) {
+  const char* op = "adam_weight_";
+  check_dim(op, "q", q, 3);
+  check_dtype(op, "q", q, ScalarType::Float8_e4m3fn);
+  const int64_t E = q.size(0), N = q.size(1), K = q.size(2);
+  check_groups(op, E);
+  check_features(op, "N", N);
+  check_features(op, "K", K);
+  check(q.is_contiguous(), op, ": q must be contiguous");
+  const auto written = [&](const char* name, const Tensor& t, ScalarType dtype,
+                           const Shape& shape) {
+    check_written(op, name, t, dtype, shape, q, "q");
+  };
+  written("scale", scale, ScalarType::Float, {E, ceil_div(N, kBlock), ceil_div(K, kBlock)});
+  if (q_t) written("q_t", *q_t, ScalarType::Float8_e4m3fn, {E, K, N});
+  const ScalarType dtype = grad.scalar_type();
+  check_activation(op, "grad", dtype);
+  written("grad", grad, dtype, {E, N, K});
+  written("exp_avg", exp_avg, dtype, {E, N, K});
+  written("exp_avg_sq", exp_avg_sq, dtype, {E, N, K});
+  if (max_exp_avg_sq) written("max_exp_avg_sq", *max_exp_avg_sq, dtype, {E, N, K});
+  check_scalar(op, "step", step, q);
+  check_scalar(op, "lr_tensor", lr_tensor, q);
+  check_scalar(op, "grad_scale", grad_scale, q);
+  check_scalar(op, "found_inf", found_inf, q);
+  check_finite(op, "lr", lr);
+  check(beta1 >= 0 && beta1 < 1, op, ": beta1 must be at least 0 and below 1, got ", beta1);
+  check(beta2 >= 0 && beta2 < 1, op, ": beta2 must be at least 0 and below 1, got ", beta2);
+  check_finite(op, "weight_decay", weight_decay);
+  check_finite(op, "eps", eps);
+  check_epsilon(op, amax_epsilon);
 }
 
 void check_update_scales(const std::vector<Tensor>& scale, const std::vector<Tensor>& amax,

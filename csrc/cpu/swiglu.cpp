@@ -25,7 +25,7 @@ GROUPED_LINEAR_INLINE void map_elements(const Form& form, const F& f, int64_t n,
     const int64_t end = std::min(n, begin + kChunk);
     alignas(64) float s[kChunk];
     for (int64_t i = begin; i < end; ++i) s[i - begin] = one_plus_exp(form, value(gate, i));
-    for (int64_t i = 0; i < end - begin; ++i) s[i] = inverse(s[i]);
+    for (int64_t i = 0; i < end - begin; ++i) s[i] = exact::inverse(s[i]);
     for (int64_t i = begin; i < end; ++i)
       static_cast<Bits*>(result)[i] =
           Element::of_float(f(form, s[i - begin], value(gate, i), value(up, i), value(dh, i)...));
@@ -68,7 +68,7 @@ GROUPED_LINEAR_INLINE void grad_elements(const Form& form, float weight, int64_t
   };
   alignas(64) float s[kChunk], products[kChunk];
   for (int64_t i = 0; i < n; ++i) s[i] = one_plus_exp(form, value(gate, i));
-  for (int64_t i = 0; i < n; ++i) s[i] = inverse(s[i]);
+  for (int64_t i = 0; i < n; ++i) s[i] = exact::inverse(s[i]);
   for (int64_t i = 0; i < n; ++i) {
     const float unweighted = swiglu_with(form, s[i], value(gate, i), value(up, i));
     static_cast<Bits*>(h)[i] = Element::of_float(weight * unweighted);

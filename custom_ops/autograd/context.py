@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.autograd.wgrad import MainGrad, Wgrad
+from grouped_linear.quantized.weight_cache import wait_for_refresh_
 from grouped_linear.recipes import (
     Experts,
     LayerStates,
@@ -24,6 +25,8 @@ class StoredWeight(NamedTuple):
     weight: QuantizedWeight
     refresh: Tensor | bool = False
     """Whether it is quantized from the parameter first; a tensor is read on the device."""
+    waits: bool = False
+    """Whether a compiled call waits for ``refresh_weights``. An eager one has waited already."""
 
 
 class LinearOptions(NamedTuple):
@@ -72,7 +75,7 @@ class LinearContext(NamedTuple):
         """Whether an eager backward may be one op, which returns weight gradients."""
         options = self.options
         returned = options.main_grad is None and options.deferred_wgrad is None
-        return returned and self._may_use_linear_op
+        return returned and self.recipe.has_linear_grad_op and self._may_use_linear_op
 
     @property
     def _may_use_linear_op(self) -> bool:
@@ -100,15 +103,26 @@ class LinearContext(NamedTuple):
             weights=tuple(torch.empty_like(w, device="meta") for w in self.weights)
         )
 
-    def weight_operands(self, columnwise: bool) -> Operands:
-        """The weight for fprop, and for dgrad if ``columnwise``: stored, or quantized now."""
+    def weight_operands(self, x: Operands, offs_E: Tensor, columnwise: bool) -> Operands:
+        """The weight for fprop, and for dgrad if ``columnwise``: stored, or quantized now.
+
+        Where a graph waits for it, the wait is said to write x, or offs where x is the caller's
+        own, so that the GEMM, which reads both, comes after. Inductor copies what was read before:
+        of a new x nothing.
+        """
         recipe, _, weights, options, _ = self
         state = None if options.states is None else options.states.weight
         if options.stored is None:
             if weights[0].dim() == 2:
                 return recipe.quantize_weight_list(weights, state, columnwise)
             return recipe.quantize_weight(weights[0], state, columnwise)
-        quantized, refresh = options.stored
+        quantized, refresh, waits = options.stored
+        if waits and refresh is False:
+            q = offs_E if x.rowwise_scale is None else x.rowwise
+            assert isinstance(q, Tensor)
+            wait_for_refresh_(q, quantized.values)
+        elif waits:
+            wait_for_refresh_(quantized.values, None)
         if refresh is not False:
             flag = None if refresh is True else refresh
             recipe.refresh_weight_(quantized, weights, state, flag)

@@ -11,6 +11,7 @@ from torch import Tensor
 from grouped_linear.autograd.context import LinearContext
 from grouped_linear.autograd.gemm import multiply
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
+from grouped_linear.autograd.saved import saved_tensors
 from grouped_linear.autograd.wgrad import needs_grad_now
 from grouped_linear.recipes import UNQUANTIZED, OutputMask
 
@@ -56,7 +57,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         x_state, _, dy_state = options.states or (None, None, None)
         columnwise_now = need_weight and not options.save_input
         x = recipe.quantize_input(x_TK, offs_E, x_state, OutputMask(True, columnwise_now, False))
-        w = context.weight_operands(need_x)
+        w = context.weight_operands(x, offs_E, need_x)
         saved_x = x_TK if options.save_input and need_weight else x.columnwise
         ctx.save_for_backward(
             offs_E,
@@ -81,7 +82,7 @@ class GroupedLinearFunction(torch.autograd.Function):
             edges = slice(-len(need_weights), None)
             need_weights = list(needs_grad_now(ctx, need_weights, edges))
         need_weight = any(need_weights)
-        offs_E, dy_scale, x, x_scale, w_scale, *w = ctx.saved_tensors
+        offs_E, dy_scale, x, x_scale, w_scale, *w = saved_tensors(ctx, "grouped_linear")
         if (need_x or need_weight) and context.has_one_op_backward:
             dx_TK, dw_ENK, db_EN = context.recipe.linear_grad(
                 dy_TN,

@@ -14,6 +14,7 @@ from grouped_linear.autograd.context import LinearContext
 from grouped_linear.autograd.gemm import multiply
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
 from grouped_linear.autograd.routing import gradient_of_rows, sum_of_rows, weight_of_rows
+from grouped_linear.autograd.saved import saved_tensors
 from grouped_linear.autograd.wgrad import needs_grad_now
 from grouped_linear.ops.activation import SwiGLU
 from grouped_linear.recipes import OutputMask
@@ -63,7 +64,7 @@ class GroupedMLPFunction(torch.autograd.Function):
 
         outputs = OutputMask(True, False, False)
         x = recipe.quantize_gathered(x_TH, routing, x_state, outputs)
-        gate_up = gate_up_context.weight_operands(columnwise=need_x)
+        gate_up = gate_up_context.weight_operands(x, offs_E, columnwise=need_x)
         biases = gate_up_bias_EG, down_bias_EH
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
         gate_up_bias_EG, down_bias_EH = (None if b is None else b.to(dtype) for b in biases)
@@ -77,7 +78,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             dtype,
         )
         h = recipe.quantize_swiglu(gate_up_RG, offs_E, activation, h_state, outputs)
-        down = down_context.weight_operands(columnwise=need_dh)
+        down = down_context.weight_operands(h, offs_E, columnwise=need_dh)
         y_RH = multiply(
             h.rowwise,
             h.rowwise_scale,
@@ -115,7 +116,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         if any(c.options.main_grad is not None for c in (gate_up_context, down_context)):
             needed = need_gate_up, need_down
             need_gate_up, need_down = needs_grad_now(ctx, needed, slice(2, 4))
-        saved = ctx.saved_tensors
+        saved = saved_tensors(ctx, "grouped_mlp")
         routing = ops.SortedByExpert(*saved[:4])
         weight_TC, x_TH, gate_up_RG, down_bias_EH = saved[4:8]
         gate_up, gate_up_scale, down, down_scale, *state_scales = saved[8:]

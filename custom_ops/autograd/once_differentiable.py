@@ -36,7 +36,8 @@ def strictly_once_differentiable(backward: Callable[..., Gradients]) -> Callable
         # the gradients do not depend on them.
         passed = *aliases, *incoming, *_leaves(ctx)
         refuse = _functions.DelayedError(
-            b"trying to differentiate twice a function that was marked with @once_differentiable",
+            b"grouped_linear: there is no second derivative: a gradient that was computed with "
+            b"create_graph=True cannot be differentiated",
             len(passed),
         )
         refusing: Gradients = refuse(*passed)[: len(results)]

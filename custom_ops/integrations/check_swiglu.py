@@ -7,40 +7,37 @@ R rows, E experts, H features of a token, F features inside an expert.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.functional import silu
 
-#: ``run(x [E, R, H], gate, up, down)``: the experts' outputs, with these weights for their own.
-Run = Callable[..., Tensor]
+from grouped_linear.ops.activation import PLAIN, SwiGLU
 
-
-def run_each(experts: nn.ModuleList, names: Sequence[str]) -> Run:
-    """Experts that are a module each, with parameters of these names."""
-
-    def run(x_ERH: Tensor, *weights: Tensor) -> Tensor:
-        y = [
-            functional_call(expert, dict(zip(names, own, strict=True)), x_RH)
-            for expert, x_RH, *own in zip(experts, x_ERH, *weights, strict=True)
-        ]
-        return torch.stack(y)
-
-    return run
+ROWS = 4  # of each magnitude: a single row may be mostly rounding error
+MAGNITUDES = 16
 
 
-def run_sorted(experts: nn.Module, names: Sequence[str]) -> Run:
-    """Experts in one module, called as (sorted rows, rows of each expert)."""
+class Expert(NamedTuple):
+    """The parameters of one expert."""
 
-    def run(x_ERH: Tensor, *weights: Tensor) -> Tensor:
-        E, R, _ = x_ERH.shape
-        counts_E = torch.full((E,), R, dtype=torch.int32, device=x_ERH.device)
-        args = x_ERH.flatten(0, 1), counts_E
-        y: Tensor = functional_call(experts, dict(zip(names, weights, strict=True)), args)
-        return y.view(x_ERH.shape)
+    gate: Tensor
+    """[F, H]."""
+    up: Tensor
+    """[F, H]."""
+    down: Tensor
+    """[H, F]."""
+    gate_bias: Tensor | None = None
+    """[F]."""
+    up_bias: Tensor | None = None
+    """[F]."""
+    down_bias: Tensor | None = None
+    """[H]."""
 
-    return run
+
+#: ``run(x [E, R, H], stand_ins)``: the outputs of the experts of a module, which compute with their
+#: own parameters, or with the stand-ins where these are not None.
+Run = Callable[[Tensor, Sequence[Expert] | None], Tensor]
 
 
 def device_to_run_on(p: Tensor) -> torch.device:
@@ -64,35 +61,78 @@ def _in_training(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _is_usable(weight_ENK: Tensor) -> bool:
-    """Whether each expert's weight is finite and not all zeros, so that a comparison says much."""
-    largest_E = weight_ENK.abs().amax(dim=(1, 2))
-    return bool((largest_E.isfinite() & (largest_E > 0)).all())
+def _is_usable(expert: Expert) -> bool:
+    """Whether each weight is finite and not all zeros, so that a comparison says much."""
+    largest = torch.stack([w.abs().amax().float() for w in expert[:3]])
+    return bool((largest.isfinite() & (largest > 0)).all())
+
+
+def _random_like(expert: Expert, F: int, H: int) -> Expert:
+    """An expert of other sizes, with the same parameters."""
+    shapes = (F, H), (F, H), (H, F), (F,), (F,), (H,)
+    like: dict[str, Any] = {"dtype": expert.gate.dtype, "device": device_to_run_on(expert.gate)}
+    return Expert._make(
+        None if own is None else torch.randn(shape, **like) / (shape[-1] ** 0.5)
+        for own, shape in zip(expert, shapes, strict=True)
+    )
+
+
+def _gate(x_RH: Tensor, expert: Expert) -> Tensor:
+    return nn.functional.linear(
+        x_RH, expert.gate.float(), None if expert.gate_bias is None else expert.gate_bias.float()
+    )
+
+
+def _rows(expert: Expert) -> Tensor:
+    """Rows with gates of 0.1 to 30: activations differ for small ones, clamps act on large ones."""
+    H, device = expert.gate.size(1), expert.gate.device
+    x_RH = torch.randn(MAGNITUDES * ROWS, H, device=device, dtype=expert.gate.dtype)
+    magnitude_R1 = torch.logspace(-1, 1.5, MAGNITUDES, device=device).repeat_interleave(ROWS)[
+        :, None
+    ]
+    return (x_RH * magnitude_R1 / _gate(x_RH.float(), expert).std()).to(x_RH.dtype)
+
+
+def _expected(x_RH: Tensor, expert: Expert, activation: SwiGLU) -> Tensor:
+    """What SwiGLU gives, in float32."""
+    up_bias, down_bias = (None if b is None else b.float() for b in expert[4:])
+    gate, up = _gate(x_RH, expert), nn.functional.linear(x_RH, expert.up.float(), up_bias)
+    if activation.limit is not None:
+        gate = gate.clamp(max=activation.limit)
+        up = up.clamp(-activation.limit, activation.limit)
+    h = gate * (activation.alpha * gate).sigmoid() * (up + activation.beta)
+    return nn.functional.linear(h, expert.down.float(), down_bias)
 
 
 @torch.no_grad()
 def check_swiglu(
-    where: str, experts: nn.Module, run: Run, gate_EFH: Tensor, up_EFH: Tensor, down_EHF: Tensor
+    where: str,
+    module: nn.Module,
+    run: Run,
+    experts: Sequence[Expert],
+    activation: SwiGLU = PLAIN,
 ) -> None:
-    """Raise ValueError unless each expert computes ``down(silu(gate(x)) * up(x))``."""
-    E, F, H = gate_EFH.shape
-    dtype, device, on_meta = gate_EFH.dtype, device_to_run_on(gate_EFH), gate_EFH.is_meta
-    weights = [gate_EFH, up_EFH, down_EHF]
+    """Raise ValueError unless each expert computes SwiGLU.
+
+    In float32 there is never more than one expert.
+
+    Args:
+        where: what an error begins with.
+        module: holds the experts.
+        run: computes them.
+        experts: their parameters.
+        activation: the form of SwiGLU.
+    """
+    (F, H), on_meta = experts[0].gate.shape, experts[0].gate.is_meta
     if on_meta:  # small weights of all experts: the computation does not depend on sizes
         F, H = 48, 32
-    if on_meta or not all(map(_is_usable, weights)):
-        shapes = (F, H), (F, H), (H, F)
-        weights = [torch.randn(E, N, K, dtype=dtype, device=device) / K**0.5 for N, K in shapes]
-    gate, up, down = (w.float().mT for w in weights)
-    rows = 4  # of each magnitude: a single row may be mostly rounding error
-    with _in_training(experts):
-        x_ERH = torch.randn(E, 16 * rows, H, dtype=dtype, device=device)
-        # Gates of 0.1 to 30: activations differ for small ones, clamps act on large ones.
-        magnitude_R1 = torch.logspace(-1, 1.5, 16, device=device).repeat_interleave(rows)[:, None]
-        spread_E11 = (x_ERH.float() @ gate).std(dim=(1, 2), keepdim=True)
-        x_ERH = (x_ERH * magnitude_R1 / spread_E11).to(dtype)
+    stand_ins = None
+    if on_meta or not all(map(_is_usable, experts)):
+        stand_ins = experts = [_random_like(expert, F, H) for expert in experts]
+    with _in_training(module):
+        x_ERH = torch.stack([_rows(expert) for expert in experts])
         try:
-            actual = run(x_ERH, *weights).float()
+            actual = run(x_ERH, stand_ins).float()
         except Exception as error:
             if not on_meta:
                 raise
@@ -100,13 +140,18 @@ def check_swiglu(
                 f"{where}: parameters are on the meta device, and small ones in their place do not "
                 "run: convert when they have values"
             ) from error
-    expected = (silu(x_ERH.float() @ gate) * (x_ERH.float() @ up)) @ down
-    by_magnitude = E, 16, rows * H
-    distance = (actual - expected).view(by_magnitude).norm(dim=2)
-    difference = distance / expected.view(by_magnitude).norm(dim=2)
+    largest = torch.zeros((), device=x_ERH.device)
+    for x_RH, y_RH, expert in zip(x_ERH, actual, experts, strict=True):
+        expected = _expected(x_RH.float(), expert, activation)
+        distance = (y_RH - expected).view(MAGNITUDES, -1).norm(dim=1)
+        largest = largest.maximum((distance / expected.view(MAGNITUDES, -1).norm(dim=1)).max())
     # Experts may round to bf16 four times, by at most 2^-9 each. Sums of few terms may cancel.
-    if not difference.max() < 2.0**-5:
+    if not largest < 2.0**-5:
         raise ValueError(
-            f"{where}: experts do not compute down(silu(gate(x)) * up(x)): they are "
-            f"{difference.max():.1%} off"
+            f"{where}: experts do not compute {_formula(activation)}: they are {largest:.1%} off"
         )
+
+
+def _formula(activation: SwiGLU) -> str:
+    plain = activation == PLAIN or activation == SwiGLU(interleaved=True)
+    return "down(silu(gate(x)) * up(x))" if plain else f"down of {activation}"

@@ -1,424 +1,206 @@
-"""Convert plain torch models: recognize their experts, check them and replace them.
+"""One call that converts a model's experts, whatever form they have."""
 
-R rows, E experts, H features of a token, F features inside an expert.
-"""
-
-import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Literal
 
-import torch
-from torch import Tensor, nn
-from torch.nn.functional import silu
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
-from grouped_linear.integrations.check_swiglu import (
-    check_swiglu,
-    device_to_run_on,
-    run_each,
-    run_sorted,
+from grouped_linear.integrations.convert_experts import (
+    ConvertedExperts,
+    find_experts,
+    replace_experts,
 )
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
-from grouped_linear.nn.functional import check_whole, grouped_linear, is_dtensor
-from grouped_linear.nn.linear import GroupedLinear
-from grouped_linear.nn.mlp import GroupedMLP
-from grouped_linear.quantized.pickle_version import check_pickle_version
-from grouped_linear.recipes import Recipe
-
-Forward = Callable[..., Any]
-Names = tuple[str, str, str]
-
-# The parameters of an expert that computes ``down(silu(gate(x)) * up(x))``: gate, up, down.
-SWIGLU: tuple[Names, ...] = (
-    ("w1.weight", "w3.weight", "w2.weight"),
-    ("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
+from grouped_linear.integrations.converted_class import Forward, is_converted
+from grouped_linear.integrations.look_alikes import (
+    LeftExperts,
+    goes_through_interface,
+    look_alikes,
 )
-# The parameters of a module that holds all experts in one tensor each, and its forward's arguments:
-# torchtitan's names before and after https://github.com/pytorch/torchtitan/pull/3425.
-GROUPED_SWIGLU: dict[Names, list[str]] = {
-    ("w1", "w3", "w2"): ["x", "num_tokens_per_expert"],
-    ("w1_EFD", "w3_EFD", "w2_EDF"): ["x_RD", "num_tokens_per_expert_E"],
-}
-
-# Options of the modules that replace lists. Their other options follow from the experts, or would
-# change the form of parameters.
-SWIGLU_OPTIONS = (
-    "cache_weights",
-    "fuse_wgrad_accumulation",
-    "quantized_weight",
-    "stochastic_rounding",
-)
-LINEAR_OPTIONS = (*SWIGLU_OPTIONS, "return_bias", "delay_wgrad_compute", "save_original_input")
-
-PICKLE_VERSION = 1
+from grouped_linear.nn.options import check_recipe
+from grouped_linear.recipes import Float8BlockScaling, Recipe
 
 
-class ConvertedExperts(NamedTuple):
-    """One module that :func:`convert_experts` converted."""
+@dataclass(frozen=True, repr=False)
+class Conversion:
+    """What :func:`convert` did; ``print`` shows it as a table.
 
-    name: str
-    """The module's name in ``named_modules`` of the model."""
-    form: str
-    """The form of its experts: ``"Linear"``, ``"SwiGLU"`` or ``"grouped SwiGLU"``."""
-    num_experts: int
+    Modules that differ in numbers of their names alone are one row, with ``*`` for the numbers.
+    """
+
+    recipe: Recipe | None
+    """How the GEMMs are computed."""
+    converted: tuple[ConvertedExperts, ...]
+    """In the order of ``named_modules``; never empty."""
+    left: tuple[LeftExperts, ...]
+    """What looks like experts and is as it was."""
+
+    def __repr__(self) -> str:
+        """The table."""
+        head = ("module", "modules", "form", "experts", "parameters", "computed by")
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for one in self.converted:
+            key = _pattern(one.name) or "(the model)", one.form, str(one.num_experts), one.path
+            alike.setdefault(key, []).append(one.num_parameters)
+        rows = [
+            (name, str(len(sizes)), form, experts, f"{sum(sizes):,}", path)
+            for (name, form, experts, path), sizes in alike.items()
+        ]
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        numbers = (1, 3, 4)
+        lines = [
+            "  ".join(
+                cell.rjust(width) if i in numbers else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in (head, *rows)
+        ]
+        lines.append(f"recipe: {self.recipe!r}")
+        lines += [f"left: {line}" for line in _lines_of(self.left)]
+        return "\n".join(lines)
 
 
-@torch.inference_mode(False)
-def convert_experts(
+def _pattern(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
+
+
+def _lines_of(left: tuple[LeftExperts, ...]) -> list[str]:
+    """Name and reason of what was left, alike ones once."""
+    counts: dict[tuple[str, str], int] = {}
+    for one in left:
+        key = _pattern(one.name) or "(the model)", one.why
+        counts[key] = counts.get(key, 0) + 1
+    return [f"{name} ({why}{_times(n)})" for (name, why), n in counts.items()]
+
+
+def _times(n: int) -> str:
+    return f"; {n} of them" if n > 1 else ""
+
+
+def convert(
     model: nn.Module,
-    forwards: Mapping[type[nn.Module], Forward] | None = None,
     recipe: Recipe | None = None,
+    *,
+    weights: Literal["fp8"] | None = None,
+    forwards: Mapping[type[nn.Module], Forward] | None = None,
     **options: bool,
-) -> list[ConvertedExperts]:
-    """Replace the experts of a model by grouped ones, in place.
+) -> Conversion:
+    """Have all of a model's experts computed by this package, in place.
 
-    Two forms of experts are recognized:
+    Recognised are:
 
-    **Experts in one tensor**, as in torchtitan: a module whose only parameters are w1 and w3
-    [E, F, H] and w2 [E, H, F], called as ``(x, num_tokens_per_expert)``; or w1_EFD, w3_EFD and
-    w2_EDF, called as ``(x_RD, num_tokens_per_expert_E)``. Its forward becomes three grouped layers.
-    Its parameters, their names and its callers stay the same. If a parameter becomes a DTensor, the
-    forward uses its local part, as torchtitan does; experts may be sharded by expert or by feature.
+    ============================  ==================================================================
+    Hugging Face models           Experts that go through transformers' experts interface. The model
+                                  keeps its modules and parameters; an experts implementation of the
+                                  recipe is registered and chosen. See
+                                  :func:`grouped_linear.integrations.transformers.register`.
+    experts in one module         w1, w2, w3 [E, ...] as in torchtitan, its GPT-OSS and its fused
+                                  w13. The module gets another forward. See
+                                  :func:`grouped_linear.convert_experts`.
+    a ModuleList of experts       Linear or SwiGLU, in a block whose new forward is given in
+                                  ``forwards``. A :class:`grouped_linear.GroupedLinear` or
+                                  :class:`grouped_linear.GroupedMLP` replaces the list. See
+                                  :func:`grouped_linear.convert_experts`.
+    ============================  ==================================================================
 
-    **A ModuleList of experts** in a block whose class is a key of ``forwards``. Experts that are
-    torch.nn.Linear become one :class:`grouped_linear.GroupedLinear`. Experts that compute
-    ``w2(silu(w1(x)) * w3(x))``, or have the names gate_proj, up_proj and down_proj, become one
-    :class:`grouped_linear.GroupedMLP`. It replaces the list under the same name. The block's loop
-    over its experts cannot be recognized, so ``forwards`` gives the block's new forward, a function
-    of the block and its inputs. The parameters are new: create the optimizer after the conversion.
-    Any other ModuleList is left alone.
+    With ``weights="fp8"`` experts are kept as :class:`grouped_linear.GroupedTensor`, in e4m3 with a
+    scale for each 128 x 128 block. All of these serve inference. What required a gradient still
+    does, so an optimizer that is made afterwards steps it, except in these cases:
 
-    Names and shapes do not show what experts compute. So SwiGLU experts are run on random rows, in
-    training mode, and must give SwiGLU's result: another activation, a clamp or dropout is an
-    error. It is an error too if a list's experts have anything that would be lost: hooks (as of
-    weight_norm or pruning), parametrizations, buffers, their own forward or a subclass of Linear,
-    modules or parameters with a second owner. Attributes of parameters are not copied.
+    - Hugging Face experts stored as [E, in_features, out_features] (GPT-OSS, Aria) do not learn;
+      gradients pass through them to what lies before.
+    - Experts of a checkpoint in FP8 are read as they are, and do not learn.
+    - w13 is refused.
+    - Tensor and expert parallelism that make DTensors of parameters (torchtitan's) make them of
+      high precision; the experts' forward then says so. FSDP2 keeps them in FP8.
 
-    Load a checkpoint before the conversion. Convert before sharding and before
-    DistributedDataParallel. The parameters of lists take twice their memory until the conversion
-    ends. If anything raises, the model is unchanged. Modules that are converted already are left
-    alone. A converted model can be copied, and pickled if ``forwards`` can.
-
-    A model may be on the meta device. The check then runs small random parameters in place of its
-    own, on a GPU if there is one. After ``to_empty`` call ``reset_parameters()`` of the modules
-    that replaced lists.
+    Convert after a checkpoint is loaded, before sharding, DistributedDataParallel and the
+    optimizer. Nothing is copied to float32 as a whole. One list, or one weight that is quantized,
+    is in memory twice at a time.
 
     Args:
-        model: a model, or a module that is to be converted itself.
-        forwards: for each class of block with a ModuleList of experts, its new forward.
-        recipe: how the GEMMs are computed.
-        options: for the modules that replace lists: ``cache_weights``, ``fuse_wgrad_accumulation``,
-            ``quantized_weight`` and ``stochastic_rounding``; if all of them are GroupedLinear, also
-            ``return_bias``, ``delay_wgrad_compute`` and ``save_original_input``.
+        model: a model, or a module that is to be converted itself; for experts in one module and
+            lists it may be on the meta device.
+        recipe: how the GEMMs are computed; None for the activations' dtype, or with
+            ``weights="fp8"`` for ``Float8BlockScaling()``.
+        weights: ``"fp8"`` to keep weights in FP8 alone; None to leave them as they are.
+        forwards: for each class of block with a ModuleList of experts, its new forward, a function
+            of the block and its inputs.
+        options: of the modules that replace lists: ``cache_weights``, ``fuse_wgrad_accumulation``
+            and others of :func:`grouped_linear.convert_experts`. With ``weights="fp8"`` also
+            ``stochastic_rounding``, of what optimizers write.
 
     Returns:
-        What was converted, in the order of ``named_modules``; never empty.
+        What was converted, and what looks like experts and was left, with the reason.
 
     Raises:
-        ValueError: if no experts are recognized; if a class of ``forwards`` is not in the model or
-            has no such ModuleList; if experts differ in form, compute something else or have
-            something that would be lost; for unknown options, and for any option with experts in
-            one tensor; for experts in one tensor on the meta device under a recipe with a state
-            (``DelayedScaling``); if small parameters do not run; for sharded parameters, and for
-            lists inside DistributedDataParallel.
+        ValueError: if nothing is recognised, and where
+            :func:`grouped_linear.convert_experts`,
+            :func:`grouped_linear.integrations.transformers.register` or
+            :func:`grouped_linear.integrations.transformers.quantize_experts` raise it; for
+            ``weights`` that are not known, or need another recipe; for ``options`` that no module
+            takes. The model is then unchanged.
+        ImportError: for a Hugging Face model of transformers older than 5.23.
 
-    >>> class Block(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.router = nn.Linear(16, 4)
-    ...         self.experts = nn.ModuleList(nn.Linear(16, 32) for _ in range(4))
-    ...
-    ...     def forward(self, x):
-    ...         best = self.router(x).argmax(dim=-1)
-    ...         return torch.stack([self.experts[e](row) for e, row in zip(best, x)])
-    >>> def grouped_forward(self, x):
-    ...     best, order = self.router(x).argmax(dim=-1).sort()
-    ...     m_splits = (best[:, None] == torch.arange(4)).sum(dim=0)
-    ...     return self.experts(x[order], m_splits)[order.argsort()]
-    >>> block, x = Block(), torch.randn(10, 16)
-    >>> y = block(x)
-    >>> convert_experts(block, {Block: grouped_forward})
-    [ConvertedExperts(name='', form='Linear', num_experts=4)]
-    >>> torch.allclose(block(x), y, atol=1e-5)
-    True
+    >>> import torch
+    >>> from grouped_linear import Float8BlockScaling
+    >>> from transformers import MixtralConfig, MixtralForCausalLM
+    >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
+    ...                        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
+    >>> model = MixtralForCausalLM(config)
+    >>> print(convert(model))
+    module                      modules  form            experts  parameters  computed by
+    model.layers.*.mlp.experts        2  MixtralExperts        8      98,304  experts implementation
+    recipe: None
+    >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 64])
     """
+    check_recipe("convert", recipe)
+    if weights not in (None, "fp8"):
+        raise ValueError(f"convert: weights must be None or 'fp8', got {weights!r}")
+    if "quantized_weight" in options:
+        raise ValueError("convert: give weights='fp8' in place of quantized_weight")
+    if weights is None and options.get("stochastic_rounding"):
+        raise ValueError("convert: stochastic_rounding needs weights='fp8'")
+    if weights == "fp8":
+        recipe = Float8BlockScaling() if recipe is None else recipe
+        if not isinstance(recipe, Float8BlockScaling):
+            raise ValueError(
+                f"convert: weights='fp8' needs the recipe Float8BlockScaling, got {recipe!r}"
+            )
+        options["quantized_weight"] = True
     forwards = dict(forwards or {})
-    found: dict[str, nn.Module] = {}
-    replaced: dict[str, tuple[str, nn.Module]] = {}  # the name of a block's list, its replacement
-    names_of: dict[str, Names] = {}  # the parameters of experts in one tensor
-    converted = []
-    devices = set(map(device_to_run_on, model.parameters()))
-    gpus = {device.index for device in devices if device.type == "cuda"}
-    with torch.random.fork_rng(gpus):  # random parameters and rows leave the generators unchanged
-        for name, module in model.named_modules():
-            where = f"convert_experts: {name or type(module).__name__}"
-            if type(module) in forwards:
-                list_name, experts = _list_of_experts(where, module)
-                check_whole(f"{where}.{list_name}", experts.parameters(), "convert")
-                lost = next(_lost(experts, (module, list_name), model), None)
-                if lost is not None:
-                    raise ValueError(f"{where}.{list_name}: {lost}, which would be lost")
-                form, grouped = _grouped(f"{where}.{list_name}", experts, recipe, options)
-                replaced[name] = list_name, grouped
-                num_experts = len(experts)
-            elif (weight_names := _grouped_swiglu_names(module)) is not None:
-                if _is_converted(module):
-                    continue
-                if options:
-                    raise ValueError(
-                        f"{where}: experts in one tensor stay what they are, so there is nothing "
-                        f"to give {' and '.join(options)} to"
-                    )
-                weights = [module.get_parameter(n) for n in weight_names]
-                check_whole(where, weights, "convert")
-                if recipe is not None and recipe.has_state and weights[0].is_meta:
-                    raise ValueError(
-                        f"{where}: the first scales of {type(recipe).__name__} would be lost on "
-                        "the meta device: convert when parameters have values"
-                    )
-                form, num_experts = "grouped SwiGLU", len(weights[0])
-                check_swiglu(where, module, run_sorted(module, weight_names), *weights)
-                names_of[name] = weight_names
-            else:
-                continue
-            if "forward" in vars(module):
-                raise ValueError(f"{where} has a forward of its own, which would hide the new one")
-            found[name] = module
-            converted.append(ConvertedExperts(name, form, num_experts))
-    _check_found(model, forwards, found.values(), bool(replaced))
-
-    # Nothing has changed the model yet, and nothing below raises.
-    for name, module in found.items():
-        before: Any = type(module)
-        if name in replaced:
-            setattr(module, *replaced[name])
-            module.__class__ = _converted_class(before, forwards[before])
-            continue
-        if recipe is not None and recipe.has_state:
-            w1 = module.get_parameter(names_of[name][0])
-            states = (recipe.new_state(len(w1), w1.device) for _ in names_of[name])
-            module.scaling_states = nn.ModuleList(state for state in states if state is not None)
-        module.__class__ = _converted_class(before, _GroupedSwiGLU(names_of[name], recipe))
-    return converted
-
-
-def _check_found(
-    model: nn.Module,
-    forwards: Collection[type[nn.Module]],
-    found: Collection[nn.Module],
-    replaces_lists: bool,
-) -> None:
-    """Raise ValueError if too little was found, or if DistributedDataParallel has the lists."""
-    absent = set(forwards).difference(map(type, found))
-    if absent:
-        names = " or ".join(sorted(block.__name__ for block in absent))
-        raise ValueError(f"convert_experts: {type(model).__name__} has no module of class {names}")
-    if not found and any(map(_is_converted, model.modules())):
+    experts = {n: m for n, m in model.named_modules() if goes_through_interface(m)}
+    of_layers = [option for option in options if option != "quantized_weight"]
+    if experts and of_layers:
         raise ValueError(
-            f"convert_experts: experts of {type(model).__name__} are converted already"
+            "convert: experts of a Hugging Face model stay what they are, so there is nothing to "
+            f"give {' and '.join(of_layers)} to"
         )
-    if not found:
-        raise ValueError(
-            f"convert_experts: {type(model).__name__} has no module with parameters w1, w2 and w3 "
-            "[E, ...] that is called as (x, num_tokens_per_expert), and no class is in forwards"
-        )
-    if replaces_lists and any(isinstance(m, DistributedDataParallel) for m in model.modules()):
-        raise ValueError(
-            "convert_experts: DistributedDataParallel holds the parameters of lists, which are "
-            "replaced: convert before it is made"
-        )
+    found = find_experts("convert", model, forwards, recipe, options)
+    if not found and not experts:
+        _raise_for_nothing(model)
+    of_interface = []
+    if experts:
+        from grouped_linear.integrations import hugging_face
+
+        hugging_face.check_hugging_face(experts, recipe)
+        of_interface = hugging_face.convert_hugging_face(model, experts, recipe, weights == "fp8")
+    converted = of_interface + replace_experts(found, forwards, recipe, options)
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    return Conversion(
+        recipe,
+        tuple(sorted(converted, key=lambda one: order[one.name])),
+        tuple(look_alikes(model)),
+    )
 
 
-def _grouped_swiglu_names(module: nn.Module) -> Names | None:
-    parameters = dict(module.named_parameters())
-    names = next((names for names in GROUPED_SWIGLU if set(names) == set(parameters)), None)
-    if names is None or any(p.dim() != 3 for p in parameters.values()):
-        return None
-    E, F, H = parameters[names[0]].shape
-    shapes = [tuple(parameters[name].shape) for name in names]
-    called_with = list(inspect.signature(module.forward).parameters)
-    right_shapes = shapes == [(E, F, H), (E, F, H), (E, H, F)]
-    return names if right_shapes and called_with == GROUPED_SWIGLU[names] else None
-
-
-@dataclass(frozen=True)
-class _GroupedSwiGLU:
-    """The forward of experts in one tensor, as data: a local function cannot be pickled."""
-
-    names: Names
-    recipe: Recipe | None
-
-    def forward(self) -> Forward:
-        names, recipe = self.names, self.recipe
-
-        def forward(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-            m_splits_E = num_tokens_per_expert.to(torch.int32)  # some routers count in float
-            states = getattr(self, "scaling_states", (None, None, None))
-
-            def layer(x: Tensor, i: int) -> Tensor:
-                weight, state = getattr(self, names[i]), states[i]
-                if is_dtensor(weight):
-                    weight = weight.to_local()
-                held = None if state is None else len(state.quantizer_states().weight.scale)
-                if held is not None and len(weight) != held:
-                    raise ValueError(
-                        f"{type(self).__name__}: {type(recipe).__name__} holds scales of "
-                        f"{held} experts, {len(weight)} are on this process: "
-                        "shard in another way or take another recipe"
-                    )
-                if recipe is None or not recipe.reads_any_weight_dtype:
-                    weight = weight.to(x.dtype)
-                return grouped_linear(x, weight, m_splits_E, None, recipe, state)
-
-            return layer(silu(layer(x, 0)) * layer(x, 1), 2).to(x.dtype)
-
-        def forward_RD(self: Any, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-            return forward(self, x_RD, num_tokens_per_expert_E)
-
-        return forward if GROUPED_SWIGLU[names][0] == "x" else forward_RD
-
-
-def _is_converted(module: nn.Module) -> bool:
-    return hasattr(type(module), "_converted_from")
-
-
-@lru_cache  # all layers of a class, copies and loaded ones too, share it and compile once
-def _converted_class(before: type[nn.Module], new: Forward | _GroupedSwiGLU) -> type[nn.Module]:
-    def reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
-        whole: tuple[Any, ...] = super(converted, self).__reduce_ex__(protocol)
-        if type(self) is not converted:  # a subclass, such as FSDP2 makes
-            return whole
-        # An import cannot find a class that is made here, so loading a pickle makes it again.
-        made_of = {"version": PICKLE_VERSION, "class": before, "forward": new}
-        return _new_converted, (made_of,), *whole[2:]
-
-    body = {
-        "forward": new.forward() if isinstance(new, _GroupedSwiGLU) else new,
-        "__module__": before.__module__,
-        "__reduce_ex__": reduce_ex,
-        "_converted_from": before,
-    }
-    converted: type[nn.Module] = type(f"Grouped{before.__name__}", (before,), body)
-    return converted
-
-
-def _new_converted(made_of: dict[str, Any]) -> nn.Module:
-    """An empty module for a copy or a pickle, which then sets its attributes."""
-    check_pickle_version("convert_experts", made_of["version"], PICKLE_VERSION)
-    converted = _converted_class(made_of["class"], made_of["forward"])
-    return converted.__new__(converted)
-
-
-def _list_of_experts(where: str, block: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The one ModuleList of experts in a block, and its name."""
-    lists = {
-        name: child
-        for name, child in block.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) and all(map(_is_expert, child))
-    }
-    if len(lists) != 1:
-        held = [
-            f"{name} of {', '.join(sorted({type(expert).__name__ for expert in child}))}"
-            for name, child in block.named_children()
-            if isinstance(child, nn.ModuleList)
-        ]
-        raise ValueError(
-            f"{where} must hold one ModuleList of torch.nn.Linear or of SwiGLU experts without "
-            f"biases, it has {' and '.join(held) or 'none'}"
-        )
-    [found] = lists.items()
-    return found
-
-
-def _is_expert(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or _swiglu_names(module) is not None
-
-
-def _swiglu_names(expert: nn.Module) -> Names | None:
-    """The names of gate, up and down, if an expert has these parameters and no others."""
-    parameters = {name for name, _ in expert.named_parameters()}
-    return next((names for names in SWIGLU if set(names) == parameters), None)
-
-
-def _lost(experts: nn.ModuleList, place: tuple[nn.Module, str], model: nn.Module) -> Iterator[str]:
-    """What a replacement of the experts would lose: it copies their parameters and nothing else."""
-    for name, module in experts.named_modules():
-        for attribute, value in vars(module).items():
-            if attribute.endswith("_hooks") and value:
-                yield f"{name} has {attribute}"
-        if "forward" in vars(module):
-            yield f"{name} has a forward of its own"
-        for buffer, _ in module.named_buffers(recurse=False):
-            yield f"{name} has the buffer {buffer}"
-    inside = {module: name for name, module in experts.named_modules()}
-    others = [module for module in model.modules() if module not in inside]
-    for owner in others:
-        for attribute, child in owner._modules.items():
-            if child is None or child not in inside or (owner, attribute) == place:
-                continue
-            if next(child.parameters(), None) is not None:
-                yield f"{inside[child] or 'the list'} has a second owner"
-    owned = {id(p) for module in others for p in module.parameters(recurse=False)}
-    for name, p in experts.named_parameters(remove_duplicate=False):
-        if p._backward_hooks or p._post_accumulate_grad_hooks:
-            yield f"{name} has hooks"
-        if id(p) in owned:
-            yield f"{name} has a second owner"
-        owned.add(id(p))
-
-
-def _grouped(
-    where: str, experts: nn.ModuleList, recipe: Recipe | None, options: dict[str, bool]
-) -> tuple[str, nn.Module]:
-    """The form of a list of experts, and one grouped module with their parameters."""
-    parameters = [dict(expert.named_parameters()) for expert in experts]
-    forms = {tuple((name, p.shape, p.dtype) for name, p in one.items()) for one in parameters}
-    if len(forms) != 1:
-        raise ValueError(f"{where}: experts differ in their parameters' names, shapes or dtypes")
-    if len({tuple(p.requires_grad for p in one.values()) for one in parameters}) != 1:
-        raise ValueError(f"{where}: experts differ in their parameters' requires_grad")
-    for name, p in parameters[0].items():
-        if p.dtype not in ACTIVATIONS:
-            raise ValueError(
-                f"{where}: {name} must be bfloat16, float16 or float32, got {dtype_name(p.dtype)}"
-            )
-
-    def stacked(name: str) -> Tensor:
-        return torch.stack([one[name].detach() for one in parameters])
-
-    names = _swiglu_names(experts[0])
-    known = LINEAR_OPTIONS if names is None else SWIGLU_OPTIONS
-    unknown = [option for option in options if option not in known]
-    if unknown:
-        raise ValueError(f"{where}: options may be {', '.join(known)}, got {' and '.join(unknown)}")
-    first = next(iter(parameters[0].values()))
-    like: dict[str, Any] = {"recipe": recipe, "dtype": first.dtype, "device": first.device}
-    like |= options
-    grouped: nn.Module
-    if names is None:
-        E, (N, K) = len(experts), first.shape
-        grouped = GroupedLinear(E, K, N, bias="bias" in parameters[0], **like)
-        values = {name: stacked(name) for name in parameters[0]}
-        trained = {name: p.requires_grad for name, p in parameters[0].items()}
-    else:
-        gate, up, down = map(stacked, names)
-        of_gate, of_up, of_down = (parameters[0][name].requires_grad for name in names)
-        if of_gate != of_up:
-            raise ValueError(
-                f"{where}: {names[0]} and {names[1]} become one parameter: let both require grad, "
-                "or neither"
-            )
-        if not gate.shape == up.shape == down.mT.shape:
-            shapes = ", ".join(f"{name} {list(parameters[0][name].shape)}" for name in names)
-            raise ValueError(f"{where}: experts are not SwiGLU by their shapes: {shapes}")
-        trained = {"gate_up_proj": of_gate, "down_proj": of_down}
-        check_swiglu(where, experts, run_each(experts, names), gate, up, down)
-        grouped = GroupedMLP(len(experts), gate.size(2), gate.size(1), **like)
-        values = {"gate_up_proj": torch.cat([gate, up], dim=1), "down_proj": down}
-    with torch.no_grad():
-        for name, value in values.items():
-            grouped.get_parameter(name).copy_(value).requires_grad_(trained[name])
-    grouped.train(experts.training)
-    return "Linear" if names is None else "SwiGLU", grouped
+def _raise_for_nothing(model: nn.Module) -> None:
+    name, left = type(model).__name__, _lines_of(tuple(look_alikes(model)))
+    if any(map(is_converted, model.modules())):
+        raise ValueError(f"convert: experts of {name} are converted already")
+    raise ValueError(
+        f"convert: {name} has no experts of a form that is known"
+        + (f", and these look like experts: {', '.join(left)}" if left else "")
+    )

@@ -20,24 +20,34 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
-from torch.nn.functional import silu
-from transformers.activations import SiLUActivation
+from torch import Tensor
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from grouped_linear import ops
 from grouped_linear.autograd.context import PLAIN_CALL, LinearOptions, StoredWeight
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
+from grouped_linear.integrations.cache_experts import (
+    RefreshWeights,
+    cache_experts,
+    cached_weight_of,
+)
+from grouped_linear.integrations.quantize_experts import dequantize_experts, quantize_experts
+from grouped_linear.integrations.swiglu_forms import swiglu_of
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
-from grouped_linear.nn.functional import apply_layer, apply_mlp, check_bias, check_whole
-from grouped_linear.ops import SwiGLU
+from grouped_linear.nn.functional import apply_layer, apply_mlp, check_bias
 from grouped_linear.quantized import block_math
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import quantized_weight_of
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
-__all__ = ["quantize_experts", "register"]
+__all__ = [
+    "RefreshWeights",
+    "cache_experts",
+    "dequantize_experts",
+    "quantize_experts",
+    "register",
+]
 
 # Experts of older versions do not say whether a norm follows them (has_post_expert_norm).
 OLDEST_TRANSFORMERS = (5, 23)
@@ -59,7 +69,8 @@ def register(name: str = "grouped_linear", recipe: Recipe | None = None) -> None
 
     A quantizing recipe quantizes the weights of all experts in every call. That pays if an expert
     has some 500 rows or more, as in training. For fewer rows a name without a recipe is faster, or
-    :func:`quantize_experts`, which quantizes weights once.
+    :func:`quantize_experts`, which quantizes weights once. In training :func:`cache_experts` takes
+    their quantization off the critical path.
 
     Weights that a model stores as [E, in_features, out_features] (GPT-OSS, Aria) are read in place;
     only MXFP8 copies them before it rounds them. Their gradients are computed in the same layout,
@@ -102,61 +113,6 @@ def register(name: str = "grouped_linear", recipe: Recipe | None = None) -> None
             interface.register(name, partial(_experts_forward, recipe=recipe))
 
 
-@torch.no_grad()
-def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None) -> None:
-    """Quantize the weights of a model's experts to FP8 once, for inference.
-
-    Each weight becomes a :class:`grouped_linear.GroupedTensor` that takes one byte an element, or
-    two if it is stored as [E, in_features, out_features]. A name with the recipe
-    ``Float8BlockScaling`` computes the same bits as before, and no call quantizes weights any more.
-    The weights get no gradients; gradients pass through them to earlier layers.
-
-    Names of other recipes refuse quantized weights. Implementations of transformers, such as
-    "eager", compute with the dequantized numbers. ``save_pretrained`` reads memory directly and
-    fails, so save the model before.
-
-    Args:
-        model: its experts' weights are replaced, one after another. Experts of a checkpoint in FP8
-            are left alone.
-        recipe: how to quantize; ``Float8BlockScaling()`` by default. The name's recipe must be a
-            ``Float8BlockScaling`` too.
-
-    Raises:
-        ValueError: for a model without experts that use the interface, and for experts that are
-            sharded as DTensors.
-
-    >>> import torch
-    >>> from transformers import MixtralConfig, MixtralForCausalLM
-    >>> from grouped_linear import Float8BlockScaling
-    >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
-    ...                        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
-    >>> model = MixtralForCausalLM(config)
-    >>> register("grouped_linear_fp8", recipe=Float8BlockScaling())
-    >>> model.set_experts_implementation("grouped_linear_fp8")
-    >>> quantize_experts(model)
-    >>> model.model.layers[0].mlp.experts.down_proj.q.dtype
-    torch.float8_e4m3fn
-    """
-    found: list[Any] = [m for m in model.modules() if hasattr(m, "is_concatenated")]
-    if not found:
-        raise ValueError(
-            "quantize_experts: the model has no experts that go through transformers' interface"
-        )
-    weights = [
-        (experts, name)
-        for experts in found
-        if not isinstance(experts, FP8Experts)
-        for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
-    ]
-    check_whole("quantize_experts", (getattr(*place) for place in weights), "quantize")
-    for experts, name in weights:
-        w = getattr(experts, name)
-        if not isinstance(w, GroupedTensor):
-            # For a weight that is stored transposed, fprop reads the columnwise data.
-            w = GroupedTensor.quantize(w, recipe, columnwise=experts.is_transposed)
-        setattr(experts, name, nn.Parameter(w, requires_grad=False))
-
-
 def _experts_forward(
     experts: Any,
     hidden_states: Tensor,
@@ -183,6 +139,10 @@ def _experts_forward(
             quantized = _weight_in_fp8(experts, name, recipe, learns)
             return quantized.values, LinearOptions(stored=StoredWeight(quantized))
         stored: Tensor = getattr(experts, name)
+        cached = cached_weight_of(experts, name, recipe)
+        if cached is not None:
+            w = stored.transpose(1, 2) if experts.is_transposed else stored
+            return w, LinearOptions(stored=cached)
         if not experts.is_transposed:
             return stored, PLAIN_CALL
         if isinstance(stored, GroupedTensor):
@@ -196,7 +156,7 @@ def _experts_forward(
     def bias(name: str) -> Tensor | None:
         return getattr(experts, f"{name}_bias") if experts.has_bias else None
 
-    activation = _swiglu_of(experts)
+    activation = swiglu_of(experts)
     if activation is not None:
         (gate_up, of_gate_up), (down, of_down) = weight("gate_up_proj"), weight("down_proj")
         routed, options = (hidden_states, top_k_weights, top_k_index), (of_gate_up, of_down)
@@ -250,44 +210,3 @@ def _weight_in_fp8(
             "checkpoint with FineGrainedFP8Config(dequantize=True)"
         )
     return QuantizedWeight(q, scale, block_math.transposed(q) if columnwise else None)
-
-
-# Classes of transformers whose own _apply_gate is a form of SwiGLU, and the names of the attributes
-# for alpha and the limit. With an alpha, 1 is added to up.
-SWIGLU_FORMS = {
-    "BeamExperts": (None, None),
-    "DeepseekV4Experts": (None, "limit"),
-    "FP8Experts": ("swiglu_alpha", "swiglu_limit"),
-    "Glm5NextTextExperts": (None, "swiglu_limit"),
-    "GptOssExperts": ("alpha", "limit"),
-    "HYV4Experts": (None, "swiglu_limit"),
-    "HYV4VLExperts": (None, "swiglu_limit"),
-    "MiniMaxM3VLExperts": ("swiglu_alpha", "swiglu_limit"),
-    "OpenAIPrivacyFilterExperts": ("alpha", "limit"),
-}
-
-
-def _swiglu_of(experts: Any) -> SwiGLU | None:
-    """The form of SwiGLU that the experts compute, which grouped_mlp fuses with quantization.
-
-    None if their gate is not SwiGLU, or if a norm follows the second layer.
-    """
-    if not experts.has_gate or experts.has_post_expert_norm or "_apply_gate" in vars(experts):
-        return None
-    cls = type(experts)
-    alpha = limit = None
-    if cls._apply_gate is not _default_apply_gate:
-        replaced = cls._apply_gate.__module__ != cls.__module__
-        in_library = cls.__module__.startswith("transformers.")
-        if cls.__name__ not in SWIGLU_FORMS or not in_library or replaced:
-            return None
-        alpha_name, limit_name = SWIGLU_FORMS[cls.__name__]
-        alpha = getattr(experts, alpha_name) if alpha_name else None
-        limit = getattr(experts, limit_name) if limit_name else None
-    if getattr(experts, "gate_softcap", None) is not None or (limit is not None and limit <= 0):
-        return None
-    if alpha is not None:
-        return SwiGLU(alpha, 1.0, limit, interleaved=not experts.is_concatenated)
-    act_fn = getattr(experts, "act_fn", silu)
-    is_silu = act_fn is silu or isinstance(act_fn, nn.SiLU | SiLUActivation)
-    return SwiGLU(limit=limit) if is_silu and experts.is_concatenated else None

@@ -24,6 +24,7 @@ from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, dty
 from grouped_linear.nn.options import check_recipe
 from grouped_linear.ops.activation import PLAIN, SwiGLU
 from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.quantized.weight import is_dtensor as is_dtensor
 from grouped_linear.quantized.weight import quantized_weight_of
 from grouped_linear.recipes import UNQUANTIZED, Experts, Recipe, RecipeState
 
@@ -44,11 +45,6 @@ def _autocast_weights(weights: Experts, recipe: Recipe, dtype: torch.dtype) -> E
     return tuple(w.to(dtype) for w in weights)
 
 
-def is_dtensor(t: Any) -> bool:
-    """Whether t is a DTensor, by its type, which Dynamo sees; importing DTensor takes 0.5 s."""
-    return hasattr(type(t), "to_local")
-
-
 def check_whole(where: str, parameters: Iterable[Tensor], action: str) -> None:
     """Raise ValueError for sharded parameters, which must be replaced before they are sharded."""
     if any(map(is_dtensor, parameters)):
@@ -57,10 +53,32 @@ def check_whole(where: str, parameters: Iterable[Tensor], action: str) -> None:
 
 def check_bias(bias: Tensor | None, op: str = "grouped_linear", name: str = "bias") -> None:
     """Raise RuntimeError for a bias that a cast to the activations' dtype would silently damage."""
+    if bias is not None:
+        check_tensors(op, (name,), (bias,))
     if bias is not None and bias.dtype not in ACTIVATIONS:
         raise RuntimeError(
             f"{op}: {name} must be bfloat16, float16 or float32, got {dtype_name(bias.dtype)}"
         )
+
+
+def check_dtypes(op: str, x: Tensor, name: str, w: Tensor, recipe: Recipe) -> None:
+    """Raise RuntimeError for activations and a weight that the recipe's GEMM cannot multiply."""
+    if x.dtype not in ACTIVATIONS:
+        raise RuntimeError(
+            f"{op}: x must be bfloat16, float16 or float32, got {dtype_name(x.dtype)}"
+        )
+    if x.dtype != w.dtype and not recipe.reads_any_weight_dtype:
+        raise RuntimeError(
+            f"{op}: x is {dtype_name(x.dtype)}, {name} {dtype_name(w.dtype)}: "
+            "cast one of them, or use torch.autocast"
+        )
+
+
+def check_tensors(op: str, names: Iterable[str], values: Iterable[Any]) -> None:
+    """Raise TypeError for what is no tensor, as a numpy array."""
+    for name, value in zip(names, values, strict=True):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
 
 
 def check_activation(op: str, activation: SwiGLU) -> None:
@@ -118,6 +136,7 @@ def grouped_linear(
 
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size, and on CPU for wrong m_splits.
+        TypeError: for what is no tensor.
         ValueError: for what is no recipe, a recipe without the state that it needs, or a state
             without such a recipe, and for a quantized weight under another recipe than
             ``Float8BlockScaling``.
@@ -156,15 +175,7 @@ def _check_call(
         raise RuntimeError(
             f"grouped_linear: K differs: x has {x_TK.size(1)}, weight {weight.size(-1)}"
         )
-    if (
-        x_TK.dtype != weight.dtype
-        and x_TK.dtype in ACTIVATIONS
-        and not recipe.reads_any_weight_dtype
-    ):
-        raise RuntimeError(
-            f"grouped_linear: x is {dtype_name(x_TK.dtype)}, weight {dtype_name(weight.dtype)}: "
-            "cast one of them, or use torch.autocast"
-        )
+    check_dtypes("grouped_linear", x_TK, "weight", weight, recipe)
 
 
 def apply_layer(
@@ -185,6 +196,12 @@ def apply_layer(
         recipe: how the GEMMs are computed.
         options: what differs from a plain call.
     """
+    check_tensors("grouped_linear", ("x", "weight"), (x, weights[0]))
+    if not isinstance(m_splits, Tensor) and not hasattr(m_splits, "__len__"):
+        raise TypeError(
+            "grouped_linear: m_splits must be a tensor or a list, the rows of each group, got "
+            f"{m_splits!r}"
+        )
     parameters = weights
     grad_enabled = torch.is_grad_enabled()
     if isinstance(weights[0], GroupedTensor):
@@ -229,8 +246,8 @@ def apply_layer(
 
 def grouped_mlp(
     x: Tensor,
-    weights: Tensor,
-    experts: Tensor,
+    top_k_weights: Tensor,
+    top_k_index: Tensor,
     gate_up_proj: Tensor,
     down_proj: Tensor,
     recipe: Recipe | None = None,
@@ -243,10 +260,11 @@ def grouped_mlp(
 ) -> Tensor:
     """Send each token through its experts and sum their weighted outputs. Differentiable.
 
-    With e = experts[t, c] for the C experts of token t::
+    With e = top_k_index[t, c] for the C experts of token t::
 
         gate, up = (gate_up_proj[e] @ x[t] + gate_up_proj_bias[e]).chunk(2)
-        y[t] = sum over c of weights[t, c] * (down_proj[e] @ (silu(gate) * up) + down_proj_bias[e])
+        y[t] = sum over c of
+            top_k_weights[t, c] * (down_proj[e] @ (silu(gate) * up) + down_proj_bias[e])
 
     This is with the default activation; :class:`grouped_linear.SwiGLU` has others.
 
@@ -260,9 +278,9 @@ def grouped_mlp(
 
     Args:
         x: [..., H] bfloat16, float16 or float32; H and F are multiples of 16.
-        weights: [..., C], of any floating dtype; used in float32.
-        experts: [..., C] int32 or int64. A number outside [0, E) stands for no expert: it adds
-            nothing, whatever x holds there.
+        top_k_weights: [..., C], of any floating dtype; used in float32.
+        top_k_index: [..., C] int32 or int64, the experts chosen. A number outside [0, E) stands for
+            no expert: it adds nothing, whatever x holds there.
         gate_up_proj: [E, 2 F, H]: gate, then up, or as activation says. Without a recipe of x's
             dtype; the quantizing recipes read any of the three. Under ``Float8BlockScaling`` it may
             also be a :class:`grouped_linear.GroupedTensor`, which is read as it is.
@@ -279,16 +297,17 @@ def grouped_mlp(
             saves memory, and the time to clear what is not used, where most choices are of no
             expert. If there are more, the last ones, sorted by expert and then by token, are
             dropped as if they were of no expert. On the device
-            ``((experts >= 0) & (experts < E)).sum()`` counts them.
+            ``((top_k_index >= 0) & (top_k_index < E)).sum()`` counts them.
 
     Returns:
         [..., H] of x's dtype, or autocast's.
 
     Raises:
-        ValueError: for shapes that do not fit, ``max_rows`` below 0, what is no recipe, a recipe
-            without the state that it needs, a state without such a recipe, or a quantized weight
-            under another recipe than ``Float8BlockScaling``.
-        RuntimeError: for a wrong dtype, device or number of features.
+        RuntimeError: for a wrong shape, dtype, device or number of features.
+        TypeError: for what is no tensor.
+        ValueError: for ``max_rows`` below 0, what is no recipe, a recipe without the state that it
+            needs, a state without such a recipe, or a quantized weight under another recipe than
+            ``Float8BlockScaling``.
 
     >>> x, scores = torch.randn(5, 16), torch.randn(5, 4).softmax(dim=-1)
     >>> gate_up_proj, down_proj = torch.randn(4, 64, 16), torch.randn(4, 16, 32)
@@ -309,61 +328,66 @@ def grouped_mlp(
             LinearOptions(down.quantizer_states()),
         )
     w, biases = (gate_up_proj, down_proj), (gate_up_proj_bias, down_proj_bias)
-    return apply_mlp(x, weights, experts, w, biases, recipe, options, activation, max_rows)
+    return apply_mlp(
+        x, top_k_weights, top_k_index, w, biases, recipe, options, activation, max_rows
+    )
 
 
 def _check_mlp_call(
     x: Tensor,
-    weights: Tensor,
-    experts: Tensor,
+    top_k_weights: Tensor,
+    top_k_index: Tensor,
     projections: tuple[Tensor, Tensor],
     biases: tuple[Tensor | None, Tensor | None],
     max_rows: int | None,
 ) -> None:
     gate_up_proj, down_proj = projections
-    if any(t.dim() == 0 or t.size(-1) == 0 for t in (weights, experts)):
-        raise ValueError(
-            "grouped_mlp: weights and experts must be [..., C] with C positive, got "
-            f"{list(weights.shape)} and {list(experts.shape)}"
+    if any(t.dim() == 0 or t.size(-1) == 0 for t in (top_k_weights, top_k_index)):
+        raise RuntimeError(
+            "grouped_mlp: top_k_weights and top_k_index must be [..., C] with C positive, got "
+            f"{list(top_k_weights.shape)} and {list(top_k_index.shape)}"
         )
-    if x.dim() == weights.dim() == experts.dim() and torch.compiler.is_compiling():
-        for t in (weights, experts):
+    if x.dim() == top_k_weights.dim() == top_k_index.dim() and torch.compiler.is_compiling():
+        for t in (top_k_weights, top_k_index):
             for i in range(x.dim() - 1):  # unknown sizes are assumed to be equal
                 torch._check(
                     x.size(i) == t.size(i),
-                    lambda: "grouped_mlp: x, weights and experts differ in their tokens",
+                    lambda: "grouped_mlp: x, top_k_weights and top_k_index differ in their tokens",
                 )
-    elif not x.shape[:-1] == weights.shape[:-1] == experts.shape[:-1]:
-        shapes = ", ".join(str(list(t.shape)) for t in (x, weights, experts))
-        raise ValueError(f"grouped_mlp: x, weights and experts differ in their tokens: {shapes}")
-    if weights.size(-1) != experts.size(-1):
-        raise ValueError(
-            f"grouped_mlp: C differs: weights has {weights.size(-1)}, experts {experts.size(-1)}"
-        )
-    if experts.dtype not in (torch.int32, torch.int64):
+    elif not x.shape[:-1] == top_k_weights.shape[:-1] == top_k_index.shape[:-1]:
+        shapes = ", ".join(str(list(t.shape)) for t in (x, top_k_weights, top_k_index))
         raise RuntimeError(
-            f"grouped_mlp: experts must be int32 or int64, got {dtype_name(experts.dtype)}"
+            f"grouped_mlp: x, top_k_weights and top_k_index differ in their tokens: {shapes}"
+        )
+    if top_k_weights.size(-1) != top_k_index.size(-1):
+        raise RuntimeError(
+            f"grouped_mlp: C differs: top_k_weights has {top_k_weights.size(-1)}, top_k_index "
+            f"{top_k_index.size(-1)}"
+        )
+    if top_k_index.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(
+            f"grouped_mlp: top_k_index must be int32 or int64, got {dtype_name(top_k_index.dtype)}"
         )
     if gate_up_proj.dim() != 3 or gate_up_proj.size(2) != x.size(-1):
-        raise ValueError(
+        raise RuntimeError(
             f"grouped_mlp: gate_up_proj must be [E, 2 F, {x.size(-1)}], as x has {x.size(-1)} "
             f"features, got {list(gate_up_proj.shape)}"
         )
     E, _, H = gate_up_proj.shape
     if down_proj.dim() != 3 or down_proj.shape[:2] != (E, H):
-        raise ValueError(
+        raise RuntimeError(
             f"grouped_mlp: down_proj must be [{E}, {H}, F], as gate_up_proj has {E} experts of "
             f"{H} features, got {list(down_proj.shape)}"
         )
     if 2 * down_proj.size(2) != gate_up_proj.size(1):
-        raise ValueError(
+        raise RuntimeError(
             f"grouped_mlp: F differs: down_proj has {down_proj.size(2)}, gate_up_proj "
             f"{gate_up_proj.size(1)} for gate and up"
         )
     for name, w, bias in zip(("gate_up_proj", "down_proj"), projections, biases, strict=True):
         check_bias(bias, "grouped_mlp", f"{name}_bias")
         if bias is not None and bias.shape != w.shape[:2]:
-            raise ValueError(
+            raise RuntimeError(
                 f"grouped_mlp: {name}_bias must be {list(w.shape[:2])}, as {name} is "
                 f"{list(w.shape)}, got {list(bias.shape)}"
             )
@@ -375,8 +399,8 @@ def _check_mlp_call(
 
 def apply_mlp(
     x: Tensor,
-    weights: Tensor,
-    experts: Tensor,
+    top_k_weights: Tensor,
+    top_k_index: Tensor,
     projections: tuple[Tensor, Tensor],
     biases: tuple[Tensor | None, Tensor | None],
     recipe: Recipe | None,
@@ -388,8 +412,8 @@ def apply_mlp(
 
     Args:
         x: [..., H].
-        weights: [..., C].
-        experts: [..., C].
+        top_k_weights: [..., C].
+        top_k_index: [..., C].
         projections: gate_up_proj [E, 2 F, H] and down_proj [E, H, F].
         biases: of both, [E, 2 F] and [E, H], or None.
         recipe: how the GEMMs are computed.
@@ -398,37 +422,44 @@ def apply_mlp(
         max_rows: see :func:`grouped_mlp`.
     """
     check_activation("grouped_mlp", activation)
-    x_TH = _as_rows("grouped_mlp", x)
-    _check_mlp_call(x, weights, experts, projections, biases, max_rows)
+    names = "x", "top_k_weights", "top_k_index", "gate_up_proj", "down_proj"
+    check_tensors("grouped_mlp", names, (x, top_k_weights, top_k_index, *projections))
+    not_none = UNQUANTIZED if recipe is None else recipe
     dtype = autocast_dtype(x.device)
+    x_TH = _as_rows("grouped_mlp", x)
+    _check_mlp_call(x, top_k_weights, top_k_index, projections, biases, max_rows)
     if dtype is not None and x.dtype in ACTIVATIONS:
         x_TH = x_TH.to(dtype)
     grad_enabled = torch.is_grad_enabled()
     need_x = grad_enabled and x.requires_grad
     # Whether the second layer's dgrad runs: for every gradient but those of its own parameters.
     need_dh = grad_enabled and any(
-        t is not None and t.requires_grad for t in (x, weights, projections[0], biases[0])
+        t is not None and t.requires_grad for t in (x, top_k_weights, projections[0], biases[0])
     )
-    not_none = UNQUANTIZED if recipe is None else recipe
     contexts, grad_inputs = [], []
-    for w, given, columnwise in zip(projections, options, (need_x, need_dh), strict=True):
+    for name, w, given, columnwise in zip(
+        names[-2:], projections, options, (need_x, need_dh), strict=True
+    ):
         own = given
         if isinstance(w, GroupedTensor):
             quantized = quantized_weight_of("grouped_mlp", w, recipe, columnwise)
             own = given._replace(stored=StoredWeight(quantized))
         cast = (w,) if dtype is None else _autocast_weights((w,), not_none, dtype)
+        check_dtypes("grouped_mlp", x_TH, name, cast[0], not_none)
         contexts.append(LinearContext(not_none, grad_enabled, cast, own))
         grad_inputs.append(cast[0] if own.main_grad is None else w)
-    routing = ops.sort_by_expert(experts.reshape(-1, experts.size(-1)), projections[0].size(0))
+    index_TC = top_k_index.reshape(-1, top_k_index.size(-1))
+    routing = ops.sort_by_expert(index_TC, projections[0].size(0))
     if max_rows is not None:
         routing = truncate_routing(routing, max_rows)
     # A choice of no expert points to a row of zeros, which a weight of NaN would spoil.
-    weights = weights.masked_fill(routing.row.view(experts.shape) >= routing.offs[-1], 0)
+    is_none = routing.row.view(top_k_index.shape) >= routing.offs[-1]
+    top_k_weights = top_k_weights.masked_fill(is_none, 0)
     y_TH: Tensor = GroupedMLPFunction.apply(
         *contexts,
         activation,
         x_TH,
-        weights.reshape(-1, weights.size(-1)),
+        top_k_weights.reshape(-1, top_k_weights.size(-1)),
         *grad_inputs,
         *biases,
         *routing,

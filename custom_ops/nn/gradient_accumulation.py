@@ -39,7 +39,7 @@ def read_flag(
     if not isinstance(first, Tensor):
         return bool(first)
     if first.dim() != 0 or first.dtype != torch.bool or first.device != x.device:
-        raise ValueError(
+        raise RuntimeError(
             f"{layer}: is_first_microbatch must be None, a bool or a 0-D bool tensor on "
             f"{x.device}, got {first.dim()}-D {dtype_name(first.dtype)} on {first.device}"
         )
@@ -54,11 +54,17 @@ def cached_weight(
     if first is None or cache is None:
         return None
     # A graph must not depend on the cache's contents. In a compiled call an empty cache gives NaN.
-    if first is False and not torch.compiler.is_compiling() and not cache.warm:
+    if torch.compiler.is_compiling():
+        waits = cache.refreshed_apart and not torch.compiler.is_exporting()
+        return StoredWeight(cache.quantized_weight(), first, waits)
+    if first is False and not cache.warm:
         raise RuntimeError(
             f"{layer}: is_first_microbatch=False reads the weight cache, which holds no "
             "weight yet, or none since parameters were loaded, drawn or moved: call with True"
         )
+    if first is False:
+        cache.check_fresh()
+    cache.wait()
     return StoredWeight(cache.quantized_weight(), first)
 
 

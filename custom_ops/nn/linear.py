@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from grouped_linear.autograd.context import LinearOptions
 from grouped_linear.autograd.wgrad import DeferredWgrad, Wgrad
-from grouped_linear.nn.functional import apply_layer, autocast_dtype, check_bias, is_dtensor
+from grouped_linear.nn.functional import apply_layer, autocast_dtype, check_bias
 from grouped_linear.nn.gradient_accumulation import cached_weight, main_grad_of, read_flag
 from grouped_linear.nn.options import GroupedLinearOptions, RngStateTracker, check_out_of_scope
+from grouped_linear.quantized.state_dict import join_quantized, scales_of, split_quantized
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import convert_assigned
+from grouped_linear.quantized.weight import convert_assigned, is_dtensor
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import Recipe, RecipeState
 
@@ -73,7 +74,8 @@ class GroupedLinear(nn.Module):
         single_grouped_bias: one parameter ``bias``, or ``bias0``, ``bias1`` and so on.
         quantized_weight: make the weight a :class:`grouped_linear.GroupedTensor`, which is stored
             quantized, under ``Float8BlockScaling``. It is drawn in `dtype`, then quantized.
-        stochastic_rounding: round the quantized weight stochastically when an optimizer steps it.
+        stochastic_rounding: round the quantized weight stochastically when an optimizer steps it,
+            so that small steps add up. None, the default, does so for every quantized weight.
         preserve_high_precision_init: keep the drawn weight as ``high_precision_init``, for an
             optimizer with high-precision weights of its own.
         out_of_scope: TransformerEngine's arguments for tensor parallelism and overlapped
@@ -84,7 +86,7 @@ class GroupedLinear(nn.Module):
         weight: [E, N, K]; or weight0, ... [N, K].
         high_precision_init: [E, N, K] on the CPU, or None; set it to None after use.
         bias: [E, N], or None; or bias0, ... [N].
-        scaling_state: what the recipe keeps from step to step: under ``DelayedScaling`` a
+        weight_state: what the recipe keeps from step to step: under ``DelayedScaling`` a
             :class:`grouped_linear.DelayedScalingState`; None under a recipe without state.
         weight_cache: the cached weight, see
             :class:`grouped_linear.quantized.weight_cache.WeightCache`; None without
@@ -102,7 +104,7 @@ class GroupedLinear(nn.Module):
 
     bias: nn.Parameter | None
     high_precision_init: Tensor | None
-    scaling_state: RecipeState | None
+    weight_state: RecipeState | None
     weight_cache: WeightCache | None
 
     def __init__(
@@ -127,7 +129,7 @@ class GroupedLinear(nn.Module):
         single_grouped_weight: bool = True,
         single_grouped_bias: bool = True,
         quantized_weight: bool = False,
-        stochastic_rounding: bool = False,
+        stochastic_rounding: bool | None = None,
         preserve_high_precision_init: bool = False,
         **out_of_scope: Any,
     ) -> None:
@@ -158,7 +160,8 @@ class GroupedLinear(nn.Module):
         like: dict[str, Any] = {"dtype": dtype or params_dtype, "device": device}
         weight = torch.empty(num_gemms, out_features, in_features, **like)
         if quantized_weight:
-            weight = GroupedTensor.quantize(weight, recipe, stochastic_rounding=stochastic_rounding)
+            stochastic = stochastic_rounding is not False
+            weight = GroupedTensor.quantize(weight, recipe, stochastic_rounding=stochastic)
         self._register("weight", weight, single_grouped_weight)
         self.high_precision_init = None
         if bias:
@@ -169,12 +172,13 @@ class GroupedLinear(nn.Module):
             self.register_parameter("bias", None)
         self._weight_names = options.weight_names
         self._bias_names = options.bias_names if bias else []
-        self.scaling_state = self.weight_cache = None
+        self.weight_state = self.weight_cache = None
         if recipe is not None:
-            self.scaling_state = recipe.new_state(num_gemms, device)
+            self.weight_state = recipe.new_state(num_gemms, device)
             if cache_weights:
                 sizes = num_gemms, out_features, in_features
-                self.weight_cache = WeightCache(recipe, *sizes, device)
+                of = tuple(self._weight_names)
+                self.weight_cache = WeightCache(recipe, *sizes, device, of=of)
         self._deferred_wgrads: deque[Wgrad] = deque()
         self.reset_parameters()
 
@@ -197,6 +201,11 @@ class GroupedLinear(nn.Module):
     def recipe(self) -> Recipe | None:
         """How GEMMs are computed."""
         return self._options.recipe
+
+    @property
+    def weight_scale_inv(self) -> Tensor | None:
+        """[E, ceil(N / 128), ceil(K / 128)], the scales of a quantized weight; None of another."""
+        return scales_of(self._parameters.get("weight"))
 
     def _register(self, name: str, t: Tensor, single: bool) -> None:
         """Register one parameter, or one for each expert: views of one tensor, side by side."""
@@ -230,7 +239,7 @@ class GroupedLinear(nn.Module):
         weights = self._weights()
         if weights[0].is_meta:
             return
-        for state in (self.scaling_state, self.weight_cache):
+        for state in (self.weight_state, self.weight_cache):
             if state is not None:
                 state.reset()
         options, tracker = self._options, self._options.get_rng_state_tracker
@@ -292,7 +301,7 @@ class GroupedLinear(nn.Module):
         options = self._options
         weights, bias = self._weights(), self._whole_bias()
         check_bias(bias)
-        state, cache = self.scaling_state, self.weight_cache
+        state, cache = self.weight_state, self.weight_cache
         stores_weight = cache is not None or options.quantized_weight
         first = read_flag("GroupedLinear", is_first_microbatch, x, options.recipe, stores_weight)
         main_grad = deferred = None
@@ -418,10 +427,18 @@ class GroupedLinear(nn.Module):
         if not self._options.single_grouped_weight:
             self._tie()
 
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """Save a quantized weight by its parts, ``weight`` and ``weight_scale_inv``."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        split_quantized(self, destination, prefix)
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Load parameters of either form."""
+        """Load parameters of either form, quantized or not."""
+        join_quantized(self, state_dict, prefix, args[4])  # args[4] takes error messages
         options = self._options
         for name, single in (
             ("weight", options.single_grouped_weight),

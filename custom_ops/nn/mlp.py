@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from grouped_linear.autograd.context import LinearOptions
 from grouped_linear.nn.functional import apply_mlp, check_activation
 from grouped_linear.nn.gradient_accumulation import cached_weight, main_grad_of, read_flag
-from grouped_linear.nn.options import check_features, check_num_groups, check_recipe
+from grouped_linear.nn.options import check_features, check_flags, check_num_groups, check_recipe
 from grouped_linear.ops.activation import PLAIN, SwiGLU
+from grouped_linear.quantized.state_dict import join_quantized, scales_of, split_quantized
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import check_quantized_weight, convert_assigned
 from grouped_linear.quantized.weight_cache import WeightCache
@@ -40,7 +41,8 @@ class GroupedMLP(nn.Module):
             :class:`grouped_linear.GroupedLinear`. A bias has its gradient in ``grad``.
         quantized_weight: make both weights :class:`grouped_linear.GroupedTensor`, which are stored
             quantized, under ``Float8BlockScaling``. They are drawn in `dtype`, then quantized.
-        stochastic_rounding: round quantized weights stochastically when an optimizer steps them.
+        stochastic_rounding: round quantized weights stochastically when an optimizer steps them,
+            so that small steps add up. None, the default, does so for every quantized weight.
         dtype: of the parameters.
         device: of the parameters. After ``device="meta"`` call ``to_empty(device=...)`` and
             ``reset_parameters()``.
@@ -51,13 +53,13 @@ class GroupedMLP(nn.Module):
         down_proj: [E, H, F].
         gate_up_proj_bias: [E, 2 F], or None.
         down_proj_bias: [E, H], or None.
-        gate_up_state: what the recipe keeps of gate_up_proj from step to step; None under a recipe
-            without state.
-        down_state: the same of down_proj.
-        gate_up_cache: the cached gate_up_proj, see
+        gate_up_proj_state: what the recipe keeps of gate_up_proj's GEMMs from step to step; None
+            under a recipe without state.
+        down_proj_state: the same of down_proj.
+        gate_up_proj_cache: the cached gate_up_proj, see
             :class:`grouped_linear.quantized.weight_cache.WeightCache`; None without
             ``cache_weights``.
-        down_cache: the same of down_proj.
+        down_proj_cache: the same of down_proj.
 
     Raises:
         ValueError: for a configuration that no call could run.
@@ -94,10 +96,10 @@ class GroupedMLP(nn.Module):
     down_proj: nn.Parameter
     gate_up_proj_bias: nn.Parameter | None
     down_proj_bias: nn.Parameter | None
-    gate_up_state: RecipeState | None
-    down_state: RecipeState | None
-    gate_up_cache: WeightCache | None
-    down_cache: WeightCache | None
+    gate_up_proj_state: RecipeState | None
+    down_proj_state: RecipeState | None
+    gate_up_proj_cache: WeightCache | None
+    down_proj_cache: WeightCache | None
 
     def __init__(
         self,
@@ -111,12 +113,13 @@ class GroupedMLP(nn.Module):
         cache_weights: bool = False,
         fuse_wgrad_accumulation: bool = False,
         quantized_weight: bool = False,
-        stochastic_rounding: bool = False,
+        stochastic_rounding: bool | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         check_num_groups("GroupedMLP", "num_experts", num_experts)
+        check_flags("GroupedMLP", bias=bias)
         check_features("GroupedMLP", "hidden_size", hidden_size)
         check_features("GroupedMLP", "intermediate_size", intermediate_size)
         check_recipe("GroupedMLP", recipe)
@@ -137,23 +140,34 @@ class GroupedMLP(nn.Module):
         for name, shape in (("gate_up_proj", (E, 2 * F, H)), ("down_proj", (E, H, F))):
             w = torch.empty(shape, dtype=dtype, device=device)
             if quantized_weight:
-                w = GroupedTensor.quantize(w, recipe, stochastic_rounding=stochastic_rounding)
+                stochastic = stochastic_rounding is not False
+                w = GroupedTensor.quantize(w, recipe, stochastic_rounding=stochastic)
             self.register_parameter(name, nn.Parameter(w))
         for name, features in (("gate_up_proj_bias", 2 * F), ("down_proj_bias", H)):
             b = nn.Parameter(torch.empty(E, features, dtype=dtype, device=device)) if bias else None
             self.register_parameter(name, b)
-        self.gate_up_state = None if recipe is None else recipe.new_state(E, device)
-        self.down_state = None if recipe is None else recipe.new_state(E, device)
-        self.gate_up_cache = self.down_cache = None
+        self.gate_up_proj_state = None if recipe is None else recipe.new_state(E, device)
+        self.down_proj_state = None if recipe is None else recipe.new_state(E, device)
+        self.gate_up_proj_cache = self.down_proj_cache = None
         if cache_weights and recipe is not None:
-            self.gate_up_cache = WeightCache(recipe, E, 2 * F, H, device)
-            self.down_cache = WeightCache(recipe, E, H, F, device)
+            self.gate_up_proj_cache = WeightCache(recipe, E, 2 * F, H, device, of=("gate_up_proj",))
+            self.down_proj_cache = WeightCache(recipe, E, H, F, device, of=("down_proj",))
         self.reset_parameters()
 
     @property
     def recipe(self) -> Recipe | None:
         """How GEMMs are computed. Another recipe has other states: make another module."""
         return self._recipe
+
+    @property
+    def gate_up_proj_scale_inv(self) -> Tensor | None:
+        """[E, ceil(2 F / 128), ceil(H / 128)], the scales of a quantized gate_up_proj, or None."""
+        return scales_of(self.gate_up_proj)
+
+    @property
+    def down_proj_scale_inv(self) -> Tensor | None:
+        """[E, ceil(H / 128), ceil(F / 128)], the scales of a quantized down_proj, or None."""
+        return scales_of(self.down_proj)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -172,25 +186,30 @@ class GroupedMLP(nn.Module):
             else:  # draw what any other layer draws, then quantize it
                 drawn_ENK = torch.empty_like(weight_ENK)
                 weight_ENK.copy_(nn.init.uniform_(drawn_ENK, -bound, bound))
-        for state in (self.gate_up_state, self.down_state, self.gate_up_cache, self.down_cache):
+        for state in (
+            self.gate_up_proj_state,
+            self.down_proj_state,
+            self.gate_up_proj_cache,
+            self.down_proj_cache,
+        ):
             if state is not None:
                 state.reset()
 
     def forward(
         self,
         x: Tensor,
-        weights: Tensor,
-        experts: Tensor,
+        top_k_weights: Tensor,
+        top_k_index: Tensor,
         is_first_microbatch: Tensor | bool | None = None,
         *,
         max_rows: int | None = None,
     ) -> Tensor:
-        """Send x [..., H] through ``experts`` [..., C] and sum by ``weights`` [..., C].
+        """Send x [..., H] through the experts top_k_index [..., C], sum by top_k_weights [..., C].
 
         Args:
             x: see :func:`grouped_linear.grouped_mlp`.
-            weights: see :func:`grouped_linear.grouped_mlp`.
-            experts: see :func:`grouped_linear.grouped_mlp`.
+            top_k_weights: see :func:`grouped_linear.grouped_mlp`.
+            top_k_index: see :func:`grouped_linear.grouped_mlp`.
             is_first_microbatch: whether this is the first one since the last optimizer step. True
                 quantizes both weights into their caches, and overwrites main_grad with their
                 gradients. False reads the caches and adds to main_grad. A bool tensor of no
@@ -201,11 +220,12 @@ class GroupedMLP(nn.Module):
         Raises:
             RuntimeError: as :func:`grouped_linear.grouped_mlp`, or where False reads an empty
                 cache. A tensor that is false is not checked; it then reads NaN.
+            TypeError: as :func:`grouped_linear.grouped_mlp`.
             ValueError: as :func:`grouped_linear.grouped_mlp`, or for ``is_first_microbatch`` under
                 a recipe that caches weights and without ``cache_weights``, unless the weights are
                 stored quantized anyway.
         """
-        stores_weight = self.gate_up_cache is not None or self.quantized_weight
+        stores_weight = self.gate_up_proj_cache is not None or self.quantized_weight
         first = read_flag("GroupedMLP", is_first_microbatch, x, self._recipe, stores_weight)
         fused = self.fuse_wgrad_accumulation and torch.is_grad_enabled()
 
@@ -219,12 +239,14 @@ class GroupedMLP(nn.Module):
             )
 
         gate_up, down = self.gate_up_proj, self.down_proj
-        of_gate_up = options("gate_up_proj", gate_up, self.gate_up_state, self.gate_up_cache)
-        of_down = options("down_proj", down, self.down_state, self.down_cache)
+        of_gate_up = options(
+            "gate_up_proj", gate_up, self.gate_up_proj_state, self.gate_up_proj_cache
+        )
+        of_down = options("down_proj", down, self.down_proj_state, self.down_proj_cache)
         return apply_mlp(
             x,
-            weights,
-            experts,
+            top_k_weights,
+            top_k_index,
             (gate_up, down),
             (self.gate_up_proj_bias, self.down_proj_bias),
             self._recipe,
@@ -242,10 +264,18 @@ class GroupedMLP(nn.Module):
             f"activation={activation}, recipe={self.recipe}"
         )
 
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """Save quantized weights by their parts, ``name`` and ``name_scale_inv``."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        split_quantized(self, destination, prefix)
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         """Load parameters that are quantized or not."""
+        join_quantized(self, state_dict, prefix, args[4])  # args[4] takes error messages
         if args[0].get("assign_to_params_buffers"):  # args[0] is the local metadata
             convert_assigned(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

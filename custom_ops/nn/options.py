@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -56,18 +57,14 @@ class GroupedLinearOptions:
     single_grouped_weight: bool
     single_grouped_bias: bool
     quantized_weight: bool
-    stochastic_rounding: bool
+    stochastic_rounding: bool | None
     preserve_high_precision_init: bool
 
     def __post_init__(self) -> None:
         check_num_groups("GroupedLinear", "num_gemms", self.num_gemms)
         check_features("GroupedLinear", "in_features", self.in_features)
         check_features("GroupedLinear", "out_features", self.out_features)
-        if not isinstance(self.bias, bool) or not isinstance(self.return_bias, bool):
-            raise ValueError(
-                "GroupedLinear: bias and return_bias must be True or False, "
-                f"got {self.bias!r} and {self.return_bias!r}"
-            )
+        check_flags("GroupedLinear", bias=self.bias, return_bias=self.return_bias)
         check_recipe("GroupedLinear", self.recipe)
         check_quantized_weight(
             "GroupedLinear",
@@ -102,16 +99,30 @@ class GroupedLinearOptions:
 
 def check_num_groups(layer: str, name: str, number: int) -> None:
     """Raise ValueError for a number of experts that ops do not take."""
+    _check_integer(layer, name, number)
     if not 1 <= number <= MAX_GROUPS:
         raise ValueError(f"{layer}: {name} must be between 1 and {MAX_GROUPS}, got {number}")
 
 
 def check_features(layer: str, name: str, size: int) -> None:
     """Raise ValueError for a number of features that ops do not take."""
+    _check_integer(layer, name, size)
     if size <= 0 or size % FEATURE_MULTIPLE:
         raise ValueError(
             f"{layer}: {name} must be a positive multiple of {FEATURE_MULTIPLE}, got {size}"
         )
+
+
+def _check_integer(layer: str, name: str, number: Any) -> None:
+    if not isinstance(number, Integral):
+        raise ValueError(f"{layer}: {name} must be an integer, got {number!r}")
+
+
+def check_flags(layer: str, **flags: Any) -> None:
+    """Raise ValueError for what is neither True nor False, as a tensor for the bias itself."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"{layer}: {name} must be True or False, got {flag!r}")
 
 
 def check_recipe(layer: str, recipe: Recipe | None) -> None:

@@ -7,6 +7,7 @@
 ``activation``  SwiGLU and its gradient, alone or fused with quantization
 ``gemm``        grouped GEMMs for fprop, dgrad and wgrad, quantized or not; the bias gradient
 ``state``       what a layer keeps between calls: cached weights, scales of delayed scaling
+``optimizer``   a step of Adam over a quantized weight
 ``layer``       a whole forward or backward under block scaling, in one op
 ==============  ====================================================================================
 
@@ -20,6 +21,8 @@ Every op raises RuntimeError with one sentence that names the op, the rule and t
 tensors, CPU and CUDA give the same sentence. On CPU, offsets that decrease or exceed the number of
 rows raise too. On a GPU they are clamped, because to check them would wait for the device.
 """
+
+import torch
 
 from grouped_linear.ops.activation import (
     SwiGLU,
@@ -49,6 +52,7 @@ from grouped_linear.ops.layer import (
     block_scaled_linear,
     block_scaled_linear_grad,
 )
+from grouped_linear.ops.optimizer import adam_weight_
 from grouped_linear.ops.quantize import (
     GroupQuantized,
     MxRounded,
@@ -83,7 +87,16 @@ from grouped_linear.ops.weight import (
     quantize_weight_list,
 )
 
+#: The ops whose outputs are those of a forward's GEMMs, of which an eager layer calls one and a
+#: compiled one another. A policy of selective activation checkpointing keeps them:
+#: ``create_selective_checkpoint_contexts([*GEMMS])``.
+GEMMS: frozenset[torch._ops.OpOverload] = frozenset(
+    getattr(torch.ops.grouped_linear, name).default
+    for name in ("grouped_mm", "grouped_mm_list", "grouped_scaled_mm", "block_scaled_linear")
+)
+
 __all__ = [
+    "GEMMS",
     "BlockScaledLinear",
     "GroupQuantized",
     "LinearGrad",
@@ -95,6 +108,7 @@ __all__ = [
     "SwigluGradQuantized",
     "SwigluQuantized",
     "WeightQuantized",
+    "adam_weight_",
     "block_scaled_linear",
     "block_scaled_linear_grad",
     "gather_dot",

@@ -1,3 +1,5 @@
 """Weights that are kept quantized: GroupedTensor, a layer's weight cache, checkpoint files."""
 
-from grouped_linear.quantized import dispatch as dispatch  # registers the handlers of GroupedTensor
+# Both register handlers of GroupedTensor.
+from grouped_linear.quantized import adam as adam
+from grouped_linear.quantized import dispatch as dispatch

@@ -22,9 +22,13 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # How many elements of a weight an optimizer's step holds in float32 at a time: 128 MiB, and as much
 # for each of the optimizer's states.
 ELEMENTS_AT_ONCE = 2**25
+# In-place operations that do not read what they write: nothing adds up, so they round to nearest.
+OVERWRITING = (aten.fill_, aten.zero_, aten.uniform_, aten.normal_)
 
 
-def _handles(*overloads: Any) -> Callable[[Handler], Handler]:
+def handles(*overloads: Any) -> Callable[[Handler], Handler]:
+    """Register a handler of these overloads."""
+
     def register(handler: Handler) -> Handler:
         HANDLERS.update(dict.fromkeys(overloads, handler))
         return handler
@@ -32,7 +36,7 @@ def _handles(*overloads: Any) -> Callable[[Handler], Handler]:
     return register
 
 
-@_handles(None)
+@handles(None)
 def _any_other(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute with high precision; quantize the result if the operation is in place."""
     if func.namespace == "c10d":
@@ -40,7 +44,7 @@ def _any_other(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"GroupedTensor: {func} would not reach a quantized tensor: pass its q and scale"
         )
     if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
-        return _write_in_place(func, args, kwargs)
+        return write_in_place(func, args, kwargs)
     return _on_plain(func, args, kwargs)
 
 
@@ -58,17 +62,17 @@ def _store(t: GroupedTensor, w: Tensor, *, stochastic: bool) -> None:
     if t.numel() == 0:
         return
     block_math.quantize_(t.q, t.scale, t.q_t, w.reshape(t.q.shape), t.recipe, stochastic)
-    _count_write(t)
+    count_write(t)
 
 
-def _count_write(t: GroupedTensor) -> None:
+def count_write(t: GroupedTensor) -> None:
     """Count a write to each part: a forward may have saved the parts for its backward."""
     for part in (t.q, t.scale, t.q_t):
         if part is not None:
             torch.autograd.graph.increment_version(part)
 
 
-def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bound_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments by name, with the schema's defaults."""
     arguments = enumerate(func._schema.arguments)
     return {
@@ -105,24 +109,24 @@ def _views(t: GroupedTensor) -> Iterator[None]:
             yield
 
 
-def _is_whole(t: GroupedTensor) -> bool:
+def is_whole(t: GroupedTensor) -> bool:
     """Whether t has the shape of its parts, as opposed to a flattened view."""
     return t.shape == t.q.shape
 
 
-@_handles(aten.clone.default)
+@handles(aten.clone.default)
 def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _of_each_part(args[0], lambda part: func(part), size=args[0].shape)
 
 
-@_handles(aten.detach.default, aten.alias.default)
+@handles(aten.detach.default, aten.alias.default)
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with _views(args[0]):
         out = _of_each_part(args[0], lambda part: func(part), size=args[0].shape)
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
-@_handles(
+@handles(
     aten.select.int,
     aten.slice.Tensor,
     aten.split.Tensor,
@@ -131,8 +135,8 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 )
 def _experts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Views of experts."""
-    t, bound = args[0], _bound(func, args, kwargs)
-    over_experts = _is_whole(t) and t.dim() == 3 and bound["dim"] in (0, -3)
+    t, bound = args[0], bound_arguments(func, args, kwargs)
+    over_experts = is_whole(t) and t.dim() == 3 and bound["dim"] in (0, -3)
     if not over_experts or bound.get("step", 1) != 1:
         return _on_plain(func, args, kwargs)
     with _views(t):
@@ -149,7 +153,7 @@ def _from_list(parts: Sequence[Tensor], like: GroupedTensor) -> GroupedTensor:
     return GroupedTensor(q, scale, q_t[0] if q_t else None, like.metadata)
 
 
-@_handles(aten.view.default, aten._unsafe_view.default)
+@handles(aten.view.default, aten._unsafe_view.default)
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view of all elements in another shape. The parts keep theirs."""
     t, size = args
@@ -159,10 +163,10 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
-@_handles(aten.as_strided.default)
+@handles(aten.as_strided.default)
 def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The views above again: torch.compile replays a view as as_strided."""
-    t, bound = args[0], _bound(func, args, kwargs)
+    t, bound = args[0], bound_arguments(func, args, kwargs)
     *lead, N, K = t.q.shape
     size, offset = tuple(bound["size"]), bound["storage_offset"]
     first, remainder = divmod(0 if offset is None else offset - t.storage_offset(), N * K)
@@ -179,14 +183,14 @@ def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
-@_handles(aten.stack.default, aten.cat.default)
+@handles(aten.stack.default, aten.cat.default)
 def _join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Stack experts to a weight, or concatenate weights along the experts."""
-    tensors, dim = args[0], _bound(func, args, kwargs)["dim"]
+    tensors, dim = args[0], bound_arguments(func, args, kwargs)["dim"]
     experts = 2 if func is aten.stack.default else 3
     alike = all(
         isinstance(t, GroupedTensor)
-        and _is_whole(t)
+        and is_whole(t)
         and t.dim() == experts
         and t.metadata == tensors[0].metadata
         for t in tensors
@@ -199,7 +203,7 @@ def _join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return GroupedTensor(q, scale, q_t, tensors[0].metadata)
 
 
-@_handles(aten._to_copy.default)
+@handles(aten._to_copy.default)
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copy to another device or dtype. The dtypes of the parts do not change."""
     t, dtype = args[0], kwargs.get("dtype") or args[0].dtype
@@ -209,7 +213,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _of_each_part(t, lambda part: func(part, **to), size=t.shape, dtype=dtype)
 
 
-@_handles(aten.copy_.default)
+@handles(aten.copy_.default)
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copy bytes if both are quantized; quantize or dequantize otherwise."""
     to, source = args[:2]
@@ -222,7 +226,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func(to.scale, source.scale, *args[2:], **kwargs)
         if to.q_t is not None:
             to.q_t.copy_(to.q.transpose(-2, -1))
-        _count_write(to)
+        count_write(to)
     else:
         w = _plain(source, source.dtype) if isinstance(source, GroupedTensor) else source
         dtype = w.dtype if w.dtype in ACTIVATIONS else torch.float32
@@ -230,7 +234,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return to
 
 
-@_handles(aten.empty_like.default, aten.zeros_like.default)
+@handles(aten.empty_like.default, aten.zeros_like.default)
 def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A plain tensor in high precision, for an optimizer's state."""
     t = args[0]
@@ -247,7 +251,7 @@ def _unfilled(part: Tensor, device: torch.device) -> Tensor:
     return there.fill_(torch.nan) if part.dtype == torch.float32 else there
 
 
-@_handles(aten.new_empty.default)
+@handles(aten.new_empty.default)
 def _new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Quantized if the shape is the same: distributed checkpoints stage copies this way."""
     t, size = args[:2]
@@ -257,13 +261,13 @@ def _new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _of_each_part(t, lambda part: _unfilled(part, device), size=size, dtype=dtype)
 
 
-@_handles(aten.new_zeros.default)
+@handles(aten.new_zeros.default)
 def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Quantized if only E differs: FSDP2 allocates a shard this way. A shard has no q_t."""
     t, size = args[:2]
     metadata = t.metadata._replace(dtype=kwargs.get("dtype") or t.dtype)
     device = kwargs.get("device") or t.device
-    alike = _is_whole(t) and len(size) == t.dim() == 3 and tuple(size[1:]) == t.shape[1:]
+    alike = is_whole(t) and len(size) == t.dim() == 3 and tuple(size[1:]) == t.shape[1:]
     if not alike or metadata.dtype not in ACTIVATIONS:
         return func(t.scale, size, **{**kwargs, "dtype": metadata.dtype, "device": device})
     q = t.q.new_zeros(size, device=device)
@@ -271,13 +275,13 @@ def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return GroupedTensor(q, scale, None, metadata)
 
 
-@_handles(aten._foreach_copy_.default)
+@handles(aten._foreach_copy_.default)
 def _foreach_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for to, source in zip(*args[:2], strict=True):
         to.copy_(source)
 
 
-def _write_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def write_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An in-place operation: on float32 copies, which are then quantized.
 
     Operations on lists of tensors (``foreach`` and ``fused`` optimizers) return nothing. They are
@@ -317,7 +321,7 @@ def _some_experts_a_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Itera
     lists = _lists(args, kwargs)
     firsts = [value[0] for value in lists if len(value) == 1]
     weights = [t for t in firsts if isinstance(t, GroupedTensor)]
-    if not weights or not _is_whole(weights[0]) or weights[0].dim() != 3:
+    if not weights or not is_whole(weights[0]) or weights[0].dim() != 3:
         return
     weight = weights[0]
     at_once = max(1, ELEMENTS_AT_ONCE // math.prod(weight.q.shape[-2:]))
@@ -345,7 +349,7 @@ def _write_in_float32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return copies[id(t)][1]
 
     out = func(*tree_map(in_float32, args), **tree_map(in_float32, kwargs))
-    for name, argument in _bound(func, args, kwargs).items():
+    for name, argument in bound_arguments(func, args, kwargs).items():
         if not _is_written(func, name):
             continue
         for t in tree_leaves(argument):
@@ -366,6 +370,7 @@ def _store_result(func: Any, t: Tensor, w: Tensor) -> None:
             raise RuntimeError(
                 f"GroupedTensor: {func} cannot change the shape of a quantized tensor"
             )
-        _store(t, w, stochastic=t.stochastic_rounding)
+        stochastic = t.stochastic_rounding and func.overloadpacket not in OVERWRITING
+        _store(t, w, stochastic=stochastic)
     elif t is not w:
         t.resize_(w.shape).copy_(w)  # `out` may have come with another shape

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch import Tensor, nn
 
 from grouped_linear import ops
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, BLOCK, E4M3, Rules, ceil_div
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, BLOCK, E4M3, Rules, ceil_div, dtype_name
 from grouped_linear.quantized import block_math
 from grouped_linear.quantized.pickle_version import check_pickle_version
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
@@ -65,7 +64,8 @@ class GroupedTensor(Tensor):
         q_t: [E, K, N], q transposed, which dgrad reads; None if columnwise data was not requested.
         recipe: how it is quantized when it is written.
         stochastic_rounding: whether an in-place operation rounds stochastically, so that the
-            expected value is exact; ``copy_`` always rounds to nearest.
+            expected value is exact and small steps add up. What does not read the old numbers
+            (``copy_``, assignment, ``fill_``, ``uniform_``, ``normal_``) rounds to nearest.
 
     >>> w = GroupedTensor.quantize(torch.ones(2, 32, 16))
     >>> w
@@ -88,12 +88,20 @@ class GroupedTensor(Tensor):
     def __new__(
         cls: type["GroupedTensor"],
         q: Tensor,
-        scale: Tensor,
-        q_t: Tensor | None,
-        metadata: Metadata,
+        scale: Tensor | None = None,
+        q_t: Tensor | None = None,
+        metadata: Metadata | None = None,
         size: Sequence[int] | None = None,
+        *,
+        requires_grad: bool = False,
     ) -> "GroupedTensor":
-        """A tensor of `size`, which holds as many elements as q."""
+        """A tensor of `size`, which holds as many elements as q.
+
+        Called with one tensor, as accelerate does to move a parameter to another device, it makes a
+        parameter of a GroupedTensor.
+        """
+        if scale is None or metadata is None:
+            return _as_parameter(q, requires_grad)
         size = q.shape if size is None else size
         offset, stride = q.storage_offset(), contiguous_stride(size)
         t: GroupedTensor = Tensor._make_wrapper_subclass(
@@ -106,13 +114,16 @@ class GroupedTensor(Tensor):
     def __init__(
         self,
         q: Tensor,
-        scale: Tensor,
-        q_t: Tensor | None,
-        metadata: Metadata,
+        scale: Tensor | None = None,
+        q_t: Tensor | None = None,
+        metadata: Metadata | None = None,
         size: Sequence[int] | None = None,
+        *,
+        requires_grad: bool = False,
     ) -> None:
-        self.q, self.scale, self.q_t = q, scale, q_t
-        _, self.recipe, self.stochastic_rounding = metadata
+        if scale is not None and metadata is not None:
+            self.q, self.scale, self.q_t = q, scale, q_t
+            _, self.recipe, self.stochastic_rounding = metadata
 
     # --- construction ----------------------------------------------------------------------------
 
@@ -123,7 +134,7 @@ class GroupedTensor(Tensor):
         recipe: Recipe | None = None,
         *,
         columnwise: bool = True,
-        stochastic_rounding: bool = False,
+        stochastic_rounding: bool = True,
     ) -> "GroupedTensor":
         """Quantize a weight with :func:`grouped_linear.ops.quantize_weight`.
 
@@ -158,7 +169,7 @@ class GroupedTensor(Tensor):
         recipe: Float8BlockScaling | None = None,
         *,
         columnwise: bool = True,
-        stochastic_rounding: bool = False,
+        stochastic_rounding: bool = True,
     ) -> "GroupedTensor":
         """Wrap a weight that was quantized elsewhere.
 
@@ -282,6 +293,15 @@ class GroupedTensor(Tensor):
             f"write to it with copy_, got {type(value).__name__} of {value.dtype}"
         )
 
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """The bytes that are held: those of q, scale and q_t."""
+        return sum(part.nbytes for part in (self.q, self.scale, self.q_t) if part is not None)
+
+    def element_size(self) -> int:
+        """The bytes that are held of an element, besides scales: 1, or 2 with q_t."""
+        return 1 if self.q_t is None else 2
+
     def data_ptr(self) -> int:
         """0: the tensor has no memory besides that of its parts."""
         return 0
@@ -381,6 +401,21 @@ class GroupedTensor(Tensor):
         return None
 
 
+def _as_parameter(t: Tensor, requires_grad: bool) -> GroupedTensor:
+    if not isinstance(t, GroupedTensor):
+        raise ValueError(
+            "GroupedTensor: make one with GroupedTensor.quantize or GroupedTensor.from_parts, "
+            f"got a {type(t).__name__} of {dtype_name(t.dtype)}"
+        )
+    if t.is_meta:
+        raise ValueError(
+            "GroupedTensor: a quantized weight cannot be offloaded, as accelerate would do: leave "
+            "its module on a device, where it takes half of bfloat16's memory"
+        )
+    parameter: Any = nn.Parameter(t.detach(), requires_grad)
+    return parameter  # type: ignore[no-any-return]
+
+
 _ATTRIBUTES = ("q", "scale", "q_t", "recipe", "stochastic_rounding")
 
 
@@ -423,6 +458,5 @@ class _Dequantize(torch.autograd.Function):
         return block_math.dequantize(t.q, t.scale, dtype).view(t.shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype), None

@@ -11,12 +11,22 @@ from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
 
+def is_dtensor(t: Any) -> bool:
+    """Whether t is a DTensor, by its type, which Dynamo sees; importing DTensor takes 0.5 s."""
+    return hasattr(type(t), "to_local")
+
+
+def is_quantized(w: Any) -> bool:
+    """Whether a weight, or this process's part of it, is a GroupedTensor."""
+    return isinstance(w.to_local() if is_dtensor(w) else w, GroupedTensor)
+
+
 def check_quantized_weight(
     layer: str,
     recipe: Recipe | None,
     quantized_weight: bool,
     cache_weights: bool,
-    **only_with_quantized_weight: bool,
+    **only_with_quantized_weight: bool | None,
 ) -> None:
     """Raise ValueError for options of a layer that exclude each other.
 
@@ -65,15 +75,19 @@ def convert_assigned(module: nn.Module, state_dict: dict[str, Any], prefix: str)
     """Convert a state that is loaded with ``assign=True``, in place, to what the module has.
 
     A quantized weight is dequantized for a plain parameter, and a plain one quantized for a
-    quantized parameter. Without ``assign`` the state is copied, and ``copy_`` converts.
+    quantized parameter. One that is quantized keeps its bytes and takes the parameter's options.
+    Without ``assign`` the state is copied, and ``copy_`` converts.
     """
-    for name, own in module.named_parameters():
+    for name, own in module.named_parameters(recurse=False):
         w = state_dict.get(prefix + name)
         if not isinstance(w, Tensor) or w.shape != own.shape:  # load_state_dict reports it
             continue
         if isinstance(w, GroupedTensor) and not isinstance(own, GroupedTensor):
             state_dict[prefix + name] = w.dequantize()
-        elif isinstance(own, GroupedTensor) and not isinstance(w, GroupedTensor):
-            rounding = own.stochastic_rounding
-            quantized = GroupedTensor.quantize(w, own.recipe, stochastic_rounding=rounding)
-            state_dict[prefix + name] = quantized
+        elif isinstance(own, GroupedTensor):
+            columnwise = own.q_t is not None
+            if not isinstance(w, GroupedTensor):
+                w = GroupedTensor.quantize(w, own.recipe, columnwise=columnwise)
+            q, scale, q_t = w.quantized_weight(columnwise)
+            assert scale is not None
+            state_dict[prefix + name] = GroupedTensor(q, scale, q_t, own.metadata)

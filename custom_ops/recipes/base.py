@@ -166,6 +166,11 @@ class Recipe:
     has_linear_op: ClassVar[bool] = False
     """Whether the subclass overrides :meth:`linear`; set by this class."""
 
+    @property
+    def has_linear_grad_op(self) -> bool:
+        """Whether :meth:`linear_grad` can follow; by default where :meth:`linear` is overridden."""
+        return self.has_linear_op
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # Plain class attributes: Dynamo reads them as constants.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grouped_linear import ops
-from grouped_linear.meta_kernels.rules import BLOCK, ceil_div
+from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div, dtype_name
 from grouped_linear.ops.activation import SwiGLU
 from grouped_linear.recipes.amax_epsilon import AmaxEpsilon
 from grouped_linear.recipes.base import (
@@ -50,19 +50,44 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
             adds to a float32 main_grad it may be bound by memory bandwidth either way. e4m3 is a
             floating-point format, so an element moves by at most 2**-9.8 of its feature's amax.
             False: every feature has its own scale. fprop, dgrad and gradients do not change.
+        wgrad: what wgrad multiplies: ``torch.float8_e4m3fn``, or x and dy as they come, cast to
+            ``torch.bfloat16`` or ``torch.float16`` where they have another dtype. fprop and dgrad
+            are in FP8 either way. In 16 bits a layer keeps x itself for the backward, not a
+            columnwise copy in FP8, and quantizes x and dy rowwise only.
 
     Raises:
-        ValueError: if ``amax_epsilon`` is negative or not finite.
+        ValueError: if ``amax_epsilon`` is negative or not finite, or for another ``wgrad``.
 
     >>> Float8BlockScaling()
-    Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0, share_x_scales=True)
+    Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0, share_x_scales=True,
+                       wgrad=torch.float8_e4m3fn)
+    >>> from grouped_linear import GroupedLinear
+    >>> layer = GroupedLinear(2, 16, 32, recipe=Float8BlockScaling(wgrad=torch.bfloat16))
+    >>> layer(torch.ones(5, 16), [2, 3]).sum().backward()
+    >>> layer.weight.grad[:, 0, 0]
+    tensor([2., 3.])
     """
 
     power_of_two_scales: bool = True
     amax_epsilon: float = 0.0
     share_x_scales: bool = True
+    wgrad: torch.dtype = E4M3
 
     reads_any_weight_dtype: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.wgrad not in (E4M3, torch.bfloat16, torch.float16):
+            given = self.wgrad
+            raise ValueError(
+                "Float8BlockScaling: wgrad must be float8_e4m3fn, bfloat16 or float16, got "
+                f"{dtype_name(given) if isinstance(given, torch.dtype) else repr(given)}"
+            )
+
+    @property
+    def has_linear_grad_op(self) -> bool:
+        """The op multiplies in FP8 only."""
+        return self.wgrad is E4M3
 
     def quantize_input(
         self, x_TK: Tensor, offs_E: Tensor, state: QuantizerState | None, outputs: OutputMask
@@ -141,6 +166,8 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
         outputs: OutputMask,
     ) -> Operands:
         """SwiGLU and quantization in one op, with the bits of two; rowwise always."""
+        if outputs.columnwise and self.wgrad is not E4M3:
+            return super().quantize_swiglu(gate_up_RG, offs_E, activation, state, outputs)
         q, scale, q_t, scale_t, _ = ops.group_quantize_swiglu(
             gate_up_RG,
             offs_E,
@@ -164,8 +191,11 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
         outputs: OutputMask,
         h_columnwise: bool,
     ) -> SwigluGradOperands:
-        """SwiGLU's gradient, h and quantization in one op, with the bits of several."""
-        if not (outputs.rowwise or outputs.columnwise):
+        """SwiGLU's gradient, h and quantization in one op, with the bits of several.
+
+        For wgrad in 16 bits they are written anyway, and d_gate_up is quantized from there.
+        """
+        if self.wgrad is not E4M3 or not (outputs.rowwise or outputs.columnwise):
             states = h_state, grad_state
             return super().quantize_swiglu_grad(
                 dh_RF, gate_up_RG, weight_R, offs_E, activation, *states, outputs, h_columnwise
@@ -223,7 +253,8 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
         columnwise_w: bool,
     ) -> ops.BlockScaledLinear:
         """A layer's forward in one op."""
-        return ops.block_scaled_linear(
+        in_fp8 = self.wgrad is E4M3
+        y = ops.block_scaled_linear(
             x_TK,
             w_ENK,
             m_splits_E,
@@ -231,9 +262,10 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
             amax_epsilon=self.epsilon,
             power_of_two_scales=self.power_of_two_scales,
             share_scales=self.share_x_scales,
-            columnwise_x=columnwise_x,
+            columnwise_x=columnwise_x and in_fp8,
             columnwise_w=columnwise_w,
         )
+        return y if in_fp8 or not columnwise_x else y._replace(x_t=x_TK.to(self.wgrad))
 
     def linear_grad(
         self,
@@ -265,8 +297,19 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
         share_scales: bool,
         rows_R: Tensor | None = None,
     ) -> Operands:
-        """:func:`grouped_linear.ops.group_quantize` with this recipe's scales."""
-        t = ops.group_quantize(
+        """:func:`grouped_linear.ops.group_quantize` with this recipe's scales.
+
+        For wgrad in 16 bits the columnwise operand is t itself, or its rows.
+        """
+        columnwise = None
+        if outputs.columnwise and self.wgrad is not E4M3:
+            t_TK = t_SK if rows_R is None else t_SK[rows_R]
+            columnwise = t_TK.to(self.wgrad)
+            outputs = outputs._replace(columnwise=False)
+            if not outputs.rowwise:
+                bias_grad = ops.grouped_bias_grad(t_TK, offs_E) if outputs.bias_grad else None
+                return Operands(None, None, columnwise, None, bias_grad)
+        q, scale, q_t, scale_t, bias_grad = ops.group_quantize(
             t_SK,
             offs_E,
             rows_R,
@@ -277,4 +320,4 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
             bias_grad=outputs.bias_grad,
             share_scales=share_scales,
         )
-        return Operands(*t)
+        return Operands(q, scale, q_t if columnwise is None else columnwise, scale_t, bias_grad)

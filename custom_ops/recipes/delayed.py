@@ -202,7 +202,7 @@ class OperandState(nn.Module):
 class DelayedScalingState(RecipeState):
     """The scales and amaxes of x, the weight and dy of a layer under ``DelayedScaling``.
 
-    ``GroupedLinear`` has one as its ``scaling_state``, saved with its parameters. With the function
+    ``GroupedLinear`` has one as its ``weight_state``, saved with its parameters. With the function
     :func:`grouped_linear.grouped_linear` make one for each layer yourself.
 
     Args:
@@ -285,7 +285,7 @@ def update_scales(model: nn.Module, group: "dist.ProcessGroup | None" = None) ->
     >>> layer = GroupedLinear(2, 16, 32, recipe=DelayedScaling())
     >>> layer(torch.ones(5, 16), [2, 3]).sum().backward()
     >>> update_scales(layer)
-    >>> layer.scaling_state.x.scale * 448
+    >>> layer.weight_state.x.scale * 448
     tensor([1., 1.])
     """
     by_rule: dict[tuple[torch.device, int, str], list[OperandState]] = defaultdict(list)

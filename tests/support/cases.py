@@ -170,6 +170,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "margin": {"margin": 3},
         "long": {"steps": (1024, 1500)},
     },
+    "adam_weight_": {
+        "rowwise": {"columnwise": False, "stochastic_rounding": False},
+        "amsgrad": {"amsgrad": True, "maximize": True, "lr_tensor": 0.03},
+        "adam": {"decoupled_weight_decay": False, "grad_scale": 3.0, "found_inf": 0.0},
+        "skipped": {"grad_scale": 2.0, "found_inf": 1.0},
+        "exact_scales": {"power_of_two_scales": False, "amax_epsilon": 0.5},
+    },
     "quantize_weight": {
         "rowwise": {"columnwise": False},
         "exact_scales": {"power_of_two_scales": False, "amax_epsilon": 0.5},
@@ -228,7 +235,9 @@ def cases(*ops: str) -> list[Any]:
     params = []
     for op in ops:
         # The kernels of these are those of other ops, which meet all group sizes.
-        shared = "_list" in op or op.startswith(("refresh_weight_", "block_scaled_linear"))
+        shared = "_list" in op or op.startswith(
+            ("refresh_weight_", "block_scaled_linear", "adam_weight_")
+        )
         plans = [(name, "plain") for name in (SHAPES if shared else GROUPS)]
         plans += [(name, v) for v in VARIANTS.get(op, {}) for name in ("unaligned", "capacity")]
         for device in devices(op):

@@ -31,6 +31,7 @@ OPS = (
     "refresh_weight_delayed_",
     "refresh_weight_mx_",
     "update_scales_",
+    "adam_weight_",
     "grouped_mm",
     "grouped_mm_list",
     "grouped_scaled_mm",

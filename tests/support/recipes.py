@@ -23,6 +23,7 @@ MORE_RECIPES: dict[str, Recipe | None] = {
     **RECIPES,
     "block_exact": Float8BlockScaling(False, 1e-4),
     "block_own": Float8BlockScaling(share_x_scales=False),
+    "block_bf16_wgrad": Float8BlockScaling(wgrad=torch.bfloat16),
     "current_e5m2": Float8CurrentScaling(True, 1e-4, reference.E5M2),
 }
 
@@ -40,8 +41,8 @@ def state_for(recipe: Recipe | None, E: int, device: str) -> DelayedScalingState
 def scheme_of(recipe: Recipe | None, E: int) -> reference.Scheme:
     """The reference's counterpart of the recipe. DelayedScaling brings the scales of its state."""
     match recipe:
-        case Float8BlockScaling(pow2, epsilon, share_x_scales):
-            return reference.Scaling(pow2, epsilon, share_x_scales)
+        case Float8BlockScaling(pow2, epsilon, share_x_scales, wgrad):
+            return reference.Scaling(pow2, epsilon, share_x_scales, wgrad)
         case Float8CurrentScaling(pow2, epsilon, gradient_dtype):
             return reference.Current(reference.Scaling(pow2, epsilon), gradient_dtype)
         case MXFP8BlockScaling():

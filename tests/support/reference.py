@@ -108,6 +108,7 @@ class Scaling(NamedTuple):
     power_of_two_scales: bool = True
     amax_epsilon: float = 0.0
     share_x_scales: bool = False
+    wgrad: torch.dtype = E4M3
 
 
 def quantize(
@@ -174,6 +175,26 @@ def quantize_weight(w_ENK: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor, Te
             q_ENK[:, n, k] = q.view(torch.uint8)
             scale[:, i, j] = scale_E.flatten()
     return q_ENK.view(E4M3), scale, q_ENK.transpose(1, 2).contiguous().view(E4M3)
+
+
+def adam(
+    w: Tensor, grad: Tensor, m: Tensor, v: Tensor, max_v: Tensor | None, step: int, **options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """w, m, v and max_v after a step of AdamW, or of Adam; all in float64."""
+    lr, beta1, beta2 = options["lr"], options["beta1"], options["beta2"]
+    w, g, m, v = w.double(), grad.double(), m.double(), v.double()
+    g = g / options["grad_scale"]
+    g = -g if options["maximize"] else g
+    if options["decoupled_weight_decay"]:
+        w = w * (1 - lr * options["weight_decay"])
+    else:
+        g = g + options["weight_decay"] * w
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    max_v = None if max_v is None else torch.maximum(max_v.double(), v)
+    unbiased_m = m / (1 - beta1**step)
+    unbiased_v = (v if max_v is None else max_v) / (1 - beta2**step)
+    return w - lr * unbiased_m / (unbiased_v.sqrt() + options["eps"]), m, v, max_v
 
 
 def gather(x_SK: Tensor, rows_T: Tensor | None, offs_E: Tensor) -> Tensor:
@@ -510,6 +531,8 @@ def block_operands(
         return dequantize_rowwise(*quantize_rowwise(x, scaling), offs_E)
 
     def columnwise(x: Tensor, share_scales: bool = False) -> Tensor:
+        if scaling.wgrad != E4M3:
+            return x.to(scaling.wgrad)
         quantized = quantize_columnwise(x, offs_E, scaling, share_scales)
         return dequantize_columnwise(*quantized, offs_E, x.size(0))
 

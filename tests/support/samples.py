@@ -221,6 +221,23 @@ def make(
                 ],
                 "fp8_max": [448.0, 57344.0],
             }
+        case "adam_weight_":
+            q, scale, q_t = reference.quantize_weight(weight(groups, FP32), reference.Scaling())
+            grad, exp_avg, exp_avg_sq, max_exp_avg_sq = (weight(groups, dtype) for _ in range(4))
+            tensors = {
+                "q": q,
+                "scale": scale,
+                "q_t": q_t if options.pop("columnwise", True) else None,
+            }
+            tensors |= {"grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq.square()}
+            amsgrad = options.pop("amsgrad", False)
+            tensors |= {"max_exp_avg_sq": max_exp_avg_sq.square() if amsgrad else None}
+            tensors |= {"step": torch.tensor(3.0), "lr_tensor": None, "grad_scale": None}
+            tensors |= {"found_inf": None, "lr": 0.1, "beta1": 0.9, "beta2": 0.99}
+            tensors |= {"weight_decay": 0.1, "eps": 1e-6}
+            for name in ("lr_tensor", "grad_scale", "found_inf"):
+                if name in options:
+                    tensors[name] = torch.tensor(options.pop(name))
         case "grouped_mm":
             tensors = {"a": rows(groups, K, dtype, layout), "b": weight(groups, dtype, layout)}
             tensors |= {"offs": offs}

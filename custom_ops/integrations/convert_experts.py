@@ -1,0 +1,305 @@
+"""Convert plain torch models: recognise their experts, check them and replace them."""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from grouped_linear.integrations.check_swiglu import device_to_run_on
+from grouped_linear.integrations.converted_class import Forward, converted_class, is_converted
+from grouped_linear.integrations.expert_lists import (
+    empty_grouped_module,
+    fill,
+    list_of_experts,
+    what_would_be_lost,
+)
+from grouped_linear.integrations.grouped_experts import (
+    GroupedForm,
+    check_grouped_experts,
+    convert_grouped_experts,
+    form_of,
+)
+from grouped_linear.nn.functional import check_whole
+from grouped_linear.nn.linear import GroupedLinear
+from grouped_linear.quantized.weight import check_quantized_weight
+from grouped_linear.recipes import Recipe
+
+# Options that have a meaning for experts in one module, too.
+WEIGHT_OPTIONS = ("quantized_weight", "stochastic_rounding")
+
+
+class ConvertedExperts(NamedTuple):
+    """Experts that were converted."""
+
+    name: str
+    """The module's name in ``named_modules`` of the model: of the block, if a list was replaced."""
+    form: str
+    """How they were held: ``"Linear"``, ``"SwiGLU"``, ``"grouped SwiGLU"``, ``"grouped SwiGLU,
+    w13"``, ``"grouped SwiGLU of GPT-OSS"``, or the class of a Hugging Face model's experts."""
+    num_experts: int
+    num_parameters: int
+    """Of all these experts together."""
+    path: str
+    """What computes them now, and how their weights are kept if that changed."""
+
+
+class FoundExperts(NamedTuple):
+    """Experts that were recognised and checked."""
+
+    name: str
+    module: nn.Module
+    what: ConvertedExperts
+    form: GroupedForm | None
+    """Of experts in one module."""
+    list_name: str
+    """Of experts in a ModuleList: its name in the block,"""
+    replacement: nn.Module | None
+    """and the module that replaces it, without values."""
+
+
+@torch.inference_mode(False)
+def convert_experts(
+    model: nn.Module,
+    forwards: Mapping[type[nn.Module], Forward] | None = None,
+    recipe: Recipe | None = None,
+    **options: bool,
+) -> list[ConvertedExperts]:
+    """Replace the experts of a plain torch model by grouped ones, in place.
+
+    :func:`grouped_linear.convert` calls it, and knows Hugging Face's models besides.
+
+    Two forms of experts are recognized:
+
+    **Experts in one module**, as in torchtitan: a module whose only parameters are w1 and w3
+    [E, F, H] and w2 [E, H, F], called as ``(x, num_tokens_per_expert)``; or w1_EFD, w3_EFD and
+    w2_EDF, called as ``(x_RD, num_tokens_per_expert_E)``; also torchtitan's w13 [E, F, 2, H] of its
+    override that fuses gate and up, and its GPT-OSS experts, which have biases. Its forward becomes
+    grouped layers. Its parameters, their names and its callers stay the same. If a parameter
+    becomes a DTensor, the forward uses its local part, as torchtitan does; experts may be sharded
+    by expert or by feature.
+
+    **A ModuleList of experts** in a block whose class is a key of ``forwards``. Experts that are
+    torch.nn.Linear become one :class:`grouped_linear.GroupedLinear`. Experts that compute
+    ``w2(silu(w1(x)) * w3(x))``, or have the names gate_proj, up_proj and down_proj, become one
+    :class:`grouped_linear.GroupedMLP`. It replaces the list under the same name. The block's loop
+    over its experts cannot be recognized, so ``forwards`` gives the block's new forward, a function
+    of the block and its inputs. The parameters are new: create the optimizer after the conversion.
+    Any other ModuleList is left alone.
+
+    Names and shapes do not show what experts compute. So SwiGLU experts are run on random rows, in
+    training mode, and must give SwiGLU's result: another activation, a clamp or dropout is an
+    error. It is an error too if a list's experts have anything that would be lost: hooks (as of
+    weight_norm or pruning), parametrizations, buffers, their own forward or a subclass of Linear,
+    modules or parameters with a second owner. Attributes of parameters are not copied.
+
+    Load a checkpoint before the conversion. Convert before sharding and before
+    DistributedDataParallel. One list after another is replaced, and its experts are copied one
+    after another, so there is memory for one list more than the model has; none is copied to
+    float32 as a whole. If experts are refused, the model is unchanged. Modules that are converted
+    already are left alone. A converted model can be copied, and pickled if ``forwards`` can.
+
+    A model may be on the meta device. The check then runs small random parameters in place of its
+    own, on a GPU if there is one. After ``to_empty`` call ``reset_parameters()`` of the modules
+    that replaced lists.
+
+    Args:
+        model: a model, or a module that is to be converted itself.
+        forwards: for each class of block with a ModuleList of experts, its new forward.
+        recipe: how the GEMMs are computed.
+        options: ``quantized_weight`` and ``stochastic_rounding`` keep weights as
+            :class:`grouped_linear.GroupedTensor`, also those of experts in one module, whose
+            parameters are then new. For the modules that replace lists also ``cache_weights`` and
+            ``fuse_wgrad_accumulation``; if all of them are GroupedLinear, ``return_bias``,
+            ``delay_wgrad_compute`` and ``save_original_input``.
+
+    Returns:
+        What was converted, in the order of ``named_modules``; never empty.
+
+    Raises:
+        ValueError: if no experts are recognized; if a class of ``forwards`` is not in the model or
+            has no such ModuleList; if experts differ in form, compute something else or have
+            something that would be lost; for unknown options, and for options of layers with
+            experts in one module; for experts in one module on the meta device under a recipe with
+            a state (``DelayedScaling``); for w13 that is to be quantized; if small parameters do
+            not run; for sharded parameters, and for lists inside DistributedDataParallel.
+
+    >>> class Block(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.router = nn.Linear(16, 4)
+    ...         self.experts = nn.ModuleList(nn.Linear(16, 32) for _ in range(4))
+    ...
+    ...     def forward(self, x):
+    ...         best = self.router(x).argmax(dim=-1)
+    ...         return torch.stack([self.experts[e](row) for e, row in zip(best, x)])
+    >>> def grouped_forward(self, x):
+    ...     best, order = self.router(x).argmax(dim=-1).sort()
+    ...     m_splits = (best[:, None] == torch.arange(4)).sum(dim=0)
+    ...     return self.experts(x[order], m_splits)[order.argsort()]
+    >>> block, x = Block(), torch.randn(10, 16)
+    >>> y = block(x)
+    >>> [converted] = convert_experts(block, {Block: grouped_forward})
+    >>> converted.form, converted.num_experts, converted.path
+    ('Linear', 4, 'GroupedLinear')
+    >>> torch.allclose(block(x), y, atol=1e-5)
+    True
+    """
+    forwards = dict(forwards or {})
+    found = find_experts("convert_experts", model, forwards, recipe, options)
+    if not found and any(map(is_converted, model.modules())):
+        raise ValueError(
+            f"convert_experts: experts of {type(model).__name__} are converted already"
+        )
+    if not found:
+        raise ValueError(
+            f"convert_experts: {type(model).__name__} has no module with parameters w1, w2 and w3 "
+            "[E, ...] that is called as (x, num_tokens_per_expert), and no class is in forwards"
+        )
+    return replace_experts(found, forwards, recipe, options)
+
+
+def find_experts(
+    op: str,
+    model: nn.Module,
+    forwards: Mapping[type[nn.Module], Forward],
+    recipe: Recipe | None,
+    options: Mapping[str, bool],
+) -> list[FoundExperts]:
+    """Recognise and check a model's experts, and change nothing.
+
+    Args:
+        op: what errors begin with.
+        model: see :func:`convert_experts`.
+        forwards: see :func:`convert_experts`.
+        recipe: see :func:`convert_experts`.
+        options: see :func:`convert_experts`.
+    """
+    found: list[FoundExperts] = []
+    devices = set(map(device_to_run_on, model.parameters()))
+    gpus = {device.index for device in devices if device.type == "cuda"}
+    with torch.random.fork_rng(gpus):  # random rows leave the generators unchanged
+        for name, module in model.named_modules():
+            where = f"{op}: {name or type(module).__name__}"
+            if type(module) in forwards:
+                found.append(_found_list(where, name, module, model, recipe, options))
+            elif not is_converted(module) and (form := form_of(module)) is not None:
+                found.append(_found_grouped(where, name, module, form, recipe, options))
+            else:
+                continue
+            if "forward" in vars(module):
+                raise ValueError(f"{where} has a forward of its own, which would hide the new one")
+    _check_found(op, model, forwards, found)
+    return found
+
+
+def _found_list(
+    where: str,
+    name: str,
+    block: nn.Module,
+    model: nn.Module,
+    recipe: Recipe | None,
+    options: Mapping[str, bool],
+) -> FoundExperts:
+    list_name, experts = list_of_experts(where, block)
+    where = f"{where}.{list_name}"
+    check_whole(where, experts.parameters(), "convert")
+    lost = next(what_would_be_lost(experts, (block, list_name), model), None)
+    if lost is not None:
+        raise ValueError(f"{where}: {lost}, which would be lost")
+    grouped = empty_grouped_module(where, experts, recipe, dict(options))
+    what = ConvertedExperts(
+        name,
+        "Linear" if isinstance(grouped, GroupedLinear) else "SwiGLU",
+        len(experts),
+        _num_parameters(experts.parameters()),
+        type(grouped).__name__ + _weights_in_fp8(options),
+    )
+    return FoundExperts(name, block, what, None, list_name, grouped)
+
+
+def _found_grouped(
+    where: str,
+    name: str,
+    module: nn.Module,
+    form: GroupedForm,
+    recipe: Recipe | None,
+    options: Mapping[str, bool],
+) -> FoundExperts:
+    of_layers = [option for option in options if option not in WEIGHT_OPTIONS]
+    if of_layers:
+        raise ValueError(
+            f"{where}: experts in one module stay what they are, so there is nothing to give "
+            f"{' and '.join(of_layers)} to"
+        )
+    in_fp8 = options.get("quantized_weight", False)
+    check_quantized_weight(
+        where, recipe, in_fp8, False, stochastic_rounding=options.get("stochastic_rounding", False)
+    )
+    check_grouped_experts(where, module, form, recipe, in_fp8)
+    what = ConvertedExperts(
+        name,
+        form.name,
+        len(module.get_parameter(form.weights[0])),
+        _num_parameters(module.parameters()),
+        "grouped_linear" + _weights_in_fp8(options),
+    )
+    return FoundExperts(name, module, what, form, "", None)
+
+
+def _num_parameters(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() for p in parameters)
+
+
+def _weights_in_fp8(options: Mapping[str, bool]) -> str:
+    return ", weights in FP8" if options.get("quantized_weight") else ""
+
+
+def _check_found(
+    op: str,
+    model: nn.Module,
+    forwards: Collection[type[nn.Module]],
+    found: Collection[FoundExperts],
+) -> None:
+    """Raise ValueError if too little was found, or if DistributedDataParallel has the lists."""
+    absent = set(forwards).difference(type(one.module) for one in found)
+    if absent:
+        names = " or ".join(sorted(block.__name__ for block in absent))
+        raise ValueError(f"{op}: {type(model).__name__} has no module of class {names}")
+    if any(one.list_name for one in found) and any(
+        isinstance(m, DistributedDataParallel) for m in model.modules()
+    ):
+        raise ValueError(
+            f"{op}: DistributedDataParallel holds the parameters of lists, which are replaced: "
+            "convert before it is made"
+        )
+
+
+def replace_experts(
+    found: list[FoundExperts],
+    forwards: Mapping[type[nn.Module], Forward],
+    recipe: Recipe | None,
+    options: Mapping[str, bool],
+) -> list[ConvertedExperts]:
+    """Convert what :func:`find_experts` found; nothing here raises, unless memory runs out.
+
+    Args:
+        found: by find_experts.
+        forwards: see :func:`convert_experts`.
+        recipe: see :func:`convert_experts`.
+        options: see :func:`convert_experts`.
+    """
+    quantized = None
+    if options.get("quantized_weight"):
+        quantized = {name: on for name, on in options.items() if name == "stochastic_rounding"}
+    for one in found:
+        if one.form is not None:
+            convert_grouped_experts(one.module, one.form, recipe, quantized)
+            continue
+        assert one.replacement is not None
+        fill(one.replacement, one.module.get_submodule(one.list_name))
+        setattr(one.module, one.list_name, one.replacement)
+        before: Any = type(one.module)
+        one.module.__class__ = converted_class(before, forwards[before])
+    return [one.what for one in found]

@@ -1,0 +1,145 @@
+"""What transformers must know of experts that are kept in FP8, to save them and to load them again.
+
+``save_pretrained`` writes them as its own FP8 models are written (``FineGrainedFP8Config``): for
+each expert e4m3 numbers ``weight`` and float32 scales ``weight_scale_inv``, as DeepSeek-V3 was
+published. What that format cannot hold is refused before a file is written.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import FineGrainedFP8Config
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+from transformers.integrations.finegrained_fp8 import FP8Experts
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+from grouped_linear.integrations.swiglu_forms import same_activation
+from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
+from grouped_linear.quantized.state_dict import SCALE
+
+
+class QuantizedExpertsHfQuantizer(FineGrainedFP8HfQuantizer):
+    """What ``model.hf_quantizer`` is after ``quantize_experts``: ``save_pretrained`` asks it."""
+
+    obstacle: str | None = None
+    conversions_before: list[Any] | None = None
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, Any]]:
+        """Refuse to save what cannot be loaded again; asked before a file is written."""
+        return _refuse(self.obstacle, model)
+
+
+def _refuse(obstacle: str | None, model: Any) -> tuple[None, dict[str, Any]]:
+    only_adapters = getattr(model, "_hf_peft_config_loaded", False)
+    if obstacle is not None and not only_adapters:
+        raise ValueError(
+            f"save_pretrained: {obstacle}: call dequantize_experts(model) before, and "
+            "quantize_experts after the checkpoint is loaded"
+        )
+    return None, {}
+
+
+def describe(model: Any, quantized: dict[str, Any], obstacle: str | None) -> None:
+    """Tell a model how its experts are stored.
+
+    Args:
+        model: whose configuration and names in checkpoints are extended.
+        quantized: the modules whose weights are GroupedTensors, by name.
+        obstacle: why transformers' format cannot hold them, or None.
+    """
+    others = [
+        name
+        for name, module in model.named_modules()
+        if (isinstance(module, nn.Linear) or name.endswith(".experts")) and name not in quantized
+    ]
+    config = FineGrainedFP8Config(modules_to_not_convert=others)
+    own = getattr(model, "hf_quantizer", None)
+    if own is not None and not isinstance(own, QuantizedExpertsHfQuantizer):
+        # Its description of the other modules stays.
+        obstacle = "a checkpoint has one quantization, and the model has its own beside its experts"
+        own.get_state_dict_and_metadata = partial(_refuse, obstacle)
+        return
+    forget(model)
+    quantizer = QuantizedExpertsHfQuantizer(config)
+    conversions = quantizer.conversions_before = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # as save_pretrained does
+        found = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [c for c in found if not isinstance(c, PrefixChange)]
+    keys = [f"{name}.{w}" for name, experts in quantized.items() for w in weight_names(experts)]
+    with_scales = [(f"{key}{SCALE}", None) for key in keys]
+    stand_in: Any = SimpleNamespace(named_parameters=lambda: with_scales)
+    model._weight_conversions = HfQuantizer.update_weight_conversions(
+        quantizer, conversions, stand_in
+    )
+    quantizer.obstacle = obstacle or _obstacle_of_names(model, keys)
+    model.hf_quantizer = quantizer
+    model.config.quantization_config = config
+
+
+def forget(model: Any) -> None:
+    """Undo :func:`describe`, for a model whose experts are dequantized."""
+    own = getattr(model, "hf_quantizer", None)
+    if isinstance(own, QuantizedExpertsHfQuantizer):
+        model._weight_conversions = own.conversions_before
+        model.hf_quantizer = None
+        del model.config.quantization_config
+    elif own is not None:
+        vars(own).pop("get_state_dict_and_metadata", None)
+
+
+def weight_names(experts: Any) -> tuple[str, str]:
+    """The names of an experts module's weights."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
+def obstacle_of(name: str, experts: Any) -> str | None:
+    """Why transformers' FP8 experts cannot be these, or None.
+
+    Args:
+        name: the module's name in its model.
+        experts: the module.
+    """
+    if not name.endswith(".experts"):
+        return f"transformers looks for experts in FP8 in modules called experts, not {name}"
+    if experts.is_transposed or experts.has_bias or experts.has_post_expert_norm:
+        return f"transformers' FP8 experts have no biases, transposed weights or norms, {name} has"
+    try:
+        with torch.device("meta"):
+            theirs: Any = FP8Experts(experts.config, (BLOCK, BLOCK), has_gate=experts.has_gate)
+    except AttributeError as error:
+        return f"transformers' FP8 experts do not know the configuration of {name} ({error})"
+    theirs.has_post_expert_norm, theirs.is_concatenated = False, True
+    for w in weight_names(experts):
+        own = getattr(experts, w).shape
+        if getattr(theirs, w).shape != own:
+            return f"transformers' FP8 experts have another {w} than {name}, of {list(own)}"
+        if w == "gate_up_proj" and (own[1] // 2) % BLOCK:
+            return (
+                f"a checkpoint has gate and up apart, and a block of scales reaches from one into "
+                f"the other where an expert's {own[1] // 2} features are no multiple of {BLOCK}"
+            )
+    if not same_activation(experts, theirs):
+        return f"transformers' FP8 experts have another activation than {name}"
+    return None
+
+
+def _obstacle_of_names(model: Any, keys: list[str]) -> str | None:
+    """Try on tensors without memory what ``save_pretrained`` will do with the experts' names."""
+    state: dict[str, Tensor] = {}
+    for key in keys:
+        E, N, K = model.get_parameter(key).shape
+        state[key] = torch.empty(E, N, K, dtype=E4M3, device="meta")
+        state[key + SCALE] = torch.empty(E, ceil_div(N, BLOCK), ceil_div(K, BLOCK), device="meta")
+    saved = revert_weight_conversion(model, state)
+    numbers = {name: t for name, t in saved.items() if t.dtype == E4M3}
+    for name, q in numbers.items():
+        *_, N, K = q.shape
+        scale = saved.get(name + SCALE)
+        if scale is None or scale.shape[-2:] != (ceil_div(N, BLOCK), ceil_div(K, BLOCK)):
+            return f"transformers does not save {name} with scales of its own"
+    return None if 2 * len(numbers) == len(saved) else "transformers does not save its scales"

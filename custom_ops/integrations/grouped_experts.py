@@ -1,0 +1,265 @@
+"""Experts that one module holds in tensors [E, ...], as torchtitan's do: recognise and convert.
+
+R rows, E experts, H features of a token, F features inside an expert. torchtitan's names end in
+letters of its own: it calls H D, and 2 F is G.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import silu
+
+from grouped_linear.integrations.check_swiglu import Expert, check_swiglu
+from grouped_linear.integrations.converted_class import Forward, converted_class
+from grouped_linear.nn.functional import check_whole, grouped_linear, is_dtensor
+from grouped_linear.ops.activation import PLAIN, SwiGLU
+from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.recipes import Recipe
+
+GPT_OSS_ALPHA = 1.702  # torchtitan has the number in its code, and swiglu_limit in the module
+
+
+@dataclass(frozen=True)
+class GroupedForm:
+    """How a module holds its experts and how it is called."""
+
+    name: str
+    weights: tuple[str, ...]
+    """gate, up and down, or gate_up and down."""
+    inputs: tuple[str, str]
+    """What the arguments of its forward are called: the sorted rows, the rows of each expert."""
+    biases: tuple[str, ...] = ()
+    """Of gate_up and of down."""
+    gpt_oss: bool = False
+    """Whether the activation is GPT-OSS's, with a limit that is the attribute swiglu_limit."""
+
+    @property
+    def gate_up_is_one(self) -> bool:
+        """Whether a tensor holds gate and up, in turn."""
+        return len(self.weights) == 2
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of all parameters."""
+        return *self.weights, *self.biases
+
+    def fits(self, shapes: Sequence[tuple[int, ...]]) -> bool:
+        """Whether the parameters' shapes are those of experts."""
+        if len(shapes[-1 - len(self.biases)]) != 3:
+            return False
+        E, H, F = shapes[len(self.weights) - 1]
+        gate_up: list[tuple[int, ...]] = [(E, F, H), (E, F, H)]
+        if self.gate_up_is_one:
+            gate_up = [(E, 2 * F, H)] if self.biases else [(E, F, 2, H)]
+        biases = [(E, 2 * F), (E, H)] if self.biases else []
+        return list(shapes) == [*gate_up, (E, H, F), *biases]
+
+    def experts(self, tensors: Sequence[Tensor]) -> list[Expert]:
+        """Views of each expert's parameters."""
+        own = [t.detach() for t in tensors]
+        if not self.gate_up_is_one:
+            return [Expert(*one) for one in zip(*own, strict=True)]
+        gate_up, down, *biases = own
+        if gate_up.dim() == 4:
+            gates, ups = gate_up[:, :, 0], gate_up[:, :, 1]
+        else:
+            gates, ups = gate_up[:, 0::2], gate_up[:, 1::2]
+        halves = [biases[0][:, 0::2], biases[0][:, 1::2], biases[1]] if biases else []
+        return [Expert(*one) for one in zip(gates, ups, down, *halves, strict=True)]
+
+    def tensors(self, experts: Sequence[Expert]) -> dict[str, Tensor]:
+        """The parameters that hold these experts, by name."""
+        gate, up, down, *biases = (
+            torch.stack(list(same)) for same in zip(*experts, strict=True) if same[0] is not None
+        )
+        if not self.gate_up_is_one:
+            return dict(zip(self.weights, (gate, up, down), strict=True))
+        gate_up = torch.stack([gate, up], dim=2)  # [E, F, 2, H]
+        if not self.biases:
+            return dict(zip(self.weights, (gate_up, down), strict=True))
+        gate_up_bias = torch.stack(biases[:2], dim=2).flatten(1)
+        tensors = gate_up.flatten(1, 2), down, gate_up_bias, biases[2]
+        return dict(zip(self.parameters, tensors, strict=True))
+
+    def activation(self, module: Any) -> SwiGLU:
+        """The form of SwiGLU that the module is to compute."""
+        if self.gpt_oss:
+            return SwiGLU(GPT_OSS_ALPHA, 1.0, module.swiglu_limit, interleaved=True)
+        return SwiGLU(interleaved=True) if self.gate_up_is_one else PLAIN
+
+
+SORTED_ROWS = ("x_RD", "num_tokens_per_expert_E")
+# torchtitan's names before and after https://github.com/pytorch/torchtitan/pull/3425, those of its
+# override that fuses gate and up, and those of its GPT-OSS.
+FORMS = (
+    GroupedForm("grouped SwiGLU", ("w1", "w3", "w2"), ("x", "num_tokens_per_expert")),
+    GroupedForm("grouped SwiGLU", ("w1_EFD", "w3_EFD", "w2_EDF"), SORTED_ROWS),
+    GroupedForm("grouped SwiGLU, w13", ("w13", "w2_EDF"), SORTED_ROWS),
+    GroupedForm(
+        "grouped SwiGLU of GPT-OSS",
+        ("mlp1_weight_EGD", "mlp2_weight_EDF"),
+        SORTED_ROWS,
+        ("mlp1_bias_EG", "mlp2_bias_ED"),
+        gpt_oss=True,
+    ),
+)
+
+
+def form_of(module: nn.Module) -> GroupedForm | None:
+    """The form of a module that holds experts; None if it is not known."""
+    parameters = dict(module.named_parameters())
+    form = next((form for form in FORMS if set(form.parameters) == set(parameters)), None)
+    if form is None:
+        return None
+    # The class's: torchtitan's parallelize gives a module a forward of its own.
+    _, *called_with = inspect.signature(type(module).forward).parameters
+    shapes = [tuple(parameters[name].shape) for name in form.parameters]
+    has_limit = not form.gpt_oss or hasattr(module, "swiglu_limit")
+    return form if form.fits(shapes) and tuple(called_with) == form.inputs and has_limit else None
+
+
+def check_grouped_experts(
+    where: str, module: nn.Module, form: GroupedForm, recipe: Recipe | None, in_fp8: bool
+) -> None:
+    """Raise ValueError for experts that cannot be converted, or compute something else."""
+    parameters = [module.get_parameter(name) for name in form.parameters]
+    check_whole(where, parameters, "convert")
+    if getattr(module, "_parallelized", False):
+        raise ValueError(f"{where}: torchtitan has parallelized it already: convert before")
+    if recipe is not None and recipe.has_state and parameters[0].is_meta:
+        raise ValueError(
+            f"{where}: the first scales of {type(recipe).__name__} would be lost on the meta "
+            "device: convert when parameters have values"
+        )
+    if in_fp8 and parameters[0].dim() == 4:
+        raise ValueError(
+            f"{where}: {form.weights[0]} is {list(parameters[0].shape)}, and weights are kept in "
+            "FP8 as [E, N, K]: leave gate and up apart"
+        )
+    if any(isinstance(p, GroupedTensor) for p in parameters):
+        raise ValueError(f"{where}: weights are in FP8 already: convert before they are quantized")
+
+    def run(x_ERH: Tensor, stand_ins: Sequence[Expert] | None) -> Tensor:
+        E, R, _ = x_ERH.shape
+        counts_E = torch.full((E,), R, dtype=torch.int32, device=x_ERH.device)
+        own = {} if stand_ins is None else form.tensors(stand_ins)
+        y: Tensor = functional_call(module, own, (x_ERH.flatten(0, 1), counts_E))
+        return y.view(x_ERH.shape)
+
+    check_swiglu(where, module, run, form.experts(parameters), form.activation(module))
+
+
+def convert_grouped_experts(
+    module: Any, form: GroupedForm, recipe: Recipe | None, quantized: dict[str, bool] | None
+) -> None:
+    """Give the module a forward of grouped layers.
+
+    Args:
+        module: which was checked.
+        form: of its experts.
+        recipe: how the GEMMs are computed.
+        quantized: options of ``GroupedTensor.quantize`` if weights are to be kept in FP8.
+    """
+    if recipe is not None and recipe.has_state:
+        w = module.get_parameter(form.weights[0])
+        states = (recipe.new_state(len(w), w.device) for _ in form.weights)
+        module.scaling_states = nn.ModuleList(state for state in states if state is not None)
+    if quantized is not None:
+        for name in form.weights:
+            w = module.get_parameter(name)
+            kept = GroupedTensor.quantize(w, recipe, **quantized)
+            setattr(module, name, nn.Parameter(kept, requires_grad=w.requires_grad))
+    before: Any = type(module)
+    module.__class__ = converted_class(before, GroupedForward(form, recipe, quantized is not None))
+
+
+def _apart(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """gate and up of what holds them in turn."""
+    gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)
+    return gate, up
+
+
+def _tensor_parallel_degree(w: Any) -> int:
+    """Over how many processes the features inside experts are sharded."""
+    if not is_dtensor(w):
+        return 1
+    sizes = (
+        w.device_mesh.size(i)
+        for i, placement in enumerate(w.placements)
+        if placement.is_shard() and placement.dim != 0
+    )
+    degree = 1
+    for size in sizes:
+        degree *= size
+    return degree
+
+
+@dataclass(frozen=True)
+class GroupedForward:
+    """The forward of experts in one module, as data: a local function cannot be pickled."""
+
+    form: GroupedForm
+    recipe: Recipe | None
+    in_fp8: bool
+    """Whether weights are kept in FP8."""
+
+    def make_forward(self) -> Forward:
+        """The function, with the names of arguments that the module's callers may use."""
+        form, recipe, in_fp8 = self.form, self.recipe, self.in_fp8
+
+        def forward(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+            m_splits_E = num_tokens_per_expert.to(torch.int32)  # some routers count in float
+            states = getattr(self, "scaling_states", (None,) * len(form.weights))
+
+            def layer(x: Tensor, i: int, bias: Tensor | None = None) -> Tensor:
+                weight, state = local(getattr(self, form.weights[i])), states[i]
+                held = None if state is None else len(state.quantizer_states().weight.scale)
+                if held is not None and len(weight) != held:
+                    raise ValueError(
+                        f"{type(self).__name__}: {type(recipe).__name__} holds scales of "
+                        f"{held} experts, {len(weight)} are on this process: "
+                        "shard in another way or take another recipe"
+                    )
+                if in_fp8 and not isinstance(weight, GroupedTensor):
+                    raise ValueError(
+                        f"{type(self).__name__}: {form.weights[i]} is not in FP8 any more: tensor "
+                        "and expert parallelism make parameters of high precision, so convert "
+                        "without weights in FP8"
+                    )
+                if recipe is None or not recipe.reads_any_weight_dtype:
+                    weight = weight.to(x.dtype)
+                if weight.dim() == 4:
+                    weight = weight.flatten(1, 2)
+                return grouped_linear(x, weight, m_splits_E, bias, recipe, state)
+
+            if not form.gate_up_is_one:
+                return layer(silu(layer(x, 0)) * layer(x, 1), 2).to(x.dtype)
+            if not form.gpt_oss:
+                gate, up = _apart(layer(x, 0))
+                return layer(silu(gate) * up, 1).to(x.dtype)
+            gate_up_bias, down_bias = (local(getattr(self, name)) for name in form.biases)
+            # Tensor parallelism adds up outputs, so each process adds its share of the bias, which
+            # has the whole gradient.
+            degree = _tensor_parallel_degree(getattr(self, form.weights[0]))
+            if degree > 1:
+                down_bias = down_bias - down_bias.detach() * (1 - 1 / degree)
+            gate, up = _apart(layer(x, 0, gate_up_bias))
+            limit = self.swiglu_limit
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            h = gate * (GPT_OSS_ALPHA * gate).sigmoid() * (up + 1)
+            return layer(h, 1, down_bias).to(x.dtype)
+
+        def forward_RD(self: Any, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+            return forward(self, x_RD, num_tokens_per_expert_E)
+
+        return forward_RD if form.inputs == SORTED_ROWS else forward
+
+
+def local(t: Any) -> Any:
+    """The part of a parameter that is on this process."""
+    return t.to_local() if is_dtensor(t) else t

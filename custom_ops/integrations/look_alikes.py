@@ -1,0 +1,75 @@
+"""Modules that look like experts, of no form that is known: what they are and why they are left."""
+
+import inspect
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+from grouped_linear.integrations.converted_class import is_converted
+from grouped_linear.integrations.expert_lists import is_expert
+from grouped_linear.integrations.grouped_experts import form_of
+from grouped_linear.nn.linear import GroupedLinear
+from grouped_linear.nn.mlp import GroupedMLP
+
+
+class LeftExperts(NamedTuple):
+    """A module that looks like experts and was left as it was."""
+
+    name: str
+    """In ``named_modules`` of the model."""
+    why: str
+    """A few words."""
+
+
+def goes_through_interface(module: nn.Module) -> bool:
+    """Whether a module is experts of transformers' interface, which adds the attribute."""
+    return hasattr(module, "is_concatenated") and hasattr(module, "config")
+
+
+def look_alikes(model: nn.Module) -> Iterator[LeftExperts]:
+    """What looks like experts and is computed by none of this package's layers."""
+    seen: list[str] = []  # prefixes of what is converted or reported as a whole
+    owners = {child: parent for parent in model.modules() for child in parent.children()}
+    for name, module in model.named_modules():
+        if any(name.startswith(prefix) for prefix in seen):
+            continue
+        is_ours = isinstance(module, GroupedLinear | GroupedMLP) or goes_through_interface(module)
+        if is_ours or (is_converted(module) and form_of(module) is not None):
+            seen.append(f"{name}.")
+            continue
+        why = _why_left(name, module, owners.get(module))
+        if why:
+            seen.append(f"{name}.")
+            yield LeftExperts(name, why)
+
+
+def _why_left(name: str, module: nn.Module, owner: nn.Module | None) -> str:
+    """Why a module was left; empty if it does not look like experts."""
+    cls = type(module)
+    children = [child for child in module.children() if any(True for _ in child.parameters())]
+    called_experts = "expert" in f"{cls.__name__} {name.rsplit('.', 1)[-1]}".lower()
+    no_interface = f"{cls.__name__} does not go through transformers' experts interface"
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and len(children) > 1:
+        known = all(map(is_expert, children))
+        classes = {type(child) for child in children}
+        if not called_experts or len(classes) > 1:
+            return ""
+        if cls.__module__.startswith("transformers."):
+            return no_interface
+        if known and isinstance(module, nn.ModuleList):
+            return f"no forward for {type(owner).__name__} in forwards"
+        if known:
+            return f"{cls.__name__} is no ModuleList"
+        return f"{classes.pop().__name__} is neither torch.nn.Linear nor SwiGLU without biases"
+    own = dict(module.named_parameters(recurse=False))
+    if not own or cls.__module__.startswith("torch.nn"):
+        return ""
+    stacked = [p.size(0) for p in own.values() if p.dim() >= 3 and p.size(0) > 1]
+    matrices = [p for p in own.values() if p.dim() >= 2]
+    if not (called_experts and matrices) and (len(stacked) < 2 or len(set(stacked)) > 1):
+        return ""
+    if cls.__module__.startswith("transformers."):
+        return no_interface
+    _, *inputs = inspect.signature(cls.forward).parameters
+    return f"no known form has parameters {', '.join(own)} and is called as ({', '.join(inputs)})"

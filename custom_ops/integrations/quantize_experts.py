@@ -1,0 +1,183 @@
+"""Keep the experts of a Hugging Face model in FP8, and nothing else of them.
+
+E experts, F features inside an expert.
+"""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.integrations.finegrained_fp8 import FP8Experts
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from grouped_linear.integrations import fp8_checkpoint
+from grouped_linear.quantized.state_dict import distributed_like, keep_quantized
+from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.quantized.weight import is_dtensor, is_quantized
+from grouped_linear.recipes import Float8BlockScaling
+
+
+@torch.no_grad()
+def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None) -> None:
+    """Quantize the weights of a model's experts to FP8 once, for inference and for adapters.
+
+    Each weight becomes a :class:`grouped_linear.GroupedTensor` that takes one byte an element, or
+    two if it is stored as [E, in_features, out_features]. The model computes the same bits as
+    before, and no call quantizes weights any more. The weights get no gradients; gradients pass
+    through them to earlier layers.
+
+    ``save_pretrained`` then writes the experts as transformers' FP8 models have theirs
+    (``FineGrainedFP8Config``): e4m3 numbers with ``weight_scale_inv``, bit for bit. Where that
+    format cannot hold them it raises ValueError before it writes anything; after
+    :func:`dequantize_experts` it writes the model in its own dtype. A state dict has each weight as
+    ``name`` and ``name_scale_inv``, which accelerate's ``save_state`` and safetensors write.
+
+    Experts that expert parallelism distributes over processes are quantized where they are.
+
+    Args:
+        model: the whole model. Its experts' weights are replaced, one after another. Experts of a
+            checkpoint in FP8 are left alone.
+        recipe: how to quantize; by default the recipe of the model's experts implementation.
+
+    Raises:
+        ValueError: for a model without experts that use the interface; for an implementation that
+            is no name of ``register`` with ``Float8BlockScaling``; for weights on the meta
+            device, where accelerate's offloading leaves them; and for weights that are sharded by
+            FSDP or inside experts. The model is then as it was.
+
+    >>> import torch
+    >>> from transformers import MixtralConfig, MixtralForCausalLM
+    >>> from grouped_linear import Float8BlockScaling
+    >>> from grouped_linear.integrations.transformers import register
+    >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
+    ...                        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    >>> model = MixtralForCausalLM(config)
+    >>> register("grouped_linear_fp8", recipe=Float8BlockScaling())
+    >>> model.set_experts_implementation("grouped_linear_fp8")
+    >>> quantize_experts(model)
+    >>> model.model.layers[0].mlp.experts.down_proj.q.dtype
+    torch.float8_e4m3fn
+    """
+    if not any(hasattr(module, "is_concatenated") for module in model.modules()):
+        raise ValueError(
+            "quantize_experts: the model has no experts that go through transformers' interface"
+        )
+    found = _experts_of(model)
+    places = []
+    for where, experts in found.items():
+        own_recipe = _block_recipe_of(experts)
+        for name in fp8_checkpoint.weight_names(experts):
+            w = getattr(experts, name)
+            _check_can_be_quantized(f"{where}.{name}".lstrip("."), w, experts, model)
+            places.append((experts, name, own_recipe if recipe is None else recipe))
+    for experts, name, of_weight in places:
+        w, columnwise = getattr(experts, name), experts.is_transposed
+        if not is_quantized(w):
+            # For a weight that is stored transposed, fprop reads the columnwise data.
+            local = w.to_local() if is_dtensor(w) else w
+            quantized: Any = GroupedTensor.quantize(local, of_weight, columnwise=columnwise)
+            if is_dtensor(w):
+                quantized = distributed_like(w, quantized)
+            setattr(experts, name, nn.Parameter(quantized, requires_grad=False))
+            if hasattr(experts, f"{name}_cache"):  # of cache_experts
+                delattr(experts, f"{name}_cache")
+        keep_quantized(experts)
+    for where, root in _models_in(model):
+        own = {n.removeprefix(where): e for n, e in found.items() if n.startswith(where)}
+        obstacles = (fp8_checkpoint.obstacle_of(n, e) for n, e in own.items())
+        if own:
+            fp8_checkpoint.describe(root, own, next(filter(None, obstacles), None))
+
+
+@torch.no_grad()
+def dequantize_experts(model: nn.Module) -> None:
+    """Replace the weights that :func:`quantize_experts` made by plain ones of the same numbers.
+
+    They are of the dtype that the weights had before, and frozen, as the quantized ones are.
+    ``save_pretrained`` then writes a checkpoint without FP8.
+
+    Args:
+        model: the whole model.
+
+    >>> from transformers import MixtralConfig, MixtralForCausalLM
+    >>> from grouped_linear import Float8BlockScaling
+    >>> from grouped_linear.integrations.transformers import register
+    >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
+    ...                        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    >>> model = MixtralForCausalLM(config)
+    >>> register("grouped_linear_fp8", recipe=Float8BlockScaling())
+    >>> model.set_experts_implementation("grouped_linear_fp8")
+    >>> quantize_experts(model)
+    >>> dequantize_experts(model)
+    >>> type(model.model.layers[0].mlp.experts.down_proj.data)
+    <class 'torch.Tensor'>
+    """
+    for experts in _experts_of(model).values():
+        for name in fp8_checkpoint.weight_names(experts):
+            w = getattr(experts, name)
+            if is_quantized(w):
+                plain = (w.to_local() if is_dtensor(w) else w).dequantize()
+                plain = distributed_like(w, plain) if is_dtensor(w) else plain
+                setattr(experts, name, nn.Parameter(plain, requires_grad=False))
+    for _, root in _models_in(model):
+        fp8_checkpoint.forget(root)
+
+
+def _experts_of(model: nn.Module) -> dict[str, Any]:
+    """The experts that go through transformers' interface and are not of a checkpoint in FP8."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "is_concatenated") and not isinstance(module, FP8Experts)
+    }
+
+
+def _models_in(model: nn.Module) -> Iterator[tuple[str, transformers.PreTrainedModel]]:
+    """transformers' models in a module, or the module itself, without models inside of models."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        inside = any(prefix.startswith(outer) for outer in found)
+        if isinstance(module, transformers.PreTrainedModel) and not inside:
+            found.append(prefix)
+            yield prefix, module
+
+
+def _block_recipe_of(experts: Any) -> Float8BlockScaling:
+    name = experts.config._experts_implementation
+    options = getattr(ALL_EXPERTS_FUNCTIONS.get(name), "keywords", {})  # of register's partial
+    ours, recipe = "recipe" in options, options.get("recipe")
+    if not isinstance(recipe, Float8BlockScaling):
+        computes = f"has the recipe {recipe!r}" if ours else "is not one of grouped_linear's"
+        raise ValueError(
+            f"quantize_experts: the experts implementation {name!r} {computes}, and would not "
+            "compute with quantized weights: call register(name, Float8BlockScaling()) and "
+            "model.set_experts_implementation(name) before"
+        )
+    return recipe
+
+
+def _check_can_be_quantized(where: str, w: Any, experts: Any, model: nn.Module) -> None:
+    if w.is_meta:
+        reason = "is on the meta device, it has no numbers yet: load the checkpoint before"
+        if hasattr(experts, "_hf_hook"):
+            reason = (
+                "is offloaded by accelerate: load the model without offloading its experts, which "
+                "take half of the memory once they are quantized"
+            )
+        raise ValueError(f"quantize_experts: {where} {reason}")
+    if not is_dtensor(w):
+        return
+    fsdp = importlib.import_module("torch.distributed.fsdp").FSDPModule
+    if any(isinstance(module, fsdp) for module in model.modules()):
+        raise ValueError(
+            f"quantize_experts: {where} is sharded by FSDP: quantize before fully_shard"
+        )
+    if not all(p.is_replicate() or p.is_shard(0) for p in w.placements):
+        raise ValueError(
+            f"quantize_experts: {where} is split inside of each expert, {w.placements}: distribute "
+            "whole experts instead, with DistributedConfig(ep_size=...)"
+        )

@@ -1,0 +1,60 @@
+"""Which of transformers' experts compute a form of SwiGLU, and which form."""
+
+from typing import Any
+
+from torch import nn
+from torch.nn.functional import silu
+from transformers.activations import SiLUActivation
+from transformers.integrations.moe import _default_apply_gate
+
+from grouped_linear.ops import SwiGLU
+
+# Classes of transformers whose own _apply_gate is a form of SwiGLU, and the names of the attributes
+# for alpha and the limit. With an alpha, 1 is added to up.
+SWIGLU_FORMS = {
+    "BeamExperts": (None, None),
+    "DeepseekV4Experts": (None, "limit"),
+    "FP8Experts": ("swiglu_alpha", "swiglu_limit"),
+    "Glm5NextTextExperts": (None, "swiglu_limit"),
+    "GptOssExperts": ("alpha", "limit"),
+    "HYV4Experts": (None, "swiglu_limit"),
+    "HYV4VLExperts": (None, "swiglu_limit"),
+    "MiniMaxM3VLExperts": ("swiglu_alpha", "swiglu_limit"),
+    "OpenAIPrivacyFilterExperts": ("alpha", "limit"),
+}
+
+
+def swiglu_of(experts: Any) -> SwiGLU | None:
+    """The form of SwiGLU that the experts compute, which grouped_mlp fuses with quantization.
+
+    None if their gate is not SwiGLU, or if a norm follows the second layer.
+    """
+    if not experts.has_gate or experts.has_post_expert_norm or "_apply_gate" in vars(experts):
+        return None
+    cls = type(experts)
+    alpha = limit = None
+    if cls._apply_gate is not _default_apply_gate:
+        replaced = cls._apply_gate.__module__ != cls.__module__
+        in_library = cls.__module__.startswith("transformers.")
+        if cls.__name__ not in SWIGLU_FORMS or not in_library or replaced:
+            return None
+        alpha_name, limit_name = SWIGLU_FORMS[cls.__name__]
+        alpha = getattr(experts, alpha_name) if alpha_name else None
+        limit = getattr(experts, limit_name) if limit_name else None
+    if getattr(experts, "gate_softcap", None) is not None or (limit is not None and limit <= 0):
+        return None
+    if alpha is not None:
+        return SwiGLU(alpha, 1.0, limit, interleaved=not experts.is_concatenated)
+    act_fn = getattr(experts, "act_fn", silu)
+    is_silu = act_fn is silu or isinstance(act_fn, nn.SiLU | SiLUActivation)
+    return SwiGLU(limit=limit) if is_silu and experts.is_concatenated else None
+
+
+def same_activation(experts: Any, fp8_experts: Any) -> bool:
+    """Whether transformers' FP8 experts compute the same between their two layers."""
+    own, other = swiglu_of(experts), swiglu_of(fp8_experts)
+    if own is not None or other is not None:
+        return own == other
+    if experts.has_gate and type(experts)._apply_gate is not _default_apply_gate:
+        return False
+    return type(experts.act_fn) is type(fp8_experts.act_fn)

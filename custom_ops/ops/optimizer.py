@@ -1,0 +1,113 @@
+"""Step a weight that is kept quantized.
+
+E experts, K in_features, N out_features.
+"""
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.grouped_linear
+
+
+def adam_weight_(
+    q: Tensor,
+    scale: Tensor,
+    q_t: Tensor | None,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None,
+    step: Tensor,
+    lr_tensor: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    *,
+    lr: float = 1e-3,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    weight_decay: float = 0.01,
+    eps: float = 1e-8,
+    decoupled_weight_decay: bool = True,
+    maximize: bool = False,
+    amax_epsilon: float = 0.0,
+    power_of_two_scales: bool = True,
+    stochastic_rounding: bool = True,
+) -> None:
+    """Take a step of AdamW or Adam over the tensors of a :func:`quantize_weight`, in one pass.
+
+    With w = q * scale, g = grad, m = exp_avg and v = exp_avg_sq, in float32::
+
+        w = w * (1 - lr * weight_decay)           # AdamW; Adam: g = g + weight_decay * w
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g * g
+        w = w - lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)
+
+    Then w is quantized as :func:`quantize_weight` does, each block with a new scale, and q, scale,
+    q_t, m and v are written. It is the step of ``torch.optim.AdamW(fused=True)``, which calls this
+    op for a :class:`grouped_linear.GroupedTensor`.
+
+    Rounded stochastically, a number becomes one of its two neighbours, the upper one with the
+    probability that makes the expected value exact. The random bits follow from the step, the
+    position in the expert and the number alone. So copies of an expert on several processes stay
+    equal, whatever other experts these hold, and no state of a random generator is read.
+
+    Args:
+        q: [E, N, K] e4m3, contiguous, written.
+        scale: [E, ceil(N / 128), ceil(K / 128)] float32, contiguous, written.
+        q_t: [E, K, N] e4m3, contiguous, written; or None.
+        grad: [E, N, K] bfloat16, float16 or float32, contiguous. Written if grad_scale is given.
+        exp_avg: [E, N, K] of grad's dtype, contiguous, written.
+        exp_avg_sq: [E, N, K] of grad's dtype, contiguous, written.
+        max_exp_avg_sq: [E, N, K] of grad's dtype, contiguous: AMSGrad. It is raised to exp_avg_sq,
+            and takes its place in the formula. None without AMSGrad.
+        step: a float32 tensor of no dimensions on q's device: 1 in the first step. Not written.
+        lr_tensor: the learning rate as a float32 tensor of no dimensions on q's device, in place of
+            lr; None to take lr.
+        grad_scale: a float32 tensor of no dimensions on q's device, by which grad is divided first.
+        found_inf: a float32 tensor of no dimensions on q's device. If it is not 0, nothing is
+            written.
+        lr: the learning rate.
+        beta1: the decay of exp_avg, at least 0 and below 1.
+        beta2: the decay of exp_avg_sq, at least 0 and below 1.
+        weight_decay: see the formula.
+        eps: see the formula.
+        decoupled_weight_decay: AdamW's weight decay instead of Adam's.
+        maximize: take -grad for g.
+        amax_epsilon: the smallest amax that a block is scaled by.
+        power_of_two_scales: make scales powers of two.
+        stochastic_rounding: round stochastically instead of to nearest.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, layout or number.
+
+    >>> from grouped_linear.ops import quantize_weight
+    >>> q, scale, q_t = quantize_weight(torch.ones(1, 128, 128))
+    >>> grad, m, v = torch.ones(1, 128, 128), torch.zeros(1, 128, 128), torch.zeros(1, 128, 128)
+    >>> options = {"lr": 0.25, "weight_decay": 0.0}
+    >>> adam_weight_(q, scale, q_t, grad, m, v, None, torch.tensor(1.0), **options)
+    >>> (q.float() * scale).mean(), m.mean()
+    (tensor(0.7500), tensor(0.1000))
+    """
+    _ops.adam_weight_(
+        q,
+        scale,
+        q_t,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        max_exp_avg_sq,
+        step,
+        lr_tensor,
+        grad_scale,
+        found_inf,
+        lr,
+        beta1,
+        beta2,
+        weight_decay,
+        eps,
+        decoupled_weight_decay,
+        maximize,
+        amax_epsilon,
+        power_of_two_scales,
+        stochastic_rounding,
+    )

@@ -1,0 +1,132 @@
+"""Quantized parameters in state dicts: two plain tensors each, as FP8 checkpoints have them.
+
+A quantized parameter ``name`` is in a state dict as ``name``, its e4m3 numbers, and
+``name_scale_inv``, its float32 scales, which multiply to dequantize. So whoever writes plain
+tensors (safetensors, transformers, accelerate, distributed checkpoints) writes it bit for bit.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from grouped_linear.meta_kernels.rules import E4M3, dtype_name
+from grouped_linear.quantized.tensor import GroupedTensor, contiguous_stride
+from grouped_linear.quantized.weight import convert_assigned, is_dtensor
+
+SCALE = "_scale_inv"
+
+
+def scales_of(w: Any) -> Tensor | None:
+    """The scales of a quantized weight, of this process's part if it is sharded; else None."""
+    if w is not None and is_dtensor(w):
+        w = w.to_local()
+    return w.scale if isinstance(w, GroupedTensor) else None
+
+
+def split_quantized(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Replace the module's quantized parameters in its state dict by their two parts.
+
+    The parts share memory with the parameter, as every tensor of a state dict does. Columnwise data
+    is made again by ``load_state_dict``, so whatever writes into a state dict must be loaded.
+
+    Args:
+        module: its own parameters, not those of its children.
+        state_dict: changed in place. Parameters themselves, of ``keep_vars=True``, stay.
+        prefix: of the module's keys.
+    """
+    for name in module._parameters:
+        w: Any = state_dict.get(prefix + name)
+        if isinstance(w, nn.Parameter):
+            continue
+        if isinstance(w, GroupedTensor) and w.shape == w.q.shape:
+            state_dict[prefix + name], state_dict[prefix + name + SCALE] = w.q, w.scale
+        elif is_dtensor(w):
+            local = w.to_local()
+            if isinstance(local, GroupedTensor):
+                state_dict[prefix + name] = distributed_like(w, local.q)
+                state_dict[prefix + name + SCALE] = distributed_like(w, local.scale)
+
+
+def join_quantized(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
+) -> None:
+    """Replace the two parts of quantized weights in a state dict by one quantized tensor.
+
+    Args:
+        module: whose parameters are loaded. They say what the tensors stand for.
+        state_dict: changed in place.
+        prefix: of the module's keys.
+        error_msgs: gets a sentence for parts that do not fit, which are removed.
+    """
+    own_keys = [k for k in state_dict if k.startswith(prefix) and "." not in k[len(prefix) :]]
+    for key in own_keys:
+        q = state_dict.get(key)
+        if not isinstance(q, Tensor) or q.dtype != E4M3:
+            continue
+        scale = state_dict.pop(key + SCALE, None)
+        if not isinstance(scale, Tensor):
+            error_msgs.append(f"{key} is {dtype_name(E4M3)}, and there is no {key}{SCALE}.")
+            del state_dict[key]  # its numbers without scales are no weight
+            continue
+        try:
+            own = module._parameters.get(key.removeprefix(prefix))
+            state_dict[key] = _joined(own, module, q, scale)
+        except (RuntimeError, ValueError) as error:
+            error_msgs.append(f"{key}: {error}.")
+            del state_dict[key]
+
+
+def keep_quantized(module: nn.Module) -> None:
+    """Make a module of another library save and load its quantized parameters by their parts."""
+    if _save_hook not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_save_hook)
+        module.register_load_state_dict_pre_hook(_load_hook)
+
+
+def _save_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    split_quantized(module, state_dict, prefix)
+
+
+def _load_hook(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    join_quantized(module, state_dict, prefix, error_msgs)
+    if metadata.get("assign_to_params_buffers"):
+        convert_assigned(module, state_dict, prefix)
+
+
+def _joined(own: Tensor | None, module: nn.Module, q: Any, scale: Any) -> Any:
+    like: Any = next(module.parameters(recurse=False)) if own is None else own
+    if is_dtensor(like):
+        like = like.to_local()
+    options = {"dtype": like.dtype, "columnwise": False}
+    if isinstance(like, GroupedTensor):
+        options["recipe"] = like.recipe
+        options["stochastic_rounding"] = like.stochastic_rounding
+    if is_dtensor(q) and is_dtensor(scale):
+        return distributed_like(q, _quantized(q.to_local(), scale.to_local(), options))
+    return _quantized(q, scale, options)
+
+
+def _quantized(q: Tensor, scale: Tensor, options: dict[str, Any]) -> GroupedTensor:
+    # Some checkpoints have scales in BF16. They convert to float32 exactly.
+    return GroupedTensor.from_parts(q.contiguous(), scale.float().contiguous(), **options)
+
+
+def distributed_like(like: Any, local: Tensor) -> Any:
+    """A DTensor of this process's part, sharded by experts as `like` is."""
+    return type(like).from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape[:1] + local.shape[1:],
+        stride=contiguous_stride(like.shape[:1] + local.shape[1:]),
+    )

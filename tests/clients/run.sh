@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Makes .venv-clients, which sees all of .venv and has the extra "clients" of pyproject.toml besides, and runs the tests
+# of this folder there. A second run installs nothing.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+readonly VENV=.venv-clients
+python=$PWD/$VENV/bin/python
+
+mapfile -t packages < <(.venv/bin/python - <<'END'
+import tomllib
+with open("pyproject.toml", "rb") as file:
+    print("\n".join(tomllib.load(file)["project"]["optional-dependencies"]["clients"]))
+END
+)
+stamp="$(.venv/bin/python -V) ${packages[*]}"
+if [[ ! -f $VENV/stamp || $(<"$VENV/stamp") != "$stamp" ]]; then
+  echo "set-up: ${packages[*]} in $VENV"
+  rm -rf "$VENV"
+  .venv/bin/python -m venv "$VENV"
+  site_of() { "$1" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'; }
+  # addsitedir reads the .pth files there too, which name an editable installation.
+  printf "import site; site.addsitedir('%s')\n" "$(site_of .venv/bin/python)" >"$(site_of "$python")/linked.pth"
+  PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore "$python" -m pip install -qq "${packages[@]}"
+  printf '%s\n' "$stamp" >"$VENV/stamp"
+fi
+"$python" - "${packages[@]}" <<'END'
+import sys
+from importlib.metadata import version
+names = ["torch", "transformers", *(wanted.partition(">")[0] for wanted in sys.argv[1:])]
+print(", ".join(f"{name} {version(name)}" for name in names))
+END
+exec "$python" -m pytest tests/clients -p no:cacheprovider "$@"

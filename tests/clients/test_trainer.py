@@ -1,0 +1,96 @@
+"""transformers' Trainer and from_pretrained, with experts that are kept in FP8."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from grouped_linear import GroupedTensor
+from support.compare import assert_same_bits, bits
+
+pytest.importorskip("accelerate")  # Trainer and FP8 checkpoints need it
+from transformers import MixtralForCausalLM, Trainer, TrainingArguments
+
+
+def train(model: nn.Module, dataset: Any, directory: Path, **resumed: Any) -> None:
+    arguments = TrainingArguments(
+        output_dir=str(directory),
+        max_steps=4,
+        save_steps=2,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    Trainer(model, arguments, train_dataset=dataset).train(**resumed)
+
+
+def assert_same_state(actual: nn.Module, expected: nn.Module) -> None:
+    states = actual.state_dict(), expected.state_dict()
+    assert states[0].keys() == states[1].keys()
+    for name, t in states[0].items():
+        assert_same_bits(bits(t), bits(states[1][name]))
+
+
+def test_experts_that_learn(tiny: Any, dataset: Any, tmp_path: Path) -> None:
+    """A run that is resumed from its first checkpoint ends where the whole run does."""
+    whole, resumed = tiny(), tiny()
+    before = whole.experts.down_proj.detach().clone()
+    train(whole, dataset, tmp_path)
+    assert not torch.equal(whole.experts.down_proj.detach(), before)
+    saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+    assert saved.keys() == whole.state_dict().keys()
+    assert_same_bits(bits(saved["experts.down_proj"]), bits(whole.experts.down_proj.q))
+    train(resumed, dataset, tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same_state(resumed, whole)
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(12)[None]).logits
+
+
+def test_experts_of_transformers(quantized_mixtral: Any, dataset: Any, tmp_path: Path) -> None:
+    """What is not in FP8 learns; the checkpoint loads, dequantized where there is no GPU."""
+    train(quantized_mixtral, dataset, tmp_path)
+    directory = tmp_path / "checkpoint-4"
+    saved = load_file(directory / "model.safetensors")
+    in_fp8 = [name for name, t in saved.items() if t.dtype == torch.float8_e4m3fn]
+    assert len(in_fp8) == 2 * 4 * 3
+    assert all(f"{name}_scale_inv" in saved for name in in_fp8)
+    loaded = MixtralForCausalLM.from_pretrained(
+        directory, experts_implementation="grouped_linear_fp8", dtype=torch.float32
+    )
+    for name, p in quantized_mixtral.named_parameters():
+        expected = p.dequantize() if isinstance(p, GroupedTensor) else p
+        assert torch.equal(loaded.get_parameter(name), expected), name
+    assert torch.equal(logits(loaded), logits(quantized_mixtral))
+
+
+def test_from_pretrained_bit_for_bit(
+    quantized_mixtral: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: transformers then keeps what it loads in FP8, which we read as it is."""
+    quantized_mixtral.save_pretrained(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        loaded = MixtralForCausalLM.from_pretrained(
+            tmp_path, experts_implementation="grouped_linear_fp8", device_map="cpu"
+        )
+    for ours, theirs in zip(quantized_mixtral.model.layers, loaded.model.layers, strict=True):
+        assert type(theirs.mlp.experts).__name__ == "FP8Experts"
+        for name in ("gate_up_proj", "down_proj"):
+            w = getattr(ours.mlp.experts, name)
+            assert_same_bits(bits(getattr(theirs.mlp.experts, name)), bits(w.q))
+            assert_same_bits(getattr(theirs.mlp.experts, f"{name}_scale_inv"), w.scale)
+    assert torch.equal(logits(loaded), logits(quantized_mixtral))
+    loaded.save_pretrained(tmp_path / "again")
+    files = [load_file(d / "model.safetensors") for d in (tmp_path, tmp_path / "again")]
+    assert files[0].keys() == files[1].keys()
+    for name, t in files[0].items():
+        assert_same_bits(bits(t), bits(files[1][name]))

@@ -1,0 +1,108 @@
+"""What a conversion needs beside the model: the layer that replaces one, and one expert.
+
+A layer of DeepSeek-V3 has 256 experts of 3 x 7168 x 2048 parameters, 22.5 GB in bf16. Here are
+fewer of them and smaller ones; the counts are exact, so they say what happens at any size.
+
+E experts, H features of a token, F features of an expert.
+"""
+
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import grouped_mm, silu
+from torch.profiler import ProfilerActivity, profile
+
+from grouped_linear import Float8BlockScaling, convert
+from support.tensors import BF16
+
+E, H, F = 32, 256, 128
+ONE_EXPERT = 3 * H * F * 2  # bytes
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(H, F, bias=False, dtype=BF16) for _ in range(2))
+        self.w2 = nn.Linear(F, H, bias=False, dtype=BF16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert() for _ in range(E))
+
+
+class GroupedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Parameter(torch.randn(E, F, H, dtype=BF16) / 16) for _ in range(2))
+        self.w2 = nn.Parameter(torch.randn(E, H, F, dtype=BF16) / 11)
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        offs = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+        gate, up = (grouped_mm(x, w.mT, offs=offs) for w in (self.w1, self.w3))
+        return grouped_mm(silu(gate) * up, self.w2.mT, offs=offs)
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """The most bytes that a call holds at a time, of those that it allocates."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        call()
+    assert profiled.profiler is not None
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert events
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def test_peak_bytes_sees_what_is_held() -> None:
+    def double() -> None:
+        a = torch.ones(1 << 20, dtype=torch.uint8)
+        b = a + 1
+        del a
+        b + 1
+
+    assert 2 << 20 <= peak_bytes(double) < 2.1 * (1 << 20)
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_lists(weights: str | None, layers: int) -> None:
+    """FP8 weights are two bytes an element, too: q and its transpose."""
+    model = nn.ModuleList(Block() for _ in range(layers))
+    parameters = list(model.parameters())  # kept, so that only new memory counts
+    peak = peak_bytes(
+        lambda: convert(
+            model, Float8BlockScaling(), weights=weights, forwards={Block: lambda self, x: x}
+        )
+    )
+    size = 2 * sum(p.numel() for p in parameters)
+    assert size <= peak < size + 2 * ONE_EXPERT
+
+
+def test_a_list_is_freed_before_the_next_is_made() -> None:
+    model = nn.ModuleList(Block() for _ in range(2))
+    others: list[type[nn.Module]] = []  # when it is freed
+    weakref.finalize(model[0].experts[0].w1.weight, lambda: others.append(type(model[1].experts)))
+    convert(model, forwards={Block: lambda self, x: x})
+    assert others == [nn.ModuleList]
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_experts_in_one_module(weights: str | None) -> None:
+    """The check holds one expert in float32, and activations of 64 rows for each expert."""
+    experts = GroupedExperts()
+    parameters = list(experts.parameters())
+    peak = peak_bytes(lambda: convert(experts, Float8BlockScaling(), weights=weights))
+    size, activations = E * ONE_EXPERT, E * 64 * (2 * H + 3 * F) * 4
+    assert peak < (size if weights == "fp8" else 2 * ONE_EXPERT) + activations
+    del parameters

@@ -1,0 +1,146 @@
+"""The same mistake is the same kind of error in GroupedLinear and GroupedMLP: torch's.
+
+RuntimeError for a tensor that does not fit, TypeError for what is no tensor, ValueError for a
+configuration or an option.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from grouped_linear import (
+    DelayedScaling,
+    Float8BlockScaling,
+    GroupedLinear,
+    GroupedMLP,
+    update_scales,
+)
+from support.tensors import BF16
+
+K, N = 16, 32
+
+
+def linear(x: Any = None, m_splits: Any = (2, 3), first: Any = None, **options: Any) -> Any:
+    layer = GroupedLinear(**{"num_gemms": 2, "in_features": K, "out_features": N} | options)
+    return layer(torch.randn(5, K) if x is None else x, m_splits, first)
+
+
+def mlp(x: Any = None, routing: Any = None, first: Any = None, **options: Any) -> Any:
+    layer = GroupedMLP(**{"num_experts": 2, "hidden_size": K, "intermediate_size": N} | options)
+    scores, chosen = routing or (torch.ones(5, 1), torch.zeros(5, 1, dtype=torch.int64))
+    return layer(torch.randn(5, K) if x is None else x, scores, chosen, first)
+
+
+FP8 = {"recipe": Float8BlockScaling()}
+FLAG = torch.zeros(2, dtype=torch.bool)
+# Of either layer.
+MISTAKES: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
+    "numpy x": (TypeError, lambda layer: layer(np.ones((5, K), np.float32))),
+    "x of float64": (RuntimeError, lambda layer: layer(torch.ones(5, K).double())),
+    "x of float64, fp8": (RuntimeError, lambda layer: layer(torch.ones(5, K).double(), **FP8)),
+    "x of bfloat16": (RuntimeError, lambda layer: layer(torch.ones(5, K, dtype=BF16))),
+    "features of x": (RuntimeError, lambda layer: layer(torch.ones(5, N))),
+    "no dimension": (RuntimeError, lambda layer: layer(torch.ones(()))),
+    "flag": (RuntimeError, lambda layer: layer(first=FLAG)),
+    "flag without cache": (ValueError, lambda layer: layer(first=True, **FP8)),
+    "empty cache": (RuntimeError, lambda layer: layer(first=False, cache_weights=True, **FP8)),
+    "recipe": (ValueError, lambda layer: layer(recipe="fp8")),
+    "numpy's True": (ValueError, lambda layer: layer(bias=np.True_)),
+}
+# Of one of them.
+OTHERS: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
+    "m_splits 10": (TypeError, lambda: linear(m_splits=10)),
+    "m_splits None": (TypeError, lambda: linear(m_splits=None)),
+    "m_splits of three": (RuntimeError, lambda: linear(m_splits=[1, 2, 2])),
+    "in_features": (ValueError, lambda: linear(in_features=16.0)),
+    "num_gemms": (ValueError, lambda: linear(num_gemms=2.0)),
+    "hidden_size": (ValueError, lambda: mlp(hidden_size=16.0)),
+    "num_experts": (ValueError, lambda: mlp(num_experts="2")),
+    "no tokens": (RuntimeError, lambda: mlp(routing=(torch.ones(4, 1), torch.zeros(4, 1).long()))),
+    "numpy scores": (TypeError, lambda: mlp(routing=(np.ones((5, 1)), torch.zeros(5, 1).long()))),
+    "numpy experts": (TypeError, lambda: mlp(routing=(torch.ones(5, 1), np.zeros((5, 1), int)))),
+}
+
+
+def said(kind: type[Exception], call: Callable[[], Any]) -> str:
+    with pytest.raises(kind) as error:
+        call()
+    assert type(error.value) is kind
+    return f"{kind.__name__}: {error.value}"
+
+
+def test_of_either_layer() -> None:
+    lines = [
+        said(kind, partial(call, layer))
+        for kind, call in MISTAKES.values()
+        for layer in (linear, mlp)
+    ]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+TypeError: grouped_linear: x must be a tensor, got ndarray
+TypeError: grouped_mlp: x must be a tensor, got ndarray
+RuntimeError: grouped_linear: x must be bfloat16, float16 or float32, got float64
+RuntimeError: grouped_mlp: x must be bfloat16, float16 or float32, got float64
+RuntimeError: grouped_linear: x must be bfloat16, float16 or float32, got float64
+RuntimeError: grouped_mlp: x must be bfloat16, float16 or float32, got float64
+RuntimeError: grouped_linear: x is bfloat16, weight float32: cast one of them, or use torch.autocast
+RuntimeError: grouped_mlp: x is bfloat16, gate_up_proj float32: cast one of them, or use torch.autocast
+RuntimeError: grouped_linear: K differs: x has 32, weight 16
+RuntimeError: grouped_mlp: gate_up_proj must be [E, 2 F, 32], as x has 32 features, got [2, 64, 16]
+RuntimeError: grouped_linear: x must have a last dimension of a positive multiple of 16, got shape []
+RuntimeError: grouped_mlp: x must have a last dimension of a positive multiple of 16, got shape []
+RuntimeError: GroupedLinear: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 1-D bool on cpu
+RuntimeError: GroupedMLP: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 1-D bool on cpu
+ValueError: GroupedLinear: is_first_microbatch needs cache_weights=True under the recipe Float8BlockScaling
+ValueError: GroupedMLP: is_first_microbatch needs cache_weights=True under the recipe Float8BlockScaling
+RuntimeError: GroupedLinear: is_first_microbatch=False reads the weight cache, which holds no weight yet, or none since parameters were loaded, drawn or moved: call with True
+RuntimeError: GroupedMLP: is_first_microbatch=False reads the weight cache, which holds no weight yet, or none since parameters were loaded, drawn or moved: call with True
+ValueError: GroupedLinear: recipe must be None or a grouped_linear.Recipe, got 'fp8'
+ValueError: GroupedMLP: recipe must be None or a grouped_linear.Recipe, got 'fp8'
+ValueError: GroupedLinear: bias must be True or False, got np.True_
+ValueError: GroupedMLP: bias must be True or False, got np.True_""",  # noqa: E501
+    )
+
+
+def test_of_one_layer() -> None:
+    lines = [said(kind, call) for kind, call in OTHERS.values()]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+TypeError: grouped_linear: m_splits must be a tensor or a list, the rows of each group, got 10
+TypeError: grouped_linear: m_splits must be a tensor or a list, the rows of each group, got None
+RuntimeError: grouped_linear: E differs: m_splits has 3, weight 2
+ValueError: GroupedLinear: in_features must be an integer, got 16.0
+ValueError: GroupedLinear: num_gemms must be an integer, got 2.0
+ValueError: GroupedMLP: hidden_size must be an integer, got 16.0
+ValueError: GroupedMLP: num_experts must be an integer, got '2'
+RuntimeError: grouped_mlp: x, top_k_weights and top_k_index differ in their tokens: [5, 16], [4, 1], [4, 1]
+TypeError: grouped_mlp: top_k_weights must be a tensor, got ndarray
+TypeError: grouped_mlp: top_k_index must be a tensor, got ndarray""",  # noqa: E501
+    )
+
+
+@pytest.mark.parametrize("layer", [linear, mlp])
+def test_scales_that_change_before_the_backward(layer: Any) -> None:
+    """In our words: the engine's say nothing of scales."""
+    kept = (GroupedLinear if layer is linear else GroupedMLP)(2, K, N, recipe=DelayedScaling())
+    x = torch.randn(5, K)
+    scores, chosen = torch.ones(5, 1), torch.zeros(5, 1, dtype=torch.int64)
+    y = kept(x, [2, 3]) if layer is linear else kept(x, scores, chosen)
+    update_scales(kept)
+    op = "grouped_linear" if layer is linear else "grouped_mlp"
+    message = f"^{op}: a tensor that the forward saved has been modified by an inplace operation"
+    with pytest.raises(RuntimeError, match=f"{message} before its backward: call update_scales"):
+        y.sum().backward()
+
+
+def test_sizes_of_numpy() -> None:
+    """Which are integers."""
+    layer = GroupedLinear(np.int64(2), np.int64(K), np.int64(N))
+    assert layer(torch.ones(5, K), np.array([2, 3])).shape == (5, N)
