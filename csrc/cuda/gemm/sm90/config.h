@@ -75,6 +75,11 @@ struct GemmConfig {
   static constexpr bool kNarrow = false;
   // Whether a tile and the one below it form a pair, whose blocks share b.
   static constexpr bool kSharesB = true;
+  // Whether warp 1 has nothing to do but scheduling and zeros. Otherwise a store warp zeroes while
+  // it waits.
+  static constexpr bool kHasIdleWarp = !kBlockScaled;
+  // Whether stages are written by cp.async too, which wgmma sees after a fence only.
+  static constexpr bool kNeedsProxyFence = false;
 
   // a's scales in a stage. K-grouped tiles start at multiples of kTileM.
   static constexpr int kRowScales = kKGrouped ? kTileM : kTileM + kRowScaleAlignment;
@@ -111,10 +116,15 @@ struct GemmConfig {
 
 constexpr int smallest(int a, int b) { return a < b ? a : b; }
 
-// The same GEMM with pairs of neighbouring columns alone: each block loads its own tile of b.
-template <typename Config>
-struct WithoutSharedB : Config {
-  static constexpr bool kSharesB = false;
+enum class Operand { kA, kB };
+
+// The same GEMM with an operand whose rows warps 0 and 1 gather. Where that is b, each block gathers
+// its own tile of it: pairs are neighbouring columns alone.
+template <typename Config, Operand operand>
+struct Gathering : Config {
+  static constexpr bool kSharesB = operand == Operand::kA;
+  static constexpr bool kHasIdleWarp = false;
+  static constexpr bool kNeedsProxyFence = true;
 };
 
 // The same GEMM in narrow tiles, which never share b. Its stages and buffers reuse the wide tile's

@@ -1,4 +1,4 @@
-// The producer of a GEMM that gathers rows: a warp that copies the rows of one operand, while TMA
+// The producer of a GEMM that gathers rows: two warps that copy the rows of one operand, while TMA
 // loads the other.
 //
 // TMA has no instruction on Hopper that loads rows by number: one line of 128 bytes at a time it
@@ -14,26 +14,17 @@
 
 namespace grouped_linear::cuda::sm90 {
 
-enum class Operand { kA, kB };
-
 // A dense matrix whose rows an operand gathers.
 struct GatheredRows {
   RowNumbers numbers;
   const uint8_t* source;
-  uint32_t row_bytes;  // from row to row
+  uint32_t row_pieces;  // from row to row, in pieces of 16 bytes
   const float* scales;  // FP8: of row r and scale block j, scales[j * scale_stride + r]
   int64_t scale_stride;
 };
 
-// source + row * row_bytes, in one instruction.
-__device__ __forceinline__ const void* row_address(const void* source, int row,
-                                                   uint32_t row_bytes) {
-  const void* address;
-  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(address) : "r"(row), "r"(row_bytes), "l"(source));
-  return address;
-}
-
-// How a warp copies the gathered rows of a stage: each instruction takes 32 pieces of 16 bytes.
+// How two warps copy the gathered rows of a stage: each takes one half of them, 32 pieces of 16
+// bytes an instruction.
 template <typename Config, Operand operand>
 struct GatheredTile {
   static constexpr bool kIsA = operand == Operand::kA;
@@ -44,23 +35,26 @@ struct GatheredTile {
 
   // M-grouped: a tile's rows, of 128 bytes a stage. K-grouped: a k-block's rows, of all columns.
   static constexpr int kRows = Config::kKGrouped ? Config::kTileK : Config::kTileM;
+  static constexpr int kRowsOfWarp = kRows / 2;
   static constexpr int kLanesOfRow = !Config::kKGrouped ? 8 : (kIsA ? kTileM : Config::kTileN) / 8;
   static constexpr int kRowsAtOnce = 32 / kLanesOfRow;
-  static constexpr int kCopies = kRows / kRowsAtOnce;
-  static constexpr int kRowsOfLane = kRows / 32;  // whose numbers a lane knows
+  static constexpr int kCopies = kRowsOfWarp / kRowsAtOnce;
+  static constexpr int kRowsOfLane = kRowsOfWarp / 32;  // whose numbers a lane knows
 };
 
 // Gathers a (M-grouped, and 16-bit K-grouped) or b (16-bit K-grouped). A K-grouped GEMM's rows past
 // the end of a group are zeros.
 //
-// A stage is completed after the copies of the next one have been issued, so that two are on their
-// way at any time. wgmma reads through the async proxy: each lane waits for its copies and fences
-// before the warp arrives.
+// A stage is full when the copies of every lane have arrived, which the mbarrier is told without a
+// lane that waits for them. wgmma reads through the async proxy, so the math warps fence first.
+//
+// Warp 0 walks over the tiles and loads the other operand. Warp 1 loads b's block scales, and
+// schedules a K-grouped GEMM's tiles.
 template <Operand operand>
 struct GatherProducer {
   using Arguments = GatheredRows;
-  static constexpr int kThreads = 32;
-  static constexpr int kArrivals = 2;  // of the lane that uses TMA, and of the warp
+  static constexpr int kThreads = 64;
+  static constexpr int kArrivals = 1 + kThreads;  // of the lane that uses TMA, and of every lane
   static constexpr int kRegisters = 72;
 
   template <typename Config>
@@ -70,7 +64,8 @@ struct GatherProducer {
 
   template <typename Config>
   static __device__ void run(SharedStorage<Config>& shared, const TensorMaps& maps,
-                             const Arguments& rows, const TileCounts& counts,
+                             const Arguments& rows, const Scale128x128View& scale_b,
+                             const SplitKWorkspace& workspace, const TileCounts& counts,
                              const GemmShape& shape);
 
  private:
@@ -105,71 +100,104 @@ __device__ __forceinline__ void GatherProducer<operand>::load_other(SharedStorag
 template <Operand operand>
 template <typename Config>
 __device__ void GatherProducer<operand>::run(SharedStorage<Config>& shared, const TensorMaps& maps,
-                                             const Arguments& rows, const TileCounts& counts,
-                                             const GemmShape& shape) {
+                                             const Arguments& rows, const Scale128x128View& scale_b,
+                                             const SplitKWorkspace& workspace,
+                                             const TileCounts& counts, const GemmShape& shape) {
   using Tile = GatheredTile<Config, operand>;
-  constexpr int item = sizeof(typename Config::A), batch = 8;
-  static_assert(Tile::kCopies % batch == 0);
-  const int lane = threadIdx.x, lane_row = lane / Tile::kLanesOfRow;
+  constexpr int item = sizeof(typename Config::A);
+  const int lane = threadIdx.x % 32, lane_row = lane / Tile::kLanesOfRow;
+  const bool is_second = threadIdx.x >= 32;
+  const int warp_row = is_second ? Tile::kRowsOfWarp : 0;
   // Where a lane's pieces start in a source row, and in the stage: lines of 128 bytes, columns of
-  // 64 elements one after another.
+  // 64 elements one after another. Their places in a line repeat after eight rows.
   const int piece = lane % Tile::kLanesOfRow * 16;
-  const int line = (lane % Tile::kLanesOfRow / 8 * Tile::kRows + lane_row) * kSwizzleBytes;
+  const int line =
+      (lane % Tile::kLanesOfRow / 8 * Tile::kRows + warp_row + lane_row) * kSwizzleBytes;
+  const auto place_of = [&](int r) { return ((lane % 8) ^ (lane_row % 8) ^ (r % 8)) * 16; };
 
   PipelineState<Config::kStages> state;
-  int pending = -1;  // a stage whose copies are on their way
-  const auto arrive = [&](int stage) {
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(&shared.full[stage]);
-  };
-
+  AtomicScheduler<Config> dynamic(shared, workspace.tile_counter);
+  if (Config::kKGrouped && is_second && lane == 0) dynamic.begin(counts);
   TileScheduler<Config> scheduler(shared, counts, shape);
+  BlockScales<Config> scales;
   for (int number = 0;; ++number) {
     WorkTile& slot = shared.tiles[number % kTileSlots];
-    if (elect_one()) {
+    if (threadIdx.x == 0) {
       const WorkTile next = scheduler.next();
       mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
       slot = next;
-      if constexpr (Config::kKGrouped) mbarrier_arrive(&shared.tile_begun);
     }
-    __syncwarp();
+    named_barrier_sync<1, kThreads>();
     const WorkTile& tile = slot;
+    bool publishes = false;
+    if (Config::kKGrouped && is_second && lane == 0) {
+      publishes = dynamic.more() && tile.k_blocks >= 0;
+      if (publishes) dynamic.draw();
+    }
+    const auto publish = [&] {
+      if (Config::kKGrouped && publishes) dynamic.publish();
+      publishes = false;
+    };
 
     // The numbers of a lane's rows, K-grouped in one k-block. They are read long before their first
     // use, which is where a lane waits for them.
     int64_t numbers[Tile::kRowsOfLane];
     const int end = Config::kKGrouped ? tile.k_begin + tile.k_count : shape.T;
     const auto first_row = [&](int k_block) {
-      return lane + (Config::kKGrouped ? tile.k_begin + k_block * Tile::kRows : tile.row);
+      return warp_row + (Config::kKGrouped ? tile.k_begin + k_block * Tile::kRows : tile.row);
     };
     const auto read_numbers = [&](int k_block) {
 #pragma unroll
       for (int i = 0; i < Tile::kRowsOfLane; ++i)
-        numbers[i] = rows.numbers.raw(min(first_row(k_block) + 32 * i, end - 1));
+        numbers[i] = rows.numbers.raw(min(first_row(k_block) + lane + 32 * i, end - 1));
     };
     if (tile.k_blocks > 0) read_numbers(0);
-    if (pending >= 0) {
-      cp_async_wait<0>();
-      fence_proxy_async();
-      arrive(pending);
-      pending = -1;
-    }
     if (tile.k_blocks <= 0) {
-      if (elect_one()) mbarrier_arrive(&shared.full[state.stage]);
-      arrive(state.stage);
+      publish();
+      uint64_t* full = &shared.full[state.stage];
+      if (lane == 0 && (!is_second || Config::kScale128x128)) mbarrier_arrive(full);
+      mbarrier_arrive(full);
       if (tile.k_blocks < 0) return;
       state.advance();
+      continue;
+    }
+    if (Config::kScale128x128 && is_second) scales.begin(scale_b, tile, shape);
+
+    // M-grouped: of the rows that this lane copies in every k-block.
+    uint32_t offsets[Config::kKGrouped ? 1 : Tile::kCopies];  // in pieces of 16 bytes
+    int row[Tile::kRowsOfLane] = {};
+    const auto row_of_copy = [&](int i) {
+      const int r = i * Tile::kRowsAtOnce;
+      return __shfl_sync(0xffffffff, row[r / 32], r % 32 + lane_row);
+    };
+    const auto clamp_numbers = [&] {
+#pragma unroll
+      for (int i = 0; i < Tile::kRowsOfLane; ++i) row[i] = rows.numbers.clamped(numbers[i]);
+    };
+    if constexpr (!Config::kKGrouped) {
+      clamp_numbers();
+#pragma unroll
+      for (int i = 0; i < Tile::kCopies; ++i) offsets[i] = row_of_copy(i) * rows.row_pieces;
     }
 
 #pragma unroll 1
     for (int k_block = 0; k_block < tile.k_blocks; ++k_block, state.advance()) {
       const int stage = state.stage;
-      int row[Tile::kRowsOfLane];
-#pragma unroll
-      for (int i = 0; i < Tile::kRowsOfLane; ++i) row[i] = rows.numbers.clamped(numbers[i]);
-      if (Config::kKGrouped) read_numbers(k_block + 1);
+      if constexpr (Config::kKGrouped) {
+        clamp_numbers();
+        read_numbers(k_block + 1);
+      }
       mbarrier_wait(&shared.empty[stage], state.phase ^ 1);
-      if (elect_one()) load_other<Config>(shared, maps, tile, stage, k_block);
+      if (threadIdx.x == 0) load_other<Config>(shared, maps, tile, stage, k_block);
+      if constexpr (Config::kScale128x128) {
+        if (is_second) {
+          const float2 of_block = scales.next(scale_b, k_block, tile.k_blocks);
+          if (lane == 0) {
+            shared.scales[stage].blocks = of_block;
+            mbarrier_arrive(&shared.full[stage]);
+          }
+        }
+      }
       __syncwarp();
 
       const int first_byte =
@@ -179,42 +207,28 @@ __device__ void GatherProducer<operand>::run(SharedStorage<Config>& shared, cons
           (!Config::kKGrouped ? shape.K : (Tile::kIsA ? shape.rows : shape.cols)) * item;
       const bool in_row = first_byte < row_bytes;
       const uint8_t* source = rows.source + (in_row ? first_byte : 0);
-      // Of the rows lane_row, lane_row + kRowsAtOnce ..., so many are copied; others are zeros.
-      const int copied = !in_row            ? 0
-                         : Config::kKGrouped ? end - first_row(k_block) + lane - lane_row
-                                             : Tile::kRows;
       const uint32_t to =
           smem_address(Tile::kIsA ? shared.stages[stage].a : shared.stages[stage].b) + line;
+      // K-grouped: of the rows lane_row, lane_row + kRowsAtOnce ..., so many are copied; others are
+      // zeros.
+      const int copied = in_row ? end - first_row(k_block) - lane_row : 0;
 #pragma unroll
-      for (int first = 0; first < Tile::kCopies; first += batch) {
-        int from[batch];
-#pragma unroll
-        for (int i = 0; i < batch; ++i) {
-          const int r = (first + i) * Tile::kRowsAtOnce;
-          from[i] = __shfl_sync(0xffffffff, row[r / 32], r % 32 + lane_row);
-        }
-#pragma unroll
-        for (int i = 0; i < batch; ++i) {
-          const int r = (first + i) * Tile::kRowsAtOnce;
-          const int chunk = (lane % 8) ^ (lane_row % 8) ^ (r % 8);
-          cp_async_16(to + r * kSwizzleBytes + chunk * 16,
-                      row_address(source, from[i], rows.row_bytes), r < copied);
-        }
+      for (int i = 0; i < Tile::kCopies; ++i) {
+        const int r = i * Tile::kRowsAtOnce;
+        const uint32_t offset = Config::kKGrouped ? row_of_copy(i) * rows.row_pieces : offsets[i];
+        cp_async_16(to + r * kSwizzleBytes + place_of(r), source + uint64_t{offset} * 16,
+                    Config::kKGrouped ? r < copied : in_row);
       }
       if constexpr (Config::kScale128x128) {  // to where TMA puts those of consecutive rows
-        float* scales = &shared.scales[stage].rows[tile.row % kRowScaleAlignment + lane];
+        float* of_rows =
+            &shared.scales[stage].rows[tile.row % kRowScaleAlignment + warp_row + lane];
         const float* source_scales = rows.scales + k_block * rows.scale_stride;
 #pragma unroll
         for (int i = 0; i < Tile::kRowsOfLane; ++i)
-          cp_async_4(smem_address(scales + 32 * i), source_scales + row[i]);
+          cp_async_4(smem_address(of_rows + 32 * i), source_scales + row[i]);
       }
-      cp_async_commit();
-      if (pending >= 0) {
-        cp_async_wait<1>();
-        fence_proxy_async();
-        arrive(pending);
-      }
-      pending = stage;
+      cp_async_arrive(&shared.full[stage]);
+      publish();
     }
   }
 }

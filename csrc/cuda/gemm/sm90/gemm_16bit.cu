@@ -10,9 +10,6 @@ template <typename T, Grouping grouping, Major a_major, Major b_major>
 using Config =
     GemmConfig<T, T, kTile16Bit.n, kTile16Bit.stages, Scaling::kNone, grouping, a_major, b_major>;
 
-using GatherA = GatherProducer<Operand::kA>;
-using GatherB = GatherProducer<Operand::kB>;
-
 // out = a @ b[e].T. b is dense along K (fprop) or along N (dgrad, whose b is a view of w).
 template <typename T>
 void run_m_grouped(const Launch& launch, const GroupedGemm& gemm) {
@@ -21,8 +18,7 @@ void run_m_grouped(const Launch& launch, const GroupedGemm& gemm) {
   const int64_t K = a.size(1), N = b.size(1), E = b.size(0);
   const auto launch_with = [&]<typename Gemm>(std::type_identity<Gemm>, const TensorMaps& maps) {
     if (gemm.a_rows)
-      launch_gemm<Gemm, GatherA>(launch, maps, gemm, {}, gemm.epilogue,
-                                 gathered_rows(gemm.a_rows, a));
+      launch_gathering<Gemm, Operand::kA>(launch, maps, gemm, {}, gathered_rows(gemm.a_rows, a));
     else
       launch_gemm<Gemm>(launch, maps, gemm, {}, gemm.epilogue);
   };
@@ -62,11 +58,9 @@ void run_k_grouped(const Launch& launch, const GroupedGemm& gemm) {
   const CUtensorMap map_a = map_of(a), map_b = map_of(b);
   const TensorMaps maps{map_a, map_b, map_a, map_b, map_a, map_b};
   if (gemm.a_rows)
-    launch_gemm<Gemm, GatherA>(launch, maps, gemm, {}, gemm.epilogue,
-                               gathered_rows(gemm.a_rows, a));
+    launch_gathering<Gemm, Operand::kA>(launch, maps, gemm, {}, gathered_rows(gemm.a_rows, a));
   else if (gemm.b_rows)
-    launch_gemm<WithoutSharedB<Gemm>, GatherB>(launch, maps, gemm, {}, gemm.epilogue,
-                                               gathered_rows(gemm.b_rows, b));
+    launch_gathering<Gemm, Operand::kB>(launch, maps, gemm, {}, gathered_rows(gemm.b_rows, b));
   else
     launch_gemm<Gemm>(launch, maps, gemm, {}, gemm.epilogue);
 }

@@ -36,8 +36,7 @@ void launch_scaled(const Launch& launch, const TensorMaps& maps, const GroupedGe
     using Gemm = Config<__nv_fp8_e4m3, scaling, grouping>;
     if constexpr (grouping == Grouping::kM) {
       if (gathered)
-        return launch_gemm<Gemm, GatherProducer<Operand::kA>>(launch, maps, gemm, scale_b_view,
-                                                              epilogue, *gathered);
+        return launch_gathering<Gemm, Operand::kA>(launch, maps, gemm, scale_b_view, *gathered);
     }
     return launch_gemm<Gemm>(launch, maps, gemm, scale_b_view, epilogue);
   }

@@ -76,8 +76,8 @@ std::optional<Tensor> split_k_room(const Tensor& like, const GemmShape& shape, i
 // What a GatherProducer reads: rows of the source, and their scales in FP8.
 inline GatheredRows gathered_rows(const std::optional<Tensor>& rows, const Tensor& source) {
   return {row_numbers(rows, source), static_cast<const uint8_t*>(source.const_data_ptr()),
-          static_cast<uint32_t>(map_stride(source, 0, source.size(1)) * item_size(source)), nullptr,
-          0};
+          static_cast<uint32_t>(map_stride(source, 0, source.size(1)) * item_size(source) / 16),
+          nullptr, 0};
 }
 
 // maps: of the operands and their scales. The map of out is made here.
@@ -112,6 +112,14 @@ void launch_gemm(const Launch& launch, TensorMaps maps, const GroupedGemm& gemm,
   launch.run(kernel, clusters * kClusterSize, kThreads, shared_bytes<Config>(), maps,
              gemm.offs.const_data_ptr<int32_t>(), producer, scale_b, epilogue, workspace,
              tile_counts<Config>(shape), tile_counts<NarrowOf<Config>>(shape), shape);
+}
+
+// The same with rows of one operand gathered.
+template <typename Config, Operand operand>
+void launch_gathering(const Launch& launch, const TensorMaps& maps, const GroupedGemm& gemm,
+                      const Scale128x128View& scale_b, const GatheredRows& rows) {
+  launch_gemm<Gathering<Config, operand>, GatherProducer<operand>>(launch, maps, gemm, scale_b,
+                                                                   gemm.epilogue, rows);
 }
 
 }  // namespace grouped_linear::cuda::sm90

@@ -1,8 +1,9 @@
 // The producer: one thread that loads a and b, k-block by k-block, with TMA.
 //
-// A producer is a template parameter of the kernel. It says how many threads of warp 0 run it
-// (kThreads, 1 or 32), how many registers it takes (kRegisters), how often it arrives at
-// full[stage] (kArrivals), and what the kernel is given for it (Arguments). It must
+// A producer is a template parameter of the kernel. It says how many threads run it (kThreads, 1 or
+// 64), how many registers it takes (kRegisters), how often it arrives at full[stage] (kArrivals),
+// and what the kernel is given for it (Arguments). With 64 threads it has the roles of warp 1 too:
+// it loads block scales, and schedules tiles. It must
 //   - walk over this block's tiles with a TileScheduler, and write each to shared.tiles, a ring of
 //     kTileSlots, after it has waited for the stage of the tile's first k-block to be empty;
 //   - for each k-block wait for shared.empty[stage] and fill the stage, with kArrivals arrivals at
@@ -10,6 +11,7 @@
 //   - take one stage for a tile without k-blocks, and one for the end (k_blocks = -1).
 #pragma once
 
+#include "cuda/gemm/sm90/scale_warp.cuh"
 #include "cuda/gemm/sm90/tensor_maps.cuh"
 #include "cuda/gemm/sm90/tile_scheduler.cuh"
 
@@ -36,7 +38,8 @@ struct TmaProducer {
 
   template <typename Config>
   static __device__ void run(SharedStorage<Config>& shared, const TensorMaps& maps,
-                             const Arguments&, const TileCounts& counts, const GemmShape& shape);
+                             const Arguments&, const Scale128x128View&, const SplitKWorkspace&,
+                             const TileCounts& counts, const GemmShape& shape);
 
   template <typename Config>
   static __device__ __forceinline__ void load_a(SharedStorage<Config>& shared,
@@ -100,7 +103,8 @@ __device__ __forceinline__ void TmaProducer::load_b(SharedStorage<Config>& share
 
 template <typename Config>
 __device__ void TmaProducer::run(SharedStorage<Config>& shared, const TensorMaps& maps,
-                                 const Arguments&, const TileCounts& counts,
+                                 const Arguments&, const Scale128x128View&,
+                                 const SplitKWorkspace&, const TileCounts& counts,
                                  const GemmShape& shape) {
   constexpr int scale_bytes = Config::kBlockScaled ? 4 * Config::kRowScales : 0;
   constexpr uint16_t all = (1 << kClusterSize) - 1;

@@ -67,13 +67,10 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool 
 __device__ __forceinline__ void cp_async_4(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
-__device__ __forceinline__ void cp_async_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-// Waits until at most `in_flight` of this thread's groups have not arrived.
-template <int in_flight>
-__device__ __forceinline__ void cp_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(in_flight) : "memory");
+// Arrives at an mbarrier once this thread's copies before it have arrived.
+__device__ __forceinline__ void cp_async_arrive(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier))
+               : "memory");
 }
 
 // --- global memory that multiprocessors share ----------------------------------------------------
