@@ -117,7 +117,7 @@ def test_weights_that_are_kept_quantized(device: str, tmp_path: Path) -> None:
 
     tokens = {0: torch.export.Dim.DYNAMIC}
     with torch.no_grad():
-        shapes = {"x": tokens, "weights": tokens, "experts": tokens}
+        shapes = {"x": tokens, "top_k_weights": tokens, "top_k_index": tokens}
         program = torch.export.export(mlp, inputs(33), dynamic_shapes=shapes)
         assert not any("quantize_weight" in str(node.target) for node in program.graph.nodes)
         path = aoti_compile_and_package(program, package_path=str(tmp_path / "mlp.pt2"))

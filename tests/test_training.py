@@ -179,7 +179,7 @@ def refused(feature: Feature, mode: Mode, recipe: Recipe | None, dtype: torch.dt
         return "GroupedLinear: backward_dw: "
     several_flags = feature.flag == "tensor" and MICRO_BATCHES[dtype] > 1
     if several_flags and recipe is not None and mode is interleaved:
-        return "one of the variables needed for gradient computation has been modified"
+        return "a tensor that the forward saved has been modified by an inplace operation"
     return None
 
 
