@@ -73,8 +73,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> block_scaled_linear(
       x, offs, w, amax_epsilon, power_of_two_scales,
       {q, scale, x_t, scale_x_t, no_bias_grad, share_scales},
       {w_q, scale_w, columnwise_w ? std::optional(w_t) : std::nullopt});
-  const Tensor y = Backend::grouped_scaled_mm(q, w_q, scale, scale_w, offs, bias, x.scalar_type(),
-                                              std::nullopt);
+  const Tensor y =
+      Backend::grouped_scaled_mm(q, w_q, scale, scale_w, offs, bias, x.scalar_type(), std::nullopt);
   return {y, offs, x_t, scale_x_t, w_t, scale_w};
 }
 

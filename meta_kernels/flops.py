@@ -41,9 +41,18 @@ def _wgrad(
 
 
 @register_flop_formula([_ops.grouped_mm_wgrad_, _ops.grouped_mm_wgrad_list_])
-def _added_wgrad(main_grad: Any, *operands: Any, **options: Any) -> int:
+def _added_wgrad(
+    main_grad: Any,
+    dy: Shape,
+    x: Shape,
+    offs: Shape,
+    overwrite: Any = None,
+    dy_rows: Shape | None = None,
+    *others: Any,
+    **options: Any,
+) -> int:
     """The same."""
-    return _wgrad(*operands, **options)
+    return _wgrad(dy, x, offs, dy_rows=dy_rows)
 
 
 @register_flop_formula([_ops.grouped_scaled_mm_wgrad])

@@ -134,9 +134,7 @@ def _check_wgrad(
     rules.dtype("dy", dy.dtype, ACTIVATIONS)
     rules.dtype("x", x.dtype, (dy.dtype,))
     rules.device("x", x, "dy", dy)
-    rules.check(
-        dy_rows is None or x_rows is None, lambda: "give dy_rows or x_rows, got both"
-    )
+    rules.check(dy_rows is None or x_rows is None, lambda: "give dy_rows or x_rows, got both")
     if dy_rows is not None:
         rules.rows(dy_rows, 1, "dy", dy, "dy_rows")
     if x_rows is not None:

@@ -12,8 +12,8 @@ void run_wgrad(const Launch& launch, const Tensor& dy_t, const Tensor& x_t,
                         static_cast<int>(offs.size(0)), static_cast<int>(dy_t.size(1)),
                         static_cast<int>(x_t.size(1)), 0};
   run_grouped_gemm(
-      launch, {Grouping::kK, dy_t, x_t, as_dense(offs), scale_dy_t, scale_x_t, epilogue, shape,
-               {}, {}});
+      launch,
+      {Grouping::kK, dy_t, x_t, as_dense(offs), scale_dy_t, scale_x_t, epilogue, shape, {}, {}});
 }
 
 }  // namespace
@@ -38,9 +38,16 @@ Tensor grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a
   const std::optional<Tensor> bias = with_dense_rows(bias_in);
   const int rows = row_count(launch.op(), T);
   const GemmShape shape{rows, static_cast<int>(E), rows, static_cast<int>(N), static_cast<int>(K)};
-  run_grouped_gemm(launch, {Grouping::kM, a, b, as_dense(offs), scale_a, scale_b,
-                            epilogue_arguments(y, bias, false, std::nullopt), shape,
-                            as_dense(a_rows), {}});
+  run_grouped_gemm(launch, {Grouping::kM,
+                            a,
+                            b,
+                            as_dense(offs),
+                            scale_a,
+                            scale_b,
+                            epilogue_arguments(y, bias, false, std::nullopt),
+                            shape,
+                            as_dense(a_rows),
+                            {}});
   return y;
 }
 

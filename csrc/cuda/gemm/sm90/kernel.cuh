@@ -31,10 +31,10 @@
 #pragma once
 
 #include "cuda/common/pdl.cuh"
+#include "cuda/gemm/sm90/gather_producer.cuh"
 #include "cuda/gemm/sm90/group_table.cuh"
 #include "cuda/gemm/sm90/mainloop_16bit.cuh"
 #include "cuda/gemm/sm90/mainloop_fp8.cuh"
-#include "cuda/gemm/sm90/gather_producer.cuh"
 #include "cuda/gemm/sm90/scale_warp.cuh"
 #include "cuda/gemm/sm90/scheduler_warp.cuh"
 #include "cuda/gemm/sm90/store_warp.cuh"
@@ -213,8 +213,8 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClusterSize)
                                                    workspace, narrow_counts, shape);
     }
   }
-  run_roles<Config, Producer, Epilogue>(shared, maps, producer, scale_b, epilogue, workspace, counts,
-                                        shape);
+  run_roles<Config, Producer, Epilogue>(shared, maps, producer, scale_b, epilogue, workspace,
+                                        counts, shape);
 }
 
 }  // namespace grouped_linear::cuda::sm90

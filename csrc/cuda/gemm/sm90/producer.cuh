@@ -103,9 +103,8 @@ __device__ __forceinline__ void TmaProducer::load_b(SharedStorage<Config>& share
 
 template <typename Config>
 __device__ void TmaProducer::run(SharedStorage<Config>& shared, const TensorMaps& maps,
-                                 const Arguments&, const Scale128x128View&,
-                                 const SplitKWorkspace&, const TileCounts& counts,
-                                 const GemmShape& shape) {
+                                 const Arguments&, const Scale128x128View&, const SplitKWorkspace&,
+                                 const TileCounts& counts, const GemmShape& shape) {
   constexpr int scale_bytes = Config::kBlockScaled ? 4 * Config::kRowScales : 0;
   constexpr uint16_t all = (1 << kClusterSize) - 1;
   // From shared memory: the special register would be read in every k-block (H200, 2026-11: 0.8% of
