@@ -89,15 +89,18 @@ void check_adam_weight(const Tensor& q, const Tensor& scale, const std::optional
                        const std::optional<Tensor>& found_inf, double lr, double beta1,
                        double beta2, double weight_decay, double eps, double amax_epsilon);
 void check_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
-                      const std::optional<Tensor>& bias, ScalarType out_dtype);
+                      const std::optional<Tensor>& bias, ScalarType out_dtype,
+                      const std::optional<Tensor>& rows);
 void check_grouped_mm_list(const Tensor& a, const std::vector<Tensor>& b, const Tensor& offs,
                            const std::optional<Tensor>& bias, ScalarType out_dtype,
-                           bool transpose_b);
+                           bool transpose_b, const std::optional<Tensor>& rows);
 void check_grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a,
                              const Tensor& scale_b, const Tensor& offs,
-                             const std::optional<Tensor>& bias, ScalarType out_dtype);
+                             const std::optional<Tensor>& bias, ScalarType out_dtype,
+                             const std::optional<Tensor>& rows);
 void check_grouped_mm_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& offs,
-                            ScalarType out_dtype);
+                            ScalarType out_dtype, const std::optional<Tensor>& dy_rows,
+                            const std::optional<Tensor>& x_rows);
 void check_grouped_scaled_mm_wgrad(const char* op, const Tensor& dy_t, const Tensor& x_t,
                                    const Tensor& scale_dy_t, const Tensor& scale_x_t,
                                    const Tensor& offs, ScalarType out_dtype);

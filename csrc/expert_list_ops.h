@@ -12,20 +12,23 @@ namespace grouped_linear {
 template <typename Backend>
 Tensor grouped_mm_list(const Tensor& a, const std::vector<Tensor>& b, const Tensor& offs,
                        const std::optional<Tensor>& bias, std::optional<ScalarType> out_dtype,
-                       bool transpose_b) {
-  check_grouped_mm_list(a, b, offs, bias, out_dtype.value_or(a.scalar_type()), transpose_b);
+                       bool transpose_b, const std::optional<Tensor>& rows) {
+  check_grouped_mm_list(a, b, offs, bias, out_dtype.value_or(a.scalar_type()), transpose_b, rows);
   const Tensor all = packed(b);
-  return Backend::grouped_mm(a, transpose_b ? transposed(all) : all, offs, bias, out_dtype);
+  return Backend::grouped_mm(a, transpose_b ? transposed(all) : all, offs, bias, out_dtype, rows);
 }
 
 template <typename Backend>
 void grouped_mm_wgrad_list_(const std::vector<Tensor>& main_grad, const Tensor& dy, const Tensor& x,
-                            const Tensor& offs, const std::optional<Tensor>& overwrite) {
+                            const Tensor& offs, const std::optional<Tensor>& overwrite,
+                            const std::optional<Tensor>& dy_rows,
+                            const std::optional<Tensor>& x_rows) {
   const char* op = "grouped_mm_wgrad_list_";
-  check_grouped_mm_wgrad(op, dy, x, offs, ScalarType::Float);
+  check_grouped_mm_wgrad(op, dy, x, offs, ScalarType::Float, dy_rows, x_rows);
   check_main_grad_list(op, main_grad, dy, offs.size(0), dy.size(1), x.size(1), overwrite);
-  write_packed(main_grad,
-               [&](const Tensor& all) { Backend::grouped_mm_wgrad_(all, dy, x, offs, overwrite); });
+  write_packed(main_grad, [&](const Tensor& all) {
+    Backend::grouped_mm_wgrad_(all, dy, x, offs, overwrite, dy_rows, x_rows);
+  });
 }
 
 template <typename Backend>

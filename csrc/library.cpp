@@ -145,22 +145,25 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "bool maximize=False, float amax_epsilon=0.0, bool power_of_two_scales=True, "
       "bool stochastic_rounding=True) -> ()");
 
-  // a [T, K], b [E, N, K], bias [E, N] -> a[t] @ b[e].T + bias[e]: [T, N]
+  // a [T, K], b [E, N, K], bias [E, N] -> a[t] @ b[e].T + bias[e]: [T, N]. With rows [T], here and
+  // below, an operand has any number of rows, and rows[t] says which of them is row t
   m.def(
-      "grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, ScalarType? out_dtype=None) "
-      "-> Tensor");
+      "grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, ScalarType? out_dtype=None, "
+      "Tensor? rows=None) -> Tensor");
   // b: E tensors [N, K]; transpose_b: a[t] @ b[e], for dgrad
   m.def(
       "grouped_mm_list(Tensor a, Tensor[] b, Tensor offs, Tensor? bias=None, "
-      "ScalarType? out_dtype=None, bool transpose_b=False) -> Tensor");
+      "ScalarType? out_dtype=None, bool transpose_b=False, Tensor? rows=None) -> Tensor");
   // FP8 operands with block scales as above, or with a scale a group: scale_a [E] and scale_b [E].
   // out_dtype: bfloat16 by default
   m.def(
       "grouped_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, "
-      "Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor");
+      "Tensor? bias=None, ScalarType? out_dtype=None, Tensor? rows=None) -> Tensor");
 
-  // dy [T, N], x [T, K] -> dy[group e].T @ x[group e]: [E, N, K]
-  m.def("grouped_mm_wgrad(Tensor dy, Tensor x, Tensor offs, ScalarType? out_dtype=None) -> Tensor");
+  // dy [T, N], x [T, K] -> dy[group e].T @ x[group e]: [E, N, K]. At most one has rows
+  m.def(
+      "grouped_mm_wgrad(Tensor dy, Tensor x, Tensor offs, ScalarType? out_dtype=None, "
+      "Tensor? dy_rows=None, Tensor? x_rows=None) -> Tensor");
   m.def(
       "grouped_scaled_mm_wgrad(Tensor dy_t, Tensor x_t, Tensor scale_dy_t, Tensor scale_x_t, "
       "Tensor offs, ScalarType? out_dtype=None) -> Tensor");
@@ -182,14 +185,14 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   // wgrad added to main_grad, or written over it if the 0-d bool `overwrite` is true
   m.def(
       "grouped_mm_wgrad_(Tensor(a!) main_grad, Tensor dy, Tensor x, Tensor offs, "
-      "Tensor? overwrite=None) -> ()");
+      "Tensor? overwrite=None, Tensor? dy_rows=None, Tensor? x_rows=None) -> ()");
   m.def(
       "grouped_scaled_mm_wgrad_(Tensor(a!) main_grad, Tensor dy_t, Tensor x_t, Tensor scale_dy_t, "
       "Tensor scale_x_t, Tensor offs, Tensor? overwrite=None) -> ()");
   // main_grad: E tensors [N, K]
   m.def(
       "grouped_mm_wgrad_list_(Tensor(a!)[] main_grad, Tensor dy, Tensor x, Tensor offs, "
-      "Tensor? overwrite=None) -> ()");
+      "Tensor? overwrite=None, Tensor? dy_rows=None, Tensor? x_rows=None) -> ()");
   m.def(
       "grouped_scaled_mm_wgrad_list_(Tensor(a!)[] main_grad, Tensor dy_t, Tensor x_t, "
       "Tensor scale_dy_t, Tensor scale_x_t, Tensor offs, Tensor? overwrite=None) -> ()");

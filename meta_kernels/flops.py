@@ -26,15 +26,33 @@ def _gemm(a: Shape, *others: Any, out_shape: Shape, **options: Any) -> int:
 
 
 @register_flop_formula([_ops.grouped_mm_wgrad])
-def _wgrad(dy: Shape, x: Shape, *others: Any, **options: Any) -> int:
-    """dy [T, N], x [T, K]."""
-    return 2 * math.prod(dy) * x[1]
+def _wgrad(
+    dy: Shape,
+    x: Shape,
+    offs: Shape,
+    out_dtype: Any = None,
+    dy_rows: Shape | None = None,
+    *others: Any,
+    **options: Any,
+) -> int:
+    """dy [T, N] or with dy_rows [T], x [T, K]."""
+    rows = dy[0] if dy_rows is None else dy_rows[0]
+    return 2 * rows * dy[1] * x[1]
 
 
 @register_flop_formula([_ops.grouped_mm_wgrad_, _ops.grouped_mm_wgrad_list_])
-def _added_wgrad(main_grad: Any, dy: Shape, x: Shape, *others: Any, **options: Any) -> int:
+def _added_wgrad(
+    main_grad: Any,
+    dy: Shape,
+    x: Shape,
+    offs: Shape,
+    overwrite: Any = None,
+    dy_rows: Shape | None = None,
+    *others: Any,
+    **options: Any,
+) -> int:
     """The same."""
-    return _wgrad(dy, x)
+    return _wgrad(dy, x, offs, dy_rows=dy_rows)
 
 
 @register_flop_formula([_ops.grouped_scaled_mm_wgrad])

@@ -9,6 +9,14 @@ from torch import Tensor
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, BLOCK, E4M3, FP8, Rules, ceil_div
 
 
+def _row_count(rules: Rules, a: Tensor, rows: Tensor | None) -> int:
+    """The rows of a GEMM whose operand a is gathered or not."""
+    if rows is None:
+        return a.size(0)
+    rules.rows(rows, 1, "a", a)
+    return rows.size(0)
+
+
 @torch.library.register_fake("grouped_linear::grouped_mm")
 def grouped_mm(
     a: Tensor,
@@ -16,8 +24,9 @@ def grouped_mm(
     offs: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
-    """a [T, K], b [E, N, K] -> [T, N]."""
+    """a [T, K], b [E, N, K] -> [T, N]; with rows [T], a has any number of rows."""
     dtype = a.dtype if out_dtype is None else out_dtype
     rules = Rules("grouped_mm")
     rules.dim("a", a, 2)
@@ -32,7 +41,7 @@ def grouped_mm(
     rules.same("E", "b", b.size(0), "offs", offs.size(0))
     rules.dtype("out_dtype", dtype, ACTIVATIONS)
     rules.bias(bias, a, offs.size(0), b.size(1), dtype)
-    return a.new_empty((a.size(0), b.size(1)), dtype=dtype)
+    return a.new_empty((_row_count(rules, a, rows), b.size(1)), dtype=dtype)
 
 
 @torch.library.register_fake("grouped_linear::grouped_mm_list")
@@ -43,6 +52,7 @@ def grouped_mm_list(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     transpose_b: bool = False,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """a [T, K], E times b [N, K] ([K, N] where it is transposed) -> [T, N]."""
     dtype = a.dtype if out_dtype is None else out_dtype
@@ -60,7 +70,7 @@ def grouped_mm_list(
     rules.same("E", "b", len(b), "offs", offs.size(0))
     rules.dtype("out_dtype", dtype, ACTIVATIONS)
     rules.bias(bias, a, offs.size(0), N, dtype)
-    return a.new_empty((a.size(0), N), dtype=dtype)
+    return a.new_empty((_row_count(rules, a, rows), N), dtype=dtype)
 
 
 @torch.library.register_fake("grouped_linear::grouped_scaled_mm")
@@ -72,8 +82,9 @@ def grouped_scaled_mm(
     offs: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
-    """a [T, K] and b [E, N, K] in FP8 -> [T, N]."""
+    """a [T, K] and b [E, N, K] in FP8 -> [T, N]; with rows [T], a has any number of rows."""
     out_dtype = out_dtype or torch.bfloat16
     rules = Rules("grouped_scaled_mm")
     per_group = scale_a.dim() == 1  # else per block
@@ -103,18 +114,34 @@ def grouped_scaled_mm(
         rules.group_scale("scale_b", scale_b, "a", a, offs.size(0))
     rules.dtype("out_dtype", out_dtype, ACTIVATIONS)
     rules.bias(bias, a, offs.size(0), b.size(1), out_dtype)
-    return a.new_empty((a.size(0), b.size(1)), dtype=out_dtype)
+    rules.check(
+        rows is None or not per_group, lambda: "rows need block scales, got a scale a group"
+    )
+    return a.new_empty((_row_count(rules, a, rows), b.size(1)), dtype=out_dtype)
 
 
 def _check_wgrad(
-    rules: Rules, dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype
+    rules: Rules,
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    dy_rows: Tensor | None,
+    x_rows: Tensor | None,
 ) -> tuple[int, int, int]:
     rules.dim("dy", dy, 2)
     rules.dim("x", x, 2)
     rules.dtype("dy", dy.dtype, ACTIVATIONS)
     rules.dtype("x", x.dtype, (dy.dtype,))
     rules.device("x", x, "dy", dy)
-    rules.same("T", "dy", dy.size(0), "x", x.size(0))
+    rules.check(dy_rows is None or x_rows is None, lambda: "give dy_rows or x_rows, got both")
+    if dy_rows is not None:
+        rules.rows(dy_rows, 1, "dy", dy, "dy_rows")
+    if x_rows is not None:
+        rules.rows(x_rows, 1, "dy", dy, "x_rows")
+    dy_name, of_dy = ("dy", dy) if dy_rows is None else ("dy_rows", dy_rows)
+    x_name, of_x = ("x", x) if x_rows is None else ("x_rows", x_rows)
+    rules.same("T", dy_name, of_dy.size(0), x_name, of_x.size(0))
     rules.features("N", dy.size(1))
     rules.features("K", x.size(1))
     rules.offs(offs, "dy", dy)
@@ -208,11 +235,17 @@ def _check_overwrite(rules: Rules, overwrite: Tensor | None, main_grad: Tensor) 
 
 @torch.library.register_fake("grouped_linear::grouped_mm_wgrad")
 def grouped_mm_wgrad(
-    dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype | None = None
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype | None = None,
+    dy_rows: Tensor | None = None,
+    x_rows: Tensor | None = None,
 ) -> Tensor:
-    """dy [T, N], x [T, K] -> [E, N, K]."""
+    """dy [T, N], x [T, K] -> [E, N, K]; of what has rows [T], any number of rows."""
     dtype = dy.dtype if out_dtype is None else out_dtype
-    return x.new_empty(_check_wgrad(Rules("grouped_mm_wgrad"), dy, x, offs, dtype), dtype=dtype)
+    shape = _check_wgrad(Rules("grouped_mm_wgrad"), dy, x, offs, dtype, dy_rows, x_rows)
+    return x.new_empty(shape, dtype=dtype)
 
 
 @torch.library.register_fake("grouped_linear::grouped_scaled_mm_wgrad")
@@ -233,11 +266,17 @@ def grouped_scaled_mm_wgrad(
 
 @torch.library.register_fake("grouped_linear::grouped_mm_wgrad_")
 def grouped_mm_wgrad_(
-    main_grad: Tensor, dy: Tensor, x: Tensor, offs: Tensor, overwrite: Tensor | None = None
+    main_grad: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    overwrite: Tensor | None = None,
+    dy_rows: Tensor | None = None,
+    x_rows: Tensor | None = None,
 ) -> None:
     """main_grad [E, N, K], written in place."""
     rules = Rules("grouped_mm_wgrad_")
-    shape = _check_wgrad(rules, dy, x, offs, torch.float32)
+    shape = _check_wgrad(rules, dy, x, offs, torch.float32, dy_rows, x_rows)
     _check_main_grad(rules, main_grad, dy, shape, overwrite)
 
 
@@ -264,10 +303,12 @@ def grouped_mm_wgrad_list_(
     x: Tensor,
     offs: Tensor,
     overwrite: Tensor | None = None,
+    dy_rows: Tensor | None = None,
+    x_rows: Tensor | None = None,
 ) -> None:
     """E times main_grad [N, K], written in place."""
     rules = Rules("grouped_mm_wgrad_list_")
-    shape = _check_wgrad(rules, dy, x, offs, torch.float32)
+    shape = _check_wgrad(rules, dy, x, offs, torch.float32, dy_rows, x_rows)
     _check_main_grad_list(rules, main_grad, dy, shape, overwrite)
 
 

@@ -91,11 +91,13 @@ class Rules:
         self.device("offs", offs, first_name, first)
         self.groups(offs.size(0))
 
-    def rows(self, rows: Tensor, dim: int, first_name: str, first: Tensor) -> None:
-        """Rows holds numbers of rows of the first tensor."""
-        self.dim("rows", rows, dim)
-        self.dtype("rows", rows.dtype, (torch.int32, torch.int64))
-        self.device("rows", rows, first_name, first)
+    def rows(
+        self, rows: Tensor, dim: int, first_name: str, first: Tensor, name: str = "rows"
+    ) -> None:
+        """Rows holds numbers of rows of a tensor on the first tensor's device."""
+        self.dim(name, rows, dim)
+        self.dtype(name, rows.dtype, (torch.int32, torch.int64))
+        self.device(name, rows, first_name, first)
 
     def epsilon(self, amax_epsilon: float) -> None:
         """amax_epsilon is finite and not negative."""

@@ -487,6 +487,8 @@ def test_grouped_mm() -> None:
         {"out_dtype": torch.float64},
         {"bias": torch.zeros(3, 32), "out_dtype": BF16},
         *bias_mistakes(BF16),
+        {"rows": torch.zeros(5)},
+        {"rows": torch.zeros(5, 2, dtype=torch.int32)},
     ]
     assert_expected_inline(
         sentences(good, mistakes),
@@ -508,7 +510,9 @@ grouped_mm: bias must be bfloat16, got float32
 grouped_mm: bias must be 2-D, got 1-D
 grouped_mm: bias must be bfloat16, got float64
 grouped_mm: E differs: bias has 2, offs has 3
-grouped_mm: N differs: bias has 16, b has 32""",
+grouped_mm: N differs: bias has 16, b has 32
+grouped_mm: rows must be int32 or int64, got float32
+grouped_mm: rows must be 1-D, got 2-D""",
     )
 
 
@@ -536,6 +540,7 @@ def test_grouped_scaled_mm() -> None:
         {"offs": offs(4)},
         {"out_dtype": torch.float8_e4m3fn},
         *bias_mistakes(BF16),
+        {"rows": torch.zeros(5)},
     ]
     assert_expected_inline(
         sentences(good, mistakes),
@@ -565,7 +570,8 @@ grouped_scaled_mm: out_dtype must be bfloat16, float16 or float32, got float8_e4
 grouped_scaled_mm: bias must be 2-D, got 1-D
 grouped_scaled_mm: bias must be bfloat16, got float64
 grouped_scaled_mm: E differs: bias has 2, offs has 3
-grouped_scaled_mm: N differs: bias has 16, b has 32""",
+grouped_scaled_mm: N differs: bias has 16, b has 32
+grouped_scaled_mm: rows must be int32 or int64, got float32""",
     )
 
 
@@ -580,6 +586,10 @@ def wgrad_mistakes(good: Sample) -> list[dict[str, Any]]:
         {"dy": like(dy, None, 24)},
         {"x": like(x, None, 24)},
         *BAD_OFFS,
+        {"dy_rows": torch.zeros(5)},
+        {"x_rows": torch.zeros(5, 2, dtype=torch.int32)},
+        {"x_rows": torch.zeros(5, dtype=torch.int32)},
+        {"dy_rows": torch.zeros(12, dtype=torch.int32), "x_rows": torch.zeros(12).int()},
     ]
 
 
@@ -639,6 +649,10 @@ grouped_mm_wgrad: offs must be 1-D, got 2-D
 grouped_mm_wgrad: offs must be int32, got int64
 grouped_mm_wgrad: E must be between 1 and 1024, got 0
 grouped_mm_wgrad: E must be between 1 and 1024, got 1025
+grouped_mm_wgrad: dy_rows must be int32 or int64, got float32
+grouped_mm_wgrad: x_rows must be 1-D, got 2-D
+grouped_mm_wgrad: T differs: dy has 12, x_rows has 5
+grouped_mm_wgrad: give dy_rows or x_rows, got both
 grouped_mm_wgrad: out_dtype must be bfloat16, float16 or float32, got float64""",
     )
 
@@ -660,6 +674,10 @@ grouped_mm_wgrad_: offs must be 1-D, got 2-D
 grouped_mm_wgrad_: offs must be int32, got int64
 grouped_mm_wgrad_: E must be between 1 and 1024, got 0
 grouped_mm_wgrad_: E must be between 1 and 1024, got 1025
+grouped_mm_wgrad_: dy_rows must be int32 or int64, got float32
+grouped_mm_wgrad_: x_rows must be 1-D, got 2-D
+grouped_mm_wgrad_: T differs: dy has 12, x_rows has 5
+grouped_mm_wgrad_: give dy_rows or x_rows, got both
 grouped_mm_wgrad_: main_grad must be 3-D, got 2-D
 grouped_mm_wgrad_: main_grad must be float32 or bfloat16, got float16
 grouped_mm_wgrad_: E differs: main_grad has 2, offs has 3

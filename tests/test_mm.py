@@ -25,7 +25,7 @@ from support.compare import (
 )
 from support.devices import devices
 from support.groups import GROUPS, WIDE, Groups
-from support.samples import Sample, make, specified
+from support.samples import Sample, gathered_before, make, specified
 from support.tensors import BF16, DTYPES, FP32, lay_out, on, rows, weight
 
 # The c of |error| <= 2^-8 |y| + c * 2^-13 * (the sum of |a * b|), for FP8 and BF16 operands and y
@@ -50,6 +50,7 @@ def magnitude_of(a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None)
 
 def check_grouped_mm(sample: Sample, groups: Groups, device: str) -> None:
     (y,) = sample.results(device)
+    sample = gathered_before(sample)
     operands = (sample["a"], sample["b"], sample["offs"], sample.get("bias"))
     expected = reference.grouped_mm(*operands)
     dtype = sample.get("out_dtype") or sample["a"].dtype
@@ -78,7 +79,8 @@ def dequantized(sample: Sample) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
 
 def check_grouped_scaled_mm(sample: Sample, groups: Groups, device: str) -> None:
     (y,) = sample.results(device)
-    expected, magnitude = (f(*dequantized(sample)) for f in (reference.grouped_mm, magnitude_of))
+    plain = gathered_before(sample)
+    expected, magnitude = (f(*dequantized(plain)) for f in (reference.grouped_mm, magnitude_of))
     assert y.dtype == sample["out_dtype"]
     assert within(y, expected, scaled_tolerance(expected, magnitude, y.dtype))
     assert tail_is_zero(y, groups)
@@ -206,7 +208,8 @@ def wgrad_operands(sample: Sample, groups: Groups) -> tuple[Tensor, Tensor, Tens
     """dy, x and offs as numbers, whichever form they are in."""
     offs = sample["offs"]
     if "dy" in sample.arguments:
-        return sample["dy"], sample["x"], offs
+        plain = gathered_before(sample)
+        return plain["dy"], plain["x"], offs
     dy, x = (
         columns(sample[q], sample[scale], offs, groups.T)
         for q, scale in (("dy_t", "scale_dy_t"), ("x_t", "scale_x_t"))

@@ -39,7 +39,8 @@ void check_bias(const char* op, const std::optional<Tensor>& bias, const Tensor&
 }  // namespace
 
 void check_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
-                      const std::optional<Tensor>& bias, ScalarType out_dtype) {
+                      const std::optional<Tensor>& bias, ScalarType out_dtype,
+                      const std::optional<Tensor>& rows) {
   const char* op = "grouped_mm";
   check_dim(op, "a", a, 2);
   check_dim(op, "b", b, 3);
@@ -53,11 +54,12 @@ void check_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
   check_same(op, "E", "b", b.size(0), "offs", offs.size(0));
   check_activation(op, "out_dtype", out_dtype);
   check_bias(op, bias, a, offs.size(0), b.size(1), out_dtype);
+  if (rows) check_rows(op, *rows, 1, "a", a);
 }
 
 void check_grouped_mm_list(const Tensor& a, const std::vector<Tensor>& b, const Tensor& offs,
                            const std::optional<Tensor>& bias, ScalarType out_dtype,
-                           bool transpose_b) {
+                           bool transpose_b, const std::optional<Tensor>& rows) {
   const char* op = "grouped_mm_list";
   check_dim(op, "a", a, 2);
   check_activation(op, "a", a.scalar_type());
@@ -72,11 +74,13 @@ void check_grouped_mm_list(const Tensor& a, const std::vector<Tensor>& b, const 
   check_same(op, "E", "b", static_cast<int64_t>(b.size()), "offs", offs.size(0));
   check_activation(op, "out_dtype", out_dtype);
   check_bias(op, bias, a, offs.size(0), N, out_dtype);
+  if (rows) check_rows(op, *rows, 1, "a", a);
 }
 
 void check_grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a,
                              const Tensor& scale_b, const Tensor& offs,
-                             const std::optional<Tensor>& bias, ScalarType out_dtype) {
+                             const std::optional<Tensor>& bias, ScalarType out_dtype,
+                             const std::optional<Tensor>& rows) {
   const char* op = "grouped_scaled_mm";
   const bool per_group = scale_a.dim() == 1;  // else per block
   if (per_group) {
@@ -109,16 +113,23 @@ void check_grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& sca
   }
   check_activation(op, "out_dtype", out_dtype);
   check_bias(op, bias, a, offs.size(0), b.size(1), out_dtype);
+  check(!rows || !per_group, op, ": rows need block scales, got a scale a group");
+  if (rows) check_rows(op, *rows, 1, "a", a);
 }
 
 void check_grouped_mm_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& offs,
-                            ScalarType out_dtype) {
+                            ScalarType out_dtype, const std::optional<Tensor>& dy_rows,
+                            const std::optional<Tensor>& x_rows) {
   check_dim(op, "dy", dy, 2);
   check_dim(op, "x", x, 2);
   check_activation(op, "dy", dy.scalar_type());
   check_dtype(op, "x", x, dy.scalar_type());
   check_device(op, "x", x, "dy", dy);
-  check_same(op, "T", "dy", dy.size(0), "x", x.size(0));
+  check(!dy_rows || !x_rows, op, ": give dy_rows or x_rows, got both");
+  if (dy_rows) check_rows(op, *dy_rows, 1, "dy", dy, "dy_rows");
+  if (x_rows) check_rows(op, *x_rows, 1, "dy", dy, "x_rows");
+  check_same(op, "T", dy_rows ? "dy_rows" : "dy", (dy_rows ? *dy_rows : dy).size(0),
+             x_rows ? "x_rows" : "x", (x_rows ? *x_rows : x).size(0));
   check_features(op, "N", dy.size(1));
   check_features(op, "K", x.size(1));
   check_offs(op, offs, "dy", dy);

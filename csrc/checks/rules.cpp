@@ -121,10 +121,10 @@ void check_integer(const char* op, const char* name, ScalarType dtype) {
 }
 
 void check_rows(const char* op, const Tensor& rows, int64_t dim, const char* first_name,
-                const Tensor& first) {
-  check_dim(op, "rows", rows, dim);
-  check_integer(op, "rows", rows.scalar_type());
-  check_device(op, "rows", rows, first_name, first);
+                const Tensor& first, const char* name) {
+  check_dim(op, name, rows, dim);
+  check_integer(op, name, rows.scalar_type());
+  check_device(op, name, rows, first_name, first);
 }
 
 void check_epsilon(const char* op, double amax_epsilon) {

@@ -26,7 +26,7 @@ void check_offs(const char* op, const Tensor& offs, const char* first_name, cons
 void check_integer(const char* op, const char* name, ScalarType dtype);
 // rows: row numbers, int32 or int64.
 void check_rows(const char* op, const Tensor& rows, int64_t dim, const char* first_name,
-                const Tensor& first);
+                const Tensor& first, const char* name = "rows");
 void check_epsilon(const char* op, double amax_epsilon);
 // scale [E] float32: one scale a group.
 void check_group_scale(const char* op, const char* name, const Tensor& scale,

@@ -97,16 +97,6 @@ void quantize(ScalarType dtype, const std::vector<RowBlock>& blocks, ScaleRule r
                    pointer_if<float>(sums, results.bias_grad), reader);
 }
 
-// The first `count` row numbers, checked against the `limit` rows of x.
-std::vector<int64_t> checked_rows(const Tensor& rows, int64_t count, int64_t limit) {
-  std::vector<int64_t> numbers = row_numbers(rows);
-  numbers.resize(count);
-  for (int64_t t = 0; t < count; ++t)
-    check(numbers[t] >= 0 && numbers[t] < limit, "group_quantize: rows must index the ", limit,
-          " rows of x, got ", numbers[t], " at row ", t);
-  return numbers;
-}
-
 // to[i] = from[i] * factor for n elements of one dtype, rounded to it.
 template <typename Element>
 GROUPED_LINEAR_INLINE void multiply_elements(const char* from, float factor, int64_t n, void* to) {
@@ -153,7 +143,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
   const Tensor x = with_dense_rows(x_in);
   const ScalarType dtype = x.scalar_type();
   const auto starts = group_starts("group_quantize", offs, T);
-  const auto numbers = checked_rows(*rows, starts.back(), x.size(0));
+  const auto numbers = checked_rows("group_quantize", *rows, starts.back(), "x", x.size(0));
 
   const int64_t element = element_size(dtype), stride = x.stride(0) * element;
   const auto* first = static_cast<const char*>(x.data_ptr());

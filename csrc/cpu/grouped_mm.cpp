@@ -40,16 +40,41 @@ void wgrad(const Matrix& dw, const Matrix& dy, const Matrix& x) {
     matmul_in_float(dw, dy.transposed(), x, nullptr);
 }
 
+// t, or its rows by number.
+Tensor rows_in_order(const char* op, const char* owner, const Tensor& t, const char* name,
+                     const std::optional<Tensor>& rows, int64_t count) {
+  return rows ? gathered_rows(t, checked_rows(op, *rows, count, owner, t.size(0), name)) : t;
+}
+
+// The operands of a wgrad, and the rows of its groups.
+struct WgradOperands {
+  std::vector<int64_t> starts;
+  Tensor dy, x;
+
+  WgradOperands(const char* op, const Tensor& dy_in, const Tensor& x_in, const Tensor& offs,
+                const std::optional<Tensor>& dy_rows, const std::optional<Tensor>& x_rows)
+      : starts(group_starts(op, offs, (x_rows ? *x_rows : x_in).size(0))),
+        dy(rows_in_order(op, "dy", with_dense_rows(dy_in), "dy_rows", dy_rows, starts.back())),
+        x(rows_in_order(op, "x", with_dense_rows(x_in), "x_rows", x_rows, starts.back())) {}
+
+  void compute(int64_t e, const Matrix& dw) const {
+    wgrad(dw, rows_of(dy, starts[e], starts[e + 1]), rows_of(x, starts[e], starts[e + 1]));
+  }
+};
+
 }  // namespace
 
 Tensor grouped_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& offs,
-                  const std::optional<Tensor>& bias_in, std::optional<ScalarType> out_dtype) {
+                  const std::optional<Tensor>& bias_in, std::optional<ScalarType> out_dtype,
+                  const std::optional<Tensor>& rows) {
   const ScalarType dtype = out_dtype.value_or(a_in.scalar_type());
-  check_grouped_mm(a_in, b_in, offs, bias_in, dtype);
-  const Tensor a = as_dense(a_in), b = dense_operand(b_in);
+  check_grouped_mm(a_in, b_in, offs, bias_in, dtype, rows);
+  const Tensor b = dense_operand(b_in);
   const std::optional<Tensor> bias = with_dense_rows(bias_in);
-  const auto starts = group_starts("grouped_mm", offs, a.size(0));
-  Tensor y = new_tensor(a, {a.size(0), b.size(1)}, dtype);
+  const int64_t T = (rows ? *rows : a_in).size(0);
+  const auto starts = group_starts("grouped_mm", offs, T);
+  const Tensor a = rows_in_order("grouped_mm", "a", as_dense(a_in), "rows", rows, starts.back());
+  Tensor y = new_tensor(a, {T, b.size(1)}, dtype);
 
   for (int64_t e = 0; e < offs.size(0); ++e) {
     const int64_t begin = starts[e], end = starts[e + 1];
@@ -74,29 +99,28 @@ Tensor grouped_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& offs,
   return y;
 }
 
-Tensor grouped_mm_wgrad(const Tensor& dy_in, const Tensor& x_in, const Tensor& offs,
-                        std::optional<ScalarType> out_dtype) {
-  const ScalarType dtype = out_dtype.value_or(dy_in.scalar_type());
-  check_grouped_mm_wgrad("grouped_mm_wgrad", dy_in, x_in, offs, dtype);
-  const Tensor dy = with_dense_rows(dy_in), x = with_dense_rows(x_in);
-  const auto starts = group_starts("grouped_mm_wgrad", offs, x.size(0));
+Tensor grouped_mm_wgrad(const Tensor& dy, const Tensor& x, const Tensor& offs,
+                        std::optional<ScalarType> out_dtype, const std::optional<Tensor>& dy_rows,
+                        const std::optional<Tensor>& x_rows) {
+  const char* op = "grouped_mm_wgrad";
+  const ScalarType dtype = out_dtype.value_or(dy.scalar_type());
+  check_grouped_mm_wgrad(op, dy, x, offs, dtype, dy_rows, x_rows);
+  const WgradOperands operands(op, dy, x, offs, dy_rows, x_rows);
   Tensor dw = new_tensor(x, {offs.size(0), dy.size(1), x.size(1)}, dtype);
-  write_groups(dw, starts, [&](int64_t e, const Matrix& dw_e) {
-    wgrad(dw_e, rows_of(dy, starts[e], starts[e + 1]), rows_of(x, starts[e], starts[e + 1]));
-  });
+  write_groups(dw, operands.starts,
+               [&](int64_t e, const Matrix& dw_e) { operands.compute(e, dw_e); });
   return dw;
 }
 
-void grouped_mm_wgrad_(const Tensor& main_grad, const Tensor& dy_in, const Tensor& x_in,
-                       const Tensor& offs, const std::optional<Tensor>& overwrite) {
+void grouped_mm_wgrad_(const Tensor& main_grad, const Tensor& dy, const Tensor& x,
+                       const Tensor& offs, const std::optional<Tensor>& overwrite,
+                       const std::optional<Tensor>& dy_rows, const std::optional<Tensor>& x_rows) {
   const char* op = "grouped_mm_wgrad_";
-  check_grouped_mm_wgrad(op, dy_in, x_in, offs, ScalarType::Float);
-  check_main_grad(op, main_grad, dy_in, offs.size(0), dy_in.size(1), x_in.size(1), overwrite);
-  const Tensor dy = with_dense_rows(dy_in), x = with_dense_rows(x_in);
-  const auto starts = group_starts(op, offs, x.size(0));
-  accumulate_groups(main_grad, starts, overwrite, [&](int64_t e, const Matrix& dw_e) {
-    wgrad(dw_e, rows_of(dy, starts[e], starts[e + 1]), rows_of(x, starts[e], starts[e + 1]));
-  });
+  check_grouped_mm_wgrad(op, dy, x, offs, ScalarType::Float, dy_rows, x_rows);
+  check_main_grad(op, main_grad, dy, offs.size(0), dy.size(1), x.size(1), overwrite);
+  const WgradOperands operands(op, dy, x, offs, dy_rows, x_rows);
+  accumulate_groups(main_grad, operands.starts, overwrite,
+                    [&](int64_t e, const Matrix& dw_e) { operands.compute(e, dw_e); });
 }
 
 }  // namespace grouped_linear::cpu

@@ -53,6 +53,18 @@ ScaledOperand columnwise_operand(const Tensor& q_t, const Tensor& scale, int64_t
   return cols;
 }
 
+// The numbered columns of scale, one after another.
+Tensor gathered_columns(const Tensor& scale, const std::vector<int64_t>& numbers) {
+  const auto count = static_cast<int64_t>(numbers.size());
+  const Tensor gathered = new_tensor(scale, {scale.size(0), count}, ScalarType::Float);
+  for (int64_t block = 0; block < scale.size(0); ++block) {
+    const float* from = scale_from(scale, block);
+    auto* to = reinterpret_cast<float*>(row_of(gathered, block));
+    for (int64_t i = 0; i < count; ++i) to[i] = from[numbers[i] * scale.stride(1)];
+  }
+  return gathered;
+}
+
 // dw [E, N, K] = dy.T @ x of every group, or dw += that if `add` is set. Empty groups write zeros
 // or add nothing.
 void wgrad(const char* op, const Tensor& dw, const Tensor& dy_t_in, const Tensor& x_t_in,
@@ -78,16 +90,24 @@ void wgrad(const char* op, const Tensor& dw, const Tensor& dy_t_in, const Tensor
 
 }  // namespace
 
-Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& scale_a,
+Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& scale_a_in,
                          const Tensor& scale_b, const Tensor& offs,
                          const std::optional<Tensor>& bias_in,
-                         std::optional<ScalarType> requested_dtype) {
+                         std::optional<ScalarType> requested_dtype,
+                         const std::optional<Tensor>& rows) {
+  const char* op = "grouped_scaled_mm";
   const ScalarType out_dtype = requested_dtype.value_or(ScalarType::BFloat16);
-  check_grouped_scaled_mm(a_in, b_in, scale_a, scale_b, offs, bias_in, out_dtype);
-  const Tensor a = with_dense_rows(a_in), b = with_dense_rows(b_in);
+  check_grouped_scaled_mm(a_in, b_in, scale_a_in, scale_b, offs, bias_in, out_dtype, rows);
+  Tensor a = with_dense_rows(a_in), scale_a = scale_a_in;
+  const Tensor b = with_dense_rows(b_in);
   const std::optional<Tensor> bias = with_dense_rows(bias_in);
-  const int64_t T = a.size(0), K = a.size(1), N = b.size(1);
-  const auto starts = group_starts("grouped_scaled_mm", offs, T);
+  const int64_t T = (rows ? *rows : a).size(0), K = a.size(1), N = b.size(1);
+  const auto starts = group_starts(op, offs, T);
+  if (rows) {
+    const auto numbers = checked_rows(op, *rows, starts.back(), "a", a.size(0));
+    a = gathered_rows(a, numbers);
+    scale_a = gathered_columns(scale_a, numbers);
+  }
   const Tensor y = new_output(a, {T, N}, out_dtype);
 
   std::vector<ScaledProduct> products;

@@ -121,4 +121,25 @@ std::vector<int64_t> row_numbers(const Tensor& rows) {
   return dense.scalar_type() == ScalarType::Int ? copy(int32_t{}) : copy(int64_t{});
 }
 
+std::vector<int64_t> checked_rows(const char* op, const Tensor& rows, int64_t count,
+                                  const char* owner, int64_t limit, const char* name) {
+  std::vector<int64_t> numbers = row_numbers(rows);
+  numbers.resize(count);
+  for (int64_t t = 0; t < count; ++t)
+    check(numbers[t] >= 0 && numbers[t] < limit, op, ": ", name, " must index the ", limit,
+          " rows of ", owner, ", got ", numbers[t], " at row ", t);
+  return numbers;
+}
+
+Tensor gathered_rows(const Tensor& t, const std::vector<int64_t>& numbers) {
+  const auto count = static_cast<int64_t>(numbers.size());
+  const int64_t bytes = t.size(1) * static_cast<int64_t>(t.element_size());
+  const Tensor gathered = new_tensor(t, {count, t.size(1)}, t.scalar_type());
+  torch::stable::parallel_for(0, count, 64, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      std::memcpy(row_of(gathered, i), row_of(t, numbers[i]), bytes);
+  });
+  return gathered;
+}
+
 }  // namespace grouped_linear::cpu

@@ -65,4 +65,11 @@ void zero_rows(const Tensor& t, int64_t begin);
 // The elements of an int32 or int64 tensor.
 std::vector<int64_t> row_numbers(const Tensor& rows);
 
+// The first `count` of them, checked against the `limit` rows of the tensor `owner`.
+std::vector<int64_t> checked_rows(const char* op, const Tensor& rows, int64_t count,
+                                  const char* owner, int64_t limit, const char* name = "rows");
+
+// The numbered rows of t, whose rows are dense, one after another.
+Tensor gathered_rows(const Tensor& t, const std::vector<int64_t>& numbers);
+
 }  // namespace grouped_linear::cpu

@@ -32,20 +32,22 @@ def multiply(
     bias_EN: Tensor | None,
     dtype: torch.dtype,
     transpose_b: bool = False,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Compute ``a[t] @ b[e].T + bias[e]``: fprop and dgrad.
 
     Args:
+        rows: with a[rows[t]] in place of a[t].
         transpose_b: whether E separate tensors are read transposed; a packed b never is.
     """
     assert isinstance(a, Tensor)
     assert b is not None
     if isinstance(b, tuple):
-        return ops.grouped_mm_list(a, b, offs_E, bias_EN, dtype, transpose_b=transpose_b)
+        return ops.grouped_mm_list(a, b, offs_E, bias_EN, dtype, transpose_b=transpose_b, rows=rows)
     if scale_a is None or scale_b is None:
         with _below_autograd():
-            return ops.grouped_mm(a, b, offs_E, bias_EN, dtype)
-    return ops.grouped_scaled_mm(a, b, scale_a, scale_b, offs_E, bias_EN, dtype)
+            return ops.grouped_mm(a, b, offs_E, bias_EN, dtype, rows)
+    return ops.grouped_scaled_mm(a, b, scale_a, scale_b, offs_E, bias_EN, dtype, rows)
 
 
 def weight_grad(
@@ -56,6 +58,8 @@ def weight_grad(
     x_scale: Tensor | None,
     offs_E: Tensor,
     dtype: torch.dtype,
+    dy_rows: Tensor | None = None,
+    x_rows: Tensor | None = None,
 ) -> Tensor:
     """Compute ``dy.T @ x`` over each group's rows: wgrad, in the weight's memory layout.
 
@@ -66,8 +70,9 @@ def weight_grad(
     swapped = is_transposed(w_ENK) and dy.dtype == x.dtype
     if swapped:
         dy, x, dy_scale, x_scale = x, dy, x_scale, dy_scale
+        dy_rows, x_rows = x_rows, dy_rows
     if dy_scale is None or x_scale is None:
-        dw = ops.grouped_mm_wgrad(dy, x, offs_E, dtype)
+        dw = ops.grouped_mm_wgrad(dy, x, offs_E, dtype, dy_rows, x_rows)
     else:
         dw = ops.grouped_scaled_mm_wgrad(dy, x, dy_scale, x_scale, offs_E, dtype)
     return dw.mT if swapped else dw

@@ -63,7 +63,10 @@ class GroupedMLPFunction(torch.autograd.Function):
         h_state, _, dy_state = down_context.options.states or (None, None, None)
 
         outputs = OutputMask(True, False, False)
-        x = recipe.quantize_gathered(x_TH, routing, x_state, outputs)
+        rows_R: Tensor | None = routing.token
+        x = recipe.quantize_tokens(x_TH, columns=gate_up_EGH.size(1))
+        if x is None:
+            x, rows_R = recipe.quantize_gathered(x_TH, routing, x_state, outputs), None
         gate_up = gate_up_context.weight_operands(x, offs_E, columnwise=need_x)
         biases = gate_up_bias_EG, down_bias_EH
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
@@ -76,6 +79,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             offs_E,
             gate_up_bias_EG,
             dtype,
+            rows=rows_R,
         )
         h = recipe.quantize_swiglu(gate_up_RG, offs_E, activation, h_state, outputs)
         down = down_context.weight_operands(h, offs_E, columnwise=need_dh)

@@ -28,10 +28,12 @@ def grouped_mm(
     offs: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Multiply each group of rows by its own matrix. Differentiable.
 
-    For group e and its rows t: ``y[t] = a[t] @ b[e].T + bias[e]``.
+    For group e and its rows t: ``y[t] = a[t] @ b[e].T + bias[e]``, or with a[rows[t]] in place of
+    a[t].
 
     Args:
         a: [T, K] bfloat16, float16 or float32, rows sorted by group, K a multiple of 16.
@@ -40,6 +42,9 @@ def grouped_mm(
         offs: [E] int32 group ends.
         bias: [E, N] of the result's dtype.
         out_dtype: the result's dtype; a's by default.
+        rows: [T] int32 or int64: row t of the GEMM is ``a[rows[t]]``, read from a in place, which
+            then has any number of rows. A number outside a is an error on a CPU and clamped on a
+            GPU. At and past offs[-1], numbers are not used.
 
     Returns:
         [T, N]; zero at and past offs[-1].
@@ -52,12 +57,15 @@ def grouped_mm(
     >>> y = grouped_mm(a, b, offs.int())
     >>> torch.allclose(y[2:], a[2:] @ b[1].T, atol=1e-5)
     True
+    >>> rows = torch.tensor([4, 0, 4, 1, 2])
+    >>> torch.equal(grouped_mm(a, b, offs.int(), rows=rows), grouped_mm(a[rows], b, offs.int()))
+    True
     """
     if forward_ad._current_level >= 0:  # torch would drop the tangents of a custom op silently
         for t in (a, b, bias):
             if t is not None and forward_ad.unpack_dual(t).tangent is not None:
                 raise NotImplementedError("grouped_mm: forward-mode autograd is not supported")
-    y: Tensor = _ops.grouped_mm(a, b, offs, bias, _dtype_or(a.dtype, out_dtype))
+    y: Tensor = _ops.grouped_mm(a, b, offs, bias, _dtype_or(a.dtype, out_dtype), rows)
     return y
 
 
@@ -69,6 +77,7 @@ def grouped_mm_list(
     out_dtype: torch.dtype | None = None,
     *,
     transpose_b: bool = False,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """:func:`grouped_mm` with one matrix tensor a group.
 
@@ -82,6 +91,7 @@ def grouped_mm_list(
         bias: [E, N] of the result's dtype.
         out_dtype: the result's dtype; a's by default.
         transpose_b: the matrices are [K, N], so ``y[t] = a[t] @ b[e] + bias[e]``.
+        rows: see :func:`grouped_mm`.
 
     Returns:
         [T, N]; zero at and past offs[-1].
@@ -93,7 +103,7 @@ def grouped_mm_list(
     >>> torch.equal(grouped_mm_list(a, b.unbind(), offs), grouped_mm(a, b, offs))
     True
     """
-    y: Tensor = _ops.grouped_mm_list(a, list(b), offs, bias, out_dtype, transpose_b)
+    y: Tensor = _ops.grouped_mm_list(a, list(b), offs, bias, out_dtype, transpose_b, rows)
     return y
 
 
@@ -105,6 +115,7 @@ def grouped_scaled_mm(
     offs: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Multiply each group of quantized rows by its own quantized matrix.
 
@@ -123,6 +134,8 @@ def grouped_scaled_mm(
         offs: [E] int32 group ends.
         bias: [E, N] of the result's dtype.
         out_dtype: the result's dtype, bfloat16, float16 or float32.
+        rows: [T] int32 or int64: row t of the GEMM is a[rows[t]] with its scales, see
+            :func:`grouped_mm`. With block scales only.
 
     Returns:
         [T, N]; zero at and past offs[-1].
@@ -137,12 +150,17 @@ def grouped_scaled_mm(
     tensor(16., dtype=torch.bfloat16)
     """
     dtype = _dtype_or(torch.bfloat16, out_dtype)
-    y: Tensor = _ops.grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias, dtype)
+    y: Tensor = _ops.grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias, dtype, rows)
     return y
 
 
 def grouped_mm_wgrad(
-    dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype | None = None
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype | None = None,
+    dy_rows: Tensor | None = None,
+    x_rows: Tensor | None = None,
 ) -> Tensor:
     """Weight gradients: for each group, ``dw[e] = dy.T @ x`` over its rows.
 
@@ -151,6 +169,9 @@ def grouped_mm_wgrad(
         x: [T, K] of dy's dtype, K a multiple of 16.
         offs: [E] int32 group ends.
         out_dtype: the result's dtype; dy's by default.
+        dy_rows: [T] int32 or int64: ``dy[dy_rows[t]]`` stands for dy[t], read in place, as rows of
+            :func:`grouped_mm`.
+        x_rows: [T], the same for x. At most one of the two.
 
     Returns:
         [E, N, K]; zero for an empty group.
@@ -162,7 +183,8 @@ def grouped_mm_wgrad(
     >>> grouped_mm_wgrad(dy, x, offs.int())[:, 0, 0]
     tensor([2., 0., 3.])
     """
-    dw: Tensor = _ops.grouped_mm_wgrad(dy, x, offs, _dtype_or(dy.dtype, out_dtype))
+    dtype = _dtype_or(dy.dtype, out_dtype)
+    dw: Tensor = _ops.grouped_mm_wgrad(dy, x, offs, dtype, dy_rows, x_rows)
     return dw
 
 
@@ -206,7 +228,13 @@ def grouped_scaled_mm_wgrad(
 
 
 def grouped_mm_wgrad_(
-    main_grad: Tensor, dy: Tensor, x: Tensor, offs: Tensor, overwrite: Tensor | None = None
+    main_grad: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    offs: Tensor,
+    overwrite: Tensor | None = None,
+    dy_rows: Tensor | None = None,
+    x_rows: Tensor | None = None,
 ) -> None:
     """Accumulate the weight gradients of :func:`grouped_mm_wgrad` into main_grad, in place.
 
@@ -219,6 +247,8 @@ def grouped_mm_wgrad_(
         offs: [E] int32 group ends.
         overwrite: a bool tensor of no dimensions on main_grad's device, which the kernel reads. If
             it is true, main_grad is written without being read, and an empty group's becomes zero.
+        dy_rows: see :func:`grouped_mm_wgrad`.
+        x_rows: see :func:`grouped_mm_wgrad`.
 
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
@@ -228,7 +258,7 @@ def grouped_mm_wgrad_(
     >>> main_grad[:, 0, 0]
     tensor([6., 1.])
     """
-    _ops.grouped_mm_wgrad_(main_grad, dy, x, offs, overwrite)
+    _ops.grouped_mm_wgrad_(main_grad, dy, x, offs, overwrite, dy_rows, x_rows)
 
 
 def grouped_scaled_mm_wgrad_(
@@ -274,6 +304,8 @@ def grouped_mm_wgrad_list_(
     x: Tensor,
     offs: Tensor,
     overwrite: Tensor | None = None,
+    dy_rows: Tensor | None = None,
+    x_rows: Tensor | None = None,
 ) -> None:
     """:func:`grouped_mm_wgrad_` with one main_grad tensor an expert.
 
@@ -286,6 +318,8 @@ def grouped_mm_wgrad_list_(
         x: [T, K], see :func:`grouped_mm_wgrad`.
         offs: [E] int32 group ends.
         overwrite: see :func:`grouped_mm_wgrad_`.
+        dy_rows: see :func:`grouped_mm_wgrad`.
+        x_rows: see :func:`grouped_mm_wgrad`.
 
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
@@ -295,7 +329,7 @@ def grouped_mm_wgrad_list_(
     >>> [expert[0, 0].item() for expert in main_grad]
     [6.0, 1.0]
     """
-    _ops.grouped_mm_wgrad_list_(list(main_grad), dy, x, offs, overwrite)
+    _ops.grouped_mm_wgrad_list_(list(main_grad), dy, x, offs, overwrite, dy_rows, x_rows)
 
 
 def grouped_scaled_mm_wgrad_list_(

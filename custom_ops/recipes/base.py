@@ -233,6 +233,21 @@ class Recipe:
     # --- tensors that GroupedMLP makes only to quantize them -------------------------------------
     # A recipe overrides these where an op makes and quantizes a tensor in one pass.
 
+    def quantize_tokens(self, x_TH: Tensor, columns: int) -> Operands | None:
+        """Tokens for an fprop that gathers their rows, with its bits; rowwise only.
+
+        None where rows are gathered before: because they depend on the groups that they go to, or
+        because that is faster. Every 256 columns of an output read the rows again, by copies of 16
+        bytes that take some of the GEMM's time.
+
+        Args:
+            x_TH: tokens.
+            columns: of the output.
+        """
+        if type(self).quantize_input is not Recipe.quantize_input or columns > 1536:
+            return None
+        return Operands(x_TH, None, None, None)
+
     def quantize_gathered(
         self,
         x_TH: Tensor,

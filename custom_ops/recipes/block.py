@@ -129,6 +129,14 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
         """Dy in 1x128 blocks."""
         return self._quantize(dy_TN, offs_E, outputs, share_scales=False)
 
+    def quantize_tokens(self, x_TH: Tensor, columns: int) -> Operands | None:
+        """Each token once: 1x128 blocks of a row are its own."""
+        if columns > 1024:
+            return None
+        one_group = torch.full((1,), x_TH.size(0), dtype=torch.int32, device=x_TH.device)
+        outputs = OutputMask(True, False, False)
+        return self._quantize(x_TH, one_group, outputs, share_scales=False)
+
     def quantize_gathered(
         self,
         x_TH: Tensor,

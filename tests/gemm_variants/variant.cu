@@ -146,7 +146,7 @@ void launch(const TensorMaps& maps, const int32_t* offs, const Scale128x128View&
   constexpr int bytes = shared_bytes<Config>();
   require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
           "shared memory");
-  kernel<<<clusters * kClusterSize, kThreads, bytes>>>(maps, offs, scale_b, epilogue, workspace,
+  kernel<<<clusters * kClusterSize, kThreads, bytes>>>(maps, offs, {}, scale_b, epilogue, workspace,
                                                        tile_counts<Config>(shape),
                                                        tile_counts<NarrowOf<Config>>(shape), shape);
   require(cudaGetLastError(), "launch");

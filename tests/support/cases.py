@@ -42,6 +42,11 @@ _PER_GROUP: dict[str, Any] = {
     "per_group": {"per_group": reference.E4M3},
     "per_group_e5m2": {"per_group": reference.E5M2},
 }
+_GATHERED: dict[str, dict[str, Any]] = {
+    "gathered_dy": {"gathers": "dy_rows"},
+    "gathered_x": {"gathers": "x_rows", "index": torch.int64},
+    "gathered_strided": {"layout": "strided", "gathers": "x_rows"},
+}
 _SHARED: dict[str, Any] = {"shared": {"share_scales": True}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "splits_to_offsets": {
@@ -191,16 +196,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "strided": {"layout": "strided"},
         "transposed": {"layout": "transposed"},
         "bias_fp32": {"bias": True, "out_dtype": FP32},
+        "gathered": {"bias": True, "gathers": "rows"},
+        "gathered_strided": {"layout": "strided", "gathers": "rows", "index": torch.int64},
+        "gathered_grad": {"gathers": "rows", "requires_grad": ("a", "b")},
         **_OUT,
     },
     "grouped_mm_list": {
+        "gathered": {"gathers": "rows"},
         "views": {"experts": "views", "bias": True},
         "transposed": {"transpose_b": True, "out_dtype": FP32},
     },
-    "grouped_scaled_mm": {"bias": {"bias": True}, **_PER_GROUP},
-    "grouped_mm_wgrad": {**_LAYOUTS, **_OUT},
-    "grouped_mm_wgrad_": {**_MAIN_GRAD, **_LAYOUTS},
-    "grouped_mm_wgrad_list_": {**_MAIN_GRAD, "views": {"per_expert": False}},
+    "grouped_scaled_mm": {
+        "bias": {"bias": True},
+        "gathered": {"bias": True, "gathers": "rows", "index": torch.int64},
+        **_PER_GROUP,
+    },
+    "grouped_mm_wgrad": {**_LAYOUTS, **_OUT, **_GATHERED},
+    "grouped_mm_wgrad_": {**_MAIN_GRAD, **_LAYOUTS, **_GATHERED},
+    "grouped_mm_wgrad_list_": {**_MAIN_GRAD, **_GATHERED, "views": {"per_expert": False}},
     "grouped_scaled_mm_wgrad_list_": {
         **_MAIN_GRAD,
         "views": {"per_expert": False, "overwrite": True},

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -130,7 +131,8 @@ def make(
 ) -> Sample:
     """A sample on the CPU.
 
-    Options are further arguments by name. `bias=True` makes a bias, `overwrite=True` a flag tensor.
+    Options are further arguments by name. `bias=True` makes a bias, `overwrite=True` a flag tensor,
+    `gathers="rows"` the numbers of an operand's rows.
     """
     offs, (K, N) = groups.offs(), (groups.K, groups.N)
     tensors: dict[str, Any]
@@ -285,6 +287,8 @@ def make(
             tensors |= {"x_t": x_t, "scale_x_t": scale_x_t, "w_t": w_t, "scale_w": scale_w}
         case _:
             raise ValueError(op)
+    if gathers := options.pop("gathers", None):
+        tensors |= gathering(groups, tensors, gathers, options.pop("index", torch.int32), layout)
     if op.endswith(("wgrad_", "wgrad_list_")):
         grad_dtype = options.pop("grad_dtype", FP32)
         main_grad = torch.randn(groups.E, N, K).to(grad_dtype)
@@ -303,6 +307,42 @@ def make(
     for name in options.pop("requires_grad", ()):
         (options if name in options else tensors)[name].requires_grad_()
     return Sample(op, {**tensors, **options})
+
+
+# By the name of the numbers: the operand whose rows they are.
+GATHERED = {"rows": "a", "dy_rows": "dy", "x_rows": "x"}
+
+
+def gathering(
+    groups: Groups, tensors: dict[str, Any], numbers: str, index: torch.dtype, layout: str
+) -> dict[str, Any]:
+    """A GEMM's operand of other rows, and the numbers of those to gather.
+
+    Past the last group's rows they are no numbers of rows.
+    """
+    operand = tensors[GATHERED[numbers]]
+    source = Groups((groups.T + 3,), groups.T + 3)
+    numbers_T = torch.randint(source.T, (groups.T,)).to(index)
+    numbers_T[groups.valid :] = torch.iinfo(index).min
+    if "scale_a" in tensors:
+        a, scale_a = quantized_rows(source, operand.size(1))
+        return {"a": a, "scale_a": scale_a, numbers: numbers_T}
+    own = rows(source, operand.size(1), operand.dtype, layout)
+    return {GATHERED[numbers]: own, numbers: numbers_T}
+
+
+def gathered_before(sample: Sample) -> Sample:
+    """The same GEMM of rows that were gathered before it."""
+    for numbers, operand in GATHERED.items():
+        rows_T = sample.arguments.get(numbers)
+        if rows_T is None or sample.op == "group_quantize":
+            continue
+        rows_T = rows_T.long().clamp(min=0)
+        changed = {operand: sample[operand][rows_T], numbers: None}
+        if "scale_a" in sample.arguments:
+            changed["scale_a"] = F.pad(sample["scale_a"][:, rows_T], (0, -len(rows_T) % 4))
+        return sample.but(**changed)
+    return sample
 
 
 def scaling_of(sample: Sample) -> Scaling:

@@ -8,6 +8,7 @@
 
 #include "cuda/common/launch.h"
 #include "cuda/common/operands.h"
+#include "cuda/common/row_numbers.cuh"
 #include "cuda/gemm/kernel_arguments.h"
 
 namespace grouped_linear::cuda {
@@ -22,6 +23,9 @@ struct GroupedGemm {
   std::optional<Tensor> scale_a, scale_b;  // FP8: [E] a group, or of blocks
   EpilogueArguments epilogue;
   GemmShape shape;
+  // The rows that an operand gathers from a source, which then stands in its place: [T] int32 or
+  // int64. a with scales per block, or 16 bits or more; b K-grouped alone. At most one of the two.
+  std::optional<Tensor> a_rows, b_rows;
 };
 
 // Computes it on the launch's stream, by the operands' type and the device's compute capability.
@@ -45,6 +49,13 @@ inline EpilogueArguments epilogue_arguments(const Tensor& out, const std::option
           nullptr,
           accumulate,
           overwrite ? overwrite->const_data_ptr<bool>() : nullptr};
+}
+
+// rows: dense.
+inline RowNumbers row_numbers(const std::optional<Tensor>& rows, const Tensor& source) {
+  if (!rows) return {nullptr, static_cast<int>(source.size(0)), false};
+  return {rows->const_data_ptr(), static_cast<int>(source.size(0)),
+          rows->scalar_type() == ScalarType::Long};
 }
 
 // Kernels count rows in 32 bits, as offs does, and round them up to whole tiles.

@@ -6,23 +6,41 @@ namespace {
 
 // dw[e] = dy.T @ x over each group's rows
 void run_wgrad(const Launch& launch, const Tensor& dy, const Tensor& x, const Tensor& offs,
-               const EpilogueArguments& epilogue) {
-  const GemmShape shape{row_count(launch.op(), x.size(0)), static_cast<int>(offs.size(0)),
-                        static_cast<int>(dy.size(1)), static_cast<int>(x.size(1)), 0};
-  run_grouped_gemm(launch, {Grouping::kK, dy, x, as_dense(offs), {}, {}, epilogue, shape});
+               const EpilogueArguments& epilogue, const std::optional<Tensor>& dy_rows,
+               const std::optional<Tensor>& x_rows) {
+  // A source without rows has none to gather: then all groups are empty.
+  const bool none = dy.size(0) == 0 || x.size(0) == 0;
+  const int rows = row_count(launch.op(), none ? 0 : (x_rows ? *x_rows : x).size(0));
+  const GemmShape shape{rows, static_cast<int>(offs.size(0)), static_cast<int>(dy.size(1)),
+                        static_cast<int>(x.size(1)), 0};
+  run_grouped_gemm(launch, {Grouping::kK,
+                            dy,
+                            x,
+                            as_dense(offs),
+                            {},
+                            {},
+                            epilogue,
+                            shape,
+                            as_dense(dy_rows),
+                            as_dense(x_rows)});
 }
 
 }  // namespace
 
 Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
-                  const std::optional<Tensor>& bias_in, std::optional<ScalarType> out_dtype) {
+                  const std::optional<Tensor>& bias_in, std::optional<ScalarType> out_dtype,
+                  const std::optional<Tensor>& a_rows) {
   const ScalarType dtype = out_dtype.value_or(a.scalar_type());
-  check_grouped_mm(a, b, offs, bias_in, dtype);
+  check_grouped_mm(a, b, offs, bias_in, dtype, a_rows);
 
   const Launch launch("grouped_mm", a);
-  const int64_t T = a.size(0), K = a.size(1), N = b.size(1);
+  const int64_t T = (a_rows ? *a_rows : a).size(0), K = a.size(1), N = b.size(1);
   Tensor y = new_tensor(a, {T, N}, dtype);
   if (T == 0) return y;
+  if (a.size(0) == 0) {  // no row to gather
+    torch::stable::zero_(y);
+    return y;
+  }
 
   const std::optional<Tensor> bias = with_dense_rows(bias_in);
   const int rows = row_count(launch.op(), T);
@@ -35,29 +53,35 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
                             {},
                             {},
                             epilogue_arguments(y, bias, false, std::nullopt),
-                            shape});
+                            shape,
+                            as_dense(a_rows),
+                            {}});
   return y;
 }
 
 Tensor grouped_mm_wgrad(const Tensor& dy, const Tensor& x, const Tensor& offs,
-                        std::optional<ScalarType> out_dtype) {
+                        std::optional<ScalarType> out_dtype, const std::optional<Tensor>& dy_rows,
+                        const std::optional<Tensor>& x_rows) {
   const ScalarType dtype = out_dtype.value_or(dy.scalar_type());
-  check_grouped_mm_wgrad("grouped_mm_wgrad", dy, x, offs, dtype);
+  check_grouped_mm_wgrad("grouped_mm_wgrad", dy, x, offs, dtype, dy_rows, x_rows);
 
   const Launch launch("grouped_mm_wgrad", x);
   Tensor dw = new_tensor(x, {offs.size(0), dy.size(1), x.size(1)}, dtype);
-  run_wgrad(launch, dy, x, offs, epilogue_arguments(dw, std::nullopt, false, std::nullopt));
+  run_wgrad(launch, dy, x, offs, epilogue_arguments(dw, std::nullopt, false, std::nullopt), dy_rows,
+            x_rows);
   return dw;
 }
 
 void grouped_mm_wgrad_(const Tensor& main_grad, const Tensor& dy, const Tensor& x,
-                       const Tensor& offs, const std::optional<Tensor>& overwrite) {
+                       const Tensor& offs, const std::optional<Tensor>& overwrite,
+                       const std::optional<Tensor>& dy_rows, const std::optional<Tensor>& x_rows) {
   const char* op = "grouped_mm_wgrad_";
-  check_grouped_mm_wgrad(op, dy, x, offs, ScalarType::Float);
+  check_grouped_mm_wgrad(op, dy, x, offs, ScalarType::Float, dy_rows, x_rows);
   check_main_grad(op, main_grad, dy, offs.size(0), dy.size(1), x.size(1), overwrite);
 
   const Launch launch(op, x);
-  run_wgrad(launch, dy, x, offs, epilogue_arguments(main_grad, std::nullopt, true, overwrite));
+  run_wgrad(launch, dy, x, offs, epilogue_arguments(main_grad, std::nullopt, true, overwrite),
+            dy_rows, x_rows);
 }
 
 }  // namespace grouped_linear::cuda

@@ -12,7 +12,8 @@ void run_wgrad(const Launch& launch, const Tensor& dy_t, const Tensor& x_t,
                         static_cast<int>(offs.size(0)), static_cast<int>(dy_t.size(1)),
                         static_cast<int>(x_t.size(1)), 0};
   run_grouped_gemm(
-      launch, {Grouping::kK, dy_t, x_t, as_dense(offs), scale_dy_t, scale_x_t, epilogue, shape});
+      launch,
+      {Grouping::kK, dy_t, x_t, as_dense(offs), scale_dy_t, scale_x_t, epilogue, shape, {}, {}});
 }
 
 }  // namespace
@@ -20,20 +21,33 @@ void run_wgrad(const Launch& launch, const Tensor& dy_t, const Tensor& x_t,
 Tensor grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a,
                          const Tensor& scale_b, const Tensor& offs,
                          const std::optional<Tensor>& bias_in,
-                         std::optional<ScalarType> asked_dtype) {
+                         std::optional<ScalarType> asked_dtype,
+                         const std::optional<Tensor>& a_rows) {
   const ScalarType out_dtype = asked_dtype.value_or(ScalarType::BFloat16);
-  check_grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias_in, out_dtype);
+  check_grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias_in, out_dtype, a_rows);
 
   const Launch launch("grouped_scaled_mm", a);
-  const int64_t T = a.size(0), K = a.size(1), N = b.size(1), E = b.size(0);
+  const int64_t T = (a_rows ? *a_rows : a).size(0), K = a.size(1), N = b.size(1), E = b.size(0);
   Tensor y = new_tensor(a, {T, N}, out_dtype);
   if (T == 0) return y;
+  if (a.size(0) == 0) {  // no row to gather
+    torch::stable::zero_(y);
+    return y;
+  }
 
   const std::optional<Tensor> bias = with_dense_rows(bias_in);
   const int rows = row_count(launch.op(), T);
   const GemmShape shape{rows, static_cast<int>(E), rows, static_cast<int>(N), static_cast<int>(K)};
-  run_grouped_gemm(launch, {Grouping::kM, a, b, as_dense(offs), scale_a, scale_b,
-                            epilogue_arguments(y, bias, false, std::nullopt), shape});
+  run_grouped_gemm(launch, {Grouping::kM,
+                            a,
+                            b,
+                            as_dense(offs),
+                            scale_a,
+                            scale_b,
+                            epilogue_arguments(y, bias, false, std::nullopt),
+                            shape,
+                            as_dense(a_rows),
+                            {}});
   return y;
 }
 

@@ -86,7 +86,7 @@ __host__ __device__ __forceinline__ int col_tiles(const GemmShape& shape) {
 // Pairs of row tiles that share b's tile, of `rows` row tiles.
 template <typename Config>
 __host__ __device__ __forceinline__ int row_pairs(int rows) {
-  return Config::kNarrow ? 0 : rows / 2;
+  return Config::kSharesB ? rows / 2 : 0;
 }
 
 // Pairs in a matrix of rows x cols tiles: pairs of rows, then pairs of columns in a last odd row.

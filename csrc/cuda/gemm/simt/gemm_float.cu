@@ -16,12 +16,13 @@ void launch_float(const Launch& launch, const FloatOperand& a, const FloatOperan
 void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm) {
   const Tensor &a = gemm.a, &b = gemm.b;
   const float *a_data = a.const_data_ptr<float>(), *b_data = b.const_data_ptr<float>();
+  const RowNumbers a_rows = row_numbers(gemm.a_rows, a), b_rows = row_numbers(gemm.b_rows, b);
   if (gemm.grouping == Grouping::kM)
-    launch_float<Grouping::kM>(launch, {a_data, 0, a.stride(0), a.stride(1)},
-                               {b_data, b.stride(0), b.stride(1), b.stride(2)}, gemm);
+    launch_float<Grouping::kM>(launch, {a_data, 0, a.stride(0), a.stride(1), a_rows},
+                               {b_data, b.stride(0), b.stride(1), b.stride(2), b_rows}, gemm);
   else
-    launch_float<Grouping::kK>(launch, {a_data, 0, a.stride(1), a.stride(0)},
-                               {b_data, 0, b.stride(1), b.stride(0)}, gemm);
+    launch_float<Grouping::kK>(launch, {a_data, 0, a.stride(1), a.stride(0), a_rows},
+                               {b_data, 0, b.stride(1), b.stride(0), b_rows}, gemm);
 }
 
 }  // namespace grouped_linear::cuda::simt

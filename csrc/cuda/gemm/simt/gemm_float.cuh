@@ -5,14 +5,26 @@
 
 #include "cuda/common/groups.cuh"
 #include "cuda/common/pdl.cuh"
+#include "cuda/common/row_numbers.cuh"
 #include "cuda/gemm/epilogue_math.cuh"
 
 namespace grouped_linear::cuda::simt {
 
-// element(group, i, k) = first[group * group_stride + i * stride + k * k_stride]
+// element(group, i, k) = first[group * group_stride + i * stride + k * k_stride], where i (M-grouped)
+// or k (K-grouped) is first looked up in rows.
 struct FloatOperand {
   const float* first;
   int64_t group_stride, stride, k_stride;
+  RowNumbers rows;
+
+  template <Grouping grouping>
+  __device__ float at(int group, int i, int k) const {
+    if (grouping == Grouping::kM)
+      i = rows.row(i);
+    else
+      k = rows.row(k);
+    return first[group * group_stride + i * stride + k * k_stride];
+  }
 };
 
 constexpr int kTile = 64, kTileK = 16, kThreads = 256;
@@ -66,12 +78,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int i = threadIdx.x; i < kTileK * kTile; i += kThreads) {
         const int d = i / kTile, r = i % kTile;
         const bool in_k = k + d < k_end;
-        a_tile[d][r] =
-            in_k && row + r < row_end ? a.first[(row + r) * a.stride + (k + d) * a.k_stride] : 0;
-        b_tile[d][r] =
-            in_k && col + r < shape.cols
-                ? b.first[group * b.group_stride + (col + r) * b.stride + (k + d) * b.k_stride]
-                : 0;
+        a_tile[d][r] = in_k && row + r < row_end ? a.at<grouping>(0, row + r, k + d) : 0;
+        b_tile[d][r] = in_k && col + r < shape.cols ? b.at<grouping>(group, col + r, k + d) : 0;
       }
       __syncthreads();
       for (int d = 0; d < kTileK; ++d)

@@ -73,6 +73,13 @@ struct GemmConfig {
   // TMA loads of b's tile: one a block where the cluster shares it.
   static constexpr int kBPieces = 2;
   static constexpr bool kNarrow = false;
+  // Whether a tile and the one below it form a pair, whose blocks share b.
+  static constexpr bool kSharesB = true;
+  // Whether warp 1 has nothing to do but scheduling and zeros. Otherwise a store warp zeroes while
+  // it waits.
+  static constexpr bool kHasIdleWarp = !kBlockScaled;
+  // Whether stages are written by cp.async too, which wgmma sees after a fence only.
+  static constexpr bool kNeedsProxyFence = false;
 
   // a's scales in a stage. K-grouped tiles start at multiples of kTileM.
   static constexpr int kRowScales = kKGrouped ? kTileM : kTileM + kRowScaleAlignment;
@@ -109,6 +116,17 @@ struct GemmConfig {
 
 constexpr int smallest(int a, int b) { return a < b ? a : b; }
 
+enum class Operand { kA, kB };
+
+// The same GEMM with an operand whose rows warps 0 and 1 gather. Where that is b, each block gathers
+// its own tile of it: pairs are neighbouring columns alone.
+template <typename Config, Operand operand>
+struct Gathering : Config {
+  static constexpr bool kSharesB = operand == Operand::kA;
+  static constexpr bool kHasIdleWarp = false;
+  static constexpr bool kNeedsProxyFence = true;
+};
+
 // The same GEMM in narrow tiles, which never share b. Its stages and buffers reuse the wide tile's
 // shared memory.
 template <typename Config>
@@ -117,7 +135,7 @@ struct NarrowOf : Config {
   static constexpr int kTileN = kNarrowTileN, kBBytes = kTileN * kSwizzleBytes;
   static constexpr int kStageBytes = Config::kABytes + kBBytes;
   static constexpr int kBPieces = 1;
-  static constexpr bool kNarrow = true;
+  static constexpr bool kNarrow = true, kSharesB = false;
   static constexpr int kEpilogueBuffers = kTileN / 64;
   static constexpr int kEpilogueBytes = kTileM * kEpilogueBuffers * kSwizzleBytes;
   // FP8 keeps the number of stages: its main loop is unrolled over them.

@@ -16,6 +16,12 @@ void run_m_grouped(const Launch& launch, const GroupedGemm& gemm) {
   const bool n_dense = gemm.b.stride(1) == 1 && gemm.b.stride(2) != 1;
   const Tensor a = tma_readable(gemm.a, 1), b = tma_readable(gemm.b, n_dense ? 1 : 2);
   const int64_t K = a.size(1), N = b.size(1), E = b.size(0);
+  const auto launch_with = [&]<typename Gemm>(std::type_identity<Gemm>, const TensorMaps& maps) {
+    if (gemm.a_rows)
+      launch_gathering<Gemm, Operand::kA>(launch, maps, gemm, {}, gathered_rows(gemm.a_rows, a));
+    else
+      launch_gemm<Gemm>(launch, maps, gemm, {}, gemm.epilogue);
+  };
   const ScalarType dtype = a.scalar_type();
   const auto map_of = [&](const Tensor& t, std::initializer_list<int64_t> sizes,
                           std::initializer_list<int64_t> strides,
@@ -30,13 +36,13 @@ void run_m_grouped(const Launch& launch, const GroupedGemm& gemm) {
       return map_of(b, {K, N, E}, {map_stride(b, 1, K), group_stride}, {kLine, cols, 1});
     };
     const CUtensorMap map_b = map_of_b(Gemm::kTileN / Gemm::kBPieces);
-    launch_gemm<Gemm>(launch, {map_a, map_b, map_a, map_b, map_a, map_of_b(kNarrowTileN)}, gemm, {},
-                      gemm.epilogue);
+    launch_with(std::type_identity<Gemm>(),
+                {map_a, map_b, map_a, map_b, map_a, map_of_b(kNarrowTileN)});
   } else {
     const CUtensorMap map_b =
         map_of(b, {N, K, E}, {map_stride(b, 2, N), group_stride}, {kLine, kLine, 1});
-    launch_gemm<Config<T, Grouping::kM, Major::kK, Major::kMN>>(
-        launch, {map_a, map_b, map_a, map_b, map_a, map_b}, gemm, {}, gemm.epilogue);
+    launch_with(std::type_identity<Config<T, Grouping::kM, Major::kK, Major::kMN>>(),
+                {map_a, map_b, map_a, map_b, map_a, map_b});
   }
 }
 
@@ -50,7 +56,13 @@ void run_k_grouped(const Launch& launch, const GroupedGemm& gemm) {
                       map_stride(t, 0, t.size(1)), Gemm::kTileK);
   };
   const CUtensorMap map_a = map_of(a), map_b = map_of(b);
-  launch_gemm<Gemm>(launch, {map_a, map_b, map_a, map_b, map_a, map_b}, gemm, {}, gemm.epilogue);
+  const TensorMaps maps{map_a, map_b, map_a, map_b, map_a, map_b};
+  if (gemm.a_rows)
+    launch_gathering<Gemm, Operand::kA>(launch, maps, gemm, {}, gathered_rows(gemm.a_rows, a));
+  else if (gemm.b_rows)
+    launch_gathering<Gemm, Operand::kB>(launch, maps, gemm, {}, gathered_rows(gemm.b_rows, b));
+  else
+    launch_gemm<Gemm>(launch, maps, gemm, {}, gemm.epilogue);
 }
 
 }  // namespace

@@ -27,13 +27,18 @@ CUtensorMap scale_map(const char* op, const Tensor& scale, uint32_t width) {
 template <Grouping grouping>
 void launch_scaled(const Launch& launch, const TensorMaps& maps, const GroupedGemm& gemm,
                    const Tensor& scale_a, const Tensor& scale_b,
-                   const Scale128x128View& scale_b_view) {
+                   const Scale128x128View& scale_b_view,
+                   const std::optional<GatheredRows>& gathered = {}) {
   EpilogueArguments epilogue = gemm.epilogue;
   if (!is_per_group(scale_a)) {
     constexpr Scaling scaling =
         grouping == Grouping::kK ? Scaling::kScale1x128 : Scaling::kScale128x128;
-    return launch_gemm<Config<__nv_fp8_e4m3, scaling, grouping>>(launch, maps, gemm, scale_b_view,
-                                                                 epilogue);
+    using Gemm = Config<__nv_fp8_e4m3, scaling, grouping>;
+    if constexpr (grouping == Grouping::kM) {
+      if (gathered)
+        return launch_gathering<Gemm, Operand::kA>(launch, maps, gemm, scale_b_view, *gathered);
+    }
+    return launch_gemm<Gemm>(launch, maps, gemm, scale_b_view, epilogue);
   }
   epilogue.scale_a = scale_a.const_data_ptr<float>();
   epilogue.scale_b = scale_b.const_data_ptr<float>();
@@ -62,6 +67,12 @@ void run_m_grouped(const Launch& launch, const GroupedGemm& gemm) {
   TensorMaps maps{map_a, map_b, map_a, map_b, map_a, map_of_b(kNarrowTileN)};
   Tensor scale_b = *gemm.scale_b;  // 128 x 128: read by its strides
   Scale128x128View scale_b_view{};
+  std::optional<GatheredRows> gathered;
+  if (gemm.a_rows) {
+    gathered = gathered_rows(gemm.a_rows, a);
+    gathered->scales = scale_a.const_data_ptr<float>();
+    gathered->scale_stride = map_stride(scale_a, 0, scale_a.size(1));
+  }
   if (is_per_group(scale_a)) {
     scale_b = readable_scale(scale_b);
   } else {
@@ -69,7 +80,7 @@ void run_m_grouped(const Launch& launch, const GroupedGemm& gemm) {
     scale_b_view = {scale_b.const_data_ptr<float>(), scale_b.stride(0), scale_b.stride(1),
                     scale_b.stride(2)};
   }
-  launch_scaled<Grouping::kM>(launch, maps, gemm, scale_a, scale_b, scale_b_view);
+  launch_scaled<Grouping::kM>(launch, maps, gemm, scale_a, scale_b, scale_b_view, gathered);
 }
 
 // out[e] = a.T @ b over each group's rows, operands in the padded columnwise layout.

@@ -31,10 +31,10 @@
 #pragma once
 
 #include "cuda/common/pdl.cuh"
+#include "cuda/gemm/sm90/gather_producer.cuh"
 #include "cuda/gemm/sm90/group_table.cuh"
 #include "cuda/gemm/sm90/mainloop_16bit.cuh"
 #include "cuda/gemm/sm90/mainloop_fp8.cuh"
-#include "cuda/gemm/sm90/producer.cuh"
 #include "cuda/gemm/sm90/scale_warp.cuh"
 #include "cuda/gemm/sm90/scheduler_warp.cuh"
 #include "cuda/gemm/sm90/store_warp.cuh"
@@ -108,28 +108,36 @@ __device__ void compute_tiles(SharedStorage<Config>& shared,
   }
 }
 
+// What warpgroup 0 leaves of the 168 registers that each thread has at first.
+template <typename Producer>
+constexpr int kMathRegisters = (3 * 168 - Producer::kRegisters) / 2;
+
 // The roles of the block's warps.
 template <typename Config, typename Producer, typename Epilogue>
 __device__ void run_roles(SharedStorage<Config>& shared, const TensorMaps& maps,
+                          const typename Producer::Arguments& producer,
                           const Scale128x128View& scale_b,
                           const typename Epilogue::Arguments& epilogue,
                           const SplitKWorkspace& workspace, const TileCounts& counts,
                           const GemmShape& shape) {
   if (threadIdx.x < 128) {
-    setmaxnreg_dec<40>();
-    if (threadIdx.x == 0) Producer::template run<Config>(shared, maps, counts, shape);
-    if constexpr (Config::kScale128x128)
-      if (threadIdx.x / 32 == 1) load_block_scales<Config>(shared, scale_b, counts, shape);
-    constexpr int zeroing_warp = kHasIdleWarp<Config> ? 1 : 2;
+    setmaxnreg_dec<Producer::kRegisters>();
+    constexpr int zeroing_warp = Config::kHasIdleWarp ? 1 : 2;
     if (Config::kKGrouped && threadIdx.x / 32 == zeroing_warp && shared.active_groups < shape.E)
       clear_zeros(shared);
-    if constexpr (Config::kScale1x128) {
+    if (threadIdx.x < Producer::kThreads)
+      Producer::template run<Config>(shared, maps, producer, scale_b, workspace, counts, shape);
+    if constexpr (Producer::kThreads > 32) {
+      // It takes warp 1 too, with its part.
+    } else if constexpr (Config::kScale128x128) {
+      if (threadIdx.x / 32 == 1) load_block_scales<Config>(shared, scale_b, counts, shape);
+    } else if constexpr (Config::kScale1x128) {
       if (threadIdx.x / 32 == 1)
         find_shared_column_scales<Config>(shared, workspace, counts, shape);
     } else if constexpr (Config::kKGrouped) {
       if (threadIdx.x / 32 == 1 && elect_one())
         schedule_tiles<Config>(shared, workspace, epilogue, counts, shape);
-    } else if constexpr (kHasIdleWarp<Config>) {
+    } else if constexpr (Config::kHasIdleWarp) {
       if (threadIdx.x / 32 == 1 && elect_one()) {
         ZeroFill<Config> zero_fill(shared, epilogue, shape);
         zero_fill.begin();
@@ -140,7 +148,7 @@ __device__ void run_roles(SharedStorage<Config>& shared, const TensorMaps& maps,
       Epilogue::template run_store_warp<Config>(shared, maps, epilogue, counts, shape,
                                                 threadIdx.x / 32 - 2);
   } else {
-    setmaxnreg_inc<232>();
+    setmaxnreg_inc<kMathRegisters<Producer>>();
     compute_tiles<Config, Epilogue>(shared, epilogue, workspace, shape);
   }
   __syncwarp();
@@ -155,7 +163,7 @@ __device__ void prologue(Control& control, const TensorMaps& maps) {
     Epilogue::prefetch(maps);
     for (int stage = 0; stage < kMaxStages; ++stage) {
       // The producer arrives; with block scales, the scale warp too.
-      mbarrier_init(&control.full[stage], Config::kBlockScaled ? 2 : 1);
+      mbarrier_init(&control.full[stage], Producer::kArrivals + (Config::kBlockScaled ? 1 : 0));
       // Every math warp of the cluster arrives: a stage has parts that the other block loads.
       mbarrier_init(&control.empty[stage], kMathWarps * kClusterSize);
       if (Config::kScale1x128) mbarrier_init(&control.scales_full[stage], 1);
@@ -182,6 +190,7 @@ __device__ void prologue(Control& control, const TensorMaps& maps) {
 template <typename Config, typename Producer = TmaProducer, typename Epilogue = LinearEpilogue>
 __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClusterSize)
     grouped_gemm_kernel(const __grid_constant__ TensorMaps maps, const int32_t* offs,
+                        const __grid_constant__ typename Producer::Arguments producer,
                         const Scale128x128View scale_b, const typename Epilogue::Arguments epilogue,
                         const SplitKWorkspace workspace, const __grid_constant__ TileCounts counts,
                         const __grid_constant__ TileCounts narrow_counts, const GemmShape shape) {
@@ -200,11 +209,12 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClusterSize)
       using Narrow = NarrowOf<Config>;
       auto& narrow = *reinterpret_cast<SharedStorage<Narrow>*>(raw);
       build_group_table<Narrow>(narrow.groups, offs, shape);
-      return run_roles<Narrow, Producer, Epilogue>(narrow, maps, scale_b, epilogue, workspace,
-                                                   narrow_counts, shape);
+      return run_roles<Narrow, Producer, Epilogue>(narrow, maps, producer, scale_b, epilogue,
+                                                   workspace, narrow_counts, shape);
     }
   }
-  run_roles<Config, Producer, Epilogue>(shared, maps, scale_b, epilogue, workspace, counts, shape);
+  run_roles<Config, Producer, Epilogue>(shared, maps, producer, scale_b, epilogue, workspace,
+                                        counts, shape);
 }
 
 }  // namespace grouped_linear::cuda::sm90

@@ -73,10 +73,18 @@ std::optional<Tensor> split_k_room(const Tensor& like, const GemmShape& shape, i
                     ScalarType::Byte);
 }
 
+// What a GatherProducer reads: rows of the source, and their scales in FP8.
+inline GatheredRows gathered_rows(const std::optional<Tensor>& rows, const Tensor& source) {
+  return {row_numbers(rows, source), static_cast<const uint8_t*>(source.const_data_ptr()),
+          static_cast<uint32_t>(map_stride(source, 0, source.size(1)) * item_size(source) / 16),
+          nullptr, 0};
+}
+
 // maps: of the operands and their scales. The map of out is made here.
-template <typename Config>
+template <typename Config, typename Producer = TmaProducer>
 void launch_gemm(const Launch& launch, TensorMaps maps, const GroupedGemm& gemm,
-                 const Scale128x128View& scale_b, const EpilogueArguments& epilogue) {
+                 const Scale128x128View& scale_b, const EpilogueArguments& epilogue,
+                 const typename Producer::Arguments& producer = {}) {
   constexpr TileShape tile = Config::kFp8 ? kTileFp8 : kTile16Bit;
   static_assert(tile.m == kTileM && tile.n == Config::kTileN && tile.k == Config::kTileK &&
                     tile.stages == Config::kStages && tile.cluster == kClusterSize,
@@ -99,11 +107,19 @@ void launch_gemm(const Launch& launch, TensorMaps maps, const GroupedGemm& gemm,
     workspace.accumulators = reinterpret_cast<float*>(workspace.flags + clusters * kFlagsPerSlot);
   }
 
-  constexpr auto kernel = grouped_gemm_kernel<Config>;
+  constexpr auto kernel = grouped_gemm_kernel<Config, Producer>;
   launch.allow_shared_bytes<kernel>(shared_bytes<Config>());
   launch.run(kernel, clusters * kClusterSize, kThreads, shared_bytes<Config>(), maps,
-             gemm.offs.const_data_ptr<int32_t>(), scale_b, epilogue, workspace,
+             gemm.offs.const_data_ptr<int32_t>(), producer, scale_b, epilogue, workspace,
              tile_counts<Config>(shape), tile_counts<NarrowOf<Config>>(shape), shape);
+}
+
+// The same with rows of one operand gathered.
+template <typename Config, Operand operand>
+void launch_gathering(const Launch& launch, const TensorMaps& maps, const GroupedGemm& gemm,
+                      const Scale128x128View& scale_b, const GatheredRows& rows) {
+  launch_gemm<Gathering<Config, operand>, GatherProducer<operand>>(launch, maps, gemm, scale_b,
+                                                                   gemm.epilogue, rows);
 }
 
 }  // namespace grouped_linear::cuda::sm90

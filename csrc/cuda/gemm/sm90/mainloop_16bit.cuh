@@ -29,6 +29,7 @@ __device__ __forceinline__ void mainloop_16bit(SharedStorage<Config>& shared,
 #pragma unroll 1
   for (int k_block = 0; k_block < whole_k_blocks; ++k_block) {
     if (!ready) mbarrier_wait(&shared.full[state.stage], state.phase);
+    if constexpr (Config::kNeedsProxyFence) fence_proxy_async();
     fence_operand(accum);
     operands.issue(state.stage, accum, true);
     const int stage = state.stage;
@@ -44,6 +45,7 @@ __device__ __forceinline__ void mainloop_16bit(SharedStorage<Config>& shared,
   if constexpr (Config::kKGrouped) {
     const auto finish = [&](auto units) {
       if (!ready) mbarrier_wait(&shared.full[state.stage], state.phase);
+      if constexpr (Config::kNeedsProxyFence) fence_proxy_async();
       fence_operand(accum);
       operands.template issue<units * Config::kWgmmaK>(state.stage, accum, true);
       wgmma_wait<0>();

@@ -44,6 +44,7 @@ __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
   // partial = the k-block in `stage`. Returns whether columns share scales, see scale_warp.cuh.
   const auto multiply = [&](auto stage) {
     if (!ready) mbarrier_wait(pipeline.full(stage), state.phase);
+    if constexpr (Config::kNeedsProxyFence) fence_proxy_async();
     fence_operand(partial);
     operands.issue(stage, partial, false);
     if (Config::kBlockScaled && first) clear_accumulator(accum);  // while wgmma runs

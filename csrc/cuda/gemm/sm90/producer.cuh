@@ -1,14 +1,17 @@
 // The producer: one thread that loads a and b, k-block by k-block, with TMA.
 //
-// A producer is a template parameter of the kernel. It must
+// A producer is a template parameter of the kernel. It says how many threads run it (kThreads, 1 or
+// 64), how many registers it takes (kRegisters), how often it arrives at full[stage] (kArrivals),
+// and what the kernel is given for it (Arguments). With 64 threads it has the roles of warp 1 too:
+// it loads block scales, and schedules tiles. It must
 //   - walk over this block's tiles with a TileScheduler, and write each to shared.tiles, a ring of
 //     kTileSlots, after it has waited for the stage of the tile's first k-block to be empty;
-//   - for each k-block wait for shared.empty[stage] and fill the stage, with one arrival at
+//   - for each k-block wait for shared.empty[stage] and fill the stage, with kArrivals arrivals at
 //     shared.full[stage] (the roles of scale_warp.cuh arrive too, see prologue in kernel.cuh);
 //   - take one stage for a tile without k-blocks, and one for the end (k_blocks = -1).
-// It is called by thread 0. One that needs a whole warp changes that line of run_roles (kernel.cuh).
 #pragma once
 
+#include "cuda/gemm/sm90/scale_warp.cuh"
 #include "cuda/gemm/sm90/tensor_maps.cuh"
 #include "cuda/gemm/sm90/tile_scheduler.cuh"
 
@@ -21,6 +24,9 @@ namespace grouped_linear::cuda::sm90 {
 //
 // Where the blocks of a cluster share an operand's tile, each loads one half of it into both.
 struct TmaProducer {
+  struct Arguments {};
+  static constexpr int kThreads = 1, kArrivals = 1, kRegisters = 40;
+
   template <typename Config>
   static __device__ void prefetch(const TensorMaps& maps) {
     prefetch_tensor_map(&maps.a);
@@ -32,9 +38,9 @@ struct TmaProducer {
 
   template <typename Config>
   static __device__ void run(SharedStorage<Config>& shared, const TensorMaps& maps,
+                             const Arguments&, const Scale128x128View&, const SplitKWorkspace&,
                              const TileCounts& counts, const GemmShape& shape);
 
- private:
   template <typename Config>
   static __device__ __forceinline__ void load_a(SharedStorage<Config>& shared,
                                                 const TensorMaps& maps, const WorkTile& tile,
@@ -97,6 +103,7 @@ __device__ __forceinline__ void TmaProducer::load_b(SharedStorage<Config>& share
 
 template <typename Config>
 __device__ void TmaProducer::run(SharedStorage<Config>& shared, const TensorMaps& maps,
+                                 const Arguments&, const Scale128x128View&, const SplitKWorkspace&,
                                  const TileCounts& counts, const GemmShape& shape) {
   constexpr int scale_bytes = Config::kBlockScaled ? 4 * Config::kRowScales : 0;
   constexpr uint16_t all = (1 << kClusterSize) - 1;
@@ -128,7 +135,7 @@ __device__ void TmaProducer::run(SharedStorage<Config>& shared, const TensorMaps
                     tile.k_begin + k_block);
       }
       mbarrier_arrive_expect_tx(full, Config::kABytes + Config::kBBytes + scale_bytes);
-      if (!Config::kNarrow && tile.shares_b()) {
+      if (Config::kSharesB && tile.shares_b()) {
         load_a<Config>(shared, maps, tile, stage, k_block, 0, 0);
         load_a<Config>(shared, maps, tile, stage, k_block, 1, 0);
         load_b<Config>(shared, maps, tile, stage, k_block, rank, all);

@@ -12,47 +12,66 @@ struct Scale128x128View {
   int64_t group_stride, row_stride, k_stride;
 };
 
-// Scale128x128: writes b's scales beside the operands of every k-block. A tile of 192 columns = 128
-// + 64 meets two scale blocks: its first 64 columns are in one, its last 64 in the other, those
-// between in either. (A tile of up to 128 columns meets one or two as well.) A warp reads the
-// scales of 32 k-blocks at once: whatever their layout, their latency is hidden while the pipeline
-// is full.
+// b's two scales in each k-block of a tile. A tile of 192 columns = 128 + 64 meets two scale
+// blocks: its first 64 columns are in one, its last 64 in the other, those between in either. (A
+// tile of up to 128 columns meets one or two as well.) A warp reads the scales of 32 k-blocks at
+// once: whatever their layout, their latency is hidden while the pipeline is full.
+template <typename Config>
+class BlockScales {
+  static_assert(
+      !Config::kScale128x128 || Config::kTileN <= kScaleBlock + 64,
+      "a tile has two scales of b: one for its first 64 columns, one for those from column "
+      "128 on");
+
+ public:
+  __device__ void begin(const Scale128x128View& scale, const WorkTile& tile,
+                        const GemmShape& shape) {
+    const float* group = scale.scale + tile.group * scale.group_stride;
+    first_ = group + min(tile.col, shape.cols - 1) / kScaleBlock * scale.row_stride;
+    last_ = group + min(tile.col + kScaleBlock, shape.cols - 1) / kScaleBlock * scale.row_stride;
+  }
+  // By a whole warp, one k-block after the other.
+  __device__ __forceinline__ float2 next(const Scale128x128View& scale, int k_block, int k_blocks) {
+    if (k_block % 32 == 0) {
+      const int lane = threadIdx.x % 32;
+      const int64_t k = min(k_block + lane, k_blocks - 1) * scale.k_stride;
+      of_first_ = first_[k];
+      of_last_ = last_[k];
+    }
+    return make_float2(__shfl_sync(0xffffffff, of_first_, k_block % 32),
+                       __shfl_sync(0xffffffff, of_last_, k_block % 32));
+  }
+
+ private:
+  const float *first_, *last_;
+  float of_first_, of_last_;
+};
+
+// Scale128x128: writes b's scales beside the operands of every k-block.
 template <typename Config>
 __device__ void load_block_scales(SharedStorage<Config>& shared, const Scale128x128View& scale,
                                   const TileCounts& counts, const GemmShape& shape) {
-  static_assert(
-      Config::kTileN <= kScaleBlock + 64,
-      "a tile has two scales of b: one for its first 64 columns, one for those from column "
-      "128 on");
-  const int lane = threadIdx.x % 32;
   PipelineState<Config::kStages> state;
-  const auto put = [&](float of_first, float of_last) {
+  const auto put = [&](float2 scales) {
     mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
-    if (lane == 0) {
-      shared.scales[state.stage].blocks = make_float2(of_first, of_last);
+    if (threadIdx.x % 32 == 0) {
+      shared.scales[state.stage].blocks = scales;
       mbarrier_arrive(&shared.full[state.stage]);
     }
     state.advance();
   };
   TileScheduler<Config> scheduler(shared, counts, shape);
+  BlockScales<Config> scales;
 #pragma unroll 1
   while (true) {
     const WorkTile tile = scheduler.next();
     if (tile.k_blocks < 0) break;
-    const int first = min(tile.col, shape.cols - 1) / kScaleBlock;
-    const int last = min(tile.col + kScaleBlock, shape.cols - 1) / kScaleBlock;
-    const float* group = scale.scale + tile.group * scale.group_stride;
+    scales.begin(scale, tile, shape);
 #pragma unroll 1
-    for (int begin = 0; begin < tile.k_blocks; begin += 32) {
-      const int64_t k = min(begin + lane, tile.k_blocks - 1) * scale.k_stride;
-      const float of_first = group[first * scale.row_stride + k];
-      const float of_last = group[last * scale.row_stride + k];
-#pragma unroll 1
-      for (int i = 0; i < min(32, tile.k_blocks - begin); ++i)
-        put(__shfl_sync(0xffffffff, of_first, i), __shfl_sync(0xffffffff, of_last, i));
-    }
+    for (int k_block = 0; k_block < tile.k_blocks; ++k_block)
+      put(scales.next(scale, k_block, tile.k_blocks));
   }
-  put(0, 0);  // the end takes a stage too
+  put(make_float2(0, 0));  // the end takes a stage too
 }
 
 // Scale1x128: finds out for every k-block whether the columns of each 128 share a scale (quantizers
@@ -63,7 +82,7 @@ template <typename Config>
 __device__ void find_shared_column_scales(SharedStorage<Config>& shared,
                                           const SplitKWorkspace& workspace,
                                           const TileCounts& counts, const GemmShape& shape) {
-  static_assert(Config::kTileN <= kScaleBlock + 64, "see load_block_scales");
+  static_assert(Config::kTileN <= kScaleBlock + 64, "see BlockScales");
   constexpr int parts = Config::kColumnParts;
   // The first column of the second scale block, or the last one of a tile that has a single block.
   constexpr int tile_n = Config::kTileN;

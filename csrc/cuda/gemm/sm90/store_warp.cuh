@@ -39,7 +39,7 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const CUtensorMap& ma
   const bool adds = Config::kKGrouped && !overwrites(epilogue);
   uint64_t *full = &shared.epilogue_full[warpgroup], *empty = &shared.epilogue_empty[warpgroup];
   ZeroFill<Config> zero_fill(shared, epilogue, shape);
-  const bool zeroes = !kHasIdleWarp<Config> && warpgroup == 0;
+  const bool zeroes = !Config::kHasIdleWarp && warpgroup == 0;
   if (zeroes) zero_fill.begin();
   uint32_t phase = 0;
   const auto wait_for_results = [&] {

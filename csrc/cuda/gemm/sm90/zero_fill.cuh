@@ -10,11 +10,6 @@
 
 namespace grouped_linear::cuda::sm90 {
 
-// Without block scales, warp 1 has nothing to do but scheduling and zeros. With them, a store warp
-// zeroes while it waits.
-template <typename Config>
-constexpr bool kHasIdleWarp = !Config::kBlockScaled;
-
 // K-grouped: clears the source of the copies, which shares its room with the active groups'
 // indices. By one warp.
 __device__ __forceinline__ void clear_zeros(Control& control) {
