@@ -21,8 +21,7 @@ def library() -> Path:
         if path.exists():
             return path
     raise ImportError(
-        "grouped_linear: _C.so is missing, build it with "
-        "`pip install --no-build-isolation -e .`"
+        "grouped_linear: _C.so is missing, build it with `pip install --no-build-isolation -e .`"
     )
 
 
