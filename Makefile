@@ -1,4 +1,4 @@
-# make demo, make test, make clients: each makes .venv, installs and builds what it needs, then runs. See bootstrap.sh.
+# make demo, make test, ...: each makes .venv, installs and builds what it needs, then runs. See bootstrap.sh.
 #
 #   PYTHON=python3.12          the Python to use; where it already has torch, that torch is used
 #   TORCH=torch==2.12.0        the torch to install, a pip requirement
@@ -15,7 +15,7 @@ ruff := PATH="$(CURDIR)/.venv/bin:$$PATH" ruff
 # instead of 0.4 to 3 s.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: help demo test lint clients clean
+.PHONY: help demo test lint clients release_tools wheel check-wheel clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -44,6 +44,20 @@ clients:
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build test
 	@tests/clients/run.sh
 
+#   PYTHONS="python3.11 ..."   make wheel, make check-wheel: the Pythons, by default .venv's
+PYTHONS ?= $(python)
+
+release_tools:
+	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build release
+
+## make wheel   the packages of a release in dist/: a source distribution, and a wheel for each of PYTHONS
+wheel: release_tools
+	$(python) .ci/wheels.py build $(PYTHONS)
+
+## make check-wheel    the wheels in clean environments, with each torch of the package index: 2 GB each
+check-wheel: release_tools
+	$(python) .ci/wheels.py check $(PYTHONS)
+
 ## make clean   remove .venv, .venv-clients and everything that was built
 clean:
-	rm -rf .venv .venv-clients build demo .mypy_cache .pytest_cache .ruff_cache custom_ops/*.so
+	rm -rf .venv .venv-clients build dist demo .mypy_cache .pytest_cache .ruff_cache

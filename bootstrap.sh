@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-readonly VENV=.venv DEFAULT_TORCH="torch==2.13.0" SUPPORTED="Python 3.11, 3.12 or 3.13"
+readonly VENV=.venv DEFAULT_TORCH="torch==2.13.0" SUPPORTED="Python 3.11, 3.12, 3.13 or 3.14"
 PYTHON="${PYTHON:-}" TORCH="${TORCH:-}" TORCH_INDEX="${TORCH_INDEX:-}"
 
 say() { printf 'set-up: %s\n' "$*"; }
@@ -25,7 +25,7 @@ done_with() { printf '%s\n' "$2" >"$VENV/$1.stamp"; }
 pip() { PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore "$VENV/bin/python" -m pip "$@" -qq; }
 
 is_supported() {
-  "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
+  "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null
 }
 
 # Sets PYTHON to what `python3` is, or else to the newest that is supported.
@@ -35,7 +35,7 @@ choose_python() {
     is_supported "$PYTHON" || die "PYTHON=$PYTHON is not $SUPPORTED: name another"
     return
   fi
-  for candidate in python3 python3.13 python3.12 python3.11; do
+  for candidate in python3 python3.14 python3.13 python3.12 python3.11; do
     if is_supported "$candidate"; then
       PYTHON=$candidate
       return
@@ -94,7 +94,7 @@ make_venv() {
   else
     TORCH=${TORCH:-$DEFAULT_TORCH}
     say "$TORCH, which takes a while"
-    pip install --upgrade pip setuptools wheel || die "pip found no new pip, setuptools and wheel"
+    pip install --upgrade pip || die "pip found no new pip"
     pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH" || die "pip found no $TORCH"
   fi
   done_with venv "$choice"
@@ -134,17 +134,16 @@ install_extra() {
 
 install_package() {
   local inputs
-  # A strict editable install links file by file: it is made again for a new file, not for an edit.
+  # Python files are imported from where they are, so neither an edit nor a new one needs anything.
   inputs=$(
     {
-      find csrc setup.py pyproject.toml -type f -exec cksum {} +
-      find custom_ops meta_kernels -name '*.py'
+      find csrc pyproject.toml -type f -exec cksum {} +
       echo "${GROUPED_LINEAR_PTXAS_GATE:-}"
     } | sort | cksum
   )
   is_done package "$inputs" && return
   say "building grouped_linear"
-  pip install --no-build-isolation --no-deps --config-settings editable_mode=strict -e . ||
+  pip install --no-build-isolation --no-deps -e . ||
     die "the build failed"
   done_with package "$inputs"
 }

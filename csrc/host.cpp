@@ -1,6 +1,7 @@
 // grouped_linear._host: facts of the build and of the layouts, without a tensor.
 #include <pybind11/pybind11.h>
 
+#include "cpu/features.h"
 #include "cuda/gemm/sm90/config.h"
 #include "layout.h"
 
@@ -30,9 +31,15 @@ PYBIND11_MODULE(_host, m) {
   m.attr("MAX_GROUPS") = grouped_linear::kMaxGroups;
 #ifdef GROUPED_LINEAR_CUDA
   m.attr("CUDA_VERSION") = GROUPED_LINEAR_CUDA;
+  m.attr("CUDA_ARCHITECTURES") = GROUPED_LINEAR_CUDA_ARCHITECTURES;
 #else
   m.attr("CUDA_VERSION") = py::none();
+  m.attr("CUDA_ARCHITECTURES") = "";
 #endif
+  m.def("has_bf16_units", &grouped_linear::cpu::has_bf16_units,
+        "Whether FP8 GEMMs run on this CPU's AVX-512 BF16.");
+  m.def("has_byte_permutes", &grouped_linear::cpu::has_byte_permutes,
+        "Whether quantizers use this CPU's AVX-512 VBMI.");
   m.def("padded_rows", &grouped_linear::padded_rows, py::arg("num_rows"), py::arg("num_groups"),
         "Rows of columnwise data for num_rows tokens in num_groups groups: the static bound\n"
         "128 * floor((T + 127 * min(E, T)) / 128).");

@@ -15,14 +15,13 @@ def library() -> Path:
     >>> library().name
     '_C.so'
     """
-    # An editable install may have _C.so in another folder of the package's path than this file.
+    # An editable install has _C.so in another folder of the package's path than this file.
     for folder in grouped_linear.__path__:
         path = Path(folder) / "_C.so"
         if path.exists():
             return path
     raise ImportError(
-        "grouped_linear: _C.so is missing, build it with "
-        "`pip install --no-build-isolation -e . --config-settings editable_mode=strict`"
+        "grouped_linear: _C.so is missing, build it with `pip install --no-build-isolation -e .`"
     )
 
 

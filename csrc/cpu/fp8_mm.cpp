@@ -17,6 +17,7 @@
 #include <array>
 
 #include "checks.h"
+#include "cpu/features.h"
 #include "cpu/numerics.h"
 #include "cpu/prefetch.h"
 #include "cpu/transpose.h"
@@ -246,8 +247,7 @@ void multiply_in_bf16(const std::vector<ScaledProduct>& products, bool add) {
 
 void multiply(const std::vector<ScaledProduct>& products, bool add) {
 #ifdef BF16_UNITS
-  static const bool has_bf16_units = __builtin_cpu_supports("avx512bf16");
-  if (has_bf16_units) return multiply_in_bf16(products, add);
+  if (has_bf16_units()) return multiply_in_bf16(products, add);
 #endif
   for (const ScaledProduct& product : products) multiply_in_float(product, add);
 }

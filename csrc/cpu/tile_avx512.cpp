@@ -10,6 +10,7 @@
 
 #include <bit>
 
+#include "cpu/features.h"
 #include "cpu/fp8.h"
 
 #define GROUPED_LINEAR_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi")))
@@ -19,11 +20,6 @@ namespace {
 
 static_assert(kCacheLine == sizeof(__m512i));  // one store writes one line
 constexpr int64_t kLaneBytes = 16;             // of a lane of a vector
-
-bool has_vbmi() {
-  static const bool has = __builtin_cpu_supports("avx512vbmi");
-  return has;
-}
 
 // The fields of a bf16 element are split into bytes, so that a vector holds 64 elements. `base` is
 // the exponent of the numbers that become the smallest normal number of e4m3. The code of an
@@ -214,7 +210,7 @@ GROUPED_LINEAR_AVX512 void store_transposed(const ByteTile& tile, ByteRows q_t, 
 }  // namespace
 
 bool encode_avx512(const TileSource& tile, const Encoding& to, const TilePrefetch& prefetch) {
-  if (!has_vbmi()) return false;
+  if (!has_byte_permutes()) return false;
   alignas(kCacheLine) uint8_t row_base[kBlock * kBlock / kMxBlock];
   alignas(kCacheLine) uint8_t col_base[kBlock * kBlock / kMxBlock];
   const int64_t parts = kBlock * kBlock / to.part;
@@ -230,7 +226,7 @@ bool encode_avx512(const TileSource& tile, const Encoding& to, const TilePrefetc
 
 bool store_transposed_avx512(const ByteTile& tile, ByteRows q_t, int64_t filled, int64_t rows,
                              int64_t cols) {
-  if (!has_vbmi()) return false;
+  if (!has_byte_permutes()) return false;
   store_transposed(tile, q_t, filled, rows, cols);
   return true;
 }

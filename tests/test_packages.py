@@ -1,0 +1,80 @@
+"""What is in the packages, and that every place names the same supported versions.
+
+``make check-wheel`` builds and installs them.
+"""
+
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def test_sdist_has_every_source(tmp_path: Path) -> None:
+    """Whatever git tracks of the package, C++ included: it builds without the repository."""
+    pytest.importorskip("scikit_build_core", reason="the extra 'build' is not installed")
+    code = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True)
+    (sdist,) = tmp_path.glob("grouped_linear-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
+    folders = ["csrc", "custom_ops", "meta_kernels", "python"]
+    command = ["git", "ls-files", "-z", *folders, "LICENSE", "pyproject.toml"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if answer.returncode != 0:
+        pytest.skip("this folder is no git repository")
+    for name in filter(None, answer.stdout.split("\0")):
+        assert (unpacked / name).is_symlink() == (ROOT / name).is_symlink(), name
+        if not (ROOT / name).is_symlink():
+            assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes(), name
+    assert not list(unpacked.rglob("*.so"))
+    # The links give both folders the names that they are imported by.
+    assert (unpacked / "python/grouped_linear/__init__.py").exists()
+    assert (unpacked / "python/grouped_linear/meta_kernels/__init__.py").exists()
+
+
+def test_supported_pythons() -> None:
+    oldest, past_newest = re.findall(r"3\.(\d+)", PROJECT["project"]["requires-python"])
+    newest = int(past_newest) - 1
+    assert f"(3, {oldest}) <= sys.version_info[:2] <= (3, {newest})" in text_of("bootstrap.sh")
+    assert f"Python 3.{oldest} to 3.{newest}" in text_of("README.md")
+    named = re.findall(r"Python :: 3\.(\d+)", "\n".join(PROJECT["project"]["classifiers"]))
+    assert [int(minor) for minor in named] == list(range(int(oldest), newest + 1))
+
+
+def test_supported_torch() -> None:
+    (requirement,) = PROJECT["project"]["dependencies"]
+    oldest, past_newest = re.findall(r"2\.(\d+)", requirement)
+    newest = int(past_newest) - 1
+    assert requirement in PROJECT["build-system"]["requires"]
+    assert f"(2, {oldest}) <= tuple(" in text_of("bootstrap.sh")
+    assert f"<= (2, {newest}):" in text_of("bootstrap.sh")
+    assert f"MINIMUM_TORCH = (2, {oldest})" in text_of("custom_ops/loading.py")
+    assert f"torch 2.{oldest} to 2.{newest}" in text_of("README.md")
+    # The stable ABI that _C.so is compiled for, as 0xMMmmpp...
+    assert f"TORCH_TARGET_VERSION=0x02{int(oldest):02x}" in text_of("csrc/CMakeLists.txt")
+
+
+def test_extra_build_is_what_a_build_requires() -> None:
+    required = set(PROJECT["build-system"]["requires"])
+    extra = PROJECT["project"]["optional-dependencies"]["build"]
+    # Without isolation scikit-build-core adds nothing.
+    own = {wanted for wanted in extra if not wanted.startswith(("cmake", "ninja"))}
+    assert required == own | set(PROJECT["project"]["dependencies"])
+
+
+def test_changelog_has_the_version() -> None:
+    newest = re.search(r"^## \[(.*?)\]", text_of("CHANGELOG.md"), flags=re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == PROJECT["project"]["version"]

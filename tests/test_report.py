@@ -1,0 +1,69 @@
+"""``python -m grouped_linear``: what is installed and what each op runs here."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import grouped_linear
+from grouped_linear import report
+from support.devices import OPS, needs_hopper
+
+CPU = torch.device("cpu")
+BFLOAT16 = report.FAMILIES["GEMM, bfloat16"]
+
+
+def test_command_prints_the_report() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "grouped_linear"], capture_output=True, text=True, check=True
+    )
+    rows = dict(line.split(maxsplit=1) for line in done.stdout.split("\n\n")[0].splitlines())
+    assert rows["grouped_linear"] == grouped_linear.__version__
+    assert rows["library"] == str(grouped_linear.loading.library())
+    assert rows["Python"] == ".".join(map(str, sys.version_info[:3]))
+    assert rows["torch"].startswith(torch.__version__)
+    assert rows["kernels"].startswith("CPU")
+    table = done.stdout.split("ops on cpu\n")[1].split("\n\n")[0]
+    assert [line[2:18].strip() for line in table.splitlines()] == list(report.FAMILIES)
+    assert "fails" not in table
+
+
+def test_every_op_is_in_a_row() -> None:
+    named = [name for ops in {f.ops for f in report.FAMILIES.values()} for name in ops.split()]
+    assert sorted(named) == sorted(OPS)
+
+
+def test_an_error_is_its_first_line() -> None:
+    def call(device: torch.device) -> None:
+        raise RuntimeError("grouped_mm: no CUDA kernel in this build, only CPU\nAdvice of torch's.")
+
+    path = report.path_of(BFLOAT16._replace(call=call), CPU, None)
+    assert path == "fails: grouped_mm: no CUDA kernel in this build, only CPU"
+
+
+def test_without_the_host_module() -> None:
+    assert report.built(None) == "not told: this build has no _host"
+    for name in ("GEMM, float8", "quantization"):
+        assert report.path_of(report.FAMILIES[name], CPU, None) == report.built(None)
+
+
+def test_transformers_is_supported_or_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    monkeypatch.delitem(sys.modules, "grouped_linear.integrations.transformers", raising=False)
+    monkeypatch.delattr("grouped_linear.integrations.transformers", raising=False)
+    monkeypatch.setattr("transformers.__version__", "4.57.0")
+    assert "got 4.57.0" in report.transformers()
+    assert report.transformers().startswith("not supported: ")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert report.transformers() == "not installed"
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    ("family", "path"),
+    [("GEMM, bfloat16", "sm90"), ("GEMM, float32", "simt"), ("GEMM, float8", "sm90"),
+     ("quantization", "CUDA"), ("routing, SwiGLU", "CUDA")],
+)  # fmt: skip
+def test_kernels_that_ran_on_a_gpu(family: str, path: str) -> None:
+    assert report.path_of(report.FAMILIES[family], torch.device("cuda:0"), None) == path
