@@ -21,6 +21,7 @@ from grouped_linear.autograd.linear import GroupedLinearFunction
 from grouped_linear.autograd.mlp import GroupedMLPFunction
 from grouped_linear.autograd.routing import truncate_routing
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, dtype_name
+from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.options import check_recipe
 from grouped_linear.ops.activation import PLAIN, SwiGLU
 from grouped_linear.quantized.tensor import GroupedTensor
@@ -407,6 +408,7 @@ def apply_mlp(
     options: tuple[LinearOptions, LinearOptions],
     activation: SwiGLU,
     max_rows: int | None = None,
+    dispatcher: TokenDispatcher | None = None,
 ) -> Tensor:
     """Compute :func:`grouped_mlp` with the options that :class:`GroupedMLP` has besides.
 
@@ -419,7 +421,8 @@ def apply_mlp(
         recipe: how the GEMMs are computed.
         options: what differs from a plain call, of gate_up_proj and of down_proj.
         activation: see :func:`grouped_mlp`.
-        max_rows: see :func:`grouped_mlp`.
+        max_rows: see :func:`grouped_mlp`; with a dispatcher it decides.
+        dispatcher: where the experts of `projections` are those of one process of several.
     """
     check_activation("grouped_mlp", activation)
     names = "x", "top_k_weights", "top_k_index", "gate_up_proj", "down_proj"
@@ -449,19 +452,19 @@ def apply_mlp(
         contexts.append(LinearContext(not_none, grad_enabled, cast, own))
         grad_inputs.append(cast[0] if own.main_grad is None else w)
     index_TC = top_k_index.reshape(-1, top_k_index.size(-1))
+    weights_TC = top_k_weights.reshape(-1, top_k_weights.size(-1))
+    dispatched = None
+    if dispatcher is not None:
+        dispatched = dispatcher.dispatch(x_TH, weights_TC, index_TC)
+        x_TH, weights_TC, index_TC, max_rows, _ = dispatched
     routing = ops.sort_by_expert(index_TC, projections[0].size(0))
     if max_rows is not None:
         routing = truncate_routing(routing, max_rows)
     # A choice of no expert points to a row of zeros, which a weight of NaN would spoil.
-    is_none = routing.row.view(top_k_index.shape) >= routing.offs[-1]
-    top_k_weights = top_k_weights.masked_fill(is_none, 0)
+    weights_TC = weights_TC.masked_fill(routing.row >= routing.offs[-1], 0)
     y_TH: Tensor = GroupedMLPFunction.apply(
-        *contexts,
-        activation,
-        x_TH,
-        top_k_weights.reshape(-1, top_k_weights.size(-1)),
-        *grad_inputs,
-        *biases,
-        *routing,
+        *contexts, activation, x_TH, weights_TC, *grad_inputs, *biases, *routing
     )
+    if dispatcher is not None and dispatched is not None:
+        y_TH = dispatcher.combine(y_TH, dispatched)
     return y_TH.reshape(x.shape)
