@@ -76,10 +76,16 @@ def check_dtypes(op: str, x: Tensor, name: str, w: Tensor, recipe: Recipe) -> No
 
 
 def check_tensors(op: str, names: Iterable[str], values: Iterable[Any]) -> None:
-    """Raise TypeError for what is no tensor, as a numpy array."""
+    """Raise TypeError for what is no tensor, as a numpy array, or is one of several processes."""
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+        if is_dtensor(value):
+            raise TypeError(
+                f"{op}: {name} is a DTensor, and a layer computes with the tensors of one process: "
+                "pass its to_local(), or let fully_shard or grouped_linear.parallel.ExpertParallel "
+                "shard the layer"
+            )
 
 
 def check_activation(op: str, activation: SwiGLU) -> None:
@@ -198,7 +204,9 @@ def apply_layer(
         options: what differs from a plain call.
     """
     check_tensors("grouped_linear", ("x", "weight"), (x, weights[0]))
-    if not isinstance(m_splits, Tensor) and not hasattr(m_splits, "__len__"):
+    if isinstance(m_splits, Tensor):
+        check_tensors("grouped_linear", ("m_splits",), (m_splits,))
+    elif not hasattr(m_splits, "__len__"):
         raise TypeError(
             "grouped_linear: m_splits must be a tensor or a list, the rows of each group, got "
             f"{m_splits!r}"
