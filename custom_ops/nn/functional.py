@@ -475,4 +475,4 @@ def apply_mlp(
     )
     if dispatcher is not None and dispatched is not None:
         y_TH = dispatcher.combine(y_TH, dispatched)
-    return y_TH.reshape(x.shape)
+    return y_TH if x.dim() == 2 else y_TH.reshape(x.shape)
