@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from benchmarks import parallel as benchmark
 from grouped_linear import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -96,9 +97,8 @@ def check_one_process(
     data = tokens()
     whole = make(**of_mlp)
     parallel: Any = spread(whole, **how)
-    if compiled:  # Inductor's GPU code is what is of interest; on a CPU, that it is one graph
-        backend = "inductor" if device().type == "cuda" else "aot_eager"
-        parallel = torch.compile(parallel, fullgraph=True, backend=backend)
+    if compiled:
+        parallel = compile_whole(parallel)
     got, want = step(parallel, *(t[own(rank)] for t in data)), step(whole, *data)
     if not how.get("fp8"):
         compare(got, want, rank)
@@ -110,11 +110,17 @@ def check_one_process(
         assert (got[name] - exact).norm() < 1e-5 * exact.norm()
 
 
-def check_inductor(rank: int, directory: Path) -> None:
-    """A graph with sizes left open, FP8 and a capacity: what has the most to trace."""
+def compile_whole(model: nn.Module, **options: Any) -> Any:
+    """In one graph; by Inductor on a GPU. On a CPU that takes longest, and the guide does it."""
+    backend = "inductor" if device().type == "cuda" else "aot_eager"
+    return torch.compile(model, fullgraph=True, backend=backend, **options)
+
+
+def check_open_sizes(rank: int, directory: Path) -> None:
+    """FP8 and a capacity have the most to trace."""
     how: dict[str, Any] = {"dispatch": "all_to_all", "capacity_factor": 1.5, "fp8": True}
     parallel, twin = (spread(make(**BLOCK), **how) for _ in range(2))
-    compiled = torch.compile(parallel, fullgraph=True, dynamic=True)
+    compiled = compile_whole(parallel, dynamic=True)
     for count in (T, T - 3):
         data = [t[own(rank)][:count] for t in tokens()]
         for a, b in zip(step(compiled, *data).values(), step(twin, *data).values(), strict=True):
@@ -328,11 +334,23 @@ def check_refused(rank: int, directory: Path) -> None:
         parallel(x[1:], *route(logits))
 
 
+def check_benchmark(rank: int, directory: Path) -> None:
+    """It runs, and every row has its numbers."""
+    rows = benchmark.measure("tiny", "block", mesh(), rounds=1)
+    assert len(rows) == 1 + 2 * len(benchmark.WAYS)
+    assert all(row.ms > 0 and row.efficiency > 0 for row in rows)
+    assert all((row.communication > 0) == (row.way != "-") for row in rows)
+    sent = {(row.scaling, row.way): row.sent for row in rows}
+    assert 0 < sent["weak", "all_gather, FP8"] < sent["weak", "all_gather"]
+    assert sent["strong", "all_to_all"] < sent["weak", "all_to_all"]
+    assert benchmark.table(rows).count("\n") == len(rows) + 1
+
+
 def check_cuda_graph(how: dict[str, Any], rank: int, directory: Path) -> None:
     """One graph of forward and backward for any routing."""
     if device().type == "cpu":
         return
-    parallel = torch.compile(spread(make(**BLOCK, dtype=BF16), **how), fullgraph=True)
+    parallel = compile_whole(spread(make(**BLOCK, dtype=BF16), **how))
     whole = make(**BLOCK, dtype=BF16)
     data = [t[own(rank)].contiguous() for t in tokens(dtype=BF16)]
     stream = torch.cuda.Stream()
@@ -342,7 +360,7 @@ def check_cuda_graph(how: dict[str, Any], rank: int, directory: Path) -> None:
             step(parallel, *data)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         captured = step(parallel, *data)
     for seed in (2, 3):
         torch.manual_seed(seed)
@@ -375,7 +393,7 @@ CHECKS: Checks = {
         for way in ("all_gather", "all_to_all_fp8")
     },
     "bias": partial(check_one_process, {"bias": True}, WAYS["all_to_all"], False),
-    "inductor": check_inductor,
+    "open_sizes": check_open_sizes,
     "fp8_error_all_gather": partial(check_fp8_error, "all_gather"),
     "fp8_error_all_to_all": partial(check_fp8_error, "all_to_all"),
     "capacity_all_gather": partial(check_capacity, "all_gather", 1.125),
@@ -389,6 +407,7 @@ CHECKS: Checks = {
     "first_process_draws": check_first_process_draws,
     "own_dispatcher": check_own_dispatcher,
     "refused": check_refused,
+    "benchmark": check_benchmark,
     **{f"cuda_graph_{way}": partial(check_cuda_graph, how) for way, how in WAYS.items()},
 }
 ON_A_CPU = {name: check for name, check in CHECKS.items() if not name.startswith("cuda_graph")}

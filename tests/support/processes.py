@@ -16,7 +16,8 @@ test reports one check::
         if check in gpu_failures:
             pytest.fail(gpu_failures[check], pytrace=False)
 
-A module that needs more has a number PROCESSES of its own. A check makes its tensors on :func:`device`.
+A check makes its tensors on :func:`device`. A module that needs more processes has a number
+PROCESSES of its own.
 """
 
 import fcntl
