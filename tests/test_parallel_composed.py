@@ -61,10 +61,24 @@ def spread(model: Model, dispatch: str) -> Model:
     return model
 
 
+def spread_over_all(model: Model, dispatch: str) -> Model:
+    """As the documentation has it, too: experts over all processes, FSDP2 of everything else."""
+    mesh = init_device_mesh(device().type, (PROCESSES,))
+    parallelize_module(model.experts, mesh, ExpertParallel(dispatch))
+
+    def mean_of_processes(p: Any) -> None:
+        p.grad.div_(mesh.size())
+
+    for p in model.experts.parameters():
+        p.register_post_accumulate_grad_hook(mean_of_processes)
+    fully_shard(model, mesh=mesh, ignored_params=set(model.experts.parameters()))
+    return model
+
+
 def documented_clip() -> Any:
     page = (ROOT / "docs" / "several_gpus.md").read_text()
     (source,) = (text for text in examples(page) if "def clip_grad_norm_" in text)
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"torch": torch}
     exec(source, names)
     return names["clip_grad_norm_"]
 
@@ -90,11 +104,13 @@ def train(model: Model, rank: int | None, clip: Any, steps: int = 3) -> list[Ten
     return numbers
 
 
-def check_training(dispatch: str, options: dict[str, Any], rank: int, directory: Path) -> None:
+def check_training(
+    parallelize: Any, dispatch: str, options: dict[str, Any], rank: int, directory: Path
+) -> None:
     """Losses, norms of gradients and parameters of an optimizer that is told to clip."""
     whole = Model(**options)
     want = train(whole, None, nn.utils.clip_grad_norm_)
-    model = spread(Model(**options), dispatch)
+    model = parallelize(Model(**options), dispatch)
     got = train(model, rank, documented_clip())
     # One sum an element is in another order; quantized weights may then round to a neighbour.
     torch.testing.assert_close(got, want, rtol=1e-2 if options else 1e-5, atol=0)
@@ -143,9 +159,10 @@ def experts_before(model: Model, saved: Model, again: Model, rank: int) -> int:
 
 
 CHECKS: Checks = {
-    "all_gather": partial(check_training, "all_gather", {}),
-    "all_to_all": partial(check_training, "all_to_all", {}),
-    "quantized": partial(check_training, "all_gather", QUANTIZED),
+    "all_gather": partial(check_training, spread, "all_gather", {}),
+    "all_to_all": partial(check_training, spread, "all_to_all", {}),
+    "over_all": partial(check_training, spread_over_all, "all_to_all", {}),
+    "quantized": partial(check_training, spread, "all_gather", QUANTIZED),
     "checkpoint": partial(check_checkpoint, {}),
     "checkpoint_quantized": partial(check_checkpoint, QUANTIZED),
 }
