@@ -1,76 +1,434 @@
-"""Two processes: the documentation's expert parallelism computes what one process does, to the bit.
+"""Two processes: experts spread over them compute what one process does, to the bit.
 
-E experts, T tokens a process, C experts chosen for a token, H and F features.
+E experts, L of them on a process, T tokens a process, C experts chosen for a token, H and F
+features.
 """
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.nn.functional as dist_nn
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
-from grouped_linear import Float8BlockScaling, GroupedMLP, MXFP8BlockScaling, Recipe
-from support.compare import assert_same_bits
-from support.documents import ROOT, examples
-from support.processes import PROCESSES, Checks
+from benchmarks import parallel as benchmark
+from grouped_linear import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    GroupedMLP,
+    GroupedTensor,
+    MXFP8BlockScaling,
+    Recipe,
+)
+from grouped_linear.parallel import AllGather, AllToAll, Dispatched, ExpertParallel, TokenDispatcher
+from support.compare import assert_same, assert_same_bits
+from support.processes import PROCESSES, Checks, device, needs_two_gpus
+from support.tensors import BF16
 
-E, T, C, H, F = 4, 40, 2, 64, 48
+E, T, C, H, F = 4, 40, 2, 160, 48
+L = E // PROCESSES
 RECIPES: dict[str, Recipe | None] = {
     "none": None,
     "block": Float8BlockScaling(),
+    "current": Float8CurrentScaling(),
     "mxfp8": MXFP8BlockScaling(),
 }
+BLOCK: dict[str, Any] = {"recipe": Float8BlockScaling()}
+Step = dict[str, Tensor]
 
 
-def documented_class() -> Any:
-    page = (ROOT / "docs" / "use_in_your_model.md").read_text()
-    (source,) = (text for text in examples(page) if "class ExpertParallel" in text)
-    names: dict[str, Any] = {"__name__": __name__, "nn": nn, "GroupedMLP": GroupedMLP}
-    exec(source, names)
-    return names["ExpertParallel"]
+def mesh() -> DeviceMesh:
+    return init_device_mesh(device().type, (PROCESSES,))
 
 
-def step(model: nn.Module, x: Tensor, logits: Tensor, dy: Tensor) -> list[Tensor]:
-    """y, dx, d logits and the parameters' gradients."""
-    model.zero_grad()
+def spread(mlp: GroupedMLP, *args: Any, **options: Any) -> GroupedMLP:
+    """A copy with its experts on both processes."""
+    return parallelize_module(copy.deepcopy(mlp), mesh(), ExpertParallel(*args, **options))
+
+
+def make(**options: Any) -> GroupedMLP:
+    torch.manual_seed(0)
+    return GroupedMLP(E, H, F, device=device(), **options)
+
+
+def tokens(count: int = PROCESSES * T, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """x, logits and dy of all processes."""
+    torch.manual_seed(1)
+    shapes = (count, H), (count, E), (count, H)
+    return [torch.randn(shape).to(device(), dtype) for shape in shapes]
+
+
+def own(rank: int) -> slice:
+    return slice(rank * T, (rank + 1) * T)
+
+
+def route(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Two choices a token: one addition, in one process or between two."""
+    weights, experts = logits.softmax(dim=-1).topk(C)
+    return weights, experts
+
+
+def step(model: Any, x: Tensor, logits: Tensor, dy: Tensor, choose: Any = route) -> Step:
+    """The output and all gradients; of a spread layer this process's part."""
     x, logits = x.clone().requires_grad_(), logits.clone().requires_grad_()
-    y = model(x, *logits.softmax(dim=-1).topk(C))
+    names = [name.removeprefix("_orig_mod.") for name, _ in model.named_parameters()]
+    y = model(x, *choose(logits))
     gradients = torch.autograd.grad(y, (x, logits, *model.parameters()), dy)
-    return [y.detach(), *gradients]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    return {"y": y.detach(), **dict(zip(("x", "logits", *names), local, strict=True))}
 
 
-def check(recipe: Recipe | None, compiled: bool, rank: int, directory: Path) -> None:
-    mesh = init_device_mesh("cpu", (PROCESSES,))
-    tokens, experts = slice(rank * T, (rank + 1) * T), slice(rank * E // 2, (rank + 1) * E // 2)
-    whole = GroupedMLP(E, H, F, recipe=recipe)
-    data = torch.randn(2 * T, H), torch.randn(2 * T, E), torch.randn(2 * T, H)
-    # Two choices a token and float32: one addition, in one process or between two.
-    want_y, want_dx, want_d_logits, *want_dw = step(whole, *data)
-    model = documented_class()(E, H, F, mesh, recipe=recipe)
-    with torch.no_grad():
-        for p, of_all in zip(model.parameters(), whole.parameters(), strict=True):
-            p.copy_(of_all[experts])
+def compare(got: Step, want: Step, rank: int, only: tuple[str, ...] = ()) -> None:
+    for name, whole in want.items():
+        part = own(rank) if name in ("y", "x", "logits") else slice(rank * L, (rank + 1) * L)
+        if not only or name in only:
+            assert_same_bits(got[name], whole[part])
+
+
+def check_one_process(
+    of_mlp: dict[str, Any], how: dict[str, Any], compiled: bool, rank: int, directory: Path
+) -> None:
+    data = tokens()
+    whole = make(**of_mlp)
+    parallel: Any = spread(whole, **how)
     if compiled:
-        model = torch.compile(model, fullgraph=True)
-    y, dx, d_logits, *dw = step(model, *(t[tokens] for t in data))
-    assert_same_bits(y, want_y[tokens])
-    assert_same_bits(dx, want_dx[tokens])
-    assert_same_bits(d_logits, want_d_logits[tokens])
-    for got, want in zip(dw, want_dw, strict=True):
-        assert_same_bits(got, want[experts])
+        parallel = compile_whole(parallel)
+    got, want = step(parallel, *(t[own(rank)] for t in data)), step(whole, *data)
+    if not how.get("fp8"):
+        compare(got, want, rank)
+        return
+    compare(got, want, rank, only=("y", "x", "logits"))
+    # x and dy were rounded before wgrad rounds them along tokens: what differs is next to zero.
+    for name in ("gate_up_proj", "down_proj"):
+        exact = want[name][rank * L : (rank + 1) * L]
+        assert (got[name] - exact).norm() < 1e-5 * exact.norm()
 
 
-CHECKS: Checks = {
-    f"{mode}_{name}": partial(check, recipe, mode == "compiled")
-    for name, recipe in RECIPES.items()
-    for mode in ("eager", "compiled")
+def compile_whole(model: nn.Module, **options: Any) -> Any:
+    """In one graph; by Inductor on a GPU. On a CPU that takes longest, and the guide does it."""
+    backend = "inductor" if device().type == "cuda" else "aot_eager"
+    return torch.compile(model, fullgraph=True, backend=backend, **options)
+
+
+def check_open_sizes(rank: int, directory: Path) -> None:
+    """FP8 and a capacity have the most to trace."""
+    how: dict[str, Any] = {"dispatch": "all_to_all", "capacity_factor": 1.5, "fp8": True}
+    parallel, twin = (spread(make(**BLOCK), **how) for _ in range(2))
+    compiled = compile_whole(parallel, dynamic=True)
+    for count in (T, T - 4):
+        data = [t[own(rank)][:count] for t in tokens()]
+        for a, b in zip(step(compiled, *data).values(), step(twin, *data).values(), strict=True):
+            assert_same_bits(a, b)
+        assert parallel.dispatcher is not None
+        assert twin.dispatcher is not None
+        assert parallel.dispatcher.dropped == twin.dispatcher.dropped
+
+
+def check_fp8_error(dispatch: str, rank: int, directory: Path) -> None:
+    """Without a recipe, rounding of x and dy to e4m3 is seen, and no more than that."""
+    data = tokens(dtype=BF16)
+    whole = make(dtype=BF16)
+    want = step(whole, *data)
+    got = step(spread(whole, dispatch, fp8=True), *(t[own(rank)] for t in data))
+    for name in ("y", "x"):
+        exact = want[name][own(rank)].float()
+        error = (got[name].float() - exact).norm() / exact.norm()
+        assert 0.005 < error < 0.06  # e4m3 rounds by up to 2^-4, on average by 0.025
+
+
+def kept_by_all_gather(experts: Tensor, factor: float) -> Tensor:
+    """Which choices of all processes are kept, and how many each one drops: a loop to read."""
+    kept, room = torch.zeros_like(experts, dtype=torch.bool), int(factor * T * C)
+    for process in range(PROCESSES):
+        here = [
+            (e, t, c)
+            for e in range(process * L, (process + 1) * L)
+            for t in range(len(experts))
+            for c in range(C)
+            if experts[t, c] == e
+        ]
+        for _, t, c in here[:room]:
+            kept[t, c] = True
+    return kept
+
+
+def kept_by_all_to_all(experts: Tensor, factor: float) -> Tensor:
+    slots = min(int(factor * T * C / PROCESSES), T)
+    kept = torch.zeros_like(experts, dtype=torch.bool)
+    for sender in range(PROCESSES):
+        for process in range(PROCESSES):
+            sent = 0
+            for t in range(sender * T, (sender + 1) * T):
+                chosen = experts[t] // L == process
+                if chosen.any() and sent < slots:
+                    sent += 1
+                    kept[t] |= chosen
+    return kept & kept_by_all_gather(torch.where(kept, experts, -1), factor)
+
+
+def check_capacity(dispatch: str, factor: float, rank: int, directory: Path) -> None:
+    """Most tokens want the first process's experts. What is past the capacity is no choice."""
+    x, logits, dy = tokens()
+    logits[:, :L] += 1.5
+    whole, (_, experts) = make(), route(logits)
+    of = {"all_gather": kept_by_all_gather, "all_to_all": kept_by_all_to_all}[dispatch]
+    kept = of(experts.cpu(), factor).to(device())
+    assert 0 < (~kept).sum() < kept.numel() / 2
+    parallel = spread(whole, dispatch, capacity_factor=factor)
+
+    def bounded(logits: Tensor) -> tuple[Tensor, Tensor]:
+        weights, experts = route(logits)
+        return weights, torch.where(kept, experts, -1)
+
+    mine = [t[own(rank)] for t in (x, logits, dy)]
+    compare(step(parallel, *mine), step(whole, x, logits, dy, bounded), rank)
+    assert parallel.dispatcher is not None
+    dropped = parallel.dispatcher.dropped.clone()
+    torch.distributed.all_reduce(dropped)
+    assert dropped == (~kept).sum()
+    with torch.no_grad():
+        parallel(mine[0], *route(mine[1]))
+    again = parallel.dispatcher.dropped.clone()
+    torch.distributed.all_reduce(again)
+    assert again == 2 * dropped
+
+
+def check_extreme_routing(dispatch: str, rank: int, directory: Path) -> None:
+    """All to one expert; nothing at all; tokens of no expert, whatever they hold."""
+    x, logits, dy = tokens()
+    x[::5] = torch.nan
+    whole = make()
+    parallel = spread(whole, dispatch)
+    everywhere = torch.arange(PROCESSES * T * C, device=device()).view(-1, C) % E
+    for experts in (
+        torch.full_like(everywhere, E - 1),
+        torch.full_like(everywhere, -1),
+        torch.where(everywhere % 3 == 0, -1, everywhere),
+        everywhere + 7 * E,
+    ):
+        experts = experts.clone()
+        experts[::5] = -1
+
+        def choose(logits: Tensor, experts: Tensor = experts) -> tuple[Tensor, Tensor]:
+            chosen = experts if len(logits) > T else experts[own(rank)]
+            return route(logits)[0], chosen
+
+        mine = [t[own(rank)] for t in (x, logits, dy)]
+        got, want = step(parallel, *mine, choose), step(whole, x, logits, dy, choose)
+        assert not want["y"].isnan().any()
+        compare(got, want, rank)
+
+
+def check_micro_batches(rank: int, directory: Path) -> None:
+    """Weight caches and main_grad of this process's experts."""
+    options = {**BLOCK, "cache_weights": True, "fuse_wgrad_accumulation": True}
+    whole = make(**options)
+    parallel = spread(whole)
+    assert parallel.down_proj_cache is not None
+    assert parallel.down_proj_cache.values.size(0) == L
+    data, grads = tokens(), []
+    for mlp, part in ((whole, slice(None)), (parallel, own(rank))):
+        for p in (mlp.gate_up_proj, mlp.down_proj):
+            p.main_grad = torch.full_like(p, torch.nan)
+        for first in (True, False):
+            x, logits, dy = (t[part] for t in data)
+            mlp(x, *route(logits), first).backward(dy)
+        grads.append([p.main_grad for p in mlp.parameters()])
+    for got, want in zip(*reversed(grads), strict=True):
+        assert_same_bits(got.to_local(), want[rank * L : (rank + 1) * L])
+
+
+def check_quantized_weight(rank: int, directory: Path) -> None:
+    """The bytes of the experts go with them, and optimizers step them as in one process."""
+    whole = make(**BLOCK, dtype=BF16, quantized_weight=True, stochastic_rounding=False)
+    parallel = spread(whole)
+    data = tokens(dtype=BF16)
+    for mlp, part in ((whole, slice(None)), (parallel, own(rank))):
+        optimizer = torch.optim.SGD(mlp.parameters(), lr=0.1)
+        for _ in range(2):
+            x, logits, dy = (t[part] for t in data)
+            mlp(x, *route(logits)).backward(dy)
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, of_whole in zip(parallel.parameters(), whole.parameters(), strict=True):
+        assert isinstance(p.to_local(), GroupedTensor)
+        assert_same(p.to_local(), of_whole.detach()[rank * L : (rank + 1) * L])
+
+
+def check_meta(options: dict[str, Any], rank: int, directory: Path) -> None:
+    """Experts that were never on one process, drawn where they lie."""
+    torch.manual_seed(0)
+    made = GroupedMLP(E, H, F, bias=True, device="meta", **options)
+    mlp = parallelize_module(made, mesh(), ExpertParallel())
+    mlp.to_empty(device=device())
+    mlp.reset_parameters()
+    for p in mlp.parameters():
+        assert p.to_local().size(0) == L
+        whole = p.full_tensor()
+        assert ((whole.abs() <= 1.1 / min(H, F) ** 0.5) & (whole != 0)).float().mean() > 0.9
+    x, logits, dy = (t[own(rank)] for t in tokens())
+    assert step(mlp, x, logits, dy)["y"].isfinite().all()
+
+
+def check_first_process_draws(rank: int, directory: Path) -> None:
+    """As torch's styles: parameters are the first process's; asked not to talk, each's own."""
+    torch.manual_seed(rank)
+    mlp = GroupedMLP(E, H, F, device=device())
+    torch.manual_seed(0)
+    of_first = GroupedMLP(E, H, F, device=device())
+    own_experts = slice(rank * L, (rank + 1) * L)
+    kept = parallelize_module(
+        copy.deepcopy(mlp), mesh(), ExpertParallel(), src_data_rank=None
+    ).down_proj.to_local()
+    assert_same_bits(kept, mlp.down_proj[own_experts])
+    assert_same_bits(spread(mlp).down_proj.to_local(), of_first.down_proj[own_experts])
+
+
+class OwnDispatcher(TokenDispatcher):
+    """With torch's differentiable collectives alone: what a user would write first."""
+
+    def __init__(self, mesh: DeviceMesh, num_experts: int) -> None:
+        super().__init__()
+        self.mesh, self.first = mesh, num_experts // mesh.size() * mesh.get_local_rank()
+
+    def dispatch(self, x: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Dispatched:
+        gathered = [
+            torch.cat(dist_nn.all_gather(t.contiguous(), self.mesh.get_group()))
+            for t in (x, top_k_weights, top_k_index)
+        ]
+        return Dispatched(gathered[0], gathered[1], gathered[2] - self.first)
+
+    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+        whole: Tensor = dist_nn.all_reduce(y, group=self.mesh.get_group())
+        return whole.chunk(self.mesh.size())[self.mesh.get_local_rank()]
+
+
+def check_own_dispatcher(rank: int, directory: Path) -> None:
+    data = tokens()
+    whole = make()
+    got = step(spread(whole, OwnDispatcher), *(t[own(rank)] for t in data))
+    compare(got, step(whole, *data), rank)
+
+
+def check_refused(rank: int, directory: Path) -> None:
+    """Before anything is sent."""
+    for model, style, sentence in (
+        (nn.Linear(16, 16), ExpertParallel(), "spreads a GroupedMLP over processes, got Linear"),
+        (GroupedMLP(3, H, F), ExpertParallel(), "as many experts on every process, got 3 for 2"),
+        (make(), ExpertParallel(capacity_factor=0.0), "must be None or positive, got 0.0"),
+        (spread(make()), ExpertParallel(), "sharded already: apply it before"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            parallelize_module(model, mesh(), style)
+    parallel = spread(make())
+    x, logits, _ = (t[own(rank)] for t in tokens())
+    with pytest.raises(ValueError, match="max_rows is the dispatcher's to choose"):
+        parallel(x, *route(logits), max_rows=7)
+    with pytest.raises(RuntimeError, match="differ in their tokens"):
+        parallel(x[1:], *route(logits))
+
+
+def check_benchmark(rank: int, directory: Path) -> None:
+    """It runs, and every row has its numbers."""
+    rows = benchmark.measure("tiny", "block", mesh(), rounds=1)
+    assert len(rows) == 1 + 2 * len(benchmark.WAYS)
+    assert all(row.ms > 0 and row.efficiency > 0 for row in rows)
+    assert all((row.communication > 0) == (row.way != "-") for row in rows)
+    sent = {(row.scaling, row.way): row.sent for row in rows}
+    assert 0 < sent["weak", "all_gather, FP8"] < sent["weak", "all_gather"]
+    assert sent["strong", "all_to_all"] < sent["weak", "all_to_all"]
+    assert benchmark.table(rows).count("\n") == len(rows) + 1
+
+
+def check_cuda_graph(how: dict[str, Any], rank: int, directory: Path) -> None:
+    """One graph of forward and backward for any routing."""
+    if device().type == "cpu":
+        return
+    parallel = compile_whole(spread(make(**BLOCK, dtype=BF16), **how))
+    whole = make(**BLOCK, dtype=BF16)
+    data = [t[own(rank)].contiguous() for t in tokens(dtype=BF16)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(parallel, *data)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = step(parallel, *data)
+    for seed in (2, 3):
+        torch.manual_seed(seed)
+        fresh = [torch.randn(PROCESSES * len(t), t.size(1)).to(t) for t in data]
+        for t, new in zip(data, fresh, strict=True):
+            t.copy_(new[own(rank)])
+        graph.replay()
+        want = step(whole, *fresh)
+        for name in ("y", "x"):
+            exact = want[name][own(rank)].float()
+            # Each process rounds its part of a sum to bfloat16, and then their sum.
+            assert (captured[name].float() - exact).abs().max() <= 2**-7 * exact.abs().max()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "all_gather": {"dispatch": "all_gather"},
+    "all_to_all": {"dispatch": "all_to_all"},
+    "all_gather_fp8": {"dispatch": "all_gather", "fp8": True},
+    "all_to_all_fp8": {"dispatch": "all_to_all", "fp8": True},
 }
+CHECKS: Checks = {
+    **{
+        f"{recipe}_{way}": partial(check_one_process, {"recipe": RECIPES[recipe]}, how, False)
+        for recipe in RECIPES
+        for way, how in WAYS.items()
+        if recipe == "block" or not how.get("fp8")  # whose GEMMs round the same way
+    },
+    **{
+        f"block_{way}_compiled": partial(check_one_process, BLOCK, WAYS[way], True)
+        for way in ("all_gather", "all_to_all_fp8")
+    },
+    "bias": partial(check_one_process, {"bias": True}, WAYS["all_to_all"], False),
+    "open_sizes": check_open_sizes,
+    "fp8_error_all_gather": partial(check_fp8_error, "all_gather"),
+    "fp8_error_all_to_all": partial(check_fp8_error, "all_to_all"),
+    "capacity_all_gather": partial(check_capacity, "all_gather", 1.125),
+    "capacity_all_to_all": partial(check_capacity, "all_to_all", 0.75),
+    "extreme_all_gather": partial(check_extreme_routing, "all_gather"),
+    "extreme_all_to_all": partial(check_extreme_routing, "all_to_all"),
+    "micro_batches": check_micro_batches,
+    "quantized_weight": check_quantized_weight,
+    "meta": partial(check_meta, {}),
+    "meta_quantized": partial(check_meta, {**BLOCK, "quantized_weight": True}),
+    "first_process_draws": check_first_process_draws,
+    "own_dispatcher": check_own_dispatcher,
+    "refused": check_refused,
+    "benchmark": check_benchmark,
+    **{f"cuda_graph_{way}": partial(check_cuda_graph, how) for way, how in WAYS.items()},
+}
+ON_A_CPU = {name: check for name, check in CHECKS.items() if not name.startswith("cuda_graph")}
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", ON_A_CPU)
 def test_two_processes(check: str, failures: dict[str, str]) -> None:
     if check in failures:
         pytest.fail(failures[check], pytrace=False)
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_gpus(check: str, gpu_failures: dict[str, str]) -> None:
+    if check in gpu_failures:
+        pytest.fail(gpu_failures[check], pytrace=False)
+
+
+def test_wrong_styles() -> None:
+    with pytest.raises(ValueError, match="all_gather, all_to_all or a function, got 'ring'"):
+        ExpertParallel("ring")
+    with pytest.raises(ValueError, match="are for dispatchers by name"):
+        ExpertParallel(AllGather, fp8=True)
+    assert issubclass(AllToAll, TokenDispatcher)

@@ -10,7 +10,16 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "custom_ops"
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "meta_kernels" not in p.parts)
 # Each room imports from those before it.
-ROOMS = ("meta_kernels", "ops", "recipes", "quantized", "autograd", "nn", "integrations")
+ROOMS = (
+    "meta_kernels",
+    "ops",
+    "recipes",
+    "quantized",
+    "autograd",
+    "nn",
+    "parallel",
+    "integrations",
+)
 MOST_LINES = 500
 
 

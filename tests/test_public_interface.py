@@ -12,7 +12,15 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import grouped_linear
-from grouped_linear import DelayedScaling, GroupedLinear, GroupedMLP, GroupedTensor, Recipe, ops
+from grouped_linear import (
+    DelayedScaling,
+    GroupedLinear,
+    GroupedMLP,
+    GroupedTensor,
+    Recipe,
+    ops,
+    parallel,
+)
 from support.recipes import RECIPES
 
 
@@ -113,6 +121,24 @@ grouped_mlp(x, top_k_weights, top_k_index, gate_up_proj, down_proj, recipe=None,
     limit=None, interleaved=False), max_rows=None)
 refresh_weights(model)
 update_scales(model, group=None)""",
+    )
+
+
+def test_parallel() -> None:
+    methods = {
+        f"TokenDispatcher.{name}": getattr(parallel.TokenDispatcher, name)
+        for name in ("dispatch", "combine")
+    }
+    assert_expected_inline(
+        lines({name: getattr(parallel, name) for name in parallel.__all__} | methods),
+        """\
+AllGather(mesh, num_experts, *, capacity_factor=None, fp8=False)
+AllToAll(mesh, num_experts, *, capacity_factor=None, fp8=False)
+Dispatched(x, top_k_weights, top_k_index, max_rows=None, handle=None)
+ExpertParallel(dispatch='all_gather', *, capacity_factor=None, fp8=False)
+TokenDispatcher(*args, **kwargs)
+TokenDispatcher.combine(y, dispatched)
+TokenDispatcher.dispatch(x, top_k_weights, top_k_index)""",
     )
 
 

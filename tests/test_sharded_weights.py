@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.profiler import profile
 
 from grouped_linear import (
@@ -350,9 +356,72 @@ def check_uneven_shards_are_refused(rank: int, directory: Path) -> None:
         uneven(torch.ones(3, K), [1, 1, 1])
 
 
-def check_broadcasts_of_quantized_tensors_are_refused(rank: int, directory: Path) -> None:
+def published(seed: int, dtype: torch.dtype) -> GroupedTensor:
+    """Scales that are no powers of two: quantizing the numbers anew would change the bytes."""
+    torch.manual_seed(seed)
+    recipe = Float8BlockScaling(power_of_two_scales=False)
+    return GroupedTensor.quantize(torch.randn(E, N, K).to(dtype), recipe)
+
+
+class Weights(nn.Module):
+    def __init__(self, seed: int, names: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        for i, name in enumerate(names):
+            self.register_parameter(name, nn.Parameter(published(10 * seed + i, dtype)))
+        self.register_buffer("plain", torch.full((3,), float(seed)))
+
+
+def check_data_parallel_sends_bytes(rank: int, directory: Path) -> None:
+    """What wraps a model makes all processes equal to the first, to the byte."""
+    for names in ("a", "ab"):  # alone and together in what is sent
+        for dtype in (torch.float32, BF16):
+            model, first = Weights(1 + rank, names, dtype), Weights(1, names, dtype)
+            for p in model.parameters():
+                p.untouched = p.detach()
+            nn.parallel.DistributedDataParallel(model)
+            for p, of_first in zip(model.parameters(), first.parameters(), strict=True):
+                assert_same(p.detach(), of_first.detach())
+                assert_same(p.untouched, of_first.detach())  # in the same memory
+            assert model.plain[0] == 1
+
+
+def check_broadcast(rank: int, directory: Path) -> None:
+    weight = published(rank, BF16)
+    dist.broadcast(weight, src=1)
+    assert_same(weight, published(1, BF16))
+    version = weight.q._version
+    dist.broadcast(weight, src=0)
+    assert weight.q._version > version  # a forward that saved it must raise
     with pytest.raises(NotImplementedError, match="would not reach a quantized tensor"):
-        dist.broadcast(GroupedTensor.quantize(torch.ones(E, N, K)), src=0)
+        dist.all_reduce(weight)
+
+
+def check_distributed_tensors(rank: int, directory: Path) -> None:
+    """Each process keeps its part; to send it is refused where every process can hear it."""
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    with pytest.raises(NotImplementedError, match="pass src_data_rank=None"):
+        distribute_tensor(published(0, BF16), mesh, [Shard(0)])
+    own = distribute_tensor(published(0, BF16), mesh, [Shard(0)], src_data_rank=None)
+    assert_same(own.to_local(), shard_of(published(0, BF16), rank))
+    copied = distribute_tensor(published(rank, BF16), mesh, [Replicate()])
+    assert_same(copied.to_local(), published(0, BF16))
+
+
+def check_distributed_tensors_in_layers(rank: int, directory: Path) -> None:
+    """One sentence, before anything is computed or sent."""
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    x, choice = torch.ones(E, K), torch.zeros(E, 1, dtype=torch.int64)
+    distributed = distribute_tensor(x, mesh, [Replicate()])
+    sizes = torch.ones(E, dtype=torch.int64)
+    layers: list[Any] = [GroupedLinear(E, K, N, bias=False), GroupedMLP(E, K, N)]
+    calls = [(sizes,), (torch.ones(E, 1), choice)]
+    for layer, arguments in zip(layers, calls, strict=True):
+        with pytest.raises(TypeError, match=r"x is a DTensor.*: pass its to_local"):
+            layer(distributed, *arguments)
+        distribute_module(layer, mesh, lambda name, module, mesh: None)
+        for call in (layer, torch.compile(layer, backend="eager")):
+            with pytest.raises(Exception, match=r"weight is a DTensor|gate_up_proj is a DTensor"):
+                call(x, *arguments)
 
 
 def check_deferred_wgrad_of_shards_is_refused(rank: int, directory: Path) -> None:
@@ -381,7 +450,10 @@ CHECKS: Checks = {
     "broadcast_buffers": check_broadcast_buffers_are_refused,
     "refreshed_caches": check_refreshed_caches,
     "uneven_shards": check_uneven_shards_are_refused,
-    "broadcasts_of_quantized_tensors": check_broadcasts_of_quantized_tensors_are_refused,
+    "data_parallel_sends_bytes": check_data_parallel_sends_bytes,
+    "broadcast": check_broadcast,
+    "distributed_tensors": check_distributed_tensors,
+    "distributed_tensors_in_layers": check_distributed_tensors_in_layers,
     "deferred_wgrad": check_deferred_wgrad_of_shards_is_refused,
 }
 

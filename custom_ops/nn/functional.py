@@ -21,6 +21,7 @@ from grouped_linear.autograd.linear import GroupedLinearFunction
 from grouped_linear.autograd.mlp import GroupedMLPFunction
 from grouped_linear.autograd.routing import truncate_routing
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, dtype_name
+from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.options import check_recipe
 from grouped_linear.ops.activation import PLAIN, SwiGLU
 from grouped_linear.quantized.tensor import GroupedTensor
@@ -75,10 +76,16 @@ def check_dtypes(op: str, x: Tensor, name: str, w: Tensor, recipe: Recipe) -> No
 
 
 def check_tensors(op: str, names: Iterable[str], values: Iterable[Any]) -> None:
-    """Raise TypeError for what is no tensor, as a numpy array."""
+    """Raise TypeError for what is no tensor, as a numpy array, or is one of several processes."""
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+        if is_dtensor(value):
+            raise TypeError(
+                f"{op}: {name} is a DTensor, and a layer computes with the tensors of one process: "
+                "pass its to_local(), or let fully_shard or grouped_linear.parallel.ExpertParallel "
+                "shard the layer"
+            )
 
 
 def check_activation(op: str, activation: SwiGLU) -> None:
@@ -197,7 +204,9 @@ def apply_layer(
         options: what differs from a plain call.
     """
     check_tensors("grouped_linear", ("x", "weight"), (x, weights[0]))
-    if not isinstance(m_splits, Tensor) and not hasattr(m_splits, "__len__"):
+    if isinstance(m_splits, Tensor):
+        check_tensors("grouped_linear", ("m_splits",), (m_splits,))
+    elif not hasattr(m_splits, "__len__"):
         raise TypeError(
             "grouped_linear: m_splits must be a tensor or a list, the rows of each group, got "
             f"{m_splits!r}"
@@ -407,6 +416,7 @@ def apply_mlp(
     options: tuple[LinearOptions, LinearOptions],
     activation: SwiGLU,
     max_rows: int | None = None,
+    dispatcher: TokenDispatcher | None = None,
 ) -> Tensor:
     """Compute :func:`grouped_mlp` with the options that :class:`GroupedMLP` has besides.
 
@@ -419,7 +429,8 @@ def apply_mlp(
         recipe: how the GEMMs are computed.
         options: what differs from a plain call, of gate_up_proj and of down_proj.
         activation: see :func:`grouped_mlp`.
-        max_rows: see :func:`grouped_mlp`.
+        max_rows: see :func:`grouped_mlp`; with a dispatcher it decides.
+        dispatcher: where the experts of `projections` are those of one process of several.
     """
     check_activation("grouped_mlp", activation)
     names = "x", "top_k_weights", "top_k_index", "gate_up_proj", "down_proj"
@@ -449,19 +460,19 @@ def apply_mlp(
         contexts.append(LinearContext(not_none, grad_enabled, cast, own))
         grad_inputs.append(cast[0] if own.main_grad is None else w)
     index_TC = top_k_index.reshape(-1, top_k_index.size(-1))
+    weights_TC = top_k_weights.reshape(-1, top_k_weights.size(-1))
+    dispatched = None
+    if dispatcher is not None:
+        dispatched = dispatcher.dispatch(x_TH, weights_TC, index_TC)
+        x_TH, weights_TC, index_TC, max_rows, _ = dispatched
     routing = ops.sort_by_expert(index_TC, projections[0].size(0))
     if max_rows is not None:
         routing = truncate_routing(routing, max_rows)
     # A choice of no expert points to a row of zeros, which a weight of NaN would spoil.
-    is_none = routing.row.view(top_k_index.shape) >= routing.offs[-1]
-    top_k_weights = top_k_weights.masked_fill(is_none, 0)
+    weights_TC = weights_TC.masked_fill(routing.row >= routing.offs[-1], 0)
     y_TH: Tensor = GroupedMLPFunction.apply(
-        *contexts,
-        activation,
-        x_TH,
-        top_k_weights.reshape(-1, top_k_weights.size(-1)),
-        *grad_inputs,
-        *biases,
-        *routing,
+        *contexts, activation, x_TH, weights_TC, *grad_inputs, *biases, *routing
     )
-    return y_TH.reshape(x.shape)
+    if dispatcher is not None and dispatched is not None:
+        y_TH = dispatcher.combine(y_TH, dispatched)
+    return y_TH if x.dim() == 2 else y_TH.reshape(x.shape)

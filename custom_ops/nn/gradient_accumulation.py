@@ -13,6 +13,7 @@ from torch import Tensor
 from grouped_linear.autograd.context import StoredWeight
 from grouped_linear.autograd.wgrad import MainGrad
 from grouped_linear.meta_kernels.rules import dtype_name
+from grouped_linear.quantized.weight import local_part
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import Recipe
 
@@ -86,7 +87,7 @@ def main_grad_of(
             raise RuntimeError(
                 f"{layer}: fuse_wgrad_accumulation adds to {name}.main_grad, which is not there"
             )
-    main_grads = tuple(w.main_grad for w in parameters)
+    main_grads = tuple(local_part(w.main_grad) for w in parameters)
     # Two GEMMs would add to one tensor concurrently. Dynamo raises an error of its own.
     if not torch.compiler.is_compiling() and len(set(map(id, main_grads))) < len(main_grads):
         raise RuntimeError(

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.autograd.context import LinearOptions
+from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.functional import apply_mlp, check_activation
 from grouped_linear.nn.gradient_accumulation import cached_weight, main_grad_of, read_flag
 from grouped_linear.nn.options import check_features, check_flags, check_num_groups, check_recipe
 from grouped_linear.ops.activation import PLAIN, SwiGLU
 from grouped_linear.quantized.state_dict import join_quantized, scales_of, split_quantized
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import check_quantized_weight, convert_assigned
+from grouped_linear.quantized.weight import check_quantized_weight, convert_assigned, local_part
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import Recipe, RecipeState
 
@@ -60,6 +61,8 @@ class GroupedMLP(nn.Module):
             :class:`grouped_linear.quantized.weight_cache.WeightCache`; None without
             ``cache_weights``.
         down_proj_cache: the same of down_proj.
+        dispatcher: where experts are on several processes, sends tokens to them; else None. See
+            :class:`grouped_linear.parallel.ExpertParallel`.
 
     Raises:
         ValueError: for a configuration that no call could run.
@@ -100,6 +103,7 @@ class GroupedMLP(nn.Module):
     down_proj_state: RecipeState | None
     gate_up_proj_cache: WeightCache | None
     down_proj_cache: WeightCache | None
+    dispatcher: TokenDispatcher | None
 
     def __init__(
         self,
@@ -152,6 +156,7 @@ class GroupedMLP(nn.Module):
         if cache_weights and recipe is not None:
             self.gate_up_proj_cache = WeightCache(recipe, E, 2 * F, H, device, of=("gate_up_proj",))
             self.down_proj_cache = WeightCache(recipe, E, H, F, device, of=("down_proj",))
+        self.dispatcher = None
         self.reset_parameters()
 
     @property
@@ -243,16 +248,27 @@ class GroupedMLP(nn.Module):
             "gate_up_proj", gate_up, self.gate_up_proj_state, self.gate_up_proj_cache
         )
         of_down = options("down_proj", down, self.down_proj_state, self.down_proj_cache)
+        weights: tuple[Any, Any] = (gate_up, down)
+        biases: tuple[Any, Any] = (self.gate_up_proj_bias, self.down_proj_bias)
+        if self.dispatcher is not None:
+            if max_rows is not None:
+                raise ValueError(
+                    "GroupedMLP: max_rows is the dispatcher's to choose where experts are on "
+                    "several processes: give it a capacity_factor"
+                )
+            weights = local_part(weights[0]), local_part(weights[1])
+            biases = local_part(biases[0]), local_part(biases[1])
         return apply_mlp(
             x,
             top_k_weights,
             top_k_index,
-            (gate_up, down),
-            (self.gate_up_proj_bias, self.down_proj_bias),
+            weights,
+            biases,
             self._recipe,
             (of_gate_up, of_down),
             self.activation,
             max_rows,
+            self.dispatcher,
         )
 
     def extra_repr(self) -> str:

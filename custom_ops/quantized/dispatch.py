@@ -45,14 +45,15 @@ def _any_other(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
         return write_in_place(func, args, kwargs)
-    return _on_plain(func, args, kwargs)
+    return on_plain(func, args, kwargs)
 
 
 def _plain(t: GroupedTensor, dtype: torch.dtype) -> Tensor:
     return block_math.dequantize(t.q, t.scale, dtype).view(t.shape)
 
 
-def _on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call with dequantized numbers."""
     args, kwargs = tree_map_only(GroupedTensor, lambda t: _plain(t, t.dtype), (args, kwargs))
     return func(*args, **kwargs)
 
@@ -126,19 +127,15 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
-@handles(
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.unbind.int,
-)
-def _experts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@handles(aten.select.int, aten.slice.Tensor, aten.unbind.int)
+def experts_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Views of experts."""
     t, bound = args[0], bound_arguments(func, args, kwargs)
+    if func is aten.slice.Tensor and _takes_all(t, bound):
+        return _alias(aten.alias.default, (t,), {})
     over_experts = is_whole(t) and t.dim() == 3 and bound["dim"] in (0, -3)
     if not over_experts or bound.get("step", 1) != 1:
-        return _on_plain(func, args, kwargs)
+        return on_plain(func, args, kwargs)
     with _views(t):
         parts = [func(p, *args[1:], **kwargs) for p in (t.q, t.scale, t.q_t) if p is not None]
         if isinstance(parts[0], Tensor):
@@ -146,6 +143,12 @@ def _experts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:
             out = [_from_list(each, t) for each in zip(*parts, strict=True)]
     return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+def _takes_all(t: GroupedTensor, bound: dict[str, Any]) -> bool:
+    """Whether a slice is the whole tensor."""
+    start, end = bound["start"] or 0, bound["end"]
+    return start == 0 and bound["step"] == 1 and (end is None or end >= t.size(bound["dim"]))
 
 
 def _from_list(parts: Sequence[Tensor], like: GroupedTensor) -> GroupedTensor:
@@ -171,7 +174,7 @@ def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     size, offset = tuple(bound["size"]), bound["storage_offset"]
     first, remainder = divmod(0 if offset is None else offset - t.storage_offset(), N * K)
     if remainder or first < 0 or tuple(bound["stride"]) != contiguous_stride(size):
-        return _on_plain(func, args, kwargs)
+        return on_plain(func, args, kwargs)
     with _views(t):
         if first == 0 and math.prod(size) == t.numel():
             out = _of_each_part(t, aten.alias, size=size)
@@ -179,12 +182,12 @@ def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             experts = slice(first, first + size[0]) if len(size) == 3 else first
             out = _of_each_part(t, lambda part: part[experts])
         else:
-            return _on_plain(func, args, kwargs)
+            return on_plain(func, args, kwargs)
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
-@handles(aten.stack.default, aten.cat.default)
-def _join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@handles(aten.stack.default)
+def join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Stack experts to a weight, or concatenate weights along the experts."""
     tensors, dim = args[0], bound_arguments(func, args, kwargs)["dim"]
     experts = 2 if func is aten.stack.default else 3
@@ -196,7 +199,7 @@ def _join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for t in tensors
     )
     if not alike or dim not in (0, -3) or len({tuple(t.shape[-2:]) for t in tensors}) > 1:
-        return _on_plain(func, args, kwargs)
+        return on_plain(func, args, kwargs)
     q, scale = (func([part(t) for t in tensors]) for part in (lambda t: t.q, lambda t: t.scale))
     columnwise = all(t.q_t is not None for t in tensors)
     q_t = func([t.q_t for t in tensors]) if columnwise else None
@@ -208,13 +211,12 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copy to another device or dtype. The dtypes of the parts do not change."""
     t, dtype = args[0], kwargs.get("dtype") or args[0].dtype
     if dtype not in ACTIVATIONS:
-        return _on_plain(func, args, kwargs)
+        return on_plain(func, args, kwargs)
     to = {name: kwargs[name] for name in ("device", "non_blocking") if name in kwargs}
     return _of_each_part(t, lambda part: func(part, **to), size=t.shape, dtype=dtype)
 
 
-@handles(aten.copy_.default)
-def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copy bytes if both are quantized; quantize or dequantize otherwise."""
     to, source = args[:2]
     if not isinstance(to, GroupedTensor):

@@ -394,10 +394,13 @@ class GroupedTensor(Tensor):
         if out is None:
             q_t = block_math.transposed(q)
             return GroupedTensor(q, scale, q_t, self.metadata._replace(dtype=param_dtype)), (q_t,)
-        assert out.q_t is not None
+        local: Any = out
+        if not isinstance(out, GroupedTensor):  # a DTensor, of experts that are spread as well
+            local = local.to_local()
+        assert local.q_t is not None
         # FSDP does the same with what it gathers: a backward reads it after it is gathered again.
-        with torch.autograd.grad_mode._unsafe_preserve_version_counter(out.q_t):
-            out.q_t.copy_(q.transpose(1, 2))
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(local.q_t):
+            local.q_t.copy_(q.transpose(1, 2))
         return None
 
 

@@ -16,9 +16,14 @@ def is_dtensor(t: Any) -> bool:
     return hasattr(type(t), "to_local")
 
 
+def local_part(t: Any) -> Any:
+    """The part of a DTensor that this process has; another tensor, or None, as it is."""
+    return t.to_local() if is_dtensor(t) else t
+
+
 def is_quantized(w: Any) -> bool:
     """Whether a weight, or this process's part of it, is a GroupedTensor."""
-    return isinstance(w.to_local() if is_dtensor(w) else w, GroupedTensor)
+    return isinstance(local_part(w), GroupedTensor)
 
 
 def check_quantized_weight(

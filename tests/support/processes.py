@@ -1,4 +1,4 @@
-"""Two processes of one group on the CPU, for what layers do beside others.
+"""Two processes of one group, for what layers do beside others: on the CPU, or on two GPUs.
 
 Starting a pair takes longer than most checks do, so that one pair runs every check of a module. A
 test reports one check::
@@ -9,6 +9,15 @@ test reports one check::
     def test_two_processes(check: str, failures: dict[str, str]) -> None:
         if check in failures:
             pytest.fail(failures[check], pytrace=False)
+
+    @needs_two_gpus
+    @pytest.mark.parametrize("check", CHECKS)
+    def test_two_gpus(check: str, gpu_failures: dict[str, str]) -> None:
+        if check in gpu_failures:
+            pytest.fail(gpu_failures[check], pytrace=False)
+
+A check makes its tensors on :func:`device`. A module that needs more processes has a number
+PROCESSES of its own.
 """
 
 import fcntl
@@ -25,36 +34,69 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from support.devices import CUDA_OPS, HOPPER
+
 PROCESSES = 2
+needs_two_gpus = pytest.mark.skipif(
+    not (HOPPER and CUDA_OPS) or torch.cuda.device_count() < PROCESSES,
+    reason="needs two GPUs of compute capability 9.0 (Hopper), and nvcc when it was built",
+)
 # Called with the rank and an empty directory that both processes share.
 Checks = Mapping[str, Callable[[int, Path], None]]
+_device: tuple[str, int] = "cpu", 0
 
 
 @pytest.fixture(scope="module")
 def failures(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, str]:
-    """By name, the tracebacks of those of the module's CHECKS that failed.
+    """By name, the tracebacks of those of the module's CHECKS that failed on the CPU."""
+    return _shared_run(request, tmp_path_factory, "gloo")
 
-    The workers of pytest-xdist share one run: the first one does it while others wait.
-    """
+
+@pytest.fixture(scope="module")
+def gpu_failures(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    """The same on two GPUs."""
+    return _shared_run(request, tmp_path_factory, "nccl")
+
+
+def device() -> torch.device:
+    """Where a check of this process runs."""
+    return torch.device("cpu") if _device[0] == "cpu" else torch.device(*_device)
+
+
+def synchronize() -> None:
+    """Wait for this process's GPU, if it has one."""
+    if _device[0] == "cuda":
+        torch.cuda.synchronize()
+
+
+def _shared_run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, backend: str
+) -> dict[str, str]:
+    """The workers of pytest-xdist share one run: the first one does it while others wait."""
     temporary = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         temporary = temporary.parent
-    directory = temporary / f"two_processes_{request.module.__name__}"
+    directory = temporary / f"two_processes_{backend}_{request.module.__name__}"
     directory.mkdir(exist_ok=True)
     report = directory / "failures.json"
     with open(directory / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not report.exists():
-            report.write_text(json.dumps(_run(request.module.CHECKS, directory)))
-    return json.loads(report.read_text())
+            processes = getattr(request.module, "PROCESSES", PROCESSES)
+            found = _run(request.module.CHECKS, directory, backend, processes)
+            report.write_text(json.dumps(found))
+    failed: dict[str, str] = json.loads(report.read_text())
+    return failed
 
 
-def _run(checks: Checks, directory: Path) -> dict[str, str]:
+def _run(checks: Checks, directory: Path, backend: str, processes: int) -> dict[str, str]:
     for name in checks:
         (directory / name).mkdir()
-    mp.spawn(_process, args=(checks, directory), nprocs=PROCESSES)
+    mp.spawn(_process, args=(checks, directory, backend, processes), nprocs=processes)
     found: dict[str, str] = {}
     for name in checks:
         texts = [file.read_text() for file in sorted(directory.glob(f"{name}.rank*"))]
@@ -63,23 +105,28 @@ def _run(checks: Checks, directory: Path) -> dict[str, str]:
     return found
 
 
-def _process(rank: int, checks: Checks, directory: Path) -> None:
+def _process(rank: int, checks: Checks, directory: Path, backend: str, processes: int) -> None:
     """Each check has a process group of its own, so that a failed one leaves nothing behind.
 
     Where one process fails, its group closes: the other stops waiting for it and fails, too.
     """
+    global _device
     torch.set_num_threads(1)
+    if backend == "nccl":
+        _device = "cuda", rank
+        torch.cuda.set_device(rank)
     for name, check in checks.items():
         torch.manual_seed(0)
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{directory / name}.rendezvous",
             rank=rank,
-            world_size=PROCESSES,
+            world_size=processes,
             timeout=timedelta(minutes=2),
         )
         try:
             check(rank, directory / name)
+            synchronize()
             dist.barrier()  # nobody leaves while another still talks to it
         except Exception:
             (directory / f"{name}.rank{rank}").write_text(f"rank {rank}: {traceback.format_exc()}")

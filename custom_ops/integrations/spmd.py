@@ -1,0 +1,36 @@
+"""torchtitan's type checking of distributed programs (``debug.spmd_typechecking``), if installed.
+
+It follows tensors through a model by their kind, the same on every process or not, and has to be
+told what an autograd Function does to it. The layers' Functions compute with the tensors of one
+process, and what they return differs between processes where an input does: its rule of local
+Functions. Those of ``grouped_linear.parallel`` communicate, and are not told.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from grouped_linear.autograd.linear import GroupedLinearFunction
+from grouped_linear.autograd.mlp import GroupedMLPFunction
+from grouped_linear.autograd.routing import CombineFunction, GatherFunction
+from grouped_linear.autograd.wgrad import DeferredWgrad
+
+LOCAL_FUNCTIONS = (
+    GroupedLinearFunction,
+    GroupedMLPFunction,
+    GatherFunction,
+    CombineFunction,
+    DeferredWgrad,
+)
+
+
+def register() -> None:
+    """Tell spmd_types of the layers' Functions."""
+    if find_spec("spmd_types") is None:
+        return
+    spmd_types: Any = import_module("spmd_types")
+    for function in LOCAL_FUNCTIONS:
+        spmd_types.register_local_autograd_function(function)
+
+
+register()

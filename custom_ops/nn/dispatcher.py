@@ -1,0 +1,57 @@
+"""How a GroupedMLP whose experts lie on several processes gets its tokens: the seam.
+
+T tokens of this process, S tokens that come to this process, C experts chosen for a token, H
+features of a token.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+
+class Dispatched(NamedTuple):
+    """What came to this process: the arguments of its own experts."""
+
+    x: Tensor
+    """[S, H]."""
+    top_k_weights: Tensor
+    """[S, C]."""
+    top_k_index: Tensor
+    """[S, C] int32 or int64, numbers of this process's experts; another number is no expert."""
+    max_rows: int | None = None
+    """For how many choices memory is allocated; see :func:`grouped_linear.grouped_mlp`."""
+    handle: Any = None
+    """What :meth:`TokenDispatcher.combine` needs to know."""
+
+
+class TokenDispatcher(nn.Module):
+    """Sends tokens to the processes that hold their experts, and sums what comes back.
+
+    A subclass defines both methods, of torch operations or of an ``autograd.Function``, so that
+    they have gradients. It is a module, so that its buffers move with the model.
+    :class:`grouped_linear.parallel.AllGather` and :class:`grouped_linear.parallel.AllToAll` are
+    two.
+    """
+
+    def dispatch(self, x: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Dispatched:
+        """Send the tokens of this process, and receive those for its experts.
+
+        Args:
+            x: [T, H].
+            top_k_weights: [T, C], of any floating dtype.
+            top_k_index: [T, C] int32 or int64, numbers among the experts of all processes; another
+                number is no expert.
+        """
+        raise NotImplementedError
+
+    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+        """Return the experts' outputs to the tokens they are of.
+
+        Args:
+            y: [S, H], for each token that came the weighted sum of this process's experts.
+            dispatched: what :meth:`dispatch` returned.
+
+        Returns:
+            [T, H], the sums over all processes.
+        """
+        raise NotImplementedError

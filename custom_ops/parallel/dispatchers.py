@@ -1,0 +1,171 @@
+"""Two ways of tokens to the processes that hold their experts.
+
+D processes, T tokens of each, S slots for tokens that come to one, C experts chosen for a token, E
+experts, L = E / D of them on a process, H features.
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
+
+from grouped_linear import ops
+from grouped_linear.meta_kernels.rules import MAX_GROUPS, ceil_div
+from grouped_linear.nn.dispatcher import Dispatched, TokenDispatcher
+from grouped_linear.parallel.exchange import CollectFunction, Exchange, Group, SpreadFunction
+
+
+class _StaticDispatcher(TokenDispatcher):
+    """What both ways share: all sizes follow from the number of tokens."""
+
+    dropped: Tensor
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        num_experts: int,
+        *,
+        capacity_factor: float | None = None,
+        fp8: bool = False,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if mesh.ndim != 1:
+            raise ValueError(f"{name}: mesh must have one dimension, got {mesh.ndim}")
+        if num_experts % mesh.size():
+            raise ValueError(
+                f"{name}: as many experts on every process, got {num_experts} for {mesh.size()}"
+            )
+        if mesh.size() > MAX_GROUPS:
+            raise ValueError(f"{name}: at most {MAX_GROUPS} processes, got {mesh.size()}")
+        if capacity_factor is not None and not 0 < capacity_factor < float("inf"):
+            raise ValueError(
+                f"{name}: capacity_factor must be None or positive, got {capacity_factor}"
+            )
+        self.group = Group(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+        self.local_experts = num_experts // mesh.size()
+        self.capacity_factor, self.fp8 = capacity_factor, fp8
+        self.register_buffer(
+            "dropped", torch.zeros((), dtype=torch.int64, device=mesh.device_type), persistent=False
+        )
+
+    def capacity(self, count: int, processes: int = 1) -> int:
+        """``ceil(capacity_factor * count / processes)``, in integers: a count may be symbolic."""
+        assert self.capacity_factor is not None
+        numerator, denominator = float(self.capacity_factor).as_integer_ratio()
+        return ceil_div(count * numerator, denominator * processes)
+
+    def exchange(self, expert_TC: Tensor) -> Exchange:
+        """Which tokens go where; counts in ``dropped`` what does not."""
+        raise NotImplementedError
+
+    def dispatch(self, x: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Dispatched:
+        """Send each token once to each process that holds one of its experts."""
+        expert_TC = top_k_index.to(torch.int32)
+        exchange = self.exchange(expert_TC)
+        x_SH, weight_SC, expert_SC = SpreadFunction.apply(
+            self.group, self.fp8, x, top_k_weights, expert_TC, *exchange
+        )
+        own_SC = expert_SC - self.group.rank * self.local_experts
+        max_rows = None
+        if self.capacity_factor is not None:
+            max_rows = min(self.capacity(expert_TC.numel()), own_SC.numel())
+            came = ((own_SC >= 0) & (own_SC < self.local_experts)).sum()
+            self.dropped += (came - max_rows).clamp(min=0)
+        return Dispatched(x_SH, weight_SC, own_SC, max_rows, exchange)
+
+    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
+        """Sum a token's outputs in the order of processes, in float32, rounded once."""
+        out: Tensor = CollectFunction.apply(self.group, self.fp8, y, *dispatched.handle)
+        return out
+
+    def extra_repr(self) -> str:
+        """The options."""
+        return (
+            f"processes={self.group.size}, local_experts={self.local_experts}, "
+            f"capacity_factor={self.capacity_factor}, fp8={self.fp8}"
+        )
+
+
+class AllGather(_StaticDispatcher):
+    """Every process gets all tokens, and computes those that chose its experts.
+
+    Nothing is sorted before tokens are sent, and a token that chose experts of every process, as
+    with 8 choices on 2 to 8 GPUs most do, is sent no more often than it must be. Bytes, and the
+    memory of what comes, grow with the number of processes.
+
+    Args:
+        mesh: the processes that share the experts, one dimension.
+        num_experts: E, of all processes together.
+        capacity_factor: memory for how many rows an expert's GEMM has: this many times the rows
+            that come to a process where experts are equally popular, T * C. The last rows past it,
+            by expert and token, are dropped, and counted in ``dropped``. None has room for the
+            choices of all processes, D * T * C, and drops nothing.
+        fp8: send x, and in the backward the gradient of the outputs, in FP8 with a scale for each
+            128 features of a token: half of the bytes. ``Float8BlockScaling`` computes the same
+            outputs, and the same gradients of x, from these as from tokens in 16 bits.
+
+    Attributes:
+        dropped: how many choices this process has dropped since it was last zeroed, int64 on the
+            device. Sum it over processes. A forward that activation checkpointing runs again
+            counts twice.
+
+    Raises:
+        ValueError: if experts do not divide evenly, or for another mesh or capacity factor.
+    """
+
+    def exchange(self, expert_TC: Tensor) -> Exchange:
+        """Every token to every process."""
+        T, D = expert_TC.size(0), self.group.size
+        return Exchange(torch.arange(T * D, device=expert_TC.device).view(D, T).t())
+
+
+class AllToAll(_StaticDispatcher):
+    """Each process gets the tokens that chose its experts, each token once.
+
+    Every process has a fixed number of slots for the tokens of each other: for all T of them, or
+    with `capacity_factor` fewer. It pays where D is above C, or routing is local, because then few
+    tokens go to each process. Without `capacity_factor` it moves as many bytes as
+    :class:`AllGather`, and sorts besides.
+
+    Args:
+        mesh: the processes that share the experts, one dimension.
+        num_experts: E, of all processes together.
+        capacity_factor: slots from one process to another: this many times the choices that go
+            there where experts are equally popular, T * C / D, but at most T. The last tokens past
+            it are dropped, with all that they chose there, and counted in ``dropped`` of the
+            sender. Rows of GEMMs are bounded as :class:`AllGather` bounds them. None drops nothing.
+        fp8: see :class:`AllGather`.
+
+    Attributes:
+        dropped: see :class:`AllGather`.
+
+    Raises:
+        ValueError: if experts do not divide evenly, or for another mesh or capacity factor.
+    """
+
+    def exchange(self, expert_TC: Tensor) -> Exchange:
+        """Tokens sorted by process, in slots."""
+        (T, C), D, device = expert_TC.shape, self.group.size, expert_TC.device
+        slots = T if self.capacity_factor is None else min(self.capacity(T * C, D), T)
+        # One slot more, which no token takes: choices of no process point there.
+        block = slots + 1
+        process_D = torch.arange(D, dtype=torch.int32, device=device)
+        owner_TC = expert_TC.div(self.local_experts, rounding_mode="floor")
+        needed_TD = (owner_TC[:, :, None] == process_D).any(dim=1)
+        _, token_R, place_TD, end_D = ops.sort_by_expert(
+            torch.where(needed_TD, process_D, -1), num_experts=D
+        )
+        start_D = pad(end_D[:-1], (1, 0))
+        place_TD = place_TD - start_D
+        kept_TD = needed_TD & (place_TD < slots)
+        slot_TD = torch.where(kept_TD, process_D * block + place_TD, slots)
+        place_B = torch.arange(block, dtype=torch.int32, device=device)
+        row_DB = start_D[:, None] + place_B
+        empty_DB = (row_DB >= end_D[:, None]) | (place_B == slots)
+        token_S = token_R[row_DB.flatten().clamp(max=T * D - 1)]
+        if self.capacity_factor is not None:
+            sent_TC = kept_TD.gather(1, owner_TC.clamp(0, D - 1).long())
+            has_owner_TC = (owner_TC >= 0) & (owner_TC < D)
+            self.dropped += (has_owner_TC & ~sent_TC).sum()
+        return Exchange(slot_TD, token_S, empty_DB.flatten())

@@ -1,0 +1,149 @@
+"""The experts of a GroupedMLP over several processes, as a style of torch's parallelize_module."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from grouped_linear.nn.dispatcher import TokenDispatcher
+from grouped_linear.nn.mlp import GroupedMLP
+from grouped_linear.parallel.dispatchers import AllGather, AllToAll
+from grouped_linear.quantized.state_dict import distributed_like
+from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.quantized.weight import is_dtensor
+from grouped_linear.quantized.weight_cache import WeightCache
+
+#: Makes the dispatcher of one layer: called with the mesh and E, the experts of all processes.
+MakeDispatcher = Callable[[DeviceMesh, int], TokenDispatcher]
+DISPATCHERS: dict[str, Any] = {"all_gather": AllGather, "all_to_all": AllToAll}
+
+
+class ExpertParallel(ParallelStyle):
+    """Spread a :class:`grouped_linear.GroupedMLP`'s experts over the processes of a mesh.
+
+    With ``torch.distributed.tensor.parallel.parallelize_module``, or called on a layer. Process i
+    of D keeps the experts from i E / D on. Its forward takes the tokens of this process, sends them
+    to the processes that hold their experts, and returns the sums of what these compute: what one
+    process with all experts would return. All processes call it with as many tokens, whose experts
+    are numbered from 0 to E - 1. A token whose experts are -1 is sent nowhere, so pad with those.
+
+    Parameters become DTensors, ``Shard(0)`` on the mesh, and keep their names. So
+    ``clip_grad_norm_`` has the norm of all, a distributed checkpoint loads under another number of
+    processes or none, and ``fully_shard`` shards them further over another dimension of the mesh.
+    An expert's gradient is the sum over the tokens of all processes of the mesh.
+
+    The host learns no size, so a layer runs in ``torch.compile(fullgraph=True)`` and in CUDA
+    graphs. Equal inputs give equal bits.
+
+    Args:
+        dispatch: how tokens travel: ``"all_gather"``, see
+            :class:`grouped_linear.parallel.AllGather`; ``"all_to_all"``, see
+            :class:`grouped_linear.parallel.AllToAll`; or a function that is called with the mesh
+            and E, and returns another :class:`grouped_linear.parallel.TokenDispatcher`. The first
+            needs no capacity and pays up to about as many processes as a token has experts.
+        capacity_factor: see the dispatchers; None, the default, drops nothing, and has memory for
+            all choices of all processes.
+        fp8: whether tokens travel in FP8, see the dispatchers.
+
+    Raises:
+        ValueError: for another name; for another module than a GroupedMLP; for one whose parameters
+            are sharded, whose recipe has a state, or whose experts do not divide evenly.
+
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> from torch.distributed.tensor.parallel import parallelize_module
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("experts",))
+    >>> mlp = GroupedMLP(num_experts=4, hidden_size=16, intermediate_size=32)
+    >>> mlp = parallelize_module(mlp, mesh["experts"], ExpertParallel(capacity_factor=2.0))
+    >>> mlp.down_proj.placements, mlp.down_proj.shape
+    ((Shard(dim=0),), torch.Size([4, 16, 32]))
+    >>> mlp(torch.randn(5, 16), *torch.rand(5, 4).topk(2)).shape, mlp.dispatcher.dropped
+    (torch.Size([5, 16]), tensor(0))
+    >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        dispatch: str | MakeDispatcher = "all_gather",
+        *,
+        capacity_factor: float | None = None,
+        fp8: bool = False,
+    ) -> None:
+        super().__init__()
+        if isinstance(dispatch, str) and dispatch not in DISPATCHERS:
+            raise ValueError(
+                "ExpertParallel: dispatch must be all_gather, all_to_all or a function, "
+                f"got {dispatch!r}"
+            )
+        if not isinstance(dispatch, str) and (capacity_factor is not None or fp8):
+            raise ValueError(
+                "ExpertParallel: capacity_factor and fp8 are for dispatchers by name: give them to "
+                "your own where you make it"
+            )
+        self.dispatch, self.capacity_factor, self.fp8 = dispatch, capacity_factor, fp8
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Called by parallelize_module."""
+        if not isinstance(module, GroupedMLP):
+            raise ValueError(
+                f"ExpertParallel: spreads a GroupedMLP over processes, got {type(module).__name__}"
+            )
+        if any(map(is_dtensor, module.parameters())):
+            raise ValueError("ExpertParallel: parameters are sharded already: apply it before")
+        if module.recipe is not None and module.recipe.has_state:
+            raise ValueError(
+                f"ExpertParallel: {type(module.recipe).__name__} keeps scales from step to step, "
+                "which are not spread with the experts: choose a recipe without a state"
+            )
+        E = module.num_experts
+        if isinstance(self.dispatch, str):
+            make = DISPATCHERS[self.dispatch]
+            module.dispatcher = make(
+                device_mesh, E, capacity_factor=self.capacity_factor, fp8=self.fp8
+            )
+        else:
+            module.dispatcher = self.dispatch(device_mesh, E)
+        for name, p in list(module.named_parameters(recurse=False)):
+            part = self._part(p, device_mesh)
+            module.register_parameter(name, nn.Parameter(part, requires_grad=p.requires_grad))
+        for cache_name, cache in list(module.named_children()):
+            if isinstance(cache, WeightCache):
+                setattr(module, cache_name, _smaller(cache, E // device_mesh.size()))
+        return module
+
+    def _part(self, p: Any, mesh: DeviceMesh) -> Any:
+        """Shard a parameter by experts: rank 0 sends the parts, as in torch's styles."""
+        if not isinstance(p, GroupedTensor):
+            return distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+        q: Any
+        scale: Any
+        q, scale = (
+            distribute_tensor(t, mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+            for t in (_as_bytes(p.q), p.scale)
+        )
+        part = GroupedTensor.from_parts(
+            q.to_local().view(p.q.dtype),
+            scale.to_local(),
+            p.dtype,
+            p.recipe,
+            columnwise=p.q_t is not None,
+            stochastic_rounding=p.stochastic_rounding,
+        )
+        return distributed_like(q, part)
+
+
+def _as_bytes(q: Tensor) -> Tensor:
+    """Collectives on a CPU do not know float8."""
+    return q.detach().view(torch.uint8)
+
+
+def _smaller(cache: WeightCache, num_experts: int) -> WeightCache:
+    """A cold cache of fewer experts."""
+    _, N, K = cache.values.shape
+    device = cache.values.device
+    return WeightCache(cache.recipe, num_experts, N, K, device, of=cache.of)

@@ -1,0 +1,115 @@
+"""What collectives do to a GroupedTensor: they move its bytes.
+
+A collective that sends a tensor as it is sends q and the scales. One that computes with numbers, as
+an all-reduce, has none to compute with and is refused by dispatch.py.
+
+DistributedDataParallel makes all processes equal when it wraps a model: it concatenates many
+parameters, flattened, to one tensor of their dtype, broadcasts that, and copies its parts back. In
+that tensor a quantized weight is its bytes: an element has at least two, of which q takes one, and
+the scales take 1/64 or less. Numbers in their place would be quantized anew on every process.
+"""
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grouped_linear.quantized import block_math
+from grouped_linear.quantized.dispatch import aten, copy, count_write, experts_of, handles, join
+from grouped_linear.quantized.tensor import GroupedTensor
+
+
+def _caller(name: str) -> FrameType | None:
+    """The call of one of torch's functions that led here, if any did.
+
+    An operation is not told what it is for, and what has to be known is what its caller does next.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if frame.f_code.co_name == name and module.startswith("torch.distributed."):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _synchronizes() -> bool:
+    """Whether DistributedDataParallel is making processes equal."""
+    return _caller("_sync_params_and_buffers") is not None
+
+
+def _bytes(part: Tensor) -> Tensor:
+    return part.view(-1).view(torch.uint8)
+
+
+def _parts(t: GroupedTensor) -> tuple[Tensor, Tensor]:
+    return _bytes(t.q), _bytes(t.scale)
+
+
+def _written(t: GroupedTensor) -> None:
+    """After q and the scales were overwritten."""
+    if t.q_t is not None:
+        t.q_t.copy_(block_math.transposed(t.q))
+    count_write(t)
+
+
+@handles(aten.cat.default)
+def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Concatenate weights; of all that DistributedDataParallel sends, the bytes."""
+    if not _synchronizes():
+        return join(func, args, kwargs)
+    packed = []
+    for t in args[0]:
+        if isinstance(t, GroupedTensor):
+            room = torch.zeros(t.numel(), dtype=t.dtype, device=t.device)
+            sent = torch.cat(_parts(t))
+            room.view(torch.uint8)[: len(sent)] = sent
+            t = room
+        packed.append(t)
+    return func(packed, *args[1:], **kwargs)
+
+
+@handles(aten.copy_.default)
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copy; what DistributedDataParallel has sent are bytes."""
+    to, source = args[:2]
+    if isinstance(source, GroupedTensor) or not _synchronizes():
+        return copy(func, args, kwargs)
+    sent = source.reshape(-1).view(torch.uint8)
+    first = 0
+    for part in _parts(to):
+        part.copy_(sent[first : first + len(part)])
+        first += len(part)
+    _written(to)
+    return to
+
+
+@handles(torch.ops.c10d.broadcast_.default)
+def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Send q and the scales. It waits for them, as q_t is computed from q."""
+    tensors, *others = args
+    for t in tensors:
+        for part in _parts(t) if isinstance(t, GroupedTensor) else (t,):
+            _, work = func([part], *others, **kwargs)
+            work.wait()
+        if isinstance(t, GroupedTensor):
+            _written(t)
+    return tensors, work
+
+
+@handles(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Views of experts.
+
+    distribute_tensor splits on every process, then one sends. Refused while it sends, it would
+    leave the others waiting.
+    """
+    frame = _caller("_shard_tensor")
+    if frame is not None and frame.f_locals.get("src_data_rank") is not None:
+        raise NotImplementedError(
+            "GroupedTensor: distribute_tensor cannot send a quantized tensor: pass "
+            "src_data_rank=None, so that each process keeps its part of its own"
+        )
+    return experts_of(func, args, kwargs)
