@@ -1,0 +1,141 @@
+// Copies of an operand's tile to shared memory, stage by stage.
+//
+// A stage has kStageLine = 64 bytes of K. K-major: lines of 64 bytes, one a row of the tile, whose
+// four chunks of 16 bytes are exchanged by row / 2 % 4. M/N-major (16-bit): columns of 64 elements,
+// each 32 lines (one an element of K) of 128 bytes, whose eight chunks are exchanged by line % 8.
+// So neither cp.async nor ldmatrix meets a bank twice.
+#pragma once
+
+#include "cuda/gemm/sm80/config.h"
+#include "cuda/gemm/sm80/ptx.cuh"
+#include "cuda/gemm/tile_order.cuh"
+
+namespace grouped_linear::cuda::sm80 {
+
+// An operand in global memory. Strides are in bytes.
+//   M-grouped a [T, K]: `stride` between rows.
+//   M-grouped b [E, N, K]: `group_stride` between groups, `stride` along the other dimension that
+//     is not dense.
+//   K-grouped, 16-bit [T, N or K]: `stride` between rows.
+//   K-grouped, FP8 [blocks, N or K, 128]: `group_stride` between blocks, `stride` between features.
+struct OperandView {
+  const char* first;
+  int64_t group_stride, stride;
+};
+
+constexpr int kMajorMNColumn = 64;                   // elements
+constexpr int kMajorMNLine = 2 * kMajorMNColumn;     // bytes
+constexpr int kMajorMNLines = kStageLine / 2;        // in a stage
+constexpr int kMajorMNBytes = kMajorMNLine * kMajorMNLines;
+
+// A thread's copies of a tile of `extent` rows (or columns) of the output.
+template <typename Config, int extent, Major major>
+class Loader {
+ public:
+  // [first, end): what the tile may read along M or N.
+  __device__ __forceinline__ Loader(const OperandView& view, int group, const WorkTile& tile,
+                                    int first, int end, int K) {
+    const int thread = threadIdx.x;
+    const char* base = view.first;
+    if constexpr (Config::kKGrouped) {
+      if constexpr (Config::kFp8)
+        base += tile.k_begin * view.group_stride;
+      else
+        base += tile.k_begin * view.stride;
+    } else {
+      base += group * view.group_stride;
+    }
+    stride_ = view.stride;
+    if constexpr (major == Major::kK) {
+      const int line = thread / 4, chunk = thread % 4;
+      from_ = base + (first + line) * view.stride + chunk * 16;
+      to_ = line * kStageLine + (chunk ^ (line / 2 % 4)) * 16;
+      block_step_ = view.group_stride - Config::kTileK;  // K-grouped FP8: to the next block
+      k_left_ = Config::kKGrouped ? 1 : K * static_cast<int>(sizeof(typename Config::A)) - chunk * 16;
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i)
+        valid_ |= (first + line + i * kLinesPerPass < end) << i;
+    } else {
+      const int line = thread / 8, chunk = thread % 8;
+      from_ = base + line * view.stride + (first + chunk * 8) * 2;
+      to_ = line * kMajorMNLine + (chunk ^ (line % 8)) * 16;
+      k_left_ = (Config::kKGrouped ? tile.k_count : K) - line;
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i)
+        valid_ |= (first + chunk * 8 + i * kMajorMNColumn < end) << i;
+    }
+  }
+
+  // Starts the copies of the next stage. second: of the stages of a k-block.
+  __device__ __forceinline__ void load(uint32_t stage, bool second) {
+    const uint32_t to = stage + to_;
+    if constexpr (major == Major::kK) {
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i)
+        cp_async_16(to + i * kLinesPerPass * kStageLine, from_ + i * (kLinesPerPass * stride_),
+                    (valid_ >> i & 1) && k_left_ > 0);
+      from_ += kStageLine;
+      if constexpr (Config::kKGrouped) {
+        if (second) from_ += block_step_;
+      } else {
+        k_left_ -= kStageLine;
+      }
+    } else {
+#pragma unroll
+      for (int half = 0; half < kMajorMNLines / kLinesPerPass; ++half)
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i)
+          cp_async_16(to + i * kMajorMNBytes + half * kLinesPerPass * kMajorMNLine,
+                      from_ + half * (kLinesPerPass * stride_) + i * kMajorMNLine,
+                      (valid_ >> i & 1) && k_left_ > half * kLinesPerPass);
+      from_ += kMajorMNLines * stride_;
+      k_left_ -= kMajorMNLines;
+    }
+  }
+
+ private:
+  static constexpr int kLinesPerPass = Config::kThreads / (major == Major::kK ? 4 : 8);
+  static constexpr int kPasses = extent / kLinesPerPass;       // K-major
+  static constexpr int kColumns = extent / kMajorMNColumn;     // M/N-major
+  static_assert(extent % kLinesPerPass == 0 && extent % kMajorMNColumn == 0);
+  static_assert(kLinesPerPass % 8 == 0 && kMajorMNLines % kLinesPerPass == 0 || major == Major::kK,
+                "exchanged chunks are the same in every pass");
+
+  const char* from_;
+  int64_t stride_, block_step_ = 0;
+  uint32_t to_, valid_ = 0;
+  int k_left_;  // bytes (K-major) or lines from this thread's chunk to the end
+};
+
+// Where a warp's fragments are in a stage: `rows` rows of a (of_a) or b from `first` on.
+template <Major major, bool of_a>
+class FragmentReader {
+ public:
+  __device__ __forceinline__ FragmentReader(int lane, int first) : first_chunk_(first / 8) {
+    // The two halves of a matrix pair: a's run along rows first, b's along K first.
+    const int along_rows = of_a ? lane / 8 % 2 : lane / 16, along_k = of_a ? lane / 16 : lane / 8 % 2;
+    if constexpr (major == Major::kK) {
+      const int row = along_rows * 8 + lane % 8;
+      lane_ = (first + row) * kStageLine + (along_k ^ (row / 2 % 4)) * 16;
+    } else {
+      lane_ = (along_k * 8 + lane % 8) * kMajorMNLine + (along_rows ^ (lane % 8)) * 16;
+    }
+  }
+
+  // Rows 16 i to 16 i + 15, bytes 32 k to 32 k + 31 of K.
+  __device__ __forceinline__ void read(uint32_t (&to)[4], uint32_t operand, int i, int k) const {
+    if constexpr (major == Major::kK) {
+      ldmatrix_x4(to, (operand + lane_ + i * 16 * kStageLine) ^ (32 * k));
+    } else {
+      const int chunk = first_chunk_ + 2 * i;
+      ldmatrix_x4<true>(to, ((operand + lane_) ^ (chunk % 8 * 16)) + chunk / 8 * kMajorMNBytes +
+                                k * 16 * kMajorMNLine);
+    }
+  }
+
+ private:
+  uint32_t lane_;
+  int first_chunk_;
+};
+
+}  // namespace grouped_linear::cuda::sm80

@@ -1,0 +1,61 @@
+// What a block has in shared memory.
+#pragma once
+
+#include "cuda/common/groups.cuh"
+#include "cuda/gemm/sm80/config.h"
+#include "cuda/gemm/sm80/ptx.cuh"
+
+namespace grouped_linear::cuda::sm80 {
+
+// Scales of a k-block: of a's rows, and of b's columns (Scale128x128: the first alone).
+template <typename Config>
+struct KBlockScales {
+  float rows[Config::kTileM], columns[Config::kTileN];
+};
+
+// A warp's 16 rows of accumulators on their way to the output. Eight floats more a row: the rows of
+// a store share no bank.
+template <typename Config>
+struct EpilogueRows {
+  static constexpr int kStride = Config::kWarpN + 8;
+  float rows[16][kStride];
+};
+
+template <typename Config>
+struct SharedStorage {
+  static constexpr int kWarps = Config::kThreads / 32;
+  static constexpr int kPipelineBytes = Config::kStages * Config::kStageBytes;
+  union {
+    alignas(128) uint8_t stages[Config::kStages][Config::kStageBytes];  // a's tile, then b's
+    EpilogueRows<Config> epilogue[kWarps];
+  };
+  KBlockScales<Config> scales[Config::kScaleSlots > 0 ? Config::kScaleSlots : 1];
+  GroupTable groups;
+  int next_tile;
+};
+
+template <typename Config>
+constexpr int shared_bytes() {
+  static_assert(sizeof(SharedStorage<Config>) <= kMaxSharedBytes,
+                "a block's shared memory is what every GPU from 8.0 on has");
+  return sizeof(SharedStorage<Config>);
+}
+
+// A thread's place in the block's tile.
+struct MmaThread {
+  int lane, row, col;  // of the warp's first accumulator in the tile
+
+  template <typename Config>
+  static __device__ __forceinline__ MmaThread of() {
+    const int warp = threadIdx.x / 32;
+    return {static_cast<int>(threadIdx.x % 32), warp / Config::kWarpsN * Config::kWarpM,
+            warp % Config::kWarpsN * Config::kWarpN};
+  }
+};
+
+// accum[i][j][2 h + l] belongs to row 16 i + 8 h + lane / 4 and column 8 j + 2 (lane % 4) + l of the
+// warp's part of the tile.
+template <typename Config>
+using Accumulators = float[Config::kWarpM / 16][Config::kWarpN / 8][4];
+
+}  // namespace grouped_linear::cuda::sm80
