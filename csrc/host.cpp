@@ -30,8 +30,10 @@ PYBIND11_MODULE(_host, m) {
   m.attr("MAX_GROUPS") = grouped_linear::kMaxGroups;
 #ifdef GROUPED_LINEAR_CUDA
   m.attr("CUDA_VERSION") = GROUPED_LINEAR_CUDA;
+  m.attr("CUDA_ARCHITECTURES") = GROUPED_LINEAR_CUDA_ARCHS;  // as CMAKE_CUDA_ARCHITECTURES has them
 #else
   m.attr("CUDA_VERSION") = py::none();
+  m.attr("CUDA_ARCHITECTURES") = "";
 #endif
   m.def("padded_rows", &grouped_linear::padded_rows, py::arg("num_rows"), py::arg("num_groups"),
         "Rows of columnwise data for num_rows tokens in num_groups groups: the static bound\n"

@@ -36,8 +36,8 @@ struct GemmConfig {
   static constexpr Major kAMajor = kAMajor_, kBMajor = kBMajor_;
 
   // A thread's accumulators: 192 registers in 16 bits. In FP8 64, and as many partial ones.
-  static constexpr int kTileM = 128, kTileN = kFp8 ? 128 : 192;
-  static constexpr int kWarpM = kFp8 ? 32 : 64, kWarpN = kFp8 ? 64 : 96;
+  static constexpr int kTileM = 128, kTileN = 128;
+  static constexpr int kWarpM = kFp8 ? 32 : 64, kWarpN = 64;
   static constexpr int kWarpsM = kTileM / kWarpM, kWarpsN = kTileN / kWarpN;
   static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
   static constexpr int kBlocksPerSm = kFp8 ? 1 : 2;  // that registers leave room for

@@ -123,20 +123,20 @@ struct Fp8FragmentsB {
   }
 };
 
-// d = a @ b.T + c, of b's first (part 0) or last (part 1) 8 rows.
+// d (or nothing, where `first`) += a @ b.T, of b's first (part 0) or last (part 1) 8 rows.
 template <typename A, typename B>
 __device__ __forceinline__ void mma_fp8(float (&d)[4], const Fp8FragmentA<A>& fragment_a,
-                                        const Fp8FragmentsB<B>& fragment_b, int part,
-                                        const float (&c)[4]) {
+                                        const Fp8FragmentsB<B>& fragment_b, int part, bool first) {
+  float c[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) c[i] = first ? 0.0f : d[i];
   if constexpr (kFp8Math == Fp8Math::kNative) {
     const auto& a = fragment_a.parts[0];
     const uint32_t b0 = fragment_b.pairs[2 * part], b1 = fragment_b.pairs[2 * part + 1];
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
     if constexpr (kIsE5m2<A>)
       GROUPED_LINEAR_MMA("m16n8k32", "e5m2", "e4m3");
     else
       GROUPED_LINEAR_MMA("m16n8k32", "e4m3", "e4m3");
-#endif
   } else {
     const uint32_t* b = fragment_b.pairs + 4 * part;
     mma_16bit<__half>(d, fragment_a.parts[0], b[0], b[1], c);

@@ -66,7 +66,6 @@ __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
 #pragma unroll
       for (int k = 0; k < 4; ++k) accum[i][j][k] = 0;
 
-  constexpr float zero[4] = {};
   Pipeline<Config> pipeline(shared, operands, tile, shape);
 #pragma unroll 1
   for (int k_block = 0; k_block < tile.k_blocks; ++k_block) {
@@ -93,8 +92,8 @@ __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
           b.set(words);
 #pragma unroll
           for (int i = 0; i < row_parts; ++i) {
-            mma_fp8<A, B>(partial[i][j], a[i], b, 0, first ? zero : partial[i][j]);
-            mma_fp8<A, B>(partial[i][j + 1], a[i], b, 1, first ? zero : partial[i][j + 1]);
+            mma_fp8<A, B>(partial[i][j], a[i], b, 0, first);
+            mma_fp8<A, B>(partial[i][j + 1], a[i], b, 1, first);
           }
         }
       }
