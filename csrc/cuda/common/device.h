@@ -29,7 +29,6 @@ inline void check_cuda(const char* op, const char* what, cudaError_t error) {
 
 struct Device {
   int multiprocessors = 0, major = 0, minor = 0;
-  int shared_bytes = 0;  // of an SM
 };
 
 inline std::vector<Device> query_devices(const char* op) {
@@ -43,7 +42,6 @@ inline std::vector<Device> query_devices(const char* op) {
     query(devices[d].multiprocessors, cudaDevAttrMultiProcessorCount);
     query(devices[d].major, cudaDevAttrComputeCapabilityMajor);
     query(devices[d].minor, cudaDevAttrComputeCapabilityMinor);
-    query(devices[d].shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   }
   return devices;
 }

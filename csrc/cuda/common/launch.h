@@ -37,10 +37,6 @@ class Launch {
   int multiprocessors() const { return device_.multiprocessors; }
   int compute_capability() const { return 10 * device_.major + device_.minor; }
 
-  // How many thread blocks with so many bytes of shared memory an SM has room for. Each takes 1 KiB
-  // more.
-  int blocks_with_shared_bytes(int bytes) const { return device_.shared_bytes / (bytes + 1024); }
-
   // Allows thread blocks of a kernel so many bytes of dynamic shared memory, always the same
   // number.
   template <auto kernel>

@@ -35,12 +35,11 @@ struct GemmConfig {
   static constexpr bool kBlockScaled = kScale1x128 || kScaling == Scaling::kScale128x128;
   static constexpr Major kAMajor = kAMajor_, kBMajor = kBMajor_;
 
-  // A thread's accumulators: 192 registers in 16 bits. In FP8 64, and as many partial ones.
-  static constexpr int kTileM = 128, kTileN = 128;
+  // A thread's accumulators: 128 registers in 16 bits. In FP8 64, and as many partial ones.
+  static constexpr int kTileM = 128, kTileN = kFp8 ? 128 : 256;
   static constexpr int kWarpM = kFp8 ? 32 : 64, kWarpN = 64;
   static constexpr int kWarpsM = kTileM / kWarpM, kWarpsN = kTileN / kWarpN;
   static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
-  static constexpr int kBlocksPerSm = kFp8 ? 1 : 2;  // that registers leave room for
 
   // A k-block: what tiles count along K. In FP8 it is one scale block, of two stages.
   static constexpr int kStageK = kStageLine / sizeof(A), kTileK = kFp8 ? kScaleBlock : kStageK;
@@ -48,10 +47,6 @@ struct GemmConfig {
   static constexpr int kStages = kFp8 ? 4 : 3;
   static constexpr int kABytes = kTileM * kStageLine, kBBytes = kTileN * kStageLine;
   static constexpr int kStageBytes = kABytes + kBBytes;
-  // Scales are loaded kStages - 1 stages ahead, while those of the k-block before are read.
-  static constexpr int kScaleSlots = kBlockScaled ? 4 : 0;
-  static_assert(!kBlockScaled || kScaleSlots * kStagesPerKBlock > kStages + kStagesPerKBlock,
-                "scales are overwritten while they are read");
 
   // tile_order.cuh
   static constexpr int kPaddedBlock = sm80::kPaddedBlock;

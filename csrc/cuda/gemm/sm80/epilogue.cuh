@@ -1,7 +1,7 @@
 // Accumulators to the output: scaled (FP8 with a scale per group), biased, converted, and stored or
 // added.
 //
-// A warp writes 16 rows of its accumulators at a time to shared memory, in float32, and reads them
+// A warp writes eight rows of its accumulators at a time to shared memory, in float32, and reads them
 // back row by row, so that its stores have 16 bytes a thread and whole sectors.
 #pragma once
 
@@ -47,26 +47,23 @@ __device__ __forceinline__ void write_outputs(const Accumulators<Config>& accum,
                                               const WorkTile& tile, const MmaThread& thread,
                                               bool overwrite) {
   constexpr int count = 16 / sizeof(T), row_chunks = Config::kWarpN / count;
-  static_assert(16 * row_chunks % 32 == 0);
+  static_assert(8 * row_chunks % 32 == 0);
   const int64_t before = Config::kKGrouped ? int64_t{tile.group} * shape.rows : 0;
   const T* bias = nullptr;
   if (!Config::kKGrouped && args.bias != nullptr)
     bias = static_cast<const T*>(args.bias) + tile.group * args.bias_stride;
 #pragma unroll
-  for (int i = 0; i < Config::kWarpM / 16; ++i) {
-    const int first_row = tile.row + thread.row + 16 * i;
-    if (first_row >= tile.row_end) break;
+  for (int i = 0; i < 2 * (Config::kWarpM / 16); ++i) {
+    const int first_row = tile.row + thread.row + 8 * i;
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < Config::kWarpN / 8; ++j)
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-        *reinterpret_cast<float2*>(
-            &buffer.rows[8 * h + thread.lane / 4][8 * j + 2 * (thread.lane % 4)]) =
-            make_float2(accum[i][j][2 * h], accum[i][j][2 * h + 1]);
+      *reinterpret_cast<float2*>(
+          &buffer.rows[thread.lane / 4][8 * j + 2 * (thread.lane % 4)]) =
+          make_float2(accum[i / 2][j][i % 2 * 2], accum[i / 2][j][i % 2 * 2 + 1]);
     __syncwarp();
 #pragma unroll
-    for (int at = 0; at < 16 * row_chunks; at += 32) {
+    for (int at = 0; at < 8 * row_chunks; at += 32) {
       const int row = (at + thread.lane) / row_chunks;
       const int from_col = (at + thread.lane) % row_chunks * count;
       const int col = tile.col + thread.col + from_col;

@@ -4,9 +4,8 @@
 //   M-grouped (fprop, dgrad): out[t, n]    = sum_k a[t, k] * b[e, n, k]   for the rows t of group e
 //   K-grouped (wgrad):        out[e, n, k] = sum_t a[t, n] * b[t, k]      over the rows t of group e
 //
-// Blocks of 128 threads (16 bits) or 256 (FP8) take tiles one by one, see TileCounter. All threads
-// load, multiply and store. Two blocks an SM, where its shared memory has room for them, hide each
-// other's first loads and epilogues.
+// One persistent block of 8 warps an SM takes tiles one by one, see TileCounter. All threads load,
+// multiply and store. Loads run ahead across the ends of tiles.
 //
 // Group sizes are read on the device, and groups end anywhere: loads and stores end with the group.
 // No tile is split along K, so equal inputs give equal bits, and a row's result depends on that row
@@ -16,14 +15,8 @@
 #include "cuda/common/pdl.cuh"
 #include "cuda/gemm/sm80/epilogue.cuh"
 #include "cuda/gemm/sm80/mainloop.cuh"
-#include "cuda/gemm/sm80/tile_counter.cuh"
 
 namespace grouped_linear::cuda::sm80 {
-
-// tile_order.cuh's indices of the groups that have tiles: all of them have.
-struct EveryGroup {
-  __device__ int operator[](int e) const { return e; }
-};
 
 template <typename Config>
 __device__ void build_group_table(GroupTable& groups, const int32_t* offs, const GemmShape& shape) {
@@ -38,7 +31,7 @@ __device__ void build_group_table(GroupTable& groups, const int32_t* offs, const
 }
 
 template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+__global__ void __launch_bounds__(Config::kThreads, 1)
     grouped_gemm_kernel(const __grid_constant__ Operands operands, const int32_t* offs,
                         const __grid_constant__ EpilogueArguments epilogue,
                         unsigned long long* counter, const __grid_constant__ TileCounts counts,
@@ -50,30 +43,24 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   const bool overwrite = overwrites(epilogue);
   const int pairs = Config::kKGrouped ? shape.E * static_cast<int>(counts.matrix.divisor)
                                       : shared.groups.tile_end[shape.E - 1];
-  TileCounter tiles(counter, 2 * pairs);
   if (!Config::kKGrouped) zero_tail_rows(epilogue, shared.groups, shape);
 
   const MmaThread thread = MmaThread::of<Config>();
-  for (int number = blockIdx.x; number < tiles.count(); number = shared.next_tile) {
-    if (threadIdx.x == 0) tiles.draw();
-    const WorkTile tile = tile_of<Config>(number / 2, number % 2, shared.groups, EveryGroup(),
-                                          counts, shape);
-    const bool has_outputs = tile.row < tile.row_end && tile.col < shape.cols &&
-                             (tile.k_blocks > 0 || overwrite);  // an empty group adds nothing
-    const bool works = tile.row + thread.row < tile.row_end && tile.col + thread.col < shape.cols;
-    if (has_outputs) {
-      Accumulators<Config> accum;
-      if constexpr (Config::kFp8)
-        mainloop_fp8<Config>(shared, operands, tile, shape, thread, works, accum);
-      else
-        mainloop_16bit<Config>(shared, operands, tile, shape, thread, works, accum);
-      if (works)
-        run_epilogue<Config>(accum, shared.epilogue[threadIdx.x / 32], epilogue, shape, tile,
-                             thread, overwrite);
-    }
-    __syncthreads();  // all have read shared.next_tile of the tile before
-    if (threadIdx.x == 0) shared.next_tile = tiles.drawn();
-    __syncthreads();
+  Pipeline<Config> pipeline(shared, operands, counts, shape, counter, 2 * pairs);
+  while (true) {
+    const WorkTile& tile = pipeline.next_tile();
+    if (tile.k_blocks < 0) break;
+    // An empty group adds nothing.
+    const bool works = tile.row + thread.row < tile.row_end &&
+                       tile.col + thread.col < shape.cols && (tile.k_blocks > 0 || overwrite);
+    Accumulators<Config> accum;
+    if constexpr (Config::kFp8)
+      mainloop_fp8<Config>(pipeline, thread, pipeline.k_blocks(tile), works, accum);
+    else
+      mainloop_16bit<Config>(pipeline, thread, pipeline.k_blocks(tile), works, accum);
+    if (works)
+      run_epilogue<Config>(accum, shared.epilogue[threadIdx.x / 32], epilogue, shape, tile, thread,
+                           overwrite);
   }
 }
 

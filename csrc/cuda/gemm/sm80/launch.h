@@ -27,18 +27,17 @@ void launch_gemm(const Launch& launch, const Operands& operands, const GroupedGe
                  const EpilogueArguments& epilogue) {
   const GemmShape& shape = gemm.shape;
   constexpr int bytes = shared_bytes<Config>();
-  const int blocks_per_sm = std::min(Config::kBlocksPerSm, launch.blocks_with_shared_bytes(bytes));
   const TileCounts counts = tile_counts<Config>(shape);
   const int64_t most = most_tiles<Config>(shape, counts);
   check(most <= std::numeric_limits<int32_t>::max(), launch.op(),
         ": the output has too many tiles for CUDA");
-  const int64_t resident = int64_t{blocks_per_sm} * launch.multiprocessors();
+  const int64_t blocks = std::min<int64_t>(most, launch.multiprocessors());
   std::optional<Tensor> counter;
-  if (most > resident) counter = new_tensor(gemm.offs, {8}, ScalarType::Byte);
+  if (most > 2 * blocks) counter = new_tensor(gemm.offs, {8}, ScalarType::Byte);
 
   constexpr auto kernel = grouped_gemm_kernel<Config>;
   launch.allow_shared_bytes<kernel>(bytes);
-  launch.run(kernel, static_cast<unsigned>(std::min(most, resident)), Config::kThreads, bytes,
+  launch.run(kernel, static_cast<unsigned>(blocks), Config::kThreads, bytes,
              operands, gemm.offs.const_data_ptr<int32_t>(), epilogue,
              counter ? static_cast<unsigned long long*>(counter->data_ptr()) : nullptr, counts,
              shape);

@@ -32,6 +32,8 @@ constexpr int kMajorMNBytes = kMajorMNLine * kMajorMNLines;
 template <typename Config, int extent, Major major>
 class Loader {
  public:
+  Loader() = default;
+
   // [first, end): what the tile may read along M or N.
   __device__ __forceinline__ Loader(const OperandView& view, int group, const WorkTile& tile,
                                     int first, int end, int K) {
@@ -51,7 +53,9 @@ class Loader {
       from_ = base + (first + line) * view.stride + chunk * 16;
       to_ = line * kStageLine + (chunk ^ (line / 2 % 4)) * 16;
       block_step_ = view.group_stride - Config::kTileK;  // K-grouped FP8: to the next block
-      k_left_ = Config::kKGrouped ? 1 : K * static_cast<int>(sizeof(typename Config::A)) - chunk * 16;
+      k_left_ = Config::kKGrouped ? tile.k_blocks
+                                  : K * static_cast<int>(sizeof(typename Config::A)) - chunk * 16;
+      valid_ = 0;
 #pragma unroll
       for (int i = 0; i < kPasses; ++i)
         valid_ |= (first + line + i * kLinesPerPass < end) << i;
@@ -60,6 +64,7 @@ class Loader {
       from_ = base + line * view.stride + (first + chunk * 8) * 2;
       to_ = line * kMajorMNLine + (chunk ^ (line % 8)) * 16;
       k_left_ = (Config::kKGrouped ? tile.k_count : K) - line;
+      valid_ = 0;
 #pragma unroll
       for (int i = 0; i < kColumns; ++i)
         valid_ |= (first + chunk * 8 + i * kMajorMNColumn < end) << i;
@@ -102,9 +107,9 @@ class Loader {
                 "exchanged chunks are the same in every pass");
 
   const char* from_;
-  int64_t stride_, block_step_ = 0;
-  uint32_t to_, valid_ = 0;
-  int k_left_;  // bytes (K-major) or lines from this thread's chunk to the end
+  int64_t stride_, block_step_;
+  uint32_t to_, valid_;  // valid_: a bit for each pass
+  int k_left_;  // bytes (K-major) or lines from this thread's chunk to the end; 0: there is no K
 };
 
 // Where a warp's fragments are in a stage: `rows` rows of a (of_a) or b from `first` on.

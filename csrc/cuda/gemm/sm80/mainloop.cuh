@@ -6,25 +6,27 @@
 
 namespace grouped_linear::cuda::sm80 {
 
-// accum = the tile's k_blocks of a @ b.T, in 16 bits. works: whether this warp has outputs.
 template <typename Config>
-__device__ __forceinline__ void mainloop_16bit(SharedStorage<Config>& shared,
-                                               const Operands& operands, const WorkTile& tile,
-                                               const GemmShape& shape, const MmaThread& thread,
-                                               bool works, Accumulators<Config>& accum) {
+__device__ __forceinline__ void clear(Accumulators<Config>& accum) {
+#pragma unroll
+  for (int i = 0; i < Config::kWarpM / 16; ++i)
+#pragma unroll
+    for (int j = 0; j < Config::kWarpN / 8; ++j)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) accum[i][j][k] = 0;
+}
+
+// accum = so many k-blocks of a @ b.T, in 16 bits. works: whether this warp has outputs.
+template <typename Config>
+__device__ __forceinline__ void mainloop_16bit(Pipeline<Config>& pipeline, const MmaThread& thread,
+                                               int k_blocks, bool works,
+                                               Accumulators<Config>& accum) {
   const FragmentReader<Config::kAMajor, true> read_a(thread.lane, thread.row);
   const FragmentReader<Config::kBMajor, false> read_b(thread.lane, thread.col);
   constexpr int row_parts = Config::kWarpM / 16, col_parts = Config::kWarpN / 8;
-#pragma unroll
-  for (int i = 0; i < row_parts; ++i)
-#pragma unroll
-    for (int j = 0; j < col_parts; ++j)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) accum[i][j][k] = 0;
-
-  Pipeline<Config> pipeline(shared, operands, tile, shape);
+  clear<Config>(accum);
 #pragma unroll 1
-  for (int k_block = 0; k_block < tile.k_blocks; ++k_block) {
+  for (int k_block = 0; k_block < k_blocks; ++k_block) {
     const uint32_t stage = pipeline.next_stage();
     if (!works) continue;
 #pragma unroll
@@ -44,31 +46,22 @@ __device__ __forceinline__ void mainloop_16bit(SharedStorage<Config>& shared,
       }
     }
   }
-  pipeline.finish();
 }
 
 // The same in FP8. Every k-block of 128 is summed by the tensor cores in a partial accumulator,
 // which is scaled and added to the accumulator in float32: see sm90/mainloop_fp8.cuh.
 template <typename Config>
-__device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
-                                             const Operands& operands, const WorkTile& tile,
-                                             const GemmShape& shape, const MmaThread& thread,
-                                             bool works, Accumulators<Config>& accum) {
+__device__ __forceinline__ void mainloop_fp8(Pipeline<Config>& pipeline, const MmaThread& thread,
+                                             int k_blocks, bool works,
+                                             Accumulators<Config>& accum) {
   using A = typename Config::A;
   using B = typename Config::B;
   const FragmentReader<Major::kK, true> read_a(thread.lane, thread.row);
   const FragmentReader<Major::kK, false> read_b(thread.lane, thread.col);
   constexpr int row_parts = Config::kWarpM / 16, col_parts = Config::kWarpN / 8;
-#pragma unroll
-  for (int i = 0; i < row_parts; ++i)
-#pragma unroll
-    for (int j = 0; j < col_parts; ++j)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) accum[i][j][k] = 0;
-
-  Pipeline<Config> pipeline(shared, operands, tile, shape);
+  clear<Config>(accum);
 #pragma unroll 1
-  for (int k_block = 0; k_block < tile.k_blocks; ++k_block) {
+  for (int k_block = 0; k_block < k_blocks; ++k_block) {
     float partial[row_parts][col_parts][4];
 #pragma unroll
     for (int half = 0; half < Config::kStagesPerKBlock; ++half) {
@@ -98,10 +91,10 @@ __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
         }
       }
     }
-    if (!works) continue;
     constexpr float factor = kFp8Factor<A> * kFp8Factor<B>;
     if constexpr (Config::kBlockScaled) {
-      const auto& scales = shared.scales[k_block % Config::kScaleSlots];
+      // Also where this warp has no outputs: it counts k-blocks.
+      const auto& scales = pipeline.scales();
       const float* rows = scales.rows + thread.row + thread.lane / 4;
       float row_scales[row_parts][2];
       const float block_scale = Config::kScale1x128 ? 1.0f : scales.columns[0];
@@ -131,7 +124,6 @@ __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
           for (int k = 0; k < 4; ++k) accum[i][j][k] += partial[i][j][k] * factor;
     }
   }
-  pipeline.finish();
 }
 
 }  // namespace grouped_linear::cuda::sm80

@@ -1,9 +1,11 @@
-// The stages of a tile in flight: kStages - 1 are loaded ahead, by all threads.
+// The stages in flight: all threads load kStages - 1 of them ahead, across the ends of tiles. So the
+// next tile's first stages arrive while a tile's outputs are written.
 #pragma once
 
 #include "cuda/common/cp_async.cuh"
 #include "cuda/gemm/sm80/loader.cuh"
 #include "cuda/gemm/sm80/shared_storage.cuh"
+#include "cuda/gemm/sm80/tile_counter.cuh"
 
 namespace grouped_linear::cuda::sm80 {
 
@@ -20,6 +22,7 @@ struct Operands {
 template <typename Config>
 class ScaleLoader {
  public:
+  ScaleLoader() = default;
   __device__ __forceinline__ ScaleLoader(const Operands& operands, const WorkTile& tile, int cols) {
     static_assert(Config::kThreads == Config::kTileM + Config::kTileN);
     const int thread = threadIdx.x;
@@ -53,29 +56,48 @@ class ScaleLoader {
   bool in_bounds_;
 };
 
-struct NoScales {
-  template <typename... Arguments>
-  __device__ __forceinline__ NoScales(const Arguments&...) {}
-  template <typename Scales>
-  __device__ __forceinline__ void load(Scales&) {}
+// tile_order.cuh's indices of the groups that have tiles: all of them have.
+struct EveryGroup {
+  __device__ int operator[](int e) const { return e; }
 };
 
 template <typename Config>
 class Pipeline {
  public:
+  // All threads of the block. tiles: how many there are.
   __device__ __forceinline__ Pipeline(SharedStorage<Config>& shared, const Operands& operands,
-                                      const WorkTile& tile, const GemmShape& shape)
+                                      const TileCounts& counts, const GemmShape& shape,
+                                      unsigned long long* counter, int tiles)
       : shared_(shared),
-        a_(operands.a, 0, tile, tile.row, tile.row_end, shape.K),
-        b_(operands.b, tile.group, tile, tile.col, shape.cols, shape.K),
-        scales_(operands, tile, shape.cols),
-        left_(tile.k_blocks * Config::kStagesPerKBlock) {
-#pragma unroll
-    for (int i = 0; i < Config::kStages - 1; ++i) load_next();
+        operands_(operands),
+        counts_(counts),
+        shape_(shape),
+        counter_(counter, tiles),
+        tiles_(tiles) {
+    if (threadIdx.x == 0) {
+      counter_.begin();
+      shared.tile_numbers[0] = blockIdx.x;
+    }
+#pragma unroll 1
+    for (int i = 0; i < Config::kStages - 1; ++i) {
+      __syncthreads();
+      load_next();
+    }
+    __syncthreads();
   }
 
-  // Waits until the next stage is there, and starts to load the one after the last in flight. The
-  // stage's address.
+  // The tile that is computed next; k_blocks = -1: there are no more.
+  __device__ __forceinline__ const WorkTile& next_tile() {
+    return shared_.tiles[computed_++ % kTileSlots];
+  }
+
+  // A tile without k-blocks takes those of one, which are zeros.
+  static __device__ __forceinline__ int k_blocks(const WorkTile& tile) {
+    return max(tile.k_blocks, 1);
+  }
+
+  // Waits until the next stage is there, and starts to load the one after the last in flight.
+  // Returns the stage's address.
   __device__ __forceinline__ uint32_t next_stage() {
     cp_async_wait<Config::kStages - 2>();
     __syncthreads();
@@ -85,10 +107,9 @@ class Pipeline {
     return stage;
   }
 
-  // Called once, before shared memory is used for something else.
-  __device__ __forceinline__ void finish() {
-    cp_async_wait<0>();
-    __syncthreads();
+  // The scales of the k-block of which all stages have been read.
+  __device__ __forceinline__ const KBlockScales<Config>& scales() {
+    return shared_.scales[scales_read_++ % kScaleSlots];
   }
 
  private:
@@ -99,17 +120,37 @@ class Pipeline {
     return smem_address(shared_.stages) + stage * Config::kStageBytes;
   }
 
+  // The next tile to load. Its number was announced when the tile before it began: there is a
+  // barrier in between, as every tile has a stage.
+  __device__ __forceinline__ void begin_tile() {
+    const int number = shared_.tile_numbers[begun_ % 2];
+    WorkTile tile;
+    if (number < tiles_) {
+      tile = tile_of<Config>(number / 2, number % 2, shared_.groups, EveryGroup(), counts_, shape_);
+      a_ = {operands_.a, 0, tile, tile.row, tile.row_end, shape_.K};
+      b_ = {operands_.b, tile.group, tile, tile.col, shape_.cols, shape_.K};
+      if constexpr (Config::kBlockScaled) scales_ = {operands_, tile, shape_.cols};
+      left_ = k_blocks(tile) * Config::kStagesPerKBlock;
+    } else {
+      tile.k_blocks = -1;
+      left_ = -1;
+    }
+    if (threadIdx.x == 0) {
+      shared_.tiles[begun_ % kTileSlots] = tile;
+      if (left_ > 0) shared_.tile_numbers[(begun_ + 1) % 2] = counter_.next();
+    }
+    ++begun_;
+  }
+
   __device__ __forceinline__ void load_next() {
+    if (left_ == 0) begin_tile();
     if (left_ > 0) {
       const bool second = Config::kStagesPerKBlock > 1 && left_ % Config::kStagesPerKBlock == 1;
       const uint32_t stage = stage_address(write_);
       a_.load(stage, second);
       b_.load(stage + Config::kABytes, second);
       if constexpr (Config::kBlockScaled)
-        if (!second) {
-          scales_.load(shared_.scales[scale_slot_]);
-          scale_slot_ = (scale_slot_ + 1) % Config::kScaleSlots;
-        }
+        if (!second) scales_.load(shared_.scales[scales_written_++ % kScaleSlots]);
       write_ = following(write_);
       --left_;
     }
@@ -117,10 +158,16 @@ class Pipeline {
   }
 
   SharedStorage<Config>& shared_;
+  const Operands& operands_;
+  const TileCounts& counts_;
+  const GemmShape& shape_;
+  TileCounter counter_;
   Loader<Config, Config::kTileM, Config::kAMajor> a_;
   Loader<Config, Config::kTileN, Config::kBMajor> b_;
-  std::conditional_t<Config::kBlockScaled, ScaleLoader<Config>, NoScales> scales_;
-  int left_, read_ = 0, write_ = 0, scale_slot_ = 0;
+  ScaleLoader<Config> scales_;
+  int tiles_, left_ = 0;  // stages of the tile to load; -1: there are no more tiles
+  int read_ = 0, write_ = 0;
+  uint32_t begun_ = 0, computed_ = 0, scales_written_ = 0, scales_read_ = 0;
 };
 
 }  // namespace grouped_linear::cuda::sm80

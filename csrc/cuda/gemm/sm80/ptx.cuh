@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace grouped_linear::cuda::sm80 {
 
@@ -39,10 +40,6 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&to)[4], uint32_t from) {
                  : "r"(from));
 }
 
-// The operand types of mma, for `asm`.
-template <typename T>
-struct MmaType;
-
 #define GROUPED_LINEAR_MMA(shape, a_type, b_type)                                       \
   asm("mma.sync.aligned." shape ".row.col.f32." a_type "." b_type                      \
       ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"        \
@@ -54,7 +51,7 @@ struct MmaType;
 template <typename T>
 __device__ __forceinline__ void mma_16bit(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                           uint32_t b1, const float (&c)[4]) {
-  if constexpr (sizeof(T) == 2 && std::is_same_v<T, __half>)
+  if constexpr (std::is_same_v<T, __half>)
     GROUPED_LINEAR_MMA("m16n8k16", "f16", "f16");
   else
     GROUPED_LINEAR_MMA("m16n8k16", "bf16", "bf16");

@@ -1,9 +1,12 @@
 // What a block has in shared memory.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/common/groups.cuh"
 #include "cuda/gemm/sm80/config.h"
 #include "cuda/gemm/sm80/ptx.cuh"
+#include "cuda/gemm/tile_order.cuh"
 
 namespace grouped_linear::cuda::sm80 {
 
@@ -13,25 +16,31 @@ struct KBlockScales {
   float rows[Config::kTileM], columns[Config::kTileN];
 };
 
-// A warp's 16 rows of accumulators on their way to the output. Eight floats more a row: the rows of
-// a store share no bank.
+// Eight rows of a warp's accumulators on their way to the output. Eight floats more a row: the rows
+// of a store share no bank.
 template <typename Config>
 struct EpilogueRows {
-  static constexpr int kStride = Config::kWarpN + 8;
-  float rows[16][kStride];
+  float rows[8][Config::kWarpN + 8];
 };
+
+// Scales are loaded kStages - 1 stages ahead, while those of the k-block before are read.
+constexpr int kScaleSlots = 4;
+
+// Tiles from the one that is computed to the one that is loaded: a tile has a stage at least.
+constexpr int kTileSlots = 4;
 
 template <typename Config>
 struct SharedStorage {
-  static constexpr int kWarps = Config::kThreads / 32;
-  static constexpr int kPipelineBytes = Config::kStages * Config::kStageBytes;
-  union {
-    alignas(128) uint8_t stages[Config::kStages][Config::kStageBytes];  // a's tile, then b's
-    EpilogueRows<Config> epilogue[kWarps];
-  };
-  KBlockScales<Config> scales[Config::kScaleSlots > 0 ? Config::kScaleSlots : 1];
+  alignas(128) uint8_t stages[Config::kStages][Config::kStageBytes];  // a's tile, then b's
+  EpilogueRows<Config> epilogue[Config::kThreads / 32];
+  // One byte where there are none.
+  std::conditional_t<Config::kBlockScaled, KBlockScales<Config>[kScaleSlots], char> scales;
+  WorkTile tiles[kTileSlots];
   GroupTable groups;
-  int next_tile;
+  int tile_numbers[2];  // of the tile that is loaded next, and of the one after it
+  static_assert(Config::kStages <= kTileSlots, "a tile is overwritten while it is computed");
+  static_assert(kScaleSlots * Config::kStagesPerKBlock >= Config::kStages + Config::kStagesPerKBlock,
+                "scales are overwritten while they are read");
 };
 
 template <typename Config>
