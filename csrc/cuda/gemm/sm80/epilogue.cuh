@@ -11,66 +11,94 @@
 
 namespace grouped_linear::cuda::sm80 {
 
-// count elements of a row: value (+ bias) (+ what is there) to `out`.
-template <typename T, bool aligned, int count>
-__device__ __forceinline__ void store_elements(T* out, const float* values, const T* bias,
-                                               bool add) {
-  static_assert(count * sizeof(T) == 16);
-  alignas(16) T result[count];
-  if (add) {
-    if constexpr (aligned) {
-      *reinterpret_cast<uint4*>(result) = *reinterpret_cast<const uint4*>(out);
-    } else {
-#pragma unroll
-      for (int i = 0; i < count; ++i) result[i] = out[i];
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < count; ++i) {
-    float value = values[i];
-    if (bias != nullptr) value += static_cast<float>(bias[i]);
-    if (add) value += static_cast<float>(result[i]);
-    result[i] = from_float<T>(value);
-  }
-  if constexpr (aligned) {
-    *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(result);
-  } else {
-#pragma unroll
-    for (int i = 0; i < count; ++i) out[i] = result[i];
+// K-grouped, where the output is added to: fetches this warp's part into L2 while it is computed.
+template <typename Config>
+__device__ __forceinline__ void prefetch_outputs(const EpilogueArguments& args,
+                                                 const GemmShape& shape, const WorkTile& tile,
+                                                 const MmaThread& thread) {
+  const int item = args.type == OutputType::kFloat ? 4 : 2, line = 128 / item;
+  const int lines = Config::kWarpN / line;
+#pragma unroll 1
+  for (int i = thread.lane; i < Config::kWarpM * lines; i += 32) {
+    const int row = tile.row + thread.row + i / lines;
+    const int col = tile.col + thread.col + i % lines * line;
+    if (row >= tile.row_end || col >= shape.cols) continue;
+    const int64_t at = (int64_t{tile.group} * shape.rows + row) * shape.cols + col;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(args.out) + at * item));
   }
 }
 
-template <typename T, bool aligned, typename Config>
-__device__ __forceinline__ void write_outputs(const Accumulators<Config>& accum,
+// Adds one group's bias [cols] to a thread's accumulators; col: the first of the warp's columns.
+template <typename T, typename Config>
+__device__ __forceinline__ void add_bias(Accumulators<Config>& accum, const T* bias, int lane,
+                                         int col, int cols) {
+#pragma unroll
+  for (int j = 0; j < Config::kWarpN / 8; ++j) {
+    const int at = col + 8 * j + 2 * (lane % 4);
+    if (at >= cols) continue;
+    const float x = static_cast<float>(bias[at]), y = static_cast<float>(bias[at + 1]);
+#pragma unroll
+    for (int i = 0; i < Config::kWarpM / 16; ++i)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) accum[i][j][k] += k % 2 == 0 ? x : y;
+  }
+}
+
+// 16 bytes of a row of outputs: `values`, or these added to what is there.
+template <typename T>
+__device__ __forceinline__ void store_vector(T* out, const float* values, bool add) {
+  constexpr int count = 16 / sizeof(T);
+  alignas(16) T result[count];
+  if (add) *reinterpret_cast<uint4*>(result) = *reinterpret_cast<const uint4*>(out);
+#pragma unroll
+  for (int i = 0; i < count; ++i)
+    result[i] = from_float<T>(add ? values[i] + static_cast<float>(result[i]) : values[i]);
+  *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(result);
+}
+
+template <typename T, typename Config>
+__device__ __forceinline__ void write_outputs(Accumulators<Config>& accum,
                                               EpilogueRows<Config>& buffer,
                                               const EpilogueArguments& args, const GemmShape& shape,
                                               const WorkTile& tile, const MmaThread& thread,
                                               bool overwrite) {
-  constexpr int count = 16 / sizeof(T), row_chunks = Config::kWarpN / count;
-  static_assert(8 * row_chunks % 32 == 0);
-  const int64_t before = Config::kKGrouped ? int64_t{tile.group} * shape.rows : 0;
-  const T* bias = nullptr;
+  constexpr int count = 16 / sizeof(T), row_vectors = Config::kWarpN / count;
+  static_assert(8 * row_vectors % 32 == 0);
+  const int col = tile.col + thread.col, group = tile.group;
   if (!Config::kKGrouped && args.bias != nullptr)
-    bias = static_cast<const T*>(args.bias) + tile.group * args.bias_stride;
+    add_bias<T, Config>(accum, static_cast<const T*>(args.bias) + group * args.bias_stride,
+                        thread.lane, col, shape.cols);
+  const int64_t first_row =
+      (Config::kKGrouped ? int64_t{group} * shape.rows : 0) + tile.row + thread.row;
+  T* out = static_cast<T*>(args.out) + first_row * shape.cols + col;
+  const int cols = shape.cols - col;
+  int rows = tile.row_end - tile.row - thread.row;  // left
 #pragma unroll
-  for (int i = 0; i < 2 * (Config::kWarpM / 16); ++i) {
-    const int first_row = tile.row + thread.row + 8 * i;
+  for (int i = 0; i < Config::kWarpM / 8; ++i, rows -= 8, out += int64_t{8} * shape.cols) {
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < Config::kWarpN / 8; ++j)
-      *reinterpret_cast<float2*>(
-          &buffer.rows[thread.lane / 4][8 * j + 2 * (thread.lane % 4)]) =
+      *reinterpret_cast<float2*>(&buffer.rows[thread.lane / 4][8 * j + 2 * (thread.lane % 4)]) =
           make_float2(accum[i / 2][j][i % 2 * 2], accum[i / 2][j][i % 2 * 2 + 1]);
     __syncwarp();
+    if (args.aligned) {
 #pragma unroll
-    for (int at = 0; at < 8 * row_chunks; at += 32) {
-      const int row = (at + thread.lane) / row_chunks;
-      const int from_col = (at + thread.lane) % row_chunks * count;
-      const int col = tile.col + thread.col + from_col;
-      if (first_row + row >= tile.row_end || col >= shape.cols) continue;
-      T* out = static_cast<T*>(args.out) + (before + first_row + row) * shape.cols + col;
-      store_elements<T, aligned, count>(out, &buffer.rows[row][from_col],
-                                        bias == nullptr ? nullptr : bias + col, !overwrite);
+      for (int at = 0; at < 8 * row_vectors; at += 32) {
+        const int row = (at + thread.lane) / row_vectors;
+        const int from = (at + thread.lane) % row_vectors * count;
+        if (row < rows && from < cols)
+          store_vector(out + int64_t{row} * shape.cols + from, &buffer.rows[row][from],
+                       Config::kKGrouped && !overwrite);
+      }
+    } else {
+#pragma unroll 1
+      for (int at = thread.lane; at < 8 * Config::kWarpN; at += 32) {
+        const int row = at / Config::kWarpN, from = at % Config::kWarpN;
+        if (row >= rows || from >= cols) continue;
+        T& there = out[int64_t{row} * shape.cols + from];
+        const float value = buffer.rows[row][from];
+        there = from_float<T>(overwrite ? value : value + static_cast<float>(there));
+      }
     }
   }
 }
@@ -91,10 +119,7 @@ __device__ __forceinline__ void run_epilogue(Accumulators<Config>& accum,
         for (int k = 0; k < 4; ++k) accum[i][j][k] = accum[i][j][k] * scale_a * scale_b;
   }
   const auto write = [&]<typename T>(T) {
-    if (args.aligned)
-      write_outputs<T, true, Config>(accum, buffer, args, shape, tile, thread, overwrite);
-    else
-      write_outputs<T, false, Config>(accum, buffer, args, shape, tile, thread, overwrite);
+    write_outputs<T, Config>(accum, buffer, args, shape, tile, thread, overwrite);
   };
   switch (args.type) {
     case OutputType::kBFloat16: return write(__nv_bfloat16());

@@ -47,21 +47,30 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   const MmaThread thread = MmaThread::of<Config>();
   Pipeline<Config> pipeline(shared, operands, counts, shape, counter, 2 * pairs);
+  WarpTile<Config> warp_tile(pipeline, thread);
   while (true) {
     const WorkTile& tile = pipeline.next_tile();
     if (tile.k_blocks < 0) break;
+    const int k_blocks = pipeline.k_blocks(tile);
     // An empty group adds nothing.
-    const bool works = tile.row + thread.row < tile.row_end &&
-                       tile.col + thread.col < shape.cols && (tile.k_blocks > 0 || overwrite);
+    const bool has_outputs = tile.row + thread.row < tile.row_end &&
+                             tile.col + thread.col < shape.cols &&
+                             (tile.k_blocks > 0 || overwrite);
+    if (!has_outputs) {
+      warp_tile.skip(k_blocks);
+      continue;
+    }
+    if (Config::kKGrouped && !overwrite)
+      prefetch_outputs<Config>(epilogue, shape, tile, thread);
     Accumulators<Config> accum;
     if constexpr (Config::kFp8)
-      mainloop_fp8<Config>(pipeline, thread, pipeline.k_blocks(tile), works, accum);
+      warp_tile.multiply_fp8(k_blocks, accum);
     else
-      mainloop_16bit<Config>(pipeline, thread, pipeline.k_blocks(tile), works, accum);
-    if (works)
-      run_epilogue<Config>(accum, shared.epilogue[threadIdx.x / 32], epilogue, shape, tile, thread,
-                           overwrite);
+      warp_tile.multiply_16bit(k_blocks, accum);
+    run_epilogue<Config>(accum, shared.epilogue[threadIdx.x / 32], epilogue, shape, tile, thread,
+                         overwrite);
   }
+  cp_async_wait<0>();  // zeros that nobody reads
 }
 
 }  // namespace grouped_linear::cuda::sm80

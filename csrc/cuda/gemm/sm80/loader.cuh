@@ -47,15 +47,12 @@ class Loader {
     } else {
       base += group * view.group_stride;
     }
-    stride_ = view.stride;
     if constexpr (major == Major::kK) {
       const int line = thread / 4, chunk = thread % 4;
       from_ = base + (first + line) * view.stride + chunk * 16;
       to_ = line * kStageLine + (chunk ^ (line / 2 % 4)) * 16;
-      block_step_ = view.group_stride - Config::kTileK;  // K-grouped FP8: to the next block
       k_left_ = Config::kKGrouped ? tile.k_blocks
                                   : K * static_cast<int>(sizeof(typename Config::A)) - chunk * 16;
-      valid_ = 0;
 #pragma unroll
       for (int i = 0; i < kPasses; ++i)
         valid_ |= (first + line + i * kLinesPerPass < end) << i;
@@ -64,24 +61,26 @@ class Loader {
       from_ = base + line * view.stride + (first + chunk * 8) * 2;
       to_ = line * kMajorMNLine + (chunk ^ (line % 8)) * 16;
       k_left_ = (Config::kKGrouped ? tile.k_count : K) - line;
-      valid_ = 0;
 #pragma unroll
       for (int i = 0; i < kColumns; ++i)
         valid_ |= (first + chunk * 8 + i * kMajorMNColumn < end) << i;
     }
   }
 
+  // From now on.
+  __device__ __forceinline__ void load_zeros() { valid_ = 0; }
+
   // Starts the copies of the next stage. second: of the stages of a k-block.
-  __device__ __forceinline__ void load(uint32_t stage, bool second) {
+  __device__ __forceinline__ void load(const OperandView& view, uint32_t stage, bool second) {
     const uint32_t to = stage + to_;
     if constexpr (major == Major::kK) {
 #pragma unroll
       for (int i = 0; i < kPasses; ++i)
-        cp_async_16(to + i * kLinesPerPass * kStageLine, from_ + i * (kLinesPerPass * stride_),
+        cp_async_16(to + i * kLinesPerPass * kStageLine, from_ + i * (kLinesPerPass * view.stride),
                     (valid_ >> i & 1) && k_left_ > 0);
       from_ += kStageLine;
       if constexpr (Config::kKGrouped) {
-        if (second) from_ += block_step_;
+        if (second) from_ += view.group_stride - Config::kTileK;  // FP8: to the next block
       } else {
         k_left_ -= kStageLine;
       }
@@ -91,9 +90,9 @@ class Loader {
 #pragma unroll
         for (int i = 0; i < kColumns; ++i)
           cp_async_16(to + i * kMajorMNBytes + half * kLinesPerPass * kMajorMNLine,
-                      from_ + half * (kLinesPerPass * stride_) + i * kMajorMNLine,
+                      from_ + half * (kLinesPerPass * view.stride) + i * kMajorMNLine,
                       (valid_ >> i & 1) && k_left_ > half * kLinesPerPass);
-      from_ += kMajorMNLines * stride_;
+      from_ += kMajorMNLines * view.stride;
       k_left_ -= kMajorMNLines;
     }
   }
@@ -106,10 +105,9 @@ class Loader {
   static_assert(kLinesPerPass % 8 == 0 && kMajorMNLines % kLinesPerPass == 0 || major == Major::kK,
                 "exchanged chunks are the same in every pass");
 
-  const char* from_;
-  int64_t stride_, block_step_;
-  uint32_t to_, valid_;  // valid_: a bit for each pass
-  int k_left_;  // bytes (K-major) or lines from this thread's chunk to the end; 0: there is no K
+  const char* from_ = nullptr;
+  uint32_t to_ = 0, valid_ = 0;  // valid_: a bit for each pass
+  int k_left_ = 0;  // bytes (K-major) or lines from this thread's chunk to the end; 0: there is no K
 };
 
 // Where a warp's fragments are in a stage: `rows` rows of a (of_a) or b from `first` on.

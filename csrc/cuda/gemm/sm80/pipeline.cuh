@@ -42,8 +42,13 @@ class ScaleLoader {
       stride_ = operands.scale_b_k_stride;
       in_bounds_ = true;
     }
-    if (Config::kKGrouped) from_ += tile.k_begin * stride_;
+    if (Config::kKGrouped) {
+      from_ += tile.k_begin * stride_;
+      in_bounds_ = in_bounds_ && tile.k_blocks > 0;
+    }
   }
+
+  __device__ __forceinline__ void load_zeros() { in_bounds_ = false; }
 
   __device__ __forceinline__ void load(KBlockScales<Config>& to) {
     cp_async_float(smem_address(to.rows + threadIdx.x), from_, in_bounds_);
@@ -51,9 +56,9 @@ class ScaleLoader {
   }
 
  private:
-  const float* from_;
-  int64_t stride_;
-  bool in_bounds_;
+  const float* from_ = nullptr;
+  int64_t stride_ = 0;
+  bool in_bounds_ = false;
 };
 
 // tile_order.cuh's indices of the groups that have tiles: all of them have.
@@ -81,6 +86,7 @@ class Pipeline {
 #pragma unroll 1
     for (int i = 0; i < Config::kStages - 1; ++i) {
       __syncthreads();
+      prepare_load();
       load_next();
     }
     __syncthreads();
@@ -96,21 +102,40 @@ class Pipeline {
     return max(tile.k_blocks, 1);
   }
 
-  // Waits until the next stage is there, and starts to load the one after the last in flight.
-  // Returns the stage's address.
+  // Waits until the next stage is there. Every thread has then read the one before it. Returns the
+  // stage's address; past the last tile, any.
   __device__ __forceinline__ uint32_t next_stage() {
     cp_async_wait<Config::kStages - 2>();
     __syncthreads();
     const uint32_t stage = stage_address(read_);
     read_ = following(read_);
-    load_next();
     return stage;
+  }
+
+  // Called once for each stage before load_next, apart from it: it branches.
+  __device__ __forceinline__ void prepare_load() {
+    if (left_ == 0) begin_tile();
+  }
+
+  // Starts to load one more stage, where the one before the current one was. Past the last tile
+  // these are zeros: no branch keeps the copies from being scheduled among the products.
+  __device__ __forceinline__ void load_next() {
+    const bool second = Config::kStagesPerKBlock > 1 && left_ % Config::kStagesPerKBlock != 0;
+    const uint32_t stage = stage_address(write_);
+    a_.load(operands_.a, stage, second);
+    b_.load(operands_.b, stage + Config::kABytes, second);
+    if constexpr (Config::kBlockScaled)
+      if (!second) scales_.load(shared_.scales[scales_written_++ % kScaleSlots]);
+    write_ = following(write_);
+    --left_;
+    cp_async_commit();
   }
 
   // The scales of the k-block of which all stages have been read.
   __device__ __forceinline__ const KBlockScales<Config>& scales() {
     return shared_.scales[scales_read_++ % kScaleSlots];
   }
+  __device__ __forceinline__ void skip_scales(int k_blocks) { scales_read_ += k_blocks; }
 
  private:
   static __device__ __forceinline__ int following(int stage) {
@@ -133,6 +158,9 @@ class Pipeline {
       left_ = k_blocks(tile) * Config::kStagesPerKBlock;
     } else {
       tile.k_blocks = -1;
+      a_.load_zeros();
+      b_.load_zeros();
+      if constexpr (Config::kBlockScaled) scales_.load_zeros();
       left_ = -1;
     }
     if (threadIdx.x == 0) {
@@ -140,21 +168,6 @@ class Pipeline {
       if (left_ > 0) shared_.tile_numbers[(begun_ + 1) % 2] = counter_.next();
     }
     ++begun_;
-  }
-
-  __device__ __forceinline__ void load_next() {
-    if (left_ == 0) begin_tile();
-    if (left_ > 0) {
-      const bool second = Config::kStagesPerKBlock > 1 && left_ % Config::kStagesPerKBlock == 1;
-      const uint32_t stage = stage_address(write_);
-      a_.load(stage, second);
-      b_.load(stage + Config::kABytes, second);
-      if constexpr (Config::kBlockScaled)
-        if (!second) scales_.load(shared_.scales[scales_written_++ % kScaleSlots]);
-      write_ = following(write_);
-      --left_;
-    }
-    cp_async_commit();  // an empty group, too: groups are counted
   }
 
   SharedStorage<Config>& shared_;
@@ -165,7 +178,7 @@ class Pipeline {
   Loader<Config, Config::kTileM, Config::kAMajor> a_;
   Loader<Config, Config::kTileN, Config::kBMajor> b_;
   ScaleLoader<Config> scales_;
-  int tiles_, left_ = 0;  // stages of the tile to load; -1: there are no more tiles
+  int tiles_, left_ = 0;  // stages of the tile to load; less: there are no more tiles
   int read_ = 0, write_ = 0;
   uint32_t begun_ = 0, computed_ = 0, scales_written_ = 0, scales_read_ = 0;
 };
