@@ -4,21 +4,29 @@
 //
 // Register only: every warp multiplies the same fragments of normal numbers again and again, in the
 // kernels' warp tiles. With ldmatrix: it reads them from shared memory every time, as the kernels
-// do, but nothing else is loaded. FP8: fragments of FP8 are made what mma takes (fp8_mma.cuh) every
+// do. With copies: it also copies as many bytes from L2 to shared memory as a tile of 128 x 256 (16
+// bits) or 128 x 128 (FP8) takes, optionally with a barrier for every 64 bytes of K, and computes
+// with other data: the roof of what cp.async feeds. FP8: fragments of FP8 are made what mma takes (fp8_mma.cuh) every
 // time.
 #include <cstdio>
 #include <vector>
 
+#include "cuda/common/cp_async.cuh"
 #include "cuda/gemm/sm80/config.h"
 #include "cuda/gemm/sm80/fp8_mma.cuh"
 
+using namespace grouped_linear::cuda;
 using namespace grouped_linear::cuda::sm80;
 
 constexpr int kSteps = 2000;
 
-template <bool fp8, bool loads, int row_parts, int col_parts, int warps>
+enum class Loads { kNone, kFragments, kCopies, kBarriers };
+
+template <bool fp8, Loads kind, int row_parts, int col_parts, int warps>
 __global__ void __launch_bounds__(32 * warps, 1) multiply(const uint4* data, float* out) {
-  __shared__ __align__(1024) uint4 shared[2048];
+  constexpr bool loads = kind != Loads::kNone;
+  constexpr int copies = kind < Loads::kCopies ? 0 : fp8 ? 2 : 3;  // of 16 bytes a thread and step
+  __shared__ __align__(1024) uint4 shared[2048], copied[768];
   for (int i = threadIdx.x; i < 2048; i += blockDim.x) shared[i] = data[i];
   __syncthreads();
   const uint32_t base = smem_address(shared) + threadIdx.x / 32 % 4 * 4096 + threadIdx.x % 32 * 16;
@@ -34,6 +42,17 @@ __global__ void __launch_bounds__(32 * warps, 1) multiply(const uint4* data, flo
 #pragma unroll 1
   for (int step = 0; step < kSteps; ++step) {
     if (loads) read((step & 1) * 16384);
+#pragma unroll
+    for (int i = 0; i < copies; ++i)  // of 64-byte lines, 2 KiB apart; 16 MiB of data
+      sm80::cp_async_16<1>(smem_address(copied + threadIdx.x + 256 * i),
+                  data + 4096 + (((step / 2 * 4 + threadIdx.x % 4) & 127) +
+                                 (threadIdx.x / 4 + 64 * (i + 3 * (step % 2)) + blockIdx.x % 20 * 384) * 128),
+                  1u);
+    if (copies > 0 && step % 2 == 1) {
+      cp_async_commit();
+      cp_async_wait<2>();
+      if (kind == Loads::kBarriers) __syncthreads();
+    }
     if constexpr (fp8) {
       using T = __nv_fp8_e4m3;
       Fp8FragmentA<T> a[row_parts];
@@ -72,9 +91,9 @@ __global__ void __launch_bounds__(32 * warps, 1) multiply(const uint4* data, flo
   out[blockIdx.x * blockDim.x + threadIdx.x] = sum;
 }
 
-template <bool fp8, bool loads, int row_parts, int col_parts, int warps>
+template <bool fp8, Loads kind, int row_parts, int col_parts, int warps>
 void measure(const char* what, const uint4* data, float* out, int sms) {
-  const auto kernel = multiply<fp8, loads, row_parts, col_parts, warps>;
+  const auto kernel = multiply<fp8, kind, row_parts, col_parts, warps>;
   cudaEvent_t begin, end;
   cudaEventCreate(&begin);
   cudaEventCreate(&end);
@@ -105,11 +124,16 @@ int main() {
   }
   uint4* data;
   float* out;
-  cudaMalloc(&data, 32768);
+  cudaMalloc(&data, 32 << 20);
+  cudaMemset(data, 0, 32 << 20);
   cudaMalloc(&out, 4 * sms * 256);
   cudaMemcpy(data, host.data(), 32768, cudaMemcpyHostToDevice);
-  measure<false, false, 4, 8, 8>("bf16, register only, 8 warps of 64 x 64", data, out, sms);
-  measure<false, true, 4, 8, 8>("bf16, ldmatrix, 8 warps of 64 x 64", data, out, sms);
-  measure<true, false, 2, 8, 8>("fp8, register only, 8 warps of 32 x 64", data, out, sms);
-  measure<true, true, 2, 8, 8>("fp8, ldmatrix, 8 warps of 32 x 64", data, out, sms);
+  measure<false, Loads::kNone, 4, 8, 8>("bf16, register only, 8 warps of 64 x 64", data, out, sms);
+  measure<false, Loads::kFragments, 4, 8, 8>("bf16, ldmatrix", data, out, sms);
+  measure<false, Loads::kCopies, 4, 8, 8>("bf16, ldmatrix and copies", data, out, sms);
+  measure<false, Loads::kBarriers, 4, 8, 8>("bf16, ldmatrix, copies and barriers", data, out, sms);
+  measure<true, Loads::kNone, 2, 8, 8>("fp8, register only, 8 warps of 32 x 64", data, out, sms);
+  measure<true, Loads::kFragments, 2, 8, 8>("fp8, ldmatrix", data, out, sms);
+  measure<true, Loads::kCopies, 2, 8, 8>("fp8, ldmatrix and copies", data, out, sms);
+  measure<true, Loads::kBarriers, 2, 8, 8>("fp8, ldmatrix, copies and barriers", data, out, sms);
 }

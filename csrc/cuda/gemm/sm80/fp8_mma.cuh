@@ -38,11 +38,12 @@ template <typename T, int half>
 __device__ __forceinline__ uint32_t fp8_to_fp16(uint32_t word) {
   uint32_t pair;
   if constexpr (kFp8Math == Fp8Math::kConverted) {
-    const uint16_t bytes = half == 0 ? word & 0xffff : word >> 16;
+    uint16_t bytes[2];
+    asm("mov.b32 {%0, %1}, %2;" : "=h"(bytes[0]), "=h"(bytes[1]) : "r"(word));
     if constexpr (kIsE5m2<T>)
-      asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(pair) : "h"(bytes));
+      asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(pair) : "h"(bytes[half]));
     else
-      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(bytes));
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(bytes[half]));
   } else {
     pair = __byte_perm(word, 0, half == 0 ? 0x1404 : 0x3424);  // each byte in the upper half
     if constexpr (!kIsE5m2<T>) pair = (pair & 0x80008000) | ((pair & 0x7f007f00) >> 1);

@@ -6,6 +6,8 @@
 // So neither cp.async nor ldmatrix meets a bank twice.
 #pragma once
 
+#include <utility>
+
 #include "cuda/gemm/sm80/config.h"
 #include "cuda/gemm/sm80/ptx.cuh"
 #include "cuda/gemm/tile_order.cuh"
@@ -72,12 +74,9 @@ class Loader {
 
   // Starts the copies of the next stage. second: of the stages of a k-block.
   __device__ __forceinline__ void load(const OperandView& view, uint32_t stage, bool second) {
-    const uint32_t to = stage + to_;
+    const uint32_t to = stage + to_, bits = k_left_ > 0 ? valid_ : 0;
     if constexpr (major == Major::kK) {
-#pragma unroll
-      for (int i = 0; i < kPasses; ++i)
-        cp_async_16(to + i * kLinesPerPass * kStageLine, from_ + i * (kLinesPerPass * view.stride),
-                    (valid_ >> i & 1) && k_left_ > 0);
+      copy_lines(view, to, bits, std::make_integer_sequence<int, kPasses>());
       from_ += kStageLine;
       if constexpr (Config::kKGrouped) {
         if (second) from_ += view.group_stride - Config::kTileK;  // FP8: to the next block
@@ -85,13 +84,7 @@ class Loader {
         k_left_ -= kStageLine;
       }
     } else {
-#pragma unroll
-      for (int half = 0; half < kMajorMNLines / kLinesPerPass; ++half)
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i)
-          cp_async_16(to + i * kMajorMNBytes + half * kLinesPerPass * kMajorMNLine,
-                      from_ + half * (kLinesPerPass * view.stride) + i * kMajorMNLine,
-                      (valid_ >> i & 1) && k_left_ > half * kLinesPerPass);
+      copy_columns(to, bits, std::make_integer_sequence<int, kColumns>());
       from_ += kMajorMNLines * view.stride;
       k_left_ -= kMajorMNLines;
     }
@@ -102,43 +95,56 @@ class Loader {
   static constexpr int kPasses = extent / kLinesPerPass;       // K-major
   static constexpr int kColumns = extent / kMajorMNColumn;     // M/N-major
   static_assert(extent % kLinesPerPass == 0 && extent % kMajorMNColumn == 0);
-  static_assert(kLinesPerPass % 8 == 0 && kMajorMNLines % kLinesPerPass == 0 || major == Major::kK,
-                "exchanged chunks are the same in every pass");
+  static_assert(kLinesPerPass % 8 == 0, "chunks are exchanged alike in every pass");
+  static_assert(major == Major::kK || kLinesPerPass == kMajorMNLines, "a pass is a stage");
+
+  template <int... pass>
+  __device__ __forceinline__ void copy_lines(const OperandView& view, uint32_t to, uint32_t bits,
+                                             std::integer_sequence<int, pass...>) {
+    (cp_async_16<1u << pass>(to + pass * kLinesPerPass * kStageLine,
+                             from_ + pass * (kLinesPerPass * view.stride), bits),
+     ...);
+  }
+  template <int... column>
+  __device__ __forceinline__ void copy_columns(uint32_t to, uint32_t bits,
+                                               std::integer_sequence<int, column...>) {
+    (cp_async_16<1u << column>(to + column * kMajorMNBytes, from_ + column * kMajorMNLine, bits),
+     ...);
+  }
 
   const char* from_ = nullptr;
   uint32_t to_ = 0, valid_ = 0;  // valid_: a bit for each pass
   int k_left_ = 0;  // bytes (K-major) or lines from this thread's chunk to the end; 0: there is no K
 };
 
-// Where a warp's fragments are in a stage: `rows` rows of a (of_a) or b from `first` on.
+// Where a warp's fragments are in a stage: at most 64 rows of a (of_a) or b from `first` on, a
+// multiple of 64 for an M/N-major operand.
 template <Major major, bool of_a>
 class FragmentReader {
  public:
-  __device__ __forceinline__ FragmentReader(int lane, int first) : first_chunk_(first / 8) {
+  __device__ __forceinline__ FragmentReader(int lane, int first) {
     // The two halves of a matrix pair: a's run along rows first, b's along K first.
     const int along_rows = of_a ? lane / 8 % 2 : lane / 16, along_k = of_a ? lane / 16 : lane / 8 % 2;
     if constexpr (major == Major::kK) {
       const int row = along_rows * 8 + lane % 8;
-      lane_ = (first + row) * kStageLine + (along_k ^ (row / 2 % 4)) * 16;
+      lane_ = kept((first + row) * kStageLine + (along_k ^ (row / 2 % 4)) * 16);
     } else {
-      lane_ = (along_k * 8 + lane % 8) * kMajorMNLine + (along_rows ^ (lane % 8)) * 16;
+      lane_ = kept((along_k * 8 + lane % 8) * kMajorMNLine + (along_rows ^ (lane % 8)) * 16 +
+                   first / kMajorMNColumn * kMajorMNBytes);
     }
   }
 
   // Rows 16 i to 16 i + 15, bytes 32 k to 32 k + 31 of K.
   __device__ __forceinline__ void read(uint32_t (&to)[4], uint32_t operand, int i, int k) const {
     if constexpr (major == Major::kK) {
-      ldmatrix_x4(to, (operand + lane_ + i * 16 * kStageLine) ^ (32 * k));
+      ldmatrix_x4(to, ((operand + lane_) ^ (32 * k)) + i * 16 * kStageLine);
     } else {
-      const int chunk = first_chunk_ + 2 * i;
-      ldmatrix_x4<true>(to, ((operand + lane_) ^ (chunk % 8 * 16)) + chunk / 8 * kMajorMNBytes +
-                                k * 16 * kMajorMNLine);
+      ldmatrix_x4<true>(to, ((operand + lane_) ^ (32 * i)) + k * 16 * kMajorMNLine);
     }
   }
 
  private:
   uint32_t lane_;
-  int first_chunk_;
 };
 
 }  // namespace grouped_linear::cuda::sm80

@@ -78,7 +78,10 @@ class Pipeline {
         counts_(counts),
         shape_(shape),
         counter_(counter, tiles),
-        tiles_(tiles) {
+        tiles_(tiles),
+        stages_(kept(smem_address(shared.stages))),
+        read_(stages_),
+        write_(stages_) {
     if (threadIdx.x == 0) {
       counter_.begin();
       shared.tile_numbers[0] = blockIdx.x;
@@ -107,7 +110,7 @@ class Pipeline {
   __device__ __forceinline__ uint32_t next_stage() {
     cp_async_wait<Config::kStages - 2>();
     __syncthreads();
-    const uint32_t stage = stage_address(read_);
+    const uint32_t stage = read_;
     read_ = following(read_);
     return stage;
   }
@@ -121,9 +124,8 @@ class Pipeline {
   // these are zeros: no branch keeps the copies from being scheduled among the products.
   __device__ __forceinline__ void load_next() {
     const bool second = Config::kStagesPerKBlock > 1 && left_ % Config::kStagesPerKBlock != 0;
-    const uint32_t stage = stage_address(write_);
-    a_.load(operands_.a, stage, second);
-    b_.load(operands_.b, stage + Config::kABytes, second);
+    a_.load(operands_.a, write_, second);
+    b_.load(operands_.b, write_ + Config::kABytes, second);
     if constexpr (Config::kBlockScaled)
       if (!second) scales_.load(shared_.scales[scales_written_++ % kScaleSlots]);
     write_ = following(write_);
@@ -138,11 +140,10 @@ class Pipeline {
   __device__ __forceinline__ void skip_scales(int k_blocks) { scales_read_ += k_blocks; }
 
  private:
-  static __device__ __forceinline__ int following(int stage) {
-    return stage + 1 == Config::kStages ? 0 : stage + 1;
-  }
-  __device__ __forceinline__ uint32_t stage_address(int stage) const {
-    return smem_address(shared_.stages) + stage * Config::kStageBytes;
+  // The address of the stage after one.
+  __device__ __forceinline__ uint32_t following(uint32_t stage) const {
+    constexpr uint32_t bytes = Config::kStageBytes;
+    return stage == stages_ + (Config::kStages - 1) * bytes ? stages_ : stage + bytes;
   }
 
   // The next tile to load. Its number was announced when the tile before it began: there is a
@@ -179,7 +180,7 @@ class Pipeline {
   Loader<Config, Config::kTileN, Config::kBMajor> b_;
   ScaleLoader<Config> scales_;
   int tiles_, left_ = 0;  // stages of the tile to load; less: there are no more tiles
-  int read_ = 0, write_ = 0;
+  uint32_t stages_, read_, write_;  // addresses
   uint32_t begun_ = 0, computed_ = 0, scales_written_ = 0, scales_read_ = 0;
 };
 
