@@ -65,12 +65,13 @@ __global__ void __launch_bounds__(32 * warps, 1) multiply(const uint4* data, flo
       for (int j = 0; j < col_parts; j += 2) {
         auto& words = b_words[j / 2];
         if (!loads) asm volatile("" : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3]));
-        Fp8FragmentsB<T> b;
-        b.set(words);
+        Fp8FragmentB<T> b[2];
+        b[0].set(words[0], words[1]);
+        b[1].set(words[2], words[3]);
 #pragma unroll
         for (int i = 0; i < row_parts; ++i) {
-          mma_fp8<T, T>(accum[i][j], a[i], b, 0, false);
-          mma_fp8<T, T>(accum[i][j + 1], a[i], b, 1, false);
+          mma_fp8<T, T>(accum[i][j], a[i], b[0], false);
+          mma_fp8<T, T>(accum[i][j + 1], a[i], b[1], false);
         }
       }
     } else {

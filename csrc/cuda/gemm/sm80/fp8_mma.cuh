@@ -107,39 +107,39 @@ struct Fp8FragmentA {
   }
 };
 
-// Twice 8 rows x 32 bytes of b: words 0 and 1 are the halves of K of the first 8 rows, 2 and 3 of
-// the last.
+// 8 rows x 32 bytes of b: words of the first and the second half of K.
 template <typename T>
-struct Fp8FragmentsB {
+struct Fp8FragmentB {
   static constexpr bool kNative = kFp8Math == Fp8Math::kNative;
-  uint32_t pairs[kNative ? 4 : 8];
+  uint32_t parts[kNative ? 2 : 4];
 
-  __device__ __forceinline__ void set(const uint32_t (&words)[4]) {
+  __device__ __forceinline__ void set(uint32_t first, uint32_t second) {
+    const uint32_t words[] = {first, second};
     if constexpr (kNative) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) pairs[i] = words[i];
+      for (int i = 0; i < 2; ++i) parts[i] = words[i];
     } else {
-      words_to_fp16<T>(pairs, words);
+      words_to_fp16<T>(parts, words);
     }
   }
 };
 
-// d (or nothing, where `first`) += a @ b.T, of b's first (part 0) or last (part 1) 8 rows.
+// d (or nothing, where `first`) += a @ b.T
 template <typename A, typename B>
 __device__ __forceinline__ void mma_fp8(float (&d)[4], const Fp8FragmentA<A>& fragment_a,
-                                        const Fp8FragmentsB<B>& fragment_b, int part, bool first) {
+                                        const Fp8FragmentB<B>& fragment_b, bool first) {
   float c[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) c[i] = first ? 0.0f : d[i];
+  const uint32_t* b = fragment_b.parts;
   if constexpr (kFp8Math == Fp8Math::kNative) {
     const auto& a = fragment_a.parts[0];
-    const uint32_t b0 = fragment_b.pairs[2 * part], b1 = fragment_b.pairs[2 * part + 1];
+    const uint32_t b0 = b[0], b1 = b[1];
     if constexpr (kIsE5m2<A>)
       GROUPED_LINEAR_MMA("m16n8k32", "e5m2", "e4m3");
     else
       GROUPED_LINEAR_MMA("m16n8k32", "e4m3", "e4m3");
   } else {
-    const uint32_t* b = fragment_b.pairs + 4 * part;
     mma_16bit<__half>(d, fragment_a.parts[0], b[0], b[1], c);
     mma_16bit<__half>(d, fragment_a.parts[1], b[2], b[3], d);
   }

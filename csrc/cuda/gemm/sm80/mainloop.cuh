@@ -16,10 +16,53 @@ __device__ __forceinline__ void clear(Accumulators<Config>& accum) {
       for (int k = 0; k < 4; ++k) accum[i][j][k] = 0;
 }
 
-// What ldmatrix reads for a product of 32 bytes of K: 16 rows of a, or of b, each.
+// What ldmatrix reads for a product of 32 bytes of K: 16 rows of a, or of b, each. In FP8 there are
+// registers for the first 16 rows of b alone; the others are read one after the other.
 template <typename Config>
 struct RawFragments {
-  uint32_t a[Config::kWarpM / 16][4], b[Config::kWarpN / 16][4];
+  static constexpr int kOfB = Config::kFp8 ? 1 : Config::kWarpN / 16;
+  uint32_t a[Config::kWarpM / 16][4], b[kOfB][4];
+};
+
+// How partial accumulators are added: by the scales of their k-block.
+template <typename Config>
+class Promotion {
+ public:
+  // Before the first k-block the partial accumulators are 0, and so are the scales.
+  __device__ __forceinline__ void set(const KBlockScales<Config>& scales, const MmaThread& thread) {
+    const float* rows = scales.rows + thread.row + thread.lane / 4;
+    const float block_scale = Config::kScale1x128 ? 1.0f : scales.columns[0];
+#pragma unroll
+    for (int i = 0; i < Config::kWarpM / 16; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) row_scales_[i][h] = rows[16 * i + 8 * h] * block_scale;
+    if constexpr (Config::kScale1x128)
+      columns_ = smem_address(scales.columns + thread.col + 2 * (thread.lane % 4));
+  }
+
+  // Adds columns 8 j to 8 j + 7.
+  __device__ __forceinline__ void add(const Accumulators<Config>& partial,
+                                      Accumulators<Config>& accum, int j) const {
+    constexpr float factor = kFp8Factor<typename Config::A> * kFp8Factor<typename Config::B>;
+    float2 column = make_float2(1, 1);
+    if constexpr (Config::kScale1x128)
+      if (columns_ != 0) column = ld_shared_float2(columns_ + 8 * sizeof(float) * j);
+#pragma unroll
+    for (int i = 0; i < Config::kWarpM / 16; ++i)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float value = partial[i][j][k] * factor;
+        if constexpr (Config::kBlockScaled)
+          accum[i][j][k] +=
+              row_scales_[i][k / 2] * ((k % 2 == 0 ? column.x : column.y) * value);
+        else
+          accum[i][j][k] += value;
+      }
+  }
+
+ private:
+  float row_scales_[Config::kWarpM / 16][2] = {};
+  uint32_t columns_ = 0;
 };
 
 // A warp's part of a tile. Fragments of the next product, of the next stage or tile too, are read
@@ -50,38 +93,65 @@ class WarpTile {
     };
     clear<Config>(accum);
 #pragma unroll 1
-    for (int k_block = 0; k_block < k_blocks; ++k_block) compute_stage(multiply, multiply);
+    for (int k_block = 0; k_block < k_blocks; ++k_block) {
+      pipeline_.prepare_load();
+      RawFragments<Config> second;
+      read(second, 1);
+      pipeline_.load_next();
+      multiply(first_);
+      begin_stage();
+      multiply(second);
+    }
   }
 
   // The same in FP8. Every k-block of 128 is summed by the tensor cores in a partial accumulator,
-  // which is scaled and added to the accumulator in float32: see sm90/mainloop_fp8.cuh.
+  // which is scaled and added to the accumulator in float32: see sm90/mainloop_fp8.cuh. That happens
+  // among the first products of the next k-block, so that the tensor cores do not wait for it.
   __device__ __forceinline__ void multiply_fp8(int k_blocks, Accumulators<Config>& accum) {
     using A = typename Config::A;
     using B = typename Config::B;
     Accumulators<Config> partial;
-    const auto multiply = [&](const RawFragments<Config>& from, bool first) {
+    clear<Config>(accum);
+    clear<Config>(partial);
+    Promotion<Config> promotion;
+    // Multiplies half k of the stage; read_next is called before the last product.
+    const auto multiply = [&](const RawFragments<Config>& from, int k, bool first,
+                              const auto& read_next) {
+      const uint32_t stage = stage_;
       Fp8FragmentA<A> a[Config::kWarpM / 16];
 #pragma unroll
       for (int i = 0; i < Config::kWarpM / 16; ++i) a[i].set(from.a[i]);
+      uint32_t words[2][4];
 #pragma unroll
-      for (int j = 0; j < Config::kWarpN / 16; ++j) {
-        Fp8FragmentsB<B> b;
-        b.set(from.b[j]);
+      for (int i = 0; i < 4; ++i) words[0][i] = from.b[0][i];
 #pragma unroll
-        for (int i = 0; i < Config::kWarpM / 16; ++i) {
-          mma_fp8<A, B>(partial[i][2 * j], a[i], b, 0, first);
-          mma_fp8<A, B>(partial[i][2 * j + 1], a[i], b, 1, first);
+      for (int j = 0; j < Config::kWarpN / 8; ++j) {
+        const auto& of_j = words[j / 2 % 2];
+        if (j % 2 == 0) {
+          if (j + 2 < Config::kWarpN / 8)
+            read_b_.read(words[(j / 2 + 1) % 2], stage + Config::kABytes, j / 2 + 1, k);
+          else
+            read_next();
         }
+        Fp8FragmentB<B> b;
+        b.set(of_j[j % 2 * 2], of_j[j % 2 * 2 + 1]);
+#pragma unroll
+        for (int i = 0; i < Config::kWarpM / 16; ++i) mma_fp8<A, B>(partial[i][j], a[i], b, first);
       }
     };
-    const auto add = [&](const RawFragments<Config>& from) { multiply(from, false); };
-    clear<Config>(accum);
 #pragma unroll 1
     for (int k_block = 0; k_block < k_blocks; ++k_block) {
-      compute_stage([&](const RawFragments<Config>& from) { multiply(from, true); }, add);
 #pragma unroll
-      for (int stage = 1; stage < Config::kStagesPerKBlock; ++stage) compute_stage(add, add);
-      promote(partial, accum);
+      for (int i = 0; i < Config::kStagesPerKBlock; ++i) {
+        pipeline_.prepare_load();
+        RawFragments<Config> second;
+        pipeline_.load_next();
+        multiply(first_, 0, i == 0, [&] { read(second, 1); });
+        multiply(second, 1, false, [&] { begin_stage(); });
+      }
+      if constexpr (Config::kBlockScaled) promotion.set(pipeline_.scales(), thread_);
+#pragma unroll
+      for (int j = 0; j < Config::kWarpN / 8; ++j) promotion.add(partial, accum, j);
     }
   }
 
@@ -101,63 +171,13 @@ class WarpTile {
 #pragma unroll
     for (int i = 0; i < Config::kWarpM / 16; ++i) read_a_.read(to.a[i], stage_, i, k);
 #pragma unroll
-    for (int j = 0; j < Config::kWarpN / 16; ++j)
+    for (int j = 0; j < RawFragments<Config>::kOfB; ++j)
       read_b_.read(to.b[j], stage_ + Config::kABytes, j, k);
   }
 
   __device__ __forceinline__ void begin_stage() {
     stage_ = pipeline_.next_stage();
     read(first_, 0);
-  }
-
-  // Multiplies the stage's two halves, and reads the first half of the next stage.
-  template <typename MultiplyFirst, typename Multiply>
-  __device__ __forceinline__ void compute_stage(const MultiplyFirst& multiply_first,
-                                                const Multiply& multiply) {
-    pipeline_.prepare_load();
-    RawFragments<Config> second;
-    read(second, 1);
-    pipeline_.load_next();
-    multiply_first(first_);
-    begin_stage();
-    multiply(second);
-  }
-
-  // accum += the scaled partial accumulators of a k-block
-  __device__ __forceinline__ void promote(const Accumulators<Config>& partial,
-                                          Accumulators<Config>& accum) {
-    constexpr float factor = kFp8Factor<typename Config::A> * kFp8Factor<typename Config::B>;
-    constexpr int row_parts = Config::kWarpM / 16, col_parts = Config::kWarpN / 8;
-    if constexpr (Config::kBlockScaled) {
-      const auto& scales = pipeline_.scales();
-      const float* rows = scales.rows + thread_.row + thread_.lane / 4;
-      const float block_scale = Config::kScale1x128 ? 1.0f : scales.columns[0];
-      float row_scales[row_parts][2];
-#pragma unroll
-      for (int i = 0; i < row_parts; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) row_scales[i][h] = rows[16 * i + 8 * h] * block_scale;
-#pragma unroll
-      for (int j = 0; j < col_parts; ++j) {
-        float2 column = make_float2(1, 1);
-        if constexpr (Config::kScale1x128)
-          column = *reinterpret_cast<const float2*>(
-              &scales.columns[thread_.col + 8 * j + 2 * (thread_.lane % 4)]);
-#pragma unroll
-        for (int i = 0; i < row_parts; ++i)
-#pragma unroll
-          for (int k = 0; k < 4; ++k)
-            accum[i][j][k] += row_scales[i][k / 2] *
-                              ((k % 2 == 0 ? column.x : column.y) * (partial[i][j][k] * factor));
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < row_parts; ++i)
-#pragma unroll
-        for (int j = 0; j < col_parts; ++j)
-#pragma unroll
-          for (int k = 0; k < 4; ++k) accum[i][j][k] += partial[i][j][k] * factor;
-    }
   }
 
   Pipeline<Config>& pipeline_;

@@ -42,6 +42,12 @@ __device__ __forceinline__ void cp_async_float(uint32_t to, const float* from, b
                : "memory");
 }
 
+__device__ __forceinline__ float2 ld_shared_float2(uint32_t from) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(from));
+  return value;
+}
+
 // Four matrices of 8 rows of 16 bytes; lane i names row i % 8 of matrix i / 8.
 template <bool transposed = false>
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&to)[4], uint32_t from) {
