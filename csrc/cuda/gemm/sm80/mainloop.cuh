@@ -16,11 +16,14 @@ __device__ __forceinline__ void clear(Accumulators<Config>& accum) {
       for (int k = 0; k < 4; ++k) accum[i][j][k] = 0;
 }
 
-// What ldmatrix reads for a product of 32 bytes of K: 16 rows of a, or of b, each. In FP8 there are
-// registers for the first 16 rows of b alone; the others are read one after the other.
+// What ldmatrix reads for a product of 32 bytes of K: 16 rows of a, or of b, each. With scales of
+// columns, or where FP8 is made fp16 by integer operations, there are registers for the first 16
+// rows of b alone; the others are read one after the other (H100, 2026-11: elsewhere that costs 8%).
 template <typename Config>
 struct RawFragments {
-  static constexpr int kOfB = Config::kFp8 ? 1 : Config::kWarpN / 16;
+  static constexpr bool kAllOfB =
+      !Config::kFp8 || !(Config::kScale1x128 || kFp8Math == Fp8Math::kBits);
+  static constexpr int kOfB = kAllOfB ? Config::kWarpN / 16 : 1;
   uint32_t a[Config::kWarpM / 16][4], b[kOfB][4];
 };
 
@@ -105,8 +108,7 @@ class WarpTile {
   }
 
   // The same in FP8. Every k-block of 128 is summed by the tensor cores in a partial accumulator,
-  // which is scaled and added to the accumulator in float32: see sm90/mainloop_fp8.cuh. That happens
-  // among the first products of the next k-block, so that the tensor cores do not wait for it.
+  // which is scaled and added to the accumulator in float32: see sm90/mainloop_fp8.cuh.
   __device__ __forceinline__ void multiply_fp8(int k_blocks, Accumulators<Config>& accum) {
     using A = typename Config::A;
     using B = typename Config::B;
@@ -114,27 +116,31 @@ class WarpTile {
     clear<Config>(accum);
     clear<Config>(partial);
     Promotion<Config> promotion;
-    // Multiplies half k of the stage; read_next is called before the last product.
+    constexpr bool all_of_b = RawFragments<Config>::kAllOfB;
+    constexpr int b_fragments = Config::kWarpN / 16;
+    // Multiplies half k of the stage. read_next: reads the next half.
     const auto multiply = [&](const RawFragments<Config>& from, int k, bool first,
                               const auto& read_next) {
       const uint32_t stage = stage_;
+      if (all_of_b) read_next();
       Fp8FragmentA<A> a[Config::kWarpM / 16];
 #pragma unroll
       for (int i = 0; i < Config::kWarpM / 16; ++i) a[i].set(from.a[i]);
-      uint32_t words[2][4];
+      uint32_t words[b_fragments][4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) words[0][i] = from.b[0][i];
+      for (int i = 0; i < RawFragments<Config>::kOfB; ++i)
 #pragma unroll
-      for (int j = 0; j < Config::kWarpN / 8; ++j) {
-        const auto& of_j = words[j / 2 % 2];
-        if (j % 2 == 0) {
-          if (j + 2 < Config::kWarpN / 8)
-            read_b_.read(words[(j / 2 + 1) % 2], stage + Config::kABytes, j / 2 + 1, k);
+        for (int word = 0; word < 4; ++word) words[i][word] = from.b[i][word];
+#pragma unroll
+      for (int j = 0; j < 2 * b_fragments; ++j) {
+        if (!all_of_b && j % 2 == 0) {
+          if (j / 2 + 1 < b_fragments)
+            read_b_.read(words[j / 2 + 1], stage + Config::kABytes, j / 2 + 1, k);
           else
             read_next();
         }
         Fp8FragmentB<B> b;
-        b.set(of_j[j % 2 * 2], of_j[j % 2 * 2 + 1]);
+        b.set(words[j / 2][j % 2 * 2], words[j / 2][j % 2 * 2 + 1]);
 #pragma unroll
         for (int i = 0; i < Config::kWarpM / 16; ++i) mma_fp8<A, B>(partial[i][j], a[i], b, first);
       }
