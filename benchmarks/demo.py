@@ -248,8 +248,8 @@ def activation_dtype(device: torch.device) -> torch.dtype:
 def unusable(device: torch.device, recipes: list[Recipe]) -> str:
     """Why the layer cannot train on a GPU, or nothing where it can."""
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        return f"{name} has compute capability {capability[0]}.{capability[1]}, not 9.0"
+    if capability < (8, 0):
+        return f"{name} has compute capability {capability[0]}.{capability[1]}, less than 8.0"
     try:
         for recipe in recipes:
             layer = GroupedLinear(2, 128, 128, recipe=recipe, device=device, dtype=torch.bfloat16)

@@ -31,7 +31,7 @@ PYBIND11_MODULE(_host, m) {
   m.attr("MAX_GROUPS") = grouped_linear::kMaxGroups;
 #ifdef GROUPED_LINEAR_CUDA
   m.attr("CUDA_VERSION") = GROUPED_LINEAR_CUDA;
-  m.attr("CUDA_ARCHITECTURES") = GROUPED_LINEAR_CUDA_ARCHITECTURES;
+  m.attr("CUDA_ARCHITECTURES") = GROUPED_LINEAR_CUDA_ARCHS;  // as CMAKE_CUDA_ARCHITECTURES has them
 #else
   m.attr("CUDA_VERSION") = py::none();
   m.attr("CUDA_ARCHITECTURES") = "";

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from grouped_linear import GroupedLinear, Recipe, update_scales
-from support.devices import needs_hopper
+from support.devices import needs_gpu
 from support.graphs import STRICT_GRAPHS
 from support.recipes import RECIPES as EVERY_RECIPE
 
-pytestmark = needs_hopper
+pytestmark = needs_gpu
 
 E, T, K, N = 5, 300, 144, 272
 RECIPES = pytest.mark.parametrize("recipe", EVERY_RECIPE.values(), ids=EVERY_RECIPE)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grouped_linear import Float8BlockScaling, GroupedLinear, ops
 from support.compare import assert_same_bits
-from support.devices import HOPPER, needs_hopper
+from support.devices import HAS_GPU, needs_gpu
 from support.tensors import BF16, FP32
 
 _ops = torch.ops.grouped_linear
@@ -32,11 +32,11 @@ assert min(T * K, EXPERTS * N * K) > 2**31
 GB = 2**30
 CPU_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 CORES = os.cpu_count() or 1
-GPU_MEMORY = torch.cuda.mem_get_info()[1] if HOPPER else 0
+GPU_MEMORY = torch.cuda.mem_get_info()[1] if HAS_GPU else 0
 ON_CPU = pytest.mark.skipif(
     CPU_MEMORY < 100 * GB or CORES < 12, reason="needs 100 GB of memory and 12 cores"
 )
-ON_GPU = [needs_hopper, pytest.mark.skipif(GPU_MEMORY < 70 * GB, reason="needs a GPU of 70 GB")]
+ON_GPU = [needs_gpu, pytest.mark.skipif(GPU_MEMORY < 70 * GB, reason="needs a GPU of 70 GB")]
 DEVICES = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=ON_CPU), pytest.param("cuda", marks=ON_GPU)]
 )
@@ -49,7 +49,7 @@ def alone(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with open(tmp_path_factory.getbasetemp().parent / "test_large.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-        if HOPPER:
+        if HAS_GPU:
             torch.cuda.empty_cache()
 
 

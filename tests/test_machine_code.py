@@ -1,7 +1,7 @@
-"""What ptxas made of the GEMM kernels: csrc/cuda/gemm/sm90/codegen.cuh.
+"""The machine code of the CUDA kernels: which GPUs it is for, and what ptxas made of the GEMMs.
 
-ptxas reports neither of the two. Any change of a kernel may change both, far from where it was
-made.
+ptxas reports neither of the two things of csrc/cuda/gemm/sm90/codegen.cuh. Any change of a kernel
+may change both, far from where it was made.
 """
 
 import re
@@ -16,18 +16,36 @@ from grouped_linear.loading import library
 FFMA = re.compile(r"\bFFMA R\d+, R(\d+)(?:\.reuse)?, R(\d+)(?:\.reuse)?, R(\d+)(?:\.reuse)? ;")
 
 
+def listed(*options: str) -> str:
+    """What cuobjdump says of the library."""
+    if shutil.which("cuobjdump") is None:
+        pytest.skip("needs cuobjdump, of CUDA's toolkit")
+    command = ["cuobjdump", *options, str(library())]
+    return subprocess.run(command, capture_output=True, text=True).stdout
+
+
+def test_library_has_the_architectures_of_its_build() -> None:
+    """The kernels of every GPU that csrc/CMakeLists.txt lists, and PTX where no -real is said."""
+    host = pytest.importorskip(
+        "grouped_linear._host", reason="the optional pybind11 module was not built"
+    )
+    names = host.CUDA_ARCHITECTURES.split()
+    if not names or not all(re.fullmatch(r"\d+a?(-real)?", name) for name in names):
+        pytest.skip(f"needs a library that was built for named architectures, not {names}")
+    machine = set(re.findall(r"\.(sm_\d+a?)\.cubin", listed("--list-elf")))
+    ptx = set(re.findall(r"\.(sm_\d+a?)\.ptx", listed("--list-ptx")))
+    assert machine == {f"sm_{name.removesuffix('-real')}" for name in names}
+    assert ptx == {f"sm_{name}" for name in names if not name.endswith("-real")}
+
+
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, list[str]]:
     """Name -> instructions of each sm_90 GEMM kernel."""
-    if shutil.which("cuobjdump") is None:
-        pytest.skip("needs cuobjdump, of CUDA's toolkit")
-    command = ["cuobjdump", "-sass", str(library())]
-    listing = subprocess.run(command, capture_output=True, text=True).stdout
-    _, *functions = re.split(r"\n\s*Function : ", listing)
-    listed = {name: code for name, *code in map(str.splitlines, functions)}
-    if not listed:
-        pytest.skip("needs a library that was built with CUDA")
-    return {name: code for name, code in listed.items() if "grouped_gemm_kernel" in name}
+    _, *functions = re.split(r"\n\s*Function : ", listed("-arch", "sm_90a", "-sass"))
+    codes = {name: code for name, *code in map(str.splitlines, functions)}
+    if not codes:
+        pytest.skip("needs a library that was built with CUDA for sm_90a")
+    return {name: code for name, code in codes.items() if "sm9019grouped_gemm_kernel" in name}
 
 
 def test_no_promotion_waits_for_a_register_bank(kernels: dict[str, list[str]]) -> None:

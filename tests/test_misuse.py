@@ -20,7 +20,7 @@ from grouped_linear import (
     ops,
 )
 from support.compare import assert_same_bits
-from support.devices import CUDA_OPS, OPS, needs_hopper
+from support.devices import CUDA_OPS, OPS, needs_gpu
 from support.errors import sentence
 from support.groups import Groups
 from support.samples import Sample, make
@@ -224,7 +224,7 @@ def test_meta_tensors_among_cpu_tensors() -> None:
     assert misplaced(samples, on, "meta") == expected
 
 
-@needs_hopper
+@needs_gpu
 def test_cpu_tensors_among_cuda_tensors() -> None:
     samples = [sample for sample in samples_with_every_tensor() if sample.op in CUDA_OPS]
     with FakeTensorMode():

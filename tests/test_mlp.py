@@ -30,7 +30,7 @@ from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from support import reference
 from support.calls import Calls
 from support.compare import assert_same_bits
-from support.devices import OPS, devices, needs_hopper
+from support.devices import OPS, devices, needs_gpu
 from support.errors import sentence
 from support.graphs import STRICT_GRAPHS
 from support.recipes import MORE_RECIPES
@@ -705,7 +705,7 @@ def test_mistakes() -> None:
     assert not wrong
 
 
-@needs_hopper
+@needs_gpu
 @RECIPES
 @pytest.mark.parametrize("kind", ["plain", "gpt_oss"])
 def test_one_cuda_graph_for_every_routing(kind: str, recipe: Recipe | None) -> None:
@@ -739,7 +739,7 @@ def test_one_cuda_graph_for_every_routing(kind: str, recipe: Recipe | None) -> N
             assert_same_bits(a, e)
 
 
-@needs_hopper
+@needs_gpu
 @RECIPES
 def test_cudagraph_trees(recipe: Recipe | None) -> None:
     """Reduce-overhead mode: one graph launch forward, one backward, whatever the routing."""

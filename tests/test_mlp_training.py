@@ -23,7 +23,7 @@ from grouped_linear import GroupedMLP, Recipe, ops, update_scales
 from support import training
 from support.calls import Calls
 from support.compare import assert_same_bits, assert_shows_cold
-from support.devices import OPS, devices, needs_hopper
+from support.devices import OPS, devices, needs_gpu
 from support.errors import sentence
 from support.groups import experts_of
 from support.recipes import MORE_RECIPES, RECIPES
@@ -229,7 +229,7 @@ def test_features(
     check(feature, mode, recipe, dtype, device)
 
 
-@needs_hopper
+@needs_gpu
 @EVERY_RECIPE
 @pytest.mark.parametrize("mode", [captured, graphed])
 @EVERY_FEATURE
@@ -238,7 +238,7 @@ def test_features_captured(feature: Feature, mode: Mode, recipe: Recipe | None) 
     check(feature, mode, recipe, BF16, "cuda")
 
 
-@needs_hopper
+@needs_gpu
 @EVERY_RECIPE
 @pytest.mark.parametrize("name", ["cached", "cached_flag", "cached_fused_flag"])
 def test_features_under_cudagraph_trees(name: str, recipe: Recipe | None) -> None:

@@ -8,7 +8,7 @@ import torch
 from grouped_linear import ops
 from support import reference
 from support.compare import assert_same_bits
-from support.devices import CUDA_OPS, OPS, devices, needs_hopper
+from support.devices import CUDA_OPS, OPS, devices, needs_gpu
 from support.groups import GROUPS
 from support.samples import make, specified
 from support.tensors import BF16
@@ -74,7 +74,7 @@ def test_rounding_up_does_not_overflow(
     assert offs_E.tolist() == reference.splits_to_offsets(m_splits, num_rows, alignment)
 
 
-@needs_hopper
+@needs_gpu
 @pytest.mark.parametrize("num_groups", SIZES)
 def test_negative_and_overflowing_splits_are_clamped_on_cuda(num_groups: int) -> None:
     # on CPU they raise: test_errors.py
@@ -103,7 +103,7 @@ LIED_TO: dict[str, dict[str, Any]] = {
 }
 
 
-@needs_hopper
+@needs_gpu
 @pytest.mark.parametrize("op", [op for op in LIED_TO if op in CUDA_OPS])
 @pytest.mark.parametrize("offs", LIES.values(), ids=LIES)
 def test_lying_offsets_are_clamped_on_cuda(op: str, offs: list[int]) -> None:

@@ -32,7 +32,7 @@ from grouped_linear import (
 from grouped_linear.quantized import block_math
 from grouped_linear.quantized.checkpoints import expert_tensors, load_experts
 from support.compare import assert_same, assert_same_bits, bits
-from support.devices import OPS, devices, needs_hopper
+from support.devices import OPS, devices, needs_gpu
 from support.errors import sentence
 from support.graphs import STRICT_GRAPHS
 from support.groups import experts_of
@@ -622,7 +622,7 @@ def test_compiled_optimizer() -> None:
     assert_same(layer.weight.detach(), twin.weight.detach())
 
 
-@needs_hopper
+@needs_gpu
 @EVERY_KIND
 def test_cudagraph_trees(kind: Any) -> None:
     """Two graph launches a step, recorded once, while an optimizer writes the weights."""

@@ -28,7 +28,7 @@ from grouped_linear import (
 from grouped_linear.quantized import refresh
 from support.calls import Calls
 from support.compare import assert_same_bits, assert_shows_cold
-from support.devices import OPS, devices, needs_hopper
+from support.devices import OPS, devices, needs_gpu
 from support.errors import sentence
 from support.graphs import STRICT_GRAPHS
 from support.recipes import RECIPES
@@ -280,7 +280,7 @@ MODES = ("eager", "compiled", "cudagraph_trees", "captured", "captured compiled"
 CUDA_GRAPHS = {"triton.cudagraphs": True, **STRICT_GRAPHS}
 
 
-@needs_hopper
+@needs_gpu
 @pytest.mark.parametrize("mode", MODES)
 @EVERY_FORM
 def test_a_late_refresh_is_waited_for(
@@ -337,7 +337,7 @@ def layer_event(layer: nn.Module) -> Any:
     return cache._event
 
 
-@needs_hopper
+@needs_gpu
 @EVERY_FORM
 def test_a_step_that_is_captured_with_its_refresh(form: str) -> None:
     """Forward, backward, a step of SGD and the refresh in one graph."""
@@ -377,7 +377,7 @@ def test_a_step_that_is_captured_with_its_refresh(form: str) -> None:
         assert_same_bits(a, e)
 
 
-@needs_hopper
+@needs_gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_cold_cache_is_nan_in_a_graph(compiled: bool) -> None:
     layer, (x, *rest) = make("one", Float8BlockScaling(), "cuda"), inputs("one", "cuda")

@@ -15,7 +15,7 @@ from grouped_linear import ops
 from support import reference
 from support.cases import FORMS, cases, variant_of
 from support.compare import assert_same_bits, bits
-from support.devices import devices, needs_hopper
+from support.devices import devices, needs_gpu
 from support.groups import GROUPS, Groups
 from support.samples import Sample, make, specified
 from support.tensors import BF16, DTYPES, FP16, FP32
@@ -308,7 +308,7 @@ def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:
         assert_same_bits(result, right)
 
 
-@needs_hopper
+@needs_gpu
 @pytest.mark.parametrize(("op", "groups", "variant"), [c.values[:3] for c in cases(*UNFUSED)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cpu_and_cuda_give_the_same_bits(
@@ -326,7 +326,7 @@ def test_cpu_and_cuda_give_the_same_bits(
             assert_same_bits(a, b)
 
 
-@needs_hopper
+@needs_gpu
 def test_rows_out_of_range_are_clamped_on_cuda() -> None:
     x, offs = torch.randn(4, 16, device="cuda"), offs_of(3).cuda()
     wrong = torch.tensor([-(2**62), 2, 2**62], device="cuda")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from grouped_linear import GroupedLinear, Recipe, ops, update_scales
 from support.compare import assert_same_bits
-from support.devices import OPS, devices, needs_hopper
+from support.devices import OPS, devices, needs_gpu
 from support.recipes import MORE_RECIPES, RECIPES
 from support.tensors import BF16, FP16, FP32
 from support.training import (
@@ -215,7 +215,7 @@ def test_features_with_wgrad_in_bf16(feature: Feature, mode: Mode, device: str) 
     check(feature, mode, MORE_RECIPES["block_bf16_wgrad"], BF16, device)
 
 
-@needs_hopper
+@needs_gpu
 @EVERY_DTYPE
 @EVERY_RECIPE
 @pytest.mark.parametrize("mode", [captured, graphed])
@@ -227,7 +227,7 @@ def test_features_captured(
     check(feature, mode, recipe, dtype, "cuda")
 
 
-@needs_hopper
+@needs_gpu
 @EVERY_RECIPE
 @pytest.mark.parametrize(
     "name", ["cached", "cached_flag", "cached_fused_flag", "per_expert_cached_fused"]

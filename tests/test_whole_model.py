@@ -20,7 +20,7 @@ from torch.optim import AdamW
 
 from benchmarks.moe_model import Experts, LanguageModel, ModelSize, give_gradients_memory
 from grouped_linear import GroupedLinear, GroupedMLP, Recipe, update_scales
-from support.devices import needs_hopper
+from support.devices import needs_gpu
 from support.graphs import STRICT_GRAPHS
 from support.recipes import RECIPES
 
@@ -158,7 +158,7 @@ def memory() -> tuple[int, int]:
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
-@needs_hopper
+@needs_gpu
 @EVERY_CASE
 def test_in_cuda_graphs(
     form: str, recipe: Recipe | None, compiled_optimizer: bool, monkeypatch: pytest.MonkeyPatch

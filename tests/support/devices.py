@@ -44,21 +44,21 @@ OPS = (
     "block_scaled_linear",
     "block_scaled_linear_grad",
 )
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 try:
     from grouped_linear._host import CUDA_VERSION  # None where no CUDA compiler was found
 except ImportError:  # the module is optional
     CUDA_VERSION = torch.version.cuda
 CUDA_OPS = set() if CUDA_VERSION is None else set(OPS)  # the ops that have a CUDA kernel
-needs_hopper = pytest.mark.skipif(
-    not (HOPPER and CUDA_OPS),
-    reason="needs a GPU of compute capability 9.0 (Hopper), and nvcc when it was built",
+needs_gpu = pytest.mark.skipif(
+    not (HAS_GPU and CUDA_OPS),
+    reason="needs an NVIDIA GPU of compute capability 8.0 or more, and nvcc when it was built",
 )
 
 
 def devices(*ops: str) -> list[Any]:
     """The devices that all of these ops run on, for parametrize."""
-    cpu, cuda = pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=needs_hopper)
+    cpu, cuda = pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=needs_gpu)
     return [cpu, cuda] if CUDA_OPS.issuperset(ops) else [cpu]
 
 

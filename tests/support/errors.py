@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from support.compare import assert_same_bits
-from support.devices import CUDA_OPS, HOPPER
+from support.devices import CUDA_OPS, HAS_GPU
 from support.groups import Groups
 from support.samples import Sample, specified
 from support.tensors import FP32
@@ -54,7 +54,7 @@ def sentences(good: Sample, mistakes: list[dict[str, Any]]) -> str:
     """
     lines, differing = [], []
     expected = specified(good, good.results("cpu"))
-    devices = ["cpu", "meta"] + (["cuda"] if HOPPER and good.op in CUDA_OPS else [])
+    devices = ["cpu", "meta"] + (["cuda"] if HAS_GPU and good.op in CUDA_OPS else [])
     for mistake in mistakes:
         bad = good.but(**mistake)
         said = {"fake": fake_sentence(bad)} | {d: sentence(bad.on(d)) for d in devices}

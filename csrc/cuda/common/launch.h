@@ -24,9 +24,9 @@ class Launch {
   // does so where it needs one.
   Launch(const char* op, const torch::stable::Tensor& tensor)
       : op_(op), index_(tensor.get_device_index()), device_(device_at(op, index_)), guard_(index_) {
-    check(device_.major == 9 && device_.minor == 0, op,
-          ": CUDA devices of compute capability 9.0 (Hopper) are supported, got ", device_.major,
-          ".", device_.minor);
+    check(device_.major >= 8, op,
+          ": CUDA devices of compute capability 8.0 and up are supported, got ", device_.major, ".",
+          device_.minor);
     void* stream = nullptr;
     check(aoti_torch_get_current_cuda_stream(index_, &stream) == AOTI_TORCH_SUCCESS, op,
           ": no current CUDA stream on device ", index_);
@@ -49,7 +49,8 @@ class Launch {
     allowed |= bit;
   }
 
-  // Launches a kernel that calls grid_dependency_wait(), see pdl.cuh.
+  // Launches a kernel that calls grid_dependency_wait(), see pdl.cuh. Programmatic dependent launch
+  // needs compute capability 9.0.
   template <typename... Parameters, typename... Arguments>
   void run(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes,
            const Arguments&... arguments) const {
@@ -62,7 +63,7 @@ class Launch {
     config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
     config.stream = stream_;
     config.attrs = &overlap;
-    config.numAttrs = 1;
+    config.numAttrs = device_.major >= 9 ? 1 : 0;
     check_cuda(op_, "the launch failed", cudaLaunchKernelEx(&config, kernel, arguments...));
   }
 

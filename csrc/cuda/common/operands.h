@@ -37,6 +37,17 @@ inline Tensor with_aligned_rows(const Tensor& t) {
   return t.stride(1) == 1 && has_aligned_rows(t) ? t : dense_copy(t);
 }
 
+// The same for any number of dimensions, with elements that lie next to one another along `inner`.
+inline Tensor vector_readable(const Tensor& t, int64_t inner) {
+  const auto sizes = t.sizes(), strides = t.strides();
+  const int64_t item = item_size(t);
+  bool readable = is_aligned(t) && strides[inner] == 1;
+  for (int64_t d = 0; d < t.dim(); ++d)
+    if (d != inner && sizes[d] > 1)
+      readable = readable && strides[d] * item % 16 == 0 && strides[d] >= sizes[inner];
+  return readable ? t : dense_copy(t);
+}
+
 template <typename T>
 const T* data(const Tensor& t) {
   return static_cast<const T*>(t.const_data_ptr());

@@ -4,7 +4,7 @@
 // Every kernel of the library calls grid_dependency_wait() before its first access to global memory
 // that another kernel may write or read. What it does before overlaps with the kernel before it. As
 // every kernel waits, everything that was launched earlier is complete, too. Launch::run launches
-// them.
+// them. Before compute capability 9.0 kernels follow one another, and the wait is nothing.
 #pragma once
 
 namespace grouped_linear::cuda {
@@ -13,8 +13,10 @@ namespace grouped_linear::cuda {
 // and its writes are visible. See "Programmatic Dependent Launch" in the CUDA C++ Programming
 // Guide.
 __device__ __forceinline__ void grid_dependency_wait() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 }  // namespace grouped_linear::cuda

@@ -111,11 +111,11 @@ TileCounts tile_counts(const GemmShape& shape) {
 
 // Tile `rank` (0 or 1) of pair `number`. Row tiles run fastest, in bands, so that blocks that run
 // together share both operands in L2. In a K-grouped GEMM with a short K they run slowest: what
-// writes so much then goes through memory in order. active: the groups that the table has,
-// K-grouped.
-template <typename Config>
+// writes so much then goes through memory in order. active[e]: the group that the table
+// has at e, K-grouped.
+template <typename Config, typename Active>
 __device__ __forceinline__ WorkTile tile_of(int number, int rank, const GroupTable& groups,
-                                            const uint16_t* active, const TileCounts& counts,
+                                            const Active& active, const TileCounts& counts,
                                             const GemmShape& shape) {
   WorkTile tile{};
   int rows, rest;  // row tiles of the matrix; the pair's number in it

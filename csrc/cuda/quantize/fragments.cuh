@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/common/cp_async.cuh"
 #include "cuda/common/elements.cuh"
 #include "cuda/common/groups.cuh"
 #include "cuda/quantize/fp8.cuh"
@@ -35,25 +36,6 @@ __device__ __forceinline__ T* advance_row(T*& next, int64_t stride) {
   asm("" : "+l"(next));
   __builtin_assume(__isGlobal(next));
   return row;
-}
-
-// Starts a copy from global to shared memory. Writes zeros where in_bounds is false.
-__device__ __forceinline__ void cp_async_16(uint4* to, const uint4* from, bool in_bounds) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-               "l"(from), "r"(in_bounds ? 16 : 0)
-               : "memory");
-}
-
-// Commits the copies that this thread has started as one group.
-__device__ __forceinline__ void cp_async_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits for all groups that this thread has committed but the last `in_flight`.
-template <int in_flight = 0>
-__device__ __forceinline__ void cp_async_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(in_flight) : "memory");
 }
 
 // Shared memory into which rows of a tile's fragments are prefetched. Every thread copies what it

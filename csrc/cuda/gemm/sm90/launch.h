@@ -11,17 +11,8 @@
 
 namespace grouped_linear::cuda::sm90 {
 
-// t itself where TMA can read it: its base and its rows are aligned to 16 bytes, and its elements
-// lie next to one another along `inner`. Otherwise a dense copy.
-inline Tensor tma_readable(const Tensor& t, int64_t inner) {
-  const auto sizes = t.sizes(), strides = t.strides();
-  const int64_t item = item_size(t);
-  bool readable = is_aligned(t) && strides[inner] == 1;
-  for (int64_t d = 0; d < t.dim(); ++d)
-    if (d != inner && sizes[d] > 1)
-      readable = readable && strides[d] * item % 16 == 0 && strides[d] >= sizes[inner];
-  return readable ? t : dense_copy(t);
-}
+// TMA reads what 16-byte loads read.
+inline Tensor tma_readable(const Tensor& t, int64_t inner) { return vector_readable(t, inner); }
 
 // Dimensions of size 1 may have any stride; TMA wants a multiple of 16 bytes.
 inline int64_t map_stride(const Tensor& t, int64_t d, int64_t dense) {

@@ -1,0 +1,61 @@
+// The tile shapes of the portable kernels, and what a kernel is compiled for.
+//
+// The host chooses a kernel by the operands' types and strides alone.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/gemm/kernel_arguments.h"
+#include "layout.h"
+
+namespace grouped_linear::cuda::sm80 {
+
+// Every GPU of compute capability 8.0 and up allows a block so much shared memory: 8.6, 8.9 and
+// 12.0 have the least.
+constexpr int kMaxSharedBytes = 99 * 1024;
+
+constexpr int kStageLine = 64;  // bytes along K of a stage
+constexpr int kScaleBlock = kBlock, kPaddedBlock = kBlock;
+
+// What shares a scale in FP8 operands, as on sm_90. a: a group, or 1 x 128 along K. b: the same, or
+// 128 x 128.
+enum class Scaling { kNone, kScalePerGroup, kScale1x128, kScale128x128 };
+
+// An operand's dense dimension in memory.
+enum class Major { kK, kMN };
+
+template <typename A_, typename B_, Scaling kScaling, Grouping kGrouping,
+          Major kAMajor_ = Major::kK, Major kBMajor_ = Major::kK>
+struct GemmConfig {
+  using A = A_;
+  using B = B_;
+  static constexpr bool kKGrouped = kGrouping == Grouping::kK, kFp8 = sizeof(A) == 1;
+  static constexpr bool kScalePerGroup = kScaling == Scaling::kScalePerGroup;
+  static constexpr bool kScale1x128 = kScaling == Scaling::kScale1x128;
+  static constexpr bool kBlockScaled = kScale1x128 || kScaling == Scaling::kScale128x128;
+  static constexpr Major kAMajor = kAMajor_, kBMajor = kBMajor_;
+
+  // A thread's accumulators: 128 registers in 16 bits. In FP8 64, and as many partial ones.
+  static constexpr int kTileM = 128, kTileN = kFp8 ? 128 : 256;
+  static constexpr int kWarpM = kFp8 ? 32 : 64, kWarpN = 64;
+  static constexpr int kWarpsM = kTileM / kWarpM, kWarpsN = kTileN / kWarpN;
+  static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
+
+  // A k-block: what tiles count along K. In FP8 it is one scale block, of two stages.
+  static constexpr int kStageK = kStageLine / sizeof(A), kTileK = kFp8 ? kScaleBlock : kStageK;
+  static constexpr int kStagesPerKBlock = kTileK / kStageK;
+  static constexpr int kStages = kFp8 ? 4 : 3;
+  static constexpr int kABytes = kTileM * kStageLine, kBBytes = kTileN * kStageLine;
+  static constexpr int kStageBytes = kABytes + kBBytes;
+
+  // tile_order.cuh
+  static constexpr int kPaddedBlock = sm80::kPaddedBlock;
+  static constexpr bool kNarrow = false;
+
+  static_assert(!kFp8 || (kAMajor == Major::kK && kBMajor == Major::kK),
+                "FP8 operands are dense along K: ldmatrix cannot transpose bytes");
+  static_assert(kTileM % kScaleBlock == 0 && (!kFp8 || kTileN == kScaleBlock),
+                "an FP8 tile lies in one column of scale blocks");
+};
+
+}  // namespace grouped_linear::cuda::sm80

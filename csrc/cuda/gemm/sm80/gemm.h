@@ -1,0 +1,16 @@
+// Grouped GEMMs on any NVIDIA GPU of compute capability 8.0 and up.
+#pragma once
+
+#include "cuda/gemm/gemm.h"
+
+namespace grouped_linear::cuda::sm80 {
+
+void run_16bit(const Launch& launch, const GroupedGemm& gemm);  // gemm_16bit.cu
+void run_fp8(const Launch& launch, const GroupedGemm& gemm);    // gemm_fp8.cu
+
+// BF16, FP16 and FP8 operands.
+inline void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm) {
+  return gemm.scale_a ? run_fp8(launch, gemm) : run_16bit(launch, gemm);
+}
+
+}  // namespace grouped_linear::cuda::sm80

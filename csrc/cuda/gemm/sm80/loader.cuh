@@ -1,0 +1,150 @@
+// Copies of an operand's tile to shared memory, stage by stage.
+//
+// A stage has kStageLine = 64 bytes of K. K-major: lines of 64 bytes, one a row of the tile, whose
+// four chunks of 16 bytes are exchanged by row / 2 % 4. M/N-major (16-bit): columns of 64 elements,
+// each 32 lines (one an element of K) of 128 bytes, whose eight chunks are exchanged by line % 8.
+// So neither cp.async nor ldmatrix meets a bank twice.
+#pragma once
+
+#include <utility>
+
+#include "cuda/gemm/sm80/config.h"
+#include "cuda/gemm/sm80/ptx.cuh"
+#include "cuda/gemm/tile_order.cuh"
+
+namespace grouped_linear::cuda::sm80 {
+
+// An operand in global memory. Strides are in bytes.
+//   M-grouped a [T, K]: `stride` between rows.
+//   M-grouped b [E, N, K]: `group_stride` between groups, `stride` along the other dimension that
+//     is not dense.
+//   K-grouped, 16-bit [T, N or K]: `stride` between rows.
+//   K-grouped, FP8 [blocks, N or K, 128]: `group_stride` between blocks, `stride` between features.
+struct OperandView {
+  const char* first;
+  int64_t group_stride, stride;
+};
+
+constexpr int kMajorMNColumn = 64;                   // elements
+constexpr int kMajorMNLine = 2 * kMajorMNColumn;     // bytes
+constexpr int kMajorMNLines = kStageLine / 2;        // in a stage
+constexpr int kMajorMNBytes = kMajorMNLine * kMajorMNLines;
+
+// A thread's copies of a tile of `extent` rows (or columns) of the output.
+template <typename Config, int extent, Major major>
+class Loader {
+ public:
+  Loader() = default;
+
+  // [first, end): what the tile may read along M or N.
+  __device__ __forceinline__ Loader(const OperandView& view, int group, const WorkTile& tile,
+                                    int first, int end, int K) {
+    const int thread = threadIdx.x;
+    const char* base = view.first;
+    if constexpr (Config::kKGrouped) {
+      if constexpr (Config::kFp8)
+        base += tile.k_begin * view.group_stride;
+      else
+        base += tile.k_begin * view.stride;
+    } else {
+      base += group * view.group_stride;
+    }
+    if constexpr (major == Major::kK) {
+      const int line = thread / 4, chunk = thread % 4;
+      from_ = base + (first + line) * view.stride + chunk * 16;
+      to_ = line * kStageLine + (chunk ^ (line / 2 % 4)) * 16;
+      k_left_ = Config::kKGrouped ? tile.k_blocks
+                                  : K * static_cast<int>(sizeof(typename Config::A)) - chunk * 16;
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i)
+        valid_ |= (first + line + i * kLinesPerPass < end) << i;
+    } else {
+      const int line = thread / 8, chunk = thread % 8;
+      from_ = base + line * view.stride + (first + chunk * 8) * 2;
+      to_ = line * kMajorMNLine + (chunk ^ (line % 8)) * 16;
+      k_left_ = (Config::kKGrouped ? tile.k_count : K) - line;
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i)
+        valid_ |= (first + chunk * 8 + i * kMajorMNColumn < end) << i;
+    }
+  }
+
+  // From now on.
+  __device__ __forceinline__ void load_zeros() { valid_ = 0; }
+
+  // Starts the copies of the next stage. second: of the stages of a k-block.
+  __device__ __forceinline__ void load(const OperandView& view, uint32_t stage, bool second) {
+    const uint32_t to = stage + to_, bits = k_left_ > 0 ? valid_ : 0;
+    if constexpr (major == Major::kK) {
+      copy_lines(view, to, bits, std::make_integer_sequence<int, kPasses>());
+      from_ += kStageLine;
+      if constexpr (Config::kKGrouped) {
+        if (second) from_ += view.group_stride - Config::kTileK;  // FP8: to the next block
+      } else {
+        k_left_ -= kStageLine;
+      }
+    } else {
+      copy_columns(to, bits, std::make_integer_sequence<int, kColumns>());
+      from_ += kMajorMNLines * view.stride;
+      k_left_ -= kMajorMNLines;
+    }
+  }
+
+ private:
+  static constexpr int kLinesPerPass = Config::kThreads / (major == Major::kK ? 4 : 8);
+  static constexpr int kPasses = extent / kLinesPerPass;       // K-major
+  static constexpr int kColumns = extent / kMajorMNColumn;     // M/N-major
+  static_assert(extent % kLinesPerPass == 0 && extent % kMajorMNColumn == 0);
+  static_assert(kLinesPerPass % 8 == 0, "chunks are exchanged alike in every pass");
+  static_assert(major == Major::kK || kLinesPerPass == kMajorMNLines, "a pass is a stage");
+
+  template <int... pass>
+  __device__ __forceinline__ void copy_lines(const OperandView& view, uint32_t to, uint32_t bits,
+                                             std::integer_sequence<int, pass...>) {
+    (cp_async_16<1u << pass>(to + pass * kLinesPerPass * kStageLine,
+                             from_ + pass * (kLinesPerPass * view.stride), bits),
+     ...);
+  }
+  template <int... column>
+  __device__ __forceinline__ void copy_columns(uint32_t to, uint32_t bits,
+                                               std::integer_sequence<int, column...>) {
+    (cp_async_16<1u << column>(to + column * kMajorMNBytes, from_ + column * kMajorMNLine, bits),
+     ...);
+  }
+
+  const char* from_ = nullptr;
+  uint32_t to_ = 0, valid_ = 0;  // valid_: a bit for each pass
+  int k_left_ = 0;  // bytes (K-major) or lines from this thread's chunk to the end; 0: there is no K
+};
+
+// Where a warp's fragments are in a stage: at most 64 rows of a (of_a) or b from `first` on, a
+// multiple of 64 for an M/N-major operand.
+template <Major major, bool of_a>
+class FragmentReader {
+ public:
+  __device__ __forceinline__ FragmentReader(int lane, int first) {
+    // The two halves of a matrix pair: a's run along rows first, b's along K first.
+    const int along_rows = of_a ? lane / 8 % 2 : lane / 16, along_k = of_a ? lane / 16 : lane / 8 % 2;
+    if constexpr (major == Major::kK) {
+      const int row = along_rows * 8 + lane % 8;
+      lane_ = kept((first + row) * kStageLine + (along_k ^ (row / 2 % 4)) * 16);
+    } else {
+      lane_ = kept((along_k * 8 + lane % 8) * kMajorMNLine + (along_rows ^ (lane % 8)) * 16 +
+                   first / kMajorMNColumn * kMajorMNBytes);
+    }
+  }
+
+  // Rows 16 i to 16 i + 15, bytes 32 k to 32 k + 31 of K.
+  __device__ __forceinline__ void read(uint32_t (&to)[4], uint32_t operand, int i, int k) const {
+    if constexpr (major == Major::kK) {
+      ldmatrix_x4(to, ((operand + lane_) ^ (32 * k)) + i * 16 * kStageLine);
+    } else {
+      ldmatrix_x4<true>(to, ((operand + lane_) ^ (32 * i)) + k * 16 * kMajorMNLine);
+    }
+  }
+
+ private:
+  uint32_t lane_;
+};
+
+}  // namespace grouped_linear::cuda::sm80

@@ -1,0 +1,197 @@
+// The main loops: k-blocks of a warp's part of a tile, by mma.
+#pragma once
+
+#include "cuda/gemm/sm80/fp8_mma.cuh"
+#include "cuda/gemm/sm80/pipeline.cuh"
+
+namespace grouped_linear::cuda::sm80 {
+
+template <typename Config>
+__device__ __forceinline__ void clear(Accumulators<Config>& accum) {
+#pragma unroll
+  for (int i = 0; i < Config::kWarpM / 16; ++i)
+#pragma unroll
+    for (int j = 0; j < Config::kWarpN / 8; ++j)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) accum[i][j][k] = 0;
+}
+
+// What ldmatrix reads for a product of 32 bytes of K: 16 rows of a, or of b, each. With scales of
+// columns, or where FP8 is made fp16 by integer operations, there are registers for the first 16
+// rows of b alone; the others are read one after the other (H100, 2026-11: elsewhere that costs 8%).
+template <typename Config>
+struct RawFragments {
+  static constexpr bool kAllOfB =
+      !Config::kFp8 || !(Config::kScale1x128 || kFp8Math == Fp8Math::kBits);
+  static constexpr int kOfB = kAllOfB ? Config::kWarpN / 16 : 1;
+  uint32_t a[Config::kWarpM / 16][4], b[kOfB][4];
+};
+
+// How partial accumulators are added: by the scales of their k-block.
+template <typename Config>
+class Promotion {
+ public:
+  // Before the first k-block the partial accumulators are 0, and so are the scales.
+  __device__ __forceinline__ void set(const KBlockScales<Config>& scales, const MmaThread& thread) {
+    const float* rows = scales.rows + thread.row + thread.lane / 4;
+    const float block_scale = Config::kScale1x128 ? 1.0f : scales.columns[0];
+#pragma unroll
+    for (int i = 0; i < Config::kWarpM / 16; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) row_scales_[i][h] = rows[16 * i + 8 * h] * block_scale;
+    if constexpr (Config::kScale1x128)
+      columns_ = smem_address(scales.columns + thread.col + 2 * (thread.lane % 4));
+  }
+
+  // Adds columns 8 j to 8 j + 7.
+  __device__ __forceinline__ void add(const Accumulators<Config>& partial,
+                                      Accumulators<Config>& accum, int j) const {
+    constexpr float factor = kFp8Factor<typename Config::A> * kFp8Factor<typename Config::B>;
+    float2 column = make_float2(1, 1);
+    if constexpr (Config::kScale1x128)
+      if (columns_ != 0) column = ld_shared_float2(columns_ + 8 * sizeof(float) * j);
+#pragma unroll
+    for (int i = 0; i < Config::kWarpM / 16; ++i)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float value = partial[i][j][k] * factor;
+        if constexpr (Config::kBlockScaled)
+          accum[i][j][k] +=
+              row_scales_[i][k / 2] * ((k % 2 == 0 ? column.x : column.y) * value);
+        else
+          accum[i][j][k] += value;
+      }
+  }
+
+ private:
+  float row_scales_[Config::kWarpM / 16][2] = {};
+  uint32_t columns_ = 0;
+};
+
+// A warp's part of a tile. Fragments of the next product, of the next stage or tile too, are read
+// while one is computed.
+template <typename Config>
+class WarpTile {
+ public:
+  __device__ __forceinline__ WarpTile(Pipeline<Config>& pipeline, const MmaThread& thread)
+      : pipeline_(pipeline),
+        thread_(thread),
+        read_a_(thread.lane, thread.row),
+        read_b_(thread.lane, thread.col) {
+    begin_stage();
+  }
+
+  // accum = so many k-blocks of a @ b.T, in 16 bits.
+  __device__ __forceinline__ void multiply_16bit(int k_blocks, Accumulators<Config>& accum) {
+    using T = typename Config::A;
+    const auto multiply = [&](const RawFragments<Config>& from) {
+#pragma unroll
+      for (int j = 0; j < Config::kWarpN / 16; ++j)
+#pragma unroll
+        for (int i = 0; i < Config::kWarpM / 16; ++i) {
+          mma_16bit<T>(accum[i][2 * j], from.a[i], from.b[j][0], from.b[j][1], accum[i][2 * j]);
+          mma_16bit<T>(accum[i][2 * j + 1], from.a[i], from.b[j][2], from.b[j][3],
+                       accum[i][2 * j + 1]);
+        }
+    };
+    clear<Config>(accum);
+#pragma unroll 1
+    for (int k_block = 0; k_block < k_blocks; ++k_block) {
+      pipeline_.prepare_load();
+      RawFragments<Config> second;
+      read(second, 1);
+      pipeline_.load_next();
+      multiply(first_);
+      begin_stage();
+      multiply(second);
+    }
+  }
+
+  // The same in FP8. Every k-block of 128 is summed by the tensor cores in a partial accumulator,
+  // which is scaled and added to the accumulator in float32: see sm90/mainloop_fp8.cuh.
+  __device__ __forceinline__ void multiply_fp8(int k_blocks, Accumulators<Config>& accum) {
+    using A = typename Config::A;
+    using B = typename Config::B;
+    Accumulators<Config> partial;
+    clear<Config>(accum);
+    clear<Config>(partial);
+    Promotion<Config> promotion;
+    constexpr bool all_of_b = RawFragments<Config>::kAllOfB;
+    constexpr int b_fragments = Config::kWarpN / 16;
+    // Multiplies half k of the stage. read_next: reads the next half.
+    const auto multiply = [&](const RawFragments<Config>& from, int k, bool first,
+                              const auto& read_next) {
+      const uint32_t stage = stage_;
+      if (all_of_b) read_next();
+      Fp8FragmentA<A> a[Config::kWarpM / 16];
+#pragma unroll
+      for (int i = 0; i < Config::kWarpM / 16; ++i) a[i].set(from.a[i]);
+      uint32_t words[b_fragments][4];
+#pragma unroll
+      for (int i = 0; i < RawFragments<Config>::kOfB; ++i)
+#pragma unroll
+        for (int word = 0; word < 4; ++word) words[i][word] = from.b[i][word];
+#pragma unroll
+      for (int j = 0; j < 2 * b_fragments; ++j) {
+        if (!all_of_b && j % 2 == 0) {
+          if (j / 2 + 1 < b_fragments)
+            read_b_.read(words[j / 2 + 1], stage + Config::kABytes, j / 2 + 1, k);
+          else
+            read_next();
+        }
+        Fp8FragmentB<B> b;
+        b.set(words[j / 2][j % 2 * 2], words[j / 2][j % 2 * 2 + 1]);
+#pragma unroll
+        for (int i = 0; i < Config::kWarpM / 16; ++i) mma_fp8<A, B>(partial[i][j], a[i], b, first);
+      }
+    };
+#pragma unroll 1
+    for (int k_block = 0; k_block < k_blocks; ++k_block) {
+#pragma unroll
+      for (int i = 0; i < Config::kStagesPerKBlock; ++i) {
+        pipeline_.prepare_load();
+        RawFragments<Config> second;
+        pipeline_.load_next();
+        multiply(first_, 0, i == 0, [&] { read(second, 1); });
+        multiply(second, 1, false, [&] { begin_stage(); });
+      }
+      if constexpr (Config::kBlockScaled) promotion.set(pipeline_.scales(), thread_);
+#pragma unroll
+      for (int j = 0; j < Config::kWarpN / 8; ++j) promotion.add(partial, accum, j);
+    }
+  }
+
+  // Takes part in loading a tile in which this warp has no outputs.
+  __device__ __forceinline__ void skip(int k_blocks) {
+#pragma unroll 1
+    for (int stage = 0; stage < k_blocks * Config::kStagesPerKBlock; ++stage) {
+      pipeline_.prepare_load();
+      pipeline_.load_next();
+      begin_stage();
+    }
+    if constexpr (Config::kBlockScaled) pipeline_.skip_scales(k_blocks);
+  }
+
+ private:
+  __device__ __forceinline__ void read(RawFragments<Config>& to, int k) const {
+#pragma unroll
+    for (int i = 0; i < Config::kWarpM / 16; ++i) read_a_.read(to.a[i], stage_, i, k);
+#pragma unroll
+    for (int j = 0; j < RawFragments<Config>::kOfB; ++j)
+      read_b_.read(to.b[j], stage_ + Config::kABytes, j, k);
+  }
+
+  __device__ __forceinline__ void begin_stage() {
+    stage_ = pipeline_.next_stage();
+    read(first_, 0);
+  }
+
+  Pipeline<Config>& pipeline_;
+  MmaThread thread_;
+  FragmentReader<Config::kAMajor, true> read_a_;
+  FragmentReader<Config::kBMajor, false> read_b_;
+  uint32_t stage_;
+  RawFragments<Config> first_;  // of the current stage
+};
+
+}  // namespace grouped_linear::cuda::sm80
