@@ -54,14 +54,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int k_blocks = pipeline.k_blocks(tile);
     // An empty group adds nothing.
     const bool has_outputs = tile.row + thread.row < tile.row_end &&
-                             tile.col + thread.col < shape.cols &&
-                             (tile.k_blocks > 0 || overwrite);
+                             tile.col + thread.col < shape.cols && (tile.k_blocks > 0 || overwrite);
     if (!has_outputs) {
       warp_tile.skip(k_blocks);
       continue;
     }
-    if (Config::kKGrouped && !overwrite)
-      prefetch_outputs<Config>(epilogue, shape, tile, thread);
+    if (Config::kKGrouped && !overwrite) prefetch_outputs<Config>(epilogue, shape, tile, thread);
     Accumulators<Config> accum;
     if constexpr (Config::kFp8)
       warp_tile.multiply_fp8(k_blocks, accum);

@@ -37,8 +37,8 @@ void launch_gemm(const Launch& launch, const Operands& operands, const GroupedGe
 
   constexpr auto kernel = grouped_gemm_kernel<Config>;
   launch.allow_shared_bytes<kernel>(bytes);
-  launch.run(kernel, static_cast<unsigned>(blocks), Config::kThreads, bytes,
-             operands, gemm.offs.const_data_ptr<int32_t>(), epilogue,
+  launch.run(kernel, static_cast<unsigned>(blocks), Config::kThreads, bytes, operands,
+             gemm.offs.const_data_ptr<int32_t>(), epilogue,
              counter ? static_cast<unsigned long long*>(counter->data_ptr()) : nullptr, counts,
              shape);
 }

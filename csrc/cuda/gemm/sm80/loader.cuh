@@ -25,9 +25,9 @@ struct OperandView {
   int64_t group_stride, stride;
 };
 
-constexpr int kMajorMNColumn = 64;                   // elements
-constexpr int kMajorMNLine = 2 * kMajorMNColumn;     // bytes
-constexpr int kMajorMNLines = kStageLine / 2;        // in a stage
+constexpr int kMajorMNColumn = 64;                // elements
+constexpr int kMajorMNLine = 2 * kMajorMNColumn;  // bytes
+constexpr int kMajorMNLines = kStageLine / 2;     // in a stage
 constexpr int kMajorMNBytes = kMajorMNLine * kMajorMNLines;
 
 // A thread's copies of a tile of `extent` rows (or columns) of the output.
@@ -56,8 +56,7 @@ class Loader {
       k_left_ = Config::kKGrouped ? tile.k_blocks
                                   : K * static_cast<int>(sizeof(typename Config::A)) - chunk * 16;
 #pragma unroll
-      for (int i = 0; i < kPasses; ++i)
-        valid_ |= (first + line + i * kLinesPerPass < end) << i;
+      for (int i = 0; i < kPasses; ++i) valid_ |= (first + line + i * kLinesPerPass < end) << i;
     } else {
       const int line = thread / 8, chunk = thread % 8;
       from_ = base + line * view.stride + (first + chunk * 8) * 2;
@@ -92,8 +91,8 @@ class Loader {
 
  private:
   static constexpr int kLinesPerPass = Config::kThreads / (major == Major::kK ? 4 : 8);
-  static constexpr int kPasses = extent / kLinesPerPass;       // K-major
-  static constexpr int kColumns = extent / kMajorMNColumn;     // M/N-major
+  static constexpr int kPasses = extent / kLinesPerPass;    // K-major
+  static constexpr int kColumns = extent / kMajorMNColumn;  // M/N-major
   static_assert(extent % kLinesPerPass == 0 && extent % kMajorMNColumn == 0);
   static_assert(kLinesPerPass % 8 == 0, "chunks are exchanged alike in every pass");
   static_assert(major == Major::kK || kLinesPerPass == kMajorMNLines, "a pass is a stage");
@@ -114,7 +113,8 @@ class Loader {
 
   const char* from_ = nullptr;
   uint32_t to_ = 0, valid_ = 0;  // valid_: a bit for each pass
-  int k_left_ = 0;  // bytes (K-major) or lines from this thread's chunk to the end; 0: there is no K
+  int k_left_ =
+      0;  // bytes (K-major) or lines from this thread's chunk to the end; 0: there is no K
 };
 
 // Where a warp's fragments are in a stage: at most 64 rows of a (of_a) or b from `first` on, a
@@ -124,7 +124,8 @@ class FragmentReader {
  public:
   __device__ __forceinline__ FragmentReader(int lane, int first) {
     // The two halves of a matrix pair: a's run along rows first, b's along K first.
-    const int along_rows = of_a ? lane / 8 % 2 : lane / 16, along_k = of_a ? lane / 16 : lane / 8 % 2;
+    const int along_rows = of_a ? lane / 8 % 2 : lane / 16,
+              along_k = of_a ? lane / 16 : lane / 8 % 2;
     if constexpr (major == Major::kK) {
       const int row = along_rows * 8 + lane % 8;
       lane_ = kept((first + row) * kStageLine + (along_k ^ (row / 2 % 4)) * 16);

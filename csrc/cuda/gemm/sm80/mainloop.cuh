@@ -56,8 +56,7 @@ class Promotion {
       for (int k = 0; k < 4; ++k) {
         const float value = partial[i][j][k] * factor;
         if constexpr (Config::kBlockScaled)
-          accum[i][j][k] +=
-              row_scales_[i][k / 2] * ((k % 2 == 0 ? column.x : column.y) * value);
+          accum[i][j][k] += row_scales_[i][k / 2] * ((k % 2 == 0 ? column.x : column.y) * value);
         else
           accum[i][j][k] += value;
       }

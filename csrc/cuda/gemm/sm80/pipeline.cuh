@@ -179,7 +179,7 @@ class Pipeline {
   Loader<Config, Config::kTileM, Config::kAMajor> a_;
   Loader<Config, Config::kTileN, Config::kBMajor> b_;
   ScaleLoader<Config> scales_;
-  int tiles_, left_ = 0;  // stages of the tile to load; less: there are no more tiles
+  int tiles_, left_ = 0;            // stages of the tile to load; less: there are no more tiles
   uint32_t stages_, read_, write_;  // addresses
   uint32_t begun_ = 0, computed_ = 0, scales_written_ = 0, scales_read_ = 0;
 };

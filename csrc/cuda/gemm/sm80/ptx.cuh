@@ -61,12 +61,12 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&to)[4], uint32_t from) {
                  : "r"(from));
 }
 
-#define GROUPED_LINEAR_MMA(shape, a_type, b_type)                                       \
-  asm("mma.sync.aligned." shape ".row.col.f32." a_type "." b_type                      \
-      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"        \
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                  \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]),        \
-        "f"(c[1]), "f"(c[2]), "f"(c[3]))
+#define GROUPED_LINEAR_MMA(shape, a_type, b_type)                                           \
+  asm("mma.sync.aligned." shape ".row.col.f32." a_type "." b_type                           \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"            \
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                      \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), \
+        "f"(c[2]), "f"(c[3]))
 
 // d = a @ b.T + c. a: 16 rows, b: 8 rows, both of 16 elements.
 template <typename T>

@@ -39,7 +39,8 @@ struct SharedStorage {
   GroupTable groups;
   int tile_numbers[2];  // of the tile that is loaded next, and of the one after it
   static_assert(Config::kStages <= kTileSlots, "a tile is overwritten while it is computed");
-  static_assert(kScaleSlots * Config::kStagesPerKBlock >= Config::kStages + Config::kStagesPerKBlock,
+  static_assert(kScaleSlots * Config::kStagesPerKBlock >=
+                    Config::kStages + Config::kStagesPerKBlock,
                 "scales are overwritten while they are read");
 };
 
