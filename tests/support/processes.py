@@ -34,12 +34,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from support.devices import CUDA_OPS, HOPPER
+from support.devices import CUDA_OPS, HAS_GPU
 
 PROCESSES = 2
 needs_two_gpus = pytest.mark.skipif(
-    not (HOPPER and CUDA_OPS) or torch.cuda.device_count() < PROCESSES,
-    reason="needs two GPUs of compute capability 9.0 (Hopper), and nvcc when it was built",
+    not (HAS_GPU and CUDA_OPS) or torch.cuda.device_count() < PROCESSES,
+    reason="needs two NVIDIA GPUs of compute capability 8.0 or more, and nvcc when it was built",
 )
 # Called with the rank and an empty directory that both processes share.
 Checks = Mapping[str, Callable[[int, Path], None]]
