@@ -15,7 +15,7 @@ from grouped_linear import Float8BlockScaling, GroupedLinear, GroupedTensor, ops
 from support import reference
 from support.cases import cases, variant_of
 from support.compare import ROUNDING, assert_same, assert_same_bits
-from support.devices import devices, needs_hopper
+from support.devices import devices, needs_gpu
 from support.groups import GROUPS, Groups
 from support.samples import Sample, make
 from support.tensors import BF16, DTYPES, FP16, FP32
@@ -83,7 +83,7 @@ def test_step(op: str, groups: Groups, variant: str, dtype: torch.dtype, device:
         assert (error <= (ROUNDING[dtype] + 2.0**-22) * unscaled.abs() + 2.0**-25).all()
 
 
-@needs_hopper
+@needs_gpu
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("adam_weight_"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_devices_agree(
@@ -288,7 +288,7 @@ def test_step_counts_as_a_write(dtype: torch.dtype, device: str) -> None:
         y.sum().backward()
 
 
-@needs_hopper
+@needs_gpu
 @pytest.mark.parametrize("name", ["AdamW", "amsgrad"])
 def test_cuda_graph(name: str) -> None:
     """Replays take the steps that eager calls take: step and learning rate are on the device."""

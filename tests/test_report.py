@@ -8,7 +8,7 @@ import torch
 
 import grouped_linear
 from grouped_linear import report
-from support.devices import OPS, needs_hopper
+from support.devices import OPS, needs_gpu
 
 CPU = torch.device("cpu")
 BFLOAT16 = report.FAMILIES["GEMM, bfloat16"]
@@ -59,7 +59,7 @@ def test_transformers_is_supported_or_says_why(monkeypatch: pytest.MonkeyPatch) 
     assert report.transformers() == "not installed"
 
 
-@needs_hopper
+@needs_gpu
 @pytest.mark.parametrize(
     ("family", "path"),
     [("GEMM, bfloat16", "sm90"), ("GEMM, float32", "simt"), ("GEMM, float8", "sm90"),
