@@ -84,11 +84,24 @@ def step(model: Any, x: Tensor, logits: Tensor, dy: Tensor, choose: Any = route)
     return {"y": y.detach(), **dict(zip(("x", "logits", *names), local, strict=True))}
 
 
-def compare(got: Step, want: Step, rank: int, only: tuple[str, ...] = ()) -> None:
+TOKENS = "y", "x", "logits"
+
+
+def compare(got: Step, want: Step, rank: int, exact_weights: bool = True) -> None:
+    """What tokens get has the same bits; weights' gradients have them, or nearly so."""
     for name, whole in want.items():
-        part = own(rank) if name in ("y", "x", "logits") else slice(rank * L, (rank + 1) * L)
-        if not only or name in only:
-            assert_same_bits(got[name], whole[part])
+        if name in TOKENS:
+            assert_same_bits(got[name], whole[own(rank)])
+        else:
+            compare_weight_gradient(got[name], whole[rank * L : (rank + 1) * L], exact_weights)
+
+
+def compare_weight_gradient(got: Tensor, want: Tensor, exact: bool = True) -> None:
+    """A GPU cuts long sums in pieces, which depend on how many experts there are."""
+    if exact and device().type == "cpu":
+        assert_same_bits(got, want)
+    else:
+        assert (got - want).norm() <= 1e-5 * want.norm()
 
 
 def check_one_process(
@@ -100,14 +113,8 @@ def check_one_process(
     if compiled:
         parallel = compile_whole(parallel)
     got, want = step(parallel, *(t[own(rank)] for t in data)), step(whole, *data)
-    if not how.get("fp8"):
-        compare(got, want, rank)
-        return
-    compare(got, want, rank, only=("y", "x", "logits"))
-    # x and dy were rounded before wgrad rounds them along tokens: what differs is next to zero.
-    for name in ("gate_up_proj", "down_proj"):
-        exact = want[name][rank * L : (rank + 1) * L]
-        assert (got[name] - exact).norm() < 1e-5 * exact.norm()
+    # In FP8 x and dy are rounded before wgrad rounds them along tokens. What differs is next to 0.
+    compare(got, want, rank, exact_weights=not how.get("fp8"))
 
 
 def compile_whole(model: nn.Module, **options: Any) -> Any:
@@ -241,7 +248,7 @@ def check_micro_batches(rank: int, directory: Path) -> None:
             mlp(x, *route(logits), first).backward(dy)
         grads.append([p.main_grad for p in mlp.parameters()])
     for got, want in zip(*reversed(grads), strict=True):
-        assert_same_bits(got.to_local(), want[rank * L : (rank + 1) * L])
+        compare_weight_gradient(got.to_local(), want[rank * L : (rank + 1) * L])
 
 
 def check_quantized_weight(rank: int, directory: Path) -> None:
@@ -257,8 +264,12 @@ def check_quantized_weight(rank: int, directory: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
     for p, of_whole in zip(parallel.parameters(), whole.parameters(), strict=True):
-        assert isinstance(p.to_local(), GroupedTensor)
-        assert_same(p.to_local(), of_whole.detach()[rank * L : (rank + 1) * L])
+        local, part = p.to_local(), of_whole.detach()[rank * L : (rank + 1) * L]
+        assert isinstance(local, GroupedTensor)
+        if device().type == "cpu":
+            assert_same(local, part)
+        else:  # a gradient that is nearly the same may round a weight to its neighbour
+            assert (local.q.view(torch.uint8) == part.q.view(torch.uint8)).float().mean() > 0.99
 
 
 def check_meta(options: dict[str, Any], rank: int, directory: Path) -> None:

@@ -96,10 +96,16 @@ def _shared_run(
 def _run(checks: Checks, directory: Path, backend: str, processes: int) -> dict[str, str]:
     for name in checks:
         (directory / name).mkdir()
-    mp.spawn(_process, args=(checks, directory, backend, processes), nprocs=processes)
+    ended = ""
+    try:
+        mp.spawn(_process, args=(checks, directory, backend, processes), nprocs=processes)
+    except mp.ProcessExitedException as error:  # NCCL ends a process that waits in vain
+        ended = f"not run to its end: {error}"
     found: dict[str, str] = {}
     for name in checks:
         texts = [file.read_text() for file in sorted(directory.glob(f"{name}.rank*"))]
+        if len(list(directory.glob(f"{name}.end*"))) < processes:
+            texts.append(ended)
         if texts:
             found[name] = "\n".join(texts)
     return found
@@ -122,7 +128,7 @@ def _process(rank: int, checks: Checks, directory: Path, backend: str, processes
             init_method=f"file://{directory / name}.rendezvous",
             rank=rank,
             world_size=processes,
-            timeout=timedelta(minutes=2),
+            timeout=timedelta(minutes=2 if backend == "gloo" else 1),
         )
         try:
             check(rank, directory / name)
@@ -132,4 +138,5 @@ def _process(rank: int, checks: Checks, directory: Path, backend: str, processes
             (directory / f"{name}.rank{rank}").write_text(f"rank {rank}: {traceback.format_exc()}")
             gc.collect()  # what the failed check made may hold its group open
         dist.destroy_process_group()
+        (directory / f"{name}.end{rank}").touch()
         torch._dynamo.reset()
