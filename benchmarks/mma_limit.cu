@@ -44,10 +44,12 @@ __global__ void __launch_bounds__(32 * warps, 1) multiply(const uint4* data, flo
     if (loads) read((step & 1) * 16384);
 #pragma unroll
     for (int i = 0; i < copies; ++i)  // of 64-byte lines, 2 KiB apart; 16 MiB of data
-      sm80::cp_async_16<1>(smem_address(copied + threadIdx.x + 256 * i),
-                  data + 4096 + (((step / 2 * 4 + threadIdx.x % 4) & 127) +
-                                 (threadIdx.x / 4 + 64 * (i + 3 * (step % 2)) + blockIdx.x % 20 * 384) * 128),
-                  1u);
+      sm80::cp_async_16<1>(
+          smem_address(copied + threadIdx.x + 256 * i),
+          data + 4096 +
+              (((step / 2 * 4 + threadIdx.x % 4) & 127) +
+               (threadIdx.x / 4 + 64 * (i + 3 * (step % 2)) + blockIdx.x % 20 * 384) * 128),
+          1u);
     if (copies > 0 && step % 2 == 1) {
       cp_async_commit();
       cp_async_wait<2>();
@@ -58,13 +60,17 @@ __global__ void __launch_bounds__(32 * warps, 1) multiply(const uint4* data, flo
       Fp8FragmentA<T> a[row_parts];
 #pragma unroll
       for (int i = 0; i < row_parts; ++i) {
-        if (!loads) asm volatile("" : "+r"(a_words[i][0]), "+r"(a_words[i][1]), "+r"(a_words[i][2]), "+r"(a_words[i][3]));
+        if (!loads)
+          asm volatile(""
+                       : "+r"(a_words[i][0]), "+r"(a_words[i][1]), "+r"(a_words[i][2]),
+                         "+r"(a_words[i][3]));
         a[i].set(a_words[i]);
       }
 #pragma unroll
       for (int j = 0; j < col_parts; j += 2) {
         auto& words = b_words[j / 2];
-        if (!loads) asm volatile("" : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3]));
+        if (!loads)
+          asm volatile("" : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3]));
         Fp8FragmentB<T> b[2];
         b[0].set(words[0], words[1]);
         b[1].set(words[2], words[3]);
@@ -107,7 +113,8 @@ void measure(const char* what, const uint4* data, float* out, int sms) {
     cudaEventElapsedTime(&ms, begin, end);
     best = ms < best ? ms : best;
   }
-  const double flops = 5.0 * sms * warps * kSteps * row_parts * col_parts * 16 * 8 * (fp8 ? 32 : 16) * 2;
+  const double flops =
+      5.0 * sms * warps * kSteps * row_parts * col_parts * 16 * 8 * (fp8 ? 32 : 16) * 2;
   printf("%-52s best %6.1f  last %6.1f TFLOP/s  %s\n", what, flops / best / 1e9, flops / ms / 1e9,
          cudaGetErrorString(cudaGetLastError()));
 }

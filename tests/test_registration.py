@@ -1,6 +1,7 @@
 """What torch knows about the ops: kernels, schemas, versions, strides; how the package loads."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 import textwrap
@@ -18,7 +19,7 @@ from grouped_linear import Float8BlockScaling, SwiGLU, ops
 from grouped_linear.meta_kernels import rules
 from support import reference
 from support.compare import assert_same_bits
-from support.devices import CUDA_OPS, HAS_GPU, OPS, devices, overload
+from support.devices import CUDA_OPS, HAS_GPU, OPS, devices, needs_gpu, overload
 from support.errors import sentence
 from support.groups import GROUPS
 from support.samples import make
@@ -70,6 +71,29 @@ def test_ops_without_a_cuda_kernel_say_so(op: str) -> None:
 def test_older_gpus_are_refused(op: str) -> None:
     said = sentence(make(op, GROUPS["unaligned"], BF16).on("cuda"))
     assert "compute capability 8.0 and up" in said or "no CUDA kernel" in said
+
+
+CALL_GEMMS = """
+import torch
+from grouped_linear import ops
+
+offs = torch.tensor([3, 5], dtype=torch.int32, device="cuda")
+x, w = torch.randn(5, 64, device="cuda"), torch.randn(2, 32, 64, device="cuda")
+with torch.profiler.profile() as profile:
+    ops.grouped_mm(x.bfloat16(), w.bfloat16(), offs)
+print(*(event.name for event in profile.events() if "grouped_gemm" in event.name))
+"""
+
+
+@needs_gpu
+@pytest.mark.parametrize("portable", ["0", "1"])
+def test_environment_chooses_portable_kernels(portable: str) -> None:
+    """On Hopper: elsewhere they run anyway."""
+    environment = {**os.environ, "GROUPED_LINEAR_PORTABLE": portable}
+    command = [sys.executable, "-c", CALL_GEMMS]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    hopper = torch.cuda.get_device_capability() == (9, 0) and portable == "0"
+    assert ("sm90" if hopper else "sm80") in said.stdout
 
 
 def test_schemas() -> None:

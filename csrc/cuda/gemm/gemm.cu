@@ -1,8 +1,7 @@
-#include "cuda/gemm/gemm.h"
-
 #include <cstdlib>
 #include <string_view>
 
+#include "cuda/gemm/gemm.h"
 #include "cuda/gemm/simt/gemm.h"
 #include "cuda/gemm/sm80/gemm.h"
 #include "cuda/gemm/sm90/gemm.h"

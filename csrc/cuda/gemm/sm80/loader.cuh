@@ -34,11 +34,16 @@ constexpr int kMajorMNBytes = kMajorMNLine * kMajorMNLines;
 template <typename Config, int extent, Major major>
 class Loader {
  public:
-  Loader() = default;
+  // Until a tile begins, it loads zeros.
+  __device__ __forceinline__ Loader() {
+    const int thread = threadIdx.x;
+    to_ = major == Major::kK ? thread / 4 * kStageLine + (thread % 4 ^ (thread / 8 % 4)) * 16
+                             : thread / 8 * kMajorMNLine + (thread % 8 ^ (thread / 8 % 8)) * 16;
+  }
 
   // [first, end): what the tile may read along M or N.
-  __device__ __forceinline__ Loader(const OperandView& view, int group, const WorkTile& tile,
-                                    int first, int end, int K) {
+  __device__ __forceinline__ void begin_tile(const OperandView& view, int group,
+                                             const WorkTile& tile, int first, int end, int K) {
     const int thread = threadIdx.x;
     const char* base = view.first;
     if constexpr (Config::kKGrouped) {
@@ -52,16 +57,16 @@ class Loader {
     if constexpr (major == Major::kK) {
       const int line = thread / 4, chunk = thread % 4;
       from_ = base + (first + line) * view.stride + chunk * 16;
-      to_ = line * kStageLine + (chunk ^ (line / 2 % 4)) * 16;
       k_left_ = Config::kKGrouped ? tile.k_blocks
                                   : K * static_cast<int>(sizeof(typename Config::A)) - chunk * 16;
+      valid_ = 0;
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) valid_ |= (first + line + i * kLinesPerPass < end) << i;
     } else {
       const int line = thread / 8, chunk = thread % 8;
       from_ = base + line * view.stride + (first + chunk * 8) * 2;
-      to_ = line * kMajorMNLine + (chunk ^ (line % 8)) * 16;
       k_left_ = (Config::kKGrouped ? tile.k_count : K) - line;
+      valid_ = 0;
 #pragma unroll
       for (int i = 0; i < kColumns; ++i)
         valid_ |= (first + chunk * 8 + i * kMajorMNColumn < end) << i;
@@ -112,9 +117,9 @@ class Loader {
   }
 
   const char* from_ = nullptr;
-  uint32_t to_ = 0, valid_ = 0;  // valid_: a bit for each pass
-  int k_left_ =
-      0;  // bytes (K-major) or lines from this thread's chunk to the end; 0: there is no K
+  uint32_t to_, valid_ = 0;  // valid_: a bit for each pass
+  // Bytes (K-major) or lines from this thread's chunk to the end; 0: there is no K.
+  int k_left_ = 0;
 };
 
 // Where a warp's fragments are in a stage: at most 64 rows of a (of_a) or b from `first` on, a

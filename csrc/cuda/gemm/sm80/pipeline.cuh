@@ -153,8 +153,8 @@ class Pipeline {
     WorkTile tile;
     if (number < tiles_) {
       tile = tile_of<Config>(number / 2, number % 2, shared_.groups, EveryGroup(), counts_, shape_);
-      a_ = {operands_.a, 0, tile, tile.row, tile.row_end, shape_.K};
-      b_ = {operands_.b, tile.group, tile, tile.col, shape_.cols, shape_.K};
+      a_.begin_tile(operands_.a, 0, tile, tile.row, tile.row_end, shape_.K);
+      b_.begin_tile(operands_.b, tile.group, tile, tile.col, shape_.cols, shape_.K);
       if constexpr (Config::kBlockScaled) scales_ = {operands_, tile, shape_.cols};
       left_ = k_blocks(tile) * Config::kStagesPerKBlock;
     } else {
