@@ -47,9 +47,11 @@ def assert_neighbours(q: Tensor, scale: Tensor, w: Tensor, *, nearest: bool) -> 
     blocks = scale.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., :size_N, :size_K]
     exact = w / blocks.double()
     step = 2.0 ** (exact.abs().clamp(min=2.0**-6).log2().floor() - 3)  # 3 bits of mantissa
-    # float32 rounds w by some units of 2^-24, which moves a tie, or a number at a power of two
+    # float32 rounds w, and what it is a sum of, by some units of 2^-24, which moves a tie, or a
+    # number at a power of two
     error = (q.double() - exact).abs()
-    assert (error <= (0.5 if nearest else 1.0) * step + 2.0**-18 * exact.abs()).all()
+    rounding = 2.0**-18 * exact.abs() + 1e-6 / blocks.double()
+    assert (error <= (0.5 if nearest else 1.0) * step + rounding).all()
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("adam_weight_"))
@@ -229,7 +231,7 @@ def test_steps_of_torch(
             assert mine.dtype == dtype
             assert type(mine) is Tensor
             torch.testing.assert_close(
-                mine.float(), theirs, rtol=2 * ROUNDING[dtype] + 2.0**-20, atol=1e-7
+                mine.float(), theirs, rtol=2 * ROUNDING[dtype] + 2.0**-20, atol=1e-6
             )
             theirs.copy_(mine)
         of_same_moments = twin.detach().cpu().double()

@@ -15,7 +15,7 @@ from grouped_linear import GroupedLinear, Recipe
 STRICT_GRAPHS = {
     "triton.cudagraph_or_error": True,
     "graph_partition": False,  # which splits in silence what one graph cannot hold
-    "force_disable_caches": True,
+    "fx_graph_cache": False,
 }
 
 T, E, K, N = 40, 3, 32, 48

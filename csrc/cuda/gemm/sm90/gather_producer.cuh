@@ -188,7 +188,7 @@ __device__ void GatherProducer<operand>::run(SharedStorage<Config>& shared, cons
         read_numbers(k_block + 1);
       }
       mbarrier_wait(&shared.empty[stage], state.phase ^ 1);
-      if (threadIdx.x == 0) load_other<Config>(shared, maps, tile, stage, k_block);
+      if (!is_second && elect_one()) load_other<Config>(shared, maps, tile, stage, k_block);
       if constexpr (Config::kScale128x128) {
         if (is_second) {
           const float2 of_block = scales.next(scale_b, k_block, tile.k_blocks);

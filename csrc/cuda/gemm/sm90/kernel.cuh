@@ -122,15 +122,16 @@ __device__ void run_roles(SharedStorage<Config>& shared, const TensorMaps& maps,
                           const GemmShape& shape) {
   if (threadIdx.x < 128) {
     setmaxnreg_dec<Producer::kRegisters>();
+    if (threadIdx.x < Producer::kThreads)
+      Producer::template run<Config>(shared, maps, producer, scale_b, workspace, counts, shape);
+    constexpr bool takes_warp_1 = Producer::kThreads > 32;
+    if constexpr (Config::kScale128x128 && !takes_warp_1)
+      if (threadIdx.x / 32 == 1) load_block_scales<Config>(shared, scale_b, counts, shape);
     constexpr int zeroing_warp = Config::kHasIdleWarp ? 1 : 2;
     if (Config::kKGrouped && threadIdx.x / 32 == zeroing_warp && shared.active_groups < shape.E)
       clear_zeros(shared);
-    if (threadIdx.x < Producer::kThreads)
-      Producer::template run<Config>(shared, maps, producer, scale_b, workspace, counts, shape);
-    if constexpr (Producer::kThreads > 32) {
-      // It takes warp 1 too, with its part.
-    } else if constexpr (Config::kScale128x128) {
-      if (threadIdx.x / 32 == 1) load_block_scales<Config>(shared, scale_b, counts, shape);
+    if constexpr (takes_warp_1) {
+      // It has the roles of warp 1.
     } else if constexpr (Config::kScale1x128) {
       if (threadIdx.x / 32 == 1)
         find_shared_column_scales<Config>(shared, workspace, counts, shape);
