@@ -138,7 +138,7 @@ install_package() {
   inputs=$(
     {
       find csrc pyproject.toml -type f -exec cksum {} +
-      echo "${GROUPED_LINEAR_PTXAS_GATE:-}"
+      echo "${GROUPED_LINEAR_PTXAS_GATE:-} ${GROUPED_LINEAR_CUDA_ARCHS:-}"
     } | sort | cksum
   )
   is_done package "$inputs" && return

@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--here", action="store_true", help="build from this folder, not the sdist")
     parser.add_argument("--ends", action="store_true", help="the oldest and the newest torch alone")
     parser.add_argument("pythons", nargs="*", default=[sys.executable], metavar="PYTHON")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()  # PYTHON may follow an option
     if arguments.command == "build":
         build(arguments.pythons, arguments.here)
     else:
