@@ -29,6 +29,7 @@ inline void check_cuda(const char* op, const char* what, cudaError_t error) {
 
 struct Device {
   int multiprocessors = 0, major = 0, minor = 0;
+  int sm_shared_bytes = 0, block_shared_bytes = 0;  // the most: of an SM, and of a thread block
 };
 
 inline std::vector<Device> query_devices(const char* op) {
@@ -42,6 +43,8 @@ inline std::vector<Device> query_devices(const char* op) {
     query(devices[d].multiprocessors, cudaDevAttrMultiProcessorCount);
     query(devices[d].major, cudaDevAttrComputeCapabilityMajor);
     query(devices[d].minor, cudaDevAttrComputeCapabilityMinor);
+    query(devices[d].sm_shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    query(devices[d].block_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   }
   return devices;
 }

@@ -35,10 +35,12 @@ class Launch {
 
   const char* op() const { return op_; }
   int multiprocessors() const { return device_.multiprocessors; }
+  int sm_shared_bytes() const { return device_.sm_shared_bytes; }
+  int block_shared_bytes() const { return device_.block_shared_bytes; }
   int compute_capability() const { return 10 * device_.major + device_.minor; }
 
-  // Allows thread blocks of a kernel so many bytes of dynamic shared memory, always the same
-  // number.
+  // Allows thread blocks of a kernel so many bytes of dynamic shared memory, on one device always the
+  // same number.
   template <auto kernel>
   void allow_shared_bytes(int bytes) const {
     static std::atomic<uint64_t> allowed{0};  // a bit for each of the first 64 devices

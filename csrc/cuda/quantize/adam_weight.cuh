@@ -83,10 +83,16 @@ struct AdamRow {
 };
 
 // Thread blocks on an SM: two hold 128 registers a thread each. AMSGrad in fp16 would spill four bytes
-// of them (nvcc 13.0).
+// of them, and but for Hopper in float32 up to 20 (nvcc 13.0).
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+template <typename Element>
+constexpr bool kSpillsAmsgrad = !std::is_same_v<Element, __nv_bfloat16>;
+#else
+template <typename Element>
+constexpr bool kSpillsAmsgrad = std::is_same_v<Element, __half>;
+#endif
 template <typename Element, bool amsgrad>
-constexpr int kAdamOccupancy =
-    std::is_same_v<Element, __half> && amsgrad ? 1 : kTileOccupancy<float>;
+constexpr int kAdamOccupancy = amsgrad && kSpillsAmsgrad<Element> ? 1 : kTileOccupancy<float>;
 
 // Every tensor is aligned to 16 bytes. Changes nothing where found_inf is given and not zero.
 template <typename Element, bool amsgrad>

@@ -58,7 +58,7 @@ Rows<Element> rows_of(const Tensor& x) {
 
 // One pass over a source, and the sum of the partial bias gradients.
 template <typename Element, typename Source>
-void quantize_tiles(const Launch& launch, const Source& source, const Tensor& offs, ScaleRule rule,
+void quantize_tiles(const Launch& launch, Source source, const Tensor& offs, ScaleRule rule,
                     const Results& results) {
   const PartialBiasGrad sums(results.bias_grad, padded_rows(results.T, results.E) / kBlock);
   BlockOutputs out = results.outputs();
@@ -66,8 +66,15 @@ void quantize_tiles(const Launch& launch, const Source& source, const Tensor& of
 
   const int64_t tiles = results.most_tiles(ceil_div(results.K / Source::kParts, kBlock));
   const int rows = int32_rows(results.T);
-  constexpr int buffer = static_cast<int>(sizeof(typename Source::Buffer));
-  static_assert(buffer <= kSmemForOneBlock, "launch_over_tiles allows no more shared memory");
+  int buffer = static_cast<int>(sizeof(typename Source::Buffer));
+  static_assert(sizeof(typename Source::Buffer) <= kSmemForOneBlock,
+                "launch_over_tiles allows no more shared memory");
+  if (buffer > smem_for_one_block(launch)) {  // float32 where blocks have 99 KiB
+    static_assert(sizeof(Element) == 4 || sizeof(typename Source::Buffer) <= 61 * 1024,
+                  "16-bit elements are prefetched on every GPU");
+    source.vectorised = false;  // without prefetching
+    buffer = 0;
+  }
   launch_over_tiles<group_quantize_kernel<Element, Source>>(
       launch, grid_of<Source>(launch, tiles, results.E), buffer, Source::kOccupancy, source,
       data<int32_t>(offs), static_cast<int>(results.E), rows, static_cast<int>(results.K), rule,

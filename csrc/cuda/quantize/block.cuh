@@ -234,8 +234,18 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
   }
 }
 
+// Thread blocks whose registers an SM must have room for. The largest prefetch buffers leave room for
+// one block where an SM has less shared memory than Hopper's or B200's.
+template <typename Source>
+constexpr int resident_blocks() {
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
+  if (sizeof(typename Source::Buffer) > 40 * 1024) return 1;
+#endif
+  return Source::kOccupancy;
+}
+
 template <typename Element, typename Source>
-__global__ void __launch_bounds__(kTileThreads, Source::kOccupancy)
+__global__ void __launch_bounds__(kTileThreads, resident_blocks<Source>())
     group_quantize_kernel(Source source, const int32_t* offs, int E, int T, int K, ScaleRule rule,
                           BlockOutputs out) {
   grid_dependency_wait();

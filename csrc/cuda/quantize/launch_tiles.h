@@ -30,9 +30,21 @@ inline unsigned tile_grid(const Launch& launch, int64_t tiles, int occupancy, in
 // Waves for one scale a group and for MX. The sources of block scaling have their own.
 constexpr int kGroupWaves = 8;
 
-// Dynamic shared memory of a thread block that leaves room for so many on a multiprocessor, beside
-// the 36 KB that each has anyway.
+// Shared memory that a thread block has anyway: 36 KB, or somewhat more for float32.
+constexpr int kStaticTileSmem = 38 * 1024;
+
+// Dynamic shared memory of a thread block that leaves room for so many on an SM of Hopper.
 constexpr int kSmemForOneBlock = 100 * 1024, kSmemForTwoBlocks = 72 * 1024;
+
+// The same on this GPU, whose SMs may have less: 100 KiB on 8.6, 8.9 and 12.0.
+inline int smem_for_one_block(const Launch& launch) {
+  return std::min(kSmemForOneBlock, launch.block_shared_bytes() - kStaticTileSmem);
+}
+inline int smem_for_two_blocks(const Launch& launch) {
+  constexpr int reserved = 1024;  // of each block, by the GPU
+  return std::clamp(launch.sm_shared_bytes() / 2 - reserved - kStaticTileSmem, 0,
+                    kSmemForTwoBlocks);
+}
 
 // The GPU would pack a small grid onto the first multiprocessors that the kernel before leaves, up
 // to `occupancy` thread blocks on one, and the last of those would end late. Asking for more shared
@@ -40,15 +52,15 @@ constexpr int kSmemForOneBlock = 100 * 1024, kSmemForTwoBlocks = 72 * 1024;
 // 6.4, [2048, 1024] 4.7 instead of 6.1 (a node of a graph, H200, 2026-11).
 inline int smem_to_spread(const Launch& launch, unsigned grid, int occupancy) {
   const auto multiprocessors = static_cast<unsigned>(launch.multiprocessors());
-  if (grid <= multiprocessors) return kSmemForOneBlock;
-  return grid <= 2 * multiprocessors && occupancy > 2 ? kSmemForTwoBlocks : 0;
+  if (grid <= multiprocessors) return smem_for_one_block(launch);
+  return grid <= 2 * multiprocessors && occupancy > 2 ? smem_for_two_blocks(launch) : 0;
 }
 
 // Launches a pass over tiles whose thread blocks need so many bytes of dynamic shared memory.
 template <auto kernel, typename... Arguments>
 void launch_over_tiles(const Launch& launch, unsigned grid, int shared_bytes, int occupancy,
                        const Arguments&... arguments) {
-  launch.allow_shared_bytes<kernel>(kSmemForOneBlock);
+  launch.allow_shared_bytes<kernel>(smem_for_one_block(launch));
   launch.run(kernel, grid, kTileThreads,
              std::max(shared_bytes, smem_to_spread(launch, grid, occupancy)), arguments...);
 }
