@@ -163,21 +163,22 @@ adam_weight_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor(d!) grad, T
     Tensor? grad_scale, Tensor? found_inf, float lr, float beta1, float beta2, float
     weight_decay, float eps, bool decoupled_weight_decay=True, bool maximize=False, float
     amax_epsilon=0., bool power_of_two_scales=True, bool stochastic_rounding=True) -> ()
-grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, ScalarType? out_dtype=None) ->
-    Tensor
+grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, ScalarType? out_dtype=None,
+    Tensor? rows=None) -> Tensor
 grouped_mm_list(Tensor a, Tensor[] b, Tensor offs, Tensor? bias=None, ScalarType?
-    out_dtype=None, bool transpose_b=False) -> Tensor
+    out_dtype=None, bool transpose_b=False, Tensor? rows=None) -> Tensor
 grouped_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, Tensor?
-    bias=None, ScalarType? out_dtype=None) -> Tensor
-grouped_mm_wgrad(Tensor dy, Tensor x, Tensor offs, ScalarType? out_dtype=None) -> Tensor
+    bias=None, ScalarType? out_dtype=None, Tensor? rows=None) -> Tensor
+grouped_mm_wgrad(Tensor dy, Tensor x, Tensor offs, ScalarType? out_dtype=None, Tensor?
+    dy_rows=None, Tensor? x_rows=None) -> Tensor
 grouped_scaled_mm_wgrad(Tensor dy_t, Tensor x_t, Tensor scale_dy_t, Tensor scale_x_t, Tensor
     offs, ScalarType? out_dtype=None) -> Tensor
 grouped_mm_wgrad_(Tensor(a!) main_grad, Tensor dy, Tensor x, Tensor offs, Tensor?
-    overwrite=None) -> ()
+    overwrite=None, Tensor? dy_rows=None, Tensor? x_rows=None) -> ()
 grouped_scaled_mm_wgrad_(Tensor(a!) main_grad, Tensor dy_t, Tensor x_t, Tensor scale_dy_t,
     Tensor scale_x_t, Tensor offs, Tensor? overwrite=None) -> ()
 grouped_mm_wgrad_list_(Tensor(a!)[] main_grad, Tensor dy, Tensor x, Tensor offs, Tensor?
-    overwrite=None) -> ()
+    overwrite=None, Tensor? dy_rows=None, Tensor? x_rows=None) -> ()
 grouped_scaled_mm_wgrad_list_(Tensor(a!)[] main_grad, Tensor dy_t, Tensor x_t, Tensor
     scale_dy_t, Tensor scale_x_t, Tensor offs, Tensor? overwrite=None) -> ()
 block_scaled_linear(Tensor x, Tensor w, Tensor m_splits, Tensor? bias=None, float
