@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import TrainerCallback
-from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from grouped_linear.autograd.context import StoredWeight
 from grouped_linear.integrations.fp8_checkpoint import weight_names
+from grouped_linear.integrations.quantize_experts import check_has_experts, experts_of
 from grouped_linear.nn.functional import check_whole
 from grouped_linear.nn.gradient_accumulation import cached_weight
 from grouped_linear.quantized.refresh import caches_of, refresh_weights
@@ -66,7 +66,10 @@ def cache_experts(model: nn.Module, recipe: Recipe | None = None) -> None:
             f"cache_experts: {type(recipe).__name__} has a state in each layer, and an experts "
             "implementation is a function: choose a recipe without state"
         )
-    weights = _weights_of_experts("cache_experts", model, "cache")
+    check_has_experts("cache_experts", model)
+    found = experts_of(model).values()
+    weights = [(experts, name) for experts in found for name in weight_names(experts)]
+    check_whole("cache_experts", (getattr(*place) for place in weights), "cache")
     for experts, name in weights:
         if isinstance(getattr(experts, name), GroupedTensor):
             raise ValueError(f"cache_experts: {name} is quantized already, by quantize_experts")
@@ -74,23 +77,6 @@ def cache_experts(model: nn.Module, recipe: Recipe | None = None) -> None:
         w = getattr(experts, name)
         E, N, K = w.shape  # as it is stored
         experts.add_module(f"{name}_cache", WeightCache(recipe, E, N, K, w.device, of=(name,)))
-
-
-def _weights_of_experts(where: str, model: nn.Module, action: str) -> list[tuple[Any, str]]:
-    """Experts modules and the names of their weights, but for those of a checkpoint in FP8."""
-    found: list[Any] = [m for m in model.modules() if hasattr(m, "is_concatenated")]
-    if not found:
-        raise ValueError(
-            f"{where}: the model has no experts that go through transformers' interface"
-        )
-    weights = [
-        (experts, name)
-        for experts in found
-        if not isinstance(experts, FP8Experts)
-        for name in weight_names(experts)
-    ]
-    check_whole(where, (getattr(*place) for place in weights), action)
-    return weights
 
 
 class RefreshWeights(TrainerCallback):

@@ -61,11 +61,8 @@ def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None)
     >>> model.model.layers[0].mlp.experts.down_proj.q.dtype
     torch.float8_e4m3fn
     """
-    if not any(hasattr(module, "is_concatenated") for module in model.modules()):
-        raise ValueError(
-            "quantize_experts: the model has no experts that go through transformers' interface"
-        )
-    found = _experts_of(model)
+    check_has_experts("quantize_experts", model)
+    found = experts_of(model)
     places = []
     for where, experts in found.items():
         own_recipe = _block_recipe_of(experts)
@@ -115,7 +112,7 @@ def dequantize_experts(model: nn.Module) -> None:
     >>> type(model.model.layers[0].mlp.experts.down_proj.data)
     <class 'torch.Tensor'>
     """
-    for experts in _experts_of(model).values():
+    for experts in experts_of(model).values():
         for name in fp8_checkpoint.weight_names(experts):
             w = getattr(experts, name)
             if is_quantized(w):
@@ -126,7 +123,15 @@ def dequantize_experts(model: nn.Module) -> None:
         fp8_checkpoint.forget(root)
 
 
-def _experts_of(model: nn.Module) -> dict[str, Any]:
+def check_has_experts(where: str, model: nn.Module) -> None:
+    """Raise ValueError for a model without experts that go through transformers' interface."""
+    if not any(hasattr(module, "is_concatenated") for module in model.modules()):
+        raise ValueError(
+            f"{where}: the model has no experts that go through transformers' interface"
+        )
+
+
+def experts_of(model: nn.Module) -> dict[str, Any]:
     """The experts that go through transformers' interface and are not of a checkpoint in FP8."""
     return {
         name: module

@@ -104,9 +104,9 @@ def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Views of experts.
 
     distribute_tensor splits on every process, then one sends. Refused while it sends, it would
-    leave the others waiting.
+    leave the others waiting. On the meta device it sends nothing.
     """
-    frame = _caller("_shard_tensor")
+    frame = None if args[0].is_meta else _caller("_shard_tensor")
     if frame is not None and frame.f_locals.get("src_data_rank") is not None:
         raise NotImplementedError(
             "GroupedTensor: distribute_tensor cannot send a quantized tensor: pass "
