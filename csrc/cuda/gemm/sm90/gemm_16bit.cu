@@ -18,7 +18,8 @@ void run_m_grouped(const Launch& launch, const GroupedGemm& gemm) {
   const int64_t K = a.size(1), N = b.size(1), E = b.size(0);
   const auto launch_with = [&]<typename Gemm>(std::type_identity<Gemm>, const TensorMaps& maps) {
     if (gemm.a_rows)
-      launch_gathering<Gemm, Operand::kA>(launch, maps, gemm, {}, gathered_rows(gemm.a_rows, a));
+      launch_gathering<Gemm, Operand::kA>(launch, maps, gemm, {},
+                                          gathered_rows(launch.op(), gemm.a_rows, a));
     else
       launch_gemm<Gemm>(launch, maps, gemm, {}, gemm.epilogue);
   };
@@ -58,9 +59,11 @@ void run_k_grouped(const Launch& launch, const GroupedGemm& gemm) {
   const CUtensorMap map_a = map_of(a), map_b = map_of(b);
   const TensorMaps maps{map_a, map_b, map_a, map_b, map_a, map_b};
   if (gemm.a_rows)
-    launch_gathering<Gemm, Operand::kA>(launch, maps, gemm, {}, gathered_rows(gemm.a_rows, a));
+    launch_gathering<Gemm, Operand::kA>(launch, maps, gemm, {},
+                                        gathered_rows(launch.op(), gemm.a_rows, a));
   else if (gemm.b_rows)
-    launch_gathering<Gemm, Operand::kB>(launch, maps, gemm, {}, gathered_rows(gemm.b_rows, b));
+    launch_gathering<Gemm, Operand::kB>(launch, maps, gemm, {},
+                                        gathered_rows(launch.op(), gemm.b_rows, b));
   else
     launch_gemm<Gemm>(launch, maps, gemm, {}, gemm.epilogue);
 }

@@ -69,7 +69,7 @@ void run_m_grouped(const Launch& launch, const GroupedGemm& gemm) {
   Scale128x128View scale_b_view{};
   std::optional<GatheredRows> gathered;
   if (gemm.a_rows) {
-    gathered = gathered_rows(gemm.a_rows, a);
+    gathered = gathered_rows(launch.op(), gemm.a_rows, a);
     gathered->scales = scale_a.const_data_ptr<float>();
     gathered->scale_stride = map_stride(scale_a, 0, scale_a.size(1));
   }

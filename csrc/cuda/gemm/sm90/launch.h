@@ -65,10 +65,13 @@ std::optional<Tensor> split_k_room(const Tensor& like, const GemmShape& shape, i
 }
 
 // What a GatherProducer reads: rows of the source, and their scales in FP8.
-inline GatheredRows gathered_rows(const std::optional<Tensor>& rows, const Tensor& source) {
+inline GatheredRows gathered_rows(const char* op, const std::optional<Tensor>& rows,
+                                  const Tensor& source) {
+  const int64_t pieces = map_stride(source, 0, source.size(1)) * item_size(source) / 16;
+  check(source.size(0) * pieces <= std::numeric_limits<uint32_t>::max(), op,
+        ": the tensor whose rows are gathered takes more than 64 GiB, too much for CUDA");
   return {row_numbers(rows, source), static_cast<const uint8_t*>(source.const_data_ptr()),
-          static_cast<uint32_t>(map_stride(source, 0, source.size(1)) * item_size(source) / 16),
-          nullptr, 0};
+          static_cast<uint32_t>(pieces), nullptr, 0};
 }
 
 // maps: of the operands and their scales. The map of out is made here.
