@@ -39,6 +39,7 @@ void check_group_quantize(const Tensor& x, const Tensor& offs, const std::option
 void check_sort_by_expert(const Tensor& experts, int64_t num_experts);
 void check_gather_sum(const Tensor& y, const Tensor& rows, const std::optional<Tensor>& weight);
 void check_gather_dot(const Tensor& a, const Tensor& y, const Tensor& rows);
+void check_scatter_rows(const Tensor& x, const Tensor& rows, int64_t num_rows);
 void check_swiglu(const char* op, const Tensor& gate_up, const Tensor& offs);
 void check_swiglu_grad(const char* op, const Tensor& dh, const Tensor& gate_up,
                        const Tensor& weight, const Tensor& offs);
@@ -88,9 +89,14 @@ void check_adam_weight(const Tensor& q, const Tensor& scale, const std::optional
                        const std::optional<Tensor>& grad_scale,
                        const std::optional<Tensor>& found_inf, double lr, double beta1,
                        double beta2, double weight_decay, double eps, double amax_epsilon);
-void check_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
+void check_grouped_mm(const char* op, const Tensor& a, const Tensor& b, const Tensor& offs,
                       const std::optional<Tensor>& bias, ScalarType out_dtype,
                       const std::optional<Tensor>& rows);
+void check_grouped_mm_swiglu(const Tensor& a, const Tensor& b, const Tensor& offs,
+                             const std::optional<Tensor>& bias, const std::optional<Tensor>& rows);
+void check_grouped_mm_swiglu_grad(const Tensor& a, const Tensor& b, const Tensor& gate_up,
+                                  const Tensor& weight, const Tensor& offs,
+                                  const std::optional<Tensor>& rows);
 void check_grouped_mm_list(const Tensor& a, const std::vector<Tensor>& b, const Tensor& offs,
                            const std::optional<Tensor>& bias, ScalarType out_dtype,
                            bool transpose_b, const std::optional<Tensor>& rows);

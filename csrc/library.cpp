@@ -61,6 +61,9 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   m.def("gather_sum(Tensor y, Tensor rows, Tensor? weight=None) -> Tensor");
   m.def("gather_dot(Tensor a, Tensor y, Tensor rows) -> Tensor");
 
+  // x [T, H], rows [T, C] -> out [num_rows, H] with out[rows[t, c]] = x[t]
+  m.def("scatter_rows(Tensor x, Tensor rows, SymInt num_rows) -> Tensor");
+
   // gate_up [T, 2 K] -> h [T, K] = g * sigmoid(alpha * g) * (u + beta)
   //                     with g = min(gate, limit) and u = clamp(up, -limit, limit)
   // interleaved: gate and up are columns 2 c and 2 c + 1, else two halves
@@ -154,6 +157,16 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   m.def(
       "grouped_mm_list(Tensor a, Tensor[] b, Tensor offs, Tensor? bias=None, "
       "ScalarType? out_dtype=None, bool transpose_b=False, Tensor? rows=None) -> Tensor");
+  // swiglu of grouped_mm's result, which is gate_up. b [E, 2 F, K] -> [T, 2 F] or empty, h [T, F]
+  m.def(
+      "grouped_mm_swiglu(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? rows=None, "
+      "bool keep_gate_up=True, float alpha=1.0, float beta=0.0, float? limit=None, "
+      "bool interleaved=False) -> (Tensor gate_up, Tensor h)");
+  // swiglu_grad of grouped_mm's result, which is dh. b [E, F, K], gate_up [T, 2 F]
+  m.def(
+      "grouped_mm_swiglu_grad(Tensor a, Tensor b, Tensor gate_up, Tensor weight, Tensor offs, "
+      "Tensor? rows=None, float alpha=1.0, float beta=0.0, float? limit=None, "
+      "bool interleaved=False) -> (Tensor d_gate_up, Tensor h, Tensor d_weight)");
   // FP8 operands with block scales as above, or with a scale a group: scale_a [E] and scale_b [E].
   // out_dtype: bfloat16 by default
   m.def(
@@ -209,6 +222,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   OP(sort_by_expert)             \
   OP(gather_sum)                 \
   OP(gather_dot)                 \
+  OP(scatter_rows)               \
   OP(swiglu)                     \
   OP(swiglu_grad)                \
   OP(group_quantize_swiglu)      \
@@ -228,6 +242,8 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   OP(adam_weight_)               \
   OP(grouped_mm)                 \
   OP(grouped_mm_list)            \
+  OP(grouped_mm_swiglu)          \
+  OP(grouped_mm_swiglu_grad)     \
   OP(grouped_scaled_mm)          \
   OP(grouped_mm_wgrad)           \
   OP(grouped_scaled_mm_wgrad)    \

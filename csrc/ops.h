@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "swiglu_math.h"
 #include "tensors.h"
 
 namespace grouped_linear::cpu {

@@ -123,7 +123,7 @@ FAMILIES = {
     "routing, SwiGLU": Family(
         lambda _: "loops",
         _route,
-        "splits_to_offsets sort_by_expert gather_sum gather_dot swiglu swiglu_grad",
+        "splits_to_offsets sort_by_expert gather_sum gather_dot scatter_rows swiglu swiglu_grad",
     ),
 }
 

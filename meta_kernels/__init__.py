@@ -14,6 +14,7 @@ from grouped_linear.meta_kernels import (
     per_group,
     quantize,
     refresh,
+    swiglu_gemm,
 )
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "per_group",
     "quantize",
     "refresh",
+    "swiglu_gemm",
 ]

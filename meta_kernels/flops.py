@@ -25,6 +25,15 @@ def _gemm(a: Shape, *others: Any, out_shape: Shape, **options: Any) -> int:
     return 2 * math.prod(out_shape) * a[1]
 
 
+@register_flop_formula([_ops.grouped_mm_swiglu, _ops.grouped_mm_swiglu_grad])
+def _gemm_swiglu(
+    a: Shape, b: Shape, *others: Any, out_shape: Sequence[Shape], **options: Any
+) -> int:
+    """a [T, K], b [E, N, K]."""
+    T = out_shape[1][0]  # of h, the second output
+    return 2 * T * math.prod(b[1:])
+
+
 @register_flop_formula([_ops.grouped_mm_wgrad])
 def _wgrad(
     dy: Shape,

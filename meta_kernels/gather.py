@@ -1,4 +1,4 @@
-"""Fake kernels of the ops that sort rows by expert, gather them, and sum or multiply them.
+"""Fake kernels of the ops that sort rows by expert, move them, and sum or multiply them.
 
 T tokens, C rows gathered for each, R rows of y, H features.
 """
@@ -58,3 +58,16 @@ def gather_dot(a: Tensor, y: Tensor, rows: Tensor) -> Tensor:
     rules.same("T", "a", a.size(0), "rows", rows.size(0))
     rules.same("H", "a", a.size(1), "y", y.size(1))
     return y.new_empty(rows.shape, dtype=torch.float32)
+
+
+@torch.library.register_fake("grouped_linear::scatter_rows")
+def scatter_rows(x: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """x [T, H], rows [T, C] -> [num_rows, H]."""
+    rules = Rules("scatter_rows")
+    rules.dim("x", x, 2)
+    rules.dtype("x", x.dtype, ACTIVATIONS)
+    rules.features("H", x.size(1))
+    rules.rows(rows, 2, "x", x)
+    rules.same("T", "rows", rows.size(0), "x", x.size(0))
+    rules.check(num_rows >= 0, lambda: f"num_rows must not be negative, got {num_rows}")
+    return x.new_empty((num_rows, x.size(1)))

@@ -17,18 +17,16 @@ def _row_count(rules: Rules, a: Tensor, rows: Tensor | None) -> int:
     return rows.size(0)
 
 
-@torch.library.register_fake("grouped_linear::grouped_mm")
-def grouped_mm(
+def check_grouped_mm(
+    rules: Rules,
     a: Tensor,
     b: Tensor,
     offs: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    rows: Tensor | None = None,
-) -> Tensor:
-    """a [T, K], b [E, N, K] -> [T, N]; with rows [T], a has any number of rows."""
-    dtype = a.dtype if out_dtype is None else out_dtype
-    rules = Rules("grouped_mm")
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    rows: Tensor | None,
+) -> tuple[int, int]:
+    """The rules of ``grouped_mm``; T and N."""
     rules.dim("a", a, 2)
     rules.dim("b", b, 3)
     rules.dtype("a", a.dtype, ACTIVATIONS)
@@ -41,7 +39,22 @@ def grouped_mm(
     rules.same("E", "b", b.size(0), "offs", offs.size(0))
     rules.dtype("out_dtype", dtype, ACTIVATIONS)
     rules.bias(bias, a, offs.size(0), b.size(1), dtype)
-    return a.new_empty((_row_count(rules, a, rows), b.size(1)), dtype=dtype)
+    return _row_count(rules, a, rows), b.size(1)
+
+
+@torch.library.register_fake("grouped_linear::grouped_mm")
+def grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """a [T, K], b [E, N, K] -> [T, N]; with rows [T], a has any number of rows."""
+    dtype = a.dtype if out_dtype is None else out_dtype
+    shape = check_grouped_mm(Rules("grouped_mm"), a, b, offs, bias, dtype, rows)
+    return a.new_empty(shape, dtype=dtype)
 
 
 @torch.library.register_fake("grouped_linear::grouped_mm_list")

@@ -103,7 +103,8 @@ def _check_swiglu_grad(
     return T, K
 
 
-def _check_form(rules: Rules, alpha: float, beta: float, limit: float | None) -> None:
+def check_form(rules: Rules, alpha: float, beta: float, limit: float | None) -> None:
+    """The rules of a form of SwiGLU."""
     rules.finite("alpha", alpha)
     rules.finite("beta", beta)
     rules.check(limit is None or limit > 0, lambda: f"limit must be positive, got {limit:g}")
@@ -121,7 +122,7 @@ def swiglu(
     """gate_up [T, 2 K] -> h [T, K]."""
     rules = Rules("swiglu")
     T, K = _check_swiglu(rules, gate_up, offs)
-    _check_form(rules, alpha, beta, limit)
+    check_form(rules, alpha, beta, limit)
     return gate_up.new_empty((T, K))
 
 
@@ -139,7 +140,7 @@ def swiglu_grad(
     """dh [T, K], weight [T] -> d_gate_up [T, 2 K], h [T, K], d_weight [T]."""
     rules = Rules("swiglu_grad")
     T, K = _check_swiglu_grad(rules, dh, gate_up, weight, offs)
-    _check_form(rules, alpha, beta, limit)
+    check_form(rules, alpha, beta, limit)
     return dh.new_empty((T, 2 * K)), dh.new_empty((T, K)), weight.new_empty((T,))
 
 
@@ -163,7 +164,7 @@ def group_quantize_swiglu(
     T, K = _check_swiglu(rules, gate_up, offs)
     rules.epsilon(amax_epsilon)
     rules.layouts(rowwise, columnwise)
-    _check_form(rules, alpha, beta, limit)
+    check_form(rules, alpha, beta, limit)
     h = gate_up.new_empty((T, K) if keep_h else (0,))
     return (*_quantized(gate_up, T, K, offs.size(0), rowwise, columnwise), h)
 
@@ -191,7 +192,7 @@ def group_quantize_swiglu_grad(
     T, K = _check_swiglu_grad(rules, dh, gate_up, weight, offs)
     rules.epsilon(amax_epsilon)
     rules.layouts(rowwise, columnwise)
-    _check_form(rules, alpha, beta, limit)
+    check_form(rules, alpha, beta, limit)
     E = offs.size(0)
     grad = output_if(bias_grad, dh, (E, 2 * K), torch.float32)
     _, _, h_t, scale_h_t = _quantized(dh, T, K, E, False, h_columnwise)

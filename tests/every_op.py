@@ -48,6 +48,8 @@ def call_every_op(T: int, K: int, N: int, sizes: tuple[int, ...], dtype: torch.d
     ops.gather_sum(x, choices, torch.rand(T, 2, device=DEVICE))
     ops.gather_sum(x, choices.int())
     ops.gather_dot(x, x, choices)
+    places = torch.randperm(2 * T, device=DEVICE).view(T, 2)
+    ops.scatter_rows(x, places, 2 * T)
     gate_up = draw(T, 2 * K)
     ops.swiglu(gate_up, offs)
     weight = torch.randn(T, device=DEVICE)

@@ -190,6 +190,31 @@ gather_dot: H differs: a has 16, y has 144""",
     )
 
 
+def test_scatter_rows() -> None:
+    good = make("scatter_rows", GROUPS_3, BF16)
+    x = good["x"]
+    mistakes = [
+        {"x": x[0]},
+        {"x": x.double()},
+        {"x": like(x, None, 24)},
+        {"rows": good["rows"][0]},
+        {"rows": good["rows"].short()},
+        {"x": like(x, 11, None)},
+        {"num_rows": -1},
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+scatter_rows: x must be 2-D, got 1-D
+scatter_rows: x must be bfloat16, float16 or float32, got float64
+scatter_rows: H must be a positive multiple of 16, got 24
+scatter_rows: rows must be 2-D, got 1-D
+scatter_rows: rows must be int32 or int64, got int16
+scatter_rows: T differs: rows has 12, x has 11
+scatter_rows: num_rows must not be negative, got -1""",
+    )
+
+
 def swiglu_mistakes(good: Sample) -> list[dict[str, Any]]:
     gate_up = good["gate_up"]
     return [

@@ -6,6 +6,7 @@ Bits of the reference, but products, which are within float32's rounding.
 import pytest
 import torch
 
+from grouped_linear import ops
 from support import reference
 from support.cases import cases, variant_of
 from support.compare import assert_same_bits
@@ -69,6 +70,45 @@ def test_gather_dot(op: str, groups: Groups, variant: str, dtype: torch.dtype, d
     # each of H products and H - 1 sums rounds by at most 2^-24
     bound = 2 * a_TH.size(1) * 2.0**-24 * products.abs().sum(-1)
     assert ((actual.double() - products.sum(-1)).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("scatter_rows"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scatter_rows(
+    op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
+) -> None:
+    sample = variant_of(op, groups, variant, dtype)
+    x_TH, rows_TC = sample["x"], sample["rows"].long()
+    expected = torch.empty(rows_TC.numel(), x_TH.size(1), dtype=dtype)
+    expected[rows_TC] = x_TH[:, None].expand(-1, rows_TC.size(1), -1)
+    assert_same_bits(sample.results(device)[0], expected)
+
+
+@pytest.mark.parametrize("device", devices("scatter_rows", "sort_by_expert"))
+def test_scattered_rows_are_gathered_tokens(device: str) -> None:
+    """Of wide rows, from x whose rows lie apart, with choices of no expert."""
+    x_TH = torch.randn(300, 2 * 7184, device=device, dtype=BF16)[:, :7184]
+    experts_TC = torch.randint(-1, 9, (300, 8), device=device)
+    routing = ops.sort_by_expert(experts_TC, 9)
+    assert_same_bits(ops.scatter_rows(x_TH, routing.row, 2400), x_TH[routing.token])
+
+
+@pytest.mark.parametrize("device", devices("scatter_rows"))
+@pytest.mark.parametrize(("bad", "clamped"), [(-1, 0), (36, 35), (2**40, 35)])
+def test_places_outside(bad: int, clamped: int, device: str) -> None:
+    sample = make("scatter_rows", GROUPS, BF16)
+    rows = sample["rows"].clone()
+    free = int(rows[1, 2])
+    rows[1, 2] = bad
+    call = sample.but(rows=rows)
+    if device == "cpu":
+        expected = f"scatter_rows: rows must index the {rows.numel()} rows of out, got {bad}"
+        assert sentence(call) == expected
+        return
+    (actual,) = call.results(device)
+    named = torch.ones(rows.numel(), dtype=torch.bool)
+    named[[free, min(clamped, rows.numel() - 1)]] = False
+    assert_same_bits(actual[named], sample.results(device)[0][named])
 
 
 @pytest.mark.parametrize("device", devices("gather_sum", "gather_dot"))

@@ -126,6 +126,8 @@ def test_swiglu_and_sums(device: str) -> None:
     taken = gate_up[rows].float()
     sums, dots = ops.gather_sum(gate_up, rows), ops.gather_dot(gate_up[:2], gate_up, rows)
     torch.testing.assert_close(sums, taken.sum(1).to(BF16))
+    spread = ops.scatter_rows(gate_up[:2], rows, T)
+    assert torch.equal(spread[[5, T - 2]], gate_up[:2])
     torch.testing.assert_close(dots, (gate_up[:2, None].float() * taken).sum(-1), rtol=0, atol=0.1)
 
 

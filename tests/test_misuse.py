@@ -100,6 +100,8 @@ gather_sum: weight is on cuda:0, y is on cpu
 gather_dot: a is on cuda:0, y is on cpu
 gather_dot: rows is on cpu, y is on cuda:0
 gather_dot: rows is on cuda:0, y is on cpu
+scatter_rows: rows is on cpu, x is on cuda:0
+scatter_rows: rows is on cuda:0, x is on cpu
 swiglu: offs is on cpu, gate_up is on cuda:0
 swiglu: offs is on cuda:0, gate_up is on cpu
 swiglu_grad: gate_up is on cpu, dh is on cuda:0
@@ -162,6 +164,14 @@ grouped_mm: bias is on cuda:0, a is on cpu
 grouped_mm_list: b is on cpu, a is on cuda:0
 grouped_mm_list: b is on cuda:0, the first b is on cpu
 grouped_mm_list: offs is on cuda:0, a is on cpu
+grouped_mm_swiglu: b is on cpu, a is on cuda:0
+grouped_mm_swiglu: b is on cuda:0, a is on cpu
+grouped_mm_swiglu: offs is on cuda:0, a is on cpu
+grouped_mm_swiglu_grad: b is on cpu, a is on cuda:0
+grouped_mm_swiglu_grad: b is on cuda:0, a is on cpu
+grouped_mm_swiglu_grad: gate_up is on cuda:0, a is on cpu
+grouped_mm_swiglu_grad: weight is on cuda:0, a is on cpu
+grouped_mm_swiglu_grad: offs is on cuda:0, a is on cpu
 grouped_scaled_mm: scale_a is on cpu, a is on cuda:0
 grouped_scaled_mm: b is on cuda:0, a is on cpu
 grouped_scaled_mm: scale_a is on cuda:0, a is on cpu
@@ -315,6 +325,12 @@ group_dequantize_t: offs must not exceed the number of rows 12, got 1300 at grou
 grouped_bias_grad: offs must not decrease, got 3 after 5 at group 1
 grouped_bias_grad: offs must not decrease, got -1 after 0 at group 0
 grouped_bias_grad: offs must not exceed the number of rows 12, got 1300 at group 2
+grouped_mm: offs must not decrease, got 3 after 5 at group 1
+grouped_mm: offs must not decrease, got -1 after 0 at group 0
+grouped_mm: offs must not exceed the number of rows 12, got 1300 at group 2
+grouped_mm: offs must not decrease, got 3 after 5 at group 1
+grouped_mm: offs must not decrease, got -1 after 0 at group 0
+grouped_mm: offs must not exceed the number of rows 12, got 1300 at group 2
 grouped_mm: offs must not decrease, got 3 after 5 at group 1
 grouped_mm: offs must not decrease, got -1 after 0 at group 0
 grouped_mm: offs must not exceed the number of rows 12, got 1300 at group 2

@@ -180,6 +180,10 @@ group_round_mx(x, offs, *, rowwise=True, columnwise=False, bias_grad=False)
 grouped_bias_grad(dy, offs)
 grouped_mm(a, b, offs, bias=None, out_dtype=None, rows=None)
 grouped_mm_list(a, b, offs, bias=None, out_dtype=None, *, transpose_b=False, rows=None)
+grouped_mm_swiglu(a, b, offs, bias=None, rows=None, *, keep_gate_up=True,
+    activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False))
+grouped_mm_swiglu_grad(a, b, gate_up, weight, offs, rows=None, *, activation=SwiGLU(alpha=1.0,
+    beta=0.0, limit=None, interleaved=False))
 grouped_mm_wgrad(dy, x, offs, out_dtype=None, dy_rows=None, x_rows=None)
 grouped_mm_wgrad_(main_grad, dy, x, offs, overwrite=None, dy_rows=None, x_rows=None)
 grouped_mm_wgrad_list_(main_grad, dy, x, offs, overwrite=None, dy_rows=None, x_rows=None)
@@ -196,6 +200,7 @@ refresh_weight_current_(w, refresh, q, scale, q_t, *, amax_epsilon=0.0,
     power_of_two_scales=False)
 refresh_weight_delayed_(amax, w, state, refresh, q, scale, q_t)
 refresh_weight_mx_(w, refresh, w_rowwise, w_columnwise)
+scatter_rows(x, rows, num_rows)
 sort_by_expert(experts, num_experts)
 splits_to_offsets(m_splits, num_rows, *, alignment=1, stride=1, dtype=None)
 swiglu(gate_up, offs, activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False))

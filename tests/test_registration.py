@@ -122,6 +122,7 @@ sort_by_expert(Tensor experts, int num_experts) -> (Tensor choice, Tensor token,
     Tensor offs)
 gather_sum(Tensor y, Tensor rows, Tensor? weight=None) -> Tensor
 gather_dot(Tensor a, Tensor y, Tensor rows) -> Tensor
+scatter_rows(Tensor x, Tensor rows, SymInt num_rows) -> Tensor
 swiglu(Tensor gate_up, Tensor offs, float alpha=1., float beta=0., float? limit=None, bool
     interleaved=False) -> Tensor
 swiglu_grad(Tensor dh, Tensor gate_up, Tensor weight, Tensor offs, float alpha=1., float
@@ -167,6 +168,12 @@ grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, ScalarType? out_d
     Tensor? rows=None) -> Tensor
 grouped_mm_list(Tensor a, Tensor[] b, Tensor offs, Tensor? bias=None, ScalarType?
     out_dtype=None, bool transpose_b=False, Tensor? rows=None) -> Tensor
+grouped_mm_swiglu(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? rows=None, bool
+    keep_gate_up=True, float alpha=1., float beta=0., float? limit=None, bool interleaved=False)
+    -> (Tensor gate_up, Tensor h)
+grouped_mm_swiglu_grad(Tensor a, Tensor b, Tensor gate_up, Tensor weight, Tensor offs, Tensor?
+    rows=None, float alpha=1., float beta=0., float? limit=None, bool interleaved=False) ->
+    (Tensor d_gate_up, Tensor h, Tensor d_weight)
 grouped_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, Tensor?
     bias=None, ScalarType? out_dtype=None, Tensor? rows=None) -> Tensor
 grouped_mm_wgrad(Tensor dy, Tensor x, Tensor offs, ScalarType? out_dtype=None, Tensor?

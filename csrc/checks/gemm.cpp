@@ -38,10 +38,9 @@ void check_bias(const char* op, const std::optional<Tensor>& bias, const Tensor&
 
 }  // namespace
 
-void check_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
+void check_grouped_mm(const char* op, const Tensor& a, const Tensor& b, const Tensor& offs,
                       const std::optional<Tensor>& bias, ScalarType out_dtype,
                       const std::optional<Tensor>& rows) {
-  const char* op = "grouped_mm";
   check_dim(op, "a", a, 2);
   check_dim(op, "b", b, 3);
   check_activation(op, "a", a.scalar_type());
@@ -55,6 +54,31 @@ void check_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
   check_activation(op, "out_dtype", out_dtype);
   check_bias(op, bias, a, offs.size(0), b.size(1), out_dtype);
   if (rows) check_rows(op, *rows, 1, "a", a);
+}
+
+void check_grouped_mm_swiglu(const Tensor& a, const Tensor& b, const Tensor& offs,
+                             const std::optional<Tensor>& bias, const std::optional<Tensor>& rows) {
+  const char* op = "grouped_mm_swiglu";
+  check_grouped_mm(op, a, b, offs, bias, a.scalar_type(), rows);
+  check_features(op, "N / 2", b.size(1) / 2);
+}
+
+void check_grouped_mm_swiglu_grad(const Tensor& a, const Tensor& b, const Tensor& gate_up,
+                                  const Tensor& weight, const Tensor& offs,
+                                  const std::optional<Tensor>& rows) {
+  const char* op = "grouped_mm_swiglu_grad";
+  check_grouped_mm(op, a, b, offs, std::nullopt, a.scalar_type(), rows);
+  const Tensor& of_rows = rows ? *rows : a;
+  const char* name = rows ? "rows" : "a";
+  check_dim(op, "gate_up", gate_up, 2);
+  check_dtype(op, "gate_up", gate_up, a.scalar_type());
+  check_device(op, "gate_up", gate_up, "a", a);
+  check_same(op, "T", "gate_up", gate_up.size(0), name, of_rows.size(0));
+  check_same(op, "2 * N", "gate_up", gate_up.size(1), "b", 2 * b.size(1));
+  check_dim(op, "weight", weight, 1);
+  check_dtype(op, "weight", weight, ScalarType::Float);
+  check_device(op, "weight", weight, "a", a);
+  check_same(op, "T", "weight", weight.size(0), name, of_rows.size(0));
 }
 
 void check_grouped_mm_list(const Tensor& a, const std::vector<Tensor>& b, const Tensor& offs,

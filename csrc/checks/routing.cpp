@@ -65,4 +65,14 @@ void check_gather_dot(const Tensor& a, const Tensor& y, const Tensor& rows) {
   check_same(op, "H", "a", a.size(1), "y", y.size(1));
 }
 
+void check_scatter_rows(const Tensor& x, const Tensor& rows, int64_t num_rows) {
+  const char* op = "scatter_rows";
+  check_dim(op, "x", x, 2);
+  check_activation(op, "x", x.scalar_type());
+  check_features(op, "H", x.size(1));
+  check_rows(op, rows, 2, "x", x);
+  check_same(op, "T", "rows", rows.size(0), "x", x.size(0));
+  check(num_rows >= 0, op, ": num_rows must not be negative, got ", num_rows);
+}
+
 }  // namespace grouped_linear

@@ -1,6 +1,8 @@
-// Sums and dot products of gathered rows. A row is read each time that it is gathered.
+// Sums and dot products of gathered rows, and rows scattered. A row is read each time that it is
+// gathered.
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "checks.h"
@@ -89,6 +91,24 @@ Tensor gather_dot(const Tensor& a_in, const Tensor& y, const Tensor& rows) {
         products[i] = dot(a_row.data(), row.data(), H);
       }
     }
+  });
+  return out;
+}
+
+Tensor scatter_rows(const Tensor& x_in, const Tensor& rows_in, int64_t num_rows) {
+  const char* op = "scatter_rows";
+  check_scatter_rows(x_in, rows_in, num_rows);
+  const Tensor x = with_dense_rows(x_in);
+  const int64_t T = rows_in.size(0), C = rows_in.size(1);
+  const std::vector<int64_t> rows = row_numbers(rows_in);
+  for (const int64_t row : rows)
+    check(row >= 0 && row < num_rows, op, ": rows must index the ", num_rows, " rows of out, got ",
+          row);
+  const size_t bytes = x.size(1) * x.element_size();
+  const Tensor out = new_output(x, {num_rows, x.size(1)}, x.scalar_type());
+  torch::stable::parallel_for(0, T, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin * C; i < end * C; ++i)
+      std::memcpy(row_of(out, rows[i]), row_of(x, i / C), bytes);
   });
   return out;
 }

@@ -68,7 +68,7 @@ Tensor grouped_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& offs,
                   const std::optional<Tensor>& bias_in, std::optional<ScalarType> out_dtype,
                   const std::optional<Tensor>& rows) {
   const ScalarType dtype = out_dtype.value_or(a_in.scalar_type());
-  check_grouped_mm(a_in, b_in, offs, bias_in, dtype, rows);
+  check_grouped_mm("grouped_mm", a_in, b_in, offs, bias_in, dtype, rows);
   const Tensor b = dense_operand(b_in);
   const std::optional<Tensor> bias = with_dense_rows(bias_in);
   const int64_t T = (rows ? *rows : a_in).size(0);
@@ -97,6 +97,22 @@ Tensor grouped_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& offs,
   }
   zero_rows(y, starts.back());
   return y;
+}
+
+std::optional<std::tuple<Tensor, Tensor>> fused_mm_swiglu(const Tensor&, const Tensor&,
+                                                          const Tensor&,
+                                                          const std::optional<Tensor>&,
+                                                          const std::optional<Tensor>&, bool,
+                                                          const SwigluForm&) {
+  return {};
+}
+
+std::optional<std::tuple<Tensor, Tensor, Tensor>> fused_mm_swiglu_grad(const Tensor&, const Tensor&,
+                                                                       const Tensor&, const Tensor&,
+                                                                       const Tensor&,
+                                                                       const std::optional<Tensor>&,
+                                                                       const SwigluForm&) {
+  return {};
 }
 
 Tensor grouped_mm_wgrad(const Tensor& dy, const Tensor& x, const Tensor& offs,

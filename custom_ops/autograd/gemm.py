@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grouped_linear import ops
-from grouped_linear.recipes import Values, is_transposed
+from grouped_linear.recipes import Operands, Values, is_transposed
 
 
 def _below_autograd() -> AbstractContextManager[None]:
@@ -48,6 +48,13 @@ def multiply(
         with _below_autograd():
             return ops.grouped_mm(a, b, offs_E, bias_EN, dtype, rows)
     return ops.grouped_scaled_mm(a, b, scale_a, scale_b, offs_E, bias_EN, dtype, rows)
+
+
+def takes_swiglu(a: Operands, b: Values | None, b_scale: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether ``multiply`` of these can go on with SwiGLU or its gradient: no scale, one tensor."""
+    if not isinstance(a.rowwise, Tensor) or not isinstance(b, Tensor):
+        return False
+    return a.rowwise_scale is None and b_scale is None and a.rowwise.dtype == dtype
 
 
 def weight_grad(

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.autograd.context import LinearContext
-from grouped_linear.autograd.gemm import multiply
+from grouped_linear.autograd.gemm import multiply, takes_swiglu
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
 from grouped_linear.autograd.routing import gradient_of_rows, sum_of_rows, weight_of_rows
 from grouped_linear.autograd.saved import saved_tensors
 from grouped_linear.autograd.wgrad import needs_grad_now
 from grouped_linear.ops.activation import SwiGLU
-from grouped_linear.recipes import OutputMask
+from grouped_linear.recipes import OutputMask, Recipe
 
 
 class GroupedMLPFunction(torch.autograd.Function):
@@ -71,17 +71,32 @@ class GroupedMLPFunction(torch.autograd.Function):
         biases = gate_up_bias_EG, down_bias_EH
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
         gate_up_bias_EG, down_bias_EH = (None if b is None else b.to(dtype) for b in biases)
-        gate_up_RG = multiply(
-            x.rowwise,
-            x.rowwise_scale,
-            gate_up.rowwise,
-            gate_up.rowwise_scale,
-            offs_E,
-            gate_up_bias_EG,
-            dtype,
-            rows=rows_R,
-        )
-        h = recipe.quantize_swiglu(gate_up_RG, offs_E, activation, h_state, outputs)
+        swiglu_is_apart = type(recipe).quantize_swiglu is Recipe.quantize_swiglu
+        if swiglu_is_apart and takes_swiglu(x, gate_up.rowwise, gate_up.rowwise_scale, dtype):
+            assert isinstance(x.rowwise, Tensor)
+            assert isinstance(gate_up.rowwise, Tensor)
+            gate_up_RG, h_RF = ops.grouped_mm_swiglu(
+                x.rowwise,
+                gate_up.rowwise,
+                offs_E,
+                gate_up_bias_EG,
+                rows_R,
+                keep_gate_up=need_dh or need_down,
+                activation=activation,
+            )
+            h = recipe.quantize_input(h_RF, offs_E, h_state, outputs)
+        else:
+            gate_up_RG = multiply(
+                x.rowwise,
+                x.rowwise_scale,
+                gate_up.rowwise,
+                gate_up.rowwise_scale,
+                offs_E,
+                gate_up_bias_EG,
+                dtype,
+                rows=rows_R,
+            )
+            h = recipe.quantize_swiglu(gate_up_RG, offs_E, activation, h_state, outputs)
         down = down_context.weight_operands(h, offs_E, columnwise=need_dh)
         y_RH = multiply(
             h.rowwise,
@@ -141,13 +156,25 @@ class GroupedMLPFunction(torch.autograd.Function):
             dy = recipe.quantize_gathered_grad(d_out_TH, routing, dy_state, outputs)
         if need_dh:
             w, w_scale = recipe.for_dgrad(down, down_scale)
-            dh_RF = multiply(dy.rowwise, dy.rowwise_scale, w, w_scale, offs_E, None, dtype)
             outputs = OutputMask(need_x, need_gate_up, need_gate_up_bias)
             states = h_state, d_gate_up_state
-            d_gate_up, h, d_weight_R = recipe.quantize_swiglu_grad(
-                dh_RF, gate_up_RG, weight_R, offs_E, ctx.activation, *states, outputs, need_down
-            )
-            del dh_RF  # what is not read again goes, for the peak of an eager step
+            swiglu_is_apart = type(recipe).quantize_swiglu_grad is Recipe.quantize_swiglu_grad
+            if swiglu_is_apart and takes_swiglu(dy, w, w_scale, dtype):
+                assert isinstance(dy.rowwise, Tensor)
+                assert isinstance(w, Tensor)
+                grads = ops.grouped_mm_swiglu_grad(
+                    dy.rowwise, w, gate_up_RG, weight_R, offs_E, activation=ctx.activation
+                )
+                d_gate_up, h, d_weight_R = recipe.quantize_grads(
+                    grads, offs_E, *states, outputs, need_down
+                )
+                del grads
+            else:
+                dh_RF = multiply(dy.rowwise, dy.rowwise_scale, w, w_scale, offs_E, None, dtype)
+                d_gate_up, h, d_weight_R = recipe.quantize_swiglu_grad(
+                    dh_RF, gate_up_RG, weight_R, offs_E, ctx.activation, *states, outputs, need_down
+                )
+                del dh_RF  # what is not read again goes, for the peak of an eager step
         elif need_down:  # h alone, for which any dh will do
             any_dh_RF = gate_up_RG[:, : gate_up_RG.size(1) // 2]
             h_RF = ops.swiglu_grad(any_dh_RF, gate_up_RG, weight_R, offs_E, ctx.activation).h

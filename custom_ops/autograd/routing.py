@@ -2,8 +2,8 @@
 
 T tokens, C experts chosen for a token, R rows (T * C, or a bound plus one), E experts, H features.
 
-Every shape is static and the host reads nothing. Rows are only gathered; no two threads add to one
-element. Every sum, in the gradients too, therefore adds a token's C rows in a fixed order.
+Every shape is static and the host reads nothing. Rows are copied or gathered; no two threads add to
+one element. Every sum, in the gradients too, therefore adds a token's C rows in a fixed order.
 """
 
 from typing import Any
@@ -55,13 +55,13 @@ def gradient_of_weights(
 
 
 class GatherFunction(torch.autograd.Function):
-    """``x[token_R]``: the token of each row."""
+    """``x[token_R]``: each row's token."""
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, token_R: Tensor, row_TC: Tensor) -> Tensor:
         """Return rows sorted by expert."""
         ctx.save_for_backward(row_TC)
-        return x_TH[token_R]
+        return ops.scatter_rows(x_TH, row_TC, len(token_R))
 
     @staticmethod
     @strictly_once_differentiable

@@ -69,6 +69,7 @@ from grouped_linear.ops.routing import (
     SortedByExpert,
     gather_dot,
     gather_sum,
+    scatter_rows,
     sort_by_expert,
     splits_to_offsets,
 )
@@ -78,6 +79,11 @@ from grouped_linear.ops.state import (
     refresh_weight_delayed_,
     refresh_weight_mx_,
     update_scales_,
+)
+from grouped_linear.ops.swiglu_gemm import (
+    SwigluGemm,
+    grouped_mm_swiglu,
+    grouped_mm_swiglu_grad,
 )
 from grouped_linear.ops.weight import (
     WeightQuantized,
@@ -92,7 +98,13 @@ from grouped_linear.ops.weight import (
 #: ``create_selective_checkpoint_contexts([*GEMMS])``.
 GEMMS: frozenset[torch._ops.OpOverload] = frozenset(
     getattr(torch.ops.grouped_linear, name).default
-    for name in ("grouped_mm", "grouped_mm_list", "grouped_scaled_mm", "block_scaled_linear")
+    for name in (
+        "grouped_mm",
+        "grouped_mm_list",
+        "grouped_mm_swiglu",
+        "grouped_scaled_mm",
+        "block_scaled_linear",
+    )
 )
 
 __all__ = [
@@ -104,6 +116,7 @@ __all__ = [
     "PerGroupQuantized",
     "SortedByExpert",
     "SwiGLU",
+    "SwigluGemm",
     "SwigluGrad",
     "SwigluGradQuantized",
     "SwigluQuantized",
@@ -125,6 +138,8 @@ __all__ = [
     "grouped_bias_grad",
     "grouped_mm",
     "grouped_mm_list",
+    "grouped_mm_swiglu",
+    "grouped_mm_swiglu_grad",
     "grouped_mm_wgrad",
     "grouped_mm_wgrad_",
     "grouped_mm_wgrad_list_",
@@ -140,6 +155,7 @@ __all__ = [
     "refresh_weight_current_",
     "refresh_weight_delayed_",
     "refresh_weight_mx_",
+    "scatter_rows",
     "sort_by_expert",
     "splits_to_offsets",
     "swiglu",

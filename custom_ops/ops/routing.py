@@ -131,3 +131,30 @@ def gather_dot(a: Tensor, y: Tensor, rows: Tensor) -> Tensor:
     """
     out: Tensor = _ops.gather_dot(a, y, rows)
     return out
+
+
+def scatter_rows(x: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """Copy each token to the rows of its experts: ``out[rows[t, c]] = x[t]``.
+
+    With ``rows`` and ``token`` of :func:`sort_by_expert` this is ``x[token]``, but a token is read
+    once, not once an expert. Not differentiable.
+
+    Args:
+        x: [T, H] bfloat16, float16 or float32, H a multiple of 16.
+        rows: [T, C] int32 or int64. They should name every row of the output: a row that none names
+            holds anything, and a row that several name holds bits of any of these tokens. On CPU a
+            number outside the output raises; on a GPU it is clamped.
+        num_rows: rows of the output.
+
+    Returns:
+        [num_rows, H] of x's dtype.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device, size or number.
+
+    >>> x = torch.tensor([[1.0] * 16, [2.0] * 16])
+    >>> scatter_rows(x, torch.tensor([[3, 0], [2, 1]]), 4)[:, 0]
+    tensor([1., 2., 2., 1.])
+    """
+    out: Tensor = _ops.scatter_rows(x, rows, num_rows)
+    return out

@@ -257,11 +257,12 @@ class Recipe:
     ) -> Operands:
         """``quantize_input(x[routing.token])``: rowwise in the forward, columnwise in the backward.
 
-        The two gather by indices of different dtypes. Of one dtype, torch.compile would compute the
+        The two take row numbers of different dtypes. Of one dtype, torch.compile would compute the
         rows once and keep them for the backward.
         """
-        token_R = routing.token if outputs.rowwise else routing.token.long()
-        return self.quantize_input(x_TH[token_R], routing.offs, state, outputs)
+        row_TC = routing.row if outputs.rowwise else routing.row.long()
+        x_RH = ops.scatter_rows(x_TH, row_TC, len(routing.token))
+        return self.quantize_input(x_RH, routing.offs, state, outputs)
 
     def quantize_gathered_grad(
         self,
@@ -271,7 +272,8 @@ class Recipe:
         outputs: OutputMask,
     ) -> Operands:
         """``quantize_grad_output(d_out[routing.token])``."""
-        return self.quantize_grad_output(d_out_TH[routing.token], routing.offs, state, outputs)
+        d_out_RH = ops.scatter_rows(d_out_TH, routing.row, len(routing.token))
+        return self.quantize_grad_output(d_out_RH, routing.offs, state, outputs)
 
     def quantize_swiglu(
         self,
@@ -310,9 +312,20 @@ class Recipe:
             outputs: what to return of d_gate_up.
             h_columnwise: whether to return h.
         """
-        d_gate_up_RG, h_RF, d_weight_R = ops.swiglu_grad(
-            dh_RF, gate_up_RG, weight_R, offs_E, activation
-        )
+        grads = ops.swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, activation)
+        return self.quantize_grads(grads, offs_E, h_state, grad_state, outputs, h_columnwise)
+
+    def quantize_grads(
+        self,
+        grads: ops.SwigluGrad,
+        offs_E: Tensor,
+        h_state: QuantizerState | None,
+        grad_state: QuantizerState | None,
+        outputs: OutputMask,
+        h_columnwise: bool,
+    ) -> SwigluGradOperands:
+        """What :meth:`quantize_swiglu_grad` returns, of SwiGLU's gradient. Not to be overridden."""
+        d_gate_up_RG, h_RF, d_weight_R = grads
         if outputs.rowwise or outputs.columnwise:
             d = self.quantize_grad_output(d_gate_up_RG, offs_E, grad_state, outputs)
         else:  # for a bias alone nothing is quantized

@@ -150,7 +150,7 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
             routing.offs,
             outputs,
             share_scales=self.share_x_scales,
-            rows_R=routing.token,
+            routing=routing,
         )
 
     def quantize_gathered_grad(
@@ -161,9 +161,7 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
         outputs: OutputMask,
     ) -> Operands:
         """Gather and quantize in one op, with the bits of two."""
-        return self._quantize(
-            d_out_TH, routing.offs, outputs, share_scales=False, rows_R=routing.token
-        )
+        return self._quantize(d_out_TH, routing.offs, outputs, share_scales=False, routing=routing)
 
     def quantize_swiglu(
         self,
@@ -303,15 +301,24 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
         outputs: OutputMask,
         *,
         share_scales: bool,
-        rows_R: Tensor | None = None,
+        routing: ops.SortedByExpert | None = None,
     ) -> Operands:
         """:func:`grouped_linear.ops.group_quantize` with this recipe's scales.
 
         For wgrad in 16 bits the columnwise operand is t itself, or its rows.
+
+        Args:
+            t_SK: rows, or tokens if there is a routing.
+            offs_E: ends of the groups.
+            outputs: which operands to make.
+            share_scales: see ``group_quantize``.
+            routing: to which rows the tokens go.
         """
         columnwise = None
         if outputs.columnwise and self.wgrad is not E4M3:
-            t_TK = t_SK if rows_R is None else t_SK[rows_R]
+            t_TK = t_SK
+            if routing is not None:
+                t_TK = ops.scatter_rows(t_SK, routing.row, len(routing.token))
             columnwise = t_TK.to(self.wgrad)
             outputs = outputs._replace(columnwise=False)
             if not outputs.rowwise:
@@ -320,7 +327,7 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
         q, scale, q_t, scale_t, bias_grad = ops.group_quantize(
             t_SK,
             offs_E,
-            rows_R,
+            None if routing is None else routing.token,
             amax_epsilon=self.epsilon,
             power_of_two_scales=self.power_of_two_scales,
             rowwise=outputs.rowwise,

@@ -92,6 +92,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "strided": {"layout": "strided"},
         "transposed": {"layout": "transposed"},
     },
+    "scatter_rows": {
+        "many": {"C": 11, "index": torch.int32},
+        "none": {"C": 0},
+        "strided": {"layout": "strided"},
+        "transposed": {"layout": "transposed"},
+    },
     "swiglu": _SWIGLU,
     "swiglu_grad": _SWIGLU,
     "group_quantize_swiglu": {
@@ -205,6 +211,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "gathered": {"gathers": "rows"},
         "views": {"experts": "views", "bias": True},
         "transposed": {"transpose_b": True, "out_dtype": FP32},
+    },
+    "grouped_mm_swiglu": {
+        "bias": {"bias": True, "F": 320},
+        "h_alone": {"keep_gate_up": False, "bias": True},
+        "gathered": {"gathers": "rows", "F": 128},
+        "gathered_bias": {"gathers": "rows", "index": torch.int64, "bias": True, "limit": 0.75},
+        "odd": {"F": 48},
+        **{x: {"layout": x} for x in ("strided", "transposed")},
+        **FORMS,
+    },
+    "grouped_mm_swiglu_grad": {
+        "wide": {"F": 320},
+        "gathered": {"gathers": "rows", "F": 128},
+        "gathered_limit": {"gathers": "rows", "index": torch.int64, "limit": 0.75},
+        "odd": {"F": 48},
+        **{x: {"layout": x} for x in ("strided", "transposed")},
+        **FORMS,
     },
     "grouped_scaled_mm": {
         "bias": {"bias": True},

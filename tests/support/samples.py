@@ -4,7 +4,7 @@ T rows, E groups, K in_features, N out_features.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -161,6 +161,11 @@ def make(
                 tensors = {"a": a, **tensors}
             elif options.pop("weight", True):
                 tensors |= {"weight": torch.randn(groups.T, C)}
+        case "scatter_rows":
+            C, index = options.pop("C", 3), options.pop("index", torch.int64)
+            places = torch.randperm(groups.T * C).view(groups.T, C).to(index)
+            tensors = {"x": lay_out(torch.randn(groups.T, K).to(dtype), layout), "rows": places}
+            tensors |= {"num_rows": groups.T * C}
         case "group_quantize_current":
             tensors = {"x": rows(groups, K, dtype, layout), "offs": offs}
             tensors |= {"dtype": options.pop("fp8", reference.E4M3)}
@@ -243,6 +248,16 @@ def make(
         case "grouped_mm":
             tensors = {"a": rows(groups, K, dtype, layout), "b": weight(groups, dtype, layout)}
             tensors |= {"offs": offs}
+        case "grouped_mm_swiglu":
+            N = 2 * options.pop("F", 64)
+            tensors = {"a": rows(groups, K, dtype, layout)}
+            tensors |= {"b": weight(replace(groups, N=N), dtype, layout), "offs": offs}
+        case "grouped_mm_swiglu_grad":
+            features = options.pop("F", 64)
+            down = weight(replace(groups, K=features, N=K), dtype, layout)
+            tensors = {"a": rows(groups, K, dtype, layout), "b": down.transpose(1, 2)}
+            tensors |= {"gate_up": rows(groups, 2 * features, dtype, layout)}
+            tensors |= {"weight": per_row(groups, layout), "offs": offs}
         case "grouped_mm_list":
             b = listed(groups, dtype, layout, options)
             if options.get("transpose_b"):

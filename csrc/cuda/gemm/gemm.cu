@@ -19,16 +19,35 @@ bool portable_is_forced() {
   return forced;
 }
 
+bool runs_on_sm90(const Launch& launch) {
+#ifdef GROUPED_LINEAR_SM90
+  return launch.compute_capability() == 90 && !portable_is_forced();
+#else
+  return false;
+#endif
+}
+
 }  // namespace
 
 void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm) {
   // Tensor cores would round float32 to tf32 and break its promise.
   if (gemm.a.scalar_type() == ScalarType::Float) return simt::run_grouped_gemm(launch, gemm);
 #ifdef GROUPED_LINEAR_SM90
-  if (launch.compute_capability() == 90 && !portable_is_forced())
-    return sm90::run_grouped_gemm(launch, gemm);
+  if (runs_on_sm90(launch)) return sm90::run_grouped_gemm(launch, gemm);
 #endif
   return sm80::run_grouped_gemm(launch, gemm);
 }
+
+#ifdef GROUPED_LINEAR_SM90
+bool run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm, const SwigluOutput& swiglu) {
+  return runs_on_sm90(launch) && sm90::run_swiglu(launch, gemm, swiglu);
+}
+bool run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm, const SwigluGradOutput& grad) {
+  return runs_on_sm90(launch) && sm90::run_swiglu_grad(launch, gemm, grad);
+}
+#else
+bool run_grouped_gemm(const Launch&, const GroupedGemm&, const SwigluOutput&) { return false; }
+bool run_grouped_gemm(const Launch&, const GroupedGemm&, const SwigluGradOutput&) { return false; }
+#endif
 
 }  // namespace grouped_linear::cuda

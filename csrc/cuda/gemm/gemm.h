@@ -10,8 +10,24 @@
 #include "cuda/common/operands.h"
 #include "cuda/common/row_numbers.cuh"
 #include "cuda/gemm/kernel_arguments.h"
+#include "swiglu_math.h"
 
 namespace grouped_linear::cuda {
+
+// SwiGLU of gate_up [T, 2 F], which is what the GEMM computes, M-grouped.
+struct SwigluOutput {
+  Tensor h;           // [T, F]
+  bool keep_gate_up;  // else the epilogue's out is not written
+  SwigluForm form;
+};
+
+// The gradient of SwiGLU, of dh [T, F], which is what the GEMM computes, M-grouped, and does not
+// write.
+struct SwigluGradOutput {
+  Tensor gate_up, weight;         // [T, 2 F] with dense rows; [T] float32, dense
+  Tensor d_gate_up, h, d_weight;  // [T, 2 F], [T, F], [T] float32
+  SwigluForm form;
+};
 
 // Operands have any strides: an implementation copies what it cannot read.
 struct GroupedGemm {
@@ -30,6 +46,11 @@ struct GroupedGemm {
 
 // Computes it on the launch's stream, by the operands' type and the device's compute capability.
 void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm);
+
+// The same with SwiGLU or its gradient in the epilogue. False, and nothing is done, where the device
+// or the operands have no such kernel.
+bool run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm, const SwigluOutput& swiglu);
+bool run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm, const SwigluGradOutput& grad);
 
 inline OutputType output_type(ScalarType dtype) {
   return dtype == ScalarType::BFloat16 ? OutputType::kBFloat16

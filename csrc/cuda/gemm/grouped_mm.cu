@@ -25,16 +25,25 @@ void run_wgrad(const Launch& launch, const Tensor& dy, const Tensor& x, const Te
                             as_dense(x_rows)});
 }
 
+// a[t] @ b[e].T
+GroupedGemm m_grouped(const Launch& launch, const Tensor& a, const Tensor& b, const Tensor& offs,
+                      const EpilogueArguments& epilogue, const std::optional<Tensor>& a_rows) {
+  const int rows = row_count(launch.op(), (a_rows ? *a_rows : a).size(0));
+  const GemmShape shape{rows, static_cast<int>(offs.size(0)), rows, static_cast<int>(b.size(1)),
+                        static_cast<int>(a.size(1))};
+  return {Grouping::kM, a, b, as_dense(offs), {}, {}, epilogue, shape, as_dense(a_rows), {}};
+}
+
 }  // namespace
 
 Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
                   const std::optional<Tensor>& bias_in, std::optional<ScalarType> out_dtype,
                   const std::optional<Tensor>& a_rows) {
   const ScalarType dtype = out_dtype.value_or(a.scalar_type());
-  check_grouped_mm(a, b, offs, bias_in, dtype, a_rows);
+  check_grouped_mm("grouped_mm", a, b, offs, bias_in, dtype, a_rows);
 
   const Launch launch("grouped_mm", a);
-  const int64_t T = (a_rows ? *a_rows : a).size(0), K = a.size(1), N = b.size(1);
+  const int64_t T = (a_rows ? *a_rows : a).size(0), N = b.size(1);
   Tensor y = new_tensor(a, {T, N}, dtype);
   if (T == 0) return y;
   if (a.size(0) == 0) {  // no row to gather
@@ -43,20 +52,41 @@ Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
   }
 
   const std::optional<Tensor> bias = with_dense_rows(bias_in);
-  const int rows = row_count(launch.op(), T);
-  const GemmShape shape{rows, static_cast<int>(offs.size(0)), rows, static_cast<int>(N),
-                        static_cast<int>(K)};
-  run_grouped_gemm(launch, {Grouping::kM,
-                            a,
-                            b,
-                            as_dense(offs),
-                            {},
-                            {},
-                            epilogue_arguments(y, bias, false, std::nullopt),
-                            shape,
-                            as_dense(a_rows),
-                            {}});
+  run_grouped_gemm(launch, m_grouped(launch, a, b, offs,
+                                     epilogue_arguments(y, bias, false, std::nullopt), a_rows));
   return y;
+}
+
+std::optional<std::tuple<Tensor, Tensor>> fused_mm_swiglu(
+    const Tensor& a, const Tensor& b, const Tensor& offs, const std::optional<Tensor>& bias_in,
+    const std::optional<Tensor>& a_rows, bool keep_gate_up, const SwigluForm& form) {
+  const ScalarType dtype = a.scalar_type();
+  const int64_t T = (a_rows ? *a_rows : a).size(0), N = b.size(1);
+  if (T == 0 || a.size(0) == 0) return {};
+  const Launch launch("grouped_mm_swiglu", a);
+  const Tensor gate_up = new_tensor(a, keep_gate_up ? Shape{T, N} : Shape{0}, dtype);
+  const Tensor h = new_tensor(a, {T, N / 2}, dtype);
+  const std::optional<Tensor> bias = with_dense_rows(bias_in);
+  const GroupedGemm gemm =
+      m_grouped(launch, a, b, offs, epilogue_arguments(gate_up, bias, false, std::nullopt), a_rows);
+  if (!run_grouped_gemm(launch, gemm, SwigluOutput{h, keep_gate_up, form})) return {};
+  return {{gate_up, h}};
+}
+
+std::optional<std::tuple<Tensor, Tensor, Tensor>> fused_mm_swiglu_grad(
+    const Tensor& a, const Tensor& b, const Tensor& gate_up, const Tensor& weight,
+    const Tensor& offs, const std::optional<Tensor>& a_rows, const SwigluForm& form) {
+  const ScalarType dtype = a.scalar_type();
+  const int64_t T = gate_up.size(0), F = b.size(1);
+  if (T == 0 || a.size(0) == 0) return {};
+  const Launch launch("grouped_mm_swiglu_grad", a);
+  const Tensor d_gate_up = new_tensor(a, {T, 2 * F}, dtype), h = new_tensor(a, {T, F}, dtype);
+  const Tensor d_weight = new_tensor(a, {T}, ScalarType::Float);
+  const GroupedGemm gemm =
+      m_grouped(launch, a, b, offs, epilogue_arguments(h, {}, false, std::nullopt), a_rows);
+  const SwigluGradOutput grad{gate_up, as_dense(weight), d_gate_up, h, d_weight, form};
+  if (!run_grouped_gemm(launch, gemm, grad)) return {};
+  return {{d_gate_up, h, d_weight}};
 }
 
 Tensor grouped_mm_wgrad(const Tensor& dy, const Tensor& x, const Tensor& offs,

@@ -69,4 +69,23 @@ Tensor gather_dot(const Tensor& a_in, const Tensor& y_in, const Tensor& rows_in)
   return out;
 }
 
+Tensor scatter_rows(const Tensor& x_in, const Tensor& rows_in, int64_t num_rows) {
+  check_scatter_rows(x_in, rows_in, num_rows);
+
+  const Launch launch("scatter_rows", x_in);
+  const int64_t T = x_in.size(0), C = rows_in.size(1), H = x_in.size(1);
+  Tensor out = new_tensor(x_in, {num_rows, H}, x_in.scalar_type());
+  if (T * C == 0 || num_rows == 0) return out;
+
+  const Tensor x = with_aligned_rows(x_in), rows = as_dense(rows_in);
+  const int64_t per_vector = 16 / item_size(x), per_row = H / per_vector;
+  for_index(rows.scalar_type(), [&]<typename Index>(std::type_identity<Index>) {
+    launch.run(scatter_rows_kernel<Index>, blocks_for(T * per_row), kGatherThreads, 0,
+               static_cast<const uint4*>(x.const_data_ptr()), x.stride(0) / per_vector,
+               data<Index>(rows), T, static_cast<int>(C), static_cast<int>(per_row), num_rows,
+               mutable_data<uint4>(out));
+  });
+  return out;
+}
+
 }  // namespace grouped_linear::cuda

@@ -73,6 +73,9 @@ struct GemmConfig {
   // TMA loads of b's tile: one a block where the cluster shares it.
   static constexpr int kBPieces = 2;
   static constexpr bool kNarrow = false;
+  static constexpr int kNarrowCols = kNarrowTileN, kNarrowPieces = 1;  // the same of narrow tiles
+  // Whether b's columns are those of gate, then those of up, see GateUp.
+  static constexpr bool kGateUp = false;
   // Whether a tile and the one below it form a pair, whose blocks share b.
   static constexpr bool kSharesB = true;
   // Whether warp 1 has nothing to do but scheduling and zeros. Otherwise a store warp zeroes while
@@ -114,7 +117,8 @@ struct GemmConfig {
       "an M/N-major b is loaded in columns of 64: half a tile must be a multiple of that");
 };
 
-constexpr int smallest(int a, int b) { return a < b ? a : b; }
+constexpr int smaller(int a, int b) { return a < b ? a : b; }
+constexpr int larger(int a, int b) { return a < b ? b : a; }
 
 enum class Operand { kA, kB };
 
@@ -127,14 +131,28 @@ struct Gathering : Config {
   static constexpr bool kNeedsProxyFence = true;
 };
 
+// The same GEMM with an ElementwiseEpilogue, whose store warps write the zeros too.
+template <typename Config>
+struct WithElementwise : Config {
+  static constexpr bool kHasIdleWarp = false;
+};
+
+// The same GEMM of gate and up for SwiGLU: half of a tile's columns are gate's, the other half the
+// same columns of up. Narrow tiles have whole lines of both.
+template <typename Config>
+struct GateUp : WithElementwise<Config> {
+  static constexpr bool kGateUp = true;
+  static constexpr int kNarrowCols = 2 * kNarrowTileN, kNarrowPieces = 2;
+};
+
 // The same GEMM in narrow tiles, which never share b. Its stages and buffers reuse the wide tile's
 // shared memory.
 template <typename Config>
 struct NarrowOf : Config {
   using Wide = Config;
-  static constexpr int kTileN = kNarrowTileN, kBBytes = kTileN * kSwizzleBytes;
+  static constexpr int kTileN = Config::kNarrowCols, kBBytes = kTileN * kSwizzleBytes;
   static constexpr int kStageBytes = Config::kABytes + kBBytes;
-  static constexpr int kBPieces = 1;
+  static constexpr int kBPieces = Config::kNarrowPieces;
   static constexpr bool kNarrow = true, kSharesB = false;
   static constexpr int kEpilogueBuffers = kTileN / 64;
   static constexpr int kEpilogueBytes = kTileM * kEpilogueBuffers * kSwizzleBytes;
@@ -142,7 +160,7 @@ struct NarrowOf : Config {
   static constexpr int kRoom =
       Config::kStages * Config::kStageBytes + Config::kEpilogueBytes - kEpilogueBytes;
   static constexpr int kStages =
-      Config::kFp8 ? Config::kStages : smallest(kMaxStages, kRoom / kStageBytes);
+      Config::kFp8 ? Config::kStages : smaller(kMaxStages, kRoom / kStageBytes);
 };
 
 }  // namespace grouped_linear::cuda::sm90

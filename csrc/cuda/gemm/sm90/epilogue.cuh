@@ -3,10 +3,12 @@
 //
 // An epilogue is a template parameter of the kernel. It has two halves, which meet in a warpgroup's
 // epilogue buffers in shared memory. apply, by the math warps, fills them from the accumulators.
-// run_store_warp, by one thread a warpgroup, writes them to the output. LinearEpilogue shows each
+// run_store_warp, by one thread or warp a warpgroup, writes them to the output. LinearEpilogue shows each
 // member's signature:
 //
 //   Arguments            what the kernel is given for it: EpilogueArguments, or derived from that
+//   kRegisters           that a store warp's threads need; the producer may need more
+//   kByWholeWarps        whether run_store_warp is called by a warp, or by one thread of it
 //   subtiles             rounds through the buffers that a tile takes
 //   prefetch             once a kernel: prefetches the output's tensor map
 //   writes_empty_groups  K-grouped: whether a tile without k-blocks is written, as zeros
@@ -183,6 +185,8 @@ __device__ __forceinline__ void copy_buffers(EpilogueBuffers<Config>& buffers, T
 
 struct LinearEpilogue {
   using Arguments = EpilogueArguments;
+  static constexpr int kRegisters = 40;
+  static constexpr bool kByWholeWarps = false;
 
   static __device__ __forceinline__ int subtiles(const Arguments& args) {
     return args.type == OutputType::kFloat ? 2 : 1;

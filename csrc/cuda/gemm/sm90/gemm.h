@@ -8,6 +8,10 @@ namespace grouped_linear::cuda::sm90 {
 void run_16bit(const Launch& launch, const GroupedGemm& gemm);  // gemm_16bit.cu
 void run_fp8(const Launch& launch, const GroupedGemm& gemm);    // gemm_fp8.cu
 
+// With SwiGLU or its gradient in the epilogue; false where there is no such kernel. gemm_swiglu.cu
+bool run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutput& swiglu);
+bool run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const SwigluGradOutput& grad);
+
 // BF16, FP16 and FP8 operands.
 inline void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm) {
   return gemm.scale_a ? run_fp8(launch, gemm) : run_16bit(launch, gemm);

@@ -108,9 +108,11 @@ __device__ void compute_tiles(SharedStorage<Config>& shared,
   }
 }
 
-// What warpgroup 0 leaves of the 168 registers that each thread has at first.
-template <typename Producer>
-constexpr int kMathRegisters = (3 * 168 - Producer::kRegisters) / 2;
+// Of a thread of warpgroup 0, and what it leaves of the 168 that each thread has at first.
+template <typename Producer, typename Epilogue>
+constexpr int kHelperRegisters = larger(Producer::kRegisters, Epilogue::kRegisters);
+template <typename Producer, typename Epilogue>
+constexpr int kMathRegisters = (3 * 168 - kHelperRegisters<Producer, Epilogue>) / 2;
 
 // The roles of the block's warps.
 template <typename Config, typename Producer, typename Epilogue>
@@ -121,7 +123,7 @@ __device__ void run_roles(SharedStorage<Config>& shared, const TensorMaps& maps,
                           const SplitKWorkspace& workspace, const TileCounts& counts,
                           const GemmShape& shape) {
   if (threadIdx.x < 128) {
-    setmaxnreg_dec<Producer::kRegisters>();
+    setmaxnreg_dec<kHelperRegisters<Producer, Epilogue>>();
     if (threadIdx.x < Producer::kThreads)
       Producer::template run<Config>(shared, maps, producer, scale_b, workspace, counts, shape);
     constexpr bool takes_warp_1 = Producer::kThreads > 32;
@@ -145,11 +147,11 @@ __device__ void run_roles(SharedStorage<Config>& shared, const TensorMaps& maps,
         zero_fill.finish();
       }
     }
-    if (threadIdx.x >= 64 && elect_one())
+    if (threadIdx.x >= 64 && (Epilogue::kByWholeWarps || elect_one()))
       Epilogue::template run_store_warp<Config>(shared, maps, epilogue, counts, shape,
                                                 threadIdx.x / 32 - 2);
   } else {
-    setmaxnreg_inc<kMathRegisters<Producer>>();
+    setmaxnreg_inc<kMathRegisters<Producer, Epilogue>>();
     compute_tiles<Config, Epilogue>(shared, epilogue, workspace, shape);
   }
   __syncwarp();

@@ -75,9 +75,9 @@ inline GatheredRows gathered_rows(const char* op, const std::optional<Tensor>& r
 }
 
 // maps: of the operands and their scales. The map of out is made here.
-template <typename Config, typename Producer = TmaProducer>
+template <typename Config, typename Producer = TmaProducer, typename Epilogue = LinearEpilogue>
 void launch_gemm(const Launch& launch, TensorMaps maps, const GroupedGemm& gemm,
-                 const Scale128x128View& scale_b, const EpilogueArguments& epilogue,
+                 const Scale128x128View& scale_b, const typename Epilogue::Arguments& epilogue,
                  const typename Producer::Arguments& producer = {}) {
   constexpr TileShape tile = Config::kFp8 ? kTileFp8 : kTile16Bit;
   static_assert(tile.m == kTileM && tile.n == Config::kTileN && tile.k == Config::kTileK &&
@@ -101,7 +101,7 @@ void launch_gemm(const Launch& launch, TensorMaps maps, const GroupedGemm& gemm,
     workspace.accumulators = reinterpret_cast<float*>(workspace.flags + clusters * kFlagsPerSlot);
   }
 
-  constexpr auto kernel = grouped_gemm_kernel<Config, Producer>;
+  constexpr auto kernel = grouped_gemm_kernel<Config, Producer, Epilogue>;
   launch.allow_shared_bytes<kernel>(shared_bytes<Config>());
   launch.run(kernel, clusters * kClusterSize, kThreads, shared_bytes<Config>(), maps,
              gemm.offs.const_data_ptr<int32_t>(), producer, scale_b, epilogue, workspace,

@@ -84,6 +84,9 @@ __device__ __forceinline__ void TmaProducer::load_b(SharedStorage<Config>& share
   const int col = tile.col + piece * cols;
   if constexpr (Config::kFp8 && Config::kKGrouped) {
     tma_load_3d(to, &maps.b, full, mask, 0, col, tile.k_begin + k_block);
+  } else if constexpr (Config::kGateUp) {  // columns of gate or of up, gate or up
+    tma_load_4d(to, Config::kNarrow ? &maps.narrow_b : &maps.b, full, mask,
+                k_block * Config::kTileK, tile.col / 2, piece, tile.group);
   } else if constexpr (Config::kBMajor == Major::kK) {
     tma_load_3d(to, Config::kNarrow ? &maps.narrow_b : &maps.b, full, mask,
                 k_block * Config::kTileK, col, tile.group);

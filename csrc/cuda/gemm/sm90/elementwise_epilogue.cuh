@@ -1,0 +1,280 @@
+// An epilogue that goes on with elementwise arithmetic: SwiGLU after gate and up, or its gradient
+// after down's dgrad.
+//
+// The math warps only round their accumulators into the epilogue's buffers. The store warps do the
+// arithmetic, with all their threads, while the math warps compute the next tile: a tile of 128 x
+// 256 takes 1024 cycles of tensor cores a k-block, in which the SM's other units have next to
+// nothing to do. In the math warps the same arithmetic would stop the tensor cores.
+//
+// SwiGLU of a tile is some 7000 instructions of each store warp, and its gradient some 25000, to be
+// compared with 32000 cycles of tensor cores for K = 2048.
+#pragma once
+
+#include "cuda/gemm/sm90/epilogue.cuh"
+#include "cuda/gemm/sm90/tile_scheduler.cuh"
+#include "cuda/quantize/swiglu.cuh"
+
+namespace grouped_linear::cuda::sm90 {
+
+// Eight neighbouring elements.
+template <typename T>
+__device__ __forceinline__ void load_eight(const void* from, FragmentRow<T>& to) {
+  const uint4 vector = *static_cast<const uint4*>(from);
+  to[0] = vector.x;
+  to[1] = vector.y;
+  to[2] = vector.z;
+  to[3] = vector.w;
+}
+
+// The address of eight columns, the number `piece` of a row, in the buffers of a warpgroup.
+template <typename Buffers>
+__device__ __forceinline__ const uint8_t* eight_at(const Buffers& buffers, int row, int piece) {
+  return &buffers[piece / 8][row * kSwizzleBytes + ((piece ^ row) % 8) * 16];
+}
+
+// By every warp of `warps`: zeros in rows from `end` to `rows` of a dense matrix.
+template <typename T>
+__device__ __forceinline__ void zero_rows(T* matrix, int cols, int end, int rows, int warp,
+                                          int warps) {
+  auto* first = reinterpret_cast<uint4*>(matrix + static_cast<int64_t>(end) * cols);
+  const int64_t count = static_cast<int64_t>(rows - end) * cols * sizeof(T) / 16;
+  for (int64_t i = warp * 32 + threadIdx.x % 32; i < count; i += warps * 32)
+    first[i] = make_uint4(0, 0, 0, 0);
+}
+
+// What a store warp is given of a tile: a warpgroup's rows, as many as belong to the group.
+template <typename Config>
+struct StoredRows {
+  const uint8_t (&buffers)[Config::kEpilogueBuffers][Config::kEpilogueRows * kSwizzleBytes];
+  const WorkTile& tile;
+  int row, count;  // the first one in the output matrix, and how many
+};
+
+// Elementwise says what is computed:
+//   Arguments   EpilogueArguments with more
+//   kRegisters  of warpgroup 0
+//   add_bias    to a thread's accumulators
+//   zero_tail   writes the zeros past the last group
+//   store       writes what it computes from the buffers; by a whole warp, without a wait for TMA's
+//               reads of the buffers
+template <typename Elementwise>
+struct ElementwiseEpilogue {
+  using Arguments = typename Elementwise::Arguments;
+  static constexpr int kRegisters = Elementwise::kRegisters;
+  static constexpr bool kByWholeWarps = true;
+
+  static __device__ __forceinline__ int subtiles(const Arguments&) { return 1; }
+
+  static __device__ void prefetch(const TensorMaps& maps) { prefetch_tensor_map(&maps.out); }
+
+  static __device__ __forceinline__ bool writes_empty_groups(const Arguments&) { return true; }
+
+  template <typename Config, typename Sync>
+  static __device__ __forceinline__ void apply(float (&accum)[Config::kTileN / 2],
+                                               SharedStorage<Config>& shared, const Arguments& args,
+                                               const GemmShape& shape, const WorkTile& tile, bool,
+                                               const Sync& sync) {
+    static_assert(!Config::kKGrouped && !Config::kFp8);
+    auto& buffers = shared.epilogue[reread_thread_index() / 128 - 1][0];
+    Elementwise::template add_bias<Config>(accum, args, shape, tile);
+    sync(0, [&] {
+      write_buffers<typename Config::A, Config>(accum, buffers, 0);
+      fence_proxy_async();
+    });
+  }
+
+  template <typename Config>
+  static __device__ void run_store_warp(SharedStorage<Config>& shared, const TensorMaps& maps,
+                                        const Arguments& args, const TileCounts&,
+                                        const GemmShape& shape, int warpgroup) {
+    Elementwise::template zero_tail<Config>(args, shape, shared.groups.row_end[shape.E - 1],
+                                            blockIdx.x * kMathWarpgroups + warpgroup,
+                                            gridDim.x * kMathWarpgroups);
+    uint32_t phase = 0;
+    for (int number = 0;; ++number, phase ^= 1) {
+      __syncwarp();  // every lane has read the buffers
+      if (elect_one()) {
+        bulk_wait_read<0>();
+        mbarrier_arrive(&shared.epilogue_empty[warpgroup]);
+      }
+      __syncwarp();
+      mbarrier_wait(&shared.epilogue_full[warpgroup], phase);
+      const WorkTile tile = shared.tiles[number % kTileSlots];
+      if (tile.k_blocks < 0) return;
+      const int row = tile.row + warpgroup * kWgmmaM, count = min(tile.row_end - row, kWgmmaM);
+      if (count <= 0 || tile.col >= shape.cols) continue;
+      Elementwise::template store<Config>({shared.epilogue[warpgroup][0], tile, row, count}, maps,
+                                          args, shape);
+    }
+  }
+};
+
+// h = SwiGLU of gate and up, columns c and F + c of a tile, see GateUp in config.h. The output [T,
+// 2 F] is gate_up, with bias, which may be left unwritten.
+template <typename Form>
+struct SwigluOfGateUp {
+  struct Arguments : EpilogueArguments {
+    void* h;  // [T, F] of the operands' type
+    bool keep_gate_up;
+    Form form;
+  };
+  static constexpr int kRegisters = 72;
+
+  template <typename Config>
+  static __device__ __forceinline__ void add_bias(float (&accum)[Config::kTileN / 2],
+                                                  const Arguments& args, const GemmShape& shape,
+                                                  const WorkTile& tile) {
+    using T = typename Config::A;
+    if (args.bias == nullptr) return;
+    constexpr int half = Config::kTileN / 2;
+    const int F = shape.cols / 2;
+    const T* bias = static_cast<const T*>(args.bias) + tile.group * args.bias_stride;
+    const int col = tile.col / 2 + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int j = 0; j < Config::kTileN / 8; ++j) {
+      const int at = col + 8 * j % half;
+      if (at >= F) continue;
+      const T* pair = bias + (8 * j < half ? 0 : F) + at;
+      const float x = static_cast<float>(pair[0]), y = static_cast<float>(pair[1]);
+      accum[accumulator_of<Config>(4 * j + 0)] += x;
+      accum[accumulator_of<Config>(4 * j + 1)] += y;
+      accum[accumulator_of<Config>(4 * j + 2)] += x;
+      accum[accumulator_of<Config>(4 * j + 3)] += y;
+    }
+  }
+
+  template <typename Config>
+  static __device__ __forceinline__ void zero_tail(const Arguments& args, const GemmShape& shape,
+                                                   int end, int warp, int warps) {
+    using T = typename Config::A;
+    zero_rows(static_cast<T*>(args.h), shape.cols / 2, end, shape.T, warp, warps);
+    if (args.keep_gate_up)
+      zero_rows(static_cast<T*>(args.out), shape.cols, end, shape.T, warp, warps);
+  }
+
+  template <typename Config>
+  static __device__ __forceinline__ void store(const StoredRows<Config>& rows,
+                                               const TensorMaps& maps, const Arguments& args,
+                                               const GemmShape& shape) {
+    using T = typename Config::A;
+    constexpr int lines = Config::kEpilogueBuffers / 2, line_cols = kSwizzleBytes / sizeof(T);
+    constexpr int pieces = 8 * lines;  // of a row of h
+    const int F = shape.cols / 2, col = rows.tile.col / 2, lane = threadIdx.x % 32;
+    if (args.keep_gate_up && elect_one()) {
+      const RaggedRows ragged(rows.row, rows.tile.row_end);
+#pragma unroll
+      for (int i = 0; i < 2 * lines; ++i) {
+        const int at = col + i % lines * line_cols;  // F consists of whole lines
+        if (at < F)
+          tma_store_4d(&maps.out, rows.buffers[i], (i < lines ? 0 : F) + at, ragged.c1, ragged.c2,
+                       ragged.kOrigin);
+      }
+      bulk_commit();
+    }
+    __syncwarp();
+    const int piece = lane % pieces;
+    if (col + 8 * piece >= F) return;
+    T* to = static_cast<T*>(args.h) + static_cast<int64_t>(rows.row) * F + col + 8 * piece;
+#pragma unroll 2
+    for (int r = lane / pieces; r < rows.count; r += 32 / pieces) {
+      FragmentRow<T> gate, up;
+      load_eight<T>(eight_at(rows.buffers, r, piece), gate);
+      load_eight<T>(eight_at(rows.buffers, r, pieces + piece), up);
+      swiglu_row<T>(args.form, gate, up, [](float h) { return h; });
+      Fragment<T>::store_row(gate, to + static_cast<int64_t>(r) * F);
+    }
+  }
+};
+
+// The gradient of SwiGLU, of dh that the GEMM computes: what swiglu_grad returns. d_weight is left
+// as partial sums of 64 columns each, whatever the tile's width, so that a row's sum does not depend
+// on other rows.
+template <typename Form>
+struct SwigluGradOfDh {
+  struct Arguments : EpilogueArguments {
+    const void* gate_up;  // [T, 2 F] of the operands' type
+    int64_t stride;       // elements between its rows, which are aligned to 16 bytes
+    const float* weight;  // [T]
+    void *d_gate_up, *h;  // [T, 2 F], [T, F]
+    float* d_weight;      // [F / 64, T]
+    Form form;
+  };
+  static constexpr int kRegisters = 152;
+
+  template <typename Config>
+  static __device__ __forceinline__ void add_bias(float (&)[Config::kTileN / 2], const Arguments&,
+                                                  const GemmShape&, const WorkTile&) {}
+
+  template <typename Config>
+  static __device__ __forceinline__ void zero_tail(const Arguments& args, const GemmShape& shape,
+                                                   int end, int warp, int warps) {
+    using T = typename Config::A;
+    zero_rows(static_cast<T*>(args.d_gate_up), 2 * shape.cols, end, shape.T, warp, warps);
+    zero_rows(static_cast<T*>(args.h), shape.cols, end, shape.T, warp, warps);
+  }
+
+  template <typename Config>
+  static __device__ __forceinline__ void store(const StoredRows<Config>& rows, const TensorMaps&,
+                                               const Arguments& args, const GemmShape& shape) {
+    using T = typename Config::A;
+    constexpr int pieces = Config::kTileN / 8, step = 32 / pieces;
+    const int F = shape.cols, lane = threadIdx.x % 32, piece = lane % pieces;
+    const int col = rows.tile.col + 8 * piece;
+    const bool inside = col < F;  // of a row; F consists of whole lines
+    const auto offset = [&](int r, int64_t stride) {
+      return static_cast<int64_t>(rows.row + r) * stride + (inside ? col : 0);
+    };
+    const auto* from = static_cast<const T*>(args.gate_up);
+    // Of so many rows gate and up are on their way while others are computed.
+    constexpr int ahead = 4;
+    FragmentRow<T> next_gate[ahead], next_up[ahead];
+    float next_weight[ahead];
+    const auto prefetch = [&](int first) {
+#pragma unroll
+      for (int i = 0; i < ahead; ++i) {
+        const int r = min(first + i * step + lane / pieces, rows.count - 1);
+        const T* at = from + offset(r, args.stride);
+        load_eight<T>(at, next_gate[i]);
+        load_eight<T>(at + F, next_up[i]);
+        next_weight[i] = args.weight[rows.row + r];
+      }
+    };
+    prefetch(0);
+#pragma unroll 1
+    for (int first = 0; first < rows.count; first += ahead * step) {
+      FragmentRow<T> gate[ahead], up[ahead];
+      float weight[ahead];
+#pragma unroll
+      for (int i = 0; i < ahead; ++i) {
+        copy_row<T>(gate[i], next_gate[i]);
+        copy_row<T>(up[i], next_up[i]);
+        weight[i] = next_weight[i];
+      }
+      prefetch(first + ahead * step);
+#pragma unroll
+      for (int i = 0; i < ahead; ++i) {
+        if (first + i * step >= rows.count) break;
+        const int r = first + i * step + lane / pieces;
+        const bool stored = inside && r < rows.count;
+        FragmentRow<T> dh, h;
+        WeightedRow row{weight[i], 0};
+        load_eight<T>(eight_at(rows.buffers, r % kWgmmaM, piece), dh);
+        swiglu_grad_row<T>(args.form, row, dh, gate[i], up[i], h);
+        if (stored) {
+          T* to = static_cast<T*>(args.d_gate_up) + offset(r, 2 * F);
+          Fragment<T>::store_row(gate[i], to);
+          Fragment<T>::store_row(up[i], to + F);
+          Fragment<T>::store_row(h, static_cast<T*>(args.h) + offset(r, F));
+        }
+        float sum = row.d_weight;
+#pragma unroll
+        for (int distance = 4; distance > 0; distance /= 2)
+          sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffff, sum, distance));
+        if (stored && lane % 8 == 0)
+          args.d_weight[static_cast<int64_t>(col / 64) * shape.T + rows.row + r] = sum;
+      }
+    }
+  }
+};
+
+}  // namespace grouped_linear::cuda::sm90

@@ -1,0 +1,113 @@
+"""Grouped GEMMs that go on with an expert's activation: fprop of gate and up, dgrad of down.
+
+T rows, E groups, K features of a, F features of h.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_linear.ops.activation import PLAIN, SwiGLU, SwigluGrad
+
+_ops = torch.ops.grouped_linear
+
+
+class SwigluGemm(NamedTuple):
+    """What :func:`grouped_mm_swiglu` returns."""
+
+    gate_up: Tensor | None
+    """[T, 2 F] of a's dtype; None where it was not requested."""
+    h: Tensor
+    """[T, F] of a's dtype."""
+
+
+def grouped_mm_swiglu(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    rows: Tensor | None = None,
+    *,
+    keep_gate_up: bool = True,
+    activation: SwiGLU = PLAIN,
+) -> SwigluGemm:
+    """Multiply each group of rows by its own matrix, and compute SwiGLU of the result.
+
+    It returns what these return, with their bits::
+
+        gate_up = grouped_mm(a, b, offs, bias, rows=rows)
+        h = swiglu(gate_up, offs, activation)
+
+    On Hopper GPUs it is one kernel, if a is bfloat16 or float16, F is a multiple of 64, b's
+    matrices are stored as [2 F, K], and gate and up are not interleaved. Not differentiable.
+
+    Args:
+        a: [T, K], see :func:`grouped_mm`.
+        b: [E, 2 F, K] of a's dtype, F a multiple of 16: gate, then up, or as the activation says.
+        offs: [E] int32 group ends.
+        bias: [E, 2 F] of a's dtype.
+        rows: see :func:`grouped_mm`.
+        keep_gate_up: return gate_up too, which a backward needs.
+        activation: see :func:`swiglu`.
+
+    Returns:
+        gate_up [T, 2 F] and h [T, F]; zero at and past offs[-1].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 64, 16), torch.tensor([2, 5]).int()
+    >>> gate_up, h = grouped_mm_swiglu(a, b, offs)
+    >>> gate_up.shape, h.shape
+    (torch.Size([5, 64]), torch.Size([5, 32]))
+    """
+    gate_up, h = _ops.grouped_mm_swiglu(a, b, offs, bias, rows, keep_gate_up, *activation.arguments)
+    return SwigluGemm(gate_up if keep_gate_up else None, h)
+
+
+def grouped_mm_swiglu_grad(
+    a: Tensor,
+    b: Tensor,
+    gate_up: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    rows: Tensor | None = None,
+    *,
+    activation: SwiGLU = PLAIN,
+) -> SwigluGrad:
+    """Multiply each group of rows by its own matrix, and go on with SwiGLU's gradient.
+
+    It returns what these return, with their bits but for d_weight, whose sum has another fixed
+    order::
+
+        dh = grouped_mm(a, b, offs, rows=rows)
+        d_gate_up, h, d_weight = swiglu_grad(dh, gate_up, weight, offs, activation)
+
+    On Hopper GPUs it is one kernel, if a is bfloat16 or float16, F is a multiple of 64, b is the
+    transposed view of a weight [E, K, F], and gate and up are not interleaved.
+
+    Args:
+        a: [T, K], see :func:`grouped_mm`: the gradient of an expert's outputs.
+        b: [E, F, K] of a's dtype: ``down_proj.transpose(1, 2)``.
+        gate_up: [T, 2 F] of a's dtype.
+        weight: [T] float32, see :func:`swiglu_grad`.
+        offs: [E] int32 group ends.
+        rows: see :func:`grouped_mm`.
+        activation: see :func:`swiglu`.
+
+    Returns:
+        See :func:`swiglu_grad`.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or size.
+
+    >>> dy, down_proj, offs = torch.randn(5, 16), torch.randn(2, 16, 32), torch.tensor([2, 5]).int()
+    >>> grads = grouped_mm_swiglu_grad(
+    ...     dy, down_proj.transpose(1, 2), torch.randn(5, 64), torch.rand(5), offs)
+    >>> grads.d_gate_up.shape, grads.h.shape, grads.d_weight.shape
+    (torch.Size([5, 64]), torch.Size([5, 32]), torch.Size([5]))
+    """
+    return SwigluGrad(
+        *_ops.grouped_mm_swiglu_grad(a, b, gate_up, weight, offs, rows, *activation.arguments)
+    )

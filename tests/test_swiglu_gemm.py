@@ -1,0 +1,73 @@
+"""Grouped GEMMs that go on with SwiGLU or its gradient: the bits of the two ops that each replaces.
+
+T rows, E groups, K features of a, F features of h.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.cases import cases, variant_of
+from support.compare import assert_same_bits
+from support.devices import devices
+from support.groups import Groups
+from support.samples import Sample, make
+from support.tensors import BF16, FP16, FP32
+
+FORM = ("alpha", "beta", "limit", "interleaved")
+
+
+def one_after_the_other(sample: Sample, device: str) -> list[Tensor]:
+    form = {name: sample.get(name) for name in FORM}
+    a, b, offs, rows = (sample.get(name) for name in ("a", "b", "offs", "rows"))
+    gemm = {"a": a, "b": b, "offs": offs, "rows": rows}
+    if sample.op == "grouped_mm_swiglu":
+        (gate_up,) = Sample("grouped_mm", gemm | {"bias": sample.get("bias")}).results(device)
+        (h,) = Sample("swiglu", {"gate_up": gate_up, "offs": offs} | form).results(device)
+        return [gate_up if sample.get("keep_gate_up") else gate_up.new_empty(0), h]
+    (dh,) = Sample("grouped_mm", gemm).results(device)
+    others = {"gate_up": sample["gate_up"], "weight": sample["weight"], "offs": offs}
+    return Sample("swiglu_grad", {"dh": dh} | others | form).results(device)
+
+
+def check(sample: Sample, device: str) -> None:
+    actual, expected = sample.results(device), one_after_the_other(sample, device)
+    for t, e in zip(actual[:2], expected[:2], strict=True):
+        assert_same_bits(t, e)
+    if sample.op == "grouped_mm_swiglu_grad":
+        # d_weight: F products of any order of additions, each rounded to float32.
+        atol = 1e-5 * expected[2].abs().max().item() if expected[2].numel() else 0
+        torch.testing.assert_close(actual[2], expected[2], rtol=1e-5, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("op", "groups", "variant", "device"), cases("grouped_mm_swiglu", "grouped_mm_swiglu_grad")
+)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_bits_of_two_ops(
+    op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
+) -> None:
+    check(variant_of(op, groups, variant, dtype), device)
+
+
+@pytest.mark.parametrize("device", devices("grouped_mm_swiglu"))
+@pytest.mark.parametrize("op", ["grouped_mm_swiglu", "grouped_mm_swiglu_grad"])
+@pytest.mark.parametrize("F", [192, 768])
+@pytest.mark.parametrize("gathers", [None, "rows"])
+def test_many_tiles(gathers: str | None, F: int, op: str, device: str) -> None:
+    """Wide and narrow tiles, groups that end anywhere, pairs of tiles and odd ones, a tail."""
+    for m_splits, T in (((700, 0, 1, 300, 128, 64, 257, 0, 513), 2100), ((1, 0, 2), 4)):
+        groups = Groups(m_splits, T, K=272)
+        check(make(op, groups, BF16, F=F, gathers=gathers), device)
+
+
+@pytest.mark.parametrize("device", devices("grouped_mm_swiglu_grad"))
+def test_a_row_does_not_depend_on_others(device: str) -> None:
+    """Alone it is computed in narrow tiles, among many in wide ones."""
+    many = make("grouped_mm_swiglu_grad", Groups((900, 3000), 3900, K=64), BF16, F=320)
+    offs = torch.tensor([1, 1]).int()
+    first = {name: many[name][:1] for name in ("a", "gate_up", "weight")}
+    for t, e in zip(
+        many.but(offs=offs, **first).results(device), many.results(device), strict=True
+    ):
+        assert_same_bits(t, e[:1])
