@@ -17,6 +17,7 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 
 from benchmarks import timing
+from benchmarks.plots import grouped_bars
 
 RECORD = Path(__file__).parent / "public_record_h100_layer.csv"
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "h100_layers.png"
@@ -86,23 +87,22 @@ def table(names: Sequence[str], rows: Rows, losses: Sequence[dict[str, str]]) ->
 def plot(names: Sequence[str], rows: Rows, title: str, path: Path) -> None:
     """Bars of each model: how fast a layer is, and what it keeps."""
     mpl.use("Agg")
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(3 + 2.5 * max(3, len(names)), 3.8), layout="constrained"
-    )
-    width = 0.8 / len(LAYERS)
-    for i, (layer, (label, colour)) in enumerate(LAYERS.items()):
-        of = [(x, rows[name, layer]) for x, name in enumerate(names) if (name, layer) in rows]
-        places = [x + (i - (len(LAYERS) - 1) / 2) * width for x, _ in of]
-        for axes, column in ((left, "speed"), (right, "kept_gib")):
-            heights = [float(row[column]) for _, row in of]
-            bars = axes.bar(places, heights, 0.9 * width, color=colour, label=label)
-            axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
+    size = 2.5 + 2.5 * max(3, len(names)), 3.6
+    figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained")
+    colours = dict(LAYERS.values())
+    models = [MODELS[name].replace(", ", "\n") for name in names]
+    for axes, column in ((left, "speed"), (right, "kept_gib")):
+        series = {
+            label: {
+                model: float(rows[name, layer][column])
+                for name, model in zip(names, models, strict=True)
+                if (name, layer) in rows
+            }
+            for layer, (label, _) in LAYERS.items()
+        }
+        grouped_bars(axes, models, series, colours)
     left.set_title("speed, times compiled torch's grouped_mm (more is better)", fontsize=10)
     right.set_title("memory kept for the backward, GiB (less is better)", fontsize=10)
-    for axes in (left, right):
-        axes.set_xticks(range(len(names)), [MODELS[name].replace(", ", "\n") for name in names])
-        axes.tick_params(axis="x", length=0)
-        axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11)
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(LAYERS), frameon=False)

@@ -100,7 +100,7 @@ def test_writes_table_numbers_and_plots(
     assert len(both) == len(first) + 5
     stem = "compiled_vs_eager_cpu"
     written = {path.name for path in tmp_path.iterdir()}
-    assert written == {f"{stem}.json", f"{stem}.md", f"{stem}_speed.png"}
+    assert written == {f"{stem}.json", f"{stem}.md", f"{stem}.png"}
     assert bench.table(both) in (tmp_path / f"{stem}.md").read_text()
     assert bench.table(both) in capsys.readouterr().out
     for row in both:
