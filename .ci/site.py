@@ -18,9 +18,11 @@ OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "DESIGN.md": "design.md",
-    "examples/README.md": "examples.md",
-    "examples/aoti/README.md": "examples_aoti.md",
+    "examples/README.md": "examples/index.md",
+    "examples/aoti/README.md": "examples/aoti.md",
 }
+SCRIPTS = sorted(path.name for path in ROOT.glob("examples/*.py"))
+OUTSIDE |= {f"examples/{name}": f"examples/{name.replace('.py', '.md')}" for name in SCRIPTS}
 RESULTS = sorted(path.name for path in ROOT.glob("benchmarks/results/*"))
 OUTSIDE |= {f"benchmarks/results/{name}": f"results/{name}" for name in RESULTS}
 LINK = re.compile(r"(!?)\[([^]]*)\]\((?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?\)")
@@ -30,12 +32,19 @@ FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages from outside of docs/."""
     for source, page in OUTSIDE.items():
-        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+        path = ROOT / source
+        if path.suffix == ".py":
+            text = f"# {path.name}\n\n```python\n{path.read_text()}```\n"
+            files.append(File.generated(config, page, content=text))
+        else:
+            files.append(File.generated(config, page, abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     """Point links at pages of the site."""
+    if page.file.abs_src_path is None:
+        return markdown
     here = Path(page.file.abs_src_path).parent
     pages = {ROOT / source: target for source, target in OUTSIDE.items()}
 
