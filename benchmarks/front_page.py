@@ -123,7 +123,8 @@ def main() -> None:
     commits = sorted({row["commit"] for row in rows.values() if "commit" in row})
     print(f"\nlayers: {options.gpu}, commit {', '.join(commits)}")
     print(f"losses: {demo.stem.removeprefix('demo_')}, commit {losses[0]['commit']}")
-    title = "An expert layer on one H100, forward and backward"
+    card = options.gpu.split("_")[1].upper()
+    title = f"An expert layer on one {card}, forward and backward"
     plot(names[:4], rows, title, options.picture)
     print(f"picture: {options.picture}")
 
