@@ -21,7 +21,8 @@ EXAMPLES = {
     "cuda_graphs": (("tqdm", "matplotlib"), "last loss"),
     "fsdp2_expert_parallel": ((), "last loss"),
 }
-BY_TORCHRUN = {"fsdp2_expert_parallel": ("-m", "torch.distributed.run", "--nproc-per-node", "2")}
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+BY_TORCHRUN = {"fsdp2_expert_parallel": TORCHRUN}
 
 
 def test_every_example_is_listed() -> None:
