@@ -15,7 +15,7 @@ ruff := PATH="$(CURDIR)/.venv/bin:$$PATH" ruff
 # instead of 0.4 to 3 s.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: help demo test lint clients release_tools wheel check-wheel clean
+.PHONY: help demo test lint docs clients release_tools wheel check-wheel clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -39,6 +39,11 @@ lint:
 	$(ruff) format --check
 	$(python) -m mypy -p grouped_linear
 
+## make docs    the documentation site, in site/; python -m http.server -d site shows it
+docs:
+	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build docs
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
+
 ## make clients transformers' Trainer, accelerate, PEFT and Lightning with experts in FP8, in .venv-clients
 clients:
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build test
@@ -60,4 +65,4 @@ check-wheel: release_tools
 
 ## make clean   remove .venv, .venv-clients and everything that was built
 clean:
-	rm -rf .venv .venv-clients build dist demo .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-clients build dist demo site .mypy_cache .pytest_cache .ruff_cache

@@ -5,10 +5,12 @@
 Router, top-k, experts, weighted sum; compiled, forward and backward as one CUDA graph, with a cold
 L2 cache, beside torch's grouped_mm in BF16 in the same run. Kept is what is allocated between
 forward and backward besides x, the output and the parameters; peak is the most that is allocated
-during both.
+during both. With --write the rows replace those of the same shapes in benchmarks/results/, of which
+benchmarks.front_page makes the README's table and picture.
 """
 
 import argparse
+import csv
 from functools import partial
 from typing import Any
 
@@ -74,14 +76,41 @@ def memory_of(forward: Any, both: Any, x: Tensor) -> tuple[float, float]:
     return kept / MIB, (torch.cuda.max_memory_allocated() - before) / MIB
 
 
+COLUMNS = ("shape", "layer", "ms", "times_torch", "kept_mib", "peak_mib", "commit")
+HOW = (
+    "Router, top-k, experts, weighted sum; compiled; forward and backward as one CUDA graph, cold "
+    "L2, medians.\nKept: allocated between forward and backward besides x, the output and the "
+    "parameters."
+)
+
+
+def write(rows: list[tuple[str, ...]]) -> None:
+    """Replace the rows of the same shapes in the CSV; Markdown shows all that it has then."""
+    device = torch.device("cuda")
+    path = timing.RESULTS / f"bench_expert_layer_{timing.slug(device)}.csv"
+    measured = {row[0] for row in rows}
+    if path.exists():
+        with path.open(newline="") as file:
+            rows = [tuple(r) for r in list(csv.reader(file))[1:] if r[0] not in measured] + rows
+    with path.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+    header = [*timing.machine(device), timing.command("bench_expert_layer")]
+    parts = [f"# bench_expert_layer on {torch.cuda.get_device_name(device)}"]
+    parts += ["\n".join(f"- {line}" for line in header), HOW, timing.markdown([COLUMNS, *rows])]
+    path.with_suffix(".md").write_text("\n\n".join(parts) + "\n")
+    print(f"written: {path} and .md")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=TOKENS_AND_SIZES, default=TOKENS_AND_SIZES)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--write", action="store_true", help="to benchmarks/results/")
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print("| shape | layer | ms | times torch | kept, MiB | peak, MiB |")
     print("| --- | --- | --- | --- | --- | --- |")
+    rows = []
     for name in options.shapes:
         calls, memory = {}, {}
         for candidate in CANDIDATES:
@@ -94,9 +123,13 @@ def main() -> None:
         for candidate, measured in timings.items():
             kept, peak = memory[candidate]
             ms, share = measured.microseconds.median / 1000, measured.share.median
-            print(f"| {name} | {candidate} | {ms:.3f} | {share:.2f} | {kept:.0f} | {peak:.0f} |")
+            row = (name, candidate, f"{ms:.3f}", f"{share:.2f}", f"{kept:.0f}", f"{peak:.0f}")
+            print(f"| {' | '.join(row)} |", flush=True)
+            rows.append((*row, timing.git_commit()))
         del calls, layer, x, forward, both
         torch.cuda.empty_cache()
+    if options.write:
+        write(rows)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from benchmarks import timing
 from benchmarks.moe_model import (
     VOCABULARY,
     Experts,
@@ -345,6 +346,17 @@ def print_table(runs: list[Run], scale: Scale, device: torch.device) -> None:
     print()
 
 
+def write_losses(runs: list[Run], device: torch.device) -> Path:
+    """The rows of which benchmarks.front_page takes the losses."""
+    path = timing.RESULTS / f"demo_{timing.slug(device)}.csv"
+    lines = ["run,steps,step_ms,held_out,commit"]
+    for run in runs:
+        cells = [run.name, str(len(run.losses)), f"{run.step_seconds * 1e3:.1f}"]
+        lines.append(",".join([*cells, f"{run.validation_loss:.3f}", timing.git_commit()]))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.demo", description=(__doc__ or "").split("\n\n")[0]
@@ -377,6 +389,7 @@ def parse_arguments() -> argparse.Namespace:
         help="auto, the default: a GPU if the ops run on it, else the CPU",
     )
     option("--output-dir", type=Path, default=Path("demo"), help="for loss.png (default: demo)")
+    option("--write", action="store_true", help="losses to benchmarks/results/")
     option("--seed", type=int, default=0, help="of parameters and text order (default: 0)")
     arguments = parser.parse_args()
     if arguments.steps is not None and arguments.steps <= WARM_UP:
@@ -419,6 +432,8 @@ def main() -> None:
         print(f"held-out loss of {fp8.name} / {other.name}: {ratio:.4f}")
     plot(runs, arguments.output_dir / "loss.png")
     print(f"loss curves: {arguments.output_dir / 'loss.png'}")
+    if arguments.write:
+        print(f"losses: {write_losses(runs, device)}")
     # Escaped as in a Python literal: an early model writes control bytes, too.
     escaped = line.rstrip().decode("latin-1").encode("unicode_escape").decode()
     print(f"{runs[-1].name} writes: {escaped}")

@@ -12,7 +12,7 @@ import torch
 from matplotlib import pyplot as plt
 
 from benchmarks import timing
-from benchmarks.shapes import LAUNCH_BOUND
+from benchmarks.plots import grouped_bars
 from benchmarks.step_cases import BASELINE, CACHED, Candidate
 
 QUESTION = "What do torch.compile, CUDA graphs, FP8 and our ops gain in forward and backward?"
@@ -92,100 +92,73 @@ def table(rows: Sequence[Row]) -> str:
     return timing.markdown([[*TITLES, "what failed"], *map(cells, rows)])
 
 
-# Okabe and Ito's colours, told apart by all kinds of eyes; the mode is told by the mark.
+# Okabe and Ito's colours, told apart by all kinds of eyes.
 COLOURS = {
-    "torch bf16": "#56B4E9",
+    "torch bf16": "#999999",
     "loop bf16": "#000000",
-    "ours bf16": "#0072B2",
+    "ours bf16": "#56B4E9",
     "ours block": "#D55E00",
-    "ours own": "#999999",
+    f"ours block{CACHED}": "#882255",
+    "ours own": "#0072B2",
     "ours current": "#009E73",
     "ours delayed": "#CC79A7",
     "ours mxfp8": "#E69F00",
 }
-MARKS = {"eager": "o", "compiled": "s", "graphs": "^", "one graph": "D", "eager graph": "v"}
-
-
-def plot(
-    rows: Sequence[Row], of: Callable[[Row], timing.Spread | None], label: str, path: Path
-) -> bool:
-    """One line a case, one mark a candidate. False where no row has such a value."""
-    values = [(row, spread) for row in rows if (spread := of(row)) is not None]
-    if not values:
-        return False
-    mpl.use("Agg")
-    names = list(dict.fromkeys(row.case for row, _ in values))
-    series = list(dict.fromkeys(series_of(row) for row, _ in values))
-    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.75 * len(names)), layout="constrained")
-    for row, spread in values:
-        offset = 0.7 * ((series.index(series_of(row)) + 0.5) / len(series) - 0.5)
-        axes.errorbar(
-            spread.median,
-            names.index(row.case) + offset,
-            xerr=[[spread.median - spread.low], [spread.high - spread.median]],
-            color=colour_of(series_of(row)),
-            marker=MARKS[row.candidate.mode],
-            markerfacecolor="white" if row.candidate.mode == "eager" else None,
-            markeredgecolor="black" if row.candidate.cached else None,
-            markersize=7,
-            linewidth=1,
-        )
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xscale("log")
-    low, high = axes.get_xlim()
-    subs = (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 7, 8, 9) if high < 4 * low else (1, 2, 5)
-    axes.xaxis.set_major_locator(mpl.ticker.LogLocator(subs=subs, numticks=20))
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    axes.xaxis.set_minor_locator(mpl.ticker.NullLocator())
-    axes.set_xlabel(label)
-    axes.grid(alpha=0.3, axis="x")
-    for i in range(len(names) - 1):
-        axes.axhline(i + 0.5, color="0.8", linewidth=1)
-    line = mpl.lines.Line2D
-    kinds = dict.fromkeys(name.removesuffix(CACHED) for name in series)
-    handles = [line([], [], color=colour_of(kind), linewidth=4, label=kind) for kind in kinds]
-    if len(kinds) < len(series):
-        edge = {"color": "white", "linestyle": "", "marker": "s", "markeredgecolor": "black"}
-        handles.append(line([], [], label=CACHED.strip(", "), **edge))
-    for mode in dict.fromkeys(row.candidate.mode for row, _ in values):
-        face = "white" if mode == "eager" else None
-        look = {"color": "0.3", "linestyle": "", "marker": MARKS[mode], "markerfacecolor": face}
-        handles.append(line([], [], label=mode, **look))
-    figure.legend(handles=handles, loc="outside right upper", frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return True
-
-
-def colour_of(series: str) -> str:
-    return COLOURS[series.removesuffix(CACHED)]
 
 
 def series_of(row: Row) -> str:
     return f"{row.candidate.implementation} {row.candidate.precision}"
 
 
-def exactly(value: float | None) -> timing.Spread | None:
-    return None if value is None else timing.Spread(value, value, value)
+def beside_torch(
+    rows: Sequence[Row], of: Callable[[Row], float | None]
+) -> dict[str, dict[str, float]]:
+    """Series -> case -> its value over torch's, compiled, or in a mode that torch has there."""
+    of_torch: dict[str, Row] = {}
+    for row in rows:
+        preferred = row.candidate.mode == BASELINE.mode or row.case not in of_torch
+        if series_of(row) == "torch bf16" and of(row) and preferred:
+            of_torch[row.case] = row
+    series: dict[str, dict[str, float]] = {name: {} for name in COLOURS}
+    for row in rows:
+        torch_row = of_torch.get(row.case)
+        if torch_row is None or row.candidate.mode != torch_row.candidate.mode:
+            continue
+        value, unit = of(row), of(torch_row)
+        if value and unit and series_of(row) in series:
+            series[series_of(row)][row.case] = value / unit
+    return {name: values for name, values in series.items() if values}
 
 
-PLOTS: dict[str, tuple[Callable[[Row], timing.Spread | None], str]] = {
-    # The launch-bound shape is up to 15 times as fast in one graph: see host time instead.
-    "speed": (
-        lambda row: None if row.case.startswith(LAUNCH_BOUND.name) else row.share,
-        f"speed beside {BASELINE} (log scale)",
-    ),
-    "memory": (
-        lambda row: exactly(row.peak_bytes and row.peak_bytes / 2**30),
-        "peak memory, GiB (log scale)",
-    ),
-    "host": (
-        lambda row: exactly(row.host_microseconds),
-        "host time of a step, us (log scale)",
-    ),
+PANELS: dict[str, Callable[[Row], float | None]] = {
+    "speed, times torch's (more is better)": lambda row: row.tokens_per_second,
+    "peak memory, times torch's (less is better)": lambda row: row.peak_bytes,
 }
+
+
+def plot(rows: Sequence[Row], path: Path) -> bool:
+    """Bars of each case, time and memory side by side. False where nothing can be compared."""
+    panels = {title: beside_torch(rows, of) for title, of in PANELS.items()}
+    panels = {title: series for title, series in panels.items() if series}
+    if not panels:
+        return False
+    mpl.use("Agg")
+    drawn = next(iter(panels.values()))
+    cases = [c for c in dict.fromkeys(row.case for row in rows) if c in drawn["torch bf16"]]
+    size = 2.5 + 4.5 * len(panels), 1.5 + 0.13 * len(cases) * (len(drawn) + 1)
+    figure, all_axes = plt.subplots(
+        1, len(panels), figsize=size, layout="constrained", squeeze=False, sharey=True
+    )
+    for axes, (title, series) in zip(all_axes[0], panels.items(), strict=True):
+        grouped_bars(axes, cases, series, COLOURS, horizontal=True)
+        axes.axvline(1, color="0.6", linewidth=0.8, zorder=0)
+        axes.set_title(title, fontsize=10)
+    handles, labels = all_axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return True
 
 
 def header(device: torch.device, rounds: int, rows: Sequence[Row]) -> list[str]:
@@ -215,15 +188,13 @@ def with_other_cases(rows: list[Row], path: Path) -> list[Row]:
 
 
 def write(rows: Sequence[Row], lines: list[str], stem: Path) -> None:
-    """JSON with every number, Markdown with the table, and the plots."""
+    """JSON with every number, Markdown with the table, and the plot."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     as_json = {"about": lines, "rows": [row.to_json() for row in rows]}
     written = [stem.with_suffix(".json"), stem.with_suffix(".md")]
     written[0].write_text(json.dumps(as_json, indent=1) + "\n")
     about = "\n".join(f"- {line}" for line in lines)
     written[1].write_text(f"# compiled_vs_eager\n\n{QUESTION}\n\n{about}\n\n{table(rows)}\n")
-    for name, (of, label) in PLOTS.items():
-        path = stem.with_name(f"{stem.name}_{name}.png")
-        if plot(rows, of, label, path):
-            written.append(path)
+    if plot(rows, stem.with_suffix(".png")):
+        written.append(stem.with_suffix(".png"))
     print("written:", *written)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import bench_host
+from benchmarks import bench_host, front_page
 from benchmarks import compiled_vs_eager as bench
 from benchmarks import step_cases as cases
 from benchmarks.alternatives import TorchGroupedLinear
@@ -100,7 +100,7 @@ def test_writes_table_numbers_and_plots(
     assert len(both) == len(first) + 5
     stem = "compiled_vs_eager_cpu"
     written = {path.name for path in tmp_path.iterdir()}
-    assert written == {f"{stem}.json", f"{stem}.md", f"{stem}_speed.png"}
+    assert written == {f"{stem}.json", f"{stem}.md", f"{stem}.png"}
     assert bench.table(both) in (tmp_path / f"{stem}.md").read_text()
     assert bench.table(both) in capsys.readouterr().out
     for row in both:
@@ -120,3 +120,10 @@ def test_host_time_of_every_recipe(
     assert "command: python -m benchmarks.bench_host --device cpu --rounds 2" in printed
     for layer in ("nn.Linear", "torch grouped_mm", *(f"recipe {name}" for name in cases.RECIPES)):
         assert layer in printed
+
+
+def test_front_page_draws_what_is_recorded(tmp_path: Path) -> None:
+    names, rows = front_page.layers("nvidia_h100_80gb_hbm3")
+    assert {layer for _, layer in rows} >= set(front_page.LAYERS)
+    front_page.plot(names, rows, "a title", tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000

@@ -1,4 +1,4 @@
-"""What the README and docs/ show runs, and the README's table of ops is what is registered."""
+"""What the README and docs/ show runs, and the table of ops is what is registered."""
 
 import inspect
 import re
@@ -9,34 +9,80 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from grouped_linear import GroupedLinear
+import grouped_linear
+from benchmarks import front_page
+from grouped_linear import GroupedLinear, ops, parallel, recipes
 from grouped_linear.nn.options import OUT_OF_SCOPE
 from support.documents import ROOT, examples
 from support.versions import AOTI_READS_DTYPES, skipping_for_old_transformers
 
 README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+WITH_EXAMPLES = [page for page in PAGES if examples(page.read_text())]
 KEYS = {"fake": "Meta", "CPU": "CPU", "gradient": "Autograd"}
 
 
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(32, 48, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(48, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(32, 4, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(4))
+
+
+def mixtral() -> Any:
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    config = transformers.MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
 def test_python_examples_run() -> None:
-    assert len(examples(README)) == 3
-    names: dict[str, Any] = {}
-    for example in examples(README):
+    """With a model, a batch and a prompt, as a reader has them."""
+    ids = torch.arange(12)[None]
+    names: dict[str, Any] = {"batch": {"input_ids": ids, "labels": ids}, "Block": Block}
+    names["prompt"] = {"input_ids": ids}
+    train, generate, plain, by_hand = examples(README)
+    assert all(len(e.splitlines()) <= 8 for e in (train, generate, plain, by_hand))
+    for example, model in ((train, mixtral), (generate, mixtral), (plain, Block)):
+        names["model"] = model()
         exec(compile(example, "README.md", "exec"), names)
-        if "m_splits" in example:
-            tail_rows = names["y"][int(names["m_splits"].sum()) :]
-            assert len(tail_rows) == 50
-            assert not tail_rows.any()
-            assert names["x"].grad is not None
+    assert names["text"].shape == (1, 32)
+    assert names["model"].forward.__func__ is names["forward"]
+    assert names["model"](torch.randn(5, 32)).shape == (5, 32)
+    exec(compile(by_hand, "README.md", "exec"), names)
+    assert not names["y"][950:].any()
+    assert names["x"].grad is not None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_table_of_the_readme_is_the_one_that_is_printed() -> None:
+    names, rows = front_page.layers("nvidia_h100_80gb_hbm3")
+    demo = next(path for path in front_page.demos("nvidia_h100_80gb_hbm3") if path.exists())
+    assert front_page.table(names, rows, front_page.read(demo)) in README
+
+
+@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.stem)
 def test_examples_of_pages_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, in one module, as a reader would run them."""
     text = page.read_text()
-    assert examples(text)
     module = ModuleType(f"page_{page.stem}")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # Dynamo imports what it inlines from
     for example in examples(text):
@@ -67,8 +113,8 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
 
 
 def _table() -> dict[str, dict[str, bool]]:
-    """Op -> column -> yes, as the README has it."""
-    lines = iter(README.splitlines())
+    """Op -> column -> yes, as docs/ops.md has it."""
+    lines = iter((ROOT / "docs" / "ops.md").read_text().splitlines())
     head = next(line for line in lines if line.startswith("| op |"))
     columns = [cell.strip() for cell in head.strip("|").split("|")]
     next(lines)
@@ -111,6 +157,19 @@ def test_table_is_what_has_a_cuda_kernel() -> None:
 
 
 def test_files_to_read_first_exist() -> None:
-    files = re.findall(r"^\d\. `([^`]+)`", README, re.MULTILINE)
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    files = re.findall(r"^\d\. `([^`]+)`:", page[page.index("Read first:") :], re.MULTILINE)
     assert len(files) == 5
     assert all((ROOT / file).is_file() for file in files)
+
+
+def test_reference_has_every_public_name() -> None:
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    listed = set(re.findall(r"^::: grouped_linear\.(\S+)$", pages, re.MULTILINE))
+    for module in (grouped_linear, ops, recipes, parallel):
+        path = module.__name__.removeprefix("grouped_linear").lstrip(".")
+        for name in module.__all__:
+            if isinstance(getattr(module, name), ModuleType):
+                continue
+            # What the package's front has too is listed once, as users import it.
+            assert name in listed or f"{path}.{name}" in listed, f"{path}.{name}"

@@ -126,7 +126,7 @@ def causal(
 
 
 def converting(parallelize: Callable[..., nn.Module], **how: Any) -> Callable[..., nn.Module]:
-    """As docs/use_in_your_model.md has it."""
+    """As docs/plain_torch.md has it."""
 
     def convert_and_parallelize(model: nn.Module, **options: Any) -> nn.Module:
         convert(model, **how)

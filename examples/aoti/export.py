@@ -6,6 +6,8 @@ Writes `expert_layer.pt2`, the compiled layer for any number of tokens, and `exa
 x, y, x, y, ... of inputs and what the layer makes of them::
 
     python examples/aoti/export.py --recipe fp8 --output-dir build/aoti
+
+On a GPU, or with --device cuda, it compiles for the GPU, and the program then runs there.
 """
 
 import argparse
@@ -57,10 +59,11 @@ def export(recipe: Recipe, device: torch.device, folder: Path) -> None:
     package = folder / "expert_layer.pt2"
     compiled = aoti_load_package(aoti_compile_and_package(program, package_path=str(package)))
     examples = []
+    print(f"{'tokens':>8}{'away from eager':>20}")
     for x_TD in inputs:
         y_TD, eager_TD = compiled(x_TD), layer(x_TD)
         distance = float((y_TD - eager_TD).float().norm() / eager_TD.float().norm())
-        print(f"{len(x_TD)} tokens: {distance:.1e} away from eager")
+        print(f"{len(x_TD):8}{distance:20.1e}")
         if not distance < CLOSE:
             raise SystemExit(f"{package} does not compute what the layer does")
         examples += [x_TD.clone().cpu(), y_TD.cpu()]  # clone: torch.export left a note on x

@@ -30,4 +30,4 @@ from importlib.metadata import version
 names = ["torch", "transformers", *(wanted.partition(">")[0] for wanted in sys.argv[1:])]
 print(", ".join(f"{name} {version(name)}" for name in names))
 END
-exec "$python" -m pytest tests/clients -p no:cacheprovider "$@"
+exec "$python" -m pytest tests/clients tests/test_examples.py -p no:cacheprovider "$@"

@@ -1,0 +1,101 @@
+"""What mkdocs.yml hooks into MkDocs: pages from outside of docs/, and docstrings as Markdown.
+
+Pages link to files as they lie in the repository. Files that are pages of the site are found from
+there; a link to any other file becomes its path.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent
+# File of the repository -> page of the site.
+OUTSIDE = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "DESIGN.md": "design.md",
+    "examples/README.md": "examples/index.md",
+    "examples/aoti/README.md": "examples/aoti.md",
+}
+SCRIPTS = sorted(path.name for path in ROOT.glob("examples/*.py"))
+OUTSIDE |= {f"examples/{name}": f"examples/{name.replace('.py', '.md')}" for name in SCRIPTS}
+RESULTS = sorted(path.name for path in ROOT.glob("benchmarks/results/*"))
+OUTSIDE |= {f"benchmarks/results/{name}": f"results/{name}" for name in RESULTS}
+LINK = re.compile(r"(!?)\[([^]]*)\]\((?!https?:|#|mailto:)([^)\s#]+)(#[^)\s]*)?\)")
+FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages from outside of docs/."""
+    for source, page in OUTSIDE.items():
+        path = ROOT / source
+        if path.suffix == ".py":
+            text = f"# {path.name}\n\n```python\n{path.read_text()}```\n"
+            files.append(File.generated(config, page, content=text))
+        else:
+            files.append(File.generated(config, page, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
+    """Point links at pages of the site."""
+    if page.file.abs_src_path is None:
+        return markdown
+    here = Path(page.file.abs_src_path).parent
+    pages = {ROOT / source: target for source, target in OUTSIDE.items()}
+
+    def linked(match: re.Match[str]) -> str:
+        mark, text, path, anchor = match.groups()
+        target = (here / path).resolve()
+        uri = pages.get(target, os.path.relpath(target, ROOT / "docs"))
+        if files.get_file_from_path(uri):
+            relative = os.path.relpath(uri, os.path.dirname(page.file.src_uri) or ".")
+            return f"{mark}[{text}]({relative}{anchor or ''})"
+        name = str(target.relative_to(ROOT))
+        return text if text.strip("`") == name else f"{text} (`{name}`)"
+
+    parts = FENCED.split(markdown)
+    return "".join(part if i % 2 else LINK.sub(linked, part) for i, part in enumerate(parts))
+
+
+def _link(name: str, module: str) -> str:
+    """What Sphinx writes as :func:`name`, as a link to it where the site has it."""
+    name = name.lstrip("~")
+    identifier = name if "." in name else f"{module}.{name}"
+    shown = name.rsplit(".", 1)[-1]
+    return f'<autoref optional identifier="{identifier}"><code>{shown}</code></autoref>'
+
+
+def _table(match: re.Match[str]) -> str:
+    """A table of reStructuredText, whose columns begin where its rules do, as a list."""
+    lines = match[0].splitlines()
+    second = lines[0].index(" =") + 1
+    items: list[list[str]] = []
+    for line in lines[1:-1]:
+        if set(line) <= {"=", " "}:
+            continue
+        name, text = line[:second].strip(), line[second:].strip()
+        if name:
+            items.append([name, text])
+        else:
+            items[-1][1] += " " + text
+    return "\n".join(f"- {name}: {text}" for name, text in items) + "\n"
+
+
+class Docstrings(griffe.Extension):
+    """The few forms of reStructuredText in our docstrings, as Markdown."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rewrite an object's docstring before it is parsed."""
+        if obj.docstring is None:
+            return
+        text = re.sub(r"^=+ +=+\n.*?^=+ +=+$", _table, obj.docstring.value, flags=re.DOTALL | re.M)
+        module = obj.module.path
+        roles = r":(?:class|func|meth|mod):`([^`]+)`"
+        text = re.sub(roles, lambda match: _link(match[1], module), text)
+        text = re.sub(r"^>>> .*(?:\n.+)*", r"```pycon\n\g<0>\n```", text, flags=re.M)
+        obj.docstring.value = re.sub(r"::$", ":", text, flags=re.M)

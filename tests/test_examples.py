@@ -1,0 +1,55 @@
+"""Each script of examples/ runs to its table; tests/test_export.py runs examples/aoti."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.devices import CUDA_OPS, HAS_GPU
+from support.documents import ROOT
+
+# Example: what it needs besides torch, and the last line of its table.
+EXAMPLES = {
+    "train_qwen3_moe": (("transformers", "accelerate", "matplotlib"), "FP8 "),
+    "lora_fp8_experts": (("transformers", "peft", "tqdm"), "last loss"),
+    "generate_from_fp8": (("transformers", "accelerate"), "tokens a second"),
+    "torchtitan_moe": (("torchtitan", "spmd_types", "triton", "tqdm"), "converted, FP8"),
+    "cuda_graphs": (("tqdm", "matplotlib"), "last loss"),
+    "fsdp2_expert_parallel": ((), "last loss"),
+}
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+BY_TORCHRUN = {"fsdp2_expert_parallel": TORCHRUN}
+
+
+def test_every_example_is_listed() -> None:
+    scripts = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    assert scripts == set(EXAMPLES)
+    page = (ROOT / "examples" / "README.md").read_text()
+    assert all(f"({name}.py)" in page for name in scripts)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example(example: str, tmp_path: Path) -> None:
+    packages, last_row = EXAMPLES[example]
+    for package in packages:
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    environment = os.environ | {"MPLBACKEND": "Agg", "HF_HUB_OFFLINE": "1"}
+    gpus = torch.cuda.device_count() if HAS_GPU and CUDA_OPS else 0
+    if gpus < (2 if example in BY_TORCHRUN else 1):
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    script = ROOT / "examples" / f"{example}.py"
+    length = ("--tokens", "4") if example == "generate_from_fp8" else ("--steps", "4")
+    done = subprocess.run(
+        [sys.executable, *BY_TORCHRUN.get(example, ()), script, *length],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert any(line.startswith(last_row) for line in done.stdout.splitlines()), done.stdout
