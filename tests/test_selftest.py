@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grouped_linear.selftest import cases, check, command, speed
 from grouped_linear.selftest.case import BF16
+from grouped_linear.selftest.expected import Output
 from support.devices import OPS, needs_gpu
 
 SMALL = cases.Groups((0, 3, 130, 0, 5), 145, K=48, N=32)
@@ -110,6 +111,17 @@ def test_steps_between_numbers() -> None:
         assert check.bits(both).diff().tolist() == [1] * 5
     assert check.differing(torch.zeros(2), torch.zeros(2)) == ""
     assert check.differing(torch.zeros(2), torch.zeros(2).bfloat16()) != ""
+
+
+def test_other_bits_than_the_cpu_are_a_failure() -> None:
+    """Of what is within its bound, as SwiGLU on a GPU whose reciprocals round in another way."""
+    right = torch.ones(2, 3)
+    output = Output(right.double(), torch.full((2, 3), 0.1).double(), same_bits=True)
+    off = right.nextafter(torch.tensor(2.0))
+    verdict = check.Verdict("swiglu")
+    said = check.check_output(off, output, right, verdict)
+    assert said == "unlike the CPU's: 6 of 6 numbers differ, 6 of them by one step"
+    assert check.check_output(off, output, off, verdict) == ""
 
 
 def test_command_runs_the_selftest(monkeypatch: pytest.MonkeyPatch) -> None:

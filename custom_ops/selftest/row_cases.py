@@ -183,17 +183,19 @@ def activations(groups: Groups, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def every_gate() -> Iterator[Case]:
-    """SwiGLU of every gate of 16 bits, and of gates near which 1 + exp(-gate) is all ones.
+    """SwiGLU of every gate of 16 bits, and of gates where 1 + exp(-gate) is all ones.
 
     A GPU computes 1 / (1 + exp(-gate)) by a step of Newton's method from what its hardware
-    approximates. Of an approximation within one unit in the last place, which CUDA promises, the
-    step is correctly rounded for every number but those whose mantissa is all ones.
+    approximates. PTX promises that rcp.approx.f32 is within one unit in the last place. From any
+    such number the step is correctly rounded, but for one: if the divisor's mantissa is all ones
+    and the approximation is the power of two below, half a unit is rounded away (all 2^23 mantissas
+    were tried). Of the float32 gates, which were all tried too, those near 2^-23 and one other have
+    such a divisor.
     """
     bits = torch.arange(2**16).to(torch.int16)
     halves = torch.cat([bits.view(dtype).float() for dtype in (BF16, FP16)])
     halves = halves[halves.abs() <= 2.0**100]  # up is 1: h is a float32
-    ones = 2.0 ** torch.arange(1, 120).double() * (1 - 2.0**-24)  # mantissas of 24 ones
-    near = (-(ones - 1).log()).float().view(torch.int32)
+    near = torch.tensor([2.0**-23, float.fromhex("-0x1.b78ce4p+1")]).view(torch.int32)
     near = (near[:, None] + torch.arange(-64, 64, dtype=torch.int32)).flatten().view(FP32)
     gates = torch.cat([halves, near])
     gates = torch.cat([gates, gates.new_zeros(-len(gates) % 64)]).view(-1, 64)
