@@ -257,7 +257,7 @@ def main() -> None:
             add(columns, call, w_ENK.numel() * (2 * w_ENK.itemsize + 2))
     if device.type == "cuda" and "bf16" in args.dtypes and not args.shapes:
         add_nodes(report)
-    report.finish(not args.no_write, mean_by=("op", "dtype"), merge=args.merge)
+    report.finish(args.write, mean_by=("op", "dtype"), merge=args.merge)
 
 
 if __name__ == "__main__":

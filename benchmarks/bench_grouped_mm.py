@@ -397,7 +397,7 @@ def main() -> None:
             record = records.get((shape.name, splits, op, dtype))
             report.add(case | {"op": op, "dtype": dtype}, timings, 2.0 * T * N * K, record)
     report.finish(
-        not args.no_write,
+        args.write,
         mean_by=("op", "dtype", "splits"),
         in_mean=lambda case: case["shape"] not in decode,
         merge=args.merge,

@@ -95,7 +95,7 @@ def main() -> None:
     parts = ["# bench_host", (__doc__ or "").split("\n\n")[0], "\n".join(f"- {h}" for h in header)]
     text = "\n\n".join([*parts, table(samples)]) + "\n"
     print(text)
-    if not args.no_write:
+    if args.write:
         (timing.RESULTS / f"bench_host_{timing.slug(device)}.md").write_text(text)
 
 

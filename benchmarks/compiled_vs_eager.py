@@ -402,7 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
         rows = with_other_cases(rows, stem.with_suffix(".json"))
     lines = header(device, args.rounds, rows)
     print(*(f"- {line}" for line in lines), "", table(rows), sep="\n")
-    if not args.no_write:
+    if args.write:
         write(rows, lines, stem)
     return rows
 

@@ -232,7 +232,8 @@ def arguments_of_one_case(description: str | None, rounds: int = 20) -> argparse
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=rounds, help="samples a candidate")
-    parser.add_argument("--no-write", action="store_true", help="print, and leave results/ alone")
+    write = argparse.BooleanOptionalAction
+    parser.add_argument("--write", action=write, default=True, help="the table to results/, too")
     return parser
 
 

@@ -1,5 +1,17 @@
-"""``python -m grouped_linear``: see :mod:`grouped_linear.report`."""
+"""``python -m grouped_linear``: what is installed; with ``--selftest`` a test of every op here."""
+
+import argparse
 
 from grouped_linear.report import report
 
+parser = argparse.ArgumentParser(prog="python -m grouped_linear", description=__doc__)
+parser.add_argument(
+    "--selftest",
+    action="store_true",
+    help="compare every op with float64 on the CPU and the GPU, and time GEMMs; about a minute",
+)
+if parser.parse_args().selftest:
+    from grouped_linear.selftest.command import main
+
+    raise SystemExit(main())
 print(report())

@@ -247,6 +247,18 @@ def families() -> Iterator[str]:
         )
 
 
+def header() -> str:
+    """What is installed, and the path that each family of ops takes on each device, as text."""
+    host = host_module()
+    names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    lines = [f"{name:<17}{value}" for name, value in installed(host)]
+    for name in names:
+        lines += ["", f"ops on {name}"]
+        for title, family in FAMILIES.items():
+            lines.append(f"  {title:<16}{path_of(family, torch.device(name), host)}")
+    return "\n".join(lines)
+
+
 def report() -> str:
     """What is installed, and the path that each family of ops takes on each device, as text.
 
@@ -259,11 +271,4 @@ def report() -> str:
     library          ..._C.so
     Python           3...
     """
-    host = host_module()
-    names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    lines = [f"{name:<17}{value}" for name, value in installed(host)]
-    for name in names:
-        lines += ["", f"ops on {name}"]
-        for title, family in FAMILIES.items():
-            lines.append(f"  {title:<16}{path_of(family, torch.device(name), host)}")
-    return "\n".join([*lines, "", "The ops of each row:", *families()])
+    return "\n".join([header(), "", "The ops of each row:", *families()])

@@ -12,9 +12,10 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from grouped_linear import Float8BlockScaling, GroupedLinear, GroupedTensor, ops
+from grouped_linear.selftest.tolerances import ROUNDING
 from support import reference
 from support.cases import cases, variant_of
-from support.compare import ROUNDING, assert_same, assert_same_bits
+from support.compare import assert_same, assert_same_bits
 from support.devices import devices, needs_gpu
 from support.groups import GROUPS, Groups
 from support.samples import Sample, make

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import bench_host, front_page
+from benchmarks import bench_host, bench_portable, front_page, timing
 from benchmarks import compiled_vs_eager as bench
 from benchmarks import step_cases as cases
 from benchmarks.alternatives import TorchGroupedLinear
@@ -127,3 +127,43 @@ def test_front_page_draws_what_is_recorded(tmp_path: Path) -> None:
     assert {layer for _, layer in rows} >= set(front_page.LAYERS)
     front_page.plot(names, rows, "a title", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+MMA_LIMIT = """\
+bf16, register only, 8 warps of 64 x 64              best  652.1  last  640.0 TFLOP/s  no error
+bf16, ldmatrix                                       best  639.0  last  630.2 TFLOP/s  no error
+bf16, ldmatrix and copies                            best  532.0  last  519.0 TFLOP/s  no error
+bf16, ldmatrix, copies and barriers                  best  519.0  last  508.0 TFLOP/s  no error
+fp8, register only, 8 warps of 32 x 64               best  546.0  last  546.0 TFLOP/s  no error
+fp8, ldmatrix and copies                             best  486.0  last  479.0 TFLOP/s  no error
+"""
+
+
+def test_portable_gemms_beside_limits() -> None:
+    limits = bench_portable.limits_of(MMA_LIMIT)
+    alone, fed = "mma alone", "mma fed by ldmatrix and cp.async"
+    assert limits == {"bf16": {alone: 652.1, fed: 532.0}, "fp8": {alone: 546.0, fed: 486.0}}
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        bench_portable.limits_of(MMA_LIMIT.replace("no error", "no kernel image", 1))
+
+    def hopper(case: object) -> timing.Spread:
+        return timing.Spread(4.0, 2.0, 8.0)
+
+    tiny = Shape("tiny", E=3, m=8, N=64, K=64)
+    for dtype in bench_portable.DTYPES:
+        report = timing.Report("bench_portable", "?", "TFLOP/s", CPU, rounds=2)
+        bench_portable.measure(tiny, "even", "fprop", dtype, report, {}, hopper)
+        copy, ours, *_, hoppers = report.rows
+        assert copy.candidate == "copy of the weights' bytes"
+        assert ours.candidate == bench_portable.OURS
+        assert hoppers.candidate == bench_portable.HOPPERS
+        us = copy.timing.microseconds.median
+        share = hoppers.timing.share
+        assert [share.median, share.low, share.high] == [us / 4, us / 8, us / 2]
+    large = tiny._replace(m=64)
+    report = timing.Report("bench_portable", "?", "TFLOP/s", CPU, rounds=2)
+    bench_portable.measure(large, "even", "wgrad", "bf16", report, limits, None)
+    roof, second, ours, *_ = report.rows
+    assert [roof.candidate, second.candidate, ours.candidate] == [alone, fed, bench_portable.OURS]
+    assert roof.timing.microseconds.median == pytest.approx(1e-6 * roof.work / 652.1)
+    assert second.timing.share.median == pytest.approx(532.0 / 652.1)

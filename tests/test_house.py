@@ -19,6 +19,7 @@ ROOMS = (
     "nn",
     "parallel",
     "integrations",
+    "selftest",
 )
 MOST_LINES = 500
 

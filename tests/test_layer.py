@@ -23,9 +23,10 @@ from grouped_linear import (
     grouped_linear,
     ops,
 )
+from grouped_linear.selftest.tolerances import rounded, tolerance
 from support import reference
 from support.calls import Calls
-from support.compare import assert_same_bits, bits, rounded, tail_is_zero, tolerance, within
+from support.compare import assert_same_bits, bits, tail_is_zero, within
 from support.devices import OPS, devices
 from support.errors import sentence
 from support.groups import GROUPS, Groups

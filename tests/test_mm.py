@@ -12,33 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from grouped_linear import ops
+from grouped_linear.selftest.tolerances import ROUNDING, C, scaled_tolerance, tolerance
 from support import reference
 from support.cases import cases, variant_of
-from support.compare import (
-    ROUNDING,
-    assert_same_bits,
-    bits,
-    rounded,
-    tail_is_zero,
-    tolerance,
-    within,
-)
+from support.compare import assert_same_bits, bits, tail_is_zero, within
 from support.devices import devices
 from support.groups import GROUPS, WIDE, Groups
 from support.samples import Sample, gathered_before, make, specified
 from support.tensors import BF16, DTYPES, FP32, lay_out, on, rows, weight
-
-# The c of |error| <= 2^-8 |y| + c * 2^-13 * (the sum of |a * b|), for FP8 and BF16 operands and y
-# in BF16. FP8 tensor cores keep about 13 bits below a sum's largest addend, and truncate every
-# product of a step to them. On sums that only grow, the worst case, an H200 was measured to lose
-# 5.9 * 2^-13 of what was summed; 8 leaves room. Without promotion every 128 it would be 30
-# (K = 4096).
-C = 8
-
-
-def scaled_tolerance(expected: Tensor, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """What FP8 tensor cores and one rounding may cost; magnitude: the sum of |a * b|."""
-    return rounded(expected, C * 2.0**-13 * magnitude, dtype)
 
 
 def magnitude_of(a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -3,37 +3,10 @@
 T rows, E groups, K in_features, N out_features, Tp = padded_rows(T, E).
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Groups:
-    """m_splits, the number of rows T >= sum(m_splits), K and N."""
-
-    m_splits: tuple[int, ...]
-    T: int
-    K: int = 144
-    N: int = 272
-
-    @property
-    def E(self) -> int:
-        return len(self.m_splits)
-
-    @property
-    def valid(self) -> int:
-        return sum(self.m_splits)
-
-    @property
-    def blocks(self) -> int:
-        """The number of blocks that columnwise data is allocated for: Tp / 128."""
-        return (self.T + 127 * min(self.E, self.T)) // 128
-
-    def offs(self) -> Tensor:
-        return torch.tensor(self.m_splits).cumsum(0).int()
-
+from grouped_linear.selftest.operands import Groups
 
 GROUPS = {
     "unaligned": Groups((3, 130, 40), 173),

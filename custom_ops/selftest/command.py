@@ -1,0 +1,116 @@
+"""The self-test as a whole: every op on every device, CUDA graphs, speed, and a verdict."""
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from grouped_linear.report import first_line, header
+from grouped_linear.selftest import speed
+from grouped_linear.selftest.case import Case
+from grouped_linear.selftest.cases import every_case
+from grouped_linear.selftest.check import Verdict, check
+from grouped_linear.selftest.graph import wrong_replays
+
+SHOWN = 3  # failures of one op
+CPU = torch.device("cpu")
+ASK = "Please paste all of this into an issue of the project, also where nothing failed."
+HOW = """\
+Every op beside float64, as numbers or bit for bit ("bits"). Groups are unaligned and empty, rows
+past the sum hold NaN, outputs are poisoned beforehand, and each call is made twice: its bits must
+not change. On a GPU, quantized bytes and SwiGLU, of every gate of 16 bits among others, must have
+the bits of the CPU's. A number's error is the one nearest to what is allowed, in brackets: in 16
+bits most of it is the rounding of the result."""
+
+
+def devices() -> list[torch.device]:
+    """The CPU, and the current GPU where there is one that the ops run on."""
+    if why_no_gpu():
+        return [CPU]
+    return [CPU, torch.device("cuda", torch.cuda.current_device())]
+
+
+def why_no_gpu() -> str:
+    """Why the CPU alone is tested, or nothing."""
+    if not torch.cuda.is_available():
+        return "There is no GPU here, or torch does not see one"
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        return f"The GPU has compute capability {capability[0]}.{capability[1]}, and ops need 8.0"
+    return ""
+
+
+def verdicts_on(cases: Iterable[Case], device: torch.device) -> list[Verdict]:
+    """What each op gave on a device, in the order of their first cases."""
+    verdicts: dict[str, Verdict] = {}
+    for case in cases:
+        check(case, device, verdicts.setdefault(case.op, Verdict(case.op)))
+    return list(verdicts.values())
+
+
+def rows_of(verdicts: Iterable[Verdict]) -> Iterator[str]:
+    """A row for each op, with the first of its failures below."""
+    yield f"  {'':<32}{'calls':>6}  error (allowed)"
+    for verdict in verdicts:
+        near, error, allowed = verdict.worst
+        numbers = "bits" if near < 0 else f"{error:.2g} ({allowed:.2g})"
+        said = "FAILS" if verdict.failures else "ok"
+        yield f"  {verdict.op:<32}{verdict.cases:>6}  {numbers:<22}{said}"
+        yield from (f"      {failure}" for failure in verdict.failures[:SHOWN])
+        if len(verdict.failures) > SHOWN:
+            yield f"      and {len(verdict.failures) - SHOWN} more"
+
+
+def graph_failures() -> list[str]:
+    """What is wrong with replays of a CUDA graph, an error among it."""
+    try:
+        return wrong_replays()
+    except RuntimeError as error:
+        return [first_line(error)]
+
+
+def speeds_on(device: torch.device) -> Iterator[str]:
+    """The table of speeds; an error, as one of memory, is no failure."""
+    try:
+        beside, rows = speed.measured(device)
+    except RuntimeError as error:
+        yield f"speed on {device}: not measured: {first_line(error)}"
+        return
+    yield f"speed on {device}, TFLOP/s: {beside}"
+    yield f"  {'':<8}{'BF16':>8}{'FP8':>8}{'torch':>8}"
+    for row in rows:
+        yield f"  {row.gemm:<8}" + "".join(f"{value:>8.3g}" for value in row[1:])
+
+
+def main(cases: Iterable[Case] | None = None) -> int:
+    """Run the self-test and print what it finds: 0 where nothing failed, else 1.
+
+    cases: by default every op, with all kinds of group sizes and dtypes.
+    """
+    begin = time.perf_counter()
+    print(header(), flush=True)
+    if "GROUPED_LINEAR_PORTABLE" in os.environ:
+        print(f"\nGROUPED_LINEAR_PORTABLE is {os.environ['GROUPED_LINEAR_PORTABLE']}")
+    print(f"\n{HOW}", flush=True)
+    if why := why_no_gpu():
+        print(f"{why}: the CPU alone is tested.")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = list(every_case() if cases is None else cases)
+        failed = []
+        for device in devices():
+            print(f"\nops on {device}", flush=True)
+            verdicts = verdicts_on(made, device)
+            print("\n".join(rows_of(verdicts)), flush=True)
+            failed += [f"{verdict.op} on {device}" for verdict in verdicts if verdict.failures]
+            if device.type == "cuda":
+                wrong = graph_failures()
+                print(f"  one CUDA graph, other group sizes: {'FAILS' if wrong else 'ok'}")
+                print("".join(f"      {said}\n" for said in wrong[:SHOWN]), end="")
+                failed += [f"CUDA graphs on {device}"] * bool(wrong)
+            print("\n" + "\n".join(speeds_on(device)), flush=True)
+    print(f"\n{len(made)} calls, {time.perf_counter() - begin:.0f} s: ", end="")
+    print(f"{len(failed)} FAILED: {', '.join(failed)}" if failed else "nothing failed")
+    print(ASK)
+    return 1 if failed else 0

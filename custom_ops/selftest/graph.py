@@ -1,0 +1,50 @@
+"""One CUDA graph, replayed with other group sizes: the bits of the same calls without a graph.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from grouped_linear import ops
+from grouped_linear.selftest.check import differing
+
+T, E, K, N = 500, 5, 144, 272
+SPLITS = ((0, 130, 3, 257, 64), (211, 0, 1, 0, 288))
+
+
+def step(x_TK: Tensor, dy_TN: Tensor, w_ENK: Tensor, m_splits_E: Tensor) -> list[Tensor]:
+    """A layer forward and backward in FP8, and in its own dtype. The rows of groups alone."""
+    y, offs, x_t, scale_x_t, w_t, scale_w = ops.block_scaled_linear(x_TK, w_ENK, m_splits_E)
+    grads = ops.block_scaled_linear_grad(dy_TN, offs, x_t, scale_x_t, w_t, scale_w, bias_grad=True)
+    h = ops.swiglu(y, offs)
+    own = ops.grouped_mm(x_TK, w_ENK, offs), ops.grouped_mm(dy_TN, w_ENK.transpose(1, 2), offs)
+    dw = ops.grouped_mm_wgrad(dy_TN, x_TK, offs, torch.float32)
+    return [t for t in tree_leaves([y, tuple(grads), h, own, dw]) if t is not None]
+
+
+def wrong_replays() -> list[str]:
+    """A sentence for each output of a replay that differs."""
+    x, dy = torch.randn(T, K).bfloat16().cuda(), torch.randn(T, N).bfloat16().cuda()
+    w = torch.randn(E, N, K).bfloat16().cuda()
+    m_splits = torch.tensor(SPLITS[0], device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what is loaded or set up once is no part of a graph
+        step(x, dy, w, m_splits)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(x, dy, w, m_splits)
+    wrong = []
+    for sizes in (*SPLITS[::-1], SPLITS[1]):
+        m_splits.copy_(torch.tensor(sizes))
+        expected = [t.cpu() for t in step(x, dy, w, m_splits)]
+        for t in captured:
+            t.zero_()
+        graph.replay()
+        for i, (t, right) in enumerate(zip(captured, expected, strict=True)):
+            if said := differing(t.cpu(), right):
+                wrong.append(f"output {i}, groups of {', '.join(map(str, sizes))} rows: {said}")
+    return wrong
