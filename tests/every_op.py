@@ -54,6 +54,11 @@ def call_every_op(T: int, K: int, N: int, sizes: tuple[int, ...], dtype: torch.d
     ops.swiglu(gate_up, offs)
     weight = torch.randn(T, device=DEVICE)
     ops.swiglu_grad(x, gate_up, weight, offs)
+    for F in (64, 320):  # narrow and wide
+        down = draw(E, K, F).transpose(1, 2)
+        for rows in (None, choices[:, 0].contiguous()):
+            both, _ = ops.grouped_mm_swiglu(x, draw(E, 2 * F, K), offs, rows=rows)
+            ops.grouped_mm_swiglu_grad(x, down, both, weight, offs, rows)
     ops.group_quantize_swiglu(gate_up, offs, columnwise=True, keep_h=True)
     ops.group_quantize_swiglu(gate_up, offs, columnwise=True, share_scales=True)
     both = {"columnwise": True, "h_columnwise": True}

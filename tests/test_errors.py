@@ -4,6 +4,7 @@ Every rule of csrc/checks/ and meta_kernels/ has a line. Accept changed sentence
 EXPECTTEST_ACCEPT=1, after reading the diff.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -187,6 +188,61 @@ gather_dot: a must be 2-D, got 1-D
 gather_dot: a must be bfloat16, got float32
 gather_dot: T differs: a has 11, rows has 12
 gather_dot: H differs: a has 16, y has 144""",
+    )
+
+
+def test_grouped_mm_swiglu() -> None:
+    good = make("grouped_mm_swiglu", GROUPS_3, BF16, bias=True)
+    mistakes = [
+        {"a": good["a"][0]},
+        {"b": good["b"].float()},
+        {"b": like(good["b"], None, 16, None), "bias": None},
+        {"bias": good["bias"][:, :-16]},
+        {"offs": good["offs"].long()},
+        {"limit": 0.0},
+        {"alpha": math.inf},
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+grouped_mm_swiglu: a must be 2-D, got 1-D
+grouped_mm_swiglu: b must be bfloat16, got float32
+grouped_mm_swiglu: N / 2 must be a positive multiple of 16, got 8
+grouped_mm_swiglu: N differs: bias has 112, b has 128
+grouped_mm_swiglu: offs must be int32, got int64
+grouped_mm_swiglu: limit must be positive, got 0
+grouped_mm_swiglu: alpha must be finite, got inf""",
+    )
+
+
+def test_grouped_mm_swiglu_grad() -> None:
+    good = make("grouped_mm_swiglu_grad", GROUPS_3, BF16)
+    gate_up, weight = good["gate_up"], good["weight"]
+    mistakes = [
+        {"b": good["b"][0]},
+        {"gate_up": gate_up[0]},
+        {"gate_up": gate_up.float()},
+        {"gate_up": like(gate_up, 11, None)},
+        {"gate_up": like(gate_up, None, 16)},
+        {"weight": weight[:, None]},
+        {"weight": weight.bfloat16()},
+        {"weight": weight[1:]},
+        {"limit": -1.0},
+        {"rows": torch.zeros(5, dtype=torch.int32)},
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+grouped_mm_swiglu_grad: b must be 3-D, got 2-D
+grouped_mm_swiglu_grad: gate_up must be 2-D, got 1-D
+grouped_mm_swiglu_grad: gate_up must be bfloat16, got float32
+grouped_mm_swiglu_grad: T differs: gate_up has 11, a has 12
+grouped_mm_swiglu_grad: 2 * N differs: gate_up has 16, b has 128
+grouped_mm_swiglu_grad: weight must be 1-D, got 2-D
+grouped_mm_swiglu_grad: weight must be float32, got bfloat16
+grouped_mm_swiglu_grad: T differs: weight has 11, a has 12
+grouped_mm_swiglu_grad: limit must be positive, got -1
+grouped_mm_swiglu_grad: T differs: gate_up has 12, rows has 5""",
     )
 
 

@@ -331,12 +331,12 @@ grouped_mm: offs must not exceed the number of rows 12, got 1300 at group 2
 grouped_mm: offs must not decrease, got 3 after 5 at group 1
 grouped_mm: offs must not decrease, got -1 after 0 at group 0
 grouped_mm: offs must not exceed the number of rows 12, got 1300 at group 2
-grouped_mm: offs must not decrease, got 3 after 5 at group 1
-grouped_mm: offs must not decrease, got -1 after 0 at group 0
-grouped_mm: offs must not exceed the number of rows 12, got 1300 at group 2
-grouped_mm: offs must not decrease, got 3 after 5 at group 1
-grouped_mm: offs must not decrease, got -1 after 0 at group 0
-grouped_mm: offs must not exceed the number of rows 12, got 1300 at group 2
+grouped_mm_swiglu: offs must not decrease, got 3 after 5 at group 1
+grouped_mm_swiglu: offs must not decrease, got -1 after 0 at group 0
+grouped_mm_swiglu: offs must not exceed the number of rows 12, got 1300 at group 2
+grouped_mm_swiglu_grad: offs must not decrease, got 3 after 5 at group 1
+grouped_mm_swiglu_grad: offs must not decrease, got -1 after 0 at group 0
+grouped_mm_swiglu_grad: offs must not exceed the number of rows 12, got 1300 at group 2
 grouped_scaled_mm: offs must not decrease, got 3 after 5 at group 1
 grouped_scaled_mm: offs must not decrease, got -1 after 0 at group 0
 grouped_scaled_mm: offs must not exceed the number of rows 12, got 1300 at group 2

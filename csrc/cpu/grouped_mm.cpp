@@ -62,6 +62,13 @@ struct WgradOperands {
   }
 };
 
+// The ends of groups, and the numbers of rows that are gathered.
+void check_numbers(const char* op, const Tensor& a, const Tensor& offs,
+                   const std::optional<Tensor>& rows) {
+  const auto starts = group_starts(op, offs, (rows ? *rows : a).size(0));
+  if (rows) checked_rows(op, *rows, starts.back(), "a", a.size(0));
+}
+
 }  // namespace
 
 Tensor grouped_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& offs,
@@ -99,19 +106,20 @@ Tensor grouped_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& offs,
   return y;
 }
 
-std::optional<std::tuple<Tensor, Tensor>> fused_mm_swiglu(const Tensor&, const Tensor&,
-                                                          const Tensor&,
+// No kernel; but what the two ops after another would refuse is refused in the op's own name.
+std::optional<std::tuple<Tensor, Tensor>> fused_mm_swiglu(const Tensor& a, const Tensor&,
+                                                          const Tensor& offs,
                                                           const std::optional<Tensor>&,
-                                                          const std::optional<Tensor>&, bool,
+                                                          const std::optional<Tensor>& rows, bool,
                                                           const SwigluForm&) {
+  check_numbers("grouped_mm_swiglu", a, offs, rows);
   return {};
 }
 
-std::optional<std::tuple<Tensor, Tensor, Tensor>> fused_mm_swiglu_grad(const Tensor&, const Tensor&,
-                                                                       const Tensor&, const Tensor&,
-                                                                       const Tensor&,
-                                                                       const std::optional<Tensor>&,
-                                                                       const SwigluForm&) {
+std::optional<std::tuple<Tensor, Tensor, Tensor>> fused_mm_swiglu_grad(
+    const Tensor& a, const Tensor&, const Tensor&, const Tensor&, const Tensor& offs,
+    const std::optional<Tensor>& rows, const SwigluForm&) {
+  check_numbers("grouped_mm_swiglu_grad", a, offs, rows);
   return {};
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from grouped_linear.selftest.case import BF16, FP16, FP32, Case
-from grouped_linear.selftest.gemm_cases import gemms, layer, scaled_gemms
+from grouped_linear.selftest.gemm_cases import gemms, layer, scaled_gemms, swiglu_gemms
 from grouped_linear.selftest.operands import Groups
 from grouped_linear.selftest.row_cases import activations, every_gate, quantizers, routing
 from grouped_linear.selftest.weight_cases import optimizer, update_scales, weights
@@ -20,6 +20,7 @@ FAMILIES: tuple[Family, ...] = (
     weights,
     optimizer,
     gemms,
+    swiglu_gemms,
     scaled_gemms,
     layer,
 )

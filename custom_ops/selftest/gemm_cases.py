@@ -69,6 +69,35 @@ def gemms(groups: Groups, dtype: torch.dtype) -> Iterator[Case]:
     yield from accumulated("grouped_mm_wgrad", given, dy, x, groups, scaled=False)
 
 
+def swiglu_gemms(groups: Groups, dtype: torch.dtype) -> Iterator[Case]:
+    """GEMMs that go on with SwiGLU or its gradient. Every sum of the GEMMs is exact."""
+    F, offs, index = 64, groups.offs(), numbers(groups)
+
+    def small(*shape: int) -> Tensor:
+        return torch.randint(-1, 2, shape).to(dtype) / 4
+
+    source, weight_T = small(groups.valid + 3, groups.K), torch.rand(groups.T)
+    weight_T[groups.valid :] = torch.nan
+    a = reference.gather(source, index, offs)
+    a[groups.valid :] = torch.nan
+    b, down = 4 * small(groups.E, 2 * F, groups.K), 4 * small(groups.E, groups.K, F)
+    gate_up = must.gemm(a, b, groups, dtype).expected.to(dtype)
+    dh = must.gemm(a, down.transpose(1, 2), groups, dtype).expected.to(dtype)
+    forms: tuple[Arguments, ...] = ({}, {"limit": 1.5, "beta": 1.0}, {"interleaved": True})
+    for form in forms:
+        outputs = [Output(gate_up), must.swiglu(gate_up, groups, form)]
+        grads = must.swiglu_grad(dh, gate_up, weight_T, groups, form)
+        given = {"gate_up": gate_up, "weight": weight_T, "offs": offs, **form}
+        given["b"] = down.transpose(1, 2)
+        what = ", ".join(form)
+        for rows_of, more in ((a, {}), (source, {"rows": index})):
+            gathered = f"{what} gathered" if more else what
+            arguments = {"a": rows_of, "b": b, "offs": offs, **more, **form}
+            yield Case("grouped_mm_swiglu", arguments, outputs, gathered)
+            arguments = {"a": rows_of, **given, **more}
+            yield Case("grouped_mm_swiglu_grad", arguments, [*grads], gathered)
+
+
 def accumulated(
     op: str, given: Arguments, dy_TN: Tensor, x_TK: Tensor, groups: Groups, scaled: bool
 ) -> Iterator[Case]:

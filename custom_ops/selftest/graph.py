@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from grouped_linear import ops
 from grouped_linear.selftest.check import differing
 
-T, E, K, N = 500, 5, 144, 272
+T, E, K, N = 500, 5, 144, 288
 SPLITS = ((0, 130, 3, 257, 64), (211, 0, 1, 0, 288))
 
 

@@ -68,6 +68,11 @@ def routing() -> Iterator[Case]:
         allowed = 2 * 144 * 2.0**-24 * products.abs().sum(-1)
         arguments = {"a": a, "y": y, "rows": index.int()}
         yield Case("gather_dot", arguments, [Output(products.sum(-1), allowed)], str(dtype))
+        places = torch.randperm(210).view(70, 3)
+        arguments = {"x": a, "rows": places, "num_rows": 210}
+        there = torch.empty(210, 144, dtype=dtype)
+        there[places] = a[:, None].expand(-1, 3, -1)
+        yield Case("scatter_rows", arguments, [Output(there)], str(dtype))
 
 
 def quantizers(groups: Groups, dtype: torch.dtype) -> Iterator[Case]:

@@ -42,12 +42,13 @@ __device__ __forceinline__ void zero_rows(T* matrix, int cols, int end, int rows
     first[i] = make_uint4(0, 0, 0, 0);
 }
 
-// What a store warp is given of a tile: a warpgroup's rows, as many as belong to the group.
+// What a store warp is given of a tile: rows of a warpgroup that belong to the group.
 template <typename Config>
 struct StoredRows {
   const uint8_t (&buffers)[Config::kEpilogueBuffers][Config::kEpilogueRows * kSwizzleBytes];
   const WorkTile& tile;
-  int row, count;  // the first one in the output matrix, and how many
+  int row;         // of the output matrix, where the warpgroup's rows start
+  int begin, end;  // from there
 };
 
 // Elementwise says what is computed:
@@ -56,12 +57,14 @@ struct StoredRows {
 //   add_bias    to a thread's accumulators
 //   zero_tail   writes the zeros past the last group
 //   store       writes what it computes from the buffers; by a whole warp, without a wait for TMA's
-//               reads of the buffers
-template <typename Elementwise>
+//               reads of the buffers. Only the first warp of a warpgroup's rows has begin = 0.
+//
+// with_warp_1: warp 1, where it has no other role, takes a third of the rows of both warpgroups.
+template <typename Elementwise, bool with_warp_1>
 struct ElementwiseEpilogue {
   using Arguments = typename Elementwise::Arguments;
   static constexpr int kRegisters = Elementwise::kRegisters;
-  static constexpr bool kByWholeWarps = true;
+  static constexpr bool kByWholeWarps = true, kTakesWarp1 = with_warp_1;
 
   static __device__ __forceinline__ int subtiles(const Arguments&) { return 1; }
 
@@ -83,28 +86,35 @@ struct ElementwiseEpilogue {
     });
   }
 
+  // warp: 1, or 2 and 3 for the warpgroups 0 and 1.
   template <typename Config>
   static __device__ void run_store_warp(SharedStorage<Config>& shared, const TensorMaps& maps,
                                         const Arguments& args, const TileCounts&,
-                                        const GemmShape& shape, int warpgroup) {
+                                        const GemmShape& shape, int warp) {
+    constexpr int own_rows = with_warp_1 ? 44 : kWgmmaM, warps = with_warp_1 ? 3 : 2;
+    const bool helps = warp == 1;
+    const int first = helps ? 0 : warp - 2, last = helps ? kMathWarpgroups : warp - 1;
+    const int begin = helps ? own_rows : 0, end = helps ? kWgmmaM : own_rows;
     Elementwise::template zero_tail<Config>(args, shape, shared.groups.row_end[shape.E - 1],
-                                            blockIdx.x * kMathWarpgroups + warpgroup,
-                                            gridDim.x * kMathWarpgroups);
+                                            blockIdx.x * warps + 3 - warp, gridDim.x * warps);
     uint32_t phase = 0;
     for (int number = 0;; ++number, phase ^= 1) {
       __syncwarp();  // every lane has read the buffers
       if (elect_one()) {
         bulk_wait_read<0>();
-        mbarrier_arrive(&shared.epilogue_empty[warpgroup]);
+        for (int i = first; i < last; ++i) mbarrier_arrive(&shared.epilogue_empty[i]);
       }
       __syncwarp();
-      mbarrier_wait(&shared.epilogue_full[warpgroup], phase);
-      const WorkTile tile = shared.tiles[number % kTileSlots];
-      if (tile.k_blocks < 0) return;
-      const int row = tile.row + warpgroup * kWgmmaM, count = min(tile.row_end - row, kWgmmaM);
-      if (count <= 0 || tile.col >= shape.cols) continue;
-      Elementwise::template store<Config>({shared.epilogue[warpgroup][0], tile, row, count}, maps,
-                                          args, shape);
+#pragma unroll 1
+      for (int i = first; i < last; ++i) {
+        mbarrier_wait(&shared.epilogue_full[i], phase);
+        const WorkTile tile = shared.tiles[number % kTileSlots];
+        if (tile.k_blocks < 0) return;
+        const int row = tile.row + i * kWgmmaM, count = min(tile.row_end - row, end);
+        if (count <= begin || tile.col >= shape.cols) continue;
+        Elementwise::template store<Config>({shared.epilogue[i][0], tile, row, begin, count}, maps,
+                                            args, shape);
+      }
     }
   }
 };
@@ -160,7 +170,7 @@ struct SwigluOfGateUp {
     constexpr int lines = Config::kEpilogueBuffers / 2, line_cols = kSwizzleBytes / sizeof(T);
     constexpr int pieces = 8 * lines;  // of a row of h
     const int F = shape.cols / 2, col = rows.tile.col / 2, lane = threadIdx.x % 32;
-    if (args.keep_gate_up && elect_one()) {
+    if (args.keep_gate_up && rows.begin == 0 && elect_one()) {
       const RaggedRows ragged(rows.row, rows.tile.row_end);
 #pragma unroll
       for (int i = 0; i < 2 * lines; ++i) {
@@ -176,7 +186,7 @@ struct SwigluOfGateUp {
     if (col + 8 * piece >= F) return;
     T* to = static_cast<T*>(args.h) + static_cast<int64_t>(rows.row) * F + col + 8 * piece;
 #pragma unroll 2
-    for (int r = lane / pieces; r < rows.count; r += 32 / pieces) {
+    for (int r = rows.begin + lane / pieces; r < rows.end; r += 32 / pieces) {
       FragmentRow<T> gate, up;
       load_eight<T>(eight_at(rows.buffers, r, piece), gate);
       load_eight<T>(eight_at(rows.buffers, r, pieces + piece), up);
@@ -232,16 +242,16 @@ struct SwigluGradOfDh {
     const auto prefetch = [&](int first) {
 #pragma unroll
       for (int i = 0; i < ahead; ++i) {
-        const int r = min(first + i * step + lane / pieces, rows.count - 1);
+        const int r = min(first + i * step + lane / pieces, rows.end - 1);
         const T* at = from + offset(r, args.stride);
         load_eight<T>(at, next_gate[i]);
         load_eight<T>(at + F, next_up[i]);
         next_weight[i] = args.weight[rows.row + r];
       }
     };
-    prefetch(0);
+    prefetch(rows.begin);
 #pragma unroll 1
-    for (int first = 0; first < rows.count; first += ahead * step) {
+    for (int first = rows.begin; first < rows.end; first += ahead * step) {
       FragmentRow<T> gate[ahead], up[ahead];
       float weight[ahead];
 #pragma unroll
@@ -253,9 +263,9 @@ struct SwigluGradOfDh {
       prefetch(first + ahead * step);
 #pragma unroll
       for (int i = 0; i < ahead; ++i) {
-        if (first + i * step >= rows.count) break;
+        if (first + i * step >= rows.end) break;
         const int r = first + i * step + lane / pieces;
-        const bool stored = inside && r < rows.count;
+        const bool stored = inside && r < rows.end;
         FragmentRow<T> dh, h;
         WeightedRow row{weight[i], 0};
         load_eight<T>(eight_at(rows.buffers, r % kWgmmaM, piece), dh);

@@ -9,6 +9,7 @@
 //   Arguments            what the kernel is given for it: EpilogueArguments, or derived from that
 //   kRegisters           that a store warp's threads need; the producer may need more
 //   kByWholeWarps        whether run_store_warp is called by a warp, or by one thread of it
+//   kTakesWarp1          whether warp 1 calls it too, whose producer must then be one thread
 //   subtiles             rounds through the buffers that a tile takes
 //   prefetch             once a kernel: prefetches the output's tensor map
 //   writes_empty_groups  K-grouped: whether a tile without k-blocks is written, as zeros
@@ -186,7 +187,7 @@ __device__ __forceinline__ void copy_buffers(EpilogueBuffers<Config>& buffers, T
 struct LinearEpilogue {
   using Arguments = EpilogueArguments;
   static constexpr int kRegisters = 40;
-  static constexpr bool kByWholeWarps = false;
+  static constexpr bool kByWholeWarps = false, kTakesWarp1 = false;
 
   static __device__ __forceinline__ int subtiles(const Arguments& args) {
     return args.type == OutputType::kFloat ? 2 : 1;

@@ -25,14 +25,16 @@ void for_16bit(ScalarType dtype, const Run& run) {
 }
 
 // A GEMM with an ElementwiseEpilogue of the operands' types, with gathered rows or not.
-template <typename Gemm, typename Epilogue>
+template <typename Gemm, typename Elementwise>
 void launch_elementwise(const Launch& launch, const TensorMaps& maps, const GroupedGemm& gemm,
-                        const Tensor& a, const typename Epilogue::Arguments& epilogue) {
+                        const Tensor& a, const typename Elementwise::Arguments& epilogue) {
   if (gemm.a_rows)
-    launch_gemm<Gathering<Gemm, Operand::kA>, GatherProducer<Operand::kA>, Epilogue>(
+    launch_gemm<Gathering<Gemm, Operand::kA>, GatherProducer<Operand::kA>,
+                ElementwiseEpilogue<Elementwise, false>>(
         launch, maps, gemm, {}, epilogue, gathered_rows(launch.op(), gemm.a_rows, a));
   else
-    launch_gemm<Gemm, TmaProducer, Epilogue>(launch, maps, gemm, {}, epilogue);
+    launch_gemm<Gemm, TmaProducer, ElementwiseEpilogue<Elementwise, true>>(launch, maps, gemm, {},
+                                                                           epilogue);
 }
 
 CUtensorMap map_of_a(const char* op, const Tensor& a) {
@@ -63,7 +65,7 @@ bool run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutpu
     const auto run = [&]<typename Form>(const Form& form) {
       EpilogueArguments linear = gemm.epilogue;
       linear.aligned = swiglu.keep_gate_up;  // whether there is an output for a tensor map
-      launch_elementwise<Gemm, ElementwiseEpilogue<SwigluOfGateUp<Form>>>(
+      launch_elementwise<Gemm, SwigluOfGateUp<Form>>(
           launch, maps, gemm, a, {linear, swiglu.h.data_ptr(), swiglu.keep_gate_up, form});
     };
     for_form(swiglu.form, run);
@@ -90,7 +92,7 @@ bool run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const Swiglu
     for_form(grad.form, [&]<typename Form>(const Form& form) {
       EpilogueArguments linear = gemm.epilogue;
       linear.aligned = false;  // there is no output for a tensor map
-      launch_elementwise<Gemm, ElementwiseEpilogue<SwigluGradOfDh<Form>>>(
+      launch_elementwise<Gemm, SwigluGradOfDh<Form>>(
           launch, maps, gemm, a,
           {linear, gate_up.const_data_ptr(), gate_up.stride(0), data<float>(grad.weight),
            grad.d_gate_up.data_ptr(), grad.h.data_ptr(), mutable_data<float>(partial), form});

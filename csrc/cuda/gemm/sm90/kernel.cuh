@@ -147,9 +147,15 @@ __device__ void run_roles(SharedStorage<Config>& shared, const TensorMaps& maps,
         zero_fill.finish();
       }
     }
-    if (threadIdx.x >= 64 && (Epilogue::kByWholeWarps || elect_one()))
+    if constexpr (Epilogue::kByWholeWarps) {
+      static_assert(!(Epilogue::kTakesWarp1 && takes_warp_1), "warp 1 has one role");
+      if (threadIdx.x >= (Epilogue::kTakesWarp1 ? 32 : 64))
+        Epilogue::template run_store_warp<Config>(shared, maps, epilogue, counts, shape,
+                                                  threadIdx.x / 32);
+    } else if (threadIdx.x >= 64 && elect_one()) {
       Epilogue::template run_store_warp<Config>(shared, maps, epilogue, counts, shape,
                                                 threadIdx.x / 32 - 2);
+    }
   } else {
     setmaxnreg_inc<kMathRegisters<Producer, Epilogue>>();
     compute_tiles<Config, Epilogue>(shared, epilogue, workspace, shape);
@@ -177,7 +183,7 @@ __device__ void prologue(Control& control, const TensorMaps& maps) {
     control.rank = static_cast<int>(cluster_rank());
     for (int i = 0; i < kMathWarpgroups; ++i) {
       mbarrier_init(&control.epilogue_full[i], kMathWarps / kMathWarpgroups);
-      mbarrier_init(&control.epilogue_empty[i], 1);
+      mbarrier_init(&control.epilogue_empty[i], Epilogue::kTakesWarp1 ? 2 : 1);
     }
     fence_mbarrier_init();
   }
