@@ -39,7 +39,7 @@ lint:
 	$(ruff) format --check
 	$(python) -m mypy -p grouped_linear
 
-## make clients transformers' Trainer, accelerate, PEFT and Lightning with experts in FP8, in .venv-clients
+## make clients transformers' Trainer and DistributedConfig, accelerate, PEFT, Lightning, in .venv-clients
 clients:
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build test
 	@tests/clients/run.sh clients tests/clients

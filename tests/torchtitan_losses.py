@@ -100,7 +100,7 @@ def report(curves: dict[str, list[float]], layers: int, device: torch.device, wr
     if write:
         path = timing.RESULTS / f"torchtitan_losses_{timing.slug(device)}"
         path.with_suffix(".json").write_text(json.dumps(curves) + "\n")
-        plot(curves, f"{sizes}; {timing.machine(device)[0]}", path.with_suffix(".png"))
+        plot(curves, f"{sizes}\n{timing.machine(device)[0]}", path.with_suffix(".png"))
         page.append(f"![Loss curves]({path.name}.png)")
         path.with_suffix(".md").write_text("\n\n".join(page) + "\n")
 
