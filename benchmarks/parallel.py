@@ -316,7 +316,8 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
             panel.set_xlabel("ms a step; efficiency beside it")
             if column:
                 panel.set_yticklabels([])
-    panels[0, 0].legend(fontsize=8)
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
     figure.suptitle(f"Experts over {D} GPUs: {result['about'][0]}, commit {result['commit']}")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
