@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from grouped_linear import Float8BlockScaling, GroupedMLP
 from grouped_linear.parallel import ExpertParallel
 from support.compare import assert_same
 from support.documents import ROOT, examples
-from support.processes import Checks, device
+from support.processes import Checks, device, needs_four_gpus
 
 PROCESSES = 4
 E, T, C, H, F = 8, 24, 2, 32, 48
@@ -51,14 +52,33 @@ def meshes() -> DeviceMesh:
     return init_device_mesh(device().type, (2, 2), mesh_dim_names=("data", "experts"))
 
 
+def sum_on_a_cpu(sharded: Any) -> None:
+    """Gloo cannot divide while it sums."""
+    if device().type == "cpu":
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
 def spread(model: Model, dispatch: str) -> Model:
     """As the documentation has it: experts over one dimension of the mesh, FSDP2 over the rest."""
     mesh = meshes()
     parallelize_module(model.experts, mesh["experts"], ExpertParallel(dispatch))
     experts: Any = fully_shard(model.experts, mesh=mesh["data"])
     experts.set_gradient_divide_factor(mesh.size())
-    if device().type == "cpu":  # gloo cannot divide while it sums
-        experts.set_force_sum_reduction_for_comms(True)
+    sum_on_a_cpu(experts)
+    fully_shard(model, mesh=init_device_mesh(device().type, (PROCESSES,)))
+    return model
+
+
+def spread_beside_tensor_parallel(model: Model, dispatch: str) -> Model:
+    """Each shared expert split over the processes that share the others' tokens."""
+    mesh = meshes()
+    style = ColwiseParallel(input_layouts=Shard(0), output_layouts=Shard(0))
+    parallelize_module(model.shared, mesh["experts"], style)
+    parallelize_module(model.experts, mesh["experts"], ExpertParallel(dispatch))
+    for module in (model.experts, model.shared):  # gradients of both are sums over mesh["experts"]
+        sharded: Any = fully_shard(module, mesh=mesh["data"])
+        sharded.set_gradient_divide_factor(mesh.size())
+        sum_on_a_cpu(sharded)
     fully_shard(model, mesh=init_device_mesh(device().type, (PROCESSES,)))
     return model
 
@@ -81,23 +101,21 @@ def replicate(model: Model, dispatch: str) -> Model:
     """Hybrid sharding: two copies of the model, each sharded over two processes."""
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
     for module in (model.experts, model):
-        sharded: Any = fully_shard(module, mesh=mesh)
-        sharded.set_force_sum_reduction_for_comms(True)
+        sum_on_a_cpu(fully_shard(module, mesh=mesh))
     return model
 
 
 def replicate_spread(model: Model, dispatch: str) -> Model:
     """Two copies of experts, each spread over two processes; hybrid sharding of the rest."""
     kind, names = device().type, ("replicate", "shard", "experts")
-    # First: DTensor keeps plans by mesh, and with them names of process groups, from check to check.
+    # First: DTensor keeps plans by mesh, with names of process groups, from check to check.
     of_rest = init_device_mesh(kind, (2, 2), mesh_dim_names=("replicate", "shard"))
     mesh = init_device_mesh(kind, (2, 1, 2), mesh_dim_names=names)
     parallelize_module(model.experts, mesh["experts"], ExpertParallel(dispatch))
     experts: Any = fully_shard(model.experts, mesh=mesh["replicate", "shard"])
     experts.set_gradient_divide_factor(mesh.size())
     # Not set_force_sum_reduction_for_comms: torch 2.13 divides twice then where shard is 1.
-    whole: Any = fully_shard(model, mesh=of_rest)
-    whole.set_force_sum_reduction_for_comms(True)
+    sum_on_a_cpu(fully_shard(model, mesh=of_rest))
     return model
 
 
@@ -204,6 +222,7 @@ def experts_before(model: Model, saved: Model, again: Model, rank: int) -> int:
 CHECKS: Checks = {
     "all_gather": partial(check_training, spread, "all_gather", {}),
     "all_to_all": partial(check_training, spread, "all_to_all", {}),
+    "tensor_parallel": partial(check_training, spread_beside_tensor_parallel, "all_gather", {}),
     "over_all": partial(check_training, spread_over_all, "all_to_all", {}),
     "quantized": partial(check_training, spread, "all_gather", QUANTIZED),
     "replicated": partial(check_training, replicate, "", {}),
@@ -221,3 +240,10 @@ CHECKS: Checks = {
 def test_four_processes(check: str, failures: dict[str, str]) -> None:
     if check in failures:
         pytest.fail(failures[check], pytrace=False)
+
+
+@needs_four_gpus
+@pytest.mark.parametrize("check", CHECKS)
+def test_four_gpus(check: str, gpu_failures: dict[str, str]) -> None:
+    if check in gpu_failures:
+        pytest.fail(gpu_failures[check], pytrace=False)
