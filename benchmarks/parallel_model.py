@@ -162,7 +162,11 @@ def weights(shape: Shape, gpus: int, D: int, machine: Machine) -> float:
 
 def recorded(folder: Path = timing.RESULTS) -> dict[str, Any] | None:
     """The newest result of GPUs of one node that ``--write`` left; None if there is none."""
-    files = [path for path in folder.glob("parallel_*.json") if "cpu" not in path.name]
+    files = [
+        path
+        for path in folder.glob("parallel_*.json")
+        if not {"cpu", "training"} & set(path.stem.split("_"))
+    ]
     if not files:
         return None
     result: dict[str, Any] = json.loads(max(files, key=lambda p: p.stat().st_mtime).read_text())
