@@ -20,6 +20,7 @@ from support.processes import PROCESSES, Checks, device, needs_two_gpus
 pytest.importorskip("accelerate")
 from transformers import MixtralConfig, MixtralForCausalLM, set_seed
 from transformers.distributed import DistributedConfig
+from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
 from grouped_linear.integrations.transformers import (
     cache_experts,
@@ -27,6 +28,7 @@ from grouped_linear.integrations.transformers import (
     quantize_experts,
     register,
 )
+from grouped_linear.parallel import AllGather
 
 T, VOCABULARY, STEPS = 24, 64, 4
 NAMES = {"grouped_linear": None, "grouped_linear_fp8": Float8BlockScaling()}
@@ -107,6 +109,29 @@ def check_losses(name: str, way: str, rank: int, directory: Path) -> None:
     torch.testing.assert_close(losses / PROCESSES, alone, rtol=tolerance, atol=0)
 
 
+class ByAllGather(EPImplementation):
+    """As docs/use_in_your_model.md has it."""
+
+    def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        assert tp_mesh.size() == 1
+        self.dispatcher = AllGather(ep_mesh, self.num_local_experts * ep_mesh.size(), fp8=True)
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        sent = self.dispatcher.dispatch(hidden_states, top_k_weights, top_k_index)
+        y = self.experts_forward(sent.x, sent.top_k_index, sent.top_k_weights)
+        return self.dispatcher.combine(y, sent)
+
+
+def check_own_dispatch(rank: int, directory: Path) -> None:
+    """transformers' expert parallelism with tokens in FP8 and no size read by the host."""
+    path, name = prepare(rank, directory), "grouped_linear_fp8"
+    EPImplementationInterface.register("fp8_all_gather", ByAllGather)
+    losses = train(load(path, name, **FSDP, **EP, ep_implementation="fp8_all_gather"), ids(rank))
+    dist.all_reduce(losses)
+    torch.testing.assert_close(losses / PROCESSES, losses_alone(path, name), rtol=1e-2, atol=0)
+
+
 def check_convert(rank: int, directory: Path) -> None:
     """After the model is distributed; weights in FP8 alone where whole experts are."""
     path, name = prepare(rank, directory), "grouped_linear_fp8"
@@ -161,6 +186,7 @@ def check_refused(rank: int, directory: Path) -> None:
 
 CHECKS: Checks = {
     **{f"{name}_{way}": partial(check_losses, name, way) for name in NAMES for way in WAYS},
+    "own_dispatch": check_own_dispatch,
     "convert": check_convert,
     "fp8_checkpoint": check_fp8_checkpoint,
     "refused": check_refused,
