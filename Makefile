@@ -15,7 +15,7 @@ ruff := PATH="$(CURDIR)/.venv/bin:$$PATH" ruff
 # instead of 0.4 to 3 s.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: help demo test lint docs clients release_tools wheel check-wheel clean
+.PHONY: help demo test lint docs clients torchtitan release_tools wheel check-wheel clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -44,10 +44,15 @@ docs:
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build docs
 	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
 
-## make clients transformers' Trainer, accelerate, PEFT and Lightning with experts in FP8, in .venv-clients
+## make clients transformers' Trainer and DistributedConfig, accelerate, PEFT, Lightning, in .venv-clients
 clients:
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build test
-	@tests/clients/run.sh
+	@tests/clients/run.sh clients tests/clients tests/test_examples.py
+
+## make torchtitan   torchtitan's models and Trainer with our experts, in .venv-torchtitan; on two GPUs where they are
+torchtitan:
+	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build test
+	@tests/clients/run.sh torchtitan tests/test_torchtitan.py tests/test_torchtitan_training.py tests/test_examples.py
 
 #   PYTHONS="python3.11 ..."   make wheel, make check-wheel: the Pythons, by default .venv's
 PYTHONS ?= $(python)
@@ -63,6 +68,6 @@ wheel: release_tools
 check-wheel: release_tools
 	$(python) .ci/wheels.py check $(PYTHONS)
 
-## make clean   remove .venv, .venv-clients and everything that was built
+## make clean   remove .venv, .venv-clients, .venv-torchtitan and everything that was built
 clean:
-	rm -rf .venv .venv-clients build dist demo site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-clients .venv-torchtitan build dist demo site .mypy_cache .pytest_cache .ruff_cache

@@ -1,6 +1,8 @@
 """A layer of experts on one GPU and spread over several: time, communication, memory.
 
-    torchrun --nproc-per-node 2 -m benchmarks.parallel
+    torchrun --nproc-per-node 2 -m benchmarks.parallel --write
+    python -m benchmarks.parallel --plot                  # what was written, as bars
+    python -m benchmarks.parallel --predict 8 64 512      # more GPUs, see parallel_model.py
 
 A step is the forward and backward of the experts with the tokens' routing given, by the layer as it
 is, captured in one CUDA graph; on a CPU one eager call. Candidates take turns. A sample is the
@@ -17,11 +19,13 @@ T tokens of a process, D processes, E experts, C chosen for a token, H and F fea
 """
 
 import argparse
+import json
 import os
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,39 +35,25 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from benchmarks import timing
+from benchmarks.parallel_model import (
+    CAPACITY,
+    MIB,
+    SHAPES,
+    WAYS,
+    Machine,
+    Shape,
+    page,
+    recorded,
+    sent_bytes,
+)
 from grouped_linear import Float8BlockScaling, GroupedMLP, Recipe
 from grouped_linear.parallel import Dispatched, ExpertParallel, TokenDispatcher
 
 REPEATS = 3  # replays a sample: processes start one after another, by some 10 us
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a layer, and the tokens of one GPU alone."""
-
-    T: int
-    H: int
-    F: int
-    E: int
-    C: int
-
-
-SHAPES = {
-    "qwen3_30b": Shape(8192, 2048, 768, 128, 8),
-    "dsv3_32_experts": Shape(4096, 7168, 2048, 32, 8),
-    "mixtral": Shape(8192, 4096, 14336, 8, 2),
-    "tiny": Shape(64, 32, 48, 8, 2),
-}
 QUICK = ("qwen3_30b", "dsv3_32_experts")
 RECIPES: dict[str, Recipe | None] = {"bf16": None, "block": Float8BlockScaling()}
-CAPACITY = 1.25
-WAYS: dict[str, dict[str, Any]] = {
-    "all_gather, no capacity": {"dispatch": "all_gather"},
-    "all_gather": {"dispatch": "all_gather", "capacity_factor": CAPACITY},
-    "all_gather, FP8": {"dispatch": "all_gather", "capacity_factor": CAPACITY, "fp8": True},
-    "all_to_all": {"dispatch": "all_to_all", "capacity_factor": CAPACITY},
-    "all_to_all, FP8": {"dispatch": "all_to_all", "capacity_factor": CAPACITY, "fp8": True},
-}
 
 
 @dataclass
@@ -192,16 +182,6 @@ def time_in_turns(
     return dict(zip(samples, longest.tolist(), strict=True))
 
 
-def sent_mib(shape: Shape, tokens: int, D: int, way: dict[str, Any]) -> float:
-    """What a process sends to others in a step: x and dy out, y and dx back, and routing."""
-    slots = tokens
-    if way["dispatch"] == "all_to_all":
-        slots = min(tokens, -(-int(CAPACITY * tokens * shape.C) // D)) + 1
-    there = (1 + 4 / 128 if way.get("fp8") else 2) * shape.H  # and a scale for each 128
-    routing = 12 * shape.C  # weight and number there, the weight's gradient back
-    return (D - 1) * slots * (2 * there + 2 * 2 * shape.H + routing) / (1 << 20)
-
-
 def measure(
     name: str, recipe: str, mesh: DeviceMesh, rounds: int, ways: list[str] | None = None
 ) -> list[Row]:
@@ -242,7 +222,7 @@ def measure(
         tokens = len(candidates[scaling, way].x)
         perfect = base * tokens / shape.T  # of one GPU for one process's tokens
         talk = statistics.median(of_talk[scaling, way]) if way in WAYS else 0.0
-        sent = sent_mib(shape, tokens, D, WAYS[way]) if way in WAYS else 0.0
+        sent = sent_bytes(shape, tokens, D, WAYS[way]) / MIB if way in WAYS else 0.0
         spread_of = (max(samples) - min(samples)) / ms
         rows.append(
             Row(
@@ -304,14 +284,108 @@ def table(rows: list[Row]) -> str:
     return timing.markdown(cells)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """A step's time by way, and the part of it that is communication: a panel for each layer."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows, D = result["rows"], result["processes"]
+    layers = list(dict.fromkeys((r["shape"], r["recipe"]) for r in rows))
+    figure, panels = pyplot.subplots(
+        2, len(layers), squeeze=False, figsize=(4.5 * len(layers), 6), constrained_layout=True
+    )
+    for column, layer in enumerate(layers):
+        own = [r for r in rows if (r["shape"], r["recipe"]) == layer]
+        (alone,) = (r["ms"] for r in own if r["scaling"] == "one GPU")
+        for panel, scaling in zip(panels[:, column], ("weak", "strong"), strict=True):
+            shown = [r for r in own if r["scaling"] == scaling]
+            names = [r["way"] for r in shown]
+            rest = [max(0.0, r["ms"] - r["communication"]) for r in shown]
+            talk = [min(r["ms"], r["communication"]) for r in shown]
+            panel.barh(names, rest, color="C0", label="experts and the rest")
+            panel.barh(names, talk, left=rest, color="C1", label="communication")
+            perfect = alone if scaling == "weak" else alone / D
+            panel.axvline(perfect, color="black", linestyle="--", label="perfect")
+            for i, r in enumerate(shown):
+                panel.text(r["ms"], i, f" {r['efficiency']:.0%}", va="center")
+            panel.set_xlim(0, 1.2 * max(perfect, *(r["ms"] for r in shown)))
+            panel.invert_yaxis()
+            panel.set_title(f"{layer[0]}, {layer[1]}: {scaling} scaling", fontsize=10)
+            panel.set_xlabel("ms a step; efficiency beside it")
+            if column:
+                panel.set_yticklabels([])
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    figure.suptitle(f"Experts over {D} GPUs: {result['about'][0]}, commit {result['commit']}")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def written(rows: list[Row], D: int, rounds: int, device: torch.device) -> tuple[str, Any]:
+    """The page of a run, and the same as data."""
+    result = {
+        "device": timing.slug(device),
+        "about": timing.machine(device),
+        "processes": D,
+        "commit": timing.git_commit(),
+        "rounds": rounds,
+        "rows": [asdict(row) for row in rows],
+    }
+    lines = (
+        *result["about"],
+        f"{D} processes, commit {result['commit']}",
+        f"{rounds} rounds, medians; range: slowest less fastest round; capacity factor {CAPACITY} "
+        "where there is one",
+    )
+    page = [
+        "# parallel",
+        "Experts spread over GPUs, beside one GPU with all of them (`benchmarks/parallel.py` "
+        "says what the columns are).",
+        "\n".join(f"- {line}" for line in lines),
+        table(rows),
+    ]
+    return "\n\n".join(page), result
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(QUICK))
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--write", action="store_true", help="to benchmarks/results, too")
-    options = parser.parse_args()
+    parser.add_argument("--plot", action="store_true", help="the newest result that was written")
+    parser.add_argument("--predict", nargs="+", type=int, metavar="GPUS", help="measure nothing")
+    nominal = Machine()
+    for name in ("nvlink", "network", "memory"):
+        parser.add_argument(
+            f"--{name}",
+            type=float,
+            default=getattr(nominal, name),
+            help="for --predict, nominal GB/s of a GPU in one direction, default %(default)s",
+        )
+    parser.add_argument("--node", type=int, default=nominal.node, help="GPUs of one")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    if options.predict or options.plot:
+        result = recorded()
+        if options.predict:
+            machine = Machine(options.node, options.nvlink, options.network, options.memory)
+            text = page(options.predict, machine, result)
+            print(text)
+            if options.write:
+                (timing.RESULTS / "parallel_predicted.md").write_text(text + "\n")
+        if options.plot:
+            assert result is not None, "nothing is recorded: --write does it"
+            path = timing.RESULTS / f"parallel_{result['device']}.png"
+            plot(result, path)
+            print(f"written: {path.relative_to(timing.RESULTS.parent.parent)}")
+        return
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
@@ -323,29 +397,14 @@ def main() -> None:
             if options.device == "cuda":
                 torch.cuda.empty_cache()
     device = torch.device(options.device)
-    text = "\n\n".join(
-        [
-            "# parallel",
-            "Experts spread over GPUs, beside one GPU with all of them (`benchmarks/parallel.py` "
-            "says what the columns are).",
-            "\n".join(
-                f"- {line}"
-                for line in (
-                    *timing.machine(device),
-                    f"{mesh.size()} processes, commit {timing.git_commit()}",
-                    f"{options.rounds} rounds, medians; range: slowest less fastest round; "
-                    f"capacity factor {CAPACITY} where there is one",
-                )
-            ),
-            table(rows),
-        ]
-    )
+    text, result = written(rows, mesh.size(), options.rounds, device)
     if dist.get_rank() == 0:
         print(text)
         if options.write:
             path = timing.RESULTS / f"parallel_{timing.slug(device)}.md"
             path.write_text(text + "\n")
-            print(f"written: {path.relative_to(timing.RESULTS.parent.parent)}")
+            path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+            print(f"written: {path.relative_to(timing.RESULTS.parent.parent)} and .json")
     dist.destroy_process_group()
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from benchmarks import parallel as benchmark
+from benchmarks import parallel_training as training
 from grouped_linear import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -357,12 +358,24 @@ def check_benchmark(rank: int, directory: Path) -> None:
     assert benchmark.table(rows).count("\n") == len(rows) + 1
 
 
-def check_cuda_graph(how: dict[str, Any], rank: int, directory: Path) -> None:
+def check_training_benchmark(rank: int, directory: Path) -> None:
+    """All ways over several processes learn the same."""
+    rows = training.measure("tiny", "bf16", mesh(), rounds=1)
+    assert [row.way for row in rows] == ["one GPU", "FSDP2", *training.SPREAD]
+    assert all(row.ms > 0 and row.efficiency > 0 for row in rows)
+    for row in rows[2:]:
+        assert abs(row.loss - rows[1].loss) < 0.01
+    assert training.table(rows).count("\n") == len(rows) + 1
+
+
+def check_cuda_graph(
+    recipe: Recipe | None, how: dict[str, Any], rank: int, directory: Path
+) -> None:
     """One graph of forward and backward for any routing."""
     if device().type == "cpu":
         return
-    parallel = compile_whole(spread(make(**BLOCK, dtype=BF16), **how))
-    whole = make(**BLOCK, dtype=BF16)
+    parallel = compile_whole(spread(make(recipe=recipe, dtype=BF16), **how))
+    whole = make(recipe=recipe, dtype=BF16)
     data = [t[own(rank)].contiguous() for t in tokens(dtype=BF16)]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -419,7 +432,13 @@ CHECKS: Checks = {
     "own_dispatcher": check_own_dispatcher,
     "refused": check_refused,
     "benchmark": check_benchmark,
-    **{f"cuda_graph_{way}": partial(check_cuda_graph, how) for way, how in WAYS.items()},
+    "training_benchmark": check_training_benchmark,
+    **{
+        f"cuda_graph_{recipe}_{way}": partial(check_cuda_graph, RECIPES[recipe], how)
+        for recipe in RECIPES
+        for way, how in WAYS.items()
+        if recipe == "block" or not how.get("fp8")
+    },
 }
 ON_A_CPU = {name: check for name, check in CHECKS.items() if not name.startswith("cuda_graph")}
 

@@ -1,26 +1,29 @@
-"""Four processes: experts spread over two, and FSDP2 over the other two, are one process's model.
+"""Four processes, with experts spread, sharded and replicated, have one process's model.
 
 E experts, T tokens a process, C experts chosen for a token, H and F features.
 """
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from grouped_linear import Float8BlockScaling, GroupedMLP
 from grouped_linear.parallel import ExpertParallel
 from support.compare import assert_same
 from support.documents import ROOT, examples
-from support.processes import Checks, device
+from support.processes import Checks, device, needs_four_gpus
 
 PROCESSES = 4
 E, T, C, H, F = 8, 24, 2, 32, 48
@@ -32,13 +35,13 @@ QUANTIZED: dict[str, Any] = {
 
 
 class Model(nn.Module):
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, on: Any = None, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.router = nn.Linear(H, E, bias=False)
-        self.experts = GroupedMLP(E, H, F, **options)
-        self.shared = nn.Linear(H, H)
-        self.to(device())
+        on = device() if on is None else on
+        self.router = nn.Linear(H, E, bias=False, device=on)
+        self.experts = GroupedMLP(E, H, F, device=on, **options)
+        self.shared = nn.Linear(H, H, device=on)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.experts(x, *self.router(x).softmax(dim=-1).topk(C)) + self.shared(x)
@@ -49,14 +52,33 @@ def meshes() -> DeviceMesh:
     return init_device_mesh(device().type, (2, 2), mesh_dim_names=("data", "experts"))
 
 
+def sum_on_a_cpu(sharded: Any) -> None:
+    """Gloo cannot divide while it sums."""
+    if device().type == "cpu":
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
 def spread(model: Model, dispatch: str) -> Model:
     """As the documentation has it: experts over one dimension of the mesh, FSDP2 over the rest."""
     mesh = meshes()
     parallelize_module(model.experts, mesh["experts"], ExpertParallel(dispatch))
     experts: Any = fully_shard(model.experts, mesh=mesh["data"])
     experts.set_gradient_divide_factor(mesh.size())
-    if device().type == "cpu":  # gloo cannot divide while it sums
-        experts.set_force_sum_reduction_for_comms(True)
+    sum_on_a_cpu(experts)
+    fully_shard(model, mesh=init_device_mesh(device().type, (PROCESSES,)))
+    return model
+
+
+def spread_beside_tensor_parallel(model: Model, dispatch: str) -> Model:
+    """Each shared expert split over the processes that share the others' tokens."""
+    mesh = meshes()
+    style = ColwiseParallel(input_layouts=Shard(0), output_layouts=Shard(0))
+    parallelize_module(model.shared, mesh["experts"], style)
+    parallelize_module(model.experts, mesh["experts"], ExpertParallel(dispatch))
+    for module in (model.experts, model.shared):  # gradients of both are sums over mesh["experts"]
+        sharded: Any = fully_shard(module, mesh=mesh["data"])
+        sharded.set_gradient_divide_factor(mesh.size())
+        sum_on_a_cpu(sharded)
     fully_shard(model, mesh=init_device_mesh(device().type, (PROCESSES,)))
     return model
 
@@ -72,6 +94,28 @@ def spread_over_all(model: Model, dispatch: str) -> Model:
     for p in model.experts.parameters():
         p.register_post_accumulate_grad_hook(mean_of_processes)
     fully_shard(model, mesh=mesh, ignored_params=set(model.experts.parameters()))
+    return model
+
+
+def replicate(model: Model, dispatch: str) -> Model:
+    """Hybrid sharding: two copies of the model, each sharded over two processes."""
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    for module in (model.experts, model):
+        sum_on_a_cpu(fully_shard(module, mesh=mesh))
+    return model
+
+
+def replicate_spread(model: Model, dispatch: str) -> Model:
+    """Two copies of experts, each spread over two processes; hybrid sharding of the rest."""
+    kind, names = device().type, ("replicate", "shard", "experts")
+    # First: DTensor keeps plans by mesh, with names of process groups, from check to check.
+    of_rest = init_device_mesh(kind, (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(kind, (2, 1, 2), mesh_dim_names=names)
+    parallelize_module(model.experts, mesh["experts"], ExpertParallel(dispatch))
+    experts: Any = fully_shard(model.experts, mesh=mesh["replicate", "shard"])
+    experts.set_gradient_divide_factor(mesh.size())
+    # Not set_force_sum_reduction_for_comms: torch 2.13 divides twice then where shard is 1.
+    sum_on_a_cpu(fully_shard(model, mesh=of_rest))
     return model
 
 
@@ -121,15 +165,32 @@ def check_training(
 
 
 def check_checkpoint(options: dict[str, Any], rank: int, directory: Path) -> None:
-    """Saved by 2 x 2 processes, loaded by one, by experts over all four, and by 2 x 2 again."""
+    """Saved by 2 x 2 processes, loaded by one, by experts over all four, and by 2 x 2 again.
+
+    The last model was on the meta device, as a run is that starts again. A save in the background
+    has copied all before the next step.
+    """
     saved = spread(Model(**options), "all_gather")
     train(saved, rank, documented_clip(), steps=1)
-    dcp.save(get_model_state_dict(saved), checkpoint_id=directory)
-    alone, over_all, again = Model(**options), Model(**options), Model(**options)
+    state = get_model_state_dict(saved)
+    if options:
+        # A group of its own: the thread that saves talks while a step does.
+        group = dist.new_group(backend="gloo")
+        saving: Any = dcp.async_save(state, checkpoint_id=directory, process_group=group)
+        before = {name: copy.deepcopy(p) for name, p in saved.named_parameters()}
+        train(saved, rank, documented_clip(), steps=1)
+        saving.result()
+        with torch.no_grad():
+            for name, p in saved.named_parameters():
+                p.copy_(before[name])
+    else:
+        dcp.save(state, checkpoint_id=directory)
+    alone, over_all, again = Model(**options), Model(**options), Model("meta", **options)
     parallelize_module(
         over_all.experts, init_device_mesh(device().type, (PROCESSES,)), ExpertParallel()
     )
-    for model in (alone, over_all, spread(again, "all_to_all")):
+    spread(again, "all_to_all").to_empty(device=device())
+    for model in (alone, over_all, again):
         with torch.no_grad():
             for p in model.parameters():
                 p.zero_()
@@ -161,8 +222,15 @@ def experts_before(model: Model, saved: Model, again: Model, rank: int) -> int:
 CHECKS: Checks = {
     "all_gather": partial(check_training, spread, "all_gather", {}),
     "all_to_all": partial(check_training, spread, "all_to_all", {}),
+    "tensor_parallel": partial(check_training, spread_beside_tensor_parallel, "all_gather", {}),
     "over_all": partial(check_training, spread_over_all, "all_to_all", {}),
     "quantized": partial(check_training, spread, "all_gather", QUANTIZED),
+    "replicated": partial(check_training, replicate, "", {}),
+    "replicated_quantized": partial(check_training, replicate, "", QUANTIZED),
+    "replicated_experts": partial(check_training, replicate_spread, "all_to_all", {}),
+    "replicated_experts_quantized": partial(
+        check_training, replicate_spread, "all_gather", QUANTIZED
+    ),
     "checkpoint": partial(check_checkpoint, {}),
     "checkpoint_quantized": partial(check_checkpoint, QUANTIZED),
 }
@@ -172,3 +240,10 @@ CHECKS: Checks = {
 def test_four_processes(check: str, failures: dict[str, str]) -> None:
     if check in failures:
         pytest.fail(failures[check], pytrace=False)
+
+
+@needs_four_gpus
+@pytest.mark.parametrize("check", CHECKS)
+def test_four_gpus(check: str, gpu_failures: dict[str, str]) -> None:
+    if check in gpu_failures:
+        pytest.fail(gpu_failures[check], pytrace=False)

@@ -3,8 +3,6 @@
 T rows, E experts, H features of a token, F features of an expert.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,16 +19,15 @@ from support.processes import PROCESSES, Checks
 from support.tensors import BF16, DTYPES
 
 pytest.importorskip(
-    "torchtitan", reason="torchtitan is not installed: pip install torchtitan==0.3.0"
+    "torchtitan", reason="torchtitan is not installed: make torchtitan runs this where it is"
 )
 
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims, parallel_dims
-from torchtitan.distributed.utils import set_spmd_backend
-from torchtitan.models import deepseek_v3
-from torchtitan.models.common.attention import FlexAttention
+from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+
+from support.titan import SPMD, deepseek, prepare, sum_in_force
 
 T, E, H, F = 50, 4, 32, 48
 COUNTS = [16, 0, 32, 2]
@@ -115,32 +112,9 @@ def test_another_limit_is_read_when_it_is_called() -> None:
 # --- two processes -------------------------------------------------------------------------------
 
 
-def causal(
-    self: nn.Module, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, **options: Any
-) -> Tensor:
-    """Attention for a CPU, where torchtitan has none for language models."""
-    q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
-    scale = options["scale"]
-    y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    return y.transpose(1, 2)
-
-
-def converting(parallelize: Callable[..., nn.Module], **how: Any) -> Callable[..., nn.Module]:
-    """As docs/plain_torch.md has it."""
-
-    def convert_and_parallelize(model: nn.Module, **options: Any) -> nn.Module:
-        convert(model, **how)
-        return parallelize(model, **options)
-
-    return convert_and_parallelize
-
-
 def built(parallelism: ParallelismConfig, how: dict[str, Any] | None) -> nn.Module:
     """A model of torchtitan's as its Trainer makes it: meta, parallelize, memory, values."""
-    spec = deepseek_v3.model_registry("debugmodel")
-    if how is not None:
-        spec = replace(spec, parallelize_fn=converting(spec.parallelize_fn, **how))
-    spec.model.layers = spec.model.layers[:2]
+    spec = deepseek(2, how)
     training = TrainingConfig(mixed_precision_param="float32")
     config = SimpleNamespace(parallelism=parallelism, training=training)
     spec.model.update_from_config(config=config)
@@ -157,9 +131,7 @@ def built(parallelism: ParallelismConfig, how: dict[str, Any] | None) -> nn.Modu
         ac_config=None,
         dump_folder="",
     )
-    for module in model.modules():  # gloo cannot scale while it reduces
-        if hasattr(module, "set_force_sum_reduction_for_comms"):
-            module.set_force_sum_reduction_for_comms(True)
+    sum_in_force(model)
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     with torch.no_grad():
@@ -177,16 +149,9 @@ def step(model: nn.Module) -> dict[str, Tensor]:
     return {"y": y.detach(), **local}
 
 
-def prepare() -> None:
-    """What torchtitan takes for granted: a GPU, and with its default backend a nightly torch."""
-    parallel_dims.device_type = "cpu"
-    FlexAttention.forward = causal
-    set_spmd_backend("partial_dtensor")
-
-
 def check_model(parallel: dict[str, int], how: dict[str, Any], rank: int, directory: Path) -> None:
-    prepare()
-    parallelism = ParallelismConfig(spmd_backend="partial_dtensor", **parallel)
+    prepare("cpu")
+    parallelism = ParallelismConfig(spmd_backend=SPMD, **parallel)
     plain = built(parallelism, None)
     expected = step(plain)
     with pytest.raises(ValueError, match="inner_experts: parameters are sharded already: convert"):
@@ -207,8 +172,8 @@ def check_model(parallel: dict[str, int], how: dict[str, Any], rank: int, direct
 
 
 def check_weights_in_fp8_under_expert_parallelism(rank: int, directory: Path) -> None:
-    prepare()
-    parallelism = ParallelismConfig(spmd_backend="partial_dtensor", **FSDP, **EP)
+    prepare("cpu")
+    parallelism = ParallelismConfig(spmd_backend=SPMD, **FSDP, **EP)
     model = built(parallelism, {"weights": "fp8"})
     with pytest.raises(ValueError, match="w1_EFD is not in FP8 any more: tensor and expert"):
         step(model)

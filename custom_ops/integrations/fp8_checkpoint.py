@@ -21,6 +21,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from grouped_linear.integrations.swiglu_forms import same_activation
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
 from grouped_linear.quantized.state_dict import SCALE
+from grouped_linear.quantized.weight import is_dtensor
 
 
 class QuantizedExpertsHfQuantizer(FineGrainedFP8HfQuantizer):
@@ -115,7 +116,10 @@ def obstacle_of(name: str, experts: Any) -> str | None:
         return f"transformers' FP8 experts do not know the configuration of {name} ({error})"
     theirs.has_post_expert_norm, theirs.is_concatenated = False, True
     for w in weight_names(experts):
-        own = getattr(experts, w).shape
+        weight = getattr(experts, w)
+        own = weight.shape
+        if is_dtensor(weight) and weight.device.type == "cpu":
+            return "transformers gathers weights to save them, and no collective on CPUs knows e4m3"
         if getattr(theirs, w).shape != own:
             return f"transformers' FP8 experts have another {w} than {name}, of {list(own)}"
         if w == "gate_up_proj" and (own[1] // 2) % BLOCK:

@@ -80,7 +80,7 @@ def speeds_on(device: torch.device) -> Iterator[str]:
     yield f"speed on {device}, TFLOP/s: {beside}"
     yield f"  {'':<8}{'BF16':>8}{'FP8':>8}{'torch':>8}"
     for row in rows:
-        yield f"  {row.gemm:<8}" + "".join(f"{value:>8.3g}" for value in row[1:])
+        yield f"  {row.gemm:<8}" + "".join(f"{value:>8,.4g}" for value in row[1:])
 
 
 def main(cases: Iterable[Case] | None = None) -> int:

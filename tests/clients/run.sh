@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Makes .venv-clients, which sees all of .venv and has the extra "clients" of pyproject.toml besides, and runs the tests
-# of this folder there. A second run installs nothing.
+# run.sh EXTRA TEST...: makes .venv-EXTRA, which sees all of .venv and has the extra of this name in pyproject.toml
+# besides, and runs these tests there. A second run installs nothing.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-readonly VENV=.venv-clients
+readonly EXTRA=$1 VENV=.venv-$1
+shift
 python=$PWD/$VENV/bin/python
 
-mapfile -t packages < <(.venv/bin/python - <<'END'
-import tomllib
+mapfile -t packages < <(.venv/bin/python - "$EXTRA" <<'END'
+import sys, tomllib
 with open("pyproject.toml", "rb") as file:
-    print("\n".join(tomllib.load(file)["project"]["optional-dependencies"]["clients"]))
+    print("\n".join(tomllib.load(file)["project"]["optional-dependencies"][sys.argv[1]]))
 END
 )
 stamp="$(.venv/bin/python -V) ${packages[*]}"
@@ -25,9 +26,9 @@ if [[ ! -f $VENV/stamp || $(<"$VENV/stamp") != "$stamp" ]]; then
   printf '%s\n' "$stamp" >"$VENV/stamp"
 fi
 "$python" - "${packages[@]}" <<'END'
-import sys
+import re, sys
 from importlib.metadata import version
-names = ["torch", "transformers", *(wanted.partition(">")[0] for wanted in sys.argv[1:])]
+names = ["torch", "transformers", *(re.split("[=>]", wanted)[0] for wanted in sys.argv[1:])]
 print(", ".join(f"{name} {version(name)}" for name in names))
 END
-exec "$python" -m pytest tests/clients tests/test_examples.py -p no:cacheprovider "$@"
+exec "$python" -m pytest -p no:cacheprovider "$@"

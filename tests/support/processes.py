@@ -37,9 +37,12 @@ import torch.multiprocessing as mp
 from support.devices import CUDA_OPS, HAS_GPU
 
 PROCESSES = 2
-needs_two_gpus = pytest.mark.skipif(
-    not (HAS_GPU and CUDA_OPS) or torch.cuda.device_count() < PROCESSES,
-    reason="needs two NVIDIA GPUs of compute capability 8.0 or more, and nvcc when it was built",
+needs_two_gpus, needs_four_gpus = (
+    pytest.mark.skipif(
+        not (HAS_GPU and CUDA_OPS) or torch.cuda.device_count() < count,
+        reason=f"needs {name} NVIDIA GPUs of compute capability 8.0 or more, and nvcc when built",
+    )
+    for name, count in (("two", PROCESSES), ("four", 4))
 )
 # Called with the rank and an empty directory that both processes share.
 Checks = Mapping[str, Callable[[int, Path], None]]

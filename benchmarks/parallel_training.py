@@ -1,0 +1,244 @@
+"""A small language model on one GPU, and on several: time of a step, memory, losses.
+
+    torchrun --nproc-per-node 2 -m benchmarks.parallel_training --write
+
+A step is forward, backward and AdamW, eager, with parameters in float32 and products in BF16 or
+FP8. Each GPU has as many tokens as one GPU alone (weak scaling). FSDP2 shards everything; or
+experts are spread over all GPUs, and FSDP2 shards the rest. Ways take turns; a sample is the
+longest time of any process. The loss is that of the last step, the mean of processes: ways over
+several GPUs learn from the same tokens and should agree; one GPU learns from its own.
+"""
+
+import argparse
+import json
+import os
+import statistics
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from benchmarks import timing
+from benchmarks.moe_model import VOCABULARY, LanguageModel, ModelSize
+from benchmarks.parallel import RECIPES, time_in_turns
+from benchmarks.parallel_model import CAPACITY, WAYS
+from grouped_linear import GroupedMLP
+from grouped_linear.parallel import ExpertParallel
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how many sequences a GPU has."""
+
+    size: ModelSize
+    sequences: int
+
+
+CASES = {
+    "small": Case(
+        ModelSize(
+            layers=4, width=2048, heads=16, context=2048, experts=32, chosen=4, expert_width=768
+        ),
+        sequences=4,
+    ),
+    "tiny": Case(
+        ModelSize(layers=2, width=32, heads=2, context=8, experts=4, chosen=2, expert_width=16),
+        sequences=4,
+    ),
+}
+SPREAD = [way for way in WAYS if way != "all_gather, no capacity"]
+WARM = 3
+
+
+@dataclass
+class Row:
+    """One way's results; milliseconds, MiB."""
+
+    case: str
+    recipe: str
+    way: str
+    gpus: int
+    tokens: int
+    ms: float
+    spread: float
+    efficiency: float
+    held: float
+    peak: float
+    loss: float
+
+
+class Training:
+    """A model, its optimizer and the tokens of this process."""
+
+    def __init__(self, case: Case, recipe: str, way: str, mesh: DeviceMesh) -> None:
+        kind = mesh.device_type
+        self.device = torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
+        before = allocated(self.device)
+        torch.manual_seed(0)
+        with self.device:
+            self.model = LanguageModel(
+                case.size, lambda size: experts(size, recipe), dtype=torch.bfloat16
+            )
+        if way in WAYS:
+            spread(self.model, mesh, **WAYS[way])
+        elif way == "FSDP2":
+            shard(self.model, mesh, set())
+        of_experts = experts_of(self.model)
+        rest = [p for p in self.model.parameters() if p not in of_experts]
+        # Two groups: DTensors of two meshes cannot be updated in one call.
+        self.optimizer = torch.optim.AdamW([{"params": rest}, {"params": list(of_experts)}], 1e-4)
+        generator = torch.Generator().manual_seed(1 + dist.get_rank())
+        shape = case.sequences, case.size.context + 1
+        self.bytes = torch.randint(VOCABULARY, shape, generator=generator).to(self.device)
+        self.loss = torch.zeros((), device=self.device)
+        for _ in range(WARM):
+            self.step()
+        self.held = allocated(self.device) - before
+        self.peak = self._peak()
+
+    def step(self) -> None:
+        """Forward, backward, update."""
+        loss, _ = self.model(self.bytes)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.loss = loss.detach()
+
+    def _peak(self) -> float:
+        if self.device.type == "cpu":
+            return 0.0
+        before = allocated(self.device)
+        torch.cuda.reset_peak_memory_stats()
+        self.step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() / (1 << 20) - before + self.held
+
+
+def allocated(device: torch.device) -> float:
+    return torch.cuda.memory_allocated() / (1 << 20) if device.type == "cuda" else 0.0
+
+
+def experts(size: ModelSize, recipe: str) -> GroupedMLP:
+    return GroupedMLP(size.experts, size.width, size.expert_width, recipe=RECIPES[recipe])
+
+
+def experts_of(model: nn.Module) -> set[Tensor]:
+    found = (m for m in model.modules() if isinstance(m, GroupedMLP))
+    return {p for mlp in found for p in mlp.parameters()}
+
+
+def spread(model: LanguageModel, mesh: DeviceMesh, **how: Any) -> None:
+    """As docs/several_gpus.md has it: experts over all processes, FSDP2 of everything else."""
+
+    def mean_of_processes(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad.div_(mesh.size())
+
+    for mlp in [m for m in model.modules() if isinstance(m, GroupedMLP)]:
+        parallelize_module(mlp, mesh, ExpertParallel(**how))
+        for p in mlp.parameters():
+            p.register_post_accumulate_grad_hook(mean_of_processes)
+    shard(model, mesh, experts_of(model))
+
+
+def shard(model: LanguageModel, mesh: DeviceMesh, ignored: Any) -> None:
+    for module in (*model.blocks, model):
+        sharded: Any = fully_shard(module, mesh=mesh, ignored_params=ignored)
+        if mesh.device_type == "cpu":  # gloo cannot divide while it sums
+            sharded.set_force_sum_reduction_for_comms(True)
+
+
+def measure(name: str, recipe: str, mesh: DeviceMesh, rounds: int) -> list[Row]:
+    """All ways of one case and recipe."""
+    case, D = CASES[name], mesh.size()
+    trainings = {way: Training(case, recipe, way, mesh) for way in ("one GPU", "FSDP2", *SPREAD)}
+    device = trainings["FSDP2"].device
+    times = time_in_turns({way: t.step for way, t in trainings.items()}, device, rounds)
+    alone = statistics.median(times["one GPU"])
+    rows = []
+    for way, training in trainings.items():
+        loss = training.loss.clone()
+        dist.all_reduce(loss)
+        ms = statistics.median(times[way])
+        rows.append(
+            Row(
+                name,
+                recipe,
+                way,
+                1 if way == "one GPU" else D,
+                case.sequences * case.size.context,
+                ms,
+                (max(times[way]) - min(times[way])) / ms,
+                alone / ms,
+                training.held,
+                training.peak,
+                float(loss) / D,
+            )
+        )
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    head = ["model", "recipe", "way", "GPUs", "tokens a GPU", "ms", "range", "efficiency"]
+    cells = [[*head, "held, MiB", "peak, MiB", "loss"]]
+    for r in rows:
+        times = f"{r.ms:.2f}", f"{r.spread:.0%}", f"{r.efficiency:.2f}"
+        memory = f"{r.held:.0f}", f"{r.peak:.0f}"
+        cells.append(
+            [r.case, r.recipe, r.way, str(r.gpus), str(r.tokens), *times, *memory, f"{r.loss:.4f}"]
+        )
+    return timing.markdown(cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["small"])
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--write", action="store_true", help="to benchmarks/results, too")
+    options = parser.parse_args()
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+    mesh = init_device_mesh(options.device, (dist.get_world_size(),))
+    rows = []
+    for name in options.cases:
+        for recipe in options.recipes:
+            rows += measure(name, recipe, mesh, options.rounds)
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
+    device = torch.device(options.device)
+    commit = timing.git_commit()
+    lines = (
+        *timing.machine(device),
+        f"{mesh.size()} processes, commit {commit}",
+        f"{options.rounds} rounds, medians; capacity factor {CAPACITY}",
+    )
+    text = "\n\n".join(
+        [
+            "# parallel_training",
+            "A small model on one GPU and on several (`benchmarks/parallel_training.py`). Held: "
+            "parameters, optimizer, tokens. Peak: the most during a step, these included.",
+            "\n".join(f"- {line}" for line in lines),
+            table(rows),
+        ]
+    )
+    if dist.get_rank() == 0:
+        print(text)
+        if options.write:
+            path = timing.RESULTS / f"parallel_training_{timing.slug(device)}.md"
+            path.write_text(text + "\n")
+            data = {"commit": commit, "processes": mesh.size(), "rows": [asdict(r) for r in rows]}
+            path.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+            print(f"written: {path.name} and .json")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

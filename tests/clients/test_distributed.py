@@ -1,0 +1,207 @@
+"""transformers' DistributedConfig on two processes: FSDP2, tensor and expert parallelism.
+
+It loads models where accelerate is installed. It takes a GPU where there is one.
+"""
+
+import os
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grouped_linear import Float8BlockScaling, convert
+from support.devices import HAS_GPU
+from support.processes import PROCESSES, Checks, device, needs_two_gpus
+
+pytest.importorskip("accelerate")
+from transformers import MixtralConfig, MixtralForCausalLM, set_seed
+from transformers.distributed import DistributedConfig
+from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+
+from grouped_linear.integrations.transformers import (
+    cache_experts,
+    dequantize_experts,
+    quantize_experts,
+    register,
+)
+from grouped_linear.parallel import AllGather
+
+T, VOCABULARY, STEPS = 24, 64, 4
+NAMES = {"grouped_linear": None, "grouped_linear_fp8": Float8BlockScaling()}
+# FSDP2 gives each process a batch of its own, and tensor parallelism the same to all.
+FSDP, SHARED = {"fsdp_size": PROCESSES}, {"tp_size": PROCESSES}
+EP = {"ep_size": PROCESSES}
+WAYS: dict[str, dict[str, Any]] = {
+    "fsdp": FSDP,
+    "fsdp_ep": {**FSDP, **EP},
+    "tp": SHARED,
+    "tp_ep": {**SHARED, **EP},
+    "tp_ep_all_to_all": {**SHARED, **EP, "ep_implementation": "all_to_all"},
+}
+
+
+def prepare(rank: int, directory: Path) -> str:
+    """Registers names, and has the first process save a model for all checks."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(PROCESSES))
+    for name, recipe in NAMES.items():
+        register(name, recipe)
+    path = directory.parent / "model"
+    if rank == 0 and not path.exists():
+        set_seed(0)
+        config = MixtralConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=128,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=4,
+        )
+        MixtralForCausalLM(config).save_pretrained(path)
+    dist.barrier()
+    return str(path)
+
+
+def load(path: str, name: str, **how: Any) -> Any:
+    """A model, on all processes together, or with no way of its own on this one alone."""
+    options = {"distributed_config": DistributedConfig(**how)} if how else {}
+    model = MixtralForCausalLM.from_pretrained(path, experts_implementation=name, **options)
+    return model if how else model.to(device())
+
+
+def ids(rank: int | None = None) -> Tensor:
+    """Tokens of one process, or of all."""
+    generator = torch.Generator().manual_seed(1)
+    each = torch.randint(VOCABULARY, (PROCESSES, 2, T), generator=generator).to(device())
+    return each.flatten(0, 1) if rank is None else each[rank]
+
+
+def train(model: Any, tokens: Tensor) -> Tensor:
+    """The losses of some steps."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(STEPS):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+    return torch.stack(losses)
+
+
+@cache
+def losses_alone(path: str, name: str) -> Tensor:
+    return train(load(path, name), ids())
+
+
+def check_losses(name: str, way: str, rank: int, directory: Path) -> None:
+    """Those of one process with all tokens; FP8 rounds what is summed in another order."""
+    path = prepare(rank, directory)
+    model = load(path, name, **WAYS[way])
+    losses = train(model, ids(rank if "fsdp_size" in WAYS[way] else None))
+    dist.all_reduce(losses)
+    tolerance = 1e-5 if NAMES[name] is None and device().type == "cpu" else 1e-2
+    alone = losses_alone(path, name)
+    assert alone[-1] < 0.9 * alone[0]
+    torch.testing.assert_close(losses / PROCESSES, alone, rtol=tolerance, atol=0)
+
+
+class ByAllGather(EPImplementation):
+    """As docs/transformers.md has it."""
+
+    def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        assert tp_mesh.size() == 1
+        self.dispatcher = AllGather(ep_mesh, self.num_local_experts * ep_mesh.size(), fp8=True)
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        sent = self.dispatcher.dispatch(hidden_states, top_k_weights, top_k_index)
+        y = self.experts_forward(sent.x, sent.top_k_index, sent.top_k_weights)
+        return self.dispatcher.combine(y, sent)
+
+
+def check_own_dispatch(rank: int, directory: Path) -> None:
+    """transformers' expert parallelism with tokens in FP8 and no size read by the host."""
+    path, name = prepare(rank, directory), "grouped_linear_fp8"
+    EPImplementationInterface.register("fp8_all_gather", ByAllGather)
+    losses = train(load(path, name, **FSDP, **EP, ep_implementation="fp8_all_gather"), ids(rank))
+    dist.all_reduce(losses)
+    torch.testing.assert_close(losses / PROCESSES, losses_alone(path, name), rtol=1e-2, atol=0)
+
+
+def check_convert(rank: int, directory: Path) -> None:
+    """After the model is distributed; weights in FP8 alone where whole experts are."""
+    path, name = prepare(rank, directory), "grouped_linear_fp8"
+    with torch.no_grad():
+        expected = load(path, name)(input_ids=ids()).logits
+    for weights in (None, "fp8"):
+        model = load(path, "grouped_mm", **SHARED, **EP)
+        conversion = convert(model, NAMES[name], weights=weights)
+        assert [c.num_experts for c in conversion.converted] == [4 // PROCESSES] * 2
+        compare_logits(model, expected)
+    saved = str(directory / "saved")
+    if device().type == "cpu":
+        with pytest.raises(ValueError, match="no collective on CPUs knows e4m3: call dequantize_"):
+            model.save_pretrained(saved)
+        dequantize_experts(model)
+    model.save_pretrained(saved)
+    dist.barrier()
+    compare_logits(load(saved, name), expected)
+
+
+def check_fp8_checkpoint(rank: int, directory: Path) -> None:
+    """Saved by one process, loaded with whole experts on each."""
+    path, name = prepare(rank, directory), "grouped_linear_fp8"
+    saved = str(directory / "saved")
+    whole = load(path, name)
+    quantize_experts(whole)
+    with torch.no_grad():
+        expected = whole(input_ids=ids()).logits
+    if rank == 0:
+        whole.save_pretrained(saved)
+    dist.barrier()
+    compare_logits(load(saved, name, **SHARED, **EP), expected)
+
+
+def compare_logits(model: Any, expected: Tensor) -> None:
+    with torch.no_grad():
+        logits = model(input_ids=ids()).logits
+    assert (logits - expected).norm() < 1e-2 * expected.norm()
+
+
+def check_refused(rank: int, directory: Path) -> None:
+    path, name = prepare(rank, directory), "grouped_linear_fp8"
+    sharded = load(path, name, **FSDP, **EP)
+    with pytest.raises(ValueError, match="is sharded by FSDP: quantize before fully_shard"):
+        quantize_experts(sharded)
+    with pytest.raises(ValueError, match="parameters are sharded already: cache before"):
+        cache_experts(sharded)
+    inside = load(path, name, **SHARED)
+    with pytest.raises(ValueError, match=r"is split inside of each expert.* whole experts instead"):
+        quantize_experts(inside)
+
+
+CHECKS: Checks = {
+    **{f"{name}_{way}": partial(check_losses, name, way) for name in NAMES for way in WAYS},
+    "own_dispatch": check_own_dispatch,
+    "convert": check_convert,
+    "fp8_checkpoint": check_fp8_checkpoint,
+    "refused": check_refused,
+}
+
+
+@pytest.mark.skipif(HAS_GPU, reason="transformers takes the GPU: test_two_gpus")
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_processes(check: str, failures: dict[str, str]) -> None:
+    if check in failures:
+        pytest.fail(failures[check], pytrace=False)
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_gpus(check: str, gpu_failures: dict[str, str]) -> None:
+    if check in gpu_failures:
+        pytest.fail(gpu_failures[check], pytrace=False)
