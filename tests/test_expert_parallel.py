@@ -29,6 +29,7 @@ from grouped_linear import (
 )
 from grouped_linear.parallel import AllGather, AllToAll, Dispatched, ExpertParallel, TokenDispatcher
 from support.compare import assert_same, assert_same_bits
+from support.documents import ROOT, examples
 from support.processes import PROCESSES, Checks, device, needs_two_gpus
 from support.tensors import BF16
 
@@ -328,6 +329,25 @@ def check_own_dispatcher(rank: int, directory: Path) -> None:
     compare(got, step(whole, *data), rank)
 
 
+def check_shared_experts(rank: int, directory: Path) -> None:
+    """The documented function, whose stream a GPU has, gives the bits of a plain sum."""
+    page = (ROOT / "docs" / "several_gpus.md").read_text()
+    (source,) = (text for text in examples(page) if "def with_shared" in text)
+    (function,) = (part for part in source.split("\n\n\n") if part.startswith("def with_shared"))
+    mlp, shared = spread(make()), nn.Linear(H, H, device=device())
+    side = torch.cuda.Stream() if device().type == "cuda" else None
+    names: dict[str, Any] = {"torch": torch, "mlp": mlp, "shared": shared, "side": side}
+    exec(function, names)
+    results = []
+    for call in (names["with_shared"], lambda x, *routing: mlp(x, *routing) + shared(x)):
+        x, logits, dy = (t[own(rank)] for t in tokens())
+        x = x.clone().requires_grad_()
+        y = call(x, *route(logits))
+        results.append((y, *torch.autograd.grad(y, (x, shared.weight), dy)))
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)
+
+
 def check_refused(rank: int, directory: Path) -> None:
     """Before anything is sent."""
     for model, style, sentence in (
@@ -430,6 +450,7 @@ CHECKS: Checks = {
     "meta_quantized": partial(check_meta, {**BLOCK, "quantized_weight": True}),
     "first_process_draws": check_first_process_draws,
     "own_dispatcher": check_own_dispatcher,
+    "shared_experts": check_shared_experts,
     "refused": check_refused,
     "benchmark": check_benchmark,
     "training_benchmark": check_training_benchmark,

@@ -1,10 +1,11 @@
-"""Loss curves of torchtitan's Trainer: its own experts beside ours, on two processes.
+"""Loss curves of torchtitan's Trainer: its own experts beside ours, on two processes or more.
 
     torchrun --nproc-per-node 2 tests/torchtitan_losses.py
 
-DeepSeek-V3's debug model under FSDP2 and torchtitan's expert parallelism; on two GPUs with NCCL
-where they are, else on the CPU with gloo. ``make torchtitan`` makes the environment for it,
-.venv-torchtitan. ``--write`` keeps table, numbers and plot in benchmarks/results.
+DeepSeek-V3's debug model under FSDP2 of all processes and torchtitan's expert parallelism of two;
+with NCCL where there are two GPUs, else on the CPU with gloo. ``make torchtitan`` makes the
+environment for it, .venv-torchtitan. ``--write`` keeps table, numbers and plot in
+benchmarks/results.
 """
 
 import argparse
@@ -87,7 +88,8 @@ def report(curves: dict[str, list[float]], layers: int, device: torch.device, wr
     for name, curve in curves.items():
         apart = max(abs(a / b - 1) for a, b in zip(curve, first, strict=True))
         cells.append([name, *(f"{curve[i]:.4f}" for i in shown), f"{apart:.2%}"])
-    sizes = f"DeepSeek-V3's debug model, {layers} layers, on two processes, FSDP2 and EP"
+    processes = dist.get_world_size()
+    sizes = f"DeepSeek-V3's debug model, {layers} layers, {processes} processes, FSDP2 and EP"
     lines = [*timing.machine(device), sizes, f"commit {timing.git_commit()}"]
     page = [
         "# torchtitan_losses",

@@ -174,9 +174,9 @@ class InGroup(Trainer):
 def losses(
     how: dict[str, Any] | None, layers: int, device_type: str, directory: str, steps: int
 ) -> list[float]:
-    """What torchtitan's Trainer logs, step by step, for the tokens of two processes together.
+    """What torchtitan's Trainer logs, step by step, for the tokens of all processes together.
 
-    FSDP2 and its expert parallelism are over both of them. A process calls prepare() first.
+    Its expert parallelism is over two of them, and FSDP2 over all. A process calls prepare() first.
 
     Args:
         how: of convert(), or None for the model as it is.
@@ -206,7 +206,9 @@ def losses(
             local_batch_size=8, seq_len=32, steps=steps, disable_cuda_graphs=True
         ),
         parallelism=ParallelismConfig(
-            spmd_backend=SPMD, data_parallel_shard_degree=2, expert_parallel_degree=2
+            spmd_backend=SPMD,
+            data_parallel_shard_degree=dist.get_world_size(),
+            expert_parallel_degree=2,
         ),
         activation_checkpoint=None,
     )
