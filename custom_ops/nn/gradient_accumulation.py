@@ -56,7 +56,8 @@ def cached_weight(
         return None
     # A graph must not depend on the cache's contents. In a compiled call an empty cache gives NaN.
     if torch.compiler.is_compiling():
-        waits = cache.refreshed_apart and not torch.compiler.is_exporting()
+        # Not is_exporting(): Dynamo of torch 2.11 takes that for true in every compiled call.
+        waits = cache.refreshed_apart and not torch.compiler._is_exporting_flag
         return StoredWeight(cache.quantized_weight(), first, waits)
     if first is False and not cache.warm:
         raise RuntimeError(

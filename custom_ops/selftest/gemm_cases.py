@@ -90,7 +90,8 @@ def swiglu_gemms(groups: Groups, dtype: torch.dtype) -> Iterator[Case]:
         given = {"gate_up": gate_up, "weight": weight_T, "offs": offs, **form}
         given["b"] = down.transpose(1, 2)
         what = ", ".join(form)
-        for rows_of, more in ((a, {}), (source, {"rows": index})):
+        sources: tuple[tuple[Tensor, Arguments], ...] = ((a, {}), (source, {"rows": index}))
+        for rows_of, more in sources:
             gathered = f"{what} gathered" if more else what
             arguments = {"a": rows_of, "b": b, "offs": offs, **more, **form}
             yield Case("grouped_mm_swiglu", arguments, outputs, gathered)
