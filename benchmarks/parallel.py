@@ -318,7 +318,8 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
                 panel.set_yticklabels([])
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
-    figure.suptitle(f"Experts over {D} GPUs: {result['about'][0]}, commit {result['commit']}")
+    gpu = result["about"][0].removeprefix("GPU: ")
+    figure.suptitle(f"Experts over {D} GPUs: {gpu}, commit {result['commit']}")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

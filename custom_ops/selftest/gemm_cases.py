@@ -85,7 +85,7 @@ def swiglu_gemms(groups: Groups, dtype: torch.dtype) -> Iterator[Case]:
     dh = must.gemm(a, down.transpose(1, 2), groups, dtype).expected.to(dtype)
     forms: tuple[Arguments, ...] = ({}, {"limit": 1.5, "beta": 1.0}, {"interleaved": True})
     for form in forms:
-        outputs = [Output(gate_up), must.swiglu(gate_up, groups, form)]
+        outputs: Outputs = [Output(gate_up), must.swiglu(gate_up, groups, form)]
         grads = must.swiglu_grad(dh, gate_up, weight_T, groups, form)
         given = {"gate_up": gate_up, "weight": weight_T, "offs": offs, **form}
         given["b"] = down.transpose(1, 2)
