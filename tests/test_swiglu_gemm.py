@@ -3,11 +3,13 @@
 T rows, E groups, K features of a, F features of h.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from support.cases import cases, variant_of
+from support.cases import FORMS, cases, variant_of
 from support.compare import assert_same_bits
 from support.devices import devices
 from support.groups import Groups
@@ -53,12 +55,14 @@ def test_bits_of_two_ops(
 @pytest.mark.parametrize("device", devices("grouped_mm_swiglu"))
 @pytest.mark.parametrize("op", ["grouped_mm_swiglu", "grouped_mm_swiglu_grad"])
 @pytest.mark.parametrize("F", [192, 768])
-@pytest.mark.parametrize("gathers", [None, "rows"])
-def test_many_tiles(gathers: str | None, F: int, op: str, device: str) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"gathers": "rows"}, {"transposed_b": True, **FORMS["all_of_it"]}]
+)
+def test_many_tiles(options: dict[str, Any], F: int, op: str, device: str) -> None:
     """Wide and narrow tiles, groups that end anywhere, pairs of tiles and odd ones, a tail."""
     for m_splits, T in (((700, 0, 1, 300, 128, 64, 257, 0, 513), 2100), ((1, 0, 2), 4)):
         groups = Groups(m_splits, T, K=272)
-        check(make(op, groups, BF16, F=F, gathers=gathers), device)
+        check(make(op, groups, BF16, F=F, **options), device)
 
 
 @pytest.mark.parametrize("device", devices("grouped_mm_swiglu_grad"))

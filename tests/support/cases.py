@@ -30,6 +30,7 @@ _SWIGLU: dict[str, Any] = {
     "odd_limit": {"layout": "odd", "limit": 0.75},
     "odd_interleaved": {"layout": "odd", "interleaved": True},
 }
+_OF_PAIRS: dict[str, Any] = {**FORMS["all_of_it"], "transposed_b": True}
 _OUT: dict[str, Any] = {
     f"out_{name}": {"out_dtype": d} for name, d in (("bf16", BF16), ("fp32", FP32))
 }
@@ -218,6 +219,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "gathered": {"gathers": "rows", "F": 128},
         "gathered_bias": {"gathers": "rows", "index": torch.int64, "bias": True, "limit": 0.75},
         "odd": {"F": 48},
+        "of_pairs": {"F": 320, "bias": True, **_OF_PAIRS},
+        "h_alone_of_pairs": {"keep_gate_up": False, **_OF_PAIRS},
+        "gathered_of_pairs": {"gathers": "rows", **_OF_PAIRS},
         **{x: {"layout": x} for x in ("strided", "transposed")},
         **FORMS,
     },
@@ -226,6 +230,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "gathered": {"gathers": "rows", "F": 128},
         "gathered_limit": {"gathers": "rows", "index": torch.int64, "limit": 0.75},
         "odd": {"F": 48},
+        "of_pairs": {"F": 320, **_OF_PAIRS},
+        "narrow_of_pairs": _OF_PAIRS,
         **{x: {"layout": x} for x in ("strided", "transposed")},
         **FORMS,
     },

@@ -251,11 +251,17 @@ def make(
         case "grouped_mm_swiglu":
             N = 2 * options.pop("F", 64)
             tensors = {"a": rows(groups, K, dtype, layout)}
-            tensors |= {"b": weight(replace(groups, N=N), dtype, layout), "offs": offs}
+            b = weight(replace(groups, N=N), dtype, layout)
+            if options.pop("transposed_b", False):  # as GPT-OSS stores it
+                b = b.transpose(1, 2).contiguous().transpose(1, 2)
+            tensors |= {"b": b, "offs": offs}
         case "grouped_mm_swiglu_grad":
             features = options.pop("F", 64)
             down = weight(replace(groups, K=features, N=K), dtype, layout)
-            tensors = {"a": rows(groups, K, dtype, layout), "b": down.transpose(1, 2)}
+            b = down.transpose(1, 2)
+            if options.pop("transposed_b", False):
+                b = b.contiguous()
+            tensors = {"a": rows(groups, K, dtype, layout), "b": b}
             tensors |= {"gate_up": rows(groups, 2 * features, dtype, layout)}
             tensors |= {"weight": per_row(groups, layout), "offs": offs}
         case "grouped_mm_list":

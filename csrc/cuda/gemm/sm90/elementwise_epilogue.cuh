@@ -119,9 +119,9 @@ struct ElementwiseEpilogue {
   }
 };
 
-// h = SwiGLU of gate and up, columns c and F + c of a tile, see GateUp in config.h. The output [T,
-// 2 F] is gate_up, with bias, which may be left unwritten.
-template <typename Form>
+// h = SwiGLU of gate and up. The output [T, 2 F] is gate_up, with bias, which may be left unwritten.
+// A tile has the same columns of gate and of up (GateUp in config.h) or, interleaved, neighbours.
+template <typename Form, bool interleaved>
 struct SwigluOfGateUp {
   struct Arguments : EpilogueArguments {
     void* h;  // [T, F] of the operands' type
@@ -135,10 +135,12 @@ struct SwigluOfGateUp {
                                                   const Arguments& args, const GemmShape& shape,
                                                   const WorkTile& tile) {
     using T = typename Config::A;
+    static_assert(interleaved != Config::kGateUp);
     if (args.bias == nullptr) return;
     constexpr int half = Config::kTileN / 2;
     const int F = shape.cols / 2;
     const T* bias = static_cast<const T*>(args.bias) + tile.group * args.bias_stride;
+    if constexpr (interleaved) return sm90::add_bias<T, Config>(accum, bias, tile.col, shape.cols);
     const int col = tile.col / 2 + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int j = 0; j < Config::kTileN / 8; ++j) {
@@ -167,29 +169,33 @@ struct SwigluOfGateUp {
                                                const TensorMaps& maps, const Arguments& args,
                                                const GemmShape& shape) {
     using T = typename Config::A;
-    constexpr int lines = Config::kEpilogueBuffers / 2, line_cols = kSwizzleBytes / sizeof(T);
-    constexpr int pieces = 8 * lines;  // of a row of h
+    constexpr int lines = Config::kEpilogueBuffers, line_cols = kSwizzleBytes / sizeof(T);
+    constexpr int pieces = Config::kTileN / 16;  // of a row of h
     const int F = shape.cols / 2, col = rows.tile.col / 2, lane = threadIdx.x % 32;
     if (args.keep_gate_up && rows.begin == 0 && elect_one()) {
       const RaggedRows ragged(rows.row, rows.tile.row_end);
 #pragma unroll
-      for (int i = 0; i < 2 * lines; ++i) {
-        const int at = col + i % lines * line_cols;  // F consists of whole lines
-        if (at < F)
-          tma_store_4d(&maps.out, rows.buffers[i], (i < lines ? 0 : F) + at, ragged.c1, ragged.c2,
-                       ragged.kOrigin);
+      for (int i = 0; i < lines; ++i) {
+        // Gate and up consist of whole lines, interleaved both together do.
+        const int at =
+            interleaved ? rows.tile.col + i * line_cols : col + i % (lines / 2) * line_cols;
+        if (at >= (interleaved ? shape.cols : F)) continue;
+        tma_store_4d(&maps.out, rows.buffers[i], (interleaved || i < lines / 2 ? 0 : F) + at,
+                     ragged.c1, ragged.c2, ragged.kOrigin);
       }
       bulk_commit();
     }
     __syncwarp();
     const int piece = lane % pieces;
     if (col + 8 * piece >= F) return;
+    const int first = interleaved ? 2 * piece : piece,
+              second = interleaved ? first + 1 : pieces + piece;
     T* to = static_cast<T*>(args.h) + static_cast<int64_t>(rows.row) * F + col + 8 * piece;
 #pragma unroll 2
     for (int r = rows.begin + lane / pieces; r < rows.end; r += 32 / pieces) {
       FragmentRow<T> gate, up;
-      load_eight<T>(eight_at(rows.buffers, r, piece), gate);
-      load_eight<T>(eight_at(rows.buffers, r, pieces + piece), up);
+      load_eight<T>(eight_at(rows.buffers, r, first), gate);
+      load_eight<T>(eight_at(rows.buffers, r, second), up);
       swiglu_row<T>(args.form, gate, up, [](float h) { return h; });
       Fragment<T>::store_row(gate, to + static_cast<int64_t>(r) * F);
     }
@@ -199,7 +205,7 @@ struct SwigluOfGateUp {
 // The gradient of SwiGLU, of dh that the GEMM computes: what swiglu_grad returns. d_weight is left
 // as partial sums of 64 columns each, whatever the tile's width, so that a row's sum does not depend
 // on other rows.
-template <typename Form>
+template <typename Form, bool interleaved>
 struct SwigluGradOfDh {
   struct Arguments : EpilogueArguments {
     const void* gate_up;  // [T, 2 F] of the operands' type
@@ -231,10 +237,10 @@ struct SwigluGradOfDh {
     const int F = shape.cols, lane = threadIdx.x % 32, piece = lane % pieces;
     const int col = rows.tile.col + 8 * piece;
     const bool inside = col < F;  // of a row; F consists of whole lines
-    const auto offset = [&](int r, int64_t stride) {
-      return static_cast<int64_t>(rows.row + r) * stride + (inside ? col : 0);
-    };
-    const auto* from = static_cast<const T*>(args.gate_up);
+    // Where eight gates are in a row of gate_up, and how far their ups are; interleaved, the halves
+    // of 16 neighbours.
+    const int gate_col = inside ? (interleaved ? 2 : 1) * col : 0, up = interleaved ? 8 : F;
+    const auto* from = static_cast<const T*>(args.gate_up) + gate_col;
     // Of so many rows gate and up are on their way while others are computed.
     constexpr int ahead = 4;
     FragmentRow<T> next_gate[ahead], next_up[ahead];
@@ -243,21 +249,21 @@ struct SwigluGradOfDh {
 #pragma unroll
       for (int i = 0; i < ahead; ++i) {
         const int r = min(first + i * step + lane / pieces, rows.end - 1);
-        const T* at = from + offset(r, args.stride);
+        const T* at = from + (rows.row + r) * args.stride;
         load_eight<T>(at, next_gate[i]);
-        load_eight<T>(at + F, next_up[i]);
+        load_eight<T>(at + up, next_up[i]);
         next_weight[i] = args.weight[rows.row + r];
       }
     };
     prefetch(rows.begin);
 #pragma unroll 1
     for (int first = rows.begin; first < rows.end; first += ahead * step) {
-      FragmentRow<T> gate[ahead], up[ahead];
+      FragmentRow<T> gates[ahead], ups[ahead];
       float weight[ahead];
 #pragma unroll
       for (int i = 0; i < ahead; ++i) {
-        copy_row<T>(gate[i], next_gate[i]);
-        copy_row<T>(up[i], next_up[i]);
+        copy_row<T>(gates[i], next_gate[i]);
+        copy_row<T>(ups[i], next_up[i]);
         weight[i] = next_weight[i];
       }
       prefetch(first + ahead * step);
@@ -269,12 +275,15 @@ struct SwigluGradOfDh {
         FragmentRow<T> dh, h;
         WeightedRow row{weight[i], 0};
         load_eight<T>(eight_at(rows.buffers, r % kWgmmaM, piece), dh);
-        swiglu_grad_row<T>(args.form, row, dh, gate[i], up[i], h);
+        if constexpr (interleaved) deinterleave<T>(gates[i], ups[i]);
+        swiglu_grad_row<T>(args.form, row, dh, gates[i], ups[i], h);
+        if constexpr (interleaved) interleave<T>(gates[i], ups[i]);
         if (stored) {
-          T* to = static_cast<T*>(args.d_gate_up) + offset(r, 2 * F);
-          Fragment<T>::store_row(gate[i], to);
-          Fragment<T>::store_row(up[i], to + F);
-          Fragment<T>::store_row(h, static_cast<T*>(args.h) + offset(r, F));
+          const int64_t at = rows.row + r;
+          T* to = static_cast<T*>(args.d_gate_up) + at * 2 * F + gate_col;
+          Fragment<T>::store_row(gates[i], to);
+          Fragment<T>::store_row(ups[i], to + up);
+          Fragment<T>::store_row(h, static_cast<T*>(args.h) + at * F + col);
         }
         float sum = row.d_weight;
 #pragma unroll

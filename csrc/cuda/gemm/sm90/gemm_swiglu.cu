@@ -24,78 +24,130 @@ void for_16bit(ScalarType dtype, const Run& run) {
     run(std::type_identity<__half>());
 }
 
-// A GEMM with an ElementwiseEpilogue of the operands' types, with gathered rows or not.
-template <typename Gemm, typename Elementwise>
+// A GEMM with an ElementwiseEpilogue, of rows in order or gathered.
+template <typename Gemm, typename Elementwise, bool gathers = true>
 void launch_elementwise(const Launch& launch, const TensorMaps& maps, const GroupedGemm& gemm,
                         const Tensor& a, const typename Elementwise::Arguments& epilogue) {
-  if (gemm.a_rows)
-    launch_gemm<Gathering<Gemm, Operand::kA>, GatherProducer<Operand::kA>,
-                ElementwiseEpilogue<Elementwise, false>>(
-        launch, maps, gemm, {}, epilogue, gathered_rows(launch.op(), gemm.a_rows, a));
-  else
-    launch_gemm<Gemm, TmaProducer, ElementwiseEpilogue<Elementwise, true>>(launch, maps, gemm, {},
-                                                                           epilogue);
+  if constexpr (gathers) {
+    if (gemm.a_rows)
+      return launch_gemm<Gathering<Gemm, Operand::kA>, GatherProducer<Operand::kA>,
+                         ElementwiseEpilogue<Elementwise, false>>(
+          launch, maps, gemm, {}, epilogue, gathered_rows(launch.op(), gemm.a_rows, a));
+  }
+  launch_gemm<Gemm, TmaProducer, ElementwiseEpilogue<Elementwise, true>>(launch, maps, gemm, {},
+                                                                         epilogue);
 }
 
-CUtensorMap map_of_a(const char* op, const Tensor& a) {
-  const int64_t K = a.size(1);
-  return tensor_map(op, a.data_ptr(), a.scalar_type(), 2, {K, a.size(0)}, {map_stride(a, 0, K)},
-                    {kLine, kTileM / 2}, true);
-}
+// a [T, K], and b [E, N, K] that is dense along K, where N may be gate and up, or along N.
+struct Maps {
+  const char* op;
+  Tensor a, b;
+  int64_t N, K, E;
+
+  Maps(const Launch& launch, const GroupedGemm& gemm, int64_t inner)
+      : op(launch.op()),
+        a(tma_readable(gemm.a, 1)),
+        b(tma_readable(gemm.b, inner)),
+        N(b.size(1)),
+        K(b.size(2)),
+        E(b.size(0)) {}
+
+  CUtensorMap of_a() const {
+    return map(a, {K, a.size(0)}, {map_stride(a, 0, K)}, {kLine, kTileM / 2});
+  }
+  CUtensorMap of_gate_up(uint32_t cols) const {
+    const int64_t stride = map_stride(b, 1, K);
+    return map(b, {K, N / 2, 2, E}, {stride, N / 2 * stride, map_stride(b, 0, N * K)},
+               {kLine, cols, 1, 1});
+  }
+  CUtensorMap k_major(uint32_t cols) const {
+    return map(b, {K, N, E}, {map_stride(b, 1, K), map_stride(b, 0, N * K)}, {kLine, cols, 1});
+  }
+  CUtensorMap mn_major() const {
+    return map(b, {N, K, E}, {map_stride(b, 2, N), map_stride(b, 0, N * K)}, {kLine, kLine, 1});
+  }
+  TensorMaps with(const CUtensorMap& map_b, const CUtensorMap& narrow_b) const {
+    const CUtensorMap map_a = of_a();
+    return {map_a, map_b, map_a, map_b, map_a, narrow_b};
+  }
+
+ private:
+  CUtensorMap map(const Tensor& t, std::initializer_list<int64_t> sizes,
+                  std::initializer_list<int64_t> strides,
+                  std::initializer_list<uint32_t> box) const {
+    return tensor_map(op, t.data_ptr(), t.scalar_type(), 2, sizes, strides, box, true);
+  }
+};
+
+// Which dimension of b is dense: 2 (K), else 1 (N), where a copy would be dense along K.
+int64_t dense_dimension(const Tensor& b) { return b.stride(1) == 1 && b.stride(2) != 1 ? 1 : 2; }
 
 }  // namespace
 
 bool run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutput& swiglu) {
-  const int64_t N = gemm.b.size(1), F = N / 2, K = gemm.b.size(2), E = gemm.b.size(0);
-  // Lines of 128 bytes belong to gate or to up, and b's rows lie one below the other.
-  if (!is_16bit(gemm.a) || swiglu.form.interleaved || F % kLine != 0 || gemm.b.stride(2) != 1)
+  const bool interleaved = swiglu.form.interleaved;
+  const int64_t N = gemm.b.size(1), inner = interleaved ? 1 : 2;
+  // Lines of 128 bytes belong to gate or to up, or to both. Weights are stored as models with each
+  // form store them: [E, 2 F, K], interleaved [E, K, 2 F].
+  if (!is_16bit(gemm.a) || N % (interleaved ? kLine : 2 * kLine) != 0 ||
+      dense_dimension(gemm.b) != inner || (interleaved && gemm.a_rows))
     return false;
-  const Tensor a = tma_readable(gemm.a, 1), b = tma_readable(gemm.b, 2);
-  const CUtensorMap map_a = map_of_a(launch.op(), a);
-  const auto map_of_b = [&](uint32_t cols) {
-    const int64_t stride = map_stride(b, 1, K);
-    return tensor_map(launch.op(), b.data_ptr(), b.scalar_type(), 2, {K, F, 2, E},
-                      {stride, F * stride, map_stride(b, 0, N * K)}, {kLine, cols, 1, 1}, true);
-  };
-  for_16bit(a.scalar_type(), [&]<typename T>(std::type_identity<T>) {
+  const Maps maps(launch, gemm, inner);
+  if (maps.b.stride(inner) != 1) return false;
+  EpilogueArguments linear = gemm.epilogue;
+  linear.aligned = swiglu.keep_gate_up;  // whether there is an output for a tensor map
+  for_16bit(maps.a.scalar_type(), [&]<typename T>(std::type_identity<T>) {
+    if (interleaved) {
+      using Gemm = WithElementwise<Config<Major::kMN, T>>;
+      const CUtensorMap b = maps.mn_major();
+      return launch_elementwise<Gemm, SwigluOfGateUp<SwigluForm, true>, false>(
+          launch, maps.with(b, b), gemm, maps.a,
+          {linear, swiglu.h.data_ptr(), swiglu.keep_gate_up, swiglu.form});
+    }
     using Gemm = GateUp<Config<Major::kK, T>>;
-    const CUtensorMap map_b = map_of_b(Gemm::kTileN / Gemm::kBPieces);
-    const CUtensorMap narrow_b = map_of_b(Gemm::kNarrowCols / Gemm::kNarrowPieces);
-    const TensorMaps maps{map_a, map_b, map_a, map_b, map_a, narrow_b};
-    const auto run = [&]<typename Form>(const Form& form) {
-      EpilogueArguments linear = gemm.epilogue;
-      linear.aligned = swiglu.keep_gate_up;  // whether there is an output for a tensor map
-      launch_elementwise<Gemm, SwigluOfGateUp<Form>>(
-          launch, maps, gemm, a, {linear, swiglu.h.data_ptr(), swiglu.keep_gate_up, form});
-    };
-    for_form(swiglu.form, run);
+    const TensorMaps all = maps.with(maps.of_gate_up(Gemm::kTileN / Gemm::kBPieces),
+                                     maps.of_gate_up(Gemm::kNarrowCols / Gemm::kNarrowPieces));
+    for_form(swiglu.form, [&]<typename Form>(const Form& form) {
+      launch_elementwise<Gemm, SwigluOfGateUp<Form, false>>(
+          launch, all, gemm, maps.a, {linear, swiglu.h.data_ptr(), swiglu.keep_gate_up, form});
+    });
   });
   return true;
 }
 
 bool run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const SwigluGradOutput& grad) {
-  const int64_t F = gemm.b.size(1), K = gemm.b.size(2), E = gemm.b.size(0), T = gemm.shape.T;
-  // d_weight is summed by 64 columns. b is a view of down_proj, [E, K, F].
-  if (!is_16bit(gemm.a) || grad.form.interleaved || F % kLine != 0 || gemm.b.stride(1) != 1)
+  const bool interleaved = grad.form.interleaved;
+  const int64_t F = gemm.b.size(1), T = gemm.shape.T, inner = interleaved ? 2 : 1;
+  // d_weight is summed by 64 columns. b is the transposed view of a weight [E, K, F], interleaved of
+  // one [E, F, K].
+  if (!is_16bit(gemm.a) || F % kLine != 0 || dense_dimension(gemm.b) != inner ||
+      (interleaved && gemm.a_rows))
     return false;
-  const Tensor a = tma_readable(gemm.a, 1), b = tma_readable(gemm.b, 1);
-  if (b.stride(1) != 1) return false;  // copied
-  const CUtensorMap map_a = map_of_a(launch.op(), a);
-  const CUtensorMap map_b =
-      tensor_map(launch.op(), b.data_ptr(), b.scalar_type(), 2, {F, K, E},
-                 {map_stride(b, 2, F), map_stride(b, 0, F * K)}, {kLine, kLine, 1}, true);
+  const Maps maps(launch, gemm, inner);
+  if (maps.b.stride(inner) != 1) return false;
   const Tensor gate_up = with_aligned_rows(grad.gate_up);
-  const Tensor partial = new_tensor(a, {F / kLine, T}, ScalarType::Float);
-  for_16bit(a.scalar_type(), [&]<typename Element>(std::type_identity<Element>) {
-    using Gemm = WithElementwise<Config<Major::kMN, Element>>;
-    const TensorMaps maps{map_a, map_b, map_a, map_b, map_a, map_b};
-    for_form(grad.form, [&]<typename Form>(const Form& form) {
-      EpilogueArguments linear = gemm.epilogue;
-      linear.aligned = false;  // there is no output for a tensor map
-      launch_elementwise<Gemm, SwigluGradOfDh<Form>>(
-          launch, maps, gemm, a,
+  const Tensor partial = new_tensor(maps.a, {F / kLine, T}, ScalarType::Float);
+  EpilogueArguments linear = gemm.epilogue;
+  linear.aligned = false;  // there is no output for a tensor map
+  for_16bit(maps.a.scalar_type(), [&]<typename Element>(std::type_identity<Element>) {
+    const auto run = [&]<typename Gemm, bool in_pairs, typename Form>(
+                         std::type_identity<Gemm>, std::bool_constant<in_pairs>, const Form& form,
+                         const TensorMaps& all) {
+      launch_elementwise<Gemm, SwigluGradOfDh<Form, in_pairs>, !in_pairs>(
+          launch, all, gemm, maps.a,
           {linear, gate_up.const_data_ptr(), gate_up.stride(0), data<float>(grad.weight),
            grad.d_gate_up.data_ptr(), grad.h.data_ptr(), mutable_data<float>(partial), form});
+    };
+    if (interleaved) {
+      using Gemm = WithElementwise<Config<Major::kK, Element>>;
+      return run(
+          std::type_identity<Gemm>(), std::true_type(), grad.form,
+          maps.with(maps.k_major(Gemm::kTileN / Gemm::kBPieces), maps.k_major(kNarrowTileN)));
+    }
+    const CUtensorMap b = maps.mn_major();
+    for_form(grad.form, [&]<typename Form>(const Form& form) {
+      run(std::type_identity<WithElementwise<Config<Major::kMN, Element>>>(), std::false_type(),
+          form, maps.with(b, b));
     });
   });
   launch.run(sum_partial_d_weight_kernel, ceil_div(T, kSwigluThreads), kSwigluThreads, 0,
