@@ -130,8 +130,8 @@ def is_allowed(python: Path, version: Version) -> bool:
     return True
 
 
-def check(pythons: list[str], ends: bool) -> None:
-    """Install the wheel of each Python beside each torch, and run smoke.py there."""
+def check(pythons: list[str], ends: bool, torches: list[str]) -> None:
+    """Install each Python's wheel beside each torch, or those named, and run smoke.py there."""
     failures = []
     with tempfile.TemporaryDirectory() as temporary:
         for python in pythons:
@@ -141,7 +141,9 @@ def check(pythons: list[str], ends: bool) -> None:
                 sys.exit(
                     f"dist/ has {len(wheels)} wheels for Python {version_of(python)}: make wheel"
                 )
-            versions = versions_of_torch(new_venv(python, Path(temporary) / f"index-{tag}"))
+            versions = list(map(Version, torches))
+            if not versions:
+                versions = versions_of_torch(new_venv(python, Path(temporary) / f"index-{tag}"))
             for version in [versions[0], versions[-1]] if ends else versions:
                 start = time.monotonic()
                 folder = Path(temporary) / f"{tag}-{version}"
@@ -176,12 +178,15 @@ def main() -> None:
     parser.add_argument("command", choices=["build", "check"])
     parser.add_argument("--here", action="store_true", help="build from this folder, not the sdist")
     parser.add_argument("--ends", action="store_true", help="the oldest and the newest torch alone")
+    parser.add_argument(
+        "--torch", action="append", default=[], help="check with this version alone"
+    )
     parser.add_argument("pythons", nargs="*", default=[sys.executable], metavar="PYTHON")
     arguments = parser.parse_intermixed_args()  # PYTHON may follow an option
     if arguments.command == "build":
         build(arguments.pythons, arguments.here)
     else:
-        check(arguments.pythons, arguments.ends)
+        check(arguments.pythons, arguments.ends, arguments.torch)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 _ops = torch.ops.grouped_linear
 
@@ -22,6 +23,18 @@ class SortedByExpert(NamedTuple):
     """[T, C] int32, for each choice its row."""
     offs: Tensor
     """[E] int32, the end of each expert's rows."""
+
+    def tokens(self, x: Tensor, *, again: bool = False) -> Tensor:
+        """``x[token]`` [R, H], of x [T, H]: each row's token.
+
+        Args:
+            again: torch.compile would compute once what two equal calls return, and keep it from
+                the first to the second. It keeps nothing between a call with and one without.
+        """
+        index = torch.int64 if again else torch.int32
+        if statically_known_true(self.token.numel() == self.row.numel()):
+            return scatter_rows(x, self.row.to(index), self.token.numel())
+        return x[self.token.to(index)]  # fewer rows than choices
 
 
 def splits_to_offsets(

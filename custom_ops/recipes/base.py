@@ -257,11 +257,9 @@ class Recipe:
     ) -> Operands:
         """``quantize_input(x[routing.token])``: rowwise in the forward, columnwise in the backward.
 
-        The two take row numbers of different dtypes. Of one dtype, torch.compile would compute the
-        rows once and keep them for the backward.
+        Rows are copied again in the backward, in a compiled graph too.
         """
-        row_TC = routing.row if outputs.rowwise else routing.row.long()
-        x_RH = ops.scatter_rows(x_TH, row_TC, len(routing.token))
+        x_RH = routing.tokens(x_TH, again=not outputs.rowwise)
         return self.quantize_input(x_RH, routing.offs, state, outputs)
 
     def quantize_gathered_grad(
@@ -272,7 +270,7 @@ class Recipe:
         outputs: OutputMask,
     ) -> Operands:
         """``quantize_grad_output(d_out[routing.token])``."""
-        d_out_RH = ops.scatter_rows(d_out_TH, routing.row, len(routing.token))
+        d_out_RH = routing.tokens(d_out_TH)
         return self.quantize_grad_output(d_out_RH, routing.offs, state, outputs)
 
     def quantize_swiglu(

@@ -316,9 +316,7 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
         """
         columnwise = None
         if outputs.columnwise and self.wgrad is not E4M3:
-            t_TK = t_SK
-            if routing is not None:
-                t_TK = ops.scatter_rows(t_SK, routing.row, len(routing.token))
+            t_TK = t_SK if routing is None else routing.tokens(t_SK)
             columnwise = t_TK.to(self.wgrad)
             outputs = outputs._replace(columnwise=False)
             if not outputs.rowwise:

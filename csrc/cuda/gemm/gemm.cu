@@ -39,15 +39,23 @@ void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm) {
 }
 
 #ifdef GROUPED_LINEAR_SM90
-bool run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm, const SwigluOutput& swiglu) {
-  return runs_on_sm90(launch) && sm90::run_swiglu(launch, gemm, swiglu);
+bool has_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluForm& form) {
+  return runs_on_sm90(launch) && sm90::has_swiglu(gemm, form);
 }
-bool run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm, const SwigluGradOutput& grad) {
-  return runs_on_sm90(launch) && sm90::run_swiglu_grad(launch, gemm, grad);
+bool has_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const SwigluForm& form) {
+  return runs_on_sm90(launch) && sm90::has_swiglu_grad(gemm, form);
+}
+void run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutput& swiglu) {
+  sm90::run_swiglu(launch, gemm, swiglu);
+}
+void run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const SwigluGradOutput& grad) {
+  sm90::run_swiglu_grad(launch, gemm, grad);
 }
 #else
-bool run_grouped_gemm(const Launch&, const GroupedGemm&, const SwigluOutput&) { return false; }
-bool run_grouped_gemm(const Launch&, const GroupedGemm&, const SwigluGradOutput&) { return false; }
+bool has_swiglu(const Launch&, const GroupedGemm&, const SwigluForm&) { return false; }
+bool has_swiglu_grad(const Launch&, const GroupedGemm&, const SwigluForm&) { return false; }
+void run_swiglu(const Launch&, const GroupedGemm&, const SwigluOutput&) {}
+void run_swiglu_grad(const Launch&, const GroupedGemm&, const SwigluGradOutput&) {}
 #endif
 
 }  // namespace grouped_linear::cuda

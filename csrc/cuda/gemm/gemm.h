@@ -24,7 +24,7 @@ struct SwigluOutput {
 // The gradient of SwiGLU, of dh [T, F], which is what the GEMM computes, M-grouped, and does not
 // write.
 struct SwigluGradOutput {
-  Tensor gate_up, weight;         // [T, 2 F] with dense rows; [T] float32, dense
+  Tensor gate_up, weight;         // [T, 2 F]; [T] float32, dense
   Tensor d_gate_up, h, d_weight;  // [T, 2 F], [T, F], [T] float32
   SwigluForm form;
 };
@@ -47,10 +47,12 @@ struct GroupedGemm {
 // Computes it on the launch's stream, by the operands' type and the device's compute capability.
 void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm);
 
-// The same with SwiGLU or its gradient in the epilogue. False, and nothing is done, where the device
-// or the operands have no such kernel.
-bool run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm, const SwigluOutput& swiglu);
-bool run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm, const SwigluGradOutput& grad);
+// The same with SwiGLU or its gradient in the epilogue, where the device has a kernel for these
+// operands.
+bool has_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluForm& form);
+bool has_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const SwigluForm& form);
+void run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutput& swiglu);
+void run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const SwigluGradOutput& grad);
 
 inline OutputType output_type(ScalarType dtype) {
   return dtype == ScalarType::BFloat16 ? OutputType::kBFloat16

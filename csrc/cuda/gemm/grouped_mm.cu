@@ -64,12 +64,13 @@ std::optional<std::tuple<Tensor, Tensor>> fused_mm_swiglu(
   const int64_t T = (a_rows ? *a_rows : a).size(0), N = b.size(1);
   if (T == 0 || a.size(0) == 0) return {};
   const Launch launch("grouped_mm_swiglu", a);
+  GroupedGemm gemm = m_grouped(launch, a, b, offs, {}, a_rows);
+  if (!has_swiglu(launch, gemm, form)) return {};
   const Tensor gate_up = new_tensor(a, keep_gate_up ? Shape{T, N} : Shape{0}, dtype);
   const Tensor h = new_tensor(a, {T, N / 2}, dtype);
   const std::optional<Tensor> bias = with_dense_rows(bias_in);
-  const GroupedGemm gemm =
-      m_grouped(launch, a, b, offs, epilogue_arguments(gate_up, bias, false, std::nullopt), a_rows);
-  if (!run_grouped_gemm(launch, gemm, SwigluOutput{h, keep_gate_up, form})) return {};
+  gemm.epilogue = epilogue_arguments(gate_up, bias, false, std::nullopt);
+  run_swiglu(launch, gemm, {h, keep_gate_up, form});
   return {{gate_up, h}};
 }
 
@@ -80,12 +81,12 @@ std::optional<std::tuple<Tensor, Tensor, Tensor>> fused_mm_swiglu_grad(
   const int64_t T = gate_up.size(0), F = b.size(1);
   if (T == 0 || a.size(0) == 0) return {};
   const Launch launch("grouped_mm_swiglu_grad", a);
+  GroupedGemm gemm = m_grouped(launch, a, b, offs, {}, a_rows);
+  if (!has_swiglu_grad(launch, gemm, form)) return {};
   const Tensor d_gate_up = new_tensor(a, {T, 2 * F}, dtype), h = new_tensor(a, {T, F}, dtype);
   const Tensor d_weight = new_tensor(a, {T}, ScalarType::Float);
-  const GroupedGemm gemm =
-      m_grouped(launch, a, b, offs, epilogue_arguments(h, {}, false, std::nullopt), a_rows);
-  const SwigluGradOutput grad{gate_up, as_dense(weight), d_gate_up, h, d_weight, form};
-  if (!run_grouped_gemm(launch, gemm, grad)) return {};
+  gemm.epilogue = epilogue_arguments(h, {}, false, std::nullopt);
+  run_swiglu_grad(launch, gemm, {gate_up, as_dense(weight), d_gate_up, h, d_weight, form});
   return {{d_gate_up, h, d_weight}};
 }
 

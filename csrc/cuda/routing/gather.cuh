@@ -113,18 +113,23 @@ __global__ void __launch_bounds__(kGatherThreads)
 // range are clamped.
 template <typename Index>
 __global__ void __launch_bounds__(kGatherThreads)
-    scatter_rows_kernel(const uint4* x, int64_t stride, const Index* rows, int64_t T, int C,
-                        int per_row, int64_t R, uint4* out) {
+    scatter_rows_kernel(const uint4* x, int64_t stride, const Index* rows,
+                        int64_t T, int C, int per_row, int64_t R, uint4* out) {
   grid_dependency_wait();
   const int64_t number = int64_t{blockIdx.x} * kGatherThreads + threadIdx.x;
   const int64_t t = number / per_row;
   const int at = static_cast<int>(number % per_row);
   if (t >= T) return;
   const uint4 vector = x[t * stride + at];
-#pragma unroll 8
-  for (int c = 0; c < C; ++c) {
-    const int64_t row = min(max(int64_t{rows[t * C + c]}, int64_t{0}), R - 1);
-    out[row * per_row + at] = vector;
+  constexpr int kAtOnce = 8;  // row numbers that are loaded before the first store
+  for (int first = 0; first < C; first += kAtOnce) {
+    int64_t to[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (first + i < C) to[i] = min(max(int64_t{rows[t * C + first + i]}, int64_t{0}), R - 1);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (first + i < C) out[to[i] * per_row + at] = vector;
   }
 }
 

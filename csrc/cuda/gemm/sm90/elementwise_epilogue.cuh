@@ -32,15 +32,51 @@ __device__ __forceinline__ const uint8_t* eight_at(const Buffers& buffers, int r
   return &buffers[piece / 8][row * kSwizzleBytes + ((piece ^ row) % 8) * 16];
 }
 
-// By every warp of `warps`: zeros in rows from `end` to `rows` of a dense matrix.
-template <typename T>
-__device__ __forceinline__ void zero_rows(T* matrix, int cols, int end, int rows, int warp,
-                                          int warps) {
-  auto* first = reinterpret_cast<uint4*>(matrix + static_cast<int64_t>(end) * cols);
-  const int64_t count = static_cast<int64_t>(rows - end) * cols * sizeof(T) / 16;
-  for (int64_t i = warp * 32 + threadIdx.x % 32; i < count; i += warps * 32)
-    first[i] = make_uint4(0, 0, 0, 0);
-}
+// Zeros in the rows from the last group's end on, of two dense matrices. The store warps of all
+// blocks share them, and write them while they wait for tiles.
+class TailZeros {
+ public:
+  // warp: this one of `warps`.
+  __device__ TailZeros(int warp, int warps)
+      : at_(warp * 32 + threadIdx.x % 32), step_(warps * 32) {}
+
+  template <typename T>
+  __device__ void first(T* matrix, int cols, int end, int rows) {
+    first_ = vectors(matrix, cols, end);
+    first_count_ = count_ = count(matrix, cols, end, rows);
+  }
+  template <typename T>
+  __device__ void second(T* matrix, int cols, int end, int rows) {
+    second_ = vectors(matrix, cols, end) - first_count_;
+    count_ = first_count_ + count(matrix, cols, end, rows);
+  }
+
+  // Whether any lane has more to write.
+  __device__ bool remaining() const { return __any_sync(0xffffffff, at_ < count_); }
+
+  __device__ void write_some() {
+#pragma unroll 1
+    for (int i = 0; i < 8 && at_ < count_; ++i, at_ += step_) {
+      uint4* to = first_ + at_;
+      if (at_ >= first_count_) to = second_ + at_;
+      *to = make_uint4(0, 0, 0, 0);
+    }
+  }
+
+ private:
+  template <typename T>
+  static __device__ uint4* vectors(T* matrix, int cols, int end) {
+    return reinterpret_cast<uint4*>(matrix + static_cast<int64_t>(end) * cols);
+  }
+  template <typename T>
+  static __device__ int64_t count(T*, int cols, int end, int rows) {
+    return static_cast<int64_t>(rows - end) * cols * sizeof(T) / 16;
+  }
+
+  uint4 *first_ = nullptr, *second_ = nullptr;
+  int64_t first_count_ = 0, count_ = 0, at_;
+  int step_;
+};
 
 // What a store warp is given of a tile: rows of a warpgroup that belong to the group.
 template <typename Config>
@@ -55,7 +91,7 @@ struct StoredRows {
 //   Arguments   EpilogueArguments with more
 //   kRegisters  of warpgroup 0
 //   add_bias    to a thread's accumulators
-//   zero_tail   writes the zeros past the last group
+//   tail        names the zeros past the last group
 //   store       writes what it computes from the buffers; by a whole warp, without a wait for TMA's
 //               reads of the buffers. Only the first warp of a warpgroup's rows has begin = 0.
 //
@@ -95,8 +131,8 @@ struct ElementwiseEpilogue {
     const bool helps = warp == 1;
     const int first = helps ? 0 : warp - 2, last = helps ? kMathWarpgroups : warp - 1;
     const int begin = helps ? own_rows : 0, end = helps ? kWgmmaM : own_rows;
-    Elementwise::template zero_tail<Config>(args, shape, shared.groups.row_end[shape.E - 1],
-                                            blockIdx.x * warps + 3 - warp, gridDim.x * warps);
+    TailZeros zeros(blockIdx.x * warps + 3 - warp, gridDim.x * warps);
+    Elementwise::template tail<Config>(zeros, args, shape, shared.groups.row_end[shape.E - 1]);
     uint32_t phase = 0;
     for (int number = 0;; ++number, phase ^= 1) {
       __syncwarp();  // every lane has read the buffers
@@ -107,9 +143,15 @@ struct ElementwiseEpilogue {
       __syncwarp();
 #pragma unroll 1
       for (int i = first; i < last; ++i) {
-        mbarrier_wait(&shared.epilogue_full[i], phase);
+        uint64_t* full = &shared.epilogue_full[i];
+        while (zeros.remaining() && !__any_sync(0xffffffff, mbarrier_test(full, phase)))
+          zeros.write_some();
+        mbarrier_wait(full, phase);
         const WorkTile tile = shared.tiles[number % kTileSlots];
-        if (tile.k_blocks < 0) return;
+        if (tile.k_blocks < 0) {
+          while (zeros.remaining()) zeros.write_some();
+          return;
+        }
         const int row = tile.row + i * kWgmmaM, count = min(tile.row_end - row, end);
         if (count <= begin || tile.col >= shape.cols) continue;
         Elementwise::template store<Config>({shared.epilogue[i][0], tile, row, begin, count}, maps,
@@ -156,12 +198,11 @@ struct SwigluOfGateUp {
   }
 
   template <typename Config>
-  static __device__ __forceinline__ void zero_tail(const Arguments& args, const GemmShape& shape,
-                                                   int end, int warp, int warps) {
+  static __device__ __forceinline__ void tail(TailZeros& zeros, const Arguments& args,
+                                              const GemmShape& shape, int end) {
     using T = typename Config::A;
-    zero_rows(static_cast<T*>(args.h), shape.cols / 2, end, shape.T, warp, warps);
-    if (args.keep_gate_up)
-      zero_rows(static_cast<T*>(args.out), shape.cols, end, shape.T, warp, warps);
+    zeros.first(static_cast<T*>(args.h), shape.cols / 2, end, shape.T);
+    if (args.keep_gate_up) zeros.second(static_cast<T*>(args.out), shape.cols, end, shape.T);
   }
 
   template <typename Config>
@@ -174,14 +215,19 @@ struct SwigluOfGateUp {
     const int F = shape.cols / 2, col = rows.tile.col / 2, lane = threadIdx.x % 32;
     if (args.keep_gate_up && rows.begin == 0 && elect_one()) {
       const RaggedRows ragged(rows.row, rows.tile.row_end);
+      const auto store_line = [&](int i, int at) {
+        tma_store_4d(&maps.out, rows.buffers[i], at, ragged.c1, ragged.c2, ragged.kOrigin);
+      };
+      // Gate and up consist of whole lines; interleaved, both together do.
 #pragma unroll
       for (int i = 0; i < lines; ++i) {
-        // Gate and up consist of whole lines, interleaved both together do.
-        const int at =
-            interleaved ? rows.tile.col + i * line_cols : col + i % (lines / 2) * line_cols;
-        if (at >= (interleaved ? shape.cols : F)) continue;
-        tma_store_4d(&maps.out, rows.buffers[i], (interleaved || i < lines / 2 ? 0 : F) + at,
-                     ragged.c1, ragged.c2, ragged.kOrigin);
+        if constexpr (interleaved) {
+          const int at = rows.tile.col + i * line_cols;
+          if (at < shape.cols) store_line(i, at);
+        } else {
+          const int at = col + i % (lines / 2) * line_cols;
+          if (at < F) store_line(i, (i < lines / 2 ? 0 : F) + at);
+        }
       }
       bulk_commit();
     }
@@ -215,18 +261,18 @@ struct SwigluGradOfDh {
     float* d_weight;      // [F / 64, T]
     Form form;
   };
-  static constexpr int kRegisters = 152;
+  static constexpr int kRegisters = 168;
 
   template <typename Config>
   static __device__ __forceinline__ void add_bias(float (&)[Config::kTileN / 2], const Arguments&,
                                                   const GemmShape&, const WorkTile&) {}
 
   template <typename Config>
-  static __device__ __forceinline__ void zero_tail(const Arguments& args, const GemmShape& shape,
-                                                   int end, int warp, int warps) {
+  static __device__ __forceinline__ void tail(TailZeros& zeros, const Arguments& args,
+                                              const GemmShape& shape, int end) {
     using T = typename Config::A;
-    zero_rows(static_cast<T*>(args.d_gate_up), 2 * shape.cols, end, shape.T, warp, warps);
-    zero_rows(static_cast<T*>(args.h), shape.cols, end, shape.T, warp, warps);
+    zeros.first(static_cast<T*>(args.d_gate_up), 2 * shape.cols, end, shape.T);
+    zeros.second(static_cast<T*>(args.h), shape.cols, end, shape.T);
   }
 
   template <typename Config>

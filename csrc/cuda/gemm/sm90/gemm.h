@@ -8,9 +8,11 @@ namespace grouped_linear::cuda::sm90 {
 void run_16bit(const Launch& launch, const GroupedGemm& gemm);  // gemm_16bit.cu
 void run_fp8(const Launch& launch, const GroupedGemm& gemm);    // gemm_fp8.cu
 
-// With SwiGLU or its gradient in the epilogue; false where there is no such kernel. gemm_swiglu.cu
-bool run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutput& swiglu);
-bool run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const SwigluGradOutput& grad);
+// With SwiGLU or its gradient in the epilogue, where there is such a kernel. gemm_swiglu.cu
+bool has_swiglu(const GroupedGemm& gemm, const SwigluForm& form);
+bool has_swiglu_grad(const GroupedGemm& gemm, const SwigluForm& form);
+void run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutput& swiglu);
+void run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const SwigluGradOutput& grad);
 
 // BF16, FP16 and FP8 operands.
 inline void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm) {

@@ -79,21 +79,33 @@ struct Maps {
   }
 };
 
-// Which dimension of b is dense: 2 (K), else 1 (N), where a copy would be dense along K.
-int64_t dense_dimension(const Tensor& b) { return b.stride(1) == 1 && b.stride(2) != 1 ? 1 : 2; }
+// Whether b is dense along `inner`, and TMA can read it as it is: a copy might be dense along K.
+bool is_dense_along(const Tensor& b, int64_t inner) {
+  return b.stride(inner) == 1 && (inner == 2 || b.stride(2) != 1) &&
+         tma_readable(b, inner).data_ptr() == b.data_ptr();
+}
 
 }  // namespace
 
-bool run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutput& swiglu) {
+// Lines of 128 bytes belong to gate or to up, or to both. Weights are stored as models with each form
+// store them: [E, 2 F, K], interleaved [E, K, 2 F].
+bool has_swiglu(const GroupedGemm& gemm, const SwigluForm& form) {
+  if (!is_16bit(gemm.a) || (form.interleaved && gemm.a_rows)) return false;
+  return gemm.b.size(1) % (form.interleaved ? kLine : 2 * kLine) == 0 &&
+         is_dense_along(gemm.b, form.interleaved ? 1 : 2);
+}
+
+// d_weight is summed by 64 columns. b is the transposed view of a weight [E, K, F], interleaved of one
+// [E, F, K].
+bool has_swiglu_grad(const GroupedGemm& gemm, const SwigluForm& form) {
+  if (!is_16bit(gemm.a) || (form.interleaved && gemm.a_rows)) return false;
+  return gemm.b.size(1) % kLine == 0 && is_dense_along(gemm.b, form.interleaved ? 2 : 1);
+}
+
+void run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutput& swiglu) {
   const bool interleaved = swiglu.form.interleaved;
-  const int64_t N = gemm.b.size(1), inner = interleaved ? 1 : 2;
-  // Lines of 128 bytes belong to gate or to up, or to both. Weights are stored as models with each
-  // form store them: [E, 2 F, K], interleaved [E, K, 2 F].
-  if (!is_16bit(gemm.a) || N % (interleaved ? kLine : 2 * kLine) != 0 ||
-      dense_dimension(gemm.b) != inner || (interleaved && gemm.a_rows))
-    return false;
+  const int64_t inner = interleaved ? 1 : 2;
   const Maps maps(launch, gemm, inner);
-  if (maps.b.stride(inner) != 1) return false;
   EpilogueArguments linear = gemm.epilogue;
   linear.aligned = swiglu.keep_gate_up;  // whether there is an output for a tensor map
   for_16bit(maps.a.scalar_type(), [&]<typename T>(std::type_identity<T>) {
@@ -112,19 +124,12 @@ bool run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutpu
           launch, all, gemm, maps.a, {linear, swiglu.h.data_ptr(), swiglu.keep_gate_up, form});
     });
   });
-  return true;
 }
 
-bool run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const SwigluGradOutput& grad) {
+void run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const SwigluGradOutput& grad) {
   const bool interleaved = grad.form.interleaved;
   const int64_t F = gemm.b.size(1), T = gemm.shape.T, inner = interleaved ? 2 : 1;
-  // d_weight is summed by 64 columns. b is the transposed view of a weight [E, K, F], interleaved of
-  // one [E, F, K].
-  if (!is_16bit(gemm.a) || F % kLine != 0 || dense_dimension(gemm.b) != inner ||
-      (interleaved && gemm.a_rows))
-    return false;
   const Maps maps(launch, gemm, inner);
-  if (maps.b.stride(inner) != 1) return false;
   const Tensor gate_up = with_aligned_rows(grad.gate_up);
   const Tensor partial = new_tensor(maps.a, {F / kLine, T}, ScalarType::Float);
   EpilogueArguments linear = gemm.epilogue;
@@ -153,7 +158,6 @@ bool run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const Swiglu
   launch.run(sum_partial_d_weight_kernel, ceil_div(T, kSwigluThreads), kSwigluThreads, 0,
              data<float>(partial), static_cast<int>(F / kLine), data<int32_t>(gemm.offs),
              gemm.shape.E, T, mutable_data<float>(grad.d_weight));
-  return true;
 }
 
 }  // namespace grouped_linear::cuda::sm90
