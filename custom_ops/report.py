@@ -99,7 +99,7 @@ def _quantize_on_cpu(host: ModuleType | None) -> str:
 
 GROUPED_MM = (
     "grouped_mm grouped_mm_list grouped_mm_wgrad grouped_mm_wgrad_ grouped_mm_wgrad_list_ "
-    "grouped_bias_grad"
+    "grouped_mm_swiglu grouped_mm_swiglu_grad grouped_bias_grad"
 )
 FAMILIES = {
     "GEMM, bfloat16": Family(lambda _: "torch's GEMM", _grouped_mm(torch.bfloat16), GROUPED_MM),

@@ -56,19 +56,22 @@ def mixtral() -> Any:
 
 
 def test_python_examples_run() -> None:
-    """With a model, a batch and a prompt, as a reader has them."""
+    """Each pasted by itself, with a model, a batch and a prompt, as a reader has them."""
     ids = torch.arange(12)[None]
-    names: dict[str, Any] = {"batch": {"input_ids": ids, "labels": ids}, "Block": Block}
-    names["prompt"] = {"input_ids": ids}
     train, generate, plain, by_hand = examples(README)
     assert all(len(e.splitlines()) <= 8 for e in (train, generate, plain, by_hand))
-    for example, model in ((train, mixtral), (generate, mixtral), (plain, Block)):
-        names["model"] = model()
+
+    def run(example: str, **names: Any) -> dict[str, Any]:
         exec(compile(example, "README.md", "exec"), names)
+        return names
+
+    run(train, model=mixtral(), batch={"input_ids": ids, "labels": ids})
+    names = run(generate, model=mixtral(), prompt={"input_ids": ids})
     assert names["text"].shape == (1, 32)
+    names = run(plain, model=Block(), Block=Block)
     assert names["model"].forward.__func__ is names["forward"]
     assert names["model"](torch.randn(5, 32)).shape == (5, 32)
-    exec(compile(by_hand, "README.md", "exec"), names)
+    names = run(by_hand)
     assert not names["y"][950:].any()
     assert names["x"].grad is not None
 
