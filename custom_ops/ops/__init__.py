@@ -95,7 +95,8 @@ from grouped_linear.ops.weight import (
 
 #: The ops whose outputs are those of a forward's GEMMs, of which an eager layer calls one and a
 #: compiled one another. A policy of selective activation checkpointing keeps them:
-#: ``create_selective_checkpoint_contexts([*GEMMS])``. It keeps both of ``grouped_mm_swiglu``'s outputs.
+#: ``create_selective_checkpoint_contexts([*GEMMS])``.
+#: It keeps both outputs of ``grouped_mm_swiglu``.
 GEMMS: frozenset[torch._ops.OpOverload] = frozenset(
     getattr(torch.ops.grouped_linear, name).default
     for name in (
