@@ -222,8 +222,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "of_pairs": {"F": 320, "bias": True, **_OF_PAIRS},
         "h_alone_of_pairs": {"keep_gate_up": False, **_OF_PAIRS},
         "gathered_of_pairs": {"gathers": "rows", **_OF_PAIRS},
-        **{x: {"layout": x} for x in ("strided", "transposed")},
-        **FORMS,
+        "strided": {"layout": "strided"},
+        "all_of_it": FORMS["all_of_it"],
     },
     "grouped_mm_swiglu_grad": {
         "wide": {"F": 320},
@@ -232,8 +232,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "odd": {"F": 48},
         "of_pairs": {"F": 320, **_OF_PAIRS},
         "narrow_of_pairs": _OF_PAIRS,
-        **{x: {"layout": x} for x in ("strided", "transposed")},
-        **FORMS,
+        "strided": {"layout": "strided"},
+        "all_of_it": FORMS["all_of_it"],
     },
     "grouped_scaled_mm": {
         "bias": {"bias": True},
@@ -278,7 +278,7 @@ def cases(*ops: str) -> list[Any]:
     for op in ops:
         # The kernels of these are those of other ops, which meet all group sizes.
         shared = "_list" in op or op.startswith(
-            ("refresh_weight_", "block_scaled_linear", "adam_weight_")
+            ("refresh_weight_", "block_scaled_linear", "adam_weight_", "grouped_mm_swiglu")
         )
         plans = [(name, "plain") for name in (SHAPES if shared else GROUPS)]
         plans += [(name, v) for v in VARIANTS.get(op, {}) for name in ("unaligned", "capacity")]
