@@ -44,12 +44,16 @@ def test_example(example: str, tmp_path: Path) -> None:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     script = ROOT / "examples" / f"{example}.py"
     length = ("--tokens", "4") if example == "generate_from_fp8" else ("--steps", "4")
-    done = subprocess.run(
-        [sys.executable, *BY_TORCHRUN.get(example, ()), script, *length],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+
+    def run() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *BY_TORCHRUN.get(example, ()), script, *length]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+
+    done = run()
+    # torch 2.13 on gloo: 1 of 17 runs of FSDP2 over linear layers, without this package, aborted.
+    if example in BY_TORCHRUN and ("(SIGABRT)" in done.stderr or "(SIGSEGV)" in done.stderr):
+        done = run()
     assert done.returncode == 0, done.stderr
     assert any(line.startswith(last_row) for line in done.stdout.splitlines()), done.stdout

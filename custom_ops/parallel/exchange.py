@@ -47,18 +47,7 @@ class Exchange(NamedTuple):
     """[S] bool, whether a slot that is sent has no token; its `token` is any."""
 
 
-class InFlight(NamedTuple):
-    """A collective that was started.
-
-    What it sends is held until the wait. Else the thread of gloo that carries it out would drop it
-    last, which torch 2.13 does not always survive when Python has seen the tensor.
-    """
-
-    came: Tensor
-    sent: Tensor
-
-
-def _spread(rows: Tensor, exchange: Exchange, group: Group, empty: int | None = None) -> InFlight:
+def _spread(rows: Tensor, exchange: Exchange, group: Group, empty: int | None = None) -> Tensor:
     """Start to send rows [T, I]; wait before the result [S, I] is read.
 
     In an empty slot goes the number `empty`, or anything.
@@ -68,20 +57,20 @@ def _spread(rows: Tensor, exchange: Exchange, group: Group, empty: int | None = 
         if empty is not None and exchange.empty is not None:
             rows = rows.masked_fill(exchange.empty[:, None], empty)
         return _swap(rows, group)
-    rows = rows.contiguous()
-    return InFlight(_c10d.all_gather_into_tensor(rows, group.size, group.name), rows)
+    started: Tensor = _c10d.all_gather_into_tensor(rows.contiguous(), group.size, group.name)
+    return started
 
 
-def _swap(rows: Tensor, group: Group) -> InFlight:
+def _swap(rows: Tensor, group: Group) -> Tensor:
     """Start to send each process its S / D rows of [S, ...]."""
     sizes = [rows.size(0) // group.size] * group.size
-    rows = rows.contiguous()
-    return InFlight(_c10d.all_to_all_single(rows, sizes, sizes, group.name), rows)
+    started: Tensor = _c10d.all_to_all_single(rows.contiguous(), sizes, sizes, group.name)
+    return started
 
 
-def _wait(started: InFlight) -> Tensor:
+def _wait(started: Tensor) -> Tensor:
     """Let the current stream wait for a collective."""
-    there: Tensor = _c10d.wait_tensor(started.came)
+    there: Tensor = _c10d.wait_tensor(started)
     return there
 
 
@@ -113,12 +102,12 @@ def _spread_rows(
         sent, scale_Tn = _quantize(x_TH)
         scales, n = scale_Tn.view(torch.int32), scale_Tn.size(1)
     parts = [t for t in (scales, numbers_TI) if t is not None]
-    started = _spread(sent, exchange, group)
+    came = _spread(sent, exchange, group)
     if not parts:
-        return _wait(started), None
+        return _wait(came), None
     beside = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
     beside = _wait(_spread(beside, exchange, group, empty=-1))
-    came = _wait(started)
+    came = _wait(came)
     if fp8:
         scale_Sn = beside[:, :n].contiguous().view(torch.float32)
         came = _dequantize(came, scale_Sn, x_TH.dtype)
@@ -171,10 +160,11 @@ class SpreadFunction(torch.autograd.Function):
         need_x, need_weight = ctx.needs_input_grad[2:4]
         group, exchange = ctx.group, Exchange(slot_TD)
         d_weight_TC = None
-        started = _swap(d_weight_SC, group) if need_weight else None
+        if need_weight:  # of a choice one process has the gradient, and the others zero
+            d_weight_SC = _swap(d_weight_SC, group)
         dx_TH = _collect(dx_SH, exchange, group) if need_x else None
-        if started is not None:  # of a choice one process has the gradient, and the others zero
-            d_weight_TC = _wait(started)[slot_TD].sum(1).to(ctx.weight_dtype)
+        if need_weight:
+            d_weight_TC = _wait(d_weight_SC)[slot_TD].sum(1).to(ctx.weight_dtype)
         return None, None, dx_TH, d_weight_TC, *(None,) * 4
 
 
