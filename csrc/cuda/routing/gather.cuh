@@ -113,8 +113,8 @@ __global__ void __launch_bounds__(kGatherThreads)
 // range are clamped.
 template <typename Index>
 __global__ void __launch_bounds__(kGatherThreads)
-    scatter_rows_kernel(const uint4* x, int64_t stride, const Index* rows,
-                        int64_t T, int C, int per_row, int64_t R, uint4* out) {
+    scatter_rows_kernel(const uint4* x, int64_t stride, const Index* rows, int64_t T, int C,
+                        int per_row, int64_t R, uint4* out) {
   grid_dependency_wait();
   const int64_t number = int64_t{blockIdx.x} * kGatherThreads + threadIdx.x;
   const int64_t t = number / per_row;

@@ -16,20 +16,11 @@
 
 namespace grouped_linear::cuda::sm90 {
 
-// Eight neighbouring elements.
-template <typename T>
-__device__ __forceinline__ void load_eight(const void* from, FragmentRow<T>& to) {
-  const uint4 vector = *static_cast<const uint4*>(from);
-  to[0] = vector.x;
-  to[1] = vector.y;
-  to[2] = vector.z;
-  to[3] = vector.w;
-}
-
 // The address of eight columns, the number `piece` of a row, in the buffers of a warpgroup.
-template <typename Buffers>
-__device__ __forceinline__ const uint8_t* eight_at(const Buffers& buffers, int row, int piece) {
-  return &buffers[piece / 8][row * kSwizzleBytes + ((piece ^ row) % 8) * 16];
+template <typename T, typename Buffers>
+__device__ __forceinline__ const T* eight_at(const Buffers& buffers, int row, int piece) {
+  return reinterpret_cast<const T*>(
+      &buffers[piece / 8][row * kSwizzleBytes + ((piece ^ row) % 8) * 16]);
 }
 
 // Zeros in the rows from the last group's end on, of two dense matrices. The store warps of all
@@ -240,8 +231,8 @@ struct SwigluOfGateUp {
 #pragma unroll 2
     for (int r = rows.begin + lane / pieces; r < rows.end; r += 32 / pieces) {
       FragmentRow<T> gate, up;
-      load_eight<T>(eight_at(rows.buffers, r, first), gate);
-      load_eight<T>(eight_at(rows.buffers, r, second), up);
+      Fragment<T>::load_row(eight_at<T>(rows.buffers, r, first), true, gate);
+      Fragment<T>::load_row(eight_at<T>(rows.buffers, r, second), true, up);
       swiglu_row<T>(args.form, gate, up, [](float h) { return h; });
       Fragment<T>::store_row(gate, to + static_cast<int64_t>(r) * F);
     }
@@ -296,8 +287,8 @@ struct SwigluGradOfDh {
       for (int i = 0; i < ahead; ++i) {
         const int r = min(first + i * step + lane / pieces, rows.end - 1);
         const T* at = from + (rows.row + r) * args.stride;
-        load_eight<T>(at, next_gate[i]);
-        load_eight<T>(at + up, next_up[i]);
+        Fragment<T>::load_row(at, true, next_gate[i]);
+        Fragment<T>::load_row(at + up, true, next_up[i]);
         next_weight[i] = args.weight[rows.row + r];
       }
     };
@@ -320,7 +311,7 @@ struct SwigluGradOfDh {
         const bool stored = inside && r < rows.end;
         FragmentRow<T> dh, h;
         WeightedRow row{weight[i], 0};
-        load_eight<T>(eight_at(rows.buffers, r % kWgmmaM, piece), dh);
+        Fragment<T>::load_row(eight_at<T>(rows.buffers, r % kWgmmaM, piece), true, dh);
         if constexpr (interleaved) deinterleave<T>(gates[i], ups[i]);
         swiglu_grad_row<T>(args.form, row, dh, gates[i], ups[i], h);
         if constexpr (interleaved) interleave<T>(gates[i], ups[i]);
