@@ -58,16 +58,17 @@ class GatherFunction(torch.autograd.Function):
     """``x[token_R]``: each row's token."""
 
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, token_R: Tensor, row_TC: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TH: Tensor, *tensors: Tensor) -> Tensor:
         """Return rows sorted by expert."""
-        ctx.save_for_backward(row_TC)
-        return ops.scatter_rows(x_TH, row_TC, len(token_R))
+        routing = ops.SortedByExpert(*tensors)
+        ctx.save_for_backward(routing.row)
+        return routing.tokens(x_TH)
 
     @staticmethod
     @strictly_once_differentiable
     def backward(ctx: Any, dx_RH: Tensor) -> tuple[Tensor | None, ...]:
         """Sum each token's rows."""
-        return sum_of_rows(dx_RH, *ctx.saved_tensors), None, None
+        return sum_of_rows(dx_RH, *ctx.saved_tensors), *(None,) * 4
 
 
 class CombineFunction(torch.autograd.Function):

@@ -173,7 +173,7 @@ def _experts_forward(
         w, options = weight(name)
         return apply_layer(x, (w,), b, m_splits_E, recipe, options)
 
-    x_RH = GatherFunction.apply(hidden_states, routing.token, routing.row)
+    x_RH = GatherFunction.apply(hidden_states, *routing)
     if experts.has_gate:
         h_RF = experts._apply_gate(layer(x_RH, "gate_up_proj"))
     else:
