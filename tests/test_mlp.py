@@ -127,7 +127,7 @@ def unfused(
         of_gate_up, of_down = biases or (None, None)
         routing = ops.sort_by_expert(experts_TC, E)
         m_splits = routing.offs.diff(prepend=routing.offs.new_zeros(1))
-        x_RH = GatherFunction.apply(x_TH, routing.token, routing.row)
+        x_RH = GatherFunction.apply(x_TH, *routing)
         gate_up_RG = grouped_linear(x_RH, gate_up, m_splits, of_gate_up, recipe, state_of_gate_up)
         h_RF = Swiglu.apply(gate_up_RG, routing.offs, KINDS[kind][0])
         y_RH = grouped_linear(h_RF, down, m_splits, of_down, recipe, state_of_down)
