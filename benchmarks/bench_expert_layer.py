@@ -36,6 +36,8 @@ CANDIDATES = (
     Candidate("ours", "block", "compiled"),
     Candidate("ours", "block" + CACHED, "compiled"),
     Candidate("ours", "bf16_wgrad" + CACHED, "compiled"),
+    Candidate("ours", "bf16", "compiled", gate_up_in_fp8=True),
+    Candidate("ours", "block" + CACHED, "compiled", gate_up_in_fp8=True),
 )
 
 

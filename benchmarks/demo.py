@@ -6,6 +6,7 @@ with CUDA graphs), then prints one table, a plot of the losses and a line that t
     python -m benchmarks.demo
     python -m benchmarks.demo --recipe block current delayed mxfp8
     python -m benchmarks.demo --quantized-weights
+    python -m benchmarks.demo --gate-up-in-fp8
     python -m benchmarks.demo --micro-batches 4
 """
 
@@ -40,6 +41,7 @@ from grouped_linear import (
     Float8BlockScaling,
     Float8CurrentScaling,
     GroupedLinear,
+    GroupedMLP,
     MXFP8BlockScaling,
     Recipe,
     update_scales,
@@ -47,21 +49,25 @@ from grouped_linear import (
 
 # With --quantized-weights, experts' weights are in FP8 alone, nowhere in high precision.
 QUANTIZED_WEIGHTS = "quantized weights"
+# With --gate-up-in-fp8, experts compute in BF16 and save SwiGLU's input in FP8 for the backward.
+GATE_UP_IN_FP8 = "gate_up"
 # Each is trained beside BF16. Colours of Okabe and Ito, told apart by all kinds of eyes.
 RECIPES: dict[str, Recipe | None] = {
     "block": Float8BlockScaling(),
     "own": Float8BlockScaling(share_x_scales=False),
     "bf16_wgrad": Float8BlockScaling(wgrad=torch.bfloat16),
     QUANTIZED_WEIGHTS: Float8BlockScaling(),
+    GATE_UP_IN_FP8: None,
     "current": Float8CurrentScaling(),
     "delayed": DelayedScaling(),
     "mxfp8": MXFP8BlockScaling(),
 }
 NAMES = {"block": "FP8", "current": "FP8 current", "delayed": "FP8 delayed", "mxfp8": "MXFP8"}
 NAMES |= {"own": "FP8 own scales", "bf16_wgrad": "FP8, BF16 wgrad"}
-NAMES |= {QUANTIZED_WEIGHTS: "FP8 weights"}
+NAMES |= {QUANTIZED_WEIGHTS: "FP8 weights", GATE_UP_IN_FP8: "gate_up saved in FP8"}
 COLOURS = {"block": "#D55E00", "current": "#009E73", "delayed": "#CC79A7", "mxfp8": "#E69F00"}
 COLOURS |= {"own": "#999999", QUANTIZED_WEIGHTS: "#0072B2", "bf16_wgrad": "#56B4E9"}
+COLOURS |= {GATE_UP_IN_FP8: "#F0E442"}
 # torch.compile's mode. CUDA graphs need a GPU.
 MODES = {"eager": None, "compiled": "default", "compiled + graphs": "reduce-overhead"}
 WARM_UP = 3  # steps in which torch.compile compiles, and records CUDA graphs
@@ -173,6 +179,12 @@ class Text:
         return list(self.held_out[start[:, None] + torch.arange(S + 1)].long().split(B))
 
 
+def experts_with_gate_up_in_fp8(size: ModelSize) -> GroupedMLP:
+    """The experts of a block; their first parameters are drawn as those of two layers are."""
+    E, H, F = size.experts, size.width, size.expert_width
+    return GroupedMLP(E, H, F, save_gate_up_in_fp8=True)
+
+
 def train(run: Run, scale: Scale, text: Text, device: torch.device, seed: int) -> LanguageModel:
     """Train one model, filling in `run`. The seed decides its parameters and what it reads."""
     torch.manual_seed(seed)
@@ -186,7 +198,10 @@ def train(run: Run, scale: Scale, text: Text, device: torch.device, seed: int) -
             linear = partial(linear, cache_weights=True)
         if parts > 1:  # wgrad adds to main_grad
             linear = partial(linear, fuse_wgrad_accumulation=True)
-        model = LanguageModel(scale.size, partial(Experts, linear=linear), run.dtype)
+        experts: Callable[[ModelSize], torch.nn.Module] = partial(Experts, linear=linear)
+        if run.kind == GATE_UP_IN_FP8:
+            experts = experts_with_gate_up_in_fp8
+        model = LanguageModel(scale.size, experts, run.dtype)
     if parts > 1:
         give_gradients_memory(model)
     flags = [(torch.tensor(i == 0, device=device),) if parts > 1 else () for i in range(parts)]
@@ -366,7 +381,7 @@ def parse_arguments() -> argparse.Namespace:
     option(
         "--recipe",
         nargs="+",
-        choices=[kind for kind in RECIPES if kind != QUANTIZED_WEIGHTS],
+        choices=[kind for kind in RECIPES if kind not in (QUANTIZED_WEIGHTS, GATE_UP_IN_FP8)],
         default=["block"],
         help="of the runs beside BF16 (default: block, FP8 in blocks of 128)",
     )
@@ -374,6 +389,11 @@ def parse_arguments() -> argparse.Namespace:
         "--quantized-weights",
         action="store_true",
         help="also train with experts' weights that are kept in FP8, stochastically rounded",
+    )
+    option(
+        "--gate-up-in-fp8",
+        action="store_true",
+        help="also train in BF16 with the input of SwiGLU kept in FP8 for the backward",
     )
     option(
         "--micro-batches",
@@ -395,6 +415,8 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.steps is not None and arguments.steps <= WARM_UP:
         parser.error(f"--steps must be more than {WARM_UP}, got {arguments.steps}")
     parts = arguments.micro_batches
+    if arguments.gate_up_in_fp8 and parts > 1:
+        parser.error("--gate-up-in-fp8 goes without --micro-batches")
     if parts < 1 or any(scale.batch % parts for scale in (CPU, HOPPER)):
         parser.error(
             f"--micro-batches must divide the {CPU.batch} sequences of a step, got {parts}"
@@ -407,6 +429,8 @@ def main() -> None:
     kinds = [None, *arguments.recipe]
     if arguments.quantized_weights:
         kinds.append(QUANTIZED_WEIGHTS)
+    if arguments.gate_up_in_fp8:
+        kinds.append(GATE_UP_IN_FP8)
     device = choose_device(arguments.device, [kind and RECIPES[kind] for kind in kinds])
     scale = HOPPER if device.type == "cuda" else CPU
     scale = replace(scale, micro_batches=arguments.micro_batches)

@@ -54,9 +54,11 @@ class Candidate:
     implementation: str
     precision: str
     mode: str
+    gate_up_in_fp8: bool = False
 
     def __str__(self) -> str:
-        return f"{self.implementation} {self.precision}, {self.mode}"
+        saved = ", gate_up saved in FP8" if self.gate_up_in_fp8 else ""
+        return f"{self.implementation} {self.precision}{saved}, {self.mode}"
 
     @property
     def recipe(self) -> Recipe:
@@ -113,7 +115,12 @@ def experts_of(candidate: Candidate) -> Callable[[ModelSize], nn.Module]:
 
     def ours(size: ModelSize) -> nn.Module:
         sizes = size.experts, size.width, size.expert_width
-        mlp = GroupedMLP(*sizes, recipe=candidate.recipe, cache_weights=candidate.cached)
+        mlp = GroupedMLP(
+            *sizes,
+            recipe=candidate.recipe,
+            cache_weights=candidate.cached,
+            save_gate_up_in_fp8=candidate.gate_up_in_fp8,
+        )
         return LaterMicrobatch(mlp) if candidate.cached else mlp
 
     return ours

@@ -25,6 +25,7 @@ from grouped_linear.nn.functional import grouped_linear, grouped_mlp
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.ops import SwiGLU
+from grouped_linear.ops.elementwise import Activation, GeGLU, SquaredReLU
 from grouped_linear.quantized.refresh import refresh_weights
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.recipes import (
@@ -39,18 +40,21 @@ from grouped_linear.recipes import (
 
 __version__ = version("grouped_linear")
 __all__ = [
+    "Activation",
     "Conversion",
     "ConvertedExperts",
     "DelayedScaling",
     "DelayedScalingState",
     "Float8BlockScaling",
     "Float8CurrentScaling",
+    "GeGLU",
     "GroupedLinear",
     "GroupedMLP",
     "GroupedTensor",
     "LeftExperts",
     "MXFP8BlockScaling",
     "Recipe",
+    "SquaredReLU",
     "SwiGLU",
     "convert",
     "convert_experts",

@@ -312,14 +312,24 @@ def test_options(kind: str, device: str) -> None:
     ],
 )
 def test_other_options(kind: str, option: str) -> None:
-    of_linear = ", return_bias, delay_wgrad_compute, save_original_input"
+    of_linear = "return_bias, delay_wgrad_compute, save_original_input"
+    of_mlp = "save_gate_up_in_fp8"
     sentence = (
         "convert_experts: 1.experts: options may be cache_weights, fuse_wgrad_accumulation, "
-        f"quantized_weight, stochastic_rounding{of_linear if kind == 'linear' else ''}, "
+        f"quantized_weight, stochastic_rounding, {of_linear if kind == 'linear' else of_mlp}, "
         f"got {option}"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         convert_experts(model_of(kind, "cpu"), MODELS[kind][1], **{option: False})
+
+
+def test_gate_up_saved_in_fp8() -> None:
+    """Of a list; experts in one module have no such option."""
+    model = model_of("swiglu_w", "cpu")
+    convert_experts(model, forwards=MODELS["swiglu_w"][1], save_gate_up_in_fp8=True)
+    assert model[1].experts.save_gate_up_in_fp8
+    with pytest.raises(ValueError, match=r"there is nothing to give save_gate_up_in_fp8 to$"):
+        convert_experts(model_of("grouped", "cpu"), save_gate_up_in_fp8=True)
 
 
 def test_other_dtypes() -> None:

@@ -2,7 +2,7 @@
 
 T tokens, C experts chosen for a token, R = T * C rows, E experts, H features of a token, F features
 inside an expert. Of its rows the layer keeps gate_up [R, 2 F] and the routing alone, under every
-recipe: no gathered x, no output of SwiGLU, no output of an expert.
+recipe: no gathered x, no output of the activation, no output of an expert.
 """
 
 from typing import Any
@@ -15,32 +15,44 @@ from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    GeGLU,
     GroupedLinear,
     GroupedMLP,
     MXFP8BlockScaling,
     Recipe,
+    SquaredReLU,
     SwiGLU,
 )
+from grouped_linear.meta_kernels.rules import ceil_div
 from support.devices import devices
 
 T, C, E, H, F = 96, 2, 4, 64, 80
-RECIPES = pytest.mark.parametrize(
-    "recipe",
+RECIPES: dict[str, Recipe | None] = {
+    "bf16": None,
+    "block": Float8BlockScaling(),
+    "block_bf16_wgrad": Float8BlockScaling(wgrad=torch.bfloat16),
+    "current": Float8CurrentScaling(),
+    "delayed": DelayedScaling(),
+    "mx": MXFP8BlockScaling(),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"bias": True},
+    "interleaved": {"activation": SwiGLU(1.702, 1.0, 7.0, True)},
+}
+# What does not depend on how SwiGLU is fused.
+MORE_OPTIONS: dict[str, dict[str, Any]] = {
+    "gelu": {"activation": GeGLU()},
+    "no_gate": {"activation": SquaredReLU()},
+    "in_fp8": {"save_gate_up_in_fp8": True},
+}
+RECIPES_AND_OPTIONS = pytest.mark.parametrize(
+    ("recipe", "options"),
     [
-        pytest.param(None, id="bf16"),
-        pytest.param(Float8BlockScaling(), id="block"),
-        pytest.param(Float8BlockScaling(wgrad=torch.bfloat16), id="block_bf16_wgrad"),
-        pytest.param(Float8CurrentScaling(), id="current"),
-        pytest.param(DelayedScaling(), id="delayed"),
-        pytest.param(MXFP8BlockScaling(), id="mx"),
-    ],
-)
-OPTIONS = pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="plain"),
-        pytest.param({"bias": True}, id="bias"),
-        pytest.param({"activation": SwiGLU(1.702, 1.0, 7.0, True)}, id="interleaved"),
+        pytest.param(RECIPES[recipe], options, id=f"{recipe}-{name}")
+        for recipes, some in ((RECIPES, OPTIONS), (["bf16", "block"], MORE_OPTIONS))
+        for recipe in recipes
+        for name, options in some.items()
     ],
 )
 
@@ -67,8 +79,7 @@ def saved_by(call: Any, *given: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("device", devices("swiglu_grad", "group_quantize_swiglu_grad"))
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@OPTIONS
-@RECIPES
+@RECIPES_AND_OPTIONS
 def test_rows_of_gate_up_alone(
     recipe: Recipe | None, options: dict[str, Any], compiled: bool, device: str
 ) -> None:
@@ -81,7 +92,10 @@ def test_rows_of_gate_up_alone(
     # What begins with E is of weights and groups: columnwise weights, their scales, group ends.
     of_rows = [t for t in saved_by(lambda: call(x, scores, chosen), *given) if t.size(0) != E]
     R, routing_bytes = T * C, 20  # a choice's weight, row, token and whether there is an expert
-    gate_up = R * 2 * F * x.element_size()
+    G = layer.gate_up_proj.size(1)
+    gate_up = R * G * x.element_size()
+    if layer.save_gate_up_in_fp8:  # a byte each, and four for 128 of a row
+        gate_up = R * G + ceil_div(G, 128) * R * 4
     assert gate_up <= bytes_of(of_rows) <= gate_up + R * routing_bytes
 
 

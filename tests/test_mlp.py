@@ -665,10 +665,10 @@ def test_mistakes() -> None:
         "GroupedMLP: recipe must be None or a grouped_linear.Recipe, got 'fp8'": lambda: GroupedMLP(
             E, H, F, recipe="fp8"
         ),
-        "GroupedMLP: activation must be a SwiGLU, got 'silu'": lambda: GroupedMLP(
+        "GroupedMLP: activation must be a SwiGLU or an Activation, got 'silu'": lambda: GroupedMLP(
             E, H, F, activation="silu"
         ),
-        "grouped_mlp: activation must be a SwiGLU, got None": lambda: grouped_mlp(
+        "grouped_mlp: activation must be a SwiGLU or an Activation, got None": lambda: grouped_mlp(
             x, weights, experts, *mlp.parameters(), activation=None
         ),
         "SwiGLU: alpha must be finite, got None": lambda: SwiGLU(alpha=None),

@@ -42,18 +42,21 @@ def test_names() -> None:
     assert_expected_inline(
         "\n".join(sorted(grouped_linear.__all__)),
         """\
+Activation
 Conversion
 ConvertedExperts
 DelayedScaling
 DelayedScalingState
 Float8BlockScaling
 Float8CurrentScaling
+GeGLU
 GroupedLinear
 GroupedMLP
 GroupedTensor
 LeftExperts
 MXFP8BlockScaling
 Recipe
+SquaredReLU
 SwiGLU
 convert
 convert_experts
@@ -83,6 +86,7 @@ def test_arguments() -> None:
     assert_expected_inline(
         lines(callables | methods),
         """\
+Activation()
 Conversion(recipe, converted, left)
 ConvertedExperts(name, form, num_experts, num_parameters, path)
 DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
@@ -91,6 +95,7 @@ Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0, share_x_scales=Tr
     wgrad=torch.float8_e4m3fn)
 Float8CurrentScaling(power_of_two_scales=False, amax_epsilon=0.0,
     gradient_dtype=torch.float8_e4m3fn)
+GeGLU(approximate='none')
 GroupedLinear(num_gemms, in_features, out_features, bias=True, return_bias=False,
     init_method=None, get_rng_state_tracker=None, rng_tracker_name=None, dtype=None,
     params_dtype=None, device=None, *, recipe=None, cache_weights=False,
@@ -101,9 +106,9 @@ GroupedLinear.backward_dw()
 GroupedLinear.forward(x, m_splits, is_first_microbatch=None)
 GroupedLinear.reset_parameters()
 GroupedMLP(num_experts, hidden_size, intermediate_size, *, bias=False,
-    activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False), recipe=None,
-    cache_weights=False, fuse_wgrad_accumulation=False, quantized_weight=False,
-    stochastic_rounding=None, dtype=None, device=None)
+    activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False),
+    save_gate_up_in_fp8=False, recipe=None, cache_weights=False, fuse_wgrad_accumulation=False,
+    quantized_weight=False, stochastic_rounding=None, dtype=None, device=None)
 GroupedMLP.forward(x, top_k_weights, top_k_index, is_first_microbatch=None, *, max_rows=None)
 GroupedMLP.reset_parameters()
 GroupedTensor.dequantize(dtype=None)
@@ -112,13 +117,14 @@ GroupedTensor.from_parts(q, scale, dtype=torch.bfloat16, recipe=None, *, columnw
 GroupedTensor.quantize(w, recipe=None, *, columnwise=True, stochastic_rounding=True)
 LeftExperts(name, why)
 MXFP8BlockScaling()
+SquaredReLU()
 SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False)
 convert(model, recipe=None, *, weights=None, forwards=None, **options)
 convert_experts(model, forwards=None, recipe=None, **options)
 grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None)
 grouped_mlp(x, top_k_weights, top_k_index, gate_up_proj, down_proj, recipe=None, state=None, *,
     gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1.0, beta=0.0,
-    limit=None, interleaved=False), max_rows=None)
+    limit=None, interleaved=False), max_rows=None, save_gate_up_in_fp8=False)
 refresh_weights(model)
 update_scales(model, group=None)""",
     )

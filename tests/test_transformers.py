@@ -31,9 +31,12 @@ from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    GeGLU,
     GroupedTensor,
     MXFP8BlockScaling,
+    SquaredReLU,
     SwiGLU,
+    convert,
     grouped_mlp,
     refresh_weights,
 )
@@ -47,7 +50,7 @@ from support.versions import skipping_for_old_transformers
 with skipping_for_old_transformers():
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
-    from grouped_linear.integrations.swiglu_forms import SWIGLU_FORMS
+    from grouped_linear.integrations.activations import SWIGLU_FORMS, activation_of
     from grouped_linear.integrations.transformers import (
         RefreshWeights,
         cache_experts,
@@ -602,6 +605,61 @@ def test_every_experts_class_of_the_library(module: str, name: str, device: str)
     kept = compute(experts, "grouped_linear_fp8", leaves, chosen)
     for i in range(1 + len(leaves)):
         assert torch.equal(kept[i], in_each_call[i])
+
+
+OTHER_ACTIVATIONS = {
+    "MixtralExperts": ("mixtral", "gelu", GeGLU()),
+    "Gemma4TextExperts": ("gemma4", "gelu_pytorch_tanh", GeGLU("tanh")),
+    "NemotronHExperts": ("nemotron_h", "relu2", SquaredReLU()),
+}
+
+
+@DEVICES
+@pytest.mark.parametrize("name", OTHER_ACTIVATIONS)
+def test_other_activations_are_of_one_layer(name: str, device: str) -> None:
+    """As SwiGLU is: gate_up is all that is kept of rows, in FP8 where that is asked for."""
+    model, act, activation = OTHER_ACTIVATIONS[name]
+    module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    config = AnyConfig()
+    for option in ("hidden_act", "hidden_activation", "mlp_hidden_act"):
+        setattr(config, option, act)
+    experts = getattr(module, name)(config).to(device)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    assert activation_of(experts) == activation
+    chosen = torch.stack([torch.randperm(5)[:2] for _ in range(20)]).to(device)
+    width = experts.down_proj.size(1)
+    leaves = [torch.randn(20, width, device=device), torch.rand(20, 2, device=device)]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    eager, ours = (compute(experts, n, leaves, chosen) for n in ("eager", "grouped_linear"))
+    assert max(errors(ours, eager).values()) < 1e-5  # float32
+    convert(experts, save_gate_up_in_fp8=True)
+    in_fp8 = compute(experts, experts.config._experts_implementation, leaves, chosen)
+    assert torch.equal(in_fp8[0], ours[0])
+    assert 0 < max(errors(in_fp8, ours).values()) < 0.08
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        experts(leaves[0], chosen, leaves[1])
+    of_rows = [t for t in kept if t.dim() == 2 and t.size(0) == 40]
+    assert [(t.dtype, t.size(1)) for t in of_rows] == [
+        (torch.float8_e4m3fn, 96 if activation.gated else 48)
+    ]
+
+
+def test_gate_up_in_fp8_needs_an_activation_of_ours() -> None:
+    model = model_of("muse_spark", "cpu")  # a norm after each expert
+    before = model.config._experts_implementation
+    sentence = r"^convert: layers\.0\.\S+: save_gate_up_in_fp8 needs an activation of grouped_mlp"
+    with pytest.raises(ValueError, match=sentence):
+        convert(model, save_gate_up_in_fp8=True)
+    assert model.config._experts_implementation == before
+    register("in_fp8", save_gate_up_in_fp8=True)
+    model.set_experts_implementation("in_fp8")
+    with pytest.raises(ValueError, match=r"^grouped_linear: save_gate_up_in_fp8 needs an activ"):
+        model(tokens("cpu", 1, 4))
+    with pytest.raises(ValueError, match=r"^register: 'in_fp8' names another"):
+        register("in_fp8")
 
 
 @pytest.mark.parametrize("name", ["grouped_linear_mxfp8", "grouped_mm", "eager"])

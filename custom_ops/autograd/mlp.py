@@ -10,23 +10,31 @@ import torch
 from torch import Tensor
 
 from grouped_linear import ops
+from grouped_linear.autograd.activation import (
+    Inside,
+    Saved,
+    gate_up_and_h,
+    grads_of_gate_up,
+    restore,
+    save,
+    weighted_h,
+)
 from grouped_linear.autograd.context import LinearContext
-from grouped_linear.autograd.gemm import multiply, takes_swiglu
+from grouped_linear.autograd.gemm import multiply
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
 from grouped_linear.autograd.routing import gradient_of_rows, sum_of_rows, weight_of_rows
 from grouped_linear.autograd.saved import saved_tensors
 from grouped_linear.autograd.wgrad import needs_grad_now
-from grouped_linear.ops.activation import SwiGLU
-from grouped_linear.recipes import OutputMask, Recipe
+from grouped_linear.recipes import OutputMask
 
 
 class GroupedMLPFunction(torch.autograd.Function):
-    """Gather, gate and up, SwiGLU, down, weighted sum: ``grouped_mlp`` of sorted rows.
+    """Gather, gate and up, activation, down, weighted sum: ``grouped_mlp`` of sorted rows.
 
     The forward saves x [T, H] as it came, the output of the first GEMM [R, G], the routing and the
     columnwise weights, each only where a gradient needs it. The backward gathers x again, and makes
-    SwiGLU's output again beside its gradient. The routing weights' gradient needs no output of the
-    experts: with dh the gradient by h of the unweighted outputs, it is the sum of dh * h.
+    the activation's output again beside its gradient. The routing weights' gradient needs no output
+    of the experts: with dh the gradient by h of the unweighted outputs, it is the sum of dh * h.
     """
 
     @staticmethod
@@ -34,7 +42,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         ctx: Any,
         gate_up_context: LinearContext,
         down_context: LinearContext,
-        activation: SwiGLU,
+        inside: Inside,
         x_TH: Tensor,
         weight_TC: Tensor,
         gate_up_EGH: Tensor,
@@ -48,7 +56,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         Args:
             gate_up_context: of the first GEMM. Its recipe is also the second's.
             down_context: of the second GEMM.
-            activation: between them.
+            inside: what lies between them.
             gate_up_EGH: the tensor whose gradient the first wgrad returns.
             down_EHF: the tensor whose gradient the second wgrad returns.
             routing_tensors: the fields of a SortedByExpert.
@@ -71,32 +79,21 @@ class GroupedMLPFunction(torch.autograd.Function):
         biases = gate_up_bias_EG, down_bias_EH
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
         gate_up_bias_EG, down_bias_EH = (None if b is None else b.to(dtype) for b in biases)
-        swiglu_is_apart = type(recipe).quantize_swiglu is Recipe.quantize_swiglu
-        if swiglu_is_apart and takes_swiglu(x, gate_up.rowwise, gate_up.rowwise_scale, dtype):
-            assert isinstance(x.rowwise, Tensor)
-            assert isinstance(gate_up.rowwise, Tensor)
-            gate_up_RG, h_RF = ops.grouped_mm_swiglu(
-                x.rowwise,
-                gate_up.rowwise,
-                offs_E,
-                gate_up_bias_EG,
-                rows_R,
-                keep_gate_up=need_dh or need_down,
-                activation=activation,
-            )
-            h = recipe.quantize_input(h_RF, offs_E, h_state, outputs)
-        else:
-            gate_up_RG = multiply(
-                x.rowwise,
-                x.rowwise_scale,
-                gate_up.rowwise,
-                gate_up.rowwise_scale,
-                offs_E,
-                gate_up_bias_EG,
-                dtype,
-                rows=rows_R,
-            )
-            h = recipe.quantize_swiglu(gate_up_RG, offs_E, activation, h_state, outputs)
+        need_saved = need_dh or need_down
+        gate_up_RG, h = gate_up_and_h(
+            recipe,
+            x,
+            gate_up,
+            offs_E,
+            gate_up_bias_EG,
+            rows_R,
+            dtype,
+            inside.activation,
+            h_state,
+            need_saved,
+        )
+        saved = save(gate_up_RG if need_saved else None, offs_E, inside)
+        del gate_up_RG, x  # what is not read again goes, for the peak of an eager step
         down = down_context.weight_operands(h, offs_E, columnwise=need_dh)
         y_RH = multiply(
             h.rowwise,
@@ -108,14 +105,14 @@ class GroupedMLPFunction(torch.autograd.Function):
             dtype,
         )
 
-        ctx.activation = activation
+        ctx.activation = inside.activation
         ctx.contexts = gate_up_context.for_backward(), down_context.for_backward()
         states = x_state, d_gate_up_state, h_state, dy_state
         ctx.save_for_backward(
             *routing,
             weight_TC,
             x_TH if need_gate_up else None,
-            gate_up_RG if need_dh or need_down else None,
+            *saved,
             down_bias_EH if need_dh else None,
             *(t for w in (gate_up, down) for t in (w.columnwise, w.columnwise_scale)),
             *(None if state is None else state.scale for state in states),
@@ -137,8 +134,8 @@ class GroupedMLPFunction(torch.autograd.Function):
             need_gate_up, need_down = needs_grad_now(ctx, needed, slice(2, 4))
         saved = saved_tensors(ctx, "grouped_mlp")
         routing = ops.SortedByExpert(*saved[:4])
-        weight_TC, x_TH, gate_up_RG, down_bias_EH = saved[4:8]
-        gate_up, gate_up_scale, down, down_scale, *state_scales = saved[8:]
+        weight_TC, x_TH, *saved_gate_up, down_bias_EH = saved[4:9]
+        gate_up, gate_up_scale, down, down_scale, *state_scales = saved[9:]
         x_state, h_state = map(gate_up_context.input_state, state_scales[::2])
         d_gate_up_state = gate_up_context.grad_output_state(state_scales[1])
         dy_state = down_context.grad_output_state(state_scales[3])
@@ -157,27 +154,24 @@ class GroupedMLPFunction(torch.autograd.Function):
         if need_dh:
             w, w_scale = recipe.for_dgrad(down, down_scale)
             outputs = OutputMask(need_x, need_gate_up, need_gate_up_bias)
-            states = h_state, d_gate_up_state
-            swiglu_is_apart = type(recipe).quantize_swiglu_grad is Recipe.quantize_swiglu_grad
-            if swiglu_is_apart and takes_swiglu(dy, w, w_scale, dtype):
-                assert isinstance(dy.rowwise, Tensor)
-                assert isinstance(w, Tensor)
-                grads = ops.grouped_mm_swiglu_grad(
-                    dy.rowwise, w, gate_up_RG, weight_R, offs_E, activation=ctx.activation
-                )
-                d_gate_up, h, d_weight_R = recipe.quantize_grads(
-                    grads, offs_E, *states, outputs, need_down
-                )
-                del grads
-            else:
-                dh_RF = multiply(dy.rowwise, dy.rowwise_scale, w, w_scale, offs_E, None, dtype)
-                d_gate_up, h, d_weight_R = recipe.quantize_swiglu_grad(
-                    dh_RF, gate_up_RG, weight_R, offs_E, ctx.activation, *states, outputs, need_down
-                )
-                del dh_RF  # what is not read again goes, for the peak of an eager step
-        elif need_down:  # h alone, for which any dh will do
-            any_dh_RF = gate_up_RG[:, : gate_up_RG.size(1) // 2]
-            h_RF = ops.swiglu_grad(any_dh_RF, gate_up_RG, weight_R, offs_E, ctx.activation).h
+            d_gate_up, h, d_weight_R = grads_of_gate_up(
+                recipe,
+                dy,
+                w,
+                w_scale,
+                restore(Saved(*saved_gate_up), offs_E, dtype),
+                weight_R,
+                offs_E,
+                ctx.activation,
+                h_state,
+                d_gate_up_state,
+                outputs,
+                need_down,
+            )
+        elif need_down:
+            gate_up_RG = restore(Saved(*saved_gate_up), offs_E, dtype)
+            h_RF = weighted_h(gate_up_RG, weight_R, offs_E, ctx.activation)
+            del gate_up_RG
             h = recipe.quantize_input(h_RF, offs_E, h_state, OutputMask(False, True, False))
         if need_down:
             assert isinstance(h.columnwise, Tensor)

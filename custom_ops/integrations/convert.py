@@ -128,8 +128,9 @@ def convert(
         forwards: for each class of block with a ModuleList of experts, its new forward, a function
             of the block and its inputs.
         options: of the modules that replace lists: ``cache_weights``, ``fuse_wgrad_accumulation``
-            and others of :func:`grouped_linear.convert_experts`. With ``weights="fp8"`` also
-            ``stochastic_rounding``, of what optimizers write.
+            and others of :func:`grouped_linear.convert_experts`. ``save_gate_up_in_fp8`` is of
+            those and of Hugging Face experts; see :func:`grouped_linear.grouped_mlp`. With
+            ``weights="fp8"`` also ``stochastic_rounding``, of what optimizers write.
 
     Returns:
         What was converted, and what looks like experts and was left, with the reason.
@@ -172,7 +173,8 @@ def convert(
         options["quantized_weight"] = True
     forwards = dict(forwards or {})
     experts = {n: m for n, m in model.named_modules() if goes_through_interface(m)}
-    of_layers = [option for option in options if option != "quantized_weight"]
+    of_both = "quantized_weight", "save_gate_up_in_fp8"
+    of_layers = [option for option in options if option not in of_both]
     if experts and of_layers:
         raise ValueError(
             "convert: experts of a Hugging Face model stay what they are, so there is nothing to "
@@ -185,8 +187,11 @@ def convert(
     if experts:
         from grouped_linear.integrations import hugging_face
 
-        hugging_face.check_hugging_face(experts, recipe)
-        of_interface = hugging_face.convert_hugging_face(model, experts, recipe, weights == "fp8")
+        save_in_fp8 = options.get("save_gate_up_in_fp8", False)
+        hugging_face.check_hugging_face(experts, recipe, save_in_fp8)
+        of_interface = hugging_face.convert_hugging_face(
+            model, experts, recipe, weights == "fp8", save_in_fp8
+        )
     converted = of_interface + replace_experts(found, forwards, recipe, options)
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     return Conversion(

@@ -27,13 +27,14 @@ SWIGLU: tuple[Names, ...] = (
 
 # Options of the modules that replace lists. Their other options follow from the experts, or would
 # change the form of parameters.
-SWIGLU_OPTIONS = (
+COMMON_OPTIONS = (
     "cache_weights",
     "fuse_wgrad_accumulation",
     "quantized_weight",
     "stochastic_rounding",
 )
-LINEAR_OPTIONS = (*SWIGLU_OPTIONS, "return_bias", "delay_wgrad_compute", "save_original_input")
+MLP_OPTIONS = (*COMMON_OPTIONS, "save_gate_up_in_fp8")
+LINEAR_OPTIONS = (*COMMON_OPTIONS, "return_bias", "delay_wgrad_compute", "save_original_input")
 
 
 def swiglu_names(expert: nn.Module) -> Names | None:
@@ -113,7 +114,7 @@ def empty_grouped_module(
                 f"{where}: {name} must be bfloat16, float16 or float32, got {dtype_name(p.dtype)}"
             )
     names, E = swiglu_names(experts[0]), len(experts)
-    known = LINEAR_OPTIONS if names is None else SWIGLU_OPTIONS
+    known = LINEAR_OPTIONS if names is None else MLP_OPTIONS
     unknown = [option for option in options if option not in known]
     if unknown:
         raise ValueError(f"{where}: options may be {', '.join(known)}, got {' and '.join(unknown)}")

@@ -18,7 +18,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-from grouped_linear.integrations.swiglu_forms import same_activation
+from grouped_linear.integrations.activations import same_activation
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import is_dtensor

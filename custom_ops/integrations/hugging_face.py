@@ -11,24 +11,38 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
+from grouped_linear.integrations.activations import activation_of
 from grouped_linear.integrations.convert_experts import ConvertedExperts
 from grouped_linear.integrations.transformers import quantize_experts, register
+from grouped_linear.nn.options import check_flags
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.recipes import Float8BlockScaling, Recipe
 
 
-def implementation_of(recipe: Recipe | None) -> str:
-    """The name of the experts implementation of a recipe; equal recipes share one."""
-    return "grouped_linear" if recipe is None else f"grouped_linear {recipe!r}"
+def implementation_of(recipe: Recipe | None, save_gate_up_in_fp8: bool = False) -> str:
+    """The name of the experts implementation with these options; equal ones share one."""
+    name = "grouped_linear" if recipe is None else f"grouped_linear {recipe!r}"
+    return f"{name}, gate_up saved in FP8" if save_gate_up_in_fp8 else name
 
 
-def check_hugging_face(experts: dict[str, nn.Module], recipe: Recipe | None) -> None:
-    """Raise ValueError for a recipe that these experts cannot be computed under.
+def check_hugging_face(
+    experts: dict[str, nn.Module], recipe: Recipe | None, save_gate_up_in_fp8: bool
+) -> None:
+    """Raise ValueError for options that these experts cannot be computed with.
 
     Args:
         experts: by name, modules that go through transformers' experts interface.
         recipe: how the GEMMs are to be computed.
+        save_gate_up_in_fp8: what is to be kept for the backward.
     """
+    check_flags("convert", save_gate_up_in_fp8=save_gate_up_in_fp8)
+    if save_gate_up_in_fp8:
+        unfused = next((p for p, module in experts.items() if activation_of(module) is None), None)
+        if unfused is not None:
+            raise ValueError(
+                f"convert: {unfused}: save_gate_up_in_fp8 needs an activation of grouped_mlp, and "
+                f"that of {type(experts[unfused]).__name__} is none"
+            )
     if recipe is not None and recipe.has_state:
         raise ValueError(
             f"convert: {type(recipe).__name__} has a state in each layer, and Hugging Face's "
@@ -44,7 +58,11 @@ def check_hugging_face(experts: dict[str, nn.Module], recipe: Recipe | None) -> 
 
 
 def convert_hugging_face(
-    model: nn.Module, experts: dict[str, Any], recipe: Recipe | None, in_fp8: bool
+    model: nn.Module,
+    experts: dict[str, Any],
+    recipe: Recipe | None,
+    in_fp8: bool,
+    save_gate_up_in_fp8: bool,
 ) -> list[ConvertedExperts]:
     """Register an implementation for the recipe and choose it, and quantize if asked to.
 
@@ -53,9 +71,10 @@ def convert_hugging_face(
         experts: by name, those that were checked.
         recipe: how the GEMMs are computed.
         in_fp8: whether weights are kept in FP8.
+        save_gate_up_in_fp8: what is kept for the backward.
     """
-    name = implementation_of(recipe)
-    register(name, recipe)
+    name = implementation_of(recipe, save_gate_up_in_fp8)
+    register(name, recipe, save_gate_up_in_fp8=save_gate_up_in_fp8)
     learned = {
         p: [w for w, value in module.named_parameters() if value.requires_grad]
         for p, module in experts.items()

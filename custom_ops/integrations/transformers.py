@@ -25,17 +25,19 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS,
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from grouped_linear import ops
+from grouped_linear.autograd.activation import Inside
 from grouped_linear.autograd.context import PLAIN_CALL, LinearOptions, StoredWeight
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
+from grouped_linear.integrations.activations import activation_of
 from grouped_linear.integrations.cache_experts import (
     RefreshWeights,
     cache_experts,
     cached_weight_of,
 )
 from grouped_linear.integrations.quantize_experts import dequantize_experts, quantize_experts
-from grouped_linear.integrations.swiglu_forms import swiglu_of
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
 from grouped_linear.nn.functional import apply_layer, apply_mlp, check_bias
+from grouped_linear.nn.options import check_flags
 from grouped_linear.quantized import block_math
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import quantized_weight_of
@@ -58,14 +60,19 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST_TRANSFORMER
     )
 
 
-def register(name: str = "grouped_linear", recipe: Recipe | None = None) -> None:
+def register(
+    name: str = "grouped_linear",
+    recipe: Recipe | None = None,
+    *,
+    save_gate_up_in_fp8: bool = False,
+) -> None:
     """Make ``model.set_experts_implementation(name)`` compute experts with grouped_linear.
 
     Any model that uses transformers' experts interface then accepts this name, also in
     ``from_pretrained(..., experts_implementation=name)``. The experts keep their parameters,
     activation, biases and layouts. Training, inference, ``generate`` and ``torch.compile`` all
-    work. A name always means the recipe it was registered with, so models with different recipes
-    can be used side by side.
+    work. A name always means the options it was registered with, so models with different ones can
+    be used side by side.
 
     A quantizing recipe quantizes the weights of all experts in every call. That pays if an expert
     has some 500 rows or more, as in training. For fewer rows a name without a recipe is faster, or
@@ -83,10 +90,12 @@ def register(name: str = "grouped_linear", recipe: Recipe | None = None) -> None
     Args:
         name: the implementation's name.
         recipe: how the GEMMs are computed; None for the activations' own dtype.
+        save_gate_up_in_fp8: see :func:`grouped_linear.grouped_mlp`. Experts whose activation is not
+            one of its activations then raise ValueError when they are called.
 
     Raises:
         ValueError: for a recipe with a state (``DelayedScaling``), which a function cannot keep,
-            and for a name that is registered with another recipe or implementation.
+            and for a name that is registered with other options or another implementation.
 
     >>> import torch
     >>> from transformers import MixtralConfig, MixtralForCausalLM
@@ -106,11 +115,13 @@ def register(name: str = "grouped_linear", recipe: Recipe | None = None) -> None
         )
     registered = ALL_EXPERTS_FUNCTIONS.get(name)
     ours = isinstance(registered, partial) and registered.func is _experts_forward
-    if name == "eager" or (registered and not (ours and registered.keywords["recipe"] == recipe)):
+    check_flags("register", save_gate_up_in_fp8=save_gate_up_in_fp8)
+    options: dict[str, Any] = {"recipe": recipe, "save_gate_up_in_fp8": save_gate_up_in_fp8}
+    if name == "eager" or (registered and not (ours and registered.keywords == options)):
         raise ValueError(f"register: {name!r} names another experts implementation already")
     if not ours:
         for interface in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
-            interface.register(name, partial(_experts_forward, recipe=recipe))
+            interface.register(name, partial(_experts_forward, **options))
 
 
 def _experts_forward(
@@ -120,6 +131,7 @@ def _experts_forward(
     top_k_weights: Tensor,
     *,
     recipe: Recipe | None,
+    save_gate_up_in_fp8: bool,
 ) -> Tensor:
     """The function that transformers calls in place of an experts module's forward.
 
@@ -130,6 +142,8 @@ def _experts_forward(
         hidden_states: [T, H].
         top_k_index: [T, C]. The number E means an expert of another process and adds nothing.
         top_k_weights: [T, C].
+        recipe: as registered.
+        save_gate_up_in_fp8: as registered.
     """
     in_fp8 = isinstance(experts, FP8Experts)
     learns = torch.is_grad_enabled() and hidden_states.requires_grad
@@ -156,13 +170,20 @@ def _experts_forward(
     def bias(name: str) -> Tensor | None:
         return getattr(experts, f"{name}_bias") if experts.has_bias else None
 
-    activation = swiglu_of(experts)
+    activation = activation_of(experts)
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
     if activation is not None:
-        (gate_up, of_gate_up), (down, of_down) = weight("gate_up_proj"), weight("down_proj")
+        (gate_up, of_gate_up), (down, of_down) = weight(first), weight("down_proj")
         routed, options = (hidden_states, top_k_weights, top_k_index), (of_gate_up, of_down)
-        biases = bias("gate_up_proj"), bias("down_proj")
-        y_TH = apply_mlp(*routed, (gate_up, down), biases, recipe, options, activation)
+        biases = bias(first), bias("down_proj")
+        inside = Inside(activation, save_gate_up_in_fp8)
+        y_TH = apply_mlp(*routed, (gate_up, down), biases, recipe, options, inside)
         return y_TH.to(hidden_states.dtype)
+    if save_gate_up_in_fp8:
+        raise ValueError(
+            f"grouped_linear: save_gate_up_in_fp8 needs an activation of grouped_mlp, and that of "
+            f"{type(experts).__name__} is none"
+        )
 
     routing = ops.sort_by_expert(top_k_index, experts.num_experts)
     m_splits_E = routing.offs.diff(prepend=routing.offs.new_zeros(1))
@@ -174,10 +195,8 @@ def _experts_forward(
         return apply_layer(x, (w,), b, m_splits_E, recipe, options)
 
     x_RH = GatherFunction.apply(hidden_states, *routing)
-    if experts.has_gate:
-        h_RF = experts._apply_gate(layer(x_RH, "gate_up_proj"))
-    else:
-        h_RF = experts.act_fn(layer(x_RH, "up_proj"))
+    gate_up_RG = layer(x_RH, first)
+    h_RF = experts._apply_gate(gate_up_RG) if experts.has_gate else experts.act_fn(gate_up_RG)
     y_RH = layer(h_RF, "down_proj")
     if experts.has_post_expert_norm:
         y_RH = experts.post_expert_norm(y_RH)

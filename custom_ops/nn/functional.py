@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from grouped_linear import ops
+from grouped_linear.autograd.activation import Inside
 from grouped_linear.autograd.context import (
     PLAIN_CALL,
     LinearContext,
@@ -22,8 +23,9 @@ from grouped_linear.autograd.mlp import GroupedMLPFunction
 from grouped_linear.autograd.routing import truncate_routing
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, dtype_name
 from grouped_linear.nn.dispatcher import TokenDispatcher
-from grouped_linear.nn.options import check_recipe
+from grouped_linear.nn.options import check_flags, check_recipe
 from grouped_linear.ops.activation import PLAIN, SwiGLU
+from grouped_linear.ops.elementwise import Activation
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import is_dtensor as is_dtensor
 from grouped_linear.quantized.weight import quantized_weight_of
@@ -88,10 +90,10 @@ def check_tensors(op: str, names: Iterable[str], values: Iterable[Any]) -> None:
             )
 
 
-def check_activation(op: str, activation: SwiGLU) -> None:
-    """Raise ValueError for what is no SwiGLU."""
-    if not isinstance(activation, SwiGLU):
-        raise ValueError(f"{op}: activation must be a SwiGLU, got {activation!r}")
+def check_activation(op: str, activation: SwiGLU | Activation) -> None:
+    """Raise ValueError for what is no activation."""
+    if not isinstance(activation, SwiGLU | Activation):
+        raise ValueError(f"{op}: activation must be a SwiGLU or an Activation, got {activation!r}")
 
 
 def _as_rows(op: str, x: Tensor) -> Tensor:
@@ -264,8 +266,9 @@ def grouped_mlp(
     *,
     gate_up_proj_bias: Tensor | None = None,
     down_proj_bias: Tensor | None = None,
-    activation: SwiGLU = PLAIN,
+    activation: SwiGLU | Activation = PLAIN,
     max_rows: int | None = None,
+    save_gate_up_in_fp8: bool = False,
 ) -> Tensor:
     """Send each token through its experts and sum their weighted outputs. Differentiable.
 
@@ -275,7 +278,9 @@ def grouped_mlp(
         y[t] = sum over c of
             top_k_weights[t, c] * (down_proj[e] @ (silu(gate) * up) + down_proj_bias[e])
 
-    This is with the default activation; :class:`grouped_linear.SwiGLU` has others.
+    This is with the default activation. Others are :class:`grouped_linear.SwiGLU` with options,
+    :class:`grouped_linear.GeGLU`, :class:`grouped_linear.SquaredReLU`, and any
+    :class:`grouped_linear.Activation`.
 
     The host reads nothing and every shape is static, so routing is data: no recompile, one CUDA
     graph for any routing. Rows are gathered, and no two threads add to one element: equal inputs
@@ -290,23 +295,28 @@ def grouped_mlp(
         top_k_weights: [..., C], of any floating dtype; used in float32.
         top_k_index: [..., C] int32 or int64, the experts chosen. A number outside [0, E) stands for
             no expert: it adds nothing, whatever x holds there.
-        gate_up_proj: [E, 2 F, H]: gate, then up, or as activation says. Without a recipe of x's
-            dtype; the quantizing recipes read any of the three. Under ``Float8BlockScaling`` it may
-            also be a :class:`grouped_linear.GroupedTensor`, which is read as it is.
+        gate_up_proj: [E, 2 F, H]: gate, then up, or as activation says; [E, F, H] for one without a
+            gate. Without a recipe of x's dtype; the quantizing recipes read any of the three. Under
+            ``Float8BlockScaling`` it may also be a :class:`grouped_linear.GroupedTensor`, which is
+            read as it is.
         down_proj: [E, H, F], the same.
         recipe: how the GEMMs are computed; None for x's dtype.
         state: of gate_up_proj and of down_proj, under a recipe that has a state:
             ``DelayedScaling``.
-        gate_up_proj_bias: [E, 2 F], gate and up as in gate_up_proj, of any of the three dtypes,
-            which its gradient has, too; None adds nothing.
+        gate_up_proj_bias: [E, 2 F] or [E, F], features as in gate_up_proj, of any of the three
+            dtypes, which its gradient has, too; None adds nothing.
         down_proj_bias: [E, H], the same.
-        activation: what replaces ``silu(gate) * up``, and how gate and up lie in gate_up_proj: see
-            :class:`grouped_linear.SwiGLU`.
+        activation: what replaces ``silu(gate) * up``, and how gate and up lie in gate_up_proj.
+            SwiGLU is fused with what is before or after it; torch operations compute the others.
         max_rows: how many choices, of all tokens, memory is allocated for; None for all of them. It
             saves memory, and the time to clear what is not used, where most choices are of no
             expert. If there are more, the last ones, sorted by expert and then by token, are
             dropped as if they were of no expert. On the device
             ``((top_k_index >= 0) & (top_k_index < E)).sum()`` counts them.
+        save_gate_up_in_fp8: keep the activation's input for the backward in e4m3, with a scale for
+            each 128 features of a row, as DeepSeek-V3 was trained. That halves what an expert layer
+            keeps and takes two passes. Outputs are the same; gradients of what is before the
+            activation, and down_proj's, have an error of FP8's size.
 
     Returns:
         [..., H] of x's dtype, or autocast's.
@@ -324,6 +334,7 @@ def grouped_mlp(
     torch.Size([5, 16])
     """
     check_recipe("grouped_mlp", recipe)
+    check_flags("grouped_mlp", save_gate_up_in_fp8=save_gate_up_in_fp8)
     if (state is not None) != (recipe is not None and recipe.has_state):
         raise ValueError(
             "grouped_mlp: a recipe that has a state, and no other, takes two of them, "
@@ -338,7 +349,15 @@ def grouped_mlp(
         )
     w, biases = (gate_up_proj, down_proj), (gate_up_proj_bias, down_proj_bias)
     return apply_mlp(
-        x, top_k_weights, top_k_index, w, biases, recipe, options, activation, max_rows
+        x,
+        top_k_weights,
+        top_k_index,
+        w,
+        biases,
+        recipe,
+        options,
+        Inside(activation, save_gate_up_in_fp8),
+        max_rows,
     )
 
 
@@ -349,6 +368,7 @@ def _check_mlp_call(
     projections: tuple[Tensor, Tensor],
     biases: tuple[Tensor | None, Tensor | None],
     max_rows: int | None,
+    gated: bool,
 ) -> None:
     gate_up_proj, down_proj = projections
     if any(t.dim() == 0 or t.size(-1) == 0 for t in (top_k_weights, top_k_index)):
@@ -379,8 +399,8 @@ def _check_mlp_call(
         )
     if gate_up_proj.dim() != 3 or gate_up_proj.size(2) != x.size(-1):
         raise RuntimeError(
-            f"grouped_mlp: gate_up_proj must be [E, 2 F, {x.size(-1)}], as x has {x.size(-1)} "
-            f"features, got {list(gate_up_proj.shape)}"
+            f"grouped_mlp: gate_up_proj must be [E, {'2 F' if gated else 'F'}, {x.size(-1)}], as x "
+            f"has {x.size(-1)} features, got {list(gate_up_proj.shape)}"
         )
     E, _, H = gate_up_proj.shape
     if down_proj.dim() != 3 or down_proj.shape[:2] != (E, H):
@@ -388,10 +408,10 @@ def _check_mlp_call(
             f"grouped_mlp: down_proj must be [{E}, {H}, F], as gate_up_proj has {E} experts of "
             f"{H} features, got {list(down_proj.shape)}"
         )
-    if 2 * down_proj.size(2) != gate_up_proj.size(1):
+    if (1 + gated) * down_proj.size(2) != gate_up_proj.size(1):
         raise RuntimeError(
             f"grouped_mlp: F differs: down_proj has {down_proj.size(2)}, gate_up_proj "
-            f"{gate_up_proj.size(1)} for gate and up"
+            f"{gate_up_proj.size(1)} {'for gate and up' if gated else 'without a gate'}"
         )
     for name, w, bias in zip(("gate_up_proj", "down_proj"), projections, biases, strict=True):
         check_bias(bias, "grouped_mlp", f"{name}_bias")
@@ -414,7 +434,7 @@ def apply_mlp(
     biases: tuple[Tensor | None, Tensor | None],
     recipe: Recipe | None,
     options: tuple[LinearOptions, LinearOptions],
-    activation: SwiGLU,
+    inside: Inside,
     max_rows: int | None = None,
     dispatcher: TokenDispatcher | None = None,
 ) -> Tensor:
@@ -424,21 +444,22 @@ def apply_mlp(
         x: [..., H].
         top_k_weights: [..., C].
         top_k_index: [..., C].
-        projections: gate_up_proj [E, 2 F, H] and down_proj [E, H, F].
-        biases: of both, [E, 2 F] and [E, H], or None.
+        projections: gate_up_proj [E, G, H] and down_proj [E, H, F].
+        biases: of both, [E, G] and [E, H], or None.
         recipe: how the GEMMs are computed.
         options: what differs from a plain call, of gate_up_proj and of down_proj.
-        activation: see :func:`grouped_mlp`.
+        inside: what lies between the two layers.
         max_rows: see :func:`grouped_mlp`; with a dispatcher it decides.
         dispatcher: where the experts of `projections` are those of one process of several.
     """
+    activation = inside.activation
     check_activation("grouped_mlp", activation)
     names = "x", "top_k_weights", "top_k_index", "gate_up_proj", "down_proj"
     check_tensors("grouped_mlp", names, (x, top_k_weights, top_k_index, *projections))
     not_none = UNQUANTIZED if recipe is None else recipe
     dtype = autocast_dtype(x.device)
     x_TH = _as_rows("grouped_mlp", x)
-    _check_mlp_call(x, top_k_weights, top_k_index, projections, biases, max_rows)
+    _check_mlp_call(x, top_k_weights, top_k_index, projections, biases, max_rows, activation.gated)
     if dtype is not None and x.dtype in ACTIVATIONS:
         x_TH = x_TH.to(dtype)
     grad_enabled = torch.is_grad_enabled()
@@ -471,7 +492,7 @@ def apply_mlp(
     # A choice of no expert points to a row of zeros, which a weight of NaN would spoil.
     weights_TC = weights_TC.masked_fill(routing.row >= routing.offs[-1], 0)
     y_TH: Tensor = GroupedMLPFunction.apply(
-        *contexts, activation, x_TH, weights_TC, *grad_inputs, *biases, *routing
+        *contexts, inside, x_TH, weights_TC, *grad_inputs, *biases, *routing
     )
     if dispatcher is not None and dispatched is not None:
         y_TH = dispatcher.combine(y_TH, dispatched)

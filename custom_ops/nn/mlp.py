@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grouped_linear.autograd.activation import Inside
 from grouped_linear.autograd.context import LinearOptions
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.functional import apply_mlp, check_activation
 from grouped_linear.nn.gradient_accumulation import cached_weight, main_grad_of, read_flag
 from grouped_linear.nn.options import check_features, check_flags, check_num_groups, check_recipe
 from grouped_linear.ops.activation import PLAIN, SwiGLU
+from grouped_linear.ops.elementwise import Activation
 from grouped_linear.quantized.state_dict import join_quantized, scales_of, split_quantized
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import check_quantized_weight, convert_assigned, local_part
@@ -23,14 +25,16 @@ from grouped_linear.recipes import Recipe, RecipeState
 
 
 class GroupedMLP(nn.Module):
-    """SwiGLU experts and their weighted sum: :func:`grouped_linear.grouped_mlp` as a module.
+    """Experts of two layers and their weighted sum: :func:`grouped_linear.grouped_mlp` as a module.
 
     Args:
         num_experts: E, at most 1024.
         hidden_size: H, a multiple of 16.
         intermediate_size: F, a multiple of 16.
         bias: whether both GEMMs add a bias.
-        activation: between them: see :class:`grouped_linear.SwiGLU`.
+        activation: between them, see :func:`grouped_linear.grouped_mlp`.
+        save_gate_up_in_fp8: keep the activation's input in FP8 for the backward, see
+            :func:`grouped_linear.grouped_mlp`.
         recipe: how the GEMMs are computed; None computes in the activations' dtype. See
             :class:`grouped_linear.Recipe`.
         cache_weights: allocate buffers for both quantized weights, so that ``is_first_microbatch``
@@ -49,10 +53,12 @@ class GroupedMLP(nn.Module):
             ``reset_parameters()``.
 
     Attributes:
-        num_experts, hidden_size, intermediate_size, activation, recipe: as given.
-        gate_up_proj: [E, 2 F, H]: gate, then up, or as activation says.
+        num_experts, hidden_size, intermediate_size, activation, save_gate_up_in_fp8, recipe: as
+            given.
+        gate_up_proj: [E, 2 F, H]: gate, then up, or as activation says; [E, F, H] for one without a
+            gate.
         down_proj: [E, H, F].
-        gate_up_proj_bias: [E, 2 F], or None.
+        gate_up_proj_bias: [E, 2 F] or [E, F], or None.
         down_proj_bias: [E, H], or None.
         gate_up_proj_state: what the recipe keeps of gate_up_proj's GEMMs from step to step; None
             under a recipe without state.
@@ -112,7 +118,8 @@ class GroupedMLP(nn.Module):
         intermediate_size: int,
         *,
         bias: bool = False,
-        activation: SwiGLU = PLAIN,
+        activation: SwiGLU | Activation = PLAIN,
+        save_gate_up_in_fp8: bool = False,
         recipe: Recipe | None = None,
         cache_weights: bool = False,
         fuse_wgrad_accumulation: bool = False,
@@ -123,7 +130,7 @@ class GroupedMLP(nn.Module):
     ) -> None:
         super().__init__()
         check_num_groups("GroupedMLP", "num_experts", num_experts)
-        check_flags("GroupedMLP", bias=bias)
+        check_flags("GroupedMLP", bias=bias, save_gate_up_in_fp8=save_gate_up_in_fp8)
         check_features("GroupedMLP", "hidden_size", hidden_size)
         check_features("GroupedMLP", "intermediate_size", intermediate_size)
         check_recipe("GroupedMLP", recipe)
@@ -138,23 +145,25 @@ class GroupedMLP(nn.Module):
         self.num_experts = num_experts
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.activation, self._recipe = activation, recipe
+        self.save_gate_up_in_fp8 = save_gate_up_in_fp8
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.quantized_weight = quantized_weight
         E, H, F = num_experts, hidden_size, intermediate_size
-        for name, shape in (("gate_up_proj", (E, 2 * F, H)), ("down_proj", (E, H, F))):
+        G = 2 * F if activation.gated else F
+        for name, shape in (("gate_up_proj", (E, G, H)), ("down_proj", (E, H, F))):
             w = torch.empty(shape, dtype=dtype, device=device)
             if quantized_weight:
                 stochastic = stochastic_rounding is not False
                 w = GroupedTensor.quantize(w, recipe, stochastic_rounding=stochastic)
             self.register_parameter(name, nn.Parameter(w))
-        for name, features in (("gate_up_proj_bias", 2 * F), ("down_proj_bias", H)):
+        for name, features in (("gate_up_proj_bias", G), ("down_proj_bias", H)):
             b = nn.Parameter(torch.empty(E, features, dtype=dtype, device=device)) if bias else None
             self.register_parameter(name, b)
         self.gate_up_proj_state = None if recipe is None else recipe.new_state(E, device)
         self.down_proj_state = None if recipe is None else recipe.new_state(E, device)
         self.gate_up_proj_cache = self.down_proj_cache = None
         if cache_weights and recipe is not None:
-            self.gate_up_proj_cache = WeightCache(recipe, E, 2 * F, H, device, of=("gate_up_proj",))
+            self.gate_up_proj_cache = WeightCache(recipe, E, G, H, device, of=("gate_up_proj",))
             self.down_proj_cache = WeightCache(recipe, E, H, F, device, of=("down_proj",))
         self.dispatcher = None
         self.reset_parameters()
@@ -266,7 +275,7 @@ class GroupedMLP(nn.Module):
             biases,
             self._recipe,
             (of_gate_up, of_down),
-            self.activation,
+            Inside(self.activation, self.save_gate_up_in_fp8),
             max_rows,
             self.dispatcher,
         )

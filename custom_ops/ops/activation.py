@@ -4,7 +4,7 @@ T rows, E groups, K features of h, Tp rows of the padded columnwise layout (see 
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ class SwiGLU:
     >>> ops.swiglu(gate_up, torch.tensor([1]).int(), SwiGLU(limit=2.0))[0, 0]  # silu(2) * 2
     tensor(3.5232)
     """
+
+    gated: ClassVar[bool] = True
 
     alpha: float = 1.0
     beta: float = 0.0

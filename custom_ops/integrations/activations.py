@@ -1,13 +1,19 @@
-"""Which of transformers' experts compute a form of SwiGLU, and which form."""
+"""What transformers' experts compute between their two layers."""
 
 from typing import Any
 
 from torch import nn
 from torch.nn.functional import silu
-from transformers.activations import SiLUActivation
+from transformers.activations import (
+    GELUActivation,
+    GELUTanh,
+    ReLUSquaredActivation,
+    SiLUActivation,
+)
 from transformers.integrations.moe import _default_apply_gate
 
 from grouped_linear.ops import SwiGLU
+from grouped_linear.ops.elementwise import Activation, GeGLU, SquaredReLU
 
 # Classes of transformers whose own _apply_gate is a form of SwiGLU, and the names of the attributes
 # for alpha and the limit. With an alpha, 1 is added to up.
@@ -24,14 +30,17 @@ SWIGLU_FORMS = {
 }
 
 
-def swiglu_of(experts: Any) -> SwiGLU | None:
-    """The form of SwiGLU that the experts compute, which grouped_mlp fuses with quantization.
+def activation_of(experts: Any) -> SwiGLU | Activation | None:
+    """The activation that grouped_mlp can compute in the experts' place.
 
-    None if their gate is not SwiGLU, or if a norm follows the second layer.
+    None for any other, or if a norm follows the second layer.
     """
-    if not experts.has_gate or experts.has_post_expert_norm or "_apply_gate" in vars(experts):
+    if experts.has_post_expert_norm or "_apply_gate" in vars(experts):
         return None
     cls = type(experts)
+    act_fn = getattr(experts, "act_fn", silu)
+    if not experts.has_gate:
+        return SquaredReLU() if isinstance(act_fn, ReLUSquaredActivation) else None
     alpha = limit = None
     if cls._apply_gate is not _default_apply_gate:
         replaced = cls._apply_gate.__module__ != cls.__module__
@@ -45,14 +54,18 @@ def swiglu_of(experts: Any) -> SwiGLU | None:
         return None
     if alpha is not None:
         return SwiGLU(alpha, 1.0, limit, interleaved=not experts.is_concatenated)
-    act_fn = getattr(experts, "act_fn", silu)
-    is_silu = act_fn is silu or isinstance(act_fn, nn.SiLU | SiLUActivation)
-    return SwiGLU(limit=limit) if is_silu and experts.is_concatenated else None
+    if not experts.is_concatenated:
+        return None
+    if act_fn is silu or isinstance(act_fn, nn.SiLU | SiLUActivation):
+        return SwiGLU(limit=limit)
+    if limit is None and isinstance(act_fn, GELUActivation | GELUTanh):
+        return GeGLU("tanh" if isinstance(act_fn, GELUTanh) else "none")
+    return None
 
 
 def same_activation(experts: Any, fp8_experts: Any) -> bool:
     """Whether transformers' FP8 experts compute the same between their two layers."""
-    own, other = swiglu_of(experts), swiglu_of(fp8_experts)
+    own, other = activation_of(experts), activation_of(fp8_experts)
     if own is not None or other is not None:
         return own == other
     if experts.has_gate and type(experts)._apply_gate is not _default_apply_gate:

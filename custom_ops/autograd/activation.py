@@ -1,0 +1,172 @@
+"""What lies between the two layers of an expert, with the GEMM before it.
+
+R rows sorted by expert, E experts, F features inside an expert, G = 2 F for gate and up together,
+or F without a gate.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_linear import ops
+from grouped_linear.autograd.gemm import multiply, takes_swiglu
+from grouped_linear.ops.activation import SwiGLU
+from grouped_linear.ops.elementwise import Activation
+from grouped_linear.recipes import Operands, OutputMask, QuantizerState, Recipe, Values
+from grouped_linear.recipes.base import SwigluGradOperands
+
+
+class Inside(NamedTuple):
+    """What lies between the two layers, and how the first one's output is kept."""
+
+    activation: SwiGLU | Activation
+    save_in_fp8: bool
+    """Keep gate_up for the backward in e4m3, in 1x128 blocks."""
+
+
+class Saved(NamedTuple):
+    """gate_up as the backward finds it."""
+
+    values: Tensor | None
+    """[R, G]; None where no gradient needs it."""
+    scale: Tensor | None
+    """Of 1x128 blocks; None where it is not quantized."""
+
+
+def save(gate_up_RG: Tensor | None, offs_E: Tensor, inside: Inside) -> Saved:
+    """Keep gate_up for the backward; None where it needs none."""
+    if gate_up_RG is None or not inside.save_in_fp8:
+        return Saved(gate_up_RG, None)
+    quantized = ops.group_quantize(gate_up_RG, offs_E)
+    return Saved(quantized.q, quantized.scale)
+
+
+def restore(saved: Saved, offs_E: Tensor, dtype: torch.dtype) -> Tensor:
+    """gate_up [R, G] again, in the activations' dtype."""
+    values, scale = saved
+    assert values is not None
+    return values if scale is None else ops.group_dequantize(values, scale, offs_E, dtype)
+
+
+def gate_up_and_h(
+    recipe: Recipe,
+    x: Operands,
+    w: Operands,
+    offs_E: Tensor,
+    bias_EG: Tensor | None,
+    rows_R: Tensor | None,
+    dtype: torch.dtype,
+    activation: SwiGLU | Activation,
+    state: QuantizerState | None,
+    keep_gate_up: bool,
+) -> tuple[Tensor | None, Operands]:
+    """The first layer, and the second one's input; of both in one kernel where there is one.
+
+    Args:
+        x: of the first layer.
+        w: gate_up_proj.
+        rows_R: with x[rows_R[t]] in place of x[t].
+        dtype: of activations.
+        state: of the second layer's input.
+        keep_gate_up: whether gate_up is needed. Without it that result may be None.
+    """
+    outputs = OutputMask(True, False, False)
+    in_one_kernel = type(recipe).quantize_swiglu is Recipe.quantize_swiglu and takes_swiglu(
+        x, w.rowwise, w.rowwise_scale, dtype
+    )
+    if in_one_kernel and isinstance(activation, SwiGLU):
+        assert isinstance(x.rowwise, Tensor)
+        assert isinstance(w.rowwise, Tensor)
+        both = ops.grouped_mm_swiglu(
+            x.rowwise,
+            w.rowwise,
+            offs_E,
+            bias_EG,
+            rows_R,
+            keep_gate_up=keep_gate_up,
+            activation=activation,
+        )
+        return both.gate_up, recipe.quantize_input(both.h, offs_E, state, outputs)
+    gate_up_RG = multiply(
+        x.rowwise,
+        x.rowwise_scale,
+        w.rowwise,
+        w.rowwise_scale,
+        offs_E,
+        bias_EG,
+        dtype,
+        rows=rows_R,
+    )
+    if isinstance(activation, SwiGLU):
+        return gate_up_RG, recipe.quantize_swiglu(gate_up_RG, offs_E, activation, state, outputs)
+    h_RF = activation.forward(gate_up_RG.float()).to(dtype)
+    return gate_up_RG, recipe.quantize_input(h_RF, offs_E, state, outputs)
+
+
+def grads_of_gate_up(
+    recipe: Recipe,
+    dy: Operands,
+    w: Values | None,
+    w_scale: Tensor | None,
+    gate_up_RG: Tensor,
+    weight_R: Tensor,
+    offs_E: Tensor,
+    activation: SwiGLU | Activation,
+    h_state: QuantizerState | None,
+    grad_state: QuantizerState | None,
+    outputs: OutputMask,
+    h_columnwise: bool,
+) -> SwigluGradOperands:
+    """The second layer's dgrad, and the activation's gradient; in one kernel where there is one.
+
+    Args:
+        dy: the gradient of the second layer's unweighted output.
+        w: down_proj for dgrad, and its scales.
+        gate_up_RG: the activation's input.
+        weight_R: float32, what each row's output is weighted by.
+        outputs: what to return of d_gate_up.
+        h_columnwise: whether to return h.
+    """
+    dtype, states = gate_up_RG.dtype, (h_state, grad_state)
+    in_one_kernel = type(
+        recipe
+    ).quantize_swiglu_grad is Recipe.quantize_swiglu_grad and takes_swiglu(dy, w, w_scale, dtype)
+    if in_one_kernel and isinstance(activation, SwiGLU):
+        assert isinstance(dy.rowwise, Tensor)
+        assert isinstance(w, Tensor)
+        grads = ops.grouped_mm_swiglu_grad(
+            dy.rowwise, w, gate_up_RG, weight_R, offs_E, activation=activation
+        )
+        return recipe.quantize_grads(grads, offs_E, *states, outputs, h_columnwise)
+    dh_RF = multiply(dy.rowwise, dy.rowwise_scale, w, w_scale, offs_E, None, dtype)
+    if isinstance(activation, SwiGLU):
+        return recipe.quantize_swiglu_grad(
+            dh_RF, gate_up_RG, weight_R, offs_E, activation, *states, outputs, h_columnwise
+        )
+    grads = _grad(activation, dh_RF, gate_up_RG, weight_R)
+    del dh_RF  # what is not read again goes, for the peak of an eager step
+    return recipe.quantize_grads(grads, offs_E, *states, outputs, h_columnwise)
+
+
+def weighted_h(
+    gate_up_RG: Tensor, weight_R: Tensor, offs_E: Tensor, activation: SwiGLU | Activation
+) -> Tensor:
+    """h [R, F] weighted, alone, for the second layer's wgrad."""
+    if isinstance(activation, SwiGLU):
+        any_dh_RF = gate_up_RG[:, : gate_up_RG.size(1) // 2]
+        return ops.swiglu_grad(any_dh_RF, gate_up_RG, weight_R, offs_E, activation).h
+    h_RF = activation.forward(gate_up_RG.float())
+    return (weight_R[:, None] * h_RF).to(gate_up_RG.dtype)
+
+
+def _grad(
+    activation: Activation, dh_RF: Tensor, gate_up_RG: Tensor, weight_R: Tensor
+) -> ops.SwigluGrad:
+    """What :func:`grouped_linear.ops.swiglu_grad` returns, of another activation."""
+    dtype, weight_R1 = dh_RF.dtype, weight_R[:, None]
+    dh_RF, gate_up_RG = dh_RF.float(), gate_up_RG.float()
+    h_RF = activation.forward(gate_up_RG)
+    d_weight_R = (dh_RF * h_RF).sum(dim=1)
+    d_gate_up_RG = activation.backward(weight_R1 * dh_RF, gate_up_RG)
+    return ops.SwigluGrad(d_gate_up_RG.to(dtype), (weight_R1 * h_RF).to(dtype), d_weight_R)

@@ -1,0 +1,101 @@
+"""Activations between an expert's two layers that torch's own operations compute.
+
+R rows, F features inside an expert, G features that the first layer computes: 2 F with a gate.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+
+class Activation:
+    """An activation of your own, between the two layers of :class:`grouped_linear.GroupedMLP`.
+
+    A subclass gives the activation and its gradient in torch operations, which torch.compile fuses.
+    The layer calls them in float32, rounds once, and keeps what it keeps with
+    :class:`grouped_linear.SwiGLU`: the output of the first layer is the only tensor of rows.
+
+    A layer is compiled and compared with its activation, so make it a ``@dataclass(frozen=True)``.
+    Row t of a result may depend on row t of the arguments alone, and zeros must give zeros.
+
+    >>> class Silu(Activation):  # without a gate
+    ...     gated = False
+    ...     def forward(self, up_RF):
+    ...         return up_RF * up_RF.sigmoid()
+    ...     def backward(self, dh_RF, up_RF):
+    ...         s = up_RF.sigmoid()
+    ...         return dh_RF * s * (1 + up_RF * (1 - s))
+    >>> from grouped_linear import GroupedMLP
+    >>> mlp = GroupedMLP(4, hidden_size=16, intermediate_size=32, activation=Silu())
+    >>> mlp.gate_up_proj.shape
+    torch.Size([4, 32, 16])
+    """
+
+    gated: ClassVar[bool] = True
+    """Whether the first layer computes gate and up, G = 2 F features, or F alone."""
+
+    def forward(self, gate_up_RG: Tensor) -> Tensor:
+        """h [R, F] float32, of the first layer's output [R, G] in float32."""
+        raise NotImplementedError
+
+    def backward(self, dh_RF: Tensor, gate_up_RG: Tensor) -> Tensor:
+        """The gradient [R, G] by gate_up, of the gradient by h; all float32."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class GeGLU(Activation):
+    """``gelu(gate) * up``, gate the first half and up the second, as Gemma 4 has it.
+
+    Args:
+        approximate: ``"none"`` or ``"tanh"``, as torch.nn.functional.gelu takes it. Gemma 4's is
+            ``"tanh"``.
+
+    Raises:
+        ValueError: for another ``approximate``.
+
+    >>> GeGLU("tanh").forward(torch.tensor([[1.0, 2.0]]))  # gelu(1) * 2
+    tensor([[1.6824]])
+    """
+
+    approximate: Literal["none", "tanh"] = "none"
+
+    def __post_init__(self) -> None:
+        """Check the option."""
+        if self.approximate not in ("none", "tanh"):
+            raise ValueError(
+                f"GeGLU: approximate must be 'none' or 'tanh', got {self.approximate!r}"
+            )
+
+    def forward(self, gate_up_RG: Tensor) -> Tensor:
+        """``gelu(gate) * up``."""
+        gate, up = gate_up_RG.chunk(2, dim=1)
+        return torch.nn.functional.gelu(gate, approximate=self.approximate) * up
+
+    def backward(self, dh_RF: Tensor, gate_up_RG: Tensor) -> Tensor:
+        """``dh * up * gelu'(gate)``, then ``dh * gelu(gate)``."""
+        gate, up = gate_up_RG.chunk(2, dim=1)
+        d_gate = torch.ops.aten.gelu_backward(dh_RF * up, gate, approximate=self.approximate)
+        d_up = dh_RF * torch.nn.functional.gelu(gate, approximate=self.approximate)
+        return torch.cat([d_gate, d_up], dim=1)
+
+
+@dataclass(frozen=True)
+class SquaredReLU(Activation):
+    """``relu(up) ** 2``, without a gate, as Nemotron-H has it.
+
+    >>> SquaredReLU().forward(torch.tensor([[-1.0, 3.0]]))
+    tensor([[0., 9.]])
+    """
+
+    gated = False
+
+    def forward(self, gate_up_RG: Tensor) -> Tensor:
+        """``relu(up) ** 2``."""
+        return gate_up_RG.relu().square()
+
+    def backward(self, dh_RF: Tensor, gate_up_RG: Tensor) -> Tensor:
+        """``2 * dh * relu(up)``."""
+        return 2 * dh_RF * gate_up_RG.relu()

@@ -1,0 +1,392 @@
+"""Activations other than SwiGLU between an expert's layers, and gate_up saved in FP8.
+
+T tokens, C experts chosen for a token, E experts, H features of a token, F features of an expert.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.functional import gelu, relu, silu
+from torch.utils.checkpoint import checkpoint
+
+from grouped_linear import (
+    Activation,
+    DelayedScaling,
+    DelayedScalingState,
+    Float8BlockScaling,
+    GeGLU,
+    GroupedMLP,
+    Recipe,
+    SquaredReLU,
+    SwiGLU,
+    grouped_mlp,
+    ops,
+)
+from support.compare import assert_same_bits
+from support.devices import OPS, devices, needs_gpu
+from support.errors import sentence
+from support.graphs import STRICT_GRAPHS
+from support.recipes import RECIPES as EVERY_RECIPE
+from support.tensors import BF16, FP16, FP32
+
+T, C, E, H, F = 90, 2, 5, 144, 80
+DEVICES = pytest.mark.parametrize("device", devices(*OPS))
+RECIPES = pytest.mark.parametrize("recipe", EVERY_RECIPE.values(), ids=EVERY_RECIPE)
+
+
+@dataclass(frozen=True)
+class Sine(Activation):
+    """One of a user's own, without a gate."""
+
+    gated: ClassVar[bool] = False
+    factor: float = 2.0
+
+    def forward(self, gate_up_RG: Tensor) -> Tensor:
+        return (self.factor * gate_up_RG).sin()
+
+    def backward(self, dh_RF: Tensor, gate_up_RG: Tensor) -> Tensor:
+        return dh_RF * self.factor * (self.factor * gate_up_RG).cos()
+
+
+def gated(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def whole(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return function(gate) * up
+
+    return whole
+
+
+# Each activation, and what torch computes for it.
+KINDS: dict[str, tuple[SwiGLU | Activation, Callable[[Tensor], Tensor]]] = {
+    "swiglu": (SwiGLU(), gated(silu)),
+    "gelu": (GeGLU(), gated(gelu)),
+    "gelu_tanh": (GeGLU("tanh"), gated(lambda gate: gelu(gate, approximate="tanh"))),
+    "relu2": (SquaredReLU(), lambda up: relu(up).square()),
+    "own": (Sine(), lambda up: (2 * up).sin()),
+}
+OTHERS = {name: kind for name, kind in KINDS.items() if name != "swiglu"}
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
+EVERY_OTHER = pytest.mark.parametrize("kind", OTHERS)
+
+
+def chosen_experts(device: str) -> Tensor:
+    """[T, C]: the last expert has no token, and some choices are of none."""
+    torch.manual_seed(0)
+    experts = torch.stack([torch.randperm(E - 1)[:C] for _ in range(T)])
+    experts[::7, 1] = -1
+    return experts.to(device)
+
+
+def leaves_of(kind: str, device: str, dtype: torch.dtype, bias: bool = False) -> list[Tensor]:
+    """x, the routing weights, gate_up_proj and down_proj, and their biases."""
+    torch.manual_seed(1)
+    G = 2 * F if KINDS[kind][0].gated else F
+    drawn = [
+        torch.randn(T, H).to(dtype),
+        torch.rand(T, C),
+        (torch.randn(E, G, H) / H**0.5).to(dtype),
+        (torch.randn(E, H, F) / F**0.5).to(dtype),
+    ]
+    if bias:
+        drawn += [torch.randn(E, G).to(dtype), torch.randn(E, H).to(dtype)]
+    return [t.to(device).requires_grad_() for t in drawn]
+
+
+def states_of(recipe: Recipe | None, device: str) -> Any:
+    if not isinstance(recipe, DelayedScaling):
+        return None
+    return DelayedScalingState(recipe, E, device), DelayedScalingState(recipe, E, device)
+
+
+def ours(
+    kind: str, recipe: Recipe | None, device: str, save_gate_up_in_fp8: bool = False
+) -> Callable[..., Tensor]:
+    experts, states = chosen_experts(device), states_of(recipe, device)
+
+    def mlp(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
+        names = "gate_up_proj_bias", "down_proj_bias"
+        options: dict[str, Any] = dict(zip(names, biases, strict=False))
+        options["save_gate_up_in_fp8"] = save_gate_up_in_fp8
+        activation = KINDS[kind][0]
+        call = x, weights, experts, gate_up, down, recipe, states
+        return grouped_mlp(*call, activation=activation, **options)
+
+    return mlp
+
+
+def truth(kind: str) -> Callable[..., Tensor]:
+    """A loop over experts, with torch's own activation."""
+    experts = chosen_experts("cpu")
+
+    def mlp(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
+        y = 0 * x
+        for e in range(E):
+            first, second = (b[e] for b in biases) if biases else (0, 0)
+            y_e = KINDS[kind][1](x @ gate_up[e].mT + first) @ down[e].mT + second
+            y = y + ((experts == e) * weights).sum(dim=1, keepdim=True) * y_e
+        return y
+
+    return mlp
+
+
+def run(call: Callable[..., Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    """The output, and the gradients of all leaves."""
+    y = call(*leaves)
+    torch.manual_seed(2)
+    dy = torch.randn(T, H).to(y)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def near(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for a, e in zip(actual, expected, strict=True):
+        assert a.shape == e.shape
+        assert (a.double().cpu() - e).norm() <= tolerance * e.norm()
+
+
+def exact(leaves: list[Tensor]) -> list[Tensor]:
+    return [t.detach().cpu().double().requires_grad_() for t in leaves]
+
+
+@EVERY_OTHER
+def test_gradient_of_an_activation_alone(kind: str) -> None:
+    activation, function = OTHERS[kind]
+    assert isinstance(activation, Activation)
+    x = 3 * torch.randn(40, 2 * F, dtype=torch.float64)
+    x[0] = 0
+    x.requires_grad_()
+    h = function(x)
+    torch.testing.assert_close(activation.forward(x), h)
+    dh = torch.randn_like(h)
+    (expected,) = torch.autograd.grad(h, x, dh)
+    torch.testing.assert_close(activation.backward(dh, x.detach()), expected)
+    assert not activation.forward(torch.zeros(1, 2 * F)).any()  # as rows of no expert need
+
+
+@DEVICES
+@EVERY_OTHER
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(FP32, 1e-5), (FP16, 2.0**-9), (BF16, 2.0**-6)])
+def test_numbers(kind: str, dtype: torch.dtype, tolerance: float, bias: bool, device: str) -> None:
+    leaves = leaves_of(kind, device, dtype, bias)
+    actual = run(ours(kind, None, device), leaves)
+    assert [t.dtype for t in actual] == [dtype, *(t.dtype for t in leaves)]
+    near(actual, run(truth(kind), exact(leaves)), tolerance)
+
+
+@DEVICES
+@EVERY_OTHER
+@RECIPES
+def test_recipes_are_near_float64(kind: str, recipe: Recipe | None, device: str) -> None:
+    """A product of e4m3 operands is off by 4% of its norm: see test_layer.py."""
+    leaves = leaves_of(kind, device, BF16)
+    actual = run(ours(kind, recipe, device), leaves)
+    near(actual, run(truth(kind), exact(leaves)), 0.2)
+
+
+@DEVICES
+@EVERY_OTHER
+@pytest.mark.parametrize("saved", [False, True], ids=["as_it_is", "in_fp8"])
+def test_only_the_gradients_asked_for(kind: str, saved: bool, device: str) -> None:
+    leaves = leaves_of(kind, device, BF16, bias=True)
+    call = ours(kind, Float8BlockScaling(), device, saved)
+    expected = run(call, leaves)[1:]
+    for subset in range(1, 64, 3):
+        for i, leaf in enumerate(leaves):
+            leaf.grad = None
+            leaf.requires_grad_(bool(subset >> i & 1))
+        y = call(*leaves)
+        torch.manual_seed(2)
+        y.backward(torch.randn(T, H).to(y))
+        for leaf, gradient in zip(leaves, expected, strict=True):
+            if leaf.requires_grad:
+                assert leaf.grad is not None
+                assert_same_bits(leaf.grad, gradient)
+            else:
+                assert leaf.grad is None
+
+
+@DEVICES
+@EVERY_KIND
+@pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
+@pytest.mark.parametrize("saved", [False, True], ids=["as_it_is", "in_fp8"])
+def test_compiled_in_one_graph(kind: str, saved: bool, recipe: Recipe | None, device: str) -> None:
+    options: dict[str, Any] = {"recipe": recipe, "save_gate_up_in_fp8": saved, "device": device}
+    mlp = GroupedMLP(E, H, F, activation=KINDS[kind][0], dtype=BF16, **options)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(mlp, fullgraph=True, backend=counter)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        x = torch.randn(40, H, device=device, dtype=BF16, requires_grad=True)
+        scores, experts = torch.rand(40, E, device=device, requires_grad=True).topk(2)
+        results = []
+        for call in (compiled, mlp):
+            y = call(x, scores, experts)
+            leaves = [x, scores, *mlp.parameters()]
+            results.append([y, *torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)])
+        for a, e in zip(*results, strict=True):
+            assert_same_bits(a, e)
+    assert counter.frame_count == 1
+
+
+@DEVICES
+@pytest.mark.parametrize("kind", ["gelu_tanh", "relu2"])
+def test_inductor(kind: str, device: str) -> None:
+    mlp = GroupedMLP(E, H, F, activation=KINDS[kind][0], device=device, save_gate_up_in_fp8=True)
+    x = torch.randn(T, H, device=device, requires_grad=True)
+    scores, experts = torch.rand(T, E, device=device, requires_grad=True).topk(2)
+    results = []
+    for call in (mlp, torch.compile(mlp, fullgraph=True)):
+        y = call(x, scores, experts)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [x, *mlp.parameters()])])
+    for e, a in zip(*results, strict=True):
+        assert (a.double() - e.double()).norm() < 1e-3 * e.double().norm()
+
+
+@needs_gpu
+@EVERY_KIND
+def test_in_a_cuda_graph(kind: str) -> None:
+    mlp = GroupedMLP(
+        E, H, F, activation=KINDS[kind][0], device="cuda", dtype=BF16, save_gate_up_in_fp8=True
+    )
+    call = torch.compile(mlp, fullgraph=True, options=STRICT_GRAPHS)
+    for seed in range(6):
+        torch.manual_seed(seed)
+        x = torch.randn(T, H, device="cuda", dtype=BF16, requires_grad=True)
+        scores, experts = torch.rand(T, E, device="cuda").topk(C)
+        found = []
+        for one in (call, mlp):
+            torch.compiler.cudagraph_mark_step_begin()
+            y = one(x, scores, experts)
+            gradients = torch.autograd.grad(y.square().sum(), [x, *mlp.parameters()])
+            found.append([t.detach().clone() for t in (y, *gradients)])
+        for a, e in zip(*found, strict=True):
+            assert (a.double() - e.double()).norm() < 2.0**-6 * e.double().norm()
+
+
+# --- gate_up saved in FP8 ------------------------------------------------------------------------
+
+
+@DEVICES
+@EVERY_KIND
+@RECIPES
+def test_saved_in_fp8(kind: str, recipe: Recipe | None, device: str) -> None:
+    """Outputs have the same bits; gradients are off by what e4m3 with 1x128 blocks rounds."""
+    leaves = leaves_of(kind, device, BF16, bias=True)
+    y, *gradients = run(ours(kind, recipe, device), leaves)
+    y_saved, *of_saved = run(ours(kind, recipe, device, save_gate_up_in_fp8=True), leaves)
+    assert_same_bits(y_saved, y)
+    near(of_saved, [g.double().cpu() for g in gradients], 0.12)
+    assert not torch.equal(of_saved[3], gradients[3])  # of down_proj, from h made again
+    if recipe is None:
+        assert_same_bits(of_saved[5], gradients[5])  # down's bias needs no gate_up
+
+
+@DEVICES
+def test_its_gradients_are_those_of_rounded_gate_up(device: str) -> None:
+    """To the bit: the gradients of an expert whose first layer gave what FP8 holds of gate_up."""
+    leaves = leaves_of("swiglu", device, FP32)
+    x, weights, gate_up_proj, _ = leaves
+    _, _, d_weights, _, d_down = run(ours("swiglu", None, device, True), leaves)
+    routing = ops.sort_by_expert(chosen_experts(device), E)
+    gate_up = ops.grouped_mm(x.detach()[routing.token.long()], gate_up_proj.detach(), routing.offs)
+    quantized = ops.group_quantize(gate_up, routing.offs)
+    assert quantized.q is not None
+    assert quantized.scale is not None
+    gate_up = ops.group_dequantize(quantized.q, quantized.scale, routing.offs, FP32)
+    weight_R = weights.detach().flatten()[routing.choice.long()]
+    torch.manual_seed(2)
+    dy = torch.randn(T, H).to(device)[routing.token.long()]
+    dh = ops.grouped_mm(dy, leaves[3].detach().mT, routing.offs)
+    grads = ops.swiglu_grad(dh, gate_up, weight_R, routing.offs)
+    assert_same_bits(d_down, ops.grouped_mm_wgrad(dy, grads.h, routing.offs))
+    expected = grads.d_weight[routing.row.long()].masked_fill(chosen_experts(device) < 0, 0)
+    torch.testing.assert_close(d_weights, expected, rtol=1e-4, atol=1e-4)
+
+
+@DEVICES
+def test_saved_in_fp8_and_checkpointed(device: str) -> None:
+    leaves, mlp = leaves_of("gelu", device, BF16), ours("gelu", None, device, True)
+    recomputed = run(lambda *args: checkpoint(mlp, *args, use_reentrant=False), leaves)
+    for a, e in zip(recomputed, run(mlp, leaves), strict=True):
+        assert_same_bits(a, e)
+
+
+@DEVICES
+@pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
+def test_infinities_stay_in_their_rows(recipe: Recipe | None, device: str) -> None:
+    leaves = leaves_of("gelu", device, BF16)
+    results = []
+    for spoilt in (False, True):
+        with torch.no_grad():
+            leaves[0][3] = torch.inf if spoilt else 1.0
+        results.append(run(ours("gelu", recipe, device, True), leaves))
+    others = torch.arange(T) != 3
+    for a, e in zip(results[1][:3], results[0][:3], strict=True):  # y, dx, d_weights
+        assert_same_bits(a[others], e[others])
+
+
+@DEVICES
+@pytest.mark.parametrize("activation", [SwiGLU(), GeGLU("tanh")], ids=["swiglu", "gelu_tanh"])
+def test_trains_as_gate_up_itself_does(activation: SwiGLU | Activation, device: str) -> None:
+    """A regression on random targets, 30 steps of Adam: the loss is that of gate_up kept whole."""
+    losses = {}
+    for saved in (False, True):
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"save_gate_up_in_fp8": saved, "device": device}
+        mlp = GroupedMLP(E, H, F, activation=activation, **options)
+        router = torch.nn.Linear(H, E, device=device)
+        x, target = torch.randn(2, 256, H, device=device)
+        optimizer = torch.optim.Adam([*mlp.parameters(), *router.parameters()], lr=3e-3)
+        for _ in range(30):
+            y = mlp(x, *router(x).softmax(dim=-1).topk(C))
+            loss = (y - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses[saved] = loss.item()
+    assert losses[True] < 0.25  # from 1.0
+    assert abs(losses[True] - losses[False]) < 0.03 * losses[False]
+
+
+# --- what does not fit ---------------------------------------------------------------------------
+
+
+def test_mistakes() -> None:
+    x, weights, experts = torch.randn(T, H), torch.rand(T, C), chosen_experts("cpu")
+    gate_up, down = torch.zeros(E, 2 * F, H), torch.zeros(E, H, F)
+
+    def call(gate_up: Tensor, **options: Any) -> Tensor:
+        return grouped_mlp(x, weights, experts, gate_up, down, **options)
+
+    sentences: dict[str, Callable[[], object]] = {
+        f"grouped_mlp: activation must be a SwiGLU or an Activation, got {gelu!r}": lambda: call(
+            gate_up, activation=gelu
+        ),  # type: ignore[arg-type]
+        f"grouped_mlp: F differs: down_proj has {F}, gate_up_proj {2 * F} without a gate": (
+            lambda: call(gate_up, activation=SquaredReLU())
+        ),
+        f"grouped_mlp: F differs: down_proj has {F}, gate_up_proj {F} for gate and up": (
+            lambda: call(gate_up[:, :F], activation=GeGLU())
+        ),
+        f"grouped_mlp: gate_up_proj must be [E, F, {H}], as x has {H} features, got "
+        f"[{E}, {F}, {H - 16}]": lambda: call(gate_up[:, :F, 16:], activation=SquaredReLU()),
+        "grouped_mlp: save_gate_up_in_fp8 must be True or False, got 'fp8'": lambda: call(
+            gate_up,
+            save_gate_up_in_fp8="fp8",  # type: ignore[arg-type]
+        ),
+        "GroupedMLP: save_gate_up_in_fp8 must be True or False, got 1": lambda: GroupedMLP(
+            E,
+            H,
+            F,
+            save_gate_up_in_fp8=1,  # type: ignore[arg-type]
+        ),
+        "GeGLU: approximate must be 'none' or 'tanh', got 'sigmoid'": lambda: GeGLU("sigmoid"),  # type: ignore[arg-type]
+    }
+    assert {expected: sentence(call) for expected, call in sentences.items()} == {
+        expected: expected for expected in sentences
+    }
