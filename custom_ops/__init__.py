@@ -21,7 +21,8 @@ from grouped_linear.integrations import spmd as spmd
 from grouped_linear.integrations.convert import Conversion, convert
 from grouped_linear.integrations.convert_experts import ConvertedExperts, convert_experts
 from grouped_linear.integrations.look_alikes import LeftExperts
-from grouped_linear.nn.functional import grouped_linear, grouped_mlp
+from grouped_linear.nn.functional import grouped_linear
+from grouped_linear.nn.functional_mlp import grouped_mlp, grouped_mlp_sorted
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.ops import SwiGLU
@@ -60,6 +61,7 @@ __all__ = [
     "convert_experts",
     "grouped_linear",
     "grouped_mlp",
+    "grouped_mlp_sorted",
     "loading",
     "meta_kernels",
     "ops",

@@ -62,6 +62,7 @@ convert
 convert_experts
 grouped_linear
 grouped_mlp
+grouped_mlp_sorted
 loading
 meta_kernels
 ops
@@ -125,6 +126,9 @@ grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None)
 grouped_mlp(x, top_k_weights, top_k_index, gate_up_proj, down_proj, recipe=None, state=None, *,
     gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1.0, beta=0.0,
     limit=None, interleaved=False), max_rows=None, save_gate_up_in_fp8=False)
+grouped_mlp_sorted(x, m_splits, gate_up_proj, down_proj, row_weights=None, recipe=None,
+    state=None, *, gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1.0,
+    beta=0.0, limit=None, interleaved=False), save_gate_up_in_fp8=False)
 refresh_weights(model)
 update_scales(model, group=None)""",
     )

@@ -22,14 +22,16 @@ from grouped_linear.autograd.activation import (
 from grouped_linear.autograd.context import LinearContext
 from grouped_linear.autograd.gemm import multiply
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
-from grouped_linear.autograd.routing import gradient_of_rows, sum_of_rows, weight_of_rows
+from grouped_linear.autograd.routing import rows_of
 from grouped_linear.autograd.saved import saved_tensors
 from grouped_linear.autograd.wgrad import needs_grad_now
 from grouped_linear.recipes import OutputMask
 
 
 class GroupedMLPFunction(torch.autograd.Function):
-    """Gather, gate and up, activation, down, weighted sum: ``grouped_mlp`` of sorted rows.
+    """Gather, gate and up, activation, down, weighted sum: ``grouped_mlp``, with its routing.
+
+    Where rows come sorted, they are the tokens, and nothing is gathered or summed.
 
     The forward saves x [T, H] as it came, the output of the first GEMM [R, G], the routing and the
     columnwise weights, each only where a gradient needs it. The backward gathers x again, and makes
@@ -44,7 +46,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         down_context: LinearContext,
         inside: Inside,
         x_TH: Tensor,
-        weight_TC: Tensor,
+        weight_TC: Tensor | None,
         gate_up_EGH: Tensor,
         down_EHF: Tensor,
         gate_up_bias_EG: Tensor | None,
@@ -59,22 +61,23 @@ class GroupedMLPFunction(torch.autograd.Function):
             inside: what lies between them.
             gate_up_EGH: the tensor whose gradient the first wgrad returns.
             down_EHF: the tensor whose gradient the second wgrad returns.
-            routing_tensors: the fields of a SortedByExpert.
+            weight_TC: the routing weights; of rows that come sorted [R], or None.
+            routing_tensors: the fields of ChosenRows or of SortedRows.
         """
         needed = [gate_up_context.grad_enabled and need for need in ctx.needs_input_grad[3:9]]
         need_x, need_weight, need_gate_up, need_down, need_gate_up_bias, _ = needed
         need_dh = need_x or need_weight or need_gate_up or need_gate_up_bias
         recipe = gate_up_context.recipe
-        routing = ops.SortedByExpert(*routing_tensors)
+        routing = rows_of(routing_tensors)
         offs_E, dtype = routing.offs, x_TH.dtype
         x_state, _, d_gate_up_state = gate_up_context.options.states or (None, None, None)
         h_state, _, dy_state = down_context.options.states or (None, None, None)
 
         outputs = OutputMask(True, False, False)
         rows_R: Tensor | None = routing.token
-        x = recipe.quantize_tokens(x_TH, columns=gate_up_EGH.size(1))
+        x = routing.quantize_tokens(recipe, x_TH, gate_up_EGH.size(1))
         if x is None:
-            x, rows_R = recipe.quantize_gathered(x_TH, routing, x_state, outputs), None
+            x, rows_R = routing.quantize_input(recipe, x_TH, x_state, outputs), None
         gate_up = gate_up_context.weight_operands(x, offs_E, columnwise=need_x)
         biases = gate_up_bias_EG, down_bias_EH
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
@@ -105,7 +108,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             dtype,
         )
 
-        ctx.activation = inside.activation
+        ctx.activation, ctx.num_routing = inside.activation, len(routing)
         ctx.contexts = gate_up_context.for_backward(), down_context.for_backward()
         states = x_state, d_gate_up_state, h_state, dy_state
         ctx.save_for_backward(
@@ -117,7 +120,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             *(t for w in (gate_up, down) for t in (w.columnwise, w.columnwise_scale)),
             *(None if state is None else state.scale for state in states),
         )
-        return sum_of_rows(y_RH, routing.row, weight_TC)
+        return routing.combine(y_RH, weight_TC)
 
     @staticmethod
     @strictly_once_differentiable
@@ -133,9 +136,9 @@ class GroupedMLPFunction(torch.autograd.Function):
             needed = need_gate_up, need_down
             need_gate_up, need_down = needs_grad_now(ctx, needed, slice(2, 4))
         saved = saved_tensors(ctx, "grouped_mlp")
-        routing = ops.SortedByExpert(*saved[:4])
-        weight_TC, x_TH, *saved_gate_up, down_bias_EH = saved[4:9]
-        gate_up, gate_up_scale, down, down_scale, *state_scales = saved[9:]
+        routing, saved = rows_of(saved[: ctx.num_routing]), saved[ctx.num_routing :]
+        weight_TC, x_TH, *saved_gate_up, down_bias_EH = saved[:5]
+        gate_up, gate_up_scale, down, down_scale, *state_scales = saved[5:]
         x_state, h_state = map(gate_up_context.input_state, state_scales[::2])
         d_gate_up_state = gate_up_context.grad_output_state(state_scales[1])
         dy_state = down_context.grad_output_state(state_scales[3])
@@ -144,13 +147,13 @@ class GroupedMLPFunction(torch.autograd.Function):
         d_weight_TC = dx_TH = d_gate_up_EGH = d_down_EHF = None
         d_gate_up_bias_EG = d_down_bias_EH = None
         if need_down_bias:
-            dy_RH = gradient_of_rows(d_out_TH, weight_TC, routing)
+            dy_RH = routing.weighted_gradient(d_out_TH, weight_TC)
             d_down_bias_EH = ops.grouped_bias_grad(dy_RH, offs_E).to(ctx.bias_dtypes[1])
         need_dh = need_x or need_weight or need_gate_up or need_gate_up_bias
-        weight_R = weight_of_rows(weight_TC, routing)
+        weight_R = routing.weights(weight_TC, d_out_TH)
         if need_dh or need_down:
             outputs = OutputMask(need_dh, need_down, False)
-            dy = recipe.quantize_gathered_grad(d_out_TH, routing, dy_state, outputs)
+            dy = routing.quantize_grad_output(recipe, d_out_TH, dy_state, outputs)
         if need_dh:
             w, w_scale = recipe.for_dgrad(down, down_scale)
             outputs = OutputMask(need_x, need_gate_up, need_gate_up_bias)
@@ -179,15 +182,11 @@ class GroupedMLPFunction(torch.autograd.Function):
             (d_down_EHF,) = wgrad.compute()
             del dy, h, wgrad
         if need_weight:
-            d_weight_TC = d_weight_R[routing.row]
-            if down_bias_EH is not None:
-                experts_TC = torch.searchsorted(offs_E, routing.row, right=True)
-                experts_TC = experts_TC.clamp(max=len(down_bias_EH) - 1)
-                d_weight_TC = d_weight_TC + ops.gather_dot(d_out_TH, down_bias_EH, experts_TC)
+            d_weight_TC = routing.gradient_of_weights(d_weight_R, d_out_TH, down_bias_EH)
             d_weight_TC = d_weight_TC.to(weight_TC.dtype)
         if need_gate_up:
             outputs = OutputMask(False, True, False)
-            x = recipe.quantize_gathered(x_TH, routing, x_state, outputs)
+            x = routing.quantize_input(recipe, x_TH, x_state, outputs)
             assert isinstance(x.columnwise, Tensor)
             wgrad = gate_up_context.wgrad(d_gate_up, x.columnwise, x.columnwise_scale, offs_E)
             (d_gate_up_EGH,) = wgrad.compute()
@@ -200,6 +199,6 @@ class GroupedMLPFunction(torch.autograd.Function):
             dx_RH = multiply(
                 d_gate_up.rowwise, d_gate_up.rowwise_scale, w, w_scale, offs_E, None, dtype
             )
-            dx_TH = sum_of_rows(dx_RH, routing.row)
+            dx_TH = routing.combine(dx_RH, None)
         of_weights = d_gate_up_EGH, d_down_EHF, d_gate_up_bias_EG, d_down_bias_EH
         return None, None, None, dx_TH, d_weight_TC, *of_weights, *(None,) * len(routing)

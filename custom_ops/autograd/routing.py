@@ -6,13 +6,14 @@ Every shape is static and the host reads nothing. Rows are copied or gathered; n
 one element. Every sum, in the gradients too, therefore adds a token's C rows in a fixed order.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
+from grouped_linear.recipes import Operands, OutputMask, QuantizerState, Recipe
 
 
 def sum_of_rows(y_RH: Tensor, row_TC: Tensor, weight_TC: Tensor | None = None) -> Tensor:
@@ -43,6 +44,115 @@ def gradient_of_rows(d_out_TH: Tensor, weight_TC: Tensor, routing: ops.SortedByE
     """The gradient of ``sum_of_rows(y, row, weight)`` by y, in float32 and rounded once."""
     weight_R = weight_of_rows(weight_TC, routing)
     return sum_of_rows(d_out_TH, routing.token[:, None], weight_R[:, None])
+
+
+class ChosenRows(ops.SortedByExpert):
+    """The rows of an expert layer: each token's, once for every expert chosen for it."""
+
+    def quantize_tokens(self, recipe: Recipe, x_TH: Tensor, columns: int) -> Operands | None:
+        """x for an fprop that gathers its rows; see :meth:`Recipe.quantize_tokens`."""
+        return recipe.quantize_tokens(x_TH, columns)
+
+    def quantize_input(
+        self, recipe: Recipe, x_TH: Tensor, state: QuantizerState | None, outputs: OutputMask
+    ) -> Operands:
+        """x of each row, prepared for GEMMs."""
+        return recipe.quantize_gathered(x_TH, self, state, outputs)
+
+    def quantize_grad_output(
+        self, recipe: Recipe, d_out_TH: Tensor, state: QuantizerState | None, outputs: OutputMask
+    ) -> Operands:
+        """The gradient of each row's unweighted output, prepared for GEMMs."""
+        return recipe.quantize_gathered_grad(d_out_TH, self, state, outputs)
+
+    def combine(self, y_RH: Tensor, weight_TC: Tensor | None) -> Tensor:
+        """Sum each token's rows, weighted or not."""
+        return sum_of_rows(y_RH, self.row, weight_TC)
+
+    def weights(self, weight_TC: Tensor | None, d_out_TH: Tensor) -> Tensor:
+        """[R] float32: what each row is weighted by."""
+        assert weight_TC is not None
+        return weight_of_rows(weight_TC, self)
+
+    def weighted_gradient(self, d_out_TH: Tensor, weight_TC: Tensor | None) -> Tensor:
+        """The gradient of each row's output [R, H]."""
+        assert weight_TC is not None
+        return gradient_of_rows(d_out_TH, weight_TC, self)
+
+    def gradient_of_weights(
+        self, d_weight_R: Tensor, d_out_TH: Tensor, bias_EH: Tensor | None
+    ) -> Tensor:
+        """[T, C] float32, of the rows' own and of the bias that each row's output has."""
+        d_weight_TC = d_weight_R[self.row]
+        if bias_EH is None:
+            return d_weight_TC
+        experts_TC = torch.searchsorted(self.offs, self.row, right=True)
+        experts_TC = experts_TC.clamp(max=len(bias_EH) - 1)
+        return d_weight_TC + ops.gather_dot(d_out_TH, bias_EH, experts_TC)
+
+
+class SortedRows(NamedTuple):
+    """The rows of an expert layer that come sorted by expert, from a dispatcher of the caller's.
+
+    Its methods are those of :class:`ChosenRows`, with R rows for tokens, and one choice for each.
+    """
+
+    offs: Tensor
+    """[E] int32."""
+
+    @property
+    def token(self) -> None:
+        """Rows are where they belong."""
+        return None
+
+    def quantize_tokens(self, recipe: Recipe, x_RH: Tensor, columns: int) -> Operands | None:
+        """None: nothing is gathered."""
+        return None
+
+    def quantize_input(
+        self, recipe: Recipe, x_RH: Tensor, state: QuantizerState | None, outputs: OutputMask
+    ) -> Operands:
+        """x, prepared for GEMMs."""
+        return recipe.quantize_input(x_RH, self.offs, state, outputs)
+
+    def quantize_grad_output(
+        self, recipe: Recipe, d_out_RH: Tensor, state: QuantizerState | None, outputs: OutputMask
+    ) -> Operands:
+        """The gradient of the unweighted outputs, prepared for GEMMs."""
+        return recipe.quantize_grad_output(d_out_RH, self.offs, state, outputs)
+
+    def combine(self, y_RH: Tensor, weight_R: Tensor | None) -> Tensor:
+        """The rows, weighted or not."""
+        if weight_R is None:
+            return y_RH
+        itself_R1 = torch.arange(len(y_RH), dtype=torch.int32, device=y_RH.device)[:, None]
+        return sum_of_rows(y_RH, itself_R1, weight_R[:, None])
+
+    def weights(self, weight_R: Tensor | None, d_out_RH: Tensor) -> Tensor:
+        """[R] float32: what each row is weighted by."""
+        if weight_R is not None:
+            return weight_R.float()
+        return torch.ones(len(d_out_RH), dtype=torch.float32, device=d_out_RH.device)
+
+    def weighted_gradient(self, d_out_RH: Tensor, weight_R: Tensor | None) -> Tensor:
+        """The gradient of each row's output [R, H]."""
+        return self.combine(d_out_RH, weight_R)
+
+    def gradient_of_weights(
+        self, d_weight_R: Tensor, d_out_RH: Tensor, bias_EH: Tensor | None
+    ) -> Tensor:
+        """[R] float32, of the rows' own and of the bias that each row's output has."""
+        if bias_EH is None:
+            return d_weight_R
+        row_R1 = torch.arange(len(d_out_RH), dtype=torch.int32, device=d_out_RH.device)[:, None]
+        experts_R1 = torch.searchsorted(self.offs, row_R1, right=True)
+        of_bias_R = ops.gather_dot(d_out_RH, bias_EH, experts_R1.clamp(max=len(bias_EH) - 1))[:, 0]
+        return d_weight_R + of_bias_R.masked_fill(row_R1[:, 0] >= self.offs[-1], 0)
+
+
+def rows_of(tensors: tuple[Tensor, ...]) -> ChosenRows | SortedRows:
+    """Either one, from its fields."""
+    return ChosenRows(*tensors) if len(tensors) == 4 else SortedRows(*tensors)
 
 
 def gradient_of_weights(

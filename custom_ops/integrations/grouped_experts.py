@@ -17,6 +17,7 @@ from torch.nn.functional import silu
 from grouped_linear.integrations.check_swiglu import Expert, check_swiglu
 from grouped_linear.integrations.converted_class import Forward, converted_class
 from grouped_linear.nn.functional import check_whole, grouped_linear, is_dtensor
+from grouped_linear.nn.functional_mlp import grouped_mlp_sorted
 from grouped_linear.ops.activation import PLAIN, SwiGLU
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.recipes import Recipe
@@ -178,12 +179,6 @@ def convert_grouped_experts(
     module.__class__ = converted_class(before, GroupedForward(form, recipe, quantized is not None))
 
 
-def _apart(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """gate and up of what holds them in turn."""
-    gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)
-    return gate, up
-
-
 def _tensor_parallel_degree(w: Any) -> int:
     """Over how many processes the features inside experts are sharded."""
     if not is_dtensor(w):
@@ -214,9 +209,9 @@ class GroupedForward:
 
         def forward(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
             m_splits_E = num_tokens_per_expert.to(torch.int32)  # some routers count in float
-            states = getattr(self, "scaling_states", (None,) * len(form.weights))
+            states: Any = getattr(self, "scaling_states", (None,) * len(form.weights))
 
-            def layer(x: Tensor, i: int, bias: Tensor | None = None) -> Tensor:
+            def weight(i: int) -> Any:
                 weight, state = local(getattr(self, form.weights[i])), states[i]
                 held = None if state is None else len(state.quantizer_states().weight.scale)
                 if held is not None and len(weight) != held:
@@ -233,26 +228,37 @@ class GroupedForward:
                     )
                 if recipe is None or not recipe.reads_any_weight_dtype:
                     weight = weight.to(x.dtype)
-                if weight.dim() == 4:
-                    weight = weight.flatten(1, 2)
-                return grouped_linear(x, weight, m_splits_E, bias, recipe, state)
+                return weight.flatten(1, 2) if weight.dim() == 4 else weight
 
             if not form.gate_up_is_one:
-                return layer(silu(layer(x, 0)) * layer(x, 1), 2).to(x.dtype)
-            if not form.gpt_oss:
-                gate, up = _apart(layer(x, 0))
-                return layer(silu(gate) * up, 1).to(x.dtype)
-            gate_up_bias, down_bias = (local(getattr(self, name)) for name in form.biases)
+                gate, up = (
+                    grouped_linear(x, weight(i), m_splits_E, None, recipe, states[i])
+                    for i in (0, 1)
+                )
+                h = silu(gate) * up
+                return grouped_linear(h, weight(2), m_splits_E, None, recipe, states[2]).to(x.dtype)
+            gate_up_bias, down_bias = (
+                (local(getattr(self, name)) for name in form.biases)
+                if form.biases
+                else (None, None)
+            )
             # Tensor parallelism adds up outputs, so each process adds its share of the bias, which
             # has the whole gradient.
             degree = _tensor_parallel_degree(getattr(self, form.weights[0]))
-            if degree > 1:
+            if down_bias is not None and degree > 1:
                 down_bias = down_bias - down_bias.detach() * (1 - 1 / degree)
-            gate, up = _apart(layer(x, 0, gate_up_bias))
-            limit = self.swiglu_limit
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            h = gate * (GPT_OSS_ALPHA * gate).sigmoid() * (up + 1)
-            return layer(h, 1, down_bias).to(x.dtype)
+            return grouped_mlp_sorted(
+                x,
+                m_splits_E,
+                weight(0),
+                weight(1),
+                None,
+                recipe,
+                None if states[0] is None else (states[0], states[1]),
+                gate_up_proj_bias=gate_up_bias,
+                down_proj_bias=down_bias,
+                activation=form.activation(self),
+            ).to(x.dtype)
 
         def forward_RD(self: Any, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
             return forward(self, x_RD, num_tokens_per_expert_E)

@@ -36,7 +36,8 @@ from grouped_linear.integrations.cache_experts import (
 )
 from grouped_linear.integrations.quantize_experts import dequantize_experts, quantize_experts
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
-from grouped_linear.nn.functional import apply_layer, apply_mlp, check_bias
+from grouped_linear.nn.functional import apply_layer, check_bias
+from grouped_linear.nn.functional_mlp import apply_mlp
 from grouped_linear.nn.options import check_flags
 from grouped_linear.quantized import block_math
 from grouped_linear.quantized.tensor import GroupedTensor

@@ -4,6 +4,7 @@ E experts, C experts chosen for a token, H features of a token, F features insid
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from grouped_linear.autograd.activation import Inside
 from grouped_linear.autograd.context import LinearOptions
 from grouped_linear.nn.dispatcher import TokenDispatcher
-from grouped_linear.nn.functional import apply_mlp, check_activation
+from grouped_linear.nn.functional_mlp import apply_mlp, apply_mlp_sorted, check_activation
 from grouped_linear.nn.gradient_accumulation import cached_weight, main_grad_of, read_flag
 from grouped_linear.nn.options import check_features, check_flags, check_num_groups, check_recipe
 from grouped_linear.ops.activation import PLAIN, SwiGLU
@@ -239,6 +240,69 @@ class GroupedMLP(nn.Module):
                 a recipe that caches weights and without ``cache_weights``, unless the weights are
                 stored quantized anyway.
         """
+        weights, biases, options = self._of_call(x, is_first_microbatch)
+        if self.dispatcher is not None:
+            if max_rows is not None:
+                raise ValueError(
+                    "GroupedMLP: max_rows is the dispatcher's to choose where experts are on "
+                    "several processes: give it a capacity_factor"
+                )
+            weights = local_part(weights[0]), local_part(weights[1])
+            biases = local_part(biases[0]), local_part(biases[1])
+        return apply_mlp(
+            x,
+            top_k_weights,
+            top_k_index,
+            weights,
+            biases,
+            self._recipe,
+            options,
+            Inside(self.activation, self.save_gate_up_in_fp8),
+            max_rows,
+            self.dispatcher,
+        )
+
+    def forward_sorted(
+        self,
+        x: Tensor,
+        m_splits: Tensor | Sequence[int],
+        row_weights: Tensor | None = None,
+        is_first_microbatch: Tensor | bool | None = None,
+    ) -> Tensor:
+        """Send rows x [R, H] that are sorted by expert through their experts.
+
+        For a dispatcher that sorts tokens itself, as DeepEP's, Megatron-Core's and torchtitan's do.
+        FSDP2, DistributedDataParallel and hooks know ``forward`` alone: let a subclass's call this.
+
+        Args:
+            x: see :func:`grouped_linear.grouped_mlp_sorted`.
+            m_splits: see :func:`grouped_linear.grouped_mlp_sorted`.
+            row_weights: see :func:`grouped_linear.grouped_mlp_sorted`.
+            is_first_microbatch: see :meth:`forward`.
+
+        Raises:
+            RuntimeError: as :func:`grouped_linear.grouped_mlp_sorted` and :meth:`forward`.
+            TypeError: as :func:`grouped_linear.grouped_mlp_sorted`.
+            ValueError: as :meth:`forward`, or where a dispatcher of this package sorts.
+
+        >>> class Experts(GroupedMLP):
+        ...     def forward(self, x, m_splits):
+        ...         return self.forward_sorted(x, m_splits)
+        >>> Experts(4, 16, 32)(torch.randn(10, 16), torch.tensor([3, 0, 5, 2])).shape
+        torch.Size([10, 16])
+        """
+        if self.dispatcher is not None:
+            raise ValueError("GroupedMLP: forward_sorted is for rows that no dispatcher sorts")
+        weights, biases, options = self._of_call(x, is_first_microbatch)
+        inside = Inside(self.activation, self.save_gate_up_in_fp8)
+        return apply_mlp_sorted(
+            x, m_splits, row_weights, weights, biases, self._recipe, options, inside
+        )
+
+    def _of_call(
+        self, x: Tensor, is_first_microbatch: Tensor | bool | None
+    ) -> tuple[tuple[Any, Any], tuple[Any, Any], tuple[LinearOptions, LinearOptions]]:
+        """Weights, biases and options of both layers."""
         stores_weight = self.gate_up_proj_cache is not None or self.quantized_weight
         first = read_flag("GroupedMLP", is_first_microbatch, x, self._recipe, stores_weight)
         fused = self.fuse_wgrad_accumulation and torch.is_grad_enabled()
@@ -257,28 +321,8 @@ class GroupedMLP(nn.Module):
             "gate_up_proj", gate_up, self.gate_up_proj_state, self.gate_up_proj_cache
         )
         of_down = options("down_proj", down, self.down_proj_state, self.down_proj_cache)
-        weights: tuple[Any, Any] = (gate_up, down)
-        biases: tuple[Any, Any] = (self.gate_up_proj_bias, self.down_proj_bias)
-        if self.dispatcher is not None:
-            if max_rows is not None:
-                raise ValueError(
-                    "GroupedMLP: max_rows is the dispatcher's to choose where experts are on "
-                    "several processes: give it a capacity_factor"
-                )
-            weights = local_part(weights[0]), local_part(weights[1])
-            biases = local_part(biases[0]), local_part(biases[1])
-        return apply_mlp(
-            x,
-            top_k_weights,
-            top_k_index,
-            weights,
-            biases,
-            self._recipe,
-            (of_gate_up, of_down),
-            Inside(self.activation, self.save_gate_up_in_fp8),
-            max_rows,
-            self.dispatcher,
-        )
+        biases = self.gate_up_proj_bias, self.down_proj_bias
+        return (gate_up, down), biases, (of_gate_up, of_down)
 
     def extra_repr(self) -> str:
         """The options that tell layers apart."""

@@ -1,0 +1,439 @@
+"""The MLP as a function of tokens and the experts chosen for them, or of sorted rows.
+
+T tokens, C experts chosen for a token, R rows, E experts, H features of a token, F features inside
+an expert, G = 2 F for gate and up together, or F without a gate.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from grouped_linear import ops
+from grouped_linear.autograd.activation import Inside
+from grouped_linear.autograd.context import (
+    PLAIN_CALL,
+    LinearContext,
+    LinearOptions,
+    StoredWeight,
+)
+from grouped_linear.autograd.mlp import GroupedMLPFunction
+from grouped_linear.autograd.routing import truncate_routing
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
+from grouped_linear.nn.dispatcher import TokenDispatcher
+from grouped_linear.nn.functional import (
+    as_rows,
+    autocast_dtype,
+    autocast_weights,
+    check_bias,
+    check_dtypes,
+    check_num_splits,
+    check_splits,
+    check_tensors,
+    splits_on,
+)
+from grouped_linear.nn.options import check_flags, check_recipe
+from grouped_linear.ops.activation import PLAIN, SwiGLU
+from grouped_linear.ops.elementwise import Activation
+from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.quantized.weight import quantized_weight_of
+from grouped_linear.recipes import UNQUANTIZED, Recipe, RecipeState
+
+
+def check_activation(op: str, activation: SwiGLU | Activation) -> None:
+    """Raise ValueError for what is no activation."""
+    if not isinstance(activation, SwiGLU | Activation):
+        raise ValueError(f"{op}: activation must be a SwiGLU or an Activation, got {activation!r}")
+
+
+def grouped_mlp(
+    x: Tensor,
+    top_k_weights: Tensor,
+    top_k_index: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    recipe: Recipe | None = None,
+    state: tuple[RecipeState, RecipeState] | None = None,
+    *,
+    gate_up_proj_bias: Tensor | None = None,
+    down_proj_bias: Tensor | None = None,
+    activation: SwiGLU | Activation = PLAIN,
+    max_rows: int | None = None,
+    save_gate_up_in_fp8: bool = False,
+) -> Tensor:
+    """Send each token through its experts and sum their weighted outputs. Differentiable.
+
+    With e = top_k_index[t, c] for the C experts of token t::
+
+        gate, up = (gate_up_proj[e] @ x[t] + gate_up_proj_bias[e]).chunk(2)
+        y[t] = sum over c of
+            top_k_weights[t, c] * (down_proj[e] @ (silu(gate) * up) + down_proj_bias[e])
+
+    This is with the default activation. Others are :class:`grouped_linear.SwiGLU` with options,
+    :class:`grouped_linear.GeGLU`, :class:`grouped_linear.SquaredReLU`, and any
+    :class:`grouped_linear.Activation`.
+
+    The host reads nothing and every shape is static, so routing is data: no recompile, one CUDA
+    graph for any routing. Rows are gathered, and no two threads add to one element: equal inputs
+    give equal bits, gradients included. SwiGLU is computed in float32 and rounded once, and so is
+    the weighted sum. ``Float8BlockScaling`` gathers, weights and computes SwiGLU and its gradient
+    in the passes that quantize, with the bits of separate passes.
+
+    Under torch.autocast GEMMs compute in the autocast dtype, as torch.nn.functional.linear does.
+
+    Args:
+        x: [..., H] bfloat16, float16 or float32; H and F are multiples of 16.
+        top_k_weights: [..., C], of any floating dtype; used in float32.
+        top_k_index: [..., C] int32 or int64, the experts chosen. A number outside [0, E) stands for
+            no expert: it adds nothing, whatever x holds there.
+        gate_up_proj: [E, 2 F, H]: gate, then up, or as activation says; [E, F, H] for one without a
+            gate. Without a recipe of x's dtype; the quantizing recipes read any of the three. Under
+            ``Float8BlockScaling`` it may also be a :class:`grouped_linear.GroupedTensor`, which is
+            read as it is.
+        down_proj: [E, H, F], the same.
+        recipe: how the GEMMs are computed; None for x's dtype.
+        state: of gate_up_proj and of down_proj, under a recipe that has a state:
+            ``DelayedScaling``.
+        gate_up_proj_bias: [E, 2 F] or [E, F], features as in gate_up_proj, of any of the three
+            dtypes, which its gradient has, too; None adds nothing.
+        down_proj_bias: [E, H], the same.
+        activation: what replaces ``silu(gate) * up``, and how gate and up lie in gate_up_proj.
+            SwiGLU is fused with what is before or after it; torch operations compute the others.
+        max_rows: how many choices, of all tokens, memory is allocated for; None for all of them. It
+            saves memory, and the time to clear what is not used, where most choices are of no
+            expert. If there are more, the last ones, sorted by expert and then by token, are
+            dropped as if they were of no expert. On the device
+            ``((top_k_index >= 0) & (top_k_index < E)).sum()`` counts them.
+        save_gate_up_in_fp8: keep the activation's input for the backward in e4m3, with a scale for
+            each 128 features of a row, as DeepSeek-V3 was trained. That halves what an expert layer
+            keeps and takes two passes. Outputs are the same; gradients of what is before the
+            activation, and down_proj's, have an error of FP8's size.
+
+    Returns:
+        [..., H] of x's dtype, or autocast's.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or number of features.
+        TypeError: for what is no tensor.
+        ValueError: for ``max_rows`` below 0, what is no recipe, a recipe without the state that it
+            needs, a state without such a recipe, or a quantized weight under another recipe than
+            ``Float8BlockScaling``.
+
+    >>> x, scores = torch.randn(5, 16), torch.randn(5, 4).softmax(dim=-1)
+    >>> gate_up_proj, down_proj = torch.randn(4, 64, 16), torch.randn(4, 16, 32)
+    >>> grouped_mlp(x, *scores.topk(2), gate_up_proj, down_proj).shape
+    torch.Size([5, 16])
+    """
+    check_flags("grouped_mlp", save_gate_up_in_fp8=save_gate_up_in_fp8)
+    options = _options_of("grouped_mlp", recipe, state)
+    w, biases = (gate_up_proj, down_proj), (gate_up_proj_bias, down_proj_bias)
+    return apply_mlp(
+        x,
+        top_k_weights,
+        top_k_index,
+        w,
+        biases,
+        recipe,
+        options,
+        Inside(activation, save_gate_up_in_fp8),
+        max_rows,
+    )
+
+
+def grouped_mlp_sorted(
+    x: Tensor,
+    m_splits: Tensor | Sequence[int],
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    row_weights: Tensor | None = None,
+    recipe: Recipe | None = None,
+    state: tuple[RecipeState, RecipeState] | None = None,
+    *,
+    gate_up_proj_bias: Tensor | None = None,
+    down_proj_bias: Tensor | None = None,
+    activation: SwiGLU | Activation = PLAIN,
+    save_gate_up_in_fp8: bool = False,
+) -> Tensor:
+    """Send each group of rows through its expert. Differentiable.
+
+    :func:`grouped_mlp` for rows that a dispatcher has sorted by expert. For expert e and its rows
+    r::
+
+        gate, up = (gate_up_proj[e] @ x[r] + gate_up_proj_bias[e]).chunk(2)
+        y[r] = row_weights[r] * (down_proj[e] @ (silu(gate) * up) + down_proj_bias[e])
+
+    Nothing is gathered or summed. For the backward x as it came and the activation's input are
+    kept.
+
+    Args:
+        x: [R, H] bfloat16, float16 or float32, rows sorted by expert.
+        m_splits: [E] rows of each expert, int32 or int64. A tensor on x's device is never read by
+            the host; a list or a tensor elsewhere is copied there. Their sum may be less than R.
+        gate_up_proj: see :func:`grouped_mlp`.
+        down_proj: see :func:`grouped_mlp`.
+        row_weights: [R], of any floating dtype; used in float32. None for ones, which is faster.
+        recipe: see :func:`grouped_mlp`.
+        state: see :func:`grouped_mlp`.
+        gate_up_proj_bias: see :func:`grouped_mlp`.
+        down_proj_bias: see :func:`grouped_mlp`.
+        activation: see :func:`grouped_mlp`.
+        save_gate_up_in_fp8: see :func:`grouped_mlp`.
+
+    Returns:
+        [R, H] of x's dtype, or autocast's; zero in rows at and past sum(m_splits).
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype, device or number of features, and on CPU for wrong
+            m_splits.
+        TypeError: for what is no tensor.
+        ValueError: as :func:`grouped_mlp`.
+
+    >>> x, m_splits = torch.randn(10, 16), torch.tensor([3, 0, 5, 2])
+    >>> gate_up_proj, down_proj = torch.randn(4, 64, 16), torch.randn(4, 16, 32)
+    >>> grouped_mlp_sorted(x, m_splits, gate_up_proj, down_proj).shape
+    torch.Size([10, 16])
+    """
+    check_flags("grouped_mlp_sorted", save_gate_up_in_fp8=save_gate_up_in_fp8)
+    return apply_mlp_sorted(
+        x,
+        m_splits,
+        row_weights,
+        (gate_up_proj, down_proj),
+        (gate_up_proj_bias, down_proj_bias),
+        recipe,
+        _options_of("grouped_mlp_sorted", recipe, state),
+        Inside(activation, save_gate_up_in_fp8),
+    )
+
+
+def _options_of(
+    op: str, recipe: Recipe | None, state: tuple[RecipeState, RecipeState] | None
+) -> tuple[LinearOptions, LinearOptions]:
+    """The options of both layers in a call without a module."""
+    check_recipe(op, recipe)
+    if (state is not None) != (recipe is not None and recipe.has_state):
+        raise ValueError(
+            f"{op}: a recipe that has a state, and no other, takes two of them, "
+            f"got recipe {recipe} and state {state}"
+        )
+    if state is None:
+        return PLAIN_CALL, PLAIN_CALL
+    gate_up, down = state
+    return LinearOptions(gate_up.quantizer_states()), LinearOptions(down.quantizer_states())
+
+
+def _check_choices(
+    x: Tensor, top_k_weights: Tensor, top_k_index: Tensor, max_rows: int | None
+) -> None:
+    """Check what is chosen for tokens, in callers' words."""
+    if any(t.dim() == 0 or t.size(-1) == 0 for t in (top_k_weights, top_k_index)):
+        raise RuntimeError(
+            "grouped_mlp: top_k_weights and top_k_index must be [..., C] with C positive, got "
+            f"{list(top_k_weights.shape)} and {list(top_k_index.shape)}"
+        )
+    if x.dim() == top_k_weights.dim() == top_k_index.dim() and torch.compiler.is_compiling():
+        for t in (top_k_weights, top_k_index):
+            for i in range(x.dim() - 1):  # unknown sizes are assumed to be equal
+                torch._check(
+                    x.size(i) == t.size(i),
+                    lambda: "grouped_mlp: x, top_k_weights and top_k_index differ in their tokens",
+                )
+    elif not x.shape[:-1] == top_k_weights.shape[:-1] == top_k_index.shape[:-1]:
+        shapes = ", ".join(str(list(t.shape)) for t in (x, top_k_weights, top_k_index))
+        raise RuntimeError(
+            f"grouped_mlp: x, top_k_weights and top_k_index differ in their tokens: {shapes}"
+        )
+    if top_k_weights.size(-1) != top_k_index.size(-1):
+        raise RuntimeError(
+            f"grouped_mlp: C differs: top_k_weights has {top_k_weights.size(-1)}, top_k_index "
+            f"{top_k_index.size(-1)}"
+        )
+    if top_k_index.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(
+            f"grouped_mlp: top_k_index must be int32 or int64, got {dtype_name(top_k_index.dtype)}"
+        )
+    if max_rows is not None and torch.compiler.is_compiling():  # it may be computed from x's size
+        torch._check(max_rows >= 0, lambda: "grouped_mlp: max_rows must not be negative")
+    elif max_rows is not None and max_rows < 0:
+        raise ValueError(f"grouped_mlp: max_rows must not be negative, got {max_rows}")
+
+
+def _check_weights(
+    op: str,
+    x_TH: Tensor,
+    projections: tuple[Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None],
+    gated: bool,
+) -> None:
+    """Check the parameters' sizes. Ops check everything in their words."""
+    gate_up_proj, down_proj = projections
+    if gate_up_proj.dim() != 3 or gate_up_proj.size(2) != x_TH.size(1):
+        raise RuntimeError(
+            f"{op}: gate_up_proj must be [E, {'2 F' if gated else 'F'}, {x_TH.size(1)}], as x "
+            f"has {x_TH.size(1)} features, got {list(gate_up_proj.shape)}"
+        )
+    E, _, H = gate_up_proj.shape
+    if down_proj.dim() != 3 or down_proj.shape[:2] != (E, H):
+        raise RuntimeError(
+            f"{op}: down_proj must be [{E}, {H}, F], as gate_up_proj has {E} experts of "
+            f"{H} features, got {list(down_proj.shape)}"
+        )
+    if (1 + gated) * down_proj.size(2) != gate_up_proj.size(1):
+        raise RuntimeError(
+            f"{op}: F differs: down_proj has {down_proj.size(2)}, gate_up_proj "
+            f"{gate_up_proj.size(1)} {'for gate and up' if gated else 'without a gate'}"
+        )
+    for name, w, bias in zip(("gate_up_proj", "down_proj"), projections, biases, strict=True):
+        check_bias(bias, op, f"{name}_bias")
+        if bias is not None and bias.shape != w.shape[:2]:
+            raise RuntimeError(
+                f"{op}: {name}_bias must be {list(w.shape[:2])}, as {name} is "
+                f"{list(w.shape)}, got {list(bias.shape)}"
+            )
+
+
+def _contexts(
+    op: str,
+    x_TH: Tensor,
+    leaves: tuple[Tensor | None, ...],
+    projections: tuple[Tensor, Tensor],
+    recipe: Recipe | None,
+    options: tuple[LinearOptions, LinearOptions],
+    dtype: torch.dtype | None,
+) -> tuple[list[LinearContext], list[Tensor]]:
+    """The contexts of both layers, and the weights that autograd differentiates.
+
+    Args:
+        leaves: with the gradient of any of these the second layer's dgrad runs; the first is x.
+        dtype: autocast's, or None.
+    """
+    not_none = UNQUANTIZED if recipe is None else recipe
+    grad_enabled = torch.is_grad_enabled()
+    need_dh = grad_enabled and any(t is not None and t.requires_grad for t in leaves)
+    need_x = grad_enabled and leaves[0] is not None and leaves[0].requires_grad
+    contexts, grad_inputs = [], []
+    for name, w, given, columnwise in zip(
+        ("gate_up_proj", "down_proj"), projections, options, (need_x, need_dh), strict=True
+    ):
+        own = given
+        if isinstance(w, GroupedTensor):
+            quantized = quantized_weight_of(op, w, recipe, columnwise)
+            own = given._replace(stored=StoredWeight(quantized))
+        cast = (w,) if dtype is None else autocast_weights((w,), not_none, dtype)
+        check_dtypes(op, x_TH, name, cast[0], not_none)
+        contexts.append(LinearContext(not_none, grad_enabled, cast, own))
+        grad_inputs.append(cast[0] if own.main_grad is None else w)
+    return contexts, grad_inputs
+
+
+def apply_mlp(
+    x: Tensor,
+    top_k_weights: Tensor,
+    top_k_index: Tensor,
+    projections: tuple[Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None],
+    recipe: Recipe | None,
+    options: tuple[LinearOptions, LinearOptions],
+    inside: Inside,
+    max_rows: int | None = None,
+    dispatcher: TokenDispatcher | None = None,
+) -> Tensor:
+    """Compute :func:`grouped_mlp` with the options that :class:`GroupedMLP` has besides.
+
+    Args:
+        x: [..., H].
+        top_k_weights: [..., C].
+        top_k_index: [..., C].
+        projections: gate_up_proj [E, G, H] and down_proj [E, H, F].
+        biases: of both, [E, G] and [E, H], or None.
+        recipe: how the GEMMs are computed.
+        options: what differs from a plain call, of gate_up_proj and of down_proj.
+        inside: what lies between the two layers.
+        max_rows: see :func:`grouped_mlp`; with a dispatcher it decides.
+        dispatcher: where the experts of `projections` are those of one process of several.
+    """
+    check_activation("grouped_mlp", inside.activation)
+    names = "x", "top_k_weights", "top_k_index", "gate_up_proj", "down_proj"
+    check_tensors("grouped_mlp", names, (x, top_k_weights, top_k_index, *projections))
+    dtype = autocast_dtype(x.device)
+    x_TH = as_rows("grouped_mlp", x)
+    _check_choices(x, top_k_weights, top_k_index, max_rows)
+    _check_weights("grouped_mlp", x_TH, projections, biases, inside.activation.gated)
+    if dtype is not None and x.dtype in ACTIVATIONS:
+        x_TH = x_TH.to(dtype)
+    leaves = x, top_k_weights, projections[0], biases[0]
+    contexts, grad_inputs = _contexts(
+        "grouped_mlp", x_TH, leaves, projections, recipe, options, dtype
+    )
+    index_TC = top_k_index.reshape(-1, top_k_index.size(-1))
+    weights_TC = top_k_weights.reshape(-1, top_k_weights.size(-1))
+    dispatched = None
+    if dispatcher is not None:
+        dispatched = dispatcher.dispatch(x_TH, weights_TC, index_TC)
+        x_TH, weights_TC, index_TC, max_rows, _ = dispatched
+    routing = ops.sort_by_expert(index_TC, projections[0].size(0))
+    if max_rows is not None:
+        routing = truncate_routing(routing, max_rows)
+    # A choice of no expert points to a row of zeros, which a weight of NaN would spoil.
+    weights_TC = weights_TC.masked_fill(routing.row >= routing.offs[-1], 0)
+    y_TH: Tensor = GroupedMLPFunction.apply(
+        *contexts, inside, x_TH, weights_TC, *grad_inputs, *biases, *routing
+    )
+    if dispatcher is not None and dispatched is not None:
+        y_TH = dispatcher.combine(y_TH, dispatched)
+    return y_TH if x.dim() == 2 else y_TH.reshape(x.shape)
+
+
+def apply_mlp_sorted(
+    x: Tensor,
+    m_splits: Tensor | Sequence[int],
+    row_weights: Tensor | None,
+    projections: tuple[Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None],
+    recipe: Recipe | None,
+    options: tuple[LinearOptions, LinearOptions],
+    inside: Inside,
+) -> Tensor:
+    """Compute :func:`grouped_mlp_sorted` with the options that :class:`GroupedMLP` has besides.
+
+    Args:
+        x: [R, H].
+        m_splits: [E].
+        row_weights: [R] or None.
+        projections: gate_up_proj [E, G, H] and down_proj [E, H, F].
+        biases: of both, [E, G] and [E, H], or None.
+        recipe: how the GEMMs are computed.
+        options: what differs from a plain call, of gate_up_proj and of down_proj.
+        inside: what lies between the two layers.
+    """
+    op = "grouped_mlp_sorted"
+    check_activation(op, inside.activation)
+    check_tensors(op, ("x", "gate_up_proj", "down_proj"), (x, *projections))
+    if x.dim() != 2:
+        raise RuntimeError(f"{op}: x must be [R, H], got shape {list(x.shape)}")
+    dtype, device = autocast_dtype(x.device), x.device
+    _check_weights(op, x, projections, biases, inside.activation.gated)
+    check_splits(op, m_splits)
+    check_num_splits(op, m_splits, "gate_up_proj", len(projections[0]))
+    if row_weights is not None:
+        check_tensors(op, ("row_weights",), (row_weights,))
+        if row_weights.dim() == 1 and torch.compiler.is_compiling():  # unknown sizes are assumed
+            torch._check(
+                row_weights.size(0) == x.size(0), lambda: f"{op}: row_weights and x differ in R"
+            )
+        elif row_weights.shape != x.shape[:1]:
+            raise RuntimeError(
+                f"{op}: row_weights must be [{x.size(0)}], one of each row, got "
+                f"{list(row_weights.shape)}"
+            )
+    x_RH = x if dtype is None or x.dtype not in ACTIVATIONS else x.to(dtype)
+    leaves = x, row_weights, projections[0], biases[0]
+    contexts, grad_inputs = _contexts(op, x_RH, leaves, projections, recipe, options, dtype)
+    offs_E = ops.splits_to_offsets(splits_on(m_splits, device), x.size(0))
+    if row_weights is not None:  # a row of no expert is zero, which a weight of NaN would spoil
+        row_R = torch.arange(x.size(0), dtype=torch.int32, device=device)
+        row_weights = row_weights.masked_fill(row_R >= offs_E[-1], 0)
+    y_RH: Tensor = GroupedMLPFunction.apply(
+        *contexts, inside, x_RH, row_weights, *grad_inputs, *biases, offs_E
+    )
+    return y_RH

@@ -1,0 +1,276 @@
+"""grouped_mlp_sorted and GroupedMLP.forward_sorted: rows that a dispatcher has sorted by expert.
+
+R rows, E experts, H features of a token, F features of an expert.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from grouped_linear import (
+    DelayedScaling,
+    DelayedScalingState,
+    Float8BlockScaling,
+    GeGLU,
+    GroupedMLP,
+    Recipe,
+    SquaredReLU,
+    SwiGLU,
+    grouped_mlp,
+    grouped_mlp_sorted,
+)
+from grouped_linear.ops.elementwise import Activation
+from support.calls import Calls
+from support.compare import assert_same_bits
+from support.devices import OPS, devices, needs_gpu
+from support.errors import sentence
+from support.graphs import STRICT_GRAPHS
+from support.recipes import MORE_RECIPES
+from support.tensors import BF16, DTYPES, FP32
+
+R, E, H, F = 150, 5, 144, 80
+SPLITS = [40, 0, 31, 1, 60]  # 18 rows belong to no expert
+DEVICES = pytest.mark.parametrize("device", devices(*OPS))
+RECIPES = pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
+KINDS: dict[str, tuple[SwiGLU | Activation, bool]] = {
+    "plain": (SwiGLU(), False),
+    "gpt_oss": (SwiGLU(alpha=1.702, beta=1.0, limit=1.5, interleaved=True), True),
+    "gelu": (GeGLU(), True),
+    "relu2": (SquaredReLU(), False),
+}
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+def leaves_of(kind: str, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """x, the rows' weights, gate_up_proj and down_proj, and their biases."""
+    torch.manual_seed(0)
+    activation, bias = KINDS[kind]
+    G = 2 * F if activation.gated else F
+    drawn = [
+        torch.randn(R, H).to(dtype),
+        torch.rand(R),
+        (torch.randn(E, G, H) / H**0.5).to(dtype),
+        (torch.randn(E, H, F) / F**0.5).to(dtype),
+    ]
+    if bias:
+        drawn += [torch.randn(E, G).to(dtype), torch.randn(E, H).to(dtype)]
+    return [t.to(device).requires_grad_() for t in drawn]
+
+
+def states_of(recipe: Recipe | None, device: str) -> Any:
+    if not isinstance(recipe, DelayedScaling):
+        return None
+    return DelayedScalingState(recipe, E, device), DelayedScalingState(recipe, E, device)
+
+
+def options_of(kind: str, biases: tuple[Tensor, ...]) -> dict[str, Any]:
+    names = "gate_up_proj_bias", "down_proj_bias"
+    return {"activation": KINDS[kind][0], **dict(zip(names, biases, strict=False))}
+
+
+def ours(kind: str, recipe: Recipe | None, device: str) -> Callable[..., Tensor]:
+    m_splits, states = torch.tensor(SPLITS, device=device), states_of(recipe, device)
+
+    def mlp(x: Tensor, weights: Tensor | None, *parameters: Tensor) -> Tensor:
+        gate_up, down, *biases = parameters
+        call = x, m_splits, gate_up, down, weights, recipe, states
+        return grouped_mlp_sorted(*call, **options_of(kind, tuple(biases)))
+
+    return mlp
+
+
+def by_choice(kind: str, recipe: Recipe | None, device: str) -> Callable[..., Tensor]:
+    """grouped_mlp, with the expert of each row chosen for it."""
+    sizes = [*SPLITS, R - sum(SPLITS)]
+    experts = torch.arange(E + 1).repeat_interleave(torch.tensor(sizes))[:, None].to(device)
+    states = states_of(recipe, device)
+
+    def mlp(x: Tensor, weights: Tensor | None, *parameters: Tensor) -> Tensor:
+        gate_up, down, *biases = parameters
+        weights = torch.ones(R, device=device) if weights is None else weights
+        call = x, weights[:, None], experts, gate_up, down, recipe, states
+        return grouped_mlp(*call, **options_of(kind, tuple(biases)))
+
+    return mlp
+
+
+def run(call: Callable[..., Tensor], leaves: list[Tensor | None]) -> list[Tensor]:
+    """The output, and the gradients of all leaves."""
+    y = call(*leaves)
+    torch.manual_seed(1)
+    dy = torch.randn(R, H).to(y)
+    return [y.detach(), *torch.autograd.grad(y, [t for t in leaves if t is not None], dy)]
+
+
+@DEVICES
+@EVERY_KIND
+@RECIPES
+@pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "plain"])
+def test_bits_of_grouped_mlp(weighted: bool, recipe: Recipe | None, kind: str, device: str) -> None:
+    leaves: list[Any] = leaves_of(kind, device, BF16)
+    if not weighted:
+        leaves[1] = None
+    actual, expected = (run(of(kind, recipe, device), leaves) for of in (ours, by_choice))
+    for a, e in zip(actual, expected, strict=True):
+        assert_same_bits(a, e)
+    assert not actual[0][sum(SPLITS) :].any()
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_what_no_expert_has(dtype: torch.dtype, device: str) -> None:
+    """NaN in rows and weights of no expert reaches nothing."""
+    leaves = leaves_of("plain", device, dtype)
+    clean = run(ours("plain", None, device), leaves)
+    with torch.no_grad():
+        leaves[0][sum(SPLITS) :] = torch.nan
+        leaves[1][sum(SPLITS) :] = torch.nan
+    spoilt = run(ours("plain", None, device), leaves)
+    for a, e in zip(spoilt, clean, strict=True):
+        assert_same_bits(a, e)
+
+
+@DEVICES
+def test_nothing_is_gathered_or_summed(device: str) -> None:
+    leaves: list[Any] = leaves_of("plain", device, BF16)
+    leaves[1] = None
+    with Calls() as calls:
+        run(ours("plain", None, device), leaves)
+    assert calls.counts == {
+        "splits_to_offsets": 1,
+        "grouped_mm_swiglu": 1,
+        "grouped_mm_swiglu_grad": 1,
+        "grouped_mm": 2,
+        "grouped_mm_wgrad": 2,
+    }
+
+
+@DEVICES
+@pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
+def test_keeps_x_and_gate_up(recipe: Recipe | None, device: str) -> None:
+    leaves: list[Any] = leaves_of("plain", device, BF16)
+    leaves[1] = None
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        ours("plain", recipe, device)(*leaves)
+    of_rows = [t for t in kept if t.size(0) == R]
+    assert {t.data_ptr() for t in of_rows if t.size(1) == H} == {leaves[0].data_ptr()}
+    assert [t.shape for t in of_rows if t.size(1) != H] == [(R, 2 * F)]
+
+
+@DEVICES
+@pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
+def test_the_module_compiled_in_one_graph(recipe: Recipe | None, device: str) -> None:
+    """For any sizes, and any number of rows."""
+
+    class Experts(GroupedMLP):
+        def forward(self, x: Tensor, m_splits: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
+            return self.forward_sorted(x, m_splits, weights)
+
+    mlp = Experts(E, H, F, recipe=recipe, device=device, dtype=BF16, bias=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(mlp, fullgraph=True, backend=counter)
+    for rows in (0, 1, 90, 33):
+        x = torch.randn(rows, H, device=device, dtype=BF16, requires_grad=True)
+        weights = torch.rand(rows, device=device, requires_grad=True)
+        m_splits = torch.full((E,), rows // E, device=device)
+        for t in (x, weights):
+            torch._dynamo.decorators.mark_unbacked(t, 0)
+        results = []
+        for call in (compiled, mlp):
+            y = call(x, m_splits, weights)
+            gradients = torch.autograd.grad(y.square().sum(), [x, weights, *mlp.parameters()])
+            results.append([y, *gradients])
+        for a, e in zip(*results, strict=True):
+            assert_same_bits(a, e)
+    assert counter.frame_count == 1
+
+
+@needs_gpu
+@pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
+def test_in_a_cuda_graph(recipe: Recipe | None) -> None:
+    mlp = GroupedMLP(E, H, F, recipe=recipe, device="cuda", dtype=BF16)
+    call = torch.compile(mlp.forward_sorted, fullgraph=True, options=STRICT_GRAPHS)
+    for seed in range(6):
+        torch.manual_seed(seed)
+        x = torch.randn(R, H, device="cuda", dtype=BF16, requires_grad=True)
+        m_splits = torch.randint(R // E, (E,), device="cuda")
+        found = []
+        for one in (call, mlp.forward_sorted):
+            torch.compiler.cudagraph_mark_step_begin()
+            y = one(x, m_splits)
+            gradients = torch.autograd.grad(y.square().sum(), [x, *mlp.parameters()])
+            found.append([t.detach().clone() for t in (y, *gradients)])
+        for a, e in zip(*found, strict=True):
+            assert (a.double() - e.double()).norm() < 2.0**-6 * e.double().norm()
+
+
+@DEVICES
+def test_caches_and_main_grad(device: str) -> None:
+    """Two micro-batches into caches and main_grad, as forward has them."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"recipe": Float8BlockScaling(), "device": device}
+    mlp = GroupedMLP(E, H, F, cache_weights=True, fuse_wgrad_accumulation=True, **options)
+    plain = GroupedMLP(E, H, F, **options)
+    plain.load_state_dict({n: p for n, p in mlp.state_dict().items() if n.endswith("proj")})
+    for p in mlp.parameters():
+        p.main_grad = torch.empty_like(p)
+    m_splits = torch.tensor(SPLITS, device=device)
+    for i in range(2):
+        x = torch.randn(R, H, device=device)
+        for one, first in ((mlp, i == 0), (plain, None)):
+            one.forward_sorted(x, m_splits, None, first).square().mean().backward()
+    for p, expected in zip(mlp.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.main_grad, expected.grad)
+
+
+def test_mistakes() -> None:
+    mlp = GroupedMLP(E, H, F)
+    x, m_splits = torch.randn(R, H), torch.tensor(SPLITS)
+    op = "grouped_mlp_sorted"
+    mistakes: dict[str, Callable[[], object]] = {
+        f"{op}: x must be [R, H], got shape [2, 75, 144]": (
+            lambda: mlp.forward_sorted(x.view(2, 75, H), m_splits)
+        ),
+        f"{op}: E differs: m_splits has 4, gate_up_proj 5": (
+            lambda: mlp.forward_sorted(x, m_splits[1:])
+        ),
+        f"{op}: m_splits must be a tensor or a list, the rows of each group, got 7": (
+            lambda: mlp.forward_sorted(x, 7)  # type: ignore[arg-type]
+        ),
+        f"{op}: row_weights must be [150], one of each row, got [149]": (
+            lambda: mlp.forward_sorted(x, m_splits, torch.ones(R - 1))
+        ),
+        f"{op}: gate_up_proj must be [E, 2 F, 128], as x has 128 features, got [5, 160, 144]": (
+            lambda: mlp.forward_sorted(x[:, :128], m_splits)
+        ),
+        f"{op}: x is bfloat16, gate_up_proj float32: cast one of them, or use torch.autocast": (
+            lambda: mlp.forward_sorted(x.bfloat16(), m_splits)
+        ),
+        f"{op}: activation must be a SwiGLU or an Activation, got None": (
+            lambda: grouped_mlp_sorted(x, m_splits, *mlp.parameters(), activation=None)  # type: ignore[arg-type]
+        ),
+        f"{op}: a recipe that has a state, and no other, takes two of them, got recipe "
+        f"{DelayedScaling()} and state None": (
+            lambda: grouped_mlp_sorted(x, m_splits, *mlp.parameters(), recipe=DelayedScaling())
+        ),
+    }
+    kinds = (RuntimeError, ValueError, TypeError)
+    assert {s: sentence(call, kinds) for s, call in mistakes.items()} == {s: s for s in mistakes}
+
+
+@DEVICES
+def test_autocast_and_a_list_of_sizes(device: str) -> None:
+    mlp = GroupedMLP(E, H, F, device=device)
+    x = torch.randn(R, H, device=device, dtype=FP32, requires_grad=True)
+    with torch.autocast(device, dtype=BF16):
+        y = mlp.forward_sorted(x, SPLITS)
+    parameters = [p.to(BF16) for p in mlp.parameters()]
+    assert_same_bits(y, grouped_mlp_sorted(x.to(BF16), SPLITS, *parameters))
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == FP32
