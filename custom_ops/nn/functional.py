@@ -105,7 +105,8 @@ def check_num_splits(op: str, m_splits: Tensor | Sequence[int], name: str, E: in
     """Raise RuntimeError unless there is a size for each of the weight's groups."""
     sizes = m_splits.shape if isinstance(m_splits, Tensor) else (len(m_splits),)
     if len(sizes) == 1 and torch.compiler.is_compiling():  # an unknown size is assumed to be E
-        torch._check(sizes[0] == E, lambda: f"{op}: m_splits and {name} differ in E")
+        # Dynamo of torch 2.11 takes no message with variables.
+        torch._check(sizes[0] == E, lambda: "grouped_linear: m_splits and weight differ in E")
     elif len(sizes) == 1 and sizes[0] != E:
         raise RuntimeError(f"{op}: E differs: m_splits has {sizes[0]}, {name} {E}")
 

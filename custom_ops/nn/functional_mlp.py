@@ -419,7 +419,8 @@ def apply_mlp_sorted(
         check_tensors(op, ("row_weights",), (row_weights,))
         if row_weights.dim() == 1 and torch.compiler.is_compiling():  # unknown sizes are assumed
             torch._check(
-                row_weights.size(0) == x.size(0), lambda: f"{op}: row_weights and x differ in R"
+                row_weights.size(0) == x.size(0),
+                lambda: "grouped_mlp_sorted: row_weights and x differ in R",
             )
         elif row_weights.shape != x.shape[:1]:
             raise RuntimeError(
