@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grouped_linear import (
     DelayedScaling,
@@ -24,6 +24,7 @@ from grouped_linear import (
     SwiGLU,
 )
 from grouped_linear.meta_kernels.rules import ceil_div
+from support.compare import assert_same_bits
 from support.devices import devices
 
 T, C, E, H, F = 96, 2, 4, 64, 80
@@ -116,3 +117,47 @@ def test_a_linear_layer_with_wgrad_in_bf16_keeps_x_itself(
     saved = saved_by(lambda: call(x, m_splits, first), *given)
     [kept] = [t for t in saved if t.size(0) != E]
     assert kept.data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("device", devices("block_scaled_linear", "group_quantize"))
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Float8BlockScaling(requantize_weights=True),
+        Float8CurrentScaling(requantize_weights=True),
+    ],
+    ids=["block", "current"],
+)
+@pytest.mark.parametrize("kind", ["mlp", "linear", "list"])
+def test_nothing_of_weights(kind: str, recipe: Recipe, compiled: bool, device: str) -> None:
+    """Where the backward quantizes them again; every number has the bits that it has otherwise."""
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+    apart = {"bias": False, "single_grouped_weight": kind != "list"}
+
+    def layer_of(recipe: Recipe) -> nn.Module:
+        torch.manual_seed(0)
+        if kind == "mlp":
+            return GroupedMLP(E, H, F, recipe=recipe, **options)
+        return GroupedLinear(E, H, F, recipe=recipe, **apart, **options)
+
+    x = torch.randn(T, H, dtype=torch.bfloat16, device=device, requires_grad=True)
+    scores, m_splits = torch.rand(T, E, device=device), torch.tensor([40, 0, 30, 20]).to(device)
+    inputs = (x, *scores.topk(C)) if kind == "mlp" else (x, m_splits)
+    results, kept = [], []
+    for one in (recipe, type(recipe)()):
+        layer = layer_of(one)
+        call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+        known = [*inputs, *layer.parameters()]
+        outputs: list[Tensor] = []
+        saved = saved_by(lambda: outputs.append(call(*inputs)), *known)  # noqa: B023
+        kept.append(
+            sum(t.nbytes for t in saved if t.dim() == 3 and t.size(0) == E and t.size(2) != 128)
+        )
+        results.append([*outputs, *torch.autograd.grad(outputs[0].sum(), [x, *layer.parameters()])])
+    for a, e in zip(*results, strict=True):
+        assert_same_bits(a, e)
+    scales = 0 if isinstance(recipe, Float8CurrentScaling) else 64
+    weights = 3 * E * F * H if kind == "mlp" else E * F * H
+    assert kept[0] == 0
+    assert weights <= kept[1] <= weights + scales

@@ -212,10 +212,10 @@ def test_module_moves_dtype() -> None:
 
 
 def test_repr() -> None:
-    assert repr(make_layer(bias=False, recipe=Float8BlockScaling())) == (
+    recipe = Float8BlockScaling(amax_epsilon=1e-4, wgrad=BF16)
+    assert repr(make_layer(bias=False, recipe=recipe)) == (
         "GroupedLinear(num_gemms=3, in_features=16, out_features=32, bias=False, "
-        "recipe=Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0, "
-        "share_x_scales=True, wgrad=torch.float8_e4m3fn))"
+        "recipe=Float8BlockScaling(amax_epsilon=0.0001, wgrad=torch.bfloat16))"
     )
 
 

@@ -15,6 +15,7 @@ from grouped_linear.recipes import (
     QuantizedWeight,
     QuantizerState,
     Recipe,
+    Values,
     is_transposed,
 )
 
@@ -83,7 +84,8 @@ class LinearContext(NamedTuple):
 
         A compiled graph has the separate ops: passes look for them, and an op costs no time there.
         """
-        if not self.recipe.has_linear_op or torch.compiler.is_compiling():
+        recipe = self.recipe
+        if not recipe.has_linear_op or recipe.requantize_weights or torch.compiler.is_compiling():
             return False
         weight = self.weights[0]
         return not (self.options.save_input or weight.dim() == 2 or is_transposed(weight))
@@ -113,9 +115,10 @@ class LinearContext(NamedTuple):
         recipe, _, weights, options, _ = self
         state = None if options.states is None else options.states.weight
         if options.stored is None:
-            if weights[0].dim() == 2:
-                return recipe.quantize_weight_list(weights, state, columnwise)
-            return recipe.quantize_weight(weights[0], state, columnwise)
+            if not (columnwise and recipe.requantize_weights):
+                return self._quantized(weights, state, columnwise)
+            w = self._quantized(weights, state, columnwise=False)
+            return w._replace(columnwise=weights if weights[0].dim() == 2 else weights[0])
         quantized, refresh, waits = options.stored
         if waits and refresh is False:
             q = offs_E if x.rowwise_scale is None else x.rowwise
@@ -127,6 +130,22 @@ class LinearContext(NamedTuple):
             flag = None if refresh is True else refresh
             recipe.refresh_weight_(quantized, weights, state, flag)
         return quantized.operands(columnwise)
+
+    def for_dgrad(self, columnwise: Values, scale: Tensor | None) -> tuple[Values, Tensor | None]:
+        """The weight that dgrad multiplies, from what :meth:`weight_operands` gave columnwise."""
+        if self.options.stored is None and self.recipe.requantize_weights:
+            weights = columnwise if isinstance(columnwise, tuple) else (columnwise,)
+            w = self._quantized(weights, None, columnwise=True)
+            assert w.columnwise is not None
+            columnwise, scale = w.columnwise, w.columnwise_scale
+        return self.recipe.for_dgrad(columnwise, scale)
+
+    def _quantized(
+        self, weights: Experts, state: QuantizerState | None, columnwise: bool
+    ) -> Operands:
+        if weights[0].dim() == 2:
+            return self.recipe.quantize_weight_list(weights, state, columnwise)
+        return self.recipe.quantize_weight(weights[0], state, columnwise)
 
     def input_state(self, scale: Tensor | None) -> QuantizerState | None:
         """x's state in the backward, where x is quantized once more and recorded no more."""

@@ -106,7 +106,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         dx_TK = db_EN = None
         dws: tuple[Tensor | None, ...] = (None,) * len(need_weights)
         if need_x:
-            weight = recipe.for_dgrad(tuple(w) if w[0].dim() == 2 else w[0], w_scale)
+            weight = context.for_dgrad(tuple(w) if w[0].dim() == 2 else w[0], w_scale)
             dx_TK = multiply(
                 dy.rowwise, dy.rowwise_scale, *weight, offs_E, None, dy_TN.dtype, transpose_b=True
             )

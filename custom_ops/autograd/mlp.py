@@ -155,7 +155,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             outputs = OutputMask(need_dh, need_down, False)
             dy = routing.quantize_grad_output(recipe, d_out_TH, dy_state, outputs)
         if need_dh:
-            w, w_scale = recipe.for_dgrad(down, down_scale)
+            w, w_scale = down_context.for_dgrad(down, down_scale)
             outputs = OutputMask(need_x, need_gate_up, need_gate_up_bias)
             d_gate_up, h, d_weight_R = grads_of_gate_up(
                 recipe,
@@ -195,7 +195,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             assert d_gate_up.bias_grad is not None
             d_gate_up_bias_EG = d_gate_up.bias_grad.to(ctx.bias_dtypes[0])
         if need_x:
-            w, w_scale = recipe.for_dgrad(gate_up, gate_up_scale)
+            w, w_scale = gate_up_context.for_dgrad(gate_up, gate_up_scale)
             dx_RH = multiply(
                 d_gate_up.rowwise, d_gate_up.rowwise_scale, w, w_scale, offs_E, None, dtype
             )

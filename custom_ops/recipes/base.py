@@ -4,6 +4,7 @@ T rows, R rows sorted by expert, E groups, K in_features, N out_features, H feat
 F features inside an expert, G = 2 F for gate and up together.
 """
 
+from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -159,6 +160,9 @@ class Recipe:
     Where it does not, the layer demands one dtype, and casts the weight under torch.autocast.
     """
 
+    requantize_weights: bool = False
+    """Whether a backward quantizes the weight once more, instead of keeping it from the forward."""
+
     has_state: ClassVar[bool] = False
     """Whether the subclass overrides :meth:`new_state`; set by this class."""
     caches_weights: ClassVar[bool] = False
@@ -170,6 +174,13 @@ class Recipe:
     def has_linear_grad_op(self) -> bool:
         """Whether :meth:`linear_grad` can follow; by default where :meth:`linear` is overridden."""
         return self.has_linear_op
+
+    def __repr__(self) -> str:
+        """The options that are not the defaults, as scikit-learn prints its estimators."""
+        options: tuple[Any, ...] = fields(self) if is_dataclass(self) else ()
+        values = {option.name: getattr(self, option.name) for option in options}
+        changed = (f"{o.name}={values[o.name]!r}" for o in options if values[o.name] != o.default)
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

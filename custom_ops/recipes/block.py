@@ -29,7 +29,7 @@ from grouped_linear.recipes.base import (
 from grouped_linear.recipes.weights import new_fp8_weight, quantize_as_stored
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Float8BlockScaling(AmaxEpsilon, Recipe):
     """FP8 (e4m3) GEMMs with one float32 scale a block.
 
@@ -54,13 +54,16 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
             ``torch.bfloat16`` or ``torch.float16`` where they have another dtype. fprop and dgrad
             are in FP8 either way. In 16 bits a layer keeps x itself for the backward, not a
             columnwise copy in FP8, and quantizes x and dy rowwise only.
+        requantize_weights: quantize weights for dgrad in the backward. Otherwise the forward does,
+            in the pass that quantizes them for fprop, and keeps them: a byte for each number, of
+            all layers at once. Under FSDP2 that is of whole layers, not of shards. Weights that are
+            cached or stored in FP8 are read as they are either way.
 
     Raises:
         ValueError: if ``amax_epsilon`` is negative or not finite, or for another ``wgrad``.
 
-    >>> Float8BlockScaling()
-    Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0, share_x_scales=True,
-                       wgrad=torch.float8_e4m3fn)
+    >>> Float8BlockScaling(wgrad=torch.bfloat16)
+    Float8BlockScaling(wgrad=torch.bfloat16)
     >>> from grouped_linear import GroupedLinear
     >>> layer = GroupedLinear(2, 16, 32, recipe=Float8BlockScaling(wgrad=torch.bfloat16))
     >>> layer(torch.ones(5, 16), [2, 3]).sum().backward()
@@ -72,6 +75,7 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
     amax_epsilon: float = 0.0
     share_x_scales: bool = True
     wgrad: torch.dtype = E4M3
+    requantize_weights: bool = False
 
     reads_any_weight_dtype: ClassVar[bool] = True
 

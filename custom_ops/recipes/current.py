@@ -24,7 +24,7 @@ from grouped_linear.recipes.base import (
 from grouped_linear.recipes.weights import WeightByRefresh, new_fp8_weight, quantize_as_stored
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Float8CurrentScaling(AmaxEpsilon, WeightByRefresh):
     """FP8 GEMMs with one float32 scale a group, from the group's own amax.
 
@@ -40,6 +40,7 @@ class Float8CurrentScaling(AmaxEpsilon, WeightByRefresh):
         amax_epsilon: the smallest amax by which a group is scaled; not negative.
         gradient_dtype: of quantized gradients, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``
             (more range, less precision). Activations and weights are e4m3.
+        requantize_weights: see :class:`grouped_linear.Float8BlockScaling`.
 
     Raises:
         ValueError: for an ``amax_epsilon`` that is negative or not finite, or another dtype.
@@ -51,6 +52,7 @@ class Float8CurrentScaling(AmaxEpsilon, WeightByRefresh):
     power_of_two_scales: bool = False
     amax_epsilon: float = 0.0
     gradient_dtype: torch.dtype = E4M3
+    requantize_weights: bool = False
 
     reads_any_weight_dtype: ClassVar[bool] = True
 

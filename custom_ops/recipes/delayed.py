@@ -28,7 +28,7 @@ from grouped_linear.recipes.base import (
 from grouped_linear.recipes.weights import WeightByRefresh, new_fp8_weight
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DelayedScaling(WeightByRefresh):
     """FP8 GEMMs with one float32 scale a group, from the amax of earlier steps.
 

@@ -24,7 +24,7 @@ from grouped_linear.recipes.weights import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MXFP8BlockScaling(WeightByRefresh):
     """GEMMs of MXFP8 numbers: e4m3 with a power of two as the scale of each 1x32 block.
 
