@@ -115,7 +115,7 @@ def try_pair(python: str, wheel: Path, requirement: str, folder: Path) -> bool:
     """Install a wheel and a torch, and run smoke.py. False where pip may not install that torch."""
     start = time.monotonic()
     inside = new_venv(python, folder)
-    install = ("--python", inside, "install", "-q", "--no-compile", requirement, wheel)
+    install = ("--python", inside, "install", "--no-compile", requirement, wheel)
     name, tried = requirement, True
     try:
         run(*PIP, *install, PIP_CACHE_DIR=str(folder.parent / "cache"))
