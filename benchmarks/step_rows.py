@@ -173,9 +173,10 @@ def plot(rows: Sequence[Row], about: Sequence[str], path: Path) -> bool:
         row_of_axes[0].set_title(SECTIONS[section], loc="left", fontsize=10, fontweight="bold")
     for axes, title in zip(all_axes[-1], panels, strict=True):
         axes.set_xlabel(title)
-    figure.suptitle(about[0].partition(": ")[2].partition(", OMP")[0])
     handles, labels = all_axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    machine = about[0].partition(": ")[2].partition(", OMP")[0]
+    look = {"loc": "outside upper center", "ncols": 3, "frameon": False, "title_fontsize": 12}
+    figure.legend(handles, labels, title=machine, **look)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
