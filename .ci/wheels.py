@@ -132,7 +132,7 @@ def try_pair(python: str, wheel: Path, requirement: str, folder: Path) -> bool:
     finally:
         took = time.monotonic() - start
         say(f"Python {version_of(python)}, {name}: {result} ({took:.0f} s)")
-        shutil.rmtree(folder)
+        remove(folder)
     return tried
 
 
@@ -145,15 +145,22 @@ def check(pythons: list[str], ends: bool) -> None:
         if len(wheels) != 1:
             sys.exit(f"dist/ has {len(wheels)} wheels for Python {version_of(python)}: make wheel")
         pairs += [(python, wheels[0], requirement) for requirement in requirements(ends)]
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(2) as pool:
-        runs = [
-            pool.submit(try_pair, *pair, Path(temporary) / str(i)) for i, pair in enumerate(pairs)
-        ]
+    temporary = Path(tempfile.mkdtemp())
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            runs = [pool.submit(try_pair, *p, temporary / str(i)) for i, p in enumerate(pairs)]
+    finally:
+        remove(temporary)
     failures = [str(one.exception()) for one in runs if one.exception() is not None]
     if failures:
         sys.exit("\n\n".join(failures))
     if not any(one.result() for one in runs):
         sys.exit("pip may install no torch that pyproject.toml allows")
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder while work goes on: an environment's files take a disk up to a minute."""
+    subprocess.Popen(("rm", "-rf", folder))
 
 
 def say(line: str) -> None:
