@@ -7,6 +7,7 @@ our ops, torch's grouped_mm and a loop of F.linear, and each of these is a row:
 
     python -m benchmarks.compiled_vs_eager --quick --budget 300
     python -m benchmarks.compiled_vs_eager --cases dsv3_like tiny --recipes block current
+    python -m benchmarks.compiled_vs_eager --plot  # measures nothing: what was written, as bars
 
 A candidate that fails, or that there was no time for, is a row that says why. The inputs stay in
 place, as a layer inside a compiled model finds them; CUDA graphs copy the output's gradient.
@@ -45,7 +46,7 @@ from benchmarks.step_cases import (
     candidates_for,
     chosen_cases,
 )
-from benchmarks.step_rows import VARIED, Row, header, table, with_other_cases, write
+from benchmarks.step_rows import VARIED, Row, header, plot, read, table, with_other_cases, write
 from grouped_linear import DelayedScaling, refresh_weights, update_scales
 
 CLOSE = 0.2  # distance (Frobenius) between results, relative: a wrong product, not e5m2's rounding
@@ -377,11 +378,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--modes", nargs="+", choices=MODES, help="default: all that the device has")
     option("--budget", type=float, help="seconds after which nothing more is started")
     option("--output-dir", type=Path, default=timing.RESULTS, help="for JSON, table and plots")
+    option("--plot", action="store_true", help="draw all that was written, and measure nothing")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
     args = parse(arguments)
+    if args.plot:
+        for path in sorted(args.output_dir.glob("compiled_vs_eager_*.json")):
+            plot(*read(path), path.with_suffix(".png"))
+            print("written:", path.with_suffix(".png"))
+        return []
     deadline = time.monotonic() + (args.budget or float("inf"))
     device = timing.device_for(args.device, compile_something)
     graphs = device.type == "cuda"

@@ -17,26 +17,14 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 
 from benchmarks import timing
-from benchmarks.plots import grouped_bars
+from benchmarks.plots import SERIES, grouped_bars, label
 
 RECORD = Path(__file__).parent / "public_record_h100_layer.csv"
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "h100_layers.png"
-MODELS = {
-    "qwen3_30b": "Qwen3-30B",
-    "dsv3_ep8": "DeepSeek-V3, 32 experts",
-    "mixtral": "Mixtral 8x7B",
-    "sonic_7b": "128 experts of 256",
-    "sonic_30b": "128 experts of 1024",
-}
+MODELS = ("qwen3_30b", "dsv3_ep8", "mixtral", "sonic_7b", "sonic_30b")
 TORCH, SONIC = "torch bf16, compiled", "SonicMoE bf16"
-# Colours of Okabe and Ito, told apart by all kinds of eyes.
-LAYERS = {
-    TORCH: ("torch, BF16", "#999999"),
-    SONIC: ("SonicMoE, BF16", "#E69F00"),
-    "ours bf16, compiled": ("ours, BF16", "#56B4E9"),
-    "ours block, compiled": ("ours, FP8", "#D55E00"),
-    "ours block, cached weight, compiled": ("ours, FP8, weights cached", "#882255"),
-}
+OURS = ("ours bf16, compiled", "ours block, compiled", "ours block, cached weight, compiled")
+LAYERS = {layer: layer.removesuffix(", compiled") for layer in (TORCH, SONIC, *OURS)}
 LOSSES = {"ours bf16, compiled": "BF16 compiled", "ours block, compiled": "FP8 compiled"}
 Rows = dict[tuple[str, str], dict[str, str]]  # by model and layer
 
@@ -70,13 +58,13 @@ def cell(row: dict[str, str] | None) -> str:
 
 
 def table(names: Sequence[str], rows: Rows, losses: Sequence[dict[str, str]]) -> str:
-    heads = [name for name, _ in LAYERS.values()]
+    heads = [SERIES[series][0] for series in LAYERS.values()]
     cells = [["an expert layer, forward and backward", *heads]]
     for name in names:
         first = rows[name, TORCH]
         values = [f"{float(first['ms']):.2f} ms, {float(first['kept_gib']):.2f} GiB"]
         values += [cell(rows.get((name, layer))) for layer in LAYERS if layer != TORCH]
-        cells.append([MODELS[name], *values])
+        cells.append([label(name), *values])
     held_out = {row["run"]: row["held_out"] for row in losses}
     steps = losses[0]["steps"]
     cells.append([f"held-out loss of a language model after {steps} steps"])
@@ -89,18 +77,14 @@ def plot(names: Sequence[str], rows: Rows, title: str, path: Path) -> None:
     mpl.use("Agg")
     size = 2.5 + 2.5 * max(3, len(names)), 3.6
     figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained")
-    colours = dict(LAYERS.values())
-    models = [MODELS[name].replace(", ", "\n") for name in names]
     for axes, column in ((left, "speed"), (right, "kept_gib")):
-        series = {
-            label: {
-                model: float(rows[name, layer][column])
-                for name, model in zip(names, models, strict=True)
-                if (name, layer) in rows
+        bars = {
+            series: {
+                name: float(rows[name, layer][column]) for name in names if (name, layer) in rows
             }
-            for layer, (label, _) in LAYERS.items()
+            for layer, series in LAYERS.items()
         }
-        grouped_bars(axes, models, series, colours)
+        grouped_bars(axes, names, bars)
     left.set_title("speed, times compiled torch's grouped_mm (more is better)", fontsize=10)
     right.set_title("memory kept for the backward, GiB (less is better)", fontsize=10)
     figure.suptitle(title, fontsize=11)

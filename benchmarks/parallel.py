@@ -46,6 +46,7 @@ from benchmarks.parallel_model import (
     recorded,
     sent_bytes,
 )
+from benchmarks.plots import SERIES, label
 from grouped_linear import Float8BlockScaling, GroupedMLP, Recipe
 from grouped_linear.parallel import Dispatched, ExpertParallel, TokenDispatcher
 
@@ -284,6 +285,12 @@ def table(rows: list[Row]) -> str:
     return timing.markdown(cells)
 
 
+SCALING = {
+    "weak": "a GPU has as many tokens as one alone",
+    "strong": "the GPUs share the tokens of one alone",
+}
+
+
 def plot(result: Mapping[str, Any], path: Path) -> None:
     """A step's time by way, and the part of it that is communication: a panel for each layer."""
     import matplotlib
@@ -301,25 +308,31 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
         (alone,) = (r["ms"] for r in own if r["scaling"] == "one GPU")
         for panel, scaling in zip(panels[:, column], ("weak", "strong"), strict=True):
             shown = [r for r in own if r["scaling"] == scaling]
-            names = [r["way"] for r in shown]
+            names = [f"{r['way']} limit" if "no capacity" in r["way"] else r["way"] for r in shown]
             rest = [max(0.0, r["ms"] - r["communication"]) for r in shown]
             talk = [min(r["ms"], r["communication"]) for r in shown]
             panel.barh(names, rest, color="C0", label="experts and the rest")
             panel.barh(names, talk, left=rest, color="C1", label="communication")
             perfect = alone if scaling == "weak" else alone / D
-            panel.axvline(perfect, color="black", linestyle="--", label="perfect")
+            panel.axvline(
+                perfect,
+                color="black",
+                linestyle="--",
+                label="efficiency 100%",
+            )
             for i, r in enumerate(shown):
                 panel.text(r["ms"], i, f" {r['efficiency']:.0%}", va="center")
             panel.set_xlim(0, 1.2 * max(perfect, *(r["ms"] for r in shown)))
             panel.invert_yaxis()
-            panel.set_title(f"{layer[0]}, {layer[1]}: {scaling} scaling", fontsize=10)
-            panel.set_xlabel("ms a step; efficiency beside it")
+            recipe = SERIES[f"ours {layer[1]}"][0].removeprefix("ours, ")
+            panel.set_title(f"{label(layer[0])}, {recipe}\n{SCALING[scaling]}", fontsize=10)
+            panel.set_xlabel("ms a step; beside the bar: efficiency")
             if column:
                 panel.set_yticklabels([])
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
     gpu = result["about"][0].removeprefix("GPU: ")
-    figure.suptitle(f"Experts over {D} GPUs: {gpu}, commit {result['commit']}")
+    figure.suptitle(f"An expert layer, its experts over {D} GPUs: {gpu}, commit {result['commit']}")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

@@ -1,15 +1,73 @@
-"""Bars, as the plots of benchmarks/results/ and of the README have them."""
+"""Pictures of benchmarks/results/ and of the README: their bars, and names that readers know."""
 
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
+
+# What rows call "torch bf16" and so on: its name and its colour, one of Okabe and Ito's, told apart
+# by all kinds of eyes.
+SERIES = {
+    "torch bf16": ("torch, BF16", "#999999"),
+    "SonicMoE bf16": ("SonicMoE, BF16", "#E69F00"),
+    "loop bf16": ("a loop over experts, BF16", "#000000"),
+    "ours bf16": ("ours, BF16", "#56B4E9"),
+    "ours block": ("ours, FP8", "#D55E00"),
+    "ours block, cached weight": ("ours, FP8, weights cached", "#882255"),
+    "ours own": ("ours, FP8, x's scales not shared", "#0072B2"),
+    "ours current": ("ours, FP8, current scaling", "#009E73"),
+    "ours delayed": ("ours, FP8, delayed scaling", "#CC79A7"),
+    "ours mxfp8": ("ours, MXFP8", "#F0E442"),
+}
+# Where a model's experts are spread over GPUs: those of one.
+MODELS = {
+    "qwen3_30b": "Qwen3-30B-A3B",
+    "qwen3_235b": "Qwen3-235B-A22B, 16 of 128 experts",
+    "mixtral": "Mixtral 8x7B",
+    "gptoss": "GPT-OSS 20B",
+    "gpt_oss_20b": "GPT-OSS 20B",
+    "dsv3": "DeepSeek-V3, 32 of 256 experts",
+    "dsv3_32_experts": "DeepSeek-V3, 32 of 256 experts",
+    "deepseek_v3": "DeepSeek-V3, 32 of 256 experts",
+    "dsv3_ep8": "DeepSeek-V3, 32 of 256 experts",
+    "dsv3_ep32": "DeepSeek-V3, 8 of 256 experts",
+    "dsv3_ep64": "DeepSeek-V3, 4 of 256 experts",
+    "kimi_k2_ep8": "Kimi K2, 48 of 384 experts",
+    "sonic_7b": "128 experts, each 256 wide",
+    "sonic_30b": "128 experts, each 1024 wide",
+    "transformer": "2 layers of 64 experts, 1024 wide",
+    "tiny": "8 small experts",
+    "cpu_up": "8 experts, 512 to 1024 features",
+    "cpu_many_groups": "64 experts, 256 to 256 features",
+    "cpu_partial_blocks": "8 experts, 736 to 1440 features",
+    "cpu_many_rows": "8 experts, 2048 to 512 features",
+    "cpu_block": "8 experts, 256 wide",
+    "cpu_transformer": "2 layers of 8 experts, 128 wide",
+}
+PARTS = {"up": ", gate and up", "down": ", down", "even": ", groups of one size"}
+# What a section of a plot says of itself already, or the model's name.
+UNSAID = ("", "like", "training", "prompt", "token")
+
+
+def label(name: str) -> str:
+    """What a reader calls a shape or a case.
+
+    >>> label("dsv3_ep8_up")
+    'DeepSeek-V3, 32 of 256 experts, gate and up'
+    """
+    name = name.removeprefix("hf_")
+    model = max((model for model in MODELS if f"{name}_".startswith(f"{model}_")), key=len)
+    part = name[len(model) + 1 :]
+    return MODELS[model] + ("" if part in UNSAID else PARTS[part])
+
+
+def in_two_lines(name: str) -> str:
+    return label(name).replace(", ", ",\n", 1)
 
 
 def grouped_bars(
     axes: Axes,
     groups: Sequence[str],
     series: Mapping[str, Mapping[str, float]],
-    colours: Mapping[str, str],
     *,
     horizontal: bool = False,
 ) -> None:
@@ -17,24 +75,25 @@ def grouped_bars(
 
     Args:
         axes: where to.
-        groups: names, in order.
-        series: label -> group -> value; a series need not have every group.
-        colours: label -> colour.
+        groups: names of shapes or cases, in order.
+        series: name in SERIES -> group -> value, also of other groups. A series takes no room in
+            a group that it lacks.
         horizontal: for many groups, or long names. The first group is then at the top.
     """
     draw = axes.barh if horizontal else axes.bar
     width = 0.8 / len(series)
-    for i, (label, values) in enumerate(series.items()):
-        shift = (i - (len(series) - 1) / 2) * width
-        present = [(g, name) for g, name in enumerate(groups) if name in values]
-        places = [g + shift for g, _ in present]
-        lengths = [values[name] for _, name in present]
-        bars = draw(places, lengths, 0.9 * width, color=colours[label], label=label)
+    here = [[name for name in series if group in series[name]] for group in groups]
+    for name, values in series.items():
+        present = [(g, group) for g, group in enumerate(groups) if group in values]
+        places = [g + (here[g].index(name) - (len(here[g]) - 1) / 2) * width for g, _ in present]
+        lengths = [values[group] for _, group in present]
+        text, colour = SERIES[name]
+        bars = draw(places, lengths, 0.9 * width, color=colour, label=text)
         axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
     axes.spines[["top", "right"]].set_visible(False)
     if horizontal:
-        axes.set_yticks(range(len(groups)), groups)
+        axes.set_yticks(range(len(groups)), [in_two_lines(group) for group in groups])
         axes.set_ylim(len(groups) - 0.5, -0.5)
     else:
-        axes.set_xticks(range(len(groups)), groups)
+        axes.set_xticks(range(len(groups)), [in_two_lines(group) for group in groups])
     axes.tick_params(axis="y" if horizontal else "x", length=0)

@@ -12,8 +12,8 @@ import torch
 from matplotlib import pyplot as plt
 
 from benchmarks import timing
-from benchmarks.plots import grouped_bars
-from benchmarks.step_cases import BASELINE, CACHED, Candidate
+from benchmarks.plots import SERIES, grouped_bars
+from benchmarks.step_cases import BASELINE, Candidate
 
 QUESTION = "What do torch.compile, CUDA graphs, FP8 and our ops gain in forward and backward?"
 VARIED = 4  # steps with other group sizes, in which nothing may be compiled again
@@ -92,20 +92,6 @@ def table(rows: Sequence[Row]) -> str:
     return timing.markdown([[*TITLES, "what failed"], *map(cells, rows)])
 
 
-# Okabe and Ito's colours, told apart by all kinds of eyes.
-COLOURS = {
-    "torch bf16": "#999999",
-    "loop bf16": "#000000",
-    "ours bf16": "#56B4E9",
-    "ours block": "#D55E00",
-    f"ours block{CACHED}": "#882255",
-    "ours own": "#0072B2",
-    "ours current": "#009E73",
-    "ours delayed": "#CC79A7",
-    "ours mxfp8": "#E69F00",
-}
-
-
 def series_of(row: Row) -> str:
     return f"{row.candidate.implementation} {row.candidate.precision}"
 
@@ -119,7 +105,7 @@ def beside_torch(
         preferred = row.candidate.mode == BASELINE.mode or row.case not in of_torch
         if series_of(row) == "torch bf16" and of(row) and preferred:
             of_torch[row.case] = row
-    series: dict[str, dict[str, float]] = {name: {} for name in COLOURS}
+    series: dict[str, dict[str, float]] = {name: {} for name in SERIES}
     for row in rows:
         torch_row = of_torch.get(row.case)
         if torch_row is None or row.candidate.mode != torch_row.candidate.mode:
@@ -130,13 +116,30 @@ def beside_torch(
     return {name: values for name, values in series.items() if values}
 
 
+def plotted_bytes(row: Row) -> int | None:
+    """Peak memory where it is much: of some rows less than 0.1 GiB was recorded to a hundredth."""
+    return row.peak_bytes if row.peak_bytes and row.peak_bytes > 2**30 / 10 else None
+
+
 PANELS: dict[str, Callable[[Row], float | None]] = {
-    "speed, times torch's (more is better)": lambda row: row.tokens_per_second,
-    "peak memory, times torch's (less is better)": lambda row: row.peak_bytes,
+    "speed, times torch's grouped_mm\n(more is better)": lambda row: row.tokens_per_second,
+    "peak memory, times torch's\n(less is better)": plotted_bytes,
+}
+SECTIONS = {
+    "layer": "One grouped linear layer, forward and backward",
+    "block": "An expert layer with its router, forward and backward",
+    "model": "A small language model, forward and backward",
+    "training": "Hugging Face's models, 2 to 4 layers: forward and backward",
+    "prompt": "Hugging Face's models, 2 to 4 layers: reading a prompt",
+    "token": "Hugging Face's models, 2 to 4 layers: a token of 64 sequences",
 }
 
 
-def plot(rows: Sequence[Row], path: Path) -> bool:
+def section_of(row: Row) -> str:
+    return row.case.rpartition("_")[2] if row.kind == "hugging face" else row.kind
+
+
+def plot(rows: Sequence[Row], about: Sequence[str], path: Path) -> bool:
     """Bars of each case, time and memory side by side. False where nothing can be compared."""
     panels = {title: beside_torch(rows, of) for title, of in PANELS.items()}
     panels = {title: series for title, series in panels.items() if series}
@@ -144,17 +147,36 @@ def plot(rows: Sequence[Row], path: Path) -> bool:
         return False
     mpl.use("Agg")
     drawn = next(iter(panels.values()))
-    cases = [c for c in dict.fromkeys(row.case for row in rows) if c in drawn["torch bf16"]]
-    size = 2.5 + 4.5 * len(panels), 1.5 + 0.13 * len(cases) * (len(drawn) + 1)
+    sections: dict[str, list[str]] = {name: [] for name in SECTIONS}
+    for case, section in {row.case: section_of(row) for row in rows}.items():
+        if case in drawn["torch bf16"]:
+            sections[section].append(case)
+    sections = {name: cases for name, cases in sections.items() if cases}
+    heights = [len(cases) + 0.6 for cases in sections.values()]
     figure, all_axes = plt.subplots(
-        1, len(panels), figsize=size, layout="constrained", squeeze=False, sharey=True
+        len(sections),
+        len(panels),
+        figsize=(3 + 4 * len(panels), 1.8 + 0.13 * sum(heights) * (len(drawn) + 0.5)),
+        height_ratios=heights,
+        layout="constrained",
+        squeeze=False,
+        sharex="col",
+        sharey="row",
     )
-    for axes, (title, series) in zip(all_axes[0], panels.items(), strict=True):
-        grouped_bars(axes, cases, series, COLOURS, horizontal=True)
-        axes.axvline(1, color="0.6", linewidth=0.8, zorder=0)
-        axes.set_title(title, fontsize=10)
+    for row_of_axes, (section, cases) in zip(all_axes, sections.items(), strict=True):
+        for axes, series in zip(row_of_axes, panels.values(), strict=True):
+            here = {
+                name: {c: v for c, v in of.items() if c in cases} for name, of in series.items()
+            }
+            grouped_bars(axes, cases, here, horizontal=True)
+            axes.axvline(1, color="0.6", linewidth=0.8, zorder=0)
+        row_of_axes[0].set_title(SECTIONS[section], loc="left", fontsize=10, fontweight="bold")
+    for axes, title in zip(all_axes[-1], panels, strict=True):
+        axes.set_xlabel(title)
     handles, labels = all_axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    machine = about[0].partition(": ")[2].partition(", OMP")[0]
+    look = {"loc": "outside upper center", "ncols": 3, "frameon": False, "title_fontsize": 12}
+    figure.legend(handles, labels, title=machine, **look)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -183,8 +205,14 @@ def with_other_cases(rows: list[Row], path: Path) -> list[Row]:
     if not path.exists():
         return rows
     measured = {row.case for row in rows}
-    written = [Row.from_json(fields) for fields in json.loads(path.read_text())["rows"]]
+    written, _ = read(path)
     return [row for row in written if row.case not in measured] + rows
+
+
+def read(path: Path) -> tuple[list[Row], list[str]]:
+    """The rows of a JSON file, and the lines about them."""
+    written = json.loads(path.read_text())
+    return [Row.from_json(fields) for fields in written["rows"]], written["about"]
 
 
 def write(rows: Sequence[Row], lines: list[str], stem: Path) -> None:
@@ -195,6 +223,6 @@ def write(rows: Sequence[Row], lines: list[str], stem: Path) -> None:
     written[0].write_text(json.dumps(as_json, indent=1) + "\n")
     about = "\n".join(f"- {line}" for line in lines)
     written[1].write_text(f"# compiled_vs_eager\n\n{QUESTION}\n\n{about}\n\n{table(rows)}\n")
-    if plot(rows, stem.with_suffix(".png")):
+    if plot(rows, lines, stem.with_suffix(".png")):
         written.append(stem.with_suffix(".png"))
     print("written:", *written)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import bench_host, bench_portable, front_page, timing
+from benchmarks import bench_host, bench_portable, front_page, parallel_model, plots, timing
 from benchmarks import compiled_vs_eager as bench
 from benchmarks import step_cases as cases
 from benchmarks.alternatives import TorchGroupedLinear
@@ -16,9 +16,9 @@ from benchmarks.moe_model import ModelSize
 from benchmarks.shapes import Shape
 
 SIZE = ModelSize(layers=1, width=32, heads=2, context=8, experts=4, chosen=2, expert_width=16)
-LAYER = cases.LayerCase(Shape("layer", E=3, m=8, N=48, K=32))
-BLOCK = cases.BlockCase("block", 24, SIZE)
-MODEL = cases.ModelCase("model", 2, SIZE)
+LAYER = cases.LayerCase(Shape("tiny", E=3, m=8, N=48, K=32))
+BLOCK = cases.BlockCase("cpu_block", 24, SIZE)
+MODEL = cases.ModelCase("cpu_transformer", 2, SIZE)
 CPU = torch.device("cpu")
 
 
@@ -79,7 +79,7 @@ def test_writes_table_numbers_and_plots(
         "--cached",
         f"--output-dir={tmp_path}",
     ]
-    first = bench.main([*options, "--modes", "compiled", "one graph", "--cases", "layer"])
+    first = bench.main([*options, "--modes", "compiled", "one graph", "--cases", "tiny"])
     assert first[0].candidate == cases.BASELINE
     for row in first:
         if row.candidate.mode == "compiled":
@@ -95,7 +95,7 @@ def test_writes_table_numbers_and_plots(
             assert row.microseconds is None
 
     capsys.readouterr()
-    both = bench.main([*options, "--modes", "eager", "--cases", "block", "--merge"])
+    both = bench.main([*options, "--modes", "eager", "--cases", "cpu_block", "--merge"])
     assert both[: len(first)] == first  # through JSON and back
     assert len(both) == len(first) + 5
     stem = "compiled_vs_eager_cpu"
@@ -120,6 +120,26 @@ def test_host_time_of_every_recipe(
     assert "command: python -m benchmarks.bench_host --device cpu --rounds 2" in printed
     for layer in ("nn.Linear", "torch grouped_mm", *(f"recipe {name}" for name in cases.RECIPES)):
         assert layer in printed
+
+
+def test_pictures_name_every_case() -> None:
+    recorded = (cases.GPU_CASES, cases.CPU_CASES, cases.HUGGING_FACE_CASES)
+    names = {case.name for group in recorded for case in group}
+    for name in (*names, *front_page.MODELS, *parallel_model.SHAPES):
+        assert "_" not in plots.label(name), name
+    assert plots.label("hf_qwen3_30b_training") == plots.label("qwen3_30b_like") == "Qwen3-30B-A3B"
+    assert plots.label("dsv3_ep32_down") == "DeepSeek-V3, 8 of 256 experts, down"
+
+
+def test_pictures_are_drawn_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is recorded is drawn without measuring it, a picture for each device."""
+    for path in timing.RESULTS.glob("compiled_vs_eager_*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    bench.main(["--plot", f"--output-dir={tmp_path}"])
+    printed = capsys.readouterr().out
+    for path in tmp_path.glob("*.json"):
+        assert path.with_suffix(".png").stat().st_size > 10_000
+        assert str(path.with_suffix(".png")) in printed
 
 
 def test_front_page_draws_what_is_recorded(tmp_path: Path) -> None:

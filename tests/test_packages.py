@@ -66,6 +66,23 @@ def test_supported_torch() -> None:
     assert f"TORCH_TARGET_VERSION=0x02{int(oldest):02x}" in text_of("csrc/CMakeLists.txt")
 
 
+def test_supported_transformers() -> None:
+    """The oldest that is supported, and the newest that was tried, which the README's table has."""
+    extras = PROJECT["project"]["optional-dependencies"]
+    (requirement,) = extras["transformers"]
+    assert requirement in extras["test"]
+    oldest = requirement.removeprefix("transformers>=")
+    tried = re.search(
+        rf"\| transformers \| {oldest} and newer \| (5\.\d+) \|", text_of("README.md")
+    )
+    assert tried is not None
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "custom_ops").rglob("*.py")]
+    for page in pages:
+        if "notes" not in page.parts:  # which say what they were measured with
+            for version in re.findall(r"transformers (5\.\d+)\b(?! or newer)", page.read_text()):
+                assert version == tried[1], page
+
+
 def test_extra_build_is_what_a_build_requires() -> None:
     required = set(PROJECT["build-system"]["requires"])
     extra = PROJECT["project"]["optional-dependencies"]["build"]
