@@ -34,6 +34,7 @@ CANDIDATES = (
     Candidate("torch", "bf16", "compiled"),
     Candidate("ours", "bf16", "compiled"),
     Candidate("ours", "block", "compiled"),
+    Candidate("ours", "requantized", "compiled"),
     Candidate("ours", "block" + CACHED, "compiled"),
     Candidate("ours", "bf16_wgrad" + CACHED, "compiled"),
     Candidate("ours", "bf16", "compiled", gate_up_in_fp8=True),

@@ -29,6 +29,7 @@ RECIPES: dict[str, Recipe | None] = {
     "block": Float8BlockScaling(),
     "own": Float8BlockScaling(share_x_scales=False),
     "bf16_wgrad": Float8BlockScaling(wgrad=torch.bfloat16),
+    "requantized": Float8BlockScaling(requantize_weights=True),
     "current": Float8CurrentScaling(),
     "delayed": DelayedScaling(),
     "mxfp8": MXFP8BlockScaling(),
