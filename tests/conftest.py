@@ -1,12 +1,32 @@
-"""Fixtures of every test."""
+"""Fixtures of every test, and how many inputs the tests draw that draw theirs."""
 
+import gc
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
 pytest.register_assert_rewrite("support")  # a failed comparison there shows its values, too
-pytest_plugins = ["support.processes"]  # the fixture `failures`
+pytest_plugins = ["support.processes"]  # the fixture `passes`
+
+# The same draws in every run. `pytest --hypothesis-profile=many` makes ten times as many.
+hypothesis.settings.register_profile(
+    "few", max_examples=30, deadline=None, derandomize=True, database=None, print_blob=False
+)
+hypothesis.settings.register_profile(
+    "many", hypothesis.settings.get_profile("few"), max_examples=300
+)
+hypothesis.settings.load_profile("few")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests live as long as the process: no collection looks at these 800,000 objects.
+
+    It took half a second else, and a benchmark makes one for each candidate.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
