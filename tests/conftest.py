@@ -1,12 +1,22 @@
-"""Fixtures of every test."""
+"""Fixtures of every test, and how many inputs the tests draw that draw theirs."""
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
 pytest.register_assert_rewrite("support")  # a failed comparison there shows its values, too
 pytest_plugins = ["support.processes"]  # the fixture `failures`
+
+# The same draws in every run. `pytest --hypothesis-profile=many` makes ten times as many.
+hypothesis.settings.register_profile(
+    "few", max_examples=30, deadline=None, derandomize=True, database=None, print_blob=False
+)
+hypothesis.settings.register_profile(
+    "many", hypothesis.settings.get_profile("few"), max_examples=300
+)
+hypothesis.settings.load_profile("few")
 
 
 @pytest.fixture(autouse=True)

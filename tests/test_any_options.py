@@ -3,6 +3,9 @@
 Options meet here that no other test brings together. The first run of such a test found that two
 experts of a parameter each did not compile where nothing needs a gradient.
 
+Each test draws 10 layers for each way to call them; a compiled one takes a second or two.
+`pytest --hypothesis-profile=many tests/test_any_options.py` draws 100.
+
 T rows, E groups, K in_features, N out_features.
 """
 
@@ -28,9 +31,8 @@ FEATURES = strategies.sampled_from([16, 48, 128, 144, 272])
 RECIPE = strategies.sampled_from([*RECIPES.values()])
 DTYPE = strategies.sampled_from(DTYPES)
 YES_OR_NO = strategies.booleans()
-any_options = hypothesis.settings(
-    max_examples=80, deadline=None, derandomize=True, database=None, print_blob=False
-)
+EVERY_WAY = pytest.mark.parametrize("way", ["eager", "checkpoint", "compiled"])
+a_third = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 3)
 Draw = Callable[[strategies.SearchStrategy[Any]], Any]
 
 
@@ -38,15 +40,14 @@ def rarely(draw: Draw) -> bool:
     return bool(draw(strategies.sampled_from([False, False, False, True])))
 
 
-def called(layer: nn.Module, draw: Draw) -> Callable[..., Tensor]:
-    """The layer as a function: eager, compiled, or under activation checkpointing."""
-    torch._dynamo.reset()
-    how = draw(strategies.sampled_from(["eager", "compiled", "dynamic", "checkpoint"]))
-    if how == "checkpoint":
-        return lambda *args, **kwargs: checkpoint(layer, *args, use_reentrant=False, **kwargs)
-    if how == "eager":
+def called(layer: nn.Module, way: str, draw: Draw) -> Callable[..., Tensor]:
+    """The layer as a function: eager, under activation checkpointing, or compiled."""
+    if way == "eager":
         return layer
-    dynamic = True if how == "dynamic" else None
+    if way == "checkpoint":
+        return lambda *args, **kwargs: checkpoint(layer, *args, use_reentrant=False, **kwargs)
+    torch._dynamo.reset()
+    dynamic = True if draw(YES_OR_NO) else None
     compiled: Callable[..., Tensor] = torch.compile(
         layer, fullgraph=True, backend="aot_eager", dynamic=dynamic
     )
@@ -77,16 +78,18 @@ def assert_accumulated(main_grad: Tensor, grad: Tensor | None) -> None:
     torch.testing.assert_close(main_grad, grad.float(), rtol=0, atol=4 * largest * 2**-bits)
 
 
-@any_options
+@a_third
 @hypothesis.given(data=strategies.data())
 @DEVICES
-def test_layer(device: str, data: strategies.DataObject) -> None:
+@EVERY_WAY
+def test_layer(way: str, device: str, data: strategies.DataObject) -> None:
     draw = data.draw
     experts, K, N = draw(strategies.sampled_from([1, 2, 5])), draw(FEATURES), draw(FEATURES)
     recipe, dtype = draw(RECIPE), draw(DTYPE)
     bias = draw(YES_OR_NO)
     apart = draw(YES_OR_NO)
-    cached, fused, later = draw(YES_OR_NO), draw(YES_OR_NO), rarely(draw)
+    cached, fused = draw(YES_OR_NO), draw(YES_OR_NO)
+    later = way != "compiled" and rarely(draw)  # delayed ones do not compile
     options = {
         "single_grouped_weight": not apart,
         "single_grouped_bias": not apart,
@@ -106,7 +109,7 @@ def test_layer(device: str, data: strategies.DataObject) -> None:
         for name, p in model.named_parameters():
             p.requires_grad_(not (frozen and "weight" in name))
     give_main_grads(layer, written_over=cached)
-    call = layer if later else called(layer, draw)  # delayed ones do not compile
+    call = called(layer, way, draw)
     x_needs_grad = not rarely(draw)
     for step in range(draw(strategies.integers(1, 3))):
         sizes = draw(
@@ -147,10 +150,11 @@ def test_layer(device: str, data: strategies.DataObject) -> None:
             assert_same(p.grad, expected[e] if apart and expected is not None else expected)
 
 
-@any_options
+@a_third
 @hypothesis.given(data=strategies.data())
 @DEVICES
-def test_mlp(device: str, data: strategies.DataObject) -> None:
+@EVERY_WAY
+def test_mlp(way: str, device: str, data: strategies.DataObject) -> None:
     draw = data.draw
     E, H, F = draw(strategies.sampled_from([1, 2, 6, 40])), draw(FEATURES), draw(FEATURES)
     C = draw(strategies.integers(1, 3))
@@ -165,7 +169,7 @@ def test_mlp(device: str, data: strategies.DataObject) -> None:
         for p, is_frozen in zip(model.parameters(), frozen, strict=True):
             p.requires_grad_(not is_frozen)
     give_main_grads(mlp, written_over=cached)
-    call = called(mlp, draw)
+    call = called(mlp, way, draw)
     needs_grad = not rarely(draw), not rarely(draw)
     for step in range(draw(strategies.integers(1, 3))):
         T = draw(strategies.integers(0, 90))

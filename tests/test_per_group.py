@@ -308,7 +308,6 @@ def test_every_16_bit_number(dtype: torch.dtype, fp8: torch.dtype, device: str) 
     check_mx(Sample("group_quantize_mx", rows), device)
 
 
-@hypothesis.settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @hypothesis.given(data=strategies.data())
 @pytest.mark.parametrize("device", devices(*ROW_OPS, "quantize_weight_current"))
 def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:

@@ -302,7 +302,6 @@ def test_bytes_do_not_depend_on_size(K: int, dtype: torch.dtype, device: str) ->
         assert_same_bits(scale_t[blocks], near[3][: -(-T // 128)])
 
 
-@hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @hypothesis.given(data=strategies.data())
 @pytest.mark.parametrize("device", devices("group_quantize", "quantize_weight"))
 def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:

@@ -276,7 +276,6 @@ def test_what_is_not_requested_is_none(
     assert {name: t is not None for name, t in results._asdict().items()} == requested
 
 
-@hypothesis.settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @hypothesis.given(data=strategies.data())
 @pytest.mark.parametrize("device", devices("group_quantize", *UNFUSED))
 def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:
