@@ -512,7 +512,8 @@ def test_columns_may_share_scales_anywhere(power_of_two_scales: bool, device: st
 @pytest.mark.parametrize("out_dtype", [BF16, FP32], ids=str)
 def test_many_tiles_whose_columns_share_or_not(out_dtype: torch.dtype, device: str) -> None:
     """Each block of a GPU takes a dozen tiles, of 1 to 3 steps or none."""
-    groups = Groups(tuple(e * 61 % 300 * (e % 5 != 3) for e in range(24)), 3400, K=1536, N=1024)
+    N = 1024 if device == "cuda" else 144
+    groups = Groups(tuple(e * 61 % 300 * (e % 5 != 3) for e in range(24)), 3400, K=1536, N=N)
     x, dy = rows(groups, groups.K, FP32), rows(groups, groups.N, FP32)
     x[:, 300:700] *= 2.0 ** torch.randint(-9, 9, (groups.T, 1)).repeat_interleave(400, dim=1)
     x[:, 1000] *= 1000
@@ -524,22 +525,28 @@ def test_many_tiles_whose_columns_share_or_not(out_dtype: torch.dtype, device: s
     assert within(dw, expected, rounding * expected.abs() + C * 2.0**-13 * magnitude)
 
 
-UNEVEN = (1500, *(1 + 37 * i * i % 211 if i % 5 else 0 for i in range(63)))
 # Groups of as many rows each, whose last tiles an H200 cuts along the sum: so few tiles that many
 # clusters share each; so many that some take the beginnings of several; what is left after whole
 # rounds of tiles; and tiles of several groups, most of which do not begin where the rows do. And
 # groups of different sizes, of whose 300 pairs of tiles an H200 hands most out one by one.
+UNEVEN = tuple(1 + 37 * i * i % 211 if i % 5 else 0 for i in range(63))
 LONG_SUMS = {
     "few": Groups((0, 12100, 0), 12200, K=528, N=400),
     "helped": Groups((12100, 0), 12100, K=2048, N=1280),
     "rounds": Groups((12100,), 12100, K=3072, N=2560),
     "equal": Groups((8100, 0, 8100, 8100), 24400, K=528, N=400),
-    "uneven": Groups(UNEVEN, sum(UNEVEN) + 100, K=528, N=400),
+    "uneven": Groups((1500, *UNEVEN), sum(UNEVEN) + 1600, K=528, N=400),
+}
+# A CPU cuts no sum: one group, several and many, each with partial tiles.
+SUMS_OF_A_CPU = {
+    "few": Groups((0, 1210, 0), 1220, K=272, N=144),
+    "equal": Groups((310, 0, 310, 310), 940, K=272, N=144),
+    "uneven": Groups((300, *UNEVEN[:16]), sum(UNEVEN[:16]) + 400, K=144, N=80),
 }
 
 
 def long_sums() -> list[Any]:
-    """Shapes, ops and their variants; of matrices that fill a GPU a few, on a GPU alone."""
+    """Shapes, ops and their variants; of matrices that fill a GPU a few."""
     variants = {
         "grouped_mm_wgrad": ("plain",),
         "grouped_scaled_mm_wgrad": ("shared", "plain", "per_group", "per_group_e5m2"),
@@ -556,11 +563,10 @@ def long_sums() -> list[Any]:
             marks=device.marks,
             id="-".join((name, op, variant, device.id)),
         )
-        for name, groups in LONG_SUMS.items()
-        for op, of_op in (large if name in ("helped", "rounds") else variants).items()
+        for device in devices(*variants)
+        for name, groups in (LONG_SUMS if device.id == "cuda" else SUMS_OF_A_CPU).items()
+        for op, of_op in (large if groups.N > 1000 else variants).items()
         for variant in of_op
-        for device in devices(op)
-        if name in ("few", "equal", "uneven") or device.id == "cuda"
     ]
 
 
