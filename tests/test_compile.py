@@ -201,10 +201,10 @@ def test_checkpointing_changes_no_bit(compiled: bool, recipe: Recipe | None, dev
 def compiles_for_token_counts(
     mark: Callable[[Tensor], None], recipe: Recipe | None, device: str
 ) -> int:
-    """For 50 of them."""
+    """For a dozen of them."""
     layer = GroupedLinear(E, K, N, recipe=recipe, device=device)
     compiled, counter = compiles(layer)
-    for tokens in (33, 40, 57, 1, 0, 64, *range(65, 450, 9), 31):
+    for tokens in (33, 40, 57, 1, 0, 64, 65, 74, 128, 300, 449, 31):
         x = torch.randn(tokens, K, device=device, requires_grad=True)
         mark(x)
         m_splits = torch.tensor([tokens // 2, 0, tokens - tokens // 2], device=device)
