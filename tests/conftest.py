@@ -7,7 +7,7 @@ import pytest
 import torch
 
 pytest.register_assert_rewrite("support")  # a failed comparison there shows its values, too
-pytest_plugins = ["support.processes"]  # the fixture `failures`
+pytest_plugins = ["support.processes"]  # the fixture `passes`
 
 # The same draws in every run. `pytest --hypothesis-profile=many` makes ten times as many.
 hypothesis.settings.register_profile(

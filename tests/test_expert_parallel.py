@@ -30,7 +30,7 @@ from grouped_linear import (
 from grouped_linear.parallel import AllGather, AllToAll, Dispatched, ExpertParallel, TokenDispatcher
 from support.compare import assert_same, assert_same_bits
 from support.documents import ROOT, examples
-from support.processes import PROCESSES, Checks, device, needs_two_gpus
+from support.processes import PROCESSES, Checks, Passes, device, needs_two_gpus
 from support.tensors import BF16
 
 E, T, C, H, F = 4, 40, 2, 160, 48
@@ -465,16 +465,14 @@ ON_A_CPU = {name: check for name, check in CHECKS.items() if not name.startswith
 
 
 @pytest.mark.parametrize("check", ON_A_CPU)
-def test_two_processes(check: str, failures: dict[str, str]) -> None:
-    if check in failures:
-        pytest.fail(failures[check], pytrace=False)
+def test_two_processes(check: str, passes: Passes) -> None:
+    passes(check)
 
 
 @needs_two_gpus
 @pytest.mark.parametrize("check", CHECKS)
-def test_two_gpus(check: str, gpu_failures: dict[str, str]) -> None:
-    if check in gpu_failures:
-        pytest.fail(gpu_failures[check], pytrace=False)
+def test_two_gpus(check: str, passes_on_gpus: Passes) -> None:
+    passes_on_gpus(check)
 
 
 def test_wrong_styles() -> None:

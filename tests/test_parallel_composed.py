@@ -23,7 +23,7 @@ from grouped_linear import Float8BlockScaling, GroupedMLP
 from grouped_linear.parallel import ExpertParallel
 from support.compare import assert_same
 from support.documents import ROOT, examples
-from support.processes import Checks, device, needs_four_gpus
+from support.processes import Checks, Passes, device, needs_four_gpus
 
 PROCESSES = 4
 E, T, C, H, F = 8, 24, 2, 32, 48
@@ -237,13 +237,11 @@ CHECKS: Checks = {
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_four_processes(check: str, failures: dict[str, str]) -> None:
-    if check in failures:
-        pytest.fail(failures[check], pytrace=False)
+def test_four_processes(check: str, passes: Passes) -> None:
+    passes(check)
 
 
 @needs_four_gpus
 @pytest.mark.parametrize("check", CHECKS)
-def test_four_gpus(check: str, gpu_failures: dict[str, str]) -> None:
-    if check in gpu_failures:
-        pytest.fail(gpu_failures[check], pytrace=False)
+def test_four_gpus(check: str, passes_on_gpus: Passes) -> None:
+    passes_on_gpus(check)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grouped_linear import Float8BlockScaling, MXFP8BlockScaling, Recipe
-from support.processes import Checks, device, needs_two_gpus
+from support.processes import Checks, Passes, device, needs_two_gpus
 
 pytest.importorskip(
     "torchtitan", reason="torchtitan is not installed: make torchtitan runs this where it is"
@@ -46,13 +46,11 @@ CHECKS: Checks = {
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_two_processes(check: str, failures: dict[str, str]) -> None:
-    if check in failures:
-        pytest.fail(failures[check], pytrace=False)
+def test_two_processes(check: str, passes: Passes) -> None:
+    passes(check)
 
 
 @needs_two_gpus
 @pytest.mark.parametrize("check", CHECKS)
-def test_two_gpus(check: str, gpu_failures: dict[str, str]) -> None:
-    if check in gpu_failures:
-        pytest.fail(gpu_failures[check], pytrace=False)
+def test_two_gpus(check: str, passes_on_gpus: Passes) -> None:
+    passes_on_gpus(check)

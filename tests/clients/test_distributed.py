@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grouped_linear import Float8BlockScaling, convert
 from support.devices import HAS_GPU
-from support.processes import PROCESSES, Checks, device, needs_two_gpus
+from support.processes import PROCESSES, Checks, Passes, device, needs_two_gpus
 
 pytest.importorskip("accelerate")
 from transformers import MixtralConfig, MixtralForCausalLM, set_seed
@@ -195,13 +195,11 @@ CHECKS: Checks = {
 
 @pytest.mark.skipif(HAS_GPU, reason="transformers takes the GPU: test_two_gpus")
 @pytest.mark.parametrize("check", CHECKS)
-def test_two_processes(check: str, failures: dict[str, str]) -> None:
-    if check in failures:
-        pytest.fail(failures[check], pytrace=False)
+def test_two_processes(check: str, passes: Passes) -> None:
+    passes(check)
 
 
 @needs_two_gpus
 @pytest.mark.parametrize("check", CHECKS)
-def test_two_gpus(check: str, gpu_failures: dict[str, str]) -> None:
-    if check in gpu_failures:
-        pytest.fail(gpu_failures[check], pytrace=False)
+def test_two_gpus(check: str, passes_on_gpus: Passes) -> None:
+    passes_on_gpus(check)

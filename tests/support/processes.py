@@ -6,15 +6,13 @@ test reports one check::
     CHECKS: Checks = {"replicas": check_replicas, ...}
 
     @pytest.mark.parametrize("check", CHECKS)
-    def test_two_processes(check: str, failures: dict[str, str]) -> None:
-        if check in failures:
-            pytest.fail(failures[check], pytrace=False)
+    def test_two_processes(check: str, passes: Passes) -> None:
+        passes(check)
 
     @needs_two_gpus
     @pytest.mark.parametrize("check", CHECKS)
-    def test_two_gpus(check: str, gpu_failures: dict[str, str]) -> None:
-        if check in gpu_failures:
-            pytest.fail(gpu_failures[check], pytrace=False)
+    def test_two_gpus(check: str, passes_on_gpus: Passes) -> None:
+        passes_on_gpus(check)
 
 A check makes its tensors on :func:`device`. A module that needs more processes has a number
 PROCESSES of its own.
@@ -23,6 +21,7 @@ PROCESSES of its own.
 import fcntl
 import gc
 import json
+import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Mapping
@@ -44,23 +43,33 @@ needs_two_gpus, needs_four_gpus = (
     )
     for name, count in (("two", PROCESSES), ("four", 4))
 )
+IMPORTED = [
+    "grouped_linear",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+]
 # Called with the rank and an empty directory that both processes share.
 Checks = Mapping[str, Callable[[int, Path], None]]
 _device: tuple[str, int] = "cpu", 0
 
 
+# Fails the test with the tracebacks of a check that failed.
+Passes = Callable[[str], None]
+
+
 @pytest.fixture(scope="module")
-def failures(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, str]:
-    """By name, the tracebacks of those of the module's CHECKS that failed on the CPU."""
+def passes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Passes:
+    """Called with the name of one of the module's CHECKS, which run on the CPU."""
     return _shared_run(request, tmp_path_factory, "gloo")
 
 
 @pytest.fixture(scope="module")
-def gpu_failures(
+def passes_on_gpus(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, str]:
+) -> Passes:
     """The same on two GPUs."""
     return _shared_run(request, tmp_path_factory, "nccl")
 
@@ -78,7 +87,7 @@ def synchronize() -> None:
 
 def _shared_run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, backend: str
-) -> dict[str, str]:
+) -> Passes:
     """The workers of pytest-xdist share one run: the first one does it while others wait."""
     temporary = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -92,16 +101,27 @@ def _shared_run(
             processes = getattr(request.module, "PROCESSES", PROCESSES)
             found = _run(request.module.CHECKS, directory, backend, processes)
             report.write_text(json.dumps(found))
-    failed: dict[str, str] = json.loads(report.read_text())
-    return failed
+    failures: dict[str, str] = json.loads(report.read_text())
+
+    def passes(check: str) -> None:
+        if check in failures:
+            pytest.fail(failures[check], pytrace=False)
+
+    return passes
 
 
 def _run(checks: Checks, directory: Path, backend: str, processes: int) -> dict[str, str]:
     for name in checks:
         (directory / name).mkdir()
     ended = ""
+    # On the CPU copies of one process that has imported what all need, which takes each 4 seconds.
+    # A GPU is of no use in a copy.
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    method = "forkserver" if backend == "gloo" else "spawn"
     try:
-        mp.spawn(_process, args=(checks, directory, backend, processes), nprocs=processes)
+        mp.start_processes(
+            _process, (checks, directory, backend, processes), processes, start_method=method
+        )
     except mp.ProcessExitedException as error:  # NCCL ends a process that waits in vain
         ended = f"not run to its end: {error}"
     found: dict[str, str] = {}
