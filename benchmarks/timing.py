@@ -287,6 +287,7 @@ class Report:
 
     Args:
         name: of the benchmark's module, and of the files.
+        module: the former, where a benchmark has several reports.
         question: what the table answers, one sentence.
         unit: "TFLOP/s" (work in FLOPs) or "GB/s" (work in bytes).
     """
@@ -296,6 +297,7 @@ class Report:
     unit: str
     device: torch.device
     rounds: int
+    module: str | None = None
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -393,7 +395,7 @@ class Report:
         return [
             *machine(self.device),
             f"{_of_rows(self.rows)}, {date.today().isoformat()}",
-            command(self.name),
+            command(self.module or self.name),
             f"{how}; {cold}; share: speed beside each case's first row, paired by round",
             f"{unsteady} of {len(self.rows)} rows are unsteady (~): quartiles over {STEADY} apart",
             *self.notes,

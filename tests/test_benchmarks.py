@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import bench_host, bench_portable, front_page, parallel_model, plots, timing
+from benchmarks import (
+    bench_host,
+    bench_portable,
+    bench_swiglu_gemm,
+    front_page,
+    parallel_model,
+    plots,
+    timing,
+)
 from benchmarks import compiled_vs_eager as bench
 from benchmarks import step_cases as cases
 from benchmarks.alternatives import TorchGroupedLinear
@@ -187,3 +195,39 @@ def test_portable_gemms_beside_limits() -> None:
     assert [roof.candidate, second.candidate, ours.candidate] == [alone, fed, bench_portable.OURS]
     assert roof.timing.microseconds.median == pytest.approx(1e-6 * roof.work / 652.1)
     assert second.timing.share.median == pytest.approx(532.0 / 652.1)
+
+
+def test_one_kernel_beside_two(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layer = bench_swiglu_gemm.Layer(T=10, H=32, F=64, E=3, C=2)
+    report, of_copies = bench_swiglu_gemm.reports(CPU, rounds=2)
+    bench_swiglu_gemm.measure("tiny", layer, CPU, report, of_copies)
+    cases = {(row.case["gemm"], row.case["form"]) for row in report.rows}
+    assert cases == {(g, f) for g in ("gate_up", "down_dgrad") for f in ("plain", "gpt_oss")}
+    first = [row.candidate for row in report.rows[:6]]
+    roofs = [bench_swiglu_gemm.DENSE, bench_swiglu_gemm.COPY]
+    assert first == [
+        *roofs,
+        *bench_swiglu_gemm.gate_up(bench_swiglu_gemm.Operands(layer, "plain", CPU)),
+    ]
+    # 20 rows: x, 3 weights, gate, up and h; FLOPs of 128 sums of 32 products
+    assert bench_swiglu_gemm.bytes_moved("gate_up", layer) == 2 * (640 + 3 * 128 * 32 + 20 * 192)
+    assert report.rows[0].work == 2 * 20 * 128 * 32
+    assert [row.candidate for row in of_copies.rows] == [roofs[1], "index", "scatter_rows"]
+    monkeypatch.setattr(timing, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["bench_swiglu_gemm"])
+    for written in (report, of_copies):
+        written.finish(write=True)
+    assert capsys.readouterr().out.count("command: python -m benchmarks.bench_swiglu_gemm\n") == 2
+    stems = {"bench_swiglu_gemm_cpu", "bench_swiglu_gemm_copies_cpu"}
+    assert {path.stem for path in tmp_path.iterdir()} == stems
+    with pytest.raises(SystemExit, match="gate_up: one kernel and two give different results"):
+        bench_swiglu_gemm.check("gate_up", [torch.ones(2)], [torch.zeros(2)])
+
+
+def test_one_kernel_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["bench_swiglu_gemm", "--device", "cpu"])
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        bench_swiglu_gemm.main()
+    bench_swiglu_gemm.probe(CPU)
