@@ -19,24 +19,20 @@ T tokens of a process, D processes, E experts, C chosen for a token, H and F fea
 """
 
 import argparse
-import json
-import os
 import statistics
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from benchmarks import timing
+from benchmarks import parallel_run, timing
 from benchmarks.parallel_model import (
-    CAPACITY,
     MIB,
     SHAPES,
     WAYS,
@@ -46,15 +42,16 @@ from benchmarks.parallel_model import (
     recorded,
     sent_bytes,
 )
+from benchmarks.parallel_run import RECIPES, time_in_turns
 from benchmarks.plots import SERIES, label
-from grouped_linear import Float8BlockScaling, GroupedMLP, Recipe
+from grouped_linear import GroupedMLP
 from grouped_linear.parallel import Dispatched, ExpertParallel, TokenDispatcher
 
-REPEATS = 3  # replays a sample: processes start one after another, by some 10 us
-
-
 QUICK = ("qwen3_30b", "dsv3_32_experts")
-RECIPES: dict[str, Recipe | None] = {"bf16": None, "block": Float8BlockScaling()}
+HOW = (
+    "Experts spread over GPUs, beside one GPU with all of them (`benchmarks/parallel.py` says what "
+    "the columns are)."
+)
 
 
 @dataclass
@@ -151,36 +148,6 @@ def captured(call: Callable[[], Any], device: torch.device, pool: Any) -> Callab
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         call()
     return graph.replay
-
-
-def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Of one of several calls in a row, begun at the same time on every process."""
-    dist.barrier()
-    if device.type == "cpu":
-        begin = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - begin)
-    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin_event.record()
-    for _ in range(REPEATS):
-        call()
-    end_event.record()
-    torch.cuda.synchronize()
-    return begin_event.elapsed_time(end_event) / REPEATS
-
-
-def time_in_turns(
-    calls: dict[str, Callable[[], Any]], device: torch.device, rounds: int
-) -> dict[str, list[float]]:
-    """Samples of each call; the longest of any process."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            samples[name].append(milliseconds(call, device))
-    longest: Tensor = torch.tensor(list(samples.values()), device=device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    return dict(zip(samples, longest.tolist(), strict=True))
 
 
 def measure(
@@ -337,39 +304,8 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def written(rows: list[Row], D: int, rounds: int, device: torch.device) -> tuple[str, Any]:
-    """The page of a run, and the same as data."""
-    result = {
-        "device": timing.slug(device),
-        "about": timing.machine(device),
-        "processes": D,
-        "commit": timing.git_commit(),
-        "rounds": rounds,
-        "rows": [asdict(row) for row in rows],
-    }
-    lines = (
-        *result["about"],
-        f"{D} processes, commit {result['commit']}",
-        f"{rounds} rounds, medians; range: slowest less fastest round; capacity factor {CAPACITY} "
-        "where there is one",
-    )
-    page = [
-        "# parallel",
-        "Experts spread over GPUs, beside one GPU with all of them (`benchmarks/parallel.py` "
-        "says what the columns are).",
-        "\n".join(f"- {line}" for line in lines),
-        table(rows),
-    ]
-    return "\n\n".join(page), result
-
-
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(QUICK))
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--write", action="store_true", help="to benchmarks/results, too")
+    parser = parallel_run.arguments(__doc__, "shapes", SHAPES, QUICK)
     parser.add_argument("--plot", action="store_true", help="the newest result that was written")
     parser.add_argument("--predict", nargs="+", type=int, metavar="GPUS", help="measure nothing")
     nominal = Machine()
@@ -386,40 +322,21 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    if options.predict or options.plot:
-        result = recorded()
-        if options.predict:
-            machine = Machine(options.node, options.nvlink, options.network, options.memory)
-            text = page(options.predict, machine, result)
-            print(text)
-            if options.write:
-                (timing.RESULTS / "parallel_predicted.md").write_text(text + "\n")
-        if options.plot:
-            assert result is not None, "nothing is recorded: --write does it"
-            path = timing.RESULTS / f"parallel_{result['device']}.png"
-            plot(result, path)
-            print(f"written: {path.relative_to(timing.RESULTS.parent.parent)}")
+    if not (options.predict or options.plot):
+        parallel_run.run("parallel", HOW, options, options.shapes, measure, table)
         return
-    if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    mesh = init_device_mesh(options.device, (dist.get_world_size(),))
-    rows = []
-    for name in options.shapes:
-        for recipe in options.recipes:
-            rows += measure(name, recipe, mesh, options.rounds)
-            if options.device == "cuda":
-                torch.cuda.empty_cache()
-    device = torch.device(options.device)
-    text, result = written(rows, mesh.size(), options.rounds, device)
-    if dist.get_rank() == 0:
+    result = recorded()
+    if options.predict:
+        machine = Machine(options.node, options.nvlink, options.network, options.memory)
+        text = page(options.predict, machine, result)
         print(text)
         if options.write:
-            path = timing.RESULTS / f"parallel_{timing.slug(device)}.md"
-            path.write_text(text + "\n")
-            path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-            print(f"written: {path.relative_to(timing.RESULTS.parent.parent)} and .json")
-    dist.destroy_process_group()
+            (timing.RESULTS / "parallel_predicted.md").write_text(text + "\n")
+    if options.plot:
+        assert result is not None, "nothing is recorded: --write does it"
+        path = timing.RESULTS / f"parallel_{result['device']}.png"
+        plot(result, path)
+        print(f"written: {path.relative_to(timing.RESULTS.parent.parent)}")
 
 
 if __name__ == "__main__":

@@ -9,24 +9,21 @@ longest time of any process. The loss is that of the last step, the mean of proc
 several GPUs learn from the same tokens and should agree; one GPU learns from its own.
 """
 
-import argparse
-import json
-import os
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from benchmarks import timing
+from benchmarks import parallel_run, timing
 from benchmarks.moe_model import VOCABULARY, LanguageModel, ModelSize
-from benchmarks.parallel import RECIPES, time_in_turns
-from benchmarks.parallel_model import CAPACITY, WAYS
+from benchmarks.parallel_model import WAYS
+from benchmarks.parallel_run import RECIPES, time_in_turns
 from grouped_linear import GroupedMLP
 from grouped_linear.parallel import ExpertParallel
 
@@ -53,6 +50,10 @@ CASES = {
 }
 SPREAD = [way for way in WAYS if way != "all_gather, no capacity"]
 WARM = 3
+HOW = (
+    "A small model on one GPU and on several (`benchmarks/parallel_training.py`). Held: "
+    "parameters, optimizer, tokens. Peak: the most during a step, these included."
+)
 
 
 @dataclass
@@ -196,48 +197,8 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=["small"])
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--write", action="store_true", help="to benchmarks/results, too")
-    options = parser.parse_args()
-    if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    mesh = init_device_mesh(options.device, (dist.get_world_size(),))
-    rows = []
-    for name in options.cases:
-        for recipe in options.recipes:
-            rows += measure(name, recipe, mesh, options.rounds)
-            if options.device == "cuda":
-                torch.cuda.empty_cache()
-    device = torch.device(options.device)
-    commit = timing.git_commit()
-    lines = (
-        *timing.machine(device),
-        f"{mesh.size()} processes, commit {commit}",
-        f"{options.rounds} rounds, medians; capacity factor {CAPACITY}",
-    )
-    text = "\n\n".join(
-        [
-            "# parallel_training",
-            "A small model on one GPU and on several (`benchmarks/parallel_training.py`). Held: "
-            "parameters, optimizer, tokens. Peak: the most during a step, these included.",
-            "\n".join(f"- {line}" for line in lines),
-            table(rows),
-        ]
-    )
-    if dist.get_rank() == 0:
-        print(text)
-        if options.write:
-            path = timing.RESULTS / f"parallel_training_{timing.slug(device)}.md"
-            path.write_text(text + "\n")
-            data = {"commit": commit, "processes": mesh.size(), "rows": [asdict(r) for r in rows]}
-            path.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-            print(f"written: {path.name} and .json")
-    dist.destroy_process_group()
+    options = parallel_run.arguments(__doc__, "cases", CASES, ["small"]).parse_args()
+    parallel_run.run("parallel_training", HOW, options, options.cases, measure, table)
 
 
 if __name__ == "__main__":
