@@ -104,6 +104,45 @@ def check_training(rank: int, directory: Path) -> None:
     assert_same_bits(sharded.experts.weight.full_tensor(), whole.experts.weight.dequantize())
 
 
+class Mlps(nn.Module):
+    """Two layers, so that one's weights are sharded again while the other runs."""
+
+    def __init__(self, recipe: Float8BlockScaling) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(GroupedMLP(E, K, N, recipe=recipe, dtype=BF16) for _ in "ab")
+
+    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+        chosen = (torch.arange(T)[:, None] + torch.arange(2)) % E
+        for layer in self.layers:
+            x = x + layer(x, torch.full((T, 2), 0.5), chosen)
+        return x
+
+
+def check_nothing_kept_of_weights(rank: int, directory: Path) -> None:
+    """Between forward and backward no layer has whole weights where the backward quantizes them."""
+    held = {}
+    for requantize in (False, True):
+        recipe = Float8BlockScaling(requantize_weights=requantize)
+        whole, sharded = Mlps(recipe), Mlps(recipe)
+        mesh = init_device_mesh("cpu", (PROCESSES,))
+        for layer in (*sharded.layers, sharded):
+            fully_shard(layer, mesh=mesh)
+        for a, b in zip(train(sharded, sharded), train(whole, whole), strict=True):
+            assert_same_bits(a, b)
+        saved: list[Tensor] = []
+        x = torch.randn(T, K, dtype=BF16)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: saved.append(t) or t,  # noqa: B023
+            lambda t: t,
+        ):
+            sharded(x, x)
+        weights = [t for t in saved if t.dim() == 3 and t.size(2) in (K, N, 2 * N)]
+        held[requantize] = sum(t.untyped_storage().nbytes() for t in weights)
+    # Of the first layer gate_up_proj is not read again: x needs no gradient.
+    assert held == {False: 4 * E * K * N, True: 0}
+
+
 def check_replicas(rank: int, directory: Path) -> None:
     """Each process has all of it: what FSDP2 does with a shard of one."""
     whole, replicated = Model(), Model()
@@ -434,6 +473,7 @@ def check_deferred_wgrad_of_shards_is_refused(rank: int, directory: Path) -> Non
 
 CHECKS: Checks = {
     "training": check_training,
+    "nothing_kept_of_weights": check_nothing_kept_of_weights,
     "replicas": check_replicas,
     "bytes": check_bytes,
     "saved_by_two_loaded_by_two": check_saved_by_two_loaded_by_two,
