@@ -29,7 +29,6 @@ GATHERED = f"group_quantize, gathered, each row {CHOSEN} times"
 # Fused input forms, both layouts: elements read for every quantized one.
 FUSED = {
     "group_quantize, gathered": 1.0,
-    "group_quantize, gathered and weighted": 1.0,
     GATHERED: 1 / CHOSEN,
     "swiglu": 2.0,
     "swiglu_grad": 1.5,
@@ -65,9 +64,6 @@ def fused_form(name: str, x_TK: torch.Tensor, offs_E: torch.Tensor) -> timing.Ca
     if name == "group_quantize, gathered":
         order = torch.randperm(T, device=x_TK.device)
         return lambda: ops.group_quantize(x_TK, offs_E, order, **both)
-    if name == "group_quantize, gathered and weighted":
-        order, factor = torch.randperm(T, device=x_TK.device), torch.rand(T, device=x_TK.device)
-        return lambda: ops.group_quantize(x_TK, offs_E, order, factor=factor, **both)
     if name == GATHERED:
         # Sorted stably, an expert's tokens stay in order.
         row = torch.arange(T, dtype=offs_E.dtype, device=x_TK.device)

@@ -54,7 +54,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> block_scaled_linear(
     bool columnwise_w) {
   check_block_scaled_linear(x, w, m_splits, bias);
   const Tensor offs = Backend::splits_to_offsets(m_splits, x.size(0), 1, 1, std::nullopt);
-  check_group_quantize(x, offs, std::nullopt, amax_epsilon, true, columnwise_x, std::nullopt);
+  check_group_quantize(x, offs, std::nullopt, amax_epsilon, true, columnwise_x);
   check_quantize_weight("quantize_weight", w, amax_epsilon);
 
   constexpr ScalarType kE4m3 = ScalarType::Float8_e4m3fn, kFloat = ScalarType::Float;
@@ -87,7 +87,7 @@ std::tuple<Tensor, Tensor, Tensor> block_scaled_linear_grad(
     bool bias_grad, std::optional<ScalarType> out_dtype) {
   const bool rowwise = w_t.has_value(), columnwise = x_t.has_value();
   check_block_scaled_linear_grad(dy, offs, x_t, scale_x_t, w_t, scale_w);
-  check_group_quantize(dy, offs, std::nullopt, amax_epsilon, rowwise, columnwise, std::nullopt);
+  check_group_quantize(dy, offs, std::nullopt, amax_epsilon, rowwise, columnwise);
 
   const QuantizedShapes shapes(dy.size(0), dy.size(1), offs.size(0), rowwise, columnwise,
                                bias_grad);

@@ -23,13 +23,12 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
 
   // x [T, K] -> q [T, K], scale [ceil(K/B), round_up(T, 4)], q_t [Tp/B, K, B], scale_t [Tp/B, K],
   //             bias_grad [E, K] float32; outputs that are not requested are empty
-  // factor [T] float32: quantize x[rows] * factor, rounded to x's dtype
   // share_scales: B columns of q_t share a scale if their amaxes are within a factor of 256
   // rows [T]: of x [S, K], quantize x[rows]
   m.def(
       "group_quantize(Tensor x, Tensor offs, Tensor? rows=None, float amax_epsilon=0.0, "
       "bool power_of_two_scales=True, bool rowwise=True, bool columnwise=False, "
-      "bool bias_grad=False, bool share_scales=False, Tensor? factor=None) "
+      "bool bias_grad=False, bool share_scales=False) "
       "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)");
   // Current scaling: one scale [E] a group from its amax; dtype: e4m3 or e5m2
   // Delayed scaling: scale [E] of earlier steps; amax [E] = max(amax, magnitudes of the group)

@@ -46,7 +46,6 @@ def group_quantize(
     columnwise: bool = False,
     bias_grad: bool = False,
     share_scales: bool = False,
-    factor: Tensor | None = None,
 ) -> Quantized:
     """x [T, K], or [S, K] with rows [T] -> q, scale, q_t, scale_t, bias_grad."""
     rules = Rules("group_quantize")
@@ -58,12 +57,6 @@ def group_quantize(
     if rows is not None:
         rules.rows(rows, 1, "x", x)
         T = rows.size(0)
-    if factor is not None:
-        rules.check(rows is not None, lambda: "factor needs rows, got none")
-        rules.dim("factor", factor, 1)
-        rules.dtype("factor", factor.dtype, (torch.float32,))
-        rules.device("factor", factor, "x", x)
-        rules.same("T", "factor", factor.size(0), "rows", T)
     rules.epsilon(amax_epsilon)
     rules.layouts(rowwise, columnwise)
     E = offs.size(0)

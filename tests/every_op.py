@@ -40,8 +40,6 @@ def call_every_op(T: int, K: int, N: int, sizes: tuple[int, ...], dtype: torch.d
     ops.group_quantize(x, offs, order, columnwise=True, bias_grad=True)
     ops.group_quantize(x, offs, order.int())
     shared = ops.group_quantize(x, offs, columnwise=True, share_scales=True)
-    factor = torch.rand(T, device=DEVICE)
-    ops.group_quantize(x, offs, order, columnwise=True, bias_grad=True, factor=factor)
     choices = torch.stack([order, order.flip(0)], dim=1)
     ops.sort_by_expert(choices % (E + 1), E)
     ops.sort_by_expert(choices.int() - 7, 100)

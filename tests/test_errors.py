@@ -67,10 +67,6 @@ def test_group_quantize() -> None:
         *BAD_OFFS,
         {"rows": torch.zeros(12, 1, dtype=I32)},
         {"rows": torch.zeros(12)},
-        {"factor": torch.ones(12)},
-        {"rows": offs(12), "factor": torch.ones(12, 1)},
-        {"rows": offs(12), "factor": torch.ones(12, dtype=BF16)},
-        {"rows": offs(12), "factor": torch.ones(11)},
         *BAD_EPSILONS,
         {"rowwise": False},
         {"rowwise": False, "bias_grad": True},
@@ -89,10 +85,6 @@ group_quantize: E must be between 1 and 1024, got 0
 group_quantize: E must be between 1 and 1024, got 1025
 group_quantize: rows must be 1-D, got 2-D
 group_quantize: rows must be int32 or int64, got float32
-group_quantize: factor needs rows, got none
-group_quantize: factor must be 1-D, got 2-D
-group_quantize: factor must be float32, got bfloat16
-group_quantize: T differs: factor has 11, rows has 12
 group_quantize: amax_epsilon must be finite and not negative, got -0.5
 group_quantize: amax_epsilon must be finite and not negative, got inf
 group_quantize: amax_epsilon must be finite and not negative, got nan

@@ -93,9 +93,9 @@ ConvertedExperts(name, form, num_experts, num_parameters, path)
 DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
 DelayedScalingState(recipe, num_groups, device=None)
 Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0, share_x_scales=True,
-    wgrad=torch.float8_e4m3fn)
+    wgrad=torch.float8_e4m3fn, requantize_weights=False)
 Float8CurrentScaling(power_of_two_scales=False, amax_epsilon=0.0,
-    gradient_dtype=torch.float8_e4m3fn)
+    gradient_dtype=torch.float8_e4m3fn, requantize_weights=False)
 GeGLU(approximate='none')
 GroupedLinear(num_gemms, in_features, out_features, bias=True, return_bias=False,
     init_method=None, get_rng_state_tracker=None, rng_tracker_name=None, dtype=None,
@@ -173,7 +173,7 @@ gather_sum(y, rows, weight=None)
 group_dequantize(q, scale, offs, dtype)
 group_dequantize_t(q_t, scale_t, offs, num_rows, dtype)
 group_quantize(x, offs, rows=None, *, amax_epsilon=0.0, power_of_two_scales=True, rowwise=True,
-    columnwise=False, bias_grad=False, share_scales=False, factor=None)
+    columnwise=False, bias_grad=False, share_scales=False)
 group_quantize_current(x, offs, dtype=torch.float8_e4m3fn, *, amax_epsilon=0.0,
     power_of_two_scales=False, rowwise=True, columnwise=False, bias_grad=False)
 group_quantize_delayed_(amax, x, offs, scale, dtype=torch.float8_e4m3fn, *, rowwise=True,

@@ -106,8 +106,8 @@ splits_to_offsets(Tensor m_splits, SymInt num_rows, int alignment=1, SymInt stri
     ScalarType? dtype=None) -> Tensor
 group_quantize(Tensor x, Tensor offs, Tensor? rows=None, float amax_epsilon=0., bool
     power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool bias_grad=False,
-    bool share_scales=False, Tensor? factor=None) -> (Tensor q, Tensor scale, Tensor q_t, Tensor
-    scale_t, Tensor bias_grad)
+    bool share_scales=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor
+    bias_grad)
 group_quantize_current(Tensor x, Tensor offs, ScalarType dtype, float amax_epsilon=0., bool
     power_of_two_scales=False, bool rowwise=True, bool columnwise=False, bool bias_grad=False)
     -> (Tensor q, Tensor scale, Tensor q_t, Tensor bias_grad)

@@ -26,21 +26,13 @@ void check_grouped_rows(const char* op, const Tensor& x, const Tensor& offs, boo
 }  // namespace
 
 void check_group_quantize(const Tensor& x, const Tensor& offs, const std::optional<Tensor>& rows,
-                          double amax_epsilon, bool rowwise, bool columnwise,
-                          const std::optional<Tensor>& factor) {
+                          double amax_epsilon, bool rowwise, bool columnwise) {
   const char* op = "group_quantize";
   check_dim(op, "x", x, 2);
   check_activation(op, "x", x.scalar_type());
   check_features(op, "K", x.size(1));
   check_offs(op, offs, "x", x);
   if (rows) check_rows(op, *rows, 1, "x", x);
-  if (factor) {
-    check(rows.has_value(), op, ": factor needs rows, got none");
-    check_dim(op, "factor", *factor, 1);
-    check_dtype(op, "factor", *factor, ScalarType::Float);
-    check_device(op, "factor", *factor, "x", x);
-    check_same(op, "T", "factor", factor->size(0), "rows", rows->size(0));
-  }
   check_epsilon(op, amax_epsilon);
   check_layouts(op, rowwise, columnwise);
 }

@@ -97,24 +97,6 @@ void quantize(ScalarType dtype, const std::vector<RowBlock>& blocks, ScaleRule r
                    pointer_if<float>(sums, results.bias_grad), reader);
 }
 
-// to[i] = from[i] * factor for n elements of one dtype, rounded to it.
-template <typename Element>
-GROUPED_LINEAR_INLINE void multiply_elements(const char* from, float factor, int64_t n, void* to) {
-  using Bits = typename Element::Bits;
-  for (int64_t i = 0; i < n; ++i)
-    static_cast<Bits*>(to)[i] =
-        Element::of_float(Element::to_float(reinterpret_cast<const Bits*>(from)[i]) * factor);
-}
-
-GROUPED_LINEAR_EVERY_WIDTH void multiply_row(const char* from, float factor, ScalarType dtype,
-                                             int64_t n, void* to) {
-  switch (dtype) {
-    case ScalarType::BFloat16: return multiply_elements<Bf16>(from, factor, n, to);
-    case ScalarType::Half: return multiply_elements<Half>(from, factor, n, to);
-    default: return multiply_elements<Float>(from, factor, n, to);
-  }
-}
-
 }  // namespace
 
 void quantize_rows(const Tensor& x, const Tensor& offs, double amax_epsilon,
@@ -129,9 +111,8 @@ void quantize_rows(const Tensor& x, const Tensor& offs, double amax_epsilon,
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
     const Tensor& x_in, const Tensor& offs, const std::optional<Tensor>& rows, double amax_epsilon,
-    bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad, bool share_scales,
-    const std::optional<Tensor>& factor_in) {
-  check_group_quantize(x_in, offs, rows, amax_epsilon, rowwise, columnwise, factor_in);
+    bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad, bool share_scales) {
+  check_group_quantize(x_in, offs, rows, amax_epsilon, rowwise, columnwise);
   const int64_t T = (rows ? *rows : x_in).size(0);
   const Results results(x_in, T, x_in.size(1), offs.size(0), rowwise, columnwise, bias_grad,
                         share_scales);
@@ -147,18 +128,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
 
   const int64_t element = element_size(dtype), stride = x.stride(0) * element;
   const auto* first = static_cast<const char*>(x.data_ptr());
-  const std::optional<Tensor> factor = as_dense(factor_in);
-  const float* factors = factor ? factor->const_data_ptr<float>() : nullptr;
   const auto source = [&](const RowBlock& block, int64_t r, int64_t col) {
     return first + numbers[block.begin + r] * stride + col * element;
   };
-  const auto fill_row = [&](const char* from, const RowBlock& block, int64_t r, int64_t,
-                            int64_t cols, void* row) {
-    if (factors)
-      multiply_row(from, factors[block.begin + r], dtype, cols, row);
-    else
-      std::memcpy(row, from, cols * element);
-  };
+  const auto fill_row = [&](const char* from, const RowBlock&, int64_t, int64_t, int64_t cols,
+                            void* row) { std::memcpy(row, from, cols * element); };
   quantize(dtype, blocks_of(starts, columnwise || bias_grad),
            {static_cast<float>(amax_epsilon), power_of_two_scales}, results,
            Reader{source, fill_row});

@@ -85,7 +85,6 @@ def group_quantize(
     columnwise: bool = False,
     bias_grad: bool = False,
     share_scales: bool = False,
-    factor: Tensor | None = None,
 ) -> GroupQuantized:
     """Quantize activations or gradients to e4m3 in 1x128 blocks; one pass over x for all outputs.
 
@@ -117,7 +116,6 @@ def group_quantize(
             with a shared scale 1.2 to 1.8 times as fast. e4m3 is a floating-point format: only
             numbers below 2**-13 of the largest lose bits, at most 2**-9.8 of their own feature's
             amax.
-        factor: [T] float32, only with rows: quantize x[rows] * factor, rounded to x's dtype first.
 
     Returns:
         q [T, K]; scale [ceil(K / 128), round_up(T, 4)], one column for each row of x; q_t
@@ -135,7 +133,7 @@ def group_quantize(
     """
     scaling = amax_epsilon, power_of_two_scales
     outputs = _ops.group_quantize(
-        x, offs, rows, *scaling, rowwise, columnwise, bias_grad, share_scales, factor
+        x, offs, rows, *scaling, rowwise, columnwise, bias_grad, share_scales
     )
     return GroupQuantized(*requested(outputs, rowwise, columnwise, bias_grad))
 

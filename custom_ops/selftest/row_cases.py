@@ -94,11 +94,9 @@ def quantizers(groups: Groups, dtype: torch.dtype) -> Iterator[Case]:
     yield Case("group_quantize", {**given, **options}, [None, None, *shared, None], "shared scales")
 
     source, index = torch.randn(groups.valid + 3, K).to(dtype), numbers(groups)
-    factor = per_row(groups)
     gathered = reference.gather(source, index, offs)
-    gathered = (gathered.float() * factor[:, None]).to(dtype)
     outputs = [*must.rowwise(gathered, groups, POWERS), *must.columnwise(gathered, groups, POWERS)]
-    arguments: Arguments = {"x": source, "offs": offs, "rows": index, "factor": factor, **BOTH}
+    arguments: Arguments = {"x": source, "offs": offs, "rows": index, **BOTH}
     yield Case(
         "group_quantize", arguments, [*outputs, must.bias_grad(gathered, groups)], "gathered"
     )

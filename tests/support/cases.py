@@ -61,13 +61,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **{name: {"columnwise": True, **v} for name, v in _LAYOUTS.items()},
         "shared": {"columnwise": True, "bias_grad": True, "share_scales": True},
         "gathered": {"columnwise": True, "bias_grad": True, "index": torch.int32},
-        "scaled": {"columnwise": True, "bias_grad": True, "index": torch.int64, "factor": True},
-        "scaled_strided": {
-            "columnwise": True,
-            "index": torch.int32,
-            "layout": "strided",
-            "factor": True,
-        },
         "gathered_strided": {
             "columnwise": True,
             "index": torch.int64,

@@ -143,8 +143,6 @@ def make(
             tensors = {"x": rows(groups, K, dtype, layout), "offs": offs}
             if index := options.pop("index", None):
                 tensors |= gathered(groups, K, dtype, layout, index)
-            if options.pop("factor", False):
-                tensors |= {"factor": per_row(groups)}
         case "sort_by_expert":
             E, shape = len(groups.m_splits), (groups.T, options.pop("C", 3))
             experts = torch.randint(-2, E + 2, shape).to(options.pop("index", torch.int64))

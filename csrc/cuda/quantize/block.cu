@@ -48,8 +48,8 @@ void quantize_rows_and_weight(const Tensor& x_in, const Tensor& offs_in, const T
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
     const Tensor& x_in, const Tensor& offs_in, const std::optional<Tensor>& rows_in,
     double amax_epsilon, bool power_of_two_scales, bool rowwise, bool columnwise, bool bias_grad,
-    bool share_scales, const std::optional<Tensor>& factor_in) {
-  check_group_quantize(x_in, offs_in, rows_in, amax_epsilon, rowwise, columnwise, factor_in);
+    bool share_scales) {
+  check_group_quantize(x_in, offs_in, rows_in, amax_epsilon, rowwise, columnwise);
 
   const int64_t T = (rows_in ? *rows_in : x_in).size(0);
   BlockResults results(x_in, T, x_in.size(1), offs_in.size(0), rowwise, columnwise, bias_grad,
@@ -61,7 +61,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
 
   const Launch launch("group_quantize", x_in);
   const Tensor x = with_dense_rows(x_in), offs = as_dense(offs_in), rows = as_dense(*rows_in);
-  const std::optional<Tensor> factor = as_dense(factor_in);
   if (T == 0 || x.size(0) == 0) {
     results.zero_bias_grad();
     return results.all();
@@ -75,11 +74,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
     for_index(rows.scalar_type(), [&]<typename Index>(std::type_identity<Index>) {
       const GatheredRows<Element, Index> gathered{data<Element>(x), x.stride(0), vectorised,
                                                   data<Index>(rows), x.size(0)};
-      if (factor)
-        quantize_tiles<Element>(launch, ScaledRows<Element, Index>{gathered, data<float>(*factor)},
-                                offs, rule, results);
-      else
-        quantize_tiles<Element>(launch, gathered, offs, rule, results);
+      quantize_tiles<Element>(launch, gathered, offs, rule, results);
     });
   });
   return results.all();

@@ -109,30 +109,6 @@ struct GatheredRows {
   }
 };
 
-// Gathered rows times factor[t], rounded to Element.
-template <typename Element, typename Index>
-struct ScaledRows : GatheredRows<Element, Index> {
-  static constexpr Waves kWaves{4, 2};
-  const float* factor;
-
-  __device__ __forceinline__ void load(Fragment<Element> (&fragment)[1],
-                                       typename GatheredRows<Element, Index>::Buffer& buffer,
-                                       const TileBounds& at) const {
-    GatheredRows<Element, Index>::load(fragment, buffer, at);
-    const int first = Fragment<Element>::row() * kFragmentSize;
-#pragma unroll
-    for (int i = 0; i < kFragmentSize; ++i) {
-      // Rows past the end are zero and stay so, whatever the factor is.
-      const float f = first + i < at.rows ? factor[at.row_begin + first + i] : 0;
-      FragmentRow<Element> scaled;
-      compute_row<Element>(scaled, [&](int c) {
-        return __fmul_rn(Fragment<Element>::element(fragment[0].words[i], c), f);
-      });
-      copy_row<Element>(fragment[0].words[i], scaled);
-    }
-  }
-};
-
 // h [T, K] of gate_up [T, 2 K], rounded to Element; also stored to h where h is not null. weighted:
 // times weight[t], before it is rounded.
 template <typename Element, typename Form, bool weighted = false>
