@@ -64,16 +64,29 @@ def check_linear(device: str, recipe: Recipe | None, bound: float) -> None:
 
 
 def check_mlp(device: str) -> None:
-    """An expert layer under block scaling has finite gradients that are not zero."""
-    recipe = grouped_linear.Float8BlockScaling()
+    """An expert layer under block scaling: compiled, and of sorted rows, it has the bits of eager."""
+    recipe = grouped_linear.Float8BlockScaling(requantize_weights=True)
     mlp = GroupedMLP(4, K, 2 * K, recipe=recipe, dtype=torch.bfloat16, device=device)
     x = torch.randn(T, K, dtype=torch.bfloat16, device=device, requires_grad=True)
-    weights, experts = torch.rand(T, 4, device=device).softmax(-1).topk(2)
-    mlp(x, weights, experts).square().sum().backward()
-    for grad in (x.grad, *(p.grad for p in mlp.parameters())):
-        assert grad is not None
-        assert grad.isfinite().all()
-        assert grad.any()
+    experts = torch.arange(4, device=device).repeat_interleave(T // 4)[:, None]
+    ones, splits = torch.ones(T, 1, device=device), torch.full((4,), T // 4, device=device)
+    calls = (
+        lambda: mlp(x, ones, experts),
+        lambda: torch.compile(mlp, fullgraph=True)(x, ones, experts),
+        lambda: mlp.forward_sorted(x, splits),
+        lambda: torch.compile(mlp.forward_sorted, fullgraph=True)(x, splits),
+    )
+    results = []
+    for call in calls:
+        y = call()
+        leaves = [x, *mlp.parameters()]
+        results.append([y, *torch.autograd.grad(y, leaves, torch.ones_like(y))])
+    for t in results[0]:
+        assert t.isfinite().all()
+        assert t.any()
+    for other in results[1:]:
+        for actual, expected in zip(other, results[0], strict=True):
+            assert torch.equal(actual, expected), f"GroupedMLP's calls differ on {device}"
 
 
 def main() -> None:
