@@ -64,7 +64,7 @@ def check_linear(device: str, recipe: Recipe | None, bound: float) -> None:
 
 
 def check_mlp(device: str) -> None:
-    """An expert layer under block scaling: compiled, and of sorted rows, it has the bits of eager."""
+    """An expert layer has the same bits compiled, of sorted rows, and both."""
     recipe = grouped_linear.Float8BlockScaling(requantize_weights=True)
     mlp = GroupedMLP(4, K, 2 * K, recipe=recipe, dtype=torch.bfloat16, device=device)
     x = torch.randn(T, K, dtype=torch.bfloat16, device=device, requires_grad=True)
