@@ -53,8 +53,8 @@ class DelayedScaling(WeightByRefresh):
     Raises:
         ValueError: for an option out of range.
 
-    >>> DelayedScaling()
-    DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
+    >>> DelayedScaling(amax_history_len=16)
+    DelayedScaling(amax_history_len=16)
     """
 
     margin: int = 0
