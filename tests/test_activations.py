@@ -10,14 +10,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import gelu, relu, silu
 from torch.utils.checkpoint import checkpoint
 
 from grouped_linear import (
     Activation,
-    DelayedScaling,
-    DelayedScalingState,
     Float8BlockScaling,
     GeGLU,
     GroupedMLP,
@@ -31,10 +28,12 @@ from support.compare import assert_same_bits
 from support.devices import OPS, devices, needs_gpu
 from support.errors import sentence
 from support.graphs import STRICT_GRAPHS
+from support.mlp import E, F, H, assert_one_graph, biases_of, near, run, states_of
+from support.mlp import leaves_of as drawn_leaves
 from support.recipes import RECIPES as EVERY_RECIPE
 from support.tensors import BF16, FP16, FP32
 
-T, C, E, H, F = 90, 2, 5, 144, 80
+T, C = 90, 2
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 RECIPES = pytest.mark.parametrize("recipe", EVERY_RECIPE.values(), ids=EVERY_RECIPE)
 
@@ -83,24 +82,7 @@ def chosen_experts(device: str) -> Tensor:
 
 
 def leaves_of(kind: str, device: str, dtype: torch.dtype, bias: bool = False) -> list[Tensor]:
-    """x, the routing weights, gate_up_proj and down_proj, and their biases."""
-    torch.manual_seed(1)
-    G = 2 * F if KINDS[kind][0].gated else F
-    drawn = [
-        torch.randn(T, H).to(dtype),
-        torch.rand(T, C),
-        (torch.randn(E, G, H) / H**0.5).to(dtype),
-        (torch.randn(E, H, F) / F**0.5).to(dtype),
-    ]
-    if bias:
-        drawn += [torch.randn(E, G).to(dtype), torch.randn(E, H).to(dtype)]
-    return [t.to(device).requires_grad_() for t in drawn]
-
-
-def states_of(recipe: Recipe | None, device: str) -> Any:
-    if not isinstance(recipe, DelayedScaling):
-        return None
-    return DelayedScalingState(recipe, E, device), DelayedScalingState(recipe, E, device)
+    return drawn_leaves((T, C), KINDS[kind][0], bias, device, dtype)
 
 
 def ours(
@@ -109,12 +91,9 @@ def ours(
     experts, states = chosen_experts(device), states_of(recipe, device)
 
     def mlp(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
-        names = "gate_up_proj_bias", "down_proj_bias"
-        options: dict[str, Any] = dict(zip(names, biases, strict=False))
-        options["save_gate_up_in_fp8"] = save_gate_up_in_fp8
-        activation = KINDS[kind][0]
+        options = {**biases_of(biases), "save_gate_up_in_fp8": save_gate_up_in_fp8}
         call = x, weights, experts, gate_up, down, recipe, states
-        return grouped_mlp(*call, activation=activation, **options)
+        return grouped_mlp(*call, activation=KINDS[kind][0], **options)
 
     return mlp
 
@@ -132,20 +111,6 @@ def truth(kind: str) -> Callable[..., Tensor]:
         return y
 
     return mlp
-
-
-def run(call: Callable[..., Tensor], leaves: list[Tensor]) -> list[Tensor]:
-    """The output, and the gradients of all leaves."""
-    y = call(*leaves)
-    torch.manual_seed(2)
-    dy = torch.randn(T, H).to(y)
-    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
-
-
-def near(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    for a, e in zip(actual, expected, strict=True):
-        assert a.shape == e.shape
-        assert (a.double().cpu() - e).norm() <= tolerance * e.norm()
 
 
 def exact(leaves: list[Tensor]) -> list[Tensor]:
@@ -220,20 +185,7 @@ def test_only_the_gradients_asked_for(kind: str, saved: bool, device: str) -> No
 def test_compiled_in_one_graph(kind: str, saved: bool, recipe: Recipe | None, device: str) -> None:
     options: dict[str, Any] = {"recipe": recipe, "save_gate_up_in_fp8": saved, "device": device}
     mlp = GroupedMLP(E, H, F, activation=KINDS[kind][0], dtype=BF16, **options)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(mlp, fullgraph=True, backend=counter)
-    for seed in range(2):
-        torch.manual_seed(seed)
-        x = torch.randn(40, H, device=device, dtype=BF16, requires_grad=True)
-        scores, experts = torch.rand(40, E, device=device, requires_grad=True).topk(2)
-        results = []
-        for call in (compiled, mlp):
-            y = call(x, scores, experts)
-            leaves = [x, scores, *mlp.parameters()]
-            results.append([y, *torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)])
-        for a, e in zip(*results, strict=True):
-            assert_same_bits(a, e)
-    assert counter.frame_count == 1
+    assert_one_graph(mlp, device, seeds=2)
 
 
 @DEVICES

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from grouped_linear import (
     DelayedScaling,
-    DelayedScalingState,
     Float8BlockScaling,
     GroupedMLP,
     Recipe,
@@ -33,13 +32,14 @@ from support.compare import assert_same_bits
 from support.devices import OPS, devices, needs_gpu
 from support.errors import sentence
 from support.graphs import STRICT_GRAPHS
+from support.mlp import E, F, H, assert_one_graph, biases_of, near, run, states_of
+from support.mlp import leaves_of as drawn_leaves
 from support.recipes import MORE_RECIPES
 from support.swiglu import Swiglu
 from support.tensors import BF16, DTYPES, FP16, FP32
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 RECIPES = pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
-E, H, F = 5, 144, 80
 E4M3 = torch.float8_e4m3fn
 # The experts of each token: some without tokens, and choices of none (-1 and past E).
 ROUTINGS = {
@@ -65,33 +65,7 @@ Leaves = list[Tensor]
 
 
 def leaves_of(experts_TC: Tensor, device: str, dtype: torch.dtype, kind: str = "plain") -> Leaves:
-    """x, the routing weights, gate_up_proj and down_proj, and their biases."""
-    torch.manual_seed(1)
-    T, C = experts_TC.shape
-    drawn = (
-        torch.randn(T, H).to(dtype),
-        torch.rand(T, C),
-        (torch.randn(E, 2 * F, H) / H**0.5).to(dtype),
-        (torch.randn(E, H, F) / F**0.5).to(dtype),
-    )
-    if KINDS[kind][1]:
-        drawn += torch.randn(E, 2 * F).to(dtype), torch.randn(E, H).to(dtype)
-    return [t.to(device).requires_grad_() for t in drawn]
-
-
-def states_of(recipe: Recipe | None, device: str) -> Any:
-    if not isinstance(recipe, DelayedScaling):
-        return None
-    return DelayedScalingState(recipe, E, device), DelayedScalingState(recipe, E, device)
-
-
-def run(call: Callable[..., Tensor], leaves: Leaves) -> list[Tensor]:
-    """The output, and the gradients of all leaves."""
-    y = call(*leaves)
-    torch.manual_seed(2)
-    dy = torch.randn(y.shape).to(y)
-    gradients = torch.autograd.grad(y, leaves, dy, allow_unused=True, materialize_grads=True)
-    return [y.detach(), *gradients]
+    return drawn_leaves(experts_TC.shape, *KINDS[kind], device, dtype)
 
 
 def truth(experts_TC: Tensor, kind: str = "plain") -> Callable[..., Tensor]:
@@ -146,18 +120,10 @@ def ours(
     def mlp(
         x_TH: Tensor, weight_TC: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor
     ) -> Tensor:
-        names = "gate_up_proj_bias", "down_proj_bias"
-        options: dict[str, Any] = dict(zip(names, biases, strict=False))
-        options |= {"activation": KINDS[kind][0], "max_rows": max_rows}
+        options = {**biases_of(biases), "activation": KINDS[kind][0], "max_rows": max_rows}
         return grouped_mlp(x_TH, weight_TC, experts_TC, gate_up, down, recipe, states, **options)
 
     return mlp
-
-
-def near(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    for a, e in zip(actual, expected, strict=True):
-        assert a.shape == e.shape
-        assert (a.double().cpu() - e).norm() <= tolerance * e.norm()
 
 
 @DEVICES
@@ -427,21 +393,7 @@ def mlp_of(
 @RECIPES
 @pytest.mark.parametrize("kind", ["plain", "gpt_oss"])
 def test_compiled_in_one_graph(kind: str, recipe: Recipe | None, device: str) -> None:
-    mlp = mlp_of(kind, recipe, device, BF16)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(mlp, fullgraph=True, backend=counter)
-    for seed in range(3):
-        torch.manual_seed(seed)
-        x = torch.randn(40, H, device=device, dtype=BF16, requires_grad=True)
-        scores, experts = torch.rand(40, E, device=device, requires_grad=True).topk(2)
-        results = []
-        for call in (compiled, mlp):
-            y = call(x, scores, experts)
-            leaves = [x, scores, *mlp.parameters()]
-            results.append([y, *torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)])
-        for a, e in zip(*results, strict=True):
-            assert_same_bits(a, e)
-    assert counter.frame_count == 1
+    assert_one_graph(mlp_of(kind, recipe, device, BF16), device, seeds=3)
 
 
 @DEVICES

@@ -13,7 +13,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from grouped_linear import (
     DelayedScaling,
-    DelayedScalingState,
     Float8BlockScaling,
     GeGLU,
     GroupedMLP,
@@ -29,10 +28,12 @@ from support.compare import assert_same_bits
 from support.devices import OPS, devices, needs_gpu
 from support.errors import sentence
 from support.graphs import STRICT_GRAPHS
+from support.mlp import E, F, H, biases_of, run, states_of
+from support.mlp import leaves_of as drawn_leaves
 from support.recipes import MORE_RECIPES
 from support.tensors import BF16, DTYPES, FP32
 
-R, E, H, F = 150, 5, 144, 80
+R = 150
 SPLITS = [40, 0, 31, 1, 60]  # 18 rows belong to no expert
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 RECIPES = pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)
@@ -46,30 +47,7 @@ EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
 def leaves_of(kind: str, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """x, the rows' weights, gate_up_proj and down_proj, and their biases."""
-    torch.manual_seed(0)
-    activation, bias = KINDS[kind]
-    G = 2 * F if activation.gated else F
-    drawn = [
-        torch.randn(R, H).to(dtype),
-        torch.rand(R),
-        (torch.randn(E, G, H) / H**0.5).to(dtype),
-        (torch.randn(E, H, F) / F**0.5).to(dtype),
-    ]
-    if bias:
-        drawn += [torch.randn(E, G).to(dtype), torch.randn(E, H).to(dtype)]
-    return [t.to(device).requires_grad_() for t in drawn]
-
-
-def states_of(recipe: Recipe | None, device: str) -> Any:
-    if not isinstance(recipe, DelayedScaling):
-        return None
-    return DelayedScalingState(recipe, E, device), DelayedScalingState(recipe, E, device)
-
-
-def options_of(kind: str, biases: tuple[Tensor, ...]) -> dict[str, Any]:
-    names = "gate_up_proj_bias", "down_proj_bias"
-    return {"activation": KINDS[kind][0], **dict(zip(names, biases, strict=False))}
+    return drawn_leaves((R,), *KINDS[kind], device, dtype)
 
 
 def ours(kind: str, recipe: Recipe | None, device: str) -> Callable[..., Tensor]:
@@ -78,7 +56,7 @@ def ours(kind: str, recipe: Recipe | None, device: str) -> Callable[..., Tensor]
     def mlp(x: Tensor, weights: Tensor | None, *parameters: Tensor) -> Tensor:
         gate_up, down, *biases = parameters
         call = x, m_splits, gate_up, down, weights, recipe, states
-        return grouped_mlp_sorted(*call, **options_of(kind, tuple(biases)))
+        return grouped_mlp_sorted(*call, activation=KINDS[kind][0], **biases_of(biases))
 
     return mlp
 
@@ -93,17 +71,9 @@ def by_choice(kind: str, recipe: Recipe | None, device: str) -> Callable[..., Te
         gate_up, down, *biases = parameters
         weights = torch.ones(R, device=device) if weights is None else weights
         call = x, weights[:, None], experts, gate_up, down, recipe, states
-        return grouped_mlp(*call, **options_of(kind, tuple(biases)))
+        return grouped_mlp(*call, activation=KINDS[kind][0], **biases_of(biases))
 
     return mlp
-
-
-def run(call: Callable[..., Tensor], leaves: list[Tensor | None]) -> list[Tensor]:
-    """The output, and the gradients of all leaves."""
-    y = call(*leaves)
-    torch.manual_seed(1)
-    dy = torch.randn(R, H).to(y)
-    return [y.detach(), *torch.autograd.grad(y, [t for t in leaves if t is not None], dy)]
 
 
 @DEVICES

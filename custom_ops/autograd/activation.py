@@ -72,9 +72,8 @@ def gate_up_and_h(
         keep_gate_up: whether gate_up is needed. Without it that result may be None.
     """
     outputs = OutputMask(True, False, False)
-    in_one_kernel = type(recipe).quantize_swiglu is Recipe.quantize_swiglu and takes_swiglu(
-        x, w.rowwise, w.rowwise_scale, dtype
-    )
+    apart = type(recipe).quantize_swiglu is Recipe.quantize_swiglu
+    in_one_kernel = apart and takes_swiglu(x, w.rowwise, w.rowwise_scale, dtype)
     if in_one_kernel and isinstance(activation, SwiGLU):
         assert isinstance(x.rowwise, Tensor)
         assert isinstance(w.rowwise, Tensor)
@@ -129,9 +128,8 @@ def grads_of_gate_up(
         h_columnwise: whether to return h.
     """
     dtype, states = gate_up_RG.dtype, (h_state, grad_state)
-    in_one_kernel = type(
-        recipe
-    ).quantize_swiglu_grad is Recipe.quantize_swiglu_grad and takes_swiglu(dy, w, w_scale, dtype)
+    apart = type(recipe).quantize_swiglu_grad is Recipe.quantize_swiglu_grad
+    in_one_kernel = apart and takes_swiglu(dy, w, w_scale, dtype)
     if in_one_kernel and isinstance(activation, SwiGLU):
         assert isinstance(dy.rowwise, Tensor)
         assert isinstance(w, Tensor)

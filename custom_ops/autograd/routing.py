@@ -46,6 +46,17 @@ def gradient_of_rows(d_out_TH: Tensor, weight_TC: Tensor, routing: ops.SortedByE
     return sum_of_rows(d_out_TH, routing.token[:, None], weight_R[:, None])
 
 
+def _numbers(rows_RH: Tensor) -> Tensor:
+    """[R, 1] int32: the number of each row."""
+    return torch.arange(len(rows_RH), dtype=torch.int32, device=rows_RH.device)[:, None]
+
+
+def _dot_of_biases(d_out_TH: Tensor, bias_EH: Tensor, row_TC: Tensor, offs_E: Tensor) -> Tensor:
+    """[T, C] float32: d_out times the bias of each row's expert; of no expert's rows anything."""
+    experts_TC = torch.searchsorted(offs_E, row_TC, right=True).clamp(max=len(bias_EH) - 1)
+    return ops.gather_dot(d_out_TH, bias_EH, experts_TC)
+
+
 class ChosenRows(ops.SortedByExpert):
     """The rows of an expert layer: each token's, once for every expert chosen for it."""
 
@@ -86,9 +97,7 @@ class ChosenRows(ops.SortedByExpert):
         d_weight_TC = d_weight_R[self.row]
         if bias_EH is None:
             return d_weight_TC
-        experts_TC = torch.searchsorted(self.offs, self.row, right=True)
-        experts_TC = experts_TC.clamp(max=len(bias_EH) - 1)
-        return d_weight_TC + ops.gather_dot(d_out_TH, bias_EH, experts_TC)
+        return d_weight_TC + _dot_of_biases(d_out_TH, bias_EH, self.row, self.offs)
 
 
 class SortedRows(NamedTuple):
@@ -125,8 +134,7 @@ class SortedRows(NamedTuple):
         """The rows, weighted or not."""
         if weight_R is None:
             return y_RH
-        itself_R1 = torch.arange(len(y_RH), dtype=torch.int32, device=y_RH.device)[:, None]
-        return sum_of_rows(y_RH, itself_R1, weight_R[:, None])
+        return sum_of_rows(y_RH, _numbers(y_RH), weight_R[:, None])
 
     def weights(self, weight_R: Tensor | None, d_out_RH: Tensor) -> Tensor:
         """[R] float32: what each row is weighted by."""
@@ -144,10 +152,7 @@ class SortedRows(NamedTuple):
         """[R] float32, of the rows' own and of the bias that each row's output has."""
         if bias_EH is None:
             return d_weight_R
-        row_R1 = torch.arange(len(d_out_RH), dtype=torch.int32, device=d_out_RH.device)[:, None]
-        experts_R1 = torch.searchsorted(self.offs, row_R1, right=True)
-        of_bias_R = ops.gather_dot(d_out_RH, bias_EH, experts_R1.clamp(max=len(bias_EH) - 1))[:, 0]
-        return d_weight_R + of_bias_R.masked_fill(row_R1[:, 0] >= self.offs[-1], 0)
+        return d_weight_R + _dot_of_biases(d_out_RH, bias_EH, _numbers(d_out_RH), self.offs)[:, 0]
 
 
 def rows_of(tensors: tuple[Tensor, ...]) -> ChosenRows | SortedRows:

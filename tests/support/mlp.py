@@ -1,0 +1,92 @@
+"""Calls of GroupedMLP and of its functions, compared with others of the same tensors.
+
+T tokens, C experts chosen for a token, E experts, H features of a token, F features of an expert.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from grouped_linear import (
+    Activation,
+    DelayedScaling,
+    DelayedScalingState,
+    GroupedMLP,
+    Recipe,
+    SwiGLU,
+)
+from support.compare import assert_same_bits
+
+E, H, F = 5, 144, 80
+
+
+def leaves_of(
+    weights: Sequence[int],
+    activation: SwiGLU | Activation,
+    bias: bool,
+    device: str,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """x, routing weights of the shape `weights`, gate_up_proj and down_proj, and their biases."""
+    torch.manual_seed(1)
+    G = 2 * F if activation.gated else F
+    drawn = [
+        torch.randn(weights[0], H).to(dtype),
+        torch.rand(*weights),
+        (torch.randn(E, G, H) / H**0.5).to(dtype),
+        (torch.randn(E, H, F) / F**0.5).to(dtype),
+    ]
+    if bias:
+        drawn += [torch.randn(E, G).to(dtype), torch.randn(E, H).to(dtype)]
+    return [t.to(device).requires_grad_() for t in drawn]
+
+
+def states_of(recipe: Recipe | None, device: str) -> Any:
+    """The states of both layers, new; None under a recipe without."""
+    if not isinstance(recipe, DelayedScaling):
+        return None
+    return DelayedScalingState(recipe, E, device), DelayedScalingState(recipe, E, device)
+
+
+def biases_of(biases: Sequence[Tensor]) -> dict[str, Any]:
+    """The arguments that pass these biases, both or none."""
+    return dict(zip(("gate_up_proj_bias", "down_proj_bias"), biases, strict=False))
+
+
+def run(call: Callable[..., Tensor], leaves: Sequence[Tensor | None]) -> list[Tensor]:
+    """The output, and the gradients of all leaves that there are."""
+    y = call(*leaves)
+    torch.manual_seed(2)
+    dy = torch.randn(y.shape).to(y)
+    learning = [t for t in leaves if t is not None]
+    gradients = torch.autograd.grad(y, learning, dy, allow_unused=True, materialize_grads=True)
+    return [y.detach(), *gradients]
+
+
+def near(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    """Assert that each tensor is off by at most this share of its norm."""
+    for a, e in zip(actual, expected, strict=True):
+        assert a.shape == e.shape
+        assert (a.double().cpu() - e).norm() <= tolerance * e.norm()
+
+
+def assert_one_graph(mlp: GroupedMLP, device: str, seeds: int) -> None:
+    """Assert that it compiles once, whole, and has the bits of eager for any tokens and routing."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(mlp, fullgraph=True, backend=counter)
+    dtype = mlp.down_proj.dtype
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        x = torch.randn(40, H, device=device, dtype=dtype, requires_grad=True)
+        scores, experts = torch.rand(40, E, device=device, requires_grad=True).topk(2)
+        results = []
+        for call in (compiled, mlp):
+            y = call(x, scores, experts)
+            leaves = [x, scores, *mlp.parameters()]
+            results.append([y, *torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)])
+        for a, e in zip(*results, strict=True):
+            assert_same_bits(a, e)
+    assert counter.frame_count == 1
