@@ -76,10 +76,16 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
     load_groups<kTileThreads>(table, offs, E, T, TilesOf{kTile});
   const int blocks = few_groups ? groups.tiles() : table.tile_end[E - 1];
   const int part_cols = all_cols / Source::kParts, col_blocks = (part_cols + kTile - 1) / kTile;
-  const int block_step = step / col_blocks, col_step = step % col_blocks;
+  // A line of tiles has the same rows, or where kDownColumns the same columns.
+  constexpr bool down = Source::kDownColumns;
+  const int per_line = down ? max(blocks, 1) : col_blocks;
+  const int lines = down && blocks > 0 ? col_blocks : blocks;
+  const int line_step = step / per_line, tile_step = step % per_line;
+  const auto line_of = [](TileBounds& at) -> int& { return down ? at.col_block : at.block; };
+  const auto tile_of = [](TileBounds& at) -> int& { return down ? at.block : at.col_block; };
   // Returns whether tile (block, col_block) exists, and if so fills in its bounds.
   const auto locate = [&](TileBounds& at) {
-    if (at.block >= blocks) return false;
+    if (line_of(at) >= lines) return false;
     const TileLocation tile =
         few_groups ? groups.locate(at.block) : locate_tile<kTile>(table, E, at.block);
     at.row_begin = tile.row_begin;
@@ -89,18 +95,18 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
     return true;
   };
   const auto locate_next = [&](TileBounds& at) {
-    at.block += block_step;
-    at.col_block += col_step;
-    if (at.col_block >= col_blocks) {
-      at.col_block -= col_blocks;
-      ++at.block;
+    line_of(at) += line_step;
+    tile_of(at) += tile_step;
+    if (tile_of(at) >= per_line) {
+      tile_of(at) -= per_line;
+      ++line_of(at);
     }
     return locate(at);
   };
 
   TileBounds at{};
-  at.block = first / col_blocks;
-  at.col_block = first % col_blocks;
+  line_of(at) = first / per_line;
+  tile_of(at) = first % per_line;
   bool exists = locate(at);
   if (exists) source.prefetch(buffer, at);
   for (; exists; exists = locate_next(at)) {

@@ -17,6 +17,10 @@
 // medians over 8 cases): both layouts 1.03, 1.06, 1.08, 1.09; gathered 1.01, 1.02, 1.04, 1.02;
 // SwiGLU 0.98, 0.96, 0.94, 0.92. Prefetching the next tiles into L2 alone costs 10 to 20%. More
 // than 32 groups take a thread block time to look at: it stays for more tiles.
+//
+// A token's row is gathered once an expert. Tiles of gathered rows are therefore taken down the
+// columns (kDownColumns): 128 columns of all tokens stay in L2 until every expert has read them.
+// Each wave sweeps over all columns, so waves are few. Along the rows it was as said above.
 #pragma once
 
 #include "cuda/quantize/swiglu.cuh"
@@ -51,6 +55,7 @@ struct Rows {
   static constexpr int kOccupancy = kTileOccupancy<Element>, kParts = 1;
   static constexpr Waves kWaves{32, 8};
   static constexpr bool kCanShareScales = true;  // see BlockOutputs
+  static constexpr bool kDownColumns = false;    // see above
   struct Buffer {};
   const Element* x;
   int64_t stride;
@@ -68,8 +73,9 @@ struct Rows {
 template <typename Element, typename Index>
 struct GatheredRows {
   static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 2, kParts = 1;
-  static constexpr Waves kWaves{8, 4};
+  static constexpr Waves kWaves{4, 1};
   static constexpr bool kCanShareScales = true;
+  static constexpr bool kDownColumns = true;
   using Buffer = PrefetchBuffer<Element>;
   const Element* x;
   int64_t stride;
@@ -116,6 +122,7 @@ struct SwigluRows {
   static constexpr int kOccupancy = sizeof(Element) == 2 ? 3 : 1, kParts = 1;
   static constexpr Waves kWaves{1, 1};
   static constexpr bool kCanShareScales = true;
+  static constexpr bool kDownColumns = false;
   static constexpr int kRows = 2;  // of a fragment in a step: so few registers that 3 blocks fit
   struct Buffer {
     PrefetchBuffer<Element, 2 * kRows> gate, up;
@@ -224,6 +231,7 @@ struct SwigluGradRows {
   static constexpr int kOccupancy = sizeof(Element) == 2 ? 2 : 1, kParts = parts;
   static constexpr Waves kWaves{1, 1};
   static constexpr bool kCanShareScales = false;  // a gradient's features never share a scale
+  static constexpr bool kDownColumns = false;
   static constexpr int kRows = 2;  // of a fragment in a step; with 4, registers spill
   static constexpr int kFragments = parts + with_h;
   struct Buffer {
