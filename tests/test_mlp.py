@@ -177,6 +177,7 @@ class UnfusedBlockScaling(Float8BlockScaling):
     """Writes what Float8BlockScaling makes and quantizes in one pass."""
 
     quantize_gathered = Recipe.quantize_gathered
+    quantize_grad_tokens = Recipe.quantize_grad_tokens
     quantize_gathered_grad = Recipe.quantize_gathered_grad
     quantize_swiglu = Recipe.quantize_swiglu
     quantize_swiglu_grad = Recipe.quantize_swiglu_grad
@@ -217,6 +218,48 @@ def test_two_layers_around_swiglu(
     near(actual, [e.double().cpu() for e in expected], 2.0**-6 if recipe is None else 0.25)
 
 
+@dataclass(frozen=True)
+class GatheringBefore(Recipe):
+    """Gathers no row inside a GEMM."""
+
+    def quantize_tokens(self, x_TH: Tensor, columns: int) -> None:
+        """None: rows are gathered before."""
+
+    def quantize_grad_tokens(self, d_out_TH: Tensor, columns: int, columnwise: bool) -> None:
+        """None: rows are gathered before."""
+
+
+@dataclass(frozen=True)
+class BlockGatheringBefore(GatheringBefore, Float8BlockScaling):
+    """The same in FP8."""
+
+
+@DEVICES
+@pytest.mark.parametrize("down_learns", [True, False])
+@pytest.mark.parametrize(
+    ("recipe", "before"),
+    [
+        (None, GatheringBefore()),
+        (Float8BlockScaling(), BlockGatheringBefore()),
+        (Float8BlockScaling(wgrad=BF16), BlockGatheringBefore(wgrad=BF16)),
+    ],
+    ids=["bf16", "block", "bf16_wgrad"],
+)
+def test_gathered_in_gemms_or_before(
+    recipe: Recipe | None, before: Recipe, down_learns: bool, device: str
+) -> None:
+    experts = ROUTINGS["random"].to(device)
+    *leaves, down = leaves_of(experts, device, BF16)
+
+    def results(recipe: Recipe | None) -> list[Tensor]:
+        if down_learns:
+            return run(ours(experts, recipe), [*leaves, down])
+        return run(lambda *given: ours(experts, recipe)(*given, down.detach()), leaves)
+
+    for a, e in zip(results(recipe), results(before), strict=True):
+        assert_same_bits(a, e)
+
+
 @DEVICES
 def test_every_fused_op_and_no_other(device: str) -> None:
     experts = ROUTINGS["random"].to(device)
@@ -225,9 +268,8 @@ def test_every_fused_op_and_no_other(device: str) -> None:
         run(ours(experts, Float8BlockScaling()), leaves)
     assert calls.counts == {
         "sort_by_expert": 1,
-        "group_quantize rowwise": 1,  # x as it is gathered
-        "group_quantize columnwise": 1,  # the same in the backward, for wgrad
-        "group_quantize rowwise columnwise": 1,  # dy as it is gathered
+        "group_quantize rowwise": 2,  # x and the outputs' gradient, each token once
+        "group_quantize columnwise": 2,  # both as they are gathered, for wgrad
         "gather_sum": 2,  # the outputs, x's gradient
         "quantize_weight columnwise": 2,
         "group_quantize_swiglu rowwise": 1,

@@ -106,6 +106,7 @@ def gate_up_and_h(
 def grads_of_gate_up(
     recipe: Recipe,
     dy: Operands,
+    rows_R: Tensor | None,
     w: Values | None,
     w_scale: Tensor | None,
     gate_up_RG: Tensor,
@@ -121,6 +122,7 @@ def grads_of_gate_up(
 
     Args:
         dy: the gradient of the second layer's unweighted output.
+        rows_R: with the rowwise dy[rows_R[t]] in place of dy[t].
         w: down_proj for dgrad, and its scales.
         gate_up_RG: the activation's input.
         weight_R: float32, what each row's output is weighted by.
@@ -134,10 +136,10 @@ def grads_of_gate_up(
         assert isinstance(dy.rowwise, Tensor)
         assert isinstance(w, Tensor)
         grads = ops.grouped_mm_swiglu_grad(
-            dy.rowwise, w, gate_up_RG, weight_R, offs_E, activation=activation
+            dy.rowwise, w, gate_up_RG, weight_R, offs_E, rows_R, activation=activation
         )
         return recipe.quantize_grads(grads, offs_E, *states, outputs, h_columnwise)
-    dh_RF = multiply(dy.rowwise, dy.rowwise_scale, w, w_scale, offs_E, None, dtype)
+    dh_RF = multiply(dy.rowwise, dy.rowwise_scale, w, w_scale, offs_E, None, dtype, rows=rows_R)
     if isinstance(activation, SwiGLU):
         return recipe.quantize_swiglu_grad(
             dh_RF, gate_up_RG, weight_R, offs_E, activation, *states, outputs, h_columnwise

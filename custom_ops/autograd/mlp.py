@@ -109,6 +109,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         )
 
         ctx.activation, ctx.num_routing = inside.activation, len(routing)
+        ctx.features = down_EHF.size(2)
         ctx.contexts = gate_up_context.for_backward(), down_context.for_backward()
         states = x_state, d_gate_up_state, h_state, dy_state
         ctx.save_for_backward(
@@ -153,13 +154,16 @@ class GroupedMLPFunction(torch.autograd.Function):
         weight_R = routing.weights(weight_TC, d_out_TH)
         if need_dh or need_down:
             outputs = OutputMask(need_dh, need_down, False)
-            dy = routing.quantize_grad_output(recipe, d_out_TH, dy_state, outputs)
+            dy, dy_rows_R = routing.quantize_grad_output(
+                recipe, d_out_TH, dy_state, outputs, ctx.features
+            )
         if need_dh:
             w, w_scale = down_context.for_dgrad(down, down_scale)
             outputs = OutputMask(need_x, need_gate_up, need_gate_up_bias)
             d_gate_up, h, d_weight_R = grads_of_gate_up(
                 recipe,
                 dy,
+                dy_rows_R,
                 w,
                 w_scale,
                 restore(Saved(*saved_gate_up), offs_E, dtype),

@@ -71,10 +71,32 @@ class ChosenRows(ops.SortedByExpert):
         return recipe.quantize_gathered(x_TH, self, state, outputs)
 
     def quantize_grad_output(
-        self, recipe: Recipe, d_out_TH: Tensor, state: QuantizerState | None, outputs: OutputMask
-    ) -> Operands:
-        """The gradient of each row's unweighted output, prepared for GEMMs."""
-        return recipe.quantize_gathered_grad(d_out_TH, self, state, outputs)
+        self,
+        recipe: Recipe,
+        d_out_TH: Tensor,
+        state: QuantizerState | None,
+        outputs: OutputMask,
+        columns: int,
+    ) -> tuple[Operands, Tensor | None]:
+        """The gradient of each row's unweighted output, prepared for GEMMs.
+
+        Args:
+            columns: of dgrad's output.
+
+        Returns:
+            The operands, and which of the rowwise ones' rows each row is; None where it is its own.
+        """
+        tokens = None
+        if outputs.rowwise:
+            tokens = recipe.quantize_grad_tokens(d_out_TH, columns, outputs.columnwise)
+        if tokens is None:
+            return recipe.quantize_gathered_grad(d_out_TH, self, state, outputs), None
+        if not outputs.columnwise:
+            return tokens, self.token
+        for_wgrad = OutputMask(False, True, False)
+        rows = recipe.quantize_gathered_grad(d_out_TH, self, state, for_wgrad)
+        dy = Operands(*tokens[:2], rows.columnwise, rows.columnwise_scale)
+        return dy, self.token
 
     def combine(self, y_RH: Tensor, weight_TC: Tensor | None) -> Tensor:
         """Sum each token's rows, weighted or not."""
@@ -125,10 +147,15 @@ class SortedRows(NamedTuple):
         return recipe.quantize_input(x_RH, self.offs, state, outputs)
 
     def quantize_grad_output(
-        self, recipe: Recipe, d_out_RH: Tensor, state: QuantizerState | None, outputs: OutputMask
-    ) -> Operands:
+        self,
+        recipe: Recipe,
+        d_out_RH: Tensor,
+        state: QuantizerState | None,
+        outputs: OutputMask,
+        columns: int,
+    ) -> tuple[Operands, Tensor | None]:
         """The gradient of the unweighted outputs, prepared for GEMMs."""
-        return recipe.quantize_grad_output(d_out_RH, self.offs, state, outputs)
+        return recipe.quantize_grad_output(d_out_RH, self.offs, state, outputs), None
 
     def combine(self, y_RH: Tensor, weight_R: Tensor | None) -> Tensor:
         """The rows, weighted or not."""

@@ -259,6 +259,21 @@ class Recipe:
             return None
         return Operands(x_TH, None, None, None)
 
+    def quantize_grad_tokens(
+        self, d_out_TH: Tensor, columns: int, columnwise: bool
+    ) -> Operands | None:
+        """The same of tokens' gradients, for a dgrad that gathers their rows.
+
+        Args:
+            d_out_TH: gradients of tokens.
+            columns: of the output.
+            columnwise: whether rows are gathered for wgrad anyway.
+        """
+        overridden = type(self).quantize_grad_output is not Recipe.quantize_grad_output
+        if columnwise or overridden or columns > 1536:
+            return None
+        return Operands(d_out_TH, None, None, None)
+
     def quantize_gathered(
         self,
         x_TH: Tensor,

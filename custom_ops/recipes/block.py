@@ -141,6 +141,15 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
         outputs = OutputMask(True, False, False)
         return self._quantize(x_TH, one_group, outputs, share_scales=False)
 
+    def quantize_grad_tokens(
+        self, d_out_TH: Tensor, columns: int, columnwise: bool
+    ) -> Operands | None:
+        """Each token once. Beside e4m3 for wgrad, which one pass writes too, it saves less."""
+        beside_e4m3 = columnwise and self.wgrad is E4M3
+        if columns > (512 if beside_e4m3 else 1024):
+            return None
+        return self.quantize_tokens(d_out_TH, columns)
+
     def quantize_gathered(
         self,
         x_TH: Tensor,
