@@ -3,9 +3,11 @@
     python -m benchmarks.bench_expert_layer
 
 Router, top-k, experts, weighted sum; compiled, forward and backward as one CUDA graph, with a cold
-L2 cache, beside torch's grouped_mm in BF16 in the same run. Kept is what is allocated between
-forward and backward besides x, the output and the parameters; peak is the most that is allocated
-during both. With --write the rows replace those of the same shapes in benchmarks/results/, of which
+L2 cache, beside torch's grouped_mm in BF16 in the same run. Ours chooses experts with
+ops.topk_experts, torch with torch.topk. Kept is what is allocated between forward and backward
+besides x, the output and the parameters; peak is the most that is allocated during both.
+
+With --write the rows replace those of the same shapes in benchmarks/results/, of which
 benchmarks.front_page makes the README's table and picture.
 """
 
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from benchmarks import timing
 from benchmarks.moe_model import MixtureOfExperts, ModelSize
 from benchmarks.step_cases import CACHED, Candidate, experts_of
+from grouped_linear import ops
 
 MIB = 1 << 20
 TOKENS_AND_SIZES = {
@@ -47,7 +50,8 @@ def layer_of(candidate: Candidate, name: str) -> tuple[nn.Module, Tensor]:
     tokens, hidden, intermediate, experts, chosen = TOKENS_AND_SIZES[name]
     size = ModelSize(1, hidden, 1, tokens, experts, chosen, intermediate)
     torch.manual_seed(0)
-    layer = MixtureOfExperts(size, experts_of(candidate)).to("cuda", torch.bfloat16)
+    choose = ops.topk_experts if candidate.implementation == "ours" else None
+    layer = MixtureOfExperts(size, experts_of(candidate), choose).to("cuda", torch.bfloat16)
     if candidate.cached:
         layer.experts.fill()
     x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
@@ -82,8 +86,8 @@ def memory_of(forward: Any, both: Any, x: Tensor) -> tuple[float, float]:
 COLUMNS = ("shape", "layer", "ms", "times_torch", "kept_mib", "peak_mib", "commit")
 HOW = (
     "Router, top-k, experts, weighted sum; compiled; forward and backward as one CUDA graph, cold "
-    "L2, medians.\nKept: allocated between forward and backward besides x, the output and the "
-    "parameters."
+    "L2, medians.\nOurs chooses experts with ops.topk_experts, torch with torch.topk. Kept: "
+    "allocated between forward and\nbackward besides x, the output and the parameters."
 )
 
 

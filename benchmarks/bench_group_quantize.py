@@ -115,7 +115,12 @@ def sums_of_rows(x_TK: torch.Tensor) -> dict[str, tuple[timing.Call, int]]:
     numbers = (8 + 4) * T * CHOSEN  # of rows; weights, or products
     moved = (T * CHOSEN + T) * K * x_TK.itemsize + numbers
     experts = torch.randint(EXPERTS, (T, CHOSEN), device=x_TK.device)
+    scores = torch.randn(T, EXPERTS, device=x_TK.device)
     return {
+        "topk_experts": (
+            partial(ops.topk_experts, scores, CHOSEN),
+            4 * scores.numel() + 8 * T * CHOSEN,
+        ),
         "sort_by_expert": (partial(ops.sort_by_expert, experts, EXPERTS), (8 + 12) * T * CHOSEN),
         "gather_sum": (partial(ops.gather_sum, x_TK, rows, weight), moved),
         "gather_dot": (partial(ops.gather_dot, x_TK[:T], x_TK, rows), moved),

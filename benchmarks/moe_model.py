@@ -124,11 +124,17 @@ class MixtureOfExperts(nn.Module):
         size: of the model.
         experts: makes the experts, for example :class:`Experts` with a layer; called with x_TD,
             weight_TC and expert_TC.
+        choose: the experts with the largest scores, torch.topk where None.
     """
 
-    def __init__(self, size: ModelSize, experts: Callable[[ModelSize], nn.Module]) -> None:
+    def __init__(
+        self,
+        size: ModelSize,
+        experts: Callable[[ModelSize], nn.Module],
+        choose: Callable[[Tensor, int], Tensor] | None = None,
+    ) -> None:
         super().__init__()
-        self.size = size
+        self.size, self.choose = size, choose
         self.router = nn.Linear(size.width, size.experts, bias=False)
         self.experts = experts(size)
 
@@ -136,7 +142,11 @@ class MixtureOfExperts(nn.Module):
         """Return the experts' output [B, S, D] and the load-balancing loss."""
         x_TD = x_BSD.flatten(0, 1)
         score_TE = self.router(x_TD).float().softmax(dim=-1)
-        weight_TC, expert_TC = score_TE.topk(self.size.chosen, dim=-1)
+        if self.choose is None:
+            weight_TC, expert_TC = score_TE.topk(self.size.chosen, dim=-1)
+        else:
+            expert_TC = self.choose(score_TE, self.size.chosen)
+            weight_TC = score_TE.gather(1, expert_TC)
         weight_TC = weight_TC / weight_TC.sum(dim=-1, keepdim=True)
         y_TD = self.experts(x_TD, weight_TC, expert_TC, *first)
 

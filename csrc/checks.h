@@ -35,6 +35,7 @@ void check_splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t a
                              int64_t stride, ScalarType dtype);
 void check_group_quantize(const Tensor& x, const Tensor& offs, const std::optional<Tensor>& rows,
                           double amax_epsilon, bool rowwise, bool columnwise);
+void check_topk_experts(const Tensor& scores, int64_t k);
 void check_sort_by_expert(const Tensor& experts, int64_t num_experts);
 void check_gather_sum(const Tensor& y, const Tensor& rows, const std::optional<Tensor>& weight);
 void check_gather_dot(const Tensor& a, const Tensor& y, const Tensor& rows);

@@ -50,6 +50,9 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "group_round_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, "
       "bool bias_grad=False) -> (Tensor x_rowwise, Tensor x_columnwise, Tensor bias_grad)");
 
+  // scores [T, E] -> [T, k] int64: the experts with the largest scores, the largest first
+  m.def("topk_experts(Tensor scores, int k) -> Tensor");
+
   // experts [T, C] -> rows sorted by expert: choice [T * C] and token [T * C], where they come from;
   //                   row [T, C], where each choice goes; offs [num_experts]
   m.def(
@@ -218,6 +221,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   OP(group_quantize_delayed_)    \
   OP(group_quantize_mx)          \
   OP(group_round_mx)             \
+  OP(topk_experts)               \
   OP(sort_by_expert)             \
   OP(gather_sum)                 \
   OP(gather_dot)                 \

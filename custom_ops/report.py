@@ -76,6 +76,7 @@ def _quantize(device: torch.device) -> None:
 
 def _route(device: torch.device) -> None:
     choices = torch.tensor([[0, 1]] * (ROWS // 2), device=device)
+    ops.topk_experts(_draw(device, ROWS, K), E)
     ops.sort_by_expert(choices, E)
     ops.gather_sum(_draw(device, ROWS, K), torch.arange(ROWS, device=device).view(-1, 2))
     ops.swiglu(_draw(device, ROWS, K), _offs(device))
@@ -123,7 +124,8 @@ FAMILIES = {
     "routing, SwiGLU": Family(
         lambda _: "loops",
         _route,
-        "splits_to_offsets sort_by_expert gather_sum gather_dot scatter_rows swiglu swiglu_grad",
+        "splits_to_offsets topk_experts sort_by_expert gather_sum gather_dot scatter_rows swiglu "
+        "swiglu_grad",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Fake kernels of the ops that sort rows by expert, move them, and sum or multiply them.
+"""Fake kernels of the ops that choose experts, sort rows by them, move rows, sum or multiply them.
 
 T tokens, C rows gathered for each, R rows of y, H features.
 """
@@ -14,6 +14,18 @@ def _check_gathered(rules: Rules, y: Tensor, rows: Tensor) -> None:
     rules.dtype("y", y.dtype, ACTIVATIONS)
     rules.features("H", y.size(1))
     rules.rows(rows, 2, "y", y)
+
+
+@torch.library.register_fake("grouped_linear::topk_experts")
+def topk_experts(scores: Tensor, k: int) -> Tensor:
+    """Scores [T, E] -> experts [T, k]."""
+    rules = Rules("topk_experts")
+    rules.dim("scores", scores, 2)
+    rules.dtype("scores", scores.dtype, ACTIVATIONS)
+    T, E = scores.shape
+    rules.groups(E)
+    rules.check(1 <= k <= E, lambda: f"k must be between 1 and E, which is {E}, got {k}")
+    return scores.new_empty((T, k), dtype=torch.int64)
 
 
 @torch.library.register_fake("grouped_linear::sort_by_expert")

@@ -41,6 +41,7 @@ def call_every_op(T: int, K: int, N: int, sizes: tuple[int, ...], dtype: torch.d
     ops.group_quantize(x, offs, order.int())
     shared = ops.group_quantize(x, offs, columnwise=True, share_scales=True)
     choices = torch.stack([order, order.flip(0)], dim=1)
+    ops.topk_experts(x, 8)
     ops.sort_by_expert(choices % (E + 1), E)
     ops.sort_by_expert(choices.int() - 7, 100)
     ops.gather_sum(x, choices, torch.rand(T, 2, device=DEVICE))

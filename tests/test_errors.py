@@ -104,6 +104,29 @@ def gathered_mistakes(good: Sample) -> list[dict[str, Any]]:
     ]
 
 
+def test_topk_experts() -> None:
+    good = make("topk_experts", GROUPS_3, BF16)
+    scores = good["scores"]
+    mistakes = [
+        {"scores": scores[0]},
+        {"scores": scores.double()},
+        {"scores": scores[:, :0]},
+        {"scores": torch.zeros(2, 1025)},
+        {"k": 0},
+        {"k": 41},
+    ]
+    assert_expected_inline(
+        sentences(good, mistakes),
+        """\
+topk_experts: scores must be 2-D, got 1-D
+topk_experts: scores must be bfloat16, float16 or float32, got float64
+topk_experts: E must be between 1 and 1024, got 0
+topk_experts: E must be between 1 and 1024, got 1025
+topk_experts: k must be between 1 and E, which is 40, got 0
+topk_experts: k must be between 1 and E, which is 40, got 41""",
+    )
+
+
 def test_sort_by_expert() -> None:
     good = make("sort_by_expert", GROUPS_3, BF16)
     experts = good["experts"]

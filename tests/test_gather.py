@@ -19,6 +19,26 @@ from support.tensors import BF16, DTYPES, FP32
 GROUPS = Groups((3, 2), 5)
 
 
+@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("topk_experts"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_topk_experts(
+    op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
+) -> None:
+    sample = variant_of(op, groups, variant, dtype)
+    expected = reference.topk_experts(sample["scores"], sample["k"])
+    assert torch.equal(sample.results(device)[0], expected)
+
+
+@pytest.mark.parametrize("device", devices("topk_experts"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_topk_of_equal_and_special_scores(dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    special = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan, -torch.nan])
+    scores = special[torch.randint(8, (200, 48))].to(dtype)
+    expected = reference.topk_experts(scores, 48)
+    assert torch.equal(ops.topk_experts(scores.to(device), 48).cpu(), expected)
+
+
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("sort_by_expert"))
 def test_sort_by_expert(op: str, groups: Groups, variant: str, device: str) -> None:
     sample = variant_of(op, groups, variant, BF16)

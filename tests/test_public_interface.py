@@ -216,6 +216,7 @@ splits_to_offsets(m_splits, num_rows, *, alignment=1, stride=1, dtype=None)
 swiglu(gate_up, offs, activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False))
 swiglu_grad(dh, gate_up, weight, offs, activation=SwiGLU(alpha=1.0, beta=0.0, limit=None,
     interleaved=False))
+topk_experts(scores, k)
 update_scales_(scale, amax, amax_history, fp8_max, *, margin=0, most_recent=False)""",
     )
 

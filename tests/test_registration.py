@@ -118,6 +118,7 @@ group_quantize_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=Fals
     bias_grad=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)
 group_round_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, bool
     bias_grad=False) -> (Tensor x_rowwise, Tensor x_columnwise, Tensor bias_grad)
+topk_experts(Tensor scores, int k) -> Tensor
 sort_by_expert(Tensor experts, int num_experts) -> (Tensor choice, Tensor token, Tensor row,
     Tensor offs)
 gather_sum(Tensor y, Tensor rows, Tensor? weight=None) -> Tensor

@@ -34,6 +34,15 @@ void check_splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t a
         ", got ", num_rows, " * ", stride);
 }
 
+void check_topk_experts(const Tensor& scores, int64_t k) {
+  const char* op = "topk_experts";
+  check_dim(op, "scores", scores, 2);
+  check_activation(op, "scores", scores.scalar_type());
+  check_groups(op, scores.size(1));
+  check(k >= 1 && k <= scores.size(1), op, ": k must be between 1 and E, which is ", scores.size(1),
+        ", got ", k);
+}
+
 void check_sort_by_expert(const Tensor& experts, int64_t num_experts) {
   const char* op = "sort_by_expert";
   check_dim(op, "experts", experts, 2);

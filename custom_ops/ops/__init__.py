@@ -72,6 +72,7 @@ from grouped_linear.ops.routing import (
     scatter_rows,
     sort_by_expert,
     splits_to_offsets,
+    topk_experts,
 )
 from grouped_linear.ops.state import (
     refresh_weight_,
@@ -161,5 +162,6 @@ __all__ = [
     "splits_to_offsets",
     "swiglu",
     "swiglu_grad",
+    "topk_experts",
     "update_scales_",
 ]

@@ -70,6 +70,37 @@ def splits_to_offsets(
     return offs
 
 
+def topk_experts(scores: Tensor, k: int) -> Tensor:
+    """Choose the k experts with the largest scores, the largest first: what a router does.
+
+    ``torch.topk(scores, k).indices``, where equal scores come in the order of their experts, on CPU
+    and GPU alike, and NaN before everything. Not differentiable; ``scores.gather(1, experts)`` has
+    the chosen scores with their gradient. On an H100 it takes a tenth of torch.topk's time.
+
+    Args:
+        scores: [T, E] bfloat16, float16 or float32, 1 <= E <= 1024; any that order the experts:
+            logits, probabilities, or either with a bias that balances load.
+        k: at most E.
+
+    Returns:
+        [T, k] int64, as :func:`sort_by_expert` and torch.gather take it.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype or size.
+
+    >>> logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 2.0, -1.0]])
+    >>> experts = topk_experts(logits, 2)
+    >>> experts
+    tensor([[1, 2],
+            [0, 1]])
+    >>> logits.gather(1, experts)
+    tensor([[3., 1.],
+            [2., 2.]])
+    """
+    experts: Tensor = _ops.topk_experts(scores, k)
+    return experts
+
+
 def sort_by_expert(experts: Tensor, num_experts: int) -> SortedByExpert:
     """Sort tokens' choices by expert; an expert's rows stay in the order of their tokens.
 

@@ -21,6 +21,11 @@ E4M3_NAN = 0x7F
 # --- group sizes ---------------------------------------------------------------------------------
 
 
+def topk_experts(scores_TE: Tensor, k: int) -> Tensor:
+    """[T, k]: NaN, then the largest scores; of equal ones the first."""
+    return scores_TE.float().argsort(dim=1, descending=True, stable=True)[:, :k]
+
+
 def sort_by_expert(experts_TC: Tensor, num_experts: int) -> list[Tensor]:
     """choice [R], token [R], row [T, C] and offs [E]: what is in no expert comes last."""
     expert_R = experts_TC.flatten().long()

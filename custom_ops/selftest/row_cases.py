@@ -49,6 +49,11 @@ def routing() -> Iterator[Case]:
             }
             arguments |= {"alignment": alignment, "stride": stride}
             yield Case("splits_to_offsets", arguments, [Output(offs)])
+    for T, E, k in ((300, 7, 7), (500, 256, 8), (40, 1000, 3)):
+        for dtype in (BF16, FP16, FP32):
+            scores = torch.randn(T, E).to(dtype)
+            chosen = reference.topk_experts(scores, k)
+            yield Case("topk_experts", {"scores": scores, "k": k}, [Output(chosen)], str(dtype))
     for T, C, E in ((500, 3, 7), (3000, 8, 256), (0, 8, 4)):
         experts = torch.randint(-2, E + 2, (T, C))
         outputs: Outputs = [Output(t) for t in reference.sort_by_expert(experts, E)]

@@ -68,6 +68,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "share_scales": True,
         },
     },
+    "topk_experts": {
+        "one": {"E": 1, "k": 1},
+        "all": {"E": 33, "k": 33},
+        "many": {"E": 1024, "k": 100},
+        "strided": {"layout": "strided"},
+        "transposed": {"layout": "transposed"},
+    },
     "sort_by_expert": {
         "many": {"C": 11, "index": torch.int32},
         "none": {"C": 0},

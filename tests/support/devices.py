@@ -12,6 +12,7 @@ OPS = (
     "group_quantize_delayed_",
     "group_quantize_mx",
     "group_round_mx",
+    "topk_experts",
     "sort_by_expert",
     "gather_sum",
     "gather_dot",

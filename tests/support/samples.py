@@ -143,6 +143,9 @@ def make(
             tensors = {"x": rows(groups, K, dtype, layout), "offs": offs}
             if index := options.pop("index", None):
                 tensors |= gathered(groups, K, dtype, layout, index)
+        case "topk_experts":
+            scores = torch.randn(groups.T, options.pop("E", 40)).to(dtype)
+            tensors = {"scores": lay_out(scores, layout), "k": options.pop("k", 3)}
         case "sort_by_expert":
             E, shape = len(groups.m_splits), (groups.T, options.pop("C", 3))
             experts = torch.randint(-2, E + 2, shape).to(options.pop("index", torch.int64))
