@@ -104,7 +104,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   // w [E, N, K] -> q [E, N, K], scale [E, ceil(N/B), ceil(K/B)], q_t [E, K, N]
   m.def(
       "quantize_weight(Tensor w, float amax_epsilon=0.0, bool power_of_two_scales=True, "
-      "bool columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)");
+      "bool columnwise=True, bool rowwise=True) -> (Tensor q, Tensor scale, Tensor q_t)");
 
   // w: E tensors [N, K]
   m.def(

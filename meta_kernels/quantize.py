@@ -235,6 +235,7 @@ def quantize_weight(
     amax_epsilon: float = 0.0,
     power_of_two_scales: bool = True,
     columnwise: bool = True,
+    rowwise: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """w [E, N, K] -> q, scale, q_t."""
     rules = Rules("quantize_weight")
@@ -242,7 +243,7 @@ def quantize_weight(
     rules.epsilon(amax_epsilon)
     E, N, K = w.shape
     return (
-        w.new_empty((E, N, K), dtype=E4M3),
+        output_if(rowwise, w, (E, N, K), E4M3),
         w.new_empty((E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)), dtype=torch.float32),
         output_if(columnwise, w, (E, K, N), E4M3),
     )

@@ -201,7 +201,7 @@ grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias=None, out_dtype=torch.bfloa
 grouped_scaled_mm_wgrad(dy_t, x_t, scale_dy_t, scale_x_t, offs, out_dtype=torch.bfloat16)
 grouped_scaled_mm_wgrad_(main_grad, dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite=None)
 grouped_scaled_mm_wgrad_list_(main_grad, dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite=None)
-quantize_weight(w, *, amax_epsilon=0.0, power_of_two_scales=True, columnwise=True)
+quantize_weight(w, *, amax_epsilon=0.0, power_of_two_scales=True, columnwise=True, rowwise=True)
 quantize_weight_current(w, *, amax_epsilon=0.0, power_of_two_scales=False, columnwise=True)
 quantize_weight_delayed_(amax, w, scale, *, columnwise=True)
 quantize_weight_list(w, *, amax_epsilon=0.0, power_of_two_scales=True, columnwise=True)

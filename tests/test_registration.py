@@ -143,7 +143,7 @@ group_dequantize_t(Tensor q_t, Tensor scale_t, Tensor offs, SymInt num_rows, Sca
     -> Tensor
 grouped_bias_grad(Tensor dy, Tensor offs) -> Tensor
 quantize_weight(Tensor w, float amax_epsilon=0., bool power_of_two_scales=True, bool
-    columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)
+    columnwise=True, bool rowwise=True) -> (Tensor q, Tensor scale, Tensor q_t)
 quantize_weight_list(Tensor[] w, float amax_epsilon=0., bool power_of_two_scales=True, bool
     columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)
 quantize_weight_current(Tensor w, float amax_epsilon=0., bool power_of_two_scales=False, bool

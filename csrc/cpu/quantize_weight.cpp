@@ -22,48 +22,49 @@ struct WeightTargets : TileTargets {
 
     ByteTile bytes;
     std::fill_n(factor, kBlock, weight_scale.factor);
-    tile.quantize(factor, rows(block, col), nullptr, q_t ? &bytes : nullptr);
+    // One factor for all: without rows, its columns have the bytes that rows would have.
+    tile.quantize(factor, rows(block, col), q ? nullptr : factor, q_t ? &bytes : nullptr);
     if (q_t) store_transposed(bytes, block, col, cols, tile.filled());
   }
 };
 
-// q_t: null if it is not requested.
-void quantize(const GroupedRows& rows, ScaleRule rule, const Tensor& q, const Tensor& scale,
+// q, q_t: null if they are not requested.
+void quantize(const GroupedRows& rows, ScaleRule rule, uint8_t* q, const Tensor& scale,
               uint8_t* q_t) {
   const WeightTargets targets{
-      {rows.features, static_cast<uint8_t*>(q.data_ptr()), q_t, rows.expert_rows},
-      rule,
-      static_cast<float*>(scale.data_ptr())};
+      {rows.features, q, q_t, rows.expert_rows}, rule, static_cast<float*>(scale.data_ptr())};
   quantize_tiles(rows.dtype, rows.blocks, targets, rows.reader());
 }
 
 std::tuple<Tensor, Tensor, Tensor> quantize_new(const std::vector<Tensor>& w, double amax_epsilon,
-                                                bool power_of_two_scales, bool columnwise) {
+                                                bool power_of_two_scales, bool columnwise,
+                                                bool rowwise) {
   const GroupedRows rows(w);
   const int64_t E = rows.groups, N = rows.expert_rows, K = rows.features;
   constexpr ScalarType e4m3 = ScalarType::Float8_e4m3fn;
-  const Tensor q = new_output(w[0], {E, N, K}, e4m3);
+  const Tensor q = output_if(rowwise, w[0], {E, N, K}, e4m3);
   const Tensor scale =
       new_output(w[0], {E, ceil_div(N, kBlock), ceil_div(K, kBlock)}, ScalarType::Float);
   const Tensor q_t = output_if(columnwise, w[0], {E, K, N}, e4m3);
-  quantize(rows, {static_cast<float>(amax_epsilon), power_of_two_scales}, q, scale,
-           pointer_if<uint8_t>(columnwise, q_t));
+  quantize(rows, {static_cast<float>(amax_epsilon), power_of_two_scales},
+           pointer_if<uint8_t>(rowwise, q), scale, pointer_if<uint8_t>(columnwise, q_t));
   return {q, scale, q_t};
 }
 
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> quantize_weight(const Tensor& w, double amax_epsilon,
-                                                   bool power_of_two_scales, bool columnwise) {
+                                                   bool power_of_two_scales, bool columnwise,
+                                                   bool rowwise) {
   check_quantize_weight("quantize_weight", w, amax_epsilon);
-  return quantize_new({w}, amax_epsilon, power_of_two_scales, columnwise);
+  return quantize_new({w}, amax_epsilon, power_of_two_scales, columnwise, rowwise);
 }
 
 std::tuple<Tensor, Tensor, Tensor> quantize_weight_list(const std::vector<Tensor>& w,
                                                         double amax_epsilon,
                                                         bool power_of_two_scales, bool columnwise) {
   check_quantize_weight_list(w, amax_epsilon);
-  return quantize_new(w, amax_epsilon, power_of_two_scales, columnwise);
+  return quantize_new(w, amax_epsilon, power_of_two_scales, columnwise, true);
 }
 
 void refresh_weight_(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
@@ -71,8 +72,8 @@ void refresh_weight_(const std::vector<Tensor>& w, const std::optional<Tensor>& 
                      double amax_epsilon, bool power_of_two_scales) {
   check_refresh_weight(w, refresh, q, scale, q_t, amax_epsilon);
   if (refresh && !*refresh->const_data_ptr<bool>()) return;
-  quantize(GroupedRows(w), {static_cast<float>(amax_epsilon), power_of_two_scales}, q, scale,
-           pointer_if<uint8_t>(q_t));
+  quantize(GroupedRows(w), {static_cast<float>(amax_epsilon), power_of_two_scales},
+           static_cast<uint8_t*>(q.data_ptr()), scale, pointer_if<uint8_t>(q_t));
 }
 
 void quantize_rows_and_weight(const Tensor& x, const Tensor& offs, const Tensor& w,

@@ -135,7 +135,11 @@ class LinearContext(NamedTuple):
         """The weight that dgrad multiplies, from what :meth:`weight_operands` gave columnwise."""
         if self.options.stored is None and self.recipe.requantize_weights:
             weights = columnwise if isinstance(columnwise, tuple) else (columnwise,)
-            w = self._quantized(weights, None, columnwise=True)
+            w = (
+                self._quantized(weights, None, columnwise=True)
+                if weights[0].dim() == 2
+                else self.recipe.requantize_weight(weights[0])
+            )
             assert w.columnwise is not None
             columnwise, scale = w.columnwise, w.columnwise_scale
         return self.recipe.for_dgrad(columnwise, scale)

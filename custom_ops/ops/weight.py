@@ -17,7 +17,7 @@ _ops = torch.ops.grouped_linear
 class WeightQuantized(NamedTuple):
     """A quantized weight; an output that was not requested is None."""
 
-    q: Tensor
+    q: Tensor | None
     """[E, N, K] e4m3, for fprop."""
     scale: Tensor
     """Float32, for q and q_t: [E, ceil(N / 128), ceil(K / 128)], or [E], one an expert."""
@@ -31,6 +31,7 @@ def quantize_weight(
     amax_epsilon: float = 0.0,
     power_of_two_scales: bool = True,
     columnwise: bool = True,
+    rowwise: bool = True,
 ) -> WeightQuantized:
     """Quantize a packed weight to e4m3 in 128x128 blocks, both layouts in one pass.
 
@@ -41,7 +42,8 @@ def quantize_weight(
         w: [E, N, K] bfloat16, float16 or float32, N and K multiples of 16.
         amax_epsilon: the smallest amax that a block is scaled by.
         power_of_two_scales: make scales powers of two.
-        columnwise: return q_t too, which dgrad reads.
+        columnwise: return q_t, which dgrad reads.
+        rowwise: return q, which fprop reads.
 
     Returns:
         q [E, N, K]; scale [E, ceil(N / 128), ceil(K / 128)]; q_t [E, K, N], the bytes of q
@@ -54,8 +56,8 @@ def quantize_weight(
     >>> quantized.scale.shape, quantized.q_t.shape
     (torch.Size([2, 1, 2]), torch.Size([2, 144, 32]))
     """
-    q, scale, q_t = _ops.quantize_weight(w, amax_epsilon, power_of_two_scales, columnwise)
-    return WeightQuantized(q, scale, q_t if columnwise else None)
+    q, scale, q_t = _ops.quantize_weight(w, amax_epsilon, power_of_two_scales, columnwise, rowwise)
+    return WeightQuantized(q if rowwise else None, scale, q_t if columnwise else None)
 
 
 def quantize_weight_list(

@@ -158,6 +158,7 @@ class GroupedTensor(Tensor):
             power_of_two_scales=recipe.power_of_two_scales,
             columnwise=columnwise,
         )
+        assert q is not None
         return cls(q, scale, q_t, Metadata(w.dtype, recipe, stochastic_rounding))
 
     @classmethod
@@ -268,6 +269,7 @@ class GroupedTensor(Tensor):
             power_of_two_scales=self.recipe.power_of_two_scales,
             columnwise=False,
         )
+        assert q is not None
         written_blocks = F.max_pool2d(written.reshape(shape).float(), BLOCK, ceil_mode=True)
         ones = torch.ones(shape, device=w.device)
         in_written_block = block_math.multiply_(ones, written_blocks).bool()

@@ -212,6 +212,10 @@ class Recipe:
         """Prepare the weight for fprop (rowwise) and, if ``columnwise``, for dgrad."""
         return Operands(w_ENK, None, w_ENK if columnwise else None, None)
 
+    def requantize_weight(self, w_ENK: Tensor) -> Operands:
+        """Prepare the weight for dgrad again, in the backward; what fprop reads is not needed."""
+        return self.quantize_weight(w_ENK, None, True)
+
     def quantize_weight_list(
         self, weights: Experts, state: QuantizerState | None, columnwise: bool
     ) -> Operands:

@@ -103,12 +103,7 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
         self, w_ENK: Tensor, state: QuantizerState | None, columnwise: bool
     ) -> Operands:
         """The weight in 128x128 blocks."""
-        quantize = partial(
-            ops.quantize_weight,
-            amax_epsilon=self.epsilon,
-            power_of_two_scales=self.power_of_two_scales,
-        )
-        return quantize_as_stored(quantize, w_ENK, columnwise)
+        return self._quantize_weight(w_ENK, rowwise=True, columnwise=columnwise)
 
     def quantize_weight_list(
         self, weights: Experts, state: QuantizerState | None, columnwise: bool
@@ -121,6 +116,18 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
             columnwise=columnwise,
         )
         return with_shared_scale(*w)
+
+    def requantize_weight(self, w_ENK: Tensor) -> Operands:
+        """The weight for dgrad alone."""
+        return self._quantize_weight(w_ENK, rowwise=False, columnwise=True)
+
+    def _quantize_weight(self, w_ENK: Tensor, rowwise: bool, columnwise: bool) -> Operands:
+        quantize = partial(
+            ops.quantize_weight,
+            amax_epsilon=self.epsilon,
+            power_of_two_scales=self.power_of_two_scales,
+        )
+        return quantize_as_stored(quantize, w_ENK, columnwise, rowwise)
 
     def for_dgrad(self, columnwise: Values, scale: Tensor | None) -> tuple[Values, Tensor | None]:
         """[E, K, N], with the scales of [E, N, K] transposed."""

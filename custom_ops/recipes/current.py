@@ -4,7 +4,6 @@ T rows, E groups, K in_features, N out_features.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -74,11 +73,15 @@ class Float8CurrentScaling(AmaxEpsilon, WeightByRefresh):
         self, w_ENK: Tensor, state: QuantizerState | None, columnwise: bool
     ) -> Operands:
         """The weight in e4m3, one scale an expert."""
-        quantize = partial(
-            ops.quantize_weight_current,
-            amax_epsilon=self.epsilon,
-            power_of_two_scales=self.power_of_two_scales,
-        )
+
+        def quantize(w: Tensor, columnwise: bool, rowwise: bool) -> ops.WeightQuantized:
+            return ops.quantize_weight_current(  # rowwise always
+                w,
+                amax_epsilon=self.epsilon,
+                power_of_two_scales=self.power_of_two_scales,
+                columnwise=columnwise,
+            )
+
         return quantize_as_stored(quantize, w_ENK, columnwise)
 
     def quantize_grad_output(

@@ -75,14 +75,19 @@ class WeightByRefresh(Recipe):
         return columnwise, scale
 
 
-def quantize_as_stored(quantize: Callable[..., Any], w_ENK: Tensor, columnwise: bool) -> Operands:
+def quantize_as_stored(
+    quantize: Callable[..., Any], w_ENK: Tensor, columnwise: bool, rowwise: bool = True
+) -> Operands:
     """Quantize a weight in the layout in which it is stored, [E, N, K] or [E, K, N].
 
     Its blocks are squares or whole experts, so both layouts have the same scales.
+
+    Args:
+        quantize: called with the stored weight and the names of the layouts of it that are needed.
     """
     if not is_transposed(w_ENK):
-        return with_shared_scale(*quantize(w_ENK, columnwise=columnwise))
-    q_t, scale, q = quantize(w_ENK.mT, columnwise=True)
+        return with_shared_scale(*quantize(w_ENK, columnwise=columnwise, rowwise=rowwise))
+    q_t, scale, q = quantize(w_ENK.mT, columnwise=rowwise, rowwise=columnwise)
     if scale.dim() == 3:  # one a block
         scale = scale.mT.contiguous()
-    return with_shared_scale(q, scale, q_t if columnwise else None)
+    return with_shared_scale(q if rowwise else None, scale, q_t if columnwise else None)

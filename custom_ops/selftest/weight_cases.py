@@ -32,6 +32,8 @@ def weights(groups: Groups, dtype: torch.dtype) -> Iterator[Case]:
     listed = [w.clone() for w in w_ENK]
     block, current = must.weight(w_ENK, POWERS), must.current_weight(w_ENK)
     yield Case("quantize_weight", {"w": w_ENK}, block)
+    for_dgrad: Arguments = {"w": w_ENK, "rowwise": False}
+    yield Case("quantize_weight", for_dgrad, [None, *block[1:]], "columnwise")
     exact = {"power_of_two_scales": False, "amax_epsilon": 0.5}
     yield Case("quantize_weight", {"w": w_ENK, **exact}, must.weight(w_ENK, Scaling(False, 0.5)))
     yield Case("quantize_weight_list", {"w": listed}, block)

@@ -191,6 +191,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "quantize_weight": {
         "rowwise": {"columnwise": False},
+        "columnwise": {"rowwise": False},
         "exact_scales": {"power_of_two_scales": False, "amax_epsilon": 0.5},
         "strided": {"layout": "strided"},
         "transposed": {"layout": "transposed"},

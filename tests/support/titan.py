@@ -44,6 +44,8 @@ def causal(
 def prepare(device_type: str) -> None:
     """What torchtitan takes for granted: a GPU, and with its default backend a nightly torch."""
     utils.set_spmd_backend(SPMD)
+    if not hasattr(dist, "set_timeout"):  # torch 2.14 has it; timeouts then stay as they are
+        utils.set_pg_timeouts = lambda *args, **options: None
     if device_type != "cpu":
         return
     for name, module in list(sys.modules.items()):  # each has its own copy of these two
@@ -172,11 +174,16 @@ class InGroup(Trainer):
 
 
 def losses(
-    how: dict[str, Any] | None, layers: int, device_type: str, directory: str, steps: int
+    how: dict[str, Any] | None,
+    layers: int,
+    device_type: str,
+    directory: str,
+    steps: int,
+    expert_parallel_degree: int = 2,
 ) -> list[float]:
     """What torchtitan's Trainer logs, step by step, for the tokens of all processes together.
 
-    Its expert parallelism is over two of them, and FSDP2 over all. A process calls prepare() first.
+    FSDP2 is over all of them. A process calls prepare() first.
 
     Args:
         how: of convert(), or None for the model as it is.
@@ -184,6 +191,7 @@ def losses(
         device_type: cpu or cuda.
         directory: what the Trainer may write goes here.
         steps: of training.
+        expert_parallel_degree: processes among which a layer's experts are spread.
     """
     spec, on_cpu = deepseek(layers, how), device_type == "cpu"
     parallelize = spec.parallelize_fn
@@ -208,7 +216,7 @@ def losses(
         parallelism=ParallelismConfig(
             spmd_backend=SPMD,
             data_parallel_shard_degree=dist.get_world_size(),
-            expert_parallel_degree=2,
+            expert_parallel_degree=expert_parallel_degree,
         ),
         activation_checkpoint=None,
     )

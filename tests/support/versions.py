@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
+# FSDP2 with a mesh for each parameter: torchtitan 0.3.0 spreads experts with it.
+FSDP_HAS_MESHES = TorchVersion(torch.__version__) >= (2, 12)
 AOTI_READS_DTYPES = TorchVersion(torch.__version__) >= (2, 12)
 aoti_reads_dtypes = pytest.mark.skipif(
     not AOTI_READS_DTYPES,

@@ -9,9 +9,10 @@
 namespace grouped_linear::cuda {
 namespace {
 
-QuantizedWeight new_outputs(const Tensor& like, int64_t E, int64_t N, int64_t K, bool columnwise) {
+QuantizedWeight new_outputs(const Tensor& like, int64_t E, int64_t N, int64_t K, bool columnwise,
+                            bool rowwise = true) {
   constexpr ScalarType e4m3 = ScalarType::Float8_e4m3fn;
-  return {new_tensor(like, {E, N, K}, e4m3),
+  return {new_tensor(like, rowwise ? Shape{E, N, K} : Shape{0}, e4m3),
           new_tensor(like, {E, ceil_div(N, kBlock), ceil_div(K, kBlock)}, ScalarType::Float),
           new_tensor(like, columnwise ? Shape{E, K, N} : Shape{0}, e4m3)};
 }
@@ -25,11 +26,15 @@ void quantize(const Launch& launch, const std::vector<Tensor>& w_in, ScaleRule r
     w.push_back(as_dense(w_e));
     vectorised = vectorised && is_aligned(w.back());  // then every row is: K is a multiple of 16
   }
+  const int64_t of_n = w[0].dim() - 2;  // the dimension of out_features
+  const WeightOutputs outputs{
+      static_cast<int>(w[0].size(of_n)), static_cast<int>(w[0].size(of_n + 1)),
+      mutable_data_or_null<uint8_t>(out.q), mutable_data_or_null<uint8_t>(out.q_t),
+      mutable_data<float>(out.scale)};
   for_element(w[0].scalar_type(), [&]<typename Element>(std::type_identity<Element>) {
     const auto run = [&]<typename Experts>(const Experts& experts) {
       launch.run(quantize_weight_kernel<Element, Experts>, static_cast<unsigned>(out.scale.numel()),
-                 kTileThreads, 0, experts, vectorised, rule, data_or_null<bool>(refresh),
-                 outputs_of(out));
+                 kTileThreads, 0, experts, vectorised, rule, data_or_null<bool>(refresh), outputs);
     };
     if (w[0].dim() == 3) {
       run(PackedExperts<Element>{data<Element>(w[0]), w[0].size(1) * w[0].size(2)});
@@ -44,11 +49,12 @@ void quantize(const Launch& launch, const std::vector<Tensor>& w_in, ScaleRule r
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> quantize_weight(const Tensor& w, double amax_epsilon,
-                                                   bool power_of_two_scales, bool columnwise) {
+                                                   bool power_of_two_scales, bool columnwise,
+                                                   bool rowwise) {
   check_quantize_weight("quantize_weight", w, amax_epsilon);
 
   const Launch launch("quantize_weight", w);
-  const QuantizedWeight out = new_outputs(w, w.size(0), w.size(1), w.size(2), columnwise);
+  const QuantizedWeight out = new_outputs(w, w.size(0), w.size(1), w.size(2), columnwise, rowwise);
   quantize(launch, {w}, {static_cast<float>(amax_epsilon), power_of_two_scales}, std::nullopt, out);
   return {out.q, out.scale, *out.q_t};
 }

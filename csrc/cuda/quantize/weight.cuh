@@ -27,7 +27,7 @@ struct ListedExperts {
 // N and K are multiples of 16.
 struct WeightOutputs {
   int N, K;
-  uint8_t *q, *q_t;  // [E, N, K] and [E, K, N]; q_t is null where it is not asked for
+  uint8_t *q, *q_t;  // [E, N, K] and [E, K, N]; null where they are not asked for
   float* scale;      // [E, ceil(N / 128), ceil(K / 128)]
 };
 
@@ -71,7 +71,7 @@ __device__ __forceinline__ void quantize_weight_tile(const Experts& w, bool vect
   for (int i = 0; i < kFragmentSize; ++i) {
     const uint2 bytes = fragment.quantize_row(i, tile.factor);
     quantized.set_row(i, bytes);
-    if (fragment_row + i < rows && fragment_col < cols)
+    if (out.q && fragment_row + i < rows && fragment_col < cols)
       *reinterpret_cast<uint2*>(q + static_cast<int64_t>(i) * K) = bytes;
   }
 

@@ -36,6 +36,8 @@ __global__ void __launch_bounds__(kTopkThreads)
     const int e = 32 * i + lane;
     rank[i] = e < E ? rank_of(static_cast<float>(scores[t * stride + e])) : 0;
   }
+  int64_t* chosen = experts + t * k;
+  unsigned own = 0;  // every 32nd choice, until 32 are written at once
   for (int c = 0; c < k; ++c) {
     uint32_t largest = 0;
 #pragma unroll
@@ -49,7 +51,8 @@ __global__ void __launch_bounds__(kTopkThreads)
 #pragma unroll
     for (int i = 0; i < per_lane; ++i)
       if (32 * i + lane == first) rank[i] = 0;
-    if (lane == 0) experts[t * k + c] = first;
+    if (lane == c % 32) own = first;
+    if ((c % 32 == 31 || c == k - 1) && lane <= c % 32) chosen[c / 32 * 32 + lane] = own;
   }
 }
 
