@@ -1,5 +1,5 @@
-// Arithmetic with the same bits on CPU and CUDA: each operation is rounded to nearest, and FMA is only
-// where it is written.
+// Arithmetic with the same bits on CPU and CUDA: each operation is rounded to nearest, and FMA is
+// only where it is written.
 #pragma once
 
 #include <cmath>
@@ -64,8 +64,8 @@ GROUPED_LINEAR_DEVICE float from_bits(uint32_t bits) {
 #endif
 }
 // 1 / x, correctly rounded, for 2^-126 <= x < 2^126. On a GPU, one step of Newton's method from the
-// hardware's approximation is correctly rounded for every mantissa (tested for all 1 <= x < 2^126 on
-// an H200), and cheaper than a division, which handles every other x.
+// hardware's approximation is correctly rounded for every mantissa (tested for all 1 <= x < 2^126
+// on an H200), and cheaper than a division, which handles every other x.
 GROUPED_LINEAR_DEVICE float inverse(float x) {
 #ifdef __CUDA_ARCH__
   float r;
@@ -76,9 +76,9 @@ GROUPED_LINEAR_DEVICE float inverse(float x) {
 #endif
 }
 
-// Correctly rounded, for every x. On a GPU: what nvcc makes of __fsqrt_rn for x >= 2^-101, where it is
-// one step of Newton's method. Smaller x are scaled there, without the function call that nvcc has
-// for them: a call in a loop spills registers.
+// Correctly rounded, for every x. On a GPU: what nvcc makes of __fsqrt_rn for x >= 2^-101, where it
+// is one step of Newton's method. Smaller x are scaled there, without the function call that nvcc
+// has for them: a call in a loop spills registers.
 GROUPED_LINEAR_DEVICE float sqrt(float x) {
 #ifdef __CUDA_ARCH__
   const bool small = x < 0x1p-64f;

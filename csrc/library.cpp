@@ -53,7 +53,8 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   // scores [T, E] -> [T, k] int64: the experts with the largest scores, the largest first
   m.def("topk_experts(Tensor scores, int k) -> Tensor");
 
-  // experts [T, C] -> rows sorted by expert: choice [T * C] and token [T * C], where they come from;
+  // experts [T, C] -> rows sorted by expert: choice [T * C] and token [T * C], where they come
+  // from;
   //                   row [T, C], where each choice goes; offs [num_experts]
   m.def(
       "sort_by_expert(Tensor experts, int num_experts) "
@@ -140,8 +141,8 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "float[] fp8_max, int margin=0, bool most_recent=False) -> ()");
 
   // A step of Adam over a quantized weight. grad, exp_avg, exp_avg_sq, max_exp_avg_sq [E, N, K] of
-  // one dtype; step, lr_tensor (in place of lr), grad_scale, found_inf: 0-d float32. grad is written
-  // if grad_scale is given, and nothing is if found_inf is not 0
+  // one dtype; step, lr_tensor (in place of lr), grad_scale, found_inf: 0-d float32. grad is
+  // written if grad_scale is given, and nothing is if found_inf is not 0
   m.def(
       "adam_weight_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor(d!) grad, "
       "Tensor(e!) exp_avg, Tensor(f!) exp_avg_sq, Tensor(g!)? max_exp_avg_sq, Tensor step, "

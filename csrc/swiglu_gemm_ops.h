@@ -1,5 +1,5 @@
-// Grouped GEMMs with SwiGLU, or its gradient, of what they compute: one kernel where the backend has
-// one, else the GEMM and a pass over its output.
+// Grouped GEMMs with SwiGLU, or its gradient, of what they compute: one kernel where the backend
+// has one, else the GEMM and a pass over its output.
 #pragma once
 
 #include "checks.h"

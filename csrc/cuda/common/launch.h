@@ -39,8 +39,8 @@ class Launch {
   int block_shared_bytes() const { return device_.block_shared_bytes; }
   int compute_capability() const { return 10 * device_.major + device_.minor; }
 
-  // Allows thread blocks of a kernel so many bytes of dynamic shared memory, on one device always the
-  // same number.
+  // Allows thread blocks of a kernel so many bytes of dynamic shared memory, on one device always
+  // the same number.
   template <auto kernel>
   void allow_shared_bytes(int bytes) const {
     static std::atomic<uint64_t> allowed{0};  // a bit for each of the first 64 devices

@@ -8,8 +8,8 @@
 namespace grouped_linear::cuda {
 namespace {
 
-// A tensor that the kernel reads and writes 16 bytes at a time. A gradient may be a view that begins
-// anywhere in a larger buffer: then a copy is updated and copied back.
+// A tensor that the kernel reads and writes 16 bytes at a time. A gradient may be a view that
+// begins anywhere in a larger buffer: then a copy is updated and copied back.
 class Aligned {
  public:
   explicit Aligned(const Tensor& t) : own_(t), used_(is_aligned(t) ? t : dense_copy(t)) {}

@@ -1,9 +1,9 @@
-// A step of Adam over a quantized weight: one pass reads q, the gradient and the moments, and writes
-// q, q_t and the moments. A thread block has a tile of 128 x 128 numbers, which share a scale, and
-// holds their new values in registers until it knows their amax.
+// A step of Adam over a quantized weight: one pass reads q, the gradient and the moments, and
+// writes q, q_t and the moments. A thread block has a tile of 128 x 128 numbers, which share a
+// scale, and holds their new values in registers until it knows their amax.
 //
-// Bytes an element with bf16 gradients and moments: 1 + 6 read, 1 + 1 + 4 written: 13. Torch's fused
-// AdamW over a bf16 parameter: 14. 8 x 4096 x 7168 at 2.8 TB/s: 1.1 ms.
+// Bytes an element with bf16 gradients and moments: 1 + 6 read, 1 + 1 + 4 written: 13. Torch's
+// fused AdamW over a bf16 parameter: 14. 8 x 4096 x 7168 at 2.8 TB/s: 1.1 ms.
 #pragma once
 
 #include "adam_math.h"
@@ -82,8 +82,8 @@ struct AdamRow {
   }
 };
 
-// Thread blocks on an SM: two hold 128 registers a thread each. AMSGrad in fp16 would spill four bytes
-// of them, and but for Hopper in float32 up to 20 (nvcc 13.0).
+// Thread blocks on an SM: two hold 128 registers a thread each. AMSGrad in fp16 would spill four
+// bytes of them, and but for Hopper in float32 up to 20 (nvcc 13.0).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
 template <typename Element>
 constexpr bool kSpillsAmsgrad = !std::is_same_v<Element, __nv_bfloat16>;

@@ -240,8 +240,8 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
   }
 }
 
-// Thread blocks whose registers an SM must have room for. The largest prefetch buffers leave room for
-// one block where an SM has less shared memory than Hopper's or B200's.
+// Thread blocks whose registers an SM must have room for. The largest prefetch buffers leave room
+// for one block where an SM has less shared memory than Hopper's or B200's.
 template <typename Source>
 constexpr int resident_blocks() {
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)

@@ -1,4 +1,5 @@
-// SwiGLU and its gradient, unfused. Fused with block scaling: block_swiglu.cu, block_swiglu_grad.cu.
+// SwiGLU and its gradient, unfused. Fused with block scaling: block_swiglu.cu,
+// block_swiglu_grad.cu.
 #include <algorithm>
 
 #include "checks.h"

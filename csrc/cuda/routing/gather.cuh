@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(kGatherThreads)
   if (lane == 0) out[number] = sum;
 }
 
-// out[rows[t, c]] = x[t]. A thread copies 16 bytes of a row of x, which is read once. Numbers out of
-// range are clamped.
+// out[rows[t, c]] = x[t]. A thread copies 16 bytes of a row of x, which is read once. Numbers out
+// of range are clamped.
 template <typename Index>
 __global__ void __launch_bounds__(kGatherThreads)
     scatter_rows_kernel(const uint4* x, int64_t stride, const Index* rows, int64_t T, int C,

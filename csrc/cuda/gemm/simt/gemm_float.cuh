@@ -10,8 +10,8 @@
 
 namespace grouped_linear::cuda::simt {
 
-// element(group, i, k) = first[group * group_stride + i * stride + k * k_stride], where i (M-grouped)
-// or k (K-grouped) is first looked up in rows.
+// element(group, i, k) = first[group * group_stride + i * stride + k * k_stride], where i
+// (M-grouped) or k (K-grouped) is first looked up in rows.
 struct FloatOperand {
   const float* first;
   int64_t group_stride, stride, k_stride;

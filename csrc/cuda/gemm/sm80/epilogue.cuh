@@ -1,8 +1,8 @@
 // Accumulators to the output: scaled (FP8 with a scale per group), biased, converted, and stored or
 // added.
 //
-// A warp writes eight rows of its accumulators at a time to shared memory, in float32, and reads them
-// back row by row, so that its stores have 16 bytes a thread and whole sectors.
+// A warp writes eight rows of its accumulators at a time to shared memory, in float32, and reads
+// them back row by row, so that its stores have 16 bytes a thread and whole sectors.
 #pragma once
 
 #include "cuda/gemm/epilogue_math.cuh"

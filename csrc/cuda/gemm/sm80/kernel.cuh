@@ -1,8 +1,8 @@
 // Grouped GEMM for every NVIDIA GPU of compute capability 8.0 and up, by mma and cp.async: BF16,
 // FP16 and FP8 with scales per group or of blocks.
 //
-//   M-grouped (fprop, dgrad): out[t, n]    = sum_k a[t, k] * b[e, n, k]   for the rows t of group e
-//   K-grouped (wgrad):        out[e, n, k] = sum_t a[t, n] * b[t, k]      over the rows t of group e
+//   M-grouped (fprop, dgrad): out[t, n]    = sum_k a[t, k] * b[e, n, k]   rows t of group e
+//   K-grouped (wgrad):        out[e, n, k] = sum_t a[t, n] * b[t, k]      rows t of group e
 //
 // One persistent block of 8 warps an SM takes tiles one by one, see TileCounter. All threads load,
 // multiply and store. Loads run ahead across the ends of tiles.

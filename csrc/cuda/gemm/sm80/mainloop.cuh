@@ -18,7 +18,8 @@ __device__ __forceinline__ void clear(Accumulators<Config>& accum) {
 
 // What ldmatrix reads for a product of 32 bytes of K: 16 rows of a, or of b, each. With scales of
 // columns, or where FP8 is made fp16 by integer operations, there are registers for the first 16
-// rows of b alone; the others are read one after the other (H100, 2026-11: elsewhere that costs 8%).
+// rows of b alone; the others are read one after the other (H100, 2026-11: elsewhere that costs
+// 8%).
 template <typename Config>
 struct RawFragments {
   static constexpr bool kAllOfB =

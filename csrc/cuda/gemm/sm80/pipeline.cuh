@@ -1,5 +1,5 @@
-// The stages in flight: all threads load kStages - 1 of them ahead, across the ends of tiles. So the
-// next tile's first stages arrive while a tile's outputs are written.
+// The stages in flight: all threads load kStages - 1 of them ahead, across the ends of tiles. So
+// the next tile's first stages arrive while a tile's outputs are written.
 #pragma once
 
 #include "cuda/common/cp_async.cuh"

@@ -63,8 +63,8 @@ struct MmaThread {
   }
 };
 
-// accum[i][j][2 h + l] belongs to row 16 i + 8 h + lane / 4 and column 8 j + 2 (lane % 4) + l of the
-// warp's part of the tile.
+// accum[i][j][2 h + l] belongs to row 16 i + 8 h + lane / 4 and column 8 j + 2 (lane % 4) + l of
+// the warp's part of the tile.
 template <typename Config>
 using Accumulators = float[Config::kWarpM / 16][Config::kWarpN / 8][4];
 

@@ -122,8 +122,8 @@ constexpr int larger(int a, int b) { return a < b ? b : a; }
 
 enum class Operand { kA, kB };
 
-// The same GEMM with an operand whose rows warps 0 and 1 gather. Where that is b, each block gathers
-// its own tile of it: pairs are neighbouring columns alone.
+// The same GEMM with an operand whose rows warps 0 and 1 gather. Where that is b, each block
+// gathers its own tile of it: pairs are neighbouring columns alone.
 template <typename Config, Operand operand>
 struct Gathering : Config {
   static constexpr bool kSharesB = operand == Operand::kA;

@@ -152,8 +152,9 @@ struct ElementwiseEpilogue {
   }
 };
 
-// h = SwiGLU of gate and up. The output [T, 2 F] is gate_up, with bias, which may be left unwritten.
-// A tile has the same columns of gate and of up (GateUp in config.h) or, interleaved, neighbours.
+// h = SwiGLU of gate and up. The output [T, 2 F] is gate_up, with bias, which may be left
+// unwritten. A tile has the same columns of gate and of up (GateUp in config.h) or, interleaved,
+// neighbours.
 template <typename Form, bool interleaved>
 struct SwigluOfGateUp {
   struct Arguments : EpilogueArguments {
@@ -240,8 +241,8 @@ struct SwigluOfGateUp {
 };
 
 // The gradient of SwiGLU, of dh that the GEMM computes: what swiglu_grad returns. d_weight is left
-// as partial sums of 64 columns each, whatever the tile's width, so that a row's sum does not depend
-// on other rows.
+// as partial sums of 64 columns each, whatever the tile's width, so that a row's sum does not
+// depend on other rows.
 template <typename Form, bool interleaved>
 struct SwigluGradOfDh {
   struct Arguments : EpilogueArguments {

@@ -3,8 +3,8 @@
 //
 // An epilogue is a template parameter of the kernel. It has two halves, which meet in a warpgroup's
 // epilogue buffers in shared memory. apply, by the math warps, fills them from the accumulators.
-// run_store_warp, by one thread or warp a warpgroup, writes them to the output. LinearEpilogue shows each
-// member's signature:
+// run_store_warp, by one thread or warp a warpgroup, writes them to the output. LinearEpilogue
+// shows each member's signature:
 //
 //   Arguments            what the kernel is given for it: EpilogueArguments, or derived from that
 //   kRegisters           that a store warp's threads need; the producer may need more
@@ -13,11 +13,11 @@
 //   subtiles             rounds through the buffers that a tile takes
 //   prefetch             once a kernel: prefetches the output's tensor map
 //   writes_empty_groups  K-grouped: whether a tile without k-blocks is written, as zeros
-//   apply                one warpgroup's kWgmmaM x kTileN accumulators: fills the buffers, subtile by
-//                        subtile, each inside sync(subtile, fill)
-//   run_store_warp       all tiles of the block, also those that write nothing: for every subtile it
-//                        arrives at epilogue_empty and waits for epilogue_full, so that both halves
-//                        stay in step
+//   apply                one warpgroup's kWgmmaM x kTileN accumulators: fills the buffers, subtile
+//                        by subtile, each inside sync(subtile, fill)
+//   run_store_warp       all tiles of the block, also those that write nothing: for every subtile
+//                        it arrives at epilogue_empty and waits for epilogue_full, so that both
+//                        halves stay in step
 //
 // To change values alone, derive from LinearEpilogue and change the accumulators before its apply
 // (tests/gemm_variants/variant.cu has such a one).

@@ -1,20 +1,14 @@
 // BF16 and FP16 GEMMs with SwiGLU in the epilogue (fprop of gate and up), or its gradient (dgrad of
 // down). What has no kernel here is computed by a GEMM and a pass of its own.
 #include "cuda/gemm/sm90/elementwise_epilogue.cuh"
-#include "cuda/gemm/sm90/launch.h"
+#include "cuda/gemm/sm90/operands_16bit.h"
 
 namespace grouped_linear::cuda::sm90 {
 namespace {
 
-constexpr int kLine = kSwizzleBytes / 2;  // elements in a line of 128 bytes
-
 bool is_16bit(const Tensor& t) {
   return t.scalar_type() == ScalarType::BFloat16 || t.scalar_type() == ScalarType::Half;
 }
-
-template <Major b_major, typename T>
-using Config = GemmConfig<T, T, kTile16Bit.n, kTile16Bit.stages, Scaling::kNone, Grouping::kM,
-                          Major::kK, b_major>;
 
 template <typename Run>
 void for_16bit(ScalarType dtype, const Run& run) {
@@ -38,47 +32,6 @@ void launch_elementwise(const Launch& launch, const TensorMaps& maps, const Grou
                                                                          epilogue);
 }
 
-// a [T, K], and b [E, N, K] that is dense along K, where N may be gate and up, or along N.
-struct Maps {
-  const char* op;
-  Tensor a, b;
-  int64_t N, K, E;
-
-  Maps(const Launch& launch, const GroupedGemm& gemm, int64_t inner)
-      : op(launch.op()),
-        a(tma_readable(gemm.a, 1)),
-        b(tma_readable(gemm.b, inner)),
-        N(b.size(1)),
-        K(b.size(2)),
-        E(b.size(0)) {}
-
-  CUtensorMap of_a() const {
-    return map(a, {K, a.size(0)}, {map_stride(a, 0, K)}, {kLine, kTileM / 2});
-  }
-  CUtensorMap of_gate_up(uint32_t cols) const {
-    const int64_t stride = map_stride(b, 1, K);
-    return map(b, {K, N / 2, 2, E}, {stride, N / 2 * stride, map_stride(b, 0, N * K)},
-               {kLine, cols, 1, 1});
-  }
-  CUtensorMap k_major(uint32_t cols) const {
-    return map(b, {K, N, E}, {map_stride(b, 1, K), map_stride(b, 0, N * K)}, {kLine, cols, 1});
-  }
-  CUtensorMap mn_major() const {
-    return map(b, {N, K, E}, {map_stride(b, 2, N), map_stride(b, 0, N * K)}, {kLine, kLine, 1});
-  }
-  TensorMaps with(const CUtensorMap& map_b, const CUtensorMap& narrow_b) const {
-    const CUtensorMap map_a = of_a();
-    return {map_a, map_b, map_a, map_b, map_a, narrow_b};
-  }
-
- private:
-  CUtensorMap map(const Tensor& t, std::initializer_list<int64_t> sizes,
-                  std::initializer_list<int64_t> strides,
-                  std::initializer_list<uint32_t> box) const {
-    return tensor_map(op, t.data_ptr(), t.scalar_type(), 2, sizes, strides, box, true);
-  }
-};
-
 // Whether b is dense along `inner`, and TMA can read it as it is: a copy might be dense along K.
 bool is_dense_along(const Tensor& b, int64_t inner) {
   return b.stride(inner) == 1 && (inner == 2 || b.stride(2) != 1) &&
@@ -87,16 +40,16 @@ bool is_dense_along(const Tensor& b, int64_t inner) {
 
 }  // namespace
 
-// Lines of 128 bytes belong to gate or to up, or to both. Weights are stored as models with each form
-// store them: [E, 2 F, K], interleaved [E, K, 2 F].
+// Lines of 128 bytes belong to gate or to up, or to both. Weights are stored as models with each
+// form store them: [E, 2 F, K], interleaved [E, K, 2 F].
 bool has_swiglu(const GroupedGemm& gemm, const SwigluForm& form) {
   if (!is_16bit(gemm.a) || (form.interleaved && gemm.a_rows)) return false;
   return gemm.b.size(1) % (form.interleaved ? kLine : 2 * kLine) == 0 &&
          is_dense_along(gemm.b, form.interleaved ? 1 : 2);
 }
 
-// d_weight is summed by 64 columns. b is the transposed view of a weight [E, K, F], interleaved of one
-// [E, F, K].
+// d_weight is summed by 64 columns. b is the transposed view of a weight [E, K, F], interleaved of
+// one [E, F, K].
 bool has_swiglu_grad(const GroupedGemm& gemm, const SwigluForm& form) {
   if (!is_16bit(gemm.a) || (form.interleaved && gemm.a_rows)) return false;
   return gemm.b.size(1) % kLine == 0 && is_dense_along(gemm.b, form.interleaved ? 2 : 1);
@@ -105,18 +58,18 @@ bool has_swiglu_grad(const GroupedGemm& gemm, const SwigluForm& form) {
 void run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutput& swiglu) {
   const bool interleaved = swiglu.form.interleaved;
   const int64_t inner = interleaved ? 1 : 2;
-  const Maps maps(launch, gemm, inner);
+  const MGroupedMaps maps(launch, gemm, inner);
   EpilogueArguments linear = gemm.epilogue;
   linear.aligned = swiglu.keep_gate_up;  // whether there is an output for a tensor map
   for_16bit(maps.a.scalar_type(), [&]<typename T>(std::type_identity<T>) {
     if (interleaved) {
-      using Gemm = WithElementwise<Config<Major::kMN, T>>;
+      using Gemm = WithElementwise<MGrouped16Bit<T, Major::kMN>>;
       const CUtensorMap b = maps.mn_major();
       return launch_elementwise<Gemm, SwigluOfGateUp<SwigluForm, true>, false>(
           launch, maps.with(b, b), gemm, maps.a,
           {linear, swiglu.h.data_ptr(), swiglu.keep_gate_up, swiglu.form});
     }
-    using Gemm = GateUp<Config<Major::kK, T>>;
+    using Gemm = GateUp<MGrouped16Bit<T, Major::kK>>;
     const TensorMaps all = maps.with(maps.of_gate_up(Gemm::kTileN / Gemm::kBPieces),
                                      maps.of_gate_up(Gemm::kNarrowCols / Gemm::kNarrowPieces));
     for_form(swiglu.form, [&]<typename Form>(const Form& form) {
@@ -129,7 +82,7 @@ void run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutpu
 void run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const SwigluGradOutput& grad) {
   const bool interleaved = grad.form.interleaved;
   const int64_t F = gemm.b.size(1), T = gemm.shape.T, inner = interleaved ? 2 : 1;
-  const Maps maps(launch, gemm, inner);
+  const MGroupedMaps maps(launch, gemm, inner);
   const Tensor gate_up = with_aligned_rows(grad.gate_up);
   const Tensor partial = new_tensor(maps.a, {F / kLine, T}, ScalarType::Float);
   EpilogueArguments linear = gemm.epilogue;
@@ -144,15 +97,15 @@ void run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const Swiglu
            grad.d_gate_up.data_ptr(), grad.h.data_ptr(), mutable_data<float>(partial), form});
     };
     if (interleaved) {
-      using Gemm = WithElementwise<Config<Major::kK, Element>>;
+      using Gemm = WithElementwise<MGrouped16Bit<Element, Major::kK>>;
       return run(
           std::type_identity<Gemm>(), std::true_type(), grad.form,
           maps.with(maps.k_major(Gemm::kTileN / Gemm::kBPieces), maps.k_major(kNarrowTileN)));
     }
     const CUtensorMap b = maps.mn_major();
     for_form(grad.form, [&]<typename Form>(const Form& form) {
-      run(std::type_identity<WithElementwise<Config<Major::kMN, Element>>>(), std::false_type(),
-          form, maps.with(b, b));
+      run(std::type_identity<WithElementwise<MGrouped16Bit<Element, Major::kMN>>>(),
+          std::false_type(), form, maps.with(b, b));
     });
   });
   launch.run(sum_partial_d_weight_kernel, ceil_div(T, kSwigluThreads), kSwigluThreads, 0,

@@ -1,7 +1,7 @@
 // Grouped GEMM on Hopper's tensor cores: BF16, FP16 and block-scaled FP8.
 //
-//   M-grouped (fprop, dgrad): out[t, n]    = sum_k a[t, k] * b[e, n, k]   for the rows t of group e
-//   K-grouped (wgrad):        out[e, n, k] = sum_t a[t, n] * b[t, k]      over the rows t of group e
+//   M-grouped (fprop, dgrad): out[t, n]    = sum_k a[t, k] * b[e, n, k]   rows t of group e
+//   K-grouped (wgrad):        out[e, n, k] = sum_t a[t, n] * b[t, k]      rows t of group e
 //
 // Arithmetic: 2 T N K operations either way. On an H200 (132 SMs; dense cuBLAS reaches about 700
 // TFLOP/s in bf16 and 1300 to 1500 in FP8) the shapes that train are bound by it. wgrad writes E N
