@@ -271,7 +271,7 @@ def test_every_fused_op_and_no_other(device: str) -> None:
         "group_quantize rowwise": 2,  # x and the outputs' gradient, each token once
         "group_quantize columnwise": 2,  # both as they are gathered, for wgrad
         "gather_sum": 2,  # the outputs, x's gradient
-        "quantize_weight columnwise": 2,
+        "quantize_weight rowwise columnwise": 2,
         "group_quantize_swiglu rowwise": 1,
         "group_quantize_swiglu_grad rowwise columnwise": 1,
         "grouped_scaled_mm": 4,
@@ -282,7 +282,7 @@ def test_every_fused_op_and_no_other(device: str) -> None:
     assert calls.counts == {
         "sort_by_expert": 1,
         "group_quantize rowwise": 1,
-        "quantize_weight": 2,
+        "quantize_weight rowwise": 2,
         "group_quantize_swiglu rowwise": 1,
         "grouped_scaled_mm": 2,
         "gather_sum": 1,
