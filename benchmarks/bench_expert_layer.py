@@ -87,7 +87,8 @@ COLUMNS = ("shape", "layer", "ms", "times_torch", "kept_mib", "peak_mib", "commi
 HOW = (
     "Router, top-k, experts, weighted sum; compiled; forward and backward as one CUDA graph, cold "
     "L2, medians.\nOurs chooses experts with ops.topk_experts, torch with torch.topk. Kept: "
-    "allocated between forward and\nbackward besides x, the output and the parameters."
+    "allocated between forward and\nbackward besides x, the output and the parameters. "
+    "times_torch: the median of the rounds' own ratios."
 )
 
 

@@ -67,6 +67,7 @@ void check_group_dequantize(const Tensor& q, const Tensor& scale, const Tensor& 
 void check_group_dequantize_t(const Tensor& q_t, const Tensor& scale_t, const Tensor& offs,
                               int64_t num_rows, ScalarType dtype);
 void check_grouped_bias_grad(const Tensor& dy, const Tensor& offs);
+void check_layouts(const char* op, bool rowwise, bool columnwise);
 void check_quantize_weight(const char* op, const Tensor& w, double amax_epsilon);
 void check_quantize_weight_list(const std::vector<Tensor>& w, double amax_epsilon);
 void check_refresh_weight(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,

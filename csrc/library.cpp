@@ -53,8 +53,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   // scores [T, E] -> [T, k] int64: the experts with the largest scores, the largest first
   m.def("topk_experts(Tensor scores, int k) -> Tensor");
 
-  // experts [T, C] -> rows sorted by expert: choice [T * C] and token [T * C], where they come
-  // from;
+  // experts [T, C] -> rows sorted by expert: choice, token [T * C], where they come from;
   //                   row [T, C], where each choice goes; offs [num_experts]
   m.def(
       "sort_by_expert(Tensor experts, int num_experts) "

@@ -241,6 +241,7 @@ def quantize_weight(
     rules = Rules("quantize_weight")
     rules.weight(w)
     rules.epsilon(amax_epsilon)
+    rules.layouts(rowwise, columnwise)
     E, N, K = w.shape
     return (
         output_if(rowwise, w, (E, N, K), E4M3),

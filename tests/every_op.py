@@ -80,6 +80,7 @@ def call_every_op(T: int, K: int, N: int, sizes: tuple[int, ...], dtype: torch.d
         ops.group_quantize_swiglu(odd, offs, columnwise=True, activation=form)
         ops.group_quantize_swiglu_grad(odd_x, odd, weight, offs, activation=form, **both)
     wq = ops.quantize_weight(w)
+    ops.quantize_weight(w, rowwise=False)
     ops.grouped_scaled_mm(xq.q, wq.q, xq.scale, wq.scale, offs, bias, dtype)
     ops.grouped_scaled_mm(dyq.q, wq.q_t, dyq.scale, wq.scale.transpose(1, 2), offs)
     columns = dyq.q_t, xq.q_t, dyq.scale_t, xq.scale_t, offs

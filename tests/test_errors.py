@@ -542,6 +542,7 @@ def test_quantize_weight() -> None:
         {"w": like(w, None, 24, None)},
         {"w": like(w, None, None, 8)},
         *BAD_EPSILONS,
+        {"rowwise": False, "columnwise": False},
     ]
     assert_expected_inline(
         sentences(good, mistakes),
@@ -554,7 +555,8 @@ quantize_weight: N must be a positive multiple of 16, got 24
 quantize_weight: K must be a positive multiple of 16, got 8
 quantize_weight: amax_epsilon must be finite and not negative, got -0.5
 quantize_weight: amax_epsilon must be finite and not negative, got inf
-quantize_weight: amax_epsilon must be finite and not negative, got nan""",
+quantize_weight: amax_epsilon must be finite and not negative, got nan
+quantize_weight: rowwise or columnwise must be true, got neither""",
     )
 
 

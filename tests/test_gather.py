@@ -37,6 +37,9 @@ def test_topk_of_equal_and_special_scores(dtype: torch.dtype, device: str) -> No
     scores = special[torch.randint(8, (200, 48))].to(dtype)
     expected = reference.topk_experts(scores, 48)
     assert torch.equal(ops.topk_experts(scores.to(device), 48).cpu(), expected)
+    assert torch.equal(
+        ops.topk_experts(scores.view(4, 50, 48).to(device), 48).cpu(), expected.view(4, 50, 48)
+    )
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("sort_by_expert"))

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
+    Float8CurrentScaling,
     GroupedMLP,
     Recipe,
     SwiGLU,
@@ -26,6 +27,7 @@ from grouped_linear import (
     update_scales,
 )
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
+from grouped_linear.recipes import UNQUANTIZED
 from support import reference
 from support.calls import Calls
 from support.compare import assert_same_bits
@@ -177,7 +179,6 @@ class UnfusedBlockScaling(Float8BlockScaling):
     """Writes what Float8BlockScaling makes and quantizes in one pass."""
 
     quantize_gathered = Recipe.quantize_gathered
-    quantize_grad_tokens = Recipe.quantize_grad_tokens
     quantize_gathered_grad = Recipe.quantize_gathered_grad
     quantize_swiglu = Recipe.quantize_swiglu
     quantize_swiglu_grad = Recipe.quantize_swiglu_grad
@@ -258,6 +259,85 @@ def test_gathered_in_gemms_or_before(
 
     for a, e in zip(results(recipe), results(before), strict=True):
         assert_same_bits(a, e)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fprop", "dgrad", "dgrad_alone"),
+    [
+        (UNQUANTIZED, 1536, None, 1536),
+        (Float8BlockScaling(), 1024, 512, 1024),
+        (Float8BlockScaling(wgrad=BF16), 1024, 1024, 1024),
+        (Float8CurrentScaling(), None, None, None),
+    ],
+    ids=["bf16", "block", "bf16_wgrad", "current"],
+)
+def test_which_gemms_gather(
+    recipe: Recipe, fprop: int | None, dgrad: int | None, dgrad_alone: int | None
+) -> None:
+    """Up to so many columns of an output; None: never."""
+    x_TH = torch.randn(3, 32, dtype=BF16)
+    for columns in (16, 512, 528, 1024, 1040, 1536, 1552):
+        for most, operands in (
+            (fprop, recipe.quantize_tokens(x_TH, columns)),
+            (dgrad, recipe.quantize_grad_tokens(x_TH, columns, True)),
+            (dgrad_alone, recipe.quantize_grad_tokens(x_TH, columns, False)),
+        ):
+            assert (operands is not None) == (most is not None and columns <= most)
+
+
+@dataclass(frozen=True)
+class OwnGathering(Float8BlockScaling):
+    """Its rows are not those of the tokens: no GEMM may gather them."""
+
+    def quantize_gathered(self, x_TH: Tensor, *others: Any) -> Any:
+        """Of twice the tokens."""
+        return super().quantize_gathered(2 * x_TH, *others)
+
+    def quantize_gathered_grad(self, d_out_TH: Tensor, *others: Any) -> Any:
+        """Of half the gradient."""
+        return super().quantize_gathered_grad(d_out_TH / 2, *others)
+
+
+def test_a_recipe_s_own_gathering_is_used() -> None:
+    experts = ROUTINGS["random"]
+    x, scores, *weights = leaves_of(experts, "cpu", BF16)
+    actual = run(ours(experts, OwnGathering()), [x, scores, *weights])
+    expected = run(
+        ours(experts, Float8BlockScaling()), [(2 * x).detach().requires_grad_(), scores, *weights]
+    )
+    assert_same_bits(actual[0], expected[0])
+    assert_same_bits(actual[2], expected[2] / 2)
+
+
+@dataclass(frozen=True)
+class RoundedWeights(Float8BlockScaling):
+    """Multiplies other weights than those that it is given."""
+
+    def quantize_weight(self, w_ENK: Tensor, *others: Any) -> Any:
+        """Of weights that are multiples of 1/8."""
+        return super().quantize_weight((8 * w_ENK).round() / 8, *others)
+
+
+def test_weights_are_quantized_again_as_before() -> None:
+    experts = ROUTINGS["random"]
+    leaves = leaves_of(experts, "cpu", BF16)
+    kept, again = (
+        run(ours(experts, RoundedWeights(requantize_weights=r)), leaves) for r in (False, True)
+    )
+    for a, e in zip(again, kept, strict=True):
+        assert_same_bits(a, e)
+
+
+@DEVICES
+def test_dgrad_s_weight_alone_is_quantized_again(device: str) -> None:
+    experts = ROUTINGS["random"].to(device)
+    with Calls() as calls:
+        run(
+            ours(experts, Float8BlockScaling(requantize_weights=True)),
+            leaves_of(experts, device, BF16),
+        )
+    assert calls.counts["quantize_weight rowwise"] == 2
+    assert calls.counts["quantize_weight columnwise"] == 2
 
 
 @DEVICES

@@ -7,11 +7,12 @@
 #include "checks/rules.h"
 
 namespace grouped_linear {
-namespace {
 
 void check_layouts(const char* op, bool rowwise, bool columnwise) {
   check(rowwise || columnwise, op, ": rowwise or columnwise must be true, got neither");
 }
+
+namespace {
 
 // x [T, K] with offs, and the requested layouts.
 void check_grouped_rows(const char* op, const Tensor& x, const Tensor& offs, bool rowwise,

@@ -57,6 +57,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_weight(const Tensor& w, double amax_
                                                    bool power_of_two_scales, bool columnwise,
                                                    bool rowwise) {
   check_quantize_weight("quantize_weight", w, amax_epsilon);
+  check_layouts("quantize_weight", rowwise, columnwise);
   return quantize_new({w}, amax_epsilon, power_of_two_scales, columnwise, rowwise);
 }
 

@@ -1,7 +1,7 @@
 """The ops, one documented function each, over ``torch.ops.grouped_linear``.
 
 ==============  ====================================================================================
-``routing``     group sizes to offsets; tokens sorted by expert, gathered and summed back
+``routing``     group sizes to offsets; experts chosen; tokens sorted by them, gathered, summed back
 ``quantize``    activations and gradients to FP8, group by group, and back
 ``weight``      weights to FP8
 ``activation``  SwiGLU and its gradient, alone or fused with quantization

@@ -50,7 +50,7 @@ def quantize_weight(
         transposed.
 
     Raises:
-        RuntimeError: for a wrong shape, dtype or size.
+        RuntimeError: for a wrong shape, dtype or size, or where neither layout is requested.
 
     >>> quantized = quantize_weight(torch.randn(2, 32, 144))
     >>> quantized.scale.shape, quantized.q_t.shape

@@ -248,6 +248,10 @@ class Recipe:
     # --- tensors that GroupedMLP makes only to quantize them -------------------------------------
     # A recipe overrides these where an op makes and quantizes a tensor in one pass.
 
+    def _overrides(self, base: type["Recipe"], *methods: str) -> bool:
+        """Whether one of these methods is not that of `base`."""
+        return any(getattr(type(self), name) is not getattr(base, name) for name in methods)
+
     def quantize_tokens(self, x_TH: Tensor, columns: int) -> Operands | None:
         """Tokens for an fprop that gathers their rows, with its bits; rowwise only.
 
@@ -259,7 +263,7 @@ class Recipe:
             x_TH: tokens.
             columns: of the output.
         """
-        if type(self).quantize_input is not Recipe.quantize_input or columns > 1536:
+        if columns > 1536 or self._overrides(Recipe, "quantize_input", "quantize_gathered"):
             return None
         return Operands(x_TH, None, None, None)
 
@@ -273,8 +277,8 @@ class Recipe:
             columns: of the output.
             columnwise: whether rows are gathered for wgrad anyway.
         """
-        overridden = type(self).quantize_grad_output is not Recipe.quantize_grad_output
-        if columnwise or overridden or columns > 1536:
+        own = self._overrides(Recipe, "quantize_grad_output", "quantize_gathered_grad")
+        if columnwise or columns > 1536 or own:
             return None
         return Operands(d_out_TH, None, None, None)
 

@@ -54,10 +54,11 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
             ``torch.bfloat16`` or ``torch.float16`` where they have another dtype. fprop and dgrad
             are in FP8 either way. In 16 bits a layer keeps x itself for the backward, not a
             columnwise copy in FP8, and quantizes x and dy rowwise only.
-        requantize_weights: quantize weights for dgrad in the backward. Otherwise the forward does,
-            in the pass that quantizes them for fprop, and keeps them: a byte for each number, of
-            all layers at once. Under FSDP2 that is of whole layers, not of shards. Weights that are
-            cached or stored in FP8 are read as they are either way.
+        requantize_weights: quantize weights for dgrad in the backward, a packed weight in dgrad's
+            layout alone. Otherwise the forward does, in the pass that quantizes them for fprop, and
+            keeps them: a byte for each number, of all layers at once. Under FSDP2 that is of whole
+            layers, not of shards. Weights that are cached or stored in FP8 are read as they are
+            either way.
 
     Raises:
         ValueError: if ``amax_epsilon`` is negative or not finite, or for another ``wgrad``.
@@ -119,6 +120,8 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
 
     def requantize_weight(self, w_ENK: Tensor) -> Operands:
         """The weight for dgrad alone."""
+        if self._overrides(Float8BlockScaling, "quantize_weight"):
+            return super().requantize_weight(w_ENK)
         return self._quantize_weight(w_ENK, rowwise=False, columnwise=True)
 
     def _quantize_weight(self, w_ENK: Tensor, rowwise: bool, columnwise: bool) -> Operands:
@@ -142,20 +145,22 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
 
     def quantize_tokens(self, x_TH: Tensor, columns: int) -> Operands | None:
         """Each token once: 1x128 blocks of a row are its own."""
-        if columns > 1024:
-            return None
-        one_group = torch.full((1,), x_TH.size(0), dtype=torch.int32, device=x_TH.device)
-        outputs = OutputMask(True, False, False)
-        return self._quantize(x_TH, one_group, outputs, share_scales=False)
+        own = self._overrides(Float8BlockScaling, "quantize_input", "quantize_gathered")
+        return None if own or columns > 1024 else self._quantize_each(x_TH)
 
     def quantize_grad_tokens(
         self, d_out_TH: Tensor, columns: int, columnwise: bool
     ) -> Operands | None:
         """Each token once. Beside e4m3 for wgrad, which one pass writes too, it saves less."""
-        beside_e4m3 = columnwise and self.wgrad is E4M3
-        if columns > (512 if beside_e4m3 else 1024):
-            return None
-        return self.quantize_tokens(d_out_TH, columns)
+        methods = "quantize_grad_output", "quantize_gathered_grad"
+        own = self._overrides(Float8BlockScaling, *methods)
+        most = 512 if columnwise and self.wgrad is E4M3 else 1024
+        return None if own or columns > most else self._quantize_each(d_out_TH)
+
+    def _quantize_each(self, rows_TH: Tensor) -> Operands:
+        one_group = torch.full((1,), rows_TH.size(0), dtype=torch.int32, device=rows_TH.device)
+        outputs = OutputMask(True, False, False)
+        return self._quantize(rows_TH, one_group, outputs, share_scales=False)
 
     def quantize_gathered(
         self,

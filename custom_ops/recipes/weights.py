@@ -83,7 +83,7 @@ def quantize_as_stored(
     Its blocks are squares or whole experts, so both layouts have the same scales.
 
     Args:
-        quantize: called with the stored weight and the names of the layouts of it that are needed.
+        quantize: called as ``quantize(stored, rowwise=..., columnwise=...)``, of the stored layout.
     """
     if not is_transposed(w_ENK):
         return with_shared_scale(*quantize(w_ENK, columnwise=columnwise, rowwise=rowwise))

@@ -41,7 +41,7 @@ void quantize_rows_and_weight(const Tensor& x_in, const Tensor& offs_in, const T
                row_blocks + static_cast<unsigned>(of_w.scale.numel()), kTileThreads, 0,
                rows_of<Element>(x), data<int32_t>(offs), static_cast<int>(results.E),
                int32_rows(results.T), static_cast<int>(results.K), results.outputs(), row_blocks,
-               experts, is_aligned(w), outputs_of(of_w), rule);
+               experts, is_aligned(w), outputs_of(of_w, w.size(1), w.size(2)), rule);
   });
 }
 

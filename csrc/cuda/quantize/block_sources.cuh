@@ -9,7 +9,8 @@
 // each step waited for memory.
 //
 // Waves are how many times over a grid fills the GPU. A thread block steps through every
-// gridDim.x-th tile, and neighbouring blocks have neighbouring columns of the same rows. Blocks
+// gridDim.x-th tile, and neighbouring blocks have neighbouring columns of the same rows (gathered
+// rows: see below). Blocks
 // that start one after another stay in that order, and so near each other in memory; blocks that
 // stay for many tiles drift apart. Where a tile costs little besides its bytes, blocks are
 // therefore many and brief, and do not prefetch. Where a tile costs more (SwiGLU, gathered rows),
@@ -20,7 +21,7 @@
 //
 // A token's row is gathered once an expert. Tiles of gathered rows are therefore taken down the
 // columns (kDownColumns): 128 columns of all tokens stay in L2 until every expert has read them.
-// Each wave sweeps over all columns, so waves are few. Along the rows it was as said above.
+// Each wave sweeps over all columns, so waves are few. The speeds above are of tiles along the rows.
 #pragma once
 
 #include "cuda/quantize/swiglu.cuh"

@@ -97,8 +97,9 @@ struct GroupedInput {
   GroupedMatrix groups;
 };
 
-inline WeightOutputs outputs_of(const QuantizedWeight& w) {
-  return {static_cast<int>(w.q.size(1)), static_cast<int>(w.q.size(2)), mutable_data<uint8_t>(w.q),
+// Of a weight [E, N, K], or of E of [N, K].
+inline WeightOutputs outputs_of(const QuantizedWeight& w, int64_t N, int64_t K) {
+  return {static_cast<int>(N), static_cast<int>(K), mutable_data_or_null<uint8_t>(w.q),
           mutable_data_or_null<uint8_t>(w.q_t), mutable_data<float>(w.scale)};
 }
 

@@ -27,10 +27,7 @@ void quantize(const Launch& launch, const std::vector<Tensor>& w_in, ScaleRule r
     vectorised = vectorised && is_aligned(w.back());  // then every row is: K is a multiple of 16
   }
   const int64_t of_n = w[0].dim() - 2;  // the dimension of out_features
-  const WeightOutputs outputs{
-      static_cast<int>(w[0].size(of_n)), static_cast<int>(w[0].size(of_n + 1)),
-      mutable_data_or_null<uint8_t>(out.q), mutable_data_or_null<uint8_t>(out.q_t),
-      mutable_data<float>(out.scale)};
+  const WeightOutputs outputs = outputs_of(out, w[0].size(of_n), w[0].size(of_n + 1));
   for_element(w[0].scalar_type(), [&]<typename Element>(std::type_identity<Element>) {
     const auto run = [&]<typename Experts>(const Experts& experts) {
       launch.run(quantize_weight_kernel<Element, Experts>, static_cast<unsigned>(out.scale.numel()),
@@ -52,6 +49,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_weight(const Tensor& w, double amax_
                                                    bool power_of_two_scales, bool columnwise,
                                                    bool rowwise) {
   check_quantize_weight("quantize_weight", w, amax_epsilon);
+  check_layouts("quantize_weight", rowwise, columnwise);
 
   const Launch launch("quantize_weight", w);
   const QuantizedWeight out = new_outputs(w, w.size(0), w.size(1), w.size(2), columnwise, rowwise);
