@@ -14,7 +14,7 @@ from grouped_linear.autograd.gemm import multiply, takes_swiglu
 from grouped_linear.ops.activation import SwiGLU
 from grouped_linear.ops.elementwise import Activation
 from grouped_linear.recipes import Operands, OutputMask, QuantizerState, Recipe, Values
-from grouped_linear.recipes.base import SwigluGradOperands
+from grouped_linear.recipes.base import SwigluGradOperands, overrides
 
 
 class Inside(NamedTuple):
@@ -72,7 +72,7 @@ def gate_up_and_h(
         keep_gate_up: whether gate_up is needed. Without it that result may be None.
     """
     outputs = OutputMask(True, False, False)
-    apart = type(recipe).quantize_swiglu is Recipe.quantize_swiglu
+    apart = not overrides(recipe, Recipe, "quantize_swiglu")
     in_one_kernel = apart and takes_swiglu(x, w.rowwise, w.rowwise_scale, dtype)
     if in_one_kernel and isinstance(activation, SwiGLU):
         assert isinstance(x.rowwise, Tensor)
@@ -130,7 +130,7 @@ def grads_of_gate_up(
         h_columnwise: whether to return h.
     """
     dtype, states = gate_up_RG.dtype, (h_state, grad_state)
-    apart = type(recipe).quantize_swiglu_grad is Recipe.quantize_swiglu_grad
+    apart = not overrides(recipe, Recipe, "quantize_swiglu_grad")
     in_one_kernel = apart and takes_swiglu(dy, w, w_scale, dtype)
     if in_one_kernel and isinstance(activation, SwiGLU):
         assert isinstance(dy.rowwise, Tensor)

@@ -124,6 +124,11 @@ def is_transposed(w_ENK: Tensor) -> bool:
     return not w_ENK.is_contiguous() and w_ENK.mT.is_contiguous()
 
 
+def overrides(recipe: "Recipe", base: type["Recipe"], *methods: str) -> bool:
+    """Whether one of these methods of a recipe is not that of `base`."""
+    return any(getattr(type(recipe), name) is not getattr(base, name) for name in methods)
+
+
 class Recipe:
     """How a layer computes its GEMMs: what x, the weight and dy become before they are multiplied.
 
@@ -248,10 +253,6 @@ class Recipe:
     # --- tensors that GroupedMLP makes only to quantize them -------------------------------------
     # A recipe overrides these where an op makes and quantizes a tensor in one pass.
 
-    def _overrides(self, base: type["Recipe"], *methods: str) -> bool:
-        """Whether one of these methods is not that of `base`."""
-        return any(getattr(type(self), name) is not getattr(base, name) for name in methods)
-
     def quantize_tokens(self, x_TH: Tensor, columns: int) -> Operands | None:
         """Tokens for an fprop that gathers their rows, with its bits; rowwise only.
 
@@ -263,7 +264,7 @@ class Recipe:
             x_TH: tokens.
             columns: of the output.
         """
-        if columns > 1536 or self._overrides(Recipe, "quantize_input", "quantize_gathered"):
+        if columns > 1536 or overrides(self, Recipe, "quantize_input", "quantize_gathered"):
             return None
         return Operands(x_TH, None, None, None)
 
@@ -277,7 +278,7 @@ class Recipe:
             columns: of the output.
             columnwise: whether rows are gathered for wgrad anyway.
         """
-        own = self._overrides(Recipe, "quantize_grad_output", "quantize_gathered_grad")
+        own = overrides(self, Recipe, "quantize_grad_output", "quantize_gathered_grad")
         if columnwise or columns > 1536 or own:
             return None
         return Operands(d_out_TH, None, None, None)

@@ -24,6 +24,7 @@ from grouped_linear.recipes.base import (
     Recipe,
     SwigluGradOperands,
     Values,
+    overrides,
     with_shared_scale,
 )
 from grouped_linear.recipes.weights import new_fp8_weight, quantize_as_stored
@@ -120,7 +121,7 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
 
     def requantize_weight(self, w_ENK: Tensor) -> Operands:
         """The weight for dgrad alone."""
-        if self._overrides(Float8BlockScaling, "quantize_weight"):
+        if overrides(self, Float8BlockScaling, "quantize_weight"):
             return super().requantize_weight(w_ENK)
         return self._quantize_weight(w_ENK, rowwise=False, columnwise=True)
 
@@ -145,7 +146,7 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
 
     def quantize_tokens(self, x_TH: Tensor, columns: int) -> Operands | None:
         """Each token once: 1x128 blocks of a row are its own."""
-        own = self._overrides(Float8BlockScaling, "quantize_input", "quantize_gathered")
+        own = overrides(self, Float8BlockScaling, "quantize_input", "quantize_gathered")
         return None if own or columns > 1024 else self._quantize_each(x_TH)
 
     def quantize_grad_tokens(
@@ -153,7 +154,7 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
     ) -> Operands | None:
         """Each token once. Beside e4m3 for wgrad, which one pass writes too, it saves less."""
         methods = "quantize_grad_output", "quantize_gathered_grad"
-        own = self._overrides(Float8BlockScaling, *methods)
+        own = overrides(self, Float8BlockScaling, *methods)
         most = 512 if columnwise and self.wgrad is E4M3 else 1024
         return None if own or columns > most else self._quantize_each(d_out_TH)
 
