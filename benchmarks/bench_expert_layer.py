@@ -13,6 +13,7 @@ benchmarks.front_page makes the README's table and picture.
 
 import argparse
 import csv
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -109,10 +110,35 @@ def write(rows: list[tuple[str, ...]]) -> None:
     print(f"written: {path} and .md")
 
 
+def measure(name: str, candidates: Sequence[Candidate], rounds: int) -> list[tuple[str, ...]]:
+    """Rows of one shape. The layers take turns, so all are in memory at once."""
+    calls, memory = {}, {}
+    for candidate in candidates:
+        torch._dynamo.reset()
+        layer, x = layer_of(candidate, name)
+        forward, both = step_of(layer, x)
+        memory[str(candidate)] = memory_of(forward, both, x)
+        calls[str(candidate)] = partial(both)
+    timings = timing.time_paired(calls, torch.device("cuda"), rounds=rounds)
+    rows = []
+    for candidate_name, measured in timings.items():
+        kept, peak = memory[candidate_name]
+        ms, share = measured.microseconds.median / 1000, measured.share.median
+        row = (name, candidate_name, f"{ms:.3f}", f"{share:.2f}", f"{kept:.0f}", f"{peak:.0f}")
+        print(f"| {' | '.join(row)} |", flush=True)
+        rows.append((*row, timing.git_commit()))
+    del calls, layer, x, forward, both
+    torch.cuda.empty_cache()
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=TOKENS_AND_SIZES, default=TOKENS_AND_SIZES)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument(
+        "--at-a-time", type=int, default=len(CANDIDATES), help="of ours beside torch, for memory"
+    )
     parser.add_argument("--write", action="store_true", help="to benchmarks/results/")
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
@@ -120,22 +146,10 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- |")
     rows = []
     for name in options.shapes:
-        calls, memory = {}, {}
-        for candidate in CANDIDATES:
-            torch._dynamo.reset()
-            layer, x = layer_of(candidate, name)
-            forward, both = step_of(layer, x)
-            memory[str(candidate)] = memory_of(forward, both, x)
-            calls[str(candidate)] = partial(both)
-        timings = timing.time_paired(calls, torch.device("cuda"), rounds=options.rounds)
-        for candidate, measured in timings.items():
-            kept, peak = memory[candidate]
-            ms, share = measured.microseconds.median / 1000, measured.share.median
-            row = (name, candidate, f"{ms:.3f}", f"{share:.2f}", f"{kept:.0f}", f"{peak:.0f}")
-            print(f"| {' | '.join(row)} |", flush=True)
-            rows.append((*row, timing.git_commit()))
-        del calls, layer, x, forward, both
-        torch.cuda.empty_cache()
+        for first in range(1, len(CANDIDATES), options.at_a_time):
+            ours = CANDIDATES[first : first + options.at_a_time]
+            measured = measure(name, (CANDIDATES[0], *ours), options.rounds)
+            rows += measured if first == 1 else measured[1:]
     if options.write:
         write(rows)
 

@@ -8,6 +8,7 @@ with CUDA graphs), then prints one table, a plot of the losses and a line that t
     python -m benchmarks.demo --quantized-weights
     python -m benchmarks.demo --gate-up-in-fp8
     python -m benchmarks.demo --micro-batches 4
+    python -m benchmarks.demo --modes compiled --steps 3000
 """
 
 import argparse
@@ -180,9 +181,15 @@ class Text:
 
 
 def experts_with_gate_up_in_fp8(size: ModelSize) -> GroupedMLP:
-    """The experts of a block; their first parameters are drawn as those of two layers are."""
+    """The experts of a block; their first parameters are those of two layers, on a GPU, too."""
     E, H, F = size.experts, size.width, size.expert_width
-    return GroupedMLP(E, H, F, save_gate_up_in_fp8=True)
+    mlp = GroupedMLP(E, H, F, save_gate_up_in_fp8=True, device="meta")
+    mlp.to_empty(device=torch.get_default_device())
+    for weight_ENK in (mlp.gate_up_proj, mlp.down_proj):
+        bound = 1 / math.sqrt(weight_ENK.size(2))
+        for weight_NK in weight_ENK:  # one expert at a time, as GroupedLinear draws
+            torch.nn.init.uniform_(weight_NK, -bound, bound)
+    return mlp
 
 
 def train(run: Run, scale: Scale, text: Text, device: torch.device, seed: int) -> LanguageModel:
@@ -395,6 +402,7 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="also train in BF16 with the input of SwiGLU kept in FP8 for the backward",
     )
+    option("--modes", nargs="+", choices=tuple(MODES), default=list(MODES), help="default: all")
     option(
         "--micro-batches",
         type=int,
@@ -440,7 +448,7 @@ def main() -> None:
     dtype = activation_dtype(device)
     runs = [
         Run(kind, dtype, mode)
-        for mode in MODES
+        for mode in arguments.modes
         for kind in kinds
         if device.type == "cuda" or MODES[mode] != "reduce-overhead"
     ]

@@ -25,7 +25,8 @@ MODELS = ("qwen3_30b", "dsv3_ep8", "mixtral", "sonic_7b", "sonic_30b")
 TORCH, SONIC = "torch bf16, compiled", "SonicMoE bf16"
 OURS = ("ours bf16, compiled", "ours block, compiled", "ours block, cached weight, compiled")
 LAYERS = {layer: layer.removesuffix(", compiled") for layer in (TORCH, SONIC, *OURS)}
-LOSSES = {"ours bf16, compiled": "BF16 compiled", "ours block, compiled": "FP8 compiled"}
+LOSSES = {"ours bf16, compiled": "BF16", "ours block, compiled": "FP8"}
+MODES = ("eager", "compiled", "compiled + graphs")  # a run of the demo in each
 Rows = dict[tuple[str, str], dict[str, str]]  # by model and layer
 
 
@@ -65,11 +66,17 @@ def table(names: Sequence[str], rows: Rows, losses: Sequence[dict[str, str]]) ->
         values = [f"{float(first['ms']):.2f} ms, {float(first['kept_gib']):.2f} GiB"]
         values += [cell(rows.get((name, layer))) for layer in LAYERS if layer != TORCH]
         cells.append([label(name), *values])
-    held_out = {row["run"]: row["held_out"] for row in losses}
     steps = losses[0]["steps"]
     cells.append([f"held-out loss of a language model after {steps} steps"])
-    cells[-1] += [held_out.get(LOSSES.get(layer, ""), "") for layer in LAYERS]
+    cells[-1] += [held_out(LOSSES.get(layer), losses) for layer in LAYERS]
     return timing.markdown(cells)
+
+
+def held_out(precision: str | None, losses: Sequence[dict[str, str]]) -> str:
+    """The range over the demo's runs, or nothing."""
+    runs = {f"{precision} {mode}" for mode in MODES}
+    found = sorted(row["held_out"] for row in losses if row["run"] in runs)
+    return f"{found[0]} to {found[-1]}" if found else ""
 
 
 def plot(names: Sequence[str], rows: Rows, title: str, path: Path) -> None:
