@@ -264,7 +264,7 @@ def test_gathered_in_gemms_or_before(
 @pytest.mark.parametrize(
     ("recipe", "fprop", "dgrad", "dgrad_alone"),
     [
-        (UNQUANTIZED, 1536, None, 1536),
+        (UNQUANTIZED, 1536, 256, 1536),
         (Float8BlockScaling(), 1024, 512, 1024),
         (Float8BlockScaling(wgrad=BF16), 1024, 1024, 1024),
         (Float8CurrentScaling(), None, None, None),
@@ -276,13 +276,18 @@ def test_which_gemms_gather(
 ) -> None:
     """Up to so many columns of an output; None: never."""
     x_TH = torch.randn(3, 32, dtype=BF16)
-    for columns in (16, 512, 528, 1024, 1040, 1536, 1552):
+    for columns in (16, 256, 272, 512, 528, 1024, 1040, 1536, 1552):
         for most, operands in (
             (fprop, recipe.quantize_tokens(x_TH, columns)),
             (dgrad, recipe.quantize_grad_tokens(x_TH, columns, True)),
             (dgrad_alone, recipe.quantize_grad_tokens(x_TH, columns, False)),
         ):
             assert (operands is not None) == (most is not None and columns <= most)
+    in_16_bits = recipe is UNQUANTIZED or recipe == Float8BlockScaling(wgrad=BF16)
+    for columns in (256, 272):  # wgrad
+        tokens = recipe.quantize_grad_tokens(x_TH, columns, True)
+        gathers = tokens is not None and tokens.columnwise is not None
+        assert gathers == (in_16_bits and columns == 256)
 
 
 @dataclass(frozen=True)

@@ -110,11 +110,12 @@ class WgradOperands(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operands: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.operands: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.grouped_linear.grouped_mm_wgrad.default:
-            self.operands.append(args[:3])
+            dy, x, offs, _, *rows = (*args, *(None,) * 3)[:6]
+            self.operands.append((dy, x, offs, None, *rows))  # as grouped_mm_wgrad_ takes them
         return func(*args, **(kwargs or {}))
 
 

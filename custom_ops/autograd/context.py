@@ -166,8 +166,15 @@ class LinearContext(NamedTuple):
         assert scale is not None
         return QuantizerState(scale, states.grad_output.amax)
 
-    def wgrad(self, dy: Operands, x: Tensor, x_scale: Tensor | None, offs_E: Tensor) -> Wgrad:
-        """The weight gradient of dy and columnwise x."""
+    def wgrad(
+        self,
+        dy: Operands,
+        x: Tensor,
+        x_scale: Tensor | None,
+        offs_E: Tensor,
+        dy_rows: Tensor | None = None,
+    ) -> Wgrad:
+        """The weight gradient of dy, or of dy[dy_rows], and columnwise x."""
         assert isinstance(dy.columnwise, Tensor)
         return Wgrad(
             self.weights,
@@ -178,4 +185,5 @@ class LinearContext(NamedTuple):
             dy.columnwise_scale,
             x_scale,
             offs_E,
+            dy_rows,
         )

@@ -154,7 +154,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         weight_R = routing.weights(weight_TC, d_out_TH)
         if need_dh or need_down:
             outputs = OutputMask(need_dh, need_down, False)
-            dy, dy_rows_R = routing.quantize_grad_output(
+            dy, dy_rows_R, wgrad_rows_R = routing.quantize_grad_output(
                 recipe, d_out_TH, dy_state, outputs, ctx.features
             )
         if need_dh:
@@ -182,7 +182,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             h = recipe.quantize_input(h_RF, offs_E, h_state, OutputMask(False, True, False))
         if need_down:
             assert isinstance(h.columnwise, Tensor)
-            wgrad = down_context.wgrad(dy, h.columnwise, h.columnwise_scale, offs_E)
+            wgrad = down_context.wgrad(dy, h.columnwise, h.columnwise_scale, offs_E, wgrad_rows_R)
             (d_down_EHF,) = wgrad.compute()
             del dy, h, wgrad
         if need_weight:

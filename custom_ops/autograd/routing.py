@@ -57,6 +57,16 @@ def _dot_of_biases(d_out_TH: Tensor, bias_EH: Tensor, row_TC: Tensor, offs_E: Te
     return ops.gather_dot(d_out_TH, bias_EH, experts_TC)
 
 
+class GradOfOutputs(NamedTuple):
+    """The gradient of each row's unweighted output; with `rows`, of token rows[t] in place of t."""
+
+    dy: Operands
+    rows: Tensor | None = None
+    """Of dy's rowwise operand."""
+    columnwise_rows: Tensor | None = None
+    """Of its columnwise one."""
+
+
 class ChosenRows(ops.SortedByExpert):
     """The rows of an expert layer: each token's, once for every expert chosen for it."""
 
@@ -77,26 +87,23 @@ class ChosenRows(ops.SortedByExpert):
         state: QuantizerState | None,
         outputs: OutputMask,
         columns: int,
-    ) -> tuple[Operands, Tensor | None]:
+    ) -> GradOfOutputs:
         """The gradient of each row's unweighted output, prepared for GEMMs.
 
         Args:
             columns: of dgrad's output.
-
-        Returns:
-            The operands, and which of the rowwise ones' rows each row is; None where it is its own.
         """
         tokens = None
         if outputs.rowwise:
             tokens = recipe.quantize_grad_tokens(d_out_TH, columns, outputs.columnwise)
         if tokens is None:
-            return recipe.quantize_gathered_grad(d_out_TH, self, state, outputs), None
-        if not outputs.columnwise:
-            return tokens, self.token
+            return GradOfOutputs(recipe.quantize_gathered_grad(d_out_TH, self, state, outputs))
+        if not outputs.columnwise or tokens.columnwise is not None:
+            return GradOfOutputs(tokens, self.token, self.token)
         for_wgrad = OutputMask(False, True, False)
         rows = recipe.quantize_gathered_grad(d_out_TH, self, state, for_wgrad)
         dy = Operands(*tokens[:2], rows.columnwise, rows.columnwise_scale)
-        return dy, self.token
+        return GradOfOutputs(dy, self.token)
 
     def combine(self, y_RH: Tensor, weight_TC: Tensor | None) -> Tensor:
         """Sum each token's rows, weighted or not."""
@@ -153,9 +160,9 @@ class SortedRows(NamedTuple):
         state: QuantizerState | None,
         outputs: OutputMask,
         columns: int,
-    ) -> tuple[Operands, Tensor | None]:
+    ) -> GradOfOutputs:
         """The gradient of the unweighted outputs, prepared for GEMMs."""
-        return recipe.quantize_grad_output(d_out_RH, self.offs, state, outputs), None
+        return GradOfOutputs(recipe.quantize_grad_output(d_out_RH, self.offs, state, outputs))
 
     def combine(self, y_RH: Tensor, weight_R: Tensor | None) -> Tensor:
         """The rows, weighted or not."""

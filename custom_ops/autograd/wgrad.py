@@ -66,6 +66,8 @@ class Wgrad(NamedTuple):
     dy_scale: Tensor | None
     x_scale: Tensor | None
     offs: Tensor
+    dy_rows: Tensor | None = None
+    """With dy[dy_rows[t]] in place of dy[t]; None where each row is its own."""
     captured: bool = False
     """Whether a CUDA graph fills the tensors each time it is replayed."""
     versions: tuple[int, int] | None = None
@@ -101,7 +103,14 @@ class Wgrad(NamedTuple):
 
     def _product(self, dtype: torch.dtype) -> Tensor:
         return weight_grad(
-            self.weights[0], self.dy, self.x, self.dy_scale, self.x_scale, self.offs, dtype
+            self.weights[0],
+            self.dy,
+            self.x,
+            self.dy_scale,
+            self.x_scale,
+            self.offs,
+            dtype,
+            self.dy_rows,
         )
 
     def _add_to(self, main_grads: Experts, overwrite: Tensor | None) -> None:
@@ -115,9 +124,9 @@ class Wgrad(NamedTuple):
                 grad.copy_(total if overwrite is None else torch.where(overwrite, dw_NK, total))
         elif dy_scale is None or x_scale is None:
             if per_expert:
-                ops.grouped_mm_wgrad_list_(main_grads, dy, x, offs, overwrite)
+                ops.grouped_mm_wgrad_list_(main_grads, dy, x, offs, overwrite, self.dy_rows)
             else:
-                ops.grouped_mm_wgrad_(main_grads[0], dy, x, offs, overwrite)
+                ops.grouped_mm_wgrad_(main_grads[0], dy, x, offs, overwrite, self.dy_rows)
         else:
             operands = dy, x, dy_scale, x_scale, offs
             if per_expert:

@@ -20,6 +20,11 @@ Experts = tuple[Tensor, ...]
 Values = Tensor | Experts
 
 
+# Up to so many columns of h a 16-bit wgrad of down_proj that gathers takes less time than a copy
+# of the rows and a GEMM of them: docs/notes/gemm_sm90.md.
+GATHERING_WGRAD = 256
+
+
 class Operands(NamedTuple):
     """One tensor (x, a weight or dy) for the GEMMs that read it; None for what was not requested.
 
@@ -273,15 +278,18 @@ class Recipe:
     ) -> Operands | None:
         """The same of tokens' gradients, for a dgrad that gathers their rows.
 
+        With ``columnwise`` in what is returned, wgrad gathers the tokens' rows, too; without it,
+        rows are gathered for wgrad before.
+
         Args:
             d_out_TH: gradients of tokens.
             columns: of the output.
-            columnwise: whether rows are gathered for wgrad anyway.
+            columnwise: whether wgrad needs them, too.
         """
         own = overrides(self, Recipe, "quantize_grad_output", "quantize_gathered_grad")
-        if columnwise or columns > 1536 or own:
+        if own or columns > (GATHERING_WGRAD if columnwise else 1536):
             return None
-        return Operands(d_out_TH, None, None, None)
+        return Operands(d_out_TH, None, d_out_TH if columnwise else None, None)
 
     def quantize_gathered(
         self,

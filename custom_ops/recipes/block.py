@@ -16,6 +16,7 @@ from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div, dtype_name
 from grouped_linear.ops.activation import SwiGLU
 from grouped_linear.recipes.amax_epsilon import AmaxEpsilon
 from grouped_linear.recipes.base import (
+    GATHERING_WGRAD,
     Experts,
     Operands,
     OutputMask,
@@ -155,8 +156,13 @@ class Float8BlockScaling(AmaxEpsilon, Recipe):
         """Each token once. Beside e4m3 for wgrad, which one pass writes too, it saves less."""
         methods = "quantize_grad_output", "quantize_gathered_grad"
         own = overrides(self, Float8BlockScaling, *methods)
-        most = 512 if columnwise and self.wgrad is E4M3 else 1024
-        return None if own or columns > most else self._quantize_each(d_out_TH)
+        in_16_bits = self.wgrad is not E4M3
+        if own or columns > (512 if columnwise and not in_16_bits else 1024):
+            return None
+        tokens = self._quantize_each(d_out_TH)
+        if columnwise and in_16_bits and columns <= GATHERING_WGRAD:
+            tokens = tokens._replace(columnwise=d_out_TH.to(self.wgrad))
+        return tokens
 
     def _quantize_each(self, rows_TH: Tensor) -> Operands:
         one_group = torch.full((1,), rows_TH.size(0), dtype=torch.int32, device=rows_TH.device)

@@ -16,26 +16,33 @@ __device__ __forceinline__ void clear(Accumulators<Config>& accum) {
       for (int k = 0; k < 4; ++k) accum[i][j][k] = 0;
 }
 
-// What ldmatrix reads for a product of 32 bytes of K: 16 rows of a, or of b, each. With scales of
-// columns, or where FP8 is made fp16 by integer operations, there are registers for the first 16
-// rows of b alone; the others are read one after the other (H100, 2026-11: elsewhere that costs
-// 8%).
+// What ldmatrix reads for a product of 32 bytes of K: 16 rows of a, or of b, each. Where FP8 is made
+// fp16 by integer operations there are registers for the first 16 rows of b alone; the others are
+// read one after the other (H100, 2026-11: elsewhere that costs 8 to 13%).
 template <typename Config>
 struct RawFragments {
-  static constexpr bool kAllOfB =
-      !Config::kFp8 || !(Config::kScale1x128 || kFp8Math == Fp8Math::kBits);
+  static constexpr bool kAllOfB = !Config::kFp8 || kFp8Math != Fp8Math::kBits;
   static constexpr int kOfB = kAllOfB ? Config::kWarpN / 16 : 1;
   uint32_t a[Config::kWarpM / 16][4], b[kOfB][4];
 };
 
-// How partial accumulators are added: by the scales of their k-block.
+// How partial accumulators are added: by the scales of their k-block. Where all columns of a warp
+// have one scale, as those of 128 features often do, a row's scale is multiplied by it beforehand.
 template <typename Config>
 class Promotion {
  public:
-  // Before the first k-block the partial accumulators are 0, and so are the scales.
-  __device__ __forceinline__ void set(const KBlockScales<Config>& scales, const MmaThread& thread) {
+  __device__ __forceinline__ Promotion(const KBlockScales<Config>& scales,
+                                       const MmaThread& thread) {
     const float* rows = scales.rows + thread.row + thread.lane / 4;
-    const float block_scale = Config::kScale1x128 ? 1.0f : scales.columns[0];
+    float block_scale = scales.columns[Config::kScale1x128 ? thread.col : 0];
+    if constexpr (Config::kScale1x128) {
+      static_assert(Config::kWarpN == 2 * 32, "two columns a lane");
+      columns_ = smem_address(scales.columns + thread.col + 2 * (thread.lane % 4));
+      const float2 two = ld_shared_float2(smem_address(scales.columns + thread.col) +
+                                          sizeof(float2) * thread.lane);
+      shared_ = __all_sync(~0u, two.x == block_scale && two.y == block_scale);
+      if (!shared_) block_scale = 1;
+    }
 #pragma unroll
     for (int i = 0; i < Config::kWarpM / 16; ++i)
 #pragma unroll
@@ -44,28 +51,37 @@ class Promotion {
       columns_ = smem_address(scales.columns + thread.col + 2 * (thread.lane % 4));
   }
 
-  // Adds columns 8 j to 8 j + 7.
   __device__ __forceinline__ void add(const Accumulators<Config>& partial,
-                                      Accumulators<Config>& accum, int j) const {
-    constexpr float factor = kFp8Factor<typename Config::A> * kFp8Factor<typename Config::B>;
-    float2 column = make_float2(1, 1);
-    if constexpr (Config::kScale1x128)
-      if (columns_ != 0) column = ld_shared_float2(columns_ + 8 * sizeof(float) * j);
-#pragma unroll
-    for (int i = 0; i < Config::kWarpM / 16; ++i)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float value = partial[i][j][k] * factor;
-        if constexpr (Config::kBlockScaled)
-          accum[i][j][k] += row_scales_[i][k / 2] * ((k % 2 == 0 ? column.x : column.y) * value);
-        else
-          accum[i][j][k] += value;
-      }
+                                      Accumulators<Config>& accum) const {
+    if (!Config::kScale1x128 || shared_)
+      add_columns<false>(partial, accum);
+    else
+      add_columns<true>(partial, accum);
   }
 
  private:
-  float row_scales_[Config::kWarpM / 16][2] = {};
+  template <bool has_column_scales>
+  __device__ __forceinline__ void add_columns(const Accumulators<Config>& partial,
+                                              Accumulators<Config>& accum) const {
+#pragma unroll
+    for (int j = 0; j < Config::kWarpN / 8; ++j) {
+      float2 column = make_float2(1, 1);
+      if constexpr (has_column_scales) column = ld_shared_float2(columns_ + 8 * sizeof(float) * j);
+#pragma unroll
+      for (int i = 0; i < Config::kWarpM / 16; ++i)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          float value = partial[i][j][k] * kFactor;
+          if constexpr (has_column_scales) value *= k % 2 == 0 ? column.x : column.y;
+          accum[i][j][k] += row_scales_[i][k / 2] * value;
+        }
+    }
+  }
+
+  static constexpr float kFactor = kFp8Factor<typename Config::A> * kFp8Factor<typename Config::B>;
+  float row_scales_[Config::kWarpM / 16][2];
   uint32_t columns_ = 0;
+  bool shared_ = true;
 };
 
 // A warp's part of a tile. Fragments of the next product, of the next stage or tile too, are read
@@ -115,7 +131,6 @@ class WarpTile {
     Accumulators<Config> partial;
     clear<Config>(accum);
     clear<Config>(partial);
-    Promotion<Config> promotion;
     constexpr bool all_of_b = RawFragments<Config>::kAllOfB;
     constexpr int b_fragments = Config::kWarpN / 16;
     // Multiplies half k of the stage. read_next: reads the next half.
@@ -155,9 +170,7 @@ class WarpTile {
         multiply(first_, 0, i == 0, [&] { read(second, 1); });
         multiply(second, 1, false, [&] { begin_stage(); });
       }
-      if constexpr (Config::kBlockScaled) promotion.set(pipeline_.scales(), thread_);
-#pragma unroll
-      for (int j = 0; j < Config::kWarpN / 8; ++j) promotion.add(partial, accum, j);
+      promote(partial, accum);
     }
   }
 
@@ -179,6 +192,21 @@ class WarpTile {
 #pragma unroll
     for (int j = 0; j < RawFragments<Config>::kOfB; ++j)
       read_b_.read(to.b[j], stage_ + Config::kABytes, j, k);
+  }
+
+  __device__ __forceinline__ void promote(const Accumulators<Config>& partial,
+                                          Accumulators<Config>& accum) {
+    if constexpr (Config::kBlockScaled) {
+      Promotion<Config>(pipeline_.scales(), thread_).add(partial, accum);
+    } else {
+      constexpr float factor = kFp8Factor<typename Config::A> * kFp8Factor<typename Config::B>;
+#pragma unroll
+      for (int i = 0; i < Config::kWarpM / 16; ++i)
+#pragma unroll
+        for (int j = 0; j < Config::kWarpN / 8; ++j)
+#pragma unroll
+          for (int k = 0; k < 4; ++k) accum[i][j][k] += partial[i][j][k] * factor;
+    }
   }
 
   __device__ __forceinline__ void begin_stage() {
