@@ -63,8 +63,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "all_gather, FP8": {"dispatch": "all_gather", "capacity_factor": CAPACITY, "fp8": True},
     "all_to_all": {"dispatch": "all_to_all", "capacity_factor": CAPACITY},
     "all_to_all, FP8": {"dispatch": "all_to_all", "capacity_factor": CAPACITY, "fp8": True},
+    "all_to_all_v": {"dispatch": "all_to_all_v", "capacity_factor": CAPACITY},
 }
-PREDICTED = [way for way in WAYS if way != "all_gather, no capacity"]
+# Of NVSHMEM's exchange no rate is known but that of two GPUs, which is another than NCCL's.
+FITTED = [way for way in WAYS if way != "all_to_all_v"]
+PREDICTED = [way for way in FITTED if way != "all_gather, no capacity"]
 # Milliseconds on one H100, forward and backward, CUDA graph, weights cached in FP8:
 # benchmarks/results/bench_expert_layer_nvidia_h100_80gb_hbm3.md, which counts the router, too.
 LAYER_MS = {("qwen3_30b", "bf16"): 4.434, ("qwen3_30b", "block"): 3.156}
@@ -91,7 +94,10 @@ def slots(shape: Shape, tokens: int, D: int, way: Mapping[str, Any]) -> int:
     """n, the rows that a process sends to each other one."""
     if way["dispatch"] == "all_gather":
         return tokens
-    return min(tokens, -(-int(CAPACITY * tokens * shape.C) // D)) + 1
+    room = min(tokens, -(-int(CAPACITY * tokens * shape.C) // D))
+    if way["dispatch"] == "all_to_all_v":  # the tokens that chose an expert of it, at random
+        return min(room, round(tokens * (1 - (1 - 1 / D) ** shape.C)))
+    return room + 1
 
 
 def row_bytes(shape: Shape, way: Mapping[str, Any]) -> tuple[float, float]:
@@ -178,7 +184,7 @@ def fitted(result: Mapping[str, Any], machine: Machine) -> Machine:
 
     Least squares of relative errors, none of the three negative: the best of all their subsets.
     """
-    D, rows = result["processes"], [r for r in result["rows"] if r["communication"] > 0]
+    D, rows = result["processes"], [r for r in result["rows"] if r["way"] in FITTED]
     parts, took = [], []
     for r in rows:
         shape, way = SHAPES[r["shape"]], WAYS[r["way"]]

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from benchmarks import parallel_run, timing
 from benchmarks.moe_model import VOCABULARY, LanguageModel, ModelSize
-from benchmarks.parallel_model import WAYS
+from benchmarks.parallel_model import PREDICTED, WAYS
 from benchmarks.parallel_run import RECIPES, time_in_turns
 from grouped_linear import GroupedMLP
 from grouped_linear.parallel import ExpertParallel
@@ -48,7 +48,7 @@ CASES = {
         sequences=4,
     ),
 }
-SPREAD = [way for way in WAYS if way != "all_gather, no capacity"]
+SPREAD = PREDICTED
 WARM = 3
 HOW = (
     "A small model on one GPU and on several (`benchmarks/parallel_training.py`). Held: "

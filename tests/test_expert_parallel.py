@@ -28,6 +28,7 @@ from grouped_linear import (
     Recipe,
 )
 from grouped_linear.parallel import AllGather, AllToAll, Dispatched, ExpertParallel, TokenDispatcher
+from grouped_linear.parallel.expert_parallel import DISPATCHERS
 from support.compare import assert_same, assert_same_bits
 from support.documents import ROOT, examples
 from support.processes import PROCESSES, Checks, Passes, device, needs_two_gpus
@@ -125,9 +126,9 @@ def compile_whole(model: nn.Module, **options: Any) -> Any:
     return torch.compile(model, fullgraph=True, backend=backend, **options)
 
 
-def check_open_sizes(rank: int, directory: Path) -> None:
+def check_open_sizes(dispatch: str, rank: int, directory: Path) -> None:
     """FP8 and a capacity have the most to trace."""
-    how: dict[str, Any] = {"dispatch": "all_to_all", "capacity_factor": 1.5, "fp8": True}
+    how: dict[str, Any] = {"dispatch": dispatch, "capacity_factor": 1.5, "fp8": True}
     parallel, twin = (spread(make(**BLOCK), **how) for _ in range(2))
     compiled = compile_whole(parallel, dynamic=True)
     for count in (T, T - 4):
@@ -186,7 +187,7 @@ def check_capacity(dispatch: str, factor: float, rank: int, directory: Path) -> 
     x, logits, dy = tokens()
     logits[:, :L] += 1.5
     whole, (_, experts) = make(), route(logits)
-    of = {"all_gather": kept_by_all_gather, "all_to_all": kept_by_all_to_all}[dispatch]
+    of = kept_by_all_gather if dispatch == "all_gather" else kept_by_all_to_all
     kept = of(experts.cpu(), factor).to(device())
     assert 0 < (~kept).sum() < kept.numel() / 2
     parallel = spread(whole, dispatch, capacity_factor=factor)
@@ -422,8 +423,10 @@ def check_cuda_graph(
 WAYS: dict[str, dict[str, Any]] = {
     "all_gather": {"dispatch": "all_gather"},
     "all_to_all": {"dispatch": "all_to_all"},
+    "all_to_all_v": {"dispatch": "all_to_all_v"},
     "all_gather_fp8": {"dispatch": "all_gather", "fp8": True},
     "all_to_all_fp8": {"dispatch": "all_to_all", "fp8": True},
+    "all_to_all_v_fp8": {"dispatch": "all_to_all_v", "fp8": True},
 }
 CHECKS: Checks = {
     **{
@@ -434,16 +437,18 @@ CHECKS: Checks = {
     },
     **{
         f"block_{way}_compiled": partial(check_one_process, BLOCK, WAYS[way], True)
-        for way in ("all_gather", "all_to_all_fp8")
+        for way in ("all_gather", "all_to_all_fp8", "all_to_all_v_fp8")
     },
     "bias": partial(check_one_process, {"bias": True}, WAYS["all_to_all"], False),
-    "open_sizes": check_open_sizes,
-    "fp8_error_all_gather": partial(check_fp8_error, "all_gather"),
-    "fp8_error_all_to_all": partial(check_fp8_error, "all_to_all"),
+    **{
+        f"open_sizes_{way}": partial(check_open_sizes, way)
+        for way in ("all_to_all", "all_to_all_v")
+    },
+    **{f"fp8_error_{way}": partial(check_fp8_error, way) for way in DISPATCHERS},
     "capacity_all_gather": partial(check_capacity, "all_gather", 1.125),
     "capacity_all_to_all": partial(check_capacity, "all_to_all", 0.75),
-    "extreme_all_gather": partial(check_extreme_routing, "all_gather"),
-    "extreme_all_to_all": partial(check_extreme_routing, "all_to_all"),
+    "capacity_all_to_all_v": partial(check_capacity, "all_to_all_v", 0.75),
+    **{f"extreme_{way}": partial(check_extreme_routing, way) for way in DISPATCHERS},
     "micro_batches": check_micro_batches,
     "quantized_weight": check_quantized_weight,
     "meta": partial(check_meta, {}),
@@ -476,7 +481,7 @@ def test_two_gpus(check: str, passes_on_gpus: Passes) -> None:
 
 
 def test_wrong_styles() -> None:
-    with pytest.raises(ValueError, match="all_gather, all_to_all or a function, got 'ring'"):
+    with pytest.raises(ValueError, match="all_to_all, all_to_all_v or a function, got 'ring'"):
         ExpertParallel("ring")
     with pytest.raises(ValueError, match="are for dispatchers by name"):
         ExpertParallel(AllGather, fp8=True)

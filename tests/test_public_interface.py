@@ -144,6 +144,7 @@ def test_parallel() -> None:
         """\
 AllGather(mesh, num_experts, *, capacity_factor=None, fp8=False)
 AllToAll(mesh, num_experts, *, capacity_factor=None, fp8=False)
+AllToAllV(mesh, num_experts, *, capacity_factor=None, fp8=False)
 Dispatched(x, top_k_weights, top_k_index, max_rows=None, handle=None)
 ExpertParallel(dispatch='all_gather', *, capacity_factor=None, fp8=False)
 TokenDispatcher(*args, **kwargs)

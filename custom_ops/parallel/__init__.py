@@ -4,7 +4,7 @@ Import it by its name: ``import grouped_linear`` alone does not, because DTensor
 """
 
 from grouped_linear.nn.dispatcher import Dispatched, TokenDispatcher
-from grouped_linear.parallel.dispatchers import AllGather, AllToAll
+from grouped_linear.parallel.dispatchers import AllGather, AllToAll, AllToAllV
 from grouped_linear.parallel.expert_parallel import ExpertParallel
 
-__all__ = ["AllGather", "AllToAll", "Dispatched", "ExpertParallel", "TokenDispatcher"]
+__all__ = ["AllGather", "AllToAll", "AllToAllV", "Dispatched", "ExpertParallel", "TokenDispatcher"]

@@ -1,4 +1,4 @@
-"""Two ways of tokens to the processes that hold their experts.
+"""Three ways of tokens to the processes that hold their experts.
 
 D processes, T tokens of each, S slots for tokens that come to one, C experts chosen for a token, E
 experts, L = E / D of them on a process, H features.
@@ -12,11 +12,19 @@ from torch.nn.functional import pad
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import MAX_GROUPS, ceil_div
 from grouped_linear.nn.dispatcher import Dispatched, TokenDispatcher
-from grouped_linear.parallel.exchange import CollectFunction, Exchange, Group, SpreadFunction
+from grouped_linear.parallel.exchange import (
+    CollectFunction,
+    Exchange,
+    Group,
+    SpreadFunction,
+    VariableExchange,
+    exchange_counts,
+)
+from grouped_linear.parallel.symmetric_memory import require_symmetric_memory
 
 
 class _StaticDispatcher(TokenDispatcher):
-    """What both ways share: all sizes follow from the number of tokens."""
+    """What all ways share: shapes follow from the number of tokens."""
 
     dropped: Tensor
 
@@ -55,7 +63,7 @@ class _StaticDispatcher(TokenDispatcher):
         numerator, denominator = float(self.capacity_factor).as_integer_ratio()
         return ceil_div(count * numerator, denominator * processes)
 
-    def exchange(self, expert_TC: Tensor) -> Exchange:
+    def exchange(self, expert_TC: Tensor) -> Exchange | VariableExchange:
         """Which tokens go where; counts in ``dropped`` what does not."""
         raise NotImplementedError
 
@@ -120,7 +128,43 @@ class AllGather(_StaticDispatcher):
         return Exchange(torch.arange(T * D, device=expert_TC.device).view(D, T).t())
 
 
-class AllToAll(_StaticDispatcher):
+class _Sorting(_StaticDispatcher):
+    """What sorts tokens by process: a token goes to each that holds one of its experts, once."""
+
+    def slots(self, T: int, C: int) -> int:
+        """How many tokens may go to one process."""
+        if self.capacity_factor is None:
+            return T
+        return min(self.capacity(T * C, self.group.size), T)
+
+    def owner(self, expert_TC: Tensor) -> Tensor:
+        """[T, C], the process of each choice; of no expert one that does not exist."""
+        return expert_TC.div(self.local_experts, rounding_mode="floor")
+
+    def sort(self, needed_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens sorted by process [T * D]; places in that order; ends and starts of processes."""
+        process_D = torch.arange(self.group.size, dtype=torch.int32, device=needed_TD.device)
+        _, token_R, place_TD, end_D = ops.sort_by_expert(
+            torch.where(needed_TD, process_D, -1), num_experts=self.group.size
+        )
+        return token_R, place_TD, end_D, pad(end_D[:-1], (1, 0))
+
+    def needed(self, owner_TC: Tensor) -> Tensor:
+        """[T, D] bool, which tokens chose experts of a process."""
+        process_D = torch.arange(self.group.size, dtype=torch.int32, device=owner_TC.device)
+        return (owner_TC[:, :, None] == process_D).any(dim=1)
+
+    def count_dropped(self, owner_TC: Tensor, kept_TD: Tensor) -> None:
+        """Add the choices of tokens that are not sent."""
+        if self.capacity_factor is None:
+            return
+        D = self.group.size
+        sent_TC = kept_TD.gather(1, owner_TC.clamp(0, D - 1).long())
+        has_owner_TC = (owner_TC >= 0) & (owner_TC < D)
+        self.dropped += (has_owner_TC & ~sent_TC).sum()
+
+
+class AllToAll(_Sorting):
     """Each process gets the tokens that chose its experts, each token once.
 
     Every process has a fixed number of slots for the tokens of each other: for all T of them, or
@@ -147,25 +191,74 @@ class AllToAll(_StaticDispatcher):
     def exchange(self, expert_TC: Tensor) -> Exchange:
         """Tokens sorted by process, in slots."""
         (T, C), D, device = expert_TC.shape, self.group.size, expert_TC.device
-        slots = T if self.capacity_factor is None else min(self.capacity(T * C, D), T)
+        slots, owner_TC = self.slots(T, C), self.owner(expert_TC)
         # One slot more, which no token takes: choices of no process point there.
         block = slots + 1
-        process_D = torch.arange(D, dtype=torch.int32, device=device)
-        owner_TC = expert_TC.div(self.local_experts, rounding_mode="floor")
-        needed_TD = (owner_TC[:, :, None] == process_D).any(dim=1)
-        _, token_R, place_TD, end_D = ops.sort_by_expert(
-            torch.where(needed_TD, process_D, -1), num_experts=D
-        )
-        start_D = pad(end_D[:-1], (1, 0))
+        needed_TD = self.needed(owner_TC)
+        token_R, place_TD, end_D, start_D = self.sort(needed_TD)
         place_TD = place_TD - start_D
         kept_TD = needed_TD & (place_TD < slots)
+        process_D = torch.arange(D, dtype=torch.int32, device=device)
         slot_TD = torch.where(kept_TD, process_D * block + place_TD, slots)
         place_B = torch.arange(block, dtype=torch.int32, device=device)
         row_DB = start_D[:, None] + place_B
         empty_DB = (row_DB >= end_D[:, None]) | (place_B == slots)
         token_S = token_R[row_DB.flatten().clamp(max=T * D - 1)]
-        if self.capacity_factor is not None:
-            sent_TC = kept_TD.gather(1, owner_TC.clamp(0, D - 1).long())
-            has_owner_TC = (owner_TC >= 0) & (owner_TC < D)
-            self.dropped += (has_owner_TC & ~sent_TC).sum()
+        self.count_dropped(owner_TC, kept_TD)
         return Exchange(slot_TD, token_S, empty_DB.flatten())
+
+
+class AllToAllV(_Sorting):
+    """Each process gets the tokens that chose its experts, each token once, and nothing else.
+
+    Of the slots that :class:`AllToAll` has, only those with a token travel. How many these are
+    stays on the device. On GPUs torch's symmetric memory does that, by NVSHMEM, which builds of
+    torch for CUDA bring. The first call allocates, so make it before a CUDA graph is captured. On
+    CPUs the host reads the sizes. A capacity bounds memory here, not what travels.
+
+    Args:
+        mesh: the processes that share the experts, one dimension.
+        num_experts: E, of all processes together.
+        capacity_factor: see :class:`AllToAll`, which drops the same tokens.
+        fp8: see :class:`AllGather`.
+
+    Attributes:
+        dropped: see :class:`AllGather`.
+
+    Raises:
+        ValueError: if experts do not divide evenly, or for another mesh or capacity factor.
+        RuntimeError: on GPUs, without NVSHMEM.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        num_experts: int,
+        *,
+        capacity_factor: float | None = None,
+        fp8: bool = False,
+    ) -> None:
+        super().__init__(mesh, num_experts, capacity_factor=capacity_factor, fp8=fp8)
+        require_symmetric_memory("AllToAllV", mesh.device_type)
+
+    def exchange(self, expert_TC: Tensor) -> VariableExchange:
+        """Tokens sorted by process."""
+        (T, C), D = expert_TC.shape, self.group.size
+        slots, owner_TC = self.slots(T, C), self.owner(expert_TC)
+        kept_TD = self.needed(owner_TC)
+        token_R, place_TD, end_D, start_D = self.sort(kept_TD)
+        if self.capacity_factor is not None:
+            kept_TD = kept_TD & (place_TD - start_D < slots)
+            token_R, place_TD, end_D, start_D = self.sort(kept_TD)
+        self.count_dropped(owner_TC, kept_TD)
+        most = T * min(C, D)
+        sent_D = (end_D - start_D).long()
+        came_D = exchange_counts(sent_D, self.group)
+        slot_S = torch.arange(D * slots, device=expert_TC.device)
+        return VariableExchange(
+            torch.where(kept_TD, place_TD, most),
+            token_R[:most],
+            sent_D,
+            came_D,
+            slot_S >= came_D.sum(),
+        )

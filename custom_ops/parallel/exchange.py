@@ -3,10 +3,10 @@
 D processes of a group, T tokens of each, S slots for tokens that come to one, C experts chosen for
 a token, H features, n 128-blocks of them.
 
-As many slots come from each process whatever the routing is, so every shape is static and the host
-learns no size. Collectives move bytes only. A process adds a token's D rows itself, in the order of
-processes, in float32, and rounds once. So equal inputs give equal bits on any network, which a
-reduce-scatter in 16 bits does not promise.
+Every shape is static, and the host learns no size: as many slots come from each process whatever
+the routing is, or sizes stay on the device (symmetric_memory.py). Collectives move bytes only. A
+process adds a token's D rows itself, in the order of processes, in float32, and rounds once. So
+equal inputs give equal bits on any network, which a reduce-scatter in 16 bits does not promise.
 """
 
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from grouped_linear import ops
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
 from grouped_linear.meta_kernels.rules import E4M3, SCALE_ROW_MULTIPLE
+from grouped_linear.parallel.symmetric_memory import all_to_all_v
 
 _c10d: Any = torch.ops._c10d_functional
 
@@ -34,7 +35,7 @@ class Group(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Which rows go where."""
+    """Which rows go where, with as many slots for each process."""
 
     slot: Tensor
     """[T, D], for each token the slot of its row among those that come back from each process.
@@ -46,32 +47,70 @@ class Exchange(NamedTuple):
     empty: Tensor | None = None
     """[S] bool, whether a slot that is sent has no token; its `token` is any."""
 
+    def send(self, rows: Tensor, group: Group, empty: int | None = None) -> Tensor:
+        """Start to send rows [T, I]; wait before the result [S, I] is read.
 
-def _spread(rows: Tensor, exchange: Exchange, group: Group, empty: int | None = None) -> Tensor:
-    """Start to send rows [T, I]; wait before the result [S, I] is read.
+        In an empty slot goes the number `empty`, or anything.
+        """
+        if self.token is not None:
+            rows = rows[self.token]
+            if empty is not None and self.empty is not None:
+                rows = rows.masked_fill(self.empty[:, None], empty)
+            return self.send_back(rows, group)
+        started: Tensor = _c10d.all_gather_into_tensor(rows.contiguous(), group.size, group.name)
+        return started
 
-    In an empty slot goes the number `empty`, or anything.
-    """
-    if exchange.token is not None:
-        rows = rows[exchange.token]
-        if empty is not None and exchange.empty is not None:
-            rows = rows.masked_fill(exchange.empty[:, None], empty)
-        return _swap(rows, group)
-    started: Tensor = _c10d.all_gather_into_tensor(rows.contiguous(), group.size, group.name)
-    return started
+    def send_back(self, rows: Tensor, group: Group) -> Tensor:
+        """Start to send each process its S / D rows of [S, ...]."""
+        sizes = [rows.size(0) // group.size] * group.size
+        started: Tensor = _c10d.all_to_all_single(rows.contiguous(), sizes, sizes, group.name)
+        return started
+
+    def wait(self, started: Tensor) -> Tensor:
+        """Let the current stream wait for a collective."""
+        there: Tensor = _c10d.wait_tensor(started)
+        return there
 
 
-def _swap(rows: Tensor, group: Group) -> Tensor:
-    """Start to send each process its S / D rows of [S, ...]."""
-    sizes = [rows.size(0) // group.size] * group.size
-    started: Tensor = _c10d.all_to_all_single(rows.contiguous(), sizes, sizes, group.name)
-    return started
+class VariableExchange(NamedTuple):
+    """Which rows go where, with no slot that is empty between others."""
+
+    slot: Tensor
+    """[T, D], as in :class:`Exchange`; N, where a row is zero, for an empty one."""
+    token: Tensor
+    """[N], the token in each slot that may be sent, sorted by process."""
+    sent: Tensor
+    """[D] int64, how many of them go to each process."""
+    came: Tensor
+    """[D] int64, how many came from each."""
+    empty: Tensor
+    """[S] bool, whether nothing came in a slot."""
+
+    def send(self, rows: Tensor, group: Group, empty: int | None = None) -> Tensor:
+        """Send rows [T, I], and return [S, I]. In an empty slot is the number `empty`, or zero."""
+        came: Tensor = all_to_all_v(rows[self.token], self.sent, self.empty.size(0), group.name)
+        return came if empty is None else came.masked_fill(self.empty[:, None], empty)
+
+    def send_back(self, rows: Tensor, group: Group) -> Tensor:
+        """Send each process the rows of [S, ...] that came from it; one more row is zero."""
+        back: Tensor = all_to_all_v(rows, self.came, self.token.size(0) + 1, group.name)
+        return back
+
+    def wait(self, there: Tensor) -> Tensor:
+        """Nothing: the current stream has it."""
+        return there
 
 
-def _wait(started: Tensor) -> Tensor:
-    """Let the current stream wait for a collective."""
-    there: Tensor = _c10d.wait_tensor(started)
-    return there
+def exchange_counts(sent_D: Tensor, group: Group) -> Tensor:
+    """Send each process a number, and return the numbers of all."""
+    ones = [1] * group.size
+    came_D: Tensor = _c10d.wait_tensor(_c10d.all_to_all_single(sent_D, ones, ones, group.name))
+    return came_D
+
+
+def _exchange_of(tensors: tuple[Any, ...]) -> Exchange | VariableExchange:
+    """Either one, from its fields."""
+    return Exchange(*tensors) if len(tensors) == 3 else VariableExchange(*tensors)
 
 
 def _quantize(x_TH: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +133,11 @@ def _one_group(rows: Tensor) -> Tensor:
 
 
 def _spread_rows(
-    x_TH: Tensor, numbers_TI: Tensor | None, exchange: Exchange, group: Group, fp8: bool
+    x_TH: Tensor,
+    numbers_TI: Tensor | None,
+    exchange: Exchange | VariableExchange,
+    group: Group,
+    fp8: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Send rows, in FP8 or as they are, with int32 numbers beside them: -1 in an empty slot."""
     sent, scales, n = x_TH, None, 0
@@ -102,21 +145,21 @@ def _spread_rows(
         sent, scale_Tn = _quantize(x_TH)
         scales, n = scale_Tn.view(torch.int32), scale_Tn.size(1)
     parts = [t for t in (scales, numbers_TI) if t is not None]
-    came = _spread(sent, exchange, group)
+    came = exchange.send(sent, group)
     if not parts:
-        return _wait(came), None
+        return exchange.wait(came), None
     beside = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    beside = _wait(_spread(beside, exchange, group, empty=-1))
-    came = _wait(came)
+    beside = exchange.wait(exchange.send(beside, group, empty=-1))
+    came = exchange.wait(came)
     if fp8:
         scale_Sn = beside[:, :n].contiguous().view(torch.float32)
         came = _dequantize(came, scale_Sn, x_TH.dtype)
     return came, beside[:, n:]
 
 
-def _collect(y_SH: Tensor, exchange: Exchange, group: Group) -> Tensor:
+def _collect(y_SH: Tensor, exchange: Exchange | VariableExchange, group: Group) -> Tensor:
     """Send rows back and sum each token's."""
-    return ops.gather_sum(_wait(_swap(y_SH, group)), exchange.slot)
+    return ops.gather_sum(exchange.wait(exchange.send_back(y_SH, group)), exchange.slot)
 
 
 class SpreadFunction(torch.autograd.Function):
@@ -140,11 +183,11 @@ class SpreadFunction(torch.autograd.Function):
             x_TH: tokens.
             weight_TC: their routing weights.
             expert_TC: int32, their experts among those of all processes.
-            tensors: the fields of an Exchange.
+            tensors: the fields of an Exchange or a VariableExchange.
         """
-        exchange = Exchange(*tensors)
+        exchange = _exchange_of(tensors)
         ctx.group, ctx.weight_dtype = group, weight_TC.dtype
-        ctx.save_for_backward(exchange.slot)
+        ctx.save_for_backward(*exchange)
         C = weight_TC.size(1)
         numbers_TI = torch.cat([weight_TC.float().view(torch.int32), expert_TC], dim=1)
         x_SH, numbers_SI = _spread_rows(x_TH, numbers_TI, exchange, group, fp8)
@@ -156,16 +199,15 @@ class SpreadFunction(torch.autograd.Function):
     @strictly_once_differentiable
     def backward(ctx: Any, dx_SH: Tensor, d_weight_SC: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         """Sum what each process adds to the gradients of a token."""
-        (slot_TD,) = ctx.saved_tensors
+        exchange, group = _exchange_of(ctx.saved_tensors), ctx.group
         need_x, need_weight = ctx.needs_input_grad[2:4]
-        group, exchange = ctx.group, Exchange(slot_TD)
         d_weight_TC = None
         if need_weight:  # of a choice one process has the gradient, and the others zero
-            d_weight_SC = _swap(d_weight_SC, group)
+            d_weight_SC = exchange.send_back(d_weight_SC, group)
         dx_TH = _collect(dx_SH, exchange, group) if need_x else None
         if need_weight:
-            d_weight_TC = _wait(d_weight_SC)[slot_TD].sum(1).to(ctx.weight_dtype)
-        return None, None, dx_TH, d_weight_TC, *(None,) * 4
+            d_weight_TC = exchange.wait(d_weight_SC)[exchange.slot].sum(1).to(ctx.weight_dtype)
+        return None, None, dx_TH, d_weight_TC, *(None,) * (1 + len(exchange))
 
 
 class CollectFunction(torch.autograd.Function):
@@ -179,16 +221,16 @@ class CollectFunction(torch.autograd.Function):
             group: the processes.
             fp8: whether the gradient goes in FP8, as x did.
             y_SH: outputs, zero where no token came.
-            tensors: the fields of an Exchange.
+            tensors: the fields of an Exchange or a VariableExchange.
         """
         ctx.group, ctx.fp8 = group, fp8
         ctx.save_for_backward(*tensors)
-        return _collect(y_SH, Exchange(*tensors), group)
+        return _collect(y_SH, _exchange_of(tensors), group)
 
     @staticmethod
     @strictly_once_differentiable
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
         """Send each process the gradient of the tokens that it had."""
-        exchange = Exchange(*ctx.saved_tensors)
+        exchange = _exchange_of(ctx.saved_tensors)
         dy_SH, _ = _spread_rows(dy_TH, None, exchange, ctx.group, ctx.fp8)
-        return None, None, dy_SH, *(None,) * 3
+        return None, None, dy_SH, *(None,) * len(exchange)

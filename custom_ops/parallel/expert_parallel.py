@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.mlp import GroupedMLP
-from grouped_linear.parallel.dispatchers import AllGather, AllToAll
+from grouped_linear.parallel.dispatchers import AllGather, AllToAll, AllToAllV
 from grouped_linear.quantized.state_dict import distributed_like
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import is_dtensor
@@ -19,7 +19,11 @@ from grouped_linear.quantized.weight_cache import WeightCache
 
 #: Makes the dispatcher of one layer: called with the mesh and E, the experts of all processes.
 MakeDispatcher = Callable[[DeviceMesh, int], TokenDispatcher]
-DISPATCHERS: dict[str, Any] = {"all_gather": AllGather, "all_to_all": AllToAll}
+DISPATCHERS: dict[str, Any] = {
+    "all_gather": AllGather,
+    "all_to_all": AllToAll,
+    "all_to_all_v": AllToAllV,
+}
 
 
 class ExpertParallel(ParallelStyle):
@@ -42,7 +46,8 @@ class ExpertParallel(ParallelStyle):
     Args:
         dispatch: how tokens travel: ``"all_gather"``, see
             :class:`grouped_linear.parallel.AllGather`; ``"all_to_all"``, see
-            :class:`grouped_linear.parallel.AllToAll`; or a function that is called with the mesh
+            :class:`grouped_linear.parallel.AllToAll`; ``"all_to_all_v"``, see
+            :class:`grouped_linear.parallel.AllToAllV`; or a function that is called with the mesh
             and E, and returns another :class:`grouped_linear.parallel.TokenDispatcher`. The first
             needs no capacity and pays up to about as many processes as a token has experts.
         capacity_factor: see the dispatchers; None, the default, drops nothing, and has memory for
@@ -77,8 +82,8 @@ class ExpertParallel(ParallelStyle):
         super().__init__()
         if isinstance(dispatch, str) and dispatch not in DISPATCHERS:
             raise ValueError(
-                "ExpertParallel: dispatch must be all_gather, all_to_all or a function, "
-                f"got {dispatch!r}"
+                "ExpertParallel: dispatch must be all_gather, all_to_all, all_to_all_v or a "
+                f"function, got {dispatch!r}"
             )
         if not isinstance(dispatch, str) and (capacity_factor is not None or fp8):
             raise ValueError(
