@@ -213,8 +213,9 @@ class AllToAllV(_Sorting):
 
     Of the slots that :class:`AllToAll` has, only those with a token travel. How many these are
     stays on the device. On GPUs torch's symmetric memory does that, by NVSHMEM, which builds of
-    torch for CUDA bring. The first call allocates, so make it before a CUDA graph is captured. On
-    CPUs the host reads the sizes. A capacity bounds memory here, not what travels.
+    torch for CUDA bring. The first call allocates, so make it before a CUDA graph is captured. All
+    layers of a mesh share that memory: call them on one stream. On CPUs the host reads the sizes. A
+    capacity bounds memory here, not what travels.
 
     Args:
         mesh: the processes that share the experts, one dimension.
