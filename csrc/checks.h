@@ -44,7 +44,7 @@ void check_swiglu(const char* op, const Tensor& gate_up, const Tensor& offs);
 void check_swiglu_grad(const char* op, const Tensor& dh, const Tensor& gate_up,
                        const Tensor& weight, const Tensor& offs);
 SwigluForm checked_form(const char* op, double alpha, double beta, std::optional<double> limit,
-                        bool interleaved);
+                        bool interleaved, double cubic);
 void check_group_quantize_swiglu(const Tensor& gate_up, const Tensor& offs, double amax_epsilon,
                                  bool rowwise, bool columnwise);
 void check_group_quantize_swiglu_grad(const Tensor& dh, const Tensor& gate_up, const Tensor& weight,

@@ -66,17 +66,17 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   // x [T, H], rows [T, C] -> out [num_rows, H] with out[rows[t, c]] = x[t]
   m.def("scatter_rows(Tensor x, Tensor rows, SymInt num_rows) -> Tensor");
 
-  // gate_up [T, 2 K] -> h [T, K] = g * sigmoid(alpha * g) * (u + beta)
+  // gate_up [T, 2 K] -> h [T, K] = g * sigmoid(alpha * (g + cubic * g^3)) * (u + beta)
   //                     with g = min(gate, limit) and u = clamp(up, -limit, limit)
   // interleaved: gate and up are columns 2 c and 2 c + 1, else two halves
   m.def(
       "swiglu(Tensor gate_up, Tensor offs, float alpha=1.0, float beta=0.0, float? limit=None, "
-      "bool interleaved=False) -> Tensor");
+      "bool interleaved=False, float cubic=0.0) -> Tensor");
   // The backward of an expert: dh [T, K] is the gradient by h before row t's output is weighted by
   // weight[t]. d_gate_up [T, 2 K] is of weight * dh, h of weight * h, d_weight [T] of dh . h
   m.def(
       "swiglu_grad(Tensor dh, Tensor gate_up, Tensor weight, Tensor offs, float alpha=1.0, "
-      "float beta=0.0, float? limit=None, bool interleaved=False) "
+      "float beta=0.0, float? limit=None, bool interleaved=False, float cubic=0.0) "
       "-> (Tensor d_gate_up, Tensor h, Tensor d_weight)");
 
   // group_quantize of h or of d_gate_up, which is not stored
@@ -84,14 +84,14 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "group_quantize_swiglu(Tensor gate_up, Tensor offs, float amax_epsilon=0.0, "
       "bool power_of_two_scales=True, bool rowwise=True, bool columnwise=False, "
       "bool keep_h=False, bool share_scales=False, float alpha=1.0, float beta=0.0, "
-      "float? limit=None, bool interleaved=False) "
+      "float? limit=None, bool interleaved=False, float cubic=0.0) "
       "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor h)");
   m.def(
       "group_quantize_swiglu_grad(Tensor dh, Tensor gate_up, Tensor weight, Tensor offs, "
       "float amax_epsilon=0.0, bool power_of_two_scales=True, bool rowwise=True, "
       "bool columnwise=False, bool bias_grad=False, bool h_columnwise=False, "
       "bool share_h_scales=False, float alpha=1.0, float beta=0.0, float? limit=None, "
-      "bool interleaved=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, "
+      "bool interleaved=False, float cubic=0.0) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, "
       "Tensor bias_grad, Tensor h_t, Tensor scale_h_t, Tensor d_weight)");
   m.def("group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType dtype) -> Tensor");
   m.def(
@@ -163,12 +163,12 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   m.def(
       "grouped_mm_swiglu(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? rows=None, "
       "bool keep_gate_up=True, float alpha=1.0, float beta=0.0, float? limit=None, "
-      "bool interleaved=False) -> (Tensor gate_up, Tensor h)");
+      "bool interleaved=False, float cubic=0.0) -> (Tensor gate_up, Tensor h)");
   // swiglu_grad of grouped_mm's result, which is dh. b [E, F, K], gate_up [T, 2 F]
   m.def(
       "grouped_mm_swiglu_grad(Tensor a, Tensor b, Tensor gate_up, Tensor weight, Tensor offs, "
       "Tensor? rows=None, float alpha=1.0, float beta=0.0, float? limit=None, "
-      "bool interleaved=False) -> (Tensor d_gate_up, Tensor h, Tensor d_weight)");
+      "bool interleaved=False, float cubic=0.0) -> (Tensor d_gate_up, Tensor h, Tensor d_weight)");
   // FP8 operands with block scales as above, or with a scale a group: scale_a [E] and scale_b [E].
   // out_dtype: bfloat16 by default
   m.def(

@@ -2,14 +2,20 @@
 // to nearest, and FMA only where it is written.
 //
 //   g = min(gate, limit), u = min(max(up, -limit), limit), sigmoid(x) = 1 / (1 + exp(-x))
-//   h = g * sigmoid(alpha * g) * (u + beta)
+//   h = g * sigmoid(alpha * (g + cubic * g^3)) * (u + beta)
 //
-// Plain SwiGLU (alpha 1, beta 0, no limit) is silu(gate) * up.
+// Plain SwiGLU (alpha 1, beta 0, no limit, cubic 0) is silu(gate) * up. The tanh form of GELU is a
+// sigmoid too, for 0.5 * (1 + tanh(x)) = sigmoid(2 * x): alpha is 2 * sqrt(2 / pi) there, and cubic
+// 0.044715.
 //
 // The relative error of sigmoid is below 2^-21 for |x| <= 83; x is clamped to that. A NaN, or an
-// infinity without a limit, does not give a finite h.
+// infinity without a limit, does not give a finite h. With a cubic term no finite gate gives a NaN,
+// whatever overflows on the way; without one, a gate whose product with alpha overflows may, in its
+// gradient.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "exact_math.h"
@@ -34,22 +40,61 @@ GROUPED_LINEAR_DEVICE float one_plus_exp(float g) {
   return add(from_bits(bits_of(p) + (bits_of(rounded) << 23)), 1.0f);
 }
 
-// SwiGLU's forms: constants for the plain one, parameters for the others.
+// What the ops are given, of any form. Made by swiglu_form.
+struct SwigluForm {
+  static constexpr bool kHasLimit = true;
+  float alpha = 1, beta = 0, limit = std::numeric_limits<float>::infinity();
+  bool interleaved = false;          // gate and up are columns 2 c and 2 c + 1
+  float cubic = 0, slope_cubic = 0;  // times alpha, and times 3 * alpha
+  float slope_limit = 0;             // see swiglu_form
+
+  bool is_plain() const {
+    return alpha == 1 && beta == 0 && !interleaved && cubic == 0 &&
+           limit == std::numeric_limits<float>::infinity();
+  }
+};
+
+// On the host. Each number is finite in float32; the limit is an infinity where there is none.
+inline SwigluForm swiglu_form(double alpha, double beta, float limit, bool interleaved,
+                              double cubic) {
+  static constexpr double most = std::numeric_limits<float>::max();
+  const auto rounded = [](double x) { return static_cast<float>(std::clamp(x, -most, most)); };
+  SwigluForm form;
+  form.alpha = rounded(alpha);
+  form.beta = rounded(beta);
+  form.limit = limit;
+  form.interleaved = interleaved;
+  form.cubic = rounded(alpha * cubic);
+  form.slope_cubic = rounded(3 * alpha * cubic);
+  // The slope of a larger gate is computed at slope_limit. From |alpha * cubic * g^3| = 83 on s is
+  // what it is there, so that the slope is s but for 2^-111. Nothing may overflow: an infinity times
+  // the zero of 1 - s is NaN.
+  const double size = std::abs(alpha);
+  if (size * cubic > 0)
+    form.slope_limit = static_cast<float>(
+        std::min(most / 2 / std::max(size, 1.0), std::cbrt(83 / (size * cubic))));
+  return form;
+}
+
+// The arithmetic of forms: constants for the plain one, parameters for the others.
+//   scaled_gate  what sigmoid is taken of
+//   slope        the derivative by g of g * s
 struct PlainSwiglu {
   static constexpr bool kHasLimit = false, interleaved = false;
   GROUPED_LINEAR_DEVICE static float product(float a, float b) { return exact::mul(a, b); }
   GROUPED_LINEAR_DEVICE float gate(float g) const { return g; }
   GROUPED_LINEAR_DEVICE float up(float u) const { return u; }
   GROUPED_LINEAR_DEVICE float scaled_gate(float g) const { return g; }
+  GROUPED_LINEAR_DEVICE float slope(float s, float g) const {
+    using namespace exact;
+    return mul(s, fma(g, add(1.0f, -s), 1.0f));
+  }
   GROUPED_LINEAR_DEVICE bool clamps_gate(float) const { return false; }
   GROUPED_LINEAR_DEVICE bool clamps_up(float) const { return false; }
 };
 
-struct SwigluForm {
-  static constexpr bool kHasLimit = true;
-  float alpha = 1, beta = 0, limit = std::numeric_limits<float>::infinity();
-  bool interleaved = false;  // gate and up are columns 2 c and 2 c + 1
-
+template <bool has_cubic>
+struct SwigluWith : SwigluForm {
   // +0 in place of -0, which a negative beta would make of the zeros past a group's end.
   GROUPED_LINEAR_DEVICE static float product(float a, float b) { return exact::fma(a, b, 0.0f); }
   GROUPED_LINEAR_DEVICE float gate(float g) const { return clamps_gate(g) ? limit : g; }
@@ -57,14 +102,24 @@ struct SwigluForm {
     u = u > limit ? limit : u;
     return exact::add(u < -limit ? -limit : u, beta);
   }
-  GROUPED_LINEAR_DEVICE float scaled_gate(float g) const { return exact::mul(alpha, g); }
+  GROUPED_LINEAR_DEVICE float scaled_gate(float g) const { return scaled(g, cubic); }
+  GROUPED_LINEAR_DEVICE float slope(float s, float g) const {
+    using namespace exact;
+    if constexpr (!has_cubic) return mul(s, fma(scaled_gate(g), add(1.0f, -s), 1.0f));
+    const float x = scaled(clamp(g, slope_limit), slope_cubic);
+    const float one = fma(g, 0.0f, 1.0f);  // NaN for what is not finite, which the clamp hides
+    return mul(s, fma(x, add(1.0f, -s), one));
+  }
   // No gradient passes beyond the limit. At the limit it does.
   GROUPED_LINEAR_DEVICE bool clamps_gate(float g) const { return g > limit; }
   GROUPED_LINEAR_DEVICE bool clamps_up(float u) const { return u > limit || u < -limit; }
 
-  bool is_plain() const {
-    return alpha == 1 && beta == 0 && !interleaved &&
-           limit == std::numeric_limits<float>::infinity();
+ private:
+  // alpha * g + factor * g^3
+  GROUPED_LINEAR_DEVICE float scaled(float g, float factor) const {
+    using namespace exact;
+    if constexpr (!has_cubic) return mul(alpha, g);
+    return mul(fma(mul(factor, g), g, alpha), g);
   }
 };
 
@@ -74,7 +129,7 @@ GROUPED_LINEAR_DEVICE float one_plus_exp(const Form& form, float gate) {
   return one_plus_exp(form.scaled_gate(form.gate(gate)));
 }
 
-// The functions below take s = sigmoid(alpha * g).
+// The functions below take s = sigmoid(alpha * (g + cubic * g^3)).
 template <typename Form>
 GROUPED_LINEAR_DEVICE float swiglu_with(const Form& form, float s, float gate, float up) {
   return form.product(exact::mul(form.gate(gate), s), form.up(up));
@@ -82,7 +137,7 @@ GROUPED_LINEAR_DEVICE float swiglu_with(const Form& form, float s, float gate, f
 
 // The gradients of h, 0 beyond the limit:
 //   d_up = dh * g * s
-//   d_gate = dh * (u + beta) * s * (1 + alpha * g * (1 - s))
+//   d_gate = dh * (u + beta) * s * (1 + alpha * (g + 3 * cubic * g^3) * (1 - s))
 template <typename Form>
 GROUPED_LINEAR_DEVICE float swiglu_grad_up_with(const Form& form, float s, float gate, float up,
                                                 float dh) {
@@ -92,9 +147,7 @@ GROUPED_LINEAR_DEVICE float swiglu_grad_up_with(const Form& form, float s, float
 template <typename Form>
 GROUPED_LINEAR_DEVICE float swiglu_grad_gate_with(const Form& form, float s, float gate, float up,
                                                   float dh) {
-  using namespace exact;
-  const float slope = mul(s, fma(form.scaled_gate(form.gate(gate)), add(1.0f, -s), 1.0f));
-  const float d = form.product(mul(dh, form.up(up)), slope);
+  const float d = form.product(exact::mul(dh, form.up(up)), form.slope(s, form.gate(gate)));
   return form.clamps_gate(gate) ? 0.0f : d;
 }
 

@@ -10,6 +10,7 @@ from grouped_linear.meta_kernels.rules import (
     ACTIVATIONS,
     BLOCK,
     E4M3,
+    FLOAT32_MAX,
     SCALE_ROW_MULTIPLE,
     Rules,
     ceil_div,
@@ -96,11 +97,15 @@ def _check_swiglu_grad(
     return T, K
 
 
-def check_form(rules: Rules, alpha: float, beta: float, limit: float | None) -> None:
+def check_form(rules: Rules, alpha: float, beta: float, limit: float | None, cubic: float) -> None:
     """The rules of a form of SwiGLU."""
     rules.finite("alpha", alpha)
     rules.finite("beta", beta)
     rules.check(limit is None or limit > 0, lambda: f"limit must be positive, got {limit:g}")
+    rules.check(
+        0 <= cubic <= FLOAT32_MAX,
+        lambda: f"cubic must be finite and not negative, got {cubic:g}",
+    )
 
 
 @torch.library.register_fake("grouped_linear::swiglu")
@@ -111,11 +116,12 @@ def swiglu(
     beta: float = 0.0,
     limit: float | None = None,
     interleaved: bool = False,
+    cubic: float = 0.0,
 ) -> Tensor:
     """gate_up [T, 2 K] -> h [T, K]."""
     rules = Rules("swiglu")
     T, K = _check_swiglu(rules, gate_up, offs)
-    check_form(rules, alpha, beta, limit)
+    check_form(rules, alpha, beta, limit, cubic)
     return gate_up.new_empty((T, K))
 
 
@@ -129,11 +135,12 @@ def swiglu_grad(
     beta: float = 0.0,
     limit: float | None = None,
     interleaved: bool = False,
+    cubic: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh [T, K], weight [T] -> d_gate_up [T, 2 K], h [T, K], d_weight [T]."""
     rules = Rules("swiglu_grad")
     T, K = _check_swiglu_grad(rules, dh, gate_up, weight, offs)
-    check_form(rules, alpha, beta, limit)
+    check_form(rules, alpha, beta, limit, cubic)
     return dh.new_empty((T, 2 * K)), dh.new_empty((T, K)), weight.new_empty((T,))
 
 
@@ -151,13 +158,14 @@ def group_quantize_swiglu(
     beta: float = 0.0,
     limit: float | None = None,
     interleaved: bool = False,
+    cubic: float = 0.0,
 ) -> Quantized:
     """gate_up [T, 2 K] -> q, scale, q_t, scale_t of h [T, K], and h."""
     rules = Rules("group_quantize_swiglu")
     T, K = _check_swiglu(rules, gate_up, offs)
     rules.epsilon(amax_epsilon)
     rules.layouts(rowwise, columnwise)
-    check_form(rules, alpha, beta, limit)
+    check_form(rules, alpha, beta, limit, cubic)
     h = gate_up.new_empty((T, K) if keep_h else (0,))
     return (*_quantized(gate_up, T, K, offs.size(0), rowwise, columnwise), h)
 
@@ -179,13 +187,14 @@ def group_quantize_swiglu_grad(
     beta: float = 0.0,
     limit: float | None = None,
     interleaved: bool = False,
+    cubic: float = 0.0,
 ) -> tuple[Tensor, ...]:
     """dh [T, K] -> q, scale, q_t, scale_t, bias_grad of d_gate_up; h_t, scale_h_t; d_weight."""
     rules = Rules("group_quantize_swiglu_grad")
     T, K = _check_swiglu_grad(rules, dh, gate_up, weight, offs)
     rules.epsilon(amax_epsilon)
     rules.layouts(rowwise, columnwise)
-    check_form(rules, alpha, beta, limit)
+    check_form(rules, alpha, beta, limit, cubic)
     E = offs.size(0)
     grad = output_if(bias_grad, dh, (E, 2 * K), torch.float32)
     _, _, h_t, scale_h_t = _quantized(dh, T, K, E, False, h_columnwise)

@@ -23,12 +23,13 @@ def grouped_mm_swiglu(
     beta: float = 0.0,
     limit: float | None = None,
     interleaved: bool = False,
+    cubic: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """a [T, K], b [E, 2 F, K] -> gate_up [T, 2 F] or empty, h [T, F]."""
     rules = Rules("grouped_mm_swiglu")
     T, N = check_grouped_mm(rules, a, b, offs, bias, a.dtype, rows)
     rules.features("N / 2", N // 2)
-    check_form(rules, alpha, beta, limit)
+    check_form(rules, alpha, beta, limit, cubic)
     return a.new_empty((T, N) if keep_gate_up else (0,)), a.new_empty((T, N // 2))
 
 
@@ -44,6 +45,7 @@ def grouped_mm_swiglu_grad(
     beta: float = 0.0,
     limit: float | None = None,
     interleaved: bool = False,
+    cubic: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """a [T, K], b [E, F, K], weight [T] -> d_gate_up [T, 2 F], h [T, F], d_weight [T]."""
     rules = Rules("grouped_mm_swiglu_grad")
@@ -58,5 +60,5 @@ def grouped_mm_swiglu_grad(
     rules.dtype("weight", weight.dtype, (torch.float32,))
     rules.device("weight", weight, "a", a)
     rules.same("T", "weight", weight.size(0), name, T)
-    check_form(rules, alpha, beta, limit)
+    check_form(rules, alpha, beta, limit, cubic)
     return a.new_empty((T, 2 * F)), a.new_empty((T, F)), weight.new_empty((T,))

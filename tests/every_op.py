@@ -68,7 +68,7 @@ def call_every_op(T: int, K: int, N: int, sizes: tuple[int, ...], dtype: torch.d
     wide_x, wide = draw(T, 128), draw(T, 256)  # no tile has columns of gate and of up
     ops.group_quantize_swiglu_grad(wide_x, wide, weight, offs, bias_grad=True, **both)
     ops.group_quantize_swiglu_grad(wide_x, wide, weight, offs)
-    for form in (SwiGLU(limit=1.0), SwiGLU(alpha=1.702, beta=1.0, interleaved=True)):
+    for form in (SwiGLU(limit=1.0, cubic=0.1), SwiGLU(alpha=1.702, beta=1.0, interleaved=True)):
         ops.swiglu(gate_up, offs, form)
         ops.swiglu_grad(x, gate_up, weight, offs, form)
         ops.group_quantize_swiglu(gate_up, offs, columnwise=True, keep_h=True, activation=form)

@@ -19,6 +19,7 @@ from support.tensors import BF16
 BAD_FORMS = [
     *({name: x} for name in ("alpha", "beta") for x in (1e39, float("-inf"), float("nan"))),
     *({"limit": x} for x in (0.0, -1.5, float("nan"))),
+    *({"cubic": x} for x in (-0.5, 1e39, float("nan"))),
 ]
 
 
@@ -216,6 +217,7 @@ def test_grouped_mm_swiglu() -> None:
         {"offs": good["offs"].long()},
         {"limit": 0.0},
         {"alpha": math.inf},
+        {"cubic": -1.0},
     ]
     assert_expected_inline(
         sentences(good, mistakes),
@@ -226,7 +228,8 @@ grouped_mm_swiglu: N / 2 must be a positive multiple of 16, got 8
 grouped_mm_swiglu: N differs: bias has 112, b has 128
 grouped_mm_swiglu: offs must be int32, got int64
 grouped_mm_swiglu: limit must be positive, got 0
-grouped_mm_swiglu: alpha must be finite, got inf""",
+grouped_mm_swiglu: alpha must be finite, got inf
+grouped_mm_swiglu: cubic must be finite and not negative, got -1""",
     )
 
 
@@ -243,6 +246,7 @@ def test_grouped_mm_swiglu_grad() -> None:
         {"weight": weight.bfloat16()},
         {"weight": weight[1:]},
         {"limit": -1.0},
+        {"cubic": math.inf},
         {"rows": torch.zeros(5, dtype=torch.int32)},
     ]
     assert_expected_inline(
@@ -257,6 +261,7 @@ grouped_mm_swiglu_grad: weight must be 1-D, got 2-D
 grouped_mm_swiglu_grad: weight must be float32, got bfloat16
 grouped_mm_swiglu_grad: T differs: weight has 11, a has 12
 grouped_mm_swiglu_grad: limit must be positive, got -1
+grouped_mm_swiglu_grad: cubic must be finite and not negative, got inf
 grouped_mm_swiglu_grad: T differs: gate_up has 12, rows has 5""",
     )
 
@@ -337,7 +342,10 @@ swiglu: beta must be finite, got -inf
 swiglu: beta must be finite, got nan
 swiglu: limit must be positive, got 0
 swiglu: limit must be positive, got -1.5
-swiglu: limit must be positive, got nan""",
+swiglu: limit must be positive, got nan
+swiglu: cubic must be finite and not negative, got -0.5
+swiglu: cubic must be finite and not negative, got 1e+39
+swiglu: cubic must be finite and not negative, got nan""",
     )
 
 
@@ -368,7 +376,10 @@ swiglu_grad: beta must be finite, got -inf
 swiglu_grad: beta must be finite, got nan
 swiglu_grad: limit must be positive, got 0
 swiglu_grad: limit must be positive, got -1.5
-swiglu_grad: limit must be positive, got nan""",
+swiglu_grad: limit must be positive, got nan
+swiglu_grad: cubic must be finite and not negative, got -0.5
+swiglu_grad: cubic must be finite and not negative, got 1e+39
+swiglu_grad: cubic must be finite and not negative, got nan""",
     )
 
 
@@ -395,6 +406,9 @@ group_quantize_swiglu: beta must be finite, got nan
 group_quantize_swiglu: limit must be positive, got 0
 group_quantize_swiglu: limit must be positive, got -1.5
 group_quantize_swiglu: limit must be positive, got nan
+group_quantize_swiglu: cubic must be finite and not negative, got -0.5
+group_quantize_swiglu: cubic must be finite and not negative, got 1e+39
+group_quantize_swiglu: cubic must be finite and not negative, got nan
 group_quantize_swiglu: amax_epsilon must be finite and not negative, got -0.5
 group_quantize_swiglu: amax_epsilon must be finite and not negative, got inf
 group_quantize_swiglu: amax_epsilon must be finite and not negative, got nan
@@ -431,6 +445,9 @@ group_quantize_swiglu_grad: beta must be finite, got nan
 group_quantize_swiglu_grad: limit must be positive, got 0
 group_quantize_swiglu_grad: limit must be positive, got -1.5
 group_quantize_swiglu_grad: limit must be positive, got nan
+group_quantize_swiglu_grad: cubic must be finite and not negative, got -0.5
+group_quantize_swiglu_grad: cubic must be finite and not negative, got 1e+39
+group_quantize_swiglu_grad: cubic must be finite and not negative, got nan
 group_quantize_swiglu_grad: amax_epsilon must be finite and not negative, got -0.5
 group_quantize_swiglu_grad: amax_epsilon must be finite and not negative, got inf
 group_quantize_swiglu_grad: amax_epsilon must be finite and not negative, got nan

@@ -757,6 +757,11 @@ def test_mistakes() -> None:
         "SwiGLU: limit must be positive, got nan": lambda: SwiGLU(limit=float("nan")),
         "SwiGLU: limit must be positive, got '7'": lambda: SwiGLU(limit="7"),
         "SwiGLU: interleaved must be True or False, got 1": lambda: SwiGLU(interleaved=1),
+        "SwiGLU: cubic must be finite and not negative, got -1.0": lambda: SwiGLU(cubic=-1.0),
+        "SwiGLU: cubic must be finite and not negative, got inf": lambda: SwiGLU(
+            cubic=float("inf")
+        ),
+        "SwiGLU: cubic must be finite and not negative, got None": lambda: SwiGLU(cubic=None),
         "grouped_mlp: x, top_k_weights and top_k_index differ in their tokens: [3, 144], [4, 2]": (
             lambda: mlp(x[:3], weights, experts)
         ),

@@ -107,7 +107,7 @@ GroupedLinear.backward_dw()
 GroupedLinear.forward(x, m_splits, is_first_microbatch=None)
 GroupedLinear.reset_parameters()
 GroupedMLP(num_experts, hidden_size, intermediate_size, *, bias=False,
-    activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False),
+    activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0),
     save_gate_up_in_fp8=False, recipe=None, cache_weights=False, fuse_wgrad_accumulation=False,
     quantized_weight=False, stochastic_rounding=None, dtype=None, device=None)
 GroupedMLP.forward(x, top_k_weights, top_k_index, is_first_microbatch=None, *, max_rows=None)
@@ -119,16 +119,16 @@ GroupedTensor.quantize(w, recipe=None, *, columnwise=True, stochastic_rounding=T
 LeftExperts(name, why)
 MXFP8BlockScaling()
 SquaredReLU()
-SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False)
+SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0)
 convert(model, recipe=None, *, weights=None, forwards=None, **options)
 convert_experts(model, forwards=None, recipe=None, **options)
 grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None)
 grouped_mlp(x, top_k_weights, top_k_index, gate_up_proj, down_proj, recipe=None, state=None, *,
     gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1.0, beta=0.0,
-    limit=None, interleaved=False), max_rows=None, save_gate_up_in_fp8=False)
+    limit=None, interleaved=False, cubic=0.0), max_rows=None, save_gate_up_in_fp8=False)
 grouped_mlp_sorted(x, m_splits, gate_up_proj, down_proj, row_weights=None, recipe=None,
     state=None, *, gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1.0,
-    beta=0.0, limit=None, interleaved=False), save_gate_up_in_fp8=False)
+    beta=0.0, limit=None, interleaved=False, cubic=0.0), save_gate_up_in_fp8=False)
 refresh_weights(model)
 update_scales(model, group=None)""",
     )
@@ -182,19 +182,19 @@ group_quantize_delayed_(amax, x, offs, scale, dtype=torch.float8_e4m3fn, *, roww
 group_quantize_mx(x, offs, *, rowwise=True, columnwise=False, bias_grad=False)
 group_quantize_swiglu(gate_up, offs, *, amax_epsilon=0.0, power_of_two_scales=True,
     rowwise=True, columnwise=False, keep_h=False, share_scales=False,
-    activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False))
+    activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0))
 group_quantize_swiglu_grad(dh, gate_up, weight, offs, *, amax_epsilon=0.0,
     power_of_two_scales=True, rowwise=True, columnwise=False, bias_grad=False,
     h_columnwise=False, share_h_scales=False, activation=SwiGLU(alpha=1.0, beta=0.0, limit=None,
-    interleaved=False))
+    interleaved=False, cubic=0.0))
 group_round_mx(x, offs, *, rowwise=True, columnwise=False, bias_grad=False)
 grouped_bias_grad(dy, offs)
 grouped_mm(a, b, offs, bias=None, out_dtype=None, rows=None)
 grouped_mm_list(a, b, offs, bias=None, out_dtype=None, *, transpose_b=False, rows=None)
 grouped_mm_swiglu(a, b, offs, bias=None, rows=None, *, keep_gate_up=True,
-    activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False))
+    activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0))
 grouped_mm_swiglu_grad(a, b, gate_up, weight, offs, rows=None, *, activation=SwiGLU(alpha=1.0,
-    beta=0.0, limit=None, interleaved=False))
+    beta=0.0, limit=None, interleaved=False, cubic=0.0))
 grouped_mm_wgrad(dy, x, offs, out_dtype=None, dy_rows=None, x_rows=None)
 grouped_mm_wgrad_(main_grad, dy, x, offs, overwrite=None, dy_rows=None, x_rows=None)
 grouped_mm_wgrad_list_(main_grad, dy, x, offs, overwrite=None, dy_rows=None, x_rows=None)
@@ -214,9 +214,10 @@ refresh_weight_mx_(w, refresh, w_rowwise, w_columnwise)
 scatter_rows(x, rows, num_rows)
 sort_by_expert(experts, num_experts)
 splits_to_offsets(m_splits, num_rows, *, alignment=1, stride=1, dtype=None)
-swiglu(gate_up, offs, activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False))
+swiglu(gate_up, offs, activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False,
+    cubic=0.0))
 swiglu_grad(dh, gate_up, weight, offs, activation=SwiGLU(alpha=1.0, beta=0.0, limit=None,
-    interleaved=False))
+    interleaved=False, cubic=0.0))
 topk_experts(scores, k)
 update_scales_(scale, amax, amax_history, fp8_max, *, margin=0, most_recent=False)""",
     )

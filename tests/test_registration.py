@@ -125,19 +125,21 @@ gather_sum(Tensor y, Tensor rows, Tensor? weight=None) -> Tensor
 gather_dot(Tensor a, Tensor y, Tensor rows) -> Tensor
 scatter_rows(Tensor x, Tensor rows, SymInt num_rows) -> Tensor
 swiglu(Tensor gate_up, Tensor offs, float alpha=1., float beta=0., float? limit=None, bool
-    interleaved=False) -> Tensor
+    interleaved=False, float cubic=0.) -> Tensor
 swiglu_grad(Tensor dh, Tensor gate_up, Tensor weight, Tensor offs, float alpha=1., float
-    beta=0., float? limit=None, bool interleaved=False) -> (Tensor d_gate_up, Tensor h, Tensor
-    d_weight)
+    beta=0., float? limit=None, bool interleaved=False, float cubic=0.) -> (Tensor d_gate_up,
+    Tensor h, Tensor d_weight)
 group_quantize_swiglu(Tensor gate_up, Tensor offs, float amax_epsilon=0., bool
     power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool keep_h=False, bool
     share_scales=False, float alpha=1., float beta=0., float? limit=None, bool
-    interleaved=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor h)
+    interleaved=False, float cubic=0.) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t,
+    Tensor h)
 group_quantize_swiglu_grad(Tensor dh, Tensor gate_up, Tensor weight, Tensor offs, float
     amax_epsilon=0., bool power_of_two_scales=True, bool rowwise=True, bool columnwise=False,
     bool bias_grad=False, bool h_columnwise=False, bool share_h_scales=False, float alpha=1.,
-    float beta=0., float? limit=None, bool interleaved=False) -> (Tensor q, Tensor scale, Tensor
-    q_t, Tensor scale_t, Tensor bias_grad, Tensor h_t, Tensor scale_h_t, Tensor d_weight)
+    float beta=0., float? limit=None, bool interleaved=False, float cubic=0.) -> (Tensor q,
+    Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad, Tensor h_t, Tensor scale_h_t,
+    Tensor d_weight)
 group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType dtype) -> Tensor
 group_dequantize_t(Tensor q_t, Tensor scale_t, Tensor offs, SymInt num_rows, ScalarType dtype)
     -> Tensor
@@ -170,11 +172,11 @@ grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, ScalarType? out_d
 grouped_mm_list(Tensor a, Tensor[] b, Tensor offs, Tensor? bias=None, ScalarType?
     out_dtype=None, bool transpose_b=False, Tensor? rows=None) -> Tensor
 grouped_mm_swiglu(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? rows=None, bool
-    keep_gate_up=True, float alpha=1., float beta=0., float? limit=None, bool interleaved=False)
-    -> (Tensor gate_up, Tensor h)
+    keep_gate_up=True, float alpha=1., float beta=0., float? limit=None, bool interleaved=False,
+    float cubic=0.) -> (Tensor gate_up, Tensor h)
 grouped_mm_swiglu_grad(Tensor a, Tensor b, Tensor gate_up, Tensor weight, Tensor offs, Tensor?
-    rows=None, float alpha=1., float beta=0., float? limit=None, bool interleaved=False) ->
-    (Tensor d_gate_up, Tensor h, Tensor d_weight)
+    rows=None, float alpha=1., float beta=0., float? limit=None, bool interleaved=False, float
+    cubic=0.) -> (Tensor d_gate_up, Tensor h, Tensor d_weight)
 grouped_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, Tensor?
     bias=None, ScalarType? out_dtype=None, Tensor? rows=None) -> Tensor
 grouped_mm_wgrad(Tensor dy, Tensor x, Tensor offs, ScalarType? out_dtype=None, Tensor?

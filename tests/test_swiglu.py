@@ -3,6 +3,7 @@
 T rows, E groups, K features of h.
 """
 
+import math
 from typing import Any
 
 import hypothesis
@@ -10,8 +11,10 @@ import pytest
 import torch
 from hypothesis import strategies
 from torch import Tensor
+from torch.nn.functional import gelu
 
-from grouped_linear import ops
+from grouped_linear import SwiGLU, ops
+from grouped_linear.ops.activation import GELU_TANH
 from support import reference
 from support.cases import FORMS, cases, variant_of
 from support.compare import assert_same_bits, bits
@@ -35,7 +38,7 @@ WIDE_OUTPUTS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 EVERY_FORM: dict[str, dict[str, Any]] = {"plain": {}, **FORMS}
-FORM = ("alpha", "beta", "limit", "interleaved")
+FORM = ("alpha", "beta", "limit", "interleaved", "cubic")
 OPTIONS = (
     "amax_epsilon",
     "power_of_two_scales",
@@ -60,9 +63,10 @@ def form_of(sample: Sample) -> dict[str, Any]:
 def truth(sample: Sample) -> list[tuple[Tensor, Tensor]]:
     """The results in float64, and what their float32 computation may lose.
 
-    sigmoid is within 2^-21, what it is of within 2^-24, and the few operations after it round by
-    2^-24 each. Beyond 83 sigmoid stays what it is there, 2^-119. 1 + x * (1 - s) is near zero for
-    some gates, and then loses relative to its parts.
+    sigmoid is within 2^-21, what it is of within 2^-24, with a cubic term within 5 * 2^-24, and the
+    few operations after it round by 2^-24 each. Beyond 83 sigmoid stays what it is there, 2^-119.
+    1 + x * (1 - s), with three times the cubic term in x, is near zero for some gates, and then
+    loses relative to its parts. There 1 - s is within 2^-23, and 0 where its own x is above 18.
     """
     form = form_of(sample)
     gate_up = sample["gate_up"].double()
@@ -70,9 +74,11 @@ def truth(sample: Sample) -> list[tuple[Tensor, Tensor]]:
     gate, up = reference.gate_and_up(gate_up, form.get("interleaved", False))
     limit = form.get("limit") or torch.inf
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + form.get("beta", 0.0)
-    x = form.get("alpha", 1.0) * gate
+    alpha, cubic = form.get("alpha", 1.0), form.get("cubic", 0.0)
+    x, x_of_slope = (reference.scaled_gate(gate, alpha, n * cubic) for n in (1, 3))
     s = torch.sigmoid(x)
-    of_x = 2.0**-20 + (2.0**-22 * x.abs() * (1 - s) if "alpha" in form else 0)
+    lost_of_x = 3 * 2.0**-22 if cubic else 2.0**-22 if "alpha" in form else 0
+    of_x = 2.0**-20 + lost_of_x * x.abs() * (1 - s)
     of_h = of_x * h.abs() + 2.0**-118 * (gate * up).abs()
     of_h[h.abs() > torch.finfo(FP32).max * (1 - 2.0**-20)] = torch.inf
     if "dh" not in sample.arguments:
@@ -82,8 +88,12 @@ def truth(sample: Sample) -> list[tuple[Tensor, Tensor]]:
     lost = torch.zeros_like(gate_up)
     of_gate, of_up = reference.gate_and_up(lost, form.get("interleaved", False))
     d = weight * dh
-    of_gate += of_x * (d * up * s).abs() * (1 + x.abs() * (1 - s))
-    of_gate += 2.0**-118 * (d * up).abs() * (1 + x.abs())
+    of_gate += of_x * (d * up * s).abs() * (1 + x_of_slope.abs() * (1 - s))
+    if cubic:  # x_of_slope is at most 3 * x
+        of_gate += 2.0**-23 * (d * up * s).abs() * x_of_slope.abs().clamp(max=3 * 18)
+    # A slope with a cubic term stays what it is where that term is 83.
+    most = 83 * 3 + (alpha * gate).abs() if cubic else torch.inf
+    of_gate += 2.0**-118 * (d * up).abs() * (1 + x_of_slope.abs().clamp(max=most))
     of_up += of_x * (d * gate * s).abs() + 2.0**-118 * (d * gate).abs()
     lost += 2.0**-24 * expected.d_gate_up.abs()  # the product weight * dh
     of_weighted = weight.abs() * (of_h + torch.finfo(FP32).tiny * torch.finfo(FP32).eps)
@@ -131,8 +141,9 @@ def test_numbers(op: str, groups: Groups, variant: str, dtype: torch.dtype, devi
 @pytest.mark.parametrize("form", EVERY_FORM.values(), ids=EVERY_FORM)
 def test_every_bf16_gate(dtype: torch.dtype, form: dict[str, Any], device: str) -> None:
     every = torch.arange(2**16).to(torch.int16).view(BF16)
-    # Times alpha it must not overflow.
-    largest = 2.0**127 if "alpha" in form else torch.finfo(BF16).max
+    # Times alpha it must not overflow, but with a cubic term.
+    overflows = "alpha" in form and "cubic" not in form
+    largest = 2.0**127 if overflows else torch.finfo(BF16).max
     gate = torch.where(every.abs() <= largest, every, 1).view(-1, 64)
     ones = torch.ones_like(gate)
     gate_up = torch.cat([gate, ones], dim=1).to(dtype)
@@ -145,6 +156,74 @@ def test_every_bf16_gate(dtype: torch.dtype, form: dict[str, Any], device: str) 
         Sample("swiglu_grad", {**dh_and_weight, **arguments}),
     ):
         check_numbers(sample, device, len(gate))
+
+
+@pytest.mark.parametrize("device", devices("swiglu", "swiglu_grad"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gelu_with_tanh(dtype: torch.dtype, device: str) -> None:
+    """Two constants make torch's GELU of it, with the gradient that autograd finds in float64."""
+    gate = torch.cat([torch.linspace(-12, 12, 4000), 100 * torch.randn(96)]).view(-1, 64)
+    gate_up = torch.cat([gate, torch.randn_like(gate)], dim=1).to(dtype)
+    dh = torch.randn_like(gate).to(dtype)
+    ones, offs = torch.ones(len(gate)), offs_of(len(gate))
+    exact = gate_up.double().requires_grad_()
+    g, u = exact.chunk(2, dim=1)
+    h = gelu(g, approximate="tanh") * u
+    (d_gate_up,) = torch.autograd.grad(h, exact, dh.double())
+    inputs = (t.to(device) for t in (dh, gate_up, ones, offs))
+    grads = ops.swiglu_grad(*inputs, SwiGLU(alpha=2 * math.sqrt(2 / math.pi), cubic=0.044715))
+    assert_same_bits(grads.h, ops.swiglu(gate_up.to(device), offs.to(device), GELU_TANH))
+    # Of a negative gate 1 + tanh loses what is small beside 1, in float64 too: 2^-52. A slope is a
+    # sum of parts of up to 1.5, each with sigmoid's 2^-21.
+    rtol, size = 2 * ROUNDING[dtype] + 2.0**-19, torch.finfo(dtype).smallest_normal
+    near = {"rtol": rtol, "check_dtype": False}
+    torch.testing.assert_close(grads.h.double().cpu(), h.detach(), atol=size + 1e-13, **near)
+    torch.testing.assert_close(
+        grads.d_gate_up.double().cpu(), d_gate_up, atol=size + 2.0**-18, **near
+    )
+
+
+@pytest.mark.parametrize("device", devices("swiglu", "swiglu_grad"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", EVERY_FORM.values(), ids=EVERY_FORM)
+@pytest.mark.parametrize("cubic", [1e-45, 1e-30, 0.044715, 3e38])
+def test_no_finite_gate_gives_nan(
+    cubic: float, form: dict[str, Any], dtype: torch.dtype, device: str
+) -> None:
+    """A zero of dh or up times an infinity would be one, and an infinity times 1 - s."""
+    info = torch.finfo(dtype)
+    sizes = [0.0, info.tiny, 1e-3, 1.0, 5.0, 9.0, 11.0, 90.0, 6e4, info.max**0.5, info.max / 3]
+    gate = torch.tensor([*sizes, info.max / 2, info.max]).clamp(max=info.max)
+    gate = torch.cat([gate, -gate, torch.zeros(6)]).view(1, 32).expand(3, 32)
+    up, dh = (torch.tensor(x).view(3, 1).expand(3, 32) for x in ([1.0, 0, 1], [1.0, 1, 0]))
+    gate_up = torch.cat([gate, up], dim=1)
+    if form.get("interleaved"):
+        gate_up = torch.stack([gate, up], dim=2).flatten(1)
+    activation = SwiGLU(**form | {"cubic": cubic})
+    offs, weight = offs_of(3).to(device), torch.ones(3, device=device)
+    dh, gate_up = dh.to(device, dtype), gate_up.to(device, dtype)
+    assert gate_up.isfinite().all()
+    assert not ops.swiglu(gate_up, offs, activation).isnan().any()
+    for t in ops.swiglu_grad(dh, gate_up, weight, offs, activation)[:2]:
+        assert not t.isnan().any()
+
+
+@pytest.mark.parametrize("device", devices("swiglu", "swiglu_grad"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gates_that_are_not_finite_with_a_cubic_term(dtype: torch.dtype, device: str) -> None:
+    """A slope is computed at a smaller gate, which must not hide them; a limit stops one."""
+    gate_up = torch.ones(3, 32, dtype=dtype)
+    gate_up[:, 0] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    dh, weight, offs = torch.ones(3, 16, dtype=dtype), torch.ones(3), offs_of(3)
+    inputs = [t.to(device) for t in (dh, gate_up, weight, offs)]
+    grads = ops.swiglu_grad(*inputs, GELU_TANH)
+    for t in (grads.h, grads.d_gate_up):
+        assert not t[:, 0].isfinite().any()
+        assert t[:, 1:16].isfinite().all()
+    grads = ops.swiglu_grad(*inputs, SwiGLU(limit=2.0, cubic=0.5))
+    assert grads.h[:, 0].isfinite().tolist() == [False, True, False]
+    assert grads.d_gate_up[:, 0].isfinite().tolist() == [False, True, False]
+    assert grads.d_gate_up[1, 0] == 0
 
 
 @pytest.mark.parametrize("device", devices("swiglu", "swiglu_grad"))

@@ -16,7 +16,7 @@ from support.groups import Groups
 from support.samples import Sample, make
 from support.tensors import BF16, FP16, FP32
 
-FORM = ("alpha", "beta", "limit", "interleaved")
+FORM = ("alpha", "beta", "limit", "interleaved", "cubic")
 
 
 def one_after_the_other(sample: Sample, device: str) -> list[Tensor]:

@@ -88,15 +88,15 @@ void check_swiglu_grad(const char* op, const Tensor& dh, const Tensor& gate_up,
 }
 
 SwigluForm checked_form(const char* op, double alpha, double beta, std::optional<double> limit,
-                        bool interleaved) {
+                        bool interleaved, double cubic) {
   constexpr double most = std::numeric_limits<float>::max();
   check(std::abs(alpha) <= most, op, ": alpha must be finite, got ", alpha);
   check(std::abs(beta) <= most, op, ": beta must be finite, got ", beta);
   check(!limit || *limit > 0, op, ": limit must be positive, got ", limit.value_or(0));
-  SwigluForm form{static_cast<float>(alpha), static_cast<float>(beta)};
-  if (limit && *limit <= most) form.limit = static_cast<float>(*limit);
-  form.interleaved = interleaved;
-  return form;
+  check(cubic >= 0 && cubic <= most, op, ": cubic must be finite and not negative, got ", cubic);
+  const float no_limit = std::numeric_limits<float>::infinity();
+  return swiglu_form(alpha, beta, limit && *limit <= most ? static_cast<float>(*limit) : no_limit,
+                     interleaved, cubic);
 }
 
 void check_group_quantize_swiglu(const Tensor& gate_up, const Tensor& offs, double amax_epsilon,

@@ -142,10 +142,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
     const Tensor& gate_up_in, const Tensor& offs, double amax_epsilon, bool power_of_two_scales,
     bool rowwise, bool columnwise, bool keep_h, bool share_scales, double alpha, double beta,
-    std::optional<double> limit, bool interleaved) {
+    std::optional<double> limit, bool interleaved, double cubic) {
   const char* op = "group_quantize_swiglu";
   check_group_quantize_swiglu(gate_up_in, offs, amax_epsilon, rowwise, columnwise);
-  const SwigluForm form = checked_form(op, alpha, beta, limit, interleaved);
+  const SwigluForm form = checked_form(op, alpha, beta, limit, interleaved, cubic);
   const Tensor gate_up = with_dense_rows(gate_up_in);
   const ScalarType dtype = gate_up.scalar_type();
   const int64_t T = gate_up.size(0), K = gate_up.size(1) / 2;
@@ -180,10 +180,10 @@ group_quantize_swiglu_grad(const Tensor& dh, const Tensor& gate_up, const Tensor
                            const Tensor& offs, double amax_epsilon, bool power_of_two_scales,
                            bool rowwise, bool columnwise, bool bias_grad, bool h_columnwise,
                            bool share_h_scales, double alpha, double beta,
-                           std::optional<double> limit, bool interleaved) {
+                           std::optional<double> limit, bool interleaved, double cubic) {
   const char* op = "group_quantize_swiglu_grad";
   check_group_quantize_swiglu_grad(dh, gate_up, weight, offs, amax_epsilon, rowwise, columnwise);
-  const SwigluForm form = checked_form(op, alpha, beta, limit, interleaved);
+  const SwigluForm form = checked_form(op, alpha, beta, limit, interleaved, cubic);
   const int64_t T = dh.size(0), K = dh.size(1), E = offs.size(0);
   const auto [d_gate_up, h, d_weight] = swiglu_grads(op, dh, gate_up, weight, offs, form);
   const Results results(dh, T, 2 * K, E, rowwise, columnwise, bias_grad);

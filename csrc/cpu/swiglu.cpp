@@ -36,7 +36,9 @@ template <typename Element, typename F, typename... Pointers>
 GROUPED_LINEAR_INLINE void map_forms(const SwigluForm& form, const F& f, int64_t n, void* result,
                                      const Pointers*... pointers) {
   if (form.is_plain()) return map_elements<Element>(PlainSwiglu(), f, n, result, pointers...);
-  map_elements<Element>(form, f, n, result, pointers...);
+  if (form.cubic == 0)
+    return map_elements<Element>(SwigluWith<false>{form}, f, n, result, pointers...);
+  map_elements<Element>(SwigluWith<true>{form}, f, n, result, pointers...);
 }
 
 template <typename F, typename... Pointers>
@@ -87,7 +89,8 @@ GROUPED_LINEAR_INLINE void grad_elements(const Form& form, float weight, int64_t
 template <typename Element, typename... Arguments>
 GROUPED_LINEAR_INLINE void grad_forms(const SwigluForm& form, const Arguments&... arguments) {
   if (form.is_plain()) return grad_elements<Element>(PlainSwiglu(), arguments...);
-  grad_elements<Element>(form, arguments...);
+  if (form.cubic == 0) return grad_elements<Element>(SwigluWith<false>{form}, arguments...);
+  grad_elements<Element>(SwigluWith<true>{form}, arguments...);
 }
 
 GROUPED_LINEAR_EVERY_WIDTH void grad_chunk(const SwigluForm& form, ScalarType dtype, float weight,
@@ -163,9 +166,9 @@ void swiglu_row(const SwigluForm& form, const char* gate_up, ScalarType dtype, i
 }
 
 Tensor swiglu(const Tensor& gate_up_in, const Tensor& offs, double alpha, double beta,
-              std::optional<double> limit, bool interleaved) {
+              std::optional<double> limit, bool interleaved, double cubic) {
   check_swiglu("swiglu", gate_up_in, offs);
-  const SwigluForm form = checked_form("swiglu", alpha, beta, limit, interleaved);
+  const SwigluForm form = checked_form("swiglu", alpha, beta, limit, interleaved, cubic);
   const Tensor gate_up = with_dense_rows(gate_up_in);
   const ScalarType dtype = gate_up.scalar_type();
   const int64_t T = gate_up.size(0), K = gate_up.size(1) / 2, element = element_size(dtype);
@@ -220,10 +223,11 @@ SwigluGrads swiglu_grads(const char* op, const Tensor& dh_in, const Tensor& gate
 std::tuple<Tensor, Tensor, Tensor> swiglu_grad(const Tensor& dh, const Tensor& gate_up,
                                                const Tensor& weight, const Tensor& offs,
                                                double alpha, double beta,
-                                               std::optional<double> limit, bool interleaved) {
+                                               std::optional<double> limit, bool interleaved,
+                                               double cubic) {
   const char* op = "swiglu_grad";
   check_swiglu_grad(op, dh, gate_up, weight, offs);
-  const SwigluForm form = checked_form(op, alpha, beta, limit, interleaved);
+  const SwigluForm form = checked_form(op, alpha, beta, limit, interleaved, cubic);
   const auto [d_gate_up, h, d_weight] = swiglu_grads(op, dh, gate_up, weight, offs, form);
   return {d_gate_up, h, d_weight};
 }

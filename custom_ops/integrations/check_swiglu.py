@@ -100,7 +100,8 @@ def _expected(x_RH: Tensor, expert: Expert, activation: SwiGLU) -> Tensor:
     if activation.limit is not None:
         gate = gate.clamp(max=activation.limit)
         up = up.clamp(-activation.limit, activation.limit)
-    h = gate * (activation.alpha * gate).sigmoid() * (up + activation.beta)
+    x = activation.alpha * (gate + activation.cubic * gate**3)
+    h = gate * x.sigmoid() * (up + activation.beta)
     return nn.functional.linear(h, expert.down.float(), down_bias)
 
 

@@ -21,16 +21,23 @@ class SwiGLU:
 
     With g = min(gate, limit) and u = min(max(up, -limit), limit)::
 
-        h = g * sigmoid(alpha * g) * (u + beta)
+        h = g * sigmoid(alpha * (g + cubic * g**3)) * (u + beta)
 
-    The default is ``silu(gate) * up``. Where the limit clamps gate or up, the gradient is zero; at
-    the limit itself it passes, as torch.clamp's did until torch 2.13 (2.15's does not).
+    The default is ``silu(gate) * up``. With two constants it is the tanh form of GELU, which is a
+    sigmoid too: 0.5 * (1 + tanh(x)) = sigmoid(2 * x). Where the limit clamps gate or up, the
+    gradient is zero; at the limit itself it passes, as torch.clamp's did until torch 2.13 (2.15's
+    does not).
 
     ==============================  ===========================================================
     DeepSeek-V4, GLM-5-Next, HY-V4  ``SwiGLU(limit=10.0)``, or what the model's config says
     MiniMax-M3                      ``SwiGLU(alpha=1.702, beta=1.0, limit=7.0)``
     GPT-OSS                         ``SwiGLU(alpha=1.702, beta=1.0, limit=7.0, interleaved=True)``
+    Gemma 4                         ``SwiGLU(alpha=1.5957691216057308, cubic=0.044715)``, which is
+                                    ``GeGLU("tanh")``
     ==============================  ===========================================================
+
+    sigmoid's relative error is below 2^-21. In float32 the tanh form of GELU may differ from
+    torch's by rounding, most for negative gates, where 1 + tanh(x) loses what is small beside 1.
 
     Args:
         alpha: the factor inside the sigmoid.
@@ -38,6 +45,7 @@ class SwiGLU:
         limit: positive, or None for no limit.
         interleaved: gate is gate_up[..., 0::2] and up is gate_up[..., 1::2]. Otherwise gate is the
             first half and up the second.
+        cubic: the factor of the gate's cube inside the sigmoid, not negative.
 
     Raises:
         ValueError: for an option of a wrong type or out of range.
@@ -55,6 +63,7 @@ class SwiGLU:
     beta: float = 0.0
     limit: float | None = None
     interleaved: bool = False
+    cubic: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -66,14 +75,19 @@ class SwiGLU:
             raise ValueError(f"SwiGLU: limit must be positive, got {limit!r}")
         if not isinstance(self.interleaved, bool):
             raise ValueError(f"SwiGLU: interleaved must be True or False, got {self.interleaved!r}")
+        cubic = self.cubic
+        if not isinstance(cubic, int | float) or not 0 <= cubic <= FLOAT32_MAX:
+            raise ValueError(f"SwiGLU: cubic must be finite and not negative, got {cubic!r}")
 
     @property
-    def arguments(self) -> tuple[float, float, float | None, bool]:
-        """What ops take: alpha, beta, limit, interleaved."""
-        return self.alpha, self.beta, self.limit, self.interleaved
+    def arguments(self) -> tuple[float, float, float | None, bool, float]:
+        """What ops take: alpha, beta, limit, interleaved, cubic."""
+        return self.alpha, self.beta, self.limit, self.interleaved, self.cubic
 
 
 PLAIN = SwiGLU()
+# gelu(gate, approximate="tanh") * up: alpha is 2 * sqrt(2 / pi).
+GELU_TANH = SwiGLU(alpha=1.5957691216057308, cubic=0.044715)
 
 
 class SwigluQuantized(NamedTuple):
@@ -162,11 +176,12 @@ def swiglu_grad(
         h[t]        = weight[t] * swiglu(gate_up)[t]
         d_weight[t] = sum over k of dh[t, k] * swiglu(gate_up)[t, k]
 
-    All are computed in float32 and rounded once. For other forms, with g, u, alpha and beta of
-    :class:`grouped_linear.SwiGLU` and s = 1 / (1 + exp(-alpha * g))::
+    All are computed in float32 and rounded once. For other forms, with g, u, alpha, beta and cubic
+    of :class:`grouped_linear.SwiGLU` and s = 1 / (1 + exp(-alpha * (g + cubic * g**3)))::
 
-        d_gate = weight * dh * (u + beta) * s * (1 + alpha * g * (1 - s))  if gate <= limit, else 0
-        d_up   = weight * dh * g * s                                  if abs(up) <= limit, else 0
+        slope  = s * (1 + alpha * (g + 3 * cubic * g**3) * (1 - s))
+        d_gate = weight * dh * (u + beta) * slope  if gate <= limit, else 0
+        d_up   = weight * dh * g * s               if abs(up) <= limit, else 0
 
     d_gate_up and h have the same bits on CPU and GPU. d_weight is a sum whose order is fixed on
     either.

@@ -83,7 +83,12 @@ def swiglu_gemms(groups: Groups, dtype: torch.dtype) -> Iterator[Case]:
     b, down = 4 * small(groups.E, 2 * F, groups.K), 4 * small(groups.E, groups.K, F)
     gate_up = must.gemm(a, b, groups, dtype).expected.to(dtype)
     dh = must.gemm(a, down.transpose(1, 2), groups, dtype).expected.to(dtype)
-    forms: tuple[Arguments, ...] = ({}, {"limit": 1.5, "beta": 1.0}, {"interleaved": True})
+    forms: tuple[Arguments, ...] = (
+        {},
+        {"limit": 1.5, "beta": 1.0},
+        {"interleaved": True},
+        {"cubic": 0.25},
+    )
     for form in forms:
         outputs: Outputs = [Output(gate_up), must.swiglu(gate_up, groups, form)]
         grads = must.swiglu_grad(dh, gate_up, weight_T, groups, form)

@@ -234,19 +234,25 @@ def gate_and_up(gate_up: Tensor, interleaved: bool = False) -> tuple[Tensor, Ten
     return gate, up
 
 
+def scaled_gate(gate: Tensor, alpha: float = 1.0, cubic: float = 0.0) -> Tensor:
+    """What sigmoid is taken of."""
+    return alpha * (gate + cubic * gate**3)
+
+
 def swiglu(
     gate_up: Tensor,
     alpha: float = 1.0,
     beta: float = 0.0,
     limit: float | None = None,
     interleaved: bool = False,
+    cubic: float = 0.0,
 ) -> Tensor:
     """h [T, K] in gate_up's dtype. Differentiable: at a limit too, where newer clamps stop it."""
     gate, up = gate_and_up(gate_up, interleaved)
     if limit is not None:
         gate, up = torch.where(gate > limit, limit, gate), torch.where(up > limit, limit, up)
         up = torch.where(up < -limit, -limit, up)
-    return gate * torch.sigmoid(alpha * gate) * (up + beta)
+    return gate * torch.sigmoid(scaled_gate(gate, alpha, cubic)) * (up + beta)
 
 
 class SwigluGrad(NamedTuple):

@@ -33,7 +33,12 @@ from grouped_linear.selftest.reference import E4M3, E5M2, Scaling
 
 PLAIN: Arguments = {}
 FORM = {"alpha": 1.702, "beta": 1.0, "limit": 1.5, "interleaved": True}
-FORM_FLOAT32 = {**FORM, "alpha": torch.tensor(1.702).item()}  # as the kernels read it
+GELU_TANH = {"alpha": 1.5957691216057308, "cubic": 0.044715}
+FORMS = {
+    "": PLAIN,
+    "with a limit, alpha and beta, interleaved": FORM,
+    "GELU's tanh form": GELU_TANH,
+}
 
 
 def routing() -> Iterator[Case]:
@@ -165,10 +170,12 @@ def activations(groups: Groups, dtype: torch.dtype) -> Iterator[Case]:
     """SwiGLU and its gradient, also quantized: the bytes of quantizing what the CPU computes."""
     gate_up, dh = rows(groups, 2 * groups.K, dtype), rows(groups, groups.K, dtype)
     weight_T, offs = per_row(groups), groups.offs()
-    for form, in_float32 in ((PLAIN, PLAIN), (FORM, FORM_FLOAT32)):
+    for what, form in FORMS.items():
+        in_float32 = dict(form)  # as the kernels read it
+        if form:
+            in_float32["alpha"] = torch.tensor(form["alpha"]).item()
         forward = {"gate_up": gate_up, "offs": offs, **form}
         backward = {"dh": dh, "weight": weight_T, **forward}
-        what = "with a limit, alpha and beta, interleaved" if form else ""
         h = must.swiglu(gate_up, groups, in_float32)
         grads = must.swiglu_grad(dh, gate_up, weight_T, groups, in_float32)
         yield Case("swiglu", forward, [h], what)

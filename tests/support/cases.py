@@ -3,6 +3,7 @@
 T rows, E groups, K in_features, N out_features.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "interleaved": {"interleaved": True},
     "all_of_it": {"alpha": 1.702, "beta": 1.0, "limit": 1.5, "interleaved": True},
     "negative": {"alpha": -1.5, "beta": -0.5},
+    "gelu_tanh": {"alpha": 2 * math.sqrt(2 / math.pi), "cubic": 0.044715},
+    "cubic_of_it": {"alpha": 1.5, "beta": 0.5, "limit": 1.5, "interleaved": True, "cubic": 0.25},
 }
 _LAYOUTS: dict[str, Any] = {x: {"layout": x} for x in ("strided", "transposed", "expanded")}
 _SWIGLU: dict[str, Any] = {
@@ -225,6 +228,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "gathered_of_pairs": {"gathers": "rows", **_OF_PAIRS},
         "strided": {"layout": "strided"},
         "all_of_it": FORMS["all_of_it"],
+        "gelu_tanh": {"F": 128, "bias": True, **FORMS["gelu_tanh"]},
+        "cubic_of_pairs": {"transposed_b": True, **FORMS["cubic_of_it"]},
     },
     "grouped_mm_swiglu_grad": {
         "wide": {"F": 320},
@@ -235,6 +240,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "narrow_of_pairs": _OF_PAIRS,
         "strided": {"layout": "strided"},
         "all_of_it": FORMS["all_of_it"],
+        "gelu_tanh": {"F": 128, **FORMS["gelu_tanh"]},
+        "cubic_of_pairs": {"transposed_b": True, **FORMS["cubic_of_it"]},
     },
     "grouped_scaled_mm": {
         "bias": {"bias": True},

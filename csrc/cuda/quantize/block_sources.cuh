@@ -209,12 +209,14 @@ struct SwigluRows {
     // Small groups leave most warps without rows.
     const int first = Fragment<Element>::row() * kFragmentSize;
     if (first < at.rows)
+      with_arithmetic(form, [&](const auto& arithmetic) {
 #pragma unroll
-      for (int i = begin; i < end; ++i) {
-        const float w = weighted && first + i < at.rows ? weight[at.row_begin + first + i] : 0.0f;
-        swiglu_row<Element>(form, fragment.words[i], ups.words[i],
-                            [w](float h) { return weighted ? __fmul_rn(w, h) : h; });
-      }
+        for (int i = begin; i < end; ++i) {
+          const float w = weighted && first + i < at.rows ? weight[at.row_begin + first + i] : 0.0f;
+          swiglu_row<Element>(arithmetic, fragment.words[i], ups.words[i],
+                              [w](float h) { return weighted ? __fmul_rn(w, h) : h; });
+        }
+      });
     if constexpr (end < kFragmentSize) load_steps<end>(fragment, buffer, at);
   }
 };
@@ -330,23 +332,26 @@ struct SwigluGradRows {
     }
     const int first = Fragment<Element>::row() * kFragmentSize;
     if (first < at.rows) {
+      with_arithmetic(form, [&](const auto& arithmetic) {
 #pragma unroll
-      for (int i = begin; i < end; ++i) {
-        WeightedRow row{first + i < at.rows ? weight[at.row_begin + first + i] : 0.0f, 0.0f};
-        if constexpr (parts == 2) {
-          FragmentRow<Element> h;
-          swiglu_grad_row<Element>(form, row, d.words[i], fragment[0].words[i], up.words[i], h);
-          copy_row<Element>(fragment[1].words[i], up.words[i]);
-          if constexpr (with_h) copy_row<Element>(fragment[2].words[i], h);
-        } else if (is_interleaved()) {
-          swiglu_grad_interleaved_row<Element>(form, Fragment<Element>::column() % 2 == 1, row,
-                                               d.words[i], fragment[0].words[i]);
-        } else {
-          swiglu_grad_half_row<Element>(form, from.of_gate, row, d.words[i], fragment[0].words[i],
-                                        up.words[i]);
+        for (int i = begin; i < end; ++i) {
+          WeightedRow row{first + i < at.rows ? weight[at.row_begin + first + i] : 0.0f, 0.0f};
+          if constexpr (parts == 2) {
+            FragmentRow<Element> h;
+            swiglu_grad_row<Element>(arithmetic, row, d.words[i], fragment[0].words[i], up.words[i],
+                                     h);
+            copy_row<Element>(fragment[1].words[i], up.words[i]);
+            if constexpr (with_h) copy_row<Element>(fragment[2].words[i], h);
+          } else if (is_interleaved()) {
+            swiglu_grad_interleaved_row<Element>(arithmetic, Fragment<Element>::column() % 2 == 1,
+                                                 row, d.words[i], fragment[0].words[i]);
+          } else {
+            swiglu_grad_half_row<Element>(arithmetic, from.of_gate, row, d.words[i],
+                                          fragment[0].words[i], up.words[i]);
+          }
+          d_weight[i - begin] = row.d_weight;
         }
-        d_weight[i - begin] = row.d_weight;
-      }
+      });
     } else {
       fragment[parts - 1].template clear<begin, end>();
       if constexpr (with_h) fragment[2].template clear<begin, end>();

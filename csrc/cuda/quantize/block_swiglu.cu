@@ -8,9 +8,10 @@ namespace grouped_linear::cuda {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize_swiglu(
     const Tensor& gate_up_in, const Tensor& offs_in, double amax_epsilon, bool power_of_two_scales,
     bool rowwise, bool columnwise, bool keep_h, bool share_scales, double alpha, double beta,
-    std::optional<double> limit, bool interleaved) {
+    std::optional<double> limit, bool interleaved, double cubic) {
   check_group_quantize_swiglu(gate_up_in, offs_in, amax_epsilon, rowwise, columnwise);
-  const SwigluForm given = checked_form("group_quantize_swiglu", alpha, beta, limit, interleaved);
+  const SwigluForm given =
+      checked_form("group_quantize_swiglu", alpha, beta, limit, interleaved, cubic);
 
   const Launch launch("group_quantize_swiglu", gate_up_in);
   const Tensor gate_up = with_dense_rows(gate_up_in), offs = as_dense(offs_in);

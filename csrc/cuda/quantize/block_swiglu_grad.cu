@@ -10,11 +10,11 @@ group_quantize_swiglu_grad(const Tensor& dh_in, const Tensor& gate_up_in, const 
                            const Tensor& offs_in, double amax_epsilon, bool power_of_two_scales,
                            bool rowwise, bool columnwise, bool bias_grad, bool h_columnwise,
                            bool share_h_scales, double alpha, double beta,
-                           std::optional<double> limit, bool interleaved) {
+                           std::optional<double> limit, bool interleaved, double cubic) {
   check_group_quantize_swiglu_grad(dh_in, gate_up_in, weight_in, offs_in, amax_epsilon, rowwise,
                                    columnwise);
   const SwigluForm given =
-      checked_form("group_quantize_swiglu_grad", alpha, beta, limit, interleaved);
+      checked_form("group_quantize_swiglu_grad", alpha, beta, limit, interleaved, cubic);
 
   const Launch launch("group_quantize_swiglu_grad", dh_in);
   const Tensor dh = with_dense_rows(dh_in), gate_up = with_dense_rows(gate_up_in);

@@ -20,9 +20,9 @@ unsigned grid_of(const Launch& launch, int64_t elements) {
 }  // namespace
 
 Tensor swiglu(const Tensor& gate_up_in, const Tensor& offs_in, double alpha, double beta,
-              std::optional<double> limit, bool interleaved) {
+              std::optional<double> limit, bool interleaved, double cubic) {
   check_swiglu("swiglu", gate_up_in, offs_in);
-  const SwigluForm given = checked_form("swiglu", alpha, beta, limit, interleaved);
+  const SwigluForm given = checked_form("swiglu", alpha, beta, limit, interleaved, cubic);
 
   const Launch launch("swiglu", gate_up_in);
   const Tensor gate_up = with_dense_rows(gate_up_in), offs = as_dense(offs_in);
@@ -45,9 +45,10 @@ Tensor swiglu(const Tensor& gate_up_in, const Tensor& offs_in, double alpha, dou
 std::tuple<Tensor, Tensor, Tensor> swiglu_grad(const Tensor& dh_in, const Tensor& gate_up_in,
                                                const Tensor& weight_in, const Tensor& offs_in,
                                                double alpha, double beta,
-                                               std::optional<double> limit, bool interleaved) {
+                                               std::optional<double> limit, bool interleaved,
+                                               double cubic) {
   check_swiglu_grad("swiglu_grad", dh_in, gate_up_in, weight_in, offs_in);
-  const SwigluForm given = checked_form("swiglu_grad", alpha, beta, limit, interleaved);
+  const SwigluForm given = checked_form("swiglu_grad", alpha, beta, limit, interleaved, cubic);
 
   const Launch launch("swiglu_grad", dh_in);
   const Tensor dh = with_dense_rows(dh_in), gate_up = with_dense_rows(gate_up_in);

@@ -229,14 +229,16 @@ struct SwigluOfGateUp {
     const int first = interleaved ? 2 * piece : piece,
               second = interleaved ? first + 1 : pieces + piece;
     T* to = static_cast<T*>(args.h) + static_cast<int64_t>(rows.row) * F + col + 8 * piece;
+    with_arithmetic(args.form, [&](const auto& arithmetic) {
 #pragma unroll 2
-    for (int r = rows.begin + lane / pieces; r < rows.end; r += 32 / pieces) {
-      FragmentRow<T> gate, up;
-      Fragment<T>::load_row(eight_at<T>(rows.buffers, r, first), true, gate);
-      Fragment<T>::load_row(eight_at<T>(rows.buffers, r, second), true, up);
-      swiglu_row<T>(args.form, gate, up, [](float h) { return h; });
-      Fragment<T>::store_row(gate, to + static_cast<int64_t>(r) * F);
-    }
+      for (int r = rows.begin + lane / pieces; r < rows.end; r += 32 / pieces) {
+        FragmentRow<T> gate, up;
+        Fragment<T>::load_row(eight_at<T>(rows.buffers, r, first), true, gate);
+        Fragment<T>::load_row(eight_at<T>(rows.buffers, r, second), true, up);
+        swiglu_row<T>(arithmetic, gate, up, [](float h) { return h; });
+        Fragment<T>::store_row(gate, to + static_cast<int64_t>(r) * F);
+      }
+    });
   }
 };
 
@@ -294,43 +296,45 @@ struct SwigluGradOfDh {
       }
     };
     prefetch(rows.begin);
+    with_arithmetic(args.form, [&](const auto& arithmetic) {
 #pragma unroll 1
-    for (int first = rows.begin; first < rows.end; first += ahead * step) {
-      FragmentRow<T> gates[ahead], ups[ahead];
-      float weight[ahead];
+      for (int first = rows.begin; first < rows.end; first += ahead * step) {
+        FragmentRow<T> gates[ahead], ups[ahead];
+        float weight[ahead];
 #pragma unroll
-      for (int i = 0; i < ahead; ++i) {
-        copy_row<T>(gates[i], next_gate[i]);
-        copy_row<T>(ups[i], next_up[i]);
-        weight[i] = next_weight[i];
-      }
-      prefetch(first + ahead * step);
-#pragma unroll
-      for (int i = 0; i < ahead; ++i) {
-        if (first + i * step >= rows.end) break;
-        const int r = first + i * step + lane / pieces;
-        const bool stored = inside && r < rows.end;
-        FragmentRow<T> dh, h;
-        WeightedRow row{weight[i], 0};
-        Fragment<T>::load_row(eight_at<T>(rows.buffers, r % kWgmmaM, piece), true, dh);
-        if constexpr (interleaved) deinterleave<T>(gates[i], ups[i]);
-        swiglu_grad_row<T>(args.form, row, dh, gates[i], ups[i], h);
-        if constexpr (interleaved) interleave<T>(gates[i], ups[i]);
-        if (stored) {
-          const int64_t at = rows.row + r;
-          T* to = static_cast<T*>(args.d_gate_up) + at * 2 * F + gate_col;
-          Fragment<T>::store_row(gates[i], to);
-          Fragment<T>::store_row(ups[i], to + up);
-          Fragment<T>::store_row(h, static_cast<T*>(args.h) + at * F + col);
+        for (int i = 0; i < ahead; ++i) {
+          copy_row<T>(gates[i], next_gate[i]);
+          copy_row<T>(ups[i], next_up[i]);
+          weight[i] = next_weight[i];
         }
-        float sum = row.d_weight;
+        prefetch(first + ahead * step);
 #pragma unroll
-        for (int distance = 4; distance > 0; distance /= 2)
-          sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffff, sum, distance));
-        if (stored && lane % 8 == 0)
-          args.d_weight[static_cast<int64_t>(col / 64) * shape.T + rows.row + r] = sum;
+        for (int i = 0; i < ahead; ++i) {
+          if (first + i * step >= rows.end) break;
+          const int r = first + i * step + lane / pieces;
+          const bool stored = inside && r < rows.end;
+          FragmentRow<T> dh, h;
+          WeightedRow row{weight[i], 0};
+          Fragment<T>::load_row(eight_at<T>(rows.buffers, r % kWgmmaM, piece), true, dh);
+          if constexpr (interleaved) deinterleave<T>(gates[i], ups[i]);
+          swiglu_grad_row<T>(arithmetic, row, dh, gates[i], ups[i], h);
+          if constexpr (interleaved) interleave<T>(gates[i], ups[i]);
+          if (stored) {
+            const int64_t at = rows.row + r;
+            T* to = static_cast<T*>(args.d_gate_up) + at * 2 * F + gate_col;
+            Fragment<T>::store_row(gates[i], to);
+            Fragment<T>::store_row(ups[i], to + up);
+            Fragment<T>::store_row(h, static_cast<T*>(args.h) + at * F + col);
+          }
+          float sum = row.d_weight;
+#pragma unroll
+          for (int distance = 4; distance > 0; distance /= 2)
+            sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffff, sum, distance));
+          if (stored && lane % 8 == 0)
+            args.d_weight[static_cast<int64_t>(col / 64) * shape.T + rows.row + r] = sum;
+        }
       }
-    }
+    });
   }
 };
 
