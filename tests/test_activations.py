@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.nn.functional import gelu, relu, silu
 from torch.utils.checkpoint import checkpoint
 
@@ -24,6 +25,8 @@ from grouped_linear import (
     grouped_mlp,
     ops,
 )
+from grouped_linear.ops.activation import GELU_TANH
+from support.calls import Calls
 from support.compare import assert_same_bits
 from support.devices import OPS, devices, needs_gpu
 from support.errors import sentence
@@ -186,6 +189,47 @@ def test_compiled_in_one_graph(kind: str, saved: bool, recipe: Recipe | None, de
     options: dict[str, Any] = {"recipe": recipe, "save_gate_up_in_fp8": saved, "device": device}
     mlp = GroupedMLP(E, H, F, activation=KINDS[kind][0], dtype=BF16, **options)
     assert_one_graph(mlp, device, seeds=2)
+
+
+@DEVICES
+@pytest.mark.parametrize("saved", [False, True], ids=["as_it_is", "in_fp8"])
+@pytest.mark.parametrize("in_order", [False, True], ids=["tokens", "sorted"])
+@RECIPES
+def test_gelu_with_tanh_is_fused(
+    recipe: Recipe | None, in_order: bool, saved: bool, device: str
+) -> None:
+    """In eager mode and compiled: the ops of SwiGLU, with the bits of the form that it is."""
+    options: dict[str, Any] = {"recipe": recipe, "save_gate_up_in_fp8": saved, "device": device}
+    results, calls, compiled = [], [], []
+    for activation in (GeGLU("tanh"), GELU_TANH):
+        torch.manual_seed(0)
+        mlp = GroupedMLP(E, H, F, activation=activation, dtype=BF16, **options)
+        assert mlp.activation is activation
+        x = torch.randn(T, H, device=device, dtype=BF16, requires_grad=True)
+        scores, experts = torch.rand(T, E, device=device).topk(C)
+        splits = torch.tensor([20, 30, 0, 30, 10], device=device)
+        inputs = (x, splits) if in_order else (x, scores, experts)
+
+        def step(call: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+            y = call(*inputs)
+            leaves = [inputs[0], *mlp.parameters()]  # noqa: B023
+            return [y, *torch.autograd.grad(y.float().square().sum(), leaves)]
+
+        with Calls() as counted:
+            results.append(step(mlp.forward_sorted if in_order else mlp, *inputs))
+        calls.append(counted.counts)
+        backend = AotEagerAndRecordGraphs()
+        call = mlp.forward_sorted if in_order else mlp
+        step(torch.compile(call, fullgraph=True, backend=backend), *inputs)
+        graphs = backend.fw_graphs + backend.bw_graphs
+        compiled.append([str(n.target) for g in graphs for n in g.graph.nodes])
+    for a, e in zip(*results, strict=True):
+        assert_same_bits(a, e)
+    assert calls[0] == calls[1]
+    assert any("swiglu_grad" in op for op in calls[0])
+    assert compiled[0] == compiled[1]
+    assert any("swiglu_grad" in target for target in compiled[0])
+    assert not any("gelu" in target for target in compiled[0])
 
 
 @DEVICES

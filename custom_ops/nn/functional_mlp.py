@@ -33,8 +33,8 @@ from grouped_linear.nn.functional import (
     splits_on,
 )
 from grouped_linear.nn.options import check_flags, check_recipe
-from grouped_linear.ops.activation import PLAIN, SwiGLU
-from grouped_linear.ops.elementwise import Activation
+from grouped_linear.ops.activation import GELU_TANH, PLAIN, SwiGLU
+from grouped_linear.ops.elementwise import Activation, GeGLU
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import quantized_weight_of
 from grouped_linear.recipes import UNQUANTIZED, Recipe, RecipeState
@@ -44,6 +44,14 @@ def check_activation(op: str, activation: SwiGLU | Activation) -> None:
     """Raise ValueError for what is no activation."""
     if not isinstance(activation, SwiGLU | Activation):
         raise ValueError(f"{op}: activation must be a SwiGLU or an Activation, got {activation!r}")
+
+
+def _fused(op: str, inside: Inside) -> Inside:
+    """Check the activation, and take GeGLU with tanh as the form of SwiGLU that it is."""
+    check_activation(op, inside.activation)
+    if type(inside.activation) is GeGLU and inside.activation.approximate == "tanh":
+        return Inside(GELU_TANH, inside.save_in_fp8)
+    return inside
 
 
 def grouped_mlp(
@@ -98,7 +106,8 @@ def grouped_mlp(
             dtypes, which its gradient has, too; None adds nothing.
         down_proj_bias: [E, H], the same.
         activation: what replaces ``silu(gate) * up``, and how gate and up lie in gate_up_proj.
-            SwiGLU is fused with what is before or after it; torch operations compute the others.
+            SwiGLU, and ``GeGLU("tanh")`` as one of its forms, are fused with what is before or
+            after them; torch operations compute the others.
         max_rows: how many choices, of all tokens, memory is allocated for; None for all of them. It
             saves memory, and the time to clear what is not used, where most choices are of no
             expert. If there are more, the last ones, sorted by expert and then by token, are
@@ -352,7 +361,7 @@ def apply_mlp(
         max_rows: see :func:`grouped_mlp`; with a dispatcher it decides.
         dispatcher: where the experts of `projections` are those of one process of several.
     """
-    check_activation("grouped_mlp", inside.activation)
+    inside = _fused("grouped_mlp", inside)
     names = "x", "top_k_weights", "top_k_index", "gate_up_proj", "down_proj"
     check_tensors("grouped_mlp", names, (x, top_k_weights, top_k_index, *projections))
     dtype = autocast_dtype(x.device)
@@ -407,7 +416,7 @@ def apply_mlp_sorted(
         inside: what lies between the two layers.
     """
     op = "grouped_mlp_sorted"
-    check_activation(op, inside.activation)
+    inside = _fused(op, inside)
     check_tensors(op, ("x", "gate_up_proj", "down_proj"), (x, *projections))
     if x.dim() != 2:
         raise RuntimeError(f"{op}: x must be [R, H], got shape {list(x.shape)}")

@@ -1,4 +1,4 @@
-"""Activations between an expert's two layers that torch's own operations compute.
+"""Activations between an expert's two layers in torch's own operations.
 
 R rows, F features inside an expert, G features that the first layer computes: 2 F with a gate.
 """
@@ -51,7 +51,9 @@ class GeGLU(Activation):
 
     Args:
         approximate: ``"none"`` or ``"tanh"``, as torch.nn.functional.gelu takes it. Gemma 4's is
-            ``"tanh"``.
+            ``"tanh"``, which is a form of :class:`grouped_linear.SwiGLU`: the layer computes it as
+            such, fused with what is before or after it. In float32 the result may differ by
+            rounding from that of the methods here, which are torch's operations.
 
     Raises:
         ValueError: for another ``approximate``.
