@@ -215,7 +215,7 @@ class AllToAllV(_Sorting):
     stays on the device. On GPUs torch's symmetric memory does that, by NVSHMEM, which builds of
     torch for CUDA bring. The first call allocates, so make it before a CUDA graph is captured. All
     layers of a mesh share that memory: call them on one stream. On CPUs the host reads the sizes. A
-    capacity bounds memory here, not what travels.
+    large capacity costs memory here, and nothing on the way.
 
     Args:
         mesh: the processes that share the experts, one dimension.
