@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.nn.functional as dist_nn
 from torch import Tensor, nn
+from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -29,6 +30,7 @@ from grouped_linear import (
 )
 from grouped_linear.parallel import AllGather, AllToAll, Dispatched, ExpertParallel, TokenDispatcher
 from grouped_linear.parallel.expert_parallel import DISPATCHERS
+from grouped_linear.parallel.symmetric_memory import require_symmetric_memory
 from support.compare import assert_same, assert_same_bits
 from support.documents import ROOT, examples
 from support.processes import PROCESSES, Checks, Passes, device, needs_two_gpus
@@ -478,6 +480,13 @@ def test_two_processes(check: str, passes: Passes) -> None:
 @pytest.mark.parametrize("check", CHECKS)
 def test_two_gpus(check: str, passes_on_gpus: Passes) -> None:
     passes_on_gpus(check)
+
+
+def test_without_nvshmem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_symmetric_memory, "is_nvshmem_available", lambda: False)
+    require_symmetric_memory("AllToAllV", "cpu")
+    with pytest.raises(RuntimeError, match="AllToAllV: needs NVSHMEM, which this torch has not"):
+        require_symmetric_memory("AllToAllV", "cuda")
 
 
 def test_wrong_styles() -> None:

@@ -50,7 +50,7 @@ def _fused(op: str, inside: Inside) -> Inside:
     """Check the activation, and take GeGLU with tanh as the form of SwiGLU that it is."""
     check_activation(op, inside.activation)
     if type(inside.activation) is GeGLU and inside.activation.approximate == "tanh":
-        return Inside(GELU_TANH, inside.save_in_fp8)
+        return inside._replace(activation=GELU_TANH)
     return inside
 
 

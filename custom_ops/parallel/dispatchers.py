@@ -23,6 +23,11 @@ from grouped_linear.parallel.exchange import (
 from grouped_linear.parallel.symmetric_memory import require_symmetric_memory
 
 
+def starts(end_D: Tensor) -> Tensor:
+    """[D], where each process's rows begin."""
+    return pad(end_D[:-1], (1, 0))
+
+
 class _StaticDispatcher(TokenDispatcher):
     """What all ways share: shapes follow from the number of tokens."""
 
@@ -50,12 +55,16 @@ class _StaticDispatcher(TokenDispatcher):
             raise ValueError(
                 f"{name}: capacity_factor must be None or positive, got {capacity_factor}"
             )
+        self.require(mesh.device_type)
         self.group = Group(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
         self.local_experts = num_experts // mesh.size()
         self.capacity_factor, self.fp8 = capacity_factor, fp8
         self.register_buffer(
             "dropped", torch.zeros((), dtype=torch.int64, device=mesh.device_type), persistent=False
         )
+
+    def require(self, device_type: str) -> None:
+        """Raise RuntimeError for devices on which this way does not work."""
 
     def capacity(self, count: int, processes: int = 1) -> int:
         """``ceil(capacity_factor * count / processes)``, in integers: a count may be symbolic."""
@@ -137,31 +146,29 @@ class _Sorting(_StaticDispatcher):
             return T
         return min(self.capacity(T * C, self.group.size), T)
 
-    def owner(self, expert_TC: Tensor) -> Tensor:
-        """[T, C], the process of each choice; of no expert one that does not exist."""
-        return expert_TC.div(self.local_experts, rounding_mode="floor")
-
-    def sort(self, needed_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens sorted by process [T * D]; places in that order; ends and starts of processes."""
+    def sort(self, needed_TD: Tensor) -> ops.SortedByExpert:
+        """The tokens that are needed, sorted by process."""
         process_D = torch.arange(self.group.size, dtype=torch.int32, device=needed_TD.device)
-        _, token_R, place_TD, end_D = ops.sort_by_expert(
+        return ops.sort_by_expert(
             torch.where(needed_TD, process_D, -1), num_experts=self.group.size
         )
-        return token_R, place_TD, end_D, pad(end_D[:-1], (1, 0))
 
-    def needed(self, owner_TC: Tensor) -> Tensor:
-        """[T, D] bool, which tokens chose experts of a process."""
-        process_D = torch.arange(self.group.size, dtype=torch.int32, device=owner_TC.device)
-        return (owner_TC[:, :, None] == process_D).any(dim=1)
+    def select(self, expert_TC: Tensor, slots: int) -> tuple[Tensor, ops.SortedByExpert]:
+        """Which tokens go to each process [T, D]; all that chose experts of it, sorted by process.
 
-    def count_dropped(self, owner_TC: Tensor, kept_TD: Tensor) -> None:
-        """Add the choices of tokens that are not sent."""
-        if self.capacity_factor is None:
-            return
+        Counts in ``dropped`` the choices of those that do not go.
+        """
         D = self.group.size
-        sent_TC = kept_TD.gather(1, owner_TC.clamp(0, D - 1).long())
-        has_owner_TC = (owner_TC >= 0) & (owner_TC < D)
-        self.dropped += (has_owner_TC & ~sent_TC).sum()
+        process_D = torch.arange(D, dtype=torch.int32, device=expert_TC.device)
+        owner_TC = expert_TC.div(self.local_experts, rounding_mode="floor")
+        needed_TD = (owner_TC[:, :, None] == process_D).any(dim=1)
+        by_process = self.sort(needed_TD)
+        kept_TD = needed_TD & (by_process.row - starts(by_process.offs) < slots)
+        if self.capacity_factor is not None:
+            sent_TC = kept_TD.gather(1, owner_TC.clamp(0, D - 1).long())
+            has_owner_TC = (owner_TC >= 0) & (owner_TC < D)
+            self.dropped += (has_owner_TC & ~sent_TC).sum()
+        return kept_TD, by_process
 
 
 class AllToAll(_Sorting):
@@ -191,20 +198,16 @@ class AllToAll(_Sorting):
     def exchange(self, expert_TC: Tensor) -> Exchange:
         """Tokens sorted by process, in slots."""
         (T, C), D, device = expert_TC.shape, self.group.size, expert_TC.device
-        slots, owner_TC = self.slots(T, C), self.owner(expert_TC)
+        slots = self.slots(T, C)
+        kept_TD, (_, token_R, row_TD, end_D) = self.select(expert_TC, slots)
         # One slot more, which no token takes: choices of no process point there.
-        block = slots + 1
-        needed_TD = self.needed(owner_TC)
-        token_R, place_TD, end_D, start_D = self.sort(needed_TD)
-        place_TD = place_TD - start_D
-        kept_TD = needed_TD & (place_TD < slots)
+        block, start_D = slots + 1, starts(end_D)
         process_D = torch.arange(D, dtype=torch.int32, device=device)
-        slot_TD = torch.where(kept_TD, process_D * block + place_TD, slots)
+        slot_TD = torch.where(kept_TD, process_D * block + row_TD - start_D, slots)
         place_B = torch.arange(block, dtype=torch.int32, device=device)
         row_DB = start_D[:, None] + place_B
         empty_DB = (row_DB >= end_D[:, None]) | (place_B == slots)
         token_S = token_R[row_DB.flatten().clamp(max=T * D - 1)]
-        self.count_dropped(owner_TC, kept_TD)
         return Exchange(slot_TD, token_S, empty_DB.flatten())
 
 
@@ -231,33 +234,24 @@ class AllToAllV(_Sorting):
         RuntimeError: on GPUs, without NVSHMEM.
     """
 
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        num_experts: int,
-        *,
-        capacity_factor: float | None = None,
-        fp8: bool = False,
-    ) -> None:
-        super().__init__(mesh, num_experts, capacity_factor=capacity_factor, fp8=fp8)
-        require_symmetric_memory("AllToAllV", mesh.device_type)
+    def require(self, device_type: str) -> None:
+        """Raise RuntimeError on GPUs without NVSHMEM."""
+        require_symmetric_memory("AllToAllV", device_type)
 
     def exchange(self, expert_TC: Tensor) -> VariableExchange:
         """Tokens sorted by process."""
         (T, C), D = expert_TC.shape, self.group.size
-        slots, owner_TC = self.slots(T, C), self.owner(expert_TC)
-        kept_TD = self.needed(owner_TC)
-        token_R, place_TD, end_D, start_D = self.sort(kept_TD)
+        slots = self.slots(T, C)
+        kept_TD, by_process = self.select(expert_TC, slots)
         if self.capacity_factor is not None:
-            kept_TD = kept_TD & (place_TD - start_D < slots)
-            token_R, place_TD, end_D, start_D = self.sort(kept_TD)
-        self.count_dropped(owner_TC, kept_TD)
+            by_process = self.sort(kept_TD)
+        _, token_R, row_TD, end_D = by_process
         most = T * min(C, D)
-        sent_D = (end_D - start_D).long()
+        sent_D = (end_D - starts(end_D)).long()
         came_D = exchange_counts(sent_D, self.group)
         slot_S = torch.arange(D * slots, device=expert_TC.device)
         return VariableExchange(
-            torch.where(kept_TD, place_TD, most),
+            torch.where(kept_TD, row_TD, most),
             token_R[:most],
             sent_D,
             came_D,

@@ -21,7 +21,8 @@
 //
 // A token's row is gathered once an expert. Tiles of gathered rows are therefore taken down the
 // columns (kDownColumns): 128 columns of all tokens stay in L2 until every expert has read them.
-// Each wave sweeps over all columns, so waves are few. The speeds above are of tiles along the rows.
+// Each wave sweeps over all columns, so waves are few. The speeds above are of tiles along the
+// rows.
 #pragma once
 
 #include "cuda/quantize/swiglu.cuh"

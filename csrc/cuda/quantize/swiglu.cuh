@@ -16,8 +16,8 @@
 
 namespace grouped_linear::cuda {
 
-// Calls run with the arithmetic of a form. It goes around a loop: a cubic term costs 2 operations an
-// element of h and 8 of its gradient, where alpha, beta and a limit cost 8. Forms without one
+// Calls run with the arithmetic of a form. It goes around a loop: a cubic term costs 2 operations
+// an element of h and 8 of its gradient, where alpha, beta and a limit cost 8. Forms without one
 // therefore have a loop of their own, though no kernel.
 template <typename Run>
 __device__ __forceinline__ void with_arithmetic(const PlainSwiglu& form, const Run& run) {

@@ -16,9 +16,9 @@ __device__ __forceinline__ void clear(Accumulators<Config>& accum) {
       for (int k = 0; k < 4; ++k) accum[i][j][k] = 0;
 }
 
-// What ldmatrix reads for a product of 32 bytes of K: 16 rows of a, or of b, each. Where FP8 is made
-// fp16 by integer operations there are registers for the first 16 rows of b alone; the others are
-// read one after the other (H100, 2026-11: elsewhere that costs 8 to 13%).
+// What ldmatrix reads for a product of 32 bytes of K: 16 rows of a, or of b, each. Where FP8 is
+// made fp16 by integer operations there are registers for the first 16 rows of b alone; the others
+// are read one after the other (H100, 2026-11: elsewhere that costs 8 to 13%).
 template <typename Config>
 struct RawFragments {
   static constexpr bool kAllOfB = !Config::kFp8 || kFp8Math != Fp8Math::kBits;
