@@ -40,17 +40,68 @@ GROUPED_LINEAR_DEVICE float one_plus_exp(float g) {
   return add(from_bits(bits_of(p) + (bits_of(rounded) << 23)), 1.0f);
 }
 
-// What the ops are given, of any form. Made by swiglu_form.
+// SwiGLU's forms: constants for the plain one, parameters for the others.
+//   scaled_gate  what sigmoid is taken of
+//   slope        the derivative by g of g * s
+struct PlainSwiglu {
+  static constexpr bool kHasLimit = false, interleaved = false;
+  GROUPED_LINEAR_DEVICE static float product(float a, float b) { return exact::mul(a, b); }
+  GROUPED_LINEAR_DEVICE float gate(float g) const { return g; }
+  GROUPED_LINEAR_DEVICE float up(float u) const { return u; }
+  GROUPED_LINEAR_DEVICE float scaled_gate(float g) const { return g; }
+  GROUPED_LINEAR_DEVICE float slope(float s, float g) const {
+    using namespace exact;
+    return mul(s, fma(g, add(1.0f, -s), 1.0f));
+  }
+  GROUPED_LINEAR_DEVICE bool clamps_gate(float) const { return false; }
+  GROUPED_LINEAR_DEVICE bool clamps_up(float) const { return false; }
+};
+
+// Made by swiglu_form.
 struct SwigluForm {
   static constexpr bool kHasLimit = true;
   float alpha = 1, beta = 0, limit = std::numeric_limits<float>::infinity();
-  bool interleaved = false;          // gate and up are columns 2 c and 2 c + 1
-  float cubic = 0, slope_cubic = 0;  // times alpha, and times 3 * alpha
-  float slope_limit = 0;             // see swiglu_form
+  bool interleaved = false;                               // gate and up are columns 2 c and 2 c + 1
+  float cubic = 0, slope_cubic = 0;                       // times alpha, and times 3 * alpha
+  float slope_limit = std::numeric_limits<float>::max();  // see swiglu_form
+
+  // +0 in place of -0, which a negative beta would make of the zeros past a group's end.
+  GROUPED_LINEAR_DEVICE static float product(float a, float b) { return exact::fma(a, b, 0.0f); }
+  GROUPED_LINEAR_DEVICE float gate(float g) const { return clamps_gate(g) ? limit : g; }
+  GROUPED_LINEAR_DEVICE float up(float u) const {
+    u = u > limit ? limit : u;
+    return exact::add(u < -limit ? -limit : u, beta);
+  }
+  GROUPED_LINEAR_DEVICE float scaled_gate(float g) const { return scaled(g, cubic); }
+  GROUPED_LINEAR_DEVICE float slope(float s, float g) const {
+    using namespace exact;
+    const float x = scaled(clamp(g, slope_limit), slope_cubic);
+    const float one = fma(g, 0.0f, 1.0f);  // NaN for what is not finite, which the clamp hides
+    return mul(s, fma(x, add(1.0f, -s), one));
+  }
+  // No gradient passes beyond the limit. At the limit it does.
+  GROUPED_LINEAR_DEVICE bool clamps_gate(float g) const { return g > limit; }
+  GROUPED_LINEAR_DEVICE bool clamps_up(float u) const { return u > limit || u < -limit; }
 
   bool is_plain() const {
     return alpha == 1 && beta == 0 && !interleaved && cubic == 0 &&
            limit == std::numeric_limits<float>::infinity();
+  }
+
+ private:
+  // alpha * g + factor * g^3
+  GROUPED_LINEAR_DEVICE float scaled(float g, float factor) const {
+    using namespace exact;
+    return mul(fma(mul(factor, g), g, alpha), g);
+  }
+};
+
+// The same without a cubic term, in fewer operations: see with_arithmetic.
+struct SwigluWithoutCubic : SwigluForm {
+  GROUPED_LINEAR_DEVICE float scaled_gate(float g) const { return exact::mul(alpha, g); }
+  GROUPED_LINEAR_DEVICE float slope(float s, float g) const {
+    using namespace exact;
+    return mul(s, fma(scaled_gate(g), add(1.0f, -s), 1.0f));
   }
 };
 
@@ -75,53 +126,6 @@ inline SwigluForm swiglu_form(double alpha, double beta, float limit, bool inter
         std::min(most / 2 / std::max(size, 1.0), std::cbrt(83 / (size * cubic))));
   return form;
 }
-
-// The arithmetic of forms: constants for the plain one, parameters for the others.
-//   scaled_gate  what sigmoid is taken of
-//   slope        the derivative by g of g * s
-struct PlainSwiglu {
-  static constexpr bool kHasLimit = false, interleaved = false;
-  GROUPED_LINEAR_DEVICE static float product(float a, float b) { return exact::mul(a, b); }
-  GROUPED_LINEAR_DEVICE float gate(float g) const { return g; }
-  GROUPED_LINEAR_DEVICE float up(float u) const { return u; }
-  GROUPED_LINEAR_DEVICE float scaled_gate(float g) const { return g; }
-  GROUPED_LINEAR_DEVICE float slope(float s, float g) const {
-    using namespace exact;
-    return mul(s, fma(g, add(1.0f, -s), 1.0f));
-  }
-  GROUPED_LINEAR_DEVICE bool clamps_gate(float) const { return false; }
-  GROUPED_LINEAR_DEVICE bool clamps_up(float) const { return false; }
-};
-
-template <bool has_cubic>
-struct SwigluWith : SwigluForm {
-  // +0 in place of -0, which a negative beta would make of the zeros past a group's end.
-  GROUPED_LINEAR_DEVICE static float product(float a, float b) { return exact::fma(a, b, 0.0f); }
-  GROUPED_LINEAR_DEVICE float gate(float g) const { return clamps_gate(g) ? limit : g; }
-  GROUPED_LINEAR_DEVICE float up(float u) const {
-    u = u > limit ? limit : u;
-    return exact::add(u < -limit ? -limit : u, beta);
-  }
-  GROUPED_LINEAR_DEVICE float scaled_gate(float g) const { return scaled(g, cubic); }
-  GROUPED_LINEAR_DEVICE float slope(float s, float g) const {
-    using namespace exact;
-    if constexpr (!has_cubic) return mul(s, fma(scaled_gate(g), add(1.0f, -s), 1.0f));
-    const float x = scaled(clamp(g, slope_limit), slope_cubic);
-    const float one = fma(g, 0.0f, 1.0f);  // NaN for what is not finite, which the clamp hides
-    return mul(s, fma(x, add(1.0f, -s), one));
-  }
-  // No gradient passes beyond the limit. At the limit it does.
-  GROUPED_LINEAR_DEVICE bool clamps_gate(float g) const { return g > limit; }
-  GROUPED_LINEAR_DEVICE bool clamps_up(float u) const { return u > limit || u < -limit; }
-
- private:
-  // alpha * g + factor * g^3
-  GROUPED_LINEAR_DEVICE float scaled(float g, float factor) const {
-    using namespace exact;
-    if constexpr (!has_cubic) return mul(alpha, g);
-    return mul(fma(mul(factor, g), g, alpha), g);
-  }
-};
 
 // 1 / s, for the s of the functions below.
 template <typename Form>

@@ -9,7 +9,7 @@ from torch import Tensor
 from grouped_linear import ops
 from support.cases import cases, variant_of
 from support.compare import assert_same_bits
-from support.devices import OPS
+from support.devices import OPS, needs_gpu
 from support.groups import Groups
 from support.samples import Sample, specified
 from support.tensors import BF16, FP32
@@ -125,3 +125,33 @@ def test_another_order_of_sums_has_other_bits() -> None:
     expected, reordered = gemms["fprop"](), gemms["fprop_of_reversed_k_blocks"]()
     torch.testing.assert_close(reordered, expected, rtol=1e-4, atol=1e-3)
     assert not torch.equal(reordered, expected)
+
+
+@needs_gpu
+@pytest.mark.parametrize("operands", ["16 bits", "transposed weight", "blocks", "groups"])
+def test_a_row_on_a_gpu_has_the_same_bits_among_few_rows_and_many(operands: str) -> None:
+    """The portable kernels have other tiles where groups have few rows on average."""
+    T, E, K, N = 107, 4, 1056, 528
+    ends = [21, 21, 60, T]  # of T rows or of more, which belong to no group
+    x = torch.randn(1024, K, device="cuda", dtype=BF16)
+    w = torch.randn(E, N, K, device="cuda", dtype=BF16)
+    offs = torch.tensor(ends, device="cuda", dtype=torch.int32)
+
+    def product(a: Tensor) -> Tensor:
+        if operands == "16 bits":
+            return ops.grouped_mm(a, w, offs)
+        if operands == "transposed weight":
+            return ops.grouped_mm(a, w.transpose(1, 2).contiguous().transpose(1, 2), offs)
+        if operands == "blocks":
+            q, (w_q, w_scale, _) = ops.group_quantize(a, offs), ops.quantize_weight(w)
+            return ops.grouped_scaled_mm(q.q, w_q, q.scale, w_scale, offs)
+        a_q, w_q = (t.to(torch.float8_e4m3fn) for t in (a, w))
+        return ops.grouped_scaled_mm(a_q, w_q, *torch.rand(2, E, device="cuda"), offs)
+
+    torch.manual_seed(0)
+    few = product(x[:T])
+    torch.manual_seed(0)
+    many = product(x)
+    assert few.isfinite().all()
+    assert_same_bits(few, many[:T])
+    assert not many[T:].any()

@@ -36,9 +36,7 @@ template <typename Element, typename F, typename... Pointers>
 GROUPED_LINEAR_INLINE void map_forms(const SwigluForm& form, const F& f, int64_t n, void* result,
                                      const Pointers*... pointers) {
   if (form.is_plain()) return map_elements<Element>(PlainSwiglu(), f, n, result, pointers...);
-  if (form.cubic == 0)
-    return map_elements<Element>(SwigluWith<false>{form}, f, n, result, pointers...);
-  map_elements<Element>(SwigluWith<true>{form}, f, n, result, pointers...);
+  map_elements<Element>(form, f, n, result, pointers...);
 }
 
 template <typename F, typename... Pointers>
@@ -89,8 +87,7 @@ GROUPED_LINEAR_INLINE void grad_elements(const Form& form, float weight, int64_t
 template <typename Element, typename... Arguments>
 GROUPED_LINEAR_INLINE void grad_forms(const SwigluForm& form, const Arguments&... arguments) {
   if (form.is_plain()) return grad_elements<Element>(PlainSwiglu(), arguments...);
-  if (form.cubic == 0) return grad_elements<Element>(SwigluWith<false>{form}, arguments...);
-  grad_elements<Element>(SwigluWith<true>{form}, arguments...);
+  grad_elements<Element>(form, arguments...);
 }
 
 GROUPED_LINEAR_EVERY_WIDTH void grad_chunk(const SwigluForm& form, ScalarType dtype, float weight,

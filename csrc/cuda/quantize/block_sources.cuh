@@ -210,14 +210,12 @@ struct SwigluRows {
     // Small groups leave most warps without rows.
     const int first = Fragment<Element>::row() * kFragmentSize;
     if (first < at.rows)
-      with_arithmetic(form, [&](const auto& arithmetic) {
 #pragma unroll
-        for (int i = begin; i < end; ++i) {
-          const float w = weighted && first + i < at.rows ? weight[at.row_begin + first + i] : 0.0f;
-          swiglu_row<Element>(arithmetic, fragment.words[i], ups.words[i],
-                              [w](float h) { return weighted ? __fmul_rn(w, h) : h; });
-        }
-      });
+      for (int i = begin; i < end; ++i) {
+        const float w = weighted && first + i < at.rows ? weight[at.row_begin + first + i] : 0.0f;
+        swiglu_row<Element>(form, fragment.words[i], ups.words[i],
+                            [w](float h) { return weighted ? __fmul_rn(w, h) : h; });
+      }
     if constexpr (end < kFragmentSize) load_steps<end>(fragment, buffer, at);
   }
 };

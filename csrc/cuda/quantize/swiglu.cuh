@@ -16,9 +16,9 @@
 
 namespace grouped_linear::cuda {
 
-// Calls run with the arithmetic of a form. It goes around a loop: a cubic term costs 2 operations
-// an element of h and 8 of its gradient, where alpha, beta and a limit cost 8. Forms without one
-// therefore have a loop of their own, though no kernel.
+// Calls run with the arithmetic of a form. It goes around a loop: a cubic term costs 8 operations an
+// element of the gradient, as many as alpha, beta and a limit. Where a gradient is bound by
+// arithmetic, forms without the term therefore have a loop of their own, though no kernel.
 template <typename Run>
 __device__ __forceinline__ void with_arithmetic(const PlainSwiglu& form, const Run& run) {
   run(form);
@@ -26,9 +26,9 @@ __device__ __forceinline__ void with_arithmetic(const PlainSwiglu& form, const R
 template <typename Run>
 __device__ __forceinline__ void with_arithmetic(const SwigluForm& form, const Run& run) {
   if (form.cubic == 0)
-    run(SwigluWith<false>{form});
+    run(SwigluWithoutCubic{form});
   else
-    run(SwigluWith<true>{form});
+    run(form);
 }
 
 // result[c] = compute(c), rounded to Element.
@@ -217,17 +217,15 @@ __global__ void __launch_bounds__(kSwigluThreads)
     swiglu_kernel(const Element* gate_up, int64_t stride, bool vectorised, Form form,
                   const int32_t* offs, int E, int64_t T, int K, Element* h) {
   grid_dependency_wait();
-  with_arithmetic(form, [&](const auto& arithmetic) {
-    for_each_fragment_row(offs, E, T, K, [&](int64_t t, int column, bool in_group) {
-      FragmentRow<Element> row = {}, up;
-      if (in_group) {
-        const Element* from = gate_up + t * stride + gate_column(form, column);
-        Fragment<Element>::load_row(from, vectorised, row);
-        Fragment<Element>::load_row(from + up_offset(form, K), vectorised, up);
-        swiglu_row<Element>(arithmetic, row, up, [](float h) { return h; });
-      }
-      Fragment<Element>::store_row(row, h + t * K + column);
-    });
+  for_each_fragment_row(offs, E, T, K, [&](int64_t t, int column, bool in_group) {
+    FragmentRow<Element> row = {}, up;
+    if (in_group) {
+      const Element* from = gate_up + t * stride + gate_column(form, column);
+      Fragment<Element>::load_row(from, vectorised, row);
+      Fragment<Element>::load_row(from + up_offset(form, K), vectorised, up);
+      swiglu_row<Element>(form, row, up, [](float h) { return h; });
+    }
+    Fragment<Element>::store_row(row, h + t * K + column);
   });
 }
 
@@ -241,35 +239,33 @@ __global__ void __launch_bounds__(kSwigluThreads)
   grid_dependency_wait();
   constexpr int kWarps = kSwigluThreads / 32;
   const int end = last_row_end(offs, E, T), lane = threadIdx.x % 32;
-  with_arithmetic(form, [&](const auto& arithmetic) {
-    for (int64_t t = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; t < T;
-         t += static_cast<int64_t>(gridDim.x) * kWarps) {
-      const bool in_group = t < end;
-      WeightedRow row{in_group ? weight[t] : 0.0f, 0.0f};
-      for (int column = lane * kFragmentSize; column < K; column += 32 * kFragmentSize) {
-        FragmentRow<Element> gate = {}, up = {}, weighted = {};
-        if (in_group) {
-          FragmentRow<Element> d;
-          const Element* from = gate_up + t * stride + gate_column(form, column);
-          Fragment<Element>::load_row(dh + t * dh_stride + column, vectorised, d);
-          Fragment<Element>::load_row(from, vectorised, gate);
-          Fragment<Element>::load_row(from + up_offset(form, K), vectorised, up);
-          if (form.interleaved) deinterleave<Element>(gate, up);
-          swiglu_grad_row<Element>(arithmetic, row, d, gate, up, weighted);
-          if (form.interleaved) interleave<Element>(gate, up);
-        }
-        Element* to = d_gate_up + 2 * t * K + gate_column(form, column);
-        Fragment<Element>::store_row(gate, to);
-        Fragment<Element>::store_row(up, to + up_offset(form, K));
-        Fragment<Element>::store_row(weighted, h + t * K + column);
+  for (int64_t t = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; t < T;
+       t += static_cast<int64_t>(gridDim.x) * kWarps) {
+    const bool in_group = t < end;
+    WeightedRow row{in_group ? weight[t] : 0.0f, 0.0f};
+    for (int column = lane * kFragmentSize; column < K; column += 32 * kFragmentSize) {
+      FragmentRow<Element> gate = {}, up = {}, weighted = {};
+      if (in_group) {
+        FragmentRow<Element> d;
+        const Element* from = gate_up + t * stride + gate_column(form, column);
+        Fragment<Element>::load_row(dh + t * dh_stride + column, vectorised, d);
+        Fragment<Element>::load_row(from, vectorised, gate);
+        Fragment<Element>::load_row(from + up_offset(form, K), vectorised, up);
+        if (form.interleaved) deinterleave<Element>(gate, up);
+        swiglu_grad_row<Element>(form, row, d, gate, up, weighted);
+        if (form.interleaved) interleave<Element>(gate, up);
       }
-      float sum = row.d_weight;
-#pragma unroll
-      for (int distance = 16; distance > 0; distance /= 2)
-        sum = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, distance));
-      if (lane == 0) d_weight[t] = sum;
+      Element* to = d_gate_up + 2 * t * K + gate_column(form, column);
+      Fragment<Element>::store_row(gate, to);
+      Fragment<Element>::store_row(up, to + up_offset(form, K));
+      Fragment<Element>::store_row(weighted, h + t * K + column);
     }
-  });
+    float sum = row.d_weight;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2)
+      sum = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, distance));
+    if (lane == 0) d_weight[t] = sum;
+  }
 }
 
 // Adds the partial sums [col blocks, T] of each row, from the first to the last. Rows of no group

@@ -1,6 +1,7 @@
 // The tile shapes of the portable kernels, and what a kernel is compiled for.
 //
-// The host chooses a kernel by the operands' types and strides alone.
+// The host chooses a kernel by the operands' types and strides, and by how many rows a group has on
+// average. The bits of a result do not depend on the choice.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +25,11 @@ enum class Scaling { kNone, kScalePerGroup, kScale1x128, kScale128x128 };
 // An operand's dense dimension in memory.
 enum class Major { kK, kMN };
 
-template <typename A_, typename B_, Scaling kScaling, Grouping kGrouping,
+// How many rows groups have. Few: an M-grouped GEMM whose time is that of reading b, as in decode.
+// All warps lie along b's columns, and an SM has two blocks where there is shared memory for them.
+enum class GroupRows { kMany, kFew };
+
+template <typename A_, typename B_, Scaling kScaling, Grouping kGrouping, GroupRows kGroupRows,
           Major kAMajor_ = Major::kK, Major kBMajor_ = Major::kK>
 struct GemmConfig {
   using A = A_;
@@ -36,15 +41,16 @@ struct GemmConfig {
   static constexpr Major kAMajor = kAMajor_, kBMajor = kBMajor_;
 
   // A thread's accumulators: 128 registers in 16 bits. In FP8 64, and as many partial ones.
-  static constexpr int kTileM = 128, kTileN = kFp8 ? 128 : 256;
-  static constexpr int kWarpM = kFp8 ? 32 : 64, kWarpN = 64;
+  static constexpr bool kFewRows = kGroupRows == GroupRows::kFew;
+  static constexpr int kTileM = kFewRows ? 32 : 128, kTileN = kFewRows || kFp8 ? 128 : 256;
+  static constexpr int kWarpM = kFewRows || kFp8 ? 32 : 64, kWarpN = kFewRows ? 32 : 64;
   static constexpr int kWarpsM = kTileM / kWarpM, kWarpsN = kTileN / kWarpN;
-  static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
+  static constexpr int kThreads = 32 * kWarpsM * kWarpsN, kBlocksPerSm = kFewRows ? 2 : 1;
 
   // A k-block: what tiles count along K. In FP8 it is one scale block, of two stages.
   static constexpr int kStageK = kStageLine / sizeof(A), kTileK = kFp8 ? kScaleBlock : kStageK;
   static constexpr int kStagesPerKBlock = kTileK / kStageK;
-  static constexpr int kStages = kFp8 ? 4 : 3;
+  static constexpr int kStages = kFewRows ? 5 : kFp8 ? 4 : 3;
   static constexpr int kABytes = kTileM * kStageLine, kBBytes = kTileN * kStageLine;
   static constexpr int kStageBytes = kABytes + kBBytes;
 
@@ -54,8 +60,8 @@ struct GemmConfig {
 
   static_assert(!kFp8 || (kAMajor == Major::kK && kBMajor == Major::kK),
                 "FP8 operands are dense along K: ldmatrix cannot transpose bytes");
-  static_assert(kTileM % kScaleBlock == 0 && (!kFp8 || kTileN == kScaleBlock),
-                "an FP8 tile lies in one column of scale blocks");
+  static_assert(!kFp8 || kTileN == kScaleBlock, "an FP8 tile lies in one column of scale blocks");
+  static_assert(!kFewRows || !kKGrouped, "a K-grouped GEMM with few rows is bound by its output");
 };
 
 }  // namespace grouped_linear::cuda::sm80

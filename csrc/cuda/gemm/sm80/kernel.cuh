@@ -4,7 +4,7 @@
 //   M-grouped (fprop, dgrad): out[t, n]    = sum_k a[t, k] * b[e, n, k]   rows t of group e
 //   K-grouped (wgrad):        out[e, n, k] = sum_t a[t, n] * b[t, k]      rows t of group e
 //
-// One persistent block of 8 warps an SM takes tiles one by one, see TileCounter. All threads load,
+// Persistent blocks, one or two an SM, take tiles one by one, see TileCounter. All threads load,
 // multiply and store. Loads run ahead across the ends of tiles.
 //
 // Group sizes are read on the device, and groups end anywhere: loads and stores end with the group.
@@ -31,7 +31,7 @@ __device__ void build_group_table(GroupTable& groups, const int32_t* offs, const
 }
 
 template <typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
     grouped_gemm_kernel(const __grid_constant__ Operands operands, const int32_t* offs,
                         const __grid_constant__ EpilogueArguments epilogue,
                         unsigned long long* counter, const __grid_constant__ TileCounts counts,

@@ -78,9 +78,9 @@ class Loader {
 
   // Starts the copies of the next stage. second: of the stages of a k-block.
   __device__ __forceinline__ void load(const OperandView& view, uint32_t stage, bool second) {
-    const uint32_t to = stage + to_, bits = k_left_ > 0 ? valid_ : 0;
+    const uint32_t to = stage + to_;
     if constexpr (major == Major::kK) {
-      copy_lines(view, to, bits, std::make_integer_sequence<int, kPasses>());
+      copy_lines(view, to, k_left_ > 0 ? valid_ : 0, std::make_integer_sequence<int, kPasses>());
       from_ += kStageLine;
       if constexpr (Config::kKGrouped) {
         if (second) from_ += view.group_stride - Config::kTileK;  // FP8: to the next block
@@ -88,9 +88,12 @@ class Loader {
         k_left_ -= kStageLine;
       }
     } else {
-      copy_columns(to, bits, std::make_integer_sequence<int, kColumns>());
-      from_ += kMajorMNLines * view.stride;
-      k_left_ -= kMajorMNLines;
+#pragma unroll
+      for (int line = 0; line < kMajorMNLines; line += kLinesPerPass, k_left_ -= kLinesPerPass) {
+        copy_columns(to + line * kMajorMNLine, k_left_ > 0 ? valid_ : 0,
+                     std::make_integer_sequence<int, kColumns>());
+        from_ += kLinesPerPass * view.stride;
+      }
     }
   }
 
@@ -98,9 +101,9 @@ class Loader {
   static constexpr int kLinesPerPass = Config::kThreads / (major == Major::kK ? 4 : 8);
   static constexpr int kPasses = extent / kLinesPerPass;    // K-major
   static constexpr int kColumns = extent / kMajorMNColumn;  // M/N-major
-  static_assert(extent % kLinesPerPass == 0 && extent % kMajorMNColumn == 0);
+  static_assert(extent % (major == Major::kK ? kLinesPerPass : kMajorMNColumn) == 0);
   static_assert(kLinesPerPass % 8 == 0, "chunks are exchanged alike in every pass");
-  static_assert(major == Major::kK || kLinesPerPass == kMajorMNLines, "a pass is a stage");
+  static_assert(major == Major::kK || kMajorMNLines % kLinesPerPass == 0, "a stage is full passes");
 
   template <int... pass>
   __device__ __forceinline__ void copy_lines(const OperandView& view, uint32_t to, uint32_t bits,
@@ -122,8 +125,8 @@ class Loader {
   int k_left_ = 0;
 };
 
-// Where a warp's fragments are in a stage: at most 64 rows of a (of_a) or b from `first` on, a
-// multiple of 64 for an M/N-major operand.
+// Where a warp's fragments are in a stage: at most 64 rows of a (of_a) or b from `first` on, which
+// is a multiple of how many they are.
 template <Major major, bool of_a>
 class FragmentReader {
  public:
@@ -135,7 +138,8 @@ class FragmentReader {
       const int row = along_rows * 8 + lane % 8;
       lane_ = kept((first + row) * kStageLine + (along_k ^ (row / 2 % 4)) * 16);
     } else {
-      lane_ = kept((along_k * 8 + lane % 8) * kMajorMNLine + (along_rows ^ (lane % 8)) * 16 +
+      const int chunk = first % kMajorMNColumn / 8 + along_rows;
+      lane_ = kept((along_k * 8 + lane % 8) * kMajorMNLine + (chunk ^ (lane % 8)) * 16 +
                    first / kMajorMNColumn * kMajorMNBytes);
     }
   }

@@ -26,6 +26,9 @@ struct RawFragments {
   uint32_t a[Config::kWarpM / 16][4], b[kOfB][4];
 };
 
+template <typename Config>
+constexpr float kFp8Factors = kFp8Factor<typename Config::A> * kFp8Factor<typename Config::B>;
+
 // How partial accumulators are added: by the scales of their k-block. Where all columns of a warp
 // have one scale, as those of 128 features often do, a row's scale is multiplied by it beforehand.
 template <typename Config>
@@ -37,7 +40,6 @@ class Promotion {
     float block_scale = scales.columns[Config::kScale1x128 ? thread.col : 0];
     if constexpr (Config::kScale1x128) {
       static_assert(Config::kWarpN == 2 * 32, "two columns a lane");
-      columns_ = smem_address(scales.columns + thread.col + 2 * (thread.lane % 4));
       const float2 two = ld_shared_float2(smem_address(scales.columns + thread.col) +
                                           sizeof(float2) * thread.lane);
       shared_ = __all_sync(~0u, two.x == block_scale && two.y == block_scale);
@@ -71,14 +73,13 @@ class Promotion {
       for (int i = 0; i < Config::kWarpM / 16; ++i)
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          float value = partial[i][j][k] * kFactor;
+          float value = partial[i][j][k] * kFp8Factors<Config>;
           if constexpr (has_column_scales) value *= k % 2 == 0 ? column.x : column.y;
           accum[i][j][k] += row_scales_[i][k / 2] * value;
         }
     }
   }
 
-  static constexpr float kFactor = kFp8Factor<typename Config::A> * kFp8Factor<typename Config::B>;
   float row_scales_[Config::kWarpM / 16][2];
   uint32_t columns_ = 0;
   bool shared_ = true;
@@ -199,13 +200,12 @@ class WarpTile {
     if constexpr (Config::kBlockScaled) {
       Promotion<Config>(pipeline_.scales(), thread_).add(partial, accum);
     } else {
-      constexpr float factor = kFp8Factor<typename Config::A> * kFp8Factor<typename Config::B>;
 #pragma unroll
       for (int i = 0; i < Config::kWarpM / 16; ++i)
 #pragma unroll
         for (int j = 0; j < Config::kWarpN / 8; ++j)
 #pragma unroll
-          for (int k = 0; k < 4; ++k) accum[i][j][k] += partial[i][j][k] * factor;
+          for (int k = 0; k < 4; ++k) accum[i][j][k] += partial[i][j][k] * kFp8Factors<Config>;
     }
   }
 

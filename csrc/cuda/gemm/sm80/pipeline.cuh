@@ -18,13 +18,14 @@ struct Operands {
   int64_t scale_b_group_stride, scale_b_row_stride, scale_b_k_stride;
 };
 
-// Loads a k-block's scales: a thread one of a's rows, another one of b's columns.
+// Loads a k-block's scales: a thread one of a's rows, another one of b's columns. Where all of b's
+// columns have one scale, every other thread loads that.
 template <typename Config>
 class ScaleLoader {
  public:
   ScaleLoader() = default;
   __device__ __forceinline__ ScaleLoader(const Operands& operands, const WorkTile& tile, int cols) {
-    static_assert(Config::kThreads == Config::kTileM + Config::kTileN);
+    static_assert(Config::kThreads >= Config::kTileM + (Config::kKGrouped ? Config::kTileN : 1));
     const int thread = threadIdx.x;
     const bool of_row = thread < Config::kTileM;
     const int at = of_row ? tile.row + thread : tile.col + thread - Config::kTileM;

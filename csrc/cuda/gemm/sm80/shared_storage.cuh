@@ -13,7 +13,7 @@ namespace grouped_linear::cuda::sm80 {
 // Scales of a k-block: of a's rows, and of b's columns (Scale128x128: the first alone).
 template <typename Config>
 struct KBlockScales {
-  float rows[Config::kTileM], columns[Config::kTileN];
+  float rows[Config::kTileM], columns[Config::kThreads - Config::kTileM];
 };
 
 // Eight rows of a warp's accumulators on their way to the output. Eight floats more a row: the rows
@@ -27,7 +27,7 @@ struct EpilogueRows {
 constexpr int kScaleSlots = 4;
 
 // Tiles from the one that is computed to the one that is loaded: a tile has a stage at least.
-constexpr int kTileSlots = 4;
+constexpr int kTileSlots = 8;
 
 template <typename Config>
 struct SharedStorage {
@@ -39,8 +39,8 @@ struct SharedStorage {
   GroupTable groups;
   int tile_numbers[2];  // of the tile that is loaded next, and of the one after it
   static_assert(Config::kStages <= kTileSlots, "a tile is overwritten while it is computed");
-  static_assert(kScaleSlots * Config::kStagesPerKBlock >=
-                    Config::kStages + Config::kStagesPerKBlock,
+  static_assert(!Config::kBlockScaled || kScaleSlots * Config::kStagesPerKBlock >=
+                                             Config::kStages + Config::kStagesPerKBlock,
                 "scales are overwritten while they are read");
 };
 

@@ -229,16 +229,14 @@ struct SwigluOfGateUp {
     const int first = interleaved ? 2 * piece : piece,
               second = interleaved ? first + 1 : pieces + piece;
     T* to = static_cast<T*>(args.h) + static_cast<int64_t>(rows.row) * F + col + 8 * piece;
-    with_arithmetic(args.form, [&](const auto& arithmetic) {
 #pragma unroll 2
-      for (int r = rows.begin + lane / pieces; r < rows.end; r += 32 / pieces) {
-        FragmentRow<T> gate, up;
-        Fragment<T>::load_row(eight_at<T>(rows.buffers, r, first), true, gate);
-        Fragment<T>::load_row(eight_at<T>(rows.buffers, r, second), true, up);
-        swiglu_row<T>(arithmetic, gate, up, [](float h) { return h; });
-        Fragment<T>::store_row(gate, to + static_cast<int64_t>(r) * F);
-      }
-    });
+    for (int r = rows.begin + lane / pieces; r < rows.end; r += 32 / pieces) {
+      FragmentRow<T> gate, up;
+      Fragment<T>::load_row(eight_at<T>(rows.buffers, r, first), true, gate);
+      Fragment<T>::load_row(eight_at<T>(rows.buffers, r, second), true, up);
+      swiglu_row<T>(args.form, gate, up, [](float h) { return h; });
+      Fragment<T>::store_row(gate, to + static_cast<int64_t>(r) * F);
+    }
   }
 };
 
