@@ -28,7 +28,7 @@ __device__ __forceinline__ void with_arithmetic(const SwigluForm& form, const Ru
   if (form.cubic == 0)
     run(SwigluWithoutCubic{form});
   else
-    run(form);
+    run(SwigluForm{form});  // a copy: nvcc 13.0 spills where it is a reference
 }
 
 // result[c] = compute(c), rounded to Element.
