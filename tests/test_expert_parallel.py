@@ -355,7 +355,7 @@ def check_refused(rank: int, directory: Path) -> None:
     """Before anything is sent."""
     for model, style, sentence in (
         (nn.Linear(16, 16), ExpertParallel(), "spreads a GroupedMLP over processes, got Linear"),
-        (GroupedMLP(3, H, F), ExpertParallel(), "as many experts on every process, got 3 for 2"),
+        (GroupedMLP(3, H, F), ExpertParallel(), "got 3 experts and 2 processes"),
         (make(), ExpertParallel(capacity_factor=0.0), "must be None or positive, got 0.0"),
         (spread(make()), ExpertParallel(), "sharded already: apply it before"),
     ):

@@ -47,7 +47,8 @@ class _StaticDispatcher(TokenDispatcher):
             raise ValueError(f"{name}: mesh must have one dimension, got {mesh.ndim}")
         if num_experts % mesh.size():
             raise ValueError(
-                f"{name}: as many experts on every process, got {num_experts} for {mesh.size()}"
+                f"{name}: num_experts must be a multiple of the number of processes, got "
+                f"{num_experts} experts and {mesh.size()} processes"
             )
         if mesh.size() > MAX_GROUPS:
             raise ValueError(f"{name}: at most {MAX_GROUPS} processes, got {mesh.size()}")

@@ -15,7 +15,6 @@ namespace grouped_linear::cuda::sm80 {
 // 12.0 have the least.
 constexpr int kMaxSharedBytes = 99 * 1024;
 
-constexpr int kStageLine = 64;  // bytes along K of a stage
 constexpr int kScaleBlock = kBlock, kPaddedBlock = kBlock;
 
 // What shares a scale in FP8 operands, as on sm_90. a: a group, or 1 x 128 along K. b: the same, or
@@ -47,10 +46,12 @@ struct GemmConfig {
   static constexpr int kWarpsM = kTileM / kWarpM, kWarpsN = kTileN / kWarpN;
   static constexpr int kThreads = 32 * kWarpsM * kWarpsN, kBlocksPerSm = kFewRows ? 2 : 1;
 
-  // A k-block: what tiles count along K. In FP8 it is one scale block, of two stages.
+  // A k-block: what tiles count along K. In FP8 it is one scale block, of one or two stages. Stages
+  // of whole cache lines read b fastest.
+  static constexpr int kStageLine = kFewRows ? 128 : 64;  // bytes along K of a stage
   static constexpr int kStageK = kStageLine / sizeof(A), kTileK = kFp8 ? kScaleBlock : kStageK;
   static constexpr int kStagesPerKBlock = kTileK / kStageK;
-  static constexpr int kStages = kFewRows ? 5 : kFp8 ? 4 : 3;
+  static constexpr int kStages = kFp8 && !kFewRows ? 4 : 3;
   static constexpr int kABytes = kTileM * kStageLine, kBBytes = kTileN * kStageLine;
   static constexpr int kStageBytes = kABytes + kBBytes;
 

@@ -16,9 +16,9 @@ __device__ __forceinline__ void clear(Accumulators<Config>& accum) {
       for (int k = 0; k < 4; ++k) accum[i][j][k] = 0;
 }
 
-// What ldmatrix reads for a product of 32 bytes of K: 16 rows of a, or of b, each. Where FP8 is
-// made fp16 by integer operations there are registers for the first 16 rows of b alone; the others
-// are read one after the other (H100, 2026-11: elsewhere that costs 8 to 13%).
+// What ldmatrix reads for a step, the products of 32 bytes of K: 16 rows of a, or of b, each. Where
+// FP8 is made fp16 by integer operations there are registers for the first 16 rows of b alone; the
+// others are read one after the other (H100, 2026-11: elsewhere that costs 8 to 13%).
 template <typename Config>
 struct RawFragments {
   static constexpr bool kAllOfB = !Config::kFp8 || kFp8Math != Fp8Math::kBits;
@@ -115,12 +115,16 @@ class WarpTile {
 #pragma unroll 1
     for (int k_block = 0; k_block < k_blocks; ++k_block) {
       pipeline_.prepare_load();
-      RawFragments<Config> second;
-      read(second, 1);
+      RawFragments<Config> odd;
+      read(odd, 1);
       pipeline_.load_next();
-      multiply(first_);
-      begin_stage();
-      multiply(second);
+#pragma unroll
+      for (int step = 0; step < kSteps; step += 2) {
+        if (step > 0) read(odd, step + 1);
+        multiply(even_);
+        read_after(step + 1);
+        multiply(odd);
+      }
     }
   }
 
@@ -134,7 +138,7 @@ class WarpTile {
     clear<Config>(partial);
     constexpr bool all_of_b = RawFragments<Config>::kAllOfB;
     constexpr int b_fragments = Config::kWarpN / 16;
-    // Multiplies half k of the stage. read_next: reads the next half.
+    // Multiplies a step. read_next: reads the next one.
     const auto multiply = [&](const RawFragments<Config>& from, int k, bool first,
                               const auto& read_next) {
       const uint32_t stage = stage_;
@@ -166,10 +170,13 @@ class WarpTile {
 #pragma unroll
       for (int i = 0; i < Config::kStagesPerKBlock; ++i) {
         pipeline_.prepare_load();
-        RawFragments<Config> second;
+        RawFragments<Config> odd;
         pipeline_.load_next();
-        multiply(first_, 0, i == 0, [&] { read(second, 1); });
-        multiply(second, 1, false, [&] { begin_stage(); });
+#pragma unroll
+        for (int step = 0; step < kSteps; step += 2) {
+          multiply(even_, step, i + step == 0, [&] { read(odd, step + 1); });
+          multiply(odd, step + 1, false, [&] { read_after(step + 1); });
+        }
       }
       promote(partial, accum);
     }
@@ -187,6 +194,9 @@ class WarpTile {
   }
 
  private:
+  static constexpr int kSteps = Config::kStageLine / 32;
+  static_assert(kSteps % 2 == 0);
+
   __device__ __forceinline__ void read(RawFragments<Config>& to, int k) const {
 #pragma unroll
     for (int i = 0; i < Config::kWarpM / 16; ++i) read_a_.read(to.a[i], stage_, i, k);
@@ -209,17 +219,24 @@ class WarpTile {
     }
   }
 
+  // Reads the even step after an odd one.
+  __device__ __forceinline__ void read_after(int step) {
+    if (step + 1 < kSteps)
+      read(even_, step + 1);
+    else
+      begin_stage();
+  }
   __device__ __forceinline__ void begin_stage() {
     stage_ = pipeline_.next_stage();
-    read(first_, 0);
+    read(even_, 0);
   }
 
   Pipeline<Config>& pipeline_;
   MmaThread thread_;
-  FragmentReader<Config::kAMajor, true> read_a_;
-  FragmentReader<Config::kBMajor, false> read_b_;
+  FragmentReader<Config, Config::kAMajor, true> read_a_;
+  FragmentReader<Config, Config::kBMajor, false> read_b_;
   uint32_t stage_;
-  RawFragments<Config> first_;  // of the current stage
+  RawFragments<Config> even_;  // of the current stage: at first step 0
 };
 
 }  // namespace grouped_linear::cuda::sm80

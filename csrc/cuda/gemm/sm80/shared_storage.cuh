@@ -27,7 +27,7 @@ struct EpilogueRows {
 constexpr int kScaleSlots = 4;
 
 // Tiles from the one that is computed to the one that is loaded: a tile has a stage at least.
-constexpr int kTileSlots = 8;
+constexpr int kTileSlots = 4;
 
 template <typename Config>
 struct SharedStorage {
@@ -39,8 +39,8 @@ struct SharedStorage {
   GroupTable groups;
   int tile_numbers[2];  // of the tile that is loaded next, and of the one after it
   static_assert(Config::kStages <= kTileSlots, "a tile is overwritten while it is computed");
-  static_assert(!Config::kBlockScaled || kScaleSlots * Config::kStagesPerKBlock >=
-                                             Config::kStages + Config::kStagesPerKBlock,
+  static_assert(kScaleSlots * Config::kStagesPerKBlock >=
+                    Config::kStages + Config::kStagesPerKBlock,
                 "scales are overwritten while they are read");
 };
 
