@@ -240,10 +240,9 @@ def test_layers_share_a_recipe(dynamic: bool | None, recipe: Recipe | None) -> N
 
 
 @DEVICES
-@pytest.mark.parametrize("name", ["none", "block", "delayed"])
-def test_recompiles_for_token_counts(name: str, device: str) -> None:
+@RECIPES
+def test_recompiles_for_token_counts(recipe: Recipe | None, device: str) -> None:
     """mark_unbacked is the recommended marking: one compile for every number of tokens."""
-    recipe = EVERY_RECIPE[name]
 
     def mark_unbacked(x: Tensor) -> None:
         torch._dynamo.decorators.mark_unbacked(x, 0)

@@ -353,9 +353,10 @@ def check_shared_experts(rank: int, directory: Path) -> None:
 
 def check_refused(rank: int, directory: Path) -> None:
     """Before anything is sent."""
+    multiple = "must be a multiple of the number of processes, got 3 experts and 2 processes"
     for model, style, sentence in (
         (nn.Linear(16, 16), ExpertParallel(), "spreads a GroupedMLP over processes, got Linear"),
-        (GroupedMLP(3, H, F), ExpertParallel(), "got 3 experts and 2 processes"),
+        (GroupedMLP(3, H, F), ExpertParallel(), f"AllGather: num_experts {multiple}"),
         (make(), ExpertParallel(capacity_factor=0.0), "must be None or positive, got 0.0"),
         (spread(make()), ExpertParallel(), "sharded already: apply it before"),
     ):

@@ -27,6 +27,8 @@ inline void check_cuda(const char* op, const char* what, cudaError_t error) {
   fail(op, ": ", what, ": ", cudaGetErrorString(error));
 }
 
+constexpr int kReservedSharedBytes = 1024;  // of an SM's, by the GPU for each thread block
+
 struct Device {
   int multiprocessors = 0, major = 0, minor = 0;
   int sm_shared_bytes = 0, block_shared_bytes = 0;  // the most: of an SM, and of a thread block

@@ -41,8 +41,7 @@ inline int smem_for_one_block(const Launch& launch) {
   return std::min(kSmemForOneBlock, launch.block_shared_bytes() - kStaticTileSmem);
 }
 inline int smem_for_two_blocks(const Launch& launch) {
-  constexpr int reserved = 1024;  // of each block, by the GPU
-  return std::clamp(launch.sm_shared_bytes() / 2 - reserved - kStaticTileSmem, 0,
+  return std::clamp(launch.sm_shared_bytes() / 2 - kReservedSharedBytes - kStaticTileSmem, 0,
                     kSmemForTwoBlocks);
 }
 

@@ -14,7 +14,7 @@ inline OperandView view_of(const Tensor& t, int64_t group, int64_t stride) {
           group < 0 ? 0 : t.stride(group) * item_size(t), t.stride(stride) * item_size(t)};
 }
 
-// By the average: sizes are on the device.
+// On average: sizes are on the device. From 40 rows on, the tiles for few are no faster.
 inline bool has_few_rows(const GroupedGemm& gemm) {
   return gemm.shape.T <= 32 * int64_t{gemm.shape.E};
 }
@@ -36,9 +36,8 @@ void launch_gemm(const Launch& launch, const Operands& operands, const GroupedGe
   const int64_t most = most_tiles<Config>(shape, counts);
   check(most <= std::numeric_limits<int32_t>::max(), launch.op(),
         ": the output has too many tiles for CUDA");
-  constexpr int reserved = 1024;  // of each block, by the GPU
-  const int blocks_per_sm =
-      std::clamp(launch.sm_shared_bytes() / (bytes + reserved), 1, Config::kBlocksPerSm);
+  const int blocks_per_sm = std::clamp(launch.sm_shared_bytes() / (bytes + kReservedSharedBytes), 1,
+                                       Config::kBlocksPerSm);
   const int64_t blocks = std::min<int64_t>(most, launch.multiprocessors() * blocks_per_sm);
   std::optional<Tensor> counter;
   if (most > 2 * blocks) counter = new_tensor(gemm.offs, {8}, ScalarType::Byte);

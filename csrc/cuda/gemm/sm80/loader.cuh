@@ -45,8 +45,7 @@ class Loader {
  public:
   // Until a tile begins, it loads zeros.
   __device__ __forceinline__ Loader() {
-    const int thread = threadIdx.x;
-    const int line = thread / kChunks, chunk = thread % kChunks;
+    const int thread = threadIdx.x, line = thread / kChunks, chunk = thread % kChunks;
     to_ = major == Major::kK ? line * Config::kStageLine + (chunk ^ exchanged_by<Config>(line)) * 16
                              : line * kMajorMNLine + (chunk ^ (line % 8)) * 16;
   }
@@ -54,7 +53,7 @@ class Loader {
   // [first, end): what the tile may read along M or N.
   __device__ __forceinline__ void begin_tile(const OperandView& view, int group,
                                              const WorkTile& tile, int first, int end, int K) {
-    const int thread = threadIdx.x;
+    const int thread = threadIdx.x, line = thread / kChunks, chunk = thread % kChunks;
     const char* base = view.first;
     if constexpr (Config::kKGrouped) {
       if constexpr (Config::kFp8)
@@ -65,7 +64,6 @@ class Loader {
       base += group * view.group_stride;
     }
     if constexpr (major == Major::kK) {
-      const int line = thread / kChunks, chunk = thread % kChunks;
       from_ = base + (first + line) * view.stride + chunk * 16;
       k_left_ = Config::kKGrouped ? tile.k_blocks
                                   : K * static_cast<int>(sizeof(typename Config::A)) - chunk * 16;
@@ -73,7 +71,6 @@ class Loader {
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) valid_ |= (first + line + i * kLinesPerPass < end) << i;
     } else {
-      const int line = thread / kChunks, chunk = thread % kChunks;
       from_ = base + line * view.stride + (first + chunk * 8) * 2;
       k_left_ = (Config::kKGrouped ? tile.k_count : K) - line;
       valid_ = 0;

@@ -116,11 +116,10 @@ class WarpTile {
     for (int k_block = 0; k_block < k_blocks; ++k_block) {
       pipeline_.prepare_load();
       RawFragments<Config> odd;
-      read(odd, 1);
-      pipeline_.load_next();
 #pragma unroll
       for (int step = 0; step < kSteps; step += 2) {
-        if (step > 0) read(odd, step + 1);
+        read(odd, step + 1);
+        if (step == 0) pipeline_.load_next();
         multiply(even_);
         read_after(step + 1);
         multiply(odd);
@@ -139,7 +138,7 @@ class WarpTile {
     constexpr bool all_of_b = RawFragments<Config>::kAllOfB;
     constexpr int b_fragments = Config::kWarpN / 16;
     // Multiplies a step. read_next: reads the next one.
-    const auto multiply = [&](const RawFragments<Config>& from, int k, bool first,
+    const auto multiply = [&](const RawFragments<Config>& from, int step, bool first,
                               const auto& read_next) {
       const uint32_t stage = stage_;
       if (all_of_b) read_next();
@@ -155,7 +154,7 @@ class WarpTile {
       for (int j = 0; j < 2 * b_fragments; ++j) {
         if (!all_of_b && j % 2 == 0) {
           if (j / 2 + 1 < b_fragments)
-            read_b_.read(words[j / 2 + 1], stage + Config::kABytes, j / 2 + 1, k);
+            read_b_.read(words[j / 2 + 1], stage + Config::kABytes, j / 2 + 1, step);
           else
             read_next();
         }
@@ -197,12 +196,12 @@ class WarpTile {
   static constexpr int kSteps = Config::kStageLine / 32;
   static_assert(kSteps % 2 == 0);
 
-  __device__ __forceinline__ void read(RawFragments<Config>& to, int k) const {
+  __device__ __forceinline__ void read(RawFragments<Config>& to, int step) const {
 #pragma unroll
-    for (int i = 0; i < Config::kWarpM / 16; ++i) read_a_.read(to.a[i], stage_, i, k);
+    for (int i = 0; i < Config::kWarpM / 16; ++i) read_a_.read(to.a[i], stage_, i, step);
 #pragma unroll
     for (int j = 0; j < RawFragments<Config>::kOfB; ++j)
-      read_b_.read(to.b[j], stage_ + Config::kABytes, j, k);
+      read_b_.read(to.b[j], stage_ + Config::kABytes, j, step);
   }
 
   __device__ __forceinline__ void promote(const Accumulators<Config>& partial,

@@ -10,7 +10,8 @@
 
 namespace grouped_linear::cuda::sm80 {
 
-// Scales of a k-block: of a's rows, and of b's columns (Scale128x128: the first alone).
+// Scales of a k-block, one for each thread to load: of a's rows, and of b's columns (Scale128x128:
+// the first alone is read).
 template <typename Config>
 struct KBlockScales {
   float rows[Config::kTileM], columns[Config::kThreads - Config::kTileM];
