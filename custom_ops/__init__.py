@@ -26,7 +26,8 @@ from grouped_linear.nn.functional_mlp import grouped_mlp, grouped_mlp_sorted
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.ops import SwiGLU
-from grouped_linear.ops.elementwise import Activation, GeGLU, SquaredReLU
+from grouped_linear.ops.activation import Activation
+from grouped_linear.ops.elementwise import GeGLU, SquaredReLU
 from grouped_linear.quantized.refresh import refresh_weights
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.recipes import (
@@ -34,6 +35,7 @@ from grouped_linear.recipes import (
     DelayedScalingState,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Format,
     MXFP8BlockScaling,
     Recipe,
     update_scales,
@@ -48,6 +50,7 @@ __all__ = [
     "DelayedScalingState",
     "Float8BlockScaling",
     "Float8CurrentScaling",
+    "Format",
     "GeGLU",
     "GroupedLinear",
     "GroupedMLP",

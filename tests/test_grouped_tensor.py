@@ -9,6 +9,7 @@ import io
 import pickle
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -326,11 +327,35 @@ def test_reads_a_pickle_of_version_1() -> None:
 
 def test_refuses_a_pickle_of_a_newer_version(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr(tensor, "PICKLE_VERSION", 2)
+        newer.setattr(tensor, "PICKLE_VERSION", 3)
         saved = pickle.dumps(version_1())
     assert sentence(lambda: pickle.loads(saved)) == (
-        "GroupedTensor: the pickle has version 2, this grouped_linear reads versions up to 1"
+        "GroupedTensor: the pickle has version 3, this grouped_linear reads versions up to 2"
     )
+
+
+@dataclass(frozen=True, repr=False)
+class OwnRecipe(Float8BlockScaling):
+    """A recipe of a user's own, with a field of its own."""
+
+    note: str = ""
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch_save"])
+def test_copies_keep_the_class_of_the_recipe(copied: str) -> None:
+    recipe = OwnRecipe(amax_epsilon=1e-4, note="mine")
+    t = GroupedTensor.quantize(random_weight(), recipe)
+    with torch.serialization.safe_globals([OwnRecipe]):
+        twin = KEPT[copied](t)
+    assert type(twin.recipe) is OwnRecipe
+    assert twin.recipe == recipe
+
+
+def test_a_class_that_torch_does_not_trust() -> None:
+    """torch.load names it, as it does any class of a user's own."""
+    t = GroupedTensor.quantize(random_weight(), OwnRecipe())
+    with pytest.raises(pickle.UnpicklingError, match="OwnRecipe was not an allowed global"):
+        through_torch_save(t)
 
 
 def test_dtype_is_what_it_stands_for() -> None:

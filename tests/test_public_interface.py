@@ -49,6 +49,7 @@ DelayedScaling
 DelayedScalingState
 Float8BlockScaling
 Float8CurrentScaling
+Format
 GeGLU
 GroupedLinear
 GroupedMLP
@@ -93,9 +94,11 @@ ConvertedExperts(name, form, num_experts, num_parameters, path)
 DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
 DelayedScalingState(recipe, num_groups, device=None)
 Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0, share_x_scales=True,
-    wgrad=torch.float8_e4m3fn, requantize_weights=False)
+    wgrad=torch.float8_e4m3fn, *, requantize_weights=False)
 Float8CurrentScaling(power_of_two_scales=False, amax_epsilon=0.0,
-    gradient_dtype=torch.float8_e4m3fn, requantize_weights=False)
+    gradient_dtype=torch.float8_e4m3fn, *, requantize_weights=False)
+Format(dtype=None, scaling=None, power_of_two_scales=False, amax_epsilon=0.0,
+    share_scales=False, wgrad_dtype=None, quantize=None, state=None, records=True)
 GeGLU(approximate='none')
 GroupedLinear(num_gemms, in_features, out_features, bias=True, return_bias=False,
     init_method=None, get_rng_state_tracker=None, rng_tracker_name=None, dtype=None,

@@ -11,16 +11,24 @@ from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.autograd.gemm import multiply, takes_swiglu
-from grouped_linear.ops.activation import SwiGLU
-from grouped_linear.ops.elementwise import Activation
-from grouped_linear.recipes import Operands, OutputMask, QuantizerState, Recipe, Values
-from grouped_linear.recipes.base import SwigluGradOperands, overrides
+from grouped_linear.ops.activation import Activation
+from grouped_linear.recipes import (
+    Format,
+    Layouts,
+    Operands,
+    SwigluGradOperands,
+    SwigluOf,
+    Values,
+    quantize,
+    quantize_grads,
+    quantize_swiglu_grad,
+)
 
 
-class Inside(NamedTuple):
+class MLPConfig(NamedTuple):
     """What lies between the two layers, and how the first one's output is kept."""
 
-    activation: SwiGLU | Activation
+    activation: Activation
     save_in_fp8: bool
     """Keep gate_up for the backward in e4m3, in 1x128 blocks."""
 
@@ -34,9 +42,9 @@ class Saved(NamedTuple):
     """Of 1x128 blocks; None where it is not quantized."""
 
 
-def save(gate_up_RG: Tensor | None, offs_E: Tensor, inside: Inside) -> Saved:
+def save(gate_up_RG: Tensor | None, offs_E: Tensor, config: MLPConfig) -> Saved:
     """Keep gate_up for the backward; None where it needs none."""
-    if gate_up_RG is None or not inside.save_in_fp8:
+    if gate_up_RG is None or not config.save_in_fp8:
         return Saved(gate_up_RG, None)
     quantized = ops.group_quantize(gate_up_RG, offs_E)
     return Saved(quantized.q, quantized.scale)
@@ -50,15 +58,14 @@ def restore(saved: Saved, offs_E: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def gate_up_and_h(
-    recipe: Recipe,
     x: Operands,
     w: Operands,
     offs_E: Tensor,
     bias_EG: Tensor | None,
     rows_R: Tensor | None,
     dtype: torch.dtype,
-    activation: SwiGLU | Activation,
-    state: QuantizerState | None,
+    activation: Activation,
+    format: Format,
     keep_gate_up: bool,
 ) -> tuple[Tensor | None, Operands]:
     """The first layer, and the second one's input; of both in one kernel where there is one.
@@ -68,13 +75,12 @@ def gate_up_and_h(
         w: gate_up_proj.
         rows_R: with x[rows_R[t]] in place of x[t].
         dtype: of activations.
-        state: of the second layer's input.
+        activation: between the two layers.
+        format: of the second layer's input.
         keep_gate_up: whether gate_up is needed. Without it that result may be None.
     """
-    outputs = OutputMask(True, False, False)
-    apart = not overrides(recipe, Recipe, "quantize_swiglu")
-    in_one_kernel = apart and takes_swiglu(x, w.rowwise, w.rowwise_scale, dtype)
-    if in_one_kernel and isinstance(activation, SwiGLU):
+    rowwise, form = Layouts(True, False), activation.swiglu
+    if form is not None and takes_swiglu(x, w.rowwise, w.rowwise_scale, dtype):
         assert isinstance(x.rowwise, Tensor)
         assert isinstance(w.rowwise, Tensor)
         both = ops.grouped_mm_swiglu(
@@ -84,9 +90,9 @@ def gate_up_and_h(
             bias_EG,
             rows_R,
             keep_gate_up=keep_gate_up,
-            activation=activation,
+            activation=form,
         )
-        return both.gate_up, recipe.quantize_input(both.h, offs_E, state, outputs)
+        return both.gate_up, quantize(both.h, format, offs_E, rowwise)
     gate_up_RG = multiply(
         x.rowwise,
         x.rowwise_scale,
@@ -97,14 +103,13 @@ def gate_up_and_h(
         dtype,
         rows=rows_R,
     )
-    if isinstance(activation, SwiGLU):
-        return gate_up_RG, recipe.quantize_swiglu(gate_up_RG, offs_E, activation, state, outputs)
+    if form is not None:
+        return gate_up_RG, quantize(SwigluOf(gate_up_RG, form), format, offs_E, rowwise)
     h_RF = activation.forward(gate_up_RG.float()).to(dtype)
-    return gate_up_RG, recipe.quantize_input(h_RF, offs_E, state, outputs)
+    return gate_up_RG, quantize(h_RF, format, offs_E, rowwise)
 
 
 def grads_of_gate_up(
-    recipe: Recipe,
     dy: Operands,
     rows_R: Tensor | None,
     w: Values | None,
@@ -112,10 +117,10 @@ def grads_of_gate_up(
     gate_up_RG: Tensor,
     weight_R: Tensor,
     offs_E: Tensor,
-    activation: SwiGLU | Activation,
-    h_state: QuantizerState | None,
-    grad_state: QuantizerState | None,
-    outputs: OutputMask,
+    activation: Activation,
+    input: Format,
+    grad_output: Format,
+    layouts: Layouts,
     h_columnwise: bool,
 ) -> SwigluGradOperands:
     """The second layer's dgrad, and the activation's gradient; in one kernel where there is one.
@@ -126,36 +131,36 @@ def grads_of_gate_up(
         w: down_proj for dgrad, and its scales.
         gate_up_RG: the activation's input.
         weight_R: float32, what each row's output is weighted by.
-        outputs: what to return of d_gate_up.
+        activation: between the two layers.
+        input: the format of the second layer's input.
+        grad_output: the format of the gradient of the first layer's output.
+        layouts: what to return of d_gate_up.
         h_columnwise: whether to return h.
     """
-    dtype, states = gate_up_RG.dtype, (h_state, grad_state)
-    apart = not overrides(recipe, Recipe, "quantize_swiglu_grad")
-    in_one_kernel = apart and takes_swiglu(dy, w, w_scale, dtype)
-    if in_one_kernel and isinstance(activation, SwiGLU):
+    dtype, form = gate_up_RG.dtype, activation.swiglu
+    how = input, grad_output, layouts, h_columnwise
+    if form is not None and takes_swiglu(dy, w, w_scale, dtype):
         assert isinstance(dy.rowwise, Tensor)
         assert isinstance(w, Tensor)
         grads = ops.grouped_mm_swiglu_grad(
-            dy.rowwise, w, gate_up_RG, weight_R, offs_E, rows_R, activation=activation
+            dy.rowwise, w, gate_up_RG, weight_R, offs_E, rows_R, activation=form
         )
-        return recipe.quantize_grads(grads, offs_E, *states, outputs, h_columnwise)
+        return quantize_grads(grads, offs_E, *how)
     dh_RF = multiply(dy.rowwise, dy.rowwise_scale, w, w_scale, offs_E, None, dtype, rows=rows_R)
-    if isinstance(activation, SwiGLU):
-        return recipe.quantize_swiglu_grad(
-            dh_RF, gate_up_RG, weight_R, offs_E, activation, *states, outputs, h_columnwise
-        )
+    if form is not None:
+        return quantize_swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, form, *how)
     grads = _grad(activation, dh_RF, gate_up_RG, weight_R)
     del dh_RF  # what is not read again goes, for the peak of an eager step
-    return recipe.quantize_grads(grads, offs_E, *states, outputs, h_columnwise)
+    return quantize_grads(grads, offs_E, *how)
 
 
 def weighted_h(
-    gate_up_RG: Tensor, weight_R: Tensor, offs_E: Tensor, activation: SwiGLU | Activation
+    gate_up_RG: Tensor, weight_R: Tensor, offs_E: Tensor, activation: Activation
 ) -> Tensor:
     """h [R, F] weighted, alone, for the second layer's wgrad."""
-    if isinstance(activation, SwiGLU):
+    if activation.swiglu is not None:
         any_dh_RF = gate_up_RG[:, : gate_up_RG.size(1) // 2]
-        return ops.swiglu_grad(any_dh_RF, gate_up_RG, weight_R, offs_E, activation).h
+        return ops.swiglu_grad(any_dh_RF, gate_up_RG, weight_R, offs_E, activation.swiglu).h
     h_RF = activation.forward(gate_up_RG.float())
     return (weight_R[:, None] * h_RF).to(gate_up_RG.dtype)
 

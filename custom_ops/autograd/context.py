@@ -10,13 +10,15 @@ from grouped_linear.autograd.wgrad import MainGrad, Wgrad
 from grouped_linear.quantized.weight_cache import wait_for_refresh_
 from grouped_linear.recipes import (
     Experts,
-    LayerStates,
+    Layouts,
     Operands,
     QuantizedWeight,
-    QuantizerState,
     Recipe,
     Values,
     is_transposed,
+    quantize_weight,
+    refresh_weight_,
+    weight_for_dgrad,
 )
 
 
@@ -33,8 +35,6 @@ class StoredWeight(NamedTuple):
 class LinearOptions(NamedTuple):
     """What differs from a plain call of a linear layer."""
 
-    states: LayerStates | None = None
-    """Under a recipe with a state."""
     stored: StoredWeight | None = None
     """The quantized weight to read: a layer's cache, or the parameter itself."""
     main_grad: MainGrad | None = None
@@ -85,7 +85,7 @@ class LinearContext(NamedTuple):
         A compiled graph has the separate ops: passes look for them, and an op costs no time there.
         """
         recipe = self.recipe
-        if not recipe.has_linear_op or recipe.requantize_weights or torch.compiler.is_compiling():
+        if not recipe.has_linear_op or torch.compiler.is_compiling():
             return False
         weight = self.weights[0]
         return not (self.options.save_input or weight.dim() == 2 or is_transposed(weight))
@@ -113,12 +113,12 @@ class LinearContext(NamedTuple):
         of a new x nothing.
         """
         recipe, _, weights, options, _ = self
-        state = None if options.states is None else options.states.weight
         if options.stored is None:
-            if not (columnwise and recipe.requantize_weights):
-                return self._quantized(weights, state, columnwise)
-            w = self._quantized(weights, state, columnwise=False)
-            return w._replace(columnwise=weights if weights[0].dim() == 2 else weights[0])
+            later = columnwise and recipe.requantize_weights
+            w = quantize_weight(weights, recipe.weight, Layouts(True, columnwise and not later))
+            if later:
+                w = w._replace(columnwise=weights if weights[0].dim() == 2 else weights[0])
+            return w
         quantized, refresh, waits = options.stored
         if waits and refresh is False:
             q = offs_E if x.rowwise_scale is None else x.rowwise
@@ -127,44 +127,17 @@ class LinearContext(NamedTuple):
         elif waits:
             wait_for_refresh_(quantized.values, None)
         if refresh is not False:
-            flag = None if refresh is True else refresh
-            recipe.refresh_weight_(quantized, weights, state, flag)
+            refresh_weight_(quantized, weights, recipe.weight, None if refresh is True else refresh)
         return quantized.operands(columnwise)
 
     def for_dgrad(self, columnwise: Values, scale: Tensor | None) -> tuple[Values, Tensor | None]:
         """The weight that dgrad multiplies, from what :meth:`weight_operands` gave columnwise."""
         if self.options.stored is None and self.recipe.requantize_weights:
             weights = columnwise if isinstance(columnwise, tuple) else (columnwise,)
-            w = (
-                self._quantized(weights, None, columnwise=True)
-                if weights[0].dim() == 2
-                else self.recipe.requantize_weight(weights[0])
-            )
+            w = quantize_weight(weights, self.recipe.weight, Layouts(False, True))
             assert w.columnwise is not None
             columnwise, scale = w.columnwise, w.columnwise_scale
-        return self.recipe.for_dgrad(columnwise, scale)
-
-    def _quantized(
-        self, weights: Experts, state: QuantizerState | None, columnwise: bool
-    ) -> Operands:
-        if weights[0].dim() == 2:
-            return self.recipe.quantize_weight_list(weights, state, columnwise)
-        return self.recipe.quantize_weight(weights[0], state, columnwise)
-
-    def input_state(self, scale: Tensor | None) -> QuantizerState | None:
-        """x's state in the backward, where x is quantized once more and recorded no more."""
-        return None if scale is None else QuantizerState(scale, None)
-
-    def grad_output_state(self, scale: Tensor | None) -> QuantizerState | None:
-        """dy's state in the backward, with the scale that the forward saved.
-
-        It is saved so that an update between forward and backward raises; amax only ever grows.
-        """
-        states = self.options.states
-        if states is None:
-            return None
-        assert scale is not None
-        return QuantizerState(scale, states.grad_output.amax)
+        return weight_for_dgrad(columnwise, scale, self.recipe.weight)
 
     def wgrad(
         self,

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grouped_linear import ops
 from grouped_linear.autograd.context import LinearContext
 from grouped_linear.autograd.gemm import multiply
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
-from grouped_linear.autograd.saved import saved_tensors
+from grouped_linear.autograd.saved import saved_tensors, scale_of
 from grouped_linear.autograd.wgrad import needs_grad_now
-from grouped_linear.recipes import UNQUANTIZED, OutputMask
+from grouped_linear.recipes import Layouts, quantize
 
 
 class GroupedLinearFunction(torch.autograd.Function):
@@ -49,19 +50,29 @@ class GroupedLinearFunction(torch.autograd.Function):
         bias = None if bias_EN is None else bias_EN.to(x_TK.dtype)
         if offs_E is None:
             assert m_splits_E is not None
-            y, offs_E, *x_for_wgrad, w_t, w_scale = recipe.linear(
-                x_TK, context.weights[0], m_splits_E, bias, need_weight, need_x
+            x_format, in_fp8 = recipe.input, recipe.input.wgrad_dtype is None
+            y, offs_E, x_t, x_t_scale, w_t, w_scale = ops.block_scaled_linear(
+                x_TK,
+                context.weights[0],
+                m_splits_E,
+                bias,
+                amax_epsilon=x_format.epsilon,
+                power_of_two_scales=x_format.power_of_two_scales,
+                share_scales=x_format.share_scales,
+                columnwise_x=need_weight and in_fp8,
+                columnwise_w=need_x,
             )
-            ctx.save_for_backward(offs_E, None, *x_for_wgrad, w_scale, w_t)
+            if need_weight and not in_fp8:
+                x_t = x_TK.to(x_format.wgrad_dtype)
+            ctx.save_for_backward(offs_E, None, x_t, x_t_scale, w_scale, w_t)
             return y
-        x_state, _, dy_state = options.states or (None, None, None)
         columnwise_now = need_weight and not options.save_input
-        x = recipe.quantize_input(x_TK, offs_E, x_state, OutputMask(True, columnwise_now, False))
+        x = quantize(x_TK, recipe.input, offs_E, Layouts(True, columnwise_now))
         w = context.weight_operands(x, offs_E, need_x)
         saved_x = x_TK if options.save_input and need_weight else x.columnwise
         ctx.save_for_backward(
             offs_E,
-            None if dy_state is None else dy_state.scale,
+            scale_of(recipe.grad_output),
             saved_x,
             x.columnwise_scale,
             w.columnwise_scale,
@@ -82,27 +93,25 @@ class GroupedLinearFunction(torch.autograd.Function):
             edges = slice(-len(need_weights), None)
             need_weights = list(needs_grad_now(ctx, need_weights, edges))
         need_weight = any(need_weights)
-        offs_E, dy_scale, x, x_scale, w_scale, *w = saved_tensors(ctx, "grouped_linear")
+        offs_E, _, x, x_scale, w_scale, *w = saved_tensors(ctx, "grouped_linear")
         if (need_x or need_weight) and context.has_one_op_backward:
-            dx_TK, dw_ENK, db_EN = context.recipe.linear_grad(
+            dtype, format = context.weights[0].dtype, context.recipe.grad_output
+            dx_TK, dw_ENK, db_EN = ops.block_scaled_linear_grad(
                 dy_TN,
                 offs_E,
-                (x, x_scale) if need_weight else (None, None),
-                (w[0], w_scale) if need_x else (None, None),
-                need_bias,
-                context.weights[0].dtype,
+                *((x, x_scale) if need_weight else (None, None)),
+                *((w[0], w_scale) if need_x else (None, None)),
+                amax_epsilon=format.epsilon,
+                power_of_two_scales=format.power_of_two_scales,
+                bias_grad=need_bias,
+                out_dtype=None if dtype is dy_TN.dtype else dtype,
             )
             if db_EN is not None:
                 db_EN = db_EN.to(ctx.bias_dtype)
             return None, dx_TK, db_EN, None, None, dw_ENK
-        # For the bias alone nothing is quantized.
-        recipe = context.recipe if need_x or need_weight else UNQUANTIZED
-        dy = recipe.quantize_grad_output(
-            dy_TN,
-            offs_E,
-            context.grad_output_state(dy_scale),
-            OutputMask(need_x, need_weight, need_bias),
-        )
+        recipe = context.recipe
+        layouts = Layouts(need_x, need_weight, need_bias)
+        dy = quantize(dy_TN, recipe.grad_output, offs_E, layouts)
         dx_TK = db_EN = None
         dws: tuple[Tensor | None, ...] = (None,) * len(need_weights)
         if need_x:
@@ -111,8 +120,8 @@ class GroupedLinearFunction(torch.autograd.Function):
                 dy.rowwise, dy.rowwise_scale, *weight, offs_E, None, dy_TN.dtype, transpose_b=True
             )
         if need_weight:
-            if options.save_input:  # refused by the layer under a recipe with a state
-                x_t = recipe.quantize_input(x, offs_E, None, OutputMask(False, True, False))
+            if options.save_input:
+                x_t = quantize(x, recipe.input, offs_E, Layouts(False, True, again=True))
                 x, x_scale = x_t.columnwise, x_t.columnwise_scale
             wgrad = context.wgrad(dy, x, x_scale, offs_E)
             if options.deferred_wgrad is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.autograd.activation import (
-    Inside,
+    MLPConfig,
     Saved,
     gate_up_and_h,
     grads_of_gate_up,
@@ -23,9 +23,9 @@ from grouped_linear.autograd.context import LinearContext
 from grouped_linear.autograd.gemm import multiply
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
 from grouped_linear.autograd.routing import rows_of
-from grouped_linear.autograd.saved import saved_tensors
+from grouped_linear.autograd.saved import saved_tensors, scale_of
 from grouped_linear.autograd.wgrad import needs_grad_now
-from grouped_linear.recipes import OutputMask
+from grouped_linear.recipes import Layouts, quantize, quantize_for_gemms
 
 
 class GroupedMLPFunction(torch.autograd.Function):
@@ -44,7 +44,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         ctx: Any,
         gate_up_context: LinearContext,
         down_context: LinearContext,
-        inside: Inside,
+        config: MLPConfig,
         x_TH: Tensor,
         weight_TC: Tensor | None,
         gate_up_EGH: Tensor,
@@ -56,9 +56,9 @@ class GroupedMLPFunction(torch.autograd.Function):
         """Gather, compute two GEMMs an expert, sum with weights.
 
         Args:
-            gate_up_context: of the first GEMM. Its recipe is also the second's.
+            gate_up_context: of the first GEMM.
             down_context: of the second GEMM.
-            inside: what lies between them.
+            config: what lies between them.
             gate_up_EGH: the tensor whose gradient the first wgrad returns.
             down_EHF: the tensor whose gradient the second wgrad returns.
             weight_TC: the routing weights; of rows that come sorted [R], or None.
@@ -67,35 +67,31 @@ class GroupedMLPFunction(torch.autograd.Function):
         needed = [gate_up_context.grad_enabled and need for need in ctx.needs_input_grad[3:9]]
         need_x, need_weight, need_gate_up, need_down, need_gate_up_bias, _ = needed
         need_dh = need_x or need_weight or need_gate_up or need_gate_up_bias
-        recipe = gate_up_context.recipe
+        of_gate_up, of_down = gate_up_context.recipe, down_context.recipe
         routing = rows_of(routing_tensors)
         offs_E, dtype = routing.offs, x_TH.dtype
-        x_state, _, d_gate_up_state = gate_up_context.options.states or (None, None, None)
-        h_state, _, dy_state = down_context.options.states or (None, None, None)
 
-        outputs = OutputMask(True, False, False)
-        rows_R: Tensor | None = routing.token
-        x = routing.quantize_tokens(recipe, x_TH, gate_up_EGH.size(1))
-        if x is None:
-            x, rows_R = routing.quantize_input(recipe, x_TH, x_state, outputs), None
+        rowwise, columns = Layouts(True, False), gate_up_EGH.size(1)
+        x, rows_R, _ = quantize_for_gemms(
+            routing.source(x_TH), of_gate_up.input, offs_E, rowwise, columns
+        )
         gate_up = gate_up_context.weight_operands(x, offs_E, columnwise=need_x)
         biases = gate_up_bias_EG, down_bias_EH
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
         gate_up_bias_EG, down_bias_EH = (None if b is None else b.to(dtype) for b in biases)
         need_saved = need_dh or need_down
         gate_up_RG, h = gate_up_and_h(
-            recipe,
             x,
             gate_up,
             offs_E,
             gate_up_bias_EG,
             rows_R,
             dtype,
-            inside.activation,
-            h_state,
+            config.activation,
+            of_down.input,
             need_saved,
         )
-        saved = save(gate_up_RG if need_saved else None, offs_E, inside)
+        saved = save(gate_up_RG if need_saved else None, offs_E, config)
         del gate_up_RG, x  # what is not read again goes, for the peak of an eager step
         down = down_context.weight_operands(h, offs_E, columnwise=need_dh)
         y_RH = multiply(
@@ -108,10 +104,10 @@ class GroupedMLPFunction(torch.autograd.Function):
             dtype,
         )
 
-        ctx.activation, ctx.num_routing = inside.activation, len(routing)
+        ctx.activation, ctx.num_routing = config.activation, len(routing)
         ctx.features = down_EHF.size(2)
         ctx.contexts = gate_up_context.for_backward(), down_context.for_backward()
-        states = x_state, d_gate_up_state, h_state, dy_state
+        formats = of_gate_up.input, of_gate_up.grad_output, of_down.input, of_down.grad_output
         ctx.save_for_backward(
             *routing,
             weight_TC,
@@ -119,7 +115,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             *saved,
             down_bias_EH if need_dh else None,
             *(t for w in (gate_up, down) for t in (w.columnwise, w.columnwise_scale)),
-            *(None if state is None else state.scale for state in states),
+            *map(scale_of, formats),
         )
         return routing.combine(y_RH, weight_TC)
 
@@ -139,11 +135,9 @@ class GroupedMLPFunction(torch.autograd.Function):
         saved = saved_tensors(ctx, "grouped_mlp")
         routing, saved = rows_of(saved[: ctx.num_routing]), saved[ctx.num_routing :]
         weight_TC, x_TH, *saved_gate_up, down_bias_EH = saved[:5]
-        gate_up, gate_up_scale, down, down_scale, *state_scales = saved[5:]
-        x_state, h_state = map(gate_up_context.input_state, state_scales[::2])
-        d_gate_up_state = gate_up_context.grad_output_state(state_scales[1])
-        dy_state = down_context.grad_output_state(state_scales[3])
-        offs_E, dtype, recipe = routing.offs, d_out_TH.dtype, gate_up_context.recipe
+        gate_up, gate_up_scale, down, down_scale = saved[5:9]
+        of_gate_up, of_down = gate_up_context.recipe, down_context.recipe
+        offs_E, dtype = routing.offs, d_out_TH.dtype
 
         d_weight_TC = dx_TH = d_gate_up_EGH = d_down_EHF = None
         d_gate_up_bias_EG = d_down_bias_EH = None
@@ -153,15 +147,13 @@ class GroupedMLPFunction(torch.autograd.Function):
         need_dh = need_x or need_weight or need_gate_up or need_gate_up_bias
         weight_R = routing.weights(weight_TC, d_out_TH)
         if need_dh or need_down:
-            outputs = OutputMask(need_dh, need_down, False)
-            dy, dy_rows_R, wgrad_rows_R = routing.quantize_grad_output(
-                recipe, d_out_TH, dy_state, outputs, ctx.features
+            layouts, source = Layouts(need_dh, need_down), routing.source(d_out_TH)
+            dy, dy_rows_R, wgrad_rows_R = quantize_for_gemms(
+                source, of_down.grad_output, offs_E, layouts, ctx.features
             )
         if need_dh:
             w, w_scale = down_context.for_dgrad(down, down_scale)
-            outputs = OutputMask(need_x, need_gate_up, need_gate_up_bias)
             d_gate_up, h, d_weight_R = grads_of_gate_up(
-                recipe,
                 dy,
                 dy_rows_R,
                 w,
@@ -170,16 +162,16 @@ class GroupedMLPFunction(torch.autograd.Function):
                 weight_R,
                 offs_E,
                 ctx.activation,
-                h_state,
-                d_gate_up_state,
-                outputs,
+                of_down.input,
+                of_gate_up.grad_output,
+                Layouts(need_x, need_gate_up, need_gate_up_bias),
                 need_down,
             )
         elif need_down:
             gate_up_RG = restore(Saved(*saved_gate_up), offs_E, dtype)
             h_RF = weighted_h(gate_up_RG, weight_R, offs_E, ctx.activation)
             del gate_up_RG
-            h = recipe.quantize_input(h_RF, offs_E, h_state, OutputMask(False, True, False))
+            h = quantize(h_RF, of_down.input, offs_E, Layouts(False, True, again=True))
         if need_down:
             assert isinstance(h.columnwise, Tensor)
             wgrad = down_context.wgrad(dy, h.columnwise, h.columnwise_scale, offs_E, wgrad_rows_R)
@@ -189,8 +181,8 @@ class GroupedMLPFunction(torch.autograd.Function):
             d_weight_TC = routing.gradient_of_weights(d_weight_R, d_out_TH, down_bias_EH)
             d_weight_TC = d_weight_TC.to(weight_TC.dtype)
         if need_gate_up:
-            outputs = OutputMask(False, True, False)
-            x = routing.quantize_input(recipe, x_TH, x_state, outputs)
+            layouts = Layouts(False, True, again=True)
+            x = quantize(routing.source(x_TH), of_gate_up.input, offs_E, layouts)
             assert isinstance(x.columnwise, Tensor)
             wgrad = gate_up_context.wgrad(d_gate_up, x.columnwise, x.columnwise_scale, offs_E)
             (d_gate_up_EGH,) = wgrad.compute()

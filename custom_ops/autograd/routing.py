@@ -13,7 +13,7 @@ from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
-from grouped_linear.recipes import Operands, OutputMask, QuantizerState, Recipe
+from grouped_linear.recipes import Gathered
 
 
 def sum_of_rows(y_RH: Tensor, row_TC: Tensor, weight_TC: Tensor | None = None) -> Tensor:
@@ -57,53 +57,12 @@ def _dot_of_biases(d_out_TH: Tensor, bias_EH: Tensor, row_TC: Tensor, offs_E: Te
     return ops.gather_dot(d_out_TH, bias_EH, experts_TC)
 
 
-class GradOfOutputs(NamedTuple):
-    """The gradient of each row's unweighted output; with `rows`, of token rows[t] in place of t."""
-
-    dy: Operands
-    rows: Tensor | None = None
-    """Of dy's rowwise operand."""
-    columnwise_rows: Tensor | None = None
-    """Of its columnwise one."""
-
-
 class ChosenRows(ops.SortedByExpert):
     """The rows of an expert layer: each token's, once for every expert chosen for it."""
 
-    def quantize_tokens(self, recipe: Recipe, x_TH: Tensor, columns: int) -> Operands | None:
-        """x for an fprop that gathers its rows; see :meth:`Recipe.quantize_tokens`."""
-        return recipe.quantize_tokens(x_TH, columns)
-
-    def quantize_input(
-        self, recipe: Recipe, x_TH: Tensor, state: QuantizerState | None, outputs: OutputMask
-    ) -> Operands:
-        """x of each row, prepared for GEMMs."""
-        return recipe.quantize_gathered(x_TH, self, state, outputs)
-
-    def quantize_grad_output(
-        self,
-        recipe: Recipe,
-        d_out_TH: Tensor,
-        state: QuantizerState | None,
-        outputs: OutputMask,
-        columns: int,
-    ) -> GradOfOutputs:
-        """The gradient of each row's unweighted output, prepared for GEMMs.
-
-        Args:
-            columns: of dgrad's output.
-        """
-        tokens = None
-        if outputs.rowwise:
-            tokens = recipe.quantize_grad_tokens(d_out_TH, columns, outputs.columnwise)
-        if tokens is None:
-            return GradOfOutputs(recipe.quantize_gathered_grad(d_out_TH, self, state, outputs))
-        if not outputs.columnwise or tokens.columnwise is not None:
-            return GradOfOutputs(tokens, self.token, self.token)
-        for_wgrad = OutputMask(False, True, False)
-        rows = recipe.quantize_gathered_grad(d_out_TH, self, state, for_wgrad)
-        dy = Operands(*tokens[:2], rows.columnwise, rows.columnwise_scale)
-        return GradOfOutputs(dy, self.token)
+    def source(self, x_TH: Tensor) -> Gathered:
+        """The rows of tokens, or of their gradients, which whoever quantizes them may gather."""
+        return Gathered(x_TH, self)
 
     def combine(self, y_RH: Tensor, weight_TC: Tensor | None) -> Tensor:
         """Sum each token's rows, weighted or not."""
@@ -143,26 +102,9 @@ class SortedRows(NamedTuple):
         """Rows are where they belong."""
         return None
 
-    def quantize_tokens(self, recipe: Recipe, x_RH: Tensor, columns: int) -> Operands | None:
-        """None: nothing is gathered."""
-        return None
-
-    def quantize_input(
-        self, recipe: Recipe, x_RH: Tensor, state: QuantizerState | None, outputs: OutputMask
-    ) -> Operands:
-        """x, prepared for GEMMs."""
-        return recipe.quantize_input(x_RH, self.offs, state, outputs)
-
-    def quantize_grad_output(
-        self,
-        recipe: Recipe,
-        d_out_RH: Tensor,
-        state: QuantizerState | None,
-        outputs: OutputMask,
-        columns: int,
-    ) -> GradOfOutputs:
-        """The gradient of the unweighted outputs, prepared for GEMMs."""
-        return GradOfOutputs(recipe.quantize_grad_output(d_out_RH, self.offs, state, outputs))
+    def source(self, x_RH: Tensor) -> Tensor:
+        """The rows, as they are."""
+        return x_RH
 
     def combine(self, y_RH: Tensor, weight_R: Tensor | None) -> Tensor:
         """The rows, weighted or not."""

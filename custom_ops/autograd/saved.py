@@ -3,6 +3,9 @@
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from grouped_linear.recipes import Format
 
 OVERWRITTEN = "modified by an inplace operation"
 
@@ -26,3 +29,13 @@ def saved_tensors(ctx: Any, layer: str) -> Any:
             "call update_scales, step the optimizer and fill weight caches after a step's last "
             "backward"
         ) from error
+
+
+def scale_of(format: Format) -> Tensor | None:
+    """The scales that a format reads from a state, to be saved with what the backward reads.
+
+    The backward reads them from the state. They are saved so that an update between a forward and
+    its backward raises.
+    """
+    scale: Tensor | None = None if format.state is None else format.state.scale
+    return scale

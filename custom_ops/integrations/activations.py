@@ -12,8 +12,8 @@ from transformers.activations import (
 )
 from transformers.integrations.moe import _default_apply_gate
 
-from grouped_linear.ops import SwiGLU
-from grouped_linear.ops.elementwise import Activation, GeGLU, SquaredReLU
+from grouped_linear.ops.activation import Activation, SwiGLU
+from grouped_linear.ops.elementwise import GeGLU, SquaredReLU
 
 # Classes of transformers whose own _apply_gate is a form of SwiGLU, and the names of the attributes
 # for alpha and the limit. With an alpha, 1 is added to up.
@@ -30,7 +30,7 @@ SWIGLU_FORMS = {
 }
 
 
-def activation_of(experts: Any) -> SwiGLU | Activation | None:
+def activation_of(experts: Any) -> Activation | None:
     """The activation that grouped_mlp can compute in the experts' place.
 
     None for any other, or if a norm follows the second layer.

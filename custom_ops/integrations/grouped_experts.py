@@ -20,7 +20,7 @@ from grouped_linear.nn.functional import check_whole, grouped_linear, is_dtensor
 from grouped_linear.nn.functional_mlp import grouped_mlp_sorted
 from grouped_linear.ops.activation import PLAIN, SwiGLU
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.recipes import Recipe
+from grouped_linear.recipes import Recipe, new_state
 
 GPT_OSS_ALPHA = 1.702  # torchtitan has the number in its code, and swiglu_limit in the module
 
@@ -168,7 +168,7 @@ def convert_grouped_experts(
     """
     if recipe is not None and recipe.has_state:
         w = module.get_parameter(form.weights[0])
-        states = (recipe.new_state(len(w), w.device) for _ in form.weights)
+        states = (new_state(recipe, len(w), w.device) for _ in form.weights)
         module.scaling_states = nn.ModuleList(state for state in states if state is not None)
     if quantized is not None:
         for name in form.weights:
@@ -213,7 +213,7 @@ class GroupedForward:
 
             def weight(i: int) -> Any:
                 weight, state = local(getattr(self, form.weights[i])), states[i]
-                held = None if state is None else len(state.quantizer_states().weight.scale)
+                held = None if state is None else len(state.weight.scale)
                 if held is not None and len(weight) != held:
                     raise ValueError(
                         f"{type(self).__name__}: {type(recipe).__name__} holds scales of "
@@ -226,7 +226,7 @@ class GroupedForward:
                         "and expert parallelism make parameters of high precision, so convert "
                         "without weights in FP8"
                     )
-                if recipe is None or not recipe.reads_any_weight_dtype:
+                if recipe is None or not recipe.weight.reads_any_dtype:
                     weight = weight.to(x.dtype)
                 return weight.flatten(1, 2) if weight.dim() == 4 else weight
 

@@ -25,7 +25,7 @@ from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS,
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from grouped_linear import ops
-from grouped_linear.autograd.activation import Inside
+from grouped_linear.autograd.activation import MLPConfig
 from grouped_linear.autograd.context import PLAIN_CALL, LinearOptions, StoredWeight
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from grouped_linear.integrations.activations import activation_of
@@ -177,8 +177,8 @@ def _experts_forward(
         (gate_up, of_gate_up), (down, of_down) = weight(first), weight("down_proj")
         routed, options = (hidden_states, top_k_weights, top_k_index), (of_gate_up, of_down)
         biases = bias(first), bias("down_proj")
-        inside = Inside(activation, save_gate_up_in_fp8)
-        y_TH = apply_mlp(*routed, (gate_up, down), biases, recipe, options, inside)
+        config = MLPConfig(activation, save_gate_up_in_fp8)
+        y_TH = apply_mlp(*routed, (gate_up, down), biases, (recipe, recipe), config, options)
         return y_TH.to(hidden_states.dtype)
     if save_gate_up_in_fp8:
         raise ValueError(

@@ -22,7 +22,7 @@ from grouped_linear.nn.options import check_recipe
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import is_dtensor as is_dtensor
 from grouped_linear.quantized.weight import quantized_weight_of
-from grouped_linear.recipes import UNQUANTIZED, Experts, Recipe, RecipeState
+from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Experts, Recipe
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -36,7 +36,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def autocast_weights(weights: Experts, recipe: Recipe, dtype: torch.dtype) -> Experts:
     """Cast weights to autocast's dtype, unless the recipe's quantizer reads any dtype."""
     w = weights[0]
-    if recipe.reads_any_weight_dtype or w.dtype not in ACTIVATIONS or w.dtype == dtype:
+    if recipe.weight.reads_any_dtype or w.dtype not in ACTIVATIONS or w.dtype == dtype:
         return weights
     return tuple(w.to(dtype) for w in weights)
 
@@ -63,7 +63,7 @@ def check_dtypes(op: str, x: Tensor, name: str, w: Tensor, recipe: Recipe) -> No
         raise RuntimeError(
             f"{op}: x must be bfloat16, float16 or float32, got {dtype_name(x.dtype)}"
         )
-    if x.dtype != w.dtype and not recipe.reads_any_weight_dtype:
+    if x.dtype != w.dtype and not recipe.weight.reads_any_dtype:
         raise RuntimeError(
             f"{op}: x is {dtype_name(x.dtype)}, {name} {dtype_name(w.dtype)}: "
             "cast one of them, or use torch.autocast"
@@ -127,7 +127,7 @@ def grouped_linear(
     m_splits: Tensor | Sequence[int],
     bias: Tensor | None = None,
     recipe: Recipe | None = None,
-    state: RecipeState | None = None,
+    state: DelayedScalingState | None = None,
 ) -> Tensor:
     """Apply to each group of rows its own linear layer. Differentiable.
 
@@ -176,8 +176,8 @@ def grouped_linear(
         )
     if state is not None and not has_state:
         raise ValueError(f"grouped_linear: state needs a recipe that has one, got recipe {recipe}")
-    options = PLAIN_CALL if state is None else LinearOptions(state.quantizer_states())
-    return apply_layer(x, (weight,), bias, m_splits, recipe, options)
+    of_call = recipe if state is None else state.of_call()
+    return apply_layer(x, (weight,), bias, m_splits, of_call)
 
 
 def _check_call(

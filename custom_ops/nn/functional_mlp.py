@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grouped_linear import ops
-from grouped_linear.autograd.activation import Inside
+from grouped_linear.autograd.activation import MLPConfig
 from grouped_linear.autograd.context import (
     PLAIN_CALL,
     LinearContext,
@@ -33,25 +33,16 @@ from grouped_linear.nn.functional import (
     splits_on,
 )
 from grouped_linear.nn.options import check_flags, check_recipe
-from grouped_linear.ops.activation import GELU_TANH, PLAIN, SwiGLU
-from grouped_linear.ops.elementwise import Activation, GeGLU
+from grouped_linear.ops.activation import PLAIN, Activation
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import quantized_weight_of
-from grouped_linear.recipes import UNQUANTIZED, Recipe, RecipeState
+from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Recipe
 
 
-def check_activation(op: str, activation: SwiGLU | Activation) -> None:
+def check_activation(op: str, activation: Activation) -> None:
     """Raise ValueError for what is no activation."""
-    if not isinstance(activation, SwiGLU | Activation):
+    if not isinstance(activation, Activation):
         raise ValueError(f"{op}: activation must be a SwiGLU or an Activation, got {activation!r}")
-
-
-def _fused(op: str, inside: Inside) -> Inside:
-    """Check the activation, and take GeGLU with tanh as the form of SwiGLU that it is."""
-    check_activation(op, inside.activation)
-    if type(inside.activation) is GeGLU and inside.activation.approximate == "tanh":
-        return inside._replace(activation=GELU_TANH)
-    return inside
 
 
 def grouped_mlp(
@@ -61,11 +52,11 @@ def grouped_mlp(
     gate_up_proj: Tensor,
     down_proj: Tensor,
     recipe: Recipe | None = None,
-    state: tuple[RecipeState, RecipeState] | None = None,
+    state: tuple[DelayedScalingState, DelayedScalingState] | None = None,
     *,
     gate_up_proj_bias: Tensor | None = None,
     down_proj_bias: Tensor | None = None,
-    activation: SwiGLU | Activation = PLAIN,
+    activation: Activation = PLAIN,
     max_rows: int | None = None,
     save_gate_up_in_fp8: bool = False,
 ) -> Tensor:
@@ -134,18 +125,15 @@ def grouped_mlp(
     torch.Size([5, 16])
     """
     check_flags("grouped_mlp", save_gate_up_in_fp8=save_gate_up_in_fp8)
-    options = _options_of("grouped_mlp", recipe, state)
-    w, biases = (gate_up_proj, down_proj), (gate_up_proj_bias, down_proj_bias)
     return apply_mlp(
         x,
         top_k_weights,
         top_k_index,
-        w,
-        biases,
-        recipe,
-        options,
-        Inside(activation, save_gate_up_in_fp8),
-        max_rows,
+        (gate_up_proj, down_proj),
+        (gate_up_proj_bias, down_proj_bias),
+        _recipes_of("grouped_mlp", recipe, state),
+        MLPConfig(activation, save_gate_up_in_fp8),
+        max_rows=max_rows,
     )
 
 
@@ -156,11 +144,11 @@ def grouped_mlp_sorted(
     down_proj: Tensor,
     row_weights: Tensor | None = None,
     recipe: Recipe | None = None,
-    state: tuple[RecipeState, RecipeState] | None = None,
+    state: tuple[DelayedScalingState, DelayedScalingState] | None = None,
     *,
     gate_up_proj_bias: Tensor | None = None,
     down_proj_bias: Tensor | None = None,
-    activation: SwiGLU | Activation = PLAIN,
+    activation: Activation = PLAIN,
     save_gate_up_in_fp8: bool = False,
 ) -> Tensor:
     """Send each group of rows through its expert. Differentiable.
@@ -209,26 +197,22 @@ def grouped_mlp_sorted(
         row_weights,
         (gate_up_proj, down_proj),
         (gate_up_proj_bias, down_proj_bias),
-        recipe,
-        _options_of("grouped_mlp_sorted", recipe, state),
-        Inside(activation, save_gate_up_in_fp8),
+        _recipes_of("grouped_mlp_sorted", recipe, state),
+        MLPConfig(activation, save_gate_up_in_fp8),
     )
 
 
-def _options_of(
-    op: str, recipe: Recipe | None, state: tuple[RecipeState, RecipeState] | None
-) -> tuple[LinearOptions, LinearOptions]:
-    """The options of both layers in a call without a module."""
+def _recipes_of(
+    op: str, recipe: Recipe | None, state: tuple[DelayedScalingState, DelayedScalingState] | None
+) -> tuple[Recipe | None, Recipe | None]:
+    """The recipes of both layers in a call without a module."""
     check_recipe(op, recipe)
     if (state is not None) != (recipe is not None and recipe.has_state):
         raise ValueError(
             f"{op}: a recipe that has a state, and no other, takes two of them, "
             f"got recipe {recipe} and state {state}"
         )
-    if state is None:
-        return PLAIN_CALL, PLAIN_CALL
-    gate_up, down = state
-    return LinearOptions(gate_up.quantizer_states()), LinearOptions(down.quantizer_states())
+    return (recipe, recipe) if state is None else (state[0].of_call(), state[1].of_call())
 
 
 def _check_choices(
@@ -306,7 +290,7 @@ def _contexts(
     x_TH: Tensor,
     leaves: tuple[Tensor | None, ...],
     projections: tuple[Tensor, Tensor],
-    recipe: Recipe | None,
+    recipes: tuple[Recipe | None, Recipe | None],
     options: tuple[LinearOptions, LinearOptions],
     dtype: torch.dtype | None,
 ) -> tuple[list[LinearContext], list[Tensor]]:
@@ -316,15 +300,15 @@ def _contexts(
         leaves: with the gradient of any of these the second layer's dgrad runs; the first is x.
         dtype: autocast's, or None.
     """
-    not_none = UNQUANTIZED if recipe is None else recipe
     grad_enabled = torch.is_grad_enabled()
     need_dh = grad_enabled and any(t is not None and t.requires_grad for t in leaves)
     need_x = grad_enabled and leaves[0] is not None and leaves[0].requires_grad
     contexts, grad_inputs = [], []
-    for name, w, given, columnwise in zip(
-        ("gate_up_proj", "down_proj"), projections, options, (need_x, need_dh), strict=True
+    names, needed = ("gate_up_proj", "down_proj"), (need_x, need_dh)
+    for name, w, recipe, given, columnwise in zip(
+        names, projections, recipes, options, needed, strict=True
     ):
-        own = given
+        own, not_none = given, UNQUANTIZED if recipe is None else recipe
         if isinstance(w, GroupedTensor):
             quantized = quantized_weight_of(op, w, recipe, columnwise)
             own = given._replace(stored=StoredWeight(quantized))
@@ -341,9 +325,9 @@ def apply_mlp(
     top_k_index: Tensor,
     projections: tuple[Tensor, Tensor],
     biases: tuple[Tensor | None, Tensor | None],
-    recipe: Recipe | None,
-    options: tuple[LinearOptions, LinearOptions],
-    inside: Inside,
+    recipes: tuple[Recipe | None, Recipe | None],
+    config: MLPConfig,
+    options: tuple[LinearOptions, LinearOptions] = (PLAIN_CALL, PLAIN_CALL),
     max_rows: int | None = None,
     dispatcher: TokenDispatcher | None = None,
 ) -> Tensor:
@@ -355,24 +339,24 @@ def apply_mlp(
         top_k_index: [..., C].
         projections: gate_up_proj [E, G, H] and down_proj [E, H, F].
         biases: of both, [E, G] and [E, H], or None.
-        recipe: how the GEMMs are computed.
+        recipes: how the GEMMs of gate_up_proj and of down_proj are computed.
+        config: what lies between the two layers.
         options: what differs from a plain call, of gate_up_proj and of down_proj.
-        inside: what lies between the two layers.
         max_rows: see :func:`grouped_mlp`; with a dispatcher it decides.
         dispatcher: where the experts of `projections` are those of one process of several.
     """
-    inside = _fused("grouped_mlp", inside)
+    check_activation("grouped_mlp", config.activation)
     names = "x", "top_k_weights", "top_k_index", "gate_up_proj", "down_proj"
     check_tensors("grouped_mlp", names, (x, top_k_weights, top_k_index, *projections))
     dtype = autocast_dtype(x.device)
     x_TH = as_rows("grouped_mlp", x)
     _check_choices(x, top_k_weights, top_k_index, max_rows)
-    _check_weights("grouped_mlp", x_TH, projections, biases, inside.activation.gated)
+    _check_weights("grouped_mlp", x_TH, projections, biases, config.activation.gated)
     if dtype is not None and x.dtype in ACTIVATIONS:
         x_TH = x_TH.to(dtype)
     leaves = x, top_k_weights, projections[0], biases[0]
     contexts, grad_inputs = _contexts(
-        "grouped_mlp", x_TH, leaves, projections, recipe, options, dtype
+        "grouped_mlp", x_TH, leaves, projections, recipes, options, dtype
     )
     index_TC = top_k_index.reshape(-1, top_k_index.size(-1))
     weights_TC = top_k_weights.reshape(-1, top_k_weights.size(-1))
@@ -386,7 +370,7 @@ def apply_mlp(
     # A choice of no expert points to a row of zeros, which a weight of NaN would spoil.
     weights_TC = weights_TC.masked_fill(routing.row >= routing.offs[-1], 0)
     y_TH: Tensor = GroupedMLPFunction.apply(
-        *contexts, inside, x_TH, weights_TC, *grad_inputs, *biases, *routing
+        *contexts, config, x_TH, weights_TC, *grad_inputs, *biases, *routing
     )
     if dispatcher is not None and dispatched is not None:
         y_TH = dispatcher.combine(y_TH, dispatched)
@@ -399,9 +383,9 @@ def apply_mlp_sorted(
     row_weights: Tensor | None,
     projections: tuple[Tensor, Tensor],
     biases: tuple[Tensor | None, Tensor | None],
-    recipe: Recipe | None,
-    options: tuple[LinearOptions, LinearOptions],
-    inside: Inside,
+    recipes: tuple[Recipe | None, Recipe | None],
+    config: MLPConfig,
+    options: tuple[LinearOptions, LinearOptions] = (PLAIN_CALL, PLAIN_CALL),
 ) -> Tensor:
     """Compute :func:`grouped_mlp_sorted` with the options that :class:`GroupedMLP` has besides.
 
@@ -411,17 +395,17 @@ def apply_mlp_sorted(
         row_weights: [R] or None.
         projections: gate_up_proj [E, G, H] and down_proj [E, H, F].
         biases: of both, [E, G] and [E, H], or None.
-        recipe: how the GEMMs are computed.
+        recipes: how the GEMMs of gate_up_proj and of down_proj are computed.
+        config: what lies between the two layers.
         options: what differs from a plain call, of gate_up_proj and of down_proj.
-        inside: what lies between the two layers.
     """
     op = "grouped_mlp_sorted"
-    inside = _fused(op, inside)
+    check_activation(op, config.activation)
     check_tensors(op, ("x", "gate_up_proj", "down_proj"), (x, *projections))
     if x.dim() != 2:
         raise RuntimeError(f"{op}: x must be [R, H], got shape {list(x.shape)}")
     dtype, device = autocast_dtype(x.device), x.device
-    _check_weights(op, x, projections, biases, inside.activation.gated)
+    _check_weights(op, x, projections, biases, config.activation.gated)
     check_splits(op, m_splits)
     check_num_splits(op, m_splits, "gate_up_proj", len(projections[0]))
     if row_weights is not None:
@@ -438,12 +422,12 @@ def apply_mlp_sorted(
             )
     x_RH = x if dtype is None or x.dtype not in ACTIVATIONS else x.to(dtype)
     leaves = x, row_weights, projections[0], biases[0]
-    contexts, grad_inputs = _contexts(op, x_RH, leaves, projections, recipe, options, dtype)
+    contexts, grad_inputs = _contexts(op, x_RH, leaves, projections, recipes, options, dtype)
     offs_E = ops.splits_to_offsets(splits_on(m_splits, device), x.size(0))
     if row_weights is not None:  # a row of no expert is zero, which a weight of NaN would spoil
         row_R = torch.arange(x.size(0), dtype=torch.int32, device=device)
         row_weights = row_weights.masked_fill(row_R >= offs_E[-1], 0)
     y_RH: Tensor = GroupedMLPFunction.apply(
-        *contexts, inside, x_RH, row_weights, *grad_inputs, *biases, offs_E
+        *contexts, config, x_RH, row_weights, *grad_inputs, *biases, offs_E
     )
     return y_RH

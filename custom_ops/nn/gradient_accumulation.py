@@ -15,7 +15,7 @@ from grouped_linear.autograd.wgrad import MainGrad
 from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.quantized.weight import local_part
 from grouped_linear.quantized.weight_cache import WeightCache
-from grouped_linear.recipes import Recipe
+from grouped_linear.recipes import Recipe, stores
 
 
 def read_flag(
@@ -32,7 +32,7 @@ def read_flag(
     """
     if first is None:
         return None
-    if recipe is not None and recipe.caches_weights and not stores_weight:
+    if recipe is not None and stores(recipe.weight) and not stores_weight:
         raise ValueError(
             f"{layer}: is_first_microbatch needs cache_weights=True under the recipe "
             f"{type(recipe).__name__}"

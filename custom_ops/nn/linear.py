@@ -21,7 +21,7 @@ from grouped_linear.quantized.state_dict import join_quantized, scales_of, split
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import convert_assigned, is_dtensor
 from grouped_linear.quantized.weight_cache import WeightCache
-from grouped_linear.recipes import Recipe, RecipeState
+from grouped_linear.recipes import DelayedScalingState, Recipe, new_state
 
 
 def _drawn_parts(parameter: Any, init_method: object = None) -> Iterator[Any]:
@@ -104,7 +104,7 @@ class GroupedLinear(nn.Module):
 
     bias: nn.Parameter | None
     high_precision_init: Tensor | None
-    weight_state: RecipeState | None
+    weight_state: DelayedScalingState | None
     weight_cache: WeightCache | None
 
     def __init__(
@@ -172,13 +172,10 @@ class GroupedLinear(nn.Module):
             self.register_parameter("bias", None)
         self._weight_names = options.weight_names
         self._bias_names = options.bias_names if bias else []
-        self.weight_state = self.weight_cache = None
-        if recipe is not None:
-            self.weight_state = recipe.new_state(num_gemms, device)
-            if cache_weights:
-                sizes = num_gemms, out_features, in_features
-                of = tuple(self._weight_names)
-                self.weight_cache = WeightCache(recipe, *sizes, device, of=of)
+        self.weight_state, self.weight_cache = new_state(recipe, num_gemms, device), None
+        if cache_weights and recipe is not None:
+            sizes, of = (num_gemms, out_features, in_features), tuple(self._weight_names)
+            self.weight_cache = WeightCache(recipe, *sizes, device, of=of)
         self._deferred_wgrads: deque[Wgrad] = deque()
         self.reset_parameters()
 
@@ -317,14 +314,14 @@ class GroupedLinear(nn.Module):
                 named = dict(zip(self._weight_names, weights, strict=True))
                 main_grad = main_grad_of("GroupedLinear", named, first)
         of_call = LinearOptions(
-            None if state is None else state.quantizer_states(),
             cached_weight("GroupedLinear", cache, first),
             main_grad,
             options.save_original_input,
             deferred,
         )
         added = None if options.return_bias else bias
-        y = apply_layer(x, weights, added, m_splits, options.recipe, of_call)
+        recipe = options.recipe if state is None else state.of_call()
+        y = apply_layer(x, weights, added, m_splits, recipe, of_call)
         if not options.return_bias:
             return y
         return y, None if bias is None else bias.to(y.dtype)

@@ -10,19 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.autograd.activation import Inside
+from grouped_linear.autograd.activation import MLPConfig
 from grouped_linear.autograd.context import LinearOptions
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.functional_mlp import apply_mlp, apply_mlp_sorted, check_activation
 from grouped_linear.nn.gradient_accumulation import cached_weight, main_grad_of, read_flag
 from grouped_linear.nn.options import check_features, check_flags, check_num_groups, check_recipe
-from grouped_linear.ops.activation import PLAIN, SwiGLU
-from grouped_linear.ops.elementwise import Activation
+from grouped_linear.ops.activation import PLAIN, Activation
 from grouped_linear.quantized.state_dict import join_quantized, scales_of, split_quantized
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import check_quantized_weight, convert_assigned, local_part
 from grouped_linear.quantized.weight_cache import WeightCache
-from grouped_linear.recipes import Recipe, RecipeState
+from grouped_linear.recipes import DelayedScalingState, Recipe, new_state
 
 
 class GroupedMLP(nn.Module):
@@ -106,8 +105,8 @@ class GroupedMLP(nn.Module):
     down_proj: nn.Parameter
     gate_up_proj_bias: nn.Parameter | None
     down_proj_bias: nn.Parameter | None
-    gate_up_proj_state: RecipeState | None
-    down_proj_state: RecipeState | None
+    gate_up_proj_state: DelayedScalingState | None
+    down_proj_state: DelayedScalingState | None
     gate_up_proj_cache: WeightCache | None
     down_proj_cache: WeightCache | None
     dispatcher: TokenDispatcher | None
@@ -119,7 +118,7 @@ class GroupedMLP(nn.Module):
         intermediate_size: int,
         *,
         bias: bool = False,
-        activation: SwiGLU | Activation = PLAIN,
+        activation: Activation = PLAIN,
         save_gate_up_in_fp8: bool = False,
         recipe: Recipe | None = None,
         cache_weights: bool = False,
@@ -160,8 +159,8 @@ class GroupedMLP(nn.Module):
         for name, features in (("gate_up_proj_bias", G), ("down_proj_bias", H)):
             b = nn.Parameter(torch.empty(E, features, dtype=dtype, device=device)) if bias else None
             self.register_parameter(name, b)
-        self.gate_up_proj_state = None if recipe is None else recipe.new_state(E, device)
-        self.down_proj_state = None if recipe is None else recipe.new_state(E, device)
+        self.gate_up_proj_state = new_state(recipe, E, device)
+        self.down_proj_state = new_state(recipe, E, device)
         self.gate_up_proj_cache = self.down_proj_cache = None
         if cache_weights and recipe is not None:
             self.gate_up_proj_cache = WeightCache(recipe, E, G, H, device, of=("gate_up_proj",))
@@ -240,7 +239,7 @@ class GroupedMLP(nn.Module):
                 a recipe that caches weights and without ``cache_weights``, unless the weights are
                 stored quantized anyway.
         """
-        weights, biases, options = self._of_call(x, is_first_microbatch)
+        weights, biases, recipes, options = self._of_call(x, is_first_microbatch)
         if self.dispatcher is not None:
             if max_rows is not None:
                 raise ValueError(
@@ -255,9 +254,9 @@ class GroupedMLP(nn.Module):
             top_k_index,
             weights,
             biases,
-            self._recipe,
+            recipes,
+            MLPConfig(self.activation, self.save_gate_up_in_fp8),
             options,
-            Inside(self.activation, self.save_gate_up_in_fp8),
             max_rows,
             self.dispatcher,
         )
@@ -293,36 +292,38 @@ class GroupedMLP(nn.Module):
         """
         if self.dispatcher is not None:
             raise ValueError("GroupedMLP: forward_sorted is for rows that no dispatcher sorts")
-        weights, biases, options = self._of_call(x, is_first_microbatch)
-        inside = Inside(self.activation, self.save_gate_up_in_fp8)
-        return apply_mlp_sorted(
-            x, m_splits, row_weights, weights, biases, self._recipe, options, inside
-        )
+        weights, biases, recipes, options = self._of_call(x, is_first_microbatch)
+        config = MLPConfig(self.activation, self.save_gate_up_in_fp8)
+        return apply_mlp_sorted(x, m_splits, row_weights, weights, biases, recipes, config, options)
 
     def _of_call(
         self, x: Tensor, is_first_microbatch: Tensor | bool | None
-    ) -> tuple[tuple[Any, Any], tuple[Any, Any], tuple[LinearOptions, LinearOptions]]:
-        """Weights, biases and options of both layers."""
+    ) -> tuple[
+        tuple[Any, Any],
+        tuple[Any, Any],
+        tuple[Recipe | None, Recipe | None],
+        tuple[LinearOptions, LinearOptions],
+    ]:
+        """Weights, biases, recipes and options of both layers."""
         stores_weight = self.gate_up_proj_cache is not None or self.quantized_weight
         first = read_flag("GroupedMLP", is_first_microbatch, x, self._recipe, stores_weight)
         fused = self.fuse_wgrad_accumulation and torch.is_grad_enabled()
 
-        def options(
-            name: str, w: nn.Parameter, state: RecipeState | None, cache: WeightCache | None
-        ) -> LinearOptions:
+        def options(name: str, w: nn.Parameter, cache: WeightCache | None) -> LinearOptions:
             return LinearOptions(
-                None if state is None else state.quantizer_states(),
                 cached_weight("GroupedMLP", cache, first),
                 main_grad_of("GroupedMLP", {name: w}, first) if fused else None,
             )
 
         gate_up, down = self.gate_up_proj, self.down_proj
-        of_gate_up = options(
-            "gate_up_proj", gate_up, self.gate_up_proj_state, self.gate_up_proj_cache
-        )
-        of_down = options("down_proj", down, self.down_proj_state, self.down_proj_cache)
+        of_gate_up = options("gate_up_proj", gate_up, self.gate_up_proj_cache)
+        of_down = options("down_proj", down, self.down_proj_cache)
         biases = self.gate_up_proj_bias, self.down_proj_bias
-        return (gate_up, down), biases, (of_gate_up, of_down)
+        of_call = (
+            self._recipe if state is None else state.of_call()
+            for state in (self.gate_up_proj_state, self.down_proj_state)
+        )
+        return (gate_up, down), biases, (next(of_call), next(of_call)), (of_gate_up, of_down)
 
     def extra_repr(self) -> str:
         """The options that tell layers apart."""

@@ -1,6 +1,7 @@
-"""The gated activation between an expert's two linear layers, alone or fused with quantization.
+"""The activation between an expert's two linear layers; SwiGLU alone or fused with quantization.
 
 T rows, E groups, K features of h, Tp rows of the padded columnwise layout (see ops/quantize.py).
+Of a layer: R rows, F features inside an expert, G features that the first layer computes.
 """
 
 from dataclasses import dataclass
@@ -15,8 +16,48 @@ from grouped_linear.ops.quantize import requested
 _ops = torch.ops.grouped_linear
 
 
+class Activation:
+    """An activation of your own, between the two layers of :class:`grouped_linear.GroupedMLP`.
+
+    A subclass gives the activation and its gradient in torch operations, which torch.compile fuses.
+    The layer calls them in float32, rounds once, and keeps what it keeps with
+    :class:`grouped_linear.SwiGLU`: the output of the first layer is the only tensor of rows.
+
+    A layer is compiled and compared with its activation, so make it a ``@dataclass(frozen=True)``.
+    Row t of a result may depend on row t of the arguments alone, and zeros must give zeros.
+
+    >>> class Silu(Activation):  # without a gate
+    ...     gated = False
+    ...     def forward(self, up_RF):
+    ...         return up_RF * up_RF.sigmoid()
+    ...     def backward(self, dh_RF, up_RF):
+    ...         s = up_RF.sigmoid()
+    ...         return dh_RF * s * (1 + up_RF * (1 - s))
+    >>> from grouped_linear import GroupedMLP
+    >>> mlp = GroupedMLP(4, hidden_size=16, intermediate_size=32, activation=Silu())
+    >>> mlp.gate_up_proj.shape
+    torch.Size([4, 32, 16])
+    """
+
+    gated: ClassVar[bool] = True
+    """Whether the first layer computes gate and up, G = 2 F features, or F alone."""
+
+    @property
+    def swiglu(self) -> "SwiGLU | None":
+        """The form of SwiGLU that it is, which kernels compute; None where the methods do."""
+        return None
+
+    def forward(self, gate_up_RG: Tensor) -> Tensor:
+        """h [R, F] float32, of the first layer's output [R, G] in float32."""
+        raise NotImplementedError
+
+    def backward(self, dh_RF: Tensor, gate_up_RG: Tensor) -> Tensor:
+        """The gradient [R, G] by gate_up, of the gradient by h; all float32."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class SwiGLU:
+class SwiGLU(Activation):
     """The form of the gated activation between the two linear layers of an expert.
 
     With g = min(gate, limit) and u = min(max(up, -limit), limit)::
@@ -57,8 +98,6 @@ class SwiGLU:
     tensor(3.5232)
     """
 
-    gated: ClassVar[bool] = True
-
     alpha: float = 1.0
     beta: float = 0.0
     limit: float | None = None
@@ -78,6 +117,43 @@ class SwiGLU:
         cubic = self.cubic
         if not isinstance(cubic, int | float) or not 0 <= cubic <= FLOAT32_MAX:
             raise ValueError(f"SwiGLU: cubic must be finite and not negative, got {cubic!r}")
+
+    @property
+    def swiglu(self) -> "SwiGLU | None":
+        """Itself; None of a subclass, whose own methods are called."""
+        return self if type(self) is SwiGLU else None
+
+    def forward(self, gate_up_RG: Tensor) -> Tensor:
+        """h, in torch's operations."""
+        g, u = self._clamped(gate_up_RG)
+        return g * torch.sigmoid(self.alpha * (g + self.cubic * g**3)) * (u + self.beta)
+
+    def backward(self, dh_RF: Tensor, gate_up_RG: Tensor) -> Tensor:
+        """The gradient by gate and up; zero where the limit clamps them."""
+        g, u = self._clamped(gate_up_RG)
+        s = torch.sigmoid(self.alpha * (g + self.cubic * g**3))
+        slope = self.alpha * (1 + 3 * self.cubic * g**2)
+        d_gate = dh_RF * (u + self.beta) * s * (1 + g * slope * (1 - s))
+        d_up = dh_RF * g * s
+        if self.limit is not None:
+            gate, up = self._split(gate_up_RG)
+            d_gate = d_gate.masked_fill(gate > self.limit, 0)
+            d_up = d_up.masked_fill(up.abs() > self.limit, 0)
+        if self.interleaved:
+            return torch.stack([d_gate, d_up], dim=2).flatten(1)
+        return torch.cat([d_gate, d_up], dim=1)
+
+    def _split(self, gate_up_RG: Tensor) -> tuple[Tensor, Tensor]:
+        if self.interleaved:
+            return gate_up_RG[:, 0::2], gate_up_RG[:, 1::2]
+        gate, up = gate_up_RG.chunk(2, dim=1)
+        return gate, up
+
+    def _clamped(self, gate_up_RG: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = self._split(gate_up_RG)
+        if self.limit is None:
+            return gate, up
+        return gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
 
     @property
     def arguments(self) -> tuple[float, float, float | None, bool, float]:

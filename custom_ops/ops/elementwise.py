@@ -4,45 +4,12 @@ R rows, F features inside an expert, G features that the first layer computes: 2
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-
-class Activation:
-    """An activation of your own, between the two layers of :class:`grouped_linear.GroupedMLP`.
-
-    A subclass gives the activation and its gradient in torch operations, which torch.compile fuses.
-    The layer calls them in float32, rounds once, and keeps what it keeps with
-    :class:`grouped_linear.SwiGLU`: the output of the first layer is the only tensor of rows.
-
-    A layer is compiled and compared with its activation, so make it a ``@dataclass(frozen=True)``.
-    Row t of a result may depend on row t of the arguments alone, and zeros must give zeros.
-
-    >>> class Silu(Activation):  # without a gate
-    ...     gated = False
-    ...     def forward(self, up_RF):
-    ...         return up_RF * up_RF.sigmoid()
-    ...     def backward(self, dh_RF, up_RF):
-    ...         s = up_RF.sigmoid()
-    ...         return dh_RF * s * (1 + up_RF * (1 - s))
-    >>> from grouped_linear import GroupedMLP
-    >>> mlp = GroupedMLP(4, hidden_size=16, intermediate_size=32, activation=Silu())
-    >>> mlp.gate_up_proj.shape
-    torch.Size([4, 32, 16])
-    """
-
-    gated: ClassVar[bool] = True
-    """Whether the first layer computes gate and up, G = 2 F features, or F alone."""
-
-    def forward(self, gate_up_RG: Tensor) -> Tensor:
-        """h [R, F] float32, of the first layer's output [R, G] in float32."""
-        raise NotImplementedError
-
-    def backward(self, dh_RF: Tensor, gate_up_RG: Tensor) -> Tensor:
-        """The gradient [R, G] by gate_up, of the gradient by h; all float32."""
-        raise NotImplementedError
+from grouped_linear.ops.activation import GELU_TANH, Activation, SwiGLU
 
 
 @dataclass(frozen=True)
@@ -70,6 +37,11 @@ class GeGLU(Activation):
             raise ValueError(
                 f"GeGLU: approximate must be 'none' or 'tanh', got {self.approximate!r}"
             )
+
+    @property
+    def swiglu(self) -> SwiGLU | None:
+        """With tanh a form of SwiGLU."""
+        return GELU_TANH if type(self) is GeGLU and self.approximate == "tanh" else None
 
     def forward(self, gate_up_RG: Tensor) -> Tensor:
         """``gelu(gate) * up``."""

@@ -75,7 +75,7 @@ def quantize_(
         q,
         scale,
         q_t,
-        amax_epsilon=recipe.epsilon,
+        amax_epsilon=recipe.weight.epsilon,
         power_of_two_scales=recipe.power_of_two_scales,
     )
     if stochastic:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from grouped_linear.quantized.weight_cache import WeightCache
-from grouped_linear.recipes import Experts, QuantizerState
+from grouped_linear.recipes import Experts, Format
 
 
 def caches_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, WeightCache]]:
@@ -79,7 +79,7 @@ def refresh_weights(model: nn.Module) -> None:
     for parallel in model.modules():
         if isinstance(parallel, DistributedDataParallel):
             _check_keeps_caches(parallel)
-    work: list[tuple[WeightCache, Experts, QuantizerState | None]] = []
+    work: list[tuple[WeightCache, Experts, Format]] = []
     for place, module, cache in caches_of(model):
         owner, _, name = place.rpartition(".")
         weights = tuple(getattr(module, of) for of in cache.of)
@@ -89,14 +89,15 @@ def refresh_weights(model: nn.Module) -> None:
                 "layer with is_first_microbatch=True, which quantizes what was gathered"
             )
         state = getattr(module, name.removesuffix("_cache") + "_state", None)
-        work.append((cache, weights, None if state is None else state.quantizer_states().weight))
+        recipe = cache.recipe if state is None else state.of_call()
+        work.append((cache, weights, recipe.weight))
     streams: dict[torch.device, torch.cuda.Stream | None] = {}
     with torch.no_grad():
-        for cache, weights, state in work:
+        for cache, weights, format in work:
             device = cache.values.device
             if device not in streams:
                 streams[device] = _stream_after_current(device)
-            cache.refresh(weights, state, streams[device])
+            cache.refresh(weights, format, streams[device])
 
 
 def _stream_after_current(device: torch.device) -> "torch.cuda.Stream | None":

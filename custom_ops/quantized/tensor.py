@@ -8,7 +8,6 @@ E experts, K in_features, N out_features.
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from grouped_linear.quantized import block_math
 from grouped_linear.quantized.pickle_version import check_pickle_version
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
-PICKLE_VERSION = 1
+PICKLE_VERSION = 2  # 1 had no subclass of Float8BlockScaling
 
 
 class Metadata(NamedTuple):
@@ -154,7 +153,7 @@ class GroupedTensor(Tensor):
         recipe = _check_recipe(recipe)
         q, scale, q_t = ops.quantize_weight(
             w.detach(),
-            amax_epsilon=recipe.epsilon,
+            amax_epsilon=recipe.weight.epsilon,
             power_of_two_scales=recipe.power_of_two_scales,
             columnwise=columnwise,
         )
@@ -265,7 +264,7 @@ class GroupedTensor(Tensor):
         shape = (math.prod(lead), N, K)
         q, scale, _ = ops.quantize_weight(
             w.reshape(shape),
-            amax_epsilon=self.recipe.epsilon,
+            amax_epsilon=self.recipe.weight.epsilon,
             power_of_two_scales=self.recipe.power_of_two_scales,
             columnwise=False,
         )
@@ -336,7 +335,17 @@ class GroupedTensor(Tensor):
         names, metadata = self.__tensor_flatten__()
         parts = [getattr(self, name) for name in names]
         layouts = [(tuple(part.shape), part.stride(), part.storage_offset()) for part in parts]
-        facts = (names, metadata, layouts, tuple(self.shape), self.device, self.requires_grad)
+        recipe = type(self.recipe)  # a name alone may be that of two classes
+        which = recipe.__module__, recipe.__qualname__
+        facts = (
+            names,
+            metadata,
+            which,
+            layouts,
+            tuple(self.shape),
+            self.device,
+            self.requires_grad,
+        )
         return hashlib.blake2b(repr(facts).encode()).hexdigest()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -347,7 +356,7 @@ class GroupedTensor(Tensor):
             "columnwise": self.q_t is not None,  # q_t is made again from q: half the file
             "shape": tuple(self.shape),
             "dtype": self.dtype,
-            "recipe": asdict(self.recipe),
+            "recipe": _pickled_recipe(self.recipe),
             "stochastic_rounding": self.stochastic_rounding,
             "requires_grad": self.requires_grad,
             "attributes": {name: v for name, v in vars(self).items() if name not in _ATTRIBUTES},
@@ -424,12 +433,19 @@ def _as_parameter(t: Tensor, requires_grad: bool) -> GroupedTensor:
 _ATTRIBUTES = ("q", "scale", "q_t", "recipe", "stochastic_rounding")
 
 
+def _pickled_recipe(recipe: Float8BlockScaling) -> dict[str, Any] | Float8BlockScaling:
+    """The fields of our own class, so that files do not name its module; a subclass as it is."""
+    return recipe.options() if type(recipe) is Float8BlockScaling else recipe
+
+
 def _rebuild(state: dict[str, Any]) -> GroupedTensor:
     """A tensor from its pickled state."""
     check_pickle_version("GroupedTensor", state["version"], PICKLE_VERSION)
     q = state["q"].view(E4M3)
     q_t = block_math.transposed(q) if state["columnwise"] else None
-    recipe = Float8BlockScaling(**state["recipe"])
+    recipe = state["recipe"]
+    if isinstance(recipe, dict):
+        recipe = Float8BlockScaling(**recipe)
     metadata = Metadata(state["dtype"], recipe, state["stochastic_rounding"])
     t = GroupedTensor(q, state["scale"], q_t, metadata, state["shape"])
     vars(t).update(state["attributes"])  # one of them says that it is a parameter

@@ -9,7 +9,15 @@ from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import E4M3
 from grouped_linear.quantized.pickle_version import check_pickle_version
-from grouped_linear.recipes import Experts, QuantizedWeight, QuantizerState, Recipe
+from grouped_linear.recipes import (
+    Experts,
+    Format,
+    QuantizedWeight,
+    Recipe,
+    check_stores,
+    new_weight,
+    refresh_weight_,
+)
 
 PICKLE_VERSION = 1
 
@@ -70,10 +78,11 @@ class WeightCache(nn.Module):
         of: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
+        check_stores(type(recipe).__name__, recipe.weight)
         self.recipe, self.of = recipe, of
         self._forget_refresh()
         with torch.inference_mode(False):
-            weight = recipe.new_weight(E, N, K, device)
+            weight = new_weight(recipe.weight, E, N, K, device)
         for name, t in weight._asdict().items():
             self.register_buffer(name, t, persistent=False)
         self.reset()
@@ -104,26 +113,26 @@ class WeightCache(nn.Module):
     def refresh(
         self,
         weights: Experts,
-        state: QuantizerState | None,
+        format: Format,
         stream: "torch.cuda.Stream | None",
     ) -> None:
         """Quantize weights into the cache, on a stream that waits for the current one.
 
         Args:
             weights: one tensor [E, N, K] or E tensors [N, K].
-            state: of the weight, under a recipe with a state.
+            format: the weight's, with the state of the layer if it has one.
             stream: where; None for the current one. A layer's forward waits for it on the device.
         """
         if stream is None:
             self.wait()
-            self.recipe.refresh_weight_(self.quantized_weight(), weights, state, None)
+            refresh_weight_(self.quantized_weight(), weights, format, None)
         else:
             if self._event is None:
                 # External: a graph that is captured with a wait waits for the latest refresh.
                 self._event = torch.cuda.Event(external=True)
             with torch.cuda.stream(stream):
                 self._event.wait(stream)
-                self.recipe.refresh_weight_(self.quantized_weight(), weights, state, None)
+                refresh_weight_(self.quantized_weight(), weights, format, None)
                 self._event.record(stream)
             for w in weights:
                 w.record_stream(stream)

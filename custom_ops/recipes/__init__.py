@@ -1,36 +1,43 @@
-"""Recipes: how a layer computes its GEMMs. A layer takes one as ``recipe=``.
+"""Recipes: which numbers a layer multiplies. A layer takes one as ``recipe=``.
 
-``base`` has the class :class:`Recipe`, which anyone can subclass, and the types that its methods
-take and return. Each other recipe is a subclass of it in a file of its own. No code outside this
-package asks which recipe a layer has, except where a format is a recipe's own
-(:class:`grouped_linear.GroupedTensor` is in ``Float8BlockScaling``'s).
+A :class:`Recipe` is data: a :class:`Format` for x, for the weight and for dy. ``quantize`` and
+``weight`` make operands in these formats; no other code asks which format a layer has, except where
+a format is an object's own (:class:`grouped_linear.GroupedTensor` is in ``Float8BlockScaling``'s).
 """
 
-from grouped_linear.recipes.base import (
-    UNQUANTIZED,
-    Experts,
-    LayerStates,
-    Operands,
-    OutputMask,
-    QuantizedWeight,
-    QuantizerState,
-    Recipe,
-    RecipeState,
-    SwigluGradOperands,
-    Unquantized,
-    Values,
-    is_transposed,
-    with_shared_scale,
-)
 from grouped_linear.recipes.block import Float8BlockScaling
 from grouped_linear.recipes.current import Float8CurrentScaling
 from grouped_linear.recipes.delayed import (
     DelayedScaling,
     DelayedScalingState,
     OperandState,
+    new_state,
     update_scales,
 )
+from grouped_linear.recipes.format import Experts, Format, Layouts, Operands, Values
 from grouped_linear.recipes.mx import MXFP8BlockScaling
+from grouped_linear.recipes.quantize import (
+    Gathered,
+    RowOperands,
+    Source,
+    SwigluGradOperands,
+    SwigluOf,
+    quantize,
+    quantize_for_gemms,
+    quantize_grads,
+    quantize_swiglu_grad,
+)
+from grouped_linear.recipes.recipe import UNQUANTIZED, Recipe
+from grouped_linear.recipes.weight import (
+    QuantizedWeight,
+    check_stores,
+    is_transposed,
+    new_weight,
+    quantize_weight,
+    refresh_weight_,
+    stores,
+    weight_for_dgrad,
+)
 
 __all__ = [
     "UNQUANTIZED",
@@ -39,19 +46,30 @@ __all__ = [
     "Experts",
     "Float8BlockScaling",
     "Float8CurrentScaling",
-    "LayerStates",
+    "Format",
+    "Gathered",
+    "Layouts",
     "MXFP8BlockScaling",
     "OperandState",
     "Operands",
-    "OutputMask",
     "QuantizedWeight",
-    "QuantizerState",
     "Recipe",
-    "RecipeState",
+    "RowOperands",
+    "Source",
     "SwigluGradOperands",
-    "Unquantized",
+    "SwigluOf",
     "Values",
+    "check_stores",
     "is_transposed",
+    "new_state",
+    "new_weight",
+    "quantize",
+    "quantize_for_gemms",
+    "quantize_grads",
+    "quantize_swiglu_grad",
+    "quantize_weight",
+    "refresh_weight_",
+    "stores",
     "update_scales",
-    "with_shared_scale",
+    "weight_for_dgrad",
 ]

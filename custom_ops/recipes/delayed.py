@@ -5,8 +5,8 @@ T rows, E groups, K in_features, N out_features, H steps of history.
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,21 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import E4M3, MAX_MARGIN
-from grouped_linear.recipes.base import (
-    Experts,
-    LayerStates,
-    Operands,
-    OutputMask,
-    QuantizedWeight,
-    QuantizerState,
-    RecipeState,
-    with_shared_scale,
-)
-from grouped_linear.recipes.weights import WeightByRefresh, new_fp8_weight
+from grouped_linear.recipes.format import Format
+from grouped_linear.recipes.recipe import Recipe
+
+E5M2 = torch.float8_e5m2
 
 
 @dataclass(frozen=True, repr=False)
-class DelayedScaling(WeightByRefresh):
+class DelayedScaling(Recipe):
     """FP8 GEMMs with one float32 scale a group, from the amax of earlier steps.
 
     Quantization is one pass: its scale is known before, and it records the amax of what it reads.
@@ -57,11 +50,13 @@ class DelayedScaling(WeightByRefresh):
     DelayedScaling(amax_history_len=16)
     """
 
+    input: Format = field(init=False, compare=False, default=Format(E4M3, "delayed"))
+    weight: Format = field(init=False, compare=False, default=Format(E4M3, "delayed"))
+    grad_output: Format = field(init=False, compare=False, default=Format(E5M2, "delayed"))
+    requantize_weights: bool = field(init=False, default=False)
     margin: int = 0
     amax_history_len: int = 1024
     amax_compute_algo: Literal["max", "most_recent"] = "max"
-
-    reads_any_weight_dtype: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.margin <= MAX_MARGIN:
@@ -77,72 +72,7 @@ class DelayedScaling(WeightByRefresh):
                 "DelayedScaling: amax_compute_algo must be 'max' or 'most_recent', "
                 f"got {self.amax_compute_algo!r}"
             )
-
-    def quantize_input(
-        self, x_TK: Tensor, offs_E: Tensor, state: QuantizerState | None, outputs: OutputMask
-    ) -> Operands:
-        """X in e4m3 with the scales of earlier steps."""
-        return self._quantize(x_TK, offs_E, state, E4M3, outputs)
-
-    def quantize_weight(
-        self, w_ENK: Tensor, state: QuantizerState | None, columnwise: bool
-    ) -> Operands:
-        """The weight in e4m3 with the scales of earlier steps."""
-        assert state is not None
-        w = ops.quantize_weight_delayed_(state.amax, w_ENK, state.scale, columnwise=columnwise)
-        return with_shared_scale(*w)
-
-    def quantize_grad_output(
-        self, dy_TN: Tensor, offs_E: Tensor, state: QuantizerState | None, outputs: OutputMask
-    ) -> Operands:
-        """Dy in e5m2 with the scales of earlier steps."""
-        return self._quantize(dy_TN, offs_E, state, torch.float8_e5m2, outputs)
-
-    def new_weight(
-        self, E: int, N: int, K: int, device: torch.device | str | None, columnwise: bool = True
-    ) -> QuantizedWeight:
-        """A weight in FP8 with one scale an expert."""
-        return new_fp8_weight(E, N, K, device, columnwise, (E,))
-
-    def refresh_weight_(
-        self,
-        quantized: QuantizedWeight,
-        weights: Experts,
-        state: QuantizerState | None,
-        refresh: Tensor | None,
-    ) -> None:
-        """Quantize the weight with the scales of earlier steps, and copy those scales."""
-        assert state is not None
-        assert quantized.scale is not None
-        out = quantized.values, quantized.scale, quantized.columnwise
-        ops.refresh_weight_delayed_(state.amax, weights, state.scale, refresh, *out)
-
-    def new_state(
-        self, num_groups: int, device: torch.device | str | None
-    ) -> "DelayedScalingState":
-        """Scales of 1 and no history."""
-        return DelayedScalingState(self, num_groups, device)
-
-    def _quantize(
-        self,
-        t_TK: Tensor,
-        offs_E: Tensor,
-        state: QuantizerState | None,
-        dtype: torch.dtype,
-        outputs: OutputMask,
-    ) -> Operands:
-        assert state is not None
-        t = ops.group_quantize_delayed_(
-            state.amax,
-            t_TK,
-            offs_E,
-            state.scale,
-            dtype,
-            rowwise=outputs.rowwise,
-            columnwise=outputs.columnwise,
-            bias_grad=outputs.bias_grad,
-        )
-        return with_shared_scale(*t)
+        super().__post_init__()
 
 
 class OperandState(nn.Module):
@@ -199,7 +129,7 @@ class OperandState(nn.Module):
         return self
 
 
-class DelayedScalingState(RecipeState):
+class DelayedScalingState(nn.Module):
     """The scales and amaxes of x, the weight and dy of a layer under ``DelayedScaling``.
 
     ``GroupedLinear`` has one as its ``weight_state``, saved with its parameters. With the function
@@ -231,7 +161,15 @@ class DelayedScalingState(RecipeState):
         steps = recipe.amax_history_len
         self.x = OperandState(num_groups, steps, E4M3, device)
         self.weight = OperandState(num_groups, steps, E4M3, device)
-        self.dy = OperandState(num_groups, steps, torch.float8_e5m2, device)
+        self.dy = OperandState(num_groups, steps, E5M2, device)
+        self._recording, self._reading = (
+            Recipe(
+                replace(recipe.input, state=self.x, records=records),
+                replace(recipe.weight, state=self.weight, records=records),
+                replace(recipe.grad_output, state=self.dy, records=records),
+            )
+            for records in (True, False)
+        )
         self.reset()
 
     @property
@@ -244,14 +182,27 @@ class DelayedScalingState(RecipeState):
         for operand in self.operands:
             operand.reset()
 
-    def quantizer_states(self) -> LayerStates:
-        """What one call of the layer reads and updates; without gradients no amax is recorded."""
-        records = torch.is_grad_enabled()
-        x, weight, dy = (
-            QuantizerState(operand.scale, operand.amax if records else None)
-            for operand in self.operands
+    def of_call(self) -> Recipe:
+        """The recipe with these scales; without gradients no amax is recorded."""
+        return self._recording if torch.is_grad_enabled() else self._reading
+
+
+def new_state(
+    recipe: Recipe | None, num_groups: int, device: torch.device | str | None
+) -> DelayedScalingState | None:
+    """What a layer keeps from step to step; None under a recipe without a state.
+
+    Raises:
+        ValueError: for formats of ``DelayedScaling`` in another recipe.
+    """
+    if recipe is None or not recipe.has_state:
+        return None
+    if not isinstance(recipe, DelayedScaling):
+        raise ValueError(
+            f"{recipe!r}: only the recipe DelayedScaling says how the scales of 'delayed' formats "
+            "are updated"
         )
-        return LayerStates(x, weight, dy)
+    return DelayedScalingState(recipe, num_groups, device)
 
 
 def _check_keeps_amaxes(parallel: DistributedDataParallel) -> None:

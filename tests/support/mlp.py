@@ -16,7 +16,6 @@ from grouped_linear import (
     DelayedScalingState,
     GroupedMLP,
     Recipe,
-    SwiGLU,
 )
 from support.compare import assert_same_bits
 
@@ -25,7 +24,7 @@ E, H, F = 5, 144, 80
 
 def leaves_of(
     weights: Sequence[int],
-    activation: SwiGLU | Activation,
+    activation: Activation,
     bias: bool,
     device: str,
     dtype: torch.dtype,

@@ -1,0 +1,200 @@
+"""Formats: which numbers a tensor becomes before a GEMM multiplies it.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_linear.meta_kernels.rules import E4M3, FP8, dtype_name
+
+#: A layer's weight: one tensor [E, N, K], or E tensors [N, K].
+Experts = tuple[Tensor, ...]
+
+#: One operand of a GEMM: a tensor, or a weight of E tensors [N, K].
+Values = Tensor | Experts
+
+#: What wgrad multiplies where it is not quantized, and what a tensor can be cast to.
+SIXTEEN_BITS = torch.bfloat16, torch.float16
+
+
+class Operands(NamedTuple):
+    """One tensor (x, a weight or dy) for the GEMMs that read it; None for what was not requested.
+
+    The fields have the order in which quantizing ops return them. The tuple is flat because an
+    eager layer makes three of them a call.
+    """
+
+    rowwise: Values | None
+    """For GEMMs that reduce over the last dimension: x and the weight in fprop, dy in dgrad."""
+    rowwise_scale: Tensor | None = None
+    """Multiplies ``rowwise`` to dequantize it; None where ``rowwise`` is not quantized."""
+    columnwise: Values | None = None
+    """For GEMMs that reduce over another dimension: x and dy in wgrad, the weight in dgrad."""
+    columnwise_scale: Tensor | None = None
+    """Multiplies ``columnwise`` to dequantize it."""
+    bias_grad: Tensor | None = None
+    """[E, N] float32: the sums of dy over each group's rows."""
+
+
+class Layouts(NamedTuple):
+    """Which fields of :class:`Operands` are asked for."""
+
+    rowwise: bool
+    columnwise: bool
+    bias_grad: bool = False
+    again: bool = False
+    """Whether the forward has quantized the same tensor before: nothing is recorded, and compiled
+    graphs make it again instead of keeping it."""
+
+
+def with_shared_scale(
+    rowwise: Values | None,
+    scale: Tensor | None,
+    columnwise: Values | None,
+    bias_grad: Tensor | None = None,
+) -> Operands:
+    """Operands whose two layouts have the same scales."""
+    return Operands(rowwise, scale, columnwise, None if columnwise is None else scale, bias_grad)
+
+
+def check_amax_epsilon(owner: str, amax_epsilon: float) -> None:
+    """Raise ValueError for what no amax can be compared with."""
+    if not (math.isfinite(amax_epsilon) and amax_epsilon >= 0):
+        raise ValueError(
+            f"{owner}: amax_epsilon must be finite and not negative, got {amax_epsilon:g}"
+        )
+
+
+def check_flags(owner: str, **flags: Any) -> None:
+    """Raise ValueError for what is neither True nor False."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"{owner}: {name} must be True or False, got {flag!r}")
+
+
+def changed_options(instance: Any) -> str:
+    """The arguments of a dataclass that are not the defaults, as scikit-learn prints them."""
+    values = {o.name: (getattr(instance, o.name), o.default) for o in fields(instance) if o.init}
+    return ", ".join(f"{name}={v!r}" for name, (v, default) in values.items() if v != default)
+
+
+@dataclass(frozen=True, repr=False)
+class Format:
+    """Which numbers a tensor becomes in one role of a layer: as input, weight or gradient.
+
+    The default leaves the tensor as it is. The recipes of this package are made of formats with a
+    ``scaling``; a format of your own has a function, ``quantize``.
+
+    Args:
+        dtype: of the numbers: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2`` with a scaling, a
+            16-bit dtype to which the tensor is cast without one, or None for the tensor's own.
+        scaling: what shares a scale. ``"block"``: 128 features of a row (rowwise), 128 rows of a
+            feature (columnwise), or 128 x 128 of a weight. ``"group"``: a group's rows, or an
+            expert's weight, by their own amax. ``"delayed"``: the same by the amax of earlier
+            steps, see :class:`grouped_linear.DelayedScaling`. ``"mx"``: 32 numbers, multiplied in
+            bfloat16. None: nothing is scaled.
+        power_of_two_scales: round factors down to powers of two, so that scaling is exact.
+        amax_epsilon: the smallest amax by which is scaled; not negative.
+        share_scales: under ``"block"``, columnwise, let 128 features share a scale where that costs
+            next to no precision; see :class:`grouped_linear.Float8BlockScaling`.
+        wgrad_dtype: multiply the tensor itself in wgrad, cast to this 16-bit dtype. None: what
+            wgrad multiplies is in this format, too.
+        quantize: a function in place of all of these but ``wgrad_dtype``. It is called as
+            ``quantize(t, offs, layouts)``: t [T, K] with the group ends offs [E] int32, or a weight
+            t [E, N, K] with offs None. It returns a tensor that stands for both layouts, or
+            :class:`grouped_linear.recipes.Operands` with those that ``layouts`` asks for, see
+            :class:`grouped_linear.recipes.Layouts`. A weight's columnwise operand is [E, N, K] as
+            well; the layer transposes it for dgrad. Any torch operation works; autograd is off.
+        state: where ``"delayed"`` scaling reads scales and records amaxes. A layer sets it.
+        records: whether amaxes are recorded there.
+
+    Raises:
+        ValueError: for options that contradict each other or are out of range.
+
+    >>> def to_eighths(t, offs, layouts):
+    ...     return (8 * t).round() / 8
+    >>> from grouped_linear import GroupedLinear, Recipe
+    >>> recipe = Recipe(weight=Format(quantize=to_eighths))
+    >>> layer = GroupedLinear(2, 16, 32, bias=False, recipe=recipe)
+    >>> layer.weight.data.fill_(1.03)[0, 0, 0], layer(torch.ones(1, 16), [1, 0])[0, 0]
+    (tensor(1.0300), tensor(16., grad_fn=<SelectBackward0>))
+    """
+
+    dtype: torch.dtype | None = None
+    scaling: Literal["block", "group", "delayed", "mx"] | None = None
+    power_of_two_scales: bool = False
+    amax_epsilon: float = 0.0
+    share_scales: bool = False
+    wgrad_dtype: torch.dtype | None = None
+    quantize: Callable[[Tensor, Tensor | None, Layouts], Operands | Tensor] | None = None
+    state: Any = None
+    records: bool = True
+
+    def __post_init__(self) -> None:
+        check_amax_epsilon("Format", self.amax_epsilon)
+        check_flags(
+            "Format",
+            power_of_two_scales=self.power_of_two_scales,
+            share_scales=self.share_scales,
+            records=self.records,
+        )
+        if self.scaling not in (None, "block", "group", "delayed", "mx"):
+            raise ValueError(
+                "Format: scaling must be None, 'block', 'group', 'delayed' or 'mx', "
+                f"got {self.scaling!r}"
+            )
+        dtypes = {None: (None, *SIXTEEN_BITS), "block": (E4M3,), "mx": (E4M3,)}
+        if self.dtype not in dtypes.get(self.scaling, FP8):
+            raise ValueError(
+                f"Format: no such format: dtype {_name(self.dtype)} with scaling {self.scaling!r}"
+            )
+        if self.wgrad_dtype not in (None, *SIXTEEN_BITS):
+            raise ValueError(
+                "Format: wgrad_dtype must be None, bfloat16 or float16, "
+                f"got {_name(self.wgrad_dtype)}"
+            )
+        if self.quantize is not None and not callable(self.quantize):
+            raise ValueError(f"Format: quantize must be a function, got {self.quantize!r}")
+        if self.quantize is not None and (self.scaling, self.dtype) != (None, None):
+            raise ValueError(
+                "Format: quantize takes the place of dtype and scaling: leave these out"
+            )
+        object.__setattr__(self, "_epsilon_text", repr(float(self.amax_epsilon)))
+
+    @property
+    def epsilon(self) -> float:
+        """``amax_epsilon`` for an op, as a constant for Dynamo.
+
+        Dynamo makes a float that changes, or any float with ``dynamic=True``, an input of the graph
+        on the CPU. It then cannot compile two layers of one recipe (torch 2.13). A string stays a
+        constant.
+        """
+        text: str = self._epsilon_text  # type: ignore[attr-defined]
+        return float(text)
+
+    @property
+    def reads_any_dtype(self) -> bool:
+        """Whether a weight in this format may have another dtype than x.
+
+        Where it may not, the layer demands one dtype, and casts the weight under torch.autocast.
+        """
+        return self.scaling is not None
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether a layer must give it a state first."""
+        return self.scaling == "delayed" and self.state is None
+
+    def __repr__(self) -> str:
+        """The options that are not the defaults."""
+        return f"Format({changed_options(self)})"
+
+
+def _name(dtype: Any) -> str:
+    return dtype_name(dtype) if isinstance(dtype, torch.dtype) else repr(dtype)

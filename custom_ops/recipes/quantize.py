@@ -1,0 +1,327 @@
+"""One table: from a source and a format to the operand of a GEMM, in as few passes as ops allow.
+
+A source is a tensor of rows, or what rows are computed from: tokens that are gathered, or gate and
+up. Where an op computes and quantizes in one pass it is called; its bits are those of two passes.
+A format of a user's own is always composed: the rows are computed, then its function is called.
+
+T rows or tokens, R rows sorted by expert, E groups, K features, H features of a token,
+F features inside an expert, G = 2 F for gate and up together.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grouped_linear import ops
+from grouped_linear.ops.activation import SwiGLU
+from grouped_linear.recipes.format import Format, Layouts, Operands, with_shared_scale
+
+# --- up to how many columns of its output a GEMM gathers rows itself ------------------------------
+# Every 256 columns of an output read the rows again, by copies of 16 bytes that take some of the
+# GEMM's time. H100 and H200, docs/notes/gemm_sm90.md, "Gathering".
+
+#: fprop and dgrad of 16-bit tokens.
+GATHERING_16_BITS = 1536
+#: fprop and dgrad of tokens that are quantized once each, in place of once a row.
+GATHERING_FP8 = 1024
+#: The same beside a columnwise pass over the rows, which quantizes them rowwise as well.
+GATHERING_FP8_BESIDE_COLUMNWISE = 512
+#: wgrad in 16 bits, beside a copy of the rows and a GEMM of them.
+GATHERING_WGRAD = 256
+
+
+class Gathered(NamedTuple):
+    """The rows that a routing makes of tokens: ``tokens[routing.token]``."""
+
+    tokens_TH: Tensor
+    routing: ops.SortedByExpert
+
+
+class SwigluOf(NamedTuple):
+    """``swiglu(gate_up)``."""
+
+    gate_up_RG: Tensor
+    form: SwiGLU
+
+
+#: What an operand is made from.
+Source = Tensor | Gathered | SwigluOf
+
+
+class RowOperands(NamedTuple):
+    """Operands, and which of their rows a GEMM reads for row t: ``rows[t]``, or t without rows."""
+
+    operands: Operands
+    rows: Tensor | None = None
+    """Of the rowwise operand."""
+    columnwise_rows: Tensor | None = None
+    """Of the columnwise one."""
+
+
+class SwigluGradOperands(NamedTuple):
+    """What an expert's backward takes from gate_up; :func:`grouped_linear.ops.swiglu_grad`."""
+
+    d_gate_up: Operands
+    """For the first layer's dgrad and wgrad."""
+    h: Operands
+    """Columnwise, for the second layer's wgrad."""
+    d_weight: Tensor
+    """[R] float32."""
+
+
+def quantize(source: Source, format: Format, offs_E: Tensor, layouts: Layouts) -> Operands:
+    """Make rows of x, or of a gradient, ready for the GEMMs that read them.
+
+    Args:
+        source: rows sorted by group, or what they are computed from.
+        format: which numbers they become.
+        offs_E: int32 group ends; rows at and past the last one hold anything.
+        layouts: what to return.
+    """
+    if format.wgrad_dtype is not None and layouts.columnwise:
+        return _beside_16_bits(source, format, offs_E, layouts)
+    if not (layouts.rowwise or layouts.columnwise):  # for the bias alone nothing is quantized
+        return Operands(None, bias_grad=_bias_grad(source, offs_E, layouts))
+    if format.scaling == "block":
+        return _in_blocks(source, format, offs_E, layouts)
+    t = rows_of(source, offs_E, layouts)
+    if format.quantize is not None:
+        own = _as_operands(format.quantize(t, offs_E, layouts), layouts)
+        return own._replace(bias_grad=_bias_grad(t, offs_E, layouts))
+    outputs = {
+        "rowwise": layouts.rowwise,
+        "columnwise": layouts.columnwise,
+        "bias_grad": layouts.bias_grad,
+    }
+    if format.scaling == "group":
+        assert format.dtype is not None
+        return with_shared_scale(
+            *ops.group_quantize_current(
+                t,
+                offs_E,
+                format.dtype,
+                amax_epsilon=format.epsilon,
+                power_of_two_scales=format.power_of_two_scales,
+                **outputs,
+            )
+        )
+    if format.scaling == "delayed":
+        assert format.dtype is not None
+        scale, amax = _state_of(format, layouts)
+        return with_shared_scale(
+            *ops.group_quantize_delayed_(amax, t, offs_E, scale, format.dtype, **outputs)
+        )
+    if format.scaling == "mx":
+        rowwise, columnwise, bias_grad = ops.group_round_mx(t, offs_E, **outputs)
+        return Operands(rowwise, None, columnwise, None, bias_grad)
+    bias_grad = _bias_grad(t, offs_E, layouts)
+    if format.dtype is not None:
+        t = t.to(format.dtype)
+    return _as_operands(t, layouts)._replace(bias_grad=bias_grad)
+
+
+def quantize_for_gemms(
+    source: Source, format: Format, offs_E: Tensor, layouts: Layouts, columns: int
+) -> RowOperands:
+    """The same for GEMMs that can gather rows: tokens are then quantized once each.
+
+    Args:
+        source: see :func:`quantize`.
+        format: see :func:`quantize`.
+        offs_E: see :func:`quantize`.
+        layouts: what to return.
+        columns: of the output of the GEMM that reads the rowwise operand.
+    """
+    if not isinstance(source, Gathered) or not layouts.rowwise:
+        return RowOperands(quantize(source, format, offs_E, layouts))
+    tokens = quantize_tokens(source.tokens_TH, format, columns, layouts.columnwise)
+    if tokens is None:
+        return RowOperands(quantize(source, format, offs_E, layouts))
+    rows_R = source.routing.token
+    if not layouts.columnwise or tokens.columnwise is not None:
+        return RowOperands(tokens, rows_R, rows_R)
+    of_rows = quantize(source, format, offs_E, Layouts(False, True))
+    return RowOperands(Operands(*tokens[:2], *of_rows[2:4]), rows_R)
+
+
+def quantize_tokens(
+    tokens_TH: Tensor, format: Format, columns: int, columnwise: bool
+) -> Operands | None:
+    """Tokens for GEMMs that gather their rows, with the bits of rows that were gathered before.
+
+    None where rows are gathered before: because their numbers depend on the groups that they go to,
+    or because that is faster. With ``columnwise`` in what is returned, wgrad gathers them, too.
+
+    Args:
+        tokens_TH: tokens, or their gradients.
+        format: which numbers they become.
+        columns: of the output of the GEMM that reads the rowwise operand.
+        columnwise: whether wgrad reads them as well.
+    """
+    if format.quantize is not None or format.dtype in (torch.bfloat16, torch.float16):
+        return None
+    if format.scaling is None and format.wgrad_dtype is None:
+        if columns > (GATHERING_WGRAD if columnwise else GATHERING_16_BITS):
+            return None
+        return Operands(tokens_TH, None, tokens_TH if columnwise else None)
+    if format.scaling != "block":
+        return None
+    in_16_bits = format.wgrad_dtype is not None
+    beside_columnwise = columnwise and not in_16_bits
+    if columns > (GATHERING_FP8_BESIDE_COLUMNWISE if beside_columnwise else GATHERING_FP8):
+        return None
+    one_group = torch.full((1,), len(tokens_TH), dtype=torch.int32, device=tokens_TH.device)
+    tokens = quantize(tokens_TH, format, one_group, Layouts(True, False))
+    if columnwise and format.wgrad_dtype is not None and columns <= GATHERING_WGRAD:
+        tokens = tokens._replace(columnwise=tokens_TH.to(format.wgrad_dtype))
+    return tokens
+
+
+def quantize_swiglu_grad(
+    dh_RF: Tensor,
+    gate_up_RG: Tensor,
+    weight_R: Tensor,
+    offs_E: Tensor,
+    form: SwiGLU,
+    input: Format,
+    grad_output: Format,
+    layouts: Layouts,
+    h_columnwise: bool,
+) -> SwigluGradOperands:
+    """SwiGLU's gradient in the format of gradients, and the weighted h in the format of inputs.
+
+    Args:
+        dh_RF: the gradient by h of the unweighted output.
+        gate_up_RG: the input of SwiGLU.
+        weight_R: float32, what each row's output is weighted by.
+        offs_E: int32 group ends.
+        form: of SwiGLU.
+        input: the format of h, the second layer's input.
+        grad_output: the format of the gradient of the first layer's output.
+        layouts: what to return of that gradient.
+        h_columnwise: whether to return h.
+    """
+    one_pass = _same_blocks(input, grad_output) and (layouts.rowwise or layouts.columnwise)
+    if not one_pass:
+        grads = ops.swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, form)
+        return quantize_grads(grads, offs_E, input, grad_output, layouts, h_columnwise)
+    *d_gate_up, h_t, scale_h_t, d_weight_R = ops.group_quantize_swiglu_grad(
+        dh_RF,
+        gate_up_RG,
+        weight_R,
+        offs_E,
+        amax_epsilon=input.epsilon,
+        power_of_two_scales=input.power_of_two_scales,
+        rowwise=layouts.rowwise,
+        columnwise=layouts.columnwise,
+        bias_grad=layouts.bias_grad,
+        h_columnwise=h_columnwise,
+        share_h_scales=input.share_scales,
+        activation=form,
+    )
+    h = Operands(None, None, h_t, scale_h_t)
+    return SwigluGradOperands(Operands(*d_gate_up), h, d_weight_R)
+
+
+def quantize_grads(
+    grads: ops.SwigluGrad,
+    offs_E: Tensor,
+    input: Format,
+    grad_output: Format,
+    layouts: Layouts,
+    h_columnwise: bool,
+) -> SwigluGradOperands:
+    """The same of an activation's gradient that is there already."""
+    d_gate_up_RG, h_RF, d_weight_R = grads
+    d_gate_up = quantize(d_gate_up_RG, grad_output, offs_E, layouts)
+    h = Operands(None)
+    if h_columnwise:
+        h = quantize(h_RF, input, offs_E, Layouts(False, True, again=True))
+    return SwigluGradOperands(d_gate_up, h, d_weight_R)
+
+
+def rows_of(source: Source, offs_E: Tensor, layouts: Layouts) -> Tensor:
+    """The rows themselves, computed from their source."""
+    if isinstance(source, Tensor):
+        return source
+    if isinstance(source, Gathered):
+        return source.routing.tokens(source.tokens_TH, again=layouts.again)
+    return ops.swiglu(source.gate_up_RG, offs_E, source.form)
+
+
+def _in_blocks(source: Source, format: Format, offs_E: Tensor, layouts: Layouts) -> Operands:
+    """Scales of blocks: one op computes and quantizes, whatever the source is."""
+    if isinstance(source, SwigluOf):
+        if layouts.bias_grad or not layouts.rowwise:  # the op writes h rowwise and sums nothing
+            return _in_blocks(rows_of(source, offs_E, layouts), format, offs_E, layouts)
+        q, scale, q_t, scale_t, _ = ops.group_quantize_swiglu(
+            source.gate_up_RG,
+            offs_E,
+            amax_epsilon=format.epsilon,
+            power_of_two_scales=format.power_of_two_scales,
+            columnwise=layouts.columnwise,
+            share_scales=format.share_scales,
+            activation=source.form,
+        )
+        return Operands(q, scale, q_t, scale_t)
+    if isinstance(source, Gathered):
+        t, rows_R = source.tokens_TH, source.routing.token
+    else:
+        t, rows_R = source, None
+    return Operands(
+        *ops.group_quantize(
+            t,
+            offs_E,
+            rows_R,
+            amax_epsilon=format.epsilon,
+            power_of_two_scales=format.power_of_two_scales,
+            rowwise=layouts.rowwise,
+            columnwise=layouts.columnwise,
+            bias_grad=layouts.bias_grad,
+            share_scales=format.share_scales,
+        )
+    )
+
+
+def _beside_16_bits(source: Source, format: Format, offs_E: Tensor, layouts: Layouts) -> Operands:
+    """wgrad multiplies the rows themselves, in 16 bits; the format is for the rowwise operand."""
+    assert format.wgrad_dtype is not None
+    # Under scales of blocks the forward has copied no rows that a graph could keep.
+    again = layouts.again and format.scaling != "block"
+    t = rows_of(source, offs_E, layouts._replace(again=again))
+    gathers = layouts.rowwise and isinstance(source, Gathered)
+    rowwise_from = source if gathers else t
+    rowwise = quantize(rowwise_from, format, offs_E, layouts._replace(columnwise=False))
+    return rowwise._replace(columnwise=t.to(format.wgrad_dtype))
+
+
+def _same_blocks(input: Format, grad_output: Format) -> bool:
+    """Whether one op can quantize h and d_gate_up: both in FP8, with scales of blocks alike."""
+    if input.scaling != "block" or grad_output.scaling != "block":
+        return False
+    if input.wgrad_dtype is not None or grad_output.wgrad_dtype is not None:
+        return False
+    a, b = input, grad_output
+    same = a.power_of_two_scales == b.power_of_two_scales and a.amax_epsilon == b.amax_epsilon
+    return same and not grad_output.share_scales
+
+
+def _bias_grad(source: Source, offs_E: Tensor, layouts: Layouts) -> Tensor | None:
+    if not layouts.bias_grad:
+        return None
+    return ops.grouped_bias_grad(rows_of(source, offs_E, layouts), offs_E)
+
+
+def _as_operands(given: Operands | Tensor, layouts: Layouts) -> Operands:
+    """What a function of a format returned; a tensor stands for both layouts."""
+    if not isinstance(given, Tensor):
+        return given
+    return Operands(given if layouts.rowwise else None, None, given if layouts.columnwise else None)
+
+
+def _state_of(format: Format, layouts: Layouts) -> tuple[Tensor, Tensor | None]:
+    """Scales to read, and where amaxes are recorded."""
+    assert format.state is not None
+    records = format.records and not layouts.again
+    return format.state.scale, format.state.amax if records else None

@@ -1,0 +1,133 @@
+"""The class Recipe: a format for each of a layer's three operands.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from grouped_linear.meta_kernels.rules import dtype_name
+from grouped_linear.recipes.format import Format, changed_options, check_flags
+
+AS_IT_IS = Format()
+
+
+@dataclass(frozen=True, repr=False)
+class Recipe:
+    """Which numbers a layer multiplies: a :class:`Format` for x, for the weight and for dy.
+
+    A recipe is data. How a layer makes the numbers, and what it fuses, follows from the formats
+    alone (``grouped_linear/recipes/quantize.py``). ``recipe=None`` is ``Recipe()``: every tensor as
+    it is. The two operands of a GEMM must agree: both with scales of one kind, or both without.
+
+    ==========  =====================================  ====================================
+    GEMM        left operand                           right operand
+    ==========  =====================================  ====================================
+    fprop       x in the format ``input``, rowwise     ``weight``, rowwise
+    dgrad       dy in ``grad_output``, rowwise         ``weight``, columnwise
+    wgrad       dy in ``grad_output``, columnwise      x in the format ``input``, columnwise
+    ==========  =====================================  ====================================
+
+    Args:
+        input: the format of x.
+        weight: the format of the weight.
+        grad_output: the format of dy, the gradient of the layer's output.
+        requantize_weights: quantize the weight once more in the backward, instead of keeping the
+            columnwise weight from the forward.
+
+    Raises:
+        ValueError: for what is no format, and for formats whose GEMMs could not be computed.
+
+    Weights rounded to bfloat16, whatever dtype they are stored in, and x likewise:
+
+    >>> import torch
+    >>> bf16 = Format(dtype=torch.bfloat16)
+    >>> Recipe(input=bf16, weight=bf16)
+    Recipe(input=Format(dtype=torch.bfloat16), weight=Format(dtype=torch.bfloat16))
+    """
+
+    input: Format = AS_IT_IS
+    weight: Format = AS_IT_IS
+    grad_output: Format = AS_IT_IS
+    requantize_weights: bool = field(default=False, kw_only=True)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ignored = [
+            name for name in vars(cls) if name.startswith(("quantize", "requantize_weight_"))
+        ]
+        if ignored:
+            raise TypeError(
+                f"{cls.__name__}: {ignored[0]} would not be called: a recipe has formats and no "
+                "methods; give Recipe(...) a Format with a function, quantize="
+            )
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        check_flags(name, requantize_weights=self.requantize_weights)
+        for role in ("input", "weight", "grad_output"):
+            if not isinstance(getattr(self, role), Format):
+                raise ValueError(f"{name}: {role} must be a Format, got {getattr(self, role)!r}")
+        x, w, dy = self.input, self.weight, self.grad_output
+        if w.wgrad_dtype is not None:
+            raise ValueError(f"{name}: wgrad_dtype is for input and grad_output, not for weight")
+        for gemm, left, right in (
+            ("fprop", ("input", _kind(x)), ("weight", _kind(w))),
+            ("dgrad", ("grad_output", _kind(dy)), ("weight", _kind(w))),
+            ("wgrad", ("grad_output", _kind(dy, True)), ("input", _kind(x, True))),
+        ):
+            if not _agree(left[1], right[1]):
+                raise ValueError(
+                    f"{name}: {gemm} cannot multiply {left[0]} with {left[1]} and {right[0]} with "
+                    f"{right[1]}"
+                )
+        # Plain attributes, because each call asks.
+        in_blocks = all(f.scaling == "block" for f in (x, w, dy)) and not dy.share_scales
+        alike = len({(f.power_of_two_scales, f.amax_epsilon) for f in (x, w, dy)}) == 1
+        one_op = in_blocks and alike and not self.requantize_weights
+        in_fp8 = x.wgrad_dtype is None and dy.wgrad_dtype is None
+        set_attribute = object.__setattr__  # the dataclass is frozen
+        set_attribute(self, "has_linear_op", one_op)
+        set_attribute(self, "has_linear_grad_op", one_op and in_fp8)
+        set_attribute(self, "has_state", any(f.needs_state for f in (x, w, dy)))
+
+    has_linear_op = False
+    """Whether an eager layer's forward can be one op; set by this class."""
+    has_linear_grad_op = False
+    """Whether its backward can, too; set by this class."""
+    has_state = False
+    """Whether a layer keeps a state for it from step to step; set by this class."""
+
+    def options(self) -> dict[str, Any]:
+        """The arguments that make an equal recipe."""
+        return {o.name: getattr(self, o.name) for o in fields(self) if o.init}
+
+    def __repr__(self) -> str:
+        """The options that are not the defaults."""
+        return f"{type(self).__name__}({changed_options(self)})"
+
+
+def _kind(format: Format, columnwise: bool = False) -> str | None:
+    """What a GEMM must know of an operand in a format; None where only the function knows."""
+    if columnwise and format.wgrad_dtype is not None:
+        return dtype_name(format.wgrad_dtype)
+    if format.quantize is not None:
+        return None
+    if format.scaling == "mx":
+        return "bfloat16"
+    if format.scaling is None:
+        return "the activations' dtype" if format.dtype is None else dtype_name(format.dtype)
+    return "scales of blocks" if format.scaling == "block" else "scales of groups"
+
+
+def _agree(left: str | None, right: str | None) -> bool:
+    """Whether a GEMM may multiply these; of activations only the call knows the dtype."""
+    if left is None or right is None or left == right:
+        return True
+    return "the activations' dtype" in (left, right) and not any(
+        kind.startswith("scales") for kind in (left, right)
+    )
+
+
+#: ``recipe=None``: every tensor as it is.
+UNQUANTIZED = Recipe()

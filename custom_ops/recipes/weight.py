@@ -1,0 +1,220 @@
+"""Weights in a format: for one call, or stored from one call to the next.
+
+E groups, K in_features, N out_features.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from grouped_linear import ops
+from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
+from grouped_linear.recipes.format import (
+    Experts,
+    Format,
+    Layouts,
+    Operands,
+    Values,
+    with_shared_scale,
+)
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight in a format, stored from one call to the next."""
+
+    values: Tensor
+    """[E, N, K]."""
+    scale: Tensor | None
+    """The scales of ``values`` and of ``columnwise``."""
+    columnwise: Tensor | None
+    """What :func:`weight_for_dgrad` takes: in FP8 [E, K, N], contiguous."""
+
+    def operands(self, columnwise: bool) -> Operands:
+        """The weight for fprop and, where ``columnwise`` is true, for dgrad."""
+        values, scale, transposed = self
+        return with_shared_scale(values, scale, transposed if columnwise else None)
+
+
+def is_transposed(w_ENK: Tensor) -> bool:
+    """Whether a weight is a view of one that is stored as [E, K, N]."""
+    return not w_ENK.is_contiguous() and w_ENK.mT.is_contiguous()
+
+
+def quantize_weight(weights: Experts, format: Format, layouts: Layouts) -> Operands:
+    """Make a weight ready for fprop (rowwise) and for dgrad (columnwise).
+
+    Args:
+        weights: one tensor [E, N, K] or E tensors [N, K].
+        format: which numbers it becomes.
+        layouts: what must be returned; the rowwise operand may be there in any case.
+    """
+    is_list = weights[0].dim() == 2
+    if format.quantize is not None:
+        w_ENK = torch.stack(weights) if is_list else weights[0]
+        given = format.quantize(w_ENK, None, layouts)
+        if not isinstance(given, Tensor):
+            return given
+        return Operands(given, None, given if layouts.columnwise else None)
+    if format.scaling is None:
+        cast = weights if format.dtype is None else tuple(w.to(format.dtype) for w in weights)
+        w = cast if is_list else cast[0]
+        return Operands(w, None, w if layouts.columnwise else None)
+    if format.scaling == "block" and is_list:
+        of_list = ops.quantize_weight_list(
+            weights,
+            amax_epsilon=format.epsilon,
+            power_of_two_scales=format.power_of_two_scales,
+            columnwise=layouts.columnwise,
+        )
+        return with_shared_scale(*of_list)
+    # Ops that refresh read E tensors in place, and MXFP8 has no other op for a weight. A dispatch
+    # mode, as selective activation checkpointing is, may store an op's results and skip the op in
+    # the recomputation. An op that fills tensors returns nothing to store: skipped, it would leave
+    # new tensors unfilled.
+    in_mode = not torch.compiler.is_compiling() and is_in_torch_dispatch_mode()
+    if (is_list or format.scaling == "mx") and not in_mode:
+        *_, N, K = weights[0].shape
+        E = len(weights) if is_list else len(weights[0])
+        quantized = new_weight(format, E, N, K, weights[0].device, layouts.columnwise)
+        refresh_weight_(quantized, weights, format, None)
+        return quantized.operands(layouts.columnwise)
+    w_ENK = torch.stack(weights) if is_list else weights[0]
+    if format.scaling == "mx":
+        return _round_mx(w_ENK, layouts.columnwise)
+    if format.scaling == "delayed":
+        assert format.state is not None
+        amax = format.state.amax if format.records else None
+        return with_shared_scale(
+            *ops.quantize_weight_delayed_(
+                amax, w_ENK, format.state.scale, columnwise=layouts.columnwise
+            )
+        )
+    return _as_stored(w_ENK, format, layouts)
+
+
+def weight_for_dgrad(
+    columnwise: Values, scale: Tensor | None, format: Format
+) -> tuple[Values, Tensor | None]:
+    """The weight [E, K, N] and its scales, from the columnwise fields of :func:`quantize_weight`.
+
+    What is not quantized here is [E, N, K] and is transposed now, in the backward. What the forward
+    saves is then the weight itself. A view made in a compiled forward would have a version counter
+    of its own, and an in-place write to the weight would go unnoticed.
+    """
+    if isinstance(columnwise, tuple):  # grouped_mm_list transposes E tensors itself
+        return columnwise, scale
+    if format.quantize is not None or format.scaling is None:
+        columnwise = columnwise.transpose(1, 2)
+    scales_of_blocks = scale is not None and scale.dim() == 3
+    return columnwise, scale.transpose(1, 2) if scale is not None and scales_of_blocks else scale
+
+
+def stores(format: Format) -> bool:
+    """Whether a weight in this format differs from the parameter and can be stored."""
+    return format.quantize is None and format.scaling is not None
+
+
+def check_stores(owner: str, format: Format) -> None:
+    """Raise ValueError for a format in which no weight can be stored between calls."""
+    if not stores(format):
+        raise ValueError(
+            f"{owner}: cache_weights=True stores weights in this package's scaled formats, got "
+            f"{format!r}: leave cache_weights out"
+        )
+
+
+def new_weight(
+    format: Format,
+    E: int,
+    N: int,
+    K: int,
+    device: torch.device | str | None,
+    columnwise: bool = True,
+) -> QuantizedWeight:
+    """Allocate a weight in a format, its contents unspecified."""
+    if format.scaling == "mx":  # bfloat16 numbers for each of the two roundings
+        like: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+        values = torch.empty(E, N, K, **like)
+        return QuantizedWeight(
+            values, None, torch.empty(E, N, K, **like).transpose(1, 2) if columnwise else None
+        )
+    scales = (E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)) if format.scaling == "block" else (E,)
+    return QuantizedWeight(
+        torch.empty(E, N, K, dtype=E4M3, device=device),
+        torch.empty(scales, dtype=torch.float32, device=device),
+        torch.empty(E, K, N, dtype=E4M3, device=device) if columnwise else None,
+    )
+
+
+def refresh_weight_(
+    quantized: QuantizedWeight, weights: Experts, format: Format, refresh: Tensor | None
+) -> None:
+    """Quantize a weight into ``quantized``.
+
+    Args:
+        quantized: from :func:`new_weight`; an op writes it, so that writes are counted.
+        weights: one tensor [E, N, K] or E tensors [N, K].
+        format: its.
+        refresh: a bool of no dimensions on the weight's device, which only the device reads; false
+            leaves ``quantized`` alone. None stands for true.
+    """
+    values, scale, columnwise = quantized
+    if format.scaling == "mx":
+        w_ENK = None if columnwise is None else columnwise.transpose(1, 2)
+        ops.refresh_weight_mx_(weights, refresh, values, w_ENK)
+        return
+    assert scale is not None
+    if format.scaling == "delayed":
+        assert format.state is not None
+        amax = format.state.amax if format.records else None
+        ops.refresh_weight_delayed_(
+            amax, weights, format.state.scale, refresh, values, scale, columnwise
+        )
+        return
+    refresh_ = ops.refresh_weight_ if format.scaling == "block" else ops.refresh_weight_current_
+    refresh_(
+        weights,
+        refresh,
+        values,
+        scale,
+        columnwise,
+        amax_epsilon=format.epsilon,
+        power_of_two_scales=format.power_of_two_scales,
+    )
+
+
+def _as_stored(w_ENK: Tensor, format: Format, layouts: Layouts) -> Operands:
+    """Quantize a weight in the layout in which it is stored, [E, N, K] or [E, K, N].
+
+    Its blocks are squares or whole experts, so both layouts have the same scales.
+    """
+    rowwise, columnwise = layouts.rowwise, layouts.columnwise
+    options: dict[str, Any] = {
+        "amax_epsilon": format.epsilon,
+        "power_of_two_scales": format.power_of_two_scales,
+    }
+    in_blocks = format.scaling == "block"  # scales of groups: rowwise always
+    quantize: Callable[..., Any] = ops.quantize_weight if in_blocks else ops.quantize_weight_current
+    if not is_transposed(w_ENK):
+        if in_blocks:
+            options["rowwise"] = rowwise
+        return with_shared_scale(*quantize(w_ENK, columnwise=columnwise, **options))
+    if in_blocks:
+        options["rowwise"] = columnwise
+    q_t, scale, q = quantize(w_ENK.mT, columnwise=rowwise, **options)
+    if in_blocks:
+        scale = scale.mT.contiguous()
+    return with_shared_scale(q if rowwise else None, scale, q_t if columnwise else None)
+
+
+def _round_mx(w_ENK: Tensor, columnwise: bool) -> Operands:
+    """A weight is E groups of N rows, so its blocks for dgrad run along N inside an expert."""
+    E, N, K = w_ENK.shape
+    ends_E = torch.arange(N, E * N + 1, N, dtype=torch.int32, device=w_ENK.device)
+    w = ops.group_round_mx(w_ENK.reshape(E * N, K), ends_E, columnwise=columnwise)
+    assert w.x_rowwise is not None
+    w_EKN = None if w.x_columnwise is None else w.x_columnwise.view(E, N, K).transpose(1, 2)
+    return Operands(w.x_rowwise.view(E, N, K), None, w_EKN)

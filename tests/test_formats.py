@@ -1,0 +1,473 @@
+"""Formats: the package's own and a user's, in every role, layer and way to call.
+
+T rows, E groups, K in_features, N out_features; of the MLP: H features of a token, F features
+inside an expert.
+"""
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from grouped_linear import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    GroupedLinear,
+    GroupedMLP,
+    MXFP8BlockScaling,
+    Recipe,
+    grouped_linear,
+    ops,
+)
+from grouped_linear.recipes import Layouts, Operands
+from support.compare import assert_same_bits
+from support.formats import composed, with_function
+
+BF16 = torch.bfloat16
+T, E, K, N = 200, 3, 160, 144
+SPLITS = (70, 0, 110)  # an empty group, groups that end inside a block, and rows of no group
+
+
+def fp8_or_bf16(t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Operands:
+    """FP8 in fprop, BF16 in the backward."""
+    if offs_E is None:
+        q, scale, _ = ops.quantize_weight(t, columnwise=False)
+    else:
+        q, scale, *_ = ops.group_quantize(t, offs_E) if layouts.rowwise else (None, None)
+    return Operands(q, scale, t.to(BF16) if layouts.columnwise else None)
+
+
+def to_64ths(t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Tensor:
+    """Of torch operations alone, one tensor for both layouts."""
+    return (t * 64).round() / 64
+
+
+FLOAT8_FORWARD = Recipe(
+    input=Format(quantize=fp8_or_bf16),
+    weight=Format(quantize=fp8_or_bf16),
+    grad_output=Format(dtype=BF16),
+)
+ROUNDED_WEIGHTS = Recipe(weight=Format(quantize=to_64ths))
+
+RECIPES = pytest.mark.parametrize("recipe", [FLOAT8_FORWARD, ROUNDED_WEIGHTS], ids=["fp8", "int"])
+
+
+def layer_of(recipe: Recipe | None, **options: Any) -> GroupedLinear:
+    torch.manual_seed(0)
+    return GroupedLinear(E, K, N, recipe=recipe, dtype=BF16, **options)
+
+
+def mlp_of(recipe: Recipe | None) -> GroupedMLP:
+    torch.manual_seed(0)
+    return GroupedMLP(E, K, N, recipe=recipe, bias=True, dtype=BF16)
+
+
+def rows(*size: int) -> Tensor:
+    return torch.randn(size, dtype=BF16)
+
+
+def routing_of(num_tokens: int) -> tuple[Tensor, Tensor]:
+    weights, experts = torch.randn(num_tokens, E).softmax(dim=1).topk(2)
+    return weights.to(BF16), experts
+
+
+def gradients(module: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    named = {"x": x, **dict(module.named_parameters())}
+    return dict(zip(named, torch.autograd.grad(y, list(named.values()), dy), strict=True))
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def dequantized(q_ENK: Tensor, scale: Tensor) -> Tensor:
+    """The float64 numbers of a weight in 128x128 blocks."""
+    _, N, K = q_ENK.shape
+    scales = scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    return q_ENK.double() * scales[:, :N, :K]
+
+
+@pytest.mark.parametrize("save_input", [False, True])
+@pytest.mark.parametrize("single", [True, False])
+def test_layer_is_what_the_recipe_says(single: bool, save_input: bool) -> None:
+    """Against float64 of the operands that the recipe made.
+
+    Sums are float32 and results are rounded to bfloat16 once: half of its last place is 2**-9 of a
+    result, 2**-8 leaves room for the sums. Where a result is near 0 the sums' own error shows:
+    some 2**-24 of up to 160 terms near 1, far below 1e-3.
+    """
+    layer = layer_of(FLOAT8_FORWARD, single_grouped_weight=single, save_original_input=save_input)
+    x, dy, m_splits = rows(T, K).requires_grad_(), rows(T, N), torch.tensor(SPLITS)
+    w = torch.stack([p for name, p in layer.named_parameters() if "weight" in name]).view(E, N, K)
+    assert layer.bias is not None
+
+    offs_E = m_splits.cumsum(0).int()
+    q, scale, *_ = ops.group_quantize(x.detach(), offs_E)
+    assert q is not None
+    assert scale is not None
+    x_of_fprop = ops.group_dequantize(q, scale, offs_E, torch.float32).double()
+    w_of_fprop = dequantized(*ops.quantize_weight(w.detach(), columnwise=False)[:2])
+    expected: dict[str, Tensor] = {
+        "y": torch.zeros(T, N, dtype=torch.float64),
+        "x": torch.zeros(T, K, dtype=torch.float64),
+        "weight": torch.zeros(E, N, K, dtype=torch.float64),
+        "bias": torch.zeros(E, N, dtype=torch.float64),
+    }
+    first = 0
+    for e, size in enumerate(SPLITS):
+        of_group = slice(first, first + size)
+        first += size
+        expected["y"][of_group] = x_of_fprop[of_group] @ w_of_fprop[e].T + layer.bias[e].double()
+        expected["x"][of_group] = dy[of_group].double() @ w[e].double()
+        expected["weight"][e] = dy[of_group].double().T @ x[of_group].double()
+        expected["bias"][e] = dy[of_group].double().sum(0)
+
+    y = layer(x, m_splits)
+    actual = gradients(layer, x, y, dy)
+    if not single:
+        actual["weight"] = torch.stack([actual.pop(f"weight{e}") for e in range(E)])
+    for name, t in {"y": y, **actual}.items():
+        torch.testing.assert_close(t.double(), expected[name], rtol=2**-8, atol=1e-3, msg=name)
+
+
+def mlp_in_float64(mlp: GroupedMLP, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """Every expert of every token, unquantized."""
+    p = {name: p.double() for name, p in mlp.named_parameters()}
+    gate_up = torch.einsum("th,egh->teg", x, p["gate_up_proj"]) + p["gate_up_proj_bias"]
+    gate, up = gate_up.chunk(2, dim=-1)
+    y = torch.einsum("tef,ehf->teh", silu(gate) * up, p["down_proj"]) + p["down_proj_bias"]
+    chosen = torch.zeros(len(x), E, dtype=torch.float64).scatter(1, experts, weights.double())
+    return torch.einsum("teh,te->th", y, chosen)
+
+
+@pytest.mark.parametrize("recipe", [FLOAT8_FORWARD, Recipe()], ids=["fp8", "plain"])
+def test_mlp_is_near_float64(recipe: Recipe) -> None:
+    """In the norm of each result.
+
+    bfloat16 rounds three tensors on the way by 2**-9 each at most. e4m3 has 3 bits after the
+    leading one, so a quantized number is off by at most 2**-4 and by 2**-5 in the mean. Two
+    quantized operands a GEMM and two GEMMs one after the other make 2**-4. A tenth bounds that; a
+    wrong scale or a wrong expert is off by 1.
+    """
+    mlp, x, dy = mlp_of(recipe), rows(50, K).requires_grad_(), rows(50, K)
+    weights, experts = routing_of(50)
+    actual = gradients(mlp, x, mlp(x, weights, experts), dy)
+    x64 = x.detach().double().requires_grad_()
+    y64 = mlp_in_float64(mlp, x64, weights, experts)
+    expected = gradients(mlp, x64, y64, dy.double())
+    bound = 0.1 if recipe is FLOAT8_FORWARD else 0.01
+    for name, t in actual.items():
+        error = (t.double() - expected[name].double()).norm() / expected[name].double().norm()
+        assert error < bound, f"{name}: {error}"
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+def losses(module: nn.Module, call: Callable[..., Tensor], inputs: tuple[Any, ...]) -> list[float]:
+    """Of AdamW steps toward a target."""
+    target = rows(*inputs[0].shape[:1], N if isinstance(module, GroupedLinear) else K)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    values = []
+    for _ in range(8):
+        loss = (call(*inputs) - target).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(loss.item())
+    return values
+
+
+@RECIPES
+@pytest.mark.parametrize("kind", ["packed", "per_expert", "mlp"])
+def test_training(kind: str, recipe: Recipe) -> None:
+    """The loss falls, and compiled training has the bits of eager training."""
+    module: nn.Module
+    if kind == "mlp":
+        module, inputs = mlp_of(recipe), (rows(T, K), *routing_of(T))
+    else:
+        module = layer_of(recipe, single_grouped_weight=kind == "packed")
+        inputs = rows(T, K), torch.tensor([60, 20, T - 80])
+    twin = copy.deepcopy(module)
+    torch.manual_seed(1)
+    eager = losses(module, module, inputs)
+    assert eager[-1] < 0.8 * eager[0]
+    torch.manual_seed(1)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    assert losses(twin, compiled, inputs) == eager
+
+
+def test_training_under_inductor() -> None:
+    module = mlp_of(FLOAT8_FORWARD)
+    compiled = torch.compile(module, fullgraph=True)
+    values = losses(module, compiled, (rows(T, K), *routing_of(T)))
+    assert values[-1] < 0.8 * values[0]
+
+
+# --- what a layer does --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_default_is_no_recipe(compiled: bool) -> None:
+    results = []
+    for recipe in (None, Recipe()):
+        torch.manual_seed(1)
+        layer, x, dy = layer_of(recipe), rows(T, K).requires_grad_(), rows(T, N)
+        call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+        y = call(x, torch.tensor(SPLITS))
+        results.append({"y": y, **gradients(layer, x, y, dy)})
+    for name, t in results[0].items():
+        assert torch.equal(t, results[1][name]), name
+
+
+def test_options_of_the_layer() -> None:
+    """Those that need nothing of a recipe: main_grad, deferred gradients, micro-batches, pickle."""
+    m_splits, x, dy = torch.tensor(SPLITS), rows(T, K), rows(T, N)
+    plain = layer_of(FLOAT8_FORWARD)
+    plain(x, m_splits).backward(dy)
+    layer = layer_of(FLOAT8_FORWARD, fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
+    layer.weight.main_grad = torch.full((E, N, K), torch.nan)
+    layer = pickle.loads(pickle.dumps(layer))
+    layer.weight.main_grad = torch.full((E, N, K), torch.nan)
+    layer(x, m_splits, is_first_microbatch=True).backward(dy)
+    layer.backward_dw()
+    # main_grad is float32; grad was rounded to bfloat16 once.
+    assert torch.equal(layer.weight.main_grad.to(BF16), plain.weight.grad)
+
+
+def test_dtypes() -> None:
+    """A format of one's own is given a weight of x's dtype; a layer is told so."""
+    w, m_splits = torch.randn(E, N, K), torch.tensor(SPLITS)
+    y = grouped_linear(rows(T, K), w, m_splits, recipe=Float8BlockScaling())
+    assert y.dtype == BF16
+    with pytest.raises(RuntimeError, match="x is bfloat16, weight float32: cast one of them"):
+        grouped_linear(rows(T, K), w, m_splits, recipe=ROUNDED_WEIGHTS)
+    with torch.autocast("cpu", BF16):
+        assert grouped_linear(rows(T, K), w, m_splits, recipe=ROUNDED_WEIGHTS).dtype == BF16
+
+
+# --- one numbers, however they are computed ------------------------------------------------------
+
+PACKAGE = {
+    "none": Recipe(),
+    "block": Float8BlockScaling(),
+    "exact": Float8BlockScaling(
+        power_of_two_scales=False, amax_epsilon=2.0, share_x_scales=False, requantize_weights=True
+    ),
+    "bf16_wgrad": Float8BlockScaling(wgrad=BF16),
+    "current": Float8CurrentScaling(gradient_dtype=torch.float8_e5m2),
+    "mx": MXFP8BlockScaling(),
+}
+LAYERS = "packed", "per_expert", "chosen", "sorted"
+
+
+def results(recipe: Recipe, layer: str, compiled: bool = False) -> dict[str, Tensor]:
+    """Output and gradients of one call."""
+    torch.manual_seed(0)
+    module: nn.Module
+    x = rows(50, K).requires_grad_()
+    if layer in ("packed", "per_expert"):
+        module = GroupedLinear(
+            E, K, N, recipe=recipe, single_grouped_weight=layer == "packed", dtype=BF16
+        )
+        inputs: tuple[Any, ...] = (x, torch.tensor([20, 0, 25]))
+    else:
+        module = mlp_of(recipe)
+        inputs = (x, *routing_of(50))
+    call: Callable[..., Tensor] = module
+    if layer == "sorted":
+        inputs = (x, torch.tensor([20, 0, 25]))
+        assert isinstance(module, GroupedMLP)
+        call = module.forward_sorted
+    if compiled:
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    y = call(*inputs)
+    return {"y": y, **gradients(module, x, y, torch.randn_like(y))}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, t in expected.items():
+        assert_same_bits(actual[name], t)
+
+
+PAIRS = [  # every format with every role and with every layer
+    ("none", "input", "packed"), ("none", "weight", "chosen"), ("none", "grad_output", "sorted"),
+    ("none", "all", "per_expert"), ("block", "input", "chosen"), ("block", "weight", "per_expert"),
+    ("block", "grad_output", "packed"), ("block", "all", "sorted"), ("exact", "input", "sorted"),
+    ("exact", "weight", "packed"), ("exact", "grad_output", "chosen"),
+    ("exact", "all", "per_expert"), ("bf16_wgrad", "input", "per_expert"),
+    ("bf16_wgrad", "weight", "sorted"), ("bf16_wgrad", "grad_output", "chosen"),
+    ("bf16_wgrad", "all", "packed"), ("current", "input", "packed"),
+    ("current", "weight", "chosen"), ("current", "grad_output", "per_expert"),
+    ("current", "all", "sorted"), ("mx", "input", "chosen"), ("mx", "weight", "per_expert"),
+    ("mx", "grad_output", "sorted"), ("mx", "all", "packed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "role", "layer"), PAIRS)
+def test_a_function_in_a_role(name: str, role: str, layer: str) -> None:
+    """The package's format, the same as a function, eager and compiled: the same bits."""
+    recipe = PACKAGE[name]
+    own = composed(recipe, *(() if role == "all" else (role,)))
+    expected = results(recipe, layer)
+    assert_same(results(own, layer), expected)
+    assert_same(results(own, layer, compiled=True), expected)
+
+
+@pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
+@pytest.mark.parametrize("name", ["block", "current"])
+def test_no_layer_passes_a_function_by(name: str, role: str) -> None:
+    """A function that gives zeros makes zeros of what it is multiplied with, in every way to call.
+
+    A subclass whose ``quantize_input`` did so was ignored in some of these ways.
+    """
+    recipe = with_function(PACKAGE[name], role, lambda t: t * 0)
+    of_role = {
+        "input": ("y", "weight", "gate_up_proj", "down_proj"),
+        "weight": ("y", "x"),
+        "grad_output": ("x", "weight", "gate_up_proj", "down_proj"),
+    }
+    for layer in LAYERS:
+        for compiled in (False, True):
+            named = results(recipe, layer, compiled)
+            for key, t in named.items():
+                if key.rstrip("012") in of_role[role] and (role, key) != ("weight", "bias"):
+                    bias = named["bias"] if key == "y" and "bias" in named else None
+                    assert not t.any() or bias is not None, (layer, compiled, key)
+
+
+def test_two_layers_that_share_scales_are_summed() -> None:
+    """A module under DelayedScaling keeps its formats with its own scales, also as a copy."""
+    layer = layer_of(DelayedScaling())
+    twin = copy.deepcopy(layer)
+    twin(rows(T, K), torch.tensor(SPLITS)).sum().backward()
+    assert layer.weight_state is not None
+    assert twin.weight_state is not None
+    assert twin.weight_state.x.amax.any()
+    assert not layer.weight_state.x.amax.any()
+    again = pickle.loads(pickle.dumps(twin))
+    assert_same_bits(again.weight_state.x.amax, twin.weight_state.x.amax)
+    again(100 * rows(T, K), torch.tensor(SPLITS)).sum().backward()
+    assert (again.weight_state.x.amax > twin.weight_state.x.amax).any()
+
+
+# --- what is said --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", [GroupedLinear, GroupedMLP])
+@pytest.mark.parametrize("recipe", [FLOAT8_FORWARD, Recipe()], ids=["own", "none"])
+def test_what_a_cache_stores(recipe: Recipe, layer: Any) -> None:
+    sentence = "Recipe: cache_weights=True stores weights in this package's scaled formats, got Fo"
+    with pytest.raises(ValueError, match=sentence):
+        layer(E, K, N, recipe=recipe, cache_weights=True)
+
+
+def test_a_method_is_refused() -> None:
+    """No subclass is passed by in silence: what nobody would call cannot be defined."""
+    with pytest.raises(TypeError, match="Mine: quantize_input would not be called: a recipe has "):
+
+        class Mine(Float8BlockScaling):
+            def quantize_input(self, *args: Any) -> None:
+                """Nobody calls it."""
+
+
+@pytest.mark.parametrize(
+    ("formats", "sentence"),
+    [
+        ({"input": BF16}, "Recipe: input must be a Format, got torch.bfloat16"),
+        (
+            {"input": Float8BlockScaling().input},
+            "Recipe: fprop cannot multiply input with scales of blocks and weight with the "
+            "activations' dtype",
+        ),
+        (
+            {"input": Float8BlockScaling().input, "weight": Float8CurrentScaling().weight},
+            "Recipe: fprop cannot multiply input with scales of blocks and weight with scales of",
+        ),
+        (
+            {
+                "input": Float8BlockScaling(wgrad=BF16).input,
+                "weight": Float8BlockScaling().weight,
+                "grad_output": Float8BlockScaling().grad_output,
+            },
+            "Recipe: wgrad cannot multiply grad_output with scales of blocks and input with bf",
+        ),
+        (
+            {"weight": Format(wgrad_dtype=BF16)},
+            "Recipe: wgrad_dtype is for input and grad_output, not for weight",
+        ),
+        ({"requantize_weights": "no"}, "requantize_weights must be True or False, got 'no'"),
+    ],
+)
+def test_what_is_said_about_a_recipe(formats: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Recipe(**formats)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"scaling": "blocks"}, "scaling must be None, 'block', 'group', 'delayed' or 'mx', got"),
+        ({"dtype": torch.float8_e5m2, "scaling": "block"}, "no such format: dtype float8_e5m2 wi"),
+        ({"dtype": torch.float8_e4m3fn}, "no such format: dtype float8_e4m3fn with scaling None"),
+        ({"wgrad_dtype": torch.float32}, "wgrad_dtype must be None, bfloat16 or float16, got flo"),
+        ({"quantize": "mine"}, "quantize must be a function, got 'mine'"),
+        ({"quantize": to_64ths, "dtype": BF16}, "quantize takes the place of dtype and scaling"),
+        ({"amax_epsilon": -1.0}, "amax_epsilon must be finite and not negative, got -1"),
+        ({"share_scales": "no"}, "share_scales must be True or False, got 'no'"),
+    ],
+)
+def test_what_is_said_about_a_format(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Format(**options)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        (Float8BlockScaling, ("power_of_two_scales", "share_x_scales", "requantize_weights")),
+        (Float8CurrentScaling, ("power_of_two_scales", "requantize_weights")),
+    ],
+)
+def test_every_flag_is_checked(recipe: Any, options: tuple[str, ...]) -> None:
+    for option in options:
+        with pytest.raises(ValueError, match=f"{option} must be True or False, got 'no'"):
+            recipe(**{option: "no"})
+
+
+def test_two_recipes_of_one_name() -> None:
+    """Equal options do not make them one: not in a comparison, and not in a compiled graph."""
+
+    def make() -> Any:
+        @dataclass(frozen=True, repr=False)
+        class Mine(Recipe):
+            pass
+
+        return Mine
+
+    one, other = make()(), make()(weight=Format(quantize=to_64ths))
+    assert one != make()()
+    assert one != other
+    torch.manual_seed(0)
+    layers = [layer_of(one), layer_of(other)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x, call = rows(T, K), torch.compile(lambda layer, x: layer(x, torch.tensor(SPLITS)))
+    for layer in layers:
+        assert_same_bits(call(layer, x), layer(x, torch.tensor(SPLITS)))
+
+
+def test_a_state_for_delayed_formats() -> None:
+    w, m_splits = layer_of(None).weight, torch.tensor(SPLITS)
+    with pytest.raises(ValueError, match="DelayedScaling has a state: pass state, or use Grouped"):
+        grouped_linear(rows(T, K), w, m_splits, recipe=DelayedScaling())
+    delayed = DelayedScaling()
+    own = Recipe(delayed.input, delayed.weight, delayed.grad_output)
+    with pytest.raises(ValueError, match="only the recipe DelayedScaling says how the scales"):
+        layer_of(own)
