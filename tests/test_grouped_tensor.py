@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from grouped_linear import Float8BlockScaling, GroupedTensor, MXFP8BlockScaling
+from grouped_linear import Float8BlockScaling, GroupedLinear, GroupedTensor, MXFP8BlockScaling
 from grouped_linear.quantized import dispatch, tensor
 from support import reference
 from support.compare import assert_same, assert_same_bits
@@ -274,14 +274,60 @@ def test_copies_of_a_parameter(copied: str, requires_grad: bool) -> None:
     assert_same(twin, p)
 
 
-def test_checkpoints_saved_in_the_background(tmp_path: Path) -> None:
-    """Which copies the tensor first, by new_empty and its attributes."""
+def test_copies_of_what_shares_memory() -> None:
+    """A deepcopy shares it too. A pickle does not, and q_t is the transpose of q in both."""
     w = GroupedTensor.quantize(random_weight())
-    saving: Any = dcp.async_save({"w": w}, checkpoint_id=tmp_path)
+    for copied, shares in ((KEPT["deepcopy"], True), (KEPT["pickle"], False)):
+        whole, expert = copied([w, w[1]])
+        expert.zero_()
+        assert_same(whole, whole)
+        assert not expert.dequantize().any()
+        assert torch.equal(whole[1].dequantize(), w[1].dequantize() * (not shares))
+    twins = copy.deepcopy([w, w])
+    assert twins[0] is twins[1]
+
+
+# --- identity ------------------------------------------------------------------------------------
+
+
+def test_address_tells_tensors_apart() -> None:
+    """Programs find tensors again by it. What reads memory there must fail, and not find e4m3."""
+    a, b = (nn.Parameter(GroupedTensor.quantize(random_weight())) for _ in range(2))
+    assert a.data_ptr() == a.detach().data_ptr() == a.view(-1).data_ptr() != b.data_ptr()
+    assert a[1].data_ptr() - a.data_ptr() == N * K
+    before = a.data_ptr()
+    with torch.no_grad():
+        a.add_(1)
+    assert a.data_ptr() == before
+    assert before != a.q.data_ptr()
+    assert before % 16 == 0
+    assert GroupedTensor.quantize(torch.zeros(1, 16, 16, device="meta")).data_ptr() == 0
+
+
+def test_tied_weights_stay_tied() -> None:
+    """Also where they are two parameters of the same memory."""
+    a = nn.Module()
+    a.w = nn.Parameter(GroupedTensor.quantize(random_weight()))
+    a.tied = nn.Parameter(a.w.detach())
+    b = copy.deepcopy(a)
+    assert b.w.data_ptr() == b.tied.data_ptr() != a.w.data_ptr()
+    with torch.no_grad():
+        b.w.mul_(2)
+    assert_same(b.tied.detach(), b.w.detach())
+
+
+def test_checkpoints_saved_in_the_background(tmp_path: Path) -> None:
+    """A module's state has plain tensors; a quantized tensor has no memory for torch to stage."""
+    layer = GroupedLinear(E, K, N, recipe=Float8BlockScaling(), quantized_weight=True)
+    saving: Any = dcp.async_save(layer.state_dict(), checkpoint_id=tmp_path)
     getattr(saving, "upload_completion", saving).result()  # torch 2.11: the future itself
-    state = {"w": GroupedTensor.quantize(torch.zeros(E, N, K))}
+    other = GroupedLinear(E, K, N, recipe=Float8BlockScaling(), quantized_weight=True)
+    state = other.state_dict()
     dcp.load(state, checkpoint_id=tmp_path)
-    assert_same(state["w"], w)
+    other.load_state_dict(state)
+    assert_same(other.weight.detach(), layer.weight.detach())
+    with pytest.raises(RuntimeError, match="invalid python storage"):
+        dcp.async_save({"w": layer.weight.detach()}, checkpoint_id=tmp_path / "refused")
 
 
 def test_new_empty_is_quantized_in_the_same_shape() -> None:

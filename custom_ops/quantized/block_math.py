@@ -3,7 +3,10 @@
 N out_features, K in_features; shapes are those of one expert, or of E experts with a leading E.
 """
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from grouped_linear import ops
@@ -82,3 +85,26 @@ def quantize_(
         q.copy_(round_stochastically(multiply_(w.to(torch.float32, copy=True), 1 / scale)))
         if q_t is not None:
             q_t.copy_(q.transpose(1, 2))
+
+
+@torch.no_grad()
+def with_blocks(
+    q: Tensor, scale: Tensor, w: Tensor, written: Tensor, recipe: Float8BlockScaling
+) -> tuple[Tensor, Tensor]:
+    """q and scale, with those blocks of w in which `written` is true anywhere."""
+    *lead, N, K = q.shape
+    shape = (math.prod(lead), N, K)
+    new_q, new_scale, _ = ops.quantize_weight(
+        w.reshape(shape),
+        amax_epsilon=recipe.weight.epsilon,
+        power_of_two_scales=recipe.power_of_two_scales,
+        columnwise=False,
+    )
+    assert new_q is not None
+    written_blocks = F.max_pool2d(written.reshape(shape).float(), BLOCK, ceil_mode=True)
+    ones = torch.ones(shape, device=w.device)
+    in_written_block = multiply_(ones, written_blocks).bool()
+    before = q.view(torch.uint8).reshape(shape)
+    new_q = torch.where(in_written_block, new_q.view(torch.uint8), before).view(E4M3)
+    new_scale = torch.where(written_blocks.bool(), new_scale, scale.reshape(new_scale.shape))
+    return new_q.view(q.shape), new_scale.view(scale.shape)

@@ -5,13 +5,12 @@ dispatch.py imports this module and registers what torch's operations do to a Gr
 E experts, K in_features, N out_features.
 """
 
+import copy
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grouped_linear import ops
@@ -30,6 +29,9 @@ class Metadata(NamedTuple):
     recipe: Float8BlockScaling
     stochastic_rounding: bool
 
+
+# Bit 55: user space on x86-64 and on Arm, and GPUs, have their addresses below.
+NO_ADDRESS = 1 << 55
 
 #: ``handler(overload, args, kwargs)`` is called in place of an overload that has a GroupedTensor
 #: among its arguments.
@@ -255,28 +257,8 @@ class GroupedTensor(Tensor):
             w[index] = value.to(w.dtype)
             written[index] = True
             if part.numel():
-                self.copy_(self._with_blocks(w, written))
-
-    @torch.no_grad()
-    def _with_blocks(self, w: Tensor, written: Tensor) -> "GroupedTensor":
-        """The tensor with those blocks of w in which `written` is true anywhere."""
-        *lead, N, K = self.q.shape
-        shape = (math.prod(lead), N, K)
-        q, scale, _ = ops.quantize_weight(
-            w.reshape(shape),
-            amax_epsilon=self.recipe.weight.epsilon,
-            power_of_two_scales=self.recipe.power_of_two_scales,
-            columnwise=False,
-        )
-        assert q is not None
-        written_blocks = F.max_pool2d(written.reshape(shape).float(), BLOCK, ceil_mode=True)
-        ones = torch.ones(shape, device=w.device)
-        in_written_block = block_math.multiply_(ones, written_blocks).bool()
-        before = self.q.view(torch.uint8).reshape(shape)
-        q = torch.where(in_written_block, q.view(torch.uint8), before).view(E4M3)
-        scale = torch.where(written_blocks.bool(), scale, self.scale.reshape(scale.shape))
-        parts = q.view(self.q.shape), scale.view(self.scale.shape)
-        return GroupedTensor(*parts, None, self.metadata, self.shape)
+                q, scale = block_math.with_blocks(self.q, self.scale, w, written, self.recipe)
+                self.copy_(GroupedTensor(q, scale, None, self.metadata, self.shape))
 
     @property
     def data(self) -> Tensor:
@@ -304,8 +286,14 @@ class GroupedTensor(Tensor):
         return 1 if self.q_t is None else 2
 
     def data_ptr(self) -> int:
-        """0: the tensor has no memory besides that of its parts."""
-        return 0
+        """A number that tells tensors apart as their addresses do, and is no address.
+
+        It is that of q, moved to where no process has memory: a kernel that takes it for the
+        address of numbers in high precision fails, instead of reading e4m3 or writing over it. 0
+        where q has no memory, as on the meta device.
+        """
+        address = self.q.data_ptr()
+        return address and address + NO_ADDRESS
 
     def share_memory_(self) -> "GroupedTensor":
         """Raise RuntimeError: another process would not see q_t change with q."""
@@ -335,18 +323,27 @@ class GroupedTensor(Tensor):
         names, metadata = self.__tensor_flatten__()
         parts = [getattr(self, name) for name in names]
         layouts = [(tuple(part.shape), part.stride(), part.storage_offset()) for part in parts]
-        recipe = type(self.recipe)  # a name alone may be that of two classes
-        which = recipe.__module__, recipe.__qualname__
-        facts = (
-            names,
-            metadata,
-            which,
-            layouts,
-            tuple(self.shape),
-            self.device,
-            self.requires_grad,
-        )
+        cls = type(self.recipe)  # a recipe prints a name that two classes may have
+        recipe = cls.__module__, cls.__qualname__, self.recipe.weight
+        own = tuple(self.shape), self.device, self.requires_grad
+        facts = (names, metadata, recipe, layouts, *own)
         return hashlib.blake2b(repr(facts).encode()).hexdigest()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GroupedTensor":
+        """Copies share memory where the tensors do, as torch has it: all parts of them."""
+        if not self.is_leaf:
+            super().__deepcopy__(memo)  # which refuses
+        q, scale, q_t = copy.deepcopy((self.q, self.scale, self.q_t), memo)
+        twin = GroupedTensor(q, scale, q_t, self.metadata, self.shape)
+        memo[id(self)] = twin
+        vars(twin).update(copy.deepcopy(self._attributes(), memo))
+        twin.requires_grad_(self.requires_grad)
+        twin.grad = copy.deepcopy(self.grad, memo)
+        return twin
+
+    def _attributes(self) -> dict[str, Any]:
+        """Those that others gave it. One of them says that it is a parameter."""
+        return {name: value for name, value in vars(self).items() if name not in _ATTRIBUTES}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         state = {
@@ -359,7 +356,7 @@ class GroupedTensor(Tensor):
             "recipe": _pickled_recipe(self.recipe),
             "stochastic_rounding": self.stochastic_rounding,
             "requires_grad": self.requires_grad,
-            "attributes": {name: v for name, v in vars(self).items() if name not in _ATTRIBUTES},
+            "attributes": self._attributes(),
         }
         return _rebuild, (state,)
 
@@ -441,14 +438,17 @@ def _pickled_recipe(recipe: Float8BlockScaling) -> dict[str, Any] | Float8BlockS
 def _rebuild(state: dict[str, Any]) -> GroupedTensor:
     """A tensor from its pickled state."""
     check_pickle_version("GroupedTensor", state["version"], PICKLE_VERSION)
-    q = state["q"].view(E4M3)
-    q_t = block_math.transposed(q) if state["columnwise"] else None
+    q, scale, q_t = state["q"].view(E4M3), state["scale"], None
+    if state["columnwise"]:
+        # Torch lets tensors that were saved together share memory. A write to one of them would
+        # not reach the q_t of another, so each has its own.
+        q, scale, q_t = q.clone(), scale.clone(), block_math.transposed(q)
     recipe = state["recipe"]
     if isinstance(recipe, dict):
         recipe = Float8BlockScaling(**recipe)
     metadata = Metadata(state["dtype"], recipe, state["stochastic_rounding"])
-    t = GroupedTensor(q, state["scale"], q_t, metadata, state["shape"])
-    vars(t).update(state["attributes"])  # one of them says that it is a parameter
+    t = GroupedTensor(q, scale, q_t, metadata, state["shape"])
+    vars(t).update(state["attributes"])
     t.requires_grad_(state["requires_grad"])
     return t
 
