@@ -52,7 +52,7 @@ def parts(t: Tensor) -> list[Tensor]:
     return [t.q, t.scale] if t.q_t is None else [t.q, t.scale, t.q_t]
 
 
-def assert_shares_memory(part: Tensor, whole: Tensor, first: int) -> None:
+def assert_shares_memory(part: Tensor, whole: Tensor, first: int = 0) -> None:
     """What is written to `part` is written to the experts of `whole` from the first on."""
     for a, b in zip(parts(part), parts(whole), strict=True):
         assert a.data_ptr() == b[first].data_ptr()
@@ -644,6 +644,63 @@ def test_gradients_are_plain() -> None:
     assert_same_bits(p.grad, dense.grad)
 
 
+def write_data(p: nn.Parameter, value: Tensor | float, operation: str) -> None:
+    data = p.data
+    p.data = getattr(data, operation)(value)
+
+
+DATA: dict[str, Callable[[Any], Any]] = {
+    "iadd": lambda p: write_data(p, 1, "__iadd__"),  # what p.data += 1 is
+    "isub": lambda p: write_data(p, torch.full((E, N, K), 3.0), "__isub__"),
+    "imul": lambda p: write_data(p, 4, "__imul__"),
+    "itruediv": lambda p: write_data(p, 4, "__itruediv__"),
+    "expert": lambda p: write_data(p[1], 1, "__iadd__"),
+    "mul_": lambda p: p.data.mul_(2),
+    "zero_": lambda p: p.data.zero_(),
+    "item": lambda p: p.data.__setitem__(1, 5.0),
+    "add": lambda p: write_data(p, 1, "__add__"),  # to a plain tensor
+    "plain": lambda p: setattr(p, "data", torch.full((E, N, K), 3.0)),
+    "dtype": lambda p: setattr(p, "data", torch.full((E, N, K), 3.0, dtype=BF16)),
+    "to": lambda p: setattr(p, "data", p.data.to(BF16)),
+    "itself": lambda p: setattr(p, "data", p),
+    "fewer_experts": lambda p: setattr(p, "data", p.data[1:]),
+    "vector": lambda p: nn.utils.vector_to_parameters(torch.full((E * N * K,), 4.0), [p]),
+    "module": lambda p: nn.ParameterList([p]).bfloat16(),
+}
+
+
+@pytest.mark.parametrize("write", DATA.values(), ids=DATA)
+def test_data(write: Callable[[Any], Any]) -> None:
+    """What a plain parameter has after the same write, and no error."""
+    w = torch.tensor([1.0, 2.0, 8.0])[:, None, None].expand(E, N, K).contiguous()
+    plain, p = nn.Parameter(w.clone()), nn.Parameter(GroupedTensor.quantize(w))
+    write(plain)
+    write(p)
+    assert isinstance(p, GroupedTensor)
+    assert isinstance(p, nn.Parameter)
+    assert p.requires_grad
+    assert (p.shape, p.dtype) == (plain.shape, plain.dtype)
+    assert_same_bits(p.detach().dequantize(), plain.detach())
+    assert_same(p.detach(), GroupedTensor.quantize(plain.detach()))
+
+
+def test_data_shares_memory_with_what_is_assigned() -> None:
+    """And no longer with what was there: a program may put that back."""
+    recipe = Float8BlockScaling(amax_epsilon=1e-4)
+    p = nn.Parameter(GroupedTensor.quantize(random_weight(), recipe))
+    other, before = GroupedTensor.quantize(X), p.data
+    numbers = before.clone()
+    p.data = other
+    other[1].mul_(2)
+    assert_same(p.detach(), other)
+    assert p.recipe == recipe
+    p.data = torch.ones(E, N, K)
+    assert_same(before, numbers)
+    p.data = before
+    assert_same(p.detach(), numbers)
+    assert_shares_memory(p.detach(), before)
+
+
 # --- stochastic rounding -------------------------------------------------------------------------
 
 
@@ -804,22 +861,24 @@ def test_trajectory(name: str, mode: str) -> None:
 # --- what cannot be ------------------------------------------------------------------------------
 
 
-def test_data_is_not_replaced() -> None:
-    """An assignment would leave q and scale as they are, so that nothing would have changed."""
+def test_data_that_does_not_fit() -> None:
+    """Is refused before anything is written."""
     p = nn.Parameter(GroupedTensor.quantize(random_weight()))
     before = p.detach().clone()
-    sentence = "data cannot be replaced by another tensor, of its dtype or another: write to it"
-    for value in (torch.zeros(E, N, K), before, torch.zeros(E, N, K, dtype=torch.float64)):
-        with pytest.raises(RuntimeError, match=sentence):
-            p.data = value
-    with pytest.raises(RuntimeError, match=sentence):
-        nn.utils.vector_to_parameters(torch.zeros(E * N * K), [p])
-    with pytest.raises(RuntimeError, match=sentence):
-        nn.ParameterList([p]).double()
-    assert_same(p, before)
-    p.data.zero_()
-    assert not p.dequantize().any()
-    assert nn.ParameterList([p]).bfloat16()[0].dtype == BF16
+    stands_for = "stands for bfloat16, float16 or float32, got data of float64: assign its deq"
+    cases = {
+        "dtype": (lambda: setattr(p, "data", torch.zeros(E, N, K).double()), stands_for),
+        "module": (lambda: nn.ParameterList([p]).double(), stands_for),
+        "shape": (
+            lambda: setattr(p, "data", torch.zeros(0)),
+            r"plain data must have the shape \[3, 272, 144\], got \[0\]",
+        ),
+        "device": (lambda: setattr(p, "data", p.data.to("meta")), "incompatible tensor type"),
+    }
+    for assign, says in cases.values():
+        with pytest.raises(RuntimeError, match=says):
+            assign()
+        assert_same(p.detach(), before)
 
 
 def test_memory_is_not_read_beneath_torch() -> None:

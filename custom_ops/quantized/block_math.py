@@ -4,6 +4,7 @@ N out_features, K in_features; shapes are those of one expert, or of E experts w
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,14 @@ from torch import Tensor
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3
 from grouped_linear.recipes import Float8BlockScaling
+
+
+def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of this size."""
+    stride = [1]
+    for n in reversed(size[1:]):
+        stride.append(stride[-1] * n)
+    return tuple(reversed(stride))
 
 
 def transposed(q: Tensor) -> Tensor:

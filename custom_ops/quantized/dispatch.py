@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
 from grouped_linear.quantized import block_math
-from grouped_linear.quantized.tensor import HANDLERS, GroupedTensor, Handler, contiguous_stride
+from grouped_linear.quantized.tensor import HANDLERS, GroupedTensor, Handler
 
 aten = torch.ops.aten
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -173,7 +173,7 @@ def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     *lead, N, K = t.q.shape
     size, offset = tuple(bound["size"]), bound["storage_offset"]
     first, remainder = divmod(0 if offset is None else offset - t.storage_offset(), N * K)
-    if remainder or first < 0 or tuple(bound["stride"]) != contiguous_stride(size):
+    if remainder or first < 0 or tuple(bound["stride"]) != block_math.contiguous_stride(size):
         return on_plain(func, args, kwargs)
     with _views(t):
         if first == 0 and math.prod(size) == t.numel():

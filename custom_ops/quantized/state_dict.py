@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import E4M3, dtype_name
-from grouped_linear.quantized.tensor import GroupedTensor, contiguous_stride
+from grouped_linear.quantized.block_math import contiguous_stride
+from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import convert_assigned, is_dtensor
 
 SCALE = "_scale_inv"

@@ -104,7 +104,7 @@ class GroupedTensor(Tensor):
         if scale is None or metadata is None:
             return _as_parameter(q, requires_grad)
         size = q.shape if size is None else size
-        offset, stride = q.storage_offset(), contiguous_stride(size)
+        offset, stride = q.storage_offset(), block_math.contiguous_stride(size)
         t: GroupedTensor = Tensor._make_wrapper_subclass(
             cls, size, strides=stride, storage_offset=offset, dtype=metadata.dtype, device=q.device
         )
@@ -262,19 +262,47 @@ class GroupedTensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The tensor without its autograd history; read-only.
+        """The tensor without its autograd history.
+
+        Assign a GroupedTensor, and this one has its numbers, shape, dtype and memory from then on,
+        as torch has it; the recipe stays. A plain tensor is quantized into memory of its own, as
+        ``copy_`` rounds. Views that were made before keep the memory of before.
 
         Raises:
-            RuntimeError: on assignment, which would leave q and scale as they were.
+            RuntimeError: for a plain tensor of another shape, or of a dtype that a quantized tensor
+                cannot stand for.
         """
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        raise RuntimeError(
-            "GroupedTensor: data cannot be replaced by another tensor, of its dtype or another: "
-            f"write to it with copy_, got {type(value).__name__} of {value.dtype}"
+        if not isinstance(value, GroupedTensor):
+            value = self._quantized_like(value)
+        # Shape, dtype and device are torch's, which refuses before it writes.
+        torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.q, self.scale, self.q_t = value.q, value.scale, value.q_t
+
+    def _quantized_like(self, w: Tensor) -> "GroupedTensor":
+        """A plain tensor quantized as this one is."""
+        rules = Rules("GroupedTensor")
+        rules.check(
+            type(w) in (Tensor, nn.Parameter),
+            lambda: f"data must be a GroupedTensor or a plain tensor, got {type(w).__name__}",
         )
+        rules.check(
+            w.dtype in ACTIVATIONS,
+            lambda: (
+                "a quantized weight stands for bfloat16, float16 or float32, got data of "
+                f"{dtype_name(w.dtype)}: assign its dequantize() to a plain parameter"
+            ),
+        )
+        rules.check(
+            w.shape == self.shape,
+            lambda: f"plain data must have the shape {list(self.shape)}, got {list(w.shape)}",
+        )
+        twin = self.detach().to(w.device, w.dtype, copy=True)
+        twin.copy_(w)
+        return twin  # type: ignore[return-value]
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -454,14 +482,6 @@ def _rebuild(state: dict[str, Any]) -> GroupedTensor:
 
 
 torch.serialization.add_safe_globals([_rebuild])
-
-
-def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of this size."""
-    stride = [1]
-    for n in reversed(size[1:]):
-        stride.append(stride[-1] * n)
-    return tuple(reversed(stride))
 
 
 def _check_recipe(recipe: Recipe | None) -> Float8BlockScaling:
