@@ -220,6 +220,19 @@ grouped_mlp: a quantized weight needs the recipe Float8BlockScaling, got MXFP8Bl
     )
 
 
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("kind", [GroupedLinear, GroupedMLP])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traced_for_torchscript(kind: Any, learns: bool) -> None:
+    layer = kind(E, K, N, recipe=Float8BlockScaling(), quantized_weight=True)
+    layer.requires_grad_(learns)
+    x, splits = torch.randn(T, K), torch.tensor([40, 0, 100, 7])
+    routing = (splits,) if kind is GroupedLinear else (torch.rand(T, 2), experts_of(splits, T))
+    with pytest.raises(RuntimeError, match="trace records no quantized weight: use torch"):
+        torch.jit.trace(layer, (x, *routing))
+    layer(x, *routing)
+
+
 @DEVICES
 @pytest.mark.parametrize("shape", [(E * N, K), (E, K, N), (2 * E, N // 2, K), (2, 2, N, K), (-1,)])
 def test_a_view_of_another_shape(shape: tuple[int, ...], device: str) -> None:

@@ -5,6 +5,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from grouped_linear.quantized.tensor import GroupedTensor
@@ -68,7 +69,12 @@ def quantized_weight_of(
 
     Raises:
         ValueError: for another recipe than ``Float8BlockScaling``.
+        RuntimeError: under torch.jit.trace.
     """
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise RuntimeError(
+            f"{op}: torch.jit.trace records no quantized weight: use torch.export or torch.compile"
+        )
     if not isinstance(recipe, Float8BlockScaling):
         raise ValueError(
             f"{op}: a quantized weight needs the recipe Float8BlockScaling, got {recipe!r}"
