@@ -19,8 +19,9 @@ from grouped_linear import loading  # first: it registers the ops  # isort: skip
 from grouped_linear import meta_kernels, ops  # isort: skip
 from grouped_linear.integrations import spmd as spmd
 from grouped_linear.integrations.convert import Conversion, convert
-from grouped_linear.integrations.convert_experts import ConvertedExperts, convert_experts
+from grouped_linear.integrations.convert_experts import convert_experts
 from grouped_linear.integrations.look_alikes import LeftExperts
+from grouped_linear.integrations.plan import ConvertedExperts
 from grouped_linear.nn.functional import grouped_linear
 from grouped_linear.nn.functional_mlp import grouped_mlp, grouped_mlp_sorted
 from grouped_linear.nn.linear import GroupedLinear

@@ -386,7 +386,7 @@ def test_refuses_a_pickle_of_a_newer_version(monkeypatch: pytest.MonkeyPatch) ->
         newer.setattr(converted_class, "PICKLE_VERSION", 2)
         saved = pickle.dumps(experts)
     assert sentence(lambda: pickle.loads(saved)) == (
-        "convert_experts: the pickle has version 2, this grouped_linear reads versions up to 1"
+        "convert: the pickle has version 2, this grouped_linear reads versions up to 1"
     )
 
 
@@ -489,6 +489,10 @@ def clamped(x: Tensor) -> Tensor:
     return silu(x).clamp(max=7.0)
 
 
+KNOWN = (
+    "torch.nn.Linear, or of SwiGLU experts without biases whose layers gate, up, down are called "
+    "w1, w3, w2 or gate_proj, up_proj, down_proj"
+)
 FORWARDS = {Routed: routed_mlp}
 MISTAKES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "nothing": (
@@ -505,8 +509,8 @@ MISTAKES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "no list": (
         lambda: Routed([nn.Sequential(nn.Linear(H, H)) for _ in range(E)]),
         FORWARDS,
-        "convert_experts: Routed must hold one ModuleList of torch.nn.Linear or of SwiGLU experts "
-        "without biases, it has experts of Sequential",
+        f"convert_experts: Routed must hold one ModuleList of {KNOWN}; it has experts of "
+        "Sequential with 0.weight, 0.bias",
     ),
     "unlike": (
         unlike,
@@ -640,8 +644,8 @@ def test_linears_that_are_more(name: str) -> None:
     ANOTHER_CLASS[name](model.experts[2])
     check_refused(
         model,
-        "convert_experts: Routed must hold one ModuleList of torch.nn.Linear or of SwiGLU experts "
-        f"without biases, it has experts of Linear, {name}",
+        f"convert_experts: Routed must hold one ModuleList of {KNOWN}; it has experts of Linear, "
+        f"{name}",
     )
 
 
@@ -717,7 +721,7 @@ def test_what_is_not_swiglu_is_refused(
         right, wrong = (Routed([SwigluExpert(act=a) for _ in range(E)]) for a in (silu, act))
         model, forwards = nn.Sequential(right, wrong), FORWARDS
     model.to(device, dtype).eval()
-    sentence = r"experts do not compute down\(silu\(gate\(x\)\) \* up\(x\)\): they are .* off$"
+    sentence = r"experts do not compute down\(silu\(gate\(x\)\) \* up\(x\)\): they are .* off"
     with pytest.raises(ValueError, match=sentence):
         convert_experts(model, forwards)
     assert not any(isinstance(m, GroupedMLP | GroupedLinear) for m in model.modules())

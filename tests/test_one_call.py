@@ -42,6 +42,7 @@ with skipping_for_old_transformers():
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
     from grouped_linear.integrations import hugging_face
+    from grouped_linear.integrations.transformers import register
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 T, E, H, F = 20, 4, 32, 48
@@ -58,8 +59,8 @@ SIZES = {
 }
 
 
-def mixtral(device: str = "cpu") -> Any:
-    return MixtralForCausalLM(MixtralConfig(**SIZES)).to(device, BF16)
+def mixtral(device: str = "cpu", **sizes: int) -> Any:
+    return MixtralForCausalLM(MixtralConfig(**SIZES | sizes)).to(device, BF16)
 
 
 def gpt_oss() -> Any:
@@ -73,13 +74,20 @@ def logits(model: Any) -> Tensor:
 
 
 class Expert(nn.Module):
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        names: tuple[str, str, str] = ("w1", "w3", "w2"),
+        features: int = F,
+        bias: bool = False,
+    ) -> None:
         super().__init__()
-        self.w1, self.w3 = (nn.Linear(H, F, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(F, H, bias=False)
+        self.names = names
+        for name, sizes in zip(names, ((H, features), (H, features), (features, H)), strict=True):
+            self.add_module(name, nn.Linear(*sizes, bias=bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(silu(self.w1(x)) * self.w3(x))
+        gate, up, down = (self.get_submodule(name) for name in self.names)
+        return down(silu(gate(x)) * up(x))
 
 
 class Block(nn.Module):
@@ -99,10 +107,11 @@ def routed(self: Block, x: Tensor) -> Tensor:
 
 
 class GroupedExperts(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, experts: int = E, features: int = F) -> None:
         super().__init__()
-        self.w1, self.w3 = (nn.Parameter(torch.randn(E, F, H) / H**0.5) for _ in range(2))
-        self.w2 = nn.Parameter(torch.randn(E, H, F) / F**0.5)
+        shape = experts, features, H
+        self.w1, self.w3 = (nn.Parameter(torch.randn(shape) / H**0.5) for _ in range(2))
+        self.w2 = nn.Parameter(torch.randn(experts, H, features) / features**0.5)
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         rows = x.split(num_tokens_per_expert.tolist())
@@ -248,11 +257,64 @@ class Clamped(Expert):
         self.register_parameter("scale", nn.Parameter(torch.ones(1)))
 
 
+class Ungated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(H, F, bias=False), nn.Linear(F, H, bias=False)
+
+
+class OneWeight(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape))
+
+
+class RoutedExperts(nn.Module):
+    """As torchtitan's is to be: https://github.com/pytorch/torchtitan/pull/4539."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13, self.w2 = OneWeight(E, 2, F, H), OneWeight(E, H, F)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        topk_scores_TK: Tensor,
+        topk_expert_ids_TK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+    ) -> Tensor:
+        return x_TD
+
+
+KNOWN = (
+    "torch.nn.Linear, or of SwiGLU experts without biases whose layers gate, up, down are called "
+    "w1, w3, w2 or gate_proj, up_proj, down_proj"
+)
 LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no forward": (Block, "experts (no forward for Block in forwards)"),
     "of another kind": (
         lambda: Block(Clamped),
-        "experts (Clamped is neither torch.nn.Linear nor SwiGLU without biases)",
+        f"experts (Clamped with scale, w1.weight, w3.weight, w2.weight; known are {KNOWN})",
+    ),
+    "other names": (
+        lambda: Block(lambda: Expert(("gate", "up", "down"))),
+        f"experts (Expert with gate.weight, up.weight, down.weight; known are {KNOWN})",
+    ),
+    "biases": (
+        lambda: Block(lambda: Expert(bias=True)),
+        "experts (Expert with w1.weight, w1.bias, w3.weight, w3.bias, w2.weight, w2.bias; known "
+        f"are {KNOWN}: GroupedMLP(bias=True) takes experts with biases, in a block of your own)",
+    ),
+    "no gate": (
+        lambda: Block(Ungated),
+        f"experts (Ungated with up.weight, down.weight; known are {KNOWN}: two GroupedLinear, or "
+        "GroupedMLP(activation=SquaredReLU()), take experts without a gate, in a block of your "
+        "own)",
+    ),
+    "torchtitan after 0.3.0": (
+        RoutedExperts,
+        "(the model) (no known form has parameters w13.weight, w2.weight and is called as (x_TD, "
+        "topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E))",
     ),
     "a dict": (
         lambda: nn.ModuleDict({"experts": nn.ModuleDict({"a": Expert(), "b": Expert()})}),
@@ -376,17 +438,179 @@ def test_a_refused_list_leaves_the_other_forms_as_they_were() -> None:
     assert type(model["moe"]) is GroupedExperts
 
 
-def test_the_implementation_stays_where_quantization_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise ValueError("refused")
+# A model of every form but for one mistake, which is met at its very end: what is refused, and how.
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "features of Hugging Face experts": (
+        lambda: mixtral(intermediate_size=72),
+        {},
+        "last.model.layers.0.mlp.experts: down_proj is [4, 32, 72], and kernels take in_features "
+        "and out_features that are positive multiples of 16",
+    ),
+    "dtype of Hugging Face experts": (
+        lambda: mixtral().double(),
+        {},
+        "last.model.layers.0.mlp.experts: gate_up_proj must be bfloat16, float16 or float32, got "
+        "float64",
+    ),
+    "features of a list": (
+        lambda: Block(lambda: Expert(features=72)),
+        {},
+        "last.experts: w1.weight is [72, 32], and kernels take in_features and out_features that "
+        "are positive multiples of 16",
+    ),
+    "features of linear layers": (
+        lambda: Block(lambda: nn.Linear(H, 40)),
+        {},
+        "last.experts: weight is [40, 32], and kernels take in_features and out_features that are "
+        "positive multiples of 16",
+    ),
+    "features in one module": (
+        lambda: GroupedExperts(features=24),
+        {},
+        "last: w1 is [4, 24, 32], and kernels take in_features and out_features that are positive "
+        "multiples of 16",
+    ),
+    "dtype in one module": (
+        lambda: GroupedExperts().double(),
+        {},
+        "last: w1 must be bfloat16, float16 or float32, got float64",
+    ),
+    "number of experts": (
+        lambda: GroupedExperts(experts=1025, features=16),
+        {},
+        "last: w1 is [1025, 16, 32], and kernels take 1 to 1024 experts",
+    ),
+    "on the meta device": (
+        lambda: mixtral("meta"),
+        {"weights": "fp8"},
+        "last.model.layers.0.mlp.experts.gate_up_proj is on the meta device, it has no numbers "
+        "yet: load the checkpoint before",
+    ),
+    "a checkpoint in FP8": (
+        lambda: replace_with_fp8_linear(
+            MixtralForCausalLM(MixtralConfig(**SIZES)), quantization_config=FineGrainedFP8Config()
+        ),
+        {"recipe": Float8BlockScaling()},
+        "last.model.layers.0.mlp.experts: experts in FP8 must be float8_e4m3fn with float32 scales "
+        "[4, 1, 1] and dynamic activations, got gate_up_proj torch.float8_e4m3fn with "
+        "torch.float32 scales [4, 2, 1] and dynamic activations: load the checkpoint with "
+        "FineGrainedFP8Config(dequantize=True)",
+    ),
+}
 
-    model = mixtral()
-    before = model.config._experts_implementation
-    monkeypatch.setattr(hugging_face, "quantize_experts", refuse)
-    assert sentence(lambda: convert(model, weights="fp8")) == "refused"
-    assert model.config._experts_implementation == before
+
+def state_of(model: nn.Module) -> list[Any]:
+    """All that a conversion changes: classes, parameters and what they hold, configurations."""
+    modules = [
+        (module, type(module), [*module._parameters.items()], [*module._modules.items()])
+        for module in model.modules()
+    ]
+    configs = [m.config._experts_implementation for m in model.modules() if hasattr(m, "config")]
+    conversions = [getattr(m, "_weight_conversions", None) for m in model.modules()]
+    learning = [p.requires_grad for p in model.parameters()]
+    return [
+        [[id(part) for part in one[:2]] + [str(one[3])] for one in modules],
+        [[(n, id(p)) for n, p in one[2]] for one in modules],
+        configs,
+        conversions,
+        learning,
+    ]
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_refused_leaves_everything_as_it_was(kind: str, weights: str | None) -> None:
+    make, options, expected = REFUSED[kind]
+    model = nn.ModuleDict({**everything(), "last": make()})
+    before = state_of(model)
+    how = {"weights": weights, "forwards": FORWARDS, **options}
+    assert sentence(lambda: convert(model, **how)) == f"convert: {expected}"
+    assert state_of(model) == before
+
+
+def test_a_name_that_is_taken_is_refused_before_anything_is_written() -> None:
+    recipe = Float8BlockScaling(power_of_two_scales=False, amax_epsilon=1e-7)
+    register(hugging_face.implementation_of(recipe))
+    model = everything()
+    before = state_of(model)
+    refused = sentence(lambda: convert(model, recipe, forwards=FORWARDS))
+    assert refused.endswith(" names another experts implementation already")
+    assert state_of(model) == before
+
+
+class Inheriting(Block):
+    """With the forward of Block."""
+
+
+class Overriding(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_subclasses_of_a_block() -> None:
+    """One that inherits the forward has it replaced; another forward is not ours to replace."""
+    model, x = nn.Sequential(Block(), Inheriting()), torch.randn(T, H)
+    expected = model(x)
+    convert(model, forwards=FORWARDS)
+    assert isinstance(model[1], Inheriting)
+    assert isinstance(model[1].experts, GroupedMLP)
+    torch.testing.assert_close(model(x), expected)
+    model = nn.Sequential(Block(), Overriding())
+    before = state_of(model)
+    assert sentence(lambda: convert(model, forwards=FORWARDS)) == (
+        "convert: 1: Overriding is a Block with a forward of its own: give forwards one for "
+        "Overriding, too"
+    )
+    assert state_of(model) == before
+
+
+def test_converted_twice() -> None:
+    model = nn.Sequential(Block(), Block())
+    convert(model, forwards=FORWARDS)
+    expected = "convert: experts of Block are converted already"
+    assert sentence(lambda: convert(model, forwards=FORWARDS)) == expected
+    assert sentence(lambda: convert(model)) == (
+        "convert: experts of Sequential are converted already"
+    )
+    model.append(Block())
+    assert [one.name for one in convert(model, forwards=FORWARDS).converted] == ["2"]
+
+
+def test_what_is_no_model_and_no_forwards() -> None:
+    kinds = (TypeError, ValueError)
+    said = [sentence(lambda m=m: convert(m), kinds) for m in (None, Block, [Block()])]
+    said += [
+        sentence(lambda f=f: convert(Block(), forwards=f), kinds)
+        for f in (routed, {"Block": routed}, {Block: None}, {nn.Module: routed})
+    ]
+    said = [re.sub(r" at 0x\w+|tests\.|test_one_call\.", "", one) for one in said]
+    assert_expected_inline(
+        "\n".join(said),
+        """\
+convert: model must be a torch.nn.Module, got None
+convert: model must be a torch.nn.Module, got the class Block: make a model of it
+convert: model must be a torch.nn.Module, got a list
+convert: forwards must be a dict such as {Block: new_forward}, with the class of the block whose forward is replaced, got <function routed>
+convert: forwards must have classes of modules as keys and functions as values, got {'Block': <function routed>}
+convert: forwards must have classes of modules as keys and functions as values, got {<class 'Block'>: None}
+convert: forwards must have classes of modules as keys and functions as values, got {<class 'torch.nn.modules.module.Module'>: <function routed>}""",
+    )
+
+
+def test_experts_that_are_off_by_a_little() -> None:
+    """Names and shapes show nothing; what rounding explains is less than 3% in any dtype."""
+    for dtype, factor in ((torch.float32, 1.002), (BF16, 1.03)):
+        model = Block().to(dtype)
+        model.experts[1].__class__ = type("Off", (Expert,), {"factor": factor, "forward": off})
+        refused = sentence(lambda model=model: convert(model, forwards=FORWARDS))
+        assert refused.startswith(
+            "convert: Block.experts: experts do not compute down(silu(gate(x)"
+        )
+        assert " off, and rounding explains 0." in refused
+
+
+def off(self: Any, x: Tensor) -> Tensor:
+    return self.factor * Expert.forward(self, x)
 
 
 # --- weights in FP8 ------------------------------------------------------------------------------
@@ -443,7 +667,7 @@ def test_transposed_weights_do_not_learn() -> None:
 
 
 def test_a_checkpoint_in_fp8() -> None:
-    model = mixtral()
+    model = mixtral(intermediate_size=128)
     in_fp8 = replace_with_fp8_linear(model, quantization_config=FineGrainedFP8Config())
     expected = re.compile(
         "^convert: model.layers.0.mlp.experts: weights are in FP8 already and need the recipe "

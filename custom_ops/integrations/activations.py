@@ -43,11 +43,13 @@ def activation_of(experts: Any) -> Activation | None:
         return SquaredReLU() if isinstance(act_fn, ReLUSquaredActivation) else None
     alpha = limit = None
     if cls._apply_gate is not _default_apply_gate:
-        replaced = cls._apply_gate.__module__ != cls.__module__
-        in_library = cls.__module__.startswith("transformers.")
-        if cls.__name__ not in SWIGLU_FORMS or not in_library or replaced:
+        # Of the class that has it: FSDP2 and quantize_experts make subclasses.
+        owner = next(base for base in cls.__mro__ if "_apply_gate" in vars(base))
+        replaced = cls._apply_gate.__module__ != owner.__module__
+        in_library = owner.__module__.startswith("transformers.")
+        if owner.__name__ not in SWIGLU_FORMS or not in_library or replaced:
             return None
-        alpha_name, limit_name = SWIGLU_FORMS[cls.__name__]
+        alpha_name, limit_name = SWIGLU_FORMS[owner.__name__]
         alpha = getattr(experts, alpha_name) if alpha_name else None
         limit = getattr(experts, limit_name) if limit_name else None
     if getattr(experts, "gate_softcap", None) is not None or (limit is not None and limit <= 0):

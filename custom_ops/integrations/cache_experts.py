@@ -5,19 +5,18 @@ E experts, N out_features and K in_features of a weight as it is stored.
 
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from grouped_linear.autograd.context import StoredWeight
 from grouped_linear.integrations.fp8_checkpoint import weight_names
+from grouped_linear.integrations.plan import check_weights
 from grouped_linear.integrations.quantize_experts import check_has_experts, experts_of
 from grouped_linear.nn.functional import check_whole
-from grouped_linear.nn.gradient_accumulation import cached_weight
+from grouped_linear.nn.options import check_recipe
 from grouped_linear.quantized.refresh import caches_of, refresh_weights
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight_cache import WeightCache
-from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
+from grouped_linear.recipes import Float8BlockScaling, Recipe
 
 
 def cache_experts(model: nn.Module, recipe: Recipe | None = None) -> None:
@@ -60,6 +59,7 @@ def cache_experts(model: nn.Module, recipe: Recipe | None = None) -> None:
     ...     optimizer.step()
     ...     optimizer.zero_grad()
     """
+    check_recipe("cache_experts", recipe)
     recipe = Float8BlockScaling() if recipe is None else recipe
     if recipe.has_state:
         raise ValueError(
@@ -67,12 +67,15 @@ def cache_experts(model: nn.Module, recipe: Recipe | None = None) -> None:
             "implementation is a function: choose a recipe without state"
         )
     check_has_experts("cache_experts", model)
-    found = experts_of(model).values()
-    weights = [(experts, name) for experts in found for name in weight_names(experts)]
+    found = experts_of(model)
+    weights = [(experts, name) for experts in found.values() for name in weight_names(experts)]
     check_whole("cache_experts", (getattr(*place) for place in weights), "cache")
     for experts, name in weights:
         if isinstance(getattr(experts, name), GroupedTensor):
             raise ValueError(f"cache_experts: {name} is quantized already, by quantize_experts")
+    for where, experts in found.items():
+        named = ((name, getattr(experts, name)) for name in weight_names(experts))
+        check_weights(f"cache_experts: {where or type(experts).__name__}", named)
     for experts, name in weights:
         w = getattr(experts, name)
         E, N, K = w.shape  # as it is stored
@@ -111,28 +114,3 @@ class RefreshWeights(TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Quantize the weights that the optimizer has written."""
         refresh_weights(kwargs["model"])
-
-
-def cached_weight_of(experts: Any, name: str, recipe: Recipe | None) -> StoredWeight | None:
-    """What :func:`cache_experts` keeps of a weight, as [E, out_features, in_features]."""
-    cache = getattr(experts, f"{name}_cache", None)
-    if cache is None:
-        return None
-    if cache.recipe != recipe:
-        raise ValueError(
-            f"grouped_linear: the caches of the experts are in {cache.recipe!r}, the name's recipe "
-            f"is {recipe!r}"
-        )
-    if not (torch.compiler.is_compiling() or cache.warm):
-        raise RuntimeError(
-            "grouped_linear: the weight caches of the experts hold no weights yet, or none since "
-            "they were loaded or moved: call refresh_weights"
-        )
-    cached = cached_weight("grouped_linear", cache, False)
-    if cached is None or not experts.is_transposed:
-        return cached
-    values, scale, columnwise = cached.weight
-    assert columnwise is not None
-    if scale is not None and scale.dim() == 3:  # one a block
-        scale = scale.mT
-    return cached._replace(weight=QuantizedWeight(columnwise, scale, values))

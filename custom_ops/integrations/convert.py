@@ -5,19 +5,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import nn
 
 from grouped_linear.integrations.convert_experts import (
-    ConvertedExperts,
-    find_experts,
-    replace_experts,
+    check_model,
+    check_not_converted,
+    plan_experts,
 )
-from grouped_linear.integrations.converted_class import Forward, is_converted
+from grouped_linear.integrations.converted_class import Forward
 from grouped_linear.integrations.look_alikes import (
     LeftExperts,
     goes_through_interface,
     look_alikes,
 )
+from grouped_linear.integrations.plan import ConvertedExperts, Plan
 from grouped_linear.nn.options import check_recipe
 from grouped_linear.recipes import Float8BlockScaling, Recipe
 
@@ -78,6 +80,7 @@ def _times(n: int) -> str:
     return f"; {n} of them" if n > 1 else ""
 
 
+@torch.inference_mode(False)  # new parameters are to be ordinary ones
 def convert(
     model: nn.Module,
     recipe: Recipe | None = None,
@@ -157,6 +160,7 @@ def convert(
     >>> model(torch.tensor([[1, 2, 3]])).logits.shape
     torch.Size([1, 3, 64])
     """
+    check_model("convert", model)
     check_recipe("convert", recipe)
     if weights not in (None, "fp8"):
         raise ValueError(f"convert: weights must be None or 'fp8', got {weights!r}")
@@ -171,7 +175,6 @@ def convert(
                 f"convert: weights='fp8' needs the recipe Float8BlockScaling, got {recipe!r}"
             )
         options["quantized_weight"] = True
-    forwards = dict(forwards or {})
     experts = {n: m for n, m in model.named_modules() if goes_through_interface(m)}
     of_both = "quantized_weight", "save_gate_up_in_fp8"
     of_layers = [option for option in options if option not in of_both]
@@ -180,31 +183,23 @@ def convert(
             "convert: experts of a Hugging Face model stay what they are, so there is nothing to "
             f"give {' and '.join(of_layers)} to"
         )
-    found = find_experts("convert", model, forwards, recipe, options)
-    if not found and not experts:
-        _raise_for_nothing(model)
-    of_interface = []
+    plan = Plan()
     if experts:
-        from grouped_linear.integrations import hugging_face
+        from grouped_linear.integrations.hugging_face import plan_hugging_face
 
         save_in_fp8 = options.get("save_gate_up_in_fp8", False)
-        hugging_face.check_hugging_face(experts, recipe, save_in_fp8)
-        of_interface = hugging_face.convert_hugging_face(
-            model, experts, recipe, weights == "fp8", save_in_fp8
-        )
-    converted = of_interface + replace_experts(found, forwards, recipe, options)
+        plan.add(plan_hugging_face(model, experts, recipe, weights == "fp8", save_in_fp8))
+    plan.add(plan_experts("convert", model, forwards, recipe, options))
+    if not plan.converted:
+        _raise_for_nothing(model)
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
-    return Conversion(
-        recipe,
-        tuple(sorted(converted, key=lambda one: order[one.name])),
-        tuple(look_alikes(model)),
-    )
+    converted = sorted(plan.carry_out(), key=lambda one: order[one.name])
+    return Conversion(recipe, tuple(converted), tuple(look_alikes(model)))
 
 
 def _raise_for_nothing(model: nn.Module) -> None:
+    check_not_converted("convert", model)
     name, left = type(model).__name__, _lines_of(tuple(look_alikes(model)))
-    if any(map(is_converted, model.modules())):
-        raise ValueError(f"convert: experts of {name} are converted already")
     raise ValueError(
         f"convert: {name} has no experts of a form that is known"
         + (f", and these look like experts: {', '.join(left)}" if left else "")

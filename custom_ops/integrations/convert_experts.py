@@ -1,18 +1,25 @@
 """Convert plain torch models: recognise their experts, check them and replace them."""
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from grouped_linear.integrations.check_swiglu import device_to_run_on
-from grouped_linear.integrations.converted_class import Forward, converted_class, is_converted
+from grouped_linear.integrations.converted_class import (
+    Forward,
+    class_before,
+    convert_class,
+    is_converted,
+)
 from grouped_linear.integrations.expert_lists import (
     empty_grouped_module,
     fill,
     list_of_experts,
+    lists_of_experts,
     what_would_be_lost,
 )
 from grouped_linear.integrations.grouped_experts import (
@@ -21,42 +28,15 @@ from grouped_linear.integrations.grouped_experts import (
     convert_grouped_experts,
     form_of,
 )
+from grouped_linear.integrations.plan import ConvertedExperts, Plan
 from grouped_linear.nn.functional import check_whole
 from grouped_linear.nn.linear import GroupedLinear
+from grouped_linear.nn.options import check_recipe
 from grouped_linear.quantized.weight import check_quantized_weight
 from grouped_linear.recipes import Recipe
 
 # Options that have a meaning for experts in one module, too.
 WEIGHT_OPTIONS = ("quantized_weight", "stochastic_rounding")
-
-
-class ConvertedExperts(NamedTuple):
-    """Experts that were converted."""
-
-    name: str
-    """The module's name in ``named_modules`` of the model: of the block, if a list was replaced."""
-    form: str
-    """How they were held: ``"Linear"``, ``"SwiGLU"``, ``"grouped SwiGLU"``, ``"grouped SwiGLU,
-    w13"``, ``"grouped SwiGLU of GPT-OSS"``, or the class of a Hugging Face model's experts."""
-    num_experts: int
-    num_parameters: int
-    """Of all these experts together."""
-    path: str
-    """What computes them now, and how their weights are kept if that changed."""
-
-
-class FoundExperts(NamedTuple):
-    """Experts that were recognised and checked."""
-
-    name: str
-    module: nn.Module
-    what: ConvertedExperts
-    form: GroupedForm | None
-    """Of experts in one module."""
-    list_name: str
-    """Of experts in a ModuleList: its name in the block,"""
-    replacement: nn.Module | None
-    """and the module that replaces it, without values."""
 
 
 @torch.inference_mode(False)
@@ -147,27 +127,54 @@ def convert_experts(
     >>> torch.allclose(block(x), y, atol=1e-5)
     True
     """
-    forwards = dict(forwards or {})
-    found = find_experts("convert_experts", model, forwards, recipe, options)
-    if not found and any(map(is_converted, model.modules())):
-        raise ValueError(
-            f"convert_experts: experts of {type(model).__name__} are converted already"
-        )
-    if not found:
+    check_model("convert_experts", model)
+    check_recipe("convert_experts", recipe)
+    plan = plan_experts("convert_experts", model, forwards, recipe, options)
+    if not plan.converted:
+        check_not_converted("convert_experts", model)
         raise ValueError(
             f"convert_experts: {type(model).__name__} has no module with parameters w1, w2 and w3 "
             "[E, ...] that is called as (x, num_tokens_per_expert), and no class is in forwards"
         )
-    return replace_experts(found, forwards, recipe, options)
+    return plan.carry_out()
 
 
-def find_experts(
+def check_model(op: str, model: Any) -> None:
+    """Raise TypeError for what is no module."""
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, type):
+        got = f"the class {model.__name__}: make a model of it"
+    else:
+        got = "None" if model is None else f"a {type(model).__name__}"
+    raise TypeError(f"{op}: model must be a torch.nn.Module, got {got}")
+
+
+def check_forwards(op: str, forwards: Any) -> dict[type[nn.Module], Forward]:
+    """A dict of the forwards; raises ValueError for what is none."""
+    if forwards is not None and not isinstance(forwards, Mapping):
+        raise ValueError(
+            f"{op}: forwards must be a dict such as {{Block: new_forward}}, with the class of the "
+            f"block whose forward is replaced, got {forwards!r}"
+        )
+    found: dict[type[nn.Module], Forward] = dict(forwards or {})
+    for cls, forward in found.items():
+        is_class = isinstance(cls, type) and issubclass(cls, nn.Module) and cls is not nn.Module
+        if not is_class or not callable(forward):
+            raise ValueError(
+                f"{op}: forwards must have classes of modules as keys and functions as values, got "
+                f"{{{cls!r}: {forward!r}}}"
+            )
+    return found
+
+
+def plan_experts(
     op: str,
     model: nn.Module,
-    forwards: Mapping[type[nn.Module], Forward],
+    forwards: Mapping[type[nn.Module], Forward] | None,
     recipe: Recipe | None,
     options: Mapping[str, bool],
-) -> list[FoundExperts]:
+) -> Plan:
     """Recognise and check a model's experts, and change nothing.
 
     Args:
@@ -177,38 +184,69 @@ def find_experts(
         recipe: see :func:`convert_experts`.
         options: see :func:`convert_experts`.
     """
-    found: list[FoundExperts] = []
+    forwards = check_forwards(op, forwards)
+    unused = set(forwards)
+    plan = Plan()
     devices = set(map(device_to_run_on, model.parameters()))
     gpus = {device.index for device in devices if device.type == "cuda"}
     with torch.random.fork_rng(gpus):  # random rows leave the generators unchanged
         for name, module in model.named_modules():
+            if is_converted(module):
+                continue
             where = f"{op}: {name or type(module).__name__}"
-            if type(module) in forwards:
-                found.append(_found_list(where, name, module, model, recipe, options))
-            elif not is_converted(module) and (form := form_of(module)) is not None:
-                found.append(_found_grouped(where, name, module, form, recipe, options))
+            block = _class_in(where, module, forwards)
+            form = form_of(module)
+            if block is not None:
+                unused.discard(block)
+                plan.add(_plan_list(where, name, module, model, forwards[block], recipe, options))
+            elif form is not None:
+                plan.add(_plan_module(where, name, module, form, recipe, options))
             else:
                 continue
             if "forward" in vars(module):
                 raise ValueError(f"{where} has a forward of its own, which would hide the new one")
-    _check_found(op, model, forwards, found)
-    return found
+    _check_used(op, model, unused)
+    return plan
 
 
-def _found_list(
+def _class_in(
+    where: str, module: nn.Module, forwards: Mapping[type[nn.Module], Forward]
+) -> type[nn.Module] | None:
+    """The class in ``forwards`` that the module is of, if its forward is that of this class."""
+    cls: Any = type(module)
+    if cls in forwards:
+        return cls
+    block = next((base for base in cls.__mro__ if base in forwards), None)
+    if block is None or not lists_of_experts(module):
+        return None
+    if cls.forward is not block.forward:
+        raise ValueError(
+            f"{where}: {cls.__name__} is a {block.__name__} with a forward of its own: give "
+            f"forwards one for {cls.__name__}, too"
+        )
+    return block
+
+
+def _plan_list(
     where: str,
     name: str,
     block: nn.Module,
     model: nn.Module,
+    forward: Forward,
     recipe: Recipe | None,
     options: Mapping[str, bool],
-) -> FoundExperts:
+) -> Plan:
     list_name, experts = list_of_experts(where, block)
     where = f"{where}.{list_name}"
     check_whole(where, experts.parameters(), "convert")
     lost = next(what_would_be_lost(experts, (block, list_name), model), None)
     if lost is not None:
         raise ValueError(f"{where}: {lost}, which would be lost")
+    if any(isinstance(m, DistributedDataParallel) for m in model.modules()):
+        raise ValueError(
+            f"{where}: DistributedDataParallel holds the parameters of lists, which are replaced: "
+            "convert before it is made"
+        )
     grouped = empty_grouped_module(where, experts, recipe, dict(options))
     what = ConvertedExperts(
         name,
@@ -217,17 +255,23 @@ def _found_list(
         _num_parameters(experts.parameters()),
         type(grouped).__name__ + _weights_in_fp8(options),
     )
-    return FoundExperts(name, block, what, None, list_name, grouped)
+    return Plan([what], [partial(_replace_list, block, list_name, grouped, forward)])
 
 
-def _found_grouped(
+def _replace_list(block: Any, list_name: str, grouped: nn.Module, forward: Forward) -> None:
+    fill(grouped, block.get_submodule(list_name))
+    setattr(block, list_name, grouped)
+    convert_class(block, forward)
+
+
+def _plan_module(
     where: str,
     name: str,
     module: nn.Module,
     form: GroupedForm,
     recipe: Recipe | None,
     options: Mapping[str, bool],
-) -> FoundExperts:
+) -> Plan:
     of_layers = [option for option in options if option not in WEIGHT_OPTIONS]
     if of_layers:
         raise ValueError(
@@ -246,7 +290,10 @@ def _found_grouped(
         _num_parameters(module.parameters()),
         "grouped_linear" + _weights_in_fp8(options),
     )
-    return FoundExperts(name, module, what, form, "", None)
+    quantized = None
+    if in_fp8:
+        quantized = {name: on for name, on in options.items() if name == "stochastic_rounding"}
+    return Plan([what], [partial(convert_grouped_experts, module, form, recipe, quantized)])
 
 
 def _num_parameters(parameters: Iterable[nn.Parameter]) -> int:
@@ -257,50 +304,21 @@ def _weights_in_fp8(options: Mapping[str, bool]) -> str:
     return ", weights in FP8" if options.get("quantized_weight") else ""
 
 
-def _check_found(
-    op: str,
-    model: nn.Module,
-    forwards: Collection[type[nn.Module]],
-    found: Collection[FoundExperts],
-) -> None:
-    """Raise ValueError if too little was found, or if DistributedDataParallel has the lists."""
-    absent = set(forwards).difference(type(one.module) for one in found)
-    if absent:
-        names = " or ".join(sorted(block.__name__ for block in absent))
-        raise ValueError(f"{op}: {type(model).__name__} has no module of class {names}")
-    if any(one.list_name for one in found) and any(
-        isinstance(m, DistributedDataParallel) for m in model.modules()
-    ):
-        raise ValueError(
-            f"{op}: DistributedDataParallel holds the parameters of lists, which are replaced: "
-            "convert before it is made"
-        )
+def _check_used(op: str, model: nn.Module, unused: Collection[type[nn.Module]]) -> None:
+    """Raise ValueError for classes of forwards that no module is of."""
+    converted = [class_before(module) for module in model.modules() if is_converted(module)]
+    of_converted = [cls for cls in unused if any(issubclass(one, cls) for one in converted)]
+    if of_converted:
+        raise ValueError(f"{op}: experts of {_names(of_converted)} are converted already")
+    if unused:
+        raise ValueError(f"{op}: {type(model).__name__} has no module of class {_names(unused)}")
 
 
-def replace_experts(
-    found: list[FoundExperts],
-    forwards: Mapping[type[nn.Module], Forward],
-    recipe: Recipe | None,
-    options: Mapping[str, bool],
-) -> list[ConvertedExperts]:
-    """Convert what :func:`find_experts` found; nothing here raises, unless memory runs out.
+def check_not_converted(op: str, model: nn.Module) -> None:
+    """Raise ValueError for a model that has converted experts, where others were looked for."""
+    if any(map(is_converted, model.modules())):
+        raise ValueError(f"{op}: experts of {type(model).__name__} are converted already")
 
-    Args:
-        found: by find_experts.
-        forwards: see :func:`convert_experts`.
-        recipe: see :func:`convert_experts`.
-        options: see :func:`convert_experts`.
-    """
-    quantized = None
-    if options.get("quantized_weight"):
-        quantized = {name: on for name, on in options.items() if name == "stochastic_rounding"}
-    for one in found:
-        if one.form is not None:
-            convert_grouped_experts(one.module, one.form, recipe, quantized)
-            continue
-        assert one.replacement is not None
-        fill(one.replacement, one.module.get_submodule(one.list_name))
-        setattr(one.module, one.list_name, one.replacement)
-        before: Any = type(one.module)
-        one.module.__class__ = converted_class(before, forwards[before])
-    return [one.what for one in found]
+
+def _names(classes: Iterable[type]) -> str:
+    return " or ".join(sorted(cls.__name__ for cls in classes))

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from grouped_linear.integrations.check_swiglu import Expert, check_swiglu
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
+from grouped_linear.integrations.plan import check_weights
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
+from grouped_linear.nn.options import check_num_groups
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.recipes import Recipe
 
@@ -23,6 +24,11 @@ Names = tuple[str, str, str]
 SWIGLU: tuple[Names, ...] = (
     ("w1.weight", "w3.weight", "w2.weight"),
     ("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
+)
+
+KNOWN_EXPERTS = (
+    "torch.nn.Linear, or of SwiGLU experts without biases whose layers gate, up, down are called "
+    + " or ".join(", ".join(n.removesuffix(".weight") for n in names) for names in SWIGLU)
 )
 
 # Options of the modules that replace lists. Their other options follow from the experts, or would
@@ -48,25 +54,54 @@ def is_expert(module: nn.Module) -> bool:
     return type(module) is nn.Linear or swiglu_names(module) is not None
 
 
-def list_of_experts(where: str, block: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The one ModuleList of experts in a block, and its name."""
-    lists = {
+def lists_of_experts(block: nn.Module) -> dict[str, nn.ModuleList]:
+    """The ModuleLists of experts in a block, by name."""
+    return {
         name: child
         for name, child in block.named_children()
         if isinstance(child, nn.ModuleList) and len(child) and all(map(is_expert, child))
     }
-    if len(lists) != 1:
-        held = [
-            f"{name} of {', '.join(sorted({type(expert).__name__ for expert in child}))}"
-            for name, child in block.named_children()
-            if isinstance(child, nn.ModuleList)
-        ]
+
+
+def list_of_experts(where: str, block: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The one ModuleList of experts in a block, and its name."""
+    lists = lists_of_experts(block)
+    if len(lists) == 1:
+        [found] = lists.items()
+        return found
+    if lists:
         raise ValueError(
-            f"{where} must hold one ModuleList of torch.nn.Linear or of SwiGLU experts without "
-            f"biases, it has {' and '.join(held) or 'none'}"
+            f"{where} must hold one ModuleList of experts, it has {' and '.join(lists)}"
         )
-    [found] = lists.items()
-    return found
+    others = {n: m for n, m in block.named_children() if isinstance(m, nn.ModuleList) and len(m)}
+    held = [f"{name} of {what_they_are([*others[name]])}" for name in others]
+    hint = next(filter(None, (what_takes_them([*held]) for held in others.values())), "")
+    raise ValueError(
+        f"{where} must hold one ModuleList of {KNOWN_EXPERTS}; it has "
+        f"{' and '.join(held) or 'no ModuleList'}{hint}"
+    )
+
+
+def what_they_are(experts: Sequence[nn.Module]) -> str:
+    """The classes of a list's members and, where they are of one class, their parameters."""
+    classes = sorted({type(expert).__name__ for expert in experts})
+    if len(classes) > 1 or type(experts[0]) is nn.Linear:
+        return ", ".join(classes)
+    names = [name for name, _ in experts[0].named_parameters()]
+    return f"{classes[0]} with {', '.join(names)}" if names else classes[0]
+
+
+def what_takes_them(experts: Sequence[nn.Module]) -> str:
+    """What experts with biases or without a gate are computed by, to be written by hand."""
+    parameters = dict(experts[0].named_parameters())
+    biases = [name for name in parameters if name.endswith("bias")]
+    matrices = [p for p in parameters.values() if p.dim() == 2]
+    if len(matrices) == 3 and biases:
+        return ": GroupedMLP(bias=True) takes experts with biases, in a block of your own"
+    if len(matrices) == 2:
+        layers = "two GroupedLinear, or GroupedMLP(activation=SquaredReLU()),"
+        return f": {layers} take experts without a gate, in a block of your own"
+    return ""
 
 
 def what_would_be_lost(
@@ -108,11 +143,8 @@ def empty_grouped_module(
         raise ValueError(f"{where}: experts differ in their parameters' names, shapes or dtypes")
     if len({tuple(p.requires_grad for p in one.values()) for one in parameters}) != 1:
         raise ValueError(f"{where}: experts differ in their parameters' requires_grad")
-    for name, p in parameters[0].items():
-        if p.dtype not in ACTIVATIONS:
-            raise ValueError(
-                f"{where}: {name} must be bfloat16, float16 or float32, got {dtype_name(p.dtype)}"
-            )
+    check_num_groups(where, "the number of experts", len(experts))
+    check_weights(where, ((name, p) for name, p in parameters[0].items() if p.dim() == 2))
     names, E = swiglu_names(experts[0]), len(experts)
     known = LINEAR_OPTIONS if names is None else MLP_OPTIONS
     unknown = [option for option in options if option not in known]

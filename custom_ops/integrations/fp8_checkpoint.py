@@ -2,9 +2,11 @@
 
 ``save_pretrained`` writes them as its own FP8 models are written (``FineGrainedFP8Config``): for
 each expert e4m3 numbers ``weight`` and float32 scales ``weight_scale_inv``, as DeepSeek-V3 was
-published. What that format cannot hold is refused before a file is written.
+published. What that format cannot hold is written in the weights' own dtype.
 """
 
+import warnings
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +21,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from grouped_linear.integrations.activations import same_activation
-from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
-from grouped_linear.quantized.state_dict import SCALE
-from grouped_linear.quantized.weight import is_dtensor
+from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div, dtype_name
+from grouped_linear.quantized.state_dict import SCALE, distributed_like
+from grouped_linear.quantized.weight import is_dtensor, is_quantized, local_part
 
 
 class QuantizedExpertsHfQuantizer(FineGrainedFP8HfQuantizer):
@@ -30,27 +32,44 @@ class QuantizedExpertsHfQuantizer(FineGrainedFP8HfQuantizer):
     obstacle: str | None = None
     conversions_before: list[Any] | None = None
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, Any]]:
-        """Refuse to save what cannot be loaded again; asked before a file is written."""
-        return _refuse(self.obstacle, model)
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, Any]:
+        """What ``save_pretrained`` writes; asked before a file is written."""
+        return _in_own_dtype(model, self.obstacle, None), {}
 
 
-def _refuse(obstacle: str | None, model: Any) -> tuple[None, dict[str, Any]]:
+def _in_own_dtype(
+    model: Any, obstacle: str | None, state: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """The model's state with quantized experts dequantized, one after another, on the CPU.
+
+    Where nothing stands against FP8, or only adapters are saved, it is the state as it came.
+    """
     only_adapters = getattr(model, "_hf_peft_config_loaded", False)
-    if obstacle is not None and not only_adapters:
-        raise ValueError(
-            f"save_pretrained: {obstacle}: call dequantize_experts(model) before, and "
-            "quantize_experts after the checkpoint is loaded"
-        )
-    return None, {}
+    if obstacle is None or only_adapters:
+        return state
+    state = dict(model.state_dict()) if state is None else state
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if is_quantized(p):
+            plain: Tensor = local_part(p).detach().dequantize()
+            state[name] = distributed_like(p, plain) if is_dtensor(p) else plain.cpu()
+            state.pop(name + SCALE, None)
+            dtype = dtype_name(plain.dtype)
+    warnings.warn(
+        f"save_pretrained: {obstacle}: experts are written in {dtype}, with the numbers that they "
+        "have in FP8",
+        stacklevel=4,
+    )
+    return state
 
 
-def describe(model: Any, quantized: dict[str, Any], obstacle: str | None) -> None:
-    """Tell a model how its experts are stored.
+def plan_description(
+    model: Any, quantized: dict[str, Any], obstacle: str | None
+) -> Callable[[], None]:
+    """Check what there is to tell a model of how its experts are stored; what is returned does it.
 
     Args:
         model: whose configuration and names in checkpoints are extended.
-        quantized: the modules whose weights are GroupedTensors, by name.
+        quantized: the modules whose weights are or will be GroupedTensors, by name.
         obstacle: why transformers' format cannot hold them, or None.
     """
     others = [
@@ -61,25 +80,42 @@ def describe(model: Any, quantized: dict[str, Any], obstacle: str | None) -> Non
     config = FineGrainedFP8Config(modules_to_not_convert=others)
     own = getattr(model, "hf_quantizer", None)
     if own is not None and not isinstance(own, QuantizedExpertsHfQuantizer):
-        # Its description of the other modules stays.
-        obstacle = "a checkpoint has one quantization, and the model has its own beside its experts"
-        own.get_state_dict_and_metadata = partial(_refuse, obstacle)
-        return
-    forget(model)
+        return partial(_add_to, own)  # its description of the other modules stays
     quantizer = QuantizedExpertsHfQuantizer(config)
-    conversions = quantizer.conversions_before = getattr(model, "_weight_conversions", None)
+    conversions = (
+        getattr(model, "_weight_conversions", None) if own is None else own.conversions_before
+    )
+    quantizer.conversions_before = conversions
     if conversions is None:  # as save_pretrained does
         found = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [c for c in found if not isinstance(c, PrefixChange)]
     keys = [f"{name}.{w}" for name, experts in quantized.items() for w in weight_names(experts)]
     with_scales = [(f"{key}{SCALE}", None) for key in keys]
-    stand_in: Any = SimpleNamespace(named_parameters=lambda: with_scales)
-    model._weight_conversions = HfQuantizer.update_weight_conversions(
-        quantizer, conversions, stand_in
-    )
-    quantizer.obstacle = obstacle or _obstacle_of_names(model, keys)
+    stand_in: Any = SimpleNamespace(named_parameters=lambda: with_scales, config=model.config)
+    with_fp8 = HfQuantizer.update_weight_conversions(quantizer, conversions, stand_in)
+    quantizer.obstacle = obstacle or _obstacle_of_names(model, with_fp8, keys)
+    return partial(_describe, model, quantizer, with_fp8)
+
+
+def _describe(model: Any, quantizer: QuantizedExpertsHfQuantizer, conversions: list[Any]) -> None:
+    forget(model)
     model.hf_quantizer = quantizer
-    model.config.quantization_config = config
+    if quantizer.obstacle is None:
+        model._weight_conversions = conversions
+        model.config.quantization_config = quantizer.quantization_config
+
+
+def _add_to(quantizer: Any) -> None:
+    """Have the quantizer of a model's other modules save the experts in their own dtype."""
+    if "get_state_dict_and_metadata" not in vars(quantizer):
+        saved = partial(_with_experts, type(quantizer), quantizer)
+        quantizer.get_state_dict_and_metadata = saved
+
+
+def _with_experts(cls: Any, quantizer: Any, model: Any) -> tuple[dict[str, Any] | None, Any]:
+    obstacle = "a checkpoint has one quantization, and the model has its own beside its experts"
+    state, metadata = cls.get_state_dict_and_metadata(quantizer, model)
+    return _in_own_dtype(model, obstacle, state), metadata
 
 
 def forget(model: Any) -> None:
@@ -88,7 +124,7 @@ def forget(model: Any) -> None:
     if isinstance(own, QuantizedExpertsHfQuantizer):
         model._weight_conversions = own.conversions_before
         model.hf_quantizer = None
-        del model.config.quantization_config
+        vars(model.config).pop("quantization_config", None)
     elif own is not None:
         vars(own).pop("get_state_dict_and_metadata", None)
 
@@ -118,8 +154,6 @@ def obstacle_of(name: str, experts: Any) -> str | None:
     for w in weight_names(experts):
         weight = getattr(experts, w)
         own = weight.shape
-        if is_dtensor(weight) and weight.device.type == "cpu":
-            return "transformers gathers weights to save them, and no collective on CPUs knows e4m3"
         if getattr(theirs, w).shape != own:
             return f"transformers' FP8 experts have another {w} than {name}, of {list(own)}"
         if w == "gate_up_proj" and (own[1] // 2) % BLOCK:
@@ -132,14 +166,19 @@ def obstacle_of(name: str, experts: Any) -> str | None:
     return None
 
 
-def _obstacle_of_names(model: Any, keys: list[str]) -> str | None:
+def _obstacle_of_names(model: Any, conversions: list[Any], keys: list[str]) -> str | None:
     """Try on tensors without memory what ``save_pretrained`` will do with the experts' names."""
     state: dict[str, Tensor] = {}
     for key in keys:
         E, N, K = model.get_parameter(key).shape
         state[key] = torch.empty(E, N, K, dtype=E4M3, device="meta")
         state[key + SCALE] = torch.empty(E, ceil_div(N, BLOCK), ceil_div(K, BLOCK), device="meta")
-    saved = revert_weight_conversion(model, state)
+    before = getattr(model, "_weight_conversions", None)
+    model._weight_conversions = conversions
+    try:
+        saved = revert_weight_conversion(model, state)
+    finally:
+        model._weight_conversions = before
     numbers = {name: t for name, t in saved.items() if t.dtype == E4M3}
     for name, q in numbers.items():
         *_, N, K = q.shape

@@ -15,10 +15,12 @@ from torch.func import functional_call
 from torch.nn.functional import silu
 
 from grouped_linear.integrations.check_swiglu import Expert, check_swiglu
-from grouped_linear.integrations.converted_class import Forward, converted_class
+from grouped_linear.integrations.converted_class import Forward, convert_class
+from grouped_linear.integrations.plan import check_weights
 from grouped_linear.nn.functional import check_whole, grouped_linear, is_dtensor
 from grouped_linear.nn.functional_mlp import grouped_mlp_sorted
 from grouped_linear.ops.activation import PLAIN, SwiGLU
+from grouped_linear.quantized.state_dict import scale_properties
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.recipes import Recipe, new_state
 
@@ -130,6 +132,9 @@ def check_grouped_experts(
     """Raise ValueError for experts that cannot be converted, or compute something else."""
     parameters = [module.get_parameter(name) for name in form.parameters]
     check_whole(where, parameters, "convert")
+    check_weights(
+        where, ((name, _as_matrices(module.get_parameter(name))) for name in form.weights)
+    )
     if getattr(module, "_parallelized", False):
         raise ValueError(f"{where}: torchtitan has parallelized it already: convert before")
     if recipe is not None and recipe.has_state and parameters[0].is_meta:
@@ -152,16 +157,22 @@ def check_grouped_experts(
         y: Tensor = functional_call(module, own, (x_ERH.flatten(0, 1), counts_E))
         return y.view(x_ERH.shape)
 
-    check_swiglu(where, module, run, form.experts(parameters), form.activation(module))
+    experts, activation = form.experts(parameters), form.activation(module)
+    check_swiglu(where, module, run, experts, activation, in_bfloat16=True)
+
+
+def _as_matrices(w: Tensor) -> Tensor:
+    """A weight as [E, N, K]: w13 is [E, F, 2, H]."""
+    return w.flatten(1, 2) if w.dim() == 4 else w
 
 
 def convert_grouped_experts(
     module: Any, form: GroupedForm, recipe: Recipe | None, quantized: dict[str, bool] | None
 ) -> None:
-    """Give the module a forward of grouped layers.
+    """Give the module a forward of grouped layers; nothing here raises, unless memory runs out.
 
     Args:
-        module: which was checked.
+        module: which :func:`check_grouped_experts` has checked.
         form: of its experts.
         recipe: how the GEMMs are computed.
         quantized: options of ``GroupedTensor.quantize`` if weights are to be kept in FP8.
@@ -175,8 +186,7 @@ def convert_grouped_experts(
             w = module.get_parameter(name)
             kept = GroupedTensor.quantize(w, recipe, **quantized)
             setattr(module, name, nn.Parameter(kept, requires_grad=w.requires_grad))
-    before: Any = type(module)
-    module.__class__ = converted_class(before, GroupedForward(form, recipe, quantized is not None))
+    convert_class(module, GroupedForward(form, recipe, quantized is not None))
 
 
 def _tensor_parallel_degree(w: Any) -> int:
@@ -196,14 +206,18 @@ def _tensor_parallel_degree(w: Any) -> int:
 
 @dataclass(frozen=True)
 class GroupedForward:
-    """The forward of experts in one module, as data: a local function cannot be pickled."""
+    """The forward of experts in one module, and the names of their scales in a state dict."""
 
     form: GroupedForm
     recipe: Recipe | None
     in_fp8: bool
     """Whether weights are kept in FP8."""
 
-    def make_forward(self) -> Forward:
+    def members(self) -> dict[str, Any]:
+        """Those of the module's class."""
+        return {"forward": self._forward(), **scale_properties(self.form.weights)}
+
+    def _forward(self) -> Forward:
         """The function, with the names of arguments that the module's callers may use."""
         form, recipe, in_fp8 = self.form, self.recipe, self.in_fp8
 
@@ -228,7 +242,7 @@ class GroupedForward:
                     )
                 if recipe is None or not recipe.weight.reads_any_dtype:
                     weight = weight.to(x.dtype)
-                return weight.flatten(1, 2) if weight.dim() == 4 else weight
+                return _as_matrices(weight)
 
             if not form.gate_up_is_one:
                 gate, up = (

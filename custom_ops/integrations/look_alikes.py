@@ -2,12 +2,18 @@
 
 import inspect
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from grouped_linear.integrations.converted_class import is_converted
-from grouped_linear.integrations.expert_lists import is_expert
+from grouped_linear.integrations.expert_lists import (
+    KNOWN_EXPERTS,
+    is_expert,
+    what_takes_them,
+    what_they_are,
+)
 from grouped_linear.integrations.grouped_experts import form_of
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
@@ -44,7 +50,7 @@ def look_alikes(model: nn.Module) -> Iterator[LeftExperts]:
             yield LeftExperts(name, why)
 
 
-def _why_left(name: str, module: nn.Module, owner: nn.Module | None) -> str:
+def _why_left(name: str, module: Any, owner: nn.Module | None) -> str:
     """Why a module was left; empty if it does not look like experts."""
     cls = type(module)
     children = [child for child in module.children() if any(True for _ in child.parameters())]
@@ -61,8 +67,10 @@ def _why_left(name: str, module: nn.Module, owner: nn.Module | None) -> str:
             return f"no forward for {type(owner).__name__} in forwards"
         if known:
             return f"{cls.__name__} is no ModuleList"
-        return f"{classes.pop().__name__} is neither torch.nn.Linear nor SwiGLU without biases"
+        return f"{what_they_are(children)}; known are {KNOWN_EXPERTS}{what_takes_them(children)}"
     own = dict(module.named_parameters(recurse=False))
+    if not own and called_experts:
+        own = _of_layers(module)
     if not own or cls.__module__.startswith("torch.nn"):
         return ""
     stacked = [p.size(0) for p in own.values() if p.dim() >= 3 and p.size(0) > 1]
@@ -73,3 +81,14 @@ def _why_left(name: str, module: nn.Module, owner: nn.Module | None) -> str:
         return no_interface
     _, *inputs = inspect.signature(cls.forward).parameters
     return f"no known form has parameters {', '.join(own)} and is called as ({', '.join(inputs)})"
+
+
+def _of_layers(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of children that hold a tensor of all experts each, as a layer of experts."""
+    return {
+        f"{name}.{p_name}": p
+        for name, child in module.named_children()
+        if not isinstance(child, _ConvNd) and not [*child.children()]
+        for p_name, p in child.named_parameters()
+        if p.dim() >= 3 and p.size(0) > 1
+    }

@@ -4,19 +4,29 @@ E experts, F features inside an expert.
 """
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from transformers.integrations.finegrained_fp8 import FP8Experts
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from grouped_linear.integrations import fp8_checkpoint
-from grouped_linear.quantized.state_dict import distributed_like, keep_quantized
+from grouped_linear.integrations.converted_class import (
+    class_before,
+    convert_class,
+    is_converted,
+    restore_class,
+)
+from grouped_linear.integrations.implementation import Implementation
+from grouped_linear.integrations.plan import check_weights
+from grouped_linear.nn.options import check_recipe
+from grouped_linear.quantized.state_dict import distributed_like, scale_properties
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import is_dtensor, is_quantized
+from grouped_linear.quantized.weight import is_dtensor, is_quantized, local_part
 from grouped_linear.recipes import Float8BlockScaling
 
 
@@ -31,9 +41,9 @@ def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None)
 
     ``save_pretrained`` then writes the experts as transformers' FP8 models have theirs
     (``FineGrainedFP8Config``): e4m3 numbers with ``weight_scale_inv``, bit for bit. Where that
-    format cannot hold them it raises ValueError before it writes anything; after
-    :func:`dequantize_experts` it writes the model in its own dtype. A state dict has each weight as
-    ``name`` and ``name_scale_inv``, which accelerate's ``save_state`` and safetensors write.
+    format cannot hold them it writes the same numbers in the weights' own dtype, and warns. A state
+    dict has each weight as ``name`` and ``name_scale_inv``, which ``torch.distributed.checkpoint``,
+    accelerate's ``save_state`` and safetensors write.
 
     Experts that expert parallelism distributes over processes are quantized where they are.
 
@@ -45,8 +55,9 @@ def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None)
     Raises:
         ValueError: for a model without experts that use the interface; for an implementation that
             is no name of ``register`` with ``Float8BlockScaling``; for weights on the meta
-            device, where accelerate's offloading leaves them; and for weights that are sharded by
-            FSDP or inside experts. The model is then as it was.
+            device, where accelerate's offloading leaves them; for weights that are sharded by
+            FSDP or inside experts; and for sizes that the kernels do not take. The model is then as
+            it was.
 
     >>> import torch
     >>> from transformers import MixtralConfig, MixtralForCausalLM
@@ -62,31 +73,79 @@ def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None)
     torch.float8_e4m3fn
     """
     check_has_experts("quantize_experts", model)
-    found = experts_of(model)
-    places = []
+    check_recipe("quantize_experts", recipe)
+    own_recipes = {where: _block_recipe_of(experts) for where, experts in experts_of(model).items()}
+    if recipe is not None and not isinstance(recipe, Float8BlockScaling):
+        raise ValueError(f"quantize_experts: recipe must be Float8BlockScaling, got {recipe!r}")
+    recipes = own_recipes if recipe is None else dict.fromkeys(own_recipes, recipe)
+    for write in plan_quantization("quantize_experts", model, recipes):
+        write()
+
+
+def plan_quantization(
+    op: str, model: nn.Module, recipes: dict[str, Float8BlockScaling]
+) -> list[Callable[[], None]]:
+    """Check that a model's experts can be quantized; what is returned quantizes them.
+
+    Args:
+        op: what errors begin with.
+        model: the whole model.
+        recipes: of each experts module, by name.
+    """
+    found = {where: model.get_submodule(where) for where in recipes}
+    writes: list[Callable[[], None]] = []
     for where, experts in found.items():
-        own_recipe = _block_recipe_of(experts)
-        for name in fp8_checkpoint.weight_names(experts):
-            w = getattr(experts, name)
-            _check_can_be_quantized(f"{where}.{name}".lstrip("."), w, experts, model)
-            places.append((experts, name, own_recipe if recipe is None else recipe))
-    for experts, name, of_weight in places:
-        w, columnwise = getattr(experts, name), experts.is_transposed
-        if not is_quantized(w):
-            # For a weight that is stored transposed, fprop reads the columnwise data.
-            local = w.to_local() if is_dtensor(w) else w
-            quantized: Any = GroupedTensor.quantize(local, of_weight, columnwise=columnwise)
-            if is_dtensor(w):
-                quantized = distributed_like(w, quantized)
-            setattr(experts, name, nn.Parameter(quantized, requires_grad=False))
-            if hasattr(experts, f"{name}_cache"):  # of cache_experts
-                delattr(experts, f"{name}_cache")
-        keep_quantized(experts)
+        weights = fp8_checkpoint.weight_names(experts)
+        for name in weights:
+            w, place = getattr(experts, name), f"{where}.{name}".lstrip(".")
+            _check_can_be_quantized(op, place, w, experts, model)
+        named = [(name, getattr(experts, name)) for name in weights]
+        check_weights(f"{op}: {where or class_before(experts).__name__}", named)
+        writes += [partial(_quantize, experts, name, recipes[where]) for name in weights]
+        writes.append(partial(_save_by_parts, experts, weights))
     for where, root in _models_in(model):
         own = {n.removeprefix(where): e for n, e in found.items() if n.startswith(where)}
-        obstacles = (fp8_checkpoint.obstacle_of(n, e) for n, e in own.items())
         if own:
-            fp8_checkpoint.describe(root, own, next(filter(None, obstacles), None))
+            obstacles = (fp8_checkpoint.obstacle_of(n, e) for n, e in own.items())
+            obstacle = next(filter(None, obstacles), None)
+            writes.append(fp8_checkpoint.plan_description(root, own, obstacle))
+    return writes
+
+
+@torch.no_grad()
+def _quantize(experts: Any, name: str, recipe: Float8BlockScaling) -> None:
+    """Quantize a weight of an experts module, if it is not quantized yet."""
+    w = getattr(experts, name)
+    if is_quantized(w):
+        return
+    # For a weight that is stored transposed, fprop reads the columnwise data.
+    columnwise = experts.is_transposed
+    quantized: Any = GroupedTensor.quantize(local_part(w), recipe, columnwise=columnwise)
+    if is_dtensor(w):
+        quantized = distributed_like(w, quantized)
+    setattr(experts, name, nn.Parameter(quantized, requires_grad=False))
+    if hasattr(experts, f"{name}_cache"):  # of cache_experts
+        delattr(experts, f"{name}_cache")
+
+
+@dataclass(frozen=True)
+class SavedByParts:
+    """What experts whose weights are quantized have besides: the names of scales."""
+
+    weights: tuple[str, str]
+
+    def members(self) -> dict[str, Any]:
+        """Of the experts' class."""
+        return scale_properties(self.weights)
+
+
+def _save_by_parts(experts: Any, weights: tuple[str, str]) -> None:
+    """What experts need in state dicts and in pickles, once their weights are quantized."""
+    if not is_converted(experts):
+        convert_class(experts, SavedByParts(weights))
+    implementation = Implementation.of(experts.config._experts_implementation)
+    if implementation is not None:
+        implementation.travel_with(experts)
 
 
 @torch.no_grad()
@@ -116,9 +175,10 @@ def dequantize_experts(model: nn.Module) -> None:
         for name in fp8_checkpoint.weight_names(experts):
             w = getattr(experts, name)
             if is_quantized(w):
-                plain = (w.to_local() if is_dtensor(w) else w).dequantize()
+                plain = local_part(w).dequantize()
                 plain = distributed_like(w, plain) if is_dtensor(w) else plain
                 setattr(experts, name, nn.Parameter(plain, requires_grad=False))
+        restore_class(experts)
     for _, root in _models_in(model):
         fp8_checkpoint.forget(root)
 
@@ -153,8 +213,8 @@ def _models_in(model: nn.Module) -> Iterator[tuple[str, transformers.PreTrainedM
 
 def _block_recipe_of(experts: Any) -> Float8BlockScaling:
     name = experts.config._experts_implementation
-    options = getattr(ALL_EXPERTS_FUNCTIONS.get(name), "keywords", {})  # of register's partial
-    ours, recipe = "recipe" in options, options.get("recipe")
+    ours = Implementation.of(name)
+    recipe = None if ours is None else ours.recipe
     if not isinstance(recipe, Float8BlockScaling):
         computes = f"has the recipe {recipe!r}" if ours else "is not one of grouped_linear's"
         raise ValueError(
@@ -165,7 +225,7 @@ def _block_recipe_of(experts: Any) -> Float8BlockScaling:
     return recipe
 
 
-def _check_can_be_quantized(where: str, w: Any, experts: Any, model: nn.Module) -> None:
+def _check_can_be_quantized(op: str, where: str, w: Any, experts: Any, model: nn.Module) -> None:
     if w.is_meta:
         reason = "is on the meta device, it has no numbers yet: load the checkpoint before"
         if hasattr(experts, "_hf_hook"):
@@ -173,16 +233,14 @@ def _check_can_be_quantized(where: str, w: Any, experts: Any, model: nn.Module) 
                 "is offloaded by accelerate: load the model without offloading its experts, which "
                 "take half of the memory once they are quantized"
             )
-        raise ValueError(f"quantize_experts: {where} {reason}")
+        raise ValueError(f"{op}: {where} {reason}")
     if not is_dtensor(w):
         return
     fsdp = importlib.import_module("torch.distributed.fsdp").FSDPModule
     if any(isinstance(module, fsdp) for module in model.modules()):
-        raise ValueError(
-            f"quantize_experts: {where} is sharded by FSDP: quantize before fully_shard"
-        )
+        raise ValueError(f"{op}: {where} is sharded by FSDP: quantize before fully_shard")
     if not all(p.is_replicate() or p.is_shard(0) for p in w.placements):
         raise ValueError(
-            f"quantize_experts: {where} is split inside of each expert, {w.placements}: distribute "
+            f"{op}: {where} is split inside of each expert, {w.placements}: distribute "
             "whole experts instead, with DistributedConfig(ep_size=...)"
         )

@@ -5,6 +5,7 @@ A quantized parameter ``name`` is in a state dict as ``name``, its e4m3 numbers,
 tensors (safetensors, transformers, accelerate, distributed checkpoints) writes it bit for bit.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -77,30 +78,40 @@ def join_quantized(
             del state_dict[key]
 
 
-def keep_quantized(module: nn.Module) -> None:
-    """Make a module of another library save and load its quantized parameters by their parts."""
-    if _save_hook not in module._state_dict_hooks.values():
-        module.register_state_dict_post_hook(_save_hook)
-        module.register_load_state_dict_pre_hook(_load_hook)
+class SavesQuantized(nn.Module):
+    """A module that saves and loads its quantized parameters by their parts: a base beside its own.
+
+    Whoever makes such a class gives it :func:`scale_properties`, too.
+    """
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        split_quantized(self, destination, prefix)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        join_quantized(self, state_dict, prefix, args[4])  # args[4] takes error messages
+        if args[0].get("assign_to_params_buffers"):  # args[0] is the local metadata
+            convert_assigned(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-def _save_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    split_quantized(module, state_dict, prefix)
+def scale_properties(names: Iterable[str]) -> dict[str, Any]:
+    """``name_scale_inv`` of each parameter: its scales where it is quantized, or None.
 
+    torch.distributed.checkpoint looks up the keys of a state dict as attributes of the module.
+    """
 
-def _load_hook(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    metadata: Any,
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    join_quantized(module, state_dict, prefix, error_msgs)
-    if metadata.get("assign_to_params_buffers"):
-        convert_assigned(module, state_dict, prefix)
+    def of(name: str) -> property:
+        def scale_inv(self: nn.Module) -> Tensor | None:
+            return scales_of(self._parameters.get(name))
+
+        return property(scale_inv, doc=f"The scales of a quantized {name}, or None.")
+
+    return {name + SCALE: of(name) for name in names}
 
 
 def _joined(own: Tensor | None, module: nn.Module, q: Any, scale: Any) -> Any:

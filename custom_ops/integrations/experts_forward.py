@@ -1,0 +1,167 @@
+"""What computes a Hugging Face model's experts: the function behind transformers' interface.
+
+T tokens, C experts chosen for a token, R = T * C rows, E experts, H features of a token, F features
+between an expert's two layers, G = 2 F if experts have a gate, else F. N out_features and K
+in_features of a weight.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.finegrained_fp8 import FP8Experts
+
+from grouped_linear import ops
+from grouped_linear.autograd.activation import MLPConfig
+from grouped_linear.autograd.context import PLAIN_CALL, LinearOptions, StoredWeight
+from grouped_linear.autograd.routing import CombineFunction, GatherFunction
+from grouped_linear.integrations.activations import activation_of
+from grouped_linear.integrations.converted_class import class_before
+from grouped_linear.integrations.plan import check_sizes
+from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
+from grouped_linear.nn.functional import apply_layer, check_bias
+from grouped_linear.nn.functional_mlp import apply_mlp
+from grouped_linear.nn.gradient_accumulation import cached_weight
+from grouped_linear.quantized import block_math
+from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.quantized.weight import quantized_weight_of
+from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
+
+
+def experts_forward(
+    experts: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    recipe: Recipe | None,
+    save_gate_up_in_fp8: bool,
+) -> Tensor:
+    """The function that transformers calls in place of an experts module's forward.
+
+    Args:
+        experts: a module with gate_up_proj [E, G, H], or up_proj without a gate, and down_proj
+            [E, H, F]. They are transposed if ``is_transposed``, have biases if ``has_bias``, and in
+            FP8 have block scales.
+        hidden_states: [T, H].
+        top_k_index: [T, C]. The number E means an expert of another process and adds nothing.
+        top_k_weights: [T, C].
+        recipe: as registered.
+        save_gate_up_in_fp8: as registered.
+    """
+    in_fp8 = isinstance(experts, FP8Experts)
+    learns = torch.is_grad_enabled() and hidden_states.requires_grad
+
+    def weight(name: str) -> tuple[Tensor, LinearOptions]:
+        if in_fp8:
+            quantized = _weight_in_fp8(experts, name, recipe, learns)
+            return quantized.values, LinearOptions(stored=StoredWeight(quantized))
+        stored: Tensor = getattr(experts, name)
+        cached = cached_weight_of(experts, name, recipe)
+        if cached is not None:
+            w = stored.transpose(1, 2) if experts.is_transposed else stored
+            return w, LinearOptions(stored=cached)
+        if not experts.is_transposed:
+            return stored, PLAIN_CALL
+        if isinstance(stored, GroupedTensor):
+            q, scale, q_t = quantized_weight_of("grouped_linear", stored, recipe, columnwise=True)
+            assert q_t is not None
+            assert scale is not None
+            transposed = QuantizedWeight(q_t, scale.mT, q if learns else None)
+            return q_t, LinearOptions(stored=StoredWeight(transposed))
+        return stored.transpose(1, 2), PLAIN_CALL
+
+    def bias(name: str) -> Tensor | None:
+        return getattr(experts, f"{name}_bias") if experts.has_bias else None
+
+    activation = activation_of(experts)
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    if activation is not None:
+        (gate_up, of_gate_up), (down, of_down) = weight(first), weight("down_proj")
+        routed, options = (hidden_states, top_k_weights, top_k_index), (of_gate_up, of_down)
+        biases = bias(first), bias("down_proj")
+        config = MLPConfig(activation, save_gate_up_in_fp8)
+        y_TH = apply_mlp(*routed, (gate_up, down), biases, (recipe, recipe), config, options)
+        return y_TH.to(hidden_states.dtype)
+    if save_gate_up_in_fp8:
+        raise ValueError(
+            f"grouped_linear: save_gate_up_in_fp8 needs an activation of grouped_mlp, and that of "
+            f"{class_before(experts).__name__} is none"
+        )
+
+    routing = ops.sort_by_expert(top_k_index, experts.num_experts)
+    m_splits_E = routing.offs.diff(prepend=routing.offs.new_zeros(1))
+
+    def layer(x: Tensor, name: str) -> Tensor:
+        b = bias(name)
+        check_bias(b)
+        w, options = weight(name)
+        return apply_layer(x, (w,), b, m_splits_E, recipe, options)
+
+    x_RH = GatherFunction.apply(hidden_states, *routing)
+    gate_up_RG = layer(x_RH, first)
+    h_RF = experts._apply_gate(gate_up_RG) if experts.has_gate else experts.act_fn(gate_up_RG)
+    y_RH = layer(h_RF, "down_proj")
+    if experts.has_post_expert_norm:
+        y_RH = experts.post_expert_norm(y_RH)
+    out_TH: Tensor = CombineFunction.apply(y_RH, top_k_weights, *routing)
+    return out_TH.to(hidden_states.dtype)
+
+
+def check_weight_in_fp8(where: str, experts: Any, name: str, recipe: Recipe | None) -> None:
+    """Raise ValueError for a weight of a checkpoint in FP8 that the recipe cannot read."""
+    if not isinstance(recipe, Float8BlockScaling):
+        raise ValueError(
+            f"{where}: weights are in FP8 already and need the recipe Float8BlockScaling, "
+            f"got {recipe!r}; or load the checkpoint with FineGrainedFP8Config(dequantize=True)"
+        )
+    q, scale = getattr(experts, name), getattr(experts, f"{name}_scale_inv")
+    E, N, K = q.shape
+    scales = E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)
+    if (
+        q.dtype != E4M3
+        or scale.dtype != torch.float32
+        or scale.shape != scales
+        or experts.activation_scheme != "dynamic"
+    ):
+        raise ValueError(
+            f"{where}: experts in FP8 must be float8_e4m3fn with float32 scales "
+            f"{list(scales)} and dynamic activations, got {name} {q.dtype} with {scale.dtype} "
+            f"scales {list(scale.shape)} and {experts.activation_scheme} activations: load the "
+            "checkpoint with FineGrainedFP8Config(dequantize=True)"
+        )
+    check_sizes(where, name, list(q.shape))
+
+
+def _weight_in_fp8(
+    experts: Any, name: str, recipe: Recipe | None, columnwise: bool
+) -> QuantizedWeight:
+    """A weight of a checkpoint in FP8; if `columnwise`, with its transpose for dgrad."""
+    check_weight_in_fp8("grouped_linear", experts, name, recipe)
+    q, scale = (getattr(experts, n).detach() for n in (name, f"{name}_scale_inv"))
+    return QuantizedWeight(q, scale, block_math.transposed(q) if columnwise else None)
+
+
+def cached_weight_of(experts: Any, name: str, recipe: Recipe | None) -> StoredWeight | None:
+    """What ``cache_experts`` keeps of a weight, as [E, out_features, in_features]."""
+    cache = getattr(experts, f"{name}_cache", None)
+    if cache is None:
+        return None
+    if cache.recipe != recipe:
+        raise ValueError(
+            f"grouped_linear: the caches of the experts are in {cache.recipe!r}, the name's recipe "
+            f"is {recipe!r}"
+        )
+    if not (torch.compiler.is_compiling() or cache.warm):
+        raise RuntimeError(
+            "grouped_linear: the weight caches of the experts hold no weights yet, or none since "
+            "they were loaded or moved: call refresh_weights"
+        )
+    cached = cached_weight("grouped_linear", cache, False)
+    if cached is None or not experts.is_transposed:
+        return cached
+    values, scale, columnwise = cached.weight
+    assert columnwise is not None
+    if scale is not None and scale.dim() == 3:  # one a block
+        scale = scale.mT
+    return cached._replace(weight=QuantizedWeight(columnwise, scale, values))

@@ -1,0 +1,63 @@
+"""An experts implementation of transformers' interface: a name and what it stands for."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from grouped_linear.integrations.experts_forward import experts_forward
+from grouped_linear.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """What ``register`` makes; where it is unpickled, it is registered again.
+
+    A model's configuration has the name alone, and names are registered in one process. So experts
+    that are converted carry what their name stands for: :meth:`travel_with`.
+    """
+
+    name: str
+    recipe: Recipe | None
+    save_gate_up_in_fp8: bool
+
+    @staticmethod
+    def of(name: str) -> "Implementation | None":
+        """What is registered under a name, if it is one of grouped_linear's."""
+        function: Any = ALL_EXPERTS_FUNCTIONS.get(name)
+        ours = isinstance(function, partial) and function.func is experts_forward
+        return Implementation(name, **function.keywords) if ours else None
+
+    def check(self, op: str) -> None:
+        """Raise ValueError if the name stands for something else."""
+        taken = self.name == "eager" or self.name in ALL_EXPERTS_FUNCTIONS
+        if taken and Implementation.of(self.name) != self:
+            raise ValueError(f"{op}: {self.name!r} names another experts implementation already")
+
+    def register(self) -> None:
+        """Make transformers know the name."""
+        if Implementation.of(self.name) == self:
+            return
+        options: dict[str, Any] = {
+            "recipe": self.recipe,
+            "save_gate_up_in_fp8": self.save_gate_up_in_fp8,
+        }
+        for interface in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
+            interface.register(self.name, partial(experts_forward, **options))
+
+    def travel_with(self, experts: nn.Module) -> None:
+        """Be registered wherever these experts are unpickled."""
+        vars(experts)["_grouped_linear_implementation"] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _registered, (self.name, self.recipe, self.save_gate_up_in_fp8)
+
+
+def _registered(name: str, recipe: Recipe | None, save_gate_up_in_fp8: bool) -> Implementation:
+    implementation = Implementation(name, recipe, save_gate_up_in_fp8)
+    implementation.check("register")
+    implementation.register()
+    return implementation
