@@ -163,8 +163,8 @@ def test_copies_are_saved_too(copied: Any, tmp_path: Path) -> None:
         assert_same_bits(bits(t), bits(files[1][name]))
 
 
-def test_refused_before_a_file_is_written(tmp_path: Path) -> None:
-    """What the format cannot hold; dequantized the model is saved, with the same numbers."""
+def test_what_the_format_cannot_hold_is_saved_in_its_own_dtype(tmp_path: Path) -> None:
+    """With the same numbers, and a warning; quantized again it computes the same."""
     oss = {"layer_types": ["full_attention"] * 2, "pad_token_id": None, "eos_token_id": None}
     models = [
         quantized(intermediate_size=192, moe_intermediate_size=192),
@@ -174,11 +174,18 @@ def test_refused_before_a_file_is_written(tmp_path: Path) -> None:
     for i, model in enumerate(models):
         directory = tmp_path / str(i)
         expected = logits(model)
-        messages.append(sentence(lambda m=model, d=directory: m.save_pretrained(d)))
-        assert not [*directory.glob("*")]
+        with pytest.warns(UserWarning, match="^save_pretrained: ") as warned:
+            model.save_pretrained(directory)
+        messages += [str(w.message) for w in warned if "save_pretrained" in str(w.message)]
+        assert weights_of(model)  # the model itself is as it was
+        assert torch.equal(logits(model), expected)
+        assert "quantization_config" not in json.loads((directory / "config.json").read_text())
         dequantize_experts(model)
-        assert not weights_of(model)
-        model.save_pretrained(directory)
+        model.save_pretrained(tmp_path / "dequantized")
+        files = [load_file(d / "model.safetensors") for d in (directory, tmp_path / "dequantized")]
+        assert files[0].keys() == files[1].keys()
+        for name, t in files[0].items():
+            assert torch.equal(t, files[1][name])
         again = type(model).from_pretrained(directory, dtype=BF16).eval()
         again.set_experts_implementation("grouped_linear_fp8")
         quantize_experts(again)
@@ -186,8 +193,8 @@ def test_refused_before_a_file_is_written(tmp_path: Path) -> None:
     assert_expected_inline(
         "\n".join(messages),
         """\
-save_pretrained: a checkpoint has gate and up apart, and a block of scales reaches from one into the other where an expert's 192 features are no multiple of 128: call dequantize_experts(model) before, and quantize_experts after the checkpoint is loaded
-save_pretrained: transformers' FP8 experts have no biases, transposed weights or norms, model.layers.0.mlp.experts has: call dequantize_experts(model) before, and quantize_experts after the checkpoint is loaded""",  # noqa: E501
+save_pretrained: a checkpoint has gate and up apart, and a block of scales reaches from one into the other where an expert's 192 features are no multiple of 128: experts are written in bfloat16, with the numbers that they have in FP8
+save_pretrained: transformers' FP8 experts have no biases, transposed weights or norms, model.layers.0.mlp.experts has: experts are written in bfloat16, with the numbers that they have in FP8""",  # noqa: E501
     )
 
 

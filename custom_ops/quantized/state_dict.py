@@ -6,8 +6,10 @@ tensors (safetensors, transformers, accelerate, distributed checkpoints) writes 
 """
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import E4M3, dtype_name
@@ -45,7 +47,7 @@ def split_quantized(module: nn.Module, state_dict: dict[str, Any], prefix: str) 
         elif is_dtensor(w):
             local = w.to_local()
             if isinstance(local, GroupedTensor):
-                state_dict[prefix + name] = distributed_like(w, local.q)
+                state_dict[prefix + name] = _sent_as_bytes(distributed_like(w, local.q))
                 state_dict[prefix + name + SCALE] = distributed_like(w, local.scale)
 
 
@@ -141,4 +143,44 @@ def distributed_like(like: Any, local: Tensor) -> Any:
         run_check=False,
         shape=like.shape[:1] + local.shape[1:],
         stride=contiguous_stride(like.shape[:1] + local.shape[1:]),
+    )
+
+
+def _sent_as_bytes(q: Any) -> Any:
+    """A DTensor of e4m3 numbers whose parts are gathered as bytes, on CPUs, where none is known."""
+    if q.device.type != "cpu":
+        return q
+    cls = _class_sent_as_bytes(type(q))
+    return cls(q.to_local(), q._spec, requires_grad=False)
+
+
+@cache
+def _class_sent_as_bytes(dtensor: Any) -> Any:
+    """A subclass of DTensor, which is not imported here: that takes 0.5 s."""
+
+    class Float8DTensor(dtensor):  # type: ignore[misc]
+        """Collectives on CPUs know no float8."""
+
+        def redistribute(
+            self, device_mesh: Any = None, placements: Any = None, **options: Any
+        ) -> Any:
+            sent = _viewed(self, dtensor, torch.uint8)
+            return _viewed(sent.redistribute(device_mesh, placements, **options), dtensor, E4M3)
+
+        def full_tensor(self, **options: Any) -> Tensor:
+            whole: Tensor = _viewed(self, dtensor, torch.uint8).full_tensor(**options)
+            return whole.view(E4M3)
+
+    return Float8DTensor
+
+
+def _viewed(t: Any, dtensor: Any, dtype: torch.dtype) -> Any:
+    """A DTensor of the same bytes."""
+    return dtensor.from_local(
+        t.to_local().view(dtype),
+        t.device_mesh,
+        t.placements,
+        run_check=False,
+        shape=t.shape,
+        stride=t.stride(),
     )

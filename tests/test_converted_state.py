@@ -1,0 +1,225 @@
+"""State dicts and pickles of models whose experts were converted: one process and two.
+
+T tokens, E experts, H features of a token, F features of an expert.
+"""
+
+import io
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from grouped_linear import Float8BlockScaling, GroupedTensor, convert
+from support.compare import assert_same_bits, bits
+from support.processes import PROCESSES, Checks, Passes
+from support.versions import skipping_for_old_transformers
+
+with skipping_for_old_transformers():
+    from grouped_linear.integrations.transformers import dequantize_experts
+
+E, H, F = 4, 32, 48
+IDS = torch.arange(14).reshape(2, 7)
+
+
+def mixtral() -> Any:
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=H,
+        intermediate_size=F,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=E,
+    )
+    return MixtralForCausalLM(config).eval()
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+class GroupedExperts(nn.Module):
+    """As torchtitan's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Parameter(torch.randn(E, F, H) / H**0.5) for _ in range(2))
+        self.w2 = nn.Parameter(torch.randn(E, H, F) / F**0.5)
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        rows = x.split(num_tokens_per_expert.int().tolist())
+        weights = zip(self.w1, self.w3, self.w2, rows, strict=True)
+        return torch.cat(
+            [(nn.functional.silu(r @ w1.T) * (r @ w3.T)) @ w2.T for w1, w3, w2, r in weights]
+        )
+
+
+def titan() -> nn.Module:
+    return nn.Sequential(GroupedExperts(), nn.Linear(H, H))
+
+
+FORMS = {"mixtral": mixtral, "titan": titan}
+FORM = pytest.mark.parametrize("form", FORMS)
+
+
+def converted(form: str, weights: Any = "fp8") -> Any:
+    torch.manual_seed(0)
+    model = FORMS[form]()
+    convert(model, Float8BlockScaling(), weights=weights)
+    return model
+
+
+def cleared(form: str) -> Any:
+    """Another model of the same form, with other numbers."""
+    model = converted(form)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    return model
+
+
+def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, t in expected.items():
+        assert_same_bits(bits(actual[name]), bits(t))
+
+
+@FORM
+def test_state_dicts_are_plain_tensors(form: str, tmp_path: Path) -> None:
+    """Each weight in two parts, which safetensors writes and a model of the same form reads."""
+    model = converted(form)
+    state = model.state_dict()
+    assert {type(t) for t in state.values()} == {Tensor}
+    in_fp8 = {name for name, t in state.items() if t.dtype == torch.float8_e4m3fn}
+    names = {n for n, p in model.named_parameters() if isinstance(p, GroupedTensor)}
+    assert in_fp8 == names
+    assert {f"{name}_scale_inv" for name in names} <= state.keys()
+    save_file(state, tmp_path / "model.safetensors")
+    for assign in (False, True):
+        other = cleared(form)
+        other.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=assign)
+        assert_same_state(other.state_dict(), state)
+        loaded = {n for n, p in other.named_parameters() if isinstance(p, GroupedTensor)}
+        assert loaded == names
+
+
+@FORM
+def test_distributed_state_dicts(form: str, tmp_path: Path) -> None:
+    """torch looks up each key as an attribute of its module; copies and compiled models, too."""
+    model = converted(form)
+    state = get_model_state_dict(model)
+    assert_same_state(state, model.state_dict())
+    assert_same_state(get_model_state_dict(torch.compile(model)), state)
+    other = cleared(form)
+    set_model_state_dict(other, state)
+    assert_same_state(other.state_dict(), state)
+    dcp.save(state, checkpoint_id=tmp_path)
+    read = get_model_state_dict(cleared(form))
+    dcp.load(read, checkpoint_id=tmp_path)
+    assert_same_state(read, state)
+
+
+def test_dequantized_experts_have_their_class_again() -> None:
+    model = converted("mixtral")
+    dequantize_experts(model)
+    experts = model.model.layers[0].mlp.experts
+    assert type(experts).__name__ == "MixtralExperts"
+    assert get_model_state_dict(model).keys() == mixtral().state_dict().keys()
+
+
+# --- other processes -----------------------------------------------------------------------------
+
+ELSEWHERE = """
+import sys, torch
+model, expected = torch.load(sys.argv[1], weights_only=False)
+with torch.no_grad():
+    assert torch.equal(model(torch.arange(14).reshape(2, 7)).logits, expected)
+"""
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_loaded_in_another_process(weights: str | None, tmp_path: Path) -> None:
+    """It computes there, without a second conversion."""
+    model = converted("mixtral", weights)
+    torch.save((model, logits(model)), tmp_path / "model")
+    script = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "model")]
+    subprocess.run(script, check=True)
+
+
+def compute(rank: int, model: Any, expected: Tensor) -> None:
+    assert torch.equal(logits(model), expected)
+
+
+def test_spawned_workers() -> None:
+    model = converted("mixtral", "fp8")
+    mp.spawn(compute, (model, logits(model)))
+
+
+def test_unpickled_here() -> None:
+    """A copy keeps its class, and the name that it has is registered once."""
+    model, file = converted("mixtral"), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    ours, theirs = (m.model.layers[0].mlp.experts for m in (model, loaded))
+    assert type(ours) is type(theirs)
+    assert torch.equal(logits(loaded), logits(model))
+    assert_same_state(loaded.state_dict(), model.state_dict())
+
+
+# --- two processes -------------------------------------------------------------------------------
+
+
+def check_sharded(form: str, rank: int, directory: Path) -> None:
+    """What FSDP2 has is saved sharded and whole, over gloo, which knows no float8."""
+    whole, sharded = converted(form), converted(form)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (PROCESSES,)))
+    state = get_model_state_dict(sharded)
+    expected = whole.state_dict()
+    assert state.keys() == expected.keys()
+    full = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
+    assert_same_state(full, expected)
+    for name, t in state.items():
+        assert_same_bits(bits(t.full_tensor()), bits(expected[name]))
+    on_rank_0 = get_model_state_dict(
+        sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    assert_same_state(on_rank_0, expected if rank == 0 else {})
+    dcp.save(state, checkpoint_id=directory / "checkpoint")
+    dist.barrier()
+    other = cleared(form)
+    read = get_model_state_dict(other)
+    dcp.load(read, checkpoint_id=directory / "checkpoint", no_dist=True)
+    assert_same_state(read, expected)
+    fully_shard(other, mesh=init_device_mesh("cpu", (PROCESSES,)))
+    read = get_model_state_dict(other)
+    dcp.load(read, checkpoint_id=directory / "checkpoint")
+    set_model_state_dict(other, read)
+    again = get_model_state_dict(other, options=StateDictOptions(full_state_dict=True))
+    assert_same_state(again, expected)
+
+
+CHECKS: Checks = {form: partial(check_sharded, form) for form in FORMS}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_processes(check: str, passes: Passes) -> None:
+    passes(check)
