@@ -495,4 +495,11 @@ def test_wrong_styles() -> None:
         ExpertParallel("ring")
     with pytest.raises(ValueError, match="are for dispatchers by name"):
         ExpertParallel(AllGather, fp8=True)
+    with pytest.raises(ValueError, match=r"^ExpertParallel: dispatch must be .*, got 3$"):
+        ExpertParallel(3)
+    with pytest.raises(ValueError, match=r"^ExpertParallel: fp8 must be True or False, got 'yes'"):
+        ExpertParallel(fp8="yes")
+    for factor in ("2", -1.0, True, float("nan")):
+        with pytest.raises(ValueError, match=r"^ExpertParallel: capacity_factor must be None"):
+            ExpertParallel(capacity_factor=factor)
     assert issubclass(AllToAll, TokenDispatcher)

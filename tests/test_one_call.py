@@ -593,7 +593,7 @@ convert: model must be a torch.nn.Module, got a list
 convert: forwards must be a dict such as {Block: new_forward}, with the class of the block whose forward is replaced, got <function routed>
 convert: forwards must have classes of modules as keys and functions as values, got {'Block': <function routed>}
 convert: forwards must have classes of modules as keys and functions as values, got {<class 'Block'>: None}
-convert: forwards must have classes of modules as keys and functions as values, got {<class 'torch.nn.modules.module.Module'>: <function routed>}""",
+convert: forwards must have classes of modules as keys and functions as values, got {<class 'torch.nn.modules.module.Module'>: <function routed>}""",  # noqa: E501
     )
 
 

@@ -682,6 +682,40 @@ def test_a_name_stands_for_one_recipe(name: str) -> None:
         register(name, Float8BlockScaling())
 
 
+@pytest.mark.parametrize("call", ["register", "quantize_experts", "cache_experts", "convert"])
+@pytest.mark.parametrize("recipe", [Float8BlockScaling, "fp8"], ids=["class", "name"])
+def test_what_is_no_recipe(recipe: Any, call: str) -> None:
+    model = model_of("mixtral", "cpu")
+    model.set_experts_implementation("grouped_linear_fp8")
+    calls = {
+        "register": lambda: register("grouped_linear_no_recipe", recipe=recipe),
+        "quantize_experts": lambda: quantize_experts(model, recipe),
+        "cache_experts": lambda: cache_experts(model, recipe),
+        "convert": lambda: convert(model, recipe),
+    }
+    with pytest.raises(ValueError, match=f"^{call}: recipe must be None or a grouped_linear.Reci"):
+        calls[call]()
+    assert not any(isinstance(p, GroupedTensor) for p in model.parameters())
+    with pytest.raises(ValueError, match="is not supported"):
+        model.set_experts_implementation("grouped_linear_no_recipe")
+
+
+def test_what_kernels_do_not_take_is_refused_as_a_whole() -> None:
+    """Of two weights the second one; nothing is quantized, and nothing has a cache."""
+    sizes = {**SIZES, "intermediate_size": 72, "num_local_experts": 5}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+    model.set_experts_implementation("grouped_linear_fp8")
+    for call in (quantize_experts, cache_experts):
+        sentence = (
+            f"{call.__name__}: model.layers.0.mlp.experts: down_proj is [5, 32, 72], and kernels "
+            "take in_features and out_features that are positive multiples of 16"
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+            call(model)
+        assert not any(isinstance(p, GroupedTensor) for p in model.parameters())
+        assert not [*model.model.layers[0].mlp.experts.children()][1:]
+
+
 def test_recipes_with_a_memory_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^register: DelayedScaling has a state in each layer"):
         register("grouped_linear_delayed", DelayedScaling())

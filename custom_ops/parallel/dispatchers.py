@@ -4,6 +4,9 @@ D processes, T tokens of each, S slots for tokens that come to one, C experts ch
 experts, L = E / D of them on a process, H features.
 """
 
+from numbers import Real
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,6 +15,7 @@ from torch.nn.functional import pad
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import MAX_GROUPS, ceil_div
 from grouped_linear.nn.dispatcher import Dispatched, TokenDispatcher
+from grouped_linear.nn.options import check_flags
 from grouped_linear.parallel.exchange import (
     CollectFunction,
     Exchange,
@@ -26,6 +30,16 @@ from grouped_linear.parallel.symmetric_memory import require_symmetric_memory
 def starts(end_D: Tensor) -> Tensor:
     """[D], where each process's rows begin."""
     return pad(end_D[:-1], (1, 0))
+
+
+def check_dispatch_options(where: str, capacity_factor: Any, fp8: Any) -> None:
+    """Raise ValueError for options that no dispatcher has."""
+    is_number = isinstance(capacity_factor, Real) and not isinstance(capacity_factor, bool)
+    if capacity_factor is not None and not (is_number and 0 < capacity_factor < float("inf")):
+        raise ValueError(
+            f"{where}: capacity_factor must be None or positive, got {capacity_factor!r}"
+        )
+    check_flags(where, fp8=fp8)
 
 
 class _StaticDispatcher(TokenDispatcher):
@@ -52,10 +66,7 @@ class _StaticDispatcher(TokenDispatcher):
             )
         if mesh.size() > MAX_GROUPS:
             raise ValueError(f"{name}: at most {MAX_GROUPS} processes, got {mesh.size()}")
-        if capacity_factor is not None and not 0 < capacity_factor < float("inf"):
-            raise ValueError(
-                f"{name}: capacity_factor must be None or positive, got {capacity_factor}"
-            )
+        check_dispatch_options(name, capacity_factor, fp8)
         self.require(mesh.device_type)
         self.group = Group(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
         self.local_experts = num_experts // mesh.size()

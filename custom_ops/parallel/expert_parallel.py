@@ -11,7 +11,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.mlp import GroupedMLP
-from grouped_linear.parallel.dispatchers import AllGather, AllToAll, AllToAllV
+from grouped_linear.parallel.dispatchers import (
+    AllGather,
+    AllToAll,
+    AllToAllV,
+    check_dispatch_options,
+)
 from grouped_linear.quantized.state_dict import distributed_like
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import is_dtensor
@@ -55,8 +60,8 @@ class ExpertParallel(ParallelStyle):
         fp8: whether tokens travel in FP8, see the dispatchers.
 
     Raises:
-        ValueError: for another name; for another module than a GroupedMLP; for one whose parameters
-            are sharded, whose recipe has a state, or whose experts do not divide evenly.
+        ValueError: for another name or option; for another module than a GroupedMLP; for one whose
+            parameters are sharded, whose recipe has a state, or whose experts do not divide evenly.
 
     >>> import torch.distributed as dist
     >>> from torch.distributed.device_mesh import init_device_mesh
@@ -80,11 +85,12 @@ class ExpertParallel(ParallelStyle):
         fp8: bool = False,
     ) -> None:
         super().__init__()
-        if isinstance(dispatch, str) and dispatch not in DISPATCHERS:
+        if dispatch not in DISPATCHERS if isinstance(dispatch, str) else not callable(dispatch):
             raise ValueError(
                 "ExpertParallel: dispatch must be all_gather, all_to_all, all_to_all_v or a "
                 f"function, got {dispatch!r}"
             )
+        check_dispatch_options("ExpertParallel", capacity_factor, fp8)
         if not isinstance(dispatch, str) and (capacity_factor is not None or fp8):
             raise ValueError(
                 "ExpertParallel: capacity_factor and fp8 are for dispatchers by name: give them to "
