@@ -370,6 +370,20 @@ def check_refused(rank: int, directory: Path) -> None:
         parallel(x[1:], *route(logits))
 
 
+def check_unequal_tokens(way: str, rank: int, directory: Path) -> None:
+    """Each process says it, before anything else is sent; equal numbers pass."""
+    parallel = spread(make(), way, check_tokens=True)
+    x, logits, _ = (t[own(rank)] for t in tokens())
+    some = slice(rank, None)
+    said = rf"every process must have as many tokens, got \[{T}, {T - 1}\]: pad with tokens"
+    with pytest.raises(RuntimeError, match=said):
+        parallel(x[some], *route(logits[some]))
+    expected = spread(make(), way)(x, *route(logits))
+    assert_same_bits(parallel(x, *route(logits)), expected)
+    with pytest.raises(RuntimeError, match=r"leave it out under torch\.compile"):
+        torch.compile(parallel, fullgraph=True)(x, *route(logits))
+
+
 def check_benchmark(rank: int, directory: Path) -> None:
     """It runs, and every row has its numbers."""
     rows = benchmark.measure("tiny", "block", mesh(), rounds=1)
@@ -460,6 +474,7 @@ CHECKS: Checks = {
     "own_dispatcher": check_own_dispatcher,
     "shared_experts": check_shared_experts,
     "refused": check_refused,
+    **{f"unequal_tokens_{way}": partial(check_unequal_tokens, way) for way in DISPATCHERS},
     "benchmark": check_benchmark,
     "training_benchmark": check_training_benchmark,
     **{

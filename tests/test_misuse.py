@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
@@ -16,7 +16,12 @@ from grouped_linear import (
     Float8BlockScaling,
     Float8CurrentScaling,
     GroupedLinear,
+    GroupedMLP,
+    MXFP8BlockScaling,
+    Recipe,
     grouped_linear,
+    grouped_mlp,
+    grouped_mlp_sorted,
     ops,
 )
 from support.compare import assert_same_bits
@@ -387,6 +392,15 @@ def test_configurations() -> None:
         lambda: Float8BlockScaling(wgrad="bf16"),  # type: ignore[arg-type]
         lambda: Float8CurrentScaling(amax_epsilon=-0.5),
         lambda: Float8CurrentScaling(gradient_dtype=torch.bfloat16),
+        lambda: Float8BlockScaling(amax_epsilon="no"),  # type: ignore[arg-type]
+        lambda: Float8BlockScaling(share_x_scales="no"),  # type: ignore[arg-type]
+        lambda: Float8BlockScaling(power_of_two_scales=1),  # type: ignore[arg-type]
+        lambda: Float8BlockScaling(requantize_weights="no"),  # type: ignore[arg-type]
+        lambda: Float8CurrentScaling(power_of_two_scales=0),  # type: ignore[arg-type]
+        lambda: Float8CurrentScaling(requantize_weights="no"),  # type: ignore[arg-type]
+        lambda: Float8CurrentScaling(gradient_dtype="e4m3"),  # type: ignore[arg-type]
+        lambda: DelayedScaling(margin="1"),  # type: ignore[arg-type]
+        lambda: DelayedScaling(amax_history_len=2.5),  # type: ignore[arg-type]
         lambda: DelayedScaling(margin=-1),
         lambda: DelayedScaling(margin=65),
         lambda: DelayedScaling(amax_history_len=0),
@@ -412,6 +426,15 @@ Float8BlockScaling: wgrad must be float8_e4m3fn, bfloat16 or float16, got float3
 Float8BlockScaling: wgrad must be float8_e4m3fn, bfloat16 or float16, got 'bf16'
 Float8CurrentScaling: amax_epsilon must be finite and not negative, got -0.5
 Float8CurrentScaling: gradient_dtype must be float8_e4m3fn or float8_e5m2, got bfloat16
+Float8BlockScaling: amax_epsilon must be finite and not negative, got 'no'
+Float8BlockScaling: share_x_scales must be True or False, got 'no'
+Float8BlockScaling: power_of_two_scales must be True or False, got 1
+Float8BlockScaling: requantize_weights must be True or False, got 'no'
+Float8CurrentScaling: power_of_two_scales must be True or False, got 0
+Float8CurrentScaling: requantize_weights must be True or False, got 'no'
+Float8CurrentScaling: gradient_dtype must be float8_e4m3fn or float8_e5m2, got 'e4m3'
+DelayedScaling: margin must be an integer, got '1'
+DelayedScaling: amax_history_len must be an integer, got 2.5
 DelayedScaling: margin must be between 0 and 64, got -1
 DelayedScaling: margin must be between 0 and 64, got 65
 DelayedScaling: amax_history_len must be positive, got 0
@@ -440,7 +463,13 @@ def test_calls_of_the_layer() -> None:
         lambda: recipe(torch.randn(5, 32), m_splits),
         lambda: recipe(x.double(), m_splits),
         lambda: recipe(x, [2]),
+        lambda: grouped_linear(x, layer.weight[0], m_splits),
+        lambda: grouped_linear(x, layer.weight, m_splits, torch.zeros(2, 16)),
+        lambda: grouped_linear(x, layer.weight, m_splits, torch.zeros(2, 32, device="meta")),
+        lambda: grouped_linear(x, layer.weight[:0], []),
+        lambda: grouped_linear(x, layer.weight, m_splits, None, DelayedScaling),
         lambda: grouped_linear(x, layer.weight, m_splits, None, DelayedScaling()),
+        lambda: grouped_linear(x, layer.weight, m_splits, state=DelayedScaling()),
         lambda: grouped_linear(
             x, layer.weight, m_splits, state=DelayedScalingState(DelayedScaling(), 2)
         ),
@@ -459,14 +488,132 @@ grouped_linear: K differs: x has 32, weight 16
 grouped_linear: x must be bfloat16, float16 or float32, got float64
 grouped_linear: x is bfloat16, weight float32: cast one of them, or use torch.autocast
 grouped_linear: E differs: m_splits has 3, weight 2
-splits_to_offsets: m_splits must be int32 or int64, got float32
+grouped_linear: m_splits must be [E] int32 or int64, got [2] float32
 splits_to_offsets: m_splits must sum to at most num_rows 5, got 2 + 4 at group 1
 grouped_linear: K differs: x has 32, weight 16
 grouped_linear: x must be bfloat16, float16 or float32, got float64
 grouped_linear: E differs: m_splits has 1, weight 2
+grouped_linear: weight must be [E, N, K], got [32, 16]
+grouped_linear: bias must be [2, 32], as weight has 2 experts of 32 features, got [2, 16]
+grouped_linear: bias is on meta, x is on cpu
+grouped_linear: E must be between 1 and 1024, got 0
+grouped_linear: recipe is the class DelayedScaling: call it, recipe=DelayedScaling()
 grouped_linear: DelayedScaling has a state: pass state, or use GroupedLinear
+grouped_linear: state must be a grouped_linear.DelayedScalingState or another RecipeState, got DelayedScaling()
 grouped_linear: state needs a recipe that has one, got recipe None
-group_quantize_delayed_: E differs: scale has 3, offs has 2""",
+group_quantize_delayed_: E differs: scale has 3, offs has 2""",  # noqa: E501
     )
     assert layer(x, m_splits).shape == (5, 32)
     assert recipe(x, m_splits).shape == (5, 32)
+
+
+RECIPES = (None, Float8BlockScaling(), Float8CurrentScaling(), MXFP8BlockScaling())
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_features_are_named_as_the_caller_names_them(recipe: Recipe | None) -> None:
+    """Not as the first op does that reads them: K, N / 2 or H, whichever it was."""
+    x, m_splits = torch.randn(5, 16), [2, 3]
+    x_24 = torch.randn(5, 24)
+    routing = torch.ones(5, 1), torch.zeros(5, 1, dtype=torch.int64)
+
+    def w(*shape: int) -> Tensor:
+        return torch.randn(2, *shape)
+
+    mistakes = [
+        lambda: grouped_linear(x_24, w(32, 24), m_splits, recipe=recipe),
+        lambda: grouped_linear(x, w(24, 16), m_splits, recipe=recipe),
+        lambda: grouped_mlp(x_24, *routing, w(64, 24), w(24, 32), recipe),
+        lambda: grouped_mlp(x, *routing, w(48, 16), w(16, 24), recipe),
+        lambda: grouped_mlp_sorted(x_24, m_splits, w(64, 24), w(24, 32), recipe=recipe),
+        lambda: grouped_mlp_sorted(x, m_splits, w(48, 16), w(16, 24), recipe=recipe),
+    ]
+    assert_expected_inline(
+        "\n".join(map(sentence, mistakes)),
+        """\
+grouped_linear: K must be a positive multiple of 16, got 24: weight is [2, 32, 24]
+grouped_linear: N must be a positive multiple of 16, got 24: weight is [2, 24, 16]
+grouped_mlp: H must be a positive multiple of 16, got 24: gate_up_proj is [2, 64, 24]
+grouped_mlp: F must be a positive multiple of 16, got 24: down_proj is [2, 16, 24]
+grouped_mlp_sorted: H must be a positive multiple of 16, got 24: gate_up_proj is [2, 64, 24]
+grouped_mlp_sorted: F must be a positive multiple of 16, got 24: down_proj is [2, 16, 24]""",
+    )
+
+
+def accumulating(layer: type[nn.Module], main_grad: Callable[[Tensor], Tensor]) -> str:
+    """The sentence of a forward; nothing may be written where it is one."""
+    sizes = (2, 16, 32)
+    options: dict[str, Any] = {"bias": False, "fuse_wgrad_accumulation": True}
+    made = layer(*sizes, **options)
+    for p in made.parameters():
+        p.main_grad = main_grad(p)  # type: ignore[attr-defined]
+        p.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    x = torch.randn(5, 16)
+    call = {
+        GroupedLinear: lambda: made(x, [2, 3]),
+        GroupedMLP: lambda: made(x, torch.ones(5, 1), torch.zeros(5, 1, dtype=torch.int64)),
+    }[layer]
+    said = sentence(call)
+    assert (said == "no error") == any(p.grad_added_to_main_grad for p in made.parameters())  # type: ignore[attr-defined]
+    return said
+
+
+def test_main_grads_that_no_gemm_could_add_to() -> None:
+    """Seen in the forward: the backward of the step's last layer comes seconds later."""
+    makes: list[Callable[[Tensor], Tensor]] = [
+        lambda p: torch.zeros(2, 32, 48),
+        lambda p: torch.zeros_like(p).mT.contiguous()[:1],
+        lambda p: torch.zeros_like(p, dtype=torch.float16),
+        lambda p: torch.zeros_like(p, device="meta"),
+        lambda p: torch.zeros_like(p, dtype=BF16),
+    ]
+    lines = [accumulating(layer, make) for make in makes for layer in (GroupedLinear, GroupedMLP)]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+GroupedLinear: weight.main_grad must be [2, 32, 16] float32 or bfloat16 on cpu, as weight is, got [2, 32, 48] float32 on cpu
+GroupedMLP: gate_up_proj.main_grad must be [2, 64, 16] float32 or bfloat16 on cpu, as gate_up_proj is, got [2, 32, 48] float32 on cpu
+GroupedLinear: weight.main_grad must be [2, 32, 16] float32 or bfloat16 on cpu, as weight is, got [1, 16, 32] float32 on cpu
+GroupedMLP: gate_up_proj.main_grad must be [2, 64, 16] float32 or bfloat16 on cpu, as gate_up_proj is, got [1, 16, 64] float32 on cpu
+GroupedLinear: weight.main_grad must be [2, 32, 16] float32 or bfloat16 on cpu, as weight is, got [2, 32, 16] float16 on cpu
+GroupedMLP: gate_up_proj.main_grad must be [2, 64, 16] float32 or bfloat16 on cpu, as gate_up_proj is, got [2, 64, 16] float16 on cpu
+GroupedLinear: weight.main_grad must be [2, 32, 16] float32 or bfloat16 on cpu, as weight is, got [2, 32, 16] float32 on meta
+GroupedMLP: gate_up_proj.main_grad must be [2, 64, 16] float32 or bfloat16 on cpu, as gate_up_proj is, got [2, 64, 16] float32 on meta
+no error
+no error""",  # noqa: E501
+    )
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_step_without_the_gradients_that_wait(compiled: bool) -> None:
+    """Without the sentence, the optimizer skips the weight, or steps it by gradients of before."""
+    layer = GroupedLinear(2, 16, 32, delay_wgrad_compute=True)
+    other = torch.nn.Linear(16, 16)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (layer, other)]
+    x = torch.randn(5, 16)
+    layer(other(x), [2, 3]).sum().backward()
+    optimizers[1].step()  # another's
+    before = [p.detach().clone() for p in layer.parameters()]
+    step = torch.compile(optimizers[0].step) if compiled else optimizers[0].step
+    with pytest.raises(RuntimeError, match=r"^GroupedLinear: AdamW steps a weight .*backward_dw"):
+        step()
+    for p, own in zip(layer.parameters(), before, strict=True):
+        assert_same_bits(p, own)
+    layer.backward_dw()
+    step()
+    assert not torch.equal(layer.weight, before[0])
+
+
+def test_gradients_that_wait_for_ever() -> None:
+    """For optimizers that are not torch's: the operands of each backward stay in memory."""
+    layer = GroupedLinear(2, 16, 32, delay_wgrad_compute=True)
+    x = torch.randn(5, 16)
+    for _ in range(64):
+        layer(x, [2, 3]).sum().backward()
+    with pytest.warns(
+        UserWarning, match=r"^GroupedLinear: 64 backwards .* once for each"
+    ) as warned:
+        layer(x, [2, 3])
+    assert warned[0].filename == __file__
+    for _ in range(64):
+        layer.backward_dw()

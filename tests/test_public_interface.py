@@ -145,11 +145,11 @@ def test_parallel() -> None:
     assert_expected_inline(
         lines({name: getattr(parallel, name) for name in parallel.__all__} | methods),
         """\
-AllGather(mesh, num_experts, *, capacity_factor=None, fp8=False)
-AllToAll(mesh, num_experts, *, capacity_factor=None, fp8=False)
-AllToAllV(mesh, num_experts, *, capacity_factor=None, fp8=False)
+AllGather(mesh, num_experts, *, capacity_factor=None, fp8=False, check_tokens=False)
+AllToAll(mesh, num_experts, *, capacity_factor=None, fp8=False, check_tokens=False)
+AllToAllV(mesh, num_experts, *, capacity_factor=None, fp8=False, check_tokens=False)
 Dispatched(x, top_k_weights, top_k_index, max_rows=None, handle=None)
-ExpertParallel(dispatch='all_gather', *, capacity_factor=None, fp8=False)
+ExpertParallel(dispatch='all_gather', *, capacity_factor=None, fp8=False, check_tokens=False)
 TokenDispatcher(*args, **kwargs)
 TokenDispatcher.combine(y, dispatched)
 TokenDispatcher.dispatch(x, top_k_weights, top_k_index)""",

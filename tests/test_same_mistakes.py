@@ -18,6 +18,7 @@ from grouped_linear import (
     Float8BlockScaling,
     GroupedLinear,
     GroupedMLP,
+    SwiGLU,
     update_scales,
 )
 from support.tensors import BF16
@@ -26,14 +27,21 @@ K, N = 16, 32
 
 
 def linear(x: Any = None, m_splits: Any = (2, 3), first: Any = None, **options: Any) -> Any:
+    dtype = options.pop("cast", None)
     layer = GroupedLinear(**{"num_gemms": 2, "in_features": K, "out_features": N} | options)
+    layer.to(dtype)
     return layer(torch.randn(5, K) if x is None else x, m_splits, first)
 
 
-def mlp(x: Any = None, routing: Any = None, first: Any = None, **options: Any) -> Any:
+def mlp(
+    x: Any = None, routing: Any = None, first: Any = None, max_rows: Any = None, **options: Any
+) -> Any:
+    dtype = options.pop("cast", None)
     layer = GroupedMLP(**{"num_experts": 2, "hidden_size": K, "intermediate_size": N} | options)
+    layer.to(dtype)
     scores, chosen = routing or (torch.ones(5, 1), torch.zeros(5, 1, dtype=torch.int64))
-    return layer(torch.randn(5, K) if x is None else x, scores, chosen, first)
+    x = torch.randn(5, K) if x is None else x
+    return layer(x, scores, chosen, first, max_rows=max_rows)
 
 
 FP8 = {"recipe": Float8BlockScaling()}
@@ -50,15 +58,48 @@ MISTAKES: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
     "flag without cache": (ValueError, lambda layer: layer(first=True, **FP8)),
     "empty cache": (RuntimeError, lambda layer: layer(first=False, cache_weights=True, **FP8)),
     "recipe": (ValueError, lambda layer: layer(recipe="fp8")),
+    "recipe's class": (ValueError, lambda layer: layer(recipe=Float8BlockScaling)),
     "numpy's True": (ValueError, lambda layer: layer(bias=np.True_)),
+    "cache_weights": (ValueError, lambda layer: layer(cache_weights="no")),
+    "fused": (ValueError, lambda layer: layer(fuse_wgrad_accumulation="no")),
+    "quantized": (ValueError, lambda layer: layer(quantized_weight=1, **FP8)),
+    "rounding": (ValueError, lambda layer: layer(stochastic_rounding="no", **FP8)),
+    "dtype": (ValueError, lambda layer: layer(dtype=torch.float64)),
+    "no dtype": (ValueError, lambda layer: layer(dtype="bf16")),
+    "double": (RuntimeError, lambda layer: layer(cast=torch.float64)),
+    "double, fp8": (RuntimeError, lambda layer: layer(cast=torch.float64, **FP8)),
+    "flag of text": (RuntimeError, lambda layer: layer(first="yes")),
+    "parameters on meta": (RuntimeError, lambda layer: layer(device="meta")),
 }
 # Of one of them.
 OTHERS: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
     "m_splits 10": (TypeError, lambda: linear(m_splits=10)),
     "m_splits None": (TypeError, lambda: linear(m_splits=None)),
     "m_splits of three": (RuntimeError, lambda: linear(m_splits=[1, 2, 2])),
+    "m_splits of text": (TypeError, lambda: linear(m_splits="3052")),
+    "m_splits with text": (TypeError, lambda: linear(m_splits=[2, "3"])),
+    "m_splits of floats": (RuntimeError, lambda: linear(m_splits=[2, 3.0])),
+    "m_splits of flags": (RuntimeError, lambda: linear(m_splits=[True, False])),
+    "m_splits on meta": (
+        RuntimeError,
+        lambda: linear(m_splits=torch.tensor([2, 3], device="meta")),
+    ),
+    "m_splits of rows": (RuntimeError, lambda: linear(m_splits=torch.tensor([[2, 3]]))),
     "in_features": (ValueError, lambda: linear(in_features=16.0)),
     "num_gemms": (ValueError, lambda: linear(num_gemms=2.0)),
+    "num_gemms True": (ValueError, lambda: linear(num_gemms=True)),
+    "init_method": (ValueError, lambda: linear(init_method="xavier")),
+    "tracker": (ValueError, lambda: linear(get_rng_state_tracker="tracker")),
+    "single": (ValueError, lambda: linear(single_grouped_weight="no")),
+    "params_dtype": (ValueError, lambda: linear(params_dtype=torch.int8)),
+    "activation": (ValueError, lambda: mlp(activation="swiglu")),
+    "activation's class": (ValueError, lambda: mlp(activation=SwiGLU)),
+    "num_experts True": (ValueError, lambda: mlp(num_experts=True)),
+    "max_rows": (ValueError, lambda: mlp(max_rows=2.5)),
+    "experts on meta": (
+        RuntimeError,
+        lambda: mlp(routing=(torch.ones(5, 1), torch.zeros(5, 1, device="meta").long())),
+    ),
     "hidden_size": (ValueError, lambda: mlp(hidden_size=16.0)),
     "num_experts": (ValueError, lambda: mlp(num_experts="2")),
     "no tokens": (RuntimeError, lambda: mlp(routing=(torch.ones(4, 1), torch.zeros(4, 1).long()))),
@@ -103,8 +144,30 @@ RuntimeError: GroupedLinear: is_first_microbatch=False reads the weight cache, w
 RuntimeError: GroupedMLP: is_first_microbatch=False reads the weight cache, which holds no weight yet, or none since parameters were loaded, drawn or moved: call with True
 ValueError: GroupedLinear: recipe must be None or a grouped_linear.Recipe, got 'fp8'
 ValueError: GroupedMLP: recipe must be None or a grouped_linear.Recipe, got 'fp8'
+ValueError: GroupedLinear: recipe is the class Float8BlockScaling: call it, recipe=Float8BlockScaling()
+ValueError: GroupedMLP: recipe is the class Float8BlockScaling: call it, recipe=Float8BlockScaling()
 ValueError: GroupedLinear: bias must be True or False, got np.True_
-ValueError: GroupedMLP: bias must be True or False, got np.True_""",  # noqa: E501
+ValueError: GroupedMLP: bias must be True or False, got np.True_
+ValueError: GroupedLinear: cache_weights must be True or False, got 'no'
+ValueError: GroupedMLP: cache_weights must be True or False, got 'no'
+ValueError: GroupedLinear: fuse_wgrad_accumulation must be True or False, got 'no'
+ValueError: GroupedMLP: fuse_wgrad_accumulation must be True or False, got 'no'
+ValueError: GroupedLinear: quantized_weight must be True or False, got 1
+ValueError: GroupedMLP: quantized_weight must be True or False, got 1
+ValueError: GroupedLinear: stochastic_rounding must be None, True or False, got 'no'
+ValueError: GroupedMLP: stochastic_rounding must be None, True or False, got 'no'
+ValueError: GroupedLinear: dtype must be bfloat16, float16 or float32, got float64
+ValueError: GroupedMLP: dtype must be bfloat16, float16 or float32, got float64
+ValueError: GroupedLinear: dtype must be bfloat16, float16 or float32, got 'bf16'
+ValueError: GroupedMLP: dtype must be bfloat16, float16 or float32, got 'bf16'
+RuntimeError: grouped_linear: weight must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
+RuntimeError: grouped_mlp: gate_up_proj must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
+RuntimeError: grouped_linear: weight must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
+RuntimeError: grouped_mlp: gate_up_proj must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
+RuntimeError: GroupedLinear: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 'yes'
+RuntimeError: GroupedMLP: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 'yes'
+RuntimeError: grouped_linear: weight is on meta, x is on cpu
+RuntimeError: grouped_mlp: gate_up_proj is on meta, x is on cpu""",  # noqa: E501
     )
 
 
@@ -116,8 +179,24 @@ def test_of_one_layer() -> None:
 TypeError: grouped_linear: m_splits must be a tensor or a list, the rows of each group, got 10
 TypeError: grouped_linear: m_splits must be a tensor or a list, the rows of each group, got None
 RuntimeError: grouped_linear: E differs: m_splits has 3, weight 2
+TypeError: grouped_linear: m_splits must be a tensor or a list, the rows of each group, got '3052'
+TypeError: grouped_linear: m_splits must hold integers, the rows of each group, got [2, '3']
+RuntimeError: grouped_linear: m_splits must be [E] int32 or int64, got [2] float32
+RuntimeError: grouped_linear: m_splits must be [E] int32 or int64, got [2] bool
+RuntimeError: grouped_linear: m_splits is on meta, without data, x is on cpu
+RuntimeError: grouped_linear: m_splits must be [E] int32 or int64, got [1, 2] int64
 ValueError: GroupedLinear: in_features must be an integer, got 16.0
 ValueError: GroupedLinear: num_gemms must be an integer, got 2.0
+ValueError: GroupedLinear: num_gemms must be an integer, got True
+ValueError: GroupedLinear: init_method must be None or a function called with each expert's weight, got 'xavier'
+ValueError: GroupedLinear: get_rng_state_tracker must be None or a function that returns an object with fork(), got 'tracker'
+ValueError: GroupedLinear: single_grouped_weight must be True or False, got 'no'
+ValueError: GroupedLinear: params_dtype must be bfloat16, float16 or float32, got int8
+ValueError: GroupedMLP: activation must be a SwiGLU or an Activation, got 'swiglu'
+ValueError: GroupedMLP: activation is the class SwiGLU: call it, activation=SwiGLU()
+ValueError: GroupedMLP: num_experts must be an integer, got True
+ValueError: grouped_mlp: max_rows must be None or an integer, got 2.5
+RuntimeError: grouped_mlp: top_k_index is on meta, x is on cpu
 ValueError: GroupedMLP: hidden_size must be an integer, got 16.0
 ValueError: GroupedMLP: num_experts must be an integer, got '2'
 RuntimeError: grouped_mlp: x, top_k_weights and top_k_index differ in their tokens: [5, 16], [4, 1], [4, 1]
@@ -136,7 +215,17 @@ def test_scales_that_change_before_the_backward(layer: Any) -> None:
     update_scales(kept)
     op = "grouped_linear" if layer is linear else "grouped_mlp"
     message = f"^{op}: a tensor that the forward saved has been modified by an inplace operation"
-    with pytest.raises(RuntimeError, match=f"{message} before its backward: call update_scales"):
+    with pytest.raises(RuntimeError, match=f"{message} before its backward: .*call update_scales"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("layer", [linear, mlp])
+def test_x_that_changes_before_the_backward(layer: Any) -> None:
+    """The sentence names x, and the shape tells which tensor it was."""
+    x = torch.randn(5, K, requires_grad=True) * 1
+    y = layer(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match=r"before its backward: write x .*shape is \[5, 16\]\)$"):
         y.sum().backward()
 
 

@@ -1,5 +1,6 @@
 """What a forward saved for its backward."""
 
+import re
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 from grouped_linear.recipes import Format
 
 OVERWRITTEN = "modified by an inplace operation"
+# As the engine names it: "[torch.FloatTensor [5, 16]], which is output 0 of MulBackward0, is at".
+SHAPE = re.compile(r"\[[\w.]+ (\[[\d, ]*\])\]")
 
 
 def saved_tensors(ctx: Any, layer: str) -> Any:
@@ -24,10 +27,12 @@ def saved_tensors(ctx: Any, layer: str) -> Any:
     except RuntimeError as error:
         if OVERWRITTEN not in str(error):
             raise
+        found = SHAPE.search(str(error))
+        shape = f" (its shape is {found[1]})" if found else ""
         raise RuntimeError(
             f"{layer}: a tensor that the forward saved has been {OVERWRITTEN} before its backward: "
-            "call update_scales, step the optimizer and fill weight caches after a step's last "
-            "backward"
+            "write x or a weight in place, step the optimizer, call update_scales and fill weight "
+            f"caches only after the last backward that reads them{shape}"
         ) from error
 
 

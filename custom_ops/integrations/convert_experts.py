@@ -215,8 +215,8 @@ def _class_in(
     """The class in ``forwards`` that the module is of, if its forward is that of this class."""
     cls: Any = type(module)
     if cls in forwards:
-        return cls
-    block = next((base for base in cls.__mro__ if base in forwards), None)
+        return type(module)
+    block: type[nn.Module] | None = next((base for base in cls.__mro__ if base in forwards), None)
     if block is None or not lists_of_experts(module):
         return None
     if cls.forward is not block.forward:

@@ -36,7 +36,8 @@ def class_before(module: nn.Module) -> type[nn.Module]:
 def convert_class(module: Any, new: Forward | MakesMembers) -> None:
     """Give a module the class that :func:`converted_class` makes of its own."""
     before: Any = type(module)
-    module.__class__ = converted_class(before, new)
+    members: Any = new
+    module.__class__ = converted_class(before, members)
 
 
 def restore_class(module: nn.Module) -> None:

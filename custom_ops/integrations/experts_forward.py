@@ -19,7 +19,7 @@ from grouped_linear.integrations.activations import activation_of
 from grouped_linear.integrations.converted_class import class_before
 from grouped_linear.integrations.plan import check_sizes
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
-from grouped_linear.nn.functional import apply_layer, check_bias
+from grouped_linear.nn.functional import apply_layer, check_parameters
 from grouped_linear.nn.functional_mlp import apply_mlp
 from grouped_linear.nn.gradient_accumulation import cached_weight
 from grouped_linear.quantized import block_math
@@ -94,7 +94,7 @@ def experts_forward(
 
     def layer(x: Tensor, name: str) -> Tensor:
         b = bias(name)
-        check_bias(b)
+        check_parameters("grouped_linear", bias=b)
         w, options = weight(name)
         return apply_layer(x, (w,), b, m_splits_E, recipe, options)
 

@@ -17,8 +17,13 @@ from grouped_linear.autograd.context import (
     StoredWeight,
 )
 from grouped_linear.autograd.linear import GroupedLinearFunction
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, dtype_name
-from grouped_linear.nn.options import check_recipe
+from grouped_linear.meta_kernels.rules import (
+    ACTIVATIONS,
+    FEATURE_MULTIPLE,
+    MAX_GROUPS,
+    dtype_name,
+)
+from grouped_linear.nn.options import check_recipe, check_state
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import is_dtensor as is_dtensor
 from grouped_linear.quantized.weight import quantized_weight_of
@@ -47,14 +52,38 @@ def check_whole(where: str, parameters: Iterable[Tensor], action: str) -> None:
         raise ValueError(f"{where}: parameters are sharded already: {action} before")
 
 
-def check_bias(bias: Tensor | None, op: str = "grouped_linear", name: str = "bias") -> None:
-    """Raise RuntimeError for a bias that a cast to the activations' dtype would silently damage."""
-    if bias is not None:
-        check_tensors(op, (name,), (bias,))
-    if bias is not None and bias.dtype not in ACTIVATIONS:
-        raise RuntimeError(
-            f"{op}: {name} must be bfloat16, float16 or float32, got {dtype_name(bias.dtype)}"
-        )
+def check_parameters(op: str, **parameters: Tensor | None) -> None:
+    """Raise RuntimeError for a parameter of a dtype that nothing multiplies, as after ``double()``.
+
+    A bias of another dtype would be damaged in silence by the cast to the activations' dtype.
+    """
+    for name, t in parameters.items():
+        if t is None:
+            continue
+        check_tensors(op, (name,), (t,))
+        if t.dtype not in ACTIVATIONS:
+            raise RuntimeError(
+                f"{op}: {name} must be bfloat16, float16 or float32, got {dtype_name(t.dtype)}: "
+                "cast it, or the layer, as layer.float() does"
+            )
+
+
+def check_device(op: str, name: str, t: Tensor | None, x: Tensor) -> None:
+    """Raise RuntimeError for a tensor that is not where x is."""
+    if t is not None and t.device != x.device:
+        raise RuntimeError(f"{op}: {name} is on {t.device}, x is on {x.device}")
+
+
+def check_sizes(op: str, name: str, w: Tensor, E: int, **features: int) -> None:
+    """Raise RuntimeError for a weight of a size that ops do not take, in the layer's words."""
+    if not 1 <= E <= MAX_GROUPS:
+        raise RuntimeError(f"{op}: E must be between 1 and {MAX_GROUPS}, got {E}")
+    for letter, size in features.items():
+        if size <= 0 or size % FEATURE_MULTIPLE:
+            raise RuntimeError(
+                f"{op}: {letter} must be a positive multiple of {FEATURE_MULTIPLE}, got {size}: "
+                f"{name} is {list(w.shape)}"
+            )
 
 
 def check_dtypes(op: str, x: Tensor, name: str, w: Tensor, recipe: Recipe) -> None:
@@ -83,32 +112,61 @@ def check_tensors(op: str, names: Iterable[str], values: Iterable[Any]) -> None:
             )
 
 
-def check_splits(op: str, m_splits: Any) -> None:
-    """Raise TypeError for what is neither a tensor nor a list."""
+def check_splits(op: str, m_splits: Any, x: Tensor, name: str, E: int) -> None:
+    """Check group sizes in callers' words.
+
+    Args:
+        op: the caller's name.
+        m_splits: what should be a tensor or a list of E sizes.
+        x: the rows, on whose device a tensor is used, or to which it is copied.
+        name: of the weight.
+        E: its groups.
+
+    Raises:
+        TypeError: for what is neither a tensor nor a list.
+        RuntimeError: for another number of sizes, another dtype, or a tensor without data.
+    """
     if isinstance(m_splits, Tensor):
         check_tensors(op, ("m_splits",), (m_splits,))
-    elif not hasattr(m_splits, "__len__"):
+        if m_splits.is_meta and not x.is_meta:
+            raise RuntimeError(f"{op}: m_splits is on meta, without data, x is on {x.device}")
+    elif isinstance(m_splits, str | bytes | dict | set) or not hasattr(m_splits, "__len__"):
         raise TypeError(
             f"{op}: m_splits must be a tensor or a list, the rows of each group, got {m_splits!r}"
         )
-
-
-def splits_on(m_splits: Tensor | Sequence[int], device: torch.device) -> Tensor:
-    """Group sizes as a tensor on the device."""
-    if not isinstance(m_splits, Tensor):
-        # Not as_tensor: Dynamo would compile a graph for each list.
-        return torch.tensor(m_splits, device=device)
-    return m_splits if m_splits.device == device else m_splits.to(device)
-
-
-def check_num_splits(op: str, m_splits: Tensor | Sequence[int], name: str, E: int) -> None:
-    """Raise RuntimeError unless there is a size for each of the weight's groups."""
     sizes = m_splits.shape if isinstance(m_splits, Tensor) else (len(m_splits),)
     if len(sizes) == 1 and torch.compiler.is_compiling():  # an unknown size is assumed to be E
         # Dynamo of torch 2.11 takes no message with variables.
         torch._check(sizes[0] == E, lambda: "grouped_linear: m_splits and weight differ in E")
     elif len(sizes) == 1 and sizes[0] != E:
         raise RuntimeError(f"{op}: E differs: m_splits has {sizes[0]}, {name} {E}")
+
+
+def splits_on(op: str, m_splits: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    """Group sizes as a tensor on the device.
+
+    Raises:
+        RuntimeError: for what is no vector of integers.
+        TypeError: for a list of what torch makes no tensor of.
+    """
+    if isinstance(m_splits, Tensor):
+        sizes = m_splits
+    elif torch.compiler.is_compiling():
+        sizes = torch.tensor(m_splits, device=device)
+    else:
+        try:
+            # Not as_tensor: Dynamo would compile a graph for each list.
+            sizes = torch.tensor(m_splits, device=device)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise TypeError(
+                f"{op}: m_splits must hold integers, the rows of each group, got {m_splits!r}"
+            ) from error
+    if sizes.dim() != 1 or sizes.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(
+            f"{op}: m_splits must be [E] int32 or int64, got {list(sizes.shape)} "
+            f"{dtype_name(sizes.dtype)}"
+        )
+    return sizes if sizes.device == device else sizes.to(device)
 
 
 def as_rows(op: str, x: Tensor) -> Tensor:
@@ -167,8 +225,11 @@ def grouped_linear(
     >>> torch.allclose(y[:2], x[:2] @ weight[0].T, atol=1e-5)
     True
     """
-    check_bias(bias)
+    check_parameters("grouped_linear", weight=weight, bias=bias)
+    if weight.dim() != 3:
+        raise RuntimeError(f"grouped_linear: weight must be [E, N, K], got {list(weight.shape)}")
     check_recipe("grouped_linear", recipe)
+    check_state("grouped_linear", state)
     has_state = recipe is not None and recipe.has_state
     if has_state and state is None:
         raise ValueError(
@@ -181,19 +242,28 @@ def grouped_linear(
 
 
 def _check_call(
-    x_TK: Tensor, weights: Experts, m_splits: Tensor | Sequence[int], recipe: Recipe
+    x_TK: Tensor,
+    weights: Experts,
+    bias: Tensor | None,
+    m_splits: Tensor | Sequence[int],
+    recipe: Recipe,
 ) -> None:
     """Check what callers mix up, in their words. Ops check everything in theirs."""
-    weight = weights[0]
-    if weight.dim() not in (2, 3):
-        return
+    op, weight = "grouped_linear", weights[0]
     E = len(weights) if weight.dim() == 2 else weight.size(0)
-    check_num_splits("grouped_linear", m_splits, "weight", E)
-    if x_TK.size(1) != weight.size(-1):
+    N, K = weight.shape[-2:]
+    check_splits(op, m_splits, x_TK, "weight", E)
+    if x_TK.size(1) != K:
+        raise RuntimeError(f"{op}: K differs: x has {x_TK.size(1)}, weight {K}")
+    check_sizes(op, "weight", weight, E, N=N, K=K)
+    check_dtypes(op, x_TK, "weight", weight, recipe)
+    check_device(op, "weight", weight, x_TK)
+    check_device(op, "bias", bias, x_TK)
+    if bias is not None and bias.shape != (E, N):
         raise RuntimeError(
-            f"grouped_linear: K differs: x has {x_TK.size(1)}, weight {weight.size(-1)}"
+            f"{op}: bias must be {[E, N]}, as weight has {E} experts of {N} features, got "
+            f"{list(bias.shape)}"
         )
-    check_dtypes("grouped_linear", x_TK, "weight", weight, recipe)
 
 
 def apply_layer(
@@ -215,7 +285,6 @@ def apply_layer(
         options: what differs from a plain call.
     """
     check_tensors("grouped_linear", ("x", "weight"), (x, weights[0]))
-    check_splits("grouped_linear", m_splits)
     parameters = weights
     grad_enabled = torch.is_grad_enabled()
     if isinstance(weights[0], GroupedTensor):
@@ -231,8 +300,8 @@ def apply_layer(
             x = x.to(dtype)
         weights = autocast_weights(weights, recipe, dtype)
     x_TK = as_rows("grouped_linear", x)
-    _check_call(x_TK, weights, m_splits, recipe)
-    m_splits = splits_on(m_splits, device)
+    _check_call(x_TK, weights, bias, m_splits, recipe)
+    m_splits = splits_on("grouped_linear", m_splits, device)
     context = LinearContext(
         recipe, grad_enabled, weights, options, () if options.deferred_wgrad is None else parameters
     )

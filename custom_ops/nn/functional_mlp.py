@@ -5,6 +5,7 @@ an expert, G = 2 F for gate and up together, or F without a gate.
 """
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -25,14 +26,15 @@ from grouped_linear.nn.functional import (
     as_rows,
     autocast_dtype,
     autocast_weights,
-    check_bias,
+    check_device,
     check_dtypes,
-    check_num_splits,
+    check_parameters,
+    check_sizes,
     check_splits,
     check_tensors,
     splits_on,
 )
-from grouped_linear.nn.options import check_flags, check_recipe
+from grouped_linear.nn.options import check_flags, check_recipe, check_state
 from grouped_linear.ops.activation import PLAIN, Activation
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import quantized_weight_of
@@ -40,7 +42,10 @@ from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Recipe
 
 
 def check_activation(op: str, activation: Activation) -> None:
-    """Raise ValueError for what is no activation."""
+    """Raise ValueError for what is no activation, as the class in place of an instance."""
+    if isinstance(activation, type) and issubclass(activation, Activation):
+        name = activation.__name__
+        raise ValueError(f"{op}: activation is the class {name}: call it, activation={name}()")
     if not isinstance(activation, Activation):
         raise ValueError(f"{op}: activation must be a SwiGLU or an Activation, got {activation!r}")
 
@@ -212,13 +217,22 @@ def _recipes_of(
             f"{op}: a recipe that has a state, and no other, takes two of them, "
             f"got recipe {recipe} and state {state}"
         )
-    return (recipe, recipe) if state is None else (state[0].of_call(), state[1].of_call())
+    if state is None:
+        return recipe, recipe
+    if not isinstance(state, tuple | list) or len(state) != 2:
+        raise ValueError(
+            f"{op}: state must be two, of gate_up_proj and of down_proj, got {state!r}"
+        )
+    check_state(op, *state)
+    return state[0].of_call(), state[1].of_call()
 
 
 def _check_choices(
     x: Tensor, top_k_weights: Tensor, top_k_index: Tensor, max_rows: int | None
 ) -> None:
     """Check what is chosen for tokens, in callers' words."""
+    check_device("grouped_mlp", "top_k_weights", top_k_weights, x)
+    check_device("grouped_mlp", "top_k_index", top_k_index, x)
     if any(t.dim() == 0 or t.size(-1) == 0 for t in (top_k_weights, top_k_index)):
         raise RuntimeError(
             "grouped_mlp: top_k_weights and top_k_index must be [..., C] with C positive, got "
@@ -247,7 +261,11 @@ def _check_choices(
         )
     if max_rows is not None and torch.compiler.is_compiling():  # it may be computed from x's size
         torch._check(max_rows >= 0, lambda: "grouped_mlp: max_rows must not be negative")
-    elif max_rows is not None and max_rows < 0:
+    elif max_rows is None:
+        return
+    elif isinstance(max_rows, bool) or not isinstance(max_rows, Integral | torch.SymInt):
+        raise ValueError(f"grouped_mlp: max_rows must be None or an integer, got {max_rows!r}")
+    elif max_rows < 0:
         raise ValueError(f"grouped_mlp: max_rows must not be negative, got {max_rows}")
 
 
@@ -256,10 +274,18 @@ def _check_weights(
     x_TH: Tensor,
     projections: tuple[Tensor, Tensor],
     biases: tuple[Tensor | None, Tensor | None],
+    options: tuple[LinearOptions, LinearOptions],
     gated: bool,
 ) -> None:
-    """Check the parameters' sizes. Ops check everything in their words."""
+    """Check the parameters in callers' words. Ops check everything in theirs."""
     gate_up_proj, down_proj = projections
+    names = "gate_up_proj", "down_proj"
+    for name, w, bias, own in zip(names, projections, biases, options, strict=True):
+        named = {name: w, f"{name}_bias": bias}
+        # What is stored instead of a weight may be given as it is, in FP8.
+        check_parameters(op, **(named if own.stored is None else {f"{name}_bias": bias}))
+        for own_name, t in named.items():
+            check_device(op, own_name, t, x_TH)
     if gate_up_proj.dim() != 3 or gate_up_proj.size(2) != x_TH.size(1):
         raise RuntimeError(
             f"{op}: gate_up_proj must be [E, {'2 F' if gated else 'F'}, {x_TH.size(1)}], as x "
@@ -276,8 +302,9 @@ def _check_weights(
             f"{op}: F differs: down_proj has {down_proj.size(2)}, gate_up_proj "
             f"{gate_up_proj.size(1)} {'for gate and up' if gated else 'without a gate'}"
         )
-    for name, w, bias in zip(("gate_up_proj", "down_proj"), projections, biases, strict=True):
-        check_bias(bias, op, f"{name}_bias")
+    check_sizes(op, "gate_up_proj", gate_up_proj, E, H=H)
+    check_sizes(op, "down_proj", down_proj, E, F=down_proj.size(2))
+    for name, w, bias in zip(names, projections, biases, strict=True):
         if bias is not None and bias.shape != w.shape[:2]:
             raise RuntimeError(
                 f"{op}: {name}_bias must be {list(w.shape[:2])}, as {name} is "
@@ -351,7 +378,7 @@ def apply_mlp(
     dtype = autocast_dtype(x.device)
     x_TH = as_rows("grouped_mlp", x)
     _check_choices(x, top_k_weights, top_k_index, max_rows)
-    _check_weights("grouped_mlp", x_TH, projections, biases, config.activation.gated)
+    _check_weights("grouped_mlp", x_TH, projections, biases, options, config.activation.gated)
     if dtype is not None and x.dtype in ACTIVATIONS:
         x_TH = x_TH.to(dtype)
     leaves = x, top_k_weights, projections[0], biases[0]
@@ -405,11 +432,11 @@ def apply_mlp_sorted(
     if x.dim() != 2:
         raise RuntimeError(f"{op}: x must be [R, H], got shape {list(x.shape)}")
     dtype, device = autocast_dtype(x.device), x.device
-    _check_weights(op, x, projections, biases, config.activation.gated)
-    check_splits(op, m_splits)
-    check_num_splits(op, m_splits, "gate_up_proj", len(projections[0]))
+    _check_weights(op, x, projections, biases, options, config.activation.gated)
+    check_splits(op, m_splits, x, "gate_up_proj", len(projections[0]))
     if row_weights is not None:
         check_tensors(op, ("row_weights",), (row_weights,))
+        check_device(op, "row_weights", row_weights, x)
         if row_weights.dim() == 1 and torch.compiler.is_compiling():  # unknown sizes are assumed
             torch._check(
                 row_weights.size(0) == x.size(0),
@@ -423,7 +450,7 @@ def apply_mlp_sorted(
     x_RH = x if dtype is None or x.dtype not in ACTIVATIONS else x.to(dtype)
     leaves = x, row_weights, projections[0], biases[0]
     contexts, grad_inputs = _contexts(op, x_RH, leaves, projections, recipes, options, dtype)
-    offs_E = ops.splits_to_offsets(splits_on(m_splits, device), x.size(0))
+    offs_E = ops.splits_to_offsets(splits_on(op, m_splits, device), x.size(0))
     if row_weights is not None:  # a row of no expert is zero, which a weight of NaN would spoil
         row_R = torch.arange(x.size(0), dtype=torch.int32, device=device)
         row_weights = row_weights.masked_fill(row_R >= offs_E[-1], 0)

@@ -37,8 +37,13 @@ def read_flag(
             f"{layer}: is_first_microbatch needs cache_weights=True under the recipe "
             f"{type(recipe).__name__}"
         )
+    if isinstance(first, bool):
+        return first
     if not isinstance(first, Tensor):
-        return bool(first)
+        raise RuntimeError(
+            f"{layer}: is_first_microbatch must be None, a bool or a 0-D bool tensor on "
+            f"{x.device}, got {first!r}"
+        )
     if first.dim() != 0 or first.dtype != torch.bool or first.device != x.device:
         raise RuntimeError(
             f"{layer}: is_first_microbatch must be None, a bool or a 0-D bool tensor on "
@@ -89,6 +94,8 @@ def main_grad_of(
                 f"{layer}: fuse_wgrad_accumulation adds to {name}.main_grad, which is not there"
             )
     main_grads = tuple(local_part(w.main_grad) for w in parameters)
+    for (name, w), grad in zip(weights.items(), main_grads, strict=True):
+        _check_main_grad(layer, name, local_part(w), grad)
     # Two GEMMs would add to one tensor concurrently. Dynamo raises an error of its own.
     if not torch.compiler.is_compiling() and len(set(map(id, main_grads))) < len(main_grads):
         raise RuntimeError(
@@ -104,3 +111,13 @@ def main_grad_of(
         for w in parameters:
             w.grad_added_to_main_grad = True
     return MainGrad(main_grads, overwrite, returns_zeros)
+
+
+def _check_main_grad(layer: str, name: str, w: Tensor, grad: Tensor) -> None:
+    """Raise RuntimeError for a main_grad that no GEMM can add to, before anything is computed."""
+    fits = grad.shape == w.shape and grad.device == w.device
+    if not fits or grad.dtype not in (torch.float32, torch.bfloat16):
+        raise RuntimeError(
+            f"{layer}: {name}.main_grad must be {list(w.shape)} float32 or bfloat16 on {w.device}, "
+            f"as {name} is, got {list(grad.shape)} {dtype_name(grad.dtype)} on {grad.device}"
+        )

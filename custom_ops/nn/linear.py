@@ -14,9 +14,15 @@ from torch import Tensor, nn
 
 from grouped_linear.autograd.context import LinearOptions
 from grouped_linear.autograd.wgrad import DeferredWgrad, Wgrad
-from grouped_linear.nn.functional import apply_layer, autocast_dtype, check_bias
+from grouped_linear.nn.deferred import watch
+from grouped_linear.nn.functional import apply_layer, autocast_dtype, check_parameters
 from grouped_linear.nn.gradient_accumulation import cached_weight, main_grad_of, read_flag
-from grouped_linear.nn.options import GroupedLinearOptions, RngStateTracker, check_out_of_scope
+from grouped_linear.nn.options import (
+    GroupedLinearOptions,
+    RngStateTracker,
+    check_out_of_scope,
+    check_parameters_dtype,
+)
 from grouped_linear.quantized.state_dict import join_quantized, scales_of, split_quantized
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import convert_assigned, is_dtensor
@@ -66,7 +72,7 @@ class GroupedLinear(nn.Module):
             the backward returns zeros, for those who wait for a gradient. If the weight's
             ``overwrite_main_grad`` is true, main_grad is overwritten.
         delay_wgrad_compute: leave weight gradients to :meth:`backward_dw`. Not under
-            torch.compile.
+            torch.compile. torch's optimizers raise before they step a weight whose gradient waits.
         save_original_input: save the input itself for the backward and quantize it there. This
             saves memory if something else keeps the input anyway. Not under ``DelayedScaling``.
         single_grouped_weight: one parameter ``weight`` for all experts, or ``weight0``, ``weight1``
@@ -157,7 +163,9 @@ class GroupedLinear(nn.Module):
             stochastic_rounding,
             preserve_high_precision_init,
         )
-        like: dict[str, Any] = {"dtype": dtype or params_dtype, "device": device}
+        name, dtype = ("dtype", dtype) if params_dtype is None else ("params_dtype", params_dtype)
+        check_parameters_dtype("GroupedLinear", name, dtype)
+        like: dict[str, Any] = {"dtype": dtype, "device": device}
         weight = torch.empty(num_gemms, out_features, in_features, **like)
         if quantized_weight:
             stochastic = stochastic_rounding is not False
@@ -297,7 +305,7 @@ class GroupedLinear(nn.Module):
         """
         options = self._options
         weights, bias = self._weights(), self._whole_bias()
-        check_bias(bias)
+        check_parameters("grouped_linear", weight=weights[0], bias=bias)
         state, cache = self.weight_state, self.weight_cache
         stores_weight = cache is not None or options.quantized_weight
         first = read_flag("GroupedLinear", is_first_microbatch, x, options.recipe, stores_weight)
@@ -310,6 +318,7 @@ class GroupedLinear(nn.Module):
                         "backward_dw, which a compiled backward cannot hand out"
                     )
                 deferred = self._deferred_wgrads
+                watch(self, deferred)
             if options.fuse_wgrad_accumulation:
                 named = dict(zip(self._weight_names, weights, strict=True))
                 main_grad = main_grad_of("GroupedLinear", named, first)

@@ -15,7 +15,14 @@ from grouped_linear.autograd.context import LinearOptions
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.functional_mlp import apply_mlp, apply_mlp_sorted, check_activation
 from grouped_linear.nn.gradient_accumulation import cached_weight, main_grad_of, read_flag
-from grouped_linear.nn.options import check_features, check_flags, check_num_groups, check_recipe
+from grouped_linear.nn.options import (
+    check_features,
+    check_flags,
+    check_num_groups,
+    check_parameters_dtype,
+    check_recipe,
+    check_stochastic_rounding,
+)
 from grouped_linear.ops.activation import PLAIN, Activation
 from grouped_linear.quantized.state_dict import join_quantized, scales_of, split_quantized
 from grouped_linear.quantized.tensor import GroupedTensor
@@ -130,9 +137,18 @@ class GroupedMLP(nn.Module):
     ) -> None:
         super().__init__()
         check_num_groups("GroupedMLP", "num_experts", num_experts)
-        check_flags("GroupedMLP", bias=bias, save_gate_up_in_fp8=save_gate_up_in_fp8)
+        check_flags(
+            "GroupedMLP",
+            bias=bias,
+            save_gate_up_in_fp8=save_gate_up_in_fp8,
+            cache_weights=cache_weights,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            quantized_weight=quantized_weight,
+        )
+        check_stochastic_rounding("GroupedMLP", stochastic_rounding)
         check_features("GroupedMLP", "hidden_size", hidden_size)
         check_features("GroupedMLP", "intermediate_size", intermediate_size)
+        check_parameters_dtype("GroupedMLP", "dtype", dtype)
         check_recipe("GroupedMLP", recipe)
         check_activation("GroupedMLP", activation)
         check_quantized_weight(

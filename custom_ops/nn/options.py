@@ -1,4 +1,4 @@
-"""GroupedLinear's constructor arguments, checked."""
+"""GroupedLinear's constructor arguments, checked, and the checks that both layers share."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -6,11 +6,18 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from grouped_linear.meta_kernels.rules import FEATURE_MULTIPLE, MAX_GROUPS
+from grouped_linear.meta_kernels.rules import (
+    ACTIVATIONS,
+    FEATURE_MULTIPLE,
+    MAX_GROUPS,
+    dtype_name,
+)
 from grouped_linear.quantized.weight import check_quantized_weight
-from grouped_linear.recipes import Recipe
+from grouped_linear.recipes import DelayedScalingState, Recipe
+from grouped_linear.recipes.format import check_flags as check_flags
 
 #: Arguments of TransformerEngine's layer that its callers handle here, and the values that ask for
 #: nothing.
@@ -64,8 +71,30 @@ class GroupedLinearOptions:
         check_num_groups("GroupedLinear", "num_gemms", self.num_gemms)
         check_features("GroupedLinear", "in_features", self.in_features)
         check_features("GroupedLinear", "out_features", self.out_features)
-        check_flags("GroupedLinear", bias=self.bias, return_bias=self.return_bias)
+        check_flags(
+            "GroupedLinear",
+            bias=self.bias,
+            return_bias=self.return_bias,
+            cache_weights=self.cache_weights,
+            fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
+            delay_wgrad_compute=self.delay_wgrad_compute,
+            save_original_input=self.save_original_input,
+            single_grouped_weight=self.single_grouped_weight,
+            single_grouped_bias=self.single_grouped_bias,
+            quantized_weight=self.quantized_weight,
+            preserve_high_precision_init=self.preserve_high_precision_init,
+        )
+        check_stochastic_rounding("GroupedLinear", self.stochastic_rounding)
         check_recipe("GroupedLinear", self.recipe)
+        check_function(
+            "GroupedLinear", "init_method", self.init_method, "called with each expert's weight"
+        )
+        check_function(
+            "GroupedLinear",
+            "get_rng_state_tracker",
+            self.get_rng_state_tracker,
+            "that returns an object with fork()",
+        )
         check_quantized_weight(
             "GroupedLinear",
             self.recipe,
@@ -114,21 +143,50 @@ def check_features(layer: str, name: str, size: int) -> None:
 
 
 def _check_integer(layer: str, name: str, number: Any) -> None:
-    if not isinstance(number, Integral):
+    if not isinstance(number, Integral) or isinstance(number, bool):
         raise ValueError(f"{layer}: {name} must be an integer, got {number!r}")
 
 
-def check_flags(layer: str, **flags: Any) -> None:
-    """Raise ValueError for what is neither True nor False, as a tensor for the bias itself."""
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise ValueError(f"{layer}: {name} must be True or False, got {flag!r}")
+def check_stochastic_rounding(layer: str, flag: Any) -> None:
+    """Raise ValueError for what is neither None, True nor False."""
+    if flag is not None and not isinstance(flag, bool):
+        raise ValueError(f"{layer}: stochastic_rounding must be None, True or False, got {flag!r}")
+
+
+def check_function(layer: str, name: str, function: Any, which: str) -> None:
+    """Raise ValueError for what is neither None nor can be called."""
+    if function is not None and not callable(function):
+        raise ValueError(f"{layer}: {name} must be None or a function {which}, got {function!r}")
+
+
+def check_parameters_dtype(layer: str, name: str, dtype: Any) -> None:
+    """Raise ValueError for a dtype of parameters that no call could multiply."""
+    given = torch.get_default_dtype() if dtype is None else dtype
+    if given not in ACTIVATIONS:
+        got = dtype_name(given) if isinstance(given, torch.dtype) else repr(given)
+        default = ", torch's default dtype" if dtype is None else ""
+        raise ValueError(
+            f"{layer}: {name} must be bfloat16, float16 or float32, got {got}{default}"
+        )
 
 
 def check_recipe(layer: str, recipe: Recipe | None) -> None:
-    """Raise ValueError for what is no recipe."""
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise ValueError(f"{layer}: recipe must be None or a grouped_linear.Recipe, got {recipe!r}")
+    """Raise ValueError for what is no recipe, as the class in place of an instance."""
+    if recipe is None or isinstance(recipe, Recipe):
+        return
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        name = recipe.__name__
+        raise ValueError(f"{layer}: recipe is the class {name}: call it, recipe={name}()")
+    raise ValueError(f"{layer}: recipe must be None or a grouped_linear.Recipe, got {recipe!r}")
+
+
+def check_state(op: str, *states: Any) -> None:
+    """Raise ValueError for what is neither None nor a layer's state, as a recipe."""
+    for state in states:
+        if state is not None and not isinstance(state, DelayedScalingState):
+            raise ValueError(
+                f"{op}: state must be a grouped_linear.DelayedScalingState, got {state!r}"
+            )
 
 
 def check_out_of_scope(arguments: dict[str, Any]) -> None:

@@ -32,14 +32,14 @@ def starts(end_D: Tensor) -> Tensor:
     return pad(end_D[:-1], (1, 0))
 
 
-def check_dispatch_options(where: str, capacity_factor: Any, fp8: Any) -> None:
+def check_dispatch_options(where: str, capacity_factor: Any, fp8: Any, check_tokens: Any) -> None:
     """Raise ValueError for options that no dispatcher has."""
     is_number = isinstance(capacity_factor, Real) and not isinstance(capacity_factor, bool)
     if capacity_factor is not None and not (is_number and 0 < capacity_factor < float("inf")):
         raise ValueError(
             f"{where}: capacity_factor must be None or positive, got {capacity_factor!r}"
         )
-    check_flags(where, fp8=fp8)
+    check_flags(where, fp8=fp8, check_tokens=check_tokens)
 
 
 class _StaticDispatcher(TokenDispatcher):
@@ -54,6 +54,7 @@ class _StaticDispatcher(TokenDispatcher):
         *,
         capacity_factor: float | None = None,
         fp8: bool = False,
+        check_tokens: bool = False,
     ) -> None:
         super().__init__()
         name = type(self).__name__
@@ -66,11 +67,12 @@ class _StaticDispatcher(TokenDispatcher):
             )
         if mesh.size() > MAX_GROUPS:
             raise ValueError(f"{name}: at most {MAX_GROUPS} processes, got {mesh.size()}")
-        check_dispatch_options(name, capacity_factor, fp8)
+        check_dispatch_options(name, capacity_factor, fp8, check_tokens)
         self.require(mesh.device_type)
         self.group = Group(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
         self.local_experts = num_experts // mesh.size()
         self.capacity_factor, self.fp8 = capacity_factor, fp8
+        self.check_tokens = check_tokens
         self.register_buffer(
             "dropped", torch.zeros((), dtype=torch.int64, device=mesh.device_type), persistent=False
         )
@@ -88,8 +90,26 @@ class _StaticDispatcher(TokenDispatcher):
         """Which tokens go where; counts in ``dropped`` what does not."""
         raise NotImplementedError
 
+    def check_equal_tokens(self, x: Tensor) -> None:
+        """Raise RuntimeError, on every process, where they have different numbers of tokens."""
+        name = type(self).__name__
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{name}: check_tokens reads on the host how many tokens each process has: leave "
+                "it out under torch.compile"
+            )
+        own_D = torch.full((self.group.size,), x.size(0), device=x.device)
+        counts = exchange_counts(own_D, self.group).tolist()
+        if len(set(counts)) > 1:
+            raise RuntimeError(
+                f"{name}: every process must have as many tokens, got {counts}: pad with tokens "
+                "whose experts are -1"
+            )
+
     def dispatch(self, x: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Dispatched:
         """Send each token once to each process that holds one of its experts."""
+        if self.check_tokens:
+            self.check_equal_tokens(x)
         expert_TC = top_k_index.to(torch.int32)
         exchange = self.exchange(expert_TC)
         x_SH, weight_SC, expert_SC = SpreadFunction.apply(
@@ -199,6 +219,7 @@ class AllToAll(_Sorting):
             it are dropped, with all that they chose there, and counted in ``dropped`` of the
             sender. Rows of GEMMs are bounded as :class:`AllGather` bounds them. None drops nothing.
         fp8: see :class:`AllGather`.
+        check_tokens: see :class:`AllGather`.
 
     Attributes:
         dropped: see :class:`AllGather`.
@@ -237,6 +258,7 @@ class AllToAllV(_Sorting):
         num_experts: E, of all processes together.
         capacity_factor: see :class:`AllToAll`, which drops the same tokens.
         fp8: see :class:`AllGather`.
+        check_tokens: see :class:`AllGather`.
 
     Attributes:
         dropped: see :class:`AllGather`.

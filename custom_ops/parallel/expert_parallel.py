@@ -58,6 +58,8 @@ class ExpertParallel(ParallelStyle):
         capacity_factor: see the dispatchers; None, the default, drops nothing, and has memory for
             all choices of all processes.
         fp8: whether tokens travel in FP8, see the dispatchers.
+        check_tokens: to find a fault: whether every call compares the processes' numbers of tokens,
+            see the dispatchers.
 
     Raises:
         ValueError: for another name or option; for another module than a GroupedMLP; for one whose
@@ -83,6 +85,7 @@ class ExpertParallel(ParallelStyle):
         *,
         capacity_factor: float | None = None,
         fp8: bool = False,
+        check_tokens: bool = False,
     ) -> None:
         super().__init__()
         if dispatch not in DISPATCHERS if isinstance(dispatch, str) else not callable(dispatch):
@@ -90,13 +93,14 @@ class ExpertParallel(ParallelStyle):
                 "ExpertParallel: dispatch must be all_gather, all_to_all, all_to_all_v or a "
                 f"function, got {dispatch!r}"
             )
-        check_dispatch_options("ExpertParallel", capacity_factor, fp8)
-        if not isinstance(dispatch, str) and (capacity_factor is not None or fp8):
+        check_dispatch_options("ExpertParallel", capacity_factor, fp8, check_tokens)
+        if not isinstance(dispatch, str) and (capacity_factor is not None or fp8 or check_tokens):
             raise ValueError(
-                "ExpertParallel: capacity_factor and fp8 are for dispatchers by name: give them to "
-                "your own where you make it"
+                "ExpertParallel: capacity_factor, fp8 and check_tokens are for dispatchers by "
+                "name: give them to your own where you make it"
             )
         self.dispatch, self.capacity_factor, self.fp8 = dispatch, capacity_factor, fp8
+        self.check_tokens = check_tokens
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Called by parallelize_module."""
@@ -115,7 +119,11 @@ class ExpertParallel(ParallelStyle):
         if isinstance(self.dispatch, str):
             make = DISPATCHERS[self.dispatch]
             module.dispatcher = make(
-                device_mesh, E, capacity_factor=self.capacity_factor, fp8=self.fp8
+                device_mesh,
+                E,
+                capacity_factor=self.capacity_factor,
+                fp8=self.fp8,
+                check_tokens=self.check_tokens,
             )
         else:
             module.dispatcher = self.dispatch(device_mesh, E)

@@ -150,7 +150,8 @@ def _sent_as_bytes(q: Any) -> Any:
     """A DTensor of e4m3 numbers whose parts are gathered as bytes, on CPUs, where none is known."""
     if q.device.type != "cpu":
         return q
-    cls = _class_sent_as_bytes(type(q))
+    before: Any = type(q)
+    cls = _class_sent_as_bytes(before)
     return cls(q.to_local(), q._spec, requires_grad=False)
 
 

@@ -6,6 +6,7 @@ T rows, E groups, K in_features, N out_features, H steps of history.
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -59,6 +60,10 @@ class DelayedScaling(Recipe):
     amax_compute_algo: Literal["max", "most_recent"] = "max"
 
     def __post_init__(self) -> None:
+        for name in ("margin", "amax_history_len"):
+            number = getattr(self, name)
+            if not isinstance(number, Integral) or isinstance(number, bool):
+                raise ValueError(f"DelayedScaling: {name} must be an integer, got {number!r}")
         if not 0 <= self.margin <= MAX_MARGIN:
             raise ValueError(
                 f"DelayedScaling: margin must be between 0 and {MAX_MARGIN}, got {self.margin}"

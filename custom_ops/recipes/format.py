@@ -6,6 +6,7 @@ T rows, E groups, K in_features, N out_features.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -65,10 +66,10 @@ def with_shared_scale(
 
 def check_amax_epsilon(owner: str, amax_epsilon: float) -> None:
     """Raise ValueError for what no amax can be compared with."""
-    if not (math.isfinite(amax_epsilon) and amax_epsilon >= 0):
-        raise ValueError(
-            f"{owner}: amax_epsilon must be finite and not negative, got {amax_epsilon:g}"
-        )
+    is_number = isinstance(amax_epsilon, Real) and not isinstance(amax_epsilon, bool)
+    if not (is_number and math.isfinite(amax_epsilon) and amax_epsilon >= 0):
+        got = f"{amax_epsilon:g}" if is_number else repr(amax_epsilon)
+        raise ValueError(f"{owner}: amax_epsilon must be finite and not negative, got {got}")
 
 
 def check_flags(owner: str, **flags: Any) -> None:
