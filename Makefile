@@ -3,6 +3,8 @@
 #   PYTHON=python3.12          the Python to use; where it already has torch, that torch is used
 #   TORCH=torch==2.12.0        the torch to install, a pip requirement
 #   TORCH_INDEX=https://...    the package index to install that torch from
+#   GROUPED_LINEAR_CUDA_ARCHS=90a-real   what CUDA kernels are built for; by default the GPUs at hand, and where there is
+#                              none the CPU alone (OFF); make wheel builds for every GPU that is supported
 #
 # A .venv that is there stays in use until one of the three says otherwise, or make clean.
 

@@ -4,7 +4,8 @@
 #   ./bootstrap.sh build demo
 #
 # What only the system can bring is checked first. What is up to date is left alone, so a second run
-# takes a moment. The variables PYTHON, TORCH and TORCH_INDEX are explained in the Makefile.
+# takes a moment. The variables PYTHON, TORCH, TORCH_INDEX and GROUPED_LINEAR_CUDA_ARCHS are explained
+# in the Makefile.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -132,17 +133,30 @@ install_extra() {
   done_with "extra-$1" "$inputs"
 }
 
+# Sets GROUPED_LINEAR_CUDA_ARCHS, unless it is set: to the GPUs at hand, or to the CPU alone where
+# there is none that the kernels run on, whatever compilers there are.
+choose_architectures() {
+  [[ -z ${GROUPED_LINEAR_CUDA_ARCHS:-} ]] || return 0
+  local oldest
+  oldest=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -n | head -n 1) || true
+  export GROUPED_LINEAR_CUDA_ARCHS=OFF
+  if awk -v oldest="${oldest:-0}" 'BEGIN { exit !(oldest + 0 >= 8.0) }'; then
+    GROUPED_LINEAR_CUDA_ARCHS=native
+  fi
+}
+
 install_package() {
   local inputs
+  choose_architectures
   # Python files are imported from where they are, so neither an edit nor a new one needs anything.
   inputs=$(
     {
       find csrc pyproject.toml -type f -exec cksum {} +
-      echo "${GROUPED_LINEAR_PTXAS_GATE:-} ${GROUPED_LINEAR_CUDA_ARCHS:-}"
+      echo "${GROUPED_LINEAR_PTXAS_GATE:-} $GROUPED_LINEAR_CUDA_ARCHS"
     } | sort | cksum
   )
   is_done package "$inputs" && return
-  say "building grouped_linear"
+  say "building grouped_linear, GROUPED_LINEAR_CUDA_ARCHS=$GROUPED_LINEAR_CUDA_ARCHS"
   pip install --no-build-isolation --no-deps -e . ||
     die "the build failed"
   done_with package "$inputs"

@@ -85,6 +85,8 @@ def build(pythons: list[str], here: bool) -> None:
         # One scikit-build-core for all: with another one the C++ would be compiled again.
         tools = WORK / "tools"
         run(*PIP, "install", "-q", "--target", tools, *BUILD_EXTRA)
+        kernels = os.environ.get("GROUPED_LINEAR_CUDA_ARCHS") or "every GPU that is supported"
+        say(f"CUDA kernels, where there is nvcc: {kernels}")
         for python in pythons:
             say(f"wheel for Python {version_of(python)}")
             inside = new_venv(python, WORK / f"venv-{version_of(python)}")

@@ -311,22 +311,32 @@ def plot(runs: list[Run], path: Path) -> None:
     """Draw the training losses and, below, how far FP8's are from the same mode without it."""
     mpl.use("Agg")
     styles = dict(zip(MODES, ("-", "--", ":"), strict=True))
+    # Modes compute the same, so lines coincide: marks at steps of its own tell each run apart.
+    steps = len(runs[0].losses)
+    every = max(len(runs), steps // 10)
+    markers = dict(zip(MODES, ("o", "^", "s"), strict=True))
+    marks = [
+        {"marker": markers[run.mode], "markevery": (i * every // len(runs), every), "markersize": 6}
+        for i, run in enumerate(runs)
+    ]
     figure, (top, bottom) = plt.subplots(
         2, sharex=True, figsize=(8, 6), height_ratios=(3, 1), layout="constrained"
     )
-    for run in runs:
-        broad = {"color": "#56B4E9", "linewidth": 5.0}  # sky blue, under the others
+    for run, mark in zip(runs, marks, strict=True):
+        # Sky blue, under the others; its marks are larger and white inside.
+        broad = {"color": "#56B4E9", "linewidth": 4.0, "markerfacecolor": "white"}
         look = broad if run.kind is None else {"color": COLOURS[run.kind]}
         label = f"{run.name} (held-out files: {run.validation_loss:.3f})"
-        top.plot(run.losses, linestyle=styles[run.mode], label=label, **look)
+        top.plot(run.losses, linestyle=styles[run.mode], label=label, **mark, **look)
     for fp8, other in pairs(runs):
         bottom.set_ylabel(f"FP8 above\n{other.precision}, %")
         percent = [100 * (a / b - 1) for a, b in zip(fp8.losses, other.losses, strict=True)]
         colour = COLOURS[fp8.kind or ""]
-        bottom.plot(percent, color=colour, linewidth=1, linestyle=styles[fp8.mode])
+        look = {"color": colour, "linewidth": 1}
+        bottom.plot(percent, linestyle=styles[fp8.mode], **marks[runs.index(fp8)], **look)
     guess = math.log(VOCABULARY)
     top.axhline(guess, color="0.5", linewidth=1)
-    top.text(len(runs[0].losses) / 2, guess, "a blind guess", ha="center", va="bottom")
+    top.text(steps / 2, guess, "a blind guess", ha="center", va="bottom")
     top.set(
         title="A mixture-of-experts language model learns Python",
         ylabel="cross-entropy, nats a byte",

@@ -1,11 +1,14 @@
-"""The table and the picture of the README, from what benchmarks/results/ has of one GPU.
+"""The table, its lines and the picture of the README, from what is recorded of one GPU.
 
-    python -m benchmarks.bench_expert_layer --write  # on the GPU
-    python -m benchmarks.demo --write                # on the GPU: the losses
-    python -m benchmarks.front_page                  # anywhere: prints the table, draws the picture
+    python -m benchmarks.front_page  # anywhere: prints the table and lines, draws the picture
 
-Layers of others come from benchmarks/public_record_h100_layer.csv. Speed is torch's time of our own
-run over a layer's time, for these too: torch launched without a CUDA graph would flatter them.
+A model that benchmarks/public_record_h100_layer.csv has is shown from there: torch, SonicMoE and
+ours side by side in one run. Others are from benchmarks/results/, made on the GPU by
+
+    python -m benchmarks.bench_expert_layer --write
+    python -m benchmarks.demo --write                # the losses
+
+Speed is torch's time over a layer's, the median of the rounds of one run.
 """
 
 import argparse
@@ -17,15 +20,18 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 
 from benchmarks import timing
-from benchmarks.plots import SERIES, grouped_bars, label
+from benchmarks.bench_expert_layer import TOKENS_AND_SIZES
+from benchmarks.plots import SERIES, fit_numbers, grouped_bars, label
 
 RECORD = Path(__file__).parent / "public_record_h100_layer.csv"
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "h100_layers.png"
 MODELS = ("qwen3_30b", "dsv3_ep8", "mixtral", "sonic_7b", "sonic_30b")
 TORCH, SONIC = "torch bf16, compiled", "SonicMoE bf16"
-OURS = ("ours bf16, compiled", "ours block, compiled", "ours block, cached weight, compiled")
+CACHED = "ours block, cached weight, compiled"
+OURS = ("ours bf16, compiled", "ours block, compiled", CACHED)
+REQUANTIZED = "ours requantized, compiled"
 LAYERS = {layer: layer.removesuffix(", compiled") for layer in (TORCH, SONIC, *OURS)}
-LOSSES = {"ours bf16, compiled": "BF16", "ours block, compiled": "FP8"}
+LOSSES = ("BF16", "FP8")
 MODES = ("eager", "compiled", "compiled + graphs")  # a run of the demo in each
 Rows = dict[tuple[str, str], dict[str, str]]  # by model and layer
 
@@ -37,14 +43,28 @@ def read(path: Path) -> list[dict[str, str]]:
 
 def layers(gpu: str) -> tuple[list[str], Rows]:
     """The models that were measured, in the order of MODELS, and what was measured of them."""
-    ours = read(timing.RESULTS / f"bench_expert_layer_{gpu}.csv")
-    measured = {row["shape"] for row in ours}
-    others = [row for row in read(RECORD) if row["layer"] == SONIC and row["shape"] in measured]
-    rows = {(row["shape"], row["layer"]): row for row in ours + others}
-    for (name, _), row in rows.items():
-        row["speed"] = str(float(rows[name, TORCH]["ms"]) / float(row["ms"]))
+    record = read(RECORD)
+    recorded = {row["shape"] for row in record}
+    others = [row for row in bench(gpu) if row["shape"] not in recorded]
+    rows = {(row["shape"], row["layer"]): row for row in record + others}
+    for (name, layer), row in rows.items():
+        row["speed"] = row["times_torch"]
         row["kept_gib"] = str(float(row["kept_mib"]) / 1024)
+        cached = cache_gib(name) if layer == CACHED else 0.0
+        row["memory_gib"] = str(float(row["kept_gib"]) + cached)
+    measured = {name for name, _ in rows}
     return [name for name in MODELS if name in measured], rows
+
+
+def bench(gpu: str) -> list[dict[str, str]]:
+    return read(timing.RESULTS / f"bench_expert_layer_{gpu}.csv")
+
+
+def cache_gib(name: str) -> float:
+    """An expert layer's weights in FP8, [E, N, K] and [E, K, N], with scales of 128 x 128."""
+    _, hidden, intermediate, experts, _ = TOKENS_AND_SIZES[name]
+    numbers = experts * 3 * intermediate * hidden
+    return (2 * numbers + 4 * numbers / 128**2) / 2**30
 
 
 def demos(gpu: str) -> list[Path]:
@@ -52,39 +72,64 @@ def demos(gpu: str) -> list[Path]:
     return [timing.RESULTS / f"demo_{name}.csv" for name in (gpu, "nvidia_h200")]
 
 
-def cell(row: dict[str, str] | None) -> str:
+def cell(name: str, layer: str, row: dict[str, str] | None) -> str:
     if row is None:
-        return ""
-    return f"{float(row['speed']):.2f}x, {float(row['kept_gib']):.2f} GiB"
+        return "not run"
+    kept = f"{float(row['kept_gib']):.2f}"
+    if layer == CACHED:
+        kept += f" + {cache_gib(name):.2f}"
+    return f"{float(row['speed']):.2f}x, {kept} GiB"
 
 
-def table(names: Sequence[str], rows: Rows, losses: Sequence[dict[str, str]]) -> str:
+def table(names: Sequence[str], rows: Rows) -> str:
     heads = [SERIES[series][0] for series in LAYERS.values()]
+    heads[-1] = "ours, FP8, `cache_weights=True`"
     cells = [["an expert layer, forward and backward", *heads]]
     for name in names:
         first = rows[name, TORCH]
         values = [f"{float(first['ms']):.2f} ms, {float(first['kept_gib']):.2f} GiB"]
-        values += [cell(rows.get((name, layer))) for layer in LAYERS if layer != TORCH]
+        values += [cell(name, layer, rows.get((name, layer))) for layer in LAYERS if layer != TORCH]
         cells.append([label(name), *values])
-    steps = losses[0]["steps"]
-    cells.append([f"held-out loss of a language model after {steps} steps"])
-    cells[-1] += [held_out(LOSSES.get(layer), losses) for layer in LAYERS]
     return timing.markdown(cells)
 
 
-def held_out(precision: str | None, losses: Sequence[dict[str, str]]) -> str:
-    """The range over the demo's runs, or nothing."""
+def requantized_line(names: Sequence[str], gpu: str) -> str:
+    """FP8 that keeps no weights for the backward, beside BF16 in the same run."""
+    times = {(row["shape"], row["layer"]): float(row["times_torch"]) for row in bench(gpu)}
+    commits = ", ".join(sorted({row["commit"] for row in bench(gpu)}))
+
+    def of(layer: str) -> str:
+        return ", ".join(f"{times[name, layer]:.2f}x" for name in names)
+
+    return (
+        "FP8 that keeps as little as BF16, `Float8BlockScaling(requantize_weights=True)`, is "
+        f"{of(REQUANTIZED)} in the table's order, where BF16 is {of(OURS[0])} (a run of commit "
+        f"{commits})"
+    )
+
+
+def losses_line(losses: Sequence[dict[str, str]]) -> str:
+    steps, commit = losses[0]["steps"], losses[0]["commit"]
+    ranges = " and ".join(f"{held_out(name, losses)} in {name}" for name in LOSSES)
+    return (
+        f"Held-out loss of a language model after {steps} steps, three runs each: {ranges} "
+        f"(commit {commit})"
+    )
+
+
+def held_out(precision: str, losses: Sequence[dict[str, str]]) -> str:
+    """The range over the demo's runs."""
     runs = {f"{precision} {mode}" for mode in MODES}
     found = sorted(row["held_out"] for row in losses if row["run"] in runs)
-    return f"{found[0]} to {found[-1]}" if found else ""
+    return f"{found[0]} to {found[-1]}"
 
 
 def plot(names: Sequence[str], rows: Rows, title: str, path: Path) -> None:
     """Bars of each model: how fast a layer is, and what it keeps."""
     mpl.use("Agg")
-    size = 2.5 + 2.5 * max(3, len(names)), 3.6
+    size = 2.5 + 2.8 * max(3, len(names)), 3.6
     figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained")
-    for axes, column in ((left, "speed"), (right, "kept_gib")):
+    for axes, column in ((left, "speed"), (right, "memory_gib")):
         bars = {
             series: {
                 name: float(rows[name, layer][column]) for name in names if (name, layer) in rows
@@ -93,10 +138,11 @@ def plot(names: Sequence[str], rows: Rows, title: str, path: Path) -> None:
         }
         grouped_bars(axes, names, bars)
     left.set_title("speed, times compiled torch's grouped_mm (more is better)", fontsize=10)
-    right.set_title("memory kept for the backward, GiB (less is better)", fontsize=10)
+    right.set_title("kept for the backward, and caches, GiB (less is better)", fontsize=10)
     figure.suptitle(title, fontsize=11)
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(LAYERS), frameon=False)
+    fit_numbers(figure)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -110,10 +156,13 @@ def main() -> None:
     names, rows = layers(options.gpu)
     demo = next(path for path in demos(options.gpu) if path.exists())
     losses = read(demo)
-    print(table(names, rows, losses))
-    commits = sorted({row["commit"] for row in rows.values() if "commit" in row})
-    print(f"\nlayers: {options.gpu}, commit {', '.join(commits)}")
-    print(f"losses: {demo.stem.removeprefix('demo_')}, commit {losses[0]['commit']}")
+    print(f"{table(names, rows)}\n\n{requantized_line(names, options.gpu)}.")
+    print(f"\n{losses_line(losses)}.\n\nlosses: {demo.stem.removeprefix('demo_')}")
+    for name in names:
+        versions = {
+            row.get("version") or row["commit"] for (n, _), row in rows.items() if n == name
+        }
+        print(f"{name}: {', '.join(sorted(versions))}")
     card = options.gpu.split("_")[1].upper()
     title = f"An expert layer on one {card}, forward and backward"
     plot(names[:4], rows, title, options.picture)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 # What rows call "torch bf16" and so on: its name and its colour, one of Okabe and Ito's, told apart
 # by all kinds of eyes.
@@ -81,7 +82,7 @@ def grouped_bars(
         horizontal: for many groups, or long names. The first group is then at the top.
     """
     draw = axes.barh if horizontal else axes.bar
-    width = 0.8 / len(series)
+    width = 0.86 / len(series)
     here = [[name for name in series if group in series[name]] for group in groups]
     for name, values in series.items():
         present = [(g, group) for g, group in enumerate(groups) if group in values]
@@ -97,3 +98,27 @@ def grouped_bars(
     else:
         axes.set_xticks(range(len(groups)), [in_two_lines(group) for group in groups])
     axes.tick_params(axis="y" if horizontal else "x", length=0)
+
+
+def collide(figure: Figure) -> bool:
+    """Whether two bars' numbers touch, or all but touch, as the figure is laid out now."""
+    figure.draw_without_rendering()
+    gap = figure.dpi / 72 * 1.5
+    for axes in figure.axes:
+        boxes = [text.get_window_extent() for text in axes.texts]
+        for i, a in enumerate(boxes):
+            for b in boxes[:i]:
+                across = abs(a.x0 + a.x1 - b.x0 - b.x1) / 2 < (a.width + b.width) / 2 + gap
+                if across and abs(a.y0 + a.y1 - b.y0 - b.y1) < 0.8 * (a.height + b.height):
+                    return True
+    return False
+
+
+def fit_numbers(figure: Figure) -> None:
+    """Make bars' numbers smaller until none collides with another, or they could not be read."""
+    texts = [text for axes in figure.axes for text in axes.texts]
+    for size in (7.0, 6.5, 6.0, 5.5, 5.0, 4.5):
+        for text in texts:
+            text.set_fontsize(size)
+        if not collide(figure):
+            return

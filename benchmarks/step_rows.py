@@ -12,7 +12,7 @@ import torch
 from matplotlib import pyplot as plt
 
 from benchmarks import timing
-from benchmarks.plots import SERIES, grouped_bars
+from benchmarks.plots import SERIES, fit_numbers, grouped_bars
 from benchmarks.step_cases import BASELINE, Candidate
 
 QUESTION = "What do torch.compile, CUDA graphs, FP8 and our ops gain in forward and backward?"
@@ -177,6 +177,7 @@ def plot(rows: Sequence[Row], about: Sequence[str], path: Path) -> bool:
     machine = about[0].partition(": ")[2].partition(", OMP")[0]
     look = {"loc": "outside upper center", "ncols": 3, "frameon": False, "title_fontsize": 12}
     figure.legend(handles, labels, title=machine, **look)
+    fit_numbers(figure)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -151,7 +151,7 @@ def test_bias_that_would_lose_by_a_cast(
     }
     expected = (
         "grouped_linear: bias must be bfloat16, float16 or float32, "
-        f"got {str(dtype).removeprefix('torch.')}"
+        f"got {str(dtype).removeprefix('torch.')}: cast it, or the layer, as layer.float() does"
     )
     assert said == dict.fromkeys(said, expected)
 

@@ -529,8 +529,9 @@ def test_mistakes() -> None:
         )
     layer = fused(None, "cpu")
     layer.mlp.down_proj.main_grad = torch.zeros(E, F, H)
-    assert sentence(lambda: layer(x, m_splits).sum().backward()) == (
-        f"grouped_mm_wgrad_: N differs: main_grad has {F}, dy has {H}"
+    assert sentence(lambda: layer(x, m_splits)) == (
+        f"GroupedMLP: down_proj.main_grad must be [{E}, {H}, {F}] float32 or bfloat16 on cpu, as "
+        f"down_proj is, got [{E}, {F}, {H}] float32 on cpu"
     )
     del layer.mlp.down_proj.main_grad
     assert sentence(lambda: layer(x, m_splits)) == (

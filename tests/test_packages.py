@@ -4,6 +4,7 @@
 """
 
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -95,3 +96,38 @@ def test_changelog_has_the_version() -> None:
     newest = re.search(r"^## \[(.*?)\]", text_of("CHANGELOG.md"), flags=re.MULTILINE)
     assert newest is not None
     assert newest[1] == PROJECT["project"]["version"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "built"),
+    [
+        ("", "9.0\n9.0", "native"),
+        ("", "12.0\n8.6", "native"),
+        ("", "9.0\n7.5", "OFF"),  # kernels are for 8.0 and up
+        ("", "", "OFF"),
+        ("", None, "OFF"),
+        ("90a-real", None, "90a-real"),
+        ("OFF", "9.0", "OFF"),
+    ],
+)
+def test_set_up_builds_for_the_machine_at_hand(
+    asked: str, gpus: str | None, built: str, tmp_path: Path
+) -> None:
+    """A laptop with nvcc and no GPU does not compile kernels for ten minutes."""
+    if gpus is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{gpus}'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    for program in ("awk", "sort", "head", "sh"):
+        found = shutil.which(program)
+        assert found is not None
+        (tmp_path / program).symlink_to(found)
+    script = text_of("bootstrap.sh")
+    function = script[script.index("choose_architectures() {") :].split("\n}\n")[0] + "\n}"
+    lines = f"set -euo pipefail\n{function}\nchoose_architectures\necho $GROUPED_LINEAR_CUDA_ARCHS"
+    environment = {"PATH": str(tmp_path), "GROUPED_LINEAR_CUDA_ARCHS": asked}
+    bash = shutil.which("bash")
+    assert bash is not None
+    done = subprocess.run(
+        [bash, "-c", lines], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == built
