@@ -1,15 +1,16 @@
-"""A plain training loop: CUDA graphs, several micro-batches a step, routing that changes.
+"""A plain training loop: CUDA graphs, micro-batches, routing that changes.
 
     pip install tqdm matplotlib
     python examples/cuda_graphs.py
 
-A small model predicts a byte of Python's source from the eight before it, by a layer of FP8
-experts. Weights are quantized in the first micro-batch of a step, and the GEMMs that compute
-gradients add them to `main_grad`. Which micro-batch is the first is a tensor, as the routing is:
-one graph serves them all.
+A small model predicts a byte of Python's source from the eight before it, by a layer of
+FP8 experts. Weights are quantized in the first micro-batch of a step, and the GEMMs
+that compute gradients add them to `main_grad`. Which micro-batch is the first is a
+tensor, as the routing is: one graph serves them all.
 
-On a GPU torch.compile captures forward and backward in CUDA graphs once and replays them. On a
-CPU the same code runs compiled, without graphs. The table tells how often it was compiled.
+On a GPU torch.compile captures forward and backward in CUDA graphs once and replays
+them. On a CPU the same code runs compiled, without graphs. The table tells how often it
+was compiled.
 """
 
 import argparse
@@ -32,11 +33,19 @@ SEEN, WIDTH, EXPERTS, MICRO_BATCHES, ROWS = 8, 256, 8, 4, 512
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(256, WIDTH // SEEN), nn.Linear(WIDTH, 256)
+        self.embedding, self.head = (
+            nn.Embedding(256, WIDTH // SEEN),
+            nn.Linear(WIDTH, 256),
+        )
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         recipe = Float8BlockScaling()
         self.experts = GroupedMLP(
-            EXPERTS, WIDTH, WIDTH, recipe=recipe, cache_weights=True, fuse_wgrad_accumulation=True
+            EXPERTS,
+            WIDTH,
+            WIDTH,
+            recipe=recipe,
+            cache_weights=True,
+            fuse_wgrad_accumulation=True,
         )
 
     def forward(self, windows: Tensor, first: Tensor) -> Tensor:
@@ -48,7 +57,7 @@ class Model(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--plot", type=Path, default=Path("losses.png"))
+    parser.add_argument("--plot", type=Path, default=Path("cuda_graphs_losses.png"))
     options = parser.parse_args()
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,7 +67,9 @@ def main() -> None:
 
     model = Model().to(device)
     for p in model.parameters():
-        p.grad = torch.zeros_like(p)  # stays: a graph's own memory is written over in each replay
+        p.grad = torch.zeros_like(
+            p
+        )  # stays: a graph's own memory is written over in each replay
     for p in model.experts.parameters():
         p.main_grad = p.grad  # the optimizer finds there what the GEMMs added up
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -70,7 +81,9 @@ def main() -> None:
         start, total = time.perf_counter(), 0.0
         for first in flags:
             torch.compiler.cudagraph_mark_step_begin()
-            loss = forward(windows[torch.randint(len(windows), (ROWS,), device=device)], first)
+            loss = forward(
+                windows[torch.randint(len(windows), (ROWS,), device=device)], first
+            )
             (loss / MICRO_BATCHES).backward()
             total = total + loss.detach() / MICRO_BATCHES
         optimizer.step()

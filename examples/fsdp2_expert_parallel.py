@@ -2,11 +2,12 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2_expert_parallel.py
 
-`ExpertParallel` gives each process half of the experts and sends tokens to them; `fully_shard`
-divides all other parameters. The learned function is random; every process draws its own inputs.
+`ExpertParallel` gives each process half of the experts and sends tokens to them;
+`fully_shard` divides all other parameters. The learned function is random; every
+process draws its own inputs.
 
-On GPUs it takes one a process and NCCL, with FP8 on the wires by `fp8=True`. On a CPU it takes
-gloo.
+On GPUs it takes one a process and NCCL, with FP8 on the wires by `fp8=True`. On a CPU
+it takes gloo.
 """
 
 import argparse
@@ -44,7 +45,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     steps = parser.parse_args().steps
     if "LOCAL_RANK" not in os.environ:
-        sys.exit("run it as: torchrun --nproc-per-node 2 examples/fsdp2_expert_parallel.py")
+        sys.exit(
+            "run it as: torchrun --nproc-per-node 2 examples/fsdp2_expert_parallel.py"
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -56,10 +59,14 @@ def main() -> None:
     target = nn.Linear(WIDTH, WIDTH, device=device)
     model = nn.Sequential(Block(), Block()).to(device)
     for block in model:
-        parallelize_module(block.experts, mesh, ExpertParallel(capacity_factor=2.0, fp8=True))
+        parallelize_module(
+            block.experts, mesh, ExpertParallel(capacity_factor=2.0, fp8=True)
+        )
     experts = [p for block in model for p in block.experts.parameters()]
 
-    def mean_of_processes(p: Tensor) -> None:  # other parameters' gradients are means already
+    def mean_of_processes(
+        p: Tensor,
+    ) -> None:  # other parameters' gradients are means already
         p.grad.div_(processes)
 
     for p in experts:

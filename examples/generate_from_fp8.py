@@ -2,14 +2,14 @@
 
     pip install transformers accelerate
     python examples/generate_from_fp8.py
-    python examples/generate_from_fp8.py --checkpoint NAME_OR_FOLDER  # a real one, on a GPU
+    python examples/generate_from_fp8.py --checkpoint NAME_OR_FOLDER  # real, on a GPU
 
-Without --checkpoint a small random Mixtral is written first, in the format of DeepSeek-V3's and
-Qwen's FP8 checkpoints: e4m3 with a float32 scale for each 128 x 128.
+Without --checkpoint a small random Mixtral is written first, in the format of
+DeepSeek-V3's and Qwen's FP8 checkpoints: e4m3 with a float32 scale for each 128 x 128.
 
-On a GPU transformers loads experts in FP8 and `convert` reads them as they are. On a CPU
-transformers dequantizes what it loads, and `convert(weights="fp8")` quantizes it again: the same
-bytes here, where scales are powers of two.
+On a GPU transformers loads experts in FP8 and `convert` reads them as they are. On a
+CPU transformers dequantizes what it loads, and `convert(weights="fp8")` quantizes it
+again: the same bytes here, where scales are powers of two.
 """
 
 import argparse
@@ -17,7 +17,12 @@ import time
 from tempfile import TemporaryDirectory
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from grouped_linear import convert
 
@@ -42,7 +47,9 @@ def write_small_checkpoint(folder: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--checkpoint", help="a folder, or a name of the Hugging Face hub")
+    parser.add_argument(
+        "--checkpoint", help="a folder, or a name of the Hugging Face hub"
+    )
     parser.add_argument("--prompt", default="A mixture of experts is")
     parser.add_argument("--tokens", type=int, default=64)
     options = parser.parse_args()
@@ -60,7 +67,9 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
         tokens = tokenizer(options.prompt, return_tensors="pt").input_ids.to(device)
 
-    model.generate(tokens, max_new_tokens=2, do_sample=False)  # the first call allocates
+    model.generate(
+        tokens, max_new_tokens=2, do_sample=False
+    )  # the first call allocates
     start = time.perf_counter()
     written = model.generate(tokens, max_new_tokens=options.tokens, do_sample=False)[0]
     seconds = time.perf_counter() - start

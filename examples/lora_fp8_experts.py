@@ -3,12 +3,13 @@
     pip install transformers peft
     python examples/lora_fp8_experts.py
 
-Experts are most of a mixture-of-experts model. `convert(model, weights="fp8")` keeps them in FP8
-alone, a byte an element; PEFT's adapters learn beside them, and gradients pass through them to
-what lies before.
+Experts are most of a mixture-of-experts model. `convert(model, weights="fp8")` keeps
+them in FP8 alone, a byte an element; PEFT's adapters learn beside them, and gradients
+pass through them to what lies before.
 
-On a GPU the same script runs there. With a checkpoint of yours in the place of the small random
-model, load it, convert it and move it as below: the experts then take half of BF16's memory.
+On a GPU the same script runs there. With a checkpoint of yours in the place of the
+small random model, load it, convert it and move it as below: the experts then take half
+of BF16's memory.
 """
 
 import argparse
@@ -47,7 +48,9 @@ def main() -> None:
     model.requires_grad_(False)
     print(convert(model, weights="fp8"))
     after = mib_of([model.get_parameter(name) for name in experts])
-    model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"])).to(device)
+    model = get_peft_model(
+        model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
+    ).to(device)
 
     adapters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(adapters, lr=1e-2)

@@ -1,15 +1,15 @@
-"""torchtitan's mixture-of-experts block as it is, and with its experts computed by grouped_linear.
+"""torchtitan's mixture-of-experts block as it is, and with experts of grouped_linear.
 
     pip install torchtitan==0.3.0 spmd_types triton
     python examples/torchtitan_moe.py
 
-The block is the one of torchtitan's DeepSeek-V3 debug model: router, experts, shared expert. Each
-copy learns the same random function of its input. `convert` replaces the experts' forward;
-parameters, names and checkpoints stay torchtitan's. In a training of torchtitan's call it at the
-start of `parallelize_fn`: docs/plain_torch.md.
+The block is the one of torchtitan's DeepSeek-V3 debug model: router, experts, shared
+expert. Each copy learns the same random function of its input. `convert` replaces the
+experts' forward; parameters, names and checkpoints stay torchtitan's. In a training of
+torchtitan's call it at the start of `parallelize_fn`: docs/plain_torch.md.
 
-On a GPU the same script runs there. FP8 gains time from some 500 tokens an expert on: --tokens
-16384.
+On a GPU the same script runs there. FP8 gains time from some 500 tokens an expert on:
+--tokens 16384.
 """
 
 import argparse
@@ -28,7 +28,9 @@ except ImportError as error:
     sys.exit(f"{error}: pip install torchtitan==0.3.0 spmd_types triton")
 
 
-def train(moe: torch.nn.Module, x: torch.Tensor, target: torch.Tensor, steps: int) -> list[float]:
+def train(
+    moe: torch.nn.Module, x: torch.Tensor, target: torch.Tensor, steps: int
+) -> list[float]:
     optimizer = torch.optim.AdamW(moe.parameters(), lr=1e-3)
     losses = []
     for _ in tqdm(range(steps), desc="steps"):
@@ -64,7 +66,11 @@ def main() -> None:
         losses = train(moe, x, target, options.steps)
         milliseconds = 1e3 * (time.perf_counter() - start) / options.steps
         rows.append(f"{name:18}{losses[0]:12.4f}{losses[-1]:12.4f}{milliseconds:12.1f}")
-    print(f"\n{'experts':18}{'first loss':>12}{'last loss':>12}{'ms a step':>12}", *rows, sep="\n")
+    print(
+        f"\n{'experts':18}{'first loss':>12}{'last loss':>12}{'ms a step':>12}",
+        *rows,
+        sep="\n",
+    )
 
 
 if __name__ == "__main__":

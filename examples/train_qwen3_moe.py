@@ -3,13 +3,13 @@
     pip install transformers accelerate matplotlib
     python examples/train_qwen3_moe.py
 
-The second model differs in one line, `convert`. Parameters, checkpoints and Trainer stay as they
-are. Both learn Python's source byte by byte; the table at the end has their losses, losses.png
-the curves.
+The second model differs in one line, `convert`. Parameters, checkpoints and Trainer
+stay as they are. Both learn Python's source byte by byte; the table at the end has
+their losses, qwen3_moe_losses.png the curves.
 
-On a GPU the Trainer moves the model there and the same kernels run in FP8 on its tensor cores. At
-this size FP8 gains no time; it does from some 500 tokens an expert on. There, add
-`cache_experts(model)` and `Trainer(callbacks=[RefreshWeights()])`, both of
+On a GPU the Trainer moves the model there and the same kernels run in FP8 on its tensor
+cores. At this size FP8 gains no time; it does from some 500 tokens an expert on. There,
+add `cache_experts(model)` and `Trainer(callbacks=[RefreshWeights()])`, both of
 `grouped_linear.integrations.transformers`: weights are then quantized once a step.
 """
 
@@ -20,7 +20,13 @@ from tempfile import TemporaryDirectory
 
 import torch
 from matplotlib import pyplot as plt
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import (
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 from grouped_linear import Float8BlockScaling, convert
 
@@ -44,7 +50,9 @@ def train(in_fp8: bool, steps: int) -> tuple[dict[int, float], float]:
     model = Qwen3MoeForCausalLM(CONFIG).to(torch.bfloat16)
     if in_fp8:
         print(convert(model, Float8BlockScaling()))
-    text = torch.frombuffer(bytearray(inspect.getsource(argparse).encode()), dtype=torch.uint8)
+    text = torch.frombuffer(
+        bytearray(inspect.getsource(argparse).encode()), dtype=torch.uint8
+    )
     rows = text[: len(text) // CONTEXT * CONTEXT].view(-1, CONTEXT).long()
     with TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -59,13 +67,15 @@ def train(in_fp8: bool, steps: int) -> tuple[dict[int, float], float]:
         dataset = [{"input_ids": row, "labels": row} for row in rows]
         trainer = Trainer(model, arguments, train_dataset=dataset)
         seconds = trainer.train().metrics["train_runtime"]
-    return {e["step"]: e["loss"] for e in trainer.state.log_history if "loss" in e}, seconds / steps
+    return {
+        e["step"]: e["loss"] for e in trainer.state.log_history if "loss" in e
+    }, seconds / steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--plot", type=Path, default=Path("losses.png"))
+    parser.add_argument("--plot", type=Path, default=Path("qwen3_moe_losses.png"))
     options = parser.parse_args()
     runs = {name: train(name == "FP8", options.steps) for name in ("BF16", "FP8")}
     print(f"\n{'experts':8}{'first loss':>12}{'last loss':>12}{'ms a step':>12}")

@@ -431,7 +431,7 @@ def test_a_weight_of_nan_for_no_expert() -> None:
         (
             {"down_proj_bias": torch.zeros(E, H).double()},
             RuntimeError,
-            "^grouped_mlp: down_proj_bias must be bfloat16, float16 or float32, got float64: cast it",
+            "^grouped_mlp: down_proj_bias must be bfloat16, float16 or float32, got float64: cast",
         ),
     ],
 )

@@ -76,10 +76,15 @@ def test_python_examples_run() -> None:
     assert names["x"].grad is not None
 
 
-def test_table_of_the_readme_is_the_one_that_is_printed() -> None:
-    names, rows = front_page.layers("nvidia_h100_80gb_hbm3")
-    demo = next(path for path in front_page.demos("nvidia_h100_80gb_hbm3") if path.exists())
-    assert front_page.table(names, rows, front_page.read(demo)) in README
+def test_figures_of_the_readme_are_those_that_are_printed() -> None:
+    gpu = "nvidia_h100_80gb_hbm3"
+    names, rows = front_page.layers(gpu)
+    demo = next(path for path in front_page.demos(gpu) if path.exists())
+    assert front_page.table(names, rows) in README
+    assert front_page.table(names, rows) in (ROOT / "docs" / "performance.md").read_text()
+    prose = " ".join(README.split())
+    assert front_page.requantized_line(names, gpu) in prose
+    assert front_page.losses_line(front_page.read(demo)) in prose
 
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.stem)
@@ -113,6 +118,18 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", prose):
         assert (page.parent / link).exists(), link
+
+
+ON_THE_SITE = [*PAGES, *(ROOT / "docs" / "reference").glob("*.md"), ROOT / "CONTRIBUTING.md"]
+ON_THE_SITE += [ROOT / "README.md", *(ROOT / "examples").rglob("README.md")]
+
+
+@pytest.mark.parametrize("page", ON_THE_SITE, ids=lambda page: f"{page.parent.name}/{page.stem}")
+def test_blocks_are_not_cut_on_the_site(page: Path) -> None:
+    """1280 px show 96 columns, of which the copy button hides some; output may take them all."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    lines = [(kind, line) for kind, block in blocks for line in block.splitlines()]
+    assert not [line for kind, line in lines if len(line) > (96 if kind == "text" else 88)]
 
 
 def _table() -> dict[str, dict[str, bool]]:
