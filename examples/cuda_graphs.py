@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--plot", type=Path, default=Path("cuda_graphs_losses.png"))
     options = parser.parse_args()
     torch.manual_seed(0)
