@@ -15,7 +15,7 @@ from grouped_linear.integrations.plan import check_weights
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.nn.options import check_num_groups
-from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.quantized.weight import quantized_as
 from grouped_linear.recipes import Recipe
 
 Names = tuple[str, str, str]
@@ -207,6 +207,4 @@ def fill(grouped: nn.Module, experts: nn.Module) -> None:
             own = {"gate_up_proj": torch.cat([gate, up]), "down_proj": down}
         for name, value in own.items():
             w = grouped.get_parameter(name)
-            if isinstance(w, GroupedTensor):  # a fifth of the time that copy_ takes to quantize
-                value = GroupedTensor.quantize(value[None], w.recipe, columnwise=False)[0]
-            w[e].copy_(value)
+            w[e].copy_(quantized_as(w[e], value))

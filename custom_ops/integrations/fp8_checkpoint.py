@@ -22,8 +22,8 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 from grouped_linear.integrations.activations import same_activation
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div, dtype_name
-from grouped_linear.quantized.state_dict import SCALE, distributed_like
-from grouped_linear.quantized.weight import is_dtensor, is_quantized, local_part
+from grouped_linear.quantized.state_dict import SCALE
+from grouped_linear.quantized.weight import distributed_like, is_dtensor, is_quantized, local_part
 
 
 class QuantizedExpertsHfQuantizer(FineGrainedFP8HfQuantizer):

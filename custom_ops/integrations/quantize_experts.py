@@ -24,9 +24,9 @@ from grouped_linear.integrations.converted_class import (
 from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.plan import check_weights
 from grouped_linear.nn.options import check_recipe
-from grouped_linear.quantized.state_dict import distributed_like, scale_properties
+from grouped_linear.quantized.state_dict import scale_properties
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import is_dtensor, is_quantized, local_part
+from grouped_linear.quantized.weight import distributed_like, is_dtensor, is_quantized, local_part
 from grouped_linear.recipes import Float8BlockScaling
 
 

@@ -25,7 +25,7 @@ from grouped_linear.nn.options import (
 )
 from grouped_linear.quantized.state_dict import join_quantized, scales_of, split_quantized
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import convert_assigned, is_dtensor
+from grouped_linear.quantized.weight import convert_loaded, is_dtensor, quantized_as
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import DelayedScalingState, Recipe, new_state
 
@@ -266,7 +266,7 @@ class GroupedLinear(nn.Module):
             for bias in _drawn_parts(biases):
                 nn.init.uniform_(bias, -bound, bound)
         if options.quantized_weight:
-            weights[0].copy_(drawn)
+            weights[0].copy_(quantized_as(weights[0], drawn))
             if options.preserve_high_precision_init:
                 self.high_precision_init = drawn.cpu()
 
@@ -458,7 +458,6 @@ class GroupedLinear(nn.Module):
                 experts = state_dict.get(packed)
                 if experts is not None and experts.shape[:1] == (options.num_gemms,):
                     state_dict.update(zip(names, state_dict.pop(packed), strict=True))
-        if args[0].get("assign_to_params_buffers"):  # args[0] is the local metadata
-            convert_assigned(self, state_dict, prefix)
+        convert_loaded(self, state_dict, prefix, args[0])  # args[0] is the local metadata
         with self._tied_if_moved():
             super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -26,7 +26,12 @@ from grouped_linear.nn.options import (
 from grouped_linear.ops.activation import PLAIN, Activation
 from grouped_linear.quantized.state_dict import join_quantized, scales_of, split_quantized
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import check_quantized_weight, convert_assigned, local_part
+from grouped_linear.quantized.weight import (
+    check_quantized_weight,
+    convert_loaded,
+    local_part,
+    quantized_as,
+)
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import DelayedScalingState, Recipe, new_state
 
@@ -215,7 +220,8 @@ class GroupedMLP(nn.Module):
                 nn.init.uniform_(weight_ENK, -bound, bound)
             else:  # draw what any other layer draws, then quantize it
                 drawn_ENK = torch.empty_like(weight_ENK)
-                weight_ENK.copy_(nn.init.uniform_(drawn_ENK, -bound, bound))
+                nn.init.uniform_(drawn_ENK, -bound, bound)
+                weight_ENK.copy_(quantized_as(weight_ENK, drawn_ENK))
         for state in (
             self.gate_up_proj_state,
             self.down_proj_state,
@@ -362,6 +368,5 @@ class GroupedMLP(nn.Module):
     ) -> None:
         """Load parameters that are quantized or not."""
         join_quantized(self, state_dict, prefix, args[4])  # args[4] takes error messages
-        if args[0].get("assign_to_params_buffers"):  # args[0] is the local metadata
-            convert_assigned(self, state_dict, prefix)
+        convert_loaded(self, state_dict, prefix, args[0])  # args[0] is the local metadata
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -17,9 +17,8 @@ from grouped_linear.parallel.dispatchers import (
     AllToAllV,
     check_dispatch_options,
 )
-from grouped_linear.quantized.state_dict import distributed_like
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import is_dtensor
+from grouped_linear.quantized.weight import distributed_like, is_dtensor
 from grouped_linear.quantized.weight_cache import WeightCache
 
 #: Makes the dispatcher of one layer: called with the mesh and E, the experts of all processes.

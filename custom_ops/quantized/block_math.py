@@ -98,22 +98,21 @@ def quantize_(
 
 @torch.no_grad()
 def with_blocks(
-    q: Tensor, scale: Tensor, w: Tensor, written: Tensor, recipe: Float8BlockScaling
+    q: Tensor,
+    scale: Tensor,
+    w: Tensor,
+    written: Tensor,
+    recipe: Float8BlockScaling,
+    stochastic: bool,
 ) -> tuple[Tensor, Tensor]:
     """q and scale, with those blocks of w in which `written` is true anywhere."""
     *lead, N, K = q.shape
     shape = (math.prod(lead), N, K)
-    new_q, new_scale, _ = ops.quantize_weight(
-        w.reshape(shape),
-        amax_epsilon=recipe.weight.epsilon,
-        power_of_two_scales=recipe.power_of_two_scales,
-        columnwise=False,
-    )
-    assert new_q is not None
+    old_q, old_scale = q.reshape(shape), scale.reshape(-1, *scale.shape[-2:])
+    new_q, new_scale = torch.empty_like(old_q), torch.empty_like(old_scale)
+    quantize_(new_q, new_scale, None, w.reshape(shape), recipe, stochastic)
     written_blocks = F.max_pool2d(written.reshape(shape).float(), BLOCK, ceil_mode=True)
-    ones = torch.ones(shape, device=w.device)
-    in_written_block = multiply_(ones, written_blocks).bool()
-    before = q.view(torch.uint8).reshape(shape)
-    new_q = torch.where(in_written_block, new_q.view(torch.uint8), before).view(E4M3)
-    new_scale = torch.where(written_blocks.bool(), new_scale, scale.reshape(new_scale.shape))
-    return new_q.view(q.shape), new_scale.view(scale.shape)
+    in_written_block = multiply_(torch.ones(shape, device=w.device), written_blocks).bool()
+    new_q = torch.where(in_written_block, new_q.view(torch.uint8), old_q.view(torch.uint8))
+    new_scale = torch.where(written_blocks.bool(), new_scale, old_scale)
+    return new_q.view(E4M3).view(q.shape), new_scale.view(scale.shape)

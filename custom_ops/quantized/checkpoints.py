@@ -24,6 +24,7 @@ from torch import Tensor
 
 from grouped_linear.meta_kernels.rules import BLOCK, ceil_div
 from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.quantized.weight import quantized_as
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -166,7 +167,7 @@ def load_experts(
             if dtype == QUANTIZED:
                 scales = [checkpoint.read(name.format(number) + SCALE).float() for name in names]
                 w = GroupedTensor.from_parts(w, torch.cat(scales), columnwise=False)
-            weight[e].copy_(w)
+            weight[e].copy_(quantized_as(weight[e], w.to(weight.device)))
 
 
 class _Checkpoint:

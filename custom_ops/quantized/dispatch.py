@@ -22,7 +22,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # How many elements of a weight an optimizer's step holds in float32 at a time: 128 MiB, and as much
 # for each of the optimizer's states.
 ELEMENTS_AT_ONCE = 2**25
-# In-place operations that do not read what they write: nothing adds up, so they round to nearest.
+# In-place operations that write numbers of their own: nothing adds up, so they round to nearest.
 OVERWRITING = (aten.fill_, aten.zero_, aten.uniform_, aten.normal_)
 
 
@@ -232,7 +232,7 @@ def copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         w = _plain(source, source.dtype) if isinstance(source, GroupedTensor) else source
         dtype = w.dtype if w.dtype in ACTIVATIONS else torch.float32
-        _store(to, w.to(to.device, dtype).expand(to.shape), stochastic=False)
+        _store(to, w.to(to.device, dtype).expand(to.shape), stochastic=to.stochastic_rounding)
     return to
 
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import E4M3, dtype_name
-from grouped_linear.quantized.block_math import contiguous_stride
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import convert_assigned, is_dtensor
+from grouped_linear.quantized.weight import convert_loaded, distributed_like, is_dtensor
 
 SCALE = "_scale_inv"
 
@@ -96,8 +95,7 @@ class SavesQuantized(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
         join_quantized(self, state_dict, prefix, args[4])  # args[4] takes error messages
-        if args[0].get("assign_to_params_buffers"):  # args[0] is the local metadata
-            convert_assigned(self, state_dict, prefix)
+        convert_loaded(self, state_dict, prefix, args[0])  # args[0] is the local metadata
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
@@ -132,18 +130,6 @@ def _joined(own: Tensor | None, module: nn.Module, q: Any, scale: Any) -> Any:
 def _quantized(q: Tensor, scale: Tensor, options: dict[str, Any]) -> GroupedTensor:
     # Some checkpoints have scales in BF16. They convert to float32 exactly.
     return GroupedTensor.from_parts(q.contiguous(), scale.float().contiguous(), **options)
-
-
-def distributed_like(like: Any, local: Tensor) -> Any:
-    """A DTensor of this process's part, sharded by experts as `like` is."""
-    return type(like).from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape[:1] + local.shape[1:],
-        stride=contiguous_stride(like.shape[:1] + local.shape[1:]),
-    )
 
 
 def _sent_as_bytes(q: Any) -> Any:

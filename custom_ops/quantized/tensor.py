@@ -64,9 +64,11 @@ class GroupedTensor(Tensor):
         scale: [E, ceil(N / 128), ceil(K / 128)] float32, or without E.
         q_t: [E, K, N], q transposed, which dgrad reads; None if columnwise data was not requested.
         recipe: how it is quantized when it is written.
-        stochastic_rounding: whether an in-place operation rounds stochastically, so that the
-            expected value is exact and small steps add up. What does not read the old numbers
-            (``copy_``, assignment, ``fill_``, ``uniform_``, ``normal_``) rounds to nearest.
+        stochastic_rounding: whether what is written rounds stochastically, so that the expected
+            value is exact and small steps add up: in place, by ``copy_`` or assigned. Numbers of
+            the format stay exact. ``fill_``, ``zero_``, ``uniform_``, ``normal_``,
+            ``load_state_dict`` and ``t.copy_(GroupedTensor.quantize(w, t.recipe))`` round to
+            nearest.
 
     >>> w = GroupedTensor.quantize(torch.ones(2, 32, 16))
     >>> w
@@ -143,7 +145,7 @@ class GroupedTensor(Tensor):
             w: [E, N, K] bfloat16, float16 or float32, N and K multiples of 16.
             recipe: how; ``Float8BlockScaling()`` by default.
             columnwise: keep q_t too, which dgrad reads.
-            stochastic_rounding: for in-place operations later; see the class.
+            stochastic_rounding: for writes later; see the class.
 
         Raises:
             RuntimeError: for a wrong shape or dtype.
@@ -179,9 +181,7 @@ class GroupedTensor(Tensor):
             q: [E, N, K] float8_e4m3fn, contiguous; or [N, K], for one expert. Not copied.
             scale: [E, ceil(N / 128), ceil(K / 128)] float32, contiguous; or without E. Not copied.
             dtype: the tensor's dtype, bfloat16, float16 or float32.
-            recipe: how it is quantized when it is written; ``Float8BlockScaling()`` by default.
-            columnwise: keep q_t too, which dgrad reads.
-            stochastic_rounding: for in-place operations later; see the class.
+            recipe, columnwise, stochastic_rounding: as :meth:`quantize` has them.
 
         Raises:
             RuntimeError: for a wrong shape, dtype or device.
@@ -257,20 +257,20 @@ class GroupedTensor(Tensor):
             w[index] = value.to(w.dtype)
             written[index] = True
             if part.numel():
-                q, scale = block_math.with_blocks(self.q, self.scale, w, written, self.recipe)
+                q, scale = block_math.with_blocks(
+                    self.q, self.scale, w, written, self.recipe, self.stochastic_rounding
+                )
                 self.copy_(GroupedTensor(q, scale, None, self.metadata, self.shape))
 
     @property
     def data(self) -> Tensor:
         """The tensor without its autograd history.
 
-        Assign a GroupedTensor, and this one has its numbers, shape, dtype and memory from then on,
-        as torch has it; the recipe stays. A plain tensor is quantized into memory of its own, as
-        ``copy_`` rounds. Views that were made before keep the memory of before.
+        Assign a GroupedTensor, and this one has its memory, shape and dtype from then on, as torch
+        has it; the recipe stays. A plain tensor is quantized into new memory.
 
         Raises:
-            RuntimeError: for a plain tensor of another shape, or of a dtype that a quantized tensor
-                cannot stand for.
+            RuntimeError: for a plain tensor of another shape, or of float64 or no float dtype.
         """
         return self.detach()
 
@@ -316,9 +316,8 @@ class GroupedTensor(Tensor):
     def data_ptr(self) -> int:
         """A number that tells tensors apart as their addresses do, and is no address.
 
-        It is that of q, moved to where no process has memory: a kernel that takes it for the
-        address of numbers in high precision fails, instead of reading e4m3 or writing over it. 0
-        where q has no memory, as on the meta device.
+        It is that of q, moved to where no process has memory: a kernel that takes it for one of
+        high precision fails, instead of reading e4m3. 0 where q has none, as on the meta device.
         """
         address = self.q.data_ptr()
         return address and address + NO_ADDRESS

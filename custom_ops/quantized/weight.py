@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from grouped_linear.meta_kernels.rules import ACTIVATIONS
+from grouped_linear.quantized.block_math import contiguous_stride
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
@@ -82,23 +84,71 @@ def quantized_weight_of(
     return w.quantized_weight(columnwise)
 
 
-def convert_assigned(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Convert a state that is loaded with ``assign=True``, in place, to what the module has.
+def quantized_as(own: Any, w: Any) -> Any:
+    """A weight to be loaded into the parameter `own`, rounded to nearest if that is quantized.
 
-    A quantized weight is dequantized for a plain parameter, and a plain one quantized for a
-    quantized parameter. One that is quantized keeps its bytes and takes the parameter's options.
-    Without ``assign`` the state is copied, and ``copy_`` converts.
+    Copying it then moves bytes. ``copy_`` of plain numbers cannot tell a load from an optimizer's
+    step, and rounds stochastically.
+
+    Args:
+        own: a parameter, or one expert of it.
+        w: of its shape; whether quantized, high precision or a DTensor of either.
     """
+    quantized, loaded = local_part(own), local_part(w)
+    if not isinstance(quantized, GroupedTensor) or isinstance(loaded, GroupedTensor):
+        return w
+    if is_dtensor(own) != is_dtensor(w):  # copy_ reports it
+        return w
+    if is_dtensor(own):
+        loaded = w.redistribute(own.device_mesh, own.placements).to_local()
+    dtype = loaded.dtype if loaded.dtype in ACTIVATIONS else torch.float32
+    loaded = loaded.to(dtype).contiguous()
+    experts = loaded.view(-1, *loaded.shape[-2:])
+    t: Tensor = GroupedTensor.quantize(experts, quantized.recipe, columnwise=False)
+    t = t if quantized.dim() == 3 else t[0]
+    return distributed_like(own, t) if is_dtensor(own) else t
+
+
+def convert_loaded(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    """Convert a state that is being loaded, in place, to what the module has.
+
+    For a quantized parameter, high precision is rounded to nearest. With ``assign=True`` a
+    quantized weight is dequantized for a plain parameter, and takes the options of a quantized one
+    with the bytes that it has. Otherwise ``copy_`` does these.
+
+    Args:
+        module: its own parameters, not those of its children.
+        state_dict: changed in place.
+        prefix: of the module's keys.
+        metadata: what torch tells modules about this load.
+    """
+    assign = metadata.get("assign_to_params_buffers")
     for name, own in module.named_parameters(recurse=False):
         w = state_dict.get(prefix + name)
         if not isinstance(w, Tensor) or w.shape != own.shape:  # load_state_dict reports it
             continue
-        if isinstance(w, GroupedTensor) and not isinstance(own, GroupedTensor):
-            state_dict[prefix + name] = w.dequantize()
-        elif isinstance(own, GroupedTensor):
-            columnwise = own.q_t is not None
-            if not isinstance(w, GroupedTensor):
-                w = GroupedTensor.quantize(w, own.recipe, columnwise=columnwise)
-            q, scale, q_t = w.quantized_weight(columnwise)
-            assert scale is not None
-            state_dict[prefix + name] = GroupedTensor(q, scale, q_t, own.metadata)
+        if not assign and not w.is_meta and not own.is_meta:
+            w = w.to(own.device) if is_quantized(own) else w
+        w = quantized_as(own, w)
+        if assign and isinstance(w, GroupedTensor):
+            if isinstance(own, GroupedTensor):
+                q, scale, q_t = w.quantized_weight(columnwise=own.q_t is not None)
+                assert scale is not None
+                w = GroupedTensor(q, scale, q_t, own.metadata)
+            else:
+                w = w.dequantize()
+        state_dict[prefix + name] = w
+
+
+def distributed_like(like: Any, local: Tensor) -> Any:
+    """A DTensor of this process's part, sharded by experts as `like` is."""
+    return type(like).from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape[:1] + local.shape[1:],
+        stride=contiguous_stride(like.shape[:1] + local.shape[1:]),
+    )
