@@ -882,6 +882,51 @@ def test_optimizer_steps(
     assert all(type(s) is Tensor and s.dtype == FP32 for s in state)
 
 
+SMALL_STEPS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-3),
+    "SGD_foreach": lambda p: torch.optim.SGD(p, lr=1e-3, foreach=True),
+    "SGD_fused": lambda p: torch.optim.SGD(p, lr=1e-3, fused=True),
+    "SGD_tensor_lr": lambda p: torch.optim.SGD(p, lr=torch.tensor(1e-3)),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-3),
+    "AdamW_foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "AdamW_fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "AdamW_tensor_lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3)),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-2),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-4),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-3),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", SMALL_STEPS)
+def test_small_steps_of_every_optimizer(name: str, compiled: bool) -> None:
+    """They go where those of a plain weight go: docs/quantized_weights.md lists them."""
+    if compiled and name == "Adafactor":
+        pytest.skip("Dynamo compiles a graph for each of its pieces, which takes minutes")
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    means = []
+    for make in (torch.clone, GroupedTensor.quantize):
+        p = nn.Parameter(make(torch.ones(1, 128, 128)))
+        optimizer = SMALL_STEPS[name]([p])
+        step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
+        for _ in range(30):
+            p.grad = torch.ones(p.shape)
+            step()
+        means.append(p.detach().mean().item())
+    plain, quantized = means
+    assert plain < 0.995
+    # An element takes a step of 0.0625 with the probability of d / 0.0625, so that after all of
+    # them it deviates by at most sqrt(0.0625 * (1 - plain)), and by twice that where Adam first
+    # steps below 1; the mean of 2^14 elements by 2^-7 of it.
+    assert abs(quantized - plain) < 5 * 2 * (0.0625 * (1 - plain)) ** 0.5 / 128
+
+
 def losses_of(p: nn.Parameter, name: str, mode: str, target: Tensor) -> list[float]:
     """200 steps of least squares, an expert each; the learning rate falls to zero."""
     # Left to itself, an optimizer on CUDA takes foreach for plain parameters, with other last bits.

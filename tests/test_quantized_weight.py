@@ -220,6 +220,25 @@ grouped_mlp: a quantized weight needs the recipe Float8BlockScaling, got MXFP8Bl
     )
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@EVERY_KIND
+def test_loads_round_to_nearest(kind: Any, dtype: torch.dtype, assign: bool) -> None:
+    """Though the weight rounds stochastically whatever else is written to it."""
+    plain = make_layer(kind=kind, quantized_weight=False)
+    layer = make_layer(kind=kind, stochastic_rounding=True)
+    state = {name: t.to(dtype) for name, t in plain.state_dict().items()}
+    layer.load_state_dict(state, assign=assign)
+    for name, w in layer.named_parameters():
+        if isinstance(w, GroupedTensor):
+            to = dtype if dtype in DTYPES else FP32
+            expected = GroupedTensor.quantize(state[name].to(to), w.recipe)
+            assert_same_bits(w.q, expected.q)
+            assert_same_bits(w.scale, expected.scale)
+            assert_same(w.detach(), w.detach())
+            assert w.stochastic_rounding
+
+
 @pytest.mark.parametrize("learns", [True, False])
 @pytest.mark.parametrize("kind", [GroupedLinear, GroupedMLP])
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
