@@ -118,6 +118,10 @@ def convert(
     - Tensor and expert parallelism that make DTensors of parameters (torchtitan's) make them of
       high precision; the experts' forward then says so. FSDP2 keeps them in FP8.
 
+    A model is converted as a whole or not at all, unless memory runs out: everything is checked
+    before anything is written. A converted model can be copied and pickled, ``forwards``
+    permitting, and computes where it is unpickled.
+
     Convert after a checkpoint is loaded, before sharding, DistributedDataParallel and the
     optimizer. Nothing is copied to float32 as a whole. One list, or one weight that is quantized,
     is in memory twice at a time.
@@ -129,7 +133,7 @@ def convert(
             ``weights="fp8"`` for ``Float8BlockScaling()``.
         weights: ``"fp8"`` to keep weights in FP8 alone; None to leave them as they are.
         forwards: for each class of block with a ModuleList of experts, its new forward, a function
-            of the block and its inputs.
+            of the block and its inputs. Subclasses that inherit the block's forward get it, too.
         options: of the modules that replace lists: ``cache_weights``, ``fuse_wgrad_accumulation``
             and others of :func:`grouped_linear.convert_experts`. ``save_gate_up_in_fp8`` is of
             those and of Hugging Face experts; see :func:`grouped_linear.grouped_mlp`. With
@@ -144,7 +148,10 @@ def convert(
             :func:`grouped_linear.integrations.transformers.register` or
             :func:`grouped_linear.integrations.transformers.quantize_experts` raise it; for
             ``weights`` that are not known, or need another recipe; for ``options`` that no module
-            takes. The model is then unchanged.
+            takes; and for weights that the kernels do not take: in_features and out_features that
+            are no multiples of 16, more than 1024 experts, another dtype than bfloat16, float16 and
+            float32. The model is then unchanged.
+        TypeError: for what is no module.
         ImportError: for a Hugging Face model of transformers older than 5.23.
 
     >>> import torch

@@ -63,16 +63,18 @@ def convert_experts(
     **A ModuleList of experts** in a block whose class is a key of ``forwards``. Experts that are
     torch.nn.Linear become one :class:`grouped_linear.GroupedLinear`. Experts that compute
     ``w2(silu(w1(x)) * w3(x))``, or have the names gate_proj, up_proj and down_proj, become one
-    :class:`grouped_linear.GroupedMLP`. It replaces the list under the same name. The block's loop
-    over its experts cannot be recognized, so ``forwards`` gives the block's new forward, a function
-    of the block and its inputs. The parameters are new: create the optimizer after the conversion.
-    Any other ModuleList is left alone.
+    :class:`grouped_linear.GroupedMLP`. Other names, biases and experts without a gate are refused.
+    It replaces the list under the same name. The block's loop over its experts cannot be
+    recognized, so ``forwards`` gives the block's new forward, a function of the block and its
+    inputs. The parameters are new: create the optimizer after the conversion. Any other ModuleList
+    is left alone.
 
     Names and shapes do not show what experts compute. So SwiGLU experts are run on random rows, in
-    training mode, and must give SwiGLU's result: another activation, a clamp or dropout is an
-    error. It is an error too if a list's experts have anything that would be lost: hooks (as of
-    weight_norm or pruning), parametrizations, buffers, their own forward or a subclass of Linear,
-    modules or parameters with a second owner. Attributes of parameters are not copied.
+    training mode, and must give SwiGLU's result but for three times what rounding explains: another
+    activation, a clamp or dropout is an error. It is an error too if a list's experts have anything
+    that would be lost: hooks (as of weight_norm or pruning), parametrizations, buffers, their own
+    forward or a subclass of Linear, modules or parameters with a second owner. Attributes of
+    parameters are not copied.
 
     Load a checkpoint before the conversion. Convert before sharding and before
     DistributedDataParallel. One list after another is replaced, and its experts are copied one
@@ -86,7 +88,8 @@ def convert_experts(
 
     Args:
         model: a model, or a module that is to be converted itself.
-        forwards: for each class of block with a ModuleList of experts, its new forward.
+        forwards: for each class of block with a ModuleList of experts, its new forward. Subclasses
+            that inherit the block's forward get it, too.
         recipe: how the GEMMs are computed.
         options: ``quantized_weight`` and ``stochastic_rounding`` keep weights as
             :class:`grouped_linear.GroupedTensor`, also those of experts in one module, whose
@@ -104,7 +107,9 @@ def convert_experts(
             something that would be lost; for unknown options, and for options of layers with
             experts in one module; for experts in one module on the meta device under a recipe with
             a state (``DelayedScaling``); for w13 that is to be quantized; if small parameters do
-            not run; for sharded parameters, and for lists inside DistributedDataParallel.
+            not run; for sharded parameters, for weights that the kernels do not take, and for lists
+            inside DistributedDataParallel. The model is then unchanged.
+        TypeError: for what is no module.
 
     >>> class Block(nn.Module):
     ...     def __init__(self):
@@ -213,13 +218,13 @@ def _class_in(
     where: str, module: nn.Module, forwards: Mapping[type[nn.Module], Forward]
 ) -> type[nn.Module] | None:
     """The class in ``forwards`` that the module is of, if its forward is that of this class."""
-    cls: Any = type(module)
+    cls = type(module)
     if cls in forwards:
         return type(module)
     block: type[nn.Module] | None = next((base for base in cls.__mro__ if base in forwards), None)
     if block is None or not lists_of_experts(module):
         return None
-    if cls.forward is not block.forward:
+    if getattr(cls, "forward", None) is not getattr(block, "forward", None):
         raise ValueError(
             f"{where}: {cls.__name__} is a {block.__name__} with a forward of its own: give "
             f"forwards one for {cls.__name__}, too"

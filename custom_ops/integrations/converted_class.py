@@ -36,8 +36,8 @@ def class_before(module: nn.Module) -> type[nn.Module]:
 def convert_class(module: Any, new: Forward | MakesMembers) -> None:
     """Give a module the class that :func:`converted_class` makes of its own."""
     before: Any = type(module)
-    members: Any = new
-    module.__class__ = converted_class(before, members)
+    made_of: Any = new
+    module.__class__ = converted_class(before, made_of)
 
 
 def restore_class(module: nn.Module) -> None:

@@ -136,8 +136,8 @@ def _sent_as_bytes(q: Any) -> Any:
     """A DTensor of e4m3 numbers whose parts are gathered as bytes, on CPUs, where none is known."""
     if q.device.type != "cpu":
         return q
-    before: Any = type(q)
-    cls = _class_sent_as_bytes(before)
+    dtensor: Any = type(q)
+    cls = _class_sent_as_bytes(dtensor)
     return cls(q.to_local(), q._spec, requires_grad=False)
 
 
