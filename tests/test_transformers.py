@@ -531,7 +531,7 @@ def test_checkpoints_in_fp8_that_are_refused() -> None:
     ours = quantized.model.layers[0].mlp.experts.to_empty(device="cpu")
     call = torch.randn(4, 128), torch.zeros(4, 2, dtype=torch.long), torch.rand(4, 2)
     for name, sentence in (
-        ("grouped_linear", "need a name whose recipe is Float8BlockScaling, got None"),
+        ("grouped_linear", "need the recipe Float8BlockScaling, got None; or load the"),
         ("grouped_linear_fp8", "must be float8_e4m3fn with float32 scales"),  # 2 F is 96
     ):
         quantized.set_experts_implementation(name)
