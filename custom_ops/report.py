@@ -170,7 +170,7 @@ def built(host: ModuleType | None) -> str:
     if host is None:
         return "not told: this build has no _host"
     if host.CUDA_VERSION is None:
-        return "CPU, and no CUDA: nvcc was missing, older than 13.0 or off when it was built"
+        return "CPU, and no CUDA: nvcc was missing or off when it was built"
     return f"CPU, and CUDA {host.CUDA_VERSION} for {host.CUDA_ARCHITECTURES}"
 
 
