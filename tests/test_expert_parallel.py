@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.nn.functional as dist_nn
 from torch import Tensor, nn
 from torch.distributed import _symmetric_memory
@@ -28,7 +29,14 @@ from grouped_linear import (
     MXFP8BlockScaling,
     Recipe,
 )
-from grouped_linear.parallel import AllGather, AllToAll, Dispatched, ExpertParallel, TokenDispatcher
+from grouped_linear.parallel import (
+    AllGather,
+    AllToAll,
+    Dispatched,
+    ExpertParallel,
+    TokenDispatcher,
+    symmetric_memory,
+)
 from grouped_linear.parallel.expert_parallel import DISPATCHERS
 from grouped_linear.parallel.symmetric_memory import require_symmetric_memory
 from support.compare import assert_same, assert_same_bits
@@ -503,6 +511,29 @@ def test_without_nvshmem(monkeypatch: pytest.MonkeyPatch) -> None:
     require_symmetric_memory("AllToAllV", "cpu")
     with pytest.raises(RuntimeError, match="AllToAllV: needs NVSHMEM, which this torch has not"):
         require_symmetric_memory("AllToAllV", "cuda")
+
+
+def test_buffers_belong_to_the_group_of_now(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Names of groups start anew after destroy_process_group, on as many processes as may be."""
+    monkeypatch.setattr(_symmetric_memory, "get_backend", lambda device: "NVSHMEM")
+    monkeypatch.setattr(_symmetric_memory, "empty", torch.empty)
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda t, group: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    made = []
+    for i in range(2):
+        dist.init_process_group("gloo", f"file://{tmp_path}/{i}", rank=0, world_size=1)
+        try:
+            group, cpu = dist.group.WORLD, torch.device("cpu")
+            assert group is not None
+            made.append((group.group_name, symmetric_memory._buffers(group, cpu)))
+            assert symmetric_memory._buffers(group, cpu) is made[-1][1]
+        finally:
+            dist.destroy_process_group()
+    (first, before), (second, after) = made
+    assert first == second
+    assert before is not after
 
 
 def test_wrong_styles() -> None:

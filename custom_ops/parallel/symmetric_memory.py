@@ -34,13 +34,13 @@ class _Buffers:
     CUDA graphs know addresses, so memory that became too small is kept beside what replaced it.
     """
 
-    def __init__(self, group: str, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.tensors: dict[str, Tensor] = {}
         self.replaced: list[Tensor] = []
         if _symm_mem.get_backend(device) != "NVSHMEM":
             _symm_mem.set_backend("NVSHMEM")
-        self.splits = self._new(_resolve(group).size())
+        self.splits = self._new(group.size())
         self.came = self._new(2, self.splits.numel())
         self.no_splits, self.nothing_came = (self._new(*t.shape) for t in (self.splits, self.came))
         self.no_splits.zero_()
@@ -53,7 +53,7 @@ class _Buffers:
                 "captured: run the layer with as many tokens before"
             )
         made: Tensor = _symm_mem.empty(*shape, dtype=torch.int64, device=self.device)
-        _symm_mem.rendezvous(made, group=self.group)
+        _symm_mem.rendezvous(made, group=self.group.group_name)
         return made
 
     def rows(self, name: str, count: int, row_bytes: int) -> Tensor:
@@ -66,8 +66,10 @@ class _Buffers:
         return self.tensors[name][:size].view(count, -1)
 
 
+# Not by the group's name: names start anew after destroy_process_group. Memory of a group that was
+# destroyed is kept, because processes would have to free it together.
 @cache
-def _buffers(group: str, device: torch.device) -> _Buffers:
+def _buffers(group: dist.ProcessGroup, device: torch.device) -> _Buffers:
     return _Buffers(group, device)
 
 
@@ -108,7 +110,7 @@ def _(rows: Tensor, splits: Tensor, max_rows: int, group: str) -> Tensor:
 def _(rows: Tensor, splits: Tensor, max_rows: int, group: str) -> Tensor:
     words = _as_words(rows)
     row_bytes = ceil_div(words.size(1) * words.element_size(), _ROW_BYTES) * _ROW_BYTES
-    buffers = _buffers(group, rows.device)
+    buffers = _buffers(_resolve(group), rows.device)
     send = buffers.rows("send", len(rows), row_bytes)
     receive = buffers.rows("receive", max_rows, row_bytes)
     send.view(words.dtype)[:, : words.size(1)].copy_(words)
