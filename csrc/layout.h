@@ -12,6 +12,9 @@ constexpr int64_t kScaleRowMultiple = 4;  // rows of a scale tensor: 16-byte str
 constexpr int64_t kMaxGroups = 1024;      // one thread a group in one CUDA block
 constexpr int64_t kMxBlock = 32;          // elements a scale in the MX formats
 constexpr int64_t kMaxMargin = 64;        // of delayed scaling: factors are divided by 2^margin
+// Rows are counted in 32 bits, as offs are, and rounded up to whole blocks.
+constexpr int64_t kMaxCount = (int64_t{1} << 31) - 1 - kBlock;
+constexpr int64_t kMaxFeatures = int64_t{1} << 29;  // gate_up has twice as many, an int32
 
 // share_scales: the features of a block share a scale if their amaxes are within this factor.
 constexpr float kShareWithin = 256;

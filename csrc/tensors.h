@@ -63,6 +63,13 @@ inline int32_t device_type_of(const Tensor& t) {
   return type;
 }
 
+// Why a function of torch that returned an error did so.
+inline const char* torch_reason() {
+  return torch_exception_get_what_without_backtrace
+             ? torch_exception_get_what_without_backtrace()
+             : "grouped_linear: a function of torch failed, its message is on stderr";
+}
+
 // A dense tensor on like's device. Its bytes are unspecified. On a CPU they stay so even if
 // torch.utils.deterministic.fill_uninitialized_memory is set.
 inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype) {
@@ -71,11 +78,16 @@ inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtyp
   const AOTITorchError error =
       aoti_torch_empty_strided(shape.dim(), shape.data(), strides.data(), code_of(dtype),
                                device_type_of(like), like.get_device_index(), &made);
-  if (error != AOTI_TORCH_SUCCESS)
-    throw std::runtime_error(torch_exception_get_what_without_backtrace
-                                 ? torch_exception_get_what_without_backtrace()
-                                 : "grouped_linear: out of memory, torch could not allocate");
+  if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error(torch_reason());
   return Tensor(made);
+}
+
+// A dense copy in new memory. torch::stable::contiguous would do, but keeps torch's reason for
+// itself where there is no memory.
+inline Tensor dense_copy(const Tensor& t) {
+  Tensor copy = new_tensor(t, Shape::of(t), t.scalar_type());
+  torch::stable::copy_(copy, t);
+  return copy;
 }
 
 // A dense tensor over existing memory, which must outlive it.
@@ -93,8 +105,8 @@ inline Tensor transposed(const Tensor& t) {
   const int64_t sizes[] = {t.size(0), t.size(2), t.size(1)};
   const int64_t strides[] = {t.stride(0), t.stride(2), t.stride(1)};
   AtenTensorHandle view = nullptr;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch__reinterpret_tensor(t.get(), 3, sizes, strides, t.storage_offset(), &view));
+  constexpr int64_t offset = 0;  // from t's first element
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), 3, sizes, strides, offset, &view));
   return Tensor(view);
 }
 
@@ -149,9 +161,7 @@ struct QuantizedWeight {
   std::optional<Tensor> q_t;  // none or empty if it is not requested
 };
 
-inline Tensor as_dense(const Tensor& t) {
-  return t.is_contiguous() ? t : torch::stable::contiguous(t);
-}
+inline Tensor as_dense(const Tensor& t) { return t.is_contiguous() ? t : dense_copy(t); }
 
 inline std::optional<Tensor> as_dense(const std::optional<Tensor>& t) {
   if (!t) return std::nullopt;
@@ -160,7 +170,7 @@ inline std::optional<Tensor> as_dense(const std::optional<Tensor>& t) {
 
 // t if the elements of its last dimension are adjacent, else a dense copy.
 inline Tensor with_dense_rows(const Tensor& t) {
-  return t.stride(t.dim() - 1) == 1 ? t : torch::stable::contiguous(t);
+  return t.stride(t.dim() - 1) == 1 ? t : dense_copy(t);
 }
 
 inline std::optional<Tensor> with_dense_rows(const std::optional<Tensor>& t) {

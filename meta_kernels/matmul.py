@@ -155,6 +155,7 @@ def _check_wgrad(
     dy_name, of_dy = ("dy", dy) if dy_rows is None else ("dy_rows", dy_rows)
     x_name, of_x = ("x", x) if x_rows is None else ("x_rows", x_rows)
     rules.same("T", dy_name, of_dy.size(0), x_name, of_x.size(0))
+    rules.count("x", "rows", x.size(0))
     rules.features("N", dy.size(1))
     rules.features("K", x.size(1))
     rules.offs(offs, "dy", dy)

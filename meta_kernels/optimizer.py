@@ -41,6 +41,7 @@ def adam_weight_(
     rules.groups(E)
     rules.features("N", N)
     rules.features("K", K)
+    rules.count("q", "rows in all", E * N)
     rules.contiguous("q", q)
     blocks = (E, ceil_div(N, BLOCK), ceil_div(K, BLOCK))
     rules.written("scale", scale, torch.float32, blocks, "q", q)

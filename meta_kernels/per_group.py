@@ -139,6 +139,7 @@ def update_scales_(
         rules.dim("scale", scale_E, 1)
         rules.dtype("scale", scale_E.dtype, (torch.float32,))
         rules.device("scale", scale_E, "the first scale", first)
+        rules.count("scale", "groups", scale_E.size(0))
         rules.contiguous("scale", scale_E)
         E = scale_E.size(0)
         rules.amax(amax_E, "the first scale", first, E, "scale")
@@ -147,6 +148,7 @@ def update_scales_(
         rules.device("amax_history", history_HE, "the first scale", first)
         rules.same("E", "amax_history", history_HE.size(1), "scale", E)
         rules.check(history_HE.size(0) > 0, lambda: "amax_history must have a row, got none")
+        rules.count("amax_history", "rows", history_HE.size(0))
         rules.contiguous("amax_history", history_HE)
         _check_fp8_max(rules, largest)
 

@@ -11,6 +11,8 @@ SCALE_ROW_MULTIPLE = 4
 MAX_GROUPS = 1024
 MX_BLOCK = 32
 MAX_MARGIN = 64
+MAX_COUNT = 2**31 - 1 - BLOCK  # rows are counted in 32 bits and rounded up to blocks
+MAX_FEATURES = 2**29
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 E4M3 = torch.float8_e4m3fn
@@ -37,6 +39,11 @@ def output_if(requested: bool, like: Tensor, shape: tuple[int, ...], dtype: torc
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as the sentences name it."""
     return str(dtype).removeprefix("torch.")
+
+
+def _at_most(size: int, most: int) -> bool:
+    """Whether a size is in a limit. A symbol is, so that it stays free of guards."""
+    return not isinstance(size, int) or size <= most
 
 
 class Rules:
@@ -76,6 +83,17 @@ class Rules:
             size > 0 and size % FEATURE_MULTIPLE == 0,
             lambda: f"{what} must be a positive multiple of {FEATURE_MULTIPLE}, got {size}",
         )
+        self.check(
+            _at_most(size, MAX_FEATURES),
+            lambda: f"{what} must be at most {MAX_FEATURES}, got {size}",
+        )
+
+    def count(self, name: str, what: str, count: int) -> None:
+        """What is counted in 32 bits: the rows of a tensor, its columns, or what `what` names."""
+        self.check(
+            _at_most(count, MAX_COUNT),
+            lambda: f"{name} must have at most {MAX_COUNT} {what}, got {count}",
+        )
 
     def groups(self, num_groups: int) -> None:
         """A number of groups is supported."""
@@ -90,6 +108,7 @@ class Rules:
         self.dtype("offs", offs.dtype, (torch.int32,))
         self.device("offs", offs, first_name, first)
         self.groups(offs.size(0))
+        self.count(first_name, "rows", first.size(0))
 
     def rows(
         self, rows: Tensor, dim: int, first_name: str, first: Tensor, name: str = "rows"
@@ -98,6 +117,9 @@ class Rules:
         self.dim(name, rows, dim)
         self.dtype(name, rows.dtype, (torch.int32, torch.int64))
         self.device(name, rows, first_name, first)
+        self.count(name, "rows", rows.size(0))
+        if dim == 2:
+            self.count(name, "columns", rows.size(1))
 
     def epsilon(self, amax_epsilon: float) -> None:
         """amax_epsilon is finite and not negative."""
@@ -133,6 +155,7 @@ class Rules:
         self.groups(w.size(0))
         self.features("N", w.size(1))
         self.features("K", w.size(2))
+        self.count("w", "rows in all", w.size(0) * w.size(1))
 
     def weight_list(self, w: list[Tensor]) -> None:
         """W is E tensors [N, K] of an activation dtype."""
@@ -140,6 +163,7 @@ class Rules:
         self.dtype("w", w[0].dtype, ACTIVATIONS)
         self.features("N", w[0].size(0))
         self.features("K", w[0].size(1))
+        self.count("w", "rows in all", len(w) * w[0].size(0))
 
     def experts(self, name: str, experts: list[Tensor]) -> None:
         """The experts are E matrices of one shape, dtype and device."""
@@ -206,6 +230,7 @@ class Rules:
             lambda: f"{name} must hold blocks of {BLOCK} rows, got {q_t.size(2)}",
         )
         self.features(features, q_t.size(1))
+        self.count(name, "rows in blocks", q_t.size(0) * BLOCK)
 
     def rowwise(self, name: str, q: Tensor, scale_name: str, scale: Tensor) -> None:
         """q [rows, K] with scale [ceil(K / 128), round_up(rows, 4)]."""

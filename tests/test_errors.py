@@ -153,7 +153,7 @@ def test_sort_of_too_many_choices(device: str) -> None:
     with pytest.raises(RuntimeError) as error:
         torch.ops.grouped_linear.sort_by_expert(experts, 8)
     assert str(error.value) == (
-        "sort_by_expert: at most 2147483647 choices are supported, got 2147483648"
+        "sort_by_expert: experts must have at most 2147483519 choices, got 2147483648"
     )
 
 

@@ -154,6 +154,7 @@ void check_grouped_mm_wgrad(const char* op, const Tensor& dy, const Tensor& x, c
   if (x_rows) check_rows(op, *x_rows, 1, "dy", dy, "x_rows");
   check_same(op, "T", dy_rows ? "dy_rows" : "dy", (dy_rows ? *dy_rows : dy).size(0),
              x_rows ? "x_rows" : "x", (x_rows ? *x_rows : x).size(0));
+  check_count(op, "x", "rows", x.size(0));
   check_features(op, "N", dy.size(1));
   check_features(op, "K", x.size(1));
   check_offs(op, offs, "dy", dy);

@@ -41,6 +41,7 @@ void check_topk_experts(const Tensor& scores, int64_t k) {
   check_groups(op, scores.size(1));
   check(k >= 1 && k <= scores.size(1), op, ": k must be between 1 and E, which is ", scores.size(1),
         ", got ", k);
+  check_count(op, "scores", "rows", scores.size(0));
 }
 
 void check_sort_by_expert(const Tensor& experts, int64_t num_experts) {
@@ -48,9 +49,7 @@ void check_sort_by_expert(const Tensor& experts, int64_t num_experts) {
   check_dim(op, "experts", experts, 2);
   check_integer(op, "experts", experts.scalar_type());
   check_groups(op, num_experts);
-  const int64_t R = experts.size(0) * experts.size(1);
-  check(R <= std::numeric_limits<int32_t>::max(), op, ": at most ",
-        std::numeric_limits<int32_t>::max(), " choices are supported, got ", R);
+  check_count(op, "experts", "choices", experts.size(0) * experts.size(1));
 }
 
 void check_gather_sum(const Tensor& y, const Tensor& rows, const std::optional<Tensor>& weight) {

@@ -95,6 +95,12 @@ void check_same(const char* op, const char* what, const char* a_name, int64_t a,
 void check_features(const char* op, const char* what, int64_t size) {
   check(size > 0 && size % kFeatureMultiple == 0, op, ": ", what,
         " must be a positive multiple of ", kFeatureMultiple, ", got ", size);
+  check(size <= kMaxFeatures, op, ": ", what, " must be at most ", kMaxFeatures, ", got ", size);
+}
+
+void check_count(const char* op, const char* name, const char* what, int64_t count) {
+  check(count <= kMaxCount, op, ": ", name, " must have at most ", kMaxCount, " ", what, ", got ",
+        count);
 }
 
 void check_groups(const char* op, int64_t E) {
@@ -113,6 +119,7 @@ void check_offs(const char* op, const Tensor& offs, const char* first_name, cons
   check_dtype(op, "offs", offs, ScalarType::Int);
   check_device(op, "offs", offs, first_name, first);
   check_groups(op, offs.size(0));
+  check_count(op, first_name, "rows", first.size(0));
 }
 
 void check_integer(const char* op, const char* name, ScalarType dtype) {
@@ -125,6 +132,8 @@ void check_rows(const char* op, const Tensor& rows, int64_t dim, const char* fir
   check_dim(op, name, rows, dim);
   check_integer(op, name, rows.scalar_type());
   check_device(op, name, rows, first_name, first);
+  check_count(op, name, "rows", rows.size(0));
+  if (dim == 2) check_count(op, name, "columns", rows.size(1));
 }
 
 void check_epsilon(const char* op, double amax_epsilon) {
@@ -152,6 +161,7 @@ void check_weight(const char* op, const Tensor& w) {
   check_groups(op, w.size(0));
   check_features(op, "N", w.size(1));
   check_features(op, "K", w.size(2));
+  check_count(op, "w", "rows in all", w.size(0) * w.size(1));
 }
 
 void check_experts(const char* op, const char* name, const std::vector<Tensor>& experts) {
@@ -173,6 +183,7 @@ void check_weight_list(const char* op, const std::vector<Tensor>& w) {
   check_activation(op, "w", w[0].scalar_type());
   check_features(op, "N", w[0].size(0));
   check_features(op, "K", w[0].size(1));
+  check_count(op, "w", "rows in all", static_cast<int64_t>(w.size()) * w[0].size(0));
 }
 
 void check_written(const char* op, const char* name, const Tensor& t, ScalarType dtype,
@@ -191,6 +202,7 @@ void check_column_blocks(const char* op, const char* name, const Tensor& q_t,
   check(q_t.size(2) == kBlock, op, ": ", name, " must hold blocks of ", kBlock, " rows, got ",
         q_t.size(2));
   check_features(op, features, q_t.size(1));
+  check_count(op, name, "rows in blocks", q_t.size(0) * kBlock);
 }
 
 void check_columnwise(const char* op, const char* name, const Tensor& q_t, const char* scale_name,

@@ -124,6 +124,7 @@ void check_adam_weight(const Tensor& q, const Tensor& scale, const std::optional
   check_groups(op, E);
   check_features(op, "N", N);
   check_features(op, "K", K);
+  check_count(op, "q", "rows in all", E * N);
   check(q.is_contiguous(), op, ": q must be contiguous");
   const auto written = [&](const char* name, const Tensor& t, ScalarType dtype,
                            const Shape& shape) {
@@ -167,6 +168,7 @@ void check_update_scales(const std::vector<Tensor>& scale, const std::vector<Ten
     check_dim(op, "scale", scale[i], 1);
     check_dtype(op, "scale", scale[i], ScalarType::Float);
     check_device(op, "scale", scale[i], "the first scale", scale[0]);
+    check_count(op, "scale", "groups", scale[i].size(0));
     check(scale[i].is_contiguous(), op, ": scale must be contiguous");
     check_amax(op, amax[i], "the first scale", scale[0], "scale", scale[i].size(0));
     check_dim(op, "amax_history", amax_history[i], 2);
@@ -174,6 +176,7 @@ void check_update_scales(const std::vector<Tensor>& scale, const std::vector<Ten
     check_device(op, "amax_history", amax_history[i], "the first scale", scale[0]);
     check_same(op, "E", "amax_history", amax_history[i].size(1), "scale", scale[i].size(0));
     check(amax_history[i].size(0) > 0, op, ": amax_history must have a row, got none");
+    check_count(op, "amax_history", "rows", amax_history[i].size(0));
     check(amax_history[i].is_contiguous(), op, ": amax_history must be contiguous");
     check(fp8_max[i] > 0 && std::isfinite(fp8_max[i]), op,
           ": fp8_max must be positive and finite, got ", fp8_max[i]);

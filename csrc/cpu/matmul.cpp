@@ -36,8 +36,9 @@ void matmul(const Matrix& out, const Matrix& a, const Matrix& b,
   const AOTITorchError error = bias ? aoti_torch_cpu_addmm_out(out_t.get(), as_tensor(*bias).get(),
                                                                a_t.get(), b_t.get(), 1, 1)
                                     : aoti_torch_cpu_mm_out(out_t.get(), a_t.get(), b_t.get());
-  check(error == AOTI_TORCH_SUCCESS, "matmul: torch's CPU kernel failed for ", a.rows, " x ",
-        a.cols, " @ ", b.rows, " x ", b.cols);
+  if (error != AOTI_TORCH_SUCCESS)
+    fail("matmul: torch's CPU kernel failed for ", a.rows, " x ", a.cols, " @ ", b.rows, " x ",
+         b.cols, ": ", torch_reason());
 }
 
 Scratch to_float(const Matrix& m) {

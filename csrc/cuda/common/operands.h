@@ -27,26 +27,41 @@ inline bool has_aligned_rows(const Tensor& t) {
   return is_aligned(t) && t.stride(0) * item_size(t) % 16 == 0;
 }
 
-// A copy in new memory, which the allocator aligns to 512 bytes.
-inline Tensor dense_copy(const Tensor& t) {
-  return t.is_contiguous() ? torch::stable::clone(t) : torch::stable::contiguous(t);
-}
-
-// t itself where its rows can be read 16 bytes at a time, else a dense copy.
+// t itself where its rows can be read 16 bytes at a time, else a dense copy: the allocator aligns
+// new memory to 512 bytes.
 inline Tensor with_aligned_rows(const Tensor& t) {
   return t.stride(1) == 1 && has_aligned_rows(t) ? t : dense_copy(t);
 }
 
 // The same for any number of dimensions, with elements that lie next to one another along `inner`.
-inline Tensor vector_readable(const Tensor& t, int64_t inner) {
+inline bool is_vector_readable(const Tensor& t, int64_t inner) {
   const auto sizes = t.sizes(), strides = t.strides();
   const int64_t item = item_size(t);
   bool readable = is_aligned(t) && strides[inner] == 1;
   for (int64_t d = 0; d < t.dim(); ++d)
     if (d != inner && sizes[d] > 1)
       readable = readable && strides[d] * item % 16 == 0 && strides[d] >= sizes[inner];
-  return readable ? t : dense_copy(t);
+  return readable;
 }
+inline Tensor vector_readable(const Tensor& t, int64_t inner) {
+  return is_vector_readable(t, inner) ? t : dense_copy(t);
+}
+
+// A dense tensor that kernels write, and may read, 16 bytes at a time; or none. It may be a view
+// that begins anywhere in a larger buffer: then a copy is used, and copied back after the launch.
+class AlignedOutput {
+ public:
+  explicit AlignedOutput(const std::optional<Tensor>& t)
+      : own_(t), used_(t && !is_aligned(*t) ? dense_copy(*t) : t) {}
+
+  const std::optional<Tensor>& used() const { return used_; }
+  void copy_back() {
+    if (own_ && !is_aligned(*own_)) torch::stable::copy_(*own_, *used_);
+  }
+
+ private:
+  std::optional<Tensor> own_, used_;
+};
 
 template <typename T>
 const T* data(const Tensor& t) {

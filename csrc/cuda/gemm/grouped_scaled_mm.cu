@@ -8,9 +8,8 @@ namespace {
 void run_wgrad(const Launch& launch, const Tensor& dy_t, const Tensor& x_t,
                const Tensor& scale_dy_t, const Tensor& scale_x_t, const Tensor& offs,
                const EpilogueArguments& epilogue) {
-  const GemmShape shape{row_count(launch.op(), x_t.size(0) * kBlock),
-                        static_cast<int>(offs.size(0)), static_cast<int>(dy_t.size(1)),
-                        static_cast<int>(x_t.size(1)), 0};
+  const GemmShape shape{static_cast<int>(x_t.size(0) * kBlock), static_cast<int>(offs.size(0)),
+                        static_cast<int>(dy_t.size(1)), static_cast<int>(x_t.size(1)), 0};
   run_grouped_gemm(
       launch,
       {Grouping::kK, dy_t, x_t, as_dense(offs), scale_dy_t, scale_x_t, epilogue, shape, {}, {}});
@@ -36,7 +35,7 @@ Tensor grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a
   }
 
   const std::optional<Tensor> bias = with_dense_rows(bias_in);
-  const int rows = row_count(launch.op(), T);
+  const auto rows = static_cast<int>(T);
   const GemmShape shape{rows, static_cast<int>(E), rows, static_cast<int>(N), static_cast<int>(K)};
   run_grouped_gemm(launch, {Grouping::kM,
                             a,

@@ -40,8 +40,8 @@ void quantize_rows_and_weight(const Tensor& x_in, const Tensor& offs_in, const T
     launch.run(quantize_rows_and_weight_kernel<Element>,
                row_blocks + static_cast<unsigned>(of_w.scale.numel()), kTileThreads, 0,
                rows_of<Element>(x), data<int32_t>(offs), static_cast<int>(results.E),
-               int32_rows(results.T), static_cast<int>(results.K), results.outputs(), row_blocks,
-               experts, is_aligned(w), outputs_of(of_w, w.size(1), w.size(2)), rule);
+               static_cast<int>(results.T), static_cast<int>(results.K), results.outputs(),
+               row_blocks, experts, is_aligned(w), outputs_of(of_w, w.size(1), w.size(2)), rule);
   });
 }
 
@@ -61,15 +61,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
 
   const Launch launch("group_quantize", x_in);
   const Tensor x = with_dense_rows(x_in), offs = as_dense(offs_in), rows = as_dense(*rows_in);
-  if (T == 0 || x.size(0) == 0) {
-    results.zero_bias_grad();
+  if (T == 0 || x.size(0) == 0) {  // no row to gather
+    results.zero();
     return results.all();
   }
 
   const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
   constexpr int64_t most = std::numeric_limits<uint32_t>::max();
   const int64_t row_bytes = x.stride(0) * item_size(x);
-  const bool vectorised = has_aligned_rows(x) && x.size(0) <= most && row_bytes <= most;
+  const bool vectorised = has_aligned_rows(x) && row_bytes <= most;
   for_element(x.scalar_type(), [&]<typename Element>(std::type_identity<Element>) {
     for_index(rows.scalar_type(), [&]<typename Index>(std::type_identity<Index>) {
       const GatheredRows<Element, Index> gathered{data<Element>(x), x.stride(0), vectorised,

@@ -40,6 +40,10 @@ struct BlockResults : Quantized {
   void zero_bias_grad() {
     if (bias_grad.numel() > 0) torch::stable::zero_(bias_grad);
   }
+  void zero() {
+    for (Tensor* t : {&q, &scale, &q_t, &scale_t, &bias_grad})
+      if (t->numel() > 0) torch::stable::zero_(*t);
+  }
 };
 
 template <typename Source>
@@ -63,7 +67,7 @@ void quantize_tiles(const Launch& launch, Source source, const Tensor& offs, Sca
   out.partial_bias_grad = sums.partial();
 
   const int64_t tiles = results.most_tiles(ceil_div(results.K / Source::kParts, kBlock));
-  const int rows = int32_rows(results.T);
+  const auto rows = static_cast<int>(results.T);
   int buffer = static_cast<int>(sizeof(typename Source::Buffer));
   static_assert(sizeof(typename Source::Buffer) <= kSmemForOneBlock,
                 "launch_over_tiles allows no more shared memory");

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <limits>
 #include <optional>
 
 #include "cuda/common/launch.h"
@@ -13,12 +12,6 @@
 #include "cuda/quantize/weight.cuh"
 
 namespace grouped_linear::cuda {
-
-// offs are int32, so no group has rows past 2^31, and the padding of a group's last block must not
-// overflow.
-inline int int32_rows(int64_t T) {
-  return static_cast<int>(std::min<int64_t>(T, std::numeric_limits<int32_t>::max() - kBlock));
-}
 
 // As many thread blocks as there are tiles, but at most so many waves of those that the GPU holds
 // at once, `occupancy` on each multiprocessor.
@@ -72,18 +65,14 @@ struct GroupedInput {
         offs(as_dense(offs_in)),
         row_stride(values.stride(0)),
         row_blocks(padded_rows(x.size(0), offs->size(0)) / kBlock),
-        groups{data<int32_t>(*offs), static_cast<int>(offs->size(0)), int32_rows(x.size(0)),
+        groups{data<int32_t>(*offs), static_cast<int>(offs->size(0)), static_cast<int>(x.size(0)),
                static_cast<int>(x.size(1)), 0} {}
-  GroupedInput(const char* op, const Tensor& weight)
+  explicit GroupedInput(const Tensor& weight)
       : values(as_dense(weight)),
         row_stride(weight.size(2)),
         row_blocks(weight.size(0) * ceil_div(weight.size(1), kBlock)),
         groups{nullptr, static_cast<int>(weight.size(0)), 0, static_cast<int>(weight.size(2)),
-               static_cast<int>(weight.size(1))} {
-    const int64_t rows = weight.size(0) * weight.size(1);
-    check(rows == int32_rows(rows), op, ": the experts must have fewer than 2^31 rows in all, got ",
-          rows);
-  }
+               static_cast<int>(weight.size(1))} {}
 
   bool vectorised() const { return is_aligned(values) && row_stride * item_size(values) % 16 == 0; }
   unsigned grid(const Launch& launch, int occupancy) const {

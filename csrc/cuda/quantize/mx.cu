@@ -86,10 +86,12 @@ void refresh_weight_mx_(const std::vector<Tensor>& w, const std::optional<Tensor
   check_refresh_weight_mx(w, refresh, w_rowwise, w_columnwise);
 
   const Launch launch("refresh_weight_mx_", w[0]);
+  AlignedOutput rowwise(w_rowwise), columnwise(w_columnwise);
   MxOutputs out{};
-  out.rowwise = mutable_data<uint16_t>(w_rowwise);
-  out.columnwise = mutable_data_or_null<uint16_t>(w_columnwise);
-  quantize<true>(launch, GroupedInput(launch.op(), packed(w)), data_or_null<bool>(refresh), out);
+  out.rowwise = mutable_data_or_null<uint16_t>(rowwise.used());
+  out.columnwise = mutable_data_or_null<uint16_t>(columnwise.used());
+  quantize<true>(launch, GroupedInput(packed(w)), data_or_null<bool>(refresh), out);
+  rowwise.copy_back(), columnwise.copy_back();
 }
 
 }  // namespace grouped_linear::cuda

@@ -15,8 +15,8 @@ constexpr ScalarType kE4m3 = ScalarType::Float8_e4m3fn;
 
 // The amax of every group, as the bits of a float32, in an int32 tensor [E].
 Tensor find_amax(const Launch& launch, const GroupedInput& input, const bool* refresh = nullptr) {
-  Tensor amax =
-      torch::stable::new_zeros(input.values, std::vector<int64_t>{input.groups.E}, ScalarType::Int);
+  Tensor amax = new_tensor(input.values, {input.groups.E}, ScalarType::Int);
+  torch::stable::zero_(amax);
   for_element(input.values.scalar_type(), [&]<typename Element>(std::type_identity<Element>) {
     constexpr int occupancy = kTileOccupancy<Element>;
     launch_over_tiles<group_amax_kernel<Element>>(
@@ -130,7 +130,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_weight_current(const Tensor& w, doub
   check_quantize_weight("quantize_weight_current", w, amax_epsilon);
 
   const Launch launch("quantize_weight_current", w);
-  const GroupedInput input(launch.op(), w);
+  const GroupedInput input(w);
   const WeightTensors out(w, columnwise);
   const Tensor scale = new_tensor(w, {w.size(0)}, ScalarType::Float);
 
@@ -149,8 +149,7 @@ std::tuple<Tensor, Tensor> quantize_weight_delayed_(const std::optional<Tensor>&
   const Tensor scale = as_dense(scale_in);
   const WeightTensors out(w, columnwise);
 
-  quantize(launch, GroupedInput(launch.op(), w), kE4m3, from_scale(scale),
-           outputs(out.q, out.q_t, amax));
+  quantize(launch, GroupedInput(w), kE4m3, from_scale(scale), outputs(out.q, out.q_t, amax));
   return {out.q, out.q_t};
 }
 
@@ -160,12 +159,14 @@ void refresh_weight_current_(const std::vector<Tensor>& w, const std::optional<T
   check_refresh_weight_current(w, refresh, q, scale, q_t, amax_epsilon);
 
   const Launch launch("refresh_weight_current_", w[0]);
-  const GroupedInput input(launch.op(), packed(w));
+  const GroupedInput input(packed(w));
   const bool* flag = data_or_null<bool>(refresh);
 
+  AlignedOutput rowwise(q), columnwise(q_t);
   const Tensor amax = find_amax(launch, input, flag);
   quantize(launch, input, kE4m3, from_amax(amax, amax_epsilon, power_of_two_scales, scale),
-           outputs(q, q_t), flag);
+           outputs(*rowwise.used(), columnwise.used()), flag);
+  rowwise.copy_back(), columnwise.copy_back();
 }
 
 void refresh_weight_delayed_(const std::optional<Tensor>& amax, const std::vector<Tensor>& w,
@@ -176,10 +177,11 @@ void refresh_weight_delayed_(const std::optional<Tensor>& amax, const std::vecto
 
   const Launch launch("refresh_weight_delayed_", w[0]);
   const Tensor state = as_dense(state_in);
+  AlignedOutput rowwise(q), columnwise(q_t);
 
-  quantize(launch, GroupedInput(launch.op(), packed(w)), kE4m3,
-           from_scale(state, mutable_data<float>(scale)), outputs(q, q_t, amax),
-           data_or_null<bool>(refresh));
+  quantize(launch, GroupedInput(packed(w)), kE4m3, from_scale(state, mutable_data<float>(scale)),
+           outputs(*rowwise.used(), columnwise.used(), amax), data_or_null<bool>(refresh));
+  rowwise.copy_back(), columnwise.copy_back();
 }
 
 }  // namespace grouped_linear::cuda

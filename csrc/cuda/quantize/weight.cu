@@ -75,8 +75,10 @@ void refresh_weight_(const std::vector<Tensor>& w, const std::optional<Tensor>& 
   check_refresh_weight(w, refresh, q, scale, q_t, amax_epsilon);
 
   const Launch launch("refresh_weight_", w[0]);
+  AlignedOutput rowwise(q), columnwise(q_t);
   quantize(launch, w, {static_cast<float>(amax_epsilon), power_of_two_scales}, refresh,
-           {q, scale, q_t});
+           {*rowwise.used(), scale, columnwise.used()});
+  rowwise.copy_back(), columnwise.copy_back();
 }
 
 }  // namespace grouped_linear::cuda

@@ -1,3 +1,5 @@
+#include <limits>
+
 #include "checks.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/operands.h"
@@ -17,8 +19,12 @@ void with_row_gather(const Tensor& y, const Tensor& rows, const Run& run) {
   });
 }
 
-unsigned blocks_for(int64_t threads) {
-  return static_cast<unsigned>(ceil_div(threads, kGatherThreads));
+unsigned blocks_for(const Launch& launch, int64_t threads) {
+  constexpr int64_t most = std::numeric_limits<int32_t>::max();
+  const int64_t blocks = ceil_div(threads, kGatherThreads);
+  check(blocks <= most, launch.op(), ": too many rows for one launch on CUDA, which has at most ",
+        most, " thread blocks, got ", blocks);
+  return static_cast<unsigned>(blocks);
 }
 
 }  // namespace
@@ -38,12 +44,13 @@ Tensor gather_sum(const Tensor& y_in, const Tensor& rows_in,
 
   const Tensor y = with_aligned_rows(y_in), rows = as_dense(rows_in);
   const std::optional<Tensor> weight = as_dense(weight_in);
-  with_row_gather(
-      y, rows, [&]<typename Element, typename Index>(const RowGather<Element, Index>& gathered) {
-        launch.run(gather_sum_kernel<Element, Index>, blocks_for(T * H / gathered.kVectorElements),
-                   kGatherThreads, 0, gathered, data_or_null<float>(weight), T, static_cast<int>(C),
-                   static_cast<int>(H), mutable_data<uint4>(out));
-      });
+  with_row_gather(y, rows,
+                  [&]<typename Element, typename Index>(const RowGather<Element, Index>& gathered) {
+                    launch.run(gather_sum_kernel<Element, Index>,
+                               blocks_for(launch, T * H / gathered.kVectorElements), kGatherThreads,
+                               0, gathered, data_or_null<float>(weight), T, static_cast<int>(C),
+                               static_cast<int>(H), mutable_data<uint4>(out));
+                  });
   return out;
 }
 
@@ -62,7 +69,7 @@ Tensor gather_dot(const Tensor& a_in, const Tensor& y_in, const Tensor& rows_in)
   const Tensor a = with_aligned_rows(a_in), y = with_aligned_rows(y_in), rows = as_dense(rows_in);
   with_row_gather(y, rows,
                   [&]<typename Element, typename Index>(const RowGather<Element, Index>& gathered) {
-                    launch.run(gather_dot_kernel<Element, Index>, blocks_for(32 * T * C),
+                    launch.run(gather_dot_kernel<Element, Index>, blocks_for(launch, 32 * T * C),
                                kGatherThreads, 0, data<Element>(a), a.stride(0), gathered, T * C,
                                static_cast<int>(C), static_cast<int>(H), mutable_data<float>(out));
                   });
@@ -80,7 +87,7 @@ Tensor scatter_rows(const Tensor& x_in, const Tensor& rows_in, int64_t num_rows)
   const Tensor x = with_aligned_rows(x_in), rows = as_dense(rows_in);
   const int64_t per_vector = 16 / item_size(x), per_row = H / per_vector;
   for_index(rows.scalar_type(), [&]<typename Index>(std::type_identity<Index>) {
-    launch.run(scatter_rows_kernel<Index>, blocks_for(T * per_row), kGatherThreads, 0,
+    launch.run(scatter_rows_kernel<Index>, blocks_for(launch, T * per_row), kGatherThreads, 0,
                static_cast<const uint4*>(x.const_data_ptr()), x.stride(0) / per_vector,
                data<Index>(rows), T, static_cast<int>(C), static_cast<int>(per_row), num_rows,
                mutable_data<uint4>(out));

@@ -34,8 +34,7 @@ void launch_elementwise(const Launch& launch, const TensorMaps& maps, const Grou
 
 // Whether b is dense along `inner`, and TMA can read it as it is: a copy might be dense along K.
 bool is_dense_along(const Tensor& b, int64_t inner) {
-  return b.stride(inner) == 1 && (inner == 2 || b.stride(2) != 1) &&
-         tma_readable(b, inner).data_ptr() == b.data_ptr();
+  return b.stride(inner) == 1 && (inner == 2 || b.stride(2) != 1) && is_vector_readable(b, inner);
 }
 
 }  // namespace

@@ -1,0 +1,343 @@
+"""Arguments at the edges of memory: sources without rows, tensors that begin anywhere, huge sizes.
+
+On a GPU run it under compute-sanitizer, too, and with GROUPED_LINEAR_PORTABLE=1 (CONTRIBUTING.md).
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from support.cases import VARIANTS, variant_of
+from support.compare import assert_same_bits, bits
+from support.devices import OPS, devices
+from support.errors import GROUPS_3, fake_sentence, sentence
+from support.groups import GROUPS
+from support.samples import GATHERED, Sample, make, specified
+from support.tensors import BF16, DTYPES, FP32
+
+# --- sources without rows ------------------------------------------------------------------------
+
+# By op: the numbers of gathered rows, and the sources that they index.
+GATHERS = [
+    ("group_quantize", "rows"),
+    *((op, "rows") for op in ("grouped_mm", "grouped_mm_list", "grouped_scaled_mm")),
+    *((op, "rows") for op in ("grouped_mm_swiglu", "grouped_mm_swiglu_grad")),
+    *(
+        (op, rows)
+        for op in ("grouped_mm_wgrad", "grouped_mm_wgrad_", "grouped_mm_wgrad_list_")
+        for rows in ("dy_rows", "x_rows")
+    ),
+]
+
+
+def gathering(op: str, rows: str, dtype: torch.dtype, index: torch.dtype) -> tuple[Sample, str]:
+    """A call that gathers, and the name of the argument whose rows it gathers."""
+    options: dict[str, Any] = {"gathers": rows}
+    if op == "group_quantize":
+        options = {"columnwise": True, "bias_grad": True}
+    sample = make(op, GROUPS_3, dtype, index=index, **options)
+    return sample, "x" if op == "group_quantize" else GATHERED[rows]
+
+
+def with_source_rows(sample: Sample, source: str, count: int) -> Sample:
+    """The same with a source of so many rows, all zeros."""
+    changed = {source: torch.zeros_like(sample[source][:1]).repeat(count, 1)}
+    if "scale_a" in sample.arguments:
+        changed["scale_a"] = sample["scale_a"][:, : 4 * count]
+    return sample.but(**changed)
+
+
+@pytest.mark.parametrize("device", devices("group_quantize"))
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("op", "rows"), GATHERS)
+def test_source_without_rows(
+    op: str, rows: str, dtype: torch.dtype, index: torch.dtype, device: str
+) -> None:
+    """Groups without rows gather nothing, whatever the row numbers are."""
+    sample, source = gathering(op, rows, dtype, index)
+    sample = sample.but(offs=torch.zeros_like(sample["offs"]))
+    if op.endswith("_"):
+        sample = sample.but(overwrite=torch.tensor(True))
+    empty = with_source_rows(sample, source, 0)
+    expected = with_source_rows(sample, source, 1).results("cpu")
+    actual = empty.results(device)
+    for one, other in zip(specified(empty, actual), specified(sample, expected), strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("device", devices("group_quantize"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("op", "rows"), GATHERS)
+def test_rows_of_a_source_without_rows(op: str, rows: str, dtype: torch.dtype, device: str) -> None:
+    """Row numbers that index nothing: one sentence on a CPU, zeros on a GPU."""
+    sample, source = gathering(op, rows, dtype, torch.int32)
+    sample = sample.but(**{rows: torch.zeros_like(sample[rows])})
+    if op.endswith("_"):
+        sample = sample.but(overwrite=torch.tensor(True))
+    empty = with_source_rows(sample, source, 0)
+    if device == "cpu":
+        said = sentence(empty).partition(": ")[2]
+        assert said == f"{rows} must index the 0 rows of {source}, got 0 at row 0"
+    else:
+        for i, result in enumerate(empty.results(device)):
+            if (op, i) != ("grouped_mm_swiglu_grad", 1):  # h is of gate_up
+                assert not bits(result).any()
+
+
+@pytest.mark.parametrize("device", devices("gather_sum"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", ["gather_sum", "gather_dot", "scatter_rows"])
+def test_moves_from_and_to_no_rows(op: str, dtype: torch.dtype, device: str) -> None:
+    sample = make(op, GROUPS_3, dtype)
+    nothing = {"num_rows": 0} if op == "scatter_rows" else {"y": sample["y"][:0]}
+    owner = "out" if op == "scatter_rows" else "y"
+    if device == "cpu":
+        said = sentence(sample.but(**nothing))
+        assert said.startswith(f"{op}: rows must index the 0 rows of {owner}, got ")
+    else:
+        for result in sample.but(**nothing).results(device):
+            assert not bits(result).any()
+
+
+# --- tensors that begin anywhere -----------------------------------------------------------------
+
+MARGIN = 64  # bytes before and behind a tensor, which an op must leave alone
+MARK = 0xA5
+
+
+def shifted(value: Any, by: int) -> Any:
+    """The same tensors `by` bytes, rounded up to an element, into memory that is aligned.
+
+    What shares memory still does.
+    """
+    buffers: dict[int, Tensor] = {}
+
+    def shift(t: Tensor) -> Tensor:
+        storage, skip = t.untyped_storage(), -(-by // t.itemsize) * t.itemsize
+        if storage.data_ptr() not in buffers:
+            held = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
+            buffer = held.new_full((len(held) + 2 * MARGIN + skip,), MARK)
+            buffer[MARGIN + skip :][: len(held)] = held
+            buffers[storage.data_ptr()] = buffer
+        view = torch.empty(0, dtype=t.dtype, device=t.device)
+        first = (MARGIN + skip) // t.itemsize + t.storage_offset()
+        return view.set_(buffers[storage.data_ptr()].untyped_storage(), first, t.shape, t.stride())
+
+    return [shift(t) for t in value] if isinstance(value, list) else shift(value)
+
+
+def assert_margins(value: Any, by: int) -> None:
+    for t in tree_leaves(value):
+        held = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+        skip = -(-by // t.itemsize) * t.itemsize
+        assert (held[: MARGIN + skip] == MARK).all()
+        assert (held[-MARGIN:] == MARK).all()
+
+
+def copies(value: Any) -> Any:
+    """Copies to write to, at the start of memory of their own, laid out alike."""
+    return shifted(value, 0)
+
+
+def call(sample: Sample) -> list[Tensor]:
+    """What the call returns and what it has written, on the CPU."""
+    outputs = [sample(), [sample[name] for name in sample.written]]
+    return specified(sample, [t.cpu() for t in tree_leaves(outputs) if t is not None])
+
+
+@pytest.mark.parametrize(
+    ("op", "variant", "device"),
+    [
+        pytest.param(
+            op, variant, *device.values, marks=device.marks, id=f"{op}-{variant}-{device.id}"
+        )
+        for op in OPS
+        for variant in ("plain", *VARIANTS.get(op, {}))
+        if "grad_of" not in variant and not variant.endswith("grad")
+        for device in devices(op)
+    ],
+)
+def test_tensors_that_begin_anywhere(op: str, variant: str, device: str) -> None:
+    """Each tensor argument one element, and 8 bytes, past 16-byte alignment: the same bits."""
+    plans = [("capacity", BF16)]
+    if variant == "plain":
+        plans.append(("capacity", FP32))
+    if variant == "plain" or "_list" in op:
+        plans.append(("one_group", BF16))
+    for groups, dtype in plans:
+        sample = variant_of(op, GROUPS[groups], variant, dtype).on(device)
+
+        def fresh(sample: Sample = sample) -> Sample:
+            return sample.but(**{name: copies(sample[name]) for name in sample.written})
+
+        expected = call(fresh())
+        for name, value in sample.arguments.items():
+            if not all(isinstance(t, Tensor) for t in tree_leaves(value)):
+                continue
+            for by in (1, 8):
+                moved = fresh().but(**{name: shifted(value, by)})
+                assert fake_sentence(moved) == "no error"
+                for actual, other in zip(call(moved), expected, strict=True):
+                    assert_same_bits(actual, other)
+                assert_margins(moved[name], by)
+
+
+# --- sizes that 32 bits do not hold --------------------------------------------------------------
+
+HUGE = 2**31 - 64  # rounded up to blocks of 128 it is no int32
+
+
+def of_size(t: Tensor, dim: int, size: int = HUGE) -> Tensor:
+    """t with another size of a dimension, in the memory of one row of it."""
+    return t.narrow(dim, 0, 1).expand(*t.shape[:dim], size, *t.shape[dim + 1 :])
+
+
+# By op: the arguments that are too large and along which dimension, of a sample with options.
+TOO_LARGE: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("group_quantize", {"x": 0}, {}),
+    ("group_quantize", {"rows": 0}, {"index": torch.int32}),
+    *(
+        (f"group_{op}", {"x": 0}, {})
+        for op in ("quantize_current", "quantize_delayed_", "quantize_mx", "round_mx")
+    ),
+    ("topk_experts", {"scores": 0}, {}),
+    ("sort_by_expert", {"experts": 0}, {"C": 1}),
+    ("gather_sum", {"rows": 0, "weight": 0}, {}),
+    ("gather_dot", {"rows": 1}, {}),
+    ("scatter_rows", {"x": 0, "rows": 0}, {}),
+    ("swiglu", {"gate_up": 0}, {}),
+    ("swiglu_grad", {"dh": 0, "gate_up": 0, "weight": 0}, {}),
+    ("group_quantize_swiglu", {"gate_up": 0}, {}),
+    ("group_quantize_swiglu_grad", {"dh": 0, "gate_up": 0, "weight": 0}, {}),
+    ("group_dequantize", {"q": 0, "scale": 1}, {}),
+    ("group_dequantize_t", {"q_t": 0}, {}),
+    ("grouped_bias_grad", {"dy": 0}, {}),
+    ("quantize_weight", {"w": 1}, {}),
+    ("quantize_weight_current", {"w": 1}, {}),
+    ("quantize_weight_delayed_", {"w": 1}, {}),
+    ("update_scales_", {"scale": 0, "amax": 0, "amax_history": 1}, {}),
+    ("update_scales_", {"amax_history": 0}, {}),
+    ("adam_weight_", {"q": 1}, {}),
+    ("grouped_mm", {"a": 0}, {}),
+    ("grouped_mm", {"a": 0}, {"gathers": "rows"}),
+    ("grouped_mm", {"rows": 0}, {"gathers": "rows"}),
+    ("grouped_mm_list", {"a": 0}, {"gathers": "rows"}),
+    ("grouped_mm_swiglu", {"a": 0}, {"gathers": "rows"}),
+    ("grouped_mm_swiglu_grad", {"a": 0}, {"gathers": "rows"}),
+    ("grouped_scaled_mm", {"a": 0, "scale_a": 1}, {"gathers": "rows"}),
+    ("grouped_mm_wgrad", {"x": 0}, {"gathers": "x_rows"}),
+    ("grouped_mm_wgrad", {"dy": 0}, {"gathers": "dy_rows"}),
+    ("grouped_mm_wgrad_", {"x": 0}, {"gathers": "x_rows"}),
+    ("grouped_mm_wgrad_list_", {"dy": 0}, {"gathers": "dy_rows"}),
+    ("grouped_scaled_mm_wgrad", {"dy_t": 0}, {}),
+    ("block_scaled_linear", {"x": 0}, {}),
+    ("block_scaled_linear_grad", {"dy": 0}, {}),
+]
+
+
+def with_sizes(sample: Sample, dims: dict[str, int], size: int = HUGE) -> Sample:
+    def change(value: Any, dim: int) -> Any:
+        if isinstance(value, list):
+            return [of_size(t, dim, size) for t in value]
+        if value.dim() == 3 and dim == 1:  # a weight, whose experts have too many rows in all
+            return value[:1, :1].expand(8, 2**29, -1)
+        return of_size(value, dim, size)
+
+    return sample.but(**{name: change(sample[name], dim) for name, dim in dims.items()})
+
+
+@pytest.mark.parametrize("device", [*devices(*OPS), "fake", "meta"])
+def test_more_rows_than_32_bits_count(device: str) -> None:
+    lines = []
+    for op, dims, options in TOO_LARGE:
+        sample = make(op, GROUPS_3, BF16, **options)
+        if device == "fake":
+            lines.append(fake_sentence(with_sizes(sample, dims)))
+        else:
+            lines.append(sentence(with_sizes(sample.on(device), dims)))
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+group_quantize: x must have at most 2147483519 rows, got 2147483584
+group_quantize: rows must have at most 2147483519 rows, got 2147483584
+group_quantize_current: x must have at most 2147483519 rows, got 2147483584
+group_quantize_delayed_: x must have at most 2147483519 rows, got 2147483584
+group_quantize_mx: x must have at most 2147483519 rows, got 2147483584
+group_round_mx: x must have at most 2147483519 rows, got 2147483584
+topk_experts: scores must have at most 2147483519 rows, got 2147483584
+sort_by_expert: experts must have at most 2147483519 choices, got 2147483584
+gather_sum: rows must have at most 2147483519 rows, got 2147483584
+gather_dot: rows must have at most 2147483519 columns, got 2147483584
+scatter_rows: rows must have at most 2147483519 rows, got 2147483584
+swiglu: gate_up must have at most 2147483519 rows, got 2147483584
+swiglu_grad: dh must have at most 2147483519 rows, got 2147483584
+group_quantize_swiglu: gate_up must have at most 2147483519 rows, got 2147483584
+group_quantize_swiglu_grad: dh must have at most 2147483519 rows, got 2147483584
+group_dequantize: q must have at most 2147483519 rows, got 2147483584
+group_dequantize_t: q_t must have at most 2147483519 rows in blocks, got 274877898752
+grouped_bias_grad: dy must have at most 2147483519 rows, got 2147483584
+quantize_weight: w must have at most 2147483519 rows in all, got 4294967296
+quantize_weight_current: w must have at most 2147483519 rows in all, got 4294967296
+quantize_weight_delayed_: w must have at most 2147483519 rows in all, got 4294967296
+update_scales_: scale must have at most 2147483519 groups, got 2147483584
+update_scales_: amax_history must have at most 2147483519 rows, got 2147483584
+adam_weight_: q must have at most 2147483519 rows in all, got 4294967296
+grouped_mm: a must have at most 2147483519 rows, got 2147483584
+grouped_mm: a must have at most 2147483519 rows, got 2147483584
+grouped_mm: rows must have at most 2147483519 rows, got 2147483584
+grouped_mm_list: a must have at most 2147483519 rows, got 2147483584
+grouped_mm_swiglu: a must have at most 2147483519 rows, got 2147483584
+grouped_mm_swiglu_grad: a must have at most 2147483519 rows, got 2147483584
+grouped_scaled_mm: a must have at most 2147483519 rows, got 2147483584
+grouped_mm_wgrad: x must have at most 2147483519 rows, got 2147483584
+grouped_mm_wgrad: dy must have at most 2147483519 rows, got 2147483584
+grouped_mm_wgrad_: x must have at most 2147483519 rows, got 2147483584
+grouped_mm_wgrad_list_: dy must have at most 2147483519 rows, got 2147483584
+grouped_scaled_mm_wgrad: dy_t must have at most 2147483519 rows in blocks, got 274877898752
+group_quantize: x must have at most 2147483519 rows, got 2147483584
+group_quantize: x must have at most 2147483519 rows, got 2147483584""",
+    )
+
+
+@pytest.mark.parametrize("device", [*devices(*OPS), "fake", "meta"])
+def test_more_features_than_32_bits_count(device: str) -> None:
+    lines = []
+    for op, dims in (
+        ("group_quantize", {"x": 1}),
+        ("swiglu", {"gate_up": 1}),
+        ("grouped_mm", {"a": 1, "b": 2}),
+        ("quantize_weight", {"w": 2}),
+        ("gather_sum", {"y": 1}),
+    ):
+        sample = make(op, GROUPS_3, BF16)
+        if device == "fake":
+            lines.append(fake_sentence(with_sizes(sample, dims, 2**32)))
+        else:
+            lines.append(sentence(with_sizes(sample.on(device), dims, 2**32)))
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+group_quantize: K must be at most 536870912, got 4294967296
+swiglu: K must be at most 536870912, got 2147483648
+grouped_mm: K must be at most 536870912, got 4294967296
+quantize_weight: K must be at most 536870912, got 4294967296
+gather_sum: H must be at most 536870912, got 4294967296""",
+    )
+
+
+def test_what_torch_cannot_allocate() -> None:
+    """torch's own words, of a result and of a copy of an argument: this is no lack of memory."""
+    x, rows = torch.zeros(1, 16), torch.zeros(1, 1, dtype=torch.int32)
+    endless = torch.zeros(1, 1).expand(2**33, 2**29)
+    for call in (
+        lambda: torch.ops.grouped_linear.scatter_rows(x, rows, 2**62),
+        lambda: torch.ops.grouped_linear.gather_sum(endless, rows),
+    ):
+        assert "overflow" in sentence(call)
