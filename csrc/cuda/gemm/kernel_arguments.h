@@ -12,6 +12,12 @@ namespace grouped_linear::cuda {
 // operands, along K.
 enum class Grouping { kM, kK };
 
+// What shares a scale in FP8 operands. a: a group, or 1 x 128 along K. b: the same, or 128 x 128.
+enum class Scaling { kNone, kScalePerGroup, kScale1x128, kScale128x128 };
+
+// The dimension in which an operand's elements are neighbours where a kernel reads them.
+enum class Major { kK, kMN };
+
 struct GemmShape {
   int T, E;        // rows of all groups, groups
   int rows, cols;  // of an output matrix: (T, N) M-grouped, (N, K) K-grouped

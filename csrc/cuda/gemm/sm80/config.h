@@ -17,13 +17,6 @@ constexpr int kMaxSharedBytes = 99 * 1024;
 
 constexpr int kScaleBlock = kBlock, kPaddedBlock = kBlock;
 
-// What shares a scale in FP8 operands, as on sm_90. a: a group, or 1 x 128 along K. b: the same, or
-// 128 x 128.
-enum class Scaling { kNone, kScalePerGroup, kScale1x128, kScale128x128 };
-
-// An operand's dense dimension in memory.
-enum class Major { kK, kMN };
-
 // How many rows groups have. Few: an M-grouped GEMM whose time is that of reading b, as in decode.
 // All warps lie along b's columns, and an SM has two blocks where there is shared memory for them.
 enum class GroupRows { kMany, kFew };

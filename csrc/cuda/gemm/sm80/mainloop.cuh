@@ -26,8 +26,11 @@ struct RawFragments {
   uint32_t a[Config::kWarpM / 16][4], b[kOfB][4];
 };
 
+// What the tensor cores summed, in the operands' own unit: see kFp8Factor.
 template <typename Config>
-constexpr float kFp8Factors = kFp8Factor<typename Config::A> * kFp8Factor<typename Config::B>;
+__device__ __forceinline__ float partial_sum(float accumulated) {
+  return accumulated * (kFp8Factor<typename Config::A> * kFp8Factor<typename Config::B>);
+}
 
 // How partial accumulators are added: by the scales of their k-block. Where all columns of a warp
 // have one scale, as those of 128 features often do, a row's scale is multiplied by it beforehand.
@@ -73,7 +76,7 @@ class Promotion {
       for (int i = 0; i < Config::kWarpM / 16; ++i)
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          float value = partial[i][j][k] * kFp8Factors<Config>;
+          float value = partial_sum<Config>(partial[i][j][k]);
           if constexpr (has_column_scales) value *= k % 2 == 0 ? column.x : column.y;
           accum[i][j][k] += row_scales_[i][k / 2] * value;
         }
@@ -214,7 +217,7 @@ class WarpTile {
 #pragma unroll
         for (int j = 0; j < Config::kWarpN / 8; ++j)
 #pragma unroll
-          for (int k = 0; k < 4; ++k) accum[i][j][k] += partial[i][j][k] * kFp8Factors<Config>;
+          for (int k = 0; k < 4; ++k) accum[i][j][k] += partial_sum<Config>(partial[i][j][k]);
     }
   }
 

@@ -45,12 +45,6 @@ constexpr int kMaxSharedBytes = 227 * 1024;  // of a block on sm_90
 // a's row scales are loaded from a multiple of 4 rows on, and a tile may start at any row.
 constexpr int kRowScaleAlignment = kScaleRowMultiple;
 
-// What shares a scale in FP8 operands. a: a group, or 1 x 128 along K. b: the same, or 128 x 128.
-enum class Scaling { kNone, kScalePerGroup, kScale1x128, kScale128x128 };
-
-// An operand's dense dimension in shared memory.
-enum class Major { kK, kMN };
-
 template <typename A_, typename B_, int kTileN_, int kStages_, Scaling kScaling, Grouping kGrouping,
           Major kAMajor_ = Major::kK, Major kBMajor_ = Major::kK>
 struct GemmConfig {
