@@ -44,7 +44,7 @@ GROUPED_LINEAR_DEVICE float one_plus_exp(float g) {
 //   scaled_gate  what sigmoid is taken of
 //   slope        the derivative by g of g * s
 struct PlainSwiglu {
-  static constexpr bool kHasLimit = false, interleaved = false;
+  static constexpr bool interleaved = false;
   GROUPED_LINEAR_DEVICE static float product(float a, float b) { return exact::mul(a, b); }
   GROUPED_LINEAR_DEVICE float gate(float g) const { return g; }
   GROUPED_LINEAR_DEVICE float up(float u) const { return u; }
@@ -59,7 +59,6 @@ struct PlainSwiglu {
 
 // Made by swiglu_form.
 struct SwigluForm {
-  static constexpr bool kHasLimit = true;
   float alpha = 1, beta = 0, limit = std::numeric_limits<float>::infinity();
   bool interleaved = false;                               // gate and up are columns 2 c and 2 c + 1
   float cubic = 0, slope_cubic = 0;                       // times alpha, and times 3 * alpha

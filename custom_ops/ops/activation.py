@@ -296,10 +296,10 @@ def group_quantize_swiglu(
     share_scales: bool = False,
     activation: SwiGLU = PLAIN,
 ) -> SwigluQuantized:
-    """Compute ``h = silu(gate) * up`` and quantize it in one pass, without writing h.
+    """Compute ``h = silu(gate) * up`` and quantize it, in bfloat16 in one pass, without writing h.
 
     The bits are those of :func:`group_quantize` of :func:`swiglu`: h is rounded to gate_up's dtype,
-    then quantized.
+    then quantized. On a GPU float16 and float32 take these two passes.
 
     Args:
         gate_up: [T, 2 K] bfloat16, float16 or float32, K a multiple of 16.
@@ -355,9 +355,11 @@ def group_quantize_swiglu_grad(
     share_h_scales: bool = False,
     activation: SwiGLU = PLAIN,
 ) -> SwigluGradQuantized:
-    """Compute :func:`swiglu_grad` and quantize it in one pass, without writing it.
+    """Compute :func:`swiglu_grad` and quantize it, where it can in one pass, without writing it.
 
-    The bits are those of :func:`group_quantize` of what :func:`swiglu_grad` returns.
+    The bits are those of :func:`group_quantize` of what :func:`swiglu_grad` returns. On a GPU it is
+    one pass in bfloat16, if K is a multiple of 128, rows are aligned to 16 bytes, and gate and up
+    are not interleaved; else it is these two.
 
     Args:
         dh: [T, K] bfloat16, float16 or float32, K a multiple of 16.

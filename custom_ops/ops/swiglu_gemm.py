@@ -39,9 +39,9 @@ def grouped_mm_swiglu(
         gate_up = grouped_mm(a, b, offs, bias, rows=rows)
         h = swiglu(gate_up, offs, activation)
 
-    On Hopper GPUs it is one kernel, if a is bfloat16 or float16, F is a multiple of 64 and b's
-    matrices are stored as [2 F, K]; or, with interleaved gate and up, stored as [K, 2 F] as in
-    GPT-OSS, without `rows`. Not differentiable.
+    On Hopper GPUs it is one kernel, if a is bfloat16, F is a multiple of 64 and b's matrices are
+    stored as [2 F, K]; or, with interleaved gate and up, stored as [K, 2 F] as in GPT-OSS, without
+    `rows`. Not differentiable.
 
     Args:
         a: [T, K], see :func:`grouped_mm`.
@@ -85,9 +85,9 @@ def grouped_mm_swiglu_grad(
         dh = grouped_mm(a, b, offs, rows=rows)
         d_gate_up, h, d_weight = swiglu_grad(dh, gate_up, weight, offs, activation)
 
-    On Hopper GPUs it is one kernel, if a is bfloat16 or float16, F is a multiple of 64 and b is the
-    transposed view of a weight [E, K, F]; or, with interleaved gate and up, of one stored as
-    [E, F, K], without `rows`. Not differentiable.
+    On Hopper GPUs it is one kernel, if a is bfloat16, F is a multiple of 64 and b is the transposed
+    view of a weight [E, K, F]; or, with interleaved gate and up, of one stored as [E, F, K]. With
+    `rows` it is one for plain SwiGLU alone. Not differentiable.
 
     Args:
         a: [T, K], see :func:`grouped_mm`: the gradient of an expert's outputs.

@@ -44,6 +44,9 @@ struct GroupedGemm {
   std::optional<Tensor> a_rows, b_rows;
 };
 
+// The same GEMM of rows that are copied now, by passes of their own: for kernels that do not gather.
+GroupedGemm gather_before(const Launch& launch, GroupedGemm gemm);
+
 // Computes it on the launch's stream, by the operands' type and the device's compute capability.
 void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm);
 

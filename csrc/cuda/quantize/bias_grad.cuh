@@ -7,15 +7,15 @@
 // an element to write.
 #pragma once
 
+#include "cuda/common/fragments.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/tile_locations.cuh"
-#include "cuda/quantize/fragments.cuh"
 
 namespace grouped_linear::cuda {
 
 // Column sums of a tile that a thread block holds in fragments.
 struct alignas(16) TileColumnSums {
-  float of_fragments[kFragmentsPerSide][kTile];
+  float of_fragments[kFragmentsPerSide][kTileSide];
 
   // Called by every thread, before elements that are not finite become NaN; then a barrier.
   template <typename Element>
@@ -44,7 +44,7 @@ static __global__ void __launch_bounds__(kBiasGradThreads)
                                  float* bias_grad) {
   grid_dependency_wait();
   __shared__ GroupTable table;
-  load_groups<kBiasGradThreads>(table, offs, E, T, TilesOf{kTile});
+  load_groups<kBiasGradThreads>(table, offs, E, T, TilesOf{kTileSide});
   const int k = blockIdx.x * kBiasGradThreads + threadIdx.x;
   if (k >= K) return;
   for (int e = blockIdx.y; e < E; e += gridDim.y) {

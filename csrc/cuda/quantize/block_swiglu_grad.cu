@@ -1,7 +1,7 @@
 // Block scaling of SwiGLU's gradient, and of the weighted h that is computed beside it.
 #include "checks.h"
 #include "cuda/quantize/block.h"
-#include "cuda/quantize/block_sources.cuh"
+#include "cuda/quantize/block_swiglu.cuh"
 
 namespace grouped_linear::cuda {
 
@@ -16,68 +16,68 @@ group_quantize_swiglu_grad(const Tensor& dh_in, const Tensor& gate_up_in, const 
   const SwigluForm given =
       checked_form("group_quantize_swiglu_grad", alpha, beta, limit, interleaved, cubic);
 
-  const Launch launch("group_quantize_swiglu_grad", dh_in);
-  const Tensor dh = with_dense_rows(dh_in), gate_up = with_dense_rows(gate_up_in);
-  const Tensor weight = as_dense(weight_in), offs = as_dense(offs_in);
-  const int64_t T = dh.size(0), K = dh.size(1), E = offs.size(0);
-  BlockResults results(dh, T, 2 * K, E, rowwise, columnwise, bias_grad);
-  const BlockResults of_h(dh, T, K, E, false, h_columnwise, false, share_h_scales);
-  const Tensor d_weight = new_tensor(dh, {T}, ScalarType::Float);
-  const auto all = [&] {
+  const int64_t T = dh_in.size(0), K = dh_in.size(1), E = offs_in.size(0);
+  BlockResults results(dh_in, T, 2 * K, E, rowwise, columnwise, bias_grad);
+  const BlockResults of_h(dh_in, T, K, E, false, h_columnwise, false, share_h_scales);
+  const auto all = [&](const Tensor& d_weight) {
     return std::tuple_cat(results.all(), std::make_tuple(of_h.q_t, of_h.scale_t, d_weight));
   };
 
+  const Tensor dh = with_dense_rows(dh_in), gate_up = with_dense_rows(gate_up_in);
+  const bool is_fused = has_fused_sources(dh.scalar_type()) && !interleaved && K % kBlock == 0 &&
+                        has_aligned_rows(dh) && has_aligned_rows(gate_up);
+  if (!is_fused) {
+    const auto [d_gate_up, h, d_weight] =
+        swiglu_grad(dh, gate_up, weight_in, offs_in, alpha, beta, limit, interleaved, cubic);
+    quantize_rows(d_gate_up, offs_in, amax_epsilon, power_of_two_scales, results);
+    if (h_columnwise) quantize_rows(h, offs_in, amax_epsilon, power_of_two_scales, of_h);
+    return all(d_weight);
+  }
+
+  const Launch launch("group_quantize_swiglu_grad", dh);
+  const Tensor weight = as_dense(weight_in), offs = as_dense(offs_in);
+  const Tensor d_weight = new_tensor(dh, {T}, ScalarType::Float);
   if (T == 0) {
     results.zero_bias_grad();
-    return all();
+    return all(d_weight);
   }
 
   const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
-  const bool aligned = has_aligned_rows(dh) && has_aligned_rows(gate_up);
-  const int64_t col_blocks = ceil_div(interleaved ? 2 * K : K, kBlock);
-  const Tensor partial = new_tensor(dh, {ceil_div(2 * K, kBlock), T}, ScalarType::Float);
-  const auto quantize_h = [&]<typename Element, typename Form>(const Form& form) {
-    if (!h_columnwise) return;
-    const SwigluRows<Element, Form, true> source{
-        data<Element>(gate_up), gate_up.stride(0), has_aligned_rows(gate_up),
-        static_cast<int>(K),    nullptr,           form,
-        data<float>(weight)};
-    quantize_tiles<Element>(launch, source, offs, rule, of_h);
-  };
-  for_element(dh.scalar_type(), [&]<typename Element>(std::type_identity<Element>) {
-    for_form(given, [&]<typename Form>(const Form& form) {
-      // h is quantized in the same pass where registers suffice, else in one of its own.
-      const auto run = [&]<int parts, bool with_h>() {
-        const SwigluGradRows<Element, parts, Form, with_h> source{data<Element>(dh),
-                                                                  dh.stride(0),
-                                                                  data<Element>(gate_up),
-                                                                  gate_up.stride(0),
-                                                                  aligned,
-                                                                  static_cast<int>(K),
-                                                                  form,
-                                                                  data<float>(weight),
-                                                                  mutable_data<float>(partial),
-                                                                  T,
-                                                                  of_h.outputs()};
-        quantize_tiles<Element>(launch, source, offs, rule, results);
-      };
-      if constexpr (sizeof(Element) == 2)
-        if (aligned && K % kBlock == 0 && !interleaved) {
-          constexpr bool plain = std::is_same_v<Form, PlainSwiglu>;
-          if (plain && h_columnwise) return run.template operator()<2, plain>();
-          run.template operator()<2, false>();
-          return quantize_h.template operator()<Element>(form);
-        }
-      run.template operator()<1, false>();
-      quantize_h.template operator()<Element>(form);
-    });
+  const int64_t col_blocks = K / kBlock;
+  const Tensor partial = new_tensor(dh, {col_blocks, T}, ScalarType::Float);
+  for_form(given, [&]<typename Form>(const Form& form) {
+    const auto run = [&]<bool with_h>(std::bool_constant<with_h>) {
+      const SwigluGradRows<FusedElement, Form, with_h> source{data<FusedElement>(dh),
+                                                              dh.stride(0),
+                                                              data<FusedElement>(gate_up),
+                                                              gate_up.stride(0),
+                                                              static_cast<int>(K),
+                                                              form,
+                                                              data<float>(weight),
+                                                              mutable_data<float>(partial),
+                                                              T,
+                                                              of_h.outputs()};
+      quantize_tiles<FusedElement>(launch, source, offs, rule, results);
+    };
+    // h is quantized in the same pass where registers suffice, else in one of its own.
+    if constexpr (std::is_same_v<Form, PlainSwiglu>) {
+      if (h_columnwise) return run(std::true_type());
+      run(std::false_type());
+    } else {
+      run(std::false_type());
+      if (!h_columnwise) return;
+      const SwigluRows<FusedElement, Form, true> source{
+          data<FusedElement>(gate_up), gate_up.stride(0), true, static_cast<int>(K), nullptr, form,
+          data<float>(weight)};
+      quantize_tiles<FusedElement>(launch, source, offs, rule, of_h);
+    }
   });
   const auto blocks = static_cast<unsigned>(
       std::min<int64_t>(ceil_div(T, kSwigluThreads), 8 * launch.multiprocessors()));
   launch.run(sum_partial_d_weight_kernel, blocks, kSwigluThreads, 0, data<float>(partial),
              static_cast<int>(col_blocks), data<int32_t>(offs), static_cast<int>(E), T,
              mutable_data<float>(d_weight));
-  return all();
+  return all(d_weight);
 }
 
 }  // namespace grouped_linear::cuda

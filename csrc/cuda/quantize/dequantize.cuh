@@ -4,14 +4,14 @@
 // Bytes an element of bf16: 1 read, 2 written. For tests and for users; no layer runs it.
 #pragma once
 
+#include "cuda/common/fp8.cuh"
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/tile_locations.cuh"
-#include "cuda/quantize/fp8.cuh"
 
 namespace grouped_linear::cuda {
 
 constexpr int kDequantizeThreads = 256;
-constexpr int kScaleBlock = 128;  // rows or columns that share a scale
+constexpr int kScaleBlock = kBlock;  // rows or columns that share a scale
 // Group ends are int32, and the padding of a group's last block must not overflow.
 constexpr int64_t kMaxRows = 0x7fffffff - kScaleBlock;
 

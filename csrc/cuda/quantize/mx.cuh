@@ -10,8 +10,8 @@
 
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/tile_locations.cuh"
+#include "cuda/common/transposed_tile.cuh"
 #include "cuda/quantize/bias_grad.cuh"
-#include "cuda/quantize/transposed_tile.cuh"
 
 namespace grouped_linear::cuda {
 
@@ -73,8 +73,8 @@ __global__ void __launch_bounds__(kTileThreads, kMxOccupancy<Element>)
   const bool rowwise = rounded ? out.rowwise != nullptr : out.q != nullptr;
   const bool columnwise = rounded ? out.columnwise != nullptr : out.q_t != nullptr;
 
-  groups.for_each_tile<kTile, kTileThreads>(table, [&](const TileLocation& at, int block, int col,
-                                                       int cols) {
+  groups.for_each_tile<kTileSide, kTileThreads>(table, [&](const TileLocation& at, int block,
+                                                           int col, int cols) {
     const int64_t column = static_cast<int64_t>(block) * K + col;  // in columnwise results
     const bool inside = fragment_col < cols;
 
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kTileThreads, kMxOccupancy<Element>)
             out.scale_t[(column + fragment_col + c) * 4 + part] = static_cast<uint8_t>(exponent[c]);
         }
         __syncthreads();
-        transposed.write(out.q_t + column * kTile, kTile, kTile, cols);
+        transposed.write(out.q_t + column * kTileSide, kTileSide, kTileSide, cols);
       }
     }
     // The next tile writes shared memory that this one reads.

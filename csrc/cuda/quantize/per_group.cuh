@@ -11,8 +11,8 @@
 
 #include "cuda/common/pdl.cuh"
 #include "cuda/common/tile_locations.cuh"
+#include "cuda/common/transposed_tile.cuh"
 #include "cuda/quantize/bias_grad.cuh"
-#include "cuda/quantize/transposed_tile.cuh"
 
 namespace grouped_linear::cuda {
 
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
   grid_dependency_wait();
   if (refresh && !*refresh) return;
   __shared__ GroupTable table;
-  groups.for_each_tile<kTile, kTileThreads>(
+  groups.for_each_tile<kTileSide, kTileThreads>(
       table, [&](const TileLocation& at, int, int col, int cols) {
         Fragment<Element> fragment;
         fragment.load(x + at.row_begin * x_stride + col, x_stride, at.rows, cols, vectorised);
@@ -117,8 +117,8 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
     for (int e = threadIdx.x; e < groups.E; e += kTileThreads)
       scale.scale_out[e] = scale.scale(e, fp8_max);
 
-  groups.for_each_tile<kTile, kTileThreads>(table, [&](const TileLocation& at, int block, int col,
-                                                       int cols) {
+  groups.for_each_tile<kTileSide, kTileThreads>(table, [&](const TileLocation& at, int block,
+                                                           int col, int cols) {
     Fragment<Element> fragment;
     fragment.load(x + at.row_begin * x_stride + col, x_stride, at.rows, cols, vectorised);
     const uint32_t largest = fragment.template amax<false>();
@@ -154,8 +154,8 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
       quantized.put_transposed(transposed);
       __syncthreads();
       if (groups.offs)
-        transposed.write(out.q_t + (static_cast<int64_t>(block) * K + col) * kTile, kTile, kTile,
-                         cols);
+        transposed.write(out.q_t + (static_cast<int64_t>(block) * K + col) * kTileSide, kTileSide,
+                         kTileSide, cols);
       else
         transposed.write(out.q_t + (static_cast<int64_t>(at.group) * K + col) * groups.group_rows +
                              at.row_in_group,

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cuda/common/pdl.cuh"
-#include "cuda/quantize/transposed_tile.cuh"
+#include "cuda/common/transposed_tile.cuh"
 #include "layout.h"
 
 namespace grouped_linear::cuda {
@@ -39,11 +39,12 @@ __device__ __forceinline__ void quantize_weight_tile(const Experts& w, bool vect
   __shared__ uint32_t warp_amax[kTileWarps];
 
   const int N = out.N, K = out.K;
-  const int row_blocks = (N + kTile - 1) / kTile, col_blocks = (K + kTile - 1) / kTile;
+  const int row_blocks = (N + kTileSide - 1) / kTileSide,
+            col_blocks = (K + kTileSide - 1) / kTileSide;
   const int64_t e = number / (row_blocks * col_blocks);
-  const int row = number / col_blocks % row_blocks * kTile;
-  const int col = number % col_blocks * kTile;
-  const int rows = min(kTile, N - row), cols = min(kTile, K - col);
+  const int row = number / col_blocks % row_blocks * kTileSide;
+  const int col = number % col_blocks * kTileSide;
+  const int rows = min(kTileSide, N - row), cols = min(kTileSide, K - col);
   const int64_t first = (e * N + row) * K + col;
 
   Fragment<Element> fragment;

@@ -3,19 +3,18 @@
 #include "checks.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/operands.h"
+#include "cuda/routing/copy_rows.h"
 #include "cuda/routing/gather.cuh"
 #include "ops.h"
 
 namespace grouped_linear::cuda {
 namespace {
 
-// Calls run with a RowGather of y's element type and rows' index type.
+// Calls run with a RowGather of y's element type.
 template <typename Run>
 void with_row_gather(const Tensor& y, const Tensor& rows, const Run& run) {
   for_element(y.scalar_type(), [&]<typename Element>(std::type_identity<Element>) {
-    for_index(rows.scalar_type(), [&]<typename Index>(std::type_identity<Index>) {
-      run(RowGather<Element, Index>{data<Element>(y), y.stride(0), y.size(0), data<Index>(rows)});
-    });
+    run(RowGather<Element>{data<Element>(y), y.stride(0), y.size(0), data<int32_t>(rows)});
   });
 }
 
@@ -42,15 +41,13 @@ Tensor gather_sum(const Tensor& y_in, const Tensor& rows_in,
     return out;
   }
 
-  const Tensor y = with_aligned_rows(y_in), rows = as_dense(rows_in);
+  const Tensor y = with_aligned_rows(y_in), rows = int32_numbers(launch, rows_in, y);
   const std::optional<Tensor> weight = as_dense(weight_in);
-  with_row_gather(y, rows,
-                  [&]<typename Element, typename Index>(const RowGather<Element, Index>& gathered) {
-                    launch.run(gather_sum_kernel<Element, Index>,
-                               blocks_for(launch, T * H / gathered.kVectorElements), kGatherThreads,
-                               0, gathered, data_or_null<float>(weight), T, static_cast<int>(C),
-                               static_cast<int>(H), mutable_data<uint4>(out));
-                  });
+  with_row_gather(y, rows, [&]<typename Element>(const RowGather<Element>& gathered) {
+    launch.run(gather_sum_kernel<Element>, blocks_for(launch, T * H / gathered.kVectorElements),
+               kGatherThreads, 0, gathered, data_or_null<float>(weight), T, static_cast<int>(C),
+               static_cast<int>(H), mutable_data<uint4>(out));
+  });
   return out;
 }
 
@@ -66,13 +63,13 @@ Tensor gather_dot(const Tensor& a_in, const Tensor& y_in, const Tensor& rows_in)
     return out;
   }
 
-  const Tensor a = with_aligned_rows(a_in), y = with_aligned_rows(y_in), rows = as_dense(rows_in);
-  with_row_gather(y, rows,
-                  [&]<typename Element, typename Index>(const RowGather<Element, Index>& gathered) {
-                    launch.run(gather_dot_kernel<Element, Index>, blocks_for(launch, 32 * T * C),
-                               kGatherThreads, 0, data<Element>(a), a.stride(0), gathered, T * C,
-                               static_cast<int>(C), static_cast<int>(H), mutable_data<float>(out));
-                  });
+  const Tensor a = with_aligned_rows(a_in), y = with_aligned_rows(y_in);
+  const Tensor rows = int32_numbers(launch, rows_in, y);
+  with_row_gather(y, rows, [&]<typename Element>(const RowGather<Element>& gathered) {
+    launch.run(gather_dot_kernel<Element>, blocks_for(launch, 32 * T * C), kGatherThreads, 0,
+               data<Element>(a), a.stride(0), gathered, T * C, static_cast<int>(C),
+               static_cast<int>(H), mutable_data<float>(out));
+  });
   return out;
 }
 
@@ -84,14 +81,12 @@ Tensor scatter_rows(const Tensor& x_in, const Tensor& rows_in, int64_t num_rows)
   Tensor out = new_tensor(x_in, {num_rows, H}, x_in.scalar_type());
   if (T * C == 0 || num_rows == 0) return out;
 
-  const Tensor x = with_aligned_rows(x_in), rows = as_dense(rows_in);
+  const Tensor x = with_aligned_rows(x_in), rows = int32_numbers(launch, rows_in, out);
   const int64_t per_vector = 16 / item_size(x), per_row = H / per_vector;
-  for_index(rows.scalar_type(), [&]<typename Index>(std::type_identity<Index>) {
-    launch.run(scatter_rows_kernel<Index>, blocks_for(launch, T * per_row), kGatherThreads, 0,
-               static_cast<const uint4*>(x.const_data_ptr()), x.stride(0) / per_vector,
-               data<Index>(rows), T, static_cast<int>(C), static_cast<int>(per_row), num_rows,
-               mutable_data<uint4>(out));
-  });
+  launch.run(scatter_rows_kernel, blocks_for(launch, T * per_row), kGatherThreads, 0,
+             static_cast<const uint4*>(x.const_data_ptr()), x.stride(0) / per_vector,
+             data<int32_t>(rows), T, static_cast<int>(C), static_cast<int>(per_row), num_rows,
+             mutable_data<uint4>(out));
   return out;
 }
 

@@ -16,12 +16,12 @@ constexpr int kGatherThreads = 256;
 
 // Rows of y [R, H], R >= 1, by index. Indices out of range are clamped into it. Rows are aligned to
 // 16 bytes.
-template <typename Element, typename Index>
+template <typename Element>
 struct RowGather {
   static constexpr int kVectorElements = 16 / sizeof(Element);
   const Element* y;
   int64_t stride, R;
-  const Index* rows;
+  const int32_t* rows;
 
   __device__ __forceinline__ const uint4* row(int64_t i) const {
     const int64_t r = rows[i];
@@ -42,12 +42,12 @@ __device__ __forceinline__ void to_floats(uint4 vector, float (&values)[16 / siz
 
 // out[t] = the sum over c of weight[t, c] * y[rows[t, c]], from the first c to the last. A thread
 // computes 16 bytes of a row of out.
-template <typename Element, typename Index>
+template <typename Element>
 __global__ void __launch_bounds__(kGatherThreads)
-    gather_sum_kernel(RowGather<Element, Index> gathered, const float* weight, int64_t T, int C,
-                      int H, uint4* out) {
+    gather_sum_kernel(RowGather<Element> gathered, const float* weight, int64_t T, int C, int H,
+                      uint4* out) {
   grid_dependency_wait();
-  constexpr int kElements = RowGather<Element, Index>::kVectorElements, kRowsInFlight = 8;
+  constexpr int kElements = RowGather<Element>::kVectorElements, kRowsInFlight = 8;
   constexpr int per_word = Word<Element>::kElements;
   const int per_row = H / kElements;
   const int64_t number = int64_t{blockIdx.x} * kGatherThreads + threadIdx.x;
@@ -84,12 +84,12 @@ __global__ void __launch_bounds__(kGatherThreads)
 }
 
 // out[t, c] = a[t] . y[rows[t, c]], one warp each.
-template <typename Element, typename Index>
+template <typename Element>
 __global__ void __launch_bounds__(kGatherThreads)
-    gather_dot_kernel(const Element* a, int64_t a_stride, RowGather<Element, Index> gathered,
+    gather_dot_kernel(const Element* a, int64_t a_stride, RowGather<Element> gathered,
                       int64_t products, int C, int H, float* out) {
   grid_dependency_wait();
-  constexpr int kElements = RowGather<Element, Index>::kVectorElements;
+  constexpr int kElements = RowGather<Element>::kVectorElements;
   const int64_t number = (int64_t{blockIdx.x} * kGatherThreads + threadIdx.x) / 32;
   const int lane = threadIdx.x % 32, per_row = H / kElements;
   if (number >= products) return;
@@ -111,9 +111,8 @@ __global__ void __launch_bounds__(kGatherThreads)
 
 // out[rows[t, c]] = x[t]. A thread copies 16 bytes of a row of x, which is read once. Numbers out
 // of range are clamped.
-template <typename Index>
-__global__ void __launch_bounds__(kGatherThreads)
-    scatter_rows_kernel(const uint4* x, int64_t stride, const Index* rows, int64_t T, int C,
+static __global__ void __launch_bounds__(kGatherThreads)
+    scatter_rows_kernel(const uint4* x, int64_t stride, const int32_t* rows, int64_t T, int C,
                         int per_row, int64_t R, uint4* out) {
   grid_dependency_wait();
   const int64_t number = int64_t{blockIdx.x} * kGatherThreads + threadIdx.x;

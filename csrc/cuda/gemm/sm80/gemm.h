@@ -8,10 +8,7 @@ namespace grouped_linear::cuda::sm80 {
 void run_16bit(const Launch& launch, const GroupedGemm& gemm);  // gemm_16bit.cu
 void run_fp8(const Launch& launch, const GroupedGemm& gemm);    // gemm_fp8.cu
 
-// The same GEMM of rows that are gathered now, which no kernel here does (gather_before.cu).
-GroupedGemm gather_before(const Launch& launch, GroupedGemm gemm);
-
-// BF16, FP16 and FP8 operands.
+// BF16, FP16 and FP8 operands. No kernel here gathers.
 inline void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm) {
   if (gemm.a_rows || gemm.b_rows)
     return sm80::run_grouped_gemm(launch, gather_before(launch, gemm));

@@ -12,7 +12,7 @@
 
 #include "cuda/gemm/sm90/epilogue.cuh"
 #include "cuda/gemm/sm90/tile_scheduler.cuh"
-#include "cuda/quantize/swiglu.cuh"
+#include "cuda/swiglu/swiglu.cuh"
 
 namespace grouped_linear::cuda::sm90 {
 

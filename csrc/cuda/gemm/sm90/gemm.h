@@ -14,8 +14,10 @@ bool has_swiglu_grad(const GroupedGemm& gemm, const SwigluForm& form);
 void run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutput& swiglu);
 void run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const SwigluGradOutput& grad);
 
-// BF16, FP16 and FP8 operands.
+// BF16, FP16 and FP8 operands. No FP16 kernel gathers: it would be compiled four times more.
 inline void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm) {
+  if ((gemm.a_rows || gemm.b_rows) && gemm.a.scalar_type() == ScalarType::Half)
+    return sm90::run_grouped_gemm(launch, gather_before(launch, gemm));
   return gemm.scale_a ? run_fp8(launch, gemm) : run_16bit(launch, gemm);
 }
 

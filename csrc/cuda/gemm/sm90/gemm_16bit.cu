@@ -4,17 +4,20 @@
 namespace grouped_linear::cuda::sm90 {
 namespace {
 
+template <typename T>
+constexpr bool kGathers = std::is_same_v<T, __nv_bfloat16>;  // see gemm.h
+
 // out = a @ b[e].T. b is dense along K (fprop) or along N (dgrad, whose b is a view of w).
 template <typename T>
 void run_m_grouped(const Launch& launch, const GroupedGemm& gemm) {
   const bool n_dense = gemm.b.stride(1) == 1 && gemm.b.stride(2) != 1;
   const MGroupedMaps maps(launch, gemm, n_dense ? 1 : 2);
   const auto launch_with = [&]<typename Gemm>(std::type_identity<Gemm>, const TensorMaps& all) {
-    if (gemm.a_rows)
-      launch_gathering<Gemm, Operand::kA>(launch, all, gemm, {},
-                                          gathered_rows(launch.op(), gemm.a_rows, maps.a));
-    else
-      launch_gemm<Gemm>(launch, all, gemm, {}, gemm.epilogue);
+    if constexpr (kGathers<T>)
+      if (gemm.a_rows)
+        return launch_gathering<Gemm, Operand::kA>(launch, all, gemm, {},
+                                                   gathered_rows(launch.op(), gemm.a_rows, maps.a));
+    launch_gemm<Gemm>(launch, all, gemm, {}, gemm.epilogue);
   };
   if (maps.b.stride(2) == 1) {
     using Gemm = MGrouped16Bit<T, Major::kK>;
@@ -37,14 +40,15 @@ void run_k_grouped(const Launch& launch, const GroupedGemm& gemm) {
   };
   const CUtensorMap map_a = map_of(a), map_b = map_of(b);
   const TensorMaps maps{map_a, map_b, map_a, map_b, map_a, map_b};
-  if (gemm.a_rows)
-    launch_gathering<Gemm, Operand::kA>(launch, maps, gemm, {},
-                                        gathered_rows(launch.op(), gemm.a_rows, a));
-  else if (gemm.b_rows)
-    launch_gathering<Gemm, Operand::kB>(launch, maps, gemm, {},
-                                        gathered_rows(launch.op(), gemm.b_rows, b));
-  else
-    launch_gemm<Gemm>(launch, maps, gemm, {}, gemm.epilogue);
+  if constexpr (kGathers<T>) {
+    if (gemm.a_rows)
+      return launch_gathering<Gemm, Operand::kA>(launch, maps, gemm, {},
+                                                 gathered_rows(launch.op(), gemm.a_rows, a));
+    if (gemm.b_rows)
+      return launch_gathering<Gemm, Operand::kB>(launch, maps, gemm, {},
+                                                 gathered_rows(launch.op(), gemm.b_rows, b));
+  }
+  launch_gemm<Gemm>(launch, maps, gemm, {}, gemm.epilogue);
 }
 
 }  // namespace

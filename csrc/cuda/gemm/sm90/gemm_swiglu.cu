@@ -1,22 +1,15 @@
-// BF16 and FP16 GEMMs with SwiGLU in the epilogue (fprop of gate and up), or its gradient (dgrad of
-// down). What has no kernel here is computed by a GEMM and a pass of its own.
+// BF16 GEMMs with SwiGLU in the epilogue (fprop of gate and up), or its gradient (dgrad of down).
+// What has no kernel here is computed by a GEMM and a pass of its own: FP16 too, which would double
+// the kernels of this file.
 #include "cuda/gemm/sm90/elementwise_epilogue.cuh"
 #include "cuda/gemm/sm90/operands_16bit.h"
 
 namespace grouped_linear::cuda::sm90 {
 namespace {
 
-bool is_16bit(const Tensor& t) {
-  return t.scalar_type() == ScalarType::BFloat16 || t.scalar_type() == ScalarType::Half;
-}
+using Element = __nv_bfloat16;
 
-template <typename Run>
-void for_16bit(ScalarType dtype, const Run& run) {
-  if (dtype == ScalarType::BFloat16)
-    run(std::type_identity<__nv_bfloat16>());
-  else
-    run(std::type_identity<__half>());
-}
+bool has_kernels(const Tensor& t) { return t.scalar_type() == ScalarType::BFloat16; }
 
 // A GEMM with an ElementwiseEpilogue, of rows in order or gathered.
 template <typename Gemm, typename Elementwise, bool gathers = true>
@@ -42,15 +35,15 @@ bool is_dense_along(const Tensor& b, int64_t inner) {
 // Lines of 128 bytes belong to gate or to up, or to both. Weights are stored as models with each
 // form store them: [E, 2 F, K], interleaved [E, K, 2 F].
 bool has_swiglu(const GroupedGemm& gemm, const SwigluForm& form) {
-  if (!is_16bit(gemm.a) || (form.interleaved && gemm.a_rows)) return false;
+  if (!has_kernels(gemm.a) || (form.interleaved && gemm.a_rows)) return false;
   return gemm.b.size(1) % (form.interleaved ? kLine : 2 * kLine) == 0 &&
          is_dense_along(gemm.b, form.interleaved ? 1 : 2);
 }
 
 // d_weight is summed by 64 columns. b is the transposed view of a weight [E, K, F], interleaved of
-// one [E, F, K].
+// one [E, F, K]. Rows are gathered for the plain form alone.
 bool has_swiglu_grad(const GroupedGemm& gemm, const SwigluForm& form) {
-  if (!is_16bit(gemm.a) || (form.interleaved && gemm.a_rows)) return false;
+  if (!has_kernels(gemm.a) || (gemm.a_rows && !form.is_plain())) return false;
   return gemm.b.size(1) % kLine == 0 && is_dense_along(gemm.b, form.interleaved ? 2 : 1);
 }
 
@@ -60,21 +53,19 @@ void run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutpu
   const MGroupedMaps maps(launch, gemm, inner);
   EpilogueArguments linear = gemm.epilogue;
   linear.aligned = swiglu.keep_gate_up;  // whether there is an output for a tensor map
-  for_16bit(maps.a.scalar_type(), [&]<typename T>(std::type_identity<T>) {
-    if (interleaved) {
-      using Gemm = WithElementwise<MGrouped16Bit<T, Major::kMN>>;
-      const CUtensorMap b = maps.mn_major();
-      return launch_elementwise<Gemm, SwigluOfGateUp<SwigluForm, true>, false>(
-          launch, maps.with(b, b), gemm, maps.a,
-          {linear, swiglu.h.data_ptr(), swiglu.keep_gate_up, swiglu.form});
-    }
-    using Gemm = GateUp<MGrouped16Bit<T, Major::kK>>;
-    const TensorMaps all = maps.with(maps.of_gate_up(Gemm::kTileN / Gemm::kBPieces),
-                                     maps.of_gate_up(Gemm::kNarrowCols / Gemm::kNarrowPieces));
-    for_form(swiglu.form, [&]<typename Form>(const Form& form) {
-      launch_elementwise<Gemm, SwigluOfGateUp<Form, false>>(
-          launch, all, gemm, maps.a, {linear, swiglu.h.data_ptr(), swiglu.keep_gate_up, form});
-    });
+  if (interleaved) {
+    using Gemm = WithElementwise<MGrouped16Bit<Element, Major::kMN>>;
+    const CUtensorMap b = maps.mn_major();
+    return launch_elementwise<Gemm, SwigluOfGateUp<SwigluForm, true>, false>(
+        launch, maps.with(b, b), gemm, maps.a,
+        {linear, swiglu.h.data_ptr(), swiglu.keep_gate_up, swiglu.form});
+  }
+  using Gemm = GateUp<MGrouped16Bit<Element, Major::kK>>;
+  const TensorMaps all = maps.with(maps.of_gate_up(Gemm::kTileN / Gemm::kBPieces),
+                                   maps.of_gate_up(Gemm::kNarrowCols / Gemm::kNarrowPieces));
+  for_form(swiglu.form, [&]<typename Form>(const Form& form) {
+    launch_elementwise<Gemm, SwigluOfGateUp<Form, false>>(
+        launch, all, gemm, maps.a, {linear, swiglu.h.data_ptr(), swiglu.keep_gate_up, form});
   });
 }
 
@@ -86,27 +77,26 @@ void run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const Swiglu
   const Tensor partial = new_tensor(maps.a, {F / kLine, T}, ScalarType::Float);
   EpilogueArguments linear = gemm.epilogue;
   linear.aligned = false;  // there is no output for a tensor map
-  for_16bit(maps.a.scalar_type(), [&]<typename Element>(std::type_identity<Element>) {
-    const auto run = [&]<typename Gemm, bool in_pairs, typename Form>(
-                         std::type_identity<Gemm>, std::bool_constant<in_pairs>, const Form& form,
-                         const TensorMaps& all) {
-      launch_elementwise<Gemm, SwigluGradOfDh<Form, in_pairs>, !in_pairs>(
-          launch, all, gemm, maps.a,
-          {linear, gate_up.const_data_ptr(), gate_up.stride(0), data<float>(grad.weight),
-           grad.d_gate_up.data_ptr(), grad.h.data_ptr(), mutable_data<float>(partial), form});
-    };
-    if (interleaved) {
-      using Gemm = WithElementwise<MGrouped16Bit<Element, Major::kK>>;
-      return run(
-          std::type_identity<Gemm>(), std::true_type(), grad.form,
-          maps.with(maps.k_major(Gemm::kTileN / Gemm::kBPieces), maps.k_major(kNarrowTileN)));
-    }
+  const auto run = [&]<typename Gemm, bool in_pairs, typename Form>(
+                       std::type_identity<Gemm>, std::bool_constant<in_pairs>, const Form& form,
+                       const TensorMaps& all) {
+    constexpr bool gathers = std::is_same_v<Form, PlainSwiglu>;
+    launch_elementwise<Gemm, SwigluGradOfDh<Form, in_pairs>, gathers>(
+        launch, all, gemm, maps.a,
+        {linear, gate_up.const_data_ptr(), gate_up.stride(0), data<float>(grad.weight),
+         grad.d_gate_up.data_ptr(), grad.h.data_ptr(), mutable_data<float>(partial), form});
+  };
+  if (interleaved) {
+    using Gemm = WithElementwise<MGrouped16Bit<Element, Major::kK>>;
+    run(std::type_identity<Gemm>(), std::true_type(), grad.form,
+        maps.with(maps.k_major(Gemm::kTileN / Gemm::kBPieces), maps.k_major(kNarrowTileN)));
+  } else {
     const CUtensorMap b = maps.mn_major();
     for_form(grad.form, [&]<typename Form>(const Form& form) {
       run(std::type_identity<WithElementwise<MGrouped16Bit<Element, Major::kMN>>>(),
           std::false_type(), form, maps.with(b, b));
     });
-  });
+  }
   launch.run(sum_partial_d_weight_kernel, ceil_div(T, kSwigluThreads), kSwigluThreads, 0,
              data<float>(partial), static_cast<int>(F / kLine), data<int32_t>(gemm.offs),
              gemm.shape.E, T, mutable_data<float>(grad.d_weight));

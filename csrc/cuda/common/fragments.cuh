@@ -10,14 +10,16 @@
 
 #include "cuda/common/cp_async.cuh"
 #include "cuda/common/elements.cuh"
+#include "cuda/common/fp8.cuh"
 #include "cuda/common/groups.cuh"
-#include "cuda/quantize/fp8.cuh"
 
 namespace grouped_linear::cuda {
 
-constexpr int kTile = 128;                                // rows and columns of a tile
-constexpr int kFragmentSize = 8;                          // rows and columns of a fragment
-constexpr int kFragmentsPerSide = kTile / kFragmentSize;  // of a tile
+// Rows and columns of a tile: the numbers of a weight that share a scale, so one tile finds it.
+constexpr int kTileSide = 128;
+static_assert(kTileSide == kBlock, "a tile has the columns and the rows of one scale block");
+constexpr int kFragmentSize = 8;                              // rows and columns of a fragment
+constexpr int kFragmentsPerSide = kTileSide / kFragmentSize;  // of a tile
 constexpr int kTileThreads = kFragmentsPerSide * kFragmentsPerSide;
 constexpr int kTileWarps = kTileThreads / 32;
 
@@ -277,7 +279,7 @@ __device__ __forceinline__ uint32_t row_amax_of_half_warp(uint32_t (&amax)[kFrag
 // The largest magnitude of every column of a tile, for each warp: of 16 rows.
 template <typename Element>
 struct alignas(16) ColumnAmax {
-  typename Format<Element>::Bits of_warps[kTileWarps][kTile];
+  typename Format<Element>::Bits of_warps[kTileWarps][kTileSide];
 
   // Called by every thread with its fragment's; then a barrier.
   __device__ __forceinline__ void put(FragmentRow<Element>& col_amax) {

@@ -6,7 +6,7 @@
 // an SM's share of 4.27 TB/s takes about 3600.
 #pragma once
 
-#include "cuda/quantize/fragments.cuh"
+#include "cuda/common/fragments.cuh"
 
 namespace grouped_linear::cuda {
 
@@ -15,7 +15,7 @@ namespace grouped_linear::cuda {
 // columns 1 KB apart, uses every bank once. The two granules of 16 rows stay neighbours, in either
 // order.
 struct alignas(16) TransposedTile {
-  uint2 granules[kTile][kFragmentsPerSide];
+  uint2 granules[kTileSide][kFragmentsPerSide];
 
   // Stores the 8 rows of column c of the calling thread's fragment.
   __device__ __forceinline__ void put(int c, uint2 rows) {
@@ -29,7 +29,7 @@ struct alignas(16) TransposedTile {
   __device__ __forceinline__ void write(uint8_t* q_t, int64_t pitch, int rows, int cols) const {
     const int chunk = threadIdx.x % 8;
 #pragma unroll
-    for (int step = 0; step < kTile * 8 / kTileThreads; ++step) {
+    for (int step = 0; step < kTileSide * 8 / kTileThreads; ++step) {
       const int k = step * (kTileThreads / 8) + threadIdx.x / 8, swizzle = k / kFragmentSize;
       const uint4 v = reinterpret_cast<const uint4*>(granules[k])[chunk ^ (swizzle / 2)];
       const uint4 in_order = swizzle % 2 == 0 ? v : make_uint4(v.z, v.w, v.x, v.y);

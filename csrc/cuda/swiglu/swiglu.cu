@@ -5,7 +5,7 @@
 #include "checks.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/operands.h"
-#include "cuda/quantize/swiglu.cuh"
+#include "cuda/swiglu/swiglu.cuh"
 #include "ops.h"
 
 namespace grouped_linear::cuda {

@@ -1,11 +1,44 @@
 // A step of Adam over a quantized weight.
 #include "checks.h"
+#include "cuda/adam/adam_weight.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/operands.h"
-#include "cuda/quantize/adam_weight.cuh"
 #include "ops.h"
 
 namespace grouped_linear::cuda {
+namespace {
+
+// What the kernel reads and writes 16 bytes at a time, in bfloat16 or float32: FP16 by way of
+// float32. The kernel's arithmetic is float32, so the copies change no bit.
+class Operand {
+ public:
+  explicit Operand(const std::optional<Tensor>& t) : own_(t), used_(in_float(t)) {}
+
+  template <typename Element>
+  Element* data() const {
+    return mutable_data_or_null<Element>(used_.used());
+  }
+  void copy_back() {
+    used_.copy_back();
+    if (is_half(own_)) torch::stable::copy_(*own_, *used_.used());
+  }
+
+ private:
+  static bool is_half(const std::optional<Tensor>& t) {
+    return t && t->scalar_type() == ScalarType::Half;
+  }
+  static std::optional<Tensor> in_float(const std::optional<Tensor>& t) {
+    if (!is_half(t)) return t;
+    Tensor copy = new_tensor(*t, Shape::of(*t), ScalarType::Float);
+    torch::stable::copy_(copy, *t);
+    return copy;
+  }
+
+  std::optional<Tensor> own_;
+  AlignedOutput used_;
+};
+
+}  // namespace
 
 void adam_weight_(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
                   const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq,
@@ -23,24 +56,29 @@ void adam_weight_(const Tensor& q, const Tensor& scale, const std::optional<Tens
   const AdamOptions options{
       lr, beta1, beta2, weight_decay, eps, decoupled_weight_decay, maximize, stochastic_rounding};
   AlignedOutput rowwise(q), columnwise(q_t);
-  AlignedOutput g(grad), m(exp_avg), v(exp_avg_sq), max_v(max_exp_avg_sq);
+  Operand g(grad), m(exp_avg), v(exp_avg_sq), max_v(max_exp_avg_sq);
   const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
-  for_element(grad.scalar_type(), [&]<typename Element>(std::type_identity<Element>) {
+  const auto run = [&]<typename Element>(std::type_identity<Element>) {
     const AdamTensors<Element> tensors{static_cast<int>(q.size(1)),
                                        static_cast<int>(q.size(2)),
                                        mutable_data_or_null<uint8_t>(rowwise.used()),
                                        mutable_data_or_null<uint8_t>(columnwise.used()),
                                        mutable_data<float>(scale),
-                                       mutable_data_or_null<Element>(g.used()),
-                                       mutable_data_or_null<Element>(m.used()),
-                                       mutable_data_or_null<Element>(v.used()),
-                                       mutable_data_or_null<Element>(max_v.used())};
+                                       g.data<Element>(),
+                                       m.data<Element>(),
+                                       v.data<Element>(),
+                                       max_v.data<Element>()};
     const auto kernel =
         max_exp_avg_sq ? adam_weight_kernel<Element, true> : adam_weight_kernel<Element, false>;
     launch.run(kernel, static_cast<unsigned>(scale.numel()), kTileThreads, 0, tensors, scalars,
                options, rule);
-  });
-  for (AlignedOutput* t : {&rowwise, &columnwise, &g, &m, &v, &max_v}) t->copy_back();
+  };
+  if (grad.scalar_type() == ScalarType::BFloat16)
+    run(std::type_identity<__nv_bfloat16>());
+  else
+    run(std::type_identity<float>());
+  for (AlignedOutput* t : {&rowwise, &columnwise}) t->copy_back();
+  for (Operand* t : {&g, &m, &v, &max_v}) t->copy_back();
 }
 
 }  // namespace grouped_linear::cuda

@@ -8,7 +8,7 @@
 
 #include "adam_math.h"
 #include "cuda/common/pdl.cuh"
-#include "cuda/quantize/transposed_tile.cuh"
+#include "cuda/common/transposed_tile.cuh"
 
 namespace grouped_linear::cuda {
 
@@ -82,14 +82,14 @@ struct AdamRow {
   }
 };
 
-// Thread blocks on an SM: two hold 128 registers a thread each. AMSGrad in fp16 would spill four
-// bytes of them, and but for Hopper in float32 up to 20 (nvcc 13.0).
+// Thread blocks on an SM: two hold 128 registers a thread each. AMSGrad in float32 would spill up to
+// 20 bytes of them, but for Hopper (nvcc 13.0).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
 template <typename Element>
-constexpr bool kSpillsAmsgrad = !std::is_same_v<Element, __nv_bfloat16>;
+constexpr bool kSpillsAmsgrad = std::is_same_v<Element, float>;
 #else
 template <typename Element>
-constexpr bool kSpillsAmsgrad = std::is_same_v<Element, __half>;
+constexpr bool kSpillsAmsgrad = false;
 #endif
 template <typename Element, bool amsgrad>
 constexpr int kAdamOccupancy = amsgrad && kSpillsAmsgrad<Element> ? 1 : kTileOccupancy<float>;
@@ -106,11 +106,12 @@ __global__ void __launch_bounds__(kTileThreads, kAdamOccupancy<Element, amsgrad>
 
   const int N = t.N, K = t.K;
   const unsigned number = blockIdx.x;
-  const int row_blocks = (N + kTile - 1) / kTile, col_blocks = (K + kTile - 1) / kTile;
+  const int row_blocks = (N + kTileSide - 1) / kTileSide,
+            col_blocks = (K + kTileSide - 1) / kTileSide;
   const int64_t e = number / (row_blocks * col_blocks);
-  const int row = number / col_blocks % row_blocks * kTile;
-  const int col = number % col_blocks * kTile;
-  const int rows = min(kTile, N - row), cols = min(kTile, K - col);
+  const int row = number / col_blocks % row_blocks * kTileSide;
+  const int col = number % col_blocks * kTileSide;
+  const int rows = min(kTileSide, N - row), cols = min(kTileSide, K - col);
   const int fragment_row = Fragment<float>::row() * kFragmentSize;
   const int fragment_col = Fragment<float>::column() * kFragmentSize;
   const int valid = fragment_col < cols ? rows - fragment_row : 0;  // rows of this fragment

@@ -1,5 +1,5 @@
 // SwiGLU and its gradient over rows of eight elements, and the unfused kernels. The fused passes of
-// block_sources.cuh use the same functions.
+// quantize/block_swiglu.cuh use the same functions.
 //
 // Bytes an element of h in bf16, unfused: SwiGLU reads 4 and writes 2; its gradient reads 6 and
 // writes 6, with the weighted h. A thread computes eight elements of h, or the gradients of eight
@@ -10,8 +10,8 @@
 // since then it takes 1.21 to 1.26 of that time (H100, 2026-11-25), for 1.2 times the bytes.
 #pragma once
 
+#include "cuda/common/fragments.cuh"
 #include "cuda/common/pdl.cuh"
-#include "cuda/quantize/fragments.cuh"
 #include "swiglu_math.h"
 
 namespace grouped_linear::cuda {
@@ -106,24 +106,7 @@ struct WeightedRow {
   }
 };
 
-// Replaces `gate` with d_gate or, where of_gate is false, with d_up.
-template <typename Element, typename Form>
-__device__ __forceinline__ void swiglu_grad_half_row(const Form& form, bool of_gate,
-                                                     WeightedRow& row,
-                                                     const FragmentRow<Element>& dh,
-                                                     FragmentRow<Element>& gate,
-                                                     const FragmentRow<Element>& up) {
-  FragmentRow<Element> d;
-  compute_row<Element>(d, [&](int c) {
-    const float g = Fragment<Element>::element(gate, c), u = Fragment<Element>::element(up, c);
-    const float h = of_gate ? swiglu_of(form, g, u) : 0.0f;
-    const float gradient = row.gradient(Fragment<Element>::element(dh, c), h);
-    return of_gate ? swiglu_grad_gate(form, g, u, gradient) : swiglu_grad_up(form, g, u, gradient);
-  });
-  copy_row<Element>(gate, d);
-}
-
-// Replaces `gate` with d_gate and `up` with d_up: the bits of swiglu_grad_half_row. h is weighted.
+// Replaces `gate` with d_gate and `up` with d_up. h is weighted.
 template <typename Element, typename Form>
 __device__ __forceinline__ void swiglu_grad_row(const Form& form, WeightedRow& row,
                                                 const FragmentRow<Element>& dh,
@@ -142,30 +125,6 @@ __device__ __forceinline__ void swiglu_grad_row(const Form& form, WeightedRow& r
   compute_row<Element>(gate, [&](int c) { return d_gates[c]; });
   compute_row<Element>(up, [&](int c) { return d_ups[c]; });
   compute_row<Element>(h, [&](int c) { return hs[c]; });
-}
-
-// Replaces four gates and four ups, interleaved, with their gradients. They belong to the first or
-// the second half of dh.
-template <typename Element, typename Form>
-__device__ __forceinline__ void swiglu_grad_interleaved_row(const Form& form, bool second_half,
-                                                            WeightedRow& row,
-                                                            const FragmentRow<Element>& dh,
-                                                            FragmentRow<Element>& gate_up) {
-  constexpr int kHalf = Fragment<Element>::kWords / 2;
-  FragmentRow<Element> half = {};
-  float d[kFragmentSize];
-#pragma unroll
-  for (int w = 0; w < kHalf; ++w) half[w] = second_half ? dh[w + kHalf] : dh[w];
-#pragma unroll
-  for (int c = 0; c < kFragmentSize; c += 2) {
-    const float g = Fragment<Element>::element(gate_up, c);
-    const float u = Fragment<Element>::element(gate_up, c + 1);
-    const float gradient =
-        row.gradient(Fragment<Element>::element(half, c / 2), swiglu_of(form, g, u));
-    d[c] = swiglu_grad_gate(form, g, u, gradient);
-    d[c + 1] = swiglu_grad_up(form, g, u, gradient);
-  }
-  compute_row<Element>(gate_up, [&](int c) { return d[c]; });
 }
 
 // The column of gate_up where eight gates start, and how far their ups are. Where the two are
