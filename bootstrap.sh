@@ -152,7 +152,7 @@ install_package() {
   inputs=$(
     {
       find csrc pyproject.toml -type f -exec cksum {} +
-      echo "${GROUPED_LINEAR_PTXAS_GATE:-} $GROUPED_LINEAR_CUDA_ARCHS"
+      echo "${GROUPED_LINEAR_PTXAS_GATE:-} $GROUPED_LINEAR_CUDA_ARCHS ${GROUPED_LINEAR_BUILD_PORTABLE:-}"
     } | sort | cksum
   )
   is_done package "$inputs" && return

@@ -1,7 +1,8 @@
 """How close do the portable GEMMs come to what mma gives, to Triton's and to Hopper's own?
 
 The portable kernels (csrc/cuda/gemm/sm80) run on any GPU here: this program sets
-GROUPED_LINEAR_PORTABLE=1 itself. The first row of a case is the roof, what mma alone gives
+GROUPED_LINEAR_PORTABLE=1 itself. On Hopper they are in a library that was built with
+GROUPED_LINEAR_BUILD_PORTABLE=1. The first row of a case is the roof, what mma alone gives
 (benchmarks/mma_limit.cu, compiled where nvcc is found), and the second mma fed from shared memory.
 In decode shapes the roof is a copy of as many bytes as the weights have. A Triton GEMM of ours
 (benchmarks/triton_grouped.py) is restricted to mma, too, and takes the fastest of its tiles. On

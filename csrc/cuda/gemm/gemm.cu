@@ -10,7 +10,7 @@ namespace grouped_linear::cuda {
 namespace {
 
 // GROUPED_LINEAR_PORTABLE=1 in the environment at the first call: Hopper runs the portable kernels,
-// for tests and comparisons.
+// for tests and comparisons. A library has them that was built with GROUPED_LINEAR_BUILD_PORTABLE=1.
 bool portable_is_forced() {
   static const bool forced = [] {
     const char* value = std::getenv("GROUPED_LINEAR_PORTABLE");
@@ -34,8 +34,20 @@ void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm) {
   if (gemm.a.scalar_type() == ScalarType::Float) return simt::run_grouped_gemm(launch, gemm);
 #ifdef GROUPED_LINEAR_SM90
   if (runs_on_sm90(launch)) return sm90::run_grouped_gemm(launch, gemm);
+#ifndef GROUPED_LINEAR_BUILD_PORTABLE
+  check(
+      launch.compute_capability() != 90, launch.op(),
+      ": GROUPED_LINEAR_PORTABLE is 1, and this library has no portable kernels for Hopper: unset "
+      "it, or build with GROUPED_LINEAR_BUILD_PORTABLE=1 in the environment");
 #endif
-  return sm80::run_grouped_gemm(launch, gemm);
+#endif
+#ifdef GROUPED_LINEAR_SM80
+  sm80::run_grouped_gemm(launch, gemm);
+#else
+  const int capability = launch.compute_capability();
+  fail(launch.op(), ": this library was built for compute capability 9.0 alone, the GPU has ",
+       capability / 10, ".", capability % 10);
+#endif
 }
 
 #ifdef GROUPED_LINEAR_SM90
