@@ -38,6 +38,11 @@ def test_library_has_the_architectures_of_its_build() -> None:
     assert ptx == {f"sm_{name}" for name in names if not name.endswith("-real")}
 
 
+def test_library_is_small() -> None:
+    """Of all architectures, because machine code is compressed: docs/notes/size.md."""
+    assert library().stat().st_size <= 12e6
+
+
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, list[str]]:
     """Name -> instructions of each sm_90 GEMM kernel."""
