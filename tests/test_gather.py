@@ -10,11 +10,11 @@ from grouped_linear import ops
 from support import reference
 from support.cases import cases, variant_of
 from support.compare import assert_same_bits
-from support.devices import devices
+from support.devices import devices, needs_gpu
 from support.errors import sentence
 from support.groups import Groups
 from support.samples import Sample, make
-from support.tensors import BF16, DTYPES, FP32
+from support.tensors import BF16, DTYPES, FP16, FP32
 
 GROUPS = Groups((3, 2), 5)
 
@@ -185,3 +185,28 @@ def test_nothing_to_gather_from(op: str, device: str) -> None:
         assert sentence(sample).startswith(f"{op}: rows must index the 0 rows of y, got ")
     else:
         assert not sample.results(device)[0].any()
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_numbers_far_outside_are_clamped(dtype: torch.dtype) -> None:
+    """int64 numbers become int32 on the way, where what does not fit stays past the same end."""
+    wide, narrow = (torch.iinfo(d) for d in (torch.int64, torch.int32))
+    far = [wide.min, -(2**32) + 2, narrow.min - 1, -1, 3, 5, 2**32 + 1, wide.max]
+    rows_T = torch.tensor(far, device="cuda")
+    near_T, offs_E = rows_T.clamp(0, 4), torch.tensor([5, 8], device="cuda", dtype=torch.int32)
+    x_SK = torch.randn(5, 64, device="cuda").to(dtype)
+    w_ENK = torch.randn(2, 32, 64, device="cuda").to(dtype)
+    dy_TN = torch.randn(8, 32, device="cuda").to(dtype)
+    assert_same_bits(ops.gather_sum(x_SK, rows_T.view(8, 1)), x_SK[near_T])
+    gathered, expected = (ops.group_quantize(x_SK, offs_E, rows) for rows in (rows_T, near_T))
+    assert_same_bits(gathered.q, expected.q)
+    for rows in (rows_T, rows_T.clamp(narrow.min, narrow.max).int()):
+        assert_same_bits(
+            ops.grouped_mm(x_SK, w_ENK, offs_E, rows=rows),
+            ops.grouped_mm(x_SK[near_T], w_ENK, offs_E),
+        )
+        assert_same_bits(
+            ops.grouped_mm_wgrad(dy_TN, x_SK, offs_E, x_rows=rows),
+            ops.grouped_mm_wgrad(dy_TN, x_SK[near_T], offs_E),
+        )
