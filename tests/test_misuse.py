@@ -499,7 +499,7 @@ grouped_linear: bias is on meta, x is on cpu
 grouped_linear: E must be between 1 and 1024, got 0
 grouped_linear: recipe is the class DelayedScaling: call it, recipe=DelayedScaling()
 grouped_linear: DelayedScaling has a state: pass state, or use GroupedLinear
-grouped_linear: state must be a grouped_linear.DelayedScalingState or another RecipeState, got DelayedScaling()
+grouped_linear: state must be a grouped_linear.DelayedScalingState, got DelayedScaling()
 grouped_linear: state needs a recipe that has one, got recipe None
 group_quantize_delayed_: E differs: scale has 3, offs has 2""",  # noqa: E501
     )

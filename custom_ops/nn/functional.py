@@ -226,6 +226,8 @@ def grouped_linear(
     True
     """
     check_parameters("grouped_linear", weight=weight, bias=bias)
+    if isinstance(weight, GroupedTensor):
+        weight.check_whole()
     if weight.dim() != 3:
         raise RuntimeError(f"grouped_linear: weight must be [E, N, K], got {list(weight.shape)}")
     check_recipe("grouped_linear", recipe)

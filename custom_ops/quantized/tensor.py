@@ -98,11 +98,7 @@ class GroupedTensor(Tensor):
         *,
         requires_grad: bool = False,
     ) -> "GroupedTensor":
-        """A tensor of `size`, which holds as many elements as q.
-
-        Called with one tensor, as accelerate does to move a parameter to another device, it makes a
-        parameter of a GroupedTensor.
-        """
+        """A tensor of `size`; or a parameter of one tensor, as accelerate moves it to a device."""
         if scale is None or metadata is None:
             return _as_parameter(q, requires_grad)
         size = q.shape if size is None else size
@@ -351,9 +347,8 @@ class GroupedTensor(Tensor):
         parts = [getattr(self, name) for name in names]
         layouts = [(tuple(part.shape), part.stride(), part.storage_offset()) for part in parts]
         cls = type(self.recipe)  # a recipe prints a name that two classes may have
-        recipe = cls.__module__, cls.__qualname__, self.recipe.weight
-        own = tuple(self.shape), self.device, self.requires_grad
-        facts = (names, metadata, recipe, layouts, *own)
+        own = tuple(self.shape), self.device, self.requires_grad, cls.__module__, cls.__qualname__
+        facts = (names, metadata, layouts, *own)
         return hashlib.blake2b(repr(facts).encode()).hexdigest()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GroupedTensor":

@@ -102,6 +102,13 @@ class Recipe:
         """The arguments that make an equal recipe."""
         return {o.name: getattr(self, o.name) for o in fields(self) if o.init}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The options alone, which a copy makes its formats of."""
+        return self.options()
+
+    def __setstate__(self, options: dict[str, Any]) -> None:
+        self.__init__(**options)  # type: ignore[misc]
+
     def __repr__(self) -> str:
         """The options that are not the defaults."""
         return f"{type(self).__name__}({changed_options(self)})"
