@@ -501,7 +501,7 @@ grouped_linear: recipe is the class DelayedScaling: call it, recipe=DelayedScali
 grouped_linear: DelayedScaling has a state: pass state, or use GroupedLinear
 grouped_linear: state must be a grouped_linear.DelayedScalingState, got DelayedScaling()
 grouped_linear: state needs a recipe that has one, got recipe None
-group_quantize_delayed_: E differs: scale has 3, offs has 2""",  # noqa: E501
+group_quantize_delayed_: E differs: scale has 3, offs has 2""",
     )
     assert layer(x, m_splits).shape == (5, 32)
     assert recipe(x, m_splits).shape == (5, 32)
