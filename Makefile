@@ -17,7 +17,7 @@ ruff := PATH="$(CURDIR)/.venv/bin:$$PATH" ruff
 # instead of 0.4 to 3 s.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: help demo test lint docs clients torchtitan release_tools wheel check-wheel clean
+.PHONY: help demo test lint docs clients torchtitan sanitize release_tools wheel check-wheel clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -55,6 +55,11 @@ clients:
 torchtitan:
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build test
 	@tests/clients/run.sh torchtitan tests/test_torchtitan.py tests/test_torchtitan_training.py tests/test_examples.py
+
+## make sanitize  the ops' tests on CPU kernels that gcc builds with sanitizers for memory and undefined behaviour
+sanitize:
+	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build test
+	@.ci/sanitize
 
 #   PYTHONS="python3.11 ..."   make wheel, make check-wheel: the Pythons, by default .venv's
 PYTHONS ?= $(python)

@@ -43,9 +43,9 @@ class Shape {
   }
   Shape dense_strides() const {
     Shape strides = *this;
-    int64_t stride = 1;
+    uint64_t stride = 1;  // torch refuses what overflows
     for (int64_t d = dim_; d-- > 0; stride *= std::max<int64_t>(sizes_[d], 1))
-      strides.sizes_[d] = stride;
+      strides.sizes_[d] = static_cast<int64_t>(stride);
     return strides;
   }
 

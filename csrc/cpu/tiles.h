@@ -23,6 +23,11 @@ struct Reader {
   // Bytes from one row to the next if the data can be used as a tile's rows in place, else 0.
   int64_t stride = 0;
 };
+// clang 16 and older deduce no template arguments of an aggregate.
+template <typename Source, typename FillRow>
+Reader(Source, FillRow, int64_t) -> Reader<Source, FillRow>;
+template <typename Source, typename FillRow>
+Reader(Source, FillRow) -> Reader<Source, FillRow>;
 
 // Rows of `features` elements in groups: the rows of x [T, K] by offs, or the rows of each expert
 // of a weight, which is one tensor [E, N, K] or E tensors [N, K].
