@@ -127,6 +127,7 @@ __device__ void GatherProducer<operand>::run(SharedStorage<Config>& shared, cons
       mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
       slot = next;
     }
+    __syncwarp();  // the barrier is for whole warps, and thread 0 comes later
     named_barrier_sync<1, kThreads>();
     const WorkTile& tile = slot;
     bool publishes = false;
