@@ -17,7 +17,7 @@
 //                        by subtile, each inside sync(subtile, fill)
 //   run_store_warp       all tiles of the block, also those that write nothing: for every subtile
 //                        it arrives at epilogue_empty and waits for epilogue_full, so that both
-//                        halves stay in step
+//                        halves stay in step. Where warp 1 is not idle, the last store warp schedules
 //
 // To change values alone, derive from LinearEpilogue and change the accumulators before its apply
 // (tests/gemm_variants/variant.cu has such a one).
@@ -34,7 +34,7 @@
 
 #include "cuda/common/elements.cuh"
 #include "cuda/gemm/epilogue_math.cuh"
-#include "cuda/gemm/sm90/smem_layout.cuh"
+#include "cuda/gemm/sm90/split_k.cuh"
 #include "cuda/gemm/sm90/tensor_maps.cuh"
 
 namespace grouped_linear::cuda::sm90 {
@@ -228,8 +228,9 @@ struct LinearEpilogue {
 
   template <typename Config>
   static __device__ void run_store_warp(SharedStorage<Config>& shared, const TensorMaps& maps,
-                                        const Arguments& args, const TileCounts& counts,
-                                        const GemmShape& shape, int warpgroup);
+                                        const Arguments& args, const SplitKWorkspace& workspace,
+                                        const TileCounts& counts, const GemmShape& shape,
+                                        int warpgroup);
 
  private:
   // One warp's 16 x kTileN accumulators to its buffers. row: its first one in the output matrix.

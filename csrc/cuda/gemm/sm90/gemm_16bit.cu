@@ -9,27 +9,40 @@ template <typename T>
 void run_m_grouped(const Launch& launch, const GroupedGemm& gemm) {
   const bool n_dense = gemm.b.stride(1) == 1 && gemm.b.stride(2) != 1;
   const MGroupedMaps maps(launch, gemm, n_dense ? 1 : 2);
-  const auto launch_with = [&]<typename Gemm>(std::type_identity<Gemm>, const TensorMaps& all) {
+  const auto launch_with = [&]<Major major>(std::integral_constant<Major, major>,
+                                            const TensorMaps& all) {
     if (gemm.a_rows)
-      launch_gathering<Gemm, Operand::kA>(launch, all, gemm, {},
-                                          gathered_rows(launch.op(), gemm.a_rows, maps.a));
+      launch_gemm<MGrouped16Bit<T, major, Gathers::kA>>(
+          launch, all, gemm, {}, gemm.epilogue, gathered_rows(launch.op(), gemm.a_rows, maps.a));
     else
-      launch_gemm<Gemm>(launch, all, gemm, {}, gemm.epilogue);
+      launch_gemm<MGrouped16Bit<T, major>>(launch, all, gemm, {}, gemm.epilogue);
   };
   if (maps.b.stride(2) == 1) {
     using Gemm = MGrouped16Bit<T, Major::kK>;
-    launch_with(std::type_identity<Gemm>(),
+    launch_with(std::integral_constant<Major, Major::kK>(),
                 maps.with(maps.k_major(Gemm::kTileN / Gemm::kBPieces), maps.k_major(kNarrowTileN)));
   } else {
     const CUtensorMap b = maps.mn_major();
-    launch_with(std::type_identity<MGrouped16Bit<T, Major::kMN>>(), maps.with(b, b));
+    launch_with(std::integral_constant<Major, Major::kMN>(), maps.with(b, b));
   }
 }
 
-// out[e] = a.T @ b over each group's rows.
-template <typename T>
+template <typename T, Gathers gathers>
+using KGrouped16Bit = GemmConfig<
+    T, T,
+    GemmTraits{.grouping = Grouping::kK,
+               .scaling = Scaling::kNone,
+               .a_major = Major::kMN,
+               .b_major = Major::kMN,
+               .gathers = gathers,
+               .store_work = StoreWork::kStore,
+               .tile_n = kTile16Bit.n,
+               .stages = gathers == Gathers::kNothing ? kTile16BitKGrouped.stages
+                                                      : kTile16Bit.stages}>;
+
+template <typename T, Gathers gathers>
 void run_k_grouped(const Launch& launch, const GroupedGemm& gemm) {
-  using Gemm = Config16Bit<T, Grouping::kK, Major::kMN, Major::kMN>;
+  using Gemm = KGrouped16Bit<T, gathers>;
   const Tensor a = tma_readable(gemm.a, 1), b = tma_readable(gemm.b, 1);
   const auto map_of = [&](const Tensor& t) {
     return ragged_map(launch.op(), map_address(t, gemm.epilogue.out), t.scalar_type(), 2, t.size(1),
@@ -37,14 +50,22 @@ void run_k_grouped(const Launch& launch, const GroupedGemm& gemm) {
   };
   const CUtensorMap map_a = map_of(a), map_b = map_of(b);
   const TensorMaps maps{map_a, map_b, map_a, map_b, map_a, map_b};
-  if (gemm.a_rows)
-    launch_gathering<Gemm, Operand::kA>(launch, maps, gemm, {},
-                                        gathered_rows(launch.op(), gemm.a_rows, a));
-  else if (gemm.b_rows)
-    launch_gathering<Gemm, Operand::kB>(launch, maps, gemm, {},
-                                        gathered_rows(launch.op(), gemm.b_rows, b));
-  else
+  if constexpr (gathers == Gathers::kNothing) {
     launch_gemm<Gemm>(launch, maps, gemm, {}, gemm.epilogue);
+  } else {
+    constexpr bool is_a = gathers == Gathers::kA;
+    launch_gemm<Gemm>(
+        launch, maps, gemm, {}, gemm.epilogue,
+        gathered_rows(launch.op(), is_a ? gemm.a_rows : gemm.b_rows, is_a ? a : b));
+  }
+}
+
+// out[e] = a.T @ b over each group's rows.
+template <typename T>
+void run_k_grouped(const Launch& launch, const GroupedGemm& gemm) {
+  if (gemm.a_rows) return run_k_grouped<T, Gathers::kA>(launch, gemm);
+  if (gemm.b_rows) return run_k_grouped<T, Gathers::kB>(launch, gemm);
+  return run_k_grouped<T, Gathers::kNothing>(launch, gemm);
 }
 
 }  // namespace

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "cuda/gemm/sm90/epilogue.cuh"
-#include "cuda/gemm/sm90/tile_scheduler.cuh"
+#include "cuda/gemm/sm90/scheduler.cuh"
 #include "cuda/gemm/sm90/zero_fill.cuh"
 
 namespace grouped_linear::cuda::sm90 {
@@ -30,7 +30,7 @@ __host__ __device__ __forceinline__ bool stores_whole_rows(const EpilogueArgumen
 // 300 float32 a nanosecond, and makes loads of operands wait (H200, 2026-11).
 template <typename Config, bool whole_rows>
 __device__ void store_tiles(SharedStorage<Config>& shared, const CUtensorMap& map,
-                            const EpilogueArguments& epilogue, const TileCounts& counts,
+                            const EpilogueArguments& epilogue, Scheduler<Config>& scheduler,
                             const GemmShape& shape, int warpgroup) {
   constexpr int buffers = Config::kEpilogueBuffers, at_once = whole_rows ? buffers : 1;
   constexpr int parts = kWgmmaM / Config::kEpilogueRows;
@@ -41,19 +41,22 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const CUtensorMap& ma
   ZeroFill<Config> zero_fill(shared, epilogue, shape);
   const bool zeroes = !Config::kHasIdleWarp && warpgroup == 0;
   if (zeroes) zero_fill.begin();
+  const bool schedules =
+      !Config::kHasIdleWarp && warpgroup == kMathWarpgroups - 1 && shared.rank == 0;
+  if (schedules) scheduler.begin();
   uint32_t phase = 0;
   const auto wait_for_results = [&] {
     while (zeroes && zero_fill.remaining() && !mbarrier_test(full, phase)) zero_fill.step();
     mbarrier_wait(full, phase);
     phase ^= 1;
   };
-  TileScheduler<Config> scheduler(shared, counts, shape);
   for (int number = 0;; ++number) {
     WorkTile tile;
+    if (!adds) mbarrier_arrive(empty);
+    if (schedules) scheduler.publish_before(number + Config::kTilesAhead);
     if (adds) {
-      tile = scheduler.next();
+      tile = wait_for_tile(shared, number);
     } else {
-      mbarrier_arrive(empty);
       wait_for_results();
       tile = shared.tiles[number % kTileSlots];
     }
@@ -123,12 +126,14 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const CUtensorMap& ma
 template <typename Config>
 __device__ void LinearEpilogue::run_store_warp(SharedStorage<Config>& shared,
                                                const TensorMaps& maps, const Arguments& args,
+                                               const SplitKWorkspace& workspace,
                                                const TileCounts& counts, const GemmShape& shape,
                                                int warpgroup) {
+  Scheduler<Config> scheduler(shared, workspace, counts, shape);
   if (stores_whole_rows<Config>(args, shape.cols))
-    store_tiles<Config, true>(shared, maps.out, args, counts, shape, warpgroup);
+    store_tiles<Config, true>(shared, maps.out, args, scheduler, shape, warpgroup);
   else
-    store_tiles<Config, false>(shared, maps.out, args, counts, shape, warpgroup);
+    store_tiles<Config, false>(shared, maps.out, args, scheduler, shape, warpgroup);
 }
 
 }  // namespace grouped_linear::cuda::sm90
