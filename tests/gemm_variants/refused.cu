@@ -8,7 +8,8 @@ constexpr GemmTraits traits(int tile_n, int stages, Scaling scaling, Major b_maj
           .scaling = scaling,
           .a_major = Major::kK,
           .b_major = b_major,
-          .gathers = Gathers::kNothing,
+          .gathers = false,
+          .transposed = false,
           .store_work = StoreWork::kStore,
           .tile_n = tile_n,
           .stages = stages};
@@ -25,7 +26,8 @@ constexpr GemmTraits forgotten{.grouping = Grouping::kM,
                                .scaling = Scaling::kNone,
                                .a_major = Major::kK,
                                .b_major = Major::kK,
-                               .gathers = Gathers::kNothing,
+                               .gathers = false,
+          .transposed = false,
                                .store_work = StoreWork::kStore,
                                .tile_n = 256};
 #endif

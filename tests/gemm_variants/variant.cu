@@ -42,7 +42,8 @@ constexpr GemmTraits traits(Grouping grouping, Scaling scaling, Major major) {
           .scaling = scaling,
           .a_major = major,
           .b_major = major,
-          .gathers = Gathers::kNothing,
+          .gathers = false,
+          .transposed = false,
           .store_work = StoreWork::kStore,
           .tile_n = TILE_N,
           .stages = STAGES};

@@ -52,11 +52,8 @@ enum class Scaling { kNone, kScalePerGroup, kScale1x128, kScale128x128 };
 // An operand's dense dimension in shared memory.
 enum class Major { kK, kMN };
 
-// The operand whose rows are gathered by number; a K-grouped GEMM may gather either.
-enum class Gathers { kNothing, kA, kB };
-
-// What the store warps do: store the tile, or elementwise arithmetic on it first. Of gate and up: b's
-// columns are gate's, then up's. Half of a tile's are gate's, the others the same columns of up.
+// What the store warps do: store the tile, or elementwise arithmetic on it first. Of gate and up:
+// b's columns are gate's, then up's. Half of a tile's are gate's, the others the same ones of up.
 enum class StoreWork { kStore, kElementwise, kElementwiseOfGateUp };
 
 // A member of a struct that has no default: without its initializer the struct does not compile.
@@ -72,7 +69,8 @@ struct GemmTraits {
   Required<Grouping> grouping;
   Required<Scaling> scaling;
   Required<Major> a_major, b_major;
-  Required<Gathers> gathers;
+  Required<bool> gathers;     // a's rows, by number
+  Required<bool> transposed;  // out is stored as [cols, rows]
   Required<StoreWork> store_work;
   Required<int> tile_n, stages;
   bool narrow = false;  // the same GEMM in narrow tiles, see NarrowOf
@@ -92,8 +90,7 @@ struct GemmConfig {
   static constexpr bool kScale128x128 = traits.scaling == Scaling::kScale128x128;
   static constexpr bool kBlockScaled = kScale1x128 || kScale128x128;
   static constexpr Major kAMajor = traits.a_major, kBMajor = traits.b_major;
-  static constexpr Gathers kGathers = traits.gathers;
-  static constexpr bool kGathersRows = kGathers != Gathers::kNothing;
+  static constexpr bool kGathersRows = traits.gathers, kTransposed = traits.transposed;
   static constexpr bool kElementwise = traits.store_work != StoreWork::kStore;
   static constexpr bool kGateUp = traits.store_work == StoreWork::kElementwiseOfGateUp;
 
@@ -105,15 +102,14 @@ struct GemmConfig {
   static constexpr int kPaddedBlock = sm90::kPaddedBlock;
   // Boxes in which TMA loads b's tile: one a block where the cluster shares it.
   static constexpr int kNarrowPieces = kGateUp ? 2 : 1, kBPieces = kNarrow ? kNarrowPieces : 2;
-  // Whether a tile and the one below it form a pair, whose blocks share b. A block that gathers b
-  // gathers all of its own tile: then pairs are neighbouring columns alone, as narrow tiles are.
-  static constexpr bool kSharesB = !kNarrow && kGathers != Gathers::kB;
+  // Whether a tile and the one below it form a pair, whose blocks share b.
+  static constexpr bool kSharesB = !kNarrow;
 
   // The unit in which the scheduler measures and cuts K: 64 in 16 bits, 128 in FP8.
   static constexpr int kUnitK = kSwizzleBytes / sizeof(A);
-  // A k-block, which is a stage. A K-major operand needs a whole line of 128 bytes. Without one, more
-  // and shorter stages in the same memory have more bytes on their way. Warps that gather lose more
-  // by twice as many stages.
+  // A k-block, which is a stage. A K-major operand needs a whole line of 128 bytes. Without one,
+  // more and shorter stages in the same memory have more bytes on their way. Warps that gather lose
+  // more by twice as many stages.
   static constexpr bool kHalfStages = kKGrouped && !kFp8 && !kGathersRows;
   static constexpr int kTileK = kHalfStages ? kUnitK / 2 : kUnitK, kUnitBlocks = kUnitK / kTileK;
   static constexpr int kWgmmaK = 32 / sizeof(A);
@@ -124,7 +120,7 @@ struct GemmConfig {
   // Rows of one epilogue buffer. A 16-bit K-grouped GEMM is bound by writing where groups are
   // small. There each warp's 16 rows are stored by themselves, all columns at once, so that
   // neighbouring bytes are written at the same time.
-  static constexpr int kEpilogueRows = kKGrouped && !kFp8 ? 16 : kWgmmaM;
+  static constexpr int kEpilogueRows = kKGrouped && !kFp8 && !kTransposed ? 16 : kWgmmaM;
   static constexpr int epilogue_bytes(int n) { return kTileM * (n / 64) * kSwizzleBytes; }
   static constexpr int kEpilogueBuffers = kTileN / 64;  // of 128 bytes a row
 
@@ -137,9 +133,12 @@ struct GemmConfig {
   // Whether warp 1 has nothing to do but scheduling and zeros. Otherwise a store warp zeroes while
   // it waits.
   static constexpr bool kHasIdleWarp = !kBlockScaled && !kGathersRows && !kElementwise;
-  // The scheduler is so many tiles ahead of the producer. A store warp schedules before it waits for
-  // a tile, and the producer is one or two further on by then.
-  static constexpr int kTilesAhead = kHasIdleWarp ? 2 : 3;
+  // Whether the last store warp schedules, else warp 1. Two store warps with elementwise work take
+  // longer than the tile's products, and leave it to a warp 1 that gathers.
+  static constexpr bool kStoreWarpSchedules = !kHasIdleWarp && !(kGathersRows && kElementwise);
+  // The scheduler is so many tiles ahead of the producer. A store warp schedules before it waits
+  // for a tile, and the producer is one or two further on by then.
+  static constexpr int kTilesAhead = kStoreWarpSchedules ? 3 : 2;
   // Whether stages are written by cp.async too, which wgmma sees after a fence only.
   static constexpr bool kNeedsProxyFence = kGathersRows;
 
@@ -169,8 +168,8 @@ struct GemmConfig {
   static_assert(
       kBMajor == Major::kK || kTileN / kBPieces % 64 == 0,
       "an M/N-major b is loaded in columns of 64: half a tile must be a multiple of that");
-  static_assert(kGathers != Gathers::kB || kKGrouped,
-                "b's rows are gathered in a K-grouped GEMM alone");
+  static_assert(!kTransposed || (kKGrouped && !kFp8 && kTileN == 256),
+                "what is stored transposed are weight gradients in 16 bits");
   static_assert(!kGathersRows || !kKGrouped || !kFp8,
                 "a K-grouped FP8 GEMM reads the padded layout, which has no rows to gather");
   static_assert(!kElementwise || (!kKGrouped && !kFp8),

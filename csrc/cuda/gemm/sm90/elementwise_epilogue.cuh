@@ -113,7 +113,7 @@ struct ElementwiseEpilogue {
     });
   }
 
-  // warp: 1, or 2 and 3 for the warpgroups 0 and 1. Warp 3 schedules, too.
+  // warp: 1, or 2 and 3 for the warpgroups 0 and 1.
   template <typename Config>
   static __device__ void run_store_warp(SharedStorage<Config>& shared, const TensorMaps& maps,
                                         const Arguments& args, const SplitKWorkspace& workspace,
@@ -126,7 +126,8 @@ struct ElementwiseEpilogue {
     TailZeros zeros(blockIdx.x * warps + 3 - warp, gridDim.x * warps);
     Elementwise::template tail<Config>(zeros, args, shape, shared.groups.row_end[shape.E - 1]);
     Scheduler<Config> scheduler(shared, workspace, counts, shape);
-    const bool schedules = warp == 3 && shared.rank == 0 && threadIdx.x % 32 == 0;
+    const bool schedules = Config::kStoreWarpSchedules && warp == 3 && shared.rank == 0 &&
+                           threadIdx.x % 32 == 0;
     if (schedules) scheduler.begin();
     uint32_t phase = 0;
 #pragma unroll 1

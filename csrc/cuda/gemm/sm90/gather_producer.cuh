@@ -1,5 +1,4 @@
-// The producer of a GEMM that gathers rows: two warps that copy the rows of one operand, while TMA
-// loads the other.
+// The producer of a GEMM that gathers rows: two warps that copy a's rows, while TMA loads b.
 //
 // TMA has no instruction on Hopper that loads rows by number: one line of 128 bytes at a time it
 // issues every 9 cycles at best, from eight warps (H100, 2026-11), and a stage has 128 lines. So
@@ -15,7 +14,7 @@
 
 namespace grouped_linear::cuda::sm90 {
 
-// A dense matrix whose rows an operand gathers.
+// A dense matrix whose rows a gathers.
 struct GatheredRows {
   RowNumbers numbers;
   const uint8_t* source;
@@ -28,11 +27,10 @@ struct GatheredRows {
 // bytes an instruction.
 template <typename Config>
 struct GatheredTile {
-  static constexpr bool kIsA = Config::kGathers == Gathers::kA;
   // M-grouped: a tile's rows, of 128 bytes a stage. K-grouped: a k-block's rows, of all columns.
   static constexpr int kRows = Config::kKGrouped ? Config::kTileK : Config::kTileM;
   static constexpr int kRowsOfWarp = kRows / 2;
-  static constexpr int kLanesOfRow = !Config::kKGrouped ? 8 : (kIsA ? kTileM : Config::kTileN) / 8;
+  static constexpr int kLanesOfRow = Config::kKGrouped ? kTileM / 8 : 8;
   static constexpr int kRowsAtOnce = 32 / kLanesOfRow;
   static constexpr int kCopies = kRowsOfWarp / kRowsAtOnce;
   static constexpr int kRowsOfLane = (kRowsOfWarp + 31) / 32;  // whose numbers a lane knows
@@ -41,13 +39,12 @@ struct GatheredTile {
   static constexpr int kAsked = kRowNumberBlocks;
 };
 
-// Gathers a (M-grouped, and 16-bit K-grouped) or b (16-bit K-grouped). A K-grouped GEMM's rows past
-// the end of a group are zeros.
+// A K-grouped GEMM's rows past the end of a group are zeros.
 //
 // A stage is full when the copies of every lane have arrived, which the mbarrier is told without a
 // lane that waits for them. wgmma reads through the async proxy, so the math warps fence first.
 //
-// Warp 0 loads the other operand. Warp 1 loads b's block scales.
+// Warp 0 loads b. Warp 1 loads b's block scales, or a lane of it schedules.
 struct GatherProducer {
   using Arguments = GatheredRows;
   static constexpr int kThreads = 64;
@@ -62,28 +59,24 @@ struct GatherProducer {
   template <typename Config>
   static __device__ void run(SharedStorage<Config>& shared, const TensorMaps& maps,
                              const Arguments& rows, const Scale128x128View& scale_b,
+                             const SplitKWorkspace& workspace, const TileCounts& counts,
                              const GemmShape& shape);
 
  private:
   template <typename Config>
-  static __device__ __forceinline__ void load_other(SharedStorage<Config>& shared,
-                                                    const TensorMaps& maps, const WorkTile& tile,
-                                                    int stage, int k_block);
+  static __device__ __forceinline__ void load_b(SharedStorage<Config>& shared,
+                                                const TensorMaps& maps, const WorkTile& tile,
+                                                int stage, int k_block);
 };
 
-// The operand that is not gathered, by TMA.
 template <typename Config>
-__device__ __forceinline__ void GatherProducer::load_other(SharedStorage<Config>& shared,
-                                                           const TensorMaps& maps,
-                                                           const WorkTile& tile, int stage,
-                                                           int k_block) {
+__device__ __forceinline__ void GatherProducer::load_b(SharedStorage<Config>& shared,
+                                                       const TensorMaps& maps, const WorkTile& tile,
+                                                       int stage, int k_block) {
   constexpr uint16_t all = (1 << kClusterSize) - 1;
   const int rank = shared.rank;
-  mbarrier_arrive_expect_tx(&shared.full[stage],
-                            GatheredTile<Config>::kIsA ? Config::kBBytes : Config::kABytes);
-  if constexpr (!GatheredTile<Config>::kIsA) {
-    TmaProducer::load_a<Config>(shared, maps, tile, stage, k_block, rank, all);
-  } else if (Config::kSharesB && tile.shares_b()) {
+  mbarrier_arrive_expect_tx(&shared.full[stage], Config::kBBytes);
+  if (Config::kSharesB && tile.shares_b()) {
     TmaProducer::load_b<Config>(shared, maps, tile, stage, k_block, rank, all);
   } else {
 #pragma unroll
@@ -95,6 +88,7 @@ __device__ __forceinline__ void GatherProducer::load_other(SharedStorage<Config>
 template <typename Config>
 __device__ void GatherProducer::run(SharedStorage<Config>& shared, const TensorMaps& maps,
                                     const Arguments& rows, const Scale128x128View& scale_b,
+                                    const SplitKWorkspace& workspace, const TileCounts& counts,
                                     const GemmShape& shape) {
   using Tile = GatheredTile<Config>;
   constexpr int item = sizeof(typename Config::A);
@@ -108,12 +102,18 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const TensorM
       (lane % Tile::kLanesOfRow / 8 * Tile::kRows + warp_row + lane_row) * kSwizzleBytes;
   const auto place_of = [&](int r) { return ((lane % 8) ^ (lane_row % 8) ^ (r % 8)) * 16; };
 
+  Scheduler<Config> scheduler(shared, workspace, counts, shape);
+  const bool schedules =
+      !Config::kStoreWarpSchedules && shared.rank == 0 && threadIdx.x == 32;
+  if (schedules) scheduler.begin();
   PipelineState<Config::kStages> state;
   BlockScales<Config> scales;
   int64_t next_numbers[Config::kKGrouped ? 1 : Tile::kRowsOfLane];  // M-grouped: of the next tile
   int asked = 0;  // K-grouped: k-blocks of this tile whose numbers are on their way or there
   uint32_t k_block_number = 0;  // of all tiles
   for (int number = 0;; ++number) {
+    // As a rule both are there: the one after them was published in the tile before.
+    if (schedules) scheduler.publish_before(number + 2);
     const WorkTile& tile = wait_for_tile(shared, number);
     if (threadIdx.x == 0) take_tile(shared, number);
     __syncwarp();
@@ -134,8 +134,8 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const TensorM
       return warp_row + (Config::kKGrouped ? tile.k_begin + k_block * Tile::kRows : tile.row);
     };
     int row[Tile::kRowsOfLane];
-    // K-grouped. Asks for the numbers of a k-block, which is counted from this tile's first one into
-    // the next tile. A group of copies each, so that a lane can wait for one.
+    // K-grouped. Asks for the numbers of a k-block, which is counted from this tile's first one
+    // into the next tile. A group of copies each, so that a lane can wait for one.
     const auto slot_of = [&](int k_block) -> int64_t& {
       return shared.row_numbers[(k_block_number + k_block) % Tile::kAsked]
                                [warp_row + lane % Tile::kRowsOfWarp];
@@ -195,7 +195,7 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const TensorM
         row[0] = number_of(k_block);
       }
       mbarrier_wait(&shared.empty[stage], state.phase ^ 1);
-      if (!is_second && elect_one()) load_other<Config>(shared, maps, tile, stage, k_block);
+      if (!is_second && elect_one()) load_b<Config>(shared, maps, tile, stage, k_block);
       if constexpr (Config::kScale128x128) {
         if (is_second) {
           const float2 of_block = scales.next(scale_b, k_block, k_blocks);
@@ -209,13 +209,13 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const TensorM
 
       const int first_byte =
           piece + (!Config::kKGrouped ? k_block * kSwizzleBytes
-                                      : (Tile::kIsA ? tile.row : tile.col) * item);
+                                      : tile.row * item);
       const int row_bytes =
-          (!Config::kKGrouped ? shape.K : (Tile::kIsA ? shape.rows : shape.cols)) * item;
+          (!Config::kKGrouped ? shape.K : shape.rows) * item;
       const bool in_row = first_byte < row_bytes;
       const uint8_t* source = rows.source + (in_row ? first_byte : 0);
       const uint32_t to =
-          smem_address(Tile::kIsA ? shared.stages[stage].a : shared.stages[stage].b) + line;
+          smem_address(shared.stages[stage].a) + line;
       // K-grouped: of the rows lane_row, lane_row + kRowsAtOnce ..., so many are copied; others are
       // zeros.
       const int copied = in_row ? end - first_row(k_block) - lane_row : 0;
@@ -235,6 +235,7 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const TensorM
           cp_async_4(smem_address(of_rows + 32 * i), source_scales + row[i]);
       }
       cp_async_arrive(&shared.full[stage]);
+      if (schedules && k_block == 0) scheduler.publish_before(number + 3);
     }
     // Those of a tile after the next one could not be asked for.
     asked = max(0, min(Tile::kAsked - 1, next.k_blocks));

@@ -12,7 +12,7 @@ void run_m_grouped(const Launch& launch, const GroupedGemm& gemm) {
   const auto launch_with = [&]<Major major>(std::integral_constant<Major, major>,
                                             const TensorMaps& all) {
     if (gemm.a_rows)
-      launch_gemm<MGrouped16Bit<T, major, Gathers::kA>>(
+      launch_gemm<MGrouped16Bit<T, major, true>>(
           launch, all, gemm, {}, gemm.epilogue, gathered_rows(launch.op(), gemm.a_rows, maps.a));
     else
       launch_gemm<MGrouped16Bit<T, major>>(launch, all, gemm, {}, gemm.epilogue);
@@ -27,22 +27,23 @@ void run_m_grouped(const Launch& launch, const GroupedGemm& gemm) {
   }
 }
 
-template <typename T, Gathers gathers>
-using KGrouped16Bit = GemmConfig<
-    T, T,
-    GemmTraits{.grouping = Grouping::kK,
-               .scaling = Scaling::kNone,
-               .a_major = Major::kMN,
-               .b_major = Major::kMN,
-               .gathers = gathers,
-               .store_work = StoreWork::kStore,
-               .tile_n = kTile16Bit.n,
-               .stages = gathers == Gathers::kNothing ? kTile16BitKGrouped.stages
-                                                      : kTile16Bit.stages}>;
+template <typename T, bool gathers, bool transposed>
+using KGrouped16Bit =
+    GemmConfig<T, T,
+               GemmTraits{.grouping = Grouping::kK,
+                          .scaling = Scaling::kNone,
+                          .a_major = Major::kMN,
+                          .b_major = Major::kMN,
+                          .gathers = gathers,
+                          .transposed = transposed,
+                          .store_work = StoreWork::kStore,
+                          .tile_n = kTile16Bit.n,
+                          .stages = gathers ? kTile16Bit.stages : kTile16BitKGrouped.stages}>;
 
-template <typename T, Gathers gathers>
-void run_k_grouped(const Launch& launch, const GroupedGemm& gemm) {
-  using Gemm = KGrouped16Bit<T, gathers>;
+// out[e] = a.T @ b over each group's rows, or its transpose.
+template <typename T, bool gathers, bool transposed = false>
+void launch_k_grouped(const Launch& launch, const GroupedGemm& gemm) {
+  using Gemm = KGrouped16Bit<T, gathers, transposed>;
   const Tensor a = tma_readable(gemm.a, 1), b = tma_readable(gemm.b, 1);
   const auto map_of = [&](const Tensor& t) {
     return ragged_map(launch.op(), map_address(t, gemm.epilogue.out), t.scalar_type(), 2, t.size(1),
@@ -50,22 +51,24 @@ void run_k_grouped(const Launch& launch, const GroupedGemm& gemm) {
   };
   const CUtensorMap map_a = map_of(a), map_b = map_of(b);
   const TensorMaps maps{map_a, map_b, map_a, map_b, map_a, map_b};
-  if constexpr (gathers == Gathers::kNothing) {
+  if constexpr (gathers)
+    launch_gemm<Gemm>(launch, maps, gemm, {}, gemm.epilogue,
+                      gathered_rows(launch.op(), gemm.a_rows, a));
+  else
     launch_gemm<Gemm>(launch, maps, gemm, {}, gemm.epilogue);
-  } else {
-    constexpr bool is_a = gathers == Gathers::kA;
-    launch_gemm<Gemm>(
-        launch, maps, gemm, {}, gemm.epilogue,
-        gathered_rows(launch.op(), is_a ? gemm.a_rows : gemm.b_rows, is_a ? a : b));
-  }
 }
 
-// out[e] = a.T @ b over each group's rows.
+// What is gathered is a, whose tile has half as many columns as b's: 128. Where b's rows are, the
+// operands change places, and out is stored transposed.
 template <typename T>
 void run_k_grouped(const Launch& launch, const GroupedGemm& gemm) {
-  if (gemm.a_rows) return run_k_grouped<T, Gathers::kA>(launch, gemm);
-  if (gemm.b_rows) return run_k_grouped<T, Gathers::kB>(launch, gemm);
-  return run_k_grouped<T, Gathers::kNothing>(launch, gemm);
+  if (gemm.a_rows) return launch_k_grouped<T, true>(launch, gemm);
+  if (!gemm.b_rows) return launch_k_grouped<T, false>(launch, gemm);
+  GroupedGemm exchanged = gemm;
+  std::swap(exchanged.a, exchanged.b);
+  std::swap(exchanged.a_rows, exchanged.b_rows);
+  std::swap(exchanged.shape.rows, exchanged.shape.cols);
+  launch_k_grouped<T, true, true>(launch, exchanged);
 }
 
 }  // namespace

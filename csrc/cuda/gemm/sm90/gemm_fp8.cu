@@ -4,13 +4,14 @@
 namespace grouped_linear::cuda::sm90 {
 namespace {
 
-template <typename A, Scaling scaling, Grouping grouping, Gathers gathers = Gathers::kNothing>
+template <typename A, Scaling scaling, Grouping grouping, bool gathers = false>
 using Config = GemmConfig<A, __nv_fp8_e4m3,
                           GemmTraits{.grouping = grouping,
                                      .scaling = scaling,
                                      .a_major = Major::kK,
                                      .b_major = Major::kK,
                                      .gathers = gathers,
+                                     .transposed = false,
                                      .store_work = StoreWork::kStore,
                                      .tile_n = kTileFp8.n,
                                      .stages = kTileFp8.stages}>;
@@ -43,7 +44,7 @@ void launch_scaled(const Launch& launch, const TensorMaps& maps, const GroupedGe
         grouping == Grouping::kK ? Scaling::kScale1x128 : Scaling::kScale128x128;
     if constexpr (grouping == Grouping::kM) {
       if (gathered)
-        return launch_gemm<Config<__nv_fp8_e4m3, scaling, grouping, Gathers::kA>>(
+        return launch_gemm<Config<__nv_fp8_e4m3, scaling, grouping, true>>(
             launch, maps, gemm, scale_b_view, epilogue, *gathered);
     }
     return launch_gemm<Config<__nv_fp8_e4m3, scaling, grouping>>(launch, maps, gemm, scale_b_view,

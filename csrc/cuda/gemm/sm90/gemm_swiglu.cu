@@ -19,16 +19,17 @@ void for_16bit(ScalarType dtype, const Run& run) {
 }
 
 // A GEMM with an ElementwiseEpilogue, of rows in order or gathered.
-template <typename T, Major b_major, StoreWork store_work, typename Elementwise, bool gathers = true>
+template <typename T, Major b_major, StoreWork store_work, typename Elementwise,
+          bool gathers = true>
 void launch_elementwise(const Launch& launch, const TensorMaps& maps, const GroupedGemm& gemm,
                         const Tensor& a, const typename Elementwise::Arguments& epilogue) {
   if constexpr (gathers) {
     if (gemm.a_rows)
-      return launch_gemm<MGrouped16Bit<T, b_major, Gathers::kA, store_work>,
+      return launch_gemm<MGrouped16Bit<T, b_major, true, store_work>,
                          ElementwiseEpilogue<Elementwise, false>>(
           launch, maps, gemm, {}, epilogue, gathered_rows(launch.op(), gemm.a_rows, a));
   }
-  launch_gemm<MGrouped16Bit<T, b_major, Gathers::kNothing, store_work>,
+  launch_gemm<MGrouped16Bit<T, b_major, false, store_work>,
               ElementwiseEpilogue<Elementwise, true>>(launch, maps, gemm, {}, epilogue);
 }
 
@@ -70,7 +71,7 @@ void run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutpu
           {linear, swiglu.h.data_ptr(), swiglu.keep_gate_up, swiglu.form});
     }
     constexpr StoreWork work = StoreWork::kElementwiseOfGateUp;
-    using Gemm = MGrouped16Bit<T, Major::kK, Gathers::kNothing, work>;
+    using Gemm = MGrouped16Bit<T, Major::kK, false, work>;
     const TensorMaps all = maps.with(maps.of_gate_up(Gemm::kTileN / Gemm::kBPieces),
                                      maps.of_gate_up(Gemm::kNarrowCols / Gemm::kNarrowPieces));
     for_form(swiglu.form, [&]<typename Form>(const Form& form) {

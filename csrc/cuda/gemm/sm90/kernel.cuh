@@ -41,9 +41,9 @@
 //               or a store warp
 //               while it waits
 //
-// scheduler.cuh, producer.cuh, gather_producer.cuh, scale_warp.cuh, mainloop_*.cuh and epilogue.cuh,
-// store_warp.cuh, elementwise_epilogue.cuh, zero_fill.cuh have them, in this order. run_roles below
-// gives them out.
+// They are in scheduler.cuh, producer.cuh, gather_producer.cuh, scale_warp.cuh, mainloop_*.cuh and
+// epilogue.cuh, store_warp.cuh, elementwise_epilogue.cuh, and zero_fill.cuh, in this order.
+// run_roles below gives them out.
 //
 // The two tiles of a cluster are neighbours and share an operand's tile, see tile_order.cuh. Each
 // block loads one half of it into both.
@@ -148,7 +148,7 @@ __device__ void run_roles(SharedStorage<Config>& shared, const TensorMaps& maps,
   if (threadIdx.x < 128) {
     setmaxnreg_dec<kHelperRegisters<Config, Epilogue>>();
     if (threadIdx.x < Producer::kThreads)
-      Producer::template run<Config>(shared, maps, producer, scale_b, shape);
+      Producer::template run<Config>(shared, maps, producer, scale_b, workspace, counts, shape);
     constexpr bool takes_warp_1 = Producer::kThreads > 32;
     if constexpr (Config::kScale128x128 && !takes_warp_1)
       if (threadIdx.x / 32 == 1) load_block_scales<Config>(shared, scale_b, shape);

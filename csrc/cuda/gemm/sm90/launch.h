@@ -87,12 +87,15 @@ void launch_gemm(const Launch& launch, TensorMaps maps, const GroupedGemm& gemm,
                 "config.h tells Python the tile that is launched");
   const GemmShape& shape = gemm.shape;
   const char* op = launch.op();
-  if (Config::kKGrouped) row_count(op, int64_t{shape.rows} * shape.E);  // of all groups' matrices
+  // Of out, a group's matrix.
+  const int out_rows = Config::kTransposed ? shape.cols : shape.rows;
+  const int out_cols = Config::kTransposed ? shape.rows : shape.cols;
+  if (Config::kKGrouped) row_count(op, int64_t{out_rows} * shape.E);
   // A group may have all rows, and RaggedRows counts those of a group from 2^30 down.
   if (!Config::kKGrouped || !Config::kFp8)
     check(shape.T <= RaggedRows::kOrigin, op, ": at most ", RaggedRows::kOrigin,
           " rows are supported on CUDA, got ", shape.T);
-  maps.out = epilogue.aligned ? out_map<Config>(op, epilogue, shape.cols) : maps.a;
+  maps.out = epilogue.aligned ? out_map<Config>(op, epilogue, out_cols) : maps.a;
 
   const int clusters = std::min(launch.multiprocessors() / kClusterSize, kMaxClusters);
   const std::optional<Tensor> room = split_k_room<Config>(gemm.offs, shape, clusters);

@@ -7,7 +7,7 @@ namespace grouped_linear::cuda::sm90 {
 
 constexpr int kLine = kSwizzleBytes / 2;  // elements in a line of 128 bytes
 
-template <typename T, Major b_major, Gathers gathers = Gathers::kNothing,
+template <typename T, Major b_major, bool gathers = false,
           StoreWork store_work = StoreWork::kStore>
 using MGrouped16Bit = GemmConfig<T, T,
                                  GemmTraits{.grouping = Grouping::kM,
@@ -15,6 +15,7 @@ using MGrouped16Bit = GemmConfig<T, T,
                                             .a_major = Major::kK,
                                             .b_major = b_major,
                                             .gathers = gathers,
+                                            .transposed = false,
                                             .store_work = store_work,
                                             .tile_n = kTile16Bit.n,
                                             .stages = kTile16Bit.stages}>;

@@ -1,9 +1,9 @@
 // The producer: one thread that loads a and b, k-block by k-block, with TMA.
 //
-// A producer is a template parameter of the kernel. It says how many threads run it (kThreads, 1 or
-// 64), how many registers it takes (kRegisters), how often it arrives at full[stage] (kArrivals),
-// and what the kernel is given for it (Arguments). With 64 threads it has the role of warp 1 too: it
-// loads block scales. It must
+// A kernel has the producer of its Config (ProducerOf). A producer says how many threads run it
+// (kThreads, 1 or 64), how many registers it takes (kRegisters), how often it arrives at full[stage]
+// (kArrivals), and what the kernel is given for it (Arguments). With 64 threads it has the roles of
+// warp 1 too: it loads block scales, and may have to schedule. It must
 //   - wait for this block's tiles, one after the other, and take each (scheduler.cuh);
 //   - for each k-block wait for shared.empty[stage] and fill the stage, with kArrivals arrivals at
 //     shared.full[stage] (the roles of scale_warp.cuh arrive too, see prologue in kernel.cuh);
@@ -36,7 +36,8 @@ struct TmaProducer {
 
   template <typename Config>
   static __device__ void run(SharedStorage<Config>& shared, const TensorMaps& maps,
-                             const Arguments&, const Scale128x128View&, const GemmShape& shape);
+                             const Arguments&, const Scale128x128View&, const SplitKWorkspace&,
+                             const TileCounts&, const GemmShape& shape);
 
   template <typename Config>
   static __device__ __forceinline__ void load_a(SharedStorage<Config>& shared,
@@ -103,8 +104,8 @@ __device__ __forceinline__ void TmaProducer::load_b(SharedStorage<Config>& share
 
 template <typename Config>
 __device__ void TmaProducer::run(SharedStorage<Config>& shared, const TensorMaps& maps,
-                                 const Arguments&, const Scale128x128View&,
-                                 const GemmShape& shape) {
+                                 const Arguments&, const Scale128x128View&, const SplitKWorkspace&,
+                                 const TileCounts&, const GemmShape& shape) {
   constexpr int scale_bytes = Config::kBlockScaled ? 4 * Config::kRowScales : 0;
   constexpr uint16_t all = (1 << kClusterSize) - 1;
   // From shared memory: the special register would be read in every k-block (H200, 2026-11: 0.8% of

@@ -7,8 +7,9 @@
 // warps from full[stage], store warps from epilogue_full) finds it in the ring without a wait. A
 // slot is reused kTileSlots tiles later, when all are done with it: see SharedStorage.
 //
-// The scheduler is a thread of warp 1 of the cluster's first block where that warp has no other
-// role, else of its last store warp, which publishes a tile before it waits for one to store.
+// The scheduler is a thread of the cluster's first block: of warp 1 where that warp is idle, else
+// of the last store warp, which publishes a tile before it waits for one to store; see
+// Config::kStoreWarpSchedules.
 //
 // Static rounds: cluster c of C computes the tiles c, c + C, c + 2C ... The last round usually has
 // fewer tiles than the GPU has clusters, and the other clusters would be idle.

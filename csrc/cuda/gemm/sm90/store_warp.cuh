@@ -42,7 +42,7 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const CUtensorMap& ma
   const bool zeroes = !Config::kHasIdleWarp && warpgroup == 0;
   if (zeroes) zero_fill.begin();
   const bool schedules =
-      !Config::kHasIdleWarp && warpgroup == kMathWarpgroups - 1 && shared.rank == 0;
+      Config::kStoreWarpSchedules && warpgroup == kMathWarpgroups - 1 && shared.rank == 0;
   if (schedules) scheduler.begin();
   uint32_t phase = 0;
   const auto wait_for_results = [&] {
@@ -61,15 +61,31 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const CUtensorMap& ma
       tile = shared.tiles[number % kTileSlots];
     }
     // All groups' matrices are one matrix, one below the other.
-    const int before = Config::kKGrouped ? tile.group * shape.rows : 0;
+    constexpr bool transposed = Config::kTransposed;
+    const int out_rows = transposed ? shape.cols : shape.rows;
+    const int before = Config::kKGrouped ? tile.group * out_rows : 0;
     const int row = tile.row + warpgroup * kWgmmaM;
-    const RaggedRows rows(before + row, before + tile.row_end);
+    const RaggedRows rows(before + (transposed ? tile.col : row),
+                          before + (transposed ? out_rows : tile.row_end));
     const bool nothing = !epilogue.aligned || row >= tile.row_end || tile.destination_slot() > 0 ||
-                         tile.k_blocks < 0 || (tile.k_blocks == 0 && adds);
+                         tile.k_blocks < 0 || (tile.k_blocks == 0 && adds) ||
+                         (transposed && tile.col >= shape.cols);
     const int end = nothing ? 0 : shape.cols;  // of the columns to store
     for (int subtile = 0; subtile < subtiles; ++subtile) {
       const int first = tile.col + subtile * buffers * line_cols;
-      const int used = min((end - first + line_cols - 1) / line_cols, buffers);
+      const int used = !transposed ? min((end - first + line_cols - 1) / line_cols, buffers)
+                       : nothing   ? 0
+                                   : buffers;
+      // Transposed, 64 rows of out have a buffer for each line of 128 bytes that this warpgroup's
+      // columns take: two in float32.
+      const int more_lines = subtiles - 1;
+      const auto col_of = [&](int i) {
+        return transposed ? row + (i & more_lines) * line_cols : first + i * line_cols;
+      };
+      const auto row_of = [&](int part, int i) {
+        return rows.c1 + (transposed ? ((subtile * buffers + i) >> more_lines) * kWgmmaM
+                                     : part * Config::kEpilogueRows);
+      };
       // The first line's number, for copies of whole rows. No division: copies follow one another
       // closely.
       const int line = whole_rows ? first >> (subtiles == 1 ? 6 : 5) : 0;
@@ -78,11 +94,10 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const CUtensorMap& ma
         mbarrier_arrive_expect_tx(empty, lines * kWgmmaM * kSwizzleBytes);
 #pragma unroll 1
         for (int part = 0; part < parts; ++part) {
-          const int row = rows.c1 + part * Config::kEpilogueRows;
 #pragma unroll 1
           for (int i = 0; i < used; i += at_once) {
             uint8_t* to = shared.epilogue[warpgroup][part][i];
-            const int col = first + i * line_cols;
+            const int col = col_of(i), row = row_of(part, i);
             if constexpr (whole_rows)
               tma_load_5d(to, &map, empty, 0, row, line, rows.c2, rows.kOrigin);
             else
@@ -96,12 +111,11 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const CUtensorMap& ma
       if (tile.k_blocks < 0) break;
 #pragma unroll 1
       for (int part = 0; part < parts; ++part) {
-        const int row = rows.c1 + part * Config::kEpilogueRows;
 #pragma unroll
         for (int i = 0; i < buffers; i += at_once) {
           if (i >= used) break;
           const uint8_t* from = shared.epilogue[warpgroup][part][i];
-          const int col = first + i * line_cols;
+          const int col = col_of(i), row = row_of(part, i);
           if constexpr (whole_rows) {
             if (adds && subtile > 0)
               tma_reduce_add_5d(&map, from, 0, row, line, rows.c2, rows.kOrigin);
