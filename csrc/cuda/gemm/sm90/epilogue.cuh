@@ -196,8 +196,8 @@ __device__ __forceinline__ uint8_t* transposed_place(EpilogueBuffers<Config>& bu
                  [col % 64 * kSwizzleBytes + (byte ^ (col % 8 * 16))];
 }
 
-// Calls each(place, k, j) for the places of a warp's accumulators: in 16 bits for four matrices at a
-// time (stmatrix, ldmatrix), from accumulator 4 j on, in float32 for accumulator 4 j + k.
+// Calls each(place, k, j) for the places of a warp's accumulators: in 16 bits for four matrices at
+// a time (stmatrix, ldmatrix), from accumulator 4 j on, in float32 for accumulator 4 j + k.
 template <typename T, typename Config, typename Each>
 __device__ __forceinline__ void for_transposed(EpilogueBuffers<Config>& buffers, int subtile,
                                                const Each& each) {

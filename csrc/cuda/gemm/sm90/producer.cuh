@@ -1,9 +1,9 @@
 // The producer: one thread that loads a and b, k-block by k-block, with TMA.
 //
 // A kernel has the producer of its Config (ProducerOf). A producer says how many threads run it
-// (kThreads, 1 or 64), how many registers it takes (kRegisters), how often it arrives at full[stage]
-// (kArrivals), and what the kernel is given for it (Arguments). With 64 threads it has the roles of
-// warp 1 too: it loads block scales, and may have to schedule. It must
+// (kThreads, 1 or 64), how many registers it takes (kRegisters), how often it arrives at
+// full[stage] (kArrivals), and what the kernel is given for it (Arguments). With 64 threads it has
+// the roles of warp 1 too: it loads block scales, and may have to schedule. It must
 //   - wait for this block's tiles, one after the other, and take each (scheduler.cuh);
 //   - for each k-block wait for shared.empty[stage] and fill the stage, with kArrivals arrivals at
 //     shared.full[stage] (the roles of scale_warp.cuh arrive too, see prologue in kernel.cuh);
