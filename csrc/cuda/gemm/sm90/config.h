@@ -137,8 +137,10 @@ struct GemmConfig {
   // longer than the tile's products, and leave it to a warp 1 that gathers.
   static constexpr bool kStoreWarpSchedules = !kHasIdleWarp && !(kGathersRows && kElementwise);
   // The scheduler is so many tiles ahead of the producer. A store warp schedules before it waits
-  // for a tile, and the producer is one or two further on by then.
-  static constexpr int kTilesAhead = kStoreWarpSchedules ? 3 : 2;
+  // for a tile, and the producer is some tiles further on by then; warps that gather need to know
+  // the next one too. With more than three FP8 GEMMs that are bound by writing take longer (H100,
+  // 2026-11: up to 1.12).
+  static constexpr int kTilesAhead = !kStoreWarpSchedules ? 2 : kGathersRows ? 7 : 3;
   // Whether stages are written by cp.async too, which wgmma sees after a fence only.
   static constexpr bool kNeedsProxyFence = kGathersRows;
 
