@@ -15,8 +15,7 @@ constexpr GemmTraits traits(int tile_n, int stages, Scaling scaling, Major b_maj
           .stages = stages};
 }
 template <int tile_n, int stages, Scaling scaling = Scaling::kScale128x128>
-using Fp8 =
-    GemmConfig<__nv_fp8_e4m3, __nv_fp8_e4m3, traits(tile_n, stages, scaling, Major::kK)>;
+using Fp8 = GemmConfig<__nv_fp8_e4m3, __nv_fp8_e4m3, traits(tile_n, stages, scaling, Major::kK)>;
 template <int tile_n, int stages, Major b_major = Major::kK>
 using Bf16 =
     GemmConfig<__nv_bfloat16, __nv_bfloat16, traits(tile_n, stages, Scaling::kNone, b_major)>;
@@ -27,7 +26,7 @@ constexpr GemmTraits forgotten{.grouping = Grouping::kM,
                                .a_major = Major::kK,
                                .b_major = Major::kK,
                                .gathers = false,
-          .transposed = false,
+                               .transposed = false,
                                .store_work = StoreWork::kStore,
                                .tile_n = 256};
 #endif

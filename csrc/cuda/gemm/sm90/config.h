@@ -125,8 +125,8 @@ struct GemmConfig {
   static constexpr int kEpilogueBuffers = kTileN / 64;  // of 128 bytes a row
 
   // FP8 keeps the number of stages in narrow tiles: its main loop is unrolled over them.
-  static constexpr int kRoom = traits.stages * stage_bytes(kWideTileN) +
-                               epilogue_bytes(kWideTileN) - epilogue_bytes(kTileN);
+  static constexpr int kRoom =
+      traits.stages * stage_bytes(kWideTileN) + epilogue_bytes(kWideTileN) - epilogue_bytes(kTileN);
   static constexpr int kStages =
       kNarrow && !kFp8 ? smaller(kMaxStages, kRoom / kStageBytes) : int{traits.stages};
 

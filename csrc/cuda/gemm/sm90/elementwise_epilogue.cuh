@@ -126,8 +126,8 @@ struct ElementwiseEpilogue {
     TailZeros zeros(blockIdx.x * warps + 3 - warp, gridDim.x * warps);
     Elementwise::template tail<Config>(zeros, args, shape, shared.groups.row_end[shape.E - 1]);
     Scheduler<Config> scheduler(shared, workspace, counts, shape);
-    const bool schedules = Config::kStoreWarpSchedules && warp == 3 && shared.rank == 0 &&
-                           threadIdx.x % 32 == 0;
+    const bool schedules =
+        Config::kStoreWarpSchedules && warp == 3 && shared.rank == 0 && threadIdx.x % 32 == 0;
     if (schedules) scheduler.begin();
     uint32_t phase = 0;
 #pragma unroll 1

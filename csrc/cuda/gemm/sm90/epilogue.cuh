@@ -261,8 +261,7 @@ __device__ __forceinline__ void copy_transposed(EpilogueBuffers<Config>& buffers
   for (int i = threadIdx.x % 32; i < 16 * subtile_cols; i += 32) {
     const int r = i % 16, c = i / 16;
     if (row + r >= shape.rows || col + c >= shape.cols) continue;
-    T& buffered =
-        *reinterpret_cast<T*>(transposed_place<T, Config>(buffers, first_row + r, c));
+    T& buffered = *reinterpret_cast<T*>(transposed_place<T, Config>(buffers, first_row + r, c));
     T& there = out[static_cast<int64_t>(col + c) * shape.rows + row + r];
     if (back)
       buffered = there;

@@ -103,8 +103,7 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const TensorM
   const auto place_of = [&](int r) { return ((lane % 8) ^ (lane_row % 8) ^ (r % 8)) * 16; };
 
   Scheduler<Config> scheduler(shared, workspace, counts, shape);
-  const bool schedules =
-      !Config::kStoreWarpSchedules && shared.rank == 0 && threadIdx.x == 32;
+  const bool schedules = !Config::kStoreWarpSchedules && shared.rank == 0 && threadIdx.x == 32;
   if (schedules) scheduler.begin();
   PipelineState<Config::kStages> state;
   BlockScales<Config> scales;
@@ -208,14 +207,11 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const TensorM
       __syncwarp();
 
       const int first_byte =
-          piece + (!Config::kKGrouped ? k_block * kSwizzleBytes
-                                      : tile.row * item);
-      const int row_bytes =
-          (!Config::kKGrouped ? shape.K : shape.rows) * item;
+          piece + (!Config::kKGrouped ? k_block * kSwizzleBytes : tile.row * item);
+      const int row_bytes = (!Config::kKGrouped ? shape.K : shape.rows) * item;
       const bool in_row = first_byte < row_bytes;
       const uint8_t* source = rows.source + (in_row ? first_byte : 0);
-      const uint32_t to =
-          smem_address(shared.stages[stage].a) + line;
+      const uint32_t to = smem_address(shared.stages[stage].a) + line;
       // K-grouped: of the rows lane_row, lane_row + kRowsAtOnce ..., so many are copied; others are
       // zeros.
       const int copied = in_row ? end - first_row(k_block) - lane_row : 0;

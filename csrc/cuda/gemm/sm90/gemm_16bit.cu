@@ -12,8 +12,8 @@ void run_m_grouped(const Launch& launch, const GroupedGemm& gemm) {
   const auto launch_with = [&]<Major major>(std::integral_constant<Major, major>,
                                             const TensorMaps& all) {
     if (gemm.a_rows)
-      launch_gemm<MGrouped16Bit<T, major, true>>(
-          launch, all, gemm, {}, gemm.epilogue, gathered_rows(launch.op(), gemm.a_rows, maps.a));
+      launch_gemm<MGrouped16Bit<T, major, true>>(launch, all, gemm, {}, gemm.epilogue,
+                                                 gathered_rows(launch.op(), gemm.a_rows, maps.a));
     else
       launch_gemm<MGrouped16Bit<T, major>>(launch, all, gemm, {}, gemm.epilogue);
   };

@@ -29,8 +29,8 @@ void launch_elementwise(const Launch& launch, const TensorMaps& maps, const Grou
                          ElementwiseEpilogue<Elementwise, false>>(
           launch, maps, gemm, {}, epilogue, gathered_rows(launch.op(), gemm.a_rows, a));
   }
-  launch_gemm<MGrouped16Bit<T, b_major, false, store_work>,
-              ElementwiseEpilogue<Elementwise, true>>(launch, maps, gemm, {}, epilogue);
+  launch_gemm<MGrouped16Bit<T, b_major, false, store_work>, ElementwiseEpilogue<Elementwise, true>>(
+      launch, maps, gemm, {}, epilogue);
 }
 
 // Whether b is dense along `inner`, and TMA can read it as it is: a copy might be dense along K.

@@ -166,11 +166,11 @@ __device__ void run_roles(SharedStorage<Config>& shared, const TensorMaps& maps,
     if constexpr (Epilogue::kByWholeWarps) {
       static_assert(!(Epilogue::kTakesWarp1 && takes_warp_1), "warp 1 has one role");
       if (threadIdx.x >= (Epilogue::kTakesWarp1 ? 32 : 64))
-        Epilogue::template run_store_warp<Config>(shared, maps, epilogue, workspace, counts,
-                                                  shape, threadIdx.x / 32);
+        Epilogue::template run_store_warp<Config>(shared, maps, epilogue, workspace, counts, shape,
+                                                  threadIdx.x / 32);
     } else if (threadIdx.x >= 64 && elect_one()) {
-      Epilogue::template run_store_warp<Config>(shared, maps, epilogue, workspace, counts,
-                                                shape, threadIdx.x / 32 - 2);
+      Epilogue::template run_store_warp<Config>(shared, maps, epilogue, workspace, counts, shape,
+                                                threadIdx.x / 32 - 2);
     }
   } else {
     setmaxnreg_inc<kMathRegisters<Config, Epilogue>>();
@@ -236,12 +236,11 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClusterSize)
       using Narrow = NarrowOf<Config>;
       auto& narrow = *reinterpret_cast<SharedStorage<Narrow>*>(raw);
       build_group_table<Narrow>(narrow.groups, offs, shape);
-      return run_roles<Narrow, Epilogue>(narrow, maps, producer, scale_b, epilogue,
-                                                   workspace, narrow_counts, shape);
+      return run_roles<Narrow, Epilogue>(narrow, maps, producer, scale_b, epilogue, workspace,
+                                         narrow_counts, shape);
     }
   }
-  run_roles<Config, Epilogue>(shared, maps, producer, scale_b, epilogue, workspace,
-                                        counts, shape);
+  run_roles<Config, Epilogue>(shared, maps, producer, scale_b, epilogue, workspace, counts, shape);
 }
 
 // The kernel's narrow_counts: M-grouped GEMMs alone have narrow tiles.

@@ -7,8 +7,7 @@ namespace grouped_linear::cuda::sm90 {
 
 constexpr int kLine = kSwizzleBytes / 2;  // elements in a line of 128 bytes
 
-template <typename T, Major b_major, bool gathers = false,
-          StoreWork store_work = StoreWork::kStore>
+template <typename T, Major b_major, bool gathers = false, StoreWork store_work = StoreWork::kStore>
 using MGrouped16Bit = GemmConfig<T, T,
                                  GemmTraits{.grouping = Grouping::kM,
                                             .scaling = Scaling::kNone,

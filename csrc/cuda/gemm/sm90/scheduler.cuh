@@ -101,8 +101,8 @@ __device__ __forceinline__ void take_slice(WorkTile& tile, const Schedule& sched
   const int rows = schedule.slice_begin * Config::kUnitK;
   tile.k_begin += Config::kFp8 ? schedule.slice_begin : rows;
   tile.k_count = min(tile.k_count - rows, schedule.slice_units * Config::kUnitK);
-  tile.k_blocks = Config::kFp8 ? schedule.slice_units
-                               : (tile.k_count + Config::kTileK - 1) / Config::kTileK;
+  tile.k_blocks =
+      Config::kFp8 ? schedule.slice_units : (tile.k_count + Config::kTileK - 1) / Config::kTileK;
   // A tile's slots follow one another: the leading slice's, then those of its equal slices but the
   // last.
   const int slices = schedule.slices_per_tile, index = schedule.slice_index,
@@ -229,8 +229,7 @@ class Scheduler {
       end.k_blocks = -1;
       return end;
     }
-    WorkTile tile =
-        tile_of<Config>(number, 0, shared_.groups, shared_.active(), counts_, shape_);
+    WorkTile tile = tile_of<Config>(number, 0, shared_.groups, shared_.active(), counts_, shape_);
     if constexpr (Config::kKGrouped)
       if (last_round_tile >= 0) take_slice<Config>(tile, schedule, last_round_tile);
     return tile;

@@ -13,8 +13,8 @@
 namespace grouped_linear::cuda::sm90 {
 
 constexpr int kRowNumberBlocks = 4;  // see GatheredTile::kAsked
-constexpr int kTileSlots = 16;  // of the ring of tiles, see scheduler.cuh
-constexpr int kZeroBytes = 3968;  // the source of zero_fill.cuh's copies
+constexpr int kTileSlots = 16;       // of the ring of tiles, see scheduler.cuh
+constexpr int kZeroBytes = 3968;     // the source of zero_fill.cuh's copies
 
 // In place of the first columns' scale: some columns have a scale of their own. Where the scale is
 // zero, the columns' own scales are used as well, to the same result.
@@ -119,10 +119,9 @@ struct Padding<0> {};
 // Control comes after the wide tiles' buffers: ptxas (nvcc 13.0) spills registers where it comes
 // first.
 template <typename Config>
-struct SharedStorage
-    : TileBuffers<Config>,
-      Padding<sizeof(TileBuffers<WideOf<Config>>) - sizeof(TileBuffers<Config>)>,
-      Control {
+struct SharedStorage : TileBuffers<Config>,
+                       Padding<sizeof(TileBuffers<WideOf<Config>>) - sizeof(TileBuffers<Config>)>,
+                       Control {
   static_assert(sizeof(TileBuffers<Config>) <= sizeof(TileBuffers<WideOf<Config>>),
                 "narrow tiles reuse the wide tiles' shared memory");
   // The scheduler writes tile n + kTilesAhead when its producer has begun with tile n. By then all
