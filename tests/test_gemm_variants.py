@@ -17,18 +17,21 @@ def has_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
-@pytest.fixture(scope="module")
-def refusal(tmp_path_factory: pytest.TempPathFactory) -> str:
+def said_to_refused(folder: Path, *options: str) -> str:
     """What nvcc says to refused.cu."""
-    output = tmp_path_factory.mktemp("refused") / "refused.ptx"
     compiled = subprocess.run(
-        ["nvcc", "-ptx", "-arch=sm_90a", "-std=c++20", f"-I{ROOT / 'csrc'}", "-o", output,
-         SOURCES / "refused.cu"],
+        ["nvcc", "-ptx", "-arch=sm_90a", "-std=c++20", f"-I{ROOT / 'csrc'}", *options,
+         "-o", folder / "refused.ptx", SOURCES / "refused.cu"],
         capture_output=True,
         text=True,
     )  # fmt: skip
     assert compiled.returncode != 0
     return " ".join((compiled.stdout + compiled.stderr).split())
+
+
+@pytest.fixture(scope="module")
+def refusal(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return said_to_refused(tmp_path_factory.mktemp("refused"))
 
 
 @needs_nvcc
@@ -45,6 +48,11 @@ def refusal(tmp_path_factory: pytest.TempPathFactory) -> str:
 )
 def test_a_configuration_that_cannot_run_is_refused(refusal: str, sentence: str) -> None:
     assert sentence in refusal
+
+
+@needs_nvcc
+def test_a_forgotten_trait_is_refused(tmp_path: Path) -> None:
+    assert "no instance of constructor" in said_to_refused(tmp_path, "-DWITHOUT_STAGES")
 
 
 @needs_nvcc

@@ -3,11 +3,33 @@
 
 namespace grouped_linear::cuda::sm90 {
 
+constexpr GemmTraits traits(int tile_n, int stages, Scaling scaling, Major b_major) {
+  return {.grouping = Grouping::kM,
+          .scaling = scaling,
+          .a_major = Major::kK,
+          .b_major = b_major,
+          .gathers = false,
+          .transposed = false,
+          .store_work = StoreWork::kStore,
+          .tile_n = tile_n,
+          .stages = stages};
+}
 template <int tile_n, int stages, Scaling scaling = Scaling::kScale128x128>
-using Fp8 = GemmConfig<__nv_fp8_e4m3, __nv_fp8_e4m3, tile_n, stages, scaling, Grouping::kM>;
+using Fp8 = GemmConfig<__nv_fp8_e4m3, __nv_fp8_e4m3, traits(tile_n, stages, scaling, Major::kK)>;
 template <int tile_n, int stages, Major b_major = Major::kK>
-using Bf16 = GemmConfig<__nv_bfloat16, __nv_bfloat16, tile_n, stages, Scaling::kNone, Grouping::kM,
-                        Major::kK, b_major>;
+using Bf16 =
+    GemmConfig<__nv_bfloat16, __nv_bfloat16, traits(tile_n, stages, Scaling::kNone, b_major)>;
+
+#ifdef WITHOUT_STAGES
+constexpr GemmTraits forgotten{.grouping = Grouping::kM,
+                               .scaling = Scaling::kNone,
+                               .a_major = Major::kK,
+                               .b_major = Major::kK,
+                               .gathers = false,
+                               .transposed = false,
+                               .store_work = StoreWork::kStore,
+                               .tile_n = 256};
+#endif
 
 constexpr int refused[] = {
     shared_bytes<Fp8<192, 5>>(),       // does not fit

@@ -26,17 +26,30 @@ namespace {
 
 #if FP8
 using Element = __nv_fp8_e4m3;
-using MGrouped = GemmConfig<Element, Element, TILE_N, STAGES, Scaling::kScale128x128, Grouping::kM>;
-using KGrouped = GemmConfig<Element, Element, TILE_N, STAGES, Scaling::kScale1x128, Grouping::kK>;
+constexpr Scaling kMScaling = Scaling::kScale128x128, kKScaling = Scaling::kScale1x128;
+constexpr Major kKMajor = Major::kK;  // of a K-grouped GEMM's operands
 constexpr CUtensorMapDataType kElementType = CU_TENSOR_MAP_DATA_TYPE_UINT8;
 #else
 using Element = __nv_bfloat16;
-using MGrouped = GemmConfig<Element, Element, TILE_N, STAGES, Scaling::kNone, Grouping::kM>;
-using KGrouped = GemmConfig<Element, Element, TILE_N, STAGES, Scaling::kNone, Grouping::kK,
-                            Major::kMN, Major::kMN>;
+constexpr Scaling kMScaling = Scaling::kNone, kKScaling = Scaling::kNone;
+constexpr Major kKMajor = Major::kMN;
 constexpr CUtensorMapDataType kElementType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 #endif
 constexpr bool kFp8 = FP8;
+
+constexpr GemmTraits traits(Grouping grouping, Scaling scaling, Major major) {
+  return {.grouping = grouping,
+          .scaling = scaling,
+          .a_major = major,
+          .b_major = major,
+          .gathers = false,
+          .transposed = false,
+          .store_work = StoreWork::kStore,
+          .tile_n = TILE_N,
+          .stages = STAGES};
+}
+using MGrouped = GemmConfig<Element, Element, traits(Grouping::kM, kMScaling, Major::kK)>;
+using KGrouped = GemmConfig<Element, Element, traits(Grouping::kK, kKScaling, kKMajor)>;
 
 void require(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
@@ -142,13 +155,13 @@ void launch(const TensorMaps& maps, const int32_t* offs, const Scale128x128View&
   DeviceArray<uint64_t> room(kCounterWords + flags + accumulators / 2);
   const SplitKWorkspace workspace{room.data, room.data + kCounterWords,
                                   reinterpret_cast<float*>(room.data + kCounterWords + flags)};
-  constexpr auto kernel = grouped_gemm_kernel<Config, TmaProducer, Epilogue>;
+  constexpr auto kernel = grouped_gemm_kernel<Config, Epilogue>;
   constexpr int bytes = shared_bytes<Config>();
   require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
           "shared memory");
   kernel<<<clusters * kClusterSize, kThreads, bytes>>>(maps, offs, {}, scale_b, epilogue, workspace,
                                                        tile_counts<Config>(shape),
-                                                       tile_counts<NarrowOf<Config>>(shape), shape);
+                                                       narrow_tile_counts<Config>(shape), shape);
   require(cudaGetLastError(), "launch");
   require(cudaDeviceSynchronize(), "kernel");
 }

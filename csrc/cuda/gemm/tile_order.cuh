@@ -14,8 +14,8 @@
 namespace grouped_linear::cuda {
 
 constexpr int kBandPairs = 8;  // pairs of row tiles that share an operand while it is in L2
-// At most so many k-blocks, writing an output tile of a K-grouped GEMM costs much beside computing
-// it.
+// At most so many units of K (Config::kUnitBlocks k-blocks each), writing an output tile of a
+// K-grouped GEMM costs much beside computing it.
 constexpr int kShortK = 16;
 
 // Division by a number that the host knows: a multiplication instead of 25 instructions on the way
@@ -141,7 +141,7 @@ __device__ __forceinline__ WorkTile tile_of(int number, int rank, const GroupTab
   }
   const int pairs = row_pairs<Config>(rows);
   if (rest < pairs * counts.col_tiles) {
-    const bool single = Config::kKGrouped && tile.k_blocks <= kShortK;
+    const bool single = Config::kKGrouped && tile.k_blocks <= kShortK * Config::kUnitBlocks;
     const int band_pairs = single ? 1 : kBandPairs, band = counts.band[single].divide(rest);
     const int col = counts.pairs[min(band_pairs, pairs - band * band_pairs)].divide(rest);
     tile.row += (2 * (band * band_pairs + rest) + rank) * Config::kTileM;

@@ -44,6 +44,7 @@ struct GemmConfig {
   static constexpr int kStageLine = kFewRows ? 128 : 64;  // bytes along K of a stage
   static constexpr int kStageK = kStageLine / sizeof(A), kTileK = kFp8 ? kScaleBlock : kStageK;
   static constexpr int kStagesPerKBlock = kTileK / kStageK;
+  static constexpr int kUnitBlocks = 1;  // see tile_order.cuh
   static constexpr int kStages = kFp8 && !kFewRows ? 4 : 3;
   static constexpr int kABytes = kTileM * kStageLine, kBBytes = kTileN * kStageLine;
   static constexpr int kStageBytes = kABytes + kBBytes;

@@ -3,7 +3,9 @@
 // With another compiler, remove one, run tests/test_machine_code.py and measure before trusting it.
 //
 // Two more of this kind cannot be functions and stand where they apply: the order of members in
-// SharedStorage (smem_layout.cuh) and the role that publishes tile numbers (scheduler_warp.cuh).
+// SharedStorage (smem_layout.cuh), and that no producer thread schedules (scheduler.cuh). Code like
+// that before the producer's loop makes ptxas take the loop for divergent, and move every TMA's
+// operands to uniform registers (32 more R2UR a k-block).
 #pragma once
 
 #include <cstdint>

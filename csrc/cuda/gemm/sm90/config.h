@@ -19,12 +19,13 @@ namespace grouped_linear::cuda::sm90 {
 // One block's output tile, and its shared memory pipeline.
 struct TileShape {
   int m, n;
-  int k;        // elements of a stage along K: 128 bytes
+  int k;        // elements of a stage along K
   int stages;   // loaded ahead
   int cluster;  // blocks that share an operand
 };
 
 constexpr TileShape kTile16Bit{128, 256, 64, 3, 2};
+constexpr TileShape kTile16BitKGrouped{128, 256, 32, 6, 2};
 constexpr TileShape kTileFp8{128, 192, 128, 4, 2};
 constexpr int kNarrowTileN = 64;
 
@@ -45,50 +46,102 @@ constexpr int kMaxSharedBytes = 227 * 1024;  // of a block on sm_90
 // a's row scales are loaded from a multiple of 4 rows on, and a tile may start at any row.
 constexpr int kRowScaleAlignment = kScaleRowMultiple;
 
-template <typename A_, typename B_, int kTileN_, int kStages_, Scaling kScaling, Grouping kGrouping,
-          Major kAMajor_ = Major::kK, Major kBMajor_ = Major::kK>
+// What the store warps do: store the tile, or elementwise arithmetic on it first. Of gate and up:
+// b's columns are gate's, then up's. Half of a tile's are gate's, the others the same ones of up.
+enum class StoreWork { kStore, kElementwise, kElementwiseOfGateUp };
+
+// A member of a struct that has no default: without its initializer the struct does not compile.
+template <typename T>
+struct Required {
+  T value;
+  constexpr Required(T given) : value(given) {}  // NOLINT: implicit
+  constexpr operator T() const { return value; }
+};
+
+// What a kernel is compiled for. GemmConfig derives everything else from it.
+struct GemmTraits {
+  Required<Grouping> grouping;
+  Required<Scaling> scaling;
+  Required<Major> a_major, b_major;
+  Required<bool> gathers;     // a's rows, by number
+  Required<bool> transposed;  // out is stored as [cols, rows]
+  Required<StoreWork> store_work;
+  Required<int> tile_n, stages;
+  bool narrow = false;  // the same GEMM in narrow tiles, see NarrowOf
+};
+
+constexpr int smaller(int a, int b) { return a < b ? a : b; }
+constexpr int larger(int a, int b) { return a < b ? b : a; }
+
+template <typename A_, typename B_, GemmTraits traits>
 struct GemmConfig {
-  using Wide = GemmConfig;
   using A = A_;
   using B = B_;
-  static constexpr bool kKGrouped = kGrouping == Grouping::kK, kFp8 = sizeof(A) == 1;
-  static constexpr bool kScalePerGroup = kScaling == Scaling::kScalePerGroup;
-  static constexpr bool kScale1x128 = kScaling == Scaling::kScale1x128;
-  static constexpr bool kScale128x128 = kScaling == Scaling::kScale128x128;
+  static constexpr GemmTraits kTraits = traits;
+  static constexpr bool kKGrouped = traits.grouping == Grouping::kK, kFp8 = sizeof(A) == 1;
+  static constexpr bool kScalePerGroup = traits.scaling == Scaling::kScalePerGroup;
+  static constexpr bool kScale1x128 = traits.scaling == Scaling::kScale1x128;
+  static constexpr bool kScale128x128 = traits.scaling == Scaling::kScale128x128;
   static constexpr bool kBlockScaled = kScale1x128 || kScale128x128;
-  static constexpr Major kAMajor = kAMajor_, kBMajor = kBMajor_;
+  static constexpr Major kAMajor = traits.a_major, kBMajor = traits.b_major;
+  static constexpr bool kGathersRows = traits.gathers, kTransposed = traits.transposed;
+  static constexpr bool kElementwise = traits.store_work != StoreWork::kStore;
+  static constexpr bool kGateUp = traits.store_work == StoreWork::kElementwiseOfGateUp;
 
-  static constexpr int kStages = kStages_;
-  static constexpr int kTileM = sm90::kTileM, kTileN = kTileN_, kPaddedBlock = sm90::kPaddedBlock;
-  static constexpr int kTileK = kSwizzleBytes / sizeof(A);  // 64 in 16 bits, 128 in FP8
-  static constexpr int kWgmmaK = 32 / sizeof(A);
-  static constexpr int kABytes = kTileM * kSwizzleBytes, kBBytes = kTileN * kSwizzleBytes;
-  static constexpr int kStageBytes = kABytes + kBBytes;
-  // TMA loads of b's tile: one a block where the cluster shares it.
-  static constexpr int kBPieces = 2;
-  static constexpr bool kNarrow = false;
-  static constexpr int kNarrowCols = kNarrowTileN, kNarrowPieces = 1;  // the same of narrow tiles
-  // Whether b's columns are those of gate, then those of up, see GateUp.
-  static constexpr bool kGateUp = false;
+  // Narrow tiles reuse the wide tile's shared memory. Of gate and up they have whole lines each.
+  static constexpr bool kNarrow = traits.narrow;
+  static constexpr int kWideTileN = traits.tile_n;
+  static constexpr int kNarrowCols = kGateUp ? 2 * kNarrowTileN : kNarrowTileN;
+  static constexpr int kTileM = sm90::kTileM, kTileN = kNarrow ? kNarrowCols : kWideTileN;
+  static constexpr int kPaddedBlock = sm90::kPaddedBlock;
+  // Boxes in which TMA loads b's tile: one a block where the cluster shares it.
+  static constexpr int kNarrowPieces = kGateUp ? 2 : 1, kBPieces = kNarrow ? kNarrowPieces : 2;
   // Whether a tile and the one below it form a pair, whose blocks share b.
-  static constexpr bool kSharesB = true;
+  static constexpr bool kSharesB = !kNarrow;
+
+  // The unit in which the scheduler measures and cuts K: 64 in 16 bits, 128 in FP8.
+  static constexpr int kUnitK = kSwizzleBytes / sizeof(A);
+  // A k-block, which is a stage. A K-major operand needs a whole line of 128 bytes. Without one,
+  // more and shorter stages in the same memory have more bytes on their way. Warps that gather lose
+  // more by twice as many stages.
+  static constexpr bool kHalfStages = kKGrouped && !kFp8 && !kGathersRows;
+  static constexpr int kTileK = kHalfStages ? kUnitK / 2 : kUnitK, kUnitBlocks = kUnitK / kTileK;
+  static constexpr int kWgmmaK = 32 / sizeof(A);
+  static constexpr int kABytes = kTileM * kTileK * sizeof(A);
+  static constexpr int stage_bytes(int n) { return kABytes + n * kTileK * sizeof(B); }
+  static constexpr int kStageBytes = stage_bytes(kTileN), kBBytes = kStageBytes - kABytes;
+
+  // Rows of one epilogue buffer. A 16-bit K-grouped GEMM is bound by writing where groups are
+  // small. There each warp's 16 rows are stored by themselves, all columns at once, so that
+  // neighbouring bytes are written at the same time.
+  static constexpr int kEpilogueRows = kKGrouped && !kFp8 && !kTransposed ? 16 : kWgmmaM;
+  static constexpr int epilogue_bytes(int n) { return kTileM * (n / 64) * kSwizzleBytes; }
+  static constexpr int kEpilogueBuffers = kTileN / 64;  // of 128 bytes a row
+
+  // FP8 keeps the number of stages in narrow tiles: its main loop is unrolled over them.
+  static constexpr int kRoom =
+      traits.stages * stage_bytes(kWideTileN) + epilogue_bytes(kWideTileN) - epilogue_bytes(kTileN);
+  static constexpr int kStages =
+      kNarrow && !kFp8 ? smaller(kMaxStages, kRoom / kStageBytes) : int{traits.stages};
+
   // Whether warp 1 has nothing to do but scheduling and zeros. Otherwise a store warp zeroes while
   // it waits.
-  static constexpr bool kHasIdleWarp = !kBlockScaled;
+  static constexpr bool kHasIdleWarp = !kBlockScaled && !kGathersRows && !kElementwise;
+  // Whether the last store warp schedules, else warp 1. Two store warps with elementwise work take
+  // longer than the tile's products, and leave it to a warp 1 that gathers.
+  static constexpr bool kStoreWarpSchedules = !kHasIdleWarp && !(kGathersRows && kElementwise);
+  // The scheduler is so many tiles ahead of the producer. A store warp schedules before it waits
+  // for a tile, and the producer is some tiles further on by then; warps that gather need to know
+  // the next one too. With more than three FP8 GEMMs that are bound by writing take longer (H100,
+  // 2026-11: up to 1.12).
+  static constexpr int kTilesAhead = !kStoreWarpSchedules ? 2 : kGathersRows ? 7 : 3;
   // Whether stages are written by cp.async too, which wgmma sees after a fence only.
-  static constexpr bool kNeedsProxyFence = false;
+  static constexpr bool kNeedsProxyFence = kGathersRows;
 
   // a's scales in a stage. K-grouped tiles start at multiples of kTileM.
   static constexpr int kRowScales = kKGrouped ? kTileM : kTileM + kRowScaleAlignment;
   // b's scales: of 64 columns each, the greatest width that never straddles two scale blocks.
   static constexpr int kColumnParts = kTileN / 64;
-
-  // Rows of one epilogue buffer. A 16-bit K-grouped GEMM is bound by writing where groups are
-  // small. There each warp's 16 rows are stored by themselves, all columns at once, so that
-  // neighbouring bytes are written at the same time.
-  static constexpr int kEpilogueRows = kKGrouped && !kFp8 ? 16 : kWgmmaM;
-  static constexpr int kEpilogueBuffers = kTileN / 64;  // of 128 bytes a row
-  static constexpr int kEpilogueBytes = kTileM * kEpilogueBuffers * kSwizzleBytes;
 
   static_assert(kTileN == 64 || kTileN == 128 || kTileN == 192 || kTileN == 256,
                 "a tile has 64, 128, 192 or 256 columns: wgmma.cuh has instructions for these");
@@ -106,55 +159,31 @@ struct GemmConfig {
   static_assert(
       !kBlockScaled || kScale1x128 == kKGrouped,
       "block scales of b are 1 x 128 in a K-grouped GEMM and 128 x 128 in an M-grouped one");
+  static_assert(!kHalfStages || (kAMajor == Major::kMN && kBMajor == Major::kMN),
+                "half a line of K per stage needs operands that are dense along M and N");
   static_assert(
       kBMajor == Major::kK || kTileN / kBPieces % 64 == 0,
       "an M/N-major b is loaded in columns of 64: half a tile must be a multiple of that");
+  static_assert(!kTransposed || (kKGrouped && !kFp8 && kTileN == 256),
+                "what is stored transposed are weight gradients in 16 bits");
+  static_assert(!kGathersRows || !kKGrouped || !kFp8,
+                "a K-grouped FP8 GEMM reads the padded layout, which has no rows to gather");
+  static_assert(!kElementwise || (!kKGrouped && !kFp8),
+                "elementwise arithmetic follows M-grouped GEMMs in 16 bits");
+  static_assert(!kNarrow || !kKGrouped, "K-grouped GEMMs have wide tiles alone");
 };
 
-constexpr int smaller(int a, int b) { return a < b ? a : b; }
-constexpr int larger(int a, int b) { return a < b ? b : a; }
+constexpr GemmTraits with_narrow(GemmTraits traits, bool narrow) {
+  traits.narrow = narrow;
+  return traits;
+}
 
-enum class Operand { kA, kB };
-
-// The same GEMM with an operand whose rows warps 0 and 1 gather. Where that is b, each block
-// gathers its own tile of it: pairs are neighbouring columns alone.
-template <typename Config, Operand operand>
-struct Gathering : Config {
-  static constexpr bool kSharesB = operand == Operand::kA;
-  static constexpr bool kHasIdleWarp = false;
-  static constexpr bool kNeedsProxyFence = true;
-};
-
-// The same GEMM with an ElementwiseEpilogue, whose store warps write the zeros too.
+// A GEMM with narrow tiles, and the one whose shared memory it takes.
 template <typename Config>
-struct WithElementwise : Config {
-  static constexpr bool kHasIdleWarp = false;
-};
-
-// The same GEMM of gate and up for SwiGLU: half of a tile's columns are gate's, the other half the
-// same columns of up. Narrow tiles have whole lines of both.
+using NarrowOf =
+    GemmConfig<typename Config::A, typename Config::B, with_narrow(Config::kTraits, true)>;
 template <typename Config>
-struct GateUp : WithElementwise<Config> {
-  static constexpr bool kGateUp = true;
-  static constexpr int kNarrowCols = 2 * kNarrowTileN, kNarrowPieces = 2;
-};
-
-// The same GEMM in narrow tiles, which never share b. Its stages and buffers reuse the wide tile's
-// shared memory.
-template <typename Config>
-struct NarrowOf : Config {
-  using Wide = Config;
-  static constexpr int kTileN = Config::kNarrowCols, kBBytes = kTileN * kSwizzleBytes;
-  static constexpr int kStageBytes = Config::kABytes + kBBytes;
-  static constexpr int kBPieces = Config::kNarrowPieces;
-  static constexpr bool kNarrow = true, kSharesB = false;
-  static constexpr int kEpilogueBuffers = kTileN / 64;
-  static constexpr int kEpilogueBytes = kTileM * kEpilogueBuffers * kSwizzleBytes;
-  // FP8 keeps the number of stages: its main loop is unrolled over them.
-  static constexpr int kRoom =
-      Config::kStages * Config::kStageBytes + Config::kEpilogueBytes - kEpilogueBytes;
-  static constexpr int kStages =
-      Config::kFp8 ? Config::kStages : smaller(kMaxStages, kRoom / kStageBytes);
-};
+using WideOf =
+    GemmConfig<typename Config::A, typename Config::B, with_narrow(Config::kTraits, false)>;
 
 }  // namespace grouped_linear::cuda::sm90

@@ -11,7 +11,7 @@
 #pragma once
 
 #include "cuda/gemm/sm90/epilogue.cuh"
-#include "cuda/gemm/sm90/tile_scheduler.cuh"
+#include "cuda/gemm/sm90/scheduler.cuh"
 #include "cuda/swiglu/swiglu.cuh"
 
 namespace grouped_linear::cuda::sm90 {
@@ -116,21 +116,28 @@ struct ElementwiseEpilogue {
   // warp: 1, or 2 and 3 for the warpgroups 0 and 1.
   template <typename Config>
   static __device__ void run_store_warp(SharedStorage<Config>& shared, const TensorMaps& maps,
-                                        const Arguments& args, const TileCounts&,
-                                        const GemmShape& shape, int warp) {
+                                        const Arguments& args, const SplitKWorkspace& workspace,
+                                        const TileCounts& counts, const GemmShape& shape,
+                                        int warp) {
     constexpr int own_rows = with_warp_1 ? 44 : kWgmmaM, warps = with_warp_1 ? 3 : 2;
     const bool helps = warp == 1;
     const int first = helps ? 0 : warp - 2, last = helps ? kMathWarpgroups : warp - 1;
     const int begin = helps ? own_rows : 0, end = helps ? kWgmmaM : own_rows;
     TailZeros zeros(blockIdx.x * warps + 3 - warp, gridDim.x * warps);
     Elementwise::template tail<Config>(zeros, args, shape, shared.groups.row_end[shape.E - 1]);
+    Scheduler<Config> scheduler(shared, workspace, counts, shape);
+    const bool schedules =
+        Config::kStoreWarpSchedules && warp == 3 && shared.rank == 0 && threadIdx.x % 32 == 0;
+    if (schedules) scheduler.begin();
     uint32_t phase = 0;
+#pragma unroll 1
     for (int number = 0;; ++number, phase ^= 1) {
       __syncwarp();  // every lane has read the buffers
       if (elect_one()) {
         bulk_wait_read<0>();
         for (int i = first; i < last; ++i) mbarrier_arrive(&shared.epilogue_empty[i]);
       }
+      if (schedules) scheduler.publish_before(number + Config::kTilesAhead);
       __syncwarp();
 #pragma unroll 1
       for (int i = first; i < last; ++i) {

@@ -17,7 +17,7 @@
 //                        by subtile, each inside sync(subtile, fill)
 //   run_store_warp       all tiles of the block, also those that write nothing: for every subtile
 //                        it arrives at epilogue_empty and waits for epilogue_full, so that both
-//                        halves stay in step
+//                        halves stay in step. With kStoreWarpSchedules the last one schedules
 //
 // To change values alone, derive from LinearEpilogue and change the accumulators before its apply
 // (tests/gemm_variants/variant.cu has such a one).
@@ -34,7 +34,7 @@
 
 #include "cuda/common/elements.cuh"
 #include "cuda/gemm/epilogue_math.cuh"
-#include "cuda/gemm/sm90/smem_layout.cuh"
+#include "cuda/gemm/sm90/split_k.cuh"
 #include "cuda/gemm/sm90/tensor_maps.cuh"
 
 namespace grouped_linear::cuda::sm90 {
@@ -184,6 +184,93 @@ __device__ __forceinline__ void copy_buffers(EpilogueBuffers<Config>& buffers, T
   __syncwarp();
 }
 
+// Where a value lies in the buffers of a warpgroup that stores its tile transposed. A line has
+// values of one column of the tile, of 64 rows in 16 bits and of 32 in float32; the lines of 64
+// columns fill a buffer, and in float32 those of rows 32 to 63 the next one.
+template <typename T, typename Config>
+__device__ __forceinline__ uint8_t* transposed_place(EpilogueBuffers<Config>& buffers, int row,
+                                                     int col) {
+  constexpr int line_rows = kSwizzleBytes / sizeof(T), lines = kWgmmaM / line_rows;
+  const int byte = row % line_rows * sizeof(T);
+  return &buffers[col / 64 * lines + row / line_rows]
+                 [col % 64 * kSwizzleBytes + (byte ^ (col % 8 * 16))];
+}
+
+// Calls each(place, k, j) for the places of a warp's accumulators: in 16 bits for four matrices at
+// a time (stmatrix, ldmatrix), from accumulator 4 j on, in float32 for accumulator 4 j + k.
+template <typename T, typename Config, typename Each>
+__device__ __forceinline__ void for_transposed(EpilogueBuffers<Config>& buffers, int subtile,
+                                               const Each& each) {
+  constexpr int cols = Config::kTileN / (sizeof(T) == 4 ? 2 : 1);
+  const int thread = reread_thread_index(), lane = thread % 32, row = thread / 32 % 4 * 16;
+#pragma unroll
+  for (int j = 0; j < cols / 8; j += sizeof(T) == 4 ? 1 : 2) {
+    if constexpr (sizeof(T) == 2) {
+      each(transposed_place<T, Config>(buffers, row + lane / 8 % 2 * 8,
+                                       8 * j + lane / 16 * 8 + lane % 8),
+           0, j);
+    } else {
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        each(transposed_place<T, Config>(buffers, row + lane / 4 + k / 2 * 8,
+                                         8 * j + lane % 4 * 2 + k % 2),
+             k, subtile * cols / 8 + j);
+    }
+  }
+}
+
+// write_buffers and add_buffers for a tile that is stored transposed.
+template <typename T, typename Config>
+__device__ __forceinline__ void write_transposed(const float (&accum)[Config::kTileN / 2],
+                                                 EpilogueBuffers<Config>& to, int subtile) {
+  for_transposed<T, Config>(to, subtile, [&](uint8_t* place, int k, int j) {
+    if constexpr (sizeof(T) == 2)
+      stmatrix_x4_trans(place, Format<T>::from_floats(accum[4 * j], accum[4 * j + 1]),
+                        Format<T>::from_floats(accum[4 * j + 2], accum[4 * j + 3]),
+                        Format<T>::from_floats(accum[4 * j + 4], accum[4 * j + 5]),
+                        Format<T>::from_floats(accum[4 * j + 6], accum[4 * j + 7]));
+    else
+      *reinterpret_cast<float*>(place) = accum[4 * j + k];
+  });
+}
+
+template <typename T, typename Config>
+__device__ __forceinline__ void add_transposed(float (&accum)[Config::kTileN / 2],
+                                               EpilogueBuffers<Config>& from, int subtile) {
+  for_transposed<T, Config>(from, subtile, [&](uint8_t* place, int k, int j) {
+    if constexpr (sizeof(T) == 2) {
+      uint32_t pairs[4];
+      ldmatrix_x4_trans(place, pairs);
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        accum[4 * j + i] += static_cast<float>(reinterpret_cast<const T*>(&pairs[i / 2])[i % 2]);
+    } else {
+      accum[4 * j + k] += *reinterpret_cast<const float*>(place);
+    }
+  });
+}
+
+// copy_buffers for a warp of a tile that is stored transposed. row, col: of the tile, where this
+// warp's rows and the subtile's columns start. out: of the tile's group, [cols, rows].
+template <typename T, typename Config, int subtile_cols, bool back>
+__device__ __forceinline__ void copy_transposed(EpilogueBuffers<Config>& buffers, T* out, int row,
+                                                int col, const GemmShape& shape) {
+  const int first_row = threadIdx.x / 32 % 4 * 16;
+  __syncwarp();
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < 16 * subtile_cols; i += 32) {
+    const int r = i % 16, c = i / 16;
+    if (row + r >= shape.rows || col + c >= shape.cols) continue;
+    T& buffered = *reinterpret_cast<T*>(transposed_place<T, Config>(buffers, first_row + r, c));
+    T& there = out[static_cast<int64_t>(col + c) * shape.rows + row + r];
+    if (back)
+      buffered = there;
+    else
+      there = buffered;
+  }
+  __syncwarp();
+}
+
 struct LinearEpilogue {
   using Arguments = EpilogueArguments;
   static constexpr int kRegisters = 40;
@@ -228,8 +315,9 @@ struct LinearEpilogue {
 
   template <typename Config>
   static __device__ void run_store_warp(SharedStorage<Config>& shared, const TensorMaps& maps,
-                                        const Arguments& args, const TileCounts& counts,
-                                        const GemmShape& shape, int warpgroup);
+                                        const Arguments& args, const SplitKWorkspace& workspace,
+                                        const TileCounts& counts, const GemmShape& shape,
+                                        int warpgroup);
 
  private:
   // One warp's 16 x kTileN accumulators to its buffers. row: its first one in the output matrix.
@@ -249,15 +337,29 @@ struct LinearEpilogue {
       sync(subtile, [&] {
         const int first = subtile * subtile_cols;
         const auto copy = [&](auto back) {
+          if constexpr (Config::kTransposed)
+            return copy_transposed<T, Config, subtile_cols, back>(
+                buffers,
+                static_cast<T*>(args.out) +
+                    static_cast<int64_t>(tile.group) * shape.rows * shape.cols,
+                row, tile.col + first, shape);
           copy_buffers<T, Config, subtile_cols, back>(buffers, static_cast<T*>(args.out),
                                                       before + row, before + tile.row_end,
                                                       tile.col + first, shape.cols);
         };
         if (Config::kKGrouped && !overwrite) {
           if (!args.aligned) copy(std::true_type{});
-          if (subtile == 0 || !args.aligned) add_buffers<T, Config>(accum, buffers, first);
+          if (subtile == 0 || !args.aligned) {
+            if constexpr (Config::kTransposed)
+              add_transposed<T, Config>(accum, buffers, subtile);
+            else
+              add_buffers<T, Config>(accum, buffers, first);
+          }
         }
-        write_buffers<T, Config>(accum, buffers, first);
+        if constexpr (Config::kTransposed)
+          write_transposed<T, Config>(accum, buffers, subtile);
+        else
+          write_buffers<T, Config>(accum, buffers, first);
         if (args.aligned)
           fence_proxy_async();
         else

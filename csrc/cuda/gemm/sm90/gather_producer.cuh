@@ -1,5 +1,4 @@
-// The producer of a GEMM that gathers rows: two warps that copy the rows of one operand, while TMA
-// loads the other.
+// The producer of a GEMM that gathers rows: two warps that copy a's rows, while TMA loads b.
 //
 // TMA has no instruction on Hopper that loads rows by number: one line of 128 bytes at a time it
 // issues every 9 cycles at best, from eight warps (H100, 2026-11), and a stage has 128 lines. So
@@ -9,12 +8,13 @@
 // Bytes: every block gathers its own tile. The blocks of a cluster share the other operand's.
 #pragma once
 
+#include "cuda/common/cp_async.cuh"
 #include "cuda/common/row_numbers.cuh"
 #include "cuda/gemm/sm90/producer.cuh"
 
 namespace grouped_linear::cuda::sm90 {
 
-// A dense matrix whose rows an operand gathers.
+// A dense matrix whose rows a gathers.
 struct GatheredRows {
   RowNumbers numbers;
   const uint8_t* source;
@@ -25,32 +25,26 @@ struct GatheredRows {
 
 // How two warps copy the gathered rows of a stage: each takes one half of them, 32 pieces of 16
 // bytes an instruction.
-template <typename Config, Operand operand>
+template <typename Config>
 struct GatheredTile {
-  static constexpr bool kIsA = operand == Operand::kA;
-  static_assert(kIsA || Config::kKGrouped, "b's rows are gathered in a K-grouped GEMM alone");
-  static_assert(!Config::kKGrouped || !Config::kFp8,
-                "a K-grouped FP8 GEMM reads the padded layout, which has no rows to gather");
-  static_assert(kIsA || !Config::kSharesB, "every block gathers all of its own tile");
-
   // M-grouped: a tile's rows, of 128 bytes a stage. K-grouped: a k-block's rows, of all columns.
   static constexpr int kRows = Config::kKGrouped ? Config::kTileK : Config::kTileM;
   static constexpr int kRowsOfWarp = kRows / 2;
-  static constexpr int kLanesOfRow = !Config::kKGrouped ? 8 : (kIsA ? kTileM : Config::kTileN) / 8;
+  static constexpr int kLanesOfRow = Config::kKGrouped ? kTileM / 8 : 8;
   static constexpr int kRowsAtOnce = 32 / kLanesOfRow;
   static constexpr int kCopies = kRowsOfWarp / kRowsAtOnce;
-  static constexpr int kRowsOfLane = kRowsOfWarp / 32;  // whose numbers a lane knows
+  static constexpr int kRowsOfLane = (kRowsOfWarp + 31) / 32;  // whose numbers a lane knows
+  // K-grouped: k-blocks whose rows' numbers are in shared memory or on their way to it. One k-block
+  // is shorter than a busy L2 takes to answer.
+  static constexpr int kAsked = kRowNumberBlocks;
 };
 
-// Gathers a (M-grouped, and 16-bit K-grouped) or b (16-bit K-grouped). A K-grouped GEMM's rows past
-// the end of a group are zeros.
+// A K-grouped GEMM's rows past the end of a group are zeros.
 //
 // A stage is full when the copies of every lane have arrived, which the mbarrier is told without a
 // lane that waits for them. wgmma reads through the async proxy, so the math warps fence first.
 //
-// Warp 0 walks over the tiles and loads the other operand. Warp 1 loads b's block scales, and
-// schedules a K-grouped GEMM's tiles.
-template <Operand operand>
+// Warp 0 loads b. Warp 1 loads b's block scales, or a lane of it schedules.
 struct GatherProducer {
   using Arguments = GatheredRows;
   static constexpr int kThreads = 64;
@@ -70,25 +64,19 @@ struct GatherProducer {
 
  private:
   template <typename Config>
-  static __device__ __forceinline__ void load_other(SharedStorage<Config>& shared,
-                                                    const TensorMaps& maps, const WorkTile& tile,
-                                                    int stage, int k_block);
+  static __device__ __forceinline__ void load_b(SharedStorage<Config>& shared,
+                                                const TensorMaps& maps, const WorkTile& tile,
+                                                int stage, int k_block);
 };
 
-// The operand that is not gathered, by TMA.
-template <Operand operand>
 template <typename Config>
-__device__ __forceinline__ void GatherProducer<operand>::load_other(SharedStorage<Config>& shared,
-                                                                    const TensorMaps& maps,
-                                                                    const WorkTile& tile, int stage,
-                                                                    int k_block) {
+__device__ __forceinline__ void GatherProducer::load_b(SharedStorage<Config>& shared,
+                                                       const TensorMaps& maps, const WorkTile& tile,
+                                                       int stage, int k_block) {
   constexpr uint16_t all = (1 << kClusterSize) - 1;
   const int rank = shared.rank;
-  mbarrier_arrive_expect_tx(&shared.full[stage],
-                            operand == Operand::kA ? Config::kBBytes : Config::kABytes);
-  if constexpr (operand == Operand::kB) {
-    TmaProducer::load_a<Config>(shared, maps, tile, stage, k_block, rank, all);
-  } else if (Config::kSharesB && tile.shares_b()) {
+  mbarrier_arrive_expect_tx(&shared.full[stage], Config::kBBytes);
+  if (Config::kSharesB && tile.shares_b()) {
     TmaProducer::load_b<Config>(shared, maps, tile, stage, k_block, rank, all);
   } else {
 #pragma unroll
@@ -97,13 +85,12 @@ __device__ __forceinline__ void GatherProducer<operand>::load_other(SharedStorag
   }
 }
 
-template <Operand operand>
 template <typename Config>
-__device__ void GatherProducer<operand>::run(SharedStorage<Config>& shared, const TensorMaps& maps,
-                                             const Arguments& rows, const Scale128x128View& scale_b,
-                                             const SplitKWorkspace& workspace,
-                                             const TileCounts& counts, const GemmShape& shape) {
-  using Tile = GatheredTile<Config, operand>;
+__device__ void GatherProducer::run(SharedStorage<Config>& shared, const TensorMaps& maps,
+                                    const Arguments& rows, const Scale128x128View& scale_b,
+                                    const SplitKWorkspace& workspace, const TileCounts& counts,
+                                    const GemmShape& shape) {
+  using Tile = GatheredTile<Config>;
   constexpr int item = sizeof(typename Config::A);
   const int lane = threadIdx.x % 32, lane_row = lane / Tile::kLanesOfRow;
   const bool is_second = threadIdx.x >= 32;
@@ -115,46 +102,22 @@ __device__ void GatherProducer<operand>::run(SharedStorage<Config>& shared, cons
       (lane % Tile::kLanesOfRow / 8 * Tile::kRows + warp_row + lane_row) * kSwizzleBytes;
   const auto place_of = [&](int r) { return ((lane % 8) ^ (lane_row % 8) ^ (r % 8)) * 16; };
 
+  Scheduler<Config> scheduler(shared, workspace, counts, shape);
+  const bool schedules = !Config::kStoreWarpSchedules && shared.rank == 0 && threadIdx.x == 32;
+  if (schedules) scheduler.begin();
   PipelineState<Config::kStages> state;
-  AtomicScheduler<Config> dynamic(shared, workspace.tile_counter);
-  if (Config::kKGrouped && is_second && lane == 0) dynamic.begin(counts);
-  TileScheduler<Config> scheduler(shared, counts, shape);
   BlockScales<Config> scales;
+  int64_t next_numbers[Config::kKGrouped ? 1 : Tile::kRowsOfLane];  // M-grouped: of the next tile
+  int asked = 0;  // K-grouped: k-blocks of this tile whose numbers are on their way or there
+  uint32_t k_block_number = 0;  // of all tiles
   for (int number = 0;; ++number) {
-    WorkTile& slot = shared.tiles[number % kTileSlots];
-    if (threadIdx.x == 0) {
-      const WorkTile next = scheduler.next();
-      mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
-      slot = next;
-    }
-    __syncwarp();  // the barrier is for whole warps, and thread 0 comes later
-    named_barrier_sync<1, kThreads>();
-    const WorkTile& tile = slot;
-    bool publishes = false;
-    if (Config::kKGrouped && is_second && lane == 0) {
-      publishes = dynamic.more() && tile.k_blocks >= 0;
-      if (publishes) dynamic.draw();
-    }
-    const auto publish = [&] {
-      if (Config::kKGrouped && publishes) dynamic.publish();
-      publishes = false;
-    };
-
-    // The numbers of a lane's rows, K-grouped in one k-block. They are read long before their first
-    // use, which is where a lane waits for them.
-    int64_t numbers[Tile::kRowsOfLane];
-    const int end = Config::kKGrouped ? tile.k_begin + tile.k_count : shape.T;
-    const auto first_row = [&](int k_block) {
-      return warp_row + (Config::kKGrouped ? tile.k_begin + k_block * Tile::kRows : tile.row);
-    };
-    const auto read_numbers = [&](int k_block) {
-#pragma unroll
-      for (int i = 0; i < Tile::kRowsOfLane; ++i)
-        numbers[i] = rows.numbers.raw(min(first_row(k_block) + lane + 32 * i, end - 1));
-    };
-    if (tile.k_blocks > 0) read_numbers(0);
+    // As a rule both are there: the one after them was published in the tile before.
+    if (schedules) scheduler.publish_before(number + 2);
+    const WorkTile& tile = wait_for_tile(shared, number);
+    if (threadIdx.x == 0) take_tile(shared, number);
+    __syncwarp();
     if (tile.k_blocks <= 0) {
-      publish();
+      mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
       uint64_t* full = &shared.full[state.stage];
       if (lane == 0 && (!is_second || Config::kScale128x128)) mbarrier_arrive(full);
       mbarrier_arrive(full);
@@ -162,37 +125,79 @@ __device__ void GatherProducer<operand>::run(SharedStorage<Config>& shared, cons
       state.advance();
       continue;
     }
+
+    const WorkTile& next = wait_for_tile(shared, number + 1);
+    const int k_blocks = tile.k_blocks;
+    const int end = Config::kKGrouped ? tile.k_begin + tile.k_count : shape.T;
+    const auto first_row = [&](int k_block) {
+      return warp_row + (Config::kKGrouped ? tile.k_begin + k_block * Tile::kRows : tile.row);
+    };
+    int row[Tile::kRowsOfLane];
+    // K-grouped. Asks for the numbers of a k-block, which is counted from this tile's first one
+    // into the next tile. A group of copies each, so that a lane can wait for one.
+    const auto slot_of = [&](int k_block) -> int64_t& {
+      return shared.row_numbers[(k_block_number + k_block) % Tile::kAsked]
+                               [warp_row + lane % Tile::kRowsOfWarp];
+    };
+    const auto ask = [&](int k_block) {
+      const bool in_next = k_block >= k_blocks;
+      const WorkTile& of = in_next ? next : tile;
+      const int block = in_next ? k_block - k_blocks : k_block;
+      const int at = of.k_begin + block * Tile::kRows + warp_row + lane;
+      if (lane < Tile::kRowsOfWarp && block < of.k_blocks && at < of.k_begin + of.k_count) {
+        const uint32_t to = smem_address(&slot_of(k_block));
+        if (rows.numbers.wide)
+          cp_async_8(to, static_cast<const int64_t*>(rows.numbers.numbers) + at);
+        else
+          cp_async_4(to, static_cast<const int32_t*>(rows.numbers.numbers) + at);
+      }
+      cp_async_commit();
+    };
+    // Of a row past the group's end anything, for that is not copied.
+    const auto number_of = [&](int k_block) {
+      const int64_t number = slot_of(k_block);
+      return rows.numbers.clamped(rows.numbers.wide ? number : static_cast<int32_t>(number));
+    };
+    if constexpr (Config::kKGrouped) {
+#pragma unroll 1
+      for (; asked < Tile::kAsked - 1; ++asked) ask(asked);
+    } else {
+      const auto read = [&](int first) {  // of row 0 on where there is no next tile
+#pragma unroll
+        for (int i = 0; i < Tile::kRowsOfLane; ++i)
+          next_numbers[i] = rows.numbers.raw(min(first + lane + 32 * i, end - 1));
+      };
+      if (number == 0) read(first_row(0));
+#pragma unroll
+      for (int i = 0; i < Tile::kRowsOfLane; ++i) row[i] = rows.numbers.clamped(next_numbers[i]);
+      read(warp_row + next.row);
+    }
     if (Config::kScale128x128 && is_second) scales.begin(scale_b, tile, shape);
 
     // M-grouped: of the rows that this lane copies in every k-block.
     uint32_t offsets[Config::kKGrouped ? 1 : Tile::kCopies];  // in pieces of 16 bytes
-    int row[Tile::kRowsOfLane] = {};
     const auto row_of_copy = [&](int i) {
       const int r = i * Tile::kRowsAtOnce;
       return __shfl_sync(0xffffffff, row[r / 32], r % 32 + lane_row);
     };
-    const auto clamp_numbers = [&] {
-#pragma unroll
-      for (int i = 0; i < Tile::kRowsOfLane; ++i) row[i] = rows.numbers.clamped(numbers[i]);
-    };
     if constexpr (!Config::kKGrouped) {
-      clamp_numbers();
 #pragma unroll
       for (int i = 0; i < Tile::kCopies; ++i) offsets[i] = row_of_copy(i) * rows.row_pieces;
     }
 
 #pragma unroll 1
-    for (int k_block = 0; k_block < tile.k_blocks; ++k_block, state.advance()) {
+    for (int k_block = 0; k_block < k_blocks; ++k_block, state.advance()) {
       const int stage = state.stage;
       if constexpr (Config::kKGrouped) {
-        clamp_numbers();
-        read_numbers(k_block + 1);
+        ask(k_block + Tile::kAsked - 1);
+        cp_async_wait<Tile::kAsked - 1>();
+        row[0] = number_of(k_block);
       }
       mbarrier_wait(&shared.empty[stage], state.phase ^ 1);
-      if (!is_second && elect_one()) load_other<Config>(shared, maps, tile, stage, k_block);
+      if (!is_second && elect_one()) load_b<Config>(shared, maps, tile, stage, k_block);
       if constexpr (Config::kScale128x128) {
         if (is_second) {
-          const float2 of_block = scales.next(scale_b, k_block, tile.k_blocks);
+          const float2 of_block = scales.next(scale_b, k_block, k_blocks);
           if (lane == 0) {
             shared.scales[stage].blocks = of_block;
             mbarrier_arrive(&shared.full[stage]);
@@ -202,14 +207,11 @@ __device__ void GatherProducer<operand>::run(SharedStorage<Config>& shared, cons
       __syncwarp();
 
       const int first_byte =
-          piece + (!Config::kKGrouped ? k_block * kSwizzleBytes
-                                      : (Tile::kIsA ? tile.row : tile.col) * item);
-      const int row_bytes =
-          (!Config::kKGrouped ? shape.K : (Tile::kIsA ? shape.rows : shape.cols)) * item;
+          piece + (!Config::kKGrouped ? k_block * kSwizzleBytes : tile.row * item);
+      const int row_bytes = (!Config::kKGrouped ? shape.K : shape.rows) * item;
       const bool in_row = first_byte < row_bytes;
       const uint8_t* source = rows.source + (in_row ? first_byte : 0);
-      const uint32_t to =
-          smem_address(Tile::kIsA ? shared.stages[stage].a : shared.stages[stage].b) + line;
+      const uint32_t to = smem_address(shared.stages[stage].a) + line;
       // K-grouped: of the rows lane_row, lane_row + kRowsAtOnce ..., so many are copied; others are
       // zeros.
       const int copied = in_row ? end - first_row(k_block) - lane_row : 0;
@@ -229,9 +231,15 @@ __device__ void GatherProducer<operand>::run(SharedStorage<Config>& shared, cons
           cp_async_4(smem_address(of_rows + 32 * i), source_scales + row[i]);
       }
       cp_async_arrive(&shared.full[stage]);
-      publish();
+      if (schedules && k_block == 0) scheduler.publish_before(number + 3);
     }
+    // Those of a tile after the next one could not be asked for.
+    asked = max(0, min(Tile::kAsked - 1, next.k_blocks));
+    k_block_number += k_blocks;
   }
 }
+
+template <typename Config>
+using ProducerOf = std::conditional_t<Config::kGathersRows, GatherProducer, TmaProducer>;
 
 }  // namespace grouped_linear::cuda::sm90

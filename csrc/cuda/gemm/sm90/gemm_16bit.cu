@@ -12,27 +12,42 @@ template <typename T>
 void run_m_grouped(const Launch& launch, const GroupedGemm& gemm) {
   const bool n_dense = gemm.b.stride(1) == 1 && gemm.b.stride(2) != 1;
   const MGroupedMaps maps(launch, gemm, n_dense ? 1 : 2);
-  const auto launch_with = [&]<typename Gemm>(std::type_identity<Gemm>, const TensorMaps& all) {
+  const auto launch_with = [&]<Major major>(std::integral_constant<Major, major>,
+                                            const TensorMaps& all) {
     if constexpr (kGathers<T>)
       if (gemm.a_rows)
-        return launch_gathering<Gemm, Operand::kA>(launch, all, gemm, {},
-                                                   gathered_rows(launch.op(), gemm.a_rows, maps.a));
-    launch_gemm<Gemm>(launch, all, gemm, {}, gemm.epilogue);
+        return launch_gemm<MGrouped16Bit<T, major, true>>(
+            launch, all, gemm, {}, gemm.epilogue,
+            gathered_rows(launch.op(), gemm.a_rows, maps.a));
+    launch_gemm<MGrouped16Bit<T, major>>(launch, all, gemm, {}, gemm.epilogue);
   };
   if (maps.b.stride(2) == 1) {
     using Gemm = MGrouped16Bit<T, Major::kK>;
-    launch_with(std::type_identity<Gemm>(),
+    launch_with(std::integral_constant<Major, Major::kK>(),
                 maps.with(maps.k_major(Gemm::kTileN / Gemm::kBPieces), maps.k_major(kNarrowTileN)));
   } else {
     const CUtensorMap b = maps.mn_major();
-    launch_with(std::type_identity<MGrouped16Bit<T, Major::kMN>>(), maps.with(b, b));
+    launch_with(std::integral_constant<Major, Major::kMN>(), maps.with(b, b));
   }
 }
 
-// out[e] = a.T @ b over each group's rows.
-template <typename T>
-void run_k_grouped(const Launch& launch, const GroupedGemm& gemm) {
-  using Gemm = Config16Bit<T, Grouping::kK, Major::kMN, Major::kMN>;
+template <typename T, bool gathers, bool transposed>
+using KGrouped16Bit =
+    GemmConfig<T, T,
+               GemmTraits{.grouping = Grouping::kK,
+                          .scaling = Scaling::kNone,
+                          .a_major = Major::kMN,
+                          .b_major = Major::kMN,
+                          .gathers = gathers,
+                          .transposed = transposed,
+                          .store_work = StoreWork::kStore,
+                          .tile_n = kTile16Bit.n,
+                          .stages = gathers ? kTile16Bit.stages : kTile16BitKGrouped.stages}>;
+
+// out[e] = a.T @ b over each group's rows, or its transpose.
+template <typename T, bool gathers, bool transposed = false>
+void launch_k_grouped(const Launch& launch, const GroupedGemm& gemm) {
+  using Gemm = KGrouped16Bit<T, gathers, transposed>;
   const Tensor a = tma_readable(gemm.a, 1), b = tma_readable(gemm.b, 1);
   const auto map_of = [&](const Tensor& t) {
     return ragged_map(launch.op(), map_address(t, gemm.epilogue.out), t.scalar_type(), 2, t.size(1),
@@ -40,15 +55,28 @@ void run_k_grouped(const Launch& launch, const GroupedGemm& gemm) {
   };
   const CUtensorMap map_a = map_of(a), map_b = map_of(b);
   const TensorMaps maps{map_a, map_b, map_a, map_b, map_a, map_b};
+  if constexpr (gathers)
+    launch_gemm<Gemm>(launch, maps, gemm, {}, gemm.epilogue,
+                      gathered_rows(launch.op(), gemm.a_rows, a));
+  else
+    launch_gemm<Gemm>(launch, maps, gemm, {}, gemm.epilogue);
+}
+
+// What is gathered is a, whose tile has half as many columns as b's: 128. Where b's rows are, the
+// operands change places, and out is stored transposed.
+template <typename T>
+void run_k_grouped(const Launch& launch, const GroupedGemm& gemm) {
   if constexpr (kGathers<T>) {
-    if (gemm.a_rows)
-      return launch_gathering<Gemm, Operand::kA>(launch, maps, gemm, {},
-                                                 gathered_rows(launch.op(), gemm.a_rows, a));
-    if (gemm.b_rows)
-      return launch_gathering<Gemm, Operand::kB>(launch, maps, gemm, {},
-                                                 gathered_rows(launch.op(), gemm.b_rows, b));
+    if (gemm.a_rows) return launch_k_grouped<T, true>(launch, gemm);
+    if (gemm.b_rows) {
+      GroupedGemm exchanged = gemm;
+      std::swap(exchanged.a, exchanged.b);
+      std::swap(exchanged.a_rows, exchanged.b_rows);
+      std::swap(exchanged.shape.rows, exchanged.shape.cols);
+      return launch_k_grouped<T, true, true>(launch, exchanged);
+    }
   }
-  launch_gemm<Gemm>(launch, maps, gemm, {}, gemm.epilogue);
+  launch_k_grouped<T, false>(launch, gemm);
 }
 
 }  // namespace

@@ -4,8 +4,17 @@
 namespace grouped_linear::cuda::sm90 {
 namespace {
 
-template <typename A, Scaling scaling, Grouping grouping>
-using Config = GemmConfig<A, __nv_fp8_e4m3, kTileFp8.n, kTileFp8.stages, scaling, grouping>;
+template <typename A, Scaling scaling, Grouping grouping, bool gathers = false>
+using Config = GemmConfig<A, __nv_fp8_e4m3,
+                          GemmTraits{.grouping = grouping,
+                                     .scaling = scaling,
+                                     .a_major = Major::kK,
+                                     .b_major = Major::kK,
+                                     .gathers = gathers,
+                                     .transposed = false,
+                                     .store_work = StoreWork::kStore,
+                                     .tile_n = kTileFp8.n,
+                                     .stages = kTileFp8.stages}>;
 
 // Boxes of the operands' maps, of the same size in every configuration here.
 using Boxes = Config<__nv_fp8_e4m3, Scaling::kScalePerGroup, Grouping::kM>;
@@ -33,12 +42,13 @@ void launch_scaled(const Launch& launch, const TensorMaps& maps, const GroupedGe
   if (!is_per_group(scale_a)) {
     constexpr Scaling scaling =
         grouping == Grouping::kK ? Scaling::kScale1x128 : Scaling::kScale128x128;
-    using Gemm = Config<__nv_fp8_e4m3, scaling, grouping>;
     if constexpr (grouping == Grouping::kM) {
       if (gathered)
-        return launch_gathering<Gemm, Operand::kA>(launch, maps, gemm, scale_b_view, *gathered);
+        return launch_gemm<Config<__nv_fp8_e4m3, scaling, grouping, true>>(
+            launch, maps, gemm, scale_b_view, epilogue, *gathered);
     }
-    return launch_gemm<Gemm>(launch, maps, gemm, scale_b_view, epilogue);
+    return launch_gemm<Config<__nv_fp8_e4m3, scaling, grouping>>(launch, maps, gemm, scale_b_view,
+                                                                 epilogue);
   }
   epilogue.scale_a = scale_a.const_data_ptr<float>();
   epilogue.scale_b = scale_b.const_data_ptr<float>();

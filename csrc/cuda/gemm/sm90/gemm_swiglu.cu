@@ -12,17 +12,18 @@ using Element = __nv_bfloat16;
 bool has_kernels(const Tensor& t) { return t.scalar_type() == ScalarType::BFloat16; }
 
 // A GEMM with an ElementwiseEpilogue, of rows in order or gathered.
-template <typename Gemm, typename Elementwise, bool gathers = true>
+template <typename T, Major b_major, StoreWork store_work, typename Elementwise,
+          bool gathers = true>
 void launch_elementwise(const Launch& launch, const TensorMaps& maps, const GroupedGemm& gemm,
                         const Tensor& a, const typename Elementwise::Arguments& epilogue) {
   if constexpr (gathers) {
     if (gemm.a_rows)
-      return launch_gemm<Gathering<Gemm, Operand::kA>, GatherProducer<Operand::kA>,
+      return launch_gemm<MGrouped16Bit<T, b_major, true, store_work>,
                          ElementwiseEpilogue<Elementwise, false>>(
           launch, maps, gemm, {}, epilogue, gathered_rows(launch.op(), gemm.a_rows, a));
   }
-  launch_gemm<Gemm, TmaProducer, ElementwiseEpilogue<Elementwise, true>>(launch, maps, gemm, {},
-                                                                         epilogue);
+  launch_gemm<MGrouped16Bit<T, b_major, false, store_work>, ElementwiseEpilogue<Elementwise, true>>(
+      launch, maps, gemm, {}, epilogue);
 }
 
 // Whether b is dense along `inner`, and TMA can read it as it is: a copy might be dense along K.
@@ -54,17 +55,18 @@ void run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutpu
   EpilogueArguments linear = gemm.epilogue;
   linear.aligned = swiglu.keep_gate_up;  // whether there is an output for a tensor map
   if (interleaved) {
-    using Gemm = WithElementwise<MGrouped16Bit<Element, Major::kMN>>;
     const CUtensorMap b = maps.mn_major();
-    return launch_elementwise<Gemm, SwigluOfGateUp<SwigluForm, true>, false>(
+    return launch_elementwise<Element, Major::kMN, StoreWork::kElementwise,
+                              SwigluOfGateUp<SwigluForm, true>, false>(
         launch, maps.with(b, b), gemm, maps.a,
         {linear, swiglu.h.data_ptr(), swiglu.keep_gate_up, swiglu.form});
   }
-  using Gemm = GateUp<MGrouped16Bit<Element, Major::kK>>;
+  constexpr StoreWork work = StoreWork::kElementwiseOfGateUp;
+  using Gemm = MGrouped16Bit<Element, Major::kK, false, work>;
   const TensorMaps all = maps.with(maps.of_gate_up(Gemm::kTileN / Gemm::kBPieces),
                                    maps.of_gate_up(Gemm::kNarrowCols / Gemm::kNarrowPieces));
   for_form(swiglu.form, [&]<typename Form>(const Form& form) {
-    launch_elementwise<Gemm, SwigluOfGateUp<Form, false>>(
+    launch_elementwise<Element, Major::kK, work, SwigluOfGateUp<Form, false>>(
         launch, all, gemm, maps.a, {linear, swiglu.h.data_ptr(), swiglu.keep_gate_up, form});
   });
 }
@@ -77,24 +79,24 @@ void run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const Swiglu
   const Tensor partial = new_tensor(maps.a, {F / kLine, T}, ScalarType::Float);
   EpilogueArguments linear = gemm.epilogue;
   linear.aligned = false;  // there is no output for a tensor map
-  const auto run = [&]<typename Gemm, bool in_pairs, typename Form>(
-                       std::type_identity<Gemm>, std::bool_constant<in_pairs>, const Form& form,
-                       const TensorMaps& all) {
+  const auto run = [&]<Major b_major, bool in_pairs, typename Form>(
+                       std::integral_constant<Major, b_major>, std::bool_constant<in_pairs>,
+                       const Form& form, const TensorMaps& all) {
     constexpr bool gathers = std::is_same_v<Form, PlainSwiglu>;
-    launch_elementwise<Gemm, SwigluGradOfDh<Form, in_pairs>, gathers>(
+    launch_elementwise<Element, b_major, StoreWork::kElementwise, SwigluGradOfDh<Form, in_pairs>,
+                       gathers>(
         launch, all, gemm, maps.a,
         {linear, gate_up.const_data_ptr(), gate_up.stride(0), data<float>(grad.weight),
          grad.d_gate_up.data_ptr(), grad.h.data_ptr(), mutable_data<float>(partial), form});
   };
   if (interleaved) {
-    using Gemm = WithElementwise<MGrouped16Bit<Element, Major::kK>>;
-    run(std::type_identity<Gemm>(), std::true_type(), grad.form,
+    using Gemm = MGrouped16Bit<Element, Major::kK>;
+    run(std::integral_constant<Major, Major::kK>(), std::true_type(), grad.form,
         maps.with(maps.k_major(Gemm::kTileN / Gemm::kBPieces), maps.k_major(kNarrowTileN)));
   } else {
     const CUtensorMap b = maps.mn_major();
     for_form(grad.form, [&]<typename Form>(const Form& form) {
-      run(std::type_identity<WithElementwise<MGrouped16Bit<Element, Major::kMN>>>(),
-          std::false_type(), form, maps.with(b, b));
+      run(std::integral_constant<Major, Major::kMN>(), std::false_type(), form, maps.with(b, b));
     });
   }
   launch.run(sum_partial_d_weight_kernel, ceil_div(T, kSwigluThreads), kSwigluThreads, 0,

@@ -16,11 +16,34 @@
 // scales, and some 1600 where none do, by its share of a dense GEMM.
 // benchmarks/results/bench_grouped_mm_nvidia_h200.md has the shares of a dense GEMM.
 //
-// One persistent block an SM, in clusters of two, walks over output tiles of 128 x kTileN.
-// Warpgroup 0 has the producer (warp 0), the scale or scheduler warp (warp 1) and the store warps
-// (2 and 3, one a math warpgroup). Warpgroups 1 and 2 compute 64 rows of a tile each. Group sizes
-// are read on the device. An M-grouped GEMM's result does not depend on T, E or the groups' sizes;
-// in a K-grouped one the order in which split-K slices are added may.
+// One persistent block an SM, in clusters of two, walks over output tiles of 128 x kTileN. Group
+// sizes are read on the device. An M-grouped GEMM's result does not depend on T, E or the groups'
+// sizes; in a K-grouped one the order in which split-K slices are added may.
+//
+// The roles of a block's warps. Registers are a thread's: warps 0 to 3 have kHelperRegisters, the
+// math warps what these leave (kMathRegisters).
+//
+//   role        warps             waits for                        signals
+//   scheduler   1, or with the    tile_taken                       tile_full, in both blocks
+//               last store warp
+//   producer    0; 0 and 1 where  tile_full, empty[stage]          tile_taken, full[stage];
+//               rows are gathered                                  Scale1x128: scales_full[stage]
+//   scale warp  1 (FP8 with       tile_full, empty[stage] or       full[stage]
+//               block scales)     scales_full[stage]
+//   math        4 to 11: 64 rows  full[stage], epilogue_empty      empty[stage] of both blocks,
+//               a warpgroup                                        epilogue_full
+//   store       2 and 3, one a    epilogue_full; to add: tile_full epilogue_empty
+//               math warpgroup
+//   elementwise 1, 2 and 3, or 2  epilogue_full                    epilogue_empty
+//               and 3: in place
+//               of the store warps
+//   zeros       the idle warp 1,
+//               or a store warp
+//               while it waits
+//
+// They are in scheduler.cuh, producer.cuh, gather_producer.cuh, scale_warp.cuh, mainloop_*.cuh and
+// epilogue.cuh, store_warp.cuh, elementwise_epilogue.cuh, and zero_fill.cuh, in this order.
+// run_roles below gives them out.
 //
 // The two tiles of a cluster are neighbours and share an operand's tile, see tile_order.cuh. Each
 // block loads one half of it into both.
@@ -36,7 +59,6 @@
 #include "cuda/gemm/sm90/mainloop_16bit.cuh"
 #include "cuda/gemm/sm90/mainloop_fp8.cuh"
 #include "cuda/gemm/sm90/scale_warp.cuh"
-#include "cuda/gemm/sm90/scheduler_warp.cuh"
 #include "cuda/gemm/sm90/store_warp.cuh"
 
 namespace grouped_linear::cuda::sm90 {
@@ -109,55 +131,49 @@ __device__ void compute_tiles(SharedStorage<Config>& shared,
 }
 
 // Of a thread of warpgroup 0, and what it leaves of the 168 that each thread has at first.
-template <typename Producer, typename Epilogue>
-constexpr int kHelperRegisters = larger(Producer::kRegisters, Epilogue::kRegisters);
-template <typename Producer, typename Epilogue>
-constexpr int kMathRegisters = (3 * 168 - kHelperRegisters<Producer, Epilogue>) / 2;
+template <typename Config, typename Epilogue>
+constexpr int kHelperRegisters = larger(ProducerOf<Config>::kRegisters, Epilogue::kRegisters);
+template <typename Config, typename Epilogue>
+constexpr int kMathRegisters = (3 * 168 - kHelperRegisters<Config, Epilogue>) / 2;
 
 // The roles of the block's warps.
-template <typename Config, typename Producer, typename Epilogue>
+template <typename Config, typename Epilogue>
 __device__ void run_roles(SharedStorage<Config>& shared, const TensorMaps& maps,
-                          const typename Producer::Arguments& producer,
+                          const typename ProducerOf<Config>::Arguments& producer,
                           const Scale128x128View& scale_b,
                           const typename Epilogue::Arguments& epilogue,
                           const SplitKWorkspace& workspace, const TileCounts& counts,
                           const GemmShape& shape) {
+  using Producer = ProducerOf<Config>;
   if (threadIdx.x < 128) {
-    setmaxnreg_dec<kHelperRegisters<Producer, Epilogue>>();
+    setmaxnreg_dec<kHelperRegisters<Config, Epilogue>>();
     if (threadIdx.x < Producer::kThreads)
       Producer::template run<Config>(shared, maps, producer, scale_b, workspace, counts, shape);
     constexpr bool takes_warp_1 = Producer::kThreads > 32;
     if constexpr (Config::kScale128x128 && !takes_warp_1)
-      if (threadIdx.x / 32 == 1) load_block_scales<Config>(shared, scale_b, counts, shape);
+      if (threadIdx.x / 32 == 1) load_block_scales<Config>(shared, scale_b, shape);
     constexpr int zeroing_warp = Config::kHasIdleWarp ? 1 : 2;
     if (Config::kKGrouped && threadIdx.x / 32 == zeroing_warp && shared.active_groups < shape.E)
       clear_zeros(shared);
     if constexpr (takes_warp_1) {
       // It has the roles of warp 1.
     } else if constexpr (Config::kScale1x128) {
-      if (threadIdx.x / 32 == 1)
-        find_shared_column_scales<Config>(shared, workspace, counts, shape);
-    } else if constexpr (Config::kKGrouped) {
+      if (threadIdx.x / 32 == 1) find_shared_column_scales<Config>(shared, shape);
+    } else if constexpr (Config::kHasIdleWarp) {
       if (threadIdx.x / 32 == 1 && elect_one())
         schedule_tiles<Config>(shared, workspace, epilogue, counts, shape);
-    } else if constexpr (Config::kHasIdleWarp) {
-      if (threadIdx.x / 32 == 1 && elect_one()) {
-        ZeroFill<Config> zero_fill(shared, epilogue, shape);
-        zero_fill.begin();
-        zero_fill.finish();
-      }
     }
     if constexpr (Epilogue::kByWholeWarps) {
       static_assert(!(Epilogue::kTakesWarp1 && takes_warp_1), "warp 1 has one role");
       if (threadIdx.x >= (Epilogue::kTakesWarp1 ? 32 : 64))
-        Epilogue::template run_store_warp<Config>(shared, maps, epilogue, counts, shape,
+        Epilogue::template run_store_warp<Config>(shared, maps, epilogue, workspace, counts, shape,
                                                   threadIdx.x / 32);
     } else if (threadIdx.x >= 64 && elect_one()) {
-      Epilogue::template run_store_warp<Config>(shared, maps, epilogue, counts, shape,
+      Epilogue::template run_store_warp<Config>(shared, maps, epilogue, workspace, counts, shape,
                                                 threadIdx.x / 32 - 2);
     }
   } else {
-    setmaxnreg_inc<kMathRegisters<Producer, Epilogue>>();
+    setmaxnreg_inc<kMathRegisters<Config, Epilogue>>();
     compute_tiles<Config, Epilogue>(shared, epilogue, workspace, shape);
   }
   __syncwarp();
@@ -165,8 +181,9 @@ __device__ void run_roles(SharedStorage<Config>& shared, const TensorMaps& maps,
 }
 
 // What needs no group sizes, while the kernel before this one runs.
-template <typename Config, typename Producer, typename Epilogue>
+template <typename Config, typename Epilogue>
 __device__ void prologue(Control& control, const TensorMaps& maps) {
+  using Producer = ProducerOf<Config>;
   if (threadIdx.x == 0) {
     Producer::template prefetch<Config>(maps);
     Epilogue::prefetch(maps);
@@ -177,9 +194,10 @@ __device__ void prologue(Control& control, const TensorMaps& maps) {
       mbarrier_init(&control.empty[stage], kMathWarps * kClusterSize);
       if (Config::kScale1x128) mbarrier_init(&control.scales_full[stage], 1);
     }
-    mbarrier_init(&control.schedule_ready, 1);
-    mbarrier_init(&control.tile_begun, 1);
-    for (uint64_t& full : control.tile_number_full) mbarrier_init(&full, 1);
+    for (int slot = 0; slot < kTileSlots; ++slot) {
+      mbarrier_init(&control.tile_full[slot], 1);
+      mbarrier_init(&control.tile_taken[slot], 1);
+    }
     control.rank = static_cast<int>(cluster_rank());
     for (int i = 0; i < kMathWarpgroups; ++i) {
       mbarrier_init(&control.epilogue_full[i], kMathWarps / kMathWarpgroups);
@@ -196,16 +214,16 @@ __device__ void prologue(Control& control, const TensorMaps& maps) {
   cluster_sync();
 }
 
-template <typename Config, typename Producer = TmaProducer, typename Epilogue = LinearEpilogue>
+template <typename Config, typename Epilogue = LinearEpilogue>
 __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClusterSize)
     grouped_gemm_kernel(const __grid_constant__ TensorMaps maps, const int32_t* offs,
-                        const __grid_constant__ typename Producer::Arguments producer,
+                        const __grid_constant__ typename ProducerOf<Config>::Arguments producer,
                         const Scale128x128View scale_b, const typename Epilogue::Arguments epilogue,
                         const SplitKWorkspace workspace, const __grid_constant__ TileCounts counts,
                         const __grid_constant__ TileCounts narrow_counts, const GemmShape shape) {
   extern __shared__ __align__(1024) uint8_t raw[];
   auto& shared = *reinterpret_cast<SharedStorage<Config>*>(raw);
-  prologue<Config, Producer, Epilogue>(shared, maps);
+  prologue<Config, Epilogue>(shared, maps);
   grid_dependency_wait();
   build_group_table<Config>(shared.groups, offs, shape);
   if constexpr (Config::kKGrouped) {
@@ -218,12 +236,20 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClusterSize)
       using Narrow = NarrowOf<Config>;
       auto& narrow = *reinterpret_cast<SharedStorage<Narrow>*>(raw);
       build_group_table<Narrow>(narrow.groups, offs, shape);
-      return run_roles<Narrow, Producer, Epilogue>(narrow, maps, producer, scale_b, epilogue,
-                                                   workspace, narrow_counts, shape);
+      return run_roles<Narrow, Epilogue>(narrow, maps, producer, scale_b, epilogue, workspace,
+                                         narrow_counts, shape);
     }
   }
-  run_roles<Config, Producer, Epilogue>(shared, maps, producer, scale_b, epilogue, workspace,
-                                        counts, shape);
+  run_roles<Config, Epilogue>(shared, maps, producer, scale_b, epilogue, workspace, counts, shape);
+}
+
+// The kernel's narrow_counts: M-grouped GEMMs alone have narrow tiles.
+template <typename Config>
+TileCounts narrow_tile_counts(const GemmShape& shape) {
+  if constexpr (Config::kKGrouped)
+    return {};
+  else
+    return tile_counts<NarrowOf<Config>>(shape);
 }
 
 }  // namespace grouped_linear::cuda::sm90

@@ -59,7 +59,7 @@ template <typename Config>
 std::optional<Tensor> split_k_room(const Tensor& like, const GemmShape& shape, int clusters) {
   constexpr int64_t slot_bytes =
       kFlagsPerSlot * sizeof(uint64_t) + kAccumulatorsPerSlot<Config> * sizeof(float);
-  if (!Config::kKGrouped || shape.T < 2 * kMinLeadingKBlocks * Config::kTileK) return {};
+  if (!Config::kKGrouped || shape.T < 2 * kMinLeadingUnits * Config::kUnitK) return {};
   return new_tensor(like, {kCounterWords * int64_t{sizeof(uint64_t)} + clusters * slot_bytes},
                     ScalarType::Byte);
 }
@@ -75,22 +75,27 @@ inline GatheredRows gathered_rows(const char* op, const std::optional<Tensor>& r
 }
 
 // maps: of the operands and their scales. The map of out is made here.
-template <typename Config, typename Producer = TmaProducer, typename Epilogue = LinearEpilogue>
+template <typename Config, typename Epilogue = LinearEpilogue>
 void launch_gemm(const Launch& launch, TensorMaps maps, const GroupedGemm& gemm,
                  const Scale128x128View& scale_b, const typename Epilogue::Arguments& epilogue,
-                 const typename Producer::Arguments& producer = {}) {
-  constexpr TileShape tile = Config::kFp8 ? kTileFp8 : kTile16Bit;
+                 const typename ProducerOf<Config>::Arguments& producer = {}) {
+  constexpr TileShape tile = Config::kFp8          ? kTileFp8
+                             : Config::kHalfStages ? kTile16BitKGrouped
+                                                   : kTile16Bit;
   static_assert(tile.m == kTileM && tile.n == Config::kTileN && tile.k == Config::kTileK &&
                     tile.stages == Config::kStages && tile.cluster == kClusterSize,
                 "config.h tells Python the tile that is launched");
   const GemmShape& shape = gemm.shape;
   const char* op = launch.op();
-  if (Config::kKGrouped) row_count(op, int64_t{shape.rows} * shape.E);  // of all groups' matrices
+  // Of out, a group's matrix.
+  const int out_rows = Config::kTransposed ? shape.cols : shape.rows;
+  const int out_cols = Config::kTransposed ? shape.rows : shape.cols;
+  if (Config::kKGrouped) row_count(op, int64_t{out_rows} * shape.E);
   // A group may have all rows, and RaggedRows counts those of a group from 2^30 down.
   if (!Config::kKGrouped || !Config::kFp8)
     check(shape.T <= RaggedRows::kOrigin, op, ": at most ", RaggedRows::kOrigin,
           " rows are supported on CUDA, got ", shape.T);
-  maps.out = epilogue.aligned ? out_map<Config>(op, epilogue, shape.cols) : maps.a;
+  maps.out = epilogue.aligned ? out_map<Config>(op, epilogue, out_cols) : maps.a;
 
   const int clusters = std::min(launch.multiprocessors() / kClusterSize, kMaxClusters);
   const std::optional<Tensor> room = split_k_room<Config>(gemm.offs, shape, clusters);
@@ -101,19 +106,11 @@ void launch_gemm(const Launch& launch, TensorMaps maps, const GroupedGemm& gemm,
     workspace.accumulators = reinterpret_cast<float*>(workspace.flags + clusters * kFlagsPerSlot);
   }
 
-  constexpr auto kernel = grouped_gemm_kernel<Config, Producer, Epilogue>;
+  constexpr auto kernel = grouped_gemm_kernel<Config, Epilogue>;
   launch.allow_shared_bytes<kernel>(shared_bytes<Config>());
   launch.run(kernel, clusters * kClusterSize, kThreads, shared_bytes<Config>(), maps,
              gemm.offs.const_data_ptr<int32_t>(), producer, scale_b, epilogue, workspace,
-             tile_counts<Config>(shape), tile_counts<NarrowOf<Config>>(shape), shape);
-}
-
-// The same with rows of one operand gathered.
-template <typename Config, Operand operand>
-void launch_gathering(const Launch& launch, const TensorMaps& maps, const GroupedGemm& gemm,
-                      const Scale128x128View& scale_b, const GatheredRows& rows) {
-  launch_gemm<Gathering<Config, operand>, GatherProducer<operand>>(launch, maps, gemm, scale_b,
-                                                                   gemm.epilogue, rows);
+             tile_counts<Config>(shape), narrow_tile_counts<Config>(shape), shape);
 }
 
 }  // namespace grouped_linear::cuda::sm90

@@ -53,12 +53,12 @@ __device__ __forceinline__ void mainloop_16bit(SharedStorage<Config>& shared,
       pipeline.release(state.stage);
       state.advance();
     };
-    static_assert(whole == 4,
-                  "the switch has a case for every number of units in a partial k-block");
-    switch (last) {
-      case 1: finish(Int<1>()); break;
-      case 2: finish(Int<2>()); break;
-      case 3: finish(Int<3>()); break;
+    static_assert(whole == 2 || whole == 4,
+                  "there is a case for every number of steps in a partial k-block");
+    if (last == 1) finish(Int<1>());
+    if constexpr (whole == 4) {
+      if (last == 2) finish(Int<2>());
+      if (last == 3) finish(Int<3>());
     }
   }
 }

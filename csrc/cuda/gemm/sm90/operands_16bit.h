@@ -7,12 +7,17 @@ namespace grouped_linear::cuda::sm90 {
 
 constexpr int kLine = kSwizzleBytes / 2;  // elements in a line of 128 bytes
 
-template <typename T, Grouping grouping, Major a_major, Major b_major>
-using Config16Bit =
-    GemmConfig<T, T, kTile16Bit.n, kTile16Bit.stages, Scaling::kNone, grouping, a_major, b_major>;
-
-template <typename T, Major b_major>
-using MGrouped16Bit = Config16Bit<T, Grouping::kM, Major::kK, b_major>;
+template <typename T, Major b_major, bool gathers = false, StoreWork store_work = StoreWork::kStore>
+using MGrouped16Bit = GemmConfig<T, T,
+                                 GemmTraits{.grouping = Grouping::kM,
+                                            .scaling = Scaling::kNone,
+                                            .a_major = Major::kK,
+                                            .b_major = b_major,
+                                            .gathers = gathers,
+                                            .transposed = false,
+                                            .store_work = store_work,
+                                            .tile_n = kTile16Bit.n,
+                                            .stages = kTile16Bit.stages}>;
 
 // a [T, K], and b [E, N, K] that is dense along K, where N may be gate and up, or along N.
 struct MGroupedMaps {

@@ -1,11 +1,10 @@
 // The producer: one thread that loads a and b, k-block by k-block, with TMA.
 //
-// A producer is a template parameter of the kernel. It says how many threads run it (kThreads, 1 or
-// 64), how many registers it takes (kRegisters), how often it arrives at full[stage] (kArrivals),
-// and what the kernel is given for it (Arguments). With 64 threads it has the roles of warp 1 too:
-// it loads block scales, and schedules tiles. It must
-//   - walk over this block's tiles with a TileScheduler, and write each to shared.tiles, a ring of
-//     kTileSlots, after it has waited for the stage of the tile's first k-block to be empty;
+// A kernel has the producer of its Config (ProducerOf). A producer says how many threads run it
+// (kThreads, 1 or 64), how many registers it takes (kRegisters), how often it arrives at
+// full[stage] (kArrivals), and what the kernel is given for it (Arguments). With 64 threads it has
+// the roles of warp 1 too: it loads block scales, and may have to schedule. It must
+//   - wait for this block's tiles, one after the other, and take each (scheduler.cuh);
 //   - for each k-block wait for shared.empty[stage] and fill the stage, with kArrivals arrivals at
 //     shared.full[stage] (the roles of scale_warp.cuh arrive too, see prologue in kernel.cuh);
 //   - take one stage for a tile without k-blocks, and one for the end (k_blocks = -1).
@@ -13,7 +12,6 @@
 
 #include "cuda/gemm/sm90/scale_warp.cuh"
 #include "cuda/gemm/sm90/tensor_maps.cuh"
-#include "cuda/gemm/sm90/tile_scheduler.cuh"
 
 namespace grouped_linear::cuda::sm90 {
 
@@ -39,7 +37,7 @@ struct TmaProducer {
   template <typename Config>
   static __device__ void run(SharedStorage<Config>& shared, const TensorMaps& maps,
                              const Arguments&, const Scale128x128View&, const SplitKWorkspace&,
-                             const TileCounts& counts, const GemmShape& shape);
+                             const TileCounts&, const GemmShape& shape);
 
   template <typename Config>
   static __device__ __forceinline__ void load_a(SharedStorage<Config>& shared,
@@ -95,7 +93,7 @@ __device__ __forceinline__ void TmaProducer::load_b(SharedStorage<Config>& share
     const RaggedRows rows(k, tile.k_begin + tile.k_count);
 #pragma unroll
     for (int c = 0; c < cols; c += 64) {
-      uint8_t* column = to + c * kSwizzleBytes;
+      uint8_t* column = to + c / 64 * Config::kTileK * kSwizzleBytes;
       if constexpr (Config::kKGrouped)
         tma_load_4d(column, &maps.b, full, mask, col + c, rows.c1, rows.c2, rows.kOrigin);
       else
@@ -107,20 +105,18 @@ __device__ __forceinline__ void TmaProducer::load_b(SharedStorage<Config>& share
 template <typename Config>
 __device__ void TmaProducer::run(SharedStorage<Config>& shared, const TensorMaps& maps,
                                  const Arguments&, const Scale128x128View&, const SplitKWorkspace&,
-                                 const TileCounts& counts, const GemmShape& shape) {
+                                 const TileCounts&, const GemmShape& shape) {
   constexpr int scale_bytes = Config::kBlockScaled ? 4 * Config::kRowScales : 0;
   constexpr uint16_t all = (1 << kClusterSize) - 1;
   // From shared memory: the special register would be read in every k-block (H200, 2026-11: 0.8% of
   // a K-grouped FP8 GEMM).
   const int rank = shared.rank;
   PipelineState<Config::kStages> state;
-  TileScheduler<Config> scheduler(shared, counts, shape);
   for (int number = 0;; ++number) {
-    const WorkTile tile = scheduler.next();
-    mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
-    shared.tiles[number % kTileSlots] = tile;
-    if constexpr (Config::kKGrouped && !Config::kScale1x128) mbarrier_arrive(&shared.tile_begun);
+    const WorkTile tile = wait_for_tile(shared, number);
+    take_tile(shared, number);
     if (tile.k_blocks <= 0) {
+      mbarrier_wait(&shared.empty[state.stage], state.phase ^ 1);
       mbarrier_arrive(&shared.full[state.stage]);
       if constexpr (Config::kScale1x128) mbarrier_arrive(&shared.scales_full[state.stage]);
       if (tile.k_blocks < 0) return;

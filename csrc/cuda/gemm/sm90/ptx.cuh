@@ -42,6 +42,21 @@ __device__ __forceinline__ void stmatrix_x4(void* row, uint32_t r0, uint32_t r1,
       : "memory");
 }
 
+// The same with the matrices transposed: lane i gives the address of a column.
+__device__ __forceinline__ void stmatrix_x4_trans(void* row, uint32_t r0, uint32_t r1, uint32_t r2,
+                                                  uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   smem_address(row)),
+               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+               : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x4_trans(const void* row, uint32_t (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem_address(row))
+               : "memory");
+}
+
 __device__ __forceinline__ void ldmatrix_x4(const void* row, uint32_t (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -63,6 +78,9 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool 
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(copies ? 16 : 0)
                : "memory");
+}
+__device__ __forceinline__ void cp_async_8(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void cp_async_4(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
@@ -119,13 +137,14 @@ __device__ __forceinline__ uint32_t mapa(const void* own, uint32_t rank) {
   return there;
 }
 
-// Stores a value in a block of the cluster and completes its bytes at an mbarrier of that block.
-__device__ __forceinline__ void st_async(uint32_t cluster_address, int value,
-                                         uint32_t mbarrier_cluster_address) {
+// Stores 16 bytes in a block of the cluster and completes them at an mbarrier of that block.
+__device__ __forceinline__ void st_async_16(uint32_t cluster_address, uint32_t v0, uint32_t v1,
+                                            uint32_t v2, uint32_t v3,
+                                            uint32_t mbarrier_cluster_address) {
   asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
-          cluster_address),
-      "r"(value), "r"(mbarrier_cluster_address)
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(cluster_address),
+      "r"(v0), "r"(v1), "r"(v2), "r"(v3), "r"(mbarrier_cluster_address)
       : "memory");
 }
 
@@ -158,6 +177,14 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uin
 // back.
 __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t cluster_address) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address) : "memory");
+}
+
+// Arrives at one, and keeps its phase incomplete until `bytes` more bytes have been stored there.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx_remote(uint32_t cluster_address,
+                                                                 uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(cluster_address),
+               "r"(bytes)
+               : "memory");
 }
 
 // Whether the phase of the given parity is complete.

@@ -1,7 +1,7 @@
 // The warp that prepares the block scales of b for the main loop, next to the producer.
 #pragma once
 
-#include "cuda/gemm/sm90/tile_scheduler.cuh"
+#include "cuda/gemm/sm90/scheduler.cuh"
 
 namespace grouped_linear::cuda::sm90 {
 
@@ -51,7 +51,7 @@ class BlockScales {
 // ptxas (nvcc 13.0) gives 167 promotions of the main loop registers of one bank.
 template <typename Config>
 __device__ void load_block_scales(SharedStorage<Config>& shared, const Scale128x128View& scale,
-                                  const TileCounts& counts, const GemmShape& shape) {
+                                  const GemmShape& shape) {
   static_assert(
       Config::kTileN <= kScaleBlock + 64,
       "a tile has two scales of b: one for its first 64 columns, one for those from column "
@@ -66,10 +66,9 @@ __device__ void load_block_scales(SharedStorage<Config>& shared, const Scale128x
     }
     state.advance();
   };
-  TileScheduler<Config> scheduler(shared, counts, shape);
 #pragma unroll 1
-  while (true) {
-    const WorkTile tile = scheduler.next();
+  for (int number = 0;; ++number) {
+    const WorkTile tile = wait_for_tile(shared, number);
     if (tile.k_blocks < 0) break;
     const int first = min(tile.col, shape.cols - 1) / kScaleBlock;
     const int last = min(tile.col + kScaleBlock, shape.cols - 1) / kScaleBlock;
@@ -90,25 +89,19 @@ __device__ void load_block_scales(SharedStorage<Config>& shared, const Scale128x
 // Scale1x128: finds out for every k-block whether the columns of each 128 share a scale (quantizers
 // make them share one where their magnitudes allow it), and writes these scales where Scale128x128
 // has its own, or kPerColumnScale. It starts as soon as the columns' scales are there, mostly while
-// the operands are still on their way. The same warp runs the atomic scheduler.
+// the operands are still on their way.
 template <typename Config>
-__device__ void find_shared_column_scales(SharedStorage<Config>& shared,
-                                          const SplitKWorkspace& workspace,
-                                          const TileCounts& counts, const GemmShape& shape) {
+__device__ void find_shared_column_scales(SharedStorage<Config>& shared, const GemmShape& shape) {
   static_assert(Config::kTileN <= kScaleBlock + 64, "see BlockScales");
   constexpr int parts = Config::kColumnParts;
   // The first column of the second scale block, or the last one of a tile that has a single block.
   constexpr int tile_n = Config::kTileN;
   constexpr int second_block = tile_n > kScaleBlock ? kScaleBlock : tile_n - 1;
   const int lane = threadIdx.x % 32;
-  AtomicScheduler<Config> dynamic(shared, workspace.tile_counter);
-  if (lane == 0) dynamic.begin(counts);
   PipelineState<Config::kStages> state;
   for (int number = 0;; ++number) {
-    const WorkTile& tile = shared.tiles[number % kTileSlots];
+    const WorkTile& tile = wait_for_tile(shared, number);
     mbarrier_wait(&shared.scales_full[state.stage], state.phase);
-    const bool publishes = dynamic.more() && tile.k_blocks >= 0;
-    if (publishes) dynamic.draw();
     const int k_blocks = tile.k_blocks, columns = shape.cols - tile.col;
     const bool between_is_first = tile.col % kScaleBlock == 0;
     const int first_of_last = max(min(between_is_first ? second_block : 64, columns - 1), 0);
@@ -131,8 +124,6 @@ __device__ void find_shared_column_scales(SharedStorage<Config>& shared,
       state.advance();
     };
     find();
-    if (publishes) dynamic.publish();
-    __syncwarp();
 #pragma unroll 1
     for (int k_block = 1; k_block < k_blocks; ++k_block) {  // a tile without any takes a stage too
       mbarrier_wait(&shared.scales_full[state.stage], state.phase);

@@ -12,13 +12,9 @@
 
 namespace grouped_linear::cuda::sm90 {
 
-// Tiles that the producer has announced: one is being stored, one is in the epilogue's buffers, and
-// every stage may hold a k-block of another.
-constexpr int kTileSlots = 8;
-// Numbers of dynamically scheduled tiles. A reader in the other block of the cluster may be two
-// pipelines of stages and some tiles behind.
-constexpr int kTileNumberSlots = 16;
-constexpr int kZeroBytes = 4096;  // the source of zero_fill.cuh's copies
+constexpr int kRowNumberBlocks = 4;  // see GatheredTile::kAsked
+constexpr int kTileSlots = 16;       // of the ring of tiles, see scheduler.cuh
+constexpr int kZeroBytes = 3968;     // the source of zero_fill.cuh's copies
 
 // In place of the first columns' scale: some columns have a scale of their own. Where the scale is
 // zero, the columns' own scales are used as well, to the same result.
@@ -37,17 +33,18 @@ struct PipelineState {
   }
 };
 
-// What a K-grouped GEMM's cluster computes: whole tiles in turn with the other clusters, then
-// slices of tiles that are split along K, or tiles that are scheduled dynamically. See
-// tile_scheduler.cuh.
+// What is left for a cluster to compute: whole tiles in turn with the other clusters, then slices
+// of tiles that are split along K, or tiles for which it draws tickets. See scheduler.cuh.
 struct Schedule {
-  int whole_tiles;                   // of all clusters
+  int whole_tiles, next_tile;        // of all clusters; this one's next
   int slices;                        // of this cluster
   int first_tile, tile_stride;       // after the whole ones: the tiles of this cluster's slices
-  int slice_begin, slice_k_blocks;   // of each of these slices
+  int slice_begin, slice_units;      // of each of these slices, in units of kUnitK
   int slice_index, slices_per_tile;  // of the equal slices; -1: this cluster has leading slices
   bool has_leading_slice;
   int dynamic_tiles;  // after the whole ones, for the cluster that comes first
+  int published;      // tiles of this cluster, the end among them
+  bool ended;
 };
 
 // The progress of zero_fill.cuh: a range starts `range` bytes into out, and `at` bytes of the range
@@ -68,10 +65,8 @@ struct Control {
   uint64_t scales_full[kMaxStages];
   // Of a warpgroup's epilogue buffers.
   uint64_t epilogue_full[kMathWarpgroups], epilogue_empty[kMathWarpgroups];
-  // K-grouped: the schedule is there; the producer has begun a tile; a dynamic tile's number is
-  // there.
-  uint64_t schedule_ready, tile_begun, tile_number_full[kTileNumberSlots];
-  int tile_numbers[kTileNumberSlots];
+  // Of the ring of tiles: the scheduler has published one, the producer has begun with it.
+  uint64_t tile_full[kTileSlots], tile_taken[kTileSlots];
   WorkTile tiles[kTileSlots];
   GroupTable
       groups;  // tile_end counts clusters (M-grouped) or blocks of the padded layout (K-grouped)
@@ -109,6 +104,9 @@ struct TileBuffers {
   alignas(1024) uint8_t epilogue[kMathWarpgroups][kWgmmaM / Config::kEpilogueRows]
                                 [Config::kEpilogueBuffers][Config::kEpilogueRows * kSwizzleBytes];
   std::conditional_t<Config::kBlockScaled, Scales, NoScales> scales[Config::kStages];
+  // Of the rows that a K-grouped GEMM gathers.
+  int64_t row_numbers[Config::kKGrouped && Config::kGathersRows ? kRowNumberBlocks : 1]
+                     [Config::kKGrouped && Config::kGathersRows ? Config::kTileK : 1];
 };
 
 template <size_t bytes>
@@ -121,18 +119,16 @@ struct Padding<0> {};
 // Control comes after the wide tiles' buffers: ptxas (nvcc 13.0) spills registers where it comes
 // first.
 template <typename Config>
-struct SharedStorage
-    : TileBuffers<Config>,
-      Padding<sizeof(TileBuffers<typename Config::Wide>) - sizeof(TileBuffers<Config>)>,
-      Control {
-  static_assert(sizeof(TileBuffers<Config>) <= sizeof(TileBuffers<typename Config::Wide>),
+struct SharedStorage : TileBuffers<Config>,
+                       Padding<sizeof(TileBuffers<WideOf<Config>>) - sizeof(TileBuffers<Config>)>,
+                       Control {
+  static_assert(sizeof(TileBuffers<Config>) <= sizeof(TileBuffers<WideOf<Config>>),
                 "narrow tiles reuse the wide tiles' shared memory");
-  static_assert(
-      kTileSlots >= Config::kStages + 2,
-      "a tile's slot is reused only after it has left the pipeline and both epilogue buffers");
-  static_assert(
-      !Config::kKGrouped || kTileNumberSlots >= 2 * Config::kStages + 6,
-      "a tile number's slot is reused only after the other block of the cluster has read it");
+  // The scheduler writes tile n + kTilesAhead when its producer has begun with tile n. By then all
+  // loads of tile n - 1 are issued, so in both blocks the math warps have released tile n - 1 -
+  // kStages, and the store warps have stored the second one before that.
+  static_assert(kTileSlots >= Config::kTilesAhead + Config::kStages + 3,
+                "a tile's slot is reused only after every role of both blocks is done with it");
 };
 
 // Shared memory of a launch.

@@ -14,7 +14,7 @@ namespace grouped_linear::cuda::sm90 {
 
 // Slots count from 1. A slot has a flag and accumulators of every math warp of both blocks.
 struct SplitKWorkspace {
-  uint64_t* tile_counter;  // see AtomicScheduler
+  uint64_t* tile_counter;  // see Scheduler
   uint64_t* flags;
   float* accumulators;  // null: there is no workspace, and no tile is split
 };

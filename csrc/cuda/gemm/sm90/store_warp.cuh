@@ -7,7 +7,7 @@
 #pragma once
 
 #include "cuda/gemm/sm90/epilogue.cuh"
-#include "cuda/gemm/sm90/tile_scheduler.cuh"
+#include "cuda/gemm/sm90/scheduler.cuh"
 #include "cuda/gemm/sm90/zero_fill.cuh"
 
 namespace grouped_linear::cuda::sm90 {
@@ -30,7 +30,7 @@ __host__ __device__ __forceinline__ bool stores_whole_rows(const EpilogueArgumen
 // 300 float32 a nanosecond, and makes loads of operands wait (H200, 2026-11).
 template <typename Config, bool whole_rows>
 __device__ void store_tiles(SharedStorage<Config>& shared, const CUtensorMap& map,
-                            const EpilogueArguments& epilogue, const TileCounts& counts,
+                            const EpilogueArguments& epilogue, Scheduler<Config>& scheduler,
                             const GemmShape& shape, int warpgroup) {
   constexpr int buffers = Config::kEpilogueBuffers, at_once = whole_rows ? buffers : 1;
   constexpr int parts = kWgmmaM / Config::kEpilogueRows;
@@ -41,32 +41,51 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const CUtensorMap& ma
   ZeroFill<Config> zero_fill(shared, epilogue, shape);
   const bool zeroes = !Config::kHasIdleWarp && warpgroup == 0;
   if (zeroes) zero_fill.begin();
+  const bool schedules =
+      Config::kStoreWarpSchedules && warpgroup == kMathWarpgroups - 1 && shared.rank == 0;
+  if (schedules) scheduler.begin();
   uint32_t phase = 0;
   const auto wait_for_results = [&] {
     while (zeroes && zero_fill.remaining() && !mbarrier_test(full, phase)) zero_fill.step();
     mbarrier_wait(full, phase);
     phase ^= 1;
   };
-  TileScheduler<Config> scheduler(shared, counts, shape);
   for (int number = 0;; ++number) {
     WorkTile tile;
+    if (!adds) mbarrier_arrive(empty);
+    if (schedules) scheduler.publish_before(number + Config::kTilesAhead);
     if (adds) {
-      tile = scheduler.next();
+      tile = wait_for_tile(shared, number);
     } else {
-      mbarrier_arrive(empty);
       wait_for_results();
       tile = shared.tiles[number % kTileSlots];
     }
     // All groups' matrices are one matrix, one below the other.
-    const int before = Config::kKGrouped ? tile.group * shape.rows : 0;
+    constexpr bool transposed = Config::kTransposed;
+    const int out_rows = transposed ? shape.cols : shape.rows;
+    const int before = Config::kKGrouped ? tile.group * out_rows : 0;
     const int row = tile.row + warpgroup * kWgmmaM;
-    const RaggedRows rows(before + row, before + tile.row_end);
+    const RaggedRows rows(before + (transposed ? tile.col : row),
+                          before + (transposed ? out_rows : tile.row_end));
     const bool nothing = !epilogue.aligned || row >= tile.row_end || tile.destination_slot() > 0 ||
-                         tile.k_blocks < 0 || (tile.k_blocks == 0 && adds);
+                         tile.k_blocks < 0 || (tile.k_blocks == 0 && adds) ||
+                         (transposed && tile.col >= shape.cols);
     const int end = nothing ? 0 : shape.cols;  // of the columns to store
     for (int subtile = 0; subtile < subtiles; ++subtile) {
       const int first = tile.col + subtile * buffers * line_cols;
-      const int used = min((end - first + line_cols - 1) / line_cols, buffers);
+      const int used = !transposed ? min((end - first + line_cols - 1) / line_cols, buffers)
+                       : nothing   ? 0
+                                   : buffers;
+      // Transposed, 64 rows of out have a buffer for each line of 128 bytes that this warpgroup's
+      // columns take: two in float32.
+      const int more_lines = subtiles - 1;
+      const auto col_of = [&](int i) {
+        return transposed ? row + (i & more_lines) * line_cols : first + i * line_cols;
+      };
+      const auto row_of = [&](int part, int i) {
+        return rows.c1 + (transposed ? ((subtile * buffers + i) >> more_lines) * kWgmmaM
+                                     : part * Config::kEpilogueRows);
+      };
       // The first line's number, for copies of whole rows. No division: copies follow one another
       // closely.
       const int line = whole_rows ? first >> (subtiles == 1 ? 6 : 5) : 0;
@@ -75,11 +94,10 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const CUtensorMap& ma
         mbarrier_arrive_expect_tx(empty, lines * kWgmmaM * kSwizzleBytes);
 #pragma unroll 1
         for (int part = 0; part < parts; ++part) {
-          const int row = rows.c1 + part * Config::kEpilogueRows;
 #pragma unroll 1
           for (int i = 0; i < used; i += at_once) {
             uint8_t* to = shared.epilogue[warpgroup][part][i];
-            const int col = first + i * line_cols;
+            const int col = col_of(i), row = row_of(part, i);
             if constexpr (whole_rows)
               tma_load_5d(to, &map, empty, 0, row, line, rows.c2, rows.kOrigin);
             else
@@ -93,12 +111,11 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const CUtensorMap& ma
       if (tile.k_blocks < 0) break;
 #pragma unroll 1
       for (int part = 0; part < parts; ++part) {
-        const int row = rows.c1 + part * Config::kEpilogueRows;
 #pragma unroll
         for (int i = 0; i < buffers; i += at_once) {
           if (i >= used) break;
           const uint8_t* from = shared.epilogue[warpgroup][part][i];
-          const int col = first + i * line_cols;
+          const int col = col_of(i), row = row_of(part, i);
           if constexpr (whole_rows) {
             if (adds && subtile > 0)
               tma_reduce_add_5d(&map, from, 0, row, line, rows.c2, rows.kOrigin);
@@ -123,12 +140,14 @@ __device__ void store_tiles(SharedStorage<Config>& shared, const CUtensorMap& ma
 template <typename Config>
 __device__ void LinearEpilogue::run_store_warp(SharedStorage<Config>& shared,
                                                const TensorMaps& maps, const Arguments& args,
+                                               const SplitKWorkspace& workspace,
                                                const TileCounts& counts, const GemmShape& shape,
                                                int warpgroup) {
+  Scheduler<Config> scheduler(shared, workspace, counts, shape);
   if (stores_whole_rows<Config>(args, shape.cols))
-    store_tiles<Config, true>(shared, maps.out, args, counts, shape, warpgroup);
+    store_tiles<Config, true>(shared, maps.out, args, scheduler, shape, warpgroup);
   else
-    store_tiles<Config, false>(shared, maps.out, args, counts, shape, warpgroup);
+    store_tiles<Config, false>(shared, maps.out, args, scheduler, shape, warpgroup);
 }
 
 }  // namespace grouped_linear::cuda::sm90
