@@ -41,8 +41,8 @@ void quantize_rows_and_weight(const Tensor& x_in, const Tensor& offs_in, const T
   launch.run(quantize_rows_and_weight_kernel<FusedElement>,
              row_blocks + static_cast<unsigned>(of_w.scale.numel()), kTileThreads, 0,
              rows_of<FusedElement>(x), data<int32_t>(offs), static_cast<int>(results.E),
-             static_cast<int>(results.T), static_cast<int>(results.K), results.outputs(), row_blocks,
-             experts, is_aligned(w), outputs_of(of_w, w.size(1), w.size(2)), rule);
+             static_cast<int>(results.T), static_cast<int>(results.K), results.outputs(),
+             row_blocks, experts, is_aligned(w), outputs_of(of_w, w.size(1), w.size(2)), rule);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> group_quantize(

@@ -17,8 +17,7 @@ void run_m_grouped(const Launch& launch, const GroupedGemm& gemm) {
     if constexpr (kGathers<T>)
       if (gemm.a_rows)
         return launch_gemm<MGrouped16Bit<T, major, true>>(
-            launch, all, gemm, {}, gemm.epilogue,
-            gathered_rows(launch.op(), gemm.a_rows, maps.a));
+            launch, all, gemm, {}, gemm.epilogue, gathered_rows(launch.op(), gemm.a_rows, maps.a));
     launch_gemm<MGrouped16Bit<T, major>>(launch, all, gemm, {}, gemm.epilogue);
   };
   if (maps.b.stride(2) == 1) {
