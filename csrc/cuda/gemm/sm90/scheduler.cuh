@@ -143,7 +143,6 @@ class Scheduler {
         shape_(shape) {}
 
   __device__ void begin() {
-    const int clusters = gridDim.x / kClusterSize, cluster = blockIdx.x / kClusterSize;
     const int tiles = Config::kKGrouped
                           ? shared_.active_groups * static_cast<int>(counts_.matrix.divisor)
                           : shared_.groups.tile_end[shape_.E - 1];
@@ -151,7 +150,7 @@ class Scheduler {
         Config::kKGrouped ? (shared_.rows_of_each + Config::kUnitK - 1) / Config::kUnitK : 0;
     Schedule& schedule = shared_.schedule;
     schedule = make_schedule<Config>(tiles, units, counter_ != nullptr);
-    schedule.next_tile = cluster;
+    schedule.next_tile = blockIdx.x / kClusterSize;
     if (schedule.dynamic_tiles > 0 && blockIdx.x == 0) atomicExch(counter_, kStamp);
   }
 
