@@ -171,7 +171,7 @@ def quantize_tokens(
     beside_columnwise = columnwise and not in_16_bits
     if columns > (GATHERING_FP8_BESIDE_COLUMNWISE if beside_columnwise else GATHERING_FP8):
         return None
-    one_group = torch.full((1,), len(tokens_TH), dtype=torch.int32, device=tokens_TH.device)
+    one_group = torch.full((1,), tokens_TH.size(0), dtype=torch.int32, device=tokens_TH.device)
     tokens = quantize(tokens_TH, format, one_group, Layouts(True, False))
     if columnwise and format.wgrad_dtype is not None and columns <= GATHERING_WGRAD:
         tokens = tokens._replace(columnwise=tokens_TH.to(format.wgrad_dtype))
