@@ -162,7 +162,7 @@ def test_front_page_draws_what_is_recorded(tmp_path: Path) -> None:
 def test_numbers_of_bars_do_not_collide() -> None:
     """They get smaller until they fit, and no smaller."""
     mpl.use("Agg")
-    figure, axes = plt.subplots(figsize=(3.4, 3), layout="constrained")
+    figure, axes = plt.subplots(figsize=(2.8, 3), layout="constrained")
     groups, series = ["qwen3_30b", "mixtral"], list(plots.SERIES)[:5]
     plots.grouped_bars(axes, groups, {name: dict.fromkeys(groups, 1.52) for name in series})
     assert plots.collide(figure)

@@ -250,9 +250,15 @@ def test_a_weight_stored_as_its_transpose(
             y = grouped_linear(x, w_ENK, m_splits, None, recipe, state_for(recipe, E, device))
         assert_same_bits(y, results[-1][0])
     (*transposed, transposed_dw), (*copied, copied_dw) = results
+    torch_multiplies = recipe is None and device == "cpu"  # some CPUs add in another order then
     for actual, expected in zip(transposed, copied, strict=True):
-        assert_same_bits(actual, expected)
-    if delayed or getattr(recipe, "power_of_two_scales", True):
+        if torch_multiplies:
+            torch.testing.assert_close(actual, expected, rtol=2.0**-7, atol=0.1)
+        else:
+            assert_same_bits(actual, expected)
+    if torch_multiplies:
+        torch.testing.assert_close(transposed_dw, copied_dw, rtol=2.0**-7, atol=0.1)
+    elif delayed or getattr(recipe, "power_of_two_scales", True):
         assert_same_bits(transposed_dw, copied_dw)
     else:  # a sum is scaled by one side and then the other
         torch.testing.assert_close(transposed_dw, copied_dw, rtol=2.0**-7, atol=1e-3)

@@ -303,7 +303,7 @@ def _same_blocks(input: Format, grad_output: Format) -> bool:
     if input.wgrad_dtype is not None or grad_output.wgrad_dtype is not None:
         return False
     a, b = input, grad_output
-    same = a.power_of_two_scales == b.power_of_two_scales and a.amax_epsilon == b.amax_epsilon
+    same = a.power_of_two_scales == b.power_of_two_scales and a.epsilon == b.epsilon
     return same and not grad_output.share_scales
 
 
