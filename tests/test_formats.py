@@ -238,8 +238,10 @@ def test_options_of_the_layer() -> None:
     layer.weight.main_grad = torch.full((E, N, K), torch.nan)
     layer(x, m_splits, is_first_microbatch=True).backward(dy)
     layer.backward_dw()
-    # main_grad is float32; grad was rounded to bfloat16 once.
-    assert torch.equal(layer.weight.main_grad.to(BF16), plain.weight.grad)
+    # main_grad is float32, grad bfloat16; torch multiplies, and may add in another order for each.
+    torch.testing.assert_close(
+        layer.weight.main_grad.to(BF16), plain.weight.grad, rtol=2**-7, atol=1e-3
+    )
 
 
 def test_dtypes() -> None:

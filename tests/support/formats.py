@@ -78,9 +78,10 @@ def composed(recipe: Recipe, *roles: str) -> Recipe:
 def with_function(recipe: Recipe, role: str, function: object) -> Recipe:
     """The same recipe with a function before the quantizer of one role."""
     format = getattr(recipe, role)
+    composed = Composed(format)  # not inside: Dynamo of torch 2.11 makes no frozen dataclass
 
     def quantize(t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Operands:
-        return Composed(format)(function(t), offs_E, layouts)  # type: ignore[operator]
+        return composed(function(t), offs_E, layouts)  # type: ignore[operator]
 
     own = Recipe(recipe.input, recipe.weight, recipe.grad_output)
     return replace(own, **{role: Format(quantize=quantize, wgrad_dtype=format.wgrad_dtype)})
