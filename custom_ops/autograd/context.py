@@ -91,7 +91,7 @@ class LinearContext(NamedTuple):
         return not (self.options.save_input or weight.dim() == 2 or is_transposed(weight))
 
     def for_backward(self) -> "LinearContext":
-        """What the backward needs: of computed weights shape, layout and dtype, not the values.
+        """Drop the values of temporary weights; keep their metadata.
 
         A parameter lives anyway. A weight that was computed would live as long as the graph.
         """

@@ -394,7 +394,7 @@ def apply_mlp(
     routing = ops.sort_by_expert(index_TC, projections[0].size(0))
     if max_rows is not None:
         routing = truncate_routing(routing, max_rows)
-    # A choice of no expert points to a row of zeros, which a weight of NaN would spoil.
+    # Zero the weights of unrouted choices, so that NaN * 0 cannot leak.
     weights_TC = weights_TC.masked_fill(routing.row >= routing.offs[-1], 0)
     y_TH: Tensor = GroupedMLPFunction.apply(
         *contexts, config, x_TH, weights_TC, *grad_inputs, *biases, *routing
@@ -451,7 +451,7 @@ def apply_mlp_sorted(
     leaves = x, row_weights, projections[0], biases[0]
     contexts, grad_inputs = _contexts(op, x_RH, leaves, projections, recipes, options, dtype)
     offs_E = ops.splits_to_offsets(splits_on(op, m_splits, device), x.size(0))
-    if row_weights is not None:  # a row of no expert is zero, which a weight of NaN would spoil
+    if row_weights is not None:  # zero those of rows past the last group: no NaN * 0 leaks
         row_R = torch.arange(x.size(0), dtype=torch.int32, device=device)
         row_weights = row_weights.masked_fill(row_R >= offs_E[-1], 0)
     y_RH: Tensor = GroupedMLPFunction.apply(

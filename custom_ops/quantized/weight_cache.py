@@ -104,7 +104,7 @@ class WeightCache(nn.Module):
     # --- filled by refresh_weights ---------------------------------------------------------------
 
     def _forget_refresh(self) -> None:
-        """Be as if only forwards had filled it."""
+        """Clear the refresh bookkeeping."""
         self.refreshed_apart = False
         self._event: torch.cuda.Event | None = None
         self._sources: tuple[ref[Tensor], ...] = ()

@@ -19,7 +19,8 @@ from grouped_linear.recipes.format import Format, Layouts, Operands, with_shared
 
 # --- up to how many columns of its output a GEMM gathers rows itself ------------------------------
 # Every 256 columns of an output read the rows again, by copies of 16 bytes that take some of the
-# GEMM's time. H100 and H200, docs/notes/gemm_sm90.md, "Gathering".
+# GEMM's time. H100 and H200, docs/notes/gemm_sm90.md, "Rows gathered
+# inside the GEMM".
 
 #: fprop and dgrad of 16-bit tokens.
 GATHERING_16_BITS = 1536
