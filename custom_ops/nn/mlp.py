@@ -24,11 +24,10 @@ from grouped_linear.nn.options import (
     check_stochastic_rounding,
 )
 from grouped_linear.ops.activation import PLAIN, Activation
-from grouped_linear.quantized.state_dict import join_quantized, scales_of, split_quantized
+from grouped_linear.quantized.state_dict import SavesQuantized, scales_of
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import (
     check_quantized_weight,
-    convert_loaded,
     local_part,
     quantized_as,
 )
@@ -36,7 +35,7 @@ from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import DelayedScalingState, Recipe, new_state
 
 
-class GroupedMLP(nn.Module):
+class GroupedMLP(SavesQuantized):
     """Experts of two layers and their weighted sum: :func:`grouped_linear.grouped_mlp` as a module.
 
     Args:
@@ -355,18 +354,3 @@ class GroupedMLP(nn.Module):
             f"num_experts={E}, hidden_size={H}, intermediate_size={F}, bias={bias}, "
             f"activation={activation}, recipe={self.recipe}"
         )
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        """Save quantized weights by their parts, ``name`` and ``name_scale_inv``."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        split_quantized(self, destination, prefix)
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        """Load parameters that are quantized or not."""
-        join_quantized(self, state_dict, prefix, args[4])  # args[4] takes error messages
-        convert_loaded(self, state_dict, prefix, args[0])  # args[0] is the local metadata
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -80,9 +80,10 @@ def join_quantized(
 
 
 class SavesQuantized(nn.Module):
-    """A module that saves and loads its quantized parameters by their parts: a base beside its own.
+    """A module that saves and loads its quantized parameters by their parts.
 
-    Whoever makes such a class gives it :func:`scale_properties`, too.
+    A base of :class:`grouped_linear.GroupedMLP`, and of converted classes beside their own. Such a
+    class has a property ``name_scale_inv`` for each parameter, as :func:`scale_properties` makes.
     """
 
     def _save_to_state_dict(

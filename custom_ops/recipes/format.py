@@ -64,6 +64,13 @@ def with_shared_scale(
     return Operands(rowwise, scale, columnwise, None if columnwise is None else scale, bias_grad)
 
 
+def as_operands(given: Operands | Tensor, layouts: Layouts) -> Operands:
+    """What a function of a format returned; a tensor stands for both layouts."""
+    if not isinstance(given, Tensor):
+        return given
+    return Operands(given if layouts.rowwise else None, None, given if layouts.columnwise else None)
+
+
 def check_amax_epsilon(owner: str, amax_epsilon: float) -> None:
     """Raise ValueError for what no amax can be compared with."""
     is_number = isinstance(amax_epsilon, Real) and not isinstance(amax_epsilon, bool)

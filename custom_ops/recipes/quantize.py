@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.ops.activation import SwiGLU
-from grouped_linear.recipes.format import Format, Layouts, Operands, with_shared_scale
+from grouped_linear.recipes.format import Format, Layouts, Operands, as_operands, with_shared_scale
 
 # --- up to how many columns of its output a GEMM gathers rows itself ------------------------------
 # Every 256 columns of an output read the rows again, by copies of 16 bytes that take some of the
@@ -88,7 +88,7 @@ def quantize(source: Source, format: Format, offs_E: Tensor, layouts: Layouts) -
         return _in_blocks(source, format, offs_E, layouts)
     t = rows_of(source, offs_E, layouts)
     if format.quantize is not None:
-        own = _as_operands(format.quantize(t, offs_E, layouts), layouts)
+        own = as_operands(format.quantize(t, offs_E, layouts), layouts)
         return own._replace(bias_grad=_bias_grad(t, offs_E, layouts))
     outputs = {
         "rowwise": layouts.rowwise,
@@ -119,7 +119,7 @@ def quantize(source: Source, format: Format, offs_E: Tensor, layouts: Layouts) -
     bias_grad = _bias_grad(t, offs_E, layouts)
     if format.dtype is not None:
         t = t.to(format.dtype)
-    return _as_operands(t, layouts)._replace(bias_grad=bias_grad)
+    return as_operands(t, layouts)._replace(bias_grad=bias_grad)
 
 
 def quantize_for_gemms(
@@ -312,13 +312,6 @@ def _bias_grad(source: Source, offs_E: Tensor, layouts: Layouts) -> Tensor | Non
     if not layouts.bias_grad:
         return None
     return ops.grouped_bias_grad(rows_of(source, offs_E, layouts), offs_E)
-
-
-def _as_operands(given: Operands | Tensor, layouts: Layouts) -> Operands:
-    """What a function of a format returned; a tensor stands for both layouts."""
-    if not isinstance(given, Tensor):
-        return given
-    return Operands(given if layouts.rowwise else None, None, given if layouts.columnwise else None)
 
 
 def _state_of(format: Format, layouts: Layouts) -> tuple[Tensor, Tensor | None]:

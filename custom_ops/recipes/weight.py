@@ -18,6 +18,7 @@ from grouped_linear.recipes.format import (
     Layouts,
     Operands,
     Values,
+    as_operands,
     with_shared_scale,
 )
 
@@ -54,10 +55,7 @@ def quantize_weight(weights: Experts, format: Format, layouts: Layouts) -> Opera
     is_list = weights[0].dim() == 2
     if format.quantize is not None:
         w_ENK = torch.stack(weights) if is_list else weights[0]
-        given = format.quantize(w_ENK, None, layouts)
-        if not isinstance(given, Tensor):
-            return given
-        return Operands(given, None, given if layouts.columnwise else None)
+        return as_operands(format.quantize(w_ENK, None, layouts), layouts)
     if format.scaling is None:
         cast = weights if format.dtype is None else tuple(w.to(format.dtype) for w in weights)
         w = cast if is_list else cast[0]
