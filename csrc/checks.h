@@ -83,6 +83,7 @@ void check_refresh_weight_delayed(const std::optional<Tensor>& amax, const std::
                                   const std::optional<Tensor>& q_t);
 void check_refresh_weight_mx(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
                              const Tensor& w_rowwise, const std::optional<Tensor>& w_columnwise);
+void check_transpose_weight(const Tensor& q);
 void check_adam_weight(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
                        const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq,
                        const std::optional<Tensor>& max_exp_avg_sq, const Tensor& step,

@@ -106,6 +106,9 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "quantize_weight(Tensor w, float amax_epsilon=0.0, bool power_of_two_scales=True, "
       "bool columnwise=True, bool rowwise=True) -> (Tensor q, Tensor scale, Tensor q_t)");
 
+  // q [E, N, K] -> q_t [E, K, N]
+  m.def("transpose_weight(Tensor q) -> Tensor");
+
   // w: E tensors [N, K]
   m.def(
       "quantize_weight_list(Tensor[] w, float amax_epsilon=0.0, bool power_of_two_scales=True, "
@@ -234,6 +237,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   OP(group_dequantize_t)         \
   OP(grouped_bias_grad)          \
   OP(quantize_weight)            \
+  OP(transpose_weight)           \
   OP(quantize_weight_list)       \
   OP(quantize_weight_current)    \
   OP(quantize_weight_delayed_)   \

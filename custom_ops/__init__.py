@@ -29,8 +29,8 @@ from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.ops import SwiGLU
 from grouped_linear.ops.activation import Activation
 from grouped_linear.ops.elementwise import GeGLU, SquaredReLU
-from grouped_linear.quantized.refresh import refresh_weights
 from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import (
     DelayedScaling,
     DelayedScalingState,
@@ -56,6 +56,7 @@ __all__ = [
     "GroupedLinear",
     "GroupedMLP",
     "GroupedTensor",
+    "GroupedTensorWithMaster",
     "LeftExperts",
     "MXFP8BlockScaling",
     "Recipe",
@@ -69,6 +70,5 @@ __all__ = [
     "loading",
     "meta_kernels",
     "ops",
-    "refresh_weights",
     "update_scales",
 ]

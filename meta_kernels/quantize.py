@@ -259,6 +259,20 @@ def quantize_weight(
     )
 
 
+@torch.library.register_fake("grouped_linear::transpose_weight")
+def transpose_weight(q: Tensor) -> Tensor:
+    """q [E, N, K] -> q_t."""
+    rules = Rules("transpose_weight")
+    rules.dim("q", q, 3)
+    rules.dtype("q", q.dtype, (E4M3,))
+    E, N, K = q.shape
+    rules.groups(E)
+    rules.features("N", N)
+    rules.features("K", K)
+    rules.count("q", "rows in all", E * N)
+    return q.new_empty((E, K, N))
+
+
 @torch.library.register_fake("grouped_linear::quantize_weight_list")
 def quantize_weight_list(
     w: list[Tensor],

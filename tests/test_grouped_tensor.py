@@ -95,11 +95,11 @@ def test_from_parts() -> None:
 def test_quantized_weight() -> None:
     t = GroupedTensor.quantize(random_weight())
     for w in (t, GroupedTensor.from_parts(t.q, t.scale, FP32, columnwise=False)):
-        weight = w.quantized_weight(columnwise=True)
+        weight = w.quantized_weight()
         assert weight.values is w.q
         assert weight.scale is w.scale
-        assert_same_bits(weight.columnwise, t.q.transpose(1, 2))
-        assert w.quantized_weight(columnwise=False).columnwise is w.q_t
+        assert weight.columnwise is w.q_t
+    assert w.q_t is None
 
 
 def test_errors() -> None:

@@ -271,8 +271,9 @@ def outcome(layer: Routed, y: Tensor, x: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def change(*weights: Tensor) -> None:
+    """As programs do that have weights of their own: torch counts no such write."""
     for w in weights:
-        w.mul_(3)
+        w.data.mul_(3)
 
 
 @DEVICES
@@ -361,11 +362,10 @@ def through_pickle(layer: Routed) -> Routed:
 def test_copies_are_apart(copied: Callable[[Routed], Routed], recipe: Recipe | None) -> None:
     layer, (x, m_splits) = cached(recipe, "cpu"), inputs("cpu")
     y = layer(x, m_splits, True)
-    twin, cold = copied(layer), copied(cached(recipe, "cpu"))
-    assert_same_bits(twin(x, m_splits, False), y)
+    twin = copied(layer)
     with pytest.raises(RuntimeError, match=COLD):
-        cold(x, m_splits, False)
-    assert_same_bits(cold(x, m_splits, True), y)
+        twin(x, m_splits, False)
+    assert_same_bits(twin(x, m_splits, True), y)
     change(*twin.weights)
     assert not torch.equal(twin(x, m_splits, True), y)
     assert_same_bits(layer(x, m_splits, False), y)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from grouped_linear import GroupedLinear, Recipe, update_scales
 from grouped_linear.quantized import weight_cache
@@ -47,10 +48,10 @@ def on(device: str, flag: Callable[[bool], Any]) -> Callable[[bool], Any]:
     return lambda value: flag(value).to(device) if flag is torch.tensor else value
 
 
-@torch.no_grad()
 def change(layer: GroupedLinear) -> None:
+    """As programs do that have weights of their own: torch counts no such write."""
     for p in layer.parameters():
-        p.mul_(3)
+        p.data.mul_(3)
 
 
 @DEVICES
@@ -269,6 +270,7 @@ def test_made_in_inference_mode(how: str, recipe: Recipe | None, device: str) ->
             layer(x, m_splits, False)
         return
     dx = torch.autograd.grad(expected.sum(), x)[0]
+    twin(x, m_splits, True)
     for filled in (layer, twin):
         y = filled(x, m_splits, False)
         assert_same_bits(y, expected)
@@ -308,6 +310,43 @@ def test_delayed_scales_stay_with_their_weight(device: str) -> None:
     assert (state.weight.amax > 2 * amax).all()
 
 
+@EVERY_RECIPE
+def test_reads_no_other_weight_than_it_was_filled_from(recipe: Recipe | None) -> None:
+    layer, (x, m_splits) = make_layer(recipe, "cpu"), inputs("cpu")
+    other = {"weight": torch.nn.Parameter(layer.weight.detach() * 3)}
+    y, reads = layer(x, m_splits, True), "is_first_microbatch=False reads the weight cache"
+    assert sentence(lambda: functional_call(layer, other, (x, m_splits, False))) == (
+        f"GroupedLinear: {reads}, and the weight that filled it is another tensor in this call: "
+        "call with True"
+    )
+    assert_same_bits(layer(x, m_splits, False), y)
+    torch.optim.SGD(layer.parameters(), lr=1.0).zero_grad()
+    assert_same_bits(layer(x, m_splits, False), y)
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    assert sentence(lambda: layer(x, m_splits, False)) == (
+        f"GroupedLinear: {reads}, and the weight that filled it was written since, as by an "
+        "optimizer: call with True"
+    )
+    layer(x, m_splits, torch.tensor(False))  # the host cannot know what is in it from now on
+    assert_same_bits(layer(x, m_splits, False), y)
+
+
+@EVERY_RECIPE
+def test_cold_when_the_dtype_changes(recipe: Recipe | None) -> None:
+    """Also to the dtype that is torch's default."""
+    layer, (x, m_splits) = make_layer(recipe, "cpu"), inputs("cpu")
+    default = torch.get_default_dtype()
+    try:
+        for dtype in (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16):
+            layer(x, m_splits, True)
+            torch.set_default_dtype(dtype)
+            layer.to(dtype)
+            assert not layer.weight_cache.warm
+    finally:
+        torch.set_default_dtype(default)
+
+
 def test_mistakes() -> None:
     layer, (x, m_splits) = make_layer(QUANTIZING["block"], "cpu"), inputs("cpu")
     uncached = GroupedLinear(E, K, N, recipe=QUANTIZING["block"])
@@ -343,12 +382,11 @@ def test_copies_are_apart(copied: Any, recipe: Recipe | None) -> None:
     layer, (x, m_splits) = make_layer(recipe, "cpu"), inputs("cpu")
     y = layer(x, m_splits, True)
     twin = copied(layer)
-    assert_same_bits(twin(x, m_splits, False), y)
-    cold = copied(make_layer(recipe, "cpu"))
-    assert not cold.weight_cache.warm
-    assert_same_bits(cold(x, m_splits, True), y)
+    assert not twin.weight_cache.warm
+    assert "holds no weight yet" in sentence(lambda: twin(x, m_splits, False))
+    assert_same_bits(twin(x, m_splits, True), y)
     change(twin)
-    twin(x, m_splits, True)
+    assert not torch.equal(twin(x, m_splits, True), y)
     assert_same_bits(layer(x, m_splits, False), y)
 
 

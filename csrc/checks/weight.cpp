@@ -110,6 +110,16 @@ void check_refresh_weight_mx(const std::vector<Tensor>& w, const std::optional<T
     check_written(op, "w_columnwise", *w_columnwise, ScalarType::BFloat16, {E, N, K}, w[0]);
 }
 
+void check_transpose_weight(const Tensor& q) {
+  const char* op = "transpose_weight";
+  check_dim(op, "q", q, 3);
+  check_dtype(op, "q", q, ScalarType::Float8_e4m3fn);
+  check_groups(op, q.size(0));
+  check_features(op, "N", q.size(1));
+  check_features(op, "K", q.size(2));
+  check_count(op, "q", "rows in all", q.size(0) * q.size(1));
+}
+
 void check_adam_weight(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
                        const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq,
                        const std::optional<Tensor>& max_exp_avg_sq, const Tensor& step,

@@ -77,6 +77,28 @@ void refresh_weight_(const std::vector<Tensor>& w, const std::optional<Tensor>& 
            static_cast<uint8_t*>(q.data_ptr()), scale, pointer_if<uint8_t>(q_t));
 }
 
+Tensor transpose_weight(const Tensor& q_in) {
+  check_transpose_weight(q_in);
+  const Tensor q = as_dense(q_in);
+  const int64_t E = q.size(0), N = q.size(1), K = q.size(2);
+  const Tensor q_t = new_output(q, {E, K, N}, q.scalar_type());
+  const auto* from = static_cast<const uint8_t*>(q.const_data_ptr());
+  auto* to = static_cast<uint8_t*>(q_t.data_ptr());
+  const int64_t row_blocks = ceil_div(N, kBlock), col_blocks = ceil_div(K, kBlock);
+  torch::stable::parallel_for(0, E * row_blocks * col_blocks, 1, [&](int64_t begin, int64_t end) {
+    ByteTile bytes;
+    for (int64_t tile = begin; tile < end; ++tile) {
+      const int64_t e = tile / (row_blocks * col_blocks);
+      const int64_t n = tile / col_blocks % row_blocks * kBlock, k = tile % col_blocks * kBlock;
+      const int64_t rows = std::min(kBlock, N - n), cols = std::min(kBlock, K - k);
+      for (int64_t r = 0; r < rows; ++r)
+        std::memcpy(bytes.bytes[r], from + (e * N + n + r) * K + k, cols);
+      bytes.store_transposed({to + (e * K + k) * N + n, N}, rows, rows, cols);
+    }
+  });
+  return q_t;
+}
+
 void quantize_rows_and_weight(const Tensor& x, const Tensor& offs, const Tensor& w,
                               double amax_epsilon, bool power_of_two_scales, const Quantized& x_out,
                               const QuantizedWeight& w_out) {

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from grouped_linear import ops
 from grouped_linear.autograd.wgrad import MainGrad, Wgrad
-from grouped_linear.quantized.weight_cache import wait_for_refresh_
 from grouped_linear.recipes import (
     Experts,
     Layouts,
@@ -20,6 +20,7 @@ from grouped_linear.recipes import (
     refresh_weight_,
     weight_for_dgrad,
 )
+from grouped_linear.recipes.format import with_shared_scale
 
 
 class StoredWeight(NamedTuple):
@@ -28,8 +29,6 @@ class StoredWeight(NamedTuple):
     weight: QuantizedWeight
     refresh: Tensor | bool = False
     """Whether it is quantized from the parameter first; a tensor is read on the device."""
-    waits: bool = False
-    """Whether a compiled call waits for ``refresh_weights``. An eager one has waited already."""
 
 
 class LinearOptions(NamedTuple):
@@ -90,6 +89,13 @@ class LinearContext(NamedTuple):
         weight = self.weights[0]
         return not (self.options.save_input or weight.dim() == 2 or is_transposed(weight))
 
+    @property
+    def transposes_weight(self) -> bool:
+        """Whether the weight is stored for fprop alone, and the backward transposes it."""
+        stored = self.options.stored
+        in_fp8 = self.recipe.weight.quantize is None
+        return in_fp8 and stored is not None and stored.weight.columnwise is None
+
     def for_backward(self) -> "LinearContext":
         """Drop the values of temporary weights; keep their metadata.
 
@@ -105,13 +111,8 @@ class LinearContext(NamedTuple):
             weights=tuple(torch.empty_like(w, device="meta") for w in self.weights)
         )
 
-    def weight_operands(self, x: Operands, offs_E: Tensor, columnwise: bool) -> Operands:
-        """The weight for fprop, and for dgrad if ``columnwise``: stored, or quantized now.
-
-        Where a graph waits for it, the wait is said to write x, or offs where x is the caller's
-        own, so that the GEMM, which reads both, comes after. Inductor copies what was read before:
-        of a new x nothing.
-        """
+    def weight_operands(self, columnwise: bool) -> Operands:
+        """The weight for fprop, and for dgrad if ``columnwise``: stored, or quantized now."""
         recipe, _, weights, options, _ = self
         if options.stored is None:
             later = columnwise and recipe.requantize_weights
@@ -119,20 +120,19 @@ class LinearContext(NamedTuple):
             if later:
                 w = w._replace(columnwise=weights if weights[0].dim() == 2 else weights[0])
             return w
-        quantized, refresh, waits = options.stored
-        if waits and refresh is False:
-            q = offs_E if x.rowwise_scale is None else x.rowwise
-            assert isinstance(q, Tensor)
-            wait_for_refresh_(q, quantized.values)
-        elif waits:
-            wait_for_refresh_(quantized.values, None)
+        quantized, refresh = options.stored
         if refresh is not False:
             refresh_weight_(quantized, weights, recipe.weight, None if refresh is True else refresh)
+        if columnwise and quantized.columnwise is None:
+            return with_shared_scale(quantized.values, quantized.scale, quantized.values)
         return quantized.operands(columnwise)
 
     def for_dgrad(self, columnwise: Values, scale: Tensor | None) -> tuple[Values, Tensor | None]:
         """The weight that dgrad multiplies, from what :meth:`weight_operands` gave columnwise."""
-        if self.options.stored is None and self.recipe.requantize_weights:
+        if self.transposes_weight:
+            assert isinstance(columnwise, Tensor)
+            columnwise = ops.transpose_weight(columnwise)
+        elif self.options.stored is None and self.recipe.requantize_weights:
             weights = columnwise if isinstance(columnwise, tuple) else (columnwise,)
             w = quantize_weight(weights, self.recipe.weight, Layouts(False, True))
             assert w.columnwise is not None

@@ -68,7 +68,7 @@ class GroupedLinearFunction(torch.autograd.Function):
             return y
         columnwise_now = need_weight and not options.save_input
         x = quantize(x_TK, recipe.input, offs_E, Layouts(True, columnwise_now))
-        w = context.weight_operands(x, offs_E, need_x)
+        w = context.weight_operands(need_x)
         saved_x = x_TK if options.save_input and need_weight else x.columnwise
         ctx.save_for_backward(
             offs_E,
@@ -96,6 +96,8 @@ class GroupedLinearFunction(torch.autograd.Function):
         offs_E, _, x, x_scale, w_scale, *w = saved_tensors(ctx, "grouped_linear")
         if (need_x or need_weight) and context.has_one_op_backward:
             dtype, format = context.weights[0].dtype, context.recipe.grad_output
+            if need_x and context.transposes_weight:
+                w = [ops.transpose_weight(w[0])]
             dx_TK, dw_ENK, db_EN = ops.block_scaled_linear_grad(
                 dy_TN,
                 offs_E,

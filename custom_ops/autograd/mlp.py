@@ -75,7 +75,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         x, rows_R, _ = quantize_for_gemms(
             routing.source(x_TH), of_gate_up.input, offs_E, rowwise, columns
         )
-        gate_up = gate_up_context.weight_operands(x, offs_E, columnwise=need_x)
+        gate_up = gate_up_context.weight_operands(columnwise=need_x)
         biases = gate_up_bias_EG, down_bias_EH
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
         gate_up_bias_EG, down_bias_EH = (None if b is None else b.to(dtype) for b in biases)
@@ -93,7 +93,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         )
         saved = save(gate_up_RG if need_saved else None, offs_E, config)
         del gate_up_RG, x  # what is not read again goes, for the peak of an eager step
-        down = down_context.weight_operands(h, offs_E, columnwise=need_dh)
+        down = down_context.weight_operands(columnwise=need_dh)
         y_RH = multiply(
             h.rowwise,
             h.rowwise_scale,

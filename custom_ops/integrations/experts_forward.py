@@ -21,10 +21,8 @@ from grouped_linear.integrations.plan import check_sizes
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
 from grouped_linear.nn.functional import apply_layer, check_parameters
 from grouped_linear.nn.functional_mlp import apply_mlp
-from grouped_linear.nn.gradient_accumulation import cached_weight
-from grouped_linear.quantized import block_math
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import quantized_weight_of
+from grouped_linear.quantized.weight import stored_weight
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
 
@@ -50,26 +48,25 @@ def experts_forward(
         save_gate_up_in_fp8: as registered.
     """
     in_fp8 = isinstance(experts, FP8Experts)
-    learns = torch.is_grad_enabled() and hidden_states.requires_grad
 
     def weight(name: str) -> tuple[Tensor, LinearOptions]:
         if in_fp8:
-            quantized = _weight_in_fp8(experts, name, recipe, learns)
+            quantized = _weight_in_fp8(experts, name, recipe)
             return quantized.values, LinearOptions(stored=StoredWeight(quantized))
         stored: Tensor = getattr(experts, name)
-        cached = cached_weight_of(experts, name, recipe)
-        if cached is not None:
-            w = stored.transpose(1, 2) if experts.is_transposed else stored
-            return w, LinearOptions(stored=cached)
         if not experts.is_transposed:
             return stored, PLAIN_CALL
-        if isinstance(stored, GroupedTensor):
-            q, scale, q_t = quantized_weight_of("grouped_linear", stored, recipe, columnwise=True)
-            assert q_t is not None
-            assert scale is not None
-            transposed = QuantizedWeight(q_t, scale.mT, q if learns else None)
-            return q_t, LinearOptions(stored=StoredWeight(transposed))
-        return stored.transpose(1, 2), PLAIN_CALL
+        quantized = stored_weight("grouped_linear", stored, recipe)
+        if quantized is None:
+            return stored.transpose(1, 2), PLAIN_CALL
+        q, scale, q_t = quantized
+        assert isinstance(stored, GroupedTensor)
+        assert scale is not None
+        q_t = ops.transpose_weight(q) if q_t is None else q_t
+        of_blocks = scale.dim() == 3
+        transposed = QuantizedWeight(q_t, scale.mT if of_blocks else scale, q)
+        w = q_t if stored.master is None else stored.transpose(1, 2)
+        return w, LinearOptions(stored=StoredWeight(transposed))
 
     def bias(name: str) -> Tensor | None:
         return getattr(experts, f"{name}_bias") if experts.has_bias else None
@@ -133,35 +130,8 @@ def check_weight_in_fp8(where: str, experts: Any, name: str, recipe: Recipe | No
     check_sizes(where, name, list(q.shape))
 
 
-def _weight_in_fp8(
-    experts: Any, name: str, recipe: Recipe | None, columnwise: bool
-) -> QuantizedWeight:
-    """A weight of a checkpoint in FP8; if `columnwise`, with its transpose for dgrad."""
+def _weight_in_fp8(experts: Any, name: str, recipe: Recipe | None) -> QuantizedWeight:
+    """A weight of a checkpoint in FP8. A backward transposes it for itself."""
     check_weight_in_fp8("grouped_linear", experts, name, recipe)
     q, scale = (getattr(experts, n).detach() for n in (name, f"{name}_scale_inv"))
-    return QuantizedWeight(q, scale, block_math.transposed(q) if columnwise else None)
-
-
-def cached_weight_of(experts: Any, name: str, recipe: Recipe | None) -> StoredWeight | None:
-    """What ``cache_experts`` keeps of a weight, as [E, out_features, in_features]."""
-    cache = getattr(experts, f"{name}_cache", None)
-    if cache is None:
-        return None
-    if cache.recipe != recipe:
-        raise ValueError(
-            f"grouped_linear: the caches of the experts are in {cache.recipe!r}, the name's recipe "
-            f"is {recipe!r}"
-        )
-    if not (torch.compiler.is_compiling() or cache.warm):
-        raise RuntimeError(
-            "grouped_linear: the weight caches of the experts hold no weights yet, or none since "
-            "they were loaded or moved: call refresh_weights"
-        )
-    cached = cached_weight("grouped_linear", cache, False)
-    if cached is None or not experts.is_transposed:
-        return cached
-    values, scale, columnwise = cached.weight
-    assert columnwise is not None
-    if scale is not None and scale.dim() == 3:  # one a block
-        scale = scale.mT
-    return cached._replace(weight=QuantizedWeight(columnwise, scale, values))
+    return QuantizedWeight(q, scale, None)

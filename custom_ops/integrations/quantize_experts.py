@@ -124,8 +124,6 @@ def _quantize(experts: Any, name: str, recipe: Float8BlockScaling) -> None:
     if is_dtensor(w):
         quantized = distributed_like(w, quantized)
     setattr(experts, name, nn.Parameter(quantized, requires_grad=False))
-    if hasattr(experts, f"{name}_cache"):  # of cache_experts
-        delattr(experts, f"{name}_cache")
 
 
 @dataclass(frozen=True)

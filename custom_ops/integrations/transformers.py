@@ -14,15 +14,12 @@ This module needs transformers 5.23 or newer; with an older one, importing it ra
 
 import transformers
 
-from grouped_linear.integrations.cache_experts import RefreshWeights, cache_experts
 from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.quantize_experts import dequantize_experts, quantize_experts
 from grouped_linear.nn.options import check_flags, check_recipe
 from grouped_linear.recipes import Recipe
 
 __all__ = [
-    "RefreshWeights",
-    "cache_experts",
     "dequantize_experts",
     "quantize_experts",
     "register",
@@ -53,8 +50,8 @@ def register(
 
     A quantizing recipe quantizes the weights of all experts in every call. That pays if an expert
     has some 500 rows or more, as in training. For fewer rows a name without a recipe is faster, or
-    :func:`quantize_experts`, which quantizes weights once. In training :func:`cache_experts` takes
-    their quantization off the critical path.
+    :func:`quantize_experts`, which quantizes weights once. In training
+    ``grouped_linear.convert(model, recipe, weights="both")`` quantizes them once a step.
 
     Weights that a model stores as [E, in_features, out_features] (GPT-OSS, Aria) are read in place;
     only MXFP8 copies them before it rounds them. Their gradients are computed in the same layout,

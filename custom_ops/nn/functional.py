@@ -26,7 +26,7 @@ from grouped_linear.meta_kernels.rules import (
 from grouped_linear.nn.options import check_recipe, check_state
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import is_dtensor as is_dtensor
-from grouped_linear.quantized.weight import quantized_weight_of
+from grouped_linear.quantized.weight import stored_weight
 from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Experts, Recipe
 
 
@@ -226,7 +226,7 @@ def grouped_linear(
     True
     """
     check_parameters("grouped_linear", weight=weight, bias=bias)
-    if isinstance(weight, GroupedTensor):
+    if isinstance(weight, GroupedTensor) and weight.master is None:
         weight.check_whole()
     if weight.dim() != 3:
         raise RuntimeError(f"grouped_linear: weight must be [E, N, K], got {list(weight.shape)}")
@@ -289,10 +289,10 @@ def apply_layer(
     check_tensors("grouped_linear", ("x", "weight"), (x, weights[0]))
     parameters = weights
     grad_enabled = torch.is_grad_enabled()
-    if isinstance(weights[0], GroupedTensor):
-        need_x = grad_enabled and x.requires_grad
-        quantized = quantized_weight_of("grouped_linear", weights[0], recipe, need_x)
-        options = options._replace(stored=StoredWeight(quantized))
+    if options.stored is None and isinstance(weights[0], GroupedTensor):
+        quantized = stored_weight("grouped_linear", weights[0], recipe)
+        if quantized is not None:
+            options = options._replace(stored=StoredWeight(quantized))
     if recipe is None:
         recipe = UNQUANTIZED
     device = x.device

@@ -37,7 +37,7 @@ from grouped_linear.nn.functional import (
 from grouped_linear.nn.options import check_flags, check_recipe, check_state
 from grouped_linear.ops.activation import PLAIN, Activation
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import quantized_weight_of
+from grouped_linear.quantized.weight import stored_weight
 from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Recipe
 
 
@@ -315,7 +315,6 @@ def _check_weights(
 def _contexts(
     op: str,
     x_TH: Tensor,
-    leaves: tuple[Tensor | None, ...],
     projections: tuple[Tensor, Tensor],
     recipes: tuple[Recipe | None, Recipe | None],
     options: tuple[LinearOptions, LinearOptions],
@@ -324,21 +323,17 @@ def _contexts(
     """The contexts of both layers, and the weights that autograd differentiates.
 
     Args:
-        leaves: with the gradient of any of these the second layer's dgrad runs; the first is x.
         dtype: autocast's, or None.
     """
     grad_enabled = torch.is_grad_enabled()
-    need_dh = grad_enabled and any(t is not None and t.requires_grad for t in leaves)
-    need_x = grad_enabled and leaves[0] is not None and leaves[0].requires_grad
     contexts, grad_inputs = [], []
-    names, needed = ("gate_up_proj", "down_proj"), (need_x, need_dh)
-    for name, w, recipe, given, columnwise in zip(
-        names, projections, recipes, options, needed, strict=True
-    ):
+    names = "gate_up_proj", "down_proj"
+    for name, w, recipe, given in zip(names, projections, recipes, options, strict=True):
         own, not_none = given, UNQUANTIZED if recipe is None else recipe
-        if isinstance(w, GroupedTensor):
-            quantized = quantized_weight_of(op, w, recipe, columnwise)
-            own = given._replace(stored=StoredWeight(quantized))
+        if given.stored is None and isinstance(w, GroupedTensor):
+            quantized = stored_weight(op, w, recipe)
+            if quantized is not None:
+                own = given._replace(stored=StoredWeight(quantized))
         cast = (w,) if dtype is None else autocast_weights((w,), not_none, dtype)
         check_dtypes(op, x_TH, name, cast[0], not_none)
         contexts.append(LinearContext(not_none, grad_enabled, cast, own))
@@ -381,10 +376,7 @@ def apply_mlp(
     _check_weights("grouped_mlp", x_TH, projections, biases, options, config.activation.gated)
     if dtype is not None and x.dtype in ACTIVATIONS:
         x_TH = x_TH.to(dtype)
-    leaves = x, top_k_weights, projections[0], biases[0]
-    contexts, grad_inputs = _contexts(
-        "grouped_mlp", x_TH, leaves, projections, recipes, options, dtype
-    )
+    contexts, grad_inputs = _contexts("grouped_mlp", x_TH, projections, recipes, options, dtype)
     index_TC = top_k_index.reshape(-1, top_k_index.size(-1))
     weights_TC = top_k_weights.reshape(-1, top_k_weights.size(-1))
     dispatched = None
@@ -448,8 +440,7 @@ def apply_mlp_sorted(
                 f"{list(row_weights.shape)}"
             )
     x_RH = x if dtype is None or x.dtype not in ACTIVATIONS else x.to(dtype)
-    leaves = x, row_weights, projections[0], biases[0]
-    contexts, grad_inputs = _contexts(op, x_RH, leaves, projections, recipes, options, dtype)
+    contexts, grad_inputs = _contexts(op, x_RH, projections, recipes, options, dtype)
     offs_E = ops.splits_to_offsets(splits_on(op, m_splits, device), x.size(0))
     if row_weights is not None:  # zero those of rows past the last group: no NaN * 0 leaks
         row_R = torch.arange(x.size(0), dtype=torch.int32, device=device)

@@ -15,7 +15,7 @@ from grouped_linear.autograd.wgrad import MainGrad
 from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.quantized.weight import local_part
 from grouped_linear.quantized.weight_cache import WeightCache
-from grouped_linear.recipes import Recipe, stores
+from grouped_linear.recipes import Experts, Recipe, stores
 
 
 def read_flag(
@@ -54,24 +54,23 @@ def read_flag(
 
 
 def cached_weight(
-    layer: str, cache: WeightCache | None, first: Tensor | bool | None
+    layer: str, cache: WeightCache | None, weights: Experts, first: Tensor | bool | None
 ) -> StoredWeight | None:
     """Return the cached weight that a call reads, or None if it quantizes its own."""
     if first is None or cache is None:
         return None
     # A graph must not depend on the cache's contents. In a compiled call an empty cache gives NaN.
     if torch.compiler.is_compiling():
-        # Not is_exporting(): Dynamo of torch 2.11 takes that for true in every compiled call.
-        waits = cache.refreshed_apart and not torch.compiler._is_exporting_flag
-        return StoredWeight(cache.quantized_weight(), first, waits)
+        return StoredWeight(cache.quantized_weight(), first)
     if first is False and not cache.warm:
         raise RuntimeError(
             f"{layer}: is_first_microbatch=False reads the weight cache, which holds no "
             "weight yet, or none since parameters were loaded, drawn or moved: call with True"
         )
     if first is False:
-        cache.check_fresh()
-    cache.wait()
+        cache.check_source(layer, weights)
+    else:
+        cache.filled_from(weights if first is True else None)
     return StoredWeight(cache.quantized_weight(), first)
 
 

@@ -182,8 +182,7 @@ class GroupedLinear(nn.Module):
         self._bias_names = options.bias_names if bias else []
         self.weight_state, self.weight_cache = new_state(recipe, num_gemms, device), None
         if cache_weights and recipe is not None:
-            sizes, of = (num_gemms, out_features, in_features), tuple(self._weight_names)
-            self.weight_cache = WeightCache(recipe, *sizes, device, of=of)
+            self.weight_cache = WeightCache(recipe, num_gemms, out_features, in_features, device)
         self._deferred_wgrads: deque[Wgrad] = deque()
         self.reset_parameters()
 
@@ -323,7 +322,7 @@ class GroupedLinear(nn.Module):
                 named = dict(zip(self._weight_names, weights, strict=True))
                 main_grad = main_grad_of("GroupedLinear", named, first)
         of_call = LinearOptions(
-            cached_weight("GroupedLinear", cache, first),
+            cached_weight("GroupedLinear", cache, weights, first),
             main_grad,
             options.save_original_input,
             deferred,

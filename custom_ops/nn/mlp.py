@@ -183,8 +183,8 @@ class GroupedMLP(SavesQuantized):
         self.down_proj_state = new_state(recipe, E, device)
         self.gate_up_proj_cache = self.down_proj_cache = None
         if cache_weights and recipe is not None:
-            self.gate_up_proj_cache = WeightCache(recipe, E, G, H, device, of=("gate_up_proj",))
-            self.down_proj_cache = WeightCache(recipe, E, H, F, device, of=("down_proj",))
+            self.gate_up_proj_cache = WeightCache(recipe, E, G, H, device)
+            self.down_proj_cache = WeightCache(recipe, E, H, F, device)
         self.dispatcher = None
         self.reset_parameters()
 
@@ -332,7 +332,7 @@ class GroupedMLP(SavesQuantized):
 
         def options(name: str, w: nn.Parameter, cache: WeightCache | None) -> LinearOptions:
             return LinearOptions(
-                cached_weight("GroupedMLP", cache, first),
+                cached_weight("GroupedMLP", cache, (w,), first),
                 main_grad_of("GroupedMLP", {name: w}, first) if fused else None,
             )
 

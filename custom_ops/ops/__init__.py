@@ -92,6 +92,7 @@ from grouped_linear.ops.weight import (
     quantize_weight_current,
     quantize_weight_delayed_,
     quantize_weight_list,
+    transpose_weight,
 )
 
 #: The ops whose outputs are those of a forward's GEMMs, of which an eager layer calls one and a
@@ -163,5 +164,6 @@ __all__ = [
     "swiglu",
     "swiglu_grad",
     "topk_experts",
+    "transpose_weight",
     "update_scales_",
 ]

@@ -60,6 +60,26 @@ def quantize_weight(
     return WeightQuantized(q if rowwise else None, scale, q_t if columnwise else None)
 
 
+def transpose_weight(q: Tensor) -> Tensor:
+    """Transpose each expert of a quantized weight: what dgrad reads, from what fprop reads.
+
+    Args:
+        q: [E, N, K] e4m3, N and K multiples of 16.
+
+    Returns:
+        [E, K, N] e4m3, contiguous: ``q.mT.contiguous()``, on a GPU at the speed of a copy.
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype or size.
+
+    >>> q = torch.ones(2, 32, 144).to(torch.float8_e4m3fn)
+    >>> transpose_weight(q).shape
+    torch.Size([2, 144, 32])
+    """
+    q_t: Tensor = _ops.transpose_weight(q)
+    return q_t
+
+
 def quantize_weight_list(
     w: Sequence[Tensor],
     *,

@@ -1,6 +1,7 @@
 """Weights that are kept quantized: GroupedTensor, a layer's weight cache, checkpoint files."""
 
-# All three register handlers of GroupedTensor.
+# These register what torch's operations do to GroupedTensor and GroupedTensorWithMaster.
 from grouped_linear.quantized import adam as adam
 from grouped_linear.quantized import collectives as collectives
 from grouped_linear.quantized import dispatch as dispatch
+from grouped_linear.quantized import master_dispatch as master_dispatch

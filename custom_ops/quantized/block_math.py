@@ -25,7 +25,7 @@ def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
 
 def transposed(q: Tensor) -> Tensor:
     """A transposed copy of q [..., N, K], as dgrad reads it: [..., K, N]."""
-    return q.transpose(-2, -1).contiguous()
+    return ops.transpose_weight(q) if q.dim() == 3 else ops.transpose_weight(q[None])[0]
 
 
 def multiply_(w: Tensor, scale: Tensor) -> Tensor:

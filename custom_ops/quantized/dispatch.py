@@ -49,7 +49,7 @@ def _any_other(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _plain(t: GroupedTensor, dtype: torch.dtype) -> Tensor:
-    return block_math.dequantize(t.q, t.scale, dtype).view(t.shape)
+    return t.numbers(dtype)
 
 
 def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,7 +95,7 @@ def _of_each_part(
 
 
 @contextmanager
-def _views(t: GroupedTensor) -> Iterator[None]:
+def views_of(t: GroupedTensor) -> Iterator[None]:
     """The context in which views of t's parts are made.
 
     A view must share the version counter of the part that it views. Handlers run below autograd,
@@ -122,7 +122,7 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(aten.detach.default, aten.alias.default)
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with _views(args[0]):
+    with views_of(args[0]):
         out = _of_each_part(args[0], lambda part: func(part), size=args[0].shape)
     return return_and_correct_aliasing(func, args, kwargs, out)
 
@@ -136,7 +136,7 @@ def experts_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     over_experts = is_whole(t) and t.dim() == 3 and bound["dim"] in (0, -3)
     if not over_experts or bound.get("step", 1) != 1:
         return on_plain(func, args, kwargs)
-    with _views(t):
+    with views_of(t):
         parts = [func(p, *args[1:], **kwargs) for p in (t.q, t.scale, t.q_t) if p is not None]
         if isinstance(parts[0], Tensor):
             out: Any = _from_list(parts, t)
@@ -161,7 +161,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view of all elements in another shape. The parts keep theirs."""
     t, size = args
     size = torch.empty(t.shape, device="meta").view(size).shape  # raises for a wrong size
-    with _views(t):
+    with views_of(t):
         out = _of_each_part(t, aten.alias, size=size)
     return return_and_correct_aliasing(func, args, kwargs, out)
 
@@ -175,7 +175,7 @@ def _as_strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     first, remainder = divmod(0 if offset is None else offset - t.storage_offset(), N * K)
     if remainder or first < 0 or tuple(bound["stride"]) != block_math.contiguous_stride(size):
         return on_plain(func, args, kwargs)
-    with _views(t):
+    with views_of(t):
         if first == 0 and math.prod(size) == t.numel():
             out = _of_each_part(t, aten.alias, size=size)
         elif lead and size[-2:] == (N, K) and len(size) in (2, 3):

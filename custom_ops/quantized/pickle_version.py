@@ -1,4 +1,8 @@
-"""The version of what a class of ours pickles."""
+"""What pickles of our classes have in common: a version, and recipes as data."""
+
+from typing import Any
+
+from grouped_linear.recipes import Float8BlockScaling, Float8CurrentScaling, Recipe
 
 
 def check_pickle_version(cls: str, version: int, newest: int) -> None:
@@ -13,3 +17,22 @@ def check_pickle_version(cls: str, version: int, newest: int) -> None:
             f"{cls}: the pickle has version {version}, this grouped_linear reads versions up to "
             f"{newest}"
         )
+
+
+def recipe_to_pickle(recipe: Recipe) -> Any:
+    """The fields of our own classes, so that files do not name their modules; another as it is."""
+    if type(recipe) is Float8BlockScaling:
+        return recipe.options()
+    if type(recipe) is Float8CurrentScaling:
+        return {"class": "Float8CurrentScaling", **recipe.options()}
+    return recipe
+
+
+def recipe_from_pickle(pickled: Any) -> Recipe:
+    """The recipe of :func:`recipe_to_pickle`."""
+    if not isinstance(pickled, dict):
+        recipe: Recipe = pickled
+        return recipe
+    options = dict(pickled)
+    current = options.pop("class", None) == "Float8CurrentScaling"
+    return Float8CurrentScaling(**options) if current else Float8BlockScaling(**options)

@@ -1,6 +1,9 @@
-"""Quantized parameters in state dicts: two plain tensors each, as FP8 checkpoints have them.
+"""Quantized parameters in state dicts: plain tensors, as other checkpoints have them.
 
-A quantized parameter ``name`` is in a state dict as ``name``, its e4m3 numbers, and
+A parameter with its master is there under its own name, in high precision, as in an unconverted
+model.
+
+A parameter that is FP8 alone, ``name``, is in a state dict as ``name``, its e4m3 numbers, and
 ``name_scale_inv``, its float32 scales, which multiply to dequantize. So whoever writes plain
 tensors (safetensors, transformers, accelerate, distributed checkpoints) writes it bit for bit.
 """
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from grouped_linear.meta_kernels.rules import E4M3, dtype_name
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import convert_loaded, distributed_like, is_dtensor
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 
 SCALE = "_scale_inv"
 
@@ -23,7 +27,7 @@ def scales_of(w: Any) -> Tensor | None:
     """The scales of a quantized weight, of this process's part if it is sharded; else None."""
     if w is not None and is_dtensor(w):
         w = w.to_local()
-    return w.scale if isinstance(w, GroupedTensor) else None
+    return w.scale if isinstance(w, GroupedTensor) and w.master is None else None
 
 
 def split_quantized(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
@@ -41,11 +45,15 @@ def split_quantized(module: nn.Module, state_dict: dict[str, Any], prefix: str) 
         w: Any = state_dict.get(prefix + name)
         if isinstance(w, nn.Parameter):
             continue
-        if isinstance(w, GroupedTensor) and w.shape == w.q.shape:
+        if isinstance(w, GroupedTensorWithMaster):
+            state_dict[prefix + name] = w.for_state_dict()
+        elif isinstance(w, GroupedTensor) and w.shape == w.q.shape:
             state_dict[prefix + name], state_dict[prefix + name + SCALE] = w.q, w.scale
         elif is_dtensor(w):
             local = w.to_local()
-            if isinstance(local, GroupedTensor):
+            if isinstance(local, GroupedTensorWithMaster):
+                state_dict[prefix + name] = distributed_like(w, local.for_state_dict())
+            elif isinstance(local, GroupedTensor):
                 state_dict[prefix + name] = _sent_as_bytes(distributed_like(w, local.q))
                 state_dict[prefix + name + SCALE] = distributed_like(w, local.scale)
 
@@ -120,7 +128,7 @@ def _joined(own: Tensor | None, module: nn.Module, q: Any, scale: Any) -> Any:
     if is_dtensor(like):
         like = like.to_local()
     options = {"dtype": like.dtype, "columnwise": False}
-    if isinstance(like, GroupedTensor):
+    if isinstance(like, GroupedTensor) and like.master is None:
         options["recipe"] = like.recipe
         options["stochastic_rounding"] = like.stochastic_rounding
     if is_dtensor(q) and is_dtensor(scale):

@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, BLOCK, E4M3, Rules, ceil_div, dtype_name
 from grouped_linear.quantized import block_math
-from grouped_linear.quantized.pickle_version import check_pickle_version
+from grouped_linear.quantized.pickle_version import (
+    check_pickle_version,
+    recipe_from_pickle,
+    recipe_to_pickle,
+)
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
 PICKLE_VERSION = 2  # 1 had no subclass of Float8BlockScaling
@@ -83,6 +87,8 @@ class GroupedTensor(Tensor):
     q_t: Tensor | None
     recipe: Float8BlockScaling
     stochastic_rounding: bool
+    master: Tensor | None = None
+    """The high-precision numbers; only a :class:`GroupedTensorWithMaster` has them."""
 
     # Operations are intercepted below autograd, in __torch_dispatch__, and only there.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -223,11 +229,13 @@ class GroupedTensor(Tensor):
         w: Tensor = _Dequantize.apply(self, dtype)
         return w
 
-    def quantized_weight(self, columnwise: bool) -> QuantizedWeight:
-        """The parts that a layer's GEMMs read: for fprop, and if `columnwise` for dgrad."""
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """``q * scale`` in a plain tensor; not differentiable."""
+        return block_math.dequantize(self.q, self.scale, dtype).view(self.shape)
+
+    def quantized_weight(self) -> QuantizedWeight:
+        """The parts that a layer's GEMMs read. Without q_t a backward transposes q for itself."""
         self.check_whole()
-        if columnwise and self.q_t is None:
-            return QuantizedWeight(self.q, self.scale, block_math.transposed(self.q))
         return QuantizedWeight(self.q, self.scale, self.q_t)
 
     def check_whole(self) -> None:
@@ -375,7 +383,7 @@ class GroupedTensor(Tensor):
             "columnwise": self.q_t is not None,  # q_t is made again from q: half the file
             "shape": tuple(self.shape),
             "dtype": self.dtype,
-            "recipe": _pickled_recipe(self.recipe),
+            "recipe": recipe_to_pickle(self.recipe),
             "stochastic_rounding": self.stochastic_rounding,
             "requires_grad": self.requires_grad,
             "attributes": self._attributes(),
@@ -452,11 +460,6 @@ def _as_parameter(t: Tensor, requires_grad: bool) -> GroupedTensor:
 _ATTRIBUTES = ("q", "scale", "q_t", "recipe", "stochastic_rounding")
 
 
-def _pickled_recipe(recipe: Float8BlockScaling) -> dict[str, Any] | Float8BlockScaling:
-    """The fields of our own class, so that files do not name its module; a subclass as it is."""
-    return recipe.options() if type(recipe) is Float8BlockScaling else recipe
-
-
 def _rebuild(state: dict[str, Any]) -> GroupedTensor:
     """A tensor from its pickled state."""
     check_pickle_version("GroupedTensor", state["version"], PICKLE_VERSION)
@@ -465,9 +468,7 @@ def _rebuild(state: dict[str, Any]) -> GroupedTensor:
         # Torch lets tensors that were saved together share memory. A write to one of them would
         # not reach the q_t of another, so each has its own.
         q, scale, q_t = q.clone(), scale.clone(), block_math.transposed(q)
-    recipe = state["recipe"]
-    if isinstance(recipe, dict):
-        recipe = Float8BlockScaling(**recipe)
+    recipe: Any = recipe_from_pickle(state["recipe"])
     metadata = Metadata(state["dtype"], recipe, state["stochastic_rounding"])
     t = GroupedTensor(q, scale, q_t, metadata, state["shape"])
     vars(t).update(state["attributes"])
@@ -490,7 +491,7 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: GroupedTensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = t.dtype
-        return block_math.dequantize(t.q, t.scale, dtype).view(t.shape)
+        return t.numbers(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
+from grouped_linear.quantized import block_math
 from grouped_linear.quantized.block_math import contiguous_stride
 from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
 
@@ -58,30 +60,35 @@ def check_quantized_weight(
             raise ValueError(f"{layer}: {name} needs quantized_weight=True")
 
 
-def quantized_weight_of(
-    op: str, w: GroupedTensor, recipe: Recipe | None, columnwise: bool
-) -> QuantizedWeight:
-    """The parts of a quantized weight that GEMMs read.
+def stored_weight(op: str, w: Any, recipe: Recipe | None) -> QuantizedWeight | None:
+    """The parts of a quantized weight that GEMMs read; None for a weight that a call quantizes.
 
     Args:
         op: the caller's name.
         w: the weight.
         recipe: the layer's.
-        columnwise: whether dgrad reads the weight too.
 
     Raises:
-        ValueError: for another recipe than ``Float8BlockScaling``.
+        ValueError: for a recipe whose weights have scales of another kind than a weight that is
+            FP8 alone.
         RuntimeError: under torch.jit.trace.
     """
+    if not isinstance(w, GroupedTensor):
+        return None
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise RuntimeError(
             f"{op}: torch.jit.trace records no quantized weight: use torch.export or torch.compile"
         )
-    if not isinstance(recipe, Float8BlockScaling):
-        raise ValueError(
-            f"{op}: a quantized weight needs the recipe Float8BlockScaling, got {recipe!r}"
-        )
-    return w.quantized_weight(columnwise)
+    same = recipe is not None and (
+        recipe.weight.scaling == w.recipe.weight.scaling
+        and recipe.weight.quantize is w.recipe.weight.quantize
+    )
+    if w.master is not None and not w.is_whole:  # a view, as of a weight that is stored transposed
+        return None
+    if not same and w.master is None:
+        name = type(w.recipe).__name__
+        raise ValueError(f"{op}: a quantized weight needs the recipe {name}, got {recipe!r}")
+    return w.quantized_weight() if same else None
 
 
 def quantized_as(own: Any, w: Any) -> Any:
@@ -95,14 +102,17 @@ def quantized_as(own: Any, w: Any) -> Any:
         w: of its shape; whether quantized, high precision or a DTensor of either.
     """
     quantized, loaded = local_part(own), local_part(w)
-    if not isinstance(quantized, GroupedTensor) or isinstance(loaded, GroupedTensor):
+    if not isinstance(quantized, GroupedTensor) or quantized.master is not None:
+        return w
+    if isinstance(loaded, GroupedTensor) and loaded.master is None:
         return w
     if is_dtensor(own) != is_dtensor(w):  # copy_ reports it
         return w
     if is_dtensor(own):
         loaded = w.redistribute(own.device_mesh, own.placements).to_local()
     dtype = loaded.dtype if loaded.dtype in ACTIVATIONS else torch.float32
-    loaded = loaded.to(dtype).contiguous()
+    loaded = loaded.numbers(dtype) if isinstance(loaded, GroupedTensor) else loaded.to(dtype)
+    loaded = loaded.contiguous()
     experts = loaded.view(-1, *loaded.shape[-2:])
     t: Tensor = GroupedTensor.quantize(experts, quantized.recipe, columnwise=False)
     t = t if quantized.dim() == 3 else t[0]
@@ -116,7 +126,8 @@ def convert_loaded(
 
     For a quantized parameter, high precision is rounded to nearest. With ``assign=True`` a
     quantized weight is dequantized for a plain parameter, and takes the options of a quantized one
-    with the bytes that it has. Otherwise ``copy_`` does these.
+    with the bytes that it has; a parameter with its master takes the tensor as that. Otherwise
+    ``copy_`` does these.
 
     Args:
         module: its own parameters, not those of its children.
@@ -132,11 +143,13 @@ def convert_loaded(
         if not assign and not w.is_meta and not own.is_meta:
             w = w.to(own.device) if is_quantized(own) else w
         w = quantized_as(own, w)
-        if assign and isinstance(w, GroupedTensor):
+        if assign and isinstance(own, GroupedTensorWithMaster):
+            w = w.numbers(w.dtype) if isinstance(w, GroupedTensor) else w
+            w = own.of(w.contiguous()) if w.dtype in ACTIVATIONS else w
+        elif assign and isinstance(w, GroupedTensor):
             if isinstance(own, GroupedTensor):
-                q, scale, q_t = w.quantized_weight(columnwise=own.q_t is not None)
-                assert scale is not None
-                w = GroupedTensor(q, scale, q_t, own.metadata)
+                q_t = w.q_t if w.q_t is not None or own.q_t is None else block_math.transposed(w.q)
+                w = GroupedTensor(w.q, w.scale, None if own.q_t is None else q_t, own.metadata)
             else:
                 w = w.dequantize()
         state_dict[prefix + name] = w

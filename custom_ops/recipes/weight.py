@@ -33,6 +33,10 @@ class QuantizedWeight(NamedTuple):
     columnwise: Tensor | None
     """What :func:`weight_for_dgrad` takes: in FP8 [E, K, N], contiguous."""
 
+    def each(self, op: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
+        """What `op` makes of each tensor that is there."""
+        return QuantizedWeight(*(None if t is None else op(t) for t in self))  # type: ignore[arg-type]
+
     def operands(self, columnwise: bool) -> Operands:
         """The weight for fprop and, where ``columnwise`` is true, for dgrad."""
         values, scale, transposed = self

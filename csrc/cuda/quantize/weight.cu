@@ -43,6 +43,35 @@ void quantize(const Launch& launch, const std::vector<Tensor>& w_in, ScaleRule r
   });
 }
 
+// q [E, N, K], aligned to 16 bytes -> q_t [E, K, N]. 2 bytes an element: 8 x 4096 x 7168 at the
+// 4.27 TB/s of a copy: 110 us. One thread block a tile.
+__global__ void __launch_bounds__(kTileThreads, kTileOccupancy<__nv_bfloat16>)
+    transpose_weight_kernel(const uint8_t* q, uint8_t* q_t, int N, int K) {
+  grid_dependency_wait();
+  __shared__ TransposedTile transposed;
+  const int row_blocks = (N + kTileSide - 1) / kTileSide,
+            col_blocks = (K + kTileSide - 1) / kTileSide;
+  const unsigned number = blockIdx.x;
+  const int64_t e = number / (row_blocks * col_blocks);
+  const int row = number / col_blocks % row_blocks * kTileSide;
+  const int col = number % col_blocks * kTileSide;
+  const int rows = min(kTileSide, N - row), cols = min(kTileSide, K - col);
+  const int fragment_row = Fragment<__nv_bfloat16>::row() * kFragmentSize;
+  const int fragment_col = Fragment<__nv_bfloat16>::column() * kFragmentSize;
+  const uint8_t* from = q + (e * N + row + fragment_row) * K + col + fragment_col;
+
+  QuantizedFragment fragment;
+#pragma unroll
+  for (int i = 0; i < kFragmentSize; ++i) {
+    const bool valid = fragment_row + i < rows && fragment_col < cols;
+    fragment.set_row(
+        i, valid ? *reinterpret_cast<const uint2*>(from + static_cast<int64_t>(i) * K) : uint2{});
+  }
+  fragment.put_transposed(transposed);
+  __syncthreads();
+  transposed.write(q_t + (e * K + col) * N + row, N, rows, cols);
+}
+
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> quantize_weight(const Tensor& w, double amax_epsilon,
@@ -79,6 +108,20 @@ void refresh_weight_(const std::vector<Tensor>& w, const std::optional<Tensor>& 
   quantize(launch, w, {static_cast<float>(amax_epsilon), power_of_two_scales}, refresh,
            {*rowwise.used(), scale, columnwise.used()});
   rowwise.copy_back(), columnwise.copy_back();
+}
+
+Tensor transpose_weight(const Tensor& q_in) {
+  check_transpose_weight(q_in);
+
+  const Launch launch("transpose_weight", q_in);
+  const int64_t E = q_in.size(0), N = q_in.size(1), K = q_in.size(2);
+  const Tensor q = q_in.is_contiguous() && is_aligned(q_in) ? q_in : dense_copy(q_in);
+  const Tensor q_t = new_tensor(q, {E, K, N}, q.scalar_type());
+  launch.run(transpose_weight_kernel,
+             static_cast<unsigned>(E * ceil_div(N, kBlock) * ceil_div(K, kBlock)), kTileThreads, 0,
+             data<uint8_t>(q), mutable_data<uint8_t>(q_t), static_cast<int>(N),
+             static_cast<int>(K));
+  return q_t;
 }
 
 }  // namespace grouped_linear::cuda

@@ -1,0 +1,318 @@
+"""Weights with their high-precision numbers: no write makes the FP8 ones beside them disagree.
+
+Each way of writing a weight is done to a layer whose weights are kept so, and to a plain layer.
+Both must then have the same parameters and compute the same bits, eager, compiled and in CUDA
+graphs.
+
+E experts, N out_features, K in_features.
+"""
+
+import copy
+import io
+import pickle
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
+from torch.nn.utils.parametrizations import weight_norm
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from grouped_linear import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    GroupedLinear,
+    GroupedTensorWithMaster,
+    Recipe,
+)
+from support.compare import assert_same_bits
+from support.devices import OPS, devices, needs_gpu
+
+E, N, K = 3, 144, 272
+BF16, FP32 = torch.bfloat16, torch.float32
+RECIPES = {"block": Float8BlockScaling(), "current": Float8CurrentScaling()}
+DEVICES = pytest.mark.parametrize("device", devices(*OPS))
+EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP32, torch.float16], ids=str)
+
+
+def make_layer(
+    weights: str | None, recipe: Recipe, dtype: torch.dtype, device: str
+) -> GroupedLinear:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"recipe": recipe, "dtype": dtype, "device": device}
+    layer = GroupedLinear(E, K, N, **options)
+    if weights == "both":
+        layer.weight = nn.Parameter(GroupedTensorWithMaster.quantize(layer.weight.detach(), recipe))
+    return layer
+
+
+def inputs(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x = torch.randn(40, K, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    return x.requires_grad_(), torch.tensor([10, 0, 25], device=device)
+
+
+def step_of(cls: Any, **options: Any) -> Callable[[Any], None]:
+    """Two steps of an optimizer that is made for them."""
+
+    def step(layer: Any) -> None:
+        optimizer = cls(layer.parameters(), lr=0.05, **options)
+        for seed in range(2):
+            generator = torch.Generator().manual_seed(seed)
+            for p in layer.parameters():
+                p.grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def saved(module: nn.Module) -> dict[str, Tensor]:
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    state: dict[str, Tensor] = torch.load(file)
+    return state
+
+
+def load_other(assign: bool) -> Callable[[Any], None]:
+    def load(layer: Any) -> None:
+        state = saved(layer)
+        assert not any(isinstance(t, GroupedTensorWithMaster) for t in state.values())
+        layer.load_state_dict({name: t * 1.25 for name, t in state.items()}, assign=assign)
+
+    return load
+
+
+def load_checkpoint_in_place(layer: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        _load_checkpoint_in_place(layer, folder)
+
+
+def _load_checkpoint_in_place(layer: Any, folder: str) -> None:
+    dcp.save({"layer": layer.state_dict()}, checkpoint_id=folder, no_dist=True)
+    with torch.no_grad():
+        layer.weight.zero_()
+    state = {"layer": layer.state_dict()}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)  # and nothing else
+
+
+class Doubled(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return 2 * w
+
+    def right_inverse(self, w: Tensor) -> Tensor:
+        return w
+
+
+def parametrized(leave: bool) -> Callable[[Any], None]:
+    def there_and_back(layer: Any) -> None:
+        parametrize.register_parametrization(layer, "weight", Doubled())
+        layer(*inputs(layer.bias.device.type, layer.bias.dtype))
+        parametrize.remove_parametrizations(layer, "weight", leave_parametrized=leave)
+
+    return there_and_back
+
+
+def normalized(layer: Any) -> None:
+    weight_norm(layer, "weight")
+    layer(*inputs(layer.bias.device.type, layer.bias.dtype)).sum().backward()
+    layer.zero_grad()
+    parametrize.remove_parametrizations(layer, "weight")
+
+
+def swapped(layer: Any) -> None:
+    other = copy.deepcopy(layer.weight)
+    with torch.no_grad():
+        other.mul_(-2)
+    torch.utils.swap_tensors(layer.weight, other)
+
+
+def averaged(layer: Any) -> None:
+    average = AveragedModel(layer, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    for _ in range(2):
+        layer.weight.data.mul_(1.5)
+        average.update_parameters(layer)
+    layer.load_state_dict(average.module.state_dict())
+
+
+def through_vector(layer: Any) -> None:
+    vector_to_parameters(parameters_to_vector(layer.parameters()) * 0.75, layer.parameters())
+
+
+def assign(layer: Any, name: str, value: Any) -> None:
+    setattr(layer.weight, name, value)
+
+
+no_grad = torch.no_grad()
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "sgd": step_of(torch.optim.SGD, momentum=0.9),
+    "adamw": step_of(torch.optim.AdamW, foreach=False),
+    "foreach": step_of(torch.optim.AdamW, foreach=True),
+    "fused": step_of(torch.optim.AdamW, fused=True),
+    "amsgrad": step_of(torch.optim.Adam, fused=True, amsgrad=True, weight_decay=0.1),
+    "rmsprop": step_of(torch.optim.RMSprop, foreach=True),
+    "adafactor": step_of(torch.optim.Adafactor),
+    "copy_": no_grad(lambda m: m.weight.copy_(torch.linspace(-1, 1, K).expand(E, N, K))),
+    "uniform_": no_grad(
+        lambda m: m.weight.uniform_(generator=torch.Generator(m.weight.device).manual_seed(3))
+    ),
+    "data.mul_": lambda m: m.weight.data.mul_(1.25),
+    "data +=": lambda m: assign(m, "data", m.weight.data.__iadd__(0.5)),
+    "data =": lambda m: assign(m, "data", m.weight.data * 3),
+    "data of": lambda m: assign(m, "data", copy.deepcopy(m.weight).data),
+    "expert": no_grad(lambda m: m.weight[1].mul_(-2)),
+    "experts": no_grad(lambda m: m.weight[1:].mul_(-2)),
+    "rows": no_grad(lambda m: m.weight[:, 7:130].add_(1)),
+    "element": no_grad(lambda m: m.weight.__setitem__((2, 143, 271), 99.0)),
+    "mask": no_grad(lambda m: m.weight.__setitem__(m.weight < 0, 0.0)),
+    "transposed": no_grad(lambda m: m.weight.mT[0].add_(0.25)),
+    "flat": no_grad(lambda m: m.weight.view(-1)[1000:2000].zero_()),
+    "view of data": lambda m: m.weight.data.view(E, -1).t()[100:200].fill_(5),
+    "unbind": no_grad(lambda m: [w.mul_(i + 1) for i, w in enumerate(m.weight)]),
+    "foreach views": no_grad(lambda m: torch._foreach_mul_(list(m.weight.unbind()), 1.5)),
+    "index_copy_": no_grad(
+        lambda m: m.weight.index_copy_(
+            0, torch.tensor([2], device=m.weight.device), m.weight[:1].clone()
+        )
+    ),
+    "addcmul_": no_grad(lambda m: m.weight.addcmul_(m.weight, m.weight, value=0.1)),
+    "out=": no_grad(lambda m: torch.mul(m.weight.clone(), 2, out=m.weight)),
+    "clip": lambda m: nn.utils.clip_grads_with_norm_(m.parameters(), 1.0, torch.tensor(1.0)),
+    "vector": through_vector,
+    "load": load_other(assign=False),
+    "load assign": load_other(assign=True),
+    "load own": lambda m: m.load_state_dict(m.state_dict()),
+    "write state": lambda m: [t.mul_(0.5) for t in m.state_dict().values()],
+    "checkpoint": load_checkpoint_in_place,
+    "parametrize": parametrized(leave=True),
+    "parametrize away": parametrized(leave=False),
+    "weight_norm": normalized,
+    "swap": swapped,
+    "average": averaged,
+    "float": lambda m: m.float(),
+    "bfloat16": lambda m: m.bfloat16(),
+    "reset": lambda m: (torch.manual_seed(5), m.reset_parameters()),
+    "replace": lambda m: setattr(m, "weight", nn.Parameter(m.weight.detach() * 2)),
+}
+
+
+class Pair:
+    """A layer with both kinds of numbers and a plain one, which must not be told apart."""
+
+    def __init__(self, recipe: Recipe, dtype: torch.dtype, device: str) -> None:
+        self.layers = [make_layer(weights, recipe, dtype, device) for weights in ("both", None)]
+        self.device, self.graph, self.compiled = device, None, None
+
+    def do(self, write: Callable[[Any], Any]) -> None:
+        for layer in self.layers:
+            write(layer)
+
+    def check(self) -> None:
+        kept, plain = self.layers
+        for (name, p), q in zip(kept.named_parameters(), plain.parameters(), strict=True):
+            assert_same_bits(p.detach().clone().dequantize() if is_kept(p) else p, q)
+            assert p.dtype == q.dtype, name
+        dtype = plain.weight.dtype
+        results = []
+        for layer in self.layers:
+            x, m_splits = inputs(self.device, dtype)
+            y = layer(x, m_splits)
+            results.append((y, *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))))
+        for a, e in zip(*results, strict=True):
+            assert_same_bits(a, e)
+        self.check_graphs(results[1][0], dtype)
+
+    def check_graphs(self, expected: Tensor, dtype: torch.dtype) -> None:
+        layer = self.layers[0]
+        if self.device != "cuda":
+            return
+        key = [layer.weight.data_ptr(), dtype, is_kept(layer.weight) and layer.weight.q.data_ptr()]
+        if self.graph is None or self.graph[0] != key:
+            x, m_splits = inputs(self.device, dtype)
+            graph = torch.cuda.CUDAGraph()
+            with torch.no_grad(), torch.cuda.graph(graph):
+                y = layer(x, m_splits)
+            self.graph = key, graph, y, x, m_splits
+        _, graph, y, *_ = self.graph
+        graph.replay()
+        assert_same_bits(y, expected)
+
+    def check_compiled(self) -> None:
+        if self.compiled is None:
+            self.compiled = torch.compile(
+                lambda layer, x, m_splits: layer(x, m_splits), fullgraph=True, backend="aot_eager"
+            )
+        results = []
+        for layer in self.layers:
+            x, m_splits = inputs(self.device, self.layers[1].weight.dtype)
+            y = self.compiled(layer, x, m_splits)
+            results.append((y, *torch.autograd.grad(y.square().sum(), (x, layer.weight))))
+        for a, e in zip(*results, strict=True):
+            assert_same_bits(a, e)
+
+
+def is_kept(p: Tensor) -> bool:
+    return isinstance(p, GroupedTensorWithMaster)
+
+
+@DEVICES
+@EVERY_RECIPE
+@DTYPES
+@pytest.mark.parametrize("how", WRITES)
+def test_a_write_leaves_it_fresh(how: str, dtype: torch.dtype, recipe: Recipe, device: str) -> None:
+    pair = Pair(recipe, dtype, device)
+    pair.check()
+    pair.do(WRITES[how])
+    pair.check()
+
+
+class Writes(RuleBasedStateMachine):
+    """Sequences of writes, with forwards, backwards, compiled calls and graphs between them."""
+
+    device = "cpu"
+
+    @initialize(recipe=st.sampled_from(list(RECIPES)), dtype=st.sampled_from([BF16, FP32]))
+    def start(self, recipe: str, dtype: torch.dtype) -> None:
+        self.pair = Pair(RECIPES[recipe], dtype, self.device)
+
+    @rule(how=st.sampled_from(list(WRITES)))
+    def write(self, how: str) -> None:
+        self.pair.do(WRITES[how])
+
+    @rule(copied=st.sampled_from([copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]))
+    def copied(self, copied: Callable[[Any], Any]) -> None:
+        self.pair.layers = [copied(layer) for layer in self.pair.layers]
+
+    @rule()
+    def call_with_another(self) -> None:
+        x, m_splits = inputs(self.pair.device, self.pair.layers[1].weight.dtype)
+        results = []
+        for layer in self.pair.layers:
+            other = {"weight": layer.weight.detach() * 3}
+            results.append(functional_call(layer, other, (x, m_splits)))
+        assert_same_bits(*results)
+
+    @invariant()
+    def agrees(self) -> None:
+        if hasattr(self, "pair"):
+            self.pair.check()
+
+
+class WritesOnGpu(Writes):
+    device = "cuda"
+
+
+few = settings(suppress_health_check=list(HealthCheck), deadline=None, stateful_step_count=12)
+TestWrites = Writes.TestCase
+TestWrites.settings = settings(few, max_examples=max(5, settings.default.max_examples // 3))
+TestWritesOnGpu = needs_gpu(WritesOnGpu.TestCase)
+TestWritesOnGpu.settings = TestWrites.settings

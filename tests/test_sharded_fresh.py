@@ -1,0 +1,216 @@
+"""Two processes, with weights in high precision and FP8: what is gathered, stepped, saved and sent.
+
+A model whose weights are kept so is told apart from a plain one by nothing but the bytes that FSDP2
+gathers. E experts, T rows, K in_features, N out_features.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from grouped_linear import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    GroupedMLP,
+    GroupedTensorWithMaster,
+    Recipe,
+)
+from support.compare import assert_same_bits
+from support.processes import PROCESSES, Checks, Passes, device, needs_two_gpus
+
+E, T, H, F = 4, 40, 32, 144
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def rounded(t: Tensor, offs: Tensor | None, layouts: Any) -> Tensor:
+    return (16 * t).round() / 16
+
+
+RECIPES = {
+    "block": Float8BlockScaling(),
+    "current": Float8CurrentScaling(),
+    "own": Recipe(weight=Format(quantize=rounded)),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, recipe: Recipe, weights: str | None, dtype: torch.dtype = BF16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"recipe": recipe, "dtype": dtype, "device": device()}
+        self.layers = nn.ModuleList(GroupedMLP(E, H, F, weights=weights, **options) for _ in "ab")
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (torch.arange(T, device=x.device)[:, None] + torch.arange(2, device=x.device)) % E
+        for layer in self.layers:
+            x = x + layer(x, torch.full((T, 2), 0.5, device=x.device), chosen)
+        return x
+
+
+def train(model: Any, seed: int = 1, steps: int = 3) -> list[Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    generator, outputs = torch.Generator().manual_seed(seed), []
+    for _ in range(steps):
+        y = model(torch.randn(T, H, generator=generator).to(device(), BF16))
+        y.float().square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append(y.detach())
+    return outputs
+
+
+def shard(model: nn.Module, reshard: bool = True, **options: Any) -> None:
+    mesh = init_device_mesh(device().type, (PROCESSES,))
+    for module in (*model.layers, model):  # type: ignore[misc]
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, **options)
+
+
+def assert_fresh(p: Any) -> None:
+    w = p.to_local() if hasattr(p, "to_local") else p
+    assert isinstance(w, GroupedTensorWithMaster)
+    made = GroupedTensorWithMaster.quantize(w.dequantize(), w.recipe)
+    for part, expected in zip(w.parts, made.parts, strict=True):
+        if part is not None and expected is not None:
+            assert_same_bits(part, expected)
+
+
+def check_training(name: str, rank: int, directory: Path) -> None:
+    """Sharded steps are those of one process, and of plain weights."""
+    for reshard in (True, False):
+        whole, plain, kept = (
+            Model(RECIPES[name], None),
+            Model(RECIPES[name], None),
+            Model(RECIPES[name], "both"),
+        )
+        for model in (plain, kept):
+            shard(model, reshard)
+        outputs = [train(model) for model in (whole, plain, kept)]
+        for other in outputs[1:]:
+            for a, e in zip(other, outputs[0], strict=True):
+                assert_same_bits(a, e)
+        for p, q in zip(kept.parameters(), plain.parameters(), strict=True):
+            assert_fresh(p)
+            assert_same_bits(p.to_local().dequantize(), q.to_local())  # type: ignore[attr-defined]
+
+
+def check_mixed_precision(rank: int, directory: Path) -> None:
+    """float32 numbers are quantized as they are, and stay on their process."""
+    kept = Model(RECIPES["block"], "both", FP32)
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    shard(kept, mp_policy=policy)
+    losses = [y.float().square().mean().item() for y in train(kept, steps=8)]
+    assert losses[-1] < losses[0]
+    for p in kept.parameters():
+        assert_fresh(p)
+        assert p.dtype == FP32
+
+
+def check_bytes(rank: int, directory: Path) -> None:
+    """FSDP2 gathers a byte an element and the scales, where BF16 takes two bytes."""
+    sent = []
+    for weights in (None, "both"):
+        model = Model(RECIPES["block"], weights)
+        shard(model)
+        gather, total = dist.all_gather_into_tensor, [0]
+
+        def counted(output: Tensor, *args: Any, gather: Any = gather, **kwargs: Any) -> Any:
+            total[0] += output.nbytes  # noqa: B023
+            return gather(output, *args, **kwargs)
+
+        dist.all_gather_into_tensor = counted
+        try:
+            with torch.no_grad():
+                model(torch.zeros(T, H, device=device(), dtype=BF16))
+        finally:
+            dist.all_gather_into_tensor = gather
+        sent.append(total[0])
+    assert 0 < sent[1] <= 0.52 * sent[0]
+
+
+def check_checkpoints(rank: int, directory: Path) -> None:
+    """They are those of a plain model, either way, whole or sharded, loaded in place."""
+    kept, plain = Model(RECIPES["block"], "both"), Model(RECIPES["block"], None)
+    for model in (kept, plain):
+        shard(model)
+        train(model)
+    expected = [p.to_local().clone() for p in plain.parameters()]  # type: ignore[attr-defined]
+    for source, target in ((kept, plain), (plain, kept), (kept, kept)):
+        saved = directory / f"{id(source)}_{id(target)}"
+        dcp.save({"model": get_model_state_dict(source)}, checkpoint_id=saved)
+        with torch.no_grad():
+            for p in target.parameters():
+                p.zero_()
+        state = {"model": get_model_state_dict(target)}
+        dcp.load(state, checkpoint_id=saved)  # in place: nothing is loaded after it
+        for p, e in zip(target.parameters(), expected, strict=True):
+            local: Any = p.to_local()  # type: ignore[attr-defined]
+            assert_same_bits(local.dequantize() if target is kept else local, e)
+            if target is kept:
+                assert_fresh(p)
+    full = StateDictOptions(full_state_dict=True)
+    states = [get_model_state_dict(model, options=full) for model in (kept, plain)]
+    for name, t in states[0].items():
+        assert type(t) is Tensor
+        assert_same_bits(t, states[1][name])
+    doubled = {name: 2 * t for name, t in states[0].items()}
+    set_model_state_dict(kept, doubled, options=full)
+    for p, e in zip(kept.parameters(), expected, strict=True):
+        assert_fresh(p)
+        assert_same_bits(p.to_local().dequantize(), 2 * e)  # type: ignore[attr-defined]
+
+
+def check_data_parallel(rank: int, directory: Path) -> None:
+    results = []
+    for weights in ("both", None):
+        model = Model(RECIPES["block"], weights)
+        if rank:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(2)  # DistributedDataParallel makes processes equal
+        parallel = DistributedDataParallel(model)
+        train(parallel, seed=rank)
+        for p in model.parameters():
+            work = dist.all_reduce(p.detach(), async_op=True)
+            work.wait()
+            dist.broadcast(p.detach(), 1)
+        results.append(model)
+    for p, q in zip(*(model.parameters() for model in results), strict=True):
+        assert_fresh(p)
+        assert_same_bits(p.dequantize(), q)
+
+
+CHECKS: Checks = {
+    **{f"training_{name}": partial(check_training, name) for name in RECIPES},
+    "mixed_precision": check_mixed_precision,
+    "bytes": check_bytes,
+    "checkpoints": check_checkpoints,
+    "data_parallel": check_data_parallel,
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_processes(check: str, passes: Passes) -> None:
+    passes(check)
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_gpus(check: str, passes_on_gpus: Callable[[str], None]) -> None:
+    passes_on_gpus(check)
