@@ -150,27 +150,27 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "bool maximize=False, float amax_epsilon=0.0, bool power_of_two_scales=True, "
       "bool stochastic_rounding=True) -> ()");
 
-  // a [T, K], b [E, N, K], bias [E, N] -> a[t] @ b[e].T + bias[e]: [T, N]. With rows [T], here and
-  // below, an operand has any number of rows, and rows[t] says which of them is row t
+  // a [T, K], b [E, K, N] as in torch, bias [E, N] -> a[t] @ b[e] + bias[e]: [T, N]. With rows [T],
+  // here and below, an operand has any number of rows, and rows[t] says which of them is row t
   m.def(
       "grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, ScalarType? out_dtype=None, "
       "Tensor? rows=None) -> Tensor");
-  // b: E tensors [N, K]; transpose_b: a[t] @ b[e], for dgrad
+  // b: E tensors [K, N]; transpose_b: [N, K], a[t] @ b[e].T, for fprop
   m.def(
       "grouped_mm_list(Tensor a, Tensor[] b, Tensor offs, Tensor? bias=None, "
       "ScalarType? out_dtype=None, bool transpose_b=False, Tensor? rows=None) -> Tensor");
-  // swiglu of grouped_mm's result, which is gate_up. b [E, 2 F, K] -> [T, 2 F] or empty, h [T, F]
+  // swiglu of grouped_mm's result, which is gate_up. b [E, K, 2 F] -> [T, 2 F] or empty, h [T, F]
   m.def(
       "grouped_mm_swiglu(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? rows=None, "
       "bool keep_gate_up=True, float alpha=1.0, float beta=0.0, float? limit=None, "
       "bool interleaved=False, float cubic=0.0) -> (Tensor gate_up, Tensor h)");
-  // swiglu_grad of grouped_mm's result, which is dh. b [E, F, K], gate_up [T, 2 F]
+  // swiglu_grad of grouped_mm's result, which is dh. b [E, K, F], gate_up [T, 2 F]
   m.def(
       "grouped_mm_swiglu_grad(Tensor a, Tensor b, Tensor gate_up, Tensor weight, Tensor offs, "
       "Tensor? rows=None, float alpha=1.0, float beta=0.0, float? limit=None, "
       "bool interleaved=False, float cubic=0.0) -> (Tensor d_gate_up, Tensor h, Tensor d_weight)");
-  // FP8 operands with block scales as above, or with a scale a group: scale_a [E] and scale_b [E].
-  // out_dtype: bfloat16 by default
+  // FP8 operands with block scales, scale_a as above and scale_b [E, ceil(K/B), ceil(N/B)], or with
+  // a scale a group: scale_a [E] and scale_b [E]. out_dtype: bfloat16 by default
   m.def(
       "grouped_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, "
       "Tensor? bias=None, ScalarType? out_dtype=None, Tensor? rows=None) -> Tensor");

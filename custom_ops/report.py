@@ -52,7 +52,7 @@ def _grouped_mm(dtype: torch.dtype) -> Callable[[torch.device], None]:
     def call(device: torch.device) -> None:
         x, w = _draw(device, ROWS, K, dtype=dtype), _draw(device, E, N, K, dtype=dtype)
         dy = _draw(device, ROWS, N, dtype=dtype)
-        ops.grouped_mm(x, w, _offs(device))
+        ops.grouped_mm(x, w.mT, _offs(device))
         ops.grouped_mm_wgrad(dy, x, _offs(device))
 
     return call

@@ -27,8 +27,8 @@ def call_every_op(T: int, K: int, N: int, sizes: tuple[int, ...], dtype: torch.d
     splits = torch.tensor(sizes, device=DEVICE)
     _, *for_backward = ops.block_scaled_linear(x, w, splits, bias)
     ops.block_scaled_linear_grad(dy, *for_backward, bias_grad=True)
-    ops.grouped_mm(x, w, offs, bias)
-    ops.grouped_mm(dy, w.transpose(1, 2), offs)
+    ops.grouped_mm(x, w.mT, offs, bias)
+    ops.grouped_mm(dy, w, offs)
     ops.grouped_mm_wgrad(dy, x, offs)
     ops.grouped_mm_wgrad(dy, x, offs, torch.float32)
     ops.grouped_mm_wgrad_(main_grad, dy, x, offs)
@@ -54,9 +54,9 @@ def call_every_op(T: int, K: int, N: int, sizes: tuple[int, ...], dtype: torch.d
     weight = torch.randn(T, device=DEVICE)
     ops.swiglu_grad(x, gate_up, weight, offs)
     for F in (64, 320):  # narrow and wide
-        down = draw(E, K, F).transpose(1, 2)
+        up, down = draw(E, 2 * F, K).mT, draw(E, K, F)
         for rows in (None, choices[:, 0].contiguous()):
-            both, _ = ops.grouped_mm_swiglu(x, draw(E, 2 * F, K), offs, rows=rows)
+            both, _ = ops.grouped_mm_swiglu(x, up, offs, rows=rows)
             ops.grouped_mm_swiglu_grad(x, down, both, weight, offs, rows)
     ops.group_quantize_swiglu(gate_up, offs, columnwise=True, keep_h=True)
     ops.group_quantize_swiglu(gate_up, offs, columnwise=True, share_scales=True)
@@ -81,8 +81,8 @@ def call_every_op(T: int, K: int, N: int, sizes: tuple[int, ...], dtype: torch.d
         ops.group_quantize_swiglu_grad(odd_x, odd, weight, offs, activation=form, **both)
     wq = ops.quantize_weight(w)
     ops.quantize_weight(w, rowwise=False)
-    ops.grouped_scaled_mm(xq.q, wq.q, xq.scale, wq.scale, offs, bias, dtype)
-    ops.grouped_scaled_mm(dyq.q, wq.q_t, dyq.scale, wq.scale.transpose(1, 2), offs)
+    ops.grouped_scaled_mm(xq.q, wq.q.mT, xq.scale, wq.scale.mT, offs, bias, dtype)
+    ops.grouped_scaled_mm(dyq.q, wq.q_t.mT, dyq.scale, wq.scale, offs)
     columns = dyq.q_t, xq.q_t, dyq.scale_t, xq.scale_t, offs
     ops.grouped_scaled_mm_wgrad(*columns)
     ops.grouped_scaled_mm_wgrad(dyq.q_t, shared.q_t, dyq.scale_t, shared.scale_t, offs)
@@ -108,8 +108,8 @@ def call_every_op(T: int, K: int, N: int, sizes: tuple[int, ...], dtype: torch.d
             ops.refresh_weight_delayed_(amax, experts, scale, flag, wq.q, scale.clone(), None)
             ops.refresh_weight_mx_(experts, flag, *rounded)
     for experts in (list(w), [w_e.clone() for w_e in w]):
-        ops.grouped_mm_list(x, experts, offs, bias)
-        ops.grouped_mm_list(dy, experts, offs, transpose_b=True)
+        ops.grouped_mm_list(x, experts, offs, bias, transpose_b=True)
+        ops.grouped_mm_list(dy, experts, offs)
     for grads in (list(main_grad), [grad.clone() for grad in main_grad]):
         ops.grouped_mm_wgrad_list_(grads, dy, x, offs)
         ops.grouped_scaled_mm_wgrad_list_(grads, *columns)

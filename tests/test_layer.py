@@ -274,7 +274,7 @@ def test_a_transposed_operand_gets_its_gradient_transposed(device: str) -> None:
     gradients = []
     for w in (stored.mT, stored.mT.contiguous()):
         w_ENK = w.to(device).requires_grad_()
-        y = ops.grouped_mm(x.to(device), w_ENK, offs.to(device))
+        y = ops.grouped_mm(x.to(device), w_ENK.mT, offs.to(device))
         gradients += torch.autograd.grad(y, w_ENK, y.detach())
         assert gradients[-1].stride() == w_ENK.stride()
     assert_same_bits(*gradients)

@@ -85,7 +85,7 @@ def gate_up_and_h(
         assert isinstance(w.rowwise, Tensor)
         both = ops.grouped_mm_swiglu(
             x.rowwise,
-            w.rowwise,
+            w.rowwise.mT,
             offs_E,
             bias_EG,
             rows_R,
@@ -101,6 +101,7 @@ def gate_up_and_h(
         offs_E,
         bias_EG,
         dtype,
+        transpose_b=True,
         rows=rows_R,
     )
     if form is not None:

@@ -79,7 +79,14 @@ class GroupedLinearFunction(torch.autograd.Function):
             *(w.columnwise if isinstance(w.columnwise, tuple) else (w.columnwise,)),
         )
         return multiply(
-            x.rowwise, x.rowwise_scale, w.rowwise, w.rowwise_scale, offs_E, bias, x_TK.dtype
+            x.rowwise,
+            x.rowwise_scale,
+            w.rowwise,
+            w.rowwise_scale,
+            offs_E,
+            bias,
+            x_TK.dtype,
+            transpose_b=True,
         )
 
     @staticmethod
@@ -116,9 +123,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         dws: tuple[Tensor | None, ...] = (None,) * len(need_weights)
         if need_x:
             weight = context.for_dgrad(tuple(w) if w[0].dim() == 2 else w[0], w_scale)
-            dx_TK = multiply(
-                dy.rowwise, dy.rowwise_scale, *weight, offs_E, None, dy_TN.dtype, transpose_b=True
-            )
+            dx_TK = multiply(dy.rowwise, dy.rowwise_scale, *weight, offs_E, None, dy_TN.dtype)
         if need_weight:
             if options.save_input:
                 x_t = quantize(x, recipe.input, offs_E, Layouts(False, True, again=True))

@@ -102,6 +102,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             offs_E,
             down_bias_EH,
             dtype,
+            transpose_b=True,
         )
 
         ctx.activation, ctx.num_routing = config.activation, len(routing)

@@ -215,7 +215,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grouped_mm_list": {
         "gathered": {"gathers": "rows"},
         "views": {"experts": "views", "bias": True},
-        "transposed": {"transpose_b": True, "out_dtype": FP32},
+        "as_multiplied": {"transpose_b": False, "out_dtype": FP32},
     },
     "grouped_mm_swiglu": {
         "bias": {"bias": True, "F": 320},

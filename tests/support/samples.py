@@ -247,27 +247,26 @@ def make(
                 if name in options:
                     tensors[name] = torch.tensor(options.pop(name))
         case "grouped_mm":
-            tensors = {"a": rows(groups, K, dtype, layout), "b": weight(groups, dtype, layout)}
+            tensors = {"a": rows(groups, K, dtype, layout), "b": weight(groups, dtype, layout).mT}
             tensors |= {"offs": offs}
         case "grouped_mm_swiglu":
             N = 2 * options.pop("F", 64)
             tensors = {"a": rows(groups, K, dtype, layout)}
-            b = weight(replace(groups, N=N), dtype, layout)
+            b = weight(replace(groups, N=N), dtype, layout).mT
             if options.pop("transposed_b", False):  # as GPT-OSS stores it
-                b = b.transpose(1, 2).contiguous().transpose(1, 2)
+                b = b.contiguous()
             tensors |= {"b": b, "offs": offs}
         case "grouped_mm_swiglu_grad":
             features = options.pop("F", 64)
-            down = weight(replace(groups, K=features, N=K), dtype, layout)
-            b = down.transpose(1, 2)
+            b = weight(replace(groups, K=features, N=K), dtype, layout)
             if options.pop("transposed_b", False):
-                b = b.contiguous()
+                b = b.mT.contiguous().mT
             tensors = {"a": rows(groups, K, dtype, layout), "b": b}
             tensors |= {"gate_up": rows(groups, 2 * features, dtype, layout)}
             tensors |= {"weight": per_row(groups, layout), "offs": offs}
         case "grouped_mm_list":
             b = listed(groups, dtype, layout, options)
-            if options.get("transpose_b"):
+            if not options.setdefault("transpose_b", True):
                 b = [b_e.t().contiguous() for b_e in b]
             tensors = {"a": rows(groups, K, dtype, layout), "b": b, "offs": offs}
         case "grouped_scaled_mm":
@@ -277,10 +276,11 @@ def make(
                 b, scale_b, _ = reference.quantize_weight(
                     weight(groups, FP32), reference.Scaling(False)
                 )
+                scale_b = scale_b.mT
             else:
                 a, _, scale_a = per_group_rows(groups, K, per_group)
                 b, scale_b = per_group_weight(groups)
-            tensors = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "offs": offs}
+            tensors = {"a": a, "b": b.mT, "scale_a": scale_a, "scale_b": scale_b, "offs": offs}
             tensors |= {"out_dtype": dtype}
         case "grouped_mm_wgrad" | "grouped_mm_wgrad_" | "grouped_mm_wgrad_list_":
             tensors = {"dy": rows(groups, N, dtype, layout), "x": rows(groups, K, dtype, layout)}
