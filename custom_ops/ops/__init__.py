@@ -17,6 +17,9 @@ T rows (tokens, or a fixed capacity), E groups (experts), K in_features, N out_f
 group e owns the rows [offs[e-1], offs[e]). Inputs at and past ``offs[-1]`` are ignored, and outputs
 are zero there. ``scale`` multiplies to dequantize: ``x ~ q * scale``.
 
+``grouped_mm`` is differentiable. What another op returns, other than integers, refuses a gradient:
+a backward raises RuntimeError with a sentence that says what to use instead.
+
 Every op raises RuntimeError with one sentence that names the op, the rule and the value. Fake
 tensors, CPU and CUDA give the same sentence. On CPU, offsets that decrease or exceed the number of
 rows raise too. On a GPU they are clamped, because to check them would wait for the device.

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-_ops = torch.ops.grouped_linear
+from grouped_linear.ops.gradients import OPS, check_no_tangents
 
 
 def _dtype_or(default: torch.dtype, dtype: torch.dtype | None) -> torch.dtype | None:
@@ -63,11 +62,8 @@ def grouped_mm(
     >>> torch.equal(grouped_mm(a, b, offs.int(), rows=rows), grouped_mm(a[rows], b, offs.int()))
     True
     """
-    if forward_ad._current_level >= 0:  # torch would drop the tangents of a custom op silently
-        for t in (a, b, bias):
-            if t is not None and forward_ad.unpack_dual(t).tangent is not None:
-                raise NotImplementedError("grouped_mm: forward-mode autograd is not supported")
-    y: Tensor = _ops.grouped_mm(a, b, offs, bias, _dtype_or(a.dtype, out_dtype), rows)
+    check_no_tangents("grouped_mm", (a, b, bias))
+    y: Tensor = OPS.grouped_mm(a, b, offs, bias, _dtype_or(a.dtype, out_dtype), rows)
     return y
 
 
@@ -106,7 +102,7 @@ def grouped_mm_list(
     >>> torch.equal(grouped_mm_list(a, b.unbind(), offs), grouped_mm(a, b, offs))
     True
     """
-    y: Tensor = _ops.grouped_mm_list(a, list(b), offs, bias, out_dtype, transpose_b, rows)
+    y: Tensor = OPS.grouped_mm_list(a, list(b), offs, bias, out_dtype, transpose_b, rows)
     return y
 
 
@@ -155,7 +151,7 @@ def grouped_scaled_mm(
     tensor(16., dtype=torch.bfloat16)
     """
     dtype = _dtype_or(torch.bfloat16, out_dtype)
-    y: Tensor = _ops.grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias, dtype, rows)
+    y: Tensor = OPS.grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias, dtype, rows)
     return y
 
 
@@ -189,7 +185,7 @@ def grouped_mm_wgrad(
     tensor([2., 0., 3.])
     """
     dtype = _dtype_or(dy.dtype, out_dtype)
-    dw: Tensor = _ops.grouped_mm_wgrad(dy, x, offs, dtype, dy_rows, x_rows)
+    dw: Tensor = OPS.grouped_mm_wgrad(dy, x, offs, dtype, dy_rows, x_rows)
     return dw
 
 
@@ -228,7 +224,7 @@ def grouped_scaled_mm_wgrad(
     tensor([2., 0., 3.], dtype=torch.bfloat16)
     """
     dtype = _dtype_or(torch.bfloat16, out_dtype)
-    dw: Tensor = _ops.grouped_scaled_mm_wgrad(dy_t, x_t, scale_dy_t, scale_x_t, offs, dtype)
+    dw: Tensor = OPS.grouped_scaled_mm_wgrad(dy_t, x_t, scale_dy_t, scale_x_t, offs, dtype)
     return dw
 
 
@@ -263,7 +259,7 @@ def grouped_mm_wgrad_(
     >>> main_grad[:, 0, 0]
     tensor([6., 1.])
     """
-    _ops.grouped_mm_wgrad_(main_grad, dy, x, offs, overwrite, dy_rows, x_rows)
+    OPS.grouped_mm_wgrad_(main_grad, dy, x, offs, overwrite, dy_rows, x_rows)
 
 
 def grouped_scaled_mm_wgrad_(
@@ -300,7 +296,7 @@ def grouped_scaled_mm_wgrad_(
     >>> main_grad[:, 0, 0]
     tensor([6., 1.])
     """
-    _ops.grouped_scaled_mm_wgrad_(main_grad, dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite)
+    OPS.grouped_scaled_mm_wgrad_(main_grad, dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite)
 
 
 def grouped_mm_wgrad_list_(
@@ -334,7 +330,7 @@ def grouped_mm_wgrad_list_(
     >>> [expert[0, 0].item() for expert in main_grad]
     [6.0, 1.0]
     """
-    _ops.grouped_mm_wgrad_list_(list(main_grad), dy, x, offs, overwrite, dy_rows, x_rows)
+    OPS.grouped_mm_wgrad_list_(list(main_grad), dy, x, offs, overwrite, dy_rows, x_rows)
 
 
 def grouped_scaled_mm_wgrad_list_(
@@ -371,7 +367,7 @@ def grouped_scaled_mm_wgrad_list_(
     >>> [expert[0, 0].item() for expert in main_grad]
     [6.0, 1.0]
     """
-    _ops.grouped_scaled_mm_wgrad_list_(
+    OPS.grouped_scaled_mm_wgrad_list_(
         list(main_grad), dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite
     )
 
@@ -395,5 +391,5 @@ def grouped_bias_grad(dy: Tensor, offs: Tensor) -> Tensor:
     >>> grouped_bias_grad(torch.ones(5, 16), torch.tensor([2, 2, 5], dtype=torch.int32))[:, 0]
     tensor([2., 0., 3.])
     """
-    grad: Tensor = _ops.grouped_bias_grad(dy, offs)
+    grad: Tensor = OPS.grouped_bias_grad(dy, offs)
     return grad

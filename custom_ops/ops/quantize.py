@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ops = torch.ops.grouped_linear
+from grouped_linear.ops.gradients import OPS
 
 
 class GroupQuantized(NamedTuple):
@@ -132,7 +132,7 @@ def group_quantize(
     (torch.Size([10, 64]), torch.Size([1, 12]), torch.Size([2, 64, 128]))
     """
     scaling = amax_epsilon, power_of_two_scales
-    outputs = _ops.group_quantize(
+    outputs = OPS.group_quantize(
         x, offs, rows, *scaling, rowwise, columnwise, bias_grad, share_scales
     )
     return GroupQuantized(*requested(outputs, rowwise, columnwise, bias_grad))
@@ -176,7 +176,7 @@ def group_quantize_current(
     >>> quantized.scale, quantized.q[:, 0].float()
     (tensor([1.0000, 0.0156]), tensor([448., 448.]))
     """
-    q, scale, q_t, grad = _ops.group_quantize_current(
+    q, scale, q_t, grad = OPS.group_quantize_current(
         x, offs, dtype, amax_epsilon, power_of_two_scales, rowwise, columnwise, bias_grad
     )
     return PerGroupQuantized(
@@ -225,7 +225,7 @@ def group_quantize_delayed_(
     >>> group_quantize_delayed_(amax, x, offs, scale).q[:, 0].float(), amax
     (tensor([6., 3.]), tensor([6., 6.]))
     """
-    q, q_t, grad = _ops.group_quantize_delayed_(
+    q, q_t, grad = OPS.group_quantize_delayed_(
         amax, x, offs, scale, dtype, rowwise, columnwise, bias_grad
     )
     return PerGroupQuantized(
@@ -275,7 +275,7 @@ def group_quantize_mx(
     >>> quantized.q[0, 0].float(), quantized.scale[0, 0].float()
     (tensor(384.), tensor(0.0078))
     """
-    outputs = _ops.group_quantize_mx(x, offs, rowwise, columnwise, bias_grad)
+    outputs = OPS.group_quantize_mx(x, offs, rowwise, columnwise, bias_grad)
     return GroupQuantized(*requested(outputs, rowwise, columnwise, bias_grad))
 
 
@@ -310,7 +310,7 @@ def group_round_mx(
     >>> group_round_mx(x, offs).x_rowwise[0, :2]
     tensor([96.0000,  3.2500], dtype=torch.bfloat16)
     """
-    x_rowwise, x_columnwise, grad = _ops.group_round_mx(x, offs, rowwise, columnwise, bias_grad)
+    x_rowwise, x_columnwise, grad = OPS.group_round_mx(x, offs, rowwise, columnwise, bias_grad)
     return MxRounded(
         x_rowwise if rowwise else None,
         x_columnwise if columnwise else None,
@@ -340,7 +340,7 @@ def group_dequantize(q: Tensor, scale: Tensor, offs: Tensor, dtype: torch.dtype)
     >>> group_dequantize(quantized.q, quantized.scale, offs, torch.float32)[:, 0]
     tensor([3., 0.])
     """
-    x: Tensor = _ops.group_dequantize(q, scale, offs, dtype)
+    x: Tensor = OPS.group_dequantize(q, scale, offs, dtype)
     return x
 
 
@@ -369,5 +369,5 @@ def group_dequantize_t(
     >>> group_dequantize_t(quantized.q_t, quantized.scale_t, offs, 2, torch.float32)[:, 0]
     tensor([3., 0.])
     """
-    x: Tensor = _ops.group_dequantize_t(q_t, scale_t, offs, num_rows, dtype)
+    x: Tensor = OPS.group_dequantize_t(q_t, scale_t, offs, num_rows, dtype)
     return x

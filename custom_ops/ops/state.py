@@ -5,12 +5,10 @@ E experts, K in_features, N out_features.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from grouped_linear.meta_kernels.rules import Rules
-
-_ops = torch.ops.grouped_linear
+from grouped_linear.ops.gradients import OPS
 
 
 def refresh_weight_(
@@ -48,7 +46,7 @@ def refresh_weight_(
     >>> scale[0].item()
     0.03125
     """
-    _ops.refresh_weight_(_experts(w), refresh, q, scale, q_t, amax_epsilon, power_of_two_scales)
+    OPS.refresh_weight_(_experts(w), refresh, q, scale, q_t, amax_epsilon, power_of_two_scales)
 
 
 def refresh_weight_current_(
@@ -83,7 +81,7 @@ def refresh_weight_current_(
     >>> scale
     tensor([1., 1.])
     """
-    _ops.refresh_weight_current_(
+    OPS.refresh_weight_current_(
         _experts(w), refresh, q, scale, q_t, amax_epsilon, power_of_two_scales
     )
 
@@ -119,7 +117,7 @@ def refresh_weight_delayed_(
     >>> q.float().mean(), scale, amax
     (tensor(3.), tensor([1., 1.]), tensor([3., 3.]))
     """
-    _ops.refresh_weight_delayed_(amax, _experts(w), state, refresh, q, scale, q_t)
+    OPS.refresh_weight_delayed_(amax, _experts(w), state, refresh, q, scale, q_t)
 
 
 def refresh_weight_mx_(
@@ -147,7 +145,7 @@ def refresh_weight_mx_(
     >>> w_rowwise.mean()
     tensor(3., dtype=torch.bfloat16)
     """
-    _ops.refresh_weight_mx_(_experts(w), refresh, w_rowwise, w_columnwise)
+    OPS.refresh_weight_mx_(_experts(w), refresh, w_rowwise, w_columnwise)
 
 
 def _experts(w: Tensor | Sequence[Tensor]) -> list[Tensor]:
@@ -190,6 +188,6 @@ def update_scales_(
     """
     if not scale:  # torch finds an op's device by its tensors, and here it may have none
         Rules("update_scales_").check(False, lambda: "scale must not be empty")
-    _ops.update_scales_(
+    OPS.update_scales_(
         list(scale), list(amax), list(amax_history), list(fp8_max), margin, most_recent
     )

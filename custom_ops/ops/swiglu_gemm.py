@@ -5,12 +5,10 @@ T rows, E groups, K features of a, F features of h.
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from grouped_linear.ops.activation import PLAIN, SwiGLU, SwigluGrad
-
-_ops = torch.ops.grouped_linear
+from grouped_linear.ops.gradients import OPS
 
 
 class SwigluGemm(NamedTuple):
@@ -64,7 +62,7 @@ def grouped_mm_swiglu(
     >>> gate_up.shape, h.shape
     (torch.Size([5, 64]), torch.Size([5, 32]))
     """
-    gate_up, h = _ops.grouped_mm_swiglu(a, b, offs, bias, rows, keep_gate_up, *activation.arguments)
+    gate_up, h = OPS.grouped_mm_swiglu(a, b, offs, bias, rows, keep_gate_up, *activation.arguments)
     return SwigluGemm(gate_up if keep_gate_up else None, h)
 
 
@@ -112,5 +110,5 @@ def grouped_mm_swiglu_grad(
     (torch.Size([5, 64]), torch.Size([5, 32]), torch.Size([5]))
     """
     return SwigluGrad(
-        *_ops.grouped_mm_swiglu_grad(a, b, gate_up, weight, offs, rows, *activation.arguments)
+        *OPS.grouped_mm_swiglu_grad(a, b, gate_up, weight, offs, rows, *activation.arguments)
     )

@@ -6,12 +6,10 @@ E experts, K in_features, N out_features.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from grouped_linear.meta_kernels.rules import Rules
-
-_ops = torch.ops.grouped_linear
+from grouped_linear.ops.gradients import OPS
 
 
 class WeightQuantized(NamedTuple):
@@ -56,7 +54,7 @@ def quantize_weight(
     >>> quantized.scale.shape, quantized.q_t.shape
     (torch.Size([2, 1, 2]), torch.Size([2, 144, 32]))
     """
-    q, scale, q_t = _ops.quantize_weight(w, amax_epsilon, power_of_two_scales, columnwise, rowwise)
+    q, scale, q_t = OPS.quantize_weight(w, amax_epsilon, power_of_two_scales, columnwise, rowwise)
     return WeightQuantized(q if rowwise else None, scale, q_t if columnwise else None)
 
 
@@ -88,9 +86,7 @@ def quantize_weight_list(
     """
     if not w:  # torch finds an op's device by its tensors, and here it has none
         Rules("quantize_weight_list").groups(0)
-    q, scale, q_t = _ops.quantize_weight_list(
-        list(w), amax_epsilon, power_of_two_scales, columnwise
-    )
+    q, scale, q_t = OPS.quantize_weight_list(list(w), amax_epsilon, power_of_two_scales, columnwise)
     return WeightQuantized(q, scale, q_t if columnwise else None)
 
 
@@ -120,7 +116,7 @@ def quantize_weight_current(
     >>> quantize_weight_current(torch.full((2, 32, 16), 448.0)).scale
     tensor([1., 1.])
     """
-    q, scale, q_t = _ops.quantize_weight_current(w, amax_epsilon, power_of_two_scales, columnwise)
+    q, scale, q_t = OPS.quantize_weight_current(w, amax_epsilon, power_of_two_scales, columnwise)
     return WeightQuantized(q, scale, q_t if columnwise else None)
 
 
@@ -147,5 +143,5 @@ def quantize_weight_delayed_(
     >>> quantize_weight_delayed_(amax, torch.ones(2, 32, 16), torch.ones(2)).q.float().mean(), amax
     (tensor(1.), tensor([1., 1.]))
     """
-    q, q_t = _ops.quantize_weight_delayed_(amax, w, scale, columnwise)
+    q, q_t = OPS.quantize_weight_delayed_(amax, w, scale, columnwise)
     return WeightQuantized(q, scale, q_t if columnwise else None)

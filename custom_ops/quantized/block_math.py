@@ -80,7 +80,7 @@ def quantize_(
     if q.dim() == 2:
         q, scale, w = q[None], scale[None], w[None]
         q_t = None if q_t is None else q_t[None]
-    w = w.contiguous()
+    w = w.detach().contiguous()
     ops.refresh_weight_(
         w,
         None,
