@@ -115,10 +115,10 @@ FAMILIES = {
     "quantization": Family(
         _quantize_on_cpu,
         _quantize,
-        "group_quantize group_quantize_current group_quantize_delayed_ group_quantize_mx "
+        "group_quantize group_quantize_current group_quantize_delayed group_quantize_mx "
         "group_round_mx group_quantize_swiglu group_quantize_swiglu_grad group_dequantize "
         "group_dequantize_t quantize_weight quantize_weight_list quantize_weight_current "
-        "quantize_weight_delayed_ refresh_weight_ refresh_weight_current_ refresh_weight_delayed_ "
+        "quantize_weight_delayed refresh_weight_ refresh_weight_current_ refresh_weight_delayed_ "
         "refresh_weight_mx_ update_scales_ adam_weight_",
     ),
     "routing, SwiGLU": Family(

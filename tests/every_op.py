@@ -92,21 +92,21 @@ def call_every_op(T: int, K: int, N: int, sizes: tuple[int, ...], dtype: torch.d
     e5m2 = torch.float8_e5m2
     ops.group_quantize_current(x, offs, **both)
     ops.group_quantize_current(dy, offs, e5m2, rowwise=False, columnwise=True)
-    ops.group_quantize_delayed_(amax, x, offs, scale, **both)
-    ops.group_quantize_delayed_(None, dy, offs, scale, e5m2)
+    ops.group_quantize_delayed(x, offs, scale, amax, **both)
+    ops.group_quantize_delayed(dy, offs, scale, None, e5m2)
     ops.group_quantize_mx(x, offs, **both)
     ops.group_round_mx(x, offs, **both)
     ops.group_round_mx(dy, offs)
     ops.quantize_weight_list(list(w))
     ops.quantize_weight_current(w)
-    ops.quantize_weight_delayed_(amax, w, scale)
+    ops.quantize_weight_delayed(w, scale, amax)
     rounded = torch.empty(2, E, N, K, dtype=torch.bfloat16, device=DEVICE)
     for experts in (w, list(w), [w_e.clone() for w_e in w]):
         for flag in (None, *torch.tensor([True, False], device=DEVICE)):
-            ops.refresh_weight_(experts, flag, wq.q, wq.scale, wq.q_t)
-            ops.refresh_weight_current_(experts, flag, wq.q, scale.clone(), wq.q_t)
-            ops.refresh_weight_delayed_(amax, experts, scale, flag, wq.q, scale.clone(), None)
-            ops.refresh_weight_mx_(experts, flag, *rounded)
+            ops.refresh_weight_(wq.q, wq.scale, wq.q_t, experts, flag)
+            ops.refresh_weight_current_(wq.q, scale.clone(), wq.q_t, experts, flag)
+            ops.refresh_weight_delayed_(wq.q, scale.clone(), None, amax, experts, scale, flag)
+            ops.refresh_weight_mx_(*rounded, experts, flag)
     for experts in (list(w), [w_e.clone() for w_e in w]):
         ops.grouped_mm_list(x, experts, offs, bias, transpose_b=True)
         ops.grouped_mm_list(dy, experts, offs)

@@ -31,13 +31,13 @@ def test_splits_to_offsets() -> None:
         {"m_splits": torch.zeros(3, dtype=torch.uint16)},
         {"m_splits": offs(0)},
         {"m_splits": offs(1025)},
-        {"dtype": torch.float32},
+        {"out_dtype": torch.float32},
         {"num_rows": -1},
         {"alignment": 0},
         {"stride": 0},
         {"num_rows": 2**31},
         {"num_rows": 2**30, "stride": 2},
-        {"num_rows": 2**62, "stride": 2, "dtype": torch.int64},
+        {"num_rows": 2**62, "stride": 2, "out_dtype": torch.int64},
     ]
     assert_expected_inline(
         sentences(good, mistakes),
@@ -47,7 +47,7 @@ splits_to_offsets: m_splits must be int32 or int64, got float32
 splits_to_offsets: m_splits must be int32 or int64, got uint16
 splits_to_offsets: E must be between 1 and 1024, got 0
 splits_to_offsets: E must be between 1 and 1024, got 1025
-splits_to_offsets: dtype must be int32 or int64, got float32
+splits_to_offsets: out_dtype must be int32 or int64, got float32
 splits_to_offsets: num_rows must not be negative, got -1
 splits_to_offsets: alignment must be positive, got 0
 splits_to_offsets: stride must be positive, got 0
@@ -468,7 +468,7 @@ def test_group_dequantize() -> None:
         {"scale": like(scale, 1, None)},
         {"scale": like(scale, None, 8)},
         *BAD_OFFS,
-        {"dtype": torch.float64},
+        {"out_dtype": torch.float64},
     ]
     assert_expected_inline(
         sentences(good, mistakes),
@@ -485,7 +485,7 @@ group_dequantize: offs must be 1-D, got 2-D
 group_dequantize: offs must be int32, got int64
 group_dequantize: E must be between 1 and 1024, got 0
 group_dequantize: E must be between 1 and 1024, got 1025
-group_dequantize: dtype must be bfloat16, float16 or float32, got float64""",
+group_dequantize: out_dtype must be bfloat16, float16 or float32, got float64""",
     )
 
 
@@ -504,7 +504,7 @@ def test_group_dequantize_t() -> None:
         *BAD_OFFS,
         {"num_rows": -1},
         {"num_rows": 512},
-        {"dtype": torch.int32},
+        {"out_dtype": torch.int32},
     ]
     assert_expected_inline(
         sentences(good, mistakes),
@@ -523,7 +523,7 @@ group_dequantize_t: E must be between 1 and 1024, got 0
 group_dequantize_t: E must be between 1 and 1024, got 1025
 group_dequantize_t: num_rows must not be negative, got -1
 group_dequantize_t: the number of blocks differs: q_t has 3, num_rows has 6
-group_dequantize_t: dtype must be bfloat16, float16 or float32, got int32""",
+group_dequantize_t: out_dtype must be bfloat16, float16 or float32, got int32""",
     )
 
 

@@ -107,7 +107,7 @@ def test_quantized_rows(device: str, dtype: torch.dtype) -> None:
     assert_same_bits(of_last(gathered[2]), of_last(q_t))
     del q, q_t, gathered
     check(partial(_ops.group_quantize_current, **both), x, offs, e4m3)
-    check(partial(_ops.group_quantize_delayed_, None, **both), x, offs, scale, e4m3)
+    check(partial(_ops.group_quantize_delayed, **both), x, offs, scale, None, e4m3)
     check(partial(_ops.group_quantize_mx, **both), x, offs)
     check(partial(_ops.group_round_mx, **both), x, offs)
     check(_ops.grouped_bias_grad, x, offs)

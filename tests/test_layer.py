@@ -403,7 +403,7 @@ WORK: list[tuple[str, str, dict[str, int]]] = [
     (
         "delayed",
         "xwb",
-        work_of_per_group_scaling("group_quantize_delayed_", "quantize_weight_delayed_"),
+        work_of_per_group_scaling("group_quantize_delayed", "quantize_weight_delayed"),
     ),
     (
         "mxfp8",

@@ -91,10 +91,10 @@ group_quantize: offs is on cuda:0, x is on cpu
 group_quantize: rows is on cuda:0, x is on cpu
 group_quantize_current: offs is on cpu, x is on cuda:0
 group_quantize_current: offs is on cuda:0, x is on cpu
-group_quantize_delayed_: amax is on cuda:0, x is on cpu
-group_quantize_delayed_: offs is on cpu, x is on cuda:0
-group_quantize_delayed_: offs is on cuda:0, x is on cpu
-group_quantize_delayed_: scale is on cuda:0, x is on cpu
+group_quantize_delayed: amax is on cuda:0, x is on cpu
+group_quantize_delayed: offs is on cpu, x is on cuda:0
+group_quantize_delayed: offs is on cuda:0, x is on cpu
+group_quantize_delayed: scale is on cuda:0, x is on cpu
 group_quantize_mx: offs is on cpu, x is on cuda:0
 group_quantize_mx: offs is on cuda:0, x is on cpu
 group_round_mx: offs is on cpu, x is on cuda:0
@@ -128,9 +128,9 @@ group_dequantize_t: offs is on cuda:0, q_t is on cpu
 grouped_bias_grad: offs is on cpu, dy is on cuda:0
 grouped_bias_grad: offs is on cuda:0, dy is on cpu
 quantize_weight_list: w is on cuda:0, the first w is on cpu
-quantize_weight_delayed_: amax is on cuda:0, w is on cpu
-quantize_weight_delayed_: scale is on cpu, w is on cuda:0
-quantize_weight_delayed_: scale is on cuda:0, w is on cpu
+quantize_weight_delayed: amax is on cuda:0, w is on cpu
+quantize_weight_delayed: scale is on cpu, w is on cuda:0
+quantize_weight_delayed: scale is on cuda:0, w is on cpu
 refresh_weight_: w is on cuda:0, the first w is on cpu
 refresh_weight_: refresh is on cuda:0, w is on cpu
 refresh_weight_: q is on cuda:0, w is on cpu
@@ -300,9 +300,9 @@ group_quantize: offs must not exceed the number of rows 12, got 1300 at group 2
 group_quantize_current: offs must not decrease, got 3 after 5 at group 1
 group_quantize_current: offs must not decrease, got -1 after 0 at group 0
 group_quantize_current: offs must not exceed the number of rows 12, got 1300 at group 2
-group_quantize_delayed_: offs must not decrease, got 3 after 5 at group 1
-group_quantize_delayed_: offs must not decrease, got -1 after 0 at group 0
-group_quantize_delayed_: offs must not exceed the number of rows 12, got 1300 at group 2
+group_quantize_delayed: offs must not decrease, got 3 after 5 at group 1
+group_quantize_delayed: offs must not decrease, got -1 after 0 at group 0
+group_quantize_delayed: offs must not exceed the number of rows 12, got 1300 at group 2
 group_quantize_mx: offs must not decrease, got 3 after 5 at group 1
 group_quantize_mx: offs must not decrease, got -1 after 0 at group 0
 group_quantize_mx: offs must not exceed the number of rows 12, got 1300 at group 2
@@ -501,7 +501,7 @@ grouped_linear: recipe is the class DelayedScaling: call it, recipe=DelayedScali
 grouped_linear: DelayedScaling has a state: pass state, or use GroupedLinear
 grouped_linear: state must be a grouped_linear.DelayedScalingState, got DelayedScaling()
 grouped_linear: state needs a recipe that has one, got recipe None
-group_quantize_delayed_: E differs: scale has 3, offs has 2""",
+group_quantize_delayed: E differs: scale has 3, offs has 2""",
     )
     assert layer(x, m_splits).shape == (5, 32)
     assert recipe(x, m_splits).shape == (5, 32)

@@ -174,14 +174,14 @@ block_scaled_linear_grad(dy, offs, x_t, scale_x_t, w_t, scale_w, *, amax_epsilon
     power_of_two_scales=True, bias_grad=False, out_dtype=None)
 gather_dot(a, y, rows)
 gather_sum(y, rows, weight=None)
-group_dequantize(q, scale, offs, dtype)
-group_dequantize_t(q_t, scale_t, offs, num_rows, dtype)
+group_dequantize(q, scale, offs, out_dtype)
+group_dequantize_t(q_t, scale_t, offs, num_rows, out_dtype)
 group_quantize(x, offs, rows=None, *, amax_epsilon=0.0, power_of_two_scales=True, rowwise=True,
     columnwise=False, bias_grad=False, share_scales=False)
-group_quantize_current(x, offs, dtype=torch.float8_e4m3fn, *, amax_epsilon=0.0,
+group_quantize_current(x, offs, out_dtype=torch.float8_e4m3fn, *, amax_epsilon=0.0,
     power_of_two_scales=False, rowwise=True, columnwise=False, bias_grad=False)
-group_quantize_delayed_(amax, x, offs, scale, dtype=torch.float8_e4m3fn, *, rowwise=True,
-    columnwise=False, bias_grad=False)
+group_quantize_delayed(x, offs, scale, amax=None, out_dtype=torch.float8_e4m3fn, *,
+    rowwise=True, columnwise=False, bias_grad=False)
 group_quantize_mx(x, offs, *, rowwise=True, columnwise=False, bias_grad=False)
 group_quantize_swiglu(gate_up, offs, *, amax_epsilon=0.0, power_of_two_scales=True,
     rowwise=True, columnwise=False, keep_h=False, share_scales=False,
@@ -207,16 +207,16 @@ grouped_scaled_mm_wgrad_(main_grad, dy_t, x_t, scale_dy_t, scale_x_t, offs, over
 grouped_scaled_mm_wgrad_list_(main_grad, dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite=None)
 quantize_weight(w, *, amax_epsilon=0.0, power_of_two_scales=True, columnwise=True, rowwise=True)
 quantize_weight_current(w, *, amax_epsilon=0.0, power_of_two_scales=False, columnwise=True)
-quantize_weight_delayed_(amax, w, scale, *, columnwise=True)
+quantize_weight_delayed(w, scale, amax=None, *, columnwise=True)
 quantize_weight_list(w, *, amax_epsilon=0.0, power_of_two_scales=True, columnwise=True)
-refresh_weight_(w, refresh, q, scale, q_t, *, amax_epsilon=0.0, power_of_two_scales=True)
-refresh_weight_current_(w, refresh, q, scale, q_t, *, amax_epsilon=0.0,
+refresh_weight_(q, scale, q_t, w, refresh=None, *, amax_epsilon=0.0, power_of_two_scales=True)
+refresh_weight_current_(q, scale, q_t, w, refresh=None, *, amax_epsilon=0.0,
     power_of_two_scales=False)
-refresh_weight_delayed_(amax, w, state, refresh, q, scale, q_t)
-refresh_weight_mx_(w, refresh, w_rowwise, w_columnwise)
+refresh_weight_delayed_(q, scale, q_t, amax, w, state, refresh=None)
+refresh_weight_mx_(w_rowwise, w_columnwise, w, refresh=None)
 scatter_rows(x, rows, num_rows)
 sort_by_expert(experts, num_experts)
-splits_to_offsets(m_splits, num_rows, *, alignment=1, stride=1, dtype=None)
+splits_to_offsets(m_splits, num_rows, *, alignment=1, stride=1, out_dtype=None)
 swiglu(gate_up, offs, activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False,
     cubic=0.0))
 swiglu_grad(dh, gate_up, weight, offs, activation=SwiGLU(alpha=1.0, beta=0.0, limit=None,

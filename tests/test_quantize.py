@@ -361,7 +361,7 @@ def test_round_trip(groups: Groups, scaling: Scaling, device: str) -> None:
     sample = make("group_quantize", groups, BF16, **options)
     x_TK, offs = sample["x"], sample["offs"]
     q, scale, q_t, scale_t, _ = sample.results(device)
-    back = {"offs": offs, "dtype": FP32}
+    back = {"offs": offs, "out_dtype": FP32}
     rowwise = Sample("group_dequantize", {"q": q, "scale": scale, **back})
     columnwise = Sample(
         "group_dequantize_t", {"q_t": q_t, "scale_t": scale_t, "num_rows": groups.T, **back}

@@ -113,17 +113,17 @@ def test_schemas() -> None:
         "\n".join(lines),
         """\
 splits_to_offsets(Tensor m_splits, SymInt num_rows, int alignment=1, SymInt stride=1,
-    ScalarType? dtype=None) -> Tensor
+    ScalarType? out_dtype=None) -> Tensor
 group_quantize(Tensor x, Tensor offs, Tensor? rows=None, float amax_epsilon=0., bool
     power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool bias_grad=False,
     bool share_scales=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor
     bias_grad)
-group_quantize_current(Tensor x, Tensor offs, ScalarType dtype, float amax_epsilon=0., bool
+group_quantize_current(Tensor x, Tensor offs, ScalarType out_dtype, float amax_epsilon=0., bool
     power_of_two_scales=False, bool rowwise=True, bool columnwise=False, bool bias_grad=False)
     -> (Tensor q, Tensor scale, Tensor q_t, Tensor bias_grad)
-group_quantize_delayed_(Tensor(a!)? amax, Tensor x, Tensor offs, Tensor scale, ScalarType dtype,
-    bool rowwise=True, bool columnwise=False, bool bias_grad=False) -> (Tensor q, Tensor q_t,
-    Tensor bias_grad)
+group_quantize_delayed(Tensor x, Tensor offs, Tensor scale, Tensor(a!)? amax, ScalarType
+    out_dtype, bool rowwise=True, bool columnwise=False, bool bias_grad=False) -> (Tensor q,
+    Tensor q_t, Tensor bias_grad)
 group_quantize_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, bool
     bias_grad=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)
 group_round_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, bool
@@ -150,9 +150,9 @@ group_quantize_swiglu_grad(Tensor dh, Tensor gate_up, Tensor weight, Tensor offs
     float beta=0., float? limit=None, bool interleaved=False, float cubic=0.) -> (Tensor q,
     Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad, Tensor h_t, Tensor scale_h_t,
     Tensor d_weight)
-group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType dtype) -> Tensor
-group_dequantize_t(Tensor q_t, Tensor scale_t, Tensor offs, SymInt num_rows, ScalarType dtype)
-    -> Tensor
+group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType out_dtype) -> Tensor
+group_dequantize_t(Tensor q_t, Tensor scale_t, Tensor offs, SymInt num_rows, ScalarType
+    out_dtype) -> Tensor
 grouped_bias_grad(Tensor dy, Tensor offs) -> Tensor
 quantize_weight(Tensor w, float amax_epsilon=0., bool power_of_two_scales=True, bool
     columnwise=True, bool rowwise=True) -> (Tensor q, Tensor scale, Tensor q_t)
@@ -160,15 +160,15 @@ quantize_weight_list(Tensor[] w, float amax_epsilon=0., bool power_of_two_scales
     columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)
 quantize_weight_current(Tensor w, float amax_epsilon=0., bool power_of_two_scales=False, bool
     columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)
-quantize_weight_delayed_(Tensor(a!)? amax, Tensor w, Tensor scale, bool columnwise=True) ->
+quantize_weight_delayed(Tensor w, Tensor scale, Tensor(a!)? amax, bool columnwise=True) ->
     (Tensor q, Tensor q_t)
-refresh_weight_(Tensor[] w, Tensor? refresh, Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t,
+refresh_weight_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor[] w, Tensor? refresh,
     float amax_epsilon=0., bool power_of_two_scales=True) -> ()
-refresh_weight_current_(Tensor[] w, Tensor? refresh, Tensor(a!) q, Tensor(b!) scale, Tensor(c!)?
-    q_t, float amax_epsilon=0., bool power_of_two_scales=False) -> ()
-refresh_weight_delayed_(Tensor(a!)? amax, Tensor[] w, Tensor state, Tensor? refresh, Tensor(b!)
-    q, Tensor(c!) scale, Tensor(d!)? q_t) -> ()
-refresh_weight_mx_(Tensor[] w, Tensor? refresh, Tensor(a!) w_rowwise, Tensor(b!)? w_columnwise)
+refresh_weight_current_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor[] w, Tensor?
+    refresh, float amax_epsilon=0., bool power_of_two_scales=False) -> ()
+refresh_weight_delayed_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor(d!)? amax,
+    Tensor[] w, Tensor state, Tensor? refresh) -> ()
+refresh_weight_mx_(Tensor(a!) w_rowwise, Tensor(b!)? w_columnwise, Tensor[] w, Tensor? refresh)
     -> ()
 update_scales_(Tensor(a!)[] scale, Tensor(b!)[] amax, Tensor(c!)[] amax_history, float[]
     fp8_max, int margin=0, bool most_recent=False) -> ()
@@ -412,3 +412,25 @@ def test_the_library_needs_no_python() -> None:
     content = library.read_bytes()
     assert b"PyObject" not in content
     assert b"libtorch_python" not in content
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def test_an_underscore_says_that_the_first_argument_is_written() -> None:
+    """As in torch, and as there batch_norm records into running_mean, two ops record into amax."""
+    recorded = {"group_quantize_delayed": ["amax"], "quantize_weight_delayed": ["amax"]}
+    for op in OPS:
+        arguments = overload(op)._schema.arguments
+        written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        if op.endswith("_"):
+            assert arguments[0].name in written, op
+        else:
+            assert written == recorded.get(op, []), op
+
+
+def test_a_dtype_argument_is_the_results() -> None:
+    """And has the name that it has in torch.nn.functional.grouped_mm."""
+    for op in OPS:
+        for argument in overload(op)._schema.arguments:
+            assert ("dtype" in argument.name) == (argument.name == "out_dtype"), op

@@ -64,7 +64,7 @@ from grouped_linear.ops.quantize import (
     group_dequantize_t,
     group_quantize,
     group_quantize_current,
-    group_quantize_delayed_,
+    group_quantize_delayed,
     group_quantize_mx,
     group_round_mx,
 )
@@ -93,7 +93,7 @@ from grouped_linear.ops.weight import (
     WeightQuantized,
     quantize_weight,
     quantize_weight_current,
-    quantize_weight_delayed_,
+    quantize_weight_delayed,
     quantize_weight_list,
 )
 
@@ -135,7 +135,7 @@ __all__ = [
     "group_dequantize_t",
     "group_quantize",
     "group_quantize_current",
-    "group_quantize_delayed_",
+    "group_quantize_delayed",
     "group_quantize_mx",
     "group_quantize_swiglu",
     "group_quantize_swiglu_grad",
@@ -154,7 +154,7 @@ __all__ = [
     "grouped_scaled_mm_wgrad_list_",
     "quantize_weight",
     "quantize_weight_current",
-    "quantize_weight_delayed_",
+    "quantize_weight_delayed",
     "quantize_weight_list",
     "refresh_weight_",
     "refresh_weight_current_",

@@ -16,7 +16,7 @@ _MLP = "grouped_mlp"
 WITHOUT_GRADIENT = {
     "group_quantize": _LINEAR,
     "group_quantize_current": _LINEAR,
-    "group_quantize_delayed_": _LINEAR,
+    "group_quantize_delayed": _LINEAR,
     "group_quantize_mx": _LINEAR,
     "group_round_mx": _LINEAR,
     "group_dequantize": _LINEAR,
@@ -25,7 +25,7 @@ WITHOUT_GRADIENT = {
     "quantize_weight": _LINEAR,
     "quantize_weight_list": _LINEAR,
     "quantize_weight_current": _LINEAR,
-    "quantize_weight_delayed_": _LINEAR,
+    "quantize_weight_delayed": _LINEAR,
     "refresh_weight_": _LINEAR,
     "refresh_weight_current_": _LINEAR,
     "refresh_weight_delayed_": _LINEAR,

@@ -43,7 +43,7 @@ def splits_to_offsets(
     *,
     alignment: int = 1,
     stride: int = 1,
-    dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Turn group sizes into group ends, in one launch.
 
@@ -55,7 +55,7 @@ def splits_to_offsets(
         num_rows: the number of rows, an upper bound of every end.
         alignment: every group's size is rounded up to a multiple of it.
         stride: elements in a row, to get element offsets.
-        dtype: the result's dtype, int32 (the default) or int64.
+        out_dtype: the result's dtype, int32 (the default) or int64.
 
     Returns:
         [E] ends.
@@ -66,7 +66,7 @@ def splits_to_offsets(
     >>> splits_to_offsets(torch.tensor([3, 0, 5]), 10)
     tensor([3, 3, 8], dtype=torch.int32)
     """
-    offs: Tensor = OPS.splits_to_offsets(m_splits, num_rows, alignment, stride, dtype)
+    offs: Tensor = OPS.splits_to_offsets(m_splits, num_rows, alignment, stride, out_dtype)
     return offs
 
 

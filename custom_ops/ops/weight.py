@@ -120,17 +120,17 @@ def quantize_weight_current(
     return WeightQuantized(q, scale, q_t if columnwise else None)
 
 
-def quantize_weight_delayed_(
-    amax: Tensor | None, w: Tensor, scale: Tensor, *, columnwise: bool = True
+def quantize_weight_delayed(
+    w: Tensor, scale: Tensor, amax: Tensor | None = None, *, columnwise: bool = True
 ) -> WeightQuantized:
     """Quantize a packed weight to e4m3 with given scales, one an expert, and record its amax.
 
-    The formula is that of :func:`group_quantize_delayed_`.
+    The formula is that of :func:`group_quantize_delayed`.
 
     Args:
-        amax: [E] float32, contiguous, updated in place; None to record nothing.
         w: [E, N, K] bfloat16, float16 or float32, N and K multiples of 16.
         scale: [E] float32.
+        amax: [E] float32, contiguous, updated in place; None to record nothing.
         columnwise: return q_t too, which dgrad reads.
 
     Returns:
@@ -140,8 +140,8 @@ def quantize_weight_delayed_(
         RuntimeError: for a wrong shape, dtype, device or size.
 
     >>> amax = torch.zeros(2)
-    >>> quantize_weight_delayed_(amax, torch.ones(2, 32, 16), torch.ones(2)).q.float().mean(), amax
+    >>> quantize_weight_delayed(torch.ones(2, 32, 16), torch.ones(2), amax).q.float().mean(), amax
     (tensor(1.), tensor([1., 1.]))
     """
-    q, q_t = OPS.quantize_weight_delayed_(amax, w, scale, columnwise)
+    q, q_t = OPS.quantize_weight_delayed(w, scale, amax, columnwise)
     return WeightQuantized(q, scale, q_t if columnwise else None)

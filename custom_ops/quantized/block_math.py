@@ -82,11 +82,10 @@ def quantize_(
         q_t = None if q_t is None else q_t[None]
     w = w.detach().contiguous()
     ops.refresh_weight_(
-        w,
-        None,
         q,
         scale,
         q_t,
+        w,
         amax_epsilon=recipe.weight.epsilon,
         power_of_two_scales=recipe.power_of_two_scales,
     )

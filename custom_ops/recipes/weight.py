@@ -86,8 +86,8 @@ def quantize_weight(weights: Experts, format: Format, layouts: Layouts) -> Opera
         assert format.state is not None
         amax = format.state.amax if format.records else None
         return with_shared_scale(
-            *ops.quantize_weight_delayed_(
-                amax, w_ENK, format.state.scale, columnwise=layouts.columnwise
+            *ops.quantize_weight_delayed(
+                w_ENK, format.state.scale, amax, columnwise=layouts.columnwise
             )
         )
     return _as_stored(w_ENK, format, layouts)
@@ -157,23 +157,23 @@ def refresh_weight_(
     """
     values, scale, columnwise = quantized
     if format.scaling == "mx":
-        ops.refresh_weight_mx_(weights, refresh, values, columnwise)
+        ops.refresh_weight_mx_(values, columnwise, weights, refresh)
         return
     assert scale is not None
     if format.scaling == "delayed":
         assert format.state is not None
         amax = format.state.amax if format.records else None
         ops.refresh_weight_delayed_(
-            amax, weights, format.state.scale, refresh, values, scale, columnwise
+            values, scale, columnwise, amax, weights, format.state.scale, refresh
         )
         return
     refresh_ = ops.refresh_weight_ if format.scaling == "block" else ops.refresh_weight_current_
     refresh_(
-        weights,
-        refresh,
         values,
         scale,
         columnwise,
+        weights,
+        refresh,
         amax_epsilon=format.epsilon,
         power_of_two_scales=format.power_of_two_scales,
     )

@@ -96,7 +96,7 @@ UNSPECIFIED = {
         *("blocks", "blocks"),  # of h
     ),
     "group_quantize_current": ("rows", None, "blocks"),
-    "group_quantize_delayed_": ("rows", "blocks"),
+    "group_quantize_delayed": ("rows", "blocks"),
     "group_quantize_mx": ("rows", "rows", "blocks", "blocks"),
     "group_round_mx": ("rows", "rows"),
     "block_scaled_linear": (None, None, "blocks", "blocks"),
@@ -169,12 +169,12 @@ def make(
             tensors |= {"num_rows": groups.T * C}
         case "group_quantize_current":
             tensors = {"x": rows(groups, K, dtype, layout), "offs": offs}
-            tensors |= {"dtype": options.pop("fp8", reference.E4M3)}
-        case "group_quantize_delayed_":
+            tensors |= {"out_dtype": options.pop("fp8", reference.E4M3)}
+        case "group_quantize_delayed":
             amax = torch.rand(groups.E) if options.pop("amax", True) else None
             tensors = {"amax": amax, "x": rows(groups, K, dtype, layout), "offs": offs}
             tensors |= {"scale": 0.005 + 0.01 * torch.rand(groups.E)}
-            tensors |= {"dtype": options.pop("fp8", reference.E4M3)}
+            tensors |= {"out_dtype": options.pop("fp8", reference.E4M3)}
         case "group_quantize_mx" | "group_round_mx":
             tensors = {"x": rows(groups, K, dtype, layout), "offs": offs}
         case "swiglu" | "group_quantize_swiglu":
@@ -185,11 +185,11 @@ def make(
             tensors |= {"weight": per_row(groups, layout), "offs": offs}
         case "group_dequantize":
             q, scale = quantized_rows(groups, K)
-            tensors = {"q": q, "scale": scale, "offs": offs, "dtype": dtype}
+            tensors = {"q": q, "scale": scale, "offs": offs, "out_dtype": dtype}
         case "group_dequantize_t":
             q_t, scale_t = quantized_columns(groups, K, options.pop("share_scales", False))
             tensors = {"q_t": q_t, "scale_t": scale_t, "offs": offs}
-            tensors |= {"num_rows": groups.T, "dtype": dtype}
+            tensors |= {"num_rows": groups.T, "out_dtype": dtype}
         case "grouped_bias_grad":
             tensors = {"dy": rows(groups, N, dtype, layout), "offs": offs}
         case "quantize_weight" | "quantize_weight_current":
@@ -214,7 +214,7 @@ def make(
             tensors |= {"w_rowwise": weight(groups, BF16)}
             columnwise = options.pop("columnwise", True)
             tensors |= {"w_columnwise": weight(groups, BF16) if columnwise else None}
-        case "quantize_weight_delayed_":
+        case "quantize_weight_delayed":
             amax = torch.rand(groups.E) if options.pop("amax", True) else None
             tensors = {"amax": amax, "w": weight(groups, dtype, layout)}
             tensors |= {"scale": 0.005 + 0.01 * torch.rand(groups.E)}
