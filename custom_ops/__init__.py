@@ -17,6 +17,7 @@ from importlib.metadata import version
 
 from grouped_linear import loading  # first: it registers the ops  # isort: skip
 from grouped_linear import meta_kernels, ops  # isort: skip
+from grouped_linear import te as te
 from grouped_linear.integrations import spmd as spmd
 from grouped_linear.integrations.convert import Conversion, convert
 from grouped_linear.integrations.convert_experts import convert_experts

@@ -28,6 +28,7 @@ from grouped_linear import (
 from support.compare import assert_same_bits
 from support.devices import OPS, devices
 from support.graphs import graphs
+from support.layers import linear_of
 from support.recipes import RECIPES as EVERY_RECIPE
 from support.tensors import BF16
 
@@ -68,7 +69,7 @@ def inputs(device: str) -> list[tuple[Tensor, Tensor]]:
 def test_frozen(recipe: Recipe | None, device: str, experts: int) -> None:
     """Nothing needs a gradient, and nobody said no_grad: of a parameter an expert, too."""
     layers = [
-        GroupedLinear(
+        linear_of(
             experts,
             K,
             N,

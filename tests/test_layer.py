@@ -30,6 +30,7 @@ from support.compare import assert_same_bits, bits, tail_is_zero, within
 from support.devices import OPS, devices
 from support.errors import sentence
 from support.groups import GROUPS, Groups
+from support.layers import linear_of
 from support.recipes import MORE_RECIPES, scheme_of, state_for
 from support.tensors import BF16, DTYPES, FP16, FP32, rows, weight
 
@@ -141,7 +142,7 @@ def test_bias_that_would_lose_by_a_cast(
     m_splits, state = list(SMALL.m_splits), state_for(recipe, SMALL.E, device)
     options: dict[str, Any] = {"recipe": recipe, "device": device}
     layer = GroupedLinear(SMALL.E, SMALL.K, SMALL.N, **options)
-    returning = GroupedLinear(SMALL.E, SMALL.K, SMALL.N, return_bias=True, **options)
+    returning = linear_of(SMALL.E, SMALL.K, SMALL.N, return_bias=True, **options)
     b = torch.ones(SMALL.E, SMALL.N, dtype=dtype, device=device)
     layer.bias = returning.bias = nn.Parameter(b, requires_grad=False)
     said = {

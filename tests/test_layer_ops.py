@@ -15,6 +15,7 @@ from support.cases import cases, variant_of
 from support.compare import assert_same_bits
 from support.devices import devices
 from support.groups import GROUPS, Groups
+from support.layers import linear_of
 from support.samples import Sample
 from support.tensors import BF16, DTYPES, FP32
 
@@ -106,7 +107,7 @@ def test_an_eager_layer_gives_the_bits_of_separate_ops(device: str) -> None:
     results = []
     for save_input in (False, True):
         torch.manual_seed(0)
-        layer = GroupedLinear(
+        layer = linear_of(
             groups.E,
             groups.K,
             groups.N,

@@ -28,6 +28,7 @@ from support.compare import assert_same_bits
 from support.devices import CUDA_OPS, OPS, needs_gpu
 from support.errors import sentence
 from support.groups import Groups
+from support.layers import linear_of
 from support.samples import Sample, make
 from support.tensors import BF16, on
 
@@ -411,7 +412,6 @@ def test_configurations() -> None:
         layer(in_features=0),
         layer(out_features=-16),
         layer(recipe="fp8"),
-        layer(dtype=torch.float32, params_dtype=torch.float32),
     ]
     for mistake in mistakes:
         with pytest.raises(ValueError, match=":"):
@@ -444,8 +444,7 @@ GroupedLinear: num_gemms must be between 1 and 1024, got 1025
 GroupedLinear: in_features must be a positive multiple of 16, got 24
 GroupedLinear: in_features must be a positive multiple of 16, got 0
 GroupedLinear: out_features must be a positive multiple of 16, got -16
-GroupedLinear: recipe must be None or a grouped_linear.Recipe, got 'fp8'
-GroupedLinear: dtype and params_dtype are one option, got both""",
+GroupedLinear: recipe must be None or a grouped_linear.Recipe, got 'fp8'""",
     )
 
 
@@ -587,7 +586,7 @@ no error""",  # noqa: E501
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_step_without_the_gradients_that_wait(compiled: bool) -> None:
     """Without the sentence, the optimizer skips the weight, or steps it by gradients of before."""
-    layer = GroupedLinear(2, 16, 32, delay_wgrad_compute=True)
+    layer = linear_of(2, 16, 32, delay_wgrad_compute=True)
     other = torch.nn.Linear(16, 16)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (layer, other)]
     x = torch.randn(5, 16)
@@ -606,7 +605,7 @@ def test_a_step_without_the_gradients_that_wait(compiled: bool) -> None:
 
 def test_gradients_that_wait_for_ever() -> None:
     """For optimizers that are not torch's: the operands of each backward stay in memory."""
-    layer = GroupedLinear(2, 16, 32, delay_wgrad_compute=True)
+    layer = linear_of(2, 16, 32, delay_wgrad_compute=True)
     x = torch.randn(5, 16)
     for _ in range(64):
         layer(x, [2, 3]).sum().backward()

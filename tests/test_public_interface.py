@@ -20,6 +20,7 @@ from grouped_linear import (
     Recipe,
     ops,
     parallel,
+    te,
 )
 from support.recipes import RECIPES
 
@@ -79,7 +80,7 @@ def test_arguments() -> None:
     methods = {
         f"{layer.__name__}.{name}": getattr(layer, name)
         for layer, names in (
-            (GroupedLinear, ("forward", "backward_dw", "reset_parameters")),
+            (GroupedLinear, ("forward", "reset_parameters")),
             (GroupedMLP, ("forward", "reset_parameters")),
             (GroupedTensor, ("quantize", "from_parts", "dequantize")),
         )
@@ -100,13 +101,9 @@ Float8CurrentScaling(power_of_two_scales=False, amax_epsilon=0.0,
 Format(dtype=None, scaling=None, power_of_two_scales=False, amax_epsilon=0.0,
     share_scales=False, wgrad_dtype=None, quantize=None, state=None, records=True)
 GeGLU(approximate='none')
-GroupedLinear(num_gemms, in_features, out_features, bias=True, return_bias=False,
-    init_method=None, get_rng_state_tracker=None, rng_tracker_name=None, dtype=None,
-    params_dtype=None, device=None, *, recipe=None, cache_weights=False,
-    fuse_wgrad_accumulation=False, delay_wgrad_compute=False, save_original_input=False,
-    single_grouped_weight=True, single_grouped_bias=True, quantized_weight=False,
-    stochastic_rounding=None, preserve_high_precision_init=False, **out_of_scope)
-GroupedLinear.backward_dw()
+GroupedLinear(num_gemms, in_features, out_features, bias=True, device=None, dtype=None, *,
+    recipe=None, cache_weights=False, fuse_wgrad_accumulation=False, quantized_weight=False,
+    stochastic_rounding=None)
 GroupedLinear.forward(x, m_splits, is_first_microbatch=None)
 GroupedLinear.reset_parameters()
 GroupedMLP(num_experts, hidden_size, intermediate_size, *, bias=False,
@@ -134,6 +131,21 @@ grouped_mlp_sorted(x, m_splits, gate_up_proj, down_proj, row_weights=None, recip
     beta=0.0, limit=None, interleaved=False, cubic=0.0), save_gate_up_in_fp8=False)
 refresh_weights(model)
 update_scales(model, group=None)""",
+    )
+
+
+def test_te() -> None:
+    assert_expected_inline(
+        lines({"GroupedLinear": te.GroupedLinear, "backward_dw": te.GroupedLinear.backward_dw}),
+        """\
+GroupedLinear(num_gemms, in_features, out_features, sequence_parallel=False,
+    fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, get_rng_state_tracker=None,
+    rng_tracker_name=None, init_method=None, bias=True, return_bias=False, params_dtype=None,
+    parallel_mode=None, device=None, ub_overlap_rs=False, ub_overlap_ag=False, ub_name=None,
+    delay_wgrad_compute=False, save_original_input=False, single_grouped_weight=False,
+    single_grouped_bias=False, *, recipe=None, cache_weights=False, quantized_weight=False,
+    stochastic_rounding=None, preserve_high_precision_init=False)
+backward_dw()""",
     )
 
 
@@ -292,7 +304,7 @@ down_proj_state.dy.amax_history (3, 2)""",
 
 
 def test_keys_of_checkpoints_with_a_parameter_per_expert() -> None:
-    layer = GroupedLinear(2, 16, 32, single_grouped_weight=False, single_grouped_bias=False)
+    layer = te.GroupedLinear(2, 16, 32)
     assert_expected_inline(
         "\n".join(keys_of(layer)),
         """\

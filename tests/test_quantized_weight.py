@@ -36,6 +36,7 @@ from support.devices import OPS, devices, needs_gpu
 from support.errors import sentence
 from support.graphs import STRICT_GRAPHS
 from support.groups import experts_of
+from support.layers import linear_of
 from support.tensors import BF16, DTYPES, FP32
 
 E, T, K, N = 4, 147, 144, 272
@@ -60,11 +61,11 @@ class MLP(GroupedMLP):
         return super().forward(x, self.score, experts_of(m_splits, T), is_first_microbatch)
 
 
-EVERY_KIND = pytest.mark.parametrize("kind", [GroupedLinear, MLP])
+EVERY_KIND = pytest.mark.parametrize("kind", [linear_of, MLP])
 
 
 def make_layer(
-    device: str = "cpu", kind: Any = GroupedLinear, *, quantized_weight: bool = True, **options: Any
+    device: str = "cpu", kind: Any = linear_of, *, quantized_weight: bool = True, **options: Any
 ) -> Any:
     torch.manual_seed(0)
     kept: dict[str, Any] = {"recipe": Float8BlockScaling(), "dtype": BF16, "device": device}
@@ -328,7 +329,8 @@ def test_initialisation_of_the_users(device: str) -> None:
     plain = make_layer(device, quantized_weight=False)
     layer = make_layer(device, preserve_high_precision_init=True)
     assert_same_bits(layer.high_precision_init, plain.weight.detach().cpu())
-    assert make_layer(device).high_precision_init is None
+    kept_nothing = make_layer(device, preserve_high_precision_init=False)
+    assert kept_nothing.high_precision_init is None
     filled = make_layer(device, init_method=lambda w: w.fill_(3))
     assert (filled.weight == 3).all()
 
@@ -431,7 +433,7 @@ def test_state_dicts_with_an_expert_a_key(
         if name in apart:
             parts = enumerate(apart.pop(name))
             apart |= {name.replace("weight", f"weight{e}", 1): part for e, part in parts}
-    target = make_layer(quantized_weight=to_quantized)
+    target = make_layer(quantized_weight=to_quantized, single_grouped_weight=True)
     torch.nn.init.zeros_(target.weight)
     target.load_state_dict(apart, strict=True, assign=assign)
     expected = make_layer(quantized_weight=False).weight.detach()

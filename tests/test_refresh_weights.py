@@ -31,6 +31,7 @@ from support.compare import assert_same_bits, assert_shows_cold
 from support.devices import OPS, devices, needs_gpu
 from support.errors import sentence
 from support.graphs import STRICT_GRAPHS
+from support.layers import linear_of
 from support.recipes import RECIPES
 
 T, E, K, N, C = 40, 3, 32, 48, 2
@@ -39,9 +40,7 @@ DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 FORMS: dict[str, Callable[..., nn.Module]] = {
     "one": lambda **options: GroupedLinear(E, K, N, False, **options),
-    "apart": lambda **options: GroupedLinear(
-        E, K, N, False, single_grouped_weight=False, **options
-    ),
+    "apart": lambda **options: linear_of(E, K, N, False, single_grouped_weight=False, **options),
     "mlp": lambda **options: GroupedMLP(E, K, N, **options),
 }
 EVERY_FORM = pytest.mark.parametrize("form", FORMS)

@@ -21,6 +21,7 @@ from grouped_linear import (
     SwiGLU,
     update_scales,
 )
+from support.layers import linear_of
 from support.tensors import BF16
 
 K, N = 16, 32
@@ -28,7 +29,7 @@ K, N = 16, 32
 
 def linear(x: Any = None, m_splits: Any = (2, 3), first: Any = None, **options: Any) -> Any:
     dtype = options.pop("cast", None)
-    layer = GroupedLinear(**{"num_gemms": 2, "in_features": K, "out_features": N} | options)
+    layer = linear_of(**{"num_gemms": 2, "in_features": K, "out_features": N} | options)
     layer.to(dtype)
     return layer(torch.randn(5, K) if x is None else x, m_splits, first)
 

@@ -36,6 +36,7 @@ from grouped_linear import (
     update_scales,
 )
 from support.compare import assert_same, assert_same_bits, bits
+from support.layers import linear_of
 from support.processes import PROCESSES, Checks, Passes
 from support.tensors import BF16
 
@@ -48,7 +49,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         kept: dict[str, Any] = {"recipe": Float8BlockScaling(), "dtype": BF16}
-        self.experts = GroupedLinear(E, K, N, quantized_weight=True, **(kept | options))
+        self.experts = linear_of(E, K, N, quantized_weight=True, **(kept | options))
         self.plain = nn.Linear(N, 16, dtype=BF16)
 
     def forward(self, x: Tensor, m_splits: Tensor) -> Tensor:
@@ -236,7 +237,7 @@ RESETS: dict[str, dict[str, Any]] = {
 def check_reset(name: str, rank: int, directory: Path) -> None:
     """Parameters drawn where they are sharded."""
     bound = K**-0.5
-    layer = GroupedLinear(E, K, N, device="meta", **RESETS[name])
+    layer = linear_of(E, K, N, device="meta", **RESETS[name])
     shard(layer)
     layer.to_empty(device="cpu")
     with torch.no_grad():
@@ -292,7 +293,7 @@ class Delayed(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         recipe = DelayedScaling(amax_history_len=2)
-        self.experts = GroupedLinear(E, K, N, recipe=recipe, **options)
+        self.experts = linear_of(E, K, N, recipe=recipe, **options)
 
     def forward(self, x: Tensor, m_splits: Tensor, first: bool | None = None) -> Tensor:
         y: Tensor = self.experts(x, m_splits, first)
@@ -464,7 +465,7 @@ def check_distributed_tensors_in_layers(rank: int, directory: Path) -> None:
 
 
 def check_deferred_wgrad_of_shards_is_refused(rank: int, directory: Path) -> None:
-    layer = GroupedLinear(E, K, N, delay_wgrad_compute=True)
+    layer = linear_of(E, K, N, delay_wgrad_compute=True)
     shard(layer)
     layer(torch.ones(4, K), [1, 1, 1, 1]).sum().backward()
     with pytest.raises(RuntimeError, match="leave delay_wgrad_compute out"):

@@ -89,7 +89,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         context: LinearContext = ctx.context
         options = context.options
         _, need_x, need_bias, _, _, *need_weights = ctx.needs_input_grad
-        if options.main_grad is not None or options.deferred_wgrad is not None:
+        if options.main_grad is not None or options.defer_wgrad is not None:
             edges = slice(-len(need_weights), None)
             need_weights = list(needs_grad_now(ctx, need_weights, edges))
         need_weight = any(need_weights)
@@ -124,11 +124,10 @@ class GroupedLinearFunction(torch.autograd.Function):
                 x_t = quantize(x, recipe.input, offs_E, Layouts(False, True, again=True))
                 x, x_scale = x_t.columnwise, x_t.columnwise_scale
             wgrad = context.wgrad(dy, x, x_scale, offs_E)
-            if options.deferred_wgrad is None:
+            if options.defer_wgrad is None:
                 dws = wgrad.compute()
             else:
-                captured = dy_TN.is_cuda and torch.cuda.is_current_stream_capturing()
-                options.deferred_wgrad.append(wgrad.deferred(captured))
+                options.defer_wgrad(wgrad)
         if dy.bias_grad is not None:
             db_EN = dy.bias_grad.to(ctx.bias_dtype)
         return None, dx_TK, db_EN, None, None, *dws

@@ -94,9 +94,7 @@ def convert_experts(
         options: ``quantized_weight`` and ``stochastic_rounding`` keep weights as
             :class:`grouped_linear.GroupedTensor`, also those of experts in one module, whose
             parameters are then new. For the modules that replace lists also ``cache_weights`` and
-            ``fuse_wgrad_accumulation``; if all of them are GroupedMLP, ``save_gate_up_in_fp8``; if
-            all of them are GroupedLinear, ``return_bias``,
-            ``delay_wgrad_compute`` and ``save_original_input``.
+            ``fuse_wgrad_accumulation``; if all of them are GroupedMLP, ``save_gate_up_in_fp8``.
 
     Returns:
         What was converted, in the order of ``named_modules``; never empty.

@@ -304,17 +304,15 @@ def apply_layer(
     x_TK = as_rows("grouped_linear", x)
     _check_call(x_TK, weights, bias, m_splits, recipe)
     m_splits = splits_on("grouped_linear", m_splits, device)
-    context = LinearContext(
-        recipe, grad_enabled, weights, options, () if options.deferred_wgrad is None else parameters
-    )
+    context = LinearContext(recipe, grad_enabled, weights, options)
     one_op = context.has_one_op_forward
     offs_E = None if one_op else ops.splits_to_offsets(m_splits, x_TK.size(0))
     grad_inputs = weights
     if options.main_grad is not None:
         grad_inputs = parameters
-    if options.deferred_wgrad is not None:
-        # The parameters are differentiated in a graph of their own, by backward_dw. This tensor
-        # makes autograd run the layer's backward where nothing else requires it.
+    if options.defer_wgrad is not None:
+        # The parameters are differentiated in a graph of their own, later. This tensor makes
+        # autograd run the layer's backward where nothing else requires it.
         grad_inputs = (x.new_empty(0, requires_grad=True),)
     y_TN: Tensor = GroupedLinearFunction.apply(
         context, x_TK, bias, m_splits if one_op else None, offs_E, *grad_inputs

@@ -19,18 +19,12 @@ from grouped_linear.nn.options import (
     check_features,
     check_flags,
     check_num_groups,
-    check_parameters_dtype,
-    check_recipe,
-    check_stochastic_rounding,
+    check_options,
 )
+from grouped_linear.nn.parameters import drawn, quantized_like
 from grouped_linear.ops.activation import PLAIN, Activation
 from grouped_linear.quantized.state_dict import SavesQuantized, scales_of
-from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import (
-    check_quantized_weight,
-    local_part,
-    quantized_as,
-)
+from grouped_linear.quantized.weight import local_part
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import DelayedScalingState, Recipe, new_state
 
@@ -141,26 +135,18 @@ class GroupedMLP(SavesQuantized):
     ) -> None:
         super().__init__()
         check_num_groups("GroupedMLP", "num_experts", num_experts)
-        check_flags(
-            "GroupedMLP",
-            bias=bias,
-            save_gate_up_in_fp8=save_gate_up_in_fp8,
-            cache_weights=cache_weights,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            quantized_weight=quantized_weight,
-        )
-        check_stochastic_rounding("GroupedMLP", stochastic_rounding)
         check_features("GroupedMLP", "hidden_size", hidden_size)
         check_features("GroupedMLP", "intermediate_size", intermediate_size)
-        check_parameters_dtype("GroupedMLP", "dtype", dtype)
-        check_recipe("GroupedMLP", recipe)
+        check_flags("GroupedMLP", bias=bias, save_gate_up_in_fp8=save_gate_up_in_fp8)
         check_activation("GroupedMLP", activation)
-        check_quantized_weight(
+        check_options(
             "GroupedMLP",
             recipe,
-            quantized_weight,
             cache_weights,
-            stochastic_rounding=stochastic_rounding,
+            fuse_wgrad_accumulation,
+            quantized_weight,
+            stochastic_rounding,
+            dtype,
         )
         self.num_experts = num_experts
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
@@ -173,8 +159,7 @@ class GroupedMLP(SavesQuantized):
         for name, shape in (("gate_up_proj", (E, G, H)), ("down_proj", (E, H, F))):
             w = torch.empty(shape, dtype=dtype, device=device)
             if quantized_weight:
-                stochastic = stochastic_rounding is not False
-                w = GroupedTensor.quantize(w, recipe, stochastic_rounding=stochastic)
+                w = quantized_like(w, recipe, stochastic_rounding)
             self.register_parameter(name, nn.Parameter(w))
         for name, features in (("gate_up_proj_bias", G), ("down_proj_bias", H)):
             b = nn.Parameter(torch.empty(E, features, dtype=dtype, device=device)) if bias else None
@@ -215,12 +200,8 @@ class GroupedMLP(SavesQuantized):
             bound = 1 / math.sqrt(weight_ENK.size(2))
             if bias_EN is not None:
                 nn.init.uniform_(bias_EN, -bound, bound)
-            if not self.quantized_weight:
-                nn.init.uniform_(weight_ENK, -bound, bound)
-            else:  # draw what any other layer draws, then quantize it
-                drawn_ENK = torch.empty_like(weight_ENK)
-                nn.init.uniform_(drawn_ENK, -bound, bound)
-                weight_ENK.copy_(quantized_as(weight_ENK, drawn_ENK))
+            with drawn(weight_ENK) as numbers_ENK:
+                nn.init.uniform_(numbers_ENK, -bound, bound)
         for state in (
             self.gate_up_proj_state,
             self.down_proj_state,
