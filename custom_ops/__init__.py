@@ -21,7 +21,7 @@ from grouped_linear import te as te
 from grouped_linear.integrations import spmd as spmd
 from grouped_linear.integrations.convert import Conversion, convert
 from grouped_linear.integrations.convert_experts import convert_experts
-from grouped_linear.integrations.look_alikes import LeftExperts
+from grouped_linear.integrations.look_alikes import SkippedExperts
 from grouped_linear.integrations.plan import ConvertedExperts
 from grouped_linear.nn.functional import grouped_linear
 from grouped_linear.nn.functional_mlp import grouped_mlp, grouped_mlp_sorted
@@ -57,9 +57,9 @@ __all__ = [
     "GroupedLinear",
     "GroupedMLP",
     "GroupedTensor",
-    "LeftExperts",
     "MXFP8BlockScaling",
     "Recipe",
+    "SkippedExperts",
     "SquaredReLU",
     "SwiGLU",
     "convert",

@@ -55,9 +55,9 @@ GeGLU
 GroupedLinear
 GroupedMLP
 GroupedTensor
-LeftExperts
 MXFP8BlockScaling
 Recipe
+SkippedExperts
 SquaredReLU
 SwiGLU
 convert
@@ -90,7 +90,7 @@ def test_arguments() -> None:
         lines(callables | methods),
         """\
 Activation()
-Conversion(recipe, converted, left)
+Conversion(recipe, converted, skipped)
 ConvertedExperts(name, form, num_experts, num_parameters, path)
 DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
 DelayedScalingState(recipe, num_groups, device=None)
@@ -116,8 +116,8 @@ GroupedTensor.dequantize(dtype=None)
 GroupedTensor.from_parts(q, scale, dtype=torch.bfloat16, recipe=None, *, columnwise=True,
     stochastic_rounding=True)
 GroupedTensor.quantize(w, recipe=None, *, columnwise=True, stochastic_rounding=True)
-LeftExperts(name, why)
 MXFP8BlockScaling()
+SkippedExperts(name, why)
 SquaredReLU()
 SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0)
 convert(model, recipe=None, *, weights=None, forwards=None, **options)

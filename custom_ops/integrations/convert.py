@@ -15,7 +15,7 @@ from grouped_linear.integrations.convert_experts import (
 )
 from grouped_linear.integrations.converted_class import Forward
 from grouped_linear.integrations.look_alikes import (
-    LeftExperts,
+    SkippedExperts,
     goes_through_interface,
     look_alikes,
 )
@@ -35,8 +35,8 @@ class Conversion:
     """How the GEMMs are computed."""
     converted: tuple[ConvertedExperts, ...]
     """In the order of ``named_modules``; never empty."""
-    left: tuple[LeftExperts, ...]
-    """What looks like experts and is as it was."""
+    skipped: tuple[SkippedExperts, ...]
+    """What looks like experts and is unchanged."""
 
     def __repr__(self) -> str:
         """The table."""
@@ -59,7 +59,7 @@ class Conversion:
             for row in (head, *rows)
         ]
         lines.append(f"recipe: {self.recipe!r}")
-        lines += [f"left: {line}" for line in _lines_of(self.left)]
+        lines += [f"skipped: {line}" for line in _lines_of(self.skipped)]
         return "\n".join(lines)
 
 
@@ -67,10 +67,10 @@ def _pattern(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
 
 
-def _lines_of(left: tuple[LeftExperts, ...]) -> list[str]:
-    """Name and reason of what was left, alike ones once."""
+def _lines_of(skipped: tuple[SkippedExperts, ...]) -> list[str]:
+    """Name and reason of what was skipped, alike ones once."""
     counts: dict[tuple[str, str], int] = {}
-    for one in left:
+    for one in skipped:
         key = _pattern(one.name) or "(the model)", one.why
         counts[key] = counts.get(key, 0) + 1
     return [f"{name} ({why}{_times(n)})" for (name, why), n in counts.items()]
@@ -140,7 +140,7 @@ def convert(
             ``weights="fp8"`` also ``stochastic_rounding``, of what optimizers write.
 
     Returns:
-        What was converted, and what looks like experts and was left, with the reason.
+        What was converted, and what looks like experts and was skipped, with the reason.
 
     Raises:
         ValueError: if nothing is recognised, and where
@@ -206,8 +206,8 @@ def convert(
 
 def _raise_for_nothing(model: nn.Module) -> None:
     check_not_converted("convert", model)
-    name, left = type(model).__name__, _lines_of(tuple(look_alikes(model)))
+    name, skipped = type(model).__name__, _lines_of(tuple(look_alikes(model)))
     raise ValueError(
         f"convert: {name} has no experts of a form that is known"
-        + (f", and these look like experts: {', '.join(left)}" if left else "")
+        + (f", and these look like experts: {', '.join(skipped)}" if skipped else "")
     )

@@ -17,11 +17,12 @@ from torch.nn.functional import silu
 from grouped_linear.integrations.check_swiglu import Expert, check_swiglu
 from grouped_linear.integrations.converted_class import Forward, convert_class
 from grouped_linear.integrations.plan import check_weights
-from grouped_linear.nn.functional import check_whole, grouped_linear, is_dtensor
+from grouped_linear.nn.functional import check_whole, grouped_linear
 from grouped_linear.nn.functional_mlp import grouped_mlp_sorted
 from grouped_linear.ops.activation import PLAIN, SwiGLU
 from grouped_linear.quantized.state_dict import scale_properties
 from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.quantized.weight import is_dtensor, local_part
 from grouped_linear.recipes import Recipe, new_state
 
 GPT_OSS_ALPHA = 1.702  # torchtitan has the number in its code, and swiglu_limit in the module
@@ -119,7 +120,7 @@ def form_of(module: nn.Module) -> GroupedForm | None:
     form = next((form for form in FORMS if set(form.parameters) == set(parameters)), None)
     if form is None:
         return None
-    # The class's: torchtitan's parallelize gives a module a forward of its own.
+    # The class's forward: torchtitan's parallelize replaces the module's.
     _, *called_with = inspect.signature(type(module).forward).parameters
     shapes = [tuple(parameters[name].shape) for name in form.parameters]
     has_limit = not form.gpt_oss or hasattr(module, "swiglu_limit")
@@ -169,7 +170,7 @@ def _as_matrices(w: Tensor) -> Tensor:
 def convert_grouped_experts(
     module: Any, form: GroupedForm, recipe: Recipe | None, quantized: dict[str, bool] | None
 ) -> None:
-    """Give the module a forward of grouped layers; nothing here raises, unless memory runs out.
+    """Give the module a forward of grouped layers. It raises only if memory runs out.
 
     Args:
         module: which :func:`check_grouped_experts` has checked.
@@ -226,7 +227,7 @@ class GroupedForward:
             states: Any = getattr(self, "scaling_states", (None,) * len(form.weights))
 
             def weight(i: int) -> Any:
-                weight, state = local(getattr(self, form.weights[i])), states[i]
+                weight, state = local_part(getattr(self, form.weights[i])), states[i]
                 held = None if state is None else len(state.weight.scale)
                 if held is not None and len(weight) != held:
                     raise ValueError(
@@ -252,12 +253,12 @@ class GroupedForward:
                 h = silu(gate) * up
                 return grouped_linear(h, weight(2), m_splits_E, None, recipe, states[2]).to(x.dtype)
             gate_up_bias, down_bias = (
-                (local(getattr(self, name)) for name in form.biases)
+                (local_part(getattr(self, name)) for name in form.biases)
                 if form.biases
                 else (None, None)
             )
-            # Tensor parallelism adds up outputs, so each process adds its share of the bias, which
-            # has the whole gradient.
+            # Tensor parallelism sums the processes' outputs, so each process adds its share of the
+            # bias. The gradient of the bias is not divided.
             degree = _tensor_parallel_degree(getattr(self, form.weights[0]))
             if down_bias is not None and degree > 1:
                 down_bias = down_bias - down_bias.detach() * (1 - 1 / degree)
@@ -278,8 +279,3 @@ class GroupedForward:
             return forward(self, x_RD, num_tokens_per_expert_E)
 
         return forward_RD if form.inputs == SORTED_ROWS else forward
-
-
-def local(t: Any) -> Any:
-    """The part of a parameter that is on this process."""
-    return t.to_local() if is_dtensor(t) else t

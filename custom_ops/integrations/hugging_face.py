@@ -106,14 +106,14 @@ def _choose(model: nn.Module, experts: dict[str, Any], implementation: Implement
         if isinstance(module, PreTrainedModel) and module not in inside:
             inside.update(module.modules())
             module.set_experts_implementation(implementation.name)
-    for module in experts.values():  # outside of models of transformers, or with a config apart
+    for module in experts.values():  # outside of a PreTrainedModel, or with a config of their own
         if module.config._experts_implementation != implementation.name:
             module.config._experts_implementation = implementation.name
         implementation.travel_with(module)
 
 
 def _learned(experts: Any) -> list[str]:
-    """The names of weights that learn, and will where they are in FP8.
+    """The names of weights that learn, and must go on learning when they are in FP8.
 
     Their gradient is that of the weight that they stand for. Transposed weights are read by a GEMM
     that has none.
