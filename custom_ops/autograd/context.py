@@ -1,4 +1,4 @@
-"""What a call of a layer passes to its gradient besides the tensors that are differentiated."""
+"""The arguments of a layer's autograd.Function besides the tensors that it differentiates."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -137,12 +137,12 @@ class GroupedLinear(SavesQuantized):
         return scales_of(self._parameters.get("weight"))
 
     def _register(self, name: str, t: Tensor | None) -> tuple[str, ...]:
-        """Register a parameter, and return its name; a subclass may make several of it."""
+        """Register a parameter and return its name. A subclass may register one for each expert."""
         self.register_parameter(name, None if t is None else nn.Parameter(t))
         return (name,)
 
     def _experts_of(self, name: str) -> Any:
-        """A parameter, whose items are those of the experts, or a sequence of parameters."""
+        """The parameter, whose first dimension is experts, or a tuple with one of each expert."""
         return getattr(self, name)
 
     @torch.no_grad()

@@ -25,7 +25,7 @@ def check_options(
     stochastic_rounding: Any,
     dtype: Any,
 ) -> None:
-    """Raise ValueError for options of both layers that are no such thing or exclude each other."""
+    """Check the options that both layers have: each alone, then those that exclude each other."""
     check_flags(
         layer,
         cache_weights=cache_weights,
@@ -44,14 +44,14 @@ def check_options(
 
 
 def check_num_groups(layer: str, name: str, number: int) -> None:
-    """Raise ValueError for a number of experts that ops do not take."""
+    """Raise ValueError unless it is an integer from 1 to 1024."""
     _check_integer(layer, name, number)
     if not 1 <= number <= MAX_GROUPS:
         raise ValueError(f"{layer}: {name} must be between 1 and {MAX_GROUPS}, got {number}")
 
 
 def check_features(layer: str, name: str, size: int) -> None:
-    """Raise ValueError for a number of features that ops do not take."""
+    """Raise ValueError unless it is a positive multiple of 16."""
     _check_integer(layer, name, size)
     if size <= 0 or size % FEATURE_MULTIPLE:
         raise ValueError(
@@ -65,7 +65,7 @@ def _check_integer(layer: str, name: str, number: Any) -> None:
 
 
 def check_parameters_dtype(layer: str, name: str, dtype: Any) -> None:
-    """Raise ValueError for a dtype of parameters that no call could multiply."""
+    """Raise ValueError for a parameter dtype that no GEMM takes."""
     given = torch.get_default_dtype() if dtype is None else dtype
     if given not in ACTIVATIONS:
         got = dtype_name(given) if isinstance(given, torch.dtype) else repr(given)
@@ -76,7 +76,7 @@ def check_parameters_dtype(layer: str, name: str, dtype: Any) -> None:
 
 
 def check_recipe(layer: str, recipe: Recipe | None) -> None:
-    """Raise ValueError for what is no recipe, as the class in place of an instance."""
+    """Raise ValueError unless it is None or an instance of Recipe."""
     if recipe is None or isinstance(recipe, Recipe):
         return
     if isinstance(recipe, type) and issubclass(recipe, Recipe):
@@ -86,7 +86,7 @@ def check_recipe(layer: str, recipe: Recipe | None) -> None:
 
 
 def check_state(op: str, *states: Any) -> None:
-    """Raise ValueError for what is neither None nor a layer's state, as a recipe."""
+    """Raise ValueError unless each is None or a DelayedScalingState."""
     for state in states:
         if state is not None and not isinstance(state, DelayedScalingState):
             raise ValueError(

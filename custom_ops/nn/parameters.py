@@ -13,15 +13,15 @@ from grouped_linear.recipes import Recipe
 
 
 def quantized_like(w: Tensor, recipe: Recipe | None, stochastic: bool | None) -> GroupedTensor:
-    """A quantized weight of w's shape and dtype, which rounds stochastically if None or True."""
+    """Quantize w. The weight rounds stochastically unless `stochastic` is False."""
     return GroupedTensor.quantize(w, recipe, stochastic_rounding=stochastic is not False)
 
 
 @contextmanager
 def drawn(weight: Any) -> Iterator[Any]:
-    """What to initialise in place of a weight: itself, or numbers that are then quantized into it.
+    """Yield the tensor to initialise: the weight, or a plain one that is then quantized into it.
 
-    So a quantized weight starts as what any other layer draws, quantized.
+    So a quantized weight starts as the quantized numbers that a plain weight would have.
     """
     if not is_quantized(weight):
         yield weight

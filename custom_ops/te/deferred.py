@@ -1,6 +1,6 @@
 """Weight gradients that a backward leaves to ``backward_dw``.
 
-Who forgets to call it is told: by an optimizer's step, or when very many gradients wait.
+A forgotten ``backward_dw`` is an error in the optimizer's step, and a warning when many wait.
 """
 
 import warnings
@@ -18,8 +18,8 @@ from grouped_linear.autograd.once_differentiable import strictly_once_differenti
 from grouped_linear.autograd.wgrad import Wgrad
 from grouped_linear.recipes import Experts
 
-# More than a pipeline's schedule lets wait. For optimizers that are not torch's, or that step
-# copies of the parameters: their steps do not show which gradients are missing.
+# More gradients than a pipeline schedule defers. The warning is for optimizers that are not torch's
+# or that step copies of the parameters: the check in the step does not see these.
 MANY = 64
 _layers: WeakSet[Any] = WeakSet()
 
@@ -46,7 +46,7 @@ class Deferred(NamedTuple):
 
 
 def defer(waiting: deque[Deferred], parameters: Experts, wgrad: Wgrad) -> None:
-    """Let the gradient of the parameters wait, without the graph of its operands."""
+    """Append the gradient of the parameters, with its operands detached from their graph."""
     captured = wgrad.dy.is_cuda and torch.cuda.is_current_stream_capturing()
     versions = None if captured else (wgrad.dy._version, wgrad.x._version)
     wgrad = wgrad._replace(dy=wgrad.dy.detach(), x=wgrad.x.detach())

@@ -153,7 +153,7 @@ class GroupedLinear(linear.GroupedLinear):
                 "GroupedLinear: save_original_input quantizes the input once more in the backward, "
                 f"by when the scales of {type(recipe).__name__} may have changed"
             )
-        # Before the parameters, which are registered and drawn as these say.
+        # The base class reads these while it registers and draws the parameters.
         self._single = {"weight": single_grouped_weight, "bias": single_grouped_bias}
         self._names: dict[str, tuple[str, ...]] = {}
         self._init_method = init_method
@@ -209,7 +209,8 @@ class GroupedLinear(linear.GroupedLinear):
             return bias  # type: ignore[no-any-return]
         if autocast_dtype(bias[0].device) is None:
             return torch.stack(bias)
-        with torch.autocast(bias[0].device.type, enabled=False):  # it refuses another half dtype
+        # Under autocast torch.stack refuses the other half dtype.
+        with torch.autocast(bias[0].device.type, enabled=False):
             return torch.stack(bias)
 
     def _draw(self, weight: Iterable[Tensor], bias: Iterable[Tensor]) -> None:
@@ -325,7 +326,7 @@ class GroupedLinear(linear.GroupedLinear):
 
     @contextmanager
     def _tied_if_moved(self) -> Iterator[None]:
-        """Tie experts that move meanwhile; others may be views of a buffer that is not ours."""
+        """Tie experts that the block moves; others may be views of their owner's buffer."""
         if self._single["weight"]:
             yield
             return
@@ -341,7 +342,7 @@ class GroupedLinear(linear.GroupedLinear):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a copy or a pickle, which has no deferred gradients."""
+        """The state of a copy or a pickle, without deferred gradients."""
         return {**vars(self), "_deferred": deque()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -369,7 +370,7 @@ class GroupedLinear(linear.GroupedLinear):
 
 
 def _check_out_of_scope(name: str, value: Any, nothing: Any) -> None:
-    """Raise ValueError for a value that asks for something."""
+    """Raise ValueError for any value but the default."""
     if value is not nothing and value != nothing:
         raise ValueError(
             "GroupedLinear: tensor parallelism and overlapped communication are out of scope, "
@@ -378,7 +379,7 @@ def _check_out_of_scope(name: str, value: Any, nothing: Any) -> None:
 
 
 def _check_function(name: str, function: Any, which: str) -> None:
-    """Raise ValueError for what is neither None nor can be called."""
+    """Raise ValueError unless it is None or callable."""
     if function is not None and not callable(function):
         raise ValueError(
             f"GroupedLinear: {name} must be None or a function {which}, got {function!r}"
