@@ -431,6 +431,18 @@ def test_copy_of_a_plain_tensor(kind: str) -> None:
     assert_same(to, GroupedTensor.quantize(source.view(E, N, K).to(FP32)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_copy_of_fp8_without_scales_is_refused(dtype: torch.dtype) -> None:
+    """Numbers without their scales would be other weights."""
+    quantized = to_nearest(random_weight())
+    to = GroupedTensor.quantize(random_weight(seed=1))
+    before = to.clone()
+    for write in (to.copy_, lambda w: torch._foreach_copy_([to], [w])):
+        with pytest.raises(ValueError, match=r"copy_ of a tensor of float8_e\dm.* has no scales"):
+            write(quantized.q.to(FP32).to(dtype))
+    assert_same(to, before)
+
+
 def test_copy_of_another_shape() -> None:
     quantized = GroupedTensor.quantize(random_weight(), RECIPES["any_scale"])
     to = GroupedTensor.quantize(torch.zeros(E, N, K))
