@@ -56,10 +56,11 @@ torchtitan:
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build test
 	@tests/clients/run.sh torchtitan tests/test_torchtitan.py tests/test_torchtitan_training.py tests/test_examples.py
 
-## make sanitize  the ops' tests on CPU kernels that gcc builds with sanitizers for memory and undefined behaviour
+## make sanitize  the ops' tests on CPU kernels with sanitizers: gcc's for memory, clang 19's for threads
 sanitize:
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build test
-	@.ci/sanitize
+	@.ci/sanitize address
+	@.ci/sanitize thread
 
 #   PYTHONS="python3.11 ..."   make wheel, make check-wheel: the Pythons, by default .venv's
 PYTHONS ?= $(python)

@@ -53,8 +53,6 @@ def layer_of(candidate: Candidate, name: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     choose = ops.topk_experts if candidate.implementation == "ours" else None
     layer = MixtureOfExperts(size, experts_of(candidate), choose).to("cuda", torch.bfloat16)
-    if candidate.cached:
-        layer.experts.fill()
     x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     return layer, x
 

@@ -146,14 +146,14 @@ def quantizers_of_recipes(
     (T, K), element = x_TK.shape, x_TK.itemsize
     scale_E, amax_E = (torch.ones(len(sizes), device=x_TK.device) for _ in range(2))
     both = {"columnwise": True}
-    delayed = partial(ops.group_quantize_delayed_, amax_E, x_TK, offs_E, scale_E, **both)
+    delayed = partial(ops.group_quantize_delayed, x_TK, offs_E, scale_E, amax_E, **both)
     mx_bytes = bytes_per_group(sizes, K, element, 1)
     return {
         "group_quantize_current": (
             partial(ops.group_quantize_current, x_TK, offs_E, **both),
             bytes_per_group(sizes, K, element, 2),
         ),
-        "group_quantize_delayed_": (delayed, bytes_per_group(sizes, K, element, 1)),
+        "group_quantize_delayed": (delayed, bytes_per_group(sizes, K, element, 1)),
         "group_quantize_mx": (
             partial(ops.group_quantize_mx, x_TK, offs_E, **both),
             mx_bytes + mx_bytes // 32 - T * K * element // 32,

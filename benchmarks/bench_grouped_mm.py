@@ -136,9 +136,9 @@ def transposed(q_TK: Tensor) -> Tensor:
 
 def ours(op: str, o: Operands) -> timing.Call:
     if op == "fprop":
-        return lambda: ops.grouped_mm(o.x_TK, o.w_ENK, o.offs_E)
+        return lambda: ops.grouped_mm(o.x_TK, o.w_ENK.mT, o.offs_E)
     if op == "dgrad":
-        return lambda: ops.grouped_mm(o.dy_TN, o.w_ENK.transpose(1, 2), o.offs_E)
+        return lambda: ops.grouped_mm(o.dy_TN, o.w_ENK, o.offs_E)
     if op == "wgrad_add_fp32":
         main_grad_ENK = o.main_grad_ENK
         return lambda: ops.grouped_mm_wgrad_(main_grad_ENK, o.dy_TN, o.x_TK, o.offs_E)
@@ -150,10 +150,9 @@ def ours_fp8(op: str, o: Operands, own_scales: bool = False) -> timing.Call:
     """own_scales: x's features share none in wgrad, as if they lay too far apart."""
     x, dy, (w_q, w_scale, w_q_t) = o.x_of_own_scales if own_scales else o.x, o.dy, o.w
     if op == "fprop":
-        return lambda: ops.grouped_scaled_mm(x.q, w_q, x.scale, w_scale, o.offs_E)
+        return lambda: ops.grouped_scaled_mm(x.q, w_q.mT, x.scale, w_scale.mT, o.offs_E)
     if op == "dgrad":
-        w_scale_t = w_scale.transpose(1, 2)
-        return lambda: ops.grouped_scaled_mm(dy.q, w_q_t, dy.scale, w_scale_t, o.offs_E)
+        return lambda: ops.grouped_scaled_mm(dy.q, w_q_t.mT, dy.scale, w_scale, o.offs_E)
     operands = dy.q_t, x.q_t, dy.scale_t, x.scale_t, o.offs_E
     if op == "wgrad_add_fp32":
         main_grad_ENK = o.main_grad_ENK
@@ -164,7 +163,7 @@ def ours_fp8(op: str, o: Operands, own_scales: bool = False) -> timing.Call:
 
 def torch_grouped_mm(op: str, o: Operands) -> timing.Call:
     if op == "fprop":
-        return lambda: F.grouped_mm(o.x_TK, o.w_ENK.transpose(1, 2), offs=o.offs_E)
+        return lambda: F.grouped_mm(o.x_TK, o.w_ENK.mT, offs=o.offs_E)
     if op == "dgrad":
         return lambda: F.grouped_mm(o.dy_TN, o.w_ENK, offs=o.offs_E)
     if op == "wgrad":

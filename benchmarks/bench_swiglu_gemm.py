@@ -74,15 +74,15 @@ class Operands:
         self.x_RH = self.x_TH[self.sorted.token]
         self.dy_RH = normal(T * C, H)
         self.weight_R = torch.rand(T * C, device=device)
-        # The GEMMs read [E, 2 F, H] and [E, F, H]; one of the two is the view of a stored one.
+        # The GEMMs read [E, H, 2 F] and [E, H, F]; one of the two is the view of a stored one.
         self.bias = None
         if form == "gpt_oss":
             self.bias = normal(E, 2 * F)
-            self.gate_up_proj = normal(E, H, 2 * F, scale=H**-0.5).transpose(1, 2)
-            self.down_proj_t = normal(E, F, H, scale=F**-0.5)
+            self.gate_up_proj = normal(E, H, 2 * F, scale=H**-0.5)
+            self.down_proj = normal(E, F, H, scale=F**-0.5).mT
         else:
-            self.gate_up_proj = normal(E, 2 * F, H, scale=H**-0.5)
-            self.down_proj_t = normal(E, H, F, scale=F**-0.5).transpose(1, 2)
+            self.gate_up_proj = normal(E, 2 * F, H, scale=H**-0.5).mT
+            self.down_proj = normal(E, H, F, scale=F**-0.5)
         self.gate_up_RF = ops.grouped_mm(self.x_RH, self.gate_up_proj, self.offs_E, self.bias)
 
 
@@ -107,7 +107,7 @@ def gate_up(o: Operands) -> dict[str, timing.Call]:
 
 def down_dgrad(o: Operands) -> dict[str, timing.Call]:
     """Down's dgrad, and SwiGLU's gradient."""
-    dy_RH, w, rest = o.dy_RH, o.down_proj_t, (o.gate_up_RF, o.weight_R, o.offs_E)
+    dy_RH, w, rest = o.dy_RH, o.down_proj, (o.gate_up_RF, o.weight_R, o.offs_E)
 
     def two() -> ops.SwigluGrad:
         return ops.swiglu_grad(ops.grouped_mm(dy_RH, w, o.offs_E), *rest, o.activation)

@@ -42,12 +42,11 @@ from benchmarks.step_cases import (
     RECIPES,
     Candidate,
     Case,
-    LaterMicrobatch,
     candidates_for,
     chosen_cases,
 )
 from benchmarks.step_rows import VARIED, Row, header, plot, read, table, with_other_cases, write
-from grouped_linear import DelayedScaling, refresh_weights, update_scales
+from grouped_linear import DelayedScaling, GroupedTensorWithMaster, update_scales
 
 CLOSE = 0.2  # distance (Frobenius) between results, relative: a wrong product, not e5m2's rounding
 LOOP_LIMIT = 32  # weights; with 128, a layer takes 12 s to compile and a minute for other sizes
@@ -81,7 +80,9 @@ class Step:
     def __call__(self) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
         if self.refreshes_weights:
-            refresh_weights(self.module)
+            for p in self.module.parameters():
+                if isinstance(p, GroupedTensorWithMaster):
+                    p.refresh_()  # as the optimizer does once a step
         if not self.dy:
             with torch.no_grad():
                 return outputs_of(self.forward, self.inputs)[0]
@@ -217,11 +218,6 @@ class Bench:
             with torch.no_grad():
                 for own, other in zip(matrices(self.modules[key]), matrices(first), strict=True):
                     own.copy_(other)
-            for part in self.modules[key].modules():
-                if isinstance(part, LaterMicrobatch):
-                    part.fill()
-            if self.case.kind == "hugging face":
-                refresh_weights(self.modules[key])
             self.held_bytes[key] = allocated(self.device) - before
         return self.modules[key]
 
@@ -258,7 +254,9 @@ class Bench:
             forward.__code__ = forward.__code__.replace(co_name=candidate.implementation)
             forward = torch.compile(forward, fullgraph=not looped, mode=mode)
         rolls_scales = isinstance(candidate.recipe, DelayedScaling)
-        refreshes = self.case.kind == "hugging face" and candidate.cached and bool(self.dy)
+        refreshes = (
+            self.case.kind == "hugging face" and candidate.weights is not None and bool(self.dy)
+        )
         step = Step(forward, module, self.inputs, self.dy, rolls_scales, refreshes)
         call: timing.Call = step
         start = time.perf_counter()

@@ -200,7 +200,7 @@ def train(run: Run, scale: Scale, text: Text, device: torch.device, seed: int) -
     with device:
         linear = partial(GroupedLinear, bias=False, recipe=run.recipe)
         if run.kind == QUANTIZED_WEIGHTS:
-            linear = partial(linear, quantized_weight=True)
+            linear = partial(linear, weights="fp8")
         elif parts > 1:  # quantize weights once a step
             linear = partial(linear, cache_weights=True)
         if parts > 1:  # wgrad adds to main_grad

@@ -83,7 +83,7 @@ def cell(name: str, layer: str, row: dict[str, str] | None) -> str:
 
 def table(names: Sequence[str], rows: Rows) -> str:
     heads = [SERIES[series][0] for series in LAYERS.values()]
-    heads[-1] = "ours, FP8, `cache_weights=True`"
+    heads[-1] = 'ours, FP8, `weights="both"`'
     cells = [["an expert layer, forward and backward", *heads]]
     for name in names:
         first = rows[name, TORCH]

@@ -102,8 +102,8 @@ class HuggingFaceCase:
     def module(self, candidate: "Candidate") -> nn.Module:
         import transformers
 
+        from grouped_linear import convert
         from grouped_linear.integrations.transformers import (
-            cache_experts,
             quantize_experts,
             register,
         )
@@ -121,8 +121,10 @@ class HuggingFaceCase:
         )
         make = transformers.AutoModelForCausalLM.from_config
         model = make(config, dtype=torch.bfloat16, experts_implementation=name)
-        if candidate.cached:
-            (cache_experts if self.learns else quantize_experts)(model, candidate.recipe)
+        if candidate.weights is not None and self.learns:
+            convert(model, candidate.recipe, weights=candidate.weights)
+        elif candidate.weights is not None:
+            quantize_experts(model, candidate.recipe)
         return LossOrLogits(model, self.learns)
 
     def inputs(self, device: torch.device) -> tuple[Tensor, ...]:

@@ -24,6 +24,7 @@ from grouped_linear import (
     MXFP8BlockScaling,
     Recipe,
 )
+from grouped_linear.quantized.weight import Weights
 
 RECIPES: dict[str, Recipe | None] = {
     "block": Float8BlockScaling(),
@@ -66,34 +67,12 @@ class Candidate:
         return RECIPES.get(self.precision.removesuffix(CACHED))
 
     @property
-    def cached(self) -> bool:
-        """Whether the step is one of a later micro-batch, which reads the weight cache."""
-        return self.precision.endswith(CACHED)
+    def weights(self) -> Weights:
+        """How the layer keeps its weights: no call quantizes those of ``CACHED``."""
+        return "both" if self.precision.endswith(CACHED) else None
 
 
 BASELINE = Candidate("torch", "bf16", "compiled")
-
-
-class LaterMicrobatch(nn.Module):
-    """A GroupedLinear or GroupedMLP that reads its weights from the cache."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.layer(*inputs, is_first_microbatch=False)
-
-    @torch.no_grad()
-    def fill(self) -> None:
-        """Quantize the weights into the cache, as the first micro-batch does."""
-        weight_ENK = next(self.layer.parameters())
-        x = weight_ENK.new_empty(0, weight_ENK.size(2))
-        no_choice = torch.empty(0, 1, device=x.device)
-        if isinstance(self.layer, GroupedMLP):
-            self.layer(x, no_choice, no_choice.long(), is_first_microbatch=True)
-        else:
-            self.layer(x, [0] * len(weight_ENK), is_first_microbatch=True)
 
 
 def linear_of(candidate: Candidate) -> Callable[[int, int, int], nn.Module]:
@@ -102,11 +81,7 @@ def linear_of(candidate: Candidate) -> Callable[[int, int, int], nn.Module]:
     if candidate.implementation == "loop":
         return LoopedLinear
     options: dict[str, Any] = {"bias": False, "recipe": candidate.recipe}
-    if candidate.cached:
-        return lambda E, K, N: LaterMicrobatch(
-            GroupedLinear(E, K, N, cache_weights=True, **options)
-        )
-    return partial(GroupedLinear, **options)
+    return partial(GroupedLinear, weights=candidate.weights, **options)
 
 
 def experts_of(candidate: Candidate) -> Callable[[ModelSize], nn.Module]:
@@ -116,13 +91,12 @@ def experts_of(candidate: Candidate) -> Callable[[ModelSize], nn.Module]:
 
     def ours(size: ModelSize) -> nn.Module:
         sizes = size.experts, size.width, size.expert_width
-        mlp = GroupedMLP(
+        return GroupedMLP(
             *sizes,
             recipe=candidate.recipe,
-            cache_weights=candidate.cached,
+            weights=candidate.weights,
             save_gate_up_in_fp8=candidate.gate_up_in_fp8,
         )
-        return LaterMicrobatch(mlp) if candidate.cached else mlp
 
     return ours
 

@@ -20,8 +20,8 @@ from grouped_linear import Float8BlockScaling, GroupedLinear, GroupedTensor
 WEIGHTS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "bf16, cached": {"cache_weights": True},
-    "quantized": {"quantized_weight": True},
-    "quantized, rounded to nearest": {"quantized_weight": True, "stochastic_rounding": False},
+    "quantized": {"weights": "fp8"},
+    "quantized, rounded to nearest": {"weights": "fp8", "stochastic_rounding": False},
 }
 
 

@@ -3,9 +3,9 @@
 
 #include "cpu/rows.h"
 #include "expert_list_ops.h"
+#include "gemm_ops.h"
 #include "layer_ops.h"
 #include "ops.h"
-#include "swiglu_gemm_ops.h"
 #include "tensors.h"
 
 namespace grouped_linear::cpu {
@@ -17,15 +17,17 @@ struct Backend {
   static constexpr auto& quantize_rows_and_weight = cpu::quantize_rows_and_weight;
   static constexpr auto& swiglu = cpu::swiglu;
   static constexpr auto& swiglu_grad = cpu::swiglu_grad;
-  static constexpr auto& grouped_mm = cpu::grouped_mm;
+  static constexpr auto& grouped_mm_nt = cpu::grouped_mm_nt;
   static constexpr auto& fused_mm_swiglu = cpu::fused_mm_swiglu;
   static constexpr auto& fused_mm_swiglu_grad = cpu::fused_mm_swiglu_grad;
   static constexpr auto& grouped_mm_wgrad_ = cpu::grouped_mm_wgrad_;
-  static constexpr auto& grouped_scaled_mm = cpu::grouped_scaled_mm;
+  static constexpr auto& grouped_scaled_mm_nt = cpu::grouped_scaled_mm_nt;
   static constexpr auto& grouped_scaled_mm_wgrad = cpu::grouped_scaled_mm_wgrad;
   static constexpr auto& grouped_scaled_mm_wgrad_ = cpu::grouped_scaled_mm_wgrad_;
 };
 
+inline constexpr auto& grouped_mm = grouped_linear::grouped_mm<Backend>;
+inline constexpr auto& grouped_scaled_mm = grouped_linear::grouped_scaled_mm<Backend>;
 inline constexpr auto& grouped_mm_list = grouped_linear::grouped_mm_list<Backend>;
 inline constexpr auto& grouped_mm_swiglu = grouped_linear::grouped_mm_swiglu<Backend>;
 inline constexpr auto& grouped_mm_swiglu_grad = grouped_linear::grouped_mm_swiglu_grad<Backend>;
@@ -47,15 +49,17 @@ struct Backend {
   static constexpr auto& quantize_rows_and_weight = cuda::quantize_rows_and_weight;
   static constexpr auto& swiglu = cuda::swiglu;
   static constexpr auto& swiglu_grad = cuda::swiglu_grad;
-  static constexpr auto& grouped_mm = cuda::grouped_mm;
+  static constexpr auto& grouped_mm_nt = cuda::grouped_mm_nt;
   static constexpr auto& fused_mm_swiglu = cuda::fused_mm_swiglu;
   static constexpr auto& fused_mm_swiglu_grad = cuda::fused_mm_swiglu_grad;
   static constexpr auto& grouped_mm_wgrad_ = cuda::grouped_mm_wgrad_;
-  static constexpr auto& grouped_scaled_mm = cuda::grouped_scaled_mm;
+  static constexpr auto& grouped_scaled_mm_nt = cuda::grouped_scaled_mm_nt;
   static constexpr auto& grouped_scaled_mm_wgrad = cuda::grouped_scaled_mm_wgrad;
   static constexpr auto& grouped_scaled_mm_wgrad_ = cuda::grouped_scaled_mm_wgrad_;
 };
 
+inline constexpr auto& grouped_mm = grouped_linear::grouped_mm<Backend>;
+inline constexpr auto& grouped_scaled_mm = grouped_linear::grouped_scaled_mm<Backend>;
 inline constexpr auto& grouped_mm_list = grouped_linear::grouped_mm_list<Backend>;
 inline constexpr auto& grouped_mm_swiglu = grouped_linear::grouped_mm_swiglu<Backend>;
 inline constexpr auto& grouped_mm_swiglu_grad = grouped_linear::grouped_mm_swiglu_grad<Backend>;

@@ -1,5 +1,5 @@
-// Grouped GEMMs whose experts are E tensors [N, K]. The arguments are checked here, then the
-// backend computes with one tensor [E, N, K]. Nothing is copied if the experts are adjacent in
+// Grouped GEMMs whose experts are E tensors. The arguments are checked here, then the
+// backend computes with one tensor. Nothing is copied if the experts are adjacent in
 // memory.
 #pragma once
 
@@ -15,7 +15,8 @@ Tensor grouped_mm_list(const Tensor& a, const std::vector<Tensor>& b, const Tens
                        bool transpose_b, const std::optional<Tensor>& rows) {
   check_grouped_mm_list(a, b, offs, bias, out_dtype.value_or(a.scalar_type()), transpose_b, rows);
   const Tensor all = packed(b);
-  return Backend::grouped_mm(a, transpose_b ? transposed(all) : all, offs, bias, out_dtype, rows);
+  return Backend::grouped_mm_nt(a, transpose_b ? all : transposed(all), offs, bias, out_dtype,
+                                rows);
 }
 
 template <typename Backend>

@@ -19,7 +19,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   // stride * min(num_rows, running sum of m_splits rounded up to alignment), int32 by default
   m.def(
       "splits_to_offsets(Tensor m_splits, SymInt num_rows, int alignment=1, SymInt stride=1, "
-      "ScalarType? dtype=None) -> Tensor");
+      "ScalarType? out_dtype=None) -> Tensor");
 
   // x [T, K] -> q [T, K], scale [ceil(K/B), round_up(T, 4)], q_t [Tp/B, K, B], scale_t [Tp/B, K],
   //             bias_grad [E, K] float32; outputs that are not requested are empty
@@ -30,16 +30,16 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "bool power_of_two_scales=True, bool rowwise=True, bool columnwise=False, "
       "bool bias_grad=False, bool share_scales=False) "
       "-> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)");
-  // Current scaling: one scale [E] a group from its amax; dtype: e4m3 or e5m2
+  // Current scaling: one scale [E] a group from its amax; out_dtype: e4m3 or e5m2
   // Delayed scaling: scale [E] of earlier steps; amax [E] = max(amax, magnitudes of the group)
   // MX: blocks of 32 with E8M0 scales, scale [T, ceil(K/32)] and scale_t [Tp/B, K, 4]
   m.def(
-      "group_quantize_current(Tensor x, Tensor offs, ScalarType dtype, float amax_epsilon=0.0, "
+      "group_quantize_current(Tensor x, Tensor offs, ScalarType out_dtype, float amax_epsilon=0.0, "
       "bool power_of_two_scales=False, bool rowwise=True, bool columnwise=False, "
       "bool bias_grad=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor bias_grad)");
   m.def(
-      "group_quantize_delayed_(Tensor(a!)? amax, Tensor x, Tensor offs, Tensor scale, "
-      "ScalarType dtype, bool rowwise=True, bool columnwise=False, bool bias_grad=False) "
+      "group_quantize_delayed(Tensor x, Tensor offs, Tensor scale, Tensor(a!)? amax, "
+      "ScalarType out_dtype, bool rowwise=True, bool columnwise=False, bool bias_grad=False) "
       "-> (Tensor q, Tensor q_t, Tensor bias_grad)");
   m.def(
       "group_quantize_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, "
@@ -93,10 +93,10 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "bool share_h_scales=False, float alpha=1.0, float beta=0.0, float? limit=None, "
       "bool interleaved=False, float cubic=0.0) -> (Tensor q, Tensor scale, Tensor q_t, "
       "Tensor scale_t, Tensor bias_grad, Tensor h_t, Tensor scale_h_t, Tensor d_weight)");
-  m.def("group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType dtype) -> Tensor");
+  m.def("group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType out_dtype) -> Tensor");
   m.def(
       "group_dequantize_t(Tensor q_t, Tensor scale_t, Tensor offs, SymInt num_rows, "
-      "ScalarType dtype) -> Tensor");
+      "ScalarType out_dtype) -> Tensor");
 
   // dy [T, N] -> [E, N] float32
   m.def("grouped_bias_grad(Tensor dy, Tensor offs) -> Tensor");
@@ -118,23 +118,23 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "quantize_weight_current(Tensor w, float amax_epsilon=0.0, bool power_of_two_scales=False, "
       "bool columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)");
   m.def(
-      "quantize_weight_delayed_(Tensor(a!)? amax, Tensor w, Tensor scale, bool columnwise=True) "
+      "quantize_weight_delayed(Tensor w, Tensor scale, Tensor(a!)? amax, bool columnwise=True) "
       "-> (Tensor q, Tensor q_t)");
 
   // Quantize a weight into existing tensors, unless the 0-d bool `refresh` is false. w: one tensor
   // [E, N, K], or E tensors [N, K]. Delayed scaling copies `state` to `scale`. MX writes bf16.
   m.def(
-      "refresh_weight_(Tensor[] w, Tensor? refresh, Tensor(a!) q, Tensor(b!) scale, "
-      "Tensor(c!)? q_t, float amax_epsilon=0.0, bool power_of_two_scales=True) -> ()");
+      "refresh_weight_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor[] w, "
+      "Tensor? refresh, float amax_epsilon=0.0, bool power_of_two_scales=True) -> ()");
   m.def(
-      "refresh_weight_current_(Tensor[] w, Tensor? refresh, Tensor(a!) q, Tensor(b!) scale, "
-      "Tensor(c!)? q_t, float amax_epsilon=0.0, bool power_of_two_scales=False) -> ()");
+      "refresh_weight_current_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor[] w, "
+      "Tensor? refresh, float amax_epsilon=0.0, bool power_of_two_scales=False) -> ()");
   m.def(
-      "refresh_weight_delayed_(Tensor(a!)? amax, Tensor[] w, Tensor state, Tensor? refresh, "
-      "Tensor(b!) q, Tensor(c!) scale, Tensor(d!)? q_t) -> ()");
+      "refresh_weight_delayed_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor(d!)? amax, "
+      "Tensor[] w, Tensor state, Tensor? refresh) -> ()");
   m.def(
-      "refresh_weight_mx_(Tensor[] w, Tensor? refresh, Tensor(a!) w_rowwise, "
-      "Tensor(b!)? w_columnwise) -> ()");
+      "refresh_weight_mx_(Tensor(a!) w_rowwise, Tensor(b!)? w_columnwise, Tensor[] w, "
+      "Tensor? refresh) -> ()");
 
   // scale [E], amax [E] and amax_history [H, E] of any number of operands: moves amax into the
   // history, computes scales from the history, sets amax to zero
@@ -153,27 +153,27 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "bool maximize=False, float amax_epsilon=0.0, bool power_of_two_scales=True, "
       "bool stochastic_rounding=True) -> ()");
 
-  // a [T, K], b [E, N, K], bias [E, N] -> a[t] @ b[e].T + bias[e]: [T, N]. With rows [T], here and
-  // below, an operand has any number of rows, and rows[t] says which of them is row t
+  // a [T, K], b [E, K, N] as in torch, bias [E, N] -> a[t] @ b[e] + bias[e]: [T, N]. With rows [T],
+  // here and below, an operand has any number of rows, and rows[t] says which of them is row t
   m.def(
       "grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, ScalarType? out_dtype=None, "
       "Tensor? rows=None) -> Tensor");
-  // b: E tensors [N, K]; transpose_b: a[t] @ b[e], for dgrad
+  // b: E tensors [K, N]; transpose_b: [N, K], a[t] @ b[e].T, for fprop
   m.def(
       "grouped_mm_list(Tensor a, Tensor[] b, Tensor offs, Tensor? bias=None, "
       "ScalarType? out_dtype=None, bool transpose_b=False, Tensor? rows=None) -> Tensor");
-  // swiglu of grouped_mm's result, which is gate_up. b [E, 2 F, K] -> [T, 2 F] or empty, h [T, F]
+  // swiglu of grouped_mm's result, which is gate_up. b [E, K, 2 F] -> [T, 2 F] or empty, h [T, F]
   m.def(
       "grouped_mm_swiglu(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? rows=None, "
       "bool keep_gate_up=True, float alpha=1.0, float beta=0.0, float? limit=None, "
       "bool interleaved=False, float cubic=0.0) -> (Tensor gate_up, Tensor h)");
-  // swiglu_grad of grouped_mm's result, which is dh. b [E, F, K], gate_up [T, 2 F]
+  // swiglu_grad of grouped_mm's result, which is dh. b [E, K, F], gate_up [T, 2 F]
   m.def(
       "grouped_mm_swiglu_grad(Tensor a, Tensor b, Tensor gate_up, Tensor weight, Tensor offs, "
       "Tensor? rows=None, float alpha=1.0, float beta=0.0, float? limit=None, "
       "bool interleaved=False, float cubic=0.0) -> (Tensor d_gate_up, Tensor h, Tensor d_weight)");
-  // FP8 operands with block scales as above, or with a scale a group: scale_a [E] and scale_b [E].
-  // out_dtype: bfloat16 by default
+  // FP8 operands with block scales, scale_a as above and scale_b [E, ceil(K/B), ceil(N/B)], or with
+  // a scale a group: scale_a [E] and scale_b [E]. out_dtype: bfloat16 by default
   m.def(
       "grouped_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, "
       "Tensor? bias=None, ScalarType? out_dtype=None, Tensor? rows=None) -> Tensor");
@@ -221,7 +221,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   OP(splits_to_offsets)          \
   OP(group_quantize)             \
   OP(group_quantize_current)     \
-  OP(group_quantize_delayed_)    \
+  OP(group_quantize_delayed)     \
   OP(group_quantize_mx)          \
   OP(group_round_mx)             \
   OP(topk_experts)               \
@@ -240,7 +240,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   OP(transpose_weight)           \
   OP(quantize_weight_list)       \
   OP(quantize_weight_current)    \
-  OP(quantize_weight_delayed_)   \
+  OP(quantize_weight_delayed)    \
   OP(refresh_weight_)            \
   OP(refresh_weight_current_)    \
   OP(refresh_weight_delayed_)    \

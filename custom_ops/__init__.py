@@ -17,10 +17,11 @@ from importlib.metadata import version
 
 from grouped_linear import loading  # first: it registers the ops  # isort: skip
 from grouped_linear import meta_kernels, ops  # isort: skip
+from grouped_linear import te as te
 from grouped_linear.integrations import spmd as spmd
 from grouped_linear.integrations.convert import Conversion, convert
 from grouped_linear.integrations.convert_experts import convert_experts
-from grouped_linear.integrations.look_alikes import LeftExperts
+from grouped_linear.integrations.look_alikes import SkippedExperts
 from grouped_linear.integrations.plan import ConvertedExperts
 from grouped_linear.nn.functional import grouped_linear
 from grouped_linear.nn.functional_mlp import grouped_mlp, grouped_mlp_sorted
@@ -57,9 +58,9 @@ __all__ = [
     "GroupedMLP",
     "GroupedTensor",
     "GroupedTensorWithMaster",
-    "LeftExperts",
     "MXFP8BlockScaling",
     "Recipe",
+    "SkippedExperts",
     "SquaredReLU",
     "SwiGLU",
     "convert",

@@ -52,7 +52,7 @@ def _grouped_mm(dtype: torch.dtype) -> Callable[[torch.device], None]:
     def call(device: torch.device) -> None:
         x, w = _draw(device, ROWS, K, dtype=dtype), _draw(device, E, N, K, dtype=dtype)
         dy = _draw(device, ROWS, N, dtype=dtype)
-        ops.grouped_mm(x, w, _offs(device))
+        ops.grouped_mm(x, w.mT, _offs(device))
         ops.grouped_mm_wgrad(dy, x, _offs(device))
 
     return call
@@ -115,10 +115,10 @@ FAMILIES = {
     "quantization": Family(
         _quantize_on_cpu,
         _quantize,
-        "group_quantize group_quantize_current group_quantize_delayed_ group_quantize_mx "
+        "group_quantize group_quantize_current group_quantize_delayed group_quantize_mx "
         "group_round_mx group_quantize_swiglu group_quantize_swiglu_grad group_dequantize "
         "group_dequantize_t quantize_weight quantize_weight_list quantize_weight_current "
-        "quantize_weight_delayed_ refresh_weight_ refresh_weight_current_ refresh_weight_delayed_ "
+        "quantize_weight_delayed refresh_weight_ refresh_weight_current_ refresh_weight_delayed_ "
         "refresh_weight_mx_ update_scales_ adam_weight_",
     ),
     "routing, SwiGLU": Family(

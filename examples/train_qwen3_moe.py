@@ -9,8 +9,7 @@ their losses, qwen3_moe_losses.png the curves.
 
 On a GPU the Trainer moves the model there and the same kernels run in FP8 on its tensor
 cores. At this size FP8 gains no time; it does from some 500 tokens an expert on. There,
-add `cache_experts(model)` and `Trainer(callbacks=[RefreshWeights()])`, both of
-`grouped_linear.integrations.transformers`: weights are then quantized once a step.
+add `weights="both"` to `convert`: weights are then quantized once a step.
 """
 
 import argparse

@@ -29,7 +29,7 @@ def _gemm(a: Shape, *others: Any, out_shape: Shape, **options: Any) -> int:
 def _gemm_swiglu(
     a: Shape, b: Shape, *others: Any, out_shape: Sequence[Shape], **options: Any
 ) -> int:
-    """a [T, K], b [E, N, K]."""
+    """a [T, K], b [E, K, N]."""
     T = out_shape[1][0]  # of h, the second output
     return 2 * T * math.prod(b[1:])
 

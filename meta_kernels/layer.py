@@ -36,7 +36,7 @@ def block_scaled_linear(
         x, offs, None, *scaling, columnwise=columnwise_x, share_scales=share_scales
     )
     w_q, scale_w, w_t = quantize_weight(w, *scaling, columnwise_w)
-    y = grouped_scaled_mm(q, w_q, scale, scale_w, offs, bias, x.dtype)
+    y = grouped_scaled_mm(q, w_q.mT, scale, scale_w.mT, offs, bias, x.dtype)
     return y, offs, x_t, scale_x_t, w_t, scale_w
 
 
@@ -69,7 +69,7 @@ def block_scaled_linear_grad(
     dtype = dy.dtype if out_dtype is None else out_dtype
     dx, dw = dy.new_empty(0), dy.new_empty(0, dtype=dtype)
     if w_t is not None and scale_w is not None:
-        dx = grouped_scaled_mm(q, w_t, scale, scale_w.transpose(1, 2), offs, None, dy.dtype)
+        dx = grouped_scaled_mm(q, w_t.mT, scale, scale_w, offs, None, dy.dtype)
     if x_t is not None and scale_x_t is not None:
         dw = grouped_scaled_mm_wgrad(dy_t, x_t, scale_dy_t, scale_x_t, offs, dtype)
     return dx, dw, db

@@ -32,14 +32,14 @@ def check_grouped_mm(
     rules.dtype("a", a.dtype, ACTIVATIONS)
     rules.dtype("b", b.dtype, (a.dtype,))
     rules.device("b", b, "a", a)
-    rules.same("K", "a", a.size(1), "b", b.size(2))
+    rules.same("K", "a", a.size(1), "b", b.size(1))
     rules.features("K", a.size(1))
-    rules.features("N", b.size(1))
+    rules.features("N", b.size(2))
     rules.offs(offs, "a", a)
     rules.same("E", "b", b.size(0), "offs", offs.size(0))
     rules.dtype("out_dtype", dtype, ACTIVATIONS)
-    rules.bias(bias, a, offs.size(0), b.size(1), dtype)
-    return _row_count(rules, a, rows), b.size(1)
+    rules.bias(bias, a, offs.size(0), b.size(2), dtype)
+    return _row_count(rules, a, rows), b.size(2)
 
 
 @torch.library.register_fake("grouped_linear::grouped_mm")
@@ -51,7 +51,7 @@ def grouped_mm(
     out_dtype: torch.dtype | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """a [T, K], b [E, N, K] -> [T, N]; with rows [T], a has any number of rows."""
+    """a [T, K], b [E, K, N] -> [T, N]; with rows [T], a has any number of rows."""
     dtype = a.dtype if out_dtype is None else out_dtype
     shape = check_grouped_mm(Rules("grouped_mm"), a, b, offs, bias, dtype, rows)
     return a.new_empty(shape, dtype=dtype)
@@ -67,7 +67,7 @@ def grouped_mm_list(
     transpose_b: bool = False,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """a [T, K], E times b [N, K] ([K, N] where it is transposed) -> [T, N]."""
+    """a [T, K], E times b [K, N] ([N, K] where it is transposed) -> [T, N]."""
     dtype = a.dtype if out_dtype is None else out_dtype
     rules = Rules("grouped_mm_list")
     rules.dim("a", a, 2)
@@ -75,7 +75,7 @@ def grouped_mm_list(
     rules.experts("b", b)
     rules.dtype("b", b[0].dtype, (a.dtype,))
     rules.device("b", b[0], "a", a)
-    N, K = reversed(b[0].shape) if transpose_b else b[0].shape
+    K, N = reversed(b[0].shape) if transpose_b else b[0].shape
     rules.same("K", "a", a.size(1), "b", K)
     rules.features("K", K)
     rules.features("N", N)
@@ -97,7 +97,7 @@ def grouped_scaled_mm(
     out_dtype: torch.dtype | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """a [T, K] and b [E, N, K] in FP8 -> [T, N]; with rows [T], a has any number of rows."""
+    """a [T, K] and b [E, K, N] in FP8 -> [T, N]; with rows [T], a has any number of rows."""
     out_dtype = out_dtype or torch.bfloat16
     rules = Rules("grouped_scaled_mm")
     per_group = scale_a.dim() == 1  # else per block
@@ -110,27 +110,27 @@ def grouped_scaled_mm(
     rules.dim("b", b, 3)
     rules.dtype("b", b.dtype, (E4M3,))
     rules.device("b", b, "a", a)
-    rules.same("K", "a", a.size(1), "b", b.size(2))
-    rules.features("N", b.size(1))
+    rules.same("K", "a", a.size(1), "b", b.size(1))
+    rules.features("N", b.size(2))
     if not per_group:
         rules.dim("scale_b", scale_b, 3)
         rules.dtype("scale_b", scale_b.dtype, (torch.float32,))
         rules.device("scale_b", scale_b, "a", a)
         rules.same("E", "b", b.size(0), "scale_b", scale_b.size(0))
-        n_blocks, k_blocks = ceil_div(b.size(1), BLOCK), ceil_div(b.size(2), BLOCK)
-        rules.same("the number of N blocks", "b", n_blocks, "scale_b", scale_b.size(1))
-        rules.same("the number of K blocks", "b", k_blocks, "scale_b", scale_b.size(2))
+        k_blocks, n_blocks = ceil_div(b.size(1), BLOCK), ceil_div(b.size(2), BLOCK)
+        rules.same("the number of N blocks", "b", n_blocks, "scale_b", scale_b.size(2))
+        rules.same("the number of K blocks", "b", k_blocks, "scale_b", scale_b.size(1))
     rules.offs(offs, "a", a)
     rules.same("E", "b", b.size(0), "offs", offs.size(0))
     if per_group:
         rules.group_scale("scale_a", scale_a, "a", a, offs.size(0))
         rules.group_scale("scale_b", scale_b, "a", a, offs.size(0))
     rules.dtype("out_dtype", out_dtype, ACTIVATIONS)
-    rules.bias(bias, a, offs.size(0), b.size(1), out_dtype)
+    rules.bias(bias, a, offs.size(0), b.size(2), out_dtype)
     rules.check(
         rows is None or not per_group, lambda: "rows need block scales, got a scale a group"
     )
-    return a.new_empty((_row_count(rules, a, rows), b.size(1)), dtype=out_dtype)
+    return a.new_empty((_row_count(rules, a, rows), b.size(2)), dtype=out_dtype)
 
 
 def _check_wgrad(

@@ -12,15 +12,15 @@ def splits_to_offsets(
     num_rows: int,
     alignment: int = 1,
     stride: int = 1,
-    dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """m_splits [E] -> offs [E]."""
-    dtype = dtype or torch.int32
+    dtype = out_dtype or torch.int32
     rules = Rules("splits_to_offsets")
     rules.dim("m_splits", m_splits, 1)
     rules.dtype("m_splits", m_splits.dtype, (torch.int32, torch.int64))
     rules.groups(m_splits.size(0))
-    rules.dtype("dtype", dtype, (torch.int32, torch.int64))
+    rules.dtype("out_dtype", dtype, (torch.int32, torch.int64))
     rules.not_negative("num_rows", num_rows)
     rules.check(alignment >= 1, lambda: f"alignment must be positive, got {alignment}")
     rules.check(stride >= 1, lambda: f"stride must be positive, got {stride}")

@@ -35,7 +35,7 @@ def _group_outputs(
 def group_quantize_current(
     x: Tensor,
     offs: Tensor,
-    dtype: torch.dtype,
+    out_dtype: torch.dtype,
     amax_epsilon: float = 0.0,
     power_of_two_scales: bool = False,
     rowwise: bool = True,
@@ -45,33 +45,33 @@ def group_quantize_current(
     """x [T, K] -> q, scale [E], q_t, bias_grad."""
     rules = Rules("group_quantize_current")
     rules.grouped_rows(x, offs, rowwise, columnwise)
-    rules.dtype("dtype", dtype, FP8)
+    rules.dtype("out_dtype", out_dtype, FP8)
     rules.epsilon(amax_epsilon)
     E = offs.size(0)
-    q, q_t, grad = _group_outputs(x, E, dtype, rowwise, columnwise, bias_grad)
+    q, q_t, grad = _group_outputs(x, E, out_dtype, rowwise, columnwise, bias_grad)
     return q, x.new_empty((E,), dtype=torch.float32), q_t, grad
 
 
-@torch.library.register_fake("grouped_linear::group_quantize_delayed_")
-def group_quantize_delayed_(
-    amax: Tensor | None,
+@torch.library.register_fake("grouped_linear::group_quantize_delayed")
+def group_quantize_delayed(
     x: Tensor,
     offs: Tensor,
     scale: Tensor,
-    dtype: torch.dtype,
+    amax: Tensor | None,
+    out_dtype: torch.dtype,
     rowwise: bool = True,
     columnwise: bool = False,
     bias_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, K], scale [E] -> q, q_t, bias_grad; amax [E] is raised in place."""
-    rules = Rules("group_quantize_delayed_")
+    rules = Rules("group_quantize_delayed")
     rules.grouped_rows(x, offs, rowwise, columnwise)
     E = offs.size(0)
     rules.group_scale("scale", scale, "x", x, E)
     if amax is not None:
         rules.amax(amax, "x", x, E, "offs")
-    rules.dtype("dtype", dtype, FP8)
-    return _group_outputs(x, E, dtype, rowwise, columnwise, bias_grad)
+    rules.dtype("out_dtype", out_dtype, FP8)
+    return _group_outputs(x, E, out_dtype, rowwise, columnwise, bias_grad)
 
 
 @torch.library.register_fake("grouped_linear::quantize_weight_current")
@@ -93,12 +93,12 @@ def quantize_weight_current(
     )
 
 
-@torch.library.register_fake("grouped_linear::quantize_weight_delayed_")
-def quantize_weight_delayed_(
-    amax: Tensor | None, w: Tensor, scale: Tensor, columnwise: bool = True
+@torch.library.register_fake("grouped_linear::quantize_weight_delayed")
+def quantize_weight_delayed(
+    w: Tensor, scale: Tensor, amax: Tensor | None, columnwise: bool = True
 ) -> tuple[Tensor, Tensor]:
     """w [E, N, K], scale [E] -> q, q_t; amax [E] is raised in place."""
-    rules = Rules("quantize_weight_delayed_")
+    rules = Rules("quantize_weight_delayed")
     rules.weight(w)
     E, N, K = w.shape
     rules.group_scale("scale", scale, "w", w, E, "w")

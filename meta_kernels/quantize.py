@@ -203,18 +203,18 @@ def group_quantize_swiglu_grad(
 
 
 @torch.library.register_fake("grouped_linear::group_dequantize")
-def group_dequantize(q: Tensor, scale: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
+def group_dequantize(q: Tensor, scale: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
     """q [T, K] -> x [T, K]."""
     rules = Rules("group_dequantize")
     rules.rowwise("q", q, "scale", scale)
     rules.offs(offs, "q", q)
-    rules.dtype("dtype", dtype, ACTIVATIONS)
-    return q.new_empty(q.shape, dtype=dtype)
+    rules.dtype("out_dtype", out_dtype, ACTIVATIONS)
+    return q.new_empty(q.shape, dtype=out_dtype)
 
 
 @torch.library.register_fake("grouped_linear::group_dequantize_t")
 def group_dequantize_t(
-    q_t: Tensor, scale_t: Tensor, offs: Tensor, num_rows: int, dtype: torch.dtype
+    q_t: Tensor, scale_t: Tensor, offs: Tensor, num_rows: int, out_dtype: torch.dtype
 ) -> Tensor:
     """q_t [Tp/B, K, B] -> x [T, K]."""
     rules = Rules("group_dequantize_t")
@@ -223,8 +223,8 @@ def group_dequantize_t(
     rules.not_negative("num_rows", num_rows)
     blocks = padded_rows(num_rows, offs.size(0)) // BLOCK
     rules.same("the number of blocks", "q_t", q_t.size(0), "num_rows", blocks)
-    rules.dtype("dtype", dtype, ACTIVATIONS)
-    return q_t.new_empty((num_rows, q_t.size(1)), dtype=dtype)
+    rules.dtype("out_dtype", out_dtype, ACTIVATIONS)
+    return q_t.new_empty((num_rows, q_t.size(1)), dtype=out_dtype)
 
 
 @torch.library.register_fake("grouped_linear::grouped_bias_grad")

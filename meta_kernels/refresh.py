@@ -25,11 +25,11 @@ def _check_weight(rules: Rules, w: list[Tensor], refresh: Tensor | None) -> tupl
 
 @torch.library.register_fake("grouped_linear::refresh_weight_")
 def refresh_weight_(
-    w: list[Tensor],
-    refresh: Tensor | None,
     q: Tensor,
     scale: Tensor,
     q_t: Tensor | None,
+    w: list[Tensor],
+    refresh: Tensor | None,
     amax_epsilon: float = 0.0,
     power_of_two_scales: bool = True,
 ) -> None:
@@ -46,11 +46,11 @@ def refresh_weight_(
 
 @torch.library.register_fake("grouped_linear::refresh_weight_current_")
 def refresh_weight_current_(
-    w: list[Tensor],
-    refresh: Tensor | None,
     q: Tensor,
     scale: Tensor,
     q_t: Tensor | None,
+    w: list[Tensor],
+    refresh: Tensor | None,
     amax_epsilon: float = 0.0,
     power_of_two_scales: bool = False,
 ) -> None:
@@ -66,13 +66,13 @@ def refresh_weight_current_(
 
 @torch.library.register_fake("grouped_linear::refresh_weight_delayed_")
 def refresh_weight_delayed_(
+    q: Tensor,
+    scale: Tensor,
+    q_t: Tensor | None,
     amax: Tensor | None,
     w: list[Tensor],
     state: Tensor,
     refresh: Tensor | None,
-    q: Tensor,
-    scale: Tensor,
-    q_t: Tensor | None,
 ) -> None:
     """q [E, N, K], scale [E] (from state [E]) and q_t [E, K, N] written, amax [E] raised."""
     rules = Rules("refresh_weight_delayed_")
@@ -88,7 +88,7 @@ def refresh_weight_delayed_(
 
 @torch.library.register_fake("grouped_linear::refresh_weight_mx_")
 def refresh_weight_mx_(
-    w: list[Tensor], refresh: Tensor | None, w_rowwise: Tensor, w_columnwise: Tensor | None
+    w_rowwise: Tensor, w_columnwise: Tensor | None, w: list[Tensor], refresh: Tensor | None
 ) -> None:
     """w_rowwise and w_columnwise [E, N, K] bf16, written in place."""
     rules = Rules("refresh_weight_mx_")

@@ -25,7 +25,7 @@ def grouped_mm_swiglu(
     interleaved: bool = False,
     cubic: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """a [T, K], b [E, 2 F, K] -> gate_up [T, 2 F] or empty, h [T, F]."""
+    """a [T, K], b [E, K, 2 F] -> gate_up [T, 2 F] or empty, h [T, F]."""
     rules = Rules("grouped_mm_swiglu")
     T, N = check_grouped_mm(rules, a, b, offs, bias, a.dtype, rows)
     rules.features("N / 2", N // 2)

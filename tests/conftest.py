@@ -20,6 +20,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("few")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--threads", type=int, default=1, help="torch's threads in each test")
+
+
 def pytest_collection_finish() -> None:
     """Modules and tests live as long as the process: no collection looks at these 800,000 objects.
 
@@ -43,12 +47,12 @@ def fixed_seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def few_threads(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tensors of tests are small: threads would wait for each other more than they work.
 
-    test_determinism.py compares thread counts.
+    test_determinism.py compares thread counts; `.ci/sanitize thread` looks for races of two.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(request.config.getoption("threads"))
     yield
     torch.set_num_threads(threads)

@@ -293,7 +293,9 @@ def test_its_gradients_are_those_of_rounded_gate_up(device: str) -> None:
     x, weights, gate_up_proj, _ = leaves
     _, _, d_weights, _, d_down = run(ours("swiglu", None, device, True), leaves)
     routing = ops.sort_by_expert(chosen_experts(device), E)
-    gate_up = ops.grouped_mm(x.detach()[routing.token.long()], gate_up_proj.detach(), routing.offs)
+    gate_up = ops.grouped_mm(
+        x.detach()[routing.token.long()], gate_up_proj.detach().mT, routing.offs
+    )
     quantized = ops.group_quantize(gate_up, routing.offs)
     assert quantized.q is not None
     assert quantized.scale is not None
@@ -301,7 +303,7 @@ def test_its_gradients_are_those_of_rounded_gate_up(device: str) -> None:
     weight_R = weights.detach().flatten()[routing.choice.long()]
     torch.manual_seed(2)
     dy = torch.randn(T, H).to(device)[routing.token.long()]
-    dh = ops.grouped_mm(dy, leaves[3].detach().mT, routing.offs)
+    dh = ops.grouped_mm(dy, leaves[3].detach(), routing.offs)
     grads = ops.swiglu_grad(dh, gate_up, weight_R, routing.offs)
     assert_same_bits(d_down, ops.grouped_mm_wgrad(dy, grads.h, routing.offs))
     expected = grads.d_weight[routing.row.long()].masked_fill(chosen_experts(device) < 0, 0)

@@ -280,7 +280,7 @@ def test_views_of_another_shape_take_the_slower_way(op_calls: list[None]) -> Non
 def test_step_counts_as_a_write(dtype: torch.dtype, device: str) -> None:
     """A forward saves q_t; an update before its backward must raise."""
     layer = GroupedLinear(
-        2, 32, 64, recipe=Float8BlockScaling(), quantized_weight=True, dtype=dtype, device=device
+        2, 32, 64, recipe=Float8BlockScaling(), weights="fp8", dtype=dtype, device=device
     )
     x = torch.randn(7, 32, dtype=dtype, device=device, requires_grad=True)
     y = layer(x, torch.tensor([3, 4], device=device))
@@ -358,9 +358,7 @@ def losses(kind: str, dtype: torch.dtype, device: str) -> list[float]:
         layer = GroupedLinear(E, K, N, **options)
     else:
         options |= {} if kind == "default" else {"stochastic_rounding": False}
-        layer = GroupedLinear(
-            E, K, N, recipe=Float8BlockScaling(), quantized_weight=True, **options
-        )
+        layer = GroupedLinear(E, K, N, recipe=Float8BlockScaling(), weights="fp8", **options)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3, fused=True)
     m_splits = torch.tensor([100, 60, 96], device=device)
     found = []
@@ -410,7 +408,7 @@ def test_moving_average(update: Any, dtype: torch.dtype) -> None:
 def test_averaged_model(form: str) -> None:
     """torch's averages, in place or computed outside of the weight and copied."""
     torch.manual_seed(0)
-    layer = GroupedLinear(1, 128, 128, recipe=Float8BlockScaling(), quantized_weight=True)
+    layer = GroupedLinear(1, 128, 128, recipe=Float8BlockScaling(), weights="fp8")
     function = get_ema_multi_avg_fn(0.99) if form == "multi_avg_fn" else get_ema_avg_fn(0.99)
     with torch.no_grad():
         layer.weight.fill_(1.0)

@@ -34,6 +34,7 @@ from grouped_linear import (
 )
 from support.compare import assert_same_bits
 from support.devices import OPS, devices
+from support.layers import linear_of
 from support.recipes import RECIPES
 from support.tensors import DTYPES
 
@@ -121,7 +122,7 @@ def test_layer(way: str, device: str, data: strategies.DataObject) -> None:
     form: dict[str, Any] = {"bias": bias, "recipe": recipe, "dtype": dtype, "device": device}
     plain = GroupedLinear(experts, K, N, **form)
     form["recipe"] = sometimes_requantizing(recipe, draw)
-    layer = GroupedLinear(experts, K, N, **form, **options)
+    layer = linear_of(experts, K, N, **form, **options)
     layer.load_state_dict(plain.state_dict())
     if rarely(draw):
         layer = copy.deepcopy(layer)

@@ -1,6 +1,7 @@
-"""What a build says of the CUDA compiler that it finds: pip shows errors, and nothing else."""
+"""What builds say of the compilers that they find: pip shows errors, and nothing else."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -66,3 +67,14 @@ def test_no_compiler_makes_a_build_for_the_cpu(tmp_path: Path) -> None:
     made = configure(tmp_path)
     assert made.returncode == 0, made.stderr
     assert "grouped_linear: CPU only: no CUDA compiler found" in made.stdout
+
+
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_a_sanitizer_that_is_missing_is_named(sanitizer: str) -> None:
+    """And nothing is skipped."""
+    script = Path(__file__).parents[1] / ".ci" / "sanitize"
+    environment = {"PATH": SYSTEM, "CXX": "no-compiler"}
+    made = subprocess.run([script, sanitizer], env=environment, capture_output=True, text=True)
+    assert made.returncode == 1
+    says = rf"sanitize: {sanitizer} needs no-compiler with \S+\.so: apt install .*g\S+.*\n"
+    assert re.fullmatch(says, made.stderr)

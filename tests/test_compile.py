@@ -28,6 +28,7 @@ from grouped_linear import (
 from support.compare import assert_same_bits
 from support.devices import OPS, devices
 from support.graphs import graphs
+from support.layers import linear_of
 from support.recipes import RECIPES as EVERY_RECIPE
 from support.tensors import BF16
 
@@ -68,7 +69,7 @@ def inputs(device: str) -> list[tuple[Tensor, Tensor]]:
 def test_frozen(recipe: Recipe | None, device: str, experts: int) -> None:
     """Nothing needs a gradient, and nobody said no_grad: of a parameter an expert, too."""
     layers = [
-        GroupedLinear(
+        linear_of(
             experts,
             K,
             N,
@@ -286,15 +287,15 @@ def test_training_graphs_without_a_recipe() -> None:
 def forward(self, primals_1: "f32[3,48,32]", primals_2: "f32[3,48]", primals_3: "f32[40,32]",
     primals_4: "i64[3]"):
 splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(primals_4, 40)
-grouped_mm: "f32[40,48]" = grouped_linear.grouped_mm(primals_3, primals_1, splits_to_offsets,
+transpose: "f32[3,32,48]" = aten.transpose.int(primals_1, -2, -1)
+grouped_mm: "f32[40,48]" = grouped_linear.grouped_mm(primals_3, transpose, splits_to_offsets,
     primals_2)
 return (grouped_mm, primals_1, primals_3, splits_to_offsets)
 
 def forward(self, primals_1: "f32[3,48,32]", primals_3: "f32[40,32]", splits_to_offsets:
     "i32[3]", tangents_1: "f32[40,48]"):
 grouped_bias_grad: "f32[3,48]" = grouped_linear.grouped_bias_grad(tangents_1, splits_to_offsets)
-transpose: "f32[3,32,48]" = aten.transpose.int(primals_1, 1, 2)
-grouped_mm_1: "f32[40,32]" = grouped_linear.grouped_mm(tangents_1, transpose, splits_to_offsets)
+grouped_mm_1: "f32[40,32]" = grouped_linear.grouped_mm(tangents_1, primals_1, splits_to_offsets)
 grouped_mm_wgrad: "f32[3,48,32]" = grouped_linear.grouped_mm_wgrad(tangents_1, primals_3,
     splits_to_offsets)
 return (grouped_mm_wgrad, grouped_bias_grad, grouped_mm_1, None)""",
@@ -319,13 +320,15 @@ quantize_weight = grouped_linear.quantize_weight(primals_1)
 getitem_5: "f8e4m3fn[3,48,32]" = quantize_weight[0]
 getitem_6: "f32[3,1,1]" = quantize_weight[1]
 getitem_7: "f8e4m3fn[3,32,48]" = quantize_weight[2]
-grouped_scaled_mm: "f32[40,48]" = grouped_linear.grouped_scaled_mm(getitem, getitem_5,
-    getitem_1, getitem_6, splits_to_offsets, primals_2, torch.float32)
-transpose: "f32[3,1,1]" = aten.transpose.int(getitem_6, 1, 2)
-return (grouped_scaled_mm, splits_to_offsets, getitem_2, getitem_3, getitem_7, transpose)
+transpose: "f8e4m3fn[3,32,48]" = aten.transpose.int(getitem_5, -2, -1)
+transpose_1: "f32[3,1,1]" = aten.transpose.int(getitem_6, -2, -1)
+grouped_scaled_mm: "f32[40,48]" = grouped_linear.grouped_scaled_mm(getitem, transpose,
+    getitem_1, transpose_1, splits_to_offsets, primals_2, torch.float32)
+transpose_3: "f8e4m3fn[3,48,32]" = aten.transpose.int(getitem_7, -2, -1)
+return (grouped_scaled_mm, splits_to_offsets, getitem_2, getitem_3, getitem_6, transpose_3)
 
 def forward(self, splits_to_offsets: "i32[3]", getitem_2: "f8e4m3fn[3,32,128]", getitem_3:
-    "f32[3,32]", getitem_7: "f8e4m3fn[3,32,48]", transpose: "f32[3,1,1]", tangents_1:
+    "f32[3,32]", getitem_6: "f32[3,1,1]", transpose_3: "f8e4m3fn[3,48,32]", tangents_1:
     "f32[40,48]"):
 group_quantize_1 = grouped_linear.group_quantize(tangents_1, splits_to_offsets, None, 0.0, True,
     True, True, True)
@@ -334,8 +337,8 @@ getitem_9: "f32[1,40]" = group_quantize_1[1]
 getitem_10: "f8e4m3fn[3,48,128]" = group_quantize_1[2]
 getitem_11: "f32[3,48]" = group_quantize_1[3]
 getitem_12: "f32[3,48]" = group_quantize_1[4]
-grouped_scaled_mm_1: "f32[40,32]" = grouped_linear.grouped_scaled_mm(getitem_8, getitem_7,
-    getitem_9, transpose, splits_to_offsets, None, torch.float32)
+grouped_scaled_mm_1: "f32[40,32]" = grouped_linear.grouped_scaled_mm(getitem_8, transpose_3,
+    getitem_9, getitem_6, splits_to_offsets, None, torch.float32)
 grouped_scaled_mm_wgrad: "f32[3,48,32]" = grouped_linear.grouped_scaled_mm_wgrad(getitem_10,
     getitem_2, getitem_11, getitem_3, splits_to_offsets, torch.float32)
 return (grouped_scaled_mm_wgrad, getitem_12, grouped_scaled_mm_1, None)""",
@@ -349,7 +352,9 @@ def test_inference_graph_without_a_recipe() -> None:
 def forward(self, arg0_1: "f32[3,48,32]", arg1_1: "f32[3,48]", arg2_1: "f32[40,32]", arg3_1:
     "i64[3]"):
 splits_to_offsets: "i32[3]" = grouped_linear.splits_to_offsets(arg3_1, 40)
-grouped_mm: "f32[40,48]" = grouped_linear.grouped_mm(arg2_1, arg0_1, splits_to_offsets, arg1_1)
+transpose: "f32[3,32,48]" = aten.transpose.int(arg0_1, -2, -1)
+grouped_mm: "f32[40,48]" = grouped_linear.grouped_mm(arg2_1, transpose, splits_to_offsets,
+    arg1_1)
 return (grouped_mm,)""",
     )
 
@@ -368,8 +373,10 @@ getitem_1: "f32[1,40]" = group_quantize[1]
 quantize_weight = grouped_linear.quantize_weight(arg0_1, 0.0, True, False)
 getitem_5: "f8e4m3fn[3,48,32]" = quantize_weight[0]
 getitem_6: "f32[3,1,1]" = quantize_weight[1]
-grouped_scaled_mm: "f32[40,48]" = grouped_linear.grouped_scaled_mm(getitem, getitem_5,
-    getitem_1, getitem_6, splits_to_offsets, arg1_1, torch.float32)
+transpose: "f8e4m3fn[3,32,48]" = aten.transpose.int(getitem_5, -2, -1)
+transpose_1: "f32[3,1,1]" = aten.transpose.int(getitem_6, -2, -1)
+grouped_scaled_mm: "f32[40,48]" = grouped_linear.grouped_scaled_mm(getitem, transpose,
+    getitem_1, transpose_1, splits_to_offsets, arg1_1, torch.float32)
 return (grouped_scaled_mm,)""",
     )
 

@@ -293,7 +293,7 @@ def test_options(kind: str, device: str) -> None:
     model = model_of(kind, device, BF16)
     kept = deepcopy(model)
     convert_experts(model, forwards, Float8BlockScaling())
-    convert_experts(kept, forwards, Float8BlockScaling(), quantized_weight=True)
+    convert_experts(kept, forwards, Float8BlockScaling(), weights="fp8")
     weights = [w for w in kept[1].experts.parameters() if w.dim() == 3]
     assert weights
     assert all(isinstance(w, GroupedTensor) for w in weights)
@@ -305,19 +305,16 @@ def test_options(kind: str, device: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "option"),
     [
-        ("linear", "single_grouped_weight"),
         ("linear", "bias"),
-        ("linear", "preserve_high_precision_init"),
-        ("swiglu_w", "delay_wgrad_compute"),
+        ("linear", "save_gate_up_in_fp8"),
+        ("swiglu_w", "activation"),
     ],
 )
 def test_other_options(kind: str, option: str) -> None:
-    of_linear = "return_bias, delay_wgrad_compute, save_original_input"
-    of_mlp = "save_gate_up_in_fp8"
+    of_mlp = ", save_gate_up_in_fp8" if kind == "swiglu_w" else ""
     sentence = (
         "convert_experts: 1.experts: options may be cache_weights, fuse_wgrad_accumulation, "
-        f"quantized_weight, stochastic_rounding, {of_linear if kind == 'linear' else of_mlp}, "
-        f"got {option}"
+        f"weights, stochastic_rounding{of_mlp}, got {option}"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         convert_experts(model_of(kind, "cpu"), MODELS[kind][1], **{option: False})
@@ -893,7 +890,7 @@ def check_delayed_scaling(rank: int, directory: Path) -> None:
 
 def check_weights_that_are_not_in_fp8_any_more(rank: int, directory: Path) -> None:
     experts = GroupedExperts().to("meta")
-    convert_experts(experts, recipe=Float8BlockScaling(), quantized_weight=True)
+    convert_experts(experts, recipe=Float8BlockScaling(), weights="fp8")
     distribute(experts, both_processes(), {"w1": 0, "w2": 0, "w3": 0})
     experts.to_empty(device="cpu")
     expected = (
@@ -910,7 +907,7 @@ CHECKS: Checks = {
     "tensor_parallel": check_tensor_parallel,
     "tensor_parallel_biases": check_tensor_parallel_biases,
     "fully_sharded": partial(check_fully_sharded, {}),
-    "fully_sharded_fp8": partial(check_fully_sharded, {"quantized_weight": True}),
+    "fully_sharded_fp8": partial(check_fully_sharded, {"weights": "fp8"}),
     "already_sharded_grouped": partial(check_already_sharded, "grouped"),
     "already_sharded_lists": partial(check_already_sharded, "lists"),
     "replicated": check_replicated,

@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from grouped_linear import GroupedLinear, Recipe, update_scales
 from support.devices import needs_gpu
 from support.graphs import STRICT_GRAPHS
+from support.layers import linear_of
 from support.recipes import RECIPES as EVERY_RECIPE
 
 pytestmark = needs_gpu
@@ -196,7 +197,7 @@ def test_deferred_to_another_capture(recipe: Recipe | None) -> None:
     """Forward and backward in one graph, backward_dw in the next; never one of both outside."""
     generator = torch.Generator().manual_seed(6)
     options = {"fuse_wgrad_accumulation": True, "bias": False, "device": "cuda"}
-    layer = GroupedLinear(E, K, N, recipe=recipe, delay_wgrad_compute=True, **options)
+    layer = linear_of(E, K, N, recipe=recipe, delay_wgrad_compute=True, **options)
     plain = GroupedLinear(E, K, N, recipe=recipe, **options)
     plain.load_state_dict(layer.state_dict())
     x, m_splits, dy = (t.float() if t.is_floating_point() else t for t in draw_inputs(generator))

@@ -87,18 +87,18 @@ def fp8_gemms(out_dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
 
     return {
         "fprop": lambda: ops.grouped_scaled_mm(
-            q.q, w_q, q.scale, scale_w, offs, out_dtype=out_dtype
+            q.q, w_q.mT, q.scale, scale_w.mT, offs, out_dtype=out_dtype
         ),
         "fprop_of_reversed_k_blocks": lambda: ops.grouped_scaled_mm(
             q.q.view(torch.uint8).view(T, -1, 128).flip(1).view(T, K).view(q.q.dtype),
-            w_q.view(torch.uint8).view(E, N, -1, 128).flip(2).view(E, N, K).view(w_q.dtype),
+            w_q.view(torch.uint8).view(E, N, -1, 128).flip(2).view(E, N, K).view(w_q.dtype).mT,
             q.scale.flip(0),
-            scale_w.flip(2),
+            scale_w.flip(2).mT,
             offs,
             out_dtype=out_dtype,
         ),
         "dgrad": lambda: ops.grouped_scaled_mm(
-            d.q, w_t, d.scale, scale_w.transpose(1, 2), offs, out_dtype=out_dtype
+            d.q, w_t.mT, d.scale, scale_w, offs, out_dtype=out_dtype
         ),
         "wgrad": lambda: ops.grouped_scaled_mm_wgrad(*wgrad, out_dtype=out_dtype),
         "accumulated_wgrad": accumulated_wgrad,
@@ -140,14 +140,14 @@ def test_a_row_on_a_gpu_has_the_same_bits_among_few_rows_and_many(operands: str)
 
     def product(a: Tensor) -> Tensor:
         if operands == "16 bits":
-            return ops.grouped_mm(a, w, offs)
+            return ops.grouped_mm(a, w.mT, offs)
         if operands == "transposed weight":
-            return ops.grouped_mm(a, w.transpose(1, 2).contiguous().transpose(1, 2), offs)
+            return ops.grouped_mm(a, w.mT.contiguous(), offs)
         if operands == "blocks":
             q, (w_q, w_scale, _) = ops.group_quantize(a, offs), ops.quantize_weight(w)
-            return ops.grouped_scaled_mm(q.q, w_q, q.scale, w_scale, offs)
+            return ops.grouped_scaled_mm(q.q, w_q.mT, q.scale, w_scale.mT, offs)
         a_q, w_q = (t.to(torch.float8_e4m3fn) for t in (a, w))
-        return ops.grouped_scaled_mm(a_q, w_q, *scales, offs)
+        return ops.grouped_scaled_mm(a_q, w_q.mT, *scales, offs)
 
     few, many = product(x[:T]), product(x)
     assert few.isfinite().all()

@@ -31,13 +31,13 @@ def test_splits_to_offsets() -> None:
         {"m_splits": torch.zeros(3, dtype=torch.uint16)},
         {"m_splits": offs(0)},
         {"m_splits": offs(1025)},
-        {"dtype": torch.float32},
+        {"out_dtype": torch.float32},
         {"num_rows": -1},
         {"alignment": 0},
         {"stride": 0},
         {"num_rows": 2**31},
         {"num_rows": 2**30, "stride": 2},
-        {"num_rows": 2**62, "stride": 2, "dtype": torch.int64},
+        {"num_rows": 2**62, "stride": 2, "out_dtype": torch.int64},
     ]
     assert_expected_inline(
         sentences(good, mistakes),
@@ -47,7 +47,7 @@ splits_to_offsets: m_splits must be int32 or int64, got float32
 splits_to_offsets: m_splits must be int32 or int64, got uint16
 splits_to_offsets: E must be between 1 and 1024, got 0
 splits_to_offsets: E must be between 1 and 1024, got 1025
-splits_to_offsets: dtype must be int32 or int64, got float32
+splits_to_offsets: out_dtype must be int32 or int64, got float32
 splits_to_offsets: num_rows must not be negative, got -1
 splits_to_offsets: alignment must be positive, got 0
 splits_to_offsets: stride must be positive, got 0
@@ -212,7 +212,7 @@ def test_grouped_mm_swiglu() -> None:
     mistakes = [
         {"a": good["a"][0]},
         {"b": good["b"].float()},
-        {"b": like(good["b"], None, 16, None), "bias": None},
+        {"b": like(good["b"], None, None, 16), "bias": None},
         {"bias": good["bias"][:, :-16]},
         {"offs": good["offs"].long()},
         {"limit": 0.0},
@@ -468,7 +468,7 @@ def test_group_dequantize() -> None:
         {"scale": like(scale, 1, None)},
         {"scale": like(scale, None, 8)},
         *BAD_OFFS,
-        {"dtype": torch.float64},
+        {"out_dtype": torch.float64},
     ]
     assert_expected_inline(
         sentences(good, mistakes),
@@ -485,7 +485,7 @@ group_dequantize: offs must be 1-D, got 2-D
 group_dequantize: offs must be int32, got int64
 group_dequantize: E must be between 1 and 1024, got 0
 group_dequantize: E must be between 1 and 1024, got 1025
-group_dequantize: dtype must be bfloat16, float16 or float32, got float64""",
+group_dequantize: out_dtype must be bfloat16, float16 or float32, got float64""",
     )
 
 
@@ -504,7 +504,7 @@ def test_group_dequantize_t() -> None:
         *BAD_OFFS,
         {"num_rows": -1},
         {"num_rows": 512},
-        {"dtype": torch.int32},
+        {"out_dtype": torch.int32},
     ]
     assert_expected_inline(
         sentences(good, mistakes),
@@ -523,7 +523,7 @@ group_dequantize_t: E must be between 1 and 1024, got 0
 group_dequantize_t: E must be between 1 and 1024, got 1025
 group_dequantize_t: num_rows must not be negative, got -1
 group_dequantize_t: the number of blocks differs: q_t has 3, num_rows has 6
-group_dequantize_t: dtype must be bfloat16, float16 or float32, got int32""",
+group_dequantize_t: out_dtype must be bfloat16, float16 or float32, got int32""",
     )
 
 
@@ -591,12 +591,12 @@ def test_grouped_mm() -> None:
     a, b = good["a"], good["b"]
     mistakes = [
         {"a": torch.zeros(12)},
-        {"b": torch.zeros(32, 144)},
+        {"b": torch.zeros(144, 32)},
         {"a": a.double()},
         {"b": b.float()},
-        {"b": like(b, None, None, 128)},
-        {"a": like(a, None, 24), "b": like(b, None, None, 24)},
-        {"b": like(b, None, 40, None)},
+        {"b": like(b, None, 128, None)},
+        {"a": like(a, None, 24), "b": like(b, None, 24, None)},
+        {"b": like(b, None, None, 40)},
         *BAD_OFFS,
         {"offs": offs(2)},
         {"out_dtype": torch.float64},
@@ -644,13 +644,13 @@ def test_grouped_scaled_mm() -> None:
         {"scale_a": like(scale_a, None, 16)},
         {"b": b[0]},
         {"b": b.bfloat16()},
-        {"b": like(b, None, None, 128)},
-        {"b": like(b, None, 40, None)},
+        {"b": like(b, None, 128, None)},
+        {"b": like(b, None, None, 40)},
         {"scale_b": scale_b[0]},
         {"scale_b": scale_b.double()},
         {"scale_b": like(scale_b, 2, None, None)},
-        {"scale_b": like(scale_b, None, 2, None)},
-        {"scale_b": like(scale_b, None, None, 1)},
+        {"scale_b": like(scale_b, None, None, 2)},
+        {"scale_b": like(scale_b, None, 1, None)},
         *BAD_OFFS,
         {"offs": offs(4)},
         {"out_dtype": torch.float8_e4m3fn},

@@ -33,7 +33,7 @@ BAD_SCALES = [
 
 def test_group_quantize_current() -> None:
     good = make("group_quantize_current", GROUPS_3, BF16)
-    mistakes = [*BAD_ROWS, {"dtype": torch.bfloat16}, *BAD_EPSILONS]
+    mistakes = [*BAD_ROWS, {"out_dtype": torch.bfloat16}, *BAD_EPSILONS]
     assert_expected_inline(
         sentences(good, mistakes),
         """\
@@ -45,7 +45,7 @@ group_quantize_current: offs must be int32, got int64
 group_quantize_current: E must be between 1 and 1024, got 0
 group_quantize_current: E must be between 1 and 1024, got 1025
 group_quantize_current: rowwise or columnwise must be true, got neither
-group_quantize_current: dtype must be float8_e4m3fn or float8_e5m2, got bfloat16
+group_quantize_current: out_dtype must be float8_e4m3fn or float8_e5m2, got bfloat16
 group_quantize_current: amax_epsilon must be finite and not negative, got -0.5
 group_quantize_current: amax_epsilon must be finite and not negative, got inf
 group_quantize_current: amax_epsilon must be finite and not negative, got nan""",
@@ -53,27 +53,27 @@ group_quantize_current: amax_epsilon must be finite and not negative, got nan"""
 
 
 def test_group_quantize_delayed() -> None:
-    good = make("group_quantize_delayed_", GROUPS_3, BF16)
-    mistakes = [*BAD_ROWS, {"dtype": torch.float8_e4m3fnuz}, *BAD_SCALES]
+    good = make("group_quantize_delayed", GROUPS_3, BF16)
+    mistakes = [*BAD_ROWS, {"out_dtype": torch.float8_e4m3fnuz}, *BAD_SCALES]
     assert_expected_inline(
         sentences(good, mistakes),
         """\
-group_quantize_delayed_: x must be 2-D, got 1-D
-group_quantize_delayed_: x must be bfloat16, float16 or float32, got float64
-group_quantize_delayed_: K must be a positive multiple of 16, got 72
-group_quantize_delayed_: offs must be 1-D, got 2-D
-group_quantize_delayed_: offs must be int32, got int64
-group_quantize_delayed_: E must be between 1 and 1024, got 0
-group_quantize_delayed_: E must be between 1 and 1024, got 1025
-group_quantize_delayed_: rowwise or columnwise must be true, got neither
-group_quantize_delayed_: dtype must be float8_e4m3fn or float8_e5m2, got float8_e4m3fnuz
-group_quantize_delayed_: scale must be 1-D, got 2-D
-group_quantize_delayed_: scale must be float32, got bfloat16
-group_quantize_delayed_: E differs: scale has 2, offs has 3
-group_quantize_delayed_: amax must be 1-D, got 2-D
-group_quantize_delayed_: amax must be float32, got bfloat16
-group_quantize_delayed_: E differs: amax has 2, offs has 3
-group_quantize_delayed_: amax must be contiguous""",
+group_quantize_delayed: x must be 2-D, got 1-D
+group_quantize_delayed: x must be bfloat16, float16 or float32, got float64
+group_quantize_delayed: K must be a positive multiple of 16, got 72
+group_quantize_delayed: offs must be 1-D, got 2-D
+group_quantize_delayed: offs must be int32, got int64
+group_quantize_delayed: E must be between 1 and 1024, got 0
+group_quantize_delayed: E must be between 1 and 1024, got 1025
+group_quantize_delayed: rowwise or columnwise must be true, got neither
+group_quantize_delayed: out_dtype must be float8_e4m3fn or float8_e5m2, got float8_e4m3fnuz
+group_quantize_delayed: scale must be 1-D, got 2-D
+group_quantize_delayed: scale must be float32, got bfloat16
+group_quantize_delayed: E differs: scale has 2, offs has 3
+group_quantize_delayed: amax must be 1-D, got 2-D
+group_quantize_delayed: amax must be float32, got bfloat16
+group_quantize_delayed: E differs: amax has 2, offs has 3
+group_quantize_delayed: amax must be contiguous""",
     )
 
 
@@ -125,23 +125,23 @@ quantize_weight_current: amax_epsilon must be finite and not negative, got nan""
 
 
 def test_quantize_weight_delayed() -> None:
-    good = make("quantize_weight_delayed_", GROUPS_3, BF16)
+    good = make("quantize_weight_delayed", GROUPS_3, BF16)
     assert_expected_inline(
         sentences(good, [*bad_weights(), *BAD_SCALES]),
         """\
-quantize_weight_delayed_: w must be 3-D, got 2-D
-quantize_weight_delayed_: w must be bfloat16, float16 or float32, got float64
-quantize_weight_delayed_: E must be between 1 and 1024, got 0
-quantize_weight_delayed_: E must be between 1 and 1024, got 1025
-quantize_weight_delayed_: N must be a positive multiple of 16, got 24
-quantize_weight_delayed_: K must be a positive multiple of 16, got 8
-quantize_weight_delayed_: scale must be 1-D, got 2-D
-quantize_weight_delayed_: scale must be float32, got bfloat16
-quantize_weight_delayed_: E differs: scale has 2, w has 3
-quantize_weight_delayed_: amax must be 1-D, got 2-D
-quantize_weight_delayed_: amax must be float32, got bfloat16
-quantize_weight_delayed_: E differs: amax has 2, w has 3
-quantize_weight_delayed_: amax must be contiguous""",
+quantize_weight_delayed: w must be 3-D, got 2-D
+quantize_weight_delayed: w must be bfloat16, float16 or float32, got float64
+quantize_weight_delayed: E must be between 1 and 1024, got 0
+quantize_weight_delayed: E must be between 1 and 1024, got 1025
+quantize_weight_delayed: N must be a positive multiple of 16, got 24
+quantize_weight_delayed: K must be a positive multiple of 16, got 8
+quantize_weight_delayed: scale must be 1-D, got 2-D
+quantize_weight_delayed: scale must be float32, got bfloat16
+quantize_weight_delayed: E differs: scale has 2, w has 3
+quantize_weight_delayed: amax must be 1-D, got 2-D
+quantize_weight_delayed: amax must be float32, got bfloat16
+quantize_weight_delayed: E differs: amax has 2, w has 3
+quantize_weight_delayed: amax must be contiguous""",
     )
 
 
@@ -316,7 +316,7 @@ def test_lists_of_experts() -> None:
                 {"b": [b_e[:, :16] for b_e in b]},
                 {"b": [b_e[:24] for b_e in b]},
                 {"b": b[:2]},
-                {"transpose_b": True},
+                {"transpose_b": False},
                 {"out_dtype": torch.float64},
             ],
         ),
@@ -430,9 +430,9 @@ def test_grouped_scaled_mm_per_group() -> None:
     mistakes = [
         {"a": a[0]},
         {"a": a.to(BF16)},
-        {"a": a[:, :24], "b": b[:, :, :24]},
+        {"a": a[:, :24], "b": b[:, :24]},
         {"b": b.to(E5M2)},
-        {"b": b[:, :, :128]},
+        {"b": b[:, :128]},
         {"scale_a": torch.ones(3, dtype=BF16)},
         {"scale_a": torch.ones(2)},
         {"scale_a": torch.ones(2, 12)},

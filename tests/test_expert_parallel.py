@@ -266,7 +266,7 @@ def check_micro_batches(rank: int, directory: Path) -> None:
 
 def check_quantized_weight(rank: int, directory: Path) -> None:
     """The bytes of the experts go with them, and optimizers step them as in one process."""
-    whole = make(**BLOCK, dtype=BF16, quantized_weight=True, stochastic_rounding=False)
+    whole = make(**BLOCK, dtype=BF16, weights="fp8", stochastic_rounding=False)
     parallel = spread(whole)
     data = tokens(dtype=BF16)
     for mlp, part in ((whole, slice(None)), (parallel, own(rank))):
@@ -476,7 +476,7 @@ CHECKS: Checks = {
     "micro_batches": check_micro_batches,
     "quantized_weight": check_quantized_weight,
     "meta": partial(check_meta, {}),
-    "meta_quantized": partial(check_meta, {**BLOCK, "quantized_weight": True}),
+    "meta_quantized": partial(check_meta, {**BLOCK, "weights": "fp8"}),
     "first_process_draws": check_first_process_draws,
     "own_dispatcher": check_own_dispatcher,
     "shared_experts": check_shared_experts,

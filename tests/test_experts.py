@@ -41,8 +41,9 @@ def quantized_anew(sample: Sample) -> list[Tensor]:
             return list(ops.quantize_weight_current(w, **rule))
         case "refresh_weight_delayed_":
             amax = None if sample["amax"] is None else sample["amax"].clone()
-            q, scale, q_t = ops.quantize_weight_delayed_(amax, w, sample["state"])
-            return [*([] if amax is None else [amax]), q, scale, q_t]
+            q, scale, q_t = ops.quantize_weight_delayed(w, sample["state"], amax)
+            columnwise = [] if sample["q_t"] is None else [q_t]
+            return [q, scale, *columnwise, *([] if amax is None else [amax])]
     E, N, K = w.shape
     ends = torch.arange(1, E + 1, dtype=torch.int32, device=w.device) * N
     rounded = ops.group_round_mx(w.reshape(E * N, K), ends, columnwise=True)

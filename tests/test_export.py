@@ -110,7 +110,7 @@ def test_expert_layer(
 def test_weights_that_are_kept_quantized(device: str, tmp_path: Path) -> None:
     """A package holds them as they are, and quantizes nothing."""
     sizes = {"num_experts": 4, "hidden_size": 64, "intermediate_size": 128, "device": device}
-    mlp = GroupedMLP(**sizes, recipe=Float8BlockScaling(), quantized_weight=True)
+    mlp = GroupedMLP(**sizes, recipe=Float8BlockScaling(), weights="fp8")
 
     def inputs(tokens: int) -> tuple[Tensor, ...]:
         scores, experts = torch.rand(tokens, 4, device=device).topk(2)

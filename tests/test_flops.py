@@ -11,12 +11,12 @@ from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
-    GroupedLinear,
     GroupedMLP,
     MXFP8BlockScaling,
     Recipe,
     ops,
 )
+from support.layers import linear_of
 
 SIZES = [250, 0, 53, 697]
 T, E, N, K = sum(SIZES), len(SIZES), 96, 64
@@ -35,7 +35,7 @@ RECIPES: list[Recipe] = [
 @pytest.mark.parametrize("single_grouped_weight", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 def test_layer(recipe: Recipe | None, single_grouped_weight: bool) -> None:
-    layer = GroupedLinear(E, K, N, recipe=recipe, single_grouped_weight=single_grouped_weight)
+    layer = linear_of(E, K, N, recipe=recipe, single_grouped_weight=single_grouped_weight)
     x, sizes = torch.randn(T, K, requires_grad=True), torch.tensor(SIZES)
     with FlopCounterMode(display=False) as counter:
         y = layer(x, sizes)
@@ -51,7 +51,7 @@ def test_layer(recipe: Recipe | None, single_grouped_weight: bool) -> None:
 @pytest.mark.parametrize("recipe", RECIPES[:3], ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("single_grouped_weight", [True, False])
 def test_main_grad(single_grouped_weight: bool, recipe: Recipe | None) -> None:
-    layer = GroupedLinear(
+    layer = linear_of(
         E,
         K,
         N,

@@ -30,6 +30,7 @@ from grouped_linear import (
 from grouped_linear.recipes import Layouts, Operands
 from support.compare import assert_same_bits
 from support.formats import composed, with_function
+from support.layers import linear_of
 
 BF16 = torch.bfloat16
 T, E, K, N = 200, 3, 160, 144
@@ -62,7 +63,7 @@ RECIPES = pytest.mark.parametrize("recipe", [FLOAT8_FORWARD, ROUNDED_WEIGHTS], i
 
 def layer_of(recipe: Recipe | None, **options: Any) -> GroupedLinear:
     torch.manual_seed(0)
-    return GroupedLinear(E, K, N, recipe=recipe, dtype=BF16, **options)
+    return linear_of(E, K, N, recipe=recipe, dtype=BF16, **options)
 
 
 def mlp_of(recipe: Recipe | None, bias: bool = True) -> GroupedMLP:
@@ -279,9 +280,7 @@ def results(
     x = rows(50, K).requires_grad_()
     if layer in ("packed", "per_expert"):
         packed = layer == "packed"
-        module = GroupedLinear(
-            E, K, N, bias, recipe=recipe, single_grouped_weight=packed, dtype=BF16
-        )
+        module = linear_of(E, K, N, bias, recipe=recipe, single_grouped_weight=packed, dtype=BF16)
         inputs: tuple[Any, ...] = (x, torch.tensor([20, 0, 25]))
     else:
         module = mlp_of(recipe, bias)

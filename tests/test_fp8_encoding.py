@@ -31,7 +31,7 @@ def numbers(dtype: torch.dtype, fp8: torch.dtype) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.numel() % 128)).view(-1, 128)
 
 
-@pytest.mark.parametrize("device", devices("group_quantize_delayed_"))
+@pytest.mark.parametrize("device", devices("group_quantize_delayed"))
 @pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_encoding_without_a_scale_is_torchs(
@@ -40,7 +40,7 @@ def test_encoding_without_a_scale_is_torchs(
     x = numbers(dtype, fp8).to(device)
     offs = torch.tensor([x.size(0)], dtype=torch.int32, device=device)
     scale = torch.ones(1, device=device)
-    q, _, _ = torch.ops.grouped_linear.group_quantize_delayed_(None, x, offs, scale, fp8)
+    q, _, _ = torch.ops.grouped_linear.group_quantize_delayed(x, offs, scale, None, fp8)
     assert_same_bits(q, x.to(fp8))
 
 

@@ -203,8 +203,8 @@ def test_numbers_far_outside_are_clamped(dtype: torch.dtype) -> None:
     assert_same_bits(gathered.q, expected.q)
     for rows in (rows_T, rows_T.clamp(narrow.min, narrow.max).int()):
         assert_same_bits(
-            ops.grouped_mm(x_SK, w_ENK, offs_E, rows=rows),
-            ops.grouped_mm(x_SK[near_T], w_ENK, offs_E),
+            ops.grouped_mm(x_SK, w_ENK.mT, offs_E, rows=rows),
+            ops.grouped_mm(x_SK[near_T], w_ENK.mT, offs_E),
         )
         assert_same_bits(
             ops.grouped_mm_wgrad(dy_TN, x_SK, offs_E, x_rows=rows),

@@ -28,6 +28,7 @@ from support.calls import Calls
 from support.compare import assert_same_bits
 from support.devices import OPS, devices
 from support.errors import sentence
+from support.layers import linear_of
 from support.recipes import MORE_RECIPES, RECIPES, state_for
 from support.tensors import BF16, FP16, FP32
 
@@ -58,7 +59,7 @@ def test_a_gradient_penalty_is_refused(kind: str, recipe: Recipe | None) -> None
 
 def make_layer(recipe: Recipe | None = None, device: str = "cpu", **options: Any) -> GroupedLinear:
     torch.manual_seed(0)
-    return GroupedLinear(E, K, N, recipe=recipe, device=device, **options)
+    return linear_of(E, K, N, recipe=recipe, device=device, **options)
 
 
 def inputs(device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -323,7 +324,7 @@ def test_deferred_with_nothing_else_to_do() -> None:
 
 
 def test_nothing_is_put_off_without_need() -> None:
-    make_layer().backward_dw()
+    make_layer(delay_wgrad_compute=False).backward_dw()
     layer = make_layer(delay_wgrad_compute=True)
     with torch.no_grad():
         layer(*inputs())
@@ -395,7 +396,7 @@ def test_deferred_of_weights_that_were_put_in_place(single: bool) -> None:
     gradients = []
     for delay in (False, True):
         torch.manual_seed(0)
-        layer = GroupedLinear(
+        layer = linear_of(
             E, K, N, bias=False, delay_wgrad_compute=delay, single_grouped_weight=single
         )
         own = list(layer.parameters())

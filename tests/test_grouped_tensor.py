@@ -318,10 +318,10 @@ def test_tied_weights_stay_tied() -> None:
 
 def test_checkpoints_saved_in_the_background(tmp_path: Path) -> None:
     """A module's state has plain tensors; a quantized tensor has no memory for torch to stage."""
-    layer = GroupedLinear(E, K, N, recipe=Float8BlockScaling(), quantized_weight=True)
+    layer = GroupedLinear(E, K, N, recipe=Float8BlockScaling(), weights="fp8")
     saving: Any = dcp.async_save(layer.state_dict(), checkpoint_id=tmp_path)
     getattr(saving, "upload_completion", saving).result()  # torch 2.11: the future itself
-    other = GroupedLinear(E, K, N, recipe=Float8BlockScaling(), quantized_weight=True)
+    other = GroupedLinear(E, K, N, recipe=Float8BlockScaling(), weights="fp8")
     state = other.state_dict()
     dcp.load(state, checkpoint_id=tmp_path)
     other.load_state_dict(state)
@@ -429,6 +429,18 @@ def test_copy_of_a_plain_tensor(kind: str) -> None:
     to = to_nearest(torch.zeros(E, N, K))
     to.view(source.shape).copy_(source)
     assert_same(to, GroupedTensor.quantize(source.view(E, N, K).to(FP32)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_copy_of_fp8_without_scales_is_refused(dtype: torch.dtype) -> None:
+    """Numbers without their scales would be other weights."""
+    quantized = to_nearest(random_weight())
+    to = GroupedTensor.quantize(random_weight(seed=1))
+    before = to.clone()
+    for write in (to.copy_, lambda w: torch._foreach_copy_([to], [w])):
+        with pytest.raises(ValueError, match=r"copy_ of a tensor of float8_e\dm.* has no scales"):
+            write(quantized.q.to(FP32).to(dtype))
+    assert_same(to, before)
 
 
 def test_copy_of_another_shape() -> None:

@@ -17,6 +17,7 @@ ROOMS = (
     "quantized",
     "autograd",
     "nn",
+    "te",
     "parallel",
     "integrations",
     "selftest",

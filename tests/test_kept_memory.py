@@ -26,6 +26,7 @@ from grouped_linear import (
 from grouped_linear.meta_kernels.rules import ceil_div
 from support.compare import assert_same_bits
 from support.devices import devices
+from support.layers import linear_of
 
 T, C, E, H, F = 96, 2, 4, 64, 80
 RECIPES: dict[str, Recipe | None] = {
@@ -139,7 +140,7 @@ def test_nothing_of_weights(kind: str, recipe: Recipe, compiled: bool, device: s
         torch.manual_seed(0)
         if kind == "mlp":
             return GroupedMLP(E, H, F, recipe=recipe, **options)
-        return GroupedLinear(E, H, F, recipe=recipe, **apart, **options)
+        return linear_of(E, H, F, recipe=recipe, **apart, **options)
 
     x = torch.randn(T, H, dtype=torch.bfloat16, device=device, requires_grad=True)
     scores, m_splits = torch.rand(T, E, device=device), torch.tensor([40, 0, 30, 20]).to(device)

@@ -107,7 +107,7 @@ def test_quantized_rows(device: str, dtype: torch.dtype) -> None:
     assert_same_bits(of_last(gathered[2]), of_last(q_t))
     del q, q_t, gathered
     check(partial(_ops.group_quantize_current, **both), x, offs, e4m3)
-    check(partial(_ops.group_quantize_delayed_, None, **both), x, offs, scale, e4m3)
+    check(partial(_ops.group_quantize_delayed, **both), x, offs, scale, None, e4m3)
     check(partial(_ops.group_quantize_mx, **both), x, offs)
     check(partial(_ops.group_round_mx, **both), x, offs)
     check(_ops.grouped_bias_grad, x, offs)
@@ -179,10 +179,8 @@ def test_many_weights(device: str) -> None:
     def same(whole: Tensor, last: Tensor) -> None:
         assert_same_bits(whole[-len(last) :], last)
 
-    same(ops.grouped_mm(x, w, offs), ops.grouped_mm(last_x, last_w, alone))
-    turned = ops.grouped_mm(dy, w.transpose(1, 2), offs)
-    same(turned, ops.grouped_mm(last_dy, last_w.transpose(1, 2), alone))
-    del turned
+    same(ops.grouped_mm(x, w.mT, offs), ops.grouped_mm(last_x, last_w.mT, alone))
+    same(ops.grouped_mm(dy, w, offs), ops.grouped_mm(last_dy, last_w, alone))
     for dtype in (BF16, FP32):
         dw = ops.grouped_mm_wgrad(dy, x, offs, dtype)
         last_dw = ops.grouped_mm_wgrad(last_dy, last_x, alone, dtype)
@@ -205,11 +203,11 @@ def test_many_weights(device: str) -> None:
         [_ops.group_quantize(t, ends, **columnwise) for t in operands]
         for operands, ends in (((x, dy), offs), ((last_x, last_dy), alone))
     )
-    y = ops.grouped_scaled_mm(xq[0], wq.q, xq[1], wq.scale, offs)
-    same(y, ops.grouped_scaled_mm(last_xq[0], last_wq.q, last_xq[1], last_wq.scale, alone))
-    scale_t, last_scale_t = wq.scale.transpose(1, 2), last_wq.scale.transpose(1, 2)
-    dx = ops.grouped_scaled_mm(dyq[0], wq.q_t, dyq[1], scale_t, offs)
-    last_dx = ops.grouped_scaled_mm(last_dyq[0], last_wq.q_t, last_dyq[1], last_scale_t, alone)
+    y = ops.grouped_scaled_mm(xq[0], wq.q.mT, xq[1], wq.scale.mT, offs)
+    last_w = last_wq.q.mT, last_wq.q_t.mT
+    same(y, ops.grouped_scaled_mm(last_xq[0], last_w[0], last_xq[1], last_wq.scale.mT, alone))
+    dx = ops.grouped_scaled_mm(dyq[0], wq.q_t.mT, dyq[1], wq.scale, offs)
+    last_dx = ops.grouped_scaled_mm(last_dyq[0], last_w[1], last_dyq[1], last_wq.scale, alone)
     same(dx, last_dx)
     dw = ops.grouped_scaled_mm_wgrad(dyq[2], xq[2], dyq[3], xq[3], offs, FP32)
     last_dw = ops.grouped_scaled_mm_wgrad(

@@ -30,6 +30,7 @@ from support.compare import assert_same_bits, bits, tail_is_zero, within
 from support.devices import OPS, devices
 from support.errors import sentence
 from support.groups import GROUPS, Groups
+from support.layers import linear_of
 from support.recipes import MORE_RECIPES, scheme_of, state_for
 from support.tensors import BF16, DTYPES, FP16, FP32, rows, weight
 
@@ -141,7 +142,7 @@ def test_bias_that_would_lose_by_a_cast(
     m_splits, state = list(SMALL.m_splits), state_for(recipe, SMALL.E, device)
     options: dict[str, Any] = {"recipe": recipe, "device": device}
     layer = GroupedLinear(SMALL.E, SMALL.K, SMALL.N, **options)
-    returning = GroupedLinear(SMALL.E, SMALL.K, SMALL.N, return_bias=True, **options)
+    returning = linear_of(SMALL.E, SMALL.K, SMALL.N, return_bias=True, **options)
     b = torch.ones(SMALL.E, SMALL.N, dtype=dtype, device=device)
     layer.bias = returning.bias = nn.Parameter(b, requires_grad=False)
     said = {
@@ -274,7 +275,7 @@ def test_a_transposed_operand_gets_its_gradient_transposed(device: str) -> None:
     gradients = []
     for w in (stored.mT, stored.mT.contiguous()):
         w_ENK = w.to(device).requires_grad_()
-        y = ops.grouped_mm(x.to(device), w_ENK, offs.to(device))
+        y = ops.grouped_mm(x.to(device), w_ENK.mT, offs.to(device))
         gradients += torch.autograd.grad(y, w_ENK, y.detach())
         assert gradients[-1].stride() == w_ENK.stride()
     assert_same_bits(*gradients)
@@ -403,7 +404,7 @@ WORK: list[tuple[str, str, dict[str, int]]] = [
     (
         "delayed",
         "xwb",
-        work_of_per_group_scaling("group_quantize_delayed_", "quantize_weight_delayed_"),
+        work_of_per_group_scaling("group_quantize_delayed", "quantize_weight_delayed"),
     ),
     (
         "mxfp8",

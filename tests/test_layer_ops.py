@@ -15,6 +15,7 @@ from support.cases import cases, variant_of
 from support.compare import assert_same_bits
 from support.devices import devices
 from support.groups import GROUPS, Groups
+from support.layers import linear_of
 from support.samples import Sample
 from support.tensors import BF16, DTYPES, FP32
 
@@ -49,7 +50,8 @@ def test_forward(op: str, groups: Groups, variant: str, dtype: torch.dtype, devi
     w = ops.quantize_weight(
         sample.get("w"), columnwise=sample.get("columnwise_w"), **scaling(sample)
     )
-    product = ops.grouped_scaled_mm(x.q, w.q, x.scale, w.scale, offs, sample.get("bias"), dtype)
+    scales, bias = (x.scale, w.scale.mT), sample.get("bias")
+    product = ops.grouped_scaled_mm(x.q, w.q.mT, *scales, offs, bias, dtype)
     used = sum(-(-rows // 128) for rows in groups.m_splits)
     assert_same(y, product)
     assert_same(offs, expected_offs)
@@ -72,7 +74,7 @@ def test_x_and_weight_of_two_dtypes(
     y, offs, *_ = ops.block_scaled_linear(x.to(x_dtype), w.to(w_dtype), m_splits)
     q_x = ops.group_quantize(x.to(x_dtype), offs)
     q_w = ops.quantize_weight(w.to(w_dtype))
-    product = ops.grouped_scaled_mm(q_x.q, q_w.q, q_x.scale, q_w.scale, offs, None, x_dtype)
+    product = ops.grouped_scaled_mm(q_x.q, q_w.q.mT, q_x.scale, q_w.scale.mT, offs, None, x_dtype)
     assert_same_bits(y, product)
 
 
@@ -89,8 +91,8 @@ def test_backward(op: str, groups: Groups, variant: str, dtype: torch.dtype, dev
     )
     expected_dx = expected_dw = None
     if w_t is not None:
-        turned = sample.get("scale_w").transpose(1, 2)
-        expected_dx = ops.grouped_scaled_mm(dy.q, w_t, dy.scale, turned, offs, None, dtype)
+        scale_w = sample.get("scale_w")
+        expected_dx = ops.grouped_scaled_mm(dy.q, w_t.mT, dy.scale, scale_w, offs, None, dtype)
     if x_t is not None:
         columns = dy.q_t, x_t, dy.scale_t, sample.get("scale_x_t"), offs
         expected_dw = ops.grouped_scaled_mm_wgrad(*columns, sample.get("out_dtype") or dtype)
@@ -106,7 +108,7 @@ def test_an_eager_layer_gives_the_bits_of_separate_ops(device: str) -> None:
     results = []
     for save_input in (False, True):
         torch.manual_seed(0)
-        layer = GroupedLinear(
+        layer = linear_of(
             groups.E,
             groups.K,
             groups.N,

@@ -28,6 +28,7 @@ from support.compare import assert_same_bits
 from support.devices import CUDA_OPS, OPS, needs_gpu
 from support.errors import sentence
 from support.groups import Groups
+from support.layers import linear_of
 from support.samples import Sample, make
 from support.tensors import BF16, on
 
@@ -91,10 +92,10 @@ group_quantize: offs is on cuda:0, x is on cpu
 group_quantize: rows is on cuda:0, x is on cpu
 group_quantize_current: offs is on cpu, x is on cuda:0
 group_quantize_current: offs is on cuda:0, x is on cpu
-group_quantize_delayed_: amax is on cuda:0, x is on cpu
-group_quantize_delayed_: offs is on cpu, x is on cuda:0
-group_quantize_delayed_: offs is on cuda:0, x is on cpu
-group_quantize_delayed_: scale is on cuda:0, x is on cpu
+group_quantize_delayed: amax is on cuda:0, x is on cpu
+group_quantize_delayed: offs is on cpu, x is on cuda:0
+group_quantize_delayed: offs is on cuda:0, x is on cpu
+group_quantize_delayed: scale is on cuda:0, x is on cpu
 group_quantize_mx: offs is on cpu, x is on cuda:0
 group_quantize_mx: offs is on cuda:0, x is on cpu
 group_round_mx: offs is on cpu, x is on cuda:0
@@ -128,9 +129,9 @@ group_dequantize_t: offs is on cuda:0, q_t is on cpu
 grouped_bias_grad: offs is on cpu, dy is on cuda:0
 grouped_bias_grad: offs is on cuda:0, dy is on cpu
 quantize_weight_list: w is on cuda:0, the first w is on cpu
-quantize_weight_delayed_: amax is on cuda:0, w is on cpu
-quantize_weight_delayed_: scale is on cpu, w is on cuda:0
-quantize_weight_delayed_: scale is on cuda:0, w is on cpu
+quantize_weight_delayed: amax is on cuda:0, w is on cpu
+quantize_weight_delayed: scale is on cpu, w is on cuda:0
+quantize_weight_delayed: scale is on cuda:0, w is on cpu
 refresh_weight_: w is on cuda:0, the first w is on cpu
 refresh_weight_: refresh is on cuda:0, w is on cpu
 refresh_weight_: q is on cuda:0, w is on cpu
@@ -300,9 +301,9 @@ group_quantize: offs must not exceed the number of rows 12, got 1300 at group 2
 group_quantize_current: offs must not decrease, got 3 after 5 at group 1
 group_quantize_current: offs must not decrease, got -1 after 0 at group 0
 group_quantize_current: offs must not exceed the number of rows 12, got 1300 at group 2
-group_quantize_delayed_: offs must not decrease, got 3 after 5 at group 1
-group_quantize_delayed_: offs must not decrease, got -1 after 0 at group 0
-group_quantize_delayed_: offs must not exceed the number of rows 12, got 1300 at group 2
+group_quantize_delayed: offs must not decrease, got 3 after 5 at group 1
+group_quantize_delayed: offs must not decrease, got -1 after 0 at group 0
+group_quantize_delayed: offs must not exceed the number of rows 12, got 1300 at group 2
 group_quantize_mx: offs must not decrease, got 3 after 5 at group 1
 group_quantize_mx: offs must not decrease, got -1 after 0 at group 0
 group_quantize_mx: offs must not exceed the number of rows 12, got 1300 at group 2
@@ -411,7 +412,6 @@ def test_configurations() -> None:
         layer(in_features=0),
         layer(out_features=-16),
         layer(recipe="fp8"),
-        layer(dtype=torch.float32, params_dtype=torch.float32),
     ]
     for mistake in mistakes:
         with pytest.raises(ValueError, match=":"):
@@ -444,8 +444,7 @@ GroupedLinear: num_gemms must be between 1 and 1024, got 1025
 GroupedLinear: in_features must be a positive multiple of 16, got 24
 GroupedLinear: in_features must be a positive multiple of 16, got 0
 GroupedLinear: out_features must be a positive multiple of 16, got -16
-GroupedLinear: recipe must be None or a grouped_linear.Recipe, got 'fp8'
-GroupedLinear: dtype and params_dtype are one option, got both""",
+GroupedLinear: recipe must be None or a grouped_linear.Recipe, got 'fp8'""",
     )
 
 
@@ -501,7 +500,7 @@ grouped_linear: recipe is the class DelayedScaling: call it, recipe=DelayedScali
 grouped_linear: DelayedScaling has a state: pass state, or use GroupedLinear
 grouped_linear: state must be a grouped_linear.DelayedScalingState, got DelayedScaling()
 grouped_linear: state needs a recipe that has one, got recipe None
-group_quantize_delayed_: E differs: scale has 3, offs has 2""",
+group_quantize_delayed: E differs: scale has 3, offs has 2""",
     )
     assert layer(x, m_splits).shape == (5, 32)
     assert recipe(x, m_splits).shape == (5, 32)
@@ -587,7 +586,7 @@ no error""",  # noqa: E501
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_step_without_the_gradients_that_wait(compiled: bool) -> None:
     """Without the sentence, the optimizer skips the weight, or steps it by gradients of before."""
-    layer = GroupedLinear(2, 16, 32, delay_wgrad_compute=True)
+    layer = linear_of(2, 16, 32, delay_wgrad_compute=True)
     other = torch.nn.Linear(16, 16)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (layer, other)]
     x = torch.randn(5, 16)
@@ -606,7 +605,7 @@ def test_a_step_without_the_gradients_that_wait(compiled: bool) -> None:
 
 def test_gradients_that_wait_for_ever() -> None:
     """For optimizers that are not torch's: the operands of each backward stay in memory."""
-    layer = GroupedLinear(2, 16, 32, delay_wgrad_compute=True)
+    layer = linear_of(2, 16, 32, delay_wgrad_compute=True)
     x = torch.randn(5, 16)
     for _ in range(64):
         layer(x, [2, 3]).sum().backward()

@@ -54,7 +54,7 @@ def dequantized(sample: Sample) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         b = sample["b"].double() * scale_b.double().view(-1, 1, 1)
     else:
         a = reference.dequantize_rowwise(sample["a"], scale_a, offs)
-        b = reference.dequantize_weight(sample["b"], scale_b)
+        b = reference.dequantize_weight(sample["b"].mT, scale_b.mT).mT
     return a, b, offs, sample.get("bias")
 
 
@@ -122,7 +122,7 @@ def test_power_of_two_scales(name: str, scale: float, dtype: torch.dtype, device
     b, scale_b, _ = reference.quantize_weight(
         torch.randn(groups.E, groups.N, groups.K) / scale, reference.Scaling(True)
     )
-    exact = sample.but(a=q, scale_a=scale_a, b=b, scale_b=scale_b)
+    exact = sample.but(a=q, scale_a=scale_a, b=b.mT, scale_b=scale_b.mT)
     check_grouped_scaled_mm(exact, groups, device)
 
     dy_TN = rows(groups, groups.N, FP32) / scale
@@ -136,27 +136,61 @@ def test_power_of_two_scales(name: str, scale: float, dtype: torch.dtype, device
 
 
 @pytest.mark.parametrize("device", devices("grouped_scaled_mm"))
-def test_dgrad_reads_transposed_scales(device: str) -> None:
-    """dgrad passes the weight's q_t and a transposed view of its scales."""
+def test_dgrad_reads_the_scales_of_fprop(device: str) -> None:
+    """dgrad passes a view of the weight's q_t, and its scales as they are; fprop a view of them."""
     groups = GROUPS["capacity"]
     swapped = Groups(groups.m_splits, groups.T, K=groups.N, N=groups.K)
     sample = make("grouped_scaled_mm", swapped, BF16)
     w = torch.randn(groups.E, groups.N, groups.K)
     _, scale, q_t = reference.quantize_weight(w, reference.Scaling(False))
-    sample = sample.but(b=q_t, scale_b=scale.transpose(1, 2))
     assert not sample["scale_b"].is_contiguous()
+    sample = sample.but(b=q_t.mT, scale_b=scale)
     check_grouped_scaled_mm(sample, groups, device)
 
 
 @pytest.mark.parametrize("device", devices("grouped_mm"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dgrad_reads_a_transposed_weight(dtype: torch.dtype, device: str) -> None:
+def test_dgrad_reads_the_weight_as_it_is(dtype: torch.dtype, device: str) -> None:
     groups = GROUPS["capacity"]
     swapped = Groups(groups.m_splits, groups.T, K=groups.N, N=groups.K)
     w = torch.randn(groups.E, groups.N, groups.K).to(dtype)
     for out_dtype in (dtype, FP32):
-        sample = make("grouped_mm", swapped, dtype, out_dtype=out_dtype).but(b=w.transpose(1, 2))
+        sample = make("grouped_mm", swapped, dtype, out_dtype=out_dtype).but(b=w)
         check_grouped_mm(sample, swapped, device)
+
+
+@pytest.mark.parametrize("device", devices("grouped_mm"))
+@pytest.mark.parametrize("K", [48, 64], ids=["K", "K is N"])
+@pytest.mark.parametrize("column_major", [True, False])
+def test_torch_computes_the_same_of_the_same_arguments(
+    column_major: bool, K: int, device: str
+) -> None:
+    """b [E, K, N] in both layouts. Where K is N, no shape would tell b from its transpose."""
+    groups = Groups((40, 0, 25), 65, K=K, N=64)
+    a, b = rows(groups, K, BF16).to(device), weight(groups, BF16).mT.to(device)
+    b = b.mT.contiguous().mT if column_major else b.contiguous()
+    offs = groups.offs().to(device)
+    ours, theirs = (f(a, b, offs=offs) for f in (ops.grouped_mm, F.grouped_mm))
+    assert ours.dtype == theirs.dtype == BF16
+    # two sums in float32 of at most 64 products each, rounded once
+    torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-3)
+    wrong = ops.grouped_mm(a, b.mT, offs) if K == 64 else torch.full_like(ours, torch.inf)
+    assert (wrong - theirs).abs().max() > 1
+
+
+@pytest.mark.parametrize("K", [48, 64], ids=["K", "K is N"])
+def test_torch_computes_the_same_of_scales_of_groups(K: int) -> None:
+    """torch takes a scale a row and a scale a column: those of a group, repeated."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("torch._scaled_grouped_mm needs a GPU of compute capability 9.0")
+    groups = Groups((40, 0, 25), 65, K=K, N=64)
+    sample = make("grouped_scaled_mm", groups, BF16, per_group=reference.E4M3).on("cuda")
+    a, b, scale_a, scale_b, offs = (sample[n] for n in ("a", "b", "scale_a", "scale_b", "offs"))
+    ours = ops.grouped_scaled_mm(a, b, scale_a, scale_b, offs)
+    of_rows = scale_a.repeat_interleave(torch.tensor(groups.m_splits, device="cuda"))
+    of_columns = scale_b[:, None].expand(groups.E, groups.N).contiguous()
+    theirs = torch._scaled_grouped_mm(a, b, of_rows, of_columns, offs, out_dtype=BF16)
+    torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-3)
 
 
 @pytest.mark.parametrize("device", devices("grouped_mm"))
@@ -407,10 +441,10 @@ def quantized(
 def test_long_sums_of_hard_operands(
     pass_: str, hard: Callable[[Tensor, Tensor], Pair], device: str
 ) -> None:
-    """In dgrad the weight is [E, LONG, N] and is read transposed, in FP8 through q_t."""
+    """b is a transposed view, of q in FP8; in dgrad it is stored [E, LONG, N], in FP8 as q_t."""
     groups, offs = FEW_ROWS, FEW_ROWS.offs()
     a, b = hard(rows(groups, LONG, FP32), weight(groups, FP32))
-    stored = b.mT.contiguous().mT if pass_ == "dgrad" else b
+    stored = b.mT.contiguous() if pass_ == "dgrad" else b.mT
     exact = Sample("grouped_mm", {"a": a.to(BF16), "b": stored.to(BF16), "offs": offs})
     operands = exact["a"], exact["b"], offs
     (y,) = exact.results(device)
@@ -422,7 +456,7 @@ def test_long_sums_of_hard_operands(
     )
     if pass_ == "dgrad":
         w_q, w_scale = w_q_t, w_scale.mT
-    arguments = {"a": q, "b": w_q, "scale_a": scale, "scale_b": w_scale, "offs": offs}
+    arguments = {"a": q, "b": w_q.mT, "scale_a": scale, "scale_b": w_scale.mT, "offs": offs}
     scaled = Sample("grouped_scaled_mm", {**arguments, "out_dtype": BF16})
     numbers = dequantized(scaled)
     (y,) = scaled.results(device)
@@ -629,11 +663,12 @@ def test_sums_are_promoted_every_128(device: str) -> None:
 def test_the_tolerance_catches_a_missing_promotion() -> None:
     sample, _ = wide_positive_sample()
     a, b, *_ = dequantized(sample)
-    expected, magnitude = a @ b[0].t(), a.abs() @ b[0].abs().t()
+    expected, magnitude = a @ b[0], a.abs() @ b[0].abs()
     allowed = scaled_tolerance(expected, magnitude, FP32)
-    assert within(in_steps(a, b[0], 32, keep_13_bits, promote_every=128), expected, allowed)
-    assert not within(in_steps(a, b[0], 32, keep_13_bits), expected, allowed)
-    assert not within(in_steps(a, b[0], 128, lambda x: x.bfloat16().double()), expected, allowed)
+    assert within(in_steps(a, b[0].t(), 32, keep_13_bits, promote_every=128), expected, allowed)
+    assert not within(in_steps(a, b[0].t(), 32, keep_13_bits), expected, allowed)
+    narrow = in_steps(a, b[0].t(), 128, lambda x: x.bfloat16().double())
+    assert not within(narrow, expected, allowed)
 
 
 @pytest.mark.parametrize("scale", ["scale_a", "scale_b"])
@@ -699,8 +734,9 @@ def test_gradients_of_grouped_mm(groups: Groups, device: str) -> None:
     allowed = tolerance(expected, magnitude_of(dy, b_t, offs), groups.N, BF16)
     assert within(da.cpu(), expected, allowed)
     assert tail_is_zero(da, groups)
-    expected = reference.grouped_mm_wgrad(dy, a, offs)
-    magnitude = reference.grouped_mm_wgrad(dy.abs(), a.abs(), offs)
+    expected = reference.grouped_mm_wgrad(dy, a, offs).mT
+    magnitude = reference.grouped_mm_wgrad(dy.abs(), a.abs(), offs).mT
+    assert db.shape == b.shape
     assert within(db.cpu(), expected, tolerance(expected, magnitude, max(groups.m_splits), BF16))
     expected = reference.grouped_bias_grad(dy, offs)
     magnitude = reference.grouped_bias_grad(dy.abs(), offs)
@@ -739,7 +775,7 @@ def test_ops_without_a_gradient_take_inputs_that_require_one(
 
 def test_no_second_derivatives_of_grouped_mm() -> None:
     """wgrad has no formula of its own: better an error than a derivative without its share."""
-    a, b = torch.randn(5, 16, requires_grad=True), torch.randn(2, 32, 16, requires_grad=True)
+    a, b = torch.randn(5, 16, requires_grad=True), torch.randn(2, 16, 32, requires_grad=True)
     y = ops.grouped_mm(a, b, torch.tensor([2, 5], dtype=torch.int32))
     for loss in (y.square().sum(), y.sum()):  # of the second, the incoming gradient is a constant
         (da,) = torch.autograd.grad(loss, a, create_graph=True)
@@ -749,7 +785,7 @@ def test_no_second_derivatives_of_grouped_mm() -> None:
 
 def test_no_forward_mode_of_grouped_mm() -> None:
     """Which torch takes for zero in a custom op."""
-    a, b, offs = torch.randn(5, 16), torch.randn(2, 32, 16), torch.tensor([2, 5], dtype=torch.int32)
+    a, b, offs = torch.randn(5, 16), torch.randn(2, 16, 32), torch.tensor([2, 5], dtype=torch.int32)
     refused = pytest.raises(NotImplementedError, match=r"^grouped_mm: forward-mode")
     with refused:
         torch.func.jvp(lambda a: ops.grouped_mm(a, b, offs), (a,), (a,))

@@ -37,7 +37,7 @@ def test_splits_to_offsets(
     m_splits = torch.randint(0, 300, (num_groups,)) * torch.randint(0, 2, (num_groups,))
     splits_E, num_rows = m_splits.to(device, split_dtype), int(m_splits.sum()) + spare
     offs_E = ops.splits_to_offsets(
-        splits_E, num_rows, alignment=alignment, stride=stride, dtype=dtype
+        splits_E, num_rows, alignment=alignment, stride=stride, out_dtype=dtype
     )
     expected = reference.splits_to_offsets(m_splits.tolist(), num_rows, alignment, stride)
     assert offs_E.dtype == dtype
@@ -69,7 +69,7 @@ def test_rounding_up_does_not_overflow(
     alignment: int, m_splits: list[int], num_rows: int, device: str
 ) -> None:
     offs_E = ops.splits_to_offsets(
-        torch.tensor(m_splits, device=device), num_rows, alignment=alignment, dtype=torch.int64
+        torch.tensor(m_splits, device=device), num_rows, alignment=alignment, out_dtype=torch.int64
     )
     assert offs_E.tolist() == reference.splits_to_offsets(m_splits, num_rows, alignment)
 

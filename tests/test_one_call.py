@@ -161,7 +161,7 @@ def test_a_model_of_every_form() -> None:
         "blocks.1",
         "moe",
     ]
-    assert [one.name for one in done.left] == ["odd.0", "odd.1"]
+    assert [one.name for one in done.skipped] == ["odd.0", "odd.1"]
     assert str(done) == repr(done)
     assert_expected_inline(
         str(done).replace("experts implementation", "..."),
@@ -171,7 +171,7 @@ mixtral.model.layers.*.mlp.experts        2  MixtralExperts        4      36,864
 blocks.*                                  2  SwiGLU                4      36,864  GroupedMLP
 moe                                       1  grouped SwiGLU        4      18,432  grouped_linear
 recipe: None
-left: odd.* (no known form has parameters up, down and is called as (x, chosen); 2 of them)""",
+skipped: odd.* (no known form has parameters up, down and is called as (x, chosen); 2 of them)""",
     )
     assert isinstance(model["blocks"][0].experts, GroupedMLP)
     for name, call in calls.items():
@@ -198,7 +198,7 @@ def test_recipes_side_by_side_and_one_after_another() -> None:
     assert_same_bits(logits(first), logits(second))
 
 
-# --- what is left --------------------------------------------------------------------------------
+# --- what is skipped -----------------------------------------------------------------------------
 
 
 def of_library(name: str) -> nn.Module:
@@ -290,7 +290,7 @@ KNOWN = (
     "torch.nn.Linear, or of SwiGLU experts without biases whose layers gate, up, down are called "
     "w1, w3, w2 or gate_proj, up_proj, down_proj"
 )
-LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+SKIPPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no forward": (Block, "experts (no forward for Block in forwards)"),
     "of another kind": (
         lambda: Block(Clamped),
@@ -327,14 +327,14 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", LEFT)
+@pytest.mark.parametrize("kind", SKIPPED)
 def test_what_looks_like_experts(kind: str) -> None:
-    make, left = LEFT[kind]
+    make, skipped = SKIPPED[kind]
     model = make()
     name = type(model).__name__
     assert sentence(lambda: convert(model)) == (
         f"convert: {name} has no experts of a form that is known, and these look like experts: "
-        f"{left}"
+        f"{skipped}"
     )
 
 
@@ -360,18 +360,13 @@ MISTAKES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "weights": (
         Block,
         {"weights": "int8"},
-        "convert: weights must be None or 'fp8', got 'int8'",
+        "convert: weights must be None, 'both' or 'fp8', got 'int8'",
     ),
     "recipe of weights": (
         Block,
         {"weights": "fp8", "recipe": Float8CurrentScaling()},
         "convert: weights='fp8' needs the recipe Float8BlockScaling, got "
         f"{Float8CurrentScaling()!r}",
-    ),
-    "said twice": (
-        Block,
-        {"quantized_weight": True},
-        "convert: give weights='fp8' in place of quantized_weight",
     ),
     "state": (
         mixtral,

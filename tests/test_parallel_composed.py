@@ -29,7 +29,7 @@ PROCESSES = 4
 E, T, C, H, F = 8, 24, 2, 32, 48
 QUANTIZED: dict[str, Any] = {
     "recipe": Float8BlockScaling(),
-    "quantized_weight": True,
+    "weights": "fp8",
     "stochastic_rounding": False,
 }
 

@@ -54,7 +54,7 @@ def check_bias_grad(sample: Sample, bias_grad: Tensor, device: str) -> None:
 
 def check_current(sample: Sample, device: str) -> None:
     q, scale, q_t, bias_grad = sample.results(device)
-    arguments = (sample["x"], sample["offs"], scaling_of(sample), sample["dtype"])
+    arguments = (sample["x"], sample["offs"], scaling_of(sample), sample["out_dtype"])
     expected, expected_scale = reference.quantize_groups(*arguments)
     assert_same_bits(scale, expected_scale)
     check_rows(sample, q, q_t, expected)
@@ -95,14 +95,14 @@ def test_quantize_weight_current(
 def check_delayed(sample: Sample, device: str) -> None:
     x_TK, offs_E, before = sample["x"], sample["offs"], sample["amax"]
     q, q_t, bias_grad, *amax = sample.results(device)
-    expected = reference.quantize_groups_with(x_TK, offs_E, sample["scale"], sample["dtype"])
+    expected = reference.quantize_groups_with(x_TK, offs_E, sample["scale"], sample["out_dtype"])
     check_rows(sample, q, q_t, expected)
     check_bias_grad(sample, bias_grad, device)
     if before is not None:
         assert_same_bits(amax[0], torch.maximum(before, reference.amax_of_groups(x_TK, offs_E)))
 
 
-@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("group_quantize_delayed_"))
+@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("group_quantize_delayed"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_group_quantize_delayed(
     op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
@@ -125,7 +125,7 @@ def check_delayed_weight(sample: Sample, device: str) -> None:
         assert_same_bits(amax[0], torch.maximum(before, reference.amax_of_groups(rows, ends)))
 
 
-@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("quantize_weight_delayed_"))
+@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("quantize_weight_delayed"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_quantize_weight_delayed(
     op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
@@ -133,9 +133,9 @@ def test_quantize_weight_delayed(
     check_delayed_weight(variant_of(op, groups, variant, dtype), device)
 
 
-@pytest.mark.parametrize("device", devices("group_quantize_delayed_"))
+@pytest.mark.parametrize("device", devices("group_quantize_delayed"))
 def test_recording_twice_changes_nothing(device: str) -> None:
-    sample = make("group_quantize_delayed_", GROUPS["capacity"], BF16)
+    sample = make("group_quantize_delayed", GROUPS["capacity"], BF16)
     *_, once = sample.results(device)
     *_, twice = sample.but(amax=once).results(device)
     assert_same_bits(once, twice)
@@ -240,7 +240,7 @@ def test_mx(op: str, groups: Groups, variant: str, dtype: torch.dtype, device: s
 
 ROW_CHECKS = {
     "group_quantize_current": check_current,
-    "group_quantize_delayed_": check_delayed,
+    "group_quantize_delayed": check_delayed,
     "group_quantize_mx": check_mx,
 }
 ROW_OPS = tuple(ROW_CHECKS)
@@ -257,11 +257,11 @@ def test_wide_rows(
     check(make(op, groups, dtype, **options), device)
 
 
-@pytest.mark.parametrize("device", devices("quantize_weight_current", "quantize_weight_delayed_"))
+@pytest.mark.parametrize("device", devices("quantize_weight_current", "quantize_weight_delayed"))
 @pytest.mark.parametrize("groups", WIDE.values(), ids=WIDE)
 def test_wide_weights(groups: Groups, device: str) -> None:
     check_current_weight(make("quantize_weight_current", groups, BF16), device)
-    check_delayed_weight(make("quantize_weight_delayed_", groups, BF16), device)
+    check_delayed_weight(make("quantize_weight_delayed", groups, BF16), device)
 
 
 @pytest.mark.parametrize("device", devices(*ROW_OPS))
@@ -277,20 +277,24 @@ def test_special_values(dtype: torch.dtype, fp8: torch.dtype, device: str) -> No
             rows = {"x": x, "offs": ends.int(), "columnwise": True}
             for epsilon in (0.0, 2.0**-130, 3e38):
                 for pow2 in (True, False):
-                    options = {"amax_epsilon": epsilon, "power_of_two_scales": pow2, "dtype": fp8}
+                    options = {
+                        "amax_epsilon": epsilon,
+                        "power_of_two_scales": pow2,
+                        "out_dtype": fp8,
+                    }
                     check_current(Sample("group_quantize_current", rows | options), device)
             for scale in (1.0, 2.0**-126, 2.0**126, 0.3):
-                given = {"scale": torch.full((len(ends),), scale), "dtype": fp8}
+                given = {"scale": torch.full((len(ends),), scale), "out_dtype": fp8}
                 given |= {"amax": torch.zeros(len(ends))}
-                check_delayed(Sample("group_quantize_delayed_", rows | given), device)
+                check_delayed(Sample("group_quantize_delayed", rows | given), device)
             check_mx(Sample("group_quantize_mx", rows), device)
     assert T > 10
 
 
-@pytest.mark.parametrize("device", devices("group_quantize_delayed_"))
+@pytest.mark.parametrize("device", devices("group_quantize_delayed"))
 @FP8
 def test_a_cold_scale_shows(fp8: torch.dtype, device: str) -> None:
-    sample = make("group_quantize_delayed_", GROUPS["unaligned"], FP32, fp8=fp8)
+    sample = make("group_quantize_delayed", GROUPS["unaligned"], FP32, fp8=fp8)
     q = sample.but(scale=torch.full((3,), torch.nan)).results(device)[0]
     assert q.float().isnan().all()
 
@@ -301,10 +305,10 @@ def test_a_cold_scale_shows(fp8: torch.dtype, device: str) -> None:
 def test_every_16_bit_number(dtype: torch.dtype, fp8: torch.dtype, device: str) -> None:
     every = torch.arange(2**16).to(torch.int16).view(dtype).view(512, 128)
     rows = {"x": every, "offs": torch.tensor([512], dtype=torch.int32), "columnwise": True}
-    check_current(Sample("group_quantize_current", rows | {"dtype": fp8}), device)
+    check_current(Sample("group_quantize_current", rows | {"out_dtype": fp8}), device)
     for scale in (1.0, 2.0**-126, 0.7):
-        given = {"scale": torch.tensor([scale]), "amax": torch.zeros(1), "dtype": fp8}
-        check_delayed(Sample("group_quantize_delayed_", rows | given), device)
+        given = {"scale": torch.tensor([scale]), "amax": torch.zeros(1), "out_dtype": fp8}
+        check_delayed(Sample("group_quantize_delayed", rows | given), device)
     check_mx(Sample("group_quantize_mx", rows), device)
 
 
@@ -328,7 +332,7 @@ def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:
     if dtype != FP16:
         x_TK = x_TK * torch.randn_like(x_TK).mul(exponents).clamp(max=100).exp2()
     check_current(sample.but(x=x_TK), device)
-    delayed = make("group_quantize_delayed_", groups, dtype, fp8=fp8, **rows)
+    delayed = make("group_quantize_delayed", groups, dtype, fp8=fp8, **rows)
     check_delayed(delayed.but(x=x_TK), device)
     check_mx(make("group_quantize_mx", groups, dtype, **rows).but(x=x_TK), device)
     check_current_weight(make("quantize_weight_current", groups, dtype, **options), device)

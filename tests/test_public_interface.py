@@ -20,6 +20,7 @@ from grouped_linear import (
     Recipe,
     ops,
     parallel,
+    te,
 )
 from support.recipes import RECIPES
 
@@ -54,9 +55,10 @@ GeGLU
 GroupedLinear
 GroupedMLP
 GroupedTensor
-LeftExperts
+GroupedTensorWithMaster
 MXFP8BlockScaling
 Recipe
+SkippedExperts
 SquaredReLU
 SwiGLU
 convert
@@ -67,7 +69,6 @@ grouped_mlp_sorted
 loading
 meta_kernels
 ops
-refresh_weights
 update_scales""",
     )
 
@@ -79,7 +80,7 @@ def test_arguments() -> None:
     methods = {
         f"{layer.__name__}.{name}": getattr(layer, name)
         for layer, names in (
-            (GroupedLinear, ("forward", "backward_dw", "reset_parameters")),
+            (GroupedLinear, ("forward", "reset_parameters")),
             (GroupedMLP, ("forward", "reset_parameters")),
             (GroupedTensor, ("quantize", "from_parts", "dequantize")),
         )
@@ -89,7 +90,7 @@ def test_arguments() -> None:
         lines(callables | methods),
         """\
 Activation()
-Conversion(recipe, converted, left)
+Conversion(recipe, converted, skipped)
 ConvertedExperts(name, form, num_experts, num_parameters, path)
 DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
 DelayedScalingState(recipe, num_groups, device=None)
@@ -100,27 +101,25 @@ Float8CurrentScaling(power_of_two_scales=False, amax_epsilon=0.0,
 Format(dtype=None, scaling=None, power_of_two_scales=False, amax_epsilon=0.0,
     share_scales=False, wgrad_dtype=None, quantize=None, state=None, records=True)
 GeGLU(approximate='none')
-GroupedLinear(num_gemms, in_features, out_features, bias=True, return_bias=False,
-    init_method=None, get_rng_state_tracker=None, rng_tracker_name=None, dtype=None,
-    params_dtype=None, device=None, *, recipe=None, cache_weights=False,
-    fuse_wgrad_accumulation=False, delay_wgrad_compute=False, save_original_input=False,
-    single_grouped_weight=True, single_grouped_bias=True, quantized_weight=False,
-    stochastic_rounding=None, preserve_high_precision_init=False, **out_of_scope)
-GroupedLinear.backward_dw()
+GroupedLinear(num_gemms, in_features, out_features, bias=True, device=None, dtype=None, *,
+    recipe=None, cache_weights=False, fuse_wgrad_accumulation=False, weights=None,
+    stochastic_rounding=None)
 GroupedLinear.forward(x, m_splits, is_first_microbatch=None)
 GroupedLinear.reset_parameters()
 GroupedMLP(num_experts, hidden_size, intermediate_size, *, bias=False,
     activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0),
     save_gate_up_in_fp8=False, recipe=None, cache_weights=False, fuse_wgrad_accumulation=False,
-    quantized_weight=False, stochastic_rounding=None, dtype=None, device=None)
+    weights=None, stochastic_rounding=None, dtype=None, device=None)
 GroupedMLP.forward(x, top_k_weights, top_k_index, is_first_microbatch=None, *, max_rows=None)
 GroupedMLP.reset_parameters()
 GroupedTensor.dequantize(dtype=None)
 GroupedTensor.from_parts(q, scale, dtype=torch.bfloat16, recipe=None, *, columnwise=True,
     stochastic_rounding=True)
 GroupedTensor.quantize(w, recipe=None, *, columnwise=True, stochastic_rounding=True)
-LeftExperts(name, why)
+GroupedTensorWithMaster(master, parts=None, metadata=None, own=None, *, has_memory=False,
+    requires_grad=False)
 MXFP8BlockScaling()
+SkippedExperts(name, why)
 SquaredReLU()
 SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0)
 convert(model, recipe=None, *, weights=None, forwards=None, **options)
@@ -132,8 +131,22 @@ grouped_mlp(x, top_k_weights, top_k_index, gate_up_proj, down_proj, recipe=None,
 grouped_mlp_sorted(x, m_splits, gate_up_proj, down_proj, row_weights=None, recipe=None,
     state=None, *, gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1.0,
     beta=0.0, limit=None, interleaved=False, cubic=0.0), save_gate_up_in_fp8=False)
-refresh_weights(model)
 update_scales(model, group=None)""",
+    )
+
+
+def test_te() -> None:
+    assert_expected_inline(
+        lines({"GroupedLinear": te.GroupedLinear, "backward_dw": te.GroupedLinear.backward_dw}),
+        """\
+GroupedLinear(num_gemms, in_features, out_features, sequence_parallel=False,
+    fuse_wgrad_accumulation=False, tp_group=None, tp_size=1, get_rng_state_tracker=None,
+    rng_tracker_name=None, init_method=None, bias=True, return_bias=False, params_dtype=None,
+    parallel_mode=None, device=None, ub_overlap_rs=False, ub_overlap_ag=False, ub_name=None,
+    delay_wgrad_compute=False, save_original_input=False, single_grouped_weight=False,
+    single_grouped_bias=False, *, recipe=None, cache_weights=False, weights=None,
+    stochastic_rounding=None, preserve_high_precision_init=False)
+backward_dw()""",
     )
 
 
@@ -174,14 +187,14 @@ block_scaled_linear_grad(dy, offs, x_t, scale_x_t, w_t, scale_w, *, amax_epsilon
     power_of_two_scales=True, bias_grad=False, out_dtype=None)
 gather_dot(a, y, rows)
 gather_sum(y, rows, weight=None)
-group_dequantize(q, scale, offs, dtype)
-group_dequantize_t(q_t, scale_t, offs, num_rows, dtype)
+group_dequantize(q, scale, offs, out_dtype)
+group_dequantize_t(q_t, scale_t, offs, num_rows, out_dtype)
 group_quantize(x, offs, rows=None, *, amax_epsilon=0.0, power_of_two_scales=True, rowwise=True,
     columnwise=False, bias_grad=False, share_scales=False)
-group_quantize_current(x, offs, dtype=torch.float8_e4m3fn, *, amax_epsilon=0.0,
+group_quantize_current(x, offs, out_dtype=torch.float8_e4m3fn, *, amax_epsilon=0.0,
     power_of_two_scales=False, rowwise=True, columnwise=False, bias_grad=False)
-group_quantize_delayed_(amax, x, offs, scale, dtype=torch.float8_e4m3fn, *, rowwise=True,
-    columnwise=False, bias_grad=False)
+group_quantize_delayed(x, offs, scale, amax=None, out_dtype=torch.float8_e4m3fn, *,
+    rowwise=True, columnwise=False, bias_grad=False)
 group_quantize_mx(x, offs, *, rowwise=True, columnwise=False, bias_grad=False)
 group_quantize_swiglu(gate_up, offs, *, amax_epsilon=0.0, power_of_two_scales=True,
     rowwise=True, columnwise=False, keep_h=False, share_scales=False,
@@ -207,21 +220,22 @@ grouped_scaled_mm_wgrad_(main_grad, dy_t, x_t, scale_dy_t, scale_x_t, offs, over
 grouped_scaled_mm_wgrad_list_(main_grad, dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite=None)
 quantize_weight(w, *, amax_epsilon=0.0, power_of_two_scales=True, columnwise=True, rowwise=True)
 quantize_weight_current(w, *, amax_epsilon=0.0, power_of_two_scales=False, columnwise=True)
-quantize_weight_delayed_(amax, w, scale, *, columnwise=True)
+quantize_weight_delayed(w, scale, amax=None, *, columnwise=True)
 quantize_weight_list(w, *, amax_epsilon=0.0, power_of_two_scales=True, columnwise=True)
-refresh_weight_(w, refresh, q, scale, q_t, *, amax_epsilon=0.0, power_of_two_scales=True)
-refresh_weight_current_(w, refresh, q, scale, q_t, *, amax_epsilon=0.0,
+refresh_weight_(q, scale, q_t, w, refresh=None, *, amax_epsilon=0.0, power_of_two_scales=True)
+refresh_weight_current_(q, scale, q_t, w, refresh=None, *, amax_epsilon=0.0,
     power_of_two_scales=False)
-refresh_weight_delayed_(amax, w, state, refresh, q, scale, q_t)
-refresh_weight_mx_(w, refresh, w_rowwise, w_columnwise)
+refresh_weight_delayed_(q, scale, q_t, amax, w, state, refresh=None)
+refresh_weight_mx_(w_rowwise, w_columnwise, w, refresh=None)
 scatter_rows(x, rows, num_rows)
 sort_by_expert(experts, num_experts)
-splits_to_offsets(m_splits, num_rows, *, alignment=1, stride=1, dtype=None)
+splits_to_offsets(m_splits, num_rows, *, alignment=1, stride=1, out_dtype=None)
 swiglu(gate_up, offs, activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False,
     cubic=0.0))
 swiglu_grad(dh, gate_up, weight, offs, activation=SwiGLU(alpha=1.0, beta=0.0, limit=None,
     interleaved=False, cubic=0.0))
 topk_experts(scores, k)
+transpose_weight(q)
 update_scales_(scale, amax, amax_history, fp8_max, *, margin=0, most_recent=False)""",
     )
 
@@ -292,7 +306,7 @@ down_proj_state.dy.amax_history (3, 2)""",
 
 
 def test_keys_of_checkpoints_with_a_parameter_per_expert() -> None:
-    layer = GroupedLinear(2, 16, 32, single_grouped_weight=False, single_grouped_bias=False)
+    layer = te.GroupedLinear(2, 16, 32)
     assert_expected_inline(
         "\n".join(keys_of(layer)),
         """\

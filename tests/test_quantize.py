@@ -228,6 +228,13 @@ def test_not_finite_spoils_only_itself(device: str) -> None:
     assert (q[0, 3:].float() * scale[0, 0] == 3).all()
 
 
+@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("transpose_weight"))
+def test_transpose_weight(op: str, groups: Groups, variant: str, device: str) -> None:
+    sample = variant_of(op, groups, variant, FP32)
+    (q_t,) = sample.results(device)
+    assert_same_bits(q_t, sample["q"].view(torch.uint8).mT.contiguous().view(q_t.dtype))
+
+
 @pytest.mark.parametrize("device", devices("quantize_weight"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pow2", [True, False], ids=["power_of_two", "exact"])
@@ -361,7 +368,7 @@ def test_round_trip(groups: Groups, scaling: Scaling, device: str) -> None:
     sample = make("group_quantize", groups, BF16, **options)
     x_TK, offs = sample["x"], sample["offs"]
     q, scale, q_t, scale_t, _ = sample.results(device)
-    back = {"offs": offs, "dtype": FP32}
+    back = {"offs": offs, "out_dtype": FP32}
     rowwise = Sample("group_dequantize", {"q": q, "scale": scale, **back})
     columnwise = Sample(
         "group_dequantize_t", {"q_t": q_t, "scale_t": scale_t, "num_rows": groups.T, **back}

@@ -1,4 +1,4 @@
-"""Layers with quantized_weight=True: the numbers of quantizing in each call, without doing it.
+"""Layers with weights="fp8": the numbers of quantizing in each call, without doing it.
 
 T rows, E groups, K in_features, N out_features; of GroupedMLP, K features of a token and N of an
 expert.
@@ -36,6 +36,7 @@ from support.devices import OPS, devices, needs_gpu
 from support.errors import sentence
 from support.graphs import STRICT_GRAPHS
 from support.groups import experts_of
+from support.layers import linear_of
 from support.tensors import BF16, DTYPES, FP32
 
 E, T, K, N = 4, 147, 144, 272
@@ -60,15 +61,15 @@ class MLP(GroupedMLP):
         return super().forward(x, self.score, experts_of(m_splits, T), is_first_microbatch)
 
 
-EVERY_KIND = pytest.mark.parametrize("kind", [GroupedLinear, MLP])
+EVERY_KIND = pytest.mark.parametrize("kind", [linear_of, MLP])
 
 
 def make_layer(
-    device: str = "cpu", kind: Any = GroupedLinear, *, quantized_weight: bool = True, **options: Any
+    device: str = "cpu", kind: Any = linear_of, *, weights: str | None = "fp8", **options: Any
 ) -> Any:
     torch.manual_seed(0)
     kept: dict[str, Any] = {"recipe": Float8BlockScaling(), "dtype": BF16, "device": device}
-    return kind(E, K, N, quantized_weight=quantized_weight, **(kept | options))
+    return kind(E, K, N, weights=weights, **(kept | options))
 
 
 def weights_of(layer: nn.Module) -> list[Any]:
@@ -110,7 +111,7 @@ def test_bits_of_a_weight_quantized_in_each_call(
     device: str, kind: Any, recipe: Float8BlockScaling, dtype: torch.dtype
 ) -> None:
     quantized = make_layer(device, kind, recipe=recipe, dtype=dtype)
-    plain = make_layer(device, kind, recipe=recipe, dtype=dtype, quantized_weight=False)
+    plain = make_layer(device, kind, recipe=recipe, dtype=dtype, weights=None)
     for m_splits in SPLITS:
         arguments = inputs(device, m_splits, dtype)
         results = call(quantized, *arguments)
@@ -159,7 +160,7 @@ def test_transposed_where_a_gradient_reads_it(device: str, kind: Any) -> None:
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 def test_activations_of_another_dtype(autocast: bool, kind: Any) -> None:
     quantized = make_layer(kind=kind, dtype=FP32)
-    plain = make_layer(kind=kind, dtype=FP32, quantized_weight=False)
+    plain = make_layer(kind=kind, dtype=FP32, weights=None)
     with torch.autocast("cpu", BF16, enabled=autocast):
         x, m_splits = inputs("cpu", SPLITS[0], FP32 if autocast else torch.float16)
         results = call(quantized, x, m_splits)
@@ -183,13 +184,13 @@ def test_errors() -> None:
         lambda: make_layer(recipe=MXFP8BlockScaling()),
         lambda: make_layer(cache_weights=True),
         lambda: make_layer(single_grouped_weight=False),
-        lambda: make_layer(quantized_weight=False, stochastic_rounding=True),
-        lambda: make_layer(quantized_weight=False, preserve_high_precision_init=True),
+        lambda: make_layer(weights=None, stochastic_rounding=True),
+        lambda: make_layer(weights=None, preserve_high_precision_init=True),
         lambda: grouped_linear(x, w, [2]),
         lambda: make_layer(kind=MLP, recipe=None),
         lambda: make_layer(kind=MLP, recipe=MXFP8BlockScaling()),
         lambda: make_layer(kind=MLP, cache_weights=True),
-        lambda: make_layer(kind=MLP, quantized_weight=False, stochastic_rounding=True),
+        lambda: make_layer(kind=MLP, weights=None, stochastic_rounding=True),
         lambda: grouped_mlp(x, x[:, :1], expert, up, w),
         lambda: grouped_mlp(x, x[:, :1], expert, up.dequantize(), w, MXFP8BlockScaling()),
     ]
@@ -201,17 +202,17 @@ def test_errors() -> None:
     assert_expected_inline(
         "\n".join(sentences),
         """\
-GroupedLinear: quantized_weight needs the recipe Float8BlockScaling, got None
-GroupedLinear: quantized_weight needs the recipe Float8BlockScaling, got MXFP8BlockScaling()
-GroupedLinear: cache_weights keeps what quantized_weight has already: choose one of them
-GroupedLinear: quantized_weight needs single_grouped_weight=True
-GroupedLinear: stochastic_rounding needs quantized_weight=True
-GroupedLinear: preserve_high_precision_init needs quantized_weight=True
+GroupedLinear: weights='fp8' needs the recipe Float8BlockScaling, got None
+GroupedLinear: weights='fp8' needs the recipe Float8BlockScaling, got MXFP8BlockScaling()
+GroupedLinear: cache_weights keeps what weights='fp8' has already: choose one of them
+GroupedLinear: weights='fp8' needs single_grouped_weight=True
+GroupedLinear: stochastic_rounding needs weights='fp8'
+GroupedLinear: preserve_high_precision_init needs weights='fp8'
 grouped_linear: a quantized weight needs the recipe Float8BlockScaling, got None
-GroupedMLP: quantized_weight needs the recipe Float8BlockScaling, got None
-GroupedMLP: quantized_weight needs the recipe Float8BlockScaling, got MXFP8BlockScaling()
-GroupedMLP: cache_weights keeps what quantized_weight has already: choose one of them
-GroupedMLP: stochastic_rounding needs quantized_weight=True
+GroupedMLP: weights='fp8' needs the recipe Float8BlockScaling, got None
+GroupedMLP: weights='fp8' needs the recipe Float8BlockScaling, got MXFP8BlockScaling()
+GroupedMLP: cache_weights keeps what weights='fp8' has already: choose one of them
+GroupedMLP: stochastic_rounding needs weights='fp8'
 grouped_mlp: a quantized weight needs the recipe Float8BlockScaling, got None
 grouped_mlp: a quantized weight needs the recipe Float8BlockScaling, got MXFP8BlockScaling()""",
     )
@@ -222,7 +223,7 @@ grouped_mlp: a quantized weight needs the recipe Float8BlockScaling, got MXFP8Bl
 @EVERY_KIND
 def test_loads_round_to_nearest(kind: Any, dtype: torch.dtype, assign: bool) -> None:
     """Though the weight rounds stochastically whatever else is written to it."""
-    plain = make_layer(kind=kind, quantized_weight=False)
+    plain = make_layer(kind=kind, weights=None)
     layer = make_layer(kind=kind, stochastic_rounding=True)
     state = {name: t.to(dtype) for name, t in plain.state_dict().items()}
     layer.load_state_dict(state, assign=assign)
@@ -240,7 +241,7 @@ def test_loads_round_to_nearest(kind: Any, dtype: torch.dtype, assign: bool) -> 
 @pytest.mark.parametrize("kind", [GroupedLinear, GroupedMLP])
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_traced_for_torchscript(kind: Any, learns: bool) -> None:
-    layer = kind(E, K, N, recipe=Float8BlockScaling(), quantized_weight=True)
+    layer = kind(E, K, N, recipe=Float8BlockScaling(), weights="fp8")
     layer.requires_grad_(learns)
     x, splits = torch.randn(T, K), torch.tensor([40, 0, 100, 7])
     routing = (splits,) if kind is GroupedLinear else (torch.rand(T, 2), experts_of(splits, T))
@@ -301,7 +302,7 @@ def test_update_between_forward_and_backward_raises(
 @EVERY_KIND
 def test_initialisation(device: str, kind: Any) -> None:
     """Drawn as a plain weight is, then quantized."""
-    plain, layer = make_layer(device, kind, quantized_weight=False), make_layer(device, kind)
+    plain, layer = make_layer(device, kind, weights=None), make_layer(device, kind)
     for p, own in zip(plain.parameters(), layer.parameters(), strict=True):
         if p.dim() == 3:
             assert isinstance(own, nn.Parameter)
@@ -322,10 +323,11 @@ def test_initialisation(device: str, kind: Any) -> None:
 @DEVICES
 def test_initialisation_of_the_users(device: str) -> None:
     """What was drawn can be kept, or filled otherwise."""
-    plain = make_layer(device, quantized_weight=False)
+    plain = make_layer(device, weights=None)
     layer = make_layer(device, preserve_high_precision_init=True)
     assert_same_bits(layer.high_precision_init, plain.weight.detach().cpu())
-    assert make_layer(device).high_precision_init is None
+    kept_nothing = make_layer(device, preserve_high_precision_init=False)
+    assert kept_nothing.high_precision_init is None
     filled = make_layer(device, init_method=lambda w: w.fill_(3))
     assert (filled.weight == 3).all()
 
@@ -398,8 +400,8 @@ def test_state_dicts_of_either_kind(
     from_quantized: bool, to_quantized: bool, assign: bool, kind: Any
 ) -> None:
     """Bit for bit between quantized layers, quantized or dequantized where they differ."""
-    source = make_layer(kind=kind, quantized_weight=from_quantized)
-    target = make_layer(kind=kind, quantized_weight=to_quantized)
+    source = make_layer(kind=kind, weights="fp8" if from_quantized else None)
+    target = make_layer(kind=kind, weights="fp8" if to_quantized else None)
     for w in weights_of(target):
         torch.nn.init.zeros_(w)
     file = io.BytesIO()
@@ -422,23 +424,23 @@ def test_state_dicts_with_an_expert_a_key(
     from_quantized: bool, to_quantized: bool, assign: bool
 ) -> None:
     """weight0, weight1, ... of either kind into one weight; one weight of either kind into them."""
-    source = make_layer(quantized_weight=from_quantized)
+    source = make_layer(weights="fp8" if from_quantized else None)
     packed, apart = source.weight.detach(), source.state_dict()
     for name in ("weight", "weight_scale_inv"):
         if name in apart:
             parts = enumerate(apart.pop(name))
             apart |= {name.replace("weight", f"weight{e}", 1): part for e, part in parts}
-    target = make_layer(quantized_weight=to_quantized)
+    target = make_layer(weights="fp8" if to_quantized else None, single_grouped_weight=True)
     torch.nn.init.zeros_(target.weight)
     target.load_state_dict(apart, strict=True, assign=assign)
-    expected = make_layer(quantized_weight=False).weight.detach()
+    expected = make_layer(weights=None).weight.detach()
     if to_quantized:
         assert_same(target.weight.detach(), GroupedTensor.quantize(expected))
     elif from_quantized:
         assert_same_bits(target.weight, packed.dequantize())
     else:
         assert_same_bits(target.weight, expected)
-    discrete = make_layer(quantized_weight=False, single_grouped_weight=False)
+    discrete = make_layer(weights=None, single_grouped_weight=False)
     discrete.load_state_dict(source.state_dict(), strict=True, assign=assign)
     assert discrete(torch.ones(T, K, dtype=BF16), [T, 0, 0, 0]).isfinite().all()
     for e, expert in enumerate(packed):
@@ -476,7 +478,7 @@ def test_state_dicts_are_plain_tensors(assign: bool, kind: Any, tmp_path: Path) 
 @pytest.mark.parametrize("to_quantized", [True, False])
 def test_state_dicts_with_wrong_parts(to_quantized: bool, kind: Any) -> None:
     """Numbers without their scales would be other weights."""
-    target = make_layer(kind=kind, quantized_weight=to_quantized)
+    target = make_layer(kind=kind, weights="fp8" if to_quantized else None)
     before = copy.deepcopy(target.state_dict())
     name = next(n for n, p in target.named_parameters() if p.dim() == 3)
     state = make_layer(kind=kind).state_dict()
@@ -506,7 +508,7 @@ def test_micro_batches(flag: Callable[[bool], Any], backend: str | None, kind: A
     for quantized in (True, False):
         layer = make_layer(
             kind=kind,
-            quantized_weight=quantized,
+            weights="fp8" if quantized else None,
             cache_weights=not quantized,
             fuse_wgrad_accumulation=True,
         )
@@ -535,7 +537,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def test_optimizers(make_optimizer: Any, kind: Any, device: str) -> None:
     """Each step is that of a layer in float32, whose weights are rounded after it."""
     layer = make_layer(device, kind, dtype=FP32, stochastic_rounding=False)
-    plain = make_layer(device, kind, dtype=FP32, quantized_weight=False)
+    plain = make_layer(device, kind, dtype=FP32, weights=None)
     optimizers = [make_optimizer(m.parameters()) for m in (layer, plain)]
     for m_splits in SPLITS:
         plain.load_state_dict(layer.state_dict())
@@ -555,7 +557,7 @@ def test_optimizers(make_optimizer: Any, kind: Any, device: str) -> None:
 
 def test_delayed_weight_gradient() -> None:
     layers = [
-        make_layer(quantized_weight=q, delay_wgrad_compute=True, save_original_input=True)
+        make_layer(weights="fp8" if q else None, delay_wgrad_compute=True, save_original_input=True)
         for q in (True, False)
     ]
     for layer in layers:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import grouped_linear
 from benchmarks import front_page
-from grouped_linear import GroupedLinear, ops, parallel, recipes
-from grouped_linear.nn.options import OUT_OF_SCOPE
+from grouped_linear import ops, parallel, recipes, te
 from support.documents import ROOT, examples
 from support.versions import AOTI_READS_DTYPES, skipping_for_old_transformers
 
@@ -103,9 +102,8 @@ def test_examples_of_pages_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_every_argument_is_compared_with_transformer_engine() -> None:
     page = (ROOT / "docs" / "from_transformer_engine.md").read_text()
-    signatures = map(inspect.signature, (GroupedLinear.__init__, GroupedLinear.forward))
-    arguments = {name for signature in signatures for name in signature.parameters}
-    arguments = arguments - {"self", "out_of_scope"} | set(OUT_OF_SCOPE)
+    signatures = map(inspect.signature, (te.GroupedLinear, te.GroupedLinear.forward))
+    arguments = {name for signature in signatures for name in signature.parameters} - {"self"}
     assert not {name for name in arguments if not re.search(rf"`{name}\b", page)}
 
 

@@ -80,7 +80,7 @@ from grouped_linear import ops
 offs = torch.tensor([3, 5], dtype=torch.int32, device="cuda")
 x, w = torch.randn(5, 64, device="cuda"), torch.randn(2, 32, 64, device="cuda")
 with torch.profiler.profile() as profile:
-    ops.grouped_mm(x.bfloat16(), w.bfloat16(), offs)
+    ops.grouped_mm(x.bfloat16(), w.bfloat16().mT, offs)
 print(*(event.name for event in profile.events() if "grouped_gemm" in event.name))
 """
 
@@ -113,17 +113,17 @@ def test_schemas() -> None:
         "\n".join(lines),
         """\
 splits_to_offsets(Tensor m_splits, SymInt num_rows, int alignment=1, SymInt stride=1,
-    ScalarType? dtype=None) -> Tensor
+    ScalarType? out_dtype=None) -> Tensor
 group_quantize(Tensor x, Tensor offs, Tensor? rows=None, float amax_epsilon=0., bool
     power_of_two_scales=True, bool rowwise=True, bool columnwise=False, bool bias_grad=False,
     bool share_scales=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor
     bias_grad)
-group_quantize_current(Tensor x, Tensor offs, ScalarType dtype, float amax_epsilon=0., bool
+group_quantize_current(Tensor x, Tensor offs, ScalarType out_dtype, float amax_epsilon=0., bool
     power_of_two_scales=False, bool rowwise=True, bool columnwise=False, bool bias_grad=False)
     -> (Tensor q, Tensor scale, Tensor q_t, Tensor bias_grad)
-group_quantize_delayed_(Tensor(a!)? amax, Tensor x, Tensor offs, Tensor scale, ScalarType dtype,
-    bool rowwise=True, bool columnwise=False, bool bias_grad=False) -> (Tensor q, Tensor q_t,
-    Tensor bias_grad)
+group_quantize_delayed(Tensor x, Tensor offs, Tensor scale, Tensor(a!)? amax, ScalarType
+    out_dtype, bool rowwise=True, bool columnwise=False, bool bias_grad=False) -> (Tensor q,
+    Tensor q_t, Tensor bias_grad)
 group_quantize_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, bool
     bias_grad=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)
 group_round_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, bool
@@ -150,25 +150,26 @@ group_quantize_swiglu_grad(Tensor dh, Tensor gate_up, Tensor weight, Tensor offs
     float beta=0., float? limit=None, bool interleaved=False, float cubic=0.) -> (Tensor q,
     Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad, Tensor h_t, Tensor scale_h_t,
     Tensor d_weight)
-group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType dtype) -> Tensor
-group_dequantize_t(Tensor q_t, Tensor scale_t, Tensor offs, SymInt num_rows, ScalarType dtype)
-    -> Tensor
+group_dequantize(Tensor q, Tensor scale, Tensor offs, ScalarType out_dtype) -> Tensor
+group_dequantize_t(Tensor q_t, Tensor scale_t, Tensor offs, SymInt num_rows, ScalarType
+    out_dtype) -> Tensor
 grouped_bias_grad(Tensor dy, Tensor offs) -> Tensor
 quantize_weight(Tensor w, float amax_epsilon=0., bool power_of_two_scales=True, bool
     columnwise=True, bool rowwise=True) -> (Tensor q, Tensor scale, Tensor q_t)
+transpose_weight(Tensor q) -> Tensor
 quantize_weight_list(Tensor[] w, float amax_epsilon=0., bool power_of_two_scales=True, bool
     columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)
 quantize_weight_current(Tensor w, float amax_epsilon=0., bool power_of_two_scales=False, bool
     columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)
-quantize_weight_delayed_(Tensor(a!)? amax, Tensor w, Tensor scale, bool columnwise=True) ->
+quantize_weight_delayed(Tensor w, Tensor scale, Tensor(a!)? amax, bool columnwise=True) ->
     (Tensor q, Tensor q_t)
-refresh_weight_(Tensor[] w, Tensor? refresh, Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t,
+refresh_weight_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor[] w, Tensor? refresh,
     float amax_epsilon=0., bool power_of_two_scales=True) -> ()
-refresh_weight_current_(Tensor[] w, Tensor? refresh, Tensor(a!) q, Tensor(b!) scale, Tensor(c!)?
-    q_t, float amax_epsilon=0., bool power_of_two_scales=False) -> ()
-refresh_weight_delayed_(Tensor(a!)? amax, Tensor[] w, Tensor state, Tensor? refresh, Tensor(b!)
-    q, Tensor(c!) scale, Tensor(d!)? q_t) -> ()
-refresh_weight_mx_(Tensor[] w, Tensor? refresh, Tensor(a!) w_rowwise, Tensor(b!)? w_columnwise)
+refresh_weight_current_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor[] w, Tensor?
+    refresh, float amax_epsilon=0., bool power_of_two_scales=False) -> ()
+refresh_weight_delayed_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor(d!)? amax,
+    Tensor[] w, Tensor state, Tensor? refresh) -> ()
+refresh_weight_mx_(Tensor(a!) w_rowwise, Tensor(b!)? w_columnwise, Tensor[] w, Tensor? refresh)
     -> ()
 update_scales_(Tensor(a!)[] scale, Tensor(b!)[] amax, Tensor(c!)[] amax_history, float[]
     fp8_max, int margin=0, bool most_recent=False) -> ()
@@ -280,10 +281,11 @@ def test_a_main_grad_that_requires_grad_is_refused() -> None:
     assert (main_grad == 2).all()
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op not in IN_PLACE])
-def test_functional_ops_change_no_version(op: str) -> None:
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_not_written_keeps_its_version(op: str) -> None:
     sample = make(op, GROUPS["unaligned"], BF16)
-    tensors = [t for t in tree_leaves(sample.arguments) if isinstance(t, Tensor)]
+    read = [value for name, value in sample.arguments.items() if name not in sample.written]
+    tensors = [t for t in tree_leaves(read) if isinstance(t, Tensor)]
     before = [t._version for t in tensors]
     sample()
     assert [t._version for t in tensors] == before
@@ -301,7 +303,7 @@ def test_inductor_keeps_strides(device: str, monkeypatch: pytest.MonkeyPatch) ->
 
     def call(x: Tensor, w: Tensor) -> Tensor:
         strided = torch.cat([x + 1, x * 2], 1)[:, : groups.K]  # Inductor's own kernels make these
-        view = (w * 2).transpose(1, 2).contiguous().transpose(1, 2)
+        view = (w * 2).contiguous()
         return grouped_mm(strided, view, offs) + grouped_mm(x, w, offs)
 
     grouped_mm = torch.ops.grouped_linear.grouped_mm.default
@@ -320,7 +322,7 @@ def test_inductor_keeps_strides(device: str, monkeypatch: pytest.MonkeyPatch) ->
     from_inductor, seen = seen, []
     expected = call(*arguments)
     assert from_inductor == seen
-    assert seen[0] == ((2 * groups.K, 1), (groups.N * groups.K, 1, groups.N))
+    assert seen[0] == ((2 * groups.K, 1), (groups.N * groups.K, groups.N, 1))
     assert_same_bits(actual, expected)
 
 
@@ -412,3 +414,25 @@ def test_the_library_needs_no_python() -> None:
     content = library.read_bytes()
     assert b"PyObject" not in content
     assert b"libtorch_python" not in content
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def test_an_underscore_says_that_the_first_argument_is_written() -> None:
+    """As in torch, and as there batch_norm records into running_mean, two ops record into amax."""
+    recorded = {"group_quantize_delayed": ["amax"], "quantize_weight_delayed": ["amax"]}
+    for op in OPS:
+        arguments = overload(op)._schema.arguments
+        written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        if op.endswith("_"):
+            assert arguments[0].name in written, op
+        else:
+            assert written == recorded.get(op, []), op
+
+
+def test_a_dtype_argument_is_the_results() -> None:
+    """And has the name that it has in torch.nn.functional.grouped_mm."""
+    for op in OPS:
+        for argument in overload(op)._schema.arguments:
+            assert ("dtype" in argument.name) == (argument.name == "out_dtype"), op

@@ -21,6 +21,7 @@ from grouped_linear import (
     SwiGLU,
     update_scales,
 )
+from support.layers import linear_of
 from support.tensors import BF16
 
 K, N = 16, 32
@@ -28,7 +29,7 @@ K, N = 16, 32
 
 def linear(x: Any = None, m_splits: Any = (2, 3), first: Any = None, **options: Any) -> Any:
     dtype = options.pop("cast", None)
-    layer = GroupedLinear(**{"num_gemms": 2, "in_features": K, "out_features": N} | options)
+    layer = linear_of(**{"num_gemms": 2, "in_features": K, "out_features": N} | options)
     layer.to(dtype)
     return layer(torch.randn(5, K) if x is None else x, m_splits, first)
 
@@ -62,7 +63,7 @@ MISTAKES: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
     "numpy's True": (ValueError, lambda layer: layer(bias=np.True_)),
     "cache_weights": (ValueError, lambda layer: layer(cache_weights="no")),
     "fused": (ValueError, lambda layer: layer(fuse_wgrad_accumulation="no")),
-    "quantized": (ValueError, lambda layer: layer(quantized_weight=1, **FP8)),
+    "quantized": (ValueError, lambda layer: layer(weights="int8", **FP8)),
     "rounding": (ValueError, lambda layer: layer(stochastic_rounding="no", **FP8)),
     "dtype": (ValueError, lambda layer: layer(dtype=torch.float64)),
     "no dtype": (ValueError, lambda layer: layer(dtype="bf16")),
@@ -152,8 +153,8 @@ ValueError: GroupedLinear: cache_weights must be True or False, got 'no'
 ValueError: GroupedMLP: cache_weights must be True or False, got 'no'
 ValueError: GroupedLinear: fuse_wgrad_accumulation must be True or False, got 'no'
 ValueError: GroupedMLP: fuse_wgrad_accumulation must be True or False, got 'no'
-ValueError: GroupedLinear: quantized_weight must be True or False, got 1
-ValueError: GroupedMLP: quantized_weight must be True or False, got 1
+ValueError: GroupedLinear: weights must be None, 'both' or 'fp8', got 'int8'
+ValueError: GroupedMLP: weights must be None, 'both' or 'fp8', got 'int8'
 ValueError: GroupedLinear: stochastic_rounding must be None, True or False, got 'no'
 ValueError: GroupedMLP: stochastic_rounding must be None, True or False, got 'no'
 ValueError: GroupedLinear: dtype must be bfloat16, float16 or float32, got float64

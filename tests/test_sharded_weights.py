@@ -32,10 +32,10 @@ from grouped_linear import (
     GroupedLinear,
     GroupedMLP,
     GroupedTensor,
-    refresh_weights,
     update_scales,
 )
 from support.compare import assert_same, assert_same_bits, bits
+from support.layers import linear_of
 from support.processes import PROCESSES, Checks, Passes
 from support.tensors import BF16
 
@@ -48,7 +48,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         kept: dict[str, Any] = {"recipe": Float8BlockScaling(), "dtype": BF16}
-        self.experts = GroupedLinear(E, K, N, quantized_weight=True, **(kept | options))
+        self.experts = linear_of(E, K, N, weights="fp8", **(kept | options))
         self.plain = nn.Linear(N, 16, dtype=BF16)
 
     def forward(self, x: Tensor, m_splits: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ def check_meta(rank: int, directory: Path) -> None:
 RESETS: dict[str, dict[str, Any]] = {
     "packed": {},
     "weights_per_expert": {"single_grouped_weight": False},
-    "quantized": {"recipe": Float8BlockScaling(), "quantized_weight": True},
+    "quantized": {"recipe": Float8BlockScaling(), "weights": "fp8"},
     "init_method": {"init_method": lambda w: nn.init.constant_(w, K**-0.5 / 2)},
 }
 
@@ -236,7 +236,7 @@ RESETS: dict[str, dict[str, Any]] = {
 def check_reset(name: str, rank: int, directory: Path) -> None:
     """Parameters drawn where they are sharded."""
     bound = K**-0.5
-    layer = GroupedLinear(E, K, N, device="meta", **RESETS[name])
+    layer = linear_of(E, K, N, device="meta", **RESETS[name])
     shard(layer)
     layer.to_empty(device="cpu")
     with torch.no_grad():
@@ -271,7 +271,7 @@ def check_mlp(rank: int, directory: Path) -> None:
 
     def make() -> GroupedMLP:
         torch.manual_seed(0)
-        return GroupedMLP(E, K, N, recipe=Float8BlockScaling(), dtype=BF16, quantized_weight=True)
+        return GroupedMLP(E, K, N, recipe=Float8BlockScaling(), dtype=BF16, weights="fp8")
 
     def call(mlp: GroupedMLP) -> Callable[..., Tensor]:
         token = torch.arange(T)
@@ -292,7 +292,7 @@ class Delayed(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         recipe = DelayedScaling(amax_history_len=2)
-        self.experts = GroupedLinear(E, K, N, recipe=recipe, **options)
+        self.experts = linear_of(E, K, N, recipe=recipe, **options)
 
     def forward(self, x: Tensor, m_splits: Tensor, first: bool | None = None) -> Tensor:
         y: Tensor = self.experts(x, m_splits, first)
@@ -360,22 +360,6 @@ def check_broadcast_buffers_are_refused(rank: int, directory: Path) -> None:
     update_scales(nn.parallel.DistributedDataParallel(Model()))  # has no amaxes to lose
 
 
-def check_refreshed_caches(rank: int, directory: Path) -> None:
-    """Nothing may send them between processes, and they are of whole weights."""
-    options = {"recipe": Float8BlockScaling(), "cache_weights": True}
-    with pytest.raises(RuntimeError, match="construct it with broadcast_buffers=False"):
-        refresh_weights(parallel_of(GroupedLinear(E, K, N, **options), broadcast_buffers=True))
-    layer = parallel_of(GroupedLinear(E, K, N, **options), broadcast_buffers=False)
-    refresh_weights(layer)
-    x, m_splits = torch.randn(T, K), torch.tensor(SPLITS[0])
-    assert_same_bits(layer(x, m_splits, False), layer(x, m_splits))
-    sharded = GroupedLinear(E, K, N, bias=False, **options)
-    shard(sharded)
-    with pytest.raises(RuntimeError, match="the weights of the model are sharded: call the layer"):
-        refresh_weights(sharded)
-    assert_same_bits(sharded(x, m_splits, True), sharded(x, m_splits))
-
-
 def parallel_of(layer: nn.Module, broadcast_buffers: bool) -> nn.Module:
     caches = [name for name, _ in layer.named_buffers()]
     made = nn.parallel.DistributedDataParallel
@@ -389,7 +373,7 @@ def parallel_of(layer: nn.Module, broadcast_buffers: bool) -> nn.Module:
 
 
 def check_uneven_shards_are_refused(rank: int, directory: Path) -> None:
-    uneven = GroupedLinear(3, K, N, recipe=Float8BlockScaling(), quantized_weight=True)
+    uneven = GroupedLinear(3, K, N, recipe=Float8BlockScaling(), weights="fp8")
     shard(uneven)
     with pytest.raises(ValueError, match="as many experts on every process, got 3 for 2 processes"):
         uneven(torch.ones(3, K), [1, 1, 1])
@@ -464,7 +448,7 @@ def check_distributed_tensors_in_layers(rank: int, directory: Path) -> None:
 
 
 def check_deferred_wgrad_of_shards_is_refused(rank: int, directory: Path) -> None:
-    layer = GroupedLinear(E, K, N, delay_wgrad_compute=True)
+    layer = linear_of(E, K, N, delay_wgrad_compute=True)
     shard(layer)
     layer(torch.ones(4, K), [1, 1, 1, 1]).sum().backward()
     with pytest.raises(RuntimeError, match="leave delay_wgrad_compute out"):
@@ -488,7 +472,6 @@ CHECKS: Checks = {
     "delayed_scaling": check_delayed_scaling,
     "amaxes_of_both_processes": check_amaxes_of_both_processes,
     "broadcast_buffers": check_broadcast_buffers_are_refused,
-    "refreshed_caches": check_refreshed_caches,
     "uneven_shards": check_uneven_shards_are_refused,
     "data_parallel_sends_bytes": check_data_parallel_sends_bytes,
     "broadcast": check_broadcast,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from grouped_linear import GroupedLinear, Recipe, ops, update_scales
 from support.compare import assert_same_bits
 from support.devices import OPS, devices, needs_gpu
+from support.layers import linear_of
 from support.recipes import MORE_RECIPES, RECIPES
 from support.tensors import BF16, FP16, FP32
 from support.training import (
@@ -57,7 +58,7 @@ def make_layer(
     torch.manual_seed(0)
     # Under a recipe weights are float32, so that gradients are, as main_grad is.
     weight_dtype = FP32 if recipe else dtype
-    return GroupedLinear(E, K, N, recipe=recipe, dtype=weight_dtype, device=device, **options)
+    return linear_of(E, K, N, recipe=recipe, dtype=weight_dtype, device=device, **options)
 
 
 def weights_of(layer: nn.Module) -> list[Any]:

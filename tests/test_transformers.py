@@ -14,7 +14,6 @@ from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -25,7 +24,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import FineGrainedFP8Config
-from transformers.trainer_callback import CallbackHandler
 
 from grouped_linear import (
     DelayedScaling,
@@ -38,7 +36,6 @@ from grouped_linear import (
     SwiGLU,
     convert,
     grouped_mlp,
-    refresh_weights,
 )
 from support import reference
 from support.calls import Calls
@@ -52,8 +49,6 @@ with skipping_for_old_transformers():
 
     from grouped_linear.integrations.activations import SWIGLU_FORMS, activation_of
     from grouped_linear.integrations.transformers import (
-        RefreshWeights,
-        cache_experts,
         quantize_experts,
         register,
     )
@@ -377,7 +372,7 @@ def in_fp8(model: nn.Module, experts: Any, device: str) -> tuple[Any, list[Group
     ("family", "compiled"),
     [*((family, False) for family in FAMILIES), ("mixtral", True), ("gpt_oss", True)],
 )
-def test_trains_with_weight_caches(family: str, compiled: bool, device: str) -> None:
+def test_trains_in_both_precisions(family: str, compiled: bool, device: str) -> None:
     """Steps have the bits of quantizing in each call, and no call quantizes a weight."""
     torch._dynamo.reset()
     results = []
@@ -385,25 +380,22 @@ def test_trains_with_weight_caches(family: str, compiled: bool, device: str) -> 
     model = model_of(family, device)
     model.set_experts_implementation("grouped_linear_fp8")
     ids = [tokens(device, 2, 8) for _ in range(3)]
-    for cached in (False, True):
+    for both in (False, True):
         learner = deepcopy(model)
-        optimizer = torch.optim.SGD(learner.parameters(), lr=0.01)
-        if cached:
-            cache_experts(learner)
+        optimizer = torch.optim.SGD(learner.parameters(), lr=0.01)  # steps what convert makes
+        if both:
+            convert(learner, Float8BlockScaling(), weights="both")
             assert learner.state_dict().keys() == model.state_dict().keys()
-            optimizer.register_step_post_hook(lambda *_, m=learner: refresh_weights(m))
-            refresh_weights(learner)
         call = learner
-        if compiled and cached:
+        if compiled and both:
             call = torch.compile(learner, backend="aot_eager", fullgraph=True)
         calls = Calls()
         with nullcontext() if compiled else calls:  # Dynamo traces under no mode
             for step in ids:
                 results.append(train(learner, call, step))
                 optimizer.step()
-        if cached and not compiled:
+        if both and not compiled:
             assert not any(op.startswith("quantize_weight") for op in calls.counts)
-            assert calls.counts["refresh_weight_"] == 2 * len(ids)
     for expected, actual in zip(results[:3], results[3:], strict=True):
         for name, e in expected.items():
             if compiled:  # the rest of the model is compiled, too
@@ -412,68 +404,30 @@ def test_trains_with_weight_caches(family: str, compiled: bool, device: str) -> 
                 assert torch.equal(actual[name], e), name
 
 
-@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), Float8CurrentScaling()], ids=str)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_caches_of_other_recipes(family: str, recipe: Any) -> None:
-    """Those of weights that are stored transposed, too."""
-    name = f"grouped_linear_{type(recipe).__name__}"
-    register(name, recipe)
+def test_both_precisions_under_current_scaling(family: str) -> None:
+    """Of weights that are stored transposed, too."""
     model, ids = model_of(family, "cpu"), tokens("cpu", 2, 8)
-    model.set_experts_implementation(name)
+    twin = deepcopy(model)
+    convert(model, Float8CurrentScaling())
+    convert(twin, Float8CurrentScaling(), weights="both")
     expected = train(model, model, ids)
-    cache_experts(model, recipe)
-    refresh_weights(model)
-    for key, actual in train(model, model, ids).items():
+    for key, actual in train(twin, twin, ids).items():
         assert torch.equal(actual, expected[key]), key
 
 
-def test_caches_that_are_not_read() -> None:
-    model, ids = model_of("mixtral", "cpu"), tokens("cpu", 2, 8)
-    model.set_experts_implementation("grouped_linear_fp8")
-    cache_experts(model)
-    with pytest.raises(RuntimeError, match=r"hold no weights yet.*: call refresh_weights$"):
-        model(input_ids=ids)
-    refresh_weights(model)
-    model(input_ids=ids)
-    with torch.no_grad():
-        experts = model.model.layers[0].mlp.experts
-        experts.down_proj.mul_(2)
-    with pytest.raises(RuntimeError, match=r"^refresh_weights: down_proj was written since"):
-        model(input_ids=ids)
-    model.set_experts_implementation("grouped_linear")
-    with pytest.raises(ValueError, match=r"^grouped_linear: the caches of the experts are in "):
-        model(input_ids=ids)
-    with pytest.raises(ValueError, match=r"^cache_experts: DelayedScaling has a state"):
-        cache_experts(model, DelayedScaling())
-    with pytest.raises(ValueError, match=r"^cache_experts: the model has no experts"):
-        cache_experts(nn.Linear(2, 2))
-    model.set_experts_implementation("grouped_linear_fp8")
-    quantize_experts(model)  # which takes the place of the caches
-    assert torch.isfinite(model(input_ids=ids).logits).all()
-    assert not any("cache" in name for name, _ in model.named_modules())
-    with pytest.raises(ValueError, match=r"^cache_experts: gate_up_proj is quantized already"):
-        cache_experts(model)
-
-
-def test_the_trainer_refreshes_caches() -> None:
-    """As its events come; a Trainer itself needs a library that is no dependency of ours."""
-    model, ids = model_of("mixtral", "cpu"), tokens("cpu", 2, 8)
-    model.set_experts_implementation("grouped_linear_fp8")
-    options = SimpleNamespace(world_size=1, ddp_broadcast_buffers=None)  # of TrainingArguments
-    arguments: Any = (options, transformers.TrainerState(), transformers.TrainerControl())
-    handler = CallbackHandler([RefreshWeights()], model, None, None, None)
-    with pytest.raises(ValueError, match=r"^RefreshWeights: the model has no weight caches"):
-        handler.on_train_begin(*arguments)
-    cache_experts(model)
-    handler.on_train_begin(*arguments)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        train(model, model, ids)
-        optimizer.step()
-        handler.on_optimizer_step(*arguments)
-    options.world_size = 2
-    with pytest.raises(ValueError, match=r"pass ddp_broadcast_buffers=False to TrainingArguments"):
-        handler.on_train_begin(*arguments)
+def test_both_precisions_save_as_plain_weights(tmp_path: Any) -> None:
+    model = model_of("mixtral", "cpu")
+    twin = deepcopy(model)
+    convert(twin, Float8BlockScaling(), weights="both")
+    for learner, path in ((model, tmp_path / "plain"), (twin, tmp_path / "both")):
+        learner.save_pretrained(path)
+    plain, both = (
+        type(model).from_pretrained(tmp_path / name).state_dict() for name in ("plain", "both")
+    )
+    assert plain.keys() == both.keys()
+    for name, t in plain.items():
+        assert torch.equal(both[name], t), name
 
 
 @DEVICES
@@ -682,7 +636,7 @@ def test_a_name_stands_for_one_recipe(name: str) -> None:
         register(name, Float8BlockScaling())
 
 
-@pytest.mark.parametrize("call", ["register", "quantize_experts", "cache_experts", "convert"])
+@pytest.mark.parametrize("call", ["register", "quantize_experts", "convert"])
 @pytest.mark.parametrize("recipe", [Float8BlockScaling, "fp8"], ids=["class", "name"])
 def test_what_is_no_recipe(recipe: Any, call: str) -> None:
     model = model_of("mixtral", "cpu")
@@ -690,7 +644,6 @@ def test_what_is_no_recipe(recipe: Any, call: str) -> None:
     calls = {
         "register": lambda: register("grouped_linear_no_recipe", recipe=recipe),
         "quantize_experts": lambda: quantize_experts(model, recipe),
-        "cache_experts": lambda: cache_experts(model, recipe),
         "convert": lambda: convert(model, recipe),
     }
     with pytest.raises(
@@ -703,19 +656,17 @@ def test_what_is_no_recipe(recipe: Any, call: str) -> None:
 
 
 def test_what_kernels_do_not_take_is_refused_as_a_whole() -> None:
-    """Of two weights the second one; nothing is quantized, and nothing has a cache."""
+    """Of two weights the second one; nothing is quantized."""
     sizes = {**SIZES, "intermediate_size": 72, "num_local_experts": 5}
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
     model.set_experts_implementation("grouped_linear_fp8")
-    for call in (quantize_experts, cache_experts):
-        sentence = (
-            f"{call.__name__}: model.layers.0.mlp.experts: down_proj is [5, 32, 72], and kernels "
-            "take in_features and out_features that are positive multiples of 16"
-        )
-        with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-            call(model)
-        assert not any(isinstance(p, GroupedTensor) for p in model.parameters())
-        assert not [*model.model.layers[0].mlp.experts.children()][1:]
+    sentence = (
+        "quantize_experts: model.layers.0.mlp.experts: down_proj is [5, 32, 72], and kernels take "
+        "in_features and out_features that are positive multiples of 16"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        quantize_experts(model)
+    assert not any(isinstance(p, GroupedTensor) for p in model.parameters())
 
 
 def test_recipes_with_a_memory_are_refused() -> None:

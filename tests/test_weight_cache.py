@@ -102,10 +102,6 @@ def test_no_buffer_is_ever_replaced(flag: Any, recipe: Recipe | None, device: st
 MADE_COLD: dict[str, Callable[[GroupedLinear], Any]] = {
     "born": lambda layer: layer,
     "load_state_dict": lambda layer: layer.load_state_dict(layer.state_dict()),
-    "load_apart": lambda layer: layer.load_state_dict(
-        {f"{name}{e}": part for name, p in layer.named_parameters() for e, part in enumerate(p)}
-        | {name: t for name, t in layer.state_dict().items() if name.startswith("weight_state")}
-    ),
     "reset_parameters": lambda layer: layer.reset_parameters(),
     "to_empty": lambda layer: layer.to_empty(device=layer.weight.device),
     "moved": lambda layer: layer.bfloat16().float(),

@@ -38,6 +38,7 @@ void check_bias(const char* op, const std::optional<Tensor>& bias, const Tensor&
 
 }  // namespace
 
+// Here and below, where b is one tensor it is [E, N, K], as the backends see it (gemm_ops.h).
 void check_grouped_mm(const char* op, const Tensor& a, const Tensor& b, const Tensor& offs,
                       const std::optional<Tensor>& bias, ScalarType out_dtype,
                       const std::optional<Tensor>& rows) {
@@ -90,7 +91,7 @@ void check_grouped_mm_list(const Tensor& a, const std::vector<Tensor>& b, const 
   check_experts(op, "b", b);
   check_dtype(op, "b", b[0], a.scalar_type());
   check_device(op, "b", b[0], "a", a);
-  const int64_t K = b[0].size(transpose_b ? 0 : 1), N = b[0].size(transpose_b ? 1 : 0);
+  const int64_t K = b[0].size(transpose_b ? 1 : 0), N = b[0].size(transpose_b ? 0 : 1);
   check_same(op, "K", "a", a.size(1), "b", K);
   check_features(op, "K", K);
   check_features(op, "N", N);

@@ -42,18 +42,18 @@ void check_group_quantize_current(const Tensor& x, const Tensor& offs, ScalarTyp
                                   double amax_epsilon, bool rowwise, bool columnwise) {
   const char* op = "group_quantize_current";
   check_grouped_rows(op, x, offs, rowwise, columnwise);
-  check_fp8(op, "dtype", dtype);
+  check_fp8(op, "out_dtype", dtype);
   check_epsilon(op, amax_epsilon);
 }
 
 void check_group_quantize_delayed(const std::optional<Tensor>& amax, const Tensor& x,
                                   const Tensor& offs, const Tensor& scale, ScalarType dtype,
                                   bool rowwise, bool columnwise) {
-  const char* op = "group_quantize_delayed_";
+  const char* op = "group_quantize_delayed";
   check_grouped_rows(op, x, offs, rowwise, columnwise);
   check_group_scale(op, "scale", scale, "x", x, offs.size(0));
   if (amax) check_amax(op, *amax, "x", x, "offs", offs.size(0));
-  check_fp8(op, "dtype", dtype);
+  check_fp8(op, "out_dtype", dtype);
 }
 
 void check_group_quantize_mx(const char* op, const Tensor& x, const Tensor& offs, bool rowwise,
@@ -121,7 +121,7 @@ void check_group_dequantize(const Tensor& q, const Tensor& scale, const Tensor& 
   const char* op = "group_dequantize";
   check_rowwise(op, "q", q, "scale", scale);
   check_offs(op, offs, "q", q);
-  check_activation(op, "dtype", dtype);
+  check_activation(op, "out_dtype", dtype);
 }
 
 void check_group_dequantize_t(const Tensor& q_t, const Tensor& scale_t, const Tensor& offs,
@@ -132,7 +132,7 @@ void check_group_dequantize_t(const Tensor& q_t, const Tensor& scale_t, const Te
   check(num_rows >= 0, op, ": num_rows must not be negative, got ", num_rows);
   check_same(op, "the number of blocks", "q_t", q_t.size(0), "num_rows",
              padded_rows(num_rows, offs.size(0)) / kBlock);
-  check_activation(op, "dtype", dtype);
+  check_activation(op, "out_dtype", dtype);
 }
 
 void check_grouped_bias_grad(const Tensor& dy, const Tensor& offs) {

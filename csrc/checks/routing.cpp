@@ -24,7 +24,7 @@ void check_splits_to_offsets(const Tensor& m_splits, int64_t num_rows, int64_t a
   check_dim(op, "m_splits", m_splits, 1);
   check_integer(op, "m_splits", m_splits.scalar_type());
   check_groups(op, m_splits.size(0));
-  check_integer(op, "dtype", dtype);
+  check_integer(op, "out_dtype", dtype);
   check(num_rows >= 0, op, ": num_rows must not be negative, got ", num_rows);
   check(alignment >= 1, op, ": alignment must be positive, got ", alignment);
   check(stride >= 1, op, ": stride must be positive, got ", stride);

@@ -58,7 +58,7 @@ void check_quantize_weight_list(const std::vector<Tensor>& w, double amax_epsilo
 
 void check_quantize_weight_delayed(const std::optional<Tensor>& amax, const Tensor& w,
                                    const Tensor& scale) {
-  const char* op = "quantize_weight_delayed_";
+  const char* op = "quantize_weight_delayed";
   check_weight(op, w);
   check_group_scale(op, "scale", scale, "w", w, w.size(0), "w");
   if (amax) check_amax(op, *amax, "w", w, "w", w.size(0));

@@ -70,8 +70,8 @@ std::tuple<Tensor, Tensor, Tensor> quantize_weight_current(const Tensor& w, doub
   return {q, scale, q_t};
 }
 
-void refresh_weight_current_(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
-                             const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
+void refresh_weight_current_(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
+                             const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
                              double amax_epsilon, bool power_of_two_scales) {
   check_refresh_weight_current(w, refresh, q, scale, q_t, amax_epsilon);
   if (refresh && !*refresh->const_data_ptr<bool>()) return;

@@ -22,13 +22,13 @@ std::vector<float> delayed_factors(const Tensor& scale) {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> group_quantize_delayed_(const std::optional<Tensor>& amax,
-                                                           const Tensor& x, const Tensor& offs,
-                                                           const Tensor& scale, ScalarType dtype,
-                                                           bool rowwise, bool columnwise,
-                                                           bool bias_grad) {
+std::tuple<Tensor, Tensor, Tensor> group_quantize_delayed(const Tensor& x, const Tensor& offs,
+                                                          const Tensor& scale,
+                                                          const std::optional<Tensor>& amax,
+                                                          ScalarType dtype, bool rowwise,
+                                                          bool columnwise, bool bias_grad) {
   check_group_quantize_delayed(amax, x, offs, scale, dtype, rowwise, columnwise);
-  const GroupedRows rows("group_quantize_delayed_", x, offs);
+  const GroupedRows rows("group_quantize_delayed", x, offs);
   const int64_t T = x.size(0), K = x.size(1), E = offs.size(0);
 
   const Tensor q = output_if(rowwise, x, {T, K}, dtype);
@@ -41,9 +41,9 @@ std::tuple<Tensor, Tensor, Tensor> group_quantize_delayed_(const std::optional<T
   return {q, q_t, grad};
 }
 
-std::tuple<Tensor, Tensor> quantize_weight_delayed_(const std::optional<Tensor>& amax,
-                                                    const Tensor& w, const Tensor& scale,
-                                                    bool columnwise) {
+std::tuple<Tensor, Tensor> quantize_weight_delayed(const Tensor& w, const Tensor& scale,
+                                                   const std::optional<Tensor>& amax,
+                                                   bool columnwise) {
   check_quantize_weight_delayed(amax, w, scale);
   const GroupedRows rows({w});
   const int64_t E = w.size(0), N = w.size(1), K = w.size(2);
@@ -57,10 +57,9 @@ std::tuple<Tensor, Tensor> quantize_weight_delayed_(const std::optional<Tensor>&
   return {q, q_t};
 }
 
-void refresh_weight_delayed_(const std::optional<Tensor>& amax, const std::vector<Tensor>& w,
-                             const Tensor& state, const std::optional<Tensor>& refresh,
-                             const Tensor& q, const Tensor& scale,
-                             const std::optional<Tensor>& q_t) {
+void refresh_weight_delayed_(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
+                             const std::optional<Tensor>& amax, const std::vector<Tensor>& w,
+                             const Tensor& state, const std::optional<Tensor>& refresh) {
   check_refresh_weight_delayed(amax, w, state, refresh, q, scale, q_t);
   if (refresh && !*refresh->const_data_ptr<bool>()) return;
   const GroupedRows rows(w);

@@ -71,9 +71,9 @@ void check_numbers(const char* op, const Tensor& a, const Tensor& offs,
 
 }  // namespace
 
-Tensor grouped_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& offs,
-                  const std::optional<Tensor>& bias_in, std::optional<ScalarType> out_dtype,
-                  const std::optional<Tensor>& rows) {
+Tensor grouped_mm_nt(const Tensor& a_in, const Tensor& b_in, const Tensor& offs,
+                     const std::optional<Tensor>& bias_in, std::optional<ScalarType> out_dtype,
+                     const std::optional<Tensor>& rows) {
   const ScalarType dtype = out_dtype.value_or(a_in.scalar_type());
   check_grouped_mm("grouped_mm", a_in, b_in, offs, bias_in, dtype, rows);
   const Tensor b = dense_operand(b_in);

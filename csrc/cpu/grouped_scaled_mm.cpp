@@ -90,11 +90,11 @@ void wgrad(const char* op, const Tensor& dw, const Tensor& dy_t_in, const Tensor
 
 }  // namespace
 
-Tensor grouped_scaled_mm(const Tensor& a_in, const Tensor& b_in, const Tensor& scale_a_in,
-                         const Tensor& scale_b, const Tensor& offs,
-                         const std::optional<Tensor>& bias_in,
-                         std::optional<ScalarType> requested_dtype,
-                         const std::optional<Tensor>& rows) {
+Tensor grouped_scaled_mm_nt(const Tensor& a_in, const Tensor& b_in, const Tensor& scale_a_in,
+                            const Tensor& scale_b, const Tensor& offs,
+                            const std::optional<Tensor>& bias_in,
+                            std::optional<ScalarType> requested_dtype,
+                            const std::optional<Tensor>& rows) {
   const char* op = "grouped_scaled_mm";
   const ScalarType out_dtype = requested_dtype.value_or(ScalarType::BFloat16);
   check_grouped_scaled_mm(a_in, b_in, scale_a_in, scale_b, offs, bias_in, out_dtype, rows);

@@ -68,8 +68,8 @@ std::tuple<Tensor, Tensor, Tensor> quantize_weight_list(const std::vector<Tensor
   return quantize_new(w, amax_epsilon, power_of_two_scales, columnwise, true);
 }
 
-void refresh_weight_(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
-                     const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
+void refresh_weight_(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
+                     const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
                      double amax_epsilon, bool power_of_two_scales) {
   check_refresh_weight(w, refresh, q, scale, q_t, amax_epsilon);
   if (refresh && !*refresh->const_data_ptr<bool>()) return;
@@ -103,7 +103,7 @@ void quantize_rows_and_weight(const Tensor& x, const Tensor& offs, const Tensor&
                               double amax_epsilon, bool power_of_two_scales, const Quantized& x_out,
                               const QuantizedWeight& w_out) {
   quantize_rows(x, offs, amax_epsilon, power_of_two_scales, x_out);
-  refresh_weight_({w}, std::nullopt, w_out.q, w_out.scale, w_out.q_t, amax_epsilon,
+  refresh_weight_(w_out.q, w_out.scale, w_out.q_t, {w}, std::nullopt, amax_epsilon,
                   power_of_two_scales);
 }
 

@@ -1,4 +1,4 @@
-"""What lies between the two layers of an expert, with the GEMM before it.
+"""The activation between the two layers of an expert, with the GEMM before it.
 
 R rows sorted by expert, E experts, F features inside an expert, G = 2 F for gate and up together,
 or F without a gate.
@@ -26,7 +26,7 @@ from grouped_linear.recipes import (
 
 
 class MLPConfig(NamedTuple):
-    """What lies between the two layers, and how the first one's output is kept."""
+    """The activation between the two layers, and how its input is saved."""
 
     activation: Activation
     save_in_fp8: bool
@@ -34,7 +34,7 @@ class MLPConfig(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """gate_up as the backward finds it."""
+    """gate_up as it is saved for the backward."""
 
     values: Tensor | None
     """[R, G]; None where no gradient needs it."""
@@ -43,7 +43,7 @@ class Saved(NamedTuple):
 
 
 def save(gate_up_RG: Tensor | None, offs_E: Tensor, config: MLPConfig) -> Saved:
-    """Keep gate_up for the backward; None where it needs none."""
+    """Save gate_up for the backward, quantized if the config says so; None stays None."""
     if gate_up_RG is None or not config.save_in_fp8:
         return Saved(gate_up_RG, None)
     quantized = ops.group_quantize(gate_up_RG, offs_E)
@@ -51,7 +51,7 @@ def save(gate_up_RG: Tensor | None, offs_E: Tensor, config: MLPConfig) -> Saved:
 
 
 def restore(saved: Saved, offs_E: Tensor, dtype: torch.dtype) -> Tensor:
-    """gate_up [R, G] again, in the activations' dtype."""
+    """Return the saved gate_up [R, G] in the activations' dtype."""
     values, scale = saved
     assert values is not None
     return values if scale is None else ops.group_dequantize(values, scale, offs_E, dtype)
@@ -68,7 +68,7 @@ def gate_up_and_h(
     format: Format,
     keep_gate_up: bool,
 ) -> tuple[Tensor | None, Operands]:
-    """The first layer, and the second one's input; of both in one kernel where there is one.
+    """Compute the first layer and the second one's input, in one kernel if one exists.
 
     Args:
         x: of the first layer.
@@ -85,7 +85,7 @@ def gate_up_and_h(
         assert isinstance(w.rowwise, Tensor)
         both = ops.grouped_mm_swiglu(
             x.rowwise,
-            w.rowwise,
+            w.rowwise.mT,
             offs_E,
             bias_EG,
             rows_R,
@@ -101,6 +101,7 @@ def gate_up_and_h(
         offs_E,
         bias_EG,
         dtype,
+        transpose_b=True,
         rows=rows_R,
     )
     if form is not None:
@@ -123,7 +124,7 @@ def grads_of_gate_up(
     layouts: Layouts,
     h_columnwise: bool,
 ) -> SwigluGradOperands:
-    """The second layer's dgrad, and the activation's gradient; in one kernel where there is one.
+    """Compute the second layer's dgrad and the activation's gradient, in one kernel if one exists.
 
     Args:
         dy: the gradient of the second layer's unweighted output.
@@ -150,7 +151,7 @@ def grads_of_gate_up(
     if form is not None:
         return quantize_swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, form, *how)
     grads = _grad(activation, dh_RF, gate_up_RG, weight_R)
-    del dh_RF  # what is not read again goes, for the peak of an eager step
+    del dh_RF  # lowers the peak memory of an eager step
     return quantize_grads(grads, offs_E, *how)
 
 

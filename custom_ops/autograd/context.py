@@ -1,6 +1,6 @@
-"""What a call of a layer passes to its gradient besides the tensors that are differentiated."""
+"""The arguments of a layer's autograd.Function besides the tensors that it differentiates."""
 
-from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -39,8 +39,8 @@ class LinearOptions(NamedTuple):
     main_grad: MainGrad | None = None
     save_input: bool = False
     """Save x itself for the backward, and quantize it for wgrad there."""
-    deferred_wgrad: deque[Wgrad] | None = None
-    """Where the backward leaves wgrad instead of computing it."""
+    defer_wgrad: Callable[[Wgrad], None] | None = None
+    """Takes the weight gradient that the backward then does not compute."""
 
 
 PLAIN_CALL = LinearOptions()
@@ -59,11 +59,6 @@ class LinearContext(NamedTuple):
     weights: Experts
     """What is quantized or multiplied; under autocast a copy of the parameters."""
     options: LinearOptions
-    parameters: Experts = ()
-    """What a deferred gradient is of, the weights before autocast; empty without deferral.
-
-    Anything held here lives as long as the graph.
-    """
 
     @property
     def has_one_op_forward(self) -> bool:
@@ -74,7 +69,7 @@ class LinearContext(NamedTuple):
     def has_one_op_backward(self) -> bool:
         """Whether an eager backward may be one op, which returns weight gradients."""
         options = self.options
-        returned = options.main_grad is None and options.deferred_wgrad is None
+        returned = options.main_grad is None and options.defer_wgrad is None
         return returned and self.recipe.has_linear_grad_op and self._may_use_linear_op
 
     @property
@@ -113,7 +108,7 @@ class LinearContext(NamedTuple):
 
     def weight_operands(self, columnwise: bool) -> Operands:
         """The weight for fprop, and for dgrad if ``columnwise``: stored, or quantized now."""
-        recipe, _, weights, options, _ = self
+        recipe, _, weights, options = self
         if options.stored is None:
             later = columnwise and recipe.requantize_weights
             w = quantize_weight(weights, recipe.weight, Layouts(True, columnwise and not later))
@@ -152,7 +147,6 @@ class LinearContext(NamedTuple):
         return Wgrad(
             self.weights,
             self.options.main_grad,
-            self.parameters,
             dy.columnwise,
             x,
             dy.columnwise_scale,

@@ -79,7 +79,14 @@ class GroupedLinearFunction(torch.autograd.Function):
             *(w.columnwise if isinstance(w.columnwise, tuple) else (w.columnwise,)),
         )
         return multiply(
-            x.rowwise, x.rowwise_scale, w.rowwise, w.rowwise_scale, offs_E, bias, x_TK.dtype
+            x.rowwise,
+            x.rowwise_scale,
+            w.rowwise,
+            w.rowwise_scale,
+            offs_E,
+            bias,
+            x_TK.dtype,
+            transpose_b=True,
         )
 
     @staticmethod
@@ -89,7 +96,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         context: LinearContext = ctx.context
         options = context.options
         _, need_x, need_bias, _, _, *need_weights = ctx.needs_input_grad
-        if options.main_grad is not None or options.deferred_wgrad is not None:
+        if options.main_grad is not None or options.defer_wgrad is not None:
             edges = slice(-len(need_weights), None)
             need_weights = list(needs_grad_now(ctx, need_weights, edges))
         need_weight = any(need_weights)
@@ -118,19 +125,16 @@ class GroupedLinearFunction(torch.autograd.Function):
         dws: tuple[Tensor | None, ...] = (None,) * len(need_weights)
         if need_x:
             weight = context.for_dgrad(tuple(w) if w[0].dim() == 2 else w[0], w_scale)
-            dx_TK = multiply(
-                dy.rowwise, dy.rowwise_scale, *weight, offs_E, None, dy_TN.dtype, transpose_b=True
-            )
+            dx_TK = multiply(dy.rowwise, dy.rowwise_scale, *weight, offs_E, None, dy_TN.dtype)
         if need_weight:
             if options.save_input:
                 x_t = quantize(x, recipe.input, offs_E, Layouts(False, True, again=True))
                 x, x_scale = x_t.columnwise, x_t.columnwise_scale
             wgrad = context.wgrad(dy, x, x_scale, offs_E)
-            if options.deferred_wgrad is None:
+            if options.defer_wgrad is None:
                 dws = wgrad.compute()
             else:
-                captured = dy_TN.is_cuda and torch.cuda.is_current_stream_capturing()
-                options.deferred_wgrad.append(wgrad.deferred(captured))
+                options.defer_wgrad(wgrad)
         if dy.bias_grad is not None:
             db_EN = dy.bias_grad.to(ctx.bias_dtype)
         return None, dx_TK, db_EN, None, None, *dws

@@ -58,7 +58,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         Args:
             gate_up_context: of the first GEMM.
             down_context: of the second GEMM.
-            config: what lies between them.
+            config: the activation between them.
             gate_up_EGH: the tensor whose gradient the first wgrad returns.
             down_EHF: the tensor whose gradient the second wgrad returns.
             weight_TC: the routing weights; of rows that come sorted [R], or None.
@@ -92,7 +92,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             need_saved,
         )
         saved = save(gate_up_RG if need_saved else None, offs_E, config)
-        del gate_up_RG, x  # what is not read again goes, for the peak of an eager step
+        del gate_up_RG, x  # lowers the peak memory of an eager step
         down = down_context.weight_operands(columnwise=need_dh)
         y_RH = multiply(
             h.rowwise,
@@ -102,6 +102,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             offs_E,
             down_bias_EH,
             dtype,
+            transpose_b=True,
         )
 
         ctx.activation, ctx.num_routing = config.activation, len(routing)

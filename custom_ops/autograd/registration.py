@@ -15,29 +15,29 @@ from grouped_linear.autograd.once_differentiable import strictly_once_differenti
 
 
 def _grouped_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a_TK, b_ENK, offs_E, bias_EN, _, rows_T = inputs
+    a_TK, b_EKN, offs_E, bias_EN, _, rows_T = inputs
     ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
-    ctx.save_for_backward(a_TK, b_ENK, offs_E, rows_T)
+    ctx.save_for_backward(a_TK, b_EKN, offs_E, rows_T)
 
 
 @strictly_once_differentiable
 def _grouped_mm_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
-    a_TK, b_ENK, offs_E, rows_T = ctx.saved_tensors
+    a_TK, b_EKN, offs_E, rows_T = ctx.saved_tensors
     need_a, need_b = ctx.needs_input_grad[:2]
     # The dispatcher drops trailing arguments that equal their defaults: there may be no fourth.
     need_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[3]
     dy_cast_TN = dy_TN.to(a_TK.dtype)
-    da_TK = db_ENK = d_bias_EN = None
+    da_TK = db_EKN = d_bias_EN = None
     if need_a:
-        da_TK = ops.grouped_mm(dy_cast_TN, b_ENK.transpose(1, 2), offs_E)
+        da_TK = ops.grouped_mm(dy_cast_TN, b_EKN.mT, offs_E)
         if rows_T is not None:
             da_TK = _sum_by_row(a_TK, da_TK, rows_T, offs_E)
     if need_b:
-        operands = dy_cast_TN, a_TK, None, None, offs_E, b_ENK.dtype
-        db_ENK = weight_grad(b_ENK, *operands, x_rows=rows_T)
+        operands = dy_cast_TN, a_TK, None, None, offs_E, b_EKN.dtype
+        db_EKN = weight_grad(b_EKN.mT, *operands, x_rows=rows_T).mT
     if need_bias:
         d_bias_EN = ops.grouped_bias_grad(dy_TN, offs_E).to(ctx.bias_dtype)
-    return da_TK, db_ENK, None, d_bias_EN, None, None
+    return da_TK, db_EKN, None, d_bias_EN, None, None
 
 
 def _sum_by_row(a: Tensor, da_TK: Tensor, rows_T: Tensor, offs_E: Tensor) -> Tensor:
@@ -91,8 +91,8 @@ for _op in (
     torch.ops.grouped_linear.grouped_scaled_mm_wgrad_.default,
     torch.ops.grouped_linear.grouped_mm_wgrad_list_.default,
     torch.ops.grouped_linear.grouped_scaled_mm_wgrad_list_.default,
-    torch.ops.grouped_linear.group_quantize_delayed_.default,
-    torch.ops.grouped_linear.quantize_weight_delayed_.default,
+    torch.ops.grouped_linear.group_quantize_delayed.default,
+    torch.ops.grouped_linear.quantize_weight_delayed.default,
     torch.ops.grouped_linear.update_scales_.default,
     torch.ops.grouped_linear.refresh_weight_.default,
     torch.ops.grouped_linear.refresh_weight_current_.default,

@@ -69,7 +69,7 @@ class ChosenRows(ops.SortedByExpert):
         return sum_of_rows(y_RH, self.row, weight_TC)
 
     def weights(self, weight_TC: Tensor | None, d_out_TH: Tensor) -> Tensor:
-        """[R] float32: what each row is weighted by."""
+        """[R] float32: the routing weight of each row."""
         assert weight_TC is not None
         return weight_of_rows(weight_TC, self)
 
@@ -103,7 +103,7 @@ class SortedRows(NamedTuple):
         return None
 
     def source(self, x_RH: Tensor) -> Tensor:
-        """The rows, as they are."""
+        """The rows, unchanged."""
         return x_RH
 
     def combine(self, y_RH: Tensor, weight_R: Tensor | None) -> Tensor:
@@ -113,7 +113,7 @@ class SortedRows(NamedTuple):
         return sum_of_rows(y_RH, _numbers(y_RH), weight_R[:, None])
 
     def weights(self, weight_R: Tensor | None, d_out_RH: Tensor) -> Tensor:
-        """[R] float32: what each row is weighted by."""
+        """[R] float32: the routing weight of each row."""
         if weight_R is not None:
             return weight_R.float()
         return torch.ones(len(d_out_RH), dtype=torch.float32, device=d_out_RH.device)
@@ -132,7 +132,7 @@ class SortedRows(NamedTuple):
 
 
 def rows_of(tensors: tuple[Tensor, ...]) -> ChosenRows | SortedRows:
-    """Either one, from its fields."""
+    """ChosenRows or SortedRows, from its fields."""
     return ChosenRows(*tensors) if len(tensors) == 4 else SortedRows(*tensors)
 
 

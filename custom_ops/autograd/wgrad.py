@@ -11,7 +11,6 @@ from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.autograd.gemm import weight_grad
-from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
 from grouped_linear.recipes import Experts
 
 
@@ -59,8 +58,6 @@ class Wgrad(NamedTuple):
     weights: Experts
     """Whose shape, dtype and layout the gradient has; their values are not read."""
     main_grad: MainGrad | None
-    parameters: Experts
-    """The layer's parameters, for a deferred gradient."""
     dy: Tensor
     x: Tensor
     dy_scale: Tensor | None
@@ -68,25 +65,9 @@ class Wgrad(NamedTuple):
     offs: Tensor
     dy_rows: Tensor | None = None
     """With dy[dy_rows[t]] in place of dy[t]; None where each row is its own."""
-    captured: bool = False
-    """Whether a CUDA graph fills the tensors each time it is replayed."""
-    versions: tuple[int, int] | None = None
-    """Of dy and x when the gradient was deferred; None where they may be written meanwhile."""
-
-    def deferred(self, captured: bool) -> "Wgrad":
-        """The same without x's graph, and with the versions that detect an overwritten operand."""
-        versions = None if captured else (self.dy._version, self.x._version)
-        return self._replace(
-            dy=self.dy.detach(), x=self.x.detach(), captured=captured, versions=versions
-        )
 
     def compute(self) -> tuple[Tensor | None, ...]:
         """The gradient of each weight, or None where it went into main_grad."""
-        if self.versions not in (None, (self.dy._version, self.x._version)):
-            raise RuntimeError(
-                "GroupedLinear: backward_dw: the layer's input, or the gradient of its output, was "
-                "modified in place since the backward"
-            )
         weights, main_grad = self.weights, self.main_grad
         if main_grad is None:
             dw_ENK = self._product(weights[0].dtype)
@@ -133,19 +114,3 @@ class Wgrad(NamedTuple):
                 ops.grouped_scaled_mm_wgrad_list_(main_grads, *operands, overwrite)
             else:
                 ops.grouped_scaled_mm_wgrad_(main_grads[0], *operands, overwrite)
-
-
-class DeferredWgrad(torch.autograd.Function):
-    """A graph of its own for a deferred gradient, so that autograd runs the parameters' hooks."""
-
-    @staticmethod
-    def forward(ctx: Any, wgrad: Wgrad, *parameters: Tensor) -> Tensor:
-        """Return a scalar to call backward on."""
-        ctx.wgrad = wgrad
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    @strictly_once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients that the layer's own backward left out."""
-        return None, *ctx.wgrad.compute()

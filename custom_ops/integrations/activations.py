@@ -1,4 +1,4 @@
-"""What transformers' experts compute between their two layers."""
+"""The activations of transformers' experts."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def activation_of(experts: Any) -> Activation | None:
 
 
 def same_activation(experts: Any, fp8_experts: Any) -> bool:
-    """Whether transformers' FP8 experts compute the same between their two layers."""
+    """Whether transformers' FP8 experts have the same activation."""
     own, other = activation_of(experts), activation_of(fp8_experts)
     if own is not None or other is not None:
         return own == other

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from grouped_linear.ops.activation import PLAIN, SwiGLU
 
-ROWS = 4  # of each magnitude: a single row may be mostly rounding error
+ROWS = 4  # for each magnitude: a single row may be mostly rounding error
 MAGNITUDES = 16
 # Rounding as _swiglu does explains an error; experts may round in other places, and more often.
 ROUNDINGS = 3.0

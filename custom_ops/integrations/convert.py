@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,12 +15,13 @@ from grouped_linear.integrations.convert_experts import (
 )
 from grouped_linear.integrations.converted_class import Forward
 from grouped_linear.integrations.look_alikes import (
-    LeftExperts,
+    SkippedExperts,
     goes_through_interface,
     look_alikes,
 )
 from grouped_linear.integrations.plan import ConvertedExperts, Plan
 from grouped_linear.nn.options import check_recipe
+from grouped_linear.quantized.weight import Weights, check_weights_kept
 from grouped_linear.recipes import Float8BlockScaling, Recipe
 
 
@@ -35,8 +36,8 @@ class Conversion:
     """How the GEMMs are computed."""
     converted: tuple[ConvertedExperts, ...]
     """In the order of ``named_modules``; never empty."""
-    left: tuple[LeftExperts, ...]
-    """What looks like experts and is as it was."""
+    skipped: tuple[SkippedExperts, ...]
+    """What looks like experts and is unchanged."""
 
     def __repr__(self) -> str:
         """The table."""
@@ -59,7 +60,7 @@ class Conversion:
             for row in (head, *rows)
         ]
         lines.append(f"recipe: {self.recipe!r}")
-        lines += [f"left: {line}" for line in _lines_of(self.left)]
+        lines += [f"skipped: {line}" for line in _lines_of(self.skipped)]
         return "\n".join(lines)
 
 
@@ -67,10 +68,10 @@ def _pattern(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
 
 
-def _lines_of(left: tuple[LeftExperts, ...]) -> list[str]:
-    """Name and reason of what was left, alike ones once."""
+def _lines_of(skipped: tuple[SkippedExperts, ...]) -> list[str]:
+    """Name and reason of what was skipped, alike ones once."""
     counts: dict[tuple[str, str], int] = {}
-    for one in left:
+    for one in skipped:
         key = _pattern(one.name) or "(the model)", one.why
         counts[key] = counts.get(key, 0) + 1
     return [f"{name} ({why}{_times(n)})" for (name, why), n in counts.items()]
@@ -85,9 +86,9 @@ def convert(
     model: nn.Module,
     recipe: Recipe | None = None,
     *,
-    weights: Literal["fp8"] | None = None,
+    weights: Weights = None,
     forwards: Mapping[type[nn.Module], Forward] | None = None,
-    **options: bool,
+    **options: Any,
 ) -> Conversion:
     """Have all of a model's experts computed by this package, in place.
 
@@ -106,6 +107,12 @@ def convert(
                                   :class:`grouped_linear.GroupedMLP` replaces the list. See
                                   :func:`grouped_linear.convert_experts`.
     ============================  ==================================================================
+
+    With ``weights="both"`` experts are kept as :class:`grouped_linear.GroupedTensorWithMaster`:
+    plain tensors for the rest of the program, and their FP8 numbers, which are made when an
+    optimizer, or anything else, writes them. Two more bytes an element make FP8 training fast: no
+    call quantizes weights. Experts in one module and Hugging Face's stay the same parameters, so
+    that an optimizer that was made before steps them. w13 is refused.
 
     With ``weights="fp8"`` experts are kept as :class:`grouped_linear.GroupedTensor`, in e4m3 with a
     scale for each 128 x 128 block. All of these serve inference. What required a gradient still
@@ -129,9 +136,10 @@ def convert(
     Args:
         model: a model, or a module that is to be converted itself; for experts in one module and
             lists it may be on the meta device.
-        recipe: how the GEMMs are computed; None for the activations' dtype, or with
-            ``weights="fp8"`` for ``Float8BlockScaling()``.
-        weights: ``"fp8"`` to keep weights in FP8 alone; None to leave them as they are.
+        recipe: how the GEMMs are computed; None for the activations' dtype, or with ``weights`` for
+            ``Float8BlockScaling()``.
+        weights: ``"both"`` to keep the experts' weights in high precision and FP8, ``"fp8"`` to
+            keep them in FP8 alone; None to leave them as they are.
         forwards: for each class of block with a ModuleList of experts, its new forward, a function
             of the block and its inputs. Subclasses that inherit the block's forward get it, too.
         options: of the modules that replace lists: ``cache_weights``, ``fuse_wgrad_accumulation``
@@ -140,7 +148,7 @@ def convert(
             ``weights="fp8"`` also ``stochastic_rounding``, of what optimizers write.
 
     Returns:
-        What was converted, and what looks like experts and was left, with the reason.
+        What was converted, and what looks like experts and was skipped, with the reason.
 
     Raises:
         ValueError: if nothing is recognised, and where
@@ -169,21 +177,12 @@ def convert(
     """
     check_model("convert", model)
     check_recipe("convert", recipe)
-    if weights not in (None, "fp8"):
-        raise ValueError(f"convert: weights must be None or 'fp8', got {weights!r}")
-    if "quantized_weight" in options:
-        raise ValueError("convert: give weights='fp8' in place of quantized_weight")
-    if weights is None and options.get("stochastic_rounding"):
-        raise ValueError("convert: stochastic_rounding needs weights='fp8'")
-    if weights == "fp8":
-        recipe = Float8BlockScaling() if recipe is None else recipe
-        if not isinstance(recipe, Float8BlockScaling):
-            raise ValueError(
-                f"convert: weights='fp8' needs the recipe Float8BlockScaling, got {recipe!r}"
-            )
-        options["quantized_weight"] = True
+    recipe = Float8BlockScaling() if recipe is None and weights is not None else recipe
+    check_weights_kept("convert", recipe, weights, options.get("stochastic_rounding"))
+    if weights is not None:
+        options["weights"] = weights
     experts = {n: m for n, m in model.named_modules() if goes_through_interface(m)}
-    of_both = "quantized_weight", "save_gate_up_in_fp8"
+    of_both = "weights", "save_gate_up_in_fp8"
     of_layers = [option for option in options if option not in of_both]
     if experts and of_layers:
         raise ValueError(
@@ -195,7 +194,7 @@ def convert(
         from grouped_linear.integrations.hugging_face import plan_hugging_face
 
         save_in_fp8 = options.get("save_gate_up_in_fp8", False)
-        plan.add(plan_hugging_face(model, experts, recipe, weights == "fp8", save_in_fp8))
+        plan.add(plan_hugging_face(model, experts, recipe, weights, save_in_fp8))
     plan.add(plan_experts("convert", model, forwards, recipe, options))
     if not plan.converted:
         _raise_for_nothing(model)
@@ -206,8 +205,8 @@ def convert(
 
 def _raise_for_nothing(model: nn.Module) -> None:
     check_not_converted("convert", model)
-    name, left = type(model).__name__, _lines_of(tuple(look_alikes(model)))
+    name, skipped = type(model).__name__, _lines_of(tuple(look_alikes(model)))
     raise ValueError(
         f"convert: {name} has no experts of a form that is known"
-        + (f", and these look like experts: {', '.join(left)}" if left else "")
+        + (f", and these look like experts: {', '.join(skipped)}" if skipped else "")
     )

@@ -28,15 +28,15 @@ from grouped_linear.integrations.grouped_experts import (
     convert_grouped_experts,
     form_of,
 )
-from grouped_linear.integrations.plan import ConvertedExperts, Plan
+from grouped_linear.integrations.plan import ConvertedExperts, Plan, how_weights_are_kept
 from grouped_linear.nn.functional import check_whole
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.options import check_recipe
-from grouped_linear.quantized.weight import check_quantized_weight
+from grouped_linear.quantized.weight import check_weights_kept
 from grouped_linear.recipes import Recipe
 
 # Options that have a meaning for experts in one module, too.
-WEIGHT_OPTIONS = ("quantized_weight", "stochastic_rounding")
+WEIGHT_OPTIONS = ("weights", "stochastic_rounding")
 
 
 @torch.inference_mode(False)
@@ -44,7 +44,7 @@ def convert_experts(
     model: nn.Module,
     forwards: Mapping[type[nn.Module], Forward] | None = None,
     recipe: Recipe | None = None,
-    **options: bool,
+    **options: Any,
 ) -> list[ConvertedExperts]:
     """Replace the experts of a plain torch model by grouped ones, in place.
 
@@ -94,9 +94,7 @@ def convert_experts(
         options: ``quantized_weight`` and ``stochastic_rounding`` keep weights as
             :class:`grouped_linear.GroupedTensor`, also those of experts in one module, whose
             parameters are then new. For the modules that replace lists also ``cache_weights`` and
-            ``fuse_wgrad_accumulation``; if all of them are GroupedMLP, ``save_gate_up_in_fp8``; if
-            all of them are GroupedLinear, ``return_bias``,
-            ``delay_wgrad_compute`` and ``save_original_input``.
+            ``fuse_wgrad_accumulation``; if all of them are GroupedMLP, ``save_gate_up_in_fp8``.
 
     Returns:
         What was converted, in the order of ``named_modules``; never empty.
@@ -178,7 +176,7 @@ def plan_experts(
     model: nn.Module,
     forwards: Mapping[type[nn.Module], Forward] | None,
     recipe: Recipe | None,
-    options: Mapping[str, bool],
+    options: Mapping[str, Any],
 ) -> Plan:
     """Recognise and check a model's experts, and change nothing.
 
@@ -239,7 +237,7 @@ def _plan_list(
     model: nn.Module,
     forward: Forward,
     recipe: Recipe | None,
-    options: Mapping[str, bool],
+    options: Mapping[str, Any],
 ) -> Plan:
     list_name, experts = list_of_experts(where, block)
     where = f"{where}.{list_name}"
@@ -258,7 +256,7 @@ def _plan_list(
         "Linear" if isinstance(grouped, GroupedLinear) else "SwiGLU",
         len(experts),
         _num_parameters(experts.parameters()),
-        type(grouped).__name__ + _weights_in_fp8(options),
+        type(grouped).__name__ + how_weights_are_kept(options.get("weights")),
     )
     return Plan([what], [partial(_replace_list, block, list_name, grouped, forward)])
 
@@ -275,7 +273,7 @@ def _plan_module(
     module: nn.Module,
     form: GroupedForm,
     recipe: Recipe | None,
-    options: Mapping[str, bool],
+    options: Mapping[str, Any],
 ) -> Plan:
     of_layers = [option for option in options if option not in WEIGHT_OPTIONS]
     if of_layers:
@@ -283,30 +281,22 @@ def _plan_module(
             f"{where}: experts in one module stay what they are, so there is nothing to give "
             f"{' and '.join(of_layers)} to"
         )
-    in_fp8 = options.get("quantized_weight", False)
-    check_quantized_weight(
-        where, recipe, in_fp8, False, stochastic_rounding=options.get("stochastic_rounding", False)
-    )
-    check_grouped_experts(where, module, form, recipe, in_fp8)
+    weights, stochastic_rounding = options.get("weights"), options.get("stochastic_rounding")
+    check_weights_kept(where, recipe, weights, stochastic_rounding)
+    check_grouped_experts(where, module, form, recipe, weights)
     what = ConvertedExperts(
         name,
         form.name,
         len(module.get_parameter(form.weights[0])),
         _num_parameters(module.parameters()),
-        "grouped_linear" + _weights_in_fp8(options),
+        "grouped_linear" + how_weights_are_kept(options.get("weights")),
     )
-    quantized = None
-    if in_fp8:
-        quantized = {name: on for name, on in options.items() if name == "stochastic_rounding"}
-    return Plan([what], [partial(convert_grouped_experts, module, form, recipe, quantized)])
+    kept = weights, stochastic_rounding
+    return Plan([what], [partial(convert_grouped_experts, module, form, recipe, *kept)])
 
 
 def _num_parameters(parameters: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() for p in parameters)
-
-
-def _weights_in_fp8(options: Mapping[str, bool]) -> str:
-    return ", weights in FP8" if options.get("quantized_weight") else ""
 
 
 def _check_used(op: str, model: nn.Module, unused: Collection[type[nn.Module]]) -> None:

@@ -41,7 +41,7 @@ def convert_class(module: Any, new: Forward | MakesMembers) -> None:
 
 
 def restore_class(module: nn.Module) -> None:
-    """Give a module the class of before, unless it has a subclass since, such as FSDP2 makes."""
+    """Restore the original class, unless FSDP2 or another has made a subclass since."""
     if "_converted_from" in vars(type(module)):
         module.__class__ = class_before(module)
 

@@ -31,16 +31,14 @@ KNOWN_EXPERTS = (
     + " or ".join(", ".join(n.removesuffix(".weight") for n in names) for names in SWIGLU)
 )
 
-# Options of the modules that replace lists. Their other options follow from the experts, or would
-# change the form of parameters.
-COMMON_OPTIONS = (
+# Options of the modules that replace lists. Their other options follow from the experts.
+LINEAR_OPTIONS = (
     "cache_weights",
     "fuse_wgrad_accumulation",
-    "quantized_weight",
+    "weights",
     "stochastic_rounding",
 )
-MLP_OPTIONS = (*COMMON_OPTIONS, "save_gate_up_in_fp8")
-LINEAR_OPTIONS = (*COMMON_OPTIONS, "return_bias", "delay_wgrad_compute", "save_original_input")
+MLP_OPTIONS = (*LINEAR_OPTIONS, "save_gate_up_in_fp8")
 
 
 def swiglu_names(expert: nn.Module) -> Names | None:
@@ -134,7 +132,7 @@ def what_would_be_lost(
 
 
 def empty_grouped_module(
-    where: str, experts: nn.ModuleList, recipe: Recipe | None, options: dict[str, bool]
+    where: str, experts: nn.ModuleList, recipe: Recipe | None, options: dict[str, Any]
 ) -> nn.Module:
     """Check experts, and make the module that can replace them, on the meta device."""
     parameters = [dict(expert.named_parameters()) for expert in experts]

@@ -1,4 +1,4 @@
-"""What transformers must know of experts that are kept in FP8, to save them and to load them again.
+"""How transformers saves experts that are kept in FP8, and loads them again.
 
 ``save_pretrained`` writes them as its own FP8 models are written (``FineGrainedFP8Config``): for
 each expert e4m3 numbers ``weight`` and float32 scales ``weight_scale_inv``, as DeepSeek-V3 was
@@ -42,7 +42,7 @@ def _in_own_dtype(
 ) -> dict[str, Any] | None:
     """The model's state with quantized experts dequantized, one after another, on the CPU.
 
-    Where nothing stands against FP8, or only adapters are saved, it is the state as it came.
+    If there is no obstacle, or only adapters are saved, it returns the state unchanged.
     """
     only_adapters = getattr(model, "_hf_peft_config_loaded", False)
     if obstacle is None or only_adapters:

@@ -16,12 +16,13 @@ from torch.nn.functional import silu
 
 from grouped_linear.integrations.check_swiglu import Expert, check_swiglu
 from grouped_linear.integrations.converted_class import Forward, convert_class
-from grouped_linear.integrations.plan import check_weights
-from grouped_linear.nn.functional import check_whole, grouped_linear, is_dtensor
+from grouped_linear.integrations.plan import check_weights, replace_parameter
+from grouped_linear.nn.functional import check_whole, grouped_linear
 from grouped_linear.nn.functional_mlp import grouped_mlp_sorted
 from grouped_linear.ops.activation import PLAIN, SwiGLU
 from grouped_linear.quantized.state_dict import scale_properties
 from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.quantized.weight import Weights, is_dtensor, keep_weight, local_part
 from grouped_linear.recipes import Recipe, new_state
 
 GPT_OSS_ALPHA = 1.702  # torchtitan has the number in its code, and swiglu_limit in the module
@@ -119,7 +120,7 @@ def form_of(module: nn.Module) -> GroupedForm | None:
     form = next((form for form in FORMS if set(form.parameters) == set(parameters)), None)
     if form is None:
         return None
-    # The class's: torchtitan's parallelize gives a module a forward of its own.
+    # The class's forward: torchtitan's parallelize replaces the module's.
     _, *called_with = inspect.signature(type(module).forward).parameters
     shapes = [tuple(parameters[name].shape) for name in form.parameters]
     has_limit = not form.gpt_oss or hasattr(module, "swiglu_limit")
@@ -127,7 +128,7 @@ def form_of(module: nn.Module) -> GroupedForm | None:
 
 
 def check_grouped_experts(
-    where: str, module: nn.Module, form: GroupedForm, recipe: Recipe | None, in_fp8: bool
+    where: str, module: nn.Module, form: GroupedForm, recipe: Recipe | None, weights: Weights
 ) -> None:
     """Raise ValueError for experts that cannot be converted, or compute something else."""
     parameters = [module.get_parameter(name) for name in form.parameters]
@@ -142,10 +143,10 @@ def check_grouped_experts(
             f"{where}: the first scales of {type(recipe).__name__} would be lost on the meta "
             "device: convert when parameters have values"
         )
-    if in_fp8 and parameters[0].dim() == 4:
+    if weights is not None and parameters[0].dim() == 4:
         raise ValueError(
-            f"{where}: {form.weights[0]} is {list(parameters[0].shape)}, and weights are kept in "
-            "FP8 as [E, N, K]: leave gate and up apart"
+            f"{where}: {form.weights[0]} is {list(parameters[0].shape)}, and weights={weights!r} "
+            "keeps [E, N, K]: leave gate and up apart"
         )
     if any(isinstance(p, GroupedTensor) for p in parameters):
         raise ValueError(f"{where}: weights are in FP8 already: convert before they are quantized")
@@ -167,26 +168,30 @@ def _as_matrices(w: Tensor) -> Tensor:
 
 
 def convert_grouped_experts(
-    module: Any, form: GroupedForm, recipe: Recipe | None, quantized: dict[str, bool] | None
+    module: Any,
+    form: GroupedForm,
+    recipe: Recipe | None,
+    weights: Weights,
+    stochastic_rounding: bool | None,
 ) -> None:
-    """Give the module a forward of grouped layers; nothing here raises, unless memory runs out.
+    """Give the module a forward of grouped layers. It raises only if memory runs out.
 
     Args:
         module: which :func:`check_grouped_experts` has checked.
         form: of its experts.
         recipe: how the GEMMs are computed.
-        quantized: options of ``GroupedTensor.quantize`` if weights are to be kept in FP8.
+        weights: how weights are to be kept.
+        stochastic_rounding: of weights in FP8 alone.
     """
     if recipe is not None and recipe.has_state:
         w = module.get_parameter(form.weights[0])
         states = (new_state(recipe, len(w), w.device) for _ in form.weights)
         module.scaling_states = nn.ModuleList(state for state in states if state is not None)
-    if quantized is not None:
+    if weights is not None:
         for name in form.weights:
             w = module.get_parameter(name)
-            kept = GroupedTensor.quantize(w, recipe, **quantized)
-            setattr(module, name, nn.Parameter(kept, requires_grad=w.requires_grad))
-    convert_class(module, GroupedForward(form, recipe, quantized is not None))
+            replace_parameter(module, name, keep_weight(w, weights, recipe, stochastic_rounding))
+    convert_class(module, GroupedForward(form, recipe, weights == "fp8"))
 
 
 def _tensor_parallel_degree(w: Any) -> int:
@@ -226,7 +231,7 @@ class GroupedForward:
             states: Any = getattr(self, "scaling_states", (None,) * len(form.weights))
 
             def weight(i: int) -> Any:
-                weight, state = local(getattr(self, form.weights[i])), states[i]
+                weight, state = local_part(getattr(self, form.weights[i])), states[i]
                 held = None if state is None else len(state.weight.scale)
                 if held is not None and len(weight) != held:
                     raise ValueError(
@@ -252,12 +257,12 @@ class GroupedForward:
                 h = silu(gate) * up
                 return grouped_linear(h, weight(2), m_splits_E, None, recipe, states[2]).to(x.dtype)
             gate_up_bias, down_bias = (
-                (local(getattr(self, name)) for name in form.biases)
+                (local_part(getattr(self, name)) for name in form.biases)
                 if form.biases
                 else (None, None)
             )
-            # Tensor parallelism adds up outputs, so each process adds its share of the bias, which
-            # has the whole gradient.
+            # Tensor parallelism sums the processes' outputs, so each process adds its share of the
+            # bias. The gradient of the bias is not divided.
             degree = _tensor_parallel_degree(getattr(self, form.weights[0]))
             if down_bias is not None and degree > 1:
                 down_bias = down_bias - down_bias.detach() * (1 - 1 / degree)
@@ -278,8 +283,3 @@ class GroupedForward:
             return forward(self, x_RD, num_tokens_per_expert_E)
 
         return forward_RD if form.inputs == SORTED_ROWS else forward
-
-
-def local(t: Any) -> Any:
-    """The part of a parameter that is on this process."""
-    return t.to_local() if is_dtensor(t) else t

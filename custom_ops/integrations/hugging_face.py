@@ -6,6 +6,7 @@ transformers is imported where a model of it is converted, and only there.
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import FP8Experts
@@ -16,10 +17,17 @@ from grouped_linear.integrations.converted_class import class_before
 from grouped_linear.integrations.experts_forward import check_weight_in_fp8
 from grouped_linear.integrations.fp8_checkpoint import weight_names
 from grouped_linear.integrations.implementation import Implementation
-from grouped_linear.integrations.plan import ConvertedExperts, Plan, check_weights
-from grouped_linear.integrations.quantize_experts import plan_quantization
+from grouped_linear.integrations.plan import (
+    ConvertedExperts,
+    Plan,
+    check_weights,
+    how_weights_are_kept,
+    replace_parameter,
+)
+from grouped_linear.integrations.quantize_experts import plan_quantization, save_by_parts
 from grouped_linear.nn.options import check_flags
-from grouped_linear.quantized.weight import is_quantized
+from grouped_linear.quantized.weight import Weights, is_dtensor, is_quantized, keep_weight
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Float8BlockScaling, Recipe
 
 
@@ -33,7 +41,7 @@ def plan_hugging_face(
     model: nn.Module,
     experts: dict[str, Any],
     recipe: Recipe | None,
-    in_fp8: bool,
+    weights: Weights,
     save_gate_up_in_fp8: bool,
 ) -> Plan:
     """Check a model's experts and change nothing.
@@ -44,7 +52,7 @@ def plan_hugging_face(
         model: holds the experts.
         experts: by name, modules that go through transformers' experts interface.
         recipe: how the GEMMs are to be computed.
-        in_fp8: whether weights are to be kept in FP8.
+        weights: how weights are to be kept.
         save_gate_up_in_fp8: what is to be kept for the backward.
     """
     check_flags("convert", save_gate_up_in_fp8=save_gate_up_in_fp8)
@@ -61,7 +69,11 @@ def plan_hugging_face(
         _check(f"convert: {place or type(module).__name__}", module, recipe, save_gate_up_in_fp8)
     plan = Plan(writes=[partial(_choose, model, experts, implementation)])
     plain = {p: module for p, module in experts.items() if not isinstance(module, FP8Experts)}
-    if in_fp8:
+    if weights == "both":
+        for place, module in plain.items():
+            plan.writes.append(partial(_keep_both, module, recipe))
+            check_not_sharded(f"convert: {place or type(module).__name__}", module)
+    if weights == "fp8":
         assert isinstance(recipe, Float8BlockScaling)
         plan.writes += plan_quantization("convert", model, dict.fromkeys(plain, recipe))
         plan.writes += [partial(_let_learn, module, _learned(module)) for module in plain.values()]
@@ -70,13 +82,37 @@ def plan_hugging_face(
         path = "experts implementation"
         if isinstance(module, FP8Experts):
             path += ", weights in FP8 as loaded"
-        elif in_fp8:
-            path += ", weights in FP8" + (" that do not learn" if module.is_transposed else "")
+        else:
+            path += how_weights_are_kept(weights)
+            path += " that do not learn" if weights == "fp8" and module.is_transposed else ""
         form = class_before(module).__name__
         plan.converted.append(
             ConvertedExperts(place, form, module.num_experts, num_parameters, path)
         )
     return plan
+
+
+def check_not_sharded(where: str, experts: Any) -> None:
+    """Raise ValueError for weights that are distributed or have no numbers yet."""
+    for name in weight_names(experts):
+        w = getattr(experts, name)
+        if is_dtensor(w) or w.is_meta:
+            what = "is sharded" if is_dtensor(w) else "is on the meta device"
+            raise ValueError(
+                f"{where}: {name} {what}: convert with weights='both' a model that is loaded, "
+                "before it is sharded"
+            )
+
+
+@torch.no_grad()
+def _keep_both(experts: Any, recipe: Recipe) -> None:
+    """Keep the weights in high precision and FP8; state dicts have them as plain tensors."""
+    names = weight_names(experts)
+    for name in names:
+        w = getattr(experts, name)
+        if not isinstance(w, GroupedTensorWithMaster):
+            replace_parameter(experts, name, keep_weight(w.detach(), "both", recipe))
+    save_by_parts(experts, names)
 
 
 def _check(where: str, experts: Any, recipe: Recipe | None, save_gate_up_in_fp8: bool) -> None:
@@ -106,14 +142,14 @@ def _choose(model: nn.Module, experts: dict[str, Any], implementation: Implement
         if isinstance(module, PreTrainedModel) and module not in inside:
             inside.update(module.modules())
             module.set_experts_implementation(implementation.name)
-    for module in experts.values():  # outside of models of transformers, or with a config apart
+    for module in experts.values():  # outside of a PreTrainedModel, or with a config of their own
         if module.config._experts_implementation != implementation.name:
             module.config._experts_implementation = implementation.name
         implementation.travel_with(module)
 
 
 def _learned(experts: Any) -> list[str]:
-    """The names of weights that learn, and will where they are in FP8.
+    """The names of weights that learn, and must go on learning when they are in FP8.
 
     Their gradient is that of the weight that they stand for. Transposed weights are read by a GEMM
     that has none.

@@ -1,4 +1,4 @@
-"""An experts implementation of transformers' interface: a name and what it stands for."""
+"""An experts implementation of transformers' interface: a name with its options."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +14,10 @@ from grouped_linear.recipes import Recipe
 
 @dataclass(frozen=True)
 class Implementation:
-    """What ``register`` makes; where it is unpickled, it is registered again.
+    """A registered name and its options. Unpickling registers it again.
 
-    A model's configuration has the name alone, and names are registered in one process. So experts
-    that are converted carry what their name stands for: :meth:`travel_with`.
+    A model's configuration holds the name alone, and a name is registered in one process. So
+    converted experts carry the implementation with them: :meth:`travel_with`.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Implementation:
             raise ValueError(f"{op}: {self.name!r} names another experts implementation already")
 
     def register(self) -> None:
-        """Make transformers know the name."""
+        """Register the name with transformers."""
         if Implementation.of(self.name) == self:
             return
         options: dict[str, Any] = {
@@ -49,7 +49,7 @@ class Implementation:
             interface.register(self.name, partial(experts_forward, **options))
 
     def travel_with(self, experts: nn.Module) -> None:
-        """Be registered wherever these experts are unpickled."""
+        """Have the implementation registered where these experts are unpickled."""
         vars(experts)["_grouped_linear_implementation"] = self
 
     def __reduce__(self) -> tuple[Any, ...]:

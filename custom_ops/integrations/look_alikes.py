@@ -1,4 +1,4 @@
-"""Modules that look like experts, of no form that is known: what they are and why they are left."""
+"""Modules that look like experts and have no known form: what they are, why they are skipped."""
 
 import inspect
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
 
 
-class LeftExperts(NamedTuple):
-    """A module that looks like experts and was left as it was."""
+class SkippedExperts(NamedTuple):
+    """A module that looks like experts and was skipped."""
 
     name: str
     """In ``named_modules`` of the model."""
@@ -33,7 +33,7 @@ def goes_through_interface(module: nn.Module) -> bool:
     return hasattr(module, "is_concatenated") and hasattr(module, "config")
 
 
-def look_alikes(model: nn.Module) -> Iterator[LeftExperts]:
+def look_alikes(model: nn.Module) -> Iterator[SkippedExperts]:
     """What looks like experts and is computed by none of this package's layers."""
     seen: list[str] = []  # prefixes of what is converted or reported as a whole
     owners = {child: parent for parent in model.modules() for child in parent.children()}
@@ -44,14 +44,14 @@ def look_alikes(model: nn.Module) -> Iterator[LeftExperts]:
         if is_ours or (is_converted(module) and form_of(module) is not None):
             seen.append(f"{name}.")
             continue
-        why = _why_left(name, module, owners.get(module))
+        why = _why_skipped(name, module, owners.get(module))
         if why:
             seen.append(f"{name}.")
-            yield LeftExperts(name, why)
+            yield SkippedExperts(name, why)
 
 
-def _why_left(name: str, module: Any, owner: nn.Module | None) -> str:
-    """Why a module was left; empty if it does not look like experts."""
+def _why_skipped(name: str, module: Any, owner: nn.Module | None) -> str:
+    """Why a module is skipped; empty if it does not look like experts."""
     cls = type(module)
     children = [child for child in module.children() if any(True for _ in child.parameters())]
     called_experts = "expert" in f"{cls.__name__} {name.rsplit('.', 1)[-1]}".lower()
@@ -84,7 +84,7 @@ def _why_left(name: str, module: Any, owner: nn.Module | None) -> str:
 
 
 def _of_layers(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of children that hold a tensor of all experts each, as a layer of experts."""
+    """The parameters of children that hold a tensor of all experts each."""
     return {
         f"{name}.{p_name}": p
         for name, child in module.named_children()

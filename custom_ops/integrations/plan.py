@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS, dtype_name
-from grouped_linear.quantized.weight import local_part
+from grouped_linear.quantized.weight import Weights, local_part
 
 
 class ConvertedExperts(NamedTuple):
@@ -46,6 +47,25 @@ class Plan:
         for write in self.writes:
             write()
         return self.converted
+
+
+def replace_parameter(module: nn.Module, name: str, w: Tensor) -> None:
+    """Give a parameter of a module another tensor, of the same shape and numbers.
+
+    It stays the same object where torch can do that, so that an optimizer which has it steps it.
+    """
+    own = module.get_parameter(name)
+    new = nn.Parameter(w, requires_grad=own.requires_grad)
+    try:
+        torch.utils.swap_tensors(own, new)
+    except RuntimeError:  # a weak reference to it, as hooks of torch's hold
+        setattr(module, name, new)
+
+
+def how_weights_are_kept(weights: Weights) -> str:
+    """The end of :attr:`ConvertedExperts.path`."""
+    texts = {None: "", "both": ", weights in both precisions", "fp8": ", weights in FP8"}
+    return texts[weights]
 
 
 def check_weights(where: str, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -102,7 +102,7 @@ def plan_quantization(
         named = [(name, getattr(experts, name)) for name in weights]
         check_weights(f"{op}: {where or class_before(experts).__name__}", named)
         writes += [partial(_quantize, experts, name, recipes[where]) for name in weights]
-        writes.append(partial(_save_by_parts, experts, weights))
+        writes.append(partial(save_by_parts, experts, weights))
     for where, root in _models_in(model):
         own = {n.removeprefix(where): e for n, e in found.items() if n.startswith(where)}
         if own:
@@ -137,7 +137,7 @@ class SavedByParts:
         return scale_properties(self.weights)
 
 
-def _save_by_parts(experts: Any, weights: tuple[str, str]) -> None:
+def save_by_parts(experts: Any, weights: tuple[str, str]) -> None:
     """What experts need in state dicts and in pickles, once their weights are quantized."""
     if not is_converted(experts):
         convert_class(experts, SavedByParts(weights))

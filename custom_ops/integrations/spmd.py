@@ -13,7 +13,7 @@ from typing import Any
 from grouped_linear.autograd.linear import GroupedLinearFunction
 from grouped_linear.autograd.mlp import GroupedMLPFunction
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
-from grouped_linear.autograd.wgrad import DeferredWgrad
+from grouped_linear.te.deferred import DeferredWgrad
 
 LOCAL_FUNCTIONS = (
     GroupedLinearFunction,

@@ -1,4 +1,4 @@
-"""How a GroupedMLP whose experts lie on several processes gets its tokens: the seam.
+"""The interface by which a GroupedMLP whose experts are on several processes exchanges tokens.
 
 T tokens of this process, S tokens that come to this process, C experts chosen for a token, H
 features of a token.
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 
 class Dispatched(NamedTuple):
-    """What came to this process: the arguments of its own experts."""
+    """The tokens that this process received, as arguments of its experts."""
 
     x: Tensor
     """[S, H]."""
     top_k_weights: Tensor
     """[S, C]."""
     top_k_index: Tensor
-    """[S, C] int32 or int64, numbers of this process's experts; another number is no expert."""
+    """[S, C] int32 or int64, numbers of this process's experts; any other means no expert."""
     max_rows: int | None = None
-    """For how many choices memory is allocated; see :func:`grouped_linear.grouped_mlp`."""
+    """How many choices memory is allocated for; see :func:`grouped_linear.grouped_mlp`."""
     handle: Any = None
     """What :meth:`TokenDispatcher.combine` needs to know."""
 
@@ -45,10 +45,10 @@ class TokenDispatcher(nn.Module):
         raise NotImplementedError
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """Return the experts' outputs to the tokens they are of.
+        """Send the experts' outputs back, and sum them for each token.
 
         Args:
-            y: [S, H], for each token that came the weighted sum of this process's experts.
+            y: [S, H], for each received token the weighted sum of this process's experts.
             dispatched: what :meth:`dispatch` returned.
 
         Returns:

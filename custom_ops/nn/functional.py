@@ -25,8 +25,7 @@ from grouped_linear.meta_kernels.rules import (
 )
 from grouped_linear.nn.options import check_recipe, check_state
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import is_dtensor as is_dtensor
-from grouped_linear.quantized.weight import stored_weight
+from grouped_linear.quantized.weight import is_dtensor, stored_weight
 from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Experts, Recipe
 
 
@@ -47,15 +46,15 @@ def autocast_weights(weights: Experts, recipe: Recipe, dtype: torch.dtype) -> Ex
 
 
 def check_whole(where: str, parameters: Iterable[Tensor], action: str) -> None:
-    """Raise ValueError for sharded parameters, which must be replaced before they are sharded."""
+    """Raise ValueError for sharded parameters: they must be replaced before they are sharded."""
     if any(map(is_dtensor, parameters)):
         raise ValueError(f"{where}: parameters are sharded already: {action} before")
 
 
 def check_parameters(op: str, **parameters: Tensor | None) -> None:
-    """Raise RuntimeError for a parameter of a dtype that nothing multiplies, as after ``double()``.
+    """Raise RuntimeError for a parameter whose dtype no GEMM takes, for example after ``double()``.
 
-    A bias of another dtype would be damaged in silence by the cast to the activations' dtype.
+    The cast to the activations' dtype would silently damage a bias of another dtype.
     """
     for name, t in parameters.items():
         if t is None:
@@ -69,13 +68,13 @@ def check_parameters(op: str, **parameters: Tensor | None) -> None:
 
 
 def check_device(op: str, name: str, t: Tensor | None, x: Tensor) -> None:
-    """Raise RuntimeError for a tensor that is not where x is."""
+    """Raise RuntimeError for a tensor on another device than x."""
     if t is not None and t.device != x.device:
         raise RuntimeError(f"{op}: {name} is on {t.device}, x is on {x.device}")
 
 
 def check_sizes(op: str, name: str, w: Tensor, E: int, **features: int) -> None:
-    """Raise RuntimeError for a weight of a size that ops do not take, in the layer's words."""
+    """Raise RuntimeError, in the layer's words, for a weight whose size the ops do not take."""
     if not 1 <= E <= MAX_GROUPS:
         raise RuntimeError(f"{op}: E must be between 1 and {MAX_GROUPS}, got {E}")
     for letter, size in features.items():
@@ -100,7 +99,7 @@ def check_dtypes(op: str, x: Tensor, name: str, w: Tensor, recipe: Recipe) -> No
 
 
 def check_tensors(op: str, names: Iterable[str], values: Iterable[Any]) -> None:
-    """Raise TypeError for what is no tensor, as a numpy array, or is one of several processes."""
+    """Raise TypeError for DTensors and for what is no tensor, for example a numpy array."""
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
@@ -117,10 +116,10 @@ def check_splits(op: str, m_splits: Any, x: Tensor, name: str, E: int) -> None:
 
     Args:
         op: the caller's name.
-        m_splits: what should be a tensor or a list of E sizes.
-        x: the rows, on whose device a tensor is used, or to which it is copied.
-        name: of the weight.
-        E: its groups.
+        m_splits: the caller's, of any type.
+        x: the rows. Group sizes are used on their device.
+        name: the weight's.
+        E: the weight's groups.
 
     Raises:
         TypeError: for what is neither a tensor nor a list.
@@ -250,7 +249,7 @@ def _check_call(
     m_splits: Tensor | Sequence[int],
     recipe: Recipe,
 ) -> None:
-    """Check what callers mix up, in their words. Ops check everything in theirs."""
+    """Check the call in the caller's words. The ops check everything again, in theirs."""
     op, weight = "grouped_linear", weights[0]
     E = len(weights) if weight.dim() == 2 else weight.size(0)
     N, K = weight.shape[-2:]
@@ -304,17 +303,15 @@ def apply_layer(
     x_TK = as_rows("grouped_linear", x)
     _check_call(x_TK, weights, bias, m_splits, recipe)
     m_splits = splits_on("grouped_linear", m_splits, device)
-    context = LinearContext(
-        recipe, grad_enabled, weights, options, () if options.deferred_wgrad is None else parameters
-    )
+    context = LinearContext(recipe, grad_enabled, weights, options)
     one_op = context.has_one_op_forward
     offs_E = None if one_op else ops.splits_to_offsets(m_splits, x_TK.size(0))
     grad_inputs = weights
     if options.main_grad is not None:
         grad_inputs = parameters
-    if options.deferred_wgrad is not None:
-        # The parameters are differentiated in a graph of their own, by backward_dw. This tensor
-        # makes autograd run the layer's backward where nothing else requires it.
+    if options.defer_wgrad is not None:
+        # The parameters are differentiated in a graph of their own, later. This tensor makes
+        # autograd run the layer's backward where nothing else requires it.
         grad_inputs = (x.new_empty(0, requires_grad=True),)
     y_TN: Tensor = GroupedLinearFunction.apply(
         context, x_TK, bias, m_splits if one_op else None, offs_E, *grad_inputs

@@ -42,7 +42,7 @@ from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Recipe
 
 
 def check_activation(op: str, activation: Activation) -> None:
-    """Raise ValueError for what is no activation, as the class in place of an instance."""
+    """Raise ValueError unless it is an instance of Activation."""
     if isinstance(activation, type) and issubclass(activation, Activation):
         name = activation.__name__
         raise ValueError(f"{op}: activation is the class {name}: call it, activation={name}()")
@@ -230,7 +230,7 @@ def _recipes_of(
 def _check_choices(
     x: Tensor, top_k_weights: Tensor, top_k_index: Tensor, max_rows: int | None
 ) -> None:
-    """Check what is chosen for tokens, in callers' words."""
+    """Check the routing in the caller's words."""
     check_device("grouped_mlp", "top_k_weights", top_k_weights, x)
     check_device("grouped_mlp", "top_k_index", top_k_index, x)
     if any(t.dim() == 0 or t.size(-1) == 0 for t in (top_k_weights, top_k_index)):
@@ -277,12 +277,12 @@ def _check_weights(
     options: tuple[LinearOptions, LinearOptions],
     gated: bool,
 ) -> None:
-    """Check the parameters in callers' words. Ops check everything in theirs."""
+    """Check the parameters in the caller's words. The ops check everything again, in theirs."""
     gate_up_proj, down_proj = projections
     names = "gate_up_proj", "down_proj"
     for name, w, bias, own in zip(names, projections, biases, options, strict=True):
         named = {name: w, f"{name}_bias": bias}
-        # What is stored instead of a weight may be given as it is, in FP8.
+        # A weight that is stored quantized may be passed as its FP8 numbers.
         check_parameters(op, **(named if own.stored is None else {f"{name}_bias": bias}))
         for own_name, t in named.items():
             check_device(op, own_name, t, x_TH)

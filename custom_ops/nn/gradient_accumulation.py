@@ -1,7 +1,6 @@
-"""What a layer does differently in the first micro-batch of a step.
+"""Gradient accumulation: ``is_first_microbatch``, the weight cache and ``main_grad``.
 
-Each function checks what the caller of a layer gave. `layer` is the name that error texts begin
-with.
+Each function checks its arguments. `layer` is the name that error messages begin with.
 """
 
 from collections.abc import Mapping
@@ -67,7 +66,9 @@ def cached_weight(
             f"{layer}: is_first_microbatch=False reads the weight cache, which holds no "
             "weight yet, or none since parameters were loaded, drawn or moved: call with True"
         )
-    if first is False:
+    if weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        cache.used_by_graph()
+    elif first is False:
         cache.check_source(layer, weights)
     else:
         cache.filled_from(weights if first is True else None)
@@ -113,7 +114,7 @@ def main_grad_of(
 
 
 def _check_main_grad(layer: str, name: str, w: Tensor, grad: Tensor) -> None:
-    """Raise RuntimeError for a main_grad that no GEMM can add to, before anything is computed."""
+    """Raise RuntimeError for a main_grad that no GEMM can add to."""
     fits = grad.shape == w.shape and grad.device == w.device
     if not fits or grad.dtype not in (torch.float32, torch.bfloat16):
         raise RuntimeError(

@@ -19,18 +19,12 @@ from grouped_linear.nn.options import (
     check_features,
     check_flags,
     check_num_groups,
-    check_parameters_dtype,
-    check_recipe,
-    check_stochastic_rounding,
+    check_options,
 )
+from grouped_linear.nn.parameters import drawn
 from grouped_linear.ops.activation import PLAIN, Activation
 from grouped_linear.quantized.state_dict import SavesQuantized, scales_of
-from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import (
-    check_quantized_weight,
-    local_part,
-    quantized_as,
-)
+from grouped_linear.quantized.weight import Weights, keep_weight, local_part
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import DelayedScalingState, Recipe, new_state
 
@@ -55,17 +49,20 @@ class GroupedMLP(SavesQuantized):
             weights (float32 or bfloat16, of its shape), in the GEMM itself, and leave ``grad``
             alone. ``grad_added_to_main_grad`` and ``overwrite_main_grad`` act as in
             :class:`grouped_linear.GroupedLinear`. A bias has its gradient in ``grad``.
-        quantized_weight: make both weights :class:`grouped_linear.GroupedTensor`, which are stored
-            quantized, under ``Float8BlockScaling``. They are drawn in `dtype`, then quantized.
-        stochastic_rounding: round quantized weights stochastically when an optimizer steps them,
-            so that small steps add up. None, the default, does so for every quantized weight.
+        weights: how both weights are kept. None: plain tensors, which each call quantizes. "both":
+            :class:`grouped_linear.GroupedTensorWithMaster`, a plain tensor and its FP8 numbers,
+            which are made when they are written, as by an optimizer. "fp8": a
+            :class:`grouped_linear.GroupedTensor`, in FP8 alone, under ``Float8BlockScaling``. They
+            are drawn in `dtype`, then quantized.
+        stochastic_rounding: round a weight in FP8 alone stochastically when an optimizer steps it,
+            so that small steps add up. None, the default, does so.
         dtype: of the parameters.
         device: of the parameters. After ``device="meta"`` call ``to_empty(device=...)`` and
             ``reset_parameters()``.
 
     Attributes:
-        num_experts, hidden_size, intermediate_size, activation, save_gate_up_in_fp8, recipe: as
-            given.
+        num_experts, hidden_size, intermediate_size, activation, save_gate_up_in_fp8, recipe,
+            weights: as given.
         gate_up_proj: [E, 2 F, H]: gate, then up, or as activation says; [E, F, H] for one without a
             gate.
         down_proj: [E, H, F].
@@ -104,7 +101,7 @@ class GroupedMLP(SavesQuantized):
 
     An optimizer can step weights that are stored in FP8 alone:
 
-    >>> mlp = GroupedMLP(4, 16, 32, recipe=Float8BlockScaling(), quantized_weight=True)
+    >>> mlp = GroupedMLP(4, 16, 32, recipe=Float8BlockScaling(), weights="fp8")
     >>> mlp.down_proj.q.dtype
     torch.float8_e4m3fn
     >>> optimizer = torch.optim.SGD(mlp.parameters(), lr=0.1)
@@ -134,48 +131,38 @@ class GroupedMLP(SavesQuantized):
         recipe: Recipe | None = None,
         cache_weights: bool = False,
         fuse_wgrad_accumulation: bool = False,
-        quantized_weight: bool = False,
+        weights: Weights = None,
         stochastic_rounding: bool | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         check_num_groups("GroupedMLP", "num_experts", num_experts)
-        check_flags(
-            "GroupedMLP",
-            bias=bias,
-            save_gate_up_in_fp8=save_gate_up_in_fp8,
-            cache_weights=cache_weights,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            quantized_weight=quantized_weight,
-        )
-        check_stochastic_rounding("GroupedMLP", stochastic_rounding)
         check_features("GroupedMLP", "hidden_size", hidden_size)
         check_features("GroupedMLP", "intermediate_size", intermediate_size)
-        check_parameters_dtype("GroupedMLP", "dtype", dtype)
-        check_recipe("GroupedMLP", recipe)
+        check_flags("GroupedMLP", bias=bias, save_gate_up_in_fp8=save_gate_up_in_fp8)
         check_activation("GroupedMLP", activation)
-        check_quantized_weight(
+        check_options(
             "GroupedMLP",
             recipe,
-            quantized_weight,
             cache_weights,
-            stochastic_rounding=stochastic_rounding,
+            fuse_wgrad_accumulation,
+            weights,
+            stochastic_rounding,
+            dtype,
         )
         self.num_experts = num_experts
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.activation, self._recipe = activation, recipe
         self.save_gate_up_in_fp8 = save_gate_up_in_fp8
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.quantized_weight = quantized_weight
+        self.weights = weights
         E, H, F = num_experts, hidden_size, intermediate_size
         G = 2 * F if activation.gated else F
         for name, shape in (("gate_up_proj", (E, G, H)), ("down_proj", (E, H, F))):
             w = torch.empty(shape, dtype=dtype, device=device)
-            if quantized_weight:
-                stochastic = stochastic_rounding is not False
-                w = GroupedTensor.quantize(w, recipe, stochastic_rounding=stochastic)
-            self.register_parameter(name, nn.Parameter(w))
+            kept = keep_weight(w, weights, recipe, stochastic_rounding)
+            self.register_parameter(name, nn.Parameter(kept))
         for name, features in (("gate_up_proj_bias", G), ("down_proj_bias", H)):
             b = nn.Parameter(torch.empty(E, features, dtype=dtype, device=device)) if bias else None
             self.register_parameter(name, b)
@@ -215,12 +202,8 @@ class GroupedMLP(SavesQuantized):
             bound = 1 / math.sqrt(weight_ENK.size(2))
             if bias_EN is not None:
                 nn.init.uniform_(bias_EN, -bound, bound)
-            if not self.quantized_weight:
-                nn.init.uniform_(weight_ENK, -bound, bound)
-            else:  # draw what any other layer draws, then quantize it
-                drawn_ENK = torch.empty_like(weight_ENK)
-                nn.init.uniform_(drawn_ENK, -bound, bound)
-                weight_ENK.copy_(quantized_as(weight_ENK, drawn_ENK))
+            with drawn(weight_ENK) as numbers_ENK:
+                nn.init.uniform_(numbers_ENK, -bound, bound)
         for state in (
             self.gate_up_proj_state,
             self.down_proj_state,
@@ -326,7 +309,7 @@ class GroupedMLP(SavesQuantized):
         tuple[LinearOptions, LinearOptions],
     ]:
         """Weights, biases, recipes and options of both layers."""
-        stores_weight = self.gate_up_proj_cache is not None or self.quantized_weight
+        stores_weight = self.gate_up_proj_cache is not None or self.weights is not None
         first = read_flag("GroupedMLP", is_first_microbatch, x, self._recipe, stores_weight)
         fused = self.fuse_wgrad_accumulation and torch.is_grad_enabled()
 

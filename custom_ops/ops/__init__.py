@@ -17,6 +17,9 @@ T rows (tokens, or a fixed capacity), E groups (experts), K in_features, N out_f
 group e owns the rows [offs[e-1], offs[e]). Inputs at and past ``offs[-1]`` are ignored, and outputs
 are zero there. ``scale`` multiplies to dequantize: ``x ~ q * scale``.
 
+``grouped_mm`` is differentiable. What another op returns, other than integers, refuses a gradient:
+a backward raises RuntimeError with a sentence that says what to use instead.
+
 Every op raises RuntimeError with one sentence that names the op, the rule and the value. Fake
 tensors, CPU and CUDA give the same sentence. On CPU, offsets that decrease or exceed the number of
 rows raise too. On a GPU they are clamped, because to check them would wait for the device.
@@ -61,7 +64,7 @@ from grouped_linear.ops.quantize import (
     group_dequantize_t,
     group_quantize,
     group_quantize_current,
-    group_quantize_delayed_,
+    group_quantize_delayed,
     group_quantize_mx,
     group_round_mx,
 )
@@ -90,7 +93,7 @@ from grouped_linear.ops.weight import (
     WeightQuantized,
     quantize_weight,
     quantize_weight_current,
-    quantize_weight_delayed_,
+    quantize_weight_delayed,
     quantize_weight_list,
     transpose_weight,
 )
@@ -133,7 +136,7 @@ __all__ = [
     "group_dequantize_t",
     "group_quantize",
     "group_quantize_current",
-    "group_quantize_delayed_",
+    "group_quantize_delayed",
     "group_quantize_mx",
     "group_quantize_swiglu",
     "group_quantize_swiglu_grad",
@@ -152,7 +155,7 @@ __all__ = [
     "grouped_scaled_mm_wgrad_list_",
     "quantize_weight",
     "quantize_weight_current",
-    "quantize_weight_delayed_",
+    "quantize_weight_delayed",
     "quantize_weight_list",
     "refresh_weight_",
     "refresh_weight_current_",

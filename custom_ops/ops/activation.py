@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from grouped_linear.meta_kernels.rules import FLOAT32_MAX
+from grouped_linear.ops.gradients import OPS
 from grouped_linear.ops.quantize import requested
-
-_ops = torch.ops.grouped_linear
 
 
 class Activation:
@@ -235,7 +234,7 @@ def swiglu(gate_up: Tensor, offs: Tensor, activation: SwiGLU = PLAIN) -> Tensor:
     >>> swiglu(gate_up + 1, torch.tensor([1], dtype=torch.int32))[:, 0]  # silu(1) * 2
     tensor([1.4621, 0.0000])
     """
-    h: Tensor = _ops.swiglu(gate_up, offs, *activation.arguments)
+    h: Tensor = OPS.swiglu(gate_up, offs, *activation.arguments)
     return h
 
 
@@ -281,7 +280,7 @@ def swiglu_grad(
     >>> grads.h[0, 0], grads.d_weight  # 2 * silu(1), 16 * silu(1)
     (tensor(1.4621), tensor([11.6969]))
     """
-    return SwigluGrad(*_ops.swiglu_grad(dh, gate_up, weight, offs, *activation.arguments))
+    return SwigluGrad(*OPS.swiglu_grad(dh, gate_up, weight, offs, *activation.arguments))
 
 
 def group_quantize_swiglu(
@@ -326,7 +325,7 @@ def group_quantize_swiglu(
     >>> torch.equal(fused.q.view(torch.uint8), unfused.q.view(torch.uint8))
     True
     """
-    outputs = _ops.group_quantize_swiglu(
+    outputs = OPS.group_quantize_swiglu(
         gate_up,
         offs,
         amax_epsilon,
@@ -387,7 +386,7 @@ def group_quantize_swiglu_grad(
     >>> dy.q.shape, dy.h_t.shape
     (torch.Size([10, 128]), torch.Size([2, 64, 128]))
     """
-    *outputs, h_t, scale_h_t, d_weight = _ops.group_quantize_swiglu_grad(
+    *outputs, h_t, scale_h_t, d_weight = OPS.group_quantize_swiglu_grad(
         dh,
         gate_up,
         weight,

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-_ops = torch.ops.grouped_linear
+from grouped_linear.ops.gradients import OPS, check_no_tangents
 
 
 def _dtype_or(default: torch.dtype, dtype: torch.dtype | None) -> torch.dtype | None:
@@ -32,13 +31,15 @@ def grouped_mm(
 ) -> Tensor:
     """Multiply each group of rows by its own matrix. Differentiable.
 
-    For group e and its rows t: ``y[t] = a[t] @ b[e].T + bias[e]``, or with a[rows[t]] in place of
-    a[t].
+    For group e and its rows t: ``y[t] = a[t] @ b[e] + bias[e]``, or with a[rows[t]] in place of
+    a[t]. It is ``torch.nn.functional.grouped_mm(a, b, offs=offs)`` for a in 2 dimensions and b in
+    3, here with a bias, gathered rows and more dtypes.
 
     Args:
         a: [T, K] bfloat16, float16 or float32, rows sorted by group, K a multiple of 16.
-        b: [E, N, K] of a's dtype, N a multiple of 16. A transposed view is read in place, so dgrad
-            is ``grouped_mm(dy, w.transpose(1, 2), offs)``.
+        b: [E, K, N] of a's dtype, N a multiple of 16. Of a layer's weight w [E, N, K], fprop is
+            ``grouped_mm(x, w.mT, offs)`` and dgrad ``grouped_mm(dy, w, offs)``: either is read in
+            place.
         offs: [E] int32 group ends.
         bias: [E, N] of the result's dtype.
         out_dtype: the result's dtype; a's by default.
@@ -53,19 +54,16 @@ def grouped_mm(
         RuntimeError: for a wrong shape, dtype, device or size.
         NotImplementedError: in forward mode.
 
-    >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 32, 16), torch.tensor([2, 5])
+    >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 16, 32), torch.tensor([2, 5])
     >>> y = grouped_mm(a, b, offs.int())
-    >>> torch.allclose(y[2:], a[2:] @ b[1].T, atol=1e-5)
+    >>> torch.allclose(y[2:], a[2:] @ b[1], atol=1e-5)
     True
     >>> rows = torch.tensor([4, 0, 4, 1, 2])
     >>> torch.equal(grouped_mm(a, b, offs.int(), rows=rows), grouped_mm(a[rows], b, offs.int()))
     True
     """
-    if forward_ad._current_level >= 0:  # torch would drop the tangents of a custom op silently
-        for t in (a, b, bias):
-            if t is not None and forward_ad.unpack_dual(t).tangent is not None:
-                raise NotImplementedError("grouped_mm: forward-mode autograd is not supported")
-    y: Tensor = _ops.grouped_mm(a, b, offs, bias, _dtype_or(a.dtype, out_dtype), rows)
+    check_no_tangents("grouped_mm", (a, b, bias))
+    y: Tensor = OPS.grouped_mm(a, b, offs, bias, _dtype_or(a.dtype, out_dtype), rows)
     return y
 
 
@@ -86,11 +84,12 @@ def grouped_mm_list(
 
     Args:
         a: [T, K], see :func:`grouped_mm`.
-        b: E tensors [N, K] of a's dtype.
+        b: E tensors [K, N] of a's dtype.
         offs: [E] int32 group ends.
         bias: [E, N] of the result's dtype.
         out_dtype: the result's dtype; a's by default.
-        transpose_b: the matrices are [K, N], so ``y[t] = a[t] @ b[e] + bias[e]``.
+        transpose_b: the matrices are [N, K], so ``y[t] = a[t] @ b[e].T + bias[e]``: fprop, of E
+            weights. E transposed views would be E more tensors to make.
         rows: see :func:`grouped_mm`.
 
     Returns:
@@ -99,11 +98,11 @@ def grouped_mm_list(
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
 
-    >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 32, 16), torch.tensor([2, 5]).int()
+    >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 16, 32), torch.tensor([2, 5]).int()
     >>> torch.equal(grouped_mm_list(a, b.unbind(), offs), grouped_mm(a, b, offs))
     True
     """
-    y: Tensor = _ops.grouped_mm_list(a, list(b), offs, bias, out_dtype, transpose_b, rows)
+    y: Tensor = OPS.grouped_mm_list(a, list(b), offs, bias, out_dtype, transpose_b, rows)
     return y
 
 
@@ -119,16 +118,18 @@ def grouped_scaled_mm(
 ) -> Tensor:
     """Multiply each group of quantized rows by its own quantized matrix.
 
-    ``y[t] = (a[t] * scale_a) @ (b[e] * scale_b).T + bias[e]``, accumulated in float32 and rounded
+    ``y[t] = (a[t] * scale_a) @ (b[e] * scale_b) + bias[e]``, accumulated in float32 and rounded
     once. Block scales are applied every 128 elements of K. Either both operands have a scale a
     block, or both have a scale a group.
 
     Args:
         a: [T, K] e4m3 with scale_a [ceil(K / 128), round_up(T, 4)], as :func:`group_quantize`
             returns; or e4m3 or e5m2 with scale_a [E].
-        b: [E, N, K] e4m3 with scale_b [E, ceil(N / 128), ceil(K / 128)] of any strides, as
-            :func:`quantize_weight` returns, or with scale_b [E]. dgrad passes q_t and
-            ``scale.transpose(1, 2)``, or scale [E] as it is.
+        b: [E, K, N] e4m3 with scale_b [E, ceil(K / 128), ceil(N / 128)] of any strides, or with
+            scale_b [E]. As torch.nn.functional.scaled_grouped_mm demands, each matrix is column
+            major (``b.stride(1) == 1``); another is copied first. Of what :func:`quantize_weight`
+            returns, fprop takes ``q.mT`` and ``scale.mT``, dgrad ``q_t.mT`` and ``scale``; a scale
+            [E] is taken as it is.
         scale_a: see a.
         scale_b: see b.
         offs: [E] int32 group ends.
@@ -146,11 +147,11 @@ def grouped_scaled_mm(
     >>> from grouped_linear.ops import group_quantize, quantize_weight
     >>> offs = torch.tensor([2, 5], dtype=torch.int32)
     >>> x, w = group_quantize(torch.ones(5, 16), offs), quantize_weight(torch.ones(2, 32, 16))
-    >>> grouped_scaled_mm(x.q, w.q, x.scale, w.scale, offs)[0, 0]
+    >>> grouped_scaled_mm(x.q, w.q.mT, x.scale, w.scale.mT, offs)[0, 0]
     tensor(16., dtype=torch.bfloat16)
     """
     dtype = _dtype_or(torch.bfloat16, out_dtype)
-    y: Tensor = _ops.grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias, dtype, rows)
+    y: Tensor = OPS.grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias, dtype, rows)
     return y
 
 
@@ -184,7 +185,7 @@ def grouped_mm_wgrad(
     tensor([2., 0., 3.])
     """
     dtype = _dtype_or(dy.dtype, out_dtype)
-    dw: Tensor = _ops.grouped_mm_wgrad(dy, x, offs, dtype, dy_rows, x_rows)
+    dw: Tensor = OPS.grouped_mm_wgrad(dy, x, offs, dtype, dy_rows, x_rows)
     return dw
 
 
@@ -223,7 +224,7 @@ def grouped_scaled_mm_wgrad(
     tensor([2., 0., 3.], dtype=torch.bfloat16)
     """
     dtype = _dtype_or(torch.bfloat16, out_dtype)
-    dw: Tensor = _ops.grouped_scaled_mm_wgrad(dy_t, x_t, scale_dy_t, scale_x_t, offs, dtype)
+    dw: Tensor = OPS.grouped_scaled_mm_wgrad(dy_t, x_t, scale_dy_t, scale_x_t, offs, dtype)
     return dw
 
 
@@ -258,7 +259,7 @@ def grouped_mm_wgrad_(
     >>> main_grad[:, 0, 0]
     tensor([6., 1.])
     """
-    _ops.grouped_mm_wgrad_(main_grad, dy, x, offs, overwrite, dy_rows, x_rows)
+    OPS.grouped_mm_wgrad_(main_grad, dy, x, offs, overwrite, dy_rows, x_rows)
 
 
 def grouped_scaled_mm_wgrad_(
@@ -295,7 +296,7 @@ def grouped_scaled_mm_wgrad_(
     >>> main_grad[:, 0, 0]
     tensor([6., 1.])
     """
-    _ops.grouped_scaled_mm_wgrad_(main_grad, dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite)
+    OPS.grouped_scaled_mm_wgrad_(main_grad, dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite)
 
 
 def grouped_mm_wgrad_list_(
@@ -329,7 +330,7 @@ def grouped_mm_wgrad_list_(
     >>> [expert[0, 0].item() for expert in main_grad]
     [6.0, 1.0]
     """
-    _ops.grouped_mm_wgrad_list_(list(main_grad), dy, x, offs, overwrite, dy_rows, x_rows)
+    OPS.grouped_mm_wgrad_list_(list(main_grad), dy, x, offs, overwrite, dy_rows, x_rows)
 
 
 def grouped_scaled_mm_wgrad_list_(
@@ -366,7 +367,7 @@ def grouped_scaled_mm_wgrad_list_(
     >>> [expert[0, 0].item() for expert in main_grad]
     [6.0, 1.0]
     """
-    _ops.grouped_scaled_mm_wgrad_list_(
+    OPS.grouped_scaled_mm_wgrad_list_(
         list(main_grad), dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite
     )
 
@@ -390,5 +391,5 @@ def grouped_bias_grad(dy: Tensor, offs: Tensor) -> Tensor:
     >>> grouped_bias_grad(torch.ones(5, 16), torch.tensor([2, 2, 5], dtype=torch.int32))[:, 0]
     tensor([2., 0., 3.])
     """
-    grad: Tensor = _ops.grouped_bias_grad(dy, offs)
+    grad: Tensor = OPS.grouped_bias_grad(dy, offs)
     return grad

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ops = torch.ops.grouped_linear
+from grouped_linear.ops.gradients import OPS
 
 
 class BlockScaledLinear(NamedTuple):
@@ -84,7 +84,7 @@ def block_scaled_linear(
     >>> y.shape, offs.tolist()
     (torch.Size([5, 32]), [2, 5])
     """
-    y, offs, x_t, scale_x_t, w_t, scale_w = _ops.block_scaled_linear(
+    y, offs, x_t, scale_x_t, w_t, scale_w = OPS.block_scaled_linear(
         x,
         w,
         m_splits,
@@ -149,7 +149,7 @@ def block_scaled_linear_grad(
     >>> dx[0, 0].item(), dw[:, 0, 0].tolist(), db[:, 0].tolist()
     (32.0, [2.0, 3.0], [2.0, 3.0])
     """
-    dx, dw, db = _ops.block_scaled_linear_grad(
+    dx, dw, db = OPS.block_scaled_linear_grad(
         dy,
         offs,
         x_t,

@@ -3,10 +3,9 @@
 E experts, K in_features, N out_features.
 """
 
-import torch
 from torch import Tensor
 
-_ops = torch.ops.grouped_linear
+from grouped_linear.ops.gradients import OPS
 
 
 def adam_weight_(
@@ -88,7 +87,7 @@ def adam_weight_(
     >>> (q.float() * scale).mean(), m.mean()
     (tensor(0.7500), tensor(0.1000))
     """
-    _ops.adam_weight_(
+    OPS.adam_weight_(
         q,
         scale,
         q_t,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ops = torch.ops.grouped_linear
+from grouped_linear.ops.gradients import OPS
 
 
 class GroupQuantized(NamedTuple):
@@ -132,7 +132,7 @@ def group_quantize(
     (torch.Size([10, 64]), torch.Size([1, 12]), torch.Size([2, 64, 128]))
     """
     scaling = amax_epsilon, power_of_two_scales
-    outputs = _ops.group_quantize(
+    outputs = OPS.group_quantize(
         x, offs, rows, *scaling, rowwise, columnwise, bias_grad, share_scales
     )
     return GroupQuantized(*requested(outputs, rowwise, columnwise, bias_grad))
@@ -141,7 +141,7 @@ def group_quantize(
 def group_quantize_current(
     x: Tensor,
     offs: Tensor,
-    dtype: torch.dtype = torch.float8_e4m3fn,
+    out_dtype: torch.dtype = torch.float8_e4m3fn,
     *,
     amax_epsilon: float = 0.0,
     power_of_two_scales: bool = False,
@@ -158,7 +158,7 @@ def group_quantize_current(
     Args:
         x: [T, K] bfloat16, float16 or float32, K a multiple of 16.
         offs: [E] int32 group ends.
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        out_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         amax_epsilon: the smallest amax that a group is scaled by.
         power_of_two_scales: make scales powers of two, so that scaling changes no mantissa.
         rowwise: return q.
@@ -176,8 +176,8 @@ def group_quantize_current(
     >>> quantized.scale, quantized.q[:, 0].float()
     (tensor([1.0000, 0.0156]), tensor([448., 448.]))
     """
-    q, scale, q_t, grad = _ops.group_quantize_current(
-        x, offs, dtype, amax_epsilon, power_of_two_scales, rowwise, columnwise, bias_grad
+    q, scale, q_t, grad = OPS.group_quantize_current(
+        x, offs, out_dtype, amax_epsilon, power_of_two_scales, rowwise, columnwise, bias_grad
     )
     return PerGroupQuantized(
         q if rowwise else None,
@@ -187,12 +187,12 @@ def group_quantize_current(
     )
 
 
-def group_quantize_delayed_(
-    amax: Tensor | None,
+def group_quantize_delayed(
     x: Tensor,
     offs: Tensor,
     scale: Tensor,
-    dtype: torch.dtype = torch.float8_e4m3fn,
+    amax: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float8_e4m3fn,
     *,
     rowwise: bool = True,
     columnwise: bool = False,
@@ -205,11 +205,12 @@ def group_quantize_delayed_(
     NaN counts as infinity. Recording the same rows twice changes nothing.
 
     Args:
-        amax: [E] float32, contiguous, updated in place; None to record nothing.
         x: [T, K] bfloat16, float16 or float32, K a multiple of 16.
         offs: [E] int32 group ends.
         scale: [E] float32.
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        amax: [E] float32, contiguous, updated in place as batch_norm updates its running mean; None
+            to record nothing.
+        out_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         rowwise: return q.
         columnwise: return q_t.
         bias_grad: return the sum of x over each group's rows, added in a fixed order.
@@ -222,11 +223,11 @@ def group_quantize_delayed_(
 
     >>> amax, scale = torch.zeros(2), torch.tensor([1.0, 2.0])
     >>> x, offs = torch.full((2, 16), 6.0), torch.tensor([1, 2], dtype=torch.int32)
-    >>> group_quantize_delayed_(amax, x, offs, scale).q[:, 0].float(), amax
+    >>> group_quantize_delayed(x, offs, scale, amax).q[:, 0].float(), amax
     (tensor([6., 3.]), tensor([6., 6.]))
     """
-    q, q_t, grad = _ops.group_quantize_delayed_(
-        amax, x, offs, scale, dtype, rowwise, columnwise, bias_grad
+    q, q_t, grad = OPS.group_quantize_delayed(
+        x, offs, scale, amax, out_dtype, rowwise, columnwise, bias_grad
     )
     return PerGroupQuantized(
         q if rowwise else None,
@@ -275,7 +276,7 @@ def group_quantize_mx(
     >>> quantized.q[0, 0].float(), quantized.scale[0, 0].float()
     (tensor(384.), tensor(0.0078))
     """
-    outputs = _ops.group_quantize_mx(x, offs, rowwise, columnwise, bias_grad)
+    outputs = OPS.group_quantize_mx(x, offs, rowwise, columnwise, bias_grad)
     return GroupQuantized(*requested(outputs, rowwise, columnwise, bias_grad))
 
 
@@ -310,7 +311,7 @@ def group_round_mx(
     >>> group_round_mx(x, offs).x_rowwise[0, :2]
     tensor([96.0000,  3.2500], dtype=torch.bfloat16)
     """
-    x_rowwise, x_columnwise, grad = _ops.group_round_mx(x, offs, rowwise, columnwise, bias_grad)
+    x_rowwise, x_columnwise, grad = OPS.group_round_mx(x, offs, rowwise, columnwise, bias_grad)
     return MxRounded(
         x_rowwise if rowwise else None,
         x_columnwise if columnwise else None,
@@ -318,7 +319,7 @@ def group_round_mx(
     )
 
 
-def group_dequantize(q: Tensor, scale: Tensor, offs: Tensor, dtype: torch.dtype) -> Tensor:
+def group_dequantize(q: Tensor, scale: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Dequantize rowwise data of :func:`group_quantize`.
 
     ``x[t, k] = q[t, k] * scale[k // 128, t]``.
@@ -327,7 +328,7 @@ def group_dequantize(q: Tensor, scale: Tensor, offs: Tensor, dtype: torch.dtype)
         q: [T, K] e4m3.
         scale: [ceil(K / 128), round_up(T, 4)] float32.
         offs: [E] int32 group ends.
-        dtype: of the result, bfloat16, float16 or float32.
+        out_dtype: the result's dtype, bfloat16, float16 or float32.
 
     Returns:
         [T, K]; zero at and past offs[-1].
@@ -340,12 +341,12 @@ def group_dequantize(q: Tensor, scale: Tensor, offs: Tensor, dtype: torch.dtype)
     >>> group_dequantize(quantized.q, quantized.scale, offs, torch.float32)[:, 0]
     tensor([3., 0.])
     """
-    x: Tensor = _ops.group_dequantize(q, scale, offs, dtype)
+    x: Tensor = OPS.group_dequantize(q, scale, offs, out_dtype)
     return x
 
 
 def group_dequantize_t(
-    q_t: Tensor, scale_t: Tensor, offs: Tensor, num_rows: int, dtype: torch.dtype
+    q_t: Tensor, scale_t: Tensor, offs: Tensor, num_rows: int, out_dtype: torch.dtype
 ) -> Tensor:
     """Dequantize columnwise data of :func:`group_quantize`, back to row-major order.
 
@@ -356,7 +357,7 @@ def group_dequantize_t(
         scale_t: [Tp / 128, K] float32.
         offs: [E] int32 group ends.
         num_rows: T of the x that was quantized.
-        dtype: of the result, bfloat16, float16 or float32.
+        out_dtype: the result's dtype, bfloat16, float16 or float32.
 
     Returns:
         [T, K]; zero at and past offs[-1].
@@ -369,5 +370,5 @@ def group_dequantize_t(
     >>> group_dequantize_t(quantized.q_t, quantized.scale_t, offs, 2, torch.float32)[:, 0]
     tensor([3., 0.])
     """
-    x: Tensor = _ops.group_dequantize_t(q_t, scale_t, offs, num_rows, dtype)
+    x: Tensor = OPS.group_dequantize_t(q_t, scale_t, offs, num_rows, out_dtype)
     return x

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-_ops = torch.ops.grouped_linear
+from grouped_linear.ops.gradients import OPS
 
 
 class SortedByExpert(NamedTuple):
@@ -43,7 +43,7 @@ def splits_to_offsets(
     *,
     alignment: int = 1,
     stride: int = 1,
-    dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Turn group sizes into group ends, in one launch.
 
@@ -55,7 +55,7 @@ def splits_to_offsets(
         num_rows: the number of rows, an upper bound of every end.
         alignment: every group's size is rounded up to a multiple of it.
         stride: elements in a row, to get element offsets.
-        dtype: the result's dtype, int32 (the default) or int64.
+        out_dtype: the result's dtype, int32 (the default) or int64.
 
     Returns:
         [E] ends.
@@ -66,7 +66,7 @@ def splits_to_offsets(
     >>> splits_to_offsets(torch.tensor([3, 0, 5]), 10)
     tensor([3, 3, 8], dtype=torch.int32)
     """
-    offs: Tensor = _ops.splits_to_offsets(m_splits, num_rows, alignment, stride, dtype)
+    offs: Tensor = OPS.splits_to_offsets(m_splits, num_rows, alignment, stride, out_dtype)
     return offs
 
 
@@ -98,7 +98,7 @@ def topk_experts(scores: Tensor, k: int) -> Tensor:
             [2., 2.]])
     """
     leading = scores.shape[:-1]
-    experts: Tensor = _ops.topk_experts(scores.flatten(0, -2) if scores.dim() > 2 else scores, k)
+    experts: Tensor = OPS.topk_experts(scores.flatten(0, -2) if scores.dim() > 2 else scores, k)
     return experts.unflatten(0, leading) if scores.dim() > 2 else experts
 
 
@@ -124,7 +124,7 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> SortedByExpert:
     >>> sort_by_expert(torch.tensor([[1, 0], [2, 1], [-1, 2]]), 3).offs
     tensor([1, 3, 5], dtype=torch.int32)
     """
-    return SortedByExpert(*_ops.sort_by_expert(experts, num_experts))
+    return SortedByExpert(*OPS.sort_by_expert(experts, num_experts))
 
 
 def gather_sum(y: Tensor, rows: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -149,7 +149,7 @@ def gather_sum(y: Tensor, rows: Tensor, weight: Tensor | None = None) -> Tensor:
     >>> gather_sum(y, torch.tensor([[0, 1], [2, 2]]), torch.tensor([[1.0, 2.0], [1.0, 0.0]]))[:, 0]
     tensor([ 21., 100.])
     """
-    out: Tensor = _ops.gather_sum(y, rows, weight)
+    out: Tensor = OPS.gather_sum(y, rows, weight)
     return out
 
 
@@ -174,7 +174,7 @@ def gather_dot(a: Tensor, y: Tensor, rows: Tensor) -> Tensor:
     >>> gather_dot(torch.ones(1, 16), y, torch.tensor([[1, 0]]))
     tensor([[32., 16.]])
     """
-    out: Tensor = _ops.gather_dot(a, y, rows)
+    out: Tensor = OPS.gather_dot(a, y, rows)
     return out
 
 
@@ -201,5 +201,5 @@ def scatter_rows(x: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     >>> scatter_rows(x, torch.tensor([[3, 0], [2, 1]]), 4)[:, 0]
     tensor([1., 2., 2., 1.])
     """
-    out: Tensor = _ops.scatter_rows(x, rows, num_rows)
+    out: Tensor = OPS.scatter_rows(x, rows, num_rows)
     return out

@@ -5,20 +5,18 @@ E experts, K in_features, N out_features.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from grouped_linear.meta_kernels.rules import Rules
-
-_ops = torch.ops.grouped_linear
+from grouped_linear.ops.gradients import OPS
 
 
 def refresh_weight_(
-    w: Tensor | Sequence[Tensor],
-    refresh: Tensor | None,
     q: Tensor,
     scale: Tensor,
     q_t: Tensor | None,
+    w: Tensor | Sequence[Tensor],
+    refresh: Tensor | None = None,
     *,
     amax_epsilon: float = 0.0,
     power_of_two_scales: bool = True,
@@ -26,12 +24,12 @@ def refresh_weight_(
     """Quantize a weight into the tensors of an earlier :func:`quantize_weight`.
 
     Args:
-        w: [E, N, K], see :func:`quantize_weight`, or E tensors [N, K].
-        refresh: a bool tensor of no dimensions on w's device, which the kernel reads. If it is
-            false, no byte changes. None always refreshes.
         q: [E, N, K] e4m3, contiguous, written.
         scale: [E, ceil(N / 128), ceil(K / 128)] float32, contiguous, written.
         q_t: [E, K, N] e4m3, contiguous, written; or None.
+        w: [E, N, K], see :func:`quantize_weight`, or E tensors [N, K].
+        refresh: a bool tensor of no dimensions on w's device, which the kernel reads. If it is
+            false, no byte changes. None always refreshes.
         amax_epsilon: the smallest amax that a block is scaled by.
         power_of_two_scales: make scales powers of two.
 
@@ -41,22 +39,22 @@ def refresh_weight_(
     >>> from grouped_linear.ops import quantize_weight
     >>> w = torch.ones(2, 32, 16)
     >>> q, scale, q_t = quantize_weight(w)
-    >>> refresh_weight_(8 * w, torch.tensor(False), q, scale, q_t)
+    >>> refresh_weight_(q, scale, q_t, 8 * w, torch.tensor(False))
     >>> scale[0].item()
     0.00390625
-    >>> refresh_weight_(8 * w, torch.tensor(True), q, scale, q_t)
+    >>> refresh_weight_(q, scale, q_t, 8 * w, torch.tensor(True))
     >>> scale[0].item()
     0.03125
     """
-    _ops.refresh_weight_(_experts(w), refresh, q, scale, q_t, amax_epsilon, power_of_two_scales)
+    OPS.refresh_weight_(q, scale, q_t, _experts(w), refresh, amax_epsilon, power_of_two_scales)
 
 
 def refresh_weight_current_(
-    w: Tensor | Sequence[Tensor],
-    refresh: Tensor | None,
     q: Tensor,
     scale: Tensor,
     q_t: Tensor | None,
+    w: Tensor | Sequence[Tensor],
+    refresh: Tensor | None = None,
     *,
     amax_epsilon: float = 0.0,
     power_of_two_scales: bool = False,
@@ -64,12 +62,12 @@ def refresh_weight_current_(
     """Quantize a weight into the tensors of an earlier :func:`quantize_weight_current`.
 
     Args:
-        w: [E, N, K] or E tensors [N, K]. Tensors that are not adjacent in memory are gathered
-            first.
-        refresh: see :func:`refresh_weight_`.
         q: [E, N, K] e4m3, contiguous, written.
         scale: [E] float32, contiguous, written.
         q_t: [E, K, N] e4m3, contiguous, written; or None.
+        w: [E, N, K] or E tensors [N, K]. Tensors that are not adjacent in memory are gathered
+            first.
+        refresh: see :func:`refresh_weight_`.
         amax_epsilon: the smallest amax that an expert is scaled by.
         power_of_two_scales: make scales powers of two.
 
@@ -79,54 +77,54 @@ def refresh_weight_current_(
     >>> from grouped_linear.ops import quantize_weight_current
     >>> w = torch.ones(2, 32, 16)
     >>> q, scale, q_t = quantize_weight_current(w)
-    >>> refresh_weight_current_(448 * w, None, q, scale, q_t)
+    >>> refresh_weight_current_(q, scale, q_t, 448 * w)
     >>> scale
     tensor([1., 1.])
     """
-    _ops.refresh_weight_current_(
-        _experts(w), refresh, q, scale, q_t, amax_epsilon, power_of_two_scales
+    OPS.refresh_weight_current_(
+        q, scale, q_t, _experts(w), refresh, amax_epsilon, power_of_two_scales
     )
 
 
 def refresh_weight_delayed_(
-    amax: Tensor | None,
-    w: Tensor | Sequence[Tensor],
-    state: Tensor,
-    refresh: Tensor | None,
     q: Tensor,
     scale: Tensor,
     q_t: Tensor | None,
+    amax: Tensor | None,
+    w: Tensor | Sequence[Tensor],
+    state: Tensor,
+    refresh: Tensor | None = None,
 ) -> None:
-    """Quantize a weight into the tensors of an earlier :func:`quantize_weight_delayed_`.
+    """Quantize a weight into the tensors of an earlier :func:`quantize_weight_delayed`.
 
     Args:
-        amax: [E] float32, contiguous, updated in place by a refresh; None to record nothing.
-        w: see :func:`refresh_weight_current_`.
-        state: [E] float32, the scales to quantize with.
-        refresh: see :func:`refresh_weight_`. If it is false, amax does not change either.
         q: [E, N, K] e4m3, contiguous, written.
         scale: [E] float32, contiguous, written: a copy of state, so that q keeps the scale it was
             quantized with when state is updated.
         q_t: [E, K, N] e4m3, contiguous, written; or None.
+        amax: [E] float32, contiguous, updated in place by a refresh; None to record nothing.
+        w: see :func:`refresh_weight_current_`.
+        state: [E] float32, the scales to quantize with.
+        refresh: see :func:`refresh_weight_`. If it is false, amax does not change either.
 
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
 
-    >>> from grouped_linear.ops import quantize_weight_delayed_
+    >>> from grouped_linear.ops import quantize_weight_delayed
     >>> w, amax, scale = torch.ones(2, 32, 16), torch.zeros(2), torch.zeros(2)
-    >>> q, _, q_t = quantize_weight_delayed_(None, w, torch.ones(2))
-    >>> refresh_weight_delayed_(amax, 3 * w, torch.ones(2), None, q, scale, q_t)
+    >>> q, _, q_t = quantize_weight_delayed(w, torch.ones(2))
+    >>> refresh_weight_delayed_(q, scale, q_t, amax, 3 * w, torch.ones(2))
     >>> q.float().mean(), scale, amax
     (tensor(3.), tensor([1., 1.]), tensor([3., 3.]))
     """
-    _ops.refresh_weight_delayed_(amax, _experts(w), state, refresh, q, scale, q_t)
+    OPS.refresh_weight_delayed_(q, scale, q_t, amax, _experts(w), state, refresh)
 
 
 def refresh_weight_mx_(
-    w: Tensor | Sequence[Tensor],
-    refresh: Tensor | None,
     w_rowwise: Tensor,
     w_columnwise: Tensor | None,
+    w: Tensor | Sequence[Tensor],
+    refresh: Tensor | None = None,
 ) -> None:
     """Round a weight to MXFP8 numbers, into existing bf16 tensors.
 
@@ -134,20 +132,20 @@ def refresh_weight_mx_(
     inside each expert in w_columnwise.
 
     Args:
-        w: see :func:`refresh_weight_current_`.
-        refresh: see :func:`refresh_weight_`.
         w_rowwise: [E, N, K] bfloat16, contiguous, written.
         w_columnwise: [E, N, K] bfloat16, contiguous, written; or None.
+        w: see :func:`refresh_weight_current_`.
+        refresh: see :func:`refresh_weight_`.
 
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
 
     >>> w_rowwise = torch.zeros(2, 32, 16, dtype=torch.bfloat16)
-    >>> refresh_weight_mx_(torch.full((2, 32, 16), 3.0), None, w_rowwise, None)
+    >>> refresh_weight_mx_(w_rowwise, None, torch.full((2, 32, 16), 3.0))
     >>> w_rowwise.mean()
     tensor(3., dtype=torch.bfloat16)
     """
-    _ops.refresh_weight_mx_(_experts(w), refresh, w_rowwise, w_columnwise)
+    OPS.refresh_weight_mx_(w_rowwise, w_columnwise, _experts(w), refresh)
 
 
 def _experts(w: Tensor | Sequence[Tensor]) -> list[Tensor]:
@@ -190,6 +188,6 @@ def update_scales_(
     """
     if not scale:  # torch finds an op's device by its tensors, and here it may have none
         Rules("update_scales_").check(False, lambda: "scale must not be empty")
-    _ops.update_scales_(
+    OPS.update_scales_(
         list(scale), list(amax), list(amax_history), list(fp8_max), margin, most_recent
     )

@@ -5,12 +5,10 @@ T rows, E groups, K features of a, F features of h.
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from grouped_linear.ops.activation import PLAIN, SwiGLU, SwigluGrad
-
-_ops = torch.ops.grouped_linear
+from grouped_linear.ops.gradients import OPS
 
 
 class SwigluGemm(NamedTuple):
@@ -39,13 +37,14 @@ def grouped_mm_swiglu(
         gate_up = grouped_mm(a, b, offs, bias, rows=rows)
         h = swiglu(gate_up, offs, activation)
 
-    On Hopper GPUs it is one kernel, if a is bfloat16, F is a multiple of 64 and b's matrices are
-    stored as [2 F, K]; or, with interleaved gate and up, stored as [K, 2 F] as in GPT-OSS, without
-    `rows`. Not differentiable.
+    On Hopper GPUs it is one kernel, if a is bfloat16, F is a multiple of 64 and b is the transposed
+    view of a weight [E, 2 F, K]; or, with interleaved gate and up, of one stored as [E, K, 2 F] as
+    in GPT-OSS, without `rows`.
 
     Args:
         a: [T, K], see :func:`grouped_mm`.
-        b: [E, 2 F, K] of a's dtype, F a multiple of 16: gate, then up, or as the activation says.
+        b: [E, K, 2 F] of a's dtype, F a multiple of 16: gate, then up, or as the activation says.
+            Of a weight [E, 2 F, K] it is ``gate_up_proj.mT``.
         offs: [E] int32 group ends.
         bias: [E, 2 F] of a's dtype.
         rows: see :func:`grouped_mm`.
@@ -58,12 +57,12 @@ def grouped_mm_swiglu(
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
 
-    >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 64, 16), torch.tensor([2, 5]).int()
+    >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 16, 64), torch.tensor([2, 5]).int()
     >>> gate_up, h = grouped_mm_swiglu(a, b, offs)
     >>> gate_up.shape, h.shape
     (torch.Size([5, 64]), torch.Size([5, 32]))
     """
-    gate_up, h = _ops.grouped_mm_swiglu(a, b, offs, bias, rows, keep_gate_up, *activation.arguments)
+    gate_up, h = OPS.grouped_mm_swiglu(a, b, offs, bias, rows, keep_gate_up, *activation.arguments)
     return SwigluGemm(gate_up if keep_gate_up else None, h)
 
 
@@ -85,13 +84,13 @@ def grouped_mm_swiglu_grad(
         dh = grouped_mm(a, b, offs, rows=rows)
         d_gate_up, h, d_weight = swiglu_grad(dh, gate_up, weight, offs, activation)
 
-    On Hopper GPUs it is one kernel, if a is bfloat16, F is a multiple of 64 and b is the transposed
-    view of a weight [E, K, F]; or, with interleaved gate and up, of one stored as [E, F, K]. With
-    `rows` it is one for plain SwiGLU alone. Not differentiable.
+    On Hopper GPUs it is one kernel, if a is bfloat16, F is a multiple of 64 and b is stored as
+    [E, K, F]; or, with interleaved gate and up, is the transposed view of one stored as [E, F, K].
+    With `rows` it is one for plain SwiGLU alone.
 
     Args:
         a: [T, K], see :func:`grouped_mm`: the gradient of an expert's outputs.
-        b: [E, F, K] of a's dtype: ``down_proj.transpose(1, 2)``.
+        b: [E, K, F] of a's dtype: down_proj.
         gate_up: [T, 2 F] of a's dtype.
         weight: [T] float32, see :func:`swiglu_grad`.
         offs: [E] int32 group ends.
@@ -106,10 +105,10 @@ def grouped_mm_swiglu_grad(
 
     >>> dy, down_proj, offs = torch.randn(5, 16), torch.randn(2, 16, 32), torch.tensor([2, 5]).int()
     >>> grads = grouped_mm_swiglu_grad(
-    ...     dy, down_proj.transpose(1, 2), torch.randn(5, 64), torch.rand(5), offs)
+    ...     dy, down_proj, torch.randn(5, 64), torch.rand(5), offs)
     >>> grads.d_gate_up.shape, grads.h.shape, grads.d_weight.shape
     (torch.Size([5, 64]), torch.Size([5, 32]), torch.Size([5]))
     """
     return SwigluGrad(
-        *_ops.grouped_mm_swiglu_grad(a, b, gate_up, weight, offs, rows, *activation.arguments)
+        *OPS.grouped_mm_swiglu_grad(a, b, gate_up, weight, offs, rows, *activation.arguments)
     )

@@ -6,12 +6,10 @@ E experts, K in_features, N out_features.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from grouped_linear.meta_kernels.rules import Rules
-
-_ops = torch.ops.grouped_linear
+from grouped_linear.ops.gradients import OPS
 
 
 class WeightQuantized(NamedTuple):
@@ -56,7 +54,7 @@ def quantize_weight(
     >>> quantized.scale.shape, quantized.q_t.shape
     (torch.Size([2, 1, 2]), torch.Size([2, 144, 32]))
     """
-    q, scale, q_t = _ops.quantize_weight(w, amax_epsilon, power_of_two_scales, columnwise, rowwise)
+    q, scale, q_t = OPS.quantize_weight(w, amax_epsilon, power_of_two_scales, columnwise, rowwise)
     return WeightQuantized(q if rowwise else None, scale, q_t if columnwise else None)
 
 
@@ -76,7 +74,7 @@ def transpose_weight(q: Tensor) -> Tensor:
     >>> transpose_weight(q).shape
     torch.Size([2, 144, 32])
     """
-    q_t: Tensor = _ops.transpose_weight(q)
+    q_t: Tensor = OPS.transpose_weight(q)
     return q_t
 
 
@@ -108,9 +106,7 @@ def quantize_weight_list(
     """
     if not w:  # torch finds an op's device by its tensors, and here it has none
         Rules("quantize_weight_list").groups(0)
-    q, scale, q_t = _ops.quantize_weight_list(
-        list(w), amax_epsilon, power_of_two_scales, columnwise
-    )
+    q, scale, q_t = OPS.quantize_weight_list(list(w), amax_epsilon, power_of_two_scales, columnwise)
     return WeightQuantized(q, scale, q_t if columnwise else None)
 
 
@@ -140,21 +136,21 @@ def quantize_weight_current(
     >>> quantize_weight_current(torch.full((2, 32, 16), 448.0)).scale
     tensor([1., 1.])
     """
-    q, scale, q_t = _ops.quantize_weight_current(w, amax_epsilon, power_of_two_scales, columnwise)
+    q, scale, q_t = OPS.quantize_weight_current(w, amax_epsilon, power_of_two_scales, columnwise)
     return WeightQuantized(q, scale, q_t if columnwise else None)
 
 
-def quantize_weight_delayed_(
-    amax: Tensor | None, w: Tensor, scale: Tensor, *, columnwise: bool = True
+def quantize_weight_delayed(
+    w: Tensor, scale: Tensor, amax: Tensor | None = None, *, columnwise: bool = True
 ) -> WeightQuantized:
     """Quantize a packed weight to e4m3 with given scales, one an expert, and record its amax.
 
-    The formula is that of :func:`group_quantize_delayed_`.
+    The formula is that of :func:`group_quantize_delayed`.
 
     Args:
-        amax: [E] float32, contiguous, updated in place; None to record nothing.
         w: [E, N, K] bfloat16, float16 or float32, N and K multiples of 16.
         scale: [E] float32.
+        amax: [E] float32, contiguous, updated in place; None to record nothing.
         columnwise: return q_t too, which dgrad reads.
 
     Returns:
@@ -164,8 +160,8 @@ def quantize_weight_delayed_(
         RuntimeError: for a wrong shape, dtype, device or size.
 
     >>> amax = torch.zeros(2)
-    >>> quantize_weight_delayed_(amax, torch.ones(2, 32, 16), torch.ones(2)).q.float().mean(), amax
+    >>> quantize_weight_delayed(torch.ones(2, 32, 16), torch.ones(2), amax).q.float().mean(), amax
     (tensor(1.), tensor([1., 1.]))
     """
-    q, q_t = _ops.quantize_weight_delayed_(amax, w, scale, columnwise)
+    q, q_t = OPS.quantize_weight_delayed(w, scale, amax, columnwise)
     return WeightQuantized(q, scale, q_t if columnwise else None)

@@ -1,4 +1,4 @@
-"""Three ways of tokens to the processes that hold their experts.
+"""Three dispatchers, which send tokens to the processes that hold their experts.
 
 D processes, T tokens of each, S slots for tokens that come to one, C experts chosen for a token, E
 experts, L = E / D of them on a process, H features.
@@ -233,7 +233,7 @@ class AllToAll(_Sorting):
         (T, C), D, device = expert_TC.shape, self.group.size, expert_TC.device
         slots = self.slots(T, C)
         kept_TD, (_, token_R, row_TD, end_D) = self.select(expert_TC, slots)
-        # One slot more, which no token takes: choices of no process point there.
+        # One slot more, which no token fills: choices of no expert point there.
         block, start_D = slots + 1, starts(end_D)
         process_D = torch.arange(D, dtype=torch.int32, device=device)
         slot_TD = torch.where(kept_TD, process_D * block + row_TD - start_D, slots)

@@ -115,7 +115,7 @@ def _exchange_of(tensors: tuple[Any, ...]) -> Exchange | VariableExchange:
 
 def _quantize(x_TH: Tensor) -> tuple[Tensor, Tensor]:
     """Bytes of e4m3 [T, H] and scales [T, n]: powers of two, so that 16 bits hold each product."""
-    # Said: a default that is a float is an input to Dynamo, which loses it in a backward (2.13).
+    # Explicit: Dynamo makes an input of a float default, and loses it in a backward (2.13).
     q, scale, *_ = ops.group_quantize(x_TH, _one_group(x_TH), amax_epsilon=0.0)
     assert q is not None
     assert scale is not None
@@ -202,7 +202,7 @@ class SpreadFunction(torch.autograd.Function):
         exchange, group = _exchange_of(ctx.saved_tensors), ctx.group
         need_x, need_weight = ctx.needs_input_grad[2:4]
         d_weight_TC = None
-        if need_weight:  # of a choice one process has the gradient, and the others zero
+        if need_weight:  # one process has the gradient of a choice, the others have zero
             d_weight_SC = exchange.send_back(d_weight_SC, group)
         dx_TH = _collect(dx_SH, exchange, group) if need_x else None
         if need_weight:

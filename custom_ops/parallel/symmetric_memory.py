@@ -1,4 +1,4 @@
-"""Rows to other processes, as many as are needed: an all-to-all whose sizes stay on the device.
+"""An all-to-all of rows whose sizes stay on the device.
 
 On GPUs torch's symmetric memory does it, by NVSHMEM: a process reads the rows that are for it from
 the memory of the others. On CPUs the sizes are numbers that the host has.
@@ -29,7 +29,7 @@ def require_symmetric_memory(name: str, device_type: str) -> None:
 
 
 class _Buffers:
-    """Symmetric memory of one group, which every process allocates alike.
+    """Symmetric memory of one group; every process allocates the same.
 
     CUDA graphs know addresses, so memory that became too small is kept beside what replaced it.
     """

@@ -80,13 +80,12 @@ def quantize_(
     if q.dim() == 2:
         q, scale, w = q[None], scale[None], w[None]
         q_t = None if q_t is None else q_t[None]
-    w = w.contiguous()
+    w = w.detach().contiguous()
     ops.refresh_weight_(
-        w,
-        None,
         q,
         scale,
         q_t,
+        w,
         amax_epsilon=recipe.weight.epsilon,
         power_of_two_scales=recipe.power_of_two_scales,
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from grouped_linear.meta_kernels.rules import ACTIVATIONS
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
 from grouped_linear.quantized import block_math
 from grouped_linear.quantized.tensor import HANDLERS, GroupedTensor, Handler
 
@@ -231,6 +231,11 @@ def copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count_write(to)
     else:
         w = _plain(source, source.dtype) if isinstance(source, GroupedTensor) else source
+        if w.is_floating_point() and w.element_size() == 1:
+            raise ValueError(
+                f"GroupedTensor: copy_ of a tensor of {dtype_name(w.dtype)} has no scales: copy "
+                "GroupedTensor.from_parts(q, scale), or load its state dict, which has both"
+            )
         dtype = w.dtype if w.dtype in ACTIVATIONS else torch.float32
         _store(to, w.to(to.device, dtype).expand(to.shape), stochastic=to.stochastic_rounding)
     return to

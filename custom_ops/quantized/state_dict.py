@@ -76,7 +76,10 @@ def join_quantized(
             continue
         scale = state_dict.pop(key + SCALE, None)
         if not isinstance(scale, Tensor):
-            error_msgs.append(f"{key} is {dtype_name(E4M3)}, and there is no {key}{SCALE}.")
+            error_msgs.append(
+                f"{key} is {dtype_name(E4M3)}, and there is no {key}{SCALE}, which "
+                "broadcast_from_rank0 of torch.distributed.checkpoint leaves out."
+            )
             del state_dict[key]  # its numbers without scales are no weight
             continue
         try:
@@ -131,9 +134,19 @@ def _joined(own: Tensor | None, module: nn.Module, q: Any, scale: Any) -> Any:
     if isinstance(like, GroupedTensor) and like.master is None:
         options["recipe"] = like.recipe
         options["stochastic_rounding"] = like.stochastic_rounding
-    if is_dtensor(q) and is_dtensor(scale):
+    if is_dtensor(q):
+        if not is_dtensor(scale):  # set_model_state_dict distributes parameters alone
+            scale = _part_of_whole(q, scale)
         return distributed_like(q, _quantized(q.to_local(), scale.to_local(), options))
     return _quantized(q, scale, options)
+
+
+def _part_of_whole(like: Any, whole: Tensor) -> Any:
+    """A DTensor of this process's part of a tensor that each process has; nothing is sent."""
+    from torch.distributed.tensor import distribute_tensor  # imported by whoever made `like`
+
+    whole = whole.to(like.device)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _quantized(q: Tensor, scale: Tensor, options: dict[str, Any]) -> GroupedTensor:

@@ -3,7 +3,7 @@
 `layer` and `op` are the names that error messages begin with.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,11 @@ from grouped_linear.meta_kernels.rules import ACTIVATIONS
 from grouped_linear.quantized import block_math
 from grouped_linear.quantized.block_math import contiguous_stride
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.with_master import GroupedTensorWithMaster
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster, keeps_beside_master
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
+
+#: How a layer keeps its weights: plain (None), in high precision and FP8, or in FP8 alone.
+Weights = Literal["both", "fp8"] | None
 
 
 def is_dtensor(t: Any) -> bool:
@@ -27,37 +30,63 @@ def local_part(t: Any) -> Any:
 
 
 def is_quantized(w: Any) -> bool:
-    """Whether a weight, or this process's part of it, is a GroupedTensor."""
-    return isinstance(local_part(w), GroupedTensor)
+    """Whether a weight, or this process's part of it, is in FP8 alone."""
+    local = local_part(w)
+    return isinstance(local, GroupedTensor) and local.master is None
 
 
-def check_quantized_weight(
-    layer: str,
+def check_weights_kept(
+    owner: str,
     recipe: Recipe | None,
-    quantized_weight: bool,
-    cache_weights: bool,
-    **only_with_quantized_weight: bool | None,
+    weights: Any,
+    stochastic_rounding: Any = None,
+    cache_weights: bool = False,
 ) -> None:
-    """Raise ValueError for options of a layer that exclude each other.
+    """Check the option ``weights``, and what it excludes.
 
     Args:
-        layer: the layer's name.
+        owner: the layer's or the function's name.
         recipe: the layer's.
-        quantized_weight: whether the weight is kept quantized.
+        weights: None, "both" or "fp8".
+        stochastic_rounding: of weights in FP8 alone; None for their default.
         cache_weights: whether the layer has a weight cache.
-        only_with_quantized_weight: options that need quantized_weight, by name.
+
+    Raises:
+        ValueError: for another value, another recipe, or options that exclude each other.
     """
-    if quantized_weight and not isinstance(recipe, Float8BlockScaling):
+    if weights not in (None, "both", "fp8"):
+        raise ValueError(f"{owner}: weights must be None, 'both' or 'fp8', got {weights!r}")
+    if weights == "fp8" and not isinstance(recipe, Float8BlockScaling):
         raise ValueError(
-            f"{layer}: quantized_weight needs the recipe Float8BlockScaling, got {recipe!r}"
+            f"{owner}: weights='fp8' needs the recipe Float8BlockScaling, got {recipe!r}"
         )
-    if quantized_weight and cache_weights:
+    if weights == "both" and (recipe is None or not keeps_beside_master(recipe)):
         raise ValueError(
-            f"{layer}: cache_weights keeps what quantized_weight has already: choose one of them"
+            f"{owner}: weights='both' needs the recipe Float8BlockScaling, Float8CurrentScaling or "
+            f"one with a weight format of your own, got {recipe!r}"
         )
-    for name, given in only_with_quantized_weight.items():
-        if given and not quantized_weight:
-            raise ValueError(f"{layer}: {name} needs quantized_weight=True")
+    if weights is not None and cache_weights:
+        raise ValueError(
+            f"{owner}: cache_weights keeps what weights={weights!r} has already: choose one of them"
+        )
+    if stochastic_rounding is not None and not isinstance(stochastic_rounding, bool):
+        raise ValueError(
+            f"{owner}: stochastic_rounding must be None, True or False, got {stochastic_rounding!r}"
+        )
+    if stochastic_rounding and weights != "fp8":
+        raise ValueError(f"{owner}: stochastic_rounding needs weights='fp8'")
+
+
+def keep_weight(
+    w: Tensor, weights: Weights, recipe: Recipe | None, stochastic_rounding: bool | None = None
+) -> Tensor:
+    """A weight [E, N, K] as the option ``weights`` keeps it; w's memory is used where it can be."""
+    if weights is None:
+        return w
+    if weights == "both":
+        return GroupedTensorWithMaster.quantize(w, recipe)
+    stochastic = stochastic_rounding is not False
+    return GroupedTensor.quantize(w, recipe, stochastic_rounding=stochastic)
 
 
 def stored_weight(op: str, w: Any, recipe: Recipe | None) -> QuantizedWeight | None:

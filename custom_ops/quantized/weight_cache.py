@@ -66,7 +66,7 @@ class WeightCache(nn.Module):
     ) -> None:
         super().__init__()
         check_stores(type(recipe).__name__, recipe.weight)
-        self.recipe = recipe
+        self.recipe, self._in_graphs = recipe, False
         with torch.inference_mode(False):
             weight = new_weight(recipe.weight, E, N, K, device)
         for name, t in weight._asdict().items():
@@ -90,14 +90,16 @@ class WeightCache(nn.Module):
     # --- what it was filled from -----------------------------------------------------------------
 
     def filled_from(self, weights: Experts | None) -> None:
-        """Note what the next call fills it from; None where the host cannot know."""
-        self._source = None if weights is None else _identity(weights)
+        """Note what this call fills it from; None where the host cannot know."""
+        known = weights is not None and not self._in_graphs
+        self._source = _identity(weights) if known else None  # type: ignore[arg-type]
+
+    def used_by_graph(self) -> None:
+        """Note that a CUDA graph fills it, or may: from now on the host cannot know from what."""
+        self._in_graphs, self._source = True, None
 
     def check_source(self, layer: str, weights: Experts) -> None:
-        """Raise RuntimeError for a call with other weights than those that filled it.
-
-        A GPU's graph that fills the cache leaves no note: nothing is checked then.
-        """
+        """Raise RuntimeError for a call with other weights than those that filled it, if known."""
         if self._source is None or self._source == _identity(weights):
             return
         same = [number for number, _ in self._source] == [id(w) for w in weights]

@@ -118,7 +118,7 @@ class Format:
             t [E, N, K] with offs None. It returns a tensor that stands for both layouts, or
             :class:`grouped_linear.recipes.Operands` with those that ``layouts`` asks for, see
             :class:`grouped_linear.recipes.Layouts`. A weight's columnwise operand is [E, N, K] as
-            well; the layer transposes it for dgrad. Any torch operation works; autograd is off.
+            well, which is b of dgrad's GEMM. Any torch operation works; autograd is off.
         state: where ``"delayed"`` scaling reads scales and records amaxes. A layer sets it.
         records: whether amaxes are recorded there.
 

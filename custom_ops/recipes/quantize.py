@@ -111,7 +111,7 @@ def quantize(source: Source, format: Format, offs_E: Tensor, layouts: Layouts) -
         assert format.dtype is not None
         scale, amax = _state_of(format, layouts)
         return with_shared_scale(
-            *ops.group_quantize_delayed_(amax, t, offs_E, scale, format.dtype, **outputs)
+            *ops.group_quantize_delayed(t, offs_E, scale, amax, format.dtype, **outputs)
         )
     if format.scaling == "mx":
         rowwise, columnwise, bias_grad = ops.group_round_mx(t, offs_E, **outputs)

@@ -31,7 +31,7 @@ class QuantizedWeight(NamedTuple):
     scale: Tensor | None
     """The scales of ``values`` and of ``columnwise``."""
     columnwise: Tensor | None
-    """What :func:`weight_for_dgrad` takes: in FP8 [E, K, N], contiguous."""
+    """What :func:`weight_for_dgrad` takes: in FP8 [E, K, N], contiguous; under MXFP8 [E, N, K]."""
 
     def each(self, op: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
         """What `op` makes of each tensor that is there."""
@@ -90,8 +90,8 @@ def quantize_weight(weights: Experts, format: Format, layouts: Layouts) -> Opera
         assert format.state is not None
         amax = format.state.amax if format.records else None
         return with_shared_scale(
-            *ops.quantize_weight_delayed_(
-                amax, w_ENK, format.state.scale, columnwise=layouts.columnwise
+            *ops.quantize_weight_delayed(
+                w_ENK, format.state.scale, amax, columnwise=layouts.columnwise
             )
         )
     return _as_stored(w_ENK, format, layouts)
@@ -100,18 +100,16 @@ def quantize_weight(weights: Experts, format: Format, layouts: Layouts) -> Opera
 def weight_for_dgrad(
     columnwise: Values, scale: Tensor | None, format: Format
 ) -> tuple[Values, Tensor | None]:
-    """The weight [E, K, N] and its scales, from the columnwise fields of :func:`quantize_weight`.
+    """The weight [E, N, K] and its scales, from the columnwise fields of :func:`quantize_weight`.
 
-    What is not quantized here is [E, N, K] and is transposed now, in the backward. What the forward
-    saves is then the weight itself. A view made in a compiled forward would have a version counter
-    of its own, and an in-place write to the weight would go unnoticed.
+    FP8 data is [E, K, N] and is transposed now, in the backward. What the forward saves is then the
+    tensor itself. A view made in a compiled forward would have a version counter of its own, and an
+    in-place write to the tensor would go unnoticed.
     """
-    if isinstance(columnwise, tuple):  # grouped_mm_list transposes E tensors itself
-        return columnwise, scale
-    if format.quantize is not None or format.scaling is None:
-        columnwise = columnwise.transpose(1, 2)
-    scales_of_blocks = scale is not None and scale.dim() == 3
-    return columnwise, scale.transpose(1, 2) if scale is not None and scales_of_blocks else scale
+    if format.quantize is None and format.scaling in ("block", "group", "delayed"):
+        assert isinstance(columnwise, Tensor)
+        columnwise = columnwise.mT
+    return columnwise, scale
 
 
 def stores(format: Format) -> bool:
@@ -140,9 +138,7 @@ def new_weight(
     if format.scaling == "mx":  # bfloat16 numbers for each of the two roundings
         like: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
         values = torch.empty(E, N, K, **like)
-        return QuantizedWeight(
-            values, None, torch.empty(E, N, K, **like).transpose(1, 2) if columnwise else None
-        )
+        return QuantizedWeight(values, None, torch.empty(E, N, K, **like) if columnwise else None)
     scales = (E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)) if format.scaling == "block" else (E,)
     return QuantizedWeight(
         torch.empty(E, N, K, dtype=E4M3, device=device),
@@ -165,24 +161,23 @@ def refresh_weight_(
     """
     values, scale, columnwise = quantized
     if format.scaling == "mx":
-        w_ENK = None if columnwise is None else columnwise.transpose(1, 2)
-        ops.refresh_weight_mx_(weights, refresh, values, w_ENK)
+        ops.refresh_weight_mx_(values, columnwise, weights, refresh)
         return
     assert scale is not None
     if format.scaling == "delayed":
         assert format.state is not None
         amax = format.state.amax if format.records else None
         ops.refresh_weight_delayed_(
-            amax, weights, format.state.scale, refresh, values, scale, columnwise
+            values, scale, columnwise, amax, weights, format.state.scale, refresh
         )
         return
     refresh_ = ops.refresh_weight_ if format.scaling == "block" else ops.refresh_weight_current_
     refresh_(
-        weights,
-        refresh,
         values,
         scale,
         columnwise,
+        weights,
+        refresh,
         amax_epsilon=format.epsilon,
         power_of_two_scales=format.power_of_two_scales,
     )
@@ -218,5 +213,5 @@ def _round_mx(w_ENK: Tensor, columnwise: bool) -> Operands:
     ends_E = torch.arange(N, E * N + 1, N, dtype=torch.int32, device=w_ENK.device)
     w = ops.group_round_mx(w_ENK.reshape(E * N, K), ends_E, columnwise=columnwise)
     assert w.x_rowwise is not None
-    w_EKN = None if w.x_columnwise is None else w.x_columnwise.view(E, N, K).transpose(1, 2)
-    return Operands(w.x_rowwise.view(E, N, K), None, w_EKN)
+    columnwise_ENK = None if w.x_columnwise is None else w.x_columnwise.view(E, N, K)
+    return Operands(w.x_rowwise.view(E, N, K), None, columnwise_ENK)

@@ -106,17 +106,17 @@ def current_weight(w_ENK: Tensor) -> Outputs:
 
 def gemm(
     a_TK: Tensor,
-    b_ENK: Tensor,
+    b_EKN: Tensor,
     groups: Groups,
     dtype: torch.dtype,
     bias_EN: Tensor | None = None,
     scaled: bool = False,
 ) -> Output:
-    """a @ b.T + bias of each group. scaled: as FP8 tensor cores add. Rows past the sum are zero."""
+    """a @ b + bias of each group. scaled: as FP8 tensor cores add. Rows past the sum are zero."""
     offs = groups.offs()
-    expected = reference.grouped_mm(a_TK, b_ENK, offs, bias_EN)
+    expected = reference.grouped_mm(a_TK, b_EKN, offs, bias_EN)
     bias = None if bias_EN is None else bias_EN.abs()
-    magnitude = reference.grouped_mm(a_TK.abs(), b_ENK.abs(), offs, bias)
+    magnitude = reference.grouped_mm(a_TK.abs(), b_EKN.abs(), offs, bias)
     if scaled:
         return Output(expected, scaled_tolerance(expected, magnitude, dtype))
     return Output(expected, tolerance(expected, magnitude, a_TK.size(1), dtype))

@@ -41,22 +41,21 @@ def gemms(groups: Groups, dtype: torch.dtype) -> Iterator[Case]:
     )
     offs, bias = groups.offs(), torch.randn(groups.E, groups.N)
     w_EKN, w_list = w_ENK.transpose(1, 2), [w.clone() for w in w_ENK]
-    y = must.gemm(x, w_ENK, groups, dtype, bias.to(dtype))
-    dx = must.gemm(dy, w_EKN, groups, dtype)
+    y = must.gemm(x, w_EKN, groups, dtype, bias.to(dtype))
+    dx = must.gemm(dy, w_ENK, groups, dtype)
     fprop = {"a": x, "offs": offs, "bias": bias.to(dtype)}
-    yield Case("grouped_mm", {**fprop, "b": w_ENK}, [y])
-    yield Case("grouped_mm", {"a": dy, "b": w_EKN, "offs": offs}, [dx], "dgrad")
-    yield Case("grouped_mm_list", {**fprop, "b": w_list}, [y])
-    arguments: Arguments = {"a": dy, "b": w_list, "offs": offs, "transpose_b": True}
-    yield Case("grouped_mm_list", arguments, [dx], "dgrad")
-    in_float32 = must.gemm(x, w_ENK, groups, FP32, bias)
-    arguments = {"a": x, "b": w_ENK, "offs": offs, "bias": bias, "out_dtype": FP32}
+    yield Case("grouped_mm", {**fprop, "b": w_EKN}, [y])
+    yield Case("grouped_mm", {"a": dy, "b": w_ENK, "offs": offs}, [dx], "dgrad")
+    yield Case("grouped_mm_list", {**fprop, "b": w_list, "transpose_b": True}, [y])
+    yield Case("grouped_mm_list", {"a": dy, "b": w_list, "offs": offs}, [dx], "dgrad")
+    in_float32 = must.gemm(x, w_EKN, groups, FP32, bias)
+    arguments: Arguments = {"a": x, "b": w_EKN, "offs": offs, "bias": bias, "out_dtype": FP32}
     yield Case("grouped_mm", arguments, [in_float32], "into float32")
 
     source, index = torch.randn(groups.valid + 3, groups.K).to(dtype), numbers(groups)
     gathered = reference.gather(source, index, offs)
-    y = must.gemm(gathered, w_ENK, groups, dtype)
-    arguments = {"a": source, "b": w_ENK, "offs": offs, "rows": index}
+    y = must.gemm(gathered, w_EKN, groups, dtype)
+    arguments = {"a": source, "b": w_EKN, "offs": offs, "rows": index}
     yield Case("grouped_mm", arguments, [y], "gathered")
     dw = must.wgrad(dy, gathered, groups, dtype)
     arguments = {"dy": dy, "x": source, "offs": offs, "x_rows": index}
@@ -80,9 +79,10 @@ def swiglu_gemms(groups: Groups, dtype: torch.dtype) -> Iterator[Case]:
     weight_T[groups.valid :] = torch.nan
     a = reference.gather(source, index, offs)
     a[groups.valid :] = torch.nan
-    b, down = 4 * small(groups.E, 2 * F, groups.K), 4 * small(groups.E, groups.K, F)
+    up = 4 * small(groups.E, 2 * F, groups.K)
+    b, down = up.mT, 4 * small(groups.E, groups.K, F)
     gate_up = must.gemm(a, b, groups, dtype).expected.to(dtype)
-    dh = must.gemm(a, down.transpose(1, 2), groups, dtype).expected.to(dtype)
+    dh = must.gemm(a, down, groups, dtype).expected.to(dtype)
     forms: tuple[Arguments, ...] = (
         {},
         {"limit": 1.5, "beta": 1.0},
@@ -93,7 +93,7 @@ def swiglu_gemms(groups: Groups, dtype: torch.dtype) -> Iterator[Case]:
         outputs: Outputs = [Output(gate_up), must.swiglu(gate_up, groups, form)]
         grads = must.swiglu_grad(dh, gate_up, weight_T, groups, form)
         given = {"gate_up": gate_up, "weight": weight_T, "offs": offs, **form}
-        given["b"] = down.transpose(1, 2)
+        given["b"] = down
         what = ", ".join(form)
         sources: tuple[tuple[Tensor, Arguments], ...] = ((a, {}), (source, {"rows": index}))
         for rows_of, more in sources:
@@ -126,26 +126,21 @@ def scaled_gemms(groups: Groups, dtype: torch.dtype) -> Iterator[Case]:
     x = reference.dequantize_rowwise(q, scale, offs)
     w_q, w_scale, w_q_t = reference.quantize_weight(weight(groups, FP32), Scaling(False))
     w = reference.dequantize_weight(w_q, w_scale)
-    arguments: Arguments = {"a": q, "b": w_q, "scale_a": scale, "scale_b": w_scale, "offs": offs}
-    arguments |= {"out_dtype": dtype}
-    y = must.gemm(x, w, groups, dtype, bias, scaled=True)
+    arguments: Arguments = {"a": q, "b": w_q.mT, "scale_a": scale, "scale_b": w_scale.mT}
+    arguments |= {"offs": offs, "out_dtype": dtype}
+    y = must.gemm(x, w.mT, groups, dtype, bias, scaled=True)
     yield Case("grouped_scaled_mm", {**arguments, "bias": bias}, [y])
     d, d_scale = quantized_rows(groups, groups.N)
-    dx = must.gemm(
-        reference.dequantize_rowwise(d, d_scale, offs),
-        w.transpose(1, 2),
-        groups,
-        dtype,
-        scaled=True,
-    )
-    of_dgrad = {"a": d, "b": w_q_t, "scale_a": d_scale, "scale_b": w_scale.transpose(1, 2)}
+    dy = reference.dequantize_rowwise(d, d_scale, offs)
+    dx = must.gemm(dy, w, groups, dtype, scaled=True)
+    of_dgrad = {"a": d, "b": w_q_t.mT, "scale_a": d_scale, "scale_b": w_scale}
     yield Case("grouped_scaled_mm", {**arguments, **of_dgrad}, [dx], "dgrad")
 
     index = numbers(groups)
     source = Groups((groups.valid + 3,), groups.valid + 3)
     q, scale = quantized_rows(source, groups.K)
     whole = reference.dequantize_rowwise(q, scale, source.offs())
-    y = must.gemm(reference.gather(whole, index, offs), w, groups, dtype, scaled=True)
+    y = must.gemm(reference.gather(whole, index, offs), w.mT, groups, dtype, scaled=True)
     gathered = {**arguments, "a": q, "scale_a": scale, "rows": index}
     yield Case("grouped_scaled_mm", gathered, [y], "gathered")
 
@@ -165,13 +160,13 @@ def scaled_gemms(groups: Groups, dtype: torch.dtype) -> Iterator[Case]:
         a, _, scale = per_group_rows(groups, groups.K, fp8)
         of_groups: Arguments = {
             "a": a,
-            "b": w_q,
+            "b": w_q.mT,
             "scale_a": scale,
             "scale_b": w_scale,
             "offs": offs,
         }
         of_groups |= {"out_dtype": dtype}
-        y = must.gemm(reference.scale_groups(a, scale, offs), w, groups, dtype, scaled=True)
+        y = must.gemm(reference.scale_groups(a, scale, offs), w.mT, groups, dtype, scaled=True)
         yield Case("grouped_scaled_mm", of_groups, [y], "scales of groups")
         d, d_t, scale = per_group_rows(groups, groups.N, fp8)
         of_groups = {
@@ -205,7 +200,7 @@ def layer(groups: Groups, dtype: torch.dtype) -> Iterator[Case]:
     w = reference.dequantize_weight(q, scale)
     x_t = must.columnwise(x, groups, POWERS)
     outputs: Outputs = [
-        must.gemm(of_rows(x), w, groups, dtype, bias, scaled=True),
+        must.gemm(of_rows(x), w.mT, groups, dtype, bias, scaled=True),
         Output(offs),
         *x_t,
         Output(q_t),
@@ -219,7 +214,7 @@ def layer(groups: Groups, dtype: torch.dtype) -> Iterator[Case]:
     }
     yield Case("block_scaled_linear", arguments, outputs)
     outputs = [
-        must.gemm(of_rows(dy), w.transpose(1, 2), groups, dtype, scaled=True),
+        must.gemm(of_rows(dy), w, groups, dtype, scaled=True),
         must.wgrad(of_columns(dy), of_columns(x), groups, dtype, scaled=True),
         must.bias_grad(dy, groups),
     ]

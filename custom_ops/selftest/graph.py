@@ -19,7 +19,7 @@ def step(x_TK: Tensor, dy_TN: Tensor, w_ENK: Tensor, m_splits_E: Tensor) -> list
     y, offs, x_t, scale_x_t, w_t, scale_w = ops.block_scaled_linear(x_TK, w_ENK, m_splits_E)
     grads = ops.block_scaled_linear_grad(dy_TN, offs, x_t, scale_x_t, w_t, scale_w, bias_grad=True)
     h = ops.swiglu(y, offs)
-    own = ops.grouped_mm(x_TK, w_ENK, offs), ops.grouped_mm(dy_TN, w_ENK.transpose(1, 2), offs)
+    own = ops.grouped_mm(x_TK, w_ENK.mT, offs), ops.grouped_mm(dy_TN, w_ENK, offs)
     dw = ops.grouped_mm_wgrad(dy_TN, x_TK, offs, torch.float32)
     return [t for t in tree_leaves([y, tuple(grads), h, own, dw]) if t is not None]
 

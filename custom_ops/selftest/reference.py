@@ -434,12 +434,12 @@ def zero_outside_groups(x_TK: Tensor, offs_E: Tensor) -> Tensor:
 
 
 def grouped_mm(
-    a_TK: Tensor, b_ENK: Tensor, offs_E: Tensor, bias_EN: Tensor | None = None
+    a_TK: Tensor, b_EKN: Tensor, offs_E: Tensor, bias_EN: Tensor | None = None
 ) -> Tensor:
-    """y[t] = a[t] @ b[e].T + bias[e] for the rows t of group e; zero elsewhere."""
-    y_TN = a_TK.new_zeros((a_TK.size(0), b_ENK.size(1)), dtype=torch.float64)
+    """y[t] = a[t] @ b[e] + bias[e] for the rows t of group e; zero elsewhere."""
+    y_TN = a_TK.new_zeros((a_TK.size(0), b_EKN.size(2)), dtype=torch.float64)
     for e, rows in enumerate(groups(offs_E, a_TK.size(0))):
-        y_TN[rows] = a_TK[rows].double() @ b_ENK[e].double().t()
+        y_TN[rows] = a_TK[rows].double() @ b_EKN[e].double()
         if bias_EN is not None:
             y_TN[rows] += bias_EN[e].double()
     return y_TN

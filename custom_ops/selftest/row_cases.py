@@ -50,7 +50,7 @@ def routing() -> Iterator[Case]:
             arguments: Arguments = {
                 "m_splits": torch.tensor(sizes),
                 "num_rows": 500,
-                "dtype": dtype,
+                "out_dtype": dtype,
             }
             arguments |= {"alignment": alignment, "stride": stride}
             yield Case("splits_to_offsets", arguments, [Output(offs)])
@@ -114,20 +114,21 @@ def quantizers(groups: Groups, dtype: torch.dtype) -> Iterator[Case]:
     for fp8 in (E4M3, E5M2):
         q, scale = reference.quantize_groups(x, offs, Scaling(False), fp8)
         of_rows, of_columns = must.per_group(q, groups)
-        arguments = {**given, "dtype": fp8, **BOTH}
+        arguments = {**given, "out_dtype": fp8, **BOTH}
         yield Case("group_quantize_current", arguments, [of_rows, Output(scale), of_columns, total])
         scale, amax = 0.005 + 0.01 * torch.rand(groups.E), torch.rand(groups.E)
         of_rows, of_columns = must.per_group(
             reference.quantize_groups_with(x, offs, scale, fp8), groups
         )
         largest = Output(torch.maximum(amax, reference.amax_of_groups(x, offs)))
-        arguments = {"amax": amax, **given, "scale": scale, "dtype": fp8, **BOTH}
-        yield Case("group_quantize_delayed_", arguments, [of_rows, of_columns, total, largest])
+        arguments = {"amax": amax, **given, "scale": scale, "out_dtype": fp8, **BOTH}
+        yield Case("group_quantize_delayed", arguments, [of_rows, of_columns, total, largest])
     yield from mx(x, groups, total)
 
     q, scale = quantized_rows(groups, K)
     back = Output(reference.dequantize_rowwise(q, scale, offs).float().to(dtype))
-    yield Case("group_dequantize", {"q": q, "scale": scale, "offs": offs, "dtype": dtype}, [back])
+    arguments = {"q": q, "scale": scale, "offs": offs, "out_dtype": dtype}
+    yield Case("group_dequantize", arguments, [back])
     q_t, scale_t = quantized_columns(groups, K)
     back = Output(reference.dequantize_columnwise(q_t, scale_t, offs, groups.T).float().to(dtype))
     arguments = {
@@ -135,7 +136,7 @@ def quantizers(groups: Groups, dtype: torch.dtype) -> Iterator[Case]:
         "scale_t": scale_t,
         "offs": offs,
         "num_rows": groups.T,
-        "dtype": dtype,
+        "out_dtype": dtype,
     }
     yield Case("group_dequantize_t", arguments, [back])
 

@@ -88,19 +88,18 @@ def measured(device: torch.device) -> tuple[str, list[Row]]:
     q: Any = ops.group_quantize(x, offs, columnwise=True, share_scales=True)
     d: Any = ops.group_quantize(dy, offs, columnwise=True)
     w_q: Any = ops.quantize_weight(w)
-    turned = w_q.scale.transpose(1, 2)
     columns = d.q_t, q.q_t, d.scale_t, q.scale_t, offs
     xs, dys = x.split(sizes), dy.split(sizes)
     calls: dict[str, tuple[Call, Call, Call, Call]] = {
         "fprop": (
-            lambda: ops.grouped_mm(x, w, offs),
-            lambda: ops.grouped_scaled_mm(q.q, w_q.q, q.scale, w_q.scale, offs),
-            lambda: F.grouped_mm(x, w.transpose(1, 2), offs=offs),
+            lambda: ops.grouped_mm(x, w.mT, offs),
+            lambda: ops.grouped_scaled_mm(q.q, w_q.q.mT, q.scale, w_q.scale.mT, offs),
+            lambda: F.grouped_mm(x, w.mT, offs=offs),
             lambda: [a @ b.t() for a, b in zip(xs, w, strict=True)],
         ),
         "dgrad": (
-            lambda: ops.grouped_mm(dy, w.transpose(1, 2), offs),
-            lambda: ops.grouped_scaled_mm(d.q, w_q.q_t, d.scale, turned, offs),
+            lambda: ops.grouped_mm(dy, w, offs),
+            lambda: ops.grouped_scaled_mm(d.q, w_q.q_t.mT, d.scale, w_q.scale, offs),
             lambda: F.grouped_mm(dy, w, offs=offs),
             lambda: [a @ b for a, b in zip(dys, w, strict=True)],
         ),

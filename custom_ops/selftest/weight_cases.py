@@ -43,12 +43,12 @@ def weights(groups: Groups, dtype: torch.dtype) -> Iterator[Case]:
     largest = Output(torch.maximum(amax, w_ENK.float().abs().amax((1, 2))))
     delayed: Outputs = [Output(q), Output(must.transposed(q))]
     arguments: Arguments = {"amax": amax, "w": w_ENK, "scale": scale}
-    yield Case("quantize_weight_delayed_", arguments, [*delayed, largest])
+    yield Case("quantize_weight_delayed", arguments, [*delayed, largest])
 
     flat, ends = w_ENK.reshape(E * groups.N, groups.K), torch.arange(1, E + 1) * groups.N
     rounded = (reference.round_mx_rowwise(flat), reference.round_mx_columnwise(flat, ends))
     in_mx: Outputs = [Output(t.view(w_ENK.shape).to(BF16)) for t in rounded]
-    of_state: Outputs = [largest, delayed[0], Output(scale), delayed[1]]
+    of_state: Outputs = [delayed[0], Output(scale), delayed[1], largest]
     state = {"amax": amax, "state": scale}
     q, scale_q, q_t = (torch.randn(o.expected.shape).to(o.expected.dtype) for o in block if o)
     of_experts = torch.rand(E)

@@ -29,7 +29,7 @@ class TinyModel(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, 32)
         self.router = nn.Linear(32, 4, bias=False)
         self.experts = GroupedMLP(
-            4, 32, 64, recipe=Float8BlockScaling(), quantized_weight=True, stochastic_rounding=False
+            4, 32, 64, recipe=Float8BlockScaling(), weights="fp8", stochastic_rounding=False
         )
         self.head = nn.Linear(32, VOCABULARY)
 

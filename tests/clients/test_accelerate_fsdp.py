@@ -21,7 +21,7 @@ class TwoLayers(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(0)
-        options = {"recipe": Float8BlockScaling(), "quantized_weight": True, "dtype": dtype}
+        options = {"recipe": Float8BlockScaling(), "weights": "fp8", "dtype": dtype}
         self.first, self.second = (GroupedMLP(4, 32, 64, **options) for _ in range(2))
 
     def forward(self, x: Any, weights: Any, experts: Any) -> Any:

@@ -24,7 +24,6 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
 from grouped_linear.integrations.transformers import (
-    cache_experts,
     dequantize_experts,
     quantize_experts,
     register,
@@ -179,8 +178,8 @@ def check_refused(rank: int, directory: Path) -> None:
     sharded = load(path, name, **FSDP, **EP)
     with pytest.raises(ValueError, match="is sharded by FSDP: quantize before fully_shard"):
         quantize_experts(sharded)
-    with pytest.raises(ValueError, match="parameters are sharded already: cache before"):
-        cache_experts(sharded)
+    with pytest.raises(ValueError, match="is sharded: convert with weights='both' a model that is"):
+        convert(sharded, Float8BlockScaling(), weights="both")
     inside = load(path, name, **SHARED)
     with pytest.raises(ValueError, match=r"is split inside of each expert.* whole experts instead"):
         quantize_experts(inside)

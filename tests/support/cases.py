@@ -55,7 +55,7 @@ _SHARED: dict[str, Any] = {"shared": {"share_scales": True}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "splits_to_offsets": {
         "aligned": {"alignment": 128},
-        "scaled": {"stride": 144, "dtype": torch.int64},
+        "scaled": {"stride": 144, "out_dtype": torch.int64},
     },
     "group_quantize": {
         "both": {"columnwise": True, "bias_grad": True},
@@ -133,7 +133,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "powers_of_two": {"columnwise": True, "power_of_two_scales": True, "amax_epsilon": 5.0},
         **{name: {"columnwise": True, **v} for name, v in _LAYOUTS.items()},
     },
-    "group_quantize_delayed_": {
+    "group_quantize_delayed": {
         "both": {"columnwise": True, "bias_grad": True},
         "columnwise": {"rowwise": False, "columnwise": True},
         "e5m2": {"fp8": reference.E5M2, "columnwise": True, "bias_grad": True},
@@ -175,7 +175,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "powers_of_two": {"power_of_two_scales": True, "amax_epsilon": 5.0},
         "transposed": {"layout": "transposed"},
     },
-    "quantize_weight_delayed_": {
+    "quantize_weight_delayed": {
         "rowwise": {"columnwise": False},
         "no_amax": {"amax": False},
         "transposed": {"layout": "transposed"},
@@ -192,6 +192,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "skipped": {"grad_scale": 2.0, "found_inf": 1.0},
         "exact_scales": {"power_of_two_scales": False, "amax_epsilon": 0.5},
     },
+    "transpose_weight": {"strided": {"layout": "strided"}},
     "quantize_weight": {
         "rowwise": {"columnwise": False},
         "columnwise": {"rowwise": False},
@@ -215,7 +216,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grouped_mm_list": {
         "gathered": {"gathers": "rows"},
         "views": {"experts": "views", "bias": True},
-        "transposed": {"transpose_b": True, "out_dtype": FP32},
+        "as_multiplied": {"transpose_b": False, "out_dtype": FP32},
     },
     "grouped_mm_swiglu": {
         "bias": {"bias": True, "F": 320},

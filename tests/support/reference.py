@@ -133,8 +133,8 @@ def block_operands(
 def layer(operand: Operands, bias_EN: Tensor | None, offs_E: Tensor, dy_TN: Tensor) -> Layer:
     """y = x @ w.T + b and its gradients, group by group."""
     return Layer(
-        y=grouped_mm(operand.x_rowwise, operand.weight, offs_E, bias_EN),
-        dx=grouped_mm(operand.dy_rowwise, operand.weight_columnwise.transpose(1, 2), offs_E),
+        y=grouped_mm(operand.x_rowwise, operand.weight.mT, offs_E, bias_EN),
+        dx=grouped_mm(operand.dy_rowwise, operand.weight_columnwise, offs_E),
         dw=grouped_mm_wgrad(operand.dy_columnwise, operand.x_columnwise, offs_E),
         db=grouped_bias_grad(dy_TN, offs_E),
     )

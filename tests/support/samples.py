@@ -96,7 +96,7 @@ UNSPECIFIED = {
         *("blocks", "blocks"),  # of h
     ),
     "group_quantize_current": ("rows", None, "blocks"),
-    "group_quantize_delayed_": ("rows", "blocks"),
+    "group_quantize_delayed": ("rows", "blocks"),
     "group_quantize_mx": ("rows", "rows", "blocks", "blocks"),
     "group_round_mx": ("rows", "rows"),
     "block_scaled_linear": (None, None, "blocks", "blocks"),
@@ -169,12 +169,12 @@ def make(
             tensors |= {"num_rows": groups.T * C}
         case "group_quantize_current":
             tensors = {"x": rows(groups, K, dtype, layout), "offs": offs}
-            tensors |= {"dtype": options.pop("fp8", reference.E4M3)}
-        case "group_quantize_delayed_":
+            tensors |= {"out_dtype": options.pop("fp8", reference.E4M3)}
+        case "group_quantize_delayed":
             amax = torch.rand(groups.E) if options.pop("amax", True) else None
             tensors = {"amax": amax, "x": rows(groups, K, dtype, layout), "offs": offs}
             tensors |= {"scale": 0.005 + 0.01 * torch.rand(groups.E)}
-            tensors |= {"dtype": options.pop("fp8", reference.E4M3)}
+            tensors |= {"out_dtype": options.pop("fp8", reference.E4M3)}
         case "group_quantize_mx" | "group_round_mx":
             tensors = {"x": rows(groups, K, dtype, layout), "offs": offs}
         case "swiglu" | "group_quantize_swiglu":
@@ -185,15 +185,18 @@ def make(
             tensors |= {"weight": per_row(groups, layout), "offs": offs}
         case "group_dequantize":
             q, scale = quantized_rows(groups, K)
-            tensors = {"q": q, "scale": scale, "offs": offs, "dtype": dtype}
+            tensors = {"q": q, "scale": scale, "offs": offs, "out_dtype": dtype}
         case "group_dequantize_t":
             q_t, scale_t = quantized_columns(groups, K, options.pop("share_scales", False))
             tensors = {"q_t": q_t, "scale_t": scale_t, "offs": offs}
-            tensors |= {"num_rows": groups.T, "dtype": dtype}
+            tensors |= {"num_rows": groups.T, "out_dtype": dtype}
         case "grouped_bias_grad":
             tensors = {"dy": rows(groups, N, dtype, layout), "offs": offs}
         case "quantize_weight" | "quantize_weight_current":
             tensors = {"w": weight(groups, dtype, layout)}
+        case "transpose_weight":
+            q = weight(groups, FP32, layout).clamp(-448, 448).to(torch.float8_e4m3fn)
+            tensors = {"q": q if layout == "dense" else lay_out(q, layout)}
         case "quantize_weight_list":
             tensors = {"w": list(weight(groups, dtype, layout))}
         case "refresh_weight_" | "refresh_weight_current_" | "refresh_weight_delayed_":
@@ -214,7 +217,7 @@ def make(
             tensors |= {"w_rowwise": weight(groups, BF16)}
             columnwise = options.pop("columnwise", True)
             tensors |= {"w_columnwise": weight(groups, BF16) if columnwise else None}
-        case "quantize_weight_delayed_":
+        case "quantize_weight_delayed":
             amax = torch.rand(groups.E) if options.pop("amax", True) else None
             tensors = {"amax": amax, "w": weight(groups, dtype, layout)}
             tensors |= {"scale": 0.005 + 0.01 * torch.rand(groups.E)}
@@ -247,27 +250,26 @@ def make(
                 if name in options:
                     tensors[name] = torch.tensor(options.pop(name))
         case "grouped_mm":
-            tensors = {"a": rows(groups, K, dtype, layout), "b": weight(groups, dtype, layout)}
+            tensors = {"a": rows(groups, K, dtype, layout), "b": weight(groups, dtype, layout).mT}
             tensors |= {"offs": offs}
         case "grouped_mm_swiglu":
             N = 2 * options.pop("F", 64)
             tensors = {"a": rows(groups, K, dtype, layout)}
-            b = weight(replace(groups, N=N), dtype, layout)
+            b = weight(replace(groups, N=N), dtype, layout).mT
             if options.pop("transposed_b", False):  # as GPT-OSS stores it
-                b = b.transpose(1, 2).contiguous().transpose(1, 2)
+                b = b.contiguous()
             tensors |= {"b": b, "offs": offs}
         case "grouped_mm_swiglu_grad":
             features = options.pop("F", 64)
-            down = weight(replace(groups, K=features, N=K), dtype, layout)
-            b = down.transpose(1, 2)
+            b = weight(replace(groups, K=features, N=K), dtype, layout)
             if options.pop("transposed_b", False):
-                b = b.contiguous()
+                b = b.mT.contiguous().mT
             tensors = {"a": rows(groups, K, dtype, layout), "b": b}
             tensors |= {"gate_up": rows(groups, 2 * features, dtype, layout)}
             tensors |= {"weight": per_row(groups, layout), "offs": offs}
         case "grouped_mm_list":
             b = listed(groups, dtype, layout, options)
-            if options.get("transpose_b"):
+            if not options.setdefault("transpose_b", True):
                 b = [b_e.t().contiguous() for b_e in b]
             tensors = {"a": rows(groups, K, dtype, layout), "b": b, "offs": offs}
         case "grouped_scaled_mm":
@@ -277,10 +279,11 @@ def make(
                 b, scale_b, _ = reference.quantize_weight(
                     weight(groups, FP32), reference.Scaling(False)
                 )
+                scale_b = scale_b.mT
             else:
                 a, _, scale_a = per_group_rows(groups, K, per_group)
                 b, scale_b = per_group_weight(groups)
-            tensors = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "offs": offs}
+            tensors = {"a": a, "b": b.mT, "scale_a": scale_a, "scale_b": scale_b, "offs": offs}
             tensors |= {"out_dtype": dtype}
         case "grouped_mm_wgrad" | "grouped_mm_wgrad_" | "grouped_mm_wgrad_list_":
             tensors = {"dy": rows(groups, N, dtype, layout), "x": rows(groups, K, dtype, layout)}

@@ -27,7 +27,7 @@ inline void check_cuda(const char* op, const char* what, cudaError_t error) {
   fail(op, ": ", what, ": ", cudaGetErrorString(error));
 }
 
-constexpr int kReservedSharedBytes = 1024;  // of an SM's, by the GPU for each thread block
+constexpr int kReservedSharedBytes = 1024;  // that the GPU reserves for each thread block
 
 struct Device {
   int multiprocessors = 0, major = 0, minor = 0;

@@ -36,9 +36,9 @@ GroupedGemm m_grouped(const Tensor& a, const Tensor& b, const Tensor& offs,
 
 }  // namespace
 
-Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
-                  const std::optional<Tensor>& bias_in, std::optional<ScalarType> out_dtype,
-                  const std::optional<Tensor>& a_rows) {
+Tensor grouped_mm_nt(const Tensor& a, const Tensor& b, const Tensor& offs,
+                     const std::optional<Tensor>& bias_in, std::optional<ScalarType> out_dtype,
+                     const std::optional<Tensor>& a_rows) {
   const ScalarType dtype = out_dtype.value_or(a.scalar_type());
   check_grouped_mm("grouped_mm", a, b, offs, bias_in, dtype, a_rows);
 

@@ -17,11 +17,11 @@ void run_wgrad(const Launch& launch, const Tensor& dy_t, const Tensor& x_t,
 
 }  // namespace
 
-Tensor grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a,
-                         const Tensor& scale_b, const Tensor& offs,
-                         const std::optional<Tensor>& bias_in,
-                         std::optional<ScalarType> asked_dtype,
-                         const std::optional<Tensor>& a_rows) {
+Tensor grouped_scaled_mm_nt(const Tensor& a, const Tensor& b, const Tensor& scale_a,
+                            const Tensor& scale_b, const Tensor& offs,
+                            const std::optional<Tensor>& bias_in,
+                            std::optional<ScalarType> asked_dtype,
+                            const std::optional<Tensor>& a_rows) {
   const ScalarType out_dtype = asked_dtype.value_or(ScalarType::BFloat16);
   check_grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias_in, out_dtype, a_rows);
 

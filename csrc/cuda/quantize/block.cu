@@ -27,7 +27,7 @@ void quantize_rows_and_weight(const Tensor& x_in, const Tensor& offs_in, const T
   if (x_in.size(0) == 0 || x_in.scalar_type() != w_in.scalar_type() ||
       !has_fused_sources(x_in.scalar_type())) {
     quantize_rows(x_in, offs_in, amax_epsilon, power_of_two_scales, of_x);
-    return refresh_weight_({w_in}, std::nullopt, of_w.q, of_w.scale, of_w.q_t, amax_epsilon,
+    return refresh_weight_(of_w.q, of_w.scale, of_w.q_t, {w_in}, std::nullopt, amax_epsilon,
                            power_of_two_scales);
   }
   const Launch launch("block_scaled_linear", x_in);

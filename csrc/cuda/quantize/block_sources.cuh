@@ -27,7 +27,7 @@
 
 namespace grouped_linear::cuda {
 
-// Pointers are null for what is not asked for.
+// Outputs that are not requested have null pointers.
 struct BlockOutputs {
   uint8_t* q;            // [T, K]
   float* scale;          // [ceil(K / 128), scale_stride]

@@ -91,7 +91,7 @@ inline WeightOutputs outputs_of(const QuantizedWeight& w, int64_t N, int64_t K) 
           mutable_data_or_null<uint8_t>(w.q_t), mutable_data<float>(w.scale)};
 }
 
-// The partial sums of bias_grad [E, K], which has no elements where it is not asked for.
+// The partial sums of bias_grad [E, K], which is empty unless requested.
 class PartialBiasGrad {
  public:
   PartialBiasGrad(const Tensor& bias_grad, int64_t row_blocks) : bias_grad_(bias_grad) {

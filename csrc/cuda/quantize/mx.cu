@@ -81,8 +81,8 @@ std::tuple<Tensor, Tensor, Tensor> group_round_mx(const Tensor& x, const Tensor&
   return {x_rowwise, x_columnwise, grad};
 }
 
-void refresh_weight_mx_(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
-                        const Tensor& w_rowwise, const std::optional<Tensor>& w_columnwise) {
+void refresh_weight_mx_(const Tensor& w_rowwise, const std::optional<Tensor>& w_columnwise,
+                        const std::vector<Tensor>& w, const std::optional<Tensor>& refresh) {
   check_refresh_weight_mx(w, refresh, w_rowwise, w_columnwise);
 
   const Launch launch("refresh_weight_mx_", w[0]);

@@ -17,7 +17,7 @@ namespace grouped_linear::cuda {
 
 constexpr int kFragmentsPerMxBlock = 32 / kFragmentSize;
 
-// Pointers are null for what is not asked for.
+// Outputs that are not requested have null pointers.
 struct MxOutputs {
   uint8_t* q;                // [T, K]
   uint8_t* scale;            // [T, ceil(K / 32)]

@@ -109,14 +109,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_quantize_current(
   return {out.q, scale, out.q_t, out.grad};
 }
 
-std::tuple<Tensor, Tensor, Tensor> group_quantize_delayed_(const std::optional<Tensor>& amax,
-                                                           const Tensor& x, const Tensor& offs,
-                                                           const Tensor& scale_in, ScalarType dtype,
-                                                           bool rowwise, bool columnwise,
-                                                           bool bias_grad) {
+std::tuple<Tensor, Tensor, Tensor> group_quantize_delayed(const Tensor& x, const Tensor& offs,
+                                                          const Tensor& scale_in,
+                                                          const std::optional<Tensor>& amax,
+                                                          ScalarType dtype, bool rowwise,
+                                                          bool columnwise, bool bias_grad) {
   check_group_quantize_delayed(amax, x, offs, scale_in, dtype, rowwise, columnwise);
 
-  const Launch launch("group_quantize_delayed_", x);
+  const Launch launch("group_quantize_delayed", x);
   const Tensor scale = as_dense(scale_in);
   const Activations out(x, offs, dtype, rowwise, columnwise, bias_grad);
 
@@ -140,12 +140,12 @@ std::tuple<Tensor, Tensor, Tensor> quantize_weight_current(const Tensor& w, doub
   return {out.q, scale, out.q_t};
 }
 
-std::tuple<Tensor, Tensor> quantize_weight_delayed_(const std::optional<Tensor>& amax,
-                                                    const Tensor& w, const Tensor& scale_in,
-                                                    bool columnwise) {
+std::tuple<Tensor, Tensor> quantize_weight_delayed(const Tensor& w, const Tensor& scale_in,
+                                                   const std::optional<Tensor>& amax,
+                                                   bool columnwise) {
   check_quantize_weight_delayed(amax, w, scale_in);
 
-  const Launch launch("quantize_weight_delayed_", w);
+  const Launch launch("quantize_weight_delayed", w);
   const Tensor scale = as_dense(scale_in);
   const WeightTensors out(w, columnwise);
 
@@ -153,8 +153,8 @@ std::tuple<Tensor, Tensor> quantize_weight_delayed_(const std::optional<Tensor>&
   return {out.q, out.q_t};
 }
 
-void refresh_weight_current_(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
-                             const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
+void refresh_weight_current_(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
+                             const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
                              double amax_epsilon, bool power_of_two_scales) {
   check_refresh_weight_current(w, refresh, q, scale, q_t, amax_epsilon);
 
@@ -169,10 +169,9 @@ void refresh_weight_current_(const std::vector<Tensor>& w, const std::optional<T
   rowwise.copy_back(), columnwise.copy_back();
 }
 
-void refresh_weight_delayed_(const std::optional<Tensor>& amax, const std::vector<Tensor>& w,
-                             const Tensor& state_in, const std::optional<Tensor>& refresh,
-                             const Tensor& q, const Tensor& scale,
-                             const std::optional<Tensor>& q_t) {
+void refresh_weight_delayed_(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
+                             const std::optional<Tensor>& amax, const std::vector<Tensor>& w,
+                             const Tensor& state_in, const std::optional<Tensor>& refresh) {
   check_refresh_weight_delayed(amax, w, state_in, refresh, q, scale, q_t);
 
   const Launch launch("refresh_weight_delayed_", w[0]);

@@ -60,7 +60,7 @@ struct GroupScale {
   }
 };
 
-// Pointers are null for what is not asked for.
+// Outputs that are not requested have null pointers.
 struct PerGroupOutputs {
   uint8_t* q;                // as x
   uint8_t* q_t;              // [row blocks, K, 128], or [E, K, N] of a weight

@@ -98,8 +98,8 @@ std::tuple<Tensor, Tensor, Tensor> quantize_weight_list(const std::vector<Tensor
   return {out.q, out.scale, *out.q_t};
 }
 
-void refresh_weight_(const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
-                     const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
+void refresh_weight_(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
+                     const std::vector<Tensor>& w, const std::optional<Tensor>& refresh,
                      double amax_epsilon, bool power_of_two_scales) {
   check_refresh_weight(w, refresh, q, scale, q_t, amax_epsilon);
 

@@ -1,0 +1,128 @@
+"""What has no gradient refuses to give one: a derivative that lacked its share would be wrong."""
+
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_LINEAR = "grouped_linear(..., recipe=...)"
+_MLP = "grouped_mlp"
+
+#: What is differentiable in place of each op that is not. ``grouped_mm`` is; ``splits_to_offsets``,
+#: ``topk_experts`` and ``sort_by_expert`` return integers.
+WITHOUT_GRADIENT = {
+    "group_quantize": _LINEAR,
+    "group_quantize_current": _LINEAR,
+    "group_quantize_delayed": _LINEAR,
+    "group_quantize_mx": _LINEAR,
+    "group_round_mx": _LINEAR,
+    "group_dequantize": _LINEAR,
+    "group_dequantize_t": _LINEAR,
+    "grouped_bias_grad": _LINEAR,
+    "quantize_weight": _LINEAR,
+    "transpose_weight": _LINEAR,
+    "quantize_weight_list": _LINEAR,
+    "quantize_weight_current": _LINEAR,
+    "quantize_weight_delayed": _LINEAR,
+    "refresh_weight_": _LINEAR,
+    "refresh_weight_current_": _LINEAR,
+    "refresh_weight_delayed_": _LINEAR,
+    "refresh_weight_mx_": _LINEAR,
+    "grouped_mm_list": "grouped_linear, or grouped_mm of torch.stack(b)",
+    "grouped_scaled_mm": _LINEAR,
+    "grouped_mm_wgrad": _LINEAR,
+    "grouped_mm_wgrad_": _LINEAR,
+    "grouped_mm_wgrad_list_": _LINEAR,
+    "grouped_scaled_mm_wgrad": _LINEAR,
+    "grouped_scaled_mm_wgrad_": _LINEAR,
+    "grouped_scaled_mm_wgrad_list_": _LINEAR,
+    "block_scaled_linear": _LINEAR,
+    "block_scaled_linear_grad": _LINEAR,
+    "gather_sum": f"{_MLP}, or torch's index_select",
+    "gather_dot": f"{_MLP}, or torch's index_select",
+    "scatter_rows": f"{_MLP}, or torch's index_select",
+    "swiglu": f"{_MLP}, or SwiGLU.forward",
+    "swiglu_grad": f"{_MLP}, or SwiGLU.backward",
+    "group_quantize_swiglu": _MLP,
+    "group_quantize_swiglu_grad": _MLP,
+    "grouped_mm_swiglu": _MLP,
+    "grouped_mm_swiglu_grad": _MLP,
+    "update_scales_": None,
+    "adam_weight_": None,
+}
+
+_functions: Any = torch._C._functions
+
+
+def _refusing(name: str, instead: str | None) -> Callable[..., Any]:
+    op = getattr(torch.ops.grouped_linear, name).default
+    has_outputs = bool(op._schema.returns)
+    ways = [] if instead is None else [f"use {instead}"]
+    ways.append("where no gradient is wanted, call it under torch.no_grad()")
+    sentence = f"{name}: not differentiable: {'; '.join(ways)}"
+
+    def call(*arguments: Any) -> Any:
+        # Inside a layer's gradient, where time counts, neither is so.
+        if not torch.is_grad_enabled() and forward_ad._current_level < 0:
+            return op(*arguments)
+        check_no_tangents(name, arguments)
+        needing = [t for t in _tensors(arguments) if t.requires_grad]
+        if not (needing and torch.is_grad_enabled()):
+            return op(*arguments)
+        # A compiled graph has its backward before any is asked for, and an op that only writes has
+        # no output that could refuse later.
+        if torch.compiler.is_compiling() or not has_outputs:
+            raise RuntimeError(sentence)
+        with torch.no_grad():
+            results = op(*arguments)
+        return _refuse(sentence, results, needing)
+
+    return call
+
+
+def check_no_tangents(name: str, arguments: Iterable[Any]) -> None:
+    """Raise in forward mode, where torch would drop the tangents of a custom op in silence."""
+    if forward_ad._current_level < 0:
+        return
+    for t in _tensors(arguments):
+        if forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(f"{name}: forward-mode autograd is not supported")
+
+
+def _refuse(sentence: str, results: Any, needing: list[Tensor]) -> Any:
+    """The results with a node behind them that raises in a backward, as torch's own ops do."""
+    is_one = isinstance(results, Tensor)
+    outputs = [results] if is_one else list(results)
+    real = [i for i, t in enumerate(outputs) if t.is_floating_point()]
+    # With edges to what needs a gradient: autograd runs only nodes that lead to what it is asked
+    # for.
+    aliases = [outputs[i].detach().requires_grad_() for i in real]
+    refusing = _functions.DelayedError(sentence.encode(), len(aliases) + len(needing))
+    for i, t in zip(real, refusing(*aliases, *needing), strict=False):
+        outputs[i] = t
+    return outputs[0] if is_one else tuple(outputs)
+
+
+def _tensors(arguments: Iterable[Any]) -> list[Tensor]:
+    """The tensors among an op's arguments; of a list all."""
+    found = []
+    for argument in arguments:
+        for t in argument if isinstance(argument, list | tuple) else (argument,):
+            if isinstance(t, Tensor):
+                found.append(t)
+    return found
+
+
+_plain = torch.ops.grouped_linear
+
+#: The ops of ``torch.ops.grouped_linear``, for this package's own functions.
+OPS = SimpleNamespace(
+    grouped_mm=_plain.grouped_mm.default,
+    splits_to_offsets=_plain.splits_to_offsets.default,
+    topk_experts=_plain.topk_experts.default,
+    sort_by_expert=_plain.sort_by_expert.default,
+    **{name: _refusing(name, instead) for name, instead in WITHOUT_GRADIENT.items()},
+)

@@ -1,0 +1,384 @@
+"""GroupedLinear with TransformerEngine's arguments.
+
+E groups, K in_features, N out_features.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from grouped_linear.nn import linear
+from grouped_linear.nn.functional import autocast_dtype, check_parameters
+from grouped_linear.nn.options import check_flags, check_parameters_dtype
+from grouped_linear.quantized.state_dict import join_quantized
+from grouped_linear.quantized.weight import Weights, is_dtensor, local_part
+from grouped_linear.recipes import Recipe
+from grouped_linear.te.deferred import Deferred, compute_oldest, defer, watch
+
+
+class RngStateTracker(Protocol):
+    """What ``get_rng_state_tracker`` returns, Megatron's convention."""
+
+    def fork(self, name: str = ...) -> AbstractContextManager[Any]:
+        """A context in which the named random state is the current one."""
+        ...
+
+
+class GroupedLinear(linear.GroupedLinear):
+    """:class:`grouped_linear.GroupedLinear` with TransformerEngine's arguments, in its order.
+
+    The recipe is the layer's own, not a context's. docs/from_transformer_engine.md says argument by
+    argument what else differs.
+
+    Args:
+        num_gemms: E, the number of groups (experts), at most 1024.
+        in_features: K, a multiple of 16.
+        out_features: N, a multiple of 16.
+        sequence_parallel: only False. Tensor parallelism and overlapped communication are out of
+            scope; their arguments are taken where they ask for none.
+        fuse_wgrad_accumulation: see :class:`grouped_linear.GroupedLinear`. Each weight has a
+            ``main_grad``.
+        tp_group: only None.
+        tp_size: only 1.
+        get_rng_state_tracker: returns an object whose ``fork(name)`` context holds the random state
+            that parameters are drawn from.
+        rng_tracker_name: the name that ``fork`` is called with, if any.
+        init_method: called with every expert's weight [N, K] to fill it; torch.nn.Linear's
+            initialisation by default. For a sharded weight it is called with this process's part.
+        bias: whether the layer has a bias.
+        return_bias: return ``(y, bias)``, with the bias in y's dtype and not added.
+        params_dtype: of the parameters.
+        parallel_mode: only None.
+        device: see :class:`grouped_linear.GroupedLinear`; torch's default device, not "cuda".
+        ub_overlap_rs: only False.
+        ub_overlap_ag: only False.
+        ub_name: only None.
+        delay_wgrad_compute: leave weight gradients to :meth:`backward_dw`. Not under
+            torch.compile. torch's optimizers raise before they step a weight whose gradient waits.
+        save_original_input: save the input itself for the backward and quantize it there. This
+            saves memory if something else keeps the input anyway. Not under ``DelayedScaling``.
+        single_grouped_weight: one parameter ``weight`` for all experts, or ``weight0``, ``weight1``
+            and so on. Checkpoints of either form load into the other.
+        single_grouped_bias: one parameter ``bias``, or ``bias0``, ``bias1`` and so on.
+        recipe: see :class:`grouped_linear.GroupedLinear`, as the next three.
+        cache_weights: room for the weight that ``is_first_microbatch`` caches.
+        weights: other values than None need ``single_grouped_weight``.
+        stochastic_rounding: of a weight in FP8 alone.
+        preserve_high_precision_init: keep the drawn weight as ``high_precision_init``, for an
+            optimizer with high-precision weights of its own.
+
+    Attributes:
+        weight: [E, N, K]; or weight0, ... [N, K].
+        bias: [E, N], or None; or bias0, ... [N].
+        high_precision_init: [E, N, K] on the CPU, or None; set it to None after use.
+
+    Raises:
+        ValueError: for a configuration that no call could run, and for what is out of scope.
+
+    >>> layer = GroupedLinear(2, 16, 32, return_bias=True)
+    >>> [name for name, _ in layer.named_parameters()]
+    ['weight0', 'weight1', 'bias0', 'bias1']
+    >>> y, bias = layer(torch.randn(7, 16), [4, 2])
+    >>> y.shape, bias.shape
+    (torch.Size([7, 32]), torch.Size([2, 32]))
+    """
+
+    high_precision_init: Tensor | None
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], RngStateTracker] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: None = None,
+        device: torch.device | str | None = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_name: None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        *,
+        recipe: Recipe | None = None,
+        cache_weights: bool = False,
+        weights: Weights = None,
+        stochastic_rounding: bool | None = None,
+        preserve_high_precision_init: bool = False,
+    ) -> None:
+        _check_out_of_scope("sequence_parallel", sequence_parallel, False)
+        _check_out_of_scope("tp_group", tp_group, None)
+        _check_out_of_scope("tp_size", tp_size, 1)
+        _check_out_of_scope("parallel_mode", parallel_mode, None)
+        _check_out_of_scope("ub_overlap_rs", ub_overlap_rs, False)
+        _check_out_of_scope("ub_overlap_ag", ub_overlap_ag, False)
+        _check_out_of_scope("ub_name", ub_name, None)
+        check_flags(
+            "GroupedLinear",
+            return_bias=return_bias,
+            delay_wgrad_compute=delay_wgrad_compute,
+            save_original_input=save_original_input,
+            single_grouped_weight=single_grouped_weight,
+            single_grouped_bias=single_grouped_bias,
+            preserve_high_precision_init=preserve_high_precision_init,
+        )
+        _check_function("init_method", init_method, "called with each expert's weight")
+        _check_function(
+            "get_rng_state_tracker", get_rng_state_tracker, "that returns an object with fork()"
+        )
+        check_parameters_dtype("GroupedLinear", "params_dtype", params_dtype)
+        if weights is not None and not single_grouped_weight:
+            raise ValueError(f"GroupedLinear: weights={weights!r} needs single_grouped_weight=True")
+        if preserve_high_precision_init and weights != "fp8":
+            raise ValueError("GroupedLinear: preserve_high_precision_init needs weights='fp8'")
+        if save_original_input and isinstance(recipe, Recipe) and recipe.has_state:
+            raise ValueError(
+                "GroupedLinear: save_original_input quantizes the input once more in the backward, "
+                f"by when the scales of {type(recipe).__name__} may have changed"
+            )
+        # The base class reads these while it registers and draws the parameters.
+        self._single = {"weight": single_grouped_weight, "bias": single_grouped_bias}
+        self._names: dict[str, tuple[str, ...]] = {}
+        self._init_method = init_method
+        self._get_rng_state_tracker = get_rng_state_tracker
+        self._rng_tracker_names = () if rng_tracker_name is None else (rng_tracker_name,)
+        self._preserve_high_precision_init = preserve_high_precision_init
+        self.high_precision_init = None
+        super().__init__(
+            num_gemms,
+            in_features,
+            out_features,
+            bias,
+            device,
+            params_dtype,
+            recipe=recipe,
+            cache_weights=cache_weights,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            weights=weights,
+            stochastic_rounding=stochastic_rounding,
+        )
+        self.return_bias = return_bias
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.save_original_input = save_original_input
+        self._deferred: deque[Deferred] = deque()
+
+    # --- one parameter, or one for each expert ---------------------------------------------------
+
+    def _register(self, name: str, t: Tensor | None) -> tuple[str, ...]:
+        if t is None or self._single[name]:
+            self._names[name] = super()._register(name, t)
+        else:  # views of one tensor, side by side
+            self._names[name] = self._per_expert(name)
+            for expert, own in zip(self._names[name], t, strict=True):
+                self.register_parameter(expert, nn.Parameter(own))
+        return self._names[name]
+
+    def _per_expert(self, name: str) -> tuple[str, ...]:
+        return tuple(f"{name}{e}" for e in range(self.num_gemms))
+
+    def _experts_of(self, name: str) -> Any:
+        if self._names[name] == (name,):
+            return getattr(self, name)
+        return tuple(getattr(self, expert) for expert in self._names[name])
+
+    def _weights(self) -> dict[str, Any]:
+        """The weight's parameters by name; Any, because their owners give them attributes."""
+        return {name: getattr(self, name) for name in self._names["weight"]}
+
+    def _whole_bias(self) -> Tensor | None:
+        """[E, N]."""
+        bias = self._experts_of("bias")
+        if not isinstance(bias, tuple):
+            return bias  # type: ignore[no-any-return]
+        if autocast_dtype(bias[0].device) is None:
+            return torch.stack(bias)
+        # Under autocast torch.stack refuses the other half dtype.
+        with torch.autocast(bias[0].device.type, enabled=False):
+            return torch.stack(bias)
+
+    def _draw(self, weight: Iterable[Tensor], bias: Iterable[Tensor]) -> None:
+        tracker = self._get_rng_state_tracker
+        with nullcontext() if tracker is None else tracker().fork(*self._rng_tracker_names):
+            if self._init_method is not None:
+                for expert in local_part(weight):
+                    self._init_method(expert)
+            super()._draw(weight if self._init_method is None else (), bias)
+        if self._preserve_high_precision_init:
+            self.high_precision_init = weight.cpu()  # type: ignore[attr-defined]
+
+    # --- a call ----------------------------------------------------------------------------------
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        m_splits: Tensor | Sequence[int],
+        is_first_microbatch: Tensor | bool | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Apply the layer to x [..., K], whose rows are sorted by group.
+
+        Args:
+            x: see :meth:`grouped_linear.GroupedLinear.forward`.
+            m_splits: see :meth:`grouped_linear.GroupedLinear.forward`.
+            is_first_microbatch: see :meth:`grouped_linear.GroupedLinear.forward`.
+
+        Returns:
+            y [..., N]; with return_bias ``(y, bias)``.
+
+        Raises:
+            RuntimeError: as :meth:`grouped_linear.GroupedLinear.forward`.
+            ValueError: as :meth:`grouped_linear.GroupedLinear.forward`.
+        """
+        named, bias = self._weights(), self._whole_bias()
+        weights = tuple(named.values())
+        check_parameters("grouped_linear", weight=weights[0], bias=bias)
+        later = None
+        defers = self.delay_wgrad_compute and torch.is_grad_enabled()
+        if defers and any(w.requires_grad for w in weights):
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    "GroupedLinear: delay_wgrad_compute keeps operands of the backward for "
+                    "backward_dw, which a compiled backward cannot hand out"
+                )
+            later = partial(defer, self._deferred, weights)
+            watch(self, self._deferred)
+        y = self._multiply(
+            x,
+            named,
+            None if self.return_bias else bias,
+            m_splits,
+            is_first_microbatch,
+            self.save_original_input,
+            later,
+        )
+        if not self.return_bias:
+            return y
+        return y, None if bias is None else bias.to(y.dtype)
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that the oldest backward deferred.
+
+        They arrive as the backward's own would: in ``grad`` or ``main_grad``, and hooks run.
+        Nothing happens without ``delay_wgrad_compute``, or if the weight requires no gradient. A
+        backward of chosen inputs, torch.autograd.grad or ``inputs=``, defers nothing. A backward
+        that was captured in a CUDA graph needs a captured backward_dw: in the same graph, or in one
+        that is replayed after it.
+
+        Raises:
+            RuntimeError: if no backward has deferred any; if some were deferred in a capture and
+                this is none, or the other way round; or if FSDP2 has sharded the weight.
+
+        >>> layer = GroupedLinear(2, 16, 32, delay_wgrad_compute=True)
+        >>> layer(torch.ones(5, 16), [2, 3]).sum().backward()
+        >>> layer.weight0.grad is None, layer.bias0.grad is None
+        (True, False)
+        >>> layer.backward_dw()
+        >>> layer.weight0.grad.shape
+        torch.Size([32, 16])
+        """
+        if not self.delay_wgrad_compute:
+            return
+        if not self._deferred:
+            if not any(w.requires_grad for w in self._weights().values()):
+                return
+            raise RuntimeError("GroupedLinear: backward_dw: no backward has left anything to do")
+        if any(map(is_dtensor, self.parameters(recurse=False))) and any(
+            w.requires_grad for w in self._deferred[0].parameters
+        ):
+            raise RuntimeError(
+                "GroupedLinear: backward_dw: the weight is sharded, whose gradients FSDP2 reduces "
+                "in the backward: leave delay_wgrad_compute out"
+            )
+        compute_oldest(self._deferred)
+
+    # --- parameters that move, are copied or loaded ----------------------------------------------
+
+    @torch.no_grad()
+    def _tie(self) -> None:
+        """Put a weight's experts side by side in memory, so that GEMMs read them in place."""
+        weights = tuple(self._weights().values())
+        first, size = weights[0], weights[0].numel()
+        side_by_side = all(
+            w.is_contiguous()
+            and w.untyped_storage()._cdata == first.untyped_storage()._cdata
+            and w.storage_offset() == first.storage_offset() + e * size
+            for e, w in enumerate(weights)
+        )
+        if not side_by_side:
+            for w, own in zip(weights, torch.stack([w.detach() for w in weights]), strict=True):
+                w.data = own
+
+    @contextmanager
+    def _tied_if_moved(self) -> Iterator[None]:
+        """Tie experts that the block moves; others may be views of their owner's buffer."""
+        if self._single["weight"]:
+            yield
+            return
+        before = [w.untyped_storage() for w in self._weights().values()]
+        yield
+        after = [w.untyped_storage() for w in self._weights().values()]
+        if any(a._cdata != b._cdata for a, b in zip(after, before, strict=True)):
+            self._tie()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupedLinear":
+        with self._tied_if_moved():
+            super()._apply(fn, recurse)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state of a copy or a pickle, without deferred gradients."""
+        return {**vars(self), "_deferred": deque()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy or a pickle."""
+        super().__setstate__(state)
+        if not self._single["weight"]:
+            self._tie()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Load parameters of either form, quantized or not."""
+        join_quantized(self, state_dict, prefix, args[4])  # args[4] takes error messages
+        for name, single in self._single.items():
+            packed, names = prefix + name, [prefix + n for n in self._per_expert(name)]
+            if single and packed not in state_dict and all(n in state_dict for n in names):
+                if len({state_dict[n].shape for n in names}) == 1:
+                    state_dict[packed] = torch.stack([state_dict.pop(n) for n in names])
+            elif not single and state_dict.keys().isdisjoint(names):
+                experts = state_dict.get(packed)
+                if experts is not None and experts.shape[:1] == (self.num_gemms,):
+                    state_dict.update(zip(names, state_dict.pop(packed), strict=True))
+        with self._tied_if_moved():
+            super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _check_out_of_scope(name: str, value: Any, nothing: Any) -> None:
+    """Raise ValueError for any value but the default."""
+    if value is not nothing and value != nothing:
+        raise ValueError(
+            "GroupedLinear: tensor parallelism and overlapped communication are out of scope, "
+            f"got {name}={value!r}"
+        )
+
+
+def _check_function(name: str, function: Any, which: str) -> None:
+    """Raise ValueError unless it is None or callable."""
+    if function is not None and not callable(function):
+        raise ValueError(
+            f"GroupedLinear: {name} must be None or a function {which}, got {function!r}"
+        )

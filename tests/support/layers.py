@@ -1,0 +1,37 @@
+"""GroupedLinear by its options, the plain one or that of grouped_linear.te, and its copies."""
+
+import inspect
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import nn
+
+from grouped_linear import GroupedLinear, te
+
+PLAIN = frozenset(inspect.signature(GroupedLinear).parameters)
+
+
+def linear_of(
+    num_gemms: int, in_features: int, out_features: int, bias: bool = True, **options: Any
+) -> GroupedLinear:
+    """The plain layer if it has all options, else te's, with one weight and bias unless said."""
+    sizes = num_gemms, in_features, out_features
+    if options.keys() <= PLAIN:
+        return GroupedLinear(*sizes, bias, **options)
+    if "dtype" in options:
+        options["params_dtype"] = options.pop("dtype")
+    single = {"single_grouped_weight": True, "single_grouped_bias": True}
+    return te.GroupedLinear(*sizes, bias=bias, **(single | options))
+
+
+def through_pickle(layer: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(layer))
+
+
+def through_torch_save(layer: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
