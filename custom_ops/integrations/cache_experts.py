@@ -9,6 +9,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from grouped_linear.integrations.fp8_checkpoint import weight_names
+from grouped_linear.integrations.implementation import check_stateless
 from grouped_linear.integrations.plan import check_weights
 from grouped_linear.integrations.quantize_experts import check_has_experts, experts_of
 from grouped_linear.nn.functional import check_whole
@@ -61,11 +62,7 @@ def cache_experts(model: nn.Module, recipe: Recipe | None = None) -> None:
     """
     check_recipe("cache_experts", recipe)
     recipe = Float8BlockScaling() if recipe is None else recipe
-    if recipe.has_state:
-        raise ValueError(
-            f"cache_experts: {type(recipe).__name__} has a state in each layer, and an experts "
-            "implementation is a function: choose a recipe without state"
-        )
+    check_stateless("cache_experts", recipe)
     check_has_experts("cache_experts", model)
     found = experts_of(model)
     weights = [(experts, name) for experts in found.values() for name in weight_names(experts)]
