@@ -371,8 +371,8 @@ MISTAKES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "state": (
         mixtral,
         {"recipe": DelayedScaling()},
-        "convert: DelayedScaling has a state in each layer, and Hugging Face's experts have no "
-        "place for it: choose a recipe without state",
+        "convert: DelayedScaling has a state in each layer, and an experts implementation is a "
+        "function: choose a recipe without state",
     ),
     "options": (
         mixtral,

@@ -13,6 +13,7 @@ from grouped_linear.integrations.converted_class import (
     Forward,
     class_before,
     convert_class,
+    forward_alone,
     is_converted,
 )
 from grouped_linear.integrations.expert_lists import (
@@ -264,7 +265,7 @@ def _plan_list(
 def _replace_list(block: Any, list_name: str, grouped: nn.Module, forward: Forward) -> None:
     fill(grouped, block.get_submodule(list_name))
     setattr(block, list_name, grouped)
-    convert_class(block, forward)
+    convert_class(block, forward_alone, forward)
 
 
 def _plan_module(

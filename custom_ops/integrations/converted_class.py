@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import nn
 
@@ -12,14 +12,6 @@ from grouped_linear.quantized.state_dict import SavesQuantized
 Forward = Callable[..., Any]
 
 PICKLE_VERSION = 1
-
-
-@runtime_checkable
-class MakesMembers(Protocol):
-    """Members of a class as data that can be pickled, which local functions cannot."""
-
-    def members(self) -> dict[str, Any]:
-        """The members by name."""
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -33,11 +25,15 @@ def class_before(module: nn.Module) -> type[nn.Module]:
     return before
 
 
-def convert_class(module: Any, new: Forward | MakesMembers) -> None:
+def convert_class(module: Any, members: Callable[..., dict[str, Any]], *args: Any) -> None:
     """Give a module the class that :func:`converted_class` makes of its own."""
     before: Any = type(module)
-    made_of: Any = new
-    module.__class__ = converted_class(before, made_of)
+    module.__class__ = converted_class(before, members, *args)
+
+
+def forward_alone(forward: Forward) -> dict[str, Any]:
+    """The members of a class with another forward."""
+    return {"forward": forward}
 
 
 def restore_class(module: nn.Module) -> None:
@@ -47,12 +43,16 @@ def restore_class(module: nn.Module) -> None:
 
 
 @lru_cache  # all layers of a class, copies and loaded ones too, share it and compile once
-def converted_class(before: type[nn.Module], new: Forward | MakesMembers) -> type[nn.Module]:
-    """A subclass of a module's class with members of its own; copies and pickles keep it.
+def converted_class(
+    before: type[nn.Module], members: Callable[..., dict[str, Any]], *args: Any
+) -> type[nn.Module]:
+    """A subclass of a module's class with new members; copies and pickles keep it.
 
     Args:
         before: the module's class.
-        new: its forward, or what makes its members.
+        members: a function of a module, which a pickle can name. It makes the members by name,
+            which are local functions that no pickle can hold.
+        args: its arguments, hashable and, for pickles, of classes that a pickle can name.
     """
 
     def reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
@@ -60,11 +60,11 @@ def converted_class(before: type[nn.Module], new: Forward | MakesMembers) -> typ
         if type(self) is not converted:  # a subclass, such as FSDP2 makes
             return whole
         # An import cannot find a class that is made here, so loading a pickle makes it again.
-        made_of = {"version": PICKLE_VERSION, "class": before, "new": new}
+        made_of = {"version": PICKLE_VERSION, "class": (before, members, *args)}
         return _new_converted, (made_of,), *whole[2:]
 
     body = {
-        **(new.members() if isinstance(new, MakesMembers) else {"forward": new}),
+        **members(*args),
         "__module__": before.__module__,
         "__reduce_ex__": reduce_ex,
         "_converted_from": before,
@@ -76,5 +76,5 @@ def converted_class(before: type[nn.Module], new: Forward | MakesMembers) -> typ
 def _new_converted(made_of: dict[str, Any]) -> nn.Module:
     """An empty module for a copy or a pickle, which then sets its attributes."""
     check_pickle_version("convert", made_of["version"], PICKLE_VERSION)
-    converted = converted_class(made_of["class"], made_of["new"])
+    converted = converted_class(*made_of["class"])
     return converted.__new__(converted)

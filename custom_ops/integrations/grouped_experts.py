@@ -5,6 +5,7 @@ letters of its own: it calls H D, and 2 F is G.
 """
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch.func import functional_call
 from torch.nn.functional import silu
 
 from grouped_linear.integrations.check_swiglu import Expert, check_swiglu
-from grouped_linear.integrations.converted_class import Forward, convert_class
+from grouped_linear.integrations.converted_class import convert_class
 from grouped_linear.integrations.plan import check_weights, replace_parameter
 from grouped_linear.nn.functional import check_whole, grouped_linear
 from grouped_linear.nn.functional_mlp import grouped_mlp_sorted
@@ -191,95 +192,82 @@ def convert_grouped_experts(
         for name in form.weights:
             w = module.get_parameter(name)
             replace_parameter(module, name, keep_weight(w, weights, recipe, stochastic_rounding))
-    convert_class(module, GroupedForward(form, recipe, weights == "fp8"))
+    convert_class(module, grouped_members, form, recipe, weights == "fp8")
 
 
 def _tensor_parallel_degree(w: Any) -> int:
     """Over how many processes the features inside experts are sharded."""
     if not is_dtensor(w):
         return 1
-    sizes = (
-        w.device_mesh.size(i)
-        for i, placement in enumerate(w.placements)
-        if placement.is_shard() and placement.dim != 0
-    )
-    degree = 1
-    for size in sizes:
-        degree *= size
-    return degree
+    placements = enumerate(w.placements)
+    return math.prod(w.device_mesh.size(i) for i, p in placements if p.is_shard() and p.dim != 0)
 
 
-@dataclass(frozen=True)
-class GroupedForward:
-    """The forward of experts in one module, and the names of their scales in a state dict."""
+def grouped_members(form: GroupedForm, recipe: Recipe | None, in_fp8: bool) -> dict[str, Any]:
+    """The members of a converted module's class: its forward, and the scales of its weights.
 
-    form: GroupedForm
-    recipe: Recipe | None
-    in_fp8: bool
-    """Whether weights are kept in FP8."""
+    The forward has the names of arguments that the module's callers may use.
 
-    def members(self) -> dict[str, Any]:
-        """Those of the module's class."""
-        return {"forward": self._forward(), **scale_properties(self.form.weights)}
+    Args:
+        form: of the experts.
+        recipe: how the GEMMs are computed.
+        in_fp8: whether weights are kept in FP8.
+    """
 
-    def _forward(self) -> Forward:
-        """The function, with the names of arguments that the module's callers may use."""
-        form, recipe, in_fp8 = self.form, self.recipe, self.in_fp8
+    def forward(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        m_splits_E = num_tokens_per_expert.to(torch.int32)  # some routers count in float
+        states: Any = getattr(self, "scaling_states", (None,) * len(form.weights))
 
-        def forward(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-            m_splits_E = num_tokens_per_expert.to(torch.int32)  # some routers count in float
-            states: Any = getattr(self, "scaling_states", (None,) * len(form.weights))
-
-            def weight(i: int) -> Any:
-                weight, state = local_part(getattr(self, form.weights[i])), states[i]
-                held = None if state is None else len(state.weight.scale)
-                if held is not None and len(weight) != held:
-                    raise ValueError(
-                        f"{type(self).__name__}: {type(recipe).__name__} holds scales of "
-                        f"{held} experts, {len(weight)} are on this process: "
-                        "shard in another way or take another recipe"
-                    )
-                if in_fp8 and not isinstance(weight, GroupedTensor):
-                    raise ValueError(
-                        f"{type(self).__name__}: {form.weights[i]} is not in FP8 any more: tensor "
-                        "and expert parallelism make parameters of high precision, so convert "
-                        "without weights in FP8"
-                    )
-                if recipe is None or not recipe.weight.reads_any_dtype:
-                    weight = weight.to(x.dtype)
-                return _as_matrices(weight)
-
-            if not form.gate_up_is_one:
-                gate, up = (
-                    grouped_linear(x, weight(i), m_splits_E, None, recipe, states[i])
-                    for i in (0, 1)
+        def weight(i: int) -> Any:
+            weight, state = local_part(getattr(self, form.weights[i])), states[i]
+            held = None if state is None else len(state.weight.scale)
+            if held is not None and len(weight) != held:
+                raise ValueError(
+                    f"{type(self).__name__}: {type(recipe).__name__} holds scales of "
+                    f"{held} experts, {len(weight)} are on this process: "
+                    "shard in another way or take another recipe"
                 )
-                h = silu(gate) * up
-                return grouped_linear(h, weight(2), m_splits_E, None, recipe, states[2]).to(x.dtype)
-            gate_up_bias, down_bias = (
-                (local_part(getattr(self, name)) for name in form.biases)
-                if form.biases
-                else (None, None)
+            if in_fp8 and not isinstance(weight, GroupedTensor):
+                raise ValueError(
+                    f"{type(self).__name__}: {form.weights[i]} is not in FP8 any more: tensor "
+                    "and expert parallelism make parameters of high precision, so convert "
+                    "without weights in FP8"
+                )
+            if recipe is None or not recipe.weight.reads_any_dtype:
+                weight = weight.to(x.dtype)
+            return _as_matrices(weight)
+
+        if not form.gate_up_is_one:
+            gate, up = (
+                grouped_linear(x, weight(i), m_splits_E, None, recipe, states[i]) for i in (0, 1)
             )
-            # Tensor parallelism sums the processes' outputs, so each process adds its share of the
-            # bias. The gradient of the bias is not divided.
-            degree = _tensor_parallel_degree(getattr(self, form.weights[0]))
-            if down_bias is not None and degree > 1:
-                down_bias = down_bias - down_bias.detach() * (1 - 1 / degree)
-            return grouped_mlp_sorted(
-                x,
-                m_splits_E,
-                weight(0),
-                weight(1),
-                None,
-                recipe,
-                None if states[0] is None else (states[0], states[1]),
-                gate_up_proj_bias=gate_up_bias,
-                down_proj_bias=down_bias,
-                activation=form.activation(self),
-            ).to(x.dtype)
+            h = silu(gate) * up
+            return grouped_linear(h, weight(2), m_splits_E, None, recipe, states[2]).to(x.dtype)
+        gate_up_bias, down_bias = (
+            (local_part(getattr(self, name)) for name in form.biases)
+            if form.biases
+            else (None, None)
+        )
+        # Tensor parallelism sums the processes' outputs, so each process adds its share of the
+        # bias. The gradient of the bias is not divided.
+        degree = _tensor_parallel_degree(getattr(self, form.weights[0]))
+        if down_bias is not None and degree > 1:
+            down_bias = down_bias - down_bias.detach() * (1 - 1 / degree)
+        return grouped_mlp_sorted(
+            x,
+            m_splits_E,
+            weight(0),
+            weight(1),
+            None,
+            recipe,
+            None if states[0] is None else (states[0], states[1]),
+            gate_up_proj_bias=gate_up_bias,
+            down_proj_bias=down_bias,
+            activation=form.activation(self),
+        ).to(x.dtype)
 
-        def forward_RD(self: Any, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-            return forward(self, x_RD, num_tokens_per_expert_E)
+    def forward_RD(self: Any, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        return forward(self, x_RD, num_tokens_per_expert_E)
 
-        return forward_RD if form.inputs == SORTED_ROWS else forward
+    members = scale_properties(form.weights)
+    return members | {"forward": forward_RD if form.inputs == SORTED_ROWS else forward}

@@ -59,11 +59,6 @@ def plan_hugging_face(
     implementation = Implementation(
         implementation_of(recipe, save_gate_up_in_fp8), recipe, save_gate_up_in_fp8
     )
-    if recipe is not None and recipe.has_state:
-        raise ValueError(
-            f"convert: {type(recipe).__name__} has a state in each layer, and Hugging Face's "
-            "experts have no place for it: choose a recipe without state"
-        )
     implementation.check("convert")
     for place, module in experts.items():
         _check(f"convert: {place or type(module).__name__}", module, recipe, save_gate_up_in_fp8)

@@ -5,7 +5,6 @@ E experts, F features inside an expert.
 
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -126,21 +125,10 @@ def _quantize(experts: Any, name: str, recipe: Float8BlockScaling) -> None:
     setattr(experts, name, nn.Parameter(quantized, requires_grad=False))
 
 
-@dataclass(frozen=True)
-class SavedByParts:
-    """What experts whose weights are quantized have besides: the names of scales."""
-
-    weights: tuple[str, str]
-
-    def members(self) -> dict[str, Any]:
-        """Of the experts' class."""
-        return scale_properties(self.weights)
-
-
 def save_by_parts(experts: Any, weights: tuple[str, str]) -> None:
     """What experts need in state dicts and in pickles, once their weights are quantized."""
     if not is_converted(experts):
-        convert_class(experts, SavedByParts(weights))
+        convert_class(experts, scale_properties, weights)
     implementation = Implementation.of(experts.config._experts_implementation)
     if implementation is not None:
         implementation.travel_with(experts)

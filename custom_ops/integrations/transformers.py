@@ -86,11 +86,6 @@ def register(
         raise ValueError(f"register: name must be a string, got {name!r}")
     check_recipe("register", recipe)
     check_flags("register", save_gate_up_in_fp8=save_gate_up_in_fp8)
-    if recipe is not None and recipe.has_state:
-        raise ValueError(
-            f"register: {type(recipe).__name__} has a state in each layer, and an experts "
-            "implementation is a function: choose a recipe without state"
-        )
     implementation = Implementation(name, recipe, save_gate_up_in_fp8)
     implementation.check("register")
     implementation.register()
