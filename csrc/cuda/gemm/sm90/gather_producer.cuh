@@ -76,7 +76,7 @@ __device__ __forceinline__ void GatherProducer::load_b(SharedStorage<Config>& sh
   constexpr uint16_t all = (1 << kClusterSize) - 1;
   const int rank = shared.rank;
   mbarrier_arrive_expect_tx(&shared.full[stage], Config::kBBytes);
-  if (Config::kSharesB && tile.shares_b()) {
+  if (Config::kSharesB && tile.in_row_pair()) {
     TmaProducer::load_b<Config>(shared, maps, tile, stage, k_block, rank, all);
   } else {
 #pragma unroll
