@@ -33,6 +33,7 @@ TOKENS_AND_SIZES = {
     "sonic_30b": (32768, 4096, 1024, 128, 8),
     "dsv3_ep8": (4096, 7168, 2048, 32, 8),
     "mixtral": (8192, 4096, 14336, 8, 2),
+    "qwen3_next": (8192, 2048, 512, 512, 10),
 }
 CANDIDATES = (
     Candidate("torch", "bf16", "compiled"),
@@ -111,8 +112,8 @@ def write(rows: list[tuple[str, ...]]) -> None:
 def measure(name: str, candidates: Sequence[Candidate], rounds: int) -> list[tuple[str, ...]]:
     """Rows of one shape. The layers take turns, so all are in memory at once."""
     calls, memory = {}, {}
+    torch._dynamo.reset()
     for candidate in candidates:
-        torch._dynamo.reset()
         layer, x = layer_of(candidate, name)
         forward, both = step_of(layer, x)
         memory[str(candidate)] = memory_of(forward, both, x)
@@ -142,14 +143,15 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print("| shape | layer | ms | times torch | kept, MiB | peak, MiB |")
     print("| --- | --- | --- | --- | --- | --- |")
-    rows = []
+    torch._dynamo.config.recompile_limit = len(CANDIDATES) + 1  # of one module's forward
     for name in options.shapes:
+        rows = []
         for first in range(1, len(CANDIDATES), options.at_a_time):
             ours = CANDIDATES[first : first + options.at_a_time]
             measured = measure(name, (CANDIDATES[0], *ours), options.rounds)
             rows += measured if first == 1 else measured[1:]
-    if options.write:
-        write(rows)
+        if options.write:
+            write(rows)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ T rows, E groups, K in_features, N out_features.
 
 The first row of every case is the roof: one dense product with the same rows, N and K. Where bytes
 may take longer than products (decode shapes and float32 gradients) a copy of as many bytes as the
-weights have stands beside it, and the slower of the two is the roof. "record" is the best share
-that public implementations reached in the same case; public_record_h200.csv says how that was
-measured.
+weights have stands beside it, and the slower of the two is the roof; for low-rank factors it is a
+copy of as many bytes as the rows have. "record" is the best share that public implementations
+reached in the same case; public_record_h200.csv says how that was measured.
 
 On CPU a loop over the groups stands beside ours too: of F.linear, or for FP8 of bf16 products of
 the operands, dequantized first. The loop knows the sizes on the host; ours and torch's grouped
@@ -31,7 +31,15 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from benchmarks import timing
-from benchmarks.shapes import MODEL_SHAPES, SPLITS, Shape, chosen_shapes, group_sizes, is_decode
+from benchmarks.shapes import (
+    MODEL_SHAPES,
+    SPLITS,
+    Shape,
+    chosen_shapes,
+    group_sizes,
+    is_decode,
+    is_low_rank,
+)
 from grouped_linear import ops
 
 OPS = ("fprop", "dgrad", "wgrad")
@@ -217,6 +225,13 @@ def bytes_of_weights(op: str, dtype: str, o: Operands) -> int:
     return used * N * K * (1 if dtype == "fp8" else o.w_ENK.itemsize)
 
 
+def bytes_of_rows(op: str, dtype: str, o: Operands) -> int:
+    """What a call must at least read and write of the rows of x, of y and of their gradients."""
+    x, y = o.x_TK.numel(), o.dy_TN.numel()
+    read, size = {"fprop": x, "dgrad": y}.get(op, x + y), 1 if dtype == "fp8" else o.x_TK.itemsize
+    return read * size + (0 if op.startswith("wgrad") else (x + y - read) * o.x_TK.itemsize)
+
+
 def loop(op: str, x_TK: Tensor, w_ENK: Tensor, dy_TN: Tensor, sizes: list[int]) -> Tensor:
     """The product as a loop of F.linear over the groups."""
     xs, dys = x_TK.split(sizes), dy_TN.split(sizes)
@@ -301,15 +316,12 @@ def candidates_for(
 
 
 def with_copy(
-    candidates: dict[str, timing.Call], moved: int, device: torch.device
+    candidates: dict[str, timing.Call], of_what: str, moved: int, device: torch.device
 ) -> dict[str, timing.Call]:
     """The copy that is a second roof goes after the first."""
     (name, product), *others = candidates.items()
-    return {
-        name: product,
-        "copy of the weights' bytes": timing.copy_of(moved, device),
-        **dict(others),
-    }
+    copy = timing.copy_of(moved, device)
+    return {name: product, f"copy of the {of_what}' bytes": copy, **dict(others)}
 
 
 def sustained(candidates: dict[str, timing.Call], seconds: float) -> dict[str, timing.Timing]:
@@ -368,7 +380,8 @@ def main() -> None:
     report.note("FP8 is e4m3, 1x128 and 128x128 blocks; its quantization is not in these times")
 
     report.note(
-        "where a copy of the weights' bytes is the second row, a round's roof is the slower of both"
+        "where a copy of the weights' or the rows' bytes is the second row, a round's roof is the "
+        "slower of both"
     )
     records = public_record(device)
     if records:
@@ -377,6 +390,7 @@ def main() -> None:
         report.note(f"sustained: {args.sustained:g} s back to back, 3 rounds, warm L2")
 
     decode = {shape.name for shape in MODEL_SHAPES if is_decode(shape)}
+    low_rank = {shape.name for shape in MODEL_SHAPES if is_low_rank(shape)}
     cases = list(itertools.product(chosen_shapes(args.shapes, device, args.quick), all_splits))
     for shape, splits in tqdm(cases, desc="shapes x splits", disable=None):
         sizes = group_sizes(shape, splits)
@@ -387,9 +401,13 @@ def main() -> None:
             o, name = operands[DTYPES[dtype]], f"{shape.name} {splits} {op} {dtype}"
             candidates = candidates_for(op, dtype, name, o, report)
             roofs = 1
-            if op in FLOAT32_OPS or shape.name in decode:
+            if shape.name in low_rank:
                 roofs = 2
-                candidates = with_copy(candidates, bytes_of_weights(op, dtype, o), device)
+                candidates = with_copy(candidates, "rows", bytes_of_rows(op, dtype, o), device)
+            elif op in FLOAT32_OPS or shape.name in decode:
+                roofs = 2
+                moved = bytes_of_weights(op, dtype, o)
+                candidates = with_copy(candidates, "weights", moved, device)
             timings = timing.time_paired(candidates, device, report.rounds, roofs=roofs)
             if (shape.name, splits) == SUSTAINED and roofs == 1 and not on_cpu and args.sustained:
                 timings |= sustained(candidates, args.sustained)
@@ -398,7 +416,7 @@ def main() -> None:
     report.finish(
         args.write,
         mean_by=("op", "dtype", "splits"),
-        in_mean=lambda case: case["shape"] not in decode,
+        in_mean=lambda case: case["shape"] not in decode | low_rank,
         merge=args.merge,
     )
 

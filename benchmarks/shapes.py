@@ -44,6 +44,14 @@ MODEL_SHAPES = (
     Shape("gptoss_down", E=32, m=1024, N=2880, K=2880),
     # DeepSeek-V3 at inference: bound by the bytes of the weights, so left out of means
     Shape("dsv3_decode_up", E=32, m=20, N=4096, K=7168),
+    Shape("dsv3_decode_up_1", E=32, m=1, N=4096, K=7168),
+    Shape("dsv3_decode_up_4", E=32, m=4, N=4096, K=7168),
+    Shape("qwen3_30b_decode_up_1", E=128, m=1, N=1536, K=2048),
+    Shape("qwen3_30b_decode_down_1", E=128, m=1, N=2048, K=768),
+    # Low-rank factors of qwen3_30b_up: x A^T, and that times B^T; bound by the bytes of the rows
+    Shape("qwen3_30b_rank_16_a", E=128, m=512, N=16, K=2048),
+    Shape("qwen3_30b_rank_16_b", E=128, m=512, N=2048, K=16),
+    Shape("qwen3_30b_rank_64_a", E=128, m=512, N=64, K=2048),
 )
 
 # One of each kind: many bytes, many groups, short K, partial 128-blocks, decode.
@@ -122,3 +130,8 @@ def group_sizes(shape: Shape, splits: str) -> list[int]:
 def is_decode(shape: Shape) -> bool:
     """Whether so few rows meet each weight that its bytes, not products, take the time."""
     return shape.m < 64 and shape in MODEL_SHAPES
+
+
+def is_low_rank(shape: Shape) -> bool:
+    """Whether a side is so narrow that the rows' bytes, not products, take the time."""
+    return min(shape.N, shape.K) <= 64

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from benchmarks.alternatives import LoopedLinear, TorchGroupedLinear
 from benchmarks.hugging_face import HUGGING_FACE_CASES, HuggingFaceCase
 from benchmarks.moe_model import VOCABULARY, Experts, LanguageModel, MixtureOfExperts, ModelSize
-from benchmarks.shapes import CPU_SHAPES, LAUNCH_BOUND, MODEL_SHAPES, Shape, group_sizes, is_decode
+from benchmarks.shapes import (
+    CPU_SHAPES,
+    LAUNCH_BOUND,
+    MODEL_SHAPES,
+    Shape,
+    group_sizes,
+    is_decode,
+    is_low_rank,
+)
 from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
@@ -202,7 +210,7 @@ GPU_CASES: tuple[Case, ...] = (
     block("qwen3_30b_like", 8192, experts=128, width=2048, expert_width=768, chosen=8),
     block("mixtral_like", 8192, experts=8, width=4096, expert_width=14336, chosen=2),
     ModelCase("transformer", 8, ModelSize(2, 2048, 16, 1024, 64, 4, 1024)),
-    *(LayerCase(shape) for shape in MODEL_SHAPES if not is_decode(shape)),
+    *(LayerCase(s) for s in MODEL_SHAPES if not is_decode(s) and not is_low_rank(s)),
 )
 CPU_CASES: tuple[Case, ...] = (
     *(LayerCase(shape) for shape in CPU_SHAPES),

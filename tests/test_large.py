@@ -43,7 +43,7 @@ DEVICES = pytest.mark.parametrize(
 
 
 @pytest.fixture(autouse=True)
-def alone(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def alone(few_threads: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """With all threads, and no other of these tests at a time: there is memory for one."""
     torch.set_num_threads(CORES)
     with open(tmp_path_factory.getbasetemp().parent / "test_large.lock", "w") as lock:

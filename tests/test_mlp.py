@@ -26,7 +26,8 @@ from grouped_linear import (
     ops,
     update_scales,
 )
-from grouped_linear.autograd.routing import CombineFunction, GatherFunction
+from grouped_linear.autograd.routing import ChosenRows, CombineFunction, GatherFunction
+from grouped_linear.recipes import Layouts, quantize_for_gemms
 from grouped_linear.recipes.quantize import quantize_tokens
 from support import reference
 from support.calls import Calls
@@ -257,10 +258,17 @@ def test_which_gemms_gather(
         ):
             assert (operands is not None) == (most is not None and columns <= most)
     in_16_bits = recipe in (Recipe(), Float8BlockScaling(wgrad=BF16))
-    for columns in (256, 272):  # wgrad
+    for columns in (256, 272):  # wgrad beside dgrad
         tokens = quantize_tokens(x_TH, recipe.grad_output, columns, True)
         gathers = tokens is not None and tokens.columnwise is not None
         assert gathers == (in_16_bits and columns == 256)
+    routing = ChosenRows(*ops.sort_by_expert(torch.zeros(3, 1, dtype=torch.int64), 1))
+    for columns in (512, 528):  # wgrad alone
+        x, _, rows_R = quantize_for_gemms(
+            routing.source(x_TH), recipe.input, routing.offs, Layouts(False, True), columns
+        )
+        gathers = in_16_bits and columns == 512
+        assert gathers == (rows_R is not None) == (x.columnwise is x_TH)
 
 
 def test_weights_are_quantized_again_as_before() -> None:

@@ -139,8 +139,9 @@ def plain_run(
                 y.backward(dy)
             if main_grad and recipe is None:
                 down, gate_up = products.operands
-                for total, operands in zip(totals, (gate_up, down), strict=True):
-                    ops.grouped_mm_wgrad_(total, *operands)
+                with torch.no_grad():
+                    for total, operands in zip(totals, (gate_up, down), strict=True):
+                        ops.grouped_mm_wgrad_(total, *operands)
             else:
                 for total, w in zip(totals, layer.weights, strict=True):
                     total.copy_(total + w.grad)

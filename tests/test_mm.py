@@ -108,6 +108,42 @@ def test_tiles_of_either_width(op: str, layout: str, dtype: torch.dtype, device:
         assert_same_bits(alone, y[here])
 
 
+# Low-rank factors: an output, or a side of wgrad, of at most half of a wide tile. Groups of one row
+# tile, of two and of three.
+@pytest.mark.parametrize("device", devices("grouped_mm"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["dense", "transposed"])
+@pytest.mark.parametrize("N", [16, 64, 80, 128])
+def test_narrow_products(N: int, layout: str, dtype: torch.dtype, device: str) -> None:
+    groups = Groups(LARGE.m_splits, LARGE.T, K=LARGE.K, N=N)
+    for gathers in ({}, {"gathers": "rows"}):
+        sample = make("grouped_mm", groups, dtype, bias=True, **gathers)
+        if layout == "transposed":
+            sample = sample.but(b=lay_out(sample["b"], layout))
+        check_grouped_mm(sample, groups, device)
+
+
+@pytest.mark.parametrize("device", devices("grouped_mm_wgrad", "grouped_mm_wgrad_"))
+@pytest.mark.parametrize("gathers", [None, "dy_rows", "x_rows"])
+@pytest.mark.parametrize(("N", "K"), [(272, 16), (272, 80), (272, 128), (16, 272), (16, 80)])
+def test_narrow_wgrads(N: int, K: int, gathers: str | None, device: str) -> None:
+    """The tiles of three equal groups are split along K."""
+    for m_splits, T in ((LARGE.m_splits, LARGE.T), ((2048,) * 3, 6150)):
+        groups = Groups(m_splits, T, K=K, N=N)
+        options = {"gathers": gathers} if gathers else {}
+        for out_dtype in (BF16, FP32):
+            sample = make("grouped_mm_wgrad", groups, BF16, out_dtype=out_dtype, **options)
+            (dw,) = sample.results(device)
+            expected = reference.grouped_mm_wgrad(*wgrad_operands(sample, groups))
+            assert within(dw, expected, wgrad_tolerance(sample, groups, expected, dw.dtype))
+        sample = make("grouped_mm_wgrad_", groups, BF16, grad_dtype=FP32, **options)
+        (after,) = sample.results(device)
+        before = sample["main_grad"].double()
+        expected = reference.grouped_mm_wgrad(*wgrad_operands(sample, groups)) + before
+        allowed = wgrad_tolerance(sample, groups, expected, FP32) + 2.0**-24 * before.abs()
+        assert within(after, expected, allowed)
+
+
 @pytest.mark.parametrize("device", devices("group_quantize", "grouped_scaled_mm"))
 @pytest.mark.parametrize("scale", [1.0, 2.0**-100, 2.0**-120], ids=["", "small", "tiny"])
 @pytest.mark.parametrize("name", ["unaligned", "capacity", "17_groups"])

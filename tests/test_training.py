@@ -291,7 +291,7 @@ def through_checkpoints(
 ) -> GroupedLinear:
     """Into a plain layer's parameters and back, strictly."""
     plain, twin = (
-        make_layer(recipe, FP32, "cpu"),
+        make_layer(recipe, FP32, "cpu", single_grouped_weight=True),  # of te's layer
         make_layer(recipe, FP32, "cpu", **feature.options),
     )
     for source, target in ((layer, plain), (plain, twin)):

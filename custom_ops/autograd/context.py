@@ -141,8 +141,9 @@ class LinearContext(NamedTuple):
         x_scale: Tensor | None,
         offs_E: Tensor,
         dy_rows: Tensor | None = None,
+        x_rows: Tensor | None = None,
     ) -> Wgrad:
-        """The weight gradient of dy, or of dy[dy_rows], and columnwise x."""
+        """The weight gradient of dy, or of dy[dy_rows], and columnwise x, or x[x_rows]."""
         assert isinstance(dy.columnwise, Tensor)
         return Wgrad(
             self.weights,
@@ -153,4 +154,5 @@ class LinearContext(NamedTuple):
             x_scale,
             offs_E,
             dy_rows,
+            x_rows,
         )

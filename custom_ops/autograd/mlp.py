@@ -106,7 +106,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         )
 
         ctx.activation, ctx.num_routing = config.activation, len(routing)
-        ctx.features = down_EHF.size(2)
+        ctx.columns = columns, down_EHF.size(2)
         ctx.contexts = gate_up_context.for_backward(), down_context.for_backward()
         formats = of_gate_up.input, of_gate_up.grad_output, of_down.input, of_down.grad_output
         ctx.save_for_backward(
@@ -133,6 +133,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         if any(c.options.main_grad is not None for c in (gate_up_context, down_context)):
             needed = need_gate_up, need_down
             need_gate_up, need_down = needs_grad_now(ctx, needed, slice(2, 4))
+        gate_up_columns, features = ctx.columns
         saved = saved_tensors(ctx, "grouped_mlp")
         routing, saved = rows_of(saved[: ctx.num_routing]), saved[ctx.num_routing :]
         weight_TC, x_TH, *saved_gate_up, down_bias_EH = saved[:5]
@@ -150,7 +151,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         if need_dh or need_down:
             layouts, source = Layouts(need_dh, need_down), routing.source(d_out_TH)
             dy, dy_rows_R, wgrad_rows_R = quantize_for_gemms(
-                source, of_down.grad_output, offs_E, layouts, ctx.features
+                source, of_down.grad_output, offs_E, layouts, features
             )
         if need_dh:
             w, w_scale = down_context.for_dgrad(down, down_scale)
@@ -182,10 +183,14 @@ class GroupedMLPFunction(torch.autograd.Function):
             d_weight_TC = routing.gradient_of_weights(d_weight_R, d_out_TH, down_bias_EH)
             d_weight_TC = d_weight_TC.to(weight_TC.dtype)
         if need_gate_up:
-            layouts = Layouts(False, True, again=True)
-            x = quantize(routing.source(x_TH), of_gate_up.input, offs_E, layouts)
+            layouts, source = Layouts(False, True, again=True), routing.source(x_TH)
+            x, _, x_rows_R = quantize_for_gemms(
+                source, of_gate_up.input, offs_E, layouts, gate_up_columns
+            )
             assert isinstance(x.columnwise, Tensor)
-            wgrad = gate_up_context.wgrad(d_gate_up, x.columnwise, x.columnwise_scale, offs_E)
+            wgrad = gate_up_context.wgrad(
+                d_gate_up, x.columnwise, x.columnwise_scale, offs_E, x_rows=x_rows_R
+            )
             (d_gate_up_EGH,) = wgrad.compute()
             del x, wgrad
         if need_gate_up_bias:

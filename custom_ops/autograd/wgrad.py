@@ -65,6 +65,8 @@ class Wgrad(NamedTuple):
     offs: Tensor
     dy_rows: Tensor | None = None
     """With dy[dy_rows[t]] in place of dy[t]; None where each row is its own."""
+    x_rows: Tensor | None = None
+    """The same for x; at most one of the two."""
 
     def compute(self) -> tuple[Tensor | None, ...]:
         """The gradient of each weight, or None where it went into main_grad."""
@@ -92,10 +94,12 @@ class Wgrad(NamedTuple):
             self.offs,
             dtype,
             self.dy_rows,
+            self.x_rows,
         )
 
     def _add_to(self, main_grads: Experts, overwrite: Tensor | None) -> None:
         dy, x, dy_scale, x_scale, offs = self.dy, self.x, self.dy_scale, self.x_scale, self.offs
+        rows = self.dy_rows, self.x_rows
         per_expert = main_grads[0].dim() == 2
         if per_expert and torch.compiler.is_compiling():
             # Of a list that an op writes, Inductor clones every tensor if they share a buffer, as
@@ -105,9 +109,9 @@ class Wgrad(NamedTuple):
                 grad.copy_(total if overwrite is None else torch.where(overwrite, dw_NK, total))
         elif dy_scale is None or x_scale is None:
             if per_expert:
-                ops.grouped_mm_wgrad_list_(main_grads, dy, x, offs, overwrite, self.dy_rows)
+                ops.grouped_mm_wgrad_list_(main_grads, dy, x, offs, overwrite, *rows)
             else:
-                ops.grouped_mm_wgrad_(main_grads[0], dy, x, offs, overwrite, self.dy_rows)
+                ops.grouped_mm_wgrad_(main_grads[0], dy, x, offs, overwrite, *rows)
         else:
             operands = dy, x, dy_scale, x_scale, offs
             if per_expert:

@@ -56,10 +56,10 @@ def experts_forward(
         stored: Tensor = getattr(experts, name)
         if not experts.is_transposed:
             return stored, PLAIN_CALL
-        quantized = stored_weight("grouped_linear", stored, recipe)
-        if quantized is None:
+        kept = stored_weight("grouped_linear", stored, recipe)
+        if kept is None or kept.scale is None:  # a format of one's own is of [E, N, K]
             return stored.transpose(1, 2), PLAIN_CALL
-        q, scale, q_t = quantized
+        q, scale, q_t = kept
         assert isinstance(stored, GroupedTensor)
         assert scale is not None
         q_t = ops.transpose_weight(q) if q_t is None else q_t

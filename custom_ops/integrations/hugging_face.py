@@ -65,6 +65,7 @@ def plan_hugging_face(
     plan = Plan(writes=[partial(_choose, model, experts, implementation)])
     plain = {p: module for p, module in experts.items() if not isinstance(module, FP8Experts)}
     if weights == "both":
+        assert recipe is not None
         for place, module in plain.items():
             plan.writes.append(partial(_keep_both, module, recipe))
             check_not_sharded(f"convert: {place or type(module).__name__}", module)

@@ -20,6 +20,7 @@ from grouped_linear.parallel.dispatchers import (
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import distributed_like, is_dtensor
 from grouped_linear.quantized.weight_cache import WeightCache
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 
 #: Makes the dispatcher of one layer: called with the mesh and E, the experts of all processes.
 MakeDispatcher = Callable[[DeviceMesh, int], TokenDispatcher]
@@ -136,6 +137,11 @@ class ExpertParallel(ParallelStyle):
 
     def _part(self, p: Any, mesh: DeviceMesh) -> Any:
         """Shard a parameter by experts: rank 0 sends the parts, as in torch's styles."""
+        if isinstance(p, GroupedTensorWithMaster):
+            plain: Any = distribute_tensor(
+                p.dequantize().detach(), mesh, [Shard(0)], src_data_rank=self.src_data_rank
+            )
+            return distributed_like(plain, p.of(plain.to_local()))
         if not isinstance(p, GroupedTensor):
             return distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=self.src_data_rank)
         q: Any
@@ -164,4 +170,4 @@ def _smaller(cache: WeightCache, num_experts: int) -> WeightCache:
     """A cold cache of fewer experts."""
     _, N, K = cache.values.shape
     device = cache.values.device
-    return WeightCache(cache.recipe, num_experts, N, K, device, of=cache.of)
+    return WeightCache(cache.recipe, num_experts, N, K, device)

@@ -72,7 +72,7 @@ def _experts_in(master: Tensor, own: Tensor) -> Any:
     is_weight = own.dim() in (2, 3) and own.shape[-2:] == (N, K) and own.is_contiguous()
     if not is_weight or own.dtype != master.dtype or own.numel() == 0:
         return None
-    first, remainder = divmod(own.storage_offset() - master.storage_offset(), N * K)
+    first, remainder = divmod(int(own.storage_offset() - master.storage_offset()), N * K)
     if remainder:
         return None
     if master.dim() == 2:

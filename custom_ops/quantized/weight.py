@@ -21,6 +21,8 @@ Weights = Literal["both", "fp8"] | None
 
 def is_dtensor(t: Any) -> bool:
     """Whether t is a DTensor, by its type, which Dynamo sees; importing DTensor takes 0.5 s."""
+    if isinstance(t, GroupedTensor):  # Dynamo of torch 2.11 has no class of one that it made
+        return False
     return hasattr(type(t), "to_local")
 
 
@@ -112,7 +114,9 @@ def stored_weight(op: str, w: Any, recipe: Recipe | None) -> QuantizedWeight | N
         recipe.weight.scaling == w.recipe.weight.scaling
         and recipe.weight.quantize is w.recipe.weight.quantize
     )
-    if w.master is not None and not w.is_whole:  # a view, as of a weight that is stored transposed
+    if (
+        isinstance(w, GroupedTensorWithMaster) and not w.is_whole
+    ):  # a view, as of a weight that is stored transposed
         return None
     if not same and w.master is None:
         name = type(w.recipe).__name__

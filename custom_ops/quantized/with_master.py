@@ -200,8 +200,9 @@ class GroupedTensorWithMaster(GroupedTensor):
                 if quantize is None:
                     refresh_weight_(parts, (master,), self.recipe.weight, None)
                 else:
-                    for to, numbers in zip(parts, _by_function(master, quantize), strict=True):
-                        if to is not None:
+                    made = _by_function(master, quantize)
+                    for to, numbers in zip(parts, made, strict=True):
+                        if to is not None and numbers is not None:
                             to.copy_(numbers)
                 count_write(self)
         return self
@@ -288,7 +289,7 @@ class GroupedTensorWithMaster(GroupedTensor):
             w.shape == self.shape,
             lambda: f"data must have the shape {list(self.shape)}, got {list(w.shape)}",
         )
-        numbers = w.detach().numbers(w.dtype) if isinstance(w, GroupedTensor) else w.detach()
+        numbers = w.numbers(w.dtype) if isinstance(w, GroupedTensor) else w.detach()
         return self.of(numbers.clone(memory_format=torch.contiguous_format))
 
     def of(self, master: Tensor, columnwise: bool | None = None) -> "GroupedTensorWithMaster":
@@ -329,10 +330,13 @@ class GroupedTensorWithMaster(GroupedTensor):
         """Copies share memory where the tensors do, as torch has it."""
         if not self.is_leaf:
             Tensor.__deepcopy__(self, memo)  # which refuses
-        parts, master, own = copy.deepcopy((tuple(self.parts), self.master, self.own), memo)
-        own = None if self.is_whole else own
+        parts, master, own = copy.deepcopy((self.parts, self.master, self.own), memo)
         twin = GroupedTensorWithMaster(
-            master, QuantizedWeight(*parts), self.metadata, own, has_memory=self.has_memory
+            master,
+            parts,
+            self.metadata,
+            None if self.is_whole else own,
+            has_memory=self.has_memory,
         )
         memo[id(self)] = twin
         vars(twin).update(copy.deepcopy(self._attributes(), memo))

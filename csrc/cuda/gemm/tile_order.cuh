@@ -3,7 +3,8 @@
 //
 // Numbers count pairs of neighbouring tiles (one pair a cluster on sm_90). As long as a group has
 // two more row tiles, a pair lies one below the other and shares b's tile. The tiles of a last odd
-// row lie beside one another and share a's tile.
+// row lie beside one another and share a's tile. So do all tiles of a Config that shares no b, but
+// for a single column of them with Config::kPairsLoneColumn.
 #pragma once
 
 #include <cstdint>
@@ -55,16 +56,16 @@ struct alignas(16) WorkTile {
   int col;               // first column; past the last in a block that has nothing to do
   int k_blocks;          // -1: there are no more tiles
   int k_begin, k_count;  // K-grouped: the first row (16-bit) or padded block (FP8), and the rows
-  // Bit 0: b's tile is shared with the other block of the cluster (else a's). A split-K slice adds
-  // the partial sums of `source_count` workspace slots (bits 16 to 23) from slot `source_slot` (8
-  // to 15) on, or writes its own to slot `destination_slot` (24 to 31). See split_k.cuh.
+  // Bit 0: the pair lies one below the other (else side by side). A split-K slice adds the partial
+  // sums of `source_count` workspace slots (bits 16 to 23) from slot `source_slot` (8 to 15) on, or
+  // writes its own to slot `destination_slot` (24 to 31). See split_k.cuh.
   uint32_t bits;
 
   static constexpr int kMaxSlots = 255;
   __device__ static uint32_t split_k_bits(int source, int count, int destination) {
     return source << 8 | count << 16 | destination << 24;
   }
-  __device__ bool shares_b() const { return bits & 1; }
+  __device__ bool in_row_pair() const { return bits & 1; }
   __device__ bool is_split_k() const { return bits > 1; }
   __device__ int source_slot() const { return bits >> 8 & kMaxSlots; }
   __device__ int source_count() const { return bits >> 16 & kMaxSlots; }
@@ -83,16 +84,16 @@ __host__ __device__ __forceinline__ int col_tiles(const GemmShape& shape) {
   return (shape.cols + Config::kTileN - 1) / Config::kTileN;
 }
 
-// Pairs of row tiles that share b's tile, of `rows` row tiles.
+// Pairs of tiles one below the other, of `rows` row tiles in each of `cols` columns.
 template <typename Config>
-__host__ __device__ __forceinline__ int row_pairs(int rows) {
-  return Config::kSharesB ? rows / 2 : 0;
+__host__ __device__ __forceinline__ int row_pairs(int rows, int cols) {
+  return Config::kSharesB || (Config::kPairsLoneColumn && cols == 1) ? rows / 2 : 0;
 }
 
 // Pairs in a matrix of rows x cols tiles: pairs of rows, then pairs of columns in a last odd row.
 template <typename Config>
 __host__ __device__ __forceinline__ int tile_pairs(int rows, int cols) {
-  const int pairs = row_pairs<Config>(rows);
+  const int pairs = row_pairs<Config>(rows, cols);
   return pairs * cols + (rows - 2 * pairs) * ((cols + 1) / 2);
 }
 
@@ -139,7 +140,7 @@ __device__ __forceinline__ WorkTile tile_of(int number, int rank, const GroupTab
     rows = row_tiles<Config>(tile.row_end - tile.row);
     tile.k_blocks = (shape.K + Config::kTileK - 1) / Config::kTileK;
   }
-  const int pairs = row_pairs<Config>(rows);
+  const int pairs = row_pairs<Config>(rows, counts.col_tiles);
   if (rest < pairs * counts.col_tiles) {
     const bool single = Config::kKGrouped && tile.k_blocks <= kShortK * Config::kUnitBlocks;
     const int band_pairs = single ? 1 : kBandPairs, band = counts.band[single].divide(rest);

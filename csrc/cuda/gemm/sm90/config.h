@@ -1,9 +1,10 @@
 // The tile shapes of the sm_90 kernels, and what a kernel is compiled for.
 //
-// The host chooses a kernel by the operands' types alone. No size, no timing and no environment
-// variable decides, so equal calls run equal kernels. What depends on the groups' sizes is decided
-// on the device: an M-grouped GEMM takes narrow tiles where the GPU has room for all of them at
-// once. The bits of a result do not depend on it.
+// The host chooses a kernel by the operands' types, and a K-grouped one by which side is narrow. No
+// timing and no environment variable decides, so equal calls run equal kernels. What depends on the
+// groups' sizes is decided on the device: an M-grouped GEMM takes narrow tiles where the GPU has
+// room for all of them at once, or where the output is narrow. The bits of its result do not depend
+// on it.
 //
 // Plain C++: csrc/host.cpp reports the shapes to Python.
 #pragma once
@@ -96,8 +97,10 @@ struct GemmConfig {
   static constexpr int kPaddedBlock = sm90::kPaddedBlock;
   // Boxes in which TMA loads b's tile: one a block where the cluster shares it.
   static constexpr int kNarrowPieces = kGateUp ? 2 : 1, kBPieces = kNarrow ? kNarrowPieces : 2;
-  // Whether a tile and the one below it form a pair, whose blocks share b.
-  static constexpr bool kSharesB = !kNarrow;
+  // Whether the blocks of a pair share b where one tile lies below the other. Narrow tiles do not,
+  // and lie so only where they have all columns: side by side, one of two would have none. In FP8
+  // ptxas would spill for that, and nobody asks for such products.
+  static constexpr bool kSharesB = !kNarrow, kPairsLoneColumn = kNarrow && !kFp8;
 
   // The unit in which the scheduler measures and cuts K: 64 in 16 bits, 128 in FP8.
   static constexpr int kUnitK = kSwizzleBytes / sizeof(A);

@@ -67,6 +67,10 @@ struct GatherProducer {
   static __device__ __forceinline__ void load_b(SharedStorage<Config>& shared,
                                                 const TensorMaps& maps, const WorkTile& tile,
                                                 int stage, int k_block);
+  template <typename Config>
+  static __device__ __forceinline__ void load_end_of_b(SharedStorage<Config>& shared,
+                                                       const TensorMaps& maps, const WorkTile& tile,
+                                                       int stage, int k_block, int cols);
 };
 
 template <typename Config>
@@ -76,13 +80,35 @@ __device__ __forceinline__ void GatherProducer::load_b(SharedStorage<Config>& sh
   constexpr uint16_t all = (1 << kClusterSize) - 1;
   const int rank = shared.rank;
   mbarrier_arrive_expect_tx(&shared.full[stage], Config::kBBytes);
-  if (Config::kSharesB && tile.shares_b()) {
+  if (Config::kSharesB && tile.in_row_pair()) {
     TmaProducer::load_b<Config>(shared, maps, tile, stage, k_block, rank, all);
   } else {
 #pragma unroll
     for (int piece = 0; piece < Config::kBPieces; ++piece)
       TmaProducer::load_b<Config>(shared, maps, tile, stage, k_block, piece, 0);
   }
+}
+
+// K-grouped, of a tile that ends outside b: without the boxes there. TMA takes some 8 cycles for each
+// line of zeros (H100, 2026-11), and what the stage has there reaches no column that is stored.
+template <typename Config>
+__device__ __forceinline__ void GatherProducer::load_end_of_b(SharedStorage<Config>& shared,
+                                                              const TensorMaps& maps,
+                                                              const WorkTile& tile, int stage,
+                                                              int k_block, int cols) {
+  constexpr int column_bytes = Config::kTileK * kSwizzleBytes, piece = Config::kTileN / 2;
+  const int boxes = max((cols - tile.col + 63) / 64, 0);
+  uint64_t* full = &shared.full[stage];
+  mbarrier_arrive_expect_tx(full, boxes * column_bytes);
+  const int k = tile.k_begin + k_block * Config::kTileK;
+  const RaggedRows rows(k, tile.k_begin + tile.k_count);
+  const int first = tile.in_row_pair() && shared.rank == 1 ? piece / 64 : 0;
+  const int last = tile.in_row_pair() && shared.rank == 0 ? piece / 64 : Config::kTileN / 64;
+#pragma unroll 1
+  for (int i = first; i < min(last, boxes); ++i)
+    tma_load_4d(shared.stages[stage].b + i * column_bytes, &maps.b, full,
+                tile.in_row_pair() ? (1 << kClusterSize) - 1 : 0, tile.col + 64 * i, rows.c1,
+                rows.c2, rows.kOrigin);
 }
 
 template <typename Config>
@@ -128,6 +154,7 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const TensorM
 
     const WorkTile& next = wait_for_tile(shared, number + 1);
     const int k_blocks = tile.k_blocks;
+    const bool has_all_columns = tile.col + Config::kTileN <= shape.cols;
     const int end = Config::kKGrouped ? tile.k_begin + tile.k_count : shape.T;
     const auto first_row = [&](int k_block) {
       return warp_row + (Config::kKGrouped ? tile.k_begin + k_block * Tile::kRows : tile.row);
@@ -194,7 +221,16 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const TensorM
         row[0] = number_of(k_block);
       }
       mbarrier_wait(&shared.empty[stage], state.phase ^ 1);
-      if (!is_second && elect_one()) load_b<Config>(shared, maps, tile, stage, k_block);
+      if (!is_second && elect_one()) {
+        if constexpr (Config::kKGrouped) {
+          if (has_all_columns)
+            load_b<Config>(shared, maps, tile, stage, k_block);
+          else
+            load_end_of_b<Config>(shared, maps, tile, stage, k_block, shape.cols);
+        } else {
+          load_b<Config>(shared, maps, tile, stage, k_block);
+        }
+      }
       if constexpr (Config::kScale128x128) {
         if (is_second) {
           const float2 of_block = scales.next(scale_b, k_block, k_blocks);

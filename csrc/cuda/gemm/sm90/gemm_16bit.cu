@@ -61,19 +61,23 @@ void launch_k_grouped(const Launch& launch, const GroupedGemm& gemm) {
     launch_gemm<Gemm>(launch, maps, gemm, {}, gemm.epilogue);
 }
 
-// What is gathered is a, whose tile has half as many columns as b's: 128. Where b's rows are, the
-// operands change places, and out is stored transposed.
+// What is gathered, or narrow, is a, whose tile has half as many columns as b's: 128. Where that is
+// b, the operands change places, and out is stored transposed. (FP16 keeps its places: no kernel of
+// it stores transposed.)
 template <typename T>
 void run_k_grouped(const Launch& launch, const GroupedGemm& gemm) {
+  const auto exchanged = [&] {
+    GroupedGemm other = gemm;
+    std::swap(other.a, other.b);
+    std::swap(other.a_rows, other.b_rows);
+    std::swap(other.shape.rows, other.shape.cols);
+    return other;
+  };
   if constexpr (kGathers<T>) {
     if (gemm.a_rows) return launch_k_grouped<T, true>(launch, gemm);
-    if (gemm.b_rows) {
-      GroupedGemm exchanged = gemm;
-      std::swap(exchanged.a, exchanged.b);
-      std::swap(exchanged.a_rows, exchanged.b_rows);
-      std::swap(exchanged.shape.rows, exchanged.shape.cols);
-      return launch_k_grouped<T, true, true>(launch, exchanged);
-    }
+    if (gemm.b_rows) return launch_k_grouped<T, true, true>(launch, exchanged());
+    if (gemm.shape.cols <= kTileM && gemm.shape.rows > kTileM)
+      return launch_k_grouped<T, false, true>(launch, exchanged());
   }
   launch_k_grouped<T, false>(launch, gemm);
 }

@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClusterSize)
     __syncthreads();
   }
   if constexpr (!Config::kKGrouped) {
-    if (fits_narrow<Config>(shared.groups, shape)) {
+    if (takes_narrow<Config>(shared.groups, shape)) {
       __syncthreads();  // every thread has read the table, which changes now
       using Narrow = NarrowOf<Config>;
       auto& narrow = *reinterpret_cast<SharedStorage<Narrow>*>(raw);

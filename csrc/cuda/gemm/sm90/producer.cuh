@@ -134,12 +134,17 @@ __device__ void TmaProducer::run(SharedStorage<Config>& shared, const TensorMaps
                     tile.k_begin + k_block);
       }
       mbarrier_arrive_expect_tx(full, Config::kABytes + Config::kBBytes + scale_bytes);
-      if (Config::kSharesB && tile.shares_b()) {
+      if (Config::kSharesB && tile.in_row_pair()) {
         load_a<Config>(shared, maps, tile, stage, k_block, 0, 0);
         load_a<Config>(shared, maps, tile, stage, k_block, 1, 0);
         load_b<Config>(shared, maps, tile, stage, k_block, rank, all);
       } else {
-        load_a<Config>(shared, maps, tile, stage, k_block, rank, all);
+        if (Config::kPairsLoneColumn && tile.in_row_pair()) {
+          load_a<Config>(shared, maps, tile, stage, k_block, 0, 0);
+          load_a<Config>(shared, maps, tile, stage, k_block, 1, 0);
+        } else {
+          load_a<Config>(shared, maps, tile, stage, k_block, rank, all);
+        }
 #pragma unroll
         for (int piece = 0; piece < Config::kBPieces; ++piece)
           load_b<Config>(shared, maps, tile, stage, k_block, piece, 0);

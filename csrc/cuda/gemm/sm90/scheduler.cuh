@@ -177,7 +177,7 @@ class Scheduler {
     to = tile;
     mbarrier_arrive(full);
     // The other block's tile lies below or beside it, see tile_of.
-    if (tile.shares_b())
+    if (tile.in_row_pair())
       tile.row += Config::kTileM;
     else
       tile.col += Config::kTileN;
