@@ -92,7 +92,7 @@ def check_mlp(device: str) -> None:
 def main() -> None:
     """Print the report, then check on each device; raise where something is wrong."""
     print(report(), flush=True)
-    here = Path(grouped_linear.loading.library()).resolve()
+    here = Path(grouped_linear.library_path()).resolve()
     assert Path(sys.prefix).resolve() in here.parents, f"not the installed one: {here}"
     from grouped_linear import _host  # every wheel has it
 

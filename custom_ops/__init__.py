@@ -15,8 +15,9 @@ if __name__ != "grouped_linear":
 
 from importlib.metadata import version
 
-from grouped_linear import loading  # first: it registers the ops  # isort: skip
-from grouped_linear import meta_kernels, ops  # isort: skip
+from grouped_linear.loading import library_path  # first: it registers the ops  # isort: skip
+from grouped_linear import meta_kernels as meta_kernels  # their fakes  # isort: skip
+from grouped_linear import ops  # isort: skip
 from grouped_linear import te as te
 from grouped_linear.integrations import spmd as spmd
 from grouped_linear.integrations.convert import Conversion, convert
@@ -68,8 +69,12 @@ __all__ = [
     "grouped_linear",
     "grouped_mlp",
     "grouped_mlp_sorted",
-    "loading",
-    "meta_kernels",
+    "library_path",
     "ops",
     "update_scales",
 ]
+
+
+def __dir__() -> list[str]:
+    """What a user calls, without the modules that it is made in."""
+    return sorted((*__all__, "__version__"))

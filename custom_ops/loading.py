@@ -9,10 +9,10 @@ import grouped_linear
 MINIMUM_TORCH = (2, 11)
 
 
-def library() -> Path:
+def library_path() -> Path:
     """The path of ``_C.so``, which a program without Python loads with ``dlopen``.
 
-    >>> library().name
+    >>> library_path().name
     '_C.so'
     """
     # An editable install has _C.so in another folder of the package's path than this file.
@@ -29,7 +29,7 @@ def _load() -> None:
     found = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if found < MINIMUM_TORCH:
         raise ImportError(f"grouped_linear: needs torch 2.11 or newer, found {torch.__version__}")
-    torch.ops.load_library(str(library()))
+    torch.ops.load_library(str(library_path()))
 
 
 _load()

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from grouped_linear import __version__, ops
-from grouped_linear.loading import library
+from grouped_linear.loading import library_path
 
 E, K, N, ROWS = 2, 32, 16, 8  # small; the second group is partly filled
 
@@ -226,7 +226,7 @@ def installed(host: ModuleType | None) -> Iterator[tuple[str, str]]:
     libc = " ".join(platform.libc_ver())
     yield "grouped_linear", __version__
     yield "kernels", built(host)
-    yield "library", str(library())
+    yield "library", str(library_path())
     yield "Python", platform.python_version()
     yield "torch", f"{torch.__version__}, {cuda}"
     yield "transformers", transformers()

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch._inductor import aoti_compile_and_package, aoti_load_package
 
-from grouped_linear import Float8BlockScaling, GroupedMLP, loading
+import grouped_linear
+from grouped_linear import Float8BlockScaling, GroupedMLP
 from support.compare import assert_same_bits
 from support.devices import OPS, devices, overload
 from support.versions import aoti_reads_dtypes
@@ -93,14 +94,14 @@ def test_expert_layer(
         assert not compiled(x[:0].to(device)).numel()
         assert_same_bits(compiled(x[:1].to(device)).cpu(), compiled(x.to(device)).cpu()[:1])
 
-    done = build.run(loading.library(), tmp_path)
+    done = build.run(grouped_linear.library_path(), tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == (
         "37 tokens: the bits that Python got\n300 tokens: the bits that Python got\n"
     )
     examples[3] += 1
     torch.save(examples, tmp_path / "examples.pt")
-    done = build.run(loading.library(), tmp_path)
+    done = build.run(grouped_linear.library_path(), tmp_path)
     assert done.returncode == 1
     assert done.stdout.endswith("300 tokens: not the bits that Python got\n")
 
@@ -133,7 +134,7 @@ def test_program_has_no_python_and_says_what_is_wrong(build: Build, tmp_path: Pa
     missing = build.run(tmp_path / "_C.so", tmp_path)
     assert missing.returncode == 1
     assert "cannot open shared object file" in missing.stderr
-    nothing = build.run(loading.library(), tmp_path)
+    nothing = build.run(grouped_linear.library_path(), tmp_path)
     assert nothing.returncode == 1
     assert len(nothing.stderr.splitlines()) == 1  # no backtrace
     linked = subprocess.run(["ldd", build.program], capture_output=True, text=True, check=True)

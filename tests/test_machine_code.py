@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 
-from grouped_linear.loading import library
+from grouped_linear import library_path
 
 # FFMA destination, partial accumulator, scale, accumulator. A bank is a register number's parity.
 FFMA = re.compile(r"\bFFMA R\d+, R(\d+)(?:\.reuse)?, R(\d+)(?:\.reuse)?, R(\d+)(?:\.reuse)? ;")
@@ -20,7 +20,7 @@ def listed(*options: str) -> str:
     """What cuobjdump says of the library."""
     if shutil.which("cuobjdump") is None:
         pytest.skip("needs cuobjdump, of CUDA's toolkit")
-    command = ["cuobjdump", *options, str(library())]
+    command = ["cuobjdump", *options, str(library_path())]
     return subprocess.run(command, capture_output=True, text=True).stdout
 
 
@@ -40,7 +40,7 @@ def test_library_has_the_architectures_of_its_build() -> None:
 
 def test_library_is_small() -> None:
     """Of all architectures, because machine code is compressed: docs/notes/size.md."""
-    assert library().stat().st_size <= 12e6
+    assert library_path().stat().st_size <= 12e6
 
 
 @pytest.fixture(scope="module")

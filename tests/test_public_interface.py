@@ -66,11 +66,14 @@ convert_experts
 grouped_linear
 grouped_mlp
 grouped_mlp_sorted
-loading
-meta_kernels
+library_path
 ops
 update_scales""",
     )
+
+
+def test_dir_shows_what_a_user_calls() -> None:
+    assert dir(grouped_linear) == sorted([*grouped_linear.__all__, "__version__"])
 
 
 def test_arguments() -> None:
@@ -131,6 +134,7 @@ grouped_mlp(x, top_k_weights, top_k_index, gate_up_proj, down_proj, recipe=None,
 grouped_mlp_sorted(x, m_splits, gate_up_proj, down_proj, row_weights=None, recipe=None,
     state=None, *, gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1.0,
     beta=0.0, limit=None, interleaved=False, cubic=0.0), save_gate_up_in_fp8=False)
+library_path()
 update_scales(model, group=None)""",
     )
 

@@ -21,7 +21,7 @@ def test_command_prints_the_report() -> None:
     )
     rows = dict(line.split(maxsplit=1) for line in done.stdout.split("\n\n")[0].splitlines())
     assert rows["grouped_linear"] == grouped_linear.__version__
-    assert rows["library"] == str(grouped_linear.loading.library())
+    assert rows["library"] == str(grouped_linear.library_path())
     assert rows["Python"] == ".".join(map(str, sys.version_info[:3]))
     assert rows["torch"].startswith(torch.__version__)
     assert rows["kernels"].startswith("CPU")
