@@ -147,7 +147,7 @@ def bytes_moved(what: str, layer: Layer) -> int:
 
 def roofs(gemm: str, o: Operands) -> dict[str, timing.Call]:
     """What bounds the GEMM's FLOPs, and what bounds its bytes."""
-    a, w = (o.x_RH, o.gate_up_proj) if gemm == "gate_up" else (o.dy_RH, o.down_proj_t)
+    a, w = (o.x_RH, o.gate_up_proj) if gemm == "gate_up" else (o.dy_RH, o.down_proj)
     moved = bytes_moved(gemm, o.layer)
     return {DENSE: lambda: torch.mm(a, w[0]), COPY: timing.copy_of(moved, a.device)}
 

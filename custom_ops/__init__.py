@@ -71,6 +71,7 @@ __all__ = [
     "grouped_mlp_sorted",
     "library_path",
     "ops",
+    "te",
     "update_scales",
 ]
 

@@ -68,6 +68,7 @@ grouped_mlp
 grouped_mlp_sorted
 library_path
 ops
+te
 update_scales""",
     )
 
