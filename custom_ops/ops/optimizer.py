@@ -79,6 +79,7 @@ def adam_weight_(
     Raises:
         RuntimeError: for a wrong shape, dtype, device, layout or number.
 
+    >>> import torch
     >>> from grouped_linear.ops import quantize_weight
     >>> q, scale, q_t = quantize_weight(torch.ones(1, 128, 128))
     >>> grad, m, v = torch.ones(1, 128, 128), torch.zeros(1, 128, 128), torch.zeros(1, 128, 128)

@@ -36,6 +36,7 @@ def refresh_weight_(
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
 
+    >>> import torch
     >>> from grouped_linear.ops import quantize_weight
     >>> w = torch.ones(2, 32, 16)
     >>> q, scale, q_t = quantize_weight(w)
@@ -74,6 +75,7 @@ def refresh_weight_current_(
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
 
+    >>> import torch
     >>> from grouped_linear.ops import quantize_weight_current
     >>> w = torch.ones(2, 32, 16)
     >>> q, scale, q_t = quantize_weight_current(w)
@@ -110,6 +112,7 @@ def refresh_weight_delayed_(
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
 
+    >>> import torch
     >>> from grouped_linear.ops import quantize_weight_delayed
     >>> w, amax, scale = torch.ones(2, 32, 16), torch.zeros(2), torch.zeros(2)
     >>> q, _, q_t = quantize_weight_delayed(w, torch.ones(2))
@@ -140,6 +143,7 @@ def refresh_weight_mx_(
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
 
+    >>> import torch
     >>> w_rowwise = torch.zeros(2, 32, 16, dtype=torch.bfloat16)
     >>> refresh_weight_mx_(w_rowwise, None, torch.full((2, 32, 16), 3.0))
     >>> w_rowwise.mean()
@@ -181,6 +185,7 @@ def update_scales_(
     Raises:
         RuntimeError: for a wrong shape, dtype, device, size or option.
 
+    >>> import torch
     >>> scale, amax, history = torch.ones(2), torch.tensor([896.0, 0.0]), torch.zeros(4, 2)
     >>> update_scales_([scale], [amax], [history], [448.0])
     >>> scale, amax, history[0]

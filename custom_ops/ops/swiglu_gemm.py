@@ -57,6 +57,7 @@ def grouped_mm_swiglu(
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
 
+    >>> import torch
     >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 16, 64), torch.tensor([2, 5]).int()
     >>> gate_up, h = grouped_mm_swiglu(a, b, offs)
     >>> gate_up.shape, h.shape
@@ -103,6 +104,7 @@ def grouped_mm_swiglu_grad(
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
 
+    >>> import torch
     >>> dy, down_proj, offs = torch.randn(5, 16), torch.randn(2, 16, 32), torch.tensor([2, 5]).int()
     >>> grads = grouped_mm_swiglu_grad(
     ...     dy, down_proj, torch.randn(5, 64), torch.rand(5), offs)

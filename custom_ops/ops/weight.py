@@ -50,6 +50,7 @@ def quantize_weight(
     Raises:
         RuntimeError: for a wrong shape, dtype or size, or where neither layout is requested.
 
+    >>> import torch
     >>> quantized = quantize_weight(torch.randn(2, 32, 144))
     >>> quantized.scale.shape, quantized.q_t.shape
     (torch.Size([2, 1, 2]), torch.Size([2, 144, 32]))
@@ -70,6 +71,7 @@ def transpose_weight(q: Tensor) -> Tensor:
     Raises:
         RuntimeError: for a wrong shape, dtype or size.
 
+    >>> import torch
     >>> q = torch.ones(2, 32, 144).to(torch.float8_e4m3fn)
     >>> transpose_weight(q).shape
     torch.Size([2, 144, 32])
@@ -100,6 +102,7 @@ def quantize_weight_list(
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
 
+    >>> import torch
     >>> w = [torch.ones(32, 16), torch.full((32, 16), 2.0)]
     >>> quantize_weight_list(w).scale.flatten()
     tensor([0.0039, 0.0078])
@@ -133,6 +136,7 @@ def quantize_weight_current(
     Raises:
         RuntimeError: for a wrong shape, dtype or size.
 
+    >>> import torch
     >>> quantize_weight_current(torch.full((2, 32, 16), 448.0)).scale
     tensor([1., 1.])
     """
@@ -159,6 +163,7 @@ def quantize_weight_delayed(
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
 
+    >>> import torch
     >>> amax = torch.zeros(2)
     >>> quantize_weight_delayed(torch.ones(2, 32, 16), torch.ones(2), amax).q.float().mean(), amax
     (tensor(1.), tensor([1., 1.]))

@@ -245,6 +245,8 @@ class GroupedTensorWithMaster(GroupedTensor):
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
+        if not self.is_whole:
+            return repr(self.own)
         return (
             f"GroupedTensorWithMaster(shape={list(self.shape)}, dtype={self.dtype}, "
             f"device='{self.device}')"
