@@ -293,3 +293,14 @@ def test_inductor_records_in_place(device: str) -> None:
     assert code.count("grouped_linear.group_quantize_delayed.default(") == 2
     assert code.count("grouped_linear.quantize_weight_delayed.default(") == 1
     assert ".copy_(" not in code
+
+
+@pytest.mark.parametrize("device", devices(*OPS))
+def test_a_weight_that_fills_a_cache_is_recorded(device: str) -> None:
+    """Also without gradients: the calls that have some read the cache."""
+    layer = GroupedLinear(E, K, N, recipe=DelayedScaling(), cache_weights=True, device=device)
+    x, m_splits = rows(device)
+    with torch.no_grad():
+        layer(x, m_splits, True)
+    assert_same_bits(layer.weight_state.weight.amax, layer.weight.detach().abs().amax((1, 2)))
+    assert not layer.weight_state.x.amax.any()

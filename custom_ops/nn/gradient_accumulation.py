@@ -52,6 +52,11 @@ def read_flag(
     return first.clone()
 
 
+def fills(first: Tensor | bool | None) -> bool:
+    """Whether a call fills a weight cache, or may: a tensor is not read."""
+    return first is not None and first is not False
+
+
 def cached_weight(
     layer: str, cache: WeightCache | None, weights: Experts, first: Tensor | bool | None
 ) -> StoredWeight | None:

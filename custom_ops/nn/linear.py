@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from grouped_linear.autograd.context import LinearOptions
 from grouped_linear.autograd.wgrad import Wgrad
 from grouped_linear.nn.functional import apply_layer, check_parameters
-from grouped_linear.nn.gradient_accumulation import cached_weight, main_grad_of, read_flag
+from grouped_linear.nn.gradient_accumulation import (
+    cached_weight,
+    fills,
+    main_grad_of,
+    read_flag,
+)
 from grouped_linear.nn.options import (
     check_features,
     check_flags,
@@ -225,7 +230,7 @@ class GroupedLinear(SavesQuantized):
         stored = cached_weight("GroupedLinear", cache, weights, first)
         options = LinearOptions(stored, main_grad, save_input, defer_wgrad)
         if state is not None:
-            recipe = state.of_call()
+            recipe = state.of_call(cache is not None and fills(first))
         return apply_layer(x, weights, bias, m_splits, recipe, options)
 
     def extra_repr(self) -> str:

@@ -14,7 +14,12 @@ from grouped_linear.autograd.activation import MLPConfig
 from grouped_linear.autograd.context import LinearOptions
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.functional_mlp import apply_mlp, apply_mlp_sorted, check_activation
-from grouped_linear.nn.gradient_accumulation import cached_weight, main_grad_of, read_flag
+from grouped_linear.nn.gradient_accumulation import (
+    cached_weight,
+    fills,
+    main_grad_of,
+    read_flag,
+)
 from grouped_linear.nn.options import (
     check_features,
     check_flags,
@@ -323,8 +328,9 @@ class GroupedMLP(SavesQuantized):
         of_gate_up = options("gate_up_proj", gate_up, self.gate_up_proj_cache)
         of_down = options("down_proj", down, self.down_proj_cache)
         biases = self.gate_up_proj_bias, self.down_proj_bias
+        fills_cache = self.gate_up_proj_cache is not None and fills(first)
         of_call = (
-            self._recipe if state is None else state.of_call()
+            self._recipe if state is None else state.of_call(fills_cache)
             for state in (self.gate_up_proj_state, self.down_proj_state)
         )
         return (gate_up, down), biases, (next(of_call), next(of_call)), (of_gate_up, of_down)

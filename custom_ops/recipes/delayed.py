@@ -167,13 +167,13 @@ class DelayedScalingState(nn.Module):
         self.x = OperandState(num_groups, steps, E4M3, device)
         self.weight = OperandState(num_groups, steps, E4M3, device)
         self.dy = OperandState(num_groups, steps, E5M2, device)
-        self._recording, self._reading = (
+        self._recording, self._filling, self._reading = (
             Recipe(
                 replace(recipe.input, state=self.x, records=records),
-                replace(recipe.weight, state=self.weight, records=records),
+                replace(recipe.weight, state=self.weight, records=of_weight),
                 replace(recipe.grad_output, state=self.dy, records=records),
             )
-            for records in (True, False)
+            for records, of_weight in ((True, True), (False, True), (False, False))
         )
         self.reset()
 
@@ -187,9 +187,14 @@ class DelayedScalingState(nn.Module):
         for operand in self.operands:
             operand.reset()
 
-    def of_call(self) -> Recipe:
-        """The recipe with these scales; without gradients no amax is recorded."""
-        return self._recording if torch.is_grad_enabled() else self._reading
+    def of_call(self, fills_cache: bool = False) -> Recipe:
+        """The recipe with these scales; without gradients no amax is recorded.
+
+        But that of a weight which fills a cache: calls with gradients read it from there.
+        """
+        if torch.is_grad_enabled():
+            return self._recording
+        return self._filling if fills_cache else self._reading
 
 
 def new_state(
