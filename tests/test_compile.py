@@ -26,8 +26,9 @@ from grouped_linear import (
     update_scales,
 )
 from support.compare import assert_same_bits
-from support.devices import OPS, devices
+from support.devices import devices
 from support.graphs import graphs
+from support.ops import OPS
 from support.recipes import RECIPES as EVERY_RECIPE
 from support.tensors import BF16
 

@@ -18,7 +18,9 @@ from torch._inductor import aoti_compile_and_package, aoti_load_package
 
 from grouped_linear import Float8BlockScaling, GroupedMLP, loading
 from support.compare import assert_same_bits
-from support.devices import OPS, devices, overload
+from support.devices import devices
+from support.op_info import overload
+from support.ops import OPS
 from support.versions import aoti_reads_dtypes
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "aoti"

@@ -26,8 +26,9 @@ from torch.utils.checkpoint import (
 from grouped_linear import GroupedLinear, GroupedMLP, Recipe, grouped_linear, ops
 from support.calls import Calls
 from support.compare import assert_same_bits
-from support.devices import OPS, devices
+from support.devices import devices
 from support.errors import sentence
+from support.ops import OPS
 from support.recipes import MORE_RECIPES, RECIPES, state_for
 from support.tensors import BF16, FP16, FP32
 

@@ -31,12 +31,13 @@ from grouped_linear.recipes.quantize import quantize_tokens
 from support import reference
 from support.calls import Calls
 from support.compare import assert_same_bits
-from support.devices import OPS, devices, needs_gpu
+from support.devices import devices, needs_gpu
 from support.errors import sentence
 from support.formats import composed, with_function
 from support.graphs import STRICT_GRAPHS
 from support.mlp import E, F, H, assert_one_graph, biases_of, near, run, states_of
 from support.mlp import leaves_of as drawn_leaves
+from support.ops import OPS
 from support.recipes import MORE_RECIPES
 from support.swiglu import Swiglu
 from support.tensors import BF16, DTYPES, FP16, FP32

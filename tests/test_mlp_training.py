@@ -23,9 +23,10 @@ from grouped_linear import GroupedMLP, Recipe, ops, update_scales
 from support import training
 from support.calls import Calls
 from support.compare import assert_same_bits, assert_shows_cold
-from support.devices import OPS, devices, needs_gpu
+from support.devices import devices, needs_gpu
 from support.errors import sentence
 from support.groups import experts_of
+from support.ops import OPS
 from support.recipes import MORE_RECIPES, RECIPES
 from support.tensors import BF16, DTYPES, FP32
 from support.training import (

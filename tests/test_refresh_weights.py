@@ -28,9 +28,10 @@ from grouped_linear import (
 from grouped_linear.quantized import refresh
 from support.calls import Calls
 from support.compare import assert_same_bits, assert_shows_cold
-from support.devices import OPS, devices, needs_gpu
+from support.devices import devices, needs_gpu
 from support.errors import sentence
 from support.graphs import STRICT_GRAPHS
+from support.ops import OPS
 from support.recipes import RECIPES
 
 T, E, K, N, C = 40, 3, 32, 48, 2

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from grouped_linear import GroupedLinear, Recipe, ops, update_scales
 from support.compare import assert_same_bits
-from support.devices import OPS, devices, needs_gpu
+from support.devices import devices, needs_gpu
+from support.ops import OPS
 from support.recipes import MORE_RECIPES, RECIPES
 from support.tensors import BF16, FP16, FP32
 from support.training import (

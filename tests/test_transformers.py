@@ -42,7 +42,8 @@ from grouped_linear import (
 )
 from support import reference
 from support.calls import Calls
-from support.devices import OPS, devices
+from support.devices import devices
+from support.ops import OPS
 from support.processes import PROCESSES, Checks, Passes
 from support.tensors import BF16, FP32
 from support.versions import skipping_for_old_transformers
