@@ -236,9 +236,10 @@ def test_other_gates_are_heeded(where: str, monkeypatch: pytest.MonkeyPatch) -> 
         model.set_experts_implementation(name)
         found[name] = train(model, model, ids)
     assert max(errors(found["grouped_linear"], found["eager"]).values()) < 1e-5
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    error = errors(train(model, compiled, ids), found["eager"])
-    assert max(error.values()) < 1e-5
+    if where == "class":
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        error = errors(train(model, compiled, ids), found["eager"])
+        assert max(error.values()) < 1e-5
 
 
 @DEVICES
@@ -249,7 +250,7 @@ def test_compiled_in_one_graph(family: str, device: str) -> None:
     model.set_experts_implementation("grouped_linear")
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    for _ in range(3):  # other tokens go to other experts
+    for _ in range(2):  # other tokens go to other experts
         ids = tokens(device, 3, 7)
         error = errors(train(model, compiled, ids), train(model, model, ids))
         assert max(error.values()) < 1e-5, error
@@ -315,13 +316,13 @@ def test_choices_of_no_expert_add_nothing(device: str) -> None:
     ("family", "compiled"),
     [
         *((family, False) for family in FAMILIES),
-        *((family, True) for family in ("mixtral", "gpt_oss", "nemotron_h")),
+        *((family, True) for family in ("gpt_oss", "nemotron_h")),
     ],
 )
 def test_experts_that_are_kept_in_fp8(family: str, compiled: bool, device: str) -> None:
     """They compute what quantizing them in every call does, to the bit; nothing else does.
 
-    Compiled for each form of the experts' weights: test_compiled_in_one_graph has every family.
+    Compiled for two forms of the experts' weights: test_compiled_in_one_graph has every family.
     """
     model, ids = model_of(family, device), tokens(device, 3, 7)
     model.set_experts_implementation("grouped_linear_fp8")
@@ -376,7 +377,7 @@ def in_fp8(model: nn.Module, experts: Any, device: str) -> tuple[Any, list[Group
 @DEVICES
 @pytest.mark.parametrize(
     ("family", "compiled"),
-    [*((family, False) for family in FAMILIES), ("mixtral", True), ("gpt_oss", True)],
+    [*((family, False) for family in FAMILIES), ("gpt_oss", True)],
 )
 def test_trains_with_weight_caches(family: str, compiled: bool, device: str) -> None:
     """Steps have the bits of quantizing in each call, and no call quantizes a weight."""
@@ -478,8 +479,7 @@ def test_the_trainer_refreshes_caches() -> None:
 
 
 @DEVICES
-@pytest.mark.parametrize("act", ["silu", "gelu"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("act", "compiled"), [("silu", True), ("silu", False), ("gelu", False)])
 def test_a_checkpoint_in_fp8(compiled: bool, act: str, device: str) -> None:
     """Its weights are read as they are; the library's own kernels for them need a GPU."""
     torch.manual_seed(0)
