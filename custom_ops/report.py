@@ -17,7 +17,6 @@ import platform
 import re
 import shutil
 import subprocess
-import textwrap
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from types import ModuleType
@@ -37,7 +36,6 @@ class Family(NamedTuple):
 
     on_cpu: Callable[[ModuleType | None], str]
     call: Callable[[torch.device], None]
-    ops: str
 
 
 def _draw(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -98,35 +96,13 @@ def _quantize_on_cpu(host: ModuleType | None) -> str:
     )
 
 
-GROUPED_MM = (
-    "grouped_mm grouped_mm_list grouped_mm_wgrad grouped_mm_wgrad_ grouped_mm_wgrad_list_ "
-    "grouped_mm_swiglu grouped_mm_swiglu_grad grouped_bias_grad"
-)
 FAMILIES = {
-    "GEMM, bfloat16": Family(lambda _: "torch's GEMM", _grouped_mm(torch.bfloat16), GROUPED_MM),
-    "GEMM, float16": Family(lambda _: "torch's GEMM", _grouped_mm(torch.float16), GROUPED_MM),
-    "GEMM, float32": Family(lambda _: "torch's GEMM", _grouped_mm(torch.float32), GROUPED_MM),
-    "GEMM, float8": Family(
-        _fp8_on_cpu,
-        _grouped_scaled_mm,
-        "grouped_scaled_mm grouped_scaled_mm_wgrad grouped_scaled_mm_wgrad_ "
-        "grouped_scaled_mm_wgrad_list_ block_scaled_linear block_scaled_linear_grad",
-    ),
-    "quantization": Family(
-        _quantize_on_cpu,
-        _quantize,
-        "group_quantize group_quantize_current group_quantize_delayed group_quantize_mx "
-        "group_round_mx group_quantize_swiglu group_quantize_swiglu_grad group_dequantize "
-        "group_dequantize_t quantize_weight quantize_weight_list quantize_weight_current "
-        "quantize_weight_delayed refresh_weight_ refresh_weight_current_ refresh_weight_delayed_ "
-        "refresh_weight_mx_ update_scales_ adam_weight_",
-    ),
-    "routing, SwiGLU": Family(
-        lambda _: "loops",
-        _route,
-        "splits_to_offsets topk_experts sort_by_expert gather_sum gather_dot scatter_rows swiglu "
-        "swiglu_grad",
-    ),
+    "GEMM, bfloat16": Family(lambda _: "torch's GEMM", _grouped_mm(torch.bfloat16)),
+    "GEMM, float16": Family(lambda _: "torch's GEMM", _grouped_mm(torch.float16)),
+    "GEMM, float32": Family(lambda _: "torch's GEMM", _grouped_mm(torch.float32)),
+    "GEMM, float8": Family(_fp8_on_cpu, _grouped_scaled_mm),
+    "quantization": Family(_quantize_on_cpu, _quantize),
+    "routing, SwiGLU": Family(lambda _: "loops", _route),
 }
 
 
@@ -238,29 +214,6 @@ def installed(host: ModuleType | None) -> Iterator[tuple[str, str]]:
         yield f"cuda:{index}", gpu_name(index)
 
 
-def families() -> Iterator[str]:
-    """The names of the ops in each row, rows with the same ops as one."""
-    rows: dict[str, list[str]] = {}
-    for title, family in FAMILIES.items():
-        rows.setdefault(family.ops, []).append(title)
-    for names, titles in rows.items():
-        yield textwrap.fill(
-            f"{'; '.join(titles)}: {names}", 96, initial_indent="  ", subsequent_indent="    "
-        )
-
-
-def header() -> str:
-    """What is installed, and the path that each family of ops takes on each device, as text."""
-    host = host_module()
-    names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    lines = [f"{name:<17}{value}" for name, value in installed(host)]
-    for name in names:
-        lines += ["", f"ops on {name}"]
-        for title, family in FAMILIES.items():
-            lines.append(f"  {title:<16}{path_of(family, torch.device(name), host)}")
-    return "\n".join(lines)
-
-
 def report() -> str:
     """What is installed, and the path that each family of ops takes on each device, as text.
 
@@ -273,4 +226,11 @@ def report() -> str:
     library          ..._C.so
     Python           3...
     """
-    return "\n".join([header(), "", "The ops of each row:", *families()])
+    host = host_module()
+    names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    lines = [f"{name:<17}{value}" for name, value in installed(host)]
+    for name in names:
+        lines += ["", f"ops on {name}"]
+        for title, family in FAMILIES.items():
+            lines.append(f"  {title:<16}{path_of(family, torch.device(name), host)}")
+    return "\n".join(lines)

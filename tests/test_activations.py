@@ -28,11 +28,12 @@ from grouped_linear import (
 from grouped_linear.ops.activation import GELU_TANH
 from support.calls import Calls
 from support.compare import assert_same_bits
-from support.devices import OPS, devices, needs_gpu
+from support.devices import devices, needs_gpu
 from support.errors import sentence
 from support.graphs import STRICT_GRAPHS
 from support.mlp import E, F, H, assert_one_graph, biases_of, near, run, states_of
 from support.mlp import leaves_of as drawn_leaves
+from support.ops import OPS
 from support.recipes import RECIPES as EVERY_RECIPE
 from support.tensors import BF16, FP16, FP32
 

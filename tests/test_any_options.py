@@ -33,8 +33,9 @@ from grouped_linear import (
     SwiGLU,
 )
 from support.compare import assert_same_bits
-from support.devices import OPS, devices
+from support.devices import devices
 from support.layers import linear_of
+from support.ops import OPS
 from support.recipes import RECIPES
 from support.tensors import DTYPES
 

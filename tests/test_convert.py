@@ -36,8 +36,9 @@ from grouped_linear import (
 )
 from grouped_linear.integrations import converted_class
 from support.compare import assert_same_bits
-from support.devices import OPS, devices
+from support.devices import devices
 from support.errors import sentence
+from support.ops import OPS
 from support.processes import PROCESSES, Checks, Passes
 from support.recipes import MORE_RECIPES
 from support.tensors import BF16, DTYPES, FP32

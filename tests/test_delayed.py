@@ -17,8 +17,9 @@ from grouped_linear import DelayedScaling, Float8BlockScaling, GroupedLinear, up
 from support import reference
 from support.calls import Calls
 from support.compare import assert_same_bits
-from support.devices import OPS, devices
+from support.devices import devices
 from support.graphs import graphs
+from support.ops import OPS
 from support.tensors import BF16, FP32
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))

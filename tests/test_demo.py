@@ -10,7 +10,8 @@ from torch import Tensor
 from benchmarks import demo
 from benchmarks.moe_model import ModelSize
 from grouped_linear import GroupedLinear
-from support.devices import OPS, devices
+from support.devices import devices
+from support.ops import OPS
 from support.tensors import BF16, FP32
 
 SIZE = ModelSize(layers=1, width=32, heads=2, context=16, experts=4, chosen=2, expert_width=48)

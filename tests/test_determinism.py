@@ -1,4 +1,4 @@
-"""The same inputs give the same bits, run after run and with every number of threads."""
+"""The same inputs give the same bits with every number of threads; test_ops.py calls twice."""
 
 from collections.abc import Callable
 
@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from grouped_linear import ops
-from support.cases import cases, variant_of
+from support.cases import pairs
+from support.check import poison_freed_memory
 from support.compare import assert_same_bits
-from support.devices import OPS, needs_gpu
-from support.groups import Groups
-from support.samples import Sample, specified
+from support.devices import needs_gpu
+from support.groups import GROUPS
+from support.op_info import Sample
+from support.ops import OPS
+from support.samples import specified, variant_of
 from support.tensors import BF16, FP32
 
 # GEMMs of operands that are not FP8. On CPU they are torch's, whose bits depend on the number of
@@ -26,12 +29,6 @@ needs_bf16_units = pytest.mark.skipif(
 )
 
 
-def poison_freed_memory(device: str) -> None:
-    """Leave NaN in what the next allocations find."""
-    blocks = [torch.full((2**size,), torch.nan, device=device) for size in range(6, 18)]
-    del blocks
-
-
 def run(sample: Sample, device: str, threads: int = 1) -> list[Tensor]:
     torch.set_num_threads(threads)
     poison_freed_memory(device)
@@ -43,25 +40,18 @@ def assert_all_same(actual: list[Tensor], expected: list[Tensor]) -> None:
         assert_same_bits(a, e)
 
 
-@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases(*OPS))
-def test_runs_give_the_same_bits(op: str, groups: Groups, variant: str, device: str) -> None:
-    sample = variant_of(op, groups, variant, BF16)
-    assert_all_same(run(sample, device), run(sample, device))
-
-
 @pytest.mark.parametrize(
     ("op", "groups", "variant"),
     [
-        pytest.param(*case.values[:3], id=case.id, marks=needs_bf16_units if fp8_gemm else ())
+        pytest.param(op, groups, variant, marks=needs_bf16_units if op in FP8_GEMMS else ())
         for op in OPS
         if op not in TORCH_GEMMS
-        for fp8_gemm in [op in FP8_GEMMS]
-        for case in cases(op)
-        if case.values[3] == "cpu" and case.values[1].E < 100
+        for groups, variant, dtype in pairs(op)
+        if dtype == BF16 and GROUPS[groups].E < 100
     ],
 )
-def test_thread_counts_give_the_same_bits(op: str, groups: Groups, variant: str) -> None:
-    sample = variant_of(op, groups, variant, BF16)
+def test_thread_counts_give_the_same_bits(op: str, groups: str, variant: str) -> None:
+    sample = variant_of(op, GROUPS[groups], variant, BF16)
     assert_all_same(run(sample, "cpu", threads=2), run(sample, "cpu", threads=1))
 
 

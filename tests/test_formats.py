@@ -325,8 +325,9 @@ def test_a_function_in_a_role(name: str, role: str, layer: str) -> None:
     assert_same(results(own, layer, compiled=True), expected)
 
 
-@pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
-@pytest.mark.parametrize("name", ["block", "current"])
+@pytest.mark.parametrize(
+    ("name", "role"), [("block", "input"), ("current", "weight"), ("block", "grad_output")]
+)
 def test_no_layer_passes_a_function_by(name: str, role: str) -> None:
     """A function that gives zeros makes zeros of what it is multiplied with, in every way to call.
 

@@ -34,7 +34,8 @@ from grouped_linear import (
     Recipe,
 )
 from support.compare import assert_same_bits
-from support.devices import OPS, devices, needs_gpu
+from support.devices import devices, needs_gpu
+from support.ops import OPS
 
 E, N, K = 3, 144, 272
 BF16, FP32 = torch.bfloat16, torch.float32

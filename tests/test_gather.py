@@ -8,25 +8,15 @@ import torch
 
 from grouped_linear import ops
 from support import reference
-from support.cases import cases, variant_of
 from support.compare import assert_same_bits
 from support.devices import devices, needs_gpu
 from support.errors import sentence
 from support.groups import Groups
-from support.samples import Sample, make
+from support.op_info import Sample
+from support.samples import make
 from support.tensors import BF16, DTYPES, FP16, FP32
 
 GROUPS = Groups((3, 2), 5)
-
-
-@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("topk_experts"))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_topk_experts(
-    op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
-) -> None:
-    sample = variant_of(op, groups, variant, dtype)
-    expected = reference.topk_experts(sample["scores"], sample["k"])
-    assert torch.equal(sample.results(device)[0], expected)
 
 
 @pytest.mark.parametrize("device", devices("topk_experts"))
@@ -40,14 +30,6 @@ def test_topk_of_equal_and_special_scores(dtype: torch.dtype, device: str) -> No
     assert torch.equal(
         ops.topk_experts(scores.view(4, 50, 48).to(device), 48).cpu(), expected.view(4, 50, 48)
     )
-
-
-@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("sort_by_expert"))
-def test_sort_by_expert(op: str, groups: Groups, variant: str, device: str) -> None:
-    sample = variant_of(op, groups, variant, BF16)
-    expected = reference.sort_by_expert(sample["experts"], sample["num_experts"])
-    for actual, e in zip(sample.results(device), expected, strict=True):
-        assert_same_bits(actual, e)
 
 
 @pytest.mark.parametrize("device", devices("sort_by_expert"))
@@ -72,39 +54,6 @@ def test_sort_numbers_far_outside(device: str) -> None:
     sample = Sample("sort_by_expert", {"experts": experts, "num_experts": 2})
     choice, *_ = sample.results(device)
     assert choice.tolist() == [9, 8, 0, 1, 2, 3, 4, 5, 6, 7]
-
-
-@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("gather_sum"))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gather_sum(op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str) -> None:
-    sample = variant_of(op, groups, variant, dtype)
-    expected = reference.gather_sum(sample["y"], sample["rows"], sample.get("weight"))
-    assert_same_bits(sample.results(device)[0], expected)
-
-
-@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("gather_dot"))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gather_dot(op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str) -> None:
-    sample = variant_of(op, groups, variant, dtype)
-    a_TH, y_TCH = sample["a"].double(), sample["y"].double()[sample["rows"].long()]
-    (actual,) = sample.results(device)
-    assert actual.dtype == FP32
-    products = a_TH[:, None] * y_TCH
-    # each of H products and H - 1 sums rounds by at most 2^-24
-    bound = 2 * a_TH.size(1) * 2.0**-24 * products.abs().sum(-1)
-    assert ((actual.double() - products.sum(-1)).abs() <= bound).all()
-
-
-@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("scatter_rows"))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scatter_rows(
-    op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
-) -> None:
-    sample = variant_of(op, groups, variant, dtype)
-    x_TH, rows_TC = sample["x"], sample["rows"].long()
-    expected = torch.empty(rows_TC.numel(), x_TH.size(1), dtype=dtype)
-    expected[rows_TC] = x_TH[:, None].expand(-1, rows_TC.size(1), -1)
-    assert_same_bits(sample.results(device)[0], expected)
 
 
 @pytest.mark.parametrize("device", devices("scatter_rows", "sort_by_expert"))

@@ -9,7 +9,6 @@ import re
 import weakref
 from copy import deepcopy
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -26,17 +25,21 @@ from torch.utils.checkpoint import (
 from grouped_linear import GroupedLinear, GroupedMLP, Recipe, grouped_linear, ops
 from support.calls import Calls
 from support.compare import assert_same_bits
-from support.devices import OPS, devices
+from support.devices import devices
 from support.errors import sentence
 from support.layers import linear_of
+from support.ops import OPS
+from support.pairs import in_turn, pairwise
 from support.recipes import MORE_RECIPES, RECIPES, state_for
 from support.tensors import BF16, FP16, FP32
 
 T, E, K, N = 40, 3, 32, 48
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-FORMS = pytest.mark.parametrize("single", [True, False], ids=["one", "apart"])
+WAYS = {"eager": False, "compiled": True}
+ONE_OR_APART = {"one": True, "apart": False}
+COMPILED = pytest.mark.parametrize("compiled", WAYS.values(), ids=WAYS)
+FORMS = pytest.mark.parametrize("single", ONE_OR_APART.values(), ids=ONE_OR_APART)
 
 
 @pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
@@ -89,9 +92,9 @@ def give_main_grads(layer: nn.Module, dtype: torch.dtype = FP32, value: float = 
 
 
 @DEVICES
-@COMPILED
-@FORMS
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "single", "compiled"), pairwise({"fp32": FP32, "bf16": BF16}, ONE_OR_APART, WAYS)
+)
 def test_main_grad(dtype: torch.dtype, single: bool, compiled: bool, device: str) -> None:
     """One addition an element, rounded once; nothing in grad."""
     layer = make_layer(None, device, fuse_wgrad_accumulation=True, single_grouped_weight=single)
@@ -106,9 +109,7 @@ def test_main_grad(dtype: torch.dtype, single: bool, compiled: bool, device: str
 
 
 @DEVICES
-@COMPILED
-@EVERY_RECIPE
-@FORMS
+@pytest.mark.parametrize(("recipe", "single", "compiled"), pairwise(RECIPES, ONE_OR_APART, WAYS))
 def test_a_float32_bias_gets_its_gradient_unrounded(
     single: bool, recipe: Recipe | None, compiled: bool, device: str
 ) -> None:
@@ -125,17 +126,24 @@ def test_a_float32_bias_gets_its_gradient_unrounded(
 
 @DEVICES
 @pytest.mark.parametrize(
-    ("option", "compiled"),
-    [
-        *product((None, "fuse_wgrad_accumulation"), (False, True)),
-        ("delay_wgrad_compute", False),  # refused in compiled code
-    ],
+    ("how", "dtype"),
+    in_turn(
+        {
+            "plain": (None, False),
+            "fused": ("fuse_wgrad_accumulation", False),
+            "later": ("delay_wgrad_compute", False),  # refused in compiled code
+            "compiled": (None, True),
+            "compiled_fused": ("fuse_wgrad_accumulation", True),
+            "fused_again": ("fuse_wgrad_accumulation", False),
+        },
+        {"bf16": BF16, "fp16": FP16, "fp32": FP32},
+    ),
 )
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_autocast_of_experts_apart(
-    dtype: torch.dtype, option: str | None, compiled: bool, device: str
+    how: tuple[str | None, bool], dtype: torch.dtype, device: str
 ) -> None:
     """As of one weight and one bias, whatever dtype the parameters have."""
+    option, compiled = how
     dy = torch.randn(T, N, device=device).bfloat16()
     results = []
     for single in (True, False):
@@ -204,8 +212,10 @@ def test_hooks_run_without_a_gradient() -> None:
     assert layer.weight.grad is None
 
 
-@pytest.mark.parametrize("name", ["none", "block", "delayed", "mxfp8"])
-@FORMS
+@pytest.mark.parametrize(
+    ("name", "single"),
+    in_turn({name: name for name in ("none", "block", "delayed", "mxfp8")}, ONE_OR_APART),
+)
 def test_inductor_clones_neither_main_grad_nor_cache(single: bool, name: str) -> None:
     layer = make_layer(
         RECIPES[name],

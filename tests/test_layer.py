@@ -23,16 +23,17 @@ from grouped_linear import (
     grouped_linear,
     ops,
 )
-from grouped_linear.selftest.tolerances import rounded, tolerance
 from support import reference
 from support.calls import Calls
 from support.compare import assert_same_bits, bits, tail_is_zero, within
-from support.devices import OPS, devices
+from support.devices import devices
 from support.errors import sentence
 from support.groups import GROUPS, Groups
 from support.layers import linear_of
+from support.ops import OPS
 from support.recipes import MORE_RECIPES, scheme_of, state_for
 from support.tensors import BF16, DTYPES, FP16, FP32, rows, weight
+from support.tolerances import rounded, tolerance
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 RECIPES = pytest.mark.parametrize("recipe", MORE_RECIPES.values(), ids=MORE_RECIPES)

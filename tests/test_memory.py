@@ -13,12 +13,14 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from support.cases import VARIANTS, variant_of
 from support.compare import assert_same_bits, bits
-from support.devices import OPS, devices
+from support.devices import devices
 from support.errors import GROUPS_3, fake_sentence, sentence
 from support.groups import GROUPS
-from support.samples import GATHERED, Sample, make, specified
+from support.op_info import Sample
+from support.operands import GATHERED
+from support.ops import OPS, PAGES
+from support.samples import make, specified, variant_of
 from support.tensors import BF16, DTYPES, FP32
 
 # --- sources without rows ------------------------------------------------------------------------
@@ -159,7 +161,7 @@ def call(sample: Sample) -> list[Tensor]:
             op, variant, *device.values, marks=device.marks, id=f"{op}-{variant}-{device.id}"
         )
         for op in OPS
-        for variant in ("plain", *VARIANTS.get(op, {}))
+        for variant in ("plain", *PAGES[op].variants)
         if "grad_of" not in variant and not variant.endswith("grad")
         for device in devices(op)
     ],
@@ -202,50 +204,6 @@ def of_size(t: Tensor, dim: int, size: int = HUGE) -> Tensor:
     return t.narrow(dim, 0, 1).expand(*t.shape[:dim], size, *t.shape[dim + 1 :])
 
 
-# By op: the arguments that are too large and along which dimension, of a sample with options.
-TOO_LARGE: list[tuple[str, dict[str, int], dict[str, Any]]] = [
-    ("group_quantize", {"x": 0}, {}),
-    ("group_quantize", {"rows": 0}, {"index": torch.int32}),
-    *(
-        (f"group_{op}", {"x": 0}, {})
-        for op in ("quantize_current", "quantize_delayed", "quantize_mx", "round_mx")
-    ),
-    ("topk_experts", {"scores": 0}, {}),
-    ("sort_by_expert", {"experts": 0}, {"C": 1}),
-    ("gather_sum", {"rows": 0, "weight": 0}, {}),
-    ("gather_dot", {"rows": 1}, {}),
-    ("scatter_rows", {"x": 0, "rows": 0}, {}),
-    ("swiglu", {"gate_up": 0}, {}),
-    ("swiglu_grad", {"dh": 0, "gate_up": 0, "weight": 0}, {}),
-    ("group_quantize_swiglu", {"gate_up": 0}, {}),
-    ("group_quantize_swiglu_grad", {"dh": 0, "gate_up": 0, "weight": 0}, {}),
-    ("group_dequantize", {"q": 0, "scale": 1}, {}),
-    ("group_dequantize_t", {"q_t": 0}, {}),
-    ("grouped_bias_grad", {"dy": 0}, {}),
-    ("quantize_weight", {"w": 1}, {}),
-    ("transpose_weight", {"q": 1}, {}),
-    ("quantize_weight_current", {"w": 1}, {}),
-    ("quantize_weight_delayed", {"w": 1}, {}),
-    ("update_scales_", {"scale": 0, "amax": 0, "amax_history": 1}, {}),
-    ("update_scales_", {"amax_history": 0}, {}),
-    ("adam_weight_", {"q": 1}, {}),
-    ("grouped_mm", {"a": 0}, {}),
-    ("grouped_mm", {"a": 0}, {"gathers": "rows"}),
-    ("grouped_mm", {"rows": 0}, {"gathers": "rows"}),
-    ("grouped_mm_list", {"a": 0}, {"gathers": "rows"}),
-    ("grouped_mm_swiglu", {"a": 0}, {"gathers": "rows"}),
-    ("grouped_mm_swiglu_grad", {"a": 0}, {"gathers": "rows"}),
-    ("grouped_scaled_mm", {"a": 0, "scale_a": 1}, {"gathers": "rows"}),
-    ("grouped_mm_wgrad", {"x": 0}, {"gathers": "x_rows"}),
-    ("grouped_mm_wgrad", {"dy": 0}, {"gathers": "dy_rows"}),
-    ("grouped_mm_wgrad_", {"x": 0}, {"gathers": "x_rows"}),
-    ("grouped_mm_wgrad_list_", {"dy": 0}, {"gathers": "dy_rows"}),
-    ("grouped_scaled_mm_wgrad", {"dy_t": 0}, {}),
-    ("block_scaled_linear", {"x": 0}, {}),
-    ("block_scaled_linear_grad", {"dy": 0}, {}),
-]
-
-
 def with_sizes(sample: Sample, dims: dict[str, int], size: int = HUGE) -> Sample:
     def change(value: Any, dim: int) -> Any:
         if isinstance(value, list):
@@ -260,7 +218,9 @@ def with_sizes(sample: Sample, dims: dict[str, int], size: int = HUGE) -> Sample
 @pytest.mark.parametrize("device", [*devices(*OPS), "fake", "meta"])
 def test_more_rows_than_32_bits_count(device: str) -> None:
     lines = []
-    for op, dims, options in TOO_LARGE:
+    for op, dims, options in (
+        (op, *large) for op, page in PAGES.items() for large in page.too_large
+    ):
         sample = make(op, GROUPS_3, BF16, **options)
         if device == "fake":
             lines.append(fake_sentence(with_sizes(sample, dims)))
@@ -269,45 +229,45 @@ def test_more_rows_than_32_bits_count(device: str) -> None:
     assert_expected_inline(
         "\n".join(lines),
         """\
+adam_weight_: q must have at most 2147483519 rows in all, got 4294967296
+group_quantize: x must have at most 2147483519 rows, got 2147483584
+group_quantize: x must have at most 2147483519 rows, got 2147483584
+gather_dot: rows must have at most 2147483519 columns, got 2147483584
+gather_sum: rows must have at most 2147483519 rows, got 2147483584
+group_dequantize: q must have at most 2147483519 rows, got 2147483584
+group_dequantize_t: q_t must have at most 2147483519 rows in blocks, got 274877898752
 group_quantize: x must have at most 2147483519 rows, got 2147483584
 group_quantize: rows must have at most 2147483519 rows, got 2147483584
 group_quantize_current: x must have at most 2147483519 rows, got 2147483584
 group_quantize_delayed: x must have at most 2147483519 rows, got 2147483584
 group_quantize_mx: x must have at most 2147483519 rows, got 2147483584
-group_round_mx: x must have at most 2147483519 rows, got 2147483584
-topk_experts: scores must have at most 2147483519 rows, got 2147483584
-sort_by_expert: experts must have at most 2147483519 choices, got 2147483584
-gather_sum: rows must have at most 2147483519 rows, got 2147483584
-gather_dot: rows must have at most 2147483519 columns, got 2147483584
-scatter_rows: rows must have at most 2147483519 rows, got 2147483584
-swiglu: gate_up must have at most 2147483519 rows, got 2147483584
-swiglu_grad: dh must have at most 2147483519 rows, got 2147483584
 group_quantize_swiglu: gate_up must have at most 2147483519 rows, got 2147483584
 group_quantize_swiglu_grad: dh must have at most 2147483519 rows, got 2147483584
-group_dequantize: q must have at most 2147483519 rows, got 2147483584
-group_dequantize_t: q_t must have at most 2147483519 rows in blocks, got 274877898752
+group_round_mx: x must have at most 2147483519 rows, got 2147483584
 grouped_bias_grad: dy must have at most 2147483519 rows, got 2147483584
-quantize_weight: w must have at most 2147483519 rows in all, got 4294967296
-transpose_weight: q must have at most 2147483519 rows in all, got 4294967296
-quantize_weight_current: w must have at most 2147483519 rows in all, got 4294967296
-quantize_weight_delayed: w must have at most 2147483519 rows in all, got 4294967296
-update_scales_: scale must have at most 2147483519 groups, got 2147483584
-update_scales_: amax_history must have at most 2147483519 rows, got 2147483584
-adam_weight_: q must have at most 2147483519 rows in all, got 4294967296
 grouped_mm: a must have at most 2147483519 rows, got 2147483584
 grouped_mm: a must have at most 2147483519 rows, got 2147483584
 grouped_mm: rows must have at most 2147483519 rows, got 2147483584
 grouped_mm_list: a must have at most 2147483519 rows, got 2147483584
 grouped_mm_swiglu: a must have at most 2147483519 rows, got 2147483584
 grouped_mm_swiglu_grad: a must have at most 2147483519 rows, got 2147483584
-grouped_scaled_mm: a must have at most 2147483519 rows, got 2147483584
 grouped_mm_wgrad: x must have at most 2147483519 rows, got 2147483584
 grouped_mm_wgrad: dy must have at most 2147483519 rows, got 2147483584
 grouped_mm_wgrad_: x must have at most 2147483519 rows, got 2147483584
 grouped_mm_wgrad_list_: dy must have at most 2147483519 rows, got 2147483584
+grouped_scaled_mm: a must have at most 2147483519 rows, got 2147483584
 grouped_scaled_mm_wgrad: dy_t must have at most 2147483519 rows in blocks, got 274877898752
-group_quantize: x must have at most 2147483519 rows, got 2147483584
-group_quantize: x must have at most 2147483519 rows, got 2147483584""",
+quantize_weight: w must have at most 2147483519 rows in all, got 4294967296
+quantize_weight_current: w must have at most 2147483519 rows in all, got 4294967296
+quantize_weight_delayed: w must have at most 2147483519 rows in all, got 4294967296
+scatter_rows: rows must have at most 2147483519 rows, got 2147483584
+sort_by_expert: experts must have at most 2147483519 choices, got 2147483584
+swiglu: gate_up must have at most 2147483519 rows, got 2147483584
+swiglu_grad: dh must have at most 2147483519 rows, got 2147483584
+topk_experts: scores must have at most 2147483519 rows, got 2147483584
+transpose_weight: q must have at most 2147483519 rows in all, got 4294967296
+update_scales_: scale must have at most 2147483519 groups, got 2147483584
+update_scales_: amax_history must have at most 2147483519 rows, got 2147483584""",
     )
 
 

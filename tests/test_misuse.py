@@ -25,11 +25,13 @@ from grouped_linear import (
     ops,
 )
 from support.compare import assert_same_bits
-from support.devices import CUDA_OPS, OPS, needs_gpu
+from support.devices import CUDA_OPS, needs_gpu
 from support.errors import sentence
 from support.groups import Groups
 from support.layers import linear_of
-from support.samples import Sample, make
+from support.op_info import Sample
+from support.ops import OPS
+from support.samples import make, with_every_tensor
 from support.tensors import BF16, on
 
 GROUPS = Groups((3, 0, 7), 12, K=144, N=32)
@@ -39,13 +41,7 @@ GROUPS = Groups((3, 0, 7), 12, K=144, N=32)
 
 
 def samples_with_every_tensor() -> list[Sample]:
-    options = {
-        op: {"bias": True} for op in ("grouped_mm", "grouped_scaled_mm", "block_scaled_linear")
-    }
-    options["group_quantize"] = {"index": torch.int64}
-    options |= {op: {"overwrite": True} for op in OPS if op.endswith(("wgrad_", "wgrad_list_"))}
-    options |= {op: {"refresh": True} for op in OPS if op.startswith("refresh_weight_")}
-    return [make(op, GROUPS, BF16, **options.get(op, {})) for op in OPS]
+    return [with_every_tensor(op, GROUPS, BF16) for op in OPS]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -87,6 +83,36 @@ def test_fake_tensors_on_other_devices() -> None:
     assert_expected_inline(
         said,
         """\
+adam_weight_: scale is on cpu, q is on cuda:0
+adam_weight_: scale is on cuda:0, q is on cpu
+adam_weight_: q_t is on cuda:0, q is on cpu
+adam_weight_: grad is on cuda:0, q is on cpu
+adam_weight_: exp_avg is on cuda:0, q is on cpu
+adam_weight_: exp_avg_sq is on cuda:0, q is on cpu
+adam_weight_: step is on cuda:0, q is on cpu
+block_scaled_linear: w is on cpu, x is on cuda:0
+block_scaled_linear: w is on cuda:0, x is on cpu
+block_scaled_linear: m_splits is on cuda:0, x is on cpu
+block_scaled_linear: bias is on cuda:0, x is on cpu
+block_scaled_linear_grad: offs is on cpu, dy is on cuda:0
+block_scaled_linear_grad: offs is on cuda:0, dy is on cpu
+block_scaled_linear_grad: x_t is on cuda:0, dy is on cpu
+block_scaled_linear_grad: scale_x_t is on cuda:0, dy is on cpu
+block_scaled_linear_grad: w_t is on cuda:0, dy is on cpu
+block_scaled_linear_grad: scale_w is on cuda:0, dy is on cpu
+block_scaled_linear_grad: x_t is on cuda:0, dy is on cpu
+gather_dot: a is on cuda:0, y is on cpu
+gather_dot: rows is on cpu, y is on cuda:0
+gather_dot: rows is on cuda:0, y is on cpu
+gather_sum: rows is on cpu, y is on cuda:0
+gather_sum: rows is on cuda:0, y is on cpu
+gather_sum: weight is on cuda:0, y is on cpu
+group_dequantize: scale is on cpu, q is on cuda:0
+group_dequantize: scale is on cuda:0, q is on cpu
+group_dequantize: offs is on cuda:0, q is on cpu
+group_dequantize_t: scale_t is on cpu, q_t is on cuda:0
+group_dequantize_t: scale_t is on cuda:0, q_t is on cpu
+group_dequantize_t: offs is on cuda:0, q_t is on cpu
 group_quantize: offs is on cpu, x is on cuda:0
 group_quantize: offs is on cuda:0, x is on cpu
 group_quantize: rows is on cuda:0, x is on cpu
@@ -98,40 +124,77 @@ group_quantize_delayed: offs is on cuda:0, x is on cpu
 group_quantize_delayed: scale is on cuda:0, x is on cpu
 group_quantize_mx: offs is on cpu, x is on cuda:0
 group_quantize_mx: offs is on cuda:0, x is on cpu
-group_round_mx: offs is on cpu, x is on cuda:0
-group_round_mx: offs is on cuda:0, x is on cpu
-gather_sum: rows is on cpu, y is on cuda:0
-gather_sum: rows is on cuda:0, y is on cpu
-gather_sum: weight is on cuda:0, y is on cpu
-gather_dot: a is on cuda:0, y is on cpu
-gather_dot: rows is on cpu, y is on cuda:0
-gather_dot: rows is on cuda:0, y is on cpu
-scatter_rows: rows is on cpu, x is on cuda:0
-scatter_rows: rows is on cuda:0, x is on cpu
-swiglu: offs is on cpu, gate_up is on cuda:0
-swiglu: offs is on cuda:0, gate_up is on cpu
-swiglu_grad: gate_up is on cpu, dh is on cuda:0
-swiglu_grad: gate_up is on cuda:0, dh is on cpu
-swiglu_grad: weight is on cuda:0, dh is on cpu
-swiglu_grad: offs is on cuda:0, dh is on cpu
 group_quantize_swiglu: offs is on cpu, gate_up is on cuda:0
 group_quantize_swiglu: offs is on cuda:0, gate_up is on cpu
 group_quantize_swiglu_grad: gate_up is on cpu, dh is on cuda:0
 group_quantize_swiglu_grad: gate_up is on cuda:0, dh is on cpu
 group_quantize_swiglu_grad: weight is on cuda:0, dh is on cpu
 group_quantize_swiglu_grad: offs is on cuda:0, dh is on cpu
-group_dequantize: scale is on cpu, q is on cuda:0
-group_dequantize: scale is on cuda:0, q is on cpu
-group_dequantize: offs is on cuda:0, q is on cpu
-group_dequantize_t: scale_t is on cpu, q_t is on cuda:0
-group_dequantize_t: scale_t is on cuda:0, q_t is on cpu
-group_dequantize_t: offs is on cuda:0, q_t is on cpu
+group_round_mx: offs is on cpu, x is on cuda:0
+group_round_mx: offs is on cuda:0, x is on cpu
 grouped_bias_grad: offs is on cpu, dy is on cuda:0
 grouped_bias_grad: offs is on cuda:0, dy is on cpu
-quantize_weight_list: w is on cuda:0, the first w is on cpu
+grouped_mm: b is on cpu, a is on cuda:0
+grouped_mm: b is on cuda:0, a is on cpu
+grouped_mm: offs is on cuda:0, a is on cpu
+grouped_mm: bias is on cuda:0, a is on cpu
+grouped_mm_list: b is on cpu, a is on cuda:0
+grouped_mm_list: b is on cuda:0, the first b is on cpu
+grouped_mm_list: offs is on cuda:0, a is on cpu
+grouped_mm_swiglu: b is on cpu, a is on cuda:0
+grouped_mm_swiglu: b is on cuda:0, a is on cpu
+grouped_mm_swiglu: offs is on cuda:0, a is on cpu
+grouped_mm_swiglu: bias is on cuda:0, a is on cpu
+grouped_mm_swiglu_grad: b is on cpu, a is on cuda:0
+grouped_mm_swiglu_grad: b is on cuda:0, a is on cpu
+grouped_mm_swiglu_grad: gate_up is on cuda:0, a is on cpu
+grouped_mm_swiglu_grad: weight is on cuda:0, a is on cpu
+grouped_mm_swiglu_grad: offs is on cuda:0, a is on cpu
+grouped_mm_wgrad: x is on cpu, dy is on cuda:0
+grouped_mm_wgrad: x is on cuda:0, dy is on cpu
+grouped_mm_wgrad: offs is on cuda:0, dy is on cpu
+grouped_mm_wgrad_: main_grad is on cuda:0, dy is on cpu
+grouped_mm_wgrad_: x is on cpu, dy is on cuda:0
+grouped_mm_wgrad_: x is on cuda:0, dy is on cpu
+grouped_mm_wgrad_: offs is on cuda:0, dy is on cpu
+grouped_mm_wgrad_: overwrite is on cuda:0, main_grad is on cpu
+grouped_mm_wgrad_list_: main_grad is on cuda:0, the first main_grad is on cpu
+grouped_mm_wgrad_list_: x is on cpu, dy is on cuda:0
+grouped_mm_wgrad_list_: x is on cuda:0, dy is on cpu
+grouped_mm_wgrad_list_: offs is on cuda:0, dy is on cpu
+grouped_mm_wgrad_list_: overwrite is on cuda:0, main_grad is on cpu
+grouped_scaled_mm: scale_a is on cpu, a is on cuda:0
+grouped_scaled_mm: b is on cuda:0, a is on cpu
+grouped_scaled_mm: scale_a is on cuda:0, a is on cpu
+grouped_scaled_mm: scale_b is on cuda:0, a is on cpu
+grouped_scaled_mm: offs is on cuda:0, a is on cpu
+grouped_scaled_mm: bias is on cuda:0, a is on cpu
+grouped_scaled_mm_wgrad: scale_dy_t is on cpu, dy_t is on cuda:0
+grouped_scaled_mm_wgrad: scale_x_t is on cpu, x_t is on cuda:0
+grouped_scaled_mm_wgrad: scale_dy_t is on cuda:0, dy_t is on cpu
+grouped_scaled_mm_wgrad: scale_x_t is on cuda:0, x_t is on cpu
+grouped_scaled_mm_wgrad: offs is on cuda:0, dy_t is on cpu
+grouped_scaled_mm_wgrad: x_t is on cuda:0, dy_t is on cpu
+grouped_scaled_mm_wgrad_: main_grad is on cuda:0, dy is on cpu
+grouped_scaled_mm_wgrad_: scale_dy_t is on cpu, dy_t is on cuda:0
+grouped_scaled_mm_wgrad_: scale_x_t is on cpu, x_t is on cuda:0
+grouped_scaled_mm_wgrad_: scale_dy_t is on cuda:0, dy_t is on cpu
+grouped_scaled_mm_wgrad_: scale_x_t is on cuda:0, x_t is on cpu
+grouped_scaled_mm_wgrad_: offs is on cuda:0, dy_t is on cpu
+grouped_scaled_mm_wgrad_: overwrite is on cuda:0, main_grad is on cpu
+grouped_scaled_mm_wgrad_: x_t is on cuda:0, dy_t is on cpu
+grouped_scaled_mm_wgrad_list_: main_grad is on cuda:0, the first main_grad is on cpu
+grouped_scaled_mm_wgrad_list_: scale_dy_t is on cpu, dy_t is on cuda:0
+grouped_scaled_mm_wgrad_list_: scale_x_t is on cpu, x_t is on cuda:0
+grouped_scaled_mm_wgrad_list_: scale_dy_t is on cuda:0, dy_t is on cpu
+grouped_scaled_mm_wgrad_list_: scale_x_t is on cuda:0, x_t is on cpu
+grouped_scaled_mm_wgrad_list_: offs is on cuda:0, dy_t is on cpu
+grouped_scaled_mm_wgrad_list_: overwrite is on cuda:0, main_grad is on cpu
+grouped_scaled_mm_wgrad_list_: x_t is on cuda:0, dy_t is on cpu
 quantize_weight_delayed: amax is on cuda:0, w is on cpu
 quantize_weight_delayed: scale is on cpu, w is on cuda:0
 quantize_weight_delayed: scale is on cuda:0, w is on cpu
+quantize_weight_list: w is on cuda:0, the first w is on cpu
 refresh_weight_: w is on cuda:0, the first w is on cpu
 refresh_weight_: refresh is on cuda:0, w is on cpu
 refresh_weight_: q is on cuda:0, w is on cpu
@@ -153,83 +216,17 @@ refresh_weight_mx_: w is on cuda:0, the first w is on cpu
 refresh_weight_mx_: refresh is on cuda:0, w is on cpu
 refresh_weight_mx_: w_rowwise is on cuda:0, w is on cpu
 refresh_weight_mx_: w_columnwise is on cuda:0, w is on cpu
+scatter_rows: rows is on cpu, x is on cuda:0
+scatter_rows: rows is on cuda:0, x is on cpu
+swiglu: offs is on cpu, gate_up is on cuda:0
+swiglu: offs is on cuda:0, gate_up is on cpu
+swiglu_grad: gate_up is on cpu, dh is on cuda:0
+swiglu_grad: gate_up is on cuda:0, dh is on cpu
+swiglu_grad: weight is on cuda:0, dh is on cpu
+swiglu_grad: offs is on cuda:0, dh is on cpu
 update_scales_: scale is on cuda:0, the first scale is on cpu
 update_scales_: amax is on cuda:0, the first scale is on cpu
-update_scales_: amax_history is on cuda:0, the first scale is on cpu
-adam_weight_: scale is on cpu, q is on cuda:0
-adam_weight_: scale is on cuda:0, q is on cpu
-adam_weight_: q_t is on cuda:0, q is on cpu
-adam_weight_: grad is on cuda:0, q is on cpu
-adam_weight_: exp_avg is on cuda:0, q is on cpu
-adam_weight_: exp_avg_sq is on cuda:0, q is on cpu
-adam_weight_: step is on cuda:0, q is on cpu
-grouped_mm: b is on cpu, a is on cuda:0
-grouped_mm: b is on cuda:0, a is on cpu
-grouped_mm: offs is on cuda:0, a is on cpu
-grouped_mm: bias is on cuda:0, a is on cpu
-grouped_mm_list: b is on cpu, a is on cuda:0
-grouped_mm_list: b is on cuda:0, the first b is on cpu
-grouped_mm_list: offs is on cuda:0, a is on cpu
-grouped_mm_swiglu: b is on cpu, a is on cuda:0
-grouped_mm_swiglu: b is on cuda:0, a is on cpu
-grouped_mm_swiglu: offs is on cuda:0, a is on cpu
-grouped_mm_swiglu_grad: b is on cpu, a is on cuda:0
-grouped_mm_swiglu_grad: b is on cuda:0, a is on cpu
-grouped_mm_swiglu_grad: gate_up is on cuda:0, a is on cpu
-grouped_mm_swiglu_grad: weight is on cuda:0, a is on cpu
-grouped_mm_swiglu_grad: offs is on cuda:0, a is on cpu
-grouped_scaled_mm: scale_a is on cpu, a is on cuda:0
-grouped_scaled_mm: b is on cuda:0, a is on cpu
-grouped_scaled_mm: scale_a is on cuda:0, a is on cpu
-grouped_scaled_mm: scale_b is on cuda:0, a is on cpu
-grouped_scaled_mm: offs is on cuda:0, a is on cpu
-grouped_scaled_mm: bias is on cuda:0, a is on cpu
-grouped_mm_wgrad: x is on cpu, dy is on cuda:0
-grouped_mm_wgrad: x is on cuda:0, dy is on cpu
-grouped_mm_wgrad: offs is on cuda:0, dy is on cpu
-grouped_scaled_mm_wgrad: scale_dy_t is on cpu, dy_t is on cuda:0
-grouped_scaled_mm_wgrad: scale_x_t is on cpu, x_t is on cuda:0
-grouped_scaled_mm_wgrad: scale_dy_t is on cuda:0, dy_t is on cpu
-grouped_scaled_mm_wgrad: scale_x_t is on cuda:0, x_t is on cpu
-grouped_scaled_mm_wgrad: offs is on cuda:0, dy_t is on cpu
-grouped_scaled_mm_wgrad: x_t is on cuda:0, dy_t is on cpu
-grouped_mm_wgrad_: main_grad is on cuda:0, dy is on cpu
-grouped_mm_wgrad_: x is on cpu, dy is on cuda:0
-grouped_mm_wgrad_: x is on cuda:0, dy is on cpu
-grouped_mm_wgrad_: offs is on cuda:0, dy is on cpu
-grouped_mm_wgrad_: overwrite is on cuda:0, main_grad is on cpu
-grouped_scaled_mm_wgrad_: main_grad is on cuda:0, dy is on cpu
-grouped_scaled_mm_wgrad_: scale_dy_t is on cpu, dy_t is on cuda:0
-grouped_scaled_mm_wgrad_: scale_x_t is on cpu, x_t is on cuda:0
-grouped_scaled_mm_wgrad_: scale_dy_t is on cuda:0, dy_t is on cpu
-grouped_scaled_mm_wgrad_: scale_x_t is on cuda:0, x_t is on cpu
-grouped_scaled_mm_wgrad_: offs is on cuda:0, dy_t is on cpu
-grouped_scaled_mm_wgrad_: overwrite is on cuda:0, main_grad is on cpu
-grouped_scaled_mm_wgrad_: x_t is on cuda:0, dy_t is on cpu
-grouped_mm_wgrad_list_: main_grad is on cuda:0, the first main_grad is on cpu
-grouped_mm_wgrad_list_: x is on cpu, dy is on cuda:0
-grouped_mm_wgrad_list_: x is on cuda:0, dy is on cpu
-grouped_mm_wgrad_list_: offs is on cuda:0, dy is on cpu
-grouped_mm_wgrad_list_: overwrite is on cuda:0, main_grad is on cpu
-grouped_scaled_mm_wgrad_list_: main_grad is on cuda:0, the first main_grad is on cpu
-grouped_scaled_mm_wgrad_list_: scale_dy_t is on cpu, dy_t is on cuda:0
-grouped_scaled_mm_wgrad_list_: scale_x_t is on cpu, x_t is on cuda:0
-grouped_scaled_mm_wgrad_list_: scale_dy_t is on cuda:0, dy_t is on cpu
-grouped_scaled_mm_wgrad_list_: scale_x_t is on cuda:0, x_t is on cpu
-grouped_scaled_mm_wgrad_list_: offs is on cuda:0, dy_t is on cpu
-grouped_scaled_mm_wgrad_list_: overwrite is on cuda:0, main_grad is on cpu
-grouped_scaled_mm_wgrad_list_: x_t is on cuda:0, dy_t is on cpu
-block_scaled_linear: w is on cpu, x is on cuda:0
-block_scaled_linear: w is on cuda:0, x is on cpu
-block_scaled_linear: m_splits is on cuda:0, x is on cpu
-block_scaled_linear: bias is on cuda:0, x is on cpu
-block_scaled_linear_grad: offs is on cpu, dy is on cuda:0
-block_scaled_linear_grad: offs is on cuda:0, dy is on cpu
-block_scaled_linear_grad: x_t is on cuda:0, dy is on cpu
-block_scaled_linear_grad: scale_x_t is on cuda:0, dy is on cpu
-block_scaled_linear_grad: w_t is on cuda:0, dy is on cpu
-block_scaled_linear_grad: scale_w is on cuda:0, dy is on cpu
-block_scaled_linear_grad: x_t is on cuda:0, dy is on cpu""",
+update_scales_: amax_history is on cuda:0, the first scale is on cpu""",
     )
 
 
@@ -298,6 +295,15 @@ def test_offsets_on_cpu() -> None:
 group_quantize: offs must not decrease, got 3 after 5 at group 1
 group_quantize: offs must not decrease, got -1 after 0 at group 0
 group_quantize: offs must not exceed the number of rows 12, got 1300 at group 2
+group_dequantize: offs must not decrease, got 3 after 5 at group 1
+group_dequantize: offs must not decrease, got -1 after 0 at group 0
+group_dequantize: offs must not exceed the number of rows 12, got 1300 at group 2
+group_dequantize_t: offs must not decrease, got 3 after 5 at group 1
+group_dequantize_t: offs must not decrease, got -1 after 0 at group 0
+group_dequantize_t: offs must not exceed the number of rows 12, got 1300 at group 2
+group_quantize: offs must not decrease, got 3 after 5 at group 1
+group_quantize: offs must not decrease, got -1 after 0 at group 0
+group_quantize: offs must not exceed the number of rows 12, got 1300 at group 2
 group_quantize_current: offs must not decrease, got 3 after 5 at group 1
 group_quantize_current: offs must not decrease, got -1 after 0 at group 0
 group_quantize_current: offs must not exceed the number of rows 12, got 1300 at group 2
@@ -307,27 +313,15 @@ group_quantize_delayed: offs must not exceed the number of rows 12, got 1300 at 
 group_quantize_mx: offs must not decrease, got 3 after 5 at group 1
 group_quantize_mx: offs must not decrease, got -1 after 0 at group 0
 group_quantize_mx: offs must not exceed the number of rows 12, got 1300 at group 2
-group_round_mx: offs must not decrease, got 3 after 5 at group 1
-group_round_mx: offs must not decrease, got -1 after 0 at group 0
-group_round_mx: offs must not exceed the number of rows 12, got 1300 at group 2
-swiglu: offs must not decrease, got 3 after 5 at group 1
-swiglu: offs must not decrease, got -1 after 0 at group 0
-swiglu: offs must not exceed the number of rows 12, got 1300 at group 2
-swiglu_grad: offs must not decrease, got 3 after 5 at group 1
-swiglu_grad: offs must not decrease, got -1 after 0 at group 0
-swiglu_grad: offs must not exceed the number of rows 12, got 1300 at group 2
 group_quantize_swiglu: offs must not decrease, got 3 after 5 at group 1
 group_quantize_swiglu: offs must not decrease, got -1 after 0 at group 0
 group_quantize_swiglu: offs must not exceed the number of rows 12, got 1300 at group 2
 group_quantize_swiglu_grad: offs must not decrease, got 3 after 5 at group 1
 group_quantize_swiglu_grad: offs must not decrease, got -1 after 0 at group 0
 group_quantize_swiglu_grad: offs must not exceed the number of rows 12, got 1300 at group 2
-group_dequantize: offs must not decrease, got 3 after 5 at group 1
-group_dequantize: offs must not decrease, got -1 after 0 at group 0
-group_dequantize: offs must not exceed the number of rows 12, got 1300 at group 2
-group_dequantize_t: offs must not decrease, got 3 after 5 at group 1
-group_dequantize_t: offs must not decrease, got -1 after 0 at group 0
-group_dequantize_t: offs must not exceed the number of rows 12, got 1300 at group 2
+group_round_mx: offs must not decrease, got 3 after 5 at group 1
+group_round_mx: offs must not decrease, got -1 after 0 at group 0
+group_round_mx: offs must not exceed the number of rows 12, got 1300 at group 2
 grouped_bias_grad: offs must not decrease, got 3 after 5 at group 1
 grouped_bias_grad: offs must not decrease, got -1 after 0 at group 0
 grouped_bias_grad: offs must not exceed the number of rows 12, got 1300 at group 2
@@ -343,30 +337,33 @@ grouped_mm_swiglu: offs must not exceed the number of rows 12, got 1300 at group
 grouped_mm_swiglu_grad: offs must not decrease, got 3 after 5 at group 1
 grouped_mm_swiglu_grad: offs must not decrease, got -1 after 0 at group 0
 grouped_mm_swiglu_grad: offs must not exceed the number of rows 12, got 1300 at group 2
-grouped_scaled_mm: offs must not decrease, got 3 after 5 at group 1
-grouped_scaled_mm: offs must not decrease, got -1 after 0 at group 0
-grouped_scaled_mm: offs must not exceed the number of rows 12, got 1300 at group 2
 grouped_mm_wgrad: offs must not decrease, got 3 after 5 at group 1
 grouped_mm_wgrad: offs must not decrease, got -1 after 0 at group 0
 grouped_mm_wgrad: offs must not exceed the number of rows 12, got 1300 at group 2
+grouped_mm_wgrad_: offs must not decrease, got 3 after 5 at group 1
+grouped_mm_wgrad_: offs must not decrease, got -1 after 0 at group 0
+grouped_mm_wgrad_: offs must not exceed the number of rows 12, got 1300 at group 2
+grouped_mm_wgrad_: offs must not decrease, got 3 after 5 at group 1
+grouped_mm_wgrad_: offs must not decrease, got -1 after 0 at group 0
+grouped_mm_wgrad_: offs must not exceed the number of rows 12, got 1300 at group 2
+grouped_scaled_mm: offs must not decrease, got 3 after 5 at group 1
+grouped_scaled_mm: offs must not decrease, got -1 after 0 at group 0
+grouped_scaled_mm: offs must not exceed the number of rows 12, got 1300 at group 2
 grouped_scaled_mm_wgrad: offs must not decrease, got 3 after 5 at group 1
 grouped_scaled_mm_wgrad: offs must not decrease, got -1 after 0 at group 0
 grouped_scaled_mm_wgrad: offs must not exceed the number of rows 384, got 1300 at group 2
-grouped_mm_wgrad_: offs must not decrease, got 3 after 5 at group 1
-grouped_mm_wgrad_: offs must not decrease, got -1 after 0 at group 0
-grouped_mm_wgrad_: offs must not exceed the number of rows 12, got 1300 at group 2
 grouped_scaled_mm_wgrad_: offs must not decrease, got 3 after 5 at group 1
 grouped_scaled_mm_wgrad_: offs must not decrease, got -1 after 0 at group 0
 grouped_scaled_mm_wgrad_: offs must not exceed the number of rows 384, got 1300 at group 2
-grouped_mm_wgrad_: offs must not decrease, got 3 after 5 at group 1
-grouped_mm_wgrad_: offs must not decrease, got -1 after 0 at group 0
-grouped_mm_wgrad_: offs must not exceed the number of rows 12, got 1300 at group 2
 grouped_scaled_mm_wgrad_: offs must not decrease, got 3 after 5 at group 1
 grouped_scaled_mm_wgrad_: offs must not decrease, got -1 after 0 at group 0
 grouped_scaled_mm_wgrad_: offs must not exceed the number of rows 384, got 1300 at group 2
-group_quantize: offs must not decrease, got 3 after 5 at group 1
-group_quantize: offs must not decrease, got -1 after 0 at group 0
-group_quantize: offs must not exceed the number of rows 12, got 1300 at group 2""",
+swiglu: offs must not decrease, got 3 after 5 at group 1
+swiglu: offs must not decrease, got -1 after 0 at group 0
+swiglu: offs must not exceed the number of rows 12, got 1300 at group 2
+swiglu_grad: offs must not decrease, got 3 after 5 at group 1
+swiglu_grad: offs must not decrease, got -1 after 0 at group 0
+swiglu_grad: offs must not exceed the number of rows 12, got 1300 at group 2""",
     )
 
 

@@ -32,12 +32,14 @@ from grouped_linear.recipes.quantize import quantize_tokens
 from support import reference
 from support.calls import Calls
 from support.compare import assert_same_bits
-from support.devices import OPS, devices, needs_gpu
+from support.devices import devices, needs_gpu
 from support.errors import sentence
 from support.formats import composed, with_function
 from support.graphs import STRICT_GRAPHS
 from support.mlp import E, F, H, assert_one_graph, biases_of, near, run, states_of
 from support.mlp import leaves_of as drawn_leaves
+from support.ops import OPS
+from support.pairs import in_turn
 from support.recipes import MORE_RECIPES
 from support.swiglu import Swiglu
 from support.tensors import BF16, DTYPES, FP16, FP32
@@ -466,8 +468,9 @@ def mlp_of(
 
 
 @DEVICES
-@RECIPES
-@pytest.mark.parametrize("kind", ["plain", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("recipe", "kind"), in_turn(MORE_RECIPES, {"plain": "plain", "gpt_oss": "gpt_oss"})
+)
 def test_compiled_in_one_graph(kind: str, recipe: Recipe | None, device: str) -> None:
     assert_one_graph(mlp_of(kind, recipe, device, BF16), device, seeds=3)
 

@@ -23,9 +23,11 @@ from grouped_linear import GroupedMLP, Recipe, ops, update_scales
 from support import training
 from support.calls import Calls
 from support.compare import assert_same_bits, assert_shows_cold
-from support.devices import OPS, devices, needs_gpu
+from support.devices import devices, needs_gpu
 from support.errors import sentence
 from support.groups import experts_of
+from support.ops import OPS
+from support.pairs import in_turn, pairwise
 from support.recipes import MORE_RECIPES, RECIPES
 from support.tensors import BF16, DTYPES, FP32
 from support.training import (
@@ -215,20 +217,19 @@ def check(
 
 
 # A compile is slow, so one dtype for all but the plainest mode.
-MODES = [
-    *(pytest.param(eager, dtype, id=f"eager-{dtype}") for dtype in DTYPES),
-    *(pytest.param(m, BF16, id=m.__name__) for m in (compiled, checkpointed, interleaved)),
-]
+MODES = {f"eager-{dtype}": (eager, dtype) for dtype in DTYPES}
+MODES |= {m.__name__: (m, BF16) for m in (compiled, checkpointed, interleaved)}
 
 
 @DEVICES
-@EVERY_RECIPE
-@pytest.mark.parametrize(("mode", "dtype"), MODES)
-@EVERY_FEATURE
+@pytest.mark.parametrize(
+    ("feature", "mode", "recipe"),
+    pairwise({name: FEATURES[name] for name in OURS}, MODES, TRAINED),
+)
 def test_features(
-    feature: Feature, mode: Mode, dtype: torch.dtype, recipe: Recipe | None, device: str
+    feature: Feature, mode: tuple[Mode, torch.dtype], recipe: Recipe | None, device: str
 ) -> None:
-    check(feature, mode, recipe, dtype, device)
+    check(feature, mode[0], recipe, mode[1], device)
 
 
 @needs_gpu
@@ -440,8 +441,9 @@ def fused(recipe: Recipe | None, device: str, dtype: torch.dtype = FP32, **optio
 
 
 @DEVICES
-@EVERY_RECIPE
-@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("recipe", "how"), in_turn(TRAINED, {"compiled": "compiled", "eager": "eager"})
+)
 def test_attributes_of_main_grad(how: str, recipe: Recipe | None, device: str) -> None:
     """Of each parameter: a gradient of zeros for who waits for one, and overwriting."""
     layer, plain, (x, m_splits) = fused(recipe, device), make(recipe, FP32, device), inputs(device)
@@ -494,7 +496,7 @@ def test_autocast(recipe: Recipe | None, device: str) -> None:
         assert_same_bits(w.main_grad, other.main_grad)
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("recipe", [RECIPES[name] for name in ("block", "delayed", "mxfp8")])
 def test_inductor_clones_neither_main_grads_nor_caches(recipe: Recipe | None) -> None:
     layer, plain = fused(recipe, "cpu", cache_weights=True), make(recipe, FP32, "cpu")
     call, (x, m_splits) = torch.compile(layer, fullgraph=True), inputs("cpu")

@@ -12,74 +12,43 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from grouped_linear import ops
-from grouped_linear.selftest.tolerances import ROUNDING, C, scaled_tolerance, tolerance
 from support import reference
-from support.cases import cases, variant_of
-from support.compare import assert_same_bits, bits, tail_is_zero, within
+from support.check import check
+from support.compare import assert_same_bits, tail_is_zero, within
 from support.devices import devices
 from support.groups import GROUPS, WIDE, Groups
-from support.samples import Sample, gathered_before, make, specified
+from support.op_info import Sample
+from support.ops import grouped_scaled_mm, grouped_scaled_mm_wgrad
+from support.samples import make, specified, variant_of
 from support.tensors import BF16, DTYPES, FP32, lay_out, on, rows, weight
+from support.tolerances import ROUNDING, C, scaled_tolerance, tolerance
 
 
 def magnitude_of(a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None) -> Tensor:
     return reference.grouped_mm(a.abs(), b.abs(), offs, None if bias is None else bias.abs())
 
 
-# --- fprop and dgrad -----------------------------------------------------------------------------
-
-
-def check_grouped_mm(sample: Sample, groups: Groups, device: str) -> None:
-    (y,) = sample.results(device)
-    sample = gathered_before(sample)
-    operands = (sample["a"], sample["b"], sample["offs"], sample.get("bias"))
-    expected = reference.grouped_mm(*operands)
-    dtype = sample.get("out_dtype") or sample["a"].dtype
-    assert y.dtype == dtype
-    assert within(y, expected, tolerance(expected, magnitude_of(*operands), groups.K, dtype))
-    assert tail_is_zero(y, groups)
-
-
-@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("grouped_mm"))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_grouped_mm(op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str) -> None:
-    check_grouped_mm(variant_of(op, groups, variant, dtype), groups, device)
-
-
 def dequantized(sample: Sample) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The operands of grouped_scaled_mm as numbers."""
-    offs, scale_a, scale_b = sample["offs"], sample["scale_a"], sample["scale_b"]
-    if scale_a.dim() == 1:
-        a = reference.scale_groups(sample["a"], scale_a, offs)
-        b = sample["b"].double() * scale_b.double().view(-1, 1, 1)
-    else:
-        a = reference.dequantize_rowwise(sample["a"], scale_a, offs)
-        b = reference.dequantize_weight(sample["b"].mT, scale_b.mT).mT
-    return a, b, offs, sample.get("bias")
+    return *grouped_scaled_mm.numbers(sample), sample["offs"], sample.get("bias")
 
 
-def check_grouped_scaled_mm(sample: Sample, groups: Groups, device: str) -> None:
-    (y,) = sample.results(device)
-    plain = gathered_before(sample)
-    expected, magnitude = (f(*dequantized(plain)) for f in (reference.grouped_mm, magnitude_of))
-    assert y.dtype == sample["out_dtype"]
-    assert within(y, expected, scaled_tolerance(expected, magnitude, y.dtype))
-    assert tail_is_zero(y, groups)
+def wgrad_operands(sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
+    """dy, x and offs as numbers, whichever form they are in."""
+    if "dy" in sample.arguments:
+        return sample["dy"], sample["x"], sample["offs"]
+    dy, x = grouped_scaled_mm_wgrad.numbers(sample)
+    return dy, x, sample["offs"]
 
 
-@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("grouped_scaled_mm"))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_grouped_scaled_mm(
-    op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
-) -> None:
-    check_grouped_scaled_mm(variant_of(op, groups, variant, dtype), groups, device)
+# --- fprop and dgrad -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
 @pytest.mark.parametrize("groups", WIDE.values(), ids=WIDE)
 def test_wide_products(groups: Groups, device: str) -> None:
-    check_grouped_mm(make("grouped_mm", groups, BF16, bias=True), groups, device)
-    check_grouped_scaled_mm(make("grouped_scaled_mm", groups, BF16, bias=True), groups, device)
+    check(make("grouped_mm", groups, BF16, bias=True), device)
+    check(make("grouped_scaled_mm", groups, BF16, bias=True), device)
 
 
 # On CUDA more tiles than a GPU takes at once, so they are wide; those of a group alone are narrow.
@@ -91,11 +60,10 @@ LARGE = Groups((130, 0, 257, 1, 300), 700, K=272, N=2064)
 @pytest.mark.parametrize("op", ["grouped_mm", "grouped_scaled_mm"])
 @pytest.mark.parametrize("layout", ["dense", "transposed"])
 def test_tiles_of_either_width(op: str, layout: str, dtype: torch.dtype, device: str) -> None:
-    check = check_grouped_mm if op == "grouped_mm" else check_grouped_scaled_mm
     sample = make(op, LARGE, dtype, bias=True)
     if layout == "transposed":
         sample = sample.but(b=lay_out(sample["b"], layout))
-    check(sample, LARGE, device)
+    check(sample, device)
     (y,) = sample.results(device)
     for e, (end, count) in enumerate(zip(LARGE.offs().tolist(), LARGE.m_splits, strict=True)):
         here = slice(end - count, end)
@@ -120,7 +88,7 @@ def test_narrow_products(N: int, layout: str, dtype: torch.dtype, device: str) -
         sample = make("grouped_mm", groups, dtype, bias=True, **gathers)
         if layout == "transposed":
             sample = sample.but(b=lay_out(sample["b"], layout))
-        check_grouped_mm(sample, groups, device)
+        check(sample, device)
 
 
 @pytest.mark.parametrize("device", devices("grouped_mm_wgrad", "grouped_mm_wgrad_"))
@@ -132,16 +100,8 @@ def test_narrow_wgrads(N: int, K: int, gathers: str | None, device: str) -> None
         groups = Groups(m_splits, T, K=K, N=N)
         options = {"gathers": gathers} if gathers else {}
         for out_dtype in (BF16, FP32):
-            sample = make("grouped_mm_wgrad", groups, BF16, out_dtype=out_dtype, **options)
-            (dw,) = sample.results(device)
-            expected = reference.grouped_mm_wgrad(*wgrad_operands(sample, groups))
-            assert within(dw, expected, wgrad_tolerance(sample, groups, expected, dw.dtype))
-        sample = make("grouped_mm_wgrad_", groups, BF16, grad_dtype=FP32, **options)
-        (after,) = sample.results(device)
-        before = sample["main_grad"].double()
-        expected = reference.grouped_mm_wgrad(*wgrad_operands(sample, groups)) + before
-        allowed = wgrad_tolerance(sample, groups, expected, FP32) + 2.0**-24 * before.abs()
-        assert within(after, expected, allowed)
+            check(make("grouped_mm_wgrad", groups, BF16, out_dtype=out_dtype, **options), device)
+        check(make("grouped_mm_wgrad_", groups, BF16, grad_dtype=FP32, **options), device)
 
 
 @pytest.mark.parametrize("device", devices("group_quantize", "grouped_scaled_mm"))
@@ -159,16 +119,14 @@ def test_power_of_two_scales(name: str, scale: float, dtype: torch.dtype, device
         torch.randn(groups.E, groups.N, groups.K) / scale, reference.Scaling(True)
     )
     exact = sample.but(a=q, scale_a=scale_a, b=b.mT, scale_b=scale_b.mT)
-    check_grouped_scaled_mm(exact, groups, device)
+    check(exact, device)
 
     dy_TN = rows(groups, groups.N, FP32) / scale
     dy = make("group_quantize", groups, FP32, **options).but(x=dy_TN)
     dy_t, scale_dy_t = dy.results("cpu")[2:4]
     wgrad = make("grouped_scaled_mm_wgrad", groups, dtype)
     wgrad = wgrad.but(dy_t=dy_t, x_t=q_t, scale_dy_t=scale_dy_t, scale_x_t=scale_t)
-    dw_ENK = reference.grouped_mm_wgrad(*wgrad_operands(wgrad, groups))
-    allowed = wgrad_tolerance(wgrad, groups, dw_ENK, dtype)
-    assert within(wgrad.results(device)[0], dw_ENK, allowed)
+    check(wgrad, device)
 
 
 @pytest.mark.parametrize("device", devices("grouped_scaled_mm"))
@@ -181,7 +139,7 @@ def test_dgrad_reads_the_scales_of_fprop(device: str) -> None:
     _, scale, q_t = reference.quantize_weight(w, reference.Scaling(False))
     assert not sample["scale_b"].is_contiguous()
     sample = sample.but(b=q_t.mT, scale_b=scale)
-    check_grouped_scaled_mm(sample, groups, device)
+    check(sample, device)
 
 
 @pytest.mark.parametrize("device", devices("grouped_mm"))
@@ -192,7 +150,7 @@ def test_dgrad_reads_the_weight_as_it_is(dtype: torch.dtype, device: str) -> Non
     w = torch.randn(groups.E, groups.N, groups.K).to(dtype)
     for out_dtype in (dtype, FP32):
         sample = make("grouped_mm", swapped, dtype, out_dtype=out_dtype).but(b=w)
-        check_grouped_mm(sample, swapped, device)
+        check(sample, device)
 
 
 @pytest.mark.parametrize("device", devices("grouped_mm"))
@@ -246,31 +204,9 @@ def test_huge_row_strides(device: str) -> None:
 # --- wgrad ---------------------------------------------------------------------------------------
 
 
-def columns(q_t: Tensor, scale_t: Tensor, offs_E: Tensor, num_rows: int) -> Tensor:
-    """Columnwise data as numbers, with a scale a block or a scale a group."""
-    if scale_t.dim() == 2:
-        return reference.dequantize_columnwise(q_t, scale_t, offs_E, num_rows)
-    ones = torch.ones(q_t.shape[:2], dtype=torch.float64)
-    x_TK = reference.dequantize_columnwise(q_t, ones, offs_E, num_rows)
-    return reference.scale_groups(x_TK, scale_t, offs_E)
-
-
-def wgrad_operands(sample: Sample, groups: Groups) -> tuple[Tensor, Tensor, Tensor]:
-    """dy, x and offs as numbers, whichever form they are in."""
-    offs = sample["offs"]
-    if "dy" in sample.arguments:
-        plain = gathered_before(sample)
-        return plain["dy"], plain["x"], offs
-    dy, x = (
-        columns(sample[q], sample[scale], offs, groups.T)
-        for q, scale in (("dy_t", "scale_dy_t"), ("x_t", "scale_x_t"))
-    )
-    return dy, x, offs
-
-
-def wgrad_sums(sample: Sample, groups: Groups) -> tuple[Tensor, Tensor]:
+def wgrad_sums(sample: Sample) -> tuple[Tensor, Tensor]:
     """What wgrad is, and the sums of |dy * x|."""
-    dy, x, offs = wgrad_operands(sample, groups)
+    dy, x, offs = wgrad_operands(sample)
     magnitude = reference.grouped_mm_wgrad(dy.abs(), x.abs(), offs)
     return reference.grouped_mm_wgrad(dy, x, offs), magnitude
 
@@ -284,44 +220,7 @@ def scaled_wgrad(
     return Sample("grouped_scaled_mm_wgrad", arguments)
 
 
-def wgrad_tolerance(sample: Sample, groups: Groups, expected: Tensor, dtype: torch.dtype) -> Tensor:
-    dy, x, offs = wgrad_operands(sample, groups)
-    magnitude = reference.grouped_mm_wgrad(dy.abs(), x.abs(), offs)
-    if "dy" in sample.arguments:
-        return tolerance(expected, magnitude, max(groups.m_splits), dtype)
-    return scaled_tolerance(expected, magnitude, dtype)
-
-
-@pytest.mark.parametrize(
-    ("op", "groups", "variant", "device"), cases("grouped_mm_wgrad", "grouped_scaled_mm_wgrad")
-)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_wgrad(op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str) -> None:
-    sample = variant_of(op, groups, variant, dtype)
-    (dw,) = sample.results(device)
-    expected = reference.grouped_mm_wgrad(*wgrad_operands(sample, groups))
-    assert dw.dtype == (sample.get("out_dtype") or dtype)
-    assert within(dw, expected, wgrad_tolerance(sample, groups, expected, dw.dtype))
-    for e, size in enumerate(groups.m_splits):
-        assert size or not bits(dw[e]).any()
-
-
 IN_PLACE = ("grouped_mm_wgrad_", "grouped_scaled_mm_wgrad_")
-
-
-@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases(*IN_PLACE))
-def test_wgrad_in_place(op: str, groups: Groups, variant: str, device: str) -> None:
-    sample = variant_of(op, groups, variant, BF16)
-    before, overwrite = sample["main_grad"], sample.get("overwrite")
-    adds = overwrite is None or not overwrite
-    (after,) = sample.results(device)
-    expected = reference.grouped_mm_wgrad(*wgrad_operands(sample, groups))
-    expected += before.double() * adds
-    allowed = wgrad_tolerance(sample, groups, expected, before.dtype)
-    assert within(after, expected, allowed + 2.0**-24 * before.double().abs())
-    for e, size in enumerate(groups.m_splits):
-        if size == 0:
-            assert_same_bits(after[e], before[e] if adds else torch.zeros_like(before[e]))
 
 
 @pytest.mark.parametrize("op", IN_PLACE)
@@ -397,13 +296,7 @@ def test_matrices_of_empty_groups(
     sample = make(op, groups, BF16, grad_dtype=grad_dtype, overwrite=overwrite)
     if overwrite:
         sample = sample.but(main_grad=torch.full_like(sample["main_grad"], torch.nan))
-    before = torch.zeros_like(sample["main_grad"]) if overwrite else sample["main_grad"]
-    (after,) = sample.results(device)
-    is_empty = torch.tensor(groups.m_splits) == 0
-    assert_same_bits(after[is_empty], before[is_empty])
-    expected = reference.grouped_mm_wgrad(*wgrad_operands(sample, groups)) + before.double()
-    allowed = wgrad_tolerance(sample, groups, expected, grad_dtype)
-    assert within(after, expected, allowed + 2.0**-24 * before.double().abs())
+    check(sample, device)
 
 
 @pytest.mark.parametrize("op", IN_PLACE)
@@ -512,7 +405,7 @@ def test_wgrad_of_hard_operands(hard: Callable[[Tensor, Tensor], Pair], device: 
     )
     for sample in (exact, *(scaled_wgrad(dy, x, groups, BF16) for x in (own, shared))):
         (dw,) = sample.results(device)
-        assert_within_bound(dw, *wgrad_sums(sample, groups))
+        assert_within_bound(dw, *wgrad_sums(sample))
 
 
 def shared_parts(scale_t: Tensor) -> Tensor:
@@ -574,7 +467,7 @@ def test_columns_may_share_scales_anywhere(power_of_two_scales: bool, device: st
     for scales in (*own_scales, zeros):
         sample = scaled_wgrad((dy_t, scale_dy_t), (x_t, scales), groups, FP32)
         (dw,) = sample.results(device)
-        expected, magnitude = wgrad_sums(sample, groups)
+        expected, magnitude = wgrad_sums(sample)
         assert within(dw, expected, 2.0**-20 * expected.abs() + C * 2.0**-13 * magnitude)
 
 
@@ -590,7 +483,7 @@ def test_many_tiles_whose_columns_share_or_not(out_dtype: torch.dtype, device: s
     of_x = quantized(x, groups, share_scales=True)[2:]
     sample = scaled_wgrad(quantized(dy, groups)[2:], of_x, groups, out_dtype)
     (dw,) = sample.results(device)
-    expected, magnitude = wgrad_sums(sample, groups)
+    expected, magnitude = wgrad_sums(sample)
     rounding = 2.0**-8 if out_dtype == BF16 else 2.0**-20
     assert within(dw, expected, rounding * expected.abs() + C * 2.0**-13 * magnitude)
 
@@ -648,7 +541,7 @@ def test_wgrad_of_long_sums_and_of_uneven_groups(
     for dtype in (BF16, FP32) if op == "grouped_scaled_mm_wgrad" and small else (BF16,):
         sample = variant_of(op, groups, variant, dtype)
         (dw,) = sample.results(device)
-        dy, x, offs = (on(device, operand) for operand in wgrad_operands(sample, groups))
+        dy, x, offs = (on(device, operand) for operand in wgrad_operands(sample))
         expected = reference.grouped_mm_wgrad(dy, x, offs).cpu()
         magnitude = reference.grouped_mm_wgrad(dy.abs(), x.abs(), offs).cpu()
         if "dy" in sample.arguments:
@@ -692,8 +585,8 @@ def wide_positive_sample() -> tuple[Sample, Groups]:
 
 @pytest.mark.parametrize("device", devices("grouped_scaled_mm"))
 def test_sums_are_promoted_every_128(device: str) -> None:
-    sample, groups = wide_positive_sample()
-    check_grouped_scaled_mm(sample, groups, device)
+    sample, _ = wide_positive_sample()
+    check(sample, device)
 
 
 def test_the_tolerance_catches_a_missing_promotion() -> None:
@@ -794,14 +687,10 @@ def test_gradients_through_the_documented_wrapper(device: str) -> None:
         assert_same_bits(through_wrapper, through_op)
 
 
-@pytest.mark.parametrize(
-    ("op", "groups", "variant", "device"),
-    [case for case in cases("grouped_mm_wgrad", "group_quantize") if "unaligned-plain" in case.id],
-)
-def test_ops_without_a_gradient_take_inputs_that_require_one(
-    op: str, groups: Groups, variant: str, device: str
-) -> None:
-    sample = variant_of(op, groups, variant, BF16)
+@pytest.mark.parametrize("device", devices("grouped_mm_wgrad", "group_quantize"))
+@pytest.mark.parametrize("op", ["grouped_mm_wgrad", "group_quantize"])
+def test_ops_without_a_gradient_take_inputs_that_require_one(op: str, device: str) -> None:
+    sample = make(op, GROUPS["unaligned"], BF16)
     name = next(iter(sample.arguments))
     with_grad = sample.but(**{name: sample[name].clone().requires_grad_()})
     actual, expected = (specified(sample, s.results(device)) for s in (with_grad, sample))

@@ -8,8 +8,9 @@ import torch
 from grouped_linear import ops
 from support import reference
 from support.compare import assert_same_bits
-from support.devices import CUDA_OPS, OPS, devices, needs_gpu
+from support.devices import CUDA_OPS, devices, needs_gpu
 from support.groups import GROUPS
+from support.ops import OPS
 from support.samples import make, specified
 from support.tensors import BF16
 

@@ -33,8 +33,9 @@ from grouped_linear import (
     convert,
 )
 from support.compare import assert_same_bits
-from support.devices import OPS, devices
+from support.devices import devices
 from support.errors import sentence
+from support.ops import OPS
 from support.tensors import BF16
 from support.versions import skipping_for_old_transformers
 

@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.testing._internal.optests.aot_autograd import aot_autograd_check
 from torch.utils._pytree import tree_leaves
 
-from support.cases import cases, variant_of
 from support.compare import bits
-from support.devices import OPS, overload
+from support.devices import devices
 from support.groups import GROUPS, Groups
+from support.op_info import Sample
+from support.ops import OPS, PAGES
 from support.reference import E4M3, E5M2
-from support.samples import UNSPECIFIED, Sample, keep, specified_masks
+from support.samples import keep, specified_masks, variant_of
 from support.tensors import BF16, DTYPES, on
 
 EVERY_UTIL = (
@@ -61,23 +62,22 @@ def aot_check_of_specified(sample: Sample, device: str) -> None:
 
 
 # The dispatcher sees how many rows and groups there are, not which groups are empty.
-SIZES = [
-    GROUPS[name]
-    for name in ("unaligned", "capacity", "all_empty", "no_rows", "one_group", "200_groups")
-]
+SIZES = ("capacity", "all_empty", "no_rows", "one_group")
 
 
 def differing(*ops: str) -> list[Any]:
     """Of the samples of these ops those that differ for the dispatcher."""
-    found = []
-    for case in cases(*ops):
-        op, groups, variant, _ = case.values
-        # 200 tensors take the path of three, in 8 seconds.
-        has_list = "[]" in str(overload(op)._schema)
-        sizes = SIZES[:-1] if has_list else SIZES
-        if groups in (sizes if variant == "plain" else [GROUPS["capacity"]]):
-            found.append(case)
-    return found
+    return [
+        pytest.param(
+            *(op, GROUPS[name], variant, device.values[0]),
+            marks=device.marks,
+            id=f"{op}-{name}-{variant}-{device.id}",
+        )
+        for op in ops
+        for device in devices(op)
+        for variant in ("plain", *PAGES[op].variants)
+        for name in (SIZES if variant == "plain" else SIZES[:1])
+    ]
 
 
 @pytest.mark.parametrize(("op", "groups", "variant", "device"), differing(*OPS))
@@ -87,7 +87,7 @@ def test_opcheck(op: str, groups: Groups, variant: str, device: str) -> None:
     for dtype in DTYPES if few and variant == "plain" else (BF16,):
         sample = variant_of(op, groups, variant, dtype)
         utils = list(EVERY_UTIL)
-        if op in UNSPECIFIED:
+        if PAGES[op].unspecified:
             aot_check_of_specified(sample, device)
             utils.remove("test_aot_dispatch_dynamic")
         sample = sample.on(device)

@@ -32,11 +32,12 @@ from grouped_linear import (
 from grouped_linear.quantized.checkpoints import expert_tensors, load_experts
 from support.calls import Calls
 from support.compare import assert_same, assert_same_bits, bits
-from support.devices import OPS, devices, needs_gpu
+from support.devices import devices, needs_gpu
 from support.errors import sentence
 from support.graphs import STRICT_GRAPHS
 from support.groups import experts_of
 from support.layers import linear_of
+from support.ops import OPS
 from support.tensors import BF16, DTYPES, FP32
 
 E, T, K, N = 4, 147, 144, 272

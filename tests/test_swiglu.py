@@ -16,12 +16,14 @@ from torch.nn.functional import gelu
 from grouped_linear import SwiGLU, ops
 from grouped_linear.ops.activation import GELU_TANH
 from support import reference
-from support.cases import FORMS, cases, variant_of
+from support.check import check
 from support.compare import assert_same_bits, bits
 from support.devices import devices, needs_gpu
 from support.groups import GROUPS, Groups
-from support.samples import Sample, make, specified
+from support.op_info import Sample
+from support.samples import make, specified
 from support.tensors import BF16, DTYPES, FP16, FP32
+from support.variants import FORMS
 
 # Half a unit in the last place, relative.
 ROUNDING = {BF16: 2.0**-9, FP16: 2.0**-12, FP32: 2.0**-25}
@@ -128,12 +130,6 @@ def check_d_weight(actual: Tensor, sample: Sample) -> None:
     """A device may sum in its own order, and another one where h is quantized."""
     valid = reference.groups(sample["offs"], len(actual))[-1].stop
     assert_close(actual, *truth(sample)[2], FP32, valid)
-
-
-@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases("swiglu", "swiglu_grad"))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_numbers(op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str) -> None:
-    check_numbers(variant_of(op, groups, variant, dtype), device, groups.valid)
 
 
 @pytest.mark.parametrize("device", devices("swiglu", "swiglu_grad"))
@@ -282,6 +278,29 @@ def test_not_finite_stays_so(dtype: torch.dtype, device: str) -> None:
         assert d_weight[7].isfinite()
 
 
+@pytest.mark.parametrize("device", devices("swiglu", "group_quantize_swiglu"))
+def test_every_gate_has_the_same_bits(device: str) -> None:
+    """Of 16 bits, and gates where 1 + exp(-gate) is all ones.
+
+    A GPU computes 1 / (1 + exp(-gate)) by a step of Newton's method from what its hardware
+    approximates. PTX promises that rcp.approx.f32 is within one unit in the last place. From any
+    such number the step is correctly rounded, but for one: if the divisor's mantissa is all ones
+    and the approximation is the power of two below, half a unit is rounded away (all 2^23 mantissas
+    were tried). Of the float32 gates, which were all tried too, those near 2^-23 and one other have
+    such a divisor.
+    """
+    every = torch.arange(2**16).to(torch.int16)
+    halves = torch.cat([every.view(dtype).float() for dtype in (BF16, FP16)])
+    halves = halves[halves.abs() <= 2.0**100]  # up is 1: h is a float32
+    near = torch.tensor([2.0**-23, float.fromhex("-0x1.b78ce4p+1")]).view(torch.int32)
+    near = (near[:, None] + torch.arange(-64, 64, dtype=torch.int32)).flatten().view(FP32)
+    gates = torch.cat([halves, near])
+    gates = torch.cat([gates, gates.new_zeros(-len(gates) % 64)]).view(-1, 64)
+    gate_up = torch.cat([gates, torch.ones_like(gates)], 1)
+    for op in ("swiglu", "group_quantize_swiglu"):
+        check(Sample(op, {"gate_up": gate_up, "offs": offs_of(len(gates))}), device)
+
+
 def unfused(sample: Sample, device: str) -> list[Tensor]:
     """The results of the fused op, from two ops."""
     inputs = {n: v for n, v in sample.arguments.items() if isinstance(v, Tensor) or n in FORM}
@@ -309,14 +328,6 @@ def check_fused(sample: Sample, device: str) -> None:
         if result.dtype.itemsize > 1:  # NaN in one encoding
             result, expected = (torch.where(t.isnan(), torch.nan, t) for t in (result, expected))
         assert_same_bits(result, expected)
-
-
-@pytest.mark.parametrize(("op", "groups", "variant", "device"), cases(*UNFUSED))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_fused_is_unfused(
-    op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
-) -> None:
-    check_fused(variant_of(op, groups, variant, dtype), device)
 
 
 @pytest.mark.parametrize("device", devices(*UNFUSED))
@@ -384,24 +395,6 @@ def test_drawn_inputs(device: str, data: strategies.DataObject) -> None:
     expected = specified(plain, plain.results(device))
     for result, right in zip(specified(sample, sample.results(device)), expected, strict=True):
         assert_same_bits(result, right)
-
-
-@needs_gpu
-@pytest.mark.parametrize(("op", "groups", "variant"), [c.values[:3] for c in cases(*UNFUSED)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_cpu_and_cuda_give_the_same_bits(
-    dtype: torch.dtype, op: str, groups: Groups, variant: str
-) -> None:
-    sample = variant_of(op, groups, variant, dtype)
-    inputs = ("dh", "gate_up", "weight", "offs", *FORM)
-    unquantized = {n: sample[n] for n in sample.arguments if n in inputs}
-    for kind in (sample, Sample(UNFUSED[op], unquantized)):
-        cpu, cuda = (specified(kind, kind.results(d)) for d in ("cpu", "cuda"))
-        if "weight" in unquantized:
-            check_d_weight(cpu.pop(), sample)
-            check_d_weight(cuda.pop(), sample)
-        for a, b in zip(cpu, cuda, strict=True):
-            assert_same_bits(a, b)
 
 
 @needs_gpu

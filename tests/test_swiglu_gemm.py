@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.cases import FORMS, cases, variant_of
+from support.cases import cases
 from support.compare import assert_same_bits
 from support.devices import devices
 from support.groups import Groups
-from support.samples import Sample, make
-from support.tensors import BF16, FP16, FP32
+from support.op_info import Sample
+from support.samples import make, variant_of
+from support.tensors import BF16
+from support.variants import FORMS
 
 FORM = ("alpha", "beta", "limit", "interleaved", "cubic")
 
@@ -32,6 +34,14 @@ def one_after_the_other(sample: Sample, device: str) -> list[Tensor]:
     return Sample("swiglu_grad", {"dh": dh} | others | form).results(device)
 
 
+def normal(sample: Sample) -> Sample:
+    """With normal numbers as operands, whose sums are not exact; NaN stays."""
+    for operand in (sample["a"], sample["b"]):
+        drawn = torch.randn(operand.shape).to(operand.dtype)
+        operand.copy_(torch.where(operand.isnan(), operand, drawn))
+    return sample
+
+
 def check(sample: Sample, device: str) -> None:
     actual, expected = sample.results(device), one_after_the_other(sample, device)
     for t, e in zip(actual[:2], expected[:2], strict=True):
@@ -43,32 +53,33 @@ def check(sample: Sample, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "groups", "variant", "device"), cases("grouped_mm_swiglu", "grouped_mm_swiglu_grad")
+    ("op", "groups", "variant", "dtype", "device"),
+    cases("grouped_mm_swiglu", "grouped_mm_swiglu_grad"),
 )
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_bits_of_two_ops(
     op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str
 ) -> None:
-    check(variant_of(op, groups, variant, dtype), device)
+    check(normal(variant_of(op, groups, variant, dtype)), device)
 
 
 @pytest.mark.parametrize("device", devices("grouped_mm_swiglu"))
 @pytest.mark.parametrize("op", ["grouped_mm_swiglu", "grouped_mm_swiglu_grad"])
-@pytest.mark.parametrize("F", [192, 768])
 @pytest.mark.parametrize(
     "options", [{}, {"gathers": "rows"}, {"transposed_b": True, **FORMS["all_of_it"]}]
 )
-def test_many_tiles(options: dict[str, Any], F: int, op: str, device: str) -> None:
+def test_many_tiles(options: dict[str, Any], op: str, device: str) -> None:
     """Wide and narrow tiles, groups that end anywhere, pairs of tiles and odd ones, a tail."""
+    many = (192, 768) if device == "cuda" else (64,)
     for m_splits, T in (((700, 0, 1, 300, 128, 64, 257, 0, 513), 2100), ((1, 0, 2), 4)):
-        groups = Groups(m_splits, T, K=272)
-        check(make(op, groups, BF16, F=F, **options), device)
+        for F in many:
+            sample = make(op, Groups(m_splits, T, K=272), BF16, F=F, **options)
+            check(normal(sample), device)
 
 
 @pytest.mark.parametrize("device", devices("grouped_mm_swiglu_grad"))
 def test_a_row_does_not_depend_on_others(device: str) -> None:
     """Alone it is computed in narrow tiles, among many in wide ones."""
-    many = make("grouped_mm_swiglu_grad", Groups((900, 3000), 3900, K=64), BF16, F=320)
+    many = normal(make("grouped_mm_swiglu_grad", Groups((900, 3000), 3900, K=64), BF16, F=320))
     offs = torch.tensor([1, 1]).int()
     first = {name: many[name][:1] for name in ("a", "gate_up", "weight")}
     for t, e in zip(

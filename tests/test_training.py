@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from grouped_linear import GroupedLinear, Recipe, ops, update_scales
 from support.compare import assert_same_bits
-from support.devices import OPS, devices, needs_gpu
+from support.devices import devices, needs_gpu
 from support.layers import linear_of
+from support.ops import OPS
+from support.pairs import pairwise
 from support.recipes import MORE_RECIPES, RECIPES
 from support.tensors import BF16, FP16, FP32
 from support.training import (
@@ -46,7 +48,6 @@ STEPS, LEARNING_RATE = 2, 0.1
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 MICRO_BATCHES = {BF16: 2, FP16: 1, FP32: 8}
-EVERY_DTYPE = pytest.mark.parametrize("dtype", MICRO_BATCHES, ids=str)
 
 
 EVERY_FEATURE = pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
@@ -129,10 +130,9 @@ def plain_run(
 
 MODES = (eager, compiled, checkpointed, checkpointed_reentrant, offloaded, interleaved)
 # What a mode does with a call is the same for every dtype: one for all but the plainest mode.
-MODES_AND_DTYPES = [
-    *(pytest.param(eager, dtype, id=f"eager-{dtype}") for dtype in MICRO_BATCHES),
-    *(pytest.param(mode, BF16, id=mode.__name__) for mode in MODES if mode is not eager),
-]
+MODES_AND_DTYPES = {f"eager-{dtype}": (eager, dtype) for dtype in MICRO_BATCHES}
+MODES_AND_DTYPES |= {mode.__name__: (mode, BF16) for mode in MODES if mode is not eager}
+TRAINED = RECIPES | {"block_bf16_wgrad": MORE_RECIPES["block_bf16_wgrad"]}
 
 
 def run(
@@ -202,27 +202,25 @@ def check(
 
 
 @DEVICES
-@EVERY_RECIPE
-@pytest.mark.parametrize(("mode", "dtype"), MODES_AND_DTYPES)
-@EVERY_FEATURE
+@pytest.mark.parametrize(
+    ("feature", "mode", "recipe"), pairwise(FEATURES, MODES_AND_DTYPES, TRAINED)
+)
 def test_features(
-    feature: Feature, mode: Mode, dtype: torch.dtype, recipe: Recipe | None, device: str
+    feature: Feature, mode: tuple[Mode, torch.dtype], recipe: Recipe | None, device: str
 ) -> None:
-    check(feature, mode, recipe, dtype, device)
-
-
-@DEVICES
-@pytest.mark.parametrize("mode", MODES)
-@EVERY_FEATURE
-def test_features_with_wgrad_in_bf16(feature: Feature, mode: Mode, device: str) -> None:
-    check(feature, mode, MORE_RECIPES["block_bf16_wgrad"], BF16, device)
+    check(feature, mode[0], recipe, mode[1], device)
 
 
 @needs_gpu
-@EVERY_DTYPE
-@EVERY_RECIPE
-@pytest.mark.parametrize("mode", [captured, graphed])
-@EVERY_FEATURE
+@pytest.mark.parametrize(
+    ("feature", "mode", "recipe", "dtype"),
+    pairwise(
+        FEATURES,
+        {"captured": captured, "graphed": graphed},
+        RECIPES,
+        {str(dtype): dtype for dtype in MICRO_BATCHES},
+    ),
+)
 def test_features_captured(
     feature: Feature, mode: Mode, recipe: Recipe | None, dtype: torch.dtype
 ) -> None:
@@ -247,9 +245,14 @@ def refuses(feature: Feature, recipe: Recipe | None) -> bool:
 
 
 @DEVICES
-@EVERY_RECIPE
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@EVERY_FEATURE
+@pytest.mark.parametrize(
+    ("feature", "mode", "recipe"),
+    pairwise(
+        FEATURES,
+        {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode},
+        RECIPES,
+    ),
+)
 def test_without_gradients(feature: Feature, mode: Any, recipe: Recipe | None, device: str) -> None:
     """The numbers of training, and nothing is left behind."""
     if refuses(feature, recipe):
@@ -301,11 +304,13 @@ def through_checkpoints(
     return twin
 
 
-@EVERY_RECIPE
+TRAVELS = (through_deepcopy, through_pickle, through_torch_save, through_checkpoints)
+
+
 @pytest.mark.parametrize(
-    "travel", [through_deepcopy, through_pickle, through_torch_save, through_checkpoints]
+    ("feature", "travel", "recipe"),
+    pairwise(FEATURES, {travel.__name__: travel for travel in TRAVELS}, RECIPES),
 )
-@EVERY_FEATURE
 def test_a_layer_that_travelled(feature: Feature, travel: Any, recipe: Recipe | None) -> None:
     """Trains on as the one that stayed at home; the two are apart."""
     if refuses(feature, recipe):

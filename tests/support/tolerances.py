@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from grouped_linear.selftest import reference
+from support import op_reference as reference
 
 # Half a unit in the last place, relative: what one rounding to the dtype costs at most.
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}

@@ -1,0 +1,161 @@
+"""adam_weight_: a step of Adam over a quantized weight.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+from torch import Tensor
+
+from support import expected as must
+from support import reference, variants
+from support.groups import Groups
+from support.mistakes import BAD_EPSILONS
+from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
+from support.operands import kept_weight
+from support.tensors import FP16, FP32, weight
+from support.tolerances import ROUNDING
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    grad, exp_avg, exp_avg_sq, max_exp_avg_sq = (weight(groups, dtype) for _ in range(4))
+    amsgrad = options.pop("amsgrad", False)
+    scalars = {
+        name: torch.tensor(options.pop(name)) if name in options else None
+        for name in ("lr_tensor", "grad_scale", "found_inf")
+    }
+    return {
+        **kept_weight(groups, options),
+        "grad": grad,
+        "exp_avg": exp_avg,
+        "exp_avg_sq": exp_avg_sq.square(),
+        "max_exp_avg_sq": max_exp_avg_sq.square() if amsgrad else None,
+        "step": torch.tensor(3.0),
+        **scalars,
+        "lr": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "weight_decay": 0.1,
+        "eps": 1e-6,
+    }
+
+
+def expected(sample: Sample) -> Outputs:
+    if number(sample, "found_inf", 0.0):
+        return [Output(sample[name]) for name in sample.written]
+    w, *moments = after(sample)
+    _, scale, _ = reference.quantize_weight(w.float(), must.scaling_of(sample))
+    blocks = scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    blocks = blocks[:, : w.size(1), : w.size(2)]
+    exact = w / blocks
+    # One of the two e4m3 numbers beside it, of 3 bits of mantissa, or the nearer one. float32
+    # rounds w, and what it is a sum of, by some units of 2^-24, which moves a tie.
+    step = 2.0 ** (exact.abs().clamp(min=2.0**-6).log2().floor() - 3)
+    nearest = not sample.get("stochastic_rounding")
+    beside = (0.5 if nearest else 1.0) * step + 2.0**-17 * exact.abs() + 1e-6 / blocks
+    grad, dtype = sample["grad"].double(), sample["grad"].dtype
+    of_grad = Output(sample["grad"])
+    if sample["grad_scale"] is not None:
+        unscaled = grad / sample["grad_scale"]
+        lost = (ROUNDING[dtype] + 2.0**-22) * unscaled.abs() + 2.0**-25
+        of_grad = Output(unscaled, lost, dtype, same_bits=True)
+    outputs: Outputs = [
+        Output(exact, beside, reference.E4M3, same_bits=True),
+        Output(scale.double(), 2.0**-18 * scale.double(), FP32, same_bits=True),
+    ]
+    if sample["q_t"] is not None:
+        turned = (t.transpose(1, 2) for t in (exact, beside))
+        outputs.append(Output(*turned, reference.E4M3, same_bits=True))
+    outputs.append(of_grad)
+    for name, expected in zip(MOMENTS, moments, strict=True):
+        if expected is not None:
+            # one rounding to the dtype, and a few in float32
+            lost = (ROUNDING[dtype] + 2.0**-20) * expected.abs() + 2.0**-25 * (dtype == FP16)
+            lost += 2.0**-20 * (sample[name].double().abs() + grad.abs())
+            outputs.append(Output(expected, lost, dtype, same_bits=True))
+    return outputs
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+def number(sample: Sample, name: str, default: float) -> float:
+    t = sample[name]
+    return default if t is None else t.item()
+
+
+def after(sample: Sample) -> tuple[Tensor, ...]:
+    """The weight and its moments after the step, in float64."""
+    names = ("lr", "beta1", "beta2", "weight_decay", "eps", "maximize", "decoupled_weight_decay")
+    options = {name: sample.get(name) for name in names}
+    options["lr"] = number(sample, "lr_tensor", options["lr"])
+    options["grad_scale"] = number(sample, "grad_scale", 1.0)
+    w = reference.dequantize_weight(sample["q"], sample["scale"])
+    moments = [sample[name] for name in MOMENTS]
+    return reference.adam(w, sample["grad"], *moments, int(sample["step"].item()), **options)
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    q, grad = good["q"], good["grad"]
+    return [
+        *({"q": q[0]}, {"q": q.float()}, {"q": q[:0]}, {"q": q[:, :24]}, {"q": q[..., :24]}),
+        {"q": torch.zeros(3, 144, 32).to(q.dtype).transpose(1, 2)},
+        {"scale": good["scale"][:2]},
+        *({"q_t": good["q_t"].float()}, {"q_t": good["q_t"][:, :16]}),
+        *({"grad": grad.double()}, {"grad": grad[:2]}, {"exp_avg": good["exp_avg"].float()}),
+        {"grad": grad.transpose(1, 2).contiguous().transpose(1, 2)},
+        {"exp_avg_sq": good["exp_avg_sq"][:, :16]},
+        {"max_exp_avg_sq": good["max_exp_avg_sq"].half()},
+        *({"step": torch.tensor([1.0])}, {"step": torch.tensor(1)}),
+        {"lr_tensor": torch.tensor(0.1, dtype=torch.float64)},
+        *({"grad_scale": torch.ones(1)}, {"found_inf": torch.ones(1)}),
+        *({"lr": float("inf")}, {"beta1": 1.0}, {"beta1": -0.5}, {"beta2": float("nan")}),
+        *({"weight_decay": float("nan")}, {"eps": float("inf")}, *BAD_EPSILONS),
+    ]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    good={"amsgrad": True, "lr_tensor": 0.1, "grad_scale": 2.0, "found_inf": 0.0},
+    variants={
+        "rowwise": {"columnwise": False, "stochastic_rounding": False},
+        "amsgrad": {"amsgrad": True, "maximize": True, "lr_tensor": 0.03},
+        "adam": {"decoupled_weight_decay": False, "grad_scale": 3.0, "found_inf": 0.0},
+        "skipped": {"grad_scale": 2.0, "found_inf": 1.0},
+        "exact_scales": variants.EXACT,
+    },
+    shares_kernels=True,
+    too_large=(({"q": 1}, {}),),
+    benchmark="bench_adam",
+    sentences="""\
+q must be 3-D, got 2-D
+q must be float8_e4m3fn, got float32
+E must be between 1 and 1024, got 0
+N must be a positive multiple of 16, got 24
+K must be a positive multiple of 16, got 24
+q must be contiguous
+scale must be [3, 1, 2], got [2, 1, 2]
+q_t must be float8_e4m3fn, got float32
+q_t must be [3, 144, 32], got [3, 16, 32]
+grad must be bfloat16, float16 or float32, got float64
+grad must be [3, 32, 144], got [2, 32, 144]
+exp_avg must be bfloat16, got float32
+grad must be contiguous
+exp_avg_sq must be [3, 32, 144], got [3, 16, 144]
+max_exp_avg_sq must be bfloat16, got float16
+step must be 0-D, got 1-D
+step must be float32, got int64
+lr_tensor must be float32, got float64
+grad_scale must be 0-D, got 1-D
+found_inf must be 0-D, got 1-D
+lr must be finite, got inf
+beta1 must be at least 0 and below 1, got 1
+beta1 must be at least 0 and below 1, got -0.5
+beta2 must be at least 0 and below 1, got nan
+weight_decay must be finite, got nan
+eps must be finite, got inf
+amax_epsilon must be finite and not negative, got -0.5
+amax_epsilon must be finite and not negative, got inf
+amax_epsilon must be finite and not negative, got nan""",
+)

@@ -1,0 +1,84 @@
+"""block_scaled_linear: a block-scaled layer's forward.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import expected as must
+from support import reference, variants
+from support.groups import Groups
+from support.mistakes import BAD_EPSILONS, like
+from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
+from support.operands import bias
+from support.tensors import rows, weight
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    x, w = rows(groups, groups.K, dtype, layout), weight(groups, dtype, layout)
+    arguments = {"x": x, "w": w, "m_splits": torch.tensor(groups.m_splits)}
+    return arguments | bias(groups, dtype, options)
+
+
+def expected(sample: Sample) -> Outputs:
+    x, w, scaling = sample["x"], sample["w"], must.scaling_of(sample)
+    offs = sample["m_splits"].cumsum(0).int()
+    q, scale, q_t = must.weight(w, scaling)
+    quantized = reference.quantize_rowwise(x, scaling)
+    y = must.gemm(
+        reference.dequantize_rowwise(*quantized, offs),
+        reference.dequantize_weight(q, scale).mT,
+        offs,
+        x.dtype,
+        sample.get("bias"),
+        scaled=True,
+    )
+    x_t = must.columnwise(x, offs, scaling, sample.get("share_scales"))
+    return [
+        y,
+        Output(offs),
+        *must.if_asked(sample.get("columnwise_x"), x_t),
+        *must.if_asked(sample.get("columnwise_w"), [Output(q_t)]),
+        Output(scale),
+    ]
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    return [
+        {"x": torch.zeros(144)},
+        {"m_splits": torch.zeros(3)},
+        {"x": good["x"].double()},
+        {"w": good["w"][0]},
+        {"w": good["w"][:2]},
+        {"w": like(good["w"], None, None, 160)},
+        {"bias": torch.zeros(3, 32)},
+        BAD_EPSILONS[0],
+    ]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants={
+        "bias": {"bias": True},
+        "rowwise": {"columnwise_x": False, "columnwise_w": False},
+        "exact_scales": variants.EXACT,
+        "strided": {"layout": "strided"},
+        **variants.SHARED,
+    },
+    every_tensor="bias",
+    unspecified=(None, None, "blocks", "blocks"),
+    shares_kernels=True,
+    too_large=(({"x": 0}, {}),),
+    benchmark="bench_host",
+    sentences="""\
+x must be 2-D, got 1-D
+splits_to_offsets: m_splits must be int32 or int64, got float32
+group_quantize: x must be bfloat16, float16 or float32, got float64
+quantize_weight: w must be 3-D, got 2-D
+grouped_scaled_mm: E differs: b has 2, offs has 3
+grouped_scaled_mm: K differs: a has 144, b has 160
+grouped_scaled_mm: bias must be bfloat16, got float32
+group_quantize: amax_epsilon must be finite and not negative, got -0.5""",
+)

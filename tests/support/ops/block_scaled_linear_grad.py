@@ -1,0 +1,85 @@
+"""block_scaled_linear_grad: a block-scaled layer's backward.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import expected as must
+from support import reference, variants
+from support.groups import Groups
+from support.mistakes import BAD_EPSILONS, like
+from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
+from support.tensors import FP32, quantized_columns, rows, weight
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    w = weight(groups, FP32)
+    _, scale_w, w_t = reference.quantize_weight(w, reference.Scaling())
+    x_t, scale_x_t = quantized_columns(groups, groups.K, options.pop("share_scales", False))
+    dy = rows(groups, groups.N, dtype, layout)
+    of_x, of_w = {"x_t": x_t, "scale_x_t": scale_x_t}, {"w_t": w_t, "scale_w": scale_w}
+    return {"dy": dy, "offs": groups.offs(), **of_x, **of_w}
+
+
+def expected(sample: Sample) -> Outputs:
+    dy, offs, scaling = sample["dy"], sample["offs"], must.scaling_of(sample)
+    x_t, w_t = sample["x_t"], sample["w_t"]
+    outputs: Outputs = [None, None, None]
+    if w_t is not None:
+        q, scale = reference.quantize_rowwise(dy, scaling)
+        numbers = reference.dequantize_rowwise(q, scale, offs)
+        w = reference.dequantize_weight(w_t.mT, sample["scale_w"])
+        outputs[0] = must.gemm(numbers, w, offs, dy.dtype, scaled=True)
+    if x_t is not None:
+        dy_t, scale_dy_t = reference.quantize_columnwise(dy, offs, scaling)
+        end, dtype = must.valid_rows(offs, len(dy)), sample.get("out_dtype") or dy.dtype
+        pairs = ((dy_t, scale_dy_t), (x_t, sample["scale_x_t"]))
+        columns = (reference.dequantize_columnwise(*pair, offs, end) for pair in pairs)
+        outputs[1] = must.wgrad(*columns, offs, dtype, scaled=True)
+    if sample.get("bias_grad"):
+        outputs[2] = must.bias_grad(dy, offs)
+    return outputs
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    return [
+        {"scale_x_t": None},
+        {"scale_w": None},
+        {"scale_w": good["scale_w"][0]},
+        {"x_t": None, "w_t": None},
+        {"dy": good["dy"].double()},
+        {"offs": good["offs"].long()},
+        {"w_t": like(good["w_t"], None, None, 48)},
+        {"x_t": good["x_t"].float()},
+        {"out_dtype": torch.float64},
+        BAD_EPSILONS[0],
+    ]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants={
+        "bias": {"bias_grad": True, "out_dtype": FP32},
+        "of_x": {"x_t": None, "scale_x_t": None},
+        "of_w": {"w_t": None, "scale_w": None, **variants.EXACT},
+        "expanded": {"layout": "expanded"},
+        **variants.SHARED,
+    },
+    shares_kernels=True,
+    too_large=(({"dy": 0}, {}),),
+    benchmark="bench_host",
+    sentences="""\
+x_t needs scale_x_t, got none
+w_t needs scale_w, got none
+scale_w must be 3-D, got 2-D
+group_quantize: rowwise or columnwise must be true, got neither
+group_quantize: x must be bfloat16, float16 or float32, got float64
+group_quantize: offs must be int32, got int64
+grouped_scaled_mm: K differs: a has 32, b has 48
+grouped_scaled_mm_wgrad: x_t must be float8_e4m3fn, got float32
+grouped_scaled_mm_wgrad: out_dtype must be bfloat16, float16 or float32, got float64
+group_quantize: amax_epsilon must be finite and not negative, got -0.5""",
+)

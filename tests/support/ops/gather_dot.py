@@ -1,0 +1,58 @@
+"""gather_dot: products with gathered rows.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import variants
+from support.groups import Groups
+from support.mistakes import gathered_mistakes, like
+from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
+from support.tensors import FP32, lay_out
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    R, C = groups.T + 3, options.pop("C", 3)
+    a, y = (lay_out(torch.randn(n, groups.K).to(dtype), layout) for n in (groups.T, R))
+    index = options.pop("index", torch.int64)
+    return {"a": a, "y": y, "rows": torch.randint(R, (groups.T, C)).to(index)}
+
+
+def expected(sample: Sample) -> Outputs:
+    a_TH, y_TCH = sample["a"].double(), sample["y"].double()[sample["rows"].long()]
+    products = a_TH[:, None] * y_TCH
+    # each of H products and H - 1 sums rounds by at most 2^-24
+    allowed = 2 * a_TH.size(1) * 2.0**-24 * products.abs().sum(-1)
+    return [Output(products.sum(-1), allowed, FP32)]
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    a = good["a"]
+    return [
+        *gathered_mistakes(good),
+        {"a": a[0]},
+        {"a": a.float()},
+        {"a": like(a, 11, None)},
+        {"a": like(a, None, 16)},
+    ]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants=variants.MANY_CHOICES,
+    too_large=(({"rows": 1}, {}),),
+    benchmark="bench_group_quantize",
+    sentences="""\
+y must be 2-D, got 1-D
+y must be bfloat16, float16 or float32, got float64
+H must be a positive multiple of 16, got 24
+rows must be 2-D, got 1-D
+rows must be int32 or int64, got int16
+a must be 2-D, got 1-D
+a must be bfloat16, got float32
+T differs: a has 11, rows has 12
+H differs: a has 16, y has 144""",
+)

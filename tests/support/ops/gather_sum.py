@@ -1,0 +1,56 @@
+"""gather_sum: weighted sums of gathered rows.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import reference, variants
+from support.groups import Groups
+from support.mistakes import gathered_mistakes, like
+from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
+from support.tensors import lay_out
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    R, C = groups.T + 3, options.pop("C", 3)
+    arguments = {"y": lay_out(torch.randn(R, groups.K).to(dtype), layout)}
+    arguments["rows"] = torch.randint(R, (groups.T, C)).to(options.pop("index", torch.int64))
+    if options.pop("weight", True):
+        arguments["weight"] = torch.randn(groups.T, C)
+    return arguments
+
+
+def expected(sample: Sample) -> Outputs:
+    return [Output(reference.gather_sum(sample["y"], sample["rows"], sample.get("weight")))]
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    weight = good["weight"]
+    return [
+        *gathered_mistakes(good),
+        {"weight": weight[0]},
+        {"weight": weight.bfloat16()},
+        {"weight": like(weight, 11, None)},
+        {"weight": like(weight, None, 2)},
+    ]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants={"unweighted": {"weight": False}, **variants.MANY_CHOICES},
+    too_large=(({"rows": 0, "weight": 0}, {}),),
+    benchmark="bench_group_quantize",
+    sentences="""\
+y must be 2-D, got 1-D
+y must be bfloat16, float16 or float32, got float64
+H must be a positive multiple of 16, got 24
+rows must be 2-D, got 1-D
+rows must be int32 or int64, got int16
+weight must be 2-D, got 1-D
+weight must be float32, got bfloat16
+T differs: weight has 11, rows has 12
+C differs: weight has 2, rows has 3""",
+)

@@ -1,0 +1,87 @@
+"""group_quantize: rows to FP8 under block scaling.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import expected as must
+from support import reference, variants
+from support.groups import Groups
+from support.mistakes import BAD_EPSILONS, BAD_OFFS, I32
+from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
+from support.tensors import gathered, rows
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    arguments = {"x": rows(groups, groups.K, dtype, layout), "offs": groups.offs()}
+    if index := options.pop("index", None):
+        arguments |= gathered(groups, groups.K, dtype, layout, index)
+    return arguments
+
+
+def expected(sample: Sample) -> Outputs:
+    offs, scaling = sample["offs"], must.scaling_of(sample)
+    x_TK = reference.gather(sample["x"], sample.get("rows"), offs)
+    share = sample.get("share_scales")
+    return [
+        *must.if_asked(sample.get("rowwise"), must.rowwise(x_TK, offs, scaling)),
+        *must.if_asked(sample.get("columnwise"), must.columnwise(x_TK, offs, scaling, share)),
+        *must.if_asked(sample.get("bias_grad"), [must.bias_grad(x_TK, offs)]),
+    ]
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    return [
+        {"x": torch.zeros(12)},
+        {"x": torch.zeros(12, 144, dtype=torch.float64)},
+        {"x": torch.zeros(12, 144, dtype=torch.complex64)},
+        {"x": torch.zeros(12, 0)},
+        {"x": torch.zeros(12, 72)},
+        *BAD_OFFS,
+        {"rows": torch.zeros(12, 1, dtype=I32)},
+        {"rows": torch.zeros(12)},
+        *BAD_EPSILONS,
+        {"rowwise": False},
+        {"rowwise": False, "bias_grad": True},
+    ]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants={
+        **variants.ROWS,
+        "exact_scales": {"columnwise": True, **variants.EXACT},
+        "shared": {"columnwise": True, "bias_grad": True, "share_scales": True},
+        "gathered": {"columnwise": True, "bias_grad": True, "index": torch.int32},
+        "gathered_strided": {
+            "columnwise": True,
+            "index": torch.int64,
+            "layout": "strided",
+            "share_scales": True,
+        },
+    },
+    every_tensor="gathered",
+    unspecified=("rows", "columns", "blocks", "blocks"),
+    too_large=(({"x": 0}, {}), ({"rows": 0}, {"index": torch.int32})),
+    benchmark="bench_group_quantize",
+    sentences="""\
+x must be 2-D, got 1-D
+x must be bfloat16, float16 or float32, got float64
+x must be bfloat16, float16 or float32, got complex64
+K must be a positive multiple of 16, got 0
+K must be a positive multiple of 16, got 72
+offs must be 1-D, got 2-D
+offs must be int32, got int64
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+rows must be 1-D, got 2-D
+rows must be int32 or int64, got float32
+amax_epsilon must be finite and not negative, got -0.5
+amax_epsilon must be finite and not negative, got inf
+amax_epsilon must be finite and not negative, got nan
+rowwise or columnwise must be true, got neither
+rowwise or columnwise must be true, got neither""",
+)

@@ -1,0 +1,58 @@
+"""group_quantize_current: rows to FP8 with one scale a group, from its own amax.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import expected as must
+from support import reference, variants
+from support.groups import Groups
+from support.mistakes import BAD_EPSILONS, BAD_ROWS
+from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
+from support.tensors import rows
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    fp8 = options.pop("fp8", reference.E4M3)
+    return {"x": rows(groups, groups.K, dtype, layout), "offs": groups.offs(), "out_dtype": fp8}
+
+
+def expected(sample: Sample) -> Outputs:
+    x, offs, scaling = sample["x"], sample["offs"], must.scaling_of(sample)
+    q, scale = reference.quantize_groups(x, offs, scaling, sample["out_dtype"])
+    of_q, of_q_t = must.per_group(q, sample)
+    total = must.if_asked(sample.get("bias_grad"), [must.bias_grad(x, offs)])
+    return [of_q, Output(scale), of_q_t, *total]
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    return [*BAD_ROWS, {"out_dtype": torch.bfloat16}, *BAD_EPSILONS]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants={
+        **variants.ROWS,
+        "e5m2": {"fp8": reference.E5M2, "columnwise": True, "bias_grad": True},
+        "powers_of_two": {"columnwise": True, "power_of_two_scales": True, "amax_epsilon": 5.0},
+    },
+    unspecified=("rows", None, "blocks"),
+    too_large=(({"x": 0}, {}),),
+    benchmark="bench_group_quantize",
+    sentences="""\
+x must be 2-D, got 1-D
+x must be bfloat16, float16 or float32, got float64
+K must be a positive multiple of 16, got 72
+offs must be 1-D, got 2-D
+offs must be int32, got int64
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+rowwise or columnwise must be true, got neither
+out_dtype must be float8_e4m3fn or float8_e5m2, got bfloat16
+amax_epsilon must be finite and not negative, got -0.5
+amax_epsilon must be finite and not negative, got inf
+amax_epsilon must be finite and not negative, got nan""",
+)

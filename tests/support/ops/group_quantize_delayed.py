@@ -1,0 +1,66 @@
+"""group_quantize_delayed: rows to FP8 with given scales, one a group; the amax is recorded.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import expected as must
+from support import reference, variants
+from support.groups import Groups
+from support.mistakes import BAD_ROWS, BAD_SCALES
+from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
+from support.operands import recorded_amax, scales
+from support.tensors import rows
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    amax, fp8 = recorded_amax(groups, options), options.pop("fp8", reference.E4M3)
+    arguments = {"amax": amax, "x": rows(groups, groups.K, dtype, layout), "offs": groups.offs()}
+    return {**arguments, "scale": scales(groups), "out_dtype": fp8}
+
+
+def expected(sample: Sample) -> Outputs:
+    x, offs, before = sample["x"], sample["offs"], sample["amax"]
+    q = reference.quantize_groups_with(x, offs, sample["scale"], sample["out_dtype"])
+    total = must.if_asked(sample.get("bias_grad"), [must.bias_grad(x, offs)])
+    outputs = [*must.per_group(q, sample), *total]
+    if before is not None:
+        outputs.append(Output(torch.maximum(before, reference.amax_of_groups(x, offs))))
+    return outputs
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    return [*BAD_ROWS, {"out_dtype": torch.float8_e4m3fnuz}, *BAD_SCALES]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants={
+        **variants.ROWS,
+        "e5m2": {"fp8": reference.E5M2, "columnwise": True, "bias_grad": True},
+        "no_amax": {"amax": False, "columnwise": True},
+    },
+    unspecified=("rows", "blocks"),
+    too_large=(({"x": 0}, {}),),
+    benchmark="bench_group_quantize",
+    sentences="""\
+x must be 2-D, got 1-D
+x must be bfloat16, float16 or float32, got float64
+K must be a positive multiple of 16, got 72
+offs must be 1-D, got 2-D
+offs must be int32, got int64
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+rowwise or columnwise must be true, got neither
+out_dtype must be float8_e4m3fn or float8_e5m2, got float8_e4m3fnuz
+scale must be 1-D, got 2-D
+scale must be float32, got bfloat16
+E differs: scale has 2, offs has 3
+amax must be 1-D, got 2-D
+amax must be float32, got bfloat16
+E differs: amax has 2, offs has 3
+amax must be contiguous""",
+)

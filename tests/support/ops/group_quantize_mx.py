@@ -1,0 +1,61 @@
+"""group_quantize_mx: rows to MXFP8.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+from torch import Tensor
+
+from support import expected as must
+from support import reference, variants
+from support.groups import Groups
+from support.mistakes import BAD_ROWS
+from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
+from support.tensors import rows
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    return {"x": rows(groups, groups.K, dtype, layout), "offs": groups.offs()}
+
+
+def expected(sample: Sample) -> Outputs:
+    x, offs = sample["x"], sample["offs"]
+    (T, K), blocks = x.shape, must.blocks_of(offs, len(x))
+    q, scale = reference.quantize_mx_rowwise(x[: must.valid_rows(offs, T)])
+    q_t, scale_t = reference.quantize_mx_columnwise(x, offs)
+    of_rows = [Output(q, shape=(T, K)), Output(e8m0(scale), shape=(T, -(-K // 32)))]
+    of_columns = [Output(q_t, shape=(blocks, K, 128)), Output(e8m0(scale_t), shape=(blocks, K, 4))]
+    return [
+        *must.if_asked(sample.get("rowwise"), [*of_rows]),
+        *must.if_asked(sample.get("columnwise"), [*of_columns]),
+        *must.if_asked(sample.get("bias_grad"), [must.bias_grad(x, offs)]),
+    ]
+
+
+def e8m0(scale: Tensor) -> Tensor:
+    """The bytes of powers of two."""
+    return (torch.frexp(scale).exponent + 126).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    return BAD_ROWS
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants=variants.ROWS,
+    unspecified=("rows", "rows", "blocks", "blocks"),
+    too_large=(({"x": 0}, {}),),
+    benchmark="bench_group_quantize",
+    sentences="""\
+x must be 2-D, got 1-D
+x must be bfloat16, float16 or float32, got float64
+K must be a positive multiple of 16, got 72
+offs must be 1-D, got 2-D
+offs must be int32, got int64
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+rowwise or columnwise must be true, got neither""",
+)

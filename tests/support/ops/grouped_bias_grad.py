@@ -1,0 +1,47 @@
+"""grouped_bias_grad: the sums of each group's rows.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import expected as must
+from support import variants
+from support.groups import Groups
+from support.mistakes import BAD_OFFS
+from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
+from support.tensors import rows
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    return {"dy": rows(groups, groups.N, dtype, layout), "offs": groups.offs()}
+
+
+def expected(sample: Sample) -> Outputs:
+    return [must.bias_grad(sample["dy"], sample["offs"])]
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    return [
+        {"dy": torch.zeros(3, 2, 32)},
+        {"dy": torch.zeros(12, 32, dtype=torch.int8)},
+        {"dy": torch.zeros(12, 24)},
+        *BAD_OFFS,
+    ]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants=variants.LAYOUTS,
+    too_large=(({"dy": 0}, {}),),
+    sentences="""\
+dy must be 2-D, got 3-D
+dy must be bfloat16, float16 or float32, got int8
+N must be a positive multiple of 16, got 24
+offs must be 1-D, got 2-D
+offs must be int32, got int64
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025""",
+)

@@ -1,0 +1,95 @@
+"""grouped_mm: a @ b + bias of each group.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import expected as must
+from support import variants
+from support.groups import Groups
+from support.mistakes import BAD_OFFS, bias_mistakes, like, offs
+from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
+from support.operands import bias, gathered_before, gathering
+from support.tensors import BF16, FP32, rows, weight
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    a, b = rows(groups, groups.K, dtype, layout), weight(groups, dtype, layout).mT
+    arguments = {"a": a, "b": b, "offs": groups.offs()}
+    arguments |= gathering(arguments, groups, layout, options)
+    return arguments | bias(groups, dtype, options)
+
+
+def expected(sample: Sample) -> Outputs:
+    plain = gathered_before(sample)
+    b = plain["b"]
+    dtype = sample.get("out_dtype") or plain["a"].dtype
+    return [must.gemm(plain["a"], b, plain["offs"], dtype, plain.get("bias"))]
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    a, b = good["a"], good["b"]
+    return [
+        {"a": torch.zeros(12)},
+        {"b": torch.zeros(144, 32)},
+        {"a": a.double()},
+        {"b": b.float()},
+        {"b": like(b, None, 128, None)},
+        {"a": like(a, None, 24), "b": like(b, None, 24, None)},
+        {"b": like(b, None, None, 40)},
+        *BAD_OFFS,
+        {"offs": offs(2)},
+        {"out_dtype": torch.float64},
+        {"bias": torch.zeros(3, 32), "out_dtype": BF16},
+        *bias_mistakes(BF16),
+        {"rows": torch.zeros(5)},
+        {"rows": torch.zeros(5, 2, dtype=torch.int32)},
+    ]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants={
+        "bias": {"bias": True},
+        "grad": {"bias": True, "requires_grad": ("a", "b", "bias")},
+        "grad_of_a": {"requires_grad": ("a",)},
+        "grad_of_b": {"requires_grad": ("b",)},
+        **variants.STRIDES,
+        "bias_fp32": {"bias": True, "out_dtype": FP32},
+        "gathered": {"bias": True, "gathers": "rows"},
+        "gathered_strided": {"layout": "strided", "gathers": "rows", "index": torch.int64},
+        "gathered_grad": {"gathers": "rows", "requires_grad": ("a", "b")},
+        **variants.OUT,
+    },
+    every_tensor="bias",
+    too_large=(
+        ({"a": 0}, {}),
+        ({"a": 0}, {"gathers": "rows"}),
+        ({"rows": 0}, {"gathers": "rows"}),
+    ),
+    benchmark="bench_grouped_mm",
+    sentences="""\
+a must be 2-D, got 1-D
+b must be 3-D, got 2-D
+a must be bfloat16, float16 or float32, got float64
+b must be bfloat16, got float32
+K differs: a has 144, b has 128
+K must be a positive multiple of 16, got 24
+N must be a positive multiple of 16, got 40
+offs must be 1-D, got 2-D
+offs must be int32, got int64
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+E differs: b has 3, offs has 2
+out_dtype must be bfloat16, float16 or float32, got float64
+bias must be bfloat16, got float32
+bias must be 2-D, got 1-D
+bias must be bfloat16, got float64
+E differs: bias has 2, offs has 3
+N differs: bias has 16, b has 32
+rows must be int32 or int64, got float32
+rows must be 1-D, got 2-D""",
+)

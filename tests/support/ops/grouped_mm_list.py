@@ -1,0 +1,69 @@
+"""grouped_mm_list: grouped_mm of a tensor an expert, transposed or not.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import expected as must
+from support.groups import Groups
+from support.mistakes import bad_experts
+from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
+from support.operands import bias, gathered_before, gathering
+from support.tensors import FP32, listed, rows
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    b = listed(groups, dtype, layout, options)
+    if not options.setdefault("transpose_b", True):
+        b = [b_e.t().contiguous() for b_e in b]
+    arguments = {"a": rows(groups, groups.K, dtype, layout), "b": b, "offs": groups.offs()}
+    arguments |= gathering(arguments, groups, layout, options)
+    return arguments | bias(groups, dtype, options)
+
+
+def expected(sample: Sample) -> Outputs:
+    plain = gathered_before(sample)
+    b = torch.stack([b.t() if plain.get("transpose_b") else b for b in plain["b"]])
+    dtype = sample.get("out_dtype") or plain["a"].dtype
+    return [must.gemm(plain["a"], b, plain["offs"], dtype, plain.get("bias"))]
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    b = good["b"]
+    return [
+        *bad_experts("b", b),
+        {"b": [b_e.float() for b_e in b]},
+        {"b": [b_e[:, :16] for b_e in b]},
+        {"b": [b_e[:24] for b_e in b]},
+        {"b": b[:2]},
+        {"transpose_b": False},
+        {"out_dtype": torch.float64},
+    ]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants={
+        "gathered": {"gathers": "rows"},
+        "views": {"experts": "views", "bias": True},
+        "as_multiplied": {"transpose_b": False, "out_dtype": FP32},
+    },
+    shares_kernels=True,
+    too_large=(({"a": 0}, {"gathers": "rows"}),),
+    sentences="""\
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+b must be 2-D, got 1-D
+b must be bfloat16, got float64
+N differs: b has 16, the first b has 32
+K differs: b has 16, the first b has 144
+b must be bfloat16, got float32
+K differs: a has 144, b has 16
+N must be a positive multiple of 16, got 24
+E differs: b has 2, offs has 3
+K differs: a has 144, b has 32
+out_dtype must be bfloat16, float16 or float32, got float64""",
+)

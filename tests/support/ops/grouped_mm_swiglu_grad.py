@@ -1,0 +1,90 @@
+"""grouped_mm_swiglu_grad: swiglu_grad for dh = a @ b. All sums of samples are exact.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from support import expected as must
+from support import variants
+from support.groups import Groups
+from support.mistakes import like
+from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
+from support.operands import gathered_before, gathering
+from support.ops.grouped_mm_swiglu import quarters
+from support.tensors import per_row, rows, weight
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    features = options.pop("F", 64)
+    b = 4 * quarters(weight(replace(groups, K=features, N=groups.K), dtype, layout))
+    if options.pop("transposed_b", False):
+        b = b.mT.contiguous().mT
+    arguments = {"a": quarters(rows(groups, groups.K, dtype, layout)), "b": b}
+    arguments["gate_up"] = rows(groups, 2 * features, dtype, layout)
+    arguments |= {"weight": per_row(groups, layout), "offs": groups.offs()}
+    gathers = gathering(arguments, groups, layout, options)
+    if gathers:
+        gathers["a"] = quarters(gathers["a"])
+    return arguments | gathers
+
+
+def expected(sample: Sample) -> Outputs:
+    plain, form = gathered_before(sample), must.form_of(sample)
+    dtype = plain["a"].dtype
+    dh = must.gemm(plain["a"], plain["b"], plain["offs"], dtype).expected.to(dtype)
+    return [*must.swiglu_grad(dh, plain["gate_up"], plain["weight"], plain["offs"], form)]
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    gate_up, weight = good["gate_up"], good["weight"]
+    return [
+        {"b": good["b"][0]},
+        {"gate_up": gate_up[0]},
+        {"gate_up": gate_up.float()},
+        {"gate_up": like(gate_up, 11, None)},
+        {"gate_up": like(gate_up, None, 16)},
+        {"weight": weight[:, None]},
+        {"weight": weight.bfloat16()},
+        {"weight": weight[1:]},
+        {"limit": -1.0},
+        {"cubic": math.inf},
+        {"rows": torch.zeros(5, dtype=torch.int32)},
+    ]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants={
+        "wide": {"F": 320},
+        "gathered": {"gathers": "rows", "F": 128},
+        "gathered_limit": {"gathers": "rows", "index": torch.int64, "limit": 0.75},
+        "odd": {"F": 48},
+        "of_pairs": {"F": 320, **variants.OF_PAIRS},
+        "narrow_of_pairs": variants.OF_PAIRS,
+        "strided": {"layout": "strided"},
+        "all_of_it": variants.FORMS["all_of_it"],
+        "gelu_tanh": {"F": 128, **variants.FORMS["gelu_tanh"]},
+        "cubic_of_pairs": {"transposed_b": True, **variants.FORMS["cubic_of_it"]},
+    },
+    shares_kernels=True,
+    too_large=(({"a": 0}, {"gathers": "rows"}),),
+    benchmark="bench_swiglu_gemm",
+    sentences="""\
+b must be 3-D, got 2-D
+gate_up must be 2-D, got 1-D
+gate_up must be bfloat16, got float32
+T differs: gate_up has 11, a has 12
+2 * N differs: gate_up has 16, b has 128
+weight must be 1-D, got 2-D
+weight must be float32, got bfloat16
+T differs: weight has 11, a has 12
+limit must be positive, got -1
+cubic must be finite and not negative, got inf
+T differs: gate_up has 12, rows has 5""",
+)

@@ -1,0 +1,57 @@
+"""grouped_mm_wgrad: dy.T @ x of each group.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import expected as must
+from support import variants
+from support.groups import Groups
+from support.mistakes import wgrad_mistakes
+from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
+from support.operands import gathered_before, gathering
+from support.tensors import rows
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    dy, x = rows(groups, groups.N, dtype, layout), rows(groups, groups.K, dtype, layout)
+    arguments = {"dy": dy, "x": x, "offs": groups.offs()}
+    return arguments | gathering(arguments, groups, layout, options)
+
+
+def expected(sample: Sample) -> Outputs:
+    plain = gathered_before(sample)
+    dtype = sample.get("out_dtype") or plain["dy"].dtype
+    return [must.wgrad(plain["dy"], plain["x"], plain["offs"], dtype)]
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    return [*wgrad_mistakes(good), {"out_dtype": torch.float64}]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants={**variants.LAYOUTS, **variants.OUT, **variants.GATHERED_OPERANDS},
+    too_large=(({"x": 0}, {"gathers": "x_rows"}), ({"dy": 0}, {"gathers": "dy_rows"})),
+    benchmark="bench_grouped_mm",
+    sentences="""\
+dy must be 2-D, got 1-D
+x must be 2-D, got 3-D
+dy must be bfloat16, float16 or float32, got float64
+x must be bfloat16, got float32
+T differs: dy has 12, x has 11
+N must be a positive multiple of 16, got 24
+K must be a positive multiple of 16, got 24
+offs must be 1-D, got 2-D
+offs must be int32, got int64
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+dy_rows must be int32 or int64, got float32
+x_rows must be 1-D, got 2-D
+T differs: dy has 12, x_rows has 5
+give dy_rows or x_rows, got both
+out_dtype must be bfloat16, float16 or float32, got float64""",
+)

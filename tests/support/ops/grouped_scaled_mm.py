@@ -1,0 +1,123 @@
+"""grouped_scaled_mm: a @ b + bias of each group in FP8, with scales of blocks or of groups.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+from torch import Tensor
+
+from support import expected as must
+from support import reference, variants
+from support.groups import Groups
+from support.mistakes import BAD_OFFS, bias_mistakes, like, offs
+from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
+from support.operands import bias, gathered_before, gathering
+from support.tensors import (
+    BF16,
+    FP32,
+    per_group_rows,
+    per_group_weight,
+    quantized_rows,
+    weight,
+)
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    fp8 = options.pop("per_group", None)
+    if fp8 is None:
+        a, scale_a = quantized_rows(groups, groups.K)
+        w = weight(groups, FP32)
+        b, scale_b, _ = reference.quantize_weight(w, reference.Scaling(False))
+        scale_b = scale_b.mT
+    else:
+        a, _, scale_a = per_group_rows(groups, groups.K, fp8)
+        b, scale_b = per_group_weight(groups)
+    arguments = {"a": a, "b": b.mT, "scale_a": scale_a, "scale_b": scale_b, "offs": groups.offs()}
+    arguments |= {"out_dtype": dtype} | gathering(arguments, groups, layout, options)
+    return arguments | bias(groups, dtype, options)
+
+
+def expected(sample: Sample) -> Outputs:
+    offs, dtype = sample["offs"], sample.get("out_dtype") or BF16
+    a, b = numbers(gathered_before(sample))
+    return [must.gemm(a, b, offs, dtype, sample.get("bias"), scaled=True)]
+
+
+def numbers(sample: Sample) -> tuple[Tensor, Tensor]:
+    """The operands, dequantized."""
+    offs, scale_a, scale_b = sample["offs"], sample["scale_a"], sample["scale_b"]
+    if scale_a.dim() == 1:
+        a = reference.scale_groups(sample["a"], scale_a, offs)
+        return a, sample["b"].double() * scale_b.double().view(-1, 1, 1)
+    a = reference.dequantize_rowwise(sample["a"], scale_a, offs)
+    return a, reference.dequantize_weight(sample["b"], scale_b)
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    a, b, scale_a, scale_b = (good[name] for name in ("a", "b", "scale_a", "scale_b"))
+    return [
+        {"a": like(a, None, None).view(-1)},
+        {"a": a.view(torch.uint8)},
+        {"a": like(a, None, 24)},
+        {"scale_a": scale_a[0]},
+        {"scale_a": scale_a.half()},
+        {"scale_a": like(scale_a, 3, None)},
+        {"scale_a": like(scale_a, None, 16)},
+        {"b": b[0]},
+        {"b": b.bfloat16()},
+        {"b": like(b, None, 128, None)},
+        {"b": like(b, None, None, 40)},
+        {"scale_b": scale_b[0]},
+        {"scale_b": scale_b.double()},
+        {"scale_b": like(scale_b, 2, None, None)},
+        {"scale_b": like(scale_b, None, None, 2)},
+        {"scale_b": like(scale_b, None, 1, None)},
+        *BAD_OFFS,
+        {"offs": offs(4)},
+        {"out_dtype": torch.float8_e4m3fn},
+        *bias_mistakes(BF16),
+        {"rows": torch.zeros(5)},
+    ]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants={
+        "bias": {"bias": True},
+        "gathered": {"bias": True, "gathers": "rows", "index": torch.int64},
+        **variants.PER_GROUP,
+    },
+    every_tensor="bias",
+    too_large=(({"a": 0, "scale_a": 1}, {"gathers": "rows"}),),
+    benchmark="bench_grouped_mm",
+    sentences="""\
+a must be 2-D, got 1-D
+a must be float8_e4m3fn, got uint8
+K must be a positive multiple of 16, got 24
+E differs: scale_a has 12, offs has 3
+scale_a must be float32, got float16
+the number of K blocks differs: a has 2, scale_a has 3
+the number of scale rows differs: a has 12, scale_a has 16
+b must be 3-D, got 2-D
+b must be float8_e4m3fn, got bfloat16
+K differs: a has 144, b has 128
+N must be a positive multiple of 16, got 40
+scale_b must be 3-D, got 2-D
+scale_b must be float32, got float64
+E differs: b has 3, scale_b has 2
+the number of N blocks differs: b has 1, scale_b has 2
+the number of K blocks differs: b has 2, scale_b has 1
+offs must be 1-D, got 2-D
+offs must be int32, got int64
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+E differs: b has 3, offs has 4
+out_dtype must be bfloat16, float16 or float32, got float8_e4m3fn
+bias must be 2-D, got 1-D
+bias must be bfloat16, got float64
+E differs: bias has 2, offs has 3
+N differs: bias has 16, b has 32
+rows must be int32 or int64, got float32""",
+)

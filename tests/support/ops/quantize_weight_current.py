@@ -1,0 +1,49 @@
+"""quantize_weight_current: a weight to FP8 with one scale an expert, from its own amax.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import expected as must
+from support.groups import Groups
+from support.mistakes import BAD_EPSILONS, bad_weights
+from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
+from support.tensors import weight
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    return {"w": weight(groups, dtype, layout)}
+
+
+def expected(sample: Sample) -> Outputs:
+    q, scale, q_t = must.weight_current(sample["w"], must.scaling_of(sample))
+    return [Output(q), Output(scale), *must.if_asked(sample.get("columnwise"), [Output(q_t)])]
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    return [*bad_weights(), *BAD_EPSILONS]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants={
+        "rowwise": {"columnwise": False},
+        "powers_of_two": {"power_of_two_scales": True, "amax_epsilon": 5.0},
+        "transposed": {"layout": "transposed"},
+    },
+    too_large=(({"w": 1}, {}),),
+    benchmark="bench_group_quantize",
+    sentences="""\
+w must be 3-D, got 2-D
+w must be bfloat16, float16 or float32, got float64
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+N must be a positive multiple of 16, got 24
+K must be a positive multiple of 16, got 8
+amax_epsilon must be finite and not negative, got -0.5
+amax_epsilon must be finite and not negative, got inf
+amax_epsilon must be finite and not negative, got nan""",
+)

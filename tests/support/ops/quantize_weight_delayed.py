@@ -1,0 +1,55 @@
+"""quantize_weight_delayed: a weight to FP8 with given scales, one an expert; the amax is recorded.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import expected as must
+from support.groups import Groups
+from support.mistakes import BAD_SCALES, bad_weights
+from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
+from support.operands import recorded_amax, scales
+from support.tensors import weight
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    amax = recorded_amax(groups, options)
+    return {"amax": amax, "w": weight(groups, dtype, layout), "scale": scales(groups)}
+
+
+def expected(sample: Sample) -> Outputs:
+    q, q_t = must.weight_delayed(sample["w"], sample["scale"])
+    of_q_t = must.if_asked(sample.get("columnwise"), [Output(q_t)])
+    return [Output(q), *of_q_t, *must.weight_amax(sample["amax"], sample["w"])]
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    return [*bad_weights(), *BAD_SCALES]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants={
+        "rowwise": {"columnwise": False},
+        "no_amax": {"amax": False},
+        "transposed": {"layout": "transposed"},
+    },
+    too_large=(({"w": 1}, {}),),
+    sentences="""\
+w must be 3-D, got 2-D
+w must be bfloat16, float16 or float32, got float64
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+N must be a positive multiple of 16, got 24
+K must be a positive multiple of 16, got 8
+scale must be 1-D, got 2-D
+scale must be float32, got bfloat16
+E differs: scale has 2, w has 3
+amax must be 1-D, got 2-D
+amax must be float32, got bfloat16
+E differs: amax has 2, w has 3
+amax must be contiguous""",
+)

@@ -1,0 +1,65 @@
+"""quantize_weight_list: quantize_weight of a tensor an expert.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import expected as must
+from support import variants
+from support.groups import Groups
+from support.mistakes import BAD_EPSILONS
+from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
+from support.tensors import weight
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    return {"w": list(weight(groups, dtype, layout))}
+
+
+def expected(sample: Sample) -> Outputs:
+    q, scale, q_t = must.weight(torch.stack(sample["w"]), must.scaling_of(sample))
+    return [Output(q), Output(scale), *must.if_asked(sample.get("columnwise"), [Output(q_t)])]
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    w = good["w"]
+    return [
+        {"w": 1025 * w[:1]},
+        {"w": [torch.zeros(144)]},
+        {"w": [w[0].double()]},
+        {"w": [w[0][:24]]},
+        {"w": [w[0][:, :8]]},
+        {"w": [w[0], torch.zeros(144)]},
+        {"w": [w[0], w[1].float()]},
+        {"w": [w[0], w[1][:16]]},
+        {"w": [w[0], w[1][:, :16]]},
+        *BAD_EPSILONS,
+    ]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants={
+        "rowwise": {"columnwise": False},
+        "exact_scales": variants.EXACT,
+        **variants.STRIDES,
+    },
+    shares_kernels=True,
+    benchmark="bench_group_quantize",
+    sentences="""\
+E must be between 1 and 1024, got 1025
+w must be 2-D, got 1-D
+w must be bfloat16, float16 or float32, got float64
+N must be a positive multiple of 16, got 24
+K must be a positive multiple of 16, got 8
+w must be 2-D, got 1-D
+w must be bfloat16, got float32
+N differs: w has 16, the first w has 32
+K differs: w has 16, the first w has 144
+amax_epsilon must be finite and not negative, got -0.5
+amax_epsilon must be finite and not negative, got inf
+amax_epsilon must be finite and not negative, got nan""",
+)

@@ -1,0 +1,79 @@
+"""refresh_weight_delayed_: quantize_weight_delayed into kept tensors, with its scales.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import expected as must
+from support import variants
+from support.groups import Groups
+from support.mistakes import refresh_mistakes
+from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
+from support.operands import kept_weight, recorded_amax, scales
+from support.tensors import listed
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    amax, w = recorded_amax(groups, options), listed(groups, dtype, layout, options)
+    given = {"amax": amax, "w": w, "state": scales(groups), "refresh": None}
+    return {**given, **kept_weight(groups, options), "scale": scales(groups)}
+
+
+def expected(sample: Sample) -> Outputs:
+    w, state = must.one_weight(sample["w"]), sample["state"]
+    q, q_t = must.weight_delayed(w, state)
+    of_amax = must.weight_amax(sample["amax"], w)
+    if sample["refresh"] is not None and not sample["refresh"]:
+        of_amax = [Output(sample["amax"])]
+    return [*must.refreshed(sample, [q, state, q_t]), *of_amax]
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    return [
+        *refresh_mistakes(good),
+        {"state": good["state"][:2]},
+        {"state": good["state"].double()},
+        {"amax": good["amax"][:2]},
+        {"amax": torch.ones(6)[::2]},
+    ]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants=variants.refreshing(amax=False),
+    every_tensor="yes",
+    shares_kernels=True,
+    sentences="""\
+E differs: state has 3, w has 1
+w must be bfloat16, float16 or float32, got float64
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+N must be a positive multiple of 16, got 24
+K must be a positive multiple of 16, got 8
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+w must be 2-D, got 1-D
+w must be bfloat16, got float64
+N differs: w has 16, the first w has 32
+K differs: w has 16, the first w has 144
+refresh must be 0-D, got 1-D
+refresh must be bool, got int64
+q must be 3-D, got 4-D
+q must be float8_e4m3fn, got float64
+q must be [3, 32, 144], got [2, 32, 144]
+q must be contiguous
+scale must be 1-D, got 2-D
+scale must be float32, got float64
+scale must be [3], got [2]
+q_t must be 3-D, got 4-D
+q_t must be float8_e4m3fn, got float64
+q_t must be [3, 144, 32], got [2, 144, 32]
+q_t must be contiguous
+E differs: state has 2, w has 3
+state must be float32, got float64
+E differs: amax has 2, w has 3
+amax must be contiguous""",
+)

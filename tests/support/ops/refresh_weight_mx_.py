@@ -1,0 +1,64 @@
+"""refresh_weight_mx_: a weight rounded to MXFP8 into tensors that are kept.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import expected as must
+from support import reference, variants
+from support.groups import Groups
+from support.mistakes import refresh_mistakes
+from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
+from support.tensors import BF16, listed, weight
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    given = {"w": listed(groups, dtype, layout, options), "refresh": None}
+    columnwise = weight(groups, BF16) if options.pop("columnwise", True) else None
+    return {**given, "w_rowwise": weight(groups, BF16), "w_columnwise": columnwise}
+
+
+def expected(sample: Sample) -> Outputs:
+    w = must.one_weight(sample["w"])
+    E, N, K = w.shape
+    flat, ends = w.reshape(E * N, K), torch.arange(1, E + 1) * N
+    rounded = (reference.round_mx_rowwise(flat), reference.round_mx_columnwise(flat, ends))
+    return must.refreshed(sample, [t.view(w.shape).to(BF16) for t in rounded])
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    return refresh_mistakes(good)
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants=variants.refreshing(),
+    every_tensor="yes",
+    shares_kernels=True,
+    sentences="""\
+w_rowwise must be [1, 32, 144], got [3, 32, 144]
+w must be bfloat16, float16 or float32, got float64
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+N must be a positive multiple of 16, got 24
+K must be a positive multiple of 16, got 8
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+w must be 2-D, got 1-D
+w must be bfloat16, got float64
+N differs: w has 16, the first w has 32
+K differs: w has 16, the first w has 144
+refresh must be 0-D, got 1-D
+refresh must be bool, got int64
+w_rowwise must be 3-D, got 4-D
+w_rowwise must be bfloat16, got float64
+w_rowwise must be [3, 32, 144], got [2, 32, 144]
+w_rowwise must be contiguous
+w_columnwise must be 3-D, got 4-D
+w_columnwise must be bfloat16, got float64
+w_columnwise must be [3, 32, 144], got [2, 32, 144]
+w_columnwise must be contiguous""",
+)

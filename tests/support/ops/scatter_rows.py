@@ -1,0 +1,56 @@
+"""scatter_rows: rows written to many places.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import variants
+from support.groups import Groups
+from support.mistakes import like
+from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
+from support.tensors import lay_out
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    C, index = options.pop("C", 3), options.pop("index", torch.int64)
+    places = torch.randperm(groups.T * C).view(groups.T, C).to(index)
+    x = lay_out(torch.randn(groups.T, groups.K).to(dtype), layout)
+    return {"x": x, "rows": places, "num_rows": groups.T * C}
+
+
+def expected(sample: Sample) -> Outputs:
+    x_TH, rows_TC = sample["x"], sample["rows"].long()
+    expected = torch.empty(rows_TC.numel(), x_TH.size(1), dtype=x_TH.dtype)
+    expected[rows_TC] = x_TH[:, None].expand(-1, rows_TC.size(1), -1)
+    return [Output(expected)]
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    x = good["x"]
+    return [
+        {"x": x[0]},
+        {"x": x.double()},
+        {"x": like(x, None, 24)},
+        {"rows": good["rows"][0]},
+        {"rows": good["rows"].short()},
+        {"x": like(x, 11, None)},
+        {"num_rows": -1},
+    ]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants=variants.MANY_CHOICES,
+    too_large=(({"x": 0, "rows": 0}, {}),),
+    sentences="""\
+x must be 2-D, got 1-D
+x must be bfloat16, float16 or float32, got float64
+H must be a positive multiple of 16, got 24
+rows must be 2-D, got 1-D
+rows must be int32 or int64, got int16
+T differs: rows has 12, x has 11
+num_rows must not be negative, got -1""",
+)

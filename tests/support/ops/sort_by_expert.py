@@ -1,0 +1,52 @@
+"""sort_by_expert: tokens sorted by their experts.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import reference
+from support.groups import Groups
+from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    E, shape = groups.E, (groups.T, options.pop("C", 3))
+    experts = torch.randint(-2, E + 2, shape).to(options.pop("index", torch.int64))
+    if layout == "transposed":
+        experts = experts.t().contiguous().t()
+    return {"experts": experts, "num_experts": E}
+
+
+def expected(sample: Sample) -> Outputs:
+    expected = reference.sort_by_expert(sample["experts"], sample["num_experts"])
+    return [Output(t) for t in expected]
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    experts = good["experts"]
+    return [
+        {"experts": experts[0]},
+        {"experts": experts.short()},
+        {"num_experts": 0},
+        {"num_experts": 1025},
+    ]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants={
+        "many": {"C": 11, "index": torch.int32},
+        "none": {"C": 0},
+        "transposed": {"layout": "transposed"},
+    },
+    too_large=(({"experts": 0}, {"C": 1}),),
+    benchmark="bench_group_quantize",
+    sentences="""\
+experts must be 2-D, got 1-D
+experts must be int32 or int64, got int16
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025""",
+)

@@ -1,0 +1,60 @@
+"""splits_to_offsets: the end of each group.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import reference
+from support.groups import Groups
+from support.mistakes import I32, offs
+from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    return {"m_splits": torch.tensor(groups.m_splits), "num_rows": groups.T}
+
+
+def expected(sample: Sample) -> Outputs:
+    dtype = sample.get("out_dtype") or torch.int32
+    splits, options = sample["m_splits"].tolist(), (sample.get("alignment"), sample.get("stride"))
+    ends = reference.splits_to_offsets(splits, sample["num_rows"], *options)
+    return [Output(torch.tensor(ends, dtype=dtype))]
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    return [
+        {"m_splits": torch.zeros(2, 2, dtype=I32)},
+        {"m_splits": torch.zeros(3)},
+        {"m_splits": torch.zeros(3, dtype=torch.uint16)},
+        {"m_splits": offs(0)},
+        {"m_splits": offs(1025)},
+        {"out_dtype": torch.float32},
+        {"num_rows": -1},
+        {"alignment": 0},
+        {"stride": 0},
+        {"num_rows": 2**31},
+        {"num_rows": 2**30, "stride": 2},
+        {"num_rows": 2**62, "stride": 2, "out_dtype": torch.int64},
+    ]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants={"aligned": {"alignment": 128}, "scaled": {"stride": 144, "out_dtype": torch.int64}},
+    sentences="""\
+m_splits must be 1-D, got 2-D
+m_splits must be int32 or int64, got float32
+m_splits must be int32 or int64, got uint16
+E must be between 1 and 1024, got 0
+E must be between 1 and 1024, got 1025
+out_dtype must be int32 or int64, got float32
+num_rows must not be negative, got -1
+alignment must be positive, got 0
+stride must be positive, got 0
+num_rows * stride does not fit in int32, got 2147483648 * 1
+num_rows * stride does not fit in int32, got 1073741824 * 2
+num_rows * stride does not fit in int64, got 4611686018427387904 * 2""",
+)

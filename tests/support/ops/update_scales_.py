@@ -1,0 +1,88 @@
+"""update_scales_: the scales of delayed scaling at the end of a step.
+
+T rows, E groups, K in_features, N out_features.
+"""
+
+import torch
+
+from support import reference
+from support.groups import Groups
+from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    sizes, steps = (groups.E, 2 * groups.E), options.pop("steps", (4, 1))
+    history = [torch.randn(h, E).clamp(min=0) for h, E in zip(steps, sizes, strict=True)]
+    return {
+        "scale": [torch.rand(E) + 0.1 for E in sizes],
+        "amax": [torch.randn(E).clamp(min=0) for E in sizes],
+        "amax_history": history,
+        "fp8_max": [448.0, 57344.0],
+    }
+
+
+def expected(sample: Sample) -> Outputs:
+    states = zip(*(sample[n] for n in ("scale", "amax", "amax_history", "fp8_max")), strict=True)
+    options = (sample.get("margin"), sample.get("most_recent"))
+    rolled = [reference.update_scales(*state, *options) for state in states]
+    return [
+        *(Output(r.scale) for r in rolled),
+        *(Output(torch.zeros_like(amax)) for amax in sample["amax"]),
+        *(Output(r.amax_history) for r in rolled),
+    ]
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    scale, amax, history = good["scale"], good["amax"], good["amax_history"]
+    return [
+        {"scale": []},
+        {"amax": amax[:1]},
+        {"amax_history": history[:1]},
+        {"fp8_max": [448.0]},
+        {"margin": -1},
+        {"margin": 65},
+        {"scale": [scale[0][None], scale[1]]},
+        {"scale": [scale[0].double(), scale[1]]},
+        {"scale": [scale[0], torch.ones(12)[::2]]},
+        {"amax": [amax[0], amax[1].double()]},
+        {"amax": [amax[0], amax[0]]},
+        {"amax_history": [history[0][0], history[1]]},
+        {"amax_history": [history[0].double(), history[1]]},
+        {"amax_history": [history[0][:, :2], history[1]]},
+        {"amax_history": [history[0][:0], history[1]]},
+        {"amax_history": [torch.ones(3, 4).t(), history[1]]},
+        {"fp8_max": [448.0, 0.0]},
+        {"fp8_max": [float("inf"), 448.0]},
+    ]
+
+
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    variants={
+        "most_recent": {"most_recent": True},
+        "margin": {"margin": 3},
+        "long": {"steps": (1024, 1500)},
+    },
+    too_large=(({"scale": 0, "amax": 0, "amax_history": 1}, {}), ({"amax_history": 0}, {})),
+    sentences="""\
+scale must not be empty
+the number of states differs: amax has 1, scale has 2
+the number of states differs: amax_history has 1, scale has 2
+the number of states differs: fp8_max has 1, scale has 2
+margin must be between 0 and 64, got -1
+margin must be between 0 and 64, got 65
+scale must be 1-D, got 2-D
+scale must be float32, got float64
+scale must be contiguous
+amax must be float32, got float64
+E differs: amax has 3, scale has 6
+amax_history must be 2-D, got 1-D
+amax_history must be float32, got float64
+E differs: amax_history has 2, scale has 3
+amax_history must have a row, got none
+amax_history must be contiguous
+fp8_max must be positive and finite, got 0
+fp8_max must be positive and finite, got inf""",
+)

@@ -1,0 +1,58 @@
+"""Every op, as its page in ``support/ops/`` has it: its results, and one sentence a mistake."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from grouped_linear import ops
+from support.cases import cases
+from support.check import check
+from support.errors import GROUPS_3, sentences
+from support.groups import Groups
+from support.ops import OPS, PAGES
+from support.samples import make, variant_of
+from support.tensors import BF16
+
+
+def registered() -> list[str]:
+    names = torch._C._dispatch_get_all_op_names()
+    return sorted(n.split("::")[1] for n in names if n.startswith("grouped_linear::"))
+
+
+def test_every_op_has_a_page() -> None:
+    folder = Path("tests/support/ops")
+    for op in registered():
+        assert op in PAGES, f"{op} is registered and has no page: write {folder / op}.py"
+        assert op in ops.__all__, f"{op} is registered and custom_ops/ops/__init__.py lacks it"
+    for op in OPS:
+        assert op in registered(), f"{op} is not registered: remove its page {folder / op}.py"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_page_is_complete(op: str) -> None:
+    page = PAGES[op]
+    root = Path(__file__).parent.parent
+    assert page.mistakes, f"{op}: its page lists no mistakes"
+    assert page.every_tensor in ("plain", *page.variants)
+    if page.benchmark:
+        program = root / "benchmarks" / f"{page.benchmark}.py"
+        assert program.exists(), f"{op}: {program} does not exist"
+
+
+@pytest.mark.parametrize(("op", "groups", "variant", "dtype", "device"), cases(*OPS))
+def test_results(op: str, groups: Groups, variant: str, dtype: torch.dtype, device: str) -> None:
+    check(variant_of(op, groups, variant, dtype), device)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_mistakes(op: str) -> None:
+    """The same sentence from fake tensors, meta tensors, CPU and CUDA."""
+    page = PAGES[op]
+    assert page.mistakes is not None
+    good = make(op, GROUPS_3, BF16, **dict(page.good))
+    names = tuple(f"{name}: " for name in OPS)
+    expected = [
+        line if line.startswith(names) else f"{op}: {line}" for line in page.sentences.split("\n")
+    ]
+    assert sentences(good, page.mistakes(good)).split("\n") == expected
