@@ -179,8 +179,8 @@ def routing() -> Iterator[Call]:
         lambda t: [total(t, dots.sum(2), dots.abs().sum(2))],
     )
     places = torch.randperm(3 * T).view(T, 3)
-    arguments = {"x": a, "rows": places, "num_rows": 3 * T}
-    yield Call("scatter_rows", arguments, lambda y: [Near(y[places], a[:, None].expand(T, 3, K))])
+    of_scatter = {"x": a, "rows": places, "num_rows": 3 * T}
+    yield Call("scatter_rows", of_scatter, lambda y: [Near(y[places], a[:, None].expand(T, 3, K))])
 
 
 # --- rows ----------------------------------------------------------------------------------------
