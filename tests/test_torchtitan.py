@@ -97,7 +97,7 @@ def test_fused_experts() -> None:
     for name, saved_again in experts.state_dict().items():
         assert_same_bits(saved_again, saved[name])
     kept = experts_of(FUSED)
-    with pytest.raises(ValueError, match=r"w13 is \[4, 48, 2, 32\], and weights are kept in FP8 "):
+    with pytest.raises(ValueError, match=r"w13 is \[4, 48, 2, 32\], and weights='fp8' keeps"):
         convert(kept, weights="fp8")
 
 
