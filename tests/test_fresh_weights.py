@@ -29,10 +29,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from grouped_linear import (
     Float8BlockScaling,
     Float8CurrentScaling,
+    Format,
     GroupedLinear,
     GroupedTensorWithMaster,
     Recipe,
 )
+from grouped_linear.recipes import Layouts
 from support.compare import assert_same_bits
 from support.devices import devices, needs_gpu
 from support.ops import OPS
@@ -280,6 +282,29 @@ def test_a_write_leaves_it_fresh(how: str, dtype: torch.dtype, recipe: Recipe, d
     pair.check()
     pair.do(WRITES[how])
     pair.check()
+
+
+def rounded(t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Tensor:
+    return (16 * t).round() / 16
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "own"])
+def test_meta_device(name: str) -> None:
+    recipe = RECIPES.get(name, Recipe(weight=Format(quantize=rounded)))
+    layer = GroupedLinear(E, K, N, recipe=recipe, weights="both", device="meta")
+    layer.to_empty(device="cpu")
+    filled = [part for part in layer.weight.parts if part is not None and part.dtype == FP32]
+    assert filled
+    assert all(part.isnan().all() for part in filled)  # until the weight is drawn or loaded
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    torch.manual_seed(0)
+    drawn = GroupedLinear(E, K, N, recipe=recipe, weights="both")
+    for a, e in zip(layer.weight.parts, drawn.weight.parts, strict=True):
+        assert (a is None) == (e is None)
+        if a is not None:
+            assert_same_bits(a, e)
+    assert_same_bits(layer.weight.master, drawn.weight.master)
 
 
 class Writes(RuleBasedStateMachine):

@@ -360,18 +360,6 @@ def check_broadcast_buffers_are_refused(rank: int, directory: Path) -> None:
     update_scales(nn.parallel.DistributedDataParallel(Model()))  # has no amaxes to lose
 
 
-def parallel_of(layer: nn.Module, broadcast_buffers: bool) -> nn.Module:
-    caches = [name for name, _ in layer.named_buffers()]
-    made = nn.parallel.DistributedDataParallel
-    if broadcast_buffers:  # gloo would send them already here, and knows no FP8
-        layer.register_buffer("sent", torch.zeros(1))
-        made._set_params_and_buffers_to_ignore_for_model(layer, caches)
-    parallel = made(layer, broadcast_buffers=broadcast_buffers)
-    if broadcast_buffers:
-        parallel.modules_buffers = [*layer.buffers()]
-    return parallel
-
-
 def check_uneven_shards_are_refused(rank: int, directory: Path) -> None:
     uneven = GroupedLinear(3, K, N, recipe=Float8BlockScaling(), weights="fp8")
     shard(uneven)

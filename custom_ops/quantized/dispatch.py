@@ -26,11 +26,13 @@ ELEMENTS_AT_ONCE = 2**25
 OVERWRITING = (aten.fill_, aten.zero_, aten.uniform_, aten.normal_)
 
 
-def handles(*overloads: Any) -> Callable[[Handler], Handler]:
+def handles(
+    *overloads: Any, handlers: dict[Any, Handler] = HANDLERS
+) -> Callable[[Handler], Handler]:
     """Register a handler of these overloads."""
 
     def register(handler: Handler) -> Handler:
-        HANDLERS.update(dict.fromkeys(overloads, handler))
+        handlers.update(dict.fromkeys(overloads, handler))
         return handler
 
     return register
@@ -247,12 +249,12 @@ def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     t = args[0]
     device = torch.device(kwargs.get("device") or t.device)
     if func is aten.empty_like.default and t.is_meta and device.type != "meta":
-        return _of_each_part(t, lambda part: _unfilled(part, device), size=t.shape)
+        return _of_each_part(t, lambda part: unfilled(part, device), size=t.shape)
     like = torch.empty(t.shape, dtype=t.dtype, device="meta")
     return func(like, **{**kwargs, "device": device, "memory_format": torch.contiguous_format})
 
 
-def _unfilled(part: Tensor, device: torch.device) -> Tensor:
+def unfilled(part: Tensor, device: torch.device) -> Tensor:
     """A part after nn.Module.to_empty. Scales are NaN to show that nothing was loaded yet."""
     there = torch.empty_like(part, device=device)
     return there.fill_(torch.nan) if part.dtype == torch.float32 else there
@@ -265,7 +267,7 @@ def _new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dtype, device = kwargs.get("dtype") or t.dtype, torch.device(kwargs.get("device") or t.device)
     if tuple(size) != tuple(t.shape) or dtype not in ACTIVATIONS:
         return func(t.scale, size, **{**kwargs, "dtype": dtype, "device": device})
-    return _of_each_part(t, lambda part: _unfilled(part, device), size=size, dtype=dtype)
+    return _of_each_part(t, lambda part: unfilled(part, device), size=size, dtype=dtype)
 
 
 @handles(aten.new_zeros.default)

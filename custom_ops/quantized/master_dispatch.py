@@ -3,7 +3,8 @@
 E experts, K in_features, N out_features.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,21 +13,12 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
-from grouped_linear.quantized.dispatch import bound_arguments, count_write, views_of
-from grouped_linear.quantized.tensor import Handler
+from grouped_linear.quantized import dispatch
+from grouped_linear.quantized.dispatch import bound_arguments, count_write, unfilled, views_of
 from grouped_linear.quantized.with_master import HANDLERS, GroupedTensorWithMaster
 
 aten = torch.ops.aten
-
-
-def handles(*overloads: Any) -> Callable[[Handler], Handler]:
-    """Register a handler of these overloads."""
-
-    def register(handler: Handler) -> Handler:
-        HANDLERS.update(dict.fromkeys(overloads, handler))
-        return handler
-
-    return register
+handles = partial(dispatch.handles, handlers=HANDLERS)
 
 
 @handles(None)
@@ -142,8 +134,7 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     device = torch.device(kwargs.get("device") or t.device)
     if not (t.is_meta and device.type != "meta" and t.is_whole):
         return func(t.own, **kwargs)
-    parts = t.parts.each(lambda part: torch.empty_like(part, device=device))
-    parts.scale.fill_(torch.nan)  # nothing was loaded yet
+    parts = t.parts.each(lambda part: unfilled(part, device))
     return GroupedTensorWithMaster(func(t.own, **kwargs), parts, t.metadata)
 
 

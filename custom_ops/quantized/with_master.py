@@ -167,17 +167,12 @@ class GroupedTensorWithMaster(GroupedTensor):
                 "GroupedTensorWithMaster: stochastic_rounding is for weights without their "
                 "high-precision numbers, to which small steps add up here"
             )
-        rules = Rules("GroupedTensorWithMaster")
-        rules.dim("w", w, 3)
-        rules.dtype("w", w.dtype, ACTIVATIONS)
-        E, N, K = w.shape
-        rules.groups(E)
-        rules.features("N", N)
-        rules.features("K", K)
+        Rules("GroupedTensorWithMaster").weight(w)
         master = w.detach().contiguous()
         metadata = Metadata(w.dtype, recipe, False)  # type: ignore[arg-type]
         if recipe.weight.quantize is not None:
             return cls(master, _by_function(master, recipe.weight.quantize), metadata)
+        E, N, K = w.shape
         parts = new_weight(recipe.weight, E, N, K, w.device, columnwise)
         return cls(master, parts, metadata).refresh_()
 
@@ -297,9 +292,7 @@ class GroupedTensorWithMaster(GroupedTensor):
     def of(self, master: Tensor, columnwise: bool | None = None) -> "GroupedTensorWithMaster":
         """A tensor of another master, quantized as this one is."""
         recipe, columnwise = self.recipe, self.q_t is not None if columnwise is None else columnwise
-        whole = master if master.dim() == 3 else master[None]
-        t = GroupedTensorWithMaster.quantize(whole, recipe, columnwise=columnwise)
-        return t if master.dim() == 3 else t[0]  # type: ignore[return-value]
+        return _quantized(master, recipe, columnwise)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -406,6 +399,14 @@ def keeps_beside_master(recipe: Recipe) -> bool:
     return recipe.weight.scaling in ("block", "group") or recipe.weight.quantize is not None
 
 
+def _quantized(master: Tensor, recipe: Recipe, columnwise: bool) -> GroupedTensorWithMaster:
+    """A tensor of the weight of all experts, or of one."""
+    if master.dim() == 3:
+        return GroupedTensorWithMaster.quantize(master, recipe, columnwise=columnwise)
+    t: Any = GroupedTensorWithMaster.quantize(master[None], recipe, columnwise=columnwise)[0]
+    return t  # type: ignore[no-any-return]
+
+
 @torch.no_grad()
 def _by_function(master: Tensor, quantize: Callable[..., Operands | Tensor]) -> QuantizedWeight:
     """What a format's function makes of a weight, in tensors of their own.
@@ -436,13 +437,10 @@ def _rebuild(state: dict[str, Any]) -> GroupedTensorWithMaster:
     recipe = recipe_from_pickle(state["recipe"])
     # Tensors that were saved together may share memory. Each has its own here, so that a write to
     # one of them does not pass by the quantized numbers of another.
-    master, columnwise = state["master"].clone(), state["columnwise"]
-    whole = master if master.dim() == 3 else master[None]
-    t: Any = GroupedTensorWithMaster.quantize(whole, recipe, columnwise=columnwise)
-    t = t if master.dim() == 3 else t[0]
+    t = _quantized(state["master"].clone(), recipe, state["columnwise"])
     vars(t).update(state["attributes"])
     t.requires_grad_(state["requires_grad"])
-    return t  # type: ignore[no-any-return]
+    return t
 
 
 torch.serialization.add_safe_globals([_rebuild])
