@@ -27,6 +27,7 @@ from grouped_linear.integrations.plan import ConvertedExperts
 from grouped_linear.nn.functional import grouped_linear
 from grouped_linear.nn.functional_mlp import grouped_mlp, grouped_mlp_sorted
 from grouped_linear.nn.linear import GroupedLinear
+from grouped_linear.nn.lora import Lora, LoraWeights
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.ops import SwiGLU
 from grouped_linear.ops.activation import Activation
@@ -59,6 +60,8 @@ __all__ = [
     "GroupedMLP",
     "GroupedTensor",
     "GroupedTensorWithMaster",
+    "Lora",
+    "LoraWeights",
     "MXFP8BlockScaling",
     "Recipe",
     "SkippedExperts",

@@ -56,6 +56,8 @@ GroupedLinear
 GroupedMLP
 GroupedTensor
 GroupedTensorWithMaster
+Lora
+LoraWeights
 MXFP8BlockScaling
 Recipe
 SkippedExperts
@@ -107,13 +109,13 @@ Format(dtype=None, scaling=None, power_of_two_scales=False, amax_epsilon=0.0,
 GeGLU(approximate='none')
 GroupedLinear(num_gemms, in_features, out_features, bias=True, device=None, dtype=None, *,
     recipe=None, cache_weights=False, fuse_wgrad_accumulation=False, weights=None,
-    stochastic_rounding=None)
+    stochastic_rounding=None, lora=None)
 GroupedLinear.forward(x, m_splits, is_first_microbatch=None)
 GroupedLinear.reset_parameters()
 GroupedMLP(num_experts, hidden_size, intermediate_size, *, bias=False,
     activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0),
     save_gate_up_in_fp8=False, recipe=None, cache_weights=False, fuse_wgrad_accumulation=False,
-    weights=None, stochastic_rounding=None, dtype=None, device=None)
+    weights=None, stochastic_rounding=None, lora=None, dtype=None, device=None)
 GroupedMLP.forward(x, top_k_weights, top_k_index, is_first_microbatch=None, *, max_rows=None)
 GroupedMLP.reset_parameters()
 GroupedTensor.dequantize(dtype=None)
@@ -122,19 +124,23 @@ GroupedTensor.from_parts(q, scale, dtype=torch.bfloat16, recipe=None, *, columnw
 GroupedTensor.quantize(w, recipe=None, *, columnwise=True, stochastic_rounding=True)
 GroupedTensorWithMaster(master, parts=None, metadata=None, own=None, *, has_memory=False,
     requires_grad=False)
+Lora(rank, alpha=None, dropout=0.0, rslora=False, dtype=None)
+LoraWeights(a, b, scaling=1.0, dropout=0.0)
 MXFP8BlockScaling()
 SkippedExperts(name, why)
 SquaredReLU()
 SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0)
 convert(model, recipe=None, *, weights=None, forwards=None, **options)
 convert_experts(model, forwards=None, recipe=None, **options)
-grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None)
+grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None, *, lora=None)
 grouped_mlp(x, top_k_weights, top_k_index, gate_up_proj, down_proj, recipe=None, state=None, *,
     gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1.0, beta=0.0,
-    limit=None, interleaved=False, cubic=0.0), max_rows=None, save_gate_up_in_fp8=False)
+    limit=None, interleaved=False, cubic=0.0), max_rows=None, save_gate_up_in_fp8=False,
+    gate_up_lora=None, down_lora=None)
 grouped_mlp_sorted(x, m_splits, gate_up_proj, down_proj, row_weights=None, recipe=None,
     state=None, *, gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1.0,
-    beta=0.0, limit=None, interleaved=False, cubic=0.0), save_gate_up_in_fp8=False)
+    beta=0.0, limit=None, interleaved=False, cubic=0.0), save_gate_up_in_fp8=False,
+    gate_up_lora=None, down_lora=None)
 library_path()
 update_scales(model, group=None)""",
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grouped_linear import ops
-from grouped_linear.autograd.gemm import multiply, takes_swiglu
+from grouped_linear.autograd.gemm import LowRankTerm, multiply, takes_swiglu
 from grouped_linear.ops.activation import Activation
 from grouped_linear.recipes import (
     Format,
@@ -67,7 +67,9 @@ def gate_up_and_h(
     activation: Activation,
     format: Format,
     keep_gate_up: bool,
-) -> tuple[Tensor | None, Operands]:
+    keep_h: bool,
+    low_rank: LowRankTerm | None,
+) -> tuple[Tensor | None, Operands, Tensor | None]:
     """Compute the first layer and the second one's input, in one kernel if one exists.
 
     Args:
@@ -78,9 +80,13 @@ def gate_up_and_h(
         activation: between the two layers.
         format: of the second layer's input.
         keep_gate_up: whether gate_up is needed. Without it that result may be None.
+        keep_h: whether h itself is needed, beside the operand. Without it the last result may be
+            None.
+        low_rank: what an adapter adds to gate_up.
     """
     rowwise, form = Layouts(True, False), activation.swiglu
-    if form is not None and takes_swiglu(x, w.rowwise, w.rowwise_scale, dtype):
+    one_kernel = low_rank is None and takes_swiglu(x, w.rowwise, w.rowwise_scale, dtype)
+    if form is not None and one_kernel:
         assert isinstance(x.rowwise, Tensor)
         assert isinstance(w.rowwise, Tensor)
         both = ops.grouped_mm_swiglu(
@@ -92,7 +98,8 @@ def gate_up_and_h(
             keep_gate_up=keep_gate_up,
             activation=form,
         )
-        return both.gate_up, quantize(both.h, format, offs_E, rowwise)
+        h = quantize(both.h, format, offs_E, rowwise)
+        return both.gate_up, h, both.h if keep_h else None
     gate_up_RG = multiply(
         x.rowwise,
         x.rowwise_scale,
@@ -103,11 +110,15 @@ def gate_up_and_h(
         dtype,
         transpose_b=True,
         rows=rows_R,
+        low_rank=low_rank,
     )
+    if form is not None and not keep_h:
+        return gate_up_RG, quantize(SwigluOf(gate_up_RG, form), format, offs_E, rowwise), None
     if form is not None:
-        return gate_up_RG, quantize(SwigluOf(gate_up_RG, form), format, offs_E, rowwise)
-    h_RF = activation.forward(gate_up_RG.float()).to(dtype)
-    return gate_up_RG, quantize(h_RF, format, offs_E, rowwise)
+        h_RF = ops.swiglu(gate_up_RG, offs_E, form)
+    else:
+        h_RF = activation.forward(gate_up_RG.float()).to(dtype)
+    return gate_up_RG, quantize(h_RF, format, offs_E, rowwise), h_RF if keep_h else None
 
 
 def grads_of_gate_up(
@@ -123,7 +134,10 @@ def grads_of_gate_up(
     grad_output: Format,
     layouts: Layouts,
     h_columnwise: bool,
-) -> SwigluGradOperands:
+    keep: bool,
+    low_rank: LowRankTerm | None,
+    more_dh_RF: Tensor | None,
+) -> tuple[SwigluGradOperands, ops.SwigluGrad | None]:
     """Compute the second layer's dgrad and the activation's gradient, in one kernel if one exists.
 
     Args:
@@ -137,22 +151,42 @@ def grads_of_gate_up(
         grad_output: the format of the gradient of the first layer's output.
         layouts: what to return of d_gate_up.
         h_columnwise: whether to return h.
+        keep: whether the activation's gradient is needed itself, beside the operands. Without it
+            the last result may be None.
+        low_rank: what an adapter of the second layer adds to dgrad.
+        more_dh_RF: what is added to dgrad after that.
     """
     dtype, form = gate_up_RG.dtype, activation.swiglu
     how = input, grad_output, layouts, h_columnwise
-    if form is not None and takes_swiglu(dy, w, w_scale, dtype):
+    one_kernel = low_rank is None and more_dh_RF is None and takes_swiglu(dy, w, w_scale, dtype)
+    if form is not None and one_kernel:
         assert isinstance(dy.rowwise, Tensor)
         assert isinstance(w, Tensor)
         grads = ops.grouped_mm_swiglu_grad(
             dy.rowwise, w, gate_up_RG, weight_R, offs_E, rows_R, activation=form
         )
-        return quantize_grads(grads, offs_E, *how)
-    dh_RF = multiply(dy.rowwise, dy.rowwise_scale, w, w_scale, offs_E, None, dtype, rows=rows_R)
+        return quantize_grads(grads, offs_E, *how), grads if keep else None
+    dh_RF = multiply(
+        dy.rowwise,
+        dy.rowwise_scale,
+        w,
+        w_scale,
+        offs_E,
+        None,
+        dtype,
+        rows=rows_R,
+        low_rank=low_rank,
+    )
+    if more_dh_RF is not None:
+        dh_RF = dh_RF + more_dh_RF
+    if form is not None and not keep:
+        return quantize_swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, form, *how), None
     if form is not None:
-        return quantize_swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, form, *how)
-    grads = _grad(activation, dh_RF, gate_up_RG, weight_R)
+        grads = ops.swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, form)
+    else:
+        grads = _grad(activation, dh_RF, gate_up_RG, weight_R)
     del dh_RF  # lowers the peak memory of an eager step
-    return quantize_grads(grads, offs_E, *how)
+    return quantize_grads(grads, offs_E, *how), grads if keep else None
 
 
 def weighted_h(

@@ -41,6 +41,8 @@ class LinearOptions(NamedTuple):
     """Save x itself for the backward, and quantize it for wgrad there."""
     defer_wgrad: Callable[[Wgrad], None] | None = None
     """Takes the weight gradient that the backward then does not compute."""
+    lora_scaling: float | None = None
+    """What the adapter's product is multiplied by; None without an adapter."""
 
 
 PLAIN_CALL = LinearOptions()
@@ -78,11 +80,11 @@ class LinearContext(NamedTuple):
 
         A compiled graph has the separate ops: passes look for them, and an op costs no time there.
         """
-        recipe = self.recipe
+        recipe, options = self.recipe, self.options
         if not recipe.has_linear_op or torch.compiler.is_compiling():
             return False
-        weight = self.weights[0]
-        return not (self.options.save_input or weight.dim() == 2 or is_transposed(weight))
+        weight, plain = self.weights[0], options.lora_scaling is None and not options.save_input
+        return plain and not (weight.dim() == 2 or is_transposed(weight))
 
     @property
     def transposes_weight(self) -> bool:

@@ -4,12 +4,20 @@ T rows, E groups, K in_features, N out_features.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.recipes import Operands, Values, is_transposed
+
+
+class LowRankTerm(NamedTuple):
+    """A second product that is added to a GEMM's: ``a[t] @ b[e]``, of few features."""
+
+    a_Tr: Tensor
+    b_ErN: Tensor
 
 
 def _below_autograd() -> AbstractContextManager[None]:
@@ -33,6 +41,7 @@ def multiply(
     dtype: torch.dtype,
     transpose_b: bool = False,
     rows: Tensor | None = None,
+    low_rank: LowRankTerm | None = None,
 ) -> Tensor:
     """Compute ``a[t] @ b[e] + bias[e]``: dgrad, and fprop with ``transpose_b``.
 
@@ -41,9 +50,14 @@ def multiply(
         scale_b: of blocks of b, [E, ceil(N / 128), ceil(K / 128)], or [E].
         transpose_b: ``a[t] @ b[e].T + bias[e]``.
         rows: with a[rows[t]] in place of a[t].
+        low_rank: a product that is added, of the output's rows.
     """
     assert isinstance(a, Tensor)
     assert b is not None
+    if low_rank is not None:
+        y = multiply(a, scale_a, b, scale_b, offs_E, bias_EN, dtype, transpose_b, rows)
+        with _below_autograd():
+            return y + ops.grouped_mm(*low_rank, offs_E, None, dtype)
     if isinstance(b, tuple):
         return ops.grouped_mm_list(a, b, offs_E, bias_EN, dtype, transpose_b=transpose_b, rows=rows)
     if transpose_b:

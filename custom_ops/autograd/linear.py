@@ -11,6 +11,7 @@ from torch import Tensor
 from grouped_linear import ops
 from grouped_linear.autograd.context import LinearContext
 from grouped_linear.autograd.gemm import multiply
+from grouped_linear.autograd.low_rank import low_rank, low_rank_grads
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
 from grouped_linear.autograd.saved import saved_tensors, scale_of
 from grouped_linear.autograd.wgrad import needs_grad_now
@@ -21,7 +22,7 @@ class GroupedLinearFunction(torch.autograd.Function):
     """y[t] = x[t] @ weight[e].T + bias[e], with dgrad and wgrad computed as the recipe says.
 
     Only what the backward will read is quantized and saved: nothing without gradients, columnwise x
-    for wgrad, the columnwise weight for dgrad.
+    for wgrad, the columnwise weight for dgrad. Of an adapter x [T, K] and h [T, r] are saved.
     """
 
     @staticmethod
@@ -31,19 +32,20 @@ class GroupedLinearFunction(torch.autograd.Function):
         Args:
             context: the rest of the call.
             operands: x_TK; bias_EN; m_splits_E, the rows of each group, for a forward in one op;
-                offs_E, the group ends, for any other forward; then one tensor for each of the
-                context's weights, of which weight gradients are returned, or any tensor that
+                offs_E, the group ends, for any other forward; the adapter's a_ErK and b_ENr, and
+                the x_TK that it multiplies where that is another one; then one tensor for each of
+                the context's weights, of which weight gradients are returned, or any tensor that
                 requires grad where they are deferred. The caller decides between m_splits_E and
                 offs_E, because Dynamo may trace the caller and run this function in eager mode.
                 The operands are not a parameter each: where nothing needs a gradient and there are
                 as many arguments as parameters, ctx among them, Dynamo passes no ctx (torch 2.11,
                 2.13).
         """
-        x_TK, bias_EN, m_splits_E, offs_E, *_ = operands
+        x_TK, bias_EN, m_splits_E, offs_E, a_ErK, b_ENr, dropped_x_TK, *_ = operands
         assert x_TK is not None
-        needs = ctx.needs_input_grad
-        need_x = context.grad_enabled and needs[1]
-        need_weight = context.grad_enabled and any(needs[5:])
+        needs = [context.grad_enabled and need for need in ctx.needs_input_grad]
+        need_x, need_a, need_b = needs[1], *needs[5:7]
+        need_weight = any(needs[8:])
         recipe, options = context.recipe, context.options
         ctx.context = context.for_backward()
         ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
@@ -64,15 +66,24 @@ class GroupedLinearFunction(torch.autograd.Function):
             )
             if need_weight and not in_fp8:
                 x_t = x_TK.to(x_format.wgrad_dtype)
-            ctx.save_for_backward(offs_E, None, x_t, x_t_scale, w_scale, w_t)
+            ctx.save_for_backward(offs_E, *(None,) * 5, x_t, x_t_scale, w_scale, w_t)
             return y
         columnwise_now = need_weight and not options.save_input
         x = quantize(x_TK, recipe.input, offs_E, Layouts(True, columnwise_now))
         w = context.weight_operands(need_x)
         saved_x = x_TK if options.save_input and need_weight else x.columnwise
+        lora_x_TK = x_TK if dropped_x_TK is None else dropped_x_TK
+        adapter, term, h_Tr = low_rank(a_ErK, b_ENr, options.lora_scaling, x_TK.dtype), None, None
+        if adapter is not None:
+            h_Tr = adapter.reduce(lora_x_TK, offs_E)
+            term = adapter.forward_term(h_Tr)
         ctx.save_for_backward(
             offs_E,
             scale_of(recipe.grad_output),
+            a_ErK,
+            b_ENr,
+            lora_x_TK if need_a else None,
+            h_Tr if need_b else None,
             saved_x,
             x.columnwise_scale,
             w.columnwise_scale,
@@ -87,6 +98,7 @@ class GroupedLinearFunction(torch.autograd.Function):
             bias,
             x_TK.dtype,
             transpose_b=True,
+            low_rank=term,
         )
 
     @staticmethod
@@ -95,12 +107,15 @@ class GroupedLinearFunction(torch.autograd.Function):
         """Compute dgrad, wgrad and the bias gradient, each only where it is needed."""
         context: LinearContext = ctx.context
         options = context.options
-        _, need_x, need_bias, _, _, *need_weights = ctx.needs_input_grad
+        _, need_x, need_bias, *_ = ctx.needs_input_grad
+        need_dropped_x, *need_weights = ctx.needs_input_grad[7:]
         if options.main_grad is not None or options.defer_wgrad is not None:
             edges = slice(-len(need_weights), None)
             need_weights = list(needs_grad_now(ctx, need_weights, edges))
         need_weight = any(need_weights)
-        offs_E, _, x, x_scale, w_scale, *w = saved_tensors(ctx, "grouped_linear")
+        offs_E, _, a_ErK, b_ENr, lora_x_TK, h_Tr, x, x_scale, w_scale, *w = saved_tensors(
+            ctx, "grouped_linear"
+        )
         if (need_x or need_weight) and context.has_one_op_backward:
             dtype, format = context.weights[0].dtype, context.recipe.grad_output
             if need_x and context.transposes_weight:
@@ -117,15 +132,30 @@ class GroupedLinearFunction(torch.autograd.Function):
             )
             if db_EN is not None:
                 db_EN = db_EN.to(ctx.bias_dtype)
-            return None, dx_TK, db_EN, None, None, dw_ENK
+            return None, dx_TK, db_EN, None, None, *(None,) * 3, dw_ENK
         recipe = context.recipe
         layouts = Layouts(need_x, need_weight, need_bias)
         dy = quantize(dy_TN, recipe.grad_output, offs_E, layouts)
         dx_TK = db_EN = None
         dws: tuple[Tensor | None, ...] = (None,) * len(need_weights)
+        da_ErK, db_ENr, term = low_rank_grads(
+            a_ErK,
+            b_ENr,
+            options.lora_scaling,
+            dy_TN,
+            lora_x_TK,
+            h_Tr,
+            offs_E,
+            need_x or need_dropped_x,
+        )
+        d_dropped_x_TK = None
+        if need_dropped_x and term is not None:
+            d_dropped_x_TK, term = ops.grouped_mm(*term, offs_E), None
         if need_x:
             weight = context.for_dgrad(tuple(w) if w[0].dim() == 2 else w[0], w_scale)
-            dx_TK = multiply(dy.rowwise, dy.rowwise_scale, *weight, offs_E, None, dy_TN.dtype)
+            dx_TK = multiply(
+                dy.rowwise, dy.rowwise_scale, *weight, offs_E, None, dy_TN.dtype, low_rank=term
+            )
         if need_weight:
             if options.save_input:
                 x_t = quantize(x, recipe.input, offs_E, Layouts(False, True, again=True))
@@ -137,4 +167,4 @@ class GroupedLinearFunction(torch.autograd.Function):
                 options.defer_wgrad(wgrad)
         if dy.bias_grad is not None:
             db_EN = dy.bias_grad.to(ctx.bias_dtype)
-        return None, dx_TK, db_EN, None, None, *dws
+        return None, dx_TK, db_EN, None, None, da_ErK, db_ENr, d_dropped_x_TK, *dws

@@ -1,10 +1,10 @@
 """The gradient of a grouped MLP under a recipe.
 
 T tokens, C experts chosen for a token, R rows (T * C, or a bound plus one), E experts, H features
-of a token, F features inside an expert, G = 2 F for gate and up together.
+of a token, F features inside an expert, G = 2 F for gate and up together, r the rank of an adapter.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,40 @@ from grouped_linear.autograd.activation import (
 )
 from grouped_linear.autograd.context import LinearContext
 from grouped_linear.autograd.gemm import multiply
+from grouped_linear.autograd.low_rank import grad_of_a, grad_of_b, low_rank, low_rank_grads
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
 from grouped_linear.autograd.routing import rows_of
 from grouped_linear.autograd.saved import saved_tensors, scale_of
 from grouped_linear.autograd.wgrad import needs_grad_now
 from grouped_linear.recipes import Layouts, quantize, quantize_for_gemms
+
+
+class _Needs(NamedTuple):
+    """Which gradients are needed, in the order of the function's arguments."""
+
+    x: bool
+    weight: bool
+    gate_up: bool
+    down: bool
+    gate_up_bias: bool
+    down_bias: bool
+    dropped_x: bool
+    gate_up_a: bool
+    gate_up_b: bool
+    down_a: bool
+    down_b: bool
+    dropout: bool
+
+    @property
+    def d_gate_up(self) -> bool:
+        """Whether what the gradient of gate_up leads to is needed."""
+        first = self.gate_up or self.gate_up_bias or self.gate_up_a or self.gate_up_b
+        return self.x or self.dropped_x or first
+
+    @property
+    def dh(self) -> bool:
+        """Whether dgrad of the second layer is needed."""
+        return self.d_gate_up or self.weight
 
 
 class GroupedMLPFunction(torch.autograd.Function):
@@ -36,7 +65,8 @@ class GroupedMLPFunction(torch.autograd.Function):
     The forward saves x [T, H] as it came, the output of the first GEMM [R, G], the routing and the
     columnwise weights, each only where a gradient needs it. The backward gathers x again, and makes
     the activation's output again beside its gradient. The routing weights' gradient needs no output
-    of the experts: with dh the gradient by h of the unweighted outputs, it is the sum of dh * h.
+    of the experts: with dh the gradient by h of the unweighted outputs, it is the sum of dh * h. Of
+    adapters the products of rank r are saved, [R, r] each.
     """
 
     @staticmethod
@@ -51,6 +81,12 @@ class GroupedMLPFunction(torch.autograd.Function):
         down_EHF: Tensor,
         gate_up_bias_EG: Tensor | None,
         down_bias_EH: Tensor | None,
+        dropped_x_TH: Tensor | None,
+        gate_up_a_ErH: Tensor | None,
+        gate_up_b_EGr: Tensor | None,
+        down_a_ErF: Tensor | None,
+        down_b_EHr: Tensor | None,
+        dropout_RF: Tensor | None,
         *routing_tensors: Tensor,
     ) -> Tensor:
         """Gather, compute two GEMMs an expert, sum with weights.
@@ -62,11 +98,13 @@ class GroupedMLPFunction(torch.autograd.Function):
             gate_up_EGH: the tensor whose gradient the first wgrad returns.
             down_EHF: the tensor whose gradient the second wgrad returns.
             weight_TC: the routing weights; of rows that come sorted [R], or None.
+            dropped_x_TH: what the first adapter multiplies; None where it is x.
+            gate_up_a_ErH: of the first layer's adapter, as gate_up_b_EGr.
+            down_a_ErF: of the second layer's adapter, as down_b_EHr.
+            dropout_RF: what h is multiplied by where the second adapter multiplies it, or None.
             routing_tensors: the fields of ChosenRows or of SortedRows.
         """
-        needed = [gate_up_context.grad_enabled and need for need in ctx.needs_input_grad[3:9]]
-        need_x, need_weight, need_gate_up, need_down, need_gate_up_bias, _ = needed
-        need_dh = need_x or need_weight or need_gate_up or need_gate_up_bias
+        needs = _Needs(*(gate_up_context.grad_enabled and n for n in ctx.needs_input_grad[3:15]))
         of_gate_up, of_down = gate_up_context.recipe, down_context.recipe
         routing = rows_of(routing_tensors)
         offs_E, dtype = routing.offs, x_TH.dtype
@@ -75,12 +113,21 @@ class GroupedMLPFunction(torch.autograd.Function):
         x, rows_R, _ = quantize_for_gemms(
             routing.source(x_TH), of_gate_up.input, offs_E, rowwise, columns
         )
-        gate_up = gate_up_context.weight_operands(columnwise=need_x)
+        gate_up = gate_up_context.weight_operands(columnwise=needs.x)
         biases = gate_up_bias_EG, down_bias_EH
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
         gate_up_bias_EG, down_bias_EH = (None if b is None else b.to(dtype) for b in biases)
-        need_saved = need_dh or need_down
-        gate_up_RG, h = gate_up_and_h(
+        on_gate_up = low_rank(
+            gate_up_a_ErH, gate_up_b_EGr, gate_up_context.options.lora_scaling, dtype
+        )
+        on_down = low_rank(down_a_ErF, down_b_EHr, down_context.options.lora_scaling, dtype)
+        gate_up_Rr = down_Rr = gate_up_term = down_term = None
+        lora_x_TH = x_TH if dropped_x_TH is None else dropped_x_TH
+        if on_gate_up is not None:
+            gate_up_Rr = on_gate_up.reduce(lora_x_TH, offs_E, routing.token)
+            gate_up_term = on_gate_up.forward_term(gate_up_Rr)
+        need_saved = needs.dh or needs.down or needs.down_a
+        gate_up_RG, h, h_RF = gate_up_and_h(
             x,
             gate_up,
             offs_E,
@@ -90,10 +137,17 @@ class GroupedMLPFunction(torch.autograd.Function):
             config.activation,
             of_down.input,
             need_saved,
+            on_down is not None,
+            gate_up_term,
         )
         saved = save(gate_up_RG if need_saved else None, offs_E, config)
         del gate_up_RG, x  # lowers the peak memory of an eager step
-        down = down_context.weight_operands(columnwise=need_dh)
+        if on_down is not None:
+            assert h_RF is not None
+            down_Rr = on_down.reduce(h_RF if dropout_RF is None else h_RF * dropout_RF, offs_E)
+            down_term = on_down.forward_term(down_Rr)
+        del h_RF
+        down = down_context.weight_operands(columnwise=needs.dh)
         y_RH = multiply(
             h.rowwise,
             h.rowwise_scale,
@@ -103,6 +157,7 @@ class GroupedMLPFunction(torch.autograd.Function):
             down_bias_EH,
             dtype,
             transpose_b=True,
+            low_rank=down_term,
         )
 
         ctx.activation, ctx.num_routing = config.activation, len(routing)
@@ -112,10 +167,18 @@ class GroupedMLPFunction(torch.autograd.Function):
         ctx.save_for_backward(
             *routing,
             weight_TC,
-            x_TH if need_gate_up else None,
+            x_TH if needs.gate_up else None,
             *saved,
-            down_bias_EH if need_dh else None,
+            down_bias_EH if needs.dh else None,
             *(t for w in (gate_up, down) for t in (w.columnwise, w.columnwise_scale)),
+            lora_x_TH if needs.gate_up_a else None,
+            gate_up_a_ErH,
+            gate_up_b_EGr,
+            gate_up_Rr if needs.gate_up_b else None,
+            down_a_ErF,
+            down_b_EHr,
+            down_Rr if needs.down_b else None,
+            dropout_RF,
             *map(scale_of, formats),
         )
         return routing.combine(y_RH, weight_TC)
@@ -124,38 +187,51 @@ class GroupedMLPFunction(torch.autograd.Function):
     @strictly_once_differentiable
     def backward(ctx: Any, d_out_TH: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of x, the routing weights and the parameters, each only where needed."""
-        need_x, need_weight, need_gate_up, need_down, need_gate_up_bias, need_down_bias = (
-            ctx.needs_input_grad[3:9]
-        )
+        needs = _Needs(*ctx.needs_input_grad[3:15])
         gate_up_context: LinearContext
         down_context: LinearContext
         gate_up_context, down_context = ctx.contexts
         if any(c.options.main_grad is not None for c in (gate_up_context, down_context)):
-            needed = need_gate_up, need_down
-            need_gate_up, need_down = needs_grad_now(ctx, needed, slice(2, 4))
+            needed = needs_grad_now(ctx, (needs.gate_up, needs.down), slice(2, 4))
+            needs = needs._replace(gate_up=needed[0], down=needed[1])
         gate_up_columns, features = ctx.columns
         saved = saved_tensors(ctx, "grouped_mlp")
         routing, saved = rows_of(saved[: ctx.num_routing]), saved[ctx.num_routing :]
         weight_TC, x_TH, *saved_gate_up, down_bias_EH = saved[:5]
         gate_up, gate_up_scale, down, down_scale = saved[5:9]
+        lora_x_TH, gate_up_a_ErH, gate_up_b_EGr, gate_up_Rr = saved[9:13]
+        down_a_ErF, down_b_EHr, down_Rr, dropout_RF = saved[13:17]
         of_gate_up, of_down = gate_up_context.recipe, down_context.recipe
         offs_E, dtype = routing.offs, d_out_TH.dtype
 
         d_weight_TC = dx_TH = d_gate_up_EGH = d_down_EHF = None
         d_gate_up_bias_EG = d_down_bias_EH = None
-        if need_down_bias:
+        d_dropped_x_TH = d_down_a_ErF = d_down_b_EHr = None
+        if needs.down_bias:
             dy_RH = routing.weighted_gradient(d_out_TH, weight_TC)
             d_down_bias_EH = ops.grouped_bias_grad(dy_RH, offs_E).to(ctx.bias_dtypes[1])
-        need_dh = need_x or need_weight or need_gate_up or need_gate_up_bias
         weight_R = routing.weights(weight_TC, d_out_TH)
-        if need_dh or need_down:
-            layouts, source = Layouts(need_dh, need_down), routing.source(d_out_TH)
+        if needs.dh or needs.down:
+            layouts, source = Layouts(needs.dh, needs.down), routing.source(d_out_TH)
             dy, dy_rows_R, wgrad_rows_R = quantize_for_gemms(
                 source, of_down.grad_output, offs_E, layouts, features
             )
-        if need_dh:
+        # The adapters multiply the gradients themselves.
+        on_down = low_rank(down_a_ErF, down_b_EHr, down_context.options.lora_scaling, dtype)
+        term = more_dh_RF = None
+        if on_down is not None and (needs.dh or needs.down_a):
+            # Of the unweighted output, as dh is; h, by which it is multiplied, is weighted.
+            d_down_Rr = on_down.reduce_grad(d_out_TH, offs_E, routing.token)
+            term = on_down.backward_term(d_down_Rr)
+        if needs.down_b:
+            weighted_Rr = (weight_R[:, None] * down_Rr).to(dtype)
+            d_down_b_EHr = grad_of_b(down_b_EHr, d_out_TH, weighted_Rr, offs_E, routing.token)
+        d_gate_up_RG = h_RF = None
+        if needs.dh:
+            if term is not None and dropout_RF is not None:
+                more_dh_RF, term = ops.grouped_mm(*term, offs_E) * dropout_RF, None
             w, w_scale = down_context.for_dgrad(down, down_scale)
-            d_gate_up, h, d_weight_R = grads_of_gate_up(
+            (d_gate_up, h, d_weight_R), grads = grads_of_gate_up(
                 dy,
                 dy_rows_R,
                 w,
@@ -166,23 +242,36 @@ class GroupedMLPFunction(torch.autograd.Function):
                 ctx.activation,
                 of_down.input,
                 of_gate_up.grad_output,
-                Layouts(need_x, need_gate_up, need_gate_up_bias),
-                need_down,
+                Layouts(needs.x, needs.gate_up, needs.gate_up_bias),
+                needs.down,
+                needs.down_a or gate_up_a_ErH is not None,
+                term,
+                more_dh_RF,
             )
-        elif need_down:
+            if grads is not None:
+                d_gate_up_RG, h_RF, _ = grads
+            del grads, more_dh_RF
+        elif needs.down or needs.down_a:
             gate_up_RG = restore(Saved(*saved_gate_up), offs_E, dtype)
             h_RF = weighted_h(gate_up_RG, weight_R, offs_E, ctx.activation)
             del gate_up_RG
-            h = quantize(h_RF, of_down.input, offs_E, Layouts(False, True, again=True))
-        if need_down:
+            if needs.down:
+                h = quantize(h_RF, of_down.input, offs_E, Layouts(False, True, again=True))
+        if needs.down_a:
+            assert h_RF is not None
+            dropped_h_RF = h_RF if dropout_RF is None else h_RF * dropout_RF
+            d_down_a_ErF = grad_of_a(down_a_ErF, d_down_Rr, dropped_h_RF, offs_E)
+            del dropped_h_RF
+        h_RF = None
+        if needs.down:
             assert isinstance(h.columnwise, Tensor)
             wgrad = down_context.wgrad(dy, h.columnwise, h.columnwise_scale, offs_E, wgrad_rows_R)
             (d_down_EHF,) = wgrad.compute()
             del dy, h, wgrad
-        if need_weight:
+        if needs.weight:
             d_weight_TC = routing.gradient_of_weights(d_weight_R, d_out_TH, down_bias_EH)
             d_weight_TC = d_weight_TC.to(weight_TC.dtype)
-        if need_gate_up:
+        if needs.gate_up:
             layouts, source = Layouts(False, True, again=True), routing.source(x_TH)
             x, _, x_rows_R = quantize_for_gemms(
                 source, of_gate_up.input, offs_E, layouts, gate_up_columns
@@ -193,14 +282,39 @@ class GroupedMLPFunction(torch.autograd.Function):
             )
             (d_gate_up_EGH,) = wgrad.compute()
             del x, wgrad
-        if need_gate_up_bias:
+        if needs.gate_up_bias:
             assert d_gate_up.bias_grad is not None
             d_gate_up_bias_EG = d_gate_up.bias_grad.to(ctx.bias_dtypes[0])
-        if need_x:
+        d_gate_up_a_ErH = d_gate_up_b_EGr = term = None
+        if d_gate_up_RG is not None:
+            d_gate_up_a_ErH, d_gate_up_b_EGr, term = low_rank_grads(
+                gate_up_a_ErH,
+                gate_up_b_EGr,
+                gate_up_context.options.lora_scaling,
+                d_gate_up_RG,
+                lora_x_TH,
+                gate_up_Rr,
+                offs_E,
+                needs.x or needs.dropped_x,
+                routing.token,
+            )
+            del d_gate_up_RG
+        if needs.dropped_x and term is not None:
+            d_dropped_x_TH, term = routing.combine(ops.grouped_mm(*term, offs_E), None), None
+        if needs.x:
             w, w_scale = gate_up_context.for_dgrad(gate_up, gate_up_scale)
             dx_RH = multiply(
-                d_gate_up.rowwise, d_gate_up.rowwise_scale, w, w_scale, offs_E, None, dtype
+                d_gate_up.rowwise,
+                d_gate_up.rowwise_scale,
+                w,
+                w_scale,
+                offs_E,
+                None,
+                dtype,
+                low_rank=term,
             )
             dx_TH = routing.combine(dx_RH, None)
         of_weights = d_gate_up_EGH, d_down_EHF, d_gate_up_bias_EG, d_down_bias_EH
-        return None, None, None, dx_TH, d_weight_TC, *of_weights, *(None,) * len(routing)
+        of_adapters = d_gate_up_a_ErH, d_gate_up_b_EGr, d_down_a_ErF, d_down_b_EHr
+        of_inputs = dx_TH, d_weight_TC, *of_weights, d_dropped_x_TH, *of_adapters
+        return None, None, None, *of_inputs, None, *(None,) * len(routing)

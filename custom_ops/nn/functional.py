@@ -23,6 +23,7 @@ from grouped_linear.meta_kernels.rules import (
     MAX_GROUPS,
     dtype_name,
 )
+from grouped_linear.nn.lora import LoraWeights, check_lora_weights, dropped
 from grouped_linear.nn.options import check_recipe, check_state
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import is_dtensor, stored_weight
@@ -185,11 +186,16 @@ def grouped_linear(
     bias: Tensor | None = None,
     recipe: Recipe | None = None,
     state: DelayedScalingState | None = None,
+    *,
+    lora: LoraWeights | None = None,
 ) -> Tensor:
     """Apply to each group of rows its own linear layer. Differentiable.
 
     For group e and its rows t: ``y[t] = x[t] @ weight[e].T + bias[e]``. Group sizes are data: they
     may be unaligned or zero, and their sum may be less than the number of rows.
+
+    An adapter adds ``lora.scaling * (x[t] @ lora.a[e].T) @ lora.b[e].T``, in x's dtype under every
+    recipe. No weight is made of it.
 
     Under torch.autocast the layer computes in the autocast dtype, as torch.nn.functional.linear
     does.
@@ -208,13 +214,15 @@ def grouped_linear(
         recipe: how the GEMMs are computed; None for x's dtype.
         state: of this layer, under a recipe that has one: ``DelayedScaling``. With gradients
             enabled the largest magnitudes of x, weight and dy are recorded there.
+        lora: an adapter, see :class:`grouped_linear.LoraWeights`. A weight that does not require
+            grad then costs no wgrad and keeps nothing.
 
     Returns:
         [..., N] of x's dtype, or autocast's; zero in rows at and past sum(m_splits).
 
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size, and on CPU for wrong m_splits.
-        TypeError: for what is no tensor.
+        TypeError: for what is no tensor or no adapter.
         ValueError: for what is no recipe, a recipe without the state that it needs, or a state
             without such a recipe, and for a quantized weight under another recipe than
             ``Float8BlockScaling``.
@@ -239,7 +247,7 @@ def grouped_linear(
     if state is not None and not has_state:
         raise ValueError(f"grouped_linear: state needs a recipe that has one, got recipe {recipe}")
     of_call = recipe if state is None else state.of_call()
-    return apply_layer(x, (weight,), bias, m_splits, of_call)
+    return apply_layer(x, (weight,), bias, m_splits, of_call, lora=lora)
 
 
 def _check_call(
@@ -274,6 +282,7 @@ def apply_layer(
     m_splits: Tensor | Sequence[int],
     recipe: Recipe | None,
     options: LinearOptions = PLAIN_CALL,
+    lora: LoraWeights | None = None,
 ) -> Tensor:
     """Compute :func:`grouped_linear` with the options that :class:`GroupedLinear` has besides.
 
@@ -284,6 +293,7 @@ def apply_layer(
         m_splits: [E].
         recipe: how the GEMMs are computed.
         options: what differs from a plain call.
+        lora: the adapter of one packed weight.
     """
     check_tensors("grouped_linear", ("x", "weight"), (x, weights[0]))
     parameters = weights
@@ -303,6 +313,11 @@ def apply_layer(
     x_TK = as_rows("grouped_linear", x)
     _check_call(x_TK, weights, bias, m_splits, recipe)
     m_splits = splits_on("grouped_linear", m_splits, device)
+    a = b = None
+    if lora is not None:
+        check_lora_weights("grouped_linear", "lora", lora, "weight", weights[0])
+        a, b, scaling, _ = lora
+        options = options._replace(lora_scaling=scaling)
     context = LinearContext(recipe, grad_enabled, weights, options)
     one_op = context.has_one_op_forward
     offs_E = None if one_op else ops.splits_to_offsets(m_splits, x_TK.size(0))
@@ -314,6 +329,14 @@ def apply_layer(
         # autograd run the layer's backward where nothing else requires it.
         grad_inputs = (x.new_empty(0, requires_grad=True),)
     y_TN: Tensor = GroupedLinearFunction.apply(
-        context, x_TK, bias, m_splits if one_op else None, offs_E, *grad_inputs
+        context,
+        x_TK,
+        bias,
+        m_splits if one_op else None,
+        offs_E,
+        a,
+        b,
+        dropped(x_TK, lora),
+        *grad_inputs,
     )
     return y_TN if x.dim() == 2 else y_TN.reshape(*x.shape[:-1], y_TN.size(1))

@@ -34,11 +34,16 @@ from grouped_linear.nn.functional import (
     check_tensors,
     splits_on,
 )
+from grouped_linear.nn.lora import LoraWeights, check_lora_weights, dropped
 from grouped_linear.nn.options import check_flags, check_recipe, check_state
 from grouped_linear.ops.activation import PLAIN, Activation
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import stored_weight
 from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Recipe
+
+#: Of gate_up_proj and of down_proj.
+Adapters = tuple[LoraWeights | None, LoraWeights | None]
+NO_ADAPTERS: Adapters = (None, None)
 
 
 def check_activation(op: str, activation: Activation) -> None:
@@ -64,6 +69,8 @@ def grouped_mlp(
     activation: Activation = PLAIN,
     max_rows: int | None = None,
     save_gate_up_in_fp8: bool = False,
+    gate_up_lora: LoraWeights | None = None,
+    down_lora: LoraWeights | None = None,
 ) -> Tensor:
     """Send each token through its experts and sum their weighted outputs. Differentiable.
 
@@ -113,6 +120,11 @@ def grouped_mlp(
             each 128 features of a row, as DeepSeek-V3 was trained. That halves what an expert layer
             keeps and takes two passes. Outputs are the same; gradients of what is before the
             activation, and down_proj's, have an error of FP8's size.
+        gate_up_lora: an adapter of gate_up_proj, see :class:`grouped_linear.LoraWeights`: it adds
+            ``scaling * b[e] @ (a[e] @ x[t])`` to gate and up, in x's dtype under every recipe. No
+            weight is made of it. A projection that does not require grad then costs no wgrad and
+            keeps nothing.
+        down_lora: an adapter of down_proj, the same.
 
     Returns:
         [..., H] of x's dtype, or autocast's.
@@ -139,6 +151,7 @@ def grouped_mlp(
         _recipes_of("grouped_mlp", recipe, state),
         MLPConfig(activation, save_gate_up_in_fp8),
         max_rows=max_rows,
+        lora=(gate_up_lora, down_lora),
     )
 
 
@@ -155,6 +168,8 @@ def grouped_mlp_sorted(
     down_proj_bias: Tensor | None = None,
     activation: Activation = PLAIN,
     save_gate_up_in_fp8: bool = False,
+    gate_up_lora: LoraWeights | None = None,
+    down_lora: LoraWeights | None = None,
 ) -> Tensor:
     """Send each group of rows through its expert. Differentiable.
 
@@ -180,6 +195,8 @@ def grouped_mlp_sorted(
         down_proj_bias: see :func:`grouped_mlp`.
         activation: see :func:`grouped_mlp`.
         save_gate_up_in_fp8: see :func:`grouped_mlp`.
+        gate_up_lora: see :func:`grouped_mlp`.
+        down_lora: see :func:`grouped_mlp`.
 
     Returns:
         [R, H] of x's dtype, or autocast's; zero in rows at and past sum(m_splits).
@@ -204,6 +221,7 @@ def grouped_mlp_sorted(
         (gate_up_proj_bias, down_proj_bias),
         _recipes_of("grouped_mlp_sorted", recipe, state),
         MLPConfig(activation, save_gate_up_in_fp8),
+        lora=(gate_up_lora, down_lora),
     )
 
 
@@ -276,6 +294,7 @@ def _check_weights(
     biases: tuple[Tensor | None, Tensor | None],
     options: tuple[LinearOptions, LinearOptions],
     gated: bool,
+    lora: Adapters,
 ) -> None:
     """Check the parameters in the caller's words. The ops check everything again, in theirs."""
     gate_up_proj, down_proj = projections
@@ -310,6 +329,8 @@ def _check_weights(
                 f"{op}: {name}_bias must be {list(w.shape[:2])}, as {name} is "
                 f"{list(w.shape)}, got {list(bias.shape)}"
             )
+    for name, short, w, adapter in zip(names, ("gate_up", "down"), projections, lora, strict=True):
+        check_lora_weights(op, f"{short}_lora", adapter, name, w)
 
 
 def _contexts(
@@ -318,6 +339,7 @@ def _contexts(
     projections: tuple[Tensor, Tensor],
     recipes: tuple[Recipe | None, Recipe | None],
     options: tuple[LinearOptions, LinearOptions],
+    lora: Adapters,
     dtype: torch.dtype | None,
 ) -> tuple[list[LinearContext], list[Tensor]]:
     """The contexts of both layers, and the weights that autograd differentiates.
@@ -328,17 +350,34 @@ def _contexts(
     grad_enabled = torch.is_grad_enabled()
     contexts, grad_inputs = [], []
     names = "gate_up_proj", "down_proj"
-    for name, w, recipe, given in zip(names, projections, recipes, options, strict=True):
+    for i, (name, w, recipe, given) in enumerate(
+        zip(names, projections, recipes, options, strict=True)
+    ):
         own, not_none = given, UNQUANTIZED if recipe is None else recipe
         if given.stored is None and isinstance(w, GroupedTensor):
             quantized = stored_weight(op, w, recipe)
             if quantized is not None:
                 own = given._replace(stored=StoredWeight(quantized))
+        adapter = lora[i]
+        if adapter is not None:
+            own = own._replace(lora_scaling=adapter.scaling)
         cast = (w,) if dtype is None else autocast_weights((w,), not_none, dtype)
         check_dtypes(op, x_TH, name, cast[0], not_none)
         contexts.append(LinearContext(not_none, grad_enabled, cast, own))
         grad_inputs.append(cast[0] if own.main_grad is None else w)
     return contexts, grad_inputs
+
+
+def _adapter_inputs(
+    x_TH: Tensor, num_rows: int, features: int, lora: Adapters
+) -> tuple[Tensor | None, ...]:
+    """What the function takes of adapters: the first one's input, their tensors, h's dropout."""
+    of_gate_up, of_down = lora
+    tensors = [t for one in lora for t in ((None, None) if one is None else one[:2])]
+    dropout_RF = None
+    if of_down is not None and of_down.dropout > 0:
+        dropout_RF = dropped(x_TH.new_ones(num_rows, features), of_down)
+    return dropped(x_TH, of_gate_up), *tensors, dropout_RF
 
 
 def apply_mlp(
@@ -352,6 +391,7 @@ def apply_mlp(
     options: tuple[LinearOptions, LinearOptions] = (PLAIN_CALL, PLAIN_CALL),
     max_rows: int | None = None,
     dispatcher: TokenDispatcher | None = None,
+    lora: Adapters = NO_ADAPTERS,
 ) -> Tensor:
     """Compute :func:`grouped_mlp` with the options that :class:`GroupedMLP` has besides.
 
@@ -366,6 +406,7 @@ def apply_mlp(
         options: what differs from a plain call, of gate_up_proj and of down_proj.
         max_rows: see :func:`grouped_mlp`; with a dispatcher it decides.
         dispatcher: where the experts of `projections` are those of one process of several.
+        lora: the adapters of gate_up_proj and of down_proj.
     """
     check_activation("grouped_mlp", config.activation)
     names = "x", "top_k_weights", "top_k_index", "gate_up_proj", "down_proj"
@@ -373,10 +414,12 @@ def apply_mlp(
     dtype = autocast_dtype(x.device)
     x_TH = as_rows("grouped_mlp", x)
     _check_choices(x, top_k_weights, top_k_index, max_rows)
-    _check_weights("grouped_mlp", x_TH, projections, biases, options, config.activation.gated)
+    _check_weights("grouped_mlp", x_TH, projections, biases, options, config.activation.gated, lora)
     if dtype is not None and x.dtype in ACTIVATIONS:
         x_TH = x_TH.to(dtype)
-    contexts, grad_inputs = _contexts("grouped_mlp", x_TH, projections, recipes, options, dtype)
+    contexts, grad_inputs = _contexts(
+        "grouped_mlp", x_TH, projections, recipes, options, lora, dtype
+    )
     index_TC = top_k_index.reshape(-1, top_k_index.size(-1))
     weights_TC = top_k_weights.reshape(-1, top_k_weights.size(-1))
     dispatched = None
@@ -388,8 +431,9 @@ def apply_mlp(
         routing = truncate_routing(routing, max_rows)
     # Zero the weights of unrouted choices, so that NaN * 0 cannot leak.
     weights_TC = weights_TC.masked_fill(routing.row >= routing.offs[-1], 0)
+    adapters = _adapter_inputs(x_TH, routing.token.size(0), projections[1].size(2), lora)
     y_TH: Tensor = GroupedMLPFunction.apply(
-        *contexts, config, x_TH, weights_TC, *grad_inputs, *biases, *routing
+        *contexts, config, x_TH, weights_TC, *grad_inputs, *biases, *adapters, *routing
     )
     if dispatcher is not None and dispatched is not None:
         y_TH = dispatcher.combine(y_TH, dispatched)
@@ -405,6 +449,7 @@ def apply_mlp_sorted(
     recipes: tuple[Recipe | None, Recipe | None],
     config: MLPConfig,
     options: tuple[LinearOptions, LinearOptions] = (PLAIN_CALL, PLAIN_CALL),
+    lora: Adapters = NO_ADAPTERS,
 ) -> Tensor:
     """Compute :func:`grouped_mlp_sorted` with the options that :class:`GroupedMLP` has besides.
 
@@ -417,6 +462,7 @@ def apply_mlp_sorted(
         recipes: how the GEMMs of gate_up_proj and of down_proj are computed.
         config: what lies between the two layers.
         options: what differs from a plain call, of gate_up_proj and of down_proj.
+        lora: the adapters of gate_up_proj and of down_proj.
     """
     op = "grouped_mlp_sorted"
     check_activation(op, config.activation)
@@ -424,7 +470,7 @@ def apply_mlp_sorted(
     if x.dim() != 2:
         raise RuntimeError(f"{op}: x must be [R, H], got shape {list(x.shape)}")
     dtype, device = autocast_dtype(x.device), x.device
-    _check_weights(op, x, projections, biases, options, config.activation.gated)
+    _check_weights(op, x, projections, biases, options, config.activation.gated, lora)
     check_splits(op, m_splits, x, "gate_up_proj", len(projections[0]))
     if row_weights is not None:
         check_tensors(op, ("row_weights",), (row_weights,))
@@ -440,12 +486,13 @@ def apply_mlp_sorted(
                 f"{list(row_weights.shape)}"
             )
     x_RH = x if dtype is None or x.dtype not in ACTIVATIONS else x.to(dtype)
-    contexts, grad_inputs = _contexts(op, x_RH, projections, recipes, options, dtype)
+    contexts, grad_inputs = _contexts(op, x_RH, projections, recipes, options, lora, dtype)
     offs_E = ops.splits_to_offsets(splits_on(op, m_splits, device), x.size(0))
     if row_weights is not None:  # zero those of rows past the last group: no NaN * 0 leaks
         row_R = torch.arange(x.size(0), dtype=torch.int32, device=device)
         row_weights = row_weights.masked_fill(row_R >= offs_E[-1], 0)
+    adapters = _adapter_inputs(x_RH, x_RH.size(0), projections[1].size(2), lora)
     y_RH: Tensor = GroupedMLPFunction.apply(
-        *contexts, config, x_RH, row_weights, *grad_inputs, *biases, offs_E
+        *contexts, config, x_RH, row_weights, *grad_inputs, *biases, *adapters, offs_E
     )
     return y_RH

@@ -19,6 +19,7 @@ from grouped_linear.nn.gradient_accumulation import (
     main_grad_of,
     read_flag,
 )
+from grouped_linear.nn.lora import HasAdapters, Lora, LoraWeights, check_lora
 from grouped_linear.nn.options import (
     check_features,
     check_flags,
@@ -32,7 +33,7 @@ from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import DelayedScalingState, Recipe, new_state
 
 
-class GroupedLinear(SavesQuantized):
+class GroupedLinear(HasAdapters, SavesQuantized):
     """One linear layer for each expert: ``y[t] = x[t] @ weight[e].T + bias[e]``, t in group e.
 
     :class:`grouped_linear.te.GroupedLinear` has the further arguments of TransformerEngine's layer.
@@ -63,11 +64,14 @@ class GroupedLinear(SavesQuantized):
             drawn in `dtype`, then quantized.
         stochastic_rounding: round a weight in FP8 alone stochastically when an optimizer steps it,
             so that small steps add up. None, the default, does so.
+        lora: an adapter beside the weight, which is frozen, see :class:`grouped_linear.Lora`.
 
     Attributes:
         num_gemms, in_features, out_features, recipe, weights: as given.
         weight: [E, N, K].
         bias: [E, N], or None.
+        weight_lora_a: [E, r, K], where there is an adapter.
+        weight_lora_b: [E, N, r], the same.
         weight_state: what the recipe keeps from step to step: under ``DelayedScaling`` a
             :class:`grouped_linear.DelayedScalingState`; None under a recipe without state.
         weight_cache: the cached weight, see
@@ -103,6 +107,7 @@ class GroupedLinear(SavesQuantized):
         fuse_wgrad_accumulation: bool = False,
         weights: Weights = None,
         stochastic_rounding: bool | None = None,
+        lora: Lora | None = None,
     ) -> None:
         super().__init__()
         check_num_groups("GroupedLinear", "num_gemms", num_gemms)
@@ -118,6 +123,7 @@ class GroupedLinear(SavesQuantized):
             stochastic_rounding,
             dtype,
         )
+        check_lora("GroupedLinear", lora)
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self._has_bias, self._recipe = bias, recipe
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -130,6 +136,7 @@ class GroupedLinear(SavesQuantized):
         self.weight_state, self.weight_cache = new_state(recipe, E, device), None
         if cache_weights and recipe is not None:
             self.weight_cache = WeightCache(recipe, E, N, K, device)
+        self._add_adapters({} if lora is None else {"weight": lora})
         self.reset_parameters()
 
     @property
@@ -162,6 +169,7 @@ class GroupedLinear(SavesQuantized):
         bias = self._experts_of("bias")
         with drawn(self._experts_of("weight")) as weight:
             self._draw(weight, () if bias is None else bias)
+        self._draw_adapters()
 
     def _draw(self, weight: Iterable[Tensor], bias: Iterable[Tensor]) -> None:
         """Initialise the experts' weights, then their biases, as torch.nn.Linear does."""
@@ -206,7 +214,8 @@ class GroupedLinear(SavesQuantized):
                 ``cache_weights``, unless the weight is stored quantized anyway.
         """
         named = {"weight": self.weight}
-        return self._multiply(x, named, self.bias, m_splits, is_first_microbatch)
+        lora = self._adapter("weight")
+        return self._multiply(x, named, self.bias, m_splits, is_first_microbatch, lora=lora)
 
     def _multiply(
         self,
@@ -217,6 +226,7 @@ class GroupedLinear(SavesQuantized):
         is_first_microbatch: Tensor | bool | None,
         save_input: bool = False,
         defer_wgrad: Callable[[Wgrad], None] | None = None,
+        lora: LoraWeights | None = None,
     ) -> Tensor:
         """:meth:`forward` with the weights, the bias and the options that a subclass chooses."""
         weights = tuple(named_weights.values())
@@ -231,7 +241,7 @@ class GroupedLinear(SavesQuantized):
         options = LinearOptions(stored, main_grad, save_input, defer_wgrad)
         if state is not None:
             recipe = state.of_call(cache is not None and fills(first))
-        return apply_layer(x, weights, bias, m_splits, recipe, options)
+        return apply_layer(x, weights, bias, m_splits, recipe, options, lora)
 
     def extra_repr(self) -> str:
         """The options that tell layers apart."""

@@ -4,7 +4,7 @@ E experts, C experts chosen for a token, H features of a token, F features insid
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from grouped_linear.nn.gradient_accumulation import (
     main_grad_of,
     read_flag,
 )
+from grouped_linear.nn.lora import HasAdapters, Lora, LoraWeights, check_lora
 from grouped_linear.nn.options import (
     check_features,
     check_flags,
@@ -34,7 +35,7 @@ from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import DelayedScalingState, Recipe, new_state
 
 
-class GroupedMLP(SavesQuantized):
+class GroupedMLP(HasAdapters, SavesQuantized):
     """Experts of two layers and their weighted sum: :func:`grouped_linear.grouped_mlp` as a module.
 
     Args:
@@ -61,6 +62,8 @@ class GroupedMLP(SavesQuantized):
             are drawn in `dtype`, then quantized.
         stochastic_rounding: round a weight in FP8 alone stochastically when an optimizer steps it,
             so that small steps add up. None, the default, does so.
+        lora: adapters beside both projections, which are frozen, see :class:`grouped_linear.Lora`;
+            or a mapping with one for "gate_up_proj" or "down_proj" or each.
         dtype: of the parameters.
         device: of the parameters. After ``device="meta"`` call ``to_empty(device=...)`` and
             ``reset_parameters()``.
@@ -73,6 +76,10 @@ class GroupedMLP(SavesQuantized):
         down_proj: [E, H, F].
         gate_up_proj_bias: [E, 2 F] or [E, F], or None.
         down_proj_bias: [E, H], or None.
+        gate_up_proj_lora_a: [E, r, H], where there is an adapter.
+        gate_up_proj_lora_b: [E, 2 F, r] or [E, F, r], the same.
+        down_proj_lora_a: [E, r, F], the same.
+        down_proj_lora_b: [E, H, r], the same.
         gate_up_proj_state: what the recipe keeps of gate_up_proj's GEMMs from step to step; None
             under a recipe without state.
         down_proj_state: the same of down_proj.
@@ -138,6 +145,7 @@ class GroupedMLP(SavesQuantized):
         fuse_wgrad_accumulation: bool = False,
         weights: Weights = None,
         stochastic_rounding: bool | None = None,
+        lora: Lora | Mapping[str, Lora] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -156,6 +164,7 @@ class GroupedMLP(SavesQuantized):
             stochastic_rounding,
             dtype,
         )
+        adapters = _adapters_of(lora)
         self.num_experts = num_experts
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.activation, self._recipe = activation, recipe
@@ -178,6 +187,7 @@ class GroupedMLP(SavesQuantized):
             self.gate_up_proj_cache = WeightCache(recipe, E, G, H, device)
             self.down_proj_cache = WeightCache(recipe, E, H, F, device)
         self.dispatcher = None
+        self._add_adapters(adapters)
         self.reset_parameters()
 
     @property
@@ -209,6 +219,7 @@ class GroupedMLP(SavesQuantized):
                 nn.init.uniform_(bias_EN, -bound, bound)
             with drawn(weight_ENK) as numbers_ENK:
                 nn.init.uniform_(numbers_ENK, -bound, bound)
+        self._draw_adapters()
         for state in (
             self.gate_up_proj_state,
             self.down_proj_state,
@@ -249,6 +260,7 @@ class GroupedMLP(SavesQuantized):
                 stored quantized anyway.
         """
         weights, biases, recipes, options = self._of_call(x, is_first_microbatch)
+        lora = self._adapter("gate_up_proj"), self._adapter("down_proj")
         if self.dispatcher is not None:
             if max_rows is not None:
                 raise ValueError(
@@ -257,6 +269,7 @@ class GroupedMLP(SavesQuantized):
                 )
             weights = local_part(weights[0]), local_part(weights[1])
             biases = local_part(biases[0]), local_part(biases[1])
+            lora = _local_adapter(lora[0]), _local_adapter(lora[1])
         return apply_mlp(
             x,
             top_k_weights,
@@ -268,6 +281,7 @@ class GroupedMLP(SavesQuantized):
             options,
             max_rows,
             self.dispatcher,
+            lora,
         )
 
     def forward_sorted(
@@ -303,7 +317,10 @@ class GroupedMLP(SavesQuantized):
             raise ValueError("GroupedMLP: forward_sorted is for rows that no dispatcher sorts")
         weights, biases, recipes, options = self._of_call(x, is_first_microbatch)
         config = MLPConfig(self.activation, self.save_gate_up_in_fp8)
-        return apply_mlp_sorted(x, m_splits, row_weights, weights, biases, recipes, config, options)
+        lora = self._adapter("gate_up_proj"), self._adapter("down_proj")
+        return apply_mlp_sorted(
+            x, m_splits, row_weights, weights, biases, recipes, config, options, lora
+        )
 
     def _of_call(
         self, x: Tensor, is_first_microbatch: Tensor | bool | None
@@ -343,3 +360,26 @@ class GroupedMLP(SavesQuantized):
             f"num_experts={E}, hidden_size={H}, intermediate_size={F}, bias={bias}, "
             f"activation={activation}, recipe={self.recipe}"
         )
+
+
+def _local_adapter(lora: LoraWeights | None) -> LoraWeights | None:
+    """The part of an adapter that is of the experts of this process."""
+    return None if lora is None else lora._replace(a=local_part(lora.a), b=local_part(lora.b))
+
+
+def _adapters_of(lora: Any) -> dict[str, Lora]:
+    """The adapters that ``lora`` asks for, by the name of the projection."""
+    names = "gate_up_proj", "down_proj"
+    if not isinstance(lora, Mapping):
+        check_lora("GroupedMLP", lora)
+        return {} if lora is None else dict.fromkeys(names, lora)
+    for name, one in lora.items():
+        if name not in names:
+            raise ValueError(
+                f"GroupedMLP: lora may have adapters for gate_up_proj and down_proj, got {name!r}"
+            )
+        if not isinstance(one, Lora):
+            raise ValueError(
+                f"GroupedMLP: lora[{name!r}] must be a grouped_linear.Lora, got {one!r}"
+            )
+    return dict(lora)

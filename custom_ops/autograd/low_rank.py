@@ -1,0 +1,125 @@
+"""Adapters (LoRA): a product of low rank added to a projection's, and its gradients.
+
+T rows, E groups, K in_features, N out_features, r the rank, padded to what GEMMs take.
+
+    y[t]  = ... + scaling * (x[t] @ A[e].T) @ B[e].T
+    dx[t] = ... + scaling * (dy[t] @ B[e]) @ A[e]
+    dA[e] = scaling * (dy @ B[e]).T @ x        dB[e] = dy.T @ (scaling * x @ A[e].T)
+
+Each is a product with h = scaling * x @ A.T or dh = scaling * dy @ B, which are [T, r].
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from grouped_linear import ops
+from grouped_linear.autograd.gemm import LowRankTerm, multiply
+from grouped_linear.meta_kernels.rules import FEATURE_MULTIPLE
+
+
+class LowRank(NamedTuple):
+    """One projection's adapter in the dtype and the rank that its GEMMs multiply."""
+
+    a_ErK: Tensor
+    b_ENr: Tensor
+    scaling: float
+
+    def reduce(self, x: Tensor, offs_E: Tensor, rows: Tensor | None = None) -> Tensor:
+        """h of x, or of x[rows]."""
+        h = multiply(x, None, self.a_ErK, None, offs_E, None, x.dtype, transpose_b=True, rows=rows)
+        return h if self.scaling == 1 else h * self.scaling
+
+    def reduce_grad(self, dy: Tensor, offs_E: Tensor, rows: Tensor | None = None) -> Tensor:
+        """dh of dy, or of dy[rows]."""
+        dh = multiply(dy, None, self.b_ENr, None, offs_E, None, dy.dtype, rows=rows)
+        return dh if self.scaling == 1 else dh * self.scaling
+
+    def forward_term(self, h_Tr: Tensor) -> LowRankTerm:
+        """What fprop of the projection adds."""
+        return LowRankTerm(h_Tr, self.b_ENr.mT)
+
+    def backward_term(self, dh_Tr: Tensor) -> LowRankTerm:
+        """What dgrad of the projection adds."""
+        return LowRankTerm(dh_Tr, self.a_ErK)
+
+
+def low_rank(
+    a_ErK: Tensor | None, b_ENr: Tensor | None, scaling: float | None, dtype: torch.dtype
+) -> LowRank | None:
+    """An adapter cast and padded; None of none."""
+    if a_ErK is None or b_ENr is None or scaling is None:
+        return None
+    a_ErK, b_ENr = a_ErK.to(dtype), b_ENr.to(dtype)
+    missing = -a_ErK.size(1) % FEATURE_MULTIPLE
+    if missing:
+        a_ErK, b_ENr = pad(a_ErK, (0, 0, 0, missing)), pad(b_ENr, (0, missing))
+    return LowRank(a_ErK, b_ENr, scaling)
+
+
+def grad_of_a(
+    a_ErK: Tensor, dh_Tr: Tensor, x: Tensor, offs_E: Tensor, x_rows: Tensor | None = None
+) -> Tensor:
+    """The gradient of A as it was given, of x or of x[x_rows]."""
+    da = ops.grouped_mm_wgrad(dh_Tr, x, offs_E, a_ErK.dtype, x_rows=x_rows)
+    return da[:, : a_ErK.size(1)]
+
+
+def grad_of_b(
+    b_ENr: Tensor, dy: Tensor, h_Tr: Tensor, offs_E: Tensor, dy_rows: Tensor | None = None
+) -> Tensor:
+    """The gradient of B as it was given, of dy or of dy[dy_rows]."""
+    db = ops.grouped_mm_wgrad(dy, h_Tr, offs_E, b_ENr.dtype, dy_rows=dy_rows)
+    return db[..., : b_ENr.size(2)]
+
+
+class LowRankGrads(NamedTuple):
+    """What an adapter makes of dy."""
+
+    a: Tensor | None
+    b: Tensor | None
+    term: LowRankTerm | None
+    """What dgrad of the projection adds."""
+
+
+def low_rank_grads(
+    a_ErK: Tensor | None,
+    b_ENr: Tensor | None,
+    scaling: float | None,
+    dy_TN: Tensor,
+    x: Tensor | None,
+    h_Tr: Tensor | None,
+    offs_E: Tensor,
+    need_x: bool,
+    x_rows: Tensor | None = None,
+) -> LowRankGrads:
+    """Compute an adapter's gradients, and its part of dx.
+
+    Args:
+        a_ErK: as it was given; None without an adapter.
+        b_ENr: as it was given.
+        scaling: of the adapter.
+        dy_TN: the gradient of the projection's output.
+        x: what A multiplied, or x[x_rows]; None where A needs no gradient.
+        h_Tr: of the forward; None where B needs no gradient.
+        offs_E: int32 group ends.
+        need_x: whether the part of dx is needed.
+        x_rows: see x.
+    """
+    adapter = low_rank(a_ErK, b_ENr, scaling, dy_TN.dtype)
+    if adapter is None:
+        return LowRankGrads(None, None, None)
+    assert a_ErK is not None
+    assert b_ENr is not None
+    da = db = term = None
+    if h_Tr is not None:
+        db = grad_of_b(b_ENr, dy_TN, h_Tr, offs_E)
+    if x is not None or need_x:
+        dh_Tr = adapter.reduce_grad(dy_TN, offs_E)
+        if x is not None:
+            da = grad_of_a(a_ErK, dh_Tr, x, offs_E, x_rows)
+        if need_x:
+            term = adapter.backward_term(dh_Tr)
+    return LowRankGrads(da, db, term)

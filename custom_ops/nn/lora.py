@@ -1,0 +1,198 @@
+"""Adapters (LoRA): what a user gives, its checks, and the parameters of a layer's adapters.
+
+E groups (experts), K in_features, N out_features, r the rank.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout as drop
+
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
+from grouped_linear.recipes.format import check_flags
+
+MAX_RANK = 256
+
+
+class LoraWeights(NamedTuple):
+    """The adapter of one projection: ``y[t] += scaling * (x[t] @ a[e].T) @ b[e].T``.
+
+    Several adapters of one projection are one of their ranks' sum: their ``a`` one below the other,
+    each times its scaling, and their ``b`` side by side.
+    """
+
+    a: Tensor
+    """[E, r, K] bfloat16, float16 or float32, r from 1 to 256."""
+    b: Tensor
+    """[E, N, r]."""
+    scaling: float = 1.0
+    dropout: float = 0.0
+    """The probability with which a feature of the adapter's input is zeroed; 0 for none."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of low rank beside a layer's weights, which are frozen.
+
+    With A [E, rank, K] and B [E, N, rank], for the rows t of expert e::
+
+        y[t] = x[t] @ weight[e].T + bias[e] + alpha / rank * (dropout(x[t]) @ A[e].T) @ B[e].T
+
+    A starts random and B as zeros, so that the layer starts as it was (arXiv:2106.09685).
+
+    Args:
+        rank: from 1 to 256. GEMMs take multiples of 16; others are padded with zeros.
+        alpha: None for the rank, a factor of 1.
+        dropout: the probability with which a feature of the adapter's input is zeroed in training.
+        rslora: divide alpha by the rank's square root instead (arXiv:2312.03732).
+        dtype: of A and B; None for the layer's.
+
+    Raises:
+        ValueError: for what is out of range.
+
+    >>> from grouped_linear import GroupedLinear, Lora
+    >>> layer = GroupedLinear(4, 64, 32, lora=Lora(rank=8, alpha=16))
+    >>> [name for name, p in layer.named_parameters() if p.requires_grad]
+    ['weight_lora_a', 'weight_lora_b']
+    """
+
+    rank: int
+    alpha: float | None = None
+    dropout: float = 0.0
+    rslora: bool = False
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        rank = self.rank
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
+            raise ValueError(f"Lora: rank must be an integer from 1 to {MAX_RANK}, got {rank!r}")
+        alpha = self.alpha
+        if alpha is not None and not (_is_number(alpha) and math.isfinite(alpha)):
+            raise ValueError(f"Lora: alpha must be None or a finite number, got {alpha!r}")
+        if not (_is_number(self.dropout) and 0 <= self.dropout < 1):
+            raise ValueError(
+                f"Lora: dropout must be at least 0 and less than 1, got {self.dropout!r}"
+            )
+        check_flags("Lora", rslora=self.rslora)
+        if self.dtype is not None and self.dtype not in ACTIVATIONS:
+            raise ValueError(
+                f"Lora: dtype must be None, bfloat16, float16 or float32, got {self.dtype!r}"
+            )
+
+    @property
+    def scaling(self) -> float:
+        """What the adapter's product is multiplied by."""
+        alpha = self.rank if self.alpha is None else self.alpha
+        return alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_lora(layer: str, lora: Any) -> None:
+    """Raise ValueError unless it is None or a Lora."""
+    if lora is not None and not isinstance(lora, Lora):
+        raise ValueError(f"{layer}: lora must be None or a grouped_linear.Lora, got {lora!r}")
+
+
+def check_lora_weights(op: str, name: str, lora: Any, weight_name: str, weight: Tensor) -> None:
+    """Raise, in the caller's words, for an adapter that does not fit to a weight [E, N, K].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype or device.
+        TypeError: for what is no LoraWeights.
+        ValueError: for a dropout out of range.
+    """
+    if lora is None:
+        return
+    if not isinstance(lora, LoraWeights):
+        raise TypeError(f"{op}: {name} must be None or a LoraWeights, got {type(lora).__name__}")
+    a, b, _, dropout = lora
+    E, N, K = weight.shape
+    for part, t in (("a", a), ("b", b)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{op}: {name}.{part} must be a tensor, got {type(t).__name__}")
+        if t.dtype not in ACTIVATIONS:
+            raise RuntimeError(
+                f"{op}: {name}.{part} must be bfloat16, float16 or float32, got "
+                f"{dtype_name(t.dtype)}"
+            )
+        if t.device != weight.device:
+            raise RuntimeError(
+                f"{op}: {name}.{part} is on {t.device}, {weight_name} is on {weight.device}"
+            )
+    rank = a.size(1) if a.dim() == 3 else 0
+    if not 1 <= rank <= MAX_RANK or a.shape != (E, rank, K) or b.shape != (E, N, rank):
+        raise RuntimeError(
+            f"{op}: {name} must be a [{E}, r, {K}] and b [{E}, {N}, r] with r from 1 to "
+            f"{MAX_RANK}, as {weight_name} is {list(weight.shape)}, got {list(a.shape)} and "
+            f"{list(b.shape)}"
+        )
+    if not 0 <= dropout < 1:
+        raise ValueError(f"{op}: {name}.dropout must be at least 0 and less than 1, got {dropout}")
+
+
+def dropped(x: Tensor, lora: LoraWeights | None) -> Tensor | None:
+    """What an adapter multiplies in place of x; None where that is x."""
+    if lora is None or lora.dropout == 0:
+        return None
+    return drop(x, lora.dropout)
+
+
+class HasAdapters(nn.Module):
+    """A layer some of whose weights have adapters; see :class:`Lora`.
+
+    The adapter of a weight is the parameters ``{weight}_lora_a`` and ``{weight}_lora_b``.
+    """
+
+    _adapters: dict[str, Lora]
+
+    def _add_adapters(self, adapters: dict[str, Lora]) -> None:
+        """Register the adapters' parameters and freeze all others."""
+        self._adapters = adapters
+        if not adapters:
+            return
+        self.requires_grad_(False)
+        for name, lora in adapters.items():
+            weight = getattr(self, name)
+            E, N, K = weight.shape
+            options = {"dtype": lora.dtype or weight.dtype, "device": weight.device}
+            a = torch.empty(E, lora.rank, K, **options)
+            self.register_parameter(f"{name}_lora_a", nn.Parameter(a))
+            b = torch.empty(E, N, lora.rank, **options)
+            self.register_parameter(f"{name}_lora_b", nn.Parameter(b))
+
+    def _draw_adapters(self) -> None:
+        """A as torch.nn.Linear draws its weight, B zero."""
+        for name in self._adapters:
+            a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
+            bound = 1 / math.sqrt(a.size(2))
+            nn.init.uniform_(a, -bound, bound)
+            nn.init.zeros_(b)
+
+    def _adapter(self, name: str) -> LoraWeights | None:
+        """The adapter of a weight in this call."""
+        lora = self._adapters.get(name)
+        if lora is None:
+            return None
+        a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
+        return LoraWeights(a, b, lora.scaling, lora.dropout if self.training else 0.0)
+
+    @torch.no_grad()
+    def merge_lora(self) -> None:
+        """Add each adapter's product to its weight, and set its B to zero: outputs stay.
+
+        ``weight[e] += scaling * B[e] @ A[e]``, computed in float32 and rounded once to the weight's
+        numbers. A weight in FP8 alone is quantized again, by the scales of the sum: outputs then
+        differ by that rounding.
+        """
+        for name, lora in self._adapters.items():
+            a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
+            weight = getattr(self, name)
+            product_ENK = lora.scaling * torch.bmm(b.float(), a.float())
+            weight.copy_((weight.float() + product_ENK).to(weight.dtype))
+            b.zero_()

@@ -1,0 +1,498 @@
+"""Adapters beside frozen and learning weights, compared with the same layer composed of its parts.
+
+T tokens or rows, C experts chosen for a token, R rows sorted by expert, E experts, H features of a
+token, F features inside an expert, G = 2 F or F, K in_features, N out_features, r the rank.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.functional import dropout
+from torch.utils.checkpoint import checkpoint
+
+from grouped_linear import (
+    Activation,
+    Float8BlockScaling,
+    GeGLU,
+    GroupedLinear,
+    GroupedMLP,
+    Lora,
+    LoraWeights,
+    Recipe,
+    SquaredReLU,
+    SwiGLU,
+    grouped_linear,
+    grouped_mlp,
+    grouped_mlp_sorted,
+)
+from support.compare import assert_same_bits
+from support.devices import devices, needs_gpu
+from support.errors import sentence
+from support.mlp import E, F, H, near, run
+from support.ops import OPS
+from support.recipes import MORE_RECIPES, RECIPES
+from support.tensors import BF16, DTYPES, FP16, FP32
+
+DEVICES = pytest.mark.parametrize("device", devices(*OPS))
+STATELESS = {name: recipe for name, recipe in MORE_RECIPES.items() if name != "delayed"}
+SCALING = 0.5
+KINDS: dict[str, tuple[Activation, bool]] = {
+    "plain": (SwiGLU(), False),
+    "gpt_oss": (SwiGLU(alpha=1.702, beta=1.0, limit=1.5, interleaved=True), True),
+    "gelu": (GeGLU(), True),
+    "no_gate": (SquaredReLU(), False),
+}
+# Which projections have adapters.
+ADAPTED = {"both": (True, True), "gate_up": (True, False), "down": (False, True)}
+# Rows of the experts: none of the first, an unaligned last one.
+SPLITS = [0, 37, 130, 1, 62]
+EXPERTS = torch.tensor([[1, 2], [4, 4], [-1, 3], [E, 1], [2, 3]]).repeat(25, 1)
+
+Leaves = list[Tensor | None]
+
+
+def of_group(x_TK: Tensor, w_ENK: Tensor, splits: list[int]) -> Tensor:
+    """y[t] = x[t] @ w[e].T in torch's operations; rows of no group are zero."""
+    parts = x_TK.split([*splits, len(x_TK) - sum(splits)])
+    products = [x @ w.T for x, w in zip(parts, w_ENK, strict=False)]
+    return torch.cat([*products, parts[-1].new_zeros(len(parts[-1]), w_ENK.size(1))])
+
+
+def adapted(x: Tensor, lora: LoraWeights | None, splits: list[int]) -> Tensor | float:
+    """What an adapter adds, in the dtype of x."""
+    if lora is None:
+        return 0.0
+    x = dropout(x, lora.dropout) if lora.dropout else x
+    low = of_group(x, lora.a.to(x.dtype), splits)
+    return lora.scaling * of_group(low, lora.b.to(x.dtype), splits)
+
+
+def adapter(E: int, N: int, K: int, rank: int, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """A and B."""
+    a, b = torch.randn(E, rank, K) / K**0.5, torch.randn(E, N, rank) / rank**0.5
+    return [t.to(device, dtype).requires_grad_() for t in (a, b)]
+
+
+def mlp_leaves(
+    T: int, kind: str, which: str, device: str, dtype: torch.dtype, rank: int = 24
+) -> Leaves:
+    """x, gate_up_proj, down_proj, their biases or None, and the adapters' tensors or None."""
+    torch.manual_seed(3)
+    activation, bias = KINDS[kind]
+    G = 2 * F if activation.gated else F
+    shapes: list[Any] = [(T, H), (E, G, H), (E, H, F), *([(E, G), (E, H)] if bias else [None] * 2)]
+    scales = (1, H**-0.5, F**-0.5, 1, 1)
+    leaves: Leaves = [
+        None if shape is None else (torch.randn(shape) * s).to(device, dtype).requires_grad_()
+        for shape, s in zip(shapes, scales, strict=True)
+    ]
+    for has, (N, K) in zip(ADAPTED[which], ((G, H), (H, F)), strict=True):
+        leaves += adapter(E, N, K, rank, device, dtype) if has else [None, None]
+    return leaves
+
+
+def adapters_of(tensors: tuple[Tensor | None, ...], drop: float = 0.0) -> dict[str, Any]:
+    """The arguments that pass these."""
+    names = "gate_up_lora", "down_lora"
+    pairs = zip(tensors[::2], tensors[1::2], strict=True)
+    return {
+        name: None if a is None or b is None else LoraWeights(a, b, SCALING, drop)
+        for name, (a, b) in zip(names, pairs, strict=True)
+    }
+
+
+def composed_sorted(
+    kind: str, recipe: Recipe | None, splits: list[int], drop: float = 0.0
+) -> Callable[..., Tensor]:
+    """The expert layer of sorted rows, one operation after the other."""
+    activation, _ = KINDS[kind]
+
+    def call(x: Tensor, w: Tensor, w2: Tensor, b: Tensor, b2: Tensor, *tensors: Tensor) -> Tensor:
+        lora = adapters_of(tensors, drop)
+        if lora["down_lora"] is not None and drop:  # drawn first
+            factor = dropout(x.new_ones(len(x), F), drop)
+        gate_up = grouped_linear(x, w, torch.tensor(splits), b, recipe)
+        gate_up = gate_up + adapted(x, lora["gate_up_lora"], splits)
+        h = activation.forward(gate_up.float()).to(x.dtype)
+        y = grouped_linear(h, w2, torch.tensor(splits), b2, recipe)
+        down = lora["down_lora"]
+        if down is not None and drop:
+            return y + adapted(h * factor, down._replace(dropout=0.0), splits)
+        return y + adapted(h, down, splits)
+
+    return call
+
+
+def fused_sorted(
+    kind: str, recipe: Recipe | None, splits: list[int], drop: float = 0.0, **options: Any
+) -> Callable[..., Tensor]:
+    """The same in one call."""
+    activation, _ = KINDS[kind]
+
+    def call(x: Tensor, w: Tensor, w2: Tensor, b: Tensor, b2: Tensor, *tensors: Tensor) -> Tensor:
+        return grouped_mlp_sorted(
+            x,
+            splits,
+            w,
+            w2,
+            recipe=recipe,
+            gate_up_proj_bias=b,
+            down_proj_bias=b2,
+            activation=activation,
+            **adapters_of(tensors, drop),
+            **options,
+        )
+
+    return call
+
+
+def in_double(results: list[Tensor]) -> list[Tensor]:
+    return [t.double().cpu() for t in results]
+
+
+@DEVICES
+@pytest.mark.parametrize("which", ADAPTED)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recipe", STATELESS.values(), ids=STATELESS)
+def test_expert_layer(recipe: Recipe | None, kind: str, which: str, device: str) -> None:
+    """Outputs and every gradient are those of the parts, in float32, for every recipe."""
+    leaves = mlp_leaves(sum(SPLITS) + 20, kind, which, device, FP32)
+    # A sum that is rounded another way may become a neighbouring FP8 number.
+    tolerance = 1e-5 if recipe is None else 2e-2
+    actual = run(fused_sorted(kind, recipe, SPLITS), leaves)
+    expected = run(composed_sorted(kind, recipe, SPLITS), leaves)
+    near(actual, in_double(expected), tolerance)
+
+
+@DEVICES
+@pytest.mark.parametrize("rank", [1, 16, 40, 256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_materialized_weight(dtype: torch.dtype, rank: int, device: str) -> None:
+    """Without a recipe: the layer of weight + scaling * B @ A in float64, tokens routed."""
+    leaves = mlp_leaves(len(EXPERTS), "plain", "both", device, dtype, rank)
+    scores = torch.rand(EXPERTS.shape, device=device).requires_grad_()
+    experts = EXPERTS.to(device)
+
+    def call(scores: Tensor, x: Tensor, *rest: Any) -> Tensor:
+        w, w2, _, _, *tensors = rest
+        return grouped_mlp(x, scores, experts, w, w2, **adapters_of(tuple(tensors)))
+
+    def truth(scores: Tensor, x: Tensor, *rest: Any) -> Tensor:
+        w, w2, _, _, a, b, a2, b2 = rest
+        w, w2 = w + SCALING * b @ a, w2 + SCALING * b2 @ a2
+        y = x.new_zeros(x.shape)
+        for c in range(EXPERTS.size(1)):
+            for e in range(E):
+                rows = (EXPERTS[:, c] == e).nonzero()[:, 0]
+                gate, up = (x[rows] @ w[e].T).chunk(2, dim=1)
+                out = (torch.nn.functional.silu(gate) * up) @ w2[e].T
+                y = y.index_add(0, rows, scores[rows, c, None] * out)
+        return y
+
+    actual = run(call, [scores, *leaves])
+    of_double = [
+        None if t is None else t.detach().double().cpu().requires_grad_() for t in (scores, *leaves)
+    ]
+    expected = run(truth, of_double)
+    near(actual, expected, {FP32: 1e-5, BF16: 2e-2, FP16: 3e-3}[dtype])
+
+
+@DEVICES
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("drop", [0.0, 0.4])
+def test_linear_layer(drop: float, recipe: Recipe | None, device: str) -> None:
+    """A layer's outputs and gradients are its base's and its adapter's, dropout included."""
+    K, N, splits = 144, 80, SPLITS
+    torch.manual_seed(0)
+    layer = GroupedLinear(E, K, N, recipe=recipe, lora=Lora(20, 10, dropout=drop), device=device)
+    with torch.no_grad():
+        layer.weight_lora_b.normal_()
+    base = GroupedLinear(E, K, N, recipe=recipe, device=device)
+    base.load_state_dict(layer.state_dict(), strict=False)
+    x = torch.randn(sum(splits) + 9, K, device=device, requires_grad=True)
+
+    def call(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        y: Tensor = layer(x, splits)
+        return y
+
+    def parts(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        y: Tensor = base(x, splits) + adapted(x, LoraWeights(a, b, SCALING, drop), splits)
+        return y
+
+    leaves = [x, layer.weight_lora_a, layer.weight_lora_b]
+    near(run(call, leaves), in_double(run(parts, leaves)), 1e-5)
+
+
+@DEVICES
+@pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
+def test_dropout_of_expert_layer(recipe: Recipe | None, device: str) -> None:
+    """Both adapters drop their own input's features, and outputs and gradients drop the same."""
+    leaves = mlp_leaves(sum(SPLITS), "plain", "both", device, FP32)
+    results = []
+    for make in (fused_sorted, composed_sorted):
+        call = make("plain", recipe, SPLITS, drop=0.3)
+
+        def seeded(*leaves: Any, call: Callable[..., Tensor] = call) -> Tensor:
+            torch.manual_seed(5)
+            return call(*leaves)
+
+        results.append(run(seeded, leaves))
+    near(results[0], in_double(results[1]), 1e-5 if recipe is None else 2e-2)
+
+
+def test_dropout_is_of_training() -> None:
+    """In evaluation nothing is dropped."""
+    mlp = GroupedMLP(E, H, F, lora=Lora(8, dropout=0.5))
+    with torch.no_grad():
+        mlp.down_proj_lora_b.normal_()
+        mlp.gate_up_proj_lora_b.normal_()
+    x, chosen = torch.randn(9, H), torch.rand(9, E).topk(2)
+    assert not torch.equal(mlp(x, *chosen), mlp(x, *chosen))
+    mlp.eval()
+    assert_same_bits(mlp(x, *chosen), mlp(x, *chosen))
+
+
+def learning(mlp: GroupedMLP) -> list[str]:
+    return [name for name, p in mlp.named_parameters() if p.requires_grad]
+
+
+@DEVICES
+@pytest.mark.parametrize("weights", [None, "fp8", "both"])
+def test_frozen_base_costs_nothing(weights: Any, device: str) -> None:
+    """Only adapters learn, no weight gradient is computed, and nothing is kept for one."""
+    recipe, r = Float8BlockScaling(), 8
+    mlp = GroupedMLP(
+        E, H, F, recipe=recipe, weights=weights, lora=Lora(r), dtype=BF16, device=device
+    )
+    names = [f"{w}_lora_{part}" for w in ("gate_up_proj", "down_proj") for part in "ab"]
+    assert learning(mlp) == names
+    x = torch.randn(50, H, device=device, dtype=BF16, requires_grad=True)
+    chosen = torch.rand(50, E, device=device).topk(2)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = mlp(x, *chosen)
+    of_rows = [tuple(t.shape) for t in kept if t.dim() == 2 and t.size(0) == 100]
+    assert sorted(of_rows) == [(100, 16), (100, 16), (100, 2 * F)]  # h of both adapters, gate_up
+    y.sum().backward()
+    assert mlp.gate_up_proj.grad is None
+    assert mlp.down_proj.grad is None
+    assert x.grad is not None
+    assert all(getattr(mlp, name).grad is not None for name in names)
+
+
+@DEVICES
+def test_learning_base(device: str) -> None:
+    """A base that is made to learn again has the gradient of a plain layer."""
+    mlp = GroupedMLP(E, H, F, lora=Lora(8), device=device)
+    mlp.requires_grad_(True)
+    plain = GroupedMLP(E, H, F, device=device)
+    plain.load_state_dict(mlp.state_dict(), strict=False)
+    x, chosen = torch.randn(50, H, device=device), torch.rand(50, E, device=device).topk(2)
+    for layer in (mlp, plain):
+        layer(x, *chosen).square().sum().backward()
+    for name, p in plain.named_parameters():
+        assert p.grad is not None
+        torch.testing.assert_close(mlp.get_parameter(name).grad, p.grad, rtol=1e-4, atol=1e-4)
+
+
+@DEVICES
+@pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
+def test_rows_of_no_expert(recipe: Recipe | None, device: str) -> None:
+    """They may hold NaN: outputs are zero there, gradients of everything are finite."""
+    leaves = mlp_leaves(sum(SPLITS) + 20, "plain", "both", device, BF16)
+    x = leaves[0]
+    assert x is not None
+    with torch.no_grad():
+        x[sum(SPLITS) :] = torch.nan
+    y, dx, *rest = run(fused_sorted("plain", recipe, SPLITS), leaves)
+    assert not y[sum(SPLITS) :].any()
+    assert not dx[sum(SPLITS) :].any()
+    assert all(t.isfinite().all() for t in (y, dx, *rest))
+
+
+@DEVICES
+@pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
+def test_ways_to_call(recipe: Recipe | None, device: str) -> None:
+    """Compiled whole once for any routing, checkpointed, and in eager mode: the same bits."""
+    mlp = GroupedMLP(E, H, F, recipe=recipe, lora=Lora(8, 12), dtype=BF16, device=device)
+    with torch.no_grad():
+        for name in ("gate_up_proj_lora_b", "down_proj_lora_b"):
+            mlp.get_parameter(name).normal_()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(mlp, fullgraph=True, backend=counter)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = torch.randn(40, H, device=device, dtype=BF16, requires_grad=True)
+        scores, experts = torch.rand(40, E, device=device, requires_grad=True).topk(2)
+        leaves = [x, scores, *(mlp.get_parameter(name) for name in learning(mlp))]
+        results = []
+        for call in (
+            mlp,
+            compiled,
+            lambda *args: checkpoint(mlp, *args, use_reentrant=False),
+        ):
+            y = call(x, scores, experts)
+            results.append([y, *torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)])
+        for other in results[1:]:
+            for a, e in zip(other, results[0], strict=True):
+                assert_same_bits(a, e)
+    assert counter.frame_count == 1
+
+
+@needs_gpu
+@pytest.mark.parametrize("weights", [None, "fp8", "both"])
+def test_cuda_graph(weights: Any) -> None:
+    """One graph serves any routing, with the bits of eager calls."""
+    mlp = GroupedMLP(
+        E, H, F, recipe=Float8BlockScaling(), weights=weights, lora=Lora(8), dtype=BF16,
+        device="cuda",
+    )  # fmt: skip
+    with torch.no_grad():
+        for name in ("gate_up_proj_lora_b", "down_proj_lora_b"):
+            mlp.get_parameter(name).normal_()
+    step = torch.compile(mlp, fullgraph=True, mode="reduce-overhead")
+    leaves = [mlp.get_parameter(name) for name in learning(mlp)]
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x = torch.randn(40, H, device="cuda", dtype=BF16)
+        scores, experts = torch.rand(40, E, device="cuda").topk(2)
+        results = []
+        for call in (step, mlp):
+            y = call(x, scores, experts)
+            grads = torch.autograd.grad(y.float().square().sum(), leaves)
+            results.append([t.clone() for t in (y, *grads)])
+        for a, e in zip(*results, strict=True):
+            torch.testing.assert_close(a, e, rtol=2e-2, atol=2e-2)
+
+
+@DEVICES
+def test_autocast(device: str) -> None:
+    """Under autocast the adapter computes in its dtype, and its gradient has its own."""
+    layer = GroupedLinear(E, 64, 32, lora=Lora(8), device=device)
+    with torch.autocast(device, BF16):
+        y = layer(torch.randn(sum(SPLITS), 64, device=device), SPLITS)
+    assert y.dtype == BF16
+    y.sum().backward()
+    assert layer.weight_lora_b.grad is not None
+    assert layer.weight_lora_b.grad.dtype == FP32
+
+
+def test_without_gradient() -> None:
+    """Nothing is kept under no_grad, and the output is the same."""
+    mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), lora=Lora(8))
+    x, chosen = torch.randn(9, H), torch.rand(9, E).topk(2)
+    y = mlp(x, *chosen)
+    with torch.no_grad():
+        assert_same_bits(mlp(x, *chosen), y.detach())
+
+
+@pytest.mark.parametrize(
+    ("weights", "dtype", "tolerance"),
+    # In FP8 both layers' weights are rounded anew, to 4 bits: 3.6% each.
+    [(None, FP32, 1e-5), (None, BF16, 2e-2), ("both", BF16, 0.1), ("fp8", BF16, 0.1)],
+)
+def test_merge(weights: Any, dtype: torch.dtype, tolerance: float) -> None:
+    """Merged weights give the outputs of before, and the adapter starts anew."""
+    torch.manual_seed(0)
+    recipe = None if weights is None else Float8BlockScaling()
+    mlp = GroupedMLP(E, H, F, recipe=recipe, weights=weights, lora=Lora(8, 16), dtype=dtype)
+    with torch.no_grad():
+        for name in ("gate_up_proj_lora_b", "down_proj_lora_b"):
+            mlp.get_parameter(name).normal_(0, 0.1)
+    x, chosen = torch.randn(90, H, dtype=dtype), torch.rand(90, E).topk(2)
+    before = mlp(x, *chosen)
+    mlp.merge_lora()
+    assert not mlp.down_proj_lora_b.any()
+    near([mlp(x, *chosen)], [before.detach().double()], tolerance)
+
+
+def test_starts_as_the_base() -> None:
+    """B is zero: outputs are the plain layer's, to the bit, in FP8."""
+    mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), lora=Lora(8), dtype=BF16)
+    plain = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), dtype=BF16)
+    plain.load_state_dict(mlp.state_dict(), strict=False)
+    x, chosen = torch.randn(90, H, dtype=BF16), torch.rand(90, E).topk(2)
+    assert_same_bits(mlp(x, *chosen), plain(x, *chosen))
+
+
+def test_one_projection() -> None:
+    """A mapping names the projections that have adapters."""
+    mlp = GroupedMLP(E, H, F, lora={"down_proj": Lora(4)})
+    assert learning(mlp) == ["down_proj_lora_a", "down_proj_lora_b"]
+    mlp(torch.randn(9, H), *torch.rand(9, E).topk(2)).sum().backward()
+    assert mlp.down_proj_lora_b.grad is not None
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "rank": (
+        lambda: Lora(0),
+        ValueError,
+        "Lora: rank must be an integer from 1 to 256, got 0",
+    ),
+    "alpha": (
+        lambda: Lora(4, float("nan")),
+        ValueError,
+        "Lora: alpha must be None or a finite number, got nan",
+    ),
+    "dropout": (
+        lambda: Lora(4, dropout=1),
+        ValueError,
+        "Lora: dropout must be at least 0 and less than 1, got 1",
+    ),
+    "dtype": (
+        lambda: Lora(4, dtype=torch.float64),
+        ValueError,
+        "Lora: dtype must be None, bfloat16, float16 or float32, got torch.float64",
+    ),
+    "layer": (
+        lambda: GroupedLinear(2, 16, 16, lora=8),  # type: ignore[arg-type]
+        ValueError,
+        "GroupedLinear: lora must be None or a grouped_linear.Lora, got 8",
+    ),
+    "projection": (
+        lambda: GroupedMLP(2, 16, 16, lora={"up_proj": Lora(4)}),
+        ValueError,
+        "GroupedMLP: lora may have adapters for gate_up_proj and down_proj, got 'up_proj'",
+    ),
+    "tuple": (
+        lambda: grouped_linear(
+            torch.ones(2, 16), torch.ones(2, 16, 16), [1, 1], lora=(1, 2)  # type: ignore[arg-type]
+        ),
+        TypeError,
+        "grouped_linear: lora must be None or a LoraWeights, got tuple",
+    ),
+    "shape": (
+        lambda: grouped_linear(
+            torch.ones(2, 16),
+            torch.ones(2, 32, 16),
+            [1, 1],
+            lora=LoraWeights(torch.ones(2, 4, 16), torch.ones(2, 16, 4)),
+        ),
+        RuntimeError,
+        "grouped_linear: lora must be a [2, r, 16] and b [2, 32, r] with r from 1 to 256, as "
+        "weight is [2, 32, 16], got [2, 4, 16] and [2, 16, 4]",
+    ),
+    "double": (
+        lambda: grouped_linear(
+            torch.ones(2, 16),
+            torch.ones(2, 16, 16),
+            [1, 1],
+            lora=LoraWeights(torch.ones(2, 4, 16).double(), torch.ones(2, 16, 4)),
+        ),
+        RuntimeError,
+        "grouped_linear: lora.a must be bfloat16, float16 or float32, got float64",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake: str) -> None:
+    """One sentence says what is wrong."""
+    call, error, expected = MISTAKES[mistake]
+    assert sentence(call, (error,)) == expected
