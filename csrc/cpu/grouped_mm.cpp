@@ -5,9 +5,26 @@
 namespace grouped_linear::cpu {
 namespace {
 
-// Rows along K must be adjacent. If K is no multiple of 32, torch's bf16 GEMM on AMX units also
-// reads what follows a row, and a NaN there times zero is NaN (torch 2.13, Xeon, 2026-11).
-//
+// If K is no multiple of 32, torch's bf16 GEMM on AMX units also reads what follows a row, and an
+// infinity or NaN there times zero is NaN (torch 2.11 and 2.13, Xeon, 2026-11).
+constexpr int64_t kAmxElements = 32;
+
+// a's rows, dense along K. In bf16 zeros follow them up to a multiple of 32.
+Tensor separate_rows(const Tensor& a) {
+  const int64_t T = a.size(0), K = a.size(1), padded = round_up(K, kAmxElements);
+  const Tensor dense = as_dense(a);
+  if (a.scalar_type() != ScalarType::BFloat16 || padded == K) return dense;
+  const Tensor rows = new_tensor(a, {T, padded}, a.scalar_type());
+  const int64_t item = element_size(a.scalar_type());
+  torch::stable::parallel_for(0, T, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      std::memcpy(row_of(rows, t), row_of(dense, t), K * item);
+      std::memset(row_of(rows, t) + K * item, 0, (padded - K) * item);
+    }
+  });
+  return rows;
+}
+
 // b [E, N, K] may be a transposed view, as dgrad reads the weight: either of its last two
 // dimensions may be the dense one.
 Tensor dense_operand(const Tensor& b) {
@@ -80,13 +97,16 @@ Tensor grouped_mm_nt(const Tensor& a_in, const Tensor& b_in, const Tensor& offs,
   const std::optional<Tensor> bias = with_dense_rows(bias_in);
   const int64_t T = (rows ? *rows : a_in).size(0);
   const auto starts = group_starts("grouped_mm", offs, T);
-  const Tensor a = rows_in_order("grouped_mm", "a", as_dense(a_in), "rows", rows, starts.back());
+  const Tensor a = separate_rows(
+      rows_in_order("grouped_mm", "a", with_dense_rows(a_in), "rows", rows, starts.back()));
   Tensor y = new_tensor(a, {T, b.size(1)}, dtype);
 
   for (int64_t e = 0; e < offs.size(0); ++e) {
     const int64_t begin = starts[e], end = starts[e + 1];
     if (begin == end) continue;
-    const Matrix y_e = rows_of(y, begin, end), a_e = rows_of(a, begin, end);
+    const Matrix y_e = rows_of(y, begin, end);
+    Matrix a_e = rows_of(a, begin, end);
+    a_e.cols = b.size(2);
     const Matrix b_e = group_of(b, e).transposed();
     std::optional<Matrix> bias_e;
     if (bias) {

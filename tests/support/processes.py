@@ -115,15 +115,19 @@ def _run(checks: Checks, directory: Path, backend: str, processes: int) -> dict[
         (directory / name).mkdir()
     ended = ""
     # On the CPU copies of one process that has imported what all need, which takes each 4 seconds.
-    # A GPU is of no use in a copy.
+    # No GPU is visible to them: once a process has asked for GPUs, its copies cannot use them.
     multiprocessing.set_forkserver_preload(IMPORTED)
-    method = "forkserver" if backend == "gloo" else "spawn"
-    try:
-        mp.start_processes(
-            _process, (checks, directory, backend, processes), processes, start_method=method
-        )
-    except mp.ProcessExitedException as error:  # NCCL ends a process that waits in vain
-        ended = f"not run to its end: {error}"
+    on_cpu = backend == "gloo"
+    method = "forkserver" if on_cpu else "spawn"
+    with pytest.MonkeyPatch.context() as patch:
+        if on_cpu:
+            patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        try:
+            mp.start_processes(
+                _process, (checks, directory, backend, processes), processes, start_method=method
+            )
+        except mp.ProcessExitedException as error:  # NCCL ends a process that waits in vain
+            ended = f"not run to its end: {error}"
     found: dict[str, str] = {}
     for name in checks:
         texts = [file.read_text() for file in sorted(directory.glob(f"{name}.rank*"))]
