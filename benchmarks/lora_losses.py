@@ -1,0 +1,126 @@
+"""Does fine-tuning over FP8 experts reach the loss that PEFT reaches over BF16 ones?
+
+    python -m benchmarks.lora_losses
+
+One small mixture-of-experts model, one seed, one stream of tokens: PEFT as it comes over BF16
+experts, and grouped adapters over FP8 experts. LoRA is on attention and on all experts. Tokens come
+from a random table of transitions, so the loss falls to that table's entropy.
+
+It needs transformers and peft.
+"""
+
+import argparse
+from datetime import date
+
+import torch
+from torch import Tensor
+
+from benchmarks import timing
+from benchmarks.bench_lora import EXPERT_PARAMETERS, FP8, PEFT
+
+VOCABULARY, BRANCHES = 512, 8
+LAST = 20  # the final loss is the mean of so many steps
+
+
+def tokens_of(transitions: Tensor, batch: int, length: int, generator: torch.Generator) -> Tensor:
+    """Sequences [batch, length] in which each token is one of BRANCHES that may follow."""
+    chosen = torch.randint(BRANCHES, (batch, length), generator=generator)
+    tokens = [torch.randint(VOCABULARY, (batch,), generator=generator)]
+    for t in range(1, length):
+        tokens.append(transitions[tokens[-1], chosen[:, t]])
+    return torch.stack(tokens, dim=1)
+
+
+def losses_of(weights: str, options: argparse.Namespace) -> list[float]:
+    """The loss of every step."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from grouped_linear import Float8BlockScaling, convert
+    from grouped_linear.integrations.peft import use_grouped_adapters
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        moe_intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=16,
+        num_experts_per_tok=4,
+        use_cache=False,
+    )
+    config._experts_implementation = "grouped_mm"
+    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    model.requires_grad_(False)
+    torch.manual_seed(1)
+    lora = LoraConfig(
+        r=16,
+        lora_alpha=32,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=list(EXPERT_PARAMETERS),
+        modules_to_save=["lm_head"],
+    )
+    model = get_peft_model(model, lora).to(options.device)
+    if weights == FP8:
+        convert(model, Float8BlockScaling(), weights="fp8")
+        use_grouped_adapters(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
+    generator = torch.Generator().manual_seed(2)
+    transitions = torch.randint(VOCABULARY, (VOCABULARY, BRANCHES), generator=generator)
+    losses = []
+    for _ in range(options.steps):
+        tokens = tokens_of(transitions, 8, 128, generator).to(options.device)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses).tolist()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.lora_losses")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=True)
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    curves = {weights: losses_of(weights, options) for weights in (PEFT, FP8)}
+    final = {weights: sum(curve[-LAST:]) / LAST for weights, curve in curves.items()}
+    table = [["experts", "first loss", f"mean of the last {LAST}", "to PEFT's"]]
+    for weights, curve in curves.items():
+        share = final[weights] / final[PEFT]
+        table.append([weights, f"{curve[0]:.3f}", f"{final[weights]:.4f}", f"{share:.4f}"])
+    text = "\n".join(
+        [
+            "# LoRA on attention and all experts: losses over BF16 and over FP8 experts",
+            "",
+            *(f"- {line}" for line in (*timing.machine(device), timing.command("lora_losses"))),
+            f"- commit {timing.git_commit()}, date {date.today()}",
+            "",
+            timing.markdown(table),
+            "",
+        ]
+    )
+    print(text)
+    if not options.write:
+        return
+    from matplotlib.figure import Figure
+
+    stem = timing.RESULTS / f"lora_losses_{timing.slug(device)}"
+    stem.with_suffix(".md").write_text(text)
+    figure = Figure(figsize=(6, 3.4), layout="constrained")
+    axes = figure.subplots()
+    for (weights, curve), style in zip(curves.items(), ("-", "--"), strict=True):
+        axes.plot(curve, style, label=weights, linewidth=1.2)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(stem.with_suffix(".png"), dpi=150)
+
+
+if __name__ == "__main__":
+    main()
