@@ -26,6 +26,7 @@ from grouped_linear import (
     Float8CurrentScaling,
     GroupedMLP,
     GroupedTensor,
+    Lora,
     MXFP8BlockScaling,
     Recipe,
 )
@@ -285,6 +286,17 @@ def check_quantized_weight(rank: int, directory: Path) -> None:
             assert (local.q.view(torch.uint8) == part.q.view(torch.uint8)).float().mean() > 0.99
 
 
+def check_adapters(rank: int, directory: Path) -> None:
+    """Adapters lie with their experts, and have one process's gradients."""
+    data, whole = tokens(), make(lora=Lora(8, 16), **BLOCK)
+    whole.requires_grad_(True)
+    with torch.no_grad():
+        for b in (whole.gate_up_proj_lora_b, whole.down_proj_lora_b):
+            b.normal_()
+    parallel = spread(whole, **WAYS["all_to_all"])
+    compare(step(parallel, *(t[own(rank)] for t in data)), step(whole, *data), rank)
+
+
 def check_meta(options: dict[str, Any], rank: int, directory: Path) -> None:
     """Experts that were never on one process, drawn where they lie."""
     torch.manual_seed(0)
@@ -475,6 +487,7 @@ CHECKS: Checks = {
     **{f"extreme_{way}": partial(check_extreme_routing, way) for way in DISPATCHERS},
     "micro_batches": check_micro_batches,
     "quantized_weight": check_quantized_weight,
+    "adapters": check_adapters,
     "meta": partial(check_meta, {}),
     "meta_quantized": partial(check_meta, {**BLOCK, "weights": "fp8"}),
     "first_process_draws": check_first_process_draws,

@@ -32,6 +32,7 @@ from grouped_linear import (
     GroupedLinear,
     GroupedMLP,
     GroupedTensor,
+    Lora,
     update_scales,
 )
 from support.compare import assert_same, assert_same_bits, bits
@@ -102,6 +103,19 @@ def check_training(rank: int, directory: Path) -> None:
     assert_same(sharded.experts.weight.to_local(), shard_of(whole.experts.weight, rank))
     # To look at all of it is to see numbers, in high precision.
     assert_same_bits(sharded.experts.weight.full_tensor(), whole.experts.weight.dequantize())
+
+
+def check_adapters(rank: int, directory: Path) -> None:
+    """Beside frozen weights in FP8 the shards of adapters learn as whole ones."""
+    whole, sharded = Model(lora=Lora(8, 16)), Model(lora=Lora(8, 16))
+    shard(sharded)
+    for a, b in zip(train(sharded, sharded), train(whole, whole), strict=True):
+        assert_same_bits(a, b)
+    for part in "ab":
+        own: Any = sharded.experts.get_parameter(f"weight_lora_{part}")
+        assert_same_bits(
+            own.to_local(), shard_of(whole.experts.get_parameter(f"weight_lora_{part}"), rank)
+        )
 
 
 class Mlps(nn.Module):
@@ -447,6 +461,7 @@ CHECKS: Checks = {
     "training": check_training,
     "nothing_kept_of_weights": check_nothing_kept_of_weights,
     "replicas": check_replicas,
+    "adapters": check_adapters,
     "bytes": check_bytes,
     "saved_by_two_loaded_by_two": check_saved_by_two_loaded_by_two,
     "saved_in_the_background": check_saved_in_the_background,
