@@ -11,6 +11,7 @@
 
 #include "layout.h"
 #include "swiglu_math.h"
+#include "tensors.h"
 
 namespace grouped_linear {
 
@@ -93,7 +94,7 @@ void check_adam_weight(const Tensor& q, const Tensor& scale, const std::optional
                        double beta2, double weight_decay, double eps, double amax_epsilon);
 void check_grouped_mm(const char* op, const Tensor& a, const Tensor& b, const Tensor& offs,
                       const std::optional<Tensor>& bias, ScalarType out_dtype,
-                      const std::optional<Tensor>& rows);
+                      const std::optional<Tensor>& rows, const LowRank& low = {});
 void check_grouped_mm_swiglu(const Tensor& a, const Tensor& b, const Tensor& offs,
                              const std::optional<Tensor>& bias, const std::optional<Tensor>& rows);
 void check_grouped_mm_swiglu_grad(const Tensor& a, const Tensor& b, const Tensor& gate_up,
@@ -105,7 +106,7 @@ void check_grouped_mm_list(const Tensor& a, const std::vector<Tensor>& b, const 
 void check_grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a,
                              const Tensor& scale_b, const Tensor& offs,
                              const std::optional<Tensor>& bias, ScalarType out_dtype,
-                             const std::optional<Tensor>& rows);
+                             const std::optional<Tensor>& rows, const LowRank& low);
 void check_grouped_mm_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& offs,
                             ScalarType out_dtype, const std::optional<Tensor>& dy_rows,
                             const std::optional<Tensor>& x_rows);

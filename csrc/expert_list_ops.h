@@ -15,8 +15,8 @@ Tensor grouped_mm_list(const Tensor& a, const std::vector<Tensor>& b, const Tens
                        bool transpose_b, const std::optional<Tensor>& rows) {
   check_grouped_mm_list(a, b, offs, bias, out_dtype.value_or(a.scalar_type()), transpose_b, rows);
   const Tensor all = packed(b);
-  return Backend::grouped_mm_nt(a, transpose_b ? all : transposed(all), offs, bias, out_dtype,
-                                rows);
+  return Backend::grouped_mm_nt(a, transpose_b ? all : transposed(all), offs, bias, out_dtype, rows,
+                                {});
 }
 
 template <typename Backend>

@@ -74,7 +74,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> block_scaled_linear(
       {q, scale, x_t, scale_x_t, no_bias_grad, share_scales},
       {w_q, scale_w, columnwise_w ? std::optional(w_t) : std::nullopt});
   const Tensor y =
-      Backend::grouped_scaled_mm_nt(q, w_q, scale, scale_w, offs, bias, x.scalar_type(), {});
+      Backend::grouped_scaled_mm_nt(q, w_q, scale, scale_w, offs, bias, x.scalar_type(), {}, {});
   return {y, offs, x_t, scale_x_t, w_t, scale_w};
 }
 
@@ -100,7 +100,7 @@ std::tuple<Tensor, Tensor, Tensor> block_scaled_linear_grad(
                          {q, scale, dy_t, scale_dy_t, db, false});
   const ScalarType dtype = dy.scalar_type(), dw_dtype = out_dtype.value_or(dtype);
   const Tensor dx = w_t ? Backend::grouped_scaled_mm_nt(q, *w_t, scale, transposed(*scale_w), offs,
-                                                        std::nullopt, dtype, std::nullopt)
+                                                        std::nullopt, dtype, std::nullopt, {})
                         : new_tensor(dy, {0}, dtype);
   const Tensor dw =
       x_t ? Backend::grouped_scaled_mm_wgrad(dy_t, *x_t, scale_dy_t, *scale_x_t, offs, dw_dtype)

@@ -154,10 +154,11 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "bool stochastic_rounding=True) -> ()");
 
   // a [T, K], b [E, K, N] as in torch, bias [E, N] -> a[t] @ b[e] + bias[e]: [T, N]. With rows [T],
-  // here and below, an operand has any number of rows, and rows[t] says which of them is row t
+  // here and below, an operand has any number of rows, and rows[t] says which of them is row t.
+  // With a_low [T, r] and b_low [E, r, N]: + a_low[t] @ b_low[e], before the one rounding
   m.def(
       "grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, ScalarType? out_dtype=None, "
-      "Tensor? rows=None) -> Tensor");
+      "Tensor? rows=None, Tensor? a_low=None, Tensor? b_low=None) -> Tensor");
   // b: E tensors [K, N]; transpose_b: [N, K], a[t] @ b[e].T, for fprop
   m.def(
       "grouped_mm_list(Tensor a, Tensor[] b, Tensor offs, Tensor? bias=None, "
@@ -173,10 +174,12 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "Tensor? rows=None, float alpha=1.0, float beta=0.0, float? limit=None, "
       "bool interleaved=False, float cubic=0.0) -> (Tensor d_gate_up, Tensor h, Tensor d_weight)");
   // FP8 operands with block scales, scale_a as above and scale_b [E, ceil(K/B), ceil(N/B)], or with
-  // a scale a group: scale_a [E] and scale_b [E]. out_dtype: bfloat16 by default
+  // a scale a group: scale_a [E] and scale_b [E]. out_dtype: bfloat16 by default; a_low's and
+  // b_low's too
   m.def(
       "grouped_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, "
-      "Tensor? bias=None, ScalarType? out_dtype=None, Tensor? rows=None) -> Tensor");
+      "Tensor? bias=None, ScalarType? out_dtype=None, Tensor? rows=None, Tensor? a_low=None, "
+      "Tensor? b_low=None) -> Tensor");
 
   // dy [T, N], x [T, K] -> dy[group e].T @ x[group e]: [E, N, K]. At most one has rows
   m.def(

@@ -161,11 +161,24 @@ struct QuantizedWeight {
   std::optional<Tensor> q_t;  // none or empty if it is not requested
 };
 
+// The operands of a GEMM's second product: a [T, r] and b [E, N, r], or neither.
+struct LowRank {
+  std::optional<Tensor> a, b;
+};
+
 inline Tensor as_dense(const Tensor& t) { return t.is_contiguous() ? t : dense_copy(t); }
 
 inline std::optional<Tensor> as_dense(const std::optional<Tensor>& t) {
   if (!t) return std::nullopt;
   return as_dense(*t);
+}
+
+// t with another dtype, in new memory where it has one.
+inline std::optional<Tensor> converted(const std::optional<Tensor>& t, ScalarType dtype) {
+  if (!t || t->scalar_type() == dtype) return t;
+  Tensor copy = new_tensor(*t, Shape::of(*t), dtype);
+  torch::stable::copy_(copy, *t);
+  return copy;
 }
 
 // t if the elements of its last dimension are adjacent, else a dense copy.

@@ -19,10 +19,48 @@ Shape = Sequence[int]
 _ops = torch.ops.grouped_linear
 
 
-@register_flop_formula([_ops.grouped_mm, _ops.grouped_scaled_mm, _ops.grouped_mm_list])
-def _gemm(a: Shape, *others: Any, out_shape: Shape, **options: Any) -> int:
+@register_flop_formula([_ops.grouped_mm_list])
+def _gemm_list(a: Shape, *others: Any, out_shape: Shape, **options: Any) -> int:
     """a [T, K] -> [T, N]."""
     return 2 * math.prod(out_shape) * a[1]
+
+
+@register_flop_formula([_ops.grouped_mm])
+def _gemm(
+    a: Shape,
+    b: Shape,
+    offs: Shape,
+    bias: Shape | None = None,
+    out_dtype: Any = None,
+    rows: Shape | None = None,
+    a_low: Shape | None = None,
+    b_low: Shape | None = None,
+    *,
+    out_shape: Shape,
+) -> int:
+    """a [T, K] -> [T, N], and a_low [T, r]."""
+    r = 0 if a_low is None else a_low[1]
+    return 2 * math.prod(out_shape) * (a[1] + r)
+
+
+@register_flop_formula([_ops.grouped_scaled_mm])
+def _scaled_gemm(
+    a: Shape,
+    b: Shape,
+    scale_a: Shape,
+    scale_b: Shape,
+    offs: Shape,
+    bias: Shape | None = None,
+    out_dtype: Any = None,
+    rows: Shape | None = None,
+    a_low: Shape | None = None,
+    b_low: Shape | None = None,
+    *,
+    out_shape: Shape,
+) -> int:
+    """The same."""
+    r = 0 if a_low is None else a_low[1]
+    return 2 * math.prod(out_shape) * (a[1] + r)
 
 
 @register_flop_formula([_ops.grouped_mm_swiglu, _ops.grouped_mm_swiglu_grad])

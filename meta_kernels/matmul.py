@@ -50,10 +50,14 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     rows: Tensor | None = None,
+    a_low: Tensor | None = None,
+    b_low: Tensor | None = None,
 ) -> Tensor:
     """a [T, K], b [E, K, N] -> [T, N]; with rows [T], a has any number of rows."""
     dtype = a.dtype if out_dtype is None else out_dtype
-    shape = check_grouped_mm(Rules("grouped_mm"), a, b, offs, bias, dtype, rows)
+    rules = Rules("grouped_mm")
+    shape = check_grouped_mm(rules, a, b, offs, bias, dtype, rows)
+    rules.low_rank(a_low, b_low, a, rows, offs.size(0), b.size(2), a.dtype)
     return a.new_empty(shape, dtype=dtype)
 
 
@@ -96,6 +100,8 @@ def grouped_scaled_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     rows: Tensor | None = None,
+    a_low: Tensor | None = None,
+    b_low: Tensor | None = None,
 ) -> Tensor:
     """a [T, K] and b [E, K, N] in FP8 -> [T, N]; with rows [T], a has any number of rows."""
     out_dtype = out_dtype or torch.bfloat16
@@ -130,7 +136,9 @@ def grouped_scaled_mm(
     rules.check(
         rows is None or not per_group, lambda: "rows need block scales, got a scale a group"
     )
-    return a.new_empty((_row_count(rules, a, rows), b.size(2)), dtype=out_dtype)
+    shape = _row_count(rules, a, rows), b.size(2)
+    rules.low_rank(a_low, b_low, a, rows, offs.size(0), b.size(2), out_dtype)
+    return a.new_empty(shape, dtype=out_dtype)
 
 
 def _check_wgrad(

@@ -13,6 +13,7 @@ MX_BLOCK = 32
 MAX_MARGIN = 64
 MAX_COUNT = 2**31 - 1 - BLOCK  # rows are counted in 32 bits and rounded up to blocks
 MAX_FEATURES = 2**29
+MAX_RANK = 512
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 E4M3 = torch.float8_e4m3fn
@@ -273,3 +274,36 @@ class Rules:
         self.device("bias", bias, "a", a)
         self.same("E", "bias", bias.size(0), "offs", num_groups)
         self.same("N", "bias", bias.size(1), "b", N)
+
+    def low_rank(
+        self,
+        a_low: Tensor | None,
+        b_low: Tensor | None,
+        a: Tensor,
+        rows: Tensor | None,
+        num_groups: int,
+        N: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """A second product's operands are [T, r] and [E, r, N] of a dtype, or neither is given."""
+        given = "b_low" if a_low is None else "a_low"
+        self.check(
+            (a_low is None) == (b_low is None),
+            lambda: f"give a_low and b_low, got {given} alone",
+        )
+        if a_low is None or b_low is None:
+            return
+        self.dim("a_low", a_low, 2)
+        self.dim("b_low", b_low, 3)
+        self.dtype("a_low", a_low.dtype, (dtype,))
+        self.dtype("b_low", b_low.dtype, (dtype,))
+        self.device("a_low", a_low, "a", a)
+        self.device("b_low", b_low, "a", a)
+        r = a_low.size(1)
+        owner, of_rows = ("a", a) if rows is None else ("rows", rows)
+        self.same("T", "a_low", a_low.size(0), owner, of_rows.size(0))
+        self.same("r", "a_low", r, "b_low", b_low.size(1))
+        self.features("r", r)
+        self.check(r <= MAX_RANK, lambda: f"r must be at most {MAX_RANK}, got {r}")
+        self.same("E", "b_low", b_low.size(0), "offs", num_groups)
+        self.same("N", "b_low", b_low.size(2), "b", N)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from benchmarks import (
     bench_host,
+    bench_low_rank,
     bench_portable,
     bench_swiglu_gemm,
     front_page,
@@ -241,6 +242,18 @@ def test_one_kernel_beside_two(
     assert {path.stem for path in tmp_path.iterdir()} == stems
     with pytest.raises(SystemExit, match="gate_up: one kernel and two give different results"):
         bench_swiglu_gemm.check("gate_up", [torch.ones(2)], [torch.zeros(2)])
+
+
+@pytest.mark.parametrize("operands", bench_low_rank.OPERANDS)
+@pytest.mark.parametrize("gemm", bench_low_rank.GEMMS)
+def test_a_second_product_beside_one_of_its_own(gemm: str, operands: str) -> None:
+    report = timing.Report("bench_low_rank", "?", "TFLOP/s", CPU, rounds=2)
+    bench_low_rank.measure(Shape("tiny", E=3, m=8, N=48, K=32), gemm, operands, 16, CPU, report)
+    names = [bench_low_rank.ALONE, bench_low_rank.ONE, bench_low_rank.THREE]
+    assert [row.candidate for row in report.rows] == names
+    assert report.rows[0].work == 2 * 24 * 48 * 32
+    with pytest.raises(SystemExit, match="one kernel and three give different results"):
+        bench_low_rank.check(gemm, torch.ones(2), torch.zeros(2))
 
 
 def test_one_kernel_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,14 @@ def test_layer(recipe: Recipe | None, single_grouped_weight: bool) -> None:
     assert counter.get_total_flops() == pytest.approx(2 * ONE, abs=WITHIN)
 
 
+def test_low_rank() -> None:
+    offs = torch.tensor(SIZES).cumsum(0).int()
+    low = {"a_low": torch.randn(T, 32), "b_low": torch.randn(E, 32, N)}
+    with FlopCounterMode(display=False) as counter:
+        ops.grouped_mm(torch.randn(T, K), torch.randn(E, K, N), offs, **low)
+    assert counter.get_total_flops() == ONE + 2 * T * 32 * N
+
+
 @pytest.mark.parametrize("recipe", RECIPES[:3], ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("single_grouped_weight", [True, False])
 def test_main_grad(single_grouped_weight: bool, recipe: Recipe | None) -> None:

@@ -22,6 +22,7 @@ from grouped_linear import (
     GroupedMLP,
     Lora,
     LoraWeights,
+    MXFP8BlockScaling,
     Recipe,
     SquaredReLU,
     SwiGLU,
@@ -161,8 +162,11 @@ def in_double(results: list[Tensor]) -> list[Tensor]:
 def test_expert_layer(recipe: Recipe | None, kind: str, which: str, device: str) -> None:
     """Outputs and every gradient are those of the parts, in float32, for every recipe."""
     leaves = mlp_leaves(sum(SPLITS) + 20, kind, which, device, FP32)
-    # A sum that is rounded another way may become a neighbouring FP8 number.
+    # A sum that is rounded another way may become a neighbouring FP8 number. MXFP8 multiplies in
+    # bf16, the adapter's factors too.
     tolerance = 1e-5 if recipe is None else 2e-2
+    if isinstance(recipe, MXFP8BlockScaling):
+        tolerance = 4e-2
     actual = run(fused_sorted(kind, recipe, SPLITS), leaves)
     expected = run(composed_sorted(kind, recipe, SPLITS), leaves)
     near(actual, in_double(expected), tolerance)
@@ -226,7 +230,9 @@ def test_linear_layer(drop: float, recipe: Recipe | None, device: str) -> None:
         return y
 
     leaves = [x, layer.weight_lora_a, layer.weight_lora_b]
-    near(run(call, leaves), in_double(run(parts, leaves)), 1e-5)
+    # MXFP8 multiplies in bf16, the adapter's factors too.
+    tolerance = 5e-3 if isinstance(recipe, MXFP8BlockScaling) else 1e-5
+    near(run(call, leaves), in_double(run(parts, leaves)), tolerance)
 
 
 @DEVICES

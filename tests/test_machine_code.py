@@ -66,12 +66,16 @@ def test_no_promotion_waits_for_a_register_bank(kernels: dict[str, list[str]]) -
         waiting = sum(len(set(banks)) == 1 for banks in sources)
         assert waiting == 0, f"{name}: {waiting} of {len(sources)} FFMA; see accumulator_of"
         block_scaled += len(sources) > 0
-    # Only block scales are promoted with FFMA: M-grouped, with gathered rows or not, and K-grouped.
-    assert block_scaled == 3
+    # Only block scales are promoted with FFMA: M-grouped, with gathered rows, with a second product
+    # or with neither, and K-grouped.
+    assert block_scaled == 4
 
 
 def test_tma_finds_its_operands_in_uniform_registers(kernels: dict[str, list[str]]) -> None:
-    """9 to 17 are moved there a k-block, 25 and more where ptxas takes the loop for divergent."""
+    """9 to 17 are moved there a k-block, 25 and more where ptxas takes the loop for divergent.
+
+    The loads of a second product, which run once a tile, lie beside those of the main loop.
+    """
     for name, code in kernels.items():
         first = last = 0
         for at, line in enumerate(code):
@@ -81,4 +85,5 @@ def test_tma_finds_its_operands_in_uniform_registers(kernels: dict[str, list[str
                 first = at
             last = at
             moves = sum("R2UR" in line for line in code[first:last])
-            assert moves <= 20, f"{name}: {moves} R2UR"
+            has_low_rank = "ELb0ELb1EEEEE" in name  # the last traits, narrow and low_rank
+        assert moves <= (30 if has_low_rank else 20), f"{name}: {moves} R2UR"

@@ -137,6 +137,8 @@ grouped_bias_grad: offs is on cuda:0, dy is on cpu
 grouped_mm: b is on cpu, a is on cuda:0
 grouped_mm: b is on cuda:0, a is on cpu
 grouped_mm: offs is on cuda:0, a is on cpu
+grouped_mm: a_low is on cuda:0, a is on cpu
+grouped_mm: b_low is on cuda:0, a is on cpu
 grouped_mm: bias is on cuda:0, a is on cpu
 grouped_mm_list: b is on cpu, a is on cuda:0
 grouped_mm_list: b is on cuda:0, the first b is on cpu
@@ -168,6 +170,8 @@ grouped_scaled_mm: b is on cuda:0, a is on cpu
 grouped_scaled_mm: scale_a is on cuda:0, a is on cpu
 grouped_scaled_mm: scale_b is on cuda:0, a is on cpu
 grouped_scaled_mm: offs is on cuda:0, a is on cpu
+grouped_scaled_mm: a_low is on cuda:0, a is on cpu
+grouped_scaled_mm: b_low is on cuda:0, a is on cpu
 grouped_scaled_mm: bias is on cuda:0, a is on cpu
 grouped_scaled_mm_wgrad: scale_dy_t is on cpu, dy_t is on cuda:0
 grouped_scaled_mm_wgrad: scale_x_t is on cpu, x_t is on cuda:0

@@ -201,6 +201,108 @@ def test_huge_row_strides(device: str) -> None:
     assert_same_bits(y.cpu(), sample.results(device)[0])
 
 
+# --- a low-rank second product -------------------------------------------------------------------
+
+RANKS = (16, 32, 48, 64, 80, 128, 256)
+OPERANDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "16_bits": ("grouped_mm", {}),
+    "block": ("grouped_scaled_mm", {}),
+    "per_group": ("grouped_scaled_mm", {"per_group": reference.E4M3}),
+    "per_group_e5m2": ("grouped_scaled_mm", {"per_group": reference.E5M2}),
+}
+LAYOUTS = ("dense", "transposed", "strided", "odd")
+
+
+@pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
+@pytest.mark.parametrize("r", RANKS)
+@pytest.mark.parametrize("operands", OPERANDS)
+def test_low_rank(operands: str, r: int, device: str) -> None:
+    """Each rank meets every list of groups, and in turn every dtype and layout of b_low."""
+    op, options = OPERANDS[operands]
+    for i, groups in enumerate([*GROUPS.values(), *WIDE.values()]):
+        turn = i + RANKS.index(r)
+        more = dict(options, r=r, low_layout=LAYOUTS[turn % 4], bias=turn % 2 == 0)
+        if "per_group" not in options and turn % 5 in (1, 3):
+            more |= {"gathers": "rows", "index": (torch.int32, torch.int64)[turn % 2]}
+        check(make(op, groups, DTYPES[turn % 3], **more), device)
+
+
+@pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("r", "layout"), [(16, "transposed"), (80, "dense"), (512, "transposed")])
+@pytest.mark.parametrize("operands", OPERANDS)
+def test_low_rank_in_tiles_of_either_width(
+    operands: str, r: int, layout: str, dtype: torch.dtype, device: str
+) -> None:
+    op, options = OPERANDS[operands]
+    for transposed_b in (False, True) if op == "grouped_mm" else (False,):
+        sample = make(op, LARGE, dtype, bias=True, r=r, low_layout=layout, **options)
+        if transposed_b:
+            sample = sample.but(b=lay_out(sample["b"], "transposed"))
+        check(sample, device)
+        if op == "grouped_mm" and device == "cpu":
+            continue  # torch multiplies
+        (y,) = sample.results(device)
+        for e, (end, count) in enumerate(zip(LARGE.offs().tolist(), LARGE.m_splits, strict=True)):
+            here = slice(end - count, end)
+            parts = {"a": sample["a"][here], "offs": torch.tensor([count]).int()}
+            parts |= {n: sample[n][e : e + 1] for n in ("b", "bias", "b_low")}
+            parts["a_low"] = sample["a_low"][here]
+            if "per_group" in options:
+                parts |= {n: sample[n][e : e + 1] for n in ("scale_a", "scale_b")}
+            elif op == "grouped_scaled_mm":
+                parts["scale_a"] = F.pad(sample["scale_a"][:, here], (0, -count % 4))
+                parts["scale_b"] = sample["scale_b"][e : e + 1]
+            (alone,) = sample.but(**parts).results(device)
+            assert_same_bits(alone, y[here])
+
+
+def numbers_without_rounding(op: str, options: dict[str, Any], dtype: torch.dtype) -> Sample:
+    """Integers. Most of the first product is what the second one takes away again."""
+    groups = Groups((130, 0, 37), 170, K=144, N=272)
+    sample = make(op, groups, dtype, r=128, **options)
+    a = torch.randint(-8, 9, (groups.T, groups.K)).float()
+    b = torch.randint(-8, 9, (groups.E, groups.K, groups.N)).float()
+    a[:, 128:].clamp_(-2, 2)
+    b[:, 128:].clamp_(-2, 2)
+    a_low, b_low = a[:, :128].to(dtype), -b[:, :128].to(dtype)
+    changed = {"a": a.to(sample["a"].dtype), "b": lay_out(b.to(sample["b"].dtype), "transposed")}
+    for name in {"scale_a", "scale_b"} & set(sample.arguments):
+        changed[name] = torch.ones_like(sample[name])
+    return sample.but(**changed, a_low=a_low, b_low=b_low)
+
+
+@pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("operands", OPERANDS)
+def test_both_products_are_one_sum(operands: str, dtype: torch.dtype, device: str) -> None:
+    """The result is exact. The first product alone has more bits than a bf16 number."""
+    op, options = OPERANDS[operands]
+    sample = numbers_without_rounding(op, options, dtype)
+    (y,) = sample.results(device)
+    a, b, offs = sample["a"].double(), sample["b"].double(), sample["offs"]
+    exact = reference.grouped_mm(a[:, 128:], b[:, 128:], offs)
+    assert exact.abs().max() < 2**8
+    assert torch.equal(y.double(), exact)
+    if dtype == BF16:
+        first = reference.grouped_mm(a, b, offs).to(dtype).double()
+        assert not torch.equal(first + reference.grouped_mm(-a[:, :128], b[:, :128], offs), exact)
+
+
+@pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
+@pytest.mark.parametrize("operands", OPERANDS)
+def test_a_row_of_the_second_product_spoils_its_own_alone(operands: str, device: str) -> None:
+    op, options = OPERANDS[operands]
+    sample = make(op, GROUPS["unaligned"], BF16, r=48, **options)
+    (y,) = sample.results(device)
+    a_low = sample["a_low"].clone()
+    a_low[50, 3] = torch.nan
+    (spoiled,) = sample.but(a_low=a_low).results(device)
+    assert spoiled[50].isnan().all()
+    spoiled[50] = y[50]
+    assert_same_bits(spoiled, y)
+
+
 # --- wgrad ---------------------------------------------------------------------------------------
 
 
@@ -636,9 +738,10 @@ def test_gradcheck_of_grouped_mm(
     has_bias: bool, out_dtype: torch.dtype | None, device: str
 ) -> None:
     groups = Groups((3, 0, 2), 6, K=16, N=16)
-    inputs = ("a", "b", "bias") if has_bias else ("a", "b")
-    sample = make("grouped_mm", groups, FP32, bias=has_bias).on(device)
-    sample = sample.but(a=sample["a"].nan_to_num(), out_dtype=out_dtype)
+    inputs = ("a", "b", "bias") if has_bias else ("a", "b", "a_low", "b_low")
+    sample = make("grouped_mm", groups, FP32, bias=has_bias, r=None if has_bias else 16).on(device)
+    finite = {n: sample[n].nan_to_num() for n in ("a", "a_low") if n in sample.arguments}
+    sample = sample.but(**finite, out_dtype=out_dtype)
     tensors = [sample[name].requires_grad_() for name in inputs]
 
     def call(*tensors: Tensor) -> Tensor:
@@ -671,6 +774,28 @@ def test_gradients_of_grouped_mm(groups: Groups, device: str) -> None:
     magnitude = reference.grouped_bias_grad(dy.abs(), offs)
     allowed = tolerance(expected, magnitude, max(groups.m_splits), BF16)
     assert within(dbias.cpu(), expected, allowed)
+
+
+@pytest.mark.parametrize("device", devices(*GRADIENT_OPS))
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_gradients_of_the_second_product(groups: Groups, device: str) -> None:
+    grads = ("a", "a_low", "b_low")
+    sample = make("grouped_mm", groups, BF16, r=32, requires_grad=grads)
+    a_low, b_low, offs = sample["a_low"].detach(), sample["b_low"].detach(), sample["offs"]
+    dy = torch.randn(groups.T, groups.N).to(BF16)
+    dy[groups.valid :] = torch.nan
+    there = sample.on(device)
+    da, da_low, db_low = torch.autograd.grad(there(), [there[n] for n in grads], dy.to(device))
+    for got, b in ((da, sample["b"]), (da_low, b_low)):
+        expected = reference.grouped_mm(dy, b.mT, offs)
+        allowed = tolerance(expected, magnitude_of(dy, b.mT, offs), groups.N, BF16)
+        assert within(got.cpu(), expected, allowed)
+        assert tail_is_zero(got, groups)
+    expected = reference.grouped_mm_wgrad(dy, a_low, offs).mT
+    magnitude = reference.grouped_mm_wgrad(dy.abs(), a_low.abs(), offs).mT
+    assert db_low.shape == b_low.shape
+    allowed = tolerance(expected, magnitude, max(groups.m_splits), BF16)
+    assert within(db_low.cpu(), expected, allowed)
 
 
 @pytest.mark.parametrize("device", devices(*GRADIENT_OPS))

@@ -216,7 +216,7 @@ group_quantize_swiglu_grad(dh, gate_up, weight, offs, *, amax_epsilon=0.0,
     interleaved=False, cubic=0.0))
 group_round_mx(x, offs, *, rowwise=True, columnwise=False, bias_grad=False)
 grouped_bias_grad(dy, offs)
-grouped_mm(a, b, offs, bias=None, out_dtype=None, rows=None)
+grouped_mm(a, b, offs, bias=None, out_dtype=None, rows=None, a_low=None, b_low=None)
 grouped_mm_list(a, b, offs, bias=None, out_dtype=None, *, transpose_b=False, rows=None)
 grouped_mm_swiglu(a, b, offs, bias=None, rows=None, *, keep_gate_up=True,
     activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0))
@@ -225,7 +225,8 @@ grouped_mm_swiglu_grad(a, b, gate_up, weight, offs, rows=None, *, activation=Swi
 grouped_mm_wgrad(dy, x, offs, out_dtype=None, dy_rows=None, x_rows=None)
 grouped_mm_wgrad_(main_grad, dy, x, offs, overwrite=None, dy_rows=None, x_rows=None)
 grouped_mm_wgrad_list_(main_grad, dy, x, offs, overwrite=None, dy_rows=None, x_rows=None)
-grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias=None, out_dtype=torch.bfloat16, rows=None)
+grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias=None, out_dtype=torch.bfloat16, rows=None,
+    a_low=None, b_low=None)
 grouped_scaled_mm_wgrad(dy_t, x_t, scale_dy_t, scale_x_t, offs, out_dtype=torch.bfloat16)
 grouped_scaled_mm_wgrad_(main_grad, dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite=None)
 grouped_scaled_mm_wgrad_list_(main_grad, dy_t, x_t, scale_dy_t, scale_x_t, offs, overwrite=None)

@@ -145,7 +145,7 @@ group_round_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, 
     bias_grad=False) -> (Tensor x_rowwise, Tensor x_columnwise, Tensor bias_grad)
 grouped_bias_grad(Tensor dy, Tensor offs) -> Tensor
 grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, ScalarType? out_dtype=None,
-    Tensor? rows=None) -> Tensor
+    Tensor? rows=None, Tensor? a_low=None, Tensor? b_low=None) -> Tensor
 grouped_mm_list(Tensor a, Tensor[] b, Tensor offs, Tensor? bias=None, ScalarType?
     out_dtype=None, bool transpose_b=False, Tensor? rows=None) -> Tensor
 grouped_mm_swiglu(Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? rows=None, bool
@@ -161,7 +161,8 @@ grouped_mm_wgrad_(Tensor(a!) main_grad, Tensor dy, Tensor x, Tensor offs, Tensor
 grouped_mm_wgrad_list_(Tensor(a!)[] main_grad, Tensor dy, Tensor x, Tensor offs, Tensor?
     overwrite=None, Tensor? dy_rows=None, Tensor? x_rows=None) -> ()
 grouped_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, Tensor?
-    bias=None, ScalarType? out_dtype=None, Tensor? rows=None) -> Tensor
+    bias=None, ScalarType? out_dtype=None, Tensor? rows=None, Tensor? a_low=None, Tensor?
+    b_low=None) -> Tensor
 grouped_scaled_mm_wgrad(Tensor dy_t, Tensor x_t, Tensor scale_dy_t, Tensor scale_x_t, Tensor
     offs, ScalarType? out_dtype=None) -> Tensor
 grouped_scaled_mm_wgrad_(Tensor(a!) main_grad, Tensor dy_t, Tensor x_t, Tensor scale_dy_t,

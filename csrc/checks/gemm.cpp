@@ -36,12 +36,33 @@ void check_bias(const char* op, const std::optional<Tensor>& bias, const Tensor&
   check_same(op, "N", "bias", bias->size(1), "b", N);
 }
 
+// low: of out [T, N], where `rows` names what has T rows. b is [E, N, r], as backends see it.
+void check_low_rank(const char* op, const LowRank& low, const Tensor& a, const char* rows,
+                    int64_t T, int64_t E, int64_t N, ScalarType dtype) {
+  check(low.a.has_value() == low.b.has_value(), op, ": give a_low and b_low, got ",
+        low.a ? "a_low" : "b_low", " alone");
+  if (!low.a) return;
+  check_dim(op, "a_low", *low.a, 2);
+  check_dim(op, "b_low", *low.b, 3);
+  check_dtype(op, "a_low", *low.a, dtype);
+  check_dtype(op, "b_low", *low.b, dtype);
+  check_device(op, "a_low", *low.a, "a", a);
+  check_device(op, "b_low", *low.b, "a", a);
+  const int64_t r = low.a->size(1);
+  check_same(op, "T", "a_low", low.a->size(0), rows, T);
+  check_same(op, "r", "a_low", r, "b_low", low.b->size(2));
+  check_features(op, "r", r);
+  check(r <= kMaxRank, op, ": r must be at most ", kMaxRank, ", got ", r);
+  check_same(op, "E", "b_low", low.b->size(0), "offs", E);
+  check_same(op, "N", "b_low", low.b->size(1), "b", N);
+}
+
 }  // namespace
 
 // Here and below, where b is one tensor it is [E, N, K], as the backends see it (gemm_ops.h).
 void check_grouped_mm(const char* op, const Tensor& a, const Tensor& b, const Tensor& offs,
                       const std::optional<Tensor>& bias, ScalarType out_dtype,
-                      const std::optional<Tensor>& rows) {
+                      const std::optional<Tensor>& rows, const LowRank& low) {
   check_dim(op, "a", a, 2);
   check_dim(op, "b", b, 3);
   check_activation(op, "a", a.scalar_type());
@@ -55,6 +76,8 @@ void check_grouped_mm(const char* op, const Tensor& a, const Tensor& b, const Te
   check_activation(op, "out_dtype", out_dtype);
   check_bias(op, bias, a, offs.size(0), b.size(1), out_dtype);
   if (rows) check_rows(op, *rows, 1, "a", a);
+  check_low_rank(op, low, a, rows ? "rows" : "a", (rows ? *rows : a).size(0), b.size(0), b.size(1),
+                 a.scalar_type());
 }
 
 void check_grouped_mm_swiglu(const Tensor& a, const Tensor& b, const Tensor& offs,
@@ -105,7 +128,7 @@ void check_grouped_mm_list(const Tensor& a, const std::vector<Tensor>& b, const 
 void check_grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a,
                              const Tensor& scale_b, const Tensor& offs,
                              const std::optional<Tensor>& bias, ScalarType out_dtype,
-                             const std::optional<Tensor>& rows) {
+                             const std::optional<Tensor>& rows, const LowRank& low) {
   const char* op = "grouped_scaled_mm";
   const bool per_group = scale_a.dim() == 1;  // else per block
   if (per_group) {
@@ -140,6 +163,8 @@ void check_grouped_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& sca
   check_bias(op, bias, a, offs.size(0), b.size(1), out_dtype);
   check(!rows || !per_group, op, ": rows need block scales, got a scale a group");
   if (rows) check_rows(op, *rows, 1, "a", a);
+  check_low_rank(op, low, a, rows ? "rows" : "a", (rows ? *rows : a).size(0), b.size(0), b.size(1),
+                 out_dtype);
 }
 
 void check_grouped_mm_wgrad(const char* op, const Tensor& dy, const Tensor& x, const Tensor& offs,

@@ -30,6 +30,17 @@
 namespace grouped_linear::cpu {
 namespace {
 
+// values += row `row` of a second product, from column `col` on. A row's bits depend on that row
+// and on b alone: torch's float32 GEMMs would order sums by how many rows there are.
+GROUPED_LINEAR_EVERY_WIDTH void add_low_rank(const LowRankProduct& low, int64_t row, int64_t col,
+                                             int64_t n, int64_t N, float* values) {
+  for (int64_t k = 0; k < low.r; ++k) {
+    const float factor = low.a[row * low.r + k];
+    const float* b = low.b + k * N + col;
+    for (int64_t c = 0; c < n; ++c) values[c] += factor * b[c];
+  }
+}
+
 // Writes a row of a result: values + bias, + the row's old values if `add` is set.
 void finish_row(float* values, int64_t n, const float* bias, bool add, ScalarType dtype,
                 void* out) {
@@ -76,9 +87,11 @@ void multiply_in_float(const ScaledProduct& product, bool add) {
   matmul(y.view(), a.view(), b.view().transposed());
   const auto bias = bias_of(product);
   torch::stable::parallel_for(0, out.rows, 16, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r)
+    for (int64_t r = begin; r < end; ++r) {
+      add_low_rank(product.low, r, 0, out.cols, out.cols, y.row(r));
       finish_row(y.row(r), out.cols, product.bias ? bias.data() : nullptr, add, out.dtype,
                  element_of(out, r, 0));
+    }
   });
 }
 
@@ -217,9 +230,11 @@ void multiply_part(const ScaledProduct& product, int64_t row, int64_t rows, int6
         tiles[std::min(kTileRows, rows - r) - 1](r, c, ceil_div(block_k, 2), space);
   }
   const auto bias = bias_of(product);
-  for (int64_t r = 0; r < rows; ++r)
+  for (int64_t r = 0; r < rows; ++r) {
+    add_low_rank(product.low, row + r, col, cols, product.out.cols, space.y[r]);
     finish_row(space.y[r], cols, product.bias ? bias.data() + col : nullptr, add, product.out.dtype,
                element_of(product.out, row + r, col));
+  }
 }
 
 // All parts of all products are one loop's tasks, so small groups do not wait for each other.

@@ -22,12 +22,19 @@ struct ScaledOperand {
   }
 };
 
-// out [M, N] = a [M, K] @ b [N, K].T + bias. bias: a row of out's dtype, or null.
+// A second product in float32: a [M, r] @ b [r, N], both dense.
+struct LowRankProduct {
+  int64_t r = 0;
+  const float *a = nullptr, *b = nullptr;
+};
+
+// out [M, N] = a [M, K] @ b [N, K].T + low + bias. bias: a row of out's dtype, or null.
 struct ScaledProduct {
   ScaledOperand a, b;
   int64_t K;
   Matrix out;
   const void* bias = nullptr;
+  LowRankProduct low = {};
 };
 
 // Sums are float32 and rounded once. `add` adds the old values of out before that.

@@ -32,6 +32,19 @@ Tensor dense_operand(const Tensor& b) {
   return dense_rows || b.stride(1) == 1 ? b : as_dense(b);
 }
 
+// [t | low] along the last dimension: a sum of two products is one product of such operands.
+Tensor beside(const Tensor& t, const Tensor& low) {
+  const int64_t last = t.dim() - 1, K = t.size(last), r = low.size(last);
+  Tensor both =
+      new_tensor(t, t.dim() == 2 ? Shape{t.size(0), K + r} : Shape{t.size(0), t.size(1), K + r},
+                 t.scalar_type());
+  Tensor first = torch::stable::narrow(both, last, 0, K);
+  Tensor second = torch::stable::narrow(both, last, K, r);
+  torch::stable::copy_(first, t);
+  torch::stable::copy_(second, low);
+  return both;
+}
+
 // m's elements as float32; m may be a transposed view.
 Scratch operand_to_float(const Matrix& m, Matrix* view) {
   const bool transposed = m.col_stride != 1;
@@ -90,15 +103,17 @@ void check_numbers(const char* op, const Tensor& a, const Tensor& offs,
 
 Tensor grouped_mm_nt(const Tensor& a_in, const Tensor& b_in, const Tensor& offs,
                      const std::optional<Tensor>& bias_in, std::optional<ScalarType> out_dtype,
-                     const std::optional<Tensor>& rows) {
+                     const std::optional<Tensor>& rows, const LowRank& low) {
   const ScalarType dtype = out_dtype.value_or(a_in.scalar_type());
-  check_grouped_mm("grouped_mm", a_in, b_in, offs, bias_in, dtype, rows);
-  const Tensor b = dense_operand(b_in);
+  check_grouped_mm("grouped_mm", a_in, b_in, offs, bias_in, dtype, rows, low);
+  const Tensor b = low.b ? beside(b_in, *low.b) : dense_operand(b_in);
   const std::optional<Tensor> bias = with_dense_rows(bias_in);
   const int64_t T = (rows ? *rows : a_in).size(0);
   const auto starts = group_starts("grouped_mm", offs, T);
-  const Tensor a = separate_rows(
-      rows_in_order("grouped_mm", "a", with_dense_rows(a_in), "rows", rows, starts.back()));
+  Tensor a = rows_in_order("grouped_mm", "a", with_dense_rows(a_in), "rows", rows, starts.back());
+  if (Tensor a_low = low.a.value_or(a); low.a)
+    a = beside(a, torch::stable::narrow(a_low, 0, 0, a.size(0)));  // as many rows as are gathered
+  a = separate_rows(a);
   Tensor y = new_tensor(a, {T, b.size(1)}, dtype);
 
   for (int64_t e = 0; e < offs.size(0); ++e) {

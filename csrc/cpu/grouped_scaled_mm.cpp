@@ -65,6 +65,28 @@ Tensor gathered_columns(const Tensor& scale, const std::vector<int64_t>& numbers
   return gathered;
 }
 
+// A second product's operands in float32. b [E, N, r] is read as [E, r, N].
+struct FloatLowRank {
+  std::vector<float> a, b;
+  int64_t r = 0, N = 0;
+
+  FloatLowRank(const LowRank& low, int64_t rows) {
+    if (!low.a) return;
+    r = low.a->size(1);
+    N = low.b->size(1);
+    const Tensor a_low = with_dense_rows(*low.a), b_low = as_dense(transposed(*low.b));
+    a.resize(rows * r);
+    for (int64_t t = 0; t < rows; ++t)
+      load_row(row_of(a_low, t), a_low.scalar_type(), r, a.data() + t * r);
+    b.resize(b_low.numel());
+    load_row(b_low.const_data_ptr(), b_low.scalar_type(), b_low.numel(), b.data());
+  }
+
+  LowRankProduct of(int64_t e, int64_t first_row) const {
+    return {r, a.data() + first_row * r, b.data() + e * r * N};
+  }
+};
+
 // dw [E, N, K] = dy.T @ x of every group, or dw += that if `add` is set. Empty groups write zeros
 // or add nothing.
 void wgrad(const char* op, const Tensor& dw, const Tensor& dy_t_in, const Tensor& x_t_in,
@@ -94,10 +116,10 @@ Tensor grouped_scaled_mm_nt(const Tensor& a_in, const Tensor& b_in, const Tensor
                             const Tensor& scale_b, const Tensor& offs,
                             const std::optional<Tensor>& bias_in,
                             std::optional<ScalarType> requested_dtype,
-                            const std::optional<Tensor>& rows) {
+                            const std::optional<Tensor>& rows, const LowRank& low_in) {
   const char* op = "grouped_scaled_mm";
   const ScalarType out_dtype = requested_dtype.value_or(ScalarType::BFloat16);
-  check_grouped_scaled_mm(a_in, b_in, scale_a_in, scale_b, offs, bias_in, out_dtype, rows);
+  check_grouped_scaled_mm(a_in, b_in, scale_a_in, scale_b, offs, bias_in, out_dtype, rows, low_in);
   Tensor a = with_dense_rows(a_in), scale_a = scale_a_in;
   const Tensor b = with_dense_rows(b_in);
   const std::optional<Tensor> bias = with_dense_rows(bias_in);
@@ -109,13 +131,14 @@ Tensor grouped_scaled_mm_nt(const Tensor& a_in, const Tensor& b_in, const Tensor
     scale_a = gathered_columns(scale_a, numbers);
   }
   const Tensor y = new_output(a, {T, N}, out_dtype);
+  const FloatLowRank low(low_in, starts.back());
 
   std::vector<ScaledProduct> products;
   for (int64_t e = 0; e < offs.size(0); ++e)
     if (starts[e] < starts[e + 1])
       products.push_back({rowwise_operand(a, scale_a, e, starts[e]), weight_operand(b, scale_b, e),
                           K, rows_of(y, starts[e], starts[e + 1]),
-                          bias ? row_of(*bias, e) : nullptr});
+                          bias ? row_of(*bias, e) : nullptr, low.of(e, starts[e])});
   multiply(products);
   zero_rows(y, starts.back());
   return y;

@@ -3,6 +3,7 @@
 T rows, E groups, K in_features, N out_features.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -54,19 +55,18 @@ def multiply(
     """
     assert isinstance(a, Tensor)
     assert b is not None
-    if low_rank is not None:
-        y = multiply(a, scale_a, b, scale_b, offs_E, bias_EN, dtype, transpose_b, rows)
-        with _below_autograd():
-            return y + ops.grouped_mm(*low_rank, offs_E, None, dtype)
     if isinstance(b, tuple):
+        assert low_rank is None
         return ops.grouped_mm_list(a, b, offs_E, bias_EN, dtype, transpose_b=transpose_b, rows=rows)
     if transpose_b:
         b = b.mT
         scale_b = scale_b.mT if scale_b is not None and scale_b.dim() == 3 else scale_b
+    low: Sequence[Tensor] = () if low_rank is None else low_rank
     if scale_a is None or scale_b is None:
+        low = [t.to(a.dtype) for t in low]  # MXFP8 multiplies in bf16, whatever x is
         with _below_autograd():
-            return ops.grouped_mm(a, b, offs_E, bias_EN, dtype, rows)
-    return ops.grouped_scaled_mm(a, b, scale_a, scale_b, offs_E, bias_EN, dtype, rows)
+            return ops.grouped_mm(a, b, offs_E, bias_EN, dtype, rows, *low)
+    return ops.grouped_scaled_mm(a, b, scale_a, scale_b, offs_E, bias_EN, dtype, rows, *low)
 
 
 def takes_swiglu(a: Operands, b: Values | None, b_scale: Tensor | None, dtype: torch.dtype) -> bool:

@@ -15,19 +15,20 @@ from grouped_linear.autograd.once_differentiable import strictly_once_differenti
 
 
 def _grouped_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a_TK, b_EKN, offs_E, bias_EN, _, rows_T = inputs
+    a_TK, b_EKN, offs_E, bias_EN, _, rows_T, low_Tr, low_ErN = inputs
     ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
-    ctx.save_for_backward(a_TK, b_EKN, offs_E, rows_T)
+    ctx.save_for_backward(a_TK, b_EKN, offs_E, rows_T, low_Tr, low_ErN)
 
 
 @strictly_once_differentiable
 def _grouped_mm_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
-    a_TK, b_EKN, offs_E, rows_T = ctx.saved_tensors
+    a_TK, b_EKN, offs_E, rows_T, low_Tr, low_ErN = ctx.saved_tensors
     need_a, need_b = ctx.needs_input_grad[:2]
     # The dispatcher drops trailing arguments that equal their defaults: there may be no fourth.
     need_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[3]
+    need_low_a, need_low_b = (False, False) if low_Tr is None else ctx.needs_input_grad[6:8]
     dy_cast_TN = dy_TN.to(a_TK.dtype)
-    da_TK = db_EKN = d_bias_EN = None
+    da_TK = db_EKN = d_bias_EN = d_low_Tr = d_low_ErN = None
     if need_a:
         da_TK = ops.grouped_mm(dy_cast_TN, b_EKN.mT, offs_E)
         if rows_T is not None:
@@ -37,7 +38,12 @@ def _grouped_mm_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         db_EKN = weight_grad(b_EKN.mT, *operands, x_rows=rows_T).mT
     if need_bias:
         d_bias_EN = ops.grouped_bias_grad(dy_TN, offs_E).to(ctx.bias_dtype)
-    return da_TK, db_EKN, None, d_bias_EN, None, None
+    if need_low_a:
+        d_low_Tr = ops.grouped_mm(dy_cast_TN, low_ErN.mT, offs_E)
+    if need_low_b:
+        operands = dy_cast_TN, low_Tr, None, None, offs_E, low_ErN.dtype
+        d_low_ErN = weight_grad(low_ErN.mT, *operands).mT
+    return da_TK, db_EKN, None, d_bias_EN, None, None, d_low_Tr, d_low_ErN
 
 
 def _sum_by_row(a: Tensor, da_TK: Tensor, rows_T: Tensor, offs_E: Tensor) -> Tensor:

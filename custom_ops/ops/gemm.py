@@ -28,12 +28,17 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     rows: Tensor | None = None,
+    a_low: Tensor | None = None,
+    b_low: Tensor | None = None,
 ) -> Tensor:
     """Multiply each group of rows by its own matrix. Differentiable.
 
     For group e and its rows t: ``y[t] = a[t] @ b[e] + bias[e]``, or with a[rows[t]] in place of
     a[t]. It is ``torch.nn.functional.grouped_mm(a, b, offs=offs)`` for a in 2 dimensions and b in
     3, here with a bias, gathered rows and more dtypes.
+
+    A low-rank second product, as an adapter has, joins the same sum:
+    ``y[t] = a[t] @ b[e] + a_low[t] @ b_low[e] + bias[e]``, in float32 and rounded once.
 
     Args:
         a: [T, K] bfloat16, float16 or float32, rows sorted by group, K a multiple of 16.
@@ -46,12 +51,15 @@ def grouped_mm(
         rows: [T] int32 or int64: row t of the GEMM is ``a[rows[t]]``, read from a in place, which
             then has any number of rows. A number outside a is an error on a CPU and clamped on a
             GPU. At and past offs[-1], numbers are not used.
+        a_low: [T, r] of a's dtype, r a multiple of 16 up to 512. It has a row for each row of the
+            result: ``rows`` does not choose among them.
+        b_low: [E, r, N] of a's dtype, in any layout that b may have. With a_low or not at all.
 
     Returns:
-        [T, N]; zero at and past offs[-1].
+        [T, N]; zero at and past offs[-1], where what a_low holds reaches nothing.
 
     Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
+        RuntimeError: for a wrong shape, dtype, device or size, or for one of a_low and b_low alone.
         NotImplementedError: in forward mode.
 
     >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 16, 32), torch.tensor([2, 5])
@@ -61,9 +69,14 @@ def grouped_mm(
     >>> rows = torch.tensor([4, 0, 4, 1, 2])
     >>> torch.equal(grouped_mm(a, b, offs.int(), rows=rows), grouped_mm(a[rows], b, offs.int()))
     True
+    >>> a_low, b_low = torch.randn(5, 16), torch.randn(2, 16, 32)
+    >>> adapted = grouped_mm(a, b, offs.int(), a_low=a_low, b_low=b_low)
+    >>> torch.allclose(adapted, y + grouped_mm(a_low, b_low, offs.int()), atol=1e-4)
+    True
     """
-    check_no_tangents("grouped_mm", (a, b, bias))
-    y: Tensor = OPS.grouped_mm(a, b, offs, bias, _dtype_or(a.dtype, out_dtype), rows)
+    check_no_tangents("grouped_mm", (a, b, bias, a_low, b_low))
+    dtype = _dtype_or(a.dtype, out_dtype)
+    y: Tensor = OPS.grouped_mm(a, b, offs, bias, dtype, rows, a_low, b_low)
     return y
 
 
@@ -115,12 +128,17 @@ def grouped_scaled_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     rows: Tensor | None = None,
+    a_low: Tensor | None = None,
+    b_low: Tensor | None = None,
 ) -> Tensor:
     """Multiply each group of quantized rows by its own quantized matrix.
 
     ``y[t] = (a[t] * scale_a) @ (b[e] * scale_b) + bias[e]``, accumulated in float32 and rounded
     once. Block scales are applied every 128 elements of K. Either both operands have a scale a
     block, or both have a scale a group.
+
+    A low-rank second product that is not quantized, as an adapter has, joins the same sum: with
+    ``a_low`` and ``b_low`` the result has ``a_low[t] @ b_low[e]`` more.
 
     Args:
         a: [T, K] e4m3 with scale_a [ceil(K / 128), round_up(T, 4)], as :func:`group_quantize`
@@ -137,21 +155,29 @@ def grouped_scaled_mm(
         out_dtype: the result's dtype, bfloat16, float16 or float32.
         rows: [T] int32 or int64: row t of the GEMM is a[rows[t]] with its scales, see
             :func:`grouped_mm`. With block scales only.
+        a_low: [T, r] of the result's dtype, r a multiple of 16 up to 512; a row for each row of
+            the result, whatever ``rows`` says. On a GPU, float32 is multiplied without tensor
+            cores and added by a pass of its own.
+        b_low: [E, r, N] of the result's dtype, of any strides. With a_low or not at all.
 
     Returns:
-        [T, N]; zero at and past offs[-1].
+        [T, N]; zero at and past offs[-1], where what a_low holds reaches nothing.
 
     Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
+        RuntimeError: for a wrong shape, dtype, device or size, or for one of a_low and b_low alone.
 
     >>> from grouped_linear.ops import group_quantize, quantize_weight
     >>> offs = torch.tensor([2, 5], dtype=torch.int32)
     >>> x, w = group_quantize(torch.ones(5, 16), offs), quantize_weight(torch.ones(2, 32, 16))
     >>> grouped_scaled_mm(x.q, w.q.mT, x.scale, w.scale.mT, offs)[0, 0]
     tensor(16., dtype=torch.bfloat16)
+    >>> low = {"a_low": torch.ones(5, 16).bfloat16(), "b_low": torch.ones(2, 16, 32).bfloat16()}
+    >>> grouped_scaled_mm(x.q, w.q.mT, x.scale, w.scale.mT, offs, **low)[0, 0]
+    tensor(32., dtype=torch.bfloat16)
     """
     dtype = _dtype_or(torch.bfloat16, out_dtype)
-    y: Tensor = OPS.grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias, dtype, rows)
+    factors = a_low, b_low
+    y: Tensor = OPS.grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias, dtype, rows, *factors)
     return y
 
 

@@ -376,6 +376,12 @@ def gemms() -> Iterator[Call]:
         fprop | {"a": source, "rows": index},
         lambda y: [product(y, source[index], w.mT, bias)],
     )
+    a_low, b_low = rows(16), torch.randn(E, 16, N).to(BF16)
+    yield Call(
+        "grouped_mm",
+        fprop | {"a_low": a_low, "b_low": b_low},
+        lambda y: [product(y, torch.cat([x, a_low], 1), torch.cat([w.mT, b_low], 1), bias)],
+    )
     experts = [w_e.clone() for w_e in w]
     yield Call(
         "grouped_mm_list",
@@ -426,6 +432,13 @@ def scaled_gemms() -> Iterator[Call]:
         "grouped_scaled_mm",
         arguments | {"bias": bias},
         lambda y: [product(y, x_rows, w_ENK.mT, bias)],
+    )
+    a_low, b_low = rows(16), torch.randn(E, 16, N).to(BF16)
+    both = torch.cat([x_rows, a_low[: len(x_rows)]], 1), torch.cat([w_ENK.mT, b_low], 1)
+    yield Call(
+        "grouped_scaled_mm",
+        arguments | {"a_low": a_low, "b_low": b_low},
+        lambda y: [product(y, *both)],
     )
     g_q, g_scale, _, _ = _ops.group_quantize_current(x, OFFS, E4M3)
     e_q, e_scale, _ = _ops.quantize_weight_current(w)

@@ -13,7 +13,13 @@ from support import reference
 from support.op_info import Output, Outputs, Sample
 from support.reference import Scaling
 from support.tensors import FP32
-from support.tolerances import bias_grad_tolerance, rounded, scaled_tolerance, tolerance
+from support.tolerances import (
+    ROUNDING,
+    bias_grad_tolerance,
+    rounded,
+    scaled_tolerance,
+    tolerance,
+)
 
 FORM = ("alpha", "beta", "limit", "interleaved", "cubic")
 
@@ -133,17 +139,37 @@ def gemm(
     dtype: torch.dtype,
     bias_EN: Tensor | None = None,
     scaled: bool = False,
+    low: tuple[Tensor, Tensor] | None = None,
 ) -> Output:
-    """a @ b + bias of each group. scaled: as FP8 tensor cores add. Rows past the sum are zero."""
+    """a @ b + bias of each group. scaled: as FP8 tensor cores add. Rows past the sum are zero.
+
+    low: the operands of a second product, which joins the sum in float32 and never as FP8.
+    """
     expected = reference.grouped_mm(a_TK, b_EKN, offs_E, bias_EN)
     bias = None if bias_EN is None else bias_EN.abs()
     magnitude = reference.grouped_mm(a_TK.abs(), b_EKN.abs(), offs_E, bias)
+    error = torch.zeros_like(expected)
+    if low is not None:
+        a_low, b_low = low
+        # It is added to the first product's accumulators, or that product's sum is added to it.
+        of_low = reference.grouped_mm(a_low.abs(), b_low.abs(), offs_E)
+        expected = expected + reference.grouped_mm(a_low, b_low, offs_E)
+        depth = a_TK.size(1) + a_low.size(1)
+        error = tolerance(torch.zeros_like(expected), magnitude + of_low, depth, FP32)
     if scaled:
         allowed = scaled_tolerance(expected, magnitude, dtype)
     else:
         allowed = tolerance(expected, magnitude, a_TK.size(1), dtype)
+    allowed = allowed + (1 + ROUNDING[dtype]) * error
     allowed[valid_rows(offs_E, len(a_TK)) :] = 0
     return Output(expected, allowed, dtype)
+
+
+def low_rank(sample: Sample) -> tuple[Tensor, Tensor] | None:
+    """a_low and b_low, where they are given."""
+    if sample.get("a_low") is None:
+        return None
+    return sample["a_low"].detach(), sample["b_low"].detach()
 
 
 def wgrad(

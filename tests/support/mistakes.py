@@ -108,6 +108,45 @@ def bias_mistakes(dtype: torch.dtype) -> list[Arguments]:
     ]
 
 
+def low_rank_mistakes(dtype: torch.dtype) -> list[Arguments]:
+    """Of GEMMs of 12 rows, 3 groups and 32 columns."""
+    a_low, b_low = torch.zeros(12, 32, dtype=dtype), torch.zeros(3, 32, 32, dtype=dtype)
+    changes = [
+        {"b_low": None},
+        {"a_low": None},
+        {"a_low": a_low[0]},
+        {"b_low": b_low[0]},
+        {"a_low": a_low.double()},
+        {"b_low": b_low.double()},
+        {"a_low": like(a_low, 11, None)},
+        {"a_low": a_low[:5], "rows": torch.zeros(6, dtype=I32)},
+        {"b_low": like(b_low, None, 16, None)},
+        {"a_low": like(a_low, None, 24), "b_low": like(b_low, None, 24, None)},
+        {"a_low": like(a_low, None, 0), "b_low": like(b_low, None, 0, None)},
+        {"a_low": like(a_low, None, 528), "b_low": like(b_low, None, 528, None)},
+        {"b_low": like(b_low, 2, None, None)},
+        {"b_low": like(b_low, None, None, 16)},
+    ]
+    return [{"a_low": a_low, "b_low": b_low, **change} for change in changes]
+
+
+LOW_RANK_SENTENCES = """\
+give a_low and b_low, got a_low alone
+give a_low and b_low, got b_low alone
+a_low must be 2-D, got 1-D
+b_low must be 3-D, got 2-D
+a_low must be bfloat16, got float64
+b_low must be bfloat16, got float64
+T differs: a_low has 11, a has 12
+T differs: a_low has 5, rows has 6
+r differs: a_low has 32, b_low has 16
+r must be a positive multiple of 16, got 24
+r must be a positive multiple of 16, got 0
+r must be at most 512, got 528
+E differs: b_low has 2, offs has 3
+N differs: b_low has 16, b has 32"""
+
+
 def wgrad_mistakes(good: Sample) -> list[Arguments]:
     dy, x = good["dy"], good["x"]
     return [

@@ -10,7 +10,7 @@ from torch import Tensor
 from support import reference
 from support.groups import Groups
 from support.op_info import Arguments, Options, Sample
-from support.tensors import FP32, per_expert, quantized_rows, rows, weight
+from support.tensors import FP32, lay_out, per_expert, quantized_rows, rows, weight
 
 # By the name of the numbers: the operand whose rows they are.
 GATHERED = {"rows": "a", "dy_rows": "dy", "x_rows": "x"}
@@ -54,6 +54,15 @@ def bias(groups: Groups, dtype: torch.dtype, options: Options) -> Arguments:
     if not options.pop("bias", False):
         return {}
     return {"bias": torch.randn(groups.E, groups.N).to(options.get("out_dtype", dtype))}
+
+
+def low_rank(groups: Groups, dtype: torch.dtype, options: Options) -> Arguments:
+    """The operands of a second product where `r` is given, in the layout `low_layout`."""
+    r, layout = options.pop("r", None), options.pop("low_layout", "dense")
+    if r is None:
+        return {}
+    b_low = torch.randn(groups.E, r, groups.N).to(dtype)
+    return {"a_low": rows(groups, r, dtype, layout), "b_low": lay_out(b_low, layout)}
 
 
 def main_grad(groups: Groups, options: Options) -> Tensor:

@@ -38,6 +38,13 @@ PER_GROUP: dict[str, Options] = {
     "per_group": {"per_group": E4M3},
     "per_group_e5m2": {"per_group": E5M2},
 }
+LOW_RANK: dict[str, Options] = {
+    "low": {"r": 16, "bias": True},
+    "low_strided": {"r": 64, "low_layout": "strided"},
+    "low_transposed": {"r": 48, "low_layout": "transposed"},
+    "low_odd": {"r": 80, "low_layout": "odd", "bias": True},
+    "low_gathered": {"r": 32, "gathers": "rows"},
+}
 GATHERED_OPERANDS: dict[str, Options] = {
     "gathered_dy": {"gathers": "dy_rows"},
     "gathered_x": {"gathers": "x_rows", "index": torch.int64},

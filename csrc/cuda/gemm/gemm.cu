@@ -29,6 +29,10 @@ bool runs_on_sm90(const Launch& launch) {
 
 }  // namespace
 
+bool adds_low_rank(const Launch& launch, const LowRank& low) {
+  return runs_on_sm90(launch) && low.a->scalar_type() != ScalarType::Float;
+}
+
 void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm) {
   // Tensor cores would round float32 to tf32 and break its promise.
   if (gemm.a.scalar_type() == ScalarType::Float) return simt::run_grouped_gemm(launch, gemm);

@@ -42,6 +42,8 @@ struct GroupedGemm {
   // The rows that an operand gathers from a source, which then stands in its place: [T] int32 or
   // int64. a with scales per block, or 16 bits or more; b K-grouped alone. At most one of the two.
   std::optional<Tensor> a_rows, b_rows;
+  // M-grouped: a second product, whose operands have 16 bits. Where adds_low_rank says so.
+  LowRank low = {};
 };
 
 // The same GEMM of rows that are copied now, by passes of their own: for kernels that do not gather.
@@ -49,6 +51,14 @@ GroupedGemm gather_before(const Launch& launch, GroupedGemm gemm);
 
 // Computes it on the launch's stream, by the operands' type and the device's compute capability.
 void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm);
+
+// Whether a kernel on this device adds such a product to the first one's accumulators.
+bool adds_low_rank(const Launch& launch, const LowRank& low);
+
+// Else: two products [T, N] in float32 that were computed one after the other, added and rounded
+// once. low_rank_sum.cu
+Tensor low_rank_sum(const Launch& launch, const Tensor& first, const Tensor& second,
+                    ScalarType dtype);
 
 // The same with SwiGLU or its gradient in the epilogue, where the device has a kernel for these
 // operands.

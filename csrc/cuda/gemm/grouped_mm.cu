@@ -27,23 +27,30 @@ void run_wgrad(const Launch& launch, const Tensor& dy, const Tensor& x, const Te
 
 // a[t] @ b[e].T
 GroupedGemm m_grouped(const Tensor& a, const Tensor& b, const Tensor& offs,
-                      const EpilogueArguments& epilogue, const std::optional<Tensor>& a_rows) {
+                      const EpilogueArguments& epilogue, const std::optional<Tensor>& a_rows,
+                      const LowRank& low = {}) {
   const auto rows = static_cast<int>((a_rows ? *a_rows : a).size(0));
   const GemmShape shape{rows, static_cast<int>(offs.size(0)), rows, static_cast<int>(b.size(1)),
                         static_cast<int>(a.size(1))};
-  return {Grouping::kM, a, b, as_dense(offs), {}, {}, epilogue, shape, as_dense(a_rows), {}};
+  return {Grouping::kM, a, b, as_dense(offs), {}, {}, epilogue, shape, as_dense(a_rows), {}, low};
 }
 
 }  // namespace
 
 Tensor grouped_mm_nt(const Tensor& a, const Tensor& b, const Tensor& offs,
                      const std::optional<Tensor>& bias_in, std::optional<ScalarType> out_dtype,
-                     const std::optional<Tensor>& a_rows) {
+                     const std::optional<Tensor>& a_rows, const LowRank& low) {
   const ScalarType dtype = out_dtype.value_or(a.scalar_type());
-  check_grouped_mm("grouped_mm", a, b, offs, bias_in, dtype, a_rows);
+  check_grouped_mm("grouped_mm", a, b, offs, bias_in, dtype, a_rows, low);
 
   const Launch launch("grouped_mm", a);
   const int64_t T = (a_rows ? *a_rows : a).size(0), N = b.size(1);
+  if (T > 0 && low.a && !adds_low_rank(launch, low)) {
+    constexpr ScalarType sums = ScalarType::Float;
+    const Tensor first = grouped_mm_nt(a, b, offs, converted(bias_in, sums), sums, a_rows, {});
+    const Tensor second = grouped_mm_nt(*low.a, *low.b, offs, {}, sums, {}, {});
+    return low_rank_sum(launch, first, second, dtype);
+  }
   Tensor y = new_tensor(a, {T, N}, dtype);
   if (T == 0) return y;
   if (a.size(0) == 0) {  // no row to gather
@@ -52,8 +59,8 @@ Tensor grouped_mm_nt(const Tensor& a, const Tensor& b, const Tensor& offs,
   }
 
   const std::optional<Tensor> bias = with_dense_rows(bias_in);
-  run_grouped_gemm(launch,
-                   m_grouped(a, b, offs, epilogue_arguments(y, bias, false, std::nullopt), a_rows));
+  run_grouped_gemm(
+      launch, m_grouped(a, b, offs, epilogue_arguments(y, bias, false, std::nullopt), a_rows, low));
   return y;
 }
 

@@ -21,12 +21,19 @@ Tensor grouped_scaled_mm_nt(const Tensor& a, const Tensor& b, const Tensor& scal
                             const Tensor& scale_b, const Tensor& offs,
                             const std::optional<Tensor>& bias_in,
                             std::optional<ScalarType> asked_dtype,
-                            const std::optional<Tensor>& a_rows) {
+                            const std::optional<Tensor>& a_rows, const LowRank& low) {
   const ScalarType out_dtype = asked_dtype.value_or(ScalarType::BFloat16);
-  check_grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias_in, out_dtype, a_rows);
+  check_grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias_in, out_dtype, a_rows, low);
 
   const Launch launch("grouped_scaled_mm", a);
   const int64_t T = (a_rows ? *a_rows : a).size(0), K = a.size(1), N = b.size(1), E = b.size(0);
+  if (T > 0 && low.a && !adds_low_rank(launch, low)) {
+    constexpr ScalarType sums = ScalarType::Float;
+    const Tensor first = grouped_scaled_mm_nt(a, b, scale_a, scale_b, offs,
+                                              converted(bias_in, sums), sums, a_rows, {});
+    const Tensor second = grouped_mm_nt(*low.a, *low.b, offs, {}, sums, {}, {});
+    return low_rank_sum(launch, first, second, out_dtype);
+  }
   Tensor y = new_tensor(a, {T, N}, out_dtype);
   if (T == 0) return y;
   if (a.size(0) == 0) {  // no row to gather
@@ -46,7 +53,8 @@ Tensor grouped_scaled_mm_nt(const Tensor& a, const Tensor& b, const Tensor& scal
                             epilogue_arguments(y, bias, false, std::nullopt),
                             shape,
                             as_dense(a_rows),
-                            {}});
+                            {},
+                            low});
   return y;
 }
 

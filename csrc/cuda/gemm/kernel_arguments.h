@@ -1,6 +1,7 @@
 // What every architecture's kernel is told about a grouped GEMM. Plain C++.
 //
 //   M-grouped (fprop, dgrad): out[t, n]    = sum_k a[t, k] * b[e, n, k]   rows t of group e
+//                                            + sum_i a_low[t, i] * b_low[e, n, i], if it is given
 //   K-grouped (wgrad):        out[e, n, k] = sum_t a[t, n] * b[t, k]      rows t of group e
 #pragma once
 

@@ -1,4 +1,4 @@
-"""grouped_mm: a @ b + bias of each group.
+"""grouped_mm: a @ b + a_low @ b_low + bias of each group.
 
 T rows, E groups, K in_features, N out_features.
 """
@@ -8,9 +8,16 @@ import torch
 from support import expected as must
 from support import variants
 from support.groups import Groups
-from support.mistakes import BAD_OFFS, bias_mistakes, like, offs
+from support.mistakes import (
+    BAD_OFFS,
+    LOW_RANK_SENTENCES,
+    bias_mistakes,
+    like,
+    low_rank_mistakes,
+    offs,
+)
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
-from support.operands import bias, gathered_before, gathering
+from support.operands import bias, gathered_before, gathering, low_rank
 from support.tensors import BF16, FP32, rows, weight
 
 
@@ -18,6 +25,7 @@ def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) ->
     a, b = rows(groups, groups.K, dtype, layout), weight(groups, dtype, layout).mT
     arguments = {"a": a, "b": b, "offs": groups.offs()}
     arguments |= gathering(arguments, groups, layout, options)
+    arguments |= low_rank(groups, dtype, options)
     return arguments | bias(groups, dtype, options)
 
 
@@ -25,7 +33,8 @@ def expected(sample: Sample) -> Outputs:
     plain = gathered_before(sample)
     b = plain["b"]
     dtype = sample.get("out_dtype") or plain["a"].dtype
-    return [must.gemm(plain["a"], b, plain["offs"], dtype, plain.get("bias"))]
+    low = must.low_rank(plain)
+    return [must.gemm(plain["a"], b, plain["offs"], dtype, plain.get("bias"), low=low)]
 
 
 def mistakes(good: Sample) -> list[Arguments]:
@@ -45,6 +54,7 @@ def mistakes(good: Sample) -> list[Arguments]:
         *bias_mistakes(BF16),
         {"rows": torch.zeros(5)},
         {"rows": torch.zeros(5, 2, dtype=torch.int32)},
+        *low_rank_mistakes(BF16),
     ]
 
 
@@ -63,8 +73,12 @@ OP = OpInfo(
         "gathered_strided": {"layout": "strided", "gathers": "rows", "index": torch.int64},
         "gathered_grad": {"gathers": "rows", "requires_grad": ("a", "b")},
         **variants.OUT,
+        **variants.LOW_RANK,
+        "low_grad": {"r": 48, "bias": True, "requires_grad": ("a", "b", "bias", "a_low", "b_low")},
+        "low_grad_of_b_low": {"r": 16, "requires_grad": ("b_low",)},
+        "low_out_fp32": {"r": 80, "bias": True, "out_dtype": FP32},
     },
-    every_tensor="bias",
+    every_tensor="low",
     too_large=(
         ({"a": 0}, {}),
         ({"a": 0}, {"gathers": "rows"}),
@@ -91,5 +105,7 @@ bias must be bfloat16, got float64
 E differs: bias has 2, offs has 3
 N differs: bias has 16, b has 32
 rows must be int32 or int64, got float32
-rows must be 1-D, got 2-D""",
+rows must be 1-D, got 2-D
+"""
+    + LOW_RANK_SENTENCES,
 )

@@ -1,5 +1,7 @@
 """grouped_scaled_mm: a @ b + bias of each group in FP8, with scales of blocks or of groups.
 
+And a_low @ b_low, which is not quantized.
+
 T rows, E groups, K in_features, N out_features.
 """
 
@@ -9,9 +11,16 @@ from torch import Tensor
 from support import expected as must
 from support import reference, variants
 from support.groups import Groups
-from support.mistakes import BAD_OFFS, bias_mistakes, like, offs
+from support.mistakes import (
+    BAD_OFFS,
+    LOW_RANK_SENTENCES,
+    bias_mistakes,
+    like,
+    low_rank_mistakes,
+    offs,
+)
 from support.op_info import Arguments, OpInfo, Options, Outputs, Sample
-from support.operands import bias, gathered_before, gathering
+from support.operands import bias, gathered_before, gathering, low_rank
 from support.tensors import (
     BF16,
     FP32,
@@ -34,13 +43,15 @@ def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) ->
         b, scale_b = per_group_weight(groups)
     arguments = {"a": a, "b": b.mT, "scale_a": scale_a, "scale_b": scale_b, "offs": groups.offs()}
     arguments |= {"out_dtype": dtype} | gathering(arguments, groups, layout, options)
+    arguments |= low_rank(groups, dtype, options)
     return arguments | bias(groups, dtype, options)
 
 
 def expected(sample: Sample) -> Outputs:
     offs, dtype = sample["offs"], sample.get("out_dtype") or BF16
     a, b = numbers(gathered_before(sample))
-    return [must.gemm(a, b, offs, dtype, sample.get("bias"), scaled=True)]
+    low = must.low_rank(sample)
+    return [must.gemm(a, b, offs, dtype, sample.get("bias"), scaled=True, low=low)]
 
 
 def numbers(sample: Sample) -> tuple[Tensor, Tensor]:
@@ -77,6 +88,7 @@ def mistakes(good: Sample) -> list[Arguments]:
         {"out_dtype": torch.float8_e4m3fn},
         *bias_mistakes(BF16),
         {"rows": torch.zeros(5)},
+        *low_rank_mistakes(BF16),
     ]
 
 
@@ -88,8 +100,10 @@ OP = OpInfo(
         "bias": {"bias": True},
         "gathered": {"bias": True, "gathers": "rows", "index": torch.int64},
         **variants.PER_GROUP,
+        **variants.LOW_RANK,
+        **{f"low_{name}": {"r": 80, **options} for name, options in variants.PER_GROUP.items()},
     },
-    every_tensor="bias",
+    every_tensor="low",
     too_large=(({"a": 0, "scale_a": 1}, {"gathers": "rows"}),),
     benchmark="bench_grouped_mm",
     sentences="""\
@@ -119,5 +133,7 @@ bias must be 2-D, got 1-D
 bias must be bfloat16, got float64
 E differs: bias has 2, offs has 3
 N differs: bias has 16, b has 32
-rows must be int32 or int64, got float32""",
+rows must be int32 or int64, got float32
+"""
+    + LOW_RANK_SENTENCES,
 )

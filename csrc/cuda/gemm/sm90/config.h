@@ -68,7 +68,8 @@ struct GemmTraits {
   Required<bool> transposed;  // out is stored as [cols, rows]
   Required<StoreWork> store_work;
   Required<int> tile_n, stages;
-  bool narrow = false;  // the same GEMM in narrow tiles, see NarrowOf
+  bool narrow = false;    // the same GEMM in narrow tiles, see NarrowOf
+  bool low_rank = false;  // a second product joins the sum, see low_rank.cuh
 };
 
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
@@ -101,6 +102,9 @@ struct GemmConfig {
   // and lie so only where they have all columns: side by side, one of two would have none. In FP8
   // ptxas would spill for that, and nobody asks for such products.
   static constexpr bool kSharesB = !kNarrow, kPairsLoneColumn = kNarrow && !kFp8;
+
+  // Whether its k-blocks come before the first product's, see low_rank.cuh.
+  static constexpr bool kLowRank = traits.low_rank, kLowRankFirst = kLowRank && kBlockScaled;
 
   // The unit in which the scheduler measures and cuts K: 64 in 16 bits, 128 in FP8.
   static constexpr int kUnitK = kSwizzleBytes / sizeof(A);
@@ -174,10 +178,17 @@ struct GemmConfig {
   static_assert(!kElementwise || (!kKGrouped && !kFp8),
                 "elementwise arithmetic follows M-grouped GEMMs in 16 bits");
   static_assert(!kNarrow || !kKGrouped, "K-grouped GEMMs have wide tiles alone");
+  static_assert(!kLowRank || (!kKGrouped && !kGathersRows && !kElementwise),
+                "a second product follows M-grouped GEMMs of rows in order");
 };
 
 constexpr GemmTraits with_narrow(GemmTraits traits, bool narrow) {
   traits.narrow = narrow;
+  return traits;
+}
+
+constexpr GemmTraits with_low_rank(GemmTraits traits) {
+  traits.low_rank = true;
   return traits;
 }
 
@@ -188,5 +199,13 @@ using NarrowOf =
 template <typename Config>
 using WideOf =
     GemmConfig<typename Config::A, typename Config::B, with_narrow(Config::kTraits, false)>;
+
+// A GEMM with a second product.
+template <typename Config>
+using LowRankOf =
+    GemmConfig<typename Config::A, typename Config::B, with_low_rank(Config::kTraits)>;
+
+// A stage of the second product has 64 elements of 16 bits along r: as many bytes as a k-block's.
+constexpr int kLowRankK = kSwizzleBytes / 2;
 
 }  // namespace grouped_linear::cuda::sm90

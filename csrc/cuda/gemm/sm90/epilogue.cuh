@@ -293,7 +293,7 @@ struct LinearEpilogue {
                                                SharedStorage<Config>& shared, const Arguments& args,
                                                const GemmShape& shape, const WorkTile& tile,
                                                bool overwrite, const Sync& sync) {
-    if constexpr (Config::kScalePerGroup) {
+    if constexpr (Config::kScalePerGroup && !Config::kLowRank) {
       const float scale_a = args.scale_a[tile.group], scale_b = args.scale_b[tile.group];
 #pragma unroll
       for (int i = 0; i < Config::kTileN / 2; ++i) accum[i] = accum[i] * scale_a * scale_b;

@@ -276,6 +276,8 @@ __device__ void GatherProducer::run(SharedStorage<Config>& shared, const TensorM
 }
 
 template <typename Config>
-using ProducerOf = std::conditional_t<Config::kGathersRows, GatherProducer, TmaProducer>;
+using ProducerOf =
+    std::conditional_t<Config::kGathersRows, GatherProducer,
+                       std::conditional_t<Config::kLowRank, LowRankProducer, TmaProducer>>;
 
 }  // namespace grouped_linear::cuda::sm90

@@ -8,14 +8,19 @@ namespace grouped_linear::cuda::sm90 {
 void run_16bit(const Launch& launch, const GroupedGemm& gemm);  // gemm_16bit.cu
 void run_fp8(const Launch& launch, const GroupedGemm& gemm);    // gemm_fp8.cu
 
+// M-grouped GEMMs with a second product. gemm_low_rank.cu
+void run_low_rank(const Launch& launch, const GroupedGemm& gemm);
+
 // With SwiGLU or its gradient in the epilogue, where there is such a kernel. gemm_swiglu.cu
 bool has_swiglu(const GroupedGemm& gemm, const SwigluForm& form);
 bool has_swiglu_grad(const GroupedGemm& gemm, const SwigluForm& form);
 void run_swiglu(const Launch& launch, const GroupedGemm& gemm, const SwigluOutput& swiglu);
 void run_swiglu_grad(const Launch& launch, const GroupedGemm& gemm, const SwigluGradOutput& grad);
 
-// BF16, FP16 and FP8 operands. No FP16 kernel gathers: it would be compiled four times more.
+// BF16, FP16 and FP8 operands. No FP16 kernel gathers, nor one with a second product: they would be
+// compiled four times more.
 inline void run_grouped_gemm(const Launch& launch, const GroupedGemm& gemm) {
+  if (gemm.low.a) return run_low_rank(launch, gather_before(launch, gemm));
   if ((gemm.a_rows || gemm.b_rows) && gemm.a.scalar_type() == ScalarType::Half)
     return sm90::run_grouped_gemm(launch, gather_before(launch, gemm));
   return gemm.scale_a ? run_fp8(launch, gemm) : run_16bit(launch, gemm);

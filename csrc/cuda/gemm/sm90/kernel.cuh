@@ -42,7 +42,8 @@
 //               while it waits
 //
 // They are in scheduler.cuh, producer.cuh, gather_producer.cuh, scale_warp.cuh, mainloop_*.cuh and
-// epilogue.cuh, store_warp.cuh, elementwise_epilogue.cuh, and zero_fill.cuh, in this order.
+// epilogue.cuh, store_warp.cuh, elementwise_epilogue.cuh, and zero_fill.cuh, in this order. With a
+// low-rank second product, producer and math warps go on with its k-blocks: low_rank.cuh.
 // run_roles below gives them out.
 //
 // The two tiles of a cluster are neighbours and share an operand's tile, see tile_order.cuh. Each
@@ -56,6 +57,7 @@
 #include "cuda/common/pdl.cuh"
 #include "cuda/gemm/sm90/gather_producer.cuh"
 #include "cuda/gemm/sm90/group_table.cuh"
+#include "cuda/gemm/sm90/low_rank.cuh"
 #include "cuda/gemm/sm90/mainloop_16bit.cuh"
 #include "cuda/gemm/sm90/mainloop_fp8.cuh"
 #include "cuda/gemm/sm90/scale_warp.cuh"
@@ -67,6 +69,7 @@ namespace grouped_linear::cuda::sm90 {
 // block.
 template <typename Config, typename Epilogue>
 __device__ void compute_tiles(SharedStorage<Config>& shared,
+                              const typename ProducerOf<Config>::Arguments& producer,
                               const typename Epilogue::Arguments& epilogue,
                               const SplitKWorkspace& workspace, const GemmShape& shape) {
   const MathThread thread{static_cast<int>(threadIdx.x / 128 - 1),
@@ -98,7 +101,9 @@ __device__ void compute_tiles(SharedStorage<Config>& shared,
     const bool outside =
         tile.row + thread.warpgroup * kWgmmaM >= tile.row_end || tile.col >= shape.cols;
     if (outside || (k_blocks == 0 && !overwrite)) {  // an empty group adds nothing
-      for (int k_block = 0; k_block < k_blocks; ++k_block, state.advance()) {
+      int stages = k_blocks;
+      if constexpr (Config::kLowRank) stages += low_rank_blocks(producer);
+      for (int k_block = 0; k_block < stages; ++k_block, state.advance()) {
         mbarrier_wait(&shared.full[state.stage], state.phase);
         pipeline.release(state.stage);
       }
@@ -113,9 +118,10 @@ __device__ void compute_tiles(SharedStorage<Config>& shared,
     // spill, or serialise wgmma.
     if (k_blocks == 0 || !Config::kBlockScaled) clear_accumulator(accum);
     if constexpr (Config::kFp8)
-      mainloop_fp8<Config>(shared, pipeline, operands, tile, k_blocks, thread, accum);
+      mainloop_fp8<Config>(shared, pipeline, operands, tile, k_blocks, thread, producer, epilogue,
+                           accum);
     else
-      mainloop_16bit<Config>(shared, pipeline, operands, tile, k_blocks, accum);
+      mainloop_16bit<Config>(shared, pipeline, operands, tile, k_blocks, producer, accum);
 
     // is_split_k was read where that costs no time. With scales per group ptxas would spill for it.
     if (Config::kKGrouped && (Config::kScalePerGroup ? tile.is_split_k() : is_split_k)) {
@@ -151,7 +157,7 @@ __device__ void run_roles(SharedStorage<Config>& shared, const TensorMaps& maps,
       Producer::template run<Config>(shared, maps, producer, scale_b, workspace, counts, shape);
     constexpr bool takes_warp_1 = Producer::kThreads > 32;
     if constexpr (Config::kScale128x128 && !takes_warp_1)
-      if (threadIdx.x / 32 == 1) load_block_scales<Config>(shared, scale_b, shape);
+      if (threadIdx.x / 32 == 1) load_block_scales<Config>(shared, scale_b, producer, shape);
     constexpr int zeroing_warp = Config::kHasIdleWarp ? 1 : 2;
     if (Config::kKGrouped && threadIdx.x / 32 == zeroing_warp && shared.active_groups < shape.E)
       clear_zeros(shared);
@@ -174,7 +180,7 @@ __device__ void run_roles(SharedStorage<Config>& shared, const TensorMaps& maps,
     }
   } else {
     setmaxnreg_inc<kMathRegisters<Config, Epilogue>>();
-    compute_tiles<Config, Epilogue>(shared, epilogue, workspace, shape);
+    compute_tiles<Config, Epilogue>(shared, producer, epilogue, workspace, shape);
   }
   __syncwarp();
   cluster_sync();  // no block leaves while another may still arrive at its mbarriers

@@ -4,17 +4,19 @@
 // wgmma of the stage after it has been issued and its own is complete.
 #pragma once
 
-#include "cuda/gemm/sm90/smem_layout.cuh"
-#include "cuda/gemm/sm90/wgmma.cuh"
+#include "cuda/gemm/sm90/gather_producer.cuh"
+#include "cuda/gemm/sm90/low_rank.cuh"
 
 namespace grouped_linear::cuda::sm90 {
 
-// accum += the tile's k_blocks of a @ b.T. The first stage is full already.
+// accum += the tile's k_blocks of a @ b.T, and a second product, if the kernel has one.
+// The first stage is full already.
 template <typename Config>
 __device__ __forceinline__ void mainloop_16bit(SharedStorage<Config>& shared,
                                                ConsumerPipeline<Config>& pipeline,
                                                const WgmmaOperands<Config>& operands,
                                                const WorkTile& tile, int k_blocks,
+                                               const typename ProducerOf<Config>::Arguments& low,
                                                float (&accum)[Config::kTileN / 2]) {
   constexpr int whole = Config::kTileK / Config::kWgmmaK;
   // K-grouped: the last k-block may have fewer rows, in units of kWgmmaK; the others there are
@@ -42,6 +44,8 @@ __device__ __forceinline__ void mainloop_16bit(SharedStorage<Config>& shared,
   wgmma_wait<0>();
   fence_operand(accum);
   if (previous >= 0) pipeline.release(previous);
+  if constexpr (Config::kLowRank)
+    multiply_low_rank<Config>(shared, pipeline, operands, low, true, accum);
   if constexpr (Config::kKGrouped) {
     const auto finish = [&](auto units) {
       if (!ready) mbarrier_wait(&shared.full[state.stage], state.phase);

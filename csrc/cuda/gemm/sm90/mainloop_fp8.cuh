@@ -8,18 +8,21 @@
 // prepared while wgmma runs: whatever a warpgroup does between two wgmma counts twice.
 #pragma once
 
-#include "cuda/gemm/sm90/smem_layout.cuh"
-#include "cuda/gemm/sm90/wgmma.cuh"
+#include "cuda/gemm/sm90/gather_producer.cuh"
+#include "cuda/gemm/sm90/low_rank.cuh"
 
 namespace grouped_linear::cuda::sm90 {
 
 // accum += the tile's k_blocks of a @ b.T. With block scales and at least one k-block, it clears
-// accum first. The first stage is full already.
+// accum first. The first stage is full already. A second product joins the sum, if the
+// kernel has one; a scale per group is of the first one alone, and is then applied here.
 template <typename Config>
 __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
                                              ConsumerPipeline<Config>& pipeline,
                                              const WgmmaOperands<Config>& operands,
                                              const WorkTile& tile, int k_blocks, MathThread thread,
+                                             const typename ProducerOf<Config>::Arguments& low,
+                                             const EpilogueArguments& epilogue,
                                              float (&accum)[Config::kTileN / 2]) {
   constexpr int count = Config::kTileN / 2, parts = Config::kColumnParts;
   // Addresses in the first stage: the scales of this thread's first row, of its first columns, of
@@ -40,6 +43,14 @@ __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
   float partial[count];
   const bool between_is_first = tile.col % kScaleBlock == 0;
   float scales[2 * parts];  // b's scale of each 64 columns, times a's of this thread's two rows
+
+  if constexpr (Config::kLowRankFirst) {
+    clear_accumulator(accum);
+    multiply_low_rank<Config>(shared, pipeline, operands, low, false, partial);
+#pragma unroll
+    for (int i = 0; i < count; ++i) accum[accumulator_of<Config>(i)] += partial[i];
+    ready = first = false;
+  }
 
   // partial = the k-block in `stage`. Returns whether columns share scales, see scale_warp.cuh.
   const auto multiply = [&](auto stage) {
@@ -145,6 +156,13 @@ __device__ __forceinline__ void mainloop_fp8(SharedStorage<Config>& shared,
     }
     if constexpr (Config::kScale1x128)
       promote_columns(state.stage == 0 ? Config::kStages - 1 : state.stage - 1);
+  }
+
+  if constexpr (Config::kLowRank && !Config::kLowRankFirst) {
+    const float scale_a = epilogue.scale_a[tile.group], scale_b = epilogue.scale_b[tile.group];
+#pragma unroll
+    for (int i = 0; i < count; ++i) accum[i] = __fmul_rn(__fmul_rn(accum[i], scale_a), scale_b);
+    multiply_low_rank<Config>(shared, pipeline, operands, low, true, accum);
   }
 }
 

@@ -10,6 +10,7 @@
 //   - take one stage for a tile without k-blocks, and one for the end (k_blocks = -1).
 #pragma once
 
+#include "cuda/gemm/sm90/low_rank.cuh"
 #include "cuda/gemm/sm90/scale_warp.cuh"
 #include "cuda/gemm/sm90/tensor_maps.cuh"
 
@@ -22,7 +23,7 @@ namespace grouped_linear::cuda::sm90 {
 //
 // Where the blocks of a cluster share an operand's tile, each loads one half of it into both.
 struct TmaProducer {
-  struct Arguments {};
+  using Arguments = NoLowRank;
   static constexpr int kThreads = 1, kArrivals = 1, kRegisters = 40;
 
   template <typename Config>
@@ -36,8 +37,8 @@ struct TmaProducer {
 
   template <typename Config>
   static __device__ void run(SharedStorage<Config>& shared, const TensorMaps& maps,
-                             const Arguments&, const Scale128x128View&, const SplitKWorkspace&,
-                             const TileCounts&, const GemmShape& shape);
+                             const LowRankArguments<Config>& low, const Scale128x128View&,
+                             const SplitKWorkspace&, const TileCounts&, const GemmShape& shape);
 
   template <typename Config>
   static __device__ __forceinline__ void load_a(SharedStorage<Config>& shared,
@@ -104,8 +105,9 @@ __device__ __forceinline__ void TmaProducer::load_b(SharedStorage<Config>& share
 
 template <typename Config>
 __device__ void TmaProducer::run(SharedStorage<Config>& shared, const TensorMaps& maps,
-                                 const Arguments&, const Scale128x128View&, const SplitKWorkspace&,
-                                 const TileCounts&, const GemmShape& shape) {
+                                 const LowRankArguments<Config>& low, const Scale128x128View&,
+                                 const SplitKWorkspace&, const TileCounts&,
+                                 const GemmShape& shape) {
   constexpr int scale_bytes = Config::kBlockScaled ? 4 * Config::kRowScales : 0;
   constexpr uint16_t all = (1 << kClusterSize) - 1;
   // From shared memory: the special register would be read in every k-block (H200, 2026-11: 0.8% of
@@ -122,6 +124,7 @@ __device__ void TmaProducer::run(SharedStorage<Config>& shared, const TensorMaps
       if (tile.k_blocks < 0) return;
       state.advance();
     }
+    if constexpr (Config::kLowRankFirst) load_low_rank<Config>(shared, low, tile, state);
 #pragma unroll 1
     for (int k_block = 0; k_block < tile.k_blocks; ++k_block, state.advance()) {
       const int stage = state.stage;
@@ -159,7 +162,14 @@ __device__ void TmaProducer::run(SharedStorage<Config>& shared, const TensorMaps
                     tile.row & ~(kRowScaleAlignment - 1), k_block);
       }
     }
+    if constexpr (Config::kLowRank && !Config::kLowRankFirst)
+      load_low_rank<Config>(shared, low, tile, state);
   }
 }
+
+// The same with the second product's operands.
+struct LowRankProducer : TmaProducer {
+  using Arguments = LowRankOperands;
+};
 
 }  // namespace grouped_linear::cuda::sm90

@@ -1,6 +1,7 @@
 // The warp that prepares the block scales of b for the main loop, next to the producer.
 #pragma once
 
+#include "cuda/gemm/sm90/low_rank.cuh"
 #include "cuda/gemm/sm90/scheduler.cuh"
 
 namespace grouped_linear::cuda::sm90 {
@@ -51,7 +52,7 @@ class BlockScales {
 // ptxas (nvcc 13.0) gives 167 promotions of the main loop registers of one bank.
 template <typename Config>
 __device__ void load_block_scales(SharedStorage<Config>& shared, const Scale128x128View& scale,
-                                  const GemmShape& shape) {
+                                  const LowRankArguments<Config>& low, const GemmShape& shape) {
   static_assert(
       Config::kTileN <= kScaleBlock + 64,
       "a tile has two scales of b: one for its first 64 columns, one for those from column "
@@ -73,6 +74,9 @@ __device__ void load_block_scales(SharedStorage<Config>& shared, const Scale128x
     const int first = min(tile.col, shape.cols - 1) / kScaleBlock;
     const int last = min(tile.col + kScaleBlock, shape.cols - 1) / kScaleBlock;
     const float* group = scale.scale + tile.group * scale.group_stride;
+    if constexpr (Config::kLowRank)
+#pragma unroll 1
+      for (int i = 0; i < low_rank_blocks(low); ++i) put(1, 1);  // which nobody reads
 #pragma unroll 1
     for (int begin = 0; begin < tile.k_blocks; begin += 32) {
       const int64_t k = min(begin + lane, tile.k_blocks - 1) * scale.k_stride;

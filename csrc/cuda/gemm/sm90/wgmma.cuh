@@ -169,6 +169,23 @@ class WgmmaOperands {
     wgmma_commit();
   }
 
+  // The same of elements k to k + 15 along r in the second product's stage. a is K-major.
+  template <typename T, Major b_major>
+  __device__ __forceinline__ void issue_low_rank(int stage, int k,
+                                                 float (&accum)[Config::kTileN / 2],
+                                                 bool add) const {
+    static_assert(Config::kAMajor == Major::kK);
+    const uint32_t at = stage * static_cast<uint32_t>(Config::kStageBytes / 16);
+    constexpr uint32_t column_bytes = kLowRankK * kSwizzleBytes;
+    const uint32_t first_b = b_ % (1 << 16) | (b_major == Major::kK ? 16 : column_bytes) / 16 << 16;
+    constexpr int b_step = b_major == Major::kK ? sizeof(T) : kSwizzleBytes;
+    const uint64_t a = smem_descriptor(a_ + at + k * sizeof(T) / 16, 8 * kSwizzleBytes);
+    const uint64_t b = smem_descriptor(first_b + at + k * b_step / 16, 8 * kSwizzleBytes);
+    wgmma_fence();
+    wgmma<T, T, Config::kTileN, Major::kK, b_major>(accum, a, b, add);
+    wgmma_commit();
+  }
+
  private:
   // M/N-major: a column of 64 elements, over the whole k-block.
   static constexpr int kColumnBytes = Config::kTileK * kSwizzleBytes;
