@@ -1,11 +1,12 @@
-"""Fine-tune with LoRA on attention while the experts lie frozen in FP8.
+"""Fine-tune with LoRA on attention and on the experts, which lie frozen in FP8.
 
     pip install transformers peft
     python examples/lora_fp8_experts.py
 
 Experts are most of a mixture-of-experts model. `convert(model, weights="fp8")` keeps
-them in FP8 alone, a byte an element; PEFT's adapters learn beside them, and gradients
-pass through them to what lies before.
+them in FP8 alone, a byte an element. PEFT's adapters learn beside them and on them:
+with `use_grouped_adapters` each row goes through the small factors of its expert, and
+no weight of W + B A is ever made. The adapter is saved as PEFT saves it.
 
 On a GPU the same script runs there. With a checkpoint of yours in the place of the
 small random model, load it, convert it and move it as below: the experts then take half
@@ -13,13 +14,15 @@ of BF16's memory.
 """
 
 import argparse
+import tempfile
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from tqdm import tqdm
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from grouped_linear import convert
+from grouped_linear.integrations.peft import use_grouped_adapters
 
 CONFIG = MixtralConfig(
     vocab_size=256,
@@ -29,6 +32,12 @@ CONFIG = MixtralConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
     num_local_experts=8,
+)
+LORA = LoraConfig(
+    r=8,
+    lora_alpha=16,
+    target_modules=["q_proj", "v_proj"],
+    target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
 )
 
 
@@ -48,9 +57,8 @@ def main() -> None:
     model.requires_grad_(False)
     print(convert(model, weights="fp8"))
     after = mib_of([model.get_parameter(name) for name in experts])
-    model = get_peft_model(
-        model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"])
-    ).to(device)
+    model = get_peft_model(model, LORA).to(device)
+    print("grouped adapters on", *use_grouped_adapters(model), sep="\n  ")
 
     adapters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(adapters, lr=1e-2)
@@ -63,11 +71,19 @@ def main() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
 
+    with tempfile.TemporaryDirectory() as folder:  # of the adapter alone
+        model.save_pretrained(folder)
+        again = PeftModel.from_pretrained(model.unload(), folder)
+    use_grouped_adapters(again)
+    with torch.no_grad():
+        loaded = again(input_ids=tokens, labels=tokens).loss.item()
+
     print(f"\n{'experts in BF16, MiB':24}{before:8.2f}")
     print(f"{'experts in FP8, MiB':24}{after:8.2f}")
     print(f"{'adapters, MiB':24}{mib_of(adapters):8.2f}")
     print(f"{'first loss':24}{losses[0]:8.3f}")
     print(f"{'last loss':24}{losses[-1]:8.3f}")
+    print(f"{'loss, saved and loaded':24}{loaded:8.3f}")
 
 
 if __name__ == "__main__":

@@ -98,7 +98,9 @@ def convert(
     Hugging Face models           Experts that go through transformers' experts interface. The model
                                   keeps its modules and parameters; an experts implementation of the
                                   recipe is registered and chosen. See
-                                  :func:`grouped_linear.integrations.transformers.register`.
+                                  :func:`grouped_linear.integrations.transformers.register`, and of
+                                  PEFT's adapters on experts
+                                  :func:`grouped_linear.integrations.peft.use_grouped_adapters`.
     experts in one module         w1, w2, w3 [E, ...] as in torchtitan, its GPT-OSS and its fused
                                   w13. The module gets another forward. See
                                   :func:`grouped_linear.convert_experts`.

@@ -5,6 +5,7 @@ between an expert's two layers, G = 2 F if experts have a gate, else F. N out_fe
 in_features of a weight.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from grouped_linear.integrations.plan import check_sizes
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
 from grouped_linear.nn.functional import apply_layer, check_parameters
 from grouped_linear.nn.functional_mlp import apply_mlp
+from grouped_linear.nn.lora import LoraWeights
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import stored_weight
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
@@ -34,6 +36,7 @@ def experts_forward(
     *,
     recipe: Recipe | None,
     save_gate_up_in_fp8: bool,
+    lora: Mapping[str, LoraWeights] | None = None,
 ) -> Tensor:
     """The function that transformers calls in place of an experts module's forward.
 
@@ -46,7 +49,9 @@ def experts_forward(
         top_k_weights: [T, C].
         recipe: as registered.
         save_gate_up_in_fp8: as registered.
+        lora: by a weight's name, what adapters add to it, as [E, N, K].
     """
+    lora = lora or {}
     in_fp8 = isinstance(experts, FP8Experts)
 
     def weight(name: str) -> tuple[Tensor, LinearOptions]:
@@ -78,7 +83,15 @@ def experts_forward(
         routed, options = (hidden_states, top_k_weights, top_k_index), (of_gate_up, of_down)
         biases = bias(first), bias("down_proj")
         config = MLPConfig(activation, save_gate_up_in_fp8)
-        y_TH = apply_mlp(*routed, (gate_up, down), biases, (recipe, recipe), config, options)
+        y_TH = apply_mlp(
+            *routed,
+            (gate_up, down),
+            biases,
+            (recipe, recipe),
+            config,
+            options,
+            lora=(lora.get(first), lora.get("down_proj")),
+        )
         return y_TH.to(hidden_states.dtype)
     if save_gate_up_in_fp8:
         raise ValueError(
@@ -93,7 +106,7 @@ def experts_forward(
         b = bias(name)
         check_parameters("grouped_linear", bias=b)
         w, options = weight(name)
-        return apply_layer(x, (w,), b, m_splits_E, recipe, options)
+        return apply_layer(x, (w,), b, m_splits_E, recipe, options, lora=lora.get(name))
 
     x_RH = GatherFunction.apply(hidden_states, *routing)
     gate_up_RG = layer(x_RH, first)

@@ -69,15 +69,16 @@ def plan_description(
 
     Args:
         model: whose configuration and names in checkpoints are extended.
-        quantized: the modules whose weights are or will be GroupedTensors, by name.
+        quantized: the modules whose weights are or will be GroupedTensors, by
+            :func:`name_without_adapters`.
         obstacle: why transformers' format cannot hold them, or None.
     """
     others = [
-        name
+        name_without_adapters(name)
         for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or name.endswith(".experts")) and name not in quantized
+        if (isinstance(module, nn.Linear) or name.endswith(".experts")) and ".lora_" not in name
     ]
-    config = FineGrainedFP8Config(modules_to_not_convert=others)
+    config = FineGrainedFP8Config(modules_to_not_convert=[n for n in others if n not in quantized])
     own = getattr(model, "hf_quantizer", None)
     if own is not None and not isinstance(own, QuantizedExpertsHfQuantizer):
         return partial(_add_to, own)  # its description of the other modules stays
@@ -89,11 +90,15 @@ def plan_description(
     if conversions is None:  # as save_pretrained does
         found = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [c for c in found if not isinstance(c, PrefixChange)]
-    keys = [f"{name}.{w}" for name, experts in quantized.items() for w in weight_names(experts)]
-    with_scales = [(f"{key}{SCALE}", None) for key in keys]
+    shapes = {
+        f"{name}.{w}": getattr(experts, w).shape
+        for name, experts in quantized.items()
+        for w in weight_names(experts)
+    }
+    with_scales = [(f"{key}{SCALE}", None) for key in shapes]
     stand_in: Any = SimpleNamespace(named_parameters=lambda: with_scales, config=model.config)
     with_fp8 = HfQuantizer.update_weight_conversions(quantizer, conversions, stand_in)
-    quantizer.obstacle = obstacle or _obstacle_of_names(model, with_fp8, keys)
+    quantizer.obstacle = obstacle or _obstacle_of_names(model, with_fp8, shapes)
     return partial(_describe, model, quantizer, with_fp8)
 
 
@@ -127,6 +132,11 @@ def forget(model: Any) -> None:
         vars(model.config).pop("quantization_config", None)
     elif own is not None:
         vars(own).pop("get_state_dict_and_metadata", None)
+
+
+def name_without_adapters(name: str) -> str:
+    """A module's name in its model without PEFT's wrappers, as checkpoints have it."""
+    return name.replace(".base_layer", "").replace(".original_module", "")
 
 
 def weight_names(experts: Any) -> tuple[str, str]:
@@ -166,11 +176,12 @@ def obstacle_of(name: str, experts: Any) -> str | None:
     return None
 
 
-def _obstacle_of_names(model: Any, conversions: list[Any], keys: list[str]) -> str | None:
+def _obstacle_of_names(
+    model: Any, conversions: list[Any], shapes: dict[str, torch.Size]
+) -> str | None:
     """Try on tensors without memory what ``save_pretrained`` will do with the experts' names."""
     state: dict[str, Tensor] = {}
-    for key in keys:
-        E, N, K = model.get_parameter(key).shape
+    for key, (E, N, K) in shapes.items():
         state[key] = torch.empty(E, N, K, dtype=E4M3, device="meta")
         state[key + SCALE] = torch.empty(E, ceil_div(N, BLOCK), ceil_div(K, BLOCK), device="meta")
     before = getattr(model, "_weight_conversions", None)

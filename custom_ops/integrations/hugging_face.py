@@ -63,6 +63,12 @@ def plan_hugging_face(
     for place, module in experts.items():
         _check(f"convert: {place or type(module).__name__}", module, recipe, save_gate_up_in_fp8)
     plan = Plan(writes=[partial(_choose, model, experts, implementation)])
+    adapted: set[nn.Module] = set()
+    if any(type(module).__name__ == "ParamWrapper" for module in model.modules()):
+        from grouped_linear.integrations.peft import plan_adapters
+
+        writes, adapted = plan_adapters("convert", model)
+        plan.writes += writes
     plain = {p: module for p, module in experts.items() if not isinstance(module, FP8Experts)}
     if weights == "both":
         assert recipe is not None
@@ -81,6 +87,7 @@ def plan_hugging_face(
         else:
             path += how_weights_are_kept(weights)
             path += " that do not learn" if weights == "fp8" and module.is_transposed else ""
+        path += ", with adapters" if module in adapted else ""
         form = class_before(module).__name__
         plan.converted.append(
             ConvertedExperts(place, form, module.num_experts, num_parameters, path)

@@ -103,7 +103,11 @@ def plan_quantization(
         writes += [partial(_quantize, experts, name, recipes[where]) for name in weights]
         writes.append(partial(save_by_parts, experts, weights))
     for where, root in _models_in(model):
-        own = {n.removeprefix(where): e for n, e in found.items() if n.startswith(where)}
+        own = {
+            fp8_checkpoint.name_without_adapters(name.removeprefix(where)): experts
+            for name, experts in found.items()
+            if name.startswith(where)
+        }
         if own:
             obstacles = (fp8_checkpoint.obstacle_of(n, e) for n, e in own.items())
             obstacle = next(filter(None, obstacles), None)

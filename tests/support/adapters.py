@@ -1,0 +1,143 @@
+"""Models of transformers with PEFT's adapters on their experts; only tests of PEFT import this."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from grouped_linear import GroupedTensor, Recipe, convert
+from grouped_linear.integrations.peft import ParamWrapper, use_grouped_adapters
+
+IDS = torch.arange(24).reshape(2, 12)
+GATE_UP, DOWN = EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts_per_tok": 2,
+}
+
+
+def mixtral(**options: Any) -> Any:
+    config = transformers.MixtralConfig(**SIZES | {"num_local_experts": 4} | options)
+    return transformers.MixtralForCausalLM(config)
+
+
+def qwen3() -> Any:
+    config = transformers.Qwen3MoeConfig(**SIZES, num_experts=5)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def gpt_oss() -> Any:
+    config = transformers.GptOssConfig(**SIZES, num_local_experts=4)
+    return transformers.GptOssForCausalLM(config)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "Mixtral": mixtral,
+    "Mixtral, one layer after the other": lambda: mixtral(hidden_act="quick_gelu"),
+    "Qwen3-MoE": qwen3,
+    "GPT-OSS": gpt_oss,  # transposed weights, biases, interleaved gate and up
+}
+
+
+def model_of(name: str = "Mixtral") -> Any:
+    """A model whose experts say more than transformers' initialization has them say."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    for parameter_name, p in model.named_parameters():
+        if ".experts." in parameter_name:
+            nn.init.normal_(p, std=0.1)
+    return model
+
+
+def config_of(parameters: list[str] = EXPERTS, **options: Any) -> Any:
+    options = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj"]} | options
+    return peft.LoraConfig(target_parameters=parameters, **options)
+
+
+def randomize(model: nn.Module) -> None:
+    """Give adapters numbers: B is zero at first."""
+    torch.manual_seed(1)
+    for name, p in model.named_parameters():
+        if ".lora_" in name:
+            nn.init.normal_(p, std=0.3)
+
+
+def grouped(
+    model: Any, config: Any, recipe: Recipe | None = None, weights: Any = None, order: str = "last"
+) -> Any:
+    """A model with our experts, and adapters that say something."""
+    if order == "convert first":
+        convert(model, recipe, weights=weights)
+        model = peft.get_peft_model(model, config)
+        use_grouped_adapters(model)
+    else:
+        model = peft.get_peft_model(model, config)
+        convert(model, recipe, weights=weights)
+    assert any(type(module) is ParamWrapper for module in model.modules())
+    randomize(model)
+    return model
+
+
+def results(model: Any, **options: Any) -> dict[str, Tensor]:
+    """The logits, and all gradients of adapters; options are torch.compile's."""
+    model.zero_grad()
+    call = torch.compile(model, **options) if options else model
+    output = call(input_ids=IDS, labels=IDS, use_cache=False)
+    output.loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert grads
+    return {"logits": output.logits.detach(), **grads}
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(input_ids=IDS).logits
+    return found
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, t in expected.items():
+        error = (actual[name] - t).norm() / t.norm()
+        assert error < tolerance, (name, error)
+
+
+def of_a_layer(model: Any) -> Tensor:
+    """What the first layer's experts compute: an error of theirs changes no later router's mind."""
+    torch.manual_seed(2)
+    layer = model.get_base_model().model.layers[0]
+    x, scores = torch.randn(40, 32), torch.rand(40, 2)
+    chosen = torch.stack([torch.randperm(4)[:2] for _ in range(40)])
+    with torch.no_grad():
+        y: Tensor = layer.mlp.experts(x, chosen, scores)
+    return y
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """The experts' weights of a model with adapters, in their numbers."""
+    return {
+        name: p.detach().dequantize() if isinstance(p, GroupedTensor) else p.detach().clone()
+        for name, p in model.named_parameters()
+        if name.endswith(("gate_up_proj", "down_proj"))
+    }
+
+
+@contextmanager
+def fp8_checkpoints_on_cpu() -> Iterator[None]:
+    """As on a GPU: transformers then keeps what it loads in FP8."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        yield
