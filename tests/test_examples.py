@@ -15,7 +15,7 @@ from support.documents import ROOT
 # Example: what it needs besides torch, and the last line of its table.
 EXAMPLES = {
     "train_qwen3_moe": (("transformers", "accelerate", "matplotlib"), "FP8 "),
-    "lora_fp8_experts": (("transformers", "peft", "tqdm"), "last loss"),
+    "finetune_experts_fp8": (("transformers", "peft", "tqdm", "matplotlib"), "last loss"),
     "generate_from_fp8": (("transformers", "accelerate"), "tokens a second"),
     "torchtitan_moe": (("torchtitan", "spmd_types", "triton", "tqdm"), "converted, FP8"),
     "cuda_graphs": (("tqdm", "matplotlib"), "last loss"),

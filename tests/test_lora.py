@@ -166,7 +166,7 @@ def test_expert_layer(recipe: Recipe | None, kind: str, which: str, device: str)
     # bf16, the adapter's factors too.
     tolerance = 1e-5 if recipe is None else 2e-2
     if isinstance(recipe, MXFP8BlockScaling):
-        tolerance = 4e-2
+        tolerance = 6e-2
     actual = run(fused_sorted(kind, recipe, SPLITS), leaves)
     expected = run(composed_sorted(kind, recipe, SPLITS), leaves)
     near(actual, in_double(expected), tolerance)

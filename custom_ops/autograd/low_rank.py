@@ -52,7 +52,8 @@ def low_rank(
     """An adapter cast and padded; None of none."""
     if a_ErK is None or b_ENr is None or scaling is None:
         return None
-    a_ErK, b_ENr = a_ErK.to(dtype), b_ENr.to(dtype)
+    # Dense once: several GEMMs read them, and PEFT's B has its experts innermost.
+    a_ErK, b_ENr = a_ErK.to(dtype).contiguous(), b_ENr.to(dtype).contiguous()
     missing = -a_ErK.size(1) % FEATURE_MULTIPLE
     if missing:
         a_ErK, b_ENr = pad(a_ErK, (0, 0, 0, missing)), pad(b_ENr, (0, missing))
