@@ -348,3 +348,13 @@ TestWrites = Writes.TestCase
 TestWrites.settings = settings(few, max_examples=max(5, settings.default.max_examples // 3))
 TestWritesOnGpu = needs_gpu(WritesOnGpu.TestCase)
 TestWritesOnGpu.settings = TestWrites.settings
+
+
+@DEVICES
+def test_copies_of_a_state_are_plain(device: str) -> None:
+    """What distributed checkpoints and torch.save(t.cpu()) write needs no package to be read."""
+    weight = make_layer("both", RECIPES["block"], BF16, device).state_dict()["weight"]
+    assert isinstance(weight, GroupedTensorWithMaster)
+    for copied in (weight.clone(), weight.to("cpu", copy=True), weight.float()):
+        assert type(copied) is Tensor
+        assert_same_bits(copied.to("cpu", BF16), weight.master.cpu())

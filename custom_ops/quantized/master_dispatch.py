@@ -105,8 +105,9 @@ def _written(
 
 @handles(aten.clone.default)
 def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copy; of what a state dict has, as a plain tensor."""
     t = args[0]
-    if not t.is_whole:
+    if not t.is_whole or t.has_memory:
         return func(t.own, **kwargs)
     parts = t.parts.each(lambda part: part.clone())
     master = func(t.own, memory_format=torch.contiguous_format)
@@ -115,9 +116,12 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(aten._to_copy.default)
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy to another device, with the quantized numbers; or to another dtype, and quantize."""
+    """Copy to another device, with the quantized numbers; or to another dtype, and quantize.
+
+    What a state dict has becomes a plain tensor: whoever saves it copies it to the CPU first.
+    """
     t, dtype = args[0], kwargs.get("dtype") or args[0].dtype
-    if not t.is_whole or dtype not in ACTIVATIONS:
+    if not t.is_whole or t.has_memory or dtype not in ACTIVATIONS:
         return func(t.own, *args[1:], **kwargs)
     to = {name: kwargs[name] for name in ("device", "non_blocking") if name in kwargs}
     master = func(t.own, dtype=dtype, **to)

@@ -230,7 +230,7 @@ class GroupedTensorWithMaster(GroupedTensor):
     def for_state_dict(self) -> "GroupedTensorWithMaster":
         """A view of this tensor as state dicts have it: with memory, for those who write files.
 
-        A write to it is a write to this tensor. A pickle of it is a plain tensor.
+        A write to it is a write to this tensor. Pickles and copies of it are plain tensors.
         """
         with views_of(self):
             parts, own = self.parts.each(aten.alias), aten.alias(self.own)
