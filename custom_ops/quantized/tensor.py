@@ -8,7 +8,7 @@ E experts, K in_features, N out_features.
 import copy
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 #: By overload. The entry of None handles every overload without an entry of its own.
 HANDLERS: dict[Any, Handler] = {}
+
+
+_T = TypeVar("_T", bound=Tensor)
 
 
 class GroupedTensor(Tensor):
@@ -89,6 +92,15 @@ class GroupedTensor(Tensor):
     stochastic_rounding: bool
     master: Tensor | None = None
     """The high-precision numbers; only a :class:`GroupedTensorWithMaster` has them."""
+
+    _handlers: ClassVar[dict[Any, Handler]] = HANDLERS
+    _own_attributes: ClassVar[Sequence[str]] = (
+        "q",
+        "scale",
+        "q_t",
+        "recipe",
+        "stochastic_rounding",
+    )
 
     # Operations are intercepted below autograd, in __torch_dispatch__, and only there.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -293,6 +305,14 @@ class GroupedTensor(Tensor):
             type(w) in (Tensor, nn.Parameter),
             lambda: f"data must be a GroupedTensor or a plain tensor, got {type(w).__name__}",
         )
+        self._check_data(w)
+        twin = self.detach().to(w.device, w.dtype, copy=True)
+        twin.copy_(w)
+        return twin  # type: ignore[return-value]
+
+    def _check_data(self, w: Tensor) -> None:
+        """Raise RuntimeError for plain data of another dtype or shape."""
+        rules = Rules("GroupedTensor")
         rules.check(
             w.dtype in ACTIVATIONS,
             lambda: (
@@ -304,9 +324,6 @@ class GroupedTensor(Tensor):
             w.shape == self.shape,
             lambda: f"plain data must have the shape {list(self.shape)}, got {list(w.shape)}",
         )
-        twin = self.detach().to(w.device, w.dtype, copy=True)
-        twin.copy_(w)
-        return twin  # type: ignore[return-value]
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -365,6 +382,10 @@ class GroupedTensor(Tensor):
             super().__deepcopy__(memo)  # which refuses
         q, scale, q_t = copy.deepcopy((self.q, self.scale, self.q_t), memo)
         twin = GroupedTensor(q, scale, q_t, self.metadata, self.shape)
+        return self._complete_copy(twin, memo)
+
+    def _complete_copy(self, twin: _T, memo: dict[int, Any]) -> _T:
+        """Give a deep copy's tensor what a tensor has besides its numbers."""
         memo[id(self)] = twin
         vars(twin).update(copy.deepcopy(self._attributes(), memo))
         twin.requires_grad_(self.requires_grad)
@@ -373,7 +394,8 @@ class GroupedTensor(Tensor):
 
     def _attributes(self) -> dict[str, Any]:
         """Those that others gave it. One of them says that it is a parameter."""
-        return {name: value for name, value in vars(self).items() if name not in _ATTRIBUTES}
+        own = self._own_attributes
+        return {name: value for name, value in vars(self).items() if name not in own}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         state = {
@@ -398,7 +420,7 @@ class GroupedTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        handler = HANDLERS.get(func, HANDLERS[None])
+        handler = cls._handlers.get(func, cls._handlers[None])
         return handler(func, args, kwargs or {})
 
     def fsdp_pre_all_gather(
@@ -455,9 +477,6 @@ def _as_parameter(t: Tensor, requires_grad: bool) -> GroupedTensor:
         )
     parameter: Any = nn.Parameter(t.detach(), requires_grad)
     return parameter  # type: ignore[no-any-return]
-
-
-_ATTRIBUTES = ("q", "scale", "q_t", "recipe", "stochastic_rounding")
 
 
 def _rebuild(state: dict[str, Any]) -> GroupedTensor:

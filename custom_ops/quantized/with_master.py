@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, Rules, dtype_name
+from grouped_linear.meta_kernels.rules import Rules
 from grouped_linear.quantized.dispatch import count_write, views_of
 from grouped_linear.quantized.pickle_version import (
     check_pickle_version,
@@ -72,6 +72,9 @@ class GroupedTensorWithMaster(GroupedTensor):
     # Of experts, what they are a view of. In a trace that is quantized as a whole, because Inductor
     # scatters no FP8 into a larger tensor (torch 2.13).
     whole: "GroupedTensorWithMaster | None" = None
+
+    _handlers = HANDLERS
+    _own_attributes = (*GroupedTensor._own_attributes, "master", "own", "has_memory", "whole")
 
     @staticmethod
     def __new__(
@@ -274,18 +277,7 @@ class GroupedTensorWithMaster(GroupedTensor):
 
     def _copied(self, w: Tensor) -> "GroupedTensorWithMaster":
         """Numbers of another tensor, in memory of their own."""
-        rules = Rules("GroupedTensor")
-        rules.check(
-            w.dtype in ACTIVATIONS,
-            lambda: (
-                "a quantized weight stands for bfloat16, float16 or float32, got data of "
-                f"{dtype_name(w.dtype)}: assign its dequantize() to a plain parameter"
-            ),
-        )
-        rules.check(
-            w.shape == self.shape,
-            lambda: f"data must have the shape {list(self.shape)}, got {list(w.shape)}",
-        )
+        self._check_data(w)
         numbers = w.numbers(w.dtype) if isinstance(w, GroupedTensor) else w.detach()
         return self.of(numbers.clone(memory_format=torch.contiguous_format))
 
@@ -333,15 +325,7 @@ class GroupedTensorWithMaster(GroupedTensor):
             None if self.is_whole else own,
             has_memory=self.has_memory,
         )
-        memo[id(self)] = twin
-        vars(twin).update(copy.deepcopy(self._attributes(), memo))
-        twin.requires_grad_(self.requires_grad)
-        twin.grad = copy.deepcopy(self.grad, memo)
-        return twin
-
-    def _attributes(self) -> dict[str, Any]:
-        """Those that others gave it."""
-        return {name: value for name, value in vars(self).items() if name not in _ATTRIBUTES}
+        return self._complete_copy(twin, memo)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if self.has_memory or not self.is_whole:
@@ -382,17 +366,6 @@ class GroupedTensorWithMaster(GroupedTensor):
             return super().fsdp_post_all_gather(gathered, own_scale, param_dtype, out=out)
         return None if out is not None else (gathered[0], ())
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        handler = HANDLERS.get(func, HANDLERS[None])
-        return handler(func, args, kwargs or {})
-
 
 def keeps_beside_master(recipe: Recipe) -> bool:
     """Whether a weight can be kept in the recipe's format beside its high-precision numbers."""
@@ -423,12 +396,6 @@ def _by_function(master: Tensor, quantize: Callable[..., Operands | Tensor]) -> 
     columnwise = None if made.columnwise is made.rowwise else made.columnwise
     kept = QuantizedWeight(made.rowwise, made.rowwise_scale, columnwise)  # type: ignore[arg-type]
     return kept.each(torch.clone)
-
-
-_ATTRIBUTES = (
-    *("q", "scale", "q_t", "recipe", "stochastic_rounding"),
-    *("master", "own", "has_memory", "whole"),
-)
 
 
 def _rebuild(state: dict[str, Any]) -> GroupedTensorWithMaster:
