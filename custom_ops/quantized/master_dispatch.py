@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
 from grouped_linear.quantized import dispatch
-from grouped_linear.quantized.dispatch import bound_arguments, count_write, unfilled, views_of
+from grouped_linear.quantized.dispatch import count_write, unfilled, views_of, written
 from grouped_linear.quantized.with_master import HANDLERS, GroupedTensorWithMaster
 
 aten = torch.ops.aten
@@ -93,12 +93,8 @@ def _written(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[GroupedTensorWithMaster]:
     """The tensors among an operation's arguments that it writes, each once."""
-    if func.namespace == "c10d":
-        arguments: list[Any] = [args, kwargs]
-    else:
-        infos = {a.name: a.alias_info for a in func._schema.arguments}
-        bound = bound_arguments(func, args, kwargs)
-        arguments = [v for name, v in bound.items() if infos[name] and infos[name].is_write]
+    is_collective = func.namespace == "c10d"
+    arguments = [args, kwargs] if is_collective else written(func, args, kwargs)
     found = {id(t): t for t in tree_leaves(arguments) if isinstance(t, GroupedTensorWithMaster)}
     yield from found.values()
 

@@ -8,7 +8,7 @@ E experts, K in_features, N out_features.
 import copy
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +43,6 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 #: By overload. The entry of None handles every overload without an entry of its own.
 HANDLERS: dict[Any, Handler] = {}
-
-
-_T = TypeVar("_T", bound=Tensor)
 
 
 class GroupedTensor(Tensor):
@@ -94,13 +91,8 @@ class GroupedTensor(Tensor):
     """The high-precision numbers; only a :class:`GroupedTensorWithMaster` has them."""
 
     _handlers: ClassVar[dict[Any, Handler]] = HANDLERS
-    _own_attributes: ClassVar[Sequence[str]] = (
-        "q",
-        "scale",
-        "q_t",
-        "recipe",
-        "stochastic_rounding",
-    )
+    _memory: ClassVar[tuple[str, ...]] = ("q", "scale", "q_t")
+    _own_attributes: ClassVar[tuple[str, ...]] = (*_memory, "recipe", "stochastic_rounding")
 
     # Operations are intercepted below autograd, in __torch_dispatch__, and only there.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -238,8 +230,7 @@ class GroupedTensor(Tensor):
         """
         dtype = self.dtype if dtype is None else dtype
         Rules("GroupedTensor").dtype("dtype", dtype, ACTIVATIONS)
-        w: Tensor = _Dequantize.apply(self, dtype)
-        return w
+        return block_math.differentiable(self, dtype)
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """``q * scale`` in a plain tensor; not differentiable."""
@@ -282,21 +273,23 @@ class GroupedTensor(Tensor):
     def data(self) -> Tensor:
         """The tensor without its autograd history.
 
-        Assign a GroupedTensor, and this one has its memory, shape and dtype from then on, as torch
-        has it; the recipe stays. A plain tensor is quantized into new memory.
+        Assign a tensor of this class, and this one has its memory, shape and dtype from then on, as
+        torch has it; the recipe stays. Any other tensor is quantized into new memory: later writes
+        to that one do not reach this one.
 
         Raises:
-            RuntimeError: for a plain tensor of another shape, or of float64 or no float dtype.
+            RuntimeError: for another tensor of another shape, or of float64 or no float dtype.
         """
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not isinstance(value, GroupedTensor):
+        if not isinstance(value, type(self)):
             value = self._quantized_like(value)
         # Shape, dtype and device are torch's, which refuses before it writes.
         torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
-        self.q, self.scale, self.q_t = value.q, value.scale, value.q_t
+        for name in self._memory:
+            setattr(self, name, getattr(value, name))
 
     def _quantized_like(self, w: Tensor) -> "GroupedTensor":
         """A plain tensor quantized as this one is."""
@@ -335,10 +328,11 @@ class GroupedTensor(Tensor):
         return 1 if self.q_t is None else 2
 
     def data_ptr(self) -> int:
-        """A number that tells tensors apart as their addresses do, and is no address.
+        """A number that tells tensors apart as addresses do, and is not an address.
 
-        It is that of q, moved to where no process has memory: a kernel that takes it for one of
-        high precision fails, instead of reading e4m3. 0 where q has none, as on the meta device.
+        It is the address of q, moved to where no process has memory: a kernel that reads there
+        fails, instead of taking e4m3 for high precision. 0 where q has no memory, as on the meta
+        device.
         """
         address = self.q.data_ptr()
         return address and address + NO_ADDRESS
@@ -380,11 +374,11 @@ class GroupedTensor(Tensor):
         """Copies share memory where the tensors do, as torch has it: all parts of them."""
         if not self.is_leaf:
             super().__deepcopy__(memo)  # which refuses
-        q, scale, q_t = copy.deepcopy((self.q, self.scale, self.q_t), memo)
-        twin = GroupedTensor(q, scale, q_t, self.metadata, self.shape)
-        return self._complete_copy(twin, memo)
+        parts = copy.deepcopy((self.q, self.scale, self.q_t), memo)
+        twin = GroupedTensor(*parts, self.metadata, self.shape)
+        return self._complete_copy(twin, memo)  # type: ignore[no-any-return]
 
-    def _complete_copy(self, twin: _T, memo: dict[int, Any]) -> _T:
+    def _complete_copy(self, twin: Any, memo: dict[int, Any]) -> Any:
         """Give a deep copy's tensor what a tensor has besides its numbers."""
         memo[id(self)] = twin
         vars(twin).update(copy.deepcopy(self._attributes(), memo))
@@ -393,7 +387,7 @@ class GroupedTensor(Tensor):
         return twin
 
     def _attributes(self) -> dict[str, Any]:
-        """Those that others gave it. One of them says that it is a parameter."""
+        """Attributes that others set. One of them makes it a parameter."""
         own = self._own_attributes
         return {name: value for name, value in vars(self).items() if name not in own}
 
@@ -504,14 +498,3 @@ def _check_recipe(recipe: Recipe | None) -> Float8BlockScaling:
     if not isinstance(recipe, Float8BlockScaling):
         raise ValueError(f"GroupedTensor: recipe must be Float8BlockScaling, got {recipe!r}")
     return recipe
-
-
-class _Dequantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: GroupedTensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = t.dtype
-        return t.numbers(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.dtype), None

@@ -77,8 +77,8 @@ class WeightCache(nn.Module):
     def warm(self) -> bool:
         """Whether it was written since it was last cold, in eager mode or by a graph.
 
-        The host cannot know whether a flag on the device skipped a write. So this serves to report
-        what the host can see; the NaN of a cold cache shows the rest.
+        The host cannot know whether a flag on the device skipped a write. So this tells what the
+        host can see. The NaN scales of a cold cache show the rest.
         """
         return self._writes != self._cold_writes
 

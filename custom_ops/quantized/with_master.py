@@ -39,9 +39,9 @@ HANDLERS: dict[Any, Handler] = {}
 class GroupedTensorWithMaster(GroupedTensor):
     """Experts' weights in high precision, with the FP8 numbers that GEMMs read beside them.
 
-    In every operation of torch it is what a plain tensor of its high-precision numbers, ``master``,
-    would be. Beside them it keeps q, q_t and scale, always those of quantizing ``master``. Three
-    rules make it so:
+    In every operation of torch it behaves as a plain tensor of its high-precision numbers,
+    ``master``. It also keeps q, q_t and scale, which are always what quantizing ``master`` gives.
+    Three rules make it so:
 
     - A view is a view of ``master`` that knows the experts that it lies in.
     - An operation that writes the tensor, or a view of it, writes ``master``, and quantizes these
@@ -69,11 +69,12 @@ class GroupedTensorWithMaster(GroupedTensor):
     master: Tensor
     own: Tensor
     has_memory: bool
-    # Of experts, what they are a view of. In a trace that is quantized as a whole, because Inductor
+    # The weight that these experts are a view of. A trace quantizes all of it, because Inductor
     # scatters no FP8 into a larger tensor (torch 2.13).
     whole: "GroupedTensorWithMaster | None" = None
 
     _handlers = HANDLERS
+    _memory = (*GroupedTensor._memory, "master", "own")
     _own_attributes = (*GroupedTensor._own_attributes, "master", "own", "has_memory", "whole")
 
     @staticmethod
@@ -223,7 +224,7 @@ class GroupedTensorWithMaster(GroupedTensor):
         return self.own.to(dtype, copy=True)
 
     def check_whole(self) -> None:
-        """Raise RuntimeError for a view that is no whole experts."""
+        """Raise RuntimeError for a view that is not of whole experts."""
         if not self.is_whole:
             raise RuntimeError(
                 f"GroupedTensor: a layer reads whole experts, {list(self.master.shape)}, got a "
@@ -254,28 +255,7 @@ class GroupedTensorWithMaster(GroupedTensor):
 
     __setitem__ = Tensor.__setitem__  # type: ignore[assignment]
 
-    @property
-    def data(self) -> Tensor:
-        """The tensor without its autograd history.
-
-        Assign a tensor of this class, and this one has its memory from then on, as torch has it.
-        The numbers of any other are copied: later writes to that one do not reach this one.
-
-        Raises:
-            RuntimeError: for another tensor of another shape, or of float64 or no float dtype.
-        """
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        if not isinstance(value, GroupedTensorWithMaster):
-            value = self._copied(value)
-        # Shape, dtype and device are torch's, which refuses before it writes.
-        torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
-        self.q, self.scale, self.q_t = value.parts  # type: ignore[assignment]
-        self.master, self.own = value.master, value.own
-
-    def _copied(self, w: Tensor) -> "GroupedTensorWithMaster":
+    def _quantized_like(self, w: Tensor) -> "GroupedTensorWithMaster":
         """Numbers of another tensor, in memory of their own."""
         self._check_data(w)
         numbers = w.numbers(w.dtype) if isinstance(w, GroupedTensor) else w.detach()
@@ -296,7 +276,7 @@ class GroupedTensorWithMaster(GroupedTensor):
         return self.master.element_size() + (1 if self.q_t is None else 2)
 
     def data_ptr(self) -> int:
-        """The address of the high-precision numbers. A write there wants :meth:`refresh_`."""
+        """The address of the high-precision numbers. Call :meth:`refresh_` after a write there."""
         return self.own.data_ptr()
 
     # --- compile, pickle, dispatch, FSDP2 --------------------------------------------------------
@@ -325,7 +305,7 @@ class GroupedTensorWithMaster(GroupedTensor):
             None if self.is_whole else own,
             has_memory=self.has_memory,
         )
-        return self._complete_copy(twin, memo)
+        return self._complete_copy(twin, memo)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if self.has_memory or not self.is_whole:
@@ -403,7 +383,7 @@ def _rebuild(state: dict[str, Any]) -> GroupedTensorWithMaster:
     check_pickle_version("GroupedTensorWithMaster", state["version"], PICKLE_VERSION)
     recipe = recipe_from_pickle(state["recipe"])
     # Tensors that were saved together may share memory. Each has its own here, so that a write to
-    # one of them does not pass by the quantized numbers of another.
+    # one of them leaves no other with old quantized numbers.
     t = _quantized(state["master"].clone(), recipe, state["columnwise"])
     vars(t).update(state["attributes"])
     t.requires_grad_(state["requires_grad"])
