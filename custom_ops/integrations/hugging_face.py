@@ -112,7 +112,7 @@ def _keep_both(experts: Any, recipe: Recipe) -> None:
 
 
 def _check(where: str, experts: Any, recipe: Recipe | None, save_gate_up_in_fp8: bool) -> None:
-    """Raise ValueError for experts that the recipe and the kernels do not compute."""
+    """Raise ValueError for experts that the recipe or the kernels cannot compute."""
     if save_gate_up_in_fp8 and activation_of(experts) is None:
         raise ValueError(
             f"{where}: save_gate_up_in_fp8 needs an activation of grouped_mlp, and "
@@ -147,8 +147,7 @@ def _choose(model: nn.Module, experts: dict[str, Any], implementation: Implement
 def _learned(experts: Any) -> list[str]:
     """The names of weights that learn, and must go on learning when they are in FP8.
 
-    Their gradient is that of the weight that they stand for. Transposed weights are read by a GEMM
-    that has none.
+    Transposed weights do not learn: the GEMM that reads them gives no gradient for them.
     """
     if experts.is_transposed:
         return []

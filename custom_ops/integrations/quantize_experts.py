@@ -1,4 +1,4 @@
-"""Keep the experts of a Hugging Face model in FP8, and nothing else of them.
+"""Keep the experts of a Hugging Face model in FP8. The rest of the model stays as it is.
 
 E experts, F features inside an expert.
 """
@@ -84,7 +84,7 @@ def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None)
 def plan_quantization(
     op: str, model: nn.Module, recipes: dict[str, Float8BlockScaling]
 ) -> list[Callable[[], None]]:
-    """Check that a model's experts can be quantized; what is returned quantizes them.
+    """Check that a model's experts can be quantized; the returned functions quantize them.
 
     Args:
         op: what errors begin with.
@@ -126,7 +126,7 @@ def _quantize(experts: Any, name: str, recipe: Float8BlockScaling) -> None:
 
 
 def save_by_parts(experts: Any, weights: tuple[str, str]) -> None:
-    """What experts need in state dicts and in pickles, once their weights are quantized."""
+    """Prepare experts with quantized weights for state dicts and pickles."""
     if not is_converted(experts):
         convert_class(experts, scale_properties, weights)
     implementation = Implementation.of(experts.config._experts_implementation)

@@ -1,8 +1,8 @@
 """Recipes: which numbers a layer multiplies. A layer takes one as ``recipe=``.
 
 A :class:`Recipe` is data: a :class:`Format` for x, for the weight and for dy. ``quantize`` and
-``weight`` make operands in these formats; no other code asks which format a layer has, except where
-a format is an object's own (:class:`grouped_linear.GroupedTensor` is in ``Float8BlockScaling``'s).
+``weight`` make operands in these formats; no other code depends on a layer's format.
+:class:`grouped_linear.GroupedTensor` alone has a fixed one, that of ``Float8BlockScaling``.
 """
 
 from grouped_linear.recipes.block import Float8BlockScaling

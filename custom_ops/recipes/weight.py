@@ -34,7 +34,7 @@ class QuantizedWeight(NamedTuple):
     """What :func:`weight_for_dgrad` takes: in FP8 [E, K, N], contiguous; under MXFP8 [E, N, K]."""
 
     def each(self, op: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
-        """What `op` makes of each tensor that is there."""
+        """Apply `op` to each tensor that is not None."""
         return QuantizedWeight(*(None if t is None else op(t) for t in self))  # type: ignore[arg-type]
 
     def operands(self, columnwise: bool) -> Operands:
