@@ -113,7 +113,7 @@ def _add_to(quantizer: Any) -> None:
 
 
 def _with_experts(cls: Any, quantizer: Any, model: Any) -> tuple[dict[str, Any] | None, Any]:
-    obstacle = "a checkpoint has one quantization, and the model has its own beside its experts"
+    obstacle = "the model's other modules are quantized in a format of theirs, a checkpoint has one"
     state, metadata = cls.get_state_dict_and_metadata(quantizer, model)
     return _in_own_dtype(model, obstacle, state), metadata
 

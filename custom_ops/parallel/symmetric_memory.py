@@ -25,7 +25,7 @@ _ROW_BYTES = 64
 def require_symmetric_memory(name: str, device_type: str) -> None:
     """Raise RuntimeError where rows of that device cannot be exchanged this way."""
     if device_type == "cuda" and not _symm_mem.is_nvshmem_available():
-        raise RuntimeError(f"{name}: needs NVSHMEM, which this torch has not or does not find")
+        raise RuntimeError(f"{name}: needs NVSHMEM, which this torch lacks or cannot find")
 
 
 class _Buffers:

@@ -168,8 +168,8 @@ class GroupedTensorWithMaster(GroupedTensor):
             )
         if stochastic_rounding:
             raise ValueError(
-                "GroupedTensorWithMaster: stochastic_rounding is for weights without their "
-                "high-precision numbers, to which small steps add up here"
+                "GroupedTensorWithMaster: stochastic_rounding must be False: small steps add up in "
+                "the high-precision numbers"
             )
         Rules("GroupedTensorWithMaster").weight(w)
         master = w.detach().contiguous()
