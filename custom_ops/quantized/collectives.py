@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from grouped_linear.quantized import block_math
-from grouped_linear.quantized.dispatch import aten, copy, count_write, experts_of, handles, join
+from grouped_linear.quantized.dispatch import (
+    aten,
+    copy,
+    count_write,
+    experts_of,
+    handles,
+    join,
+    run_collective,
+)
 from grouped_linear.quantized.tensor import GroupedTensor
 
 
@@ -93,8 +101,7 @@ def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors, *others = args
     for t in tensors:
         for part in _parts(t) if isinstance(t, GroupedTensor) else (t,):
-            _, work = func([part], *others, **kwargs)
-            work.wait()
+            _, work = run_collective(func, ([part], *others), kwargs)
         if isinstance(t, GroupedTensor):
             _written(t)
     return tensors, work

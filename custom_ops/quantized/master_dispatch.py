@@ -14,7 +14,13 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
 from grouped_linear.quantized import dispatch
-from grouped_linear.quantized.dispatch import count_write, unfilled, views_of, written
+from grouped_linear.quantized.dispatch import (
+    count_write,
+    run_collective,
+    unfilled,
+    views_of,
+    written,
+)
 from grouped_linear.quantized.with_master import HANDLERS, GroupedTensorWithMaster
 
 aten = torch.ops.aten
@@ -81,9 +87,10 @@ def _read_or_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return t.own
 
     plain_args, plain_kwargs = tree_map_only(GroupedTensorWithMaster, number, (args, kwargs))
-    out = func(*plain_args, **plain_kwargs)
     if func.namespace == "c10d":  # its schemas do not say what it writes, nor when
-        (out[-1] if isinstance(out, (tuple, list)) else out).wait()
+        out = run_collective(func, plain_args, plain_kwargs)
+    else:
+        out = func(*plain_args, **plain_kwargs)
     for t in _written(func, args, kwargs):
         t.refresh_()
     return tree_map(lambda leaf: by_number.get(id(leaf), leaf), out)
