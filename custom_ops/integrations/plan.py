@@ -30,8 +30,8 @@ class ConvertedExperts(NamedTuple):
 class Plan:
     """What will be converted, and the writes that do it.
 
-    Whoever makes a plan checks all that a write needs, and changes nothing. So a model is converted
-    as a whole or not at all, unless memory runs out.
+    Making a plan checks all that its writes need, and changes nothing. So a model is converted as a
+    whole or not at all, unless memory runs out.
     """
 
     converted: list[ConvertedExperts] = field(default_factory=list)

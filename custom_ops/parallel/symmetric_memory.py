@@ -66,7 +66,7 @@ class _Buffers:
         return self.tensors[name][:size].view(count, -1)
 
 
-# Not by the group's name: names start anew after destroy_process_group. Memory of a group that was
+# Not by the group's name: names repeat after destroy_process_group. Memory of a group that was
 # destroyed is kept, because processes would have to free it together.
 @cache
 def _buffers(group: dist.ProcessGroup, device: torch.device) -> _Buffers:

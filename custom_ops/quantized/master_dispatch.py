@@ -121,7 +121,7 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copy to another device, with the quantized numbers; or to another dtype, and quantize.
 
-    What a state dict has becomes a plain tensor: whoever saves it copies it to the CPU first.
+    A tensor of a state dict becomes a plain one: programs copy it to the CPU before they save it.
     """
     t, dtype = args[0], kwargs.get("dtype") or args[0].dtype
     if not t.is_whole or t.has_memory or dtype not in ACTIVATIONS:

@@ -4,8 +4,8 @@ A parameter with its master is there under its own name, in high precision, as i
 model.
 
 A parameter that is FP8 alone, ``name``, is in a state dict as ``name``, its e4m3 numbers, and
-``name_scale_inv``, its float32 scales, which multiply to dequantize. So whoever writes plain
-tensors (safetensors, transformers, accelerate, distributed checkpoints) writes it bit for bit.
+``name_scale_inv``, its float32 scales, which multiply to dequantize. So libraries that write plain
+tensors (safetensors, transformers, accelerate, distributed checkpoints) write it bit for bit.
 """
 
 from collections.abc import Iterable
@@ -143,7 +143,7 @@ def _joined(own: Tensor | None, module: nn.Module, q: Any, scale: Any) -> Any:
 
 def _part_of_whole(like: Any, whole: Tensor) -> Any:
     """A DTensor of this process's part of a tensor that each process has; nothing is sent."""
-    from torch.distributed.tensor import distribute_tensor  # imported by whoever made `like`
+    from torch.distributed.tensor import distribute_tensor  # `like` has imported it
 
     whole = whole.to(like.device)
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
