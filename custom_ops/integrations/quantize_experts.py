@@ -82,7 +82,7 @@ def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None)
 
 
 def plan_quantization(
-    op: str, model: nn.Module, recipes: dict[str, Float8BlockScaling]
+    op: str, model: nn.Module, recipes: dict[str, Float8BlockScaling], *, learn: bool = False
 ) -> list[Callable[[], None]]:
     """Check that a model's experts can be quantized; the returned functions quantize them.
 
@@ -90,6 +90,8 @@ def plan_quantization(
         op: what errors begin with.
         model: the whole model.
         recipes: of each experts module, by name.
+        learn: whether weights that learn go on learning. Those that are stored as [E, in_features,
+            out_features] stop: the GEMM that reads them gives no gradient for them.
     """
     found = {where: model.get_submodule(where) for where in recipes}
     writes: list[Callable[[], None]] = []
@@ -100,7 +102,7 @@ def plan_quantization(
             _check_can_be_quantized(op, place, w, experts, model)
         named = [(name, getattr(experts, name)) for name in weights]
         check_weights(f"{op}: {where or class_before(experts).__name__}", named)
-        writes += [partial(_quantize, experts, name, recipes[where]) for name in weights]
+        writes += [partial(_quantize, experts, name, recipes[where], learn) for name in weights]
         writes.append(partial(save_by_parts, experts, weights))
     for where, root in _models_in(model):
         own = {n.removeprefix(where): e for n, e in found.items() if n.startswith(where)}
@@ -112,7 +114,7 @@ def plan_quantization(
 
 
 @torch.no_grad()
-def _quantize(experts: Any, name: str, recipe: Float8BlockScaling) -> None:
+def _quantize(experts: Any, name: str, recipe: Float8BlockScaling, learn: bool) -> None:
     """Quantize a weight of an experts module, if it is not quantized yet."""
     w = getattr(experts, name)
     if is_quantized(w):
@@ -122,7 +124,8 @@ def _quantize(experts: Any, name: str, recipe: Float8BlockScaling) -> None:
     quantized: Any = GroupedTensor.quantize(local_part(w), recipe, columnwise=columnwise)
     if is_dtensor(w):
         quantized = distributed_like(w, quantized)
-    setattr(experts, name, nn.Parameter(quantized, requires_grad=False))
+    learns = learn and w.requires_grad and not columnwise
+    setattr(experts, name, nn.Parameter(quantized, requires_grad=learns))
 
 
 def save_by_parts(experts: Any, weights: tuple[str, str]) -> None:
