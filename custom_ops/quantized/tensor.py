@@ -118,21 +118,9 @@ class GroupedTensor(Tensor):
         )
         # Code that reads memory directly, as collectives of lists do, then raises.
         torch._C._set_throw_on_mutable_data_ptr(t)
+        t.q, t.scale, t.q_t = q, scale, q_t
+        _, t.recipe, t.stochastic_rounding = metadata
         return t
-
-    def __init__(
-        self,
-        q: Tensor,
-        scale: Tensor | None = None,
-        q_t: Tensor | None = None,
-        metadata: Metadata | None = None,
-        size: Sequence[int] | None = None,
-        *,
-        requires_grad: bool = False,
-    ) -> None:
-        if scale is not None and metadata is not None:
-            self.q, self.scale, self.q_t = q, scale, q_t
-            _, self.recipe, self.stochastic_rounding = metadata
 
     # --- construction ----------------------------------------------------------------------------
 

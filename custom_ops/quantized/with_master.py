@@ -59,7 +59,7 @@ class GroupedTensorWithMaster(GroupedTensor):
         q, scale, q_t, recipe: see :class:`grouped_linear.GroupedTensor`. Under
             ``Float8CurrentScaling`` ``scale`` is [E].
         has_memory: whether code that reads memory directly finds ``master`` there, as in a state
-            dict. A pickle of it is a plain tensor.
+            dict. Its pickles and copies are plain tensors.
 
     >>> w = GroupedTensorWithMaster.quantize(torch.ones(2, 32, 16))
     >>> w[1].mul_(1.01)[0, 0], (w.q.float() * w.scale)[1, 0, 0]
@@ -88,51 +88,39 @@ class GroupedTensorWithMaster(GroupedTensor):
         has_memory: bool = False,
         requires_grad: bool = False,
     ) -> "GroupedTensorWithMaster":
-        """A tensor; or a parameter of one tensor, as accelerate moves it to a device."""
-        if parts is None or metadata is None:
-            parameter: Any = nn.Parameter(master.detach(), requires_grad)
-            return parameter  # type: ignore[no-any-return]
-        own = master if own is None else own
-        if has_memory:
-            t: GroupedTensorWithMaster = Tensor._make_subclass(cls, own)
-            return t
-        t = Tensor._make_wrapper_subclass(
-            cls,
-            own.shape,
-            strides=own.stride(),
-            storage_offset=own.storage_offset(),
-            dtype=own.dtype,
-            device=own.device,
-        )
-        # Code that reads memory directly, as collectives of lists do, then raises.
-        torch._C._set_throw_on_mutable_data_ptr(t)
-        return t
-
-    def __init__(
-        self,
-        master: Tensor,
-        parts: QuantizedWeight | None = None,
-        metadata: Metadata | None = None,
-        own: Tensor | None = None,
-        *,
-        has_memory: bool = False,
-        requires_grad: bool = False,
-    ) -> None:
         """Wrap a master and the FP8 numbers of it.
 
         Args:
-            master: [E, N, K] or [N, K], contiguous.
+            master: [E, N, K] or [N, K], contiguous. Alone: a tensor of this class, of which
+                accelerate makes a parameter on another device.
             parts: q, scale and q_t of `master`.
             metadata: how it is quantized.
             own: the view of `master` that this tensor is; all of it by default.
             has_memory: see the class.
             requires_grad: of the parameter that accelerate makes.
         """
-        if parts is not None and metadata is not None:
-            self.q, self.scale, self.q_t = parts  # type: ignore[assignment]
-            self.master, self.own = master, master if own is None else own
-            self.has_memory = has_memory
-            _, self.recipe, self.stochastic_rounding = metadata
+        if parts is None or metadata is None:
+            parameter: Any = nn.Parameter(master.detach(), requires_grad)
+            return parameter  # type: ignore[no-any-return]
+        own = master if own is None else own
+        t: GroupedTensorWithMaster
+        if has_memory:
+            t = Tensor._make_subclass(cls, own)
+        else:
+            t = Tensor._make_wrapper_subclass(
+                cls,
+                own.shape,
+                strides=own.stride(),
+                storage_offset=own.storage_offset(),
+                dtype=own.dtype,
+                device=own.device,
+            )
+            # Code that reads memory directly, as collectives of lists do, then raises.
+            torch._C._set_throw_on_mutable_data_ptr(t)
+        t.q, t.scale, t.q_t = parts  # type: ignore[assignment]
+        t.master, t.own, t.has_memory = master, own, has_memory
+        _, t.recipe, t.stochastic_rounding = metadata
+        return t
 
     @classmethod
     def quantize(
