@@ -14,7 +14,7 @@ from grouped_linear.recipes.delayed import (
     new_state,
     update_scales,
 )
-from grouped_linear.recipes.format import Experts, Format, Layouts, Operands, Values
+from grouped_linear.recipes.format import Format, Layouts, Operands, Values, WeightList
 from grouped_linear.recipes.mx import MXFP8BlockScaling
 from grouped_linear.recipes.quantize import (
     Gathered,
@@ -43,7 +43,6 @@ __all__ = [
     "UNQUANTIZED",
     "DelayedScaling",
     "DelayedScalingState",
-    "Experts",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
@@ -59,6 +58,7 @@ __all__ = [
     "SwigluGradOperands",
     "SwigluOf",
     "Values",
+    "WeightList",
     "check_stores",
     "is_transposed",
     "new_state",

@@ -15,10 +15,10 @@ from torch import Tensor
 from grouped_linear.meta_kernels.rules import E4M3, FP8, dtype_name
 
 #: A layer's weight: one tensor [E, N, K], or E tensors [N, K].
-Experts = tuple[Tensor, ...]
+WeightList = tuple[Tensor, ...]
 
 #: One operand of a GEMM: a tensor, or a weight of E tensors [N, K].
-Values = Tensor | Experts
+Values = Tensor | WeightList
 
 #: What wgrad multiplies where it is not quantized, and what a tensor can be cast to.
 SIXTEEN_BITS = torch.bfloat16, torch.float16
