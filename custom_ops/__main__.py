@@ -1,4 +1,4 @@
-"""``python -m grouped_linear``: what is installed; with ``--selftest`` a test of every op here."""
+"""``python -m grouped_linear``: what is installed; with ``--selftest`` a test of the kernels."""
 
 import argparse
 
@@ -8,7 +8,7 @@ parser = argparse.ArgumentParser(prog="python -m grouped_linear", description=__
 parser.add_argument(
     "--selftest",
     action="store_true",
-    help="compare every op with float64 on the CPU and the GPU, and time GEMMs; about a minute",
+    help="compare the kernels with float64 on the CPU and the GPU, and time GEMMs; about a minute",
 )
 if parser.parse_args().selftest:
     from grouped_linear.selftest.command import main

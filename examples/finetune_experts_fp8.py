@@ -1,16 +1,16 @@
 """Fine-tune with LoRA on attention and on all experts, which lie frozen in FP8.
 
     pip install transformers peft tqdm matplotlib
-    python examples/finetune_experts_fp8.py                      # a small model, anywhere
-    python examples/finetune_experts_fp8.py --model qwen3_30b    # all 48 layers, one 80 GB GPU
+    python examples/finetune_experts_fp8.py                    # a small model
+    python examples/finetune_experts_fp8.py --model qwen3_30b  # an 80 GB GPU
 
 Experts are most of a mixture-of-experts model. `convert(..., weights="fp8")` keeps them
 in FP8 alone, a byte an element. PEFT's adapters learn beside them: with
 `use_grouped_adapters` each row goes through the small factors of its own expert, and no
 weight of W + B A is ever made. The adapter is saved as PEFT saves it.
 
-Weights are random here, made layer by layer, so that the model never exists in BF16 as a
-whole. Those of a checkpoint come from `from_pretrained`; convert them as below.
+Weights are random here, made layer by layer, so that the model never exists in BF16 as
+a whole. Those of a checkpoint come from `from_pretrained`; convert them as below.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def make_model(config: Qwen3MoeConfig, device: str) -> nn.Module:
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The next tokens' loss, 1024 tokens at a time: all logits would take 5 GB and more."""
+    """The next tokens' loss, 1024 tokens at a time: all logits take 5 GB and more."""
 
     def part(hidden: Tensor, targets: Tensor) -> Tensor:
         logits = model.lm_head(hidden).float()
@@ -142,11 +142,12 @@ def main() -> None:
             model.set_adapter("saved")
             same = torch.equal(model(input_ids=tokens[:1]).logits, before)
 
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     rate = tokens.numel() / sorted(times)[len(times) // 2]
     rows = {
         "experts in FP8, MiB": sum(p.nbytes for p in experts) / MIB,
         "adapters, MiB": sum(p.nbytes for p in adapters) / MIB,
-        "peak on the GPU, MiB": torch.cuda.max_memory_allocated() / MIB if device == "cuda" else 0,
+        "peak on the GPU, MiB": peak / MIB,
         "tokens a second": rate,
         "first loss": losses[0],
         "last loss": losses[-1],

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.commands import run
+
 SYSTEM = "/usr/bin:/bin"  # without nvcc, if it has none
 CSRC = Path(__file__).parents[1] / "csrc"
 OR_OFF = "or newer, or set GROUPED_LINEAR_CUDA_ARCHS=OFF to build for the CPU alone"
@@ -24,12 +26,7 @@ def configure(folder: Path, **environment: str) -> subprocess.CompletedProcess[s
     command = [sys.executable, "-m", "cmake", "-G", "Unix Makefiles"]
     command += ["-S", str(CSRC), "-B", str(folder / "build")]
     command += [f"-DTORCH_PATH={Path(torch.__file__).parent}"]
-    return subprocess.run(
-        command,
-        env={**kept, "PATH": SYSTEM, **environment},
-        capture_output=True,
-        text=True,
-    )
+    return run(command, env={**kept, "PATH": SYSTEM, **environment})
 
 
 def words(text: str) -> str:
@@ -74,7 +71,7 @@ def test_a_sanitizer_that_is_missing_is_named(sanitizer: str) -> None:
     """And nothing is skipped."""
     script = Path(__file__).parents[1] / ".ci" / "sanitize"
     environment = {"PATH": SYSTEM, "CXX": "no-compiler"}
-    made = subprocess.run([script, sanitizer], env=environment, capture_output=True, text=True)
+    made = run([script, sanitizer], env=environment)
     assert made.returncode == 1
     says = rf"sanitize: {sanitizer} needs no-compiler with \S+\.so: apt install .*g\S+.*\n"
     assert re.fullmatch(says, made.stderr)

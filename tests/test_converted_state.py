@@ -4,7 +4,6 @@ T tokens, E experts, H features of a token, F features of an expert.
 """
 
 import io
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -28,8 +27,17 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from grouped_linear import Float8BlockScaling, GroupedTensor, convert
+from support.commands import run
 from support.compare import assert_same_bits, bits
-from support.processes import PROCESSES, Checks, Passes, device, needs_two_gpus
+from support.processes import (
+    CHECK_SECONDS,
+    PROCESSES,
+    Checks,
+    Passes,
+    device,
+    join,
+    needs_two_gpus,
+)
 from support.versions import skipping_for_old_transformers
 
 with skipping_for_old_transformers():
@@ -163,7 +171,7 @@ def test_loaded_in_another_process(weights: str | None, tmp_path: Path) -> None:
     model = converted("mixtral", weights)
     torch.save((model, logits(model)), tmp_path / "model")
     script = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "model")]
-    subprocess.run(script, check=True)
+    run(script, check=True)
 
 
 def compute(rank: int, model: Any, expected: Tensor) -> None:
@@ -172,7 +180,7 @@ def compute(rank: int, model: Any, expected: Tensor) -> None:
 
 def test_spawned_workers() -> None:
     model = converted("mixtral", "fp8")
-    mp.spawn(compute, (model, logits(model)))
+    join(mp.spawn(compute, (model, logits(model)), join=False), CHECK_SECONDS)
 
 
 def test_unpickled_here() -> None:

@@ -5,11 +5,12 @@ It needs CUDA's headers alone: cuda_host.cpp is compiled against a CUDA runtime 
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+
+from support.commands import run
 
 TESTS = Path(__file__).parent
 
@@ -49,8 +50,8 @@ def test_every_refusal_is_one_sentence(tmp_path: Path) -> None:
     command += [
         f"-isystem{path}" for path in (include, headers, headers / "torch/csrc/api/include")
     ]
-    subprocess.run([*command, "-o", str(program)], check=True)
-    said = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    run([*command, "-o", str(program)], check=True)
+    said = run([program], check=True).stdout
     header = (include / "cuda_runtime_api.h").read_text()
     version = int(header.split("#define CUDART_VERSION")[1].split()[0])
     assert said == SENTENCES.format(cuda=f"{version // 1000}.{version % 1000 // 10}")

@@ -1,7 +1,6 @@
 """Each script of examples/ runs to its table; tests/test_export.py runs examples/aoti."""
 
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.commands import run
 from support.devices import CUDA_OPS, HAS_GPU
 from support.documents import ROOT
 
@@ -45,15 +45,10 @@ def test_example(example: str, tmp_path: Path) -> None:
     script = ROOT / "examples" / f"{example}.py"
     length = ("--tokens", "4") if example == "generate_from_fp8" else ("--steps", "4")
 
-    def run() -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *BY_TORCHRUN.get(example, ()), script, *length]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-
-    done = run()
+    command = [sys.executable, *BY_TORCHRUN.get(example, ()), script, *length]
+    done = run(command, cwd=tmp_path, env=environment)
     # torch 2.13 on gloo: 1 of 17 runs of FSDP2 over linear layers, without this package, aborted.
     if example in BY_TORCHRUN and ("(SIGABRT)" in done.stderr or "(SIGSEGV)" in done.stderr):
-        done = run()
+        done = run(command, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert any(line.startswith(last_row) for line in done.stdout.splitlines()), done.stdout

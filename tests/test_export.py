@@ -18,6 +18,7 @@ from torch._inductor import aoti_compile_and_package, aoti_load_package
 
 import grouped_linear
 from grouped_linear import Float8BlockScaling, GroupedMLP
+from support.commands import MINUTES, run
 from support.compare import assert_same_bits
 from support.devices import devices
 from support.op_info import overload
@@ -47,13 +48,12 @@ class Build:
 
     @cached_property
     def output(self) -> str:
-        return self.process.communicate()[0]
+        return self.process.communicate(timeout=60 * MINUTES)[0]
 
     def run(self, *arguments: Path) -> subprocess.CompletedProcess[str]:
         """Run it without an environment, so without any Python that it could find."""
-        assert self.process.wait() == 0, self.output
-        command = [self.program, *arguments]
-        return subprocess.run(command, env={}, capture_output=True, text=True, check=False)
+        assert self.process.wait(60 * MINUTES) == 0, self.output
+        return run([self.program, *arguments], env={})
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_program_has_no_python_and_says_what_is_wrong(build: Build, tmp_path: Pa
     nothing = build.run(grouped_linear.library_path(), tmp_path)
     assert nothing.returncode == 1
     assert len(nothing.stderr.splitlines()) == 1  # no backtrace
-    linked = subprocess.run(["ldd", build.program], capture_output=True, text=True, check=True)
+    linked = run(["ldd", build.program], check=True)
     assert "libtorch_cpu.so" in linked.stdout
     assert "python.so" not in linked.stdout
     assert "libpython" not in linked.stdout

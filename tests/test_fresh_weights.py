@@ -12,15 +12,18 @@ import io
 import pickle
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork
 from torch.func import functional_call
 from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
 from torch.nn.utils.parametrizations import weight_norm
@@ -31,6 +34,7 @@ from grouped_linear import (
     Float8CurrentScaling,
     Format,
     GroupedLinear,
+    GroupedTensor,
     GroupedTensorWithMaster,
     Recipe,
 )
@@ -348,3 +352,36 @@ TestWrites = Writes.TestCase
 TestWrites.settings = settings(few, max_examples=max(5, settings.default.max_examples // 3))
 TestWritesOnGpu = needs_gpu(WritesOnGpu.TestCase)
 TestWritesOnGpu.settings = TestWrites.settings
+
+
+@DEVICES
+def test_copies_of_a_state_are_plain(device: str) -> None:
+    """What distributed checkpoints and torch.save(t.cpu()) write needs no package to be read."""
+    weight = make_layer("both", RECIPES["block"], BF16, device).state_dict()["weight"]
+    assert isinstance(weight, GroupedTensorWithMaster)
+    for copied in (weight.clone(), weight.to("cpu", copy=True), weight.float()):
+        assert type(copied) is Tensor
+        assert_same_bits(copied.to("cpu", BF16), weight.master.cpu())
+
+
+@pytest.mark.parametrize("cls", [GroupedTensor, GroupedTensorWithMaster])
+def test_collectives_are_waited_for(cls: Any, tmp_path: Path) -> None:
+    """NCCL has no work to wait for where it is not asked for one: q_t is made after the others."""
+    asked = []
+
+    def broadcast(
+        tensors: list[Tensor], group: Any, root: int, tensor: int, async_op: bool = True, *_: int
+    ) -> Any:
+        asked.append(async_op)
+        return tensors, FakeWork().boxed()
+
+    library = torch.library.Library("c10d", "IMPL")
+    library.impl("broadcast_", broadcast, "CPU", allow_override=True)
+    dist.init_process_group("gloo", f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        dist.broadcast(cls.quantize(torch.ones(2, 32, 16)), 0)
+    finally:
+        dist.destroy_process_group()
+        library._destroy()
+    assert asked
+    assert all(asked)

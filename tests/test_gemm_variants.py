@@ -1,11 +1,12 @@
 """The sm_90 GEMM with other stages and tile widths: right results, or the sentence of an assert."""
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+
+from support.commands import run
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "tests" / "gemm_variants"
@@ -19,11 +20,9 @@ def has_hopper() -> bool:
 
 def said_to_refused(folder: Path, *options: str) -> str:
     """What nvcc says to refused.cu."""
-    compiled = subprocess.run(
+    compiled = run(
         ["nvcc", "-ptx", "-arch=sm_90a", "-std=c++20", f"-I{ROOT / 'csrc'}", *options,
-         "-o", folder / "refused.ptx", SOURCES / "refused.cu"],
-        capture_output=True,
-        text=True,
+         "-o", folder / "refused.ptx", SOURCES / "refused.cu"]
     )  # fmt: skip
     assert compiled.returncode != 0
     return " ".join((compiled.stdout + compiled.stderr).split())
@@ -80,8 +79,8 @@ def test_another_configuration_computes_the_same(
         f"-DFP8={'ON' if fp8 else 'OFF'}", *generator,
     ]  # fmt: skip
     for command in configure, ["cmake", "--build", tmp_path]:
-        made = subprocess.run(command, capture_output=True, text=True)
+        made = run(command)
         assert made.returncode == 0, made.stdout + made.stderr
     program = tmp_path / "variant"
-    ran = subprocess.run([program], capture_output=True, text=True, timeout=120)
+    ran = run([program])
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -1,8 +1,9 @@
 """Importing the package changes nothing of another's."""
 
 import json
-import subprocess
 import sys
+
+from support.commands import run
 
 # What other packages keep for everyone: torch, and transformers where it is installed. Each entry
 # is a set of words.
@@ -52,16 +53,12 @@ print(json.dumps({what: words for what, words in changed.items() if words}))
 
 
 def test_importing_changes_no_other_package() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SNAPSHOT], capture_output=True, text=True, check=True
-    )
+    done = run([sys.executable, "-W", "ignore", "-c", SNAPSHOT], check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == {}
 
 
 def test_importing_needs_torch_alone() -> None:
     code = "import sys, grouped_linear; print(*sys.modules)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    loaded = run([sys.executable, "-c", code], check=True)
     names = loaded.stdout.split()
     assert not {"transformers", "torchtitan", "transformer_engine", "safetensors"} & set(names)

@@ -6,11 +6,11 @@ may change both, far from where it was made.
 
 import re
 import shutil
-import subprocess
 
 import pytest
 
 from grouped_linear import library_path
+from support.commands import run
 
 # FFMA destination, partial accumulator, scale, accumulator. A bank is a register number's parity.
 FFMA = re.compile(r"\bFFMA R\d+, R(\d+)(?:\.reuse)?, R(\d+)(?:\.reuse)?, R(\d+)(?:\.reuse)? ;")
@@ -21,7 +21,7 @@ def listed(*options: str) -> str:
     if shutil.which("cuobjdump") is None:
         pytest.skip("needs cuobjdump, of CUDA's toolkit")
     command = ["cuobjdump", *options, str(library_path())]
-    return subprocess.run(command, capture_output=True, text=True).stdout
+    return run(command).stdout
 
 
 def test_library_has_the_architectures_of_its_build() -> None:

@@ -5,13 +5,14 @@
 
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from support.commands import run
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -25,14 +26,14 @@ def test_sdist_has_every_source(tmp_path: Path) -> None:
     """Whatever git tracks of the package, C++ included: it builds without the repository."""
     pytest.importorskip("scikit_build_core", reason="the extra 'build' is not installed")
     code = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True)
+    run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True)
     (sdist,) = tmp_path.glob("grouped_linear-*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
     folders = ["csrc", "custom_ops", "meta_kernels", "python"]
     command = ["git", "ls-files", "-z", *folders, "LICENSE", "pyproject.toml"]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    answer = run(command, cwd=ROOT)
     if answer.returncode != 0:
         pytest.skip("this folder is no git repository")
     for name in filter(None, answer.stdout.split("\0")):
@@ -127,7 +128,5 @@ def test_set_up_builds_for_the_machine_at_hand(
     environment = {"PATH": str(tmp_path), "GROUPED_LINEAR_CUDA_ARCHS": asked}
     bash = shutil.which("bash")
     assert bash is not None
-    done = subprocess.run(
-        [bash, "-c", lines], env=environment, capture_output=True, text=True, check=True
-    )
+    done = run([bash, "-c", lines], env=environment, check=True)
     assert done.stdout.strip() == built

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from grouped_linear import Float8BlockScaling, SwiGLU, ops
 from grouped_linear.meta_kernels import rules
 from support import reference
+from support.commands import run
 from support.compare import assert_same_bits
 from support.devices import CUDA_OPS, HAS_GPU, devices, needs_gpu
 from support.errors import sentence
@@ -86,7 +87,7 @@ def test_environment_chooses_portable_kernels(portable: str) -> None:
     """On Hopper: elsewhere they run anyway."""
     environment = {**os.environ, "GROUPED_LINEAR_PORTABLE": portable}
     command = [sys.executable, "-c", CALL_GEMMS]
-    said = subprocess.run(command, capture_output=True, text=True, env=environment)
+    said = run(command, env=environment)
     hopper = torch.cuda.get_device_capability() == (9, 0)
     if said.returncode != 0:
         assert (hopper, portable) == (True, "1"), said.stderr
@@ -359,9 +360,7 @@ def test_padded_rows_is_enough_and_no_more_than_it_must_be() -> None:
 
 
 def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
-    )
+    return run([sys.executable, "-c", code], cwd=folder)
 
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])

@@ -1,7 +1,6 @@
 """``python -m grouped_linear``: what is installed and what each op runs here."""
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 
 import grouped_linear
 from grouped_linear import report
+from support.commands import run
 from support.devices import needs_gpu
 
 CPU = torch.device("cpu")
@@ -16,9 +16,7 @@ BFLOAT16 = report.FAMILIES["GEMM, bfloat16"]
 
 
 def test_command_prints_the_report() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "grouped_linear"], capture_output=True, text=True, check=True
-    )
+    done = run([sys.executable, "-m", "grouped_linear"], check=True)
     rows = dict(line.split(maxsplit=1) for line in done.stdout.split("\n\n")[0].splitlines())
     assert rows["grouped_linear"] == grouped_linear.__version__
     assert rows["library"] == str(grouped_linear.library_path())

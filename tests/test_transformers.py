@@ -6,7 +6,6 @@ Tiny random models, one of each form that the experts interface knows: see FAMIL
 import importlib
 import inspect
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -39,6 +38,7 @@ from grouped_linear import (
 )
 from support import reference
 from support.calls import Calls
+from support.commands import run
 from support.devices import devices
 from support.ops import OPS
 from support.processes import PROCESSES, Checks, Passes
@@ -691,7 +691,7 @@ def test_only_the_integration_needs_the_library() -> None:
         "try: grouped_linear.convert(torch.nn.Linear(16, 16))\n"
         "except ValueError: sys.exit('transformers' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+    assert run([sys.executable, "-c", script]).returncode == 0
 
 
 # --- two processes -------------------------------------------------------------------------------

@@ -229,8 +229,8 @@ void check_main_grad_list(const char* op, const std::vector<Tensor>& main_grad, 
   check_overwrite(op, overwrite, main_grad[0]);
 }
 
-// Only what keeps tensors of another device from a kernel. The ops inside check the rest by their
-// names.
+// Checks what keeps tensors of another device from a kernel. The ops that this one calls check the
+// rest, in their own names.
 void check_block_scaled_linear(const Tensor& x, const Tensor& w, const Tensor& m_splits,
                                const std::optional<Tensor>& bias) {
   const char* op = "block_scaled_linear";

@@ -1,4 +1,5 @@
-// What kernels ask of the CPU that they run on. _host tells it, so that a report can say which ran.
+// The CPU features that kernels use. _host exposes them, so that a report can name the kernels that
+// run.
 #pragma once
 
 namespace grouped_linear::cpu {

@@ -141,7 +141,7 @@ Tensor grouped_mm_nt(const Tensor& a_in, const Tensor& b_in, const Tensor& offs,
   return y;
 }
 
-// No kernel; but what the two ops after another would refuse is refused in the op's own name.
+// A CPU has no fused kernel. The arguments are checked all the same, with errors in this op's name.
 std::optional<std::tuple<Tensor, Tensor>> fused_mm_swiglu(const Tensor& a, const Tensor&,
                                                           const Tensor& offs,
                                                           const std::optional<Tensor>&,

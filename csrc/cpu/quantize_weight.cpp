@@ -22,7 +22,7 @@ struct WeightTargets : TileTargets {
 
     ByteTile bytes;
     std::fill_n(factor, kBlock, weight_scale.factor);
-    // One factor for all: without rows, its columns have the bytes that rows would have.
+    // One factor quantizes the whole block. Where no rows are requested it is the columns' factor.
     tile.quantize(factor, rows(block, col), q ? nullptr : factor, q_t ? &bytes : nullptr);
     if (q_t) store_transposed(bytes, block, col, cols, tile.filled());
   }

@@ -64,8 +64,8 @@ GROUPED_LINEAR_INLINE bool amax_pass(TileRows tile, int64_t filled, float* row_a
   return largest < Element::kNotFinite;
 }
 
-// An element that is not finite wins every maximum, so the first pass suffices for a tile without
-// any.
+// A non-finite element wins every maximum, so a finite maximum shows that the tile has none, and
+// one pass suffices.
 template <typename Element, int64_t part>
 GROUPED_LINEAR_INLINE bool amax_of_parts(TileRows tile, int64_t filled, float* row_amax,
                                          float* col_amax) {

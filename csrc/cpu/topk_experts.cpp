@@ -20,7 +20,7 @@ Tensor topk_experts(const Tensor& scores_in, int64_t k) {
   torch::stable::parallel_for(0, T, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> score(E);
     std::vector<int64_t> order(E);
-    // NaN before everything, equal scores in the order of their experts.
+    // NaN comes first. Equal scores are in the order of their experts.
     const auto before = [&](int64_t a, int64_t b) {
       const bool a_nan = std::isnan(score[a]), b_nan = std::isnan(score[b]);
       if (a_nan || b_nan) return a_nan && (!b_nan || a < b);

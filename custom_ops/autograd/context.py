@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from grouped_linear import ops
 from grouped_linear.autograd.wgrad import MainGrad, Wgrad
 from grouped_linear.recipes import (
-    Experts,
     Layouts,
     Operands,
     QuantizedWeight,
     Recipe,
     Values,
+    WeightList,
     is_transposed,
     quantize_weight,
     refresh_weight_,
@@ -58,7 +58,7 @@ class LinearContext(NamedTuple):
     recipe: Recipe
     grad_enabled: bool
     """Whether a backward may follow: ctx.needs_input_grad stays true under no_grad."""
-    weights: Experts
+    weights: WeightList
     """What is quantized or multiplied; under autocast a copy of the parameters."""
     options: LinearOptions
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.autograd.gemm import weight_grad
-from grouped_linear.recipes import Experts
+from grouped_linear.recipes import WeightList
 
 
 class MainGrad(NamedTuple):
     """The tensors to which weight gradients are added instead of being returned."""
 
-    tensors: Experts
+    tensors: WeightList
     """One [E, N, K], or E of [N, K], as the weight is."""
     overwrite: Tensor | bool = False
     """Whether they are overwritten instead; a tensor is read on the device."""
@@ -55,7 +55,7 @@ def needs_grad_now(ctx: Any, needed: Sequence[bool], edges: slice) -> Sequence[b
 class Wgrad(NamedTuple):
     """The gradient of a weight, not computed yet: ``dy.T @ x`` over each group's rows."""
 
-    weights: Experts
+    weights: WeightList
     """Whose shape, dtype and layout the gradient has; their values are not read."""
     main_grad: MainGrad | None
     dy: Tensor
@@ -97,7 +97,7 @@ class Wgrad(NamedTuple):
             self.x_rows,
         )
 
-    def _add_to(self, main_grads: Experts, overwrite: Tensor | None) -> None:
+    def _add_to(self, main_grads: WeightList, overwrite: Tensor | None) -> None:
         dy, x, dy_scale, x_scale, offs = self.dy, self.x, self.dy_scale, self.x_scale, self.offs
         rows = self.dy_rows, self.x_rows
         per_expert = main_grads[0].dim() == 2

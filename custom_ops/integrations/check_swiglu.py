@@ -64,7 +64,7 @@ def _in_training(model: nn.Module) -> Iterator[None]:
 
 
 def _is_usable(expert: Expert) -> bool:
-    """Whether each weight is finite and not all zeros, so that a comparison says much."""
+    """Whether each weight is finite and not all zeros, so that outputs show what is computed."""
     largest = torch.stack([w.abs().amax().float() for w in expert[:3]])
     return bool((largest.isfinite() & (largest > 0)).all())
 
@@ -87,7 +87,7 @@ def _exact(t: Tensor) -> Tensor:
 
 
 def _rounding_to(bits: int) -> Rounding:
-    """To numbers of so many significant bits, whatever their size."""
+    """Round to this many significant bits, whatever the exponent."""
 
     def rounded(t: Tensor) -> Tensor:
         fraction, exponent = t.float().frexp()

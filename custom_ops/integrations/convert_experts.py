@@ -71,17 +71,17 @@ def convert_experts(
     is left alone.
 
     Names and shapes do not show what experts compute. So SwiGLU experts are run on random rows, in
-    training mode, and must give SwiGLU's result but for three times what rounding explains: another
-    activation, a clamp or dropout is an error. It is an error too if a list's experts have anything
-    that would be lost: hooks (as of weight_norm or pruning), parametrizations, buffers, their own
-    forward or a subclass of Linear, modules or parameters with a second owner. Attributes of
-    parameters are not copied.
+    training mode, and must give SwiGLU's result up to three times the error that rounding explains:
+    another activation, a clamp or dropout is an error. It is an error too if a list's experts have
+    anything that would be lost: hooks (as of weight_norm or pruning), parametrizations, buffers,
+    their own forward or a subclass of Linear, modules or parameters with a second owner. Attributes
+    of parameters are not copied.
 
     Load a checkpoint before the conversion. Convert before sharding and before
     DistributedDataParallel. One list after another is replaced, and its experts are copied one
-    after another, so there is memory for one list more than the model has; none is copied to
-    float32 as a whole. If experts are refused, the model is unchanged. Modules that are converted
-    already are left alone. A converted model can be copied, and pickled if ``forwards`` can.
+    after another, so the peak is the model's memory and one list; none is copied to float32 as a
+    whole. If experts are refused, the model is unchanged. Modules that are converted already are
+    left alone. A converted model can be copied, and pickled if ``forwards`` can.
 
     A model may be on the meta device. The check then runs small random parameters in place of its
     own, on a GPU if there is one. After ``to_empty`` call ``reset_parameters()`` of the modules
@@ -92,10 +92,9 @@ def convert_experts(
         forwards: for each class of block with a ModuleList of experts, its new forward. Subclasses
             that inherit the block's forward get it, too.
         recipe: how the GEMMs are computed.
-        options: ``quantized_weight`` and ``stochastic_rounding`` keep weights as
-            :class:`grouped_linear.GroupedTensor`, also those of experts in one module, whose
-            parameters are then new. For the modules that replace lists also ``cache_weights`` and
-            ``fuse_wgrad_accumulation``; if all of them are GroupedMLP, ``save_gate_up_in_fp8``.
+        options: ``weights`` and ``stochastic_rounding``, see :func:`grouped_linear.convert`. For
+            the modules that replace lists also ``cache_weights`` and ``fuse_wgrad_accumulation``;
+            if all of them are GroupedMLP, ``save_gate_up_in_fp8``.
 
     Returns:
         What was converted, in the order of ``named_modules``; never empty.
@@ -108,7 +107,7 @@ def convert_experts(
             a state (``DelayedScaling``); for w13 that is to be quantized; if small parameters do
             not run; for sharded parameters, for weights that the kernels do not take, and for lists
             inside DistributedDataParallel. The model is then unchanged.
-        TypeError: for what is no module.
+        TypeError: if `model` is not a module.
 
     >>> class Block(nn.Module):
     ...     def __init__(self):
@@ -144,7 +143,7 @@ def convert_experts(
 
 
 def check_model(op: str, model: Any) -> None:
-    """Raise TypeError for what is no module."""
+    """Raise TypeError for anything but a module."""
     if isinstance(model, nn.Module):
         return
     if isinstance(model, type):
@@ -155,7 +154,7 @@ def check_model(op: str, model: Any) -> None:
 
 
 def check_forwards(op: str, forwards: Any) -> dict[type[nn.Module], Forward]:
-    """A dict of the forwards; raises ValueError for what is none."""
+    """The forwards as a dict; raises ValueError for anything else."""
     if forwards is not None and not isinstance(forwards, Mapping):
         raise ValueError(
             f"{op}: forwards must be a dict such as {{Block: new_forward}}, with the class of the "

@@ -65,7 +65,7 @@ def _in_own_dtype(
 def plan_description(
     model: Any, quantized: dict[str, Any], obstacle: str | None
 ) -> Callable[[], None]:
-    """Check what there is to tell a model of how its experts are stored; what is returned does it.
+    """Check that a model can record how its experts are stored; the returned function records it.
 
     Args:
         model: whose configuration and names in checkpoints are extended.
@@ -118,7 +118,7 @@ def _add_to(quantizer: Any) -> None:
 
 
 def _with_experts(cls: Any, quantizer: Any, model: Any) -> tuple[dict[str, Any] | None, Any]:
-    obstacle = "a checkpoint has one quantization, and the model has its own beside its experts"
+    obstacle = "the model's other modules are quantized in a format of theirs, a checkpoint has one"
     state, metadata = cls.get_state_dict_and_metadata(quantizer, model)
     return _in_own_dtype(model, obstacle, state), metadata
 
@@ -145,7 +145,7 @@ def weight_names(experts: Any) -> tuple[str, str]:
 
 
 def obstacle_of(name: str, experts: Any) -> str | None:
-    """Why transformers' FP8 experts cannot be these, or None.
+    """Why transformers' FP8 format cannot hold these experts, or None.
 
     Args:
         name: the module's name in its model.

@@ -1,7 +1,7 @@
 """Experts that one module holds in tensors [E, ...], as torchtitan's do: recognise and convert.
 
-R rows, E experts, H features of a token, F features inside an expert. torchtitan's names end in
-letters of its own: it calls H D, and 2 F is G.
+R rows, E experts, H features of a token, F features inside an expert. torchtitan's names end in its
+own letters: D is H, and G is 2 F.
 """
 
 import inspect
@@ -45,7 +45,7 @@ class GroupedForm:
 
     @property
     def gate_up_is_one(self) -> bool:
-        """Whether a tensor holds gate and up, in turn."""
+        """Whether one tensor holds gate and up, interleaved."""
         return len(self.weights) == 2
 
     @property

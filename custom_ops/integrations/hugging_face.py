@@ -26,7 +26,7 @@ from grouped_linear.integrations.plan import (
 )
 from grouped_linear.integrations.quantize_experts import plan_quantization, save_by_parts
 from grouped_linear.nn.options import check_flags
-from grouped_linear.quantized.weight import Weights, is_dtensor, is_quantized, keep_weight
+from grouped_linear.quantized.weight import Weights, is_dtensor, keep_weight
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Float8BlockScaling, Recipe
 
@@ -77,8 +77,7 @@ def plan_hugging_face(
             check_not_sharded(f"convert: {place or type(module).__name__}", module)
     if weights == "fp8":
         assert isinstance(recipe, Float8BlockScaling)
-        plan.writes += plan_quantization("convert", model, dict.fromkeys(plain, recipe))
-        plan.writes += [partial(_let_learn, module, _learned(module)) for module in plain.values()]
+        plan.writes += plan_quantization("convert", model, dict.fromkeys(plain, recipe), learn=True)
     for place, module in experts.items():
         num_parameters = sum(p.numel() for p in module.parameters())
         path = "experts implementation"
@@ -119,7 +118,7 @@ def _keep_both(experts: Any, recipe: Recipe) -> None:
 
 
 def _check(where: str, experts: Any, recipe: Recipe | None, save_gate_up_in_fp8: bool) -> None:
-    """Raise ValueError for experts that the recipe and the kernels do not compute."""
+    """Raise ValueError for experts that the recipe or the kernels cannot compute."""
     if save_gate_up_in_fp8 and activation_of(experts) is None:
         raise ValueError(
             f"{where}: save_gate_up_in_fp8 needs an activation of grouped_mlp, and "
@@ -149,21 +148,3 @@ def _choose(model: nn.Module, experts: dict[str, Any], implementation: Implement
         if module.config._experts_implementation != implementation.name:
             module.config._experts_implementation = implementation.name
         implementation.travel_with(module)
-
-
-def _learned(experts: Any) -> list[str]:
-    """The names of weights that learn, and must go on learning when they are in FP8.
-
-    Their gradient is that of the weight that they stand for. Transposed weights are read by a GEMM
-    that has none.
-    """
-    if experts.is_transposed:
-        return []
-    return [name for name, p in experts.named_parameters() if p.requires_grad]
-
-
-def _let_learn(experts: Any, names: list[str]) -> None:
-    for name in names:
-        p = experts.get_parameter(name)
-        if is_quantized(p):
-            p.requires_grad_()

@@ -30,15 +30,15 @@ class ConvertedExperts(NamedTuple):
 class Plan:
     """What will be converted, and the writes that do it.
 
-    Whoever makes a plan checks all that a write needs, and changes nothing. So a model is converted
-    as a whole or not at all, unless memory runs out.
+    Making a plan checks all that its writes need, and changes nothing. So a model is converted as a
+    whole or not at all, unless memory runs out.
     """
 
     converted: list[ConvertedExperts] = field(default_factory=list)
     writes: list[Callable[[], None]] = field(default_factory=list)
 
     def add(self, other: "Plan") -> None:
-        """Do what another plan does, too."""
+        """Append another plan."""
         self.converted += other.converted
         self.writes += other.writes
 
@@ -58,7 +58,7 @@ def replace_parameter(module: nn.Module, name: str, w: Tensor) -> None:
     new = nn.Parameter(w, requires_grad=own.requires_grad)
     try:
         torch.utils.swap_tensors(own, new)
-    except RuntimeError:  # a weak reference to it, as hooks of torch's hold
+    except RuntimeError:  # a weak reference to it, as torch's hooks hold
         setattr(module, name, new)
 
 

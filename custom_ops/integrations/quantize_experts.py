@@ -1,4 +1,4 @@
-"""Keep the experts of a Hugging Face model in FP8, and nothing else of them.
+"""Keep the experts of a Hugging Face model in FP8. The rest of the model stays as it is.
 
 E experts, F features inside an expert.
 """
@@ -82,14 +82,16 @@ def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None)
 
 
 def plan_quantization(
-    op: str, model: nn.Module, recipes: dict[str, Float8BlockScaling]
+    op: str, model: nn.Module, recipes: dict[str, Float8BlockScaling], *, learn: bool = False
 ) -> list[Callable[[], None]]:
-    """Check that a model's experts can be quantized; what is returned quantizes them.
+    """Check that a model's experts can be quantized; the returned functions quantize them.
 
     Args:
         op: what errors begin with.
         model: the whole model.
         recipes: of each experts module, by name.
+        learn: whether weights that learn go on learning. Those that are stored as [E, in_features,
+            out_features] stop: the GEMM that reads them gives no gradient for them.
     """
     found = {where: model.get_submodule(where) for where in recipes}
     writes: list[Callable[[], None]] = []
@@ -100,7 +102,7 @@ def plan_quantization(
             _check_can_be_quantized(op, place, w, experts, model)
         named = [(name, getattr(experts, name)) for name in weights]
         check_weights(f"{op}: {where or class_before(experts).__name__}", named)
-        writes += [partial(_quantize, experts, name, recipes[where]) for name in weights]
+        writes += [partial(_quantize, experts, name, recipes[where], learn) for name in weights]
         writes.append(partial(save_by_parts, experts, weights))
     for where, root in _models_in(model):
         own = {
@@ -116,7 +118,7 @@ def plan_quantization(
 
 
 @torch.no_grad()
-def _quantize(experts: Any, name: str, recipe: Float8BlockScaling) -> None:
+def _quantize(experts: Any, name: str, recipe: Float8BlockScaling, learn: bool) -> None:
     """Quantize a weight of an experts module, if it is not quantized yet."""
     w = getattr(experts, name)
     if is_quantized(w):
@@ -126,11 +128,12 @@ def _quantize(experts: Any, name: str, recipe: Float8BlockScaling) -> None:
     quantized: Any = GroupedTensor.quantize(local_part(w), recipe, columnwise=columnwise)
     if is_dtensor(w):
         quantized = distributed_like(w, quantized)
-    setattr(experts, name, nn.Parameter(quantized, requires_grad=False))
+    learns = learn and w.requires_grad and not columnwise
+    setattr(experts, name, nn.Parameter(quantized, requires_grad=learns))
 
 
 def save_by_parts(experts: Any, weights: tuple[str, str]) -> None:
-    """What experts need in state dicts and in pickles, once their weights are quantized."""
+    """Prepare experts with quantized weights for state dicts and pickles."""
     if not is_converted(experts):
         convert_class(experts, scale_properties, weights)
     implementation = Implementation.of(experts.config._experts_implementation)

@@ -1,9 +1,9 @@
 """torchtitan's type checking of distributed programs (``debug.spmd_typechecking``), if installed.
 
-It follows tensors through a model by their kind, the same on every process or not, and has to be
-told what an autograd Function does to it. The layers' Functions compute with the tensors of one
-process, and what they return differs between processes where an input does: its rule of local
-Functions. Those of ``grouped_linear.parallel`` communicate, and are not told.
+The checker follows which tensors are the same on every process, and has to be told what an autograd
+Function does. The layers' Functions are local: they compute with the tensors of one process, and a
+result differs between processes where an input does. Those of ``grouped_linear.parallel``
+communicate, and are left out.
 """
 
 from importlib import import_module

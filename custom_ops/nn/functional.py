@@ -27,7 +27,7 @@ from grouped_linear.nn.lora import LoraWeights, check_lora_weights, dropped
 from grouped_linear.nn.options import check_recipe, check_state
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import is_dtensor, stored_weight
-from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Experts, Recipe
+from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Recipe, WeightList
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -38,7 +38,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type)
 
 
-def autocast_weights(weights: Experts, recipe: Recipe, dtype: torch.dtype) -> Experts:
+def autocast_weights(weights: WeightList, recipe: Recipe, dtype: torch.dtype) -> WeightList:
     """Cast weights to autocast's dtype, unless the recipe's quantizer reads any dtype."""
     w = weights[0]
     if recipe.weight.reads_any_dtype or w.dtype not in ACTIVATIONS or w.dtype == dtype:
@@ -252,7 +252,7 @@ def grouped_linear(
 
 def _check_call(
     x_TK: Tensor,
-    weights: Experts,
+    weights: WeightList,
     bias: Tensor | None,
     m_splits: Tensor | Sequence[int],
     recipe: Recipe,
@@ -277,7 +277,7 @@ def _check_call(
 
 def apply_layer(
     x: Tensor,
-    weights: Experts,
+    weights: WeightList,
     bias: Tensor | None,
     m_splits: Tensor | Sequence[int],
     recipe: Recipe | None,

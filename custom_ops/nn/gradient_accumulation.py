@@ -14,7 +14,7 @@ from grouped_linear.autograd.wgrad import MainGrad
 from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.quantized.weight import local_part
 from grouped_linear.quantized.weight_cache import WeightCache
-from grouped_linear.recipes import Experts, Recipe, stores
+from grouped_linear.recipes import Recipe, WeightList, stores
 
 
 def read_flag(
@@ -58,7 +58,7 @@ def fills(first: Tensor | bool | None) -> bool:
 
 
 def cached_weight(
-    layer: str, cache: WeightCache | None, weights: Experts, first: Tensor | bool | None
+    layer: str, cache: WeightCache | None, weights: WeightList, first: Tensor | bool | None
 ) -> StoredWeight | None:
     """Return the cached weight that a call reads, or None if it quantizes its own."""
     if first is None or cache is None:

@@ -87,7 +87,7 @@ class _StaticDispatcher(TokenDispatcher):
         return ceil_div(count * numerator, denominator * processes)
 
     def exchange(self, expert_TC: Tensor) -> Exchange | VariableExchange:
-        """Which tokens go where; counts in ``dropped`` what does not."""
+        """Which tokens go where. Choices that are dropped are counted in ``dropped``."""
         raise NotImplementedError
 
     def check_equal_tokens(self, x: Tensor) -> None:
@@ -139,20 +139,22 @@ class _StaticDispatcher(TokenDispatcher):
 class AllGather(_StaticDispatcher):
     """Every process gets all tokens, and computes those that chose its experts.
 
-    Nothing is sorted before tokens are sent, and a token that chose experts of every process, as
-    with 8 choices on 2 to 8 GPUs most do, is sent no more often than it must be. Bytes, and the
-    memory of what comes, grow with the number of processes.
+    Tokens are sent unsorted. With 8 choices on 2 to 8 GPUs most tokens choose experts of every
+    process, and are sent no more often than they must be. The bytes that are sent, and the memory
+    for them, grow with the number of processes.
 
     Args:
         mesh: the processes that share the experts, one dimension.
         num_experts: E, of all processes together.
-        capacity_factor: memory for how many rows an expert's GEMM has: this many times the rows
+        capacity_factor: how many rows a process's GEMMs have memory for: this many times the rows
             that come to a process where experts are equally popular, T * C. The last rows past it,
             by expert and token, are dropped, and counted in ``dropped``. None has room for the
             choices of all processes, D * T * C, and drops nothing.
         fp8: send x, and in the backward the gradient of the outputs, in FP8 with a scale for each
             128 features of a token: half of the bytes. ``Float8BlockScaling`` computes the same
             outputs, and the same gradients of x, from these as from tokens in 16 bits.
+        check_tokens: compare the processes' numbers of tokens in every call, and raise where they
+            differ. The host waits for the device, so this is for debugging.
 
     Attributes:
         dropped: how many choices this process has dropped since it was last zeroed, int64 on the
@@ -233,7 +235,7 @@ class AllToAll(_Sorting):
         (T, C), D, device = expert_TC.shape, self.group.size, expert_TC.device
         slots = self.slots(T, C)
         kept_TD, (_, token_R, row_TD, end_D) = self.select(expert_TC, slots)
-        # One slot more, which no token fills: choices of no expert point there.
+        # An extra slot, which no token fills: choices of no expert point there.
         block, start_D = slots + 1, starts(end_D)
         process_D = torch.arange(D, dtype=torch.int32, device=device)
         slot_TD = torch.where(kept_TD, process_D * block + row_TD - start_D, slots)

@@ -1,4 +1,4 @@
-"""Rows to the processes that need them, and sums of what they return; each is the other's gradient.
+"""Send rows to the processes that need them, and sum what these return: each other's gradient.
 
 D processes of a group, T tokens of each, S slots for tokens that come to one, C experts chosen for
 a token, H features, n 128-blocks of them.
@@ -50,7 +50,7 @@ class Exchange(NamedTuple):
     def send(self, rows: Tensor, group: Group, empty: int | None = None) -> Tensor:
         """Start to send rows [T, I]; wait before the result [S, I] is read.
 
-        In an empty slot goes the number `empty`, or anything.
+        An empty slot gets the number `empty`, or any number without it.
         """
         if self.token is not None:
             rows = rows[self.token]
@@ -73,7 +73,7 @@ class Exchange(NamedTuple):
 
 
 class VariableExchange(NamedTuple):
-    """Which rows go where, with no slot that is empty between others."""
+    """Which rows go where, without empty slots between others."""
 
     slot: Tensor
     """[T, D], as in :class:`Exchange`; N, where a row is zero, for an empty one."""
@@ -87,7 +87,7 @@ class VariableExchange(NamedTuple):
     """[S] bool, whether nothing came in a slot."""
 
     def send(self, rows: Tensor, group: Group, empty: int | None = None) -> Tensor:
-        """Send rows [T, I], and return [S, I]. In an empty slot is the number `empty`, or zero."""
+        """Send rows [T, I], and return [S, I]. An empty slot has the number `empty`, or zero."""
         came: Tensor = all_to_all_v(rows[self.token], self.sent, self.empty.size(0), group.name)
         return came if empty is None else came.masked_fill(self.empty[:, None], empty)
 
@@ -97,7 +97,7 @@ class VariableExchange(NamedTuple):
         return back
 
     def wait(self, there: Tensor) -> Tensor:
-        """Nothing: the current stream has it."""
+        """Do nothing: the exchange runs on the current stream."""
         return there
 
 
@@ -109,7 +109,7 @@ def exchange_counts(sent_D: Tensor, group: Group) -> Tensor:
 
 
 def _exchange_of(tensors: tuple[Any, ...]) -> Exchange | VariableExchange:
-    """Either one, from its fields."""
+    """An Exchange or a VariableExchange, from its fields."""
     return Exchange(*tensors) if len(tensors) == 3 else VariableExchange(*tensors)
 
 
@@ -163,7 +163,7 @@ def _collect(y_SH: Tensor, exchange: Exchange | VariableExchange, group: Group) 
 
 
 class SpreadFunction(torch.autograd.Function):
-    """Tokens, their routing weights and experts to the processes that hold the experts."""
+    """Send tokens, their routing weights and experts to the processes that hold the experts."""
 
     @staticmethod
     def forward(
@@ -211,7 +211,7 @@ class SpreadFunction(torch.autograd.Function):
 
 
 class CollectFunction(torch.autograd.Function):
-    """What the experts made of tokens back to the processes that sent them, summed."""
+    """Send the experts' outputs back to the processes that sent the tokens, and sum them."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, fp8: bool, y_SH: Tensor, *tensors: Any) -> Tensor:

@@ -58,7 +58,7 @@ class ExpertParallel(ParallelStyle):
         capacity_factor: see the dispatchers; None, the default, drops nothing, and has memory for
             all choices of all processes.
         fp8: whether tokens travel in FP8, see the dispatchers.
-        check_tokens: to find a fault: whether every call compares the processes' numbers of tokens,
+        check_tokens: for debugging: whether every call compares the processes' numbers of tokens,
             see the dispatchers.
 
     Raises:

@@ -23,9 +23,9 @@ _ROW_BYTES = 64
 
 
 def require_symmetric_memory(name: str, device_type: str) -> None:
-    """Raise RuntimeError where rows of that device cannot be exchanged so."""
+    """Raise RuntimeError where rows of that device cannot be exchanged this way."""
     if device_type == "cuda" and not _symm_mem.is_nvshmem_available():
-        raise RuntimeError(f"{name}: needs NVSHMEM, which this torch has not or does not find")
+        raise RuntimeError(f"{name}: needs NVSHMEM, which this torch lacks or cannot find")
 
 
 class _Buffers:
@@ -66,7 +66,7 @@ class _Buffers:
         return self.tensors[name][:size].view(count, -1)
 
 
-# Not by the group's name: names start anew after destroy_process_group. Memory of a group that was
+# Not by the group's name: names repeat after destroy_process_group. Memory of a group that was
 # destroyed is kept, because processes would have to free it together.
 @cache
 def _buffers(group: dist.ProcessGroup, device: torch.device) -> _Buffers:
@@ -120,8 +120,8 @@ def _(rows: Tensor, splits: Tensor, max_rows: int, group: str) -> Tensor:
     came = torch.arange(max_rows, device=rows.device) < buffers.came[0].sum()
     received = receive.view(words.dtype)[:, : words.size(1)]
     out = torch.where(came[:, None], received, 0)
-    # A process begins an exchange when all others have: one of no rows ends when all others have
-    # read their rows, so that the next one may write this memory again.
+    # An exchange starts when every process has called it. So one of no rows ends when all have read
+    # their rows, and the next exchange may write this memory.
     exchange(buffers.no_row, buffers.no_row, buffers.no_splits, buffers.nothing_came, group)
     return out.view(rows.dtype)
 

@@ -5,6 +5,7 @@ N out_features, K in_features; shapes are those of one expert, or of E experts w
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -115,3 +116,21 @@ def with_blocks(
     new_q = torch.where(in_written_block, new_q.view(torch.uint8), old_q.view(torch.uint8))
     new_scale = torch.where(written_blocks.bool(), new_scale, old_scale)
     return new_q.view(E4M3).view(q.shape), new_scale.view(scale.shape)
+
+
+def differentiable(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``t.numbers(dtype)`` of a quantized tensor; its gradient goes to the tensor."""
+    w: Tensor = _Numbers.apply(t, dtype)
+    return w
+
+
+class _Numbers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Any, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = t.dtype
+        w: Tensor = t.numbers(dtype)
+        return w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None

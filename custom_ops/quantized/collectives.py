@@ -1,12 +1,13 @@
 """What collectives do to a GroupedTensor: they move its bytes.
 
-A collective that sends a tensor as it is sends q and the scales. One that computes with numbers, as
-an all-reduce, has none to compute with and is refused by dispatch.py.
+A collective that only sends a tensor sends q and the scales. dispatch.py refuses one that computes
+with its numbers, as an all-reduce does.
 
 DistributedDataParallel makes all processes equal when it wraps a model: it concatenates many
-parameters, flattened, to one tensor of their dtype, broadcasts that, and copies its parts back. In
-that tensor a quantized weight is its bytes: an element has at least two, of which q takes one, and
-the scales take 1/64 or less. Numbers in their place would be quantized anew on every process.
+parameters, flattened, to one tensor of their dtype, broadcasts that, and copies its parts back. A
+quantized weight puts the bytes of q and the scales there: an element has at least two bytes, q
+takes one and the scales 1/64 or less. Dequantized numbers would be quantized again on every
+process.
 """
 
 import sys
@@ -17,14 +18,22 @@ import torch
 from torch import Tensor
 
 from grouped_linear.quantized import block_math
-from grouped_linear.quantized.dispatch import aten, copy, count_write, experts_of, handles, join
+from grouped_linear.quantized.dispatch import (
+    aten,
+    copy,
+    count_write,
+    experts_of,
+    handles,
+    join,
+    run_collective,
+)
 from grouped_linear.quantized.tensor import GroupedTensor
 
 
 def _caller(name: str) -> FrameType | None:
     """The call of one of torch's functions that led here, if any did.
 
-    An operation is not told what it is for, and what has to be known is what its caller does next.
+    The arguments of an operation do not show what its caller does next.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -57,7 +66,7 @@ def _written(t: GroupedTensor) -> None:
 
 @handles(aten.cat.default)
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Concatenate weights; of all that DistributedDataParallel sends, the bytes."""
+    """Concatenate weights; for DistributedDataParallel, their bytes."""
     if not _synchronizes():
         return join(func, args, kwargs)
     packed = []
@@ -73,7 +82,7 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(aten.copy_.default)
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy; what DistributedDataParallel has sent are bytes."""
+    """Copy; from DistributedDataParallel, the bytes of q and the scales."""
     to, source = args[:2]
     if isinstance(source, GroupedTensor) or not _synchronizes():
         return copy(func, args, kwargs)
@@ -92,8 +101,7 @@ def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors, *others = args
     for t in tensors:
         for part in _parts(t) if isinstance(t, GroupedTensor) else (t,):
-            _, work = func([part], *others, **kwargs)
-            work.wait()
+            _, work = run_collective(func, ([part], *others), kwargs)
         if isinstance(t, GroupedTensor):
             _written(t)
     return tensors, work
@@ -103,8 +111,8 @@ def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Views of experts.
 
-    distribute_tensor splits on every process, then one sends. Refused while it sends, it would
-    leave the others waiting. On the meta device it sends nothing.
+    distribute_tensor is refused where it splits, which every process does. A refusal where one
+    process sends would leave the others waiting. On the meta device nothing is sent.
     """
     frame = None if args[0].is_meta else _caller("_shard_tensor")
     if frame is not None and frame.f_locals.get("src_data_rank") is not None:

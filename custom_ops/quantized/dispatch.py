@@ -22,7 +22,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # How many elements of a weight an optimizer's step holds in float32 at a time: 128 MiB, and as much
 # for each of the optimizer's states.
 ELEMENTS_AT_ONCE = 2**25
-# In-place operations that write numbers of their own: nothing adds up, so they round to nearest.
+# In-place operations that do not read what they overwrite round to nearest: no steps add up.
 OVERWRITING = (aten.fill_, aten.zero_, aten.uniform_, aten.normal_)
 
 
@@ -45,7 +45,7 @@ def _any_other(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError(
             f"GroupedTensor: {func} would not reach a quantized tensor: pass its q and scale"
         )
-    if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
+    if func._schema.is_mutable:
         return write_in_place(func, args, kwargs)
     return on_plain(func, args, kwargs)
 
@@ -82,6 +82,26 @@ def bound_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         a.name: args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
         for i, a in arguments
     }
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation writes."""
+    infos = {a.name: a.alias_info for a in func._schema.arguments}
+    bound = bound_arguments(func, args, kwargs)
+    return [v for name, v in bound.items() if infos[name] and infos[name].is_write]
+
+
+def run_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation of c10d; it has ended on the current stream when this returns.
+
+    NCCL returns a null work for an operation that is not asynchronous, where gloo returns one. A
+    null cannot be waited for, so the operation is always asynchronous here.
+    """
+    bound = bound_arguments(func, args, kwargs)
+    bound |= {name: True for name in bound if name in ("async_op", "asyncOp")}
+    out = func(*bound.values())
+    (out[-1] if isinstance(out, (tuple, list)) else out).wait()
+    return out
 
 
 def _of_each_part(
@@ -358,19 +378,11 @@ def _write_in_float32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return copies[id(t)][1]
 
     out = func(*tree_map(in_float32, args), **tree_map(in_float32, kwargs))
-    for name, argument in bound_arguments(func, args, kwargs).items():
-        if not _is_written(func, name):
-            continue
-        for t in tree_leaves(argument):
-            if isinstance(t, Tensor) and id(t) in copies:
-                _store_result(func, t, copies[id(t)][1])
+    for t in tree_leaves(written(func, args, kwargs)):
+        if isinstance(t, Tensor) and id(t) in copies:
+            _store_result(func, t, copies[id(t)][1])
     originals = {id(w): t for t, w in copies.values()}
     return tree_map(lambda leaf: originals.get(id(leaf), leaf), out)
-
-
-def _is_written(func: Any, name: str) -> bool:
-    (argument,) = (a for a in func._schema.arguments if a.name == name)
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _store_result(func: Any, t: Tensor, w: Tensor) -> None:

@@ -14,7 +14,13 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
 from grouped_linear.quantized import dispatch
-from grouped_linear.quantized.dispatch import bound_arguments, count_write, unfilled, views_of
+from grouped_linear.quantized.dispatch import (
+    count_write,
+    run_collective,
+    unfilled,
+    views_of,
+    written,
+)
 from grouped_linear.quantized.with_master import HANDLERS, GroupedTensorWithMaster
 
 aten = torch.ops.aten
@@ -81,9 +87,10 @@ def _read_or_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return t.own
 
     plain_args, plain_kwargs = tree_map_only(GroupedTensorWithMaster, number, (args, kwargs))
-    out = func(*plain_args, **plain_kwargs)
     if func.namespace == "c10d":  # its schemas do not say what it writes, nor when
-        (out[-1] if isinstance(out, (tuple, list)) else out).wait()
+        out = run_collective(func, plain_args, plain_kwargs)
+    else:
+        out = func(*plain_args, **plain_kwargs)
     for t in _written(func, args, kwargs):
         t.refresh_()
     return tree_map(lambda leaf: by_number.get(id(leaf), leaf), out)
@@ -93,20 +100,17 @@ def _written(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[GroupedTensorWithMaster]:
     """The tensors among an operation's arguments that it writes, each once."""
-    if func.namespace == "c10d":
-        arguments: list[Any] = [args, kwargs]
-    else:
-        infos = {a.name: a.alias_info for a in func._schema.arguments}
-        bound = bound_arguments(func, args, kwargs)
-        arguments = [v for name, v in bound.items() if infos[name] and infos[name].is_write]
+    is_collective = func.namespace == "c10d"
+    arguments = [args, kwargs] if is_collective else written(func, args, kwargs)
     found = {id(t): t for t in tree_leaves(arguments) if isinstance(t, GroupedTensorWithMaster)}
     yield from found.values()
 
 
 @handles(aten.clone.default)
 def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Copy; of what a state dict has, as a plain tensor."""
     t = args[0]
-    if not t.is_whole:
+    if not t.is_whole or t.has_memory:
         return func(t.own, **kwargs)
     parts = t.parts.each(lambda part: part.clone())
     master = func(t.own, memory_format=torch.contiguous_format)
@@ -115,9 +119,12 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(aten._to_copy.default)
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy to another device, with the quantized numbers; or to another dtype, and quantize."""
+    """Copy to another device, with the quantized numbers; or to another dtype, and quantize.
+
+    A tensor of a state dict becomes a plain one: programs copy it to the CPU before they save it.
+    """
     t, dtype = args[0], kwargs.get("dtype") or args[0].dtype
-    if not t.is_whole or dtype not in ACTIVATIONS:
+    if not t.is_whole or t.has_memory or dtype not in ACTIVATIONS:
         return func(t.own, *args[1:], **kwargs)
     to = {name: kwargs[name] for name in ("device", "non_blocking") if name in kwargs}
     master = func(t.own, dtype=dtype, **to)

@@ -20,7 +20,7 @@ def check_pickle_version(cls: str, version: int, newest: int) -> None:
 
 
 def recipe_to_pickle(recipe: Recipe) -> Any:
-    """The fields of our own classes, so that files do not name their modules; another as it is."""
+    """The options of this package's recipes, so that files name no modules; others as they are."""
     if type(recipe) is Float8BlockScaling:
         return recipe.options()
     if type(recipe) is Float8CurrentScaling:

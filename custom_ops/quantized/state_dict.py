@@ -4,8 +4,8 @@ A parameter with its master is there under its own name, in high precision, as i
 model.
 
 A parameter that is FP8 alone, ``name``, is in a state dict as ``name``, its e4m3 numbers, and
-``name_scale_inv``, its float32 scales, which multiply to dequantize. So whoever writes plain
-tensors (safetensors, transformers, accelerate, distributed checkpoints) writes it bit for bit.
+``name_scale_inv``, its float32 scales, which multiply to dequantize. So libraries that write plain
+tensors (safetensors, transformers, accelerate, distributed checkpoints) write it bit for bit.
 """
 
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ def split_quantized(module: nn.Module, state_dict: dict[str, Any], prefix: str) 
     """Replace the module's quantized parameters in its state dict by their two parts.
 
     The parts share memory with the parameter, as every tensor of a state dict does. Columnwise data
-    is made again by ``load_state_dict``, so whatever writes into a state dict must be loaded.
+    is made again by ``load_state_dict``: load a state dict after you write into it.
 
     Args:
         module: its own parameters, not those of its children.
@@ -80,7 +80,7 @@ def join_quantized(
                 f"{key} is {dtype_name(E4M3)}, and there is no {key}{SCALE}, which "
                 "broadcast_from_rank0 of torch.distributed.checkpoint leaves out."
             )
-            del state_dict[key]  # its numbers without scales are no weight
+            del state_dict[key]  # e4m3 numbers without scales are no weight
             continue
         try:
             own = module._parameters.get(key.removeprefix(prefix))
@@ -143,7 +143,7 @@ def _joined(own: Tensor | None, module: nn.Module, q: Any, scale: Any) -> Any:
 
 def _part_of_whole(like: Any, whole: Tensor) -> Any:
     """A DTensor of this process's part of a tensor that each process has; nothing is sent."""
-    from torch.distributed.tensor import distribute_tensor  # imported by whoever made `like`
+    from torch.distributed.tensor import distribute_tensor  # `like` has imported it
 
     whole = whole.to(like.device)
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
@@ -155,7 +155,7 @@ def _quantized(q: Tensor, scale: Tensor, options: dict[str, Any]) -> GroupedTens
 
 
 def _sent_as_bytes(q: Any) -> Any:
-    """A DTensor of e4m3 numbers whose parts are gathered as bytes, on CPUs, where none is known."""
+    """A DTensor of e4m3 numbers whose parts are gathered as bytes on CPUs."""
     if q.device.type != "cpu":
         return q
     dtensor: Any = type(q)

@@ -8,7 +8,7 @@ E experts, K in_features, N out_features.
 import copy
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +90,10 @@ class GroupedTensor(Tensor):
     master: Tensor | None = None
     """The high-precision numbers; only a :class:`GroupedTensorWithMaster` has them."""
 
+    _handlers: ClassVar[dict[Any, Handler]] = HANDLERS
+    _memory: ClassVar[tuple[str, ...]] = ("q", "scale", "q_t")
+    _own_attributes: ClassVar[tuple[str, ...]] = (*_memory, "recipe", "stochastic_rounding")
+
     # Operations are intercepted below autograd, in __torch_dispatch__, and only there.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -114,21 +118,9 @@ class GroupedTensor(Tensor):
         )
         # Code that reads memory directly, as collectives of lists do, then raises.
         torch._C._set_throw_on_mutable_data_ptr(t)
+        t.q, t.scale, t.q_t = q, scale, q_t
+        _, t.recipe, t.stochastic_rounding = metadata
         return t
-
-    def __init__(
-        self,
-        q: Tensor,
-        scale: Tensor | None = None,
-        q_t: Tensor | None = None,
-        metadata: Metadata | None = None,
-        size: Sequence[int] | None = None,
-        *,
-        requires_grad: bool = False,
-    ) -> None:
-        if scale is not None and metadata is not None:
-            self.q, self.scale, self.q_t = q, scale, q_t
-            _, self.recipe, self.stochastic_rounding = metadata
 
     # --- construction ----------------------------------------------------------------------------
 
@@ -226,8 +218,7 @@ class GroupedTensor(Tensor):
         """
         dtype = self.dtype if dtype is None else dtype
         Rules("GroupedTensor").dtype("dtype", dtype, ACTIVATIONS)
-        w: Tensor = _Dequantize.apply(self, dtype)
-        return w
+        return block_math.differentiable(self, dtype)
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """``q * scale`` in a plain tensor; not differentiable."""
@@ -270,21 +261,23 @@ class GroupedTensor(Tensor):
     def data(self) -> Tensor:
         """The tensor without its autograd history.
 
-        Assign a GroupedTensor, and this one has its memory, shape and dtype from then on, as torch
-        has it; the recipe stays. A plain tensor is quantized into new memory.
+        Assign a tensor of this class, and this one has its memory, shape and dtype from then on, as
+        torch has it; the recipe stays. Any other tensor is quantized into new memory: later writes
+        to that one do not reach this one.
 
         Raises:
-            RuntimeError: for a plain tensor of another shape, or of float64 or no float dtype.
+            RuntimeError: for another tensor of another shape, or of float64 or no float dtype.
         """
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not isinstance(value, GroupedTensor):
+        if not isinstance(value, type(self)):
             value = self._quantized_like(value)
         # Shape, dtype and device are torch's, which refuses before it writes.
         torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
-        self.q, self.scale, self.q_t = value.q, value.scale, value.q_t
+        for name in self._memory:
+            setattr(self, name, getattr(value, name))
 
     def _quantized_like(self, w: Tensor) -> "GroupedTensor":
         """A plain tensor quantized as this one is."""
@@ -293,6 +286,14 @@ class GroupedTensor(Tensor):
             type(w) in (Tensor, nn.Parameter),
             lambda: f"data must be a GroupedTensor or a plain tensor, got {type(w).__name__}",
         )
+        self._check_data(w)
+        twin = self.detach().to(w.device, w.dtype, copy=True)
+        twin.copy_(w)
+        return twin  # type: ignore[return-value]
+
+    def _check_data(self, w: Tensor) -> None:
+        """Raise RuntimeError for plain data of another dtype or shape."""
+        rules = Rules("GroupedTensor")
         rules.check(
             w.dtype in ACTIVATIONS,
             lambda: (
@@ -304,9 +305,6 @@ class GroupedTensor(Tensor):
             w.shape == self.shape,
             lambda: f"plain data must have the shape {list(self.shape)}, got {list(w.shape)}",
         )
-        twin = self.detach().to(w.device, w.dtype, copy=True)
-        twin.copy_(w)
-        return twin  # type: ignore[return-value]
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -318,10 +316,11 @@ class GroupedTensor(Tensor):
         return 1 if self.q_t is None else 2
 
     def data_ptr(self) -> int:
-        """A number that tells tensors apart as their addresses do, and is no address.
+        """A number that tells tensors apart as addresses do, and is not an address.
 
-        It is that of q, moved to where no process has memory: a kernel that takes it for one of
-        high precision fails, instead of reading e4m3. 0 where q has none, as on the meta device.
+        It is the address of q, moved to where no process has memory: a kernel that reads there
+        fails, instead of taking e4m3 for high precision. 0 where q has no memory, as on the meta
+        device.
         """
         address = self.q.data_ptr()
         return address and address + NO_ADDRESS
@@ -363,8 +362,12 @@ class GroupedTensor(Tensor):
         """Copies share memory where the tensors do, as torch has it: all parts of them."""
         if not self.is_leaf:
             super().__deepcopy__(memo)  # which refuses
-        q, scale, q_t = copy.deepcopy((self.q, self.scale, self.q_t), memo)
-        twin = GroupedTensor(q, scale, q_t, self.metadata, self.shape)
+        parts = copy.deepcopy((self.q, self.scale, self.q_t), memo)
+        twin = GroupedTensor(*parts, self.metadata, self.shape)
+        return self._complete_copy(twin, memo)  # type: ignore[no-any-return]
+
+    def _complete_copy(self, twin: Any, memo: dict[int, Any]) -> Any:
+        """Give a deep copy's tensor what a tensor has besides its numbers."""
         memo[id(self)] = twin
         vars(twin).update(copy.deepcopy(self._attributes(), memo))
         twin.requires_grad_(self.requires_grad)
@@ -372,8 +375,9 @@ class GroupedTensor(Tensor):
         return twin
 
     def _attributes(self) -> dict[str, Any]:
-        """Those that others gave it. One of them says that it is a parameter."""
-        return {name: value for name, value in vars(self).items() if name not in _ATTRIBUTES}
+        """Attributes that others set. One of them makes it a parameter."""
+        own = self._own_attributes
+        return {name: value for name, value in vars(self).items() if name not in own}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         state = {
@@ -398,7 +402,7 @@ class GroupedTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        handler = HANDLERS.get(func, HANDLERS[None])
+        handler = cls._handlers.get(func, cls._handlers[None])
         return handler(func, args, kwargs or {})
 
     def fsdp_pre_all_gather(
@@ -457,9 +461,6 @@ def _as_parameter(t: Tensor, requires_grad: bool) -> GroupedTensor:
     return parameter  # type: ignore[no-any-return]
 
 
-_ATTRIBUTES = ("q", "scale", "q_t", "recipe", "stochastic_rounding")
-
-
 def _rebuild(state: dict[str, Any]) -> GroupedTensor:
     """A tensor from its pickled state."""
     check_pickle_version("GroupedTensor", state["version"], PICKLE_VERSION)
@@ -485,14 +486,3 @@ def _check_recipe(recipe: Recipe | None) -> Float8BlockScaling:
     if not isinstance(recipe, Float8BlockScaling):
         raise ValueError(f"GroupedTensor: recipe must be Float8BlockScaling, got {recipe!r}")
     return recipe
-
-
-class _Dequantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: GroupedTensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = t.dtype
-        return t.numbers(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.dtype), None

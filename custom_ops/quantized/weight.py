@@ -159,8 +159,8 @@ def convert_loaded(
 
     For a quantized parameter, high precision is rounded to nearest. With ``assign=True`` a
     quantized weight is dequantized for a plain parameter, and takes the options of a quantized one
-    with the bytes that it has; a parameter with its master takes the tensor as that. Otherwise
-    ``copy_`` does these.
+    with the bytes that it has; a parameter with its master takes the tensor as that. Without
+    ``assign=True``, ``copy_`` does all this.
 
     Args:
         module: its own parameters, not those of its children.

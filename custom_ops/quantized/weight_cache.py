@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from grouped_linear.meta_kernels.rules import E4M3
 from grouped_linear.quantized.pickle_version import check_pickle_version
 from grouped_linear.recipes import (
-    Experts,
     QuantizedWeight,
     Recipe,
+    WeightList,
     check_stores,
     new_weight,
 )
@@ -77,8 +77,8 @@ class WeightCache(nn.Module):
     def warm(self) -> bool:
         """Whether it was written since it was last cold, in eager mode or by a graph.
 
-        The host cannot know whether a flag on the device skipped a write. So this serves to report
-        what the host can see; the NaN of a cold cache shows the rest.
+        The host cannot know whether a flag on the device skipped a write. So this tells what the
+        host can see. The NaN scales of a cold cache show the rest.
         """
         return self._writes != self._cold_writes
 
@@ -89,7 +89,7 @@ class WeightCache(nn.Module):
 
     # --- what it was filled from -----------------------------------------------------------------
 
-    def filled_from(self, weights: Experts | None) -> None:
+    def filled_from(self, weights: WeightList | None) -> None:
         """Note what this call fills it from; None where the host cannot know."""
         known = weights is not None and not self._in_graphs
         self._source = _identity(weights) if known else None  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ class WeightCache(nn.Module):
         """Note that a CUDA graph fills it, or may: from now on the host cannot know from what."""
         self._in_graphs, self._source = True, None
 
-    def check_source(self, layer: str, weights: Experts) -> None:
+    def check_source(self, layer: str, weights: WeightList) -> None:
         """Raise RuntimeError for a call with other weights than those that filled it, if known."""
         if self._source is None or self._source == _identity(weights):
             return
@@ -172,6 +172,6 @@ class WeightCache(nn.Module):
             self.reset()
 
 
-def _identity(weights: Experts) -> tuple[tuple[int, int | None], ...]:
+def _identity(weights: WeightList) -> tuple[tuple[int, int | None], ...]:
     """Which tensors these are, and how often they were written, where that is counted."""
     return tuple((id(w), None if w.is_inference() else w._version) for w in weights)

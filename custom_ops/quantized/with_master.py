@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, Rules, dtype_name
+from grouped_linear.meta_kernels.rules import Rules
 from grouped_linear.quantized.dispatch import count_write, views_of
 from grouped_linear.quantized.pickle_version import (
     check_pickle_version,
@@ -39,9 +39,9 @@ HANDLERS: dict[Any, Handler] = {}
 class GroupedTensorWithMaster(GroupedTensor):
     """Experts' weights in high precision, with the FP8 numbers that GEMMs read beside them.
 
-    In every operation of torch it is what a plain tensor of its high-precision numbers, ``master``,
-    would be. Beside them it keeps q, q_t and scale, always those of quantizing ``master``. Three
-    rules make it so:
+    In every operation of torch it behaves as a plain tensor of its high-precision numbers,
+    ``master``. It also keeps q, q_t and scale, which are always what quantizing ``master`` gives.
+    Three rules make it so:
 
     - A view is a view of ``master`` that knows the experts that it lies in.
     - An operation that writes the tensor, or a view of it, writes ``master``, and quantizes these
@@ -59,7 +59,7 @@ class GroupedTensorWithMaster(GroupedTensor):
         q, scale, q_t, recipe: see :class:`grouped_linear.GroupedTensor`. Under
             ``Float8CurrentScaling`` ``scale`` is [E].
         has_memory: whether code that reads memory directly finds ``master`` there, as in a state
-            dict. A pickle of it is a plain tensor.
+            dict. Its pickles and copies are plain tensors.
 
     >>> w = GroupedTensorWithMaster.quantize(torch.ones(2, 32, 16))
     >>> w[1].mul_(1.01)[0, 0], (w.q.float() * w.scale)[1, 0, 0]
@@ -69,9 +69,13 @@ class GroupedTensorWithMaster(GroupedTensor):
     master: Tensor
     own: Tensor
     has_memory: bool
-    # Of experts, what they are a view of. In a trace that is quantized as a whole, because Inductor
+    # The weight that these experts are a view of. A trace quantizes all of it, because Inductor
     # scatters no FP8 into a larger tensor (torch 2.13).
     whole: "GroupedTensorWithMaster | None" = None
+
+    _handlers = HANDLERS
+    _memory = (*GroupedTensor._memory, "master", "own")
+    _own_attributes = (*GroupedTensor._own_attributes, "master", "own", "has_memory", "whole")
 
     @staticmethod
     def __new__(
@@ -84,51 +88,39 @@ class GroupedTensorWithMaster(GroupedTensor):
         has_memory: bool = False,
         requires_grad: bool = False,
     ) -> "GroupedTensorWithMaster":
-        """A tensor; or a parameter of one tensor, as accelerate moves it to a device."""
-        if parts is None or metadata is None:
-            parameter: Any = nn.Parameter(master.detach(), requires_grad)
-            return parameter  # type: ignore[no-any-return]
-        own = master if own is None else own
-        if has_memory:
-            t: GroupedTensorWithMaster = Tensor._make_subclass(cls, own)
-            return t
-        t = Tensor._make_wrapper_subclass(
-            cls,
-            own.shape,
-            strides=own.stride(),
-            storage_offset=own.storage_offset(),
-            dtype=own.dtype,
-            device=own.device,
-        )
-        # Code that reads memory directly, as collectives of lists do, then raises.
-        torch._C._set_throw_on_mutable_data_ptr(t)
-        return t
-
-    def __init__(
-        self,
-        master: Tensor,
-        parts: QuantizedWeight | None = None,
-        metadata: Metadata | None = None,
-        own: Tensor | None = None,
-        *,
-        has_memory: bool = False,
-        requires_grad: bool = False,
-    ) -> None:
         """Wrap a master and the FP8 numbers of it.
 
         Args:
-            master: [E, N, K] or [N, K], contiguous.
+            master: [E, N, K] or [N, K], contiguous. Alone: a tensor of this class, of which
+                accelerate makes a parameter on another device.
             parts: q, scale and q_t of `master`.
             metadata: how it is quantized.
             own: the view of `master` that this tensor is; all of it by default.
             has_memory: see the class.
             requires_grad: of the parameter that accelerate makes.
         """
-        if parts is not None and metadata is not None:
-            self.q, self.scale, self.q_t = parts  # type: ignore[assignment]
-            self.master, self.own = master, master if own is None else own
-            self.has_memory = has_memory
-            _, self.recipe, self.stochastic_rounding = metadata
+        if parts is None or metadata is None:
+            parameter: Any = nn.Parameter(master.detach(), requires_grad)
+            return parameter  # type: ignore[no-any-return]
+        own = master if own is None else own
+        t: GroupedTensorWithMaster
+        if has_memory:
+            t = Tensor._make_subclass(cls, own)
+        else:
+            t = Tensor._make_wrapper_subclass(
+                cls,
+                own.shape,
+                strides=own.stride(),
+                storage_offset=own.storage_offset(),
+                dtype=own.dtype,
+                device=own.device,
+            )
+            # Code that reads memory directly, as collectives of lists do, then raises.
+            torch._C._set_throw_on_mutable_data_ptr(t)
+        t.q, t.scale, t.q_t = parts  # type: ignore[assignment]
+        t.master, t.own, t.has_memory = master, own, has_memory
+        _, t.recipe, t.stochastic_rounding = metadata
+        return t
 
     @classmethod
     def quantize(
@@ -164,8 +156,8 @@ class GroupedTensorWithMaster(GroupedTensor):
             )
         if stochastic_rounding:
             raise ValueError(
-                "GroupedTensorWithMaster: stochastic_rounding is for weights without their "
-                "high-precision numbers, to which small steps add up here"
+                "GroupedTensorWithMaster: stochastic_rounding must be False: small steps add up in "
+                "the high-precision numbers"
             )
         Rules("GroupedTensorWithMaster").weight(w)
         master = w.detach().contiguous()
@@ -220,7 +212,7 @@ class GroupedTensorWithMaster(GroupedTensor):
         return self.own.to(dtype, copy=True)
 
     def check_whole(self) -> None:
-        """Raise RuntimeError for a view that is no whole experts."""
+        """Raise RuntimeError for a view that is not of whole experts."""
         if not self.is_whole:
             raise RuntimeError(
                 f"GroupedTensor: a layer reads whole experts, {list(self.master.shape)}, got a "
@@ -230,7 +222,7 @@ class GroupedTensorWithMaster(GroupedTensor):
     def for_state_dict(self) -> "GroupedTensorWithMaster":
         """A view of this tensor as state dicts have it: with memory, for those who write files.
 
-        A write to it is a write to this tensor. A pickle of it is a plain tensor.
+        A write to it is a write to this tensor. Pickles and copies of it are plain tensors.
         """
         with views_of(self):
             parts, own = self.parts.each(aten.alias), aten.alias(self.own)
@@ -251,41 +243,9 @@ class GroupedTensorWithMaster(GroupedTensor):
 
     __setitem__ = Tensor.__setitem__  # type: ignore[assignment]
 
-    @property
-    def data(self) -> Tensor:
-        """The tensor without its autograd history.
-
-        Assign a tensor of this class, and this one has its memory from then on, as torch has it.
-        The numbers of any other are copied: later writes to that one do not reach this one.
-
-        Raises:
-            RuntimeError: for another tensor of another shape, or of float64 or no float dtype.
-        """
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        if not isinstance(value, GroupedTensorWithMaster):
-            value = self._copied(value)
-        # Shape, dtype and device are torch's, which refuses before it writes.
-        torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
-        self.q, self.scale, self.q_t = value.parts  # type: ignore[assignment]
-        self.master, self.own = value.master, value.own
-
-    def _copied(self, w: Tensor) -> "GroupedTensorWithMaster":
+    def _quantized_like(self, w: Tensor) -> "GroupedTensorWithMaster":
         """Numbers of another tensor, in memory of their own."""
-        rules = Rules("GroupedTensor")
-        rules.check(
-            w.dtype in ACTIVATIONS,
-            lambda: (
-                "a quantized weight stands for bfloat16, float16 or float32, got data of "
-                f"{dtype_name(w.dtype)}: assign its dequantize() to a plain parameter"
-            ),
-        )
-        rules.check(
-            w.shape == self.shape,
-            lambda: f"data must have the shape {list(self.shape)}, got {list(w.shape)}",
-        )
+        self._check_data(w)
         numbers = w.numbers(w.dtype) if isinstance(w, GroupedTensor) else w.detach()
         return self.of(numbers.clone(memory_format=torch.contiguous_format))
 
@@ -304,7 +264,7 @@ class GroupedTensorWithMaster(GroupedTensor):
         return self.master.element_size() + (1 if self.q_t is None else 2)
 
     def data_ptr(self) -> int:
-        """The address of the high-precision numbers. A write there wants :meth:`refresh_`."""
+        """The address of the high-precision numbers. Call :meth:`refresh_` after a write there."""
         return self.own.data_ptr()
 
     # --- compile, pickle, dispatch, FSDP2 --------------------------------------------------------
@@ -333,15 +293,7 @@ class GroupedTensorWithMaster(GroupedTensor):
             None if self.is_whole else own,
             has_memory=self.has_memory,
         )
-        memo[id(self)] = twin
-        vars(twin).update(copy.deepcopy(self._attributes(), memo))
-        twin.requires_grad_(self.requires_grad)
-        twin.grad = copy.deepcopy(self.grad, memo)
-        return twin
-
-    def _attributes(self) -> dict[str, Any]:
-        """Those that others gave it."""
-        return {name: value for name, value in vars(self).items() if name not in _ATTRIBUTES}
+        return self._complete_copy(twin, memo)  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if self.has_memory or not self.is_whole:
@@ -382,17 +334,6 @@ class GroupedTensorWithMaster(GroupedTensor):
             return super().fsdp_post_all_gather(gathered, own_scale, param_dtype, out=out)
         return None if out is not None else (gathered[0], ())
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        handler = HANDLERS.get(func, HANDLERS[None])
-        return handler(func, args, kwargs or {})
-
 
 def keeps_beside_master(recipe: Recipe) -> bool:
     """Whether a weight can be kept in the recipe's format beside its high-precision numbers."""
@@ -425,18 +366,12 @@ def _by_function(master: Tensor, quantize: Callable[..., Operands | Tensor]) -> 
     return kept.each(torch.clone)
 
 
-_ATTRIBUTES = (
-    *("q", "scale", "q_t", "recipe", "stochastic_rounding"),
-    *("master", "own", "has_memory", "whole"),
-)
-
-
 def _rebuild(state: dict[str, Any]) -> GroupedTensorWithMaster:
     """A tensor from its pickled state."""
     check_pickle_version("GroupedTensorWithMaster", state["version"], PICKLE_VERSION)
     recipe = recipe_from_pickle(state["recipe"])
     # Tensors that were saved together may share memory. Each has its own here, so that a write to
-    # one of them does not pass by the quantized numbers of another.
+    # one of them leaves no other with old quantized numbers.
     t = _quantized(state["master"].clone(), recipe, state["columnwise"])
     vars(t).update(state["attributes"])
     t.requires_grad_(state["requires_grad"])

@@ -1,8 +1,8 @@
 """Recipes: which numbers a layer multiplies. A layer takes one as ``recipe=``.
 
 A :class:`Recipe` is data: a :class:`Format` for x, for the weight and for dy. ``quantize`` and
-``weight`` make operands in these formats; no other code asks which format a layer has, except where
-a format is an object's own (:class:`grouped_linear.GroupedTensor` is in ``Float8BlockScaling``'s).
+``weight`` make operands in these formats; no other code depends on a layer's format.
+:class:`grouped_linear.GroupedTensor` alone has a fixed one, that of ``Float8BlockScaling``.
 """
 
 from grouped_linear.recipes.block import Float8BlockScaling
@@ -14,7 +14,7 @@ from grouped_linear.recipes.delayed import (
     new_state,
     update_scales,
 )
-from grouped_linear.recipes.format import Experts, Format, Layouts, Operands, Values
+from grouped_linear.recipes.format import Format, Layouts, Operands, Values, WeightList
 from grouped_linear.recipes.mx import MXFP8BlockScaling
 from grouped_linear.recipes.quantize import (
     Gathered,
@@ -43,7 +43,6 @@ __all__ = [
     "UNQUANTIZED",
     "DelayedScaling",
     "DelayedScalingState",
-    "Experts",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
@@ -59,6 +58,7 @@ __all__ = [
     "SwigluGradOperands",
     "SwigluOf",
     "Values",
+    "WeightList",
     "check_stores",
     "is_transposed",
     "new_state",

@@ -34,11 +34,11 @@ class Float8BlockScaling(Recipe):
             ``torch.bfloat16`` or ``torch.float16`` where they have another dtype. fprop and dgrad
             are in FP8 either way. In 16 bits a layer keeps x itself for the backward, not a
             columnwise copy in FP8, and quantizes x and dy rowwise only.
-        requantize_weights: quantize weights for dgrad in the backward, a packed weight in dgrad's
-            layout alone. Otherwise the forward does, in the pass that quantizes them for fprop, and
-            keeps them: a byte for each number, of all layers at once. Under FSDP2 that is of whole
-            layers, not of shards. Weights that are cached or stored in FP8 are read as they are
-            either way.
+        requantize_weights: quantize weights for dgrad again in the backward, a packed weight in
+            dgrad's layout alone. Otherwise the forward quantizes them in both layouts and keeps the
+            transposed one until the backward: a byte for each number, of all layers at once. Under
+            FSDP2 that is of whole layers, not of shards. Weights that are cached or stored in FP8
+            are read as they are either way.
 
     Raises:
         ValueError: if ``amax_epsilon`` is negative or not finite, for another ``wgrad``, or for a

@@ -15,10 +15,10 @@ from torch import Tensor
 from grouped_linear.meta_kernels.rules import E4M3, FP8, dtype_name
 
 #: A layer's weight: one tensor [E, N, K], or E tensors [N, K].
-Experts = tuple[Tensor, ...]
+WeightList = tuple[Tensor, ...]
 
 #: One operand of a GEMM: a tensor, or a weight of E tensors [N, K].
-Values = Tensor | Experts
+Values = Tensor | WeightList
 
 #: What wgrad multiplies where it is not quantized, and what a tensor can be cast to.
 SIXTEEN_BITS = torch.bfloat16, torch.float16
@@ -44,7 +44,7 @@ class Operands(NamedTuple):
 
 
 class Layouts(NamedTuple):
-    """Which fields of :class:`Operands` are asked for."""
+    """Which fields of :class:`Operands` are requested."""
 
     rowwise: bool
     columnwise: bool
@@ -108,7 +108,7 @@ class Format:
             steps, see :class:`grouped_linear.DelayedScaling`. ``"mx"``: 32 numbers, multiplied in
             bfloat16. None: nothing is scaled.
         power_of_two_scales: round factors down to powers of two, so that scaling is exact.
-        amax_epsilon: the smallest amax by which is scaled; not negative.
+        amax_epsilon: the smallest amax that a scale is computed from; not negative.
         share_scales: under ``"block"``, columnwise, let 128 features share a scale where that costs
             next to no precision; see :class:`grouped_linear.Float8BlockScaling`.
         wgrad_dtype: multiply the tensor itself in wgrad, cast to this 16-bit dtype. None: what
@@ -196,7 +196,7 @@ class Format:
 
     @property
     def needs_state(self) -> bool:
-        """Whether a layer must give it a state first."""
+        """Whether it needs a state, which a layer sets."""
         return self.scaling == "delayed" and self.state is None
 
     def __repr__(self) -> str:

@@ -213,7 +213,7 @@ def quantize_swiglu_grad(
     Args:
         dh_RF: the gradient by h of the unweighted output.
         gate_up_RG: the input of SwiGLU.
-        weight_R: float32, what each row's output is weighted by.
+        weight_R: float32, the routing weight of each row.
         offs_E: int32 group ends.
         form: of SwiGLU.
         input: the format of h, the second layer's input.
@@ -251,7 +251,7 @@ def quantize_grads(
     layouts: Layouts,
     h_columnwise: bool,
 ) -> SwigluGradOperands:
-    """The same of an activation's gradient that is there already."""
+    """The same for an activation's gradient that was computed before."""
     d_gate_up_RG, h_RF, d_weight_R = grads
     d_gate_up = quantize(d_gate_up_RG, grad_output, offs_E, layouts)
     h = Operands(None)

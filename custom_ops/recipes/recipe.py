@@ -103,7 +103,7 @@ class Recipe:
         return {o.name: getattr(self, o.name) for o in fields(self) if o.init}
 
     def __getstate__(self) -> dict[str, Any]:
-        """The options alone, which a copy makes its formats of."""
+        """The options alone: a copy makes its formats from them."""
         return self.options()
 
     def __setstate__(self, options: dict[str, Any]) -> None:

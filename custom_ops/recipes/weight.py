@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
 from grouped_linear.recipes.format import (
-    Experts,
     Format,
     Layouts,
     Operands,
     Values,
+    WeightList,
     as_operands,
     with_shared_scale,
 )
@@ -34,7 +34,7 @@ class QuantizedWeight(NamedTuple):
     """What :func:`weight_for_dgrad` takes: in FP8 [E, K, N], contiguous; under MXFP8 [E, N, K]."""
 
     def each(self, op: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
-        """What `op` makes of each tensor that is there."""
+        """Apply `op` to each tensor that is not None."""
         return QuantizedWeight(*(None if t is None else op(t) for t in self))  # type: ignore[arg-type]
 
     def operands(self, columnwise: bool) -> Operands:
@@ -48,7 +48,7 @@ def is_transposed(w_ENK: Tensor) -> bool:
     return not w_ENK.is_contiguous() and w_ENK.mT.is_contiguous()
 
 
-def quantize_weight(weights: Experts, format: Format, layouts: Layouts) -> Operands:
+def quantize_weight(weights: WeightList, format: Format, layouts: Layouts) -> Operands:
     """Make a weight ready for fprop (rowwise) and for dgrad (columnwise).
 
     Args:
@@ -148,7 +148,7 @@ def new_weight(
 
 
 def refresh_weight_(
-    quantized: QuantizedWeight, weights: Experts, format: Format, refresh: Tensor | None
+    quantized: QuantizedWeight, weights: WeightList, format: Format, refresh: Tensor | None
 ) -> None:
     """Quantize a weight into ``quantized``.
 

@@ -1,4 +1,7 @@
-"""One call of each op, small and uneven, and what its results must be in float64.
+"""Calls of the kernels that layers run, small and uneven, and what must come out in float64.
+
+Ops that differ in where they read or write a weight share a kernel, and one of them is here. The
+tests call all.
 
 T rows, E groups, K in_features, N out_features, B = 128. Groups are unaligned and empty, and rows
 past the last group hold NaN.
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
 T, K, N, B = 500, 144, 288, 128
 SIZES = (0, 130, 3, 0, 257, 64)
 E, VALID = len(SIZES), sum(SIZES)
@@ -59,11 +62,6 @@ def rows(features: int) -> Tensor:
     return x
 
 
-def tail(y: Tensor) -> Tensor:
-    """With zeros past the last group."""
-    return torch.cat([y[:VALID], torch.zeros_like(y[VALID:])])
-
-
 # --- numbers of quantized tensors ----------------------------------------------------------------
 
 
@@ -105,11 +103,6 @@ def quantized(actual: Tensor, x: Tensor) -> Near:
     """
     x = x.double()
     return Near(actual, x, 2.0**-4 * x.abs() + 2.0**-9 / 448 * x.abs().max())
-
-
-def in_mx(q: Tensor, scale: Tensor) -> Tensor:
-    """Numbers of blocks of 32."""
-    return q.double() * scale.double().repeat_interleave(32, -1)[..., : q.size(-1)]
 
 
 # --- sums ----------------------------------------------------------------------------------------
@@ -187,20 +180,13 @@ def routing() -> Iterator[Call]:
 
 
 def quantizers() -> Iterator[Call]:
-    """Rows to FP8 under each scaling, and back."""
+    """Rows to FP8, or rounded to it."""
     x = rows(K)
     own, given = x[:VALID], {"x": x, "offs": OFFS, "columnwise": True, "bias_grad": True}
 
     def both(q: Tensor, scale: Tensor, q_t: Tensor, scale_t: Tensor, db: Tensor) -> list[Near]:
         of_either = of_rows(q, scale), of_columns(q_t, scale_t)
         return [*(quantized(t, own) for t in of_either), bias_grad(db, x)]
-
-    def in_blocks_of_32(
-        q: Tensor, scale: Tensor, q_t: Tensor, scale_t: Tensor, db: Tensor
-    ) -> list[Near]:
-        turned = zip(in_mx(q_t, scale_t), BLOCKS, strict=False)
-        columns = torch.cat([t.t()[: block.stop - block.start] for t, block in turned])
-        return [*rounded(in_mx(q, scale)[:VALID], columns, db)]
 
     def rounded(rowwise: Tensor, columnwise: Tensor, db: Tensor) -> list[Near]:
         of_either = (t[:VALID].double() for t in (rowwise, columnwise))
@@ -209,30 +195,9 @@ def quantizers() -> Iterator[Call]:
     def per_group(q: Tensor, scale: Tensor, q_t: Tensor, db: Tensor) -> list[Near]:
         return both(q, scale, q_t, scale, db)
 
-    scale, amax = torch.full((E,), 4 / 448), torch.zeros(E)
-    largest = torch.stack([own[g].abs().amax() if g.stop > g.start else amax[0] for g in GROUPS])
-
-    def delayed(q: Tensor, q_t: Tensor, db: Tensor, amax: Tensor) -> list[Near]:
-        near = both(q, scale, q_t, scale, db)
-        clamped = own.double().clamp(-4, 4)
-        return [*(quantized(n.actual, clamped) for n in near[:2]), near[2], Near(amax, largest)]
-
     yield Call("group_quantize", given, both)
     yield Call("group_quantize_current", given | {"out_dtype": E4M3}, per_group)
-    arguments = {"amax": amax, **given, "scale": scale, "out_dtype": E4M3}
-    yield Call("group_quantize_delayed", arguments, delayed)
-    yield Call("group_quantize_mx", given, in_blocks_of_32)
     yield Call("group_round_mx", given, rounded)
-    yield Call("grouped_bias_grad", {"dy": x, "offs": OFFS}, lambda db: [bias_grad(db, x)])
-    q, scale_q, q_t, scale_t, _ = _ops.group_quantize(**given)
-    for op, parts, numbers in (
-        ("group_dequantize", {"q": q, "scale": scale_q}, of_rows(q, scale_q)),
-        ("group_dequantize_t", {"q_t": q_t, "scale_t": scale_t}, of_columns(q_t, scale_t)),
-    ):
-        size = {"num_rows": T} if op.endswith("_t") else {}
-        exact = torch.cat([numbers.float(), torch.zeros(T - VALID, K)])
-        arguments = {**parts, **size, "offs": OFFS, "out_dtype": FP32}
-        yield Call(op, arguments, lambda t, exact=exact: [Near(t, exact)])
 
 
 def activations() -> Iterator[Call]:
@@ -288,72 +253,15 @@ def activations() -> Iterator[Call]:
 
 
 def weights() -> Iterator[Call]:
-    """Weights to FP8, into new tensors and in place; scales of a step; Adam."""
+    """Weights to FP8."""
     w = torch.randn(E, N, K).to(BF16)
-    amax, scale = torch.zeros(E), torch.full((E,), 8 / 448)
-    largest = w.float().abs().amax((1, 2))
 
     def near(q: Tensor, scale: Tensor, q_t: Tensor) -> list[Near]:
         turned = q_t.view(torch.uint8).transpose(1, 2)
         return [quantized(of_weight(q, scale), w), Near(turned, q.view(torch.uint8))]
 
-    def delayed(q: Tensor, q_t: Tensor, amax: Tensor) -> list[Near]:
-        return [*near(q, scale, q_t), Near(amax, largest)]
-
-    def refreshed(q: Tensor, scale: Tensor, q_t: Tensor, amax: Tensor) -> list[Near]:
-        return [*near(q, scale, q_t), Near(amax, largest)]
-
     yield Call("quantize_weight", {"w": w}, near)
-    q = w.to(E4M3)
-    turned = q.view(torch.uint8).transpose(1, 2)
-    yield Call("transpose_weight", {"q": q}, lambda q_t: [Near(q_t.view(torch.uint8), turned)])
-    yield Call("quantize_weight_list", {"w": [w_e.clone() for w_e in w]}, near)
     yield Call("quantize_weight_current", {"w": w}, near)
-    yield Call("quantize_weight_delayed", {"amax": amax, "w": w, "scale": scale}, delayed)
-    q, of_blocks, q_t = _ops.quantize_weight(w.flip(0))
-    given = {"w": [w], "refresh": None, "q": q, "scale": of_blocks, "q_t": q_t}
-    per_expert = given | {"scale": torch.ones(E)}
-    yield Call("refresh_weight_", given, near)
-    yield Call("refresh_weight_current_", per_expert, near)
-    arguments = {"amax": amax, "state": scale, **per_expert}
-    yield Call("refresh_weight_delayed_", arguments, refreshed)
-    rounded = {"w_rowwise": w.flip(0), "w_columnwise": w.flip(0)}
-    yield Call(
-        "refresh_weight_mx_",
-        {"w": [w], "refresh": None, **rounded},
-        lambda *both: [quantized(t.double(), w) for t in both],
-    )
-    history, recorded = torch.rand(16, E), torch.rand(E)
-    most = torch.maximum(history[:-1].amax(0), recorded).double()
-    arguments = {"scale": [scale], "amax": [recorded], "amax_history": [history]}
-    yield Call(
-        "update_scales_",
-        arguments | {"fp8_max": [448.0]},
-        lambda scale, amax, kept: [
-            Near(scale, most / 448, 2.0**-22 * most / 448),
-            Near(amax, torch.zeros(E)),
-            Near(kept, torch.cat([recorded[None], history[:-1]])),
-        ],
-    )
-    m, v, grad = w.flip(1), w.square(), w.flip(2)
-    rates = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-6}
-    arguments = {"q": q, "scale": of_blocks, "q_t": q_t, "grad": grad, "exp_avg": m}
-    arguments |= {"exp_avg_sq": v, "max_exp_avg_sq": None, "step": torch.tensor(3.0)}
-    arguments |= dict.fromkeys(("lr_tensor", "grad_scale", "found_inf")) | rates
-    g = grad.double()
-    new_m, new_v = 0.9 * m.double() + 0.1 * g, 0.99 * v.double() + 0.01 * g * g
-    ratio = new_m / (1 - 0.9**3) / ((new_v / (1 - 0.99**3)).sqrt() + 1e-6)
-    new_w = 0.99 * of_weight(q, of_blocks) - 0.1 * ratio
-
-    def stepped(
-        q: Tensor, scale: Tensor, q_t: Tensor, grad: Tensor, m: Tensor, v: Tensor
-    ) -> list[Near]:
-        kept = Near(q_t.view(torch.uint8).transpose(1, 2), q.view(torch.uint8))
-        to_nearest = quantized(of_weight(q, scale), new_w)
-        moments = (Near(t, e, 2.0**-8 * e.abs() + 1e-6) for t, e in ((m, new_m), (v, new_v)))
-        return [to_nearest._replace(allowed=2 * to_nearest.allowed), kept, *moments]
-
-    yield Call("adam_weight_", arguments, stepped)
 
 
 # --- GEMMs ---------------------------------------------------------------------------------------
@@ -366,11 +274,7 @@ def gemms() -> Iterator[Call]:
     fprop = {"a": x, "b": w.mT, "offs": OFFS, "bias": bias}
     source = torch.randn(T, K).to(BF16)
     yield Call("grouped_mm", fprop, lambda y: [product(y, x, w.mT, bias)])
-    yield Call(
-        "grouped_mm",
-        {"a": dy, "b": w, "offs": OFFS},
-        lambda dx: [product(dx, dy, w)],
-    )
+    yield Call("grouped_mm", {"a": dy, "b": w, "offs": OFFS}, lambda dx: [product(dx, dy, w)])
     yield Call(
         "grouped_mm",
         fprop | {"a": source, "rows": index},
@@ -382,24 +286,12 @@ def gemms() -> Iterator[Call]:
         fprop | {"a_low": a_low, "b_low": b_low},
         lambda y: [product(y, torch.cat([x, a_low], 1), torch.cat([w.mT, b_low], 1), bias)],
     )
-    experts = [w_e.clone() for w_e in w]
-    yield Call(
-        "grouped_mm_list",
-        fprop | {"b": experts, "transpose_b": True},
-        lambda y: [product(y, x, w.mT, bias)],
-    )
     operands, before = {"dy": dy, "x": x, "offs": OFFS}, torch.randn(E, N, K)
-    listed = [t.clone() for t in before]
     yield Call("grouped_mm_wgrad", operands, lambda dw: [wgrad(dw, dy, x)])
     yield Call(
         "grouped_mm_wgrad_",
         {"main_grad": before, **operands},
         lambda dw: [wgrad(dw, dy, x, before)],
-    )
-    yield Call(
-        "grouped_mm_wgrad_list_",
-        {"main_grad": listed, **operands},
-        lambda *dw: [wgrad(torch.stack(dw), dy, x, before)],
     )
 
     def with_h(gate_up: Tensor, h: Tensor) -> list[Near]:
@@ -408,18 +300,10 @@ def gemms() -> Iterator[Call]:
         return [product(gate_up, x, w.mT), total(h, expected, expected.abs())]
 
     yield Call("grouped_mm_swiglu", {"a": x, "b": w.mT, "offs": OFFS}, with_h)
-    gate_up, weight = rows(2 * N), torch.ones(T)
-    d_gate_up, h, d_weight = _ops.swiglu_grad(_ops.grouped_mm(x, w.mT, OFFS), gate_up, weight, OFFS)
-    most = d_gate_up.abs().max()
-    yield Call(
-        "grouped_mm_swiglu_grad",
-        {"a": x, "b": w.mT, "gate_up": gate_up, "weight": weight, "offs": OFFS},
-        lambda d, t, d_w: [total(d, d_gate_up, most), Near(t, h), total(d_w, d_weight, N * most)],
-    )
 
 
 def scaled_gemms() -> Iterator[Call]:
-    """The same in FP8, with scales of blocks and of groups; a whole layer."""
+    """The same in FP8, with scales of blocks and of groups."""
     x, dy, w, bias = rows(K), rows(N), torch.randn(E, N, K).to(BF16), torch.randn(E, N).to(BF16)
     x_q, x_scale, x_t, x_scale_t, _ = _ops.group_quantize(x, OFFS, columnwise=True)
     dy_q, dy_scale, dy_t, dy_scale_t, _ = _ops.group_quantize(dy, OFFS, columnwise=True)
@@ -427,18 +311,17 @@ def scaled_gemms() -> Iterator[Call]:
     x_rows, x_columns = of_rows(x_q, x_scale), of_columns(x_t, x_scale_t)
     dy_rows, dy_columns = of_rows(dy_q, dy_scale), of_columns(dy_t, dy_scale_t)
     w_ENK, before = of_weight(w_q, w_scale), torch.randn(E, N, K)
-    arguments = {"a": x_q, "b": w_q.mT, "scale_a": x_scale, "scale_b": w_scale.mT, "offs": OFFS}
-    yield Call(
-        "grouped_scaled_mm",
-        arguments | {"bias": bias},
-        lambda y: [product(y, x_rows, w_ENK.mT, bias)],
-    )
+    given = {"a": x_q, "b": w_q.mT, "scale_a": x_scale, "scale_b": w_scale.mT, "bias": bias}
+    fprop = given | {"offs": OFFS}
+    yield Call("grouped_scaled_mm", fprop, lambda y: [product(y, x_rows, w_ENK.mT, bias)])
+    dgrad = {"a": dy_q, "b": w_t.mT, "scale_a": dy_scale, "scale_b": w_scale, "offs": OFFS}
+    yield Call("grouped_scaled_mm", dgrad, lambda dx: [product(dx, dy_rows, w_ENK)])
     a_low, b_low = rows(16), torch.randn(E, 16, N).to(BF16)
     both = torch.cat([x_rows, a_low[: len(x_rows)]], 1), torch.cat([w_ENK.mT, b_low], 1)
     yield Call(
         "grouped_scaled_mm",
-        arguments | {"a_low": a_low, "b_low": b_low},
-        lambda y: [product(y, *both)],
+        fprop | {"a_low": a_low, "b_low": b_low},
+        lambda y: [product(y, *both, bias)],
     )
     g_q, g_scale, _, _ = _ops.group_quantize_current(x, OFFS, E4M3)
     e_q, e_scale, _ = _ops.quantize_weight_current(w)
@@ -449,36 +332,15 @@ def scaled_gemms() -> Iterator[Call]:
     )
     operands = {"dy_t": dy_t, "x_t": x_t, "scale_dy_t": dy_scale_t, "scale_x_t": x_scale_t}
     operands["offs"] = OFFS
-    listed = [t.clone() for t in before]
     yield Call("grouped_scaled_mm_wgrad", operands, lambda dw: [wgrad(dw, dy_columns, x_columns)])
     yield Call(
         "grouped_scaled_mm_wgrad_",
         {"main_grad": before, **operands},
         lambda dw: [wgrad(dw, dy_columns, x_columns, before)],
     )
-    yield Call(
-        "grouped_scaled_mm_wgrad_list_",
-        {"main_grad": listed, **operands},
-        lambda *dw: [wgrad(torch.stack(dw), dy_columns, x_columns, before)],
-    )
-    yield Call(
-        "block_scaled_linear",
-        {"x": x, "w": w, "m_splits": torch.tensor(SIZES), "bias": bias},
-        lambda y, *_: [product(y, x_rows, w_ENK.mT, bias)],
-    )
-    kept = {"x_t": x_t, "scale_x_t": x_scale_t, "w_t": w_t, "scale_w": w_scale}
-    yield Call(
-        "block_scaled_linear_grad",
-        {"dy": dy, "offs": OFFS, **kept, "bias_grad": True},
-        lambda dx, dw, db: [
-            product(dx, dy_rows, w_ENK),
-            wgrad(dw, dy_columns, x_columns),
-            bias_grad(db, dy),
-        ],
-    )
 
 
 def every_call() -> list[Call]:
-    """One call of each op, and few of a GEMM that takes several kinds of operands."""
+    """All calls; several of a GEMM that takes several kinds of operands."""
     families = (routing, quantizers, activations, weights, gemms, scaled_gemms)
     return [call for family in families for call in family()]

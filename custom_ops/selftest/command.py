@@ -1,4 +1,4 @@
-"""The self-test as a whole: every op on every device, CUDA graphs, speed, and a verdict."""
+"""The self-test as a whole: the kernels on each device, CUDA graphs, speed, and a verdict."""
 
 import os
 import time
@@ -16,7 +16,7 @@ SHOWN = 3  # failures of one op
 CPU = torch.device("cpu")
 ASK = "Please paste all of this into an issue of the project, also where nothing failed."
 HOW = """\
-Every op beside float64. Groups are unaligned and empty, rows past the sum hold NaN, outputs are
+The kernels beside float64. Groups are unaligned and empty, rows past the sum hold NaN, outputs are
 poisoned beforehand, and each call is made twice: its numbers must not change. On a GPU, quantized
 numbers, SwiGLU and routing must be the CPU's. A number's error is the one nearest to what is
 allowed, in brackets: in 16 bits most of it is the rounding of the result."""
@@ -79,7 +79,7 @@ def speeds_on(device: torch.device) -> Iterator[str]:
 def main(calls: Iterable[Call] | None = None) -> int:
     """Run the self-test and print what it finds: 0 where nothing failed, else 1.
 
-    calls: by default those of every op.
+    calls: by default all of ``calls.py``.
     """
     begin = time.perf_counter()
     print(report(), flush=True)

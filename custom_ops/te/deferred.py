@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
 from grouped_linear.autograd.wgrad import Wgrad
-from grouped_linear.recipes import Experts
+from grouped_linear.recipes import WeightList
 
 # More gradients than a pipeline schedule defers. The warning is for optimizers that are not torch's
 # or that step copies of the parameters: the check in the step does not see these.
@@ -28,7 +28,7 @@ class Deferred(NamedTuple):
     """A weight gradient that waits."""
 
     wgrad: Wgrad
-    parameters: Experts
+    parameters: WeightList
     """What the gradient is of: the weights before autocast."""
     captured: bool
     """Whether a CUDA graph fills the operands each time it is replayed."""
@@ -45,7 +45,7 @@ class Deferred(NamedTuple):
         return self.wgrad.compute()
 
 
-def defer(waiting: deque[Deferred], parameters: Experts, wgrad: Wgrad) -> None:
+def defer(waiting: deque[Deferred], parameters: WeightList, wgrad: Wgrad) -> None:
     """Append the gradient of the parameters, with its operands detached from their graph."""
     captured = wgrad.dy.is_cuda and torch.cuda.is_current_stream_capturing()
     versions = None if captured else (wgrad.dy._version, wgrad.x._version)

@@ -15,14 +15,16 @@ test reports one check::
         passes_on_gpus(check)
 
 A check makes its tensors on :func:`device`. A module that needs more processes has a number
-PROCESSES of its own.
+PROCESSES of its own. A check that does not end fails after CHECK_SECONDS and says where it waited.
 """
 
+import faulthandler
 import fcntl
 import gc
 import json
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -36,6 +38,8 @@ import torch.multiprocessing as mp
 from support.devices import CUDA_OPS, HAS_GPU
 
 PROCESSES = 2
+# Longer than gloo and NCCL wait for another process before they raise.
+CHECK_SECONDS = 300
 needs_two_gpus, needs_four_gpus = (
     pytest.mark.skipif(
         not (HAS_GPU and CUDA_OPS) or torch.cuda.device_count() < count,
@@ -118,19 +122,24 @@ def _run(checks: Checks, directory: Path, backend: str, processes: int) -> dict[
     # No GPU is visible to them: once a process has asked for GPUs, its copies cannot use them.
     multiprocessing.set_forkserver_preload(IMPORTED)
     on_cpu = backend == "gloo"
-    method = "forkserver" if on_cpu else "spawn"
     with pytest.MonkeyPatch.context() as patch:
         if on_cpu:
             patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        context = mp.start_processes(
+            _process,
+            (checks, directory, backend, processes),
+            processes,
+            join=False,
+            start_method="forkserver" if on_cpu else "spawn",
+        )
         try:
-            mp.start_processes(
-                _process, (checks, directory, backend, processes), processes, start_method=method
-            )
-        except mp.ProcessExitedException as error:  # NCCL ends a process that waits in vain
+            join(context, CHECK_SECONDS * (1 + len(checks)))
+        except (TimeoutError, mp.ProcessExitedException) as error:
             ended = f"not run to its end: {error}"
     found: dict[str, str] = {}
     for name in checks:
-        texts = [file.read_text() for file in sorted(directory.glob(f"{name}.rank*"))]
+        files = sorted((*directory.glob(f"{name}.rank*"), *directory.glob(f"{name}.waits*")))
+        texts = [text for file in files if (text := file.read_text())]
         if len(list(directory.glob(f"{name}.end*"))) < processes:
             texts.append(ended)
         if texts:
@@ -138,10 +147,26 @@ def _run(checks: Checks, directory: Path, backend: str, processes: int) -> dict[
     return found
 
 
+def join(context: mp.ProcessContext, seconds: float) -> None:
+    """Wait for processes that torch.multiprocessing started.
+
+    Raises:
+        TimeoutError: after `seconds`, once they were killed.
+        mp.ProcessExitedException, mp.ProcessRaisedException: if one of them failed.
+    """
+    end = time.monotonic() + seconds
+    while not context.join(max(0.0, end - time.monotonic())):
+        if time.monotonic() >= end:
+            for process in context.processes:
+                process.kill()
+            raise TimeoutError(f"the processes ran for more than {seconds:.0f} seconds")
+
+
 def _process(rank: int, checks: Checks, directory: Path, backend: str, processes: int) -> None:
     """Each check has a process group of its own, so that a failed one leaves nothing behind.
 
-    Where one process fails, its group closes: the other stops waiting for it and fails, too.
+    Where one process fails, its group closes: the other stops waiting for it and fails, too. A
+    process that neither ends nor fails in time writes where it waits, and exits.
     """
     global _device
     torch.set_num_threads(1)
@@ -149,21 +174,25 @@ def _process(rank: int, checks: Checks, directory: Path, backend: str, processes
         _device = "cuda", rank
         torch.cuda.set_device(rank)
     for name, check in checks.items():
-        torch.manual_seed(0)
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{directory / name}.rendezvous",
-            rank=rank,
-            world_size=processes,
-            timeout=timedelta(minutes=2 if backend == "gloo" else 1),
-        )
-        try:
-            check(rank, directory / name)
-            synchronize()
-            dist.barrier()  # nobody leaves while another still talks to it
-        except Exception:
-            (directory / f"{name}.rank{rank}").write_text(f"rank {rank}: {traceback.format_exc()}")
-            gc.collect()  # what the failed check made may hold its group open
-        dist.destroy_process_group()
+        with open(directory / f"{name}.waits{rank}", "w") as waits:
+            faulthandler.dump_traceback_later(CHECK_SECONDS, exit=True, file=waits)
+            torch.manual_seed(0)
+            dist.init_process_group(
+                backend,
+                init_method=f"file://{directory / name}.rendezvous",
+                rank=rank,
+                world_size=processes,
+                timeout=timedelta(minutes=2 if backend == "gloo" else 1),
+            )
+            try:
+                check(rank, directory / name)
+                synchronize()
+                dist.barrier()  # nobody leaves while another still talks to it
+            except Exception:
+                failure = f"rank {rank}: {traceback.format_exc()}"
+                (directory / f"{name}.rank{rank}").write_text(failure)
+                gc.collect()  # what the failed check made may hold its group open
+            dist.destroy_process_group()
+            faulthandler.cancel_dump_traceback_later()
         (directory / f"{name}.end{rank}").touch()
         torch._dynamo.reset()

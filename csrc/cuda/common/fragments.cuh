@@ -15,7 +15,7 @@
 
 namespace grouped_linear::cuda {
 
-// Rows and columns of a tile: the numbers of a weight that share a scale, so one tile finds it.
+// Rows and columns of a tile. A weight's tile is one scale block, so it computes its own scale.
 constexpr int kTileSide = 128;
 static_assert(kTileSide == kBlock, "a tile has the columns and the rows of one scale block");
 constexpr int kFragmentSize = 8;                              // rows and columns of a fragment
@@ -234,7 +234,7 @@ struct Fragment {
     to[4 * v + 2] = vector.z;
     to[4 * v + 3] = vector.w;
   }
-  // Of word w of row i. Those that are not finite count as zero where finite_only is true.
+  // The magnitudes of word w of row i. Non-finite ones become zero where finite_only is true.
   template <bool finite_only>
   __device__ __forceinline__ uint32_t magnitudes(int i, int w) const {
     uint32_t magnitudes = words[i][w] & Word<Element>::kMagnitudes;

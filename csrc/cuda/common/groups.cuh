@@ -55,9 +55,9 @@ struct TilesOf {
 };
 
 // Fills the table with tiles_of(rows) tiles a group. Called by all `threads` threads of the block;
-// ends with a barrier. A GEMM cannot load anything before, and fetches this code anew in every
-// launch: therefore one warp scans, each lane has a run of neighbouring groups, and the loops are
-// not unrolled.
+// ends with a barrier. A GEMM loads nothing before this ends, and fetches this code anew in every
+// launch. So one warp scans, each lane has a run of neighbouring groups, and the loops are not
+// unrolled.
 template <int threads, typename Tiles>
 __device__ void load_groups(GroupTable& table, const int32_t* offs, int E, int T, Tiles tiles_of) {
 #pragma unroll 1

@@ -11,7 +11,7 @@ struct RowNumbers {
   int rows;
   bool wide;  // the numbers are int64
 
-  // As it is in memory: what waits for it is the first use of the value.
+  // The number in memory, not clamped. The first use of the value waits for the load.
   __device__ __forceinline__ int64_t raw(int i) const {
     if (wide) return static_cast<const int64_t*>(numbers)[i];
     return static_cast<const int32_t*>(numbers)[i];

@@ -48,7 +48,7 @@ inline CUtensorMap tensor_map(const char* op, const void* first, ScalarType dtyp
                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encode();
-  // A thread that has called nothing but cudaGetDevice has no context, as autograd's at first.
+  // A thread that has only called cudaGetDevice, as a new thread of autograd, has no context.
   // cudaSetDevice makes one. Called for every launch it would cost 0.1 us (CUDA 13.0, driver 580).
   if (result == CUDA_ERROR_INVALID_CONTEXT) {
     int device = 0;

@@ -53,7 +53,7 @@ struct WarpGroups {
   __device__ __forceinline__ TileLocation locate(int tile) const {
     TileLocation at;
     at.group = __popc(__ballot_sync(kFullWarp, tile_end <= tile));
-    const int row_left = __shfl_sync(kFullWarp, row_end, at.group - 1);  // of lane 31 for group 0
+    const int row_left = __shfl_sync(kFullWarp, row_end, at.group - 1);  // unused for group 0
     const int tile_left = __shfl_sync(kFullWarp, tile_end, at.group - 1);
     at.row_in_group = (at.group == 0 ? tile : tile - tile_left) * tile_rows;
     at.row_begin = at.group == 0 ? at.row_in_group : row_left + at.row_in_group;

@@ -61,7 +61,7 @@ struct QuantizedFragment {
     right[i / 4][i % 4] = bytes.y;
   }
 
-  // Stores the columns. No row can be set after.
+  // Stores the columns, once all rows are set.
   __device__ __forceinline__ void put_transposed(TransposedTile& transposed) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

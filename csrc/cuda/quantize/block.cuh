@@ -7,8 +7,8 @@
 //
 // Reaches (H200, 2026-11-22) of a copy's speed: rowwise 0.98, both 0.95, SwiGLU 0.90, its gradient
 // 0.89. SwiGLU with alpha, beta and a limit 0.77, its gradient 0.75; SwiGLU with gate and up
-// interleaved 0.74 (2026-11-24). The gradient's shares are of before it took the rows' weights;
-// without h it takes 1.00 to 1.05 of that time now (H100, 2026-11-25, docs/notes/expert_layer.md).
+// interleaved 0.74 (2026-11-24). The gradient was measured before it took the rows' weights;
+// without h it now takes 1.00 to 1.05 times as long (H100, 2026-11-25, docs/notes/expert_layer.md).
 //
 // The number of tiles is known on the device alone. The grid is therefore bounded by what the GPU
 // holds at once, times a few waves, and a thread block steps through every gridDim.x-th tile.
@@ -122,7 +122,7 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
 
 #pragma unroll
     for (int i = 0; i < kFragments; ++i) {
-      // The Second's fragment goes first: so many registers are in use while there are all of them.
+      // The Second's fragment goes first: registers are scarcest while all fragments are alive.
       const int part = (i + Source::kParts) % kFragments;
       const bool is_second = part == Source::kParts;
       Fragment<Element>& fragment = fragments[part];

@@ -7,7 +7,7 @@
 
 namespace grouped_linear::cuda {
 
-// What is asked for of [T, K] in E groups.
+// The requested results of [T, K] in E groups.
 struct BlockResults : Quantized {
   int64_t T, K, E;
 
@@ -58,8 +58,9 @@ Rows<Element> rows_of(const Tensor& x) {
   return {data<Element>(x), x.stride(0), has_aligned_rows(x)};
 }
 
-// What is quantized while it is gathered or computed is bfloat16. FP16 and float32 take two passes,
-// with the same bits: kernels for them would be half of this folder's machine code and build time.
+// Passes that gather or compute what they quantize take bfloat16 alone. FP16 and float32 take two
+// passes, with the same bits: their fused kernels would be half of this folder's machine code and
+// build time.
 using FusedElement = __nv_bfloat16;
 inline bool has_fused_sources(ScalarType dtype) { return dtype == ScalarType::BFloat16; }
 

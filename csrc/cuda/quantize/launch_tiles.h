@@ -13,17 +13,17 @@
 
 namespace grouped_linear::cuda {
 
-// As many thread blocks as there are tiles, but at most so many waves of those that the GPU holds
-// at once, `occupancy` on each multiprocessor.
+// One thread block a tile, but at most `waves` times as many as the GPU holds at once, `occupancy`
+// on each multiprocessor.
 inline unsigned tile_grid(const Launch& launch, int64_t tiles, int occupancy, int waves) {
   const int64_t most = int64_t{launch.multiprocessors()} * occupancy * waves;
   return static_cast<unsigned>(std::clamp<int64_t>(tiles, 1, most));
 }
 
-// Waves for one scale a group and for MX. The sources of block scaling have their own.
+// Waves of per-group scaling and of MX. Each source of block scaling has its own number.
 constexpr int kGroupWaves = 8;
 
-// Shared memory that a thread block has anyway: 36 KB, or somewhat more for float32.
+// A thread block's static shared memory: 36 KB, or somewhat more for float32.
 constexpr int kStaticTileSmem = 38 * 1024;
 
 // Dynamic shared memory of a thread block that leaves room for so many on an SM of Hopper.

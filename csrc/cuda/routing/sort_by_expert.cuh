@@ -2,8 +2,8 @@
 // choices are many.
 //
 // Bytes: R choices are read up to three times and three int32 are written for each, 36 R with
-// int64. What costs is the chain of dependent steps and that rows are written one by one, not the
-// bytes. For what it reaches see docs/notes/expert_layer.md, "Routing".
+// int64. The chain of dependent steps and the writes of single rows take the time, not the bytes.
+// Measurements: docs/notes/expert_layer.md, "Routing".
 //
 // A thread block has 1024 neighbouring choices or more, and each of its warps counts a run of them.
 // The first launch counts what each block has of each expert. From that and from the counts of the

@@ -1,6 +1,6 @@
 // The experts with the largest scores, a warp a token.
 //
-// Bytes: T E scores are read once, T k int64 are written. What costs is, for each choice, two
+// Bytes: T E scores are read once, T k int64 are written. Each choice costs two
 // reductions over a warp and four instructions for each of a lane's scores.
 #pragma once
 
