@@ -56,6 +56,7 @@ GroupedLinear
 GroupedMLP
 GroupedTensor
 GroupedTensorWithMaster
+KeptWeights
 MXFP8BlockScaling
 Recipe
 SkippedExperts
@@ -94,7 +95,7 @@ def test_arguments() -> None:
         lines(callables | methods),
         """\
 Activation()
-Conversion(recipe, converted, skipped)
+Conversion(recipe, converted, skipped, weights=(), still_held=0)
 ConvertedExperts(name, form, num_experts, num_parameters, path)
 DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
 DelayedScalingState(recipe, num_groups, device=None)
@@ -122,6 +123,7 @@ GroupedTensor.from_parts(q, scale, dtype=torch.bfloat16, recipe=None, *, columnw
 GroupedTensor.quantize(w, recipe=None, *, columnwise=True, stochastic_rounding=True)
 GroupedTensorWithMaster(master, parts=None, metadata=None, own=None, *, has_memory=False,
     requires_grad=False)
+KeptWeights(kind, nbytes, note='')
 MXFP8BlockScaling()
 SkippedExperts(name, why)
 SquaredReLU()

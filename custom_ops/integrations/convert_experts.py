@@ -29,7 +29,13 @@ from grouped_linear.integrations.grouped_experts import (
     convert_grouped_experts,
     form_of,
 )
-from grouped_linear.integrations.plan import ConvertedExperts, Plan, how_weights_are_kept
+from grouped_linear.integrations.plan import (
+    ConvertedExperts,
+    Plan,
+    Replaced,
+    how_weights_are_kept,
+    replaced_by_others,
+)
 from grouped_linear.nn.functional import check_whole
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.options import check_recipe
@@ -92,10 +98,10 @@ def convert_experts(
         forwards: for each class of block with a ModuleList of experts, its new forward. Subclasses
             that inherit the block's forward get it, too.
         recipe: how the GEMMs are computed.
-        options: ``quantized_weight`` and ``stochastic_rounding`` keep weights as
-            :class:`grouped_linear.GroupedTensor`, also those of experts in one module, whose
-            parameters are then new. For the modules that replace lists also ``cache_weights`` and
-            ``fuse_wgrad_accumulation``; if all of them are GroupedMLP, ``save_gate_up_in_fp8``.
+        options: ``weights`` and ``stochastic_rounding`` say how weights are kept, also those of
+            experts in one module, see :func:`grouped_linear.convert`. For the modules that replace
+            lists also ``cache_weights`` and ``fuse_wgrad_accumulation``; if all of them are
+            GroupedMLP, ``save_gate_up_in_fp8``.
 
     Returns:
         What was converted, in the order of ``named_modules``; never empty.
@@ -262,10 +268,12 @@ def _plan_list(
     return Plan([what], [partial(_replace_list, block, list_name, grouped, forward)])
 
 
-def _replace_list(block: Any, list_name: str, grouped: nn.Module, forward: Forward) -> None:
-    fill(grouped, block.get_submodule(list_name))
+def _replace_list(block: Any, list_name: str, grouped: nn.Module, forward: Forward) -> Replaced:
+    experts = block.get_submodule(list_name)
+    fill(grouped, experts)
     setattr(block, list_name, grouped)
     convert_class(block, forward_alone, forward)
+    return replaced_by_others(experts.parameters())
 
 
 def _plan_module(

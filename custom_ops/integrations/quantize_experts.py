@@ -21,7 +21,7 @@ from grouped_linear.integrations.converted_class import (
     restore_class,
 )
 from grouped_linear.integrations.implementation import Implementation
-from grouped_linear.integrations.plan import check_weights
+from grouped_linear.integrations.plan import Replaced, check_weights, replace_parameter
 from grouped_linear.nn.options import check_recipe
 from grouped_linear.quantized.state_dict import scale_properties
 from grouped_linear.quantized.tensor import GroupedTensor
@@ -83,7 +83,7 @@ def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None)
 
 def plan_quantization(
     op: str, model: nn.Module, recipes: dict[str, Float8BlockScaling]
-) -> list[Callable[[], None]]:
+) -> list[Callable[[], Replaced | None]]:
     """Check that a model's experts can be quantized; what is returned quantizes them.
 
     Args:
@@ -92,7 +92,7 @@ def plan_quantization(
         recipes: of each experts module, by name.
     """
     found = {where: model.get_submodule(where) for where in recipes}
-    writes: list[Callable[[], None]] = []
+    writes: list[Callable[[], Replaced | None]] = []
     for where, experts in found.items():
         weights = fp8_checkpoint.weight_names(experts)
         for name in weights:
@@ -112,17 +112,19 @@ def plan_quantization(
 
 
 @torch.no_grad()
-def _quantize(experts: Any, name: str, recipe: Float8BlockScaling) -> None:
-    """Quantize a weight of an experts module, if it is not quantized yet."""
+def _quantize(experts: Any, name: str, recipe: Float8BlockScaling) -> Replaced:
+    """Quantize a weight of an experts module, if it is not quantized yet, and freeze it."""
     w = getattr(experts, name)
     if is_quantized(w):
-        return
+        return []
     # For a weight that is stored transposed, fprop reads the columnwise data.
     columnwise = experts.is_transposed
     quantized: Any = GroupedTensor.quantize(local_part(w), recipe, columnwise=columnwise)
     if is_dtensor(w):
         quantized = distributed_like(w, quantized)
-    setattr(experts, name, nn.Parameter(quantized, requires_grad=False))
+    replaced = replace_parameter(experts, name, quantized)
+    experts.get_parameter(name).requires_grad_(False)
+    return replaced
 
 
 def save_by_parts(experts: Any, weights: tuple[str, str]) -> None:
