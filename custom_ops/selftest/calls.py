@@ -212,8 +212,8 @@ def quantizers() -> Iterator[Call]:
     scale, amax = torch.full((E,), 4 / 448), torch.zeros(E)
     largest = torch.stack([own[g].abs().amax() if g.stop > g.start else amax[0] for g in GROUPS])
 
-    def delayed(q: Tensor, q_t: Tensor, db: Tensor, amax: Tensor) -> list[Near]:
-        near = both(q, scale, q_t, scale, db)
+    def delayed(q: Tensor, used: Tensor, q_t: Tensor, db: Tensor, amax: Tensor) -> list[Near]:
+        near = both(q, used, q_t, used, db)
         clamped = own.double().clamp(-4, 4)
         return [*(quantized(n.actual, clamped) for n in near[:2]), near[2], Near(amax, largest)]
 
@@ -297,10 +297,7 @@ def weights() -> Iterator[Call]:
         turned = q_t.view(torch.uint8).transpose(1, 2)
         return [quantized(of_weight(q, scale), w), Near(turned, q.view(torch.uint8))]
 
-    def delayed(q: Tensor, q_t: Tensor, amax: Tensor) -> list[Near]:
-        return [*near(q, scale, q_t), Near(amax, largest)]
-
-    def refreshed(q: Tensor, scale: Tensor, q_t: Tensor, amax: Tensor) -> list[Near]:
+    def delayed(q: Tensor, scale: Tensor, q_t: Tensor, amax: Tensor) -> list[Near]:
         return [*near(q, scale, q_t), Near(amax, largest)]
 
     yield Call("quantize_weight", {"w": w}, near)
@@ -316,7 +313,7 @@ def weights() -> Iterator[Call]:
     yield Call("refresh_weight_", given, near)
     yield Call("refresh_weight_current_", per_expert, near)
     arguments = {"amax": amax, "state": scale, **per_expert}
-    yield Call("refresh_weight_delayed_", arguments, refreshed)
+    yield Call("refresh_weight_delayed_", arguments, delayed)
     rounded = {"w_rowwise": w.flip(0), "w_columnwise": w.flip(0)}
     yield Call(
         "refresh_weight_mx_",
