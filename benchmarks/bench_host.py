@@ -1,12 +1,15 @@
 """How long does an eager forward and backward of a small layer keep the host busy?
 
 The layer is small enough for a GPU to wait for the host; a CPU's own work counts too. Autograd
-runs on the calling thread: a thread of its own costs as much again, and varies.
+runs on the calling thread: a thread of its own costs as much again, and varies. With
+``--hugging-face`` also the experts of a converted model, frozen as below adapters, for which
+transformers is needed.
 """
 
 import time
 from collections.abc import Callable
 from datetime import date
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +18,10 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from benchmarks import timing
 from benchmarks.alternatives import TorchGroupedLinear
 from benchmarks.step_cases import RECIPES
-from grouped_linear import GroupedLinear, ops
+from grouped_linear import Float8BlockScaling, GroupedLinear, convert, ops
 
 E, M, N, K = 8, 32, 256, 256  # groups, rows a group, out_features, in_features
+CHOSEN = 2  # experts of a token, of the E that a Hugging Face layer has
 STEPS = 50  # a sample
 BF16 = torch.bfloat16
 
@@ -32,6 +36,34 @@ def step_of(layer: nn.Module, device: torch.device, *m_splits: torch.Tensor) -> 
         layer(x, *m_splits).backward(dy)
         for p in parameters:
             p.grad = None
+
+    return step
+
+
+def step_of_experts(device: torch.device, *how: Any, **options: Any) -> Callable[[], None]:
+    """A step of frozen experts below layers that learn, converted as told: T tokens of CHOSEN."""
+    import transformers
+
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=16,
+        hidden_size=K,
+        moe_intermediate_size=N,
+        num_experts=E,
+        num_experts_per_tok=CHOSEN,
+        num_hidden_layers=1,
+    )
+    model = transformers.Qwen3MoeForCausalLM(config).to(device=device, dtype=BF16)
+    convert(model.requires_grad_(False), *how, **options)
+    experts = model.model.layers[0].mlp.experts
+    T = E * M // CHOSEN
+    x = torch.randn(T, K, device=device, dtype=BF16, requires_grad=True)
+    top_k_index = torch.arange(T * CHOSEN, device=device).view(T, CHOSEN) % E
+    top_k_weights = torch.rand(T, CHOSEN, device=device, dtype=BF16, requires_grad=True)
+    dy = torch.randn(T, K, device=device, dtype=BF16)
+
+    def step() -> None:
+        experts(x, top_k_index, top_k_weights).backward(dy)
+        x.grad = top_k_weights.grad = None
 
     return step
 
@@ -68,7 +100,9 @@ def probe(device: torch.device) -> None:
 
 
 def main() -> None:
-    args = timing.arguments_of_one_case(__doc__, rounds=40).parse_args()
+    parser = timing.arguments_of_one_case(__doc__, rounds=40)
+    parser.add_argument("--hugging-face", action="store_true", help="a model's frozen experts, too")
+    args = parser.parse_args()
     device = timing.device_for(args.device, probe)
     m_splits = torch.full((E,), M, device=device)
     steps = {
@@ -78,6 +112,15 @@ def main() -> None:
     for name, recipe in {"none": None, **RECIPES}.items():
         layer = GroupedLinear(E, K, N, bias=False, recipe=recipe)
         steps[f"GroupedLinear, recipe {name}"] = step_of(layer, device, m_splits)
+    if args.hugging_face:
+        block = Float8BlockScaling()
+        for name, step in {
+            "recipe none": step_of_experts(device),
+            "recipe block": step_of_experts(device, block),
+            "weights fp8": step_of_experts(device, block, weights="fp8"),
+            "weights both": step_of_experts(device, block, weights="both"),
+        }.items():
+            steps[f"Hugging Face experts, frozen, {name}"] = step
     samples: dict[str, list[float]] = {name: [] for name in steps}
     with torch.autograd.set_multithreading_enabled(False):
         for step in steps.values():

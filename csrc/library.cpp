@@ -40,7 +40,7 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
   m.def(
       "group_quantize_delayed(Tensor x, Tensor offs, Tensor scale, Tensor(a!)? amax, "
       "ScalarType out_dtype, bool rowwise=True, bool columnwise=False, bool bias_grad=False) "
-      "-> (Tensor q, Tensor q_t, Tensor bias_grad)");
+      "-> (Tensor q, Tensor scale, Tensor q_t, Tensor bias_grad)");
   m.def(
       "group_quantize_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, "
       "bool bias_grad=False) "
@@ -119,10 +119,11 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "bool columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)");
   m.def(
       "quantize_weight_delayed(Tensor w, Tensor scale, Tensor(a!)? amax, bool columnwise=True) "
-      "-> (Tensor q, Tensor q_t)");
+      "-> (Tensor q, Tensor scale, Tensor q_t)");
 
   // Quantize a weight into existing tensors, unless the 0-d bool `refresh` is false. w: one tensor
-  // [E, N, K], or E tensors [N, K]. Delayed scaling copies `state` to `scale`. MX writes bf16.
+  // [E, N, K], or E tensors [N, K]. Delayed scaling writes to `scale` what it quantized with:
+  // `state`, or where that is 0 an expert's own. MX writes bf16.
   m.def(
       "refresh_weight_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor[] w, "
       "Tensor? refresh, float amax_epsilon=0.0, bool power_of_two_scales=True) -> ()");

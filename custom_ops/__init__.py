@@ -23,7 +23,7 @@ from grouped_linear.integrations import spmd as spmd
 from grouped_linear.integrations.convert import Conversion, convert
 from grouped_linear.integrations.convert_experts import convert_experts
 from grouped_linear.integrations.look_alikes import SkippedExperts
-from grouped_linear.integrations.plan import ConvertedExperts
+from grouped_linear.integrations.plan import ConvertedExperts, KeptWeights
 from grouped_linear.nn.functional import grouped_linear
 from grouped_linear.nn.functional_mlp import grouped_mlp, grouped_mlp_sorted
 from grouped_linear.nn.linear import GroupedLinear
@@ -60,6 +60,7 @@ __all__ = [
     "GroupedMLP",
     "GroupedTensor",
     "GroupedTensorWithMaster",
+    "KeptWeights",
     "Lora",
     "LoraWeights",
     "MXFP8BlockScaling",

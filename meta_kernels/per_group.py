@@ -62,8 +62,8 @@ def group_quantize_delayed(
     rowwise: bool = True,
     columnwise: bool = False,
     bias_grad: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x [T, K], scale [E] -> q, q_t, bias_grad; amax [E] is raised in place."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [T, K], scale [E] -> q, scale [E], q_t, bias_grad; amax [E] is raised in place."""
     rules = Rules("group_quantize_delayed")
     rules.grouped_rows(x, offs, rowwise, columnwise)
     E = offs.size(0)
@@ -71,7 +71,8 @@ def group_quantize_delayed(
     if amax is not None:
         rules.amax(amax, "x", x, E, "offs")
     rules.dtype("out_dtype", out_dtype, FP8)
-    return _group_outputs(x, E, out_dtype, rowwise, columnwise, bias_grad)
+    q, q_t, grad = _group_outputs(x, E, out_dtype, rowwise, columnwise, bias_grad)
+    return q, x.new_empty((E,), dtype=torch.float32), q_t, grad
 
 
 @torch.library.register_fake("grouped_linear::quantize_weight_current")
@@ -96,8 +97,8 @@ def quantize_weight_current(
 @torch.library.register_fake("grouped_linear::quantize_weight_delayed")
 def quantize_weight_delayed(
     w: Tensor, scale: Tensor, amax: Tensor | None, columnwise: bool = True
-) -> tuple[Tensor, Tensor]:
-    """w [E, N, K], scale [E] -> q, q_t; amax [E] is raised in place."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """w [E, N, K], scale [E] -> q, scale [E], q_t; amax [E] is raised in place."""
     rules = Rules("quantize_weight_delayed")
     rules.weight(w)
     E, N, K = w.shape
@@ -106,6 +107,7 @@ def quantize_weight_delayed(
         rules.amax(amax, "w", w, E, "w")
     return (
         w.new_empty((E, N, K), dtype=E4M3),
+        w.new_empty((E,), dtype=torch.float32),
         output_if(columnwise, w, (E, K, N), E4M3),
     )
 

@@ -122,14 +122,18 @@ def test_writes_table_numbers_and_plots(
 def test_host_time_of_every_recipe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--device", "cpu", "--rounds", "2", "--no-write"]
+    pytest.importorskip("transformers", minversion="5.23")
+    options = ["--device", "cpu", "--rounds", "2", "--no-write", "--hugging-face"]
     monkeypatch.setattr("sys.argv", ["bench_host", *options])
+    monkeypatch.setattr(bench_host, "STEPS", 2)
     multithreaded = torch.autograd.is_multithreading_enabled()
     bench_host.main()
     assert torch.autograd.is_multithreading_enabled() == multithreaded
     printed = capsys.readouterr().out
     assert "command: python -m benchmarks.bench_host --device cpu --rounds 2" in printed
-    for layer in ("nn.Linear", "torch grouped_mm", *(f"recipe {name}" for name in cases.RECIPES)):
+    experts = "Hugging Face experts, frozen, weights fp8"
+    recipes = (f"recipe {name}" for name in cases.RECIPES)
+    for layer in ("nn.Linear", "torch grouped_mm", *recipes, experts):
         assert layer in printed
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
@@ -63,13 +64,13 @@ def test_amax_is_of_each_operand_and_group(compiled: bool, device: str) -> None:
         (state.dy, reference.amax_of_groups(dy.cpu(), offs)),
     ):
         assert_same_bits(slot.amax.cpu(), expected)
-        assert (slot.scale == 1).all()
+        assert not slot.scale.any()
         assert not slot.amax_history.any()
     update_scales(layer)
     for slot, largest in ((state.x, 448.0), (state.weight, 448.0), (state.dy, 57344.0)):
         latest = slot.amax_history[0].cpu()
         assert not slot.amax.any()
-        expected = reference.update_scales(torch.ones(E), latest, torch.zeros(3, E), largest)
+        expected = reference.update_scales(torch.zeros(E), latest, torch.zeros(3, E), largest)
         assert_same_bits(slot.scale.cpu(), expected.scale)
         assert_same_bits(slot.amax_history.cpu(), expected.amax_history)
 
@@ -196,6 +197,65 @@ def test_reset_parameters_forgets() -> None:
         assert_same_bits(a, b)
 
 
+def a_step(layer: Any, function: Any, x: Tensor, m_splits: Tensor, size: float) -> list[Tensor]:
+    """Output and gradients of inputs and gradients of that size, in float64."""
+    generator = torch.Generator().manual_seed(1)
+    dy = (torch.randn(len(x), N, generator=generator) * size).to(x.device)
+    y = function(x, m_splits)
+    dx, dw = torch.autograd.grad(y, (x, layer.weight), dy)
+    return [t.double().cpu() for t in (y, dx, dw)]
+
+
+@DEVICES
+@COMPILED
+@pytest.mark.parametrize("size", [1e4, 1e-4, 1e-12])
+def test_the_first_step_is_right_without_scales(size: float, compiled: bool, device: str) -> None:
+    """By each group's own amax, and so is every step without ``update_scales``."""
+    layer, plain = make_layer(device, bias=False), GroupedLinear(E, K, N, bias=False).to(device)
+    plain.load_state_dict({"weight": layer.weight})
+    x, m_splits = rows(device)
+    x = (x.detach() * size).requires_grad_()
+    expected, function = a_step(plain, plain, x, m_splits, size), call(layer, compiled)
+    for _ in range(2):
+        step = a_step(layer, function, x, m_splits, size)
+        for got, e in zip(step, expected, strict=True):
+            assert (got - e).norm() < 0.1 * e.norm()  # e5m2 has two bits of mantissa
+    with torch.no_grad():
+        y = function(x, m_splits).double().cpu()
+    assert (y - expected[0]).norm() < 0.1 * expected[0].norm()
+
+
+@DEVICES
+@COMPILED
+def test_a_group_takes_its_own_scale_until_it_has_had_rows(compiled: bool, device: str) -> None:
+    layer = make_layer(device, bias=False)
+    x, m_splits = rows(device)
+    function = call(layer, compiled)
+    function(x, m_splits).sum().backward()  # none of group 1
+    update_scales(layer)
+    state = layer.weight_state
+    assert (state.x.scale == 0).tolist() == (state.dy.scale == 0).tolist() == [False, True, False]
+    assert (state.weight.scale > 0).all()
+    x = x.detach().clone()
+    x[10:20] *= 1e4  # now of group 1
+    plain = GroupedLinear(E, K, N, bias=False).to(device)
+    plain.load_state_dict({"weight": layer.weight})
+    m_splits = torch.tensor([10, 10, 20], device=device)
+    y, expected = function(x, m_splits), plain(x, m_splits)
+    for group in (slice(0, 10), slice(10, 20), slice(20, 40)):
+        assert (y[group] - expected[group]).norm() < 0.1 * expected[group].norm()
+
+
+def test_first_scales_compile_nothing_again() -> None:
+    layer, (x, m_splits) = make_layer("cpu"), rows("cpu")
+    counter = CompileCounterWithBackend("aot_eager")
+    function = torch.compile(layer, fullgraph=True, backend=counter)
+    for _ in range(3):
+        function(x, m_splits).sum().backward()
+        update_scales(layer)
+    assert counter.frame_count == 1
+
+
 # --- graphs --------------------------------------------------------------------------------------
 
 
@@ -214,42 +274,45 @@ auto_functionalized_v2 =
     rowwise = True, columnwise = True, bias_grad = False, _amax_base_index = 0, _all_bases =
     [primals_6])
 getitem: "f8e4m3fn[40,32]" = auto_functionalized_v2[0]
-getitem_1: "f8e4m3fn[3,32,128]" = auto_functionalized_v2[1]
-getitem_3: "f32[3]" = auto_functionalized_v2[3]
+getitem_1: "f32[3]" = auto_functionalized_v2[1]
+getitem_2: "f8e4m3fn[3,32,128]" = auto_functionalized_v2[2]
+getitem_4: "f32[3]" = auto_functionalized_v2[4]
 auto_functionalized_v2_1 =
     higher_order.auto_functionalized_v2(grouped_linear.quantize_weight_delayed.default, w =
     primals_1, scale = primals_8, columnwise = True, _amax_base_index = 0, _all_bases =
     [primals_7])
-getitem_4: "f8e4m3fn[3,48,32]" = auto_functionalized_v2_1[0]
-getitem_5: "f8e4m3fn[3,32,48]" = auto_functionalized_v2_1[1]
-getitem_6: "f32[3]" = auto_functionalized_v2_1[2]
-transpose: "f8e4m3fn[3,32,48]" = aten.transpose.int(getitem_4, -2, -1)
+getitem_5: "f8e4m3fn[3,48,32]" = auto_functionalized_v2_1[0]
+getitem_6: "f32[3]" = auto_functionalized_v2_1[1]
+getitem_7: "f8e4m3fn[3,32,48]" = auto_functionalized_v2_1[2]
+getitem_8: "f32[3]" = auto_functionalized_v2_1[3]
+transpose: "f8e4m3fn[3,32,48]" = aten.transpose.int(getitem_5, -2, -1)
 grouped_scaled_mm: "f32[40,48]" = grouped_linear.grouped_scaled_mm(getitem, transpose,
-    primals_5, primals_8, splits_to_offsets, primals_2, torch.float32)
-transpose_2: "f8e4m3fn[3,48,32]" = aten.transpose.int(getitem_5, -2, -1)
-copy__1: "f32[3]" = aten.copy_(primals_6, getitem_3)
-copy__2: "f32[3]" = aten.copy_(primals_7, getitem_6)
-return (grouped_scaled_mm, primals_5, primals_8, primals_9, splits_to_offsets, getitem_1,
+    getitem_1, getitem_6, splits_to_offsets, primals_2, torch.float32)
+transpose_2: "f8e4m3fn[3,48,32]" = aten.transpose.int(getitem_7, -2, -1)
+copy__1: "f32[3]" = aten.copy_(primals_6, getitem_4)
+copy__2: "f32[3]" = aten.copy_(primals_7, getitem_8)
+return (grouped_scaled_mm, primals_9, splits_to_offsets, getitem_1, getitem_2, getitem_6,
     primals_10, transpose_2)
 
-def forward(self, primals_5: "f32[3]", primals_8: "f32[3]", primals_9: "f32[3]",
-    splits_to_offsets: "i32[3]", getitem_1: "f8e4m3fn[3,32,128]", primals_10: "f32[3]",
-    transpose_2: "f8e4m3fn[3,48,32]", tangents_1: "f32[40,48]"):
+def forward(self, primals_9: "f32[3]", splits_to_offsets: "i32[3]", getitem_1: "f32[3]",
+    getitem_2: "f8e4m3fn[3,32,128]", getitem_6: "f32[3]", primals_10: "f32[3]", transpose_2:
+    "f8e4m3fn[3,48,32]", tangents_1: "f32[40,48]"):
 auto_functionalized_v2_2 =
     higher_order.auto_functionalized_v2(grouped_linear.group_quantize_delayed.default, x =
     tangents_1, offs = splits_to_offsets, scale = primals_9, out_dtype = torch.float8_e5m2,
     rowwise = True, columnwise = True, bias_grad = True, _amax_base_index = 0, _all_bases =
     [primals_10])
-getitem_7: "f8e5m2[40,48]" = auto_functionalized_v2_2[0]
-getitem_8: "f8e5m2[3,48,128]" = auto_functionalized_v2_2[1]
-getitem_9: "f32[3,48]" = auto_functionalized_v2_2[2]
-getitem_10: "f32[3]" = auto_functionalized_v2_2[3]
-grouped_scaled_mm_1: "f32[40,32]" = grouped_linear.grouped_scaled_mm(getitem_7, transpose_2,
-    primals_9, primals_8, splits_to_offsets, None, torch.float32)
-grouped_scaled_mm_wgrad: "f32[3,48,32]" = grouped_linear.grouped_scaled_mm_wgrad(getitem_8,
-    getitem_1, primals_9, primals_5, splits_to_offsets, torch.float32)
-copy_: "f32[3]" = aten.copy_(primals_10, getitem_10)
-return (grouped_scaled_mm_wgrad, getitem_9, grouped_scaled_mm_1, None, None, None, None, None,
+getitem_9: "f8e5m2[40,48]" = auto_functionalized_v2_2[0]
+getitem_10: "f32[3]" = auto_functionalized_v2_2[1]
+getitem_11: "f8e5m2[3,48,128]" = auto_functionalized_v2_2[2]
+getitem_12: "f32[3,48]" = auto_functionalized_v2_2[3]
+getitem_13: "f32[3]" = auto_functionalized_v2_2[4]
+grouped_scaled_mm_1: "f32[40,32]" = grouped_linear.grouped_scaled_mm(getitem_9, transpose_2,
+    getitem_10, getitem_6, splits_to_offsets, None, torch.float32)
+grouped_scaled_mm_wgrad: "f32[3,48,32]" = grouped_linear.grouped_scaled_mm_wgrad(getitem_11,
+    getitem_2, getitem_10, getitem_1, splits_to_offsets, torch.float32)
+copy_: "f32[3]" = aten.copy_(primals_10, getitem_13)
+return (grouped_scaled_mm_wgrad, getitem_12, grouped_scaled_mm_1, None, None, None, None, None,
     None, None)""",
     )
 
@@ -266,13 +329,15 @@ auto_functionalized_v2 =
     arg2_1, offs = splits_to_offsets, scale = arg4_1, out_dtype = torch.float8_e4m3fn, rowwise =
     True, columnwise = False, bias_grad = False, _amax_base_index = None, _all_bases = [])
 getitem: "f8e4m3fn[40,32]" = auto_functionalized_v2[0]
+getitem_1: "f32[3]" = auto_functionalized_v2[1]
 auto_functionalized_v2_1 =
     higher_order.auto_functionalized_v2(grouped_linear.quantize_weight_delayed.default, w =
     arg0_1, scale = arg5_1, columnwise = False, _amax_base_index = None, _all_bases = [])
-getitem_3: "f8e4m3fn[3,48,32]" = auto_functionalized_v2_1[0]
-transpose: "f8e4m3fn[3,32,48]" = aten.transpose.int(getitem_3, -2, -1)
-grouped_scaled_mm: "f32[40,48]" = grouped_linear.grouped_scaled_mm(getitem, transpose, arg4_1,
-    arg5_1, splits_to_offsets, arg1_1, torch.float32)
+getitem_4: "f8e4m3fn[3,48,32]" = auto_functionalized_v2_1[0]
+getitem_5: "f32[3]" = auto_functionalized_v2_1[1]
+transpose: "f8e4m3fn[3,32,48]" = aten.transpose.int(getitem_4, -2, -1)
+grouped_scaled_mm: "f32[40,48]" = grouped_linear.grouped_scaled_mm(getitem, transpose,
+    getitem_1, getitem_5, splits_to_offsets, arg1_1, torch.float32)
 return (grouped_scaled_mm,)""",
     )
 

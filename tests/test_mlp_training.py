@@ -266,6 +266,11 @@ def caches_of(layer: Routed) -> list[Any]:
     return [layer.mlp.gate_up_proj_cache, layer.mlp.down_proj_cache]
 
 
+def kept_in_caches(layer: Routed) -> list[Tensor]:
+    weights = (cache.quantized_weight() for cache in caches_of(layer))
+    return [t for weight in weights for t in weight if t is not None]
+
+
 def outcome(layer: Routed, y: Tensor, x: Tensor) -> list[Tensor]:
     """y, and every gradient."""
     return [y, *torch.autograd.grad(y.square().sum(), (x, layer.score, *layer.weights))]
@@ -311,9 +316,9 @@ MADE_COLD: dict[str, Callable[[GroupedMLP], Any]] = {
 @EVERY_QUANTIZING
 @pytest.mark.parametrize("how", MADE_COLD)
 def test_cold(how: str, recipe: Recipe | None, device: str) -> None:
-    """A bool raises, a flag on the device computes NaN; no buffer is replaced."""
+    """A bool raises, a flag on the device computes NaN; no tensor is replaced."""
     layer, (x, m_splits) = cached(recipe, device), inputs(device)
-    addresses = [b.data_ptr() for cache in caches_of(layer) for b in cache.buffers()]
+    addresses = [t.data_ptr() for t in kept_in_caches(layer)]
     if how != "born":
         layer(x, m_splits, True)
         layer(x, m_splits, False)
@@ -324,7 +329,7 @@ def test_cold(how: str, recipe: Recipe | None, device: str) -> None:
         return
     assert_shows_cold(layer(x, m_splits, torch.tensor(False, device=device)), x)
     assert_same_bits(layer(x, m_splits, True), layer(x, m_splits))
-    now = [b.data_ptr() for cache in caches_of(layer) for b in cache.buffers()]
+    now = [t.data_ptr() for t in kept_in_caches(layer)]
     assert now == addresses
 
 
@@ -352,7 +357,8 @@ def test_compiled_cold_and_warm(recipe: Recipe | None) -> None:
 def test_state_dict_without_caches() -> None:
     layer = cached(QUANTIZING["block"], "cpu")
     assert set(layer.mlp.state_dict()) == {"gate_up_proj", "down_proj"}
-    assert len(list(layer.mlp.buffers())) == 6
+    assert not list(layer.mlp.buffers())
+    assert len(kept_in_caches(layer)) == 6
 
 
 def through_pickle(layer: Routed) -> Routed:
@@ -507,7 +513,7 @@ def test_inductor_clones_neither_main_grads_nor_caches(recipe: Recipe | None) ->
     _, codes = run_and_get_code(step)
     code = "\n".join(codes)
     assert ".copy_(" not in code
-    for shape in {tuple(b.shape) for b in [*layer.weights, *layer.mlp.buffers()] if b.dim() == 3}:
+    for shape in {tuple(t.shape) for t in [*layer.weights, *kept_in_caches(layer)] if t.dim() == 3}:
         assert not re.search(rf"= empty_strided\w*\(\({', '.join(map(str, shape))}\)", code)
     *_, d_gate_up, d_down = outcome(plain, plain(x, m_splits), x)
     assert_same_bits(layer.mlp.gate_up_proj.main_grad, d_gate_up)

@@ -5,6 +5,7 @@ T tokens, E experts, H features of a token, F features of an expert.
 
 import importlib
 import re
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from types import SimpleNamespace
@@ -153,7 +154,7 @@ def test_a_model_of_every_form() -> None:
         "moe": lambda: model["moe"](x, COUNTS),
         "odd": lambda: model["odd"][1](x, torch.arange(T) % E),
     }
-    expected = {name: call() for name, call in calls.items()}
+    expected = {name: call().detach() for name, call in calls.items()}
     done = convert(model, forwards={Block: routed})
     assert [one.name for one in done.converted] == [
         "mixtral.model.layers.0.mlp.experts",
@@ -172,6 +173,7 @@ mixtral.model.layers.*.mlp.experts        2  MixtralExperts        4      36,864
 blocks.*                                  2  SwiGLU                4      36,864  GroupedMLP
 moe                                       1  grouped SwiGLU        4      18,432  grouped_linear
 recipe: None
+weights: float32, 221.2 kB; bfloat16, 73.73 kB
 skipped: odd.* (no known form has parameters up, down and is called as (x, chosen); 2 of them)""",
     )
     assert isinstance(model["blocks"][0].experts, GroupedMLP)
@@ -719,3 +721,91 @@ def test_options_of_layers() -> None:
     convert(block, Float8BlockScaling(), forwards={Block: routed_linear}, cache_weights=True)
     assert isinstance(block.experts, GroupedLinear)
     assert block.experts.weight_cache is not None
+
+
+def one_step(model: nn.Module, call: Callable[[], Tensor], optimizer: Any) -> dict[str, Tensor]:
+    """How far a step of an optimizer moves each parameter."""
+    before = {name: p.detach().double() for name, p in model.named_parameters()}
+    call().square().mean().backward()
+    optimizer.step()
+    return {n: (p.detach().double() - before[n]).abs().max() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+@pytest.mark.parametrize("form", ["hugging face", "one module"])
+@pytest.mark.parametrize("weights", [None, "both", "fp8"])
+def test_an_older_optimizer_steps_what_stays(weights: Any, form: str, fused: bool) -> None:
+    hugging_face = form == "hugging face"
+    model: Any = mixtral() if hugging_face else GroupedExperts()
+    x = torch.randn(T, H)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    done = convert(model, Float8BlockScaling(), weights=weights)
+    assert done.still_held == 0
+    assert repr(done).startswith("module ")
+    moved = one_step(
+        model, (lambda: logits(model)) if hugging_face else lambda: model(x, COUNTS), optimizer
+    )
+    experts = [n for n, p in model.named_parameters() if p.dim() == 3]
+    assert len(experts) == (4 if hugging_face else 3)
+    assert all(moved[name] > 0.01 for name in experts)
+
+
+@pytest.mark.parametrize("held", ["by an optimizer", "by nothing", "frozen"])
+def test_says_what_an_older_optimizer_would_miss(held: str) -> None:
+    """A list's parameters are replaced, one for each expert by one for all."""
+    model: Any = nn.ModuleList([Block(), Block()])
+    if held == "frozen":
+        model.requires_grad_(False)
+    optimizer = None if held == "by nothing" else torch.optim.AdamW(model.parameters())
+    experts = len(list(model[0].experts.parameters())) * 2
+    done = convert(model, forwards={Block: routed})
+    first = repr(done).splitlines()[0]
+    assert done.still_held == (experts if held == "by an optimizer" else 0)
+    assert first.startswith("module ") == (held != "by an optimizer")
+    if held == "by an optimizer":
+        assert first == (
+            f"{experts} parameters were replaced and something still holds them: an optimizer that "
+            "was made before does not step the new ones, make another"
+        )
+        optimizer.param_groups.clear()
+
+
+@pytest.mark.parametrize("weights", ["both", "fp8"])
+@pytest.mark.parametrize("why", ["weak reference", "graph"])
+def test_says_which_parameters_could_not_stay(why: str, weights: Any) -> None:
+    """Torch exchanges a tensor for another only where nothing but Python holds it."""
+    model = mixtral()
+    p = model.model.layers[0].mlp.experts.down_proj
+    held: Any = weakref.ref(p) if why == "weak reference" else logits(model)
+    kept = [p, torch.optim.AdamW(model.parameters())]
+    done = convert(model, Float8BlockScaling(), weights=weights)
+    assert done.still_held == (1 if why == "weak reference" else 4)
+    assert f"{done.still_held} parameters were replaced" in repr(done).splitlines()[0]
+    assert p is not model.model.layers[0].mlp.experts.down_proj
+    del held, kept
+
+
+@pytest.mark.parametrize(
+    ("weights", "line"),
+    [
+        (None, "bfloat16, 73.73 kB"),
+        ("both", "both precisions, 147.5 kB (73.73 kB as bfloat16)"),
+        ("fp8", "FP8, 36.93 kB (73.73 kB as bfloat16)"),
+    ],
+)
+def test_says_what_weights_it_made(weights: Any, line: str) -> None:
+    model = mixtral()
+    done = convert(model, Float8BlockScaling(), weights=weights)
+    assert f"\nweights: {line}" in repr(done)
+    assert "frozen" not in repr(done)
+    weights_of_experts = [p for p in model.parameters() if p.dim() == 3]
+    assert [one.nbytes for one in done.weights] == [sum(w.nbytes for w in weights_of_experts)]
+
+
+def test_says_that_frozen_weights_can_be_quantized_once() -> None:
+    advice = '(frozen, quantized by each call; weights="fp8" quantizes them once)'
+    frozen = mixtral().requires_grad_(False)
+    assert f"\nweights: bfloat16, 73.73 kB {advice}" in repr(convert(frozen, Float8BlockScaling()))
+    for recipe, weights in ((None, None), (Float8CurrentScaling(), None), (None, "fp8")):
+        model = mixtral().requires_grad_(False)
+        assert advice not in repr(convert(model, recipe, weights=weights))

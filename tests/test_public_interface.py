@@ -56,6 +56,7 @@ GroupedLinear
 GroupedMLP
 GroupedTensor
 GroupedTensorWithMaster
+KeptWeights
 Lora
 LoraWeights
 MXFP8BlockScaling
@@ -96,7 +97,7 @@ def test_arguments() -> None:
         lines(callables | methods),
         """\
 Activation()
-Conversion(recipe, converted, skipped)
+Conversion(recipe, converted, skipped, weights=(), still_held=0)
 ConvertedExperts(name, form, num_experts, num_parameters, path)
 DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
 DelayedScalingState(recipe, num_groups, device=None)
@@ -124,6 +125,7 @@ GroupedTensor.from_parts(q, scale, dtype=torch.bfloat16, recipe=None, *, columnw
 GroupedTensor.quantize(w, recipe=None, *, columnwise=True, stochastic_rounding=True)
 GroupedTensorWithMaster(master, parts=None, metadata=None, own=None, *, has_memory=False,
     requires_grad=False)
+KeptWeights(kind, nbytes, note='')
 Lora(rank, alpha=None, dropout=0.0, rslora=False, dtype=None)
 LoraWeights(a, b, scaling=1.0, dropout=0.0)
 MXFP8BlockScaling()

@@ -128,7 +128,7 @@ group_quantize_current(Tensor x, Tensor offs, ScalarType out_dtype, float amax_e
     -> (Tensor q, Tensor scale, Tensor q_t, Tensor bias_grad)
 group_quantize_delayed(Tensor x, Tensor offs, Tensor scale, Tensor(a!)? amax, ScalarType
     out_dtype, bool rowwise=True, bool columnwise=False, bool bias_grad=False) -> (Tensor q,
-    Tensor q_t, Tensor bias_grad)
+    Tensor scale, Tensor q_t, Tensor bias_grad)
 group_quantize_mx(Tensor x, Tensor offs, bool rowwise=True, bool columnwise=False, bool
     bias_grad=False) -> (Tensor q, Tensor scale, Tensor q_t, Tensor scale_t, Tensor bias_grad)
 group_quantize_swiglu(Tensor gate_up, Tensor offs, float amax_epsilon=0., bool
@@ -175,7 +175,7 @@ quantize_weight(Tensor w, float amax_epsilon=0., bool power_of_two_scales=True, 
 quantize_weight_current(Tensor w, float amax_epsilon=0., bool power_of_two_scales=False, bool
     columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)
 quantize_weight_delayed(Tensor w, Tensor scale, Tensor(a!)? amax, bool columnwise=True) ->
-    (Tensor q, Tensor q_t)
+    (Tensor q, Tensor scale, Tensor q_t)
 quantize_weight_list(Tensor[] w, float amax_epsilon=0., bool power_of_two_scales=True, bool
     columnwise=True) -> (Tensor q, Tensor scale, Tensor q_t)
 refresh_weight_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor[] w, Tensor? refresh,

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call
+from torch.optim.swa_utils import AveragedModel
 
 from grouped_linear import GroupedLinear, Recipe, update_scales
 from grouped_linear.quantized import weight_cache
@@ -33,6 +34,10 @@ FLAGS = pytest.mark.parametrize("flag", [bool, torch.tensor], ids=["bool", "tens
 def make_layer(recipe: Recipe | None, device: str, **options: Any) -> GroupedLinear:
     torch.manual_seed(0)
     return GroupedLinear(E, K, N, recipe=recipe, device=device, cache_weights=True, **options)
+
+
+def kept(layer: GroupedLinear) -> list[Tensor]:
+    return [t for t in layer.weight_cache.quantized_weight() if t is not None]
 
 
 def call_of(layer: GroupedLinear, compiled: bool) -> Any:
@@ -86,17 +91,17 @@ def test_reads_what_it_wrote(flag: Any, compiled: bool, recipe: Recipe | None, d
 @DEVICES
 @EVERY_RECIPE
 @FLAGS
-def test_no_buffer_is_ever_replaced(flag: Any, recipe: Recipe | None, device: str) -> None:
+def test_no_tensor_is_ever_replaced(flag: Any, recipe: Recipe | None, device: str) -> None:
     layer, first = make_layer(recipe, device), on(device, flag)
     x, m_splits = inputs(device)
-    addresses = [b.data_ptr() for b in layer.weight_cache.buffers()]
+    before = [t.data_ptr() for t in kept(layer)]
     layer(x, m_splits, first(True))
     layer.load_state_dict(make_layer(recipe, device).state_dict())
     layer.reset_parameters()
     layer.to(device)
     layer.float()
     layer(x, m_splits, first(True))
-    assert [b.data_ptr() for b in layer.weight_cache.buffers()] == addresses
+    assert [t.data_ptr() for t in kept(layer)] == before
     assert not any(name.startswith("weight_cache") for name in layer.state_dict())
 
 
@@ -212,12 +217,12 @@ def test_a_flag_may_be_refilled_before_the_backward(compiled: bool, device: str)
 def test_none_leaves_it_alone(recipe: Recipe | None, device: str) -> None:
     layer, (x, m_splits) = make_layer(recipe, device), inputs(device)
     layer(x, m_splits, True)
-    before = [b._version for b in layer.weight_cache.buffers()]
+    before = [t._version for t in kept(layer)]
     change(layer)
     plain = GroupedLinear(E, K, N, recipe=recipe, device=device)
     plain.load_state_dict(layer.state_dict())
     assert_same_bits(layer(x, m_splits), plain(x, m_splits))
-    assert [b._version for b in layer.weight_cache.buffers()] == before
+    assert [t._version for t in kept(layer)] == before
 
 
 @EVERY_RECIPE
@@ -288,6 +293,8 @@ def test_work() -> None:
 def test_delayed_scales_stay_with_their_weight(device: str) -> None:
     layer, (x, m_splits) = make_layer(QUANTIZING["delayed"], device, bias=False), inputs(device)
     state, cache = layer.weight_state, layer.weight_cache
+    for operand in state.operands:
+        operand.scale.fill_(1)  # as after steps with other numbers
     layer(x, m_splits, True).sum().backward()
     amax = state.weight.amax.clone()
     change(layer)
@@ -387,6 +394,25 @@ def test_copies_are_apart(copied: Any, recipe: Recipe | None) -> None:
     assert_same_bits(layer(x, m_splits, False), y)
 
 
+@EVERY_RECIPE
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_averages_have_no_part_of_it(use_buffers: bool, recipe: Recipe | None) -> None:
+    layer, (x, m_splits) = make_layer(recipe, "cpu", bias=False), inputs("cpu")
+    average, weights = AveragedModel(layer, use_buffers=use_buffers), []
+    for _ in range(3):
+        layer(x, m_splits, True)
+        with torch.no_grad():
+            layer.weight.mul_(3)
+        weights.append(layer.weight.detach().clone())
+        average.update_parameters(layer)
+    torch.testing.assert_close(average.module.weight.detach(), torch.stack(weights).mean(dim=0))
+    assert not average.module.weight_cache.warm
+    assert "holds no weight yet" in sentence(lambda: average(x, m_splits, False))
+    assert_same_bits(average(x, m_splits, True), average(x, m_splits))
+    assert_same_bits(average(x, m_splits, False), average(x, m_splits))
+    assert not [name for name, _ in layer.named_buffers() if "cache" in name]
+
+
 def test_refuses_a_pickle_of_a_newer_version(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer(QUANTIZING["block"], "cpu")
     with monkeypatch.context() as newer:
@@ -401,7 +427,7 @@ def test_refuses_a_pickle_of_a_newer_version(monkeypatch: pytest.MonkeyPatch) ->
 def test_meta_device(recipe: Recipe | None) -> None:
     layer = make_layer(recipe, "meta")
     layer.to_empty(device="cpu")
-    assert {b.device.type for b in layer.weight_cache.buffers()} == {"cpu"}
+    assert {t.device.type for t in kept(layer)} == {"cpu"}
     torch.manual_seed(0)
     layer.reset_parameters()
     assert_same_bits(layer(*inputs("cpu"), True), make_layer(recipe, "cpu")(*inputs("cpu")))

@@ -11,15 +11,8 @@ namespace {
 // Writes every group's scale and returns the factors.
 std::vector<float> current_factors(const GroupedRows& rows, ScaleRule rule, ScalarType format,
                                    float* scales) {
-  std::vector<float> block_amax(rows.blocks.size()), amax(rows.groups), factors(rows.groups);
-  torch::stable::parallel_for(0, rows.blocks.size(), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b)
-      for (int64_t r = 0; r < rows.blocks[b].end - rows.blocks[b].begin; ++r)
-        block_amax[b] = std::max(
-            block_amax[b], finite_amax(rows.row(rows.blocks[b], r), rows.dtype, rows.features));
-  });
-  for (const RowBlock& block : rows.blocks)
-    amax[block.group] = std::max(amax[block.group], block_amax[block.index]);
+  const std::vector<float> amax = finite_amax_of_groups(rows);
+  std::vector<float> factors(rows.groups);
   for (int64_t e = 0; e < rows.groups; ++e) {
     const BlockScale group = block_scale(amax[e], rule, fp8_max(format));
     factors[e] = group.factor;

@@ -12,49 +12,64 @@
 namespace grouped_linear::cpu {
 namespace {
 
-std::vector<float> delayed_factors(const Tensor& scale) {
-  const Tensor dense = as_dense(scale);
+// Writes the scales that are used and returns the factors: those of `given`, or where that is 0,
+// because no step has been seen yet, a group's own, as of current scaling.
+std::vector<float> delayed_factors(const GroupedRows& rows, const Tensor& given, ScalarType format,
+                                   float* used) {
+  const Tensor dense = as_dense(given);
   const float* scales = dense.const_data_ptr<float>();
-  std::vector<float> factors(scale.size(0));
-  for (size_t e = 0; e < factors.size(); ++e) factors[e] = 1 / scales[e];
+  std::vector<float> factors(rows.groups), amax;
+  for (int64_t e = 0; e < rows.groups; ++e) {
+    if (scales[e] != 0) {
+      factors[e] = 1 / scales[e];
+      used[e] = scales[e];
+      continue;
+    }
+    if (amax.empty()) amax = finite_amax_of_groups(rows);
+    const BlockScale own = block_scale(amax[e], ScaleRule{}, fp8_max(format));
+    factors[e] = own.factor;
+    used[e] = own.scale;
+  }
   return factors;
 }
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> group_quantize_delayed(const Tensor& x, const Tensor& offs,
-                                                          const Tensor& scale,
-                                                          const std::optional<Tensor>& amax,
-                                                          ScalarType dtype, bool rowwise,
-                                                          bool columnwise, bool bias_grad) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> group_quantize_delayed(
+    const Tensor& x, const Tensor& offs, const Tensor& scale, const std::optional<Tensor>& amax,
+    ScalarType dtype, bool rowwise, bool columnwise, bool bias_grad) {
   check_group_quantize_delayed(amax, x, offs, scale, dtype, rowwise, columnwise);
   const GroupedRows rows("group_quantize_delayed", x, offs);
   const int64_t T = x.size(0), K = x.size(1), E = offs.size(0);
 
   const Tensor q = output_if(rowwise, x, {T, K}, dtype);
+  const Tensor used = new_output(x, {E}, ScalarType::Float);
   const Tensor q_t = output_if(columnwise, x, {padded_rows(T, E) / kBlock, K, kBlock}, dtype);
   const Tensor grad = output_if(bias_grad, x, {E, K}, ScalarType::Float);
 
-  quantize_per_group(rows, delayed_factors(scale), dtype,
+  const auto factors = delayed_factors(rows, scale, dtype, used.mutable_data_ptr<float>());
+  quantize_per_group(rows, factors, dtype,
                      {pointer_if<uint8_t>(rowwise, q), pointer_if<uint8_t>(columnwise, q_t),
                       pointer_if<float>(bias_grad, grad), pointer_if<float>(amax)});
-  return {q, q_t, grad};
+  return {q, used, q_t, grad};
 }
 
-std::tuple<Tensor, Tensor> quantize_weight_delayed(const Tensor& w, const Tensor& scale,
-                                                   const std::optional<Tensor>& amax,
-                                                   bool columnwise) {
+std::tuple<Tensor, Tensor, Tensor> quantize_weight_delayed(const Tensor& w, const Tensor& scale,
+                                                           const std::optional<Tensor>& amax,
+                                                           bool columnwise) {
   check_quantize_weight_delayed(amax, w, scale);
   const GroupedRows rows({w});
   const int64_t E = w.size(0), N = w.size(1), K = w.size(2);
 
   const Tensor q = new_output(w, {E, N, K}, E4m3::kType);
+  const Tensor used = new_output(w, {E}, ScalarType::Float);
   const Tensor q_t = output_if(columnwise, w, {E, K, N}, E4m3::kType);
 
-  quantize_per_group(rows, delayed_factors(scale), E4m3::kType,
+  const auto factors = delayed_factors(rows, scale, E4m3::kType, used.mutable_data_ptr<float>());
+  quantize_per_group(rows, factors, E4m3::kType,
                      {pointer_if<uint8_t>(true, q), pointer_if<uint8_t>(columnwise, q_t), nullptr,
                       pointer_if<float>(amax)});
-  return {q, q_t};
+  return {q, used, q_t};
 }
 
 void refresh_weight_delayed_(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
@@ -64,10 +79,10 @@ void refresh_weight_delayed_(const Tensor& q, const Tensor& scale, const std::op
   if (refresh && !*refresh->const_data_ptr<bool>()) return;
   const GroupedRows rows(w);
 
-  const Tensor dense = as_dense(state);
-  std::memcpy(scale.data_ptr(), dense.const_data_ptr(), rows.groups * sizeof(float));
+  const auto factors =
+      delayed_factors(rows, state, E4m3::kType, static_cast<float*>(scale.data_ptr()));
   quantize_per_group(
-      rows, delayed_factors(state), E4m3::kType,
+      rows, factors, E4m3::kType,
       {pointer_if<uint8_t>(true, q), pointer_if<uint8_t>(q_t), nullptr, pointer_if<float>(amax)});
 }
 

@@ -28,6 +28,19 @@ struct PerGroupTargets : TileTargets {
 
 }  // namespace
 
+std::vector<float> finite_amax_of_groups(const GroupedRows& rows) {
+  std::vector<float> block_amax(rows.blocks.size()), amax(rows.groups);
+  torch::stable::parallel_for(0, rows.blocks.size(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b)
+      for (int64_t r = 0; r < rows.blocks[b].end - rows.blocks[b].begin; ++r)
+        block_amax[b] = std::max(
+            block_amax[b], finite_amax(rows.row(rows.blocks[b], r), rows.dtype, rows.features));
+  });
+  for (const RowBlock& block : rows.blocks)
+    amax[block.group] = std::max(amax[block.group], block_amax[block.index]);
+  return amax;
+}
+
 void quantize_per_group(const GroupedRows& rows, const std::vector<float>& factor,
                         ScalarType format, const PerGroupOutputs& out) {
   const int64_t col_blocks = ceil_div(rows.features, kBlock);

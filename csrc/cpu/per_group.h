@@ -13,6 +13,9 @@ struct PerGroupOutputs {
   float* amax = nullptr;       // [E], raised to the largest magnitude of each group
 };
 
+// The largest finite magnitude of each group.
+std::vector<float> finite_amax_of_groups(const GroupedRows& rows);
+
 // q = x * factor of its group, in the format.
 void quantize_per_group(const GroupedRows& rows, const std::vector<float>& factor,
                         ScalarType format, const PerGroupOutputs& out);

@@ -19,7 +19,12 @@ from grouped_linear.integrations.look_alikes import (
     goes_through_interface,
     look_alikes,
 )
-from grouped_linear.integrations.plan import ConvertedExperts, Plan
+from grouped_linear.integrations.plan import (
+    ConvertedExperts,
+    KeptWeights,
+    Plan,
+    kept_weights,
+)
 from grouped_linear.nn.options import check_recipe
 from grouped_linear.quantized.weight import Weights, check_weights_kept
 from grouped_linear.recipes import Float8BlockScaling, Recipe
@@ -38,9 +43,16 @@ class Conversion:
     """In the order of ``named_modules``; never empty."""
     skipped: tuple[SkippedExperts, ...]
     """What looks like experts and is unchanged."""
+    weights: tuple[KeptWeights, ...] = ()
+    """How the weights of all these experts are kept, the most bytes first."""
+    still_held: int = 0
+    """How many parameters that learn were replaced and are held by something else, too.
+
+    An optimizer that was made before steps these, in vain.
+    """
 
     def __repr__(self) -> str:
-        """The table."""
+        """The table, below what an optimizer that was made before would miss."""
         head = ("module", "modules", "form", "experts", "parameters", "computed by")
         alike: dict[tuple[str, ...], list[int]] = {}
         for one in self.converted:
@@ -59,7 +71,14 @@ class Conversion:
             ).rstrip()
             for row in (head, *rows)
         ]
+        if self.still_held:
+            lines.insert(
+                0,
+                f"{self.still_held} parameters were replaced and something still holds them: an "
+                "optimizer that was made before does not step the new ones, make another",
+            )
         lines.append(f"recipe: {self.recipe!r}")
+        lines.append(f"weights: {'; '.join(map(str, self.weights))}")
         lines += [f"skipped: {line}" for line in _lines_of(self.skipped)]
         return "\n".join(lines)
 
@@ -113,12 +132,11 @@ def convert(
     With ``weights="both"`` experts are kept as :class:`grouped_linear.GroupedTensorWithMaster`:
     plain tensors for the rest of the program, and their FP8 numbers, which are made when an
     optimizer, or anything else, writes them. Two more bytes an element make FP8 training fast: no
-    call quantizes weights. Experts in one module and Hugging Face's stay the same parameters, so
-    that an optimizer that was made before steps them. w13 is refused.
+    call quantizes weights. w13 is refused.
 
     With ``weights="fp8"`` experts are kept as :class:`grouped_linear.GroupedTensor`, in e4m3 with a
     scale for each 128 x 128 block. All of these serve inference. What required a gradient still
-    does, so an optimizer that is made afterwards steps it, except in these cases:
+    does, except in these cases:
 
     - Hugging Face experts stored as [E, in_features, out_features] (GPT-OSS, Aria) do not learn;
       gradients pass through them to what lies before.
@@ -126,6 +144,11 @@ def convert(
     - w13 is refused.
     - Tensor and expert parallelism that make DTensors of parameters (torchtitan's) make them of
       high precision; the experts' forward then says so. FSDP2 keeps them in FP8.
+
+    Experts in one module and Hugging Face's stay the same parameters, so an optimizer that was made
+    before steps them, whatever ``weights`` is. Those of a list are replaced; so is a parameter that
+    a graph which is still alive, or a weak reference, leads to. The first line of what is returned
+    says so if something still holds a parameter that was replaced.
 
     A model is converted as a whole or not at all, unless memory runs out: everything is checked
     before anything is written. A converted model can be copied and pickled, ``forwards``
@@ -150,7 +173,8 @@ def convert(
             ``weights="fp8"`` also ``stochastic_rounding``, of what optimizers write.
 
     Returns:
-        What was converted, and what looks like experts and was skipped, with the reason.
+        What was converted, how its weights are kept and in how many bytes, and what looks like
+        experts and was skipped, with the reason.
 
     Raises:
         ValueError: if nothing is recognised, and where
@@ -174,6 +198,7 @@ def convert(
     module                      modules  form            experts  parameters  computed by
     model.layers.*.mlp.experts        2  MixtralExperts        8      98,304  experts implementation
     recipe: None
+    weights: float32, 393.2 kB
     >>> model(torch.tensor([[1, 2, 3]])).logits.shape
     torch.Size([1, 3, 64])
     """
@@ -202,7 +227,13 @@ def convert(
         _raise_for_nothing(model)
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     converted = sorted(plan.carry_out(), key=lambda one: order[one.name])
-    return Conversion(recipe, tuple(converted), tuple(look_alikes(model)))
+    return Conversion(
+        recipe,
+        tuple(converted),
+        tuple(look_alikes(model)),
+        kept_weights((model.get_submodule(one.name) for one in converted), recipe),
+        plan.still_held(),
+    )
 
 
 def _raise_for_nothing(model: nn.Module) -> None:

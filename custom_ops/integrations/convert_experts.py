@@ -29,7 +29,13 @@ from grouped_linear.integrations.grouped_experts import (
     convert_grouped_experts,
     form_of,
 )
-from grouped_linear.integrations.plan import ConvertedExperts, Plan, how_weights_are_kept
+from grouped_linear.integrations.plan import (
+    ConvertedExperts,
+    Plan,
+    Replaced,
+    how_weights_are_kept,
+    replaced_by_others,
+)
 from grouped_linear.nn.functional import check_whole
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.options import check_recipe
@@ -261,10 +267,12 @@ def _plan_list(
     return Plan([what], [partial(_replace_list, block, list_name, grouped, forward)])
 
 
-def _replace_list(block: Any, list_name: str, grouped: nn.Module, forward: Forward) -> None:
-    fill(grouped, block.get_submodule(list_name))
+def _replace_list(block: Any, list_name: str, grouped: nn.Module, forward: Forward) -> Replaced:
+    experts = block.get_submodule(list_name)
+    fill(grouped, experts)
     setattr(block, list_name, grouped)
     convert_class(block, forward_alone, forward)
+    return replaced_by_others(experts.parameters())
 
 
 def _plan_module(

@@ -17,7 +17,7 @@ from torch.nn.functional import silu
 
 from grouped_linear.integrations.check_swiglu import Expert, check_swiglu
 from grouped_linear.integrations.converted_class import convert_class
-from grouped_linear.integrations.plan import check_weights, replace_parameter
+from grouped_linear.integrations.plan import Replaced, check_weights, replace_parameter
 from grouped_linear.nn.functional import check_whole, grouped_linear
 from grouped_linear.nn.functional_mlp import grouped_mlp_sorted
 from grouped_linear.ops.activation import PLAIN, SwiGLU
@@ -174,7 +174,7 @@ def convert_grouped_experts(
     recipe: Recipe | None,
     weights: Weights,
     stochastic_rounding: bool | None,
-) -> None:
+) -> Replaced:
     """Give the module a forward of grouped layers. It raises only if memory runs out.
 
     Args:
@@ -183,7 +183,11 @@ def convert_grouped_experts(
         recipe: how the GEMMs are computed.
         weights: how weights are to be kept.
         stochastic_rounding: of weights in FP8 alone.
+
+    Returns:
+        What could not stay the same parameter.
     """
+    replaced: Replaced = []
     if recipe is not None and recipe.has_state:
         w = module.get_parameter(form.weights[0])
         states = (new_state(recipe, len(w), w.device) for _ in form.weights)
@@ -191,8 +195,10 @@ def convert_grouped_experts(
     if weights is not None:
         for name in form.weights:
             w = module.get_parameter(name)
-            replace_parameter(module, name, keep_weight(w, weights, recipe, stochastic_rounding))
+            kept = keep_weight(w, weights, recipe, stochastic_rounding)
+            replaced += replace_parameter(module, name, kept)
     convert_class(module, grouped_members, form, recipe, weights == "fp8")
+    return replaced
 
 
 def _tensor_parallel_degree(w: Any) -> int:

@@ -20,6 +20,7 @@ from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.plan import (
     ConvertedExperts,
     Plan,
+    Replaced,
     check_weights,
     how_weights_are_kept,
     replace_parameter,
@@ -107,14 +108,15 @@ def check_not_sharded(where: str, experts: Any) -> None:
 
 
 @torch.no_grad()
-def _keep_both(experts: Any, recipe: Recipe) -> None:
+def _keep_both(experts: Any, recipe: Recipe) -> Replaced:
     """Keep the weights in high precision and FP8; state dicts have them as plain tensors."""
-    names = weight_names(experts)
+    names, replaced = weight_names(experts), []
     for name in names:
         w = getattr(experts, name)
         if not isinstance(w, GroupedTensorWithMaster):
-            replace_parameter(experts, name, keep_weight(w.detach(), "both", recipe))
+            replaced += replace_parameter(experts, name, keep_weight(w.detach(), "both", recipe))
     save_by_parts(experts, names)
+    return replaced
 
 
 def _check(where: str, experts: Any, recipe: Recipe | None, save_gate_up_in_fp8: bool) -> None:

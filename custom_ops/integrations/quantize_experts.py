@@ -21,7 +21,7 @@ from grouped_linear.integrations.converted_class import (
     restore_class,
 )
 from grouped_linear.integrations.implementation import Implementation
-from grouped_linear.integrations.plan import check_weights
+from grouped_linear.integrations.plan import Replaced, check_weights, replace_parameter
 from grouped_linear.nn.options import check_recipe
 from grouped_linear.quantized.state_dict import scale_properties
 from grouped_linear.quantized.tensor import GroupedTensor
@@ -83,7 +83,7 @@ def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None)
 
 def plan_quantization(
     op: str, model: nn.Module, recipes: dict[str, Float8BlockScaling], *, learn: bool = False
-) -> list[Callable[[], None]]:
+) -> list[Callable[[], Replaced | None]]:
     """Check that a model's experts can be quantized; the returned functions quantize them.
 
     Args:
@@ -94,7 +94,7 @@ def plan_quantization(
             out_features] stop: the GEMM that reads them gives no gradient for them.
     """
     found = {where: model.get_submodule(where) for where in recipes}
-    writes: list[Callable[[], None]] = []
+    writes: list[Callable[[], Replaced | None]] = []
     for where, experts in found.items():
         weights = fp8_checkpoint.weight_names(experts)
         for name in weights:
@@ -118,18 +118,20 @@ def plan_quantization(
 
 
 @torch.no_grad()
-def _quantize(experts: Any, name: str, recipe: Float8BlockScaling, learn: bool) -> None:
+def _quantize(experts: Any, name: str, recipe: Float8BlockScaling, learn: bool) -> Replaced:
     """Quantize a weight of an experts module, if it is not quantized yet."""
     w = getattr(experts, name)
     if is_quantized(w):
-        return
+        return []
     # For a weight that is stored transposed, fprop reads the columnwise data.
     columnwise = experts.is_transposed
     quantized: Any = GroupedTensor.quantize(local_part(w), recipe, columnwise=columnwise)
     if is_dtensor(w):
         quantized = distributed_like(w, quantized)
     learns = learn and w.requires_grad and not columnwise
-    setattr(experts, name, nn.Parameter(quantized, requires_grad=learns))
+    replaced = replace_parameter(experts, name, quantized)
+    experts.get_parameter(name).requires_grad_(learns)
+    return replaced
 
 
 def save_by_parts(experts: Any, weights: tuple[str, str]) -> None:

@@ -48,10 +48,9 @@ class GroupedLinear(HasAdapters, SavesQuantized):
         dtype: of the parameters.
         recipe: how GEMMs are computed, for example ``Float8BlockScaling()``; None computes in the
             activations' dtype. See :class:`grouped_linear.Recipe`.
-        cache_weights: allocate a buffer for the quantized weight, so that ``is_first_microbatch``
-            can reuse it from one micro-batch to the next. Without a recipe there is nothing to
-            cache. After the buffers were copied to a layer with other parameters, as
-            torch.optim.swa_utils does, first call with True.
+        cache_weights: keep memory for the quantized weight, so that ``is_first_microbatch`` can
+            reuse it from one micro-batch to the next. It is none of the layer's buffers. Without a
+            recipe there is nothing to cache.
         fuse_wgrad_accumulation: add weight gradients to ``main_grad``, an attribute of the weight
             (float32 or bfloat16, of its shape), in the GEMM itself, and leave ``grad`` alone. If
             the weight has an attribute ``grad_added_to_main_grad``, the forward sets it to True and

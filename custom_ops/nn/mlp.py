@@ -48,9 +48,8 @@ class GroupedMLP(HasAdapters, SavesQuantized):
             :func:`grouped_linear.grouped_mlp`.
         recipe: how the GEMMs are computed; None computes in the activations' dtype. See
             :class:`grouped_linear.Recipe`.
-        cache_weights: allocate buffers for both quantized weights, so that ``is_first_microbatch``
-            can reuse them from one micro-batch to the next. Without a recipe there is nothing to
-            cache.
+        cache_weights: keep memory for both quantized weights, so that ``is_first_microbatch`` can
+            reuse them from one micro-batch to the next. Without a recipe there is nothing to cache.
         fuse_wgrad_accumulation: add weight gradients to ``main_grad``, an attribute of both
             weights (float32 or bfloat16, of its shape), in the GEMM itself, and leave ``grad``
             alone. ``grad_added_to_main_grad`` and ``overwrite_main_grad`` act as in

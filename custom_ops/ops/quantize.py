@@ -201,8 +201,10 @@ def group_quantize_delayed(
     """Quantize activations or gradients with given scales, one a group, and record their amax.
 
     ``q = fp8(x * (1 / scale[e]))``, in one pass over x. Finite numbers saturate at the dtype's
-    largest. ``amax[e]`` becomes the maximum of itself and of the group's magnitudes; an infinity or
-    NaN counts as infinity. Recording the same rows twice changes nothing.
+    largest. Where ``scale[e]`` is 0, which no scale is, the group takes its own as in
+    :func:`group_quantize_current`, by a second pass. ``amax[e]`` becomes the maximum of itself and
+    of the group's magnitudes; an infinity or NaN counts as infinity. Recording the same rows twice
+    changes nothing.
 
     Args:
         x: [T, K] bfloat16, float16 or float32, K a multiple of 16.
@@ -216,7 +218,7 @@ def group_quantize_delayed(
         bias_grad: return the sum of x over each group's rows, added in a fixed order.
 
     Returns:
-        As :func:`group_quantize_current`; scale is the given one.
+        As :func:`group_quantize_current`; scale is what q was scaled by.
 
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
@@ -226,12 +228,12 @@ def group_quantize_delayed(
     >>> group_quantize_delayed(x, offs, scale, amax).q[:, 0].float(), amax
     (tensor([6., 3.]), tensor([6., 6.]))
     """
-    q, q_t, grad = OPS.group_quantize_delayed(
+    q, used, q_t, grad = OPS.group_quantize_delayed(
         x, offs, scale, amax, out_dtype, rowwise, columnwise, bias_grad
     )
     return PerGroupQuantized(
         q if rowwise else None,
-        scale,
+        used,
         q_t if columnwise else None,
         grad if bias_grad else None,
     )

@@ -101,12 +101,12 @@ def refresh_weight_delayed_(
 
     Args:
         q: [E, N, K] e4m3, contiguous, written.
-        scale: [E] float32, contiguous, written: a copy of state, so that q keeps the scale it was
-            quantized with when state is updated.
+        scale: [E] float32, contiguous, written: what q is scaled by, so that it keeps that when
+            state is updated.
         q_t: [E, K, N] e4m3, contiguous, written; or None.
         amax: [E] float32, contiguous, updated in place by a refresh; None to record nothing.
         w: see :func:`refresh_weight_current_`.
-        state: [E] float32, the scales to quantize with.
+        state: [E] float32, the scales to quantize with; an expert's own where it is 0.
         refresh: see :func:`refresh_weight_`. If it is false, amax does not change either.
 
     Raises:

@@ -158,7 +158,7 @@ def quantize_weight_delayed(
         columnwise: return q_t too, which dgrad reads.
 
     Returns:
-        q [E, N, K]; the given scale; q_t [E, K, N], the bytes of q transposed.
+        q [E, N, K]; scale [E], what q was scaled by; q_t [E, K, N], the bytes of q transposed.
 
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
@@ -168,5 +168,5 @@ def quantize_weight_delayed(
     >>> quantize_weight_delayed(torch.ones(2, 32, 16), torch.ones(2), amax).q.float().mean(), amax
     (tensor(1.), tensor([1., 1.]))
     """
-    q, q_t = OPS.quantize_weight_delayed(w, scale, amax, columnwise)
-    return WeightQuantized(q, scale, q_t if columnwise else None)
+    q, used, q_t = OPS.quantize_weight_delayed(w, scale, amax, columnwise)
+    return WeightQuantized(q, used, q_t if columnwise else None)

@@ -20,7 +20,7 @@ PICKLE_VERSION = 1
 
 
 class WeightCache(nn.Module):
-    """A recipe's quantized weight in buffers that are never replaced, so that graphs can read them.
+    """A recipe's quantized weight in tensors that are never replaced, so that graphs can read them.
 
     The cache is cold at first: it holds no weight. It becomes cold again when the layer loads,
     reinitializes or moves its weight, and copies of it are cold. After any other write to the
@@ -29,8 +29,12 @@ class WeightCache(nn.Module):
     torch counts, raises. Scales of a cold cache are NaN, so that results computed from it are NaN,
     also in a graph.
 
-    The buffers are ordinary tensors even if the cache is made in inference mode, so that their
-    writes are counted and that training can save them.
+    The tensors move with the model and are none of its buffers. What goes through buffers writes
+    them (``AveragedModel`` averages or copies them, DistributedDataParallel sends rank 0's), and a
+    cache holds the weight of its own layer alone.
+
+    They are ordinary tensors even if the cache is made in inference mode, so that their writes are
+    counted and that training can save them.
 
     A layer with ``cache_weights=True`` makes its own.
 
@@ -39,10 +43,11 @@ class WeightCache(nn.Module):
         E: experts.
         N: out_features.
         K: in_features.
-        device: the buffers' device.
+        device: the tensors' device.
 
     Attributes:
         recipe: as given.
+        values, scale, columnwise: see :class:`grouped_linear.recipes.QuantizedWeight`.
 
     >>> from grouped_linear import Float8BlockScaling
     >>> cache = WeightCache(Float8BlockScaling(), 2, 32, 16, "cpu")
@@ -50,9 +55,7 @@ class WeightCache(nn.Module):
     (torch.Size([2, 32, 16]), torch.float8_e4m3fn, False)
     """
 
-    values: Tensor
-    scale: Tensor | None
-    columnwise: Tensor | None
+    _numbers: "_Numbers"
     _cold_writes: int
     _source: "tuple[tuple[int, int | None], ...] | None"
 
@@ -68,10 +71,27 @@ class WeightCache(nn.Module):
         check_stores(type(recipe).__name__, recipe.weight)
         self.recipe, self._in_graphs = recipe, False
         with torch.inference_mode(False):
-            weight = new_weight(recipe.weight, E, N, K, device)
-        for name, t in weight._asdict().items():
-            self.register_buffer(name, t, persistent=False)
+            self._keep(_Numbers(new_weight(recipe.weight, E, N, K, device)))
         self.reset()
+
+    def _keep(self, numbers: "_Numbers") -> None:
+        """Have a module that is no part of the model's tree."""
+        vars(self)["_numbers"] = numbers
+
+    @property
+    def values(self) -> Tensor:
+        """[E, N, K]."""
+        return self._numbers.values
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The scales, of the format's shape."""
+        return self._numbers.scale
+
+    @property
+    def columnwise(self) -> Tensor | None:
+        """What dgrad reads."""
+        return self._numbers.columnwise
 
     @property
     def warm(self) -> bool:
@@ -122,26 +142,30 @@ class WeightCache(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy or a pickle. float8 goes as bytes: plain pickle fails on it (torch 2.13)."""
-        buffers = {
-            name: t.view(torch.uint8) if t is not None and t.dtype == E4M3 else t
-            for name, t in self._buffers.items()
-        }
-        return vars(self) | {"_buffers": buffers, "pickle_version": PICKLE_VERSION}
+
+        def as_bytes(t: Tensor) -> Tensor:
+            return t.view(torch.uint8) if t.dtype == E4M3 else t
+
+        numbers = tuple(self.quantized_weight().each(as_bytes))
+        return vars(self) | {"_numbers": numbers, "pickle_version": PICKLE_VERSION}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy or a pickle, cold: it belongs to another parameter."""
         state = dict(state)
         check_pickle_version("WeightCache", state.pop("pickle_version"), PICKLE_VERSION)
-        super().__setstate__(state)
+
+        def from_bytes(t: Tensor) -> Tensor:
+            own = t.clone() if t.is_inference() else t
+            return own.view(E4M3) if t.dtype == torch.uint8 else own
+
         with torch.inference_mode(False):
-            for name, t in self._buffers.items():
-                if t is not None:
-                    own = t.clone() if t.is_inference() else t
-                    self._buffers[name] = own.view(E4M3) if t.dtype == torch.uint8 else own
+            numbers = QuantizedWeight(*state.pop("_numbers")).each(from_bytes)
+            super().__setstate__(state)
+            self._keep(_Numbers(numbers))
             self.reset()
 
     def quantized_weight(self) -> QuantizedWeight:
-        """The buffers, as a recipe refreshes and reads them."""
+        """The tensors, as a recipe refreshes and reads them."""
         return QuantizedWeight(self.values, self.scale, self.columnwise)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "WeightCache":
@@ -160,7 +184,7 @@ class WeightCache(nn.Module):
             return there if there.dtype == t.dtype else t.to(there.device)
 
         with torch.inference_mode(False), torch.no_grad():
-            super()._apply(keep_dtype, recurse)
+            self._numbers._apply(keep_dtype)
             if moved:
                 self.reset()
         return self
@@ -170,6 +194,19 @@ class WeightCache(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         with torch.no_grad():
             self.reset()
+
+
+class _Numbers(nn.Module):
+    """The tensors of a cache. They are buffers, which torch.compile takes to stay in place."""
+
+    values: Tensor
+    scale: Tensor | None
+    columnwise: Tensor | None
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        super().__init__()
+        for name, t in weight._asdict().items():
+            self.register_buffer(name, t, persistent=False)
 
 
 def _identity(weights: WeightList) -> tuple[tuple[int, int | None], ...]:

@@ -37,7 +37,9 @@ class DelayedScaling(Recipe):
         scale = 1 / clamp(fp8_max / amax / 2 ** margin, 2 ** -126, 2 ** 126)
 
     The scale stays where an amax is zero (a group without tokens) or not finite (a step that
-    diverged). Scales are 1 at first: the first step saturates what is larger than 448.
+    diverged). A group's scale is 0 until there is one, and a call then takes the group's own, as
+    :class:`grouped_linear.Float8CurrentScaling` does: in the first step, and for a group that had
+    no tokens yet. The device decides that, so compiled graphs and CUDA graphs do the same.
 
     Args:
         margin: how many powers of two to stay below the format's largest number; 0 to 64.
@@ -84,8 +86,8 @@ class OperandState(nn.Module):
     """The scales of one operand, and the amaxes that the next scales are computed from.
 
     Attributes:
-        scale: [E] float32, multiplies quantized values to dequantize them. Forward and backward
-            only read it.
+        scale: [E] float32, multiplies quantized values to dequantize them; 0 where no step was seen
+            yet. Forward and backward only read it.
         amax: [E] float32, the largest magnitude of each group since the last update; infinity if
             one was not finite.
         amax_history: [H, E] float32, the largest magnitudes of the last steps, the latest first;
@@ -111,8 +113,8 @@ class OperandState(nn.Module):
         self.register_buffer("amax_history", torch.empty(history_len, num_groups, **like))
 
     def reset(self) -> None:
-        """Set scales to 1 and clear the history."""
-        self.scale.fill_(1)
+        """Forget the scales and the history."""
+        self.scale.zero_()
         self.amax.zero_()
         self.amax_history.zero_()
 
@@ -152,7 +154,7 @@ class DelayedScalingState(nn.Module):
 
     >>> state = DelayedScalingState(DelayedScaling(amax_history_len=16), num_groups=4)
     >>> state.x.scale, state.dy.amax_history.shape
-    (tensor([1., 1., 1., 1.]), torch.Size([16, 4]))
+    (tensor([0., 0., 0., 0.]), torch.Size([16, 4]))
     """
 
     def __init__(
@@ -183,7 +185,7 @@ class DelayedScalingState(nn.Module):
         return self.x, self.weight, self.dy
 
     def reset(self) -> None:
-        """Set scales to 1 and clear the histories."""
+        """Forget the scales and the histories."""
         for operand in self.operands:
             operand.reset()
 

@@ -102,9 +102,12 @@ def weight_current(w_ENK: Tensor, scaling: Scaling) -> list[Tensor]:
 
 
 def weight_delayed(w_ENK: Tensor, scale_E: Tensor) -> list[Tensor]:
-    """q and q_t with a given scale an expert."""
-    q = reference.quantize_with(w_ENK, scale_E.view(-1, 1, 1), reference.E4M3)
-    return [q, transposed(q)]
+    """q, scale and q_t with a given scale an expert, or its own where that is 0."""
+    (E, N, K) = w_ENK.shape
+    rows, ends = w_ENK.reshape(E * N, K), torch.arange(1, E + 1) * N
+    q, used = reference.quantize_groups_with(rows, ends, scale_E, reference.E4M3)
+    q = q.view(E, N, K)
+    return [q, used, transposed(q)]
 
 
 def weight_amax(amax_E: Tensor | None, w_ENK: Tensor) -> Outputs:

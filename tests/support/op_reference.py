@@ -290,12 +290,14 @@ def quantize_groups(
 
 def quantize_groups_with(
     x_TK: Tensor, offs_E: Tensor, scale_E: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """q [T, K], NaN outside groups."""
-    q = torch.full(x_TK.shape, E4M3_NAN, dtype=torch.uint8, device=x_TK.device)
+) -> tuple[Tensor, Tensor]:
+    """q [T, K], NaN outside groups, and the scales: a group's own where the given one is 0."""
+    own_q, own_scale_E = quantize_groups(x_TK, offs_E, Scaling(False), dtype)
+    q = own_q.view(torch.uint8)
     for rows, scale in zip(groups(offs_E, x_TK.size(0)), scale_E, strict=True):
-        q[rows] = quantize_with(x_TK[rows], scale, dtype).view(torch.uint8)
-    return q.view(dtype)
+        if scale != 0:
+            q[rows] = quantize_with(x_TK[rows], scale, dtype).view(torch.uint8)
+    return q.view(dtype), torch.where(scale_E == 0, own_scale_E, scale_E)
 
 
 def in_column_blocks(q_TK: Tensor, offs_E: Tensor) -> Tensor:

@@ -84,9 +84,12 @@ def kept_weight(groups: Groups, options: Options) -> Arguments:
     return {"q": q, "scale": scale, "q_t": q_t if options.pop("columnwise", True) else None}
 
 
-def scales(groups: Groups) -> Tensor:
-    """[E] of delayed scaling, for numbers around 1: some saturate."""
-    return 0.005 + 0.01 * torch.rand(groups.E)
+def scales(groups: Groups, options: Options | None = None) -> Tensor:
+    """[E] of delayed scaling, for numbers around 1: some saturate. 0 for every other if "first"."""
+    scale = 0.005 + 0.01 * torch.rand(groups.E)
+    if options is not None and options.pop("first", False):
+        scale[::2] = 0
+    return scale
 
 
 def recorded_amax(groups: Groups, options: Options) -> Tensor | None:

@@ -100,10 +100,9 @@ def operands(
         q_w, scale_w = quantize_groups(rows_w, offs_w, scheme.scaling, E4M3)
         q_dy, scale_dy = quantize_groups(dy_TN, offs_E, scheme.scaling, scheme.gradient_dtype)
     else:
-        scale_x, scale_w, scale_dy = scheme
-        q_x = quantize_groups_with(x_TK, offs_E, scale_x, E4M3)
-        q_w = quantize_groups_with(rows_w, offs_w, scale_w, E4M3)
-        q_dy = quantize_groups_with(dy_TN, offs_E, scale_dy, E5M2)
+        q_x, scale_x = quantize_groups_with(x_TK, offs_E, scheme[0], E4M3)
+        q_w, scale_w = quantize_groups_with(rows_w, offs_w, scheme[1], E4M3)
+        q_dy, scale_dy = quantize_groups_with(dy_TN, offs_E, scheme[2], E5M2)
     x, dy = scale_groups(q_x, scale_x, offs_E), scale_groups(q_dy, scale_dy, offs_E)
     weight = scale_groups(q_w, scale_w, offs_w).view(E, N, K)
     return Operands(x, x, weight, dy, dy, weight)

@@ -14,14 +14,17 @@ namespace {
 constexpr ScalarType kE4m3 = ScalarType::Float8_e4m3fn;
 
 // The amax of every group, as the bits of a float32, in an int32 tensor [E].
-Tensor find_amax(const Launch& launch, const GroupedInput& input, const bool* refresh = nullptr) {
+// With scale_in only of groups whose scale is 0.
+Tensor find_amax(const Launch& launch, const GroupedInput& input, const bool* refresh = nullptr,
+                 const float* scale_in = nullptr) {
   Tensor amax = new_tensor(input.values, {input.groups.E}, ScalarType::Int);
   torch::stable::zero_(amax);
   for_element(input.values.scalar_type(), [&]<typename Element>(std::type_identity<Element>) {
     constexpr int occupancy = kTileOccupancy<Element>;
     launch_over_tiles<group_amax_kernel<Element>>(
         launch, input.grid(launch, occupancy), 0, occupancy, data<Element>(input.values),
-        input.row_stride, input.vectorised(), input.groups, refresh, mutable_data<uint32_t>(amax));
+        input.row_stride, input.vectorised(), input.groups, refresh, scale_in,
+        mutable_data<uint32_t>(amax));
   });
   return amax;
 }
@@ -51,8 +54,9 @@ GroupScale from_amax(const Tensor& amax, double amax_epsilon, bool power_of_two_
           nullptr};
 }
 
-GroupScale from_scale(const Tensor& scale_in, float* scale_out = nullptr) {
-  return {nullptr, {}, scale_out, data<float>(scale_in)};
+// amax: of find_amax with scale_in.
+GroupScale from_scale(const Tensor& scale_in, const Tensor& amax, const Tensor& scale_out) {
+  return {data<uint32_t>(amax), {}, mutable_data<float>(scale_out), data<float>(scale_in)};
 }
 
 PerGroupOutputs outputs(const Tensor& q, const std::optional<Tensor>& q_t,
@@ -109,19 +113,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group_quantize_current(
   return {out.q, scale, out.q_t, out.grad};
 }
 
-std::tuple<Tensor, Tensor, Tensor> group_quantize_delayed(const Tensor& x, const Tensor& offs,
-                                                          const Tensor& scale_in,
-                                                          const std::optional<Tensor>& amax,
-                                                          ScalarType dtype, bool rowwise,
-                                                          bool columnwise, bool bias_grad) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> group_quantize_delayed(
+    const Tensor& x, const Tensor& offs, const Tensor& scale_in, const std::optional<Tensor>& amax,
+    ScalarType dtype, bool rowwise, bool columnwise, bool bias_grad) {
   check_group_quantize_delayed(amax, x, offs, scale_in, dtype, rowwise, columnwise);
 
   const Launch launch("group_quantize_delayed", x);
-  const Tensor scale = as_dense(scale_in);
+  const Tensor given = as_dense(scale_in);
   const Activations out(x, offs, dtype, rowwise, columnwise, bias_grad);
+  const Tensor scale = new_tensor(x, {offs.size(0)}, ScalarType::Float);
 
-  out.quantize_with(launch, from_scale(scale), amax);
-  return {out.q, out.q_t, out.grad};
+  const Tensor own_amax = find_amax(launch, out.input, nullptr, data<float>(given));
+  out.quantize_with(launch, from_scale(given, own_amax, scale), amax);
+  return {out.q, scale, out.q_t, out.grad};
 }
 
 std::tuple<Tensor, Tensor, Tensor> quantize_weight_current(const Tensor& w, double amax_epsilon,
@@ -140,17 +144,21 @@ std::tuple<Tensor, Tensor, Tensor> quantize_weight_current(const Tensor& w, doub
   return {out.q, scale, out.q_t};
 }
 
-std::tuple<Tensor, Tensor> quantize_weight_delayed(const Tensor& w, const Tensor& scale_in,
-                                                   const std::optional<Tensor>& amax,
-                                                   bool columnwise) {
+std::tuple<Tensor, Tensor, Tensor> quantize_weight_delayed(const Tensor& w, const Tensor& scale_in,
+                                                           const std::optional<Tensor>& amax,
+                                                           bool columnwise) {
   check_quantize_weight_delayed(amax, w, scale_in);
 
   const Launch launch("quantize_weight_delayed", w);
-  const Tensor scale = as_dense(scale_in);
+  const Tensor given = as_dense(scale_in);
+  const GroupedInput input(w);
   const WeightTensors out(w, columnwise);
+  const Tensor scale = new_tensor(w, {w.size(0)}, ScalarType::Float);
 
-  quantize(launch, GroupedInput(w), kE4m3, from_scale(scale), outputs(out.q, out.q_t, amax));
-  return {out.q, out.q_t};
+  const Tensor own_amax = find_amax(launch, input, nullptr, data<float>(given));
+  quantize(launch, input, kE4m3, from_scale(given, own_amax, scale),
+           outputs(out.q, out.q_t, amax));
+  return {out.q, scale, out.q_t};
 }
 
 void refresh_weight_current_(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
@@ -176,10 +184,13 @@ void refresh_weight_delayed_(const Tensor& q, const Tensor& scale, const std::op
 
   const Launch launch("refresh_weight_delayed_", w[0]);
   const Tensor state = as_dense(state_in);
+  const GroupedInput input(packed(w));
+  const bool* flag = data_or_null<bool>(refresh);
   AlignedOutput rowwise(q), columnwise(q_t);
 
-  quantize(launch, GroupedInput(packed(w)), kE4m3, from_scale(state, mutable_data<float>(scale)),
-           outputs(*rowwise.used(), columnwise.used(), amax), data_or_null<bool>(refresh));
+  const Tensor own_amax = find_amax(launch, input, flag, data<float>(state));
+  quantize(launch, input, kE4m3, from_scale(state, own_amax, scale),
+           outputs(*rowwise.used(), columnwise.used(), amax), flag);
   rowwise.copy_back(), columnwise.copy_back();
 }
 

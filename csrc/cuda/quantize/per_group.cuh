@@ -3,7 +3,8 @@
 //
 // Bytes an element of bf16: 2 read, 1 written for q and 1 for q_t: 3 or 4 where the scale is known
 // before (delayed scaling). A scale from the data themselves (current scaling) costs one more read,
-// 5 or 6: the amax must be complete before the first element is quantized.
+// 5 or 6: the amax must be complete before the first element is quantized. Delayed scaling launches
+// that pass, too, for groups without a scale, and it ends at once where there are none.
 //
 // The grid is a few waves of what the GPU holds at once, and thread blocks step through 128 x 128
 // tiles, as in block.cuh. One scale serves both layouts, so q_t has the bytes of q, transposed.
@@ -25,16 +26,23 @@ __device__ __forceinline__ void update_amax(uint32_t* group_amax, uint32_t float
 }
 
 // amax [E], zero before: the largest finite magnitude of each group, as the bits of a float32.
-// Reads nothing where refresh is given and false.
+// Reads nothing where refresh is given and false, and where scale_in is given only the groups whose
+// scale is 0.
 template <typename Element>
 __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
     group_amax_kernel(const Element* x, int64_t x_stride, bool vectorised, GroupedMatrix groups,
-                      const bool* refresh, uint32_t* amax) {
+                      const bool* refresh, const float* scale_in, uint32_t* amax) {
   grid_dependency_wait();
   if (refresh && !*refresh) return;
+  if (scale_in) {
+    bool any = false;
+    for (int e = threadIdx.x; e < groups.E; e += kTileThreads) any |= scale_in[e] == 0;
+    if (!__syncthreads_or(any)) return;
+  }
   __shared__ GroupTable table;
   groups.for_each_tile<kTileSide, kTileThreads>(
       table, [&](const TileLocation& at, int, int col, int cols) {
+        if (scale_in && scale_in[at.group] != 0) return;
         Fragment<Element> fragment;
         fragment.load(x + at.row_begin * x_stride + col, x_stride, at.rows, cols, vectorised);
         const uint32_t largest = fragment.template amax<true>();
@@ -42,21 +50,22 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
       });
 }
 
-// A group's factor and scale: from its amax, or from scale_in where amax is null.
+// A group's factor and scale: of scale_in, or from the amax where scale_in is null or 0 for it.
 struct GroupScale {
   const uint32_t* amax;
   ScaleRule rule;
-  float* scale_out;       // [E], written where it is not null
+  float* scale_out;       // [E], written
   const float* scale_in;  // [E]
 
   __device__ __forceinline__ BlockScale of_amax(int e, float fp8_max) const {
     return block_scale(__uint_as_float(amax[e]), rule, fp8_max);
   }
+  __device__ __forceinline__ bool is_given(int e) const { return scale_in && scale_in[e] != 0; }
   __device__ __forceinline__ float scale(int e, float fp8_max) const {
-    return amax ? of_amax(e, fp8_max).scale : scale_in[e];
+    return is_given(e) ? scale_in[e] : of_amax(e, fp8_max).scale;
   }
   __device__ __forceinline__ float factor(int e, float fp8_max) const {
-    return amax ? of_amax(e, fp8_max).factor : __fdiv_rn(1.0f, scale_in[e]);
+    return is_given(e) ? __fdiv_rn(1.0f, scale_in[e]) : of_amax(e, fp8_max).factor;
   }
 };
 
@@ -113,7 +122,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileOccupancy<Element>)
   TransposedTile& transposed = *reinterpret_cast<TransposedTile*>(per_group_shared);
 
   const int K = groups.K;
-  if (scale.scale_out && blockIdx.x == 0)
+  if (blockIdx.x == 0)
     for (int e = threadIdx.x; e < groups.E; e += kTileThreads)
       scale.scale_out[e] = scale.scale(e, fp8_max);
 

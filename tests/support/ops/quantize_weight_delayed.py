@@ -15,13 +15,13 @@ from support.tensors import weight
 
 def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
     amax = recorded_amax(groups, options)
-    return {"amax": amax, "w": weight(groups, dtype, layout), "scale": scales(groups)}
+    return {"amax": amax, "w": weight(groups, dtype, layout), "scale": scales(groups, options)}
 
 
 def expected(sample: Sample) -> Outputs:
-    q, q_t = must.weight_delayed(sample["w"], sample["scale"])
+    q, used, q_t = must.weight_delayed(sample["w"], sample["scale"])
     of_q_t = must.if_asked(sample.get("columnwise"), [Output(q_t)])
-    return [Output(q), *of_q_t, *must.weight_amax(sample["amax"], sample["w"])]
+    return [Output(q), Output(used), *of_q_t, *must.weight_amax(sample["amax"], sample["w"])]
 
 
 def mistakes(good: Sample) -> list[Arguments]:
@@ -35,6 +35,7 @@ OP = OpInfo(
     variants={
         "rowwise": {"columnwise": False},
         "no_amax": {"amax": False},
+        "first": {"first": True},
         "transposed": {"layout": "transposed"},
     },
     too_large=(({"w": 1}, {}),),

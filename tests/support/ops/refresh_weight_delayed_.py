@@ -16,17 +16,17 @@ from support.tensors import listed
 
 def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
     amax, w = recorded_amax(groups, options), listed(groups, dtype, layout, options)
-    given = {"amax": amax, "w": w, "state": scales(groups), "refresh": None}
+    given = {"amax": amax, "w": w, "state": scales(groups, options), "refresh": None}
     return {**given, **kept_weight(groups, options), "scale": scales(groups)}
 
 
 def expected(sample: Sample) -> Outputs:
-    w, state = must.one_weight(sample["w"]), sample["state"]
-    q, q_t = must.weight_delayed(w, state)
+    w = must.one_weight(sample["w"])
+    q, used, q_t = must.weight_delayed(w, sample["state"])
     of_amax = must.weight_amax(sample["amax"], w)
     if sample["refresh"] is not None and not sample["refresh"]:
         of_amax = [Output(sample["amax"])]
-    return [*must.refreshed(sample, [q, state, q_t]), *of_amax]
+    return [*must.refreshed(sample, [q, used, q_t]), *of_amax]
 
 
 def mistakes(good: Sample) -> list[Arguments]:
@@ -43,7 +43,7 @@ OP = OpInfo(
     sample=sample,
     expected=expected,
     mistakes=mistakes,
-    variants=variants.refreshing(amax=False),
+    variants={**variants.refreshing(amax=False), "first": {"first": True}},
     every_tensor="yes",
     shares_kernels=True,
     sentences="""\
