@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from benchmarks import timing
-from grouped_linear import GroupedTensor
+from grouped_linear import Float8BlockScaling, GroupedTensor
+from grouped_linear.quantized.weight import keep_weight
 
 # E, N, K
 SHAPES = {
@@ -26,6 +27,7 @@ SHAPES = {
 BF16 = "torch, bf16"
 FP8 = "ours, fp8"
 ROWWISE = "ours, fp8 without q_t"
+BOTH = "ours, bf16 and fp8"
 
 
 def step_of(w: torch.Tensor, device: torch.device) -> Callable[[], None]:
@@ -43,6 +45,7 @@ def candidates(E: int, N: int, K: int, device: torch.device) -> dict[str, timing
         BF16: step_of(w, device),
         FP8: step_of(GroupedTensor.quantize(w), device),
         ROWWISE: step_of(GroupedTensor.quantize(w, columnwise=False), device),
+        BOTH: step_of(keep_weight(w, "both", Float8BlockScaling(), None), device),
     }
 
 
@@ -59,8 +62,8 @@ def main(arguments: list[str] | None = None) -> None:
         E, N, K = SHAPES[name]
         times = timing.time_paired(candidates(E, N, K, device), device, options.rounds)
         for candidate, t in times.items():
-            # bytes an element: torch's 14, ours 13 with q_t, 12 without
-            moved = {BF16: 14, FP8: 13, ROWWISE: 12}[candidate] * E * N * K
+            # Bytes an element: torch's 14, ours 13 with q_t, 12 without, 16 with both.
+            moved = {BF16: 14, FP8: 13, ROWWISE: 12, BOTH: 16}[candidate] * E * N * K
             cells = [name, f"{E} x {N} x {K}", candidate, f"{t.microseconds.median:,.1f}"]
             rate = moved / t.microseconds.median / 1e3
             rows.append([*cells, f"{rate:,.0f}", f"{1 / t.share.median:.2f}"])

@@ -256,6 +256,10 @@ def main() -> None:
             columns = case("quantize_weight_current", shape, "", f"[{N}, {K}]", dtype)
             call = partial(ops.quantize_weight_current, w_ENK)
             add(columns, call, w_ENK.numel() * (2 * w_ENK.itemsize + 2))
+        q_ENK = torch.randint(256, shape[1:2] + shape[3:], dtype=torch.uint8, device=device)
+        q_ENK = q_ENK.view(torch.float8_e4m3fn)
+        columns = case("transpose_weight", shape, "", f"[{N}, {K}]", "e4m3")
+        add(columns, partial(ops.transpose_weight, q_ENK), 2 * q_ENK.numel())
     if device.type == "cuda" and "bf16" in args.dtypes and not args.shapes:
         add_nodes(report)
     report.finish(args.write, mean_by=("op", "dtype"), merge=args.merge)
