@@ -17,7 +17,6 @@ import json
 import statistics
 import subprocess
 import sys
-from datetime import date
 from typing import Any
 
 import torch
@@ -177,20 +176,13 @@ def main(arguments: list[str] | None = None) -> None:
         numbers = [f"{row[key]:.1f}" for key in ("step", "kernels")]
         table.append([scope, weights, *numbers, f"{row['held']:.2f}", f"{row['peak']:.2f}"])
     stem = f"bench_lora{'_compiled' * options.compile}_{timing.slug(device)}"
-    text = "\n".join(
-        [
-            f"# A fine-tuning step with LoRA, {'compiled' if options.compile else 'eager'}",
-            "",
-            f"{options.layers} layers of Qwen3-30B-A3B, {options.batch} x {options.context} "
-            f"tokens, rank {options.rank}. PEFT is transformers' grouped_mm with PEFT as it comes.",
-            "",
-            *(f"- {line}" for line in (*timing.machine(device), timing.command("bench_lora"))),
-            f"- commit {timing.git_commit()}, date {date.today()}",
-            "",
-            timing.markdown(table),
-            "",
-        ]
+    how = "compiled" if options.compile else "eager"
+    about = (
+        f"{options.layers} layers of Qwen3-30B-A3B, {options.batch} x {options.context} tokens, "
+        f"rank {options.rank}. PEFT is transformers' grouped_mm with PEFT as it comes."
     )
+    title = f"A fine-tuning step with LoRA, {how}"
+    text = timing.page(title, about, "bench_lora", device, timing.markdown(table))
     print(text)
     if options.write:
         (timing.RESULTS / f"{stem}.md").write_text(text)

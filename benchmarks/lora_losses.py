@@ -10,7 +10,6 @@ It needs transformers and peft.
 """
 
 import argparse
-from datetime import date
 
 import torch
 from torch import Tensor
@@ -94,17 +93,9 @@ def main(arguments: list[str] | None = None) -> None:
     for weights, curve in curves.items():
         share = final[weights] / final[PEFT]
         table.append([weights, f"{curve[0]:.3f}", f"{final[weights]:.4f}", f"{share:.4f}"])
-    text = "\n".join(
-        [
-            "# LoRA on attention and all experts: losses over BF16 and over FP8 experts",
-            "",
-            *(f"- {line}" for line in (*timing.machine(device), timing.command("lora_losses"))),
-            f"- commit {timing.git_commit()}, date {date.today()}",
-            "",
-            timing.markdown(table),
-            "",
-        ]
-    )
+    about = "A small model, one seed, one stream of tokens; LoRA on attention and all experts."
+    title = "Losses of LoRA over BF16 and over FP8 experts"
+    text = timing.page(title, about, "lora_losses", device, timing.markdown(table))
     print(text)
     if not options.write:
         return

@@ -460,6 +460,12 @@ class Report:
         return cells
 
 
+def page(title: str, about: str, benchmark: str, device: torch.device, table: str) -> str:
+    """A report of one table, with how it was made."""
+    made = (*machine(device), command(benchmark), f"commit {git_commit()}, date {date.today()}")
+    return "\n".join([f"# {title}", "", about, "", *(f"- {line}" for line in made), "", table, ""])
+
+
 def _geometric_mean(values: Sequence[float]) -> float:
     return math.exp(statistics.fmean(math.log(value) for value in values))
 
