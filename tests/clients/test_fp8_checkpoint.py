@@ -16,10 +16,14 @@ from support.compare import assert_same_bits, bits
 
 pytest.importorskip("accelerate")  # what loads in FP8 needs it
 pytest.importorskip("peft")
-from support.adapters import IDS, SIZES, assert_close, fp8_checkpoints_on_cpu, logits
+import peft
+
+from grouped_linear.integrations.peft import use_grouped_adapters
+from support.adapters import IDS, SIZES, assert_close, config_of, fp8_checkpoints_on_cpu, logits
 
 RECIPE = Float8BlockScaling()
 SCALE = "_scale_inv"
+ADAPTERS = {"target_modules": ["q_proj", "v_proj"], "r": 4}
 
 
 def from_pretrained(folder: Path, **options: Any) -> Any:
@@ -89,6 +93,38 @@ def assert_same_file(one: Path, other: Path) -> None:
     assert files[0].keys() == files[1].keys()
     for name, t in files[0].items():
         assert_same_bits(bits(files[1][name]), bits(t))
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_adapters_by_trainer(folder: Path, weights: Any, dataset: Any, tmp_path: Path) -> None:
+    """On attention and experts: they learn, are saved, loaded, and generate."""
+    base = from_pretrained(folder)
+    convert(base, RECIPE, weights=weights)
+    plain = logits(base)
+    before = {name: bits(t).clone() for name, t in base.state_dict().items()}
+    model = peft.get_peft_model(base, config_of(**ADAPTERS))
+    assert len(use_grouped_adapters(model)) == 4
+    trainer = trainer_of(model, dataset, tmp_path, max_steps=3, learning_rate=1e-2)
+    trainer.train()
+    assert torch.tensor(losses(trainer)).isfinite().all()
+    learned = {n: p for n, p in model.named_parameters() if ".lora_B." in n}
+    assert len(learned) == 2 * (2 + 2)
+    assert all(p.any() for p in learned.values())
+    model.save_pretrained(tmp_path / "adapter")
+    expected, tokens = logits(model.eval()), model.generate(input_ids=IDS, max_new_tokens=4)
+    assert not torch.allclose(expected, plain, atol=1e-3)
+
+    after = model.unload().state_dict()
+    assert after.keys() == before.keys()
+    for name, t in after.items():
+        assert_same_bits(bits(t), before[name])
+
+    loaded = from_pretrained(folder)
+    convert(loaded, RECIPE, weights=weights)
+    loaded = peft.PeftModel.from_pretrained(loaded, tmp_path / "adapter")
+    use_grouped_adapters(loaded)
+    assert torch.equal(logits(loaded.eval()), expected)
+    assert torch.equal(loaded.generate(input_ids=IDS, max_new_tokens=4), tokens)
 
 
 def test_trainer_asks_for_adapters_or_experts_that_learn(
