@@ -47,7 +47,7 @@ docs:
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build docs
 	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
 
-## make clients transformers' Trainer and DistributedConfig, accelerate, PEFT, Lightning, torchao, in .venv-clients
+## make clients transformers' Trainer and DistributedConfig, accelerate, PEFT, Lightning, torchao, trl, in .venv-clients
 clients:
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build test
 	@tests/clients/run.sh clients tests/clients tests/test_examples.py

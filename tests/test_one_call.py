@@ -4,6 +4,7 @@ T tokens, E experts, H features of a token, F features of an expert.
 """
 
 import importlib
+import pickle
 import re
 import weakref
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from grouped_linear import (
     GroupedTensor,
     convert,
 )
-from support.compare import assert_same_bits
+from support.compare import assert_same_bits, bits
 from support.devices import devices
 from support.errors import sentence
 from support.ops import OPS
@@ -673,11 +674,38 @@ def test_a_checkpoint_in_fp8() -> None:
     )
     with pytest.raises(ValueError, match=expected):
         convert(in_fp8)
-    for weights in (None, "fp8"):
-        done = convert(in_fp8, Float8BlockScaling(), weights=weights)
-        assert {one.path for one in done.converted} == {
-            "experts implementation, weights in FP8 as loaded"
-        }
+    as_loaded, learning = "weights in FP8 as loaded", "weights in FP8"
+    done = convert(in_fp8, Float8BlockScaling())
+    assert {one.path for one in done.converted} == {f"experts implementation, {as_loaded}"}
+    classes = [type(module) for module in in_fp8.modules()]
+    with pytest.raises(ValueError, match="gate_up_proj is on the meta device, it has no numbers"):
+        convert(in_fp8, Float8BlockScaling(), weights="fp8")
+    assert [type(module) for module in in_fp8.modules()] == classes
+
+    loaded = in_fp8.to_empty(device="cpu")
+    for p in loaded.parameters():
+        p.data = torch.randn(p.shape).abs().to(p.dtype)
+    experts = loaded.model.layers[0].mlp.experts
+    before = deepcopy(experts.state_dict())
+    x, chosen, scores = torch.randn(6, H), torch.tensor([[0, 1]] * 6), torch.rand(6, 2)
+    y = experts(x, chosen, scores)
+    for _ in range(2):
+        done = convert(loaded, Float8BlockScaling(), weights="fp8")
+        assert {one.path for one in done.converted} == {f"experts implementation, {learning}"}
+    for copied in (experts, deepcopy(experts), pickle.loads(pickle.dumps(experts))):
+        after = copied.state_dict()
+        assert after.keys() == before.keys()
+        for name, t in before.items():
+            assert_same_bits(bits(after[name]), bits(t))
+        copied.load_state_dict(before)
+        again = copied(x, chosen, scores)
+        assert_same_bits(again, y)
+        again.sum().backward()
+        for p in (copied.gate_up_proj, copied.down_proj):
+            assert isinstance(p, GroupedTensor)
+            assert p.grad is not None
+            assert p.grad[:2].any()
+            assert not p.grad[2:].any()
 
 
 @DEVICES

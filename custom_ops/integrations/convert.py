@@ -135,12 +135,12 @@ def convert(
     call quantizes weights. w13 is refused.
 
     With ``weights="fp8"`` experts are kept as :class:`grouped_linear.GroupedTensor`, in e4m3 with a
-    scale for each 128 x 128 block. All of these serve inference. What required a gradient still
-    does, except in these cases:
+    scale for each 128 x 128 block. All of these serve inference. Experts of a checkpoint in FP8
+    become such weights without a change of a byte; under another ``weights`` they are read as they
+    are, and do not learn. What required a gradient still does, except in these cases:
 
     - Hugging Face experts stored as [E, in_features, out_features] (GPT-OSS, Aria) do not learn;
       gradients pass through them to what lies before.
-    - Experts of a checkpoint in FP8 are read as they are, and do not learn.
     - w13 is refused.
     - Tensor and expert parallelism that make DTensors of parameters (torchtitan's) make them of
       high precision; the experts' forward then says so. FSDP2 keeps them in FP8.

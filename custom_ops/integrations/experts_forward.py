@@ -24,7 +24,7 @@ from grouped_linear.nn.functional import apply_layer, check_parameters
 from grouped_linear.nn.functional_mlp import apply_mlp
 from grouped_linear.nn.lora import LoraWeights
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import stored_weight
+from grouped_linear.quantized.weight import is_quantized, stored_weight
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
 
@@ -52,7 +52,7 @@ def experts_forward(
         lora: by a weight's name, what adapters add to it, as [E, N, K].
     """
     lora = lora or {}
-    in_fp8 = isinstance(experts, FP8Experts)
+    in_fp8 = has_parts(experts)
 
     def weight(name: str) -> tuple[Tensor, LinearOptions]:
         if in_fp8:
@@ -116,6 +116,11 @@ def experts_forward(
         y_RH = experts.post_expert_norm(y_RH)
     out_TH: Tensor = CombineFunction.apply(y_RH, top_k_weights, *routing)
     return out_TH.to(hidden_states.dtype)
+
+
+def has_parts(experts: Any) -> bool:
+    """Whether experts are of a checkpoint in FP8, with numbers and scales as two parameters."""
+    return isinstance(experts, FP8Experts) and not is_quantized(experts.down_proj)
 
 
 def check_weight_in_fp8(where: str, experts: Any, name: str, recipe: Recipe | None) -> None:

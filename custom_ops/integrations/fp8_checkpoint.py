@@ -37,6 +37,22 @@ class QuantizedExpertsHfQuantizer(FineGrainedFP8HfQuantizer):
         return _in_own_dtype(model, self.obstacle, None), {}
 
 
+class LearningExpertsHfQuantizer(FineGrainedFP8HfQuantizer):
+    """What the quantizer of a checkpoint in FP8 is once its experts learn: ``Trainer`` asks it."""
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """Whether ``Trainer`` may train the model without adapters."""
+        return True
+
+
+def let_trainer_train(model: Any) -> None:
+    """Say to ``Trainer`` that a model of a checkpoint in FP8 has experts that learn."""
+    own = getattr(model, "hf_quantizer", None)
+    if type(own) is FineGrainedFP8HfQuantizer:
+        own.__class__ = LearningExpertsHfQuantizer
+
+
 def _in_own_dtype(
     model: Any, obstacle: str | None, state: dict[str, Any] | None
 ) -> dict[str, Any] | None:

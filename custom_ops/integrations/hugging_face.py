@@ -14,7 +14,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts
 import grouped_linear.integrations.transformers  # noqa: F401  (refuses older versions of it)
 from grouped_linear.integrations.activations import activation_of
 from grouped_linear.integrations.converted_class import class_before
-from grouped_linear.integrations.experts_forward import check_weight_in_fp8
+from grouped_linear.integrations.experts_forward import check_weight_in_fp8, has_parts
 from grouped_linear.integrations.fp8_checkpoint import weight_names
 from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.plan import (
@@ -25,8 +25,13 @@ from grouped_linear.integrations.plan import (
     how_weights_are_kept,
     replace_parameter,
 )
-from grouped_linear.integrations.quantize_experts import plan_quantization, save_by_parts
+from grouped_linear.integrations.quantize_experts import (
+    plan_joining,
+    plan_quantization,
+    save_by_parts,
+)
 from grouped_linear.nn.options import check_flags
+from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import Weights, is_dtensor, keep_weight
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Float8BlockScaling, Recipe
@@ -79,13 +84,16 @@ def plan_hugging_face(
     if weights == "fp8":
         assert isinstance(recipe, Float8BlockScaling)
         plan.writes += plan_quantization("convert", model, dict.fromkeys(plain, recipe), learn=True)
+        loaded = {place: module for place, module in experts.items() if has_parts(module)}
+        plan.writes += plan_joining("convert", model, loaded, recipe)
     for place, module in experts.items():
-        num_parameters = sum(p.numel() for p in module.parameters())
+        sizes = {n: p.numel() for n, p in module.named_parameters() if not n.endswith(SCALE)}
+        num_parameters = sum(sizes.values())
         path = "experts implementation"
-        if isinstance(module, FP8Experts):
+        if has_parts(module) and weights != "fp8":
             path += ", weights in FP8 as loaded"
         else:
-            path += how_weights_are_kept(weights)
+            path += how_weights_are_kept("fp8" if isinstance(module, FP8Experts) else weights)
             path += " that do not learn" if weights == "fp8" and module.is_transposed else ""
         path += ", with adapters" if module in adapted else ""
         form = class_before(module).__name__
@@ -131,7 +139,7 @@ def _check(where: str, experts: Any, recipe: Recipe | None, save_gate_up_in_fp8:
             f"{where}: transformers' deepgemm_megamoe has rearranged the weights: load the model "
             "with another experts_implementation"
         )
-    if isinstance(experts, FP8Experts):
+    if has_parts(experts):
         for name in weight_names(experts):
             check_weight_in_fp8(where, experts, name, recipe)
     else:

@@ -16,9 +16,9 @@ import torch
 from peft.tuners.lora import layer as lora
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
-from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from grouped_linear.integrations.converted_class import class_before
+from grouped_linear.integrations.experts_forward import has_parts
 from grouped_linear.integrations.fp8_checkpoint import name_without_adapters, weight_names
 from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.look_alikes import goes_through_interface
@@ -308,7 +308,7 @@ class ParamWrapper(lora.ParamWrapper):
         self.check_not_sharded()
         experts, name = self.get_base_layer(), self.parameter_name
         w: Tensor = getattr(experts, name).detach()
-        if isinstance(experts, FP8Experts):
+        if has_parts(experts):
             scale = getattr(experts, name + SCALE).detach()
             return GroupedTensor.from_parts(w, scale, torch.float32, columnwise=False)
         return w

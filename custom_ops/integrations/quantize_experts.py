@@ -23,7 +23,7 @@ from grouped_linear.integrations.converted_class import (
 from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.plan import Replaced, check_weights, replace_parameter
 from grouped_linear.nn.options import check_recipe
-from grouped_linear.quantized.state_dict import scale_properties
+from grouped_linear.quantized.state_dict import SCALE, scale_properties
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import distributed_like, is_dtensor, is_quantized, local_part
 from grouped_linear.recipes import Float8BlockScaling
@@ -132,6 +132,49 @@ def _quantize(experts: Any, name: str, recipe: Float8BlockScaling, learn: bool) 
     replaced = replace_parameter(experts, name, quantized)
     experts.get_parameter(name).requires_grad_(learns)
     return replaced
+
+
+def plan_joining(
+    op: str, model: nn.Module, experts: dict[str, Any], recipe: Float8BlockScaling
+) -> list[Callable[[], Replaced | None]]:
+    """Check that experts of a checkpoint in FP8 can learn; the returned functions make them.
+
+    A weight's numbers and scales, two parameters, become one GroupedTensor in the same memory. It
+    requires a gradient if the numbers did.
+
+    Args:
+        op: what errors begin with.
+        model: the whole model.
+        experts: by name, those whose numbers and scales the recipe can read.
+        recipe: how optimizers' steps are quantized.
+    """
+    writes: list[Callable[[], Replaced | None]] = []
+    for where, module in experts.items():
+        weights = fp8_checkpoint.weight_names(module)
+        for name in weights:
+            w, place = getattr(module, name), f"{where}.{name}".lstrip(".")
+            _check_can_be_quantized(op, place, w, module, model)
+            writes.append(partial(_join, module, name, _joined(module, name, recipe)))
+        writes.append(partial(save_by_parts, module, weights))
+    for where, root in _models_in(model):
+        inside = (module for name, module in experts.items() if name.startswith(where))
+        if any(p.requires_grad for module in inside for p in module.parameters()):
+            writes.append(partial(fp8_checkpoint.let_trainer_train, root))
+    return writes
+
+
+def _joined(experts: Any, name: str, recipe: Float8BlockScaling) -> Any:
+    """A weight's numbers and scales as one tensor, which stands for the model's dtype."""
+    q, scale = getattr(experts, name), getattr(experts, name + SCALE)
+    dtype = getattr(experts.config, "dtype", None) or torch.get_default_dtype()
+    own_q, own_scale = (local_part(t).detach().contiguous() for t in (q, scale))
+    w = GroupedTensor.from_parts(own_q, own_scale, dtype, recipe, columnwise=False)
+    return distributed_like(q, w) if is_dtensor(q) else w
+
+
+def _join(experts: Any, name: str, joined: Any) -> Replaced:
+    delattr(experts, name + SCALE)
+    return replace_parameter(experts, name, joined)
 
 
 def save_by_parts(experts: Any, weights: tuple[str, str]) -> None:

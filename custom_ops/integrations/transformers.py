@@ -59,7 +59,7 @@ def register(
 
     Experts of a checkpoint in FP8 (``FineGrainedFP8Config``, as DeepSeek-V3's) are read in place
     under ``Float8BlockScaling``, with or without powers of two. Gradients pass through them, but
-    they get no gradient themselves.
+    they get no gradient themselves until ``grouped_linear.convert(model, weights="fp8")``.
 
     Args:
         name: the implementation's name.

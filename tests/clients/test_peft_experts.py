@@ -10,9 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from grouped_linear import Float8BlockScaling, GroupedTensor, convert
 from support.compare import assert_same_bits, bits
@@ -28,6 +26,7 @@ from support.adapters import (
     EXPERTS,
     GATE_UP,
     MODELS,
+    NewWeights,
     assert_close,
     config_of,
     grouped,
@@ -82,23 +81,6 @@ def test_over_fp8(weights: Any, name: str) -> None:
     assert len(base) == 4
     assert all(p.grad is None for p in base)
     assert all(isinstance(p, GroupedTensor) for p in base) == (weights is not None)
-
-
-class NewWeights(TorchDispatchMode):
-    """Counts tensors as large as the experts' weights that operations make, in 16 bits or more."""
-
-    def __init__(self, weights: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.shapes = [sorted(w.shape) for w in weights.values()]  # transposed ones too
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs or {})
-        is_view = any(r.alias_info is not None for r in func._schema.returns)
-        for t in [] if is_view else tree_leaves(out):
-            is_wide = isinstance(t, Tensor) and t.element_size() > 1
-            self.count += is_wide and sorted(t.shape) in self.shapes
-        return out
 
 
 @pytest.mark.parametrize("weights", [None, "fp8", "both"])

@@ -109,7 +109,8 @@ def test_merged_and_saved(order: str, tmp_path: Path) -> None:
     assert torch.equal(logits(loaded), logits(merged))
 
 
-def test_a_checkpoint_in_fp8(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_a_checkpoint_in_fp8(weights: Any, tmp_path: Path) -> None:
     """Its experts are transformers' own class; merged, they are rounded once and save as before."""
     source = model_of()
     convert(source, weights="fp8")
@@ -122,16 +123,17 @@ def test_a_checkpoint_in_fp8(tmp_path: Path) -> None:
         )
     experts = loaded.model.layers[0].mlp.experts
     assert type(experts).__name__ == "FP8Experts"
-    loaded = grouped(loaded, config_of(), Float8BlockScaling())
+    loaded = grouped(loaded, config_of(), Float8BlockScaling(), weights)
     assert_close(results(loaded), expected, 1e-6)
 
-    before = {n: p.detach().clone() for n, p in experts.named_parameters()}
+    before = {name: t.clone() for name, t in experts.state_dict().items()}
+    assert len(before) == 4
     adapted = of_a_layer(loaded)
     loaded.merge_adapter()
     assert_close({"": of_a_layer(loaded)}, {"": adapted}, 0.1)
     loaded.unmerge_adapter()
-    for name, p in experts.named_parameters():
-        assert_same_bits(bits(p), bits(before[name]))
+    for name, t in experts.state_dict().items():
+        assert_same_bits(bits(t), bits(before[name]))
     merged = loaded.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     with fp8_checkpoints_on_cpu():

@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from grouped_linear import GroupedTensor, Recipe, convert
 from grouped_linear.integrations.peft import ParamWrapper, use_grouped_adapters
@@ -132,6 +134,23 @@ def weights_of(model: Any) -> dict[str, Tensor]:
         for name, p in model.named_parameters()
         if name.endswith(("gate_up_proj", "down_proj"))
     }
+
+
+class NewWeights(TorchDispatchMode):
+    """Counts tensors as large as the experts' weights that operations make, in 16 bits or more."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.shapes = [sorted(w.shape) for w in weights.values()]  # transposed ones too
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        is_view = any(r.alias_info is not None for r in func._schema.returns)
+        for t in [] if is_view else tree_leaves(out):
+            is_wide = isinstance(t, Tensor) and t.element_size() > 1
+            self.count += is_wide and sorted(t.shape) in self.shapes
+        return out
 
 
 @contextmanager

@@ -1,0 +1,75 @@
+"""trl's SFTTrainer over adapters on experts."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from torch import Tensor
+
+from grouped_linear import Float8BlockScaling, convert
+
+pytest.importorskip("trl")
+import datasets
+import peft
+import trl
+
+from grouped_linear.integrations.peft import use_grouped_adapters
+from support.adapters import NewWeights, config_of, model_of, weights_of
+
+
+def tokenizer() -> Any:
+    """Of the words w0 to w63."""
+    words = {f"w{i}": i for i in range(64)}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="w1", eos_token="w2"
+    )
+
+
+def adapters_of(model: Any) -> dict[str, Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters() if ".lora_" in n}
+
+
+@pytest.mark.parametrize("made_by", ["trl", "PEFT"])
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_sft(weights: Any, made_by: str, dataset: Any, tmp_path: Path) -> None:
+    """Adapters that trl makes, or gets, learn; no tensor of a weight's shape is made."""
+    model, config = model_of(), config_of()
+    convert(model, Float8BlockScaling() if weights else None, weights=weights)
+    if made_by == "PEFT":
+        model, config = peft.get_peft_model(model, config), None
+    arguments = trl.SFTConfig(
+        output_dir=str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    rows = [{"text": " ".join(f"w{i}" for i in row["input_ids"].tolist())} for row in dataset]
+    trainer = trl.SFTTrainer(
+        model,
+        arguments,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        peft_config=config,
+    )
+    use_grouped_adapters(trainer.model)
+    before, adapters = weights_of(trainer.model), adapters_of(trainer.model)
+    with NewWeights(before) as made:
+        trainer.train()
+    assert made.count == 0
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert len(losses) == 2
+    assert all(map(math.isfinite, losses))
+    torch.testing.assert_close(weights_of(trainer.model), before, rtol=0, atol=0)
+    after = adapters_of(trainer.model)
+    assert not any(torch.equal(after[n], t) for n, t in adapters.items() if "lora_B" in n)
