@@ -555,6 +555,16 @@ def test_merge(weights: Any, dtype: torch.dtype, tolerance: float) -> None:
     near([mlp(x, *chosen)], [before.detach().double()], tolerance)
 
 
+def test_scaling_of_each() -> None:
+    """Each projection's adapter has its own: the merged layer's output and gradient of x."""
+    lora = {"gate_up_proj": Lora(8, 4), "down_proj": Lora(8, 24)}
+    mlp = learned(GroupedMLP(E, H, F, lora=lora))
+    x, chosen = torch.randn(50, H, requires_grad=True), torch.rand(50, E).topk(2)
+    before = run(lambda x: mlp(x, *chosen), [x])
+    mlp.merge_lora()
+    near(run(lambda x: mlp(x, *chosen), [x]), in_double(before), 1e-5)
+
+
 def test_merge_under_autocast() -> None:
     """The product is in float32 there, too."""
     layers = [learned(GroupedLinear(E, 64, 32, lora=Lora(8))) for _ in range(2)]
