@@ -295,6 +295,11 @@ def check_adapters(rank: int, directory: Path) -> None:
             b.normal_()
     parallel = spread(whole, **WAYS["all_to_all"])
     compare(step(parallel, *(t[own(rank)] for t in data)), step(whole, *data), rank)
+    for mlp in (whole, parallel):
+        mlp.merge_lora()
+    assert_same_bits(
+        parallel.down_proj.to_local(), whole.down_proj[rank * L : (rank + 1) * L].detach()
+    )
 
 
 def check_meta(options: dict[str, Any], rank: int, directory: Path) -> None:

@@ -5,11 +5,11 @@ token, F features inside an expert, G = 2 F or F, K in_features, N out_features,
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
@@ -30,6 +30,8 @@ from grouped_linear import (
     grouped_mlp,
     grouped_mlp_sorted,
 )
+from grouped_linear.autograd.low_rank import low_rank
+from grouped_linear.ops import sort_by_expert
 from support.compare import assert_same_bits
 from support.devices import devices, needs_gpu
 from support.errors import sentence
@@ -292,6 +294,141 @@ def test_frozen_base_costs_nothing(weights: Any, device: str) -> None:
     assert all(getattr(mlp, name).grad is not None for name in names)
 
 
+# The features of what an expert layer keeps of its rows where this alone learns.
+KEPT_OF_ADAPTERS = {
+    "gate_up_proj_lora_a": [H, 2 * F],  # x, gate_up
+    "gate_up_proj_lora_b": [16, 2 * F],  # h of rank 8, padded
+    "down_proj_lora_a": [2 * F],
+    "down_proj_lora_b": [16],
+}
+KEPT = {
+    "x": [2 * F],
+    "scores": [2 * F],
+    "gate_up_proj": [H, 2 * F],
+    "down_proj": [2 * F],
+    **KEPT_OF_ADAPTERS,
+}
+KEPT_OF_LINEAR = {"x": [], "bias": [], "weight": [H], "weight_lora_a": [H], "weight_lora_b": [16]}
+Layer = TypeVar("Layer", GroupedLinear, GroupedMLP)
+
+
+def learned(layer: Layer) -> Layer:
+    """The layer, with the same adapters at every call, as if they had learned."""
+    torch.manual_seed(2)
+    for p in layer.parameters():
+        nn.init.normal_(p, std=0.1)
+    return layer
+
+
+def alone(
+    name: str, leaves: dict[str, Tensor], call: Callable[[], Tensor]
+) -> tuple[list[Tensor], list[int], int]:
+    """One's gradient, with all others and alone; the features of rows and the tensors [E, _, _]
+    that are kept where it is alone.
+    """
+    grads: list[Tensor] = []
+    kept: list[Tensor] = []
+    for names in (leaves, [name]):
+        kept.clear()
+        for own, leaf in leaves.items():
+            leaf.requires_grad_(own in names)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            y = call()
+        grads += torch.autograd.grad(y.square().sum(), leaves[name])
+    widths = sorted(t.size(1) for t in kept if t.dim() == 2 and t.size(1) > 2)
+    return grads, widths, sum(t.dim() == 3 for t in kept)
+
+
+@DEVICES
+@pytest.mark.parametrize("recipe", [None, Float8BlockScaling()], ids=["none", "block"])
+@pytest.mark.parametrize("name", KEPT)
+def test_one_learns(name: str, recipe: Recipe | None, device: str) -> None:
+    """Alone it has the gradient that it has among others, and nothing is kept for the others."""
+    mlp = learned(GroupedMLP(E, H, F, recipe=recipe, lora=Lora(8, 12), device=device))
+    x = torch.randn(50, H, device=device)
+    scores, experts = torch.rand(50, E, device=device).topk(2)
+    leaves = {"x": x, "scores": scores, **dict(mlp.named_parameters())}
+    grads, kept, _ = alone(name, leaves, lambda: mlp(x, scores, experts))
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-4)
+    assert kept == KEPT[name]
+
+
+@DEVICES
+@pytest.mark.parametrize("name", KEPT_OF_LINEAR)
+def test_one_learns_in_linear_layer(name: str, device: str) -> None:
+    """The same of one layer. For a bias alone no adapter is kept."""
+    layer = learned(GroupedLinear(E, H, F, lora=Lora(8, 12), device=device))
+    x = torch.randn(sum(SPLITS), H, device=device)
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    grads, kept, of_weights = alone(name, leaves, lambda: layer(x, SPLITS))
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-4)
+    assert kept == KEPT_OF_LINEAR[name]
+    assert of_weights == {"x": 3, "bias": 0, "weight": 0}.get(name, 2)  # W, A and B for dx
+
+
+@DEVICES
+def test_gradients_in_float32(device: str) -> None:
+    """Gradients of adapters in float32 are not rounded to the activations' bfloat16."""
+    mlp = learned(GroupedMLP(E, H, F, lora=Lora(8, dtype=FP32), dtype=BF16, device=device))
+    x, chosen = torch.randn(50, H, device=device), torch.rand(50, E, device=device).topk(2)
+    mlp(x.bfloat16(), *chosen).sum().backward()
+    for name in KEPT_OF_ADAPTERS:
+        p = mlp.get_parameter(name)
+        assert p.dtype == FP32
+        assert p.grad is not None
+        assert not torch.equal(p.grad, p.grad.bfloat16().float())
+
+
+@DEVICES
+def test_factors_are_dense(device: str) -> None:
+    """Several GEMMs read A and B: other strides are copied once."""
+    a, b = torch.randn(E, H, 16).mT.to(device), torch.randn(F, 16, E).permute(2, 0, 1).to(device)
+    factors = low_rank(a, b, 1.0, FP32)
+    assert factors is not None
+    assert factors.a_ErK.is_contiguous()
+    assert factors.b_ENr.is_contiguous()
+
+
+def test_scaling_in_graph() -> None:
+    """Other scalings need no more than one graph for all of them."""
+    counter = CompileCounterWithBackend("aot_eager")
+    a, x = torch.randn(2, 4, 16), torch.randn(2, 16)
+
+    def call(x: Tensor, scaling: float) -> Tensor:
+        return with_adapter(a, scaling=scaling) * x
+
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    for scaling in (1.0, 0.5, 0.25, 2.0):
+        torch.testing.assert_close(compiled(x, scaling), call(x, scaling))
+    assert counter.frame_count == 2  # torch makes a float a variable once it has changed
+
+
+@DEVICES
+@pytest.mark.parametrize("max_rows", [None, 60])
+def test_dropout_of_routed_rows(max_rows: int | None, device: str) -> None:
+    """Tokens' rows drop features of h as rows that come sorted, where memory is bounded, too."""
+    lora = {"down_proj": Lora(8, 12, dropout=0.4)}
+    mlp = learned(GroupedMLP(E, H, F, lora=lora, device=device))
+    x = torch.randn(50, H, device=device, requires_grad=True)
+    scores, experts = torch.rand(50, E, device=device).topk(2)
+
+    def routed(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        torch.manual_seed(4)
+        y: Tensor = mlp(x, scores, experts, max_rows=max_rows)
+        return y
+
+    def composed(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        torch.manual_seed(4)
+        bound = 100 if max_rows is None else max_rows
+        choice_R, token_R, _, offs_E = (t[: bound + 1] for t in sort_by_expert(experts, E))
+        splits = offs_E.clamp(max=bound).diff(prepend=offs_E.new_zeros(1))
+        y_RH = scores.flatten()[choice_R, None] * mlp.forward_sorted(x[token_R], splits)
+        return torch.zeros_like(x).index_add(0, token_R, y_RH)
+
+    leaves = [x, mlp.down_proj_lora_a, mlp.down_proj_lora_b]
+    near(run(routed, leaves), in_double(run(composed, leaves)), 1e-5)
+
+
 @DEVICES
 def test_learning_base(device: str) -> None:
     """A base that is made to learn again has the gradient of a plain layer."""
@@ -418,6 +555,54 @@ def test_merge(weights: Any, dtype: torch.dtype, tolerance: float) -> None:
     near([mlp(x, *chosen)], [before.detach().double()], tolerance)
 
 
+def test_scaling_of_each() -> None:
+    """Each projection's adapter has its own: the merged layer's output and gradient of x."""
+    lora = {"gate_up_proj": Lora(8, 4), "down_proj": Lora(8, 24)}
+    mlp = learned(GroupedMLP(E, H, F, lora=lora))
+    x, chosen = torch.randn(50, H, requires_grad=True), torch.rand(50, E).topk(2)
+    before = run(lambda x: mlp(x, *chosen), [x])
+    mlp.merge_lora()
+    near(run(lambda x: mlp(x, *chosen), [x]), in_double(before), 1e-5)
+
+
+def test_merge_under_autocast() -> None:
+    """The product is in float32 there, too."""
+    layers = [learned(GroupedLinear(E, 64, 32, lora=Lora(8))) for _ in range(2)]
+    layers[0].merge_lora()
+    with torch.autocast("cpu", BF16):
+        layers[1].merge_lora()
+    assert_same_bits(layers[1].weight.detach(), layers[0].weight.detach())
+
+
+def test_meta() -> None:
+    """A layer on meta merges nothing, and starts as any other where it is then drawn."""
+    mlp = GroupedMLP(E, H, F, lora=Lora(8), device="meta")
+    mlp.merge_lora()
+    mlp.to_empty(device="cpu")
+    mlp.reset_parameters()
+    assert learning(mlp) == list(KEPT_OF_ADAPTERS)
+    for name, K in (("gate_up_proj", H), ("down_proj", F)):
+        a = mlp.get_parameter(f"{name}_lora_a").abs()
+        assert 0.9 * K**-0.5 < a.max() <= K**-0.5
+        assert not mlp.get_parameter(f"{name}_lora_b").any()
+
+
+def test_repr() -> None:
+    """A layer shows its adapters, as its constructor takes them."""
+    lora = Lora(4)
+    assert f", recipe=None, lora={lora})" in repr(GroupedLinear(2, 16, 16, lora=lora))
+    options = {"down_proj": lora}
+    assert f", recipe=None, lora={options})" in repr(GroupedMLP(2, 16, 16, lora=options))
+    assert "lora" not in repr(GroupedMLP(2, 16, 16)) + repr(GroupedLinear(2, 16, 16))
+
+
+def test_scaling() -> None:
+    """By alpha over the rank, or its root; without alpha a factor of 1."""
+    assert Lora(16, 32).scaling == 2
+    assert Lora(16, 32, rslora=True).scaling == 8
+    assert Lora(16).scaling == 1
+
+
 def test_starts_as_the_base() -> None:
     """B is zero: outputs are the plain layer's, to the bit, in FP8."""
     mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), lora=Lora(8), dtype=BF16)
@@ -433,6 +618,12 @@ def test_one_projection() -> None:
     assert learning(mlp) == ["down_proj_lora_a", "down_proj_lora_b"]
     mlp(torch.randn(9, H), *torch.rand(9, E).topk(2)).sum().backward()
     assert mlp.down_proj_lora_b.grad is not None
+
+
+def with_adapter(a: Tensor, **options: Any) -> Tensor:
+    """A call with an adapter whose B fits."""
+    lora = LoraWeights(a, torch.ones(2, 16, 4), **options)
+    return grouped_linear(torch.ones(2, 16), torch.ones(2, 16, 16), [1, 1], lora=lora)
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -484,6 +675,41 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "grouped_linear: lora must be a [2, r, 16] and b [2, 32, r] with r from 1 to 256, as "
         "weight is [2, 32, 16], got [2, 4, 16] and [2, 16, 4]",
     ),
+    "no_tensor": (
+        lambda: with_adapter(None),  # type: ignore[arg-type]
+        TypeError,
+        "grouped_linear: lora.a must be a tensor, got NoneType",
+    ),
+    "meta": (
+        lambda: with_adapter(torch.ones(2, 4, 16, device="meta")),
+        RuntimeError,
+        "grouped_linear: lora.a is on meta, x is on cpu",
+    ),
+    "scaling": (
+        lambda: with_adapter(torch.ones(2, 4, 16), scaling=None),
+        ValueError,
+        "grouped_linear: lora.scaling must be a finite number, got None",
+    ),
+    "nan": (
+        lambda: with_adapter(torch.ones(2, 4, 16), scaling=float("nan")),
+        ValueError,
+        "grouped_linear: lora.scaling must be a finite number, got nan",
+    ),
+    "dropout_of_call": (
+        lambda: with_adapter(torch.ones(2, 4, 16), dropout="0.1"),
+        ValueError,
+        "grouped_linear: lora.dropout must be at least 0 and less than 1, got '0.1'",
+    ),
+    "down": (
+        lambda: grouped_mlp(
+            torch.ones(2, 16), torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32),
+            torch.ones(2, 64, 16), torch.ones(2, 16, 32),
+            down_lora=LoraWeights(torch.ones(2, 4, 16), torch.ones(2, 64, 4)),
+        ),
+        RuntimeError,
+        "grouped_mlp: down_lora must be a [2, r, 32] and b [2, 16, r] with r from 1 to 256, as "
+        "down_proj is [2, 16, 32], got [2, 4, 16] and [2, 64, 4]",
+    ),
     "double": (
         lambda: grouped_linear(
             torch.ones(2, 16),
@@ -492,7 +718,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             lora=LoraWeights(torch.ones(2, 4, 16).double(), torch.ones(2, 16, 4)),
         ),
         RuntimeError,
-        "grouped_linear: lora.a must be bfloat16, float16 or float32, got float64",
+        "grouped_linear: lora.a must be bfloat16, float16 or float32, got float64: cast it, or the "
+        "layer, as layer.float() does",
     ),
 }  # fmt: skip
 

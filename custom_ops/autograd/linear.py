@@ -80,8 +80,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(
             offs_E,
             scale_of(recipe.grad_output),
-            a_ErK,
-            b_ENr,
+            *((a_ErK, b_ENr) if need_x or need_a or need_b else (None, None)),
             lora_x_TK if need_a else None,
             h_Tr if need_b else None,
             saved_x,
@@ -146,7 +145,7 @@ class GroupedLinearFunction(torch.autograd.Function):
             lora_x_TK,
             h_Tr,
             offs_E,
-            need_x or need_dropped_x,
+            need_x,
         )
         d_dropped_x_TK = None
         if need_dropped_x and term is not None:

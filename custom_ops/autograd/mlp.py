@@ -49,12 +49,22 @@ class _Needs(NamedTuple):
     def d_gate_up(self) -> bool:
         """Whether what the gradient of gate_up leads to is needed."""
         first = self.gate_up or self.gate_up_bias or self.gate_up_a or self.gate_up_b
-        return self.x or self.dropped_x or first
+        return self.x or first
 
     @property
     def dh(self) -> bool:
         """Whether dgrad of the second layer is needed."""
         return self.d_gate_up or self.weight
+
+    @property
+    def gate_up_adapter(self) -> bool:
+        """Whether the backward multiplies by the adapter of the first layer."""
+        return self.x or self.gate_up_a or self.gate_up_b
+
+    @property
+    def down_adapter(self) -> bool:
+        """Whether the backward multiplies by the adapter of the second layer."""
+        return self.dh or self.down_a or self.down_b
 
 
 class GroupedMLPFunction(torch.autograd.Function):
@@ -172,11 +182,9 @@ class GroupedMLPFunction(torch.autograd.Function):
             down_bias_EH if needs.dh else None,
             *(t for w in (gate_up, down) for t in (w.columnwise, w.columnwise_scale)),
             lora_x_TH if needs.gate_up_a else None,
-            gate_up_a_ErH,
-            gate_up_b_EGr,
+            *((gate_up_a_ErH, gate_up_b_EGr) if needs.gate_up_adapter else (None, None)),
             gate_up_Rr if needs.gate_up_b else None,
-            down_a_ErF,
-            down_b_EHr,
+            *((down_a_ErF, down_b_EHr) if needs.down_adapter else (None, None)),
             down_Rr if needs.down_b else None,
             dropout_RF,
             *map(scale_of, formats),
@@ -295,7 +303,7 @@ class GroupedMLPFunction(torch.autograd.Function):
                 lora_x_TH,
                 gate_up_Rr,
                 offs_E,
-                needs.x or needs.dropped_x,
+                needs.x,
                 routing.token,
             )
             del d_gate_up_RG

@@ -3,6 +3,7 @@
 T rows, E groups (experts), K in_features, N out_features.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from grouped_linear.meta_kernels.rules import (
     MAX_GROUPS,
     dtype_name,
 )
-from grouped_linear.nn.lora import LoraWeights, check_lora_weights, dropped
+from grouped_linear.nn.lora import MAX_RANK, LoraWeights, dropped, is_number
 from grouped_linear.nn.options import check_recipe, check_state
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import is_dtensor, stored_weight
@@ -110,6 +111,43 @@ def check_tensors(op: str, names: Iterable[str], values: Iterable[Any]) -> None:
                 "pass its to_local(), or let fully_shard or grouped_linear.parallel.ExpertParallel "
                 "shard the layer"
             )
+
+
+def check_lora_weights(
+    op: str, name: str, lora: Any, weight_name: str, weight: Tensor, x: Tensor
+) -> None:
+    """Raise, in the caller's words, for an adapter that does not fit to a weight [E, N, K].
+
+    Raises:
+        RuntimeError: for a wrong shape, dtype or device.
+        TypeError: for what is no LoraWeights, or holds what is no tensor.
+        ValueError: for a scaling or a dropout that is no number or out of range.
+    """
+    if lora is None:
+        return
+    if not isinstance(lora, LoraWeights):
+        raise TypeError(f"{op}: {name} must be None or a LoraWeights, got {type(lora).__name__}")
+    a, b, scaling, dropout = lora
+    named = {f"{name}.a": a, f"{name}.b": b}
+    check_tensors(op, named, named.values())
+    check_parameters(op, **named)
+    for part, t in named.items():
+        check_device(op, part, t, x)
+    E, N, K = weight.shape
+    rank = a.size(1) if a.dim() == 3 else 0
+    if not 1 <= rank <= MAX_RANK or a.shape != (E, rank, K) or b.shape != (E, N, rank):
+        raise RuntimeError(
+            f"{op}: {name} must be a [{E}, r, {K}] and b [{E}, {N}, r] with r from 1 to "
+            f"{MAX_RANK}, as {weight_name} is {list(weight.shape)}, got {list(a.shape)} and "
+            f"{list(b.shape)}"
+        )
+    # Not math.isfinite: Dynamo does not trace it for a float that it holds as a symbol.
+    if not (is_number(scaling) and -math.inf < scaling < math.inf):
+        raise ValueError(f"{op}: {name}.scaling must be a finite number, got {scaling!r}")
+    if not (is_number(dropout) and 0 <= dropout < 1):
+        raise ValueError(
+            f"{op}: {name}.dropout must be at least 0 and less than 1, got {dropout!r}"
+        )
 
 
 def check_splits(op: str, m_splits: Any, x: Tensor, name: str, E: int) -> None:
@@ -315,7 +353,7 @@ def apply_layer(
     m_splits = splits_on("grouped_linear", m_splits, device)
     a = b = None
     if lora is not None:
-        check_lora_weights("grouped_linear", "lora", lora, "weight", weights[0])
+        check_lora_weights("grouped_linear", "lora", lora, "weight", weights[0], x_TK)
         a, b, scaling, _ = lora
         options = options._replace(lora_scaling=scaling)
     context = LinearContext(recipe, grad_enabled, weights, options)

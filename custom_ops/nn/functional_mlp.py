@@ -28,13 +28,14 @@ from grouped_linear.nn.functional import (
     autocast_weights,
     check_device,
     check_dtypes,
+    check_lora_weights,
     check_parameters,
     check_sizes,
     check_splits,
     check_tensors,
     splits_on,
 )
-from grouped_linear.nn.lora import LoraWeights, check_lora_weights, dropped
+from grouped_linear.nn.lora import LoraWeights, dropped
 from grouped_linear.nn.options import check_flags, check_recipe, check_state
 from grouped_linear.ops.activation import PLAIN, Activation
 from grouped_linear.quantized.tensor import GroupedTensor
@@ -330,7 +331,7 @@ def _check_weights(
                 f"{list(w.shape)}, got {list(bias.shape)}"
             )
     for name, short, w, adapter in zip(names, ("gate_up", "down"), projections, lora, strict=True):
-        check_lora_weights(op, f"{short}_lora", adapter, name, w)
+        check_lora_weights(op, f"{short}_lora", adapter, name, w, x_TH)
 
 
 def _contexts(

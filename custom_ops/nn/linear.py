@@ -247,4 +247,5 @@ class GroupedLinear(HasAdapters, SavesQuantized):
         return (
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, "
             f"out_features={self.out_features}, bias={self._has_bias}, recipe={self._recipe}"
+            + "".join(f", lora={lora}" for lora in self._adapters.values())
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout as drop
 
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
+from grouped_linear.meta_kernels.rules import ACTIVATIONS
 from grouped_linear.recipes.format import check_flags
 
 MAX_RANK = 256
@@ -70,9 +70,9 @@ class Lora:
         if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
             raise ValueError(f"Lora: rank must be an integer from 1 to {MAX_RANK}, got {rank!r}")
         alpha = self.alpha
-        if alpha is not None and not (_is_number(alpha) and math.isfinite(alpha)):
+        if alpha is not None and not (is_number(alpha) and math.isfinite(alpha)):
             raise ValueError(f"Lora: alpha must be None or a finite number, got {alpha!r}")
-        if not (_is_number(self.dropout) and 0 <= self.dropout < 1):
+        if not (is_number(self.dropout) and 0 <= self.dropout < 1):
             raise ValueError(
                 f"Lora: dropout must be at least 0 and less than 1, got {self.dropout!r}"
             )
@@ -89,7 +89,8 @@ class Lora:
         return alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it is an int or a float."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -97,43 +98,6 @@ def check_lora(layer: str, lora: Any) -> None:
     """Raise ValueError unless it is None or a Lora."""
     if lora is not None and not isinstance(lora, Lora):
         raise ValueError(f"{layer}: lora must be None or a grouped_linear.Lora, got {lora!r}")
-
-
-def check_lora_weights(op: str, name: str, lora: Any, weight_name: str, weight: Tensor) -> None:
-    """Raise, in the caller's words, for an adapter that does not fit to a weight [E, N, K].
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype or device.
-        TypeError: for what is no LoraWeights.
-        ValueError: for a dropout out of range.
-    """
-    if lora is None:
-        return
-    if not isinstance(lora, LoraWeights):
-        raise TypeError(f"{op}: {name} must be None or a LoraWeights, got {type(lora).__name__}")
-    a, b, _, dropout = lora
-    E, N, K = weight.shape
-    for part, t in (("a", a), ("b", b)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{op}: {name}.{part} must be a tensor, got {type(t).__name__}")
-        if t.dtype not in ACTIVATIONS:
-            raise RuntimeError(
-                f"{op}: {name}.{part} must be bfloat16, float16 or float32, got "
-                f"{dtype_name(t.dtype)}"
-            )
-        if t.device != weight.device:
-            raise RuntimeError(
-                f"{op}: {name}.{part} is on {t.device}, {weight_name} is on {weight.device}"
-            )
-    rank = a.size(1) if a.dim() == 3 else 0
-    if not 1 <= rank <= MAX_RANK or a.shape != (E, rank, K) or b.shape != (E, N, rank):
-        raise RuntimeError(
-            f"{op}: {name} must be a [{E}, r, {K}] and b [{E}, {N}, r] with r from 1 to "
-            f"{MAX_RANK}, as {weight_name} is {list(weight.shape)}, got {list(a.shape)} and "
-            f"{list(b.shape)}"
-        )
-    if not 0 <= dropout < 1:
-        raise ValueError(f"{op}: {name}.dropout must be at least 0 and less than 1, got {dropout}")
 
 
 def dropped(x: Tensor, lora: LoraWeights | None) -> Tensor | None:
@@ -187,12 +151,16 @@ class HasAdapters(nn.Module):
         """Add each adapter's product to its weight, and set its B to zero: outputs stay.
 
         ``weight[e] += scaling * B[e] @ A[e]``, computed in float32 and rounded once to the weight's
-        numbers. A weight in FP8 alone is quantized again, by the scales of the sum: outputs then
-        differ by that rounding.
+        numbers. A weight in FP8 alone is quantized again, by the scales of the sum, and rounded
+        stochastically unless it was made with ``stochastic_rounding=False``: outputs then differ by
+        that rounding. On meta nothing is done.
         """
         for name, lora in self._adapters.items():
             a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
             weight = getattr(self, name)
-            product_ENK = lora.scaling * torch.bmm(b.float(), a.float())
+            if weight.is_meta:  # which torch.autocast does not know
+                return
+            with torch.autocast(weight.device.type, enabled=False):
+                product_ENK = lora.scaling * torch.bmm(b.float(), a.float())
             weight.copy_((weight.float() + product_ENK).to(weight.dtype))
             b.zero_()

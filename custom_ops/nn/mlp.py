@@ -358,6 +358,7 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         return (
             f"num_experts={E}, hidden_size={H}, intermediate_size={F}, bias={bias}, "
             f"activation={activation}, recipe={self.recipe}"
+            + (f", lora={self._adapters}" if self._adapters else "")
         )
 
 
