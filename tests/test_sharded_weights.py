@@ -358,7 +358,7 @@ def check_delayed_scaling(rank: int, directory: Path) -> None:
             strict=True,
         ):
             assert torch.equal(bits(a), bits(b)), (step, name)
-    assert (model.experts.weight_state.x.scale != 1).any()
+    assert (model.experts.weight_state.x.scale > 0).any()
 
 
 def check_amaxes_of_both_processes(rank: int, directory: Path) -> None:
@@ -369,7 +369,8 @@ def check_amaxes_of_both_processes(rank: int, directory: Path) -> None:
     update_scales(layer, dist.group.WORLD)
     history = [operand.amax_history[0].tolist() for operand in state.operands]
     assert history == [[3.0, 0.0], [0.0, 0.0], [0.0, 7.0]]  # an infinity of one is one of all
-    assert state.x.scale[1] == 1
+    assert state.x.scale[0] > 0
+    assert state.x.scale[1] == 0  # there is none yet: the next call takes the group's own
 
 
 def check_broadcast_buffers_are_refused(rank: int, directory: Path) -> None:
