@@ -25,6 +25,11 @@ def _gemm_list(a: Shape, *others: Any, out_shape: Shape, **options: Any) -> int:
     return 2 * math.prod(out_shape) * a[1]
 
 
+def _products(a: Shape, a_low: Shape | None, out_shape: Shape) -> int:
+    r = 0 if a_low is None else a_low[1]
+    return 2 * math.prod(out_shape) * (a[1] + r)
+
+
 @register_flop_formula([_ops.grouped_mm])
 def _gemm(
     a: Shape,
@@ -39,8 +44,7 @@ def _gemm(
     out_shape: Shape,
 ) -> int:
     """a [T, K] -> [T, N], and a_low [T, r]."""
-    r = 0 if a_low is None else a_low[1]
-    return 2 * math.prod(out_shape) * (a[1] + r)
+    return _products(a, a_low, out_shape)
 
 
 @register_flop_formula([_ops.grouped_scaled_mm])
@@ -59,8 +63,7 @@ def _scaled_gemm(
     out_shape: Shape,
 ) -> int:
     """The same."""
-    r = 0 if a_low is None else a_low[1]
-    return 2 * math.prod(out_shape) * (a[1] + r)
+    return _products(a, a_low, out_shape)
 
 
 @register_flop_formula([_ops.grouped_mm_swiglu, _ops.grouped_mm_swiglu_grad])

@@ -73,16 +73,14 @@ class GroupedLinearFunction(torch.autograd.Function):
         w = context.weight_operands(need_x)
         saved_x = x_TK if options.save_input and need_weight else x.columnwise
         lora_x_TK = x_TK if dropped_x_TK is None else dropped_x_TK
-        adapter, term, h_Tr = low_rank(a_ErK, b_ENr, options.lora_scaling, x_TK.dtype), None, None
-        if adapter is not None:
-            h_Tr = adapter.reduce(lora_x_TK, offs_E)
-            term = adapter.forward_term(h_Tr)
+        adapter = low_rank(a_ErK, b_ENr, options.lora_scaling, x_TK.dtype)
+        term = None if adapter is None else adapter.forward_term(lora_x_TK, offs_E)
         ctx.save_for_backward(
             offs_E,
             scale_of(recipe.grad_output),
             *((a_ErK, b_ENr) if need_x or need_a or need_b else (None, None)),
             lora_x_TK if need_a else None,
-            h_Tr if need_b else None,
+            term.a_Tr if need_b and term is not None else None,
             saved_x,
             x.columnwise_scale,
             w.columnwise_scale,

@@ -27,23 +27,18 @@ class LowRank(NamedTuple):
     b_ENr: Tensor
     scaling: float
 
-    def reduce(self, x: Tensor, offs_E: Tensor, rows: Tensor | None = None) -> Tensor:
-        """h of x, or of x[rows]."""
+    def forward_term(self, x: Tensor, offs_E: Tensor, rows: Tensor | None = None) -> LowRankTerm:
+        """What fprop of the projection adds, h and B, of x or of x[rows]."""
         h = multiply(x, None, self.a_ErK, None, offs_E, None, x.dtype, transpose_b=True, rows=rows)
-        return h if self.scaling == 1 else h * self.scaling
+        return LowRankTerm(self._scaled(h), self.b_ENr.mT)
 
-    def reduce_grad(self, dy: Tensor, offs_E: Tensor, rows: Tensor | None = None) -> Tensor:
-        """dh of dy, or of dy[rows]."""
+    def backward_term(self, dy: Tensor, offs_E: Tensor, rows: Tensor | None = None) -> LowRankTerm:
+        """What dgrad of the projection adds, dh and A, of dy or of dy[rows]."""
         dh = multiply(dy, None, self.b_ENr, None, offs_E, None, dy.dtype, rows=rows)
-        return dh if self.scaling == 1 else dh * self.scaling
+        return LowRankTerm(self._scaled(dh), self.a_ErK)
 
-    def forward_term(self, h_Tr: Tensor) -> LowRankTerm:
-        """What fprop of the projection adds."""
-        return LowRankTerm(h_Tr, self.b_ENr.mT)
-
-    def backward_term(self, dh_Tr: Tensor) -> LowRankTerm:
-        """What dgrad of the projection adds."""
-        return LowRankTerm(dh_Tr, self.a_ErK)
+    def _scaled(self, product_Tr: Tensor) -> Tensor:
+        return product_Tr if self.scaling == 1 else product_Tr * self.scaling
 
 
 def low_rank(
@@ -118,9 +113,7 @@ def low_rank_grads(
     if h_Tr is not None:
         db = grad_of_b(b_ENr, dy_TN, h_Tr, offs_E)
     if x is not None or need_x:
-        dh_Tr = adapter.reduce_grad(dy_TN, offs_E)
+        term = adapter.backward_term(dy_TN, offs_E)
         if x is not None:
-            da = grad_of_a(a_ErK, dh_Tr, x, offs_E, x_rows)
-        if need_x:
-            term = adapter.backward_term(dh_Tr)
-    return LowRankGrads(da, db, term)
+            da = grad_of_a(a_ErK, term.a_Tr, x, offs_E, x_rows)
+    return LowRankGrads(da, db, term if need_x else None)

@@ -131,11 +131,10 @@ class GroupedMLPFunction(torch.autograd.Function):
             gate_up_a_ErH, gate_up_b_EGr, gate_up_context.options.lora_scaling, dtype
         )
         on_down = low_rank(down_a_ErF, down_b_EHr, down_context.options.lora_scaling, dtype)
-        gate_up_Rr = down_Rr = gate_up_term = down_term = None
+        gate_up_term = down_term = None
         lora_x_TH = x_TH if dropped_x_TH is None else dropped_x_TH
         if on_gate_up is not None:
-            gate_up_Rr = on_gate_up.reduce(lora_x_TH, offs_E, routing.token)
-            gate_up_term = on_gate_up.forward_term(gate_up_Rr)
+            gate_up_term = on_gate_up.forward_term(lora_x_TH, offs_E, routing.token)
         need_saved = needs.dh or needs.down or needs.down_a
         gate_up_RG, h, h_RF = gate_up_and_h(
             x,
@@ -154,8 +153,9 @@ class GroupedMLPFunction(torch.autograd.Function):
         del gate_up_RG, x  # lowers the peak memory of an eager step
         if on_down is not None:
             assert h_RF is not None
-            down_Rr = on_down.reduce(h_RF if dropout_RF is None else h_RF * dropout_RF, offs_E)
-            down_term = on_down.forward_term(down_Rr)
+            dropped_h_RF = h_RF if dropout_RF is None else h_RF * dropout_RF
+            down_term = on_down.forward_term(dropped_h_RF, offs_E)
+            del dropped_h_RF
         del h_RF
         down = down_context.weight_operands(columnwise=needs.dh)
         y_RH = multiply(
@@ -183,9 +183,9 @@ class GroupedMLPFunction(torch.autograd.Function):
             *(t for w in (gate_up, down) for t in (w.columnwise, w.columnwise_scale)),
             lora_x_TH if needs.gate_up_a else None,
             *((gate_up_a_ErH, gate_up_b_EGr) if needs.gate_up_adapter else (None, None)),
-            gate_up_Rr if needs.gate_up_b else None,
+            gate_up_term.a_Tr if needs.gate_up_b and gate_up_term is not None else None,
             *((down_a_ErF, down_b_EHr) if needs.down_adapter else (None, None)),
-            down_Rr if needs.down_b else None,
+            down_term.a_Tr if needs.down_b and down_term is not None else None,
             dropout_RF,
             *map(scale_of, formats),
         )
@@ -225,12 +225,13 @@ class GroupedMLPFunction(torch.autograd.Function):
                 source, of_down.grad_output, offs_E, layouts, features
             )
         # The adapters multiply the gradients themselves.
-        on_down = low_rank(down_a_ErF, down_b_EHr, down_context.options.lora_scaling, dtype)
-        term = more_dh_RF = None
-        if on_down is not None and (needs.dh or needs.down_a):
+        on_down = term = more_dh_RF = None
+        if needs.dh or needs.down_a:
+            on_down = low_rank(down_a_ErF, down_b_EHr, down_context.options.lora_scaling, dtype)
+        if on_down is not None:
             # Of the unweighted output, as dh is; h, by which it is multiplied, is weighted.
-            d_down_Rr = on_down.reduce_grad(d_out_TH, offs_E, routing.token)
-            term = on_down.backward_term(d_down_Rr)
+            term = on_down.backward_term(d_out_TH, offs_E, routing.token)
+            d_down_Rr = term.a_Tr
         if needs.down_b:
             weighted_Rr = (weight_R[:, None] * down_Rr).to(dtype)
             d_down_b_EHr = grad_of_b(down_b_EHr, d_out_TH, weighted_Rr, offs_E, routing.token)
