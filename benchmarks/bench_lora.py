@@ -31,12 +31,34 @@ EXPERT_PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 GIB = 2**30
 
 
-def make_model(weights: str, scope: str, options: argparse.Namespace) -> Any:
-    """The model with its adapters, on the device."""
+def with_adapters(model: Any, weights: str, scope: str, rank: int, **options: Any) -> Any:
+    """The frozen model, converted as a row says, with PEFT's adapters."""
     from peft import LoraConfig, get_peft_model
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     from grouped_linear import Float8BlockScaling, convert
+    from grouped_linear.integrations.peft import use_grouped_adapters
+
+    model.requires_grad_(False)
+    if weights == BF16:
+        convert(model)
+    elif weights == FP8:
+        convert(model, Float8BlockScaling(), weights="fp8")
+    lora = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+        target_parameters=list(EXPERT_PARAMETERS) if scope == EXPERTS else None,
+        **options,
+    )
+    model = get_peft_model(model, lora)
+    if weights != PEFT and scope == EXPERTS:
+        use_grouped_adapters(model)
+    return model
+
+
+def make_model(weights: str, scope: str, options: argparse.Namespace) -> Any:
+    """The model with its adapters, on the device."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
@@ -54,23 +76,7 @@ def make_model(weights: str, scope: str, options: argparse.Namespace) -> Any:
     config._experts_implementation = "grouped_mm"
     with torch.device(options.device):
         model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
-    model.requires_grad_(False)
-    if weights == BF16:
-        convert(model)
-    elif weights == FP8:
-        convert(model, Float8BlockScaling(), weights="fp8")
-    parameters = list(EXPERT_PARAMETERS) if scope == EXPERTS else None
-    lora = LoraConfig(
-        r=options.rank,
-        lora_alpha=2 * options.rank,
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-        target_parameters=parameters,
-    )
-    model = get_peft_model(model, lora)
-    if weights != PEFT and scope == EXPERTS:
-        from grouped_linear.integrations.peft import use_grouped_adapters
-
-        use_grouped_adapters(model)
+    model = with_adapters(model, weights, scope, options.rank)
     for p in model.parameters():
         if p.requires_grad:
             p.data = p.data.to(torch.bfloat16)

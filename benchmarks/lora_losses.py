@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import timing
-from benchmarks.bench_lora import EXPERT_PARAMETERS, FP8, PEFT
+from benchmarks.bench_lora import EXPERTS, FP8, PEFT, with_adapters
 
 VOCABULARY, BRANCHES = 512, 8
 LAST = 20  # the final loss is the mean of so many steps
@@ -32,11 +32,7 @@ def tokens_of(transitions: Tensor, batch: int, length: int, generator: torch.Gen
 
 def losses_of(weights: str, options: argparse.Namespace) -> list[float]:
     """The loss of every step."""
-    from peft import LoraConfig, get_peft_model
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    from grouped_linear import Float8BlockScaling, convert
-    from grouped_linear.integrations.peft import use_grouped_adapters
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
@@ -53,19 +49,9 @@ def losses_of(weights: str, options: argparse.Namespace) -> list[float]:
     )
     config._experts_implementation = "grouped_mm"
     model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
-    model.requires_grad_(False)
     torch.manual_seed(1)
-    lora = LoraConfig(
-        r=16,
-        lora_alpha=32,
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-        target_parameters=list(EXPERT_PARAMETERS),
-        modules_to_save=["lm_head"],
-    )
-    model = get_peft_model(model, lora).to(options.device)
-    if weights == FP8:
-        convert(model, Float8BlockScaling(), weights="fp8")
-        use_grouped_adapters(model)
+    model = with_adapters(model, weights, EXPERTS, rank=16, modules_to_save=["lm_head"])
+    model.to(options.device)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
     generator = torch.Generator().manual_seed(2)
     transitions = torch.randint(VOCABULARY, (VOCABULARY, BRANCHES), generator=generator)
