@@ -315,7 +315,7 @@ def test_other_options(kind: str, option: str) -> None:
     of_mlp = ", save_gate_up_in_fp8" if kind == "swiglu_w" else ""
     sentence = (
         "convert_experts: 1.experts: options may be cache_weights, fuse_wgrad_accumulation, "
-        f"weights, stochastic_rounding{of_mlp}, got {option}"
+        f"weights, stochastic_rounding, columnwise{of_mlp}, got {option}"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         convert_experts(model_of(kind, "cpu"), MODELS[kind][1], **{option: False})

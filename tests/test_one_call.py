@@ -395,6 +395,11 @@ MISTAKES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {"stochastic_rounding": True, "recipe": Float8BlockScaling()},
         "convert: stochastic_rounding needs weights='fp8'",
     ),
+    "columnwise": (
+        mixtral,
+        {"columnwise": True, "recipe": Float8BlockScaling()},
+        "convert: columnwise needs weights='fp8'",
+    ),
     "class": (
         GroupedExperts,
         {"forwards": FORWARDS},
@@ -623,12 +628,15 @@ def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @DEVICES
-def test_hugging_face_in_fp8_computes_the_same_and_learns(device: str) -> None:
+@pytest.mark.parametrize("columnwise", [None, True])
+def test_hugging_face_in_fp8_computes_the_same_and_learns(
+    columnwise: bool | None, device: str
+) -> None:
     """A quantizing recipe quantizes in every call what is kept quantized here."""
     model = mixtral(device)
     kept = deepcopy(model)
     convert(model, Float8BlockScaling())
-    done = convert(kept, weights="fp8")
+    done = convert(kept, weights="fp8", columnwise=columnwise)
     assert done.recipe == Float8BlockScaling()
     assert {one.path for one in done.converted} == {"experts implementation, weights in FP8"}
     y, gradients = step(model)
@@ -639,7 +647,8 @@ def test_hugging_face_in_fp8_computes_the_same_and_learns(device: str) -> None:
         assert_same_bits(kept_gradients[name], gradient)
     weights = [p for n, p in kept.named_parameters() if "experts" in n]
     assert len(weights) == 4
-    assert all(isinstance(w, GroupedTensor) and w.q_t is None for w in weights)  # a byte an element
+    assert all(isinstance(w, GroupedTensor) for w in weights)
+    assert all((w.q_t is None) == (not columnwise) for w in weights)  # a byte an element, or two
     before = [w.dequantize() for w in weights]
     torch.optim.SGD(weights, lr=1e3).step()
     assert not any(torch.equal(w.dequantize(), b) for w, b in zip(weights, before, strict=True))
@@ -814,16 +823,17 @@ def test_says_which_parameters_could_not_stay(why: str, weights: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "line"),
+    ("options", "line"),
     [
-        (None, "bfloat16, 73.73 kB"),
-        ("both", "both precisions, 147.5 kB (73.73 kB as bfloat16)"),
-        ("fp8", "FP8, 36.93 kB (73.73 kB as bfloat16)"),
+        ({}, "bfloat16, 73.73 kB"),
+        ({"weights": "both"}, "both precisions, 147.5 kB (73.73 kB as bfloat16)"),
+        ({"weights": "fp8"}, "FP8, 36.93 kB (73.73 kB as bfloat16)"),
+        ({"weights": "fp8", "columnwise": True}, "FP8, 73.79 kB (73.73 kB as bfloat16)"),
     ],
 )
-def test_says_what_weights_it_made(weights: Any, line: str) -> None:
+def test_says_what_weights_it_made(options: dict[str, Any], line: str) -> None:
     model = mixtral()
-    done = convert(model, Float8BlockScaling(), weights=weights)
+    done = convert(model, Float8BlockScaling(), **options)
     assert f"\nweights: {line}" in repr(done)
     assert "frozen" not in repr(done)
     weights_of_experts = [p for p in model.parameters() if p.dim() == 3]

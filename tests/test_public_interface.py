@@ -110,13 +110,13 @@ Format(dtype=None, scaling=None, power_of_two_scales=False, amax_epsilon=0.0,
 GeGLU(approximate='none')
 GroupedLinear(num_gemms, in_features, out_features, bias=True, device=None, dtype=None, *,
     recipe=None, cache_weights=False, fuse_wgrad_accumulation=False, weights=None,
-    stochastic_rounding=None, lora=None)
+    stochastic_rounding=None, columnwise=None, lora=None)
 GroupedLinear.forward(x, m_splits, is_first_microbatch=None)
 GroupedLinear.reset_parameters()
 GroupedMLP(num_experts, hidden_size, intermediate_size, *, bias=False,
     activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0),
     save_gate_up_in_fp8=False, recipe=None, cache_weights=False, fuse_wgrad_accumulation=False,
-    weights=None, stochastic_rounding=None, lora=None, dtype=None, device=None)
+    weights=None, stochastic_rounding=None, columnwise=None, lora=None, dtype=None, device=None)
 GroupedMLP.forward(x, top_k_weights, top_k_index, is_first_microbatch=None, *, max_rows=None)
 GroupedMLP.reset_parameters()
 GroupedTensor.dequantize(dtype=None)

@@ -177,6 +177,22 @@ def test_rounds_stochastically_unless_told_otherwise(kind: Any) -> None:
         assert all(w.stochastic_rounding == expected for w in weights)
 
 
+@EVERY_KIND
+def test_keeps_itself_transposed_where_asked(kind: Any) -> None:
+    """Without q_t each backward transposes for itself, with the same bits."""
+    results = []
+    for option, expected in (
+        ({}, True),
+        ({"columnwise": True}, True),
+        ({"columnwise": False}, False),
+    ):
+        layer = make_layer(kind=kind, **option)
+        assert all((w.q_t is not None) == expected for w in weights_of(layer))
+        results.append(call(layer, *inputs("cpu", SPLITS[0])))
+    for other in results[1:]:
+        assert_all_same(other, results[0])
+
+
 def test_errors() -> None:
     w, x = GroupedTensor.quantize(torch.ones(1, 16, 16)), torch.ones(2, 16)
     up, expert = GroupedTensor.quantize(torch.ones(1, 32, 16)), torch.zeros(2, 1, dtype=torch.int32)
@@ -186,6 +202,8 @@ def test_errors() -> None:
         lambda: make_layer(cache_weights=True),
         lambda: make_layer(single_grouped_weight=False),
         lambda: make_layer(weights=None, stochastic_rounding=True),
+        lambda: make_layer(weights=None, columnwise=True),
+        lambda: make_layer(columnwise="no"),
         lambda: make_layer(weights=None, preserve_high_precision_init=True),
         lambda: grouped_linear(x, w, [2]),
         lambda: make_layer(kind=MLP, recipe=None),
@@ -208,6 +226,8 @@ GroupedLinear: weights='fp8' needs the recipe Float8BlockScaling, got MXFP8Block
 GroupedLinear: cache_weights keeps what weights='fp8' has already: choose one of them
 GroupedLinear: weights='fp8' needs single_grouped_weight=True
 GroupedLinear: stochastic_rounding needs weights='fp8'
+GroupedLinear: columnwise needs weights='fp8'
+GroupedLinear: columnwise must be None, True or False, got 'no'
 GroupedLinear: preserve_high_precision_init needs weights='fp8'
 grouped_linear: a quantized weight needs the recipe Float8BlockScaling, got None
 GroupedMLP: weights='fp8' needs the recipe Float8BlockScaling, got None

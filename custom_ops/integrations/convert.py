@@ -170,7 +170,9 @@ def convert(
         options: of the modules that replace lists: ``cache_weights``, ``fuse_wgrad_accumulation``
             and others of :func:`grouped_linear.convert_experts`. ``save_gate_up_in_fp8`` is of
             those and of Hugging Face experts; see :func:`grouped_linear.grouped_mlp`. With
-            ``weights="fp8"`` also ``stochastic_rounding``, of what optimizers write.
+            ``weights="fp8"`` also ``stochastic_rounding``, of what optimizers write, and of all
+            experts ``columnwise``, to keep weights transposed as well: a second byte an element,
+            which dgrad reads. Without it each backward transposes one weight after the other.
 
     Returns:
         What was converted, how its weights are kept and in how many bytes, and what looks like
@@ -205,11 +207,12 @@ def convert(
     check_model("convert", model)
     check_recipe("convert", recipe)
     recipe = Float8BlockScaling() if recipe is None and weights is not None else recipe
-    check_weights_kept("convert", recipe, weights, options.get("stochastic_rounding"))
+    stochastic_rounding, columnwise = map(options.get, ("stochastic_rounding", "columnwise"))
+    check_weights_kept("convert", recipe, weights, stochastic_rounding, columnwise=columnwise)
     if weights is not None:
         options["weights"] = weights
     experts = {n: m for n, m in model.named_modules() if goes_through_interface(m)}
-    of_both = "weights", "save_gate_up_in_fp8"
+    of_both = "weights", "save_gate_up_in_fp8", "columnwise"
     of_layers = [option for option in options if option not in of_both]
     if experts and of_layers:
         raise ValueError(
@@ -221,7 +224,8 @@ def convert(
         from grouped_linear.integrations.hugging_face import plan_hugging_face
 
         save_in_fp8 = options.get("save_gate_up_in_fp8", False)
-        plan.add(plan_hugging_face(model, experts, recipe, weights, save_in_fp8))
+        kept = weights, save_in_fp8, bool(columnwise)
+        plan.add(plan_hugging_face(model, experts, recipe, *kept))
     plan.add(plan_experts("convert", model, forwards, recipe, options))
     if not plan.converted:
         _raise_for_nothing(model)

@@ -43,7 +43,7 @@ from grouped_linear.quantized.weight import check_weights_kept
 from grouped_linear.recipes import Recipe
 
 # Options that have a meaning for experts in one module, too.
-WEIGHT_OPTIONS = ("weights", "stochastic_rounding")
+WEIGHT_OPTIONS = ("weights", "stochastic_rounding", "columnwise")
 
 
 @torch.inference_mode(False)
@@ -98,9 +98,10 @@ def convert_experts(
         forwards: for each class of block with a ModuleList of experts, its new forward. Subclasses
             that inherit the block's forward get it, too.
         recipe: how the GEMMs are computed.
-        options: ``weights`` and ``stochastic_rounding``, see :func:`grouped_linear.convert`. For
-            the modules that replace lists also ``cache_weights`` and ``fuse_wgrad_accumulation``;
-            if all of them are GroupedMLP, ``save_gate_up_in_fp8``.
+        options: ``weights``, ``stochastic_rounding`` and ``columnwise``, see
+            :func:`grouped_linear.convert`. For the modules that replace lists also
+            ``cache_weights`` and ``fuse_wgrad_accumulation``; if all of them are GroupedMLP,
+            ``save_gate_up_in_fp8``.
 
     Returns:
         What was converted, in the order of ``named_modules``; never empty.
@@ -289,8 +290,8 @@ def _plan_module(
             f"{where}: experts in one module stay what they are, so there is nothing to give "
             f"{' and '.join(of_layers)} to"
         )
-    weights, stochastic_rounding = options.get("weights"), options.get("stochastic_rounding")
-    check_weights_kept(where, recipe, weights, stochastic_rounding)
+    weights, stochastic_rounding, columnwise = map(options.get, WEIGHT_OPTIONS)
+    check_weights_kept(where, recipe, weights, stochastic_rounding, columnwise=columnwise)
     check_grouped_experts(where, module, form, recipe, weights)
     what = ConvertedExperts(
         name,
@@ -299,7 +300,7 @@ def _plan_module(
         _num_parameters(module.parameters()),
         "grouped_linear" + how_weights_are_kept(options.get("weights")),
     )
-    kept = weights, stochastic_rounding
+    kept = weights, stochastic_rounding, bool(columnwise)
     return Plan([what], [partial(convert_grouped_experts, module, form, recipe, *kept)])
 
 

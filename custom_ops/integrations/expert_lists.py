@@ -37,6 +37,7 @@ LINEAR_OPTIONS = (
     "fuse_wgrad_accumulation",
     "weights",
     "stochastic_rounding",
+    "columnwise",
 )
 MLP_OPTIONS = (*LINEAR_OPTIONS, "save_gate_up_in_fp8")
 
@@ -149,7 +150,13 @@ def empty_grouped_module(
     if unknown:
         raise ValueError(f"{where}: options may be {', '.join(known)}, got {' and '.join(unknown)}")
     first = next(iter(parameters[0].values()))
-    like: dict[str, Any] = {"recipe": recipe, "dtype": first.dtype, "device": "meta"} | options
+    like: dict[str, Any] = {
+        "recipe": recipe,
+        "dtype": first.dtype,
+        "device": "meta",
+        "columnwise": False,
+        **options,
+    }
     grouped: nn.Module
     if names is None:
         N, K = first.shape

@@ -174,6 +174,7 @@ def convert_grouped_experts(
     recipe: Recipe | None,
     weights: Weights,
     stochastic_rounding: bool | None,
+    columnwise: bool,
 ) -> Replaced:
     """Give the module a forward of grouped layers. It raises only if memory runs out.
 
@@ -183,6 +184,7 @@ def convert_grouped_experts(
         recipe: how the GEMMs are computed.
         weights: how weights are to be kept.
         stochastic_rounding: of weights in FP8 alone.
+        columnwise: whether these keep q_t.
 
     Returns:
         What could not stay the same parameter.
@@ -195,7 +197,7 @@ def convert_grouped_experts(
     if weights is not None:
         for name in form.weights:
             w = module.get_parameter(name)
-            kept = keep_weight(w, weights, recipe, stochastic_rounding)
+            kept = keep_weight(w, weights, recipe, stochastic_rounding, columnwise)
             replaced += replace_parameter(module, name, kept)
     convert_class(module, grouped_members, form, recipe, weights == "fp8")
     return replaced

@@ -49,6 +49,7 @@ def plan_hugging_face(
     recipe: Recipe | None,
     weights: Weights,
     save_gate_up_in_fp8: bool,
+    columnwise: bool,
 ) -> Plan:
     """Check a model's experts and change nothing.
 
@@ -60,6 +61,7 @@ def plan_hugging_face(
         recipe: how the GEMMs are to be computed.
         weights: how weights are to be kept.
         save_gate_up_in_fp8: what is to be kept for the backward.
+        columnwise: whether weights in FP8 alone are kept transposed as well.
     """
     check_flags("convert", save_gate_up_in_fp8=save_gate_up_in_fp8)
     implementation = Implementation(
@@ -83,9 +85,11 @@ def plan_hugging_face(
             check_not_sharded(f"convert: {place or type(module).__name__}", module)
     if weights == "fp8":
         assert isinstance(recipe, Float8BlockScaling)
-        plan.writes += plan_quantization("convert", model, dict.fromkeys(plain, recipe), learn=True)
+        plan.writes += plan_quantization(
+            "convert", model, dict.fromkeys(plain, recipe), learn=True, columnwise=columnwise
+        )
         loaded = {place: module for place, module in experts.items() if has_parts(module)}
-        plan.writes += plan_joining("convert", model, loaded, recipe)
+        plan.writes += plan_joining("convert", model, loaded, recipe, columnwise)
     for place, module in experts.items():
         sizes = {n: p.numel() for n, p in module.named_parameters() if not n.endswith(SCALE)}
         num_parameters = sum(sizes.values())

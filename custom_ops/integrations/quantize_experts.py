@@ -82,7 +82,12 @@ def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None)
 
 
 def plan_quantization(
-    op: str, model: nn.Module, recipes: dict[str, Float8BlockScaling], *, learn: bool = False
+    op: str,
+    model: nn.Module,
+    recipes: dict[str, Float8BlockScaling],
+    *,
+    learn: bool = False,
+    columnwise: bool = False,
 ) -> list[Callable[[], Replaced | None]]:
     """Check that a model's experts can be quantized; the returned functions quantize them.
 
@@ -92,6 +97,7 @@ def plan_quantization(
         recipes: of each experts module, by name.
         learn: whether weights that learn go on learning. Those that are stored as [E, in_features,
             out_features] stop: the GEMM that reads them gives no gradient for them.
+        columnwise: whether q_t is kept.
     """
     found = {where: model.get_submodule(where) for where in recipes}
     writes: list[Callable[[], Replaced | None]] = []
@@ -102,7 +108,8 @@ def plan_quantization(
             _check_can_be_quantized(op, place, w, experts, model)
         named = [(name, getattr(experts, name)) for name in weights]
         check_weights(f"{op}: {where or class_before(experts).__name__}", named)
-        writes += [partial(_quantize, experts, name, recipes[where], learn) for name in weights]
+        kept = recipes[where], learn, columnwise
+        writes += [partial(_quantize, experts, name, *kept) for name in weights]
         writes.append(partial(save_by_parts, experts, weights))
     for where, root in _models_in(model):
         own = {
@@ -118,24 +125,30 @@ def plan_quantization(
 
 
 @torch.no_grad()
-def _quantize(experts: Any, name: str, recipe: Float8BlockScaling, learn: bool) -> Replaced:
+def _quantize(
+    experts: Any, name: str, recipe: Float8BlockScaling, learn: bool, columnwise: bool
+) -> Replaced:
     """Quantize a weight of an experts module, if it is not quantized yet."""
     w = getattr(experts, name)
     if is_quantized(w):
         return []
+    learns = learn and w.requires_grad and not experts.is_transposed
     # For a weight that is stored transposed, fprop reads the columnwise data.
-    columnwise = experts.is_transposed
+    columnwise = columnwise or experts.is_transposed
     quantized: Any = GroupedTensor.quantize(local_part(w), recipe, columnwise=columnwise)
     if is_dtensor(w):
         quantized = distributed_like(w, quantized)
-    learns = learn and w.requires_grad and not columnwise
     replaced = replace_parameter(experts, name, quantized)
     experts.get_parameter(name).requires_grad_(learns)
     return replaced
 
 
 def plan_joining(
-    op: str, model: nn.Module, experts: dict[str, Any], recipe: Float8BlockScaling
+    op: str,
+    model: nn.Module,
+    experts: dict[str, Any],
+    recipe: Float8BlockScaling,
+    columnwise: bool,
 ) -> list[Callable[[], Replaced | None]]:
     """Check that experts of a checkpoint in FP8 can learn; the returned functions make them.
 
@@ -147,6 +160,7 @@ def plan_joining(
         model: the whole model.
         experts: by name, those whose numbers and scales the recipe can read.
         recipe: how optimizers' steps are quantized.
+        columnwise: whether q_t is kept.
     """
     writes: list[Callable[[], Replaced | None]] = []
     for where, module in experts.items():
@@ -154,7 +168,8 @@ def plan_joining(
         for name in weights:
             w, place = getattr(module, name), f"{where}.{name}".lstrip(".")
             _check_can_be_quantized(op, place, w, module, model)
-            writes.append(partial(_join, module, name, _joined(module, name, recipe)))
+            joined = _joined(module, name, recipe)
+            writes.append(partial(_join, module, name, joined, columnwise))
         writes.append(partial(save_by_parts, module, weights))
     for where, root in _models_in(model):
         inside = (module for name, module in experts.items() if name.startswith(where))
@@ -172,7 +187,12 @@ def _joined(experts: Any, name: str, recipe: Float8BlockScaling) -> Any:
     return distributed_like(q, w) if is_dtensor(q) else w
 
 
-def _join(experts: Any, name: str, joined: Any) -> Replaced:
+@torch.no_grad()
+def _join(experts: Any, name: str, joined: Any, columnwise: bool) -> Replaced:
+    if columnwise:
+        own = local_part(joined)
+        own = GroupedTensor.from_parts(own.q, own.scale, own.dtype, own.recipe)
+        joined = distributed_like(joined, own) if is_dtensor(joined) else own
     delattr(experts, name + SCALE)
     return replace_parameter(experts, name, joined)
 

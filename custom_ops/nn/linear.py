@@ -63,6 +63,9 @@ class GroupedLinear(HasAdapters, SavesQuantized):
             drawn in `dtype`, then quantized.
         stochastic_rounding: round a weight in FP8 alone stochastically when an optimizer steps it,
             so that small steps add up. None, the default, does so.
+        columnwise: keep a weight in FP8 alone transposed as well, a second byte an element, which
+            dgrad reads. Without it each backward transposes it. None, the default, keeps it unless
+            there is an adapter, which freezes it.
         lora: an adapter beside the weight, which is frozen, see :class:`grouped_linear.Lora`.
 
     Attributes:
@@ -106,6 +109,7 @@ class GroupedLinear(HasAdapters, SavesQuantized):
         fuse_wgrad_accumulation: bool = False,
         weights: Weights = None,
         stochastic_rounding: bool | None = None,
+        columnwise: bool | None = None,
         lora: Lora | None = None,
     ) -> None:
         super().__init__()
@@ -120,6 +124,7 @@ class GroupedLinear(HasAdapters, SavesQuantized):
             fuse_wgrad_accumulation,
             weights,
             stochastic_rounding,
+            columnwise,
             dtype,
         )
         check_lora("GroupedLinear", lora)
@@ -129,7 +134,9 @@ class GroupedLinear(HasAdapters, SavesQuantized):
         self.weights = weights
         E, N, K = num_gemms, out_features, in_features
         weight = torch.empty(E, N, K, dtype=dtype, device=device)
-        self._register("weight", keep_weight(weight, weights, recipe, stochastic_rounding))
+        keeps_q_t = lora is None if columnwise is None else columnwise
+        kept = keep_weight(weight, weights, recipe, stochastic_rounding, keeps_q_t)
+        self._register("weight", kept)
         b = torch.empty(E, N, dtype=dtype, device=device) if bias else None
         self._register("bias", b)
         self.weight_state, self.weight_cache = new_state(recipe, E, device), None

@@ -61,6 +61,9 @@ class GroupedMLP(HasAdapters, SavesQuantized):
             are drawn in `dtype`, then quantized.
         stochastic_rounding: round a weight in FP8 alone stochastically when an optimizer steps it,
             so that small steps add up. None, the default, does so.
+        columnwise: keep weights in FP8 alone transposed as well, a second byte an element, which
+            dgrad reads. Without it each backward transposes them. None, the default, keeps it
+            unless there are adapters, which freeze them.
         lora: adapters beside both projections, which are frozen, see :class:`grouped_linear.Lora`;
             or a mapping with one for "gate_up_proj" or "down_proj" or each.
         dtype: of the parameters.
@@ -144,6 +147,7 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         fuse_wgrad_accumulation: bool = False,
         weights: Weights = None,
         stochastic_rounding: bool | None = None,
+        columnwise: bool | None = None,
         lora: Lora | Mapping[str, Lora] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -161,9 +165,11 @@ class GroupedMLP(HasAdapters, SavesQuantized):
             fuse_wgrad_accumulation,
             weights,
             stochastic_rounding,
+            columnwise,
             dtype,
         )
         adapters = _adapters_of(lora)
+        keeps_q_t = not adapters if columnwise is None else columnwise
         self.num_experts = num_experts
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.activation, self._recipe = activation, recipe
@@ -174,7 +180,7 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         G = 2 * F if activation.gated else F
         for name, shape in (("gate_up_proj", (E, G, H)), ("down_proj", (E, H, F))):
             w = torch.empty(shape, dtype=dtype, device=device)
-            kept = keep_weight(w, weights, recipe, stochastic_rounding)
+            kept = keep_weight(w, weights, recipe, stochastic_rounding, keeps_q_t)
             self.register_parameter(name, nn.Parameter(kept))
         for name, features in (("gate_up_proj_bias", G), ("down_proj_bias", H)):
             b = nn.Parameter(torch.empty(E, features, dtype=dtype, device=device)) if bias else None

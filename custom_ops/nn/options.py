@@ -23,6 +23,7 @@ def check_options(
     fuse_wgrad_accumulation: Any,
     weights: Any,
     stochastic_rounding: Any,
+    columnwise: Any,
     dtype: Any,
 ) -> None:
     """Check the options that both layers have: each alone, then those that exclude each other."""
@@ -33,7 +34,7 @@ def check_options(
     )
     check_parameters_dtype(layer, "dtype", dtype)
     check_recipe(layer, recipe)
-    check_weights_kept(layer, recipe, weights, stochastic_rounding, cache_weights)
+    check_weights_kept(layer, recipe, weights, stochastic_rounding, cache_weights, columnwise)
 
 
 def check_num_groups(layer: str, name: str, number: int) -> None:

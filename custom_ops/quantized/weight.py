@@ -43,6 +43,7 @@ def check_weights_kept(
     weights: Any,
     stochastic_rounding: Any = None,
     cache_weights: bool = False,
+    columnwise: Any = None,
 ) -> None:
     """Check the option ``weights``, and what it excludes.
 
@@ -52,6 +53,7 @@ def check_weights_kept(
         weights: None, "both" or "fp8".
         stochastic_rounding: of weights in FP8 alone; None for their default.
         cache_weights: whether the layer has a weight cache.
+        columnwise: of weights in FP8 alone; None for its default.
 
     Raises:
         ValueError: for another value, another recipe, or options that exclude each other.
@@ -71,16 +73,22 @@ def check_weights_kept(
         raise ValueError(
             f"{owner}: cache_weights keeps what weights={weights!r} has already: choose one of them"
         )
-    if stochastic_rounding is not None and not isinstance(stochastic_rounding, bool):
-        raise ValueError(
-            f"{owner}: stochastic_rounding must be None, True or False, got {stochastic_rounding!r}"
-        )
-    if stochastic_rounding and weights != "fp8":
-        raise ValueError(f"{owner}: stochastic_rounding needs weights='fp8'")
+    for name, flag in {
+        "stochastic_rounding": stochastic_rounding,
+        "columnwise": columnwise,
+    }.items():
+        if flag is not None and not isinstance(flag, bool):
+            raise ValueError(f"{owner}: {name} must be None, True or False, got {flag!r}")
+        if flag and weights != "fp8":
+            raise ValueError(f"{owner}: {name} needs weights='fp8'")
 
 
 def keep_weight(
-    w: Tensor, weights: Weights, recipe: Recipe | None, stochastic_rounding: bool | None = None
+    w: Tensor,
+    weights: Weights,
+    recipe: Recipe | None,
+    stochastic_rounding: bool | None = None,
+    columnwise: bool = True,
 ) -> Tensor:
     """A weight [E, N, K] as the option ``weights`` keeps it; w's memory is used where it can be."""
     if weights is None:
@@ -88,7 +96,7 @@ def keep_weight(
     if weights == "both":
         return GroupedTensorWithMaster.quantize(w, recipe)
     stochastic = stochastic_rounding is not False
-    return GroupedTensor.quantize(w, recipe, stochastic_rounding=stochastic)
+    return GroupedTensor.quantize(w, recipe, columnwise=columnwise, stochastic_rounding=stochastic)
 
 
 def stored_weight(op: str, w: Any, recipe: Recipe | None) -> QuantizedWeight | None:

@@ -155,6 +155,20 @@ def test_nothing_stepped_saves_the_checkpoint(folder: Path, tmp_path: Path) -> N
     assert_same_file(tmp_path / "saved", folder)
 
 
+def test_weights_kept_transposed(folder: Path) -> None:
+    """A second byte an element, and the same bits."""
+    found = []
+    for columnwise in (False, True):
+        model = from_pretrained(folder)
+        convert(model, RECIPE, weights="fp8", columnwise=columnwise)
+        experts = [p for one in experts_of(model) for p in one.parameters()]
+        assert all((p.q_t is not None) == columnwise for p in experts)
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        found.append([p.grad for p in experts])
+    for own, other in zip(*found, strict=True):
+        assert_same_bits(own, other)
+
+
 def test_experts_learn(folder: Path, tmp_path: Path) -> None:
     """All of them, in FP8 alone, by fused AdamW; what is saved is a checkpoint in FP8 again."""
     model = from_pretrained(folder)
