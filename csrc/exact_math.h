@@ -37,6 +37,13 @@ GROUPED_LINEAR_DEVICE float add(float a, float b) {
   return a + b;
 #endif
 }
+GROUPED_LINEAR_DEVICE float div(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fdiv_rn(a, b);
+#else
+  return a / b;
+#endif
+}
 GROUPED_LINEAR_DEVICE float clamp(float x, float limit) {
 #ifdef __CUDA_ARCH__
   return fminf(fmaxf(x, -limit), limit);

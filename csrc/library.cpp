@@ -143,12 +143,14 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "update_scales_(Tensor(a!)[] scale, Tensor(b!)[] amax, Tensor(c!)[] amax_history, "
       "float[] fp8_max, int margin=0, bool most_recent=False) -> ()");
 
-  // A step of Adam over a quantized weight. grad, exp_avg, exp_avg_sq, max_exp_avg_sq [E, N, K] of
+  // A step of Adam over a quantized weight, or over master [E, N, K], its high-precision numbers in
+  // grad's dtype: then as torch steps a parameter. grad, exp_avg, exp_avg_sq, max_exp_avg_sq [E, N, K] of
   // one dtype; step, lr_tensor (in place of lr), grad_scale, found_inf: 0-d float32. grad is
   // written if grad_scale is given, and nothing is if found_inf is not 0
   m.def(
-      "adam_weight_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor(d!) grad, "
-      "Tensor(e!) exp_avg, Tensor(f!) exp_avg_sq, Tensor(g!)? max_exp_avg_sq, Tensor step, "
+      "adam_weight_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor(d!)? master, "
+      "Tensor(e!) grad, Tensor(f!) exp_avg, Tensor(g!) exp_avg_sq, Tensor(h!)? max_exp_avg_sq, "
+      "Tensor step, "
       "Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf, float lr, float beta1, "
       "float beta2, float weight_decay, float eps, bool decoupled_weight_decay=True, "
       "bool maximize=False, float amax_epsilon=0.0, bool power_of_two_scales=True, "

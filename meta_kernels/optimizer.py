@@ -14,6 +14,7 @@ def adam_weight_(
     q: Tensor,
     scale: Tensor,
     q_t: Tensor | None,
+    master: Tensor | None,
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
@@ -33,7 +34,7 @@ def adam_weight_(
     power_of_two_scales: bool = True,
     stochastic_rounding: bool = True,
 ) -> None:
-    """q [E, N, K], scale [E, ceil(N/B), ceil(K/B)], q_t [E, K, N], the gradient and the moments."""
+    """q [E, N, K], scale [E, ceil(N/B), ceil(K/B)], q_t [E, K, N]; all others as q, or numbers."""
     rules = Rules("adam_weight_")
     rules.dim("q", q, 3)
     rules.dtype("q", q.dtype, (E4M3,))
@@ -49,7 +50,7 @@ def adam_weight_(
         rules.written("q_t", q_t, E4M3, (E, K, N), "q", q)
     rules.dtype("grad", grad.dtype, ACTIVATIONS)
     moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "max_exp_avg_sq": max_exp_avg_sq}
-    for name, t in {"grad": grad, **moments}.items():
+    for name, t in {"master": master, "grad": grad, **moments}.items():
         if t is not None:
             rules.written(name, t, grad.dtype, (E, N, K), "q", q)
     scalars = {"lr_tensor": lr_tensor, "grad_scale": grad_scale, "found_inf": found_inf}
@@ -64,3 +65,7 @@ def adam_weight_(
     rules.finite("weight_decay", weight_decay)
     rules.finite("eps", eps)
     rules.epsilon(amax_epsilon)
+    rules.check(
+        master is None or not stochastic_rounding,
+        lambda: "stochastic_rounding must be False with a master",
+    )

@@ -82,6 +82,55 @@ def step_of(cls: Any, **options: Any) -> Callable[[Any], None]:
     return step
 
 
+def orthogonalized_step(layer: Any) -> None:
+    """Muon's over each expert: torch.optim.Muon takes matrices alone."""
+    w = layer.weight
+    grad = torch.randn(w.shape, generator=torch.Generator().manual_seed(4)).to(w.device, w.dtype)
+    momentum = torch.zeros_like(w).lerp_(grad, 0.05)
+    x = momentum.float()
+    x = x / x.norm(dim=(1, 2), keepdim=True)
+    for _ in range(3):
+        square = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    with torch.no_grad():
+        w.mul_(1 - 0.01)
+        w.add_(x.to(w.dtype), alpha=-0.02)
+
+
+def schedule_free_steps(layer: Any) -> None:
+    """Two steps of schedule-free SGD, then its average: the parameter is moved by lerp_."""
+    zs = [
+        p.detach().clone().dequantize() if is_kept(p) else p.detach().clone()
+        for p in layer.parameters()
+    ]
+    with torch.no_grad():
+        for step in (1, 2):
+            for p, z in zip(layer.parameters(), zs, strict=True):
+                generator = torch.Generator().manual_seed(step)
+                grad = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+                p.lerp_(z, weight=1 / step)
+                p.add_(grad, alpha=0.05 * (0.9 * (1 - 1 / step) - 1))
+                z.sub_(grad, alpha=0.05)
+        for p, z in zip(layer.parameters(), zs, strict=True):
+            p.lerp_(z, weight=1 - 1 / 0.9)
+
+
+def compiled_step(layer: Any) -> None:
+    """Of an optimizer, as one graph."""
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=torch.tensor(0.05), fused=True)
+    torch.compile(step_with(optimizer, layer), backend="aot_eager")()
+
+
+def step_with(optimizer: Any, layer: Any) -> Callable[[], None]:
+    for p in layer.parameters():
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(6)).to(p)
+
+    def step() -> None:
+        optimizer.step()
+
+    return step
+
+
 def saved(module: nn.Module) -> dict[str, Tensor]:
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
@@ -168,6 +217,9 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "amsgrad": step_of(torch.optim.Adam, fused=True, amsgrad=True, weight_decay=0.1),
     "rmsprop": step_of(torch.optim.RMSprop, foreach=True),
     "adafactor": step_of(torch.optim.Adafactor),
+    "compiled": compiled_step,
+    "muon": orthogonalized_step,
+    "schedule-free": schedule_free_steps,
     "copy_": no_grad(lambda m: m.weight.copy_(torch.linspace(-1, 1, K).expand(E, N, K))),
     "uniform_": no_grad(
         lambda m: m.weight.uniform_(generator=torch.Generator(m.weight.device).manual_seed(3))

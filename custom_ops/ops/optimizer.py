@@ -12,6 +12,7 @@ def adam_weight_(
     q: Tensor,
     scale: Tensor,
     q_t: Tensor | None,
+    master: Tensor | None,
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
@@ -45,6 +46,10 @@ def adam_weight_(
     q_t, m and v are written. It is the step of ``torch.optim.AdamW(fused=True)``, which calls this
     op for a :class:`grouped_linear.GroupedTensor`.
 
+    With a master, w = master. On a GPU master, m and v become, bit for bit, what torch's fused
+    AdamW makes of them there, and q, q_t and scale what :func:`quantize_weight` makes of the new
+    master.
+
     Rounded stochastically, a number becomes one of its two neighbours, the upper one with the
     probability that makes the expected value exact. The random bits follow from the step, the
     position in the expert and the number alone. So copies of an expert on several processes stay
@@ -54,6 +59,8 @@ def adam_weight_(
         q: [E, N, K] e4m3, contiguous, written.
         scale: [E, ceil(N / 128), ceil(K / 128)] float32, contiguous, written.
         q_t: [E, K, N] e4m3, contiguous, written; or None.
+        master: [E, N, K] of grad's dtype, contiguous, written: the weight in high precision; None
+            for a weight that is q * scale alone.
         grad: [E, N, K] bfloat16, float16 or float32, contiguous. Written if grad_scale is given.
         exp_avg: [E, N, K] of grad's dtype, contiguous, written.
         exp_avg_sq: [E, N, K] of grad's dtype, contiguous, written.
@@ -74,7 +81,7 @@ def adam_weight_(
         maximize: take -grad for g.
         amax_epsilon: the smallest amax that a block is scaled by.
         power_of_two_scales: make scales powers of two.
-        stochastic_rounding: round stochastically instead of to nearest.
+        stochastic_rounding: round stochastically instead of to nearest; not with a master.
 
     Raises:
         RuntimeError: for a wrong shape, dtype, device, layout or number.
@@ -84,7 +91,7 @@ def adam_weight_(
     >>> q, scale, q_t = quantize_weight(torch.ones(1, 128, 128))
     >>> grad, m, v = torch.ones(1, 128, 128), torch.zeros(1, 128, 128), torch.zeros(1, 128, 128)
     >>> options = {"lr": 0.25, "weight_decay": 0.0}
-    >>> adam_weight_(q, scale, q_t, grad, m, v, None, torch.tensor(1.0), **options)
+    >>> adam_weight_(q, scale, q_t, None, grad, m, v, None, torch.tensor(1.0), **options)
     >>> (q.float() * scale).mean(), m.mean()
     (tensor(0.7500), tensor(0.1000))
     """
@@ -92,6 +99,7 @@ def adam_weight_(
         q,
         scale,
         q_t,
+        master,
         grad,
         exp_avg,
         exp_avg_sq,

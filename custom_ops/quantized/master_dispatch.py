@@ -36,7 +36,7 @@ def _by_the_rules(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return _view(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags:
         raise RuntimeError(f"GroupedTensor: {func} cannot change the shape of a quantized tensor")
-    return _read_or_write(func, args, kwargs)
+    return read_or_write(func, args, kwargs)
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,7 +78,7 @@ def _experts_in(master: Tensor, own: Tensor) -> Any:
     return first if own.dim() == 2 else slice(first, first + own.size(0))
 
 
-def _read_or_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def read_or_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operation on high-precision numbers; what it wrote is then quantized."""
     by_number: dict[int, GroupedTensorWithMaster] = {}
 
@@ -177,10 +177,10 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     to, source = args[:2]
     tensors = to, source
     if not all(isinstance(t, GroupedTensorWithMaster) and t.is_whole for t in tensors):
-        return _read_or_write(func, args, kwargs)
+        return read_or_write(func, args, kwargs)
     alike = to.metadata == source.metadata and to.shape == source.shape
     if not alike or (to.q_t is not None and source.q_t is None):
-        return _read_or_write(func, args, kwargs)
+        return read_or_write(func, args, kwargs)
     for own, other in zip((to.own, *to.parts), (source.own, *source.parts), strict=True):
         if own is not None:
             func(own, other, *args[2:], **kwargs)

@@ -176,7 +176,8 @@ class GroupedTensorWithMaster(GroupedTensor):
         >>> w.refresh_().scale.flatten()
         tensor([0.0039, 0.0078])
         """
-        if self.whole is not None and type(self.q) is not Tensor:
+        if self.is_traced_part:
+            assert self.whole is not None
             self.whole.refresh_()
         elif self.master.numel():
             parts, master = self.parts, self.master
@@ -206,6 +207,11 @@ class GroupedTensorWithMaster(GroupedTensor):
         """Whether this is all of ``master``, and not a view of another shape, dtype or part."""
         alike = self.shape == self.master.shape and self.dtype == self.master.dtype
         return alike and self.is_contiguous()
+
+    @property
+    def is_traced_part(self) -> bool:
+        """Whether a trace has this view of another weight, all of which it quantizes."""
+        return self.whole is not None and type(self.q) is not Tensor
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """The high-precision numbers in a plain tensor of its own."""
