@@ -111,6 +111,25 @@ def check_training(name: str, rank: int, directory: Path) -> None:
             assert_same_bits(p.to_local().dequantize(), q.to_local())  # type: ignore[attr-defined]
 
 
+def check_hybrid(rank: int, directory: Path) -> None:
+    """HSDP: replicas that see other rows step alike, as plain weights do."""
+    models = [Model(RECIPES["block"], weights) for weights in ("both", None)]
+    names = ("replicate", "shard")
+    mesh = init_device_mesh(device().type, (PROCESSES, 1), mesh_dim_names=names)
+    for model in models:
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh)
+        train(model, seed=rank)
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        own = p.to_local().dequantize()  # type: ignore[attr-defined]
+        assert_fresh(p)
+        assert_same_bits(own, q.to_local())  # type: ignore[attr-defined]
+        others = [torch.empty_like(own) for _ in range(PROCESSES)]
+        dist.all_gather(others, own)
+        for other in others:
+            assert_same_bits(other, own)
+
+
 def check_mixed_precision(rank: int, directory: Path) -> None:
     """float32 numbers are quantized as they are, and stay on their process."""
     kept = Model(RECIPES["block"], "both", FP32)
@@ -189,6 +208,7 @@ def check_data_parallel(rank: int, directory: Path) -> None:
 
 CHECKS: Checks = {
     **{f"training_{name}": partial(check_training, name) for name in RECIPES},
+    "hybrid": check_hybrid,
     "mixed_precision": check_mixed_precision,
     "bytes": check_bytes,
     "checkpoints": check_checkpoints,
