@@ -24,6 +24,7 @@ from grouped_linear.integrations.convert import Conversion, convert
 from grouped_linear.integrations.convert_experts import convert_experts
 from grouped_linear.integrations.look_alikes import SkippedExperts
 from grouped_linear.integrations.plan import ConvertedExperts, KeptWeights
+from grouped_linear.integrations.routing_replay import Routing, record_routing, replay_routing
 from grouped_linear.nn.functional import grouped_linear
 from grouped_linear.nn.functional_mlp import grouped_mlp, grouped_mlp_sorted
 from grouped_linear.nn.linear import GroupedLinear
@@ -65,6 +66,7 @@ __all__ = [
     "LoraWeights",
     "MXFP8BlockScaling",
     "Recipe",
+    "Routing",
     "SkippedExperts",
     "SquaredReLU",
     "SwiGLU",
@@ -75,6 +77,8 @@ __all__ = [
     "grouped_mlp_sorted",
     "library_path",
     "ops",
+    "record_routing",
+    "replay_routing",
     "te",
     "update_scales",
 ]

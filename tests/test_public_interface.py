@@ -61,6 +61,7 @@ Lora
 LoraWeights
 MXFP8BlockScaling
 Recipe
+Routing
 SkippedExperts
 SquaredReLU
 SwiGLU
@@ -71,6 +72,8 @@ grouped_mlp
 grouped_mlp_sorted
 library_path
 ops
+record_routing
+replay_routing
 te
 update_scales""",
     )
@@ -129,6 +132,7 @@ KeptWeights(kind, nbytes, note='')
 Lora(rank, alpha=None, dropout=0.0, rslora=False, dtype=None)
 LoraWeights(a, b, scaling=1.0, dropout=0.0)
 MXFP8BlockScaling()
+Routing(experts, weights=None)
 SkippedExperts(name, why)
 SquaredReLU()
 SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0)
@@ -144,6 +148,8 @@ grouped_mlp_sorted(x, m_splits, gate_up_proj, down_proj, row_weights=None, recip
     beta=0.0, limit=None, interleaved=False, cubic=0.0), save_gate_up_in_fp8=False,
     gate_up_lora=None, down_lora=None)
 library_path()
+record_routing(model, batch_size, max_tokens, *, weights=False)
+replay_routing(model, routing)
 update_scales(model, group=None)""",
     )
 
