@@ -19,6 +19,7 @@ pytest.importorskip("peft")
 import peft
 
 from grouped_linear.integrations.peft import use_grouped_adapters
+from grouped_linear.integrations.transformers import fp8_tensors
 from support.adapters import IDS, SIZES, assert_close, config_of, fp8_checkpoints_on_cpu, logits
 
 RECIPE = Float8BlockScaling()
@@ -153,6 +154,17 @@ def test_nothing_stepped_saves_the_checkpoint(folder: Path, tmp_path: Path) -> N
     assert torch.equal(logits(model), expected)
     model.save_pretrained(tmp_path / "saved")
     assert_same_file(tmp_path / "saved", folder)
+
+
+def test_weights_to_a_sampler(folder: Path) -> None:
+    """All tensors of the checkpoint, under its names, as it was loaded and once it learns."""
+    model, expected = from_pretrained(folder), load_file(folder / "model.safetensors")
+    for weights in (None, "fp8"):
+        convert(model, RECIPE, weights=weights)
+        tensors = dict(fp8_tensors(model))
+        assert tensors.keys() == expected.keys()
+        for name, t in expected.items():
+            assert_same_bits(tensors[name].detach(), t)
 
 
 def test_experts_learn(folder: Path, tmp_path: Path) -> None:
