@@ -20,6 +20,7 @@ from grouped_linear import meta_kernels as meta_kernels  # their fakes  # isort:
 from grouped_linear import ops  # isort: skip
 from grouped_linear import te as te
 from grouped_linear.integrations import spmd as spmd
+from grouped_linear.integrations.batch_invariance import check_batch_invariant
 from grouped_linear.integrations.convert import Conversion, convert
 from grouped_linear.integrations.convert_experts import convert_experts
 from grouped_linear.integrations.look_alikes import SkippedExperts
@@ -70,6 +71,7 @@ __all__ = [
     "SkippedExperts",
     "SquaredReLU",
     "SwiGLU",
+    "check_batch_invariant",
     "convert",
     "convert_experts",
     "grouped_linear",

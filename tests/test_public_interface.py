@@ -65,6 +65,7 @@ Routing
 SkippedExperts
 SquaredReLU
 SwiGLU
+check_batch_invariant
 convert
 convert_experts
 grouped_linear
@@ -136,6 +137,7 @@ Routing(experts, weights=None)
 SkippedExperts(name, why)
 SquaredReLU()
 SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0)
+check_batch_invariant(model)
 convert(model, recipe=None, *, weights=None, forwards=None, **options)
 convert_experts(model, forwards=None, recipe=None, **options)
 grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None, *, lora=None)
