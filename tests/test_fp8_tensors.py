@@ -256,8 +256,14 @@ def test_what_is_refused() -> None:
             layer_types=["full_attention"],
         )
     )
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2)
+    dense, adapted = transformers.LlamaForCausalLM(config), model_of()
+    adapted.lm_head.register_parameter("lora_a", nn.Parameter(torch.zeros(1)))
     recipe = Float8BlockScaling()
     mistakes = [
+        lambda: tensors(model=dense),
+        lambda: tensors(model=adapted),
         lambda: tensors(model=nn.Linear(16, 16)),
         lambda: tensors(),
         lambda: tensors(recipe),
@@ -269,6 +275,8 @@ def test_what_is_refused() -> None:
     assert_expected_inline(
         "\n".join(sentences),
         """\
+fp8_tensors: LlamaForCausalLM has no experts that are known
+fp8_tensors: lm_head.lora_a is of an adapter: merge it before
 fp8_tensors: model must be a transformers model, got Linear
 fp8_tensors: model.layers.0.mlp.experts.gate_up_proj is not in FP8 blocks: convert with
 weights='both'

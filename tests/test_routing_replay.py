@@ -275,6 +275,34 @@ def test_activation_checkpointing(device: str) -> None:
         loss.backward()
 
 
+def test_routers_with_a_forward_of_their_own() -> None:
+    """accelerate gives modules such an attribute, which hides the class's forward."""
+    model, ids, experts = converted("mixtral"), tokens("cpu", B, S), random_experts()
+    router = model.model.layers[0].mlp.gate
+    calls, own = [], router.forward
+    router.forward = hooked = lambda x: (calls.append(x), own(x))[1]
+    with replay_routing(model, experts), record_routing(model, B, S) as recording:
+        model(ids)
+    assert torch.equal(recording.routing.experts, experts)
+    assert len(calls) == 1
+    assert router.forward is hooked
+
+
+def test_recorded_for_inference_and_trained_on() -> None:
+    """Tensors of inference mode cannot be saved for a backward."""
+    model, ids = converted("mixtral"), tokens("cpu", B, S)
+    with torch.inference_mode(), record_routing(model, B, S) as recording:
+        model(ids)
+        routing = recording.routing
+    with replay_routing(model, routing):
+        model(ids).logits.sum().backward()
+    with torch.inference_mode():
+        context = replay_routing(model, routing)
+        context.__enter__()
+    model(ids).logits.sum().backward()
+    context.__exit__(None, None, None)
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("fp8_replays", [True, False])
 def test_log_probabilities_come_nearer(fp8_replays: bool, seed: int) -> None:

@@ -222,6 +222,18 @@ def test_linear(way: Layer, device: str, data: strategies.DataObject) -> None:
     assert_same_bits(way(other, x, sizes)[places], expected)
 
 
+@DEVICES
+@pytest.mark.parametrize("activation", [SwiGLU(), GeGLU("tanh")], ids=str)
+def test_inductor_has_the_bits_of_eager(activation: Any, device: str) -> None:
+    """In the same batch; the other tests compile without Inductor, which takes its time."""
+    form: dict[str, Any] = {"activation": activation, "device": device, "dtype": BF16}
+    mlp = GroupedMLP(4, 64, 80, recipe=Float8BlockScaling(), **form)
+    x, (weights, chosen) = torch.randn(40, 64), torch.rand(40, 4).topk(2)
+    given = [x.to(device, BF16), weights.to(device), chosen.to(device)]
+    torch._dynamo.reset()
+    assert_same_bits(torch.compile(mlp, fullgraph=True)(*given), mlp(*given))
+
+
 @needs_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("recipe", [Float8BlockScaling(), MXFP8BlockScaling(), None], ids=repr)
@@ -261,6 +273,20 @@ def test_generate_and_a_training_step(family: str, kept: Any, device: str) -> No
     assert_same_bits(y.detach(), expected)
 
 
+class Experts(nn.Module):
+    """Experts in one module, as torchtitan has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in (("w1", (2, 32, 16)), ("w2", (2, 16, 32)), ("w3", (2, 32, 16))):
+            self.register_parameter(name, nn.Parameter(torch.randn(shape) / 4))
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        parts = x.split(num_tokens_per_expert.tolist())
+        ws = zip(parts, self.w1, self.w2, self.w3, strict=True)
+        return torch.cat([(nn.functional.silu(r @ a.T) * (r @ c.T)) @ b.T for r, a, b, c in ws])
+
+
 def test_what_is_refused() -> None:
     """Each refusal is true: tokens do differ, or somebody else computes them."""
     other_format = Recipe(
@@ -288,9 +314,12 @@ def test_what_is_refused() -> None:
     assert "on several processes" in said[6]
     assert said[7] == "check_batch_invariant: Linear has no grouped layers"
     assert "mlp.experts: its experts implementation is" in said[8]
-    model = model_of("mixtral", "cpu")
-    convert(model, Float8CurrentScaling())
-    assert "Float8CurrentScaling()" in sentence(lambda: check_batch_invariant(model))
+    # PEFT wraps a layer: its adapters are no parameters of it.
+    wrapped = nn.ModuleDict({"base_layer": GroupedMLP(2, 16, 16, recipe=Float8BlockScaling())})
+    assert sentence(lambda: check_batch_invariant(wrapped)).endswith("the number of rows")
+    for model in (model_of("mixtral", "cpu"), nn.Sequential(Experts())):
+        convert(model, Float8CurrentScaling())
+        assert "Float8CurrentScaling()" in sentence(lambda m=model: check_batch_invariant(m))
 
 
 @DEVICES

@@ -50,7 +50,7 @@ def check_batch_invariant(model: nn.Module) -> None:
         if layer is None:
             continue
         found = True
-        reason = layer if isinstance(layer, str) else _reason(module, *layer)
+        reason = layer if isinstance(layer, str) else _reason(name, module, *layer)
         if reason is not None:
             where = name or class_before(module).__name__
             raise ValueError(f"check_batch_invariant: {where}: {reason}")
@@ -74,7 +74,7 @@ def _recipe_of(module: Any) -> tuple[Recipe | None] | str | None:
     return None
 
 
-def _reason(layer: Any, recipe: Recipe | None) -> str | None:
+def _reason(name: str, layer: Any, recipe: Recipe | None) -> str | None:
     """Why a layer's rows may depend on each other; None if they do not."""
     if getattr(layer, "dispatcher", None) is not None:
         return "its experts are on several processes, whose capacity other tokens may take"
@@ -88,7 +88,9 @@ def _reason(layer: Any, recipe: Recipe | None) -> str | None:
     if next(layer.parameters()).device.type != "cpu":
         return None
     in_blocks = recipe is not None and recipe.input.scaling == "block"
-    if not in_blocks or any("lora_" in name for name, _ in layer.named_parameters()):
+    names = (name, *(own for own, _ in layer.named_parameters()))
+    adapted = any("lora_" in own or "base_layer" in own for own in names)  # PEFT's wrap the layer
+    if not in_blocks or adapted:
         return "torch multiplies on a CPU, and its sums follow the number of rows"
     if not _has_bf16_units():
         return "this CPU has no AVX-512 BF16, so torch multiplies, and its sums follow the rows"

@@ -269,10 +269,6 @@ def fp8_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     experts, _, conversions = _checkpoint_of("fp8_tensors", model)
     own = {f"{name}.{w}" for name, module in experts.items() for w in weight_names(module)}
     own |= {name + SCALE for name in own}
-    for name, t in model.state_dict().items():
-        if name not in own and (is_dtensor(t) or ".lora_" in name):
-            what = "is sharded" if is_dtensor(t) else "is of an adapter, which is to be merged"
-            raise ValueError(f"fp8_tensors: {name} {what}")
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, module in experts.items():
@@ -282,10 +278,8 @@ def fp8_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _as_saved(model, conversions, state).items()
         others: dict[Any, tuple[str, Tensor]] = {}
         for name, t in model.state_dict().items():
-            if name not in own:
-                others.setdefault(
-                    (t.data_ptr(), t.shape, t.dtype) if t.numel() else name, (name, t)
-                )
+            if name not in own:  # tied ones have one address
+                others.setdefault((t.data_ptr(), t.shape) if t.numel() else name, (name, t))
         yield from _as_saved(model, conversions, dict(others.values())).items()
 
     return tensors()
@@ -318,12 +312,16 @@ def _checkpoint_of(op: str, model: Any) -> tuple[dict[str, Any], Any, list[Any]]
     own = getattr(model, "hf_quantizer", None)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"{op}: model must be a transformers model, got {type(model).__name__}")
+    for name, p in model.named_parameters():
+        if is_dtensor(p) or ".lora_" in name:
+            what = "is sharded" if is_dtensor(p) else "is of an adapter: merge it before"
+            raise ValueError(f"{op}: {name} {what}")
     experts = {n: m for n, m in model.named_modules() if goes_through_interface(m)}
+    if not experts:
+        raise ValueError(f"{op}: {type(model).__name__} has no experts that are known")
     for name, module in experts.items():
         for w in weight_names(module):
             weight = getattr(module, w)
-            if is_dtensor(weight):
-                raise ValueError(f"{op}: {name}.{w} is sharded")
             if not isinstance(module, FP8Experts) and not _in_blocks(weight):
                 raise ValueError(
                     f"{op}: {name}.{w} is not in FP8 blocks: convert with weights='both'"
