@@ -180,16 +180,20 @@ def test_compiled_in_one_graph(family: str, device: str) -> None:
     model, ids = converted(family, device), tokens(device, B, S)
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=backend)
+
+    def assert_as_eager() -> None:
+        found, expected = (step(model, call, ids) for call in (compiled, model))
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4)
+
     for _ in range(3):
         experts = random_experts(device)
         with replay_routing(model, experts), record_routing(model, B, S) as recording:
-            found = step(model, compiled, ids)
-        assert torch.equal(recording.routing.experts, experts)
-        with replay_routing(model, experts):
-            expected = step(model, model, ids)
-        for name in expected:
-            torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4)
-    assert backend.frame_count == 1
+            step(model, compiled, ids)
+            assert torch.equal(recording.routing.experts, experts)
+            assert_as_eager()
+        assert_as_eager()  # with choices of its own
+    assert backend.frame_count == 2
 
 
 @DEVICES
