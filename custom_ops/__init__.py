@@ -20,10 +20,12 @@ from grouped_linear import meta_kernels as meta_kernels  # their fakes  # isort:
 from grouped_linear import ops  # isort: skip
 from grouped_linear import te as te
 from grouped_linear.integrations import spmd as spmd
+from grouped_linear.integrations.batch_invariance import check_batch_invariant
 from grouped_linear.integrations.convert import Conversion, convert
 from grouped_linear.integrations.convert_experts import convert_experts
 from grouped_linear.integrations.look_alikes import SkippedExperts
 from grouped_linear.integrations.plan import ConvertedExperts, KeptWeights
+from grouped_linear.integrations.routing_replay import Routing, record_routing, replay_routing
 from grouped_linear.nn.functional import grouped_linear
 from grouped_linear.nn.functional_mlp import grouped_mlp, grouped_mlp_sorted
 from grouped_linear.nn.linear import GroupedLinear
@@ -65,9 +67,11 @@ __all__ = [
     "LoraWeights",
     "MXFP8BlockScaling",
     "Recipe",
+    "Routing",
     "SkippedExperts",
     "SquaredReLU",
     "SwiGLU",
+    "check_batch_invariant",
     "convert",
     "convert_experts",
     "grouped_linear",
@@ -75,6 +79,8 @@ __all__ = [
     "grouped_mlp_sorted",
     "library_path",
     "ops",
+    "record_routing",
+    "replay_routing",
     "te",
     "update_scales",
 ]

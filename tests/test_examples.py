@@ -17,6 +17,7 @@ EXAMPLES = {
     "train_qwen3_moe": (("transformers", "accelerate", "matplotlib"), "FP8 "),
     "finetune_experts_fp8": (("transformers", "peft", "tqdm", "matplotlib"), "last loss"),
     "generate_from_fp8": (("transformers", "accelerate"), "tokens a second"),
+    "reinforce_moe": (("transformers",), "bytes of routing"),
     "torchtitan_moe": (("torchtitan", "spmd_types", "triton", "tqdm"), "converted, FP8"),
     "cuda_graphs": (("tqdm", "matplotlib"), "last loss"),
     "fsdp2_expert_parallel": ((), "last loss"),

@@ -61,9 +61,11 @@ Lora
 LoraWeights
 MXFP8BlockScaling
 Recipe
+Routing
 SkippedExperts
 SquaredReLU
 SwiGLU
+check_batch_invariant
 convert
 convert_experts
 grouped_linear
@@ -71,6 +73,8 @@ grouped_mlp
 grouped_mlp_sorted
 library_path
 ops
+record_routing
+replay_routing
 te
 update_scales""",
     )
@@ -129,9 +133,11 @@ KeptWeights(kind, nbytes, note='')
 Lora(rank, alpha=None, dropout=0.0, rslora=False, dtype=None)
 LoraWeights(a, b, scaling=1.0, dropout=0.0)
 MXFP8BlockScaling()
+Routing(experts, weights=None)
 SkippedExperts(name, why)
 SquaredReLU()
 SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0)
+check_batch_invariant(model)
 convert(model, recipe=None, *, weights=None, forwards=None, **options)
 convert_experts(model, forwards=None, recipe=None, **options)
 grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None, *, lora=None)
@@ -144,6 +150,8 @@ grouped_mlp_sorted(x, m_splits, gate_up_proj, down_proj, row_weights=None, recip
     beta=0.0, limit=None, interleaved=False, cubic=0.0), save_gate_up_in_fp8=False,
     gate_up_lora=None, down_lora=None)
 library_path()
+record_routing(model, batch_size, max_tokens, *, weights=False)
+replay_routing(model, routing)
 update_scales(model, group=None)""",
     )
 

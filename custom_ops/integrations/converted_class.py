@@ -68,6 +68,7 @@ def converted_class(
         "__module__": before.__module__,
         "__reduce_ex__": reduce_ex,
         "_converted_from": before,
+        "_converted_with": (members, *args),
     }
     converted: type[nn.Module] = type(f"Grouped{before.__name__}", (SavesQuantized, before), body)
     return converted

@@ -6,14 +6,14 @@ published. What that format cannot hold is written in the weights' own dtype.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import FineGrainedFP8Config
+from transformers import FineGrainedFP8Config, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.integrations.finegrained_fp8 import FP8Experts
@@ -21,9 +21,13 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from grouped_linear.integrations.activations import same_activation
+from grouped_linear.integrations.look_alikes import goes_through_interface
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div, dtype_name
 from grouped_linear.quantized.state_dict import SCALE
+from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import distributed_like, is_dtensor, is_quantized, local_part
+
+_TWO_FORMATS = "the model's other modules are quantized in a format of theirs, a checkpoint has one"
 
 
 class QuantizedExpertsHfQuantizer(FineGrainedFP8HfQuantizer):
@@ -89,6 +93,17 @@ def plan_description(
             :func:`name_without_adapters`.
         obstacle: why transformers' format cannot hold them, or None.
     """
+    own = getattr(model, "hf_quantizer", None)
+    if own is not None and not isinstance(own, QuantizedExpertsHfQuantizer):
+        return partial(_add_to, own)  # its description of the other modules stays
+    quantizer, with_fp8 = _description(model, quantized, obstacle)
+    return partial(_describe, model, quantizer, with_fp8)
+
+
+def _description(
+    model: Any, quantized: dict[str, Any], obstacle: str | None
+) -> tuple[QuantizedExpertsHfQuantizer, list[Any]]:
+    """How a checkpoint says that these experts are in FP8, and the conversions of its names."""
     others = [
         name_without_adapters(name)
         for name, module in model.named_modules()
@@ -96,8 +111,6 @@ def plan_description(
     ]
     config = FineGrainedFP8Config(modules_to_not_convert=[n for n in others if n not in quantized])
     own = getattr(model, "hf_quantizer", None)
-    if own is not None and not isinstance(own, QuantizedExpertsHfQuantizer):
-        return partial(_add_to, own)  # its description of the other modules stays
     quantizer = QuantizedExpertsHfQuantizer(config)
     conversions = (
         getattr(model, "_weight_conversions", None) if own is None else own.conversions_before
@@ -115,7 +128,7 @@ def plan_description(
     stand_in: Any = SimpleNamespace(named_parameters=lambda: with_scales, config=model.config)
     with_fp8 = HfQuantizer.update_weight_conversions(quantizer, conversions, stand_in)
     quantizer.obstacle = obstacle or _obstacle_of_names(model, with_fp8, shapes)
-    return partial(_describe, model, quantizer, with_fp8)
+    return quantizer, with_fp8
 
 
 def _describe(model: Any, quantizer: QuantizedExpertsHfQuantizer, conversions: list[Any]) -> None:
@@ -134,9 +147,8 @@ def _add_to(quantizer: Any) -> None:
 
 
 def _with_experts(cls: Any, quantizer: Any, model: Any) -> tuple[dict[str, Any] | None, Any]:
-    obstacle = "the model's other modules are quantized in a format of theirs, a checkpoint has one"
     state, metadata = cls.get_state_dict_and_metadata(quantizer, model)
-    return _in_own_dtype(model, obstacle, state), metadata
+    return _in_own_dtype(model, _TWO_FORMATS, state), metadata
 
 
 def forget(model: Any) -> None:
@@ -200,12 +212,7 @@ def _obstacle_of_names(
     for key, (E, N, K) in shapes.items():
         state[key] = torch.empty(E, N, K, dtype=E4M3, device="meta")
         state[key + SCALE] = torch.empty(E, ceil_div(N, BLOCK), ceil_div(K, BLOCK), device="meta")
-    before = getattr(model, "_weight_conversions", None)
-    model._weight_conversions = conversions
-    try:
-        saved = revert_weight_conversion(model, state)
-    finally:
-        model._weight_conversions = before
+    saved = _as_saved(model, conversions, state)
     numbers = {name: t for name, t in saved.items() if t.dtype == E4M3}
     for name, q in numbers.items():
         *_, N, K = q.shape
@@ -213,3 +220,130 @@ def _obstacle_of_names(
         if scale is None or scale.shape[-2:] != (ceil_div(N, BLOCK), ceil_div(K, BLOCK)):
             return f"transformers does not save {name} with scales of its own"
     return None if 2 * len(numbers) == len(saved) else "transformers does not save its scales"
+
+
+def _as_saved(model: Any, conversions: list[Any], state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a model as ``save_pretrained`` names and splits them."""
+    before = getattr(model, "_weight_conversions", None)
+    model._weight_conversions = conversions
+    try:
+        saved: dict[str, Tensor] = revert_weight_conversion(model, state)
+    finally:
+        model._weight_conversions = before
+    return saved
+
+
+def fp8_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """A model's weights by their names in a checkpoint, the experts' as they are multiplied.
+
+    What vLLM and SGLang take to update a sampler: pairs of name and tensor, as of a checkpoint in
+    FP8 blocks (DeepSeek-V3's, ``FineGrainedFP8Config``). Each weight of an expert is its e4m3
+    numbers ``...weight`` and its float32 scales ``...weight_scale_inv``, one for each 128 x 128
+    block, which multiply to dequantize. They are the bits of the training's GEMMs: nothing is
+    quantized again. All other weights come as the model has them, tied ones once.
+
+    The numbers are those of the moment when a pair is taken, so each optimizer step is followed by
+    a new iteration. Tensors are views of the model's memory where the names allow it: copy what is
+    to outlive the next step.
+
+    Args:
+        model: a transformers model, converted with ``weights="both"`` or ``"fp8"`` under
+            ``Float8BlockScaling``, or loaded from a checkpoint in FP8.
+
+    Raises:
+        ValueError: for experts that are not kept in FP8 blocks, for weights that are sharded or
+            have adapters beside them, and for experts that the format cannot hold: with biases,
+            stored transposed, or of another number of features than a multiple of 128.
+
+    >>> from grouped_linear import Float8BlockScaling, convert
+    >>> from transformers import MixtralConfig, MixtralForCausalLM
+    >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=128,
+    ...                        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    >>> model = MixtralForCausalLM(config)
+    >>> report = convert(model, Float8BlockScaling(), weights="both")
+    >>> tensors = dict(fp8_tensors(model))
+    >>> name = "model.layers.0.block_sparse_moe.experts.7.w2.weight"
+    >>> tensors[name].dtype, tensors[name + "_scale_inv"].shape
+    (torch.float8_e4m3fn, torch.Size([1, 1]))
+    """
+    experts, _, conversions = _checkpoint_of("fp8_tensors", model)
+    own = {f"{name}.{w}" for name, module in experts.items() for w in weight_names(module)}
+    own |= {name + SCALE for name in own}
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, module in experts.items():
+            state = {}
+            for w in weight_names(module):
+                state[f"{name}.{w}"], state[f"{name}.{w}{SCALE}"] = _parts(module, w)
+            yield from _as_saved(model, conversions, state).items()
+        others: dict[Any, tuple[str, Tensor]] = {}
+        for name, t in model.state_dict().items():
+            if name not in own:  # tied ones have one address
+                others.setdefault((t.data_ptr(), t.shape) if t.numel() else name, (name, t))
+        yield from _as_saved(model, conversions, dict(others.values())).items()
+
+    return tensors()
+
+
+def fp8_quantization_config(model: Any) -> dict[str, Any]:
+    """What ``config.json`` says of a checkpoint that has :func:`fp8_tensors`.
+
+    With these two a sampler starts on a model that trains with ``weights="both"``, whose own
+    ``save_pretrained`` writes high precision.
+
+    Args:
+        model: see :func:`fp8_tensors`, which raises the same.
+
+    >>> from grouped_linear import Float8BlockScaling, convert
+    >>> from transformers import MixtralConfig, MixtralForCausalLM
+    >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=128,
+    ...                        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+    >>> model = MixtralForCausalLM(config)
+    >>> report = convert(model, Float8BlockScaling(), weights="both")
+    >>> fp8_quantization_config(model)["weight_block_size"]
+    (128, 128)
+    """
+    described: dict[str, Any] = _checkpoint_of("fp8_quantization_config", model)[1].to_dict()
+    return described
+
+
+def _checkpoint_of(op: str, model: Any) -> tuple[dict[str, Any], Any, list[Any]]:
+    """A model's experts by name, how its checkpoint describes them, and converts their names."""
+    own = getattr(model, "hf_quantizer", None)
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"{op}: model must be a transformers model, got {type(model).__name__}")
+    for name, p in model.named_parameters():
+        if is_dtensor(p) or ".lora_" in name:
+            what = "is sharded" if is_dtensor(p) else "is of an adapter: merge it before"
+            raise ValueError(f"{op}: {name} {what}")
+    experts = {n: m for n, m in model.named_modules() if goes_through_interface(m)}
+    if not experts:
+        raise ValueError(f"{op}: {type(model).__name__} has no experts that are known")
+    for name, module in experts.items():
+        for w in weight_names(module):
+            weight = getattr(module, w)
+            if not isinstance(module, FP8Experts) and not _in_blocks(weight):
+                raise ValueError(
+                    f"{op}: {name}.{w} is not in FP8 blocks: convert with weights='both'"
+                )
+    if own is not None and not isinstance(own, FineGrainedFP8HfQuantizer):
+        raise ValueError(f"{op}: {_TWO_FORMATS}")
+    if own is not None and not isinstance(own, QuantizedExpertsHfQuantizer):
+        as_loaded: Any = model._weight_conversions
+        return experts, own.quantization_config, as_loaded
+    obstacles = (obstacle_of(*one) for one in experts.items())
+    quantizer, conversions = _description(model, experts, next(filter(None, obstacles), None))
+    if quantizer.obstacle is not None:
+        raise ValueError(f"{op}: {quantizer.obstacle}")
+    return experts, quantizer.quantization_config, conversions
+
+
+def _in_blocks(w: Any) -> bool:
+    """Whether a weight is kept in e4m3 with a scale for each 128 x 128 block."""
+    return isinstance(w, GroupedTensor) and w.scale is not None and w.scale.dim() == 3
+
+
+def _parts(experts: Any, name: str) -> tuple[Tensor, Tensor]:
+    """The numbers and scales of a weight in FP8 blocks."""
+    w = getattr(experts, name).detach()
+    return (w.q, w.scale) if isinstance(w, GroupedTensor) else (w, getattr(experts, name + SCALE))

@@ -14,6 +14,7 @@ This module needs transformers 5.23 or newer; with an older one, importing it ra
 
 import transformers
 
+from grouped_linear.integrations.fp8_checkpoint import fp8_quantization_config, fp8_tensors
 from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.quantize_experts import dequantize_experts, quantize_experts
 from grouped_linear.nn.options import check_flags, check_recipe
@@ -21,6 +22,8 @@ from grouped_linear.recipes import Recipe
 
 __all__ = [
     "dequantize_experts",
+    "fp8_quantization_config",
+    "fp8_tensors",
     "quantize_experts",
     "register",
 ]

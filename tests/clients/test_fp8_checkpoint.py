@@ -19,6 +19,7 @@ pytest.importorskip("peft")
 import peft
 
 from grouped_linear.integrations.peft import use_grouped_adapters
+from grouped_linear.integrations.transformers import fp8_tensors
 from support.adapters import IDS, SIZES, assert_close, config_of, fp8_checkpoints_on_cpu, logits
 
 RECIPE = Float8BlockScaling()
@@ -167,6 +168,17 @@ def test_weights_kept_transposed(folder: Path) -> None:
         found.append([p.grad for p in experts])
     for own, other in zip(*found, strict=True):
         assert_same_bits(own, other)
+
+
+def test_weights_to_a_sampler(folder: Path) -> None:
+    """All tensors of the checkpoint, under its names, as it was loaded and once it learns."""
+    model, expected = from_pretrained(folder), load_file(folder / "model.safetensors")
+    for weights in (None, "fp8"):
+        convert(model, RECIPE, weights=weights)
+        tensors = dict(fp8_tensors(model))
+        assert tensors.keys() == expected.keys()
+        for name, t in expected.items():
+            assert_same_bits(tensors[name].detach(), t)
 
 
 def test_experts_learn(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""Whether a token's bits depend on that token alone: a promise of most recipes, and its check."""
+
+import importlib
+from typing import Any
+
+from torch import nn
+
+from grouped_linear.integrations.converted_class import class_before
+from grouped_linear.integrations.grouped_experts import grouped_members
+from grouped_linear.integrations.look_alikes import goes_through_interface
+from grouped_linear.nn.linear import GroupedLinear
+from grouped_linear.nn.mlp import GroupedMLP
+from grouped_linear.recipes import Recipe
+
+OWN_SCALES = (None, "block", "mx")
+
+
+def check_batch_invariant(model: nn.Module) -> None:
+    """Raise ValueError unless each token's expert output has the same bits in any batch.
+
+    Where this passes, the output of a token depends on that token, its routing and the weights
+    alone, to the bit: alone or in any batch, in prefill and in decode, in a training step and in
+    ``generate``, eager, compiled and in CUDA graphs, whether the weights are plain, FP8 or both. So
+    training and sampling compute the same experts. It holds
+
+    - on a GPU for the recipes whose scales are a row's own: ``Float8BlockScaling``,
+      ``MXFP8BlockScaling`` and None;
+    - on a CPU with AVX-512 BF16 for ``Float8BlockScaling`` without adapters. What else a CPU
+      multiplies, torch does, whose sums follow the number of rows.
+
+    It says nothing of what is not this package's: attention, norms, the router's logits, an
+    activation that is no fused one, which Inductor may round otherwise than eager.
+
+    Args:
+        model: with layers of this package, or converted, on the device where it will run.
+
+    Raises:
+        ValueError: that names a layer and why it cannot promise this; and for a model that has
+            none of these layers.
+
+    >>> from grouped_linear import Float8CurrentScaling
+    >>> check_batch_invariant(GroupedMLP(4, 16, 32, recipe=Float8CurrentScaling()))
+    Traceback (most recent call last):
+    ValueError: check_batch_invariant: GroupedMLP: Float8CurrentScaling() has scales that all rows
+    of an expert share, so a token's bits follow its batch
+    """
+    found = False
+    for name, module in model.named_modules():
+        layer = _recipe_of(module)
+        if layer is None:
+            continue
+        found = True
+        reason = layer if isinstance(layer, str) else _reason(name, module, *layer)
+        if reason is not None:
+            where = name or class_before(module).__name__
+            raise ValueError(f"check_batch_invariant: {where}: {reason}")
+    if not found:
+        raise ValueError(f"check_batch_invariant: {type(model).__name__} has no grouped layers")
+
+
+def _recipe_of(module: Any) -> tuple[Recipe | None] | str | None:
+    """The recipe of a layer, or why it has none; None for what is no layer."""
+    if isinstance(module, GroupedLinear | GroupedMLP):
+        return (module.recipe,)
+    members, *options = getattr(type(module), "_converted_with", (None,))
+    if members is grouped_members:
+        return (options[1],)
+    if goes_through_interface(module):
+        from grouped_linear.integrations.implementation import Implementation
+
+        name = module.config._experts_implementation
+        ours = Implementation.of(name)
+        return f"its experts implementation is {name!r}" if ours is None else (ours.recipe,)
+    return None
+
+
+def _reason(name: str, layer: Any, recipe: Recipe | None) -> str | None:
+    """Why a layer's rows may depend on each other; None if they do not."""
+    if getattr(layer, "dispatcher", None) is not None:
+        return "its experts are on several processes, whose capacity other tokens may take"
+    if recipe is not None and recipe.input.quantize is not None:
+        return f"a function of your own quantizes what {recipe!r} multiplies"
+    if recipe is not None and recipe.input.scaling not in OWN_SCALES:
+        return (
+            f"{recipe!r} has scales that all rows of an expert share, so a token's bits follow its "
+            "batch"
+        )
+    if next(layer.parameters()).device.type != "cpu":
+        return None
+    in_blocks = recipe is not None and recipe.input.scaling == "block"
+    names = (name, *(own for own, _ in layer.named_parameters()))
+    adapted = any("lora_" in own or "base_layer" in own for own in names)  # PEFT's wrap the layer
+    if not in_blocks or adapted:
+        return "torch multiplies on a CPU, and its sums follow the number of rows"
+    if not _has_bf16_units():
+        return "this CPU has no AVX-512 BF16, so torch multiplies, and its sums follow the rows"
+    return None
+
+
+def _has_bf16_units() -> bool:
+    try:
+        return bool(importlib.import_module("grouped_linear._host").has_bf16_units())
+    except ImportError:  # the module is optional
+        return False

@@ -1,0 +1,291 @@
+"""Weights to a sampler: names of a checkpoint in FP8, and the bits that training multiplies.
+
+E experts, H features of a token, F features inside an expert.
+"""
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from expecttest import assert_expected_inline
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import FineGrainedFP8Config
+
+from grouped_linear import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    GroupedMLP,
+    GroupedTensor,
+    convert,
+    grouped_mlp,
+)
+from grouped_linear.quantized.checkpoints import expert_tensors
+from support.compare import assert_same_bits
+from support.devices import devices
+from support.errors import sentence
+from support.ops import OPS
+from support.tensors import BF16
+from support.versions import skipping_for_old_transformers
+
+with skipping_for_old_transformers():
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    from grouped_linear.integrations.transformers import fp8_quantization_config, fp8_tensors
+
+E, F, H = 3, 256, 144
+PREFIX = {"Mixtral": "block_sparse_moe.experts.{}.", "Qwen3Moe": "mlp.experts.{}."}
+NAMES = {"Mixtral": ("w1", "w3", "w2"), "Qwen3Moe": ("gate_proj", "up_proj", "down_proj")}
+KINDS = {"weight", "weight_scale_inv"}
+E4M3 = torch.float8_e4m3fn
+DEVICES = pytest.mark.parametrize("device", devices(*OPS))
+WEIGHTS = pytest.mark.parametrize("weights", ["both", "fp8"])
+FAMILY = pytest.mark.parametrize("family", PREFIX)
+
+
+def model_of(family: str = "Mixtral", device: str = "cpu", **options: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": H,
+        "intermediate_size": F,
+        "moe_intermediate_size": F,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts_per_tok": 2,
+        "num_experts" if family == "Qwen3Moe" else "num_local_experts": E,
+    }
+    config = getattr(transformers, f"{family}Config")(**sizes | options)
+    return getattr(transformers, f"{family}ForCausalLM")(config).to(device, BF16)
+
+
+class Multiplied(TorchDispatchMode):
+    """The weights in FP8 that GEMMs read as [E, N, K], and all their scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: list[Tensor] = []
+        self.scales: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "grouped_linear" and "_mm" in func._schema.name:
+            given = [t for t in args if isinstance(t, Tensor) and t.dim() == 3]
+            self.weights += [t.mT for t in given if t.dtype == E4M3 and t.mT.is_contiguous()]
+            self.weights += [t for t in given if t.dtype == E4M3 and t.is_contiguous()]
+            self.scales += [s for t in given if t.dtype == torch.float32 for s in (t, t.mT)]
+        return func(*args, **(kwargs or {}))
+
+
+def is_among(t: Tensor, multiplied: list[Tensor]) -> bool:
+    return any(
+        m.shape == t.shape and torch.equal(m.view(torch.uint8), t.view(torch.uint8))
+        for m in (m.contiguous() for m in multiplied)
+    )
+
+
+@DEVICES
+@WEIGHTS
+@FAMILY
+def test_what_training_multiplied(family: str, weights: Any, device: str) -> None:
+    """In each step, those that a fused optimizer has written among them."""
+    model = model_of(family, device)
+    convert(model, Float8BlockScaling(), weights=weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    ids, handed = torch.arange(14, device=device).reshape(2, 7), []
+    for _ in range(3):
+        tensors = {name: t.clone() for name, t in fp8_tensors(model)}
+        with Multiplied() as multiplied:
+            loss = model(ids, labels=ids).loss
+        loss.backward()
+        for layer in range(2):
+            names = [f"model.layers.{layer}.{PREFIX[family]}{n}.weight" for n in NAMES[family]]
+            for parts in (names[:2], names[2:]):
+                for suffix, found in (
+                    ("", multiplied.weights),
+                    ("_scale_inv", multiplied.scales),
+                ):
+                    stacked = torch.stack(
+                        [
+                            torch.cat([tensors[n.format(e) + suffix] for n in parts])
+                            for e in range(E)
+                        ]
+                    )
+                    assert is_among(stacked, found)
+        handed.append(tensors)
+        optimizer.step()
+        optimizer.zero_grad()
+    changed = [
+        n for n in handed[0] if not torch.equal(*(h[n].view(torch.uint8) for h in handed[1:]))
+    ]
+    assert {n.rpartition(".")[2] for n in changed} >= {"weight", "weight_scale_inv"}
+    assert any(".experts." in name for name in changed)
+
+
+@FAMILY
+def test_names_are_those_of_a_saved_checkpoint(family: str, tmp_path: Path) -> None:
+    """Views of the model's memory, in the two ways in which weights are kept."""
+    models = {weights: model_of(family) for weights in ("both", "fp8")}
+    for weights, model in models.items():
+        convert(model, Float8BlockScaling(), weights=weights)
+    models["fp8"].save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    for model in models.values():
+        pairs = [*fp8_tensors(model)]
+        tensors = dict(pairs)
+        assert len(pairs) == len(tensors)
+        assert tensors.keys() == saved.keys()
+        for name, t in saved.items():
+            assert_same_bits(tensors[name].detach(), t)
+        q = model.model.layers[0].mlp.experts.down_proj.q
+        name = f"model.layers.0.{PREFIX[family].format(1)}{NAMES[family][2]}.weight"
+        assert tensors[name].data_ptr() == q[1].data_ptr()
+    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert json.loads(json.dumps(fp8_quantization_config(models["both"]))) == written
+
+
+class SamplerExperts:
+    """Experts of a sampler, loaded as vLLM's and SGLang's ``load_weights`` do: by names alone.
+
+    They hold w13 [E, 2 F, H] and w2 [E, H, F] in e4m3, and a scale of each block.
+    """
+
+    def __init__(self) -> None:
+        self.w13 = torch.zeros(E, 2 * F, H, dtype=E4M3)
+        self.w2 = torch.zeros(E, H, F, dtype=E4M3)
+        self.w13_scale = torch.zeros(E, 2 * F // 128, 2)
+        self.w2_scale = torch.zeros(E, 2, F // 128)
+
+    def load(self, family: str, name: str, loaded: Tensor) -> None:
+        gate, up, _ = NAMES[family]
+        number, projection, kind = name.split(".")[-3:]
+        of_w13 = self.w13_scale if kind == "weight_scale_inv" else self.w13
+        of_w2 = self.w2_scale if kind == "weight_scale_inv" else self.w2
+        rows = (of_w13 if projection in (gate, up) else of_w2)[int(number)]
+        if projection in (gate, up):
+            rows = rows.chunk(2)[projection == up]
+        assert rows.dtype == loaded.dtype
+        assert rows.shape == loaded.shape
+        rows.copy_(loaded)
+
+
+@WEIGHTS
+@FAMILY
+def test_a_sampler_computes_the_bits_of_training(family: str, weights: Any) -> None:
+    model = model_of(family)
+    convert(model, Float8BlockScaling(), weights=weights)
+    sampler = SamplerExperts()
+    for name, t in fp8_tensors(model):
+        if name.startswith("model.layers.1.") and ".experts." in name:
+            sampler.load(family, name, t)
+    parts = (sampler.w13, sampler.w13_scale), (sampler.w2, sampler.w2_scale)
+    w13, w2 = (GroupedTensor.from_parts(*part, BF16, columnwise=False) for part in parts)
+    x, scores = torch.randn(10, H, dtype=BF16), torch.rand(10, E)
+    experts = model.model.layers[1].mlp.experts
+    top, chosen = scores.topk(2)
+    y = grouped_mlp(x, top, chosen, w13, w2, recipe=Float8BlockScaling())
+    assert_same_bits(y, experts(x, chosen, top))
+
+
+def test_a_checkpoint_in_fp8() -> None:
+    """As it was loaded, and once its experts learn."""
+    model = model_of()
+    convert(model, weights="fp8")
+    config = FineGrainedFP8Config(**fp8_quantization_config(model))
+    loaded = replace_with_fp8_linear(
+        model_of(), config.modules_to_not_convert, quantization_config=config
+    )
+    loaded.to_empty(device="cpu").load_state_dict(model.state_dict())
+    expected = dict(fp8_tensors(model))
+    for weights in (None, "fp8"):
+        convert(loaded, Float8BlockScaling(), weights=weights)
+        tensors = dict(fp8_tensors(loaded))
+        assert tensors.keys() == expected.keys()
+        for name, t in expected.items():
+            assert_same_bits(tensors[name].detach(), t)
+
+
+def test_tied_weights_come_once() -> None:
+    model = model_of("Qwen3Moe", tie_word_embeddings=True)
+    convert(model, Float8BlockScaling(), weights="both")
+    names = [name for name, _ in fp8_tensors(model)]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+
+
+@WEIGHTS
+def test_layers_outside_of_hugging_face(weights: Any) -> None:
+    """Under names of the caller's, current after a step of a fused optimizer."""
+    mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), weights=weights, dtype=BF16)
+    optimizer = torch.optim.AdamW(mlp.parameters(), lr=1e-2, fused=True)
+    x, scores = torch.randn(10, H, dtype=BF16), torch.rand(10, E)
+    for _ in range(2):
+        mlp(x, *scores.topk(2)).square().mean().backward()
+        optimizer.step()
+    tensors = expert_tensors(mlp.gate_up_proj, ["{}.gate.weight", "{}.up.weight"])
+    with Multiplied() as multiplied:
+        mlp(x, *scores.topk(2))
+    for suffix, found in (("", multiplied.weights), ("_scale_inv", multiplied.scales)):
+        parts = [[tensors[f"{e}.{n}.weight{suffix}"] for n in ("gate", "up")] for e in range(E)]
+        assert is_among(torch.stack([torch.cat(two) for two in parts]), found)
+
+
+def test_what_is_refused() -> None:
+    def tensors(convert_to: Any = None, weights: Any = None, model: Any = None) -> None:
+        model = model_of() if model is None else model
+        if convert_to is not None:
+            convert(model, convert_to, weights=weights)
+        fp8_tensors(model)
+
+    gpt_oss = transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
+            vocab_size=64,
+            hidden_size=128,
+            intermediate_size=128,
+            num_hidden_layers=1,
+            num_local_experts=E,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=16,
+            layer_types=["full_attention"],
+        )
+    )
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2)
+    dense, adapted = transformers.LlamaForCausalLM(config), model_of()
+    adapted.lm_head.register_parameter("lora_a", nn.Parameter(torch.zeros(1)))
+    recipe = Float8BlockScaling()
+    mistakes = [
+        lambda: tensors(model=dense),
+        lambda: tensors(model=adapted),
+        lambda: tensors(model=nn.Linear(16, 16)),
+        lambda: tensors(),
+        lambda: tensors(recipe),
+        lambda: tensors(Float8CurrentScaling(), "both"),
+        lambda: tensors(recipe, "both", model_of(intermediate_size=144, moe_intermediate_size=144)),
+        lambda: tensors(recipe, "both", gpt_oss),
+    ]
+    sentences = (textwrap.fill(sentence(mistake), 96) for mistake in mistakes)
+    assert_expected_inline(
+        "\n".join(sentences),
+        """\
+fp8_tensors: LlamaForCausalLM has no experts that are known
+fp8_tensors: lm_head.lora_a is of an adapter: merge it before
+fp8_tensors: model must be a transformers model, got Linear
+fp8_tensors: model.layers.0.mlp.experts.gate_up_proj is not in FP8 blocks: convert with
+weights='both'
+fp8_tensors: model.layers.0.mlp.experts.gate_up_proj is not in FP8 blocks: convert with
+weights='both'
+fp8_tensors: model.layers.0.mlp.experts.gate_up_proj is not in FP8 blocks: convert with
+weights='both'
+fp8_tensors: a checkpoint has gate and up apart, and a block of scales reaches from one into the
+other where an expert's 144 features are no multiple of 128
+fp8_tensors: transformers' FP8 experts have no biases, transposed weights or norms,
+model.layers.0.mlp.experts has""",
+    )
