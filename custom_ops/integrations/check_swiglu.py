@@ -95,10 +95,9 @@ def _rows(expert: Expert) -> Tensor:
     """Rows with gates of 0.1 to 30: activations differ for small ones, clamps act on large ones."""
     H, device = expert.gate.size(1), expert.gate.device
     x_RH = torch.randn(MAGNITUDES * ROWS, H, device=device, dtype=expert.gate.dtype)
-    magnitude_R1 = torch.logspace(-1, 1.5, MAGNITUDES, device=device).repeat_interleave(ROWS)[
-        :, None
-    ]
-    return (x_RH * magnitude_R1 / _linear(x_RH, expert.gate, expert.gate_bias).std()).to(x_RH.dtype)
+    magnitude_R = torch.logspace(-1, 1.5, MAGNITUDES, device=device).repeat_interleave(ROWS)
+    spread = _linear(x_RH, expert.gate, expert.gate_bias).std()
+    return (x_RH * magnitude_R[:, None] / spread).to(x_RH.dtype)
 
 
 def _linear(

@@ -74,7 +74,7 @@ class Conversion:
     still_held: int = 0
     """How many parameters that learn were replaced and are held by something else, too.
 
-    An optimizer that was made before steps these, in vain.
+    An optimizer that was made before steps these, and not the new ones.
     """
 
     def __repr__(self) -> str:

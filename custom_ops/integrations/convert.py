@@ -35,21 +35,16 @@ def convert(
 
     Recognised are:
 
-    ============================  ==================================================================
-    Hugging Face models           Experts that go through transformers' experts interface. The model
-                                  keeps its modules and parameters; an experts implementation of the
-                                  recipe is registered and chosen. See
-                                  :func:`grouped_linear.integrations.transformers.register`, and of
-                                  PEFT's adapters on experts
-                                  :func:`grouped_linear.integrations.peft.use_grouped_adapters`.
-    experts in one module         w1, w2, w3 [E, ...] as in torchtitan, its GPT-OSS and its fused
-                                  w13. The module gets another forward. See
-                                  :func:`grouped_linear.convert_experts`.
-    a ModuleList of experts       Linear or SwiGLU, in a block whose new forward is given in
-                                  ``forwards``. A :class:`grouped_linear.GroupedLinear` or
-                                  :class:`grouped_linear.GroupedMLP` replaces the list. See
-                                  :func:`grouped_linear.convert_experts`.
-    ============================  ==================================================================
+    - **Hugging Face models**: experts that go through transformers' experts interface. The model
+      keeps its modules and parameters; an experts implementation of the recipe is registered and
+      chosen, see :func:`grouped_linear.integrations.transformers.register`. PEFT's adapters on
+      experts compute here, too, see
+      :func:`grouped_linear.integrations.peft.use_grouped_adapters`.
+    - **Experts in one module**: w1, w2, w3 [E, ...] as in torchtitan, its GPT-OSS and its fused
+      w13. The module gets another forward, see :func:`grouped_linear.convert_experts`.
+    - **A ModuleList of experts**, Linear or SwiGLU, in a block whose new forward is given in
+      ``forwards``. A :class:`grouped_linear.GroupedLinear` or :class:`grouped_linear.GroupedMLP`
+      replaces the list, see :func:`grouped_linear.convert_experts`.
 
     With ``weights="both"`` experts are kept as :class:`grouped_linear.GroupedTensorWithMaster`, for
     training: no call quantizes weights. With ``weights="fp8"`` they are kept as
@@ -66,8 +61,8 @@ def convert(
 
     A model is converted as a whole or not at all, unless memory runs out: everything is checked
     before anything is written. Convert after a checkpoint is loaded, before sharding,
-    DistributedDataParallel and the optimizer. One list, or the weights of one module, are in memory
-    twice at a time at most. A converted model can be copied and pickled, ``forwards`` permitting.
+    DistributedDataParallel and the optimizer. One list, or one weight that is quantized, is in
+    memory twice at a time. A converted model can be copied and pickled, ``forwards`` permitting.
 
     Args:
         model: a model, or a module that is to be converted itself; for experts in one module and
@@ -92,7 +87,7 @@ def convert(
             sentence says; and for weights that the kernels do not take: in_features and
             out_features that are no multiples of 16, more than 1024 experts, another dtype than
             bfloat16, float16 and float32. The model is then unchanged.
-        TypeError: for what is no module.
+        TypeError: if `model` is not a module.
         ImportError: for a Hugging Face model of transformers older than 5.23.
 
     >>> import torch

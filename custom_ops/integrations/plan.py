@@ -116,8 +116,8 @@ def check_weights(where: str, weights: Iterable[tuple[str, Tensor]]) -> None:
 
     Args:
         where: what an error begins with, the module's name at its end.
-        weights: by name, [E, N, K] or of one expert [N, K]. Of a DTensor, this process's part
-            counts.
+        weights: by name, [E, N, K] or of one expert [N, K]. This process's part of a DTensor is
+            checked.
     """
     for name, w in weights:
         local = local_part(w)

@@ -105,8 +105,8 @@ def plan_fp8(
 ) -> None:
     """Plan that a model's experts are kept in FP8, as GroupedTensors.
 
-    Of experts of a checkpoint in FP8 the numbers and scales, two parameters, become one in the same
-    memory.
+    Experts of a checkpoint in FP8 have numbers and scales, two parameters, which become one in the
+    same memory.
 
     Args:
         plan: gets the writes.
@@ -133,7 +133,7 @@ def plan_fp8(
 
 @torch.no_grad()
 def _keep_in_fp8(experts: Any, recipe: Float8BlockScaling, learn: bool) -> Replaced:
-    """Make GroupedTensors of the weights that are none."""
+    """Replace an experts module's weights by GroupedTensors, unless they are some already."""
     is_loaded, replaced = has_parts(experts), []
     # For a weight that is stored transposed, fprop reads the columnwise data.
     transposed = experts.is_transposed

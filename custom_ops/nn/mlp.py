@@ -240,9 +240,7 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         """Send x [..., H] through the experts top_k_index [..., C], sum by top_k_weights [..., C].
 
         Args:
-            x: see :func:`grouped_linear.grouped_mlp`.
-            top_k_weights: see :func:`grouped_linear.grouped_mlp`.
-            top_k_index: see :func:`grouped_linear.grouped_mlp`.
+            x, top_k_weights, top_k_index: see :func:`grouped_linear.grouped_mlp`.
             is_first_microbatch: whether this is the first one since the last optimizer step. True
                 quantizes both weights into their caches, and overwrites main_grad with their
                 gradients. False reads the caches and adds to main_grad. A bool tensor of no
@@ -296,9 +294,7 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         FSDP2, DistributedDataParallel and hooks know ``forward`` alone: let a subclass's call this.
 
         Args:
-            x: see :func:`grouped_linear.grouped_mlp_sorted`.
-            m_splits: see :func:`grouped_linear.grouped_mlp_sorted`.
-            row_weights: see :func:`grouped_linear.grouped_mlp_sorted`.
+            x, m_splits, row_weights: see :func:`grouped_linear.grouped_mlp_sorted`.
             is_first_microbatch: see :meth:`forward`.
 
         Raises:
