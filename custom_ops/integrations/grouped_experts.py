@@ -157,12 +157,7 @@ def find_grouped_experts(plan: Plan, request: Request, model: nn.Module) -> None
 def _check(where: str, module: nn.Module, form: GroupedForm, request: Request) -> None:
     """Raise ValueError for experts that cannot be converted, or compute something else."""
     recipe, weights = request.recipe, request.weights
-    of_layers = [o for o in request.options if o not in ("weights", "stochastic_rounding")]
-    if of_layers:
-        raise ValueError(
-            f"{where}: experts in one module stay what they are, so there is nothing to give "
-            f"{' and '.join(of_layers)} to"
-        )
+    request.check_options(where, "experts in one module", ("weights", "stochastic_rounding"))
     check_weights_kept(where, recipe, weights, request.stochastic_rounding)
     parameters = [module.get_parameter(name) for name in form.parameters]
     check_whole(where, parameters, "convert")

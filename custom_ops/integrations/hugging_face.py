@@ -45,12 +45,8 @@ def find_hugging_face(plan: Plan, request: Request, model: nn.Module) -> None:
     """
     op, recipe, weights = request.op, request.recipe, request.weights
     save_in_fp8 = request.options.get("save_gate_up_in_fp8", False)
-    of_layers = [o for o in request.options if o not in ("weights", "save_gate_up_in_fp8")]
-    if of_layers:
-        raise ValueError(
-            f"{op}: experts of a Hugging Face model stay what they are, so there is nothing to "
-            f"give {' and '.join(of_layers)} to"
-        )
+    known = "weights", "save_gate_up_in_fp8"
+    request.check_options(op, "experts of a Hugging Face model", known)
     check_flags(op, save_gate_up_in_fp8=save_in_fp8)
     implementation = Implementation(implementation_of(recipe, save_in_fp8), recipe, save_in_fp8)
     implementation.check(op)

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,6 +38,15 @@ class Request:
         """Of weights in FP8 alone."""
         stochastic: bool | None = self.options.get("stochastic_rounding")
         return stochastic
+
+    def check_options(self, where: str, experts: str, known: Sequence[str]) -> None:
+        """Raise ValueError for options of layers, where experts do not become a layer."""
+        others = [option for option in self.options if option not in known]
+        if others:
+            raise ValueError(
+                f"{where}: {experts} stay what they are, so there is nothing to give "
+                f"{' and '.join(others)} to"
+            )
 
     def where(self, name: str, module: nn.Module) -> str:
         """What an error about a module begins with."""

@@ -219,8 +219,8 @@ def _recipes_of(
     check_recipe(op, recipe)
     if (state is not None) != (recipe is not None and recipe.has_state):
         raise ValueError(
-            f"{op}: a recipe that has a state, and no other, takes two of them, "
-            f"got recipe {recipe} and state {state}"
+            f"{op}: state must be two DelayedScalingStates under a recipe that has a state, and "
+            f"None under another, got recipe {recipe} and state {state}"
         )
     if state is None:
         return recipe, recipe

@@ -261,8 +261,8 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         if self.dispatcher is not None:
             if max_rows is not None:
                 raise ValueError(
-                    "GroupedMLP: max_rows is the dispatcher's to choose where experts are on "
-                    "several processes: give it a capacity_factor"
+                    "GroupedMLP: the dispatcher chooses max_rows where experts are on several "
+                    "processes: give it a capacity_factor"
                 )
             weights = local_part(weights[0]), local_part(weights[1])
             biases = local_part(biases[0]), local_part(biases[1])
