@@ -21,10 +21,13 @@ from grouped_linear import ops  # isort: skip
 from grouped_linear import te as te
 from grouped_linear.integrations import spmd as spmd
 from grouped_linear.integrations.batch_invariance import check_batch_invariant
-from grouped_linear.integrations.convert import Conversion, convert
-from grouped_linear.integrations.convert_experts import convert_experts
-from grouped_linear.integrations.look_alikes import SkippedExperts
-from grouped_linear.integrations.plan import ConvertedExperts, KeptWeights
+from grouped_linear.integrations.conversion import (
+    Conversion,
+    ConvertedExperts,
+    KeptWeights,
+    SkippedExperts,
+)
+from grouped_linear.integrations.convert import convert, convert_experts
 from grouped_linear.integrations.routing_replay import Routing, record_routing, replay_routing
 from grouped_linear.nn.functional import grouped_linear
 from grouped_linear.nn.functional_mlp import grouped_mlp, grouped_mlp_sorted

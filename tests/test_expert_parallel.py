@@ -388,7 +388,7 @@ def check_refused(rank: int, directory: Path) -> None:
             parallelize_module(model, mesh(), style)
     parallel = spread(make())
     x, logits, _ = (t[own(rank)] for t in tokens())
-    with pytest.raises(ValueError, match="max_rows is the dispatcher's to choose"):
+    with pytest.raises(ValueError, match="the dispatcher chooses max_rows"):
         parallel(x, *route(logits), max_rows=7)
     with pytest.raises(RuntimeError, match="differ in their tokens"):
         parallel(x[1:], *route(logits))

@@ -242,7 +242,7 @@ def test_inductor_clones_neither_main_grad_nor_cache(single: bool, name: str) ->
 def test_mistakes() -> None:
     layer = make_layer(fuse_wgrad_accumulation=True, single_grouped_weight=False)
     assert sentence(lambda: layer(*inputs())) == (
-        "GroupedLinear: fuse_wgrad_accumulation adds to weight0.main_grad, which is not there"
+        "GroupedLinear: fuse_wgrad_accumulation adds to weight0.main_grad, which is not set"
     )
     give_main_grads(layer)
     layer.weight1.requires_grad_(False)
@@ -469,7 +469,7 @@ def test_main_grads_are_apart() -> None:
     layer.weight1 = layer.weight0
     assert sentence(lambda: layer(*inputs())) == (
         "GroupedLinear: fuse_wgrad_accumulation needs a main_grad of its own for each expert, "
-        "some have one together"
+        "and some share one"
     )
 
 

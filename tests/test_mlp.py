@@ -732,7 +732,7 @@ def test_mistakes() -> None:
         "grouped_mlp: max_rows must not be negative, got -1": lambda: mlp(
             x, weights, experts, max_rows=-1
         ),
-        "grouped_mlp: a recipe that has a state, and no other, takes two of them": lambda: (
+        "grouped_mlp: state must be two DelayedScalingStates under a recipe that has": lambda: (
             grouped_mlp(x, weights, experts, *mlp.parameters(), None, state)
         ),
     }

@@ -225,8 +225,8 @@ def test_mistakes() -> None:
         f"{op}: activation must be a SwiGLU or an Activation, got None": (
             lambda: grouped_mlp_sorted(x, m_splits, *mlp.parameters(), activation=None)  # type: ignore[arg-type]
         ),
-        f"{op}: a recipe that has a state, and no other, takes two of them, got recipe "
-        f"{DelayedScaling()} and state None": (
+        f"{op}: state must be two DelayedScalingStates under a recipe that has a state, and None "
+        f"under another, got recipe {DelayedScaling()} and state None": (
             lambda: grouped_mlp_sorted(x, m_splits, *mlp.parameters(), recipe=DelayedScaling())
         ),
     }

@@ -544,7 +544,7 @@ def test_mistakes() -> None:
     )
     del layer.mlp.down_proj.main_grad
     assert sentence(lambda: layer(x, m_splits)) == (
-        "GroupedMLP: fuse_wgrad_accumulation adds to down_proj.main_grad, which is not there"
+        "GroupedMLP: fuse_wgrad_accumulation adds to down_proj.main_grad, which is not set"
     )
     with torch.no_grad():  # nothing is asked of main_grad
         layer(x, m_splits)

@@ -18,7 +18,6 @@ from grouped_linear.recipes import (
     Operands,
     SwigluGradOperands,
     SwigluOf,
-    Values,
     quantize,
     quantize_grads,
     quantize_swiglu_grad,
@@ -33,28 +32,19 @@ class MLPConfig(NamedTuple):
     """Keep gate_up for the backward in e4m3, in 1x128 blocks."""
 
 
-class Saved(NamedTuple):
-    """gate_up as it is saved for the backward."""
-
-    values: Tensor | None
-    """[R, G]; None where no gradient needs it."""
-    scale: Tensor | None
-    """Of 1x128 blocks; None where it is not quantized."""
-
-
-def save(gate_up_RG: Tensor | None, offs_E: Tensor, config: MLPConfig) -> Saved:
-    """Save gate_up for the backward, quantized if the config says so; None stays None."""
+def save(
+    gate_up_RG: Tensor | None, offs_E: Tensor, config: MLPConfig
+) -> tuple[Tensor | None, Tensor | None]:
+    """What a backward reads of gate_up: itself and None, or e4m3 and the scales of 1x128 blocks."""
     if gate_up_RG is None or not config.save_in_fp8:
-        return Saved(gate_up_RG, None)
+        return gate_up_RG, None
     quantized = ops.group_quantize(gate_up_RG, offs_E)
-    return Saved(quantized.q, quantized.scale)
+    return quantized.q, quantized.scale
 
 
-def restore(saved: Saved, offs_E: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the saved gate_up [R, G] in the activations' dtype."""
-    values, scale = saved
-    assert values is not None
-    return values if scale is None else ops.group_dequantize(values, scale, offs_E, dtype)
+def restore(saved_RG: Tensor, scale: Tensor | None, offs_E: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return gate_up in the activations' dtype, from what :func:`save` returned."""
+    return saved_RG if scale is None else ops.group_dequantize(saved_RG, scale, offs_E, dtype)
 
 
 def gate_up_and_h(
@@ -101,10 +91,8 @@ def gate_up_and_h(
         h = quantize(both.h, format, offs_E, rowwise)
         return both.gate_up, h, both.h if keep_h else None
     gate_up_RG = multiply(
-        x.rowwise,
-        x.rowwise_scale,
-        w.rowwise,
-        w.rowwise_scale,
+        x,
+        w,
         offs_E,
         bias_EG,
         dtype,
@@ -124,8 +112,7 @@ def gate_up_and_h(
 def grads_of_gate_up(
     dy: Operands,
     rows_R: Tensor | None,
-    w: Values | None,
-    w_scale: Tensor | None,
+    w: Operands,
     gate_up_RG: Tensor,
     weight_R: Tensor,
     offs_E: Tensor,
@@ -143,7 +130,7 @@ def grads_of_gate_up(
     Args:
         dy: the gradient of the second layer's unweighted output.
         rows_R: with the rowwise dy[rows_R[t]] in place of dy[t].
-        w: down_proj for dgrad, and its scales.
+        w: down_proj, columnwise.
         gate_up_RG: the activation's input.
         weight_R: float32, what each row's output is weighted by.
         activation: between the two layers.
@@ -158,25 +145,16 @@ def grads_of_gate_up(
     """
     dtype, form = gate_up_RG.dtype, activation.swiglu
     how = input, grad_output, layouts, h_columnwise
-    one_kernel = low_rank is None and more_dh_RF is None and takes_swiglu(dy, w, w_scale, dtype)
+    is_alone = low_rank is None and more_dh_RF is None
+    one_kernel = is_alone and takes_swiglu(dy, w.columnwise, w.columnwise_scale, dtype)
     if form is not None and one_kernel:
         assert isinstance(dy.rowwise, Tensor)
-        assert isinstance(w, Tensor)
+        assert isinstance(w.columnwise, Tensor)
         grads = ops.grouped_mm_swiglu_grad(
-            dy.rowwise, w, gate_up_RG, weight_R, offs_E, rows_R, activation=form
+            dy.rowwise, w.columnwise, gate_up_RG, weight_R, offs_E, rows_R, activation=form
         )
         return quantize_grads(grads, offs_E, *how), grads if keep else None
-    dh_RF = multiply(
-        dy.rowwise,
-        dy.rowwise_scale,
-        w,
-        w_scale,
-        offs_E,
-        None,
-        dtype,
-        rows=rows_R,
-        low_rank=low_rank,
-    )
+    dh_RF = multiply(dy, w, offs_E, None, dtype, rows=rows_R, low_rank=low_rank)
     if more_dh_RF is not None:
         dh_RF = dh_RF + more_dh_RF
     if form is not None and not keep:
@@ -192,7 +170,7 @@ def grads_of_gate_up(
 def weighted_h(
     gate_up_RG: Tensor, weight_R: Tensor, offs_E: Tensor, activation: Activation
 ) -> Tensor:
-    """h [R, F] weighted, alone, for the second layer's wgrad."""
+    """Compute the weighted h [R, F], for the second layer's wgrad, and no gradient."""
     if activation.swiglu is not None:
         any_dh_RF = gate_up_RG[:, : gate_up_RG.size(1) // 2]
         return ops.swiglu_grad(any_dh_RF, gate_up_RG, weight_R, offs_E, activation.swiglu).h
@@ -203,7 +181,7 @@ def weighted_h(
 def _grad(
     activation: Activation, dh_RF: Tensor, gate_up_RG: Tensor, weight_R: Tensor
 ) -> ops.SwigluGrad:
-    """What :func:`grouped_linear.ops.swiglu_grad` returns, of another activation."""
+    """Compute what :func:`grouped_linear.ops.swiglu_grad` returns, for any other activation."""
     dtype, weight_R1 = dh_RF.dtype, weight_R[:, None]
     dh_RF, gate_up_RG = dh_RF.float(), gate_up_RG.float()
     h_RF = activation.forward(gate_up_RG)

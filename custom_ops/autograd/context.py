@@ -40,7 +40,7 @@ class LinearOptions(NamedTuple):
     save_input: bool = False
     """Save x itself for the backward, and quantize it for wgrad there."""
     defer_wgrad: Callable[[Wgrad], None] | None = None
-    """Takes the weight gradient that the backward then does not compute."""
+    """Called with the weight gradient, which the backward then does not compute."""
     lora_scaling: float | None = None
     """What the adapter's product is multiplied by; None without an adapter."""
 
@@ -59,7 +59,7 @@ class LinearContext(NamedTuple):
     grad_enabled: bool
     """Whether a backward may follow: ctx.needs_input_grad stays true under no_grad."""
     weights: WeightList
-    """What is quantized or multiplied; under autocast a copy of the parameters."""
+    """The weights that are quantized or multiplied; under autocast copies of the parameters."""
     options: LinearOptions
 
     @property
@@ -124,7 +124,7 @@ class LinearContext(NamedTuple):
             return with_shared_scale(quantized.values, quantized.scale, quantized.values)
         return quantized.operands(columnwise)
 
-    def for_dgrad(self, columnwise: Values, scale: Tensor | None) -> tuple[Values, Tensor | None]:
+    def for_dgrad(self, columnwise: Values, scale: Tensor | None) -> Operands:
         """The weight that dgrad multiplies, from what :meth:`weight_operands` gave columnwise."""
         if self.transposes_weight:
             assert isinstance(columnwise, Tensor)
@@ -139,21 +139,21 @@ class LinearContext(NamedTuple):
     def wgrad(
         self,
         dy: Operands,
-        x: Tensor,
-        x_scale: Tensor | None,
+        x: Operands,
         offs_E: Tensor,
         dy_rows: Tensor | None = None,
         x_rows: Tensor | None = None,
     ) -> Wgrad:
-        """The weight gradient of dy, or of dy[dy_rows], and columnwise x, or x[x_rows]."""
+        """The weight gradient of columnwise dy, or dy[dy_rows], and x, or x[x_rows]."""
         assert isinstance(dy.columnwise, Tensor)
+        assert isinstance(x.columnwise, Tensor)
         return Wgrad(
             self.weights,
             self.options.main_grad,
             dy.columnwise,
-            x,
+            x.columnwise,
             dy.columnwise_scale,
-            x_scale,
+            x.columnwise_scale,
             offs_E,
             dy_rows,
             x_rows,

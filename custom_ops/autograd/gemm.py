@@ -15,14 +15,14 @@ from grouped_linear.recipes import Operands, Values, is_transposed
 
 
 class LowRankTerm(NamedTuple):
-    """A second product that is added to a GEMM's: ``a[t] @ b[e]``, of few features."""
+    """A second product that a GEMM adds, ``a[t] @ b[e]``, over few features r."""
 
     a_Tr: Tensor
     b_ErN: Tensor
 
 
 def _below_autograd() -> AbstractContextManager[None]:
-    """Call an op as part of another gradient, without asking for the op's own.
+    """Call an op inside a Function, which has the gradient, without the op's own autograd.
 
     Autograd of an op that is registered in Python takes an eager grouped_mm 3.5 us of 10, and a
     forward and backward 9 us of 71.
@@ -33,10 +33,8 @@ def _below_autograd() -> AbstractContextManager[None]:
 
 
 def multiply(
-    a: Values | None,
-    scale_a: Tensor | None,
-    b: Values | None,
-    scale_b: Tensor | None,
+    a_operands: Operands,
+    w_operands: Operands,
     offs_E: Tensor,
     bias_EN: Tensor | None,
     dtype: torch.dtype,
@@ -44,15 +42,17 @@ def multiply(
     rows: Tensor | None = None,
     low_rank: LowRankTerm | None = None,
 ) -> Tensor:
-    """Compute ``a[t] @ b[e] + bias[e]``: dgrad, and fprop with ``transpose_b``.
+    """Compute fprop, ``a[t] @ w[e].T + bias[e]``, with ``transpose_b``, or dgrad, ``a[t] @ w[e]``.
 
     Args:
-        b: a weight, one tensor [E, N, K] or E tensors [N, K].
-        scale_b: of blocks of b, [E, ceil(N / 128), ceil(K / 128)], or [E].
-        transpose_b: ``a[t] @ b[e].T + bias[e]``.
+        a_operands: x or dy, of which the rowwise fields are read.
+        w_operands: a weight: the rowwise fields for fprop, the columnwise ones for dgrad, which are
+            [E, N, K], too.
         rows: with a[rows[t]] in place of a[t].
         low_rank: a product that is added, of the output's rows.
     """
+    a, scale_a = a_operands[:2]
+    b, scale_b = w_operands[:2] if transpose_b else w_operands[2:4]
     assert isinstance(a, Tensor)
     assert b is not None
     if isinstance(b, tuple):
@@ -70,7 +70,7 @@ def multiply(
 
 
 def takes_swiglu(a: Operands, b: Values | None, b_scale: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether ``multiply`` of these can go on with SwiGLU or its gradient: no scale, one tensor."""
+    """Whether one kernel multiplies these and computes SwiGLU, or its gradient, of the product."""
     if not isinstance(a.rowwise, Tensor) or not isinstance(b, Tensor):
         return False
     return a.rowwise_scale is None and b_scale is None and a.rowwise.dtype == dtype

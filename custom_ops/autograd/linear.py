@@ -11,18 +11,19 @@ from torch import Tensor
 from grouped_linear import ops
 from grouped_linear.autograd.context import LinearContext
 from grouped_linear.autograd.gemm import multiply
-from grouped_linear.autograd.low_rank import low_rank, low_rank_grads
+from grouped_linear.autograd.low_rank import forward_term, low_rank_grads
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
 from grouped_linear.autograd.saved import saved_tensors, scale_of
 from grouped_linear.autograd.wgrad import needs_grad_now
-from grouped_linear.recipes import Layouts, quantize
+from grouped_linear.recipes import Layouts, Operands, quantize
 
 
 class GroupedLinearFunction(torch.autograd.Function):
     """y[t] = x[t] @ weight[e].T + bias[e], with dgrad and wgrad computed as the recipe says.
 
-    Only what the backward will read is quantized and saved: nothing without gradients, columnwise x
-    for wgrad, the columnwise weight for dgrad. Of an adapter x [T, K] and h [T, r] are saved.
+    The forward quantizes and saves only what the backward will read: columnwise x for wgrad, the
+    columnwise weight for dgrad, x [T, K] and h [T, r] for an adapter. Without gradients that is
+    nothing.
     """
 
     @staticmethod
@@ -32,14 +33,15 @@ class GroupedLinearFunction(torch.autograd.Function):
         Args:
             context: the rest of the call.
             operands: x_TK; bias_EN; m_splits_E, the rows of each group, for a forward in one op;
-                offs_E, the group ends, for any other forward; the adapter's a_ErK and b_ENr, and
-                the x_TK that it multiplies where that is another one; then one tensor for each of
-                the context's weights, of which weight gradients are returned, or any tensor that
-                requires grad where they are deferred. The caller decides between m_splits_E and
-                offs_E, because Dynamo may trace the caller and run this function in eager mode.
-                The operands are not a parameter each: where nothing needs a gradient and there are
-                as many arguments as parameters, ctx among them, Dynamo passes no ctx (torch 2.11,
-                2.13).
+                offs_E, the group ends, for any other forward; a_ErK and b_ENr of the adapter, and
+                the dropped x_TK that it multiplies; then one tensor for each of the context's
+                weights, whose gradients are returned, or where these are deferred any tensor that
+                requires grad. What does not apply is None.
+
+        The caller decides between m_splits_E and offs_E, because Dynamo may trace the caller and
+        run this function in eager mode. Operands are one parameter, because Dynamo passes no ctx to
+        a function with as many parameters as arguments where nothing needs a gradient (torch 2.11,
+        2.13).
         """
         x_TK, bias_EN, m_splits_E, offs_E, a_ErK, b_ENr, dropped_x_TK, *_ = operands
         assert x_TK is not None
@@ -73,8 +75,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         w = context.weight_operands(need_x)
         saved_x = x_TK if options.save_input and need_weight else x.columnwise
         lora_x_TK = x_TK if dropped_x_TK is None else dropped_x_TK
-        adapter = low_rank(a_ErK, b_ENr, options.lora_scaling, x_TK.dtype)
-        term = None if adapter is None else adapter.forward_term(lora_x_TK, offs_E)
+        term = forward_term(a_ErK, b_ENr, options.lora_scaling, lora_x_TK, offs_E)
         ctx.save_for_backward(
             offs_E,
             scale_of(recipe.grad_output),
@@ -86,17 +87,7 @@ class GroupedLinearFunction(torch.autograd.Function):
             w.columnwise_scale,
             *(w.columnwise if isinstance(w.columnwise, tuple) else (w.columnwise,)),
         )
-        return multiply(
-            x.rowwise,
-            x.rowwise_scale,
-            w.rowwise,
-            w.rowwise_scale,
-            offs_E,
-            bias,
-            x_TK.dtype,
-            transpose_b=True,
-            low_rank=term,
-        )
+        return multiply(x, w, offs_E, bias, x_TK.dtype, transpose_b=True, low_rank=term)
 
     @staticmethod
     @strictly_once_differentiable
@@ -135,29 +126,19 @@ class GroupedLinearFunction(torch.autograd.Function):
         dy = quantize(dy_TN, recipe.grad_output, offs_E, layouts)
         dx_TK = db_EN = None
         dws: tuple[Tensor | None, ...] = (None,) * len(need_weights)
-        da_ErK, db_ENr, term = low_rank_grads(
-            a_ErK,
-            b_ENr,
-            options.lora_scaling,
-            dy_TN,
-            lora_x_TK,
-            h_Tr,
-            offs_E,
-            need_x,
-        )
+        adapter = a_ErK, b_ENr, options.lora_scaling
+        da_ErK, db_ENr, term = low_rank_grads(*adapter, dy_TN, lora_x_TK, h_Tr, offs_E, need_x)
         d_dropped_x_TK = None
         if need_dropped_x and term is not None:
             d_dropped_x_TK, term = ops.grouped_mm(*term, offs_E), None
         if need_x:
             weight = context.for_dgrad(tuple(w) if w[0].dim() == 2 else w[0], w_scale)
-            dx_TK = multiply(
-                dy.rowwise, dy.rowwise_scale, *weight, offs_E, None, dy_TN.dtype, low_rank=term
-            )
+            dx_TK = multiply(dy, weight, offs_E, None, dy_TN.dtype, low_rank=term)
         if need_weight:
+            x_t = Operands(None, None, x, x_scale)
             if options.save_input:
                 x_t = quantize(x, recipe.input, offs_E, Layouts(False, True, again=True))
-                x, x_scale = x_t.columnwise, x_t.columnwise_scale
-            wgrad = context.wgrad(dy, x, x_scale, offs_E)
+            wgrad = context.wgrad(dy, x_t, offs_E)
             if options.defer_wgrad is None:
                 dws = wgrad.compute()
             else:

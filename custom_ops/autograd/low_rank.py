@@ -9,8 +9,6 @@ T rows, E groups, K in_features, N out_features, r the rank, padded to what GEMM
 Each is a product with h = scaling * x @ A.T or dh = scaling * dy @ B, which are [T, r].
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -18,41 +16,58 @@ from torch.nn.functional import pad
 from grouped_linear import ops
 from grouped_linear.autograd.gemm import LowRankTerm, multiply
 from grouped_linear.meta_kernels.rules import FEATURE_MULTIPLE
+from grouped_linear.recipes import Operands
 
 
-class LowRank(NamedTuple):
-    """One projection's adapter in the dtype and the rank that its GEMMs multiply."""
+def padded_factors(a_ErK: Tensor, b_ENr: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A and B in the dtype and the rank that GEMMs multiply.
 
-    a_ErK: Tensor
-    b_ENr: Tensor
-    scaling: float
-
-    def forward_term(self, x: Tensor, offs_E: Tensor, rows: Tensor | None = None) -> LowRankTerm:
-        """What fprop of the projection adds, h and B, of x or of x[rows]."""
-        h = multiply(x, None, self.a_ErK, None, offs_E, None, x.dtype, transpose_b=True, rows=rows)
-        return LowRankTerm(self._scaled(h), self.b_ENr.mT)
-
-    def backward_term(self, dy: Tensor, offs_E: Tensor, rows: Tensor | None = None) -> LowRankTerm:
-        """What dgrad of the projection adds, dh and A, of dy or of dy[rows]."""
-        dh = multiply(dy, None, self.b_ENr, None, offs_E, None, dy.dtype, rows=rows)
-        return LowRankTerm(self._scaled(dh), self.a_ErK)
-
-    def _scaled(self, product_Tr: Tensor) -> Tensor:
-        return product_Tr if self.scaling == 1 else product_Tr * self.scaling
-
-
-def low_rank(
-    a_ErK: Tensor | None, b_ENr: Tensor | None, scaling: float | None, dtype: torch.dtype
-) -> LowRank | None:
-    """An adapter cast and padded; None of none."""
-    if a_ErK is None or b_ENr is None or scaling is None:
-        return None
-    # Dense once: several GEMMs read them, and PEFT's B has its experts innermost.
+    They are made dense once: several GEMMs read them, and PEFT's B has its experts innermost.
+    """
     a_ErK, b_ENr = a_ErK.to(dtype).contiguous(), b_ENr.to(dtype).contiguous()
     missing = -a_ErK.size(1) % FEATURE_MULTIPLE
     if missing:
         a_ErK, b_ENr = pad(a_ErK, (0, 0, 0, missing)), pad(b_ENr, (0, missing))
-    return LowRank(a_ErK, b_ENr, scaling)
+    return a_ErK, b_ENr
+
+
+def forward_term(
+    a_ErK: Tensor | None,
+    b_ENr: Tensor | None,
+    scaling: float | None,
+    x: Tensor,
+    offs_E: Tensor,
+    rows: Tensor | None = None,
+) -> LowRankTerm | None:
+    """What fprop of the projection adds, h and B, of x or x[rows]; None without an adapter."""
+    if a_ErK is None or b_ENr is None or scaling is None:
+        return None
+    a_ErK, b_ENr = padded_factors(a_ErK, b_ENr, x.dtype)
+    h_Tr = multiply(
+        Operands(x), Operands(a_ErK), offs_E, None, x.dtype, transpose_b=True, rows=rows
+    )
+    return LowRankTerm(_scaled(h_Tr, scaling), b_ENr.mT)
+
+
+def backward_term(
+    a_ErK: Tensor | None,
+    b_ENr: Tensor | None,
+    scaling: float | None,
+    dy: Tensor,
+    offs_E: Tensor,
+    rows: Tensor | None = None,
+) -> LowRankTerm | None:
+    """What dgrad of the projection adds, dh and A, of dy or dy[rows]; None without an adapter."""
+    if a_ErK is None or b_ENr is None or scaling is None:
+        return None
+    a_ErK, b_ENr = padded_factors(a_ErK, b_ENr, dy.dtype)
+    b = Operands(None, columnwise=b_ENr)
+    dh_Tr = multiply(Operands(dy), b, offs_E, None, dy.dtype, rows=rows)
+    return LowRankTerm(_scaled(dh_Tr, scaling), a_ErK)
+
+
+def _scaled(product_Tr: Tensor, scaling: float) -> Tensor:
+    return product_Tr if scaling == 1 else product_Tr * scaling
 
 
 def grad_of_a(
@@ -71,15 +86,6 @@ def grad_of_b(
     return db[..., : b_ENr.size(2)]
 
 
-class LowRankGrads(NamedTuple):
-    """What an adapter makes of dy."""
-
-    a: Tensor | None
-    b: Tensor | None
-    term: LowRankTerm | None
-    """What dgrad of the projection adds."""
-
-
 def low_rank_grads(
     a_ErK: Tensor | None,
     b_ENr: Tensor | None,
@@ -90,8 +96,8 @@ def low_rank_grads(
     offs_E: Tensor,
     need_x: bool,
     x_rows: Tensor | None = None,
-) -> LowRankGrads:
-    """Compute an adapter's gradients, and its part of dx.
+) -> tuple[Tensor | None, Tensor | None, LowRankTerm | None]:
+    """Compute the gradients of A and B, and what dgrad of the projection adds.
 
     Args:
         a_ErK: as it was given; None without an adapter.
@@ -104,16 +110,13 @@ def low_rank_grads(
         need_x: whether the part of dx is needed.
         x_rows: see x.
     """
-    adapter = low_rank(a_ErK, b_ENr, scaling, dy_TN.dtype)
-    if adapter is None:
-        return LowRankGrads(None, None, None)
-    assert a_ErK is not None
-    assert b_ENr is not None
+    if a_ErK is None or b_ENr is None:
+        return None, None, None
     da = db = term = None
     if h_Tr is not None:
         db = grad_of_b(b_ENr, dy_TN, h_Tr, offs_E)
     if x is not None or need_x:
-        term = adapter.backward_term(dy_TN, offs_E)
-        if x is not None:
-            da = grad_of_a(a_ErK, term.a_Tr, x, offs_E, x_rows)
-    return LowRankGrads(da, db, term if need_x else None)
+        term = backward_term(a_ErK, b_ENr, scaling, dy_TN, offs_E)
+    if x is not None and term is not None:
+        da = grad_of_a(a_ErK, term.a_Tr, x, offs_E, x_rows)
+    return da, db, term if need_x else None

@@ -12,7 +12,6 @@ from torch import Tensor
 from grouped_linear import ops
 from grouped_linear.autograd.activation import (
     MLPConfig,
-    Saved,
     gate_up_and_h,
     grads_of_gate_up,
     restore,
@@ -21,7 +20,13 @@ from grouped_linear.autograd.activation import (
 )
 from grouped_linear.autograd.context import LinearContext
 from grouped_linear.autograd.gemm import multiply
-from grouped_linear.autograd.low_rank import grad_of_a, grad_of_b, low_rank, low_rank_grads
+from grouped_linear.autograd.low_rank import (
+    backward_term,
+    forward_term,
+    grad_of_a,
+    grad_of_b,
+    low_rank_grads,
+)
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
 from grouped_linear.autograd.routing import rows_of
 from grouped_linear.autograd.saved import saved_tensors, scale_of
@@ -47,7 +52,7 @@ class _Needs(NamedTuple):
 
     @property
     def d_gate_up(self) -> bool:
-        """Whether what the gradient of gate_up leads to is needed."""
+        """Whether the gradient of the activation's input is needed."""
         first = self.gate_up or self.gate_up_bias or self.gate_up_a or self.gate_up_b
         return self.x or first
 
@@ -67,16 +72,26 @@ class _Needs(NamedTuple):
         return self.dh or self.down_a or self.down_b
 
 
+def _needs_now(ctx: Any) -> _Needs:
+    """The gradients that this run of the backward computes; of main_grad the engine is asked."""
+    needs = _Needs(*ctx.needs_input_grad[3:15])
+    of_gate_up, of_down = ctx.contexts
+    if of_gate_up.options.main_grad is None and of_down.options.main_grad is None:
+        return needs
+    gate_up, down = needs_grad_now(ctx, (needs.gate_up, needs.down), slice(2, 4))
+    return needs._replace(gate_up=gate_up, down=down)
+
+
 class GroupedMLPFunction(torch.autograd.Function):
     """Gather, gate and up, activation, down, weighted sum: ``grouped_mlp``, with its routing.
 
     Where rows come sorted, they are the tokens, and nothing is gathered or summed.
 
-    The forward saves x [T, H] as it came, the output of the first GEMM [R, G], the routing and the
-    columnwise weights, each only where a gradient needs it. The backward gathers x again, and makes
-    the activation's output again beside its gradient. The routing weights' gradient needs no output
-    of the experts: with dh the gradient by h of the unweighted outputs, it is the sum of dh * h. Of
-    adapters the products of rank r are saved, [R, r] each.
+    The forward saves x [T, H] as it came, the output of the first GEMM [R, G], the routing, the
+    columnwise weights and the adapters' products [R, r], each only where a gradient needs it. The
+    backward gathers x again, and makes the activation's output h again beside its gradient. It
+    needs no output of the experts: a routing weight's gradient is the sum of dh * h, where dh is
+    the gradient of h for an unweighted output.
     """
 
     @staticmethod
@@ -99,14 +114,14 @@ class GroupedMLPFunction(torch.autograd.Function):
         dropout_RF: Tensor | None,
         *routing_tensors: Tensor,
     ) -> Tensor:
-        """Gather, compute two GEMMs an expert, sum with weights.
+        """Gather rows, send them through both layers, and sum each token's rows with its weights.
 
         Args:
             gate_up_context: of the first GEMM.
             down_context: of the second GEMM.
             config: the activation between them.
-            gate_up_EGH: the tensor whose gradient the first wgrad returns.
-            down_EHF: the tensor whose gradient the second wgrad returns.
+            gate_up_EGH: the weight whose gradient the first wgrad returns.
+            down_EHF: the weight whose gradient the second wgrad returns.
             weight_TC: the routing weights; of rows that come sorted [R], or None.
             dropped_x_TH: what the first adapter multiplies; None where it is x.
             gate_up_a_ErH: of the first layer's adapter, as gate_up_b_EGr.
@@ -118,23 +133,20 @@ class GroupedMLPFunction(torch.autograd.Function):
         of_gate_up, of_down = gate_up_context.recipe, down_context.recipe
         routing = rows_of(routing_tensors)
         offs_E, dtype = routing.offs, x_TH.dtype
-
-        rowwise, columns = Layouts(True, False), gate_up_EGH.size(1)
-        x, rows_R, _ = quantize_for_gemms(
-            routing.source(x_TH), of_gate_up.input, offs_E, rowwise, columns
-        )
-        gate_up = gate_up_context.weight_operands(columnwise=needs.x)
+        columns = gate_up_EGH.size(1), down_EHF.size(2)
         biases = gate_up_bias_EG, down_bias_EH
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
         gate_up_bias_EG, down_bias_EH = (None if b is None else b.to(dtype) for b in biases)
-        on_gate_up = low_rank(
-            gate_up_a_ErH, gate_up_b_EGr, gate_up_context.options.lora_scaling, dtype
-        )
-        on_down = low_rank(down_a_ErF, down_b_EHr, down_context.options.lora_scaling, dtype)
-        gate_up_term = down_term = None
+
+        # The first layer, of gathered tokens.
+        source, rowwise = routing.source(x_TH), Layouts(True, False)
+        x, rows_R, _ = quantize_for_gemms(source, of_gate_up.input, offs_E, rowwise, columns[0])
+        gate_up = gate_up_context.weight_operands(columnwise=needs.x)
+        adapter = gate_up_a_ErH, gate_up_b_EGr, gate_up_context.options.lora_scaling
         lora_x_TH = x_TH if dropped_x_TH is None else dropped_x_TH
-        if on_gate_up is not None:
-            gate_up_term = on_gate_up.forward_term(lora_x_TH, offs_E, routing.token)
+        gate_up_term = forward_term(*adapter, lora_x_TH, offs_E, routing.token)
+
+        # Its output, and the activation of it.
         need_saved = needs.dh or needs.down or needs.down_a
         gate_up_RG, h, h_RF = gate_up_and_h(
             x,
@@ -146,32 +158,23 @@ class GroupedMLPFunction(torch.autograd.Function):
             config.activation,
             of_down.input,
             need_saved,
-            on_down is not None,
+            down_a_ErF is not None,
             gate_up_term,
         )
         saved = save(gate_up_RG if need_saved else None, offs_E, config)
         del gate_up_RG, x  # lowers the peak memory of an eager step
-        if on_down is not None:
-            assert h_RF is not None
-            dropped_h_RF = h_RF if dropout_RF is None else h_RF * dropout_RF
-            down_term = on_down.forward_term(dropped_h_RF, offs_E)
-            del dropped_h_RF
+
+        # The second layer.
+        down_term = None
+        if h_RF is not None:
+            adapter = down_a_ErF, down_b_EHr, down_context.options.lora_scaling
+            h_RF = h_RF if dropout_RF is None else h_RF * dropout_RF
+            down_term = forward_term(*adapter, h_RF, offs_E)
         del h_RF
         down = down_context.weight_operands(columnwise=needs.dh)
-        y_RH = multiply(
-            h.rowwise,
-            h.rowwise_scale,
-            down.rowwise,
-            down.rowwise_scale,
-            offs_E,
-            down_bias_EH,
-            dtype,
-            transpose_b=True,
-            low_rank=down_term,
-        )
+        y_RH = multiply(h, down, offs_E, down_bias_EH, dtype, transpose_b=True, low_rank=down_term)
 
-        ctx.activation, ctx.num_routing = config.activation, len(routing)
-        ctx.columns = columns, down_EHF.size(2)
+        ctx.activation, ctx.num_routing, ctx.columns = config.activation, len(routing), columns
         ctx.contexts = gate_up_context.for_backward(), down_context.for_backward()
         formats = of_gate_up.input, of_gate_up.grad_output, of_down.input, of_down.grad_output
         ctx.save_for_backward(
@@ -195,57 +198,52 @@ class GroupedMLPFunction(torch.autograd.Function):
     @strictly_once_differentiable
     def backward(ctx: Any, d_out_TH: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of x, the routing weights and the parameters, each only where needed."""
-        needs = _Needs(*ctx.needs_input_grad[3:15])
-        gate_up_context: LinearContext
-        down_context: LinearContext
         gate_up_context, down_context = ctx.contexts
-        if any(c.options.main_grad is not None for c in (gate_up_context, down_context)):
-            needed = needs_grad_now(ctx, (needs.gate_up, needs.down), slice(2, 4))
-            needs = needs._replace(gate_up=needed[0], down=needed[1])
-        gate_up_columns, features = ctx.columns
+        of_gate_up, of_down = gate_up_context.recipe, down_context.recipe
+        needs = _needs_now(ctx)
         saved = saved_tensors(ctx, "grouped_mlp")
         routing, saved = rows_of(saved[: ctx.num_routing]), saved[ctx.num_routing :]
-        weight_TC, x_TH, *saved_gate_up, down_bias_EH = saved[:5]
+        weight_TC, x_TH, saved_RG, saved_scale, down_bias_EH = saved[:5]
         gate_up, gate_up_scale, down, down_scale = saved[5:9]
         lora_x_TH, gate_up_a_ErH, gate_up_b_EGr, gate_up_Rr = saved[9:13]
         down_a_ErF, down_b_EHr, down_Rr, dropout_RF = saved[13:17]
-        of_gate_up, of_down = gate_up_context.recipe, down_context.recipe
         offs_E, dtype = routing.offs, d_out_TH.dtype
-
         d_weight_TC = dx_TH = d_gate_up_EGH = d_down_EHF = None
-        d_gate_up_bias_EG = d_down_bias_EH = None
-        d_dropped_x_TH = d_down_a_ErF = d_down_b_EHr = None
+        d_gate_up_bias_EG = d_down_bias_EH = d_dropped_x_TH = None
+        d_gate_up_a_ErH = d_gate_up_b_EGr = d_down_a_ErF = d_down_b_EHr = None
+
+        # The gradient of the second layer's output before it is weighted. Its wgrad multiplies it
+        # by the weighted h.
         if needs.down_bias:
             dy_RH = routing.weighted_gradient(d_out_TH, weight_TC)
             d_down_bias_EH = ops.grouped_bias_grad(dy_RH, offs_E).to(ctx.bias_dtypes[1])
         weight_R = routing.weights(weight_TC, d_out_TH)
         if needs.dh or needs.down:
-            layouts, source = Layouts(needs.dh, needs.down), routing.source(d_out_TH)
+            source, layouts = routing.source(d_out_TH), Layouts(needs.dh, needs.down)
             dy, dy_rows_R, wgrad_rows_R = quantize_for_gemms(
-                source, of_down.grad_output, offs_E, layouts, features
+                source, of_down.grad_output, offs_E, layouts, ctx.columns[1]
             )
-        # The adapters multiply the gradients themselves.
-        on_down = term = more_dh_RF = None
+
+        # The second layer's adapter, which multiplies that gradient itself.
+        term = more_dh_RF = None
         if needs.dh or needs.down_a:
-            on_down = low_rank(down_a_ErF, down_b_EHr, down_context.options.lora_scaling, dtype)
-        if on_down is not None:
-            # Of the unweighted output, as dh is; h, by which it is multiplied, is weighted.
-            term = on_down.backward_term(d_out_TH, offs_E, routing.token)
-            d_down_Rr = term.a_Tr
+            adapter = down_a_ErF, down_b_EHr, down_context.options.lora_scaling
+            term = backward_term(*adapter, d_out_TH, offs_E, routing.token)
+        d_down_Rr = None if term is None else term.a_Tr
         if needs.down_b:
             weighted_Rr = (weight_R[:, None] * down_Rr).to(dtype)
             d_down_b_EHr = grad_of_b(down_b_EHr, d_out_TH, weighted_Rr, offs_E, routing.token)
+
+        # Its dgrad, the activation's gradient, and h again.
         d_gate_up_RG = h_RF = None
         if needs.dh:
             if term is not None and dropout_RF is not None:
                 more_dh_RF, term = ops.grouped_mm(*term, offs_E) * dropout_RF, None
-            w, w_scale = down_context.for_dgrad(down, down_scale)
             (d_gate_up, h, d_weight_R), grads = grads_of_gate_up(
                 dy,
                 dy_rows_R,
-                w,
-                w_scale,
-                restore(Saved(*saved_gate_up), offs_E, dtype),
+                down_context.for_dgrad(down, down_scale),
+                restore(saved_RG, saved_scale, offs_E, dtype),
                 weight_R,
                 offs_E,
                 ctx.activation,
@@ -259,70 +257,56 @@ class GroupedMLPFunction(torch.autograd.Function):
             )
             if grads is not None:
                 d_gate_up_RG, h_RF, _ = grads
-            del grads, more_dh_RF
+            del grads, more_dh_RF  # as below: lowers the peak memory of an eager step
         elif needs.down or needs.down_a:
-            gate_up_RG = restore(Saved(*saved_gate_up), offs_E, dtype)
+            gate_up_RG = restore(saved_RG, saved_scale, offs_E, dtype)
             h_RF = weighted_h(gate_up_RG, weight_R, offs_E, ctx.activation)
             del gate_up_RG
             if needs.down:
                 h = quantize(h_RF, of_down.input, offs_E, Layouts(False, True, again=True))
-        if needs.down_a:
-            assert h_RF is not None
-            dropped_h_RF = h_RF if dropout_RF is None else h_RF * dropout_RF
-            d_down_a_ErF = grad_of_a(down_a_ErF, d_down_Rr, dropped_h_RF, offs_E)
-            del dropped_h_RF
-        h_RF = None
-        if needs.down:
-            assert isinstance(h.columnwise, Tensor)
-            wgrad = down_context.wgrad(dy, h.columnwise, h.columnwise_scale, offs_E, wgrad_rows_R)
-            (d_down_EHF,) = wgrad.compute()
-            del dy, h, wgrad
         if needs.weight:
             d_weight_TC = routing.gradient_of_weights(d_weight_R, d_out_TH, down_bias_EH)
             d_weight_TC = d_weight_TC.to(weight_TC.dtype)
+
+        # The second layer's weight.
+        if needs.down_a:
+            assert h_RF is not None
+            assert d_down_Rr is not None
+            h_RF = h_RF if dropout_RF is None else h_RF * dropout_RF
+            d_down_a_ErF = grad_of_a(down_a_ErF, d_down_Rr, h_RF, offs_E)
+        del h_RF
+        if needs.down:
+            (d_down_EHF,) = down_context.wgrad(dy, h, offs_E, wgrad_rows_R).compute()
+            del dy, h
+
+        # The first layer's weight and bias, of tokens that are gathered again.
         if needs.gate_up:
-            layouts, source = Layouts(False, True, again=True), routing.source(x_TH)
+            source, layouts = routing.source(x_TH), Layouts(False, True, again=True)
             x, _, x_rows_R = quantize_for_gemms(
-                source, of_gate_up.input, offs_E, layouts, gate_up_columns
+                source, of_gate_up.input, offs_E, layouts, ctx.columns[0]
             )
-            assert isinstance(x.columnwise, Tensor)
-            wgrad = gate_up_context.wgrad(
-                d_gate_up, x.columnwise, x.columnwise_scale, offs_E, x_rows=x_rows_R
-            )
+            wgrad = gate_up_context.wgrad(d_gate_up, x, offs_E, x_rows=x_rows_R)
             (d_gate_up_EGH,) = wgrad.compute()
             del x, wgrad
         if needs.gate_up_bias:
             assert d_gate_up.bias_grad is not None
             d_gate_up_bias_EG = d_gate_up.bias_grad.to(ctx.bias_dtypes[0])
-        d_gate_up_a_ErH = d_gate_up_b_EGr = term = None
+
+        # Its adapter and its dgrad.
+        term = None
         if d_gate_up_RG is not None:
+            adapter = gate_up_a_ErH, gate_up_b_EGr, gate_up_context.options.lora_scaling
             d_gate_up_a_ErH, d_gate_up_b_EGr, term = low_rank_grads(
-                gate_up_a_ErH,
-                gate_up_b_EGr,
-                gate_up_context.options.lora_scaling,
-                d_gate_up_RG,
-                lora_x_TH,
-                gate_up_Rr,
-                offs_E,
-                needs.x,
-                routing.token,
+                *adapter, d_gate_up_RG, lora_x_TH, gate_up_Rr, offs_E, needs.x, routing.token
             )
             del d_gate_up_RG
         if needs.dropped_x and term is not None:
             d_dropped_x_TH, term = routing.combine(ops.grouped_mm(*term, offs_E), None), None
         if needs.x:
-            w, w_scale = gate_up_context.for_dgrad(gate_up, gate_up_scale)
-            dx_RH = multiply(
-                d_gate_up.rowwise,
-                d_gate_up.rowwise_scale,
-                w,
-                w_scale,
-                offs_E,
-                None,
-                dtype,
-                low_rank=term,
-            )
+            w = gate_up_context.for_dgrad(gate_up, gate_up_scale)
+            dx_RH = multiply(d_gate_up, w, offs_E, None, dtype, low_rank=term)
             dx_TH = routing.combine(dx_RH, None)
+
         of_weights = d_gate_up_EGH, d_down_EHF, d_gate_up_bias_EG, d_down_bias_EH
         of_adapters = d_gate_up_a_ErH, d_gate_up_b_EGr, d_down_a_ErF, d_down_b_EHr
         of_inputs = dx_TH, d_weight_TC, *of_weights, d_dropped_x_TH, *of_adapters

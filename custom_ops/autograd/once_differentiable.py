@@ -49,9 +49,9 @@ def strictly_once_differentiable(backward: Callable[..., Gradients]) -> Callable
 def _leaves(ctx: Any) -> list[Tensor]:
     """The leaves that a function's inputs were computed from.
 
-    A derivative may also be asked for by a tensor between the leaves and the inputs; no edge to
-    that can be made. The search makes a backward with ``create_graph=True`` take three times as
-    long in 100 layers.
+    A derivative by a tensor between the leaves and the inputs may be asked for, too, but no edge to
+    that tensor can be made. The search makes a backward with ``create_graph=True`` take three times
+    as long in 100 layers.
     """
     nodes = [node for node, _ in ctx.next_functions if node is not None]
     seen, leaves = set(nodes), []

@@ -52,7 +52,7 @@ def _numbers(rows_RH: Tensor) -> Tensor:
 
 
 def _dot_of_biases(d_out_TH: Tensor, bias_EH: Tensor, row_TC: Tensor, offs_E: Tensor) -> Tensor:
-    """[T, C] float32: d_out times the bias of each row's expert; of no expert's rows anything."""
+    """[T, C] float32: d_out times the bias of each row's expert; unspecified for no expert."""
     experts_TC = torch.searchsorted(offs_E, row_TC, right=True).clamp(max=len(bias_EH) - 1)
     return ops.gather_dot(d_out_TH, bias_EH, experts_TC)
 
@@ -61,7 +61,7 @@ class ChosenRows(ops.SortedByExpert):
     """The rows of an expert layer: each token's, once for every expert chosen for it."""
 
     def source(self, x_TH: Tensor) -> Gathered:
-        """The rows of tokens, or of their gradients, which whoever quantizes them may gather."""
+        """The rows of tokens or of their gradients, not gathered yet: a kernel may do it."""
         return Gathered(x_TH, self)
 
     def combine(self, y_RH: Tensor, weight_TC: Tensor | None) -> Tensor:
@@ -81,7 +81,7 @@ class ChosenRows(ops.SortedByExpert):
     def gradient_of_weights(
         self, d_weight_R: Tensor, d_out_TH: Tensor, bias_EH: Tensor | None
     ) -> Tensor:
-        """[T, C] float32, of the rows' own and of the bias that each row's output has."""
+        """[T, C] float32: the gradient through the rows, and through the bias in their outputs."""
         d_weight_TC = d_weight_R[self.row]
         if bias_EH is None:
             return d_weight_TC
@@ -99,7 +99,7 @@ class SortedRows(NamedTuple):
 
     @property
     def token(self) -> None:
-        """Rows are where they belong."""
+        """No row is gathered."""
         return None
 
     def source(self, x_RH: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class SortedRows(NamedTuple):
     def gradient_of_weights(
         self, d_weight_R: Tensor, d_out_RH: Tensor, bias_EH: Tensor | None
     ) -> Tensor:
-        """[R] float32, of the rows' own and of the bias that each row's output has."""
+        """[R] float32: the gradient through the rows, and through the bias in their outputs."""
         if bias_EH is None:
             return d_weight_R
         return d_weight_R + _dot_of_biases(d_out_RH, bias_EH, _numbers(d_out_RH), self.offs)[:, 0]

@@ -22,11 +22,11 @@ class MainGrad(NamedTuple):
     overwrite: Tensor | bool = False
     """Whether they are overwritten instead; a tensor is read on the device."""
     returns_zeros: bool = False
-    """Whether gradients of zero are returned as well, for those who wait for a gradient."""
+    """Whether zeros are returned as gradients, too, for code that waits for a gradient."""
 
 
 def needs_grad_now(ctx: Any, needed: Sequence[bool], edges: slice) -> Sequence[bool]:
-    """Tell which of the needed gradients this backward is run for.
+    """Tell which of the needed gradients this run of the backward was asked for.
 
     ``ctx.needs_input_grad`` says what a backward may be asked for. torch.autograd.grad of x alone
     does not ask for the weight's gradient, which must then be neither added to main_grad nor
@@ -66,7 +66,7 @@ class Wgrad(NamedTuple):
     dy_rows: Tensor | None = None
     """With dy[dy_rows[t]] in place of dy[t]; None where each row is its own."""
     x_rows: Tensor | None = None
-    """The same for x; at most one of the two."""
+    """The same for x. At most one of dy_rows and x_rows is given."""
 
     def compute(self) -> tuple[Tensor | None, ...]:
         """The gradient of each weight, or None where it went into main_grad."""
@@ -102,8 +102,8 @@ class Wgrad(NamedTuple):
         rows = self.dy_rows, self.x_rows
         per_expert = main_grads[0].dim() == 2
         if per_expert and torch.compiler.is_compiling():
-            # Of a list that an op writes, Inductor clones every tensor if they share a buffer, as
-            # main_grads do. One by one it writes them in place.
+            # Inductor clones every tensor of a list that an op writes if they share a buffer, as
+            # main_grads do. It writes them in place if they are written one by one.
             for grad, dw_NK in zip(main_grads, self._product(torch.float32), strict=True):
                 total = grad + dw_NK
                 grad.copy_(total if overwrite is None else torch.where(overwrite, dw_NK, total))

@@ -23,18 +23,12 @@ ROUNDINGS = 3.0
 class Expert(NamedTuple):
     """The parameters of one expert."""
 
-    gate: Tensor
-    """[F, H]."""
-    up: Tensor
-    """[F, H]."""
-    down: Tensor
-    """[H, F]."""
-    gate_bias: Tensor | None = None
-    """[F]."""
-    up_bias: Tensor | None = None
-    """[F]."""
-    down_bias: Tensor | None = None
-    """[H]."""
+    gate: Tensor  # [F, H]
+    up: Tensor  # [F, H]
+    down: Tensor  # [H, F]
+    gate_bias: Tensor | None = None  # [F]
+    up_bias: Tensor | None = None  # [F]
+    down_bias: Tensor | None = None  # [H]
 
 
 #: ``run(x [E, R, H], stand_ins)``: the outputs of the experts of a module, which compute with their
@@ -42,7 +36,7 @@ class Expert(NamedTuple):
 Run = Callable[[Tensor, Sequence[Expert] | None], Tensor]
 
 
-def device_to_run_on(p: Tensor) -> torch.device:
+def _device_to_run_on(p: Tensor) -> torch.device:
     """The parameter's device. For the meta device a GPU if there is one: some experts need it."""
     if not p.is_meta:
         return p.device
@@ -52,12 +46,13 @@ def device_to_run_on(p: Tensor) -> torch.device:
 
 
 @contextmanager
-def _in_training(model: nn.Module) -> Iterator[None]:
-    """Training mode, so that dropout is noticed; each module's own mode afterwards."""
+def _in_training(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Training mode, so that dropout is noticed; modes and generators are restored afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.train()
     try:
-        yield
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
     finally:
         for module, training in modes.items():
             module.training = training
@@ -72,7 +67,7 @@ def _is_usable(expert: Expert) -> bool:
 def _random_like(expert: Expert, F: int, H: int) -> Expert:
     """An expert of other sizes, with the same parameters."""
     shapes = (F, H), (F, H), (H, F), (F,), (F,), (H,)
-    like: dict[str, Any] = {"dtype": expert.gate.dtype, "device": device_to_run_on(expert.gate)}
+    like: dict[str, Any] = {"dtype": expert.gate.dtype, "device": _device_to_run_on(expert.gate)}
     return Expert._make(
         None if own is None else torch.randn(shape, **like) / (shape[-1] ** 0.5)
         for own, shape in zip(expert, shapes, strict=True)
@@ -100,10 +95,9 @@ def _rows(expert: Expert) -> Tensor:
     """Rows with gates of 0.1 to 30: activations differ for small ones, clamps act on large ones."""
     H, device = expert.gate.size(1), expert.gate.device
     x_RH = torch.randn(MAGNITUDES * ROWS, H, device=device, dtype=expert.gate.dtype)
-    magnitude_R1 = torch.logspace(-1, 1.5, MAGNITUDES, device=device).repeat_interleave(ROWS)[
-        :, None
-    ]
-    return (x_RH * magnitude_R1 / _linear(x_RH, expert.gate, expert.gate_bias).std()).to(x_RH.dtype)
+    magnitude_R = torch.logspace(-1, 1.5, MAGNITUDES, device=device).repeat_interleave(ROWS)
+    spread = _linear(x_RH, expert.gate, expert.gate_bias).std()
+    return (x_RH * magnitude_R[:, None] / spread).to(x_RH.dtype)
 
 
 def _linear(
@@ -123,6 +117,32 @@ def _swiglu(x_RH: Tensor, expert: Expert, activation: SwiGLU, rounded: Rounding 
     x = rounded(activation.alpha * (gate + activation.cubic * gate**3))
     h = rounded(rounded(gate * rounded(x.sigmoid())) * rounded(up + activation.beta))
     return _linear(h, expert.down, expert.down_bias, rounded)
+
+
+def _outputs(
+    where: str, module: nn.Module, run: Run, experts: Sequence[Expert]
+) -> tuple[Sequence[Expert], Tensor, Tensor]:
+    """Run experts on random rows: the experts that ran, their rows and their outputs in float32.
+
+    Experts whose parameters have no useful values run with random ones in their place.
+    """
+    gate, on_meta = experts[0].gate, experts[0].gate.is_meta
+    with _in_training(module, _device_to_run_on(gate)):
+        stand_ins = None
+        if on_meta or not all(map(_is_usable, experts)):
+            # On meta small weights of all experts: the computation does not depend on sizes.
+            F, H = (48, 32) if on_meta else gate.shape
+            stand_ins = experts = [_random_like(expert, F, H) for expert in experts]
+        x_ERH = torch.stack([_rows(expert) for expert in experts])
+        try:
+            return experts, x_ERH, run(x_ERH, stand_ins).float()
+        except Exception as error:
+            if not on_meta:
+                raise
+            raise ValueError(
+                f"{where}: parameters are on the meta device, and small ones in their place do not "
+                "run: convert when they have values"
+            ) from error
 
 
 @torch.no_grad()
@@ -147,23 +167,7 @@ def check_swiglu(
         activation: the form of SwiGLU.
         in_bfloat16: whether they may compute in bfloat16 whatever their parameters' dtype is.
     """
-    (F, H), on_meta = experts[0].gate.shape, experts[0].gate.is_meta
-    if on_meta:  # small weights of all experts: the computation does not depend on sizes
-        F, H = 48, 32
-    stand_ins = None
-    if on_meta or not all(map(_is_usable, experts)):
-        stand_ins = experts = [_random_like(expert, F, H) for expert in experts]
-    with _in_training(module):
-        x_ERH = torch.stack([_rows(expert) for expert in experts])
-        try:
-            actual = run(x_ERH, stand_ins).float()
-        except Exception as error:
-            if not on_meta:
-                raise
-            raise ValueError(
-                f"{where}: parameters are on the meta device, and small ones in their place do not "
-                "run: convert when they have values"
-            ) from error
+    experts, x_ERH, actual = _outputs(where, module, run, experts)
     in_bfloat16 = in_bfloat16 or experts[0].gate.dtype == torch.bfloat16
     rounded = _rounding_to(8 if in_bfloat16 else 11)  # float32 GEMMs may be in TF32
     most_off, most_explained, worst = 0.0, 0.0, 0.0

@@ -1,103 +1,25 @@
-"""One call that converts a model's experts, whatever form they have."""
+"""The calls that convert a model's experts: finders make a plan, which is then carried out."""
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from grouped_linear.integrations.convert_experts import (
-    check_model,
-    check_not_converted,
-    plan_experts,
-)
-from grouped_linear.integrations.converted_class import Forward
-from grouped_linear.integrations.look_alikes import (
-    SkippedExperts,
-    goes_through_interface,
-    look_alikes,
-)
-from grouped_linear.integrations.plan import (
+from grouped_linear.integrations.conversion import (
+    Conversion,
     ConvertedExperts,
-    KeptWeights,
-    Plan,
     kept_weights,
+    lines_of,
 )
+from grouped_linear.integrations.converted_class import Forward, is_converted
+from grouped_linear.integrations.expert_lists import find_lists
+from grouped_linear.integrations.grouped_experts import find_grouped_experts
+from grouped_linear.integrations.look_alikes import goes_through_interface, look_alikes
+from grouped_linear.integrations.plan import Plan, Request, num_still_held
 from grouped_linear.nn.options import check_recipe
 from grouped_linear.quantized.weight import Weights, check_weights_kept
 from grouped_linear.recipes import Float8BlockScaling, Recipe
-
-
-@dataclass(frozen=True, repr=False)
-class Conversion:
-    """What :func:`convert` did; ``print`` shows it as a table.
-
-    Modules that differ in numbers of their names alone are one row, with ``*`` for the numbers.
-    """
-
-    recipe: Recipe | None
-    """How the GEMMs are computed."""
-    converted: tuple[ConvertedExperts, ...]
-    """In the order of ``named_modules``; never empty."""
-    skipped: tuple[SkippedExperts, ...]
-    """What looks like experts and is unchanged."""
-    weights: tuple[KeptWeights, ...] = ()
-    """How the weights of all these experts are kept, the most bytes first."""
-    still_held: int = 0
-    """How many parameters that learn were replaced and are held by something else, too.
-
-    An optimizer that was made before steps these, in vain.
-    """
-
-    def __repr__(self) -> str:
-        """The table, below what an optimizer that was made before would miss."""
-        head = ("module", "modules", "form", "experts", "parameters", "computed by")
-        alike: dict[tuple[str, ...], list[int]] = {}
-        for one in self.converted:
-            key = _pattern(one.name) or "(the model)", one.form, str(one.num_experts), one.path
-            alike.setdefault(key, []).append(one.num_parameters)
-        rows = [
-            (name, str(len(sizes)), form, experts, f"{sum(sizes):,}", path)
-            for (name, form, experts, path), sizes in alike.items()
-        ]
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        numbers = (1, 3, 4)
-        lines = [
-            "  ".join(
-                cell.rjust(width) if i in numbers else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in (head, *rows)
-        ]
-        if self.still_held:
-            lines.insert(
-                0,
-                f"{self.still_held} parameters were replaced and something still holds them: an "
-                "optimizer that was made before does not step the new ones, make another",
-            )
-        lines.append(f"recipe: {self.recipe!r}")
-        lines.append(f"weights: {'; '.join(map(str, self.weights))}")
-        lines += [f"skipped: {line}" for line in _lines_of(self.skipped)]
-        return "\n".join(lines)
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
-
-
-def _lines_of(skipped: tuple[SkippedExperts, ...]) -> list[str]:
-    """Name and reason of what was skipped, alike ones once."""
-    counts: dict[tuple[str, str], int] = {}
-    for one in skipped:
-        key = _pattern(one.name) or "(the model)", one.why
-        counts[key] = counts.get(key, 0) + 1
-    return [f"{name} ({why}{_times(n)})" for (name, why), n in counts.items()]
-
-
-def _times(n: int) -> str:
-    return f"; {n} of them" if n > 1 else ""
 
 
 @torch.inference_mode(False)  # new parameters are to be ordinary ones
@@ -113,50 +35,34 @@ def convert(
 
     Recognised are:
 
-    ============================  ==================================================================
-    Hugging Face models           Experts that go through transformers' experts interface. The model
-                                  keeps its modules and parameters; an experts implementation of the
-                                  recipe is registered and chosen. See
-                                  :func:`grouped_linear.integrations.transformers.register`, and of
-                                  PEFT's adapters on experts
-                                  :func:`grouped_linear.integrations.peft.use_grouped_adapters`.
-    experts in one module         w1, w2, w3 [E, ...] as in torchtitan, its GPT-OSS and its fused
-                                  w13. The module gets another forward. See
-                                  :func:`grouped_linear.convert_experts`.
-    a ModuleList of experts       Linear or SwiGLU, in a block whose new forward is given in
-                                  ``forwards``. A :class:`grouped_linear.GroupedLinear` or
-                                  :class:`grouped_linear.GroupedMLP` replaces the list. See
-                                  :func:`grouped_linear.convert_experts`.
-    ============================  ==================================================================
+    - **Hugging Face models**: experts that go through transformers' experts interface. The model
+      keeps its modules and parameters; an experts implementation of the recipe is registered and
+      chosen, see :func:`grouped_linear.integrations.transformers.register`. PEFT's adapters on
+      experts compute here, too, see
+      :func:`grouped_linear.integrations.peft.use_grouped_adapters`.
+    - **Experts in one module**: w1, w2, w3 [E, ...] as in torchtitan, its GPT-OSS and its fused
+      w13. The module gets another forward, see :func:`grouped_linear.convert_experts`.
+    - **A ModuleList of experts**, Linear or SwiGLU, in a block whose new forward is given in
+      ``forwards``. A :class:`grouped_linear.GroupedLinear` or :class:`grouped_linear.GroupedMLP`
+      replaces the list, see :func:`grouped_linear.convert_experts`.
 
-    With ``weights="both"`` experts are kept as :class:`grouped_linear.GroupedTensorWithMaster`:
-    plain tensors for the rest of the program, and their FP8 numbers, which are made when an
-    optimizer, or anything else, writes them. Two more bytes an element make FP8 training fast: no
-    call quantizes weights. w13 is refused.
-
-    With ``weights="fp8"`` experts are kept as :class:`grouped_linear.GroupedTensor`, in e4m3 with a
-    scale for each 128 x 128 block. All of these serve inference. Experts of a checkpoint in FP8
-    become such weights without a change of a byte; under another ``weights`` they are read as they
-    are, and do not learn. What required a gradient still does, except in these cases:
-
-    - Hugging Face experts stored as [E, in_features, out_features] (GPT-OSS, Aria) do not learn;
-      gradients pass through them to what lies before.
-    - w13 is refused.
-    - Tensor and expert parallelism that make DTensors of parameters (torchtitan's) make them of
-      high precision; the experts' forward then says so. FSDP2 keeps them in FP8.
+    With ``weights="both"`` experts are kept as :class:`grouped_linear.GroupedTensorWithMaster`, for
+    training: no call quantizes weights. With ``weights="fp8"`` they are kept as
+    :class:`grouped_linear.GroupedTensor`, in one byte an element or two. Experts of a checkpoint in
+    FP8 become such weights without a change of a byte; under another ``weights`` they are read as
+    they are, and do not learn. w13 is refused with either. What required a gradient still does,
+    except Hugging Face experts stored as [E, in_features, out_features] (GPT-OSS, Aria) in FP8.
+    FSDP2 keeps weights in FP8; torchtitan's tensor and expert parallelism make parameters of high
+    precision, and the experts' forward then says so.
 
     Experts in one module and Hugging Face's stay the same parameters, so an optimizer that was made
-    before steps them, whatever ``weights`` is. Those of a list are replaced; so is a parameter that
-    a graph which is still alive, or a weak reference, leads to. The first line of what is returned
-    says so if something still holds a parameter that was replaced.
+    before steps them. Those of a list are replaced; so is a parameter that a graph which is still
+    alive, or a weak reference, leads to. The report begins with those that something still holds.
 
     A model is converted as a whole or not at all, unless memory runs out: everything is checked
-    before anything is written. A converted model can be copied and pickled, ``forwards``
-    permitting, and computes where it is unpickled.
-
-    Convert after a checkpoint is loaded, before sharding, DistributedDataParallel and the
-    optimizer. Nothing is copied to float32 as a whole. One list, or one weight that is quantized,
-    is in memory twice at a time.
+    before anything is written. Convert after a checkpoint is loaded, before sharding,
+    DistributedDataParallel and the optimizer. One list, or one weight that is quantized, is in
+    memory twice at a time. A converted model can be copied and pickled, ``forwards`` permitting.
 
     Args:
         model: a model, or a module that is to be converted itself; for experts in one module and
@@ -179,15 +85,11 @@ def convert(
         experts and was skipped, with the reason.
 
     Raises:
-        ValueError: if nothing is recognised, and where
-            :func:`grouped_linear.convert_experts`,
-            :func:`grouped_linear.integrations.transformers.register` or
-            :func:`grouped_linear.integrations.transformers.quantize_experts` raise it; for
-            ``weights`` that are not known, or need another recipe; for ``options`` that no module
-            takes; and for weights that the kernels do not take: in_features and out_features that
-            are no multiples of 16, more than 1024 experts, another dtype than bfloat16, float16 and
-            float32. The model is then unchanged.
-        TypeError: for what is no module.
+        ValueError: if nothing is recognised; for what cannot be converted as asked, which the
+            sentence says; and for weights that the kernels do not take: in_features and
+            out_features that are no multiples of 16, more than 1024 experts, another dtype than
+            bfloat16, float16 and float32. The model is then unchanged.
+        TypeError: if `model` is not a module.
         ImportError: for a Hugging Face model of transformers older than 5.23.
 
     >>> import torch
@@ -204,46 +106,169 @@ def convert(
     >>> model(torch.tensor([[1, 2, 3]])).logits.shape
     torch.Size([1, 3, 64])
     """
-    check_model("convert", model)
+    _check_model("convert", model)
     check_recipe("convert", recipe)
     recipe = Float8BlockScaling() if recipe is None and weights is not None else recipe
     stochastic_rounding, columnwise = map(options.get, ("stochastic_rounding", "columnwise"))
     check_weights_kept("convert", recipe, weights, stochastic_rounding, columnwise=columnwise)
     if weights is not None:
         options["weights"] = weights
-    experts = {n: m for n, m in model.named_modules() if goes_through_interface(m)}
-    of_both = "weights", "save_gate_up_in_fp8", "columnwise"
-    of_layers = [option for option in options if option not in of_both]
-    if experts and of_layers:
-        raise ValueError(
-            "convert: experts of a Hugging Face model stay what they are, so there is nothing to "
-            f"give {' and '.join(of_layers)} to"
-        )
-    plan = Plan()
-    if experts:
-        from grouped_linear.integrations.hugging_face import plan_hugging_face
+    forwards = _check_forwards("convert", forwards)
+    plan, request = Plan(), Request("convert", recipe, forwards, options)
+    if any(map(goes_through_interface, model.modules())):
+        from grouped_linear.integrations.hugging_face import find_hugging_face
 
-        save_in_fp8 = options.get("save_gate_up_in_fp8", False)
-        kept = weights, save_in_fp8, bool(columnwise)
-        plan.add(plan_hugging_face(model, experts, recipe, *kept))
-    plan.add(plan_experts("convert", model, forwards, recipe, options))
+        find_hugging_face(plan, request, model)
+    _find_plain(plan, request, model)
     if not plan.converted:
-        _raise_for_nothing(model)
-    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
-    converted = sorted(plan.carry_out(), key=lambda one: order[one.name])
+        _check_not_converted("convert", model)
+        skipped = tuple(look_alikes(model))
+        raise ValueError(
+            f"convert: {type(model).__name__} has no experts of a form that is known"
+            + (", and these look like experts: " if skipped else "")
+            + ", ".join(lines_of(skipped))
+        )
+    replaced = plan.carry_out()
+    converted = _in_order(plan, model)
     return Conversion(
         recipe,
         tuple(converted),
         tuple(look_alikes(model)),
         kept_weights((model.get_submodule(one.name) for one in converted), recipe),
-        plan.still_held(),
+        num_still_held(replaced),
     )
 
 
-def _raise_for_nothing(model: nn.Module) -> None:
-    check_not_converted("convert", model)
-    name, skipped = type(model).__name__, _lines_of(tuple(look_alikes(model)))
-    raise ValueError(
-        f"convert: {name} has no experts of a form that is known"
-        + (f", and these look like experts: {', '.join(skipped)}" if skipped else "")
-    )
+@torch.inference_mode(False)
+def convert_experts(
+    model: nn.Module,
+    forwards: Mapping[type[nn.Module], Forward] | None = None,
+    recipe: Recipe | None = None,
+    **options: Any,
+) -> list[ConvertedExperts]:
+    """Replace the experts of a plain torch model by grouped ones, in place.
+
+    :func:`grouped_linear.convert` does so too, and knows Hugging Face's models besides. Two forms
+    of experts are recognized:
+
+    **Experts in one module**, as in torchtitan: a module whose only parameters are w1 and w3
+    [E, F, H] and w2 [E, H, F], called as ``(x, num_tokens_per_expert)``; or w1_EFD, w3_EFD and
+    w2_EDF, called as ``(x_RD, num_tokens_per_expert_E)``; also torchtitan's w13 [E, F, 2, H] of its
+    override that fuses gate and up, and its GPT-OSS experts, which have biases. Its forward becomes
+    grouped layers. Its parameters, their names and its callers stay the same. If a parameter
+    becomes a DTensor, the forward uses its local part; experts may be sharded by expert or by
+    feature.
+
+    **A ModuleList of experts** in a block whose class is a key of ``forwards``. Experts that are
+    torch.nn.Linear become one :class:`grouped_linear.GroupedLinear`. Experts that compute
+    ``w2(silu(w1(x)) * w3(x))``, or have the names gate_proj, up_proj and down_proj, become one
+    :class:`grouped_linear.GroupedMLP`, under the list's name. Their parameters are new: make the
+    optimizer after the conversion. The block's loop over its experts cannot be recognized, so
+    ``forwards`` gives its new forward. Experts of another form are refused, and so are those that
+    have what would be lost: hooks, parametrizations, buffers, a forward or an owner besides.
+
+    Names and shapes do not show what experts compute. So SwiGLU experts are run on random rows, in
+    training mode, and must give SwiGLU's result up to three times the error that rounding explains.
+    On the meta device small random parameters run in place of their own, on a GPU if there is one.
+    After ``to_empty`` call ``reset_parameters()`` of the modules that replaced lists.
+
+    Args:
+        model: a model, or a module that is to be converted itself.
+        forwards: for each class of block with a ModuleList of experts, its new forward. Subclasses
+            that inherit the block's forward get it, too.
+        recipe: how the GEMMs are computed.
+        options: ``weights``, ``stochastic_rounding`` and ``columnwise``, see
+            :func:`grouped_linear.convert`. For the modules that replace lists also
+            ``cache_weights`` and ``fuse_wgrad_accumulation``; if all of them are GroupedMLP,
+            ``save_gate_up_in_fp8``.
+
+    Returns:
+        What was converted, in the order of ``named_modules``; never empty.
+
+    Raises:
+        ValueError: if no experts are recognized; if a class of ``forwards`` is not in the model or
+            has no such ModuleList; for what cannot be converted as asked, which the sentence says.
+            The model is then unchanged.
+        TypeError: if `model` is not a module.
+
+    >>> class Block(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.router = nn.Linear(16, 4)
+    ...         self.experts = nn.ModuleList(nn.Linear(16, 32) for _ in range(4))
+    ...
+    ...     def forward(self, x):
+    ...         best = self.router(x).argmax(dim=-1)
+    ...         return torch.stack([self.experts[e](row) for e, row in zip(best, x)])
+    >>> def grouped_forward(self, x):
+    ...     best, order = self.router(x).argmax(dim=-1).sort()
+    ...     m_splits = (best[:, None] == torch.arange(4)).sum(dim=0)
+    ...     return self.experts(x[order], m_splits)[order.argsort()]
+    >>> block, x = Block(), torch.randn(10, 16)
+    >>> y = block(x)
+    >>> [converted] = convert_experts(block, {Block: grouped_forward})
+    >>> converted.form, converted.num_experts, converted.path
+    ('Linear', 4, 'GroupedLinear')
+    >>> torch.allclose(block(x), y, atol=1e-5)
+    True
+    """
+    _check_model("convert_experts", model)
+    check_recipe("convert_experts", recipe)
+    forwards = _check_forwards("convert_experts", forwards)
+    plan, request = Plan(), Request("convert_experts", recipe, forwards, options)
+    _find_plain(plan, request, model)
+    if not plan.converted:
+        _check_not_converted("convert_experts", model)
+        raise ValueError(
+            f"convert_experts: {type(model).__name__} has no module with parameters w1, w2 and w3 "
+            "[E, ...] that is called as (x, num_tokens_per_expert), and no class is in forwards"
+        )
+    plan.carry_out()
+    return _in_order(plan, model)
+
+
+def _check_model(op: str, model: Any) -> None:
+    """Raise TypeError for anything but a module."""
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, type):
+        got = f"the class {model.__name__}: make a model of it"
+    else:
+        got = "None" if model is None else f"a {type(model).__name__}"
+    raise TypeError(f"{op}: model must be a torch.nn.Module, got {got}")
+
+
+def _check_forwards(op: str, forwards: Any) -> dict[type[nn.Module], Forward]:
+    """The forwards as a dict; raises ValueError for anything else."""
+    if forwards is not None and not isinstance(forwards, Mapping):
+        raise ValueError(
+            f"{op}: forwards must be a dict such as {{Block: new_forward}}, with the class of the "
+            f"block whose forward is replaced, got {forwards!r}"
+        )
+    found: dict[type[nn.Module], Forward] = dict(forwards or {})
+    for cls, forward in found.items():
+        is_class = isinstance(cls, type) and issubclass(cls, nn.Module) and cls is not nn.Module
+        if not is_class or not callable(forward):
+            raise ValueError(
+                f"{op}: forwards must have classes of modules as keys and functions as values, got "
+                f"{{{cls!r}: {forward!r}}}"
+            )
+    return found
+
+
+def _find_plain(plan: Plan, request: Request, model: nn.Module) -> None:
+    """Plan the experts of plain torch: one module with all of them, and lists of modules."""
+    find_grouped_experts(plan, request, model)
+    find_lists(plan, request, model)
+
+
+def _in_order(plan: Plan, model: nn.Module) -> list[ConvertedExperts]:
+    """What a plan converts, in the order of ``named_modules``."""
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    return sorted(plan.converted, key=lambda one: order[one.name])
+
+
+def _check_not_converted(op: str, model: nn.Module) -> None:
+    """Raise ValueError for a model that has converted experts, where others were looked for."""
+    if any(map(is_converted, model.modules())):
+        raise ValueError(f"{op}: experts of {type(model).__name__} are converted already")

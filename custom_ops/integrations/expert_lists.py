@@ -1,22 +1,38 @@
-"""Experts that are modules of a ModuleList: recognise and replace by one grouped module.
+"""Experts that are modules of a ModuleList: find them, and replace a list by one grouped module.
 
 R rows, E experts, H features of a token, F features inside an expert.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
 
 from grouped_linear.integrations.check_swiglu import Expert, check_swiglu
-from grouped_linear.integrations.plan import check_weights
+from grouped_linear.integrations.converted_class import (
+    Forward,
+    check_forward_can_change,
+    class_before,
+    convert_class,
+    forward_alone,
+    is_converted,
+)
+from grouped_linear.integrations.plan import (
+    Plan,
+    Replaced,
+    Request,
+    check_weights,
+    how_weights_are_kept,
+    replaced_by_others,
+)
+from grouped_linear.nn.functional import check_whole
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.nn.options import check_num_groups
 from grouped_linear.quantized.weight import quantized_as
-from grouped_linear.recipes import Recipe
 
 Names = tuple[str, str, str]
 
@@ -62,7 +78,80 @@ def lists_of_experts(block: nn.Module) -> dict[str, nn.ModuleList]:
     }
 
 
-def list_of_experts(where: str, block: nn.Module) -> tuple[str, nn.ModuleList]:
+def find_lists(plan: Plan, request: Request, model: nn.Module) -> None:
+    """Plan the replacement of the lists in blocks whose classes are keys of ``forwards``."""
+    unused = set(request.forwards)
+    for name, block in model.named_modules():
+        where = request.where(name, block)
+        cls = None if is_converted(block) else _key_of(where, block, request.forwards)
+        if cls is not None:
+            unused.discard(cls)
+            _plan_list(plan, request, model, name, block, request.forwards[cls])
+    if not unused:
+        return
+    converted = [class_before(module) for module in model.modules() if is_converted(module)]
+    of_converted = [cls for cls in unused if any(issubclass(one, cls) for one in converted)]
+    if of_converted:
+        raise ValueError(f"{request.op}: experts of {_names(of_converted)} are converted already")
+    raise ValueError(
+        f"{request.op}: {type(model).__name__} has no module of class {_names(unused)}"
+    )
+
+
+def _names(classes: Iterable[type]) -> str:
+    return " or ".join(sorted(cls.__name__ for cls in classes))
+
+
+def _key_of(
+    where: str, module: nn.Module, forwards: Mapping[type[nn.Module], Forward]
+) -> type[nn.Module] | None:
+    """The class in ``forwards`` that the module is of, if its forward is that of this class."""
+    cls = type(module)
+    block = next((base for base in cls.__mro__ if base in forwards), None)
+    if block is None or block is cls:
+        return block
+    if not lists_of_experts(module):
+        return None
+    if getattr(cls, "forward", None) is not getattr(block, "forward", None):
+        raise ValueError(
+            f"{where}: {cls.__name__} is a {block.__name__} with a forward of its own: give "
+            f"forwards one for {cls.__name__}, too"
+        )
+    return block
+
+
+def _plan_list(
+    plan: Plan, request: Request, model: nn.Module, name: str, block: nn.Module, forward: Forward
+) -> None:
+    where = request.where(name, block)
+    list_name, experts = _list_of_experts(where, block)
+    place = f"{where}.{list_name}"
+    check_whole(place, experts.parameters(), "convert")
+    lost = next(_what_would_be_lost(experts, (block, list_name), model), None)
+    if lost is not None:
+        raise ValueError(f"{place}: {lost}, which would be lost")
+    if any(isinstance(m, DistributedDataParallel) for m in model.modules()):
+        raise ValueError(
+            f"{place}: DistributedDataParallel holds the parameters of lists, which are replaced: "
+            "convert before it is made"
+        )
+    grouped = _empty_grouped_module(place, experts, request)
+    check_forward_can_change(where, block)
+    form = "Linear" if isinstance(grouped, GroupedLinear) else "SwiGLU"
+    path = type(grouped).__name__ + how_weights_are_kept(request.weights)
+    plan.add(name, form, len(experts), experts.parameters(), path)
+    plan.write(_replace_list, block, list_name, grouped, forward)
+
+
+def _replace_list(block: Any, list_name: str, grouped: nn.Module, forward: Forward) -> Replaced:
+    experts = block.get_submodule(list_name)
+    _fill(grouped, experts)
+    setattr(block, list_name, grouped)
+    convert_class(block, forward_alone, forward)
+    return replaced_by_others(experts.parameters())
+
+
+def _list_of_experts(where: str, block: nn.Module) -> tuple[str, nn.ModuleList]:
     """The one ModuleList of experts in a block, and its name."""
     lists = lists_of_experts(block)
     if len(lists) == 1:
@@ -103,7 +192,7 @@ def what_takes_them(experts: Sequence[nn.Module]) -> str:
     return ""
 
 
-def what_would_be_lost(
+def _what_would_be_lost(
     experts: nn.ModuleList, place: tuple[nn.Module, str], model: nn.Module
 ) -> Iterator[str]:
     """What a replacement of the experts would lose: it copies their parameters and nothing else."""
@@ -132,9 +221,7 @@ def what_would_be_lost(
         owned.add(id(p))
 
 
-def empty_grouped_module(
-    where: str, experts: nn.ModuleList, recipe: Recipe | None, options: dict[str, Any]
-) -> nn.Module:
+def _empty_grouped_module(where: str, experts: nn.ModuleList, request: Request) -> nn.Module:
     """Check experts, and make the module that can replace them, on the meta device."""
     parameters = [dict(expert.named_parameters()) for expert in experts]
     forms = {tuple((name, p.shape, p.dtype) for name, p in one.items()) for one in parameters}
@@ -144,23 +231,22 @@ def empty_grouped_module(
         raise ValueError(f"{where}: experts differ in their parameters' requires_grad")
     check_num_groups(where, "the number of experts", len(experts))
     check_weights(where, ((name, p) for name, p in parameters[0].items() if p.dim() == 2))
-    names, E = swiglu_names(experts[0]), len(experts)
+    names, E, recipe = swiglu_names(experts[0]), len(experts), request.recipe
     known = LINEAR_OPTIONS if names is None else MLP_OPTIONS
-    unknown = [option for option in options if option not in known]
+    unknown = [option for option in request.options if option not in known]
     if unknown:
         raise ValueError(f"{where}: options may be {', '.join(known)}, got {' and '.join(unknown)}")
     first = next(iter(parameters[0].values()))
     like: dict[str, Any] = {
-        "recipe": recipe,
         "dtype": first.dtype,
         "device": "meta",
-        "columnwise": False,
-        **options,
+        **request.options,
+        "columnwise": request.columnwise,
     }
     grouped: nn.Module
     if names is None:
         N, K = first.shape
-        grouped = GroupedLinear(E, K, N, bias="bias" in parameters[0], **like)
+        grouped = GroupedLinear(E, K, N, bias="bias" in parameters[0], recipe=recipe, **like)
         trained = {name: p.requires_grad for name, p in parameters[0].items()}
     else:
         gate, up, down = (parameters[0][name] for name in names)
@@ -172,7 +258,7 @@ def empty_grouped_module(
         if not gate.shape == up.shape == down.mT.shape:
             shapes = ", ".join(f"{name} {list(parameters[0][name].shape)}" for name in names)
             raise ValueError(f"{where}: experts are not SwiGLU by their shapes: {shapes}")
-        grouped = GroupedMLP(E, gate.size(1), gate.size(0), **like)
+        grouped = GroupedMLP(E, gate.size(1), gate.size(0), recipe=recipe, **like)
         trained = {"gate_up_proj": gate.requires_grad, "down_proj": down.requires_grad}
         for expert in experts:
             _check_expert(where, expert, names)
@@ -192,7 +278,7 @@ def _check_expert(where: str, expert: nn.Module, names: Names) -> None:
 
 
 @torch.no_grad()
-def fill(grouped: nn.Module, experts: nn.Module) -> None:
+def _fill(grouped: nn.Module, experts: nn.Module) -> None:
     """Give a grouped module on the meta device memory and the experts' parameters.
 
     Besides the grouped module there is never more than a copy of one expert.

@@ -23,6 +23,7 @@ from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
 from grouped_linear.nn.functional import apply_layer, check_parameters
 from grouped_linear.nn.functional_mlp import apply_mlp
 from grouped_linear.nn.lora import LoraWeights
+from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import is_quantized, stored_weight
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
@@ -47,57 +48,33 @@ def experts_forward(
         hidden_states: [T, H].
         top_k_index: [T, C]. The number E means an expert of another process and adds nothing.
         top_k_weights: [T, C].
-        recipe: as registered.
-        save_gate_up_in_fp8: as registered.
+        recipe: as registered, like save_gate_up_in_fp8.
         lora: by a weight's name, what adapters add to it, as [E, N, K].
     """
     lora = lora or {}
-    in_fp8 = has_parts(experts)
-
-    def weight(name: str) -> tuple[Tensor, LinearOptions]:
-        if in_fp8:
-            quantized = _weight_in_fp8(experts, name, recipe)
-            return quantized.values, LinearOptions(stored=StoredWeight(quantized))
-        stored: Tensor = getattr(experts, name)
-        if not experts.is_transposed:
-            return stored, PLAIN_CALL
-        kept = stored_weight("grouped_linear", stored, recipe)
-        if kept is None or kept.scale is None:  # a format of one's own is of [E, N, K]
-            return stored.transpose(1, 2), PLAIN_CALL
-        q, scale, q_t = kept
-        assert isinstance(stored, GroupedTensor)
-        assert scale is not None
-        q_t = ops.transpose_weight(q) if q_t is None else q_t
-        of_blocks = scale.dim() == 3
-        transposed = QuantizedWeight(q_t, scale.mT if of_blocks else scale, q)
-        w = q_t if stored.master is None else stored.transpose(1, 2)
-        return w, LinearOptions(stored=StoredWeight(transposed))
+    first, second = weight_names(experts)
 
     def bias(name: str) -> Tensor | None:
         return getattr(experts, f"{name}_bias") if experts.has_bias else None
 
     activation = activation_of(experts)
-    first = "gate_up_proj" if experts.has_gate else "up_proj"
     if activation is not None:
-        (gate_up, of_gate_up), (down, of_down) = weight(first), weight("down_proj")
-        routed, options = (hidden_states, top_k_weights, top_k_index), (of_gate_up, of_down)
-        biases = bias(first), bias("down_proj")
-        config = MLPConfig(activation, save_gate_up_in_fp8)
+        (gate_up, of_gate_up), (down, of_down) = (
+            _operand(experts, name, recipe) for name in (first, second)
+        )
         y_TH = apply_mlp(
-            *routed,
+            hidden_states,
+            top_k_weights,
+            top_k_index,
             (gate_up, down),
-            biases,
+            (bias(first), bias(second)),
             (recipe, recipe),
-            config,
-            options,
-            lora=(lora.get(first), lora.get("down_proj")),
+            MLPConfig(activation, save_gate_up_in_fp8),
+            (of_gate_up, of_down),
+            lora=(lora.get(first), lora.get(second)),
         )
         return y_TH.to(hidden_states.dtype)
-    if save_gate_up_in_fp8:
-        raise ValueError(
-            f"grouped_linear: save_gate_up_in_fp8 needs an activation of grouped_mlp, and that of "
-            f"{class_before(experts).__name__} is none"
-        )
+    check_activation("grouped_linear", experts, save_gate_up_in_fp8)
 
     routing = ops.sort_by_expert(top_k_index, experts.num_experts)
     m_splits_E = routing.offs.diff(prepend=routing.offs.new_zeros(1))
@@ -105,17 +82,52 @@ def experts_forward(
     def layer(x: Tensor, name: str) -> Tensor:
         b = bias(name)
         check_parameters("grouped_linear", bias=b)
-        w, options = weight(name)
+        w, options = _operand(experts, name, recipe)
         return apply_layer(x, (w,), b, m_splits_E, recipe, options, lora=lora.get(name))
 
     x_RH = GatherFunction.apply(hidden_states, *routing)
     gate_up_RG = layer(x_RH, first)
     h_RF = experts._apply_gate(gate_up_RG) if experts.has_gate else experts.act_fn(gate_up_RG)
-    y_RH = layer(h_RF, "down_proj")
+    y_RH = layer(h_RF, second)
     if experts.has_post_expert_norm:
         y_RH = experts.post_expert_norm(y_RH)
     out_TH: Tensor = CombineFunction.apply(y_RH, top_k_weights, *routing)
     return out_TH.to(hidden_states.dtype)
+
+
+def _operand(experts: Any, name: str, recipe: Recipe | None) -> tuple[Tensor, LinearOptions]:
+    """A weight as [E, N, K] and the options of a call with it: it may be quantized already."""
+    stored: Tensor = getattr(experts, name)
+    if has_parts(experts):  # a backward transposes it for itself
+        check_weight_in_fp8("grouped_linear", experts, name, recipe)
+        q, scale = stored.detach(), getattr(experts, name + SCALE).detach()
+        return q, LinearOptions(stored=StoredWeight(QuantizedWeight(q, scale, None)))
+    if not experts.is_transposed:
+        return stored, PLAIN_CALL
+    kept = stored_weight("grouped_linear", stored, recipe)
+    if kept is None or kept.scale is None:  # a format of one's own is of [E, N, K]
+        return stored.transpose(1, 2), PLAIN_CALL
+    q, scale, q_t = kept
+    assert isinstance(stored, GroupedTensor)
+    assert scale is not None
+    q_t = ops.transpose_weight(q) if q_t is None else q_t
+    transposed = QuantizedWeight(q_t, scale.mT if scale.dim() == 3 else scale, q)
+    w = q_t if stored.master is None else stored.transpose(1, 2)
+    return w, LinearOptions(stored=StoredWeight(transposed))
+
+
+def weight_names(experts: Any) -> tuple[str, str]:
+    """The names of an experts module's weights."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
+def check_activation(where: str, experts: Any, save_gate_up_in_fp8: bool) -> None:
+    """Raise ValueError for an activation whose input cannot be saved as asked."""
+    if save_gate_up_in_fp8 and activation_of(experts) is None:
+        raise ValueError(
+            f"{where}: save_gate_up_in_fp8 needs an activation of grouped_mlp, and that of "
+            f"{class_before(experts).__name__} is none"
+        )
 
 
 def has_parts(experts: Any) -> bool:
@@ -130,7 +142,7 @@ def check_weight_in_fp8(where: str, experts: Any, name: str, recipe: Recipe | No
             f"{where}: weights are in FP8 already and need the recipe Float8BlockScaling, "
             f"got {recipe!r}; or load the checkpoint with FineGrainedFP8Config(dequantize=True)"
         )
-    q, scale = getattr(experts, name), getattr(experts, f"{name}_scale_inv")
+    q, scale = getattr(experts, name), getattr(experts, name + SCALE)
     E, N, K = q.shape
     scales = E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)
     if (
@@ -146,10 +158,3 @@ def check_weight_in_fp8(where: str, experts: Any, name: str, recipe: Recipe | No
             "checkpoint with FineGrainedFP8Config(dequantize=True)"
         )
     check_sizes(where, name, list(q.shape))
-
-
-def _weight_in_fp8(experts: Any, name: str, recipe: Recipe | None) -> QuantizedWeight:
-    """A weight of a checkpoint in FP8. A backward transposes it for itself."""
-    check_weight_in_fp8("grouped_linear", experts, name, recipe)
-    q, scale = (getattr(experts, n).detach() for n in (name, f"{name}_scale_inv"))
-    return QuantizedWeight(q, scale, None)

@@ -6,7 +6,7 @@ published. What that format cannot hold is written in the weights' own dtype.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from grouped_linear.integrations.activations import same_activation
+from grouped_linear.integrations.experts_forward import weight_names
 from grouped_linear.integrations.look_alikes import goes_through_interface
+from grouped_linear.integrations.plan import Plan
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div, dtype_name
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.tensor import GroupedTensor
@@ -82,28 +84,25 @@ def _in_own_dtype(
     return state
 
 
-def plan_description(
-    model: Any, quantized: dict[str, Any], obstacle: str | None
-) -> Callable[[], None]:
-    """Check that a model can record how its experts are stored; the returned function records it.
+def plan_description(plan: Plan, model: Any, experts: dict[str, Any]) -> None:
+    """Plan that a model's configuration and names in checkpoints say how its experts are stored.
 
     Args:
-        model: whose configuration and names in checkpoints are extended.
-        quantized: the modules whose weights are or will be GroupedTensors, by
-            :func:`name_without_adapters`.
-        obstacle: why transformers' format cannot hold them, or None.
+        plan: gets the write.
+        model: what ``save_pretrained`` is called on.
+        experts: by name in it, those whose weights are or will be in FP8 alone.
     """
     own = getattr(model, "hf_quantizer", None)
     if own is not None and not isinstance(own, QuantizedExpertsHfQuantizer):
-        return partial(_add_to, own)  # its description of the other modules stays
-    quantizer, with_fp8 = _description(model, quantized, obstacle)
-    return partial(_describe, model, quantizer, with_fp8)
+        return plan.write(_add_to, own)  # its description of the other modules stays
+    return plan.write(_describe, model, *_description(model, experts))
 
 
 def _description(
-    model: Any, quantized: dict[str, Any], obstacle: str | None
+    model: Any, experts: dict[str, Any]
 ) -> tuple[QuantizedExpertsHfQuantizer, list[Any]]:
     """How a checkpoint says that these experts are in FP8, and the conversions of its names."""
+    quantized = {name_without_adapters(name): module for name, module in experts.items()}
     others = [
         name_without_adapters(name)
         for name, module in model.named_modules()
@@ -127,7 +126,8 @@ def _description(
     with_scales = [(f"{key}{SCALE}", None) for key in shapes]
     stand_in: Any = SimpleNamespace(named_parameters=lambda: with_scales, config=model.config)
     with_fp8 = HfQuantizer.update_weight_conversions(quantizer, conversions, stand_in)
-    quantizer.obstacle = obstacle or _obstacle_of_names(model, with_fp8, shapes)
+    obstacles = filter(None, map(_obstacle_of, quantized, quantized.values()))
+    quantizer.obstacle = next(obstacles, None) or _obstacle_of_names(model, with_fp8, shapes)
     return quantizer, with_fp8
 
 
@@ -152,7 +152,7 @@ def _with_experts(cls: Any, quantizer: Any, model: Any) -> tuple[dict[str, Any] 
 
 
 def forget(model: Any) -> None:
-    """Undo :func:`describe`, for a model whose experts are dequantized."""
+    """Undo :func:`plan_description`, for a model whose experts are dequantized."""
     own = getattr(model, "hf_quantizer", None)
     if isinstance(own, QuantizedExpertsHfQuantizer):
         model._weight_conversions = own.conversions_before
@@ -167,18 +167,8 @@ def name_without_adapters(name: str) -> str:
     return name.replace(".base_layer", "").replace(".original_module", "")
 
 
-def weight_names(experts: Any) -> tuple[str, str]:
-    """The names of an experts module's weights."""
-    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
-
-
-def obstacle_of(name: str, experts: Any) -> str | None:
-    """Why transformers' FP8 format cannot hold these experts, or None.
-
-    Args:
-        name: the module's name in its model.
-        experts: the module.
-    """
+def _obstacle_of(name: str, experts: Any) -> str | None:
+    """Why transformers' FP8 format cannot hold the experts of this name, or None."""
     if not name.endswith(".experts"):
         return f"transformers looks for experts in FP8 in modules called experts, not {name}"
     if experts.is_transposed or experts.has_bias or experts.has_post_expert_norm:
@@ -331,8 +321,7 @@ def _checkpoint_of(op: str, model: Any) -> tuple[dict[str, Any], Any, list[Any]]
     if own is not None and not isinstance(own, QuantizedExpertsHfQuantizer):
         as_loaded: Any = model._weight_conversions
         return experts, own.quantization_config, as_loaded
-    obstacles = (obstacle_of(*one) for one in experts.items())
-    quantizer, conversions = _description(model, experts, next(filter(None, obstacles), None))
+    quantizer, conversions = _description(model, experts)
     if quantizer.obstacle is not None:
         raise ValueError(f"{op}: {quantizer.obstacle}")
     return experts, quantizer.quantization_config, conversions

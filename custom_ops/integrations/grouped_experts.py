@@ -1,4 +1,4 @@
-"""Experts that one module holds in tensors [E, ...], as torchtitan's do: recognise and convert.
+"""Experts that one module holds in tensors [E, ...], as torchtitan's do: find and convert them.
 
 R rows, E experts, H features of a token, F features inside an expert. torchtitan's names end in its
 own letters: D is H, and G is 2 F.
@@ -16,14 +16,30 @@ from torch.func import functional_call
 from torch.nn.functional import silu
 
 from grouped_linear.integrations.check_swiglu import Expert, check_swiglu
-from grouped_linear.integrations.converted_class import convert_class
-from grouped_linear.integrations.plan import Replaced, check_weights, replace_parameter
+from grouped_linear.integrations.converted_class import (
+    check_forward_can_change,
+    convert_class,
+    is_converted,
+)
+from grouped_linear.integrations.plan import (
+    Plan,
+    Replaced,
+    Request,
+    check_weights,
+    how_weights_are_kept,
+    replace_parameter,
+)
 from grouped_linear.nn.functional import check_whole, grouped_linear
 from grouped_linear.nn.functional_mlp import grouped_mlp_sorted
 from grouped_linear.ops.activation import PLAIN, SwiGLU
 from grouped_linear.quantized.state_dict import scale_properties
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import Weights, is_dtensor, keep_weight, local_part
+from grouped_linear.quantized.weight import (
+    check_weights_kept,
+    is_dtensor,
+    keep_weight,
+    local_part,
+)
 from grouped_linear.recipes import Recipe, new_state
 
 GPT_OSS_ALPHA = 1.702  # torchtitan has the number in its code, and swiglu_limit in the module
@@ -66,16 +82,12 @@ class GroupedForm:
 
     def experts(self, tensors: Sequence[Tensor]) -> list[Expert]:
         """Views of each expert's parameters."""
-        own = [t.detach() for t in tensors]
-        if not self.gate_up_is_one:
-            return [Expert(*one) for one in zip(*own, strict=True)]
-        gate_up, down, *biases = own
-        if gate_up.dim() == 4:
-            gates, ups = gate_up[:, :, 0], gate_up[:, :, 1]
-        else:
-            gates, ups = gate_up[:, 0::2], gate_up[:, 1::2]
-        halves = [biases[0][:, 0::2], biases[0][:, 1::2], biases[1]] if biases else []
-        return [Expert(*one) for one in zip(gates, ups, down, *halves, strict=True)]
+        own = [_as_matrices(t.detach()) for t in tensors]
+        if self.gate_up_is_one:
+            gate_up, down, *biases = own
+            own = [gate_up[:, 0::2], gate_up[:, 1::2], down]
+            own += [biases[0][:, 0::2], biases[0][:, 1::2], biases[1]] if biases else []
+        return [Expert(*one) for one in zip(*own, strict=True)]
 
     def tensors(self, experts: Sequence[Expert]) -> dict[str, Tensor]:
         """The parameters that hold these experts, by name."""
@@ -128,10 +140,27 @@ def form_of(module: nn.Module) -> GroupedForm | None:
     return form if form.fits(shapes) and tuple(called_with) == form.inputs and has_limit else None
 
 
-def check_grouped_experts(
-    where: str, module: nn.Module, form: GroupedForm, recipe: Recipe | None, weights: Weights
-) -> None:
+def find_grouped_experts(plan: Plan, request: Request, model: nn.Module) -> None:
+    """Plan another forward for each module that holds its experts in a form that is known."""
+    for name, module in model.named_modules():
+        form = None if is_converted(module) else form_of(module)
+        if form is None:
+            continue
+        where = request.where(name, module)
+        _check(where, module, form, request)
+        num_experts = len(module.get_parameter(form.weights[0]))
+        path = "grouped_linear" + how_weights_are_kept(request.weights)
+        plan.add(name, form.name, num_experts, module.parameters(), path)
+        plan.write(_convert, module, form, request)
+
+
+def _check(where: str, module: nn.Module, form: GroupedForm, request: Request) -> None:
     """Raise ValueError for experts that cannot be converted, or compute something else."""
+    recipe, weights = request.recipe, request.weights
+    known = "weights", "stochastic_rounding", "columnwise"
+    request.check_options(where, "experts in one module", known)
+    options = request.stochastic_rounding, False, request.options.get("columnwise")
+    check_weights_kept(where, recipe, weights, *options)
     parameters = [module.get_parameter(name) for name in form.parameters]
     check_whole(where, parameters, "convert")
     check_weights(
@@ -161,6 +190,7 @@ def check_grouped_experts(
 
     experts, activation = form.experts(parameters), form.activation(module)
     check_swiglu(where, module, run, experts, activation, in_bfloat16=True)
+    check_forward_can_change(where, module)
 
 
 def _as_matrices(w: Tensor) -> Tensor:
@@ -168,28 +198,9 @@ def _as_matrices(w: Tensor) -> Tensor:
     return w.flatten(1, 2) if w.dim() == 4 else w
 
 
-def convert_grouped_experts(
-    module: Any,
-    form: GroupedForm,
-    recipe: Recipe | None,
-    weights: Weights,
-    stochastic_rounding: bool | None,
-    columnwise: bool,
-) -> Replaced:
-    """Give the module a forward of grouped layers. It raises only if memory runs out.
-
-    Args:
-        module: which :func:`check_grouped_experts` has checked.
-        form: of its experts.
-        recipe: how the GEMMs are computed.
-        weights: how weights are to be kept.
-        stochastic_rounding: of weights in FP8 alone.
-        columnwise: whether these keep q_t.
-
-    Returns:
-        What could not stay the same parameter.
-    """
-    replaced: Replaced = []
+def _convert(module: Any, form: GroupedForm, request: Request) -> Replaced:
+    """Give the module a forward of grouped layers. It raises only if memory runs out."""
+    recipe, weights, replaced = request.recipe, request.weights, []
     if recipe is not None and recipe.has_state:
         w = module.get_parameter(form.weights[0])
         states = (new_state(recipe, len(w), w.device) for _ in form.weights)
@@ -197,7 +208,7 @@ def convert_grouped_experts(
     if weights is not None:
         for name in form.weights:
             w = module.get_parameter(name)
-            kept = keep_weight(w, weights, recipe, stochastic_rounding, columnwise)
+            kept = keep_weight(w, weights, recipe, request.stochastic_rounding, request.columnwise)
             replaced += replace_parameter(module, name, kept)
     convert_class(module, grouped_members, form, recipe, weights == "fp8")
     return replaced
@@ -215,11 +226,6 @@ def grouped_members(form: GroupedForm, recipe: Recipe | None, in_fp8: bool) -> d
     """The members of a converted module's class: its forward, and the scales of its weights.
 
     The forward has the names of arguments that the module's callers may use.
-
-    Args:
-        form: of the experts.
-        recipe: how the GEMMs are computed.
-        in_fp8: whether weights are kept in FP8.
     """
 
     def forward(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:

@@ -3,37 +3,32 @@
 transformers is imported where a model of it is converted, and only there.
 """
 
-from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
 import grouped_linear.integrations.transformers  # noqa: F401  (refuses older versions of it)
-from grouped_linear.integrations.activations import activation_of
 from grouped_linear.integrations.converted_class import class_before
-from grouped_linear.integrations.experts_forward import check_weight_in_fp8, has_parts
-from grouped_linear.integrations.fp8_checkpoint import weight_names
+from grouped_linear.integrations.experts_forward import (
+    check_activation,
+    check_weight_in_fp8,
+    has_parts,
+    weight_names,
+)
 from grouped_linear.integrations.implementation import Implementation
+from grouped_linear.integrations.look_alikes import goes_through_interface
 from grouped_linear.integrations.plan import (
-    ConvertedExperts,
     Plan,
-    Replaced,
+    Request,
     check_weights,
     how_weights_are_kept,
-    replace_parameter,
 )
-from grouped_linear.integrations.quantize_experts import (
-    plan_joining,
-    plan_quantization,
-    save_by_parts,
-)
+from grouped_linear.integrations.quantize_experts import keep_both, plan_fp8
 from grouped_linear.nn.options import check_flags
 from grouped_linear.quantized.state_dict import SCALE
-from grouped_linear.quantized.weight import Weights, is_dtensor, keep_weight
-from grouped_linear.quantized.with_master import GroupedTensorWithMaster
+from grouped_linear.quantized.weight import is_dtensor
 from grouped_linear.recipes import Float8BlockScaling, Recipe
 
 
@@ -43,56 +38,43 @@ def implementation_of(recipe: Recipe | None, save_gate_up_in_fp8: bool = False) 
     return f"{name}, gate_up saved in FP8" if save_gate_up_in_fp8 else name
 
 
-def plan_hugging_face(
-    model: nn.Module,
-    experts: dict[str, Any],
-    recipe: Recipe | None,
-    weights: Weights,
-    save_gate_up_in_fp8: bool,
-    columnwise: bool,
-) -> Plan:
-    """Check a model's experts and change nothing.
+def find_hugging_face(plan: Plan, request: Request, model: nn.Module) -> None:
+    """Plan that a model's experts compute here: an implementation of the recipe is chosen.
 
-    The writes register an implementation for the recipe, choose it, and quantize if asked to.
-
-    Args:
-        model: holds the experts.
-        experts: by name, modules that go through transformers' experts interface.
-        recipe: how the GEMMs are to be computed.
-        weights: how weights are to be kept.
-        save_gate_up_in_fp8: what is to be kept for the backward.
-        columnwise: whether weights in FP8 alone are kept transposed as well.
+    Their weights are kept as asked, and PEFT's adapters on them are grouped.
     """
-    check_flags("convert", save_gate_up_in_fp8=save_gate_up_in_fp8)
-    implementation = Implementation(
-        implementation_of(recipe, save_gate_up_in_fp8), recipe, save_gate_up_in_fp8
-    )
-    implementation.check("convert")
-    for place, module in experts.items():
-        _check(f"convert: {place or type(module).__name__}", module, recipe, save_gate_up_in_fp8)
-    plan = Plan(writes=[partial(_choose, model, experts, implementation)])
+    op, recipe, weights = request.op, request.recipe, request.weights
+    save_in_fp8 = request.options.get("save_gate_up_in_fp8", False)
+    known = "weights", "save_gate_up_in_fp8", "columnwise"
+    request.check_options(op, "experts of a Hugging Face model", known)
+    check_flags(op, save_gate_up_in_fp8=save_in_fp8)
+    implementation = Implementation(implementation_of(recipe, save_in_fp8), recipe, save_in_fp8)
+    implementation.check(op)
+    experts: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if goes_through_interface(module)
+    }
+    for name, module in experts.items():
+        _check(request.where(name, module), module, recipe, save_in_fp8)
+    plan.write(_choose, model, experts, implementation)
     adapted: set[nn.Module] = set()
     if any(type(module).__name__ == "ParamWrapper" for module in model.modules()):
         from grouped_linear.integrations.peft import plan_adapters
 
-        writes, adapted = plan_adapters("convert", model)
-        plan.writes += writes
-    plain = {p: module for p, module in experts.items() if not isinstance(module, FP8Experts)}
+        adapted = plan_adapters(plan, op, model)
     if weights == "both":
         assert recipe is not None
-        for place, module in plain.items():
-            plan.writes.append(partial(_keep_both, module, recipe))
-            check_not_sharded(f"convert: {place or type(module).__name__}", module)
+        for name, module in experts.items():
+            if not isinstance(module, FP8Experts):
+                _check_can_keep_both(request.where(name, module), module)
+                plan.write(keep_both, module, recipe)
     if weights == "fp8":
         assert isinstance(recipe, Float8BlockScaling)
-        plan.writes += plan_quantization(
-            "convert", model, dict.fromkeys(plain, recipe), learn=True, columnwise=columnwise
-        )
-        loaded = {place: module for place, module in experts.items() if has_parts(module)}
-        plan.writes += plan_joining("convert", model, loaded, recipe, columnwise)
-    for place, module in experts.items():
-        sizes = {n: p.numel() for n, p in module.named_parameters() if not n.endswith(SCALE)}
-        num_parameters = sum(sizes.values())
+        of_plain_or_parts = [
+            name for name, m in experts.items() if not isinstance(m, FP8Experts) or has_parts(m)
+        ]
+        recipes = dict.fromkeys(of_plain_or_parts, recipe)
+        plan_fp8(plan, op, model, recipes, learn=True, columnwise=request.columnwise)
+    for name, module in experts.items():
         path = "experts implementation"
         if has_parts(module) and weights != "fp8":
             path += ", weights in FP8 as loaded"
@@ -100,14 +82,11 @@ def plan_hugging_face(
             path += how_weights_are_kept("fp8" if isinstance(module, FP8Experts) else weights)
             path += " that do not learn" if weights == "fp8" and module.is_transposed else ""
         path += ", with adapters" if module in adapted else ""
-        form = class_before(module).__name__
-        plan.converted.append(
-            ConvertedExperts(place, form, module.num_experts, num_parameters, path)
-        )
-    return plan
+        parameters = (p for n, p in module.named_parameters() if not n.endswith(SCALE))
+        plan.add(name, class_before(module).__name__, module.num_experts, parameters, path)
 
 
-def check_not_sharded(where: str, experts: Any) -> None:
+def _check_can_keep_both(where: str, experts: Any) -> None:
     """Raise ValueError for weights that are distributed or have no numbers yet."""
     for name in weight_names(experts):
         w = getattr(experts, name)
@@ -119,25 +98,9 @@ def check_not_sharded(where: str, experts: Any) -> None:
             )
 
 
-@torch.no_grad()
-def _keep_both(experts: Any, recipe: Recipe) -> Replaced:
-    """Keep the weights in high precision and FP8; state dicts have them as plain tensors."""
-    names, replaced = weight_names(experts), []
-    for name in names:
-        w = getattr(experts, name)
-        if not isinstance(w, GroupedTensorWithMaster):
-            replaced += replace_parameter(experts, name, keep_weight(w.detach(), "both", recipe))
-    save_by_parts(experts, names)
-    return replaced
-
-
 def _check(where: str, experts: Any, recipe: Recipe | None, save_gate_up_in_fp8: bool) -> None:
     """Raise ValueError for experts that the recipe or the kernels cannot compute."""
-    if save_gate_up_in_fp8 and activation_of(experts) is None:
-        raise ValueError(
-            f"{where}: save_gate_up_in_fp8 needs an activation of grouped_mlp, and "
-            f"that of {class_before(experts).__name__} is none"
-        )
+    check_activation(where, experts, save_gate_up_in_fp8)
     if experts.config._experts_implementation == "deepgemm_megamoe":
         raise ValueError(
             f"{where}: transformers' deepgemm_megamoe has rearranged the weights: load the model "

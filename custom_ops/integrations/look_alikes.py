@@ -2,11 +2,12 @@
 
 import inspect
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from grouped_linear.integrations.conversion import SkippedExperts
 from grouped_linear.integrations.converted_class import is_converted
 from grouped_linear.integrations.expert_lists import (
     KNOWN_EXPERTS,
@@ -17,15 +18,6 @@ from grouped_linear.integrations.expert_lists import (
 from grouped_linear.integrations.grouped_experts import form_of
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
-
-
-class SkippedExperts(NamedTuple):
-    """A module that looks like experts and was skipped."""
-
-    name: str
-    """In ``named_modules`` of the model."""
-    why: str
-    """A few words."""
 
 
 def goes_through_interface(module: nn.Module) -> bool:

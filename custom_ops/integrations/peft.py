@@ -7,8 +7,7 @@ the factors of its own expert. PEFT is imported where this module is, and nowher
 E experts, K in_features, N out_features, r an adapter's rank.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import peft
@@ -18,10 +17,11 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from grouped_linear.integrations.converted_class import class_before
-from grouped_linear.integrations.experts_forward import has_parts
-from grouped_linear.integrations.fp8_checkpoint import name_without_adapters, weight_names
+from grouped_linear.integrations.experts_forward import has_parts, weight_names
+from grouped_linear.integrations.fp8_checkpoint import name_without_adapters
 from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.look_alikes import goes_through_interface
+from grouped_linear.integrations.plan import Plan
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
 from grouped_linear.nn.lora import MAX_RANK, LoraWeights
 from grouped_linear.quantized.state_dict import SCALE
@@ -87,32 +87,29 @@ def use_grouped_adapters(model: nn.Module) -> tuple[str, ...]:
         )
     for name, wrapper in found.items():
         check_implementation(f"{op}: {name}", wrapper.get_base_layer())
-    writes, _ = plan_adapters(op, model)
-    for write in writes:
-        write()
+    plan = Plan()
+    plan_adapters(plan, op, model)
+    plan.carry_out()
     return tuple(found)
 
 
-def plan_adapters(op: str, model: nn.Module) -> tuple[list[Callable[[], None]], set[nn.Module]]:
-    """Check the adapters on experts, and change nothing.
+def plan_adapters(plan: Plan, op: str, model: nn.Module) -> set[nn.Module]:
+    """Plan that adapters on experts are grouped, and return these experts.
 
     Args:
+        plan: gets the writes.
         op: what errors begin with.
         model: whose experts are converted, or will be.
-
-    Returns:
-        The writes that group the adapters, and the experts that have some.
     """
-    writes: list[Callable[[], None]] = []
     experts: set[nn.Module] = set()
     for name, wrapper in _wrappers_of_experts(model):
         _check(f"{op}: {name}", wrapper)
-        writes.append(partial(setattr, wrapper, "__class__", ParamWrapper))
+        plan.write(setattr, wrapper, "__class__", ParamWrapper)
         experts.add(wrapper.get_base_layer())
     for module in model.modules():
         if experts and type(module) is peft.LoraModel:
-            writes.append(partial(setattr, module, "__class__", LoraModel))
-    return writes, experts
+            plan.write(setattr, module, "__class__", LoraModel)
+    return experts
 
 
 def check_implementation(where: str, experts: Any) -> None:

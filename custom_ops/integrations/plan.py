@@ -2,84 +2,60 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from grouped_linear.integrations.conversion import ConvertedExperts
+from grouped_linear.integrations.converted_class import Forward
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS, dtype_name
-from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import Weights, local_part
-from grouped_linear.quantized.with_master import GroupedTensorWithMaster
-from grouped_linear.recipes import Float8BlockScaling, Recipe
+from grouped_linear.recipes import Recipe
 
 
-class ConvertedExperts(NamedTuple):
-    """Experts that were converted."""
+@dataclass(frozen=True)
+class Request:
+    """What the caller of a conversion asked for."""
 
-    name: str
-    """The module's name in ``named_modules`` of the model: of the block, if a list was replaced."""
-    form: str
-    """How they were held: ``"Linear"``, ``"SwiGLU"``, ``"grouped SwiGLU"``, ``"grouped SwiGLU,
-    w13"``, ``"grouped SwiGLU of GPT-OSS"``, or the class of a Hugging Face model's experts."""
-    num_experts: int
-    num_parameters: int
-    """Of all these experts together."""
-    path: str
-    """What computes them now, and how their weights are kept if that changed."""
+    op: str
+    """The caller's name, which errors begin with."""
+    recipe: Recipe | None
+    forwards: Mapping[type[nn.Module], Forward]
+    options: Mapping[str, Any]
 
+    @property
+    def weights(self) -> Weights:
+        """How weights are to be kept."""
+        weights: Weights = self.options.get("weights")
+        return weights
 
-class KeptWeights(NamedTuple):
-    """Experts' weights that are kept alike."""
+    @property
+    def stochastic_rounding(self) -> bool | None:
+        """Of weights in FP8 alone."""
+        stochastic: bool | None = self.options.get("stochastic_rounding")
+        return stochastic
 
-    kind: str
-    """``"FP8"``, ``"both precisions"``, or the dtype of plain tensors."""
-    nbytes: int
-    """What they hold, on this process."""
-    note: str = ""
-    """What they would take in their dtype alone, or what else could be done with them."""
+    @property
+    def columnwise(self) -> bool:
+        """Whether weights in FP8 alone are kept transposed as well."""
+        return bool(self.options.get("columnwise"))
 
-    def __str__(self) -> str:
-        """As the report has it."""
-        return f"{self.kind}, {_size(self.nbytes)}" + (f" ({self.note})" if self.note else "")
+    def check_options(self, where: str, experts: str, known: Sequence[str]) -> None:
+        """Raise ValueError for options of layers, where experts do not become a layer."""
+        others = [option for option in self.options if option not in known]
+        if others:
+            raise ValueError(
+                f"{where}: {experts} stay what they are, so there is nothing to give "
+                f"{' and '.join(others)} to"
+            )
 
-
-def kept_weights(modules: Iterable[nn.Module], recipe: Recipe | None) -> tuple[KeptWeights, ...]:
-    """How the weights [E, N, K] in these modules are kept, the most bytes first."""
-    weights = {
-        id(p): p
-        for module in modules
-        for name, p in module.named_parameters()
-        if p.dim() == 3 and not name.endswith("_scale_inv")
-    }
-    alike: dict[tuple[str, torch.dtype, bool], list[Tensor]] = {}
-    for p in weights.values():
-        w = local_part(p)
-        kind = "FP8" if isinstance(w, GroupedTensor) or w.dtype.itemsize == 1 else ""
-        kind = "both precisions" if isinstance(w, GroupedTensorWithMaster) else kind
-        kind = kind or dtype_name(w.dtype)
-        once = kind == dtype_name(w.dtype) and not p.requires_grad
-        advise = once and isinstance(recipe, Float8BlockScaling)
-        alike.setdefault((kind, w.dtype, advise), []).append(w)
-    kept = []
-    for (kind, dtype, advise), same in alike.items():
-        note = 'frozen, quantized by each call; weights="fp8" quantizes them once' if advise else ""
-        if kind != dtype_name(dtype) and dtype.itemsize > 1:
-            plain = sum(w.numel() for w in same) * dtype.itemsize
-            note = f"{_size(plain)} as {dtype_name(dtype)}"
-        kept.append(KeptWeights(kind, sum(w.nbytes for w in same), note))
-    return tuple(sorted(kept, key=lambda one: -one.nbytes))
-
-
-def _size(nbytes: float) -> str:
-    """In decimal units, as memory of a GPU is sold."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.4g} TB"
+    def where(self, name: str, module: nn.Module) -> str:
+        """What an error about a module begins with."""
+        return f"{self.op}: {name or type(module).__name__}"
 
 
 #: Parameters that learn and were replaced by others. Whoever holds one still, holds the old one.
@@ -90,31 +66,37 @@ Replaced = list[weakref.ref[nn.Parameter]]
 class Plan:
     """What will be converted, and the writes that do it.
 
-    Making a plan checks all that its writes need, and changes nothing. So a model is converted as a
-    whole or not at all, unless memory runs out.
+    A finder for each form of experts checks all that its writes need, adds them, and changes
+    nothing. So a model is converted as a whole or not at all, unless memory runs out.
     """
 
     converted: list[ConvertedExperts] = field(default_factory=list)
     writes: list[Callable[[], Replaced | None]] = field(default_factory=list)
-    replaced: Replaced = field(default_factory=list)
-    """By the writes."""
 
-    def add(self, other: "Plan") -> None:
-        """Append another plan."""
-        self.converted += other.converted
-        self.writes += other.writes
+    def add(
+        self, name: str, form: str, num_experts: int, parameters: Iterable[Tensor], path: str
+    ) -> None:
+        """Add experts that will be converted; see :class:`ConvertedExperts`."""
+        size = sum(p.numel() for p in parameters)
+        self.converted.append(ConvertedExperts(name, form, num_experts, size, path))
 
-    def carry_out(self) -> list[ConvertedExperts]:
+    def write(self, function: Callable[..., Replaced | None], *args: Any) -> None:
+        """Add a write: a call that changes the model and returns what it replaced, if anything."""
+        self.writes.append(partial(function, *args))
+
+    def carry_out(self) -> Replaced:
         """Write. What a write replaces is freed before the next one."""
+        replaced: Replaced = []
         for write in self.writes:
-            self.replaced += write() or ()
-        return self.converted
+            replaced += write() or ()
+        return replaced
 
-    def still_held(self) -> int:
-        """How many of the replaced parameters something still holds, as an optimizer does."""
-        if any(one() is not None for one in self.replaced):
-            gc.collect()  # modules and their hooks hold each other
-        return sum(one() is not None for one in self.replaced)
+
+def num_still_held(replaced: Replaced) -> int:
+    """How many of the replaced parameters something still holds, as an optimizer does."""
+    if any(one() is not None for one in replaced):
+        gc.collect()  # modules and their hooks hold each other
+    return sum(one() is not None for one in replaced)
 
 
 def replace_parameter(module: nn.Module, name: str, w: Tensor) -> Replaced:
@@ -148,18 +130,17 @@ def check_weights(where: str, weights: Iterable[tuple[str, Tensor]]) -> None:
 
     Args:
         where: what an error begins with, the module's name at its end.
-        weights: by name, [E, N, K] or of one expert [N, K]. Of a DTensor, this process's part
-            counts.
+        weights: by name, [E, N, K] or of one expert [N, K]. This process's part of a DTensor is
+            checked.
     """
     for name, w in weights:
         local = local_part(w)
-        *groups, N, K = local.shape
         if local.dtype not in ACTIVATIONS:
             raise ValueError(
                 f"{where}: {name} must be bfloat16, float16 or float32, got "
                 f"{dtype_name(local.dtype)}"
             )
-        check_sizes(where, name, [*groups, N, K])
+        check_sizes(where, name, list(local.shape))
 
 
 def check_sizes(where: str, name: str, shape: list[int]) -> None:

@@ -4,8 +4,7 @@ E experts, F features inside an expert.
 """
 
 import importlib
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,13 +19,22 @@ from grouped_linear.integrations.converted_class import (
     is_converted,
     restore_class,
 )
+from grouped_linear.integrations.experts_forward import has_parts, weight_names
 from grouped_linear.integrations.implementation import Implementation
-from grouped_linear.integrations.plan import Replaced, check_weights, replace_parameter
+from grouped_linear.integrations.look_alikes import goes_through_interface
+from grouped_linear.integrations.plan import Plan, Replaced, check_weights, replace_parameter
 from grouped_linear.nn.options import check_recipe
 from grouped_linear.quantized.state_dict import SCALE, scale_properties
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import distributed_like, is_dtensor, is_quantized, local_part
-from grouped_linear.recipes import Float8BlockScaling
+from grouped_linear.quantized.weight import (
+    distributed_like,
+    is_dtensor,
+    is_quantized,
+    keep_weight,
+    local_part,
+)
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
+from grouped_linear.recipes import Float8BlockScaling, Recipe
 
 
 @torch.no_grad()
@@ -71,27 +79,38 @@ def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None)
     >>> model.model.layers[0].mlp.experts.down_proj.q.dtype
     torch.float8_e4m3fn
     """
-    check_has_experts("quantize_experts", model)
-    check_recipe("quantize_experts", recipe)
-    own_recipes = {where: _block_recipe_of(experts) for where, experts in experts_of(model).items()}
+    op = "quantize_experts"
+    if not any(map(goes_through_interface, model.modules())):
+        raise ValueError(f"{op}: the model has no experts that go through transformers' interface")
+    check_recipe(op, recipe)
+    experts = _experts_of(model)
+    recipes = {name: _block_recipe_of(module) for name, module in experts.items()}
     if recipe is not None and not isinstance(recipe, Float8BlockScaling):
-        raise ValueError(f"quantize_experts: recipe must be Float8BlockScaling, got {recipe!r}")
-    recipes = own_recipes if recipe is None else dict.fromkeys(own_recipes, recipe)
-    for write in plan_quantization("quantize_experts", model, recipes):
-        write()
+        raise ValueError(f"{op}: recipe must be Float8BlockScaling, got {recipe!r}")
+    plan = Plan()
+    for name, module in experts.items():
+        weights = ((weight, getattr(module, weight)) for weight in weight_names(module))
+        check_weights(f"{op}: {name or class_before(module).__name__}", weights)
+    plan_fp8(plan, op, model, recipes if recipe is None else dict.fromkeys(recipes, recipe))
+    plan.carry_out()
 
 
-def plan_quantization(
+def plan_fp8(
+    plan: Plan,
     op: str,
     model: nn.Module,
     recipes: dict[str, Float8BlockScaling],
     *,
     learn: bool = False,
     columnwise: bool = False,
-) -> list[Callable[[], Replaced | None]]:
-    """Check that a model's experts can be quantized; the returned functions quantize them.
+) -> None:
+    """Plan that a model's experts are kept in FP8, as GroupedTensors.
+
+    Experts of a checkpoint in FP8 have numbers and scales, two parameters, which become one in the
+    same memory.
 
     Args:
+        plan: gets the writes.
         op: what errors begin with.
         model: the whole model.
         recipes: of each experts module, by name.
@@ -99,108 +118,67 @@ def plan_quantization(
             out_features] stop: the GEMM that reads them gives no gradient for them.
         columnwise: whether q_t is kept.
     """
-    found = {where: model.get_submodule(where) for where in recipes}
-    writes: list[Callable[[], Replaced | None]] = []
-    for where, experts in found.items():
-        weights = fp8_checkpoint.weight_names(experts)
-        for name in weights:
-            w, place = getattr(experts, name), f"{where}.{name}".lstrip(".")
-            _check_can_be_quantized(op, place, w, experts, model)
-        named = [(name, getattr(experts, name)) for name in weights]
-        check_weights(f"{op}: {where or class_before(experts).__name__}", named)
-        kept = recipes[where], learn, columnwise
-        writes += [partial(_quantize, experts, name, *kept) for name in weights]
-        writes.append(partial(save_by_parts, experts, weights))
-    for where, root in _models_in(model):
-        own = {
-            fp8_checkpoint.name_without_adapters(name.removeprefix(where)): experts
-            for name, experts in found.items()
-            if name.startswith(where)
-        }
-        if own:
-            obstacles = (fp8_checkpoint.obstacle_of(n, e) for n, e in own.items())
-            obstacle = next(filter(None, obstacles), None)
-            writes.append(fp8_checkpoint.plan_description(root, own, obstacle))
-    return writes
+    found: dict[str, Any] = {name: model.get_submodule(name) for name in recipes}
+    for name, experts in found.items():
+        for weight in weight_names(experts):
+            _check_can_be_quantized(op, f"{name}.{weight}".lstrip("."), experts, weight, model)
+        plan.write(_keep_in_fp8, experts, recipes[name], learn, columnwise)
+    for prefix, root in _models_in(model):
+        own = {n.removeprefix(prefix): m for n, m in found.items() if n.startswith(prefix)}
+        plain = {name: m for name, m in own.items() if not isinstance(m, FP8Experts)}
+        if plain:
+            fp8_checkpoint.plan_description(plan, root, plain)
+        loaded = [m for m in own.values() if isinstance(m, FP8Experts)]
+        if any(p.requires_grad for module in loaded for p in module.parameters()):
+            plan.write(fp8_checkpoint.let_trainer_train, root)
 
 
 @torch.no_grad()
-def _quantize(
-    experts: Any, name: str, recipe: Float8BlockScaling, learn: bool, columnwise: bool
+def _keep_in_fp8(
+    experts: Any, recipe: Float8BlockScaling, learn: bool, columnwise: bool
 ) -> Replaced:
-    """Quantize a weight of an experts module, if it is not quantized yet."""
-    w = getattr(experts, name)
-    if is_quantized(w):
-        return []
-    learns = learn and w.requires_grad and not experts.is_transposed
+    """Replace an experts module's weights by GroupedTensors, unless they are some already."""
+    is_loaded, replaced = has_parts(experts), []
     # For a weight that is stored transposed, fprop reads the columnwise data.
-    columnwise = columnwise or experts.is_transposed
-    quantized: Any = GroupedTensor.quantize(local_part(w), recipe, columnwise=columnwise)
-    if is_dtensor(w):
-        quantized = distributed_like(w, quantized)
-    replaced = replace_parameter(experts, name, quantized)
-    experts.get_parameter(name).requires_grad_(learns)
+    transposed = experts.is_transposed
+    columnwise = columnwise or transposed
+    for name in weight_names(experts):
+        w = getattr(experts, name)
+        if is_quantized(w):
+            continue
+        learns = learn and w.requires_grad and not transposed
+        local: Any = local_part(w).detach()
+        if is_loaded:
+            scale = local_part(getattr(experts, name + SCALE)).detach()
+            dtype = getattr(experts.config, "dtype", None) or torch.get_default_dtype()
+            parts = local.contiguous(), scale.contiguous()
+            local = GroupedTensor.from_parts(*parts, dtype, recipe, columnwise=columnwise)
+            delattr(experts, name + SCALE)
+        else:
+            local = GroupedTensor.quantize(local, recipe, columnwise=columnwise)
+        quantized = distributed_like(w, local) if is_dtensor(w) else local
+        replaced += replace_parameter(experts, name, quantized)
+        experts.get_parameter(name).requires_grad_(learns)
+    _save_by_parts(experts)
     return replaced
 
 
-def plan_joining(
-    op: str,
-    model: nn.Module,
-    experts: dict[str, Any],
-    recipe: Float8BlockScaling,
-    columnwise: bool,
-) -> list[Callable[[], Replaced | None]]:
-    """Check that experts of a checkpoint in FP8 can learn; the returned functions make them.
-
-    A weight's numbers and scales, two parameters, become one GroupedTensor in the same memory. It
-    requires a gradient if the numbers did.
-
-    Args:
-        op: what errors begin with.
-        model: the whole model.
-        experts: by name, those whose numbers and scales the recipe can read.
-        recipe: how optimizers' steps are quantized.
-        columnwise: whether q_t is kept.
-    """
-    writes: list[Callable[[], Replaced | None]] = []
-    for where, module in experts.items():
-        weights = fp8_checkpoint.weight_names(module)
-        for name in weights:
-            w, place = getattr(module, name), f"{where}.{name}".lstrip(".")
-            _check_can_be_quantized(op, place, w, module, model)
-            joined = _joined(module, name, recipe)
-            writes.append(partial(_join, module, name, joined, columnwise))
-        writes.append(partial(save_by_parts, module, weights))
-    for where, root in _models_in(model):
-        inside = (module for name, module in experts.items() if name.startswith(where))
-        if any(p.requires_grad for module in inside for p in module.parameters()):
-            writes.append(partial(fp8_checkpoint.let_trainer_train, root))
-    return writes
-
-
-def _joined(experts: Any, name: str, recipe: Float8BlockScaling) -> Any:
-    """A weight's numbers and scales as one tensor, which stands for the model's dtype."""
-    q, scale = getattr(experts, name), getattr(experts, name + SCALE)
-    dtype = getattr(experts.config, "dtype", None) or torch.get_default_dtype()
-    own_q, own_scale = (local_part(t).detach().contiguous() for t in (q, scale))
-    w = GroupedTensor.from_parts(own_q, own_scale, dtype, recipe, columnwise=False)
-    return distributed_like(q, w) if is_dtensor(q) else w
-
-
 @torch.no_grad()
-def _join(experts: Any, name: str, joined: Any, columnwise: bool) -> Replaced:
-    if columnwise:
-        own = local_part(joined)
-        own = GroupedTensor.from_parts(own.q, own.scale, own.dtype, own.recipe)
-        joined = distributed_like(joined, own) if is_dtensor(joined) else own
-    delattr(experts, name + SCALE)
-    return replace_parameter(experts, name, joined)
+def keep_both(experts: Any, recipe: Recipe) -> Replaced:
+    """Keep the weights in high precision and FP8; state dicts have them as plain tensors."""
+    replaced = []
+    for name in weight_names(experts):
+        w = getattr(experts, name)
+        if not isinstance(w, GroupedTensorWithMaster):
+            replaced += replace_parameter(experts, name, keep_weight(w.detach(), "both", recipe))
+    _save_by_parts(experts)
+    return replaced
 
 
-def save_by_parts(experts: Any, weights: tuple[str, str]) -> None:
+def _save_by_parts(experts: Any) -> None:
     """Prepare experts with quantized weights for state dicts and pickles."""
     if not is_converted(experts):
-        convert_class(experts, scale_properties, weights)
+        convert_class(experts, scale_properties, weight_names(experts))
     implementation = Implementation.of(experts.config._experts_implementation)
     if implementation is not None:
         implementation.travel_with(experts)
@@ -208,29 +186,26 @@ def save_by_parts(experts: Any, weights: tuple[str, str]) -> None:
 
 @torch.no_grad()
 def dequantize_experts(model: nn.Module) -> None:
-    """Replace the weights that :func:`quantize_experts` made by plain ones of the same numbers.
+    """Replace experts' weights that are in FP8 alone by plain ones of the same numbers.
 
-    They are of the dtype that the weights had before, and frozen, as the quantized ones are.
+    They have the dtype that the weights had before, and are frozen.
     ``save_pretrained`` then writes a checkpoint without FP8.
 
     Args:
         model: the whole model.
 
+    >>> from grouped_linear import convert
     >>> from transformers import MixtralConfig, MixtralForCausalLM
-    >>> from grouped_linear import Float8BlockScaling
-    >>> from grouped_linear.integrations.transformers import register
     >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
     ...                        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
     >>> model = MixtralForCausalLM(config)
-    >>> register("grouped_linear_fp8", recipe=Float8BlockScaling())
-    >>> model.set_experts_implementation("grouped_linear_fp8")
-    >>> quantize_experts(model)
+    >>> conversion = convert(model, weights="fp8")
     >>> dequantize_experts(model)
     >>> type(model.model.layers[0].mlp.experts.down_proj.data)
     <class 'torch.Tensor'>
     """
-    for experts in experts_of(model).values():
-        for name in fp8_checkpoint.weight_names(experts):
+    for experts in _experts_of(model).values():
+        for name in weight_names(experts):
             w = getattr(experts, name)
             if is_quantized(w):
                 plain = local_part(w).dequantize()
@@ -241,20 +216,12 @@ def dequantize_experts(model: nn.Module) -> None:
         fp8_checkpoint.forget(root)
 
 
-def check_has_experts(where: str, model: nn.Module) -> None:
-    """Raise ValueError for a model without experts that go through transformers' interface."""
-    if not any(hasattr(module, "is_concatenated") for module in model.modules()):
-        raise ValueError(
-            f"{where}: the model has no experts that go through transformers' interface"
-        )
-
-
-def experts_of(model: nn.Module) -> dict[str, Any]:
+def _experts_of(model: nn.Module) -> dict[str, Any]:
     """The experts that go through transformers' interface and are not of a checkpoint in FP8."""
     return {
         name: module
         for name, module in model.named_modules()
-        if hasattr(module, "is_concatenated") and not isinstance(module, FP8Experts)
+        if goes_through_interface(module) and not isinstance(module, FP8Experts)
     }
 
 
@@ -283,7 +250,8 @@ def _block_recipe_of(experts: Any) -> Float8BlockScaling:
     return recipe
 
 
-def _check_can_be_quantized(op: str, where: str, w: Any, experts: Any, model: nn.Module) -> None:
+def _check_can_be_quantized(op: str, where: str, experts: Any, name: str, model: nn.Module) -> None:
+    w = getattr(experts, name)
     if w.is_meta:
         reason = "is on the meta device, it has no numbers yet: load the checkpoint before"
         if hasattr(experts, "_hf_hook"):

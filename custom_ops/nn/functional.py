@@ -101,7 +101,7 @@ def check_dtypes(op: str, x: Tensor, name: str, w: Tensor, recipe: Recipe) -> No
 
 
 def check_tensors(op: str, names: Iterable[str], values: Iterable[Any]) -> None:
-    """Raise TypeError for DTensors and for what is no tensor, for example a numpy array."""
+    """Raise TypeError for DTensors and for anything but a tensor, such as a numpy array."""
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
@@ -116,11 +116,11 @@ def check_tensors(op: str, names: Iterable[str], values: Iterable[Any]) -> None:
 def check_lora_weights(
     op: str, name: str, lora: Any, weight_name: str, weight: Tensor, x: Tensor
 ) -> None:
-    """Raise, in the caller's words, for an adapter that does not fit to a weight [E, N, K].
+    """Raise, in the caller's words, for an adapter that does not fit a weight [E, N, K].
 
     Raises:
         RuntimeError: for a wrong shape, dtype or device.
-        TypeError: for what is no LoraWeights, or holds what is no tensor.
+        TypeError: if it is no LoraWeights, or its factors are no tensors.
         ValueError: for a scaling or a dropout that is no number or out of range.
     """
     if lora is None:
@@ -151,7 +151,7 @@ def check_lora_weights(
 
 
 def check_splits(op: str, m_splits: Any, x: Tensor, name: str, E: int) -> None:
-    """Check group sizes in callers' words.
+    """Check group sizes, in the caller's words.
 
     Args:
         op: the caller's name.
@@ -161,7 +161,7 @@ def check_splits(op: str, m_splits: Any, x: Tensor, name: str, E: int) -> None:
         E: the weight's groups.
 
     Raises:
-        TypeError: for what is neither a tensor nor a list.
+        TypeError: if they are neither a tensor nor a list.
         RuntimeError: for another number of sizes, another dtype, or a tensor without data.
     """
     if isinstance(m_splits, Tensor):
@@ -184,8 +184,8 @@ def splits_on(op: str, m_splits: Tensor | Sequence[int], device: torch.device) -
     """Group sizes as a tensor on the device.
 
     Raises:
-        RuntimeError: for what is no vector of integers.
-        TypeError: for a list of what torch makes no tensor of.
+        RuntimeError: if they are no vector of integers.
+        TypeError: for a list that torch makes no tensor of.
     """
     if isinstance(m_splits, Tensor):
         sizes = m_splits
@@ -233,7 +233,7 @@ def grouped_linear(
     may be unaligned or zero, and their sum may be less than the number of rows.
 
     An adapter adds ``lora.scaling * (x[t] @ lora.a[e].T) @ lora.b[e].T``, in x's dtype under every
-    recipe. No weight is made of it.
+    recipe. The product of a and b, [E, N, K], is never made.
 
     Under torch.autocast the layer computes in the autocast dtype, as torch.nn.functional.linear
     does.
@@ -260,9 +260,9 @@ def grouped_linear(
 
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size, and on CPU for wrong m_splits.
-        TypeError: for what is no tensor or no adapter.
-        ValueError: for what is no recipe, a recipe without the state that it needs, or a state
-            without such a recipe, and for a quantized weight under another recipe than
+        TypeError: for an argument that is no tensor, or no adapter.
+        ValueError: if ``recipe`` is no recipe, if its state is missing, if there is a state and no
+            recipe that has one, and for a quantized weight under another recipe than
             ``Float8BlockScaling``.
 
     >>> x, weight = torch.randn(5, 16), torch.randn(2, 32, 16)
@@ -313,6 +313,31 @@ def _check_call(
         )
 
 
+def context_of(
+    op: str,
+    weights: WeightList,
+    recipe: Recipe | None,
+    options: LinearOptions,
+    lora: LoraWeights | None,
+    dtype: torch.dtype | None,
+) -> tuple[LinearContext, WeightList]:
+    """The context of one layer's call, and the weights that autograd differentiates.
+
+    Args:
+        dtype: autocast's, or None.
+    """
+    if options.stored is None and isinstance(weights[0], GroupedTensor):
+        quantized = stored_weight(op, weights[0], recipe)
+        if quantized is not None:
+            options = options._replace(stored=StoredWeight(quantized))
+    if lora is not None:
+        options = options._replace(lora_scaling=lora.scaling)
+    recipe = UNQUANTIZED if recipe is None else recipe
+    cast = weights if dtype is None else autocast_weights(weights, recipe, dtype)
+    context = LinearContext(recipe, torch.is_grad_enabled(), cast, options)
+    return context, cast if options.main_grad is None else weights
+
+
 def apply_layer(
     x: Tensor,
     weights: WeightList,
@@ -325,56 +350,34 @@ def apply_layer(
     """Compute :func:`grouped_linear` with the options that :class:`GroupedLinear` has besides.
 
     Args:
-        x: [..., K].
-        weights: one [E, N, K] or E of [N, K].
-        bias: [E, N].
-        m_splits: [E].
-        recipe: how the GEMMs are computed.
+        weights: one [E, N, K], or E of [N, K], which have no adapter.
         options: what differs from a plain call.
-        lora: the adapter of one packed weight.
     """
-    check_tensors("grouped_linear", ("x", "weight"), (x, weights[0]))
-    parameters = weights
-    grad_enabled = torch.is_grad_enabled()
-    if options.stored is None and isinstance(weights[0], GroupedTensor):
-        quantized = stored_weight("grouped_linear", weights[0], recipe)
-        if quantized is not None:
-            options = options._replace(stored=StoredWeight(quantized))
-    if recipe is None:
-        recipe = UNQUANTIZED
-    device = x.device
-    dtype = autocast_dtype(device)
-    if dtype is not None:
-        if x.dtype in ACTIVATIONS:  # autocast leaves other dtypes alone
-            x = x.to(dtype)
-        weights = autocast_weights(weights, recipe, dtype)
-    x_TK = as_rows("grouped_linear", x)
-    _check_call(x_TK, weights, bias, m_splits, recipe)
-    m_splits = splits_on("grouped_linear", m_splits, device)
-    a = b = None
+    op = "grouped_linear"
+    check_tensors(op, ("x", "weight"), (x, weights[0]))
+    dtype = autocast_dtype(x.device)
+    if dtype is not None and x.dtype in ACTIVATIONS:  # autocast leaves other dtypes alone
+        x = x.to(dtype)
+    x_TK = as_rows(op, x)
     if lora is not None:
-        check_lora_weights("grouped_linear", "lora", lora, "weight", weights[0], x_TK)
-        a, b, scaling, _ = lora
-        options = options._replace(lora_scaling=scaling)
-    context = LinearContext(recipe, grad_enabled, weights, options)
+        check_lora_weights(op, "lora", lora, "weight", weights[0], x_TK)
+    context, grad_inputs = context_of(op, weights, recipe, options, lora, dtype)
+    _check_call(x_TK, context.weights, bias, m_splits, context.recipe)
+    m_splits = splits_on(op, m_splits, x.device)
     one_op = context.has_one_op_forward
     offs_E = None if one_op else ops.splits_to_offsets(m_splits, x_TK.size(0))
-    grad_inputs = weights
-    if options.main_grad is not None:
-        grad_inputs = parameters
     if options.defer_wgrad is not None:
         # The parameters are differentiated in a graph of their own, later. This tensor makes
         # autograd run the layer's backward where nothing else requires it.
         grad_inputs = (x.new_empty(0, requires_grad=True),)
+    adapter = (None, None, None) if lora is None else (lora.a, lora.b, dropped(x_TK, lora))
     y_TN: Tensor = GroupedLinearFunction.apply(
         context,
         x_TK,
         bias,
         m_splits if one_op else None,
         offs_E,
-        a,
-        b,
-        dropped(x_TK, lora),
+        *adapter,
         *grad_inputs,
     )
     return y_TN if x.dim() == 2 else y_TN.reshape(*x.shape[:-1], y_TN.size(1))

@@ -12,12 +12,7 @@ from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.autograd.activation import MLPConfig
-from grouped_linear.autograd.context import (
-    PLAIN_CALL,
-    LinearContext,
-    LinearOptions,
-    StoredWeight,
-)
+from grouped_linear.autograd.context import PLAIN_CALL, LinearContext, LinearOptions
 from grouped_linear.autograd.mlp import GroupedMLPFunction
 from grouped_linear.autograd.routing import truncate_routing
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
@@ -25,7 +20,6 @@ from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.functional import (
     as_rows,
     autocast_dtype,
-    autocast_weights,
     check_device,
     check_dtypes,
     check_lora_weights,
@@ -33,14 +27,13 @@ from grouped_linear.nn.functional import (
     check_sizes,
     check_splits,
     check_tensors,
+    context_of,
     splits_on,
 )
 from grouped_linear.nn.lora import LoraWeights, dropped
 from grouped_linear.nn.options import check_flags, check_recipe, check_state
 from grouped_linear.ops.activation import PLAIN, Activation
-from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import stored_weight
-from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Recipe
+from grouped_linear.recipes import DelayedScalingState, Recipe
 
 #: Of gate_up_proj and of down_proj.
 Adapters = tuple[LoraWeights | None, LoraWeights | None]
@@ -81,7 +74,7 @@ def grouped_mlp(
         y[t] = sum over c of
             top_k_weights[t, c] * (down_proj[e] @ (silu(gate) * up) + down_proj_bias[e])
 
-    This is with the default activation. Others are :class:`grouped_linear.SwiGLU` with options,
+    The formula has the default activation. Others are :class:`grouped_linear.SwiGLU` with options,
     :class:`grouped_linear.GeGLU`, :class:`grouped_linear.SquaredReLU`, and any
     :class:`grouped_linear.Activation`.
 
@@ -122,9 +115,9 @@ def grouped_mlp(
             keeps and takes two passes. Outputs are the same; gradients of what is before the
             activation, and down_proj's, have an error of FP8's size.
         gate_up_lora: an adapter of gate_up_proj, see :class:`grouped_linear.LoraWeights`: it adds
-            ``scaling * b[e] @ (a[e] @ x[t])`` to gate and up, in x's dtype under every recipe. No
-            weight is made of it. A projection that does not require grad then costs no wgrad and
-            keeps nothing.
+            ``scaling * b[e] @ (a[e] @ x[t])`` to gate and up, in x's dtype under every recipe. The
+            product of a and b is never made. A projection that does not require grad then costs no
+            wgrad and keeps nothing.
         down_lora: an adapter of down_proj, the same.
 
     Returns:
@@ -132,10 +125,10 @@ def grouped_mlp(
 
     Raises:
         RuntimeError: for a wrong shape, dtype, device or number of features.
-        TypeError: for what is no tensor.
-        ValueError: for ``max_rows`` below 0, what is no recipe, a recipe without the state that it
-            needs, a state without such a recipe, or a quantized weight under another recipe than
-            ``Float8BlockScaling``.
+        TypeError: for an argument that is no tensor.
+        ValueError: for ``max_rows`` below 0, if ``recipe`` is no recipe, if its state is missing,
+            if there is a state and no recipe that has one, and for a quantized weight under another
+            recipe than ``Float8BlockScaling``.
 
     >>> x, scores = torch.randn(5, 16), torch.randn(5, 4).softmax(dim=-1)
     >>> gate_up_proj, down_proj = torch.randn(4, 64, 16), torch.randn(4, 16, 32)
@@ -187,17 +180,10 @@ def grouped_mlp_sorted(
         x: [R, H] bfloat16, float16 or float32, rows sorted by expert.
         m_splits: [E] rows of each expert, int32 or int64. A tensor on x's device is never read by
             the host; a list or a tensor elsewhere is copied there. Their sum may be less than R.
-        gate_up_proj: see :func:`grouped_mlp`.
-        down_proj: see :func:`grouped_mlp`.
         row_weights: [R], of any floating dtype; used in float32. None for ones, which is faster.
-        recipe: see :func:`grouped_mlp`.
-        state: see :func:`grouped_mlp`.
-        gate_up_proj_bias: see :func:`grouped_mlp`.
-        down_proj_bias: see :func:`grouped_mlp`.
-        activation: see :func:`grouped_mlp`.
-        save_gate_up_in_fp8: see :func:`grouped_mlp`.
-        gate_up_lora: see :func:`grouped_mlp`.
-        down_lora: see :func:`grouped_mlp`.
+        gate_up_proj, down_proj, recipe, state, activation: see :func:`grouped_mlp`.
+        gate_up_proj_bias, down_proj_bias, save_gate_up_in_fp8: see :func:`grouped_mlp`.
+        gate_up_lora, down_lora: see :func:`grouped_mlp`.
 
     Returns:
         [R, H] of x's dtype, or autocast's; zero in rows at and past sum(m_splits).
@@ -205,7 +191,7 @@ def grouped_mlp_sorted(
     Raises:
         RuntimeError: for a wrong shape, dtype, device or number of features, and on CPU for wrong
             m_splits.
-        TypeError: for what is no tensor.
+        TypeError: for an argument that is no tensor.
         ValueError: as :func:`grouped_mlp`.
 
     >>> x, m_splits = torch.randn(10, 16), torch.tensor([3, 0, 5, 2])
@@ -233,8 +219,8 @@ def _recipes_of(
     check_recipe(op, recipe)
     if (state is not None) != (recipe is not None and recipe.has_state):
         raise ValueError(
-            f"{op}: a recipe that has a state, and no other, takes two of them, "
-            f"got recipe {recipe} and state {state}"
+            f"{op}: state must be two DelayedScalingStates under a recipe that has a state, and "
+            f"None under another, got recipe {recipe} and state {state}"
         )
     if state is None:
         return recipe, recipe
@@ -343,29 +329,16 @@ def _contexts(
     lora: Adapters,
     dtype: torch.dtype | None,
 ) -> tuple[list[LinearContext], list[Tensor]]:
-    """The contexts of both layers, and the weights that autograd differentiates.
-
-    Args:
-        dtype: autocast's, or None.
-    """
-    grad_enabled = torch.is_grad_enabled()
+    """The contexts of both layers, and the weights that autograd differentiates."""
     contexts, grad_inputs = [], []
     names = "gate_up_proj", "down_proj"
-    for i, (name, w, recipe, given) in enumerate(
-        zip(names, projections, recipes, options, strict=True)
+    for name, w, recipe, own, adapter in zip(
+        names, projections, recipes, options, lora, strict=True
     ):
-        own, not_none = given, UNQUANTIZED if recipe is None else recipe
-        if given.stored is None and isinstance(w, GroupedTensor):
-            quantized = stored_weight(op, w, recipe)
-            if quantized is not None:
-                own = given._replace(stored=StoredWeight(quantized))
-        adapter = lora[i]
-        if adapter is not None:
-            own = own._replace(lora_scaling=adapter.scaling)
-        cast = (w,) if dtype is None else autocast_weights((w,), not_none, dtype)
-        check_dtypes(op, x_TH, name, cast[0], not_none)
-        contexts.append(LinearContext(not_none, grad_enabled, cast, own))
-        grad_inputs.append(cast[0] if own.main_grad is None else w)
+        context, (grad_input,) = context_of(op, (w,), recipe, own, adapter, dtype)
+        check_dtypes(op, x_TH, name, context.weights[0], context.recipe)
+        contexts.append(context)
+        grad_inputs.append(grad_input)
     return contexts, grad_inputs
 
 
@@ -374,6 +347,8 @@ def _adapter_inputs(
 ) -> tuple[Tensor | None, ...]:
     """What the function takes of adapters: the first one's input, their tensors, h's dropout."""
     of_gate_up, of_down = lora
+    if of_gate_up is None and of_down is None:
+        return (None,) * 6
     tensors = [t for one in lora for t in ((None, None) if one is None else one[:2])]
     dropout_RF = None
     if of_down is not None and of_down.dropout > 0:
@@ -396,18 +371,12 @@ def apply_mlp(
 ) -> Tensor:
     """Compute :func:`grouped_mlp` with the options that :class:`GroupedMLP` has besides.
 
+    Pairs are of gate_up_proj and of down_proj.
+
     Args:
-        x: [..., H].
-        top_k_weights: [..., C].
-        top_k_index: [..., C].
-        projections: gate_up_proj [E, G, H] and down_proj [E, H, F].
-        biases: of both, [E, G] and [E, H], or None.
-        recipes: how the GEMMs of gate_up_proj and of down_proj are computed.
         config: what lies between the two layers.
-        options: what differs from a plain call, of gate_up_proj and of down_proj.
-        max_rows: see :func:`grouped_mlp`; with a dispatcher it decides.
-        dispatcher: where the experts of `projections` are those of one process of several.
-        lora: the adapters of gate_up_proj and of down_proj.
+        options: what differs from a plain call.
+        dispatcher: where experts are on several processes; it then chooses ``max_rows``.
     """
     check_activation("grouped_mlp", config.activation)
     names = "x", "top_k_weights", "top_k_index", "gate_up_proj", "down_proj"
@@ -454,16 +423,7 @@ def apply_mlp_sorted(
 ) -> Tensor:
     """Compute :func:`grouped_mlp_sorted` with the options that :class:`GroupedMLP` has besides.
 
-    Args:
-        x: [R, H].
-        m_splits: [E].
-        row_weights: [R] or None.
-        projections: gate_up_proj [E, G, H] and down_proj [E, H, F].
-        biases: of both, [E, G] and [E, H], or None.
-        recipes: how the GEMMs of gate_up_proj and of down_proj are computed.
-        config: what lies between the two layers.
-        options: what differs from a plain call, of gate_up_proj and of down_proj.
-        lora: the adapters of gate_up_proj and of down_proj.
+    Pairs are of gate_up_proj and of down_proj; see :func:`apply_mlp`.
     """
     op = "grouped_mlp_sorted"
     check_activation(op, config.activation)

@@ -96,7 +96,7 @@ def main_grad_of(
     for name, w in weights.items():
         if not isinstance(getattr(w, "main_grad", None), Tensor):
             raise RuntimeError(
-                f"{layer}: fuse_wgrad_accumulation adds to {name}.main_grad, which is not there"
+                f"{layer}: fuse_wgrad_accumulation adds to {name}.main_grad, which is not set"
             )
     main_grads = tuple(local_part(w.main_grad) for w in parameters)
     for (name, w), grad in zip(weights.items(), main_grads, strict=True):
@@ -105,7 +105,7 @@ def main_grad_of(
     if not torch.compiler.is_compiling() and len(set(map(id, main_grads))) < len(main_grads):
         raise RuntimeError(
             f"{layer}: fuse_wgrad_accumulation needs a main_grad of its own for each expert, "
-            "some have one together"
+            "and some share one"
         )
     overwrite = False if first is None else first
     if getattr(parameters[0], "overwrite_main_grad", False):

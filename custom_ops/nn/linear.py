@@ -54,7 +54,7 @@ class GroupedLinear(HasAdapters, SavesQuantized):
         fuse_wgrad_accumulation: add weight gradients to ``main_grad``, an attribute of the weight
             (float32 or bfloat16, of its shape), in the GEMM itself, and leave ``grad`` alone. If
             the weight has an attribute ``grad_added_to_main_grad``, the forward sets it to True and
-            the backward returns zeros, for those who wait for a gradient. If the weight's
+            the backward returns zeros, for code that waits for a gradient. If the weight's
             ``overwrite_main_grad`` is true, main_grad is overwritten.
         weights: how the weight is kept. None: a plain tensor, which each call quantizes. "both": a
             :class:`grouped_linear.GroupedTensorWithMaster`, a plain tensor and its FP8 numbers,

@@ -20,8 +20,8 @@ MAX_RANK = 256
 class LoraWeights(NamedTuple):
     """The adapter of one projection: ``y[t] += scaling * (x[t] @ a[e].T) @ b[e].T``.
 
-    Several adapters of one projection are one of their ranks' sum: their ``a`` one below the other,
-    each times its scaling, and their ``b`` side by side.
+    Several adapters of one projection are passed as one, whose rank is the sum of theirs: each
+    ``scaling * a`` concatenated along r, and so ``b``.
     """
 
     a: Tensor
@@ -45,7 +45,7 @@ class Lora:
 
     Args:
         rank: from 1 to 256. GEMMs take multiples of 16; others are padded with zeros.
-        alpha: None for the rank, a factor of 1.
+        alpha: None stands for the rank, so that the factor is 1.
         dropout: the probability with which a feature of the adapter's input is zeroed in training.
         rslora: divide alpha by the rank's square root instead (arXiv:2312.03732).
         dtype: of A and B; None for the layer's.
@@ -101,7 +101,7 @@ def check_lora(layer: str, lora: Any) -> None:
 
 
 def dropped(x: Tensor, lora: LoraWeights | None) -> Tensor | None:
-    """What an adapter multiplies in place of x; None where that is x."""
+    """The adapter's input after dropout; None where it is x itself."""
     if lora is None or lora.dropout == 0:
         return None
     return drop(x, lora.dropout)

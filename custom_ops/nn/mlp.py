@@ -246,9 +246,7 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         """Send x [..., H] through the experts top_k_index [..., C], sum by top_k_weights [..., C].
 
         Args:
-            x: see :func:`grouped_linear.grouped_mlp`.
-            top_k_weights: see :func:`grouped_linear.grouped_mlp`.
-            top_k_index: see :func:`grouped_linear.grouped_mlp`.
+            x, top_k_weights, top_k_index: see :func:`grouped_linear.grouped_mlp`.
             is_first_microbatch: whether this is the first one since the last optimizer step. True
                 quantizes both weights into their caches, and overwrites main_grad with their
                 gradients. False reads the caches and adds to main_grad. A bool tensor of no
@@ -269,8 +267,8 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         if self.dispatcher is not None:
             if max_rows is not None:
                 raise ValueError(
-                    "GroupedMLP: max_rows is the dispatcher's to choose where experts are on "
-                    "several processes: give it a capacity_factor"
+                    "GroupedMLP: the dispatcher chooses max_rows where experts are on several "
+                    "processes: give it a capacity_factor"
                 )
             weights = local_part(weights[0]), local_part(weights[1])
             biases = local_part(biases[0]), local_part(biases[1])
@@ -302,9 +300,7 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         FSDP2, DistributedDataParallel and hooks know ``forward`` alone: let a subclass's call this.
 
         Args:
-            x: see :func:`grouped_linear.grouped_mlp_sorted`.
-            m_splits: see :func:`grouped_linear.grouped_mlp_sorted`.
-            row_weights: see :func:`grouped_linear.grouped_mlp_sorted`.
+            x, m_splits, row_weights: see :func:`grouped_linear.grouped_mlp_sorted`.
             is_first_microbatch: see :meth:`forward`.
 
         Raises:

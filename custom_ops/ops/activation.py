@@ -303,8 +303,7 @@ def group_quantize_swiglu(
     Args:
         gate_up: [T, 2 K] bfloat16, float16 or float32, K a multiple of 16.
         offs: [E] int32 group ends.
-        amax_epsilon: see :func:`group_quantize`.
-        power_of_two_scales: see :func:`group_quantize`.
+        amax_epsilon, power_of_two_scales: see :func:`group_quantize`.
         rowwise: return q and scale.
         columnwise: return q_t and scale_t.
         keep_h: return h too, which is then written.
@@ -365,8 +364,7 @@ def group_quantize_swiglu_grad(
         gate_up: [T, 2 K] of dh's dtype.
         weight: [T] float32, see :func:`swiglu_grad`.
         offs: [E] int32 group ends.
-        amax_epsilon: see :func:`group_quantize`.
-        power_of_two_scales: see :func:`group_quantize`.
+        amax_epsilon, power_of_two_scales: see :func:`group_quantize`.
         rowwise: return q and scale of d_gate_up.
         columnwise: return q_t and scale_t of d_gate_up.
         bias_grad: return the sum of d_gate_up over each group's rows.

@@ -42,8 +42,8 @@ def grouped_mm(
 
     Args:
         a: [T, K] bfloat16, float16 or float32, rows sorted by group, K a multiple of 16.
-        b: [E, K, N] of a's dtype, N a multiple of 16. Of a layer's weight w [E, N, K], fprop is
-            ``grouped_mm(x, w.mT, offs)`` and dgrad ``grouped_mm(dy, w, offs)``: either is read in
+        b: [E, K, N] of a's dtype, N a multiple of 16. With a layer's weight w [E, N, K], fprop is
+            ``grouped_mm(x, w.mT, offs)`` and dgrad ``grouped_mm(dy, w, offs)``: both are read in
             place.
         offs: [E] int32 group ends.
         bias: [E, N] of the result's dtype.
@@ -145,9 +145,9 @@ def grouped_scaled_mm(
             returns; or e4m3 or e5m2 with scale_a [E].
         b: [E, K, N] e4m3 with scale_b [E, ceil(K / 128), ceil(N / 128)] of any strides, or with
             scale_b [E]. As torch.nn.functional.scaled_grouped_mm demands, each matrix is column
-            major (``b.stride(1) == 1``); another is copied first. Of what :func:`quantize_weight`
-            returns, fprop takes ``q.mT`` and ``scale.mT``, dgrad ``q_t.mT`` and ``scale``; a scale
-            [E] is taken as it is.
+            major (``b.stride(1) == 1``); another is copied first. From :func:`quantize_weight`,
+            fprop takes ``q.mT`` and ``scale.mT``, dgrad ``q_t.mT`` and ``scale``; a scale [E] is
+            taken as it is.
         scale_a: see a.
         scale_b: see b.
         offs: [E] int32 group ends.
@@ -274,8 +274,7 @@ def grouped_mm_wgrad_(
         offs: [E] int32 group ends.
         overwrite: a bool tensor of no dimensions on main_grad's device, which the kernel reads. If
             it is true, main_grad is written without being read, and an empty group's becomes zero.
-        dy_rows: see :func:`grouped_mm_wgrad`.
-        x_rows: see :func:`grouped_mm_wgrad`.
+        dy_rows, x_rows: see :func:`grouped_mm_wgrad`.
 
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.
@@ -345,8 +344,7 @@ def grouped_mm_wgrad_list_(
         x: [T, K], see :func:`grouped_mm_wgrad`.
         offs: [E] int32 group ends.
         overwrite: see :func:`grouped_mm_wgrad_`.
-        dy_rows: see :func:`grouped_mm_wgrad`.
-        x_rows: see :func:`grouped_mm_wgrad`.
+        dy_rows, x_rows: see :func:`grouped_mm_wgrad`.
 
     Raises:
         RuntimeError: for a wrong shape, dtype, device or size.

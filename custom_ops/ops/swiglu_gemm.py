@@ -44,7 +44,7 @@ def grouped_mm_swiglu(
     Args:
         a: [T, K], see :func:`grouped_mm`.
         b: [E, K, 2 F] of a's dtype, F a multiple of 16: gate, then up, or as the activation says.
-            Of a weight [E, 2 F, K] it is ``gate_up_proj.mT``.
+            It is ``gate_up_proj.mT`` for a weight [E, 2 F, K].
         offs: [E] int32 group ends.
         bias: [E, 2 F] of a's dtype.
         rows: see :func:`grouped_mm`.

@@ -220,8 +220,7 @@ class AllToAll(_Sorting):
             there where experts are equally popular, T * C / D, but at most T. The last tokens past
             it are dropped, with all that they chose there, and counted in ``dropped`` of the
             sender. Rows of GEMMs are bounded as :class:`AllGather` bounds them. None drops nothing.
-        fp8: see :class:`AllGather`.
-        check_tokens: see :class:`AllGather`.
+        fp8, check_tokens: see :class:`AllGather`.
 
     Attributes:
         dropped: see :class:`AllGather`.
@@ -249,18 +248,17 @@ class AllToAll(_Sorting):
 class AllToAllV(_Sorting):
     """Each process gets the tokens that chose its experts, each token once, and nothing else.
 
-    Of the slots that :class:`AllToAll` has, only those with a token travel. How many these are
-    stays on the device. On GPUs torch's symmetric memory does that, by NVSHMEM, which builds of
-    torch for CUDA bring. The first call allocates, so make it before a CUDA graph is captured. All
-    layers of a mesh share that memory: call them on one stream. On CPUs the host reads the sizes. A
-    large capacity costs memory here, and nothing on the way.
+    Only those slots of :class:`AllToAll` that hold a token are sent. Their number stays on the
+    device: on GPUs torch's symmetric memory sends them by NVSHMEM, which torch for CUDA brings. The
+    first call allocates, so make it before a CUDA graph is captured. All layers of a mesh share
+    that memory: call them on one stream. On CPUs the host reads the sizes. A large capacity costs
+    memory, and no time to send.
 
     Args:
         mesh: the processes that share the experts, one dimension.
         num_experts: E, of all processes together.
         capacity_factor: see :class:`AllToAll`, which drops the same tokens.
-        fp8: see :class:`AllGather`.
-        check_tokens: see :class:`AllGather`.
+        fp8, check_tokens: see :class:`AllGather`.
 
     Attributes:
         dropped: see :class:`AllGather`.

@@ -18,7 +18,8 @@ from grouped_linear.meta_kernels.rules import ceil_div
 
 _symm_mem: Any = _symmetric_memory
 _resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-# Of a row. torch divides what a process reads from another one into up to so many equal parts.
+# A row's bytes are a multiple of this: torch divides what a process reads from another one into up
+# to so many equal parts.
 _ROW_BYTES = 64
 
 

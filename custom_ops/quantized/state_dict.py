@@ -17,7 +17,12 @@ from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import E4M3, dtype_name
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import convert_loaded, distributed_like, is_dtensor
+from grouped_linear.quantized.weight import (
+    convert_loaded,
+    distributed_like,
+    is_dtensor,
+    local_part,
+)
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 
 SCALE = "_scale_inv"
@@ -25,8 +30,7 @@ SCALE = "_scale_inv"
 
 def scales_of(w: Any) -> Tensor | None:
     """The scales of a quantized weight, of this process's part if it is sharded; else None."""
-    if w is not None and is_dtensor(w):
-        w = w.to_local()
+    w = local_part(w)
     return w.scale if isinstance(w, GroupedTensor) and w.master is None else None
 
 
@@ -127,9 +131,7 @@ def scale_properties(names: Iterable[str]) -> dict[str, Any]:
 
 
 def _joined(own: Tensor | None, module: nn.Module, q: Any, scale: Any) -> Any:
-    like: Any = next(module.parameters(recurse=False)) if own is None else own
-    if is_dtensor(like):
-        like = like.to_local()
+    like = local_part(next(module.parameters(recurse=False)) if own is None else own)
     options = {"dtype": like.dtype, "columnwise": False}
     if isinstance(like, GroupedTensor) and like.master is None:
         options["recipe"] = like.recipe

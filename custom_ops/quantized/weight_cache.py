@@ -29,9 +29,8 @@ class WeightCache(nn.Module):
     torch counts, raises. Scales of a cold cache are NaN, so that results computed from it are NaN,
     also in a graph.
 
-    The tensors move with the model and are none of its buffers. What goes through buffers writes
-    them (``AveragedModel`` averages or copies them, DistributedDataParallel sends rank 0's), and a
-    cache holds the weight of its own layer alone.
+    The tensors move with the model and are no buffers. ``AveragedModel`` and
+    DistributedDataParallel write buffers, and a cache holds the weight of its own layer alone.
 
     They are ordinary tensors even if the cache is made in inference mode, so that their writes are
     counted and that training can save them.

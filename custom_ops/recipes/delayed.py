@@ -148,9 +148,7 @@ class DelayedScalingState(nn.Module):
         device: of the buffers.
 
     Attributes:
-        x: see :class:`OperandState`.
-        weight: see :class:`OperandState`.
-        dy: see :class:`OperandState`.
+        x, weight, dy: see :class:`OperandState`.
 
     >>> state = DelayedScalingState(DelayedScaling(amax_history_len=16), num_groups=4)
     >>> state.x.scale, state.dy.amax_history.shape

@@ -123,7 +123,9 @@ def quantize(source: Source, format: Format, offs_E: Tensor, layouts: Layouts) -
     bias_grad = _bias_grad(t, offs_E, layouts)
     if format.dtype is not None:
         t = t.to(format.dtype)
-    return as_operands(t, layouts)._replace(bias_grad=bias_grad)
+    return Operands(
+        t if layouts.rowwise else None, None, t if layouts.columnwise else None, None, bias_grad
+    )
 
 
 def quantize_for_gemms(
@@ -132,9 +134,7 @@ def quantize_for_gemms(
     """The same for GEMMs that can gather rows: tokens are then quantized once each.
 
     Args:
-        source: see :func:`quantize`.
-        format: see :func:`quantize`.
-        offs_E: see :func:`quantize`.
+        source, format, offs_E: see :func:`quantize`.
         layouts: what to return.
         columns: of the output of the GEMM that reads the rowwise operand; without one, of the other
             operand of wgrad.

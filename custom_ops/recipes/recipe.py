@@ -36,7 +36,7 @@ class Recipe:
             columnwise weight from the forward.
 
     Raises:
-        ValueError: for what is no format, and for formats whose GEMMs could not be computed.
+        ValueError: if a role is no Format, and for formats whose GEMMs could not be computed.
 
     Weights rounded to bfloat16, whatever dtype they are stored in, and x likewise:
 

@@ -97,10 +97,8 @@ def quantize_weight(weights: WeightList, format: Format, layouts: Layouts) -> Op
     return _as_stored(w_ENK, format, layouts)
 
 
-def weight_for_dgrad(
-    columnwise: Values, scale: Tensor | None, format: Format
-) -> tuple[Values, Tensor | None]:
-    """The weight [E, N, K] and its scales, from the columnwise fields of :func:`quantize_weight`.
+def weight_for_dgrad(columnwise: Values, scale: Tensor | None, format: Format) -> Operands:
+    """The columnwise weight as [E, N, K], from the columnwise fields of :func:`quantize_weight`.
 
     FP8 data is [E, K, N] and is transposed now, in the backward. What the forward saves is then the
     tensor itself. A view made in a compiled forward would have a version counter of its own, and an
@@ -109,7 +107,7 @@ def weight_for_dgrad(
     if format.quantize is None and format.scaling in ("block", "group", "delayed"):
         assert isinstance(columnwise, Tensor)
         columnwise = columnwise.mT
-    return columnwise, scale
+    return Operands(None, None, columnwise, scale)
 
 
 def stores(format: Format) -> bool:

@@ -232,9 +232,7 @@ class GroupedLinear(linear.GroupedLinear):
         """Apply the layer to x [..., K], whose rows are sorted by group.
 
         Args:
-            x: see :meth:`grouped_linear.GroupedLinear.forward`.
-            m_splits: see :meth:`grouped_linear.GroupedLinear.forward`.
-            is_first_microbatch: see :meth:`grouped_linear.GroupedLinear.forward`.
+            x, m_splits, is_first_microbatch: see :meth:`grouped_linear.GroupedLinear.forward`.
 
         Returns:
             y [..., N]; with return_bias ``(y, bias)``.

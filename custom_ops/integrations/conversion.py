@@ -1,0 +1,155 @@
+"""The report of a conversion: what was converted, what was skipped, how weights are kept."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from grouped_linear.meta_kernels.rules import dtype_name
+from grouped_linear.quantized.state_dict import SCALE
+from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.quantized.weight import local_part
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
+from grouped_linear.recipes import Float8BlockScaling, Recipe
+
+
+class ConvertedExperts(NamedTuple):
+    """Experts that were converted."""
+
+    name: str
+    """The module's name in ``named_modules`` of the model: of the block, if a list was replaced."""
+    form: str
+    """How they were held: ``"Linear"``, ``"SwiGLU"``, ``"grouped SwiGLU"``, ``"grouped SwiGLU,
+    w13"``, ``"grouped SwiGLU of GPT-OSS"``, or the class of a Hugging Face model's experts."""
+    num_experts: int
+    num_parameters: int
+    """Of all these experts together."""
+    path: str
+    """What computes them now, and how their weights are kept if that changed."""
+
+
+class SkippedExperts(NamedTuple):
+    """A module that looks like experts and was skipped."""
+
+    name: str
+    """In ``named_modules`` of the model."""
+    why: str
+    """A few words."""
+
+
+class KeptWeights(NamedTuple):
+    """Experts' weights that are kept alike."""
+
+    kind: str
+    """``"FP8"``, ``"both precisions"``, or the dtype of plain tensors."""
+    nbytes: int
+    """What they hold, on this process."""
+    note: str = ""
+    """What they would take in their dtype alone, or what else could be done with them."""
+
+    def __str__(self) -> str:
+        """As the report has it."""
+        return f"{self.kind}, {_size(self.nbytes)}" + (f" ({self.note})" if self.note else "")
+
+
+@dataclass(frozen=True, repr=False)
+class Conversion:
+    """What :func:`convert` did; ``print`` shows it as a table.
+
+    Modules that differ in numbers of their names alone are one row, with ``*`` for the numbers.
+    """
+
+    recipe: Recipe | None
+    """How the GEMMs are computed."""
+    converted: tuple[ConvertedExperts, ...]
+    """In the order of ``named_modules``; never empty."""
+    skipped: tuple[SkippedExperts, ...]
+    """What looks like experts and is unchanged."""
+    weights: tuple[KeptWeights, ...] = ()
+    """How the weights of all these experts are kept, the most bytes first."""
+    still_held: int = 0
+    """How many parameters that learn were replaced and are held by something else, too.
+
+    An optimizer that was made before steps these, and not the new ones.
+    """
+
+    def __repr__(self) -> str:
+        """The table, below what an optimizer that was made before would miss."""
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for one in self.converted:
+            key = _pattern(one.name), one.form, str(one.num_experts), one.path
+            alike.setdefault(key, []).append(one.num_parameters)
+        rows = [("module", "modules", "form", "experts", "parameters", "computed by")]
+        for (name, form, experts, path), sizes in alike.items():
+            rows.append((name, str(len(sizes)), form, experts, f"{sum(sizes):,}", path))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        if self.still_held:
+            lines.append(
+                f"{self.still_held} parameters were replaced and something still holds them: an "
+                "optimizer that was made before does not step the new ones, make another"
+            )
+        for row in rows:
+            cells = zip(row, "<><>><", widths, strict=True)
+            lines.append("  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip())
+        lines.append(f"recipe: {self.recipe!r}")
+        lines.append(f"weights: {'; '.join(map(str, self.weights))}")
+        lines += [f"skipped: {line}" for line in lines_of(self.skipped)]
+        return "\n".join(lines)
+
+
+def lines_of(skipped: Iterable[SkippedExperts]) -> list[str]:
+    """Name and reason of what was skipped, alike ones once."""
+    counts = Counter((_pattern(one.name), one.why) for one in skipped)
+    return [
+        f"{name} ({why}; {n} of them)" if n > 1 else f"{name} ({why})"
+        for (name, why), n in counts.items()
+    ]
+
+
+def _pattern(name: str) -> str:
+    """A module's name with ``*`` for numbers."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(the model)"
+
+
+def kept_weights(modules: Iterable[nn.Module], recipe: Recipe | None) -> tuple[KeptWeights, ...]:
+    """How the weights [E, N, K] in these modules are kept, the most bytes first."""
+    weights = {
+        id(p): p
+        for module in modules
+        for name, p in module.named_parameters()
+        if p.dim() == 3 and not name.endswith(SCALE)
+    }
+    alike: dict[tuple[str, torch.dtype, bool], list[Tensor]] = {}
+    for p in weights.values():
+        w = local_part(p)
+        if isinstance(w, GroupedTensorWithMaster):
+            kind = "both precisions"
+        elif isinstance(w, GroupedTensor) or w.dtype.itemsize == 1:
+            kind = "FP8"
+        else:
+            kind = dtype_name(w.dtype)
+        is_plain = kind == dtype_name(w.dtype)
+        advise = is_plain and not p.requires_grad and isinstance(recipe, Float8BlockScaling)
+        alike.setdefault((kind, w.dtype, advise), []).append(w)
+    kept = []
+    for (kind, dtype, advise), same in alike.items():
+        note = 'frozen, quantized by each call; weights="fp8" quantizes them once' if advise else ""
+        if kind != dtype_name(dtype) and dtype.itemsize > 1:
+            plain = sum(w.numel() for w in same) * dtype.itemsize
+            note = f"{_size(plain)} as {dtype_name(dtype)}"
+        kept.append(KeptWeights(kind, sum(w.nbytes for w in same), note))
+    return tuple(sorted(kept, key=lambda one: -one.nbytes))
+
+
+def _size(nbytes: float) -> str:
+    """In decimal units, as memory of a GPU is sold."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g} TB"
