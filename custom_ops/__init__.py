@@ -19,6 +19,7 @@ from grouped_linear.loading import library_path  # first: it registers the ops  
 from grouped_linear import meta_kernels as meta_kernels  # their fakes  # isort: skip
 from grouped_linear import ops  # isort: skip
 from grouped_linear import te as te
+from grouped_linear.debugging import Statistics, Watch, watch
 from grouped_linear.integrations import spmd as spmd
 from grouped_linear.integrations.batch_invariance import check_batch_invariant
 from grouped_linear.integrations.convert import Conversion, convert
@@ -70,7 +71,9 @@ __all__ = [
     "Routing",
     "SkippedExperts",
     "SquaredReLU",
+    "Statistics",
     "SwiGLU",
+    "Watch",
     "check_batch_invariant",
     "convert",
     "convert_experts",
@@ -83,6 +86,7 @@ __all__ = [
     "replay_routing",
     "te",
     "update_scales",
+    "watch",
 ]
 
 

@@ -64,7 +64,9 @@ Recipe
 Routing
 SkippedExperts
 SquaredReLU
+Statistics
 SwiGLU
+Watch
 check_batch_invariant
 convert
 convert_experts
@@ -76,7 +78,8 @@ ops
 record_routing
 replay_routing
 te
-update_scales""",
+update_scales
+watch""",
     )
 
 
@@ -136,7 +139,9 @@ MXFP8BlockScaling()
 Routing(experts, weights=None)
 SkippedExperts(name, why)
 SquaredReLU()
+Statistics(experts, operands, loads, step)
 SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0)
+Watch(model, every, to)
 check_batch_invariant(model)
 convert(model, recipe=None, *, weights=None, forwards=None, **options)
 convert_experts(model, forwards=None, recipe=None, **options)
@@ -150,6 +155,8 @@ grouped_mlp_sorted(x, m_splits, gate_up_proj, down_proj, row_weights=None, recip
     beta=0.0, limit=None, interleaved=False, cubic=0.0), save_gate_up_in_fp8=False,
     gate_up_lora=None, down_lora=None)
 library_path()
+update_scales(model, group=None)
+watch(model, *, every=1, to=None)""",
 record_routing(model, batch_size, max_tokens, *, weights=False)
 replay_routing(model, routing)
 update_scales(model, group=None)""",
@@ -258,7 +265,10 @@ swiglu_grad(dh, gate_up, weight, offs, activation=SwiGLU(alpha=1.0, beta=0.0, li
     interleaved=False, cubic=0.0))
 topk_experts(scores, k)
 transpose_weight(q)
-update_scales_(scale, amax, amax_history, fp8_max, *, margin=0, most_recent=False)""",
+update_scales_(scale, amax, amax_history, fp8_max, *, margin=0, most_recent=False)
+watch_operand_(stats, enabled, operand, x, q=None, scale=None, offs=None, *, rows=None,
+    q_rows=None, gate_up=None, weight=None, scale_t=None, routed=None,
+    activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0))""",
     )
 
 

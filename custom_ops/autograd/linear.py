@@ -15,7 +15,7 @@ from grouped_linear.autograd.low_rank import low_rank, low_rank_grads
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
 from grouped_linear.autograd.saved import saved_tensors, scale_of
 from grouped_linear.autograd.wgrad import needs_grad_now
-from grouped_linear.recipes import Layouts, quantize
+from grouped_linear.recipes import Layouts, RowOperands, quantize
 
 
 class GroupedLinearFunction(torch.autograd.Function):
@@ -71,6 +71,9 @@ class GroupedLinearFunction(torch.autograd.Function):
         columnwise_now = need_weight and not options.save_input
         x = quantize(x_TK, recipe.input, offs_E, Layouts(True, columnwise_now))
         w = context.weight_operands(need_x)
+        if options.watched is not None:
+            options.watched.input(x_TK, RowOperands(x), offs_E, recipe.input, columnwise_now)
+            options.watched.weight(context.weights, w, recipe.weight)
         saved_x = x_TK if options.save_input and need_weight else x.columnwise
         lora_x_TK = x_TK if dropped_x_TK is None else dropped_x_TK
         adapter = low_rank(a_ErK, b_ENr, options.lora_scaling, x_TK.dtype)
@@ -133,6 +136,8 @@ class GroupedLinearFunction(torch.autograd.Function):
         recipe = context.recipe
         layouts = Layouts(need_x, need_weight, need_bias)
         dy = quantize(dy_TN, recipe.grad_output, offs_E, layouts)
+        if options.watched is not None:
+            options.watched.gradient(dy_TN, RowOperands(dy), offs_E, recipe.grad_output)
         dx_TK = db_EN = None
         dws: tuple[Tensor | None, ...] = (None,) * len(need_weights)
         da_ErK, db_ENr, term = low_rank_grads(
@@ -157,6 +162,8 @@ class GroupedLinearFunction(torch.autograd.Function):
             if options.save_input:
                 x_t = quantize(x, recipe.input, offs_E, Layouts(False, True, again=True))
                 x, x_scale = x_t.columnwise, x_t.columnwise_scale
+                if options.watched is not None:
+                    options.watched.shares(x_t, offs_E, recipe.input)
             wgrad = context.wgrad(dy, x, x_scale, offs_E)
             if options.defer_wgrad is None:
                 dws = wgrad.compute()

@@ -15,6 +15,7 @@ from grouped_linear.autograd.activation import (
     Saved,
     gate_up_and_h,
     grads_of_gate_up,
+    h_source_of,
     restore,
     save,
     weighted_h,
@@ -26,7 +27,7 @@ from grouped_linear.autograd.once_differentiable import strictly_once_differenti
 from grouped_linear.autograd.routing import rows_of
 from grouped_linear.autograd.saved import saved_tensors, scale_of
 from grouped_linear.autograd.wgrad import needs_grad_now
-from grouped_linear.recipes import Layouts, quantize, quantize_for_gemms
+from grouped_linear.recipes import Layouts, RowOperands, quantize, quantize_for_gemms
 
 
 class _Needs(NamedTuple):
@@ -120,10 +121,14 @@ class GroupedMLPFunction(torch.autograd.Function):
         offs_E, dtype = routing.offs, x_TH.dtype
 
         rowwise, columns = Layouts(True, False), gate_up_EGH.size(1)
-        x, rows_R, _ = quantize_for_gemms(
-            routing.source(x_TH), of_gate_up.input, offs_E, rowwise, columns
-        )
+        made = quantize_for_gemms(routing.source(x_TH), of_gate_up.input, offs_E, rowwise, columns)
+        x, rows_R, _ = made
         gate_up = gate_up_context.weight_operands(columnwise=needs.x)
+        of_first, of_second = gate_up_context.options.watched, down_context.options.watched
+        if of_first is not None:
+            of_first.input(routing.source(x_TH), made, offs_E, of_gate_up.input, False)
+            of_first.weight(gate_up_context.weights, gate_up, of_gate_up.weight)
+        del made
         biases = gate_up_bias_EG, down_bias_EH
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
         gate_up_bias_EG, down_bias_EH = (None if b is None else b.to(dtype) for b in biases)
@@ -146,9 +151,13 @@ class GroupedMLPFunction(torch.autograd.Function):
             config.activation,
             of_down.input,
             need_saved,
-            on_down is not None,
+            on_down is not None or (of_second is not None and config.activation.swiglu is None),
             gate_up_term,
         )
+        if of_second is not None:
+            h_source = h_source_of(gate_up_RG, h, h_RF, config.activation)
+            of_second.input(h_source, RowOperands(h), offs_E, of_down.input, False)
+            del h_source
         saved = save(gate_up_RG if need_saved else None, offs_E, config)
         del gate_up_RG, x  # lowers the peak memory of an eager step
         if on_down is not None:
@@ -158,6 +167,8 @@ class GroupedMLPFunction(torch.autograd.Function):
             del dropped_h_RF
         del h_RF
         down = down_context.weight_operands(columnwise=needs.dh)
+        if of_second is not None:
+            of_second.weight(down_context.weights, down, of_down.weight)
         y_RH = multiply(
             h.rowwise,
             h.rowwise_scale,
@@ -210,6 +221,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         lora_x_TH, gate_up_a_ErH, gate_up_b_EGr, gate_up_Rr = saved[9:13]
         down_a_ErF, down_b_EHr, down_Rr, dropout_RF = saved[13:17]
         of_gate_up, of_down = gate_up_context.recipe, down_context.recipe
+        of_first, of_second = gate_up_context.options.watched, down_context.options.watched
         offs_E, dtype = routing.offs, d_out_TH.dtype
 
         d_weight_TC = dx_TH = d_gate_up_EGH = d_down_EHF = None
@@ -221,9 +233,11 @@ class GroupedMLPFunction(torch.autograd.Function):
         weight_R = routing.weights(weight_TC, d_out_TH)
         if needs.dh or needs.down:
             layouts, source = Layouts(needs.dh, needs.down), routing.source(d_out_TH)
-            dy, dy_rows_R, wgrad_rows_R = quantize_for_gemms(
-                source, of_down.grad_output, offs_E, layouts, features
-            )
+            made = quantize_for_gemms(source, of_down.grad_output, offs_E, layouts, features)
+            dy, dy_rows_R, wgrad_rows_R = made
+            if of_second is not None:
+                of_second.gradient(source, made, offs_E, of_down.grad_output)
+            del made
         # The adapters multiply the gradients themselves.
         on_down = term = more_dh_RF = None
         if needs.dh or needs.down_a:
@@ -256,6 +270,7 @@ class GroupedMLPFunction(torch.autograd.Function):
                 needs.down_a or gate_up_a_ErH is not None,
                 term,
                 more_dh_RF,
+                of_first,
             )
             if grads is not None:
                 d_gate_up_RG, h_RF, _ = grads
@@ -274,6 +289,8 @@ class GroupedMLPFunction(torch.autograd.Function):
         h_RF = None
         if needs.down:
             assert isinstance(h.columnwise, Tensor)
+            if of_second is not None:
+                of_second.shares(h, offs_E, of_down.input)
             wgrad = down_context.wgrad(dy, h.columnwise, h.columnwise_scale, offs_E, wgrad_rows_R)
             (d_down_EHF,) = wgrad.compute()
             del dy, h, wgrad
@@ -286,6 +303,8 @@ class GroupedMLPFunction(torch.autograd.Function):
                 source, of_gate_up.input, offs_E, layouts, gate_up_columns
             )
             assert isinstance(x.columnwise, Tensor)
+            if of_first is not None:
+                of_first.shares(x, offs_E, of_gate_up.input)
             wgrad = gate_up_context.wgrad(
                 d_gate_up, x.columnwise, x.columnwise_scale, offs_E, x_rows=x_rows_R
             )

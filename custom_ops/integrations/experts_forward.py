@@ -76,11 +76,16 @@ def experts_forward(
     def bias(name: str) -> Tensor | None:
         return getattr(experts, f"{name}_bias") if experts.has_bias else None
 
+    def watching(options: LinearOptions, number: int) -> LinearOptions:
+        watched = getattr(experts, "watched", None)
+        return options if watched is None else options._replace(watched=watched.of_call(number))
+
     activation = activation_of(experts)
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     if activation is not None:
         (gate_up, of_gate_up), (down, of_down) = weight(first), weight("down_proj")
-        routed, options = (hidden_states, top_k_weights, top_k_index), (of_gate_up, of_down)
+        routed = hidden_states, top_k_weights, top_k_index
+        options = watching(of_gate_up, 0), watching(of_down, 1)
         biases = bias(first), bias("down_proj")
         config = MLPConfig(activation, save_gate_up_in_fp8)
         y_TH = apply_mlp(
@@ -106,6 +111,7 @@ def experts_forward(
         b = bias(name)
         check_parameters("grouped_linear", bias=b)
         w, options = weight(name)
+        options = watching(options, int(name == "down_proj"))
         return apply_layer(x, (w,), b, m_splits_E, recipe, options, lora=lora.get(name))
 
     x_RH = GatherFunction.apply(hidden_states, *routing)
