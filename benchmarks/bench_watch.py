@@ -17,6 +17,7 @@ import torch
 from benchmarks import timing
 from benchmarks.bench_expert_layer import TOKENS_AND_SIZES
 from grouped_linear import Float8BlockScaling, GroupedMLP, ops, watch
+from grouped_linear.nn.watched import PARTS
 
 SIZES = {**TOKENS_AND_SIZES, "small": (256, 256, 128, 8, 2)}
 UNWATCHED, OFF, ON = "unwatched", "watched, flag off", "watched, flag on"
@@ -64,7 +65,7 @@ def operands(name: str, device: torch.device) -> Mapping[str, timing.Call]:
         torch.randn(R, F, **like),
     )
     w, weight = torch.randn(E, 2 * F, H, **like), torch.rand(R, device=device)
-    stats = torch.zeros(4, E, 14, dtype=torch.float64, device=device)
+    stats = torch.zeros(4, PARTS, E, 14, dtype=torch.float64, device=device)
     on, off = torch.tensor(True, device=device), torch.tensor(False, device=device)
     of_x = ops.group_quantize(x, offs, columnwise=True, share_scales=True)
     of_h = ops.group_quantize_swiglu(gate_up, offs)

@@ -9,8 +9,9 @@
 
 namespace grouped_linear {
 
-// The numbers that are kept of each group, as float64. kAmax and kScaledAmax are maxima, the others
-// are sums.
+// The numbers that are kept of each group, as float64, in some parts, which different thread blocks
+// add to. kAmax and kScaledAmax are maxima, the others are sums. kCalls, kRows and kDropped are in
+// part 0; the i-th row, row of scales or block that is read adds to part i % parts.
 enum WatchColumn {
   kCalls,
   kRows,        // of the group
@@ -31,7 +32,8 @@ enum WatchColumn {
 
 // Of each group so many rows are read, blocks of 128 rows, and rows of scales; all where it has
 // fewer. They are evenly spaced. Of a weight at least a row of each block of 128.
-constexpr int kWatchedRows = 16, kWatchedBlocks = 16, kWatchedScaleRows = 1024;
+constexpr int64_t kMaxParts = 64;
+constexpr int kWatchedRows = 8, kWatchedBlocks = 8, kWatchedScaleRows = 1024;
 
 GROUPED_LINEAR_DEVICE int watched_rows(int rows, bool of_weight) {
   constexpr int kRowsOfBlock = static_cast<int>(kBlock);

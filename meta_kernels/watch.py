@@ -33,7 +33,10 @@ COLUMNS = (
     "shared",
     "dropped",
 )
+#: Of which the largest is kept; the others add up.
+MAXIMA = ("amax", "scaled_amax")
 WATCH_COLUMNS = len(COLUMNS)
+MAX_PARTS = 64
 
 
 @torch.library.register_fake("grouped_linear::watch_operand_")
@@ -57,7 +60,7 @@ def watch_operand_(
     interleaved: bool = False,
     cubic: float = 0.0,
 ) -> None:
-    """Stats [operands, E, 14], written; x [T, K] or [E, N, K] and q alike, gate_up [T, 2 F]."""
+    """Stats [operands, parts, E, 14], written; x, q [T, K] or [E, N, K], gate_up [T, 2 F]."""
     rules = Rules("watch_operand_")
     _check_stats(rules, stats, enabled, operand)
     given = [t for t in (x, q, gate_up, scale_t) if t is not None]
@@ -82,7 +85,7 @@ def watch_operand_(
                 rules.dim(name, ends, 1)
                 rules.dtype(name, ends.dtype, (torch.int32,))
                 rules.device(name, ends, "stats", stats)
-                rules.same("E", name, ends.size(0), "stats", stats.size(1))
+                rules.same("E", name, ends.size(0), "stats", stats.size(2))
         if scale_t is not None:
             rules.dim("scale_t", scale_t, 2)
             rules.dtype("scale_t", scale_t.dtype, (torch.float32,))
@@ -94,12 +97,16 @@ def watch_operand_(
 
 
 def _check_stats(rules: Rules, stats: Tensor, enabled: Tensor, operand: int) -> None:
-    rules.dim("stats", stats, 3)
+    rules.dim("stats", stats, 4)
     rules.dtype("stats", stats.dtype, (torch.float64,))
-    rules.groups(stats.size(1))
     rules.check(
-        stats.size(2) == WATCH_COLUMNS,
-        lambda: f"stats must have {WATCH_COLUMNS} numbers of a group, got {stats.size(2)}",
+        1 <= stats.size(1) <= MAX_PARTS,
+        lambda: f"stats must have between 1 and {MAX_PARTS} parts, got {stats.size(1)}",
+    )
+    rules.groups(stats.size(2))
+    rules.check(
+        stats.size(3) == WATCH_COLUMNS,
+        lambda: f"stats must have {WATCH_COLUMNS} numbers of a group, got {stats.size(3)}",
     )
     rules.contiguous("stats", stats)
     rules.dim("enabled", enabled, 0)
@@ -117,7 +124,7 @@ def _check_scale(rules: Rules, scale: Tensor, q: Tensor | None, stats: Tensor) -
     assert q is not None
     rules.dtype("scale", scale.dtype, (torch.float32,))
     rules.device("scale", scale, "stats", stats)
-    E = stats.size(1)
+    E = stats.size(2)
     if scale.dim() == 1:
         rules.same("E", "scale", scale.size(0), "stats", E)
         return
@@ -139,10 +146,10 @@ def _check_weight(rules: Rules, stats: Tensor, x: Tensor | None, q: Tensor | Non
     name, first = ("q", q) if x is None else ("x", x)
     assert first is not None
     rules.dim(name, first, 3)
-    rules.same("E", name, first.size(0), "stats", stats.size(1))
+    rules.same("E", name, first.size(0), "stats", stats.size(2))
     rules.features("N", first.size(1))
     rules.features("K", first.size(2))
-    rules.count(name, "rows in all", stats.size(1) * first.size(1))
+    rules.count(name, "rows in all", stats.size(2) * first.size(1))
     if q is not None:
         rules.dim("q", q, 3)
         for d, letter in enumerate("ENK"):

@@ -21,7 +21,7 @@ void check_scale(const Tensor& scale, const MaybeTensor& q, const Tensor& stats)
   check(q.has_value(), kOp, ": scale needs q");
   check_dtype(kOp, "scale", scale, ScalarType::Float);
   check_device(kOp, "scale", scale, "stats", stats);
-  if (scale.dim() == 1) return check_same(kOp, "E", "scale", scale.size(0), "stats", stats.size(1));
+  if (scale.dim() == 1) return check_same(kOp, "E", "scale", scale.size(0), "stats", stats.size(2));
   const int64_t dim = q->dim();
   check_dim(kOp, "scale", scale, dim);
   check_same(kOp, "the number of K blocks", "scale", scale.size(dim == 3 ? 2 : 0), "q",
@@ -30,7 +30,7 @@ void check_scale(const Tensor& scale, const MaybeTensor& q, const Tensor& stats)
     check_same(kOp, "the number of scale rows", "scale", scale.size(1), "q",
                round_up(q->size(0), kScaleRowMultiple));
   } else {
-    check_same(kOp, "E", "scale", scale.size(0), "stats", stats.size(1));
+    check_same(kOp, "E", "scale", scale.size(0), "stats", stats.size(2));
     check_same(kOp, "the number of N blocks", "scale", scale.size(1), "q",
                ceil_div(q->size(1), kBlock));
   }
@@ -40,7 +40,7 @@ void check_scale(const Tensor& scale, const MaybeTensor& q, const Tensor& stats)
 WatchedSize check_weight_of(const Tensor& stats, const MaybeTensor& x, const MaybeTensor& q) {
   const Tensor& first = x ? *x : *q;
   const char* name = x ? "x" : "q";
-  const int64_t E = stats.size(1);
+  const int64_t E = stats.size(2);
   check_dim(kOp, name, first, 3);
   check_same(kOp, "E", name, first.size(0), "stats", E);
   check_features(kOp, "N", first.size(1));
@@ -62,11 +62,13 @@ WatchedSize check_watch_operand(const Tensor& stats, const Tensor& enabled, int6
                                 const MaybeTensor& rows, const MaybeTensor& q_rows,
                                 const MaybeTensor& gate_up, const MaybeTensor& weight,
                                 const MaybeTensor& scale_t, const MaybeTensor& routed) {
-  check_dim(kOp, "stats", stats, 3);
+  check_dim(kOp, "stats", stats, 4);
   check_dtype(kOp, "stats", stats, ScalarType::Double);
-  check_groups(kOp, stats.size(1));
-  check(stats.size(2) == kWatchColumns, kOp, ": stats must have ", static_cast<int>(kWatchColumns),
-        " numbers of a group, got ", stats.size(2));
+  check(stats.size(1) >= 1 && stats.size(1) <= kMaxParts, kOp,
+        ": stats must have between 1 and ", kMaxParts, " parts, got ", stats.size(1));
+  check_groups(kOp, stats.size(2));
+  check(stats.size(3) == kWatchColumns, kOp, ": stats must have ", static_cast<int>(kWatchColumns),
+        " numbers of a group, got ", stats.size(3));
   check(stats.is_contiguous(), kOp, ": stats must be contiguous");
   check_dim(kOp, "enabled", enabled, 0);
   check_dtype(kOp, "enabled", enabled, ScalarType::Bool);
@@ -86,7 +88,7 @@ WatchedSize check_watch_operand(const Tensor& stats, const Tensor& enabled, int6
     return check_weight_of(stats, x, q);
   }
 
-  const int64_t E = stats.size(1);
+  const int64_t E = stats.size(2);
   const auto check_ends = [&](const char* name, const Tensor& t) {
     check_dim(kOp, name, t, 1);
     check_dtype(kOp, name, t, ScalarType::Int);

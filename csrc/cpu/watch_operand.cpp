@@ -117,7 +117,7 @@ void watch_operand_(const Tensor& stats, const Tensor& enabled, int64_t operand,
   const auto [T, N, K] = check_watch_operand(stats, enabled, operand, x_in, q_in, scale, offs, rows,
                                              q_rows, gate_up_in, weight_in, scale_t_in, routed_in);
   const SwigluForm form = checked_form(op, alpha, beta, limit, interleaved, cubic);
-  const int64_t E = stats.size(1);
+  const int64_t parts = stats.size(1), E = stats.size(2);
   const bool of_weight = !offs;
   std::vector<int64_t> starts;
   if (of_weight)
@@ -160,9 +160,9 @@ void watch_operand_(const Tensor& stats, const Tensor& enabled, int64_t operand,
     std::vector<char> h(K * sizeof(float));
     for (int64_t e = from; e < to; ++e) {
       const int64_t begin = starts[e], n = starts[e + 1] - begin;
-      Counts counts;
-      counts.of[kCalls] = x || q || gate_up;
-      counts.of[kRows] = x || q || gate_up ? static_cast<double>(n) : 0;
+      std::vector<Counts> of_parts(parts);
+      of_parts[0].of[kCalls] = x || q || gate_up;
+      of_parts[0].of[kRows] = x || q || gate_up ? static_cast<double>(n) : 0;
       const int count = x || q || gate_up ? watched_rows(static_cast<int>(n), of_weight) : 0;
       for (int i = 0; i < count; ++i) {
         const int64_t r = begin + nth_of(i, count, static_cast<int>(n));
@@ -177,19 +177,22 @@ void watch_operand_(const Tensor& stats, const Tensor& enabled, int64_t operand,
         }
         if (q) load_numbers(q.at(numbered(q_numbers, r)), q.dtype, K, after.data());
         const auto [row_scales, step] = scales_of(e, r);
+        Counts& counts = of_parts[i % parts];
         counts.add(x || gate_up ? before.data() : nullptr, q ? after.data() : nullptr, row_scales,
                    step, range, K);
       }
       const int rows_now = static_cast<int>(n);
-      const int scale_rows = of_weight ? rows_now : std::min(rows_now, kWatchedScaleRows);
-      float largest = 0;
+      const int row_step = of_weight ? static_cast<int>(kBlock) : 1;  // blocks share their scale
+      const int all = (rows_now + row_step - 1) / row_step;
+      const int scale_rows = of_weight ? all : std::min(all, kWatchedScaleRows);
       if (scale_data && range)
         for (int i = 0; i < scale_rows; ++i) {
-          const auto [row_scales, step] = scales_of(e, begin + nth_of(i, scale_rows, rows_now));
+          const int64_t r = begin + nth_of(i, scale_rows, all) * row_step;
+          const auto [row_scales, step] = scales_of(e, r);
+          double& largest = of_parts[i % parts].of[kScaledAmax];
           for (int64_t b = 0; b < col_blocks; ++b)
-            largest = std::max(largest, row_scales[b * step]);
+            largest = std::max(largest, double{row_scales[b * step]} * range->largest);
         }
-      counts.of[kScaledAmax] = range ? static_cast<double>(largest) * range->largest : 0;
       if (scale_t) {
         const int64_t most = scale_t->size(0), end = std::min(first_block[e + 1], most);
         const int blocks = static_cast<int>(end - std::min(first_block[e], most));
@@ -200,18 +203,20 @@ void watch_operand_(const Tensor& stats, const Tensor& enabled, int64_t operand,
           for (int64_t k = 0; k < K; k += kBlock) {
             const float* first = of_block + k;
             const auto same = [first](float s) { return s == *first; };
-            counts.of[kBlocks] += 1;
-            counts.of[kShared] += std::all_of(first, first + std::min(kBlock, K - k), same);
+            const bool shares = std::all_of(first, first + std::min(kBlock, K - k), same);
+            of_parts[i % parts].of[kBlocks] += 1;
+            of_parts[i % parts].of[kShared] += shares;
           }
         }
       }
       if (routed) {
         const auto* ends = routed->const_data_ptr<int32_t>();
         const int64_t chosen = int64_t{ends[e]} - (e == 0 ? 0 : ends[e - 1]);
-        counts.of[kDropped] = static_cast<double>(std::max<int64_t>(chosen - n, 0));
+        of_parts[0].of[kDropped] = static_cast<double>(std::max<int64_t>(chosen - n, 0));
       }
-      counts.add_to(static_cast<double*>(stats.data_ptr()) +
-                    (operand * E + e) * int64_t{kWatchColumns});
+      for (int64_t part = 0; part < parts; ++part)
+        of_parts[part].add_to(static_cast<double*>(stats.data_ptr()) +
+                              ((operand * parts + part) * E + e) * int64_t{kWatchColumns});
     }
   });
 }

@@ -40,7 +40,7 @@ class Watched(NamedTuple):
     """
 
     forward: Tensor
-    """[2 * layers, E, 14]: each layer's input and weight."""
+    """[2 * layers, parts, E, 14]: each layer's input and weight."""
     backward: Tensor
     """The same: the columnwise input, and the gradient of the output."""
     enabled: Tensor

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from grouped_linear.meta_kernels.watch import COLUMNS
+from grouped_linear.meta_kernels.watch import COLUMNS, MAXIMA
 
 
 class OperandStatistics(NamedTuple):
     """An operand of a layer's GEMMs: of one expert, or of all. NaN stands for what nobody counted.
 
-    Shares and errors are of the rows that were read: 16 of each expert in a call.
+    Shares and errors are of the rows that were read: 8 of each expert in a call.
     """
 
     layer: str
@@ -218,7 +218,7 @@ def statistics_of_layer(
         role: its name.
         numbers_ES: [E, READ_COLUMNS] float64 on the CPU.
     """
-    maxima = [READ_COLUMNS.index(name) for name in ("amax", "scaled_amax")]
+    maxima = list(map(READ_COLUMNS.index, MAXIMA))
     total_S = numbers_ES.sum(0)
     total_S[maxima] = numbers_ES[:, maxima].amax(0)
     # All experts are in each call.

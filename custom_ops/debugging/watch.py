@@ -17,6 +17,7 @@ from grouped_linear.debugging.statistics import (
     Statistics,
     statistics_of_layer,
 )
+from grouped_linear.meta_kernels.watch import MAXIMA
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.nn.watched import ROLES, WatchedLayer
@@ -180,7 +181,7 @@ def watch(model: nn.Module, *, every: int = 1, to: Destination = None) -> Watch:
     often wgrad's columns share scales; what the router gave each expert, and what was dropped.
 
     The layers get one small kernel an operand, which reads a flag on the device: no host read, no
-    graph break, no recompilation, and CUDA graphs obey the flag. While it counts, it reads 16 rows
+    graph break, no recompilation, and CUDA graphs obey the flag. While it counts, it reads 8 rows
     of each expert, whatever their number. Results keep every bit. Watch a model before it is
     compiled or captured.
 
@@ -261,7 +262,7 @@ def _to_host(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _reduced(numbers: dict[str, Tensor], group: "dist.ProcessGroup") -> dict[str, Tensor]:
     """Sums and maxima over the processes of a group, in two all-reduces."""
-    maxima = [READ_COLUMNS.index(name) for name in ("amax", "scaled_amax")]
+    maxima = list(map(READ_COLUMNS.index, MAXIMA))
     flat = torch.cat([t.flatten(0, -2) for t in numbers.values()])
     largest = flat[:, maxima].contiguous()
     dist.all_reduce(flat, dist.ReduceOp.SUM, group=group)

@@ -10,10 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.autograd.watched import Watched
-from grouped_linear.meta_kernels.watch import WATCH_COLUMNS
+from grouped_linear.meta_kernels.watch import COLUMNS, MAXIMA, WATCH_COLUMNS
 
 #: What a linear layer multiplies, in the order of :meth:`WatchedLayer.read`.
 ROLES = ("input", "weight", "gradient")
+
+
+#: Thread blocks of each group: one alone takes longer than the layer has time for.
+PARTS = 4
 
 
 class WatchedLayer(nn.Module):
@@ -58,7 +62,7 @@ class WatchedLayer(nn.Module):
         """[weights, 3, E, 14] float64 on the device: of each weight, role and group."""
         numbers = self._numbers
         both = numbers.forward_stats, numbers.backward_stats
-        forward, backward = (t.unflatten(0, (-1, 2)) for t in both)
+        forward, backward = (_whole(t).unflatten(0, (-1, 2)) for t in both)
         read = torch.cat([forward, backward[:, 1:]], dim=1)
         read[:, 0] += backward[:, 0]  # where wgrad's columns share scales
         if reset:
@@ -87,6 +91,13 @@ class WatchedLayer(nn.Module):
         return self
 
 
+def _whole(stats: Tensor) -> Tensor:
+    """[operands, E, 14] of all parts."""
+    whole, maxima = stats.sum(1), list(map(COLUMNS.index, MAXIMA))
+    whole[..., maxima] = stats[..., maxima].amax(1)
+    return whole
+
+
 class _Numbers(nn.Module):
     """The tensors. They are buffers, which torch.compile takes to stay in place."""
 
@@ -98,6 +109,6 @@ class _Numbers(nn.Module):
         super().__init__()
         like: dict[str, Any] = {"dtype": torch.float64, "device": device}
         for name in ("forward_stats", "backward_stats"):
-            t = torch.zeros(2 * weights, num_groups, WATCH_COLUMNS, **like)
+            t = torch.zeros(2 * weights, PARTS, num_groups, WATCH_COLUMNS, **like)
             self.register_buffer(name, t, persistent=False)
         self.register_buffer("enabled", torch.zeros((), dtype=torch.bool, device=device), False)

@@ -28,7 +28,8 @@ def watch_operand_(
 ) -> None:
     """Add what quantization does to some rows of each group to the group's numbers.
 
-    The numbers are ``stats[operand, e]``. Numbers 4 and 5 are maxima, the others sums::
+    The numbers are ``stats[operand, :, e]``, in parts that thread blocks add to: the whole
+    is their sum, of numbers 4 and 5 their maximum::
 
         0  calls                                 7  numbers beyond the largest of q's dtype
         1  rows of the group                     8  numbers that are not finite
@@ -38,12 +39,12 @@ def watch_operand_(
         5  the largest scale, as a magnitude    12  of them those with one scale
         6  numbers that became zero             13  rows of the group that were dropped
 
-    Of each group 16 rows are read, as far apart as they can be, and 1024 rows of scales; of a
-    weight also a row of each 128, and all scales; of scale_t 16 blocks of rows. So the time does
-    not depend on the groups' sizes. Sums have a fixed order.
+    Of each group 8 rows are read, evenly spaced, and 1024 rows of scales; of a weight also a row of
+    each 128, and all scales; of scale_t 8 blocks of rows. So the time does not depend on the
+    groups' sizes. Sums have a fixed order.
 
     Args:
-        stats: [operands, E, 14] float64, contiguous, written.
+        stats: [operands, parts, E, 14] float64, contiguous, written; at most 64 parts.
         enabled: a bool of no dimensions on the device, which the kernel reads; if it is false, no
             byte changes.
         operand: which operand of stats.
@@ -69,9 +70,9 @@ def watch_operand_(
     >>> from grouped_linear.ops import group_quantize
     >>> x, offs = torch.ones(5, 128), torch.tensor([2, 5], dtype=torch.int32)
     >>> x[3, 0] = 2.0**20  # beside which 1 is nothing
-    >>> quantized, stats = group_quantize(x, offs), torch.zeros(1, 2, 14, dtype=torch.float64)
+    >>> quantized, stats = group_quantize(x, offs), torch.zeros(1, 1, 2, 14).double()
     >>> watch_operand_(stats, torch.tensor(True), 0, x, quantized.q, quantized.scale, offs)
-    >>> stats[0, :, 6]
+    >>> stats[0, 0, :, 6]
     tensor([  0., 127.], dtype=torch.float64)
     """
     OPS.watch_operand_(

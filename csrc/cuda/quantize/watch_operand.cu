@@ -53,9 +53,9 @@ void watch_operand_(const Tensor& stats, const Tensor& enabled, int64_t operand,
   const std::optional<Tensor> offs = as_dense(offs_in), routed = as_dense(routed_in);
   const std::optional<Tensor> rows = as_dense(rows_in), q_rows = as_dense(q_rows_in);
   const std::optional<Tensor> scale_t = as_dense(scale_t_in);
-  const int64_t E = stats.size(1);
+  const int64_t parts = stats.size(1), E = stats.size(2);
   WatchedOperand a{};
-  a.stats = mutable_data<double>(stats) + operand * E * kWatchColumns;
+  a.stats = mutable_data<double>(stats) + operand * parts * E * kWatchColumns;
   a.enabled = data<bool>(enabled);
   a.offs = data_or_null<int32_t>(offs);
   a.routed = data_or_null<int32_t>(routed);
@@ -80,7 +80,7 @@ void watch_operand_(const Tensor& stats, const Tensor& enabled, int64_t operand,
   a.form = form;
 
   using enum WatchedSource;
-  const auto grid = static_cast<unsigned>(E);
+  const dim3 grid(static_cast<unsigned>(E), static_cast<unsigned>(parts));
   if (!x && !gate_up) {
     const auto kernel = q ? watch_operand_kernel<float, kQuantized, true>
                           : watch_operand_kernel<float, kQuantized, false>;

@@ -1,9 +1,10 @@
 // What quantization does to some rows of each group: see watch.h for what is counted.
 //
-// A thread block has a group, and is the only one that writes its numbers, so that every sum has a
-// fixed order. It reads 16 rows, whatever the group's size, and the scales of up to 1024 rows.
-// Bytes: 128 groups of 2048 features in bf16 and e4m3 are 12.6 MB and 4.2 MB of scales, 6 us at
-// 2.8 TB/s. Where the flag on the device is false, it reads one byte.
+// A thread block has a part of a group, and is the only one that writes the part's numbers, so that
+// every sum has a fixed order. Of a group 8 rows are read, whatever its size, and the scales of up to
+// 1024. Bytes: 128 groups of 2048 features in bf16 and e4m3 are 6.3 MB and 4.2 MB of scales, 4 us at
+// 2.8 TB/s. Loads of a few bytes take longer than that, so there are several parts, whose thread
+// blocks share a multiprocessor. Where the flag on the device is false, a block reads one byte.
 #pragma once
 
 #include "cuda/common/elements.cuh"
@@ -16,7 +17,7 @@
 
 namespace grouped_linear::cuda {
 
-constexpr int kWatchThreads = 512, kWatchWarps = kWatchThreads / 32, kWatchVector = 8;
+constexpr int kWatchThreads = 256, kWatchWarps = kWatchThreads / 32, kWatchVector = 8;
 constexpr int kRowsOfBlock = static_cast<int>(kBlock);
 
 enum class WatchedFormat { kNone, kE4m3, kE5m2, kBf16, kHalf, kFloat };
@@ -29,7 +30,7 @@ struct WatchedRows {
 };
 
 struct WatchedOperand {
-  double* stats;  // [E, kWatchColumns]
+  double* stats;  // [parts, E, kWatchColumns]
   const bool* enabled;
   const int32_t* offs;    // [E]; null for a weight of N rows an expert
   const int32_t* routed;  // [E] or null
@@ -81,27 +82,38 @@ __device__ __forceinline__ float from_fp8(uint32_t byte) {
       __half(__nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(byte), format)));
 }
 
-__device__ __forceinline__ void load_quantized(const WatchedRows& rows, WatchedFormat format,
-                                               int64_t first, float (&values)[kWatchVector]) {
-  switch (format) {
-    case WatchedFormat::kBf16: return load_watched<__nv_bfloat16>(rows, first, values);
-    case WatchedFormat::kHalf: return load_watched<__half>(rows, first, values);
-    case WatchedFormat::kFloat: return load_watched<float>(rows, first, values);
-    default: break;
-  }
+// Eight neighbours of q and their scale, on the way from memory.
+struct LoadedQuantized {
+  int64_t first;
+  uint2 fp8;
+  float scale;
+};
+
+__device__ __forceinline__ bool is_fp8(WatchedFormat format) {
+  return format == WatchedFormat::kE4m3 || format == WatchedFormat::kE5m2;
+}
+
+__device__ __forceinline__ uint2 load_fp8(const WatchedRows& rows, int64_t first) {
   const auto* bytes = static_cast<const uint8_t*>(rows.data);
+  if (rows.aligned) return *reinterpret_cast<const uint2*>(bytes + first);
   uint32_t words[2] = {};
-  if (rows.aligned) {
-    const uint2 both = *reinterpret_cast<const uint2*>(bytes + first);
-    words[0] = both.x, words[1] = both.y;
-  } else {
-#pragma unroll
-    for (int c = 0; c < kWatchVector; ++c)
-      words[c / 4] |= uint32_t{bytes[first + c * rows.column]} << c % 4 * 8;
+#pragma unroll 1
+  for (int c = 0; c < kWatchVector; ++c)
+    words[c / 4] |= uint32_t{bytes[first + c * rows.column]} << c % 4 * 8;
+  return make_uint2(words[0], words[1]);
+}
+
+__device__ __forceinline__ void to_floats(const WatchedRows& rows, WatchedFormat format,
+                                          const LoadedQuantized& q, float (&values)[kWatchVector]) {
+  switch (format) {
+    case WatchedFormat::kBf16: return load_watched<__nv_bfloat16>(rows, q.first, values);
+    case WatchedFormat::kHalf: return load_watched<__half>(rows, q.first, values);
+    case WatchedFormat::kFloat: return load_watched<float>(rows, q.first, values);
+    default: break;
   }
 #pragma unroll
   for (int c = 0; c < kWatchVector; ++c) {
-    const uint32_t byte = words[c / 4] >> c % 4 * 8 & 0xff;
+    const uint32_t byte = (c < 4 ? q.fp8.x : q.fp8.y) >> c % 4 * 8 & 0xff;
     values[c] =
         format == WatchedFormat::kE4m3 ? from_fp8<__NV_E4M3>(byte) : from_fp8<__NV_E5M2>(byte);
   }
@@ -126,6 +138,21 @@ struct WatchCounts {
     error = __dadd_rn(error, __dmul_rn(off, off));
     square = __dadd_rn(square, __dmul_rn(size, size));
   }
+  // The sums and maxima over a warp, in lane 0.
+  __device__ __forceinline__ void merge_warp() {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      error += __shfl_down_sync(kFullWarp, error, distance);
+      square += __shfl_down_sync(kFullWarp, square, distance);
+    }
+    // Magnitudes are ordered as integers.
+    amax = __uint_as_float(__reduce_max_sync(kFullWarp, __float_as_uint(amax)));
+    largest_scale = __uint_as_float(__reduce_max_sync(kFullWarp, __float_as_uint(largest_scale)));
+    underflow = __reduce_add_sync(kFullWarp, underflow);
+    saturated = __reduce_add_sync(kFullWarp, saturated);
+    not_finite = __reduce_add_sync(kFullWarp, not_finite);
+    shared = __reduce_add_sync(kFullWarp, shared);
+  }
   __device__ __forceinline__ void merge(const WatchCounts& other) {
     error += other.error;
     square += other.square;
@@ -135,21 +162,6 @@ struct WatchCounts {
     saturated += other.saturated;
     not_finite += other.not_finite;
     shared += other.shared;
-  }
-  __device__ __forceinline__ WatchCounts from_lane_below(int distance) const {
-    const auto below = [distance](auto value) {
-      return __shfl_down_sync(kFullWarp, value, distance);
-    };
-    WatchCounts other;
-    other.error = below(error);
-    other.square = below(square);
-    other.amax = below(amax);
-    other.largest_scale = below(largest_scale);
-    other.underflow = below(underflow);
-    other.saturated = below(saturated);
-    other.not_finite = below(not_finite);
-    other.shared = below(shared);
-    return other;
   }
 };
 
@@ -161,6 +173,10 @@ struct WatchedGroup {
 __device__ __forceinline__ WatchedGroup watched_group(const WatchedOperand& a, GroupTable& table) {
   const int e = blockIdx.x;
   if (a.offs == nullptr) return {e * a.N, a.N, 0, 0};
+  if (a.scale_t == nullptr) {
+    const int begin = last_row_end(a.offs, e, a.T);
+    return {begin, max(min(a.offs[e], a.T) - begin, 0), 0, 0};
+  }
   load_groups<kWatchThreads>(table, a.offs, a.E, a.T, TilesOf{kRowsOfBlock});
   const int begin = table.row_begin(e);
   const int first = min(table.tile_begin(e), a.blocks), last = min(table.tile_end[e], a.blocks);
@@ -179,26 +195,35 @@ __device__ __forceinline__ float watched_scale(const WatchedOperand& a, const Wa
   return a.scale[of_expert + n * a.scale_strides[1] + b * a.scale_strides[2]];
 }
 
-// Counts eight neighbours of row r from column c on. before: null for what is q alone.
-__device__ __forceinline__ void count_watched(const WatchedOperand& a, const WatchedGroup& group,
-                                              int r, int c,
+// Begins to load eight neighbours of q's row r from column c on.
+__device__ __forceinline__ LoadedQuantized load_quantized(const WatchedOperand& a,
+                                                          const WatchedGroup& group, int r,
+                                                          int c) {
+  LoadedQuantized q{0, {}, 1.0f};
+  if (a.format == WatchedFormat::kNone) return q;
+  const int64_t row = a.offs == nullptr ? blockIdx.x * a.q.expert + (r - group.begin) * a.q.row
+                                        : a.q_rows.row(r) * a.q.row;
+  q.first = row + c * a.q.column;
+  if (is_fp8(a.format)) q.fp8 = load_fp8(a.q, q.first);
+  q.scale = watched_scale(a, group, r, c / kRowsOfBlock);
+  return q;
+}
+
+// Counts what was loaded. before: null for what is q alone.
+__device__ __forceinline__ void count_watched(const WatchedOperand& a, const LoadedQuantized& q,
                                               const float (*before)[kWatchVector],
                                               WatchCounts& counts) {
   float after[kWatchVector];
   const bool has_q = a.format != WatchedFormat::kNone;
-  float scale = 1, beyond = INFINITY;
+  float beyond = INFINITY;
   if (has_q) {
-    const bool of_weight = a.offs == nullptr;
-    const int64_t first = of_weight ? blockIdx.x * a.q.expert + (r - group.begin) * a.q.row
-                                    : a.q_rows.row(r) * a.q.row;
-    load_quantized(a.q, a.format, first + c * a.q.column, after);
-    scale = watched_scale(a, group, r, c / kRowsOfBlock);
-    if (a.format == WatchedFormat::kE4m3) beyond = __fmul_rn(kE4m3Range.beyond, scale);
-    if (a.format == WatchedFormat::kE5m2) beyond = __fmul_rn(kE5m2Range.beyond, scale);
+    to_floats(a.q, a.format, q, after);
+    if (a.format == WatchedFormat::kE4m3) beyond = __fmul_rn(kE4m3Range.beyond, q.scale);
+    if (a.format == WatchedFormat::kE5m2) beyond = __fmul_rn(kE5m2Range.beyond, q.scale);
   }
 #pragma unroll
   for (int i = 0; i < kWatchVector; ++i) {
-    const float dequantized = has_q ? __fmul_rn(after[i], scale) : (*before)[i];
+    const float dequantized = has_q ? __fmul_rn(after[i], q.scale) : (*before)[i];
     counts.add(before ? (*before)[i] : dequantized, dequantized, before && has_q, beyond);
   }
 }
@@ -211,39 +236,56 @@ __device__ __forceinline__ float rounded_to(float value) {
   return Format<Element>::to_float(Word<Element>::bits(Word<Element>::from_floats(value, 0.0f), 0));
 }
 
+// What lies 16 neighbours apart, of two vectors, and back.
+__device__ __forceinline__ void deinterleave(float (&first)[kWatchVector],
+                                             float (&second)[kWatchVector]) {
+  float both[2 * kWatchVector];
+#pragma unroll
+  for (int i = 0; i < kWatchVector; ++i) both[i] = first[i], both[kWatchVector + i] = second[i];
+#pragma unroll
+  for (int i = 0; i < kWatchVector; ++i) first[i] = both[2 * i], second[i] = both[2 * i + 1];
+}
+__device__ __forceinline__ void interleave(float (&first)[kWatchVector],
+                                           float (&second)[kWatchVector]) {
+  float both[2 * kWatchVector];
+#pragma unroll
+  for (int i = 0; i < kWatchVector; ++i) both[2 * i] = first[i], both[2 * i + 1] = second[i];
+#pragma unroll
+  for (int i = 0; i < kWatchVector; ++i) first[i] = both[i], second[i] = both[kWatchVector + i];
+}
+
 template <typename Element, WatchedSource source>
-__device__ __forceinline__ void count_row(const WatchedOperand& a, const WatchedGroup& group,
-                                          int r, int c, WatchCounts& counts) {
+__device__ __forceinline__ void count_row(const WatchedOperand& a, const WatchedGroup& group, int r,
+                                          int c, WatchCounts& counts) {
   if constexpr (source == WatchedSource::kQuantized) {
-    count_watched(a, group, r, c, nullptr, counts);
+    count_watched(a, load_quantized(a, group, r, c), nullptr, counts);
   } else if constexpr (source == WatchedSource::kRows) {
     float x[kWatchVector];
     const int64_t first = a.offs == nullptr
                               ? blockIdx.x * a.x.expert + (r - group.begin) * a.x.row
                               : a.x_rows.row(r) * a.x.row;
+    const LoadedQuantized q = load_quantized(a, group, r, c);
     load_watched<Element>(a.x, first + c * a.x.column, x);
-    count_watched(a, group, r, c, &x, counts);
+    count_watched(a, q, &x, counts);
   } else {
     constexpr bool is_grad = source == WatchedSource::kSwigluGrad;
     const SwigluForm& form = a.form;
     const int F = is_grad ? a.K / 2 : a.K;
+    const int gate_column = form.interleaved ? 2 * c : c;
+    const int up_column = form.interleaved ? gate_column + kWatchVector : F + c;
+    const LoadedQuantized q = load_quantized(a, group, r, is_grad ? gate_column : c);
+    LoadedQuantized q_up;
+    if constexpr (is_grad) q_up = load_quantized(a, group, r, up_column);
     float gate[kWatchVector], up[kWatchVector];
     const int64_t row = r * a.gate_up.row, step = a.gate_up.column;
-    load_watched<Element>(a.gate_up, row + (form.interleaved ? 2 * c : c) * step, gate);
-    load_watched<Element>(a.gate_up, row + (form.interleaved ? 2 * c + kWatchVector : F + c) * step,
-                          up);
-    if (form.interleaved) {  // two vectors of neighbours
-      float both[2 * kWatchVector];
-#pragma unroll
-      for (int i = 0; i < kWatchVector; ++i) both[i] = gate[i], both[kWatchVector + i] = up[i];
-#pragma unroll
-      for (int i = 0; i < kWatchVector; ++i) gate[i] = both[2 * i], up[i] = both[2 * i + 1];
-    }
+    load_watched<Element>(a.gate_up, row + gate_column * step, gate);
+    load_watched<Element>(a.gate_up, row + up_column * step, up);
+    if (form.interleaved) deinterleave(gate, up);
     if constexpr (!is_grad) {
 #pragma unroll
       for (int i = 0; i < kWatchVector; ++i)
         gate[i] = rounded_to<Element>(swiglu_of(form, gate[i], up[i]));
-      count_watched(a, group, r, c, &gate, counts);
+      count_watched(a, q, &gate, counts);
     } else {
       float dh[kWatchVector];
       load_watched<Element>(a.x, r * a.x.row + c * a.x.column, dh);
@@ -254,15 +296,9 @@ __device__ __forceinline__ void count_row(const WatchedOperand& a, const Watched
         gate[i] = rounded_to<Element>(swiglu_grad_gate(form, g, u, d));
         up[i] = rounded_to<Element>(swiglu_grad_up(form, g, u, d));
       }
-      if (form.interleaved) {
-        float both[2 * kWatchVector];
-#pragma unroll
-        for (int i = 0; i < kWatchVector; ++i) both[2 * i] = gate[i], both[2 * i + 1] = up[i];
-#pragma unroll
-        for (int i = 0; i < kWatchVector; ++i) gate[i] = both[i], up[i] = both[kWatchVector + i];
-      }
-      count_watched(a, group, r, form.interleaved ? 2 * c : c, &gate, counts);
-      count_watched(a, group, r, form.interleaved ? 2 * c + kWatchVector : F + c, &up, counts);
+      if (form.interleaved) interleave(gate, up);
+      count_watched(a, q, &gate, counts);
+      count_watched(a, q_up, &up, counts);
     }
   }
 }
@@ -279,80 +315,93 @@ __device__ __forceinline__ bool shares_scale(const WatchedOperand& a, int block,
 }
 
 template <typename Element, WatchedSource source, bool has_operand>
-__global__ void __launch_bounds__(kWatchThreads)
+__global__ void __launch_bounds__(kWatchThreads, 2)
     watch_operand_kernel(const __grid_constant__ WatchedOperand a) {
   grid_dependency_wait();
   if (!*a.enabled) return;
   __shared__ GroupTable table;
   __shared__ WatchCounts of_warps[kWatchWarps];
+  __shared__ double now[kWatchColumns];
   const WatchedGroup group = watched_group(a, table);
   const bool of_weight = a.offs == nullptr;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int part = blockIdx.y, parts = gridDim.y;
+  // How many of n are this part's: part, part + parts, ...
+  const auto mine = [part, parts](int n) { return n > part ? (n - part - 1) / parts + 1 : 0; };
   WatchCounts counts{};
 
   const int col_blocks = (a.K + kRowsOfBlock - 1) / kRowsOfBlock;
-  int count = 0, blocks = 0;
+  int my_rows = 0, my_blocks = 0;
   if constexpr (has_operand) {
-    count = watched_rows(group.rows, of_weight);
+    const int count = watched_rows(group.rows, of_weight);
     const int columns = source == WatchedSource::kSwigluGrad ? a.K / 2 : a.K;
     const int vectors = columns / kWatchVector;  // in a row
-    for (int i = threadIdx.x; i < count * vectors; i += kWatchThreads) {
-      const int r = group.begin + nth_of(i / vectors, count, group.rows);
+    my_rows = mine(count);
+    for (int i = threadIdx.x; i < my_rows * vectors; i += kWatchThreads) {
+      const int r = group.begin + nth_of(part + i / vectors * parts, count, group.rows);
       count_row<Element, source>(a, group, r, i % vectors * kWatchVector, counts);
     }
-    const bool is_fp8 = a.format == WatchedFormat::kE4m3 || a.format == WatchedFormat::kE5m2;
-    if (a.scale != nullptr && is_fp8) {
+    if (a.scale != nullptr && is_fp8(a.format)) {
       const int step = of_weight ? kRowsOfBlock : 1;  // rows of a weight's block share their scale
       const int all = (group.rows + step - 1) / step;
       const int rows = of_weight ? all : min(all, kWatchedScaleRows);
-      const int scales = a.scale_dim == 1 ? min(rows, 1) : rows * col_blocks;
-      for (int i = threadIdx.x; i < scales; i += kWatchThreads) {
-        const int r = group.begin + nth_of(i % rows, rows, all) * step;
-        counts.largest_scale = fmaxf(counts.largest_scale, watched_scale(a, group, r, i / rows));
+      const int my_scale_rows = mine(rows);
+      const int columns_at_once = a.scale_dim == 1 ? 1 : 4;
+      for (int i = threadIdx.x; i < my_scale_rows * columns_at_once; i += kWatchThreads) {
+        const int k = i / my_scale_rows, nth = i - k * my_scale_rows;
+        const int r = group.begin + nth_of(part + nth * parts, rows, all) * step;
+#pragma unroll 4
+        for (int b = k; b < (a.scale_dim == 1 ? 1 : col_blocks); b += 4)
+          counts.largest_scale = fmaxf(counts.largest_scale, watched_scale(a, group, r, b));
       }
     }
   }
   if (a.scale_t != nullptr) {
-    blocks = min(group.blocks, kWatchedBlocks);
-    for (int i = warp; i < blocks * col_blocks; i += kWatchWarps) {
-      const int block = group.first_block + nth_of(i / col_blocks, blocks, group.blocks);
-      const bool shared = shares_scale(a, block, i % col_blocks * kRowsOfBlock);
+    const int blocks = min(group.blocks, kWatchedBlocks);
+    my_blocks = mine(blocks);
+    for (int i = warp; i < my_blocks * col_blocks; i += kWatchWarps) {
+      const int nth = nth_of(part + i / col_blocks * parts, blocks, group.blocks);
+      const bool shared = shares_scale(a, group.first_block + nth, i % col_blocks * kRowsOfBlock);
       counts.shared += shared && lane == 0;
     }
   }
 
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2)
-    counts.merge(counts.from_lane_below(distance));
+  counts.merge_warp();
   if (lane == 0) of_warps[warp] = counts;
   __syncthreads();
-  if (threadIdx.x != 0) return;
-  for (int w = 1; w < kWatchWarps; ++w) counts.merge(of_warps[w]);
-  double* stats = a.stats + int64_t{blockIdx.x} * kWatchColumns;
-  const double numbers = static_cast<double>(count) * a.K;
-  if constexpr (has_operand) {
-    stats[kCalls] += 1;
-    stats[kRows] += group.rows;
-    stats[kNumbers] += numbers;
-    if (source != WatchedSource::kQuantized && a.format != WatchedFormat::kNone)
-      stats[kCompared] += numbers - counts.not_finite;
-    stats[kAmax] = max(stats[kAmax], static_cast<double>(counts.amax));
-    const double largest =
-        a.format == WatchedFormat::kE5m2 ? kE5m2Range.largest : kE4m3Range.largest;
-    stats[kScaledAmax] = max(stats[kScaledAmax], counts.largest_scale * largest);
-    stats[kUnderflow] += counts.underflow;
-    stats[kSaturated] += counts.saturated;
-    stats[kNonFinite] += counts.not_finite;
-    stats[kError] += counts.error;
-    stats[kSquare] += counts.square;
+  if (warp != 0) return;
+  if (lane == 0) {
+    for (int w = 1; w < kWatchWarps; ++w) counts.merge(of_warps[w]);
+    for (double& number : now) number = 0;
+    if constexpr (has_operand) {
+      const double numbers = static_cast<double>(my_rows) * a.K;
+      now[kCalls] = part == 0;
+      now[kRows] = part == 0 ? group.rows : 0;
+      now[kNumbers] = numbers;
+      if (source != WatchedSource::kQuantized && a.format != WatchedFormat::kNone)
+        now[kCompared] = numbers - counts.not_finite;
+      const double largest =
+          a.format == WatchedFormat::kE5m2 ? kE5m2Range.largest : kE4m3Range.largest;
+      now[kAmax] = counts.amax;
+      now[kScaledAmax] = counts.largest_scale * largest;
+      now[kUnderflow] = counts.underflow;
+      now[kSaturated] = counts.saturated;
+      now[kNonFinite] = counts.not_finite;
+      now[kError] = counts.error;
+      now[kSquare] = counts.square;
+    }
+    now[kBlocks] = my_blocks * col_blocks;
+    now[kShared] = counts.shared;
+    if (a.routed != nullptr && part == 0) {
+      const int e = blockIdx.x;
+      const int64_t chosen = int64_t{a.routed[e]} - (e == 0 ? 0 : a.routed[e - 1]);
+      now[kDropped] = static_cast<double>(max(chosen - group.rows, int64_t{0}));
+    }
   }
-  stats[kBlocks] += blocks * col_blocks;
-  stats[kShared] += counts.shared;
-  if (a.routed != nullptr) {
-    const int e = blockIdx.x;
-    const int64_t chosen = int64_t{a.routed[e]} - (e == 0 ? 0 : a.routed[e - 1]);
-    stats[kDropped] += static_cast<double>(max(chosen - group.rows, int64_t{0}));
-  }
+  __syncwarp();
+  if (lane >= kWatchColumns) return;
+  double& sum = a.stats[(int64_t{part} * a.E + blockIdx.x) * kWatchColumns + lane];
+  sum = lane == kAmax || lane == kScaledAmax ? max(sum, now[lane]) : sum + now[lane];
 }
 
 }  // namespace grouped_linear::cuda

@@ -27,7 +27,8 @@ BEYOND = {E4M3: 464.0, E5M2: 61440.0}
 def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
     layout = options.pop("layout", layout)
     source, form = options.pop("source", "rows"), options.pop("format", E4M3)
-    stats = torch.randint(9, (3, groups.E, COLUMNS)).double()
+    parts = options.pop("parts", 4)
+    stats = torch.randint(9, (3, parts, groups.E, COLUMNS)).double()
     given: Arguments = {"stats": stats, "enabled": torch.tensor(options.pop("enabled", True))}
     given |= {"operand": 1, "x": None}
     if source == "weight":
@@ -126,8 +127,8 @@ def expected(sample: Sample) -> Outputs:
         of_operand = stats[sample["operand"]]
         for e, now in enumerate(counts(sample)):
             maxima = torch.tensor([i in MAXIMA for i in range(COLUMNS)])
-            largest = torch.maximum(of_operand[e], now)
-            of_operand[e] = torch.where(maxima, largest, of_operand[e] + now)
+            before = of_operand[:, e]
+            of_operand[:, e] = torch.where(maxima, torch.maximum(before, now), before + now)
     # Sums of squares are added in another order.
     return [Output(stats, 1e-13 * stats.abs(), torch.float64)]
 
@@ -139,16 +140,16 @@ def spaced(n: int, most: int) -> list[int]:
 
 
 def counts(sample: Sample) -> list[Tensor]:
-    """What is added for each group."""
+    """What is added for each group, [parts, 14]: of what is read the i-th to part i % parts."""
     get = sample.arguments.get
     stats, offs = sample["stats"], get("offs")
     before, after, scale = numbers_of(sample)
-    T = stats.size(1) * after.size(1) if offs is None and after is not None else None
+    _, parts, E, _ = stats.shape
     if offs is None:
         t = before if before is not None else after
-        N = t.size(0) // stats.size(1)
-        groups = [slice(e * N, (e + 1) * N) for e in range(stats.size(1))]
-        most = max(16, -(-N // 128))
+        N = t.size(0) // E
+        groups = [slice(e * N, (e + 1) * N) for e in range(E)]
+        most = max(8, -(-N // 128))
     else:
         T = next(
             (
@@ -158,35 +159,34 @@ def counts(sample: Sample) -> list[Tensor]:
             ),
             0 if get("scale_t") is None else 128 * len(get("scale_t")),
         )
-        groups, most = reference.groups(offs, T), 16
+        groups, most = reference.groups(offs, T), 8
     dtype = None if get("q") is None else sample["q"].dtype
     counted = []
     first_block = 0
     for e, group in enumerate(groups):
-        n, now = group.stop - group.start, torch.zeros(COLUMNS, dtype=torch.float64)
-        if before is not None or after is not None:
-            read = [group.start + i for i in spaced(n, most)]
-            now[:11] = of_numbers(
-                None if before is None else before[read],
-                None if after is None else after[read],
-                None if scale is None else scale[read],
-                dtype,
-                n,
-            )
-            if scale is not None and dtype in LARGEST:
-                scanned = spaced(n, 1024) if offs is not None else range(n)
-                scales = scale[[group.start + i for i in scanned]]
-                now[5] = scales.max() * LARGEST[dtype] if n else 0
-        if get("scale_t") is not None:
-            blocks = -(-n // 128)
-            for i in spaced(blocks, 16):
-                for part in reference.feature_blocks(get("scale_t").size(1)):
-                    scales = get("scale_t")[first_block + i, part]
-                    now[11] += 1
-                    now[12] += bool((scales == scales[0]).all())
-            first_block += blocks
+        n, now = group.stop - group.start, torch.zeros(parts, COLUMNS, dtype=torch.float64)
+        has_operand = before is not None or after is not None
+        now[0, :2] = torch.tensor([1.0, n]) * has_operand
+        read = [group.start + i for i in spaced(n, most)] if has_operand else []
+        step = 128 if offs is None else 1  # a weight's rows share scales by 128
+        scanned = [group.start + step * i for i in spaced(-(-n // step), 1024)]
+        blocks = -(-n // 128)
+        for part in range(parts):
+            mine = slice(part, None, parts)
+            if has_operand:
+                of_rows = (t if t is None else t[read[mine]] for t in (before, after, scale))
+                now[part, 2:11] = of_numbers(*of_rows, dtype)
+            if scale is not None and dtype in LARGEST and scanned[mine]:
+                now[part, 5] = scale[scanned[mine]].max() * LARGEST[dtype]
+            if get("scale_t") is not None:
+                for i in spaced(blocks, 8)[mine]:
+                    for features in reference.feature_blocks(get("scale_t").size(1)):
+                        scales = get("scale_t")[first_block + i, features]
+                        now[part, 11] += 1
+                        now[part, 12] += bool((scales == scales[0]).all())
+        first_block += blocks
         if get("routed") is not None:
-            now[13] = get("routed")[e] - (get("routed")[e - 1] if e else 0) - n
+            now[0, 13] = get("routed")[e] - (get("routed")[e - 1] if e else 0) - n
         counted.append(now)
     return counted
 
@@ -233,9 +233,8 @@ def of_numbers(
     after: Tensor | None,
     scale: Tensor | None,
     dtype: torch.dtype | None,
-    n: int,
 ) -> Tensor:
-    """The first eleven numbers, of the rows that are read."""
+    """Numbers 2 to 10, of the rows that are read."""
     x = after if before is None else before
     q = x if after is None else after
     assert x is not None
@@ -247,8 +246,6 @@ def of_numbers(
     if both and scale is not None and dtype in BEYOND:
         beyond = x.abs() > BEYOND[dtype] * scale
     of = {
-        0: 1,
-        1: n,
         2: x.numel(),
         3: compared.sum(),
         4: x[finite].abs().max() if finite.any() else 0,
@@ -258,7 +255,7 @@ def of_numbers(
         9: ((q - x)[compared] ** 2).sum(),
         10: (x[compared] ** 2).sum(),
     }
-    return torch.tensor([float(of.get(i, 0)) for i in range(11)], dtype=torch.float64)
+    return torch.tensor([float(of.get(i, 0)) for i in range(2, 11)], dtype=torch.float64)
 
 
 def mistakes(good: Sample) -> list[Arguments]:
@@ -272,6 +269,7 @@ def mistakes(good: Sample) -> list[Arguments]:
     of_grad |= {"x": torch.zeros(12, 80, dtype=x.dtype), "weight": torch.zeros(12)}
     return [
         *({"stats": stats[0]}, {"stats": stats.float()}, {"stats": stats[:, :0]}),
+        *({"stats": stats.expand(3, 4, 3, 14).repeat(1, 17, 1, 1)}, {"stats": stats[:, :, :0]}),
         *({"stats": stats[..., :5]}, {"stats": stats.mT.contiguous().mT}),
         *({"enabled": torch.tensor([True])}, {"enabled": torch.tensor(1)}),
         *({"operand": -1}, {"operand": 3}),
@@ -310,7 +308,7 @@ def variants_of_form() -> list[Arguments]:
 
 ROWS: dict[str, Options] = {
     "off": {"enabled": False, "columnwise": True, "dropped": True},
-    "columnwise": {"columnwise": True, "dropped": True},
+    "columnwise": {"columnwise": True, "dropped": True, "parts": 1},
     "columns": {"source": "columns"},
     "amax": {"format": None},
     "rounded": {"format": "rounded"},
@@ -345,8 +343,10 @@ OP = OpInfo(
     too_large=(({"x": 0}, {"format": None}),),
     benchmark="bench_watch",
     sentences="""\
-stats must be 3-D, got 2-D
+stats must be 4-D, got 3-D
 stats must be float64, got float32
+stats must have between 1 and 64 parts, got 0
+stats must have between 1 and 64 parts, got 68
 E must be between 1 and 1024, got 0
 stats must have 14 numbers of a group, got 5
 stats must be contiguous
