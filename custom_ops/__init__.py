@@ -19,7 +19,7 @@ from grouped_linear.loading import library_path  # first: it registers the ops  
 from grouped_linear import meta_kernels as meta_kernels  # their fakes  # isort: skip
 from grouped_linear import ops  # isort: skip
 from grouped_linear import te as te
-from grouped_linear.debugging import Statistics, Watch, watch
+from grouped_linear.debugging import Comparison, Statistics, Watch, compare, watch
 from grouped_linear.integrations import spmd as spmd
 from grouped_linear.integrations.batch_invariance import check_batch_invariant
 from grouped_linear.integrations.convert import Conversion, convert
@@ -51,6 +51,7 @@ from grouped_linear.recipes import (
 __version__ = version("grouped_linear")
 __all__ = [
     "Activation",
+    "Comparison",
     "Conversion",
     "ConvertedExperts",
     "DelayedScaling",
@@ -74,6 +75,7 @@ __all__ = [
     "Statistics",
     "SwiGLU",
     "Watch",
+    "compare",
     "check_batch_invariant",
     "convert",
     "convert_experts",

@@ -44,6 +44,7 @@ def test_names() -> None:
         "\n".join(sorted(grouped_linear.__all__)),
         """\
 Activation
+Comparison
 Conversion
 ConvertedExperts
 DelayedScaling
@@ -67,6 +68,7 @@ SquaredReLU
 Statistics
 SwiGLU
 Watch
+compare
 check_batch_invariant
 convert
 convert_experts
@@ -104,6 +106,7 @@ def test_arguments() -> None:
         lines(callables | methods),
         """\
 Activation()
+Comparison(differences)
 Conversion(recipe, converted, skipped, weights=(), still_held=0)
 ConvertedExperts(name, form, num_experts, num_parameters, path)
 DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
@@ -142,6 +145,7 @@ SquaredReLU()
 Statistics(experts, operands, loads, step)
 SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0)
 Watch(model, every, to)
+compare(model, step, *, roles=False, compiled=False)
 check_batch_invariant(model)
 convert(model, recipe=None, *, weights=None, forwards=None, **options)
 convert_experts(model, forwards=None, recipe=None, **options)

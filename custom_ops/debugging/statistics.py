@@ -126,7 +126,7 @@ class Statistics:
             idle = ", ".join(map(str, load.idle[:8])) + ", ..." * (len(load.idle) > 8)
             total, imbalance = sum(load.tokens), f"{load.imbalance:.2f}"
             loads.append([load.layer, str(total), imbalance, idle or "none", str(load.dropped)])
-        return "\n".join([f"step {self.step}", *_aligned(lines), "", *_aligned(loads)])
+        return "\n".join([f"step {self.step}", *aligned(lines), "", *aligned(loads)])
 
     def to_csv(self, path: str | Path) -> None:
         """Append a line for each layer, role and expert; a new file gets a line of names first."""
@@ -192,7 +192,7 @@ def _printed(row: OperandStatistics) -> Iterable[str]:
         yield form.format(value) if value == value else ""
 
 
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     """Columns of one width; names to the left, numbers to the right."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return [
