@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from grouped_linear.integrations.plan import (
     Plan,
     kept_weights,
 )
+from grouped_linear.integrations.recipes_by_name import RecipesByName
 from grouped_linear.nn.options import check_recipe
 from grouped_linear.quantized.weight import Weights, check_weights_kept
 from grouped_linear.recipes import Float8BlockScaling, Recipe
@@ -50,6 +51,8 @@ class Conversion:
 
     An optimizer that was made before steps these, in vain.
     """
+    recipes: Mapping[str, Recipe | None] = field(default_factory=dict)
+    """Other recipes, by patterns of the experts' names."""
 
     def __repr__(self) -> str:
         """The table, below what an optimizer that was made before would miss."""
@@ -78,6 +81,7 @@ class Conversion:
                 "optimizer that was made before does not step the new ones, make another",
             )
         lines.append(f"recipe: {self.recipe!r}")
+        lines += [f"recipe of {pattern}: {own!r}" for pattern, own in self.recipes.items()]
         lines.append(f"weights: {'; '.join(map(str, self.weights))}")
         lines += [f"skipped: {line}" for line in _lines_of(self.skipped)]
         return "\n".join(lines)
@@ -107,6 +111,7 @@ def convert(
     *,
     weights: Weights = None,
     forwards: Mapping[type[nn.Module], Forward] | None = None,
+    recipes: Mapping[str, Recipe | None] | None = None,
     **options: Any,
 ) -> Conversion:
     """Have all of a model's experts computed by this package, in place.
@@ -167,6 +172,11 @@ def convert(
             keep them in FP8 alone; None to leave them as they are.
         forwards: for each class of block with a ModuleList of experts, its new forward, a function
             of the block and its inputs. Subclasses that inherit the block's forward get it, too.
+        recipes: other recipes for some of the experts, by patterns of their names in
+            ``named_modules`` (of the block, if it holds a list), as ``fnmatch`` has them:
+            ``{"model.layers.0.*": None}`` computes the first layer without FP8. Of several that
+            match, the last one counts. With ``weights`` experts whose recipe is None keep plain
+            weights.
         options: of the modules that replace lists: ``cache_weights``, ``fuse_wgrad_accumulation``
             and others of :func:`grouped_linear.convert_experts`. ``save_gate_up_in_fp8`` is of
             those and of Hugging Face experts; see :func:`grouped_linear.grouped_mlp`. With
@@ -183,10 +193,11 @@ def convert(
             :func:`grouped_linear.convert_experts`,
             :func:`grouped_linear.integrations.transformers.register` or
             :func:`grouped_linear.integrations.transformers.quantize_experts` raise it; for
-            ``weights`` that are not known, or need another recipe; for ``options`` that no module
-            takes; and for weights that the kernels do not take: in_features and out_features that
-            are no multiples of 16, more than 1024 experts, another dtype than bfloat16, float16 and
-            float32. The model is then unchanged.
+            a pattern of ``recipes`` that matches no experts; for ``weights`` that are not known, or
+            need another recipe; for ``options`` that no module takes; and for weights that the
+            kernels do not take: in_features and out_features that are no multiples of 16, more than
+            1024 experts, another dtype than bfloat16, float16 and float32. The model is then
+            unchanged.
         TypeError: for what is no module.
         ImportError: for a Hugging Face model of transformers older than 5.23.
 
@@ -219,16 +230,18 @@ def convert(
             "convert: experts of a Hugging Face model stay what they are, so there is nothing to "
             f"give {' and '.join(of_layers)} to"
         )
+    by_name = RecipesByName("convert", recipe, recipes, weights)
     plan = Plan()
     if experts:
         from grouped_linear.integrations.hugging_face import plan_hugging_face
 
         save_in_fp8 = options.get("save_gate_up_in_fp8", False)
         kept = weights, save_in_fp8, bool(columnwise)
-        plan.add(plan_hugging_face(model, experts, recipe, *kept))
-    plan.add(plan_experts("convert", model, forwards, recipe, options))
+        plan.add(plan_hugging_face(model, experts, recipe, *kept, by_name.of))
+    plan.add(plan_experts("convert", model, forwards, recipe, options, by_name.of))
     if not plan.converted:
         _raise_for_nothing(model)
+    by_name.check_used()
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     converted = sorted(plan.carry_out(), key=lambda one: order[one.name])
     return Conversion(
@@ -237,6 +250,7 @@ def convert(
         tuple(look_alikes(model)),
         kept_weights((model.get_submodule(one.name) for one in converted), recipe),
         plan.still_held(),
+        by_name.recipes,
     )
 
 

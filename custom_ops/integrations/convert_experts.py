@@ -1,6 +1,6 @@
 """Convert plain torch models: recognise their experts, check them and replace them."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -184,6 +184,7 @@ def plan_experts(
     forwards: Mapping[type[nn.Module], Forward] | None,
     recipe: Recipe | None,
     options: Mapping[str, Any],
+    recipe_of: Callable[[str], Recipe | None] | None = None,
 ) -> Plan:
     """Recognise and check a model's experts, and change nothing.
 
@@ -193,6 +194,7 @@ def plan_experts(
         forwards: see :func:`convert_experts`.
         recipe: see :func:`convert_experts`.
         options: see :func:`convert_experts`.
+        recipe_of: a recipe for each module's name; without one all have `recipe`.
     """
     forwards = check_forwards(op, forwards)
     unused = set(forwards)
@@ -206,13 +208,18 @@ def plan_experts(
             where = f"{op}: {name or type(module).__name__}"
             block = _class_in(where, module, forwards)
             form = form_of(module)
+            if block is None and form is None:
+                continue
+            own = recipe if recipe_of is None else recipe_of(name), options
+            if own[0] is None and recipe is not None:  # without a recipe weights stay plain
+                kept = {n: v for n, v in options.items() if n not in WEIGHT_OPTIONS}
+                own = None, kept
             if block is not None:
                 unused.discard(block)
-                plan.add(_plan_list(where, name, module, model, forwards[block], recipe, options))
-            elif form is not None:
-                plan.add(_plan_module(where, name, module, form, recipe, options))
+                plan.add(_plan_list(where, name, module, model, forwards[block], *own))
             else:
-                continue
+                assert form is not None
+                plan.add(_plan_module(where, name, module, form, *own))
             if "forward" in vars(module):
                 raise ValueError(f"{where} has a forward of its own, which would hide the new one")
     _check_used(op, model, unused)

@@ -27,6 +27,9 @@ from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import is_quantized, stored_weight
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
+#: The attribute of experts that have a recipe of their own: a tuple with it, or with None.
+OWN_RECIPE = "_grouped_linear_recipe"
+
 
 def experts_forward(
     experts: Any,
@@ -47,11 +50,12 @@ def experts_forward(
         hidden_states: [T, H].
         top_k_index: [T, C]. The number E means an expert of another process and adds nothing.
         top_k_weights: [T, C].
-        recipe: as registered.
+        recipe: as registered; experts may have one of their own, see :func:`set_own_recipe`.
         save_gate_up_in_fp8: as registered.
         lora: by a weight's name, what adapters add to it, as [E, N, K].
     """
     lora = lora or {}
+    (recipe,) = getattr(experts, OWN_RECIPE, (recipe,))
     in_fp8 = has_parts(experts)
 
     def weight(name: str) -> tuple[Tensor, LinearOptions]:
@@ -122,6 +126,13 @@ def experts_forward(
         y_RH = experts.post_expert_norm(y_RH)
     out_TH: Tensor = CombineFunction.apply(y_RH, top_k_weights, *routing)
     return out_TH.to(hidden_states.dtype)
+
+
+def set_own_recipe(experts: Any, own: Recipe | None, recipe: Recipe | None) -> None:
+    """Have these experts computed by another recipe than the implementation's, or by that."""
+    vars(experts).pop(OWN_RECIPE, None)
+    if own != recipe:
+        vars(experts)[OWN_RECIPE] = (own,)
 
 
 def has_parts(experts: Any) -> bool:

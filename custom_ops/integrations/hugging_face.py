@@ -3,6 +3,7 @@
 transformers is imported where a model of it is converted, and only there.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,13 @@ from transformers.integrations.finegrained_fp8 import FP8Experts
 import grouped_linear.integrations.transformers  # noqa: F401  (refuses older versions of it)
 from grouped_linear.integrations.activations import activation_of
 from grouped_linear.integrations.converted_class import class_before
-from grouped_linear.integrations.experts_forward import check_weight_in_fp8, has_parts
+from grouped_linear.integrations.experts_forward import (
+    check_weight_in_fp8,
+    has_parts,
+    set_own_recipe,
+)
 from grouped_linear.integrations.fp8_checkpoint import weight_names
-from grouped_linear.integrations.implementation import Implementation
+from grouped_linear.integrations.implementation import Implementation, check_stateless
 from grouped_linear.integrations.plan import (
     ConvertedExperts,
     Plan,
@@ -50,6 +55,7 @@ def plan_hugging_face(
     weights: Weights,
     save_gate_up_in_fp8: bool,
     columnwise: bool,
+    recipe_of: Callable[[str], Recipe | None],
 ) -> Plan:
     """Check a model's experts and change nothing.
 
@@ -62,15 +68,21 @@ def plan_hugging_face(
         weights: how weights are to be kept.
         save_gate_up_in_fp8: what is to be kept for the backward.
         columnwise: whether weights in FP8 alone are kept transposed as well.
+        recipe_of: a recipe for each module's name.
     """
     check_flags("convert", save_gate_up_in_fp8=save_gate_up_in_fp8)
     implementation = Implementation(
         implementation_of(recipe, save_gate_up_in_fp8), recipe, save_gate_up_in_fp8
     )
     implementation.check("convert")
+    own = {place: recipe_of(place) for place in experts}
     for place, module in experts.items():
-        _check(f"convert: {place or type(module).__name__}", module, recipe, save_gate_up_in_fp8)
+        check_stateless("convert", own[place])
+        where = f"convert: {place or type(module).__name__}"
+        _check(where, module, own[place], save_gate_up_in_fp8)
     plan = Plan(writes=[partial(_choose, model, experts, implementation)])
+    for place, module in experts.items():
+        plan.writes.append(partial(set_own_recipe, module, own[place], recipe))
     adapted: set[nn.Module] = set()
     if any(type(module).__name__ == "ParamWrapper" for module in model.modules()):
         from grouped_linear.integrations.peft import plan_adapters
@@ -78,15 +90,17 @@ def plan_hugging_face(
         writes, adapted = plan_adapters("convert", model)
         plan.writes += writes
     plain = {p: module for p, module in experts.items() if not isinstance(module, FP8Experts)}
+    kept = {place: one for place in plain if (one := own[place]) is not None}
     if weights == "both":
-        assert recipe is not None
-        for place, module in plain.items():
-            plan.writes.append(partial(_keep_both, module, recipe))
+        for place, one in kept.items():
+            module = experts[place]
+            plan.writes.append(partial(_keep_both, module, one))
             check_not_sharded(f"convert: {place or type(module).__name__}", module)
     if weights == "fp8":
         assert isinstance(recipe, Float8BlockScaling)
+        in_blocks = {p: one for p, one in kept.items() if isinstance(one, Float8BlockScaling)}
         plan.writes += plan_quantization(
-            "convert", model, dict.fromkeys(plain, recipe), learn=True, columnwise=columnwise
+            "convert", model, in_blocks, learn=True, columnwise=columnwise
         )
         loaded = {place: module for place, module in experts.items() if has_parts(module)}
         plan.writes += plan_joining("convert", model, loaded, recipe, columnwise)
@@ -97,8 +111,10 @@ def plan_hugging_face(
         if has_parts(module) and weights != "fp8":
             path += ", weights in FP8 as loaded"
         else:
-            path += how_weights_are_kept("fp8" if isinstance(module, FP8Experts) else weights)
-            path += " that do not learn" if weights == "fp8" and module.is_transposed else ""
+            how = "fp8" if isinstance(module, FP8Experts) else weights
+            how = how if place in kept or isinstance(module, FP8Experts) else None
+            path += how_weights_are_kept(how)
+            path += " that do not learn" if how == "fp8" and module.is_transposed else ""
         path += ", with adapters" if module in adapted else ""
         form = class_before(module).__name__
         plan.converted.append(
