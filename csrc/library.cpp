@@ -143,11 +143,11 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "update_scales_(Tensor(a!)[] scale, Tensor(b!)[] amax, Tensor(c!)[] amax_history, "
       "float[] fp8_max, int margin=0, bool most_recent=False) -> ()");
 
-  // stats [operands, parts, E, 14] float64: adds what quantization does to some rows of each group, if the
-  // 0-d bool `enabled` is true. The operand: x [T, K] or x[rows], swiglu of gate_up [T, 2 K], or its
-  // gradient, of x and weight [T], as in swiglu_grad; without offs a weight [E, N, K]. What is
-  // multiplied: q or q[q_rows], with scale of blocks or [E]. scale_t: of columnwise data. routed [E]:
-  // offs before rows were dropped
+  // stats [operands, parts, E, 14] float64: adds what quantization does to some rows of each group,
+  // if the 0-d bool `enabled` is true. The operand: x [T, K] or x[rows], swiglu of gate_up
+  // [T, 2 K], or its gradient, of x and weight [T], as in swiglu_grad; without offs a weight
+  // [E, N, K]. What is multiplied: q or q[q_rows], with scale of blocks or [E]. scale_t: of
+  // columnwise data. routed [E]: offs before rows were dropped
   m.def(
       "watch_operand_(Tensor(a!) stats, Tensor enabled, int operand, Tensor? x, Tensor? q=None, "
       "Tensor? scale=None, Tensor? offs=None, Tensor? rows=None, Tensor? q_rows=None, "
