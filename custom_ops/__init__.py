@@ -19,6 +19,7 @@ from grouped_linear.loading import library_path  # first: it registers the ops  
 from grouped_linear import meta_kernels as meta_kernels  # their fakes  # isort: skip
 from grouped_linear import ops  # isort: skip
 from grouped_linear import te as te
+from grouped_linear.debugging import Comparison, Statistics, Watch, compare, watch
 from grouped_linear.integrations import spmd as spmd
 from grouped_linear.integrations.batch_invariance import check_batch_invariant
 from grouped_linear.integrations.conversion import (
@@ -53,6 +54,7 @@ from grouped_linear.recipes import (
 __version__ = version("grouped_linear")
 __all__ = [
     "Activation",
+    "Comparison",
     "Conversion",
     "ConvertedExperts",
     "DelayedScaling",
@@ -73,8 +75,11 @@ __all__ = [
     "Routing",
     "SkippedExperts",
     "SquaredReLU",
+    "Statistics",
     "SwiGLU",
+    "Watch",
     "check_batch_invariant",
+    "compare",
     "convert",
     "convert_experts",
     "grouped_linear",
@@ -86,6 +91,7 @@ __all__ = [
     "replay_routing",
     "te",
     "update_scales",
+    "watch",
 ]
 
 

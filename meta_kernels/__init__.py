@@ -15,6 +15,7 @@ from grouped_linear.meta_kernels import (
     quantize,
     refresh,
     swiglu_gemm,
+    watch,
 )
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "quantize",
     "refresh",
     "swiglu_gemm",
+    "watch",
 ]

@@ -20,6 +20,7 @@ EXAMPLES = {
     "reinforce_moe": (("transformers",), "bytes of routing"),
     "torchtitan_moe": (("torchtitan", "spmd_types", "triton", "tqdm"), "converted, FP8"),
     "cuda_graphs": (("tqdm", "matplotlib"), "last loss"),
+    "debug_fp8": ((), "dead expert"),
     "fsdp2_expert_parallel": ((), "last loss"),
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

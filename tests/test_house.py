@@ -20,6 +20,7 @@ ROOMS = (
     "te",
     "parallel",
     "integrations",
+    "debugging",
     "selftest",
 )
 MOST_LINES = 500

@@ -267,7 +267,8 @@ swiglu_grad: dh must have at most 2147483519 rows, got 2147483584
 topk_experts: scores must have at most 2147483519 rows, got 2147483584
 transpose_weight: q must have at most 2147483519 rows in all, got 4294967296
 update_scales_: scale must have at most 2147483519 groups, got 2147483584
-update_scales_: amax_history must have at most 2147483519 rows, got 2147483584""",
+update_scales_: amax_history must have at most 2147483519 rows, got 2147483584
+watch_operand_: x must have at most 2147483519 rows, got 2147483584""",
     )
 
 

@@ -230,7 +230,17 @@ swiglu_grad: weight is on cuda:0, dh is on cpu
 swiglu_grad: offs is on cuda:0, dh is on cpu
 update_scales_: scale is on cuda:0, the first scale is on cpu
 update_scales_: amax is on cuda:0, the first scale is on cpu
-update_scales_: amax_history is on cuda:0, the first scale is on cpu""",
+update_scales_: amax_history is on cuda:0, the first scale is on cpu
+watch_operand_: enabled is on cpu, stats is on cuda:0
+watch_operand_: enabled is on cuda:0, stats is on cpu
+watch_operand_: x is on cuda:0, stats is on cpu
+watch_operand_: offs is on cuda:0, stats is on cpu
+watch_operand_: scale_t is on cuda:0, stats is on cpu
+watch_operand_: routed is on cuda:0, stats is on cpu
+watch_operand_: q_rows is on cuda:0, stats is on cpu
+watch_operand_: rows is on cuda:0, stats is on cpu
+watch_operand_: q is on cuda:0, stats is on cpu
+watch_operand_: scale is on cuda:0, stats is on cpu""",
     )
 
 
@@ -367,7 +377,10 @@ swiglu: offs must not decrease, got -1 after 0 at group 0
 swiglu: offs must not exceed the number of rows 12, got 1300 at group 2
 swiglu_grad: offs must not decrease, got 3 after 5 at group 1
 swiglu_grad: offs must not decrease, got -1 after 0 at group 0
-swiglu_grad: offs must not exceed the number of rows 12, got 1300 at group 2""",
+swiglu_grad: offs must not exceed the number of rows 12, got 1300 at group 2
+watch_operand_: offs must not decrease, got 3 after 5 at group 1
+watch_operand_: offs must not decrease, got -1 after 0 at group 0
+watch_operand_: offs must not exceed the number of rows 12, got 1300 at group 2""",
     )
 
 

@@ -44,6 +44,7 @@ def test_names() -> None:
         "\n".join(sorted(grouped_linear.__all__)),
         """\
 Activation
+Comparison
 Conversion
 ConvertedExperts
 DelayedScaling
@@ -64,8 +65,11 @@ Recipe
 Routing
 SkippedExperts
 SquaredReLU
+Statistics
 SwiGLU
+Watch
 check_batch_invariant
+compare
 convert
 convert_experts
 grouped_linear
@@ -76,7 +80,8 @@ ops
 record_routing
 replay_routing
 te
-update_scales""",
+update_scales
+watch""",
     )
 
 
@@ -101,7 +106,8 @@ def test_arguments() -> None:
         lines(callables | methods),
         """\
 Activation()
-Conversion(recipe, converted, skipped, weights=(), still_held=0)
+Comparison(differences)
+Conversion(recipe, converted, skipped, weights=(), still_held=0, recipes=<factory>)
 ConvertedExperts(name, form, num_experts, num_parameters, path)
 DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
 DelayedScalingState(recipe, num_groups, device=None)
@@ -136,9 +142,12 @@ MXFP8BlockScaling()
 Routing(experts, weights=None)
 SkippedExperts(name, why)
 SquaredReLU()
+Statistics(experts, operands, loads, step)
 SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0)
+Watch(model, every, to)
 check_batch_invariant(model)
-convert(model, recipe=None, *, weights=None, forwards=None, **options)
+compare(model, step, *, roles=False, compiled=False)
+convert(model, recipe=None, *, weights=None, forwards=None, recipes=None, **options)
 convert_experts(model, forwards=None, recipe=None, **options)
 grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None, *, lora=None)
 grouped_mlp(x, top_k_weights, top_k_index, gate_up_proj, down_proj, recipe=None, state=None, *,
@@ -152,7 +161,8 @@ grouped_mlp_sorted(x, m_splits, gate_up_proj, down_proj, row_weights=None, recip
 library_path()
 record_routing(model, batch_size, max_tokens, *, weights=False)
 replay_routing(model, routing)
-update_scales(model, group=None)""",
+update_scales(model, group=None)
+watch(model, *, every=1, to=None)""",
     )
 
 
@@ -258,7 +268,10 @@ swiglu_grad(dh, gate_up, weight, offs, activation=SwiGLU(alpha=1.0, beta=0.0, li
     interleaved=False, cubic=0.0))
 topk_experts(scores, k)
 transpose_weight(q)
-update_scales_(scale, amax, amax_history, fp8_max, *, margin=0, most_recent=False)""",
+update_scales_(scale, amax, amax_history, fp8_max, *, margin=0, most_recent=False)
+watch_operand_(stats, enabled, operand, x, q=None, scale=None, offs=None, *, rows=None,
+    q_rows=None, gate_up=None, weight=None, scale_t=None, routed=None,
+    activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0))""",
     )
 
 

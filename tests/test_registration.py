@@ -199,7 +199,11 @@ swiglu_grad(Tensor dh, Tensor gate_up, Tensor weight, Tensor offs, float alpha=1
 topk_experts(Tensor scores, int k) -> Tensor
 transpose_weight(Tensor q) -> Tensor
 update_scales_(Tensor(a!)[] scale, Tensor(b!)[] amax, Tensor(c!)[] amax_history, float[]
-    fp8_max, int margin=0, bool most_recent=False) -> ()""",
+    fp8_max, int margin=0, bool most_recent=False) -> ()
+watch_operand_(Tensor(a!) stats, Tensor enabled, int operand, Tensor? x, Tensor? q=None, Tensor?
+    scale=None, Tensor? offs=None, Tensor? rows=None, Tensor? q_rows=None, Tensor? gate_up=None,
+    Tensor? weight=None, Tensor? scale_t=None, Tensor? routed=None, float alpha=1., float
+    beta=0., float? limit=None, bool interleaved=False, float cubic=0.) -> ()""",
     )
 
 

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.autograd.gemm import LowRankTerm, multiply, takes_swiglu
+from grouped_linear.autograd.watched import SwigluGradOf, Watched
 from grouped_linear.ops.activation import Activation
 from grouped_linear.recipes import (
     Format,
     Layouts,
     Operands,
+    RowOperands,
     SwigluGradOperands,
     SwigluOf,
     quantize,
@@ -109,6 +111,18 @@ def gate_up_and_h(
     return gate_up_RG, quantize(h_RF, format, offs_E, rowwise), h_RF if keep_h else None
 
 
+def h_source_of(
+    gate_up_RG: Tensor | None, h: Operands, h_RF: Tensor | None, activation: Activation
+) -> Tensor | SwigluOf:
+    """What :func:`gate_up_and_h` has made h from."""
+    if h_RF is not None:
+        return h_RF
+    if gate_up_RG is None or activation.swiglu is None:
+        assert isinstance(h.rowwise, Tensor)
+        return h.rowwise
+    return SwigluOf(gate_up_RG, activation.swiglu)
+
+
 def grads_of_gate_up(
     dy: Operands,
     rows_R: Tensor | None,
@@ -124,6 +138,7 @@ def grads_of_gate_up(
     keep: bool,
     low_rank: LowRankTerm | None,
     more_dh_RF: Tensor | None,
+    watched: Watched | None,
 ) -> tuple[SwigluGradOperands, ops.SwigluGrad | None]:
     """Compute the second layer's dgrad and the activation's gradient, in one kernel if one exists.
 
@@ -142,7 +157,14 @@ def grads_of_gate_up(
             the last result may be None.
         low_rank: what an adapter of the second layer adds to dgrad.
         more_dh_RF: what is added to dgrad after that.
+        watched: where d_gate_up is measured.
     """
+
+    def measure(source: Tensor | SwigluGradOf, made: SwigluGradOperands) -> SwigluGradOperands:
+        if watched is not None:
+            watched.gradient(source, RowOperands(made.d_gate_up), offs_E, grad_output)
+        return made
+
     dtype, form = gate_up_RG.dtype, activation.swiglu
     how = input, grad_output, layouts, h_columnwise
     is_alone = low_rank is None and more_dh_RF is None
@@ -153,18 +175,22 @@ def grads_of_gate_up(
         grads = ops.grouped_mm_swiglu_grad(
             dy.rowwise, w.columnwise, gate_up_RG, weight_R, offs_E, rows_R, activation=form
         )
-        return quantize_grads(grads, offs_E, *how), grads if keep else None
+        made = measure(grads.d_gate_up, quantize_grads(grads, offs_E, *how))
+        return made, grads if keep else None
     dh_RF = multiply(dy, w, offs_E, None, dtype, rows=rows_R, low_rank=low_rank)
     if more_dh_RF is not None:
         dh_RF = dh_RF + more_dh_RF
     if form is not None and not keep:
-        return quantize_swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, form, *how), None
+        source = SwigluGradOf(dh_RF, gate_up_RG, weight_R, form)
+        made = quantize_swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, form, *how)
+        return measure(source, made), None
     if form is not None:
         grads = ops.swiglu_grad(dh_RF, gate_up_RG, weight_R, offs_E, form)
     else:
         grads = _grad(activation, dh_RF, gate_up_RG, weight_R)
     del dh_RF  # lowers the peak memory of an eager step
-    return quantize_grads(grads, offs_E, *how), grads if keep else None
+    made = measure(grads.d_gate_up, quantize_grads(grads, offs_E, *how))
+    return made, grads if keep else None
 
 
 def weighted_h(

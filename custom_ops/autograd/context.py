@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear import ops
+from grouped_linear.autograd.watched import Watched
 from grouped_linear.autograd.wgrad import MainGrad, Wgrad
 from grouped_linear.recipes import (
     Layouts,
@@ -43,6 +44,8 @@ class LinearOptions(NamedTuple):
     """Called with the weight gradient, which the backward then does not compute."""
     lora_scaling: float | None = None
     """What the adapter's product is multiplied by; None without an adapter."""
+    watched: Watched | None = None
+    """Where the layer counts what quantization does; None where nobody watches."""
 
 
 PLAIN_CALL = LinearOptions()
@@ -83,7 +86,8 @@ class LinearContext(NamedTuple):
         recipe, options = self.recipe, self.options
         if not recipe.has_linear_op or torch.compiler.is_compiling():
             return False
-        weight, plain = self.weights[0], options.lora_scaling is None and not options.save_input
+        plain = options.lora_scaling is None and not options.save_input and options.watched is None
+        weight = self.weights[0]
         return plain and not (weight.dim() == 2 or is_transposed(weight))
 
     @property
@@ -158,3 +162,11 @@ class LinearContext(NamedTuple):
             dy_rows,
             x_rows,
         )
+
+    def with_routed(self, offs_E: Tensor) -> "LinearContext":
+        """Tell who watches the layer the group ends from before rows were dropped."""
+        watched = self.options.watched
+        if watched is None:
+            return self
+        options = self.options._replace(watched=watched._replace(routed=offs_E))
+        return self._replace(options=options)

@@ -15,7 +15,7 @@ from grouped_linear.autograd.low_rank import forward_term, low_rank_grads
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
 from grouped_linear.autograd.saved import saved_tensors, scale_of
 from grouped_linear.autograd.wgrad import needs_grad_now
-from grouped_linear.recipes import Layouts, Operands, quantize
+from grouped_linear.recipes import Layouts, Operands, RowOperands, quantize
 
 
 class GroupedLinearFunction(torch.autograd.Function):
@@ -73,6 +73,9 @@ class GroupedLinearFunction(torch.autograd.Function):
         columnwise_now = need_weight and not options.save_input
         x = quantize(x_TK, recipe.input, offs_E, Layouts(True, columnwise_now))
         w = context.weight_operands(need_x)
+        if options.watched is not None:
+            options.watched.input(x_TK, RowOperands(x), offs_E, recipe.input, columnwise_now)
+            options.watched.weight(context.weights, w, recipe.weight)
         saved_x = x_TK if options.save_input and need_weight else x.columnwise
         lora_x_TK = x_TK if dropped_x_TK is None else dropped_x_TK
         term = forward_term(a_ErK, b_ENr, options.lora_scaling, lora_x_TK, offs_E)
@@ -124,6 +127,8 @@ class GroupedLinearFunction(torch.autograd.Function):
         recipe = context.recipe
         layouts = Layouts(need_x, need_weight, need_bias)
         dy = quantize(dy_TN, recipe.grad_output, offs_E, layouts)
+        if options.watched is not None:
+            options.watched.gradient(dy_TN, RowOperands(dy), offs_E, recipe.grad_output)
         dx_TK = db_EN = None
         dws: tuple[Tensor | None, ...] = (None,) * len(need_weights)
         adapter = a_ErK, b_ENr, options.lora_scaling
@@ -138,6 +143,8 @@ class GroupedLinearFunction(torch.autograd.Function):
             x_t = Operands(None, None, x, x_scale)
             if options.save_input:
                 x_t = quantize(x, recipe.input, offs_E, Layouts(False, True, again=True))
+                if options.watched is not None:
+                    options.watched.shares(x_t, offs_E, recipe.input)
             wgrad = context.wgrad(dy, x_t, offs_E)
             if options.defer_wgrad is None:
                 dws = wgrad.compute()

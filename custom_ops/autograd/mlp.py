@@ -14,6 +14,7 @@ from grouped_linear.autograd.activation import (
     MLPConfig,
     gate_up_and_h,
     grads_of_gate_up,
+    h_source_of,
     restore,
     save,
     weighted_h,
@@ -31,7 +32,7 @@ from grouped_linear.autograd.once_differentiable import strictly_once_differenti
 from grouped_linear.autograd.routing import rows_of
 from grouped_linear.autograd.saved import saved_tensors, scale_of
 from grouped_linear.autograd.wgrad import needs_grad_now
-from grouped_linear.recipes import Layouts, quantize, quantize_for_gemms
+from grouped_linear.recipes import Layouts, RowOperands, quantize, quantize_for_gemms
 
 
 class _Needs(NamedTuple):
@@ -134,14 +135,20 @@ class GroupedMLPFunction(torch.autograd.Function):
         routing = rows_of(routing_tensors)
         offs_E, dtype = routing.offs, x_TH.dtype
         columns = gate_up_EGH.size(1), down_EHF.size(2)
+        of_first, of_second = gate_up_context.options.watched, down_context.options.watched
         biases = gate_up_bias_EG, down_bias_EH
         ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
         gate_up_bias_EG, down_bias_EH = (None if b is None else b.to(dtype) for b in biases)
 
         # The first layer, of gathered tokens.
         source, rowwise = routing.source(x_TH), Layouts(True, False)
-        x, rows_R, _ = quantize_for_gemms(source, of_gate_up.input, offs_E, rowwise, columns[0])
+        made = quantize_for_gemms(source, of_gate_up.input, offs_E, rowwise, columns[0])
+        x, rows_R, _ = made
         gate_up = gate_up_context.weight_operands(columnwise=needs.x)
+        if of_first is not None:
+            of_first.input(source, made, offs_E, of_gate_up.input, False)
+            of_first.weight(gate_up_context.weights, gate_up, of_gate_up.weight)
+        del made
         adapter = gate_up_a_ErH, gate_up_b_EGr, gate_up_context.options.lora_scaling
         lora_x_TH = x_TH if dropped_x_TH is None else dropped_x_TH
         gate_up_term = forward_term(*adapter, lora_x_TH, offs_E, routing.token)
@@ -158,9 +165,13 @@ class GroupedMLPFunction(torch.autograd.Function):
             config.activation,
             of_down.input,
             need_saved,
-            down_a_ErF is not None,
+            down_a_ErF is not None or (of_second is not None and config.activation.swiglu is None),
             gate_up_term,
         )
+        if of_second is not None:
+            h_source = h_source_of(gate_up_RG, h, h_RF, config.activation)
+            of_second.input(h_source, RowOperands(h), offs_E, of_down.input, False)
+            del h_source
         saved = save(gate_up_RG if need_saved else None, offs_E, config)
         del gate_up_RG, x  # lowers the peak memory of an eager step
 
@@ -172,6 +183,8 @@ class GroupedMLPFunction(torch.autograd.Function):
             down_term = forward_term(*adapter, h_RF, offs_E)
         del h_RF
         down = down_context.weight_operands(columnwise=needs.dh)
+        if of_second is not None:
+            of_second.weight(down_context.weights, down, of_down.weight)
         y_RH = multiply(h, down, offs_E, down_bias_EH, dtype, transpose_b=True, low_rank=down_term)
 
         ctx.activation, ctx.num_routing, ctx.columns = config.activation, len(routing), columns
@@ -207,6 +220,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         gate_up, gate_up_scale, down, down_scale = saved[5:9]
         lora_x_TH, gate_up_a_ErH, gate_up_b_EGr, gate_up_Rr = saved[9:13]
         down_a_ErF, down_b_EHr, down_Rr, dropout_RF = saved[13:17]
+        of_first, of_second = gate_up_context.options.watched, down_context.options.watched
         offs_E, dtype = routing.offs, d_out_TH.dtype
         d_weight_TC = dx_TH = d_gate_up_EGH = d_down_EHF = None
         d_gate_up_bias_EG = d_down_bias_EH = d_dropped_x_TH = None
@@ -220,9 +234,11 @@ class GroupedMLPFunction(torch.autograd.Function):
         weight_R = routing.weights(weight_TC, d_out_TH)
         if needs.dh or needs.down:
             source, layouts = routing.source(d_out_TH), Layouts(needs.dh, needs.down)
-            dy, dy_rows_R, wgrad_rows_R = quantize_for_gemms(
-                source, of_down.grad_output, offs_E, layouts, ctx.columns[1]
-            )
+            made = quantize_for_gemms(source, of_down.grad_output, offs_E, layouts, ctx.columns[1])
+            dy, dy_rows_R, wgrad_rows_R = made
+            if of_second is not None:
+                of_second.gradient(source, made, offs_E, of_down.grad_output)
+            del made
 
         # The second layer's adapter, which multiplies that gradient itself.
         term = more_dh_RF = None
@@ -254,6 +270,7 @@ class GroupedMLPFunction(torch.autograd.Function):
                 needs.down_a or gate_up_a_ErH is not None,
                 term,
                 more_dh_RF,
+                of_first,
             )
             if grads is not None:
                 d_gate_up_RG, h_RF, _ = grads
@@ -276,6 +293,8 @@ class GroupedMLPFunction(torch.autograd.Function):
             d_down_a_ErF = grad_of_a(down_a_ErF, d_down_Rr, h_RF, offs_E)
         del h_RF
         if needs.down:
+            if of_second is not None:
+                of_second.shares(h, offs_E, of_down.input)
             (d_down_EHF,) = down_context.wgrad(dy, h, offs_E, wgrad_rows_R).compute()
             del dy, h
 
@@ -285,6 +304,8 @@ class GroupedMLPFunction(torch.autograd.Function):
             x, _, x_rows_R = quantize_for_gemms(
                 source, of_gate_up.input, offs_E, layouts, ctx.columns[0]
             )
+            if of_first is not None:
+                of_first.shares(x, offs_E, of_gate_up.input)
             wgrad = gate_up_context.wgrad(d_gate_up, x, offs_E, x_rows=x_rows_R)
             (d_gate_up_EGH,) = wgrad.compute()
             del x, wgrad

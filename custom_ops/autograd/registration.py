@@ -104,6 +104,7 @@ for _op in (
     torch.ops.grouped_linear.refresh_weight_current_.default,
     torch.ops.grouped_linear.refresh_weight_delayed_.default,
     torch.ops.grouped_linear.refresh_weight_mx_.default,
+    torch.ops.grouped_linear.watch_operand_.default,
     torch.ops.grouped_linear.adam_weight_.default,
 ):
     _bump_versions(_op)

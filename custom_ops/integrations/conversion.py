@@ -2,8 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -76,6 +76,8 @@ class Conversion:
 
     An optimizer that was made before steps these, and not the new ones.
     """
+    recipes: Mapping[str, Recipe | None] = field(default_factory=dict)
+    """Other recipes, by patterns of the experts' names."""
 
     def __repr__(self) -> str:
         """The table, below what an optimizer that was made before would miss."""
@@ -97,6 +99,7 @@ class Conversion:
             cells = zip(row, "<><>><", widths, strict=True)
             lines.append("  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip())
         lines.append(f"recipe: {self.recipe!r}")
+        lines += [f"recipe of {pattern}: {own!r}" for pattern, own in self.recipes.items()]
         lines.append(f"weights: {'; '.join(map(str, self.weights))}")
         lines += [f"skipped: {line}" for line in lines_of(self.skipped)]
         return "\n".join(lines)

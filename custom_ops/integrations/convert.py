@@ -17,6 +17,7 @@ from grouped_linear.integrations.expert_lists import find_lists
 from grouped_linear.integrations.grouped_experts import find_grouped_experts
 from grouped_linear.integrations.look_alikes import goes_through_interface, look_alikes
 from grouped_linear.integrations.plan import Plan, Request, num_still_held
+from grouped_linear.integrations.recipes_by_name import RecipesByName
 from grouped_linear.nn.options import check_recipe
 from grouped_linear.quantized.weight import Weights, check_weights_kept
 from grouped_linear.recipes import Float8BlockScaling, Recipe
@@ -29,6 +30,7 @@ def convert(
     *,
     weights: Weights = None,
     forwards: Mapping[type[nn.Module], Forward] | None = None,
+    recipes: Mapping[str, Recipe | None] | None = None,
     **options: Any,
 ) -> Conversion:
     """Have all of a model's experts computed by this package, in place.
@@ -73,6 +75,11 @@ def convert(
             keep them in FP8 alone; None to leave them as they are.
         forwards: for each class of block with a ModuleList of experts, its new forward, a function
             of the block and its inputs. Subclasses that inherit the block's forward get it, too.
+        recipes: other recipes for some of the experts, by patterns of their names in
+            ``named_modules`` (of the block, if it holds a list), as ``fnmatch`` has them:
+            ``{"model.layers.0.*": None}`` computes the first layer without FP8. Of several that
+            match, the last one counts. With ``weights`` experts whose recipe is None keep plain
+            weights.
         options: of the modules that replace lists: ``cache_weights``, ``fuse_wgrad_accumulation``
             and others of :func:`grouped_linear.convert_experts`. ``save_gate_up_in_fp8`` is of
             those and of Hugging Face experts; see :func:`grouped_linear.grouped_mlp`. With
@@ -86,9 +93,10 @@ def convert(
 
     Raises:
         ValueError: if nothing is recognised; for what cannot be converted as asked, which the
-            sentence says; and for weights that the kernels do not take: in_features and
-            out_features that are no multiples of 16, more than 1024 experts, another dtype than
-            bfloat16, float16 and float32. The model is then unchanged.
+            sentence says; for a pattern of ``recipes`` that matches no experts; and for weights
+            that the kernels do not take: in_features and out_features that are no multiples of 16,
+            more than 1024 experts, another dtype than bfloat16, float16 and float32. The model is
+            then unchanged.
         TypeError: if `model` is not a module.
         ImportError: for a Hugging Face model of transformers older than 5.23.
 
@@ -114,7 +122,8 @@ def convert(
     if weights is not None:
         options["weights"] = weights
     forwards = _check_forwards("convert", forwards)
-    plan, request = Plan(), Request("convert", recipe, forwards, options)
+    by_name = RecipesByName("convert", recipe, recipes, weights)
+    plan, request = Plan(), Request("convert", recipe, forwards, options, by_name)
     if any(map(goes_through_interface, model.modules())):
         from grouped_linear.integrations.hugging_face import find_hugging_face
 
@@ -128,6 +137,7 @@ def convert(
             + (", and these look like experts: " if skipped else "")
             + ", ".join(lines_of(skipped))
         )
+    by_name.check_used()
     replaced = plan.carry_out()
     converted = _in_order(plan, model)
     return Conversion(
@@ -136,6 +146,7 @@ def convert(
         tuple(look_alikes(model)),
         kept_weights((model.get_submodule(one.name) for one in converted), recipe),
         num_still_held(replaced),
+        by_name.recipes,
     )
 
 

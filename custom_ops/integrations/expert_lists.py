@@ -86,7 +86,7 @@ def find_lists(plan: Plan, request: Request, model: nn.Module) -> None:
         cls = None if is_converted(block) else _key_of(where, block, request.forwards)
         if cls is not None:
             unused.discard(cls)
-            _plan_list(plan, request, model, name, block, request.forwards[cls])
+            _plan_list(plan, request.of(name), model, name, block, request.forwards[cls])
     if not unused:
         return
     converted = [class_before(module) for module in model.modules() if is_converted(module)]

@@ -28,6 +28,9 @@ from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import is_quantized, stored_weight
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
+#: The attribute of experts that have a recipe of their own: a tuple with it, or with None.
+OWN_RECIPE = "_grouped_linear_recipe"
+
 
 def experts_forward(
     experts: Any,
@@ -48,20 +51,27 @@ def experts_forward(
         hidden_states: [T, H].
         top_k_index: [T, C]. The number E means an expert of another process and adds nothing.
         top_k_weights: [T, C].
-        recipe: as registered, like save_gate_up_in_fp8.
+        recipe: as registered, like save_gate_up_in_fp8; experts may have one of their own, see
+            :func:`set_own_recipe`.
         lora: by a weight's name, what adapters add to it, as [E, N, K].
     """
     lora = lora or {}
     first, second = weight_names(experts)
+    (recipe,) = getattr(experts, OWN_RECIPE, (recipe,))
 
     def bias(name: str) -> Tensor | None:
         return getattr(experts, f"{name}_bias") if experts.has_bias else None
+
+    def watching(options: LinearOptions, number: int) -> LinearOptions:
+        watched = getattr(experts, "watched", None)
+        return options if watched is None else options._replace(watched=watched.of_call(number))
 
     activation = activation_of(experts)
     if activation is not None:
         (gate_up, of_gate_up), (down, of_down) = (
             _operand(experts, name, recipe) for name in (first, second)
         )
+        options = watching(of_gate_up, 0), watching(of_down, 1)
         y_TH = apply_mlp(
             hidden_states,
             top_k_weights,
@@ -70,7 +80,7 @@ def experts_forward(
             (bias(first), bias(second)),
             (recipe, recipe),
             MLPConfig(activation, save_gate_up_in_fp8),
-            (of_gate_up, of_down),
+            options,
             lora=(lora.get(first), lora.get(second)),
         )
         return y_TH.to(hidden_states.dtype)
@@ -83,6 +93,7 @@ def experts_forward(
         b = bias(name)
         check_parameters("grouped_linear", bias=b)
         w, options = _operand(experts, name, recipe)
+        options = watching(options, (first, second).index(name))
         return apply_layer(x, (w,), b, m_splits_E, recipe, options, lora=lora.get(name))
 
     x_RH = GatherFunction.apply(hidden_states, *routing)
@@ -93,6 +104,13 @@ def experts_forward(
         y_RH = experts.post_expert_norm(y_RH)
     out_TH: Tensor = CombineFunction.apply(y_RH, top_k_weights, *routing)
     return out_TH.to(hidden_states.dtype)
+
+
+def set_own_recipe(experts: Any, own: Recipe | None, recipe: Recipe | None) -> None:
+    """Have these experts computed by another recipe than the implementation's, or by that."""
+    vars(experts).pop(OWN_RECIPE, None)
+    if own != recipe:
+        vars(experts)[OWN_RECIPE] = (own,)
 
 
 def _operand(experts: Any, name: str, recipe: Recipe | None) -> tuple[Tensor, LinearOptions]:

@@ -22,6 +22,7 @@ from grouped_linear.integrations.converted_class import (
     is_converted,
 )
 from grouped_linear.integrations.plan import (
+    WEIGHT_OPTIONS,
     Plan,
     Replaced,
     Request,
@@ -146,19 +147,18 @@ def find_grouped_experts(plan: Plan, request: Request, model: nn.Module) -> None
         form = None if is_converted(module) else form_of(module)
         if form is None:
             continue
-        where = request.where(name, module)
-        _check(where, module, form, request)
+        where, own = request.where(name, module), request.of(name)
+        _check(where, module, form, own)
         num_experts = len(module.get_parameter(form.weights[0]))
-        path = "grouped_linear" + how_weights_are_kept(request.weights)
+        path = "grouped_linear" + how_weights_are_kept(own.weights)
         plan.add(name, form.name, num_experts, module.parameters(), path)
-        plan.write(_convert, module, form, request)
+        plan.write(_convert, module, form, own)
 
 
 def _check(where: str, module: nn.Module, form: GroupedForm, request: Request) -> None:
     """Raise ValueError for experts that cannot be converted, or compute something else."""
     recipe, weights = request.recipe, request.weights
-    known = "weights", "stochastic_rounding", "columnwise"
-    request.check_options(where, "experts in one module", known)
+    request.check_options(where, "experts in one module", WEIGHT_OPTIONS)
     options = request.stochastic_rounding, False, request.options.get("columnwise")
     check_weights_kept(where, recipe, weights, *options)
     parameters = [module.get_parameter(name) for name in form.parameters]

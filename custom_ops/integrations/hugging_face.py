@@ -15,9 +15,10 @@ from grouped_linear.integrations.experts_forward import (
     check_activation,
     check_weight_in_fp8,
     has_parts,
+    set_own_recipe,
     weight_names,
 )
-from grouped_linear.integrations.implementation import Implementation
+from grouped_linear.integrations.implementation import Implementation, check_stateless
 from grouped_linear.integrations.look_alikes import goes_through_interface
 from grouped_linear.integrations.plan import (
     Plan,
@@ -43,7 +44,7 @@ def find_hugging_face(plan: Plan, request: Request, model: nn.Module) -> None:
 
     Their weights are kept as asked, and PEFT's adapters on them are grouped.
     """
-    op, recipe, weights = request.op, request.recipe, request.weights
+    op, recipe = request.op, request.recipe
     save_in_fp8 = request.options.get("save_gate_up_in_fp8", False)
     known = "weights", "save_gate_up_in_fp8", "columnwise"
     request.check_options(op, "experts of a Hugging Face model", known)
@@ -53,28 +54,33 @@ def find_hugging_face(plan: Plan, request: Request, model: nn.Module) -> None:
     experts: dict[str, Any] = {
         name: module for name, module in model.named_modules() if goes_through_interface(module)
     }
+    own = {name: request.of(name) for name in experts}
     for name, module in experts.items():
-        _check(request.where(name, module), module, recipe, save_in_fp8)
+        check_stateless(op, own[name].recipe)
+        _check(request.where(name, module), module, own[name].recipe, save_in_fp8)
     plan.write(_choose, model, experts, implementation)
+    for name, module in experts.items():
+        plan.write(set_own_recipe, module, own[name].recipe, recipe)
     adapted: set[nn.Module] = set()
     if any(type(module).__name__ == "ParamWrapper" for module in model.modules()):
         from grouped_linear.integrations.peft import plan_adapters
 
         adapted = plan_adapters(plan, op, model)
-    if weights == "both":
-        assert recipe is not None
-        for name, module in experts.items():
-            if not isinstance(module, FP8Experts):
-                _check_can_keep_both(request.where(name, module), module)
-                plan.write(keep_both, module, recipe)
-    if weights == "fp8":
-        assert isinstance(recipe, Float8BlockScaling)
-        of_plain_or_parts = [
-            name for name, m in experts.items() if not isinstance(m, FP8Experts) or has_parts(m)
-        ]
-        recipes = dict.fromkeys(of_plain_or_parts, recipe)
-        plan_fp8(plan, op, model, recipes, learn=True, columnwise=request.columnwise)
+    in_fp8: dict[str, Float8BlockScaling] = {}
     for name, module in experts.items():
+        weights, of_module = own[name].weights, own[name].recipe
+        is_plain = not isinstance(module, FP8Experts)
+        if weights == "both" and is_plain:
+            assert of_module is not None
+            _check_can_keep_both(request.where(name, module), module)
+            plan.write(keep_both, module, of_module)
+        if weights == "fp8" and (is_plain or has_parts(module)):
+            assert isinstance(of_module, Float8BlockScaling)
+            in_fp8[name] = of_module
+    if in_fp8:
+        plan_fp8(plan, op, model, in_fp8, learn=True, columnwise=request.columnwise)
+    for name, module in experts.items():
+        weights = own[name].weights
         path = "experts implementation"
         if has_parts(module) and weights != "fp8":
             path += ", weights in FP8 as loaded"

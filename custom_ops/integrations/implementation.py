@@ -12,6 +12,15 @@ from grouped_linear.integrations.experts_forward import experts_forward
 from grouped_linear.recipes import Recipe
 
 
+def check_stateless(op: str, recipe: Recipe | None) -> None:
+    """Raise ValueError for a recipe that experts of transformers cannot have."""
+    if recipe is not None and recipe.has_state:
+        raise ValueError(
+            f"{op}: {type(recipe).__name__} has a state in each layer, and an experts "
+            "implementation is a function: choose a recipe without state"
+        )
+
+
 @dataclass(frozen=True)
 class Implementation:
     """A registered name and its options. Unpickling registers it again.
@@ -33,11 +42,7 @@ class Implementation:
 
     def check(self, op: str) -> None:
         """Raise ValueError if the name stands for something else, or the recipe has a state."""
-        if self.recipe is not None and self.recipe.has_state:
-            raise ValueError(
-                f"{op}: {type(self.recipe).__name__} has a state in each layer, and an experts "
-                "implementation is a function: choose a recipe without state"
-            )
+        check_stateless(op, self.recipe)
         taken = self.name == "eager" or self.name in ALL_EXPERTS_FUNCTIONS
         if taken and Implementation.of(self.name) != self:
             raise ValueError(f"{op}: {self.name!r} names another experts implementation already")

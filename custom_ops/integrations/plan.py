@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,13 @@ from torch import Tensor, nn
 
 from grouped_linear.integrations.conversion import ConvertedExperts
 from grouped_linear.integrations.converted_class import Forward
+from grouped_linear.integrations.recipes_by_name import RecipesByName
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS, dtype_name
 from grouped_linear.quantized.weight import Weights, local_part
 from grouped_linear.recipes import Recipe
+
+# Options that say how weights are kept, in FP8 or beside it.
+WEIGHT_OPTIONS = "weights", "stochastic_rounding", "columnwise"
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,16 @@ class Request:
     recipe: Recipe | None
     forwards: Mapping[type[nn.Module], Forward]
     options: Mapping[str, Any]
+    recipes: RecipesByName | None = None
+    """Other recipes, by the modules' names."""
+
+    def of(self, name: str) -> "Request":
+        """The request for one module: without a recipe of its own its weights stay plain."""
+        recipe = self.recipe if self.recipes is None else self.recipes.of(name)
+        options = self.options
+        if recipe is None and self.recipe is not None:
+            options = {n: value for n, value in options.items() if n not in WEIGHT_OPTIONS}
+        return replace(self, recipe=recipe, options=options, recipes=None)
 
     @property
     def weights(self) -> Weights:

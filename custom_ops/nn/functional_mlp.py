@@ -398,6 +398,7 @@ def apply_mlp(
         x_TH, weights_TC, index_TC, max_rows, _ = dispatched
     routing = ops.sort_by_expert(index_TC, projections[0].size(0))
     if max_rows is not None:
+        contexts[0] = contexts[0].with_routed(routing.offs)
         routing = truncate_routing(routing, max_rows)
     # Zero the weights of unrouted choices, so that NaN * 0 cannot leak.
     weights_TC = weights_TC.masked_fill(routing.row >= routing.offs[-1], 0)

@@ -27,6 +27,7 @@ from grouped_linear.nn.options import (
     check_options,
 )
 from grouped_linear.nn.parameters import drawn
+from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.quantized.state_dict import SavesQuantized, scales_of
 from grouped_linear.quantized.weight import Weights, is_dtensor, keep_weight
 from grouped_linear.quantized.weight_cache import WeightCache
@@ -79,6 +80,7 @@ class GroupedLinear(HasAdapters, SavesQuantized):
         weight_cache: the cached weight, see
             :class:`grouped_linear.quantized.weight_cache.WeightCache`; None without
             ``cache_weights``.
+        watched: what :func:`grouped_linear.watch` counts of this layer; None where nobody watches.
 
     Raises:
         ValueError: for a configuration that no call could run.
@@ -94,6 +96,7 @@ class GroupedLinear(HasAdapters, SavesQuantized):
     bias: nn.Parameter | None
     weight_state: DelayedScalingState | None
     weight_cache: WeightCache | None
+    watched: WatchedLayer | None
 
     def __init__(
         self,
@@ -140,6 +143,7 @@ class GroupedLinear(HasAdapters, SavesQuantized):
         b = torch.empty(E, N, dtype=dtype, device=device) if bias else None
         self._register("bias", b)
         self.weight_state, self.weight_cache = new_state(recipe, E, device), None
+        self.watched = None
         if cache_weights and recipe is not None:
             self.weight_cache = WeightCache(recipe, E, N, K, device)
         self._add_adapters({} if lora is None else {"weight": lora})
@@ -244,7 +248,8 @@ class GroupedLinear(HasAdapters, SavesQuantized):
         if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
             main_grad = main_grad_of("GroupedLinear", named_weights, first)
         stored = cached_weight("GroupedLinear", cache, weights, first)
-        options = LinearOptions(stored, main_grad, save_input, defer_wgrad)
+        watched = None if self.watched is None else self.watched.of_call()
+        options = LinearOptions(stored, main_grad, save_input, defer_wgrad, watched=watched)
         if state is not None:
             recipe = state.of_call(cache is not None and fills(first))
         return apply_layer(x, weights, bias, m_splits, recipe, options, lora)

@@ -28,6 +28,7 @@ from grouped_linear.nn.options import (
     check_options,
 )
 from grouped_linear.nn.parameters import drawn
+from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.ops.activation import PLAIN, Activation
 from grouped_linear.quantized.state_dict import SavesQuantized, scales_of
 from grouped_linear.quantized.weight import Weights, keep_weight, local_part
@@ -91,6 +92,7 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         down_proj_cache: the same of down_proj.
         dispatcher: where experts are on several processes, sends tokens to them; else None. See
             :class:`grouped_linear.parallel.ExpertParallel`.
+        watched: what :func:`grouped_linear.watch` counts of this layer; None where nobody watches.
 
     Raises:
         ValueError: for a configuration that no call could run.
@@ -132,6 +134,7 @@ class GroupedMLP(HasAdapters, SavesQuantized):
     gate_up_proj_cache: WeightCache | None
     down_proj_cache: WeightCache | None
     dispatcher: TokenDispatcher | None
+    watched: WatchedLayer | None
 
     def __init__(
         self,
@@ -191,7 +194,7 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         if cache_weights and recipe is not None:
             self.gate_up_proj_cache = WeightCache(recipe, E, G, H, device)
             self.down_proj_cache = WeightCache(recipe, E, H, F, device)
-        self.dispatcher = None
+        self.dispatcher = self.watched = None
         self._add_adapters(adapters)
         self.reset_parameters()
 
@@ -336,15 +339,18 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         first = read_flag("GroupedMLP", is_first_microbatch, x, self._recipe, stores_weight)
         fused = self.fuse_wgrad_accumulation and torch.is_grad_enabled()
 
-        def options(name: str, w: nn.Parameter, cache: WeightCache | None) -> LinearOptions:
+        def options(
+            number: int, name: str, w: nn.Parameter, cache: WeightCache | None
+        ) -> LinearOptions:
             return LinearOptions(
                 cached_weight("GroupedMLP", cache, (w,), first),
                 main_grad_of("GroupedMLP", {name: w}, first) if fused else None,
+                watched=None if self.watched is None else self.watched.of_call(number),
             )
 
         gate_up, down = self.gate_up_proj, self.down_proj
-        of_gate_up = options("gate_up_proj", gate_up, self.gate_up_proj_cache)
-        of_down = options("down_proj", down, self.down_proj_cache)
+        of_gate_up = options(0, "gate_up_proj", gate_up, self.gate_up_proj_cache)
+        of_down = options(1, "down_proj", down, self.down_proj_cache)
         biases = self.gate_up_proj_bias, self.down_proj_bias
         fills_cache = self.gate_up_proj_cache is not None and fills(first)
         of_call = (

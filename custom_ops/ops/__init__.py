@@ -8,6 +8,7 @@
 ``gemm``        grouped GEMMs for fprop, dgrad and wgrad, quantized or not; the bias gradient
 ``state``       what a layer keeps between calls: cached weights, scales of delayed scaling
 ``optimizer``   a step of Adam over a quantized weight
+``watch``       what quantization does to an operand, counted on the device
 ``layer``       a whole forward or backward under block scaling, in one op
 ==============  ====================================================================================
 
@@ -89,6 +90,7 @@ from grouped_linear.ops.swiglu_gemm import (
     grouped_mm_swiglu,
     grouped_mm_swiglu_grad,
 )
+from grouped_linear.ops.watch import watch_operand_
 from grouped_linear.ops.weight import (
     WeightQuantized,
     quantize_weight,
@@ -169,4 +171,5 @@ __all__ = [
     "topk_experts",
     "transpose_weight",
     "update_scales_",
+    "watch_operand_",
 ]

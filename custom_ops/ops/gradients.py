@@ -51,6 +51,7 @@ WITHOUT_GRADIENT = {
     "grouped_mm_swiglu": _MLP,
     "grouped_mm_swiglu_grad": _MLP,
     "update_scales_": None,
+    "watch_operand_": None,
     "adam_weight_": None,
 }
 

@@ -1,0 +1,254 @@
+"""What a watched model has counted, as a table, a CSV, TensorBoard's scalars or a picture.
+
+E groups (experts).
+"""
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import nan
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from grouped_linear.meta_kernels.watch import COLUMNS, MAXIMA
+
+
+class OperandStatistics(NamedTuple):
+    """An operand of a layer's GEMMs: of one expert, or of all. NaN stands for what nobody counted.
+
+    Shares and errors are of the rows that were read: 8 of each expert in a call.
+    """
+
+    layer: str
+    """The name of the weight in the model."""
+    role: str
+    """input, weight or gradient."""
+    expert: int | None
+    """None for all of them together."""
+    tokens: float
+    """Rows of the expert, summed over the calls; of a weight its rows in one call."""
+    amax: float
+    """The largest magnitude that was read."""
+    scaled_amax: float
+    """The largest magnitude that the largest scale can stand for, of all rows: at least the amax
+    of a block, and up to twice that where scales are powers of two."""
+    underflow: float
+    """The share of numbers that became zero and were not."""
+    saturated: float
+    """The share beyond the largest number of the format."""
+    not_finite: float
+    """The share that is infinite or NaN, before quantization or after."""
+    error: float
+    """The mean square of what quantization changed, divided by the mean square of the numbers."""
+    shared: float
+    """The share of wgrad's blocks of 128 x 128 whose columns share a scale."""
+    moved: float
+    """Of a weight the share of numbers that differ from those of the reading before."""
+
+
+class Load(NamedTuple):
+    """What the router gave a layer's experts."""
+
+    layer: str
+    tokens: tuple[int, ...]
+    """Rows of each expert, summed over the calls."""
+    dropped: int
+    """Rows past ``max_rows``, or a dispatcher's capacity."""
+
+    @property
+    def imbalance(self) -> float:
+        """The most loaded expert's tokens, divided by the mean; 1 is even."""
+        total = sum(self.tokens)
+        return max(self.tokens) * len(self.tokens) / total if total else nan
+
+    @property
+    def idle(self) -> list[int]:
+        """The experts without a token."""
+        return [e for e, tokens in enumerate(self.tokens) if not tokens]
+
+
+#: Columns of the table and how they are printed.
+PRINTED = {
+    "tokens": "{:.0f}",
+    "amax": "{:.3g}",
+    "scaled_amax": "{:.3g}",
+    "underflow": "{:.2%}",
+    "saturated": "{:.2%}",
+    "not_finite": "{:.2%}",
+    "error": "{:.1e}",
+    "shared": "{:.0%}",
+    "moved": "{:.1%}",
+}
+
+
+#: Of Okabe and Ito, told apart by all kinds of eyes.
+COLORS = {"input": "#0072B2", "weight": "#D55E00", "gradient": "#009E73"}
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What :class:`Watch` has read. ``print`` it, or ask for a file.
+
+    Args:
+        experts: of each layer, role and expert.
+        operands: the same of all experts together.
+        loads: of each layer.
+        step: the number of the step at which it was read.
+    """
+
+    experts: tuple[OperandStatistics, ...]
+    operands: tuple[OperandStatistics, ...]
+    loads: tuple[Load, ...]
+    step: int
+
+    def worst(self, column: str, role: str | None = None, n: int = 10) -> list[OperandStatistics]:
+        """The experts with the largest numbers of a column, the largest first."""
+        found = [
+            row
+            for row in self.experts
+            if role in (None, row.role) and getattr(row, column) == getattr(row, column)
+        ]
+        return sorted(found, key=lambda row: -getattr(row, column))[:n]
+
+    def __str__(self) -> str:
+        """A line for each layer and role, with the expert of most underflow; then the loads."""
+        heads = ["layer", "role", *PRINTED, "most underflow"]
+        lines = [heads]
+        for row in self.operands:
+            of_experts = [r for r in self.experts if r[:2] == row[:2] and r.underflow > 0]
+            worst = max(of_experts, key=lambda r: r.underflow, default=None)
+            named = "" if worst is None else f"{worst.expert}: {worst.underflow:.1%}"
+            lines.append([row.layer, row.role, *_printed(row), named])
+        loads = [["layer", "tokens", "imbalance", "idle experts", "dropped"]]
+        for load in self.loads:
+            idle = ", ".join(map(str, load.idle[:8])) + ", ..." * (len(load.idle) > 8)
+            total, imbalance = sum(load.tokens), f"{load.imbalance:.2f}"
+            loads.append([load.layer, str(total), imbalance, idle or "none", str(load.dropped)])
+        return "\n".join([f"step {self.step}", *aligned(lines), "", *aligned(loads)])
+
+    def to_csv(self, path: str | Path) -> None:
+        """Append a line for each layer, role and expert; a new file gets a line of names first."""
+        file, names = Path(path), ("step", *OperandStatistics._fields, "dropped")
+        is_new = not file.exists() or file.stat().st_size == 0
+        dropped = {load.layer: load.dropped for load in self.loads}
+        with file.open("a", newline="") as opened:
+            writer = csv.writer(opened)
+            if is_new:
+                writer.writerow(names)
+            for row in (*self.operands, *self.experts):
+                whole = dropped.get(row.layer, "") if row.expert is None else ""
+                numbers = ["" if value is None or value != value else value for value in row]
+                writer.writerow([self.step, *numbers, whole])
+
+    def to_tensorboard(self, writer: Any) -> None:
+        """Add a scalar for each layer, role and column.
+
+        Args:
+            writer: a ``torch.utils.tensorboard.SummaryWriter``, or what has its ``add_scalar``.
+        """
+        for row in self.operands:
+            for column in PRINTED:
+                value = getattr(row, column)
+                if value == value:
+                    writer.add_scalar(f"{row.layer}/{row.role}/{column}", value, self.step)
+        for load in self.loads:
+            if load.imbalance == load.imbalance:
+                writer.add_scalar(f"{load.layer}/router/imbalance", load.imbalance, self.step)
+            writer.add_scalar(f"{load.layer}/router/idle", len(load.idle), self.step)
+            writer.add_scalar(f"{load.layer}/router/dropped", load.dropped, self.step)
+
+    def plot(self, path: str | Path, column: str = "error") -> None:
+        """Draw a column of each layer and role over the experts. It needs matplotlib.
+
+        Args:
+            path: of the picture; its ending says which kind.
+            column: one of :class:`OperandStatistics`'s numbers.
+        """
+        from matplotlib.figure import Figure
+
+        layers = list(dict.fromkeys(row.layer for row in self.experts))
+        figure = Figure(figsize=(8, 1.2 + 1.6 * len(layers)), layout="constrained")
+        axes = figure.subplots(len(layers), 1, squeeze=False)[:, 0]
+        for ax, layer in zip(axes, layers, strict=True):
+            for role, color in COLORS.items():
+                rows = [r for r in self.experts if r[:2] == (layer, role)]
+                values = [getattr(r, column) for r in rows]
+                if any(v == v for v in values):
+                    ax.plot([r.expert for r in rows], values, ".-", color=color, label=role)
+            ax.set_title(layer, loc="left", fontsize=9)
+            ax.set_ylim(bottom=0)
+            ax.set_ylabel(column)
+        axes[-1].set_xlabel("expert")
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper right", ncols=3)
+        figure.savefig(str(path), dpi=120)
+
+
+def _printed(row: OperandStatistics) -> Iterable[str]:
+    for column, form in PRINTED.items():
+        value = getattr(row, column)
+        yield form.format(value) if value == value else ""
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of one width; names to the left, numbers to the right."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+
+
+#: Behind what a layer counts: numbers of a weight that moved, and those that were looked at.
+READ_COLUMNS = (*COLUMNS, "moved", "looked_at")
+
+
+def statistics_of_layer(
+    layer: str, role: str, numbers_ES: Tensor
+) -> tuple[OperandStatistics, list[OperandStatistics]]:
+    """Of all experts together, and of each.
+
+    Args:
+        layer: its name.
+        role: its name.
+        numbers_ES: [E, READ_COLUMNS] float64 on the CPU.
+    """
+    maxima = list(map(READ_COLUMNS.index, MAXIMA))
+    total_S = numbers_ES.sum(0)
+    total_S[maxima] = numbers_ES[:, maxima].amax(0)
+    # All experts are in each call.
+    total_S[0] = numbers_ES[:, 0].amax()
+    of_each = [_of_numbers(layer, role, e, row.tolist()) for e, row in enumerate(numbers_ES)]
+    return _of_numbers(layer, role, None, total_S.tolist()), of_each
+
+
+def _of_numbers(
+    layer: str, role: str, expert: int | None, numbers: Sequence[float]
+) -> OperandStatistics:
+    n = dict(zip(READ_COLUMNS, numbers, strict=True))
+
+    def share(part: str, whole: str) -> float:
+        return n[part] / n[whole] if n[whole] else nan
+
+    tokens = n["rows"] / max(n["calls"], 1) if role == "weight" else n["rows"]
+    was_read = n["numbers"] > 0
+    compared = n["compared"] > 0
+    return OperandStatistics(
+        layer=layer,
+        role=role,
+        expert=expert,
+        tokens=tokens,
+        amax=n["amax"] if was_read else nan,
+        scaled_amax=n["scaled_amax"] if n["scaled_amax"] else nan,
+        underflow=share("underflow", "compared"),
+        saturated=share("saturated", "compared"),
+        not_finite=share("not_finite", "numbers"),
+        error=n["error"] / n["square"] if compared and n["square"] else nan,
+        shared=share("shared", "blocks"),
+        moved=share("moved", "looked_at"),
+    )

@@ -1,0 +1,272 @@
+"""watch: count what FP8 does to a model's layers while it trains, compiled or not.
+
+E groups (experts), K in_features, N out_features.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from grouped_linear.debugging.statistics import (
+    READ_COLUMNS,
+    Load,
+    Statistics,
+    statistics_of_layer,
+)
+from grouped_linear.meta_kernels.watch import MAXIMA
+from grouped_linear.nn.linear import GroupedLinear
+from grouped_linear.nn.mlp import GroupedMLP
+from grouped_linear.nn.watched import ROLES, WatchedLayer
+from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.quantized.weight import local_part
+
+#: Where a reading goes: a CSV, TensorBoard's writer, or a function.
+Destination = str | Path | Callable[[Statistics], Any] | Any | None
+
+#: Of each expert's weight at most so many rows, and columns, are compared with the reading before.
+MOVED_ROWS, MOVED_COLUMNS = 8, 256
+
+
+class Watch:
+    """The layers of a model that are watched; :func:`watch` makes one.
+
+    Attributes:
+        layers: what each watched module counts, by the module's name.
+        steps: how often :meth:`step` was called.
+    """
+
+    def __init__(self, model: nn.Module, every: int, to: Destination) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"watch: every must be a positive integer, got {every!r}")
+        if not (to is None or isinstance(to, str | Path) or callable(to) or _is_writer(to)):
+            raise ValueError(
+                "watch: to must be the path of a CSV, a SummaryWriter or a function, "
+                f"got {type(to).__name__}"
+            )
+        self.every, self.to, self.steps = every, to, 0
+        self._modules = {name: m for name, m in model.named_modules() if weights_of(m)}
+        if not self._modules:
+            raise ValueError(
+                f"watch: {type(model).__name__} has no GroupedLinear, no GroupedMLP and no "
+                "converted Hugging Face experts"
+            )
+        for module in self._modules.values():
+            if getattr(module, "watched", None) is None:
+                module.watched = _new_layer(module)
+        self.layers: dict[str, WatchedLayer] = {n: m.watched for n, m in self._modules.items()}
+        self._before: dict[str, Tensor] = {}
+        self._look_at_weights()
+        for layer in self.layers.values():
+            layer.reset()
+        self.switch(True)
+
+    def switch(self, on: bool) -> None:
+        """Begin or stop counting, by a flag on the device that graphs read."""
+        for layer in self.layers.values():
+            layer.switch(on)
+
+    def step(self) -> Statistics | None:
+        """End a step: read what it has counted, if it has, and say whether the next one counts.
+
+        Call it after the optimizer's step. The host waits for the device at every `every`-th step
+        alone.
+
+        Returns:
+            What was read at such a step, None otherwise.
+        """
+        read = None
+        if self.steps % self.every == 0:
+            read = self.read()
+            self._send(read)
+        self.steps += 1
+        if self.every > 1 and self.steps % self.every in (0, 1):
+            self.switch(self.steps % self.every == 0)
+        return read
+
+    @torch.no_grad()
+    def read(self, group: "dist.ProcessGroup | None" = None, *, reset: bool = True) -> Statistics:
+        """Read what was counted since the last reading. The host waits for the device.
+
+        Args:
+            group: processes with the same experts, as those of data parallelism: their numbers
+                are added up, their maxima taken, and all of them get the result. All must call it.
+            reset: begin anew.
+        """
+        numbers = {name: self._numbers_of(name, reset) for name in self.layers}
+        if group is not None:
+            numbers = _reduced(numbers, group)
+        on_host = _to_host(numbers)
+        experts, operands, loads = [], [], []
+        for name, of_module in on_host.items():
+            for weight, of_weight in zip(self.layers[name].weights, of_module, strict=True):
+                layer = f"{name}.{weight}" if name else weight
+                for role, numbers_ES in zip(ROLES, of_weight, strict=True):
+                    if not numbers_ES.any():
+                        continue
+                    together, of_each = statistics_of_layer(layer, role, numbers_ES)
+                    operands.append(together)
+                    experts += of_each
+            rows_E = of_module[0, 0, :, READ_COLUMNS.index("rows")]
+            dropped = of_module[0, 0, :, READ_COLUMNS.index("dropped")].sum()
+            tokens = tuple(map(round, rows_E.tolist()))
+            loads.append(Load(name or "the model", tokens, round(dropped.item())))
+        return Statistics(tuple(experts), tuple(operands), tuple(loads), self.steps)
+
+    def remove(self) -> None:
+        """Stop watching: the layers compute, compile and cost what they did before."""
+        for module in self._modules.values():
+            module.watched = None
+
+    def trainer_callback(self) -> Any:
+        """A callback for transformers' Trainer that calls :meth:`step` after each step."""
+        from transformers import TrainerCallback
+
+        watch = self
+
+        class WatchCallback(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                watch.step()
+
+        return WatchCallback()
+
+    def _send(self, read: Statistics) -> None:
+        to = self.to
+        if isinstance(to, str | Path):
+            read.to_csv(to)
+        elif _is_writer(to):
+            read.to_tensorboard(to)
+        elif to is not None:
+            to(read)
+
+    def _numbers_of(self, name: str, reset: bool) -> Tensor:
+        """[weights, 3, E, READ_COLUMNS] on the device."""
+        layer = self.layers[name]
+        counted = layer.read(reset)
+        read = counted.new_zeros(*counted.shape[:3], len(READ_COLUMNS))
+        read[..., : counted.size(3)] = counted
+        for i, moved in enumerate(self._moved(name, reset)):
+            if moved is not None and len(moved) == counted.size(2):
+                read[i, ROLES.index("weight"), :, -2:] = moved
+        return read
+
+    def _look_at_weights(self) -> None:
+        for name in self.layers:
+            for _ in self._moved(name, True):
+                pass
+
+    def _moved(self, name: str, remember: bool) -> Any:
+        """For each weight [E, 2]: numbers that differ from those remembered, and all; or None."""
+        module = self._modules[name]
+        for weight in self.layers[name].weights:
+            key = f"{name}.{weight}"
+            now, before = _looked_at(getattr(module, weight, None)), self._before.get(key)
+            if remember and now is not None:
+                self._before[key] = now
+            if now is None or before is None or before.shape != now.shape:
+                yield None
+                continue
+            changed = (now != before.to(now.device)).flatten(1).double().sum(1)
+            yield torch.stack([changed, torch.full_like(changed, now[0].numel())], dim=1)
+
+
+def watch(model: nn.Module, *, every: int = 1, to: Destination = None) -> Watch:
+    """Count what FP8 does to each layer, role and expert of a model, on the device.
+
+    Of each layer's input, weight and gradient, for each expert: tokens, the largest magnitude, the
+    shares of numbers that became zero, saturated or are not finite, the error of quantization, how
+    often wgrad's columns share scales; what the router gave each expert, and what was dropped.
+
+    The layers get one small kernel an operand, which reads a flag on the device: no host read, no
+    graph break, no recompilation, and CUDA graphs obey the flag. While it counts, it reads 8 rows
+    of each expert, whatever their number. Results keep every bit. Watch a model before it is
+    compiled or captured.
+
+    Args:
+        model: with :class:`GroupedLinear`, :class:`GroupedMLP` or Hugging Face experts that
+            :func:`convert` has converted.
+        every: count in every so many steps, as :meth:`Watch.step` counts them.
+        to: where each reading goes: the path of a CSV, a ``SummaryWriter`` of TensorBoard, a
+            function of :class:`Statistics` (``print``), or None.
+
+    Raises:
+        ValueError: for a model without such layers, or a wrong option.
+
+    >>> from grouped_linear import Float8BlockScaling, GroupedMLP
+    >>> model = GroupedMLP(4, 128, 256, recipe=Float8BlockScaling())
+    >>> seen = watch(model)
+    >>> x, scores = torch.randn(64, 128), torch.randn(64, 4).softmax(dim=-1)
+    >>> model(x, *scores.topk(2)).sum().backward()
+    >>> statistics = seen.step()
+    >>> [(row.layer, row.role, row.underflow < 0.01) for row in statistics.operands[:2]]
+    [('gate_up_proj', 'input', True), ('gate_up_proj', 'weight', True)]
+    >>> sum(statistics.loads[0].tokens)
+    128
+    """
+    return Watch(model, every, to)
+
+
+def weights_of(module: Any) -> tuple[str, ...]:
+    """The names of the weights of a module that can be watched; none of another one."""
+    if isinstance(module, GroupedMLP):
+        return "gate_up_proj", "down_proj"
+    if isinstance(module, GroupedLinear):
+        return ("weight",)
+    if "_grouped_linear_implementation" in vars(module):  # experts of Hugging Face
+        return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+    return ()
+
+
+def _new_layer(module: Any) -> WatchedLayer:
+    first = next(module.parameters())
+    if isinstance(module, GroupedLinear):
+        num_groups = module.num_gemms
+    elif getattr(module, "dispatcher", None) is not None:  # experts of other processes are not here
+        num_groups = local_part(module.down_proj).size(0)
+    else:
+        num_groups = module.num_experts
+    return WatchedLayer(weights_of(module), num_groups, first.device)
+
+
+def _is_writer(to: Any) -> bool:
+    return hasattr(to, "add_scalar")
+
+
+def _looked_at(weight: Any) -> Tensor | None:
+    """Some numbers of a weight, as an optimizer steps them: [E, rows, columns]."""
+    w = local_part(weight)
+    if not isinstance(w, Tensor) or w.dim() != 3 or w.is_meta:
+        return None
+    _, N, K = w.shape
+    n, k = slice(None, None, -(-N // MOVED_ROWS)), slice(None, None, -(-K // MOVED_COLUMNS))
+    if isinstance(w, GroupedTensor):
+        if w.master is None:
+            rows = torch.arange(N, device=w.device)[n] // 128
+            columns = torch.arange(K, device=w.device)[k] // 128
+            return w.q[:, n, k].float() * w.scale[:, rows][:, :, columns]
+        w = w.master
+    return w[:, n, k].detach().clone()
+
+
+def _to_host(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same on the CPU, in one copy."""
+    parts = [t.flatten() for t in numbers.values()]
+    device = parts[0].device
+    flat = torch.cat([t.to(device) for t in parts]).cpu()
+    split = flat.split([len(t) for t in parts])
+    return {n: t.view(like.shape) for (n, like), t in zip(numbers.items(), split, strict=True)}
+
+
+def _reduced(numbers: dict[str, Tensor], group: "dist.ProcessGroup") -> dict[str, Tensor]:
+    """Sums and maxima over the processes of a group, in two all-reduces."""
+    maxima = list(map(READ_COLUMNS.index, MAXIMA))
+    flat = torch.cat([t.flatten(0, -2) for t in numbers.values()])
+    largest = flat[:, maxima].contiguous()
+    dist.all_reduce(flat, dist.ReduceOp.SUM, group=group)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    flat[:, maxima] = largest
+    split = flat.split([t.flatten(0, -2).size(0) for t in numbers.values()])
+    return {n: t.view(like.shape) for (n, like), t in zip(numbers.items(), split, strict=True)}

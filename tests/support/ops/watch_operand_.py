@@ -1,0 +1,407 @@
+"""watch_operand_: what quantization does to some rows of each group.
+
+T rows, E groups, K in_features, N out_features, F features of h.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grouped_linear import SwiGLU, ops
+from support import reference, variants
+from support.expected import FORM
+from support.groups import Groups
+from support.mistakes import like
+from support.op_info import Arguments, OpInfo, Options, Output, Outputs, Sample
+from support.reference import E4M3, E5M2
+from support.tensors import FP32, lay_out, per_row, quantized_columns, rows, weight
+
+COLUMNS = 14
+MAXIMA = (4, 5)
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+# Half a step beyond the largest number: 1.75 * 2^n, of 3 or of 2 bits of mantissa.
+BEYOND = {E4M3: 464.0, E5M2: 61440.0}
+
+
+def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
+    layout = options.pop("layout", layout)
+    source, form = options.pop("source", "rows"), options.pop("format", E4M3)
+    parts = options.pop("parts", 4)
+    stats = torch.randint(9, (3, parts, groups.E, COLUMNS)).double()
+    given: Arguments = {"stats": stats, "enabled": torch.tensor(options.pop("enabled", True))}
+    given |= {"operand": 1, "x": None}
+    if source == "weight":
+        return given | of_weight(groups, dtype, layout, form, options)
+    given["offs"] = groups.offs()
+    if options.pop("columnwise", False) or source == "columns":
+        _, given["scale_t"] = quantized_columns(groups, groups.K, share_scales=True)
+    if options.pop("dropped", False):  # two rows of each group
+        given["routed"] = groups.offs() + 2 * torch.arange(1, groups.E + 1, dtype=torch.int32)
+    if source == "columns":
+        return given
+    if source in ("swiglu", "grad"):
+        chosen = {name: options[name] for name in FORM if name in options}
+        gate_up = rows(groups, 2 * groups.K, dtype, layout)
+        t = swiglu_of(gate_up, given["offs"], chosen)
+        given["gate_up"] = gate_up
+        if source == "grad":
+            given["x"] = rows(groups, groups.K, dtype, layout)
+            given["weight"] = per_row(groups)
+            t = gradient_of(given, chosen)
+    else:
+        t = with_extremes(rows(groups, groups.K, FP32)).to(dtype)
+        given["x"] = t if layout == "expanded" else lay_out(t, layout)
+        if layout == "expanded":
+            t = given["x"] = rows(groups, groups.K, dtype, layout)
+    index = options.pop("index", None)
+    if index is not None:  # the rows lie in another order, before quantization and after
+        order = torch.randperm(groups.T)
+        back = order.argsort().to(index)
+        back[groups.valid :] = torch.iinfo(index).min
+        given["q_rows"] = back
+        t = t[order]
+        if source == "rows":
+            given["x"], given["rows"] = lay_out(t, layout), back
+    return given | quantized_rows(t, groups, form, ordered=index is None)
+
+
+def with_extremes(t: Tensor) -> Tensor:
+    """What becomes zero, zeros, and what is not finite."""
+    t[:, 5::7] *= 2.0**-20
+    t[:, 3] = 0
+    t[1::3, 2] = torch.inf
+    t[2::5, -1] = torch.nan
+    return t
+
+
+def quantized_rows(t: Tensor, groups: Groups, form: Any, ordered: bool) -> Arguments:
+    """q and its scales, of rows in any order: of blocks, a group or none."""
+    numbers, scaling = t.float(), reference.Scaling(False)
+    if form is None:
+        return {}
+    if form == "rounded":
+        return {"q": ((8 * numbers).round() / 8).to(torch.bfloat16)}
+    if form == "saturated":  # a scale of earlier steps, which were smaller
+        scale = torch.full((groups.E,), 2.0**-8)
+        q, _ = reference.quantize_groups_with(numbers, groups.offs(), scale, E4M3)
+        return {"q": q, "scale": scale}
+    if form == E5M2:
+        q, scale = reference.quantize_groups(numbers, groups.offs(), scaling, E5M2)
+        return {"q": q, "scale": scale}
+    q, scale_T = reference.quantize_rowwise(numbers, scaling)
+    scale = torch.full((scale_T.size(0), -(-groups.T // 4) * 4), torch.nan)
+    end = groups.valid if ordered else groups.T
+    scale[:, :end] = scale_T[:, :end]
+    return {"q": q, "scale": scale}
+
+
+def of_weight(
+    groups: Groups, dtype: torch.dtype, layout: str, form: Any, options: Options
+) -> Arguments:
+    w_ENK = with_extremes(weight(groups, FP32).flatten(0, 1)).unflatten(0, (groups.E, groups.N))
+    w_ENK = w_ENK.to(dtype)
+    scaling = reference.Scaling(False)
+    if form == "group":
+        q, scale = reference.quantize(w_ENK.float(), (1, 2), scaling)
+        given: Arguments = {"q": q, "scale": scale.flatten()}
+    else:
+        q, scale, _ = reference.quantize_weight(w_ENK.float(), scaling)
+        given = {"q": q, "scale": scale}
+    return given if options.pop("alone", False) else given | {"x": lay_out(w_ENK, layout)}
+
+
+def swiglu_of(gate_up: Tensor, offs_E: Tensor, form: dict[str, Any]) -> Tensor:
+    """What the fused quantizers quantize: h, with the bits of the op."""
+    return ops.swiglu(gate_up, offs_E, SwiGLU(**form))
+
+
+def gradient_of(given: Any, form: dict[str, Any]) -> Tensor:
+    dh, gate_up, weight_T = given["x"], given["gate_up"], given["weight"]
+    return ops.swiglu_grad(dh, gate_up, weight_T, given["offs"], SwiGLU(**form)).d_gate_up
+
+
+def expected(sample: Sample) -> Outputs:
+    stats = sample["stats"].clone()
+    if sample["enabled"]:
+        of_operand = stats[sample["operand"]]
+        for e, now in enumerate(counts(sample)):
+            maxima = torch.tensor([i in MAXIMA for i in range(COLUMNS)])
+            before = of_operand[:, e]
+            of_operand[:, e] = torch.where(maxima, torch.maximum(before, now), before + now)
+    # Sums of squares are added in another order.
+    return [Output(stats, 1e-13 * stats.abs(), torch.float64)]
+
+
+def spaced(n: int, most: int) -> list[int]:
+    """At most so many of n, evenly spaced, the larger spaces first."""
+    count = min(n, most)
+    return [i * (n // count) + min(i, n % count) for i in range(count)]
+
+
+def counts(sample: Sample) -> list[Tensor]:
+    """What is added for each group, [parts, 14]: of what is read the i-th to part i % parts."""
+    get = sample.arguments.get
+    stats, offs = sample["stats"], get("offs")
+    before, after, scale = numbers_of(sample)
+    _, parts, E, _ = stats.shape
+    if offs is None:
+        t = before if before is not None else after
+        N = t.size(0) // E
+        groups = [slice(e * N, (e + 1) * N) for e in range(E)]
+        most = max(8, -(-N // 128))
+    else:
+        T = next(
+            (
+                len(t)
+                for t in (get("rows"), get("q_rows"), get("gate_up"), get("x"), get("q"))
+                if t is not None
+            ),
+            0 if get("scale_t") is None else 128 * len(get("scale_t")),
+        )
+        groups, most = reference.groups(offs, T), 8
+    dtype = None if get("q") is None else sample["q"].dtype
+    counted = []
+    first_block = 0
+    for e, group in enumerate(groups):
+        n, now = group.stop - group.start, torch.zeros(parts, COLUMNS, dtype=torch.float64)
+        has_operand = before is not None or after is not None
+        now[0, :2] = torch.tensor([1.0, n]) * has_operand
+        read = [group.start + i for i in spaced(n, most)] if has_operand else []
+        step = 128 if offs is None else 1  # a weight's rows share scales by 128
+        scanned = [group.start + step * i for i in spaced(-(-n // step), 1024)]
+        blocks = -(-n // 128)
+        for part in range(parts):
+            mine = slice(part, None, parts)
+            if has_operand:
+                of_rows = (t if t is None else t[read[mine]] for t in (before, after, scale))
+                now[part, 2:11] = of_numbers(*of_rows, dtype)
+            if scale is not None and dtype in LARGEST and scanned[mine]:
+                now[part, 5] = scale[scanned[mine]].max() * LARGEST[dtype]
+            if get("scale_t") is not None:
+                for i in spaced(blocks, 8)[mine]:
+                    for features in reference.feature_blocks(get("scale_t").size(1)):
+                        scales = get("scale_t")[first_block + i, features]
+                        now[part, 11] += 1
+                        now[part, 12] += bool((scales == scales[0]).all())
+        first_block += blocks
+        if get("routed") is not None:
+            now[0, 13] = get("routed")[e] - (get("routed")[e - 1] if e else 0) - n
+        counted.append(now)
+    return counted
+
+
+def numbers_of(sample: Sample) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Rows before quantization, dequantized rows and the scale of each number, in float64."""
+    get = sample.arguments.get
+    form = {name: sample.arguments[name] for name in FORM if name in sample.arguments}
+    offs, before, after, scale = get("offs"), get("x"), get("q"), get("scale")
+    if get("gate_up") is not None:
+        before = (
+            swiglu_of(sample["gate_up"], offs, form)
+            if before is None
+            else gradient_of(sample, form)
+        )
+    if scale is not None:
+        if scale.dim() == 3:
+            scale = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+            scale = scale[:, : after.size(1), : after.size(2)]
+        elif scale.dim() == 2:
+            scale = scale[:, : len(after)].t().repeat_interleave(128, 1)[:, : after.size(1)]
+        elif after.dim() == 3:
+            scale = scale[:, None, None].expand(after.shape)
+        else:
+            T, of_rows = len(after), torch.ones(len(after))
+            for group, one in zip(reference.groups(offs, T), scale, strict=True):
+                of_rows[group] = one
+            scale = of_rows[:, None].expand(after.shape)
+    if after is not None:
+        after = after.float() * scale if scale is not None else after.float()
+    before, after, scale = (
+        t if t is None else (t.flatten(0, 1) if t.dim() == 3 else t).double()
+        for t in (before, after, scale)
+    )
+    if offs is not None:
+        before = before if before is None else reference.gather(before, get("rows"), offs)
+        after = after if after is None else reference.gather(after, get("q_rows"), offs)
+        scale = scale if scale is None else reference.gather(scale, get("q_rows"), offs)
+    return before, after, scale
+
+
+def of_numbers(
+    before: Tensor | None,
+    after: Tensor | None,
+    scale: Tensor | None,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """Numbers 2 to 10, of the rows that are read."""
+    x = after if before is None else before
+    q = x if after is None else after
+    assert x is not None
+    assert q is not None
+    finite = x.isfinite() & q.isfinite()
+    both = before is not None and after is not None
+    compared = finite if both else torch.zeros_like(finite)
+    beyond = torch.zeros_like(finite)
+    if both and scale is not None and dtype in BEYOND:
+        beyond = x.abs() > BEYOND[dtype] * scale
+    of = {
+        2: x.numel(),
+        3: compared.sum(),
+        4: x[finite].abs().max() if finite.any() else 0,
+        6: (compared & (x != 0) & (q == 0)).sum(),
+        7: (compared & beyond).sum(),
+        8: (~finite).sum(),
+        9: ((q - x)[compared] ** 2).sum(),
+        10: (x[compared] ** 2).sum(),
+    }
+    return torch.tensor([float(of.get(i, 0)) for i in range(2, 11)], dtype=torch.float64)
+
+
+def mistakes(good: Sample) -> list[Arguments]:
+    stats, x, q, scale = good["stats"], good["x"], good["q"], good["scale"]
+    i32 = torch.int32
+    offs, gate_up = good["offs"], torch.zeros(12, 288, dtype=x.dtype)
+    no_rows: Arguments = {"rows": None, "q_rows": None, "scale_t": None, "routed": None}
+    of_weight: Arguments = {**no_rows, "offs": None, "q": None, "scale": None}
+    w = torch.zeros(3, 32, 144, dtype=x.dtype)
+    of_grad: Arguments = {"gate_up": torch.zeros(12, 160, dtype=x.dtype), "rows": None}
+    of_grad |= {"x": torch.zeros(12, 80, dtype=x.dtype), "weight": torch.zeros(12)}
+    return [
+        *({"stats": stats[0]}, {"stats": stats.float()}, {"stats": stats[:, :0]}),
+        *({"stats": stats.expand(3, 4, 3, 14).repeat(1, 17, 1, 1)}, {"stats": stats[:, :, :0]}),
+        *({"stats": stats[..., :5]}, {"stats": stats.mT.contiguous().mT}),
+        *({"enabled": torch.tensor([True])}, {"enabled": torch.tensor(1)}),
+        *({"operand": -1}, {"operand": 3}),
+        {"x": None, "q": None, "scale": None, **no_rows},
+        *({"x": x.double()}, {"q": q.double()}, {"q": None}),
+        *({"scale": scale.double()}, {"scale": torch.ones(2)}, {"scale": scale[None]}),
+        *({"scale": scale[:1]}, {"scale": scale[:, :4]}),
+        {"offs": None},
+        *({**of_weight, "x": w[0]}, {**of_weight, "x": w[:2]}, {**of_weight, "x": w[:, :24]}),
+        *({**of_weight, "x": w[..., :24]}, {**of_weight, "x": w, "q": w[:, :16]}),
+        *({"offs": offs[None]}, {"offs": offs.long()}, {"offs": offs[:2]}),
+        *({"routed": offs.long()}, {"routed": offs[:2]}),
+        *({"scale_t": torch.ones(3)}, {"scale_t": torch.ones(3, 144).half()}),
+        *({"scale_t": torch.ones(3, 24)}, {"scale_t": torch.ones(3, 128)}),
+        *({"gate_up": gate_up[0], "x": None, "rows": None}, {"gate_up": gate_up.double()}),
+        *({"gate_up": gate_up[:, :33]}, {"gate_up": gate_up[:, :48]}, {"gate_up": gate_up}),
+        {"gate_up": gate_up, "rows": None},
+        {"weight": torch.ones(12)},
+        *({"x": x[0]}, {"x": like(x, None, 24)}),
+        {**of_grad, "gate_up": of_grad["gate_up"].float()},
+        {**of_grad, "x": torch.zeros(11, 80, dtype=x.dtype)},
+        {**of_grad, "x": torch.zeros(12, 64, dtype=x.dtype)},
+        *({**of_grad, "weight": torch.zeros(12).half()}, {**of_grad, "weight": torch.zeros(11)}),
+        *({"rows": torch.zeros(12)}, {"rows": torch.zeros(2, 6, dtype=i32)}, {"x": None}),
+        {"q": None, "scale": None},
+        *({"q": q[0], "scale": None}, {"q": q[:, :24], "scale": None}),
+        *({"q_rows": torch.zeros(12)}, {"q_rows": torch.zeros(11, dtype=i32)}),
+        {"q": q[:, :128], "scale": None},
+        *variants_of_form(),
+    ]
+
+
+def variants_of_form() -> list[Arguments]:
+    return [{"alpha": float("nan")}, {"limit": -1.5}, {"cubic": -0.5}]
+
+
+ROWS: dict[str, Options] = {
+    "off": {"enabled": False, "columnwise": True, "dropped": True},
+    "columnwise": {"columnwise": True, "dropped": True, "parts": 1},
+    "columns": {"source": "columns"},
+    "amax": {"format": None},
+    "rounded": {"format": "rounded"},
+    "saturated": {"format": "saturated"},
+    "e5m2": {"format": E5M2},
+    "gathered": {"index": torch.int32, "columnwise": True, "dropped": True},
+    "gathered_wide": {"index": torch.int64, "layout": "strided"},
+    **{name: {"layout": name} for name in ("strided", "transposed", "expanded", "odd")},
+}
+WEIGHT: dict[str, Options] = {
+    "weight": {"source": "weight"},
+    "weight_group": {"source": "weight", "format": "group"},
+    "weight_alone": {"source": "weight", "alone": True},
+    "weight_transposed": {"source": "weight", "layout": "transposed"},
+}
+OP = OpInfo(
+    sample=sample,
+    expected=expected,
+    mistakes=mistakes,
+    good={"index": torch.int32, "columnwise": True, "dropped": True},
+    every_tensor="gathered",
+    variants={
+        **ROWS,
+        **WEIGHT,
+        **{f"swiglu_{n}": {"source": "swiglu", **f} for n, f in variants.FORMS.items()},
+        **{f"gradient_{n}": {"source": "grad", **f} for n, f in variants.FORMS.items()},
+        "swiglu": {"source": "swiglu"},
+        "swiglu_odd": {"source": "swiglu", "layout": "odd", "interleaved": True},
+        "gradient": {"source": "grad"},
+        "gradient_odd": {"source": "grad", "layout": "odd", "interleaved": True},
+    },
+    too_large=(({"x": 0}, {"format": None}),),
+    benchmark="bench_watch",
+    sentences="""\
+stats must be 4-D, got 3-D
+stats must be float64, got float32
+stats must have between 1 and 64 parts, got 0
+stats must have between 1 and 64 parts, got 68
+E must be between 1 and 1024, got 0
+stats must have 14 numbers of a group, got 5
+stats must be contiguous
+enabled must be 0-D, got 1-D
+enabled must be bool, got int64
+operand must be not negative and below 3, got -1
+operand must be not negative and below 3, got 3
+give x, q, gate_up or scale_t, got none of them
+x must be bfloat16, float16 or float32, got float64
+q must be bfloat16, float16 or float32, got float64
+scale needs q
+scale must be float32, got float64
+E differs: scale has 2, stats has 3
+scale must be 2-D, got 3-D
+the number of K blocks differs: scale has 1, q has 2
+the number of scale rows differs: scale has 4, q has 12
+rows need offs, only a weight has none
+x must be 3-D, got 2-D
+E differs: x has 2, stats has 3
+N must be a positive multiple of 16, got 24
+K must be a positive multiple of 16, got 24
+N differs: q has 16, x has 32
+offs must be 1-D, got 2-D
+offs must be int32, got int64
+E differs: offs has 2, stats has 3
+routed must be int32, got int64
+E differs: routed has 2, stats has 3
+scale_t must be 2-D, got 1-D
+scale_t must be float32, got float16
+K must be a positive multiple of 16, got 24
+K differs: scale_t has 128, x has 144
+gate_up must be 2-D, got 1-D
+gate_up must be bfloat16, float16 or float32, got float64
+gate_up must have an even number of columns, got 33
+F must be a positive multiple of 16, got 24
+rows are of x, and gate_up has them already
+a gradient of gate_up needs x and weight
+weight needs gate_up
+x must be 2-D, got 1-D
+K must be a positive multiple of 16, got 24
+gate_up must be bfloat16, got float32
+T differs: x has 11, gate_up has 12
+2 * F differs: x has 128, gate_up has 160
+weight must be float32, got float16
+T differs: weight has 11, gate_up has 12
+rows must be int32 or int64, got float32
+rows must be 1-D, got 2-D
+rows need x
+q_rows need q
+q must be 2-D, got 1-D
+K must be a positive multiple of 16, got 24
+q_rows must be int32 or int64, got float32
+T differs: q_rows has 11, x has 12
+K differs: q has 128, x has 144
+alpha must be finite, got nan
+limit must be positive, got -1.5
+cubic must be finite and not negative, got -0.5""",
+)

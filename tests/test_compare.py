@@ -1,0 +1,130 @@
+"""compare: layers beside themselves without a recipe, whole and one role at a time.
+
+T rows, E groups, K in_features, N out_features, F features of h.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from grouped_linear import (
+    DelayedScaling,
+    Float8BlockScaling,
+    GroupedLinear,
+    GroupedMLP,
+    Recipe,
+    compare,
+    watch,
+)
+from support import reference
+from support.compare import assert_same_bits
+from support.recipes import RECIPES
+from support.tensors import FP32
+
+E, K, N = 3, 128, 272
+SPLITS = [40, 0, 93]
+
+
+def linear(recipe: Recipe | None, **options: Any) -> Any:
+    torch.manual_seed(1)
+    return GroupedLinear(E, K, N, bias=False, recipe=recipe, dtype=FP32, **options)
+
+
+def arguments() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(2)
+    return torch.randn(sum(SPLITS), K, requires_grad=True), torch.randn(sum(SPLITS), N)
+
+
+def difference(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def test_differences_of_a_linear_layer_in_float64() -> None:
+    """Output and gradients of operands that the reference quantizes, whole and one at a time."""
+    layer, (x, dy) = linear(Float8BlockScaling(share_x_scales=False)), arguments()
+    found = compare(layer, lambda: layer(x, SPLITS).backward(dy), roles=True)
+    offs, scaling = torch.tensor(SPLITS).cumsum(0).int(), reference.Scaling()
+    w = layer.weight.detach()
+
+    def of_rows(t: Tensor) -> tuple[Tensor, Tensor]:
+        rowwise = reference.dequantize_rowwise(*reference.quantize_rowwise(t, scaling), offs)
+        columns = reference.quantize_columnwise(t, offs, scaling)
+        return rowwise, reference.dequantize_columnwise(*columns, offs, len(t))
+
+    q, scale, _ = reference.quantize_weight(w, scaling)
+    rounded = {
+        "input": of_rows(x.detach()),
+        "weight": (reference.dequantize_weight(q, scale),) * 2,
+        "grad_output": of_rows(dy),
+    }
+    plain = {"input": (x.detach(),) * 2, "weight": (w,) * 2, "grad_output": (dy,) * 2}
+
+    def results(*roles: str) -> dict[str, Tensor]:
+        of = {role: (rounded if role in roles else plain)[role] for role in plain}
+        (x_row, x_col), (w_row, w_col), (dy_row, dy_col) = (
+            [t.double() for t in of[role]] for role in plain
+        )
+        return {
+            "output": reference.grouped_mm(x_row, w_row.mT, offs),
+            "x": reference.grouped_mm(dy_row, w_col, offs),
+            "weight": reference.grouped_mm_wgrad(dy_col, x_col, offs),
+        }
+
+    expected = results()
+    for found_one in found.differences:
+        roles = tuple(plain) if found_one.quantized == "all" else (found_one.quantized,)
+        must = difference(results(*roles)[found_one.tensor], expected[found_one.tensor])
+        assert found_one.difference == pytest.approx(must, rel=0.02, abs=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["block", "current", "mxfp8", "delayed"])
+def test_differences_of_an_mlp(name: str, compiled: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(GroupedMLP(4, K, 144, recipe=RECIPES[name]))
+    x, (weights, chosen) = torch.randn(50, K, requires_grad=True), torch.rand(50, 4).topk(2)
+    roles = not isinstance(RECIPES[name], DelayedScaling) and not compiled
+    found = compare(
+        model,
+        lambda: model[0](x, weights, chosen).square().sum().backward(),
+        roles=roles,
+        compiled=compiled,
+    )
+    whole = {d.tensor: d.difference for d in found.differences if d.quantized == "all"}
+    assert set(whole) == {"output", "x", "gate_up_proj", "down_proj"}
+    assert all(0.02 < d < 0.12 for d in whole.values())
+    if roles:
+        of_gradient = {d.tensor: d.difference for d in found.differences if d[1] == "grad_output"}
+        assert of_gradient["output"] == 0
+        assert 0.01 < of_gradient["x"] < whole["x"]
+        assert str(found).split()[:5] == ["layer", "tensor", "all", "input", "weight"]
+
+
+@pytest.mark.parametrize("weights", ["fp8", "both"])
+def test_the_model_stays_as_it_is(weights: str) -> None:
+    layer, (x, dy) = linear(Float8BlockScaling(), weights=weights), arguments()
+    seen = watch(layer)
+    layer(x, SPLITS).backward(dy)
+    (grad,), before = (layer.weight.grad.clone(),), seen.read()
+    layer.zero_grad()
+    found = compare(layer, lambda: layer(x, SPLITS).backward(dy))
+    assert_same_bits(layer.weight.grad, grad)
+    after = seen.read()
+    assert after.loads[0].tokens == before.loads[0].tokens  # of the step alone
+    assert layer.recipe == Float8BlockScaling()
+    of_output = found.worst("output")[0].difference
+    assert 0.02 < of_output < 0.05
+
+
+def test_what_cannot_be_compared() -> None:
+    with pytest.raises(ValueError, match=r"^compare: Linear has no GroupedLinear and no GroupedM"):
+        compare(nn.Linear(3, 3), lambda: None)
+    layer, (x, dy) = linear(Float8BlockScaling()), arguments()
+    with pytest.raises(ValueError, match=r"^compare: no backward of step reached the layer ''$"):
+        compare(layer, lambda: layer(x, SPLITS))
+    delayed = linear(DelayedScaling())
+    with pytest.raises(ValueError, match=r"roles=True needs a recipe without state, got Delayed"):
+        compare(delayed, lambda: delayed(x, SPLITS).backward(dy), roles=True)
+    assert not layer._forward_hooks

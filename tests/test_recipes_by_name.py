@@ -1,0 +1,132 @@
+"""convert with another recipe for some of a model's experts, by patterns of their names."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from grouped_linear import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    GroupedTensor,
+    convert,
+)
+from support.compare import assert_same_bits
+
+FP8 = Float8BlockScaling()
+
+
+def forward(self: Any, x: Tensor) -> Tensor:
+    return self.experts(x, [3, 5])
+
+
+class Block(nn.Module):
+    """Experts as a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.experts[0](x[:3]), self.experts[1](x[3:])])
+
+
+def blocks() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), Block())
+
+
+def qwen() -> Any:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        mlp_only_layers=[],
+    )
+    torch.manual_seed(0)
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def test_the_last_pattern_that_matches_counts() -> None:
+    model = blocks()
+    patterns = {"*": Float8CurrentScaling(), "1": None}
+    found = convert(model, FP8, forwards={Block: forward}, recipes=patterns)
+    assert [block.experts.recipe for block in model] == [
+        Float8CurrentScaling(),
+        None,
+        Float8CurrentScaling(),
+    ]
+    assert dict(found.recipes) == patterns
+    assert "recipe of 1: None" in str(found).splitlines()
+
+
+def test_hugging_face_layers_have_their_own() -> None:
+    """Each layer's experts give the bits of a model converted with that recipe alone."""
+    recipes = {"model.layers.0.*": None, "model.layers.2.*": Float8CurrentScaling()}
+    model = qwen()
+    convert(model, FP8, recipes=recipes)
+    x = torch.randn(10, 32)
+    weights, chosen = torch.rand(10, 4).topk(2)
+    for i, recipe in enumerate((None, FP8, Float8CurrentScaling())):
+        alone = qwen()
+        convert(alone, recipe)
+        experts = [m.model.layers[i].mlp.experts for m in (model, alone)]
+        assert_same_bits(*(one(x, chosen, weights) for one in experts))
+        torch._dynamo.reset()
+        compiled = torch.compile(experts[0], fullgraph=True)
+        assert_same_bits(compiled(x, chosen, weights), experts[1](x, chosen, weights))
+    copied = copy.deepcopy(model)
+    tokens = torch.arange(8)[None]
+    assert_same_bits(copied(tokens).logits, model(tokens).logits)
+    convert(model, FP8)  # without patterns: one recipe for all
+    alone = qwen()
+    convert(alone, FP8)
+    assert_same_bits(model(tokens).logits, alone(tokens).logits)
+
+
+@pytest.mark.parametrize("weights", ["both", "fp8"])
+def test_without_a_recipe_weights_stay_plain(weights: Any) -> None:
+    model = qwen()
+    convert(model, FP8, weights=weights, recipes={"model.layers.0.*": None})
+    kept = [isinstance(m.mlp.experts.down_proj, GroupedTensor) for m in model.model.layers]
+    assert kept == [False, True, True]
+    model(torch.arange(8)[None]).logits.sum().backward()
+    lists = blocks()
+    convert(lists, FP8, weights=weights, forwards={Block: forward}, recipes={"0": None})
+    assert [isinstance(b.experts.weight, GroupedTensor) for b in lists] == [False, True, True]
+
+
+def test_wrong_patterns_and_recipes() -> None:
+    model = blocks()
+    before = copy.deepcopy(model.state_dict())
+
+    def refused(recipes: Any, **options: Any) -> str:
+        with pytest.raises(ValueError, match=r"^convert: ") as error:
+            convert(model, FP8, forwards={Block: forward}, recipes=recipes, **options)
+        return str(error.value)
+
+    assert refused({"layers.0.*": None, "1": None}) == (
+        "convert: no experts have a name that matches 'layers.0.*' of recipes"
+    )
+    assert (
+        refused([("1", None)]) == "convert: recipes must map patterns of names to recipes, got list"
+    )
+    assert refused({1: None}) == "convert: a pattern of recipes must be a string, got 1"
+    assert refused({"1": "fp8"}).startswith("convert: recipes['1']: recipe must be None or")
+    assert refused({"1": DelayedScaling()}, weights="fp8").startswith(
+        "convert: recipes['1']: weights='fp8' needs the recipe Float8BlockScaling, got Delayed"
+    )
+    assert type(model[0]) is Block
+    assert model.state_dict().keys() == before.keys()
+    with pytest.raises(ValueError, match=r"^convert: DelayedScaling has a state in each layer"):
+        convert(qwen(), FP8, recipes={"model.layers.0.*": DelayedScaling()})

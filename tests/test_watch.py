@@ -1,0 +1,546 @@
+"""Statistics of watched layers: the numbers, their flag, compiled, copied, over processes.
+
+T rows, E groups, K in_features, N out_features, H features of a token, F features of h.
+"""
+
+import copy
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from grouped_linear import (
+    Float8BlockScaling,
+    GroupedLinear,
+    GroupedMLP,
+    Recipe,
+    SquaredReLU,
+    Statistics,
+    SwiGLU,
+    ops,
+    watch,
+)
+from grouped_linear.meta_kernels.watch import COLUMNS
+from grouped_linear.nn.watched import ROLES, WatchedLayer
+from support import reference
+from support.compare import assert_same_bits
+from support.devices import devices, needs_gpu
+from support.formats import composed
+from support.processes import Checks, Passes, device
+from support.recipes import RECIPES
+from support.tensors import BF16, FP32
+
+E, K, N, F, C = 5, 128, 272, 144, 2
+SPLITS = (40, 0, 131, 3, 60)
+T = sum(SPLITS) + 6
+DEVICES = devices("watch_operand_")
+
+
+def linear(recipe: Recipe | None, where: str, dtype: torch.dtype = BF16, **options: Any) -> Any:
+    torch.manual_seed(1)
+    return GroupedLinear(E, K, N, recipe=recipe, dtype=dtype, device=where, **options)
+
+
+def mlp(recipe: Recipe | None, where: str, **options: Any) -> Any:
+    torch.manual_seed(1)
+    return GroupedMLP(E, K, F, recipe=recipe, dtype=BF16, device=where, **options)
+
+
+def watched(layer: Any) -> WatchedLayer:
+    return watch(layer).layers[""]
+
+
+def rows(features: int, dtype: torch.dtype = BF16) -> Tensor:
+    """Rows with numbers that become zero, in groups and after them."""
+    torch.manual_seed(2)
+    t = torch.randn(T, features)
+    t[:, 5::7] *= 2.0**-20
+    t[:, 3] = 0
+    t[sum(SPLITS) :] = torch.nan
+    return t.to(dtype)
+
+
+def routing(where: str) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(3)
+    scores = torch.randn(T, E)
+    scores[:, 1] = -9  # no token chooses it
+    weights, chosen = scores.softmax(-1).topk(C)
+    return weights.to(where), chosen.to(where)
+
+
+def step(layer: Any, x: Tensor, *arguments: Any, of: Any = None) -> list[Tensor]:
+    """The output and the gradients of a forward and a backward; `of` is what is called."""
+    layer.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    y = (layer if of is None else of)(x, *arguments)
+    torch.manual_seed(4)
+    y.backward(torch.randn(y.shape).to(y))
+    return [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters() if p.requires_grad)]
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    """All but the shared scales; float64 sums of squares in another order."""
+    torch.testing.assert_close(actual[..., :11], expected[..., :11], rtol=1e-12, atol=0)
+
+
+# --- the numbers ---------------------------------------------------------------------------------
+
+
+def spaced(n: int, most: int) -> list[int]:
+    count = min(n, most)
+    return [i * (n // count) + min(i, n % count) for i in range(count)]
+
+
+def expected(before: Tensor, after: Tensor | None, sizes: tuple[int, ...], most: int) -> Tensor:
+    """[E, 11] of rows, in float64."""
+    found, begin = torch.zeros(len(sizes), len(COLUMNS), dtype=torch.float64), 0
+    for e, n in enumerate(sizes):
+        read = [begin + i for i in spaced(n, most)]
+        begin += n
+        x = before.detach()[read].double()
+        of = {"calls": 1, "rows": n, "numbers": x.numel(), "amax": x.abs().max() if n else 0}
+        if after is not None:
+            q = after[read].double()
+            of |= {"compared": x.numel(), "underflow": ((x != 0) & (q == 0)).sum()}
+            of |= {"error": ((q - x) ** 2).sum(), "square": (x**2).sum()}
+        for name, value in of.items():
+            found[e, COLUMNS.index(name)] = float(value)
+    return found
+
+
+def dequantized(name: str, t_TK: Tensor, sizes: tuple[int, ...], fp8: torch.dtype) -> Tensor | None:
+    """What a GEMM reads of rows under a recipe, of the reference's quantizers."""
+    offs, scaling = torch.tensor(sizes).cumsum(0).int(), reference.Scaling(name == "block")
+    t_TK = t_TK.float()
+    if name == "none":
+        return None
+    if name == "mxfp8":
+        return reference.round_mx_rowwise(t_TK)
+    if name == "block":
+        return reference.dequantize_rowwise(*reference.quantize_rowwise(t_TK, scaling), offs)
+    q, scale = reference.quantize_groups(t_TK, offs, scaling, fp8)
+    return reference.scale_groups(q, scale, offs).float()  # as the op multiplies
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_numbers_of_a_linear_layer(name: str, dtype: torch.dtype, where: str) -> None:
+    """Each role and group, of rows that are quantized by the reference, in float64."""
+    layer = linear(RECIPES[name], where, dtype)
+    seen = watched(layer)
+    x, dy = rows(K, dtype), rows(N, dtype)
+    layer(x.to(where).requires_grad_(), list(SPLITS)).backward(dy.to(where))
+    read = seen.read().cpu()[0]
+    w = layer.weight.detach().cpu()
+    if name == "block":
+        q, scale, _ = reference.quantize_weight(w.float(), reference.Scaling())
+        w_after: Any = reference.dequantize_weight(q, scale).flatten(0, 1)
+    else:
+        w_after = dequantized(name, w.flatten(0, 1), (N,) * E, reference.E4M3)
+    dy_dtype = reference.E5M2 if name == "delayed" else reference.E4M3
+    found = {
+        "input": expected(x, dequantized(name, x, SPLITS, reference.E4M3), SPLITS, 8),
+        "weight": expected(w.flatten(0, 1), w_after, (N,) * E, 8),
+        "gradient": expected(dy, dequantized(name, dy, SPLITS, dy_dtype), SPLITS, 8),
+    }
+    for role, of_role in found.items():
+        numbers = read[ROLES.index(role)]
+        for column in COLUMNS[:11]:
+            i = COLUMNS.index(column)
+            if column != "scaled_amax":  # below
+                torch.testing.assert_close(numbers[:, i], of_role[:, i], rtol=1e-12, atol=0)
+    by_scale, sampled = (read[..., COLUMNS.index(n)] for n in ("scaled_amax", "amax"))
+    if name in ("none", "mxfp8"):  # without float32 scales
+        assert not by_scale.any()
+    else:  # of all rows, and at most a power of two too large
+        amax = torch.stack([t.abs().max().double() for t in (x[:40], w[0], dy[:40])])
+        assert (by_scale >= 0.999 * sampled).all()
+        assert (by_scale[:, 0] >= 0.999 * amax).all()
+        assert (by_scale[:, 0] <= 2 * amax).all()
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_numbers_of_an_mlp(name: str, where: str) -> None:
+    """Its two projections count what two linear layers of the same rows do."""
+    recipe, (weights, chosen) = RECIPES[name], routing(where)
+    layer, x = mlp(recipe, where), rows(K)[: sum(SPLITS)].to(where)
+    weights, chosen = weights[: len(x)], chosen[: len(x)]
+    seen = watched(layer)
+    step(layer, x, weights, chosen)
+    read = seen.read()
+    sorted_rows = ops.sort_by_expert(chosen, E)
+    splits = sorted_rows.offs.diff(prepend=sorted_rows.offs.new_zeros(1))
+    x_RK = x[sorted_rows.token.long()]
+    t = x_RK
+    for i, weight in enumerate((layer.gate_up_proj, layer.down_proj)):
+        one = GroupedLinear(E, weight.size(2), weight.size(1), bias=False, recipe=recipe).to(x)
+        one.weight.data.copy_(weight.detach())
+        beside = watched(one)
+        t = one(t, splits).detach()
+        if i == 0:
+            t = ops.swiglu(t, sorted_rows.offs)
+        of_one = beside.read()[0]
+        for role in (0, 1):
+            torch.testing.assert_close(
+                read[i, role, :, :11], of_one[role, :, :11], rtol=1e-12, atol=0
+            )
+    # of the second layer the unweighted gradient is multiplied
+    torch.manual_seed(4)
+    d_out_RK = torch.randn(x.shape).to(x)[sorted_rows.token.long()]
+    down = GroupedLinear(E, F, K, bias=False, recipe=recipe, dtype=BF16, device=where)
+    beside = watched(down)
+    h_RF = torch.zeros(len(t), F, dtype=BF16, device=where, requires_grad=True)
+    down(h_RF, splits).backward(d_out_RK)
+    assert_near(read[1, 2], beside.read()[0, 2])
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("name", ["block", "current", "mxfp8"])
+def test_a_format_of_a_users_own(name: str, where: str) -> None:
+    """The same numbers of a function as of the format that it composes, d_gate_up's among them."""
+    recipe = RECIPES[name]
+    assert recipe is not None
+    found = []
+    for one in (recipe, composed(recipe)):
+        layer = mlp(one, where)
+        seen = watched(layer)
+        step(layer, rows(K)[: sum(SPLITS)].to(where), *(t[: sum(SPLITS)] for t in routing(where)))
+        found.append(seen.read())
+    assert_near(*found)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_shared_scales(where: str) -> None:
+    """Blocks of 128 rows whose features are far apart, and near."""
+    torch.manual_seed(0)
+    far = torch.logspace(0, -4, K).expand(T, K)
+    for x, shares in ((torch.randn(T, K), 1.0), (torch.randn(T, K) * far, 0.0)):
+        layer = linear(Float8BlockScaling(), where)
+        seen = watch(layer)
+        layer(x.to(where, BF16).requires_grad_(), list(SPLITS)).sum().backward()
+        assert seen.read().operands[0].shared == shares
+        layer = mlp(Float8BlockScaling(), where)
+        seen = watch(layer)
+        step(layer, x.to(where, BF16), *routing(where))
+        assert seen.read().operands[0].shared == shares
+
+
+def test_dropped_rows_and_loads() -> None:
+    layer, (weights, chosen) = mlp(Float8BlockScaling(), "cpu"), routing("cpu")
+    seen, max_rows = watch(layer), T * C - 100
+    layer(rows(K).nan_to_num(), weights, chosen, max_rows=max_rows)
+    load = seen.read().loads[0]
+    whole = chosen.flatten().bincount(minlength=E)
+    assert sum(load.tokens) == max_rows
+    assert load.dropped == 100
+    assert load.idle == [1, *([4] if whole[4] <= 100 else [])]
+    assert load.imbalance == pytest.approx(max(load.tokens) * E / max_rows)
+
+
+# --- what a layer computes and the flag ----------------------------------------------------------
+
+
+LAYERS = ("linear", "mlp", "sorted", "limit", "relu")
+
+
+def case(kind: str, recipe: Recipe | None, where: str, **options: Any) -> tuple[Any, Any, Any]:
+    """A layer, its input and the other arguments of a call."""
+    x = rows(K)[: sum(SPLITS)].to(where)
+    splits = torch.tensor(SPLITS, device=where)
+    if kind == "linear":
+        return linear(recipe, where, **options), x, (splits,)
+    if kind == "sorted":
+
+        class Sorted(GroupedMLP):
+            def forward(self, x: Tensor, m_splits: Tensor) -> Tensor:
+                return self.forward_sorted(x, m_splits)
+
+        torch.manual_seed(1)
+        layer = Sorted(E, K, F, recipe=recipe, dtype=BF16, device=where, **options)
+        return layer, x, (splits,)
+    activation = {"limit": SwiGLU(limit=0.5, interleaved=True), "relu": SquaredReLU()}.get(kind)
+    more = {} if activation is None else {"activation": activation}
+    weights, chosen = (t[: len(x)] for t in routing(where))
+    return mlp(recipe, where, **more, **options), x, (weights, chosen)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_bits_flag_and_compiled_graphs(name: str, kind: str, where: str) -> None:
+    """The layer's bits stay; the flag decides; a graph counts the bits that eager calls count."""
+    layer, x, arguments = case(kind, RECIPES[name], where)
+    plain = step(copy.deepcopy(layer), x, *arguments)
+    seen = watched(layer)
+    seen.switch(False)
+    off = step(layer, x, *arguments)
+    assert not seen.read().any()
+    seen.switch(True)
+    on = step(layer, x, *arguments)
+    counted = seen.read()
+    assert counted[..., 0].sum() == counted[..., 0].numel()  # each operand of each group, once
+    assert not seen.read().any()
+    for results in (off, on):
+        for actual, one in zip(results, plain, strict=True):
+            assert_same_bits(actual, one)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True)
+    step(layer, x, *arguments, of=compiled)
+    assert torch.equal(seen.read(), counted)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        seen.switch(False)
+        step(layer, x, *arguments, of=compiled)
+        assert not seen.read().any()
+        seen.switch(True)
+        for actual, one in zip(step(layer, x, *arguments, of=compiled), plain, strict=True):
+            torch.testing.assert_close(actual, one, rtol=2e-2, atol=2e-2)
+    assert torch.equal(seen.read(), counted)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize(
+    "options", [{"weights": "both"}, {"weights": "fp8"}, {"cache_weights": True}]
+)
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_weights_that_are_kept(kind: str, options: dict[str, Any], where: str) -> None:
+    """As those that each call quantizes; of FP8 alone what the numbers tell."""
+    plain, x, arguments = case(kind, Float8BlockScaling(), where)
+    kept, _, _ = case(kind, Float8BlockScaling(), where, **options)
+    first = (True,) if "cache_weights" in options else ()
+    counted = []
+    for layer, more in ((plain, ()), (kept, first)):
+        seen = watched(layer)
+        step(layer, x, *arguments, *more)
+        counted.append(seen.read())
+        torch._dynamo.reset()
+        step(layer, x, *arguments, *more, of=torch.compile(layer, fullgraph=True))
+        assert torch.equal(seen.read(), counted[-1])
+    if options.get("weights") != "fp8":
+        assert torch.equal(*counted)
+        return
+    assert torch.equal(counted[0][:, [0, 2]], counted[1][:, [0, 2]])
+    alone = counted[1][:, 1]
+    compared, amax = (alone[..., COLUMNS.index(n)] for n in ("compared", "amax"))
+    assert not compared.any()
+    assert (amax > 0).all()
+
+
+def test_lists_of_weights() -> None:
+    from grouped_linear import te
+
+    layer = te.GroupedLinear(E, K, N, bias=False, params_dtype=BF16, recipe=Float8BlockScaling())
+    seen = watched(layer)
+    layer(rows(K)[: sum(SPLITS)].requires_grad_(), list(SPLITS)).sum().backward()
+    amax = seen.read()[0, 1, :, COLUMNS.index("scaled_amax")]
+    largest = torch.stack([w.detach().abs().max() for w in layer.parameters()])
+    assert ((amax >= largest) & (amax <= 2 * largest)).all()
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_cuda_graph_obeys_the_flag(name: str, kind: str) -> None:
+    layer, x, arguments = case(kind, RECIPES[name], "cuda")
+    seen = watched(layer)
+    step(layer, x, *arguments)
+    counted = seen.read()
+    x = x.requires_grad_()
+    torch.manual_seed(4)
+    dy = torch.randn(layer(x, *arguments).shape).to(x)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        layer(x, *arguments).backward(dy)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        layer(x, *arguments).backward(dy)
+    for on, times in ((False, 0), (True, 1), (False, 0), (True, 1)):
+        seen.switch(on)
+        seen.reset()
+        graph.replay()
+        torch.cuda.synchronize()
+        read = seen.read()
+        assert bool(read.any()) == on
+        if times:
+            assert torch.equal(read, counted)
+
+
+# --- copies, devices, readings -------------------------------------------------------------------
+
+
+def test_copies_count_for_themselves_and_dtypes_stay() -> None:
+    layer, x, arguments = case("mlp", Float8BlockScaling(), "cpu")
+    seen = watched(layer)
+    assert "watched" not in "".join(layer.state_dict())
+    assert not dict(layer.named_buffers())
+    other = copy.deepcopy(layer).to(FP32)
+    step(other, x.float(), *arguments)
+    assert other.watched.read().dtype == torch.float64
+    assert not seen.read().any()
+    meta = copy.deepcopy(layer).to("meta").to_empty(device="cpu")
+    assert not meta.watched.enabled
+    assert not meta.watched.read().any()
+
+
+def trained(layer: Any, x: Tensor, arguments: Any, lr: float, steps: int, **watching: Any) -> Any:
+    optimizer, seen = torch.optim.SGD(layer.parameters(), lr=lr), watch(layer, **watching)
+    for _ in range(steps):
+        layer.zero_grad()
+        layer(x, *arguments).square().mean().backward()
+        optimizer.step()
+        yield seen.step()
+
+
+def moved_in(layer: Any, steps: int, dtype: torch.dtype = BF16) -> list[list[float]]:
+    """Of each weight and expert, the share of numbers that so many steps of Adam have moved."""
+    torch.manual_seed(5)
+    x, (weights, chosen) = torch.randn(T, K, dtype=dtype), routing("cpu")
+    optimizer, seen = torch.optim.Adam(layer.parameters(), lr=1e-4), watch(layer)
+    for _ in range(steps):
+        layer.zero_grad()
+        layer(x, weights, chosen).square().mean().backward()
+        optimizer.step()
+    of_weights = [row.moved for row in seen.read().experts if row.role == "weight"]
+    return [of_weights[:E], of_weights[E:]]
+
+
+def test_steps_that_vanish_show_in_moved() -> None:
+    """Twenty steps of a hundredth of a number: in FP8 alone, rounded to nearest, most vanish."""
+    recipe = Float8BlockScaling()
+    nearest = moved_in(mlp(recipe, "cpu", weights="fp8", stochastic_rounding=False), 20)
+    added_up = moved_in(mlp(recipe, "cpu", weights="fp8"), 20)
+    master = moved_in(mlp(recipe, "cpu", weights="both").float(), 20, FP32)
+    for i in range(2):
+        for e in (0, 2, 3, 4):
+            assert nearest[i][e] < 0.15 < 0.3 < added_up[i][e]
+            assert master[i][e] > 0.99
+        assert nearest[i][1] == added_up[i][1] == master[i][1] == 0  # it has no token
+
+
+def test_steps_between_readings(tmp_path: Path) -> None:
+    layer, x, arguments = case("linear", Float8BlockScaling(), "cpu")
+    seen: list[Statistics] = []
+    read = list(trained(layer, x, arguments, 0.1, 7, every=3, to=seen.append))
+    assert [r is not None for r in read] == [True, False, False, True, False, False, True]
+    assert [r.step for r in seen] == [0, 3, 6]
+    assert all(r.loads[0].tokens == SPLITS for r in seen)  # of one step each
+
+    path = tmp_path / "fp8.csv"
+    list(trained(layer, x, arguments, 0.1, 4, every=2, to=path))
+    lines = list(csv.DictReader(path.open()))
+    assert {line["step"] for line in lines} == {"0", "2"}
+    assert len(lines) == 2 * 3 * (1 + E)
+    whole = next(line for line in lines if line["expert"] == "" and line["role"] == "input")
+    assert float(whole["tokens"]) == sum(SPLITS)
+    assert 1e-4 < float(whole["error"]) < 2e-3
+
+    class Writer:
+        def __init__(self) -> None:
+            self.scalars: dict[str, float] = {}
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            self.scalars[name] = value
+
+    writer = Writer()
+    list(trained(layer, x, arguments, 0.1, 1, to=writer))
+    assert writer.scalars["weight/input/tokens"] == sum(SPLITS)
+    assert writer.scalars["the model/router/idle"] == 1
+
+
+def test_table_and_picture(tmp_path: Path) -> None:
+    layer, x, arguments = case("mlp", Float8BlockScaling(), "cpu")
+    model = nn.Sequential(layer)
+    layer.down_proj.data[3, 0, 0] = 1e6
+    (seen,) = (watch(model),)
+    step(layer, x, *arguments)
+    read = seen.read()
+    table = str(read)
+    assert table.splitlines()[1].split()[:4] == ["layer", "role", "tokens", "amax"]
+    assert table.splitlines()[6].split()[:2] == ["0.down_proj", "weight"]
+    assert read.worst("scaled_amax", "weight")[0][:3] == ("0.down_proj", "weight", 3)
+    pytest.importorskip("matplotlib", reason="needs matplotlib").use("Agg")
+    read.plot(tmp_path / "error.png")
+    assert (tmp_path / "error.png").stat().st_size > 5000
+    seen.remove()
+    step(layer, x, *arguments)
+    assert layer.watched is None
+
+
+def test_nothing_to_watch_and_wrong_options() -> None:
+    with pytest.raises(ValueError, match=r"^watch: Linear has no GroupedLinear, no GroupedMLP and"):
+        watch(nn.Linear(3, 3))
+    layer = linear(None, "cpu")
+    with pytest.raises(ValueError, match=r"^watch: every must be a positive integer, got 0$"):
+        watch(layer, every=0)
+    with pytest.raises(ValueError, match=r"^watch: to must be the path of a CSV, .* got int$"):
+        watch(layer, to=3)
+    assert layer.watched is None
+
+
+# --- transformers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [None, Float8BlockScaling()])
+def test_hugging_face(recipe: Recipe | None) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    from grouped_linear import convert
+
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        mlp_only_layers=[],
+    )
+    model = transformers.Qwen3MoeForCausalLM(config)
+    convert(model, recipe)
+    seen = watch(model)
+    tokens = torch.arange(20).view(2, 10)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    read = seen.read()
+    assert len(read.loads) == 2
+    assert all(sum(load.tokens) == 40 for load in read.loads)
+    assert read.operands[0].layer == "model.layers.0.mlp.experts.gate_up_proj"
+    assert len(read.operands) == 2 * 2 * 3
+    callback = seen.trainer_callback()
+    callback.on_step_end(None, None, None)
+    assert seen.steps == 1
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def check_reduced(rank: int, folder: Path) -> None:
+    where = device()
+    layer = linear(Float8BlockScaling(), where)
+    seen = watch(layer)
+    x = rows(K)[: sum(SPLITS)].to(where) * (1 + rank)
+    step(layer, x, list(SPLITS))
+    own, together = seen.read(reset=False), seen.read(dist.group.WORLD)
+    assert sum(together.loads[0].tokens) == 2 * sum(SPLITS)
+    amax = torch.tensor([row.amax for row in own.experts if row.role == "input"])
+    dist.all_reduce(amax.to(where), dist.ReduceOp.MAX)
+    both = [row.amax for row in together.experts if row.role == "input"]
+    assert both[0] >= own.experts[0].amax
+    assert torch.tensor(both).isfinite().sum() == 4  # and an expert without tokens
+    assert not any(load.tokens[0] for load in seen.read().loads)
+
+
+CHECKS: Checks = {"reduced": check_reduced}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_processes(check: str, passes: Passes) -> None:
+    passes(check)
