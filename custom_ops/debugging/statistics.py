@@ -171,18 +171,19 @@ class Statistics:
         layers = list(dict.fromkeys(row.layer for row in self.experts))
         figure = Figure(figsize=(8, 1.2 + 1.6 * len(layers)), layout="constrained")
         axes = figure.subplots(len(layers), 1, squeeze=False)[:, 0]
+        drawn: dict[str, Any] = {}
         for ax, layer in zip(axes, layers, strict=True):
             for role, color in COLORS.items():
                 rows = [r for r in self.experts if r[:2] == (layer, role)]
                 values = [getattr(r, column) for r in rows]
                 if any(v == v for v in values):
-                    ax.plot([r.expert for r in rows], values, ".-", color=color, label=role)
+                    experts = [r.expert for r in rows]
+                    (drawn[role],) = ax.plot(experts, values, "o", color=color, markersize=5)
             ax.set_title(layer, loc="left", fontsize=9)
             ax.set_ylim(bottom=0)
             ax.set_ylabel(column)
         axes[-1].set_xlabel("expert")
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper right", ncols=3)
+        figure.legend(drawn.values(), drawn.keys(), loc="outside upper right", ncols=3)
         figure.savefig(str(path), dpi=120)
 
 
