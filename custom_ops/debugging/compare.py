@@ -92,7 +92,7 @@ def compare(
         ValueError: for a model without such layers, or if no backward reached one of them.
 
     >>> from grouped_linear import Float8BlockScaling
-    >>> layer = GroupedLinear(2, 128, 64, recipe=Float8BlockScaling())
+    >>> layer = GroupedLinear(2, 128, 64, bias=False, recipe=Float8BlockScaling())
     >>> x = torch.randn(64, 128, requires_grad=True)
     >>> found = compare(layer, lambda: layer(x, [40, 24]).square().sum().backward())
     >>> [(d.tensor, 0.01 < d.difference < 0.06) for d in found.differences]
