@@ -8,6 +8,7 @@ E experts, H features of a token, F features of an expert.
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -74,18 +75,19 @@ def test_peak_bytes_sees_what_is_held() -> None:
     assert 2 << 20 <= peak_bytes(double) < 2.1 * (1 << 20)
 
 
-@pytest.mark.parametrize("weights", [None, "fp8"])
+@pytest.mark.parametrize(
+    ("options", "nbytes"),
+    [({}, 2), ({"weights": "fp8"}, 1), ({"weights": "fp8", "columnwise": True}, 2)],
+)
 @pytest.mark.parametrize("layers", [1, 2])
-def test_lists(weights: str | None, layers: int) -> None:
-    """FP8 weights are two bytes an element, too: q and its transpose."""
+def test_lists(options: dict[str, Any], nbytes: int, layers: int) -> None:
+    """FP8 weights are a byte an element, or two with their transpose."""
     model = nn.ModuleList(Block() for _ in range(layers))
     parameters = list(model.parameters())  # kept, so that only new memory counts
     peak = peak_bytes(
-        lambda: convert(
-            model, Float8BlockScaling(), weights=weights, forwards={Block: lambda self, x: x}
-        )
+        lambda: convert(model, Float8BlockScaling(), forwards={Block: lambda self, x: x}, **options)
     )
-    size = 2 * sum(p.numel() for p in parameters)
+    size = nbytes * sum(p.numel() for p in parameters)
     assert size <= peak < size + 2 * ONE_EXPERT
 
 
