@@ -102,7 +102,7 @@ def record_routing(
     ...                        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
     >>> model, prompt = MixtralForCausalLM(config), torch.tensor([[1, 2, 3]])
     >>> with record_routing(model, batch_size=1, max_tokens=8) as recording:
-    ...     ids = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    ...     ids = model.generate(prompt, min_new_tokens=4, max_new_tokens=4)
     >>> recording.routing.experts.shape, recording.routing.experts.dtype
     (torch.Size([1, 6, 2, 2]), torch.uint8)
 
