@@ -130,3 +130,12 @@ def test_wrong_patterns_and_recipes() -> None:
     assert model.state_dict().keys() == before.keys()
     with pytest.raises(ValueError, match=r"^convert: DelayedScaling has a state in each layer"):
         convert(qwen(), FP8, recipes={"model.layers.0.*": DelayedScaling()})
+
+
+def test_experts_with_a_recipe_of_their_own_are_not_quantized_by_another() -> None:
+    from grouped_linear.integrations.transformers import quantize_experts
+
+    model = qwen()
+    convert(model, FP8, recipes={"model.layers.0.*": None})
+    with pytest.raises(ValueError, match="has the recipe None"):
+        quantize_experts(model)

@@ -320,6 +320,9 @@ def test_what_is_refused() -> None:
     for model in (model_of("mixtral", "cpu"), nn.Sequential(Experts())):
         convert(model, Float8CurrentScaling())
         assert "Float8CurrentScaling()" in sentence(lambda m=model: check_batch_invariant(m))
+    for model in (model_of("mixtral", "cpu"), nn.Sequential(Experts())):  # by its name alone
+        convert(model, Float8BlockScaling(), recipes={"*": Float8CurrentScaling()})
+        assert "Float8CurrentScaling()" in sentence(lambda m=model: check_batch_invariant(m))
 
 
 @DEVICES

@@ -216,7 +216,9 @@ def weights_of(module: Any) -> tuple[str, ...]:
     if isinstance(module, GroupedLinear):
         return ("weight",)
     if "_grouped_linear_implementation" in vars(module):  # experts of Hugging Face
-        return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+        from grouped_linear.integrations.experts_forward import weight_names
+
+        return weight_names(module)
     return ()
 
 

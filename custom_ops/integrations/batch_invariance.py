@@ -66,11 +66,14 @@ def _recipe_of(module: Any) -> tuple[Recipe | None] | str | None:
     if members is grouped_members:
         return (options[1],)
     if goes_through_interface(module):
+        from grouped_linear.integrations.experts_forward import recipe_of
         from grouped_linear.integrations.implementation import Implementation
 
         name = module.config._experts_implementation
         ours = Implementation.of(name)
-        return f"its experts implementation is {name!r}" if ours is None else (ours.recipe,)
+        if ours is None:
+            return f"its experts implementation is {name!r}"
+        return (recipe_of(module, ours.recipe),)
     return None
 
 

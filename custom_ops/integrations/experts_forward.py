@@ -57,7 +57,7 @@ def experts_forward(
     """
     lora = lora or {}
     first, second = weight_names(experts)
-    (recipe,) = getattr(experts, OWN_RECIPE, (recipe,))
+    recipe = recipe_of(experts, recipe)
 
     def bias(name: str) -> Tensor | None:
         return getattr(experts, f"{name}_bias") if experts.has_bias else None
@@ -111,6 +111,12 @@ def set_own_recipe(experts: Any, own: Recipe | None, recipe: Recipe | None) -> N
     vars(experts).pop(OWN_RECIPE, None)
     if own != recipe:
         vars(experts)[OWN_RECIPE] = (own,)
+
+
+def recipe_of(experts: Any, recipe: Recipe | None) -> Recipe | None:
+    """The recipe that these experts are computed by: their own, or the implementation's."""
+    own: tuple[Recipe | None] = getattr(experts, OWN_RECIPE, (recipe,))
+    return own[0]
 
 
 def _operand(experts: Any, name: str, recipe: Recipe | None) -> tuple[Tensor, LinearOptions]:

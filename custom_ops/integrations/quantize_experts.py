@@ -19,7 +19,7 @@ from grouped_linear.integrations.converted_class import (
     is_converted,
     restore_class,
 )
-from grouped_linear.integrations.experts_forward import has_parts, weight_names
+from grouped_linear.integrations.experts_forward import has_parts, recipe_of, weight_names
 from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.integrations.look_alikes import goes_through_interface
 from grouped_linear.integrations.plan import Plan, Replaced, check_weights, replace_parameter
@@ -239,7 +239,7 @@ def _models_in(model: nn.Module) -> Iterator[tuple[str, transformers.PreTrainedM
 def _block_recipe_of(experts: Any) -> Float8BlockScaling:
     name = experts.config._experts_implementation
     ours = Implementation.of(name)
-    recipe = None if ours is None else ours.recipe
+    recipe = None if ours is None else recipe_of(experts, ours.recipe)
     if not isinstance(recipe, Float8BlockScaling):
         computes = f"has the recipe {recipe!r}" if ours else "is not one of grouped_linear's"
         raise ValueError(
