@@ -46,6 +46,11 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
                                                         TransposedTile& transposed, unsigned first,
                                                         unsigned step) {
   __shared__ GroupTable table;
+  // Gathered rows of many groups: where tile n of this thread block is, at n % kLocated. One thread
+  // searches the table, two tiles ahead, while the copies of a tile are on their way. (Sources with
+  // more arithmetic a tile take up to 4% longer with it: H100, 2026-11.)
+  constexpr int kLocated = 4;
+  __shared__ TileLocation located[Source::kDownColumns ? kLocated : 1];
   __shared__ ColumnAmax<Element> column_amax;
   __shared__ uint32_t warp_largest[kTileWarps];
   __shared__ float shared_factor, shared_scale;
@@ -83,40 +88,63 @@ __device__ __forceinline__ void quantize_tiles_of_block(const Source& source, co
   const int line_step = step / per_line, tile_step = step % per_line;
   const auto line_of = [](TileBounds& at) -> int& { return down ? at.col_block : at.block; };
   const auto tile_of = [](TileBounds& at) -> int& { return down ? at.block : at.col_block; };
-  // Returns whether tile (block, col_block) exists, and if so fills in its bounds.
-  const auto locate = [&](TileBounds& at) {
+  const bool searches_ahead = Source::kDownColumns && !few_groups;
+  const auto search = [&](TileBounds at, int n) {
+    if (line_of(at) < lines) located[n % kLocated] = locate_tile<kTileSide>(table, E, at.block);
+  };
+  // Returns whether tile (block, col_block), tile n of this thread block, exists, and if so fills in
+  // its bounds.
+  const auto locate = [&](TileBounds& at, int n) {
     if (line_of(at) >= lines) return false;
-    const TileLocation tile =
-        few_groups ? groups.locate(at.block) : locate_tile<kTileSide>(table, E, at.block);
+    const TileLocation tile = few_groups       ? groups.locate(at.block)
+                              : searches_ahead ? located[n % kLocated]
+                                               : locate_tile<kTileSide>(table, E, at.block);
     at.row_begin = tile.row_begin;
     at.rows = tile.rows;
     at.col = at.col_block * kTileSide;
     at.cols = min(kTileSide, part_cols - at.col);
     return true;
   };
-  const auto locate_next = [&](TileBounds& at) {
+  const auto step_on = [&](TileBounds& at) {
     line_of(at) += line_step;
     tile_of(at) += tile_step;
     if (tile_of(at) >= per_line) {
       tile_of(at) -= per_line;
       ++line_of(at);
     }
-    return locate(at);
+  };
+  const auto locate_next = [&](TileBounds& at, int n) {
+    step_on(at);
+    return locate(at, n);
   };
 
   TileBounds at{};
   line_of(at) = first / per_line;
   tile_of(at) = first % per_line;
-  bool exists = locate(at);
+  if (searches_ahead) {
+    TileBounds next = at;
+    step_on(next);
+    if (threadIdx.x == 0) search(at, 0);
+    if (threadIdx.x == 32) search(next, 1);
+    __syncthreads();
+  }
+  int n = 0;
+  bool exists = locate(at, n);
   if (exists) source.prefetch(buffer, at);
-  for (; exists; exists = locate_next(at)) {
+  for (; exists; exists = locate_next(at, ++n)) {
+    if (searches_ahead && threadIdx.x == kTileThreads - 1) {
+      TileBounds after_next = at;
+      step_on(after_next);
+      step_on(after_next);
+      search(after_next, n + 2);
+    }
     Fragment<Element> fragments[kFragments];
     source.load(fragments, buffer, at);
     if constexpr (!std::is_empty_v<typename Source::Buffer>) {
       // Located here and again at the loop's end: kept until then, it would take registers. The asm
       // hides from the compiler that the two are the same.
       TileBounds next = at;
-      if (locate_next(next)) source.prefetch(buffer, next);
+      if (locate_next(next, n + 1)) source.prefetch(buffer, next);
       asm("" : "+r"(at.block), "+r"(at.col_block));
     }
 
