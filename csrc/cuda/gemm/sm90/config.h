@@ -26,6 +26,7 @@ struct TileShape {
 };
 
 constexpr TileShape kTile16Bit{128, 256, 64, 3, 2};
+constexpr TileShape kTile16BitDeep{128, 192, 64, 4, 2};  // see gemm_16bit.cu
 constexpr TileShape kTile16BitKGrouped{128, 256, 32, 6, 2};
 constexpr TileShape kTileFp8{128, 192, 128, 4, 2};
 constexpr int kNarrowTileN = 64;

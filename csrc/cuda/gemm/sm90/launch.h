@@ -79,9 +79,10 @@ template <typename Config, typename Epilogue = LinearEpilogue>
 void launch_gemm(const Launch& launch, TensorMaps maps, const GroupedGemm& gemm,
                  const Scale128x128View& scale_b, const typename Epilogue::Arguments& epilogue,
                  const typename ProducerOf<Config>::Arguments& producer = {}) {
-  constexpr TileShape tile = Config::kFp8          ? kTileFp8
-                             : Config::kHalfStages ? kTile16BitKGrouped
-                                                   : kTile16Bit;
+  constexpr TileShape tile = Config::kFp8                         ? kTileFp8
+                             : Config::kHalfStages                ? kTile16BitKGrouped
+                             : Config::kTileN == kTile16BitDeep.n ? kTile16BitDeep
+                                                                  : kTile16Bit;
   static_assert(tile.m == kTileM && tile.n == Config::kTileN && tile.k == Config::kTileK &&
                     tile.stages == Config::kStages && tile.cluster == kClusterSize,
                 "config.h tells Python the tile that is launched");

@@ -7,7 +7,8 @@ namespace grouped_linear::cuda::sm90 {
 
 constexpr int kLine = kSwizzleBytes / 2;  // elements in a line of 128 bytes
 
-template <typename T, Major b_major, bool gathers = false, StoreWork store_work = StoreWork::kStore>
+template <typename T, Major b_major, bool gathers = false, StoreWork store_work = StoreWork::kStore,
+          TileShape tile = kTile16Bit>
 using MGrouped16Bit = GemmConfig<T, T,
                                  GemmTraits{.grouping = Grouping::kM,
                                             .scaling = Scaling::kNone,
@@ -16,8 +17,8 @@ using MGrouped16Bit = GemmConfig<T, T,
                                             .gathers = gathers,
                                             .transposed = false,
                                             .store_work = store_work,
-                                            .tile_n = kTile16Bit.n,
-                                            .stages = kTile16Bit.stages}>;
+                                            .tile_n = tile.n,
+                                            .stages = tile.stages}>;
 
 // a [T, K], and b [E, N, K] that is dense along K, where N may be gate and up, or along N.
 struct MGroupedMaps {
