@@ -8,9 +8,10 @@ template <typename T>
 constexpr bool kGathers = std::is_same_v<T, __nv_bfloat16>;  // see gemm.h
 
 // A fourth stage is worth more than the 64 columns of a tile that make room for it, where they do
-// not leave much more of the last tile empty (H100, 2026-11: 0.93 to 0.99 of the time). Warps that
-// gather copy as many rows for fewer columns. FP16 has no kernel of its own for this, and an N-major
-// b is loaded in columns of 64, of which a tile of 192 has no half.
+// not leave more of the last tile empty: a sixteenth is made up for by the shorter store up to K of
+// 2048 (H100, 2026-11: 0.92 to 0.99 of the time; 1.02 to 1.04 with 3% more columns and K of 7168 or
+// 14336). Warps that gather copy as many rows for fewer columns. FP16 has no kernel of its own for
+// this, and an N-major b is loaded in columns of 64, of which a tile of 192 has no half.
 template <typename T, Major b_major>
 constexpr bool kHasDeepTiles = std::is_same_v<T, __nv_bfloat16> && b_major == Major::kK;
 
@@ -18,7 +19,8 @@ bool takes_deep_tiles(const GroupedGemm& gemm) {
   const auto padded = [&](const TileShape& tile) {
     return int64_t{ceil_div(gemm.shape.cols, tile.n)} * tile.n;
   };
-  return !gemm.a_rows && 16 * padded(kTile16BitDeep) <= 17 * padded(kTile16Bit);
+  const int64_t deep = padded(kTile16BitDeep), wide = padded(kTile16Bit);
+  return !gemm.a_rows && (gemm.shape.K <= 2048 ? 16 * deep <= 17 * wide : deep <= wide);
 }
 
 // out = a @ b[e].T. b is dense along K (fprop) or along N (dgrad, whose b is a view of w).
