@@ -2,11 +2,12 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.parallel_training --write
 
-A step is forward, backward and AdamW, eager, with parameters in float32 and products in BF16 or
-FP8. Each GPU has as many tokens as one GPU alone (weak scaling). FSDP2 shards everything; or
-experts are spread over all GPUs, and FSDP2 shards the rest. Ways take turns; a sample is the
-longest time of any process. The loss is that of the last step, the mean of processes: ways over
-several GPUs learn from the same tokens and should agree; one GPU learns from its own.
+A step is forward, backward and AdamW(fused), eager, with parameters in float32 and products in BF16
+or FP8; FSDP2 gathers bf16 and reduces float32. Each GPU has as many tokens as one GPU alone (weak
+scaling). FSDP2 shards everything, with plain weights or with FP8 beside them, which it then
+gathers; or experts are spread over all GPUs, and FSDP2 shards the rest. Ways take turns; a sample
+is the longest time of any process. The loss is that of the last step, the mean of processes: ways
+over several GPUs learn from the same tokens and should agree; one GPU learns from its own.
 """
 
 import statistics
@@ -17,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import parallel_run, timing
 from benchmarks.moe_model import VOCABULARY, LanguageModel, ModelSize
@@ -48,11 +50,12 @@ CASES = {
         sequences=4,
     ),
 }
-SPREAD = PREDICTED
+BOTH = ', weights="both"'
 WARM = 3
 HOW = (
     "A small model on one GPU and on several (`benchmarks/parallel_training.py`). Held: "
-    "parameters, optimizer, tokens. Peak: the most during a step, these included."
+    "parameters, optimizer, tokens. Peak: the most during a step, these included. Gathered: what "
+    "a process sends to all-gathers of a step, as FSDP2's of its shards."
 )
 
 
@@ -70,7 +73,21 @@ class Row:
     efficiency: float
     held: float
     peak: float
+    gathered: float
     loss: float
+
+
+class AllGathers(TorchDispatchMode):
+    """Counts the bytes that this process sends to all-gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d._allgather_base_.default:
+            self.sent += args[1].nbytes
+        return func(*args, **(kwargs or {}))
 
 
 class Training:
@@ -83,16 +100,20 @@ class Training:
         torch.manual_seed(0)
         with self.device:
             self.model = LanguageModel(
-                case.size, lambda size: experts(size, recipe), dtype=torch.bfloat16
+                case.size,
+                lambda size: experts(size, recipe, "both" if way.endswith(BOTH) else None),
+                dtype=torch.bfloat16,
             )
         if way in WAYS:
             spread(self.model, mesh, **WAYS[way])
-        elif way == "FSDP2":
+        elif way.startswith("FSDP2"):
             shard(self.model, mesh, set())
         of_experts = experts_of(self.model)
         rest = [p for p in self.model.parameters() if p not in of_experts]
         # Two groups: DTensors of two meshes cannot be updated in one call.
-        self.optimizer = torch.optim.AdamW([{"params": rest}, {"params": list(of_experts)}], 1e-4)
+        self.optimizer = torch.optim.AdamW(
+            [{"params": rest}, {"params": list(of_experts)}], 1e-4, fused=True
+        )
         generator = torch.Generator().manual_seed(1 + dist.get_rank())
         shape = case.sequences, case.size.context + 1
         self.bytes = torch.randint(VOCABULARY, shape, generator=generator).to(self.device)
@@ -101,6 +122,9 @@ class Training:
             self.step()
         self.held = allocated(self.device) - before
         self.peak = self._peak()
+        with AllGathers() as gathers:
+            self.step()
+        self.gathered = gathers.sent / (1 << 20)
 
     def step(self) -> None:
         """Forward, backward, update."""
@@ -124,8 +148,15 @@ def allocated(device: torch.device) -> float:
     return torch.cuda.memory_allocated() / (1 << 20) if device.type == "cuda" else 0.0
 
 
-def experts(size: ModelSize, recipe: str) -> GroupedMLP:
-    return GroupedMLP(size.experts, size.width, size.expert_width, recipe=RECIPES[recipe])
+def experts(size: ModelSize, recipe: str, weights: Any) -> GroupedMLP:
+    sizes = size.experts, size.width, size.expert_width
+    return GroupedMLP(*sizes, recipe=RECIPES[recipe], weights=weights)
+
+
+def ways_of(recipe: str) -> tuple[str, ...]:
+    alone_and_sharded = "one GPU", "FSDP2"
+    kept = tuple(way + BOTH for way in alone_and_sharded) if RECIPES[recipe] is not None else ()
+    return *alone_and_sharded, *kept, *PREDICTED
 
 
 def experts_of(model: nn.Module) -> set[Tensor]:
@@ -148,8 +179,9 @@ def spread(model: LanguageModel, mesh: DeviceMesh, **how: Any) -> None:
 
 
 def shard(model: LanguageModel, mesh: DeviceMesh, ignored: Any) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (*model.blocks, model):
-        sharded: Any = fully_shard(module, mesh=mesh, ignored_params=ignored)
+        sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=ignored)
         if mesh.device_type == "cpu":  # gloo cannot divide while it sums
             sharded.set_force_sum_reduction_for_comms(True)
 
@@ -157,7 +189,7 @@ def shard(model: LanguageModel, mesh: DeviceMesh, ignored: Any) -> None:
 def measure(name: str, recipe: str, mesh: DeviceMesh, rounds: int) -> list[Row]:
     """All ways of one case and recipe."""
     case, D = CASES[name], mesh.size()
-    trainings = {way: Training(case, recipe, way, mesh) for way in ("one GPU", "FSDP2", *SPREAD)}
+    trainings = {way: Training(case, recipe, way, mesh) for way in ways_of(recipe)}
     device = trainings["FSDP2"].device
     times = time_in_turns({way: t.step for way, t in trainings.items()}, device, rounds)
     alone = statistics.median(times["one GPU"])
@@ -171,13 +203,14 @@ def measure(name: str, recipe: str, mesh: DeviceMesh, rounds: int) -> list[Row]:
                 name,
                 recipe,
                 way,
-                1 if way == "one GPU" else D,
+                1 if way.startswith("one GPU") else D,
                 case.sequences * case.size.context,
                 ms,
                 (max(times[way]) - min(times[way])) / ms,
                 alone / ms,
                 training.held,
                 training.peak,
+                training.gathered,
                 float(loss) / D,
             )
         )
@@ -186,10 +219,10 @@ def measure(name: str, recipe: str, mesh: DeviceMesh, rounds: int) -> list[Row]:
 
 def table(rows: list[Row]) -> str:
     head = ["model", "recipe", "way", "GPUs", "tokens a GPU", "ms", "range", "efficiency"]
-    cells = [[*head, "held, MiB", "peak, MiB", "loss"]]
+    cells = [[*head, "held, MiB", "peak, MiB", "gathered, MiB", "loss"]]
     for r in rows:
         times = f"{r.ms:.2f}", f"{r.spread:.0%}", f"{r.efficiency:.2f}"
-        memory = f"{r.held:.0f}", f"{r.peak:.0f}"
+        memory = f"{r.held:.0f}", f"{r.peak:.0f}", f"{r.gathered:.0f}"
         cells.append(
             [r.case, r.recipe, r.way, str(r.gpus), str(r.tokens), *times, *memory, f"{r.loss:.4f}"]
         )
