@@ -1,9 +1,11 @@
-"""What a grouped linear layer can be built from without this library.
+"""What a grouped linear layer, or an expert layer, can be built from without this library.
 
 T rows, E groups, K in_features, N out_features.
 """
 
+import importlib.util
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,3 +50,17 @@ class LoopedLinear(nn.Module):
         rows = x_TK.split(m_splits_E.tolist())
         parts = [F.linear(x_mK, w_NK) for x_mK, w_NK in zip(rows, self.weights, strict=True)]
         return torch.cat(parts)
+
+
+# pip install sonic-moe (0.1.2.post1); it runs with a newer torch than it asks for.
+HAS_SONIC_MOE = importlib.util.find_spec("sonicmoe") is not None
+
+
+def sonic_moe(experts: int, chosen: int, width: int, expert_width: int) -> nn.Module:
+    """SonicMoE's expert layer, with its router. It is not compiled, and tunes itself at first."""
+    sonicmoe: Any = importlib.import_module("sonicmoe")
+    swiglu = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU
+    layer: nn.Module = sonicmoe.MoE(
+        experts, chosen, width, expert_width, swiglu, add_bias=False, std=0.02
+    )
+    return layer

@@ -3,16 +3,16 @@
     python -m benchmarks.bench_expert_layer
 
 Router, top-k, experts, weighted sum; compiled, forward and backward as one CUDA graph, with a cold
-L2 cache, beside torch's grouped_mm in BF16 in the same run. Ours chooses experts with
-ops.topk_experts, torch with torch.topk. Kept is what is allocated between forward and backward
-besides x, the output and the parameters; peak is the most that is allocated during both.
+L2 cache, beside torch's grouped_mm in BF16 in the same run, and SonicMoE's released layer where it
+is installed, which is not compiled. Ours chooses experts with ops.topk_experts, torch with
+torch.topk. Kept is what is allocated between forward and backward besides x, the output and the
+parameters; peak is the most that is allocated during both.
 
 With --write the rows replace those of the same shapes in benchmarks/results/, of which
 benchmarks.front_page makes the README's table and picture.
 """
 
 import argparse
-import csv
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import timing
+from benchmarks.alternatives import HAS_SONIC_MOE, sonic_moe
 from benchmarks.moe_model import MixtureOfExperts, ModelSize
 from benchmarks.step_cases import CACHED, Candidate, experts_of
 from grouped_linear import ops
@@ -35,8 +36,10 @@ TOKENS_AND_SIZES = {
     "mixtral": (8192, 4096, 14336, 8, 2),
     "qwen3_next": (8192, 2048, 512, 512, 10),
 }
+SONIC_MOE = Candidate("SonicMoE", "bf16", "eager")
 CANDIDATES = (
     Candidate("torch", "bf16", "compiled"),
+    *((SONIC_MOE,) if HAS_SONIC_MOE else ()),
     Candidate("ours", "bf16", "compiled"),
     Candidate("ours", "block", "compiled"),
     Candidate("ours", "requantized", "compiled"),
@@ -45,6 +48,7 @@ CANDIDATES = (
     Candidate("ours", "bf16", "compiled", gate_up_in_fp8=True),
     Candidate("ours", "block" + CACHED, "compiled", gate_up_in_fp8=True),
 )
+BY_NAME = {str(candidate): candidate for candidate in CANDIDATES}
 
 
 def layer_of(candidate: Candidate, name: str) -> tuple[nn.Module, Tensor]:
@@ -52,15 +56,18 @@ def layer_of(candidate: Candidate, name: str) -> tuple[nn.Module, Tensor]:
     tokens, hidden, intermediate, experts, chosen = TOKENS_AND_SIZES[name]
     size = ModelSize(1, hidden, 1, tokens, experts, chosen, intermediate)
     torch.manual_seed(0)
+    x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    if candidate == SONIC_MOE:
+        return sonic_moe(experts, chosen, hidden, intermediate).to("cuda", torch.bfloat16), x
     choose = ops.topk_experts if candidate.implementation == "ours" else None
     layer = MixtureOfExperts(size, experts_of(candidate), choose).to("cuda", torch.bfloat16)
-    x = torch.randn(1, tokens, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     return layer, x
 
 
 def step_of(layer: nn.Module, x: Tensor) -> tuple[Any, Any]:
-    """The compiled forward, and forward and backward."""
-    forward = torch.compile(layer, fullgraph=True)
+    """The forward, compiled unless it is SonicMoE's, and forward and backward."""
+    compiles = isinstance(layer, MixtureOfExperts)
+    forward = torch.compile(layer, fullgraph=True) if compiles else layer
     leaves = [x, *layer.parameters()]
     dy = torch.randn_like(x)
 
@@ -92,33 +99,19 @@ HOW = (
 )
 
 
-def write(rows: list[tuple[str, ...]]) -> None:
-    """Replace the rows of the same shapes in the CSV; Markdown shows all that it has then."""
-    device = torch.device("cuda")
-    path = timing.RESULTS / f"bench_expert_layer_{timing.slug(device)}.csv"
-    measured = {row[0] for row in rows}
-    if path.exists():
-        with path.open(newline="") as file:
-            rows = [tuple(r) for r in list(csv.reader(file))[1:] if r[0] not in measured] + rows
-    with path.open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
-    header = [*timing.machine(device), timing.command("bench_expert_layer")]
-    parts = [f"# bench_expert_layer on {torch.cuda.get_device_name(device)}"]
-    parts += ["\n".join(f"- {line}" for line in header), HOW, timing.markdown([COLUMNS, *rows])]
-    path.with_suffix(".md").write_text("\n\n".join(parts) + "\n")
-    print(f"written: {path} and .md")
-
-
-def measure(name: str, candidates: Sequence[Candidate], rounds: int) -> list[tuple[str, ...]]:
+def measure(
+    candidates: Sequence[Candidate], rounds: int, name: str, turn: timing.Turn
+) -> list[tuple[str, ...]]:
     """Rows of one shape. The layers take turns, so all are in memory at once."""
+    torch._dynamo.config.recompile_limit = len(CANDIDATES) + 1  # of one module's forward
     calls, memory = {}, {}
-    torch._dynamo.reset()
     for candidate in candidates:
         layer, x = layer_of(candidate, name)
         forward, both = step_of(layer, x)
         memory[str(candidate)] = memory_of(forward, both, x)
         calls[str(candidate)] = partial(both)
-    timings = timing.time_paired(calls, torch.device("cuda"), rounds=rounds)
+    with turn:
+        timings = timing.time_paired(calls, torch.device("cuda"), rounds=rounds)
     rows = []
     for candidate_name, measured in timings.items():
         kept, peak = memory[candidate_name]
@@ -126,8 +119,6 @@ def measure(name: str, candidates: Sequence[Candidate], rounds: int) -> list[tup
         row = (name, candidate_name, f"{ms:.3f}", f"{share:.2f}", f"{kept:.0f}", f"{peak:.0f}")
         print(f"| {' | '.join(row)} |", flush=True)
         rows.append((*row, timing.git_commit()))
-    del calls, layer, x, forward, both
-    torch.cuda.empty_cache()
     return rows
 
 
@@ -135,23 +126,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=TOKENS_AND_SIZES, default=TOKENS_AND_SIZES)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument(
-        "--at-a-time", type=int, default=len(CANDIDATES), help="of ours beside torch, for memory"
-    )
+    parser.add_argument("--at-once", type=int, default=1, help="shapes that compile side by side")
+    parser.add_argument("--candidates", nargs="+", choices=BY_NAME, default=list(BY_NAME))
     parser.add_argument("--write", action="store_true", help="to benchmarks/results/")
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print("| shape | layer | ms | times torch | kept, MiB | peak, MiB |")
     print("| --- | --- | --- | --- | --- | --- |")
-    torch._dynamo.config.recompile_limit = len(CANDIDATES) + 1  # of one module's forward
-    for name in options.shapes:
-        rows = []
-        for first in range(1, len(CANDIDATES), options.at_a_time):
-            ours = CANDIDATES[first : first + options.at_a_time]
-            measured = measure(name, (CANDIDATES[0], *ours), options.rounds)
-            rows += measured if first == 1 else measured[1:]
-        if options.write:
-            write(rows)
+    chosen = [BY_NAME[name] for name in options.candidates]
+    of_shape = partial(measure, chosen, options.rounds)
+    rows = timing.side_by_side(of_shape, list(options.shapes), options.at_once)
+    if options.write:
+        timing.replace_rows("bench_expert_layer", COLUMNS, rows, HOW)
 
 
 if __name__ == "__main__":

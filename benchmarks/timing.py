@@ -16,9 +16,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,45 @@ def time_nodes(candidates: Mapping[str, Call], rounds: int = 20) -> dict[str, Ti
         less, more = (_back_to_back(graph.replay, 1) for graph in graphs[name])
         samples[name].append((more - less) / (many - few))
     return _beside_roofs(samples, roofs=1)
+
+
+class Turn:
+    """Times are taken within it: once all processes of a batch have compiled, by one at a time."""
+
+    def __init__(self, compiled: Any, lock: Any) -> None:
+        self.compiled, self.lock = compiled, lock
+
+    def __enter__(self) -> None:
+        self.compiled.wait()
+        self.lock.acquire()
+
+    def __exit__(self, *failure: object) -> None:
+        torch.cuda.synchronize()
+        self.lock.release()
+
+
+def side_by_side(
+    measure: Callable[[str, Turn], list[Any]], names: Sequence[str], at_once: int
+) -> list[Any]:
+    """The rows of each name, from a process of its own; so many compile and tune at once."""
+    context = torch.multiprocessing.get_context("spawn")
+    rows: list[Any] = []
+    with context.Manager() as manager:
+        for first in range(0, len(names), at_once):
+            batch = names[first : first + at_once]
+            turn = Turn(manager.Barrier(len(batch)), manager.Lock())
+            with ProcessPoolExecutor(len(batch), mp_context=context) as pool:
+                for measured in pool.map(partial(_in_turn, measure, turn), batch):
+                    rows += measured
+    return rows
+
+
+def _in_turn(measure: Callable[[str, Turn], list[Any]], turn: Turn, name: str) -> list[Any]:
+    try:
+        return measure(name, turn)
+    except BaseException:
+        turn.compiled.abort()  # the others wait for nobody
+        raise
 
 
 def _back_to_back(call: Call, times: int) -> float:
@@ -464,6 +504,25 @@ def page(title: str, about: str, benchmark: str, device: torch.device, table: st
     """A report of one table, with how it was made."""
     made = (*machine(device), command(benchmark), f"commit {git_commit()}, date {date.today()}")
     return "\n".join([f"# {title}", "", about, "", *(f"- {line}" for line in made), "", table, ""])
+
+
+def replace_rows(
+    benchmark: str, columns: Sequence[str], rows: Sequence[Sequence[str]], how: str
+) -> None:
+    """Replace a record's rows of the same first cells; Markdown shows all that it has then."""
+    device = torch.device("cuda")
+    path = RESULTS / f"{benchmark}_{slug(device)}.csv"
+    measured, kept = {row[0] for row in rows}, []
+    if path.exists():
+        with path.open(newline="") as file:
+            kept = [row for row in list(csv.reader(file))[1:] if row[0] not in measured]
+    cells = [columns, *kept, *rows]
+    with path.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(cells)
+    header = "\n".join(f"- {line}" for line in [*machine(device), command(benchmark)])
+    title = f"# {benchmark} on {torch.cuda.get_device_name(device)}"
+    path.with_suffix(".md").write_text("\n\n".join([title, header, how, markdown(cells)]) + "\n")
+    print(f"written: {path} and .md")
 
 
 def _geometric_mean(values: Sequence[float]) -> float:
