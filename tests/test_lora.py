@@ -260,8 +260,10 @@ def test_over_quantized_base(rank: int, device: str) -> None:
     learning = [t for t in leaves if t is not None and t.requires_grad]
     actual = [y, *torch.autograd.grad(y, learning, dy)]
     plain = [t.dequantize() if isinstance(t, GroupedTensor) else t for t in leaves]
-    # Rounding to 8 bits gives 1.7e-3 of the norm.
-    near(actual, grads_over_quantized_base(plain, dy), 2.5e-3)
+    # Rounding to bf16's 8 bits gives 1.7e-3 of the norm. Tensor cores add FP8 products with fewer
+    # bits than float32 has: where bf16 then rounds otherwise, some of SwiGLU's numbers become the
+    # next ones in FP8, 2^-4 of them away. On an H100 that came to 3.2e-3 to 4.9e-3.
+    near(actual, grads_over_quantized_base(plain, dy), 2.5e-3 if device == "cpu" else 7e-3)
 
 
 @DEVICES

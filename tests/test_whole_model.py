@@ -99,10 +99,10 @@ def copy_all(to: list[Tensor], source: list[Tensor]) -> None:
 def assert_near(actual: Tensor, expected: Tensor) -> None:
     # Float32 sums in another order differ by 1e-6; now and then that moves a number to FP8's next
     # one, by 2^-3 of it, which is 2^-3 / sqrt(1000) of a small tensor; where it moves the amax of a
-    # group, all of the group's numbers are rounded anew: 1.1% were seen under current scaling. A
-    # weight of the step before would be off by 5%.
+    # group, all of the group's numbers are rounded anew: up to 2.2% were seen under current
+    # scaling. A weight of the step before would be off by 5%.
     error = (actual.double() - expected.double()).norm()
-    assert error <= 2e-2 * expected.double().norm(), float(error)
+    assert error <= 3e-2 * expected.double().norm(), float(error)
 
 
 def assert_gradients_are_eager(training: Training, eager: Training, texts: Tensor) -> None:

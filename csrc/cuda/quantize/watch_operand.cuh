@@ -175,7 +175,7 @@ __device__ __forceinline__ WatchedGroup watched_group(const WatchedOperand& a, G
   if (a.offs == nullptr) return {e * a.N, a.N, 0, 0};
   if (a.scale_t == nullptr) {
     const int begin = last_row_end(a.offs, e, a.T);
-    return {begin, max(min(a.offs[e], a.T) - begin, 0), 0, 0};
+    return {begin, max(min(a.offs[e], a.T), begin) - begin, 0, 0};
   }
   load_groups<kWatchThreads>(table, a.offs, a.E, a.T, TilesOf{kRowsOfBlock});
   const int begin = table.row_begin(e);
