@@ -1,6 +1,6 @@
 """A whole training step of an expert layer: forward, backward and AdamW, and its peak memory.
 
-    python -m benchmarks.bench_training_step
+    python -m benchmarks.bench_training_step --at-once 3  # 70 GB: all shapes compile side by side
 
 Router, top-k, experts, weighted sum; BF16 weights, gradients and moments; compiled; the step is one
 CUDA graph with AdamW(fused=True) in it, with a cold L2 cache, in turns with torch's grouped_mm, and
@@ -13,6 +13,8 @@ benchmarks.front_page makes the README's table and picture.
 """
 
 import argparse
+import itertools
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -26,22 +28,28 @@ from benchmarks.step_cases import CACHED, Candidate
 
 GIB = 1 << 30
 TORCH = Candidate("torch", "bf16", "compiled")
-CANDIDATES = (
-    TORCH,
-    *((SONIC_MOE,) if HAS_SONIC_MOE else ()),
-    Candidate("ours", "bf16", "compiled"),
-    Candidate("ours", "block", "compiled"),
-    Candidate("ours", "block" + CACHED, "compiled"),
+# Beside torch, so many in memory at a time.
+GROUPS = (
+    (TORCH, *((SONIC_MOE,) if HAS_SONIC_MOE else ()), Candidate("ours", "bf16", "compiled")),
+    (TORCH, *(Candidate("ours", name, "compiled") for name in ("block", "block" + CACHED))),
 )
-# What torch's step is made of, in the same run.
-FORWARD_AND_BACKWARD, ADAM = f"{TORCH}: forward and backward", f"{TORCH}: AdamW"
+ADAM = f"{TORCH}: AdamW"
 SHAPES = ("qwen3_30b", "dsv3_ep8", "sonic_7b")
-COLUMNS = ("shape", "layer", "ms", "times_torch", "peak_gib", "commit")
+COLUMNS = (
+    "shape",
+    "layer",
+    "ms",
+    "times_torch",
+    "peak_gib",
+    "forward_backward_ms",
+    "forward_backward_times_torch",
+    "commit",
+)
 HOW = (
     "Router, top-k, experts, weighted sum, and AdamW(fused=True) over BF16 weights, gradients and "
-    "moments, as one CUDA graph, cold\nL2, in turns, medians. Peak: all that is allocated at once, "
-    "weights, their FP8 numbers, gradients and moments among it.\ntimes_torch: the median of the "
-    "rounds' own ratios."
+    "moments, as one CUDA graph, cold\nL2, in turns, medians; then forward and backward alone. "
+    "Peak: all that is allocated at once in a step, weights, their FP8\nnumbers, gradients and "
+    "moments among it. times_torch: the median of the rounds' own ratios."
 )
 
 
@@ -65,33 +73,50 @@ def whole(forward_and_backward: Any, adam: Any, layer: nn.Module) -> None:
 
 
 def measure(rounds: int, name: str, turn: timing.Turn) -> list[tuple[str, ...]]:
-    """Rows of one shape, and of what torch's step is made of."""
-    calls: dict[str, Any] = {}
-    peaks: dict[str, float] = {}
-    for candidate in CANDIDATES:
+    """Rows of one shape: of each layer, and of torch's optimizer."""
+    rows = []
+    for candidates in GROUPS:
+        measured = _beside_torch(candidates, name, rounds, turn)
+        rows += measured if candidates == GROUPS[0] else measured[1:-1]
+    return rows
+
+
+def _beside_torch(
+    candidates: Sequence[Candidate], name: str, rounds: int, turn: timing.Turn
+) -> list[tuple[str, ...]]:
+    steps: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
+    peaks = {ADAM: ""}
+    torch.compiler.reset()
+    for candidate in candidates:
+        label = str(candidate)
         before = torch.cuda.memory_allocated()
         layer, x = layer_of(candidate, name)
-        parts = parts_of(layer, x)
-        step = partial(whole, *parts, layer)
-        step()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        peaks[str(candidate)] = (torch.cuda.max_memory_allocated() - before) / GIB
-        calls[str(candidate)] = step
+        parts[label], adam = parts_of(layer, x)
+        steps[label] = partial(whole, parts[label], adam, layer)
         if candidate == TORCH:
-            torchs = parts
-    torchs[0]()  # gradients for the optimizer alone
-    calls |= dict(zip((FORWARD_AND_BACKWARD, ADAM), torchs, strict=True))
-    torch.cuda.empty_cache()
+            torchs_adam = adam
+        steps[label]()
+        torch.cuda.reset_peak_memory_stats()
+        steps[label]()
+        peaks[label] = f"{(torch.cuda.max_memory_allocated() - before) / GIB:.2f}"
+    device = torch.device("cuda")
     with turn:
-        timings = timing.time_paired(calls, torch.device("cuda"), rounds=rounds)
+        torch.cuda.empty_cache()
+        of_steps = timing.time_paired(steps, device, rounds=rounds)
+        parts[str(TORCH)]()  # gradients for the optimizer alone
+        of_parts = timing.time_paired(parts | {ADAM: torchs_adam}, device, rounds=rounds)
     rows = []
-    for label, measured in timings.items():
-        peak = f"{peaks[label]:.2f}" if label in peaks else ""
-        ms, share = f"{measured.microseconds.median / 1000:.3f}", f"{measured.share.median:.2f}"
-        rows.append((name, label, ms, share, peak, timing.git_commit()))
+    for label, part in of_parts.items():
+        cells = [_times(of_steps.get(label, part)), (peaks[label],)]
+        cells.append(_times(part) if label in of_steps else ("", ""))
+        rows.append((name, label, *itertools.chain(*cells), timing.git_commit()))
         print(f"| {' | '.join(rows[-1])} |", flush=True)
     return rows
+
+
+def _times(measured: timing.Timing) -> tuple[str, str]:
+    return f"{measured.microseconds.median / 1000:.3f}", f"{measured.share.median:.2f}"
 
 
 def main() -> None:

@@ -119,18 +119,19 @@ def time_nodes(candidates: Mapping[str, Call], rounds: int = 20) -> dict[str, Ti
 
 
 class Turn:
-    """Times are taken within it: once all processes of a batch have compiled, by one at a time."""
+    """Times are taken within it, by one process at a time, while all of a batch do nothing else."""
 
-    def __init__(self, compiled: Any, lock: Any) -> None:
-        self.compiled, self.lock = compiled, lock
+    def __init__(self, together: Any, lock: Any) -> None:
+        self.together, self.lock = together, lock
 
     def __enter__(self) -> None:
-        self.compiled.wait()
+        self.together.wait()
         self.lock.acquire()
 
     def __exit__(self, *failure: object) -> None:
         torch.cuda.synchronize()
         self.lock.release()
+        self.together.wait()
 
 
 def side_by_side(
@@ -153,7 +154,7 @@ def _in_turn(measure: Callable[[str, Turn], list[Any]], turn: Turn, name: str) -
     try:
         return measure(name, turn)
     except BaseException:
-        turn.compiled.abort()  # the others wait for nobody
+        turn.together.abort()  # the others wait for nobody
         raise
 
 
