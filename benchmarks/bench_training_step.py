@@ -13,6 +13,7 @@ benchmarks.front_page makes the README's table and picture.
 """
 
 import argparse
+import gc
 import itertools
 from collections.abc import Sequence
 from functools import partial
@@ -90,6 +91,7 @@ def _beside_torch(
     torch.compiler.reset()
     for candidate in candidates:
         label = str(candidate)
+        gc.collect()  # of what was compiled before, which would count as held
         before = torch.cuda.memory_allocated()
         layer, x = layer_of(candidate, name)
         parts[label], adam = parts_of(layer, x)

@@ -77,12 +77,11 @@ def test_python_examples_run() -> None:
 
 def test_figures_of_the_readme_are_those_that_are_printed() -> None:
     gpu = "nvidia_h100_80gb_hbm3"
-    names, rows = front_page.layers(gpu)
+    rows = front_page.steps(gpu)
     demo = next(path for path in front_page.demos(gpu) if path.exists())
-    assert front_page.table(names, rows) in README
-    assert front_page.table(names, rows) in (ROOT / "docs" / "performance.md").read_text()
+    assert front_page.table(rows) in README
+    assert front_page.table(rows) in (ROOT / "docs" / "performance.md").read_text()
     prose = " ".join(README.split())
-    assert front_page.requantized_line(names, gpu) in prose
     assert front_page.losses_line(front_page.read(demo)) in prose
 
 
