@@ -840,6 +840,13 @@ def test_says_what_weights_it_made(options: dict[str, Any], line: str) -> None:
     assert [one.nbytes for one in done.weights] == [sum(w.nbytes for w in weights_of_experts)]
 
 
+def test_says_what_weights_of_both_kinds_would_take() -> None:
+    advice = 'quantized by each call; weights="both" keeps FP8 too, 73.73 kB more'
+    for recipe in (Float8BlockScaling(), Float8CurrentScaling()):
+        assert f"\nweights: bfloat16, 73.73 kB ({advice})" in repr(convert(mixtral(), recipe))
+    assert "more" not in repr(convert(mixtral()))
+
+
 def test_says_that_frozen_weights_can_be_quantized_once() -> None:
     advice = '(frozen, quantized by each call; weights="fp8" quantizes them once)'
     frozen = mixtral().requires_grad_(False)

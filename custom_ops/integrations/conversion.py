@@ -14,7 +14,7 @@ from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import local_part
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
-from grouped_linear.recipes import Float8BlockScaling, Recipe
+from grouped_linear.recipes import Float8BlockScaling, Float8CurrentScaling, Recipe
 
 
 class ConvertedExperts(NamedTuple):
@@ -127,7 +127,8 @@ def kept_weights(modules: Iterable[nn.Module], recipe: Recipe | None) -> tuple[K
         for name, p in module.named_parameters()
         if p.dim() == 3 and not name.endswith(SCALE)
     }
-    alike: dict[tuple[str, torch.dtype, bool], list[Tensor]] = {}
+    alike: dict[tuple[str, torch.dtype, bool | None], list[Tensor]] = {}
+    quantizes = isinstance(recipe, (Float8BlockScaling, Float8CurrentScaling))
     for p in weights.values():
         w = local_part(p)
         if isinstance(w, GroupedTensorWithMaster):
@@ -136,15 +137,18 @@ def kept_weights(modules: Iterable[nn.Module], recipe: Recipe | None) -> tuple[K
             kind = "FP8"
         else:
             kind = dtype_name(w.dtype)
-        is_plain = kind == dtype_name(w.dtype)
-        advise = is_plain and not p.requires_grad and isinstance(recipe, Float8BlockScaling)
-        alike.setdefault((kind, w.dtype, advise), []).append(w)
+        each_call = quantizes and kind == dtype_name(w.dtype)
+        alike.setdefault((kind, w.dtype, p.requires_grad if each_call else None), []).append(w)
     kept = []
-    for (kind, dtype, advise), same in alike.items():
-        note = 'frozen, quantized by each call; weights="fp8" quantizes them once' if advise else ""
+    for (kind, dtype, learns), same in alike.items():
+        note, numbers = "", sum(w.numel() for w in same)
+        if learns:
+            more = _size(2 * numbers)
+            note = f'quantized by each call; weights="both" keeps FP8 too, {more} more'
+        elif learns is not None and isinstance(recipe, Float8BlockScaling):
+            note = 'frozen, quantized by each call; weights="fp8" quantizes them once'
         if kind != dtype_name(dtype) and dtype.itemsize > 1:
-            plain = sum(w.numel() for w in same) * dtype.itemsize
-            note = f"{_size(plain)} as {dtype_name(dtype)}"
+            note = f"{_size(numbers * dtype.itemsize)} as {dtype_name(dtype)}"
         kept.append(KeptWeights(kind, sum(w.nbytes for w in same), note))
     return tuple(sorted(kept, key=lambda one: -one.nbytes))
 
