@@ -66,12 +66,16 @@ def operands(name: str, device: torch.device) -> Mapping[str, timing.Call]:
     )
     w, weight = torch.randn(E, 2 * F, H, **like), torch.rand(R, device=device)
     stats = torch.zeros(4, PARTS, E, 14, dtype=torch.float64, device=device)
-    on, off = torch.tensor(True, device=device), torch.tensor(False, device=device)
+    off, on = torch.zeros(2, dtype=torch.int32, device=device).unbind()
+    on.fill_(1)
     of_x = ops.group_quantize(x, offs, columnwise=True, share_scales=True)
     of_h = ops.group_quantize_swiglu(gate_up, offs)
-    of_gradient = ops.group_quantize_swiglu_grad(dh, gate_up, weight, offs)
+    of_gradient = ops.group_quantize_swiglu_grad(
+        dh, gate_up, weight, offs, h_columnwise=True, share_h_scales=True
+    )
     q_w, scale_w, _ = ops.quantize_weight(w)
     both = {"gate_up": gate_up, "weight": weight}
+    columns = {"scale_t": of_gradient.scale_h_t, "operand_t": 2}
     t = ops.watch_operand_
     return {
         "x": lambda: t(stats, on, 0, x, of_x.q, of_x.scale, offs),
@@ -79,7 +83,9 @@ def operands(name: str, device: torch.device) -> Mapping[str, timing.Call]:
         "x, scales of columns": lambda: t(stats, on, 0, None, offs=offs, scale_t=of_x.scale_t),
         "gate_up_proj": lambda: t(stats, on, 1, w, q_w, scale_w),
         "h": lambda: t(stats, on, 2, None, of_h.q, of_h.scale, offs, gate_up=gate_up),
-        "d_gate_up": lambda: t(stats, on, 3, dh, of_gradient.q, of_gradient.scale, offs, **both),
+        "d_gate_up, scales of h's columns": lambda: t(
+            stats, on, 3, dh, of_gradient.q, of_gradient.scale, offs, **both, **columns
+        ),
     }
 
 

@@ -11,7 +11,7 @@ namespace grouped_linear {
 
 // The numbers that are kept of each group, as float64, in some parts, which different thread blocks
 // add to. kAmax and kScaledAmax are maxima, the others are sums. kCalls, kRows and kDropped are in
-// part 0; the i-th row, row of scales or block that is read adds to part i % parts.
+// part 0; the i-th row or block that is read adds to part i % parts, and so do 32 rows of scales.
 enum WatchColumn {
   kCalls,
   kRows,        // of the group
@@ -30,22 +30,22 @@ enum WatchColumn {
   kWatchColumns
 };
 
-// Of each group so many rows are read, blocks of 128 rows, and rows of scales; all where it has
-// fewer. They are evenly spaced. Of a weight at least a row of each block of 128.
 constexpr int64_t kMaxParts = 64;
-constexpr int kWatchedRows = 8, kWatchedBlocks = 8, kWatchedScaleRows = 1024;
 
-GROUPED_LINEAR_DEVICE int watched_rows(int rows, bool of_weight) {
-  constexpr int kRowsOfBlock = static_cast<int>(kBlock);
-  const int blocks = rows / kRowsOfBlock + (rows % kRowsOfBlock != 0);
-  const int most = of_weight && blocks > kWatchedRows ? blocks : kWatchedRows;
-  return rows < most ? rows : most;
+// Of each group at most so many are read: rows, blocks of 128 rows, and 128 times as many rows of
+// scales.
+GROUPED_LINEAR_DEVICE int watched_of(int n, int64_t most) {
+  return n < most ? n : static_cast<int>(most);
 }
+constexpr int kScaleRowsAtOnce = 32;
 
-// The i-th of `count` rows out of n. Spaces differ by one, the larger ones first.
-GROUPED_LINEAR_DEVICE int nth_of(int i, int count, int n) {
-  const int larger = n % count;
-  return i * (n / count) + (i < larger ? i : larger);
+// The i-th of `count` rows out of n: one of each of `count` spaces, the larger ones first. The turn
+// says which. Turns go by the golden ratio: any few of them are far apart, and many are even.
+GROUPED_LINEAR_DEVICE int nth_of(int i, int count, int n, int turn) {
+  const int larger = n % count, space = n / count + (i < larger);
+  const uint32_t share = (static_cast<uint32_t>(turn) - 1u) * 2654435769u;  // of 2^32
+  return i * (n / count) + (i < larger ? i : larger) +
+         static_cast<int>(uint64_t{share} * static_cast<uint32_t>(space) >> 32);
 }
 
 // e4m3 and e5m2: the largest number, and half a step beyond it.

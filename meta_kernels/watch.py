@@ -42,7 +42,7 @@ MAX_PARTS = 64
 @torch.library.register_fake("grouped_linear::watch_operand_")
 def watch_operand_(
     stats: Tensor,
-    enabled: Tensor,
+    turn: Tensor,
     operand: int,
     x: Tensor | None,
     q: Tensor | None = None,
@@ -54,6 +54,8 @@ def watch_operand_(
     weight: Tensor | None = None,
     scale_t: Tensor | None = None,
     routed: Tensor | None = None,
+    most: int = 4,
+    operand_t: int | None = None,
     alpha: float = 1.0,
     beta: float = 0.0,
     limit: float | None = None,
@@ -62,7 +64,8 @@ def watch_operand_(
 ) -> None:
     """Stats [operands, parts, E, 14], written; x, q [T, K] or [E, N, K], gate_up [T, 2 F]."""
     rules = Rules("watch_operand_")
-    _check_stats(rules, stats, enabled, operand)
+    _check_stats(rules, stats, turn, operand, operand_t)
+    rules.check(1 <= most < 2**31, lambda: f"most must be between 1 and 2147483647, got {most}")
     given = [t for t in (x, q, gate_up, scale_t) if t is not None]
     rules.check(bool(given), lambda: "give x, q, gate_up or scale_t, got none of them")
     if x is not None:
@@ -92,11 +95,13 @@ def watch_operand_(
             rules.device("scale_t", scale_t, "stats", stats)
             rules.features("K", scale_t.size(1))
         if x is not None or q is not None or gate_up is not None:
-            _check_rows(rules, stats, x, q, rows, q_rows, gate_up, weight, scale_t)
+            _check_rows(rules, stats, x, q, rows, q_rows, gate_up, weight)
     check_form(rules, alpha, beta, limit, cubic)
 
 
-def _check_stats(rules: Rules, stats: Tensor, enabled: Tensor, operand: int) -> None:
+def _check_stats(
+    rules: Rules, stats: Tensor, turn: Tensor, operand: int, operand_t: int | None
+) -> None:
     rules.dim("stats", stats, 4)
     rules.dtype("stats", stats.dtype, (torch.float64,))
     rules.check(
@@ -109,12 +114,18 @@ def _check_stats(rules: Rules, stats: Tensor, enabled: Tensor, operand: int) -> 
         lambda: f"stats must have {WATCH_COLUMNS} numbers of a group, got {stats.size(3)}",
     )
     rules.contiguous("stats", stats)
-    rules.dim("enabled", enabled, 0)
-    rules.dtype("enabled", enabled.dtype, (torch.bool,))
-    rules.device("enabled", enabled, "stats", stats)
+    rules.dim("turn", turn, 0)
+    rules.dtype("turn", turn.dtype, (torch.int32,))
+    rules.device("turn", turn, "stats", stats)
+    _check_operand(rules, "operand", operand, stats)
+    if operand_t is not None:
+        _check_operand(rules, "operand_t", operand_t, stats)
+
+
+def _check_operand(rules: Rules, name: str, operand: int, stats: Tensor) -> None:
     rules.check(
         0 <= operand < stats.size(0),
-        lambda: f"operand must be not negative and below {stats.size(0)}, got {operand}",
+        lambda: f"{name} must be not negative and below {stats.size(0)}, got {operand}",
     )
 
 
@@ -165,7 +176,6 @@ def _check_rows(
     q_rows: Tensor | None,
     gate_up: Tensor | None,
     weight: Tensor | None,
-    scale_t: Tensor | None,
 ) -> None:
     """What is measured has T rows of K features, before and after quantization."""
     name, T, K = "q", 0, 0
@@ -218,6 +228,4 @@ def _check_rows(
             T, K = of_rows.size(0), q.size(1)
         rules.same("T", "q" if q_rows is None else "q_rows", of_rows.size(0), name, T)
         rules.same("K", "q", q.size(1), name, K)
-    if scale_t is not None:
-        rules.same("K", "scale_t", scale_t.size(1), name, K)
     rules.count(name, "rows", T)

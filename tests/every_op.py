@@ -4,8 +4,12 @@ For compute-sanitizer, which would take hours over the whole suite::
 
     compute-sanitizer --tool racecheck python tests/every_op.py
 
+With names of ops it calls those alone.
+
 Numbers are checked by the tests, not here.
 """
+
+import sys
 
 import torch
 
@@ -25,7 +29,8 @@ CASES = (
 if __name__ == "__main__":
     torch.manual_seed(0)
     for dtype in DTYPES:
-        for op, page in PAGES.items():
+        for op in sys.argv[1:] or PAGES:
+            page = PAGES[op]
             variants = ("plain", page.every_tensor, *page.variants)
             for i, variant in enumerate(variants):
                 variant_of(op, CASES[i % len(CASES)], variant, dtype).on(DEVICE)()

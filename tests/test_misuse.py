@@ -231,8 +231,8 @@ swiglu_grad: offs is on cuda:0, dh is on cpu
 update_scales_: scale is on cuda:0, the first scale is on cpu
 update_scales_: amax is on cuda:0, the first scale is on cpu
 update_scales_: amax_history is on cuda:0, the first scale is on cpu
-watch_operand_: enabled is on cpu, stats is on cuda:0
-watch_operand_: enabled is on cuda:0, stats is on cpu
+watch_operand_: turn is on cpu, stats is on cuda:0
+watch_operand_: turn is on cuda:0, stats is on cpu
 watch_operand_: x is on cuda:0, stats is on cpu
 watch_operand_: offs is on cuda:0, stats is on cpu
 watch_operand_: scale_t is on cuda:0, stats is on cpu

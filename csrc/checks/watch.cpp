@@ -17,6 +17,11 @@ void check_quantized(const Tensor& q, const Tensor& stats) {
   check_device(kOp, "q", q, "stats", stats);
 }
 
+void check_operand(const char* name, int64_t operand, const Tensor& stats) {
+  check(operand >= 0 && operand < stats.size(0), kOp, ": ", name,
+        " must be not negative and below ", stats.size(0), ", got ", operand);
+}
+
 void check_scale(const Tensor& scale, const MaybeTensor& q, const Tensor& stats) {
   check(q.has_value(), kOp, ": scale needs q");
   check_dtype(kOp, "scale", scale, ScalarType::Float);
@@ -56,12 +61,13 @@ WatchedSize check_weight_of(const Tensor& stats, const MaybeTensor& x, const May
 
 }  // namespace
 
-WatchedSize check_watch_operand(const Tensor& stats, const Tensor& enabled, int64_t operand,
+WatchedSize check_watch_operand(const Tensor& stats, const Tensor& turn, int64_t operand,
                                 const MaybeTensor& x, const MaybeTensor& q,
                                 const MaybeTensor& scale, const MaybeTensor& offs,
                                 const MaybeTensor& rows, const MaybeTensor& q_rows,
                                 const MaybeTensor& gate_up, const MaybeTensor& weight,
-                                const MaybeTensor& scale_t, const MaybeTensor& routed) {
+                                const MaybeTensor& scale_t, const MaybeTensor& routed,
+                                int64_t most, std::optional<int64_t> operand_t) {
   check_dim(kOp, "stats", stats, 4);
   check_dtype(kOp, "stats", stats, ScalarType::Double);
   check(stats.size(1) >= 1 && stats.size(1) <= kMaxParts, kOp,
@@ -70,11 +76,12 @@ WatchedSize check_watch_operand(const Tensor& stats, const Tensor& enabled, int6
   check(stats.size(3) == kWatchColumns, kOp, ": stats must have ", static_cast<int>(kWatchColumns),
         " numbers of a group, got ", stats.size(3));
   check(stats.is_contiguous(), kOp, ": stats must be contiguous");
-  check_dim(kOp, "enabled", enabled, 0);
-  check_dtype(kOp, "enabled", enabled, ScalarType::Bool);
-  check_device(kOp, "enabled", enabled, "stats", stats);
-  check(operand >= 0 && operand < stats.size(0), kOp,
-        ": operand must be not negative and below ", stats.size(0), ", got ", operand);
+  check_dim(kOp, "turn", turn, 0);
+  check_dtype(kOp, "turn", turn, ScalarType::Int);
+  check_device(kOp, "turn", turn, "stats", stats);
+  check_operand("operand", operand, stats);
+  if (operand_t) check_operand("operand_t", *operand_t, stats);
+  check(most >= 1 && most <= INT32_MAX, kOp, ": most must be between 1 and 2147483647, got ", most);
   check(x || q || gate_up || scale_t, kOp, ": give x, q, gate_up or scale_t, got none of them");
   if (x) {
     check_activation(kOp, "x", x->scalar_type());
@@ -104,7 +111,7 @@ WatchedSize check_watch_operand(const Tensor& stats, const Tensor& enabled, int6
     check_features(kOp, "K", scale_t->size(1));
   }
   // Columnwise data pads rows, so there are at most as many.
-  if (!x && !q && !gate_up) return {scale_t->size(0) * kBlock, 0, scale_t->size(1)};
+  if (!x && !q && !gate_up) return {scale_t->size(0) * kBlock, 0, 0};
 
   WatchedSize size{0, 0, 0};
   const char* name = gate_up ? "gate_up" : x ? "x" : "q";
@@ -150,7 +157,6 @@ WatchedSize check_watch_operand(const Tensor& stats, const Tensor& enabled, int6
     check_same(kOp, "T", q_rows ? "q_rows" : "q", T, name, size.T);
     check_same(kOp, "K", "q", q->size(1), name, size.K);
   }
-  if (scale_t) check_same(kOp, "K", "scale_t", scale_t->size(1), name, size.K);
   check_count(kOp, name, "rows", size.T);
   return size;
 }

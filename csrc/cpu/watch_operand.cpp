@@ -105,17 +105,18 @@ struct Counts {
 
 }  // namespace
 
-void watch_operand_(const Tensor& stats, const Tensor& enabled, int64_t operand,
+void watch_operand_(const Tensor& stats, const Tensor& turn, int64_t operand,
                     const std::optional<Tensor>& x_in, const std::optional<Tensor>& q_in,
                     const std::optional<Tensor>& scale, const std::optional<Tensor>& offs,
                     const std::optional<Tensor>& rows, const std::optional<Tensor>& q_rows,
                     const std::optional<Tensor>& gate_up_in, const std::optional<Tensor>& weight_in,
                     const std::optional<Tensor>& scale_t_in, const std::optional<Tensor>& routed_in,
-                    double alpha, double beta, std::optional<double> limit, bool interleaved,
-                    double cubic) {
+                    int64_t most, std::optional<int64_t> operand_t, double alpha, double beta,
+                    std::optional<double> limit, bool interleaved, double cubic) {
   const char* op = "watch_operand_";
-  const auto [T, N, K] = check_watch_operand(stats, enabled, operand, x_in, q_in, scale, offs, rows,
-                                             q_rows, gate_up_in, weight_in, scale_t_in, routed_in);
+  const auto [T, N, K] = check_watch_operand(stats, turn, operand, x_in, q_in, scale, offs, rows,
+                                             q_rows, gate_up_in, weight_in, scale_t_in, routed_in,
+                                             most, operand_t);
   const SwigluForm form = checked_form(op, alpha, beta, limit, interleaved, cubic);
   const int64_t parts = stats.size(1), E = stats.size(2);
   const bool of_weight = !offs;
@@ -124,7 +125,8 @@ void watch_operand_(const Tensor& stats, const Tensor& enabled, int64_t operand,
     for (int64_t e = 0; e <= E; ++e) starts.push_back(e * N);
   else
     starts = group_starts(op, *offs, T);
-  if (!*static_cast<const bool*>(enabled.data_ptr())) return;
+  const int now = *turn.const_data_ptr<int32_t>();
+  if (now == 0) return;
 
   const Rows x(x_in), q(q_in), gate_up(gate_up_in);
   std::vector<int64_t> x_numbers, q_numbers;
@@ -155,6 +157,11 @@ void watch_operand_(const Tensor& stats, const Tensor& enabled, int64_t operand,
     return {scale_data + block * scales->size(2), 1};
   };
 
+  const auto stats_of = [&](int64_t of, int64_t part, int64_t e) {
+    return static_cast<double*>(stats.data_ptr()) +
+           ((of * parts + part) * E + e) * int64_t{kWatchColumns};
+  };
+
   torch::stable::parallel_for(0, E, 1, [&](int64_t from, int64_t to) {
     std::vector<float> before(K), after(K);
     std::vector<char> h(K * sizeof(float));
@@ -163,9 +170,9 @@ void watch_operand_(const Tensor& stats, const Tensor& enabled, int64_t operand,
       std::vector<Counts> of_parts(parts);
       of_parts[0].of[kCalls] = x || q || gate_up;
       of_parts[0].of[kRows] = x || q || gate_up ? static_cast<double>(n) : 0;
-      const int count = x || q || gate_up ? watched_rows(static_cast<int>(n), of_weight) : 0;
+      const int count = x || q || gate_up ? watched_of(static_cast<int>(n), most) : 0;
       for (int i = 0; i < count; ++i) {
-        const int64_t r = begin + nth_of(i, count, static_cast<int>(n));
+        const int64_t r = begin + nth_of(i, count, static_cast<int>(n), now);
         if (gate_up && x) {
           const float weight_r = weight->const_data_ptr<float>()[r];
           SwigluGradRow{form, x.dtype, K / 2}(x.at(r), gate_up.at(r), weight_r, before.data());
@@ -184,28 +191,29 @@ void watch_operand_(const Tensor& stats, const Tensor& enabled, int64_t operand,
       const int rows_now = static_cast<int>(n);
       const int row_step = of_weight ? static_cast<int>(kBlock) : 1;  // blocks share their scale
       const int all = (rows_now + row_step - 1) / row_step;
-      const int scale_rows = of_weight ? all : std::min(all, kWatchedScaleRows);
+      const int scale_rows = watched_of(all, kBlock * most);
       if (scale_data && range)
         for (int i = 0; i < scale_rows; ++i) {
-          const int64_t r = begin + nth_of(i, scale_rows, all) * row_step;
+          const int64_t r = begin + nth_of(i, scale_rows, all, now) * row_step;
           const auto [row_scales, step] = scales_of(e, r);
-          double& largest = of_parts[i % parts].of[kScaledAmax];
+          double& largest = of_parts[i / kScaleRowsAtOnce % parts].of[kScaledAmax];
           for (int64_t b = 0; b < col_blocks; ++b)
             largest = std::max(largest, double{row_scales[b * step]} * range->largest);
         }
       if (scale_t) {
-        const int64_t most = scale_t->size(0), end = std::min(first_block[e + 1], most);
-        const int blocks = static_cast<int>(end - std::min(first_block[e], most));
-        const int read = std::min(blocks, kWatchedBlocks);
+        const int64_t all_blocks = scale_t->size(0), K_t = scale_t->size(1);
+        const int64_t end = std::min(first_block[e + 1], all_blocks);
+        const int blocks = static_cast<int>(end - std::min(first_block[e], all_blocks));
+        const int read = watched_of(blocks, most);
         for (int i = 0; i < read; ++i) {
-          const int64_t block = first_block[e] + nth_of(i, read, blocks);
-          const float* of_block = scale_t->const_data_ptr<float>() + block * K;
-          for (int64_t k = 0; k < K; k += kBlock) {
+          const int64_t block = first_block[e] + nth_of(i, read, blocks, now);
+          const float* of_block = scale_t->const_data_ptr<float>() + block * K_t;
+          double* sums = stats_of(operand_t.value_or(operand), i % parts, e);
+          for (int64_t k = 0; k < K_t; k += kBlock) {
             const float* first = of_block + k;
             const auto same = [first](float s) { return s == *first; };
-            const bool shares = std::all_of(first, first + std::min(kBlock, K - k), same);
-            of_parts[i % parts].of[kBlocks] += 1;
-            of_parts[i % parts].of[kShared] += shares;
+            sums[kBlocks] += 1;
+            sums[kShared] += std::all_of(first, first + std::min(kBlock, K_t - k), same);
           }
         }
       }
@@ -215,8 +223,7 @@ void watch_operand_(const Tensor& stats, const Tensor& enabled, int64_t operand,
         of_parts[0].of[kDropped] = static_cast<double>(std::max<int64_t>(chosen - n, 0));
       }
       for (int64_t part = 0; part < parts; ++part)
-        of_parts[part].add_to(static_cast<double*>(stats.data_ptr()) +
-                              ((operand * parts + part) * E + e) * int64_t{kWatchColumns});
+        of_parts[part].add_to(stats_of(operand, part, e));
     }
   });
 }

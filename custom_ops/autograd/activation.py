@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.autograd.gemm import LowRankTerm, multiply, takes_swiglu
-from grouped_linear.autograd.watched import SwigluGradOf, Watched
+from grouped_linear.autograd.watched import SwigluGradOf, Watched, shared_scales
 from grouped_linear.ops.activation import Activation
 from grouped_linear.recipes import (
     Format,
@@ -157,12 +157,13 @@ def grads_of_gate_up(
             the last result may be None.
         low_rank: what an adapter of the second layer adds to dgrad.
         more_dh_RF: what is added to dgrad after that.
-        watched: where d_gate_up is measured.
+        watched: where d_gate_up is measured, and h of the next layer.
     """
 
     def measure(source: Tensor | SwigluGradOf, made: SwigluGradOperands) -> SwigluGradOperands:
         if watched is not None:
-            watched.gradient(source, RowOperands(made.d_gate_up), offs_E, grad_output)
+            h_scale_t = shared_scales(made.h, input) if h_columnwise else None
+            watched.gradient(source, RowOperands(made.d_gate_up), offs_E, grad_output, h_scale_t)
         return made
 
     dtype, form = gate_up_RG.dtype, activation.swiglu

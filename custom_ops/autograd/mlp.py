@@ -281,6 +281,8 @@ class GroupedMLPFunction(torch.autograd.Function):
             del gate_up_RG
             if needs.down:
                 h = quantize(h_RF, of_down.input, offs_E, Layouts(False, True, again=True))
+                if of_second is not None:
+                    of_second.shares(h, offs_E, of_down.input)
         if needs.weight:
             d_weight_TC = routing.gradient_of_weights(d_weight_R, d_out_TH, down_bias_EH)
             d_weight_TC = d_weight_TC.to(weight_TC.dtype)
@@ -293,8 +295,6 @@ class GroupedMLPFunction(torch.autograd.Function):
             d_down_a_ErF = grad_of_a(down_a_ErF, d_down_Rr, h_RF, offs_E)
         del h_RF
         if needs.down:
-            if of_second is not None:
-                of_second.shares(h, offs_E, of_down.input)
             (d_down_EHF,) = down_context.wgrad(dy, h, offs_E, wgrad_rows_R).compute()
             del dy, h
 

@@ -36,15 +36,17 @@ class Watched(NamedTuple):
     """The numbers of one linear layer in a call, which :func:`ops.watch_operand_` adds to.
 
     The forward and the backward have a tensor each: AOTAutograd takes none that both write. An
-    operand is measured when it is made, in a launch of its own, so that none lives longer.
+    operand is measured when it is made, so that none lives longer: d_gate_up and h together.
     """
 
     forward: Tensor
     """[2 * layers, parts, E, 14]: each layer's input and weight."""
     backward: Tensor
     """The same: the columnwise input, and the gradient of the output."""
-    enabled: Tensor
-    """A bool on the device."""
+    turn: Tensor
+    """An int32 on the device: 0 counts nothing, others say which rows."""
+    rows: int
+    """How many rows of each group are read."""
     layer: int = 0
     routed: Tensor | None = None
     """[E] int32 group ends before rows were dropped."""
@@ -66,18 +68,25 @@ class Watched(NamedTuple):
         )
 
     def shares(self, x: Operands, offs_E: Tensor, format: Format) -> None:
-        """Count where the columns of x share scales."""
+        """Count where the columns of x share scales, which the backward has made."""
         scale_t = shared_scales(x, format)
         if scale_t is not None:
-            ops.watch_operand_(
-                self.backward, self.enabled, 2 * self.layer, None, offs=offs_E, scale_t=scale_t
-            )
+            self._measure(self.backward, 2 * self.layer, offs=offs_E, scale_t=scale_t)
 
     def gradient(
-        self, source: Source | SwigluGradOf, made: RowOperands, offs_E: Tensor, format: Format
+        self,
+        source: Source | SwigluGradOf,
+        made: RowOperands,
+        offs_E: Tensor,
+        format: Format,
+        h_scale_t: Tensor | None = None,
     ) -> None:
-        """Measure dy."""
-        self._measure_rows(self.backward, 2 * self.layer + 1, source, made, offs_E, format)
+        """Measure dy, and how the columns of h, the next layer's x, share scales."""
+        number = 2 * self.layer + 1
+        given: dict[str, Any] = {}
+        if h_scale_t is not None:
+            given = {"scale_t": h_scale_t, "operand_t": number + 1}
+        self._measure_rows(self.backward, number, source, made, offs_E, format, **given)
 
     def weight(self, weights: WeightList, made: Operands, format: Format) -> None:
         """Measure the weight: of one in FP8 alone, and of E tensors, what q tells."""
@@ -88,7 +97,7 @@ class Watched(NamedTuple):
             w = None
         q, scale = quantized(made, format)
         if w is not None or q is not None:
-            ops.watch_operand_(self.forward, self.enabled, 2 * self.layer + 1, w, q, scale)
+            self._measure(self.forward, 2 * self.layer + 1, w, q, scale)
 
     def _measure_rows(
         self,
@@ -98,7 +107,7 @@ class Watched(NamedTuple):
         made: RowOperands,
         offs_E: Tensor,
         format: Format,
-        **more: Tensor | None,
+        **more: Any,
     ) -> None:
         x: Tensor | None = None
         given: dict[str, Any] = dict(more)
@@ -113,7 +122,12 @@ class Watched(NamedTuple):
         q, scale = quantized(made.operands, format)
         if q is not None:
             given["q_rows"] = made.rows
-        ops.watch_operand_(stats, self.enabled, operand, x, q, scale, offs_E, **given)
+        self._measure(stats, operand, x, q, scale, offs_E, **given)
+
+    def _measure(
+        self, stats: Tensor, operand: int, x: Tensor | None = None, *rest: Any, **more: Any
+    ) -> None:
+        ops.watch_operand_(stats, self.turn, operand, x, *rest, most=self.rows, **more)
 
 
 def shared_scales(x: Operands, format: Format) -> Tensor | None:

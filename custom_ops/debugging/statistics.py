@@ -18,13 +18,14 @@ from grouped_linear.meta_kernels.watch import COLUMNS, MAXIMA
 class OperandStatistics(NamedTuple):
     """An operand of a layer's GEMMs: of one expert, or of all. NaN stands for what nobody counted.
 
-    Shares and errors are of the rows that were read: 8 of each expert in a call.
+    Shares and errors are of a sample: 4 rows of each expert in a call, or as many as ``watch`` was
+    given, others in each step.
     """
 
     layer: str
     """The name of the weight in the model."""
     role: str
-    """input, weight or gradient."""
+    """input, weight or grad_output."""
     expert: int | None
     """None for all of them together."""
     tokens: float
@@ -32,8 +33,8 @@ class OperandStatistics(NamedTuple):
     amax: float
     """The largest magnitude that was read."""
     scaled_amax: float
-    """The largest magnitude that the largest scale can stand for, of all rows: at least the amax
-    of a block, and up to twice that where scales are powers of two."""
+    """The largest magnitude that the largest scale can stand for, of 128 times as many rows: at
+    least the amax of a block, and up to twice that where scales are powers of two."""
     underflow: float
     """The share of numbers that became zero and were not."""
     saturated: float
@@ -84,7 +85,7 @@ PRINTED = {
 
 
 #: Of Okabe and Ito, told apart by all kinds of eyes.
-COLORS = {"input": "#0072B2", "weight": "#D55E00", "gradient": "#009E73"}
+COLORS = {"input": "#0072B2", "weight": "#D55E00", "grad_output": "#009E73"}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from grouped_linear.debugging.statistics import (
     Statistics,
     statistics_of_layer,
 )
+from grouped_linear.integrations.grouped_experts import as_matrices, form_and_recipe
 from grouped_linear.meta_kernels.watch import MAXIMA
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
@@ -39,24 +40,26 @@ class Watch:
         steps: how often :meth:`step` was called.
     """
 
-    def __init__(self, model: nn.Module, every: int, to: Destination) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"watch: every must be a positive integer, got {every!r}")
+    def __init__(self, model: nn.Module, every: int, rows: int | None, to: Destination) -> None:
+        for name, given in (("every", every), ("rows", 1 if rows is None else rows)):
+            if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+                raise ValueError(f"watch: {name} must be a positive integer, got {given!r}")
         if not (to is None or isinstance(to, str | Path) or callable(to) or _is_writer(to)):
             raise ValueError(
                 "watch: to must be the path of a CSV, a SummaryWriter or a function, "
                 f"got {type(to).__name__}"
             )
-        self.every, self.to, self.steps = every, to, 0
+        self.every, self.to, self.steps, self._is_on = every, to, 0, True
         self._modules = {name: m for name, m in model.named_modules() if weights_of(m)}
         if not self._modules:
             raise ValueError(
                 f"watch: {type(model).__name__} has no GroupedLinear, no GroupedMLP and no "
-                "converted Hugging Face experts"
+                "experts that convert has converted"
             )
         for module in self._modules.values():
             if getattr(module, "watched", None) is None:
                 module.watched = _new_layer(module)
+            module.watched.rows = rows
         self.layers: dict[str, WatchedLayer] = {n: m.watched for n, m in self._modules.items()}
         self._before: dict[str, Tensor] = {}
         self._look_at_weights()
@@ -66,8 +69,8 @@ class Watch:
 
     def switch(self, on: bool) -> None:
         """Begin or stop counting, by a flag on the device that graphs read."""
-        for layer in self.layers.values():
-            layer.switch(on)
+        self._is_on = on
+        self._begin_step()
 
     def step(self) -> Statistics | None:
         """End a step: read what it has counted, if it has, and say whether the next one counts.
@@ -83,9 +86,15 @@ class Watch:
             read = self.read()
             self._send(read)
         self.steps += 1
-        if self.every > 1 and self.steps % self.every in (0, 1):
-            self.switch(self.steps % self.every == 0)
+        if self.steps % self.every in (0, 1):
+            self._begin_step()
         return read
+
+    def _begin_step(self) -> None:
+        """Set the flag: 0, or the turn of the rows that this step reads."""
+        counts = self._is_on and self.steps % self.every == 0
+        for layer in self.layers.values():
+            layer.switch(1 + self.steps // self.every if counts else 0)
 
     @torch.no_grad()
     def read(self, group: "dist.ProcessGroup | None" = None, *, reset: bool = True) -> Statistics:
@@ -173,7 +182,9 @@ class Watch:
             yield torch.stack([changed, torch.full_like(changed, now[0].numel())], dim=1)
 
 
-def watch(model: nn.Module, *, every: int = 1, to: Destination = None) -> Watch:
+def watch(
+    model: nn.Module, *, every: int = 1, rows: int | None = 4, to: Destination = None
+) -> Watch:
     """Count what FP8 does to each layer, role and expert of a model, on the device.
 
     Of each layer's input, weight and gradient, for each expert: tokens, the largest magnitude, the
@@ -181,14 +192,16 @@ def watch(model: nn.Module, *, every: int = 1, to: Destination = None) -> Watch:
     often wgrad's columns share scales; what the router gave each expert, and what was dropped.
 
     The layers get one small kernel an operand, which reads a flag on the device: no host read, no
-    graph break, no recompilation, and CUDA graphs obey the flag. While it counts, it reads 8 rows
-    of each expert, whatever their number. Results keep every bit. Watch a model before it is
-    compiled or captured.
+    graph break, no recompilation, and CUDA graphs obey the flag. While it counts, it reads 4 rows
+    of each expert, whatever their number, and others in the next step. Results keep every bit.
+    Watch a model before it is compiled or captured.
 
     Args:
-        model: with :class:`GroupedLinear`, :class:`GroupedMLP` or Hugging Face experts that
-            :func:`convert` has converted.
+        model: with :class:`GroupedLinear`, :class:`GroupedMLP` or experts that :func:`convert` has
+            converted.
         every: count in every so many steps, as :meth:`Watch.step` counts them.
+        rows: of each expert the sample in a call: so many rows, 128 times as many rows of scales.
+            None reads all, which takes longer.
         to: where each reading goes: the path of a CSV, a ``SummaryWriter`` of TensorBoard, a
             function of :class:`Statistics` (``print``), or None.
 
@@ -206,7 +219,7 @@ def watch(model: nn.Module, *, every: int = 1, to: Destination = None) -> Watch:
     >>> sum(statistics.loads[0].tokens)
     128
     """
-    return Watch(model, every, to)
+    return Watch(model, every, rows, to)
 
 
 def weights_of(module: Any) -> tuple[str, ...]:
@@ -219,15 +232,16 @@ def weights_of(module: Any) -> tuple[str, ...]:
         from grouped_linear.integrations.experts_forward import weight_names
 
         return weight_names(module)
-    return ()
+    form, _ = form_and_recipe(module)  # experts of torchtitan
+    return () if form is None else form.weights
 
 
 def _new_layer(module: Any) -> WatchedLayer:
     first = next(module.parameters())
     if isinstance(module, GroupedLinear):
         num_groups = module.num_gemms
-    elif getattr(module, "dispatcher", None) is not None:  # experts of other processes are not here
-        num_groups = local_part(module.down_proj).size(0)
+    elif form_and_recipe(module)[0] or getattr(module, "dispatcher", None) is not None:
+        num_groups = local_part(first).size(0)  # experts of other processes are not here
     else:
         num_groups = module.num_experts
     return WatchedLayer(weights_of(module), num_groups, first.device)
@@ -240,8 +254,9 @@ def _is_writer(to: Any) -> bool:
 def _looked_at(weight: Any) -> Tensor | None:
     """Some numbers of a weight, as an optimizer steps them: [E, rows, columns]."""
     w = local_part(weight)
-    if not isinstance(w, Tensor) or w.dim() != 3 or w.is_meta:
+    if not isinstance(w, Tensor) or w.dim() not in (3, 4) or w.is_meta:
         return None
+    w = as_matrices(w)
     _, N, K = w.shape
     n, k = slice(None, None, -(-N // MOVED_ROWS)), slice(None, None, -(-K // MOVED_COLUMNS))
     if isinstance(w, GroupedTensor):

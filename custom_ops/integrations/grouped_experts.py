@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import silu
 
+from grouped_linear.autograd.activation import MLPConfig
+from grouped_linear.autograd.context import PLAIN_CALL, LinearOptions
 from grouped_linear.integrations.check_swiglu import Expert, check_swiglu
 from grouped_linear.integrations.converted_class import (
     check_forward_can_change,
@@ -30,8 +32,8 @@ from grouped_linear.integrations.plan import (
     how_weights_are_kept,
     replace_parameter,
 )
-from grouped_linear.nn.functional import check_whole, grouped_linear
-from grouped_linear.nn.functional_mlp import grouped_mlp_sorted
+from grouped_linear.nn.functional import apply_layer, check_parameters, check_whole
+from grouped_linear.nn.functional_mlp import apply_mlp_sorted
 from grouped_linear.ops.activation import PLAIN, SwiGLU
 from grouped_linear.quantized.state_dict import scale_properties
 from grouped_linear.quantized.tensor import GroupedTensor
@@ -83,7 +85,7 @@ class GroupedForm:
 
     def experts(self, tensors: Sequence[Tensor]) -> list[Expert]:
         """Views of each expert's parameters."""
-        own = [_as_matrices(t.detach()) for t in tensors]
+        own = [as_matrices(t.detach()) for t in tensors]
         if self.gate_up_is_one:
             gate_up, down, *biases = own
             own = [gate_up[:, 0::2], gate_up[:, 1::2], down]
@@ -141,6 +143,12 @@ def form_of(module: nn.Module) -> GroupedForm | None:
     return form if form.fits(shapes) and tuple(called_with) == form.inputs and has_limit else None
 
 
+def form_and_recipe(module: nn.Module) -> tuple[GroupedForm | None, Recipe | None]:
+    """Of experts that have been converted here; None of any other module."""
+    members, *args = getattr(type(module), "_converted_with", (None,))
+    return (args[0], args[1]) if members is grouped_members else (None, None)
+
+
 def find_grouped_experts(plan: Plan, request: Request, model: nn.Module) -> None:
     """Plan another forward for each module that holds its experts in a form that is known."""
     for name, module in model.named_modules():
@@ -163,9 +171,7 @@ def _check(where: str, module: nn.Module, form: GroupedForm, request: Request) -
     check_weights_kept(where, recipe, weights, *options)
     parameters = [module.get_parameter(name) for name in form.parameters]
     check_whole(where, parameters, "convert")
-    check_weights(
-        where, ((name, _as_matrices(module.get_parameter(name))) for name in form.weights)
-    )
+    check_weights(where, ((name, as_matrices(module.get_parameter(name))) for name in form.weights))
     if getattr(module, "_parallelized", False):
         raise ValueError(f"{where}: torchtitan has parallelized it already: convert before")
     if recipe is not None and recipe.has_state and parameters[0].is_meta:
@@ -193,7 +199,7 @@ def _check(where: str, module: nn.Module, form: GroupedForm, request: Request) -
     check_forward_can_change(where, module)
 
 
-def _as_matrices(w: Tensor) -> Tensor:
+def as_matrices(w: Tensor) -> Tensor:
     """A weight as [E, N, K]: w13 is [E, F, 2, H]."""
     return w.flatten(1, 2) if w.dim() == 4 else w
 
@@ -230,7 +236,8 @@ def grouped_members(form: GroupedForm, recipe: Recipe | None, in_fp8: bool) -> d
 
     def forward(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         m_splits_E = num_tokens_per_expert.to(torch.int32)  # some routers count in float
-        states: Any = getattr(self, "scaling_states", (None,) * len(form.weights))
+        states: Any = getattr(self, "scaling_states", None) or (None,) * len(form.weights)
+        watched = getattr(self, "watched", None)
 
         def weight(i: int) -> Any:
             weight, state = local_part(getattr(self, form.weights[i])), states[i]
@@ -249,14 +256,21 @@ def grouped_members(form: GroupedForm, recipe: Recipe | None, in_fp8: bool) -> d
                 )
             if recipe is None or not recipe.weight.reads_any_dtype:
                 weight = weight.to(x.dtype)
-            return _as_matrices(weight)
+            return as_matrices(weight)
+
+        of_call = [recipe if state is None else state.of_call() for state in states]
+        options = [
+            PLAIN_CALL if watched is None else LinearOptions(watched=watched.of_call(i))
+            for i in range(len(form.weights))
+        ]
+
+        def layer(x: Tensor, i: int) -> Tensor:
+            w = weight(i)
+            check_parameters("grouped_linear", weight=w)
+            return apply_layer(x, (w,), None, m_splits_E, of_call[i], options[i])
 
         if not form.gate_up_is_one:
-            gate, up = (
-                grouped_linear(x, weight(i), m_splits_E, None, recipe, states[i]) for i in (0, 1)
-            )
-            h = silu(gate) * up
-            return grouped_linear(h, weight(2), m_splits_E, None, recipe, states[2]).to(x.dtype)
+            return layer(silu(layer(x, 0)) * layer(x, 1), 2).to(x.dtype)
         gate_up_bias, down_bias = (
             (local_part(getattr(self, name)) for name in form.biases)
             if form.biases
@@ -267,17 +281,15 @@ def grouped_members(form: GroupedForm, recipe: Recipe | None, in_fp8: bool) -> d
         degree = _tensor_parallel_degree(getattr(self, form.weights[0]))
         if down_bias is not None and degree > 1:
             down_bias = down_bias - down_bias.detach() * (1 - 1 / degree)
-        return grouped_mlp_sorted(
+        return apply_mlp_sorted(
             x,
             m_splits_E,
-            weight(0),
-            weight(1),
             None,
-            recipe,
-            None if states[0] is None else (states[0], states[1]),
-            gate_up_proj_bias=gate_up_bias,
-            down_proj_bias=down_bias,
-            activation=form.activation(self),
+            (weight(0), weight(1)),
+            (gate_up_bias, down_bias),
+            (of_call[0], of_call[1]),
+            MLPConfig(form.activation(self), False),
+            (options[0], options[1]),
         ).to(x.dtype)
 
     def forward_RD(self: Any, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:

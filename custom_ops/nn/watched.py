@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from grouped_linear.autograd.watched import Watched
 from grouped_linear.meta_kernels.watch import COLUMNS, MAXIMA, WATCH_COLUMNS
 
-#: What a linear layer multiplies, in the order of :meth:`WatchedLayer.read`.
-ROLES = ("input", "weight", "gradient")
+#: What a linear layer multiplies, as a recipe names it, in the order of :meth:`WatchedLayer.read`.
+ROLES = ("input", "weight", "grad_output")
 
 
 #: Thread blocks of each group: one alone takes longer than the layer has time for.
 PARTS = 4
+#: Where all rows are read.
+ALL = 2**31 - 1
 
 
 class WatchedLayer(nn.Module):
@@ -30,7 +32,12 @@ class WatchedLayer(nn.Module):
         weights: the names of the layer's weights.
         num_groups: E.
         device: of the layer's parameters.
+
+    Attributes:
+        rows: how many rows of each group a call reads; None for all.
     """
+
+    rows: int | None = 4
 
     _numbers: "_Numbers"
 
@@ -43,19 +50,21 @@ class WatchedLayer(nn.Module):
             vars(self)["_numbers"] = _Numbers(len(weights), num_groups, device)
 
     @property
-    def enabled(self) -> Tensor:
-        """The flag, a bool on the device."""
-        return self._numbers.enabled
+    def turn(self) -> Tensor:
+        """The flag, an int32 on the device: 0 counts nothing, others say which rows are read."""
+        return self._numbers.turn
 
     def of_call(self, weight: int = 0) -> Watched:
         """What the call of one of the linear layers adds to."""
         numbers = self._numbers
-        return Watched(numbers.forward_stats, numbers.backward_stats, numbers.enabled, weight)
+        rows = ALL if self.rows is None else min(self.rows, ALL)
+        both = numbers.forward_stats, numbers.backward_stats
+        return Watched(*both, numbers.turn, rows, weight)
 
     @torch.no_grad()
-    def switch(self, on: bool) -> None:
+    def switch(self, turn: int) -> None:
         """Set the flag, which captured graphs read."""
-        self._numbers.enabled.fill_(on)
+        self._numbers.turn.fill_(turn)
 
     @torch.no_grad()
     def read(self, reset: bool = True) -> Tensor:
@@ -77,7 +86,7 @@ class WatchedLayer(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "WatchedLayer":
         """Follow the model to another device, but keep each dtype."""
-        was_meta = self.enabled.is_meta
+        was_meta = self.turn.is_meta
 
         def keep_dtype(t: Tensor) -> Tensor:
             there = fn(t)
@@ -85,9 +94,9 @@ class WatchedLayer(nn.Module):
 
         with torch.inference_mode(False), torch.no_grad():
             self._numbers._apply(keep_dtype)
-            if was_meta and not self.enabled.is_meta:
+            if was_meta and not self.turn.is_meta:
                 self.reset()
-                self.switch(False)
+                self.switch(0)
         return self
 
 
@@ -103,7 +112,7 @@ class _Numbers(nn.Module):
 
     forward_stats: Tensor
     backward_stats: Tensor
-    enabled: Tensor
+    turn: Tensor
 
     def __init__(self, weights: int, num_groups: int, device: torch.device | str | None) -> None:
         super().__init__()
@@ -111,4 +120,4 @@ class _Numbers(nn.Module):
         for name in ("forward_stats", "backward_stats"):
             t = torch.zeros(2 * weights, PARTS, num_groups, WATCH_COLUMNS, **like)
             self.register_buffer(name, t, persistent=False)
-        self.register_buffer("enabled", torch.zeros((), dtype=torch.bool, device=device), False)
+        self.register_buffer("turn", torch.zeros((), dtype=torch.int32, device=device), False)

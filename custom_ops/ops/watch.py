@@ -11,7 +11,7 @@ from grouped_linear.ops.gradients import OPS
 
 def watch_operand_(
     stats: Tensor,
-    enabled: Tensor,
+    turn: Tensor,
     operand: int,
     x: Tensor | None,
     q: Tensor | None = None,
@@ -24,6 +24,8 @@ def watch_operand_(
     weight: Tensor | None = None,
     scale_t: Tensor | None = None,
     routed: Tensor | None = None,
+    most: int = 4,
+    operand_t: int | None = None,
     activation: SwiGLU = PLAIN,
 ) -> None:
     """Add what quantization does to some rows of each group to the group's numbers.
@@ -39,14 +41,15 @@ def watch_operand_(
         5  the largest scale, as a magnitude    12  of them those with one scale
         6  numbers that became zero             13  rows of the group that were dropped
 
-    Of each group 8 rows are read, evenly spaced, and 1024 rows of scales; of a weight also a row of
-    each 128, and all scales; of scale_t 8 blocks of rows. So the time does not depend on the
-    groups' sizes. Sums have a fixed order.
+    Of each group ``most`` rows are read, one of each of so many equal spaces, 128 times as many
+    rows of scales, and ``most`` blocks of scale_t; all where there are fewer. So the time does not
+    depend on the groups' sizes. Which row of its space is read, the turn says: another in each
+    turn. Sums have a fixed order.
 
     Args:
         stats: [operands, parts, E, 14] float64, contiguous, written; at most 64 parts.
-        enabled: a bool of no dimensions on the device, which the kernel reads; if it is false, no
-            byte changes.
+        turn: an int32 of no dimensions on the device, which the kernel reads; if it is 0, no byte
+            changes.
         operand: which operand of stats.
         x: the numbers before quantization: rows [T, K], or a weight [E, N, K]; None for those of
             gate_up, or for what q alone tells.
@@ -59,8 +62,11 @@ def watch_operand_(
         gate_up: [T, 2 F]: the numbers are ``swiglu(gate_up)``; with x [T, F] and weight the
             gradient that :func:`swiglu_grad` returns, x being dh.
         weight: [T] float32, see :func:`swiglu_grad`.
-        scale_t: [blocks, K] float32, of columnwise data, as :func:`group_quantize` returns it.
+        scale_t: [blocks, features] float32, of columnwise data of the same rows, as
+            :func:`group_quantize` returns it.
         routed: [E] int32: group ends before rows were dropped.
+        most: how many rows of each group are read.
+        operand_t: which operand of stats scale_t is of; None for ``operand``.
         activation: the form of SwiGLU.
 
     Raises:
@@ -71,13 +77,13 @@ def watch_operand_(
     >>> x, offs = torch.ones(5, 128), torch.tensor([2, 5], dtype=torch.int32)
     >>> x[3, 0] = 2.0**20  # beside which 1 is nothing
     >>> quantized, stats = group_quantize(x, offs), torch.zeros(1, 1, 2, 14).double()
-    >>> watch_operand_(stats, torch.tensor(True), 0, x, quantized.q, quantized.scale, offs)
+    >>> watch_operand_(stats, torch.tensor(1).int(), 0, x, quantized.q, quantized.scale, offs)
     >>> stats[0, 0, :, 6]
     tensor([  0., 127.], dtype=torch.float64)
     """
     OPS.watch_operand_(
         stats,
-        enabled,
+        turn,
         operand,
         x,
         q,
@@ -89,5 +95,7 @@ def watch_operand_(
         weight,
         scale_t,
         routed,
+        most,
+        operand_t,
         *activation.arguments,
     )

@@ -249,6 +249,33 @@ def activations() -> Iterator[Call]:
     yield Call("group_quantize_swiglu_grad", arguments, of_grad)
 
 
+def watching() -> Iterator[Call]:
+    """What quantization does to all rows, one of whose features becomes zero."""
+    x = rows(K)
+    x[:, 5] *= 2.0**-20
+    q, scale, *_ = _ops.group_quantize(x, OFFS)
+    before, after = x[:VALID].double(), of_rows(q, scale)
+
+    def of_groups(t: Tensor) -> Tensor:
+        return torch.stack([t[g].sum() for g in GROUPS])
+
+    def check(stats: Tensor) -> list[Near]:
+        parts = stats[0]
+        numbers, underflow, error = (parts[..., i].sum(0) for i in (2, 6, 9))
+        amax = [before[g].abs().max() if g.stop > g.start else torch.zeros(()) for g in GROUPS]
+        squares = of_groups((after - before) ** 2)
+        return [
+            Near(numbers, K * torch.tensor(SIZES)),
+            Near(parts[..., 4].amax(0), torch.stack([t.double() for t in amax])),
+            Near(underflow, of_groups((before != 0) & (after == 0))),
+            Near(error, squares, 1e-12 * squares, False),
+        ]
+
+    stats, turn = torch.zeros(1, 4, E, 14).double(), torch.tensor(1).int()
+    given = {"stats": stats, "turn": turn, "operand": 0, "x": x, "q": q, "scale": scale}
+    yield Call("watch_operand_", given | {"offs": OFFS, "most": T}, check)
+
+
 # --- weights -------------------------------------------------------------------------------------
 
 
@@ -342,5 +369,5 @@ def scaled_gemms() -> Iterator[Call]:
 
 def every_call() -> list[Call]:
     """All calls; several of a GEMM that takes several kinds of operands."""
-    families = (routing, quantizers, activations, weights, gemms, scaled_gemms)
+    families = (routing, quantizers, activations, watching, weights, gemms, scaled_gemms)
     return [call for family in families for call in family()]

@@ -35,18 +35,18 @@ RowNumbers numbers_of(const std::optional<Tensor>& rows, const std::optional<Ten
 
 }  // namespace
 
-void watch_operand_(const Tensor& stats, const Tensor& enabled, int64_t operand,
+void watch_operand_(const Tensor& stats, const Tensor& turn, int64_t operand,
                     const std::optional<Tensor>& x, const std::optional<Tensor>& q,
                     const std::optional<Tensor>& scale, const std::optional<Tensor>& offs_in,
                     const std::optional<Tensor>& rows_in, const std::optional<Tensor>& q_rows_in,
                     const std::optional<Tensor>& gate_up, const std::optional<Tensor>& weight,
                     const std::optional<Tensor>& scale_t_in, const std::optional<Tensor>& routed_in,
-                    double alpha, double beta, std::optional<double> limit, bool interleaved,
-                    double cubic) {
+                    int64_t most, std::optional<int64_t> operand_t, double alpha, double beta,
+                    std::optional<double> limit, bool interleaved, double cubic) {
   const char* op = "watch_operand_";
-  const WatchedSize size = check_watch_operand(stats, enabled, operand, x, q, scale, offs_in,
-                                               rows_in, q_rows_in, gate_up, weight, scale_t_in,
-                                               routed_in);
+  const WatchedSize size = check_watch_operand(stats, turn, operand, x, q, scale, offs_in, rows_in,
+                                               q_rows_in, gate_up, weight, scale_t_in, routed_in,
+                                               most, operand_t);
   const SwigluForm form = checked_form(op, alpha, beta, limit, interleaved, cubic);
 
   const Launch launch(op, stats);
@@ -56,7 +56,9 @@ void watch_operand_(const Tensor& stats, const Tensor& enabled, int64_t operand,
   const int64_t parts = stats.size(1), E = stats.size(2);
   WatchedOperand a{};
   a.stats = mutable_data<double>(stats) + operand * parts * E * kWatchColumns;
-  a.enabled = data<bool>(enabled);
+  a.stats_t = a.stats + (operand_t.value_or(operand) - operand) * parts * E * kWatchColumns;
+  a.turn = data<int32_t>(turn);
+  a.most = most;
   a.offs = data_or_null<int32_t>(offs);
   a.routed = data_or_null<int32_t>(routed);
   a.E = static_cast<int>(E);
@@ -76,6 +78,7 @@ void watch_operand_(const Tensor& stats, const Tensor& enabled, int64_t operand,
   a.scale_dim = scale ? static_cast<int>(scale->dim()) : 0;
   for (int d = 0; d < a.scale_dim; ++d) a.scale_strides[d] = scale->stride(d);
   a.scale_t = data_or_null<float>(scale_t);
+  a.K_t = scale_t ? static_cast<int>(scale_t->size(1)) : 0;
   a.blocks = scale_t ? static_cast<int>(scale_t->size(0)) : INT32_MAX;
   a.form = form;
 

@@ -1,10 +1,12 @@
 // What quantization does to some rows of each group: see watch.h for what is counted.
 //
 // A thread block has a part of a group, and is the only one that writes the part's numbers, so that
-// every sum has a fixed order. Of a group 8 rows are read, whatever its size, and the scales of up to
-// 1024. Bytes: 128 groups of 2048 features in bf16 and e4m3 are 6.3 MB and 4.2 MB of scales, 4 us at
-// 2.8 TB/s. Loads of a few bytes take longer than that, so there are several parts, whose thread
-// blocks share a multiprocessor. Where the flag on the device is false, a block reads one byte.
+// every sum has a fixed order. Of a group 4 rows are read, whatever its size, and the scales of up
+// to 512. Bytes: 128 groups of 2048 features in bf16 and e4m3 are 3.1 MB and 4.2 MB of scales, 2.2
+// us at 3.3 TB/s. What takes longer are the loads that wait for one another (the turn, the group's
+// ends, row numbers, rows) and the sums over a block. So thread blocks are small: 4 parts of 128
+// groups are on an H100's 132 multiprocessors at once, and most threads load two vectors of a row
+// and 16 scales. Where the turn on the device is 0, a block reads four bytes.
 #pragma once
 
 #include "cuda/common/elements.cuh"
@@ -17,7 +19,7 @@
 
 namespace grouped_linear::cuda {
 
-constexpr int kWatchThreads = 256, kWatchWarps = kWatchThreads / 32, kWatchVector = 8;
+constexpr int kWatchThreads = 128, kWatchWarps = kWatchThreads / 32, kWatchVector = 8;
 constexpr int kRowsOfBlock = static_cast<int>(kBlock);
 
 enum class WatchedFormat { kNone, kE4m3, kE5m2, kBf16, kHalf, kFloat };
@@ -30,10 +32,11 @@ struct WatchedRows {
 };
 
 struct WatchedOperand {
-  double* stats;  // [parts, E, kWatchColumns]
-  const bool* enabled;
+  double *stats, *stats_t;  // [parts, E, kWatchColumns]; of columnwise blocks
+  const int32_t* turn;
   const int32_t* offs;    // [E]; null for a weight of N rows an expert
   const int32_t* routed;  // [E] or null
+  int64_t most;
   int E, T, N, K;
   WatchedRows x, gate_up, q;  // data is null for what there is not
   RowNumbers x_rows, q_rows;
@@ -43,8 +46,8 @@ struct WatchedOperand {
   const float* scale;    // or null
   int scale_dim;
   int64_t scale_strides[3];
-  const float* scale_t;  // [blocks, K] or null
-  int blocks;
+  const float* scale_t;  // [blocks, K_t] or null
+  int blocks, K_t;
   SwigluForm form;
 };
 
@@ -183,16 +186,17 @@ __device__ __forceinline__ WatchedGroup watched_group(const WatchedOperand& a, G
   return {begin, table.row_end[e] - begin, first, last - first};
 }
 
-// The scale of row r of the group in k-block b; 1 without scales.
-__device__ __forceinline__ float watched_scale(const WatchedOperand& a, const WatchedGroup& group,
-                                               int r, int b) {
-  if (a.scale == nullptr) return 1.0f;
+// Where the scale of row r of the group lies in k-block 0, and the step to the next k-block.
+struct WatchedScales {
+  int64_t first, step;
+};
+__device__ __forceinline__ WatchedScales watched_scales(const WatchedOperand& a,
+                                                        const WatchedGroup& group, int r) {
   const int64_t of_expert = blockIdx.x * a.scale_strides[0];
-  if (a.scale_dim == 1) return a.scale[of_expert];
-  if (a.scale_dim == 2)
-    return a.scale[b * a.scale_strides[0] + a.q_rows.row(r) * a.scale_strides[1]];
+  if (a.scale_dim == 1) return {of_expert, 0};
+  if (a.scale_dim == 2) return {a.q_rows.row(r) * a.scale_strides[1], a.scale_strides[0]};
   const int n = (r - group.begin) / kRowsOfBlock;
-  return a.scale[of_expert + n * a.scale_strides[1] + b * a.scale_strides[2]];
+  return {of_expert + n * a.scale_strides[1], a.scale_strides[2]};
 }
 
 // Begins to load eight neighbours of q's row r from column c on.
@@ -205,7 +209,10 @@ __device__ __forceinline__ LoadedQuantized load_quantized(const WatchedOperand& 
                                         : a.q_rows.row(r) * a.q.row;
   q.first = row + c * a.q.column;
   if (is_fp8(a.format)) q.fp8 = load_fp8(a.q, q.first);
-  q.scale = watched_scale(a, group, r, c / kRowsOfBlock);
+  if (a.scale != nullptr) {
+    const WatchedScales scales = watched_scales(a, group, r);
+    q.scale = a.scale[scales.first + c / kRowsOfBlock * scales.step];
+  }
   return q;
 }
 
@@ -305,63 +312,78 @@ __device__ __forceinline__ void count_row(const WatchedOperand& a, const Watched
 
 // Whether block b of the group's columnwise blocks has one scale in features k .. k + 127.
 __device__ __forceinline__ bool shares_scale(const WatchedOperand& a, int block, int k) {
-  const float* of_block = a.scale_t + int64_t{block} * a.K;
+  const float* of_block = a.scale_t + int64_t{block} * a.K_t;
   const float first = of_block[k];
   bool same = true;
 #pragma unroll
   for (int i = threadIdx.x % 32; i < kRowsOfBlock; i += 32)
-    if (k + i < a.K) same = same && of_block[k + i] == first;
+    if (k + i < a.K_t) same = same && of_block[k + i] == first;
   return __all_sync(kFullWarp, same);
 }
 
+// The largest scale of some rows of the group: of 32 rows at once, a warp's.
+__device__ __forceinline__ float largest_scale(const WatchedOperand& a, const WatchedGroup& group,
+                                               int turn) {
+  const int step = a.offs == nullptr ? kRowsOfBlock : 1;  // rows of a weight's block share theirs
+  const int all = (group.rows + step - 1) / step;
+  const int count = watched_of(all, a.most * kRowsOfBlock);
+  const int col_blocks = a.scale_dim == 1 ? 1 : (a.K + kRowsOfBlock - 1) / kRowsOfBlock;
+  float largest = 0;
+  for (int first = (blockIdx.y + threadIdx.x / 32 * gridDim.y) * kScaleRowsAtOnce; first < count;
+       first += kWatchWarps * gridDim.y * kScaleRowsAtOnce) {
+    const int i = first + threadIdx.x % 32;
+    if (i >= count) continue;
+    const WatchedScales scales =
+        watched_scales(a, group, group.begin + nth_of(i, count, all, turn) * step);
+#pragma unroll 8
+    for (int b = 0; b < col_blocks; ++b)
+      largest = fmaxf(largest, a.scale[scales.first + b * scales.step]);
+  }
+  return largest;
+}
+
 template <typename Element, WatchedSource source, bool has_operand>
-__global__ void __launch_bounds__(kWatchThreads, 2)
+__global__ void __launch_bounds__(kWatchThreads, 4)
     watch_operand_kernel(const __grid_constant__ WatchedOperand a) {
   grid_dependency_wait();
-  if (!*a.enabled) return;
+  const int turn = *a.turn;
+  if (turn == 0) return;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int part = blockIdx.y, parts = gridDim.y;
+  // Loaded now, added to at the end.
+  double* of_lane = (lane == kBlocks || lane == kShared ? a.stats_t : a.stats) +
+                    (int64_t{part} * a.E + blockIdx.x) * kWatchColumns + lane;
+  const double before = warp == 0 && lane < kWatchColumns ? *of_lane : 0;
   __shared__ GroupTable table;
   __shared__ WatchCounts of_warps[kWatchWarps];
   __shared__ double now[kWatchColumns];
   const WatchedGroup group = watched_group(a, table);
-  const bool of_weight = a.offs == nullptr;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int part = blockIdx.y, parts = gridDim.y;
   // How many of n are this part's: part, part + parts, ...
   const auto mine = [part, parts](int n) { return n > part ? (n - part - 1) / parts + 1 : 0; };
   WatchCounts counts{};
 
-  const int col_blocks = (a.K + kRowsOfBlock - 1) / kRowsOfBlock;
   int my_rows = 0, my_blocks = 0;
+  const int blocks_t = (a.K_t + kRowsOfBlock - 1) / kRowsOfBlock;
   if constexpr (has_operand) {
-    const int count = watched_rows(group.rows, of_weight);
+    if (a.scale != nullptr && is_fp8(a.format))
+      counts.largest_scale = largest_scale(a, group, turn);
+    const int count = watched_of(group.rows, a.most);
     const int columns = source == WatchedSource::kSwigluGrad ? a.K / 2 : a.K;
     const int vectors = columns / kWatchVector;  // in a row
     my_rows = mine(count);
+    constexpr int at_once = source == WatchedSource::kRows ? 2 : 1;
+#pragma unroll at_once
     for (int i = threadIdx.x; i < my_rows * vectors; i += kWatchThreads) {
-      const int r = group.begin + nth_of(part + i / vectors * parts, count, group.rows);
+      const int r = group.begin + nth_of(part + i / vectors * parts, count, group.rows, turn);
       count_row<Element, source>(a, group, r, i % vectors * kWatchVector, counts);
-    }
-    if (a.scale != nullptr && is_fp8(a.format)) {
-      const int step = of_weight ? kRowsOfBlock : 1;  // rows of a weight's block share their scale
-      const int all = (group.rows + step - 1) / step;
-      const int rows = of_weight ? all : min(all, kWatchedScaleRows);
-      const int my_scale_rows = mine(rows);
-      const int columns_at_once = a.scale_dim == 1 ? 1 : 4;
-      for (int i = threadIdx.x; i < my_scale_rows * columns_at_once; i += kWatchThreads) {
-        const int k = i / my_scale_rows, nth = i - k * my_scale_rows;
-        const int r = group.begin + nth_of(part + nth * parts, rows, all) * step;
-#pragma unroll 4
-        for (int b = k; b < (a.scale_dim == 1 ? 1 : col_blocks); b += 4)
-          counts.largest_scale = fmaxf(counts.largest_scale, watched_scale(a, group, r, b));
-      }
     }
   }
   if (a.scale_t != nullptr) {
-    const int blocks = min(group.blocks, kWatchedBlocks);
+    const int blocks = watched_of(group.blocks, a.most);
     my_blocks = mine(blocks);
-    for (int i = warp; i < my_blocks * col_blocks; i += kWatchWarps) {
-      const int nth = nth_of(part + i / col_blocks * parts, blocks, group.blocks);
-      const bool shared = shares_scale(a, group.first_block + nth, i % col_blocks * kRowsOfBlock);
+    for (int i = warp; i < my_blocks * blocks_t; i += kWatchWarps) {
+      const int nth = nth_of(part + i / blocks_t * parts, blocks, group.blocks, turn);
+      const bool shared = shares_scale(a, group.first_block + nth, i % blocks_t * kRowsOfBlock);
       counts.shared += shared && lane == 0;
     }
   }
@@ -390,7 +412,7 @@ __global__ void __launch_bounds__(kWatchThreads, 2)
       now[kError] = counts.error;
       now[kSquare] = counts.square;
     }
-    now[kBlocks] = my_blocks * col_blocks;
+    now[kBlocks] = static_cast<double>(my_blocks) * blocks_t;
     now[kShared] = counts.shared;
     if (a.routed != nullptr && part == 0) {
       const int e = blockIdx.x;
@@ -400,8 +422,8 @@ __global__ void __launch_bounds__(kWatchThreads, 2)
   }
   __syncwarp();
   if (lane >= kWatchColumns) return;
-  double& sum = a.stats[(int64_t{part} * a.E + blockIdx.x) * kWatchColumns + lane];
-  sum = lane == kAmax || lane == kScaledAmax ? max(sum, now[lane]) : sum + now[lane];
+  const bool is_max = lane == kAmax || lane == kScaledAmax;
+  *of_lane = is_max ? max(before, now[lane]) : before + now[lane];
 }
 
 }  // namespace grouped_linear::cuda

@@ -3,6 +3,7 @@
 T rows, E groups, K in_features, N out_features, F features of h.
 """
 
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from support.tensors import FP32, lay_out, per_row, quantized_columns, rows, wei
 
 COLUMNS = 14
 MAXIMA = (4, 5)
+GOLDEN = Fraction(2654435769, 2**32)  # the golden ratio's fraction
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 # Half a step beyond the largest number: 1.75 * 2^n, of 3 or of 2 bits of mantissa.
 BEYOND = {E4M3: 464.0, E5M2: 61440.0}
@@ -29,13 +31,14 @@ def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) ->
     source, form = options.pop("source", "rows"), options.pop("format", E4M3)
     parts = options.pop("parts", 4)
     stats = torch.randint(9, (3, parts, groups.E, COLUMNS)).double()
-    given: Arguments = {"stats": stats, "enabled": torch.tensor(options.pop("enabled", True))}
+    given: Arguments = {"stats": stats, "turn": torch.tensor(options.pop("turn", 5)).int()}
     given |= {"operand": 1, "x": None}
     if source == "weight":
         return given | of_weight(groups, dtype, layout, form, options)
     given["offs"] = groups.offs()
     if options.pop("columnwise", False) or source == "columns":
         _, given["scale_t"] = quantized_columns(groups, groups.K, share_scales=True)
+        given["operand_t"] = options.pop("operand_t", None)
     if options.pop("dropped", False):  # two rows of each group
         given["routed"] = groups.offs() + 2 * torch.arange(1, groups.E + 1, dtype=torch.int32)
     if source == "columns":
@@ -123,33 +126,41 @@ def gradient_of(given: Any, form: dict[str, Any]) -> Tensor:
 
 def expected(sample: Sample) -> Outputs:
     stats = sample["stats"].clone()
-    if sample["enabled"]:
-        of_operand = stats[sample["operand"]]
+    if sample["turn"]:
+        number, number_t = sample["operand"], sample.arguments.get("operand_t")
+        of_columns = slice(11, 13)
         for e, now in enumerate(counts(sample)):
+            if number_t is not None:
+                stats[number_t, :, e, of_columns] += now[:, of_columns]
+                now[:, of_columns] = 0
             maxima = torch.tensor([i in MAXIMA for i in range(COLUMNS)])
-            before = of_operand[:, e]
-            of_operand[:, e] = torch.where(maxima, torch.maximum(before, now), before + now)
+            before = stats[number, :, e]
+            stats[number, :, e] = torch.where(maxima, torch.maximum(before, now), before + now)
     # Sums of squares are added in another order.
     return [Output(stats, 1e-13 * stats.abs(), torch.float64)]
 
 
-def spaced(n: int, most: int) -> list[int]:
-    """At most so many of n, evenly spaced, the larger spaces first."""
-    count = min(n, most)
-    return [i * (n // count) + min(i, n % count) for i in range(count)]
+def spaced(n: int, most: int, turn: int) -> list[int]:
+    """At most so many of n: one of each of as many spaces, the larger first, by the turn."""
+    count, found, first = min(n, most), [], 0
+    for i in range(count):
+        space = n // count + (i < n % count)
+        found.append(first + int((turn - 1) * GOLDEN % 1 * space))
+        first += space
+    return found
 
 
 def counts(sample: Sample) -> list[Tensor]:
     """What is added for each group, [parts, 14]: of what is read the i-th to part i % parts."""
     get = sample.arguments.get
-    stats, offs = sample["stats"], get("offs")
+    stats, offs, turn = sample["stats"], get("offs"), int(sample["turn"])
+    most = get("most", 4)
     before, after, scale = numbers_of(sample)
     _, parts, E, _ = stats.shape
     if offs is None:
         t = before if before is not None else after
         N = t.size(0) // E
         groups = [slice(e * N, (e + 1) * N) for e in range(E)]
-        most = max(8, -(-N // 128))
     else:
         T = next(
             (
@@ -159,7 +170,7 @@ def counts(sample: Sample) -> list[Tensor]:
             ),
             0 if get("scale_t") is None else 128 * len(get("scale_t")),
         )
-        groups, most = reference.groups(offs, T), 8
+        groups = reference.groups(offs, T)
     dtype = None if get("q") is None else sample["q"].dtype
     counted = []
     first_block = 0
@@ -167,19 +178,22 @@ def counts(sample: Sample) -> list[Tensor]:
         n, now = group.stop - group.start, torch.zeros(parts, COLUMNS, dtype=torch.float64)
         has_operand = before is not None or after is not None
         now[0, :2] = torch.tensor([1.0, n]) * has_operand
-        read = [group.start + i for i in spaced(n, most)] if has_operand else []
+        read = [group.start + i for i in spaced(n, most, turn)] if has_operand else []
         step = 128 if offs is None else 1  # a weight's rows share scales by 128
-        scanned = [group.start + step * i for i in spaced(-(-n // step), 1024)]
+        rows = enumerate(spaced(-(-n // step), 128 * most, turn))
+        scanned: list[list[int]] = [[] for _ in range(parts)]
+        for i, row in rows:
+            scanned[i // 32 % parts].append(group.start + step * row)
         blocks = -(-n // 128)
         for part in range(parts):
             mine = slice(part, None, parts)
             if has_operand:
                 of_rows = (t if t is None else t[read[mine]] for t in (before, after, scale))
                 now[part, 2:11] = of_numbers(*of_rows, dtype)
-            if scale is not None and dtype in LARGEST and scanned[mine]:
-                now[part, 5] = scale[scanned[mine]].max() * LARGEST[dtype]
+            if scale is not None and dtype in LARGEST and scanned[part]:
+                now[part, 5] = scale[scanned[part]].max() * LARGEST[dtype]
             if get("scale_t") is not None:
-                for i in spaced(blocks, 8)[mine]:
+                for i in spaced(blocks, most, turn)[mine]:
                     for features in reference.feature_blocks(get("scale_t").size(1)):
                         scales = get("scale_t")[first_block + i, features]
                         now[part, 11] += 1
@@ -263,6 +277,7 @@ def mistakes(good: Sample) -> list[Arguments]:
     i32 = torch.int32
     offs, gate_up = good["offs"], torch.zeros(12, 288, dtype=x.dtype)
     no_rows: Arguments = {"rows": None, "q_rows": None, "scale_t": None, "routed": None}
+    no_rows |= {"operand_t": None}
     of_weight: Arguments = {**no_rows, "offs": None, "q": None, "scale": None}
     w = torch.zeros(3, 32, 144, dtype=x.dtype)
     of_grad: Arguments = {"gate_up": torch.zeros(12, 160, dtype=x.dtype), "rows": None}
@@ -271,8 +286,8 @@ def mistakes(good: Sample) -> list[Arguments]:
         *({"stats": stats[0]}, {"stats": stats.float()}, {"stats": stats[:, :0]}),
         *({"stats": stats.expand(3, 4, 3, 14).repeat(1, 17, 1, 1)}, {"stats": stats[:, :, :0]}),
         *({"stats": stats[..., :5]}, {"stats": stats.mT.contiguous().mT}),
-        *({"enabled": torch.tensor([True])}, {"enabled": torch.tensor(1)}),
-        *({"operand": -1}, {"operand": 3}),
+        *({"turn": torch.tensor([1]).int()}, {"turn": torch.tensor(True)}),
+        *({"operand": -1}, {"operand": 3}, {"operand_t": 3}, {"most": 0}, {"most": 2**31}),
         {"x": None, "q": None, "scale": None, **no_rows},
         *({"x": x.double()}, {"q": q.double()}, {"q": None}),
         *({"scale": scale.double()}, {"scale": torch.ones(2)}, {"scale": scale[None]}),
@@ -283,7 +298,7 @@ def mistakes(good: Sample) -> list[Arguments]:
         *({"offs": offs[None]}, {"offs": offs.long()}, {"offs": offs[:2]}),
         *({"routed": offs.long()}, {"routed": offs[:2]}),
         *({"scale_t": torch.ones(3)}, {"scale_t": torch.ones(3, 144).half()}),
-        *({"scale_t": torch.ones(3, 24)}, {"scale_t": torch.ones(3, 128)}),
+        {"scale_t": torch.ones(3, 24)},
         *({"gate_up": gate_up[0], "x": None, "rows": None}, {"gate_up": gate_up.double()}),
         *({"gate_up": gate_up[:, :33]}, {"gate_up": gate_up[:, :48]}, {"gate_up": gate_up}),
         {"gate_up": gate_up, "rows": None},
@@ -307,8 +322,11 @@ def variants_of_form() -> list[Arguments]:
 
 
 ROWS: dict[str, Options] = {
-    "off": {"enabled": False, "columnwise": True, "dropped": True},
+    "off": {"turn": 0, "columnwise": True, "dropped": True},
     "columnwise": {"columnwise": True, "dropped": True, "parts": 1},
+    "columns_of_another": {"columnwise": True, "operand_t": 2},
+    "one_row": {"most": 1, "turn": 2, "parts": 64},
+    "all_rows": {"most": 2**31 - 1, "columnwise": True, "turn": 2**31 - 1},
     "columns": {"source": "columns"},
     "amax": {"format": None},
     "rounded": {"format": "rounded"},
@@ -350,10 +368,13 @@ stats must have between 1 and 64 parts, got 68
 E must be between 1 and 1024, got 0
 stats must have 14 numbers of a group, got 5
 stats must be contiguous
-enabled must be 0-D, got 1-D
-enabled must be bool, got int64
+turn must be 0-D, got 1-D
+turn must be int32, got bool
 operand must be not negative and below 3, got -1
 operand must be not negative and below 3, got 3
+operand_t must be not negative and below 3, got 3
+most must be between 1 and 2147483647, got 0
+most must be between 1 and 2147483647, got 2147483648
 give x, q, gate_up or scale_t, got none of them
 x must be bfloat16, float16 or float32, got float64
 q must be bfloat16, float16 or float32, got float64
@@ -377,7 +398,6 @@ E differs: routed has 2, stats has 3
 scale_t must be 2-D, got 1-D
 scale_t must be float32, got float16
 K must be a positive multiple of 16, got 24
-K differs: scale_t has 128, x has 144
 gate_up must be 2-D, got 1-D
 gate_up must be bfloat16, float16 or float32, got float64
 gate_up must have an even number of columns, got 33
