@@ -19,7 +19,7 @@ from grouped_linear.loading import library_path  # first: it registers the ops  
 from grouped_linear import meta_kernels as meta_kernels  # their fakes  # isort: skip
 from grouped_linear import ops  # isort: skip
 from grouped_linear import te as te
-from grouped_linear.debugging import Comparison, Statistics, Watch, compare, watch
+from grouped_linear.debugging import Comparison, Statistics, Watch, compare, fake_quantize, watch
 from grouped_linear.integrations import spmd as spmd
 from grouped_linear.integrations.batch_invariance import check_batch_invariant
 from grouped_linear.integrations.conversion import (
@@ -82,6 +82,7 @@ __all__ = [
     "compare",
     "convert",
     "convert_experts",
+    "fake_quantize",
     "grouped_linear",
     "grouped_mlp",
     "grouped_mlp_sorted",

@@ -119,7 +119,7 @@ def test_the_model_stays_as_it_is(weights: str) -> None:
 
 
 def test_what_cannot_be_compared() -> None:
-    with pytest.raises(ValueError, match=r"^compare: Linear has no GroupedLinear and no GroupedM"):
+    with pytest.raises(ValueError, match=r"^compare: Linear has no GroupedLinear, no GroupedM"):
         compare(nn.Linear(3, 3), lambda: None)
     layer, (x, dy) = linear(Float8BlockScaling()), arguments()
     with pytest.raises(ValueError, match=r"^compare: no backward of step reached the layer ''$"):

@@ -72,6 +72,7 @@ check_batch_invariant
 compare
 convert
 convert_experts
+fake_quantize
 grouped_linear
 grouped_mlp
 grouped_mlp_sorted
@@ -144,11 +145,12 @@ SkippedExperts(name, why)
 SquaredReLU()
 Statistics(experts, operands, loads, step)
 SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0)
-Watch(model, every, to)
+Watch(model, every, rows, to)
 check_batch_invariant(model)
 compare(model, step, *, roles=False, compiled=False)
 convert(model, recipe=None, *, weights=None, forwards=None, recipes=None, **options)
 convert_experts(model, forwards=None, recipe=None, **options)
+fake_quantize(recipe, roles=('input', 'weight', 'grad_output'), *, except_experts=())
 grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None, *, lora=None)
 grouped_mlp(x, top_k_weights, top_k_index, gate_up_proj, down_proj, recipe=None, state=None, *,
     gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1.0, beta=0.0,
@@ -162,7 +164,7 @@ library_path()
 record_routing(model, batch_size, max_tokens, *, weights=False)
 replay_routing(model, routing)
 update_scales(model, group=None)
-watch(model, *, every=1, to=None)""",
+watch(model, *, every=1, rows=4, to=None)""",
     )
 
 
@@ -269,8 +271,8 @@ swiglu_grad(dh, gate_up, weight, offs, activation=SwiGLU(alpha=1.0, beta=0.0, li
 topk_experts(scores, k)
 transpose_weight(q)
 update_scales_(scale, amax, amax_history, fp8_max, *, margin=0, most_recent=False)
-watch_operand_(stats, enabled, operand, x, q=None, scale=None, offs=None, *, rows=None,
-    q_rows=None, gate_up=None, weight=None, scale_t=None, routed=None,
+watch_operand_(stats, turn, operand, x, q=None, scale=None, offs=None, *, rows=None,
+    q_rows=None, gate_up=None, weight=None, scale_t=None, routed=None, most=4, operand_t=None,
     activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0))""",
     )
 

@@ -1,6 +1,7 @@
 """See what FP8 does to a model: statistics of its layers, and layers beside BF16."""
 
 from grouped_linear.debugging.compare import Comparison, Difference, compare
+from grouped_linear.debugging.fake_quantize import fake_quantize
 from grouped_linear.debugging.statistics import Load, OperandStatistics, Statistics
 from grouped_linear.debugging.watch import Watch, watch
 
@@ -12,5 +13,6 @@ __all__ = [
     "Statistics",
     "Watch",
     "compare",
+    "fake_quantize",
     "watch",
 ]

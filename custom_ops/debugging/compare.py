@@ -8,28 +8,24 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from grouped_linear import ops
+from grouped_linear.debugging.fake_quantize import fake_quantize
 from grouped_linear.debugging.statistics import aligned
+from grouped_linear.integrations.converted_class import class_before, convert_class
+from grouped_linear.integrations.grouped_experts import form_and_recipe, grouped_members
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
+from grouped_linear.nn.watched import ROLES
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.recipes import (
-    DelayedScalingState,
-    Format,
-    Layouts,
-    Operands,
-    Recipe,
-    quantize,
-    quantize_weight,
-)
+from grouped_linear.recipes import DelayedScalingState, Recipe
 
-ROLES = ("input", "weight", "grad_output")
+#: What experts that convert has converted call their input.
+INPUTS = ("x", "x_RD", "hidden_states")
 
 
 class Difference(NamedTuple):
@@ -81,15 +77,17 @@ def compare(
     changes besides what the step itself changes.
 
     Args:
-        model: with :class:`GroupedLinear` or :class:`GroupedMLP` layers that have a recipe. Their
-            modules must be called by Python: give the model that torch.compile has not compiled.
+        model: with :class:`GroupedLinear`, :class:`GroupedMLP` or experts that :func:`convert` has
+            converted, that have a recipe. Their modules must be called by Python: give the model
+            that torch.compile has not compiled.
         step: runs a forward and a backward of the model, once.
         roles: quantize each role alone as well, x, the weight or the gradient: its numbers are
             rounded by the recipe, and the GEMMs multiply the results in x's dtype.
         compiled: compile what the layers are compared by, with ``fullgraph=True``.
 
     Raises:
-        ValueError: for a model without such layers, or if no backward reached one of them.
+        ValueError: for a model without such layers, with experts of a checkpoint in FP8, or if no
+            backward reached one of them.
 
     >>> from grouped_linear import Float8BlockScaling
     >>> layer = GroupedLinear(2, 128, 64, bias=False, recipe=Float8BlockScaling())
@@ -98,30 +96,32 @@ def compare(
     >>> [(d.tensor, 0.01 < d.difference < 0.06) for d in found.differences]
     [('output', True), ('x', True), ('weight', True)]
     """
-    layers: dict[str, Any] = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, GroupedLinear | GroupedMLP) and module.recipe is not None
-    }
+    layers: dict[str, Any] = {}
+    recipes_of: dict[str, dict[str, Recipe]] = {}
+    for name, module in model.named_modules():
+        recipe = _recipe_of(module)
+        if recipe is None:
+            continue
+        where = f"compare: {name or type(model).__name__}"
+        if roles and recipe.has_state:
+            raise ValueError(f"{where}: roles=True needs a recipe without state, got {recipe!r}")
+        if any(p.element_size() == 1 for p in module.parameters() if type(p) is nn.Parameter):
+            raise ValueError(
+                f"{where}: weights of a checkpoint in FP8 have no gradients to compare"
+            )
+        layers[name], recipes_of[name] = module, {"all": recipe}
+        if roles:
+            recipes_of[name] |= {role: fake_quantize(recipe, (role,)) for role in ROLES}
     if not layers:
         raise ValueError(
-            f"compare: {type(model).__name__} has no GroupedLinear and no GroupedMLP with a recipe"
+            f"compare: {type(model).__name__} has no GroupedLinear, no GroupedMLP and no experts "
+            "that convert has converted with a recipe"
         )
-    if roles:
-        for name, layer in layers.items():
-            if layer.recipe.has_state:
-                raise ValueError(
-                    f"compare: {name or type(model).__name__}: roles=True needs a recipe without "
-                    f"state, got {layer.recipe!r}"
-                )
     squares: dict[tuple[str, str, str], Tensor] = {}  # of the difference, and of the tensor
 
     def measure(name: str, layer: Any, args: Any, kwargs: Any, dy: Tensor) -> None:
         plain = _results(layer, None, args, kwargs, dy, compiled)
-        recipes = {"all": layer.recipe}
-        if roles:
-            recipes |= {role: _one_role(layer.recipe, role) for role in ROLES}
-        for what, recipe in recipes.items():
+        for what, recipe in recipes_of[name].items():
             results = _results(layer, recipe, args, kwargs, dy, compiled)
             for tensor, without in plain.items():
                 off = results[tensor].double() - without.double()
@@ -165,7 +165,8 @@ def _results(
     other = _with_recipe(layer, recipe)
     args = tuple(map(_leaf, args))
     kwargs = {name: _leaf(t) for name, t in kwargs.items()}
-    leaves = {"x": args[0] if args else kwargs["x"], **dict(other.named_parameters())}
+    x = args[0] if args else next(kwargs[name] for name in INPUTS if name in kwargs)
+    leaves = {"x": x, **dict(other.named_parameters())}
     # Each recipe is a compilation of the same forward.
     many = torch._dynamo.config.patch(recompile_limit=1024) if compiled else nullcontext()
     with torch.enable_grad(), many:
@@ -180,20 +181,52 @@ def _results(
 def _with_recipe(layer: Any, recipe: Recipe | None) -> Any:
     """A layer with the same parameters in high precision, which keeps and changes nothing else."""
     other = copy.copy(layer)
-    keeps_state = recipe is not None and recipe.has_state
-    changed: dict[str, Any] = {"_recipe": recipe, "weights": None, "watched": None}
-    changed |= {"fuse_wgrad_accumulation": False, "_modules": {}}
+    ours = isinstance(layer, GroupedLinear | GroupedMLP)
+    changed: dict[str, Any] = {"watched": None, "_modules": {}}
+    if ours:
+        changed |= {"_recipe": recipe, "weights": None, "fuse_wgrad_accumulation": False}
     for name, module in layer._modules.items():
-        keeps = isinstance(module, DelayedScalingState) and keeps_state
-        if keeps:
-            changed["_modules"][name] = copy.deepcopy(module)
-        else:
+        if isinstance(module, DelayedScalingState) or name == "scaling_states":
+            if recipe is not None and recipe.has_state:
+                changed["_modules"][name] = copy.deepcopy(module)
+            else:
+                changed[name] = None
+        elif ours or name == "watched":
             changed[name] = None
+        else:  # an activation of converted experts
+            changed["_modules"][name] = module
     changed["_parameters"] = {n: _in_high_precision(p) for n, p in layer._parameters.items()}
     hooks = [n for n in vars(layer) if n.startswith("_") and n.endswith("_hooks")]
     changed |= {name: OrderedDict() for name in hooks}
     vars(other).update(changed)
+    if not ours:
+        _set_recipe(other, recipe)
     return other
+
+
+def _recipe_of(module: Any) -> Recipe | None:
+    """The recipe of a layer; None of one without, and of any other module."""
+    if isinstance(module, GroupedLinear | GroupedMLP):
+        return module.recipe
+    implementation = vars(module).get("_grouped_linear_implementation")
+    if implementation is not None:  # experts of Hugging Face
+        from grouped_linear.integrations.experts_forward import recipe_of
+
+        return recipe_of(module, implementation.recipe)
+    _, recipe = form_and_recipe(module)
+    return recipe
+
+
+def _set_recipe(experts: Any, recipe: Recipe | None) -> None:
+    implementation = vars(experts).get("_grouped_linear_implementation")
+    if implementation is not None:
+        from grouped_linear.integrations.experts_forward import set_own_recipe
+
+        set_own_recipe(experts, recipe, implementation.recipe)
+    else:
+        form, _ = form_and_recipe(experts)
+        experts.__class__ = class_before(experts)
+        convert_class(experts, grouped_members, form, recipe, False)
 
 
 def _in_high_precision(p: nn.Parameter | None) -> nn.Parameter | None:
@@ -209,63 +242,3 @@ def _leaf(t: Any) -> Any:
     if not isinstance(t, Tensor):
         return t
     return t.detach().clone().requires_grad_(t.is_floating_point())
-
-
-def _one_role(recipe: Recipe, role: str) -> Recipe:
-    """The recipe with the other two roles as they are, and this one rounded: fake quantization."""
-    formats: dict[str, Any] = {role: Format(quantize=Rounded(getattr(recipe, role)))}
-    return Recipe(**formats)
-
-
-@dataclass(frozen=True)
-class Rounded:
-    """A format as a function that rounds: its numbers, dequantized to the tensor's dtype."""
-
-    format: Format
-
-    def __call__(self, t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Operands | Tensor:
-        """What ``Format(quantize=)`` calls."""
-        format = self.format
-        if format.quantize is not None:
-            return format.quantize(t, offs_E, layouts)
-        if format.scaling is None:
-            return t if format.dtype is None else t.to(format.dtype).to(t.dtype)
-        if offs_E is None:
-            w: Any = quantize_weight((t,), format, Layouts(True, True))
-            if w.rowwise_scale is None:  # MXFP8: rounded already, each way
-                return Operands(w.rowwise.to(t.dtype), None, w.columnwise.to(t.dtype))
-            return _times_scales(w.rowwise, w.rowwise_scale).to(t.dtype)
-        in_16_bits = format.wgrad_dtype is not None
-        made = quantize(t, replace(format, wgrad_dtype=None), offs_E, layouts)
-        columnwise = t if in_16_bits else self._columnwise(made, offs_E, t)
-        return Operands(self._rowwise(made, offs_E, t), None, columnwise)
-
-    def _rowwise(self, made: Any, offs_E: Tensor, t: Tensor) -> Tensor | None:
-        if made.rowwise is None or made.rowwise_scale is None:
-            return None if made.rowwise is None else made.rowwise.to(t.dtype)
-        if self.format.scaling == "block":
-            return ops.group_dequantize(made.rowwise, made.rowwise_scale, offs_E, t.dtype)
-        return _of_groups(made.rowwise, made.rowwise_scale, offs_E).to(t.dtype)
-
-    def _columnwise(self, made: Any, offs_E: Tensor, t: Tensor) -> Tensor | None:
-        if made.columnwise is None or made.columnwise_scale is None:
-            return None if made.columnwise is None else made.columnwise.to(t.dtype)
-        if self.format.scaling == "group":  # the same bytes as rowwise
-            whole = quantize(t, self.format, offs_E, Layouts(True, False))
-            return self._rowwise(whole, offs_E, t)
-        T, scale = t.size(0), made.columnwise_scale
-        return ops.group_dequantize_t(made.columnwise, scale, offs_E, T, t.dtype)
-
-
-def _times_scales(q_ENK: Tensor, scale: Tensor) -> Tensor:
-    """Of blocks of 128 x 128, or of experts."""
-    if scale.dim() == 1:
-        return q_ENK.float() * scale[:, None, None]
-    scale = scale.repeat_interleave(128, 1)[:, : q_ENK.size(1)]
-    return q_ENK.float() * scale.repeat_interleave(128, 2)[..., : q_ENK.size(2)]
-
-
-def _of_groups(q_TK: Tensor, scale_E: Tensor, offs_E: Tensor) -> Tensor:
-    row_T = torch.arange(q_TK.size(0), dtype=torch.int32, device=q_TK.device)
-    group_T = torch.searchsorted(offs_E, row_T, right=True).clamp(max=len(offs_E) - 1)
-    return q_TK.float() * scale_E[group_T, None]

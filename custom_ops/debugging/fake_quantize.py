@@ -1,0 +1,134 @@
+"""fake_quantize: a recipe's numbers in some roles and of some experts, multiplied in x's dtype.
+
+T rows, E groups (experts), K in_features, N out_features.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grouped_linear import ops
+from grouped_linear.nn.watched import ROLES
+from grouped_linear.recipes import Format, Layouts, Operands, Recipe, quantize, quantize_weight
+
+
+def fake_quantize(
+    recipe: Recipe, roles: Iterable[str] = ROLES, *, except_experts: Iterable[int] = ()
+) -> Recipe:
+    """A recipe that rounds as another one does, in some roles alone, and multiplies in x's dtype.
+
+    So one role, or one expert, can stay in high precision, to find which of them FP8 harms: GEMMs
+    of FP8 take no operand without scales. It takes longer than the recipe, and than none.
+
+    Args:
+        recipe: without state; what rounds the numbers.
+        roles: of input, weight and grad_output those that are rounded; the others are as they are.
+        except_experts: the numbers of experts that are rounded in no role.
+
+    Raises:
+        ValueError: for a recipe with a state, another role, an expert that is no number, and
+            experts under a format of your own.
+
+    >>> from grouped_linear import Float8BlockScaling, convert
+    >>> forward_alone = fake_quantize(Float8BlockScaling(), ("input", "weight"))
+    >>> forward_alone.grad_output
+    Format()
+    """
+    given, experts = tuple(roles), tuple(except_experts)
+    if recipe.has_state:
+        raise ValueError(f"fake_quantize: needs a recipe without state, got {recipe!r}")
+    for role in given:
+        if role not in ROLES:
+            raise ValueError(f"fake_quantize: roles must be of {', '.join(ROLES)}, got {role!r}")
+    for e in experts:
+        if isinstance(e, bool) or not isinstance(e, int) or e < 0:
+            raise ValueError(f"fake_quantize: except_experts must be numbers, got {e!r}")
+    formats: dict[str, Format] = {role: getattr(recipe, role) for role in given}
+    if experts and any(format.quantize is not None for format in formats.values()):
+        raise ValueError(f"fake_quantize: except_experts needs formats with scales, got {recipe!r}")
+    rounded: dict[str, Any] = {r: Format(quantize=Rounded(f, experts)) for r, f in formats.items()}
+    return Recipe(**rounded)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A format as a function that rounds: its numbers, dequantized to the tensor's dtype."""
+
+    format: Format
+    except_experts: tuple[int, ...] = ()
+    of_both: Format = field(init=False, compare=False, repr=False)
+    """The same with wgrad's operand quantized, too."""
+
+    def __post_init__(self) -> None:
+        # Not in a call: Dynamo of torch 2.11 makes no frozen dataclass.
+        object.__setattr__(self, "of_both", replace(self.format, wgrad_dtype=None))
+
+    def __call__(self, t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Operands | Tensor:
+        """What ``Format(quantize=)`` calls."""
+        made: Operands | Tensor = self._rounded(t, offs_E, layouts)
+        if not self.except_experts:
+            return made
+        if offs_E is None:
+            expert = torch.arange(t.size(0), device=t.device)[:, None, None]
+        else:
+            expert = _group_of_rows(t.size(0), offs_E)[:, None]
+        as_it_is = torch.stack([expert == e for e in self.except_experts]).any(0)
+        row: Any = made if isinstance(made, Tensor) else made.rowwise
+        column: Any = made if isinstance(made, Tensor) else made.columnwise
+        return Operands(
+            None if row is None else torch.where(as_it_is, t, row),
+            columnwise=None if column is None else torch.where(as_it_is, t, column),
+        )
+
+    def _rounded(self, t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Any:
+        format = self.format
+        if format.quantize is not None:
+            return format.quantize(t, offs_E, layouts)
+        if format.scaling is None:
+            return t if format.dtype is None else t.to(format.dtype).to(t.dtype)
+        if offs_E is None:
+            w: Any = quantize_weight((t,), format, Layouts(True, True))
+            if w.rowwise_scale is None:  # MXFP8: rounded already, each way
+                return Operands(w.rowwise.to(t.dtype), None, w.columnwise.to(t.dtype))
+            return _times_scales(w.rowwise, w.rowwise_scale).to(t.dtype)
+        in_16_bits = format.wgrad_dtype is not None
+        made = quantize(t, self.of_both, offs_E, layouts)
+        columnwise = t if in_16_bits else self._columnwise(made, offs_E, t)
+        return Operands(self._rowwise(made, offs_E, t), None, columnwise)
+
+    def _rowwise(self, made: Any, offs_E: Tensor, t: Tensor) -> Tensor | None:
+        if made.rowwise is None or made.rowwise_scale is None:
+            return None if made.rowwise is None else made.rowwise.to(t.dtype)
+        if self.format.scaling == "block":
+            return ops.group_dequantize(made.rowwise, made.rowwise_scale, offs_E, t.dtype)
+        return _of_groups(made.rowwise, made.rowwise_scale, offs_E).to(t.dtype)
+
+    def _columnwise(self, made: Any, offs_E: Tensor, t: Tensor) -> Tensor | None:
+        if made.columnwise is None or made.columnwise_scale is None:
+            return None if made.columnwise is None else made.columnwise.to(t.dtype)
+        if self.format.scaling == "group":  # the same bytes as rowwise
+            whole = quantize(t, self.format, offs_E, Layouts(True, False))
+            return self._rowwise(whole, offs_E, t)
+        T, scale = t.size(0), made.columnwise_scale
+        return ops.group_dequantize_t(made.columnwise, scale, offs_E, T, t.dtype)
+
+
+def _times_scales(q_ENK: Tensor, scale: Tensor) -> Tensor:
+    """Of blocks of 128 x 128, or of experts."""
+    if scale.dim() == 1:
+        return q_ENK.float() * scale[:, None, None]
+    # Not repeat_interleave: compiled for a CPU by torch 2.13 it gives garbage where it is cut off.
+    row, column = (torch.arange(n, device=scale.device) // 128 for n in q_ENK.shape[1:])
+    return q_ENK.float() * scale[:, row][:, :, column]
+
+
+def _of_groups(q_TK: Tensor, scale_E: Tensor, offs_E: Tensor) -> Tensor:
+    return q_TK.float() * scale_E[_group_of_rows(q_TK.size(0), offs_E), None]
+
+
+def _group_of_rows(T: int, offs_E: Tensor) -> Tensor:
+    row_T = torch.arange(T, dtype=torch.int32, device=offs_E.device)
+    return torch.searchsorted(offs_E, row_T, right=True).clamp(max=len(offs_E) - 1)
