@@ -454,6 +454,31 @@ def test_steps_between_readings(tmp_path: Path) -> None:
     assert writer.scalars["the model/router/idle"] == 1
 
 
+def test_the_sample_moves_and_can_be_all() -> None:
+    """One row of a weight shows in some steps; with rows=None in each; in none while it is off."""
+    layer, x, arguments = case("linear", Float8BlockScaling(), "cpu")
+    layer.weight.data[2, 200, 7] = 1e4
+
+    def steps(seen: Any, n: int) -> list[int]:
+        found = []
+        for i in range(n):
+            layer(x, *arguments)
+            rows = [r for r in seen.step().experts if (r.role, r.expert) == ("weight", 2)]
+            assert not any(r.scaled_amax < 9e3 for r in rows)
+            found += [i for r in rows if r.amax > 9e3]
+        return found
+
+    assert steps(watch(layer, rows=None), 2) == [0, 1]
+    sampled = steps(watch(layer), N)
+    assert 1 <= len(sampled) <= 6  # one of 68 rows in each step
+    assert steps(watch(layer), max(sampled) + 1) == sampled
+    seen = watch(layer, rows=None)
+    seen.switch(False)
+    assert not steps(seen, 2)
+    seen.switch(True)
+    assert steps(seen, 1) == [0]
+
+
 def test_table_and_picture(tmp_path: Path) -> None:
     layer, x, arguments = case("mlp", Float8BlockScaling(), "cpu")
     model = nn.Sequential(layer)
@@ -479,6 +504,8 @@ def test_nothing_to_watch_and_wrong_options() -> None:
     layer = linear(None, "cpu")
     with pytest.raises(ValueError, match=r"^watch: every must be a positive integer, got 0$"):
         watch(layer, every=0)
+    with pytest.raises(ValueError, match=r"^watch: rows must be a positive integer, got True$"):
+        watch(layer, rows=True)
     with pytest.raises(ValueError, match=r"^watch: to must be the path of a CSV, .* got int$"):
         watch(layer, to=3)
     assert layer.watched is None
