@@ -317,7 +317,7 @@ __device__ __forceinline__ bool shares_scale(const WatchedOperand& a, int block,
   bool same = true;
 #pragma unroll
   for (int i = threadIdx.x % 32; i < kRowsOfBlock; i += 32)
-    if (k + i < a.K_t) same = same && of_block[k + i] == first;
+    if (k + i < a.K_t) same &= of_block[k + i] == first;
   return __all_sync(kFullWarp, same);
 }
 
