@@ -1,8 +1,9 @@
 // The rules of watch_operand_, which takes an operand in any form that a layer has it in.
 
+#include "watch.h"
+
 #include "checks.h"
 #include "checks/rules.h"
-#include "watch.h"
 
 namespace grouped_linear {
 namespace {
@@ -66,12 +67,12 @@ WatchedSize check_watch_operand(const Tensor& stats, const Tensor& turn, int64_t
                                 const MaybeTensor& scale, const MaybeTensor& offs,
                                 const MaybeTensor& rows, const MaybeTensor& q_rows,
                                 const MaybeTensor& gate_up, const MaybeTensor& weight,
-                                const MaybeTensor& scale_t, const MaybeTensor& routed,
-                                int64_t most, std::optional<int64_t> operand_t) {
+                                const MaybeTensor& scale_t, const MaybeTensor& routed, int64_t most,
+                                std::optional<int64_t> operand_t) {
   check_dim(kOp, "stats", stats, 4);
   check_dtype(kOp, "stats", stats, ScalarType::Double);
-  check(stats.size(1) >= 1 && stats.size(1) <= kMaxParts, kOp,
-        ": stats must have between 1 and ", kMaxParts, " parts, got ", stats.size(1));
+  check(stats.size(1) >= 1 && stats.size(1) <= kMaxParts, kOp, ": stats must have between 1 and ",
+        kMaxParts, " parts, got ", stats.size(1));
   check_groups(kOp, stats.size(2));
   check(stats.size(3) == kWatchColumns, kOp, ": stats must have ", static_cast<int>(kWatchColumns),
         " numbers of a group, got ", stats.size(3));

@@ -1,13 +1,12 @@
 // What quantization does to some rows of each group: see watch.h for what is counted.
 
-#include "watch.h"
-
 #include <cmath>
 
 #include "checks.h"
 #include "cpu/fp8.h"
 #include "cpu/swiglu.h"
 #include "ops.h"
+#include "watch.h"
 
 namespace grouped_linear::cpu {
 namespace {
@@ -114,9 +113,9 @@ void watch_operand_(const Tensor& stats, const Tensor& turn, int64_t operand,
                     int64_t most, std::optional<int64_t> operand_t, double alpha, double beta,
                     std::optional<double> limit, bool interleaved, double cubic) {
   const char* op = "watch_operand_";
-  const auto [T, N, K] = check_watch_operand(stats, turn, operand, x_in, q_in, scale, offs, rows,
-                                             q_rows, gate_up_in, weight_in, scale_t_in, routed_in,
-                                             most, operand_t);
+  const auto [T, N, K] =
+      check_watch_operand(stats, turn, operand, x_in, q_in, scale, offs, rows, q_rows, gate_up_in,
+                          weight_in, scale_t_in, routed_in, most, operand_t);
   const SwigluForm form = checked_form(op, alpha, beta, limit, interleaved, cubic);
   const int64_t parts = stats.size(1), E = stats.size(2);
   const bool of_weight = !offs;

@@ -44,9 +44,9 @@ void watch_operand_(const Tensor& stats, const Tensor& turn, int64_t operand,
                     int64_t most, std::optional<int64_t> operand_t, double alpha, double beta,
                     std::optional<double> limit, bool interleaved, double cubic) {
   const char* op = "watch_operand_";
-  const WatchedSize size = check_watch_operand(stats, turn, operand, x, q, scale, offs_in, rows_in,
-                                               q_rows_in, gate_up, weight, scale_t_in, routed_in,
-                                               most, operand_t);
+  const WatchedSize size =
+      check_watch_operand(stats, turn, operand, x, q, scale, offs_in, rows_in, q_rows_in, gate_up,
+                          weight, scale_t_in, routed_in, most, operand_t);
   const SwigluForm form = checked_form(op, alpha, beta, limit, interleaved, cubic);
 
   const Launch launch(op, stats);

@@ -201,8 +201,7 @@ __device__ __forceinline__ WatchedScales watched_scales(const WatchedOperand& a,
 
 // Begins to load eight neighbours of q's row r from column c on.
 __device__ __forceinline__ LoadedQuantized load_quantized(const WatchedOperand& a,
-                                                          const WatchedGroup& group, int r,
-                                                          int c) {
+                                                          const WatchedGroup& group, int r, int c) {
   LoadedQuantized q{0, {}, 1.0f};
   if (a.format == WatchedFormat::kNone) return q;
   const int64_t row = a.offs == nullptr ? blockIdx.x * a.q.expert + (r - group.begin) * a.q.row
@@ -268,9 +267,8 @@ __device__ __forceinline__ void count_row(const WatchedOperand& a, const Watched
     count_watched(a, load_quantized(a, group, r, c), nullptr, counts);
   } else if constexpr (source == WatchedSource::kRows) {
     float x[kWatchVector];
-    const int64_t first = a.offs == nullptr
-                              ? blockIdx.x * a.x.expert + (r - group.begin) * a.x.row
-                              : a.x_rows.row(r) * a.x.row;
+    const int64_t first = a.offs == nullptr ? blockIdx.x * a.x.expert + (r - group.begin) * a.x.row
+                                            : a.x_rows.row(r) * a.x.row;
     const LoadedQuantized q = load_quantized(a, group, r, c);
     load_watched<Element>(a.x, first + c * a.x.column, x);
     count_watched(a, q, &x, counts);
