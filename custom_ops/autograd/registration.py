@@ -12,6 +12,7 @@ from torch import Tensor
 from grouped_linear import ops
 from grouped_linear.autograd.gemm import weight_grad
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
+from grouped_linear.ops.gradients import WITHOUT_GRADIENT
 
 
 def _grouped_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -92,19 +93,6 @@ def _bump_versions(op: torch._ops.OpOverload) -> None:
     _implementations.impl(op, kernel, "ADInplaceOrView", with_keyset=True)
 
 
-for _op in (
-    torch.ops.grouped_linear.grouped_mm_wgrad_.default,
-    torch.ops.grouped_linear.grouped_scaled_mm_wgrad_.default,
-    torch.ops.grouped_linear.grouped_mm_wgrad_list_.default,
-    torch.ops.grouped_linear.grouped_scaled_mm_wgrad_list_.default,
-    torch.ops.grouped_linear.group_quantize_delayed.default,
-    torch.ops.grouped_linear.quantize_weight_delayed.default,
-    torch.ops.grouped_linear.update_scales_.default,
-    torch.ops.grouped_linear.refresh_weight_.default,
-    torch.ops.grouped_linear.refresh_weight_current_.default,
-    torch.ops.grouped_linear.refresh_weight_delayed_.default,
-    torch.ops.grouped_linear.refresh_weight_mx_.default,
-    torch.ops.grouped_linear.watch_operand_.default,
-    torch.ops.grouped_linear.adam_weight_.default,
-):
-    _bump_versions(_op)
+for _name in WITHOUT_GRADIENT:
+    if (_op := getattr(torch.ops.grouped_linear, _name).default)._schema.is_mutable:
+        _bump_versions(_op)

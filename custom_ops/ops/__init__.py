@@ -21,9 +21,10 @@ are zero there. ``scale`` multiplies to dequantize: ``x ~ q * scale``.
 ``grouped_mm`` is differentiable. What another op returns, other than integers, refuses a gradient:
 a backward raises RuntimeError with a sentence that says what to use instead.
 
-Every op raises RuntimeError with one sentence that names the op, the rule and the value. Fake
-tensors, CPU and CUDA give the same sentence. On CPU, offsets that decrease or exceed the number of
-rows raise too. On a GPU they are clamped, because to check them would wait for the device.
+Every op raises RuntimeError for a wrong shape, dtype, device, size or option, with one sentence
+that names the op, the rule and the value. Fake tensors, CPU and CUDA give the same sentence. On
+CPU, offsets that decrease or exceed the number of rows raise too. On a GPU they are clamped,
+because to check them would wait for the device. A docstring names what else its op raises.
 """
 
 import torch

@@ -227,9 +227,6 @@ def swiglu(gate_up: Tensor, offs: Tensor, activation: SwiGLU = PLAIN) -> Tensor:
     Returns:
         [T, K]; zero at and past offs[-1].
 
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
-
     >>> gate_up = torch.cat([torch.zeros(2, 16), torch.ones(2, 16)], dim=1)
     >>> swiglu(gate_up + 1, torch.tensor([1], dtype=torch.int32))[:, 0]  # silu(1) * 2
     tensor([1.4621, 0.0000])
@@ -272,9 +269,6 @@ def swiglu_grad(
         d_gate_up [T, 2 K], laid out as gate_up is; h [T, K]; d_weight [T] float32. All are zero at
         and past offs[-1], whatever the arguments hold there.
 
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
-
     >>> grads = swiglu_grad(
     ...     torch.ones(1, 16), torch.ones(1, 32), torch.full((1,), 2.0), torch.tensor([1]).int())
     >>> grads.h[0, 0], grads.d_weight  # 2 * silu(1), 16 * silu(1)
@@ -303,19 +297,14 @@ def group_quantize_swiglu(
     Args:
         gate_up: [T, 2 K] bfloat16, float16 or float32, K a multiple of 16.
         offs: [E] int32 group ends.
-        amax_epsilon, power_of_two_scales: see :func:`group_quantize`.
-        rowwise: return q and scale.
-        columnwise: return q_t and scale_t.
+        amax_epsilon, power_of_two_scales, share_scales: see :func:`group_quantize`.
+        rowwise, columnwise: which layouts to return, see :func:`group_quantize`.
         keep_h: return h too, which is then written.
-        share_scales: see :func:`group_quantize`.
         activation: see :func:`swiglu`.
 
     Returns:
         q, scale, q_t and scale_t of h [T, K], in the layouts of :func:`group_quantize`; h, zero at
         and past offs[-1].
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device, size or option.
 
     >>> from grouped_linear.ops import group_quantize
     >>> gate_up, offs = torch.randn(10, 128), torch.tensor([3, 10], dtype=torch.int32)
@@ -324,16 +313,9 @@ def group_quantize_swiglu(
     >>> torch.equal(fused.q.view(torch.uint8), unfused.q.view(torch.uint8))
     True
     """
+    scaling, flags = (amax_epsilon, power_of_two_scales), (rowwise, columnwise, keep_h)
     outputs = OPS.group_quantize_swiglu(
-        gate_up,
-        offs,
-        amax_epsilon,
-        power_of_two_scales,
-        rowwise,
-        columnwise,
-        keep_h,
-        share_scales,
-        *activation.arguments,
+        gate_up, offs, *scaling, *flags, share_scales, *activation.arguments
     )
     return SwigluQuantized(*requested(outputs, rowwise, columnwise, keep_h))
 
@@ -360,43 +342,27 @@ def group_quantize_swiglu_grad(
     are not interleaved; else it is these two.
 
     Args:
-        dh: [T, K] bfloat16, float16 or float32, K a multiple of 16.
-        gate_up: [T, 2 K] of dh's dtype.
-        weight: [T] float32, see :func:`swiglu_grad`.
-        offs: [E] int32 group ends.
+        dh, gate_up, weight, offs, activation: see :func:`swiglu_grad`.
         amax_epsilon, power_of_two_scales: see :func:`group_quantize`.
         rowwise: return q and scale of d_gate_up.
         columnwise: return q_t and scale_t of d_gate_up.
         bias_grad: return the sum of d_gate_up over each group's rows.
         h_columnwise: return h_t and scale_h_t, the columnwise data of the weighted h.
         share_h_scales: of those, see ``share_scales`` of :func:`group_quantize`.
-        activation: see :func:`swiglu`.
 
     Returns:
         What :func:`group_quantize` returns for d_gate_up [T, 2 K], and columnwise for h [T, K];
         d_weight [T] float32, zero at and past offs[-1].
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device, size or option.
 
     >>> dh, gate_up, offs = torch.randn(10, 64), torch.randn(10, 128), torch.tensor([3, 10]).int()
     >>> dy = group_quantize_swiglu_grad(dh, gate_up, torch.rand(10), offs, h_columnwise=True)
     >>> dy.q.shape, dy.h_t.shape
     (torch.Size([10, 128]), torch.Size([2, 64, 128]))
     """
+    scaling = amax_epsilon, power_of_two_scales
+    flags = rowwise, columnwise, bias_grad, h_columnwise, share_h_scales
     *outputs, h_t, scale_h_t, d_weight = OPS.group_quantize_swiglu_grad(
-        dh,
-        gate_up,
-        weight,
-        offs,
-        amax_epsilon,
-        power_of_two_scales,
-        rowwise,
-        columnwise,
-        bias_grad,
-        h_columnwise,
-        share_h_scales,
-        *activation.arguments,
+        dh, gate_up, weight, offs, *scaling, *flags, *activation.arguments
     )
     q, scale, q_t, scale_t, grad = requested(outputs, rowwise, columnwise, bias_grad)
     h_t, scale_h_t = (h_t, scale_h_t) if h_columnwise else (None, None)

@@ -59,7 +59,6 @@ def grouped_mm(
         [T, N]; zero at and past offs[-1], where what a_low holds reaches nothing.
 
     Raises:
-        RuntimeError: for a wrong shape, dtype, device or size, or for one of a_low and b_low alone.
         NotImplementedError: in forward mode.
 
     >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 16, 32), torch.tensor([2, 5])
@@ -96,20 +95,13 @@ def grouped_mm_list(
     gathered first. Every call compares addresses.
 
     Args:
-        a: [T, K], see :func:`grouped_mm`.
+        a, offs, bias, out_dtype, rows: see :func:`grouped_mm`.
         b: E tensors [K, N] of a's dtype.
-        offs: [E] int32 group ends.
-        bias: [E, N] of the result's dtype.
-        out_dtype: the result's dtype; a's by default.
         transpose_b: the matrices are [N, K], so ``y[t] = a[t] @ b[e].T + bias[e]``: fprop, of E
             weights. E transposed views would be E more tensors to make.
-        rows: see :func:`grouped_mm`.
 
     Returns:
         [T, N]; zero at and past offs[-1].
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
 
     >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 16, 32), torch.tensor([2, 5]).int()
     >>> torch.equal(grouped_mm_list(a, b.unbind(), offs), grouped_mm(a, b, offs))
@@ -141,15 +133,13 @@ def grouped_scaled_mm(
     ``a_low`` and ``b_low`` the result has ``a_low[t] @ b_low[e]`` more.
 
     Args:
-        a: [T, K] e4m3 with scale_a [ceil(K / 128), round_up(T, 4)], as :func:`group_quantize`
-            returns; or e4m3 or e5m2 with scale_a [E].
-        b: [E, K, N] e4m3 with scale_b [E, ceil(K / 128), ceil(N / 128)] of any strides, or with
-            scale_b [E]. As torch.nn.functional.scaled_grouped_mm demands, each matrix is column
+        a, scale_a: [T, K] e4m3 with [ceil(K / 128), round_up(T, 4)], as :func:`group_quantize`
+            returns; or e4m3 or e5m2 with [E].
+        b, scale_b: [E, K, N] e4m3 with [E, ceil(K / 128), ceil(N / 128)] of any strides, or with
+            [E]. As torch.nn.functional.scaled_grouped_mm demands, each matrix is column
             major (``b.stride(1) == 1``); another is copied first. From :func:`quantize_weight`,
             fprop takes ``q.mT`` and ``scale.mT``, dgrad ``q_t.mT`` and ``scale``; a scale [E] is
             taken as it is.
-        scale_a: see a.
-        scale_b: see b.
         offs: [E] int32 group ends.
         bias: [E, N] of the result's dtype.
         out_dtype: the result's dtype, bfloat16, float16 or float32.
@@ -162,9 +152,6 @@ def grouped_scaled_mm(
 
     Returns:
         [T, N]; zero at and past offs[-1], where what a_low holds reaches nothing.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size, or for one of a_low and b_low alone.
 
     >>> from grouped_linear.ops import group_quantize, quantize_weight
     >>> offs = torch.tensor([2, 5], dtype=torch.int32)
@@ -196,15 +183,11 @@ def grouped_mm_wgrad(
         x: [T, K] of dy's dtype, K a multiple of 16.
         offs: [E] int32 group ends.
         out_dtype: the result's dtype; dy's by default.
-        dy_rows: [T] int32 or int64: ``dy[dy_rows[t]]`` stands for dy[t], read in place, as rows of
-            :func:`grouped_mm`.
-        x_rows: [T], the same for x. At most one of the two.
+        dy_rows, x_rows: [T] int32 or int64: ``dy[dy_rows[t]]`` stands for dy[t], or the same for x,
+            read in place, as rows of :func:`grouped_mm`. At most one of the two.
 
     Returns:
         [E, N, K]; zero for an empty group.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
 
     >>> dy, x, offs = torch.ones(5, 16), torch.ones(5, 32), torch.tensor([2, 2, 5])
     >>> grouped_mm_wgrad(dy, x, offs.int())[:, 0, 0]
@@ -226,20 +209,15 @@ def grouped_scaled_mm_wgrad(
     """Weight gradients from columnwise data: for each group, ``dw[e] = dy.T @ x`` over its rows.
 
     Args:
-        dy_t: [Tp / 128, N, 128] e4m3 with scale_dy_t [Tp / 128, N], from :func:`group_quantize`; or
-            e4m3 or e5m2 with scale_dy_t [E], one a group.
-        x_t: [Tp / 128, K, 128] e4m3 with scale_x_t [Tp / 128, K], from :func:`group_quantize`, or
-            with scale_x_t [E]. On a GPU, 128 features that share a scale are multiplied faster.
-        scale_dy_t: see dy_t.
-        scale_x_t: see x_t.
+        dy_t, scale_dy_t: [Tp / 128, N, 128] e4m3 with [Tp / 128, N], from :func:`group_quantize`;
+            or e4m3 or e5m2 with [E], one a group.
+        x_t, scale_x_t: [Tp / 128, K, 128] e4m3 with [Tp / 128, K], from :func:`group_quantize`, or
+            with [E]. On a GPU, 128 features that share a scale are multiplied faster.
         offs: [E] int32 group ends, the same that dy and x were quantized with.
         out_dtype: the result's dtype, bfloat16, float16 or float32.
 
     Returns:
         [E, N, K]; zero for an empty group.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
 
     >>> from grouped_linear.ops import group_quantize
     >>> offs = torch.tensor([2, 2, 5], dtype=torch.int32)
@@ -269,15 +247,9 @@ def grouped_mm_wgrad_(
 
     Args:
         main_grad: [E, N, K] float32 or bfloat16, contiguous.
-        dy: [T, N], see :func:`grouped_mm_wgrad`.
-        x: [T, K], see :func:`grouped_mm_wgrad`.
-        offs: [E] int32 group ends.
+        dy, x, offs, dy_rows, x_rows: see :func:`grouped_mm_wgrad`.
         overwrite: a bool tensor of no dimensions on main_grad's device, which the kernel reads. If
             it is true, main_grad is written without being read, and an empty group's becomes zero.
-        dy_rows, x_rows: see :func:`grouped_mm_wgrad`.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
 
     >>> main_grad, offs = torch.ones(2, 16, 32), torch.tensor([5, 5], dtype=torch.int32)
     >>> grouped_mm_wgrad_(main_grad, torch.ones(5, 16), torch.ones(5, 32), offs)
@@ -298,19 +270,9 @@ def grouped_scaled_mm_wgrad_(
 ) -> None:
     """Accumulate the weight gradients of :func:`grouped_scaled_mm_wgrad` into main_grad, in place.
 
-    See :func:`grouped_mm_wgrad_`.
-
     Args:
-        main_grad: [E, N, K] float32 or bfloat16, contiguous.
-        dy_t: [Tp / 128, N, 128], see :func:`grouped_scaled_mm_wgrad`.
-        x_t: [Tp / 128, K, 128], see :func:`grouped_scaled_mm_wgrad`.
-        scale_dy_t: see dy_t.
-        scale_x_t: see x_t.
-        offs: [E] int32 group ends.
-        overwrite: see :func:`grouped_mm_wgrad_`.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
+        main_grad, overwrite: see :func:`grouped_mm_wgrad_`.
+        dy_t, x_t, scale_dy_t, scale_x_t, offs: see :func:`grouped_scaled_mm_wgrad`.
 
     >>> from grouped_linear.ops import group_quantize
     >>> offs = torch.tensor([5, 5], dtype=torch.int32)
@@ -340,14 +302,7 @@ def grouped_mm_wgrad_list_(
 
     Args:
         main_grad: E tensors [N, K] float32 or bfloat16, contiguous.
-        dy: [T, N], see :func:`grouped_mm_wgrad`.
-        x: [T, K], see :func:`grouped_mm_wgrad`.
-        offs: [E] int32 group ends.
-        overwrite: see :func:`grouped_mm_wgrad_`.
-        dy_rows, x_rows: see :func:`grouped_mm_wgrad`.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
+        dy, x, offs, overwrite, dy_rows, x_rows: see :func:`grouped_mm_wgrad_`.
 
     >>> main_grad, offs = [torch.ones(16, 32), torch.ones(16, 32)], torch.tensor([5, 5]).int()
     >>> grouped_mm_wgrad_list_(main_grad, torch.ones(5, 16), torch.ones(5, 32), offs)
@@ -368,19 +323,10 @@ def grouped_scaled_mm_wgrad_list_(
 ) -> None:
     """:func:`grouped_scaled_mm_wgrad_` with one main_grad tensor an expert.
 
-    See :func:`grouped_mm_wgrad_list_`.
-
     Args:
-        main_grad: E tensors [N, K] float32 or bfloat16, contiguous.
-        dy_t: [Tp / 128, N, 128], see :func:`grouped_scaled_mm_wgrad`.
-        x_t: [Tp / 128, K, 128], see :func:`grouped_scaled_mm_wgrad`.
-        scale_dy_t: see dy_t.
-        scale_x_t: see x_t.
-        offs: [E] int32 group ends.
+        main_grad: E tensors, see :func:`grouped_mm_wgrad_list_`.
+        dy_t, x_t, scale_dy_t, scale_x_t, offs: see :func:`grouped_scaled_mm_wgrad`.
         overwrite: see :func:`grouped_mm_wgrad_`.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
 
     >>> from grouped_linear.ops import group_quantize
     >>> offs = torch.tensor([5, 5], dtype=torch.int32)
@@ -408,9 +354,6 @@ def grouped_bias_grad(dy: Tensor, offs: Tensor) -> Tensor:
 
     Returns:
         [E, N] float32; zero for an empty group.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
 
     >>> grouped_bias_grad(torch.ones(5, 16), torch.tensor([2, 2, 5], dtype=torch.int32))[:, 0]
     tensor([2., 0., 3.])

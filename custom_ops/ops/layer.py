@@ -66,9 +66,7 @@ def block_scaled_linear(
         w: [E, N, K], see :func:`quantize_weight`.
         m_splits: [E] rows of each group, see :func:`splits_to_offsets`.
         bias: [E, N] of x's dtype.
-        amax_epsilon: the smallest amax that a block is scaled by.
-        power_of_two_scales: make scales powers of two.
-        share_scales: see :func:`group_quantize`.
+        amax_epsilon, power_of_two_scales, share_scales: see :func:`group_quantize`.
         columnwise_x: return x_t and scale_x_t, which wgrad reads.
         columnwise_w: return w_t, which dgrad reads.
 
@@ -84,16 +82,9 @@ def block_scaled_linear(
     >>> y.shape, offs.tolist()
     (torch.Size([5, 32]), [2, 5])
     """
+    scaling = amax_epsilon, power_of_two_scales, share_scales
     y, offs, x_t, scale_x_t, w_t, scale_w = OPS.block_scaled_linear(
-        x,
-        w,
-        m_splits,
-        bias,
-        amax_epsilon,
-        power_of_two_scales,
-        share_scales,
-        columnwise_x,
-        columnwise_w,
+        x, w, m_splits, bias, *scaling, columnwise_x, columnwise_w
     )
     return BlockScaledLinear(
         y,
@@ -128,12 +119,9 @@ def block_scaled_linear_grad(
     Args:
         dy: [T, N], see :func:`group_quantize`.
         offs: [E] int32 group ends.
-        x_t: [Tp / 128, K, 128] e4m3; None computes no dw.
-        scale_x_t: see x_t.
-        w_t: [E, K, N] e4m3; None computes no dx.
-        scale_w: [E, ceil(N / 128), ceil(K / 128)], see w_t.
-        amax_epsilon: the smallest amax that a block of dy is scaled by.
-        power_of_two_scales: make dy's scales powers of two.
+        x_t, scale_x_t: [Tp / 128, K, 128] e4m3 and its scales; None computes no dw.
+        w_t, scale_w: [E, K, N] e4m3 and [E, ceil(N / 128), ceil(K / 128)]; None computes no dx.
+        amax_epsilon, power_of_two_scales: of dy, see :func:`group_quantize`.
         bias_grad: return db.
         out_dtype: dw's dtype; dy's by default.
 
@@ -149,18 +137,8 @@ def block_scaled_linear_grad(
     >>> dx[0, 0].item(), dw[:, 0, 0].tolist(), db[:, 0].tolist()
     (32.0, [2.0, 3.0], [2.0, 3.0])
     """
-    dx, dw, db = OPS.block_scaled_linear_grad(
-        dy,
-        offs,
-        x_t,
-        scale_x_t,
-        w_t,
-        scale_w,
-        amax_epsilon,
-        power_of_two_scales,
-        bias_grad,
-        out_dtype,
-    )
+    operands, scaling = (x_t, scale_x_t, w_t, scale_w), (amax_epsilon, power_of_two_scales)
+    dx, dw, db = OPS.block_scaled_linear_grad(dy, offs, *operands, *scaling, bias_grad, out_dtype)
     return LinearGrad(
         None if w_t is None else dx, None if x_t is None else dw, db if bias_grad else None
     )

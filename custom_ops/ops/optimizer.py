@@ -83,9 +83,6 @@ def adam_weight_(
         power_of_two_scales: make scales powers of two.
         stochastic_rounding: round stochastically instead of to nearest; not with a master.
 
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device, layout or number.
-
     >>> import torch
     >>> from grouped_linear.ops import quantize_weight
     >>> q, scale, q_t = quantize_weight(torch.ones(1, 128, 128))

@@ -123,9 +123,6 @@ def group_quantize(
         a new block and its last block is padded with zeros; scale_t [Tp / 128, K]; bias_grad [E, K]
         float32. Bytes that belong to no group are unspecified.
 
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device, size, index or option.
-
     >>> x, offs = torch.randn(10, 64), torch.tensor([3, 10], dtype=torch.int32)
     >>> quantized = group_quantize(x, offs, columnwise=True)
     >>> quantized.q.shape, quantized.scale.shape, quantized.q_t.shape
@@ -159,32 +156,23 @@ def group_quantize_current(
         x: [T, K] bfloat16, float16 or float32, K a multiple of 16.
         offs: [E] int32 group ends.
         out_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        amax_epsilon: the smallest amax that a group is scaled by.
-        power_of_two_scales: make scales powers of two, so that scaling changes no mantissa.
+        amax_epsilon, power_of_two_scales, bias_grad: see :func:`group_quantize`.
         rowwise: return q.
         columnwise: return q_t, in the layout and with the padding of :func:`group_quantize`.
-        bias_grad: return the sum of x over each group's rows, added in a fixed order.
 
     Returns:
         q [T, K]; scale [E], 1 for an empty group; q_t [Tp / 128, K, 128]; bias_grad [E, K].
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device, size or option.
 
     >>> x, offs = torch.tensor([[448.0] * 16, [7.0] * 16]), torch.tensor([1, 2], dtype=torch.int32)
     >>> quantized = group_quantize_current(x, offs)
     >>> quantized.scale, quantized.q[:, 0].float()
     (tensor([1.0000, 0.0156]), tensor([448., 448.]))
     """
-    q, scale, q_t, grad = OPS.group_quantize_current(
-        x, offs, out_dtype, amax_epsilon, power_of_two_scales, rowwise, columnwise, bias_grad
+    flags = rowwise, columnwise, bias_grad
+    outputs = OPS.group_quantize_current(
+        x, offs, out_dtype, amax_epsilon, power_of_two_scales, *flags
     )
-    return PerGroupQuantized(
-        q if rowwise else None,
-        scale,
-        q_t if columnwise else None,
-        grad if bias_grad else None,
-    )
+    return _per_group(outputs, *flags)
 
 
 def group_quantize_delayed(
@@ -212,30 +200,26 @@ def group_quantize_delayed(
         scale: [E] float32.
         amax: [E] float32, contiguous, updated in place as batch_norm updates its running mean; None
             to record nothing.
-        out_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        rowwise: return q.
-        columnwise: return q_t.
-        bias_grad: return the sum of x over each group's rows, added in a fixed order.
+        out_dtype, rowwise, columnwise, bias_grad: see :func:`group_quantize_current`.
 
     Returns:
         As :func:`group_quantize_current`; scale is what q was scaled by.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
 
     >>> amax, scale = torch.zeros(2), torch.tensor([1.0, 2.0])
     >>> x, offs = torch.full((2, 16), 6.0), torch.tensor([1, 2], dtype=torch.int32)
     >>> group_quantize_delayed(x, offs, scale, amax).q[:, 0].float(), amax
     (tensor([6., 3.]), tensor([6., 6.]))
     """
-    q, used, q_t, grad = OPS.group_quantize_delayed(
-        x, offs, scale, amax, out_dtype, rowwise, columnwise, bias_grad
-    )
+    flags = rowwise, columnwise, bias_grad
+    return _per_group(OPS.group_quantize_delayed(x, offs, scale, amax, out_dtype, *flags), *flags)
+
+
+def _per_group(
+    outputs: Sequence[Tensor], rowwise: bool, columnwise: bool, bias_grad: bool
+) -> PerGroupQuantized:
+    q, scale, q_t, grad = outputs
     return PerGroupQuantized(
-        q if rowwise else None,
-        used,
-        q_t if columnwise else None,
-        grad if bias_grad else None,
+        q if rowwise else None, scale, q_t if columnwise else None, grad if bias_grad else None
     )
 
 
@@ -261,17 +245,12 @@ def group_quantize_mx(
     Args:
         x: [T, K] bfloat16, float16 or float32, K a multiple of 16.
         offs: [E] int32 group ends.
-        rowwise: return q and scale.
-        columnwise: return q_t and scale_t.
-        bias_grad: return the sum of x over each group's rows, added in a fixed order.
+        rowwise, columnwise, bias_grad: see :func:`group_quantize`.
 
     Returns:
         q [T, K]; scale [T, ceil(K / 32)] e8m0; q_t [Tp / 128, K, 128] as :func:`group_quantize`
         lays it out; scale_t [Tp / 128, K, 4] e8m0; bias_grad [E, K] float32. Bytes that belong to
         no group are unspecified.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device, size or option.
 
     >>> x, offs = torch.full((2, 32), 3.0), torch.tensor([2], dtype=torch.int32)
     >>> quantized = group_quantize_mx(x, offs)
@@ -300,14 +279,11 @@ def group_round_mx(
         offs: [E] int32 group ends.
         rowwise: return x rounded in blocks of 32 features.
         columnwise: return x rounded in blocks of 32 rows.
-        bias_grad: return the sum of x over each group's rows, added in a fixed order.
+        bias_grad: see :func:`group_quantize`.
 
     Returns:
         x_rowwise and x_columnwise [T, K] bfloat16; bias_grad [E, K] float32. Rows that belong to no
         group are unspecified.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device, size or option.
 
     >>> x, offs = torch.tensor([[100.0] + 31 * [3.3]]), torch.tensor([1], dtype=torch.int32)
     >>> group_round_mx(x, offs).x_rowwise[0, :2]
@@ -335,9 +311,6 @@ def group_dequantize(q: Tensor, scale: Tensor, offs: Tensor, out_dtype: torch.dt
     Returns:
         [T, K]; zero at and past offs[-1].
 
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
-
     >>> x, offs = torch.full((2, 16), 3.0), torch.tensor([1], dtype=torch.int32)
     >>> quantized = group_quantize(x, offs)
     >>> group_dequantize(quantized.q, quantized.scale, offs, torch.float32)[:, 0]
@@ -363,9 +336,6 @@ def group_dequantize_t(
 
     Returns:
         [T, K]; zero at and past offs[-1].
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
 
     >>> x, offs = torch.full((2, 16), 3.0), torch.tensor([1], dtype=torch.int32)
     >>> quantized = group_quantize(x, offs, columnwise=True)

@@ -61,7 +61,7 @@ def splits_to_offsets(
         [E] ends.
 
     Raises:
-        RuntimeError: for a wrong shape or dtype, or if num_rows * stride does not fit in dtype.
+        RuntimeError: if num_rows * stride does not fit in out_dtype.
 
     >>> splits_to_offsets(torch.tensor([3, 0, 5]), 10)
     tensor([3, 3, 8], dtype=torch.int32)
@@ -84,9 +84,6 @@ def topk_experts(scores: Tensor, k: int) -> Tensor:
 
     Returns:
         [T, k] int64, as :func:`sort_by_expert` and torch.gather take it. Or [..., k].
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype or size.
 
     >>> logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 2.0, -1.0]])
     >>> experts = topk_experts(logits, 2)
@@ -118,9 +115,6 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> SortedByExpert:
     Returns:
         choice, token, row and offs, int32.
 
-    Raises:
-        RuntimeError: for a wrong shape, dtype or size.
-
     >>> sort_by_expert(torch.tensor([[1, 0], [2, 1], [-1, 2]]), 3).offs
     tensor([1, 3, 5], dtype=torch.int32)
     """
@@ -141,9 +135,6 @@ def gather_sum(y: Tensor, rows: Tensor, weight: Tensor | None = None) -> Tensor:
 
     Returns:
         [T, H] of y's dtype.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device, size or number.
 
     >>> y = torch.tensor([[1.0] * 16, [10.0] * 16, [100.0] * 16])
     >>> gather_sum(y, torch.tensor([[0, 1], [2, 2]]), torch.tensor([[1.0, 2.0], [1.0, 0.0]]))[:, 0]
@@ -166,9 +157,6 @@ def gather_dot(a: Tensor, y: Tensor, rows: Tensor) -> Tensor:
 
     Returns:
         [T, C] float32.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device, size or number.
 
     >>> y = torch.tensor([[1.0] * 16, [2.0] * 16])
     >>> gather_dot(torch.ones(1, 16), y, torch.tensor([[1, 0]]))
@@ -193,9 +181,6 @@ def scatter_rows(x: Tensor, rows: Tensor, num_rows: int) -> Tensor:
 
     Returns:
         [num_rows, H] of x's dtype.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device, size or number.
 
     >>> x = torch.tensor([[1.0] * 16, [2.0] * 16])
     >>> scatter_rows(x, torch.tensor([[3, 0], [2, 1]]), 4)[:, 0]

@@ -33,9 +33,6 @@ def refresh_weight_(
         amax_epsilon: the smallest amax that a block is scaled by.
         power_of_two_scales: make scales powers of two.
 
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
-
     >>> import torch
     >>> from grouped_linear.ops import quantize_weight
     >>> w = torch.ones(2, 32, 16)
@@ -63,17 +60,11 @@ def refresh_weight_current_(
     """Quantize a weight into the tensors of an earlier :func:`quantize_weight_current`.
 
     Args:
-        q: [E, N, K] e4m3, contiguous, written.
+        q, q_t, refresh: see :func:`refresh_weight_`.
         scale: [E] float32, contiguous, written.
-        q_t: [E, K, N] e4m3, contiguous, written; or None.
         w: [E, N, K] or E tensors [N, K]. Tensors that are not adjacent in memory are gathered
             first.
-        refresh: see :func:`refresh_weight_`.
-        amax_epsilon: the smallest amax that an expert is scaled by.
-        power_of_two_scales: make scales powers of two.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
+        amax_epsilon, power_of_two_scales: of an expert, see :func:`quantize_weight_current`.
 
     >>> import torch
     >>> from grouped_linear.ops import quantize_weight_current
@@ -100,17 +91,13 @@ def refresh_weight_delayed_(
     """Quantize a weight into the tensors of an earlier :func:`quantize_weight_delayed`.
 
     Args:
-        q: [E, N, K] e4m3, contiguous, written.
+        q, q_t: see :func:`refresh_weight_`.
         scale: [E] float32, contiguous, written: what q is scaled by, so that it keeps that when
             state is updated.
-        q_t: [E, K, N] e4m3, contiguous, written; or None.
         amax: [E] float32, contiguous, updated in place by a refresh; None to record nothing.
         w: see :func:`refresh_weight_current_`.
         state: [E] float32, the scales to quantize with; an expert's own where it is 0.
         refresh: see :func:`refresh_weight_`. If it is false, amax does not change either.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
 
     >>> import torch
     >>> from grouped_linear.ops import quantize_weight_delayed
@@ -139,9 +126,6 @@ def refresh_weight_mx_(
         w_columnwise: [E, N, K] bfloat16, contiguous, written; or None.
         w: see :func:`refresh_weight_current_`.
         refresh: see :func:`refresh_weight_`.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
 
     >>> import torch
     >>> w_rowwise = torch.zeros(2, 32, 16, dtype=torch.bfloat16)
@@ -181,9 +165,6 @@ def update_scales_(
         fp8_max: for each operand the largest number of its dtype.
         margin: how many powers of two to stay below fp8_max.
         most_recent: scale by the latest amax, not by the history's largest.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device, size or option.
 
     >>> import torch
     >>> scale, amax, history = torch.ones(2), torch.tensor([896.0, 0.0]), torch.zeros(4, 2)

@@ -54,9 +54,6 @@ def grouped_mm_swiglu(
     Returns:
         gate_up [T, 2 F] and h [T, F]; zero at and past offs[-1].
 
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
-
     >>> import torch
     >>> a, b, offs = torch.randn(5, 16), torch.randn(2, 16, 64), torch.tensor([2, 5]).int()
     >>> gate_up, h = grouped_mm_swiglu(a, b, offs)
@@ -100,9 +97,6 @@ def grouped_mm_swiglu_grad(
 
     Returns:
         See :func:`swiglu_grad`.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
 
     >>> import torch
     >>> dy, down_proj, offs = torch.randn(5, 16), torch.randn(2, 16, 32), torch.tensor([2, 5]).int()

@@ -41,14 +41,11 @@ def quantize_weight(
         amax_epsilon: the smallest amax that a block is scaled by.
         power_of_two_scales: make scales powers of two.
         columnwise: return q_t, which dgrad reads.
-        rowwise: return q, which fprop reads.
+        rowwise: return q, which fprop reads. At least one layout must be requested.
 
     Returns:
         q [E, N, K]; scale [E, ceil(N / 128), ceil(K / 128)]; q_t [E, K, N], the bytes of q
         transposed.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype or size, or where neither layout is requested.
 
     >>> import torch
     >>> quantized = quantize_weight(torch.randn(2, 32, 144))
@@ -67,9 +64,6 @@ def transpose_weight(q: Tensor) -> Tensor:
 
     Returns:
         [E, K, N] e4m3, contiguous: ``q.mT.contiguous()``, on a GPU at the speed of a copy.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype or size.
 
     >>> import torch
     >>> q = torch.ones(2, 32, 144).to(torch.float8_e4m3fn)
@@ -92,15 +86,10 @@ def quantize_weight_list(
     Args:
         w: E tensors [N, K] bfloat16, float16 or float32, N and K multiples of 16, of one shape and
             dtype.
-        amax_epsilon: the smallest amax that a block is scaled by.
-        power_of_two_scales: make scales powers of two.
-        columnwise: return q_t too, which dgrad reads.
+        amax_epsilon, power_of_two_scales, columnwise: see :func:`quantize_weight`.
 
     Returns:
         As :func:`quantize_weight` of ``torch.stack(w)``.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
 
     >>> import torch
     >>> w = [torch.ones(32, 16), torch.full((32, 16), 2.0)]
@@ -133,9 +122,6 @@ def quantize_weight_current(
     Returns:
         q [E, N, K]; scale [E]; q_t [E, K, N], the bytes of q transposed.
 
-    Raises:
-        RuntimeError: for a wrong shape, dtype or size.
-
     >>> import torch
     >>> quantize_weight_current(torch.full((2, 32, 16), 448.0)).scale
     tensor([1., 1.])
@@ -159,9 +145,6 @@ def quantize_weight_delayed(
 
     Returns:
         q [E, N, K]; scale [E], what q was scaled by; q_t [E, K, N], the bytes of q transposed.
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype, device or size.
 
     >>> import torch
     >>> amax = torch.zeros(2)
