@@ -64,17 +64,8 @@ def gate_up_and_h(
 ) -> tuple[Tensor | None, Operands, Tensor | None]:
     """Compute the first layer and the second one's input, in one kernel if one exists.
 
-    Args:
-        x: of the first layer.
-        w: gate_up_proj.
-        rows_R: with x[rows_R[t]] in place of x[t].
-        dtype: of activations.
-        activation: between the two layers.
-        format: of the second layer's input.
-        keep_gate_up: whether gate_up is needed. Without it that result may be None.
-        keep_h: whether h itself is needed, beside the operand. Without it the last result may be
-            None.
-        low_rank: what an adapter adds to gate_up.
+    ``format`` is of the second layer's input. Without ``keep_gate_up`` the first result may be
+    None, without ``keep_h`` the last, which is h itself. ``low_rank`` joins gate_up.
     """
     rowwise, form = Layouts(True, False), activation.swiglu
     one_kernel = low_rank is None and takes_swiglu(x, w.rowwise, w.rowwise_scale, dtype)
@@ -143,20 +134,12 @@ def grads_of_gate_up(
     """Compute the second layer's dgrad and the activation's gradient, in one kernel if one exists.
 
     Args:
-        dy: the gradient of the second layer's unweighted output.
-        rows_R: with the rowwise dy[rows_R[t]] in place of dy[t].
-        w: down_proj, columnwise.
-        gate_up_RG: the activation's input.
+        dy: the gradient of the second layer's unweighted output, or of dy[rows_R[t]].
         weight_R: float32, what each row's output is weighted by.
-        activation: between the two layers.
-        input: the format of the second layer's input.
-        grad_output: the format of the gradient of the first layer's output.
-        layouts: what to return of d_gate_up.
-        h_columnwise: whether to return h.
-        keep: whether the activation's gradient is needed itself, beside the operands. Without it
-            the last result may be None.
-        low_rank: what an adapter of the second layer adds to dgrad.
-        more_dh_RF: what is added to dgrad after that.
+        input, grad_output: the formats of h and of d_gate_up.
+        layouts, h_columnwise: what to return of d_gate_up and of h.
+        keep: whether the gradient itself is needed, beside the operands; else it may be None.
+        low_rank, more_dh_RF: what is added to dgrad: by an adapter, and after that.
         watched: where d_gate_up is measured, and h of the next layer.
     """
 

@@ -44,12 +44,8 @@ def multiply(
 ) -> Tensor:
     """Compute fprop, ``a[t] @ w[e].T + bias[e]``, with ``transpose_b``, or dgrad, ``a[t] @ w[e]``.
 
-    Args:
-        a_operands: x or dy, of which the rowwise fields are read.
-        w_operands: a weight: the rowwise fields for fprop, the columnwise ones for dgrad, which are
-            [E, N, K], too.
-        rows: with a[rows[t]] in place of a[t].
-        low_rank: a product that is added, of the output's rows.
+    It reads the rowwise fields of a, or of a[rows[t]], and of w the rowwise ones for fprop, the
+    columnwise ones [E, N, K] for dgrad. ``low_rank`` is added.
     """
     a, scale_a = a_operands[:2]
     b, scale_b = w_operands[:2] if transpose_b else w_operands[2:4]

@@ -99,16 +99,7 @@ def low_rank_grads(
 ) -> tuple[Tensor | None, Tensor | None, LowRankTerm | None]:
     """Compute the gradients of A and B, and what dgrad of the projection adds.
 
-    Args:
-        a_ErK: as it was given; None without an adapter.
-        b_ENr: as it was given.
-        scaling: of the adapter.
-        dy_TN: the gradient of the projection's output.
-        x: what A multiplied, or x[x_rows]; None where A needs no gradient.
-        h_Tr: of the forward; None where B needs no gradient.
-        offs_E: int32 group ends.
-        need_x: whether the part of dx is needed.
-        x_rows: see x.
+    A multiplied x or x[x_rows], which is None where A needs no gradient; as h_Tr is for B.
     """
     if a_ErK is None or b_ENr is None:
         return None, None, None

@@ -118,15 +118,9 @@ class GroupedMLPFunction(torch.autograd.Function):
         """Gather rows, send them through both layers, and sum each token's rows with its weights.
 
         Args:
-            gate_up_context: of the first GEMM.
-            down_context: of the second GEMM.
-            config: the activation between them.
-            gate_up_EGH: the weight whose gradient the first wgrad returns.
-            down_EHF: the weight whose gradient the second wgrad returns.
+            gate_up_EGH, down_EHF: the weights whose gradients the two wgrads return.
             weight_TC: the routing weights; of rows that come sorted [R], or None.
             dropped_x_TH: what the first adapter multiplies; None where it is x.
-            gate_up_a_ErH: of the first layer's adapter, as gate_up_b_EGr.
-            down_a_ErF: of the second layer's adapter, as down_b_EHr.
             dropout_RF: what h is multiplied by where the second adapter multiplies it, or None.
             routing_tensors: the fields of ChosenRows or of SortedRows.
         """

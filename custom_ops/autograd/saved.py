@@ -14,11 +14,9 @@ SHAPE = re.compile(r"\[[\w.]+ (\[[\d, ]*\])\]")
 
 
 def saved_tensors(ctx: Any, layer: str) -> Any:
-    """``ctx.saved_tensors``.
+    """``ctx.saved_tensors``; if one was written since, RuntimeError in the layer's words.
 
-    Raises:
-        RuntimeError: if one was written since, in the layer's words instead of the engine's. A
-            compiled backward has the engine's.
+    A compiled backward has the engine's words.
     """
     if torch.compiler.is_compiling():
         return ctx.saved_tensors
@@ -37,10 +35,9 @@ def saved_tensors(ctx: Any, layer: str) -> Any:
 
 
 def scale_of(format: Format) -> Tensor | None:
-    """The scales that a format reads from a state, to be saved with what the backward reads.
+    """The scales that the backward reads from a format's state.
 
-    The backward reads them from the state. They are saved so that an update between a forward and
-    its backward raises.
+    They are saved so that an update between a forward and its backward raises.
     """
     scale: Tensor | None = None if format.state is None else format.state.scale
     return scale

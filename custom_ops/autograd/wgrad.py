@@ -30,14 +30,9 @@ def needs_grad_now(ctx: Any, needed: Sequence[bool], edges: slice) -> Sequence[b
 
     ``ctx.needs_input_grad`` says what a backward may be asked for. torch.autograd.grad of x alone
     does not ask for the weight's gradient, which must then be neither added to main_grad nor
-    deferred. Callers do not ask about gradients that are only returned: an extra one does no harm,
-    and this function takes 3 us. A compiled backward computes all gradients, and so does a backward
-    that is run for some of several experts' parameters.
-
-    Args:
-        ctx: of an eager backward, or of one that is traced.
-        needed: the values of ctx.needs_input_grad for some inputs.
-        edges: their places in ctx.next_functions, which has an entry for each tensor alone.
+    deferred. Callers do not ask about gradients that are only returned: this takes 3 us. A compiled
+    backward computes all gradients, and so does one that is run for some of several experts.
+    ``edges`` are places in ctx.next_functions, which has an entry for each tensor alone.
     """
     if torch.compiler.is_compiling():
         return needed

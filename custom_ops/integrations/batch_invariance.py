@@ -19,17 +19,10 @@ def check_batch_invariant(model: nn.Module) -> None:
     """Raise ValueError unless each token's expert output has the same bits in any batch.
 
     Where this passes, the output of a token depends on that token, its routing and the weights
-    alone, to the bit: alone or in any batch, in prefill and in decode, in a training step and in
-    ``generate``, eager, compiled and in CUDA graphs, whether the weights are plain, FP8 or both. So
-    training and sampling compute the same experts. It holds
-
-    - on a GPU for the recipes whose scales are a row's own: ``Float8BlockScaling``,
-      ``MXFP8BlockScaling`` and None;
-    - on a CPU with AVX-512 BF16 for ``Float8BlockScaling`` without adapters. What else a CPU
-      multiplies, torch does, whose sums follow the number of rows.
-
-    It says nothing of what is not this package's: attention, norms, the router's logits, an
-    activation that is no fused one, which Inductor may round otherwise than eager.
+    alone, to the bit. It holds on a GPU for the recipes whose scales are a row's own:
+    ``Float8BlockScaling``, ``MXFP8BlockScaling`` and None; on a CPU with AVX-512 BF16 for
+    ``Float8BlockScaling`` without adapters. It says nothing of what is not this package's, as
+    attention. docs/determinism.md has the whole promise.
 
     Args:
         model: with layers of this package, or converted, on the device where it will run.

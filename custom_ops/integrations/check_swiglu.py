@@ -155,17 +155,9 @@ def check_swiglu(
     *,
     in_bfloat16: bool = False,
 ) -> None:
-    """Raise ValueError unless each expert computes SwiGLU.
+    """Raise ValueError unless each expert computes SwiGLU; in float32 there is never more than one.
 
-    In float32 there is never more than one expert.
-
-    Args:
-        where: what an error begins with.
-        module: holds the experts.
-        run: computes them.
-        experts: their parameters.
-        activation: the form of SwiGLU.
-        in_bfloat16: whether they may compute in bfloat16 whatever their parameters' dtype is.
+    ``in_bfloat16`` says that experts may compute in bfloat16 whatever their parameters' dtype is.
     """
     experts, x_ERH, actual = _outputs(where, module, run, experts)
     in_bfloat16 = in_bfloat16 or experts[0].gate.dtype == torch.bfloat16

@@ -40,39 +40,30 @@ def convert(
     - **Hugging Face models**: experts that go through transformers' experts interface. The model
       keeps its modules and parameters; an experts implementation of the recipe is registered and
       chosen, see :func:`grouped_linear.integrations.transformers.register`. PEFT's adapters on
-      experts compute here, too, see
-      :func:`grouped_linear.integrations.peft.use_grouped_adapters`.
+      experts compute here, too.
     - **Experts in one module**: w1, w2, w3 [E, ...] as in torchtitan, its GPT-OSS and its fused
       w13. The module gets another forward, see :func:`grouped_linear.convert_experts`.
     - **A ModuleList of experts**, Linear or SwiGLU, in a block whose new forward is given in
       ``forwards``. A :class:`grouped_linear.GroupedLinear` or :class:`grouped_linear.GroupedMLP`
       replaces the list, see :func:`grouped_linear.convert_experts`.
 
-    With ``weights="both"`` experts are kept as :class:`grouped_linear.GroupedTensorWithMaster`, for
-    training: no call quantizes weights. With ``weights="fp8"`` they are kept as
-    :class:`grouped_linear.GroupedTensor`, in one byte an element or two. Experts of a checkpoint in
-    FP8 become such weights without a change of a byte; under another ``weights`` they are read as
-    they are, and do not learn. w13 is refused with either. What required a gradient still does,
-    except Hugging Face experts stored as [E, in_features, out_features] (GPT-OSS, Aria) in FP8.
-    FSDP2 keeps weights in FP8; torchtitan's tensor and expert parallelism make parameters of high
-    precision, and the experts' forward then says so.
-
-    Experts in one module and Hugging Face's stay the same parameters, so an optimizer that was made
-    before steps them. Those of a list are replaced; so is a parameter that a graph which is still
-    alive, or a weak reference, leads to. The report begins with those that something still holds.
-
     A model is converted as a whole or not at all, unless memory runs out: everything is checked
     before anything is written. Convert after a checkpoint is loaded, before sharding,
-    DistributedDataParallel and the optimizer. One list, or one weight that is quantized, is in
-    memory twice at a time. A converted model can be copied and pickled, ``forwards`` permitting.
+    DistributedDataParallel and the optimizer. What required a gradient still does, except Hugging
+    Face experts stored as [E, in_features, out_features] (GPT-OSS, Aria) in FP8. A converted model
+    can be copied and pickled, ``forwards`` permitting. docs/transformers.md, docs/plain_torch.md
+    and docs/inference.md say what becomes of each form.
 
     Args:
         model: a model, or a module that is to be converted itself; for experts in one module and
             lists it may be on the meta device.
         recipe: how the GEMMs are computed; None for the activations' dtype, or with ``weights`` for
             ``Float8BlockScaling()``.
-        weights: ``"both"`` to keep the experts' weights in high precision and FP8, ``"fp8"`` to
-            keep them in FP8 alone; None to leave them as they are.
+        weights: ``"both"`` to keep the experts' weights in high precision and FP8, for training,
+            as :class:`grouped_linear.GroupedTensorWithMaster`; ``"fp8"`` to keep them in FP8 alone,
+            as :class:`grouped_linear.GroupedTensor`; None to leave them as they are. Experts of a
+            checkpoint in FP8 become such tensors without a change of a byte; under another
+            ``weights`` they are read as they are, and do not learn. w13 is refused with either.
         forwards: for each class of block with a ModuleList of experts, its new forward, a function
             of the block and its inputs. Subclasses that inherit the block's forward get it, too.
         recipes: other recipes for some of the experts, by patterns of their names in
@@ -101,7 +92,6 @@ def convert(
         ImportError: for a Hugging Face model of transformers older than 5.23.
 
     >>> import torch
-    >>> from grouped_linear import Float8BlockScaling
     >>> from transformers import MixtralConfig, MixtralForCausalLM
     >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
     ...                        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
@@ -164,30 +154,23 @@ def convert_experts(
 
     **Experts in one module**, as in torchtitan: a module whose only parameters are w1 and w3
     [E, F, H] and w2 [E, H, F], called as ``(x, num_tokens_per_expert)``; or w1_EFD, w3_EFD and
-    w2_EDF, called as ``(x_RD, num_tokens_per_expert_E)``; also torchtitan's w13 [E, F, 2, H] of its
-    override that fuses gate and up, and its GPT-OSS experts, which have biases. Its forward becomes
-    grouped layers. Its parameters, their names and its callers stay the same. If a parameter
-    becomes a DTensor, the forward uses its local part; experts may be sharded by expert or by
-    feature.
+    w2_EDF, called as ``(x_RD, num_tokens_per_expert_E)``; also torchtitan's w13 [E, F, 2, H] and
+    its GPT-OSS experts, which have biases. Its forward becomes grouped layers. Its parameters,
+    their names and its callers stay the same.
 
     **A ModuleList of experts** in a block whose class is a key of ``forwards``. Experts that are
     torch.nn.Linear become one :class:`grouped_linear.GroupedLinear`. Experts that compute
     ``w2(silu(w1(x)) * w3(x))``, or have the names gate_proj, up_proj and down_proj, become one
-    :class:`grouped_linear.GroupedMLP`, under the list's name. Their parameters are new: make the
-    optimizer after the conversion. The block's loop over its experts cannot be recognized, so
-    ``forwards`` gives its new forward. Experts of another form are refused, and so are those that
-    have what would be lost: hooks, parametrizations, buffers, a forward or an owner besides.
+    :class:`grouped_linear.GroupedMLP`, under the list's name. Their parameters are new. Experts of
+    another form are refused, and so are those that have what would be lost.
 
     Names and shapes do not show what experts compute. So SwiGLU experts are run on random rows, in
     training mode, and must give SwiGLU's result up to three times the error that rounding explains.
-    On the meta device small random parameters run in place of their own, on a GPU if there is one.
-    After ``to_empty`` call ``reset_parameters()`` of the modules that replaced lists.
+    docs/plain_torch.md has the rest: the meta device, DTensors, the order of things.
 
     Args:
         model: a model, or a module that is to be converted itself.
-        forwards: for each class of block with a ModuleList of experts, its new forward. Subclasses
-            that inherit the block's forward get it, too.
-        recipe: how the GEMMs are computed.
+        forwards, recipe: see :func:`grouped_linear.convert`.
         options: ``weights``, ``stochastic_rounding`` and ``columnwise``, see
             :func:`grouped_linear.convert`. For the modules that replace lists also
             ``cache_weights`` and ``fuse_wgrad_accumulation``; if all of them are GroupedMLP,

@@ -54,11 +54,8 @@ def converted_class(
 ) -> type[nn.Module]:
     """A subclass of a module's class with new members; copies and pickles keep it.
 
-    Args:
-        before: the module's class.
-        members: a function of a module, which a pickle can name. It makes the members by name,
-            which are local functions that no pickle can hold.
-        args: its arguments, hashable and, for pickles, of classes that a pickle can name.
+    Pickles name ``before``, the function ``members`` and its hashable ``args``. The function makes
+    the members by name, which are local functions that no pickle can hold.
     """
 
     def reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:

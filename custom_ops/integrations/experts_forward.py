@@ -51,8 +51,7 @@ def experts_forward(
         hidden_states: [T, H].
         top_k_index: [T, C]. The number E means an expert of another process and adds nothing.
         top_k_weights: [T, C].
-        recipe: as registered, like save_gate_up_in_fp8; experts may have one of their own, see
-            :func:`set_own_recipe`.
+        recipe, save_gate_up_in_fp8: as registered; see :func:`set_own_recipe`.
         lora: by a weight's name, what adapters add to it, as [E, N, K].
     """
     lora = lora or {}

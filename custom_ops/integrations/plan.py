@@ -140,12 +140,9 @@ def how_weights_are_kept(weights: Weights) -> str:
 
 
 def check_weights(where: str, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError for expert weights that the kernels do not take.
+    """Raise ValueError for expert weights that the kernels do not take: [E, N, K] or of one [N, K].
 
-    Args:
-        where: what an error begins with, the module's name at its end.
-        weights: by name, [E, N, K] or of one expert [N, K]. This process's part of a DTensor is
-            checked.
+    Of a DTensor this process's part is checked.
     """
     for name, w in weights:
         local = local_part(w)

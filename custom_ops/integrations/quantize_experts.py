@@ -44,15 +44,8 @@ def quantize_experts(model: nn.Module, recipe: Float8BlockScaling | None = None)
     Each weight becomes a :class:`grouped_linear.GroupedTensor` that takes one byte an element, or
     two if it is stored as [E, in_features, out_features]. The model computes the same bits as
     before, and no call quantizes weights any more. The weights get no gradients; gradients pass
-    through them to earlier layers.
-
-    ``save_pretrained`` then writes the experts as transformers' FP8 models have theirs
-    (``FineGrainedFP8Config``): e4m3 numbers with ``weight_scale_inv``, bit for bit. Where that
-    format cannot hold them it writes the same numbers in the weights' own dtype, and warns. A state
-    dict has each weight as ``name`` and ``name_scale_inv``, which ``torch.distributed.checkpoint``,
-    accelerate's ``save_state`` and safetensors write.
-
-    Experts that expert parallelism distributes over processes are quantized where they are.
+    through them to earlier layers. docs/inference.md says what ``save_pretrained`` and state dicts
+    write. Experts that expert parallelism distributes over processes are quantized where they are.
 
     Args:
         model: the whole model. Its experts' weights are replaced, one after another. Experts of a
@@ -104,19 +97,11 @@ def plan_fp8(
     learn: bool = False,
     columnwise: bool = False,
 ) -> None:
-    """Plan that a model's experts are kept in FP8, as GroupedTensors.
+    """Plan that a model's experts are kept in FP8, as GroupedTensors; ``recipes`` are by name.
 
     Experts of a checkpoint in FP8 have numbers and scales, two parameters, which become one in the
-    same memory.
-
-    Args:
-        plan: gets the writes.
-        op: what errors begin with.
-        model: the whole model.
-        recipes: of each experts module, by name.
-        learn: whether weights that learn go on learning. Those that are stored as [E, in_features,
-            out_features] stop: the GEMM that reads them gives no gradient for them.
-        columnwise: whether q_t is kept.
+    same memory. With ``learn`` weights that learn go on learning, except those that are stored as
+    [E, in_features, out_features]: the GEMM that reads them gives no gradient for them.
     """
     found: dict[str, Any] = {name: model.get_submodule(name) for name in recipes}
     for name, experts in found.items():

@@ -10,17 +10,11 @@ from grouped_linear.recipes import Recipe
 
 
 class RecipesByName:
-    """The recipe of a module by its name: that of the last pattern that matches.
-
-    Args:
-        op: what errors begin with.
-        recipe: of modules that no pattern matches.
-        recipes: pattern -> recipe, see :func:`grouped_linear.convert`; None for no pattern.
-        weights: how weights are to be kept, which each recipe but None must be able to.
+    """The recipe of a module by its name, see ``recipes`` of :func:`grouped_linear.convert`.
 
     Raises:
         ValueError: for what is no mapping of patterns to recipes, and for a recipe that cannot keep
-            weights so.
+            weights as asked.
     """
 
     def __init__(

@@ -77,10 +77,9 @@ def record_routing(
 ) -> Iterator[Recording]:
     """Record which experts a model's routers choose, for each token.
 
-    A call with ``max_tokens`` tokens of each sequence is recorded from the first one on: a forward
-    in training, or a prefill that is all. A call with fewer goes on where the last one ended, as
-    the prefill and the steps of ``generate`` do. Nothing waits for the device, and memory is taken
-    once, so it works compiled and in CUDA graphs.
+    A call with ``max_tokens`` tokens of each sequence is recorded from the first one on. A call
+    with fewer goes on where the last one ended, as the prefill and the steps of ``generate`` do.
+    Nothing waits for the device, and memory is taken once: it works compiled and in CUDA graphs.
 
     Args:
         model: a Hugging Face model whose experts go through transformers' interface, converted or
@@ -125,14 +124,10 @@ def replay_routing(model: nn.Module, routing: Routing | Tensor) -> Iterator[None
     """Have a model's tokens go to given experts, those that another model or call chose.
 
     The model's own routers compute their logits, and of these the weights of the given experts, in
-    their own way: softmax before or after the choice, sigmoid, normalised, scaled. So gradients
-    reach the routers. A bias that balances load decides nothing here. The auxiliary loss that some
-    models add still counts what the routers would have chosen.
-
-    A call with all S tokens of the sequences, as training has, takes the routing as a whole. A call
+    their own way, so gradients reach the routers; docs/reinforcement_learning.md says what decides
+    nothing here. A call with all S tokens of the sequences takes the routing as a whole. A call
     with fewer goes on where the last one ended, as in ``generate``; gradients must be off then.
-    With activation checkpointing the backward runs the routers again: it belongs into the context,
-    before the next routing.
+    With activation checkpointing the backward belongs into the context, before the next routing.
 
     Args:
         model: see :func:`record_routing`.

@@ -1,7 +1,6 @@
 """torchtitan's type checking of distributed programs (``debug.spmd_typechecking``), if installed.
 
-The checker follows which tensors are the same on every process, and has to be told what an autograd
-Function does. The layers' Functions are local: they compute with the tensors of one process, and a
+The checker has to be told what an autograd Function does. The layers' Functions are local: a
 result differs between processes where an input does. Those of ``grouped_linear.parallel``
 communicate, and are left out.
 """

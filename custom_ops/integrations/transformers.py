@@ -1,13 +1,7 @@
 """Hugging Face's mixture-of-experts models on grouped_linear's ops.
 
 transformers' experts interface lets any function that is registered under a name compute the
-experts of a model. A model is given the name; its code does not change::
-
-    from grouped_linear import Float8BlockScaling
-    from grouped_linear.integrations.transformers import register
-
-    register("grouped_linear_fp8", recipe=Float8BlockScaling())
-    model.set_experts_implementation("grouped_linear_fp8")
+experts of a model. A model is given the name; its code does not change.
 
 This module needs transformers 5.23 or newer; with an older one, importing it raises ImportError.
 """
@@ -49,20 +43,13 @@ def register(
     ``from_pretrained(..., experts_implementation=name)``. The experts keep their parameters,
     activation, biases and layouts. Training, inference, ``generate`` and ``torch.compile`` all
     work. A name always means the options it was registered with, so models with different ones can
-    be used side by side.
-
-    A quantizing recipe quantizes the weights of all experts in every call. That pays if an expert
-    has some 500 rows or more, as in training. For fewer rows a name without a recipe is faster, or
-    :func:`quantize_experts`, which quantizes weights once. In training
-    ``grouped_linear.convert(model, recipe, weights="both")`` quantizes them once a step.
+    be used side by side. A quantizing recipe quantizes all experts in every call, unless
+    :func:`quantize_experts` or ``convert(model, recipe, weights="both")`` has quantized them.
 
     Weights that a model stores as [E, in_features, out_features] (GPT-OSS, Aria) are read in place;
     only MXFP8 copies them before it rounds them. Their gradients are computed in the same layout,
-    except with e5m2 gradients, where the result is copied into it.
-
-    Experts of a checkpoint in FP8 (``FineGrainedFP8Config``, as DeepSeek-V3's) are read in place
-    under ``Float8BlockScaling``, with or without powers of two. Gradients pass through them, but
-    they get no gradient themselves until ``grouped_linear.convert(model, weights="fp8")``.
+    except with e5m2 gradients, where the result is copied into it. Experts of a checkpoint in FP8
+    (``FineGrainedFP8Config``) are read in place under ``Float8BlockScaling``.
 
     Args:
         name: the implementation's name.

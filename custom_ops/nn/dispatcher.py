@@ -45,10 +45,10 @@ class TokenDispatcher(nn.Module):
         raise NotImplementedError
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """Send the experts' outputs back, and sum them for each token.
+        """Send the outputs y [S, H] of this process's experts back, and sum them for each token.
 
         Args:
-            y: [S, H], for each received token the weighted sum of this process's experts.
+            y: for each received token the weighted sum of this process's experts.
             dispatched: what :meth:`dispatch` returned.
 
         Returns:

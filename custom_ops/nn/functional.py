@@ -116,13 +116,7 @@ def check_tensors(op: str, names: Iterable[str], values: Iterable[Any]) -> None:
 def check_lora_weights(
     op: str, name: str, lora: Any, weight_name: str, weight: Tensor, x: Tensor
 ) -> None:
-    """Raise, in the caller's words, for an adapter that does not fit a weight [E, N, K].
-
-    Raises:
-        RuntimeError: for a wrong shape, dtype or device.
-        TypeError: if it is no LoraWeights, or its factors are no tensors.
-        ValueError: for a scaling or a dropout that is no number or out of range.
-    """
+    """Raise, in the caller's words, for an adapter that does not fit a weight [E, N, K]."""
     if lora is None:
         return
     if not isinstance(lora, LoraWeights):
@@ -153,16 +147,9 @@ def check_lora_weights(
 def check_splits(op: str, m_splits: Any, x: Tensor, name: str, E: int) -> None:
     """Check group sizes, in the caller's words.
 
-    Args:
-        op: the caller's name.
-        m_splits: the caller's, of any type.
-        x: the rows. Group sizes are used on their device.
-        name: the weight's.
-        E: the weight's groups.
-
     Raises:
         TypeError: if they are neither a tensor nor a list.
-        RuntimeError: for another number of sizes, another dtype, or a tensor without data.
+        RuntimeError: for another number of sizes than E, another dtype, or a tensor without data.
     """
     if isinstance(m_splits, Tensor):
         check_tensors(op, ("m_splits",), (m_splits,))
@@ -181,12 +168,7 @@ def check_splits(op: str, m_splits: Any, x: Tensor, name: str, E: int) -> None:
 
 
 def splits_on(op: str, m_splits: Tensor | Sequence[int], device: torch.device) -> Tensor:
-    """Group sizes as a tensor on the device.
-
-    Raises:
-        RuntimeError: if they are no vector of integers.
-        TypeError: for a list that torch makes no tensor of.
-    """
+    """Group sizes as a tensor on the device; raises for what is no vector of integers."""
     if isinstance(m_splits, Tensor):
         sizes = m_splits
     elif torch.compiler.is_compiling():
@@ -323,8 +305,7 @@ def context_of(
 ) -> tuple[LinearContext, WeightList]:
     """The context of one layer's call, and the weights that autograd differentiates.
 
-    Args:
-        dtype: autocast's, or None.
+    ``dtype`` is autocast's, or None.
     """
     if options.stored is None and isinstance(weights[0], GroupedTensor):
         quantized = stored_weight(op, weights[0], recipe)
@@ -349,9 +330,7 @@ def apply_layer(
 ) -> Tensor:
     """Compute :func:`grouped_linear` with the options that :class:`GroupedLinear` has besides.
 
-    Args:
-        weights: one [E, N, K], or E of [N, K], which have no adapter.
-        options: what differs from a plain call.
+    ``weights`` are one [E, N, K], or E of [N, K], which have no adapter.
     """
     op = "grouped_linear"
     check_tensors(op, ("x", "weight"), (x, weights[0]))

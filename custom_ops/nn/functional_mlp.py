@@ -74,17 +74,9 @@ def grouped_mlp(
         y[t] = sum over c of
             top_k_weights[t, c] * (down_proj[e] @ (silu(gate) * up) + down_proj_bias[e])
 
-    The formula has the default activation. Others are :class:`grouped_linear.SwiGLU` with options,
-    :class:`grouped_linear.GeGLU`, :class:`grouped_linear.SquaredReLU`, and any
-    :class:`grouped_linear.Activation`.
-
-    The host reads nothing and every shape is static, so routing is data: no recompile, one CUDA
-    graph for any routing. Rows are gathered, and no two threads add to one element: equal inputs
-    give equal bits, gradients included. SwiGLU is computed in float32 and rounded once, and so is
-    the weighted sum. ``Float8BlockScaling`` gathers, weights and computes SwiGLU and its gradient
-    in the passes that quantize, with the bits of separate passes.
-
-    Under torch.autocast GEMMs compute in the autocast dtype, as torch.nn.functional.linear does.
+    Routing is data: the host reads nothing, and equal inputs give equal bits, gradients included.
+    SwiGLU and the weighted sum are computed in float32 and rounded once. Under torch.autocast GEMMs
+    compute in the autocast dtype, as torch.nn.functional.linear does.
 
     Args:
         x: [..., H] bfloat16, float16 or float32; H and F are multiples of 16.
@@ -92,9 +84,8 @@ def grouped_mlp(
         top_k_index: [..., C] int32 or int64, the experts chosen. A number outside [0, E) stands for
             no expert: it adds nothing, whatever x holds there.
         gate_up_proj: [E, 2 F, H]: gate, then up, or as activation says; [E, F, H] for one without a
-            gate. Without a recipe of x's dtype; the quantizing recipes read any of the three. Under
-            ``Float8BlockScaling`` it may also be a :class:`grouped_linear.GroupedTensor`, which is
-            read as it is.
+            gate. Its dtype and its form are those of ``weight`` of
+            :func:`grouped_linear.grouped_linear`.
         down_proj: [E, H, F], the same.
         recipe: how the GEMMs are computed; None for x's dtype.
         state: of gate_up_proj and of down_proj, under a recipe that has a state:
@@ -102,22 +93,23 @@ def grouped_mlp(
         gate_up_proj_bias: [E, 2 F] or [E, F], features as in gate_up_proj, of any of the three
             dtypes, which its gradient has, too; None adds nothing.
         down_proj_bias: [E, H], the same.
-        activation: what replaces ``silu(gate) * up``, and how gate and up lie in gate_up_proj.
-            SwiGLU, and ``GeGLU("tanh")`` as one of its forms, are fused with what is before or
-            after them; torch operations compute the others.
+        activation: what replaces ``silu(gate) * up``, and how gate and up lie in gate_up_proj: a
+            :class:`grouped_linear.SwiGLU`, :class:`grouped_linear.GeGLU`,
+            :class:`grouped_linear.SquaredReLU` or any :class:`grouped_linear.Activation`. SwiGLU,
+            and ``GeGLU("tanh")`` as one of its forms, are fused with what is before or after them;
+            torch operations compute the others.
         max_rows: how many choices, of all tokens, memory is allocated for; None for all of them. It
             saves memory, and the time to clear what is not used, where most choices are of no
             expert. If there are more, the last ones, sorted by expert and then by token, are
             dropped as if they were of no expert. On the device
             ``((top_k_index >= 0) & (top_k_index < E)).sum()`` counts them.
         save_gate_up_in_fp8: keep the activation's input for the backward in e4m3, with a scale for
-            each 128 features of a row, as DeepSeek-V3 was trained. That halves what an expert layer
-            keeps and takes two passes. Outputs are the same; gradients of what is before the
-            activation, and down_proj's, have an error of FP8's size.
+            each 128 features of a row, which halves what an expert layer keeps and takes two
+            passes. Outputs are the same; gradients of what is before the activation, and
+            down_proj's, have an error of FP8's size.
         gate_up_lora: an adapter of gate_up_proj, see :class:`grouped_linear.LoraWeights`: it adds
-            ``scaling * b[e] @ (a[e] @ x[t])`` to gate and up, in x's dtype under every recipe. The
-            product of a and b is never made. A projection that does not require grad then costs no
-            wgrad and keeps nothing.
+            ``scaling * b[e] @ (a[e] @ x[t])`` to gate and up, in x's dtype under every recipe. A
+            projection that does not require grad then costs no wgrad and keeps nothing.
         down_lora: an adapter of down_proj, the same.
 
     Returns:
@@ -165,21 +157,16 @@ def grouped_mlp_sorted(
     gate_up_lora: LoraWeights | None = None,
     down_lora: LoraWeights | None = None,
 ) -> Tensor:
-    """Send each group of rows through its expert. Differentiable.
+    """:func:`grouped_mlp` for rows that a dispatcher has sorted by expert. Differentiable.
 
-    :func:`grouped_mlp` for rows that a dispatcher has sorted by expert. For expert e and its rows
-    r::
+    For expert e and its rows r, of which nothing is gathered or summed::
 
         gate, up = (gate_up_proj[e] @ x[r] + gate_up_proj_bias[e]).chunk(2)
         y[r] = row_weights[r] * (down_proj[e] @ (silu(gate) * up) + down_proj_bias[e])
 
-    Nothing is gathered or summed. For the backward x as it came and the activation's input are
-    kept.
-
     Args:
         x: [R, H] bfloat16, float16 or float32, rows sorted by expert.
-        m_splits: [E] rows of each expert, int32 or int64. A tensor on x's device is never read by
-            the host; a list or a tensor elsewhere is copied there. Their sum may be less than R.
+        m_splits: [E] rows of each expert, as :func:`grouped_linear.grouped_linear` takes them.
         row_weights: [R], of any floating dtype; used in float32. None for ones, which is faster.
         gate_up_proj, down_proj, recipe, state, activation: see :func:`grouped_mlp`.
         gate_up_proj_bias, down_proj_bias, save_gate_up_in_fp8: see :func:`grouped_mlp`.
@@ -371,12 +358,8 @@ def apply_mlp(
 ) -> Tensor:
     """Compute :func:`grouped_mlp` with the options that :class:`GroupedMLP` has besides.
 
-    Pairs are of gate_up_proj and of down_proj.
-
-    Args:
-        config: what lies between the two layers.
-        options: what differs from a plain call.
-        dispatcher: where experts are on several processes; it then chooses ``max_rows``.
+    Pairs are of gate_up_proj and of down_proj. Where experts are on several processes, the
+    dispatcher chooses ``max_rows``.
     """
     check_activation("grouped_mlp", config.activation)
     names = "x", "top_k_weights", "top_k_index", "gate_up_proj", "down_proj"

@@ -20,14 +20,9 @@ from grouped_linear.recipes import Recipe, WeightList, stores
 def read_flag(
     layer: str, first: Tensor | bool | None, x: Tensor, recipe: Recipe | None, stores_weight: bool
 ) -> Tensor | bool | None:
-    """Return ``is_first_microbatch``; a tensor is copied.
+    """Return ``is_first_microbatch`` as the caller gave it; a tensor is copied.
 
-    Args:
-        layer: whose call it is.
-        first: as the caller gave it.
-        x: the activations, on whose device a tensor must be.
-        recipe: the layer's.
-        stores_weight: whether the layer has a weight cache or a quantized weight.
+    ``stores_weight`` says whether the layer has a weight cache or a quantized weight.
     """
     if first is None:
         return None

@@ -45,31 +45,14 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         intermediate_size: F, a multiple of 16.
         bias: whether both GEMMs add a bias.
         activation: between them, see :func:`grouped_linear.grouped_mlp`.
-        save_gate_up_in_fp8: keep the activation's input in FP8 for the backward, see
-            :func:`grouped_linear.grouped_mlp`.
-        recipe: how the GEMMs are computed; None computes in the activations' dtype. See
-            :class:`grouped_linear.Recipe`.
-        cache_weights: keep memory for both quantized weights, so that ``is_first_microbatch`` can
-            reuse them from one micro-batch to the next. Without a recipe there is nothing to cache.
-        fuse_wgrad_accumulation: add weight gradients to ``main_grad``, an attribute of both
-            weights (float32 or bfloat16, of its shape), in the GEMM itself, and leave ``grad``
-            alone. ``grad_added_to_main_grad`` and ``overwrite_main_grad`` act as in
-            :class:`grouped_linear.GroupedLinear`. A bias has its gradient in ``grad``.
-        weights: how both weights are kept. None: plain tensors, which each call quantizes. "both":
-            :class:`grouped_linear.GroupedTensorWithMaster`, a plain tensor and its FP8 numbers,
-            which are made when they are written, as by an optimizer. "fp8": a
-            :class:`grouped_linear.GroupedTensor`, in FP8 alone, under ``Float8BlockScaling``. They
-            are drawn in `dtype`, then quantized.
-        stochastic_rounding: round a weight in FP8 alone stochastically when an optimizer steps it,
-            so that small steps add up. None, the default, does so.
-        columnwise: keep weights in FP8 alone transposed as well, a second byte an element, which
-            dgrad reads. Without it each backward transposes them. None, the default, keeps it
-            unless there are adapters, which freeze them.
+        save_gate_up_in_fp8: see :func:`grouped_linear.grouped_mlp`.
+        recipe, cache_weights, weights, stochastic_rounding, columnwise: of both weights, see
+            :class:`grouped_linear.GroupedLinear`.
+        fuse_wgrad_accumulation: of both weights, see :class:`grouped_linear.GroupedLinear`. A bias
+            has its gradient in ``grad``.
         lora: adapters beside both projections, which are frozen, see :class:`grouped_linear.Lora`;
             or a mapping with one for "gate_up_proj" or "down_proj" or each.
-        dtype: of the parameters.
-        device: of the parameters. After ``device="meta"`` call ``to_empty(device=...)`` and
-            ``reset_parameters()``.
+        dtype, device: of the parameters, see :class:`grouped_linear.GroupedLinear`.
 
     Attributes:
         num_experts, hidden_size, intermediate_size, activation: as given.
@@ -79,17 +62,12 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         down_proj: [E, H, F].
         gate_up_proj_bias: [E, 2 F] or [E, F], or None.
         down_proj_bias: [E, H], or None.
-        gate_up_proj_lora_a: [E, r, H], where there is an adapter.
-        gate_up_proj_lora_b: [E, 2 F, r] or [E, F, r], the same.
-        down_proj_lora_a: [E, r, F], the same.
-        down_proj_lora_b: [E, H, r], the same.
-        gate_up_proj_state: what the recipe keeps of gate_up_proj's GEMMs from step to step; None
-            under a recipe without state.
-        down_proj_state: the same of down_proj.
-        gate_up_proj_cache: the cached gate_up_proj, see
-            :class:`grouped_linear.quantized.weight_cache.WeightCache`; None without
-            ``cache_weights``.
-        down_proj_cache: the same of down_proj.
+        gate_up_proj_lora_a, gate_up_proj_lora_b: [E, r, H] and [E, 2 F, r] or [E, F, r], where
+            there is an adapter.
+        down_proj_lora_a, down_proj_lora_b: [E, r, F] and [E, H, r], the same.
+        gate_up_proj_state, down_proj_state: see ``weight_state`` of
+            :class:`grouped_linear.GroupedLinear`.
+        gate_up_proj_cache, down_proj_cache: see ``weight_cache`` there.
         dispatcher: where experts are on several processes, sends tokens to them; else None. See
             :class:`grouped_linear.parallel.ExpertParallel`.
         watched: what :func:`grouped_linear.watch` counts of this layer; None where nobody watches.
@@ -102,21 +80,9 @@ class GroupedMLP(HasAdapters, SavesQuantized):
     >>> mlp(x, *scores.topk(2)).shape
     torch.Size([2, 5, 16])
 
-    Steps of several micro-batches quantize the weights once, and add up gradients where the
-    optimizer reads them:
-
-    >>> from grouped_linear import Float8BlockScaling
-    >>> mlp = GroupedMLP(4, 16, 32, recipe=Float8BlockScaling(), cache_weights=True,
-    ...                  fuse_wgrad_accumulation=True)
-    >>> for p in (mlp.gate_up_proj, mlp.down_proj):
-    ...     p.main_grad = torch.empty_like(p)
-    >>> for i in range(3):
-    ...     mlp(x, *scores.topk(2), is_first_microbatch=i == 0).square().mean().backward()
-    >>> mlp.down_proj.grad is None, bool(mlp.down_proj.main_grad.any())
-    (True, True)
-
     An optimizer can step weights that are stored in FP8 alone:
 
+    >>> from grouped_linear import Float8BlockScaling
     >>> mlp = GroupedMLP(4, 16, 32, recipe=Float8BlockScaling(), weights="fp8")
     >>> mlp.down_proj.q.dtype
     torch.float8_e4m3fn
@@ -246,24 +212,17 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         *,
         max_rows: int | None = None,
     ) -> Tensor:
-        """Send x [..., H] through the experts top_k_index [..., C], sum by top_k_weights [..., C].
+        """Send tokens x [..., H] through the experts top_k_index [..., C], and sum their outputs.
 
         Args:
-            x, top_k_weights, top_k_index: see :func:`grouped_linear.grouped_mlp`.
-            is_first_microbatch: whether this is the first one since the last optimizer step. True
-                quantizes both weights into their caches, and overwrites main_grad with their
-                gradients. False reads the caches and adds to main_grad. A bool tensor of no
-                dimensions on x's device decides this on the device, so that one graph does both.
-                None quantizes the weights for this call alone, and adds to main_grad.
-            max_rows: see :func:`grouped_linear.grouped_mlp`.
+            x, top_k_weights, top_k_index, max_rows: see :func:`grouped_linear.grouped_mlp`.
+            is_first_microbatch: of both weights, see :meth:`grouped_linear.GroupedLinear.forward`.
 
         Raises:
-            RuntimeError: as :func:`grouped_linear.grouped_mlp`, or where False reads an empty
-                cache. A tensor that is false is not checked; it then reads NaN.
+            RuntimeError: as :func:`grouped_linear.grouped_mlp` and
+                :meth:`grouped_linear.GroupedLinear.forward`.
             TypeError: as :func:`grouped_linear.grouped_mlp`.
-            ValueError: as :func:`grouped_linear.grouped_mlp`, or for ``is_first_microbatch`` under
-                a recipe that caches weights and without ``cache_weights``, unless the weights are
-                stored quantized anyway.
+            ValueError: as these two.
         """
         weights, biases, recipes, options = self._of_call(x, is_first_microbatch)
         lora = self._adapter("gate_up_proj"), self._adapter("down_proj")

@@ -139,9 +139,7 @@ class _StaticDispatcher(TokenDispatcher):
 class AllGather(_StaticDispatcher):
     """Every process gets all tokens, and computes those that chose its experts.
 
-    Tokens are sent unsorted. With 8 choices on 2 to 8 GPUs most tokens choose experts of every
-    process, and are sent no more often than they must be. The bytes that are sent, and the memory
-    for them, grow with the number of processes.
+    docs/several_gpus.md says where each dispatcher pays.
 
     Args:
         mesh: the processes that share the experts, one dimension.
@@ -158,8 +156,7 @@ class AllGather(_StaticDispatcher):
 
     Attributes:
         dropped: how many choices this process has dropped since it was last zeroed, int64 on the
-            device. Sum it over processes. A forward that activation checkpointing runs again
-            counts twice.
+            device. A forward that activation checkpointing runs again counts twice.
 
     Raises:
         ValueError: if experts do not divide evenly, or for another mesh or capacity factor.
@@ -209,24 +206,17 @@ class AllToAll(_Sorting):
     """Each process gets the tokens that chose its experts, each token once.
 
     Every process has a fixed number of slots for the tokens of each other: for all T of them, or
-    with `capacity_factor` fewer. It pays where D is above C, or routing is local, because then few
-    tokens go to each process. Without `capacity_factor` it moves as many bytes as
-    :class:`AllGather`, and sorts besides.
+    with `capacity_factor` fewer.
 
     Args:
-        mesh: the processes that share the experts, one dimension.
-        num_experts: E, of all processes together.
+        mesh, num_experts, fp8, check_tokens: see :class:`AllGather`, as ``dropped``.
         capacity_factor: slots from one process to another: this many times the choices that go
             there where experts are equally popular, T * C / D, but at most T. The last tokens past
             it are dropped, with all that they chose there, and counted in ``dropped`` of the
             sender. Rows of GEMMs are bounded as :class:`AllGather` bounds them. None drops nothing.
-        fp8, check_tokens: see :class:`AllGather`.
-
-    Attributes:
-        dropped: see :class:`AllGather`.
 
     Raises:
-        ValueError: if experts do not divide evenly, or for another mesh or capacity factor.
+        ValueError: as :class:`AllGather`.
     """
 
     def exchange(self, expert_TC: Tensor) -> Exchange:
@@ -251,20 +241,14 @@ class AllToAllV(_Sorting):
     Only those slots of :class:`AllToAll` that hold a token are sent. Their number stays on the
     device: on GPUs torch's symmetric memory sends them by NVSHMEM, which torch for CUDA brings. The
     first call allocates, so make it before a CUDA graph is captured. All layers of a mesh share
-    that memory: call them on one stream. On CPUs the host reads the sizes. A large capacity costs
-    memory, and no time to send.
+    that memory: call them on one stream. On CPUs the host reads the sizes.
 
     Args:
-        mesh: the processes that share the experts, one dimension.
-        num_experts: E, of all processes together.
+        mesh, num_experts, fp8, check_tokens: see :class:`AllGather`, as ``dropped``.
         capacity_factor: see :class:`AllToAll`, which drops the same tokens.
-        fp8, check_tokens: see :class:`AllGather`.
-
-    Attributes:
-        dropped: see :class:`AllGather`.
 
     Raises:
-        ValueError: if experts do not divide evenly, or for another mesh or capacity factor.
+        ValueError: as :class:`AllGather`.
         RuntimeError: on GPUs, without NVSHMEM.
     """
 

@@ -177,13 +177,7 @@ class SpreadFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return x [S, H], weights [S, C] in float32 and experts [S, C] in int32.
 
-        Args:
-            group: the processes.
-            fp8: whether x goes in FP8, with a scale for each 128 features of a token.
-            x_TH: tokens.
-            weight_TC: their routing weights.
-            expert_TC: int32, their experts among those of all processes.
-            tensors: the fields of an Exchange or a VariableExchange.
+        With ``fp8`` x goes in FP8. ``tensors`` are the fields of an Exchange or a VariableExchange.
         """
         exchange = _exchange_of(tensors)
         ctx.group, ctx.weight_dtype = group, weight_TC.dtype
@@ -215,13 +209,9 @@ class CollectFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: Group, fp8: bool, y_SH: Tensor, *tensors: Any) -> Tensor:
-        """Return [T, H].
+        """Return [T, H], of outputs that are zero where no token came.
 
-        Args:
-            group: the processes.
-            fp8: whether the gradient goes in FP8, as x did.
-            y_SH: outputs, zero where no token came.
-            tensors: the fields of an Exchange or a VariableExchange.
+        With ``fp8`` the gradient goes in FP8, as x did. ``tensors`` are an exchange's fields.
         """
         ctx.group, ctx.fp8 = group, fp8
         ctx.save_for_backward(*tensors)

@@ -38,28 +38,19 @@ class ExpertParallel(ParallelStyle):
     of D keeps the experts from i E / D on. Its forward takes the tokens of this process, sends them
     to the processes that hold their experts, and returns the sums of what these compute: what one
     process with all experts would return. All processes call it with as many tokens, whose experts
-    are numbered from 0 to E - 1. A token whose experts are -1 is sent nowhere, so pad with those.
+    are numbered from 0 to E - 1; pad with tokens whose experts are -1, which are sent nowhere.
 
-    Parameters become DTensors, ``Shard(0)`` on the mesh, and keep their names. So
-    ``clip_grad_norm_`` has the norm of all, a distributed checkpoint loads under another number of
-    processes or none, and ``fully_shard`` shards them further over another dimension of the mesh.
-    An expert's gradient is the sum over the tokens of all processes of the mesh.
-
-    The host learns no size, so a layer runs in ``torch.compile(fullgraph=True)`` and in CUDA
-    graphs. Equal inputs give equal bits.
+    Parameters become DTensors, ``Shard(0)`` on the mesh, and keep their names. An expert's gradient
+    is the sum over the tokens of all processes of the mesh. docs/several_gpus.md has gradients,
+    FSDP2, checkpoints, and what each way costs.
 
     Args:
-        dispatch: how tokens travel: ``"all_gather"``, see
-            :class:`grouped_linear.parallel.AllGather`; ``"all_to_all"``, see
-            :class:`grouped_linear.parallel.AllToAll`; ``"all_to_all_v"``, see
+        dispatch: how tokens travel: ``"all_gather"``, ``"all_to_all"`` or ``"all_to_all_v"``, by
+            :class:`grouped_linear.parallel.AllGather`,
+            :class:`grouped_linear.parallel.AllToAll` or
             :class:`grouped_linear.parallel.AllToAllV`; or a function that is called with the mesh
-            and E, and returns another :class:`grouped_linear.parallel.TokenDispatcher`. The first
-            needs no capacity and pays up to about as many processes as a token has experts.
-        capacity_factor: see the dispatchers; None, the default, drops nothing, and has memory for
-            all choices of all processes.
-        fp8: whether tokens travel in FP8, see the dispatchers.
-        check_tokens: for debugging: whether every call compares the processes' numbers of tokens,
-            see the dispatchers.
+            and E, and returns another :class:`grouped_linear.parallel.TokenDispatcher`.
+        capacity_factor, fp8, check_tokens: see the dispatchers.
 
     Raises:
         ValueError: for another name or option; for another module than a GroupedMLP; for one whose

@@ -3,10 +3,7 @@
 The format has one tensor an expert, either in high precision or block-quantized as DeepSeek-V3 was
 published (https://huggingface.co/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md): float8_e4m3fn data
 ``<name>`` and float32 scales ``<name>_scale_inv``, one for each 128x128 block, that multiply to
-dequantize. :class:`grouped_linear.GroupedTensor` holds a weight in the same form, so saving and
-loading keep every bit.
-
-This module needs the package safetensors: ``pip install --no-build-isolation '.[checkpoints]'``.
+dequantize. This module needs safetensors: ``pip install --no-build-isolation '.[checkpoints]'``.
 
 E experts, K in_features, N out_features.
 """

@@ -1,13 +1,9 @@
-"""What collectives do to a GroupedTensor: they move its bytes.
-
-A collective that only sends a tensor sends q and the scales. dispatch.py refuses one that computes
-with its numbers, as an all-reduce does.
+"""What collectives do to a GroupedTensor: they move its bytes; dispatch.py refuses an all-reduce.
 
 DistributedDataParallel makes all processes equal when it wraps a model: it concatenates many
 parameters, flattened, to one tensor of their dtype, broadcasts that, and copies its parts back. A
-quantized weight puts the bytes of q and the scales there: an element has at least two bytes, q
-takes one and the scales 1/64 or less. Dequantized numbers would be quantized again on every
-process.
+quantized weight puts the bytes of q and the scales there, which are at most 1/64 more: an element
+has at least two bytes. Dequantized numbers would be quantized again on every process.
 """
 
 import sys

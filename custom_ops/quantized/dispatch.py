@@ -118,11 +118,10 @@ def _of_each_part(
 
 @contextmanager
 def views_of(t: GroupedTensor) -> Iterator[None]:
-    """The context in which views of t's parts are made.
+    """The context in which views of t's parts are made, with the parts' own version counters.
 
-    A view must share the version counter of the part that it views. Handlers run below autograd,
-    where a view would get a counter of its own. In inference mode nothing is counted, and a view of
-    a tensor from outside of it must be made outside too.
+    Handlers run below autograd, where a view would get a counter of its own. In inference mode
+    nothing is counted, and a view of a tensor from outside of it must be made outside too.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(t.is_inference()):

@@ -1,11 +1,7 @@
 """Quantized parameters in state dicts: plain tensors, as other checkpoints have them.
 
-A parameter with its master is there under its own name, in high precision, as in an unconverted
-model.
-
-A parameter that is FP8 alone, ``name``, is in a state dict as ``name``, its e4m3 numbers, and
-``name_scale_inv``, its float32 scales, which multiply to dequantize. So libraries that write plain
-tensors (safetensors, transformers, accelerate, distributed checkpoints) write it bit for bit.
+A parameter with its master is there under its own name, in high precision. One that is FP8 alone,
+``name``, is there as ``name``, its e4m3 numbers, and ``name_scale_inv``, its float32 scales.
 """
 
 from collections.abc import Iterable
@@ -35,15 +31,10 @@ def scales_of(w: Any) -> Tensor | None:
 
 
 def split_quantized(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Replace the module's quantized parameters in its state dict by their two parts.
+    """Replace the module's own quantized parameters in its state dict by their two parts.
 
-    The parts share memory with the parameter, as every tensor of a state dict does. Columnwise data
-    is made again by ``load_state_dict``: load a state dict after you write into it.
-
-    Args:
-        module: its own parameters, not those of its children.
-        state_dict: changed in place. Parameters themselves, of ``keep_vars=True``, stay.
-        prefix: of the module's keys.
+    The parts share memory with the parameter, as every tensor of a state dict does. Parameters
+    themselves, of ``keep_vars=True``, stay.
     """
     for name in module._parameters:
         w: Any = state_dict.get(prefix + name)
@@ -67,11 +58,7 @@ def join_quantized(
 ) -> None:
     """Replace the two parts of quantized weights in a state dict by one quantized tensor.
 
-    Args:
-        module: whose parameters are loaded. They say what the tensors stand for.
-        state_dict: changed in place.
-        prefix: of the module's keys.
-        error_msgs: gets a sentence for parts that do not fit, which are removed.
+    Parts that do not fit are removed, and `error_msgs` gets a sentence.
     """
     own_keys = [k for k in state_dict if k.startswith(prefix) and "." not in k[len(prefix) :]]
     for key in own_keys:

@@ -316,11 +316,9 @@ class GroupedTensor(Tensor):
         return 1 if self.q_t is None else 2
 
     def data_ptr(self) -> int:
-        """A number that tells tensors apart as addresses do, and is not an address.
+        """A number that tells tensors apart: q's address, moved to where no process has memory.
 
-        It is the address of q, moved to where no process has memory: a kernel that reads there
-        fails, instead of taking e4m3 for high precision. 0 where q has no memory, as on the meta
-        device.
+        A kernel that reads there fails, instead of taking e4m3 for high precision. 0 on meta.
         """
         address = self.q.data_ptr()
         return address and address + NO_ADDRESS

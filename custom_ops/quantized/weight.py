@@ -45,18 +45,9 @@ def check_weights_kept(
     cache_weights: bool = False,
     columnwise: Any = None,
 ) -> None:
-    """Check the option ``weights``, and what it excludes.
+    """Raise ValueError for an option ``weights`` that is none, or that others exclude.
 
-    Args:
-        owner: the layer's or the function's name.
-        recipe: the layer's.
-        weights: None, "both" or "fp8".
-        stochastic_rounding: of weights in FP8 alone; None for their default.
-        cache_weights: whether the layer has a weight cache.
-        columnwise: of weights in FP8 alone; None for its default.
-
-    Raises:
-        ValueError: for another value, another recipe, or options that exclude each other.
+    ``stochastic_rounding`` and ``columnwise`` are of weights in FP8 alone; None for their defaults.
     """
     if weights not in (None, "both", "fp8"):
         raise ValueError(f"{owner}: weights must be None, 'both' or 'fp8', got {weights!r}")
@@ -102,11 +93,6 @@ def keep_weight(
 def stored_weight(op: str, w: Any, recipe: Recipe | None) -> QuantizedWeight | None:
     """The parts of a quantized weight that GEMMs read; None for a weight that a call quantizes.
 
-    Args:
-        op: the caller's name.
-        w: the weight.
-        recipe: the layer's.
-
     Raises:
         ValueError: for a recipe whose weights have scales of another kind than a weight that is
             FP8 alone.
@@ -136,11 +122,7 @@ def quantized_as(own: Any, w: Any) -> Any:
     """A weight to be loaded into the parameter `own`, rounded to nearest if that is quantized.
 
     Copying it then moves bytes. ``copy_`` of plain numbers cannot tell a load from an optimizer's
-    step, and rounds stochastically.
-
-    Args:
-        own: a parameter, or one expert of it.
-        w: of its shape; whether quantized, high precision or a DTensor of either.
+    step, and rounds stochastically. `w` is quantized, in high precision, or a DTensor of either.
     """
     quantized, loaded = local_part(own), local_part(w)
     if not isinstance(quantized, GroupedTensor) or quantized.master is not None:
@@ -163,18 +145,12 @@ def quantized_as(own: Any, w: Any) -> Any:
 def convert_loaded(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """Convert a state that is being loaded, in place, to what the module has.
+    """Convert a state that is being loaded, in place, to what the module's own parameters are.
 
-    For a quantized parameter, high precision is rounded to nearest. With ``assign=True`` a
-    quantized weight is dequantized for a plain parameter, and takes the options of a quantized one
-    with the bytes that it has; a parameter with its master takes the tensor as that. Without
-    ``assign=True``, ``copy_`` does all this.
-
-    Args:
-        module: its own parameters, not those of its children.
-        state_dict: changed in place.
-        prefix: of the module's keys.
-        metadata: what torch tells modules about this load.
+    For a quantized parameter, high precision is rounded to nearest. With ``assign=True``, which
+    torch's ``metadata`` tells, a quantized weight is dequantized for a plain parameter, and takes
+    the options of a quantized one with the bytes that it has; a parameter with its master takes
+    the tensor as that. Without ``assign=True``, ``copy_`` does all this.
     """
     assign = metadata.get("assign_to_params_buffers")
     for name, own in module.named_parameters(recurse=False):

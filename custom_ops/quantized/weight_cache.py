@@ -29,20 +29,9 @@ class WeightCache(nn.Module):
     torch counts, raises. Scales of a cold cache are NaN, so that results computed from it are NaN,
     also in a graph.
 
-    The tensors move with the model and are no buffers. ``AveragedModel`` and
-    DistributedDataParallel write buffers, and a cache holds the weight of its own layer alone.
-
-    They are ordinary tensors even if the cache is made in inference mode, so that their writes are
-    counted and that training can save them.
-
-    A layer with ``cache_weights=True`` makes its own.
-
-    Args:
-        recipe: how the weight is quantized.
-        E: experts.
-        N: out_features.
-        K: in_features.
-        device: the tensors' device.
+    The tensors move with the model and are no buffers: ``AveragedModel`` and
+    DistributedDataParallel write buffers. They are ordinary tensors even if the cache is made in
+    inference mode, so that their writes are counted and that training can save them.
 
     Attributes:
         recipe: as given.
@@ -96,8 +85,7 @@ class WeightCache(nn.Module):
     def warm(self) -> bool:
         """Whether it was written since it was last cold, in eager mode or by a graph.
 
-        The host cannot know whether a flag on the device skipped a write. So this tells what the
-        host can see. The NaN scales of a cold cache show the rest.
+        The host cannot see a write that a flag on the device skipped. The NaN scales show that.
         """
         return self._writes != self._cold_writes
 

@@ -88,16 +88,9 @@ class GroupedTensorWithMaster(GroupedTensor):
         has_memory: bool = False,
         requires_grad: bool = False,
     ) -> "GroupedTensorWithMaster":
-        """Wrap a master and the FP8 numbers of it.
+        """Wrap a master and the FP8 numbers of it; ``own`` is the view of it that this tensor is.
 
-        Args:
-            master: [E, N, K] or [N, K], contiguous. Alone: a tensor of this class, of which
-                accelerate makes a parameter on another device.
-            parts: q, scale and q_t of `master`.
-            metadata: how it is quantized.
-            own: the view of `master` that this tensor is; all of it by default.
-            has_memory: see the class.
-            requires_grad: of the parameter that accelerate makes.
+        A master alone is a tensor of this class, of which accelerate makes a parameter elsewhere.
         """
         if parts is None or metadata is None:
             parameter: Any = nn.Parameter(master.detach(), requires_grad)

@@ -170,13 +170,8 @@ def quantize_tokens(
     """Tokens for GEMMs that gather their rows, with the bits of rows that were gathered before.
 
     None where rows are gathered before: because their numbers depend on the groups that they go to,
-    or because that is faster. With ``columnwise`` in what is returned, wgrad gathers them, too.
-
-    Args:
-        tokens_TH: tokens, or their gradients.
-        format: which numbers they become.
-        columns: of the output of the GEMM that reads the rowwise operand.
-        columnwise: whether wgrad reads them as well.
+    or because that is faster. ``columns`` are of the output of the GEMM that reads the rowwise
+    operand. With ``columnwise`` in what is returned, wgrad gathers them, too.
     """
     if format.quantize is not None or format.dtype in (torch.bfloat16, torch.float16):
         return None
@@ -211,15 +206,10 @@ def quantize_swiglu_grad(
     """SwiGLU's gradient in the format of gradients, and the weighted h in the format of inputs.
 
     Args:
-        dh_RF: the gradient by h of the unweighted output.
-        gate_up_RG: the input of SwiGLU.
-        weight_R: float32, the routing weight of each row.
-        offs_E: int32 group ends.
-        form: of SwiGLU.
+        dh_RF, gate_up_RG, weight_R, offs_E, form: see :func:`grouped_linear.ops.swiglu_grad`.
         input: the format of h, the second layer's input.
         grad_output: the format of the gradient of the first layer's output.
-        layouts: what to return of that gradient.
-        h_columnwise: whether to return h.
+        layouts, h_columnwise: what to return of that gradient, and of h.
     """
     one_pass = _same_blocks(input, grad_output) and (layouts.rowwise or layouts.columnwise)
     if not one_pass:

@@ -39,12 +39,11 @@ class GroupedLinear(linear.GroupedLinear):
         num_gemms: E, the number of groups (experts), at most 1024.
         in_features: K, a multiple of 16.
         out_features: N, a multiple of 16.
-        sequence_parallel: only False. Tensor parallelism and overlapped communication are out of
-            scope; their arguments are taken where they ask for none.
+        sequence_parallel, ub_overlap_rs, ub_overlap_ag: only False; tp_group, parallel_mode,
+            ub_name: only None; tp_size: only 1. Tensor parallelism and overlapped communication are
+            out of scope.
         fuse_wgrad_accumulation: see :class:`grouped_linear.GroupedLinear`. Each weight has a
             ``main_grad``.
-        tp_group: only None.
-        tp_size: only 1.
         get_rng_state_tracker: returns an object whose ``fork(name)`` context holds the random state
             that parameters are drawn from.
         rng_tracker_name: the name that ``fork`` is called with, if any.
@@ -53,11 +52,7 @@ class GroupedLinear(linear.GroupedLinear):
         bias: whether the layer has a bias.
         return_bias: return ``(y, bias)``, with the bias in y's dtype and not added.
         params_dtype: of the parameters.
-        parallel_mode: only None.
         device: see :class:`grouped_linear.GroupedLinear`; torch's default device, not "cuda".
-        ub_overlap_rs: only False.
-        ub_overlap_ag: only False.
-        ub_name: only None.
         delay_wgrad_compute: leave weight gradients to :meth:`backward_dw`. Not under
             torch.compile. torch's optimizers raise before they step a weight whose gradient waits.
         save_original_input: save the input itself for the backward and quantize it there. This
@@ -65,10 +60,8 @@ class GroupedLinear(linear.GroupedLinear):
         single_grouped_weight: one parameter ``weight`` for all experts, or ``weight0``, ``weight1``
             and so on. Checkpoints of either form load into the other.
         single_grouped_bias: one parameter ``bias``, or ``bias0``, ``bias1`` and so on.
-        recipe: see :class:`grouped_linear.GroupedLinear`, as the next three.
-        cache_weights: room for the weight that ``is_first_microbatch`` caches.
-        weights: other values than None need ``single_grouped_weight``.
-        stochastic_rounding: of a weight in FP8 alone.
+        recipe, cache_weights, weights, stochastic_rounding: see
+            :class:`grouped_linear.GroupedLinear`; ``weights`` needs ``single_grouped_weight``.
         preserve_high_precision_init: keep the drawn weight as ``high_precision_init``, for an
             optimizer with high-precision weights of its own.
 
@@ -121,13 +114,10 @@ class GroupedLinear(linear.GroupedLinear):
         stochastic_rounding: bool | None = None,
         preserve_high_precision_init: bool = False,
     ) -> None:
-        _check_out_of_scope("sequence_parallel", sequence_parallel, False)
-        _check_out_of_scope("tp_group", tp_group, None)
-        _check_out_of_scope("tp_size", tp_size, 1)
-        _check_out_of_scope("parallel_mode", parallel_mode, None)
-        _check_out_of_scope("ub_overlap_rs", ub_overlap_rs, False)
-        _check_out_of_scope("ub_overlap_ag", ub_overlap_ag, False)
-        _check_out_of_scope("ub_name", ub_name, None)
+        _check_out_of_scope(False, sequence_parallel=sequence_parallel)
+        _check_out_of_scope(False, ub_overlap_rs=ub_overlap_rs, ub_overlap_ag=ub_overlap_ag)
+        _check_out_of_scope(None, tp_group=tp_group, parallel_mode=parallel_mode, ub_name=ub_name)
+        _check_out_of_scope(1, tp_size=tp_size)
         check_flags(
             "GroupedLinear",
             return_bias=return_bias,
@@ -229,18 +219,7 @@ class GroupedLinear(linear.GroupedLinear):
         m_splits: Tensor | Sequence[int],
         is_first_microbatch: Tensor | bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Apply the layer to x [..., K], whose rows are sorted by group.
-
-        Args:
-            x, m_splits, is_first_microbatch: see :meth:`grouped_linear.GroupedLinear.forward`.
-
-        Returns:
-            y [..., N]; with return_bias ``(y, bias)``.
-
-        Raises:
-            RuntimeError: as :meth:`grouped_linear.GroupedLinear.forward`.
-            ValueError: as :meth:`grouped_linear.GroupedLinear.forward`.
-        """
+        """:meth:`grouped_linear.GroupedLinear.forward`; with return_bias it gives ``(y, bias)``."""
         named, bias = self._weights(), self._whole_bias()
         weights = tuple(named.values())
         check_parameters("grouped_linear", weight=weights[0], bias=bias)
@@ -365,13 +344,14 @@ class GroupedLinear(linear.GroupedLinear):
             super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-def _check_out_of_scope(name: str, value: Any, nothing: Any) -> None:
+def _check_out_of_scope(nothing: Any, **options: Any) -> None:
     """Raise ValueError for any value but the default."""
-    if value is not nothing and value != nothing:
-        raise ValueError(
-            "GroupedLinear: tensor parallelism and overlapped communication are out of scope, "
-            f"got {name}={value!r}"
-        )
+    for name, value in options.items():
+        if value is not nothing and value != nothing:
+            raise ValueError(
+                "GroupedLinear: tensor parallelism and overlapped communication are out of scope, "
+                f"got {name}={value!r}"
+            )
 
 
 def _check_function(name: str, function: Any, which: str) -> None:
