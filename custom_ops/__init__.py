@@ -36,8 +36,7 @@ from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.lora import Lora, LoraWeights
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.ops import SwiGLU
-from grouped_linear.ops.activation import Activation
-from grouped_linear.ops.elementwise import GeGLU, SquaredReLU
+from grouped_linear.ops.activation import Activation, GeGLU, SquaredReLU
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import (

@@ -25,11 +25,7 @@ def library_path() -> Path:
     )
 
 
-def _load() -> None:
-    found = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if found < MINIMUM_TORCH:
-        raise ImportError(f"grouped_linear: needs torch 2.11 or newer, found {torch.__version__}")
-    torch.ops.load_library(str(library_path()))
-
-
-_load()
+_found = tuple(int(part) for part in torch.__version__.split(".")[:2])
+if _found < MINIMUM_TORCH:
+    raise ImportError(f"grouped_linear: needs torch 2.11 or newer, found {torch.__version__}")
+torch.ops.load_library(str(library_path()))

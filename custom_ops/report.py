@@ -1,8 +1,4 @@
-"""What is installed, and what each op runs on this machine, to paste into a bug report.
-
-::
-
-    python -m grouped_linear
+"""``python -m grouped_linear``: what is installed, and what each op runs, for a bug report.
 
 No hardware is looked up in a list: every family of ops is called on every device, and the report
 says what happened.
@@ -30,11 +26,13 @@ from grouped_linear.loading import library_path
 
 E, K, N, ROWS = 2, 32, 16, 8  # small; the second group is partly filled
 
+NOT_TOLD = "not told: this build has no _host"
+
 
 class Family(NamedTuple):
     """Ops that take one path: its name on a CPU, and a call of some of them on a device."""
 
-    on_cpu: Callable[[ModuleType | None], str]
+    on_cpu: str | Callable[[ModuleType], str]
     call: Callable[[torch.device], None]
 
 
@@ -80,29 +78,22 @@ def _route(device: torch.device) -> None:
     ops.swiglu(_draw(device, ROWS, K), _offs(device))
 
 
-def _fp8_on_cpu(host: ModuleType | None) -> str:
-    if host is None:
-        return "not told: this build has no _host"
+def _fp8_on_cpu(host: ModuleType) -> str:
     return "AVX-512 BF16" if host.has_bf16_units() else "dequantized, torch's float32 GEMM"
 
 
-def _quantize_on_cpu(host: ModuleType | None) -> str:
-    if host is None:
-        return "not told: this build has no _host"
-    return (
-        "AVX-512 VBMI; loops for other scales than powers of two"
-        if host.has_byte_permutes()
-        else "loops"
-    )
+def _quantize_on_cpu(host: ModuleType) -> str:
+    in_vectors = "AVX-512 VBMI; loops for other scales than powers of two"
+    return in_vectors if host.has_byte_permutes() else "loops"
 
 
 FAMILIES = {
-    "GEMM, bfloat16": Family(lambda _: "torch's GEMM", _grouped_mm(torch.bfloat16)),
-    "GEMM, float16": Family(lambda _: "torch's GEMM", _grouped_mm(torch.float16)),
-    "GEMM, float32": Family(lambda _: "torch's GEMM", _grouped_mm(torch.float32)),
+    "GEMM, bfloat16": Family("torch's GEMM", _grouped_mm(torch.bfloat16)),
+    "GEMM, float16": Family("torch's GEMM", _grouped_mm(torch.float16)),
+    "GEMM, float32": Family("torch's GEMM", _grouped_mm(torch.float32)),
     "GEMM, float8": Family(_fp8_on_cpu, _grouped_scaled_mm),
     "quantization": Family(_quantize_on_cpu, _quantize),
-    "routing, SwiGLU": Family(lambda _: "loops", _route),
+    "routing, SwiGLU": Family("loops", _route),
 }
 
 
@@ -120,7 +111,9 @@ def path_of(family: Family, device: torch.device, host: ModuleType | None) -> st
     try:
         family.call(device)
         if device.type == "cpu":
-            return family.on_cpu(host)
+            if isinstance(family.on_cpu, str):
+                return family.on_cpu
+            return NOT_TOLD if host is None else family.on_cpu(host)
         torch.cuda.synchronize(device)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             family.call(device)
@@ -144,7 +137,7 @@ def host_module() -> ModuleType | None:
 def built(host: ModuleType | None) -> str:
     """What ``_C.so`` has kernels for."""
     if host is None:
-        return "not told: this build has no _host"
+        return NOT_TOLD
     if host.CUDA_VERSION is None:
         return "CPU, and no CUDA: nvcc was missing or off when it was built"
     return f"CPU, and CUDA {host.CUDA_VERSION} for {host.CUDA_ARCHITECTURES}"

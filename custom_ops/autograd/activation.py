@@ -84,14 +84,7 @@ def gate_up_and_h(
         h = quantize(both.h, format, offs_E, rowwise)
         return both.gate_up, h, both.h if keep_h else None
     gate_up_RG = multiply(
-        x,
-        w,
-        offs_E,
-        bias_EG,
-        dtype,
-        transpose_b=True,
-        rows=rows_R,
-        low_rank=low_rank,
+        x, w, offs_E, bias_EG, dtype, transpose_b=True, rows=rows_R, low_rank=low_rank
     )
     if form is not None and not keep_h:
         return gate_up_RG, quantize(SwigluOf(gate_up_RG, form), format, offs_E, rowwise), None

@@ -151,17 +151,8 @@ class LinearContext(NamedTuple):
         """The weight gradient of columnwise dy, or dy[dy_rows], and x, or x[x_rows]."""
         assert isinstance(dy.columnwise, Tensor)
         assert isinstance(x.columnwise, Tensor)
-        return Wgrad(
-            self.weights,
-            self.options.main_grad,
-            dy.columnwise,
-            x.columnwise,
-            dy.columnwise_scale,
-            x.columnwise_scale,
-            offs_E,
-            dy_rows,
-            x_rows,
-        )
+        operands = dy.columnwise, x.columnwise, dy.columnwise_scale, x.columnwise_scale
+        return Wgrad(self.weights, self.options.main_grad, *operands, offs_E, dy_rows, x_rows)
 
     def with_routed(self, offs_E: Tensor) -> "LinearContext":
         """Tell who watches the layer the group ends from before rows were dropped."""

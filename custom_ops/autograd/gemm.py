@@ -74,12 +74,12 @@ def takes_swiglu(a: Operands, b: Values | None, b_scale: Tensor | None, dtype: t
 
 def weight_grad(
     w_ENK: Tensor,
+    dtype: torch.dtype,
     dy: Tensor,
     x: Tensor,
     dy_scale: Tensor | None,
     x_scale: Tensor | None,
     offs_E: Tensor,
-    dtype: torch.dtype,
     dy_rows: Tensor | None = None,
     x_rows: Tensor | None = None,
 ) -> Tensor:

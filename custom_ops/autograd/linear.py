@@ -78,7 +78,7 @@ class GroupedLinearFunction(torch.autograd.Function):
             options.watched.weight(context.weights, w, recipe.weight)
         saved_x = x_TK if options.save_input and need_weight else x.columnwise
         lora_x_TK = x_TK if dropped_x_TK is None else dropped_x_TK
-        term = forward_term(a_ErK, b_ENr, options.lora_scaling, lora_x_TK, offs_E)
+        term = forward_term((a_ErK, b_ENr, options.lora_scaling), lora_x_TK, offs_E)
         ctx.save_for_backward(
             offs_E,
             scale_of(recipe.grad_output),
@@ -132,7 +132,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         dx_TK = db_EN = None
         dws: tuple[Tensor | None, ...] = (None,) * len(need_weights)
         adapter = a_ErK, b_ENr, options.lora_scaling
-        da_ErK, db_ENr, term = low_rank_grads(*adapter, dy_TN, lora_x_TK, h_Tr, offs_E, need_x)
+        da_ErK, db_ENr, term = low_rank_grads(adapter, dy_TN, lora_x_TK, h_Tr, offs_E, need_x)
         d_dropped_x_TK = None
         if need_dropped_x and term is not None:
             d_dropped_x_TK, term = ops.grouped_mm(*term, offs_E), None

@@ -18,6 +18,9 @@ from grouped_linear.autograd.gemm import LowRankTerm, multiply
 from grouped_linear.meta_kernels.rules import FEATURE_MULTIPLE
 from grouped_linear.recipes import Operands
 
+#: A, B and the scaling; each None without an adapter.
+Adapter = tuple[Tensor | None, Tensor | None, float | None]
+
 
 def padded_factors(a_ErK: Tensor, b_ENr: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A and B in the dtype and the rank that GEMMs multiply.
@@ -32,42 +35,33 @@ def padded_factors(a_ErK: Tensor, b_ENr: Tensor, dtype: torch.dtype) -> tuple[Te
 
 
 def forward_term(
-    a_ErK: Tensor | None,
-    b_ENr: Tensor | None,
-    scaling: float | None,
-    x: Tensor,
-    offs_E: Tensor,
-    rows: Tensor | None = None,
+    adapter: Adapter, x: Tensor, offs_E: Tensor, rows: Tensor | None = None
 ) -> LowRankTerm | None:
     """What fprop of the projection adds, h and B, of x or x[rows]; None without an adapter."""
+    a_ErK, b_ENr, scaling = adapter
     if a_ErK is None or b_ENr is None or scaling is None:
         return None
     a_ErK, b_ENr = padded_factors(a_ErK, b_ENr, x.dtype)
-    h_Tr = multiply(
-        Operands(x), Operands(a_ErK), offs_E, None, x.dtype, transpose_b=True, rows=rows
-    )
-    return LowRankTerm(_scaled(h_Tr, scaling), b_ENr.mT)
+    return _term(x, a_ErK.mT, b_ENr.mT, scaling, offs_E, rows)
 
 
 def backward_term(
-    a_ErK: Tensor | None,
-    b_ENr: Tensor | None,
-    scaling: float | None,
-    dy: Tensor,
-    offs_E: Tensor,
-    rows: Tensor | None = None,
+    adapter: Adapter, dy: Tensor, offs_E: Tensor, rows: Tensor | None = None
 ) -> LowRankTerm | None:
     """What dgrad of the projection adds, dh and A, of dy or dy[rows]; None without an adapter."""
+    a_ErK, b_ENr, scaling = adapter
     if a_ErK is None or b_ENr is None or scaling is None:
         return None
     a_ErK, b_ENr = padded_factors(a_ErK, b_ENr, dy.dtype)
-    b = Operands(None, columnwise=b_ENr)
-    dh_Tr = multiply(Operands(dy), b, offs_E, None, dy.dtype, rows=rows)
-    return LowRankTerm(_scaled(dh_Tr, scaling), a_ErK)
+    return _term(dy, b_ENr, a_ErK, scaling, offs_E, rows)
 
 
-def _scaled(product_Tr: Tensor, scaling: float) -> Tensor:
-    return product_Tr if scaling == 1 else product_Tr * scaling
+def _term(
+    t: Tensor, first: Tensor, second: Tensor, scaling: float, offs_E: Tensor, rows: Tensor | None
+) -> LowRankTerm:
+    w = Operands(None, columnwise=first)
+    product_Tr = multiply(Operands(t), w, offs_E, None, t.dtype, rows=rows)
+    return LowRankTerm(product_Tr if scaling == 1 else product_Tr * scaling, second)
 
 
 def grad_of_a(
@@ -87,9 +81,7 @@ def grad_of_b(
 
 
 def low_rank_grads(
-    a_ErK: Tensor | None,
-    b_ENr: Tensor | None,
-    scaling: float | None,
+    adapter: Adapter,
     dy_TN: Tensor,
     x: Tensor | None,
     h_Tr: Tensor | None,
@@ -101,13 +93,14 @@ def low_rank_grads(
 
     A multiplied x or x[x_rows], which is None where A needs no gradient; as h_Tr is for B.
     """
+    a_ErK, b_ENr, _ = adapter
     if a_ErK is None or b_ENr is None:
         return None, None, None
     da = db = term = None
     if h_Tr is not None:
         db = grad_of_b(b_ENr, dy_TN, h_Tr, offs_E)
     if x is not None or need_x:
-        term = backward_term(a_ErK, b_ENr, scaling, dy_TN, offs_E)
+        term = backward_term(adapter, dy_TN, offs_E)
     if x is not None and term is not None:
         da = grad_of_a(a_ErK, term.a_Tr, x, offs_E, x_rows)
     return da, db, term if need_x else None

@@ -145,7 +145,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         del made
         adapter = gate_up_a_ErH, gate_up_b_EGr, gate_up_context.options.lora_scaling
         lora_x_TH = x_TH if dropped_x_TH is None else dropped_x_TH
-        gate_up_term = forward_term(*adapter, lora_x_TH, offs_E, routing.token)
+        gate_up_term = forward_term(adapter, lora_x_TH, offs_E, routing.token)
 
         # Its output, and the activation of it.
         need_saved = needs.dh or needs.down or needs.down_a
@@ -174,7 +174,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         if h_RF is not None:
             adapter = down_a_ErF, down_b_EHr, down_context.options.lora_scaling
             h_RF = h_RF if dropout_RF is None else h_RF * dropout_RF
-            down_term = forward_term(*adapter, h_RF, offs_E)
+            down_term = forward_term(adapter, h_RF, offs_E)
         del h_RF
         down = down_context.weight_operands(columnwise=needs.dh)
         if of_second is not None:
@@ -238,7 +238,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         term = more_dh_RF = None
         if needs.dh or needs.down_a:
             adapter = down_a_ErF, down_b_EHr, down_context.options.lora_scaling
-            term = backward_term(*adapter, d_out_TH, offs_E, routing.token)
+            term = backward_term(adapter, d_out_TH, offs_E, routing.token)
         d_down_Rr = None if term is None else term.a_Tr
         if needs.down_b:
             weighted_Rr = (weight_R[:, None] * down_Rr).to(dtype)
@@ -312,7 +312,7 @@ class GroupedMLPFunction(torch.autograd.Function):
         if d_gate_up_RG is not None:
             adapter = gate_up_a_ErH, gate_up_b_EGr, gate_up_context.options.lora_scaling
             d_gate_up_a_ErH, d_gate_up_b_EGr, term = low_rank_grads(
-                *adapter, d_gate_up_RG, lora_x_TH, gate_up_Rr, offs_E, needs.x, routing.token
+                adapter, d_gate_up_RG, lora_x_TH, gate_up_Rr, offs_E, needs.x, routing.token
             )
             del d_gate_up_RG
         if needs.dropped_x and term is not None:

@@ -40,8 +40,7 @@ def strictly_once_differentiable(backward: Callable[..., Gradients]) -> Callable
             b"create_graph=True cannot be differentiated",
             len(passed),
         )
-        refusing: Gradients = refuse(*passed)[: len(results)]
-        return refusing
+        return refuse(*passed)[: len(results)]
 
     return once
 

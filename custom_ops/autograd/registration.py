@@ -35,15 +35,15 @@ def _grouped_mm_backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         if rows_T is not None:
             da_TK = _sum_by_row(a_TK, da_TK, rows_T, offs_E)
     if need_b:
-        operands = dy_cast_TN, a_TK, None, None, offs_E, b_EKN.dtype
-        db_EKN = weight_grad(b_EKN.mT, *operands, x_rows=rows_T).mT
+        operands = dy_cast_TN, a_TK, None, None, offs_E
+        db_EKN = weight_grad(b_EKN.mT, b_EKN.dtype, *operands, x_rows=rows_T).mT
     if need_bias:
         d_bias_EN = ops.grouped_bias_grad(dy_TN, offs_E).to(ctx.bias_dtype)
     if need_low_a:
         d_low_Tr = ops.grouped_mm(dy_cast_TN, low_ErN.mT, offs_E)
     if need_low_b:
-        operands = dy_cast_TN, low_Tr, None, None, offs_E, low_ErN.dtype
-        d_low_ErN = weight_grad(low_ErN.mT, *operands).mT
+        operands = dy_cast_TN, low_Tr, None, None, offs_E
+        d_low_ErN = weight_grad(low_ErN.mT, low_ErN.dtype, *operands).mT
     return da_TK, db_EKN, None, d_bias_EN, None, None, d_low_Tr, d_low_ErN
 
 

@@ -35,17 +35,6 @@ def truncate_routing(routing: ops.SortedByExpert, max_rows: int) -> ops.SortedBy
     )
 
 
-def weight_of_rows(weight_TC: Tensor, routing: ops.SortedByExpert) -> Tensor:
-    """[R] float32: the routing weight of each row."""
-    return weight_TC.flatten()[routing.choice].float()
-
-
-def gradient_of_rows(d_out_TH: Tensor, weight_TC: Tensor, routing: ops.SortedByExpert) -> Tensor:
-    """The gradient of ``sum_of_rows(y, row, weight)`` by y, in float32 and rounded once."""
-    weight_R = weight_of_rows(weight_TC, routing)
-    return sum_of_rows(d_out_TH, routing.token[:, None], weight_R[:, None])
-
-
 def _numbers(rows_RH: Tensor) -> Tensor:
     """[R, 1] int32: the number of each row."""
     return torch.arange(len(rows_RH), dtype=torch.int32, device=rows_RH.device)[:, None]
@@ -71,12 +60,12 @@ class ChosenRows(ops.SortedByExpert):
     def weights(self, weight_TC: Tensor | None, d_out_TH: Tensor) -> Tensor:
         """[R] float32: the routing weight of each row."""
         assert weight_TC is not None
-        return weight_of_rows(weight_TC, self)
+        return weight_TC.flatten()[self.choice].float()
 
     def weighted_gradient(self, d_out_TH: Tensor, weight_TC: Tensor | None) -> Tensor:
-        """The gradient of each row's output [R, H]."""
-        assert weight_TC is not None
-        return gradient_of_rows(d_out_TH, weight_TC, self)
+        """The gradient of each row's output [R, H], in float32 and rounded once."""
+        weight_R = self.weights(weight_TC, d_out_TH)
+        return sum_of_rows(d_out_TH, self.token[:, None], weight_R[:, None])
 
     def gradient_of_weights(
         self, d_weight_R: Tensor, d_out_TH: Tensor, bias_EH: Tensor | None
@@ -136,15 +125,6 @@ def rows_of(tensors: tuple[Tensor, ...]) -> ChosenRows | SortedRows:
     return ChosenRows(*tensors) if len(tensors) == 4 else SortedRows(*tensors)
 
 
-def gradient_of_weights(
-    d_out_TH: Tensor, weight_TC: Tensor, y_RH: Tensor | None, routing: ops.SortedByExpert
-) -> Tensor | None:
-    """The gradient of ``sum_of_rows(y, row, weight)`` by weight; None without y."""
-    if y_RH is None:
-        return None
-    return ops.gather_dot(d_out_TH, y_RH, routing.row).to(weight_TC.dtype)
-
-
 class GatherFunction(torch.autograd.Function):
     """``x[token_R]``: each row's token."""
 
@@ -177,6 +157,7 @@ class CombineFunction(torch.autograd.Function):
     def backward(ctx: Any, d_out_TH: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of y and of the weights."""
         weight_TC, y_RH, *tensors = ctx.saved_tensors
-        routing = ops.SortedByExpert(*tensors)
-        d_weight_TC = gradient_of_weights(d_out_TH, weight_TC, y_RH, routing)
-        return gradient_of_rows(d_out_TH, weight_TC, routing), d_weight_TC, *(None,) * 4
+        rows, d_weight_TC = ChosenRows(*tensors), None
+        if y_RH is not None:
+            d_weight_TC = ops.gather_dot(d_out_TH, y_RH, rows.row).to(weight_TC.dtype)
+        return rows.weighted_gradient(d_out_TH, weight_TC), d_weight_TC, *(None,) * 4

@@ -39,5 +39,4 @@ def scale_of(format: Format) -> Tensor | None:
 
     They are saved so that an update between a forward and its backward raises.
     """
-    scale: Tensor | None = None if format.state is None else format.state.scale
-    return scale
+    return None if format.state is None else format.state.scale

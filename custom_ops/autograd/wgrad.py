@@ -80,17 +80,7 @@ class Wgrad(NamedTuple):
         return (None,) * len(weights)
 
     def _product(self, dtype: torch.dtype) -> Tensor:
-        return weight_grad(
-            self.weights[0],
-            self.dy,
-            self.x,
-            self.dy_scale,
-            self.x_scale,
-            self.offs,
-            dtype,
-            self.dy_rows,
-            self.x_rows,
-        )
+        return weight_grad(self.weights[0], dtype, *self[2:])
 
     def _add_to(self, main_grads: WeightList, overwrite: Tensor | None) -> None:
         dy, x, dy_scale, x_scale, offs = self.dy, self.x, self.dy_scale, self.x_scale, self.offs

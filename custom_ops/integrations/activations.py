@@ -4,16 +4,10 @@ from typing import Any
 
 from torch import nn
 from torch.nn.functional import silu
-from transformers.activations import (
-    GELUActivation,
-    GELUTanh,
-    ReLUSquaredActivation,
-    SiLUActivation,
-)
+from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActivation, SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
-from grouped_linear.ops.activation import Activation, SwiGLU
-from grouped_linear.ops.elementwise import GeGLU, SquaredReLU
+from grouped_linear.ops.activation import Activation, GeGLU, SquaredReLU, SwiGLU
 
 # Classes of transformers whose own _apply_gate is a form of SwiGLU, and the names of the attributes
 # for alpha and the limit. With an alpha, 1 is added to up.

@@ -180,8 +180,7 @@ def check_swiglu(
 def _relative(y_RH: Tensor, expected_RH: Tensor) -> Tensor:
     """The error of the rows of each magnitude beside their norm."""
     error_M = (y_RH - expected_RH).view(MAGNITUDES, -1).norm(dim=1)
-    relative_M: Tensor = error_M / expected_RH.view(MAGNITUDES, -1).norm(dim=1)
-    return relative_M
+    return error_M / expected_RH.view(MAGNITUDES, -1).norm(dim=1)
 
 
 def _formula(activation: SwiGLU) -> str:

@@ -1,6 +1,7 @@
 """The calls that convert a model's experts: finders make a plan, which is then carried out."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from grouped_linear.integrations.expert_lists import find_lists
 from grouped_linear.integrations.grouped_experts import find_grouped_experts
 from grouped_linear.integrations.look_alikes import goes_through_interface, look_alikes
 from grouped_linear.integrations.plan import Plan, Request, num_still_held
-from grouped_linear.integrations.recipes_by_name import RecipesByName
 from grouped_linear.nn.options import check_recipe
 from grouped_linear.quantized.weight import Weights, check_weights_kept
 from grouped_linear.recipes import Float8BlockScaling, Recipe
@@ -85,9 +85,7 @@ def convert(
     Raises:
         ValueError: if nothing is recognised; for what cannot be converted as asked, which the
             sentence says; for a pattern of ``recipes`` that matches no experts; and for weights
-            that the kernels do not take: in_features and out_features that are no multiples of 16,
-            more than 1024 experts, another dtype than bfloat16, float16 and float32. The model is
-            then unchanged.
+            that the kernels do not take. The model is then unchanged.
         TypeError: if `model` is not a module.
         ImportError: for a Hugging Face model of transformers older than 5.23.
 
@@ -112,7 +110,7 @@ def convert(
     if weights is not None:
         options["weights"] = weights
     forwards = _check_forwards("convert", forwards)
-    by_name = RecipesByName("convert", recipe, recipes, weights)
+    by_name = _check_recipes("convert", recipes, weights)
     plan, request = Plan(), Request("convert", recipe, forwards, options, by_name)
     if any(map(goes_through_interface, model.modules())):
         from grouped_linear.integrations.hugging_face import find_hugging_face
@@ -127,7 +125,7 @@ def convert(
             + (", and these look like experts: " if skipped else "")
             + ", ".join(lines_of(skipped))
         )
-    by_name.check_used()
+    _check_used("convert", by_name, plan)
     replaced = plan.carry_out()
     converted = _in_order(plan, model)
     return Conversion(
@@ -136,7 +134,7 @@ def convert(
         tuple(look_alikes(model)),
         kept_weights((model.get_submodule(one.name) for one in converted), recipe),
         num_still_held(replaced),
-        by_name.recipes,
+        by_name,
     )
 
 
@@ -248,6 +246,32 @@ def _check_forwards(op: str, forwards: Any) -> dict[type[nn.Module], Forward]:
                 f"{{{cls!r}: {forward!r}}}"
             )
     return found
+
+
+def _check_recipes(op: str, recipes: Any, weights: Weights) -> dict[str, Recipe | None]:
+    """The recipes by pattern; raises ValueError for what is none, or cannot keep weights so."""
+    if recipes is not None and not isinstance(recipes, Mapping):
+        raise ValueError(
+            f"{op}: recipes must map patterns of names to recipes, got {type(recipes).__name__}"
+        )
+    for pattern, own in (recipes or {}).items():
+        if not isinstance(pattern, str):
+            raise ValueError(f"{op}: a pattern of recipes must be a string, got {pattern!r}")
+        where = f"{op}: recipes[{pattern!r}]"
+        check_recipe(where, own)
+        if own is not None:
+            check_weights_kept(where, own, weights)
+    return dict(recipes or {})
+
+
+def _check_used(op: str, patterns: Iterable[str], plan: Plan) -> None:
+    """Raise ValueError for a pattern that matches no experts."""
+    names = [one.name for one in plan.converted]
+    unused = [repr(p) for p in patterns if not any(fnmatchcase(name, p) for name in names)]
+    if unused:
+        raise ValueError(
+            f"{op}: no experts have a name that matches {', '.join(unused)} of recipes"
+        )
 
 
 def _find_plain(plan: Plan, request: Request, model: nn.Module) -> None:

@@ -21,6 +21,7 @@ from grouped_linear.integrations.converted_class import (
     is_converted,
 )
 from grouped_linear.integrations.plan import (
+    WEIGHT_OPTIONS,
     Plan,
     Replaced,
     Request,
@@ -48,13 +49,7 @@ KNOWN_EXPERTS = (
 )
 
 # Options of the modules that replace lists. Their other options follow from the experts.
-LINEAR_OPTIONS = (
-    "cache_weights",
-    "fuse_wgrad_accumulation",
-    "weights",
-    "stochastic_rounding",
-    "columnwise",
-)
+LINEAR_OPTIONS = ("cache_weights", "fuse_wgrad_accumulation", *WEIGHT_OPTIONS)
 MLP_OPTIONS = (*LINEAR_OPTIONS, "save_gate_up_in_fp8")
 
 

@@ -168,12 +168,8 @@ def check_weight_in_fp8(where: str, experts: Any, name: str, recipe: Recipe | No
     q, scale = getattr(experts, name), getattr(experts, name + SCALE)
     E, N, K = q.shape
     scales = E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)
-    if (
-        q.dtype != E4M3
-        or scale.dtype != torch.float32
-        or scale.shape != scales
-        or experts.activation_scheme != "dynamic"
-    ):
+    fits = q.dtype == E4M3 and scale.dtype == torch.float32 and scale.shape == scales
+    if not fits or experts.activation_scheme != "dynamic":
         raise ValueError(
             f"{where}: experts in FP8 must be float8_e4m3fn with float32 scales "
             f"{list(scales)} and dynamic activations, got {name} {q.dtype} with {scale.dtype} "

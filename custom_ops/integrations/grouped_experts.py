@@ -37,12 +37,7 @@ from grouped_linear.nn.functional_mlp import apply_mlp_sorted
 from grouped_linear.ops.activation import PLAIN, SwiGLU
 from grouped_linear.quantized.state_dict import scale_properties
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import (
-    check_weights_kept,
-    is_dtensor,
-    keep_weight,
-    local_part,
-)
+from grouped_linear.quantized.weight import check_weights_kept, is_dtensor, keep_weight, local_part
 from grouped_linear.recipes import Recipe, new_state
 
 GPT_OSS_ALPHA = 1.702  # torchtitan has the number in its code, and swiglu_limit in the module

@@ -20,12 +20,7 @@ from grouped_linear.integrations.experts_forward import (
 )
 from grouped_linear.integrations.implementation import Implementation, check_stateless
 from grouped_linear.integrations.look_alikes import goes_through_interface
-from grouped_linear.integrations.plan import (
-    Plan,
-    Request,
-    check_weights,
-    how_weights_are_kept,
-)
+from grouped_linear.integrations.plan import Plan, Request, check_weights, how_weights_are_kept
 from grouped_linear.integrations.quantize_experts import keep_both, plan_fp8
 from grouped_linear.nn.options import check_flags
 from grouped_linear.quantized.state_dict import SCALE

@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 
 from grouped_linear.integrations.conversion import ConvertedExperts
 from grouped_linear.integrations.converted_class import Forward
-from grouped_linear.integrations.recipes_by_name import RecipesByName
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS, dtype_name
 from grouped_linear.quantized.weight import Weights, local_part
 from grouped_linear.recipes import Recipe
@@ -30,28 +30,28 @@ class Request:
     recipe: Recipe | None
     forwards: Mapping[type[nn.Module], Forward]
     options: Mapping[str, Any]
-    recipes: RecipesByName | None = None
-    """Other recipes, by the modules' names."""
+    recipes: Mapping[str, Recipe | None] = field(default_factory=dict)
+    """Other recipes, by patterns of the modules' names."""
 
     def of(self, name: str) -> "Request":
         """The request for one module: without a recipe of its own its weights stay plain."""
-        recipe = self.recipe if self.recipes is None else self.recipes.of(name)
+        recipe = self.recipe
+        for pattern, own in self.recipes.items():
+            recipe = own if fnmatchcase(name, pattern) else recipe
         options = self.options
         if recipe is None and self.recipe is not None:
             options = {n: value for n, value in options.items() if n not in WEIGHT_OPTIONS}
-        return replace(self, recipe=recipe, options=options, recipes=None)
+        return replace(self, recipe=recipe, options=options, recipes={})
 
     @property
     def weights(self) -> Weights:
         """How weights are to be kept."""
-        weights: Weights = self.options.get("weights")
-        return weights
+        return self.options.get("weights")
 
     @property
     def stochastic_rounding(self) -> bool | None:
         """Of weights in FP8 alone."""
-        stochastic: bool | None = self.options.get("stochastic_rounding")
-        return stochastic
+        return self.options.get("stochastic_rounding")
 
     @property
     def columnwise(self) -> bool:

@@ -364,11 +364,8 @@ class _Choose(TorchFunctionMode):
         if func in TOPK:
             scores = args[0]
             k = args[1] if len(args) > 1 else kwargs["k"]
-            if (
-                scores.dim() == 2
-                and scores.size(1) == router.num_experts
-                and k == router.num_chosen
-            ):
+            of_experts = scores.dim() == 2 and scores.size(1) == router.num_experts
+            if of_experts and k == router.num_chosen:
                 self.times += 1
                 experts_TC = self.replayed.chosen(scores.size(0))
                 # Two indices where topk saves one tensor: a recompute without the replay then has

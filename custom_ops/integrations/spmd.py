@@ -23,13 +23,7 @@ LOCAL_FUNCTIONS = (
 )
 
 
-def register() -> None:
-    """Tell spmd_types of the layers' Functions."""
-    if find_spec("spmd_types") is None:
-        return
+if find_spec("spmd_types") is not None:
     spmd_types: Any = import_module("spmd_types")
     for function in LOCAL_FUNCTIONS:
         spmd_types.register_local_autograd_function(function)
-
-
-register()

@@ -32,10 +32,7 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST_TRANSFORMER
 
 
 def register(
-    name: str = "grouped_linear",
-    recipe: Recipe | None = None,
-    *,
-    save_gate_up_in_fp8: bool = False,
+    name: str = "grouped_linear", recipe: Recipe | None = None, *, save_gate_up_in_fp8: bool = False
 ) -> None:
     """Make ``model.set_experts_implementation(name)`` compute experts with grouped_linear.
 

@@ -11,19 +11,9 @@ import torch
 from torch import Tensor
 
 from grouped_linear import ops
-from grouped_linear.autograd.context import (
-    PLAIN_CALL,
-    LinearContext,
-    LinearOptions,
-    StoredWeight,
-)
+from grouped_linear.autograd.context import PLAIN_CALL, LinearContext, LinearOptions, StoredWeight
 from grouped_linear.autograd.linear import GroupedLinearFunction
-from grouped_linear.meta_kernels.rules import (
-    ACTIVATIONS,
-    FEATURE_MULTIPLE,
-    MAX_GROUPS,
-    dtype_name,
-)
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS, dtype_name
 from grouped_linear.nn.lora import MAX_RANK, LoraWeights, dropped, is_number
 from grouped_linear.nn.options import check_recipe, check_state
 from grouped_linear.quantized.tensor import GroupedTensor
@@ -212,13 +202,9 @@ def grouped_linear(
     """Apply to each group of rows its own linear layer. Differentiable.
 
     For group e and its rows t: ``y[t] = x[t] @ weight[e].T + bias[e]``. Group sizes are data: they
-    may be unaligned or zero, and their sum may be less than the number of rows.
-
-    An adapter adds ``lora.scaling * (x[t] @ lora.a[e].T) @ lora.b[e].T``, in x's dtype under every
-    recipe. The product of a and b, [E, N, K], is never made.
-
-    Under torch.autocast the layer computes in the autocast dtype, as torch.nn.functional.linear
-    does.
+    may be unaligned or zero, and their sum may be less than the number of rows. An adapter adds
+    ``lora.scaling * (x[t] @ lora.a[e].T) @ lora.b[e].T``, in x's dtype under every recipe. Under
+    torch.autocast the layer computes in the autocast dtype, as torch.nn.functional.linear does.
 
     Args:
         x: [..., K] bfloat16, float16 or float32, rows sorted by group; leading dimensions count as
@@ -351,12 +337,6 @@ def apply_layer(
         grad_inputs = (x.new_empty(0, requires_grad=True),)
     adapter = (None, None, None) if lora is None else (lora.a, lora.b, dropped(x_TK, lora))
     y_TN: Tensor = GroupedLinearFunction.apply(
-        context,
-        x_TK,
-        bias,
-        m_splits if one_op else None,
-        offs_E,
-        *adapter,
-        *grad_inputs,
+        context, x_TK, bias, m_splits if one_op else None, offs_E, *adapter, *grad_inputs
     )
     return y_TN if x.dim() == 2 else y_TN.reshape(*x.shape[:-1], y_TN.size(1))

@@ -352,9 +352,10 @@ def apply_mlp(
     recipes: tuple[Recipe | None, Recipe | None],
     config: MLPConfig,
     options: tuple[LinearOptions, LinearOptions] = (PLAIN_CALL, PLAIN_CALL),
+    lora: Adapters = NO_ADAPTERS,
+    *,
     max_rows: int | None = None,
     dispatcher: TokenDispatcher | None = None,
-    lora: Adapters = NO_ADAPTERS,
 ) -> Tensor:
     """Compute :func:`grouped_mlp` with the options that :class:`GroupedMLP` has besides.
 
@@ -437,7 +438,6 @@ def apply_mlp_sorted(
         row_R = torch.arange(x.size(0), dtype=torch.int32, device=device)
         row_weights = row_weights.masked_fill(row_R >= offs_E[-1], 0)
     adapters = _adapter_inputs(x_RH, x_RH.size(0), projections[1].size(2), lora)
-    y_RH: Tensor = GroupedMLPFunction.apply(
+    return GroupedMLPFunction.apply(
         *contexts, config, x_RH, row_weights, *grad_inputs, *biases, *adapters, offs_E
     )
-    return y_RH

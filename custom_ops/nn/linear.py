@@ -13,23 +13,18 @@ from torch import Tensor, nn
 from grouped_linear.autograd.context import LinearOptions
 from grouped_linear.autograd.wgrad import Wgrad
 from grouped_linear.nn.functional import apply_layer, check_parameters
-from grouped_linear.nn.gradient_accumulation import (
-    cached_weight,
-    fills,
-    main_grad_of,
-    read_flag,
-)
+from grouped_linear.nn.gradient_accumulation import cached_weight, fills, main_grad_of, read_flag
 from grouped_linear.nn.lora import HasAdapters, Lora, LoraWeights, check_lora
-from grouped_linear.nn.options import (
-    check_features,
-    check_flags,
-    check_num_groups,
-    check_options,
-)
-from grouped_linear.nn.parameters import drawn
+from grouped_linear.nn.options import check_features, check_flags, check_num_groups, check_options
 from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.quantized.state_dict import SavesQuantized, scales_of
-from grouped_linear.quantized.weight import Weights, is_dtensor, keep_weight
+from grouped_linear.quantized.weight import (
+    Weights,
+    check_weights_kept,
+    drawn,
+    is_dtensor,
+    keep_weight,
+)
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import DelayedScalingState, Recipe, new_state
 
@@ -53,10 +48,8 @@ class GroupedLinear(HasAdapters, SavesQuantized):
             reuse it from one micro-batch to the next. It is none of the layer's buffers. Without a
             recipe there is nothing to cache.
         fuse_wgrad_accumulation: add weight gradients to ``main_grad``, an attribute of the weight
-            (float32 or bfloat16, of its shape), in the GEMM itself, and leave ``grad`` alone. If
-            the weight has an attribute ``grad_added_to_main_grad``, the forward sets it to True and
-            the backward returns zeros, for code that waits for a gradient. If the weight's
-            ``overwrite_main_grad`` is true, main_grad is overwritten.
+            (float32 or bfloat16, of its shape), in the GEMM itself, and leave ``grad`` alone.
+            docs/from_transformer_engine.md has the attributes that Megatron sets beside it.
         weights: how the weight is kept. None: a plain tensor, which each call quantizes. "both": a
             :class:`grouped_linear.GroupedTensorWithMaster`, a plain tensor and its FP8 numbers,
             which are made when it is written, as by an optimizer. "fp8": a
@@ -120,16 +113,9 @@ class GroupedLinear(HasAdapters, SavesQuantized):
         check_features("GroupedLinear", "in_features", in_features)
         check_features("GroupedLinear", "out_features", out_features)
         check_flags("GroupedLinear", bias=bias)
-        check_options(
-            "GroupedLinear",
-            recipe,
-            cache_weights,
-            fuse_wgrad_accumulation,
-            weights,
-            stochastic_rounding,
-            columnwise,
-            dtype,
-        )
+        check_options("GroupedLinear", recipe, cache_weights, fuse_wgrad_accumulation, dtype)
+        kept_options = weights, stochastic_rounding, cache_weights, columnwise
+        check_weights_kept("GroupedLinear", recipe, *kept_options)
         check_lora("GroupedLinear", lora)
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self._has_bias, self._recipe = bias, recipe
@@ -199,20 +185,16 @@ class GroupedLinear(HasAdapters, SavesQuantized):
         """Apply the layer to x [..., K], whose rows are sorted by group.
 
         Args:
-            x: [..., K] bfloat16, float16 or float32.
-            m_splits: [E] rows of each group, int32 or int64; on x's device it is never read by the
-                host. Their sum may be less than the rows there are; it may not be more.
+            x, m_splits: see :func:`grouped_linear.grouped_linear`.
             is_first_microbatch: whether this is the first one since the last optimizer step. True
-                quantizes the weight into the cache, and overwrites main_grad with its gradient.
-                False reads the cache and adds to main_grad. A bool tensor of no dimensions on x's
-                device decides this on the device, so that one graph does both. None quantizes the
-                weight for this call alone, and adds to main_grad.
-
-                True overwrites main_grad when its backward runs, which must therefore be the first.
-                Clear main_grad yourself and pass None where a layer is called more than once before
-                a backward, where backwards run in another order, or where layers share a weight.
-                The cache holds the weight of the last call that filled it, also if that was
-                substituted, as torch.func.functional_call does.
+                quantizes the weight into the cache, and overwrites main_grad with its gradient when
+                its backward runs, which must therefore be the first. False reads the cache and adds
+                to main_grad. A bool tensor of no dimensions on x's device decides this on the
+                device, so that one graph does both. None quantizes the weight for this call alone,
+                and adds to main_grad: clear it yourself and pass None where a layer is called more
+                than once before a backward, where backwards run in another order, or where layers
+                share a weight. The cache holds the weight of the last call that filled it, also if
+                that was substituted, as torch.func.functional_call does.
 
         Returns:
             y [..., N], zero in rows at and past sum(m_splits).

@@ -14,24 +14,19 @@ from grouped_linear.autograd.activation import MLPConfig
 from grouped_linear.autograd.context import LinearOptions
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.functional_mlp import apply_mlp, apply_mlp_sorted, check_activation
-from grouped_linear.nn.gradient_accumulation import (
-    cached_weight,
-    fills,
-    main_grad_of,
-    read_flag,
-)
+from grouped_linear.nn.gradient_accumulation import cached_weight, fills, main_grad_of, read_flag
 from grouped_linear.nn.lora import HasAdapters, Lora, LoraWeights, check_lora
-from grouped_linear.nn.options import (
-    check_features,
-    check_flags,
-    check_num_groups,
-    check_options,
-)
-from grouped_linear.nn.parameters import drawn
+from grouped_linear.nn.options import check_features, check_flags, check_num_groups, check_options
 from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.ops.activation import PLAIN, Activation
 from grouped_linear.quantized.state_dict import SavesQuantized, scales_of
-from grouped_linear.quantized.weight import Weights, keep_weight, local_part
+from grouped_linear.quantized.weight import (
+    Weights,
+    check_weights_kept,
+    drawn,
+    keep_weight,
+    local_part,
+)
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import DelayedScalingState, Recipe, new_state
 
@@ -127,16 +122,9 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         check_features("GroupedMLP", "intermediate_size", intermediate_size)
         check_flags("GroupedMLP", bias=bias, save_gate_up_in_fp8=save_gate_up_in_fp8)
         check_activation("GroupedMLP", activation)
-        check_options(
-            "GroupedMLP",
-            recipe,
-            cache_weights,
-            fuse_wgrad_accumulation,
-            weights,
-            stochastic_rounding,
-            columnwise,
-            dtype,
-        )
+        check_options("GroupedMLP", recipe, cache_weights, fuse_wgrad_accumulation, dtype)
+        kept_options = weights, stochastic_rounding, cache_weights, columnwise
+        check_weights_kept("GroupedMLP", recipe, *kept_options)
         adapters = _adapters_of(lora)
         keeps_q_t = not adapters if columnwise is None else columnwise
         self.num_experts = num_experts
@@ -218,35 +206,17 @@ class GroupedMLP(HasAdapters, SavesQuantized):
             x, top_k_weights, top_k_index, max_rows: see :func:`grouped_linear.grouped_mlp`.
             is_first_microbatch: of both weights, see :meth:`grouped_linear.GroupedLinear.forward`.
 
-        Raises:
-            RuntimeError: as :func:`grouped_linear.grouped_mlp` and
-                :meth:`grouped_linear.GroupedLinear.forward`.
-            TypeError: as :func:`grouped_linear.grouped_mlp`.
-            ValueError: as these two.
+        Raises what :func:`grouped_linear.grouped_mlp` and
+        :meth:`grouped_linear.GroupedLinear.forward` raise.
         """
-        weights, biases, recipes, options = self._of_call(x, is_first_microbatch)
-        lora = self._adapter("gate_up_proj"), self._adapter("down_proj")
-        if self.dispatcher is not None:
-            if max_rows is not None:
-                raise ValueError(
-                    "GroupedMLP: the dispatcher chooses max_rows where experts are on several "
-                    "processes: give it a capacity_factor"
-                )
-            weights = local_part(weights[0]), local_part(weights[1])
-            biases = local_part(biases[0]), local_part(biases[1])
-            lora = _local_adapter(lora[0]), _local_adapter(lora[1])
+        if self.dispatcher is not None and max_rows is not None:
+            raise ValueError(
+                "GroupedMLP: the dispatcher chooses max_rows where experts are on several "
+                "processes: give it a capacity_factor"
+            )
+        call = self._of_call(x, is_first_microbatch)
         return apply_mlp(
-            x,
-            top_k_weights,
-            top_k_index,
-            weights,
-            biases,
-            recipes,
-            MLPConfig(self.activation, self.save_gate_up_in_fp8),
-            options,
-            max_rows,
-            self.dispatcher,
-            lora,
+            x, top_k_weights, top_k_index, *call, max_rows=max_rows, dispatcher=self.dispatcher
         )
 
     def forward_sorted(
@@ -266,9 +236,7 @@ class GroupedMLP(HasAdapters, SavesQuantized):
             is_first_microbatch: see :meth:`forward`.
 
         Raises:
-            RuntimeError: as :func:`grouped_linear.grouped_mlp_sorted` and :meth:`forward`.
-            TypeError: as :func:`grouped_linear.grouped_mlp_sorted`.
-            ValueError: as :meth:`forward`, or where a dispatcher of this package sorts.
+            ValueError: where a dispatcher of this package sorts; others as :meth:`forward`.
 
         >>> class Experts(GroupedMLP):
         ...     def forward(self, x, m_splits):
@@ -278,45 +246,37 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         """
         if self.dispatcher is not None:
             raise ValueError("GroupedMLP: forward_sorted is for rows that no dispatcher sorts")
-        weights, biases, recipes, options = self._of_call(x, is_first_microbatch)
-        config = MLPConfig(self.activation, self.save_gate_up_in_fp8)
-        lora = self._adapter("gate_up_proj"), self._adapter("down_proj")
-        return apply_mlp_sorted(
-            x, m_splits, row_weights, weights, biases, recipes, config, options, lora
-        )
+        return apply_mlp_sorted(x, m_splits, row_weights, *self._of_call(x, is_first_microbatch))
 
-    def _of_call(
-        self, x: Tensor, is_first_microbatch: Tensor | bool | None
-    ) -> tuple[
-        tuple[Any, Any],
-        tuple[Any, Any],
-        tuple[Recipe | None, Recipe | None],
-        tuple[LinearOptions, LinearOptions],
-    ]:
-        """Weights, biases, recipes and options of both layers."""
+    def _of_call(self, x: Tensor, is_first_microbatch: Tensor | bool | None) -> tuple[Any, ...]:
+        """Weights, biases, recipes, config, options and adapters, as :func:`apply_mlp` has them."""
         stores_weight = self.gate_up_proj_cache is not None or self.weights is not None
         first = read_flag("GroupedMLP", is_first_microbatch, x, self._recipe, stores_weight)
         fused = self.fuse_wgrad_accumulation and torch.is_grad_enabled()
 
-        def options(
-            number: int, name: str, w: nn.Parameter, cache: WeightCache | None
-        ) -> LinearOptions:
+        def options(number: int, name: str, w: Any, cache: WeightCache | None) -> LinearOptions:
             return LinearOptions(
                 cached_weight("GroupedMLP", cache, (w,), first),
                 main_grad_of("GroupedMLP", {name: w}, first) if fused else None,
                 watched=None if self.watched is None else self.watched.of_call(number),
             )
 
-        gate_up, down = self.gate_up_proj, self.down_proj
-        of_gate_up = options(0, "gate_up_proj", gate_up, self.gate_up_proj_cache)
-        of_down = options(1, "down_proj", down, self.down_proj_cache)
-        biases = self.gate_up_proj_bias, self.down_proj_bias
+        weights: tuple[Any, Any] = self.gate_up_proj, self.down_proj
+        of_gate_up = options(0, "gate_up_proj", weights[0], self.gate_up_proj_cache)
+        of_down = options(1, "down_proj", weights[1], self.down_proj_cache)
+        biases: tuple[Any, Any] = self.gate_up_proj_bias, self.down_proj_bias
+        lora = self._adapter("gate_up_proj"), self._adapter("down_proj")
+        if self.dispatcher is not None:  # the experts of this process
+            weights = local_part(weights[0]), local_part(weights[1])
+            biases = local_part(biases[0]), local_part(biases[1])
+            lora = _local_adapter(lora[0]), _local_adapter(lora[1])
         fills_cache = self.gate_up_proj_cache is not None and fills(first)
-        of_call = (
+        recipes = tuple(
             self._recipe if state is None else state.of_call(fills_cache)
             for state in (self.gate_up_proj_state, self.down_proj_state)
         )
-        return (gate_up, down), biases, (next(of_call), next(of_call)), (of_gate_up, of_down)
+        config = MLPConfig(self.activation, self.save_gate_up_in_fp8)
+        return weights, biases, recipes, config, (of_gate_up, of_down), lora
 
     def extra_repr(self) -> str:
         """The options that tell layers apart."""

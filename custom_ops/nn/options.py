@@ -5,36 +5,19 @@ from typing import Any
 
 import torch
 
-from grouped_linear.meta_kernels.rules import (
-    ACTIVATIONS,
-    FEATURE_MULTIPLE,
-    MAX_GROUPS,
-    dtype_name,
-)
-from grouped_linear.quantized.weight import check_weights_kept
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS
 from grouped_linear.recipes import DelayedScalingState, Recipe
 from grouped_linear.recipes.format import check_flags as check_flags
+from grouped_linear.recipes.format import shown
 
 
 def check_options(
-    layer: str,
-    recipe: Any,
-    cache_weights: Any,
-    fuse_wgrad_accumulation: Any,
-    weights: Any,
-    stochastic_rounding: Any,
-    columnwise: Any,
-    dtype: Any,
+    layer: str, recipe: Any, cache_weights: Any, fuse_wgrad_accumulation: Any, dtype: Any
 ) -> None:
-    """Check the options that both layers have: each alone, then those that exclude each other."""
-    check_flags(
-        layer,
-        cache_weights=cache_weights,
-        fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-    )
+    """Check options that both layers have, each alone."""
+    check_flags(layer, cache_weights=cache_weights, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
     check_parameters_dtype(layer, "dtype", dtype)
     check_recipe(layer, recipe)
-    check_weights_kept(layer, recipe, weights, stochastic_rounding, cache_weights, columnwise)
 
 
 def check_num_groups(layer: str, name: str, number: int) -> None:
@@ -62,10 +45,9 @@ def check_parameters_dtype(layer: str, name: str, dtype: Any) -> None:
     """Raise ValueError for a parameter dtype that no GEMM takes."""
     given = torch.get_default_dtype() if dtype is None else dtype
     if given not in ACTIVATIONS:
-        got = dtype_name(given) if isinstance(given, torch.dtype) else repr(given)
         default = ", torch's default dtype" if dtype is None else ""
         raise ValueError(
-            f"{layer}: {name} must be bfloat16, float16 or float32, got {got}{default}"
+            f"{layer}: {name} must be bfloat16, float16 or float32, got {shown(given)}{default}"
         )
 
 

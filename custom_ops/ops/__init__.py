@@ -86,11 +86,7 @@ from grouped_linear.ops.state import (
     refresh_weight_mx_,
     update_scales_,
 )
-from grouped_linear.ops.swiglu_gemm import (
-    SwigluGemm,
-    grouped_mm_swiglu,
-    grouped_mm_swiglu_grad,
-)
+from grouped_linear.ops.swiglu_gemm import SwigluGemm, grouped_mm_swiglu, grouped_mm_swiglu_grad
 from grouped_linear.ops.watch import watch_operand_
 from grouped_linear.ops.weight import (
     WeightQuantized,

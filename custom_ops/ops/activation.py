@@ -5,7 +5,7 @@ Of a layer: R rows, F features inside an expert, G features that the first layer
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -165,17 +165,79 @@ PLAIN = SwiGLU()
 GELU_TANH = SwiGLU(alpha=1.5957691216057308, cubic=0.044715)
 
 
+@dataclass(frozen=True)
+class GeGLU(Activation):
+    """``gelu(gate) * up``, gate the first half and up the second, as Gemma 4 has it.
+
+    Args:
+        approximate: ``"none"`` or ``"tanh"``, as torch.nn.functional.gelu takes it. Gemma 4's is
+            ``"tanh"``, which is a form of :class:`grouped_linear.SwiGLU`: the layer computes it as
+            such, fused with what is before or after it. In float32 the result may differ by
+            rounding from that of the methods here, which are torch's operations.
+
+    Raises:
+        ValueError: for another ``approximate``.
+
+    >>> GeGLU("tanh").forward(torch.tensor([[1.0, 2.0]]))  # gelu(1) * 2
+    tensor([[1.6824]])
+    """
+
+    approximate: Literal["none", "tanh"] = "none"
+
+    def __post_init__(self) -> None:
+        """Check the option."""
+        if self.approximate not in ("none", "tanh"):
+            raise ValueError(
+                f"GeGLU: approximate must be 'none' or 'tanh', got {self.approximate!r}"
+            )
+
+    @property
+    def swiglu(self) -> SwiGLU | None:
+        """With tanh a form of SwiGLU."""
+        return GELU_TANH if type(self) is GeGLU and self.approximate == "tanh" else None
+
+    def forward(self, gate_up_RG: Tensor) -> Tensor:
+        """``gelu(gate) * up``."""
+        gate, up = gate_up_RG.chunk(2, dim=1)
+        return torch.nn.functional.gelu(gate, approximate=self.approximate) * up
+
+    def backward(self, dh_RF: Tensor, gate_up_RG: Tensor) -> Tensor:
+        """``dh * up * gelu'(gate)``, then ``dh * gelu(gate)``."""
+        gate, up = gate_up_RG.chunk(2, dim=1)
+        d_gate = torch.ops.aten.gelu_backward(dh_RF * up, gate, approximate=self.approximate)
+        d_up = dh_RF * torch.nn.functional.gelu(gate, approximate=self.approximate)
+        return torch.cat([d_gate, d_up], dim=1)
+
+
+@dataclass(frozen=True)
+class SquaredReLU(Activation):
+    """``relu(up) ** 2``, without a gate, as Nemotron-H has it.
+
+    >>> SquaredReLU().forward(torch.tensor([[-1.0, 3.0]]))
+    tensor([[0., 9.]])
+    """
+
+    gated = False
+
+    def forward(self, gate_up_RG: Tensor) -> Tensor:
+        """``relu(up) ** 2``."""
+        return gate_up_RG.relu().square()
+
+    def backward(self, dh_RF: Tensor, gate_up_RG: Tensor) -> Tensor:
+        """``2 * dh * relu(up)``."""
+        return 2 * dh_RF * gate_up_RG.relu()
+
+
 class SwigluQuantized(NamedTuple):
-    """What :func:`group_quantize_swiglu` returns; an output that was not requested is None."""
+    """What :func:`group_quantize_swiglu` returns; an output that was not requested is None.
+
+    q, scale, q_t and scale_t are those of h, as :class:`GroupQuantized` has them.
+    """
 
     q: Tensor | None
-    """[T, K] e4m3."""
     scale: Tensor | None
-    """[ceil(K / 128), round_up(T, 4)] float32."""
     q_t: Tensor | None
-    """[Tp / 128, K, 128] e4m3."""
     scale_t: Tensor | None
-    """[Tp / 128, K] float32."""
     h: Tensor | None
     """[T, K] of gate_up's dtype."""
 
@@ -192,22 +254,19 @@ class SwigluGrad(NamedTuple):
 
 
 class SwigluGradQuantized(NamedTuple):
-    """What :func:`group_quantize_swiglu_grad` returns; what was not requested is None."""
+    """What :func:`group_quantize_swiglu_grad` returns; what was not requested is None.
+
+    The first five are those of d_gate_up [T, 2 K], the next two the q_t and scale_t of h [T, K], as
+    :class:`GroupQuantized` has them.
+    """
 
     q: Tensor | None
-    """[T, 2 K] e4m3."""
     scale: Tensor | None
-    """[ceil(2 K / 128), round_up(T, 4)] float32."""
     q_t: Tensor | None
-    """[Tp / 128, 2 K, 128] e4m3."""
     scale_t: Tensor | None
-    """[Tp / 128, 2 K] float32."""
     bias_grad: Tensor | None
-    """[E, 2 K] float32."""
     h_t: Tensor | None
-    """[Tp / 128, K, 128] e4m3."""
     scale_h_t: Tensor | None
-    """[Tp / 128, K] float32."""
     d_weight: Tensor
     """[T] float32."""
 
@@ -231,8 +290,7 @@ def swiglu(gate_up: Tensor, offs: Tensor, activation: SwiGLU = PLAIN) -> Tensor:
     >>> swiglu(gate_up + 1, torch.tensor([1], dtype=torch.int32))[:, 0]  # silu(1) * 2
     tensor([1.4621, 0.0000])
     """
-    h: Tensor = OPS.swiglu(gate_up, offs, *activation.arguments)
-    return h
+    return OPS.swiglu(gate_up, offs, *activation.arguments)
 
 
 def swiglu_grad(
@@ -295,12 +353,10 @@ def group_quantize_swiglu(
     then quantized. On a GPU float16 and float32 take these two passes.
 
     Args:
-        gate_up: [T, 2 K] bfloat16, float16 or float32, K a multiple of 16.
-        offs: [E] int32 group ends.
+        gate_up, offs, activation: see :func:`swiglu`.
         amax_epsilon, power_of_two_scales, share_scales: see :func:`group_quantize`.
         rowwise, columnwise: which layouts to return, see :func:`group_quantize`.
         keep_h: return h too, which is then written.
-        activation: see :func:`swiglu`.
 
     Returns:
         q, scale, q_t and scale_t of h [T, K], in the layouts of :func:`group_quantize`; h, zero at

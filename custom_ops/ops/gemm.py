@@ -75,8 +75,7 @@ def grouped_mm(
     """
     check_no_tangents("grouped_mm", (a, b, bias, a_low, b_low))
     dtype = _dtype_or(a.dtype, out_dtype)
-    y: Tensor = OPS.grouped_mm(a, b, offs, bias, dtype, rows, a_low, b_low)
-    return y
+    return OPS.grouped_mm(a, b, offs, bias, dtype, rows, a_low, b_low)
 
 
 def grouped_mm_list(
@@ -107,8 +106,7 @@ def grouped_mm_list(
     >>> torch.equal(grouped_mm_list(a, b.unbind(), offs), grouped_mm(a, b, offs))
     True
     """
-    y: Tensor = OPS.grouped_mm_list(a, list(b), offs, bias, out_dtype, transpose_b, rows)
-    return y
+    return OPS.grouped_mm_list(a, list(b), offs, bias, out_dtype, transpose_b, rows)
 
 
 def grouped_scaled_mm(
@@ -164,8 +162,7 @@ def grouped_scaled_mm(
     """
     dtype = _dtype_or(torch.bfloat16, out_dtype)
     factors = a_low, b_low
-    y: Tensor = OPS.grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias, dtype, rows, *factors)
-    return y
+    return OPS.grouped_scaled_mm(a, b, scale_a, scale_b, offs, bias, dtype, rows, *factors)
 
 
 def grouped_mm_wgrad(
@@ -194,8 +191,7 @@ def grouped_mm_wgrad(
     tensor([2., 0., 3.])
     """
     dtype = _dtype_or(dy.dtype, out_dtype)
-    dw: Tensor = OPS.grouped_mm_wgrad(dy, x, offs, dtype, dy_rows, x_rows)
-    return dw
+    return OPS.grouped_mm_wgrad(dy, x, offs, dtype, dy_rows, x_rows)
 
 
 def grouped_scaled_mm_wgrad(
@@ -228,8 +224,7 @@ def grouped_scaled_mm_wgrad(
     tensor([2., 0., 3.], dtype=torch.bfloat16)
     """
     dtype = _dtype_or(torch.bfloat16, out_dtype)
-    dw: Tensor = OPS.grouped_scaled_mm_wgrad(dy_t, x_t, scale_dy_t, scale_x_t, offs, dtype)
-    return dw
+    return OPS.grouped_scaled_mm_wgrad(dy_t, x_t, scale_dy_t, scale_x_t, offs, dtype)
 
 
 def grouped_mm_wgrad_(
@@ -358,5 +353,4 @@ def grouped_bias_grad(dy: Tensor, offs: Tensor) -> Tensor:
     >>> grouped_bias_grad(torch.ones(5, 16), torch.tensor([2, 2, 5], dtype=torch.int32))[:, 0]
     tensor([2., 0., 3.])
     """
-    grad: Tensor = OPS.grouped_bias_grad(dy, offs)
-    return grad
+    return OPS.grouped_bias_grad(dy, offs)

@@ -62,25 +62,17 @@ def adam_weight_(
         master: [E, N, K] of grad's dtype, contiguous, written: the weight in high precision; None
             for a weight that is q * scale alone.
         grad: [E, N, K] bfloat16, float16 or float32, contiguous. Written if grad_scale is given.
-        exp_avg: [E, N, K] of grad's dtype, contiguous, written.
-        exp_avg_sq: [E, N, K] of grad's dtype, contiguous, written.
+        exp_avg, exp_avg_sq: [E, N, K] of grad's dtype, contiguous, written.
         max_exp_avg_sq: [E, N, K] of grad's dtype, contiguous: AMSGrad. It is raised to exp_avg_sq,
             and takes its place in the formula. None without AMSGrad.
         step: a float32 tensor of no dimensions on q's device: 1 in the first step. Not written.
-        lr_tensor: the learning rate as a float32 tensor of no dimensions on q's device, in place of
-            lr; None to take lr.
-        grad_scale: a float32 tensor of no dimensions on q's device, by which grad is divided first.
-        found_inf: a float32 tensor of no dimensions on q's device. If it is not 0, nothing is
-            written.
-        lr: the learning rate.
-        beta1: the decay of exp_avg, at least 0 and below 1.
-        beta2: the decay of exp_avg_sq, at least 0 and below 1.
-        weight_decay: see the formula.
-        eps: see the formula.
+        lr_tensor, grad_scale, found_inf: None, or tensors such as step: the learning rate in place
+            of lr; what grad is divided by first; where this is not 0, nothing is written.
+        lr, beta1, beta2, weight_decay, eps: see the formula; beta1 and beta2 are at least 0 and
+            below 1.
         decoupled_weight_decay: AdamW's weight decay instead of Adam's.
         maximize: take -grad for g.
-        amax_epsilon: the smallest amax that a block is scaled by.
-        power_of_two_scales: make scales powers of two.
+        amax_epsilon, power_of_two_scales: see :func:`quantize_weight`.
         stochastic_rounding: round stochastically instead of to nearest; not with a master.
 
     >>> import torch
@@ -92,27 +84,10 @@ def adam_weight_(
     >>> (q.float() * scale).mean(), m.mean()
     (tensor(0.7500), tensor(0.1000))
     """
+    weight, state = (q, scale, q_t, master), (exp_avg, exp_avg_sq, max_exp_avg_sq, step)
+    numbers = lr, beta1, beta2, weight_decay, eps
+    flags = decoupled_weight_decay, maximize
+    scaling = amax_epsilon, power_of_two_scales, stochastic_rounding
     OPS.adam_weight_(
-        q,
-        scale,
-        q_t,
-        master,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        max_exp_avg_sq,
-        step,
-        lr_tensor,
-        grad_scale,
-        found_inf,
-        lr,
-        beta1,
-        beta2,
-        weight_decay,
-        eps,
-        decoupled_weight_decay,
-        maximize,
-        amax_epsilon,
-        power_of_two_scales,
-        stochastic_rounding,
+        *weight, grad, *state, lr_tensor, grad_scale, found_inf, *numbers, *flags, *scaling
     )

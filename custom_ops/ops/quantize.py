@@ -153,10 +153,8 @@ def group_quantize_current(
     e5m2 an infinity stays an infinity.
 
     Args:
-        x: [T, K] bfloat16, float16 or float32, K a multiple of 16.
-        offs: [E] int32 group ends.
+        x, offs, amax_epsilon, power_of_two_scales, bias_grad: see :func:`group_quantize`.
         out_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        amax_epsilon, power_of_two_scales, bias_grad: see :func:`group_quantize`.
         rowwise: return q.
         columnwise: return q_t, in the layout and with the padding of :func:`group_quantize`.
 
@@ -195,12 +193,10 @@ def group_quantize_delayed(
     changes nothing.
 
     Args:
-        x: [T, K] bfloat16, float16 or float32, K a multiple of 16.
-        offs: [E] int32 group ends.
+        x, offs, out_dtype, rowwise, columnwise, bias_grad: see :func:`group_quantize_current`.
         scale: [E] float32.
         amax: [E] float32, contiguous, updated in place as batch_norm updates its running mean; None
             to record nothing.
-        out_dtype, rowwise, columnwise, bias_grad: see :func:`group_quantize_current`.
 
     Returns:
         As :func:`group_quantize_current`; scale is what q was scaled by.
@@ -243,9 +239,7 @@ def group_quantize_mx(
     and saturates. An infinity or NaN becomes NaN and changes no other element.
 
     Args:
-        x: [T, K] bfloat16, float16 or float32, K a multiple of 16.
-        offs: [E] int32 group ends.
-        rowwise, columnwise, bias_grad: see :func:`group_quantize`.
+        x, offs, rowwise, columnwise, bias_grad: see :func:`group_quantize`.
 
     Returns:
         q [T, K]; scale [T, ceil(K / 32)] e8m0; q_t [Tp / 128, K, 128] as :func:`group_quantize`
@@ -275,11 +269,9 @@ def group_round_mx(
     numbers.
 
     Args:
-        x: [T, K] bfloat16, float16 or float32, K a multiple of 16.
-        offs: [E] int32 group ends.
+        x, offs, bias_grad: see :func:`group_quantize`.
         rowwise: return x rounded in blocks of 32 features.
         columnwise: return x rounded in blocks of 32 rows.
-        bias_grad: see :func:`group_quantize`.
 
     Returns:
         x_rowwise and x_columnwise [T, K] bfloat16; bias_grad [E, K] float32. Rows that belong to no
@@ -316,8 +308,7 @@ def group_dequantize(q: Tensor, scale: Tensor, offs: Tensor, out_dtype: torch.dt
     >>> group_dequantize(quantized.q, quantized.scale, offs, torch.float32)[:, 0]
     tensor([3., 0.])
     """
-    x: Tensor = OPS.group_dequantize(q, scale, offs, out_dtype)
-    return x
+    return OPS.group_dequantize(q, scale, offs, out_dtype)
 
 
 def group_dequantize_t(
@@ -342,5 +333,4 @@ def group_dequantize_t(
     >>> group_dequantize_t(quantized.q_t, quantized.scale_t, offs, 2, torch.float32)[:, 0]
     tensor([3., 0.])
     """
-    x: Tensor = OPS.group_dequantize_t(q_t, scale_t, offs, num_rows, out_dtype)
-    return x
+    return OPS.group_dequantize_t(q_t, scale_t, offs, num_rows, out_dtype)

@@ -66,8 +66,7 @@ def splits_to_offsets(
     >>> splits_to_offsets(torch.tensor([3, 0, 5]), 10)
     tensor([3, 3, 8], dtype=torch.int32)
     """
-    offs: Tensor = OPS.splits_to_offsets(m_splits, num_rows, alignment, stride, out_dtype)
-    return offs
+    return OPS.splits_to_offsets(m_splits, num_rows, alignment, stride, out_dtype)
 
 
 def topk_experts(scores: Tensor, k: int) -> Tensor:
@@ -140,8 +139,7 @@ def gather_sum(y: Tensor, rows: Tensor, weight: Tensor | None = None) -> Tensor:
     >>> gather_sum(y, torch.tensor([[0, 1], [2, 2]]), torch.tensor([[1.0, 2.0], [1.0, 0.0]]))[:, 0]
     tensor([ 21., 100.])
     """
-    out: Tensor = OPS.gather_sum(y, rows, weight)
-    return out
+    return OPS.gather_sum(y, rows, weight)
 
 
 def gather_dot(a: Tensor, y: Tensor, rows: Tensor) -> Tensor:
@@ -152,8 +150,7 @@ def gather_dot(a: Tensor, y: Tensor, rows: Tensor) -> Tensor:
 
     Args:
         a: [T, H] of y's dtype.
-        y: [R, H] bfloat16, float16 or float32, H a multiple of 16.
-        rows: [T, C] int32 or int64. On CPU an index outside y raises; on a GPU it is clamped.
+        y, rows: see :func:`gather_sum`.
 
     Returns:
         [T, C] float32.
@@ -162,8 +159,7 @@ def gather_dot(a: Tensor, y: Tensor, rows: Tensor) -> Tensor:
     >>> gather_dot(torch.ones(1, 16), y, torch.tensor([[1, 0]]))
     tensor([[32., 16.]])
     """
-    out: Tensor = OPS.gather_dot(a, y, rows)
-    return out
+    return OPS.gather_dot(a, y, rows)
 
 
 def scatter_rows(x: Tensor, rows: Tensor, num_rows: int) -> Tensor:
@@ -186,5 +182,4 @@ def scatter_rows(x: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     >>> scatter_rows(x, torch.tensor([[3, 0], [2, 1]]), 4)[:, 0]
     tensor([1., 2., 2., 1.])
     """
-    out: Tensor = OPS.scatter_rows(x, rows, num_rows)
-    return out
+    return OPS.scatter_rows(x, rows, num_rows)

@@ -30,8 +30,7 @@ def refresh_weight_(
         w: [E, N, K], see :func:`quantize_weight`, or E tensors [N, K].
         refresh: a bool tensor of no dimensions on w's device, which the kernel reads. If it is
             false, no byte changes. None always refreshes.
-        amax_epsilon: the smallest amax that a block is scaled by.
-        power_of_two_scales: make scales powers of two.
+        amax_epsilon, power_of_two_scales: see :func:`quantize_weight`.
 
     >>> import torch
     >>> from grouped_linear.ops import quantize_weight

@@ -45,9 +45,8 @@ def grouped_mm_swiglu(
         a: [T, K], see :func:`grouped_mm`.
         b: [E, K, 2 F] of a's dtype, F a multiple of 16: gate, then up, or as the activation says.
             It is ``gate_up_proj.mT`` for a weight [E, 2 F, K].
-        offs: [E] int32 group ends.
+        offs, rows: see :func:`grouped_mm`.
         bias: [E, 2 F] of a's dtype.
-        rows: see :func:`grouped_mm`.
         keep_gate_up: return gate_up too, which a backward needs.
         activation: see :func:`swiglu`.
 
@@ -90,10 +89,8 @@ def grouped_mm_swiglu_grad(
         a: [T, K], see :func:`grouped_mm`: the gradient of an expert's outputs.
         b: [E, K, F] of a's dtype: down_proj.
         gate_up: [T, 2 F] of a's dtype.
-        weight: [T] float32, see :func:`swiglu_grad`.
-        offs: [E] int32 group ends.
-        rows: see :func:`grouped_mm`.
-        activation: see :func:`swiglu`.
+        weight, activation: see :func:`swiglu_grad`.
+        offs, rows: see :func:`grouped_mm`.
 
     Returns:
         See :func:`swiglu_grad`.

@@ -70,8 +70,7 @@ def transpose_weight(q: Tensor) -> Tensor:
     >>> transpose_weight(q).shape
     torch.Size([2, 144, 32])
     """
-    q_t: Tensor = OPS.transpose_weight(q)
-    return q_t
+    return OPS.transpose_weight(q)
 
 
 def quantize_weight_list(
@@ -114,10 +113,9 @@ def quantize_weight_current(
     The formula is that of :func:`group_quantize_current`.
 
     Args:
-        w: [E, N, K] bfloat16, float16 or float32, N and K multiples of 16.
+        w, columnwise: see :func:`quantize_weight`.
         amax_epsilon: the smallest amax that an expert is scaled by.
         power_of_two_scales: make scales powers of two.
-        columnwise: return q_t too, which dgrad reads.
 
     Returns:
         q [E, N, K]; scale [E]; q_t [E, K, N], the bytes of q transposed.
@@ -138,10 +136,9 @@ def quantize_weight_delayed(
     The formula is that of :func:`group_quantize_delayed`.
 
     Args:
-        w: [E, N, K] bfloat16, float16 or float32, N and K multiples of 16.
+        w, columnwise: see :func:`quantize_weight`.
         scale: [E] float32.
         amax: [E] float32, contiguous, updated in place; None to record nothing.
-        columnwise: return q_t too, which dgrad reads.
 
     Returns:
         q [E, N, K]; scale [E], what q was scaled by; q_t [E, K, N], the bytes of q transposed.

@@ -125,8 +125,7 @@ class _StaticDispatcher(TokenDispatcher):
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         """Sum a token's outputs in the order of processes, in float32, rounded once."""
-        out: Tensor = CollectFunction.apply(self.group, self.fp8, y, *dispatched.handle)
-        return out
+        return CollectFunction.apply(self.group, self.fp8, y, *dispatched.handle)
 
     def extra_repr(self) -> str:
         """The options."""

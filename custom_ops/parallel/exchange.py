@@ -3,10 +3,9 @@
 D processes of a group, T tokens of each, S slots for tokens that come to one, C experts chosen for
 a token, H features, n 128-blocks of them.
 
-Every shape is static, and the host learns no size: as many slots come from each process whatever
-the routing is, or sizes stay on the device (symmetric_memory.py). Collectives move bytes only. A
-process adds a token's D rows itself, in the order of processes, in float32, and rounds once. So
-equal inputs give equal bits on any network, which a reduce-scatter in 16 bits does not promise.
+Every shape is static, and the host learns no size. Collectives move bytes only. A process adds a
+token's D rows itself, in the order of processes, in float32, and rounds once. So equal inputs give
+equal bits on any network, which a reduce-scatter in 16 bits does not promise.
 """
 
 from typing import Any, NamedTuple
@@ -57,19 +56,16 @@ class Exchange(NamedTuple):
             if empty is not None and self.empty is not None:
                 rows = rows.masked_fill(self.empty[:, None], empty)
             return self.send_back(rows, group)
-        started: Tensor = _c10d.all_gather_into_tensor(rows.contiguous(), group.size, group.name)
-        return started
+        return _c10d.all_gather_into_tensor(rows.contiguous(), group.size, group.name)
 
     def send_back(self, rows: Tensor, group: Group) -> Tensor:
         """Start to send each process its S / D rows of [S, ...]."""
         sizes = [rows.size(0) // group.size] * group.size
-        started: Tensor = _c10d.all_to_all_single(rows.contiguous(), sizes, sizes, group.name)
-        return started
+        return _c10d.all_to_all_single(rows.contiguous(), sizes, sizes, group.name)
 
     def wait(self, started: Tensor) -> Tensor:
         """Let the current stream wait for a collective."""
-        there: Tensor = _c10d.wait_tensor(started)
-        return there
+        return _c10d.wait_tensor(started)
 
 
 class VariableExchange(NamedTuple):
@@ -93,8 +89,7 @@ class VariableExchange(NamedTuple):
 
     def send_back(self, rows: Tensor, group: Group) -> Tensor:
         """Send each process the rows of [S, ...] that came from it; one more row is zero."""
-        back: Tensor = all_to_all_v(rows, self.came, self.token.size(0) + 1, group.name)
-        return back
+        return all_to_all_v(rows, self.came, self.token.size(0) + 1, group.name)
 
     def wait(self, there: Tensor) -> Tensor:
         """Do nothing: the exchange runs on the current stream."""
@@ -104,8 +99,7 @@ class VariableExchange(NamedTuple):
 def exchange_counts(sent_D: Tensor, group: Group) -> Tensor:
     """Send each process a number, and return the numbers of all."""
     ones = [1] * group.size
-    came_D: Tensor = _c10d.wait_tensor(_c10d.all_to_all_single(sent_D, ones, ones, group.name))
-    return came_D
+    return _c10d.wait_tensor(_c10d.all_to_all_single(sent_D, ones, ones, group.name))
 
 
 def _exchange_of(tensors: tuple[Any, ...]) -> Exchange | VariableExchange:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -123,7 +123,10 @@ class ExpertParallel(ParallelStyle):
             module.register_parameter(name, nn.Parameter(part, requires_grad=p.requires_grad))
         for cache_name, cache in list(module.named_children()):
             if isinstance(cache, WeightCache):
-                setattr(module, cache_name, _smaller(cache, E // device_mesh.size()))
+                _, N, K = cache.values.shape
+                own = E // device_mesh.size()
+                smaller = WeightCache(cache.recipe, own, N, K, cache.values.device)
+                setattr(module, cache_name, smaller)
         return module
 
     def _part(self, p: Any, mesh: DeviceMesh) -> Any:
@@ -139,7 +142,7 @@ class ExpertParallel(ParallelStyle):
         scale: Any
         q, scale = (
             distribute_tensor(t, mesh, [Shard(0)], src_data_rank=self.src_data_rank)
-            for t in (_as_bytes(p.q), p.scale)
+            for t in (p.q.detach().view(torch.uint8), p.scale)  # no collective on CPUs knows e4m3
         )
         part = GroupedTensor.from_parts(
             q.to_local().view(p.q.dtype),
@@ -150,15 +153,3 @@ class ExpertParallel(ParallelStyle):
             stochastic_rounding=p.stochastic_rounding,
         )
         return distributed_like(q, part)
-
-
-def _as_bytes(q: Tensor) -> Tensor:
-    """Collectives on a CPU do not know float8."""
-    return q.detach().view(torch.uint8)
-
-
-def _smaller(cache: WeightCache, num_experts: int) -> WeightCache:
-    """A cold cache of fewer experts."""
-    _, N, K = cache.values.shape
-    device = cache.values.device
-    return WeightCache(cache.recipe, num_experts, N, K, device)

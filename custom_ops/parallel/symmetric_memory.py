@@ -81,11 +81,8 @@ def all_to_all_v(rows: Tensor, splits: Tensor, max_rows: int, group: str) -> Ten
     Args:
         rows: [N, I] of any dtype; I of at least one element.
         splits: [D] int64, on the device. Their sum is at most N.
-        max_rows: S. All that come are at most as many, which the caller knows.
+        max_rows: S of the result [S, I]: the rows from process 0, from process 1, ...; then zeros.
         group: the name of the process group, whose processes call it with the same N, I and S.
-
-    Returns:
-        [S, I]: the rows from process 0, then those from process 1, and so on; then zeros.
     """
     raise NotImplementedError(f"all_to_all_v: not for {rows.device.type}")
 

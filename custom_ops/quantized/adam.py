@@ -125,9 +125,8 @@ def _step(
         _experts(exp_avg_sq),
         _experts(max_exp_avg_sq),
         _scalar(step),
-        amax_epsilon=w.recipe.weight.epsilon,
-        power_of_two_scales=w.recipe.power_of_two_scales,
         stochastic_rounding=w.stochastic_rounding,
+        **w.recipe.weight.scale_options,
         **lr,
         **options,
     )

@@ -82,14 +82,7 @@ def quantize_(
         q, scale, w = q[None], scale[None], w[None]
         q_t = None if q_t is None else q_t[None]
     w = w.detach().contiguous()
-    ops.refresh_weight_(
-        q,
-        scale,
-        q_t,
-        w,
-        amax_epsilon=recipe.weight.epsilon,
-        power_of_two_scales=recipe.power_of_two_scales,
-    )
+    ops.refresh_weight_(q, scale, q_t, w, **recipe.weight.scale_options)
     if stochastic:
         q.copy_(round_stochastically(multiply_(w.to(torch.float32, copy=True), 1 / scale)))
         if q_t is not None:
@@ -120,16 +113,14 @@ def with_blocks(
 
 def differentiable(t: Tensor, dtype: torch.dtype) -> Tensor:
     """``t.numbers(dtype)`` of a quantized tensor; its gradient goes to the tensor."""
-    w: Tensor = _Numbers.apply(t, dtype)
-    return w
+    return _Numbers.apply(t, dtype)
 
 
 class _Numbers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Any, dtype: torch.dtype) -> Tensor:
         ctx.dtype = t.dtype
-        w: Tensor = t.numbers(dtype)
-        return w
+        return t.numbers(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -122,9 +122,7 @@ def load_experts(
         weight: [E, N, K], written: a layer's weight.
         directory: has ``model.safetensors.index.json`` and the files that it names, or one
             ``model.safetensors``.
-        names: see :func:`expert_tensors`.
-        experts: the checkpoint's numbers of the experts to load, one for each expert of the weight;
-            0 to E - 1 by default. With expert parallelism, those of this process.
+        names, experts: see :func:`expert_tensors`. With expert parallelism, those of this process.
 
     Raises:
         ValueError: for a tensor that is missing or has a wrong shape or dtype, and as
@@ -193,8 +191,7 @@ class _Checkpoint:
         return self._file(self.file_of[name]).get_slice(name)
 
     def dtype(self, name: str) -> str:
-        dtype: str = self._slice(name).get_dtype()
-        return dtype
+        return self._slice(name).get_dtype()
 
     def check(self, name: str, shape: list[int], dtypes: tuple[str, ...]) -> None:
         dtype, found = self.dtype(name), self._slice(name).get_shape()
@@ -204,8 +201,7 @@ class _Checkpoint:
             raise ValueError(f"load_experts: {name} must be {shape}, got {found}")
 
     def read(self, name: str) -> Tensor:
-        t: Tensor = self._file(self.file_of[name]).get_tensor(name)
-        return t
+        return self._file(self.file_of[name]).get_tensor(name)
 
 
 def _expert_rows(

@@ -45,12 +45,9 @@ def _synchronizes() -> bool:
     return _caller("_sync_params_and_buffers") is not None
 
 
-def _bytes(part: Tensor) -> Tensor:
-    return part.view(-1).view(torch.uint8)
-
-
-def _parts(t: GroupedTensor) -> tuple[Tensor, Tensor]:
-    return _bytes(t.q), _bytes(t.scale)
+def _parts(t: GroupedTensor) -> list[Tensor]:
+    """q and the scales as bytes."""
+    return [part.view(-1).view(torch.uint8) for part in (t.q, t.scale)]
 
 
 def _written(t: GroupedTensor) -> None:

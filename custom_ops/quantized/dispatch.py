@@ -50,13 +50,9 @@ def _any_other(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return on_plain(func, args, kwargs)
 
 
-def _plain(t: GroupedTensor, dtype: torch.dtype) -> Tensor:
-    return t.numbers(dtype)
-
-
 def on_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call with dequantized numbers."""
-    args, kwargs = tree_map_only(GroupedTensor, lambda t: _plain(t, t.dtype), (args, kwargs))
+    args, kwargs = tree_map_only(GroupedTensor, lambda t: t.numbers(t.dtype), (args, kwargs))
     return func(*args, **kwargs)
 
 
@@ -242,7 +238,7 @@ def copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     to, source = args[:2]
     if not isinstance(to, GroupedTensor):
         dtype = to.dtype if to.dtype in ACTIVATIONS else source.dtype
-        return func(to, _plain(source, dtype), *args[2:], **kwargs)
+        return func(to, source.numbers(dtype), *args[2:], **kwargs)
     shapes = [(t.shape, t.q.shape) for t in (to, source) if isinstance(t, GroupedTensor)]
     if len(shapes) == 2 and shapes[0] == shapes[1]:
         func(to.q, source.q, *args[2:], **kwargs)
@@ -251,7 +247,7 @@ def copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             to.q_t.copy_(to.q.transpose(-2, -1))
         count_write(to)
     else:
-        w = _plain(source, source.dtype) if isinstance(source, GroupedTensor) else source
+        w = source.numbers(source.dtype) if isinstance(source, GroupedTensor) else source
         if w.is_floating_point() and w.element_size() == 1:
             raise ValueError(
                 f"GroupedTensor: copy_ of a tensor of {dtype_name(w.dtype)} has no scales: copy "
@@ -372,7 +368,7 @@ def _write_in_float32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if not isinstance(t, Tensor) or t.dtype not in ACTIVATIONS:
             return t
         if id(t) not in copies:
-            w = _plain(t, torch.float32) if isinstance(t, GroupedTensor) else t.float()
+            w = t.numbers(torch.float32) if isinstance(t, GroupedTensor) else t.float()
             copies[id(t)] = (t, w)
         return copies[id(t)][1]
 

@@ -3,7 +3,6 @@
 E experts, K in_features, N out_features.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -88,22 +87,13 @@ def read_or_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     plain_args, plain_kwargs = tree_map_only(GroupedTensorWithMaster, number, (args, kwargs))
     if func.namespace == "c10d":  # its schemas do not say what it writes, nor when
-        out = run_collective(func, plain_args, plain_kwargs)
+        out, changed = run_collective(func, plain_args, plain_kwargs), [args, kwargs]
     else:
-        out = func(*plain_args, **plain_kwargs)
-    for t in _written(func, args, kwargs):
+        out, changed = func(*plain_args, **plain_kwargs), written(func, args, kwargs)
+    leaves = [t for t in tree_leaves(changed) if isinstance(t, GroupedTensorWithMaster)]
+    for t in {id(t): t for t in leaves}.values():  # each once
         t.refresh_()
     return tree_map(lambda leaf: by_number.get(id(leaf), leaf), out)
-
-
-def _written(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[GroupedTensorWithMaster]:
-    """The tensors among an operation's arguments that it writes, each once."""
-    is_collective = func.namespace == "c10d"
-    arguments = [args, kwargs] if is_collective else written(func, args, kwargs)
-    found = {id(t): t for t in tree_leaves(arguments) if isinstance(t, GroupedTensorWithMaster)}
-    yield from found.values()
 
 
 @handles(aten.clone.default)

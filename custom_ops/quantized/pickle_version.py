@@ -31,8 +31,7 @@ def recipe_to_pickle(recipe: Recipe) -> Any:
 def recipe_from_pickle(pickled: Any) -> Recipe:
     """The recipe of :func:`recipe_to_pickle`."""
     if not isinstance(pickled, dict):
-        recipe: Recipe = pickled
-        return recipe
+        return pickled
     options = dict(pickled)
     current = options.pop("class", None) == "Float8CurrentScaling"
     return Float8CurrentScaling(**options) if current else Float8BlockScaling(**options)

@@ -13,12 +13,7 @@ from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import E4M3, dtype_name
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import (
-    convert_loaded,
-    distributed_like,
-    is_dtensor,
-    local_part,
-)
+from grouped_linear.quantized.weight import convert_loaded, distributed_like, is_dtensor, local_part
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 
 SCALE = "_scale_inv"

@@ -53,12 +53,11 @@ class GroupedTensor(Tensor):
 
     - One expert ``t[e]``, slices of neighbouring experts, ``unbind``, iteration and ``view`` are
       views: they share memory with the tensor. Any other view is a high-precision copy. Assignment
-      ``t[...] = value`` writes to the tensor in either case; it quantizes again the blocks that it
-      writes to.
+      ``t[...] = value`` writes to the tensor in either case, to the blocks that it meets.
     - ``detach``, ``clone``, ``to``, ``copy_``, and ``stack`` and ``cat`` of experts keep the
       quantized bytes, so they lose nothing.
-    - An in-place operation computes in float32 and quantizes the result. Optimizers step it this
-      way. Their state is in high precision: ``zeros_like`` and ``empty_like`` give plain tensors.
+    - An in-place operation, as an optimizer's, computes in float32 and quantizes the result.
+      ``zeros_like`` and ``empty_like``, for its state, give plain tensors.
     - Any other operation is given the result of :meth:`dequantize`.
 
     Make one with :meth:`quantize` or :meth:`from_parts`.
@@ -69,10 +68,9 @@ class GroupedTensor(Tensor):
         q_t: [E, K, N], q transposed, which dgrad reads; None if columnwise data was not requested.
         recipe: how it is quantized when it is written.
         stochastic_rounding: whether what is written rounds stochastically, so that the expected
-            value is exact and small steps add up: in place, by ``copy_`` or assigned. Numbers of
-            the format stay exact. ``fill_``, ``zero_``, ``uniform_``, ``normal_``,
+            value is exact and small steps add up. ``fill_``, ``zero_``, ``uniform_``, ``normal_``,
             ``load_state_dict`` and ``t.copy_(GroupedTensor.quantize(w, t.recipe))`` round to
-            nearest.
+            nearest, and numbers of the format stay exact.
 
     >>> w = GroupedTensor.quantize(torch.ones(2, 32, 16))
     >>> w
@@ -149,12 +147,8 @@ class GroupedTensor(Tensor):
         tensor([0.0156, 0.0156])
         """
         recipe = _check_recipe(recipe)
-        q, scale, q_t = ops.quantize_weight(
-            w.detach(),
-            amax_epsilon=recipe.weight.epsilon,
-            power_of_two_scales=recipe.power_of_two_scales,
-            columnwise=columnwise,
-        )
+        options = recipe.weight.scale_options
+        q, scale, q_t = ops.quantize_weight(w.detach(), columnwise=columnwise, **options)
         assert q is not None
         return cls(q, scale, q_t, Metadata(w.dtype, recipe, stochastic_rounding))
 
@@ -261,12 +255,9 @@ class GroupedTensor(Tensor):
     def data(self) -> Tensor:
         """The tensor without its autograd history.
 
-        Assign a tensor of this class, and this one has its memory, shape and dtype from then on, as
-        torch has it; the recipe stays. Any other tensor is quantized into new memory: later writes
-        to that one do not reach this one.
-
-        Raises:
-            RuntimeError: for another tensor of another shape, or of float64 or no float dtype.
+        Assign a tensor of this class, and this one has its memory, shape and dtype from then on;
+        the recipe stays. Any other tensor is quantized into new memory: later writes to that one do
+        not reach this one. RuntimeError for another shape, and for float64 or no float dtype.
         """
         return self.detach()
 
@@ -362,7 +353,7 @@ class GroupedTensor(Tensor):
             super().__deepcopy__(memo)  # which refuses
         parts = copy.deepcopy((self.q, self.scale, self.q_t), memo)
         twin = GroupedTensor(*parts, self.metadata, self.shape)
-        return self._complete_copy(twin, memo)  # type: ignore[no-any-return]
+        return self._complete_copy(twin, memo)
 
     def _complete_copy(self, twin: Any, memo: dict[int, Any]) -> Any:
         """Give a deep copy's tensor what a tensor has besides its numbers."""
@@ -408,11 +399,8 @@ class GroupedTensor(Tensor):
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """What FSDP2 all-gathers of a shard: one byte an element, and the scales.
 
-        With one process, FSDP2 gathers nothing and passes on one tensor only (torch 2.13), so the
-        scales go as metadata.
-
-        Raises:
-            ValueError: if experts do not divide evenly among the processes.
+        With one process it gathers nothing and passes on one tensor only (torch 2.13), so the
+        scales go as metadata. ValueError if experts do not divide evenly among the processes.
         """
         if outer_size[0] % mesh.size():
             raise ValueError(
@@ -455,8 +443,7 @@ def _as_parameter(t: Tensor, requires_grad: bool) -> GroupedTensor:
             "GroupedTensor: a quantized weight cannot be offloaded, as accelerate would do: leave "
             "its module on a device, where it takes half of bfloat16's memory"
         )
-    parameter: Any = nn.Parameter(t.detach(), requires_grad)
-    return parameter  # type: ignore[no-any-return]
+    return nn.Parameter(t.detach(), requires_grad)  # type: ignore[return-value]
 
 
 def _rebuild(state: dict[str, Any]) -> GroupedTensor:

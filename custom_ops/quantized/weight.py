@@ -3,6 +3,8 @@
 `layer` and `op` are the names that error messages begin with.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -64,10 +66,8 @@ def check_weights_kept(
         raise ValueError(
             f"{owner}: cache_weights keeps what weights={weights!r} has already: choose one of them"
         )
-    for name, flag in {
-        "stochastic_rounding": stochastic_rounding,
-        "columnwise": columnwise,
-    }.items():
+    flags = {"stochastic_rounding": stochastic_rounding, "columnwise": columnwise}
+    for name, flag in flags.items():
         if flag is not None and not isinstance(flag, bool):
             raise ValueError(f"{owner}: {name} must be None, True or False, got {flag!r}")
         if flag and weights != "fp8":
@@ -108,9 +108,8 @@ def stored_weight(op: str, w: Any, recipe: Recipe | None) -> QuantizedWeight | N
         recipe.weight.scaling == w.recipe.weight.scaling
         and recipe.weight.quantize is w.recipe.weight.quantize
     )
-    if (
-        isinstance(w, GroupedTensorWithMaster) and not w.is_whole
-    ):  # a view, as of a weight that is stored transposed
+    # A view, as of a weight that is stored transposed, has no parts of its own.
+    if isinstance(w, GroupedTensorWithMaster) and not w.is_whole:
         return None
     if not same and w.master is None:
         name = type(w.recipe).__name__
@@ -140,6 +139,20 @@ def quantized_as(own: Any, w: Any) -> Any:
     t: Tensor = GroupedTensor.quantize(experts, quantized.recipe, columnwise=False)
     t = t if quantized.dim() == 3 else t[0]
     return distributed_like(own, t) if is_dtensor(own) else t
+
+
+@contextmanager
+def drawn(weight: Any) -> Iterator[Any]:
+    """Yield the tensor to initialise: the weight, or a plain one that is then quantized into it.
+
+    So a quantized weight starts as the quantized numbers that a plain weight would have.
+    """
+    if not is_quantized(weight):
+        yield weight
+        return
+    numbers = torch.empty_like(weight)
+    yield numbers
+    weight.copy_(quantized_as(weight, numbers))
 
 
 def convert_loaded(

@@ -8,13 +8,7 @@ from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import E4M3
 from grouped_linear.quantized.pickle_version import check_pickle_version
-from grouped_linear.recipes import (
-    QuantizedWeight,
-    Recipe,
-    WeightList,
-    check_stores,
-    new_weight,
-)
+from grouped_linear.recipes import QuantizedWeight, Recipe, WeightList, check_stores, new_weight
 
 PICKLE_VERSION = 1
 
@@ -36,11 +30,6 @@ class WeightCache(nn.Module):
     Attributes:
         recipe: as given.
         values, scale, columnwise: see :class:`grouped_linear.recipes.QuantizedWeight`.
-
-    >>> from grouped_linear import Float8BlockScaling
-    >>> cache = WeightCache(Float8BlockScaling(), 2, 32, 16, "cpu")
-    >>> cache.values.shape, cache.values.dtype, cache.warm
-    (torch.Size([2, 32, 16]), torch.float8_e4m3fn, False)
     """
 
     _numbers: "_Numbers"
@@ -48,12 +37,7 @@ class WeightCache(nn.Module):
     _source: "tuple[tuple[int, int | None], ...] | None"
 
     def __init__(
-        self,
-        recipe: Recipe,
-        E: int,
-        N: int,
-        K: int,
-        device: torch.device | str | None,
+        self, recipe: Recipe, E: int, N: int, K: int, device: torch.device | str | None
     ) -> None:
         super().__init__()
         check_stores(type(recipe).__name__, recipe.weight)

@@ -40,16 +40,13 @@ class GroupedTensorWithMaster(GroupedTensor):
     """Experts' weights in high precision, with the FP8 numbers that GEMMs read beside them.
 
     In every operation of torch it behaves as a plain tensor of its high-precision numbers,
-    ``master``. It also keeps q, q_t and scale, which are always what quantizing ``master`` gives.
-    Three rules make it so:
+    ``master``. It also keeps q, q_t and scale, which are always what quantizing ``master`` gives:
 
     - A view is a view of ``master`` that knows the experts that it lies in.
     - An operation that writes the tensor, or a view of it, writes ``master``, and quantizes these
-      experts in the same call.
+      experts in the same call. Call :meth:`refresh_` after a write that torch does not show, as by
+      a kernel that takes ``data_ptr()``.
     - Any other operation reads ``master``.
-
-    torch does not show a write to the memory itself, as by a kernel that takes ``data_ptr()`` or by
-    another process. Call :meth:`refresh_` after such a write.
 
     Make one with :meth:`quantize`, or by the option ``weights="both"`` of a layer.
 
@@ -93,8 +90,7 @@ class GroupedTensorWithMaster(GroupedTensor):
         A master alone is a tensor of this class, of which accelerate makes a parameter elsewhere.
         """
         if parts is None or metadata is None:
-            parameter: Any = nn.Parameter(master.detach(), requires_grad)
-            return parameter  # type: ignore[no-any-return]
+            return nn.Parameter(master.detach(), requires_grad)  # type: ignore[return-value]
         own = master if own is None else own
         t: GroupedTensorWithMaster
         if has_memory:
@@ -286,18 +282,13 @@ class GroupedTensorWithMaster(GroupedTensor):
             Tensor.__deepcopy__(self, memo)  # which refuses
         parts, master, own = copy.deepcopy((self.parts, self.master, self.own), memo)
         twin = GroupedTensorWithMaster(
-            master,
-            parts,
-            self.metadata,
-            None if self.is_whole else own,
-            has_memory=self.has_memory,
+            master, parts, self.metadata, None if self.is_whole else own, has_memory=self.has_memory
         )
-        return self._complete_copy(twin, memo)  # type: ignore[no-any-return]
+        return self._complete_copy(twin, memo)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if self.has_memory or not self.is_whole:
-            plain: tuple[Any, ...] = self.own.detach().__reduce_ex__(protocol)
-            return plain
+            return self.own.detach().__reduce_ex__(protocol)
         state = {
             "version": PICKLE_VERSION,
             "master": self.master,  # q, scale and q_t are made again from it: half the file
@@ -343,8 +334,8 @@ def _quantized(master: Tensor, recipe: Recipe, columnwise: bool) -> GroupedTenso
     """A tensor of the weight of all experts, or of one."""
     if master.dim() == 3:
         return GroupedTensorWithMaster.quantize(master, recipe, columnwise=columnwise)
-    t: Any = GroupedTensorWithMaster.quantize(master[None], recipe, columnwise=columnwise)[0]
-    return t  # type: ignore[no-any-return]
+    whole: Any = GroupedTensorWithMaster.quantize(master[None], recipe, columnwise=columnwise)
+    return whole[0]
 
 
 @torch.no_grad()

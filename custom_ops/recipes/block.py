@@ -4,8 +4,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from grouped_linear.meta_kernels.rules import E4M3, dtype_name
-from grouped_linear.recipes.format import SIXTEEN_BITS, Format, check_amax_epsilon, check_flags
+from grouped_linear.meta_kernels.rules import E4M3
+from grouped_linear.recipes.format import (
+    SIXTEEN_BITS,
+    Format,
+    check_amax_epsilon,
+    check_flags,
+    shown,
+)
 from grouped_linear.recipes.recipe import Recipe
 
 
@@ -24,21 +30,17 @@ class Float8BlockScaling(Recipe):
     Args:
         power_of_two_scales: round ``factor`` down to a power of two, so that scaling is exact.
         amax_epsilon: the smallest amax by which a block is scaled; not negative.
-        share_x_scales: in wgrad, let 128 features of x share one scale, that of their largest amax
-            over 128 tokens, wherever none of their amaxes but 0 is less than 1/256 of it. On an
-            H200 wgrad is then 1.2 to 1.8 times as fast as with a scale for each feature. Where it
-            adds to a float32 main_grad it may be bound by memory bandwidth either way. e4m3 is a
-            floating-point format, so an element moves by at most 2**-9.8 of its feature's amax.
-            False: every feature has its own scale. fprop, dgrad and gradients do not change.
+        share_x_scales: in wgrad, let 128 features of x share one scale, see ``share_scales`` of
+            :func:`grouped_linear.ops.group_quantize`: on an H200 wgrad is then 1.2 to 1.8 times as
+            fast, or bound by memory where it adds to a float32 main_grad. An element moves by at
+            most 2**-9.8 of its feature's amax. fprop, dgrad and gradients do not change.
         wgrad: what wgrad multiplies: ``torch.float8_e4m3fn``, or x and dy as they come, cast to
             ``torch.bfloat16`` or ``torch.float16`` where they have another dtype. fprop and dgrad
             are in FP8 either way. In 16 bits a layer keeps x itself for the backward, not a
             columnwise copy in FP8, and quantizes x and dy rowwise only.
-        requantize_weights: quantize weights for dgrad again in the backward, a packed weight in
-            dgrad's layout alone. Otherwise the forward quantizes them in both layouts and keeps the
-            transposed one until the backward: a byte for each number, of all layers at once. Under
-            FSDP2 that is of whole layers, not of shards. Weights that are cached or stored in FP8
-            are read as they are either way.
+        requantize_weights: quantize weights for dgrad again in the backward, instead of keeping the
+            transposed one from the forward on: a byte for each number, of all layers at once, under
+            FSDP2 of whole layers. Weights that are cached or stored in FP8 are read as they are.
 
     Raises:
         ValueError: if ``amax_epsilon`` is negative or not finite, for another ``wgrad``, or for a
@@ -69,10 +71,8 @@ class Float8BlockScaling(Recipe):
             name, power_of_two_scales=self.power_of_two_scales, share_x_scales=self.share_x_scales
         )
         if self.wgrad not in (E4M3, *SIXTEEN_BITS):
-            given = self.wgrad
             raise ValueError(
-                f"{name}: wgrad must be float8_e4m3fn, bfloat16 or float16, got "
-                f"{dtype_name(given) if isinstance(given, torch.dtype) else repr(given)}"
+                f"{name}: wgrad must be float8_e4m3fn, bfloat16 or float16, got {shown(self.wgrad)}"
             )
         options = self.power_of_two_scales, self.amax_epsilon
         wgrad = None if self.wgrad is E4M3 else self.wgrad

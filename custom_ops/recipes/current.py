@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from grouped_linear.meta_kernels.rules import E4M3, FP8, dtype_name
-from grouped_linear.recipes.format import Format, check_amax_epsilon, check_flags
+from grouped_linear.meta_kernels.rules import E4M3, FP8
+from grouped_linear.recipes.format import Format, check_amax_epsilon, check_flags, shown
 from grouped_linear.recipes.recipe import Recipe
 
 
@@ -48,10 +48,9 @@ class Float8CurrentScaling(Recipe):
         check_amax_epsilon(name, self.amax_epsilon)
         check_flags(name, power_of_two_scales=self.power_of_two_scales)
         if self.gradient_dtype not in FP8:
-            given = self.gradient_dtype
             raise ValueError(
                 f"{name}: gradient_dtype must be float8_e4m3fn or float8_e5m2, got "
-                f"{dtype_name(given) if isinstance(given, torch.dtype) else repr(given)}"
+                f"{shown(self.gradient_dtype)}"
             )
         options = self.power_of_two_scales, self.amax_epsilon
         set_field = object.__setattr__  # the dataclass is frozen

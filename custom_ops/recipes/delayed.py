@@ -29,17 +29,15 @@ class DelayedScaling(Recipe):
     Quantization is one pass: its scale is known before, and it records the amax of what it reads.
     Activations and weights are e4m3, gradients e5m2 (HYBRID). For each operand (x, weight, dy) and
     group a :class:`grouped_linear.DelayedScalingState` holds the scale, the amax since the last
-    update and a history of amaxes; ``GroupedLinear`` has one. Scales change only in
-    :func:`grouped_linear.update_scales`, called once a step for the whole model, after the last
-    backward::
+    update and a history of amaxes. Scales change only in :func:`grouped_linear.update_scales`,
+    called once a step for the whole model, after the last backward::
 
         amax = the history's largest ("max"), or the last step's ("most_recent")
         scale = 1 / clamp(fp8_max / amax / 2 ** margin, 2 ** -126, 2 ** 126)
 
     The scale stays where an amax is zero (a group without tokens) or not finite (a step that
     diverged). A group's scale is 0 until there is one, and a call then takes the group's own, as
-    :class:`grouped_linear.Float8CurrentScaling` does: in the first step, and for a group that had
-    no tokens yet. The device decides that, so compiled graphs and CUDA graphs do the same.
+    :class:`grouped_linear.Float8CurrentScaling` does. The device decides that.
 
     Args:
         margin: how many powers of two to stay below the format's largest number; 0 to 64.
@@ -88,10 +86,9 @@ class OperandState(nn.Module):
     Attributes:
         scale: [E] float32, multiplies quantized values to dequantize them; 0 where no step was seen
             yet. Forward and backward only read it.
-        amax: [E] float32, the largest magnitude of each group since the last update; infinity if
-            one was not finite.
-        amax_history: [H, E] float32, the largest magnitudes of the last steps, the latest first;
-            0 for a step without one or with one that was not finite.
+        amax: [E] float32, the largest magnitudes since the last update; infinity if not finite.
+        amax_history: [H, E] float32, those of the last steps, the latest first; 0 for a step
+            without one or with one that was not finite.
     """
 
     scale: Tensor
@@ -156,10 +153,7 @@ class DelayedScalingState(nn.Module):
     """
 
     def __init__(
-        self,
-        recipe: DelayedScaling,
-        num_groups: int,
-        device: torch.device | str | None = None,
+        self, recipe: DelayedScaling, num_groups: int, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
         self.recipe = recipe
@@ -230,8 +224,7 @@ def _check_keeps_amaxes(parallel: DistributedDataParallel) -> None:
 def update_scales(model: nn.Module, group: "dist.ProcessGroup | None" = None) -> None:
     """Update the scales of every delayed-scaling layer in a model: once a step, after backward.
 
-    All layers that share a margin and an algorithm are updated by one op. A model without such
-    layers does not change.
+    All layers that share a margin and an algorithm are updated by one op.
 
     Args:
         model: any module; every :class:`DelayedScalingState` inside it is updated.

@@ -19,19 +19,11 @@ class Recipe:
     A recipe is data. How a layer makes the numbers, and what it fuses, follows from the formats
     alone (``grouped_linear/recipes/quantize.py``). ``recipe=None`` is ``Recipe()``: every tensor as
     it is. The two operands of a GEMM must agree: both with scales of one kind, or both without.
-
-    ==========  =====================================  ====================================
-    GEMM        left operand                           right operand
-    ==========  =====================================  ====================================
-    fprop       x in the format ``input``, rowwise     ``weight``, rowwise
-    dgrad       dy in ``grad_output``, rowwise         ``weight``, columnwise
-    wgrad       dy in ``grad_output``, columnwise      x in the format ``input``, columnwise
-    ==========  =====================================  ====================================
+    fprop reads ``input`` and ``weight`` rowwise; dgrad ``grad_output`` rowwise and ``weight``
+    columnwise; wgrad ``grad_output`` and ``input`` columnwise.
 
     Args:
-        input: the format of x.
-        weight: the format of the weight.
-        grad_output: the format of dy, the gradient of the layer's output.
+        input, weight, grad_output: the formats of x, of the weight, and of the output's gradient.
         requantize_weights: quantize the weight once more in the backward, instead of keeping the
             columnwise weight from the forward.
 

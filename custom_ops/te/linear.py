@@ -36,23 +36,21 @@ class GroupedLinear(linear.GroupedLinear):
     argument what else differs.
 
     Args:
-        num_gemms: E, the number of groups (experts), at most 1024.
-        in_features: K, a multiple of 16.
-        out_features: N, a multiple of 16.
+        num_gemms, in_features, out_features, bias: see :class:`grouped_linear.GroupedLinear`.
+        recipe, cache_weights, stochastic_rounding: see :class:`grouped_linear.GroupedLinear`.
+        weights: see :class:`grouped_linear.GroupedLinear`; needs ``single_grouped_weight``.
+        fuse_wgrad_accumulation: the same; each weight has a ``main_grad``.
+        device: the same; torch's default device, not "cuda".
         sequence_parallel, ub_overlap_rs, ub_overlap_ag: only False; tp_group, parallel_mode,
             ub_name: only None; tp_size: only 1. Tensor parallelism and overlapped communication are
             out of scope.
-        fuse_wgrad_accumulation: see :class:`grouped_linear.GroupedLinear`. Each weight has a
-            ``main_grad``.
         get_rng_state_tracker: returns an object whose ``fork(name)`` context holds the random state
             that parameters are drawn from.
         rng_tracker_name: the name that ``fork`` is called with, if any.
         init_method: called with every expert's weight [N, K] to fill it; torch.nn.Linear's
             initialisation by default. For a sharded weight it is called with this process's part.
-        bias: whether the layer has a bias.
         return_bias: return ``(y, bias)``, with the bias in y's dtype and not added.
         params_dtype: of the parameters.
-        device: see :class:`grouped_linear.GroupedLinear`; torch's default device, not "cuda".
         delay_wgrad_compute: leave weight gradients to :meth:`backward_dw`. Not under
             torch.compile. torch's optimizers raise before they step a weight whose gradient waits.
         save_original_input: save the input itself for the backward and quantize it there. This
@@ -60,8 +58,6 @@ class GroupedLinear(linear.GroupedLinear):
         single_grouped_weight: one parameter ``weight`` for all experts, or ``weight0``, ``weight1``
             and so on. Checkpoints of either form load into the other.
         single_grouped_bias: one parameter ``bias``, or ``bias0``, ``bias1`` and so on.
-        recipe, cache_weights, weights, stochastic_rounding: see
-            :class:`grouped_linear.GroupedLinear`; ``weights`` needs ``single_grouped_weight``.
         preserve_high_precision_init: keep the drawn weight as ``high_precision_init``, for an
             optimizer with high-precision weights of its own.
 
@@ -194,7 +190,7 @@ class GroupedLinear(linear.GroupedLinear):
         """[E, N]."""
         bias = self._experts_of("bias")
         if not isinstance(bias, tuple):
-            return bias  # type: ignore[no-any-return]
+            return bias
         if autocast_dtype(bias[0].device) is None:
             return torch.stack(bias)
         # Under autocast torch.stack refuses the other half dtype.
@@ -233,15 +229,8 @@ class GroupedLinear(linear.GroupedLinear):
                 )
             later = partial(defer, self._deferred, weights)
             watch(self, self._deferred)
-        y = self._multiply(
-            x,
-            named,
-            None if self.return_bias else bias,
-            m_splits,
-            is_first_microbatch,
-            self.save_original_input,
-            later,
-        )
+        added, options = None if self.return_bias else bias, (self.save_original_input, later)
+        y = self._multiply(x, named, added, m_splits, is_first_microbatch, *options)
         if not self.return_bias:
             return y
         return y, None if bias is None else bias.to(y.dtype)
@@ -251,9 +240,8 @@ class GroupedLinear(linear.GroupedLinear):
 
         They arrive as the backward's own would: in ``grad`` or ``main_grad``, and hooks run.
         Nothing happens without ``delay_wgrad_compute``, or if the weight requires no gradient. A
-        backward of chosen inputs, torch.autograd.grad or ``inputs=``, defers nothing. A backward
-        that was captured in a CUDA graph needs a captured backward_dw: in the same graph, or in one
-        that is replayed after it.
+        backward of chosen inputs defers nothing. A backward that was captured in a CUDA graph needs
+        a captured backward_dw: in the same graph, or in one that is replayed after it.
 
         Raises:
             RuntimeError: if no backward has deferred any; if some were deferred in a capture and
