@@ -103,11 +103,7 @@ def first_line(error: BaseException) -> str:
 
 
 def path_of(family: Family, device: torch.device, host: ModuleType | None) -> str:
-    """The path that a family of ops takes on a device, or the sentence of its error.
-
-    On a GPU it is the folder of ``csrc/cuda/gemm`` whose kernels ran, as ``sm90``, from a profile
-    of the call; ``CUDA`` where there is one path for every GPU.
-    """
+    """The path of a family of ops on a device, see :func:`report`; on a GPU from a profile."""
     try:
         family.call(device)
         if device.type == "cpu":

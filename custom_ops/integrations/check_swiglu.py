@@ -124,7 +124,7 @@ def _outputs(
 ) -> tuple[Sequence[Expert], Tensor, Tensor]:
     """Run experts on random rows: the experts that ran, their rows and their outputs in float32.
 
-    Experts whose parameters have no useful values run with random ones in their place.
+    Those whose parameters have no useful values run with random ones in their place.
     """
     gate, on_meta = experts[0].gate, experts[0].gate.is_meta
     with _in_training(module, _device_to_run_on(gate)):

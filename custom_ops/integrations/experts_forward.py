@@ -48,9 +48,8 @@ def experts_forward(
         experts: a module with gate_up_proj [E, G, H], or up_proj without a gate, and down_proj
             [E, H, F]. They are transposed if ``is_transposed``, have biases if ``has_bias``, and in
             FP8 have block scales.
-        hidden_states: [T, H].
-        top_k_index: [T, C]. The number E means an expert of another process and adds nothing.
-        top_k_weights: [T, C].
+        hidden_states: [T, H]; top_k_index and top_k_weights are [T, C].
+        top_k_index: the number E means an expert of another process and adds nothing.
         recipe, save_gate_up_in_fp8: as registered; see :func:`set_own_recipe`.
         lora: by a weight's name, what adapters add to it, as [E, N, K].
     """

@@ -140,10 +140,7 @@ def how_weights_are_kept(weights: Weights) -> str:
 
 
 def check_weights(where: str, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError for expert weights that the kernels do not take: [E, N, K] or of one [N, K].
-
-    Of a DTensor this process's part is checked.
-    """
+    """Raise ValueError for weights [E, N, K], or of one expert [N, K], that kernels do not take."""
     for name, w in weights:
         local = local_part(w)
         if local.dtype not in ACTIVATIONS:

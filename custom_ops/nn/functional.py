@@ -135,12 +135,7 @@ def check_lora_weights(
 
 
 def check_splits(op: str, m_splits: Any, x: Tensor, name: str, E: int) -> None:
-    """Check group sizes, in the caller's words.
-
-    Raises:
-        TypeError: if they are neither a tensor nor a list.
-        RuntimeError: for another number of sizes than E, another dtype, or a tensor without data.
-    """
+    """Check group sizes, in the caller's words."""
     if isinstance(m_splits, Tensor):
         check_tensors(op, ("m_splits",), (m_splits,))
         if m_splits.is_meta and not x.is_meta:
@@ -289,10 +284,7 @@ def context_of(
     lora: LoraWeights | None,
     dtype: torch.dtype | None,
 ) -> tuple[LinearContext, WeightList]:
-    """The context of one layer's call, and the weights that autograd differentiates.
-
-    ``dtype`` is autocast's, or None.
-    """
+    """The context of one layer's call, and the weights to differentiate; dtype is autocast's."""
     if options.stored is None and isinstance(weights[0], GroupedTensor):
         quantized = stored_weight(op, weights[0], recipe)
         if quantized is not None:

@@ -406,10 +406,7 @@ def apply_mlp_sorted(
     options: tuple[LinearOptions, LinearOptions] = (PLAIN_CALL, PLAIN_CALL),
     lora: Adapters = NO_ADAPTERS,
 ) -> Tensor:
-    """Compute :func:`grouped_mlp_sorted` with the options that :class:`GroupedMLP` has besides.
-
-    Pairs are of gate_up_proj and of down_proj; see :func:`apply_mlp`.
-    """
+    """Compute :func:`grouped_mlp_sorted`; arguments are those of :func:`apply_mlp`."""
     op = "grouped_mlp_sorted"
     check_activation(op, config.activation)
     check_tensors(op, ("x", "gate_up_proj", "down_proj"), (x, *projections))

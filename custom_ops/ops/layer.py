@@ -71,8 +71,7 @@ def block_scaled_linear(
         columnwise_w: return w_t, which dgrad reads.
 
     Returns:
-        y [T, N], zero in rows at and past sum(m_splits), and the operands of
-        :func:`block_scaled_linear_grad`.
+        y, zero in rows past sum(m_splits), and operands of :func:`block_scaled_linear_grad`.
 
     Raises:
         RuntimeError: as those ops do, in their names.
@@ -82,9 +81,16 @@ def block_scaled_linear(
     >>> y.shape, offs.tolist()
     (torch.Size([5, 32]), [2, 5])
     """
-    scaling = amax_epsilon, power_of_two_scales, share_scales
     y, offs, x_t, scale_x_t, w_t, scale_w = OPS.block_scaled_linear(
-        x, w, m_splits, bias, *scaling, columnwise_x, columnwise_w
+        x,
+        w,
+        m_splits,
+        bias,
+        amax_epsilon,
+        power_of_two_scales,
+        share_scales,
+        columnwise_x,
+        columnwise_w,
     )
     return BlockScaledLinear(
         y,
@@ -126,7 +132,7 @@ def block_scaled_linear_grad(
         out_dtype: dw's dtype; dy's by default.
 
     Returns:
-        dx [T, K] of dy's dtype, dw [E, N, K] and db [E, N] float32; None if not computed.
+        dx, dw and db, see :class:`LinearGrad`.
 
     Raises:
         RuntimeError: as those ops do, in their names; and if neither x_t nor w_t is given.
@@ -137,8 +143,18 @@ def block_scaled_linear_grad(
     >>> dx[0, 0].item(), dw[:, 0, 0].tolist(), db[:, 0].tolist()
     (32.0, [2.0, 3.0], [2.0, 3.0])
     """
-    operands, scaling = (x_t, scale_x_t, w_t, scale_w), (amax_epsilon, power_of_two_scales)
-    dx, dw, db = OPS.block_scaled_linear_grad(dy, offs, *operands, *scaling, bias_grad, out_dtype)
+    dx, dw, db = OPS.block_scaled_linear_grad(
+        dy,
+        offs,
+        x_t,
+        scale_x_t,
+        w_t,
+        scale_w,
+        amax_epsilon,
+        power_of_two_scales,
+        bias_grad,
+        out_dtype,
+    )
     return LinearGrad(
         None if w_t is None else dx, None if x_t is None else dw, db if bias_grad else None
     )

@@ -118,10 +118,9 @@ def group_quantize(
             amax.
 
     Returns:
-        q [T, K]; scale [ceil(K / 128), round_up(T, 4)], one column for each row of x; q_t
-        [Tp / 128, K, 128] with Tp = 128 * floor((T + 127 * min(E, T)) / 128): every group starts at
-        a new block and its last block is padded with zeros; scale_t [Tp / 128, K]; bias_grad [E, K]
-        float32. Bytes that belong to no group are unspecified.
+        See :class:`GroupQuantized`. scale has a column for each row of x. With
+        Tp = 128 * floor((T + 127 * min(E, T)) / 128) every group starts at a new block of q_t, and
+        its last block is padded with zeros. Bytes that belong to no group are unspecified.
 
     >>> x, offs = torch.randn(10, 64), torch.tensor([3, 10], dtype=torch.int32)
     >>> quantized = group_quantize(x, offs, columnwise=True)
@@ -166,11 +165,12 @@ def group_quantize_current(
     >>> quantized.scale, quantized.q[:, 0].float()
     (tensor([1.0000, 0.0156]), tensor([448., 448.]))
     """
-    flags = rowwise, columnwise, bias_grad
-    outputs = OPS.group_quantize_current(
-        x, offs, out_dtype, amax_epsilon, power_of_two_scales, *flags
+    q, scale, q_t, grad = OPS.group_quantize_current(
+        x, offs, out_dtype, amax_epsilon, power_of_two_scales, rowwise, columnwise, bias_grad
     )
-    return _per_group(outputs, *flags)
+    return PerGroupQuantized(
+        q if rowwise else None, scale, q_t if columnwise else None, grad if bias_grad else None
+    )
 
 
 def group_quantize_delayed(
@@ -206,16 +206,11 @@ def group_quantize_delayed(
     >>> group_quantize_delayed(x, offs, scale, amax).q[:, 0].float(), amax
     (tensor([6., 3.]), tensor([6., 6.]))
     """
-    flags = rowwise, columnwise, bias_grad
-    return _per_group(OPS.group_quantize_delayed(x, offs, scale, amax, out_dtype, *flags), *flags)
-
-
-def _per_group(
-    outputs: Sequence[Tensor], rowwise: bool, columnwise: bool, bias_grad: bool
-) -> PerGroupQuantized:
-    q, scale, q_t, grad = outputs
+    q, used, q_t, grad = OPS.group_quantize_delayed(
+        x, offs, scale, amax, out_dtype, rowwise, columnwise, bias_grad
+    )
     return PerGroupQuantized(
-        q if rowwise else None, scale, q_t if columnwise else None, grad if bias_grad else None
+        q if rowwise else None, used, q_t if columnwise else None, grad if bias_grad else None
     )
 
 

@@ -93,10 +93,8 @@ def keep_weight(
 def stored_weight(op: str, w: Any, recipe: Recipe | None) -> QuantizedWeight | None:
     """The parts of a quantized weight that GEMMs read; None for a weight that a call quantizes.
 
-    Raises:
-        ValueError: for a recipe whose weights have scales of another kind than a weight that is
-            FP8 alone.
-        RuntimeError: under torch.jit.trace.
+    ValueError for a recipe whose weights have scales of another kind than a weight that is FP8
+    alone, RuntimeError under torch.jit.trace.
     """
     if not isinstance(w, GroupedTensor):
         return None

@@ -87,10 +87,11 @@ def quantize_weight(weights: WeightList, format: Format, layouts: Layouts) -> Op
     if format.scaling == "mx":
         return _round_mx(w_ENK, layouts.columnwise)
     if format.scaling == "delayed":
-        assert format.state is not None
-        amax, given = format.state.amax if format.records else None, format.state.scale
+        state = format.state
+        assert state is not None
+        amax = state.amax if format.records else None
         return with_shared_scale(
-            *ops.quantize_weight_delayed(w_ENK, given, amax, columnwise=layouts.columnwise)
+            *ops.quantize_weight_delayed(w_ENK, state.scale, amax, columnwise=layouts.columnwise)
         )
     return _as_stored(w_ENK, format, layouts)
 
@@ -161,9 +162,10 @@ def refresh_weight_(
         return
     assert scale is not None
     if format.scaling == "delayed":
-        assert format.state is not None
-        amax, given = format.state.amax if format.records else None, format.state.scale
-        ops.refresh_weight_delayed_(values, scale, columnwise, amax, weights, given, refresh)
+        state = format.state
+        assert state is not None
+        amax = state.amax if format.records else None
+        ops.refresh_weight_delayed_(values, scale, columnwise, amax, weights, state.scale, refresh)
         return
     refresh_ = ops.refresh_weight_ if format.scaling == "block" else ops.refresh_weight_current_
     refresh_(
@@ -182,7 +184,11 @@ def _as_stored(w_ENK: Tensor, format: Format, layouts: Layouts) -> Operands:
 
     Its blocks are squares or whole experts, so both layouts have the same scales.
     """
-    rowwise, columnwise, options = layouts.rowwise, layouts.columnwise, format.scale_options
+    rowwise, columnwise = layouts.rowwise, layouts.columnwise
+    options: dict[str, Any] = {
+        "amax_epsilon": format.epsilon,
+        "power_of_two_scales": format.power_of_two_scales,
+    }
     in_blocks = format.scaling == "block"  # scales of groups: rowwise always
     quantize: Callable[..., Any] = ops.quantize_weight if in_blocks else ops.quantize_weight_current
     if not is_transposed(w_ENK):

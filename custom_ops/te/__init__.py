@@ -1,8 +1,4 @@
-"""The layer with the arguments that programs for TransformerEngine and Megatron pass.
-
-:class:`grouped_linear.te.GroupedLinear` is :class:`grouped_linear.GroupedLinear` with
-TransformerEngine's arguments, in its order.
-"""
+""":class:`grouped_linear.GroupedLinear` with the arguments of TransformerEngine, in its order."""
 
 from grouped_linear.te.linear import GroupedLinear, RngStateTracker
 

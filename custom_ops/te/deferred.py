@@ -25,11 +25,10 @@ _layers: WeakSet[Any] = WeakSet()
 
 
 class Deferred(NamedTuple):
-    """A weight gradient that waits."""
+    """A weight gradient that waits; of the parameters, which are the weights before autocast."""
 
     wgrad: Wgrad
     parameters: WeightList
-    """What the gradient is of: the weights before autocast."""
     captured: bool
     """Whether a CUDA graph fills the operands each time it is replayed."""
     versions: tuple[int, int] | None
@@ -88,8 +87,7 @@ class DeferredWgrad(torch.autograd.Function):
 def watch(layer: nn.Module, waiting: deque[Deferred]) -> None:
     """Called in the forward of a layer whose backward will leave a weight gradient in `waiting`.
 
-    Warns where many wait already. From now on a step of torch's optimizers raises RuntimeError
-    before it writes a parameter whose gradient waits.
+    Warns where many wait. A step of torch's optimizers raises before it writes a weight that waits.
     """
     _register()
     _layers.add(layer)
