@@ -383,15 +383,15 @@ EMA = {
 @pytest.mark.parametrize("update", EMA.values(), ids=EMA)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_moving_average(update: Any, dtype: torch.dtype) -> None:
-    """1000 updates of decay 0.999 from 1 to 2, whose steps are below half of an e4m3's spacing."""
+    """Updates of decay 0.999 from 1 to 2, whose steps are below half of an e4m3's spacing."""
     torch.manual_seed(0)
     t = GroupedTensor.quantize(torch.ones(1, 128, 128, dtype=dtype))
     to = torch.full((1, 128, 128), 2.0, dtype=dtype)
-    for _ in range(1000):
+    for _ in range(300):
         update(t, to)
-    # an element deviates by less than the spacing of 0.125, sqrt(1000 * 0.008 * 0.117) = 0.97
+    # an element deviates by less than the spacing of 0.125, sqrt(300 * 0.008 * 0.117) = 0.53
     # if no rounding were taken back; the mean over 2^14 by 2^-7 of that
-    assert abs(t.dequantize(FP32).mean().item() - (2 - 0.999**1000)) < 5 * 0.125 * 8 / 128
+    assert abs(t.dequantize(FP32).mean().item() - (2 - 0.999**300)) < 5 * 0.125 * 5 / 128
 
 
 @pytest.mark.parametrize("form", ["multi_avg_fn", "avg_fn"])

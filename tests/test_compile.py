@@ -21,6 +21,7 @@ from grouped_linear import (
     Float8BlockScaling,
     Float8CurrentScaling,
     GroupedLinear,
+    MXFP8BlockScaling,
     Recipe,
     ops,
     update_scales,
@@ -35,7 +36,6 @@ from support.recipes import RECIPES as EVERY_RECIPE
 from support.tensors import BF16
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
-RECIPES = pytest.mark.parametrize("recipe", EVERY_RECIPE.values(), ids=EVERY_RECIPE)
 T, E, K, N = 40, 3, 32, 48
 SPLITS = ([10, 20, 10], [0, 40, 0], [0, 0, 0], [1, 2, 3], [40, 0, 0])
 
@@ -128,8 +128,10 @@ def test_training_equals_eager(backend: str, recipe: Recipe | None, device: str)
 
 
 @DEVICES
-@RECIPES
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("recipe", "mode"),
+    in_turn(EVERY_RECIPE, {mode.__name__: mode for mode in (torch.no_grad, torch.inference_mode)}),
+)
 def test_inference_equals_eager(mode: Any, recipe: Recipe | None, device: str) -> None:
     model = Experts(recipe, device)
     compiled, counter = compiles(model)
@@ -140,14 +142,19 @@ def test_inference_equals_eager(mode: Any, recipe: Recipe | None, device: str) -
 
 
 @DEVICES
-@RECIPES
-def test_lists_autocast_and_leading_dimensions(recipe: Recipe | None, device: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "autocast"), in_turn(EVERY_RECIPE, {"autocast": True, "float32": False})
+)
+def test_lists_autocast_and_leading_dimensions(
+    autocast: bool, recipe: Recipe | None, device: str
+) -> None:
     layer = GroupedLinear(E, K, N, recipe=recipe, device=device)
     compiled, _ = compiles(layer)
     x = torch.randn(4, 10, K, device=device)
-    with torch.autocast(device, dtype=BF16):
-        assert_same_bits(compiled(x, [10, 5, 20]), layer(x, [10, 5, 20]))
-    assert_same_bits(compiled(x, [10, 5, 20]), layer(x, [10, 5, 20]))
+    with torch.autocast(device, dtype=BF16, enabled=autocast):
+        y = compiled(x, [10, 5, 20])
+        assert y.dtype == (BF16 if autocast else torch.float32)
+        assert_same_bits(y, layer(x, [10, 5, 20]))
 
 
 @DEVICES
@@ -177,8 +184,9 @@ def test_splits_of_a_number_that_is_not_known(device: str) -> None:
 
 
 @DEVICES
-@RECIPES
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("recipe", "compiled"), in_turn(EVERY_RECIPE, {"eager": False, "compiled": True})
+)
 def test_checkpointing_changes_no_bit(compiled: bool, recipe: Recipe | None, device: str) -> None:
     model = Experts(recipe, device)
 
@@ -225,12 +233,14 @@ def compiles_for_token_counts(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "dynamic"), in_turn(EVERY_RECIPE, {"dynamic": True, "auto": None})
+    ("recipe", "dynamic"),
+    [(Float8BlockScaling(), None), (Float8CurrentScaling(), True), (MXFP8BlockScaling(), True)],
+    ids=["block", "current-dynamic", "mxfp8-dynamic"],
 )
-def test_layers_share_a_recipe(dynamic: bool | None, recipe: Recipe | None) -> None:
+def test_layers_share_a_recipe(dynamic: bool | None, recipe: Recipe) -> None:
     """Also one whose numbers Dynamo has seen change, and takes for inputs of the graph."""
     recipes = [recipe]
-    if isinstance(recipe, Float8BlockScaling | Float8CurrentScaling):
+    if not isinstance(recipe, MXFP8BlockScaling):
         recipes += [replace(recipe, amax_epsilon=epsilon) for epsilon in (2.0**-9, 2.0**-3)]
     for changed in recipes:
         experts, x = Experts(changed, "cpu"), torch.randn(T, K, dtype=BF16)
@@ -245,9 +255,10 @@ def test_layers_share_a_recipe(dynamic: bool | None, recipe: Recipe | None) -> N
 
 
 @DEVICES
-@RECIPES
-def test_recompiles_for_token_counts(recipe: Recipe | None, device: str) -> None:
+@pytest.mark.parametrize("name", ["none", "block", "delayed"])
+def test_recompiles_for_token_counts(name: str, device: str) -> None:
     """mark_unbacked is the recommended marking: one compile for every number of tokens."""
+    recipe = EVERY_RECIPE[name]
 
     def mark_unbacked(x: Tensor) -> None:
         torch._dynamo.decorators.mark_unbacked(x, 0)
@@ -259,16 +270,16 @@ def test_recompiles_for_token_counts(recipe: Recipe | None, device: str) -> None
         pass
 
     counts = {mark_unbacked: 1}
-    if recipe is EVERY_RECIPE["block"]:  # the others have its graphs, but for their ops
+    if name == "block":  # the others have its graphs, but for their ops
         counts |= {mark_dynamic: 3, mark_nothing: 4}
     for mark, count in counts.items():
         torch._dynamo.reset()
         assert compiles_for_token_counts(mark, recipe, device) == count, mark
 
 
-@RECIPES
-def test_fixed_capacity_compiles_once(recipe: Recipe | None) -> None:
-    layer = GroupedLinear(E, K, N, recipe=recipe)
+@pytest.mark.parametrize("name", ["none", "block", "mxfp8"])
+def test_fixed_capacity_compiles_once(name: str) -> None:
+    layer = GroupedLinear(E, K, N, recipe=EVERY_RECIPE[name])
     compiled, counter = compiles(layer)
     for tokens in (33, 40, 57, 1, 0, 64):
         x = torch.randn(64, K)

@@ -347,7 +347,8 @@ def test_experts_in_one_module_take_no_options_of_layers() -> None:
         convert_experts(model_of("grouped", "cpu"), recipe=Float8BlockScaling(), cache_weights=True)
 
 
-@EVERY_MODEL
+# Those of SwiGLU experts and of sorted ones differ in names alone.
+@pytest.mark.parametrize("kind", [k for k in MODELS if k not in ("swiglu_w", "suffixed")])
 def test_compiled_copied_and_saved(kind: str) -> None:
     model, x = model_of(kind, "cpu"), torch.randn(T, H)
     convert_experts(model, MODELS[kind][1], Float8BlockScaling())

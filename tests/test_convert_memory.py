@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from grouped_linear import Float8BlockScaling, convert
 from support.tensors import BF16
 
-E, H, F = 32, 256, 128
+E, H, F = 16, 256, 128
 ONE_EXPERT = 3 * H * F * 2  # bytes
 
 

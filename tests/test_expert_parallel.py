@@ -480,7 +480,7 @@ CHECKS: Checks = {
     },
     **{
         f"block_{way}_compiled": partial(check_one_process, BLOCK, WAYS[way], True)
-        for way in ("all_gather", "all_to_all_fp8", "all_to_all_v_fp8")
+        for way in ("all_gather", "all_to_all_v_fp8")  # open_sizes compiles all_to_all
     },
     "bias": partial(check_one_process, {"bias": True}, WAYS["all_to_all"], False),
     **{

@@ -31,6 +31,7 @@ from grouped_linear.recipes import Layouts, Operands
 from support.compare import assert_same_bits
 from support.formats import composed, with_function
 from support.layers import linear_of
+from support.pairs import in_turn
 
 BF16 = torch.bfloat16
 T, E, K, N = 200, 3, 160, 144
@@ -57,8 +58,6 @@ FLOAT8_FORWARD = Recipe(
     grad_output=Format(dtype=BF16),
 )
 ROUNDED_WEIGHTS = Recipe(weight=Format(quantize=to_64ths))
-
-RECIPES = pytest.mark.parametrize("recipe", [FLOAT8_FORWARD, ROUNDED_WEIGHTS], ids=["fp8", "int"])
 
 
 def layer_of(recipe: Recipe | None, **options: Any) -> GroupedLinear:
@@ -186,8 +185,13 @@ def losses(module: nn.Module, call: Callable[..., Tensor], inputs: tuple[Any, ..
     return values
 
 
-@RECIPES
-@pytest.mark.parametrize("kind", ["packed", "per_expert", "mlp"])
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    in_turn(
+        {kind: kind for kind in ("packed", "per_expert", "mlp")},
+        {"int": ROUNDED_WEIGHTS, "fp8": FLOAT8_FORWARD},
+    ),
+)
 def test_training(kind: str, recipe: Recipe) -> None:
     """The loss falls, and compiled training has the bits of eager training."""
     module: nn.Module
@@ -301,7 +305,7 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert_same_bits(actual[name], t)
 
 
-PAIRS = [  # every format with every role and with every layer
+PAIRS = [  # every format with every role and with every layer; those of COMPILED compile
     ("none", "input", "packed"), ("none", "weight", "chosen"), ("none", "grad_output", "sorted"),
     ("none", "all", "per_expert"), ("block", "input", "chosen"), ("block", "weight", "per_expert"),
     ("block", "grad_output", "packed"), ("block", "all", "sorted"), ("exact", "input", "sorted"),
@@ -313,16 +317,21 @@ PAIRS = [  # every format with every role and with every layer
     ("current", "all", "sorted"), ("mx", "input", "chosen"), ("mx", "weight", "per_expert"),
     ("mx", "grad_output", "sorted"), ("mx", "all", "packed"),
 ]  # fmt: skip
+COMPILED = (0, 5, 7, 10, 13, 18, 20, 23)  # two of each role and of each layer, every format
 
 
-@pytest.mark.parametrize(("name", "role", "layer"), PAIRS)
-def test_a_function_in_a_role(name: str, role: str, layer: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "role", "layer", "compiled"),
+    [(*pair, i in COMPILED) for i, pair in enumerate(PAIRS)],
+)
+def test_a_function_in_a_role(name: str, role: str, layer: str, compiled: bool) -> None:
     """The package's format, the same as a function, eager and compiled: the same bits."""
     recipe = PACKAGE[name]
     own = composed(recipe, *(() if role == "all" else (role,)))
     expected = results(recipe, layer)
     assert_same(results(own, layer), expected)
-    assert_same(results(own, layer, compiled=True), expected)
+    if compiled:
+        assert_same(results(own, layer, compiled=True), expected)
 
 
 @pytest.mark.parametrize(
@@ -339,8 +348,9 @@ def test_no_layer_passes_a_function_by(name: str, role: str) -> None:
         "weight": ("y", "x"),
         "grad_output": ("x", "weight", "gate_up_proj", "down_proj"),
     }
-    for layer in LAYERS:
-        for compiled in (False, True):
+    first = ("input", "weight", "grad_output").index(role)
+    for i, layer in enumerate(LAYERS):
+        for compiled in (False, True)[: 1 + (i + first) % 2]:
             for key, t in results(recipe, layer, compiled, bias=False).items():
                 if key.rstrip("012") in of_role[role]:
                     assert not t.any(), (layer, compiled, key)

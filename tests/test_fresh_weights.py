@@ -42,13 +42,13 @@ from grouped_linear.recipes import Layouts
 from support.compare import assert_same_bits
 from support.devices import devices, needs_gpu
 from support.ops import OPS
+from support.pairs import pairwise
 
 E, N, K = 3, 144, 272
 BF16, FP32 = torch.bfloat16, torch.float32
 RECIPES = {"block": Float8BlockScaling(), "current": Float8CurrentScaling()}
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
-EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-DTYPES = pytest.mark.parametrize("dtype", [BF16, FP32, torch.float16], ids=str)
+DTYPES = {"bf16": BF16, "fp32": FP32, "fp16": torch.float16}
 
 
 def make_layer(
@@ -333,9 +333,9 @@ def is_kept(p: Tensor) -> bool:
 
 
 @DEVICES
-@EVERY_RECIPE
-@DTYPES
-@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize(
+    ("how", "dtype", "recipe"), pairwise({how: how for how in WRITES}, DTYPES, RECIPES)
+)
 def test_a_write_leaves_it_fresh(how: str, dtype: torch.dtype, recipe: Recipe, device: str) -> None:
     pair = Pair(recipe, dtype, device)
     pair.check()

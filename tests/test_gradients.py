@@ -579,9 +579,9 @@ def test_saved_input(recipe: Recipe | None) -> None:
 
 
 @DEVICES
-@EVERY_RECIPE
-@COMPILED
-@pytest.mark.parametrize("flag", [bool, torch.tensor], ids=["bool", "tensor"])
+@pytest.mark.parametrize(
+    ("recipe", "flag", "compiled"), pairwise(RECIPES, {"bool": bool, "tensor": torch.tensor}, WAYS)
+)
 def test_checkpointed_micro_batches(
     flag: Any, compiled: bool, recipe: Recipe | None, device: str
 ) -> None:

@@ -914,12 +914,17 @@ SMALL_STEPS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", SMALL_STEPS)
+# One of a kind compiles: a loop, a fused and a foreach one, a tensor for lr, and the ones of which
+# docs/quantized_weights.md says something else. Adafactor's pieces would take Dynamo minutes.
+COMPILED_STEPS = ("SGD", "SGD_fused", "AdamW_foreach", "AdamW_tensor_lr", "RAdam")
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [*((name, False) for name in SMALL_STEPS), *((name, True) for name in COMPILED_STEPS)],
+)
 def test_small_steps_of_every_optimizer(name: str, compiled: bool) -> None:
     """They go where those of a plain weight go: docs/quantized_weights.md lists them."""
-    if compiled and name == "Adafactor":
-        pytest.skip("Dynamo compiles a graph for each of its pieces, which takes minutes")
     torch.manual_seed(0)
     torch._dynamo.reset()
     means = []

@@ -2,8 +2,12 @@
 
 import json
 import sys
+from pathlib import Path
+
+import pytest
 
 from support.commands import run
+from support.documents import ROOT
 
 # What other packages keep for everyone: torch, and transformers where it is installed. Each entry
 # is a set of words.
@@ -57,8 +61,12 @@ def test_importing_changes_no_other_package() -> None:
     assert json.loads(done.stdout.splitlines()[-1]) == {}
 
 
-def test_importing_needs_torch_alone() -> None:
-    code = "import sys, grouped_linear; print(*sys.modules)"
-    loaded = run([sys.executable, "-c", code], check=True)
-    names = loaded.stdout.split()
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_importing_needs_torch_alone(where: str, tmp_path: Path) -> None:
+    """In any folder."""
+    code = "import sys, grouped_linear; print(grouped_linear.__version__, *sys.modules)"
+    done = run([sys.executable, "-c", code], cwd=ROOT if where == "here" else tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    names = done.stdout.split()
     assert not {"transformers", "torchtitan", "transformer_engine", "safetensors"} & set(names)

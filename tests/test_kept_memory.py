@@ -27,6 +27,7 @@ from grouped_linear.meta_kernels.rules import ceil_div
 from support.compare import assert_same_bits
 from support.devices import devices
 from support.layers import linear_of
+from support.pairs import pairwise
 
 T, C, E, H, F = 96, 2, 4, 64, 80
 RECIPES: dict[str, Recipe | None] = {
@@ -48,15 +49,8 @@ MORE_OPTIONS: dict[str, dict[str, Any]] = {
     "no_gate": {"activation": SquaredReLU()},
     "in_fp8": {"save_gate_up_in_fp8": True},
 }
-RECIPES_AND_OPTIONS = pytest.mark.parametrize(
-    ("recipe", "options"),
-    [
-        pytest.param(RECIPES[recipe], options, id=f"{recipe}-{name}")
-        for recipes, some in ((RECIPES, OPTIONS), (["bf16", "block"], MORE_OPTIONS))
-        for recipe in recipes
-        for name, options in some.items()
-    ],
-)
+WAYS = {"eager": False, "compiled": True}
+SOME_RECIPES = {name: RECIPES[name] for name in ("bf16", "block")}
 
 
 def bytes_of(tensors: list[Tensor]) -> int:
@@ -80,8 +74,10 @@ def saved_by(call: Any, *given: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("device", devices("swiglu_grad", "group_quantize_swiglu_grad"))
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@RECIPES_AND_OPTIONS
+@pytest.mark.parametrize(
+    ("recipe", "options", "compiled"),
+    [*pairwise(RECIPES, OPTIONS, WAYS), *pairwise(SOME_RECIPES, MORE_OPTIONS, WAYS)],
+)
 def test_rows_of_gate_up_alone(
     recipe: Recipe | None, options: dict[str, Any], compiled: bool, device: str
 ) -> None:
@@ -121,16 +117,17 @@ def test_a_linear_layer_with_wgrad_in_bf16_keeps_x_itself(
 
 
 @pytest.mark.parametrize("device", devices("block_scaled_linear", "group_quantize"))
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
-    "recipe",
-    [
-        Float8BlockScaling(requantize_weights=True),
-        Float8CurrentScaling(requantize_weights=True),
-    ],
-    ids=["block", "current"],
+    ("kind", "recipe", "compiled"),
+    pairwise(
+        {kind: kind for kind in ("mlp", "linear", "list")},
+        {
+            "block": Float8BlockScaling(requantize_weights=True),
+            "current": Float8CurrentScaling(requantize_weights=True),
+        },
+        WAYS,
+    ),
 )
-@pytest.mark.parametrize("kind", ["mlp", "linear", "list"])
 def test_nothing_of_weights(kind: str, recipe: Recipe, compiled: bool, device: str) -> None:
     """Where the backward quantizes them again; every number has the bits that it has otherwise."""
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}

@@ -220,8 +220,16 @@ def test_every_form_of_m_splits(form: str, recipe: Recipe | None, device: str) -
 
 
 @DEVICES
-@RECIPES
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("recipe", "compiled"),
+    [
+        *(pytest.param(recipe, False, id=name) for name, recipe in MORE_RECIPES.items()),
+        *(
+            pytest.param(MORE_RECIPES[name], True, id=f"{name}-compiled")
+            for name in ("none", "block_exact", "current_e5m2", "delayed")
+        ),
+    ],
+)
 def test_a_weight_stored_as_its_transpose(
     compiled: bool, recipe: Recipe | None, device: str
 ) -> None:

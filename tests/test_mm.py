@@ -19,9 +19,12 @@ from support.devices import devices
 from support.groups import GROUPS, WIDE, Groups
 from support.op_info import Sample
 from support.ops import grouped_scaled_mm, grouped_scaled_mm_wgrad
+from support.pairs import pairwise
 from support.samples import make, specified, variant_of
 from support.tensors import BF16, DTYPES, FP32, lay_out, on, rows, weight
 from support.tolerances import ROUNDING, C, scaled_tolerance, tolerance
+
+EVERY_DTYPE = {str(dtype): dtype for dtype in DTYPES}
 
 
 def magnitude_of(a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -56,9 +59,14 @@ LARGE = Groups((130, 0, 257, 1, 300), 700, K=272, N=2064)
 
 
 @pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", ["grouped_mm", "grouped_scaled_mm"])
-@pytest.mark.parametrize("layout", ["dense", "transposed"])
+@pytest.mark.parametrize(
+    ("op", "layout", "dtype"),
+    pairwise(
+        {op: op for op in ("grouped_mm", "grouped_scaled_mm")},
+        {layout: layout for layout in ("dense", "transposed")},
+        EVERY_DTYPE,
+    ),
+)
 def test_tiles_of_either_width(op: str, layout: str, dtype: torch.dtype, device: str) -> None:
     sample = make(op, LARGE, dtype, bias=True)
     if layout == "transposed":
@@ -217,10 +225,14 @@ LAYOUTS = ("dense", "transposed", "strided", "odd")
 @pytest.mark.parametrize("r", RANKS)
 @pytest.mark.parametrize("operands", OPERANDS)
 def test_low_rank(operands: str, r: int, device: str) -> None:
-    """Each rank meets every list of groups, and in turn every dtype and layout of b_low."""
+    """Each pair of a rank and a list of groups, of operands and either of these; in turn the rest.
+
+    That is every dtype and layout of b_low.
+    """
     op, options = OPERANDS[operands]
-    for i, groups in enumerate([*GROUPS.values(), *WIDE.values()]):
-        turn = i + RANKS.index(r)
+    first = RANKS.index(r) + list(OPERANDS).index(operands)
+    for i, groups in list(enumerate([*GROUPS.values(), *WIDE.values()]))[first % 2 :: 2]:
+        turn = i + RANKS.index(r) + i // 2
         more = dict(options, r=r, low_layout=LAYOUTS[turn % 4], bias=turn % 2 == 0)
         if "per_group" not in options and turn % 5 in (1, 3):
             more |= {"gathers": "rows", "index": (torch.int32, torch.int64)[turn % 2]}
@@ -228,13 +240,18 @@ def test_low_rank(operands: str, r: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", devices("grouped_mm", "grouped_scaled_mm"))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("r", "layout"), [(16, "transposed"), (80, "dense"), (512, "transposed")])
-@pytest.mark.parametrize("operands", OPERANDS)
+@pytest.mark.parametrize(
+    ("operands", "low", "dtype"),
+    pairwise(
+        {name: name for name in OPERANDS},
+        {"16": (16, "transposed"), "80": (80, "dense"), "512": (512, "transposed")},
+        EVERY_DTYPE,
+    ),
+)
 def test_low_rank_in_tiles_of_either_width(
-    operands: str, r: int, layout: str, dtype: torch.dtype, device: str
+    operands: str, low: tuple[int, str], dtype: torch.dtype, device: str
 ) -> None:
-    op, options = OPERANDS[operands]
+    (op, options), (r, layout) = OPERANDS[operands], low
     for transposed_b in (False, True) if op == "grouped_mm" else (False,):
         sample = make(op, LARGE, dtype, bias=True, r=r, low_layout=layout, **options)
         if transposed_b:

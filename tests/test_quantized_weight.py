@@ -38,6 +38,7 @@ from support.graphs import STRICT_GRAPHS
 from support.groups import experts_of
 from support.layers import linear_of
 from support.ops import OPS
+from support.pairs import pairwise
 from support.tensors import BF16, DTYPES, FP32
 
 E, T, K, N = 4, 147, 144, 272
@@ -520,9 +521,14 @@ def test_bytes_that_are_held() -> None:
     assert nn.Parameter(one_way).nbytes == elements + scales
 
 
-@EVERY_KIND
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("flag", [bool, torch.tensor])
+@pytest.mark.parametrize(
+    ("kind", "backend", "flag"),
+    pairwise(
+        {"linear": linear_of, "mlp": MLP},
+        {"eager": None, "compiled": "aot_eager"},
+        {"bool": bool, "tensor": torch.tensor},
+    ),
+)
 def test_micro_batches(flag: Callable[[bool], Any], backend: str | None, kind: Any) -> None:
     """Gradients in main_grad, for which the quantized weight is the same in each micro-batch."""
     results = []

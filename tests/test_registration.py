@@ -368,14 +368,6 @@ def run_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return run([sys.executable, "-c", code], cwd=folder)
 
 
-@pytest.mark.parametrize("where", ["here", "elsewhere"])
-def test_imports_from_anywhere(where: str, tmp_path: Path) -> None:
-    folder = ROOT if where == "here" else tmp_path
-    done = run_python("import grouped_linear; print(grouped_linear.__version__)", folder)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-
-
 @pytest.mark.parametrize(
     ("folder", "said"),
     [

@@ -174,7 +174,7 @@ def test_every_router_of_the_library(module: str, name: str) -> None:
 
 
 @DEVICES
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 def test_compiled_in_one_graph(family: str, device: str) -> None:
     """The same graph takes any routing: nothing of it is a constant, no context compiles again."""
     model, ids = converted(family, device), tokens(device, B, S)
@@ -186,7 +186,7 @@ def test_compiled_in_one_graph(family: str, device: str) -> None:
         for name in expected:
             torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4)
 
-    for _ in range(3):
+    for _ in range(2):
         experts = random_experts(device)
         with replay_routing(model, experts), record_routing(model, B, S) as recording:
             step(model, compiled, ids)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from grouped_linear import GroupedLinear, Recipe, te
 from support.compare import assert_same_bits
 from support.layers import linear_of, through_pickle, through_torch_save
+from support.pairs import in_turn
 from support.recipes import RECIPES as EVERY_RECIPE
 from support.tensors import BF16
 
@@ -97,8 +98,7 @@ def test_rng_tracker(name: str | None, names: tuple[str, ...]) -> None:
         assert torch.equal(a, b)
 
 
-@RECIPES
-@pytest.mark.parametrize("single", [True, False], ids=["one", "apart"])
+@pytest.mark.parametrize(("recipe", "single"), in_turn(EVERY_RECIPE, {"one": True, "apart": False}))
 def test_return_bias(single: bool, recipe: Recipe | None) -> None:
     layer = make_layer(recipe=recipe, return_bias=True, single_grouped_bias=single)
     y, bias = call(layer)
@@ -214,8 +214,9 @@ def test_assigned_parameters_are_tied() -> None:
     assert_same_bits(call(layer), call(one))
 
 
-@RECIPES
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("recipe", "compiled"), in_turn(EVERY_RECIPE, {"eager": False, "compiled": True})
+)
 def test_a_buffer_of_somebody_else_is_read_where_it_is(
     compiled: bool, recipe: Recipe | None
 ) -> None:

@@ -171,8 +171,11 @@ def test_other_gates_are_heeded(where: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert max(error.values()) < 1e-5
 
 
+# One of each form of the experts: the others have Mixtral's, or GPT-OSS's transposed weights.
 @DEVICES
-@EVERY_FAMILY
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if f not in ("qwen3_moe", "deepseek_v3", "aria")]
+)
 def test_compiled_in_one_graph(family: str, device: str) -> None:
     """The eager experts of the library cannot be: their loop reads which experts were hit."""
     model = model_of(family, device)
@@ -245,13 +248,13 @@ def test_choices_of_no_expert_add_nothing(device: str) -> None:
     ("family", "compiled"),
     [
         *((family, False) for family in FAMILIES),
-        *((family, True) for family in ("gpt_oss", "nemotron_h")),
+        ("gpt_oss", True),
     ],
 )
 def test_experts_that_are_kept_in_fp8(family: str, compiled: bool, device: str) -> None:
     """They compute what quantizing them in every call does, to the bit; nothing else does.
 
-    Compiled for two forms of the experts' weights: test_compiled_in_one_graph has every family.
+    Compiled for one form of the experts' weights: test_compiled_in_one_graph has the others.
     """
     model, ids = model_of(family, device), tokens(device, 3, 7)
     model.set_experts_implementation("grouped_linear_fp8")

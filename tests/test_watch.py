@@ -30,6 +30,7 @@ from support import reference
 from support.compare import assert_same_bits
 from support.devices import devices, needs_gpu
 from support.formats import composed
+from support.pairs import pairwise
 from support.processes import Checks, Passes, device
 from support.recipes import RECIPES
 from support.tensors import BF16, FP32
@@ -274,7 +275,10 @@ def case(kind: str, recipe: Recipe | None, where: str, **options: Any) -> tuple[
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_bits_flag_and_compiled_graphs(name: str, kind: str, where: str) -> None:
-    """The layer's bits stay; the flag decides; a graph counts the bits that eager calls count."""
+    """The layer's bits stay; the flag decides; a graph counts the bits that eager calls count.
+
+    Two kinds of layers are compiled under each recipe, and each kind under two recipes.
+    """
     layer, x, arguments = case(kind, RECIPES[name], where)
     plain = step(copy.deepcopy(layer), x, *arguments)
     seen = watched(layer)
@@ -290,6 +294,8 @@ def test_bits_flag_and_compiled_graphs(name: str, kind: str, where: str) -> None
         for actual, one in zip(results, plain, strict=True):
             assert_same_bits(actual, one)
 
+    if (list(RECIPES).index(name) - LAYERS.index(kind)) % 5 not in (0, 2):
+        return
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True)
     step(layer, x, *arguments, of=compiled)
@@ -306,10 +312,16 @@ def test_bits_flag_and_compiled_graphs(name: str, kind: str, where: str) -> None
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize(
-    "options", [{"weights": "both"}, {"weights": "fp8"}, {"cache_weights": True}]
+    ("options", "kind", "compiled"),
+    pairwise(
+        {"both": {"weights": "both"}, "fp8": {"weights": "fp8"}, "cached": {"cache_weights": True}},
+        {"linear": "linear", "mlp": "mlp"},
+        {"eager": False, "compiled": True},
+    ),
 )
-@pytest.mark.parametrize("kind", ["linear", "mlp"])
-def test_weights_that_are_kept(kind: str, options: dict[str, Any], where: str) -> None:
+def test_weights_that_are_kept(
+    kind: str, options: dict[str, Any], compiled: bool, where: str
+) -> None:
     """As those that each call quantizes; of FP8 alone what the numbers tell."""
     plain, x, arguments = case(kind, Float8BlockScaling(), where)
     kept, _, _ = case(kind, Float8BlockScaling(), where, **options)
@@ -319,9 +331,10 @@ def test_weights_that_are_kept(kind: str, options: dict[str, Any], where: str) -
         seen = watched(layer)
         step(layer, x, *arguments, *more)
         counted.append(seen.read())
-        torch._dynamo.reset()
-        step(layer, x, *arguments, *more, of=torch.compile(layer, fullgraph=True))
-        assert torch.equal(seen.read(), counted[-1])
+        if compiled and layer is kept:
+            torch._dynamo.reset()
+            step(layer, x, *arguments, *more, of=torch.compile(layer, fullgraph=True))
+            assert torch.equal(seen.read(), counted[-1])
     if options.get("weights") != "fp8":
         assert torch.equal(*counted)
         return

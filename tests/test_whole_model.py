@@ -125,7 +125,15 @@ def assert_steps_are_eager(training: Training, eager: Training, device: str, ste
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@EVERY_CASE
+@pytest.mark.parametrize(  # test_compile.py has every recipe
+    ("form", "recipe", "compiled_optimizer"),
+    [
+        ("layers", RECIPES["delayed"], False),
+        ("mlp", RECIPES["block"], False),
+        ("layers", RECIPES["block"], True),
+    ],
+    ids=["delayed", "mlp", "optimizer"],
+)
 def test_traced(form: str, recipe: Recipe | None, compiled_optimizer: bool) -> None:
     training, eager = (Training(form, recipe, "cpu") for _ in range(2))
     counters.clear()

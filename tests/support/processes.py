@@ -54,6 +54,8 @@ IMPORTED = [
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "transformers.integrations.finegrained_fp8",  # where it is installed
+    "transformers.models.mixtral.modeling_mixtral",
 ]
 # Called with the rank and an empty directory that both processes share.
 Checks = Mapping[str, Callable[[int, Path], None]]
@@ -118,7 +120,7 @@ def _run(checks: Checks, directory: Path, backend: str, processes: int) -> dict[
     for name in checks:
         (directory / name).mkdir()
     ended = ""
-    # On the CPU copies of one process that has imported what all need, which takes each 4 seconds.
+    # On the CPU copies of one process that has imported what all need, which takes each 8 seconds.
     # No GPU is visible to them: once a process has asked for GPUs, its copies cannot use them.
     multiprocessing.set_forkserver_preload(IMPORTED)
     on_cpu = backend == "gloo"
