@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from grouped_linear import ops
@@ -119,6 +120,12 @@ def recipe_of(experts: Any, recipe: Recipe | None) -> Recipe | None:
 
 def _operand(experts: Any, name: str, recipe: Recipe | None) -> tuple[Tensor, LinearOptions]:
     """A weight as [E, N, K] and the options of a call with it: it may be quantized already."""
+    if isinstance(experts, FP8Experts) and is_parametrized(experts):
+        raise ValueError(
+            "grouped_linear: experts of a checkpoint in FP8 are parametrized, which leaves scales "
+            "out. PEFT's adapters do so: call "
+            "grouped_linear.integrations.peft.use_grouped_adapters(model)"
+        )
     stored: Tensor = getattr(experts, name)
     if has_parts(experts):  # a backward transposes it for itself
         check_weight_in_fp8("grouped_linear", experts, name, recipe)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.torch import load_file
 from transformers.integrations import finegrained_fp8
 
 from grouped_linear import Float8BlockScaling, GroupedTensor, convert
@@ -18,53 +17,36 @@ pytest.importorskip("accelerate")  # what loads in FP8 needs it
 pytest.importorskip("peft")
 import peft
 
-from grouped_linear.integrations.peft import use_grouped_adapters
+from grouped_linear.integrations.peft import (
+    Linear,
+    MergesOnce,
+    ParamWrapper,
+    use_grouped_adapters,
+)
 from grouped_linear.integrations.transformers import fp8_tensors
-from support.adapters import IDS, SIZES, assert_close, config_of, fp8_checkpoints_on_cpu, logits
+from support.adapters import (
+    EXPERTS,
+    IDS,
+    assert_close,
+    config_of,
+    fp8_linear,
+    logits,
+    make_fp8_checkpoint,
+    randomize,
+)
+from support.adapters import from_fp8_checkpoint as from_pretrained
 
 RECIPE = Float8BlockScaling()
-SCALE = "_scale_inv"
 ADAPTERS = {"target_modules": ["q_proj", "v_proj"], "r": 4}
-
-
-def from_pretrained(folder: Path, **options: Any) -> Any:
-    with fp8_checkpoints_on_cpu():
-        return transformers.Qwen3MoeForCausalLM.from_pretrained(folder, device_map="cpu", **options)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As DeepSeek's and Qwen's: all in FP8 but norms, router and ends, scales of any size."""
-    torch.manual_seed(0)
-    sizes = SIZES | {"hidden_size": 128, "head_dim": 64}
-    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, num_experts=4))
-    folder = tmp_path_factory.mktemp("checkpoint")
-    model.save_pretrained(folder / "plain")
-    config = transformers.FineGrainedFP8Config()
-    from_pretrained(folder / "plain", quantization_config=config).save_pretrained(folder / "fp8")
-    file = folder / "fp8" / "model.safetensors"
-    state = load_file(file)
-    for name in [name for name in state if ".experts." in name and name.endswith(SCALE)]:
-        prefix, weight = name.removesuffix(SCALE).rsplit(".", 1)  # transformers leaves them stacked
-        parts = ("gate_proj", "up_proj") if weight == "gate_up_proj" else (weight,)
-        for expert, scale in enumerate(state.pop(name)):
-            for part, own in zip(parts, scale.chunk(len(parts)), strict=True):
-                state[f"{prefix}.{expert}.{part}.weight{SCALE}"] = own.contiguous()
-    save_file(state, file, {"format": "pt"})
-    scales = [t for name, t in state.items() if name.endswith(f".weight{SCALE}")]
-    assert len(scales) == 2 * (4 + 4 * 3)
-    assert any((scale.log2() % 1).any() for scale in scales)
-    return folder / "fp8"
+    return make_fp8_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(autouse=True)
 def linear_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers computes linear layers in FP8 with a kernel for GPUs."""
-
-    def fp8_linear(x: Tensor, w: Tensor, scale: Tensor, block_size: Any, *_: Any) -> Tensor:
-        w = finegrained_fp8._dequantize_fp8_weight(w, scale, block_size, x.dtype)
-        return nn.functional.linear(x, w)
-
     monkeypatch.setattr(finegrained_fp8, "fp8_linear", fp8_linear)
 
 
@@ -126,6 +108,73 @@ def test_adapters_by_trainer(folder: Path, weights: Any, dataset: Any, tmp_path:
     use_grouped_adapters(loaded)
     assert torch.equal(logits(loaded.eval()), expected)
     assert torch.equal(loaded.generate(input_ids=IDS, max_new_tokens=4), tokens)
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_merged(folder: Path, weights: Any, tmp_path: Path) -> None:
+    """Linear layers and experts, by one rounding to e4m3; taken out again bit for bit."""
+    model = from_pretrained(folder)
+    convert(model, RECIPE, weights=weights)
+    model = peft.get_peft_model(model, config_of(**ADAPTERS))
+    use_grouped_adapters(model)
+    randomize(model)
+    before = {name: bits(t).clone() for name, t in model.state_dict().items()}
+    layers = [m for m in model.modules() if isinstance(m, MergesOnce)]
+    assert [type(m) for m in layers] == [Linear, Linear, ParamWrapper, ParamWrapper] * 2
+    sums = []
+    for layer in layers:
+        one = layer.factors("default")
+        w = layer.weight_to_merge().dequantize()
+        sums.append(w + (one.scaling * one.b @ one.a).view(w.shape))
+        assert (sums[-1] - w).norm() > 0.5 * w.norm()
+    for safe_merge in (False, True):
+        model.merge_adapter(safe_merge=safe_merge)
+        for layer, expected in zip(layers, sums, strict=True):
+            w = layer.weight_to_merge().dequantize()
+            assert_close({"": w}, {"": expected}, 2**-4)  # e4m3's steps are 2**-3, at random
+        model.unmerge_adapter()
+        for name, t in model.state_dict().items():
+            assert_same_bits(bits(t), before[name])
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    again = from_pretrained(tmp_path)
+    convert(again, RECIPE)
+    assert torch.equal(logits(again), logits(merged))
+
+
+def test_merge_of_linear_layers_that_cannot_be(folder: Path) -> None:
+    """Of scales in another form, or with a bias: a sentence, and nothing is written."""
+    model = from_pretrained(folder)
+    convert(model, RECIPE)
+    model = peft.get_peft_model(model, config_of(**ADAPTERS))
+    use_grouped_adapters(model)
+    model.add_adapter("biased", peft.LoraConfig(target_modules=["v_proj"], lora_bias=True))
+    randomize(model)
+    last = model.base_model.model.model.layers[-1].self_attn.v_proj.get_base_layer()
+    for adapter, block_size in (("biased", (128, 128)), ("default", (64, 64))):
+        last.block_size = block_size
+        model.set_adapter(adapter)
+        before = {name: bits(t).clone() for name, t in model.state_dict().items()}
+        for merge in (model.merge_adapter, model.merge_and_unload):
+            with pytest.raises(ValueError, match=r"^merge: ('biased' is more|a linear layer)"):
+                merge()
+            for name, t in model.state_dict().items():
+                assert_same_bits(bits(t), before[name])
+
+
+@pytest.mark.parametrize("parameter", EXPERTS)
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_adapters_without_the_call(folder: Path, weights: Any, parameter: str) -> None:
+    """PEFT adds them to e4m3 numbers without their scales: an error in place of wrong numbers."""
+    model = from_pretrained(folder)
+    convert(model, RECIPE, weights=weights)
+    model = peft.get_peft_model(model, config_of([parameter]))
+    with pytest.raises(ValueError, match=r"are parametrized.*call \S+use_grouped_adapters"):
+        logits(model)
+    with model.disable_adapter():
+        logits(model)
+    use_grouped_adapters(model)
+    logits(model)
 
 
 def test_trainer_asks_for_adapters_or_experts_that_learn(

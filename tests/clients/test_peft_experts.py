@@ -18,6 +18,8 @@ from support.documents import ROOT, examples
 
 pytest.importorskip("peft")
 import peft
+from peft.tuners.lora import config as lora_config
+from peft.utils.hotswap import hotswap_adapter
 
 import grouped_linear.integrations.peft
 from grouped_linear.integrations.peft import use_grouped_adapters
@@ -25,6 +27,7 @@ from support.adapters import (
     DOWN,
     EXPERTS,
     GATE_UP,
+    IDS,
     MODELS,
     NewWeights,
     assert_close,
@@ -48,6 +51,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"layers.0.mlp.experts.down_proj": 3},
     },
     "router too": {"parameters": [*EXPERTS, "mlp.gate.weight"]},
+    "of some layers": {
+        "parameters": ["layers.0.mlp.experts.gate_up_proj", "layers.1.mlp.experts.down_proj"]
+    },
+    "layers_to_transform": {"layers_to_transform": [1]},
+    "layer_replication": {"layer_replication": [(0, 2), (1, 2)]},
+    "all-linear": {"target_modules": "all-linear"},
+    "experts alone": {"target_modules": None},
+    "exclude_modules": {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["q_proj"]},
+    "bias": {"bias": "all"},
+    "trainable_token_indices": {"trainable_token_indices": [1, 2, 3]},
+    "modules_to_save": {"modules_to_save": ["embed_tokens", "gate"], "ensure_weight_tying": True},
+    "rank 256": {"r": 256},
+    "negative alpha": {"lora_alpha": -1},
 }
 
 
@@ -62,6 +78,27 @@ def test_as_peft(name: str, config: str, order: str) -> None:
     randomize(theirs)
     ours = grouped(model_of(name), config_of(**CONFIGS[config]), order=order)
     assert_close(results(ours), results(theirs), 1e-4)
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", "eva"])
+def test_initialized_as_by_peft(init: Any) -> None:
+    """Of one seed, over weights of any kind; ways that look at a weight know no experts."""
+    found = []
+    for weights in ("not converted", None, "fp8", "both"):
+        model = model_of()
+        if weights != "not converted":
+            convert(model, weights=weights)
+        torch.manual_seed(3)
+        model = peft.get_peft_model(model, config_of(init_lora_weights=init))
+        if weights != "not converted":
+            use_grouped_adapters(model)
+        model.add_adapter("later", config_of(init_lora_weights=init))
+        found.append({n: p.detach() for n, p in model.named_parameters() if ".lora_" in n})
+    assert len(found[0]) == 2 * 2 * (2 * 2 + 2)
+    for own in found[1:]:
+        assert own.keys() == found[0].keys()
+        for name, t in found[0].items():
+            assert_same_bits(own[name], t)
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "GPT-OSS"])
@@ -281,6 +318,129 @@ def test_what_cannot_be() -> None:
         convert(model)
         with pytest.raises(ValueError, match=r"ParamWrapper does not|Invalid or unsupp"):
             peft.get_peft_model(model, config_of(**option))
+
+
+LATER: dict[str, dict[str, Any]] = {
+    "DoRA": {"use_dora": True},
+    "dropout": {"lora_dropout": 0.1},
+    "biases": {"lora_bias": True},
+    "aLoRA": {"alora_invocation_tokens": [3]},
+    "BD-LoRA": {"use_bdlora": lora_config.BdLoraConfig(["q_proj"], match_strict=False)},
+    "VeLoRA": {"velora_config": lora_config.VeloraConfig()},
+    "MonteCLoRA": {"monteclora_config": lora_config.MontecloraConfig()},
+    "KaSA": {"kasa_config": lora_config.KasaConfig()},
+    "MiCA": {"init_lora_weights": "mica"},
+    "PiSSA": {"init_lora_weights": "pissa"},
+    "OLoRA": {"init_lora_weights": "olora"},
+    "CorDA": {"init_lora_weights": "corda"},
+    "LoRA-GA": {"init_lora_weights": "lora_ga"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "rank": {"r": 257},
+    "rank of a pattern": {"rank_pattern": {"down_proj": 300}},
+    "other parameters": {"parameters": [DOWN]},
+}
+
+
+@pytest.mark.parametrize("option", LATER)
+def test_an_adapter_that_experts_cannot_have(option: str) -> None:
+    """Refused when it is added, before any layer has some of it; PEFT's PiSSA writes weights."""
+    model = grouped(model_of(), config_of())
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"^(add_adapter: \S+ |KaSA|When using multiple adapters)"):
+        model.add_adapter("later", config_of(**LATER[option]))
+    assert list(model.peft_config) == ["default"]
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    for name, t in before.items():
+        assert_same_bits(after[name], t)
+    results(model)
+
+
+def test_mixed_batches() -> None:
+    """Refused before anything is changed: PEFT's hooks would stay, and fail all later calls."""
+    model = grouped(model_of(), config_of())
+    model.add_adapter("other", config_of())
+    expected = logits(model)
+    for call in (model, model.generate):
+        with pytest.raises(ValueError, match=r"^adapter_names: adapters on experts are those of"):
+            call(input_ids=IDS, adapter_names=["default", "other"])
+        assert torch.equal(logits(model), expected)
+
+
+def test_weighted_adapters() -> None:
+    """Sums of adapters, which PEFT makes of linear layers alone, beside an adapter on experts."""
+    found = []
+    for ours in (False, True):
+        model = grouped(model_of(), config_of()) if ours else None
+        model = model or peft.get_peft_model(model_of(), config_of())
+        for name, rank in (("a", 4), ("b", 2)):
+            model.add_adapter(name, peft.LoraConfig(r=rank, target_modules=["q_proj"]))
+        randomize(model)
+        before = logits(model)
+        with pytest.raises(ValueError, match=r"does not support targeting nn\.Parameter"):
+            model.add_weighted_adapter(["default", "a"], [0.5, 0.5], "sum")
+        assert torch.equal(logits(model), before)
+        model.add_weighted_adapter(["a", "b"], [0.3, 0.7], "sum", combination_type="cat")
+        outputs = {}
+        for active in ("sum", ["sum", "default"]):
+            model.base_model.set_adapter(active)
+            outputs[str(active)] = logits(model)
+        found.append(outputs)
+    assert_close(found[1], found[0], 1e-5)
+
+
+@pytest.mark.parametrize("rank", [4, 8])
+def test_hotswap(rank: int, tmp_path: Path) -> None:
+    """Of the same rank or a higher one; PEFT puts a lower one in the wrong rows of experts."""
+    other = peft.get_peft_model(model_of(), config_of(r=rank, lora_alpha=5))
+    randomize(other)
+    other.save_pretrained(tmp_path)
+    model = grouped(model_of(), config_of())
+    assert not torch.allclose(logits(model), logits(other), atol=0.01)
+    hotswap_adapter(model, str(tmp_path), "default", torch_device="cpu")
+    assert_close({"": logits(model)}, {"": logits(other)}, 1e-5)
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_dropout(weights: Any) -> None:
+    """The mask is one of the adapter's input: W x + scaling B A (mask x), in training alone."""
+    model = grouped(model_of(), config_of([GATE_UP], target_modules=["q_proj"]), weights=weights)
+    before = logits(model)
+    for wrong in (1.0, -0.1, "0.1"):
+        with pytest.raises(ValueError, match="dropout must be at least 0 and less than 1"):
+            use_grouped_adapters(model, dropout=wrong)
+    use_grouped_adapters(model, dropout=0.5)
+    attention = model.base_model.model.model.layers[0].self_attn.q_proj
+    assert attention.lora_dropout["default"].p == 0.5
+    model.eval()
+    assert torch.equal(logits(model), before)
+    model.train()
+    assert not torch.allclose(logits(model), before, atol=1e-3)
+
+    wrapper = model.base_model.model.model.layers[0].mlp.experts
+    x, scores = torch.randn(40, 32, requires_grad=True), torch.ones(40, 1)
+    chosen = torch.randint(4, (40, 1))
+    torch.manual_seed(4)
+    y = wrapper(x, chosen, scores)
+    torch.manual_seed(4)
+    own = wrapper.factors("default")
+    assert own.dropout == 0.5
+    masked = nn.functional.dropout(x, 0.5)
+    experts, e = wrapper.get_base_layer(), chosen.flatten()
+    gate_up, down = (p.detach().dequantize() if weights else p for p in experts.parameters())
+    expected = torch.einsum("th,tgh->tg", x, gate_up[e]) + own.scaling * torch.einsum(
+        "th,trh,tgr->tg", masked, own.a[e], own.b[e]
+    )
+    gate, up = expected.chunk(2, dim=-1)
+    expected = torch.einsum("tf,thf->th", experts.act_fn(gate) * up, down[e])
+    assert_close({"": y}, {"": expected}, 1e-5 if weights is None else 0.1)
+    results(model.train())
+    model.add_adapter("other", config_of([GATE_UP]))
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(ValueError, match="active together must have one dropout, got"):
+        logits(model)
+    use_grouped_adapters(model, dropout=0.0)
+    assert torch.equal(logits(model), logits(model.eval()))
 
 
 def test_trainer(dataset: Any, tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.integrations import finegrained_fp8
 
 from grouped_linear import GroupedTensor, Recipe, convert
 from grouped_linear.integrations.peft import ParamWrapper, use_grouped_adapters
@@ -160,3 +163,39 @@ def fp8_checkpoints_on_cpu() -> Iterator[None]:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         yield
+
+
+def from_fp8_checkpoint(folder: Path, **options: Any) -> Any:
+    """A model of :func:`make_fp8_checkpoint`'s, or of one that it was saved to."""
+    with fp8_checkpoints_on_cpu():
+        return transformers.Qwen3MoeForCausalLM.from_pretrained(folder, device_map="cpu", **options)
+
+
+def make_fp8_checkpoint(folder: Path) -> Path:
+    """As DeepSeek's and Qwen's: all in FP8 but norms, router and ends, scales of any size."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"hidden_size": 128, "head_dim": 64}
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, num_experts=4))
+    model.save_pretrained(folder / "plain")
+    config = transformers.FineGrainedFP8Config()
+    in_fp8 = from_fp8_checkpoint(folder / "plain", quantization_config=config)
+    in_fp8.save_pretrained(folder / "fp8")
+    file = folder / "fp8" / "model.safetensors"
+    state = load_file(file)
+    for name in [name for name in state if ".experts." in name and name.endswith("_scale_inv")]:
+        prefix, weight = name.removesuffix("_scale_inv").rsplit(".", 1)
+        parts = ("gate_proj", "up_proj") if weight == "gate_up_proj" else (weight,)
+        for expert, scale in enumerate(state.pop(name)):  # transformers leaves them stacked
+            for part, own in zip(parts, scale.chunk(len(parts)), strict=True):
+                state[f"{prefix}.{expert}.{part}.weight_scale_inv"] = own.contiguous()
+    save_file(state, file, {"format": "pt"})
+    scales = [t for name, t in state.items() if name.endswith(".weight_scale_inv")]
+    assert len(scales) == 2 * (4 + 4 * 3)
+    assert any((scale.log2() % 1).any() for scale in scales)
+    return folder / "fp8"
+
+
+def fp8_linear(x: Tensor, w: Tensor, scale: Tensor, block_size: Any, *_: Any) -> Tensor:
+    """A linear layer in FP8 without transformers' kernel for GPUs, which rounds x besides."""
+    w = finegrained_fp8._dequantize_fp8_weight(w, scale, block_size, x.dtype)
+    return nn.functional.linear(x, w)
