@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import FineGrainedFP8Config, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
-from transformers.integrations.finegrained_fp8 import FP8Experts
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
@@ -53,10 +53,17 @@ class LearningExpertsHfQuantizer(FineGrainedFP8HfQuantizer):
 
 
 def let_trainer_train(model: Any) -> None:
-    """Say to ``Trainer`` that a model of a checkpoint in FP8 has experts that learn."""
+    """Say to ``Trainer`` that a model of a checkpoint in FP8 has experts that learn.
+
+    Its linear layers in FP8 do not, so that neither FSDP2 nor DDP waits for their gradients.
+    """
     own = getattr(model, "hf_quantizer", None)
     if type(own) is FineGrainedFP8HfQuantizer:
         own.__class__ = LearningExpertsHfQuantizer
+    for module in model.modules():
+        if isinstance(module, FP8Linear) and module.weight.dtype == E4M3:
+            module.weight.requires_grad_(False)
+            module.weight_scale_inv.requires_grad_(False)
 
 
 def _in_own_dtype(
