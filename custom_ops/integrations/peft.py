@@ -121,7 +121,7 @@ def plan_adapters(plan: Plan, op: str, model: nn.Module) -> set[nn.Module]:
     for module in model.modules():
         if experts and type(module) is peft.LoraModel:
             plan.write(setattr, module, "__class__", LoraModel)
-        if experts and type(module) is lora.Linear and type(module.get_base_layer()) is FP8Linear:
+        if experts and _is_over_fp8(module):
             plan.write(setattr, module, "__class__", Linear)
     return experts
 
@@ -152,6 +152,11 @@ def _wrappers_of_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
         is_wrapper = isinstance(module, lora.ParamWrapper)
         if is_wrapper and goes_through_interface(module.get_base_layer()):
             yield f"{name_without_adapters(name)}.{module.parameter_name}", module
+
+
+def _is_over_fp8(module: Any) -> bool:
+    """Whether it is PEFT's layer over a linear layer of a checkpoint in FP8."""
+    return type(module) is lora.Linear and type(module.get_base_layer()) is FP8Linear
 
 
 def _check(where: str, wrapper: Any) -> None:
@@ -247,6 +252,14 @@ class LoraModel(peft.LoraModel):
             except Exception as error:
                 raise ValueError(f"add_adapter: {name} cannot have it: {error}") from error
             _check_rank(f"add_adapter: {name}: the adapter", rank)
+
+    @staticmethod
+    def _create_new_module(*args: Any, **kwargs: Any) -> nn.Module:
+        """A layer for an adapter that is added later."""
+        module: nn.Module = peft.LoraModel._create_new_module(*args, **kwargs)
+        if _is_over_fp8(module):
+            module.__class__ = Linear
+        return module
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:

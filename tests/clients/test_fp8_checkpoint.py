@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers.integrations import finegrained_fp8
 
 from grouped_linear import Float8BlockScaling, GroupedTensor, convert
@@ -29,20 +30,25 @@ from support.adapters import (
     IDS,
     assert_close,
     config_of,
+    deepseek,
     fp8_linear,
     logits,
     make_fp8_checkpoint,
+    qwen3_of_blocks,
     randomize,
+    results,
 )
 from support.adapters import from_fp8_checkpoint as from_pretrained
 
 RECIPE = Float8BlockScaling()
-ADAPTERS = {"target_modules": ["q_proj", "v_proj"], "r": 4}
+# Two in each layer of attention.
+ADAPTERS = {"target_modules": ["q_proj", "v_proj", "q_b_proj", "kv_a_proj_with_mqa"], "r": 4}
+MODELS = {"Qwen3-MoE": qwen3_of_blocks, "DeepSeek-V3": deepseek}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_fp8_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_fp8_checkpoint(tmp_path_factory.mktemp("checkpoint"), MODELS[request.param])
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +74,7 @@ def losses(trainer: Any) -> list[float]:
 
 
 def experts_of(model: Any) -> Iterator[Any]:
-    return (layer.mlp.experts for layer in model.model.layers)
+    return (m.mlp.experts for m in model.model.layers if hasattr(m.mlp, "experts"))
 
 
 def assert_same_file(one: Path, other: Path) -> None:
@@ -91,7 +97,7 @@ def test_adapters_by_trainer(folder: Path, weights: Any, dataset: Any, tmp_path:
     trainer.train()
     assert torch.tensor(losses(trainer)).isfinite().all()
     learned = {n: p for n, p in model.named_parameters() if ".lora_B." in n}
-    assert len(learned) == 2 * (2 + 2)
+    assert len(learned) == 2 * (len(base.model.layers) + 2)
     assert all(p.any() for p in learned.values())
     model.save_pretrained(tmp_path / "adapter")
     expected, tokens = logits(model.eval()), model.generate(input_ids=IDS, max_new_tokens=4)
@@ -120,7 +126,7 @@ def test_merged(folder: Path, weights: Any, tmp_path: Path) -> None:
     randomize(model)
     before = {name: bits(t).clone() for name, t in model.state_dict().items()}
     layers = [m for m in model.modules() if isinstance(m, MergesOnce)]
-    assert [type(m) for m in layers] == [Linear, Linear, ParamWrapper, ParamWrapper] * 2
+    assert [type(m) for m in layers][-4:] == [Linear, Linear, ParamWrapper, ParamWrapper]
     sums = []
     for layer in layers:
         one = layer.factors("default")
@@ -148,11 +154,11 @@ def test_merge_of_linear_layers_that_cannot_be(folder: Path) -> None:
     convert(model, RECIPE)
     model = peft.get_peft_model(model, config_of(**ADAPTERS))
     use_grouped_adapters(model)
-    model.add_adapter("biased", peft.LoraConfig(target_modules=["v_proj"], lora_bias=True))
+    model.add_adapter("biased", peft.LoraConfig(target_modules=["o_proj"], lora_bias=True))
     randomize(model)
-    last = model.base_model.model.model.layers[-1].self_attn.v_proj.get_base_layer()
+    *_, last = (m for m in model.modules() if isinstance(m, Linear) and "default" in m.lora_A)
     for adapter, block_size in (("biased", (128, 128)), ("default", (64, 64))):
-        last.block_size = block_size
+        last.get_base_layer().block_size = block_size
         model.set_adapter(adapter)
         before = {name: bits(t).clone() for name, t in model.state_dict().items()}
         for merge in (model.merge_adapter, model.merge_and_unload):
@@ -175,6 +181,100 @@ def test_adapters_without_the_call(folder: Path, weights: Any, parameter: str) -
         logits(model)
     use_grouped_adapters(model)
     logits(model)
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed(folder: Path, reentrant: bool, weights: Any) -> None:
+    """The backward makes activations again."""
+    found = []
+    for checkpointed in (False, True):
+        model = from_pretrained(folder)
+        convert(model, RECIPE, weights=weights)
+        model = peft.get_peft_model(model, config_of(**ADAPTERS))
+        use_grouped_adapters(model)
+        randomize(model)
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        found.append(results(model.train()))
+    assert_close(found[1], found[0], 1e-6)
+
+
+@pytest.mark.parametrize("folder", ["Qwen3-MoE"], indirect=True)
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_compiled(folder: Path, weights: Any) -> None:
+    """In one graph."""
+    model = from_pretrained(folder, num_hidden_layers=1)
+    convert(model, RECIPE, weights=weights)
+    model = peft.get_peft_model(model, config_of(**ADAPTERS))
+    use_grouped_adapters(model)
+    randomize(model)
+    expected = results(model)
+    assert_close(results(model, fullgraph=True, backend="aot_eager"), expected, 1e-4)
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_policy_gradients(folder: Path, weights: Any) -> None:
+    """As GRPO does: sample with the adapters, ask the model without them, learn; in one mode."""
+    model = from_pretrained(folder)
+    convert(model, RECIPE, weights=weights)
+    model = peft.get_peft_model(model, config_of(**ADAPTERS))
+    use_grouped_adapters(model)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True
+    )
+    gains = torch.tensor([1.0, -1.0])
+    base, prompt = logits(model.train()), IDS[:, :4]
+    tokens = model.generate(
+        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=True
+    )
+
+    def log_likelihood() -> Tensor:
+        found = model(input_ids=tokens, use_cache=False).logits[:, 3:-1].log_softmax(dim=-1)
+        return found.gather(-1, tokens[:, 4:, None]).mean(dim=(1, 2))
+
+    before = log_likelihood().detach()
+    for _ in range(5):
+        with torch.no_grad(), model.disable_adapter():
+            reference = log_likelihood()
+        torch.testing.assert_close(reference, before)
+        ours = log_likelihood()
+        (-(gains * ours) + 0.01 * (ours - reference).square()).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (gains * (log_likelihood() - before)).sum() > 0
+    with model.disable_adapter():
+        assert torch.equal(logits(model), base)
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_adapters_by_trainer_resumed(
+    folder: Path, weights: Any, dataset: Any, tmp_path: Path
+) -> None:
+    """In bf16, checkpointed, fused, in small batches: a run goes on from its first checkpoint."""
+    options = {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-2, "bf16": True}
+    options |= {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}
+    found = []
+    for resumed in (False, True):
+        model = from_pretrained(folder, dtype=torch.bfloat16)
+        convert(model, RECIPE, weights=weights)
+        torch.manual_seed(0)
+        model = peft.get_peft_model(model, config_of(**ADAPTERS))
+        use_grouped_adapters(model)
+        trainer = trainer_of(
+            model, dataset, tmp_path / str(resumed), optim="adamw_torch_fused", **options
+        )
+        first = str(tmp_path / "False" / "checkpoint-2") if resumed else None
+        trainer.train(resume_from_checkpoint=first)
+        found.append(losses(trainer))
+    assert found[1] == found[0]
+    ends = [
+        tmp_path / str(run) / "checkpoint-4" / "adapter_model.safetensors" for run in (False, True)
+    ]
+    files = [load_file(end) for end in ends]
+    for name, t in files[0].items():
+        assert_same_bits(files[1][name], t)
 
 
 def test_trainer_asks_for_adapters_or_experts_that_learn(

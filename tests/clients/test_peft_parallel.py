@@ -37,9 +37,9 @@ def converted(weights: Any, directory: Path) -> Any:
 
 def loaded_in_fp8(weights: Any, directory: Path, adapters: bool = True) -> Any:
     """Of a checkpoint whose linear layers are in FP8, too."""
-    folder = directory / "fp8"
+    folder = directory / "checkpoint"
     if dist.get_rank() == 0 and not folder.exists():  # transformers saves in one process
-        make_fp8_checkpoint(directory)
+        make_fp8_checkpoint(folder)
     dist.barrier()
     model = from_fp8_checkpoint(folder).to(device())
     if adapters:

@@ -1,5 +1,6 @@
 """Models of transformers with PEFT's adapters on their experts; only tests of PEFT import this."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -168,31 +169,58 @@ def fp8_checkpoints_on_cpu() -> Iterator[None]:
 def from_fp8_checkpoint(folder: Path, **options: Any) -> Any:
     """A model of :func:`make_fp8_checkpoint`'s, or of one that it was saved to."""
     with fp8_checkpoints_on_cpu():
-        return transformers.Qwen3MoeForCausalLM.from_pretrained(folder, device_map="cpu", **options)
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder, device_map="cpu", **options
+        )
 
 
-def make_fp8_checkpoint(folder: Path) -> Path:
+def deepseek() -> Any:
+    """With a dense layer first, a shared expert, and features that are no multiples of 128."""
+    config = transformers.DeepseekV3Config(
+        **SIZES | {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3},
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        q_lora_rank=48,
+        kv_lora_rank=64,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+    )
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def qwen3_of_blocks() -> Any:
+    sizes = SIZES | {"hidden_size": 128, "head_dim": 64}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, num_experts=4))
+
+
+def make_fp8_checkpoint(folder: Path, model: Callable[[], Any] = qwen3_of_blocks) -> Path:
     """As DeepSeek's and Qwen's: all in FP8 but norms, router and ends, scales of any size."""
     torch.manual_seed(0)
-    sizes = SIZES | {"hidden_size": 128, "head_dim": 64}
-    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, num_experts=4))
-    model.save_pretrained(folder / "plain")
-    config = transformers.FineGrainedFP8Config()
-    in_fp8 = from_fp8_checkpoint(folder / "plain", quantization_config=config)
-    in_fp8.save_pretrained(folder / "fp8")
-    file = folder / "fp8" / "model.safetensors"
-    state = load_file(file)
-    for name in [name for name in state if ".experts." in name and name.endswith("_scale_inv")]:
-        prefix, weight = name.removesuffix("_scale_inv").rsplit(".", 1)
-        parts = ("gate_proj", "up_proj") if weight == "gate_up_proj" else (weight,)
-        for expert, scale in enumerate(state.pop(name)):  # transformers leaves them stacked
-            for part, own in zip(parts, scale.chunk(len(parts)), strict=True):
-                state[f"{prefix}.{expert}.{part}.weight_scale_inv"] = own.contiguous()
+    plain = model()
+    plain.save_pretrained(folder)
+    file, state, kept = folder / "model.safetensors", {}, ("embed_tokens", "lm_head", "mlp.gate.")
+    for name, w in load_file(file).items():
+        state[name] = w
+        if w.dim() == 2 and not any(part in name for part in kept):
+            state[name], scale = quantized_in_blocks(w)
+            state[f"{name}_scale_inv"] = scale
     save_file(state, file, {"format": "pt"})
-    scales = [t for name, t in state.items() if name.endswith(".weight_scale_inv")]
-    assert len(scales) == 2 * (4 + 4 * 3)
-    assert any((scale.log2() % 1).any() for scale in scales)
-    return folder / "fp8"
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = transformers.FineGrainedFP8Config().to_dict()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def quantized_in_blocks(w: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 numbers, and a float32 scale for each 128 x 128, the last ones smaller."""
+    blocks = [row.split(128, dim=1) for row in w.split(128)]
+    scale = torch.stack([torch.stack([b.abs().max() / 448 for b in row]) for row in blocks])
+    of_each = scale.repeat_interleave(128, dim=0).repeat_interleave(128, dim=1)
+    return (w / of_each[: w.size(0), : w.size(1)]).to(torch.float8_e4m3fn), scale
 
 
 def fp8_linear(x: Tensor, w: Tensor, scale: Tensor, block_size: Any, *_: Any) -> Tensor:
