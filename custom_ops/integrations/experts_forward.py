@@ -20,7 +20,7 @@ from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from grouped_linear.integrations.activations import activation_of
 from grouped_linear.integrations.converted_class import class_before
 from grouped_linear.integrations.plan import check_sizes
-from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, BLOCK, E4M3, ceil_div
 from grouped_linear.nn.functional import apply_layer, check_parameters
 from grouped_linear.nn.functional_mlp import apply_mlp
 from grouped_linear.nn.lora import LoraWeights
@@ -176,10 +176,12 @@ def check_weight_in_fp8(where: str, experts: Any, name: str, recipe: Recipe | No
     scales = E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)
     fits = q.dtype == E4M3 and scale.dtype == torch.float32 and scale.shape == scales
     if not fits or experts.activation_scheme != "dynamic":
+        remedy = "load the checkpoint with FineGrainedFP8Config(dequantize=True)"
+        if q.dtype in ACTIVATIONS:
+            remedy = "FSDP2's param_dtype and Module.to cast them without their scales: use neither"
         raise ValueError(
             f"{where}: experts in FP8 must be float8_e4m3fn with float32 scales "
             f"{list(scales)} and dynamic activations, got {name} {q.dtype} with {scale.dtype} "
-            f"scales {list(scale.shape)} and {experts.activation_scheme} activations: load the "
-            "checkpoint with FineGrainedFP8Config(dequantize=True)"
+            f"scales {list(scale.shape)} and {experts.activation_scheme} activations: {remedy}"
         )
     check_sizes(where, name, list(q.shape))

@@ -1,5 +1,6 @@
 """A checkpoint in FP8, linear layers too: adapters on it, and experts that learn."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,36 @@ def test_adapters_by_trainer_resumed(
     files = [load_file(end) for end in ends]
     for name, t in files[0].items():
         assert_same_bits(files[1][name], t)
+
+
+def test_numbers_without_their_scales(folder: Path) -> None:
+    """A cast drops them: an error in place of wrong numbers; GroupedTensor keeps its own."""
+    model = from_pretrained(folder, dtype=torch.bfloat16)
+    convert(model, RECIPE)
+    experts = next(experts_of(model))
+    x, chosen, scores = torch.randn(8, 128), torch.zeros(8, 1, dtype=torch.long), torch.ones(8, 1)
+    expected = experts(x.bfloat16(), chosen, scores.bfloat16())
+    with pytest.raises(
+        ValueError, match=r"gate_up_proj torch\.float32 .*param_dtype and Module\.to"
+    ):
+        copy.deepcopy(experts).float()(x, chosen, scores)
+    convert(model, RECIPE, weights="fp8")
+    y = experts.float()(x, chosen, scores)
+    assert_close({"": y}, {"": expected.float()}, 0.05)
+
+
+def test_prepared_for_kbit_training(folder: Path) -> None:
+    """Experts and linear layers keep their numbers and scales; all else is in float32 then."""
+    for weights in (None, "fp8"):
+        model = from_pretrained(folder, dtype=torch.bfloat16)
+        convert(model, RECIPE, weights=weights)
+        expected = logits(model).float()
+        before = {name: t.clone() for name, t in model.state_dict().items()}
+        model = peft.prepare_model_for_kbit_training(model)
+        for name, t in model.state_dict().items():
+            assert_same_bits(bits(t), bits(before[name].to(t.dtype)))
+            assert t.dtype != torch.bfloat16
+        assert_close({"": logits(model)}, {"": expected}, 0.1)
 
 
 def test_trainer_asks_for_adapters_or_experts_that_learn(

@@ -1,4 +1,4 @@
-"""trl's SFTTrainer over adapters on experts."""
+"""trl's SFTTrainer and GRPOTrainer over adapters on experts."""
 
 import math
 from pathlib import Path
@@ -9,6 +9,7 @@ import tokenizers
 import torch
 import transformers
 from torch import Tensor
+from transformers.integrations import finegrained_fp8
 
 from grouped_linear import Float8BlockScaling, convert
 
@@ -18,7 +19,15 @@ import peft
 import trl
 
 from grouped_linear.integrations.peft import use_grouped_adapters
-from support.adapters import NewWeights, config_of, model_of, weights_of
+from support.adapters import (
+    NewWeights,
+    config_of,
+    fp8_linear,
+    from_fp8_checkpoint,
+    make_fp8_checkpoint,
+    model_of,
+    weights_of,
+)
 
 
 def tokenizer() -> Any:
@@ -73,3 +82,62 @@ def test_sft(weights: Any, made_by: str, dataset: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(weights_of(trainer.model), before, rtol=0, atol=0)
     after = adapters_of(trainer.model)
     assert not any(torch.equal(after[n], t) for n, t in adapters.items() if "lora_B" in n)
+
+
+@pytest.mark.parametrize("made_by", ["trl", "PEFT"])
+@pytest.mark.parametrize("weights", [None, "fp8", "checkpoint"])
+def test_grpo(
+    weights: Any, made_by: str, dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It generates while it trains; the model it must stay near is the one without adapters.
+
+    trl makes that by a second adapter of a PEFT model, and by disable_adapter of another.
+    """
+    if weights == "checkpoint":
+        monkeypatch.setattr(finegrained_fp8, "fp8_linear", fp8_linear)
+        model, config = from_fp8_checkpoint(make_fp8_checkpoint(tmp_path / "base")), config_of()
+        convert(model, Float8BlockScaling())
+    else:
+        model, config = model_of(), config_of()
+        convert(model, Float8BlockScaling() if weights else None, weights=weights)
+    if made_by == "PEFT":
+        model, config = peft.get_peft_model(model, config), None
+        use_grouped_adapters(model)
+    arguments = trl.GRPOConfig(
+        output_dir=str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=4,
+        num_generations=2,
+        max_completion_length=6,
+        learning_rate=1e-2,
+        beta=0.1,
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    rows = [{"prompt": " ".join(f"w{i}" for i in row["input_ids"].tolist())} for row in dataset]
+
+    def alternating(completions: list[str], **_: Any) -> list[float]:
+        return [float(i % 2) for i in range(len(completions))]
+
+    trainer = trl.GRPOTrainer(
+        model,
+        alternating,
+        arguments,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        peft_config=config,
+    )
+    use_grouped_adapters(trainer.model)
+    before, adapters = weights_of(trainer.model), adapters_of(trainer.model)
+    with NewWeights(before) as made:
+        trainer.train()
+    assert made.count == 0
+    divergences = [row["kl"] for row in trainer.state.log_history if "kl" in row]
+    assert divergences[0] == 0
+    assert divergences[1] > 0
+    torch.testing.assert_close(weights_of(trainer.model), before, rtol=0, atol=0)
+    for name, t in adapters_of(trainer.model).items():
+        assert torch.equal(t, adapters[name]) == (".default." not in name), name
