@@ -21,8 +21,11 @@ from grouped_linear.nn.mlp import GroupedMLP
 
 
 def goes_through_interface(module: nn.Module) -> bool:
-    """Whether a module is experts of transformers' interface, which adds the attribute."""
-    return hasattr(module, "is_concatenated") and hasattr(module, "config")
+    """Whether a module is experts of transformers' interface, which adds the attribute.
+
+    A wrapper that answers for the module inside of it, as PEFT's ModulesToSaveWrapper, is none.
+    """
+    return {"is_concatenated", "config"} <= vars(module).keys()
 
 
 def look_alikes(model: nn.Module) -> Iterator[SkippedExperts]:

@@ -401,6 +401,37 @@ def test_hotswap(rank: int, tmp_path: Path) -> None:
     assert_close({"": logits(model)}, {"": logits(other)}, 1e-5)
 
 
+@pytest.mark.parametrize("order", ["convert first", "convert last"])
+@pytest.mark.parametrize("weights", [None, "fp8", "both"])
+def test_experts_to_save(weights: Any, order: str, tmp_path: Path) -> None:
+    """A copy of the experts that learns whole, and is converted as they are, and counted once."""
+    model, config = model_of(), config_of([], modules_to_save=["experts"])
+    if order == "convert first":
+        convert(model, weights=weights)
+        model = peft.get_peft_model(model, config)
+    else:
+        model = peft.get_peft_model(model, config)
+        report = convert(model, weights=weights)
+        assert {one.form for one in report.converted} == {"MixtralExperts"}
+        assert len(report.converted) == 2 * 2
+    before = weights_of(model)
+    learning = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=1e-2, fused=True)
+    for _ in range(2):
+        results(model)
+        optimizer.step()
+    after = weights_of(model)
+    assert len(after) == 2 * 2 * 2
+    for name, w in after.items():
+        assert torch.equal(w, before[name]) == (".original_module." in name), name
+    model.save_pretrained(tmp_path)
+    again = model_of()
+    convert(again, weights=weights)
+    again = peft.PeftModel.from_pretrained(again, tmp_path)
+    assert torch.equal(logits(again), logits(model))
+    assert_close({"": logits(model.merge_and_unload())}, {"": logits(again)}, 1e-5)
+
+
 @pytest.mark.parametrize("weights", [None, "fp8"])
 def test_dropout(weights: Any) -> None:
     """The mask is one of the adapter's input: W x + scaling B A (mask x), in training alone."""
