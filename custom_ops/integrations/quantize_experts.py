@@ -179,6 +179,10 @@ def dequantize_experts(model: nn.Module) -> None:
     Args:
         model: the whole model.
 
+    Raises:
+        ValueError: for experts of a checkpoint in FP8, whose class has no others. The model is then
+            as it was.
+
     >>> from grouped_linear import convert
     >>> from transformers import MixtralConfig, MixtralForCausalLM
     >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
@@ -189,6 +193,12 @@ def dequantize_experts(model: nn.Module) -> None:
     >>> type(model.model.layers[0].mlp.experts.down_proj.data)
     <class 'torch.Tensor'>
     """
+    for name, module in model.named_modules():
+        if isinstance(module, FP8Experts):
+            raise ValueError(
+                f"dequantize_experts: {name} is of a checkpoint in FP8: load it with "
+                "FineGrainedFP8Config(dequantize=True)"
+            )
     for experts in _experts_of(model).values():
         for name in weight_names(experts):
             w = getattr(experts, name)

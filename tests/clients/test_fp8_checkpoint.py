@@ -25,7 +25,7 @@ from grouped_linear.integrations.peft import (
     ParamWrapper,
     use_grouped_adapters,
 )
-from grouped_linear.integrations.transformers import fp8_tensors
+from grouped_linear.integrations.transformers import dequantize_experts, fp8_tensors
 from support.adapters import (
     EXPERTS,
     IDS,
@@ -147,6 +147,25 @@ def test_merged(folder: Path, weights: Any, tmp_path: Path) -> None:
     again = from_pretrained(tmp_path)
     convert(again, RECIPE)
     assert torch.equal(logits(again), logits(merged))
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_merged_without_rounding_to_fp8(folder: Path, weights: Any, tmp_path: Path) -> None:
+    """In a model that is loaded without FP8; experts as they are loaded cannot be made plain."""
+    model = from_pretrained(folder)
+    convert(model, RECIPE, weights=weights)
+    with pytest.raises(ValueError, match=r"experts is of a checkpoint in FP8: load it with Fine"):
+        dequantize_experts(model)
+    model = peft.get_peft_model(model, config_of(**ADAPTERS))
+    randomize(model)
+    model.save_pretrained(tmp_path)
+    config = transformers.FineGrainedFP8Config(dequantize=True)
+    plain = from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+    convert(plain)
+    plain = peft.PeftModel.from_pretrained(plain, tmp_path)
+    use_grouped_adapters(plain)
+    expected = logits(plain)
+    assert_close({"": logits(plain.merge_and_unload())}, {"": expected}, 1e-5)
 
 
 def test_merge_of_linear_layers_that_cannot_be(folder: Path) -> None:
@@ -306,6 +325,25 @@ def test_prepared_for_kbit_training(folder: Path) -> None:
             assert_same_bits(bits(t), bits(before[name].to(t.dtype)))
             assert t.dtype != torch.bfloat16
         assert_close({"": logits(model)}, {"": expected}, 0.1)
+
+
+def test_where_there_is_no_gpu(
+    folder: Path, dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers dequantizes all; experts go back to FP8, learn, and are saved in it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert not any(isinstance(module, finegrained_fp8.FP8Linear) for module in model.modules())
+    before = [experts.down_proj.detach().clone() for experts in experts_of(model)]
+    convert(model, RECIPE, weights="fp8")
+    for experts, w in zip(experts_of(model), before, strict=True):
+        assert_close({"": experts.down_proj.detach().dequantize()}, {"": w}, 2**-5)
+    trainer = trainer_of(model, dataset, tmp_path, max_steps=2, learning_rate=3e-3)
+    trainer.train()
+    model.save_pretrained(tmp_path / "saved")
+    again = from_pretrained(tmp_path / "saved")
+    for own, theirs in zip(experts_of(model), experts_of(again), strict=True):
+        assert_same_bits(bits(theirs.down_proj), bits(own.down_proj.q))
 
 
 def test_trainer_asks_for_adapters_or_experts_that_learn(
