@@ -19,12 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from grouped_linear import (
     Float8BlockScaling,
     GroupedLinear,
     GroupedMLP,
     GroupedTensor,
+    GroupedTensorWithMaster,
     MXFP8BlockScaling,
     grouped_linear,
     grouped_mlp,
@@ -301,6 +303,71 @@ UPDATES: dict[str, Callable[[Tensor], Any]] = {
     "foreach": lambda w: torch._foreach_add_([w, *w], 1.0),
     "view": lambda w: w.detach()[1:].view(-1).fill_(0),
 }
+
+
+def test_weights_in_one_vector() -> None:
+    """It is a plain tensor to whoever reads or writes it; C++ that sends it finds the weights."""
+    made = [GroupedTensor.quantize(torch.randn(2, N, K), RECIPES["any_scale"]) for _ in "ab"]
+    weights = [nn.Parameter(t, requires_grad=False) for t in (made[0], torch.randn(5), made[1])]
+    expected = torch.cat([w.flatten() + 0 for w in weights])
+
+    def vector() -> Tensor:
+        return parameters_to_vector(weights)
+
+    assert_same_bits(vector() + 0, expected)
+    assert vector().tolist() == expected.tolist()
+    assert (vector().numpy() == expected.numpy()).all()
+    file = io.BytesIO()
+    torch.save(vector(), file)
+    file.seek(0)
+    for t in (torch.load(file), copy.deepcopy(vector()), vector()[3:], vector().view(1, -1)[0]):
+        assert type(t) is Tensor
+        assert_same_bits(t, expected[-len(t) :])
+    for backend in ("eager", "aot_eager"):
+        doubled = torch.compile(lambda t: 2 * t, backend=backend)
+        assert_same_bits(doubled(vector()), 2 * expected)
+        joined = torch.compile(lambda *ts: torch.cat([t.view(-1) for t in ts]), backend=backend)
+        assert_same_bits(joined(*weights) + 0, expected)
+    written = vector()
+    part = written[: weights[0].numel()]
+    part.zero_()
+    written[-3:] = 1
+    written.mul_(2)
+    assert not part.any()
+    assert (written[: len(part)] == 0).all()
+    assert (written[-3:] == 2).all()
+    kept = vector()
+    for w in weights:
+        w.zero_()
+    assert_same_bits(kept + 0, expected)  # memory of its own
+    vector_to_parameters(kept, weights)
+    assert_same_bits(vector() + 0, torch.cat([w.flatten() + 0 for w in weights]))
+    assert_same_bits(weights[1], expected[made[0].numel() :][:5])
+
+
+def test_what_is_made_like_a_part() -> None:
+    """It is quantized, as distribute_tensor receives in it; but not in another dtype."""
+    for weight in (
+        GroupedTensor.quantize(torch.randn(3, N, K), RECIPES["any_scale"]),
+        GroupedTensorWithMaster.quantize(torch.randn(3, N, K)),
+    ):
+        part, _ = weight.chunk(2)
+        assert type(torch.empty_like(part)) is type(weight)
+        for t in (weight, part.detach(), weight[:2]):
+            assert type(torch.empty_like(t)) is Tensor
+        assert type(torch.empty_like(part, dtype=torch.int32)) is Tensor
+        assert type(torch.zeros_like(part)) is Tensor
+    weight = GroupedTensor.quantize(torch.randn(3, N, K), RECIPES["any_scale"])
+    experts = [0, 0, 0, 0, 0, 1]
+    _, last = weight.chunk(2)
+    padded = nn.functional.pad(last, experts)
+    assert_same(padded[:1], last)
+    assert not padded[1].any()
+    for t, pad, value in ((weight, experts, 0), (last, [1, 0], 0), (last, experts, 2)):
+        assert_same_bits(
+            nn.functional.pad(t, pad, value=value),
+            nn.functional.pad(t.dequantize(), pad, value=value),
+        )
 
 
 @EVERY_KIND

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
@@ -206,6 +207,24 @@ def check_data_parallel(rank: int, directory: Path) -> None:
         assert_same_bits(p.dequantize(), q)
 
 
+def check_distributed_tensors(rank: int, directory: Path) -> None:
+    """Each process has its part of rank 0's weight, in high precision and FP8."""
+    mesh = init_device_mesh(device().type, (PROCESSES,))
+    for experts in (E, 3):
+        for recipe in RECIPES.values():
+            torch.manual_seed(rank)
+            w = torch.randn(experts, F, H).to(device(), BF16)
+            whole = GroupedTensorWithMaster.quantize(w, recipe)
+            plain, kept = (distribute_tensor(t, mesh, [Shard(0)]) for t in (w, whole))
+            assert_same_bits(kept.full_tensor(), plain.full_tensor())
+            if kept.to_local().is_whole:  # a view, where one was padded and the format is its own
+                assert_fresh(kept)
+            else:
+                assert recipe is RECIPES["own"]
+            with pytest.raises(RuntimeError, match="N must be a positive multiple of 16, got 72"):
+                distribute_tensor(whole[0], mesh, [Shard(0)])  # on both, before one sends
+
+
 CHECKS: Checks = {
     **{f"training_{name}": partial(check_training, name) for name in RECIPES},
     "hybrid": check_hybrid,
@@ -213,6 +232,7 @@ CHECKS: Checks = {
     "bytes": check_bytes,
     "checkpoints": check_checkpoints,
     "data_parallel": check_data_parallel,
+    "distributed_tensors": check_distributed_tensors,
 }
 
 

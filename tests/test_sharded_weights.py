@@ -417,6 +417,23 @@ def check_data_parallel_sends_bytes(rank: int, directory: Path) -> None:
             assert model.plain[0] == 1
 
 
+def check_frozen_weights_are_sent(rank: int, directory: Path) -> None:
+    """A frozen weight in FP8 beside adapters, in one dtype: sent together, then trained."""
+    models = [Model(lora=Lora(8, 16)) for _ in range(2)]
+    for model, source in zip(models, (rank, 0), strict=True):
+        torch.manual_seed(source)
+        with torch.no_grad():
+            model.experts.weight.copy_(published(source, BF16))
+            for p in model.parameters():
+                if p.requires_grad:
+                    p.normal_()
+    model, twin = models
+    parallel = nn.parallel.DistributedDataParallel(model)
+    for a, b in zip(train(model, parallel), train(twin, twin), strict=True):
+        assert_same_bits(a, b)
+    assert_same(model.experts.weight.detach(), published(0, BF16))
+
+
 def check_broadcast(rank: int, directory: Path) -> None:
     weight = published(rank, BF16)
     dist.broadcast(weight, src=1)
@@ -429,14 +446,28 @@ def check_broadcast(rank: int, directory: Path) -> None:
 
 
 def check_distributed_tensors(rank: int, directory: Path) -> None:
-    """Each process keeps its part; to send it is refused where every process can hear it."""
+    """The parts of one process's weight, to the byte; its experts need not divide evenly."""
     mesh = init_device_mesh("cpu", (PROCESSES,))
-    with pytest.raises(NotImplementedError, match="pass src_data_rank=None"):
-        distribute_tensor(published(0, BF16), mesh, [Shard(0)])
-    own = distribute_tensor(published(0, BF16), mesh, [Shard(0)], src_data_rank=None)
-    assert_same(own.to_local(), shard_of(published(0, BF16), rank))
+    for experts in (E, 3, 1):
+        for source in (0, 1, None):
+            whole = published(rank, BF16)[:experts]
+            own: Any = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=source)
+            sent = published(rank if source is None else source, BF16)[:experts]
+            assert_same(own.to_local(), [*sent.chunk(PROCESSES), sent[:0]][rank])
     copied = distribute_tensor(published(rank, BF16), mesh, [Replicate()])
     assert_same(copied.to_local(), published(0, BF16))
+    by_columns = distribute_tensor(published(rank, BF16), mesh, [Shard(1)])  # cuts through blocks
+    assert_same_bits(by_columns.full_tensor(), published(0, BF16).dequantize())
+
+
+def check_scatter(rank: int, directory: Path) -> None:
+    """The bytes of quantized tensors; numbers are quantized where they are sent."""
+    sent = [published(1, BF16), published(2, BF16).dequantize()]
+    received = published(3, BF16)
+    version = received.q._version
+    dist.scatter(received, None if rank else sent)
+    assert_same(received, sent[0] if rank == 0 else received.clone().copy_(sent[1]))
+    assert received.q._version > version  # a forward that saved it must raise
 
 
 def check_distributed_tensors_in_layers(rank: int, directory: Path) -> None:
@@ -484,7 +515,9 @@ CHECKS: Checks = {
     "broadcast_buffers": check_broadcast_buffers_are_refused,
     "uneven_shards": check_uneven_shards_are_refused,
     "data_parallel_sends_bytes": check_data_parallel_sends_bytes,
+    "frozen_weights_are_sent": check_frozen_weights_are_sent,
     "broadcast": check_broadcast,
+    "scatter": check_scatter,
     "distributed_tensors": check_distributed_tensors,
     "distributed_tensors_in_layers": check_distributed_tensors_in_layers,
     "deferred_wgrad": check_deferred_wgrad_of_shards_is_refused,

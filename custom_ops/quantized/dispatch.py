@@ -233,7 +233,8 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _of_each_part(t, lambda part: func(part, **to), size=t.shape, dtype=dtype)
 
 
-def copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@handles(aten.copy_.default)
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copy bytes if both are quantized; quantize or dequantize otherwise."""
     to, source = args[:2]
     if not isinstance(to, GroupedTensor):
@@ -263,7 +264,9 @@ def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """A plain tensor in high precision, for an optimizer's state."""
     t = args[0]
     device = torch.device(kwargs.get("device") or t.device)
-    if func is aten.empty_like.default and t.is_meta and device.type != "meta":
+    leaves_meta = t.is_meta and device.type != "meta"
+    receives = t.is_part and kwargs.get("dtype") in (None, t.dtype)  # in distribute_tensor
+    if func is aten.empty_like.default and (leaves_meta or receives):
         return _of_each_part(t, lambda part: unfilled(part, device), size=t.shape)
     like = torch.empty(t.shape, dtype=t.dtype, device="meta")
     return func(like, **{**kwargs, "device": device, "memory_format": torch.contiguous_format})

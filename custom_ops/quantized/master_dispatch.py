@@ -47,6 +47,15 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
+@handles(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Views, which know that they are parts."""
+    parts = _view(func, args, kwargs)
+    for part in parts:
+        part.is_part = True
+    return parts
+
+
 def _wrapped(t: GroupedTensorWithMaster, own: Tensor) -> GroupedTensorWithMaster:
     """A view of t's numbers, with the quantized numbers of the experts that it lies in."""
     parts, master = t.parts, t.master
@@ -126,8 +135,13 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(aten.empty_like.default)
 def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Plain, for an optimizer's state; of this class where nn.Module.to_empty makes parameters."""
+    """Plain, for an optimizer's state; of this class where torch makes parameters.
+
+    That is in nn.Module.to_empty, and in distribute_tensor, which receives in it.
+    """
     t = args[0]
+    if t.is_part and t.own.is_contiguous() and kwargs.get("dtype") in (None, t.dtype):
+        return t.of(func(t.own, **kwargs).zero_())
     device = torch.device(kwargs.get("device") or t.device)
     if not (t.is_meta and device.type != "meta" and t.is_whole):
         return func(t.own, **kwargs)

@@ -87,10 +87,17 @@ class GroupedTensor(Tensor):
     stochastic_rounding: bool
     master: Tensor | None = None
     """The high-precision numbers; only a :class:`GroupedTensorWithMaster` has them."""
+    is_part: bool = False
+    """Whether ``split`` or ``chunk`` returned it; ``empty_like`` is then quantized too."""
 
     _handlers: ClassVar[dict[Any, Handler]] = HANDLERS
     _memory: ClassVar[tuple[str, ...]] = ("q", "scale", "q_t")
-    _own_attributes: ClassVar[tuple[str, ...]] = (*_memory, "recipe", "stochastic_rounding")
+    _own_attributes: ClassVar[tuple[str, ...]] = (
+        *_memory,
+        "recipe",
+        "stochastic_rounding",
+        "is_part",
+    )
 
     # Operations are intercepted below autograd, in __torch_dispatch__, and only there.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
