@@ -841,7 +841,7 @@ def test_says_what_weights_it_made(options: dict[str, Any], line: str) -> None:
 
 
 def test_says_what_weights_of_both_kinds_would_take() -> None:
-    advice = 'quantized by each call; weights="both" keeps FP8 too, 73.73 kB more'
+    advice = 'quantized by each call; weights="both": FP8 as well, 73.73 kB more'
     for recipe in (Float8BlockScaling(), Float8CurrentScaling()):
         assert f"\nweights: bfloat16, 73.73 kB ({advice})" in repr(convert(mixtral(), recipe))
     assert "more" not in repr(convert(mixtral()))

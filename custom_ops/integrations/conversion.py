@@ -144,7 +144,7 @@ def kept_weights(modules: Iterable[nn.Module], recipe: Recipe | None) -> tuple[K
         note, numbers = "", sum(w.numel() for w in same)
         if learns:
             more = _size(2 * numbers)
-            note = f'quantized by each call; weights="both" keeps FP8 too, {more} more'
+            note = f'quantized by each call; weights="both": FP8 as well, {more} more'
         elif learns is not None and isinstance(recipe, Float8BlockScaling):
             note = 'frozen, quantized by each call; weights="fp8" quantizes them once'
         if kind != dtype_name(dtype) and dtype.itemsize > 1:
