@@ -336,6 +336,17 @@ def is_kept(p: Tensor) -> bool:
 
 
 @DEVICES
+def test_a_clone_has_memory_of_its_own(device: str) -> None:
+    w: Any = make_layer("both", RECIPES["block"], BF16, device).weight.detach()
+    before = [part.clone() for part in (w.master, w.q, w.scale, w.q_t)]
+    copied: Any = w.clone()
+    copied.mul_(-1)
+    for part, expected in zip((w.master, w.q, w.scale, w.q_t), before, strict=True):
+        assert_same_bits(part, expected)
+    assert_same_bits(copied.q.float(), -w.q.float())
+
+
+@DEVICES
 @pytest.mark.parametrize(
     ("how", "dtype", "recipe"), pairwise({how: how for how in WRITES}, DTYPES, RECIPES)
 )
