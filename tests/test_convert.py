@@ -890,20 +890,34 @@ def check_delayed_scaling(rank: int, directory: Path) -> None:
         experts(torch.randn(3, H), torch.tensor([1, 2]))
 
 
-def check_weights_that_are_not_in_fp8_any_more(rank: int, directory: Path) -> None:
+def check_weights_in_fp8(rank: int, directory: Path) -> None:
+    """Experts that are spread stay in FP8; parts of their matrices cannot."""
+    experts = GroupedExperts()
+    convert_experts(experts, recipe=Float8BlockScaling(), weights="fp8")
+    whole, x = deepcopy(experts), torch.randn(3, H)
+    distribute(experts, both_processes(), {"w1": 0, "w2": 0, "w3": 0})
+    parameters: list[Any] = list(experts.parameters())
+    assert all(isinstance(p.to_local(), GroupedTensor) for p in parameters)
+    counts = [0, 0, 1, 2] if rank else [1, 2, 0, 0]
+    y, expected = experts(x, torch.tensor([1, 2])), whole(x, torch.tensor(counts))
+    assert_same_bits(y, expected)
+    for result in (y, expected):
+        result.square().sum().backward()
+    check_gradients(experts, whole, rank, {"w1": 0, "w2": 0, "w3": 0})
+
     experts = GroupedExperts().to("meta")
     convert_experts(experts, recipe=Float8BlockScaling(), weights="fp8")
-    distribute(experts, both_processes(), {"w1": 0, "w2": 0, "w3": 0})
+    distribute(experts, both_processes(), {"w1": 1, "w2": 2, "w3": 1})
     experts.to_empty(device="cpu")
-    expected = (
-        "GroupedGroupedExperts: w1 is not in FP8 any more: tensor and expert parallelism make "
-        "parameters of high precision, so convert without weights in FP8"
+    refusal = (
+        "GroupedGroupedExperts: w1 is not in FP8 any more: tensor parallelism makes parameters "
+        "of high precision, so convert without weights in FP8"
     )
-    assert sentence(lambda: experts(torch.randn(3, H), torch.tensor([1, 2]))) == expected
+    assert sentence(lambda: experts(x, torch.tensor([1, 2, 0, 0]))) == refusal
 
 
 CHECKS: Checks = {
-    "not_in_fp8_any_more": check_weights_that_are_not_in_fp8_any_more,
+    "weights_in_fp8": check_weights_in_fp8,
     "expert_parallel": partial(check_expert_parallel, None),
     "expert_parallel_block": partial(check_expert_parallel, Float8BlockScaling()),
     "tensor_parallel": check_tensor_parallel,

@@ -246,8 +246,8 @@ def grouped_members(form: GroupedForm, recipe: Recipe | None, in_fp8: bool) -> d
             if in_fp8 and not isinstance(weight, GroupedTensor):
                 raise ValueError(
                     f"{type(self).__name__}: {form.weights[i]} is not in FP8 any more: tensor "
-                    "and expert parallelism make parameters of high precision, so convert "
-                    "without weights in FP8"
+                    "parallelism makes parameters of high precision, so convert without weights "
+                    "in FP8"
                 )
             if recipe is None or not recipe.weight.reads_any_dtype:
                 weight = weight.to(x.dtype)
