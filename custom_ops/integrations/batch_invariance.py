@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from grouped_linear.integrations.converted_class import class_before
-from grouped_linear.integrations.grouped_experts import grouped_members
+from grouped_linear.integrations.grouped_experts import form_and_recipe
 from grouped_linear.integrations.look_alikes import goes_through_interface
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
@@ -55,9 +55,9 @@ def _recipe_of(module: Any) -> tuple[Recipe | None] | str | None:
     """The recipe of a layer, or why it has none; None for what is no layer."""
     if isinstance(module, GroupedLinear | GroupedMLP):
         return (module.recipe,)
-    members, *options = getattr(type(module), "_converted_with", (None,))
-    if members is grouped_members:
-        return (options[1],)
+    form, recipe = form_and_recipe(module)
+    if form is not None:
+        return (recipe,)
     if goes_through_interface(module):
         from grouped_linear.integrations.experts_forward import recipe_of
         from grouped_linear.integrations.implementation import Implementation

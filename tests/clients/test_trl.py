@@ -29,6 +29,16 @@ from support.adapters import (
     weights_of,
 )
 
+TRAINED: dict[str, Any] = {
+    "max_steps": 2,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": [],
+    "disable_tqdm": True,
+}
+
 
 def tokenizer() -> Any:
     """Of the words w0 to w63."""
@@ -38,6 +48,10 @@ def tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=plain, pad_token="w1", eos_token="w2"
     )
+
+
+def words_of(row: Any) -> str:
+    return " ".join(f"w{i}" for i in row["input_ids"].tolist())
 
 
 def adapters_of(model: Any) -> dict[str, Tensor]:
@@ -54,16 +68,10 @@ def test_sft(weights: Any, made_by: str, dataset: Any, tmp_path: Path) -> None:
         model, config = peft.get_peft_model(model, config), None
     arguments = trl.SFTConfig(
         output_dir=str(tmp_path),
-        max_steps=2,
         per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        logging_steps=1,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        disable_tqdm=True,
+        **TRAINED,
     )
-    rows = [{"text": " ".join(f"w{i}" for i in row["input_ids"].tolist())} for row in dataset]
+    rows = [{"text": words_of(row)} for row in dataset]
     trainer = trl.SFTTrainer(
         model,
         arguments,
@@ -105,19 +113,13 @@ def test_grpo(
         use_grouped_adapters(model)
     arguments = trl.GRPOConfig(
         output_dir=str(tmp_path),
-        max_steps=2,
         per_device_train_batch_size=4,
         num_generations=2,
         max_completion_length=6,
-        learning_rate=1e-2,
         beta=0.1,
-        logging_steps=1,
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        disable_tqdm=True,
+        **TRAINED,
     )
-    rows = [{"prompt": " ".join(f"w{i}" for i in row["input_ids"].tolist())} for row in dataset]
+    rows = [{"prompt": words_of(row)} for row in dataset]
 
     def alternating(completions: list[str], **_: Any) -> list[float]:
         return [float(i % 2) for i in range(len(completions))]
