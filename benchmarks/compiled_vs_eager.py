@@ -34,6 +34,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from benchmarks import timing
 from benchmarks.alternatives import LoopedLinear
+from benchmarks.hugging_face import HuggingFaceCase
 from benchmarks.step_cases import (
     BASELINE,
     BF16,
@@ -46,7 +47,7 @@ from benchmarks.step_cases import (
     chosen_cases,
 )
 from benchmarks.step_rows import VARIED, Row, header, plot, read, table, with_other_cases, write
-from grouped_linear import DelayedScaling, GroupedTensorWithMaster, update_scales
+from grouped_linear import DelayedScaling, update_scales
 
 CLOSE = 0.2  # distance (Frobenius) between results, relative: a wrong product, not e5m2's rounding
 LOOP_LIMIT = 32  # weights; with 128, a layer takes 12 s to compile and a minute for other sizes
@@ -67,7 +68,7 @@ def sentence(error: Exception) -> str:
 class Step:
     """A forward and backward that leaves no gradient behind, or a forward where there is no dy.
 
-    Returns what candidates agree on.
+    The optimizer, where there is one, steps before. Returns what candidates agree on.
     """
 
     forward: Callable[..., Any]
@@ -75,14 +76,10 @@ class Step:
     inputs: tuple[Tensor, ...]
     dy: list[Tensor]
     rolls_scales: bool
-    refreshes_weights: bool
+    optimizer: torch.optim.Optimizer | None = None
 
     def __call__(self) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        if self.refreshes_weights:
-            for p in self.module.parameters():
-                if isinstance(p, GroupedTensorWithMaster):
-                    p.refresh_()  # as the optimizer does once a step
         if not self.dy:
             with torch.no_grad():
                 return outputs_of(self.forward, self.inputs)[0]
@@ -92,6 +89,8 @@ class Step:
         )
         result = self.inputs[0].grad if self.inputs[0].requires_grad else outputs[0].detach()
         assert result is not None
+        if self.optimizer is not None:
+            self.optimizer.step()
         for leaf in (*self.inputs, *self.module.parameters()):
             leaf.grad = None
         if self.rolls_scales:
@@ -150,6 +149,17 @@ def matrices(module: nn.Module) -> Iterator[Tensor]:
         yield from parameter if parameter.dim() == 3 else [parameter]
 
 
+def adamw_of(module: nn.Module) -> torch.optim.Optimizer:
+    """Fused AdamW with its moments; a learning rate of 0 keeps all candidates' weights alike."""
+    on_gpu = next(module.parameters()).is_cuda
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, fused=True, capturable=on_gpu)
+    for p in module.parameters():
+        p.grad = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
 def recompiled() -> int:
     return int(counters["stats"]["unique_graphs"])
 
@@ -165,7 +175,9 @@ class Bench:
     progress: Callable[[str], None] = lambda what: None
     rows: dict[Candidate, Row] = field(default_factory=dict)
     modules: dict[tuple[str, str], nn.Module] = field(default_factory=dict)
-    held_bytes: dict[tuple[str, str], int] = field(default_factory=dict)  # and cached copies
+    optimizers: dict[tuple[str, str], torch.optim.Optimizer] = field(default_factory=dict)
+    # Of modules, cached copies, and optimizers' moments.
+    held_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
     calls: dict[Candidate, timing.Call] = field(default_factory=dict)
     warm_up_seconds: dict[Candidate, float] = field(default_factory=dict)
     dy: list[Tensor] = field(default_factory=list)
@@ -218,6 +230,8 @@ class Bench:
             with torch.no_grad():
                 for own, other in zip(matrices(self.modules[key]), matrices(first), strict=True):
                     own.copy_(other)
+            if isinstance(self.case, HuggingFaceCase) and self.case.learns:
+                self.optimizers[key] = adamw_of(self.modules[key])
             self.held_bytes[key] = allocated(self.device) - before
         return self.modules[key]
 
@@ -254,10 +268,8 @@ class Bench:
             forward.__code__ = forward.__code__.replace(co_name=candidate.implementation)
             forward = torch.compile(forward, fullgraph=not looped, mode=mode)
         rolls_scales = isinstance(candidate.recipe, DelayedScaling)
-        refreshes = (
-            self.case.kind == "hugging face" and candidate.weights is not None and bool(self.dy)
-        )
-        step = Step(forward, module, self.inputs, self.dy, rolls_scales, refreshes)
+        optimizer = self.optimizers.get((candidate.implementation, candidate.precision))
+        step = Step(forward, module, self.inputs, self.dy, rolls_scales, optimizer)
         call: timing.Call = step
         start = time.perf_counter()
         for _ in range(WARM_UP):

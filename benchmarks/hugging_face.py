@@ -1,9 +1,9 @@
 """Models of Hugging Face's as cases of benchmarks.compiled_vs_eager.
 
-A few layers of a published model with random weights: a training step, a prompt, or one token of
-each of many sequences. They need transformers, so they run where they are named::
+A few layers of a published model with random weights: a step of training with AdamW, a prompt, or
+one token of each of many sequences. They need transformers, so they run where they are named::
 
-    python -m benchmarks.compiled_vs_eager --cases hf_qwen3_30b_training hf_gpt_oss_20b_token
+    python -m benchmarks.compiled_vs_eager --cases hf_qwen3_30b_step hf_gpt_oss_20b_token
 
 B sequences of T tokens.
 """
@@ -73,8 +73,7 @@ class HuggingFaceCase:
     """A step of a model: learning from B sequences of T tokens, or reading them.
 
     "torch" is transformers' own grouped_mm there, "loop" its eager experts. A cached weight is kept
-    in FP8 for inference; in training its cache is refreshed at the begin of each step, as after the
-    optimizer of the one before.
+    in FP8 alone for inference, and in training beside its numbers, by the optimizer.
     """
 
     model: str
@@ -89,7 +88,7 @@ class HuggingFaceCase:
 
     @property
     def learns(self) -> bool:
-        return self.work == "training"
+        return self.work == "step"
 
     @property
     def roots(self) -> int:
@@ -144,7 +143,7 @@ HUGGING_FACE_CASES = tuple(
         "tiny": (2, 32),
     }.items()
     for work, (batch, context) in {
-        "training": of_training,
+        "step": of_training,
         "prompt": (1, of_training[1]),
         "token": (64, 1),
     }.items()

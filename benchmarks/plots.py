@@ -46,7 +46,7 @@ MODELS = {
 }
 PARTS = {"up": ", gate and up", "down": ", down", "even": ", groups of one size"}
 # What a section of a plot says of itself already, or the model's name.
-UNSAID = ("", "like", "training", "prompt", "token")
+UNSAID = ("", "like", "step", "training", "prompt", "token")
 
 
 def label(name: str) -> str:

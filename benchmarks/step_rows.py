@@ -129,6 +129,7 @@ SECTIONS = {
     "layer": "One grouped linear layer, forward and backward",
     "block": "An expert layer with its router, forward and backward",
     "model": "A small language model, forward and backward",
+    "step": "Hugging Face's models, 2 to 4 layers: forward, backward and AdamW",
     "training": "Hugging Face's models, 2 to 4 layers: forward and backward",
     "prompt": "Hugging Face's models, 2 to 4 layers: reading a prompt",
     "token": "Hugging Face's models, 2 to 4 layers: a token of 64 sequences",
@@ -191,13 +192,13 @@ def header(device: torch.device, rounds: int, rows: Sequence[Row]) -> list[str]:
         *timing.machine(device),
         f"commit {commits}, {date.today().isoformat()}",
         timing.command("compiled_vs_eager"),
-        "forward + backward (prompts and tokens: forward)",
+        "forward + backward (prompts and tokens: forward; a step: and AdamW(fused=True))",
         f"{rounds} interleaved rounds, medians with (quartiles), {cold}; "
         f"speed: beside {BASELINE}, paired by round",
         f"recompiles: in {VARIED} more steps with other group sizes; compile s: without caches",
-        'peak GiB: the cache of "cached weight" is among it; '
-        "models of Hugging Face's keep no other weight for inference, and refresh it in each step "
-        "of training",
+        'peak GiB: the cache of "cached weight" and a step\'s moments are among it; '
+        "models of Hugging Face's keep no other weight for inference; rows named training, older, "
+        "are steps without AdamW, which refresh the cache",
     ]
 
 

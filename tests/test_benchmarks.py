@@ -45,7 +45,7 @@ def test_every_implementation_agrees(case: cases.Case) -> None:
         assert row.recompiles is row.compile_seconds is row.share is None  # nothing is compiled
 
 
-@pytest.mark.parametrize("work", ["training", "token"])
+@pytest.mark.parametrize("work", ["step", "token"])
 def test_models_of_hugging_face(work: str) -> None:
     pytest.importorskip("transformers", minversion="5.23")
     (case,) = cases.chosen_cases([f"hf_tiny_{work}"], CPU, quick=False)
@@ -142,7 +142,7 @@ def test_pictures_name_every_case() -> None:
     names = {case.name for group in recorded for case in group}
     for name in (*names, *front_page.MODELS, *parallel_model.SHAPES):
         assert "_" not in plots.label(name), name
-    assert plots.label("hf_qwen3_30b_training") == plots.label("qwen3_30b_like") == "Qwen3-30B-A3B"
+    assert plots.label("hf_qwen3_30b_step") == plots.label("qwen3_30b_like") == "Qwen3-30B-A3B"
     assert plots.label("dsv3_ep32_down") == "DeepSeek-V3, 8 of 256 experts, down"
 
 
