@@ -2,17 +2,18 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.parallel_training --write
 
-A step is forward, backward and AdamW(fused), eager, with parameters in float32 and products in BF16
-or FP8; FSDP2 gathers bf16 and reduces float32. Each GPU has as many tokens as one GPU alone (weak
-scaling). FSDP2 shards everything, with plain weights or with FP8 beside them, which it then
-gathers; or experts are spread over all GPUs, and FSDP2 shards the rest. Ways take turns; a sample
-is the longest time of any process. The loss is that of the last step, the mean of processes: ways
-over several GPUs learn from the same tokens and should agree; one GPU learns from its own.
+A step is forward, backward and AdamW(fused), with parameters in float32 and products in BF16 or
+FP8; FSDP2 gathers bf16 and reduces float32. Steps are eager, or have each block compiled. Each GPU
+has as many tokens as one GPU alone (weak scaling). FSDP2 shards everything, with plain weights or
+with FP8 beside them, which it then gathers; or experts are spread over all GPUs, and FSDP2 shards
+the rest. Ways take turns; a sample is the longest time of any process. The loss is that of the last
+step, the mean of processes: ways over several GPUs learn from the same tokens and should agree; one
+GPU learns from its own.
 """
 
 import statistics
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,7 @@ CASES = {
     ),
 }
 BOTH = ', weights="both"'
+COMPILED = ", compiled"
 WARM = 3
 HOW = (
     "A small model on one GPU and on several (`benchmarks/parallel_training.py`). Held: "
@@ -101,9 +103,13 @@ class Training:
         with self.device:
             self.model = LanguageModel(
                 case.size,
-                lambda size: experts(size, recipe, "both" if way.endswith(BOTH) else None),
+                lambda size: experts(size, recipe, "both" if BOTH in way else None),
                 dtype=torch.bfloat16,
             )
+        if way.endswith(COMPILED):
+            for i, block in enumerate(self.model.blocks):
+                # Not Module.compile, which would compile FSDP2's hooks.
+                self.model.blocks[i] = cast(nn.Module, torch.compile(block, fullgraph=True))
         if way in WAYS:
             spread(self.model, mesh, **WAYS[way])
         elif way.startswith("FSDP2"):
@@ -122,7 +128,7 @@ class Training:
             self.step()
         self.held = allocated(self.device) - before
         self.peak = self._peak()
-        with AllGathers() as gathers:
+        with torch.compiler.set_stance("force_eager"), AllGathers() as gathers:
             self.step()
         self.gathered = gathers.sent / (1 << 20)
 
@@ -156,7 +162,8 @@ def experts(size: ModelSize, recipe: str, weights: Any) -> GroupedMLP:
 def ways_of(recipe: str) -> tuple[str, ...]:
     alone_and_sharded = "one GPU", "FSDP2"
     kept = tuple(way + BOTH for way in alone_and_sharded) if RECIPES[recipe] is not None else ()
-    return *alone_and_sharded, *kept, *PREDICTED
+    eager = *alone_and_sharded, *kept
+    return *eager, *(way + COMPILED for way in eager), *PREDICTED
 
 
 def experts_of(model: nn.Module) -> set[Tensor]:

@@ -423,20 +423,12 @@ class GroupedTensor(Tensor):
         param_dtype: torch.dtype,
         *,
         out: "GroupedTensor | None" = None,
-    ) -> tuple["GroupedTensor", tuple[Tensor]] | None:
-        """The whole weight from what FSDP2 gathered. A shard has no q_t, so it is computed here."""
+    ) -> tuple["GroupedTensor", tuple[Tensor, ...]] | None:
+        """The whole weight from what FSDP2 gathered, without q_t: a backward transposes q."""
+        if out is not None:  # it has the tensors that were gathered into again
+            return None
         q, scale = gathered if own_scale is None else (*gathered, own_scale)
-        if out is None:
-            q_t = block_math.transposed(q)
-            return GroupedTensor(q, scale, q_t, self.metadata._replace(dtype=param_dtype)), (q_t,)
-        local: Any = out
-        if not isinstance(out, GroupedTensor):  # a DTensor, of experts that are spread as well
-            local = local.to_local()
-        assert local.q_t is not None
-        # FSDP does the same with what it gathers: a backward reads it after it is gathered again.
-        with torch.autograd.grad_mode._unsafe_preserve_version_counter(local.q_t):
-            local.q_t.copy_(q.transpose(1, 2))
-        return None
+        return GroupedTensor(q, scale, None, self.metadata._replace(dtype=param_dtype)), ()
 
 
 def _as_parameter(t: Tensor, requires_grad: bool) -> GroupedTensor:
