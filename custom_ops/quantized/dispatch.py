@@ -245,7 +245,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func(to.q, source.q, *args[2:], **kwargs)
         func(to.scale, source.scale, *args[2:], **kwargs)
         if to.q_t is not None:
-            to.q_t.copy_(block_math.transposed(to.q))
+            to.q_t.copy_(to.q.transpose(-2, -1))
         count_write(to)
     else:
         w = source.numbers(source.dtype) if isinstance(source, GroupedTensor) else source
