@@ -150,9 +150,9 @@ def matrices(module: nn.Module) -> Iterator[Tensor]:
 
 
 def adamw_of(module: nn.Module) -> torch.optim.Optimizer:
-    """Fused AdamW with its moments; a learning rate of 0 keeps all candidates' weights alike."""
+    """Fused AdamW with its moments."""
     on_gpu = next(module.parameters()).is_cuda
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, fused=True, capturable=on_gpu)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=True, capturable=on_gpu)
     for p in module.parameters():
         p.grad = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
     optimizer.step()

@@ -46,6 +46,12 @@ CASES = {
         ),
         sequences=4,
     ),
+    "long": Case(
+        ModelSize(
+            layers=4, width=2048, heads=16, context=4096, experts=32, chosen=4, expert_width=768
+        ),
+        sequences=4,
+    ),
     "tiny": Case(
         ModelSize(layers=2, width=32, heads=2, context=8, experts=4, chosen=2, expert_width=16),
         sequences=4,
