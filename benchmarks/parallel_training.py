@@ -12,7 +12,9 @@ GPU learns from its own.
 """
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -199,11 +201,14 @@ def shard(model: LanguageModel, mesh: DeviceMesh, ignored: Any) -> None:
             sharded.set_force_sum_reduction_for_comms(True)
 
 
-def measure(name: str, recipe: str, mesh: DeviceMesh, rounds: int) -> list[Row]:
-    """All ways of one case and recipe."""
+def measure(
+    ways: Sequence[str] | None, name: str, recipe: str, mesh: DeviceMesh, rounds: int
+) -> list[Row]:
+    """Ways of one case and recipe, one GPU among them; all where None."""
     case, D = CASES[name], mesh.size()
-    trainings = {way: Training(case, recipe, way, mesh) for way in ways_of(recipe)}
-    device = trainings["FSDP2"].device
+    chosen = [way for way in ways_of(recipe) if ways is None or way in (*ways, "one GPU")]
+    trainings = {way: Training(case, recipe, way, mesh) for way in chosen}
+    device = trainings["one GPU"].device
     times = time_in_turns({way: t.step for way, t in trainings.items()}, device, rounds)
     alone = statistics.median(times["one GPU"])
     rows = []
@@ -243,8 +248,11 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    options = parallel_run.arguments(__doc__, "cases", CASES, ["small"]).parse_args()
-    parallel_run.run("parallel_training", HOW, options, options.cases, measure, table)
+    parser = parallel_run.arguments(__doc__, "cases", CASES, ["small"])
+    parser.add_argument("--ways", nargs="+", choices=ways_of("block"), help="default: all")
+    options = parser.parse_args()
+    of_ways = partial(measure, options.ways)
+    parallel_run.run("parallel_training", HOW, options, options.cases, of_ways, table)
 
 
 if __name__ == "__main__":
