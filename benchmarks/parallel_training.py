@@ -11,6 +11,7 @@ step, the mean of processes: ways over several GPUs learn from the same tokens a
 GPU learns from its own.
 """
 
+import gc
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,6 +107,7 @@ class Training:
     def __init__(self, case: Case, recipe: str, way: str, mesh: DeviceMesh) -> None:
         kind = mesh.device_type
         self.device = torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
+        gc.collect()  # of what was measured before, which would count as held
         before = allocated(self.device)
         torch.manual_seed(0)
         with self.device:
