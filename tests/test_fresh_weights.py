@@ -10,6 +10,7 @@ E experts, N out_features, K in_features.
 import copy
 import io
 import pickle
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
 from torch.func import functional_call
@@ -258,6 +265,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "swap": swapped,
     "average": averaged,
     "float": lambda m: m.float(),
+    "half": lambda m: m.half(),
     "bfloat16": lambda m: m.bfloat16(),
     "reset": lambda m: (torch.manual_seed(5), m.reset_parameters()),
     "replace": lambda m: setattr(m, "weight", nn.Parameter(m.weight.detach() * 2)),
@@ -270,21 +278,26 @@ def pickled(layer: Any) -> Any:
     return pickle.loads(pickle.dumps(layer))
 
 
+@torch.compile(fullgraph=True, backend="aot_eager")
+def compiled_call(layer: nn.Module, x: Tensor, m_splits: Tensor) -> Any:
+    return layer(x, m_splits)
+
+
 class Pair:
     """A layer with both kinds of numbers and a plain one, which must not be told apart."""
 
     def __init__(self, recipe: Recipe, dtype: torch.dtype, device: str) -> None:
         self.layers = [make_layer(weights, recipe, dtype, device) for weights in ("both", None)]
-        self.device, self.graph, self.compiled = device, None, None
+        self.device, self.graph = device, None
 
     def do(self, write: Callable[[Any], Any]) -> None:
         try:
             for layer in self.layers:
                 write(layer)
         except RuntimeError as refusal:
-            # After a compiled optimizer's step on a GPU torch holds a parameter weakly, and refuses
-            # to swap it, as a change of dtype would: nothing has changed then.
-            if "Couldn't swap" not in str(refusal):
+            # A compiled call, or a compiled optimizer's step on a GPU, holds a parameter weakly. torch
+            # then refuses to swap it, as a change of dtype would: nothing has changed.
+            if not re.search("Couldn't swap|Cannot swap", str(refusal)):
                 raise
 
     def check(self) -> None:
@@ -317,15 +330,12 @@ class Pair:
         graph.replay()
         assert_same_bits(y, expected)
 
+    @torch._dynamo.config.patch(recompile_limit=256)  # for each recipe, dtype and parametrization
     def check_compiled(self) -> None:
-        if self.compiled is None:
-            self.compiled = torch.compile(
-                lambda layer, x, m_splits: layer(x, m_splits), fullgraph=True, backend="aot_eager"
-            )
         results = []
         for layer in self.layers:
             x, m_splits = inputs(self.device, self.layers[1].weight.dtype)
-            y = self.compiled(layer, x, m_splits)
+            y = compiled_call(layer, x, m_splits)
             results.append((y, *torch.autograd.grad(y.square().sum(), (x, layer.weight))))
         for a, e in zip(*results, strict=True):
             assert_same_bits(a, e)
@@ -385,9 +395,14 @@ class Writes(RuleBasedStateMachine):
 
     device = "cpu"
 
-    @initialize(recipe=st.sampled_from(list(RECIPES)), dtype=st.sampled_from([BF16, FP32]))
-    def start(self, recipe: str, dtype: torch.dtype) -> None:
+    @initialize(
+        recipe=st.sampled_from(list(RECIPES)),
+        dtype=st.sampled_from([BF16, FP32]),
+        compiles=st.booleans(),
+    )
+    def start(self, recipe: str, dtype: torch.dtype, compiles: bool) -> None:
         self.pair = Pair(RECIPES[recipe], dtype, self.device)
+        self.compiles = compiles  # after a compiled call torch swaps no parameter
 
     @rule(how=st.sampled_from(list(WRITES)))
     def write(self, how: str) -> None:
@@ -405,6 +420,11 @@ class Writes(RuleBasedStateMachine):
             other = {"weight": layer.weight.detach() * 3}
             results.append(functional_call(layer, other, (x, m_splits)))
         assert_same_bits(*results)
+
+    @precondition(lambda self: self.compiles)
+    @rule()
+    def call_compiled(self) -> None:
+        self.pair.check_compiled()
 
     @invariant()
     def agrees(self) -> None:
