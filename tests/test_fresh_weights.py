@@ -295,8 +295,8 @@ class Pair:
             for layer in self.layers:
                 write(layer)
         except RuntimeError as refusal:
-            # A compiled call, or a compiled optimizer's step on a GPU, holds a parameter weakly. Then
-            # torch refuses to swap it, as a change of dtype would: nothing has changed.
+            # A compiled call, or a compiled optimizer's step on a GPU, holds a parameter weakly.
+            # torch then refuses to swap it, as a change of dtype would: nothing has changed.
             if not re.search("Couldn't swap|Cannot swap", str(refusal)):
                 raise
 
