@@ -1,5 +1,6 @@
 """Fixtures of every test, and how many inputs the tests draw that draw theirs."""
 
+import ctypes
 import gc
 from collections.abc import Iterator
 
@@ -9,6 +10,12 @@ import torch
 
 pytest.register_assert_rewrite("support")  # a failed comparison there shows its values, too
 pytest_plugins = ["support.processes"]  # the fixture `passes`
+
+# glibc then fills new memory with 0x7f, huge numbers or NaN: what an op leaves out is not taken for
+# zeros.
+M_PERTURB = -6  # malloc.h
+if hasattr(ctypes.CDLL(None), "mallopt"):
+    ctypes.CDLL(None).mallopt(M_PERTURB, 0x80)
 
 # The same draws in every run. `pytest --hypothesis-profile=many` makes ten times as many.
 hypothesis.settings.register_profile(

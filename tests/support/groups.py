@@ -40,15 +40,15 @@ class Groups:
 
 GROUPS = {
     "unaligned": Groups((3, 130, 40), 173),
-    "empty_first": Groups((0, 5, 9), 14),
-    "empty_middle": Groups((130, 0, 0, 9), 139),
+    "empty_first": Groups((0, 5, 9), 17),
+    "empty_middle": Groups((130, 0, 0, 9), 150),
     "empty_last": Groups((7, 6, 0), 13),
     "all_empty": Groups((0, 0, 0), 6),
     "no_rows": Groups((0, 0), 0),
     "one_takes_all": Groups((0, 257, 0), 257),
     "capacity": Groups((10, 0, 131), 202),
-    "one_group": Groups((129,), 129),
-    "two_groups": Groups((128, 256), 384),
+    "one_group": Groups((129,), 140),
+    "two_groups": Groups((128, 256), 390),
     "17_groups": Groups(tuple(e * 7 % 13 for e in range(17)), 120, K=48, N=32),
     "200_groups": Groups(tuple(e % 3 for e in range(200)), 210, K=16, N=32),
 }
