@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
-from transformers import MixtralConfig, MixtralForCausalLM
 
 from grouped_linear import Float8BlockScaling, GroupedTensor, convert
 from support.commands import run
 from support.compare import assert_same_bits, bits
+from support.hugging_face import tiny
 from support.processes import (
     CHECK_SECONDS,
     PROCESSES,
@@ -49,16 +49,7 @@ IDS = torch.arange(14).reshape(2, 7)
 
 
 def mixtral() -> Any:
-    config = MixtralConfig(
-        vocab_size=64,
-        hidden_size=H,
-        intermediate_size=F,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=E,
-    )
-    return MixtralForCausalLM(config).eval()
+    return tiny("mixtral", num_hidden_layers=2, num_local_experts=E).eval()
 
 
 def logits(model: Any) -> Tensor:

@@ -89,18 +89,11 @@ def rows() -> Tensor:
 
 
 def mixtral(**options: Any) -> Any:
-    transformers = pytest.importorskip("transformers", reason="needs transformers")
-    config = transformers.MixtralConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-    )
+    pytest.importorskip("transformers", reason="needs transformers")
+    from support.hugging_face import tiny
+
     torch.manual_seed(0)
-    model = transformers.MixtralForCausalLM(config)
+    model = tiny("mixtral", num_hidden_layers=2)
     convert(model, FP8, **options)
     return model
 

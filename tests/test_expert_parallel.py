@@ -422,7 +422,7 @@ def check_benchmark(rank: int, directory: Path) -> None:
 
 def check_training_benchmark(rank: int, directory: Path) -> None:
     """All ways over several processes learn the same, and FSDP2 gathers less where it is FP8."""
-    rows = training.measure("tiny", "block", mesh(), rounds=1)
+    rows = training.measure(None, "tiny", "block", mesh(), rounds=1)
     assert [row.way for row in rows] == [*training.ways_of("block")]
     assert all(row.ms > 0 and row.efficiency > 0 for row in rows)
     of_way = {row.way: row for row in rows}

@@ -29,6 +29,7 @@ from grouped_linear.quantized.checkpoints import expert_tensors
 from support.compare import assert_same_bits
 from support.devices import devices
 from support.errors import sentence
+from support.hugging_face import tiny
 from support.ops import OPS
 from support.tensors import BF16
 from support.versions import skipping_for_old_transformers
@@ -39,8 +40,8 @@ with skipping_for_old_transformers():
     from grouped_linear.integrations.transformers import fp8_quantization_config, fp8_tensors
 
 E, F, H = 3, 256, 144
-PREFIX = {"Mixtral": "block_sparse_moe.experts.{}.", "Qwen3Moe": "mlp.experts.{}."}
-NAMES = {"Mixtral": ("w1", "w3", "w2"), "Qwen3Moe": ("gate_proj", "up_proj", "down_proj")}
+PREFIX = {"mixtral": "block_sparse_moe.experts.{}.", "qwen3_moe": "mlp.experts.{}."}
+NAMES = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
 KINDS = {"weight", "weight_scale_inv"}
 E4M3 = torch.float8_e4m3fn
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
@@ -48,22 +49,16 @@ WEIGHTS = pytest.mark.parametrize("weights", ["both", "fp8"])
 FAMILY = pytest.mark.parametrize("family", PREFIX)
 
 
-def model_of(family: str = "Mixtral", device: str = "cpu", **options: Any) -> Any:
+def model_of(family: str = "mixtral", device: str = "cpu", **options: Any) -> Any:
     torch.manual_seed(0)
     sizes = {
-        "vocab_size": 64,
         "hidden_size": H,
         "intermediate_size": F,
         "moe_intermediate_size": F,
         "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_experts_per_tok": 2,
-        "num_experts" if family == "Qwen3Moe" else "num_local_experts": E,
+        "num_experts" if family == "qwen3_moe" else "num_local_experts": E,
     }
-    config = getattr(transformers, f"{family}Config")(**sizes | options)
-    return getattr(transformers, f"{family}ForCausalLM")(config).to(device, BF16)
+    return tiny(family, **sizes | options).to(device, BF16)
 
 
 class Multiplied(TorchDispatchMode):
@@ -212,7 +207,7 @@ def test_a_checkpoint_in_fp8() -> None:
 
 
 def test_tied_weights_come_once() -> None:
-    model = model_of("Qwen3Moe", tie_word_embeddings=True)
+    model = model_of("qwen3_moe", tie_word_embeddings=True)
     convert(model, Float8BlockScaling(), weights="both")
     names = [name for name, _ in fp8_tensors(model)]
     assert "model.embed_tokens.weight" in names
@@ -243,19 +238,7 @@ def test_what_is_refused() -> None:
             convert(model, convert_to, weights=weights)
         fp8_tensors(model)
 
-    gpt_oss = transformers.GptOssForCausalLM(
-        transformers.GptOssConfig(
-            vocab_size=64,
-            hidden_size=128,
-            intermediate_size=128,
-            num_hidden_layers=1,
-            num_local_experts=E,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=16,
-            layer_types=["full_attention"],
-        )
-    )
+    gpt_oss = tiny("gpt_oss", hidden_size=128, intermediate_size=128)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2)
     dense, adapted = transformers.LlamaForCausalLM(config), model_of()

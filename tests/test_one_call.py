@@ -17,13 +17,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.nn.functional import silu
-from transformers import (
-    FineGrainedFP8Config,
-    GptOssConfig,
-    GptOssForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from transformers import FineGrainedFP8Config
 
 from grouped_linear import (
     DelayedScaling,
@@ -37,6 +31,7 @@ from grouped_linear import (
 from support.compare import assert_same_bits, bits
 from support.devices import devices
 from support.errors import sentence
+from support.hugging_face import tiny
 from support.ops import OPS
 from support.tensors import BF16
 from support.versions import skipping_for_old_transformers
@@ -49,26 +44,16 @@ with skipping_for_old_transformers():
 
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 T, E, H, F = 20, 4, 32, 48
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": H,
-    "intermediate_size": F,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_local_experts": E,
-    "max_position_embeddings": 64,
-}
+SIZES = {"num_hidden_layers": 2, "num_local_experts": E}
 
 
 def mixtral(device: str = "cpu", **sizes: int) -> Any:
-    return MixtralForCausalLM(MixtralConfig(**SIZES | sizes)).to(device, BF16)
+    return tiny("mixtral", **SIZES | sizes).to(device, BF16)
 
 
 def gpt_oss() -> Any:
     config = {"layer_types": ["full_attention"] * 2, "rope_parameters": {"rope_type": "default"}}
-    return GptOssForCausalLM(GptOssConfig(**SIZES, **config)).to(BF16)
+    return tiny("gpt_oss", **SIZES, **config).to(BF16)
 
 
 def logits(model: Any) -> Tensor:
@@ -491,9 +476,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         "yet: load the checkpoint before",
     ),
     "a checkpoint in FP8": (
-        lambda: replace_with_fp8_linear(
-            MixtralForCausalLM(MixtralConfig(**SIZES)), quantization_config=FineGrainedFP8Config()
-        ),
+        lambda: replace_with_fp8_linear(mixtral(), quantization_config=FineGrainedFP8Config()),
         {"recipe": Float8BlockScaling()},
         "last.model.layers.0.mlp.experts: experts in FP8 must be float8_e4m3fn with float32 scales "
         "[4, 1, 1] and dynamic activations, got gate_up_proj torch.float8_e4m3fn with "
@@ -675,7 +658,7 @@ def test_transposed_weights_do_not_learn() -> None:
 
 
 def test_a_checkpoint_in_fp8() -> None:
-    model = mixtral(intermediate_size=128)
+    model = mixtral(intermediate_size=128, moe_intermediate_size=128)
     in_fp8 = replace_with_fp8_linear(model, quantization_config=FineGrainedFP8Config())
     expected = re.compile(
         "^convert: model.layers.0.mlp.experts: weights are in FP8 already and need the recipe "

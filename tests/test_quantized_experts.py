@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from expecttest import assert_expected_inline
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from grouped_linear import Float8BlockScaling, GroupedTensor, MXFP8BlockScaling
 from grouped_linear.quantized.checkpoints import load_experts
 from support.compare import assert_same_bits, bits
 from support.errors import sentence
+from support.hugging_face import tiny
 from support.tensors import BF16
 from support.versions import skipping_for_old_transformers
 
@@ -34,20 +34,10 @@ with skipping_for_old_transformers():
     )
 
 E, F, H = 3, 128, 32
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": H,
-    "intermediate_size": F,
-    "moe_intermediate_size": F,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts_per_tok": 2,
-}
+SIZES = {"intermediate_size": F, "moe_intermediate_size": F, "num_hidden_layers": 2}
 IDS = torch.arange(14).reshape(2, 7)
-PREFIX = {"Mixtral": "block_sparse_moe.experts.{}.", "Qwen3Moe": "mlp.experts.{}."}
-NAMES = {"Mixtral": ("w1", "w3", "w2"), "Qwen3Moe": ("gate_proj", "up_proj", "down_proj")}
+PREFIX = {"mixtral": "block_sparse_moe.experts.{}.", "qwen3_moe": "mlp.experts.{}."}
+NAMES = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
 FAMILY = pytest.mark.parametrize("family", PREFIX)
 
 
@@ -57,16 +47,15 @@ def registered() -> None:
     register("grouped_linear_fp8_any", Float8BlockScaling(power_of_two_scales=False))
 
 
-def model_of(family: str = "Mixtral", **options: Any) -> Any:
+def model_of(family: str = "mixtral", **options: Any) -> Any:
     torch.manual_seed(0)
-    experts = {"num_local_experts": E} if family != "Qwen3Moe" else {"num_experts": E}
-    config = getattr(transformers, f"{family}Config")(**SIZES | experts | options)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(BF16)
+    experts = {"num_local_experts": E} if family != "qwen3_moe" else {"num_experts": E}
+    model = tiny(family, **SIZES | experts | options).to(BF16)
     model.set_experts_implementation("grouped_linear_fp8")
     return model.eval()
 
 
-def quantized(family: str = "Mixtral", **options: Any) -> Any:
+def quantized(family: str = "mixtral", **options: Any) -> Any:
     model = model_of(family, **options)
     quantize_experts(model)
     return model
@@ -165,10 +154,9 @@ def test_copies_are_saved_too(copied: Any, tmp_path: Path) -> None:
 
 def test_what_the_format_cannot_hold_is_saved_in_its_own_dtype(tmp_path: Path) -> None:
     """With the same numbers, and a warning; quantized again it computes the same."""
-    oss = {"layer_types": ["full_attention"] * 2, "pad_token_id": None, "eos_token_id": None}
     models = [
         quantized(intermediate_size=192, moe_intermediate_size=192),
-        quantized("GptOss", **oss),
+        quantized("gpt_oss", layer_types=["full_attention"] * 2),
     ]
     messages = []
     for i, model in enumerate(models):

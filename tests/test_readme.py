@@ -41,17 +41,10 @@ class Block(nn.Module):
 
 
 def mixtral() -> Any:
-    transformers = pytest.importorskip("transformers", minversion="5.23")
-    config = transformers.MixtralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-    )
-    return transformers.MixtralForCausalLM(config)
+    pytest.importorskip("transformers", minversion="5.23")
+    from support.hugging_face import tiny
+
+    return tiny("mixtral")
 
 
 def test_python_examples_run() -> None:

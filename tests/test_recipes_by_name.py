@@ -40,21 +40,11 @@ def blocks() -> Any:
 
 
 def qwen() -> Any:
-    transformers = pytest.importorskip("transformers", reason="needs transformers")
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        mlp_only_layers=[],
-    )
+    pytest.importorskip("transformers", reason="needs transformers")
+    from support.hugging_face import tiny
+
     torch.manual_seed(0)
-    return transformers.Qwen3MoeForCausalLM(config)
+    return tiny("qwen3_moe", num_hidden_layers=3)
 
 
 def test_the_last_pattern_that_matches_counts() -> None:

@@ -28,7 +28,7 @@ from grouped_linear import (
 )
 from support.devices import devices, needs_gpu
 from support.errors import sentence
-from support.hugging_face import FAMILIES, AnyConfig, model_of, tokens
+from support.hugging_face import FAMILIES, AnyConfig, model_of, tiny, tokens
 from support.ops import OPS
 from support.tensors import BF16
 from support.versions import skipping_for_old_transformers
@@ -314,21 +314,20 @@ def test_log_probabilities_come_nearer(fp8_replays: bool, seed: int) -> None:
 
     docs/reinforcement_learning.md quotes these numbers.
     """
-    config = transformers.Qwen3MoeConfig(
+    torch.manual_seed(seed)
+    model = tiny(
+        "qwen3_moe",
         vocab_size=256,
         hidden_size=128,
-        intermediate_size=64,
         moe_intermediate_size=64,
         num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=32,
         num_experts=16,
         num_experts_per_tok=4,
         norm_topk_prob=True,
     )
-    torch.manual_seed(seed)
-    models: list[Any] = [transformers.Qwen3MoeForCausalLM(config)]
+    models: list[Any] = [model]
     for p in models[0].parameters():
         if p.dim() > 1:  # of a model that has learned: the library's 0.02 makes uniform tokens
             nn.init.normal_(p, std=p.size(-1) ** -0.5)
@@ -365,16 +364,7 @@ def test_bytes_per_token() -> None:
     assert recording.routing.bytes_per_token == C  # one layer
     routing = recording.routing.to("cpu")
     assert torch.equal(routing.experts, recording.routing.experts)
-    config = transformers.MixtralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=257,
-    )
-    many = transformers.MixtralForCausalLM(config)
+    many = tiny("mixtral", intermediate_size=16, num_hidden_layers=2, num_local_experts=257)
     with torch.no_grad(), record_routing(many, B, S, weights=True) as recording:
         many(tokens("cpu", B, S))
     assert recording.routing.experts.dtype == torch.int16
@@ -382,16 +372,7 @@ def test_bytes_per_token() -> None:
 
 
 def test_wrong_routings() -> None:
-    config = transformers.MixtralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=E,
-    )
-    model, ids = transformers.MixtralForCausalLM(config), tokens("cpu", B, S)
+    model, ids = tiny("mixtral", num_hidden_layers=2), tokens("cpu", B, S)
     good = random_experts(layers=2)
     too_large, negative = good.clone(), good.short()
     too_large[1, 3, 1, 0], negative[0, 0, 0, 1] = E, -1

@@ -40,7 +40,7 @@ from support import reference
 from support.calls import Calls
 from support.commands import run
 from support.devices import devices
-from support.hugging_face import FAMILIES, SIZES, AnyConfig, model_of, tokens
+from support.hugging_face import FAMILIES, AnyConfig, model_of, tiny, tokens
 from support.ops import OPS
 from support.processes import PROCESSES, Checks, Passes
 from support.tensors import BF16, FP32
@@ -375,9 +375,7 @@ def test_a_checkpoint_in_fp8(compiled: bool, act: str, device: str) -> None:
     """Its weights are read as they are; the library's own kernels for them need a GPU."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 256}
-    others = {"num_local_experts": 5, "hidden_act": act}
-    config = transformers.MixtralConfig(**SIZES | sizes | others)
-    model = transformers.MixtralForCausalLM(config).to(device)
+    model = tiny("mixtral", **sizes, hidden_act=act).to(device)
     experts = model.model.layers[0].mlp.experts
     nn.init.normal_(experts.gate_up_proj, std=0.1)
     nn.init.normal_(experts.down_proj, std=0.1)
@@ -416,8 +414,7 @@ def test_a_checkpoint_in_fp8(compiled: bool, act: str, device: str) -> None:
 
 
 def test_checkpoints_in_fp8_that_are_refused() -> None:
-    config = transformers.MixtralConfig(**SIZES | {"hidden_size": 128}, num_local_experts=5)
-    model = transformers.MixtralForCausalLM(config)
+    model = tiny("mixtral", hidden_size=128)
     experts = model.model.layers[0].mlp.experts
     quantized = replace_with_fp8_linear(model, quantization_config=FineGrainedFP8Config())
     ours = quantized.model.layers[0].mlp.experts.to_empty(device="cpu")
@@ -574,8 +571,7 @@ def test_what_is_no_recipe(recipe: Any, call: str) -> None:
 
 def test_what_kernels_do_not_take_is_refused_as_a_whole() -> None:
     """Of two weights the second one; nothing is quantized."""
-    sizes = {**SIZES, "intermediate_size": 72, "num_local_experts": 5}
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+    model = tiny("mixtral", intermediate_size=72)
     model.set_experts_implementation("grouped_linear_fp8")
     sentence = (
         "quantize_experts: model.layers.0.mlp.experts: down_proj is [5, 32, 72], and kernels take "

@@ -18,6 +18,8 @@ from grouped_linear.debugging.fake_quantize import fake_quantize
 from grouped_linear.debugging.statistics import aligned
 from grouped_linear.integrations.converted_class import class_before, convert_class
 from grouped_linear.integrations.grouped_experts import form_and_recipe, grouped_members
+from grouped_linear.integrations.layer_recipe import layer_recipe
+from grouped_linear.integrations.look_alikes import goes_through_interface
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.nn.watched import ROLES
@@ -99,7 +101,7 @@ def compare(
     layers: dict[str, Any] = {}
     recipes_of: dict[str, dict[str, Recipe]] = {}
     for name, module in model.named_modules():
-        recipe = _recipe_of(module)
+        [recipe] = layer_recipe(module) or [None]
         if recipe is None:
             continue
         where = f"compare: {name or type(model).__name__}"
@@ -204,25 +206,12 @@ def _with_recipe(layer: Any, recipe: Recipe | None) -> Any:
     return other
 
 
-def _recipe_of(module: Any) -> Recipe | None:
-    """The recipe of a layer; None of one without, and of any other module."""
-    if isinstance(module, GroupedLinear | GroupedMLP):
-        return module.recipe
-    implementation = vars(module).get("_grouped_linear_implementation")
-    if implementation is not None:  # experts of Hugging Face
-        from grouped_linear.integrations.experts_forward import recipe_of
-
-        return recipe_of(module, implementation.recipe)
-    _, recipe = form_and_recipe(module)
-    return recipe
-
-
 def _set_recipe(experts: Any, recipe: Recipe | None) -> None:
-    implementation = vars(experts).get("_grouped_linear_implementation")
-    if implementation is not None:
-        from grouped_linear.integrations.experts_forward import set_own_recipe
+    """Have other experts of transformers or torchtitan computed by this recipe."""
+    if goes_through_interface(experts):
+        from grouped_linear.integrations.experts_forward import OWN_RECIPE
 
-        set_own_recipe(experts, recipe, implementation.recipe)
+        vars(experts)[OWN_RECIPE] = (recipe,)
     else:
         form, _ = form_and_recipe(experts)
         experts.__class__ = class_before(experts)

@@ -6,10 +6,8 @@ from typing import Any
 from torch import nn
 
 from grouped_linear.integrations.converted_class import class_before
-from grouped_linear.integrations.grouped_experts import form_and_recipe
+from grouped_linear.integrations.layer_recipe import layer_recipe
 from grouped_linear.integrations.look_alikes import goes_through_interface
-from grouped_linear.nn.linear import GroupedLinear
-from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.recipes import Recipe
 
 OWN_SCALES = (None, "block", "mx")
@@ -31,43 +29,28 @@ def check_batch_invariant(model: nn.Module) -> None:
         ValueError: that names a layer and why it cannot promise this; and for a model that has
             none of these layers.
 
-    >>> from grouped_linear import Float8CurrentScaling
+    >>> from grouped_linear import Float8CurrentScaling, GroupedMLP
     >>> check_batch_invariant(GroupedMLP(4, 16, 32, recipe=Float8CurrentScaling()))
     Traceback (most recent call last):
     ValueError: check_batch_invariant: GroupedMLP: Float8CurrentScaling() has scales that all rows
     of an expert share, so a token's bits follow its batch
     """
     found = False
+    module: Any
     for name, module in model.named_modules():
-        layer = _recipe_of(module)
-        if layer is None:
+        recipe = layer_recipe(module)
+        if recipe is not None:
+            reason = _reason(name, module, *recipe)
+        elif goes_through_interface(module):
+            reason = f"its experts implementation is {module.config._experts_implementation!r}"
+        else:
             continue
         found = True
-        reason = layer if isinstance(layer, str) else _reason(name, module, *layer)
         if reason is not None:
             where = name or class_before(module).__name__
             raise ValueError(f"check_batch_invariant: {where}: {reason}")
     if not found:
         raise ValueError(f"check_batch_invariant: {type(model).__name__} has no grouped layers")
-
-
-def _recipe_of(module: Any) -> tuple[Recipe | None] | str | None:
-    """The recipe of a layer, or why it has none; None for what is no layer."""
-    if isinstance(module, GroupedLinear | GroupedMLP):
-        return (module.recipe,)
-    form, recipe = form_and_recipe(module)
-    if form is not None:
-        return (recipe,)
-    if goes_through_interface(module):
-        from grouped_linear.integrations.experts_forward import recipe_of
-        from grouped_linear.integrations.implementation import Implementation
-
-        name = module.config._experts_implementation
-        ours = Implementation.of(name)
-        if ours is None:
-            return f"its experts implementation is {name!r}"
-        return (recipe_of(module, ours.recipe),)
-    return None
 
 
 def _reason(name: str, layer: Any, recipe: Recipe | None) -> str | None:

@@ -287,7 +287,7 @@ class MergesOnce(_Module, lora.LoraLayer):  # PEFT's layers have these bases, to
         raise NotImplementedError
 
     def weight_to_merge(self) -> Tensor:
-        """The weight that adapters are merged into: what writes it writes the layer's.
+        """The weight that adapters are merged into, detached: a write to it is one to the layer's.
 
         Raises:
             ValueError: if it cannot be written.
@@ -322,7 +322,7 @@ class MergesOnce(_Module, lora.LoraLayer):  # PEFT's layers have these bases, to
         merged = self._finite_sum(w, names) if safe_merge else self._sum(w, names, 1.0)
         if keep and not self.merged:
             self._before_merge = _bytes_of(w)
-        _write(w, merged)
+        w.copy_(merged)
         self.merged_adapters += names
 
     def unmerge(self) -> None:
@@ -332,7 +332,7 @@ class MergesOnce(_Module, lora.LoraLayer):  # PEFT's layers have these bases, to
             return
         w, before = self.weight_to_merge(), self._before_merge
         names = [name for name in self.merged_adapters if name in self.lora_A]
-        _write(w, self._sum(w, names, -1.0) if before is None else before)
+        w.copy_(self._sum(w, names, -1.0) if before is None else before)
         self.merged_adapters.clear()
         self._before_merge = None
 
@@ -473,11 +473,6 @@ def _check_not_sharded(name: str, w: Tensor) -> None:
         raise ValueError(
             f"merge: {name} is sharded: save the adapter, and merge it in a model that is not"
         )
-
-
-@torch.no_grad()
-def _write(w: Tensor, numbers: Tensor) -> None:
-    w.copy_(numbers)
 
 
 def _bytes_of(w: Tensor) -> GroupedTensor | None:

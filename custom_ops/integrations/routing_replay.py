@@ -207,7 +207,7 @@ def _chooses(module: nn.Module) -> bool:
 
 
 def _check_experts(op: str, experts: Any, routers: list[_Router]) -> None:
-    """Raise ValueError for what are no experts of these routers."""
+    """Raise ValueError unless these routers could have chosen these experts."""
     is_integers = isinstance(experts, Tensor) and experts.dtype in INTEGERS
     if not is_integers or experts.dim() != 4 or experts.size(2) != len(routers):
         got = f"{experts.dtype} {list(experts.shape)}" if isinstance(experts, Tensor) else experts
@@ -233,7 +233,7 @@ def _check_experts(op: str, experts: Any, routers: list[_Router]) -> None:
 
 
 class _Columns(nn.Module):
-    """Numbers [B, S, ...] of one layer's tokens, which the model's calls come to in order.
+    """Memory [B, S, ...] for one layer's tokens, which the model's calls go through in order.
 
     A module, because torch.compile takes its buffers for memory that stays, as CUDA graphs need it.
     """
@@ -250,8 +250,8 @@ class _Columns(nn.Module):
         self.register_buffer("column", column, persistent=False)
         self.own_forward: Callable[..., Any] = router.module.forward
 
-    def columns(self, T: int) -> Tensor | None:
-        """The columns of a call's tokens; None where they are all."""
+    def _next_columns(self, T: int) -> Tensor | None:
+        """Go on by a call's T tokens, and return their columns; None where they are all."""
         (B, S), where = self.shape, f"{self.op}: {self.router.layer}"
         n = T // B
         if n * B != T or n > S:
@@ -298,7 +298,7 @@ class _Recorded(_Columns):
         output = self.own_forward(*args, **kwargs)
         _, weights, experts = output[:3]
         C = self.router.num_chosen
-        columns = self.columns(experts.numel() // C)
+        columns = self._next_columns(experts.numel() // C)
         self._write(self.experts, experts, columns)
         if self.weights is not None:
             self._write(self.weights, weights.detach(), columns)
@@ -338,7 +338,7 @@ class _Replayed(_Columns):
 
     def chosen(self, T: int) -> Tensor:
         """[T, C] int64 of a call's tokens."""
-        columns = self.columns(T)
+        columns = self._next_columns(T)
         experts = self.experts
         if columns is not None:
             experts = experts.index_select(1, columns.clamp(max=self.shape[1] - 1))
@@ -379,7 +379,7 @@ class _Choose(TorchFunctionMode):
 def _in_place(layers: list[Any]) -> Iterator[None]:
     """Have routers run these forwards, and their own again at the end.
 
-    Attributes of the modules, as accelerate sets them: these would hide the forward of a class.
+    They are set on the modules, as accelerate sets its own, which would hide a class's forward.
     """
     with ExitStack() as stack:
         for layer in layers:

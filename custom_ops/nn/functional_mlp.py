@@ -35,6 +35,7 @@ from grouped_linear.nn.options import check_flags, check_recipe, check_state
 from grouped_linear.ops.activation import PLAIN, Activation
 from grouped_linear.recipes import DelayedScalingState, Recipe
 
+NAMES = "gate_up_proj", "down_proj"
 #: Of gate_up_proj and of down_proj.
 Adapters = tuple[LoraWeights | None, LoraWeights | None]
 NO_ADAPTERS: Adapters = (None, None)
@@ -272,8 +273,7 @@ def _check_weights(
 ) -> None:
     """Check the parameters in the caller's words. The ops check everything again, in theirs."""
     gate_up_proj, down_proj = projections
-    names = "gate_up_proj", "down_proj"
-    for name, w, bias, own in zip(names, projections, biases, options, strict=True):
+    for name, w, bias, own in zip(NAMES, projections, biases, options, strict=True):
         named = {name: w, f"{name}_bias": bias}
         # A weight that is stored quantized may be passed as its FP8 numbers.
         check_parameters(op, **(named if own.stored is None else {f"{name}_bias": bias}))
@@ -297,13 +297,13 @@ def _check_weights(
         )
     check_sizes(op, "gate_up_proj", gate_up_proj, E, H=H)
     check_sizes(op, "down_proj", down_proj, E, F=down_proj.size(2))
-    for name, w, bias in zip(names, projections, biases, strict=True):
+    for name, w, bias in zip(NAMES, projections, biases, strict=True):
         if bias is not None and bias.shape != w.shape[:2]:
             raise RuntimeError(
                 f"{op}: {name}_bias must be {list(w.shape[:2])}, as {name} is "
                 f"{list(w.shape)}, got {list(bias.shape)}"
             )
-    for name, short, w, adapter in zip(names, ("gate_up", "down"), projections, lora, strict=True):
+    for name, short, w, adapter in zip(NAMES, ("gate_up", "down"), projections, lora, strict=True):
         check_lora_weights(op, f"{short}_lora", adapter, name, w, x_TH)
 
 
@@ -318,9 +318,8 @@ def _contexts(
 ) -> tuple[list[LinearContext], list[Tensor]]:
     """The contexts of both layers, and the weights that autograd differentiates."""
     contexts, grad_inputs = [], []
-    names = "gate_up_proj", "down_proj"
     for name, w, recipe, own, adapter in zip(
-        names, projections, recipes, options, lora, strict=True
+        NAMES, projections, recipes, options, lora, strict=True
     ):
         context, (grad_input,) = context_of(op, (w,), recipe, own, adapter, dtype)
         check_dtypes(op, x_TH, name, context.weights[0], context.recipe)
@@ -363,7 +362,7 @@ def apply_mlp(
     dispatcher chooses ``max_rows``.
     """
     check_activation("grouped_mlp", config.activation)
-    names = "x", "top_k_weights", "top_k_index", "gate_up_proj", "down_proj"
+    names = "x", "top_k_weights", "top_k_index", *NAMES
     check_tensors("grouped_mlp", names, (x, top_k_weights, top_k_index, *projections))
     dtype = autocast_dtype(x.device)
     x_TH = as_rows("grouped_mlp", x)
@@ -409,10 +408,10 @@ def apply_mlp_sorted(
     """Compute :func:`grouped_mlp_sorted`; arguments are those of :func:`apply_mlp`."""
     op = "grouped_mlp_sorted"
     check_activation(op, config.activation)
-    check_tensors(op, ("x", "gate_up_proj", "down_proj"), (x, *projections))
+    check_tensors(op, ("x", *NAMES), (x, *projections))
     if x.dim() != 2:
         raise RuntimeError(f"{op}: x must be [R, H], got shape {list(x.shape)}")
-    dtype, device = autocast_dtype(x.device), x.device
+    dtype = autocast_dtype(x.device)
     _check_weights(op, x, projections, biases, options, config.activation.gated, lora)
     check_splits(op, m_splits, x, "gate_up_proj", len(projections[0]))
     if row_weights is not None:
@@ -430,9 +429,9 @@ def apply_mlp_sorted(
             )
     x_RH = x if dtype is None or x.dtype not in ACTIVATIONS else x.to(dtype)
     contexts, grad_inputs = _contexts(op, x_RH, projections, recipes, options, lora, dtype)
-    offs_E = ops.splits_to_offsets(splits_on(op, m_splits, device), x.size(0))
+    offs_E = ops.splits_to_offsets(splits_on(op, m_splits, x.device), x.size(0))
     if row_weights is not None:  # zero those of rows past the last group: no NaN * 0 leaks
-        row_R = torch.arange(x.size(0), dtype=torch.int32, device=device)
+        row_R = torch.arange(x.size(0), dtype=torch.int32, device=x.device)
         row_weights = row_weights.masked_fill(row_R >= offs_E[-1], 0)
     adapters = _adapter_inputs(x_RH, x_RH.size(0), projections[1].size(2), lora)
     return GroupedMLPFunction.apply(

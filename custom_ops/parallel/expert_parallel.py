@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -17,10 +16,8 @@ from grouped_linear.parallel.dispatchers import (
     AllToAllV,
     check_dispatch_options,
 )
-from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import distributed_like, is_dtensor
+from grouped_linear.quantized.weight import is_dtensor
 from grouped_linear.quantized.weight_cache import WeightCache
-from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 
 #: Makes the dispatcher of one layer: called with the mesh and E, the experts of all processes.
 MakeDispatcher = Callable[[DeviceMesh, int], TokenDispatcher]
@@ -56,6 +53,7 @@ class ExpertParallel(ParallelStyle):
         ValueError: for another name or option; for another module than a GroupedMLP; for one whose
             parameters are sharded, whose recipe has a state, or whose experts do not divide evenly.
 
+    >>> import torch
     >>> import torch.distributed as dist
     >>> from torch.distributed.device_mesh import init_device_mesh
     >>> from torch.distributed.tensor.parallel import parallelize_module
@@ -119,7 +117,7 @@ class ExpertParallel(ParallelStyle):
         else:
             module.dispatcher = self.dispatch(device_mesh, E)
         for name, p in list(module.named_parameters(recurse=False)):
-            part = self._part(p, device_mesh)
+            part = distribute_tensor(p, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
             module.register_parameter(name, nn.Parameter(part, requires_grad=p.requires_grad))
         for cache_name, cache in list(module.named_children()):
             if isinstance(cache, WeightCache):
@@ -128,28 +126,3 @@ class ExpertParallel(ParallelStyle):
                 smaller = WeightCache(cache.recipe, own, N, K, cache.values.device)
                 setattr(module, cache_name, smaller)
         return module
-
-    def _part(self, p: Any, mesh: DeviceMesh) -> Any:
-        """Shard a parameter by experts: rank 0 sends the parts, as in torch's styles."""
-        if isinstance(p, GroupedTensorWithMaster):
-            plain: Any = distribute_tensor(
-                p.dequantize().detach(), mesh, [Shard(0)], src_data_rank=self.src_data_rank
-            )
-            return distributed_like(plain, p.of(plain.to_local()))
-        if not isinstance(p, GroupedTensor):
-            return distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=self.src_data_rank)
-        q: Any
-        scale: Any
-        q, scale = (
-            distribute_tensor(t, mesh, [Shard(0)], src_data_rank=self.src_data_rank)
-            for t in (p.q.detach().view(torch.uint8), p.scale)  # no collective on CPUs knows e4m3
-        )
-        part = GroupedTensor.from_parts(
-            q.to_local().view(p.q.dtype),
-            scale.to_local(),
-            p.dtype,
-            p.recipe,
-            columnwise=p.q_t is not None,
-            stochastic_rounding=p.stochastic_rounding,
-        )
-        return distributed_like(q, part)

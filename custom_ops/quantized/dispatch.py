@@ -217,7 +217,7 @@ def join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     if not alike or dim not in (0, -3) or len({tuple(t.shape[-2:]) for t in tensors}) > 1:
         return on_plain(func, args, kwargs)
-    q, scale = (func([part(t) for t in tensors]) for part in (lambda t: t.q, lambda t: t.scale))
+    q, scale = func([t.q for t in tensors]), func([t.scale for t in tensors])
     columnwise = all(t.q_t is not None for t in tensors)
     q_t = func([t.q_t for t in tensors]) if columnwise else None
     return GroupedTensor(q, scale, q_t, tensors[0].metadata)
@@ -261,11 +261,14 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(aten.empty_like.default, aten.zeros_like.default)
 def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A plain tensor in high precision, for an optimizer's state."""
+    """Plain, for an optimizer's state; but empty_like is quantized where torch makes parameters.
+
+    That is in nn.Module.to_empty, and in distribute_tensor, which receives in it.
+    """
     t = args[0]
     device = torch.device(kwargs.get("device") or t.device)
     leaves_meta = t.is_meta and device.type != "meta"
-    receives = t.is_part and kwargs.get("dtype") in (None, t.dtype)  # in distribute_tensor
+    receives = t.is_part and kwargs.get("dtype") in (None, t.dtype)
     if func is aten.empty_like.default and (leaves_meta or receives):
         return _of_each_part(t, lambda part: unfilled(part, device), size=t.shape)
     like = torch.empty(t.shape, dtype=t.dtype, device="meta")
@@ -273,7 +276,7 @@ def _plain_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def unfilled(part: Tensor, device: torch.device) -> Tensor:
-    """A part after nn.Module.to_empty. Scales are NaN to show that nothing was loaded yet."""
+    """Memory like a part's. Scales are NaN to show that nothing was loaded yet."""
     there = torch.empty_like(part, device=device)
     return there.fill_(torch.nan) if part.dtype == torch.float32 else there
 

@@ -252,11 +252,11 @@ class GroupedTensorWithMaster(GroupedTensor):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """The bytes that are held: those of the master, q, scale and q_t."""
-        return self.master.nbytes + sum(part.nbytes for part in self.parts if part is not None)
+        return self.master.nbytes + super().nbytes
 
     def element_size(self) -> int:
         """The bytes that are held of an element, besides scales."""
-        return self.master.element_size() + (1 if self.q_t is None else 2)
+        return self.master.element_size() + super().element_size()
 
     def data_ptr(self) -> int:
         """The address of the high-precision numbers. Call :meth:`refresh_` after a write there."""

@@ -30,9 +30,11 @@ from support.adapters import (
     EXPERTS,
     IDS,
     assert_close,
+    checkpointed_results,
     config_of,
     deepseek,
     fp8_linear,
+    grouped,
     logits,
     make_fp8_checkpoint,
     qwen3_of_blocks,
@@ -68,6 +70,10 @@ def trainer_of(model: Any, dataset: Any, directory: Path, **options: Any) -> Any
         **options,
     )
     return transformers.Trainer(model, arguments, train_dataset=dataset)
+
+
+def adapted(model: Any, weights: Any) -> Any:
+    return grouped(model, config_of(**ADAPTERS), RECIPE, weights, order="convert first")
 
 
 def losses(trainer: Any) -> list[float]:
@@ -120,11 +126,7 @@ def test_adapters_by_trainer(folder: Path, weights: Any, dataset: Any, tmp_path:
 @pytest.mark.parametrize("weights", [None, "fp8"])
 def test_merged(folder: Path, weights: Any, tmp_path: Path) -> None:
     """Linear layers and experts, by one rounding to e4m3; taken out again bit for bit."""
-    model = from_pretrained(folder)
-    convert(model, RECIPE, weights=weights)
-    model = peft.get_peft_model(model, config_of(**ADAPTERS))
-    use_grouped_adapters(model)
-    randomize(model)
+    model = adapted(from_pretrained(folder), weights)
     before = {name: bits(t).clone() for name, t in model.state_dict().items()}
     layers = [m for m in model.modules() if isinstance(m, MergesOnce)]
     assert [type(m) for m in layers][-4:] == [Linear, Linear, ParamWrapper, ParamWrapper]
@@ -207,29 +209,14 @@ def test_adapters_without_the_call(folder: Path, weights: Any, parameter: str) -
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed(folder: Path, reentrant: bool, weights: Any) -> None:
     """The backward makes activations again."""
-    found = []
-    for checkpointed in (False, True):
-        model = from_pretrained(folder)
-        convert(model, RECIPE, weights=weights)
-        model = peft.get_peft_model(model, config_of(**ADAPTERS))
-        use_grouped_adapters(model)
-        randomize(model)
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            model.enable_input_require_grads()
-        found.append(results(model.train()))
-    assert_close(found[1], found[0], 1e-6)
+    checkpointed_results(adapted(from_pretrained(folder), weights), reentrant)
 
 
 @pytest.mark.parametrize("folder", ["Qwen3-MoE"], indirect=True)
 @pytest.mark.parametrize("weights", [None, "fp8"])
 def test_compiled(folder: Path, weights: Any) -> None:
     """In one graph."""
-    model = from_pretrained(folder, num_hidden_layers=1)
-    convert(model, RECIPE, weights=weights)
-    model = peft.get_peft_model(model, config_of(**ADAPTERS))
-    use_grouped_adapters(model)
-    randomize(model)
+    model = adapted(from_pretrained(folder, num_hidden_layers=1), weights)
     expected = results(model)
     assert_close(results(model, fullgraph=True, backend="aot_eager"), expected, 1e-4)
 

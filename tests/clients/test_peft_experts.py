@@ -31,6 +31,7 @@ from support.adapters import (
     MODELS,
     NewWeights,
     assert_close,
+    checkpointed_results,
     config_of,
     grouped,
     logits,
@@ -246,20 +247,13 @@ def test_copies_and_pickles(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_prepared_and_checkpointed(reentrant: bool) -> None:
     """prepare_model_for_kbit_training, gradient checkpointing, and modules that learn beside."""
-    found = []
-    for checkpointed in (False, True):
-        model = model_of().bfloat16()
-        convert(model, weights="fp8")
-        model = peft.prepare_model_for_kbit_training(model)  # casts; checkpointing is bitsandbytes'
-        model = peft.get_peft_model(model, config_of(modules_to_save=["lm_head"]))
-        use_grouped_adapters(model)
-        randomize(model)
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            model.enable_input_require_grads()
-        found.append(results(model.train()))
-    assert any("modules_to_save" in name for name in found[0])
-    assert_close(found[1], found[0], 1e-6)
+    model = model_of().bfloat16()
+    convert(model, weights="fp8")
+    model = peft.prepare_model_for_kbit_training(model)  # casts; checkpointing is bitsandbytes'
+    model = peft.get_peft_model(model, config_of(modules_to_save=["lm_head"]))
+    use_grouped_adapters(model)
+    randomize(model)
+    assert any("modules_to_save" in name for name in checkpointed_results(model, reentrant))
 
 
 def test_autocast() -> None:

@@ -120,6 +120,16 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
         assert error < tolerance, (name, error)
 
 
+def checkpointed_results(model: Any, reentrant: bool) -> dict[str, Tensor]:
+    """Results in training with gradient checkpointing, which are those without it."""
+    expected = results(model.train())
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    found = results(model)
+    assert_close(found, expected, 1e-6)
+    return found
+
+
 def of_a_layer(model: Any) -> Tensor:
     """What the first layer's experts compute: an error of theirs changes no later router's mind."""
     torch.manual_seed(2)

@@ -66,9 +66,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+def tiny(family: str, **options: Any) -> Any:
+    """A model as the library initializes it; options of its config replace those above."""
+    model, config, own = FAMILIES[family]
+    return getattr(transformers, model)(getattr(transformers, config)(**SIZES | own | options))
+
+
 def model_of(family: str, device: str, dtype: torch.dtype = FP32) -> nn.Module:
-    model, config, options = FAMILIES[family]
-    made = getattr(transformers, model)(getattr(transformers, config)(**{**SIZES, **options}))
+    made = tiny(family)
     for parameter in made.parameters():  # the library's 0.02 leaves experts without influence
         nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
     return made.to(device, dtype)
