@@ -40,7 +40,7 @@ from grouped_linear import (
     Recipe,
 )
 from grouped_linear.quantized import with_master
-from grouped_linear.recipes import Layouts
+from grouped_linear.recipes import Layouts, Operands
 from support.compare import assert_same_bits
 from support.devices import devices, needs_gpu
 from support.errors import sentence
@@ -477,12 +477,33 @@ def test_takes_numbers_of_a_weight_that_is_kept_otherwise(
         assert_fresh(other.weight)
 
 
+@pytest.mark.parametrize("other", ["any_scale", "current", "own"])
+def test_a_layer_quantizes_a_weight_of_another_format(other: str) -> None:
+    layer = kept("both", RECIPES["block"])
+    layer.weight = kept("both", FORMATS[other]).weight
+    plain = kept(None, RECIPES["block"])
+    plain.load_state_dict(layer.state_dict())
+    x, m_splits = inputs("cpu", FP32)
+    assert_same_bits(layer(x, m_splits), plain(x, m_splits))
+
+
 def test_a_weight_in_fp8_alone_takes_no_memory_of_one_with_its_master() -> None:
     alone, both = (kept(weights, RECIPES["block"]).weight for weights in ("fp8", "both"))
     alone.data = both.data
     with torch.no_grad():
         alone.mul_(3)
     assert_fresh(both)
+
+
+def test_a_format_with_a_scale_for_each_layout_is_refused() -> None:
+    def quantize(t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Operands:
+        return Operands(t, t.new_ones(()), t, t.new_full((), 2.0))
+
+    recipe = Recipe(weight=Format(quantize=quantize))
+    assert sentence(lambda: kept("both", recipe)) == (
+        "GroupedTensorWithMaster: both layouts of a weight must have one scale tensor, the "
+        "function of the weight's format returned two"
+    )
 
 
 def test_a_master_of_fp8_is_in_high_precision() -> None:

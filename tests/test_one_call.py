@@ -491,6 +491,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         "last.model.layers.0.mlp.experts.gate_up_proj is on the meta device, it has no numbers "
         "yet: load the checkpoint before",
     ),
+    "on the meta device, in both precisions": (
+        lambda: mixtral("meta"),
+        {"weights": "both"},
+        "last.model.layers.0.mlp.experts: gate_up_proj is on the meta device: convert with "
+        "weights='both' a model that is loaded, before it is sharded",
+    ),
     "a checkpoint in FP8": (
         lambda: replace_with_fp8_linear(
             MixtralForCausalLM(MixtralConfig(**SIZES)), quantization_config=FineGrainedFP8Config()
