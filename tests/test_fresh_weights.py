@@ -627,6 +627,23 @@ def test_copies_of_a_state_are_plain(device: str) -> None:
 
 
 @pytest.mark.parametrize("cls", [GroupedTensor, GroupedTensorWithMaster])
+def test_record_stream_is_of_all_memory(cls: Any) -> None:
+    """And writes nothing. CPUs have no such operation: here it is a list's ``append``."""
+    w, recorded = cls.quantize(torch.randn(2, 32, 16)), []
+    parts = [part for part in (w.master, w.q, w.scale, w.q_t) if part is not None]
+    versions = [part._version for part in parts]
+    func = torch.ops.aten.record_stream.default
+    dispatched = torch.library.Library("aten", "IMPL")
+    dispatched.impl("record_stream", lambda t, _: recorded.append(t.data_ptr()), "CPU")
+    try:
+        func(w, torch.Stream(device="cpu"))
+    finally:
+        dispatched._destroy()
+    assert set(recorded) == {part.data_ptr() for part in parts}
+    assert [part._version for part in parts] == versions
+
+
+@pytest.mark.parametrize("cls", [GroupedTensor, GroupedTensorWithMaster])
 def test_collectives_are_waited_for(cls: Any, tmp_path: Path) -> None:
     """NCCL has no work to wait for where it is not asked for one: q_t is made after the others."""
     asked = []
