@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from grouped_linear import Float8BlockScaling, GroupedTensor, convert
+from grouped_linear import Float8BlockScaling, GroupedTensor, GroupedTensorWithMaster, convert
 from support.commands import run
 from support.compare import assert_same_bits, bits
 from support.hugging_face import tiny
@@ -138,6 +138,27 @@ def test_distributed_state_dicts(form: str, tmp_path: Path) -> None:
     assert_same_state(read, state)
 
 
+@FORM
+def test_both_precisions_are_saved_as_plain_weights(form: str, tmp_path: Path) -> None:
+    """An unconverted model reads them, and the other way round."""
+    model, plain = converted(form, "both"), FORMS[form]()
+    expected = {name: p.detach().clone().dequantize() for name, p in model.named_parameters()}
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert_same_state(dict(plain.named_parameters()), expected)
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.mul_(2)
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    for name, p in model.named_parameters():
+        assert_same_bits(p.detach().clone().dequantize(), 2 * expected[name])
+        if isinstance(p, GroupedTensorWithMaster):
+            made = GroupedTensorWithMaster.quantize(2 * expected[name])
+            assert_same_bits(bits(p.q), bits(made.q))
+            assert_same_bits(p.scale, made.scale)
+
+
 def test_dequantized_experts_have_their_class_again() -> None:
     model = converted("mixtral")
     dequantize_experts(model)
@@ -159,8 +180,8 @@ for path in sys.argv[1:]:
 
 def test_loaded_in_another_process(tmp_path: Path) -> None:
     """It computes there, without a second conversion."""
-    paths = [tmp_path / "as_it_is", tmp_path / "fp8"]
-    for path, weights in zip(paths, (None, "fp8"), strict=True):
+    paths = [tmp_path / "as_it_is", tmp_path / "fp8", tmp_path / "both"]
+    for path, weights in zip(paths, (None, "fp8", "both"), strict=True):
         model = converted("mixtral", weights)
         torch.save((model, logits(model)), path)
     run([sys.executable, "-c", ELSEWHERE, *map(str, paths)], check=True)

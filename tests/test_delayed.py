@@ -14,7 +14,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
-from grouped_linear import DelayedScaling, Float8BlockScaling, GroupedLinear, update_scales
+from grouped_linear import (
+    DelayedScaling,
+    Float8BlockScaling,
+    GroupedLinear,
+    GroupedMLP,
+    update_scales,
+)
 from support import reference
 from support.calls import Calls
 from support.compare import assert_same_bits
@@ -360,6 +366,19 @@ def test_inductor_records_in_place(device: str) -> None:
     assert code.count("grouped_linear.group_quantize_delayed.default(") == 2
     assert code.count("grouped_linear.quantize_weight_delayed.default(") == 1
     assert ".copy_(" not in code
+
+
+@DEVICES
+def test_weights_of_an_mlp_that_fill_caches_are_recorded(device: str) -> None:
+    """Each in its own state, and nothing else."""
+    mlp = GroupedMLP(E, K, N, recipe=DelayedScaling(), cache_weights=True, device=device)
+    x, m_splits = rows(device)
+    with torch.no_grad():
+        mlp.forward_sorted(x, m_splits, is_first_microbatch=True)
+    for name in ("gate_up_proj", "down_proj"):
+        state, w = getattr(mlp, f"{name}_state"), getattr(mlp, name)
+        assert_same_bits(state.weight.amax, w.detach().abs().amax((1, 2)))
+        assert not state.x.amax.any()
 
 
 @pytest.mark.parametrize("device", devices(*OPS))

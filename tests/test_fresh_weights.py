@@ -31,6 +31,7 @@ from hypothesis.stateful import (
 )
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
+from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.func import functional_call
 from torch.nn.utils import parameters_to_vector, parametrize, vector_to_parameters
 from torch.nn.utils.parametrizations import weight_norm
@@ -45,9 +46,11 @@ from grouped_linear import (
     GroupedTensorWithMaster,
     Recipe,
 )
-from grouped_linear.recipes import Layouts
+from grouped_linear.quantized import with_master
+from grouped_linear.recipes import Layouts, Operands
 from support.compare import assert_same_bits
 from support.devices import devices, needs_gpu
+from support.errors import sentence
 from support.ops import OPS
 from support.pairs import pairwise
 
@@ -242,6 +245,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "mask": no_grad(lambda m: m.weight.__setitem__(m.weight < 0, 0.0)),
     "transposed": no_grad(lambda m: m.weight.mT[0].add_(0.25)),
     "flat": no_grad(lambda m: m.weight.view(-1)[1000:2000].zero_()),
+    "across experts": no_grad(lambda m: m.weight.view(-1)[K : K + N * K].view(N, K).mul_(2)),
     "view of data": lambda m: m.weight.data.view(E, -1).t()[100:200].fill_(5),
     "unbind": no_grad(lambda m: [w.mul_(i + 1) for i, w in enumerate(m.weight)]),
     "foreach views": no_grad(lambda m: torch._foreach_mul_(list(m.weight.unbind()), 1.5)),
@@ -345,15 +349,62 @@ def is_kept(p: Tensor) -> bool:
     return isinstance(p, GroupedTensorWithMaster)
 
 
+def through_file(t: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(t, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "clone": torch.clone,
+    "to": lambda w: w.to(w.device, copy=True),
+    "deepcopy": copy.deepcopy,
+    "file": through_file,
+}
+
+
 @DEVICES
-def test_a_clone_has_memory_of_its_own(device: str) -> None:
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_has_memory_of_its_own(how: str, device: str) -> None:
     w: Any = make_layer("both", RECIPES["block"], BF16, device).weight.detach()
     before = [part.clone() for part in (w.master, w.q, w.scale, w.q_t)]
-    copied: Any = w.clone()
+    copied: Any = COPIES[how](w)
     copied.mul_(-1)
     for part, expected in zip((w.master, w.q, w.scale, w.q_t), before, strict=True):
         assert_same_bits(part, expected)
     assert_same_bits(copied.q.float(), -w.q.float())
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("how", ["deepcopy", "file"])
+def test_copies_of_a_parameter(how: str, requires_grad: bool) -> None:
+    p: Any = nn.Parameter(GroupedTensorWithMaster.quantize(torch.ones(2, 32, 16)), requires_grad)
+    p.note = "kept"
+    twin = COPIES[how](p)
+    assert isinstance(twin, nn.Parameter)
+    assert (twin.requires_grad, twin.note) == (requires_grad, "kept")
+
+
+@pytest.mark.parametrize(("how", "shares"), [("deepcopy", True), ("file", False)])
+def test_copies_of_what_shares_memory(how: str, shares: bool) -> None:
+    """A deepcopy shares it too, with its quantized numbers. A file does not."""
+    w = GroupedTensorWithMaster.quantize(torch.randn(2, 32, 16))
+    whole, expert = COPIES[how]([w, w[1]])
+    expert.zero_()
+    assert_fresh(whole)
+    assert bool(whole[1].any()) != shares
+
+
+def test_refuses_a_pickle_of_a_newer_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = GroupedTensorWithMaster.quantize(torch.ones(2, 32, 16))
+    with monkeypatch.context() as newer:
+        newer.setattr(with_master, "PICKLE_VERSION", 2)
+        saved_by_newer = pickle.dumps(w)
+    assert sentence(lambda: pickle.loads(saved_by_newer)) == (
+        "GroupedTensorWithMaster: the pickle has version 2, this grouped_linear reads versions up "
+        "to 1"
+    )
 
 
 @DEVICES
@@ -371,9 +422,151 @@ def rounded(t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Tensor:
     return (16 * t).round() / 16
 
 
+FORMATS = RECIPES | {
+    "any_scale": Float8BlockScaling(power_of_two_scales=False),
+    "own": Recipe(weight=Format(quantize=rounded)),
+}
+
+
+def assert_fresh(w: Any) -> None:
+    """Its quantized numbers are what quantizing its high-precision ones gives."""
+    made = GroupedTensorWithMaster.quantize(w.detach().clone().dequantize(), w.recipe)
+    for part, expected in zip(w.parts, made.parts, strict=True):
+        assert (part is None) == (expected is None)
+        if part is not None and expected is not None:
+            assert_same_bits(part, expected)
+
+
+def kept(weights: Any, recipe: Recipe, dtype: torch.dtype = FP32) -> GroupedLinear:
+    return GroupedLinear(E, K, N, recipe=recipe, weights=weights, bias=False, dtype=dtype)
+
+
+def load_from(assign: bool) -> Callable[[Any, Any], Any]:
+    return lambda to, source: to.load_state_dict(source.state_dict(), assign=assign)
+
+
+TAKES: dict[str, Callable[[Any, Any], Any]] = {
+    "copy_": no_grad(lambda to, source: to.weight.copy_(source.weight)),
+    "foreach": no_grad(lambda to, source: torch._foreach_copy_([to.weight], [source.weight])),
+    "data": lambda to, source: assign(to, "data", source.weight.data),
+    "load": load_from(assign=False),
+    "load assign": load_from(assign=True),
+    "replace": lambda to, source: setattr(to, "weight", source.weight),
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "of", "source", "dtype"),
+    pairwise(
+        {how: how for how in TAKES},
+        FORMATS,
+        {name: ("both", recipe) for name, recipe in FORMATS.items()}
+        | {"fp8": ("fp8", Float8BlockScaling())},
+        {"bf16": BF16, "fp32": FP32},
+    ),
+)
+def test_takes_numbers_of_a_weight_that_is_kept_otherwise(
+    how: str, of: Recipe, source: tuple[str, Recipe], dtype: torch.dtype
+) -> None:
+    """In another format, in another dtype, or in FP8 alone, which stays as the replacement."""
+    to, other = kept("both", of), kept(*source, dtype)
+    expected = other.weight.detach().clone().dequantize()
+    TAKES[how](to, other)
+    if not is_kept(to.weight):
+        assert to.weight is other.weight
+        return
+    assert_same_bits(to.weight.detach().clone().dequantize(), expected.to(to.weight.dtype))
+    assert_fresh(to.weight)
+    x, m_splits = inputs("cpu", to.weight.dtype)
+    plain = kept(None, of, to.weight.dtype)
+    plain.load_state_dict({"weight": expected})
+    assert_same_bits(to(x, m_splits), plain(x, m_splits))
+    with torch.no_grad():
+        to.weight.mul_(3)
+    if is_kept(other.weight):
+        assert_fresh(other.weight)
+
+
+@pytest.mark.parametrize("other", ["any_scale", "current", "own"])
+def test_a_layer_quantizes_a_weight_of_another_format(other: str) -> None:
+    layer = kept("both", RECIPES["block"])
+    layer.weight = kept("both", FORMATS[other]).weight
+    plain = kept(None, RECIPES["block"])
+    plain.load_state_dict(layer.state_dict())
+    x, m_splits = inputs("cpu", FP32)
+    assert_same_bits(layer(x, m_splits), plain(x, m_splits))
+
+
+def test_a_weight_in_fp8_alone_takes_no_memory_of_one_with_its_master() -> None:
+    alone, both = (kept(weights, RECIPES["block"]).weight for weights in ("fp8", "both"))
+    alone.data = both.data
+    with torch.no_grad():
+        alone.mul_(3)
+    assert_fresh(both)
+
+
+def test_a_format_with_a_scale_for_each_layout_is_refused() -> None:
+    def quantize(t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Operands:
+        return Operands(t, t.new_ones(()), t, t.new_full((), 2.0))
+
+    recipe = Recipe(weight=Format(quantize=quantize))
+    assert sentence(lambda: kept("both", recipe)) == (
+        "GroupedTensorWithMaster: both layouts of a weight must have one scale tensor, the "
+        "function of the weight's format returned two"
+    )
+
+
+def test_a_master_of_fp8_is_in_high_precision() -> None:
+    w = GroupedTensor.quantize(torch.randn(2, 32, 16))
+    made = GroupedTensorWithMaster.quantize(w)
+    assert type(made.master) is Tensor
+    assert_same_bits(made.master, w.dequantize())
+    made.zero_()
+    assert w.any()
+
+
+@pytest.mark.parametrize("call", [lambda w: w.transpose_(1, 2), lambda w: w.unsqueeze_(0)])
+def test_its_shape_cannot_be_changed_in_place(call: Callable[[Tensor], Any]) -> None:
+    w = GroupedTensorWithMaster.quantize(torch.ones(2, 32, 16))
+    with pytest.raises(RuntimeError, match="cannot change the shape of a quantized tensor"):
+        call(w)
+    assert w.shape == w.master.shape == w.q.shape == (2, 32, 16)
+
+
+def test_compiled_writes_of_experts_scatter_no_fp8() -> None:
+    """Which Inductor could not (torch 2.13): the graph quantizes the whole weight."""
+    backend = AotEagerAndRecordGraphs()
+
+    @torch.no_grad()
+    def write(w: Tensor) -> None:
+        w[1].mul_(-2)
+        w[1:][0].add_(1)
+
+    w = GroupedTensorWithMaster.quantize(torch.randn(3, 32, 16))
+    expected = w.clone().dequantize()
+    write(expected)
+    torch.compile(write, fullgraph=True, backend=backend)(w)
+    assert_same_bits(w.master, expected)
+    assert_fresh(w)
+    [graph] = backend.fw_graphs
+    scattered = [n.meta["val"].dtype for n in graph.graph.nodes if "scatter" in n.name]
+    assert set(scattered) == {FP32}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_write_before_the_backward_raises(name: str) -> None:
+    """What a forward saved of the quantized numbers is not what its backward would read."""
+    layer = kept("both", FORMATS[name])
+    y = layer(*inputs("cpu", FP32))
+    with torch.no_grad():
+        layer.weight[0].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("name", [*RECIPES, "own"])
 def test_meta_device(name: str) -> None:
-    recipe = RECIPES.get(name, Recipe(weight=Format(quantize=rounded)))
+    recipe = FORMATS[name]
     layer = GroupedLinear(E, K, N, recipe=recipe, weights="both", device="meta")
     layer.to_empty(device="cpu")
     filled = [part for part in layer.weight.parts if part is not None and part.dtype == FP32]
@@ -451,6 +644,23 @@ def test_copies_of_a_state_are_plain(device: str) -> None:
     for copied in (weight.clone(), weight.to("cpu", copy=True), weight.float()):
         assert type(copied) is Tensor
         assert_same_bits(copied.to("cpu", BF16), weight.master.cpu())
+
+
+@pytest.mark.parametrize("cls", [GroupedTensor, GroupedTensorWithMaster])
+def test_record_stream_is_of_all_memory(cls: Any) -> None:
+    """And writes nothing. CPUs have no such operation: here it is a list's ``append``."""
+    w, recorded = cls.quantize(torch.randn(2, 32, 16)), []
+    parts = [part for part in (w.master, w.q, w.scale, w.q_t) if part is not None]
+    versions = [part._version for part in parts]
+    func = torch.ops.aten.record_stream.default
+    dispatched = torch.library.Library("aten", "IMPL")
+    dispatched.impl("record_stream", lambda t, _: recorded.append(t.data_ptr()), "CPU")
+    try:
+        func(w, torch.Stream(device="cpu"))
+    finally:
+        dispatched._destroy()
+    assert set(recorded) == {part.data_ptr() for part in parts}
+    assert [part._version for part in parts] == versions
 
 
 @pytest.mark.parametrize("cls", [GroupedTensor, GroupedTensorWithMaster])

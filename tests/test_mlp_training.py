@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grouped_linear import GroupedMLP, Recipe, ops, update_scales
@@ -331,6 +332,21 @@ def test_cold(how: str, recipe: Recipe | None, device: str) -> None:
     assert_same_bits(layer(x, m_splits, True), layer(x, m_splits))
     now = [t.data_ptr() for t in kept_in_caches(layer)]
     assert now == addresses
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_reads_no_other_weight_than_it_was_filled_from(name: str) -> None:
+    """Neither one that is given in its place, nor what was written since."""
+    layer, (x, m_splits) = cached(QUANTIZING["block"], "cpu"), inputs("cpu")
+    y, w = layer(x, m_splits, True), layer.mlp.get_parameter(name)
+    other = {f"mlp.{name}": w.detach() * 3}
+    with pytest.raises(RuntimeError, match="the weight that filled it is another tensor"):
+        functional_call(layer, other, (x, m_splits, False))
+    assert_same_bits(layer(x, m_splits, False), y)
+    with torch.no_grad():
+        w.mul_(3)
+    with pytest.raises(RuntimeError, match="the weight that filled it was written since"):
+        layer(x, m_splits, False)
 
 
 @DEVICES

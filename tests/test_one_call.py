@@ -26,6 +26,7 @@ from grouped_linear import (
     GroupedLinear,
     GroupedMLP,
     GroupedTensor,
+    GroupedTensorWithMaster,
     convert,
 )
 from support.compare import assert_same_bits, bits
@@ -475,6 +476,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         "last.model.layers.0.mlp.experts.gate_up_proj is on the meta device, it has no numbers "
         "yet: load the checkpoint before",
     ),
+    "on the meta device, in both precisions": (
+        lambda: mixtral("meta"),
+        {"weights": "both"},
+        "last.model.layers.0.mlp.experts: gate_up_proj is on the meta device: convert with "
+        "weights='both' a model that is loaded, before it is sharded",
+    ),
     "a checkpoint in FP8": (
         lambda: replace_with_fp8_linear(mixtral(), quantization_config=FineGrainedFP8Config()),
         {"recipe": Float8BlockScaling()},
@@ -768,6 +775,33 @@ def test_an_older_optimizer_steps_what_stays(weights: Any, form: str, fused: boo
     experts = [n for n, p in model.named_parameters() if p.dim() == 3]
     assert len(experts) == (4 if hugging_face else 3)
     assert all(moved[name] > 0.01 for name in experts)
+
+
+@pytest.mark.parametrize("form", ["hugging face", "one module"])
+@pytest.mark.parametrize("weights", ["both", "fp8"])
+def test_frozen_weights_that_are_kept_stay_frozen(weights: Any, form: str) -> None:
+    model: Any = mixtral() if form == "hugging face" else GroupedExperts()
+    [name, *_] = [n for n, p in model.named_parameters() if p.dim() == 3]
+    model.get_parameter(name).requires_grad_(False)
+    convert(model, Float8BlockScaling(), weights=weights)
+    assert isinstance(model.get_parameter(name), GroupedTensor)
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == [name]
+
+
+@pytest.mark.parametrize("before", ["both", "fp8"])
+def test_converted_again_to_both_precisions(before: Any) -> None:
+    """Quantized as the later call says, from high-precision numbers."""
+    recipe = Float8BlockScaling(power_of_two_scales=False)
+    model = mixtral()
+    convert(model, Float8BlockScaling(), weights=before)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    convert(model, recipe, weights="both")
+    for w in (p for p in model.parameters() if p.dim() == 3):
+        assert any(w is p for p in optimizer.param_groups[0]["params"])
+        made = GroupedTensorWithMaster.quantize(w.detach().clone().dequantize(), recipe)
+        assert type(w.master) is Tensor
+        for part, expected in zip(w.parts, made.parts, strict=True):
+            assert_same_bits(part, expected)
 
 
 @pytest.mark.parametrize("held", ["by an optimizer", "by nothing", "frozen"])

@@ -152,6 +152,18 @@ def test_copies_are_saved_too(copied: Any, tmp_path: Path) -> None:
         assert_same_bits(bits(t), bits(files[1][name]))
 
 
+def test_dequantized_experts_are_saved_as_those_of_any_model(tmp_path: Path) -> None:
+    """Without a word of FP8, which transformers would make modules for."""
+    model = quantized()
+    expected = {name: w.detach().dequantize() for name, w in weights_of(model).items()}
+    dequantize_experts(model)
+    model.save_pretrained(tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    loaded = type(model).from_pretrained(tmp_path, dtype=BF16)
+    for name, w in expected.items():
+        assert_same_bits(loaded.get_parameter(name).detach(), w)
+
+
 def test_what_the_format_cannot_hold_is_saved_in_its_own_dtype(tmp_path: Path) -> None:
     """With the same numbers, and a warning; quantized again it computes the same."""
     models = [

@@ -507,6 +507,17 @@ def test_state_dicts_of_either_kind(
 
 
 @pytest.mark.parametrize("assign", [False, True])
+def test_state_dicts_with_scales_in_bfloat16(assign: bool) -> None:
+    """Which hold powers of two exactly."""
+    source, target = make_layer(), make_layer()
+    torch.nn.init.zeros_(target.weight)
+    state = source.state_dict()
+    state["weight_scale_inv"] = state["weight_scale_inv"].to(BF16)
+    target.load_state_dict(state, assign=assign)
+    assert_same_weights(target, source)
+
+
+@pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("to_quantized", [True, False])
 @pytest.mark.parametrize("from_quantized", [True, False])
 def test_state_dicts_with_an_expert_a_key(

@@ -132,15 +132,19 @@ def check_hybrid(rank: int, directory: Path) -> None:
 
 
 def check_mixed_precision(rank: int, directory: Path) -> None:
-    """float32 numbers are quantized as they are, and stay on their process."""
-    kept = Model(RECIPES["block"], "both", FP32)
+    """float32 numbers are quantized as they are, and stay on their process.
+
+    A format of one's own quantizes what is gathered, in the policy's dtype.
+    """
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-    shard(kept, mp_policy=policy)
-    losses = [y.float().square().mean().item() for y in train(kept, steps=8)]
-    assert losses[-1] < losses[0]
-    for p in kept.parameters():
-        assert_fresh(p)
-        assert p.dtype == FP32
+    for name, steps in (("block", 8), ("own", 2)):
+        kept = Model(RECIPES[name], "both", FP32)
+        shard(kept, mp_policy=policy)
+        losses = [y.float().square().mean().item() for y in train(kept, steps=steps)]
+        assert losses[-1] < losses[0] or name == "own"
+        for p in kept.parameters():
+            assert_fresh(p)
+            assert p.dtype == FP32
 
 
 def check_bytes(rank: int, directory: Path) -> None:
@@ -175,6 +179,25 @@ def check_checkpoints(rank: int, directory: Path) -> None:
             assert_same_bits(local.dequantize() if target is kept else local, e)
             if target is kept:
                 assert_fresh(p)
+    alone = Model(RECIPES["block"], "both")  # saved by two processes, read by one, and back
+    read = {"model": get_model_state_dict(alone)}
+    dcp.load(read, checkpoint_id=directory / "0", no_dist=True)
+    for p, e in zip(alone.parameters(), expected, strict=True):
+        assert_fresh(p)
+        assert_same_bits(p.detach().dequantize().chunk(PROCESSES)[rank], e)
+    with torch.no_grad():
+        for p in alone.parameters():
+            p.mul_(2)
+    if rank == 0:
+        saved = directory / "one"
+        dcp.save({"model": get_model_state_dict(alone)}, checkpoint_id=saved, no_dist=True)
+    dist.barrier()
+    dcp.load({"model": get_model_state_dict(kept)}, checkpoint_id=directory / "one")
+    for p, e in zip(kept.parameters(), expected, strict=True):
+        assert_fresh(p)
+        assert_same_bits(p.to_local().dequantize(), 2 * e)  # type: ignore[attr-defined]
+        with torch.no_grad():
+            p.mul_(0.5)
     full = StateDictOptions(full_state_dict=True)
     states = [get_model_state_dict(model, options=full) for model in (kept, plain)]
     for name, t in states[0].items():

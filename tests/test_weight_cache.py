@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 from grouped_linear import GroupedLinear, Recipe, update_scales
 from grouped_linear.quantized import weight_cache
@@ -334,6 +335,27 @@ def test_reads_no_other_weight_than_it_was_filled_from(recipe: Recipe | None) ->
     )
     layer(x, m_splits, torch.tensor(False))  # the host cannot know what is in it from now on
     assert_same_bits(layer(x, m_splits, False), y)
+
+
+@FLAGS
+def test_a_checkpointed_first_micro_batch(flag: Any) -> None:
+    """Its recompute fills the cache again, which a backward that reads it must precede."""
+    layer, (x, m_splits) = make_layer(QUANTIZING["block"], "cpu"), inputs("cpu")
+
+    def forwards() -> tuple[Tensor, Tensor]:
+        first = checkpoint(layer, x, m_splits, flag(True), use_reentrant=False)
+        return first.sum(), layer(x, m_splits, flag(False)).square().sum()
+
+    first, second = forwards()
+    grads = [torch.autograd.grad(loss, (x, layer.weight)) for loss in (second, first)]
+    losses = layer(x, m_splits).square().sum(), layer(x, m_splits).sum()
+    for actual, loss in zip(grads, losses, strict=True):
+        for a, e in zip(actual, torch.autograd.grad(loss, (x, layer.weight)), strict=True):
+            assert_same_bits(a, e)
+    first, second = forwards()
+    first.backward()
+    says = "fill weight caches only after the last backward that reads them"
+    assert says in sentence(second.backward)
 
 
 @EVERY_RECIPE

@@ -154,7 +154,7 @@ def keep_both(experts: Any, recipe: Recipe) -> Replaced:
     replaced = []
     for name in weight_names(experts):
         w = getattr(experts, name)
-        if not isinstance(w, GroupedTensorWithMaster):
+        if not isinstance(w, GroupedTensorWithMaster) or w.recipe.weight != recipe.weight:
             replaced += replace_parameter(experts, name, keep_weight(w.detach(), "both", recipe))
     _save_by_parts(experts)
     return replaced

@@ -305,6 +305,15 @@ def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return GroupedTensor(q, scale, None, metadata)
 
 
+@handles(aten.record_stream.default)
+def record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell the allocator of all memory that a tensor has; it writes nothing, though marked so."""
+    t, stream = args
+    for name in t._memory:
+        if getattr(t, name) is not None:
+            func(getattr(t, name), stream)
+
+
 @handles(aten._foreach_copy_.default)
 def _foreach_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for to, source in zip(*args[:2], strict=True):

@@ -24,6 +24,7 @@ from grouped_linear.quantized.with_master import HANDLERS, GroupedTensorWithMast
 
 aten = torch.ops.aten
 handles = partial(dispatch.handles, handlers=HANDLERS)
+handles(aten.record_stream.default)(dispatch.record_stream)
 
 
 @handles(None)
@@ -165,14 +166,6 @@ def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if source.shape != t.shape:
         raise RuntimeError(f"GroupedTensor: {func} cannot change the shape of a quantized tensor")
     return t.copy_(source)
-
-
-@handles(aten.record_stream.default)
-def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    t, stream = args
-    for part in (t.own, *t.parts):
-        if part is not None:
-            func(part, stream)
 
 
 @handles(aten.copy_.default)

@@ -262,26 +262,31 @@ class GroupedTensor(Tensor):
     def data(self) -> Tensor:
         """The tensor without its autograd history.
 
-        Assign a tensor of this class, and this one has its memory, shape and dtype from then on;
-        the recipe stays. Any other tensor is quantized into new memory: later writes to that one do
-        not reach this one. RuntimeError for another shape, and for float64 or no float dtype.
+        Assign a tensor that is kept alike, and this one has its memory, shape and dtype from then
+        on; the recipe stays. Any other tensor is quantized into new memory: later writes to that
+        one do not reach this one. RuntimeError for another shape, and for float64 or no float
+        dtype. Alike are two tensors in FP8 alone, and two with masters whose formats are equal.
         """
         return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not isinstance(value, type(self)):
+        if not self._is_kept_alike(value):
             value = self._quantized_like(value)
         # Shape, dtype and device are torch's, which refuses before it writes.
         torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
         for name in self._memory:
             setattr(self, name, getattr(value, name))
 
+    def _is_kept_alike(self, w: Tensor) -> bool:
+        """Whether w's parts can be this tensor's own: a master would not see writes to them."""
+        return isinstance(w, GroupedTensor) and w.master is None
+
     def _quantized_like(self, w: Tensor) -> "GroupedTensor":
-        """A plain tensor quantized as this one is."""
+        """A tensor in high precision, quantized as this one is."""
         rules = Rules("GroupedTensor")
         rules.check(
-            type(w) in (Tensor, nn.Parameter),
+            type(w) in (Tensor, nn.Parameter) or isinstance(w, GroupedTensor),
             lambda: f"data must be a GroupedTensor or a plain tensor, got {type(w).__name__}",
         )
         self._check_data(w)

@@ -95,8 +95,9 @@ def keep_weight(
 def stored_weight(op: str, w: Any, recipe: Recipe | None) -> QuantizedWeight | None:
     """The parts of a quantized weight that GEMMs read; None for a weight that a call quantizes.
 
-    ValueError for a recipe whose weights have scales of another kind than a weight that is FP8
-    alone, RuntimeError under torch.jit.trace.
+    A call quantizes a weight with its master where the recipe's format is another than the
+    weight's. ValueError for a recipe whose weights have scales of another kind than a weight that
+    is FP8 alone, RuntimeError under torch.jit.trace.
     """
     if not isinstance(w, GroupedTensor):
         return None
@@ -104,17 +105,14 @@ def stored_weight(op: str, w: Any, recipe: Recipe | None) -> QuantizedWeight | N
         raise RuntimeError(
             f"{op}: torch.jit.trace records no quantized weight: use torch.export or torch.compile"
         )
-    same = recipe is not None and (
-        recipe.weight.scaling == w.recipe.weight.scaling
-        and recipe.weight.quantize is w.recipe.weight.quantize
-    )
-    # A view, as of a weight that is stored transposed, has no parts of its own.
-    if isinstance(w, GroupedTensorWithMaster) and not w.is_whole:
-        return None
-    if not same and w.master is None:
+    if isinstance(w, GroupedTensorWithMaster):
+        # A view, as of a weight that is stored transposed, has no parts of its own.
+        same = recipe is not None and recipe.weight == w.recipe.weight
+        return w.quantized_weight() if same and w.is_whole else None
+    if recipe is None or recipe.weight.scaling != w.recipe.weight.scaling:
         name = type(w.recipe).__name__
         raise ValueError(f"{op}: a quantized weight needs the recipe {name}, got {recipe!r}")
-    return w.quantized_weight() if same else None
+    return w.quantized_weight()
 
 
 def quantized_as(own: Any, w: Any) -> Any:

@@ -123,8 +123,8 @@ class GroupedTensorWithMaster(GroupedTensor):
         """Quantize a weight, and keep it.
 
         Args:
-            w: [E, N, K] bfloat16, float16 or float32, N and K multiples of 16. A contiguous `w` is
-                not copied; it is then this tensor's memory, and is written through it alone.
+            w: [E, N, K] bfloat16, float16 or float32, N and K multiples of 16. A plain contiguous
+                `w` is not copied; it is then this tensor's memory, and is written through it alone.
             recipe: ``Float8BlockScaling()``, the default, ``Float8CurrentScaling()``, or one whose
                 weight format is a function of your own.
             columnwise: keep q_t too, which dgrad reads.
@@ -149,7 +149,7 @@ class GroupedTensorWithMaster(GroupedTensor):
                 "the high-precision numbers"
             )
         Rules("GroupedTensorWithMaster").weight(w)
-        master = w.detach().contiguous()
+        master = w.numbers(w.dtype) if isinstance(w, GroupedTensor) else w.detach().contiguous()
         metadata = Metadata(w.dtype, recipe, False)  # type: ignore[arg-type]
         if recipe.weight.quantize is not None:
             return cls(master, _by_function(master, recipe.weight.quantize), metadata)
@@ -237,6 +237,10 @@ class GroupedTensorWithMaster(GroupedTensor):
     # --- what a plain tensor has besides operations ----------------------------------------------
 
     __setitem__ = Tensor.__setitem__  # type: ignore[assignment]
+
+    def _is_kept_alike(self, w: Tensor) -> bool:
+        """Whether w's parts are what quantizing its master as this tensor is quantized gives."""
+        return isinstance(w, GroupedTensorWithMaster) and w.recipe.weight == self.recipe.weight
 
     def _quantized_like(self, w: Tensor) -> "GroupedTensorWithMaster":
         """Numbers of another tensor, in memory of their own."""
