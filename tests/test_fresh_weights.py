@@ -637,6 +637,21 @@ TestWritesOnGpu.settings = TestWrites.settings
 
 
 @DEVICES
+def test_an_assigned_tensor_is_copied(device: str) -> None:
+    """It stays its owner's, whose later writes do not show here."""
+    layer = make_layer("both", RECIPES["block"], BF16, device)
+    loaded = {name: t * 2 for name, t in saved(layer).items()}
+    layer.load_state_dict(loaded, assign=True)
+    expected = loaded["weight"].clone()
+    loaded["weight"].mul_(3)
+    weight: Any = layer.weight
+    assert_same_bits(weight.dequantize(), expected)
+    fresh = GroupedTensorWithMaster.quantize(expected, RECIPES["block"])
+    for part, right in zip(weight.parts, fresh.parts, strict=True):
+        assert_same_bits(part, right)
+
+
+@DEVICES
 def test_copies_of_a_state_are_plain(device: str) -> None:
     """What distributed checkpoints and torch.save(t.cpu()) write needs no package to be read."""
     weight = make_layer("both", RECIPES["block"], BF16, device).state_dict()["weight"]

@@ -161,7 +161,7 @@ def convert_loaded(
     For a quantized parameter, high precision is rounded to nearest. With ``assign=True``, which
     torch's ``metadata`` tells, a quantized weight is dequantized for a plain parameter, and takes
     the options of a quantized one with the bytes that it has; a parameter with its master takes
-    the tensor as that. Without ``assign=True``, ``copy_`` does all this.
+    a copy of the tensor as that. Without ``assign=True``, ``copy_`` does all this.
     """
     assign = metadata.get("assign_to_params_buffers")
     for name, own in module.named_parameters(recurse=False):
@@ -173,7 +173,8 @@ def convert_loaded(
         w = quantized_as(own, w)
         if assign and isinstance(own, GroupedTensorWithMaster):
             w = w.numbers(w.dtype) if isinstance(w, GroupedTensor) else w
-            w = own.of(w.contiguous()) if w.dtype in ACTIVATIONS else w
+            if w.dtype in ACTIVATIONS:  # a copy: a write through the loaded tensor would not show
+                w = own.of(w.clone(memory_format=torch.contiguous_format))
         elif assign and isinstance(w, GroupedTensor):
             if isinstance(own, GroupedTensor):
                 q_t = w.q_t if w.q_t is not None or own.q_t is None else block_math.transposed(w.q)
