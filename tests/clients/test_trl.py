@@ -58,6 +58,20 @@ def adapters_of(model: Any) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in model.named_parameters() if ".lora_" in n}
 
 
+def train_adapters(trainer: Any) -> dict[str, Tensor]:
+    """Train; the weights stay as they are, and none of their shape is made.
+
+    Returns the adapters of before.
+    """
+    use_grouped_adapters(trainer.model)
+    before, adapters = weights_of(trainer.model), adapters_of(trainer.model)
+    with NewWeights(before) as made:
+        trainer.train()
+    assert made.count == 0
+    torch.testing.assert_close(weights_of(trainer.model), before, rtol=0, atol=0)
+    return adapters
+
+
 @pytest.mark.parametrize("made_by", ["trl", "PEFT"])
 @pytest.mark.parametrize("weights", [None, "fp8"])
 def test_sft(weights: Any, made_by: str, dataset: Any, tmp_path: Path) -> None:
@@ -79,15 +93,10 @@ def test_sft(weights: Any, made_by: str, dataset: Any, tmp_path: Path) -> None:
         processing_class=tokenizer(),
         peft_config=config,
     )
-    use_grouped_adapters(trainer.model)
-    before, adapters = weights_of(trainer.model), adapters_of(trainer.model)
-    with NewWeights(before) as made:
-        trainer.train()
-    assert made.count == 0
+    adapters = train_adapters(trainer)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert len(losses) == 2
     assert all(map(math.isfinite, losses))
-    torch.testing.assert_close(weights_of(trainer.model), before, rtol=0, atol=0)
     after = adapters_of(trainer.model)
     assert not any(torch.equal(after[n], t) for n, t in adapters.items() if "lora_B" in n)
 
@@ -132,14 +141,9 @@ def test_grpo(
         processing_class=tokenizer(),
         peft_config=config,
     )
-    use_grouped_adapters(trainer.model)
-    before, adapters = weights_of(trainer.model), adapters_of(trainer.model)
-    with NewWeights(before) as made:
-        trainer.train()
-    assert made.count == 0
+    adapters = train_adapters(trainer)
     divergences = [row["kl"] for row in trainer.state.log_history if "kl" in row]
     assert divergences[0] == 0
     assert divergences[1] > 0
-    torch.testing.assert_close(weights_of(trainer.model), before, rtol=0, atol=0)
     for name, t in adapters_of(trainer.model).items():
         assert torch.equal(t, adapters[name]) == (".default." not in name), name
