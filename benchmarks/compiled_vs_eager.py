@@ -68,7 +68,7 @@ def sentence(error: Exception) -> str:
 class Step:
     """A forward and backward that leaves no gradient behind, or a forward where there is no dy.
 
-    The optimizer, where there is one, steps before. Returns what candidates agree on.
+    An optimizer, if any, steps with that gradient first. Returns what candidates agree on.
     """
 
     forward: Callable[..., Any]

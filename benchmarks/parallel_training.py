@@ -14,7 +14,7 @@ GPU learns from its own.
 import gc
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -42,19 +42,12 @@ class Case:
     sequences: int
 
 
+SMALL = ModelSize(
+    layers=4, width=2048, heads=16, context=2048, experts=32, chosen=4, expert_width=768
+)
 CASES = {
-    "small": Case(
-        ModelSize(
-            layers=4, width=2048, heads=16, context=2048, experts=32, chosen=4, expert_width=768
-        ),
-        sequences=4,
-    ),
-    "long": Case(
-        ModelSize(
-            layers=4, width=2048, heads=16, context=4096, experts=32, chosen=4, expert_width=768
-        ),
-        sequences=4,
-    ),
+    "small": Case(SMALL, sequences=4),
+    "long": Case(replace(SMALL, context=4096), sequences=4),
     "tiny": Case(
         ModelSize(layers=2, width=32, heads=2, context=8, experts=4, chosen=2, expert_width=16),
         sequences=4,

@@ -430,7 +430,7 @@ class GroupedTensor(Tensor):
         out: "GroupedTensor | None" = None,
     ) -> tuple["GroupedTensor", tuple[Tensor, ...]] | None:
         """The whole weight from what FSDP2 gathered, without q_t: a backward transposes q."""
-        if out is not None:  # it has the tensors that were gathered into again
+        if out is not None:  # FSDP2 has filled its tensors again
             return None
         q, scale = gathered if own_scale is None else (*gathered, own_scale)
         return GroupedTensor(q, scale, None, self.metadata._replace(dtype=param_dtype)), ()

@@ -25,7 +25,7 @@ def is_dtensor(t: Any) -> bool:
     """Whether t is a DTensor, by its type, which Dynamo sees; importing DTensor takes 0.5 s."""
     if isinstance(t, GroupedTensor):  # Dynamo of torch 2.11 has no class of one that it made
         return False
-    if type(t) in (Tensor, nn.Parameter):  # no "is", which it finds false of Parameter.to
+    if type(t) in (Tensor, nn.Parameter):  # by ==: it finds "is" false of what Parameter.to returns
         return False
     return hasattr(type(t), "to_local")
 
