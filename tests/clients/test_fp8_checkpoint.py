@@ -19,12 +19,7 @@ pytest.importorskip("accelerate")  # what loads in FP8 needs it
 pytest.importorskip("peft")
 import peft
 
-from grouped_linear.integrations.peft import (
-    Linear,
-    MergesOnce,
-    ParamWrapper,
-    use_grouped_adapters,
-)
+from grouped_linear.integrations.peft import use_grouped_adapters
 from grouped_linear.integrations.transformers import dequantize_experts, fp8_tensors
 from support.adapters import (
     EXPERTS,
@@ -124,34 +119,6 @@ def test_adapters_by_trainer(folder: Path, weights: Any, dataset: Any, tmp_path:
 
 
 @pytest.mark.parametrize("weights", [None, "fp8"])
-def test_merged(folder: Path, weights: Any, tmp_path: Path) -> None:
-    """Linear layers and experts, by one rounding to e4m3; taken out again bit for bit."""
-    model = adapted(from_pretrained(folder), weights)
-    before = {name: bits(t).clone() for name, t in model.state_dict().items()}
-    layers = [m for m in model.modules() if isinstance(m, MergesOnce)]
-    assert [type(m) for m in layers][-4:] == [Linear, Linear, ParamWrapper, ParamWrapper]
-    sums = []
-    for layer in layers:
-        one = layer.factors("default")
-        w = layer.weight_to_merge().dequantize()
-        sums.append(w + (one.scaling * one.b @ one.a).view(w.shape))
-        assert (sums[-1] - w).norm() > 0.5 * w.norm()
-    for safe_merge in (False, True):
-        model.merge_adapter(safe_merge=safe_merge)
-        for layer, expected in zip(layers, sums, strict=True):
-            w = layer.weight_to_merge().dequantize()
-            assert_close({"": w}, {"": expected}, 2**-4)  # e4m3's steps are 2**-3, at random
-        model.unmerge_adapter()
-        for name, t in model.state_dict().items():
-            assert_same_bits(bits(t), before[name])
-    merged = model.merge_and_unload()
-    merged.save_pretrained(tmp_path)
-    again = from_pretrained(tmp_path)
-    convert(again, RECIPE)
-    assert torch.equal(logits(again), logits(merged))
-
-
-@pytest.mark.parametrize("weights", [None, "fp8"])
 def test_merged_without_rounding_to_fp8(folder: Path, weights: Any, tmp_path: Path) -> None:
     """In a model that is loaded without FP8; experts as they are loaded cannot be made plain."""
     model = from_pretrained(folder)
@@ -168,26 +135,6 @@ def test_merged_without_rounding_to_fp8(folder: Path, weights: Any, tmp_path: Pa
     use_grouped_adapters(plain)
     expected = logits(plain)
     assert_close({"": logits(plain.merge_and_unload())}, {"": expected}, 1e-5)
-
-
-def test_merge_of_linear_layers_that_cannot_be(folder: Path) -> None:
-    """Of scales in another form, or with a bias: a sentence, and nothing is written."""
-    model = from_pretrained(folder)
-    convert(model, RECIPE)
-    model = peft.get_peft_model(model, config_of(**ADAPTERS))
-    use_grouped_adapters(model)
-    model.add_adapter("biased", peft.LoraConfig(target_modules=["o_proj"], lora_bias=True))
-    randomize(model)
-    *_, last = (m for m in model.modules() if isinstance(m, Linear) and "default" in m.lora_A)
-    for adapter, block_size in (("biased", (128, 128)), ("default", (64, 64))):
-        last.get_base_layer().block_size = block_size
-        model.set_adapter(adapter)
-        before = {name: bits(t).clone() for name, t in model.state_dict().items()}
-        for merge in (model.merge_adapter, model.merge_and_unload):
-            with pytest.raises(ValueError, match=r"^merge: ('biased' is more|a linear layer)"):
-                merge()
-            for name, t in model.state_dict().items():
-                assert_same_bits(bits(t), before[name])
 
 
 @pytest.mark.parametrize("parameter", EXPERTS)

@@ -92,15 +92,8 @@ def _check_gradients(
             optimizer.zero_grad()
     if sharded and with_adapters:
         for refused in (lambda: use_grouped_adapters(model), model.merge_adapter):
-            with pytest.raises(ValueError, match=r"(down_proj|a linear layer) is sharded"):
+            with pytest.raises(ValueError, match="is sharded"):
                 refused()
-        alone.merge_adapter()
-        for layer in alone.get_base_model().model.layers:
-            fully_shard(layer)
-        attention = alone.get_base_model().model.layers[0].self_attn.q_proj
-        with pytest.raises(ValueError, match="is sharded"):
-            alone.unmerge_adapter()
-        assert attention.merged
 
 
 WAYS: dict[str, tuple[Callable[[Any, Path], Any], tuple[Any, ...]]] = {
