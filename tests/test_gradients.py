@@ -358,7 +358,7 @@ def test_what_was_put_off_stays_with_its_layer() -> None:
 
 
 @pytest.mark.parametrize("recipe", [None, RECIPES["block"]], ids=["none", "block"])
-@pytest.mark.parametrize("kind", ["main_grad", "later", "mlp"])
+@pytest.mark.parametrize("kind", ["main_grad", "later", "mlp", "sorted", "sorted_unweighted"])
 def test_the_gradient_of_x_alone(kind: str, recipe: Recipe | None) -> None:
     """Asked for before the backward, as by a pipeline or an adversary, it adds to no main_grad."""
     (x, m_splits), chosen = inputs(), torch.arange(T)[:, None] % E
@@ -367,15 +367,19 @@ def test_the_gradient_of_x_alone(kind: str, recipe: Recipe | None) -> None:
         layer: nn.Module = make_layer(recipe, fuse_wgrad_accumulation=True)
         if kind == "later":
             layer = make_layer(recipe, delay_wgrad_compute=True)
-        if kind == "mlp":
+        call: Any = layer
+        if kind.startswith(("mlp", "sorted")):
             torch.manual_seed(0)
             layer = GroupedMLP(E, K, N, recipe=recipe, fuse_wgrad_accumulation=True)
+            call = layer if kind == "mlp" else layer.forward_sorted
         for p in layer.parameters():
             p.main_grad = torch.zeros_like(p, requires_grad=False)
         routed = (torch.ones(T, 1), chosen) if kind == "mlp" else (m_splits,)
-        loss = layer(x, *routed).square().sum()
+        routed += (torch.rand(T),) if kind == "sorted" else ()
+        loss = call(x, *routed).square().sum()
         if asks:
             torch.autograd.grad(loss, x, retain_graph=True)
+            assert not any(p.main_grad.any() for p in layer.parameters())
         loss.backward()
         if kind == "later":
             assert isinstance(layer, GroupedLinear)

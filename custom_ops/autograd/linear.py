@@ -14,7 +14,7 @@ from grouped_linear.autograd.gemm import multiply
 from grouped_linear.autograd.low_rank import forward_term, low_rank_grads
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
 from grouped_linear.autograd.saved import saved_tensors, scale_of
-from grouped_linear.autograd.wgrad import needs_grad_now
+from grouped_linear.autograd.wgrad import edges_behind, needs_grad_now
 from grouped_linear.recipes import Layouts, Operands, RowOperands, quantize
 
 
@@ -50,6 +50,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         need_weight = any(needs[8:])
         recipe, options = context.recipe, context.options
         ctx.context = context.for_backward()
+        ctx.weight_edges = edges_behind(operands[:7], len(operands) - 7)
         ctx.bias_dtype = None if bias_EN is None else bias_EN.dtype
         bias = None if bias_EN is None else bias_EN.to(x_TK.dtype)
         if offs_E is None:
@@ -101,8 +102,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         _, need_x, need_bias, *_ = ctx.needs_input_grad
         need_dropped_x, *need_weights = ctx.needs_input_grad[7:]
         if options.main_grad is not None or options.defer_wgrad is not None:
-            edges = slice(-len(need_weights), None)
-            need_weights = list(needs_grad_now(ctx, need_weights, edges))
+            need_weights = list(needs_grad_now(ctx, need_weights, ctx.weight_edges))
         need_weight = any(need_weights)
         offs_E, _, a_ErK, b_ENr, lora_x_TK, h_Tr, x, x_scale, w_scale, *w = saved_tensors(
             ctx, "grouped_linear"

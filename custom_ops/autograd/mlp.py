@@ -31,7 +31,7 @@ from grouped_linear.autograd.low_rank import (
 from grouped_linear.autograd.once_differentiable import strictly_once_differentiable
 from grouped_linear.autograd.routing import rows_of
 from grouped_linear.autograd.saved import saved_tensors, scale_of
-from grouped_linear.autograd.wgrad import needs_grad_now
+from grouped_linear.autograd.wgrad import edges_behind, needs_grad_now
 from grouped_linear.recipes import Layouts, RowOperands, quantize, quantize_for_gemms
 
 
@@ -79,7 +79,7 @@ def _needs_now(ctx: Any) -> _Needs:
     of_gate_up, of_down = ctx.contexts
     if of_gate_up.options.main_grad is None and of_down.options.main_grad is None:
         return needs
-    gate_up, down = needs_grad_now(ctx, (needs.gate_up, needs.down), slice(2, 4))
+    gate_up, down = needs_grad_now(ctx, (needs.gate_up, needs.down), ctx.weight_edges)
     return needs._replace(gate_up=gate_up, down=down)
 
 
@@ -183,6 +183,7 @@ class GroupedMLPFunction(torch.autograd.Function):
 
         ctx.activation, ctx.num_routing, ctx.columns = config.activation, len(routing), columns
         ctx.contexts = gate_up_context.for_backward(), down_context.for_backward()
+        ctx.weight_edges = edges_behind((x_TH, weight_TC), 2)
         formats = of_gate_up.input, of_gate_up.grad_output, of_down.input, of_down.grad_output
         ctx.save_for_backward(
             *routing,

@@ -25,6 +25,15 @@ class MainGrad(NamedTuple):
     """Whether zeros are returned as gradients, too, for code that waits for a gradient."""
 
 
+def edges_behind(before: Sequence[Any], count: int) -> slice:
+    """Where ctx.next_functions has ``count`` tensors whose Function is given ``before`` first.
+
+    Autograd makes an edge for each argument that is a tensor, and none for another.
+    """
+    first = sum(isinstance(argument, Tensor) for argument in before)
+    return slice(first, first + count)
+
+
 def needs_grad_now(ctx: Any, needed: Sequence[bool], edges: slice) -> Sequence[bool]:
     """Tell which of the needed gradients this run of the backward was asked for.
 
@@ -32,7 +41,7 @@ def needs_grad_now(ctx: Any, needed: Sequence[bool], edges: slice) -> Sequence[b
     does not ask for the weight's gradient, which must then be neither added to main_grad nor
     deferred. Callers do not ask about gradients that are only returned: this takes 3 us. A compiled
     backward computes all gradients, and so does one that is run for some of several experts.
-    ``edges`` are places in ctx.next_functions, which has an entry for each tensor alone.
+    ``edges`` are from :func:`edges_behind`.
     """
     if torch.compiler.is_compiling():
         return needed
