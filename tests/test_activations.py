@@ -3,6 +3,7 @@
 T tokens, C experts chosen for a token, E experts, H features of a token, F features of an expert.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -357,6 +358,64 @@ def test_trains_as_gate_up_itself_does(activation: Activation, device: str) -> N
 
 
 # --- what does not fit ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SineInPlace(Sine):
+    """Which writes the layer's tensor."""
+
+    method: str = "forward"
+
+    def forward(self, gate_up_RG: Tensor) -> Tensor:
+        if self.method == "forward":
+            return gate_up_RG.mul_(self.factor).sin_()
+        return super().forward(gate_up_RG)
+
+    def backward(self, dh_RF: Tensor, gate_up_RG: Tensor) -> Tensor:
+        if self.method == "backward":
+            return gate_up_RG.mul_(self.factor).cos_().mul_(dh_RF).mul_(self.factor)
+        return super().backward(dh_RF, gate_up_RG)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("method", ["forward", "backward"])
+def test_one_that_writes_gate_up(method: str, dtype: torch.dtype) -> None:
+    """It is refused; in a graph it writes a copy."""
+    options: dict[str, Any] = {"dtype": dtype, "bias": True}
+    inputs = torch.rand(T, C), chosen_experts("cpu")
+    results = []
+    for activation in (Sine(), SineInPlace(method=method)):
+        torch.manual_seed(0)
+        mlp = GroupedMLP(E, H, F, activation=activation, **options)
+        x = torch.randn(T, H, dtype=dtype, requires_grad=True)
+        call: Any = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+        call(x, *inputs).square().sum().backward()
+        results.append([x.grad, *(p.grad for p in mlp.parameters())])
+    for a, e in zip(*results, strict=True):
+        torch.testing.assert_close(a, e)
+    expected = f"SineInPlace.{method} has written its argument in place"
+    with pytest.raises(RuntimeError, match=expected):
+        mlp(x, *inputs).sum().backward()
+    with torch.inference_mode():
+        mlp(x, *inputs)
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        (None, "Wrong.forward must return a tensor, got NoneType"),
+        (torch.zeros(3, 2), "Wrong.forward must return [180, 48] float32, of gate_up [180, 48]"),
+        (torch.zeros(180, 48).int(), "Wrong.forward must return [180, 48] float32, of gate_up"),
+    ],
+)
+def test_what_is_said_of_what_one_returns(returned: Any, expected: str) -> None:
+    class Wrong(Sine):
+        def forward(self, gate_up_RG: Tensor) -> Any:
+            return returned
+
+    mlp = GroupedMLP(E, H, 48, activation=Wrong())
+    with pytest.raises((RuntimeError, TypeError), match=re.escape(expected)):
+        mlp(torch.randn(T, H), torch.rand(T, C), chosen_experts("cpu"))
 
 
 def test_mistakes() -> None:

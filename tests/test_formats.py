@@ -455,6 +455,70 @@ def test_every_flag_is_checked(recipe: Any, options: tuple[str, ...]) -> None:
             recipe(**{option: "no"})
 
 
+def in_place(t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Tensor:
+    return t.mul_(64).round_().div_(64)
+
+
+@pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
+def test_a_function_that_writes_its_argument(role: str) -> None:
+    """It is refused; a compiled layer and inference hand it a copy."""
+    name = f"Recipe: {role}: in_place has written its argument in place"
+    recipe, right = (Recipe(**{role: Format(quantize=f)}) for f in (in_place, to_64ths))
+    if role == "weight":
+        with pytest.raises(RuntimeError, match=name):
+            layer_of(recipe, weights="both")
+    results = []
+    for one, compiled in ((right, False), (recipe, False), (recipe, True)):
+        layer, m_splits = layer_of(one), torch.tensor(SPLITS)
+        mlp = mlp_of(one)
+        for module, arguments in ((layer, (m_splits,)), (mlp, (*routing_of(T),))):
+            call: Any = torch.compile(module, backend="aot_eager") if compiled else module
+            x = rows(T, K).requires_grad_()
+            if one is recipe and not compiled:
+                with torch.inference_mode():
+                    if role != "weight":
+                        module(x.detach().clone(), *arguments)
+                with pytest.raises(RuntimeError, match=name):
+                    module(x, *arguments).square().sum().backward()
+                continue
+            torch.manual_seed(1)
+            x = rows(T, K).requires_grad_()
+            before = [t.clone() for t in (x, *module.parameters())]
+            call(x, *arguments).square().sum().backward()
+            for t, was in zip((x, *module.parameters()), before, strict=True):
+                assert_same_bits(t, was)
+            results.append([x.grad, *(p.grad for p in module.parameters())])
+    for a, e in zip(results[:2], results[2:], strict=True):
+        for actual, expected in zip(a, e, strict=True):
+            assert actual is not None
+            assert expected is not None
+            assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        (lambda t: None, "{}: f must return a tensor or Operands, got NoneType"),
+        (lambda t: t.double(), "{}: f: rowwise must be {} in bfloat16, float16 or float32, of t"),
+        (lambda t: t[:-1], "{}: f: rowwise must be {} in bfloat16"),
+        (lambda t: Operands(None, None, t), "{}: f: rowwise must be {} in bf"),
+        (lambda t: Operands(t, None, None), "{}: f: columnwise must be {} in bf"),
+        (lambda t: Operands(t, t, t, t), "{}: f: rowwise must be {} in FP8 numbers for its scal"),
+    ],
+    ids=["none", "dtype", "rows", "no_rowwise", "no_columnwise", "scales"],
+)
+@pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
+def test_what_is_said_of_what_a_function_returns(role: str, returned: Any, expected: str) -> None:
+    def f(t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Any:
+        return returned(t)
+
+    layer = layer_of(Recipe(**{role: Format(quantize=f)}))
+    shape = {"input": [T, K], "weight": [E, N, K], "grad_output": [T, N]}[role]
+    with pytest.raises((RuntimeError, TypeError)) as raised:
+        layer(rows(T, K).requires_grad_(), torch.tensor(SPLITS)).sum().backward()
+    assert str(raised.value).startswith(expected.format(f"Recipe: {role}", shape)[:60])
+
+
 def test_two_recipes_of_one_name() -> None:
     """Equal options do not make them one: not in a comparison, and not in a compiled graph."""
 

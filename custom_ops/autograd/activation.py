@@ -4,7 +4,8 @@ R rows sorted by expert, E experts, F features inside an expert, G = 2 F for gat
 or F without a gate.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from grouped_linear import ops
 from grouped_linear.autograd.gemm import LowRankTerm, multiply, takes_swiglu
 from grouped_linear.autograd.watched import SwigluGradOf, Watched, shared_scales
+from grouped_linear.meta_kernels.rules import dtype_name
 from grouped_linear.ops.activation import Activation
 from grouped_linear.recipes import (
     Format,
@@ -24,6 +26,7 @@ from grouped_linear.recipes import (
     quantize_grads,
     quantize_swiglu_grad,
 )
+from grouped_linear.recipes.format import call_without_writes
 
 
 class MLPConfig(NamedTuple):
@@ -91,7 +94,7 @@ def gate_up_and_h(
     if form is not None:
         h_RF = ops.swiglu(gate_up_RG, offs_E, form)
     else:
-        h_RF = activation.forward(gate_up_RG.float()).to(dtype)
+        h_RF = _call(activation, "forward", gate_up_RG.float()).to(dtype)
     return gate_up_RG, quantize(h_RF, format, offs_E, rowwise), h_RF if keep_h else None
 
 
@@ -177,7 +180,7 @@ def weighted_h(
     if activation.swiglu is not None:
         any_dh_RF = gate_up_RG[:, : gate_up_RG.size(1) // 2]
         return ops.swiglu_grad(any_dh_RF, gate_up_RG, weight_R, offs_E, activation.swiglu).h
-    h_RF = activation.forward(gate_up_RG.float())
+    h_RF = _call(activation, "forward", gate_up_RG.float())
     return (weight_R[:, None] * h_RF).to(gate_up_RG.dtype)
 
 
@@ -187,7 +190,28 @@ def _grad(
     """Compute what :func:`grouped_linear.ops.swiglu_grad` returns, for any other activation."""
     dtype, weight_R1 = dh_RF.dtype, weight_R[:, None]
     dh_RF, gate_up_RG = dh_RF.float(), gate_up_RG.float()
-    h_RF = activation.forward(gate_up_RG)
+    h_RF = _call(activation, "forward", gate_up_RG)
     d_weight_R = (dh_RF * h_RF).sum(dim=1)
-    d_gate_up_RG = activation.backward(weight_R1 * dh_RF, gate_up_RG)
+    d_gate_up_RG = _call(activation, "backward", gate_up_RG, weight_R1 * dh_RF)
     return ops.SwigluGrad(d_gate_up_RG.to(dtype), (weight_R1 * h_RF).to(dtype), d_weight_R)
+
+
+def _call(activation: Activation, method: str, gate_up_RG: Tensor, *dh_RF: Tensor) -> Tensor:
+    """A method of a user's own activation, whose result is checked; it may write dh alone."""
+    name = f"{type(activation).__name__}.{method}"
+    R, G = gate_up_RG.shape
+    columns = G if dh_RF or not activation.gated else G // 2
+
+    def call(gate_up_RG: Tensor) -> Tensor:
+        function: Callable[..., Tensor] = getattr(activation, method)
+        return function(*dh_RF, gate_up_RG)
+
+    result: Any = call_without_writes(name, call, gate_up_RG)
+    if not isinstance(result, Tensor):
+        raise TypeError(f"{name} must return a tensor, got {type(result).__name__}")
+    if result.shape != (R, columns) or not result.is_floating_point():
+        raise RuntimeError(
+            f"{name} must return {[R, columns]} float32, of gate_up {[R, G]}, got "
+            f"{list(result.shape)} {dtype_name(result.dtype)}"
+        )
+    return result

@@ -23,7 +23,8 @@ class Activation:
     :class:`grouped_linear.SwiGLU`: the output of the first layer is the only tensor of rows.
 
     A layer is compiled and compared with its activation, so make it a ``@dataclass(frozen=True)``.
-    Row t of a result may depend on row t of the arguments alone, and zeros must give zeros.
+    Row t of a result may depend on row t of the arguments alone, and zeros must give zeros. Neither
+    method may write gate_up in place: the layer keeps it for the backward.
 
     >>> class Silu(Activation):  # without a gate
     ...     gated = False

@@ -4,7 +4,7 @@ E experts, K in_features, N out_features.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,14 +20,13 @@ from grouped_linear.quantized.pickle_version import (
 from grouped_linear.quantized.tensor import GroupedTensor, Handler, Metadata
 from grouped_linear.recipes import (
     Float8BlockScaling,
+    Format,
     Layouts,
-    Operands,
     QuantizedWeight,
     Recipe,
     new_weight,
     refresh_weight_,
 )
-from grouped_linear.recipes.format import as_operands
 
 aten = torch.ops.aten
 PICKLE_VERSION = 1
@@ -152,7 +151,7 @@ class GroupedTensorWithMaster(GroupedTensor):
         master = w.numbers(w.dtype) if isinstance(w, GroupedTensor) else w.detach().contiguous()
         metadata = Metadata(w.dtype, recipe, False)  # type: ignore[arg-type]
         if recipe.weight.quantize is not None:
-            return cls(master, _by_function(master, recipe.weight.quantize), metadata)
+            return cls(master, _by_function(master, recipe.weight), metadata)
         E, N, K = w.shape
         parts = new_weight(recipe.weight, E, N, K, w.device, columnwise)
         return cls(master, parts, metadata).refresh_()
@@ -173,11 +172,11 @@ class GroupedTensorWithMaster(GroupedTensor):
             if master.dim() == 2:
                 parts, master = parts.each(lambda part: part[None]), master[None]
             with torch.no_grad():
-                quantize = self.recipe.weight.quantize
-                if quantize is None:
-                    refresh_weight_(parts, (master,), self.recipe.weight, None)
+                format = self.recipe.weight
+                if format.quantize is None:
+                    refresh_weight_(parts, (master,), format, None)
                 else:
-                    made = _by_function(master, quantize)
+                    made = _by_function(master, format)
                     for to, numbers in zip(parts, made, strict=True):
                         if to is not None and numbers is not None:
                             to.copy_(numbers)
@@ -343,13 +342,12 @@ def _quantized(master: Tensor, recipe: Recipe, columnwise: bool) -> GroupedTenso
 
 
 @torch.no_grad()
-def _by_function(master: Tensor, quantize: Callable[..., Operands | Tensor]) -> QuantizedWeight:
+def _by_function(master: Tensor, format: Format) -> QuantizedWeight:
     """What a format's function makes of a weight, in tensors of their own.
 
     One tensor for both layouts is stored once: ``columnwise`` is then None.
     """
-    layouts = Layouts(True, True)
-    made = as_operands(quantize(master, None, layouts), layouts)
+    made = format.by_function(master, None, Layouts(True, True))
     if made.columnwise_scale is not made.rowwise_scale:
         raise ValueError(
             "GroupedTensorWithMaster: both layouts of a weight must have one scale tensor, the "

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from grouped_linear.meta_kernels.rules import E4M3, FP8, dtype_name
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, E4M3, FP8, dtype_name
 
 #: A layer's weight: one tensor [E, N, K], or E tensors [N, K].
 WeightList = tuple[Tensor, ...]
@@ -64,11 +64,25 @@ def with_shared_scale(
     return Operands(rowwise, scale, columnwise, None if columnwise is None else scale, bias_grad)
 
 
-def as_operands(given: Operands | Tensor, layouts: Layouts) -> Operands:
-    """What a function of a format returned; a tensor stands for both layouts."""
-    if not isinstance(given, Tensor):
-        return given
-    return Operands(given if layouts.rowwise else None, None, given if layouts.columnwise else None)
+def call_without_writes(name: str, function: Callable[..., Any], t: Tensor, *more: Any) -> Any:
+    """``function(t, *more)`` of a user's, which is not to write t: that is a caller's or saved.
+
+    In a graph it gets a copy, which compilers leave out where nothing writes it, and in inference
+    mode, which counts no writes.
+
+    Raises:
+        RuntimeError: if it has written t, which cannot be taken back.
+    """
+    if torch.compiler.is_compiling() or t.is_inference():
+        return function(t.clone(), *more)
+    before = t._version
+    result = function(t, *more)
+    if t._version != before:
+        raise RuntimeError(
+            f"{name} has written its argument in place, which a caller or the backward reads: "
+            "return a new tensor, or write a clone()"
+        )
+    return result
 
 
 def check_amax_epsilon(owner: str, amax_epsilon: float) -> None:
@@ -117,7 +131,8 @@ class Format:
             ``quantize(t, offs, layouts)``: t [T, K] with the group ends offs [E] int32, or a weight
             t [E, N, K] with offs None. It returns a tensor that stands for both layouts, or
             :class:`grouped_linear.recipes.Operands` with those that ``layouts`` asks for, see
-            docs/recipes.md. Any torch operation works; autograd is off.
+            docs/recipes.md. Any torch operation works; autograd is off. It must not write t in
+            place: t is the caller's tensor.
         state: where ``"delayed"`` scaling reads scales and records amaxes. A layer sets it.
         records: whether amaxes are recorded there.
 
@@ -174,6 +189,31 @@ class Format:
             )
         object.__setattr__(self, "_epsilon_text", repr(float(self.amax_epsilon)))
 
+    role = "Format"
+    """Which operand of which recipe it is, as errors name it; a recipe sets it."""
+
+    def by_function(self, t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Operands:
+        """What :attr:`quantize` makes of rows or of a weight; a tensor stands for both layouts.
+
+        Raises:
+            RuntimeError: if it writes t in place, or returns what no GEMM multiplies.
+        """
+        assert self.quantize is not None
+        name = f"{self.role}: {getattr(self.quantize, '__name__', 'quantize')}"
+        made: Any = call_without_writes(name, self.quantize, t, offs_E, layouts)
+        if isinstance(made, Tensor):
+            row, column = layouts.rowwise, layouts.columnwise
+            made = Operands(made if row else None, None, made if column else None)
+        if not isinstance(made, Operands):
+            raise TypeError(f"{name} must return a tensor or Operands, got {type(made).__name__}")
+        if layouts.rowwise:
+            _check_operand(f"{name}: rowwise", made.rowwise, made.rowwise_scale, t, True)
+        if layouts.columnwise:  # FP8 rows for wgrad are padded, as group_quantize returns them
+            scale = made.columnwise_scale
+            as_given = scale is None or offs_E is None
+            _check_operand(f"{name}: columnwise", made.columnwise, scale, t, as_given)
+        return made
+
     @property
     def epsilon(self) -> float:
         """``amax_epsilon`` for an op, as a constant for Dynamo.
@@ -206,6 +246,25 @@ class Format:
     def __repr__(self) -> str:
         """The options that are not the defaults."""
         return f"Format({changed_options(self)})"
+
+
+def _check_operand(name: str, made: Any, scale: Any, t: Tensor, as_given: bool) -> None:
+    """Raise for an operand of a user's function that no GEMM takes in the place of t."""
+    dtypes = ACTIVATIONS if scale is None else FP8
+    shape = list(t.shape)
+    if (
+        not isinstance(made, Tensor)
+        or made.dtype not in dtypes
+        or (as_given and made.shape != t.shape)
+    ):
+        got = type(made).__name__
+        if isinstance(made, Tensor):
+            got = f"{list(made.shape)} {dtype_name(made.dtype)}"
+        wanted = "bfloat16, float16 or float32" if scale is None else "FP8 numbers for its scales"
+        raise RuntimeError(
+            f"{name} must be {shape if as_given else 'a tensor'} in {wanted}, of t "
+            f"{shape} {dtype_name(t.dtype)}, got {got}"
+        )
 
 
 def shown(dtype: Any) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grouped_linear import ops
 from grouped_linear.ops.activation import SwiGLU
-from grouped_linear.recipes.format import Format, Layouts, Operands, as_operands, with_shared_scale
+from grouped_linear.recipes.format import Format, Layouts, Operands, with_shared_scale
 
 # --- up to how many columns of its output a GEMM gathers rows itself ------------------------------
 # Every 256 columns of an output read the rows again, by copies of 16 bytes that take some of the
@@ -92,8 +92,8 @@ def quantize(source: Source, format: Format, offs_E: Tensor, layouts: Layouts) -
         return _in_blocks(source, format, offs_E, layouts)
     t = rows_of(source, offs_E, layouts)
     if format.quantize is not None:
-        own = as_operands(format.quantize(t, offs_E, layouts), layouts)
-        return own._replace(bias_grad=_bias_grad(t, offs_E, layouts))
+        made = format.by_function(t, offs_E, layouts)
+        return made._replace(bias_grad=_bias_grad(t, offs_E, layouts))
     outputs = {
         "rowwise": layouts.rowwise,
         "columnwise": layouts.columnwise,

@@ -3,7 +3,7 @@
 T rows, E groups, K in_features, N out_features.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from grouped_linear.meta_kernels.rules import dtype_name
@@ -73,6 +73,11 @@ class Recipe:
                     f"{name}: {gemm} cannot multiply {left[0]} with {left[1]} and {right[0]} with "
                     f"{right[1]}"
                 )
+        for role, format in (("input", x), ("weight", w), ("grad_output", dy)):
+            if format.quantize is not None:  # whose errors name the role
+                named = replace(format)
+                object.__setattr__(named, "role", f"{name}: {role}")
+                object.__setattr__(self, role, named)
         # Plain attributes, because each call asks.
         in_blocks = all(f.scaling == "block" for f in (x, w, dy)) and not dy.share_scales
         alike = len({(f.power_of_two_scales, f.amax_epsilon) for f in (x, w, dy)}) == 1

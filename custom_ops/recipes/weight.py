@@ -18,7 +18,6 @@ from grouped_linear.recipes.format import (
     Operands,
     Values,
     WeightList,
-    as_operands,
     with_shared_scale,
 )
 
@@ -59,7 +58,7 @@ def quantize_weight(weights: WeightList, format: Format, layouts: Layouts) -> Op
     is_list = weights[0].dim() == 2
     if format.quantize is not None:
         w_ENK = torch.stack(weights) if is_list else weights[0]
-        return as_operands(format.quantize(w_ENK, None, layouts), layouts)
+        return format.by_function(w_ENK, None, layouts)
     if format.scaling is None:
         cast = weights if format.dtype is None else tuple(w.to(format.dtype) for w in weights)
         w = cast if is_list else cast[0]
