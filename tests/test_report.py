@@ -17,7 +17,9 @@ BFLOAT16 = report.FAMILIES["GEMM, bfloat16"]
 
 def test_command_prints_the_report() -> None:
     done = run([sys.executable, "-m", "grouped_linear"], check=True)
-    rows = dict(line.split(maxsplit=1) for line in done.stdout.split("\n\n")[0].splitlines())
+    printed = done.stdout[done.stdout.index("grouped_linear ") :]  # behind what a profiler says
+    lines = printed.split("\n\n")[0].splitlines()
+    rows = {line[:17].strip(): line[17:] for line in lines}
     assert rows["grouped_linear"] == grouped_linear.__version__
     assert rows["library"] == str(grouped_linear.library_path())
     assert rows["Python"] == ".".join(map(str, sys.version_info[:3]))
@@ -26,6 +28,17 @@ def test_command_prints_the_report() -> None:
     table = done.stdout.split("ops on cpu\n")[1].split("\n\n")[0]
     assert [line[2:18].strip() for line in table.splitlines()] == list(report.FAMILIES)
     assert "fails" not in table
+
+
+def test_the_version() -> None:
+    done = run([sys.executable, "-m", "grouped_linear", "--version"], check=True)
+    assert done.stdout == f"{grouped_linear.__version__}\n"
+
+
+def test_a_reader_that_stops_early() -> None:
+    """As head does: no traceback."""
+    done = run(["bash", "-c", f"{sys.executable} -m grouped_linear | true"])
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_error_is_its_first_line() -> None:

@@ -1,1 +1,1 @@
-"""``python -m grouped_linear --selftest``: the kernels against float64, on each device."""
+"""``python -m grouped_linear --selftest``: the kernels beside plain torch and the CPU's."""

@@ -1,373 +1,352 @@
-"""Calls of the kernels that layers run, small and uneven, and what must come out in float64.
+"""Calls of the kernels that layers run, small and uneven, and the same in plain torch.
 
 Ops that differ in where they read or write a weight share a kernel, and one of them is here. The
-tests call all.
+tests call all. Blocks in FP8 are dequantized, so that what nothing reads is not compared.
 
-T rows, E groups, K in_features, N out_features, B = 128. Groups are unaligned and empty, and rows
-past the last group hold NaN.
+T rows, E groups, K in_features, N out_features. Groups are unaligned and empty, and rows past the
+last group hold NaN.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, silu
 
-E4M3 = torch.float8_e4m3fn
-BF16 = torch.bfloat16
-T, K, N, B = 500, 144, 288, 128
+from grouped_linear import ops
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+T, K, N, TOKENS = 500, 144, 288, 700
 SIZES = (0, 130, 3, 0, 257, 64)
 E, VALID = len(SIZES), sum(SIZES)
-OFFS = torch.tensor(SIZES).cumsum(0).int()
-GROUPS = [slice(end - size, end) for end, size in zip(OFFS.tolist(), SIZES, strict=True)]
-BLOCKS = [
-    slice(first, min(first + B, rows.stop))
-    for rows in GROUPS
-    for first in range(rows.start, rows.stop, B)
-]
+TAIL = 0, 0, 0, T - VALID
+ENDS = torch.tensor(SIZES).cumsum(0).tolist()
+GROUPS = [slice(end - size, end) for end, size in zip(ENDS, SIZES, strict=True)]
 _ops = torch.ops.grouped_linear
 
 
-class Near(NamedTuple):
-    """Numbers of a result, in float64, and how far they may be from what they must be.
+class Inputs(NamedTuple):
+    """The tensors that calls take, on one device."""
 
-    Args:
-        actual: the numbers, of what the contract specifies.
-        expected: what they must be.
-        allowed: the bound of their difference; 0 where they must be equal.
-        same_bits: whether a GPU's are the CPU's.
-    """
+    m_splits: Tensor
+    offs: Tensor
+    x: Tensor  # [T, K]
+    dy: Tensor  # [T, N], also the input of SwiGLU
+    w: Tensor  # [E, N, K]
+    bias: Tensor  # [E, N]
+    main_grad: Tensor  # [E, N, K] float32
+    low: Tensor  # [T, 16], and up [E, 16, N]: an adapter
+    up: Tensor
+    row_weight: Tensor  # [T]
+    scores: Tensor  # [T, 64]
+    chosen: Tensor  # [T, 3] of E experts and of others
+    tokens: Tensor  # [TOKENS, K]
+    routed: Tensor  # [T, 3] of tokens
+    places: Tensor  # [T, 3], each once
 
-    actual: Tensor
-    expected: Tensor
-    allowed: Tensor | float = 0.0
-    same_bits: bool = True
+
+def inputs() -> Inputs:
+    """Random numbers on the CPU."""
+
+    def rows(features: int) -> Tensor:
+        x = torch.randn(T, features).to(BF16)
+        x[VALID:] = torch.nan
+        return x
+
+    row_weight = torch.randn(T)
+    row_weight[VALID:] = torch.nan
+    return Inputs(
+        torch.tensor(SIZES),
+        torch.tensor(ENDS).int(),
+        rows(K),
+        rows(N),
+        torch.randn(E, N, K).to(BF16),
+        torch.randn(E, N).to(BF16),
+        torch.randn(E, N, K),
+        rows(16),
+        torch.randn(E, 16, N).to(BF16),
+        row_weight,
+        torch.randn(T, 64).to(BF16),
+        torch.randint(-1, E + 1, (T, 3)),
+        torch.randn(TOKENS, K).to(BF16),
+        torch.randint(TOKENS, (T, 3)),
+        torch.randperm(3 * T).view(T, 3),
+    )
 
 
-Check = Callable[..., list[Near]]  # of the results: what is returned, then what is written
+class Tolerance(NamedTuple):
+    """The largest difference from plain torch: a share of the number, and a number."""
+
+    relative: float = 0.0
+    absolute: float = 0.0
+
+
+EXACT = Tolerance()
+#: The rounding of a result to 16 bits, and sums of a few products in float32.
+ROUNDED = Tolerance(2.0**-8, 2.0**-13)
+#: e4m3 has 3 bits of mantissa; scales are at most 2 / 448 of the largest magnitude, some 32 here.
+QUANTIZED = Tolerance(2.0**-4 + 2.0**-7, 2.0**-12)
+#: FP8 tensor cores lose up to 8 * 2^-13 of what they add: 288 products of magnitude 0.64.
+SUM = Tolerance(2.0**-8, 0.2)
+
+#: Of the inputs: a tensor, or several.
+Results = Callable[[Inputs], Any]
 
 
 class Call(NamedTuple):
-    """A call of an op, its arguments on the CPU, and how its results are looked at."""
+    """Results of an op, and the same in plain torch.
+
+    Args:
+        op: its name.
+        ours: makes the results, on any device.
+        torchs: makes them on the CPU; None where the tests alone compare.
+        tolerance: of the CPU's results beside torch's.
+        same_bits: whether a GPU's results are the CPU's, and not within the tolerance of them.
+    """
 
     op: str
-    arguments: dict[str, Any]
-    check: Check
+    ours: Results
+    torchs: Results | None = None
+    tolerance: Tolerance = EXACT
+    same_bits: bool = True
 
 
-def rows(features: int) -> Tensor:
-    """[T, features] bf16, NaN past the last group."""
-    x = torch.randn(T, features).to(BF16)
-    x[VALID:] = torch.nan
-    return x
+# --- in plain torch ------------------------------------------------------------------------------
 
 
-# --- numbers of quantized tensors ----------------------------------------------------------------
+def valid(t: Tensor) -> Tensor:
+    """Float32, and zero past the last group."""
+    return pad(t[:VALID].float(), TAIL)
 
 
-def spread(scale: Tensor, like: Tensor) -> Tensor:
-    """A scale of each 128 or 128 x 128 numbers, for each number."""
-    for dim in range(like.dim()):
-        if scale.size(dim) != like.size(dim):
-            scale = scale.repeat_interleave(B, dim).narrow(dim, 0, like.size(dim))
-    return scale.double()
+def mm(a_TK: Tensor, b_EKN: Tensor) -> Tensor:
+    """a[t] @ b[e] in float32."""
+    parts = [a_TK[g].float() @ b.float() for g, b in zip(GROUPS, b_EKN, strict=True)]
+    return pad(torch.cat(parts), TAIL)
 
 
-def of_rows(q: Tensor, scale: Tensor) -> Tensor:
-    """x[:VALID] of blocks of 128 features, or of a scale a group."""
-    q = q[:VALID].double()
+def wgrad(dy_TN: Tensor, x_TK: Tensor) -> Tensor:
+    """dy.T @ x of each group in float32."""
+    return torch.stack([dy_TN[g].float().t() @ x_TK[g].float() for g in GROUPS])
+
+
+def of_each_row(t_E: Tensor) -> Tensor:
+    """The number, or the row, of a row's group."""
+    return pad(t_E.repeat_interleave(torch.tensor(SIZES, device=t_E.device), dim=0), TAIL)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up in float32."""
+    gate, up = valid(gate_up).chunk(2, 1)
+    return silu(gate) * up
+
+
+# --- in FP8 --------------------------------------------------------------------------------------
+
+
+def blocks(t: Tensor, i: Inputs) -> Any:
+    """q, scale, q_t, scale_t of rows."""
+    return _ops.group_quantize(t, i.offs, columnwise=True)[:4]
+
+
+def dequantized(i: Inputs, q: Tensor, scale: Tensor, *columns: Tensor) -> tuple[Tensor, ...]:
+    """Float32 rows of their blocks, or of a scale a group; then of pairs of columns and scales."""
     if scale.dim() == 1:
-        return q * scale.double().repeat_interleave(torch.tensor(SIZES))[:, None]
-    return q * spread(scale.t()[:VALID], q)
+        return (valid(q) * of_each_row(scale[:, None]),)
+    pairs = zip(columns[::2], columns[1::2], strict=True)
+    of_columns = (ops.group_dequantize_t(*pair, i.offs, T, torch.float32) for pair in pairs)
+    return ops.group_dequantize(q, scale, i.offs, torch.float32), *of_columns
 
 
-def of_columns(q_t: Tensor, scale_t: Tensor) -> Tensor:
-    """x[:VALID] of blocks of 128 rows, or of a scale a group."""
-    parts = []
-    for b, block in enumerate(BLOCKS):
-        e = next(e for e, rows in enumerate(GROUPS) if block.stop <= rows.stop)
-        scale = scale_t[e] if scale_t.dim() == 1 else scale_t[b][:, None]
-        parts.append((q_t[b].double() * scale.double()).t()[: block.stop - block.start])
-    return torch.cat(parts)
+def of_weight(q: Tensor, scale: Tensor, q_t: Tensor) -> tuple[Tensor, Tensor]:
+    """A dequantized weight of blocks of 128 x 128, or of a scale an expert, by either layout."""
+    if scale.dim() == 1:
+        of_each = scale[:, None, None]
+    else:
+        row, column = (torch.arange(n, device=q.device) // 128 for n in q.shape[1:])
+        of_each = scale[:, row][:, :, column]
+    return q.float() * of_each, q_t.mT.float() * of_each
 
 
-def of_weight(q: Tensor, scale: Tensor) -> Tensor:
-    """A weight of 128 x 128 blocks, or of a scale an expert."""
-    return q.double() * (scale.double()[:, None, None] if scale.dim() == 1 else spread(scale, q))
+def quantized_gradients(i: Inputs) -> tuple[Tensor, ...]:
+    """d_gate_up by rows and by columns, and h by columns."""
+    given = i.x, i.dy, i.row_weight, i.offs
+    made = _ops.group_quantize_swiglu_grad(*given, columnwise=True, h_columnwise=True)
+    return dequantized(i, *made[:4], *made[5:7])
 
 
-def quantized(actual: Tensor, x: Tensor) -> Near:
-    """Numbers within half a unit of e4m3's 3 bits of mantissa, or of its smallest number.
-
-    A scale is at most 2 / 448 of the largest magnitude.
-    """
-    x = x.double()
-    return Near(actual, x, 2.0**-4 * x.abs() + 2.0**-9 / 448 * x.abs().max())
-
-
-# --- sums ----------------------------------------------------------------------------------------
-
-
-def total(actual: Tensor, expected: Tensor, magnitude: Tensor) -> Near:
-    """A sum, rounded to bf16 or not. FP8 tensor cores lose up to 8 * 2^-13 of what they add."""
-    return Near(actual, expected, 2.0**-8 * expected.abs() + 2.0**-10 * magnitude, False)
+def scaled_mm(i: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """fprop with bias and adapter, and dgrad, of blocks; fprop of a scale a group."""
+    (x, scale_x, *_), (dy, scale_dy, *_) = blocks(i.x, i), blocks(i.dy, i)
+    w, scale_w, w_t = _ops.quantize_weight(i.w)
+    more = {"bias": i.bias, "a_low": i.low, "b_low": i.up}
+    y = _ops.grouped_scaled_mm(x, w.mT, scale_x, scale_w.mT, i.offs, **more)
+    dx = _ops.grouped_scaled_mm(dy, w_t.mT, scale_dy, scale_w, i.offs)
+    x, scale_x, *_ = _ops.group_quantize_current(i.x, i.offs, E4M3)
+    w, scale_w, _ = _ops.quantize_weight_current(i.w)
+    return y, dx, _ops.grouped_scaled_mm(x, w.mT, scale_x, scale_w, i.offs)
 
 
-def product(y: Tensor, a: Tensor, b_EKN: Tensor, bias: Tensor | None = None) -> Near:
-    """a[t] @ b[e] + bias[e] for the rows of groups, and zero past them."""
-    expected, magnitude = torch.zeros(2, T, b_EKN.size(2), dtype=torch.float64)
-    for e, group in enumerate(GROUPS):
-        x, w = a[group].double(), b_EKN[e].double()
-        expected[group], magnitude[group] = x @ w, x.abs() @ w.abs()
-        if bias is not None:
-            expected[group] += bias[e]
-    return total(y, expected, magnitude)
+def scaled_mm_in_torch(i: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of dequantized numbers."""
+    x, dy = (dequantized(i, *blocks(t, i))[0] for t in (i.x, i.dy))
+    w, _ = of_weight(*_ops.quantize_weight(i.w))
+    [x_of_group] = dequantized(i, *_ops.group_quantize_current(i.x, i.offs, E4M3)[:2])
+    w_of_group, _ = of_weight(*_ops.quantize_weight_current(i.w))
+    return with_bias(i, low_rank(i, x, w)), mm(dy, w), mm(x_of_group, w_of_group.mT)
 
 
-def wgrad(dw: Tensor, dy: Tensor, x: Tensor, before: Tensor | float = 0.0) -> Near:
-    """dy.T @ x of each group, added to what was there."""
-    sums = [
-        torch.stack([d[g].double().t() @ t[g].double() for g in GROUPS])
-        for d, t in ((dy, x), (dy.abs(), x.abs()))
-    ]
-    return total(dw, sums[0] + before, sums[1])
+def scaled_columns(i: Inputs) -> tuple[Tensor, ...]:
+    """The operands of wgrad: dy_t, x_t, their scales, offs."""
+    (*_, dy_t, scale_dy), (*_, x_t, scale_x) = blocks(i.dy, i), blocks(i.x, i)
+    return dy_t, x_t, scale_dy, scale_x, i.offs
 
 
-def bias_grad(db: Tensor, dy: Tensor) -> Near:
-    """The sums of each group's rows."""
-    sums = [torch.stack([t[g].double().sum(0) for g in GROUPS]) for t in (dy, dy.abs())]
-    return total(db, *sums)
+def wgrad_of_blocks(i: Inputs) -> Tensor:
+    """wgrad of dequantized columns."""
+    return wgrad(*(dequantized(i, *blocks(t, i))[1] for t in (i.dy, i.x)))
 
 
-# --- routing -------------------------------------------------------------------------------------
+def accumulated(i: Inputs, op: Callable[..., object], *operands: Tensor) -> Tensor:
+    """What an op adds to main_grad, and main_grad."""
+    op(main_grad := i.main_grad.clone(), *operands)
+    return main_grad
 
 
-def routing() -> Iterator[Call]:
-    """Offsets, experts, rows that move."""
-    splits = {"m_splits": torch.tensor(SIZES), "num_rows": T}
-    yield Call("splits_to_offsets", splits, lambda offs: [Near(offs, OFFS)])
-    scores = torch.randn(T, 64).to(BF16)
-    best = scores.float().argsort(dim=1, descending=True, stable=True)[:, :8]
-    yield Call("topk_experts", {"scores": scores, "k": 8}, lambda chosen: [Near(chosen, best)])
-    experts = torch.randint(-1, E + 1, (T, 3))
-    sorted_by = torch.where(experts < 0, E, experts).flatten().argsort(stable=True)
-    counts = torch.stack([(experts == e).sum() for e in range(E)])
+def watched(i: Inputs) -> tuple[Tensor, Tensor]:
+    """[E, 3] sums and [E] maxima of the quantization of x."""
+    stats = torch.zeros(1, 4, E, 14, dtype=torch.float64, device=i.x.device)
+    q, scale, *_ = blocks(i.x, i)
+    ops.watch_operand_(stats, torch.ones_like(i.offs[0]), 0, i.x, q, scale, i.offs, most=T)
+    return stats[0, ..., [2, 6, 9]].sum(0), stats[0, ..., 4].amax(0)
 
-    def of_sort(choice: Tensor, token: Tensor, row: Tensor, offs: Tensor) -> list[Near]:
-        places = Near(row.flatten(), sorted_by.argsort())
-        moved = [Near(choice, sorted_by), Near(token, sorted_by // 3)]
-        return [*moved, places, Near(offs, counts.cumsum(0))]
 
-    yield Call("sort_by_expert", {"experts": experts, "num_experts": E}, of_sort)
-    a, y = torch.randn(T, K).to(BF16), torch.randn(700, K).to(BF16)
-    index, weight = torch.randint(700, (T, 3)), torch.randn(T, 3)
-    parts = y.double()[index] * weight.double()[..., None]
-    dots = a.double()[:, None] * y.double()[index]
-    arguments = {"y": y, "rows": index, "weight": weight}
-    summed = parts.sum(1), parts.abs().sum(1)
-    yield Call("gather_sum", arguments, lambda t: [total(t, *summed)._replace(same_bits=True)])
-    yield Call(
+def low_rank(i: Inputs, x: Tensor, w: Tensor) -> Tensor:
+    """x @ w.T + low @ up."""
+    return mm(torch.cat([x, i.low], 1), torch.cat([w.mT, i.up], 1))
+
+
+def with_bias(i: Inputs, y: Tensor) -> Tensor:
+    """y + bias of each group."""
+    return y + of_each_row(i.bias)
+
+
+def mm_16_bits(i: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """fprop with bias and adapter, fprop of gathered rows, dgrad."""
+    more = {"bias": i.bias, "a_low": i.low, "b_low": i.up}
+    gathered = _ops.grouped_mm(i.tokens, i.w.mT, i.offs, rows=i.routed[:, 0])
+    y = _ops.grouped_mm(i.x, i.w.mT, i.offs, **more)
+    return y, gathered, ops.grouped_mm(i.dy, i.w, i.offs)
+
+
+def mm_16_bits_in_torch(i: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """The same."""
+    gathered = mm(i.tokens[i.routed[:, 0]], i.w.mT)
+    return with_bias(i, low_rank(i, i.x, i.w)), gathered, mm(i.dy, i.w)
+
+
+def summed(op: str, ours: Results, torchs: Results | None = None) -> Call:
+    """Of sums, which a GPU adds up in another order."""
+    return Call(op, ours, torchs, SUM, same_bits=False)
+
+
+def quantized(op: str, ours: Results, torchs: Results) -> Call:
+    """Of numbers in FP8, beside those before."""
+    return Call(op, ours, torchs, QUANTIZED)
+
+
+CALLS = (
+    Call(
+        "splits_to_offsets",
+        lambda i: ops.splits_to_offsets(i.m_splits, T),
+        lambda i: i.m_splits.cumsum(0),
+    ),
+    Call(
+        "topk_experts",
+        lambda i: ops.topk_experts(i.scores, 8),
+        lambda i: i.scores.float().argsort(dim=1, descending=True, stable=True)[:, :8],
+    ),
+    Call("sort_by_expert", lambda i: ops.sort_by_expert(i.chosen, E)),
+    Call(
+        "gather_sum",
+        lambda i: ops.gather_sum(i.tokens, i.routed),
+        lambda i: i.tokens.float()[i.routed].sum(1),
+        ROUNDED,
+    ),
+    summed(
         "gather_dot",
-        {"a": a, "y": y, "rows": index},
-        lambda t: [total(t, dots.sum(2), dots.abs().sum(2))],
-    )
-    places = torch.randperm(3 * T).view(T, 3)
-    of_scatter = {"x": a, "rows": places, "num_rows": 3 * T}
-    yield Call("scatter_rows", of_scatter, lambda y: [Near(y[places], a[:, None].expand(T, 3, K))])
-
-
-# --- rows ----------------------------------------------------------------------------------------
-
-
-def quantizers() -> Iterator[Call]:
-    """Rows to FP8, or rounded to it."""
-    x = rows(K)
-    own, given = x[:VALID], {"x": x, "offs": OFFS, "columnwise": True, "bias_grad": True}
-
-    def both(q: Tensor, scale: Tensor, q_t: Tensor, scale_t: Tensor, db: Tensor) -> list[Near]:
-        of_either = of_rows(q, scale), of_columns(q_t, scale_t)
-        return [*(quantized(t, own) for t in of_either), bias_grad(db, x)]
-
-    def rounded(rowwise: Tensor, columnwise: Tensor, db: Tensor) -> list[Near]:
-        of_either = (t[:VALID].double() for t in (rowwise, columnwise))
-        return [*(quantized(t, own) for t in of_either), bias_grad(db, x)]
-
-    def per_group(q: Tensor, scale: Tensor, q_t: Tensor, db: Tensor) -> list[Near]:
-        return both(q, scale, q_t, scale, db)
-
-    yield Call("group_quantize", given, both)
-    yield Call("group_quantize_current", given | {"out_dtype": E4M3}, per_group)
-    yield Call("group_round_mx", given, rounded)
-
-
-def activations() -> Iterator[Call]:
-    """SwiGLU and its gradient, alone and quantized."""
-    gate_up, dh, weight = rows(2 * K), rows(K), torch.randn(T)
-    weight[VALID:] = torch.nan
-    exact, by = (t[:VALID].double().requires_grad_() for t in (gate_up, weight))
-    gate, up = exact.chunk(2, 1)
-    h = torch.nn.functional.silu(gate) * up
-    weighted = by[:, None] * h
-    grads = torch.autograd.grad(weighted, (exact, by), dh[:VALID].double())
-    h, weighted, d_gate_up, d_weight = (t.detach() for t in (h, weighted, *grads))
-    products = dh[:VALID].double() * h
-
-    def near(actual: Tensor, expected: Tensor) -> Near:
-        """Rounded once; float32 loses 2^-18 of parts, which are up to 2^5 here."""
-        padded = torch.cat([expected, torch.zeros(T - VALID, expected.size(1))])
-        return Near(actual, padded, 2.0**-8 * padded.abs() + 2.0**-13 * (padded != 0))
-
-    def of_weight(actual: Tensor) -> Near:
-        return total(actual[:VALID], d_weight, products.abs().sum(1))
-
-    forward = {"gate_up": gate_up, "offs": OFFS}
-    backward = {"dh": dh, **forward, "weight": weight}
-    yield Call("swiglu", forward, lambda t: [near(t, h)])
-    yield Call(
-        "swiglu_grad",
-        backward,
-        lambda d, t, d_w: [near(d, d_gate_up), near(t, weighted), of_weight(d_w)],
-    )
-
-    def of_h(q: Tensor, scale: Tensor, q_t: Tensor, scale_t: Tensor, kept: Tensor) -> list[Near]:
-        of_either = of_rows(q, scale), of_columns(q_t, scale_t)
-        return [*(quantized(t, kept[:VALID]) for t in of_either), near(kept, h)]
-
-    def of_grad(
-        q: Tensor, scale: Tensor, q_t: Tensor, scale_t: Tensor, db: Tensor, *others: Tensor
-    ) -> list[Near]:
-        d, t = (x.to(BF16) for x in (d_gate_up, weighted))
-        of_either = of_rows(q, scale), of_columns(q_t, scale_t)
-        of_h_t = quantized(of_columns(*others[:2]), t)
-        found = [*(quantized(x, d) for x in of_either), of_h_t]
-        wider = [n._replace(allowed=n.allowed + 2.0**-7 * n.expected.abs()) for n in found]
-        return [*wider, bias_grad(db, d), of_weight(others[2])]
-
-    arguments = forward | {"columnwise": True, "keep_h": True}
-    yield Call("group_quantize_swiglu", arguments, of_h)
-    arguments = backward | {"columnwise": True, "bias_grad": True, "h_columnwise": True}
-    yield Call("group_quantize_swiglu_grad", arguments, of_grad)
-
-
-def watching() -> Iterator[Call]:
-    """What quantization does to all rows, one of whose features becomes zero."""
-    x = rows(K)
-    x[:, 5] *= 2.0**-20
-    q, scale, *_ = _ops.group_quantize(x, OFFS)
-    before, after = x[:VALID].double(), of_rows(q, scale)
-
-    def of_groups(t: Tensor) -> Tensor:
-        return torch.stack([t[g].sum() for g in GROUPS])
-
-    def check(stats: Tensor) -> list[Near]:
-        parts = stats[0]
-        numbers, underflow, error = (parts[..., i].sum(0) for i in (2, 6, 9))
-        amax = [before[g].abs().max() if g.stop > g.start else torch.zeros(()) for g in GROUPS]
-        squares = of_groups((after - before) ** 2)
-        return [
-            Near(numbers, K * torch.tensor(SIZES)),
-            Near(parts[..., 4].amax(0), torch.stack([t.double() for t in amax])),
-            Near(underflow, of_groups((before != 0) & (after == 0))),
-            Near(error, squares, 1e-12 * squares, False),
-        ]
-
-    stats, turn = torch.zeros(1, 4, E, 14).double(), torch.tensor(1).int()
-    given = {"stats": stats, "turn": turn, "operand": 0, "x": x, "q": q, "scale": scale}
-    yield Call("watch_operand_", given | {"offs": OFFS, "most": T}, check)
-
-
-# --- weights -------------------------------------------------------------------------------------
-
-
-def weights() -> Iterator[Call]:
-    """Weights to FP8."""
-    w = torch.randn(E, N, K).to(BF16)
-
-    def near(q: Tensor, scale: Tensor, q_t: Tensor) -> list[Near]:
-        turned = q_t.view(torch.uint8).transpose(1, 2)
-        return [quantized(of_weight(q, scale), w), Near(turned, q.view(torch.uint8))]
-
-    yield Call("quantize_weight", {"w": w}, near)
-    yield Call("quantize_weight_current", {"w": w}, near)
-
-
-# --- GEMMs ---------------------------------------------------------------------------------------
-
-
-def gemms() -> Iterator[Call]:
-    """fprop, dgrad and wgrad in bf16, and with SwiGLU."""
-    x, dy, w, bias = rows(K), rows(N), torch.randn(E, N, K).to(BF16), torch.randn(E, N).to(BF16)
-    index = torch.randint(T, (T,))
-    fprop = {"a": x, "b": w.mT, "offs": OFFS, "bias": bias}
-    source = torch.randn(T, K).to(BF16)
-    yield Call("grouped_mm", fprop, lambda y: [product(y, x, w.mT, bias)])
-    yield Call("grouped_mm", {"a": dy, "b": w, "offs": OFFS}, lambda dx: [product(dx, dy, w)])
-    yield Call(
-        "grouped_mm",
-        fprop | {"a": source, "rows": index},
-        lambda y: [product(y, source[index], w.mT, bias)],
-    )
-    a_low, b_low = rows(16), torch.randn(E, 16, N).to(BF16)
-    yield Call(
-        "grouped_mm",
-        fprop | {"a_low": a_low, "b_low": b_low},
-        lambda y: [product(y, torch.cat([x, a_low], 1), torch.cat([w.mT, b_low], 1), bias)],
-    )
-    operands, before = {"dy": dy, "x": x, "offs": OFFS}, torch.randn(E, N, K)
-    yield Call("grouped_mm_wgrad", operands, lambda dw: [wgrad(dw, dy, x)])
-    yield Call(
+        lambda i: ops.gather_dot(i.tokens[:T], i.tokens, i.routed),
+        lambda i: (i.tokens[:T, None].float() * i.tokens.float()[i.routed]).sum(2),
+    ),
+    Call(
+        "scatter_rows",
+        lambda i: ops.scatter_rows(i.tokens[:T], i.places, 3 * T),
+        lambda i: i.tokens[i.places.flatten().argsort() // 3],
+    ),
+    quantized(
+        "group_quantize", lambda i: dequantized(i, *blocks(i.x, i)), lambda i: [valid(i.x)] * 2
+    ),
+    summed(
+        "group_quantize",
+        lambda i: _ops.group_quantize(i.x, i.offs, bias_grad=True)[4],
+        lambda i: torch.stack([i.x[g].float().sum(0) for g in GROUPS]),
+    ),
+    quantized(
+        "group_quantize_current",
+        lambda i: dequantized(i, *_ops.group_quantize_current(i.x, i.offs, E4M3)[:2]),
+        lambda i: valid(i.x),
+    ),
+    quantized(
+        "group_round_mx",
+        lambda i: [valid(t) for t in _ops.group_round_mx(i.x, i.offs, columnwise=True)[:2]],
+        lambda i: [valid(i.x)] * 2,
+    ),
+    quantized(
+        "quantize_weight",
+        lambda i: of_weight(*_ops.quantize_weight(i.w)),
+        lambda i: [i.w] * 2,
+    ),
+    quantized(
+        "quantize_weight_current",
+        lambda i: of_weight(*_ops.quantize_weight_current(i.w)),
+        lambda i: [i.w] * 2,
+    ),
+    Call("swiglu", lambda i: ops.swiglu(i.dy, i.offs), lambda i: swiglu(i.dy), ROUNDED),
+    Call("swiglu_grad", lambda i: ops.swiglu_grad(i.x, i.dy, i.row_weight, i.offs)[:2]),
+    summed("swiglu_grad", lambda i: ops.swiglu_grad(i.x, i.dy, i.row_weight, i.offs)[2][:VALID]),
+    quantized(
+        "group_quantize_swiglu",
+        lambda i: dequantized(i, *_ops.group_quantize_swiglu(i.dy, i.offs, columnwise=True)[:4]),
+        lambda i: [swiglu(i.dy)] * 2,
+    ),
+    Call("group_quantize_swiglu_grad", quantized_gradients),
+    Call("watch_operand_", watched, None, Tolerance(2.0**-40), same_bits=False),
+    summed("grouped_mm", mm_16_bits, mm_16_bits_in_torch),
+    summed(
+        "grouped_mm_swiglu",
+        lambda i: _ops.grouped_mm_swiglu(i.x, i.w.mT, i.offs),
+        lambda i: (mm(i.x, i.w.mT), swiglu(mm(i.x, i.w.mT).to(BF16))),
+    ),
+    summed(
+        "grouped_mm_wgrad",
+        lambda i: ops.grouped_mm_wgrad(i.dy, i.x, i.offs),
+        lambda i: wgrad(i.dy, i.x),
+    ),
+    summed(
         "grouped_mm_wgrad_",
-        {"main_grad": before, **operands},
-        lambda dw: [wgrad(dw, dy, x, before)],
-    )
-
-    def with_h(gate_up: Tensor, h: Tensor) -> list[Near]:
-        gate, up = gate_up.double().chunk(2, 1)
-        expected = torch.nn.functional.silu(gate) * up
-        return [product(gate_up, x, w.mT), total(h, expected, expected.abs())]
-
-    yield Call("grouped_mm_swiglu", {"a": x, "b": w.mT, "offs": OFFS}, with_h)
-
-
-def scaled_gemms() -> Iterator[Call]:
-    """The same in FP8, with scales of blocks and of groups."""
-    x, dy, w, bias = rows(K), rows(N), torch.randn(E, N, K).to(BF16), torch.randn(E, N).to(BF16)
-    x_q, x_scale, x_t, x_scale_t, _ = _ops.group_quantize(x, OFFS, columnwise=True)
-    dy_q, dy_scale, dy_t, dy_scale_t, _ = _ops.group_quantize(dy, OFFS, columnwise=True)
-    w_q, w_scale, w_t = _ops.quantize_weight(w)
-    x_rows, x_columns = of_rows(x_q, x_scale), of_columns(x_t, x_scale_t)
-    dy_rows, dy_columns = of_rows(dy_q, dy_scale), of_columns(dy_t, dy_scale_t)
-    w_ENK, before = of_weight(w_q, w_scale), torch.randn(E, N, K)
-    given = {"a": x_q, "b": w_q.mT, "scale_a": x_scale, "scale_b": w_scale.mT, "bias": bias}
-    fprop = given | {"offs": OFFS}
-    yield Call("grouped_scaled_mm", fprop, lambda y: [product(y, x_rows, w_ENK.mT, bias)])
-    dgrad = {"a": dy_q, "b": w_t.mT, "scale_a": dy_scale, "scale_b": w_scale, "offs": OFFS}
-    yield Call("grouped_scaled_mm", dgrad, lambda dx: [product(dx, dy_rows, w_ENK)])
-    a_low, b_low = rows(16), torch.randn(E, 16, N).to(BF16)
-    both = torch.cat([x_rows, a_low[: len(x_rows)]], 1), torch.cat([w_ENK.mT, b_low], 1)
-    yield Call(
-        "grouped_scaled_mm",
-        fprop | {"a_low": a_low, "b_low": b_low},
-        lambda y: [product(y, *both, bias)],
-    )
-    g_q, g_scale, _, _ = _ops.group_quantize_current(x, OFFS, E4M3)
-    e_q, e_scale, _ = _ops.quantize_weight_current(w)
-    yield Call(
-        "grouped_scaled_mm",
-        {"a": g_q, "b": e_q.mT, "scale_a": g_scale, "scale_b": e_scale, "offs": OFFS},
-        lambda y: [product(y, of_rows(g_q, g_scale), of_weight(e_q, e_scale).mT)],
-    )
-    operands = {"dy_t": dy_t, "x_t": x_t, "scale_dy_t": dy_scale_t, "scale_x_t": x_scale_t}
-    operands["offs"] = OFFS
-    yield Call("grouped_scaled_mm_wgrad", operands, lambda dw: [wgrad(dw, dy_columns, x_columns)])
-    yield Call(
+        lambda i: accumulated(i, ops.grouped_mm_wgrad_, i.dy, i.x, i.offs),
+        lambda i: i.main_grad + wgrad(i.dy, i.x),
+    ),
+    summed("grouped_scaled_mm", scaled_mm, scaled_mm_in_torch),
+    summed(
+        "grouped_scaled_mm_wgrad",
+        lambda i: _ops.grouped_scaled_mm_wgrad(*scaled_columns(i)),
+        wgrad_of_blocks,
+    ),
+    summed(
         "grouped_scaled_mm_wgrad_",
-        {"main_grad": before, **operands},
-        lambda dw: [wgrad(dw, dy_columns, x_columns, before)],
-    )
-
-
-def every_call() -> list[Call]:
-    """All calls; several of a GEMM that takes several kinds of operands."""
-    families = (routing, quantizers, activations, watching, weights, gemms, scaled_gemms)
-    return [call for family in families for call in family()]
+        lambda i: accumulated(i, ops.grouped_scaled_mm_wgrad_, *scaled_columns(i)),
+        lambda i: i.main_grad + wgrad_of_blocks(i),
+    ),
+)

@@ -12,7 +12,12 @@ from grouped_linear import GroupedTensor
 from support.compare import assert_same_bits, bits
 
 pytest.importorskip("accelerate")  # Trainer and FP8 checkpoints need it
-from transformers import MixtralForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    FineGrainedFP8Config,
+    MixtralForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 
 def train(model: nn.Module, dataset: Any, directory: Path, **resumed: Any) -> None:
@@ -55,7 +60,7 @@ def logits(model: Any) -> Tensor:
 
 
 def test_experts_of_transformers(quantized_mixtral: Any, dataset: Any, tmp_path: Path) -> None:
-    """What is not in FP8 learns; the checkpoint loads, dequantized where there is no GPU."""
+    """What is not in FP8 learns; the checkpoint loads, dequantized."""
     train(quantized_mixtral, dataset, tmp_path)
     directory = tmp_path / "checkpoint-4"
     saved = load_file(directory / "model.safetensors")
@@ -63,7 +68,10 @@ def test_experts_of_transformers(quantized_mixtral: Any, dataset: Any, tmp_path:
     assert len(in_fp8) == 2 * 4 * 3
     assert all(f"{name}_scale_inv" in saved for name in in_fp8)
     loaded = MixtralForCausalLM.from_pretrained(
-        directory, experts_implementation="grouped_linear_fp8", dtype=torch.float32
+        directory,
+        experts_implementation="grouped_linear_fp8",
+        dtype=torch.float32,
+        quantization_config=FineGrainedFP8Config(dequantize=True),
     )
     for name, p in quantized_mixtral.named_parameters():
         expected = p.dequantize() if isinstance(p, GroupedTensor) else p
