@@ -4,6 +4,7 @@ T rows, E groups, K features of x, N features of dy, B = 128, Tp = padded_rows(T
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,148 +15,104 @@ from grouped_linear.meta_kernels.rules import (
     FP8,
     MAX_MARGIN,
     Rules,
+    fake,
     output_if,
     padded_rows,
 )
 
+QuantizedRows = tuple[Tensor, Tensor, Tensor, Tensor]
+QuantizedWeight = tuple[Tensor, Tensor, Tensor]
 
-def _group_outputs(
-    x: Tensor, E: int, dtype: torch.dtype, rowwise: bool, columnwise: bool, bias_grad: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q [T, K], q_t [Tp/B, K, B] and bias_grad [E, K]; outputs that are not requested are empty."""
-    T, K = x.shape
+
+def _quantized_rows(c: Any) -> QuantizedRows:
+    """q [T, K], scale [E], q_t [Tp/B, K, B], bias_grad [E, K]; empty where not requested."""
+    (T, K), E = c.x.shape, c.offs.size(0)
     return (
-        output_if(rowwise, x, (T, K), dtype),
-        output_if(columnwise, x, (padded_rows(T, E) // BLOCK, K, BLOCK), dtype),
-        output_if(bias_grad, x, (E, K), torch.float32),
+        output_if(c.rowwise, c.x, (T, K), c.out_dtype),
+        c.x.new_empty((E,), dtype=torch.float32),
+        output_if(c.columnwise, c.x, (padded_rows(T, E) // BLOCK, K, BLOCK), c.out_dtype),
+        output_if(c.bias_grad, c.x, (E, K), torch.float32),
     )
 
 
-@torch.library.register_fake("grouped_linear::group_quantize_current")
-def group_quantize_current(
-    x: Tensor,
-    offs: Tensor,
-    out_dtype: torch.dtype,
-    amax_epsilon: float = 0.0,
-    power_of_two_scales: bool = False,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    bias_grad: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _quantized_weight(c: Any) -> QuantizedWeight:
+    """q [E, N, K], scale [E] and q_t [E, K, N]."""
+    E, N, K = c.w.shape
+    return (
+        c.w.new_empty((E, N, K), dtype=E4M3),
+        c.w.new_empty((E,), dtype=torch.float32),
+        output_if(c.columnwise, c.w, (E, K, N), E4M3),
+    )
+
+
+@fake
+def group_quantize_current(rules: Rules, c: Any) -> QuantizedRows:
     """x [T, K] -> q, scale [E], q_t, bias_grad."""
-    rules = Rules("group_quantize_current")
-    rules.grouped_rows(x, offs, rowwise, columnwise)
-    rules.dtype("out_dtype", out_dtype, FP8)
-    rules.epsilon(amax_epsilon)
-    E = offs.size(0)
-    q, q_t, grad = _group_outputs(x, E, out_dtype, rowwise, columnwise, bias_grad)
-    return q, x.new_empty((E,), dtype=torch.float32), q_t, grad
+    rules.grouped_rows()
+    rules.dtype("out_dtype", *FP8)
+    rules.epsilon()
+    return _quantized_rows(c)
 
 
-@torch.library.register_fake("grouped_linear::group_quantize_delayed")
-def group_quantize_delayed(
-    x: Tensor,
-    offs: Tensor,
-    scale: Tensor,
-    amax: Tensor | None,
-    out_dtype: torch.dtype,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    bias_grad: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@fake
+def group_quantize_delayed(rules: Rules, c: Any) -> QuantizedRows:
     """x [T, K], scale [E] -> q, scale [E], q_t, bias_grad; amax [E] is raised in place."""
-    rules = Rules("group_quantize_delayed")
-    rules.grouped_rows(x, offs, rowwise, columnwise)
-    E = offs.size(0)
-    rules.group_scale("scale", scale, "x", x, E)
-    if amax is not None:
-        rules.amax(amax, "x", x, E, "offs")
-    rules.dtype("out_dtype", out_dtype, FP8)
-    q, q_t, grad = _group_outputs(x, E, out_dtype, rowwise, columnwise, bias_grad)
-    return q, x.new_empty((E,), dtype=torch.float32), q_t, grad
+    rules.grouped_rows()
+    rules.group_scale("scale", "x", c.offs.size(0))
+    rules.amax("x", c.offs.size(0), "offs")
+    rules.dtype("out_dtype", *FP8)
+    return _quantized_rows(c)
 
 
-@torch.library.register_fake("grouped_linear::quantize_weight_current")
-def quantize_weight_current(
-    w: Tensor,
-    amax_epsilon: float = 0.0,
-    power_of_two_scales: bool = False,
-    columnwise: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+@fake
+def quantize_weight_current(rules: Rules, c: Any) -> QuantizedWeight:
     """w [E, N, K] -> q, scale [E], q_t."""
-    rules = Rules("quantize_weight_current")
-    rules.weight(w)
-    rules.epsilon(amax_epsilon)
-    E, N, K = w.shape
-    return (
-        w.new_empty((E, N, K), dtype=E4M3),
-        w.new_empty((E,), dtype=torch.float32),
-        output_if(columnwise, w, (E, K, N), E4M3),
-    )
+    rules.weight()
+    rules.epsilon()
+    return _quantized_weight(c)
 
 
-@torch.library.register_fake("grouped_linear::quantize_weight_delayed")
-def quantize_weight_delayed(
-    w: Tensor, scale: Tensor, amax: Tensor | None, columnwise: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+@fake
+def quantize_weight_delayed(rules: Rules, c: Any) -> QuantizedWeight:
     """w [E, N, K], scale [E] -> q, scale [E], q_t; amax [E] is raised in place."""
-    rules = Rules("quantize_weight_delayed")
-    rules.weight(w)
-    E, N, K = w.shape
-    rules.group_scale("scale", scale, "w", w, E, "w")
-    if amax is not None:
-        rules.amax(amax, "w", w, E, "w")
-    return (
-        w.new_empty((E, N, K), dtype=E4M3),
-        w.new_empty((E,), dtype=torch.float32),
-        output_if(columnwise, w, (E, K, N), E4M3),
-    )
+    E, _, _ = rules.weight()
+    rules.group_scale("scale", "w", E, "w")
+    rules.amax("w", E, "w")
+    return _quantized_weight(c)
 
 
-@torch.library.register_fake("grouped_linear::update_scales_")
-def update_scales_(
-    scale: list[Tensor],
-    amax: list[Tensor],
-    amax_history: list[Tensor],
-    fp8_max: list[float],
-    margin: int = 0,
-    most_recent: bool = False,
-) -> None:
+@fake
+def update_scales_(rules: Rules, c: Any) -> None:
     """scale [E], amax [E], amax_history [H, E] of any number of operands, written in place."""
-    rules = Rules("update_scales_")
-    rules.check(len(scale) > 0, lambda: "scale must not be empty")
-    for name, count in (
-        ("amax", len(amax)),
-        ("amax_history", len(amax_history)),
-        ("fp8_max", len(fp8_max)),
-    ):
-        rules.same("the number of states", name, count, "scale", len(scale))
+    rules.check(len(c.scale) > 0, lambda: "scale must not be empty")
+    for name in ("amax", "amax_history", "fp8_max"):
+        count = len(getattr(c, name))
+        rules.same("the number of states", name, count, "scale", len(c.scale))
     rules.check(
-        0 <= margin <= MAX_MARGIN,
-        lambda: f"margin must be between 0 and {MAX_MARGIN}, got {margin}",
+        0 <= c.margin <= MAX_MARGIN,
+        lambda: f"margin must be between 0 and {MAX_MARGIN}, got {c.margin}",
     )
-    first = scale[0]
-    for scale_E, amax_E, history_HE, largest in zip(
-        scale, amax, amax_history, fp8_max, strict=True
+    first = {"the first scale": c.scale[0]}
+    for scale, amax, history, largest in zip(
+        c.scale, c.amax, c.amax_history, c.fp8_max, strict=True
     ):
-        rules.dim("scale", scale_E, 1)
-        rules.dtype("scale", scale_E.dtype, (torch.float32,))
-        rules.device("scale", scale_E, "the first scale", first)
-        rules.count("scale", "groups", scale_E.size(0))
-        rules.contiguous("scale", scale_E)
-        E = scale_E.size(0)
-        rules.amax(amax_E, "the first scale", first, E, "scale")
-        rules.dim("amax_history", history_HE, 2)
-        rules.dtype("amax_history", history_HE.dtype, (torch.float32,))
-        rules.device("amax_history", history_HE, "the first scale", first)
-        rules.same("E", "amax_history", history_HE.size(1), "scale", E)
-        rules.check(history_HE.size(0) > 0, lambda: "amax_history must have a row, got none")
-        rules.count("amax_history", "rows", history_HE.size(0))
-        rules.contiguous("amax_history", history_HE)
-        _check_fp8_max(rules, largest)
+        state = Rules(rules.op, scale=scale, amax=amax, amax_history=history, **first)
+        _check_state(state, scale, history, largest)
 
 
-def _check_fp8_max(rules: Rules, largest: float) -> None:
+def _check_state(rules: Rules, scale: Tensor, history: Tensor, largest: float) -> None:
+    """scale [E], amax [E] and amax_history [H, E] of one operand."""
+    first_name = "the first scale"
+    rules.tensor("scale", 1, torch.float32, first_name)
+    E = scale.size(0)
+    rules.count("scale", "groups", E)
+    rules.contiguous("scale")
+    rules.amax(first_name, E, "scale")
+    rules.tensor("amax_history", 2, torch.float32, first_name)
+    rules.same("E", "amax_history", history.size(1), "scale", E)
+    rules.check(history.size(0) > 0, lambda: "amax_history must have a row, got none")
+    rules.count("amax_history", "rows", history.size(0))
+    rules.contiguous("amax_history")
     rules.check(
         math.isfinite(largest) and largest > 0,
         lambda: f"fp8_max must be positive and finite, got {largest:g}",

@@ -3,6 +3,8 @@
 T rows, E groups, K features of x, N features of dy, B = 128, Tp = padded_rows(T, E).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,24 +12,22 @@ from grouped_linear.meta_kernels.rules import (
     ACTIVATIONS,
     BLOCK,
     E4M3,
-    FLOAT32_MAX,
     SCALE_ROW_MULTIPLE,
     Rules,
     ceil_div,
+    fake,
     output_if,
     padded_rows,
 )
 
-Quantized = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
+QuantizedWeight = tuple[Tensor, Tensor, Tensor]
 
 
-def _quantized(
-    x: Tensor, T: int, K: int, E: int, rowwise: bool, columnwise: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _quantized(x: Tensor, T: int, K: int, E: int, rowwise: bool, columnwise: bool) -> Quantized:
     """q, scale, q_t and scale_t of x [T, K]; outputs that are not requested are empty."""
     scale_rows = SCALE_ROW_MULTIPLE * ceil_div(T, SCALE_ROW_MULTIPLE)
     blocks = padded_rows(T, E) // BLOCK
-
     return (
         output_if(rowwise, x, (T, K), E4M3),
         output_if(rowwise, x, (ceil_div(K, BLOCK), scale_rows), torch.float32),
@@ -36,258 +36,153 @@ def _quantized(
     )
 
 
-@torch.library.register_fake("grouped_linear::group_quantize")
-def group_quantize(
-    x: Tensor,
-    offs: Tensor,
-    rows: Tensor | None = None,
-    amax_epsilon: float = 0.0,
-    power_of_two_scales: bool = True,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    bias_grad: bool = False,
-    share_scales: bool = False,
-) -> Quantized:
+def _quantized_weight(
+    like: Tensor, E: int, N: int, K: int, rowwise: bool, columnwise: bool
+) -> QuantizedWeight:
+    """q, scale and q_t of a weight [E, N, K]."""
+    return (
+        output_if(rowwise, like, (E, N, K), E4M3),
+        like.new_empty((E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)), dtype=torch.float32),
+        output_if(columnwise, like, (E, K, N), E4M3),
+    )
+
+
+@fake
+def group_quantize(rules: Rules, c: Any) -> tuple[Tensor, ...]:
     """x [T, K], or [S, K] with rows [T] -> q, scale, q_t, scale_t, bias_grad."""
-    rules = Rules("group_quantize")
-    rules.dim("x", x, 2)
-    rules.dtype("x", x.dtype, ACTIVATIONS)
-    T, K = x.shape
+    rules.dim("x", 2)
+    rules.dtype("x", *ACTIVATIONS)
+    K = c.x.size(1)
     rules.features("K", K)
-    rules.offs(offs, "x", x)
-    if rows is not None:
-        rules.rows(rows, 1, "x", x)
-        T = rows.size(0)
-    rules.epsilon(amax_epsilon)
-    rules.layouts(rowwise, columnwise)
-    E = offs.size(0)
-    grad = output_if(bias_grad, x, (E, K), torch.float32)
-    return (*_quantized(x, T, K, E, rowwise, columnwise), grad)
+    rules.offs("x")
+    rules.rows(1, "x")
+    rules.epsilon()
+    rules.layouts()
+    T, E = (c.x if c.rows is None else c.rows).size(0), c.offs.size(0)
+    bias_grad = output_if(c.bias_grad, c.x, (E, K), torch.float32)
+    return (*_quantized(c.x, T, K, E, c.rowwise, c.columnwise), bias_grad)
 
 
-def _check_swiglu(rules: Rules, gate_up: Tensor, offs: Tensor) -> tuple[int, int]:
-    rules.dim("gate_up", gate_up, 2)
-    rules.dtype("gate_up", gate_up.dtype, ACTIVATIONS)
-    T, columns = gate_up.shape
+def _check_swiglu(rules: Rules, c: Any) -> tuple[int, int, int]:
+    """gate_up [T, 2 K] with offs [E]; T, K and E."""
+    rules.dim("gate_up", 2)
+    rules.dtype("gate_up", *ACTIVATIONS)
+    T, columns = c.gate_up.shape
     rules.check(
         columns % 2 == 0, lambda: f"gate_up must have an even number of columns, got {columns}"
     )
     rules.features("K", columns // 2)
-    rules.offs(offs, "gate_up", gate_up)
-    return T, columns // 2
+    rules.offs("gate_up")
+    return T, columns // 2, c.offs.size(0)
 
 
-def _check_swiglu_grad(
-    rules: Rules, dh: Tensor, gate_up: Tensor, weight: Tensor, offs: Tensor
-) -> tuple[int, int]:
-    rules.dim("dh", dh, 2)
-    rules.dim("gate_up", gate_up, 2)
-    rules.dtype("dh", dh.dtype, ACTIVATIONS)
-    rules.dtype("gate_up", gate_up.dtype, (dh.dtype,))
-    rules.device("gate_up", gate_up, "dh", dh)
-    T, K = dh.shape
-    rules.same("T", "dh", T, "gate_up", gate_up.size(0))
+def _check_swiglu_grad(rules: Rules, c: Any) -> tuple[int, int, int]:
+    """dh [T, K], gate_up [T, 2 K] and weight [T] with offs [E]; T, K and E."""
+    rules.dim("dh", 2)
+    rules.dim("gate_up", 2)
+    rules.dtype("dh", *ACTIVATIONS)
+    rules.dtype("gate_up", c.dh.dtype)
+    rules.device("gate_up", "dh")
+    T, K = c.dh.shape
+    rules.same("T", "dh", T, "gate_up", c.gate_up.size(0))
     rules.features("K", K)
-    rules.same("2 * K", "dh", 2 * K, "gate_up", gate_up.size(1))
-    rules.dim("weight", weight, 1)
-    rules.dtype("weight", weight.dtype, (torch.float32,))
-    rules.device("weight", weight, "dh", dh)
-    rules.same("T", "weight", weight.size(0), "dh", T)
-    rules.offs(offs, "dh", dh)
-    return T, K
+    rules.same("2 * K", "dh", 2 * K, "gate_up", c.gate_up.size(1))
+    rules.tensor("weight", 1, torch.float32, "dh")
+    rules.same("T", "weight", c.weight.size(0), "dh", T)
+    rules.offs("dh")
+    return T, K, c.offs.size(0)
 
 
-def check_form(rules: Rules, alpha: float, beta: float, limit: float | None, cubic: float) -> None:
-    """The rules of a form of SwiGLU."""
-    rules.finite("alpha", alpha)
-    rules.finite("beta", beta)
-    rules.check(limit is None or limit > 0, lambda: f"limit must be positive, got {limit:g}")
-    rules.check(
-        0 <= cubic <= FLOAT32_MAX,
-        lambda: f"cubic must be finite and not negative, got {cubic:g}",
-    )
-
-
-@torch.library.register_fake("grouped_linear::swiglu")
-def swiglu(
-    gate_up: Tensor,
-    offs: Tensor,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    limit: float | None = None,
-    interleaved: bool = False,
-    cubic: float = 0.0,
-) -> Tensor:
+@fake
+def swiglu(rules: Rules, c: Any) -> Tensor:
     """gate_up [T, 2 K] -> h [T, K]."""
-    rules = Rules("swiglu")
-    T, K = _check_swiglu(rules, gate_up, offs)
-    check_form(rules, alpha, beta, limit, cubic)
-    return gate_up.new_empty((T, K))
+    T, K, _ = _check_swiglu(rules, c)
+    rules.swiglu_form()
+    return c.gate_up.new_empty((T, K))
 
 
-@torch.library.register_fake("grouped_linear::swiglu_grad")
-def swiglu_grad(
-    dh: Tensor,
-    gate_up: Tensor,
-    weight: Tensor,
-    offs: Tensor,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    limit: float | None = None,
-    interleaved: bool = False,
-    cubic: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+@fake
+def swiglu_grad(rules: Rules, c: Any) -> tuple[Tensor, Tensor, Tensor]:
     """dh [T, K], weight [T] -> d_gate_up [T, 2 K], h [T, K], d_weight [T]."""
-    rules = Rules("swiglu_grad")
-    T, K = _check_swiglu_grad(rules, dh, gate_up, weight, offs)
-    check_form(rules, alpha, beta, limit, cubic)
-    return dh.new_empty((T, 2 * K)), dh.new_empty((T, K)), weight.new_empty((T,))
+    T, K, _ = _check_swiglu_grad(rules, c)
+    rules.swiglu_form()
+    return c.dh.new_empty((T, 2 * K)), c.dh.new_empty((T, K)), c.weight.new_empty((T,))
 
 
-@torch.library.register_fake("grouped_linear::group_quantize_swiglu")
-def group_quantize_swiglu(
-    gate_up: Tensor,
-    offs: Tensor,
-    amax_epsilon: float = 0.0,
-    power_of_two_scales: bool = True,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    keep_h: bool = False,
-    share_scales: bool = False,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    limit: float | None = None,
-    interleaved: bool = False,
-    cubic: float = 0.0,
-) -> Quantized:
+@fake
+def group_quantize_swiglu(rules: Rules, c: Any) -> tuple[Tensor, ...]:
     """gate_up [T, 2 K] -> q, scale, q_t, scale_t of h [T, K], and h."""
-    rules = Rules("group_quantize_swiglu")
-    T, K = _check_swiglu(rules, gate_up, offs)
-    rules.epsilon(amax_epsilon)
-    rules.layouts(rowwise, columnwise)
-    check_form(rules, alpha, beta, limit, cubic)
-    h = gate_up.new_empty((T, K) if keep_h else (0,))
-    return (*_quantized(gate_up, T, K, offs.size(0), rowwise, columnwise), h)
+    T, K, E = _check_swiglu(rules, c)
+    rules.epsilon()
+    rules.layouts()
+    rules.swiglu_form()
+    h = c.gate_up.new_empty((T, K) if c.keep_h else (0,))
+    return (*_quantized(c.gate_up, T, K, E, c.rowwise, c.columnwise), h)
 
 
-@torch.library.register_fake("grouped_linear::group_quantize_swiglu_grad")
-def group_quantize_swiglu_grad(
-    dh: Tensor,
-    gate_up: Tensor,
-    weight: Tensor,
-    offs: Tensor,
-    amax_epsilon: float = 0.0,
-    power_of_two_scales: bool = True,
-    rowwise: bool = True,
-    columnwise: bool = False,
-    bias_grad: bool = False,
-    h_columnwise: bool = False,
-    share_h_scales: bool = False,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    limit: float | None = None,
-    interleaved: bool = False,
-    cubic: float = 0.0,
-) -> tuple[Tensor, ...]:
+@fake
+def group_quantize_swiglu_grad(rules: Rules, c: Any) -> tuple[Tensor, ...]:
     """dh [T, K] -> q, scale, q_t, scale_t, bias_grad of d_gate_up; h_t, scale_h_t; d_weight."""
-    rules = Rules("group_quantize_swiglu_grad")
-    T, K = _check_swiglu_grad(rules, dh, gate_up, weight, offs)
-    rules.epsilon(amax_epsilon)
-    rules.layouts(rowwise, columnwise)
-    check_form(rules, alpha, beta, limit, cubic)
-    E = offs.size(0)
-    grad = output_if(bias_grad, dh, (E, 2 * K), torch.float32)
-    _, _, h_t, scale_h_t = _quantized(dh, T, K, E, False, h_columnwise)
-    of_d = _quantized(dh, T, 2 * K, E, rowwise, columnwise)
-    return (*of_d, grad, h_t, scale_h_t, weight.new_empty((T,)))
+    T, K, E = _check_swiglu_grad(rules, c)
+    rules.epsilon()
+    rules.layouts()
+    rules.swiglu_form()
+    d_gate_up = _quantized(c.dh, T, 2 * K, E, c.rowwise, c.columnwise)
+    bias_grad = output_if(c.bias_grad, c.dh, (E, 2 * K), torch.float32)
+    _, _, h_t, scale_h_t = _quantized(c.dh, T, K, E, False, c.h_columnwise)
+    return (*d_gate_up, bias_grad, h_t, scale_h_t, c.weight.new_empty((T,)))
 
 
-@torch.library.register_fake("grouped_linear::group_dequantize")
-def group_dequantize(q: Tensor, scale: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
+@fake
+def group_dequantize(rules: Rules, c: Any) -> Tensor:
     """q [T, K] -> x [T, K]."""
-    rules = Rules("group_dequantize")
-    rules.rowwise("q", q, "scale", scale)
-    rules.offs(offs, "q", q)
-    rules.dtype("out_dtype", out_dtype, ACTIVATIONS)
-    return q.new_empty(q.shape, dtype=out_dtype)
+    rules.rowwise("q", "scale")
+    rules.offs("q")
+    rules.dtype("out_dtype", *ACTIVATIONS)
+    return c.q.new_empty(c.q.shape, dtype=c.out_dtype)
 
 
-@torch.library.register_fake("grouped_linear::group_dequantize_t")
-def group_dequantize_t(
-    q_t: Tensor, scale_t: Tensor, offs: Tensor, num_rows: int, out_dtype: torch.dtype
-) -> Tensor:
+@fake
+def group_dequantize_t(rules: Rules, c: Any) -> Tensor:
     """q_t [Tp/B, K, B] -> x [T, K]."""
-    rules = Rules("group_dequantize_t")
-    rules.columnwise("q_t", q_t, "scale_t", scale_t, "K")
-    rules.offs(offs, "q_t", q_t)
-    rules.not_negative("num_rows", num_rows)
-    blocks = padded_rows(num_rows, offs.size(0)) // BLOCK
-    rules.same("the number of blocks", "q_t", q_t.size(0), "num_rows", blocks)
-    rules.dtype("out_dtype", out_dtype, ACTIVATIONS)
-    return q_t.new_empty((num_rows, q_t.size(1)), dtype=out_dtype)
+    rules.columnwise("q_t", "scale_t", "K")
+    rules.offs("q_t")
+    rules.not_negative("num_rows")
+    blocks = padded_rows(c.num_rows, c.offs.size(0)) // BLOCK
+    rules.same("the number of blocks", "q_t", c.q_t.size(0), "num_rows", blocks)
+    rules.dtype("out_dtype", *ACTIVATIONS)
+    return c.q_t.new_empty((c.num_rows, c.q_t.size(1)), dtype=c.out_dtype)
 
 
-@torch.library.register_fake("grouped_linear::grouped_bias_grad")
-def grouped_bias_grad(dy: Tensor, offs: Tensor) -> Tensor:
+@fake
+def grouped_bias_grad(rules: Rules, c: Any) -> Tensor:
     """dy [T, N] -> [E, N]."""
-    rules = Rules("grouped_bias_grad")
-    rules.dim("dy", dy, 2)
-    rules.dtype("dy", dy.dtype, ACTIVATIONS)
-    rules.features("N", dy.size(1))
-    rules.offs(offs, "dy", dy)
-    return dy.new_empty((offs.size(0), dy.size(1)), dtype=torch.float32)
+    rules.dim("dy", 2)
+    rules.dtype("dy", *ACTIVATIONS)
+    rules.features("N", c.dy.size(1))
+    rules.offs("dy")
+    return c.dy.new_empty((c.offs.size(0), c.dy.size(1)), dtype=torch.float32)
 
 
-@torch.library.register_fake("grouped_linear::quantize_weight")
-def quantize_weight(
-    w: Tensor,
-    amax_epsilon: float = 0.0,
-    power_of_two_scales: bool = True,
-    columnwise: bool = True,
-    rowwise: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+@fake
+def quantize_weight(rules: Rules, c: Any) -> QuantizedWeight:
     """w [E, N, K] -> q, scale, q_t."""
-    rules = Rules("quantize_weight")
-    rules.weight(w)
-    rules.epsilon(amax_epsilon)
-    rules.layouts(rowwise, columnwise)
-    E, N, K = w.shape
-    return (
-        output_if(rowwise, w, (E, N, K), E4M3),
-        w.new_empty((E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)), dtype=torch.float32),
-        output_if(columnwise, w, (E, K, N), E4M3),
-    )
+    E, N, K = rules.weight()
+    rules.epsilon()
+    rules.layouts()
+    return _quantized_weight(c.w, E, N, K, c.rowwise, c.columnwise)
 
 
-@torch.library.register_fake("grouped_linear::transpose_weight")
-def transpose_weight(q: Tensor) -> Tensor:
+@fake
+def transpose_weight(rules: Rules, c: Any) -> Tensor:
     """q [E, N, K] -> q_t."""
-    rules = Rules("transpose_weight")
-    rules.dim("q", q, 3)
-    rules.dtype("q", q.dtype, (E4M3,))
-    E, N, K = q.shape
-    rules.groups(E)
-    rules.features("N", N)
-    rules.features("K", K)
-    rules.count("q", "rows in all", E * N)
-    return q.new_empty((E, K, N))
+    E, N, K = rules.weight("q", E4M3)
+    return c.q.new_empty((E, K, N))
 
 
-@torch.library.register_fake("grouped_linear::quantize_weight_list")
-def quantize_weight_list(
-    w: list[Tensor],
-    amax_epsilon: float = 0.0,
-    power_of_two_scales: bool = True,
-    columnwise: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+@fake
+def quantize_weight_list(rules: Rules, c: Any) -> QuantizedWeight:
     """E times w [N, K] -> q, scale, q_t."""
-    rules = Rules("quantize_weight_list")
-    rules.weight_list(w)
-    rules.epsilon(amax_epsilon)
-    first = w[0]
-    E, (N, K) = len(w), first.shape
-    return (
-        first.new_empty((E, N, K), dtype=E4M3),
-        first.new_empty((E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)), dtype=torch.float32),
-        output_if(columnwise, first, (E, K, N), E4M3),
-    )
+    E, N, K = rules.weight_list()
+    rules.epsilon()
+    return _quantized_weight(c.w[0], E, N, K, True, c.columnwise)

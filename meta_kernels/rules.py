@@ -1,6 +1,12 @@
-"""The rules that ops share, with the same sentences as csrc/checks/."""
+"""The rules that ops share, with the same sentences as csrc/checks/.
 
-from collections.abc import Callable
+``@fake`` registers a function of a call as the fake kernel of the op that has its name.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,31 +54,51 @@ def _at_most(size: int, most: int) -> bool:
 
 
 class Rules:
-    """The rules of one op. Every method raises RuntimeError with a sentence that starts with it."""
+    """The rules of one call of an op. Each method raises RuntimeError, with the op's name first.
 
-    def __init__(self, op: str) -> None:
-        self.op = op
+    A rule looks up the arguments by name. The tensor of a list is its first one. An argument that
+    is None was not given and follows every rule.
+    """
+
+    def __init__(self, op: str, /, **arguments: Any) -> None:
+        self.op, self.arguments = op, arguments
+
+    def _tensor(self, name: str) -> Any:
+        argument = self.arguments[name]
+        return argument[0] if isinstance(argument, list | tuple) else argument
 
     def check(self, rule_holds: bool, sentence: Callable[[], str]) -> None:
         """Raise ``op: sentence`` unless the rule holds; for unbacked sizes at run time."""
         torch._check(rule_holds, lambda: f"{self.op}: {sentence()}")
 
-    def dim(self, name: str, t: Tensor, dim: int) -> None:
-        """t has `dim` dimensions."""
-        self.check(t.dim() == dim, lambda: f"{name} must be {dim}-D, got {t.dim()}-D")
+    def dim(self, name: str, dim: int) -> None:
+        """A tensor has `dim` dimensions."""
+        if (t := self._tensor(name)) is not None:
+            self.check(t.dim() == dim, lambda: f"{name} must be {dim}-D, got {t.dim()}-D")
 
-    def dtype(self, name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
-        """The dtype is one of the allowed."""
+    def dtype(self, name: str, *allowed: torch.dtype) -> None:
+        """A dtype, or a tensor's, is one of the allowed."""
+        if (argument := self._tensor(name)) is None:
+            return
+        dtype = argument.dtype if isinstance(argument, Tensor) else argument
         names = [dtype_name(d) for d in allowed]
         listed = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
         self.check(dtype in allowed, lambda: f"{name} must be {listed}, got {dtype_name(dtype)}")
 
-    def device(self, name: str, t: Tensor, first_name: str, first: Tensor) -> None:
-        """t is on the device of the op's first tensor."""
-        self.check(
-            t.device == first.device,
-            lambda: f"{name} is on {t.device}, {first_name} is on {first.device}",
-        )
+    def device(self, name: str, first_name: str) -> None:
+        """A tensor is on the device of the op's first tensor."""
+        t, first = self._tensor(name), self._tensor(first_name)
+        if t is not None:
+            self.check(
+                t.device == first.device,
+                lambda: f"{name} is on {t.device}, {first_name} is on {first.device}",
+            )
+
+    def tensor(self, name: str, dim: int, dtype: torch.dtype, first_name: str) -> None:
+        """A tensor has these dimensions and this dtype on the first one's device."""
+        self.dim(name, dim)
+        self.dtype(name, dtype)
+        self.device(name, first_name)
 
     def same(self, what: str, a_name: str, a: int, b_name: str, b: int) -> None:
         """Two tensors agree on a size."""
@@ -103,129 +129,134 @@ class Rules:
             lambda: f"E must be between 1 and {MAX_GROUPS}, got {num_groups}",
         )
 
-    def offs(self, offs: Tensor, first_name: str, first: Tensor) -> None:
+    def offs(self, first_name: str) -> None:
         """Offs is [E] int32 on the first tensor's device."""
-        self.dim("offs", offs, 1)
-        self.dtype("offs", offs.dtype, (torch.int32,))
-        self.device("offs", offs, first_name, first)
-        self.groups(offs.size(0))
-        self.count(first_name, "rows", first.size(0))
+        self.tensor("offs", 1, torch.int32, first_name)
+        self.groups(self.arguments["offs"].size(0))
+        self.count(first_name, "rows", self._tensor(first_name).size(0))
 
-    def rows(
-        self, rows: Tensor, dim: int, first_name: str, first: Tensor, name: str = "rows"
-    ) -> None:
+    def rows(self, dim: int, first_name: str, name: str = "rows") -> None:
         """Rows holds numbers of rows of a tensor on the first tensor's device."""
-        self.dim(name, rows, dim)
-        self.dtype(name, rows.dtype, (torch.int32, torch.int64))
-        self.device(name, rows, first_name, first)
+        if (rows := self.arguments[name]) is None:
+            return
+        self.dim(name, dim)
+        self.dtype(name, torch.int32, torch.int64)
+        self.device(name, first_name)
         self.count(name, "rows", rows.size(0))
         if dim == 2:
             self.count(name, "columns", rows.size(1))
 
-    def epsilon(self, amax_epsilon: float) -> None:
+    def epsilon(self) -> None:
         """amax_epsilon is finite and not negative."""
+        amax_epsilon = self.arguments["amax_epsilon"]
         self.check(
             0 <= amax_epsilon < float("inf"),
             lambda: f"amax_epsilon must be finite and not negative, got {amax_epsilon:g}",
         )
 
-    def finite(self, name: str, number: float) -> None:
+    def finite(self, name: str) -> None:
         """A number is finite, in float32 too."""
+        number = self.arguments[name]
         self.check(abs(number) <= FLOAT32_MAX, lambda: f"{name} must be finite, got {number:g}")
 
-    def not_negative(self, name: str, value: int) -> None:
+    def not_negative(self, name: str) -> None:
         """A size is not negative."""
+        value = self.arguments[name]
         self.check(value >= 0, lambda: f"{name} must not be negative, got {value}")
 
-    def grouped_rows(self, x: Tensor, offs: Tensor, rowwise: bool, columnwise: bool) -> None:
+    def swiglu_form(self) -> None:
+        """The numbers of a form of SwiGLU are finite, limit positive, cubic not negative."""
+        limit, cubic = self.arguments["limit"], self.arguments["cubic"]
+        self.finite("alpha")
+        self.finite("beta")
+        self.check(limit is None or limit > 0, lambda: f"limit must be positive, got {limit:g}")
+        self.check(
+            0 <= cubic <= FLOAT32_MAX,
+            lambda: f"cubic must be finite and not negative, got {cubic:g}",
+        )
+
+    def grouped_rows(self) -> None:
         """X is [T, K] of an activation dtype with offs, and at least one layout is requested."""
-        self.dim("x", x, 2)
-        self.dtype("x", x.dtype, ACTIVATIONS)
-        self.features("K", x.size(1))
-        self.offs(offs, "x", x)
-        self.layouts(rowwise, columnwise)
+        self.dim("x", 2)
+        self.dtype("x", *ACTIVATIONS)
+        self.features("K", self.arguments["x"].size(1))
+        self.offs("x")
+        self.layouts()
 
-    def layouts(self, rowwise: bool, columnwise: bool) -> None:
+    def layouts(self) -> None:
         """At least one layout is requested."""
-        self.check(rowwise or columnwise, lambda: "rowwise or columnwise must be true, got neither")
+        self.check(
+            self.arguments["rowwise"] or self.arguments["columnwise"],
+            lambda: "rowwise or columnwise must be true, got neither",
+        )
 
-    def weight(self, w: Tensor) -> None:
-        """W is [E, N, K] of an activation dtype."""
-        self.dim("w", w, 3)
-        self.dtype("w", w.dtype, ACTIVATIONS)
-        self.groups(w.size(0))
-        self.features("N", w.size(1))
-        self.features("K", w.size(2))
-        self.count("w", "rows in all", w.size(0) * w.size(1))
+    def weight(self, name: str = "w", *allowed: torch.dtype) -> tuple[int, int, int]:
+        """A weight is [E, N, K] of one of the dtypes, by default of activations; E, N and K."""
+        self.dim(name, 3)
+        self.dtype(name, *(allowed or ACTIVATIONS))
+        E, N, K = self._tensor(name).shape
+        self.groups(E)
+        self.features("N", N)
+        self.features("K", K)
+        self.count(name, "rows in all", E * N)
+        return E, N, K
 
-    def weight_list(self, w: list[Tensor]) -> None:
-        """W is E tensors [N, K] of an activation dtype."""
-        self.experts("w", w)
-        self.dtype("w", w[0].dtype, ACTIVATIONS)
-        self.features("N", w[0].size(0))
-        self.features("K", w[0].size(1))
-        self.count("w", "rows in all", len(w) * w[0].size(0))
+    def weight_list(self) -> tuple[int, int, int]:
+        """W is E tensors [N, K] of an activation dtype; E, N and K."""
+        self.experts("w")
+        self.dtype("w", *ACTIVATIONS)
+        w = self.arguments["w"]
+        E, (N, K) = len(w), w[0].shape
+        self.features("N", N)
+        self.features("K", K)
+        self.count("w", "rows in all", E * N)
+        return E, N, K
 
-    def experts(self, name: str, experts: list[Tensor]) -> None:
+    def experts(self, name: str) -> None:
         """The experts are E matrices of one shape, dtype and device."""
+        experts = self.arguments[name]
         self.groups(len(experts))
+        self.dim(name, 2)
         first_name, first = f"the first {name}", experts[0]
-        self.dim(name, first, 2)
         for expert in experts:
-            self.dim(name, expert, 2)
-            self.dtype(name, expert.dtype, (first.dtype,))
-            self.device(name, expert, first_name, first)
-            self.same("N", name, expert.size(0), first_name, first.size(0))
-            self.same("K", name, expert.size(1), first_name, first.size(1))
+            pair = Rules(self.op, **{name: expert, first_name: first})
+            pair.tensor(name, 2, first.dtype, first_name)
+            pair.same("N", name, expert.size(0), first_name, first.size(0))
+            pair.same("K", name, expert.size(1), first_name, first.size(1))
 
-    def group_scale(
-        self,
-        name: str,
-        scale: Tensor,
-        first_name: str,
-        first: Tensor,
-        num_groups: int,
-        owner: str = "offs",
-    ) -> None:
+    def group_scale(self, name: str, first_name: str, num_groups: int, owner: str = "offs") -> None:
         """Scale is [E]: one a group."""
-        self.dim(name, scale, 1)
-        self.dtype(name, scale.dtype, (torch.float32,))
-        self.device(name, scale, first_name, first)
-        self.same("E", name, scale.size(0), owner, num_groups)
+        if (scale := self.arguments[name]) is not None:
+            self.tensor(name, 1, torch.float32, first_name)
+            self.same("E", name, scale.size(0), owner, num_groups)
 
-    def amax(
-        self, amax: Tensor, first_name: str, first: Tensor, num_groups: int, owner: str
-    ) -> None:
+    def amax(self, first_name: str, num_groups: int, owner: str) -> None:
         """Amax is [E], to be written."""
-        self.group_scale("amax", amax, first_name, first, num_groups, owner)
-        self.contiguous("amax", amax)
+        self.group_scale("amax", first_name, num_groups, owner)
+        self.contiguous("amax")
 
-    def contiguous(self, name: str, t: Tensor) -> None:
+    def contiguous(self, name: str) -> None:
         """A tensor that is written is contiguous."""
-        self.check(t.is_contiguous(), lambda: f"{name} must be contiguous")
+        if (t := self._tensor(name)) is not None:
+            self.check(t.is_contiguous(), lambda: f"{name} must be contiguous")
 
     def written(
-        self,
-        name: str,
-        t: Tensor,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        first_name: str,
-        first: Tensor,
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], first_name: str
     ) -> None:
         """A tensor that is written has this dtype and shape and is contiguous."""
-        self.dim(name, t, len(shape))
-        self.dtype(name, t.dtype, (dtype,))
-        self.device(name, t, first_name, first)
+        if (t := self.arguments[name]) is None:
+            return
+        self.tensor(name, len(shape), dtype, first_name)
         self.check(
             all(size == own for size, own in zip(t.shape, shape, strict=True)),
             lambda: f"{name} must be {list(shape)}, got {list(t.shape)}",
         )
-        self.contiguous(name, t)
+        self.contiguous(name)
 
-    def column_blocks(self, name: str, q_t: Tensor, features: str) -> None:
+    def column_blocks(self, name: str, features: str) -> None:
         """q_t is [blocks, features, 128]."""
-        self.dim(name, q_t, 3)
+        q_t = self.arguments[name]
+        self.dim(name, 3)
         self.check(
             q_t.size(2) == BLOCK,
             lambda: f"{name} must hold blocks of {BLOCK} rows, got {q_t.size(2)}",
@@ -233,77 +264,85 @@ class Rules:
         self.features(features, q_t.size(1))
         self.count(name, "rows in blocks", q_t.size(0) * BLOCK)
 
-    def rowwise(self, name: str, q: Tensor, scale_name: str, scale: Tensor) -> None:
+    def rowwise(self, name: str, scale_name: str) -> None:
         """q [rows, K] with scale [ceil(K / 128), round_up(rows, 4)]."""
-        self.dim(name, q, 2)
-        self.dtype(name, q.dtype, (E4M3,))
+        q, scale = self.arguments[name], self.arguments[scale_name]
+        self.dim(name, 2)
+        self.dtype(name, E4M3)
         self.features("K", q.size(1))
-        self.dim(scale_name, scale, 2)
-        self.dtype(scale_name, scale.dtype, (torch.float32,))
-        self.device(scale_name, scale, name, q)
+        self.tensor(scale_name, 2, torch.float32, name)
         blocks = ceil_div(q.size(1), BLOCK)
         self.same("the number of K blocks", name, blocks, scale_name, scale.size(0))
         rows = SCALE_ROW_MULTIPLE * ceil_div(q.size(0), SCALE_ROW_MULTIPLE)
         self.same("the number of scale rows", name, rows, scale_name, scale.size(1))
 
-    def columnwise(
-        self,
-        name: str,
-        q_t: Tensor,
-        scale_name: str,
-        scale_t: Tensor,
-        features: str,
-    ) -> None:
+    def columnwise(self, name: str, scale_name: str, features: str) -> None:
         """q_t [blocks, features, 128] with scale_t [blocks, features]."""
-        self.column_blocks(name, q_t, features)
-        self.dtype(name, q_t.dtype, (E4M3,))
-        self.dim(scale_name, scale_t, 2)
-        self.dtype(scale_name, scale_t.dtype, (torch.float32,))
-        self.device(scale_name, scale_t, name, q_t)
+        q_t, scale_t = self.arguments[name], self.arguments[scale_name]
+        self.column_blocks(name, features)
+        self.dtype(name, E4M3)
+        self.tensor(scale_name, 2, torch.float32, name)
         self.same("the number of blocks", name, q_t.size(0), scale_name, scale_t.size(0))
         self.same(features, name, q_t.size(1), scale_name, scale_t.size(1))
 
-    def bias(
-        self, bias: Tensor | None, a: Tensor, num_groups: int, N: int, out_dtype: torch.dtype
-    ) -> None:
+    def bias(self, num_groups: int, N: int, out_dtype: torch.dtype) -> None:
         """Bias is [E, N] in the output's dtype."""
-        if bias is None:
-            return
-        self.dim("bias", bias, 2)
-        self.dtype("bias", bias.dtype, (out_dtype,))
-        self.device("bias", bias, "a", a)
-        self.same("E", "bias", bias.size(0), "offs", num_groups)
-        self.same("N", "bias", bias.size(1), "b", N)
+        if (bias := self.arguments["bias"]) is not None:
+            self.tensor("bias", 2, out_dtype, "a")
+            self.same("E", "bias", bias.size(0), "offs", num_groups)
+            self.same("N", "bias", bias.size(1), "b", N)
 
-    def low_rank(
-        self,
-        a_low: Tensor | None,
-        b_low: Tensor | None,
-        a: Tensor,
-        rows: Tensor | None,
-        num_groups: int,
-        N: int,
-        dtype: torch.dtype,
-    ) -> None:
+    def low_rank(self, num_groups: int, N: int, dtype: torch.dtype) -> None:
         """A second product's operands are [T, r] and [E, r, N] of a dtype, or neither is given."""
+        a_low, b_low = self.arguments["a_low"], self.arguments["b_low"]
         given = "b_low" if a_low is None else "a_low"
         self.check(
             (a_low is None) == (b_low is None),
             lambda: f"give a_low and b_low, got {given} alone",
         )
-        if a_low is None or b_low is None:
+        if a_low is None:
             return
-        self.dim("a_low", a_low, 2)
-        self.dim("b_low", b_low, 3)
-        self.dtype("a_low", a_low.dtype, (dtype,))
-        self.dtype("b_low", b_low.dtype, (dtype,))
-        self.device("a_low", a_low, "a", a)
-        self.device("b_low", b_low, "a", a)
+        self.dim("a_low", 2)
+        self.dim("b_low", 3)
+        self.dtype("a_low", dtype)
+        self.dtype("b_low", dtype)
+        self.device("a_low", "a")
+        self.device("b_low", "a")
         r = a_low.size(1)
-        owner, of_rows = ("a", a) if rows is None else ("rows", rows)
-        self.same("T", "a_low", a_low.size(0), owner, of_rows.size(0))
+        owner = "a" if self.arguments["rows"] is None else "rows"
+        self.same("T", "a_low", a_low.size(0), owner, self.arguments[owner].size(0))
         self.same("r", "a_low", r, "b_low", b_low.size(1))
         self.features("r", r)
         self.check(r <= MAX_RANK, lambda: f"r must be at most {MAX_RANK}, got {r}")
         self.same("E", "b_low", b_low.size(0), "offs", num_groups)
         self.same("N", "b_low", b_low.size(2), "b", N)
+
+
+def arguments_of(op: str, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of an op by the names in its schema, with its defaults."""
+    schema = getattr(torch.ops.grouped_linear, op).default._schema.arguments
+    arguments = {argument.name: argument.default_value for argument in schema}
+    return {**arguments, **dict(zip(arguments, given, strict=False)), **named}
+
+
+def fake(function: Callable[[Rules, Any], Any]) -> Callable[..., Any]:
+    """Register a function of a call as the fake kernel of the op that has its name.
+
+    It is called with the rules, and with the arguments by the names of the op's schema, which has
+    their defaults. The decorated function takes the op's arguments, so that the fake of an op that
+    computes several others can call theirs.
+
+    >>> from grouped_linear.meta_kernels.quantize import grouped_bias_grad
+    >>> dy, offs = torch.empty(4, 16, device="meta"), torch.empty(2, device="meta").int()
+    >>> grouped_bias_grad(dy, offs).shape
+    torch.Size([2, 16])
+    """
+    name = function.__name__
+
+    @functools.wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        arguments = arguments_of(name, given, named)
+        return function(Rules(name, **arguments), SimpleNamespace(**arguments))
+
+    torch.library.register_fake(f"grouped_linear::{name}", call)
+    return call

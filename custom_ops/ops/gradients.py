@@ -11,36 +11,11 @@ from torch.autograd import forward_ad
 _LINEAR = "grouped_linear(..., recipe=...)"
 _MLP = "grouped_mlp"
 
-#: What is differentiable in place of each op that is not. ``grouped_mm`` is; ``splits_to_offsets``,
-#: ``topk_experts`` and ``sort_by_expert`` return integers.
-WITHOUT_GRADIENT = {
-    "group_quantize": _LINEAR,
-    "group_quantize_current": _LINEAR,
-    "group_quantize_delayed": _LINEAR,
-    "group_quantize_mx": _LINEAR,
-    "group_round_mx": _LINEAR,
-    "group_dequantize": _LINEAR,
-    "group_dequantize_t": _LINEAR,
-    "grouped_bias_grad": _LINEAR,
-    "quantize_weight": _LINEAR,
-    "transpose_weight": _LINEAR,
-    "quantize_weight_list": _LINEAR,
-    "quantize_weight_current": _LINEAR,
-    "quantize_weight_delayed": _LINEAR,
-    "refresh_weight_": _LINEAR,
-    "refresh_weight_current_": _LINEAR,
-    "refresh_weight_delayed_": _LINEAR,
-    "refresh_weight_mx_": _LINEAR,
+#: Ops that give a gradient, and ops that return integers.
+_AS_THEY_ARE = ("grouped_mm", "splits_to_offsets", "topk_experts", "sort_by_expert")
+#: What is differentiable in place of an op; of ops that are not here, ``_LINEAR``.
+_INSTEAD = {
     "grouped_mm_list": "grouped_linear, or grouped_mm of torch.stack(b)",
-    "grouped_scaled_mm": _LINEAR,
-    "grouped_mm_wgrad": _LINEAR,
-    "grouped_mm_wgrad_": _LINEAR,
-    "grouped_mm_wgrad_list_": _LINEAR,
-    "grouped_scaled_mm_wgrad": _LINEAR,
-    "grouped_scaled_mm_wgrad_": _LINEAR,
-    "grouped_scaled_mm_wgrad_list_": _LINEAR,
-    "block_scaled_linear": _LINEAR,
-    "block_scaled_linear_grad": _LINEAR,
     "gather_sum": f"{_MLP}, or torch's index_select",
     "gather_dot": f"{_MLP}, or torch's index_select",
     "scatter_rows": f"{_MLP}, or torch's index_select",
@@ -53,6 +28,14 @@ WITHOUT_GRADIENT = {
     "update_scales_": None,
     "watch_operand_": None,
     "adam_weight_": None,
+}
+
+_registered = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
+#: Every other op that is registered, with what to use instead.
+WITHOUT_GRADIENT = {
+    op: _INSTEAD.get(op, _LINEAR)
+    for namespace, op in sorted(_registered)
+    if namespace == "grouped_linear" and op not in _AS_THEY_ARE
 }
 
 _functions: Any = torch._C._functions
@@ -121,9 +104,6 @@ _plain = torch.ops.grouped_linear
 
 #: The ops of ``torch.ops.grouped_linear``, for this package's own functions.
 OPS = SimpleNamespace(
-    grouped_mm=_plain.grouped_mm.default,
-    splits_to_offsets=_plain.splits_to_offsets.default,
-    topk_experts=_plain.topk_experts.default,
-    sort_by_expert=_plain.sort_by_expert.default,
+    **{name: getattr(_plain, name).default for name in _AS_THEY_ARE},
     **{name: _refusing(name, instead) for name, instead in WITHOUT_GRADIENT.items()},
 )

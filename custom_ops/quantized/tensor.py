@@ -187,21 +187,21 @@ class GroupedTensor(Tensor):
         tensor(0.5000)
         """
         recipe = _check_recipe(recipe)
-        rules = Rules("GroupedTensor")
+        rules = Rules("GroupedTensor", q=q, scale=scale, dtype=dtype)
         rules.check(q.dim() in (2, 3), lambda: f"q must be 2-D or 3-D, got {q.dim()}-D")
-        rules.dtype("q", q.dtype, (E4M3,))
+        rules.dtype("q", E4M3)
         *lead, N, K = q.shape
         rules.features("N", N)
         rules.features("K", K)
-        rules.dtype("scale", scale.dtype, (torch.float32,))
-        rules.device("scale", scale, "q", q)
+        rules.dtype("scale", torch.float32)
+        rules.device("scale", "q")
         shape = [*lead, ceil_div(N, BLOCK), ceil_div(K, BLOCK)]
         rules.check(
             list(scale.shape) == shape, lambda: f"scale must be {shape}, got {list(scale.shape)}"
         )
-        rules.contiguous("q", q)
-        rules.contiguous("scale", scale)
-        rules.dtype("dtype", dtype, ACTIVATIONS)
+        rules.contiguous("q")
+        rules.contiguous("scale")
+        rules.dtype("dtype", *ACTIVATIONS)
         q_t = block_math.transposed(q) if columnwise else None
         metadata = Metadata(dtype, recipe, stochastic_rounding)
         return cls(q.detach(), scale.detach(), q_t, metadata)
@@ -218,7 +218,7 @@ class GroupedTensor(Tensor):
         tensor([1.])
         """
         dtype = self.dtype if dtype is None else dtype
-        Rules("GroupedTensor").dtype("dtype", dtype, ACTIVATIONS)
+        Rules("GroupedTensor", dtype=dtype).dtype("dtype", *ACTIVATIONS)
         return block_math.differentiable(self, dtype)
 
     def numbers(self, dtype: torch.dtype) -> Tensor:

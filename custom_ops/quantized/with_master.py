@@ -147,7 +147,7 @@ class GroupedTensorWithMaster(GroupedTensor):
                 "GroupedTensorWithMaster: stochastic_rounding must be False: small steps add up in "
                 "the high-precision numbers"
             )
-        Rules("GroupedTensorWithMaster").weight(w)
+        Rules("GroupedTensorWithMaster", w=w).weight()
         master = w.numbers(w.dtype) if isinstance(w, GroupedTensor) else w.detach().contiguous()
         metadata = Metadata(w.dtype, recipe, False)  # type: ignore[arg-type]
         if recipe.weight.quantize is not None:
