@@ -28,7 +28,7 @@ from grouped_linear.integrations.conversion import (
     KeptWeights,
     SkippedExperts,
 )
-from grouped_linear.integrations.convert import convert, convert_experts
+from grouped_linear.integrations.convert import convert
 from grouped_linear.integrations.routing_replay import Routing, record_routing, replay_routing
 from grouped_linear.nn.functional import grouped_linear
 from grouped_linear.nn.functional_mlp import grouped_mlp, grouped_mlp_sorted
@@ -80,7 +80,6 @@ __all__ = [
     "check_batch_invariant",
     "compare",
     "convert",
-    "convert_experts",
     "fake_quantize",
     "grouped_linear",
     "grouped_mlp",

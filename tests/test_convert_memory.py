@@ -6,7 +6,6 @@ fewer of them and smaller ones; the counts are exact, so they say what happens a
 E experts, H features of a token, F features of an expert.
 """
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, silu
 from torch.profiler import ProfilerActivity, profile
 
-from grouped_linear import Float8BlockScaling, convert
+from grouped_linear import Float8BlockScaling, GroupedMLP, convert
 from support.tensors import BF16
 
 E, H, F = 16, 256, 128
@@ -31,12 +30,6 @@ class Expert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(silu(self.w1(x)) * self.w3(x))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(Expert() for _ in range(E))
 
 
 class GroupedExperts(nn.Module):
@@ -75,28 +68,14 @@ def test_peak_bytes_sees_what_is_held() -> None:
     assert 2 << 20 <= peak_bytes(double) < 2.1 * (1 << 20)
 
 
-@pytest.mark.parametrize(
-    ("options", "nbytes"),
-    [({}, 2), ({"weights": "fp8"}, 1), ({"weights": "fp8", "columnwise": True}, 2)],
-)
-@pytest.mark.parametrize("layers", [1, 2])
-def test_lists(options: dict[str, Any], nbytes: int, layers: int) -> None:
-    """FP8 weights are a byte an element, or two with their transpose."""
-    model = nn.ModuleList(Block() for _ in range(layers))
-    parameters = list(model.parameters())  # kept, so that only new memory counts
-    peak = peak_bytes(
-        lambda: convert(model, Float8BlockScaling(), forwards={Block: lambda self, x: x}, **options)
-    )
-    size = nbytes * sum(p.numel() for p in parameters)
-    assert size <= peak < size + 2 * ONE_EXPERT
-
-
-def test_a_list_is_freed_before_the_next_is_made() -> None:
-    model = nn.ModuleList(Block() for _ in range(2))
-    others: list[type[nn.Module]] = []  # when it is freed
-    weakref.finalize(model[0].experts[0].w1.weight, lambda: others.append(type(model[1].experts)))
-    convert(model, forwards={Block: lambda self, x: x})
-    assert others == [nn.ModuleList]
+@pytest.mark.parametrize(("weights", "nbytes"), [(None, 2), ("fp8", 4)])
+def test_lists(weights: Any, nbytes: int) -> None:
+    """A copy of the parameters is made, of which FP8 weights are then quantized."""
+    experts = nn.ModuleList(Expert() for _ in range(E))
+    recipe = Float8BlockScaling()
+    peak = peak_bytes(lambda: GroupedMLP.from_experts(experts, recipe=recipe, weights=weights))
+    size = nbytes * sum(p.numel() for p in experts.parameters())
+    assert peak < size + 2 * ONE_EXPERT
 
 
 @pytest.mark.parametrize("weights", [None, "fp8"])

@@ -140,23 +140,6 @@ def test_watch_experts_in_one_module(experts: Any, name: str) -> None:
             assert now.amax == pytest.approx(before.amax, rel=0.02, nan_ok=True)  # Inductor's silu
 
 
-def test_watch_experts_of_a_list() -> None:
-    """A list becomes a layer of ours."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.ModuleList(nn.Linear(H, H) for _ in range(2))
-
-    model: Any = nn.Sequential(Block())
-    convert(model, FP8, forwards={Block: lambda self, x: self.experts(x, [3, 5])})
-    seen = watch(model)
-    model(torch.randn(8, H, requires_grad=True)).sum().backward()
-    read = seen.read()
-    assert {row.layer for row in read.operands} == {"0.experts.weight"}
-    assert read.loads[0].tokens == (3, 5)
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["block", "mxfp8", "delayed"])
 def test_compare_experts_in_one_module(name: str, compiled: bool) -> None:

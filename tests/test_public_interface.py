@@ -71,7 +71,6 @@ Watch
 check_batch_invariant
 compare
 convert
-convert_experts
 fake_quantize
 grouped_linear
 grouped_mlp
@@ -148,8 +147,8 @@ SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0)
 Watch(model, every, rows, to)
 check_batch_invariant(model)
 compare(model, step, *, roles=False, compiled=False)
-convert(model, recipe=None, *, weights=None, forwards=None, recipes=None, **options)
-convert_experts(model, forwards=None, recipe=None, **options)
+convert(model, recipe=None, *, weights=None, recipes=None, columnwise=False,
+    save_gate_up_in_fp8=False)
 fake_quantize(recipe, roles=('input', 'weight', 'grad_output'), *, except_experts=())
 grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None, *, lora=None)
 grouped_mlp(x, top_k_weights, top_k_index, gate_up_proj, down_proj, recipe=None, state=None, *,

@@ -60,9 +60,8 @@ def test_python_examples_run() -> None:
     run(train, model=mixtral(), batch={"input_ids": ids, "labels": ids})
     names = run(generate, model=mixtral(), prompt={"input_ids": ids})
     assert names["text"].shape == (1, 32)
-    names = run(plain, model=Block(), Block=Block)
-    assert names["model"].forward.__func__ is names["forward"]
-    assert names["model"](torch.randn(5, 32)).shape == (5, 32)
+    names = run(plain, self=Block())
+    assert names["forward"](names["self"], torch.randn(5, 32)).shape == (5, 32)
     names = run(by_hand)
     assert not names["y"][950:].any()
     assert names["x"].grad is not None

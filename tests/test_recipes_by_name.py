@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from grouped_linear import (
     DelayedScaling,
@@ -14,29 +15,28 @@ from grouped_linear import (
     GroupedTensor,
     convert,
 )
+from grouped_linear.integrations.layer_recipe import layer_recipe
 from support.compare import assert_same_bits
 
 FP8 = Float8BlockScaling()
 
 
-def forward(self: Any, x: Tensor) -> Tensor:
-    return self.experts(x, [3, 5])
-
-
-class Block(nn.Module):
-    """Experts as a list."""
+class Experts(nn.Module):
+    """Experts in one module."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.w1, self.w2, self.w3 = (nn.Parameter(torch.randn(2, 32, 32) / 6) for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.experts[0](x[:3]), self.experts[1](x[3:])])
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        rows = x.split(num_tokens_per_expert.tolist())
+        weights = zip(rows, self.w1, self.w2, self.w3, strict=True)
+        return torch.cat([(silu(r @ w1.T) * (r @ w3.T)) @ w2.T for r, w1, w2, w3 in weights])
 
 
 def blocks() -> Any:
     torch.manual_seed(0)
-    return nn.Sequential(Block(), Block(), Block())
+    return nn.ModuleList([Experts(), Experts(), Experts()])
 
 
 def qwen() -> Any:
@@ -50,8 +50,8 @@ def qwen() -> Any:
 def test_the_last_pattern_that_matches_counts() -> None:
     model = blocks()
     patterns = {"*": Float8CurrentScaling(), "1": None}
-    found = convert(model, FP8, forwards={Block: forward}, recipes=patterns)
-    assert [block.experts.recipe for block in model] == [
+    found = convert(model, FP8, recipes=patterns)
+    assert [layer_recipe(experts)[0] for experts in model] == [
         Float8CurrentScaling(),
         None,
         Float8CurrentScaling(),
@@ -91,9 +91,9 @@ def test_without_a_recipe_weights_stay_plain(weights: Any) -> None:
     kept = [isinstance(m.mlp.experts.down_proj, GroupedTensor) for m in model.model.layers]
     assert kept == [False, True, True]
     model(torch.arange(8)[None]).logits.sum().backward()
-    lists = blocks()
-    convert(lists, FP8, weights=weights, forwards={Block: forward}, recipes={"0": None})
-    assert [isinstance(b.experts.weight, GroupedTensor) for b in lists] == [False, True, True]
+    model = blocks()
+    convert(model, FP8, weights=weights, recipes={"0": None})
+    assert [isinstance(experts.w2, GroupedTensor) for experts in model] == [False, True, True]
 
 
 def test_wrong_patterns_and_recipes() -> None:
@@ -102,7 +102,7 @@ def test_wrong_patterns_and_recipes() -> None:
 
     def refused(recipes: Any, **options: Any) -> str:
         with pytest.raises(ValueError, match=r"^convert: ") as error:
-            convert(model, FP8, forwards={Block: forward}, recipes=recipes, **options)
+            convert(model, FP8, recipes=recipes, **options)
         return str(error.value)
 
     assert refused({"layers.0.*": None, "1": None}) == (
@@ -116,7 +116,7 @@ def test_wrong_patterns_and_recipes() -> None:
     assert refused({"1": DelayedScaling()}, weights="fp8").startswith(
         "convert: recipes['1']: weights='fp8' needs the recipe Float8BlockScaling, got Delayed"
     )
-    assert type(model[0]) is Block
+    assert type(model[0]) is Experts
     assert model.state_dict().keys() == before.keys()
     with pytest.raises(ValueError, match=r"^convert: DelayedScaling has a state in each layer"):
         convert(qwen(), FP8, recipes={"model.layers.0.*": DelayedScaling()})

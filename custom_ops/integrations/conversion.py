@@ -21,10 +21,10 @@ class ConvertedExperts(NamedTuple):
     """Experts that were converted."""
 
     name: str
-    """The module's name in ``named_modules`` of the model: of the block, if a list was replaced."""
+    """The module's name in ``named_modules`` of the model."""
     form: str
-    """How they were held: ``"Linear"``, ``"SwiGLU"``, ``"grouped SwiGLU"``, ``"grouped SwiGLU,
-    w13"``, ``"grouped SwiGLU of GPT-OSS"``, or the class of a Hugging Face model's experts."""
+    """How they are held: ``"grouped SwiGLU"``, ``"grouped SwiGLU, w13"``, ``"grouped SwiGLU of
+    GPT-OSS"``, or the class of a Hugging Face model's experts."""
     num_experts: int
     num_parameters: int
     """Of all these experts together."""

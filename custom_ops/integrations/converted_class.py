@@ -6,12 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from grouped_linear.quantized.pickle_version import check_pickle_version
 from grouped_linear.quantized.state_dict import SavesQuantized
-
-Forward = Callable[..., Any]
-
-PICKLE_VERSION = 1
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -37,11 +32,6 @@ def convert_class(module: Any, members: Callable[..., dict[str, Any]], *args: An
     module.__class__ = converted_class(before, members, *args)
 
 
-def forward_alone(forward: Forward) -> dict[str, Any]:
-    """The members of a class with another forward."""
-    return {"forward": forward}
-
-
 def restore_class(module: nn.Module) -> None:
     """Restore the original class, unless FSDP2 or another has made a subclass since."""
     if "_converted_from" in vars(type(module)):
@@ -63,8 +53,7 @@ def converted_class(
         if type(self) is not converted:  # a subclass, such as FSDP2 makes
             return whole
         # An import cannot find a class that is made here, so loading a pickle makes it again.
-        made_of = {"version": PICKLE_VERSION, "class": (before, members, *args)}
-        return _new_converted, (made_of,), *whole[2:]
+        return _new_converted, (before, members, *args), *whole[2:]
 
     body = {
         **members(*args),
@@ -77,8 +66,7 @@ def converted_class(
     return converted
 
 
-def _new_converted(made_of: dict[str, Any]) -> nn.Module:
+def _new_converted(*made_of: Any) -> nn.Module:
     """An empty module for a copy or a pickle, which then sets its attributes."""
-    check_pickle_version("convert", made_of["version"], PICKLE_VERSION)
-    converted = converted_class(*made_of["class"])
+    converted = converted_class(*made_of)
     return converted.__new__(converted)

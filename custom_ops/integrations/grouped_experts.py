@@ -17,27 +17,27 @@ from torch.nn.functional import silu
 
 from grouped_linear.autograd.activation import MLPConfig
 from grouped_linear.autograd.context import PLAIN_CALL, LinearOptions
-from grouped_linear.integrations.check_swiglu import Expert, check_swiglu
 from grouped_linear.integrations.converted_class import (
     check_forward_can_change,
     convert_class,
     is_converted,
 )
 from grouped_linear.integrations.plan import (
-    WEIGHT_OPTIONS,
     Plan,
     Replaced,
     Request,
     check_weights,
     how_weights_are_kept,
     replace_parameter,
+    where_in,
 )
+from grouped_linear.nn.check_swiglu import Expert, check_swiglu
 from grouped_linear.nn.functional import apply_layer, check_parameters, check_whole
 from grouped_linear.nn.functional_mlp import apply_mlp_sorted
 from grouped_linear.ops.activation import PLAIN, SwiGLU
 from grouped_linear.quantized.state_dict import scale_properties
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import check_weights_kept, is_dtensor, keep_weight, local_part
+from grouped_linear.quantized.weight import is_dtensor, keep_weight, local_part
 from grouped_linear.recipes import Recipe, new_state
 
 GPT_OSS_ALPHA = 1.702  # torchtitan has the number in its code, and swiglu_limit in the module
@@ -150,7 +150,7 @@ def find_grouped_experts(plan: Plan, request: Request, model: nn.Module) -> None
         form = None if is_converted(module) else form_of(module)
         if form is None:
             continue
-        where, own = request.where(name, module), request.of(name)
+        where, own = where_in(name, module), request.of(name)
         _check(where, module, form, own)
         num_experts = len(module.get_parameter(form.weights[0]))
         path = "grouped_linear" + how_weights_are_kept(own.weights)
@@ -161,9 +161,8 @@ def find_grouped_experts(plan: Plan, request: Request, model: nn.Module) -> None
 def _check(where: str, module: nn.Module, form: GroupedForm, request: Request) -> None:
     """Raise ValueError for experts that cannot be converted, or compute something else."""
     recipe, weights = request.recipe, request.weights
-    request.check_options(where, "experts in one module", WEIGHT_OPTIONS)
-    options = request.stochastic_rounding, False, request.options.get("columnwise")
-    check_weights_kept(where, recipe, weights, *options)
+    if request.save_gate_up_in_fp8:
+        raise ValueError(f"{where}: save_gate_up_in_fp8 is an option of Hugging Face experts")
     parameters = [module.get_parameter(name) for name in form.parameters]
     check_whole(where, parameters, "convert")
     check_weights(where, ((name, as_matrices(module.get_parameter(name))) for name in form.weights))
@@ -209,7 +208,7 @@ def _convert(module: Any, form: GroupedForm, request: Request) -> Replaced:
     if weights is not None:
         for name in form.weights:
             w = module.get_parameter(name)
-            kept = keep_weight(w, weights, recipe, request.stochastic_rounding, request.columnwise)
+            kept = keep_weight(w, weights, recipe, columnwise=request.columnwise)
             replaced += replace_parameter(module, name, kept)
     convert_class(module, grouped_members, form, recipe, weights == "fp8")
     return replaced

@@ -20,9 +20,14 @@ from grouped_linear.integrations.experts_forward import (
 )
 from grouped_linear.integrations.implementation import Implementation, check_stateless
 from grouped_linear.integrations.look_alikes import goes_through_interface
-from grouped_linear.integrations.plan import Plan, Request, check_weights, how_weights_are_kept
+from grouped_linear.integrations.plan import (
+    Plan,
+    Request,
+    check_weights,
+    how_weights_are_kept,
+    where_in,
+)
 from grouped_linear.integrations.quantize_experts import keep_both, plan_fp8
-from grouped_linear.nn.options import check_flags
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import is_dtensor
 from grouped_linear.recipes import Float8BlockScaling, Recipe
@@ -39,11 +44,7 @@ def find_hugging_face(plan: Plan, request: Request, model: nn.Module) -> None:
 
     Their weights are kept as asked, and PEFT's adapters on them are grouped.
     """
-    op, recipe = request.op, request.recipe
-    save_in_fp8 = request.options.get("save_gate_up_in_fp8", False)
-    known = "weights", "save_gate_up_in_fp8", "columnwise"
-    request.check_options(op, "experts of a Hugging Face model", known)
-    check_flags(op, save_gate_up_in_fp8=save_in_fp8)
+    op, recipe, save_in_fp8 = "convert", request.recipe, request.save_gate_up_in_fp8
     implementation = Implementation(implementation_of(recipe, save_in_fp8), recipe, save_in_fp8)
     implementation.check(op)
     experts: dict[str, Any] = {
@@ -52,7 +53,7 @@ def find_hugging_face(plan: Plan, request: Request, model: nn.Module) -> None:
     own = {name: request.of(name) for name in experts}
     for name, module in experts.items():
         check_stateless(op, own[name].recipe)
-        _check(request.where(name, module), module, own[name].recipe, save_in_fp8)
+        _check(where_in(name, module), module, own[name].recipe, save_in_fp8)
     plan.write(_choose, model, experts, implementation)
     for name, module in experts.items():
         plan.write(set_own_recipe, module, own[name].recipe, recipe)
@@ -67,7 +68,7 @@ def find_hugging_face(plan: Plan, request: Request, model: nn.Module) -> None:
         is_plain = not isinstance(module, FP8Experts)
         if weights == "both" and is_plain:
             assert of_module is not None
-            _check_can_keep_both(request.where(name, module), module)
+            _check_can_keep_both(where_in(name, module), module)
             plan.write(keep_both, module, of_module)
         if weights == "fp8" and (is_plain or has_parts(module)):
             assert isinstance(of_module, Float8BlockScaling)

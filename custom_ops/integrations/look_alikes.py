@@ -9,13 +9,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from grouped_linear.integrations.conversion import SkippedExperts
 from grouped_linear.integrations.converted_class import is_converted
-from grouped_linear.integrations.expert_lists import (
-    KNOWN_EXPERTS,
-    is_expert,
-    what_takes_them,
-    what_they_are,
-)
 from grouped_linear.integrations.grouped_experts import form_of
+from grouped_linear.nn.from_modules import swiglu_names
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
 
@@ -31,7 +26,6 @@ def goes_through_interface(module: nn.Module) -> bool:
 def look_alikes(model: nn.Module) -> Iterator[SkippedExperts]:
     """What looks like experts and is computed by none of this package's layers."""
     seen: list[str] = []  # prefixes of what is converted or reported as a whole
-    owners = {child: parent for parent in model.modules() for child in parent.children()}
     for name, module in model.named_modules():
         if any(name.startswith(prefix) for prefix in seen):
             continue
@@ -39,30 +33,30 @@ def look_alikes(model: nn.Module) -> Iterator[SkippedExperts]:
         if is_ours or (is_converted(module) and form_of(module) is not None):
             seen.append(f"{name}.")
             continue
-        why = _why_skipped(name, module, owners.get(module))
+        why = _why_skipped(name, module)
         if why:
             seen.append(f"{name}.")
             yield SkippedExperts(name, why)
 
 
-def _why_skipped(name: str, module: Any, owner: nn.Module | None) -> str:
+def _why_skipped(name: str, module: Any) -> str:
     """Why a module is skipped; empty if it does not look like experts."""
     cls = type(module)
     children = [child for child in module.children() if any(True for _ in child.parameters())]
     called_experts = "expert" in f"{cls.__name__} {name.rsplit('.', 1)[-1]}".lower()
     no_interface = f"{cls.__name__} does not go through transformers' experts interface"
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and len(children) > 1:
-        known = all(map(is_expert, children))
         classes = {type(child) for child in children}
         if not called_experts or len(classes) > 1:
             return ""
         if cls.__module__.startswith("transformers."):
             return no_interface
-        if known and isinstance(module, nn.ModuleList):
-            return f"no forward for {type(owner).__name__} in forwards"
-        if known:
-            return f"{cls.__name__} is no ModuleList"
-        return f"{what_they_are(children)}; known are {KNOWN_EXPERTS}{what_takes_them(children)}"
+        if swiglu_names(children[0]):
+            return f"a {cls.__name__}, of which GroupedMLP.from_experts makes a layer"
+        if classes == {nn.Linear}:
+            return f"a {cls.__name__}, of which GroupedLinear.from_linears makes a layer"
+        parameters = ", ".join(name for name, _ in children[0].named_parameters())
+        return f"a {cls.__name__} of {type(children[0]).__name__} with {parameters}"
     own = dict(module.named_parameters(recurse=False))
     if not own and called_experts:
         own = _of_layers(module)

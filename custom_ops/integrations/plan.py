@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -12,64 +12,35 @@ import torch
 from torch import Tensor, nn
 
 from grouped_linear.integrations.conversion import ConvertedExperts
-from grouped_linear.integrations.converted_class import Forward
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS, dtype_name
 from grouped_linear.quantized.weight import Weights, local_part
 from grouped_linear.recipes import Recipe
 
-# Options that say how weights are kept, in FP8 or beside it.
-WEIGHT_OPTIONS = "weights", "stochastic_rounding", "columnwise"
-
 
 @dataclass(frozen=True)
 class Request:
-    """What the caller of a conversion asked for."""
+    """The arguments of a conversion, after their checks."""
 
-    op: str
-    """The caller's name, which errors begin with."""
     recipe: Recipe | None
-    forwards: Mapping[type[nn.Module], Forward]
-    options: Mapping[str, Any]
+    weights: Weights
+    columnwise: bool
+    save_gate_up_in_fp8: bool
     recipes: Mapping[str, Recipe | None] = field(default_factory=dict)
     """Other recipes, by patterns of the modules' names."""
 
     def of(self, name: str) -> "Request":
-        """The request for one module: without a recipe of its own its weights stay plain."""
+        """The request for one module: without a recipe its weights stay plain."""
         recipe = self.recipe
-        for pattern, own in self.recipes.items():
-            recipe = own if fnmatchcase(name, pattern) else recipe
-        options = self.options
-        if recipe is None and self.recipe is not None:
-            options = {n: value for n, value in options.items() if n not in WEIGHT_OPTIONS}
-        return replace(self, recipe=recipe, options=options, recipes={})
+        for pattern, other in self.recipes.items():
+            recipe = other if fnmatchcase(name, pattern) else recipe
+        if recipe is None:
+            return replace(self, recipe=None, weights=None, columnwise=False, recipes={})
+        return replace(self, recipe=recipe, recipes={})
 
-    @property
-    def weights(self) -> Weights:
-        """How weights are to be kept."""
-        return self.options.get("weights")
 
-    @property
-    def stochastic_rounding(self) -> bool | None:
-        """Of weights in FP8 alone."""
-        return self.options.get("stochastic_rounding")
-
-    @property
-    def columnwise(self) -> bool:
-        """Whether weights in FP8 alone are kept transposed as well."""
-        return bool(self.options.get("columnwise"))
-
-    def check_options(self, where: str, experts: str, known: Sequence[str]) -> None:
-        """Raise ValueError for options of layers, where experts do not become a layer."""
-        others = [option for option in self.options if option not in known]
-        if others:
-            raise ValueError(
-                f"{where}: {experts} stay what they are, so there is nothing to give "
-                f"{' and '.join(others)} to"
-            )
-
-    def where(self, name: str, module: nn.Module) -> str:
-        """What an error about a module begins with."""
-        return f"{self.op}: {name or type(module).__name__}"
+def where_in(name: str, module: nn.Module) -> str:
+    """The words that an error about a module of the model begins with."""
+    return f"convert: {name or type(module).__name__}"
 
 
 #: Parameters that learn and were replaced by others. Whoever holds one still, holds the old one.
@@ -124,13 +95,8 @@ def replace_parameter(module: nn.Module, name: str, w: Tensor) -> Replaced:
         torch.utils.swap_tensors(own, new)
     except RuntimeError:  # a weak reference to it, as hooks have, or a graph that ends in it
         setattr(module, name, new)
-        return replaced_by_others([own])
+        return [weakref.ref(own)] if own.requires_grad else []
     return []
-
-
-def replaced_by_others(parameters: Iterable[nn.Parameter]) -> Replaced:
-    """Those that learn."""
-    return [weakref.ref(p) for p in parameters if p.requires_grad]
 
 
 def how_weights_are_kept(weights: Weights) -> str:

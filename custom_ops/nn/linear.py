@@ -5,13 +5,14 @@ T rows, E groups, K in_features, N out_features.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from grouped_linear.autograd.context import LinearOptions
 from grouped_linear.autograd.wgrad import Wgrad
+from grouped_linear.nn.from_modules import fill, stack_linears
 from grouped_linear.nn.functional import apply_layer, check_parameters
 from grouped_linear.nn.gradient_accumulation import cached_weight, fills, main_grad_of, read_flag
 from grouped_linear.nn.lora import HasAdapters, Lora, LoraWeights, check_lora
@@ -134,6 +135,51 @@ class GroupedLinear(HasAdapters, SavesQuantized):
             self.weight_cache = WeightCache(recipe, E, N, K, device)
         self._add_adapters({} if lora is None else {"weight": lora})
         self.reset_parameters()
+
+    @classmethod
+    @torch.inference_mode(False)  # new parameters are to be ordinary ones
+    def from_linears(
+        cls,
+        linears: Iterable[nn.Module],
+        *,
+        recipe: Recipe | None = None,
+        weights: Weights = None,
+        cache_weights: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+    ) -> Self:
+        """Make the layer of a list of torch.nn.Linear, with their parameters, dtype and device.
+
+        What is frozen stays so. Make the optimizer afterwards.
+
+        Args:
+            linears: such as a ModuleList, one an expert. They may be on the meta device.
+            recipe, weights, cache_weights, fuse_wgrad_accumulation: as of the layer.
+
+        Raises:
+            ValueError: for modules that are no torch.nn.Linear, differ, are sharded, or have what
+                would be lost: hooks, buffers, a second owner.
+
+        >>> linears, x = nn.ModuleList(nn.Linear(16, 32) for _ in range(2)), torch.randn(7, 16)
+        >>> y = GroupedLinear.from_linears(linears)(x, torch.tensor([4, 3]))
+        >>> torch.allclose(y, torch.cat([linears[0](x[:4]), linears[1](x[4:])]), atol=1e-5)
+        True
+        """
+        parameters = stack_linears(f"{cls.__name__}.from_linears", linears)
+        E, N, K = parameters["weight"].shape
+        layer = cls(
+            E,
+            K,
+            N,
+            bias="bias" in parameters,
+            device="meta",
+            dtype=parameters["weight"].dtype,
+            recipe=recipe,
+            cache_weights=cache_weights,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            weights=weights,
+        )
+        fill(layer, parameters)
+        return layer
 
     @property
     def recipe(self) -> Recipe | None:

@@ -4,8 +4,8 @@ E experts, C experts chosen for a token, H features of a token, F features insid
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from grouped_linear.autograd.activation import MLPConfig
 from grouped_linear.autograd.context import LinearOptions
 from grouped_linear.nn.dispatcher import TokenDispatcher
+from grouped_linear.nn.from_modules import fill, stack_experts
 from grouped_linear.nn.functional_mlp import apply_mlp, apply_mlp_sorted, check_activation
 from grouped_linear.nn.gradient_accumulation import cached_weight, fills, main_grad_of, read_flag
 from grouped_linear.nn.lora import HasAdapters, Lora, LoraWeights, check_lora
@@ -151,6 +152,66 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         self.dispatcher = self.watched = None
         self._add_adapters(adapters)
         self.reset_parameters()
+
+    @classmethod
+    @torch.inference_mode(False)  # new parameters are to be ordinary ones
+    def from_experts(
+        cls,
+        experts: Iterable[nn.Module],
+        *,
+        recipe: Recipe | None = None,
+        weights: Weights = None,
+        cache_weights: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        save_gate_up_in_fp8: bool = False,
+    ) -> Self:
+        """Make the layer of a list of SwiGLU experts, with their parameters, dtype and device.
+
+        Each expert computes ``w2(silu(w1(x)) * w3(x))`` without biases, or has the names gate_proj,
+        up_proj and down_proj. Names do not show what an expert computes, so each runs on random
+        rows, in training mode, and must give SwiGLU's result up to three times the error that
+        rounding explains. What is frozen stays so. Make the optimizer afterwards.
+
+        Args:
+            experts: such as a ModuleList. They may be on the meta device.
+            recipe, weights, cache_weights, fuse_wgrad_accumulation: see
+                :class:`grouped_linear.GroupedLinear`.
+            save_gate_up_in_fp8: see :func:`grouped_linear.grouped_mlp`.
+
+        Raises:
+            ValueError: for experts that compute something else, differ, are sharded, or have what
+                would be lost: hooks, buffers, parametrizations, a second owner.
+
+        >>> class Expert(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.w1, self.w3 = (nn.Linear(16, 32, bias=False) for _ in range(2))
+        ...         self.w2 = nn.Linear(32, 16, bias=False)
+        ...
+        ...     def forward(self, x):
+        ...         return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+        >>> experts, x = nn.ModuleList(Expert() for _ in range(4)), torch.randn(3, 16)
+        >>> mlp = GroupedMLP.from_experts(experts)
+        >>> y = mlp(x, torch.ones(3, 1), torch.full((3, 1), 2))
+        >>> torch.allclose(y, experts[2](x), atol=1e-5)
+        True
+        """
+        parameters = stack_experts(f"{cls.__name__}.from_experts", experts)
+        E, H, F = parameters["down_proj"].shape
+        layer = cls(
+            E,
+            H,
+            F,
+            save_gate_up_in_fp8=save_gate_up_in_fp8,
+            recipe=recipe,
+            cache_weights=cache_weights,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            weights=weights,
+            dtype=parameters["down_proj"].dtype,
+            device="meta",
+        )
+        fill(layer, parameters)
+        return layer
 
     @property
     def recipe(self) -> Recipe | None:
