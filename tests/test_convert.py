@@ -468,6 +468,13 @@ def check_already_sharded(rank: int, directory: Path) -> None:
 
 def check_replicated(rank: int, directory: Path) -> None:
     """DistributedDataParallel goes on with the parameters that it was made with."""
+    model = DistributedDataParallel(Sorted(GroupedExperts()))
+    assert sentence(lambda: convert(model, weights="both")) == (
+        "convert: DistributedDataParallel holds the parameters that weights='both' replaces: "
+        "convert before it is made"
+    )
+    with pytest.warns(UserWarning, match="3 parameters were replaced and something still holds"):
+        convert(model.module, weights="both")
     [converted] = convert(DistributedDataParallel(Sorted(GroupedExperts()))).converted
     assert converted.form == "grouped SwiGLU"
 

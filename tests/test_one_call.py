@@ -9,6 +9,7 @@ import re
 import weakref
 from collections.abc import Callable
 from copy import deepcopy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -607,7 +608,6 @@ def test_an_older_optimizer_steps_what_stays(weights: Any, form: str, fused: boo
     x = torch.randn(T, H)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     done = convert(model, Float8BlockScaling(), weights=weights)
-    assert done.still_held == 0
     assert repr(done).startswith("module ")
     moved = one_step(
         model, (lambda: logits(model)) if hugging_face else lambda: model(x, COUNTS), optimizer
@@ -646,17 +646,56 @@ def test_converted_again_to_both_precisions(before: Any) -> None:
 
 @pytest.mark.parametrize("weights", ["both", "fp8"])
 @pytest.mark.parametrize("why", ["weak reference", "graph"])
-def test_says_which_parameters_could_not_stay(why: str, weights: Any) -> None:
+def test_warns_of_an_optimizer_that_would_step_nothing(why: str, weights: Any) -> None:
     """Torch exchanges a tensor for another only where nothing but Python holds it."""
     model = mixtral()
     p = model.model.layers[0].mlp.experts.down_proj
     held: Any = weakref.ref(p) if why == "weak reference" else logits(model)
     kept = [p, torch.optim.AdamW(model.parameters())]
-    done = convert(model, Float8BlockScaling(), weights=weights)
-    assert done.still_held == (1 if why == "weak reference" else 4)
-    assert f"{done.still_held} parameters were replaced" in repr(done).splitlines()[0]
+    number = 1 if why == "weak reference" else 4
+    with pytest.warns(UserWarning, match=f"^convert: {number} parameters were replaced") as warned:
+        convert(model, Float8BlockScaling(), weights=weights)
+    assert [Path(one.filename).name for one in warned] == ["test_one_call.py"]
     assert p is not model.model.layers[0].mlp.experts.down_proj
     del held, kept
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+@pytest.mark.parametrize("form", ["hugging face", "one module"])
+@pytest.mark.parametrize("weights", ["both", "fp8"])
+def test_what_hangs_on_a_parameter_stays(weights: Any, form: str, swapped: bool) -> None:
+    model: Any = mixtral() if form == "hugging face" else GroupedExperts()
+    name, p = next((n, p) for n, p in model.named_parameters() if p.dim() == 3)
+    p.allreduce, p.grad = False, torch.ones_like(p)
+    held = None if swapped else weakref.ref(p)
+    grad = p.grad
+    del p
+    convert(model, Float8BlockScaling(), weights=weights)
+    p = model.get_parameter(name)
+    assert isinstance(p, GroupedTensor)
+    assert p.grad is grad
+    assert p.allreduce is False
+    assert swapped or held() is None
+    if form == "hugging face" and weights == "both":
+        convert(model, Float8BlockScaling(power_of_two_scales=False), weights="both")
+    assert model.get_parameter(name).allreduce is False
+
+
+@pytest.mark.parametrize("form", ["hugging face", "one module"])
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_would_be_lost(hook: str, form: str) -> None:
+    """An optimizer in the backward is one."""
+    model: Any = mixtral() if form == "hugging face" else GroupedExperts()
+    name, p = [(n, p) for n, p in model.named_parameters() if p.dim() == 3][-1]
+    getattr(p, hook)(lambda _: None)
+    before, (where, _, weight) = state_of(model), name.rpartition(".")
+    for weights in ("both", "fp8"):
+        assert sentence(lambda w=weights: convert(model, weights=w)) == (
+            f"convert: {where or 'GroupedExperts'}: {weight} has hooks, which would be lost: "
+            "register them after convert"
+        )
+    assert state_of(model) == before
+    convert(model, Float8BlockScaling())
 
 
 @pytest.mark.parametrize(

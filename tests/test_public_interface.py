@@ -107,7 +107,7 @@ def test_arguments() -> None:
         """\
 Activation()
 Comparison(differences)
-Conversion(recipe, converted, skipped, weights=(), still_held=0, recipes=<factory>)
+Conversion(recipe, converted, skipped, weights=(), recipes=<factory>)
 ConvertedExperts(name, form, num_experts, num_parameters, path)
 DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
 DelayedScalingState(recipe, num_groups, device=None)

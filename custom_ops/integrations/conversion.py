@@ -71,16 +71,11 @@ class Conversion:
     """What looks like experts and is unchanged."""
     weights: tuple[KeptWeights, ...] = ()
     """How the weights of all these experts are kept, the most bytes first."""
-    still_held: int = 0
-    """How many parameters that learn were replaced and are held by something else, too.
-
-    An optimizer that was made before steps these, and not the new ones.
-    """
     recipes: Mapping[str, Recipe | None] = field(default_factory=dict)
     """Other recipes, by patterns of the experts' names."""
 
     def __repr__(self) -> str:
-        """The table, below what an optimizer that was made before would miss."""
+        """The table."""
         alike: dict[tuple[str, ...], list[int]] = {}
         for one in self.converted:
             key = _pattern(one.name), one.form, str(one.num_experts), one.path
@@ -90,11 +85,6 @@ class Conversion:
             rows.append((name, str(len(sizes)), form, experts, f"{sum(sizes):,}", path))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = []
-        if self.still_held:
-            lines.append(
-                f"{self.still_held} parameters were replaced and something still holds them: an "
-                "optimizer that was made before does not step the new ones, make another"
-            )
         for row in rows:
             cells = zip(row, "<><>><", widths, strict=True)
             lines.append("  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip())

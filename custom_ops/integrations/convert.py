@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from grouped_linear.integrations.conversion import Conversion, kept_weights, lines_of
 from grouped_linear.integrations.converted_class import is_converted
 from grouped_linear.integrations.grouped_experts import find_grouped_experts
 from grouped_linear.integrations.look_alikes import goes_through_interface, look_alikes
-from grouped_linear.integrations.plan import Plan, Request, num_still_held
+from grouped_linear.integrations.plan import Plan, Request, warn_of_others_that_hold
 from grouped_linear.nn.options import check_flags, check_recipe
 from grouped_linear.quantized.weight import Weights, check_weights_kept
 from grouped_linear.recipes import Float8BlockScaling, Recipe
@@ -77,8 +78,9 @@ def convert(
 
     Raises:
         ValueError: if nothing is recognised; for what cannot be converted as asked, which the
-            sentence says; for a pattern of ``recipes`` that matches no experts; and for weights
-            that the kernels do not take. The model is then unchanged.
+            sentence says; for a pattern of ``recipes`` that matches no experts; for weights that
+            the kernels do not take; and with ``weights`` for parameters that have hooks or are in
+            DistributedDataParallel. The model is then unchanged.
         TypeError: if `model` is not a module.
         ImportError: for a Hugging Face model of transformers older than 5.23.
 
@@ -105,7 +107,7 @@ def convert(
         find_hugging_face(plan, request, model)
     find_grouped_experts(plan, request, model)
     _check_found(model, plan, request)
-    replaced = plan.carry_out()
+    warn_of_others_that_hold(plan.carry_out())
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     converted = sorted(plan.converted, key=lambda one: order[one.name])
     return Conversion(
@@ -113,7 +115,6 @@ def convert(
         tuple(converted),
         tuple(look_alikes(model)),
         kept_weights((model.get_submodule(one.name) for one in converted), recipe),
-        num_still_held(replaced),
         dict(request.recipes),
     )
 
@@ -143,6 +144,13 @@ def _check(model: Any, request: Request) -> None:
         check_recipe(where, recipe)
         if recipe is not None:
             check_weights_kept(where, recipe, request.weights)
+    if request.weights is not None and any(
+        isinstance(module, DistributedDataParallel) for module in model.modules()
+    ):
+        raise ValueError(
+            "convert: DistributedDataParallel holds the parameters that weights="
+            f"{request.weights!r} replaces: convert before it is made"
+        )
 
 
 def _check_found(model: nn.Module, plan: Plan, request: Request) -> None:

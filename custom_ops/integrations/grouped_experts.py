@@ -26,6 +26,7 @@ from grouped_linear.integrations.plan import (
     Plan,
     Replaced,
     Request,
+    check_replaceable,
     check_weights,
     how_weights_are_kept,
     replace_parameter,
@@ -178,6 +179,8 @@ def _check(where: str, module: nn.Module, form: GroupedForm, request: Request) -
             f"{where}: {form.weights[0]} is {list(parameters[0].shape)}, and weights={weights!r} "
             "keeps [E, N, K]: leave gate and up apart"
         )
+    if weights is not None:
+        check_replaceable(where, module, form.weights)
     if any(isinstance(p, GroupedTensor) for p in parameters):
         raise ValueError(f"{where}: weights are in FP8 already: convert before they are quantized")
 

@@ -23,6 +23,7 @@ from grouped_linear.integrations.look_alikes import goes_through_interface
 from grouped_linear.integrations.plan import (
     Plan,
     Request,
+    check_replaceable,
     check_weights,
     how_weights_are_kept,
     where_in,
@@ -54,6 +55,8 @@ def find_hugging_face(plan: Plan, request: Request, model: nn.Module) -> None:
     for name, module in experts.items():
         check_stateless(op, own[name].recipe)
         _check(where_in(name, module), module, own[name].recipe, save_in_fp8)
+        if own[name].weights is not None:
+            check_replaceable(where_in(name, module), module, weight_names(module))
     plan.write(_choose, model, experts, implementation)
     for name, module in experts.items():
         plan.write(set_own_recipe, module, own[name].recipe, recipe)

@@ -1,6 +1,7 @@
 """A conversion in two passes: a plan, in which everything is checked, and its writes."""
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -77,26 +78,51 @@ class Plan:
         return replaced
 
 
-def num_still_held(replaced: Replaced) -> int:
-    """How many of the replaced parameters something still holds, as an optimizer does."""
+def warn_of_others_that_hold(replaced: Replaced) -> None:
+    """Warn of replaced parameters that something still holds, as an optimizer does."""
     if any(one() is not None for one in replaced):
         gc.collect()  # modules and their hooks hold each other
-    return sum(one() is not None for one in replaced)
+    held = sum(one() is not None for one in replaced)
+    if held:
+        warnings.warn(
+            f"convert: {held} parameters were replaced and something still holds them: make an "
+            "optimizer or DistributedDataParallel that was made before convert again, or it goes on "
+            "with the old ones",
+            stacklevel=4,  # convert and its decorator
+        )
+
+
+def check_replaceable(where: str, module: nn.Module, names: Iterable[str]) -> None:
+    """Raise ValueError for parameters with hooks, which another tensor would not have."""
+    for name in names:
+        p = module.get_parameter(name)
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"{where}: {name} has hooks, which would be lost: register them after convert"
+            )
 
 
 def replace_parameter(module: nn.Module, name: str, w: Tensor) -> Replaced:
     """Give a parameter of a module another tensor, of the same shape and numbers.
 
     It stays the same object where torch can do that, so that an optimizer which has it steps it.
+    Its gradient and the attributes that others have set stay, too.
     """
-    own = module.get_parameter(name)
-    new = nn.Parameter(w, requires_grad=own.requires_grad)
+    old = module.get_parameter(name)
+    grad = old.grad
+    set_by_others = vars(old).keys() - vars(old.detach()).keys() - {"_is_param"}
+    attributes = {attribute: vars(old)[attribute] for attribute in set_by_others}
+    new, replaced = nn.Parameter(w, requires_grad=old.requires_grad), list[Any]()
     try:
-        torch.utils.swap_tensors(own, new)
+        torch.utils.swap_tensors(old, new)
     except RuntimeError:  # a weak reference to it, as hooks have, or a graph that ends in it
         setattr(module, name, new)
-        return [weakref.ref(own)] if own.requires_grad else []
-    return []
+        replaced = [weakref.ref(old)] if old.requires_grad else []
+    now = module.get_parameter(name)
+    vars(now).update(attributes)
+    if now.requires_grad:
+        now.grad = grad
+    return replaced
 
 
 def how_weights_are_kept(weights: Weights) -> str:
