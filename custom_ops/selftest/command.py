@@ -17,8 +17,9 @@ CPU = torch.device("cpu")
 ASK = "Please paste all of this into an issue of the project, also where nothing failed."
 HOW = """\
 The kernels: on a CPU beside plain torch, where that is short, on a GPU beside the CPU's. Groups are
-unaligned and empty, and rows past the sum hold NaN. Each call is made twice, on a GPU in memory full of NaN, and its
-numbers must not change. A GPU's quantized numbers, SwiGLU and routing must be the CPU's."""
+unaligned and empty, and rows past the sum hold NaN. Each call is made twice, on a GPU in memory
+full of NaN, and its numbers must not change. A GPU's quantized numbers, SwiGLU and routing must be
+the CPU's."""
 
 
 def devices() -> list[torch.device]:
