@@ -14,6 +14,7 @@ from grouped_linear import (
     Float8BlockScaling,
     GroupedLinear,
     GroupedMLP,
+    Lora,
     Recipe,
     compare,
     watch,
@@ -118,6 +119,30 @@ def test_the_model_stays_as_it_is(weights: str) -> None:
     assert layer.recipe == Float8BlockScaling()
     of_output = found.worst("output")[0].difference
     assert 0.02 < of_output < 0.05
+
+
+def test_dropout_and_frozen_weights() -> None:
+    """Both computations drop the same features, and the step goes on with its random numbers."""
+    recipe, differences = Float8BlockScaling(), []
+    for dropout in (0.0, 0.5):
+        layer: Any = linear(recipe, lora=Lora(rank=16, dropout=dropout))
+        nn.init.normal_(layer.weight_lora_b, std=0.1)
+        x, dy = arguments()
+
+        def step(layer: Any = layer, x: Tensor = x, dy: Tensor = dy) -> Tensor:
+            torch.manual_seed(3)
+            layer(x, SPLITS).backward(dy)
+            return torch.rand(3)
+
+        expected, drawn = step(), []
+        found = compare(layer, lambda step=step, drawn=drawn: drawn.append(step()))
+        assert torch.equal(drawn[0], expected)
+        assert {d.tensor for d in found.differences} == {
+            *("output", "x", "weight_lora_a", "weight_lora_b")
+        }
+        differences.append(max(d.difference for d in found.differences))
+    assert 0.02 < differences[0] < 0.06
+    assert differences[1] < 1.5 * differences[0]  # beside 0.5 of other masks
 
 
 def test_what_cannot_be_compared() -> None:

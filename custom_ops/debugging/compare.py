@@ -20,6 +20,7 @@ from grouped_linear.integrations.converted_class import class_before, convert_cl
 from grouped_linear.integrations.grouped_experts import form_and_recipe, grouped_members
 from grouped_linear.integrations.layer_recipe import layer_recipe
 from grouped_linear.integrations.look_alikes import goes_through_interface
+from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.nn.watched import ROLES
@@ -34,6 +35,7 @@ class Difference(NamedTuple):
     """A tensor of a layer under a recipe, or with one role quantized, beside no recipe at all."""
 
     layer: str
+    """Its name in the model without wrappers, as PEFT's and torch.compile's."""
     quantized: str
     """``"all"``, or the role that alone is quantized."""
     tensor: str
@@ -75,8 +77,9 @@ def compare(
     """Compute each layer under its recipe and without one, on what a step of the model gives it.
 
     Every call's inputs and the gradient of its output are those of the step, so that a layer shows
-    its own error and not that of the layers before it. No gradient, weight or state of the model
-    changes besides what the step itself changes.
+    its own error and not that of the layers before it. Both computations draw the same random
+    numbers, as dropout does. No gradient, weight or state of the model changes besides what the
+    step itself changes, and the step draws the random numbers that it draws without compare.
 
     Args:
         model: with :class:`GroupedLinear`, :class:`GroupedMLP` or experts that :func:`convert` has
@@ -100,7 +103,7 @@ def compare(
     """
     layers: dict[str, Any] = {}
     recipes_of: dict[str, dict[str, Recipe]] = {}
-    for name, module in model.named_modules():
+    for name, module in named_unwrapped(model):
         [recipe] = layer_recipe(module) or [None]
         if recipe is None:
             continue
@@ -163,15 +166,19 @@ def compare(
 def _results(
     layer: Any, recipe: Recipe | None, args: Any, kwargs: Any, dy: Tensor, compiled: bool
 ) -> dict[str, Tensor]:
-    """The output, and the gradients by x and the parameters, of a copy with another recipe."""
+    """The output, and the gradients by x and what learns, of a copy with another recipe.
+
+    Random numbers are those that come next in the step, which draws them again.
+    """
     other = _with_recipe(layer, recipe)
     args = tuple(map(_leaf, args))
     kwargs = {name: _leaf(t) for name, t in kwargs.items()}
     x = args[0] if args else next(kwargs[name] for name in INPUTS if name in kwargs)
-    leaves = {"x": x, **dict(other.named_parameters())}
+    leaves = {"x": x, **{n: p for n, p in other.named_parameters() if p.requires_grad}}
     # Each recipe is a compilation of the same forward.
     many = torch._dynamo.config.patch(recompile_limit=1024) if compiled else nullcontext()
-    with torch.enable_grad(), many:
+    gpus = [dy.get_device()] if dy.is_cuda else []
+    with torch.enable_grad(), torch.random.fork_rng(gpus), many:
         y = (torch.compile(other, fullgraph=True) if compiled else other)(*args, **kwargs)
         y = y[0] if isinstance(y, tuple) else y
         grads = torch.autograd.grad(y, list(leaves.values()), dy, allow_unused=True)

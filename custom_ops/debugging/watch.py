@@ -18,6 +18,7 @@ from grouped_linear.debugging.statistics import (
     statistics_of_layer,
 )
 from grouped_linear.integrations.grouped_experts import as_matrices, form_and_recipe
+from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.watch import MAXIMA
 from grouped_linear.nn.linear import GroupedLinear
 from grouped_linear.nn.mlp import GroupedMLP
@@ -36,7 +37,8 @@ class Watch:
     """The layers of a model that are watched; :func:`watch` makes one.
 
     Attributes:
-        layers: what each watched module counts, by the module's name.
+        layers: what each watched module counts, by the module's name in the model without wrappers,
+            as PEFT's and torch.compile's.
         steps: how often :meth:`step` was called.
     """
 
@@ -50,7 +52,7 @@ class Watch:
                 f"got {type(to).__name__}"
             )
         self.every, self.to, self.steps, self._is_on = every, to, 0, True
-        self._modules = {name: m for name, m in model.named_modules() if weights_of(m)}
+        self._modules: dict[str, Any] = {n: m for n, m in named_unwrapped(model) if weights_of(m)}
         if not self._modules:
             raise ValueError(
                 f"watch: {type(model).__name__} has no GroupedLinear, no GroupedMLP and no "

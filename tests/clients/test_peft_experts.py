@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
-from grouped_linear import Float8BlockScaling, GroupedTensor, convert
+from grouped_linear import Float8BlockScaling, GroupedTensor, compare, convert, watch
 from support.compare import assert_same_bits, bits
 from support.documents import ROOT, examples
 
@@ -240,6 +240,21 @@ def test_copies_and_pickles(tmp_path: Path) -> None:
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
     for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
         assert torch.equal(logits(one), expected)
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_compared_and_watched(weights: Any) -> None:
+    """By the plain model's names; of frozen weights the outputs and the gradients of x."""
+    model = grouped(model_of(), config_of(), Float8BlockScaling(), weights).train()
+    use_grouped_adapters(model, dropout=0.5)
+    seen = watch(model)
+    found = compare(model, lambda: model(input_ids=IDS, labels=IDS).loss.backward())
+    layers = {f"model.layers.{i}.mlp.experts" for i in range(2)}
+    assert {(d.layer, d.tensor) for d in found.differences} == {
+        (layer, tensor) for layer in layers for tensor in ("output", "x")
+    }
+    assert all(0 < d.difference < 0.1 for d in found.differences)
+    assert {load.layer for load in seen.read().loads} == layers
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
