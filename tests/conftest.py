@@ -3,6 +3,7 @@
 import ctypes
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -29,6 +30,40 @@ hypothesis.settings.load_profile("few")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--threads", type=int, default=1, help="torch's threads in each test")
+
+
+GPU_CASES = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpus(count): needs so many GPUs and kernels for them")
+    config.stash[GPU_CASES] = 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cases that need more GPUs than this machine has, and count them."""
+    from support.devices import GPUS  # not before its assertions are rewritten
+
+    made = [
+        item for item in items if all(mark.args[0] <= GPUS for mark in item.iter_markers("gpus"))
+    ]
+    config.stash[GPU_CASES] = len(items) - len(made)
+    items[:] = made
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # of pytest-xdist
+        session.config.workeroutput["gpu_cases"] = session.config.stash[GPU_CASES]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[GPU_CASES] = node.workeroutput["gpu_cases"]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if count := config.stash[GPU_CASES]:
+        terminalreporter.write_line(f"{count} cases need GPUs that are not here: not generated")
 
 
 def pytest_collection_finish() -> None:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import distribute_tensor
 from grouped_linear import Float8BlockScaling, GroupedTensor, GroupedTensorWithMaster, convert
 from support.commands import run
 from support.compare import assert_same_bits, bits
+from support.devices import needs_two_gpus
 from support.hugging_face import tiny
 from support.processes import (
     CHECK_SECONDS,
@@ -36,7 +37,6 @@ from support.processes import (
     Passes,
     device,
     join,
-    needs_two_gpus,
 )
 from support.versions import skipping_for_old_transformers
 

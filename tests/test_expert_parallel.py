@@ -41,8 +41,9 @@ from grouped_linear.parallel import (
 from grouped_linear.parallel.expert_parallel import DISPATCHERS
 from grouped_linear.parallel.symmetric_memory import require_symmetric_memory
 from support.compare import assert_same, assert_same_bits
+from support.devices import needs_two_gpus
 from support.documents import ROOT, examples
-from support.processes import PROCESSES, Checks, Passes, device, needs_two_gpus
+from support.processes import PROCESSES, Checks, Passes, device
 from support.tensors import BF16
 
 E, T, C, H, F = 4, 40, 2, 160, 48

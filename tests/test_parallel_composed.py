@@ -22,8 +22,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from grouped_linear import Float8BlockScaling, GroupedMLP
 from grouped_linear.parallel import ExpertParallel
 from support.compare import assert_same
+from support.devices import needs_four_gpus
 from support.documents import ROOT, examples
-from support.processes import Checks, Passes, device, needs_four_gpus
+from support.processes import Checks, Passes, device
 
 PROCESSES = 4
 E, T, C, H, F = 8, 24, 2, 32, 48

@@ -44,23 +44,23 @@ def test_every_op_has_every_kernel(op: str) -> None:
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU of compute capability 8.0 or more")
-@pytest.mark.parametrize("op", OPS)
-def test_ops_without_a_cuda_kernel_say_so(op: str) -> None:
-    sample = make(op, GROUPS["unaligned"], BF16).on("cuda")
-    if op in CUDA_OPS:
-        sample()
-    else:
-        assert sentence(sample) == f"{op}: no CUDA kernel in this build, only CPU"
+def test_ops_without_a_cuda_kernel_say_so() -> None:
+    for op in OPS:
+        sample = make(op, GROUPS["unaligned"], BF16).on("cuda")
+        if op in CUDA_OPS:
+            sample()
+        else:
+            assert sentence(sample) == f"{op}: no CUDA kernel in this build, only CPU"
 
 
 @pytest.mark.skipif(
     not torch.cuda.is_available() or HAS_GPU,
     reason="needs a GPU of compute capability below 8.0",
 )
-@pytest.mark.parametrize("op", sorted(CUDA_OPS))
-def test_older_gpus_are_refused(op: str) -> None:
-    said = sentence(make(op, GROUPS["unaligned"], BF16).on("cuda"))
-    assert "compute capability 8.0 and up" in said or "no CUDA kernel" in said
+def test_older_gpus_are_refused() -> None:
+    for op in OPS:
+        said = sentence(make(op, GROUPS["unaligned"], BF16).on("cuda"))
+        assert "compute capability 8.0 and up" in said or "no CUDA kernel" in said
 
 
 CALL_GEMMS = """

@@ -34,7 +34,8 @@ from grouped_linear import (
     Recipe,
 )
 from support.compare import assert_same_bits
-from support.processes import PROCESSES, Checks, Passes, device, needs_two_gpus
+from support.devices import needs_two_gpus
+from support.processes import PROCESSES, Checks, Passes, device
 
 E, T, H, F = 4, 40, 32, 144
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from grouped_linear import Float8BlockScaling, MXFP8BlockScaling, Recipe
-from support.processes import Checks, Passes, device, needs_two_gpus
+from support.devices import needs_two_gpus
+from support.processes import Checks, Passes, device
 from support.versions import FSDP_HAS_MESHES
 
 pytest.importorskip(

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grouped_linear import Float8BlockScaling, convert
-from support.devices import HAS_GPU
-from support.processes import PROCESSES, Checks, Passes, device, needs_two_gpus
+from support.devices import HAS_GPU, needs_two_gpus
+from support.processes import PROCESSES, Checks, Passes, device
 
 pytest.importorskip("accelerate")
 from transformers import MixtralConfig, MixtralForCausalLM, set_seed

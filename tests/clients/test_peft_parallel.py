@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations import finegrained_fp8
 
 from grouped_linear import Float8BlockScaling, convert
-from support.processes import Checks, Passes, device, needs_two_gpus
+from support.devices import needs_two_gpus
+from support.processes import Checks, Passes, device
 
 pytest.importorskip("accelerate")  # what loads in FP8 needs it
 pytest.importorskip("peft")

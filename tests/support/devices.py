@@ -13,10 +13,10 @@ try:
 except ImportError:  # the module is optional
     CUDA_VERSION = torch.version.cuda
 CUDA_OPS = {op for op, page in PAGES.items() if page.cuda and CUDA_VERSION is not None}
-needs_gpu = pytest.mark.skipif(
-    not (HAS_GPU and CUDA_OPS),
-    reason="needs an NVIDIA GPU of compute capability 8.0 or more, and nvcc when it was built",
-)
+#: How many GPUs a test can have: of compute capability 8.0 or more, with kernels in this build.
+GPUS = torch.cuda.device_count() if HAS_GPU and CUDA_OPS else 0
+# conftest.py leaves out the cases that need more.
+needs_gpu, needs_two_gpus, needs_four_gpus = (pytest.mark.gpus(count) for count in (1, 2, 4))
 
 
 def devices(*ops: str) -> list[Any]:

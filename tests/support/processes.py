@@ -35,18 +35,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from support.devices import CUDA_OPS, HAS_GPU
-
 PROCESSES = 2
 # Longer than gloo and NCCL wait for another process before they raise.
 CHECK_SECONDS = 300
-needs_two_gpus, needs_four_gpus = (
-    pytest.mark.skipif(
-        not (HAS_GPU and CUDA_OPS) or torch.cuda.device_count() < count,
-        reason=f"needs {name} NVIDIA GPUs of compute capability 8.0 or more, and nvcc when built",
-    )
-    for name, count in (("two", PROCESSES), ("four", 4))
-)
 IMPORTED = [
     "grouped_linear",
     "torch._dynamo",
