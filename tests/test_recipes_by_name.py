@@ -15,7 +15,7 @@ from grouped_linear import (
     GroupedTensor,
     convert,
 )
-from grouped_linear.integrations.layer_recipe import layer_recipe
+from grouped_linear.integrations.experts import experts_of
 from support.compare import assert_same_bits
 
 FP8 = Float8BlockScaling()
@@ -51,7 +51,7 @@ def test_the_last_pattern_that_matches_counts() -> None:
     model = blocks()
     patterns = {"*": Float8CurrentScaling(), "1": None}
     found = convert(model, FP8, recipes=patterns)
-    assert [layer_recipe(experts)[0] for experts in model] == [
+    assert [experts_of(module).recipe for module in model] == [
         Float8CurrentScaling(),
         None,
         Float8CurrentScaling(),

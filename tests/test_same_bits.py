@@ -313,7 +313,7 @@ def test_what_is_refused() -> None:
         assert text.endswith("torch multiplies on a CPU, and its sums follow the number of rows")
     assert "on several processes" in said[6]
     assert said[7] == "check_batch_invariant: Linear has no grouped layers"
-    assert "mlp.experts: its experts implementation is" in said[8]
+    assert "mlp.experts: convert has not converted it" in said[8]
     # PEFT wraps a layer: its adapters are no parameters of it.
     wrapped = nn.ModuleDict({"base_layer": GroupedMLP(2, 16, 16, recipe=Float8BlockScaling())})
     assert sentence(lambda: check_batch_invariant(wrapped)).endswith("the number of rows")

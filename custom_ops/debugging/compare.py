@@ -16,19 +16,13 @@ from torch import Tensor, nn
 
 from grouped_linear.debugging.fake_quantize import fake_quantize
 from grouped_linear.debugging.statistics import aligned
-from grouped_linear.integrations.converted_class import class_before, convert_class
-from grouped_linear.integrations.grouped_experts import form_and_recipe, grouped_members
-from grouped_linear.integrations.layer_recipe import layer_recipe
-from grouped_linear.integrations.look_alikes import goes_through_interface
+from grouped_linear.integrations.experts import Experts, experts_of
 from grouped_linear.integrations.wrappers import named_unwrapped
-from grouped_linear.nn.linear import GroupedLinear
-from grouped_linear.nn.mlp import GroupedMLP
-from grouped_linear.nn.watched import ROLES
+from grouped_linear.nn.dispatcher import TokenDispatcher
+from grouped_linear.nn.watched import ROLES, WatchedLayer
 from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import DelayedScalingState, Recipe
-
-#: What experts that convert has converted call their input.
-INPUTS = ("x", "x_RD", "hidden_states")
 
 
 class Difference(NamedTuple):
@@ -101,12 +95,13 @@ def compare(
     >>> [(d.tensor, 0.01 < d.difference < 0.06) for d in found.differences]
     [('output', True), ('x', True), ('weight', True)]
     """
-    layers: dict[str, Any] = {}
+    layers: dict[str, Experts] = {}
     recipes_of: dict[str, dict[str, Recipe]] = {}
     for name, module in named_unwrapped(model):
-        [recipe] = layer_recipe(module) or [None]
-        if recipe is None:
+        experts = experts_of(module)
+        if experts is None or experts.recipe is None:
             continue
+        recipe = experts.recipe
         where = f"compare: {name or type(model).__name__}"
         if roles and recipe.has_state:
             raise ValueError(f"{where}: roles=True needs a recipe without state, got {recipe!r}")
@@ -114,7 +109,7 @@ def compare(
             raise ValueError(
                 f"{where}: weights of a checkpoint in FP8 have no gradients to compare"
             )
-        layers[name], recipes_of[name] = module, {"all": recipe}
+        layers[name], recipes_of[name] = experts, {"all": recipe}
         if roles:
             recipes_of[name] |= {role: fake_quantize(recipe, (role,)) for role in ROLES}
     if not layers:
@@ -124,7 +119,8 @@ def compare(
         )
     squares: dict[tuple[str, str, str], Tensor] = {}  # of the difference, and of the tensor
 
-    def measure(name: str, layer: Any, args: Any, kwargs: Any, dy: Tensor) -> None:
+    def measure(name: str, args: Any, kwargs: Any, dy: Tensor) -> None:
+        layer = layers[name]
         plain = _results(layer, None, args, kwargs, dy, compiled)
         for what, recipe in recipes_of[name].items():
             results = _results(layer, recipe, args, kwargs, dy, compiled)
@@ -134,14 +130,14 @@ def compare(
                 key = name, what, tensor
                 squares[key] = squares[key] + both if key in squares else both
 
-    def hook(name: str, layer: Any, args: Any, kwargs: Any, y: Any) -> None:
+    def hook(name: str, args: Any, kwargs: Any, y: Any) -> None:
         output = y[0] if isinstance(y, tuple) else y
         if output.requires_grad:
-            output.register_hook(lambda dy: measure(name, layer, args, kwargs, dy))
+            output.register_hook(lambda dy: measure(name, args, kwargs, dy))
 
     handles = [
-        layer.register_forward_hook(
-            lambda module, args, kwargs, y, name=name: hook(name, module, args, kwargs, y),
+        layer.module.register_forward_hook(
+            lambda module, args, kwargs, y, name=name: hook(name, args, kwargs, y),
             with_kwargs=True,
         )
         for name, layer in layers.items()
@@ -164,16 +160,16 @@ def compare(
 
 
 def _results(
-    layer: Any, recipe: Recipe | None, args: Any, kwargs: Any, dy: Tensor, compiled: bool
+    layer: Experts, recipe: Recipe | None, args: Any, kwargs: Any, dy: Tensor, compiled: bool
 ) -> dict[str, Tensor]:
     """The output, and the gradients by x and what learns, of a copy with another recipe.
 
     Random numbers are those that come next in the step, which draws them again.
     """
-    other = _with_recipe(layer, recipe)
+    other = _with_recipe(layer.module, recipe)
     args = tuple(map(_leaf, args))
     kwargs = {name: _leaf(t) for name, t in kwargs.items()}
-    x = args[0] if args else next(kwargs[name] for name in INPUTS if name in kwargs)
+    x = args[0] if args else kwargs[layer.input]
     leaves = {"x": x, **{n: p for n, p in other.named_parameters() if p.requires_grad}}
     # Each recipe is a compilation of the same forward.
     many = torch._dynamo.config.patch(recompile_limit=1024) if compiled else nullcontext()
@@ -190,17 +186,14 @@ def _results(
 def _with_recipe(layer: Any, recipe: Recipe | None) -> Any:
     """A layer with the same parameters in high precision, which keeps and changes nothing else."""
     other = copy.copy(layer)
-    ours = isinstance(layer, GroupedLinear | GroupedMLP)
     changed: dict[str, Any] = {"watched": None, "_modules": {}}
-    if ours:
-        changed |= {"_recipe": recipe, "weights": None, "fuse_wgrad_accumulation": False}
     for name, module in layer._modules.items():
         if isinstance(module, DelayedScalingState) or name == "scaling_states":
             if recipe is not None and recipe.has_state:
                 changed["_modules"][name] = copy.deepcopy(module)
             else:
                 changed[name] = None
-        elif ours or name == "watched":
+        elif isinstance(module, WatchedLayer | WeightCache | TokenDispatcher):
             changed[name] = None
         else:  # an activation of converted experts
             changed["_modules"][name] = module
@@ -208,21 +201,10 @@ def _with_recipe(layer: Any, recipe: Recipe | None) -> Any:
     hooks = [n for n in vars(layer) if n.startswith("_") and n.endswith("_hooks")]
     changed |= {name: OrderedDict() for name in hooks}
     vars(other).update(changed)
-    if not ours:
-        _set_recipe(other, recipe)
+    copied = experts_of(other)
+    assert copied is not None
+    copied.compute_by(recipe)
     return other
-
-
-def _set_recipe(experts: Any, recipe: Recipe | None) -> None:
-    """Have other experts of transformers or torchtitan computed by this recipe."""
-    if goes_through_interface(experts):
-        from grouped_linear.integrations.experts_forward import OWN_RECIPE
-
-        vars(experts)[OWN_RECIPE] = (recipe,)
-    else:
-        form, _ = form_and_recipe(experts)
-        experts.__class__ = class_before(experts)
-        convert_class(experts, grouped_members, form, recipe, False)
 
 
 def _in_high_precision(p: nn.Parameter | None) -> nn.Parameter | None:

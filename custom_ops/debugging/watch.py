@@ -17,11 +17,10 @@ from grouped_linear.debugging.statistics import (
     Statistics,
     statistics_of_layer,
 )
-from grouped_linear.integrations.grouped_experts import as_matrices, form_and_recipe
+from grouped_linear.integrations.experts import experts_of
+from grouped_linear.integrations.grouped_experts import as_matrices
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.watch import MAXIMA
-from grouped_linear.nn.linear import GroupedLinear
-from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.nn.watched import ROLES, WatchedLayer
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import local_part
@@ -52,15 +51,18 @@ class Watch:
                 f"got {type(to).__name__}"
             )
         self.every, self.to, self.steps, self._is_on = every, to, 0, True
-        self._modules: dict[str, Any] = {n: m for n, m in named_unwrapped(model) if weights_of(m)}
-        if not self._modules:
+        found = {name: experts_of(module) for name, module in named_unwrapped(model)}
+        watched = {name: e for name, e in found.items() if e is not None and e.computed_here}
+        if not watched:
             raise ValueError(
                 f"watch: {type(model).__name__} has no GroupedLinear, no GroupedMLP and no "
                 "experts that convert has converted"
             )
-        for module in self._modules.values():
+        self._modules: dict[str, Any] = {name: e.module for name, e in watched.items()}
+        for module, experts in zip(self._modules.values(), watched.values(), strict=True):
             if getattr(module, "watched", None) is None:
-                module.watched = _new_layer(module)
+                device = next(module.parameters()).device
+                module.watched = WatchedLayer(experts.weights, experts.num_experts, device)
             module.watched.rows = rows
         self.layers: dict[str, WatchedLayer] = {n: m.watched for n, m in self._modules.items()}
         self._before: dict[str, Tensor] = {}
@@ -222,31 +224,6 @@ def watch(
     128
     """
     return Watch(model, every, rows, to)
-
-
-def weights_of(module: Any) -> tuple[str, ...]:
-    """The names of the weights of a module that can be watched; none of another one."""
-    if isinstance(module, GroupedMLP):
-        return "gate_up_proj", "down_proj"
-    if isinstance(module, GroupedLinear):
-        return ("weight",)
-    if "_grouped_linear_implementation" in vars(module):  # experts of Hugging Face
-        from grouped_linear.integrations.experts_forward import weight_names
-
-        return weight_names(module)
-    form, _ = form_and_recipe(module)  # experts of torchtitan
-    return () if form is None else form.weights
-
-
-def _new_layer(module: Any) -> WatchedLayer:
-    first = next(module.parameters())
-    if isinstance(module, GroupedLinear):
-        num_groups = module.num_gemms
-    elif form_and_recipe(module)[0] or getattr(module, "dispatcher", None) is not None:
-        num_groups = local_part(first).size(0)  # experts of other processes are not here
-    else:
-        num_groups = module.num_experts
-    return WatchedLayer(weights_of(module), num_groups, first.device)
 
 
 def _is_writer(to: Any) -> bool:

@@ -6,8 +6,7 @@ from typing import Any
 from torch import nn
 
 from grouped_linear.integrations.converted_class import class_before
-from grouped_linear.integrations.layer_recipe import layer_recipe
-from grouped_linear.integrations.look_alikes import goes_through_interface
+from grouped_linear.integrations.experts import experts_of
 from grouped_linear.recipes import Recipe
 
 OWN_SCALES = (None, "block", "mx")
@@ -38,14 +37,14 @@ def check_batch_invariant(model: nn.Module) -> None:
     found = False
     module: Any
     for name, module in model.named_modules():
-        recipe = layer_recipe(module)
-        if recipe is not None:
-            reason = _reason(name, module, *recipe)
-        elif goes_through_interface(module):
-            reason = f"its experts implementation is {module.config._experts_implementation!r}"
-        else:
+        experts = experts_of(module)
+        if experts is None:
             continue
         found = True
+        if experts.computed_here:
+            reason = _reason(name, module, experts.recipe)
+        else:
+            reason = "convert has not converted it"
         if reason is not None:
             where = name or class_before(module).__name__
             raise ValueError(f"check_batch_invariant: {where}: {reason}")

@@ -10,8 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from grouped_linear.integrations.conversion import Conversion, kept_weights, lines_of
 from grouped_linear.integrations.converted_class import is_converted
+from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.integrations.grouped_experts import find_grouped_experts
-from grouped_linear.integrations.look_alikes import goes_through_interface, look_alikes
+from grouped_linear.integrations.look_alikes import look_alikes
 from grouped_linear.integrations.plan import Plan, Request, warn_of_others_that_hold
 from grouped_linear.nn.options import check_flags, check_recipe
 from grouped_linear.quantized.weight import Weights, check_weights_kept

@@ -29,7 +29,7 @@ from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import is_quantized, stored_weight
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
-#: The attribute of experts that have a recipe of their own: a tuple with it, or with None.
+#: The attribute of experts whose recipe, which may be None, is another than the implementation's.
 OWN_RECIPE = "_grouped_linear_recipe"
 
 
@@ -109,13 +109,13 @@ def set_own_recipe(experts: Any, own: Recipe | None, recipe: Recipe | None) -> N
     """Have these experts computed by another recipe than the implementation's, or by that."""
     vars(experts).pop(OWN_RECIPE, None)
     if own != recipe:
-        vars(experts)[OWN_RECIPE] = (own,)
+        vars(experts)[OWN_RECIPE] = own
 
 
 def recipe_of(experts: Any, recipe: Recipe | None) -> Recipe | None:
     """The recipe that these experts are computed by: their own, or the implementation's."""
-    own: tuple[Recipe | None] = getattr(experts, OWN_RECIPE, (recipe,))
-    return own[0]
+    own: Recipe | None = getattr(experts, OWN_RECIPE, recipe)
+    return own
 
 
 def _operand(experts: Any, name: str, recipe: Recipe | None) -> tuple[Tensor, LinearOptions]:

@@ -21,8 +21,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from grouped_linear.integrations.activations import same_activation
+from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.integrations.experts_forward import weight_names
-from grouped_linear.integrations.look_alikes import goes_through_interface
 from grouped_linear.integrations.plan import Plan
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div, dtype_name
 from grouped_linear.quantized.state_dict import SCALE

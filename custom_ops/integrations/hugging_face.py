@@ -11,6 +11,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts
 
 import grouped_linear.integrations.transformers  # noqa: F401  (refuses older versions of it)
 from grouped_linear.integrations.converted_class import class_before
+from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.integrations.experts_forward import (
     check_activation,
     check_weight_in_fp8,
@@ -19,7 +20,6 @@ from grouped_linear.integrations.experts_forward import (
     weight_names,
 )
 from grouped_linear.integrations.implementation import Implementation, check_stateless
-from grouped_linear.integrations.look_alikes import goes_through_interface
 from grouped_linear.integrations.plan import (
     Plan,
     Request,

@@ -8,19 +8,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from grouped_linear.integrations.conversion import SkippedExperts
-from grouped_linear.integrations.converted_class import is_converted
-from grouped_linear.integrations.grouped_experts import form_of
+from grouped_linear.integrations.experts import experts_of, goes_through_interface
 from grouped_linear.nn.from_modules import swiglu_names
-from grouped_linear.nn.linear import GroupedLinear
-from grouped_linear.nn.mlp import GroupedMLP
-
-
-def goes_through_interface(module: nn.Module) -> bool:
-    """Whether a module is experts of transformers' interface, which adds the attribute.
-
-    A wrapper that answers for the module inside of it, as PEFT's ModulesToSaveWrapper, is none.
-    """
-    return {"is_concatenated", "config"} <= vars(module).keys()
 
 
 def look_alikes(model: nn.Module) -> Iterator[SkippedExperts]:
@@ -29,8 +18,8 @@ def look_alikes(model: nn.Module) -> Iterator[SkippedExperts]:
     for name, module in model.named_modules():
         if any(name.startswith(prefix) for prefix in seen):
             continue
-        is_ours = isinstance(module, GroupedLinear | GroupedMLP) or goes_through_interface(module)
-        if is_ours or (is_converted(module) and form_of(module) is not None):
+        experts = experts_of(module)
+        if experts is not None and (experts.computed_here or goes_through_interface(module)):
             seen.append(f"{name}.")
             continue
         why = _why_skipped(name, module)

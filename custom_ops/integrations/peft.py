@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from grouped_linear.integrations.converted_class import class_before
+from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.integrations.experts_forward import weight_names
 from grouped_linear.integrations.fp8_checkpoint import name_without_adapters
 from grouped_linear.integrations.implementation import Implementation
-from grouped_linear.integrations.look_alikes import goes_through_interface
 from grouped_linear.integrations.plan import Plan
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
 from grouped_linear.nn.lora import MAX_RANK, Lora, LoraWeights

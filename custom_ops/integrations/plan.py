@@ -86,8 +86,8 @@ def warn_of_others_that_hold(replaced: Replaced) -> None:
     if held:
         warnings.warn(
             f"convert: {held} parameters were replaced and something still holds them: make an "
-            "optimizer or DistributedDataParallel that was made before convert again, or it goes on "
-            "with the old ones",
+            "optimizer or DistributedDataParallel that was made before anew, or it goes on with "
+            "the old ones",
             stacklevel=4,  # convert and its decorator
         )
 

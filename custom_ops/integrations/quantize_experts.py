@@ -19,9 +19,9 @@ from grouped_linear.integrations.converted_class import (
     is_converted,
     restore_class,
 )
+from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.integrations.experts_forward import has_parts, recipe_of, weight_names
 from grouped_linear.integrations.implementation import Implementation
-from grouped_linear.integrations.look_alikes import goes_through_interface
 from grouped_linear.integrations.plan import Plan, Replaced, check_weights, replace_parameter
 from grouped_linear.nn.options import check_recipe
 from grouped_linear.quantized.state_dict import SCALE, scale_properties

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from grouped_linear.integrations.look_alikes import goes_through_interface
+from grouped_linear.integrations.experts import goes_through_interface
 
 TOPK = torch.topk, Tensor.topk
 INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64

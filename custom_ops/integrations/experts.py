@@ -1,0 +1,117 @@
+"""Experts of any library: the one place that recognizes them. Whoever meets a module asks here.
+
+Three adapters answer: this package's layers, experts that go through transformers' interface, and
+torchtitan's. convert, compare, watch, the batch check, routing replay and PEFT's adapters use them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from grouped_linear.integrations.converted_class import class_before, convert_class
+from grouped_linear.integrations.grouped_experts import (
+    GroupedForm,
+    form_and_recipe,
+    form_of,
+    grouped_members,
+)
+from grouped_linear.nn.linear import GroupedLinear
+from grouped_linear.nn.mlp import GroupedMLP
+from grouped_linear.quantized.weight import local_part
+from grouped_linear.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A module with experts, and what computes them."""
+
+    module: Any
+    weights: tuple[str, ...]
+    """The names of its weights [E, N, K], in the order of their GEMMs."""
+    num_experts: int
+    """On this process."""
+    input: str
+    """The name of the tokens or rows among the arguments of its forward."""
+    computed_here: bool
+    """Whether this package computes them: ``convert`` has converted them, or they are a layer."""
+    recipe: Recipe | None
+    compute_by: Callable[[Recipe | None], None]
+    """Have the module computed by another recipe: a copy, whose weights are in high precision."""
+
+
+def experts_of(module: nn.Module) -> Experts | None:
+    """The experts that a module holds itself; None if it holds none."""
+    for adapter in (_layer, _of_transformers, _of_torchtitan):
+        experts = adapter(module)
+        if experts is not None:
+            return experts
+    return None
+
+
+def goes_through_interface(module: nn.Module) -> bool:
+    """Whether a module is experts of transformers' interface, which adds the attribute.
+
+    A wrapper that answers for the module inside of it, as PEFT's ModulesToSaveWrapper, is none.
+    """
+    return {"is_concatenated", "config"} <= vars(module).keys()
+
+
+def _layer(module: Any) -> Experts | None:
+    """A GroupedLinear or a GroupedMLP."""
+    if not isinstance(module, GroupedLinear | GroupedMLP):
+        return None
+    weights: tuple[str, ...] = ("weight",)
+    if isinstance(module, GroupedMLP):
+        weights, E = ("gate_up_proj", "down_proj"), module.num_experts
+        if module.dispatcher is not None:
+            E = local_part(module.down_proj).size(0)
+    else:
+        E = module.num_gemms
+    return Experts(module, weights, E, "x", True, module.recipe, partial(_layer_by, module))
+
+
+def _layer_by(layer: Any, recipe: Recipe | None) -> None:
+    vars(layer).update({"_recipe": recipe, "weights": None, "fuse_wgrad_accumulation": False})
+
+
+def _of_transformers(module: Any) -> Experts | None:
+    """Experts that go through transformers' interface, which is imported for them alone."""
+    if not goes_through_interface(module):
+        return None
+    from grouped_linear.integrations.experts_forward import (
+        recipe_of,
+        set_own_recipe,
+        weight_names,
+    )
+    from grouped_linear.integrations.implementation import Implementation
+
+    ours = Implementation.of(module.config._experts_implementation)
+    default = None if ours is None else ours.recipe
+    return Experts(
+        module,
+        weight_names(module),
+        module.num_experts,
+        "hidden_states",
+        ours is not None,
+        recipe_of(module, default),
+        lambda recipe: set_own_recipe(module, recipe, default),
+    )
+
+
+def _of_torchtitan(module: nn.Module) -> Experts | None:
+    """Experts that one module holds in tensors [E, ...]."""
+    converted, recipe = form_and_recipe(module)
+    form = converted or form_of(module)
+    if form is None:
+        return None
+    E = local_part(next(module.parameters())).size(0)
+    compute_by = partial(_grouped_by, module, form)
+    return Experts(module, form.weights, E, form.inputs[0], bool(converted), recipe, compute_by)
+
+
+def _grouped_by(module: Any, form: GroupedForm, recipe: Recipe | None) -> None:
+    module.__class__ = class_before(module)
+    convert_class(module, grouped_members, form, recipe, False)
