@@ -42,11 +42,9 @@ from grouped_linear import (
     Float8CurrentScaling,
     Format,
     GroupedLinear,
-    GroupedTensor,
     GroupedTensorWithMaster,
     Recipe,
 )
-from grouped_linear.quantized import with_master
 from grouped_linear.recipes import Layouts, Operands
 from support.compare import assert_same_bits
 from support.devices import devices, needs_gpu
@@ -396,17 +394,6 @@ def test_copies_of_what_shares_memory(how: str, shares: bool) -> None:
     assert bool(whole[1].any()) != shares
 
 
-def test_refuses_a_pickle_of_a_newer_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    w = GroupedTensorWithMaster.quantize(torch.ones(2, 32, 16))
-    with monkeypatch.context() as newer:
-        newer.setattr(with_master, "PICKLE_VERSION", 2)
-        saved_by_newer = pickle.dumps(w)
-    assert sentence(lambda: pickle.loads(saved_by_newer)) == (
-        "GroupedTensorWithMaster: the pickle has version 2, this grouped_linear reads versions up "
-        "to 1"
-    )
-
-
 @DEVICES
 @pytest.mark.parametrize(
     ("how", "dtype", "recipe"), pairwise({how: how for how in WRITES}, DTYPES, RECIPES)
@@ -497,14 +484,6 @@ def test_a_layer_quantizes_a_weight_of_another_format(other: str) -> None:
     assert_same_bits(layer(x, m_splits), plain(x, m_splits))
 
 
-def test_a_weight_in_fp8_alone_takes_no_memory_of_one_with_its_master() -> None:
-    alone, both = (kept(weights, RECIPES["block"]).weight for weights in ("fp8", "both"))
-    alone.data = both.data
-    with torch.no_grad():
-        alone.mul_(3)
-    assert_fresh(both)
-
-
 def test_a_format_with_a_scale_for_each_layout_is_refused() -> None:
     def quantize(t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Operands:
         return Operands(t, t.new_ones(()), t, t.new_full((), 2.0))
@@ -514,15 +493,6 @@ def test_a_format_with_a_scale_for_each_layout_is_refused() -> None:
         "GroupedTensorWithMaster: both layouts of a weight must have one scale tensor, the "
         "function of the weight's format returned two"
     )
-
-
-def test_a_master_of_fp8_is_in_high_precision() -> None:
-    w = GroupedTensor.quantize(torch.randn(2, 32, 16))
-    made = GroupedTensorWithMaster.quantize(w)
-    assert type(made.master) is Tensor
-    assert_same_bits(made.master, w.dequantize())
-    made.zero_()
-    assert w.any()
 
 
 @pytest.mark.parametrize("call", [lambda w: w.transpose_(1, 2), lambda w: w.unsqueeze_(0)])
@@ -661,10 +631,10 @@ def test_copies_of_a_state_are_plain(device: str) -> None:
         assert_same_bits(copied.to("cpu", BF16), weight.master.cpu())
 
 
-@pytest.mark.parametrize("cls", [GroupedTensor, GroupedTensorWithMaster])
-def test_record_stream_is_of_all_memory(cls: Any) -> None:
+def test_record_stream_is_of_all_memory() -> None:
     """And writes nothing. CPUs have no such operation: here it is a list's ``append``."""
-    w, recorded = cls.quantize(torch.randn(2, 32, 16)), []
+    w: Any = GroupedTensorWithMaster.quantize(torch.randn(2, 32, 16))
+    recorded: list[int] = []
     parts = [part for part in (w.master, w.q, w.scale, w.q_t) if part is not None]
     versions = [part._version for part in parts]
     func = torch.ops.aten.record_stream.default
@@ -678,8 +648,7 @@ def test_record_stream_is_of_all_memory(cls: Any) -> None:
     assert [part._version for part in parts] == versions
 
 
-@pytest.mark.parametrize("cls", [GroupedTensor, GroupedTensorWithMaster])
-def test_collectives_are_waited_for(cls: Any, tmp_path: Path) -> None:
+def test_collectives_are_waited_for(tmp_path: Path) -> None:
     """NCCL has no work to wait for where it is not asked for one: q_t is made after the others."""
     asked = []
 
@@ -693,7 +662,7 @@ def test_collectives_are_waited_for(cls: Any, tmp_path: Path) -> None:
     library.impl("broadcast_", broadcast, "CPU", allow_override=True)
     dist.init_process_group("gloo", f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
-        dist.broadcast(cls.quantize(torch.ones(2, 32, 16)), 0)
+        dist.broadcast(GroupedTensorWithMaster.quantize(torch.ones(2, 32, 16)), 0)
     finally:
         dist.destroy_process_group()
         library._destroy()

@@ -33,8 +33,10 @@ from grouped_linear import (
     GroupedTensorWithMaster,
     Recipe,
 )
+from grouped_linear.quantized.gathered import GatheredWeight
 from support.compare import assert_same_bits
 from support.devices import needs_two_gpus
+from support.errors import sentence
 from support.processes import PROCESSES, Checks, Passes, device
 
 E, T, H, F = 4, 40, 32, 144
@@ -160,6 +162,21 @@ def check_bytes(rank: int, directory: Path) -> None:
     assert 0.5 * in_bf16 < max(sizes) <= 0.52 * in_bf16
 
 
+def check_gathered(rank: int, directory: Path) -> None:
+    """A layer reads FP8 numbers alone of what FSDP2 gathered; all else is refused."""
+    model = Model(RECIPES["block"], "both")
+    shard(model)
+    model.layers[0].unshard()  # type: ignore[operator]
+    p: Any = model.layers[0].down_proj
+    assert isinstance(p, GatheredWeight)
+    for operation in (lambda: p.detach().zero_(), lambda: p.sum(), lambda: p[0]):
+        assert sentence(operation).startswith(
+            "GatheredWeight: FSDP2 gathers FP8 numbers alone, which layers read, got aten."
+        )
+    model.layers[0].reshard()  # type: ignore[operator]
+    assert_fresh(model.layers[0].down_proj)
+
+
 def check_checkpoints(rank: int, directory: Path) -> None:
     """They are those of a plain model, either way, whole or sharded, loaded in place."""
     kept, plain = Model(RECIPES["block"], "both"), Model(RECIPES["block"], None)
@@ -254,6 +271,7 @@ CHECKS: Checks = {
     "hybrid": check_hybrid,
     "mixed_precision": check_mixed_precision,
     "bytes": check_bytes,
+    "gathered": check_gathered,
     "checkpoints": check_checkpoints,
     "data_parallel": check_data_parallel,
     "distributed_tensors": check_distributed_tensors,

@@ -11,7 +11,7 @@ from torch import Tensor
 from grouped_linear import ops
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FP8
 from grouped_linear.ops.activation import SwiGLU
-from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.quantized.weight import KEPT
 from grouped_linear.recipes import (
     Format,
     Gathered,
@@ -91,8 +91,7 @@ class Watched(NamedTuple):
     def weight(self, weights: WeightList, made: Operands, format: Format) -> None:
         """Measure the weight: of one in FP8 alone, and of E tensors, what q tells."""
         w: Tensor | None = weights[0]
-        if isinstance(w, GroupedTensor):
-            w = w.master
+        w = getattr(w, "master", None if isinstance(w, KEPT) else w)
         if w is not None and (w.dim() == 2 or w.dtype not in ACTIVATIONS):
             w = None
         q, scale = quantized(made, format)

@@ -22,6 +22,7 @@ from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.watched import ROLES, WatchedLayer
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight_cache import WeightCache
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import DelayedScalingState, Recipe
 
 
@@ -211,7 +212,7 @@ def _in_high_precision(p: nn.Parameter | None) -> nn.Parameter | None:
     if p is None:
         return None
     w: Tensor = p.detach()
-    if isinstance(w, GroupedTensor):
+    if isinstance(w, (GroupedTensor, GroupedTensorWithMaster)):
         w = w.numbers(w.dtype)
     return nn.Parameter(w, p.requires_grad)
 

@@ -22,6 +22,7 @@ from grouped_linear.integrations.grouped_experts import as_matrices
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.watch import MAXIMA
 from grouped_linear.nn.watched import ROLES, WatchedLayer
+from grouped_linear.quantized.gathered import GatheredWeight
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import local_part
 
@@ -235,15 +236,15 @@ def _looked_at(weight: Any) -> Tensor | None:
     w = local_part(weight)
     if not isinstance(w, Tensor) or w.dim() not in (3, 4) or w.is_meta:
         return None
+    if isinstance(w, GatheredWeight):  # by FSDP2, which has the numbers in shards
+        return None
     w = as_matrices(w)
     _, N, K = w.shape
     n, k = slice(None, None, -(-N // MOVED_ROWS)), slice(None, None, -(-K // MOVED_COLUMNS))
     if isinstance(w, GroupedTensor):
-        if w.master is None:
-            rows = torch.arange(N, device=w.device)[n] // 128
-            columns = torch.arange(K, device=w.device)[k] // 128
-            return w.q[:, n, k].float() * w.scale[:, rows][:, :, columns]
-        w = w.master
+        rows = torch.arange(N, device=w.device)[n] // 128
+        columns = torch.arange(K, device=w.device)[k] // 128
+        return w.q[:, n, k].float() * w.scale[:, rows][:, :, columns]
     return w[:, n, k].detach().clone()
 
 

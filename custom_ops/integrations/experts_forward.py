@@ -25,8 +25,8 @@ from grouped_linear.nn.functional import apply_layer, check_parameters
 from grouped_linear.nn.functional_mlp import apply_mlp
 from grouped_linear.nn.lora import LoraWeights
 from grouped_linear.quantized.state_dict import SCALE
-from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import is_quantized, stored_weight
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
 #: The attribute of experts whose recipe, which may be None, is another than the implementation's.
@@ -137,11 +137,11 @@ def _operand(experts: Any, name: str, recipe: Recipe | None) -> tuple[Tensor, Li
     if kept is None or kept.scale is None:  # a format of one's own is of [E, N, K]
         return stored.transpose(1, 2), PLAIN_CALL
     q, scale, q_t = kept
-    assert isinstance(stored, GroupedTensor)
     assert scale is not None
     q_t = ops.transpose_weight(q) if q_t is None else q_t
     transposed = QuantizedWeight(q_t, scale.mT if scale.dim() == 3 else scale, q)
-    w = q_t if stored.master is None else stored.transpose(1, 2)
+    learns = isinstance(stored, GroupedTensorWithMaster)
+    w = stored.transpose(1, 2) if learns else q_t
     return w, LinearOptions(stored=StoredWeight(transposed))
 
 

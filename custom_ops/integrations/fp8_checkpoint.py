@@ -26,8 +26,13 @@ from grouped_linear.integrations.experts_forward import weight_names
 from grouped_linear.integrations.plan import Plan
 from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div, dtype_name
 from grouped_linear.quantized.state_dict import SCALE
-from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import distributed_like, is_dtensor, is_quantized, local_part
+from grouped_linear.quantized.weight import (
+    KEPT,
+    distributed_like,
+    is_dtensor,
+    is_quantized,
+    local_part,
+)
 
 _TWO_FORMATS = "the model's other modules are quantized in a format of theirs, a checkpoint has one"
 
@@ -336,10 +341,10 @@ def _checkpoint_of(op: str, model: Any) -> tuple[dict[str, Any], Any, list[Any]]
 
 def _in_blocks(w: Any) -> bool:
     """Whether a weight is kept in e4m3 with a scale for each 128 x 128 block."""
-    return isinstance(w, GroupedTensor) and w.scale is not None and w.scale.dim() == 3
+    return isinstance(w, KEPT) and w.scale is not None and w.scale.dim() == 3
 
 
 def _parts(experts: Any, name: str) -> tuple[Tensor, Tensor]:
     """The numbers and scales of a weight in FP8 blocks."""
     w = getattr(experts, name).detach()
-    return (w.q, w.scale) if isinstance(w, GroupedTensor) else (w, getattr(experts, name + SCALE))
+    return (w.q, w.scale) if isinstance(w, KEPT) else (w, getattr(experts, name + SCALE))

@@ -37,8 +37,7 @@ from grouped_linear.nn.functional import apply_layer, check_parameters, check_wh
 from grouped_linear.nn.functional_mlp import apply_mlp_sorted
 from grouped_linear.ops.activation import PLAIN, SwiGLU
 from grouped_linear.quantized.state_dict import scale_properties
-from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import is_dtensor, keep_weight, local_part
+from grouped_linear.quantized.weight import KEPT, is_dtensor, keep_weight, local_part
 from grouped_linear.recipes import Recipe, new_state
 
 GPT_OSS_ALPHA = 1.702  # torchtitan has the number in its code, and swiglu_limit in the module
@@ -181,7 +180,7 @@ def _check(where: str, module: nn.Module, form: GroupedForm, request: Request) -
         )
     if weights is not None:
         check_replaceable(where, module, form.weights)
-    if any(isinstance(p, GroupedTensor) for p in parameters):
+    if any(isinstance(p, KEPT) for p in parameters):
         raise ValueError(f"{where}: weights are in FP8 already: convert before they are quantized")
 
     def run(x_ERH: Tensor, stand_ins: Sequence[Expert] | None) -> Tensor:
@@ -245,7 +244,7 @@ def grouped_members(form: GroupedForm, recipe: Recipe | None, in_fp8: bool) -> d
                     f"{held} experts, {len(weight)} are on this process: "
                     "shard in another way or take another recipe"
                 )
-            if in_fp8 and not isinstance(weight, GroupedTensor):
+            if in_fp8 and not isinstance(weight, KEPT):
                 raise ValueError(
                     f"{type(self).__name__}: {form.weights[i]} is not in FP8 any more: tensor "
                     "parallelism makes parameters of high precision, so convert without weights "

@@ -299,7 +299,7 @@ def _check_merge(where: str, layer: Any) -> None:
         raise ValueError(
             f"{where} is sharded: save the adapter, and merge it in a model that is not"
         )
-    if w.element_size() == 1 or (isinstance(w, GroupedTensor) and w.master is None):
+    if w.element_size() == 1 or (isinstance(w, GroupedTensor)):
         raise ValueError(
             f"{where} is in FP8 and stays as it is: keep the adapter beside it, or merge it in the "
             "model in 16 bits (a checkpoint in FP8: FineGrainedFP8Config(dequantize=True))"

@@ -17,7 +17,7 @@ from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX
 from grouped_linear.nn.lora import MAX_RANK, LoraWeights, dropped, is_number
 from grouped_linear.nn.options import check_recipe, check_state
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.weight import is_dtensor, stored_weight
+from grouped_linear.quantized.weight import KEPT, is_dtensor, stored_weight
 from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Recipe, WeightList
 
 
@@ -234,7 +234,7 @@ def grouped_linear(
     True
     """
     check_parameters("grouped_linear", weight=weight, bias=bias)
-    if isinstance(weight, GroupedTensor) and weight.master is None:
+    if isinstance(weight, GroupedTensor):
         weight.check_whole()
     if weight.dim() != 3:
         raise RuntimeError(f"grouped_linear: weight must be [E, N, K], got {list(weight.shape)}")
@@ -285,7 +285,7 @@ def context_of(
     dtype: torch.dtype | None,
 ) -> tuple[LinearContext, WeightList]:
     """The context of one layer's call, and the weights to differentiate; dtype is autocast's."""
-    if options.stored is None and isinstance(weights[0], GroupedTensor):
+    if options.stored is None and isinstance(weights[0], KEPT):
         quantized = stored_weight(op, weights[0], recipe)
         if quantized is not None:
             options = options._replace(stored=StoredWeight(quantized))

@@ -4,4 +4,5 @@
 from grouped_linear.quantized import adam as adam
 from grouped_linear.quantized import collectives as collectives
 from grouped_linear.quantized import dispatch as dispatch
+from grouped_linear.quantized import fused_adam as fused_adam
 from grouped_linear.quantized import master_dispatch as master_dispatch

@@ -10,17 +10,9 @@ import torch
 from torch import Tensor
 
 from grouped_linear import ops
-from grouped_linear.quantized import with_master
-from grouped_linear.quantized.dispatch import (
-    bound_arguments,
-    count_write,
-    handles,
-    is_whole,
-    write_in_place,
-)
-from grouped_linear.quantized.master_dispatch import read_or_write
+from grouped_linear.quantized.dispatch import handles, is_whole, write_in_place
+from grouped_linear.quantized.operations import bound_arguments, count_write
 from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 
 aten = torch.ops.aten
 
@@ -33,7 +25,6 @@ _OVERLOADS = (
 )
 
 
-@handles(*_OVERLOADS, handlers=with_master.HANDLERS)
 @handles(*_OVERLOADS)
 def _fused_adam(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A step of each quantized weight in one pass; of the others as torch does it."""
@@ -48,7 +39,7 @@ def _fused_adam(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
     others = []
     for i, w in enumerate(lists["self"]):
         tensors: list[Any] = [values[i] if values else None for values in lists.values()][1:]
-        if _fits(w, tensors, options):
+        if _fits(w, tensors):
             _step(w, tensors, _lr_of(w, arguments["lr"]), options)
         else:
             others.append(i)
@@ -59,9 +50,7 @@ def _fused_adam(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """As every operation that writes."""
-    if any(isinstance(w, GroupedTensorWithMaster) for w in args[0]):
-        read_or_write(func, args, kwargs)
-    elif any(isinstance(w, GroupedTensor) for w in args[0]):
+    if any(isinstance(w, GroupedTensor) for w in args[0]):
         write_in_place(func, args, kwargs)
     else:
         func(*args, **kwargs)
@@ -84,12 +73,12 @@ def _experts(t: Any) -> Any:
     return t if t is None else t.view(-1, *t.shape[-2:])
 
 
-def _fits(w: Any, tensors: list[Any], options: dict[str, Any]) -> bool:
+def _fits(w: Any, tensors: list[Any]) -> bool:
     """Whether the op steps w: not a flattened view, nor one with state of another kind."""
     *like_w, step = tensors
     return (
         isinstance(w, GroupedTensor)
-        and (_master_fits(w, options) if isinstance(w, GroupedTensorWithMaster) else is_whole(w))
+        and is_whole(w)
         and w.dim() in (2, 3)
         and w.numel() > 0
         and all(
@@ -102,14 +91,6 @@ def _fits(w: Any, tensors: list[Any], options: dict[str, Any]) -> bool:
     )
 
 
-def _master_fits(w: GroupedTensorWithMaster, options: dict[str, Any]) -> bool:
-    """Whether one pass has the bits of torch's step, and of quantizing what it gives."""
-    in_blocks = w.recipe.weight.scaling == "block" and w.recipe.weight.quantize is None
-    is_adamw = options["decoupled_weight_decay"] or not options["weight_decay"]
-    on_gpu = w.device.type == "cuda"  # torch's step on a CPU has other bits
-    return in_blocks and is_adamw and on_gpu and w.is_whole and not w.is_traced_part
-
-
 def _step(
     w: GroupedTensor, tensors: Sequence[Any], lr: dict[str, Any], options: dict[str, Any]
 ) -> None:
@@ -119,7 +100,7 @@ def _step(
         _experts(w.q),
         _experts(w.scale),
         _experts(w.q_t),
-        _experts(w.master),
+        None,
         _experts(dense),
         _experts(exp_avg),
         _experts(exp_avg_sq),

@@ -22,6 +22,7 @@ from torch import Tensor
 from grouped_linear.meta_kernels.rules import BLOCK, ceil_div
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import quantized_as
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -58,13 +59,13 @@ def expert_tensors(
     """
     names, numbers, rows = _expert_rows("expert_tensors", weight, names, experts)
     weight = weight.detach()
-    quantized = isinstance(weight, GroupedTensor)
+    quantized = isinstance(weight, (GroupedTensor, GroupedTensorWithMaster))
     if quantized and len(names) > 1:
         _check_whole_blocks("expert_tensors", rows)
     tensors = {}
     for e, number in enumerate(numbers):
         for i, name in enumerate(names):
-            if isinstance(weight, GroupedTensor):
+            if isinstance(weight, (GroupedTensor, GroupedTensorWithMaster)):
                 blocks = ceil_div(rows, BLOCK)
                 tensors[name.format(number)] = weight.q[e, i * rows : (i + 1) * rows]
                 scale = weight.scale[e, i * blocks : (i + 1) * blocks]
@@ -208,7 +209,7 @@ def _expert_rows(
     function: str, weight: Tensor, names: str | Sequence[str], experts: Sequence[int] | None
 ) -> tuple[list[str], list[int], int]:
     """The names, the experts' numbers, and how many rows of an expert each name has."""
-    if isinstance(weight, GroupedTensor):
+    if isinstance(weight, (GroupedTensor, GroupedTensorWithMaster)):
         weight.check_whole()
     names = [names] if isinstance(names, str) else list(names)
     E, N, _ = weight.shape

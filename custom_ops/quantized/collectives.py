@@ -20,16 +20,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from grouped_linear.quantized import block_math
-from grouped_linear.quantized.dispatch import (
-    aten,
-    bound_arguments,
-    count_write,
-    experts_of,
-    handles,
-    join,
-    on_plain,
-    run_collective,
-)
+from grouped_linear.quantized.dispatch import aten, experts_of, handles, join, on_plain
+from grouped_linear.quantized.operations import bound_arguments, count_write, run_collective
 from grouped_linear.quantized.tensor import GroupedTensor
 
 c10d = torch.ops.c10d

@@ -3,7 +3,7 @@
 E experts, K in_features, N out_features.
 """
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,19 +12,27 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
-from grouped_linear.quantized import dispatch
-from grouped_linear.quantized.dispatch import (
+from grouped_linear.quantized.operations import (
     count_write,
     run_collective,
     unfilled,
     views_of,
     written,
 )
-from grouped_linear.quantized.with_master import HANDLERS, GroupedTensorWithMaster
+from grouped_linear.quantized.with_master import HANDLERS, GroupedTensorWithMaster, Handler
 
 aten = torch.ops.aten
-handles = partial(dispatch.handles, handlers=HANDLERS)
-handles(aten.record_stream.default)(dispatch.record_stream)
+of_parts = GroupedTensorWithMaster._of_parts
+
+
+def handles(*overloads: Any) -> Callable[[Handler], Handler]:
+    """Register a handler of these overloads."""
+
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(overloads, handler))
+        return handler
+
+    return register
 
 
 @handles(None)
@@ -35,7 +43,9 @@ def _by_the_rules(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if is_view and isinstance(args[0], GroupedTensorWithMaster):
         return _view(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags:
-        raise RuntimeError(f"GroupedTensor: {func} cannot change the shape of a quantized tensor")
+        raise RuntimeError(
+            f"GroupedTensorWithMaster: {func} cannot change the shape of a quantized tensor"
+        )
     return read_or_write(func, args, kwargs)
 
 
@@ -66,8 +76,7 @@ def _wrapped(t: GroupedTensorWithMaster, own: Tensor) -> GroupedTensorWithMaster
         view: Tensor | None = own
     else:
         parts, master, view = parts.each(lambda part: part[experts]), own, None
-    metadata = t.metadata._replace(dtype=own.dtype)
-    out = GroupedTensorWithMaster(master, parts, metadata, view, has_memory=t.has_memory)
+    out = of_parts(master, parts, t.recipe, view, t.has_memory)
     if experts is not None and experts is not ...:
         out.whole = t if t.whole is None else t.whole
     return out
@@ -114,7 +123,7 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(t.own, **kwargs)
     parts = t.parts.each(lambda part: part.clone())
     master = func(t.own, memory_format=torch.contiguous_format)
-    return GroupedTensorWithMaster(master, parts, t.metadata)
+    return of_parts(master, parts, t.recipe)
 
 
 @handles(aten._to_copy.default)
@@ -131,7 +140,7 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if dtype != t.dtype:
         return t.of(master)
     parts = t.parts.each(lambda part: func(part, **to))
-    return GroupedTensorWithMaster(master, parts, t.metadata)
+    return of_parts(master, parts, t.recipe)
 
 
 @handles(aten.empty_like.default)
@@ -147,7 +156,7 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if not (t.is_meta and device.type != "meta" and t.is_whole):
         return func(t.own, **kwargs)
     parts = t.parts.each(lambda part: unfilled(part, device))
-    return GroupedTensorWithMaster(func(t.own, **kwargs), parts, t.metadata)
+    return of_parts(func(t.own, **kwargs), parts, t.recipe)
 
 
 @handles(aten.new_zeros.default)
@@ -164,7 +173,9 @@ def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Take another tensor's numbers, as torch.nn.utils.parametrize does when it is removed."""
     t, source = args
     if source.shape != t.shape:
-        raise RuntimeError(f"GroupedTensor: {func} cannot change the shape of a quantized tensor")
+        raise RuntimeError(
+            f"GroupedTensorWithMaster: {func} cannot change the shape of a quantized tensor"
+        )
     return t.copy_(source)
 
 
@@ -175,7 +186,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = to, source
     if not all(isinstance(t, GroupedTensorWithMaster) and t.is_whole for t in tensors):
         return read_or_write(func, args, kwargs)
-    alike = to.metadata == source.metadata and to.shape == source.shape
+    alike = (to.dtype, to.recipe, to.shape) == (source.dtype, source.recipe, source.shape)
     if not alike or (to.q_t is not None and source.q_t is None):
         return read_or_write(func, args, kwargs)
     for own, other in zip((to.own, *to.parts), (source.own, *source.parts), strict=True):
@@ -183,3 +194,12 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             func(own, other, *args[2:], **kwargs)
     count_write(to)
     return to
+
+
+@handles(aten.record_stream.default)
+def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell the allocator of all memory that a tensor has; it writes nothing, though marked so."""
+    t, stream = args
+    for part in (t.master, *t.parts):
+        if part is not None:
+            func(part, stream)

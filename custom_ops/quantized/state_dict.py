@@ -22,7 +22,7 @@ SCALE = "_scale_inv"
 def scales_of(w: Any) -> Tensor | None:
     """The scales of a quantized weight, of this process's part if it is sharded; else None."""
     w = local_part(w)
-    return w.scale if isinstance(w, GroupedTensor) and w.master is None else None
+    return w.scale if isinstance(w, GroupedTensor) else None
 
 
 def split_quantized(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
@@ -115,7 +115,7 @@ def scale_properties(names: Iterable[str]) -> dict[str, Any]:
 def _joined(own: Tensor | None, module: nn.Module, q: Any, scale: Any) -> Any:
     like = local_part(next(module.parameters(recurse=False)) if own is None else own)
     options = {"dtype": like.dtype, "columnwise": False}
-    if isinstance(like, GroupedTensor) and like.master is None:
+    if isinstance(like, GroupedTensor):
         options["recipe"] = like.recipe
         options["stochastic_rounding"] = like.stochastic_rounding
     if is_dtensor(q):

@@ -85,8 +85,6 @@ class GroupedTensor(Tensor):
     q_t: Tensor | None
     recipe: Float8BlockScaling
     stochastic_rounding: bool
-    master: Tensor | None = None
-    """The high-precision numbers; only a :class:`GroupedTensorWithMaster` has them."""
     is_part: bool = False
     """Whether ``split`` or ``chunk`` returned it; ``empty_like`` is then quantized too."""
 
@@ -280,7 +278,7 @@ class GroupedTensor(Tensor):
 
     def _is_kept_alike(self, w: Tensor) -> bool:
         """Whether w's parts can be this tensor's own: a master would not see writes to them."""
-        return isinstance(w, GroupedTensor) and w.master is None
+        return isinstance(w, GroupedTensor)
 
     def _quantized_like(self, w: Tensor) -> "GroupedTensor":
         """A tensor in high precision, quantized as this one is."""

@@ -13,17 +13,20 @@ from torch import Tensor, nn
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
 from grouped_linear.quantized import block_math
 from grouped_linear.quantized.block_math import contiguous_stride
+from grouped_linear.quantized.gathered import GatheredWeight
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster, keeps_beside_master
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
 
 #: How a layer keeps its weights: plain (None), in high precision and FP8, or in FP8 alone.
 Weights = Literal["both", "fp8"] | None
+#: The tensors that have FP8 numbers already.
+KEPT = GroupedTensor, GroupedTensorWithMaster, GatheredWeight
 
 
 def is_dtensor(t: Any) -> bool:
     """Whether t is a DTensor, by its type, which Dynamo sees; importing DTensor takes 0.5 s."""
-    if isinstance(t, GroupedTensor):  # Dynamo of torch 2.11 has no class of one that it made
+    if isinstance(t, KEPT):  # Dynamo of torch 2.11 has no class of one that it made
         return False
     if type(t) in (Tensor, nn.Parameter):  # by ==: it finds "is" false of what Parameter.to returns
         return False
@@ -38,7 +41,7 @@ def local_part(t: Any) -> Any:
 def is_quantized(w: Any) -> bool:
     """Whether a weight, or this process's part of it, is in FP8 alone."""
     local = local_part(w)
-    return isinstance(local, GroupedTensor) and local.master is None
+    return isinstance(local, GroupedTensor)
 
 
 def check_weights_kept(
@@ -99,7 +102,7 @@ def stored_weight(op: str, w: Any, recipe: Recipe | None) -> QuantizedWeight | N
     weight's. ValueError for a recipe whose weights have scales of another kind than a weight that
     is FP8 alone, RuntimeError under torch.jit.trace.
     """
-    if not isinstance(w, GroupedTensor):
+    if not isinstance(w, KEPT):
         return None
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise RuntimeError(
@@ -122,16 +125,18 @@ def quantized_as(own: Any, w: Any) -> Any:
     step, and rounds stochastically. `w` is quantized, in high precision, or a DTensor of either.
     """
     quantized, loaded = local_part(own), local_part(w)
-    if not isinstance(quantized, GroupedTensor) or quantized.master is not None:
-        return w
-    if isinstance(loaded, GroupedTensor) and loaded.master is None:
+    if not isinstance(quantized, GroupedTensor) or isinstance(loaded, GroupedTensor):
         return w
     if is_dtensor(own) != is_dtensor(w):  # copy_ reports it
         return w
     if is_dtensor(own):
         loaded = w.redistribute(own.device_mesh, own.placements).to_local()
     dtype = loaded.dtype if loaded.dtype in ACTIVATIONS else torch.float32
-    loaded = loaded.numbers(dtype) if isinstance(loaded, GroupedTensor) else loaded.to(dtype)
+    loaded = (
+        loaded.numbers(dtype)
+        if isinstance(loaded, (GroupedTensor, GroupedTensorWithMaster))
+        else loaded.to(dtype)
+    )
     loaded = loaded.contiguous()
     experts = loaded.view(-1, *loaded.shape[-2:])
     t: Tensor = GroupedTensor.quantize(experts, quantized.recipe, columnwise=False)
@@ -172,10 +177,10 @@ def convert_loaded(
             w = w.to(own.device) if is_quantized(own) else w
         w = quantized_as(own, w)
         if assign and isinstance(own, GroupedTensorWithMaster):
-            w = w.numbers(w.dtype) if isinstance(w, GroupedTensor) else w
+            w = w.numbers(w.dtype) if isinstance(w, (GroupedTensor, GroupedTensorWithMaster)) else w
             if w.dtype in ACTIVATIONS:  # a copy: a write through the loaded tensor would not show
                 w = own.of(w.clone(memory_format=torch.contiguous_format))
-        elif assign and isinstance(w, GroupedTensor):
+        elif assign and isinstance(w, (GroupedTensor, GroupedTensorWithMaster)):
             if isinstance(own, GroupedTensor):
                 q_t = w.q_t if w.q_t is not None or own.q_t is None else block_math.transposed(w.q)
                 w = GroupedTensor(w.q, w.scale, None if own.q_t is None else q_t, own.metadata)

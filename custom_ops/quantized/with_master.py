@@ -4,20 +4,17 @@ E experts, K in_features, N out_features.
 """
 
 import copy
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.meta_kernels.rules import Rules
-from grouped_linear.quantized.dispatch import count_write, views_of
-from grouped_linear.quantized.pickle_version import (
-    check_pickle_version,
-    recipe_from_pickle,
-    recipe_to_pickle,
-)
-from grouped_linear.quantized.tensor import GroupedTensor, Handler, Metadata
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, Rules, dtype_name
+from grouped_linear.quantized.gathered import GatheredWeight
+from grouped_linear.quantized.operations import count_write, views_of
+from grouped_linear.quantized.pickle_version import recipe_from_pickle, recipe_to_pickle
 from grouped_linear.recipes import (
     Float8BlockScaling,
     Format,
@@ -29,13 +26,20 @@ from grouped_linear.recipes import (
 )
 
 aten = torch.ops.aten
-PICKLE_VERSION = 1
 
-#: By overload, as in tensor.py. The entry of None has the three rules.
+#: ``handler(overload, args, kwargs)`` is called in place of an overload that has a
+#: GroupedTensorWithMaster among its arguments.
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+#: By overload. The entry of None has the three rules, for every overload without another entry.
 HANDLERS: dict[Any, Handler] = {}
 
+#: The tensors that it holds. Q and scale come first, as GEMMs read them.
+_TENSORS = ("q", "scale", "q_t", "master", "own")
+_OWN_ATTRIBUTES = (*_TENSORS, "recipe", "has_memory", "whole", "is_part")
 
-class GroupedTensorWithMaster(GroupedTensor):
+
+class GroupedTensorWithMaster(Tensor):
     """Experts' weights in high precision, with the FP8 numbers that GEMMs read beside them.
 
     In every operation of torch it behaves as a plain tensor of its high-precision numbers,
@@ -52,8 +56,11 @@ class GroupedTensorWithMaster(GroupedTensor):
     Attributes:
         master: [E, N, K] bfloat16, float16 or float32, contiguous; or [N, K] of one expert. Read
             it; write the tensor.
-        q, scale, q_t, recipe: see :class:`grouped_linear.GroupedTensor`. Under
-            ``Float8CurrentScaling`` ``scale`` is [E].
+        q: [E, N, K] e4m3, or [N, K] in one expert.
+        scale: [E, ceil(N / 128), ceil(K / 128)] float32, or [E] under ``Float8CurrentScaling``;
+            without E in one expert.
+        q_t: [E, K, N], q transposed, which dgrad reads; None if columnwise data was not requested.
+        recipe: how it is quantized when it is written.
         has_memory: whether code that reads memory directly finds ``master`` there, as in a state
             dict. Its pickles and copies are plain tensors.
 
@@ -64,32 +71,50 @@ class GroupedTensorWithMaster(GroupedTensor):
 
     master: Tensor
     own: Tensor
+    q: Tensor
+    scale: Tensor
+    q_t: Tensor | None
+    recipe: Recipe
     has_memory: bool
     # The weight that these experts are a view of. A trace quantizes all of it, because Inductor
     # scatters no FP8 into a larger tensor (torch 2.13).
     whole: "GroupedTensorWithMaster | None" = None
+    # Whether split or chunk returned it; empty_like is then of this class too.
+    is_part: bool = False
 
-    _handlers = HANDLERS
-    _memory = (*GroupedTensor._memory, "master", "own")
-    _own_attributes = (*GroupedTensor._own_attributes, "master", "own", "has_memory", "whole")
+    # Operations are intercepted below autograd, in __torch_dispatch__, and only there.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
         cls: type["GroupedTensorWithMaster"],
-        master: Tensor,
-        parts: QuantizedWeight | None = None,
-        metadata: Metadata | None = None,
-        own: Tensor | None = None,
-        *,
-        has_memory: bool = False,
+        data: Tensor,
         requires_grad: bool = False,
+        **attributes: Any,
     ) -> "GroupedTensorWithMaster":
-        """Wrap a master and the FP8 numbers of it; ``own`` is the view of it that this tensor is.
+        """A parameter, as accelerate asks a parameter's class for another.
 
-        A master alone is a tensor of this class, of which accelerate makes a parameter elsewhere.
+        ``data`` is of this class, or plain: then it is quantized by the default recipe.
+        ``attributes`` are those of a parameter that it takes the place of.
         """
-        if parts is None or metadata is None:
-            return nn.Parameter(master.detach(), requires_grad)  # type: ignore[return-value]
+        if not isinstance(data, GroupedTensorWithMaster):
+            data = GroupedTensorWithMaster.quantize(data)
+        parameter: Any = nn.Parameter(data.detach(), requires_grad)
+        vars(parameter).update(
+            {name: a for name, a in attributes.items() if name not in _OWN_ATTRIBUTES}
+        )
+        return parameter  # type: ignore[no-any-return]
+
+    @classmethod
+    def _of_parts(
+        cls,
+        master: Tensor,
+        parts: QuantizedWeight,
+        recipe: Recipe,
+        own: Tensor | None = None,
+        has_memory: bool = False,
+    ) -> "GroupedTensorWithMaster":
+        """A master and the FP8 numbers of it; ``own`` is the view of it that this tensor is."""
         own = master if own is None else own
         t: GroupedTensorWithMaster
         if has_memory:
@@ -106,18 +131,12 @@ class GroupedTensorWithMaster(GroupedTensor):
             # Code that reads memory directly, as collectives of lists do, then raises.
             torch._C._set_throw_on_mutable_data_ptr(t)
         t.q, t.scale, t.q_t = parts  # type: ignore[assignment]
-        t.master, t.own, t.has_memory = master, own, has_memory
-        _, t.recipe, t.stochastic_rounding = metadata
+        t.master, t.own, t.recipe, t.has_memory = master, own, recipe, has_memory
         return t
 
     @classmethod
     def quantize(
-        cls,
-        w: Tensor,
-        recipe: Recipe | None = None,
-        *,
-        columnwise: bool = True,
-        stochastic_rounding: bool = False,
+        cls, w: Tensor, recipe: Recipe | None = None, *, columnwise: bool = True
     ) -> "GroupedTensorWithMaster":
         """Quantize a weight, and keep it.
 
@@ -127,11 +146,10 @@ class GroupedTensorWithMaster(GroupedTensor):
             recipe: ``Float8BlockScaling()``, the default, ``Float8CurrentScaling()``, or one whose
                 weight format is a function of your own.
             columnwise: keep q_t too, which dgrad reads.
-            stochastic_rounding: False: q is always what rounding ``master`` to nearest gives.
 
         Raises:
             RuntimeError: for a wrong shape or dtype.
-            ValueError: for another recipe, or stochastic rounding.
+            ValueError: for another recipe.
 
         >>> GroupedTensorWithMaster.quantize(torch.full((2, 32, 16), 7.0)).q_t.shape
         torch.Size([2, 16, 32])
@@ -142,19 +160,14 @@ class GroupedTensorWithMaster(GroupedTensor):
                 "GroupedTensorWithMaster: recipe must be Float8BlockScaling, Float8CurrentScaling "
                 f"or have a weight format of your own, got {recipe!r}"
             )
-        if stochastic_rounding:
-            raise ValueError(
-                "GroupedTensorWithMaster: stochastic_rounding must be False: small steps add up in "
-                "the high-precision numbers"
-            )
         Rules("GroupedTensorWithMaster", w=w).weight()
-        master = w.numbers(w.dtype) if isinstance(w, GroupedTensor) else w.detach().contiguous()
-        metadata = Metadata(w.dtype, recipe, False)  # type: ignore[arg-type]
+        master = w.numbers(w.dtype) if hasattr(w, "numbers") else w.detach().contiguous()
         if recipe.weight.quantize is not None:
-            return cls(master, _by_function(master, recipe.weight), metadata)
+            parts = _by_function(master, recipe.weight)
+            return cls._of_parts(master, parts, recipe)
         E, N, K = w.shape
         parts = new_weight(recipe.weight, E, N, K, w.device, columnwise)
-        return cls(master, parts, metadata).refresh_()
+        return cls._of_parts(master, parts, recipe).refresh_()
 
     def refresh_(self) -> "GroupedTensorWithMaster":
         """Quantize ``master`` again, after a write that torch does not show.
@@ -190,6 +203,11 @@ class GroupedTensorWithMaster(GroupedTensor):
         """q, scale and q_t."""
         return QuantizedWeight(self.q, self.scale, self.q_t)
 
+    def quantized_weight(self) -> QuantizedWeight:
+        """The parts that a layer's GEMMs read. Without q_t a backward transposes q for itself."""
+        self.check_whole()
+        return self.parts
+
     @property
     def is_whole(self) -> bool:
         """Whether this is all of ``master``, and not a view of another shape, dtype or part."""
@@ -205,12 +223,25 @@ class GroupedTensorWithMaster(GroupedTensor):
         """The high-precision numbers in a plain tensor of its own."""
         return self.own.to(dtype, copy=True)
 
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """The high-precision numbers in a plain tensor of its own; differentiable.
+
+        Args:
+            dtype: the result's, bfloat16, float16 or float32; the tensor's own by default.
+
+        >>> GroupedTensorWithMaster.quantize(torch.full((2, 32, 16), 1.01)).dequantize().unique()
+        tensor([1.0100])
+        """
+        dtype = self.dtype if dtype is None else dtype
+        Rules("GroupedTensorWithMaster", dtype=dtype).dtype("dtype", *ACTIVATIONS)
+        return _Numbers.apply(self, dtype)
+
     def check_whole(self) -> None:
         """Raise RuntimeError for a view that is not of whole experts."""
         if not self.is_whole:
             raise RuntimeError(
-                f"GroupedTensor: a layer reads whole experts, {list(self.master.shape)}, got a "
-                f"view {list(self.shape)} of them"
+                f"GroupedTensorWithMaster: a layer reads whole experts, {list(self.master.shape)}, "
+                f"got a view {list(self.shape)} of them"
             )
 
     def for_state_dict(self) -> "GroupedTensorWithMaster":
@@ -221,9 +252,7 @@ class GroupedTensorWithMaster(GroupedTensor):
         with views_of(self):
             parts, own = self.parts.each(aten.alias), aten.alias(self.own)
         has_memory = type(self.own) is Tensor
-        return GroupedTensorWithMaster(
-            self.master, parts, self.metadata, own, has_memory=has_memory
-        )
+        return self._of_parts(self.master, parts, self.recipe, own, has_memory)
 
     def __repr__(self) -> str:  # type: ignore[override]
         if not self.is_whole:
@@ -235,17 +264,42 @@ class GroupedTensorWithMaster(GroupedTensor):
 
     # --- what a plain tensor has besides operations ----------------------------------------------
 
-    __setitem__ = Tensor.__setitem__  # type: ignore[assignment]
+    @property
+    def data(self) -> Tensor:
+        """The tensor without its autograd history.
 
-    def _is_kept_alike(self, w: Tensor) -> bool:
-        """Whether w's parts are what quantizing its master as this tensor is quantized gives."""
-        return isinstance(w, GroupedTensorWithMaster) and w.recipe.weight == self.recipe.weight
+        Assign a tensor of the same format, and this one has its memory, shape and dtype from then
+        on; the recipe stays. The numbers of any other tensor are copied: later writes to that one
+        do not reach this one. RuntimeError for another shape, and for float64 or no float dtype.
+        """
+        return self.detach()
 
-    def _quantized_like(self, w: Tensor) -> "GroupedTensorWithMaster":
-        """Numbers of another tensor, in memory of their own."""
-        self._check_data(w)
-        numbers = w.numbers(w.dtype) if isinstance(w, GroupedTensor) else w.detach()
-        return self.of(numbers.clone(memory_format=torch.contiguous_format))
+    @data.setter
+    def data(self, value: Any) -> None:
+        is_kept = isinstance(value, GroupedTensorWithMaster)
+        if not is_kept or value.recipe.weight != self.recipe.weight:
+            self._check_data(value)
+            numbers = value.numbers(value.dtype) if hasattr(value, "numbers") else value.detach()
+            value = self.of(numbers.clone(memory_format=torch.contiguous_format))
+        # Shape, dtype and device are torch's, which refuses before it writes.
+        torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
+        for name in _TENSORS:
+            setattr(self, name, getattr(value, name))
+
+    def _check_data(self, w: Tensor) -> None:
+        """Raise RuntimeError for data of another dtype or shape."""
+        rules = Rules("GroupedTensorWithMaster")
+        rules.check(
+            w.dtype in ACTIVATIONS,
+            lambda: (
+                "a quantized weight stands for bfloat16, float16 or float32, got data of "
+                f"{dtype_name(w.dtype)}: assign its dequantize() to a plain parameter"
+            ),
+        )
+        rules.check(
+            w.shape == self.shape,
+            lambda: f"data must have the shape {list(self.shape)}, got {list(w.shape)}",
+        )
 
     def of(self, master: Tensor, columnwise: bool | None = None) -> "GroupedTensorWithMaster":
         """A tensor of another master, quantized as this one is."""
@@ -255,45 +309,70 @@ class GroupedTensorWithMaster(GroupedTensor):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """The bytes that are held: those of the master, q, scale and q_t."""
-        return self.master.nbytes + super().nbytes
+        held = (self.master, *self.parts)
+        return sum(part.nbytes for part in held if part is not None)
 
     def element_size(self) -> int:
         """The bytes that are held of an element, besides scales."""
-        return self.master.element_size() + super().element_size()
+        return self.master.element_size() + (1 if self.q_t is None else 2)
 
     def data_ptr(self) -> int:
         """The address of the high-precision numbers. Call :meth:`refresh_` after a write there."""
         return self.own.data_ptr()
 
+    def share_memory_(self) -> "GroupedTensorWithMaster":
+        """Raise RuntimeError: another process would not see the FP8 numbers change."""
+        raise RuntimeError(
+            "GroupedTensorWithMaster: a weight in both precisions is not shared among processes: "
+            "share its dequantize(), a plain copy"
+        )
+
     # --- compile, pickle, dispatch, FSDP2 --------------------------------------------------------
 
-    def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
+    def __tensor_flatten__(self) -> tuple[list[str], Recipe]:
         parts = zip(("q", "scale", "q_t"), self.parts, strict=True)
         names = [name for name, part in parts if part is not None]
-        return [*names, "master", *([] if self.is_whole else ["own"])], self.metadata
+        return [*names, "master", *([] if self.is_whole else ["own"])], self.recipe
 
     @staticmethod
     def __tensor_unflatten__(
-        parts: dict[str, Tensor], metadata: Metadata, size: Sequence[int], stride: Sequence[int]
+        parts: dict[str, Tensor], recipe: Recipe, size: Sequence[int], stride: Sequence[int]
     ) -> "GroupedTensorWithMaster":
         quantized = QuantizedWeight(parts["q"], parts.get("scale"), parts.get("q_t"))
-        return GroupedTensorWithMaster(parts["master"], quantized, metadata, parts.get("own"))
+        make = GroupedTensorWithMaster._of_parts
+        return make(parts["master"], quantized, recipe, parts.get("own"))
+
+    def _stable_hash_for_caching(self) -> str:
+        """What a compiled graph depends on, for torch's cache of graphs."""
+        names, recipe = self.__tensor_flatten__()
+        parts = [getattr(self, name) for name in names]
+        layouts = [(tuple(part.shape), part.stride(), part.storage_offset()) for part in parts]
+        cls = type(recipe)  # a recipe prints a name that two classes may have
+        own = tuple(self.shape), self.dtype, self.device, self.requires_grad
+        facts = (names, recipe, cls.__module__, cls.__qualname__, layouts, own)
+        return hashlib.blake2b(repr(facts).encode()).hexdigest()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GroupedTensorWithMaster":
         """Copies share memory where the tensors do, as torch has it."""
         if not self.is_leaf:
-            Tensor.__deepcopy__(self, memo)  # which refuses
+            super().__deepcopy__(memo)  # which refuses
         parts, master, own = copy.deepcopy((self.parts, self.master, self.own), memo)
-        twin = GroupedTensorWithMaster(
-            master, parts, self.metadata, None if self.is_whole else own, has_memory=self.has_memory
-        )
-        return self._complete_copy(twin, memo)
+        view = None if self.is_whole else own
+        twin = self._of_parts(master, parts, self.recipe, view, self.has_memory)
+        memo[id(self)] = twin
+        vars(twin).update(copy.deepcopy(self._attributes(), memo))
+        twin.requires_grad_(self.requires_grad)
+        twin.grad = copy.deepcopy(self.grad, memo)
+        return twin
+
+    def _attributes(self) -> dict[str, Any]:
+        """Attributes that others set. One of them makes it a parameter."""
+        return {name: a for name, a in vars(self).items() if name not in _OWN_ATTRIBUTES}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if self.has_memory or not self.is_whole:
             return self.own.detach().__reduce_ex__(protocol)
         state = {
-            "version": PICKLE_VERSION,
             "master": self.master,  # q, scale and q_t are made again from it: half the file
             "columnwise": self.q_t is not None,
             "recipe": recipe_to_pickle(self.recipe),
@@ -302,17 +381,30 @@ class GroupedTensorWithMaster(GroupedTensor):
         }
         return _rebuild, (state,)
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return HANDLERS.get(func, HANDLERS[None])(func, args, kwargs or {})
+
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """What FSDP2 all-gathers of a shard: q and the scales, and never the master.
+        """What FSDP2 all-gathers of a shard: one byte an element and the scales, never the master.
 
         In a format of your own it is the numbers in the dtype of the mixed precision policy, which
-        each call then quantizes.
+        each call then quantizes. With one process FSDP2 gathers nothing and passes on one tensor
+        only (torch 2.13), so the scales go as metadata. ValueError if experts do not divide evenly
+        among the processes.
         """
-        if self.recipe.weight.quantize is None:
-            return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
-        return (self.own.to(mp_policy.param_dtype or self.dtype),), None
+        if self.recipe.weight.quantize is not None:
+            return (self.own.to(mp_policy.param_dtype or self.dtype),), None
+        if outer_size[0] % mesh.size():
+            raise ValueError(
+                "GroupedTensorWithMaster: FSDP needs as many experts on every process, "
+                f"got {outer_size[0]} for {mesh.size()} processes"
+            )
+        return ((self.q,), self.scale) if mesh.size() == 1 else ((self.q, self.scale), None)
 
     def fsdp_post_all_gather(
         self,
@@ -321,11 +413,14 @@ class GroupedTensorWithMaster(GroupedTensor):
         param_dtype: torch.dtype,
         *,
         out: Any = None,
-    ) -> Any:
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The whole weight from what FSDP2 gathered: in FP8 alone, or plain."""
-        if self.recipe.weight.quantize is None:
-            return super().fsdp_post_all_gather(gathered, own_scale, param_dtype, out=out)
-        return None if out is not None else (gathered[0], ())
+        if out is not None:  # FSDP2 has filled its tensors again
+            return None
+        if self.recipe.weight.quantize is not None:
+            return gathered[0], ()
+        q, scale = gathered if own_scale is None else (*gathered, own_scale)
+        return GatheredWeight(q, scale, self.recipe, param_dtype), ()
 
 
 def keeps_beside_master(recipe: Recipe) -> bool:
@@ -358,9 +453,20 @@ def _by_function(master: Tensor, format: Format) -> QuantizedWeight:
     return kept.each(torch.clone)
 
 
+class _Numbers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Any, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = t.dtype
+        numbers: Tensor = t.numbers(dtype)
+        return numbers
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
 def _rebuild(state: dict[str, Any]) -> GroupedTensorWithMaster:
     """A tensor from its pickled state."""
-    check_pickle_version("GroupedTensorWithMaster", state["version"], PICKLE_VERSION)
     recipe = recipe_from_pickle(state["recipe"])
     # Tensors that were saved together may share memory. Each has its own here, so that a write to
     # one of them leaves no other with old quantized numbers.

@@ -1,0 +1,86 @@
+"""The whole weight that FSDP2 gathered from shards with their masters: FP8 numbers alone.
+
+E experts, K in_features, N out_features.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from grouped_linear.quantized.operations import views_of
+from grouped_linear.recipes import QuantizedWeight, Recipe
+
+aten = torch.ops.aten
+
+
+class GatheredWeight(Tensor):
+    """Experts' weights in FP8, which layers read and nobody writes.
+
+    FSDP2 makes it a parameter of its module between an all-gather and the next reshard. A backward
+    transposes q for itself. Any other operation raises RuntimeError: the high-precision numbers
+    are in the shards.
+
+    Attributes:
+        q: [E, N, K] e4m3.
+        scale: as ``recipe`` has it, [E, ceil(N / 128), ceil(K / 128)] or [E].
+        recipe: how the shards are quantized.
+    """
+
+    q: Tensor
+    scale: Tensor
+    recipe: Recipe
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls: type["GatheredWeight"], q: Tensor, scale: Tensor, recipe: Recipe, dtype: torch.dtype
+    ) -> "GatheredWeight":
+        """Wrap what was gathered; ``dtype`` is that of the numbers it stands for."""
+        t: GatheredWeight = Tensor._make_wrapper_subclass(
+            cls, q.shape, strides=q.stride(), dtype=dtype, device=q.device
+        )
+        t.q, t.scale, t.recipe = q, scale, recipe
+        return t
+
+    def quantized_weight(self) -> QuantizedWeight:
+        """What a layer's GEMMs read."""
+        return QuantizedWeight(self.q, self.scale, None)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"GatheredWeight(shape={list(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Recipe, torch.dtype]]:
+        return ["q", "scale"], (self.recipe, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        parts: dict[str, Tensor],
+        metadata: tuple[Recipe, torch.dtype],
+        size: Sequence[int],
+        stride: Sequence[int],
+    ) -> "GatheredWeight":
+        return GatheredWeight(parts["q"], parts["scale"], *metadata)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        t = args[0]
+        alike = func in (aten.detach.default, aten.alias.default) or (
+            func in (aten.view.default, aten.as_strided.default) and tuple(args[1]) == t.shape
+        )
+        if not alike:
+            raise RuntimeError(
+                f"GatheredWeight: FSDP2 gathers FP8 numbers alone, which layers read, got {func}: "
+                "read and write the shards, as after FSDPModule.reshard()"
+            )
+        with views_of(t):
+            q, scale = aten.alias(t.q), aten.alias(t.scale)
+        out = GatheredWeight(q, scale, t.recipe, t.dtype)
+        return return_and_correct_aliasing(func, args, kwargs or {}, out)

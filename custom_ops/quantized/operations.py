@@ -1,0 +1,65 @@
+"""Questions about torch's operations, for the tensors that handle them below autograd."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def bound_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name, with the schema's defaults."""
+    arguments = enumerate(func._schema.arguments)
+    return {
+        a.name: args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
+        for i, a in arguments
+    }
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation writes."""
+    infos = {a.name: a.alias_info for a in func._schema.arguments}
+    bound = bound_arguments(func, args, kwargs)
+    return [v for name, v in bound.items() if infos[name] and infos[name].is_write]
+
+
+def run_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation of c10d; it has ended on the current stream when this returns.
+
+    NCCL returns a null work for an operation that is not asynchronous, where gloo returns one. A
+    null cannot be waited for, so the operation is always asynchronous here.
+    """
+    bound = bound_arguments(func, args, kwargs)
+    bound |= {name: True for name in bound if name in ("async_op", "asyncOp")}
+    out = func(*bound.values())
+    (out[-1] if isinstance(out, (tuple, list)) else out).wait()
+    return out
+
+
+@contextmanager
+def views_of(t: Tensor) -> Iterator[None]:
+    """The context in which views of t's parts are made, with the parts' own version counters.
+
+    Handlers run below autograd, where a view would get a counter of its own. In inference mode
+    nothing is counted, and a view of a tensor from outside of it must be made outside too.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(t.is_inference()):
+            yield
+    else:
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            yield
+
+
+def count_write(t: Any) -> None:
+    """Count a write to each part: a forward may have saved the parts for its backward."""
+    for part in (t.q, t.scale, t.q_t):
+        if part is not None:
+            torch.autograd.graph.increment_version(part)
+
+
+def unfilled(part: Tensor, device: torch.device) -> Tensor:
+    """Memory like a part's. Scales are NaN to show that nothing was loaded yet."""
+    there = torch.empty_like(part, device=device)
+    return there.fill_(torch.nan) if part.dtype == torch.float32 else there
