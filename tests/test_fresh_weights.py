@@ -486,7 +486,8 @@ def test_a_layer_quantizes_a_weight_of_another_format(other: str) -> None:
 
 def test_a_format_with_a_scale_for_each_layout_is_refused() -> None:
     def quantize(t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Operands:
-        return Operands(t, t.new_ones(()), t, t.new_full((), 2.0))
+        q = t.to(torch.float8_e4m3fn)
+        return Operands(q, t.new_ones(()), q, t.new_full((), 2.0))
 
     recipe = Recipe(weight=Format(quantize=quantize))
     assert sentence(lambda: kept("both", recipe)) == (

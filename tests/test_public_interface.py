@@ -133,8 +133,7 @@ GroupedTensor.dequantize(dtype=None)
 GroupedTensor.from_parts(q, scale, dtype=torch.bfloat16, recipe=None, *, columnwise=True,
     stochastic_rounding=True)
 GroupedTensor.quantize(w, recipe=None, *, columnwise=True, stochastic_rounding=True)
-GroupedTensorWithMaster(master, parts=None, metadata=None, own=None, *, has_memory=False,
-    requires_grad=False)
+GroupedTensorWithMaster(data, requires_grad=False, **attributes)
 KeptWeights(kind, nbytes, note='')
 Lora(rank, alpha=None, dropout=0.0, rslora=False, dtype=None)
 LoraWeights(a, b, scaling=1.0, dropout=0.0)
