@@ -18,7 +18,7 @@ enum WatchColumn {
   kNumbers,     // read
   kCompared,    // read in both forms, and finite
   kAmax,        // of what was read
-  kScaledAmax,  // that the largest scale can stand for
+  kScaledAmax,  // that the largest scale of a block with a number can stand for
   kUnderflow,   // zero, and was not
   kSaturated,   // beyond the format's largest number by more than half a step
   kNonFinite,

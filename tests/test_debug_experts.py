@@ -4,6 +4,7 @@ R rows, E experts, H features of a token, F features inside an expert.
 """
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -88,13 +89,13 @@ def rows() -> Tensor:
     return torch.randn(sum(COUNTS), H, requires_grad=True)
 
 
-def mixtral(**options: Any) -> Any:
+def mixtral(recipes: Any = None, weights: Any = None, **sizes: Any) -> Any:
     pytest.importorskip("transformers", reason="needs transformers")
     from support.hugging_face import tiny
 
     torch.manual_seed(0)
-    model = tiny("mixtral", num_hidden_layers=2)
-    convert(model, FP8, **options)
+    model = tiny("mixtral", **{"num_hidden_layers": 2} | sizes)
+    convert(model, FP8, recipes=recipes, weights=weights)
     return model
 
 
@@ -240,6 +241,27 @@ def test_one_expert_in_high_precision(compiled: bool) -> None:
             assert_same_bits(of_one[where], (none if e == 2 else whole)[where])
 
 
+def test_wgrad_in_16_bits() -> None:
+    """It rounds the tensors that wgrad multiplies, as the recipe does."""
+    recipe, grads = Float8BlockScaling(wgrad=torch.bfloat16), []
+    x, dy = torch.randn(sum(COUNTS), H), torch.randn(sum(COUNTS), F)
+    for one in (recipe, fake_quantize(recipe)):
+        torch.manual_seed(1)
+        layer = GroupedLinear(E, H, F, bias=False, recipe=one)
+        layer(x, list(COUNTS)).backward(dy)
+        grads.append(layer.weight.grad)
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-4)  # unrounded: 2.4e-3 of it
+
+
+def test_printed_and_copied() -> None:
+    whole = fake_quantize(FP8)
+    one = fake_quantize(MXFP8BlockScaling(), ["weight"], except_experts=[3])
+    assert repr(whole) == "fake_quantize(Float8BlockScaling())"
+    assert repr(one) == "fake_quantize(MXFP8BlockScaling(), ('weight',), except_experts=[3])"
+    for recipe in (whole, one):
+        assert pickle.loads(pickle.dumps(recipe)) == copy.deepcopy(recipe) == recipe
+
+
 def test_by_pattern() -> None:
     """convert gives one layer the recipe whose gradient stays in high precision; it trains."""
     own = fake_quantize(FP8, ("input", "weight"))
@@ -258,11 +280,27 @@ def test_by_pattern() -> None:
     }
 
 
+def test_a_language_model_is_healthy() -> None:
+    """By the rules of docs/debugging_fp8.md: padding and last tokens have gradients of zeros."""
+    model = mixtral(num_hidden_layers=1, hidden_size=128, intermediate_size=256)
+    seen, tokens = watch(model), torch.randint(64, (4, 64))
+    labels, mask = tokens.clone(), torch.ones_like(tokens)
+    labels[0, 40:], mask[0, 40:] = -100, 0
+    model(input_ids=tokens, labels=labels, attention_mask=mask).loss.backward()
+    for row in seen.read().operands:
+        assert row.amax <= row.scaled_amax < 8 * row.amax, row
+        assert row.underflow < 0.01
+        assert row.saturated == row.not_finite == 0
+        assert 5e-4 < row.error < 1e-3
+
+
 def test_what_cannot_be_fake_quantized() -> None:
     def as_it_is(t: Tensor, offs: Any, layouts: Any) -> Tensor:
         return t
 
+    layer = GroupedLinear(E, H, F, bias=False, recipe=fake_quantize(FP8, except_experts=[1, 99]))
     for call, message in (
+        (lambda: layer(torch.randn(4, H), [4, 0, 0, 0]), "has 99, and the layer has experts 0 to"),
         (lambda: fake_quantize(DelayedScaling()), "needs a recipe without state, got Delayed"),
         (lambda: fake_quantize(FP8, ("gradient",)), "roles must be of input, weight, grad_output"),
         (lambda: fake_quantize(FP8, except_experts=[-1]), "except_experts must be numbers, got -1"),

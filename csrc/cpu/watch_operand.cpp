@@ -143,7 +143,7 @@ void watch_operand_(const Tensor& stats, const Tensor& turn, int64_t operand,
   const Fp8Range* range = q && q.dtype == E4m3::kType   ? &kE4m3Range
                           : q && q.dtype == E5m2::kType ? &kE5m2Range
                                                         : nullptr;
-  const int64_t col_blocks = ceil_div(K, kBlock), scale_dim = scale ? scale->dim() : 0;
+  const int64_t scale_dim = scale ? scale->dim() : 0;
   std::vector<int64_t> first_block(E + 1);
   for (int64_t e = 0; e < E; ++e)
     first_block[e + 1] = first_block[e] + ceil_div(starts[e + 1] - starts[e], kBlock);
@@ -156,6 +156,14 @@ void watch_operand_(const Tensor& stats, const Tensor& turn, int64_t operand,
     return {scale_data + block * scales->size(2), 1};
   };
 
+  // Whether these rows of q have a number other than 0 in columns from .. to - 1. Zeros have scale 1.
+  const auto has_number = [&](int64_t r, int64_t row_end, int64_t from, int64_t to) {
+    for (; r < row_end; ++r) {
+      const char* row = q.at(numbered(q_numbers, r));
+      if (std::any_of(row + from, row + to, [](char byte) { return byte & 0x7f; })) return true;
+    }
+    return false;
+  };
   const auto stats_of = [&](int64_t of, int64_t part, int64_t e) {
     return static_cast<double*>(stats.data_ptr()) +
            ((of * parts + part) * E + e) * int64_t{kWatchColumns};
@@ -196,8 +204,14 @@ void watch_operand_(const Tensor& stats, const Tensor& turn, int64_t operand,
           const int64_t r = begin + nth_of(i, scale_rows, all, now) * row_step;
           const auto [row_scales, step] = scales_of(e, r);
           double& largest = of_parts[i / kScaleRowsAtOnce % parts].of[kScaledAmax];
-          for (int64_t b = 0; b < col_blocks; ++b)
-            largest = std::max(largest, double{row_scales[b * step]} * range->largest);
+          const int64_t row_end = std::min(r + row_step, begin + n);
+          const int64_t width = scale_dim == 1 ? K : kBlock;
+          for (int64_t b = 0; b < ceil_div(K, width); ++b) {
+            const float one = row_scales[b * step];
+            if (one == 1.0f && !has_number(r, row_end, b * width, std::min((b + 1) * width, K)))
+              continue;
+            largest = std::max(largest, double{one} * range->largest);
+          }
         }
       if (scale_t) {
         const int64_t all_blocks = scale_t->size(0), K_t = scale_t->size(1);

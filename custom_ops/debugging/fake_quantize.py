@@ -26,31 +26,60 @@ def fake_quantize(
     Args:
         recipe: without state; what rounds the numbers.
         roles: of input, weight and grad_output those that are rounded; the others are as they are.
-        except_experts: the numbers of experts that are rounded in no role.
+        except_experts: the numbers of experts that are rounded in no role: of those that a process
+            has, where experts are spread over processes.
 
     Raises:
         ValueError: for a recipe with a state, another role, an expert that is no number, and
-            experts under a format of your own.
+            experts under a format of your own; in a layer, for an expert that it does not have.
 
     >>> from grouped_linear import Float8BlockScaling, convert
     >>> forward_alone = fake_quantize(Float8BlockScaling(), ("input", "weight"))
+    >>> forward_alone
+    fake_quantize(Float8BlockScaling(), ('input', 'weight'))
     >>> forward_alone.grad_output
     Format()
     """
-    given, experts = tuple(roles), tuple(except_experts)
-    if recipe.has_state:
-        raise ValueError(f"fake_quantize: needs a recipe without state, got {recipe!r}")
-    for role in given:
-        if role not in ROLES:
-            raise ValueError(f"fake_quantize: roles must be of {', '.join(ROLES)}, got {role!r}")
-    for e in experts:
-        if isinstance(e, bool) or not isinstance(e, int) or e < 0:
-            raise ValueError(f"fake_quantize: except_experts must be numbers, got {e!r}")
-    formats: dict[str, Format] = {role: getattr(recipe, role) for role in given}
-    if experts and any(format.quantize is not None for format in formats.values()):
-        raise ValueError(f"fake_quantize: except_experts needs formats with scales, got {recipe!r}")
-    rounded: dict[str, Any] = {r: Format(quantize=Rounded(f, experts)) for r, f in formats.items()}
-    return Recipe(**rounded)
+    return FakeQuantization(recipe, tuple(roles), tuple(except_experts))
+
+
+@dataclass(frozen=True, repr=False)
+class FakeQuantization(Recipe):
+    """The recipe that :func:`fake_quantize` makes, with its arguments."""
+
+    input: Format = field(init=False, compare=False)
+    weight: Format = field(init=False, compare=False)
+    grad_output: Format = field(init=False, compare=False)
+    recipe: Recipe
+    roles: tuple[str, ...] = ROLES
+    except_experts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.recipe.has_state:
+            raise ValueError(f"fake_quantize: needs a recipe without state, got {self.recipe!r}")
+        for role in self.roles:
+            if role not in ROLES:
+                known = ", ".join(ROLES)
+                raise ValueError(f"fake_quantize: roles must be of {known}, got {role!r}")
+        for e in self.except_experts:
+            if isinstance(e, bool) or not isinstance(e, int) or e < 0:
+                raise ValueError(f"fake_quantize: except_experts must be numbers, got {e!r}")
+        for role in ROLES:
+            format = getattr(self.recipe, role) if role in self.roles else Format()
+            if self.except_experts and format.quantize is not None:
+                raise ValueError(
+                    f"fake_quantize: except_experts needs formats with scales, got {self.recipe!r}"
+                )
+            if role in self.roles:
+                format = Format(quantize=Rounded(format, self.except_experts))
+            object.__setattr__(self, role, format)
+        super().__post_init__()
+
+    def __repr__(self) -> str:
+        """The call that makes it."""
+        roles = "" if self.roles == ROLES else f", {self.roles}"
+        experts = f", except_experts={list(self.except_experts)}" if self.except_experts else ""
+        return f"fake_quantize({self.recipe!r}{roles}{experts})"
 
 
 @dataclass(frozen=True)
@@ -71,8 +100,14 @@ class Rounded:
         made: Operands | Tensor = self._rounded(t, offs_E, layouts)
         if not self.except_experts:
             return made
+        E = t.size(0) if offs_E is None else offs_E.size(0)
+        if max(self.except_experts) >= E:
+            raise ValueError(
+                f"fake_quantize: except_experts has {max(self.except_experts)}, and the layer has "
+                f"experts 0 to {E - 1}"
+            )
         if offs_E is None:
-            expert = torch.arange(t.size(0), device=t.device)[:, None, None]
+            expert = torch.arange(E, device=t.device)[:, None, None]
         else:
             expert = _group_of_rows(t.size(0), offs_E)[:, None]
         as_it_is = torch.stack([expert == e for e in self.except_experts]).any(0)
@@ -94,9 +129,11 @@ class Rounded:
             if w.rowwise_scale is None:  # MXFP8: rounded already, each way
                 return Operands(w.rowwise.to(t.dtype), None, w.columnwise.to(t.dtype))
             return _times_scales(w.rowwise, w.rowwise_scale).to(t.dtype)
-        in_16_bits = format.wgrad_dtype is not None
         made = quantize(t, self.of_both, offs_E, layouts)
-        columnwise = t if in_16_bits else self._columnwise(made, offs_E, t)
+        if format.wgrad_dtype is None:
+            columnwise = self._columnwise(made, offs_E, t)
+        else:  # the tensor itself, cast
+            columnwise = t.to(format.wgrad_dtype).to(t.dtype)
         return Operands(self._rowwise(made, offs_E, t), None, columnwise)
 
     def _rowwise(self, made: Any, offs_E: Tensor, t: Tensor) -> Tensor | None:

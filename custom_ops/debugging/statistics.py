@@ -34,7 +34,8 @@ class OperandStatistics(NamedTuple):
     """The largest magnitude that was read."""
     scaled_amax: float
     """The largest magnitude that the largest scale can stand for, of 128 times as many rows: at
-    least the amax of a block, and up to twice that where scales are powers of two."""
+    least the amax of a block, and up to twice that where scales are powers of two. Blocks of zeros
+    alone, as of padding's gradients, count nothing."""
     underflow: float
     """The share of numbers that became zero and were not."""
     saturated: float

@@ -38,7 +38,8 @@ def watch_operand_(
         2  numbers that were read                9  the sum of (q * scale - x)**2
         3  of them compared with q, and finite  10  the sum of x**2
         4  the largest magnitude read           11  blocks of 128 rows and features in scale_t
-        5  the largest scale, as a magnitude    12  of them those with one scale
+        5  the largest scale of a block with    12  of them those with one scale
+           a number, as a magnitude
         6  numbers that became zero             13  rows of the group that were dropped
 
     Of each group ``most`` rows are read, one of each of so many equal spaces, 128 times as many

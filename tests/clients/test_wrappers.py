@@ -1,10 +1,11 @@
 """The modules inside of PEFT's wrappers, by their names in the plain model."""
 
-import peft
 import pytest
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from grouped_linear.integrations.wrappers import named_unwrapped
+
+peft = pytest.importorskip("peft")
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 

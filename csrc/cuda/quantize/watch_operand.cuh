@@ -199,14 +199,19 @@ __device__ __forceinline__ WatchedScales watched_scales(const WatchedOperand& a,
   return {of_expert + n * a.scale_strides[1], a.scale_strides[2]};
 }
 
+// Where q's row r of the group begins.
+__device__ __forceinline__ int64_t first_of_quantized(const WatchedOperand& a,
+                                                      const WatchedGroup& group, int r) {
+  if (a.offs == nullptr) return blockIdx.x * a.q.expert + (r - group.begin) * a.q.row;
+  return a.q_rows.row(r) * a.q.row;
+}
+
 // Begins to load eight neighbours of q's row r from column c on.
 __device__ __forceinline__ LoadedQuantized load_quantized(const WatchedOperand& a,
                                                           const WatchedGroup& group, int r, int c) {
   LoadedQuantized q{0, {}, 1.0f};
   if (a.format == WatchedFormat::kNone) return q;
-  const int64_t row = a.offs == nullptr ? blockIdx.x * a.q.expert + (r - group.begin) * a.q.row
-                                        : a.q_rows.row(r) * a.q.row;
-  q.first = row + c * a.q.column;
+  q.first = first_of_quantized(a, group, r) + c * a.q.column;
   if (is_fp8(a.format)) q.fp8 = load_fp8(a.q, q.first);
   if (a.scale != nullptr) {
     const WatchedScales scales = watched_scales(a, group, r);
@@ -319,23 +324,49 @@ __device__ __forceinline__ bool shares_scale(const WatchedOperand& a, int block,
   return __all_sync(kFullWarp, same);
 }
 
-// The largest scale of some rows of the group: of 32 rows at once, a warp's.
+// Whether some rows of q have a number other than 0 in so many columns, a multiple of 8.
+__device__ __forceinline__ bool has_number(const WatchedOperand& a, int64_t first, int rows,
+                                           int columns) {
+  for (int n = 0; n < rows; ++n)
+    for (int c = 0; c < columns; c += kWatchVector) {
+      const uint2 q = load_fp8(a.q, first + n * a.q.row + c * a.q.column);
+      if ((q.x | q.y) & 0x7f7f7f7f) return true;
+    }
+  return false;
+}
+
+// The largest scale of some rows of the group: of 32 rows at once, a warp's. Zeros have scale 1,
+// and count nothing.
 __device__ __forceinline__ float largest_scale(const WatchedOperand& a, const WatchedGroup& group,
                                                int turn) {
   const int step = a.offs == nullptr ? kRowsOfBlock : 1;  // rows of a weight's block share theirs
   const int all = (group.rows + step - 1) / step;
   const int count = watched_of(all, a.most * kRowsOfBlock);
-  const int col_blocks = a.scale_dim == 1 ? 1 : (a.K + kRowsOfBlock - 1) / kRowsOfBlock;
+  const int width = a.scale_dim == 1 ? a.K : kRowsOfBlock;
+  const int col_blocks = (a.K + width - 1) / width;
   float largest = 0;
   for (int first = (blockIdx.y + threadIdx.x / 32 * gridDim.y) * kScaleRowsAtOnce; first < count;
        first += kWatchWarps * gridDim.y * kScaleRowsAtOnce) {
     const int i = first + threadIdx.x % 32;
     if (i >= count) continue;
-    const WatchedScales scales =
-        watched_scales(a, group, group.begin + nth_of(i, count, all, turn) * step);
+    const int n = nth_of(i, count, all, turn) * step, r = group.begin + n;
+    const WatchedScales scales = watched_scales(a, group, r);
+    const int64_t row = first_of_quantized(a, group, r);
+    const int rows = min(step, group.rows - n);
+    bool some_are_1 = false;
 #pragma unroll 8
-    for (int b = 0; b < col_blocks; ++b)
-      largest = fmaxf(largest, a.scale[scales.first + b * scales.step]);
+    for (int b = 0; b < col_blocks; ++b) {
+      const float scale = a.scale[scales.first + b * scales.step];
+      some_are_1 |= scale == 1.0f;
+      largest = fmaxf(largest, scale == 1.0f ? 0.0f : scale);
+    }
+    // Apart, so that the scales above are loaded at once.
+    for (int b = 0; some_are_1 && largest < 1.0f && b < col_blocks; ++b) {
+      const int c = b * width;
+      if (a.scale[scales.first + b * scales.step] == 1.0f &&
+          has_number(a, row + c * a.q.column, rows, min(width, a.K - c)))
+        largest = 1.0f;
+    }
   }
   return largest;
 }

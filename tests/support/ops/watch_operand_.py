@@ -3,6 +3,7 @@
 T rows, E groups, K in_features, N out_features, F features of h.
 """
 
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
@@ -53,7 +54,8 @@ def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) ->
             given["weight"] = per_row(groups)
             t = gradient_of(given, chosen)
     else:
-        t = with_extremes(rows(groups, groups.K, FP32)).to(dtype)
+        changed = with_zeros if options.pop("zeros", False) else with_extremes
+        t = changed(rows(groups, groups.K, FP32)).to(dtype)
         given["x"] = t if layout == "expanded" else lay_out(t, layout)
         if layout == "expanded":
             t = given["x"] = rows(groups, groups.K, dtype, layout)
@@ -75,6 +77,15 @@ def with_extremes(t: Tensor) -> Tensor:
     t[:, 3] = 0
     t[1::3, 2] = torch.inf
     t[2::5, -1] = torch.nan
+    return t
+
+
+def with_zeros(t: Tensor) -> Tensor:
+    """Small numbers, zeros alone, whose scale is 1, and a number whose scale is 1, too."""
+    t *= 2.0**-8
+    t[: len(t) // 2] = 0
+    t[len(t) // 4 :: 8] = 0
+    t[-1, -1] = 448
     return t
 
 
@@ -102,7 +113,8 @@ def quantized_rows(t: Tensor, groups: Groups, form: Any, ordered: bool) -> Argum
 def of_weight(
     groups: Groups, dtype: torch.dtype, layout: str, form: Any, options: Options
 ) -> Arguments:
-    w_ENK = with_extremes(weight(groups, FP32).flatten(0, 1)).unflatten(0, (groups.E, groups.N))
+    changed = with_zeros if options.pop("zeros", False) else with_extremes
+    w_ENK = changed(weight(groups, FP32).flatten(0, 1)).unflatten(0, (groups.E, groups.N))
     w_ENK = w_ENK.to(dtype)
     scaling = reference.Scaling(False)
     if form == "group":
@@ -190,8 +202,10 @@ def counts(sample: Sample) -> list[Tensor]:
             if has_operand:
                 of_rows = (t if t is None else t[read[mine]] for t in (before, after, scale))
                 now[part, 2:11] = of_numbers(*of_rows, dtype)
-            if scale is not None and dtype in LARGEST and scanned[part]:
-                now[part, 5] = scale[scanned[part]].max() * LARGEST[dtype]
+            if scale is not None and dtype in LARGEST:
+                rows_of = (slice(row, min(row + step, group.stop)) for row in scanned[part])
+                largest = largest_scale(rows_of, after, scale, get("scale").dim() == 1)
+                now[part, 5] = largest * LARGEST[dtype]
             if get("scale_t") is not None:
                 for i in spaced(blocks, most, turn)[mine]:
                     for features in reference.feature_blocks(get("scale_t").size(1)):
@@ -203,6 +217,19 @@ def counts(sample: Sample) -> list[Tensor]:
             now[0, 13] = get("routed")[e] - (get("routed")[e - 1] if e else 0) - n
         counted.append(now)
     return counted
+
+
+def largest_scale(
+    blocks: Iterable[slice], q: Tensor, scale: Tensor, of_all_features: bool
+) -> float:
+    """Of blocks of rows. Zeros have scale 1, and count nothing."""
+    largest, K = 0.0, q.size(1)
+    for block in blocks:
+        for features in [slice(K)] if of_all_features else reference.feature_blocks(K):
+            one = scale[block.start, features][0].item()
+            if one != 1 or q[block, features].any():
+                largest = max(largest, one)
+    return largest
 
 
 def numbers_of(sample: Sample) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -332,6 +359,8 @@ ROWS: dict[str, Options] = {
     "rounded": {"format": "rounded"},
     "saturated": {"format": "saturated"},
     "e5m2": {"format": E5M2},
+    "zeros": {"zeros": True},
+    "zeros_group": {"format": E5M2, "zeros": True},
     "gathered": {"index": torch.int32, "columnwise": True, "dropped": True},
     "gathered_wide": {"index": torch.int64, "layout": "strided"},
     **{name: {"layout": name} for name in ("strided", "transposed", "expanded", "odd")},
@@ -339,6 +368,8 @@ ROWS: dict[str, Options] = {
 WEIGHT: dict[str, Options] = {
     "weight": {"source": "weight"},
     "weight_group": {"source": "weight", "format": "group"},
+    "weight_zeros": {"source": "weight", "zeros": True},
+    "weight_group_zeros": {"source": "weight", "format": "group", "zeros": True},
     "weight_alone": {"source": "weight", "alone": True},
     "weight_transposed": {"source": "weight", "layout": "transposed"},
 }
