@@ -15,25 +15,19 @@ if __name__ != "grouped_linear":
 
 from importlib.metadata import version
 
-from grouped_linear.loading import library_path  # first: it registers the ops  # isort: skip
+from grouped_linear import loading as loading  # first: it registers the ops  # isort: skip
 from grouped_linear import meta_kernels as meta_kernels  # their fakes  # isort: skip
 from grouped_linear import ops  # isort: skip
 from grouped_linear import te as te
-from grouped_linear.debugging import Comparison, Statistics, Watch, compare, fake_quantize, watch
+from grouped_linear.debugging import compare, watch
 from grouped_linear.integrations import spmd as spmd
 from grouped_linear.integrations.batch_invariance import check_batch_invariant
-from grouped_linear.integrations.conversion import (
-    Conversion,
-    ConvertedExperts,
-    KeptWeights,
-    SkippedExperts,
-)
 from grouped_linear.integrations.convert import convert
-from grouped_linear.integrations.routing_replay import Routing, record_routing, replay_routing
+from grouped_linear.integrations.routing_replay import record_routing, replay_routing
 from grouped_linear.nn.functional import grouped_linear
 from grouped_linear.nn.functional_mlp import grouped_mlp, grouped_mlp_sorted
 from grouped_linear.nn.linear import GroupedLinear
-from grouped_linear.nn.lora import Lora, LoraWeights
+from grouped_linear.nn.lora import Lora
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.ops import SwiGLU
 from grouped_linear.ops.activation import Activation, GeGLU, SquaredReLU
@@ -41,7 +35,6 @@ from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import (
     DelayedScaling,
-    DelayedScalingState,
     Float8BlockScaling,
     Float8CurrentScaling,
     Format,
@@ -53,11 +46,7 @@ from grouped_linear.recipes import (
 __version__ = version("grouped_linear")
 __all__ = [
     "Activation",
-    "Comparison",
-    "Conversion",
-    "ConvertedExperts",
     "DelayedScaling",
-    "DelayedScalingState",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
@@ -66,25 +55,17 @@ __all__ = [
     "GroupedMLP",
     "GroupedTensor",
     "GroupedTensorWithMaster",
-    "KeptWeights",
     "Lora",
-    "LoraWeights",
     "MXFP8BlockScaling",
     "Recipe",
-    "Routing",
-    "SkippedExperts",
     "SquaredReLU",
-    "Statistics",
     "SwiGLU",
-    "Watch",
     "check_batch_invariant",
     "compare",
     "convert",
-    "fake_quantize",
     "grouped_linear",
     "grouped_mlp",
     "grouped_mlp_sorted",
-    "library_path",
     "ops",
     "record_routing",
     "replay_routing",

@@ -14,7 +14,8 @@ import argparse
 import torch
 from torch import Tensor, nn
 
-from grouped_linear import Float8BlockScaling, GroupedMLP, Statistics, watch
+from grouped_linear import Float8BlockScaling, GroupedMLP, watch
+from grouped_linear.debugging import Statistics
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

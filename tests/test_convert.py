@@ -22,13 +22,13 @@ from torch.nn.functional import gelu, grouped_mm, silu
 from torch.nn.parallel import DistributedDataParallel
 
 from grouped_linear import (
-    ConvertedExperts,
     DelayedScaling,
     Float8BlockScaling,
     GroupedTensor,
     Recipe,
     convert,
 )
+from grouped_linear.integrations.conversion import ConvertedExperts
 from support.compare import assert_same_bits
 from support.devices import devices
 from support.errors import sentence

@@ -21,9 +21,9 @@ from grouped_linear import (
     Recipe,
     compare,
     convert,
-    fake_quantize,
     watch,
 )
+from grouped_linear.debugging import fake_quantize
 from support import reference
 from support.compare import assert_same_bits
 from support.recipes import RECIPES

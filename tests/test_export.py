@@ -96,14 +96,14 @@ def test_expert_layer(
         assert not compiled(x[:0].to(device)).numel()
         assert_same_bits(compiled(x[:1].to(device)).cpu(), compiled(x.to(device)).cpu()[:1])
 
-    done = build.run(grouped_linear.library_path(), tmp_path)
+    done = build.run(grouped_linear.loading.library_path(), tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == (
         "37 tokens: the bits that Python got\n300 tokens: the bits that Python got\n"
     )
     examples[3] += 1
     torch.save(examples, tmp_path / "examples.pt")
-    done = build.run(grouped_linear.library_path(), tmp_path)
+    done = build.run(grouped_linear.loading.library_path(), tmp_path)
     assert done.returncode == 1
     assert done.stdout.endswith("300 tokens: not the bits that Python got\n")
 
@@ -136,7 +136,7 @@ def test_program_has_no_python_and_says_what_is_wrong(build: Build, tmp_path: Pa
     missing = build.run(tmp_path / "_C.so", tmp_path)
     assert missing.returncode == 1
     assert "cannot open shared object file" in missing.stderr
-    nothing = build.run(grouped_linear.library_path(), tmp_path)
+    nothing = build.run(grouped_linear.loading.library_path(), tmp_path)
     assert nothing.returncode == 1
     assert len(nothing.stderr.splitlines()) == 1  # no backtrace
     linked = run(["ldd", build.program], check=True)

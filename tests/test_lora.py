@@ -22,7 +22,6 @@ from grouped_linear import (
     GroupedMLP,
     GroupedTensor,
     Lora,
-    LoraWeights,
     MXFP8BlockScaling,
     Recipe,
     SquaredReLU,
@@ -32,6 +31,7 @@ from grouped_linear import (
     grouped_mlp_sorted,
 )
 from grouped_linear.autograd.low_rank import padded_factors
+from grouped_linear.nn.lora import LoraWeights
 from grouped_linear.ops import sort_by_expert
 from support import reference
 from support.compare import assert_same_bits

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from grouped_linear import library_path
+from grouped_linear.loading import library_path
 from support.commands import run
 
 # FFMA destination, partial accumulator, scale, accumulator. A bank is a register number's parity.

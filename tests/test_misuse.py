@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 from grouped_linear import (
     DelayedScaling,
-    DelayedScalingState,
     Float8BlockScaling,
     Float8CurrentScaling,
     GroupedLinear,
@@ -24,6 +23,7 @@ from grouped_linear import (
     grouped_mlp_sorted,
     ops,
 )
+from grouped_linear.recipes import DelayedScalingState
 from support.compare import assert_same_bits
 from support.devices import CUDA_OPS, needs_gpu
 from support.errors import sentence
@@ -512,7 +512,7 @@ grouped_linear: bias is on meta, x is on cpu
 grouped_linear: E must be between 1 and 1024, got 0
 grouped_linear: recipe is the class DelayedScaling: call it, recipe=DelayedScaling()
 grouped_linear: DelayedScaling has a state: pass state, or use GroupedLinear
-grouped_linear: state must be a grouped_linear.DelayedScalingState, got DelayedScaling()
+grouped_linear: state must be a grouped_linear.recipes.DelayedScalingState, got DelayedScaling()
 grouped_linear: state needs a recipe that has one, got recipe None
 group_quantize_delayed: E differs: scale has 3, offs has 2""",
     )

@@ -44,11 +44,7 @@ def test_names() -> None:
         "\n".join(sorted(grouped_linear.__all__)),
         """\
 Activation
-Comparison
-Conversion
-ConvertedExperts
 DelayedScaling
-DelayedScalingState
 Float8BlockScaling
 Float8CurrentScaling
 Format
@@ -57,25 +53,17 @@ GroupedLinear
 GroupedMLP
 GroupedTensor
 GroupedTensorWithMaster
-KeptWeights
 Lora
-LoraWeights
 MXFP8BlockScaling
 Recipe
-Routing
-SkippedExperts
 SquaredReLU
-Statistics
 SwiGLU
-Watch
 check_batch_invariant
 compare
 convert
-fake_quantize
 grouped_linear
 grouped_mlp
 grouped_mlp_sorted
-library_path
 ops
 record_routing
 replay_routing
@@ -106,11 +94,7 @@ def test_arguments() -> None:
         lines(callables | methods),
         """\
 Activation()
-Comparison(differences)
-Conversion(recipe, converted, skipped, weights=(), recipes=<factory>)
-ConvertedExperts(name, form, num_experts, num_parameters, path)
 DelayedScaling(margin=0, amax_history_len=1024, amax_compute_algo='max')
-DelayedScalingState(recipe, num_groups, device=None)
 Float8BlockScaling(power_of_two_scales=True, amax_epsilon=0.0, share_x_scales=True,
     wgrad=torch.float8_e4m3fn, *, requantize_weights=False)
 Float8CurrentScaling(power_of_two_scales=False, amax_epsilon=0.0,
@@ -134,21 +118,14 @@ GroupedTensor.from_parts(q, scale, dtype=torch.bfloat16, recipe=None, *, columnw
     stochastic_rounding=True)
 GroupedTensor.quantize(w, recipe=None, *, columnwise=True, stochastic_rounding=True)
 GroupedTensorWithMaster(data, requires_grad=False, **attributes)
-KeptWeights(kind, nbytes, note='')
 Lora(rank, alpha=None, dropout=0.0, rslora=False, dtype=None)
-LoraWeights(a, b, scaling=1.0, dropout=0.0)
 MXFP8BlockScaling()
-Routing(experts, weights=None)
-SkippedExperts(name, why)
 SquaredReLU()
-Statistics(experts, operands, loads, step)
 SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0)
-Watch(model, every, rows, to)
 check_batch_invariant(model)
 compare(model, step, *, roles=False, compiled=False)
 convert(model, recipe=None, *, weights=None, recipes=None, columnwise=False,
     save_gate_up_in_fp8=False)
-fake_quantize(recipe, roles=('input', 'weight', 'grad_output'), *, except_experts=())
 grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None, *, lora=None)
 grouped_mlp(x, top_k_weights, top_k_index, gate_up_proj, down_proj, recipe=None, state=None, *,
     gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1.0, beta=0.0,
@@ -158,7 +135,6 @@ grouped_mlp_sorted(x, m_splits, gate_up_proj, down_proj, row_weights=None, recip
     state=None, *, gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1.0,
     beta=0.0, limit=None, interleaved=False, cubic=0.0), save_gate_up_in_fp8=False,
     gate_up_lora=None, down_lora=None)
-library_path()
 record_routing(model, batch_size, max_tokens, *, weights=False)
 replay_routing(model, routing)
 update_scales(model, group=None)

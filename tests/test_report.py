@@ -21,7 +21,7 @@ def test_command_prints_the_report() -> None:
     lines = printed.split("\n\n")[0].splitlines()
     rows = {line[:17].strip(): line[17:] for line in lines}
     assert rows["grouped_linear"] == grouped_linear.__version__
-    assert rows["library"] == str(grouped_linear.library_path())
+    assert rows["library"] == str(grouped_linear.loading.library_path())
     assert rows["Python"] == ".".join(map(str, sys.version_info[:3]))
     assert rows["torch"].startswith(torch.__version__)
     assert rows["kernels"].startswith("CPU")

@@ -19,11 +19,11 @@ from grouped_linear import (
     GroupedMLP,
     Recipe,
     SquaredReLU,
-    Statistics,
     SwiGLU,
     ops,
     watch,
 )
+from grouped_linear.debugging import Statistics
 from grouped_linear.meta_kernels.watch import COLUMNS
 from grouped_linear.nn.watched import ROLES, WatchedLayer
 from support import reference

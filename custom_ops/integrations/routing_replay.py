@@ -89,7 +89,7 @@ def record_routing(
         weights: whether to record what the experts' outputs are multiplied by, too.
 
     Returns:
-        A context; within and after it, ``recording.routing`` is a :class:`grouped_linear.Routing`.
+        A context; within and after it, ``recording.routing`` is a :class:`Routing`.
 
     Raises:
         ValueError: for a model without such experts, and for one whose router does not choose by

@@ -215,8 +215,8 @@ def grouped_linear(
         recipe: how the GEMMs are computed; None for x's dtype.
         state: of this layer, under a recipe that has one: ``DelayedScaling``. With gradients
             enabled the largest magnitudes of x, weight and dy are recorded there.
-        lora: an adapter, see :class:`grouped_linear.LoraWeights`. A weight that does not require
-            grad then costs no wgrad and keeps nothing.
+        lora: an adapter, see :class:`grouped_linear.nn.lora.LoraWeights`. A weight that does not
+            require grad then costs no wgrad and keeps nothing.
 
     Returns:
         [..., N] of x's dtype, or autocast's; zero in rows at and past sum(m_splits).

@@ -108,9 +108,9 @@ def grouped_mlp(
             each 128 features of a row, which halves what an expert layer keeps and takes two
             passes. Outputs are the same; gradients of what is before the activation, and
             down_proj's, have an error of FP8's size.
-        gate_up_lora: an adapter of gate_up_proj, see :class:`grouped_linear.LoraWeights`: it adds
-            ``scaling * b[e] @ (a[e] @ x[t])`` to gate and up, in x's dtype under every recipe. A
-            projection that does not require grad then costs no wgrad and keeps nothing.
+        gate_up_lora: an adapter of gate_up_proj, see :class:`grouped_linear.nn.lora.LoraWeights`.
+            It adds ``scaling * b[e] @ (a[e] @ x[t])`` to gate and up, in x's dtype under every
+            recipe. A projection that does not require grad then costs no wgrad and keeps nothing.
         down_lora: an adapter of down_proj, the same.
 
     Returns:

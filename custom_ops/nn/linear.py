@@ -70,7 +70,7 @@ class GroupedLinear(HasAdapters, SavesQuantized):
         weight_lora_a: [E, r, K], where there is an adapter.
         weight_lora_b: [E, N, r], the same.
         weight_state: what the recipe keeps from step to step: under ``DelayedScaling`` a
-            :class:`grouped_linear.DelayedScalingState`; None under a recipe without state.
+            :class:`grouped_linear.recipes.DelayedScalingState`; None under a recipe without state.
         weight_cache: the cached weight, see
             :class:`grouped_linear.quantized.weight_cache.WeightCache`; None without
             ``cache_weights``.

@@ -66,5 +66,5 @@ def check_state(op: str, *states: Any) -> None:
     for state in states:
         if state is not None and not isinstance(state, DelayedScalingState):
             raise ValueError(
-                f"{op}: state must be a grouped_linear.DelayedScalingState, got {state!r}"
+                f"{op}: state must be a grouped_linear.recipes.DelayedScalingState, got {state!r}"
             )

@@ -28,8 +28,8 @@ class DelayedScaling(Recipe):
 
     Quantization is one pass: its scale is known before, and it records the amax of what it reads.
     Activations and weights are e4m3, gradients e5m2 (HYBRID). For each operand (x, weight, dy) and
-    group a :class:`grouped_linear.DelayedScalingState` holds the scale, the amax since the last
-    update and a history of amaxes. Scales change only in :func:`grouped_linear.update_scales`,
+    group a :class:`grouped_linear.recipes.DelayedScalingState` holds the scale, the amax since the
+    last update and a history of amaxes. Scales change only in :func:`grouped_linear.update_scales`,
     called once a step for the whole model, after the last backward::
 
         amax = the history's largest ("max"), or the last step's ("most_recent")

@@ -10,13 +10,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from grouped_linear import (
-    Activation,
-    DelayedScaling,
-    DelayedScalingState,
-    GroupedMLP,
-    Recipe,
-)
+from grouped_linear import Activation, DelayedScaling, GroupedMLP, Recipe
+from grouped_linear.recipes import DelayedScalingState
 from support.compare import assert_same_bits
 
 E, H, F = 5, 144, 80

@@ -4,12 +4,12 @@ import torch
 
 from grouped_linear import (
     DelayedScaling,
-    DelayedScalingState,
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
     Recipe,
 )
+from grouped_linear.recipes import DelayedScalingState
 from support import reference
 
 RECIPES: dict[str, Recipe | None] = {
