@@ -5,7 +5,6 @@ with CUDA graphs), then prints one table, a plot of the losses and a line that t
 
     python -m benchmarks.demo
     python -m benchmarks.demo --recipe block current delayed mxfp8
-    python -m benchmarks.demo --quantized-weights
     python -m benchmarks.demo --gate-up-in-fp8
     python -m benchmarks.demo --micro-batches 4
     python -m benchmarks.demo --modes compiled --steps 3000
@@ -48,8 +47,6 @@ from grouped_linear import (
     update_scales,
 )
 
-# With --quantized-weights, experts' weights are in FP8 alone, nowhere in high precision.
-QUANTIZED_WEIGHTS = "quantized weights"
 # With --gate-up-in-fp8, experts compute in BF16 and save SwiGLU's input in FP8 for the backward.
 GATE_UP_IN_FP8 = "gate_up"
 # Each is trained beside BF16. Colours of Okabe and Ito, told apart by all kinds of eyes.
@@ -57,7 +54,6 @@ RECIPES: dict[str, Recipe | None] = {
     "block": Float8BlockScaling(),
     "own": Float8BlockScaling(share_x_scales=False),
     "bf16_wgrad": Float8BlockScaling(wgrad=torch.bfloat16),
-    QUANTIZED_WEIGHTS: Float8BlockScaling(),
     GATE_UP_IN_FP8: None,
     "current": Float8CurrentScaling(),
     "delayed": DelayedScaling(),
@@ -65,9 +61,9 @@ RECIPES: dict[str, Recipe | None] = {
 }
 NAMES = {"block": "FP8", "current": "FP8 current", "delayed": "FP8 delayed", "mxfp8": "MXFP8"}
 NAMES |= {"own": "FP8 own scales", "bf16_wgrad": "FP8, BF16 wgrad"}
-NAMES |= {QUANTIZED_WEIGHTS: "FP8 weights", GATE_UP_IN_FP8: "gate_up saved in FP8"}
+NAMES |= {GATE_UP_IN_FP8: "gate_up saved in FP8"}
 COLOURS = {"block": "#D55E00", "current": "#009E73", "delayed": "#CC79A7", "mxfp8": "#E69F00"}
-COLOURS |= {"own": "#999999", QUANTIZED_WEIGHTS: "#0072B2", "bf16_wgrad": "#56B4E9"}
+COLOURS |= {"own": "#999999", "bf16_wgrad": "#56B4E9"}
 COLOURS |= {GATE_UP_IN_FP8: "#F0E442"}
 # torch.compile's mode. CUDA graphs need a GPU.
 MODES = {"eager": None, "compiled": "default", "compiled + graphs": "reduce-overhead"}
@@ -199,12 +195,8 @@ def train(run: Run, scale: Scale, text: Text, device: torch.device, seed: int) -
     S, parts = scale.size.context, scale.micro_batches
     with device:
         linear = partial(GroupedLinear, bias=False, recipe=run.recipe)
-        if run.kind == QUANTIZED_WEIGHTS:
-            linear = partial(linear, weights="fp8")
-        elif parts > 1:  # quantize weights once a step
-            linear = partial(linear, cache_weights=True)
-        if parts > 1:  # wgrad adds to main_grad
-            linear = partial(linear, fuse_wgrad_accumulation=True)
+        if parts > 1:  # quantize weights once a step; wgrad adds to main_grad
+            linear = partial(linear, cache_weights=True, fuse_wgrad_accumulation=True)
         experts: Callable[[ModelSize], torch.nn.Module] = partial(Experts, linear=linear)
         if run.kind == GATE_UP_IN_FP8:
             experts = experts_with_gate_up_in_fp8
@@ -398,14 +390,9 @@ def parse_arguments() -> argparse.Namespace:
     option(
         "--recipe",
         nargs="+",
-        choices=[kind for kind in RECIPES if kind not in (QUANTIZED_WEIGHTS, GATE_UP_IN_FP8)],
+        choices=[kind for kind in RECIPES if kind != GATE_UP_IN_FP8],
         default=["block"],
         help="of the runs beside BF16 (default: block, FP8 in blocks of 128)",
-    )
-    option(
-        "--quantized-weights",
-        action="store_true",
-        help="also train with experts' weights that are kept in FP8, stochastically rounded",
     )
     option(
         "--gate-up-in-fp8",
@@ -445,8 +432,6 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     kinds = [None, *arguments.recipe]
-    if arguments.quantized_weights:
-        kinds.append(QUANTIZED_WEIGHTS)
     if arguments.gate_up_in_fp8:
         kinds.append(GATE_UP_IN_FP8)
     device = choose_device(arguments.device, [kind and RECIPES[kind] for kind in kinds])

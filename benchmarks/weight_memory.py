@@ -1,7 +1,7 @@
-"""Memory of a layer whose weight is in bf16, in bf16 with a cache, and kept quantized.
+"""Memory of a layer whose weight is in bf16, in bf16 with a cache, and frozen in FP8.
 
-Bytes of parameters and buffers and, on a GPU, the peak in a forward and backward and in the
-optimizer's step, without what was there before::
+Bytes of parameters and buffers and, on a GPU, the peak in a forward and backward, without what was
+there before::
 
     python -m benchmarks.weight_memory
     python -m benchmarks.weight_memory --experts 32 --in-features 7168 --out-features 4096
@@ -13,22 +13,14 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from grouped_linear import Float8BlockScaling, GroupedLinear, GroupedTensor
+from grouped_linear import Float8BlockScaling, GroupedLinear
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "bf16, cached": {"cache_weights": True},
-    "quantized": {"weights": "fp8"},
-    "quantized, rounded to nearest": {"weights": "fp8", "stochastic_rounding": False},
+    "frozen in FP8": {"weights": "fp8"},
 }
-
-
-def nbytes(t: Tensor) -> int:
-    if not isinstance(t, GroupedTensor):
-        return t.nbytes
-    return sum(part.nbytes for part in (t.q, t.scale, t.q_t) if part is not None)
 
 
 def peak(work: Callable[[], Any], device: torch.device) -> float:
@@ -53,7 +45,7 @@ def measure(weight: str, sizes: argparse.Namespace, device: torch.device) -> lis
         device=device,
         **options,
     )
-    held = sum(map(nbytes, chain(layer.parameters(), layer.buffers()))) / 2**20
+    held = sum(t.nbytes for t in chain(layer.parameters(), layer.buffers())) / 2**20
     cells = [weight, f"{held:,.0f}"]
     if device.type != "cuda":
         return cells
@@ -61,17 +53,15 @@ def measure(weight: str, sizes: argparse.Namespace, device: torch.device) -> lis
     x.requires_grad_()
     m_splits = torch.full((sizes.experts,), sizes.rows // sizes.experts, device=device)
     first = True if "cache_weights" in options else None
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-4, fused=True)
 
     def gradients() -> None:
         layer(x, m_splits, first).sum().backward()
 
-    for _ in range(2):  # the first makes gradients and the optimizer's state
-        optimizer.zero_grad()
+    for _ in range(2):  # the first makes what stays
+        layer.zero_grad()
         x.grad = None
         of_gradients = peak(gradients, device)
-        of_step = peak(optimizer.step, device)
-    return [*cells, f"{of_gradients:,.0f}", f"{of_step:,.0f}"]
+    return [*cells, f"{of_gradients:,.0f}"]
 
 
 def main() -> None:
@@ -86,7 +76,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     sizes = parser.parse_args()
     device = torch.device(sizes.device)
-    titles = ["MiB", "parameters and buffers", "peak of forward + backward", "peak of AdamW's step"]
+    titles = ["MiB", "parameters and buffers", "peak of forward + backward"]
     titles = titles if device.type == "cuda" else titles[:2]
     print("| " + " | ".join(titles) + " |")
     print("| " + " | ".join("---" for _ in titles) + " |")

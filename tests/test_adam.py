@@ -9,11 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs
-from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from grouped_linear import (
-    Float8BlockScaling,
-    GroupedLinear,
     GroupedTensor,
     GroupedTensorWithMaster,
     ops,
@@ -265,22 +262,6 @@ def test_views_of_another_shape_take_the_slower_way(op_calls: list[None]) -> Non
     assert (w.q.float() != twin.q.float()).sum() < 10  # ties
 
 
-@DEVICES
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_step_counts_as_a_write(dtype: torch.dtype, device: str) -> None:
-    """A forward saves q_t; an update before its backward must raise."""
-    layer = GroupedLinear(
-        2, 32, 64, recipe=Float8BlockScaling(), weights="fp8", dtype=dtype, device=device
-    )
-    x = torch.randn(7, 32, dtype=dtype, device=device, requires_grad=True)
-    y = layer(x, torch.tensor([3, 4], device=device))
-    for p in layer.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer_of("AdamW", [*layer.parameters()]).step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
 @needs_gpu
 @pytest.mark.parametrize("name", ["AdamW", "amsgrad"])
 def test_cuda_graph(name: str) -> None:
@@ -339,38 +320,6 @@ def test_compiled_step(lr: float | Tensor) -> None:
     assert str(graph.graph).count("grouped_linear.adam_weight_") == 1
 
 
-def losses(kind: str, dtype: torch.dtype, device: str) -> list[float]:
-    """60 steps of AdamW towards another layer's outputs."""
-    torch.manual_seed(0)
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "bias": False}
-    teacher = GroupedLinear(E, K, N, **options)
-    if kind == "plain":
-        layer = GroupedLinear(E, K, N, **options)
-    else:
-        options |= {} if kind == "default" else {"stochastic_rounding": False}
-        layer = GroupedLinear(E, K, N, recipe=Float8BlockScaling(), weights="fp8", **options)
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3, fused=True)
-    m_splits = torch.tensor([100, 60, 96], device=device)
-    found = []
-    for _ in range(60):
-        x = torch.randn(256, K, device=device, dtype=dtype)
-        loss = (layer(x, m_splits) - teacher(x, m_splits).detach()).float().square().mean()
-        loss.backward()
-        found.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
-@DEVICES
-def test_trajectory(device: str) -> None:
-    """By default a quantized weight learns as a BF16 one does; rounded to nearest it does not."""
-    plain, default, nearest = (losses(k, BF16, device) for k in ("plain", "default", "nearest"))
-    assert plain[-1] < 0.4 * plain[0]
-    assert default[-1] < 1.1 * plain[-1]
-    assert nearest[-1] > 2 * plain[-1]
-
-
 # --- averages of weights -------------------------------------------------------------------------
 
 
@@ -392,20 +341,3 @@ def test_moving_average(update: Any, dtype: torch.dtype) -> None:
     # an element deviates by less than the spacing of 0.125, sqrt(300 * 0.008 * 0.117) = 0.53
     # if no rounding were taken back; the mean over 2^14 by 2^-7 of that
     assert abs(t.dequantize(FP32).mean().item() - (2 - 0.999**300)) < 5 * 0.125 * 5 / 128
-
-
-@pytest.mark.parametrize("form", ["multi_avg_fn", "avg_fn"])
-def test_averaged_model(form: str) -> None:
-    """torch's averages, in place or computed outside of the weight and copied."""
-    torch.manual_seed(0)
-    layer = GroupedLinear(1, 128, 128, recipe=Float8BlockScaling(), weights="fp8")
-    function = get_ema_multi_avg_fn(0.99) if form == "multi_avg_fn" else get_ema_avg_fn(0.99)
-    with torch.no_grad():
-        layer.weight.fill_(1.0)
-        averaged = AveragedModel(layer, **{form: function})
-        averaged.update_parameters(layer)
-        layer.weight.fill_(2.0)
-        for _ in range(100):
-            averaged.update_parameters(layer)
-    mean = averaged.module.weight.dequantize().mean().item()
-    assert abs(mean - (2 - 0.99**100)) < 0.02

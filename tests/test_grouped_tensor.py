@@ -10,16 +10,14 @@ import pickle
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from grouped_linear import Float8BlockScaling, GroupedLinear, GroupedTensor, MXFP8BlockScaling
+from grouped_linear import Float8BlockScaling, GroupedTensor, MXFP8BlockScaling
 from grouped_linear.quantized import dispatch, tensor
 from support import reference
 from support.compare import assert_same, assert_same_bits
@@ -314,20 +312,6 @@ def test_tied_weights_stay_tied() -> None:
     with torch.no_grad():
         b.w.mul_(2)
     assert_same(b.tied.detach(), b.w.detach())
-
-
-def test_checkpoints_saved_in_the_background(tmp_path: Path) -> None:
-    """A module's state has plain tensors; a quantized tensor has no memory for torch to stage."""
-    layer = GroupedLinear(E, K, N, recipe=Float8BlockScaling(), weights="fp8")
-    saving: Any = dcp.async_save(layer.state_dict(), checkpoint_id=tmp_path)
-    getattr(saving, "upload_completion", saving).result()  # torch 2.11: the future itself
-    other = GroupedLinear(E, K, N, recipe=Float8BlockScaling(), weights="fp8")
-    state = other.state_dict()
-    dcp.load(state, checkpoint_id=tmp_path)
-    other.load_state_dict(state)
-    assert_same(other.weight.detach(), layer.weight.detach())
-    with pytest.raises(RuntimeError, match="invalid python storage"):
-        dcp.async_save({"w": layer.weight.detach()}, checkpoint_id=tmp_path / "refused")
 
 
 def test_new_empty_is_quantized_in_the_same_shape() -> None:

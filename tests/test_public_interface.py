@@ -103,14 +103,13 @@ Format(dtype=None, scaling=None, power_of_two_scales=False, amax_epsilon=0.0,
     share_scales=False, wgrad_dtype=None, quantize=None, state=None, records=True)
 GeGLU(approximate='none')
 GroupedLinear(num_gemms, in_features, out_features, bias=True, device=None, dtype=None, *,
-    recipe=None, cache_weights=False, fuse_wgrad_accumulation=False, weights=None,
-    stochastic_rounding=None, columnwise=None, lora=None)
+    recipe=None, cache_weights=False, fuse_wgrad_accumulation=False, weights=None, lora=None)
 GroupedLinear.forward(x, m_splits, is_first_microbatch=None)
 GroupedLinear.reset_parameters()
 GroupedMLP(num_experts, hidden_size, intermediate_size, *, bias=False,
     activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0),
     save_gate_up_in_fp8=False, recipe=None, cache_weights=False, fuse_wgrad_accumulation=False,
-    weights=None, stochastic_rounding=None, columnwise=None, lora=None, dtype=None, device=None)
+    weights=None, lora=None, dtype=None, device=None)
 GroupedMLP.forward(x, top_k_weights, top_k_index, is_first_microbatch=None, *, max_rows=None)
 GroupedMLP.reset_parameters()
 GroupedTensor.dequantize(dtype=None)
@@ -151,8 +150,7 @@ GroupedLinear(num_gemms, in_features, out_features, sequence_parallel=False,
     rng_tracker_name=None, init_method=None, bias=True, return_bias=False, params_dtype=None,
     parallel_mode=None, device=None, ub_overlap_rs=False, ub_overlap_ag=False, ub_name=None,
     delay_wgrad_compute=False, save_original_input=False, single_grouped_weight=False,
-    single_grouped_bias=False, *, recipe=None, cache_weights=False, weights=None,
-    stochastic_rounding=None, preserve_high_precision_init=False)
+    single_grouped_bias=False, *, recipe=None, cache_weights=False, weights=None)
 backward_dw()""",
     )
 

@@ -64,7 +64,6 @@ MISTAKES: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
     "cache_weights": (ValueError, lambda layer: layer(cache_weights="no")),
     "fused": (ValueError, lambda layer: layer(fuse_wgrad_accumulation="no")),
     "quantized": (ValueError, lambda layer: layer(weights="int8", **FP8)),
-    "rounding": (ValueError, lambda layer: layer(stochastic_rounding="no", **FP8)),
     "dtype": (ValueError, lambda layer: layer(dtype=torch.float64)),
     "no dtype": (ValueError, lambda layer: layer(dtype="bf16")),
     "double": (RuntimeError, lambda layer: layer(cast=torch.float64)),
@@ -155,15 +154,13 @@ ValueError: GroupedLinear: fuse_wgrad_accumulation must be True or False, got 'n
 ValueError: GroupedMLP: fuse_wgrad_accumulation must be True or False, got 'no'
 ValueError: GroupedLinear: weights must be None, 'both' or 'fp8', got 'int8'
 ValueError: GroupedMLP: weights must be None, 'both' or 'fp8', got 'int8'
-ValueError: GroupedLinear: stochastic_rounding must be None, True or False, got 'no'
-ValueError: GroupedMLP: stochastic_rounding must be None, True or False, got 'no'
 ValueError: GroupedLinear: dtype must be bfloat16, float16 or float32, got float64
 ValueError: GroupedMLP: dtype must be bfloat16, float16 or float32, got float64
 ValueError: GroupedLinear: dtype must be bfloat16, float16 or float32, got 'bf16'
 ValueError: GroupedMLP: dtype must be bfloat16, float16 or float32, got 'bf16'
-RuntimeError: grouped_linear: weight must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
+RuntimeError: grouped_linear: bias must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
 RuntimeError: grouped_mlp: gate_up_proj must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
-RuntimeError: grouped_linear: weight must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
+RuntimeError: grouped_linear: bias must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
 RuntimeError: grouped_mlp: gate_up_proj must be bfloat16, float16 or float32, got float64: cast it, or the layer, as layer.float() does
 RuntimeError: GroupedLinear: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 'yes'
 RuntimeError: GroupedMLP: is_first_microbatch must be None, a bool or a 0-D bool tensor on cpu, got 'yes'

@@ -20,6 +20,8 @@ from grouped_linear.integrations.experts import Experts, experts_of
 from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.watched import ROLES, WatchedLayer
+from grouped_linear.quantized.frozen import KeepsFrozen
+from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
@@ -198,7 +200,13 @@ def _with_recipe(layer: Any, recipe: Recipe | None) -> Any:
             changed[name] = None
         else:  # an activation of converted experts
             changed["_modules"][name] = module
-    changed["_parameters"] = {n: _in_high_precision(p) for n, p in layer._parameters.items()}
+    frozen = layer._frozen if isinstance(layer, KeepsFrozen) else {}
+    parameters = {n: _in_high_precision(p) for n, p in layer._parameters.items()}
+    for name_of_frozen in frozen:
+        del parameters[name_of_frozen + SCALE]
+        w = layer.dequantize(name_of_frozen)
+        parameters[name_of_frozen] = nn.Parameter(w, requires_grad=False)
+    changed |= {"_parameters": parameters, "_frozen": {}}
     hooks = [n for n in vars(layer) if n.startswith("_") and n.endswith("_hooks")]
     changed |= {name: OrderedDict() for name in hooks}
     vars(other).update(changed)

@@ -236,7 +236,8 @@ def _looked_at(weight: Any) -> Tensor | None:
     w = local_part(weight)
     if not isinstance(w, Tensor) or w.dim() not in (3, 4) or w.is_meta:
         return None
-    if isinstance(w, GatheredWeight):  # by FSDP2, which has the numbers in shards
+    if isinstance(w, GatheredWeight) or not w.is_floating_point():
+        # FSDP2 has the numbers in shards; the bytes of a frozen weight do not move.
         return None
     w = as_matrices(w)
     _, N, K = w.shape

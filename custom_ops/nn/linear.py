@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.autograd.context import LinearOptions
+from grouped_linear.autograd.context import LinearOptions, StoredWeight
 from grouped_linear.autograd.wgrad import Wgrad
 from grouped_linear.nn.from_modules import fill, stack_linears
 from grouped_linear.nn.functional import apply_layer, check_parameters
@@ -18,19 +18,13 @@ from grouped_linear.nn.gradient_accumulation import cached_weight, fills, main_g
 from grouped_linear.nn.lora import HasAdapters, Lora, LoraWeights, check_lora
 from grouped_linear.nn.options import check_features, check_flags, check_num_groups, check_options
 from grouped_linear.nn.watched import WatchedLayer
-from grouped_linear.quantized.state_dict import SavesQuantized, scales_of
-from grouped_linear.quantized.weight import (
-    Weights,
-    check_weights_kept,
-    drawn,
-    is_dtensor,
-    keep_weight,
-)
+from grouped_linear.quantized.frozen import STORAGES
+from grouped_linear.quantized.weight import Weights, check_weights_kept, is_dtensor, keep_weight
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import DelayedScalingState, Recipe, new_state
 
 
-class GroupedLinear(HasAdapters, SavesQuantized):
+class GroupedLinear(HasAdapters):
     """One linear layer for each expert: ``y[t] = x[t] @ weight[e].T + bias[e]``, t in group e.
 
     :class:`grouped_linear.te.GroupedLinear` has the further arguments of TransformerEngine's layer.
@@ -53,19 +47,15 @@ class GroupedLinear(HasAdapters, SavesQuantized):
             docs/from_transformer_engine.md has the attributes that Megatron sets beside it.
         weights: how the weight is kept. None: a plain tensor, which each call quantizes. "both": a
             :class:`grouped_linear.GroupedTensorWithMaster`, a plain tensor and its FP8 numbers,
-            which are made when it is written, as by an optimizer. "fp8": a
-            :class:`grouped_linear.GroupedTensor`, in FP8 alone, under ``Float8BlockScaling``. It is
-            drawn in `dtype`, then quantized.
-        stochastic_rounding: round a weight in FP8 alone stochastically when an optimizer steps it,
-            so that small steps add up. None, the default, does so.
-        columnwise: keep a weight in FP8 alone transposed as well, a second byte an element, which
-            dgrad reads. Without it each backward transposes it. None, the default, keeps it unless
-            there is an adapter, which freezes it.
+            which are made when it is written, as by an optimizer. "fp8": frozen in FP8 alone, under
+            ``Float8BlockScaling``: drawn in `dtype`, then quantized, for inference and adapters.
         lora: an adapter beside the weight, which is frozen, see :class:`grouped_linear.Lora`.
 
     Attributes:
         num_gemms, in_features, out_features, recipe, weights: as given.
-        weight: [E, N, K].
+        weight: [E, N, K]; frozen in FP8, the numbers' bytes in uint8, see :meth:`dequantize`.
+        weight_scale_inv: [E, ceil(N / 128), ceil(K / 128)] int32, the bits of the float32 scales,
+            where the weight is frozen in FP8.
         bias: [E, N], or None.
         weight_lora_a: [E, r, K], where there is an adapter.
         weight_lora_b: [E, N, r], the same.
@@ -105,8 +95,6 @@ class GroupedLinear(HasAdapters, SavesQuantized):
         cache_weights: bool = False,
         fuse_wgrad_accumulation: bool = False,
         weights: Weights = None,
-        stochastic_rounding: bool | None = None,
-        columnwise: bool | None = None,
         lora: Lora | None = None,
     ) -> None:
         super().__init__()
@@ -115,8 +103,10 @@ class GroupedLinear(HasAdapters, SavesQuantized):
         check_features("GroupedLinear", "out_features", out_features)
         check_flags("GroupedLinear", bias=bias)
         check_options("GroupedLinear", recipe, cache_weights, fuse_wgrad_accumulation, dtype)
-        kept_options = weights, stochastic_rounding, cache_weights, columnwise
-        check_weights_kept("GroupedLinear", recipe, *kept_options)
+        fused = fuse_wgrad_accumulation
+        check_weights_kept(
+            "GroupedLinear", recipe, weights, None, cache_weights, fuse_wgrad_accumulation=fused
+        )
         check_lora("GroupedLinear", lora)
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self._has_bias, self._recipe = bias, recipe
@@ -124,9 +114,10 @@ class GroupedLinear(HasAdapters, SavesQuantized):
         self.weights = weights
         E, N, K = num_gemms, out_features, in_features
         weight = torch.empty(E, N, K, dtype=dtype, device=device)
-        keeps_q_t = lora is None if columnwise is None else columnwise
-        kept = keep_weight(weight, weights, recipe, stochastic_rounding, keeps_q_t)
-        self._register("weight", kept)
+        if recipe is not None and weights in STORAGES:
+            self.freeze("weight", weight, recipe, weights=weights)
+        else:
+            self._register("weight", keep_weight(weight, weights, recipe))
         b = torch.empty(E, N, dtype=dtype, device=device) if bias else None
         self._register("bias", b)
         self.weight_state, self.weight_cache = new_state(recipe, E, device), None
@@ -186,15 +177,9 @@ class GroupedLinear(HasAdapters, SavesQuantized):
         """How GEMMs are computed. Another recipe has another state: make another layer."""
         return self._recipe
 
-    @property
-    def weight_scale_inv(self) -> Tensor | None:
-        """[E, ceil(N / 128), ceil(K / 128)], the scales of a quantized weight; None of another."""
-        return scales_of(self._parameters.get("weight"))
-
-    def _register(self, name: str, t: Tensor | None) -> tuple[str, ...]:
-        """Register a parameter and return its name. A subclass may register one for each expert."""
+    def _register(self, name: str, t: Tensor | None) -> None:
+        """Register a parameter. A subclass may register one for each expert."""
         self.register_parameter(name, None if t is None else nn.Parameter(t))
-        return (name,)
 
     def _experts_of(self, name: str) -> Any:
         """The parameter, whose first dimension is experts, or a tuple with one of each expert."""
@@ -209,7 +194,7 @@ class GroupedLinear(HasAdapters, SavesQuantized):
             if state is not None:
                 state.reset()
         bias = self._experts_of("bias")
-        with drawn(self._experts_of("weight")) as weight:
+        with self.drawn("weight", self._experts_of("weight")) as weight:
             self._draw(weight, () if bias is None else bias)
         self._draw_adapters()
 
@@ -267,8 +252,11 @@ class GroupedLinear(HasAdapters, SavesQuantized):
         lora: LoraWeights | None = None,
     ) -> Tensor:
         """:meth:`forward` with the weights, the bias and the options that a subclass chooses."""
-        weights = tuple(named_weights.values())
-        check_parameters("grouped_linear", weight=weights[0], bias=bias)
+        frozen = self.frozen_weight("weight")
+        weights = tuple(named_weights.values()) if frozen is None else (frozen.values,)
+        check_parameters("grouped_linear", bias=bias)
+        if frozen is None:
+            check_parameters("grouped_linear", weight=weights[0])
         recipe, state, cache = self._recipe, self.weight_state, self.weight_cache
         stores_weight = cache is not None or self.weights is not None
         first = read_flag("GroupedLinear", is_first_microbatch, x, recipe, stores_weight)
@@ -276,6 +264,8 @@ class GroupedLinear(HasAdapters, SavesQuantized):
         if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
             main_grad = main_grad_of("GroupedLinear", named_weights, first)
         stored = cached_weight("GroupedLinear", cache, weights, first)
+        if frozen is not None:
+            stored = StoredWeight(frozen)
         watched = None if self.watched is None else self.watched.of_call()
         options = LinearOptions(stored, main_grad, save_input, defer_wgrad, watched=watched)
         if state is not None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout as drop
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
+from grouped_linear.quantized.frozen import KeepsFrozen
 from grouped_linear.recipes.format import check_flags
 
 MAX_RANK = 256
@@ -107,7 +108,7 @@ def dropped(x: Tensor, lora: LoraWeights | None) -> Tensor | None:
     return drop(x, lora.dropout)
 
 
-class HasAdapters(nn.Module):
+class HasAdapters(KeepsFrozen):
     """A layer some of whose weights have adapters; see :class:`Lora`.
 
     The adapter of a weight is the parameters ``{weight}_lora_a`` and ``{weight}_lora_b``.
@@ -124,7 +125,9 @@ class HasAdapters(nn.Module):
         for name, lora in adapters.items():
             weight = getattr(self, name)
             E, N, K = weight.shape
-            options = {"dtype": lora.dtype or weight.dtype, "device": weight.device}
+            frozen = self._frozen.get(name)
+            dtype = lora.dtype or (weight.dtype if frozen is None else frozen.dtype)
+            options = {"dtype": dtype, "device": weight.device}
             a = torch.empty(E, lora.rank, K, **options)
             self.register_parameter(f"{name}_lora_a", nn.Parameter(a))
             b = torch.empty(E, N, lora.rank, **options)
@@ -151,9 +154,8 @@ class HasAdapters(nn.Module):
         """Add each adapter's product to its weight, and set its B to zero: outputs stay.
 
         ``weight[e] += scaling * B[e] @ A[e]``, computed in float32 and rounded once to the weight's
-        numbers. A weight in FP8 alone is quantized again, by the scales of the sum, and rounded
-        stochastically unless it was made with ``stochastic_rounding=False``: outputs then differ by
-        that rounding. On meta nothing is done.
+        numbers. A frozen weight is quantized again, by the scales of the sum: outputs then differ
+        by that rounding. On meta nothing is done.
         """
         for name, lora in self._adapters.items():
             a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
@@ -162,5 +164,8 @@ class HasAdapters(nn.Module):
                 return
             with torch.autocast(weight.device.type, enabled=False):
                 product_ENK = lora.scaling * torch.bmm(b.float(), a.float())
-            weight.copy_((weight.float() + product_ENK).to(weight.dtype))
+            if name in self._frozen:
+                self.overwrite_frozen(name, self.dequantize(name, torch.float32) + product_ENK)
+            else:
+                weight.copy_((weight.float() + product_ENK).to(weight.dtype))
             b.zero_()

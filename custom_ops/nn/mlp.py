@@ -4,14 +4,14 @@ E experts, C experts chosen for a token, H features of a token, F features insid
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from grouped_linear.autograd.activation import MLPConfig
-from grouped_linear.autograd.context import LinearOptions
+from grouped_linear.autograd.context import LinearOptions, StoredWeight
 from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.from_modules import fill, stack_experts
 from grouped_linear.nn.functional_mlp import apply_mlp, apply_mlp_sorted, check_activation
@@ -20,19 +20,13 @@ from grouped_linear.nn.lora import HasAdapters, Lora, LoraWeights, check_lora
 from grouped_linear.nn.options import check_features, check_flags, check_num_groups, check_options
 from grouped_linear.nn.watched import WatchedLayer
 from grouped_linear.ops.activation import PLAIN, Activation
-from grouped_linear.quantized.state_dict import SavesQuantized, scales_of
-from grouped_linear.quantized.weight import (
-    Weights,
-    check_weights_kept,
-    drawn,
-    keep_weight,
-    local_part,
-)
+from grouped_linear.quantized.frozen import STORAGES
+from grouped_linear.quantized.weight import Weights, check_weights_kept, keep_weight, local_part
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.recipes import DelayedScalingState, Recipe, new_state
 
 
-class GroupedMLP(HasAdapters, SavesQuantized):
+class GroupedMLP(HasAdapters):
     """Experts of two layers and their weighted sum: :func:`grouped_linear.grouped_mlp` as a module.
 
     Args:
@@ -42,8 +36,7 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         bias: whether both GEMMs add a bias.
         activation: between them, see :func:`grouped_linear.grouped_mlp`.
         save_gate_up_in_fp8: see :func:`grouped_linear.grouped_mlp`.
-        recipe, cache_weights, weights, stochastic_rounding, columnwise: of both weights, see
-            :class:`grouped_linear.GroupedLinear`.
+        recipe, cache_weights, weights: of both weights, see :class:`grouped_linear.GroupedLinear`.
         fuse_wgrad_accumulation: of both weights, see :class:`grouped_linear.GroupedLinear`. A bias
             has its gradient in ``grad``.
         lora: adapters beside both projections, which are frozen, see :class:`grouped_linear.Lora`;
@@ -56,6 +49,8 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         gate_up_proj: [E, 2 F, H]: gate, then up, or as activation says; [E, F, H] for one without a
             gate.
         down_proj: [E, H, F].
+        gate_up_proj_scale_inv, down_proj_scale_inv: of weights that are frozen in FP8, see
+            ``weight_scale_inv`` of :class:`grouped_linear.GroupedLinear`.
         gate_up_proj_bias: [E, 2 F] or [E, F], or None.
         down_proj_bias: [E, H], or None.
         gate_up_proj_lora_a, gate_up_proj_lora_b: [E, r, H] and [E, 2 F, r] or [E, F, r], where
@@ -76,15 +71,15 @@ class GroupedMLP(HasAdapters, SavesQuantized):
     >>> mlp(x, *scores.topk(2)).shape
     torch.Size([2, 5, 16])
 
-    An optimizer can step weights that are stored in FP8 alone:
+    Adapters learn beside weights that are frozen in FP8:
 
-    >>> from grouped_linear import Float8BlockScaling
-    >>> mlp = GroupedMLP(4, 16, 32, recipe=Float8BlockScaling(), weights="fp8")
-    >>> mlp.down_proj.q.dtype
-    torch.float8_e4m3fn
-    >>> optimizer = torch.optim.SGD(mlp.parameters(), lr=0.1)
+    >>> from grouped_linear import Float8BlockScaling, Lora
+    >>> mlp = GroupedMLP(4, 16, 32, recipe=Float8BlockScaling(), weights="fp8", lora=Lora(8))
+    >>> mlp.down_proj.dtype, mlp.state_dict()["down_proj"].dtype, mlp.dequantize("down_proj").dtype
+    (torch.uint8, torch.float8_e4m3fn, torch.float32)
     >>> mlp(x, *scores.topk(2)).square().mean().backward()
-    >>> optimizer.step()
+    >>> [name for name, p in mlp.named_parameters() if p.grad is not None][:2]
+    ['gate_up_proj_lora_a', 'gate_up_proj_lora_b']
     """
 
     gate_up_proj: nn.Parameter
@@ -111,8 +106,6 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         cache_weights: bool = False,
         fuse_wgrad_accumulation: bool = False,
         weights: Weights = None,
-        stochastic_rounding: bool | None = None,
-        columnwise: bool | None = None,
         lora: Lora | Mapping[str, Lora] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -124,10 +117,11 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         check_flags("GroupedMLP", bias=bias, save_gate_up_in_fp8=save_gate_up_in_fp8)
         check_activation("GroupedMLP", activation)
         check_options("GroupedMLP", recipe, cache_weights, fuse_wgrad_accumulation, dtype)
-        kept_options = weights, stochastic_rounding, cache_weights, columnwise
-        check_weights_kept("GroupedMLP", recipe, *kept_options)
+        fused = fuse_wgrad_accumulation
+        check_weights_kept(
+            "GroupedMLP", recipe, weights, None, cache_weights, fuse_wgrad_accumulation=fused
+        )
         adapters = _adapters_of(lora)
-        keeps_q_t = not adapters if columnwise is None else columnwise
         self.num_experts = num_experts
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.activation, self._recipe = activation, recipe
@@ -138,8 +132,11 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         G = 2 * F if activation.gated else F
         for name, shape in (("gate_up_proj", (E, G, H)), ("down_proj", (E, H, F))):
             w = torch.empty(shape, dtype=dtype, device=device)
-            kept = keep_weight(w, weights, recipe, stochastic_rounding, keeps_q_t)
-            self.register_parameter(name, nn.Parameter(kept))
+            if recipe is not None and weights in STORAGES:
+                self.freeze(name, w, recipe, weights=weights)
+            else:
+                kept = keep_weight(w, weights, recipe)
+                self.register_parameter(name, nn.Parameter(kept))
         for name, features in (("gate_up_proj_bias", G), ("down_proj_bias", H)):
             b = nn.Parameter(torch.empty(E, features, dtype=dtype, device=device)) if bias else None
             self.register_parameter(name, b)
@@ -218,30 +215,18 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         """How GEMMs are computed. Another recipe has other states: make another module."""
         return self._recipe
 
-    @property
-    def gate_up_proj_scale_inv(self) -> Tensor | None:
-        """[E, ceil(2 F / 128), ceil(H / 128)], the scales of a quantized gate_up_proj, or None."""
-        return scales_of(self.gate_up_proj)
-
-    @property
-    def down_proj_scale_inv(self) -> Tensor | None:
-        """[E, ceil(H / 128), ceil(F / 128)], the scales of a quantized down_proj, or None."""
-        return scales_of(self.down_proj)
-
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the parameters as nn.Linear does, reset scales and caches; do nothing on meta."""
         if self.gate_up_proj.is_meta:
             return
-        for weight_ENK, bias_EN in (
-            (self.gate_up_proj, self.gate_up_proj_bias),
-            (self.down_proj, self.down_proj_bias),
-        ):
+        for name in ("gate_up_proj", "down_proj"):
+            weight_ENK, bias_EN = getattr(self, name), getattr(self, f"{name}_bias")
             bound = 1 / math.sqrt(weight_ENK.size(2))
             if bias_EN is not None:
                 nn.init.uniform_(bias_EN, -bound, bound)
-            with drawn(weight_ENK) as numbers_ENK:
-                nn.init.uniform_(numbers_ENK, -bound, bound)
+            with self.drawn(name, weight_ENK) as w_ENK:
+                nn.init.uniform_(w_ENK, -bound, bound)
         self._draw_adapters()
         for state in (
             self.gate_up_proj_state,
@@ -315,21 +300,26 @@ class GroupedMLP(HasAdapters, SavesQuantized):
         first = read_flag("GroupedMLP", is_first_microbatch, x, self._recipe, stores_weight)
         fused = self.fuse_wgrad_accumulation and torch.is_grad_enabled()
 
-        def options(number: int, name: str, w: Any, cache: WeightCache | None) -> LinearOptions:
-            return LinearOptions(
-                cached_weight("GroupedMLP", cache, (w,), first),
-                main_grad_of("GroupedMLP", {name: w}, first) if fused else None,
-                watched=None if self.watched is None else self.watched.of_call(number),
-            )
+        # The experts of this process. FSDP2 has gathered what it shards.
+        local: Callable[[Any], Any] = _as_it_is if self.dispatcher is None else local_part
 
-        weights: tuple[Any, Any] = self.gate_up_proj, self.down_proj
-        of_gate_up = options(0, "gate_up_proj", weights[0], self.gate_up_proj_cache)
-        of_down = options(1, "down_proj", weights[1], self.down_proj_cache)
-        biases: tuple[Any, Any] = self.gate_up_proj_bias, self.down_proj_bias
+        def weight_and_options(number: int, name: str) -> tuple[Any, LinearOptions]:
+            watched = None if self.watched is None else self.watched.of_call(number)
+            frozen = self.frozen_weight(name)
+            if frozen is not None:
+                frozen = frozen.each(local)
+                return frozen.values, LinearOptions(StoredWeight(frozen), watched=watched)
+            w, cache = getattr(self, name), getattr(self, f"{name}_cache")
+            stored = cached_weight("GroupedMLP", cache, (w,), first)
+            main_grad = main_grad_of("GroupedMLP", {name: w}, first) if fused else None
+            return local(w), LinearOptions(stored, main_grad, watched=watched)
+
+        gate_up_proj, of_gate_up = weight_and_options(0, "gate_up_proj")
+        down_proj, of_down = weight_and_options(1, "down_proj")
+        weights = gate_up_proj, down_proj
+        biases = local(self.gate_up_proj_bias), local(self.down_proj_bias)
         lora = self._adapter("gate_up_proj"), self._adapter("down_proj")
-        if self.dispatcher is not None:  # the experts of this process
-            weights = local_part(weights[0]), local_part(weights[1])
-            biases = local_part(biases[0]), local_part(biases[1])
+        if self.dispatcher is not None:
             lora = _local_adapter(lora[0]), _local_adapter(lora[1])
         fills_cache = self.gate_up_proj_cache is not None and fills(first)
         recipes = tuple(
@@ -348,6 +338,10 @@ class GroupedMLP(HasAdapters, SavesQuantized):
             f"activation={activation}, recipe={self.recipe}"
             + (f", lora={self._adapters}" if self._adapters else "")
         )
+
+
+def _as_it_is(t: Any) -> Any:
+    return t
 
 
 def _local_adapter(lora: LoraWeights | None) -> LoraWeights | None:

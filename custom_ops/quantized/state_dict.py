@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.meta_kernels.rules import E4M3, dtype_name
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, E4M3, dtype_name
 from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import convert_loaded, distributed_like, is_dtensor, local_part
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
@@ -44,7 +44,7 @@ def split_quantized(module: nn.Module, state_dict: dict[str, Any], prefix: str) 
             if isinstance(local, GroupedTensorWithMaster):
                 state_dict[prefix + name] = distributed_like(w, local.for_state_dict())
             elif isinstance(local, GroupedTensor):
-                state_dict[prefix + name] = _sent_as_bytes(distributed_like(w, local.q))
+                state_dict[prefix + name] = sent_as_bytes(distributed_like(w, local.q))
                 state_dict[prefix + name + SCALE] = distributed_like(w, local.scale)
 
 
@@ -138,9 +138,29 @@ def _quantized(q: Tensor, scale: Tensor, options: dict[str, Any]) -> GroupedTens
     return GroupedTensor.from_parts(q.contiguous(), scale.float().contiguous(), **options)
 
 
-def _sent_as_bytes(q: Any) -> Any:
+def for_state_dict(w: Any) -> Any:
+    """A tensor of a state dict; a weight with its master as one that can be saved anywhere."""
+    local = local_part(w)
+    if isinstance(w, nn.Parameter) or not isinstance(local, GroupedTensorWithMaster):
+        return w
+    plain = local.for_state_dict()
+    return distributed_like(w, plain) if is_dtensor(w) else plain
+
+
+def as_master(own: Any, w: Tensor) -> Tensor:
+    """What ``assign=True`` puts in a parameter's place: for a master, a copy kept as that is.
+
+    A write through the loaded tensor itself would not show.
+    """
+    if not isinstance(own, GroupedTensorWithMaster) or w.shape != own.shape:
+        return w
+    w = w.numbers(w.dtype) if isinstance(w, GroupedTensor) else w
+    return own.of(w.clone(memory_format=torch.contiguous_format)) if w.dtype in ACTIVATIONS else w
+
+
+def sent_as_bytes(q: Any) -> Any:
     """A DTensor of e4m3 numbers whose parts are gathered as bytes on CPUs."""
-    if q.device.type != "cpu":
+    if not is_dtensor(q) or q.device.type != "cpu":
         return q
     dtensor: Any = type(q)
     cls = _class_sent_as_bytes(dtensor)

@@ -51,6 +51,7 @@ def check_weights_kept(
     stochastic_rounding: Any = None,
     cache_weights: bool = False,
     columnwise: Any = None,
+    fuse_wgrad_accumulation: bool = False,
 ) -> None:
     """Raise ValueError for an option ``weights`` that is none, or that others exclude.
 
@@ -70,6 +71,11 @@ def check_weights_kept(
     if weights is not None and cache_weights:
         raise ValueError(
             f"{owner}: cache_weights keeps what weights={weights!r} has already: choose one of them"
+        )
+    if weights == "fp8" and fuse_wgrad_accumulation:
+        raise ValueError(
+            f"{owner}: weights='fp8' is frozen and has no gradient to accumulate: "
+            "weights='both' learns"
         )
     flags = {"stochastic_rounding": stochastic_rounding, "columnwise": columnwise}
     for name, flag in flags.items():

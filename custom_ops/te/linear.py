@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from grouped_linear.nn import linear
 from grouped_linear.nn.functional import autocast_dtype, check_parameters
 from grouped_linear.nn.options import check_flags, check_parameters_dtype
-from grouped_linear.quantized.state_dict import join_quantized
+from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import Weights, is_dtensor, local_part
 from grouped_linear.recipes import Recipe
 from grouped_linear.te.deferred import Deferred, compute_oldest, defer, watch
@@ -37,7 +37,7 @@ class GroupedLinear(linear.GroupedLinear):
 
     Args:
         num_gemms, in_features, out_features, bias: see :class:`grouped_linear.GroupedLinear`.
-        recipe, cache_weights, stochastic_rounding: see :class:`grouped_linear.GroupedLinear`.
+        recipe, cache_weights: see :class:`grouped_linear.GroupedLinear`.
         weights: see :class:`grouped_linear.GroupedLinear`; needs ``single_grouped_weight``.
         fuse_wgrad_accumulation: the same; each weight has a ``main_grad``.
         device: the same; torch's default device, not "cuda".
@@ -58,13 +58,10 @@ class GroupedLinear(linear.GroupedLinear):
         single_grouped_weight: one parameter ``weight`` for all experts, or ``weight0``, ``weight1``
             and so on. Checkpoints of either form load into the other.
         single_grouped_bias: one parameter ``bias``, or ``bias0``, ``bias1`` and so on.
-        preserve_high_precision_init: keep the drawn weight as ``high_precision_init``, for an
-            optimizer with high-precision weights of its own.
 
     Attributes:
         weight: [E, N, K]; or weight0, ... [N, K].
         bias: [E, N], or None; or bias0, ... [N].
-        high_precision_init: [E, N, K] on the CPU, or None; set it to None after use.
 
     Raises:
         ValueError: for a configuration that no call could run, and for what is out of scope.
@@ -76,8 +73,6 @@ class GroupedLinear(linear.GroupedLinear):
     >>> y.shape, bias.shape
     (torch.Size([7, 32]), torch.Size([2, 32]))
     """
-
-    high_precision_init: Tensor | None
 
     def __init__(
         self,
@@ -107,8 +102,6 @@ class GroupedLinear(linear.GroupedLinear):
         recipe: Recipe | None = None,
         cache_weights: bool = False,
         weights: Weights = None,
-        stochastic_rounding: bool | None = None,
-        preserve_high_precision_init: bool = False,
     ) -> None:
         _check_out_of_scope(False, sequence_parallel=sequence_parallel)
         _check_out_of_scope(False, ub_overlap_rs=ub_overlap_rs, ub_overlap_ag=ub_overlap_ag)
@@ -121,7 +114,6 @@ class GroupedLinear(linear.GroupedLinear):
             save_original_input=save_original_input,
             single_grouped_weight=single_grouped_weight,
             single_grouped_bias=single_grouped_bias,
-            preserve_high_precision_init=preserve_high_precision_init,
         )
         _check_function("init_method", init_method, "called with each expert's weight")
         _check_function(
@@ -130,8 +122,6 @@ class GroupedLinear(linear.GroupedLinear):
         check_parameters_dtype("GroupedLinear", "params_dtype", params_dtype)
         if weights is not None and not single_grouped_weight:
             raise ValueError(f"GroupedLinear: weights={weights!r} needs single_grouped_weight=True")
-        if preserve_high_precision_init and weights != "fp8":
-            raise ValueError("GroupedLinear: preserve_high_precision_init needs weights='fp8'")
         if save_original_input and isinstance(recipe, Recipe) and recipe.has_state:
             raise ValueError(
                 "GroupedLinear: save_original_input quantizes the input once more in the backward, "
@@ -139,12 +129,9 @@ class GroupedLinear(linear.GroupedLinear):
             )
         # The base class reads these while it registers and draws the parameters.
         self._single = {"weight": single_grouped_weight, "bias": single_grouped_bias}
-        self._names: dict[str, tuple[str, ...]] = {}
         self._init_method = init_method
         self._get_rng_state_tracker = get_rng_state_tracker
         self._rng_tracker_names = () if rng_tracker_name is None else (rng_tracker_name,)
-        self._preserve_high_precision_init = preserve_high_precision_init
-        self.high_precision_init = None
         super().__init__(
             num_gemms,
             in_features,
@@ -156,7 +143,6 @@ class GroupedLinear(linear.GroupedLinear):
             cache_weights=cache_weights,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             weights=weights,
-            stochastic_rounding=stochastic_rounding,
         )
         self.return_bias = return_bias
         self.delay_wgrad_compute = delay_wgrad_compute
@@ -165,26 +151,25 @@ class GroupedLinear(linear.GroupedLinear):
 
     # --- one parameter, or one for each expert ---------------------------------------------------
 
-    def _register(self, name: str, t: Tensor | None) -> tuple[str, ...]:
+    def _register(self, name: str, t: Tensor | None) -> None:
         if t is None or self._single[name]:
-            self._names[name] = super()._register(name, t)
-        else:  # views of one tensor, side by side
-            self._names[name] = self._per_expert(name)
-            for expert, own in zip(self._names[name], t, strict=True):
-                self.register_parameter(expert, nn.Parameter(own))
-        return self._names[name]
+            super()._register(name, t)
+            return
+        for expert, own in zip(self._per_expert(name), t, strict=True):  # side by side in memory
+            self.register_parameter(expert, nn.Parameter(own))
 
     def _per_expert(self, name: str) -> tuple[str, ...]:
         return tuple(f"{name}{e}" for e in range(self.num_gemms))
 
     def _experts_of(self, name: str) -> Any:
-        if self._names[name] == (name,):
+        if name in self._parameters:
             return getattr(self, name)
-        return tuple(getattr(self, expert) for expert in self._names[name])
+        return tuple(getattr(self, expert) for expert in self._per_expert(name))
 
     def _weights(self) -> dict[str, Any]:
         """The weight's parameters by name; Any, because their owners give them attributes."""
-        return {name: getattr(self, name) for name in self._names["weight"]}
+        names = ("weight",) if self._single["weight"] else self._per_expert("weight")
+        return {name: getattr(self, name) for name in names}
 
     def _whole_bias(self) -> Tensor | None:
         """[E, N]."""
@@ -204,8 +189,6 @@ class GroupedLinear(linear.GroupedLinear):
                 for expert in local_part(weight):
                     self._init_method(expert)
             super()._draw(weight if self._init_method is None else (), bias)
-        if self._preserve_high_precision_init:
-            self.high_precision_init = weight.cpu()  # type: ignore[attr-defined]
 
     # --- a call ----------------------------------------------------------------------------------
 
@@ -217,9 +200,8 @@ class GroupedLinear(linear.GroupedLinear):
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """:meth:`grouped_linear.GroupedLinear.forward`; with return_bias it gives ``(y, bias)``."""
         named, bias = self._weights(), self._whole_bias()
-        weights = tuple(named.values())
-        check_parameters("grouped_linear", weight=weights[0], bias=bias)
-        later = None
+        weights, later = tuple(named.values()), None
+        check_parameters("grouped_linear", bias=bias)
         defers = self.delay_wgrad_compute and torch.is_grad_enabled()
         if defers and any(w.requires_grad for w in weights):
             if torch.compiler.is_compiling():
@@ -317,17 +299,18 @@ class GroupedLinear(linear.GroupedLinear):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Load parameters of either form, quantized or not."""
-        join_quantized(self, state_dict, prefix, args[4])  # args[4] takes error messages
+        """Load parameters of either form, in FP8 or not."""
         for name, single in self._single.items():
-            packed, names = prefix + name, [prefix + n for n in self._per_expert(name)]
-            if single and packed not in state_dict and all(n in state_dict for n in names):
-                if len({state_dict[n].shape for n in names}) == 1:
-                    state_dict[packed] = torch.stack([state_dict.pop(n) for n in names])
-            elif not single and state_dict.keys().isdisjoint(names):
-                experts = state_dict.get(packed)
-                if experts is not None and experts.shape[:1] == (self.num_gemms,):
-                    state_dict.update(zip(names, state_dict.pop(packed), strict=True))
+            for part in ("", SCALE):
+                packed = prefix + name + part
+                names = [prefix + n + part for n in self._per_expert(name)]
+                if single and packed not in state_dict and all(n in state_dict for n in names):
+                    if len({(state_dict[n].shape, state_dict[n].dtype) for n in names}) == 1:
+                        state_dict[packed] = torch.stack([state_dict.pop(n) for n in names])
+                elif not single and state_dict.keys().isdisjoint(names):
+                    experts = state_dict.get(packed)
+                    if experts is not None and experts.shape[:1] == (self.num_gemms,):
+                        state_dict.update(zip(names, state_dict.pop(packed), strict=True))
         with self._tied_if_moved():
             super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

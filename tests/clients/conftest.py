@@ -21,16 +21,14 @@ def seeded() -> None:
 
 
 class TinyModel(nn.Module):
-    """A model of no library, whose experts learn in FP8."""
+    """A model of no library, whose experts are frozen in FP8."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, 32)
         self.router = nn.Linear(32, 4, bias=False)
-        self.experts = GroupedMLP(
-            4, 32, 64, recipe=Float8BlockScaling(), weights="fp8", stochastic_rounding=False
-        )
+        self.experts = GroupedMLP(4, 32, 64, recipe=Float8BlockScaling(), weights="fp8")
         self.head = nn.Linear(32, VOCABULARY)
 
     def forward(self, input_ids: Any, labels: Any = None) -> dict[str, Any]:

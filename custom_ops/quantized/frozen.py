@@ -1,0 +1,323 @@
+"""Weights that are frozen in few bits: bytes in plain parameters of any module.
+
+A module that has :class:`KeepsFrozen` among its bases, first, uses it so::
+
+    module.freeze("weight", w_ENK, recipe)              # quantizes; replaces or registers it
+    module.freeze("weight", (q, scale), recipe, dtype)  # takes numbers as they are, not copied
+    module.frozen_weight("weight")                      # for GEMMs; None of a weight that learns
+    module.dequantize("weight")                         # a plain tensor
+
+It then has two parameters that require no gradient: ``weight``, the numbers' bytes, and
+``weight_scale_inv``, the scales' bits. They move, copy, pickle, shard and gather as any integers
+do, and nothing casts them. Its state dicts have the same memory as numbers and scales, under the
+same two names, as checkpoints in FP8 do. Loading takes these, or high precision, which it rounds to
+nearest; a weight that learns takes numbers and scales, too. An operation on the bytes computes with
+bytes: a moving average of parameters must leave out those that require no gradient.
+
+E experts, K in_features, N out_features.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from grouped_linear import ops
+from grouped_linear.meta_kernels.rules import (
+    ACTIVATIONS,
+    BLOCK,
+    E4M3,
+    Rules,
+    ceil_div,
+    dtype_name,
+)
+from grouped_linear.quantized import block_math
+from grouped_linear.quantized.state_dict import (
+    SCALE,
+    as_master,
+    for_state_dict,
+    sent_as_bytes,
+)
+from grouped_linear.quantized.weight import distributed_like, is_dtensor, local_part
+from grouped_linear.recipes import QuantizedWeight, Recipe
+
+Parts = tuple[Tensor, Tensor]
+
+
+def _quantize_blocks(w_ENK: Tensor, recipe: Recipe) -> Parts:
+    options = recipe.weight.scale_options
+    q, scale, _ = ops.quantize_weight(w_ENK, columnwise=False, **options)
+    assert q is not None
+    return q, scale
+
+
+class Storage(NamedTuple):
+    """How a frozen weight lies in memory, and as which dtypes it is read."""
+
+    bits: torch.dtype
+    """Of the parameter."""
+    values: torch.dtype
+    """Of the numbers in these bits."""
+    scale_bits: torch.dtype
+    scale: torch.dtype
+    block: tuple[int, int]
+    """How many numbers [N, K] of the parameter share a scale."""
+    quantize: Callable[[Tensor, Recipe], Parts]
+    """Numbers and scales of a weight [E, N, K] in high precision."""
+    dequantize: Callable[[Tensor, Tensor, torch.dtype], Tensor]
+
+
+#: By the option ``weights`` of layers.
+STORAGES = {
+    "fp8": Storage(
+        torch.uint8,
+        E4M3,
+        torch.int32,
+        torch.float32,
+        (BLOCK, BLOCK),
+        _quantize_blocks,
+        block_math.dequantize,
+    )
+}
+
+
+class Frozen(NamedTuple):
+    """How one weight of a module is frozen."""
+
+    weights: str
+    """The key of its :class:`Storage`."""
+    recipe: Recipe
+    """By which high precision is quantized that is loaded."""
+    dtype: torch.dtype
+    """Of the high-precision weight, and of what it is dequantized to."""
+
+    @property
+    def storage(self) -> Storage:
+        """Its dtypes and blocks."""
+        return STORAGES[self.weights]
+
+
+class KeepsFrozen(nn.Module):
+    """A module some of whose weights may be frozen; see the top of this file."""
+
+    _frozen: Mapping[str, Frozen] = {}  # by the parameter's name
+
+    @torch.no_grad()
+    def freeze(
+        self,
+        name: str,
+        weight: Tensor | Parts,
+        recipe: Recipe,
+        dtype: torch.dtype | None = None,
+        *,
+        weights: str = "fp8",
+    ) -> None:
+        """Make a parameter frozen, or register one.
+
+        Args:
+            name: the parameter's; its scales become the parameter ``name_scale_inv``.
+            weight: [E, N, K] in high precision, which is quantized; or numbers and scales, for FP8
+                [E, N, K] float8_e4m3fn and [E, ceil(N / 128), ceil(K / 128)] float32, contiguous.
+                They are not copied. DTensors of these are sharded by experts.
+            recipe: by which it is quantized.
+            dtype: of the weight that these numbers stand for; that of a weight in high precision.
+            weights: the key of a storage.
+
+        Raises:
+            RuntimeError: for a wrong shape, dtype or device. The module is then as it was.
+        """
+        if isinstance(weight, Tensor):
+            frozen = Frozen(weights, recipe, dtype or weight.dtype)
+            parts = _quantized(weight, frozen)
+        else:
+            frozen, parts = Frozen(weights, recipe, dtype or torch.bfloat16), weight
+        _check_parts(frozen.storage, *map(local_part, parts))
+        self._frozen = {**self._frozen, name: frozen}
+        for part_name, part in zip((name, name + SCALE), _as_bits(frozen, parts), strict=True):
+            self.register_parameter(part_name, nn.Parameter(part, requires_grad=False))
+
+    def frozen_weight(self, name: str) -> QuantizedWeight | None:
+        """Numbers and scales of a frozen weight, in the parameters' memory; None of another.
+
+        A backward that reads the weight transposed makes that for itself: a copy that is kept would
+        not follow when the bytes are written. RuntimeError if the parameters are no bytes.
+        """
+        if name not in self._frozen:
+            return None
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"{type(self).__name__}: torch.jit.trace records no frozen weight: use "
+                "torch.export or torch.compile"
+            )
+        storage, bits, scale = self._frozen[name].storage, *self._parts(name)
+        # Substituted parameters may be those of a state dict.
+        if bits.dtype not in (storage.bits, storage.values):
+            raise RuntimeError(
+                f"{type(self).__name__}: {name} is frozen in {dtype_name(storage.bits)}, got "
+                f"{dtype_name(bits.dtype)}: load_state_dict quantizes"
+            )
+        return QuantizedWeight(bits.view(storage.values), scale.view(storage.scale), None)
+
+    def dequantize(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A frozen weight's numbers times their scales, rounded once, in a plain tensor.
+
+        Args:
+            name: the parameter's.
+            dtype: bfloat16, float16 or float32; that of the weight which was frozen by default.
+
+        Returns:
+            [E, N, K]; of a sharded weight a DTensor.
+        """
+        own, frozen, weight = getattr(self, name), self._frozen[name], self.frozen_weight(name)
+        assert weight is not None
+        values, scale, _ = weight.each(local_part)
+        assert scale is not None
+        w = frozen.storage.dequantize(values, scale, dtype or frozen.dtype)
+        return distributed_like(own, w) if is_dtensor(own) else w
+
+    @contextmanager
+    def drawn(self, name: str, weight: Any) -> Iterator[Any]:
+        """Yield the tensor to initialise: the weight, or a plain one that is then frozen there.
+
+        So a frozen weight starts as the quantized numbers that a plain weight would have.
+        """
+        if name not in self._frozen:
+            yield weight
+            return
+        w = torch.empty_like(weight, dtype=self._frozen[name].dtype)
+        yield w
+        self.overwrite_frozen(name, w)
+
+    @torch.no_grad()
+    def overwrite_frozen(self, name: str, w: Tensor) -> None:
+        """Quantize w [E, N, K] in high precision, rounded to nearest, into the same memory.
+
+        ``w`` is a DTensor where the parameter is one.
+        """
+        frozen = self._frozen[name]
+        for bits, new in zip(
+            self._parts(name), _as_bits(frozen, _quantized(w, frozen)), strict=True
+        ):
+            bits.copy_(new)
+
+    def _parts(self, name: str) -> Parts:
+        return getattr(self, name), getattr(self, name + SCALE)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._parameters:
+            key = prefix + name
+            if name in self._frozen:
+                storage, scale_key = self._frozen[name].storage, key + SCALE
+                destination[key] = sent_as_bytes(destination[key].detach().view(storage.values))
+                destination[scale_key] = destination[scale_key].detach().view(storage.scale)
+            elif key in destination:
+                destination[key] = for_state_dict(destination[key])
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        metadata, error_msgs = args[0], args[4]
+        scales = [name + SCALE for name in self._frozen]
+        for name, own in self._parameters.items():
+            key = prefix + name
+            if own is None or not isinstance(state_dict.get(key), Tensor):
+                continue
+            if name in scales:  # taken with their numbers
+                if prefix + name.removesuffix(SCALE) not in state_dict:
+                    state_dict.pop(key)
+                    error_msgs.append(f"{key}: scales come without their numbers.")
+                continue
+            try:
+                self._take(name, own, key, state_dict)
+            except (RuntimeError, ValueError) as error:
+                error_msgs.append(f"{key}: {error}.")
+                state_dict.pop(key)  # numbers without their scales are no weight
+                state_dict.pop(key + SCALE, None)
+                continue
+            if metadata.get("assign_to_params_buffers"):
+                state_dict[key] = as_master(own, state_dict[key])
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _take(self, name: str, own: Any, key: str, state_dict: dict[str, Any]) -> None:
+        """Replace a weight in a state that is being loaded by what its parameter holds."""
+        frozen, w, scale = self._frozen.get(name), state_dict[key], state_dict.get(key + SCALE)
+        if frozen is None and w.dtype == own.dtype:
+            return
+        if w.dtype == (E4M3 if frozen is None else frozen.storage.values):
+            parts = w, _as_float(w, scale, key + SCALE)
+            if frozen is not None:
+                state_dict[key], state_dict[key + SCALE] = _as_bits(frozen, parts)
+                return
+            del state_dict[key + SCALE]
+            dtype = own.dtype if own.dtype in ACTIVATIONS else torch.float32
+            _check_parts(STORAGES["fp8"], *map(local_part, parts))
+            plain = block_math.dequantize(local_part(parts[0]), local_part(parts[1]), dtype)
+            state_dict[key] = distributed_like(w, plain) if is_dtensor(w) else plain
+        elif w.dtype.itemsize == 1:
+            raise ValueError(
+                f"it must be in high precision, or {dtype_name(E4M3)} with scales, got "
+                f"{dtype_name(w.dtype)}"
+            )
+        elif frozen is not None:
+            # torch.distributed.checkpoint completes a whole state by the module's: own scales.
+            if scale is not None and not _is_same_memory(scale, getattr(self, name + SCALE)):
+                raise ValueError(f"{dtype_name(w.dtype)} comes with scales, {key + SCALE}")
+            if is_dtensor(w) != is_dtensor(own):
+                raise ValueError("it is a DTensor where the parameter is none, or the other way")
+            w = w.redistribute(own.device_mesh, own.placements) if is_dtensor(own) else w
+            w = w.to(own.device) if not own.is_meta else w
+            state_dict[key], state_dict[key + SCALE] = _as_bits(frozen, _quantized(w, frozen))
+
+
+def _quantized(w: Any, frozen: Frozen) -> Parts:
+    """Numbers and scales of a weight in high precision; DTensors of a DTensor."""
+    local = local_part(w.detach())
+    local = local.to(local.dtype if local.dtype in ACTIVATIONS else torch.float32).contiguous()
+    if is_dtensor(w) and not all(p.is_replicate() or p.is_shard(0) for p in w.placements):
+        raise ValueError(
+            f"it is split inside of each expert, {w.placements}: shard a frozen weight by experts"
+        )
+    parts = frozen.storage.quantize(local, frozen.recipe)
+    q, scale = (distributed_like(w, part) if is_dtensor(w) else part for part in parts)
+    return q, scale
+
+
+def _as_bits(frozen: Frozen, parts: Parts) -> Parts:
+    """Numbers and scales as the parameters hold them."""
+    q, scale = (part.detach().contiguous() for part in parts)
+    return q.view(frozen.storage.bits), scale.view(frozen.storage.scale_bits)
+
+
+def _is_same_memory(a: Any, b: Any) -> bool:
+    a, b = local_part(a), local_part(b)
+    return bool(a.shape == b.shape and a.data_ptr() == b.data_ptr())
+
+
+def _as_float(w: Any, scale: Any, name: str) -> Tensor:
+    """The scales of numbers in a state dict, in float32, which holds all that there are."""
+    if not isinstance(scale, Tensor):
+        raise ValueError(f"{dtype_name(w.dtype)} needs scales, {name}, which are missing")
+    is_e8m0 = scale.dtype == torch.float8_e8m0fnu
+    if not (is_e8m0 or (scale.is_floating_point() and scale.dtype.itemsize > 1)):
+        raise ValueError(
+            f"{name} must be scales in float or float8_e8m0fnu, got {dtype_name(scale.dtype)}"
+        )
+    return scale.float()
+
+
+def _check_parts(storage: Storage, q: Tensor, scale: Tensor) -> None:
+    rules = Rules("frozen weight", numbers=q, scale=scale)
+    rules.check(q.dim() in (2, 3), lambda: f"numbers must be 2-D or 3-D, got {q.dim()}-D")
+    *lead, N, K = q.shape
+    rules.dtype("numbers", storage.values)
+    rules.dtype("scale", storage.scale)
+    rules.device("scale", "numbers")
+    shape = [*lead, ceil_div(N, storage.block[0]), ceil_div(K, storage.block[1])]
+    rules.check(
+        list(scale.shape) == shape, lambda: f"scale must be {shape}, got {list(scale.shape)}"
+    )

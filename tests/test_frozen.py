@@ -1,0 +1,534 @@
+"""Frozen weights (weights="fp8"): bytes in plain parameters, read as they are.
+
+T rows, E groups, K in_features, N out_features; of GroupedMLP, K features of a token and N of an
+expert.
+"""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import Tensor, nn
+from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounterWithBackend
+
+from grouped_linear import (
+    Float8BlockScaling,
+    GroupedMLP,
+    Lora,
+    MXFP8BlockScaling,
+    ops,
+)
+from grouped_linear.quantized.frozen import KeepsFrozen
+from support.calls import Calls
+from support.compare import assert_same_bits, bits
+from support.devices import devices, needs_gpu
+from support.groups import experts_of
+from support.layers import linear_of, through_pickle, through_torch_save
+from support.ops import OPS
+from support.pairs import pairwise
+from support.tensors import BF16, DTYPES, FP32
+
+E, T, K, N = 4, 147, 144, 272
+SPLITS = ([3, 0, 130, 7], [0, 140, 0, 0], [0, 0, 0, 0], [37, 37, 37, 36])
+DEVICES = pytest.mark.parametrize("device", devices(*OPS))
+RECIPES = {
+    "default": Float8BlockScaling(),
+    "any_scale": Float8BlockScaling(power_of_two_scales=False),
+    "bf16_wgrad": Float8BlockScaling(wgrad=BF16),
+}
+E4M3 = torch.float8_e4m3fn
+
+
+class MLP(GroupedMLP):
+    """Called as a GroupedLinear is, with scores for each of T tokens, which learn, too."""
+
+    def __init__(self, *sizes: int, dtype: Any = None, device: Any = None, **options: Any) -> None:
+        super().__init__(*sizes, dtype=dtype, device=device, **options)
+        self.score = nn.Parameter(torch.rand(T, 2, dtype=dtype, device=device))
+
+    def forward(self, x: Tensor, m_splits: Tensor) -> Tensor:
+        return super().forward(x, self.score, experts_of(m_splits, T))
+
+
+KINDS = {"linear": linear_of, "mlp": MLP}
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def make_layer(
+    kind: Any = linear_of, device: str = "cpu", *, weights: str | None = "fp8", **options: Any
+) -> Any:
+    torch.manual_seed(0)
+    kept: dict[str, Any] = {"recipe": Float8BlockScaling(), "dtype": BF16, "device": device}
+    return kind(E, K, N, weights=weights, **(kept | options))
+
+
+def names_of(layer: nn.Module) -> list[str]:
+    return [name for name in ("weight", "gate_up_proj", "down_proj") if hasattr(layer, name)]
+
+
+def inputs(device: str, m_splits: list[int], dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
+    """x with NaN past the last group, and m_splits."""
+    x = torch.randn(T, K, generator=torch.Generator().manual_seed(sum(m_splits))).to(dtype)
+    x[sum(m_splits) :] = torch.nan
+    return x.to(device).requires_grad_(), torch.tensor(m_splits, device=device)
+
+
+def call(layer: Any, x: Tensor, m_splits: Tensor) -> dict[str, Tensor]:
+    """y, dx, and the gradients of parameters but the experts' weights."""
+    y = layer(x, m_splits)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    learns = {
+        name: p
+        for name, p in getattr(layer, "_orig_mod", layer).named_parameters()
+        if p.dim() < 3 and p.requires_grad
+    }
+    return {"y": y.detach()} | dict(
+        zip(("x", *learns), torch.autograd.grad(y, (x, *learns.values()), dy), strict=True)
+    )
+
+
+def assert_all_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, t in expected.items():
+        assert_same_bits(actual[name], t)
+
+
+def assert_same_state(actual: nn.Module, expected: nn.Module) -> None:
+    assert_all_same(
+        {n: bits(t) for n, t in actual.state_dict().items()},
+        {n: bits(t) for n, t in expected.state_dict().items()},
+    )
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("kind", "recipe", "dtype"), pairwise(KINDS, RECIPES, {str(d): d for d in DTYPES})
+)
+def test_bits_of_a_weight_quantized_in_each_call(
+    device: str, kind: Any, recipe: Float8BlockScaling, dtype: torch.dtype
+) -> None:
+    """Drawn as a plain weight is, then quantized once; only a backward transposes it."""
+    frozen = make_layer(kind, device, recipe=recipe, dtype=dtype)
+    plain = make_layer(kind, device, recipe=recipe, dtype=dtype, weights=None)
+    for m_splits in SPLITS:
+        x, splits = inputs(device, m_splits, dtype)
+        results = call(frozen, x, splits)
+        assert_all_same(results, call(plain, x, splits))
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode(), Calls() as forward:
+                assert_same_bits(frozen(x, splits), results["y"])
+            assert not forward.counts.keys() & {"transpose_weight", "quantize_weight"}
+    for name in names_of(frozen):
+        w = plain.get_parameter(name)
+        q, scale, _ = ops.quantize_weight(w, columnwise=False, **recipe.weight.scale_options)
+        assert_same_bits(bits(frozen.frozen_weight(name).values), bits(q))
+        assert_same_bits(frozen.dequantize(name), dequantized(q, scale).to(dtype))
+
+
+def dequantized(q: Tensor, scale: Tensor) -> Tensor:
+    _, rows, columns = q.shape
+    blocks = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    return q.float() * blocks[:, :rows, :columns]
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_activations_of_another_dtype(autocast: bool, kind: Any) -> None:
+    frozen, plain = (make_layer(kind, dtype=FP32, weights=kept) for kept in ("fp8", None))
+    with torch.autocast("cpu", BF16, enabled=autocast):
+        arguments = inputs("cpu", SPLITS[0], FP32 if autocast else torch.float16)
+        results = call(frozen, *arguments)
+        assert_all_same(results, call(plain, *arguments))
+    assert results["y"].dtype == (BF16 if autocast else torch.float16)
+
+
+def test_errors() -> None:
+    layer, other = make_layer(), torch.zeros(E, N, K)
+
+    def substituted() -> None:
+        torch.func.functional_call(layer, {"weight": other}, inputs("cpu", SPLITS[0]))
+
+    cases: list[Callable[[], Any]] = [
+        lambda: make_layer(recipe=None),
+        lambda: make_layer(recipe=MXFP8BlockScaling()),
+        lambda: make_layer(cache_weights=True),
+        lambda: make_layer(fuse_wgrad_accumulation=True),
+        lambda: make_layer(single_grouped_weight=False),
+        lambda: make_layer(MLP, recipe=None),
+        lambda: make_layer(MLP, fuse_wgrad_accumulation=True),
+        lambda: layer.requires_grad_(True),
+        substituted,
+        lambda: layer.freeze("weight", (other, other), Float8BlockScaling()),
+        lambda: layer.freeze("weight", (other.to(E4M3), other), Float8BlockScaling()),
+    ]
+    before, sentences = copy.deepcopy(layer), []
+    for case in cases:
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            case()
+        sentences.append(str(error.value))
+    assert_same_state(layer, before)
+    assert_expected_inline(
+        "\n".join(sentences),
+        """\
+GroupedLinear: weights='fp8' needs the recipe Float8BlockScaling, got None
+GroupedLinear: weights='fp8' needs the recipe Float8BlockScaling, got MXFP8BlockScaling()
+GroupedLinear: cache_weights keeps what weights='fp8' has already: choose one of them
+GroupedLinear: weights='fp8' is frozen and has no gradient to accumulate: weights='both' learns
+GroupedLinear: weights='fp8' needs single_grouped_weight=True
+GroupedMLP: weights='fp8' needs the recipe Float8BlockScaling, got None
+GroupedMLP: weights='fp8' is frozen and has no gradient to accumulate: weights='both' learns
+only Tensors of floating point dtype can require gradients
+GroupedLinear: weight is frozen in uint8, got float32: load_state_dict quantizes
+frozen weight: numbers must be float8_e4m3fn, got float32
+frozen weight: scale must be [4, 3, 2], got [4, 272, 144]""",
+    )
+
+
+# --- state dicts ---------------------------------------------------------------------------------
+
+
+def kept_as(state: str, like: Any) -> dict[str, Tensor]:
+    """A state of a layer in high precision or in FP8, with scales of some dtype."""
+    if state.startswith("scales in"):
+        scales = getattr(torch, state.removeprefix("scales in "))
+        return {
+            n: t.to(scales) if n.endswith("_scale_inv") else t for n, t in like.state_dict().items()
+        }
+    dtype = getattr(torch, state)
+    return {n: t.to(dtype) for n, t in make_layer(type_of(like), weights=None).state_dict().items()}
+
+
+def type_of(layer: Any) -> Any:
+    return MLP if isinstance(layer, MLP) else linear_of
+
+
+@pytest.mark.parametrize(
+    ("kind", "assign", "state", "weights"),
+    pairwise(
+        KINDS,
+        {"copy": False, "assign": True},
+        {
+            name: name
+            for name in (
+                "bfloat16",
+                "float64",
+                "scales in float32",
+                "scales in bfloat16",
+                "scales in float8_e8m0fnu",
+            )
+        },
+        {"fp8": "fp8", "both": "both", "plain": None},
+    ),
+)
+def test_loads(kind: Any, state: str, weights: Any, assign: bool) -> None:
+    """Numbers and scales as they are, high precision rounded to nearest, into any layer."""
+    expected, target = make_layer(kind), make_layer(kind, weights=weights)
+    loaded = kept_as(state, expected)
+    for p in target.parameters():
+        nn.init.zeros_(p)
+    addresses = [p.data_ptr() for p in target.parameters()]
+    target.load_state_dict(loaded, assign=assign)
+    if not assign:  # CUDA graphs read there
+        assert addresses == [p.data_ptr() for p in target.parameters()]
+    for name in names_of(target):
+        if weights == "fp8":
+            for part in (name, f"{name}_scale_inv"):
+                assert_same_bits(target.get_parameter(part), expected.get_parameter(part))
+                assert not target.get_parameter(part).requires_grad
+        elif state.startswith("scales"):
+            assert_same_bits(target.get_parameter(name) * 1, expected.dequantize(name))
+    arguments = inputs("cpu", SPLITS[0])
+    assert_same_bits(target.to(BF16)(*arguments), expected(*arguments))
+
+
+def test_e8m0_scales_are_exact() -> None:
+    """2^-127, which float32 has as a subnormal number, to 2^127; the last one is NaN."""
+    module = KeepsFrozen()
+    numbers = torch.ones(256, 16, 16).to(E4M3)
+    module.freeze("w", (numbers, torch.ones(256, 1, 1)), Float8BlockScaling())
+    scales = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).view(256, 1, 1)
+    module.load_state_dict({"w": numbers, "w_scale_inv": scales})
+    loaded = module.state_dict()["w_scale_inv"].flatten().double()
+    assert_same_bits(loaded[:-1], 2.0 ** torch.arange(-127, 128).double())
+    assert loaded[-1].isnan()
+
+
+@EVERY_KIND
+def test_state_dicts_are_plain_tensors(kind: Any, tmp_path: Path) -> None:
+    """e4m3 numbers and float32 scales in the parameters' memory: a write there is not missed."""
+    layer, arguments = make_layer(kind), inputs("cpu", SPLITS[0])
+    for state in (layer.state_dict(), layer.state_dict(keep_vars=True)):
+        for name in names_of(layer):
+            assert (state[name].dtype, state[f"{name}_scale_inv"].dtype) == (E4M3, FP32)
+            assert state[name].data_ptr() == layer.get_parameter(name).data_ptr()
+    state = layer.state_dict()
+    assert {type(t) for t in state.values()} == {Tensor}
+    save_file(state, tmp_path / "model.safetensors")
+    other = make_layer(kind)
+    for p in other.parameters():
+        nn.init.zeros_(p)
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert_same_state(other, layer)
+    y = layer(*arguments)
+    substituted = torch.func.functional_call(layer, dict(state), arguments)
+    assert_same_bits(substituted, y)
+    for name in names_of(layer):
+        state[f"{name}_scale_inv"].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    doubled = make_layer(kind, weights=None)
+    for name in names_of(layer):
+        doubled.get_parameter(name).data.mul_(2)
+    assert_all_same(call(layer, *arguments), call(doubled, *arguments))
+
+
+@pytest.mark.parametrize("weights", ["fp8", "both", None])
+@EVERY_KIND
+def test_state_dicts_that_mean_something_else(kind: Any, weights: Any) -> None:
+    target, fits = make_layer(kind, weights=weights), make_layer(kind).state_dict()
+    before, name = copy.deepcopy(target), names_of(target)[0]
+    scale = fits.pop(f"{name}_scale_inv")
+    plain = make_layer(kind, weights=None).state_dict()[name]
+    said = rf"{name}: it must be in high precision, or float8_e4m3fn with scales, got "
+    for dtype in (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.uint8, torch.int8):
+        with pytest.raises(RuntimeError, match=said + str(dtype).removeprefix("torch.")):
+            target.load_state_dict(fits | {name: plain.to(dtype)})
+    cases = {
+        f"needs scales, {name}_scale_inv, which are missing": fits,
+        r"must be scales in float or float8_e8m0fnu, got uint8": fits
+        | {f"{name}_scale_inv": scale.to(torch.float8_e8m0fnu).view(torch.uint8)},
+        r"scales in float or float8_e8m0fnu, got int32": fits
+        | {f"{name}_scale_inv": scale.view(torch.int32)},
+        r"scale must be \[|size mismatch": fits | {f"{name}_scale_inv": scale[:1]},
+    }
+    if weights == "fp8":
+        alone = fits | {f"{name}_scale_inv": scale}
+        del alone[name]
+        cases["scales come without their numbers"] = alone
+        cases["bfloat16 comes with scales"] = alone | {name: plain}
+    for sentence, state in cases.items():
+        with pytest.raises(RuntimeError, match=sentence):
+            target.load_state_dict(state, strict=False)
+    for part in (name, f"{name}_scale_inv"):
+        if part in target.state_dict():
+            assert_same_bits(bits(target.state_dict()[part]), bits(before.state_dict()[part]))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("to_frozen", [True, False])
+@pytest.mark.parametrize("from_frozen", [True, False])
+def test_state_dicts_with_an_expert_a_key(from_frozen: bool, to_frozen: bool, assign: bool) -> None:
+    """weight0, weight1, ... of either kind into one weight; one weight of either kind into them."""
+    source = make_layer(weights="fp8" if from_frozen else None)
+    numbers = source.dequantize("weight") if from_frozen else source.weight
+    apart = source.state_dict()
+    for name in ("weight", "weight_scale_inv"):
+        if name in apart:
+            parts = enumerate(apart.pop(name))
+            apart |= {name.replace("weight", f"weight{e}", 1): part for e, part in parts}
+    target = make_layer(weights="fp8" if to_frozen else None, single_grouped_weight=True)
+    for p in target.parameters():
+        nn.init.zeros_(p)
+    target.load_state_dict(apart, assign=assign)
+    if to_frozen:
+        assert_same_state(target, make_layer())
+    else:
+        assert_same_bits(target.weight, numbers)
+    discrete = make_layer(weights=None, single_grouped_weight=False)
+    discrete.load_state_dict(source.state_dict(), assign=assign)
+    for e, expert in enumerate(numbers):
+        assert_same_bits(getattr(discrete, f"weight{e}"), expert)
+
+
+def test_tied_layers_of_one_file(tmp_path: Path) -> None:
+    """safetensors writes a shared weight once, and loads it into both."""
+
+    def tied() -> nn.ModuleDict:
+        layers = nn.ModuleDict({"a": make_layer(), "b": make_layer()})
+        for name, p in list(layers["a"].named_parameters()):
+            layers["b"].register_parameter(name, p)
+        return layers
+
+    source, target = tied(), tied()
+    for p in target.parameters():
+        nn.init.zeros_(p)
+    save_model(source, str(tmp_path / "model.safetensors"))
+    load_model(target, str(tmp_path / "model.safetensors"))
+    assert_same_state(target, source)
+
+
+# --- birth and travels ---------------------------------------------------------------------------
+
+
+@DEVICES
+@EVERY_KIND
+def test_drawn_again_in_place(device: str, kind: Any) -> None:
+    layer = make_layer(kind, device)
+    before, drawn = [p.data_ptr() for p in layer.parameters()], copy.deepcopy(layer)
+    layer.reset_parameters()
+    assert before == [p.data_ptr() for p in layer.parameters()]
+    assert not torch.equal(
+        layer.get_parameter(names_of(layer)[0]), drawn.get_parameter(names_of(layer)[0])
+    )
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    for name in names_of(layer):
+        assert_same_bits(layer.get_parameter(name), drawn.get_parameter(name))
+
+
+def test_initialisation_of_the_users() -> None:
+    assert (make_layer(init_method=lambda w: w.fill_(3)).dequantize("weight") == 3).all()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@EVERY_KIND
+def test_meta_device(kind: Any, assign: bool) -> None:
+    layer, expected = make_layer(kind, "meta"), make_layer(kind)
+    assert all(p.is_meta for p in layer.parameters())
+    layer.reset_parameters()  # nothing to draw yet
+    if not assign:
+        layer.to_empty(device="cpu")
+    layer.load_state_dict(expected.state_dict(), assign=assign)
+    assert_same_state(layer, expected)
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    for name in names_of(layer):
+        assert_same_bits(layer.get_parameter(name), expected.get_parameter(name))
+
+
+TRAVELS: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": through_pickle,
+    "torch.save": through_torch_save,
+    "half": lambda layer: copy.deepcopy(layer).half(),
+    "to": lambda layer: copy.deepcopy(layer).to("cpu", FP32),
+    "inference": torch.inference_mode()(lambda layer: copy.deepcopy(layer).cpu().to(BF16)),
+}
+
+
+@pytest.mark.parametrize("travel", TRAVELS.values(), ids=TRAVELS)
+@EVERY_KIND
+def test_travels_keep_every_byte(kind: Any, travel: Callable[[Any], Any]) -> None:
+    layer = make_layer(kind)
+    twin, arguments = travel(layer), inputs("cpu", SPLITS[0])
+    for name in names_of(layer):
+        for part in (name, f"{name}_scale_inv"):
+            assert_same_bits(twin.get_parameter(part), layer.get_parameter(part))
+            assert twin.get_parameter(part).data_ptr() != layer.get_parameter(part).data_ptr()
+    with torch.no_grad():
+        assert_same_bits(twin.to(BF16)(*arguments), layer(*arguments))
+
+
+def test_optimizers_leave_it_alone() -> None:
+    """They are given all parameters, as programs do."""
+    layer = make_layer(bias=True)
+    before = copy.deepcopy(layer)
+    for make in (
+        lambda p: torch.optim.SGD(p, lr=1.0, weight_decay=0.1),
+        lambda p: torch.optim.AdamW(p, lr=1.0, fused=True),
+    ):
+        optimizer = make(layer.parameters())
+        layer(*inputs("cpu", SPLITS[0])).sum().backward()
+        nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+        optimizer.step()
+    assert_same_bits(layer.weight, before.weight)
+    assert not torch.equal(layer.bias, before.bias)
+
+
+def test_merged_adapters() -> None:
+    """The sum in float32, quantized once, in the same memory."""
+    layer = make_layer(lora=Lora(8, 16))
+    nn.init.normal_(layer.weight_lora_b)
+    numbers, address = layer.dequantize("weight", FP32), layer.weight.data_ptr()
+    product = 2 * layer.weight_lora_b.float() @ layer.weight_lora_a.float()
+    layer.merge_lora()
+    q, scale, _ = ops.quantize_weight(numbers + product, columnwise=False)
+    assert_same_bits(bits(layer.state_dict()["weight"]), bits(q))
+    assert_same_bits(layer.state_dict()["weight_scale_inv"], scale)
+    assert layer.weight.data_ptr() == address
+    assert not layer.weight_lora_b.any()
+    assert layer.weight_lora_a.dtype == BF16
+
+
+class Other(nn.Module):
+    """Another library's module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(2, 32, 16))
+        self.w2 = nn.Parameter(torch.randn(2, 16, 32))
+
+
+class Converted(KeepsFrozen, Other):
+    """Its class after a conversion."""
+
+
+def test_modules_of_others() -> None:
+    module: Any = Other()
+    module.__class__ = Converted
+    w2 = module.w2.detach().clone()
+    module.freeze("w1", module.w1, Float8BlockScaling())
+    q, scale, _ = ops.quantize_weight(w2, columnwise=False)
+    module.freeze("w2", (q, scale), Float8BlockScaling(), BF16)
+    assert module.w2.data_ptr() == q.data_ptr()  # not copied
+    assert module.frozen_weight("w1").columnwise is None
+    assert (module.dequantize("w1").dtype, module.dequantize("w2").dtype) == (FP32, BF16)
+    assert [n for n, _ in module.named_parameters()] == ["w1", "w2", "w1_scale_inv", "w2_scale_inv"]
+    other: Any = Converted()
+    assert other.frozen_weight("w1") is None
+    other.load_state_dict(module.state_dict())
+    assert_same_bits(other.w1, module.dequantize("w1"))
+    assert_same_bits(other.w2, module.dequantize("w2", FP32))
+
+
+# --- graphs --------------------------------------------------------------------------------------
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend: str, kind: Any) -> None:
+    """One graph for all group sizes, also after a load of other bytes; it quantizes nothing."""
+    layer, counter = make_layer(kind), CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for m_splits in SPLITS:
+        arguments = inputs("cpu", m_splits)
+        assert_all_same(call(compiled, *arguments), call(layer, *arguments))
+        layer.load_state_dict(make_layer(kind, weights=None).state_dict())
+    assert counter.frame_count == 1
+    recorded = AotEagerAndRecordGraphs()
+    call(torch.compile(layer, fullgraph=True, backend=recorded), *inputs("cpu", SPLITS[0]))
+    graphs = recorded.fw_graphs + recorded.bw_graphs
+    called = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    assert "grouped_linear.grouped_scaled_mm.default" in called
+    assert not [name for name in called if "weight" in name and "quantize" in name]
+
+
+@needs_gpu
+@EVERY_KIND
+def test_cuda_graph_reads_what_is_loaded(kind: Any) -> None:
+    layer, (x, m_splits) = make_layer(kind, "cuda"), inputs("cuda", SPLITS[0])
+    other = make_layer(kind, "cuda")
+    for name in names_of(other):
+        other.overwrite_frozen(name, torch.randn_like(other.dequantize(name)))
+    with torch.no_grad():
+        layer(x, m_splits)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x, m_splits)
+        layer.load_state_dict(other.state_dict())
+        graph.replay()
+        assert_same_bits(y, other(x, m_splits))
+
+
+@EVERY_KIND
+def test_traced_for_torchscript(kind: Any) -> None:
+    with pytest.raises(RuntimeError, match="trace records no frozen weight: use torch"):
+        torch.jit.trace(make_layer(kind), inputs("cpu", SPLITS[0]))
