@@ -17,7 +17,7 @@ ruff := PATH="$(CURDIR)/.venv/bin:$$PATH" ruff
 # instead of 0.4 to 3 s.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: help demo test lint docs clients torchtitan sanitize release_tools wheel check-wheel clean
+.PHONY: help demo test nightly lint docs clients torchtitan sanitize release_tools wheel check-wheel clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -35,6 +35,10 @@ test: lint
 	$(python) -m pytest -q --doctest-modules --doctest-ignore-import-errors --pyargs grouped_linear
 	$(python) -m pytest -n 2
 
+## make nightly    what takes longer than CI may: every example, sanitizers, wheels beside old and new torch, clients
+nightly:
+	@.ci/nightly
+
 ## make lint    ruff and mypy alone
 lint:
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build demo test
@@ -50,12 +54,13 @@ docs:
 ## make clients transformers' Trainer and DistributedConfig, accelerate, PEFT, Lightning, torchao, trl, in .venv-clients
 clients:
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build test
-	@tests/clients/run.sh clients tests/clients tests/test_examples.py
+	@tests/clients/run.sh clients --nightly tests/clients tests/test_examples.py
 
 ## make torchtitan   torchtitan's models and Trainer with our experts, in .venv-torchtitan; on two GPUs where they are
 torchtitan:
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" ./bootstrap.sh build test
-	@tests/clients/run.sh torchtitan tests/test_torchtitan.py tests/test_torchtitan_training.py tests/test_examples.py
+	@tests/clients/run.sh torchtitan --nightly tests/test_torchtitan.py tests/test_torchtitan_training.py \
+		tests/test_examples.py
 
 ## make sanitize  the ops' tests on CPU kernels with sanitizers: gcc's for memory, clang 19's for threads
 sanitize:

@@ -30,40 +30,48 @@ hypothesis.settings.load_profile("few")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--threads", type=int, default=1, help="torch's threads in each test")
+    parser.addoption("--nightly", action="store_true", help="also the tests that take long")
 
 
-GPU_CASES = pytest.StashKey[int]()
+# How many cases are not generated, by the reason.
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpus(count): needs so many GPUs and kernels for them")
-    config.stash[GPU_CASES] = 0
+    config.addinivalue_line("markers", "nightly: takes long")
+    config.stash[LEFT_OUT] = {}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cases that need more GPUs than this machine has, and count them."""
+    """Leave out the cases that need more GPUs than this machine has, and those that take long."""
     from support.devices import GPUS  # not before its assertions are rewritten
 
-    made = [
-        item for item in items if all(mark.args[0] <= GPUS for mark in item.iter_markers("gpus"))
-    ]
-    config.stash[GPU_CASES] = len(items) - len(made)
-    items[:] = made
+    of_gpus = [i for i in items if any(m.args[0] > GPUS for m in i.iter_markers("gpus"))]
+    long = (
+        [] if config.getoption("nightly") else [i for i in items if i.get_closest_marker("nightly")]
+    )
+    left_out = config.stash[LEFT_OUT]
+    left_out["need GPUs that are not here"] = len(of_gpus)
+    left_out["take long: --nightly has them"] = len(long)
+    dropped = {*of_gpus, *long}
+    items[:] = [item for item in items if item not in dropped]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):  # of pytest-xdist
-        session.config.workeroutput["gpu_cases"] = session.config.stash[GPU_CASES]
+        session.config.workeroutput["left_out"] = session.config.stash[LEFT_OUT]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[GPU_CASES] = node.workeroutput["gpu_cases"]
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if count := config.stash[GPU_CASES]:
-        terminalreporter.write_line(f"{count} cases need GPUs that are not here: not generated")
+    for reason, count in config.stash[LEFT_OUT].items():
+        if count:
+            terminalreporter.write_line(f"not generated: {count} cases that {reason}")
 
 
 def pytest_collection_finish() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from grouped_linear import ops
-from support.cases import pairs
+from support.cases import distinct_variants
 from support.check import poison_freed_memory
 from support.compare import assert_same_bits
 from support.devices import needs_gpu
@@ -24,6 +24,8 @@ TORCH_GEMMS = {op for op in OPS if op.startswith("grouped_mm")}
 
 # FP8 GEMMs. On a CPU without BF16 units they are torch's float32 GEMM of dequantized operands.
 FP8_GEMMS = {op for op in OPS if op.startswith(("grouped_scaled_mm", "block_scaled_linear"))}
+# Rows that threads share unevenly: within a group, over empty ones, one to each of many.
+FEW_GROUPS = ("unaligned", "empty_middle", "capacity", "two_groups", "17_groups")
 needs_bf16_units = pytest.mark.skipif(
     not torch.cpu._is_avx512_bf16_supported(), reason="needs a CPU with AVX-512 BF16"
 )
@@ -40,14 +42,20 @@ def assert_all_same(actual: list[Tensor], expected: list[Tensor]) -> None:
         assert_same_bits(a, e)
 
 
+def cases_of_threads(op: str) -> list[tuple[str, str]]:
+    """All of the few groups, and all variants that are more than numbers, in turn."""
+    variants = distinct_variants(op)
+    length = max(len(FEW_GROUPS), len(variants))
+    return [(FEW_GROUPS[i % len(FEW_GROUPS)], variants[i % len(variants)]) for i in range(length)]
+
+
 @pytest.mark.parametrize(
     ("op", "groups", "variant"),
     [
         pytest.param(op, groups, variant, marks=needs_bf16_units if op in FP8_GEMMS else ())
         for op in OPS
         if op not in TORCH_GEMMS
-        for groups, variant, dtype in pairs(op)
-        if dtype == BF16 and GROUPS[groups].E < 100
+        for groups, variant in cases_of_threads(op)
     ],
 )
 def test_thread_counts_give_the_same_bits(op: str, groups: str, variant: str) -> None:

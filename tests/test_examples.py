@@ -34,6 +34,7 @@ def test_every_example_is_listed() -> None:
     assert all(f"({name}.py)" in page for name in scripts)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example(example: str, tmp_path: Path) -> None:
     packages, last_row = EXAMPLES[example]

@@ -13,6 +13,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from support.cases import distinct_variants
 from support.compare import assert_same_bits, bits
 from support.devices import devices
 from support.errors import GROUPS_3, fake_sentence, sentence
@@ -161,7 +162,7 @@ def call(sample: Sample) -> list[Tensor]:
             op, variant, *device.values, marks=device.marks, id=f"{op}-{variant}-{device.id}"
         )
         for op in OPS
-        for variant in ("plain", *PAGES[op].variants)
+        for variant in distinct_variants(op, each_layout=True)
         if "grad_of" not in variant and not variant.endswith("grad")
         for device in devices(op)
     ],

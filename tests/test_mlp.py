@@ -39,7 +39,7 @@ from support.graphs import STRICT_GRAPHS
 from support.mlp import E, F, H, assert_one_graph, biases_of, near, run, states_of
 from support.mlp import leaves_of as drawn_leaves
 from support.ops import OPS
-from support.pairs import in_turn
+from support.pairs import in_turn, pairwise
 from support.recipes import MORE_RECIPES
 from support.recipes import RECIPES as SIMPLE_RECIPES
 from support.swiglu import Swiglu
@@ -173,14 +173,17 @@ def test_recipes_are_near_float64(recipe: Recipe | None, device: str) -> None:
     near(actual, run(truth(experts), exact), 0.15)
 
 
-ROUTINGS_AND_KINDS = pytest.mark.parametrize(
-    ("routing", "kind"),
-    [*((r, "plain") for r in ROUTINGS), *(("some_to_none", k) for k in KINDS if k != "plain")],
-)
+ROUTINGS_AND_KINDS = {
+    f"{routing}-{kind}": (routing, kind)
+    for routing, kind in (
+        *((r, "plain") for r in ROUTINGS),
+        *(("some_to_none", k) for k in KINDS if k != "plain"),
+    )
+}
 
 
 @DEVICES
-@ROUTINGS_AND_KINDS
+@pytest.mark.parametrize(("routing", "kind"), ROUTINGS_AND_KINDS.values())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fused_is_unfused(routing: str, kind: str, dtype: torch.dtype, device: str) -> None:
     experts = ROUTINGS[routing].to(device)
@@ -196,13 +199,15 @@ def test_fused_is_unfused(routing: str, kind: str, dtype: torch.dtype, device: s
 
 
 @DEVICES
-@RECIPES
-@ROUTINGS_AND_KINDS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("routing_and_kind", "recipe", "dtype"),
+    pairwise(ROUTINGS_AND_KINDS, MORE_RECIPES, {str(dtype): dtype for dtype in DTYPES}),
+)
 def test_two_layers_around_swiglu(
-    routing: str, kind: str, recipe: Recipe | None, dtype: torch.dtype, device: str
+    routing_and_kind: tuple[str, str], recipe: Recipe | None, dtype: torch.dtype, device: str
 ) -> None:
     """The same outputs, to the bit. Their gradients are weighted before dgrad, ours after it."""
+    routing, kind = routing_and_kind
     experts = ROUTINGS[routing].to(device)
     leaves = leaves_of(experts, device, dtype, kind)
     states = [states_of(recipe, device) for _ in range(2)]
@@ -543,19 +548,25 @@ def without_dropped(experts_TC: Tensor, max_rows: int) -> Tensor:
 
 
 @DEVICES
-@RECIPES
 @pytest.mark.parametrize(
-    ("routing", "kind"),
-    [
-        *((r, "plain") for r in ("random", "some_to_none", "all_to_none", "no_tokens")),
-        ("some_to_none", "gpt_oss"),
-    ],
+    ("room", "routing_and_kind", "recipe"),
+    pairwise(
+        {"none": 0, "few": 4, "most": 130, "all": None},
+        {
+            "random": ("random", "plain"),
+            "some_to_none": ("some_to_none", "plain"),
+            "all_to_none": ("all_to_none", "plain"),
+            "no_tokens": ("no_tokens", "plain"),
+            "gpt_oss": ("some_to_none", "gpt_oss"),
+        },
+        MORE_RECIPES,
+    ),
 )
-@pytest.mark.parametrize("room", [0, 4, 130, None], ids=["none", "few", "most", "all"])
 def test_room_for_fewer_rows(
-    room: int | None, routing: str, kind: str, recipe: Recipe | None, device: str
+    room: int | None, routing_and_kind: tuple[str, str], recipe: Recipe | None, device: str
 ) -> None:
     """Who found room has the numbers that it has without a bound, who did not has none."""
+    routing, kind = routing_and_kind
     experts = ROUTINGS[routing].to(device)
     max_rows = experts.numel() + 1 if room is None else room
     leaves = leaves_of(experts, device, BF16, kind)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.testing._internal.optests.aot_autograd import aot_autograd_check
 from torch.utils._pytree import tree_leaves
 
+from support.cases import LAYOUTS, distinct_variants
 from support.compare import bits
 from support.devices import devices
 from support.groups import GROUPS, Groups
@@ -64,26 +65,11 @@ def aot_check_of_specified(sample: Sample, device: str) -> None:
 
 
 # The dispatcher sees how many rows and groups there are, not which groups are empty.
-SIZES = ("capacity", "all_empty", "no_rows", "one_group")
-# Options that change no flag and no argument's presence or dtype, so not what is traced.
-LAYOUTS_AND_NUMBERS = {
-    *("layout", "low_layout", "interleaved", "limit", "alpha", "beta", "cubic"),
-    *("power_of_two_scales", "amax_epsilon"),
-}
-
-
-def traced_variants(op: str) -> set[str]:
-    """The first one of the op's variants that are traced alike."""
-    first: dict[str, str] = {}
-    for variant, options in PAGES[op].variants.items():
-        key = {name: v for name, v in options.items() if name not in LAYOUTS_AND_NUMBERS}
-        if key:
-            first.setdefault(repr(sorted(key.items())), variant)
-    return set(first.values())
+SIZES = ("capacity", "no_rows", "one_group")
 
 
 def differing(*ops: str) -> list[Any]:
-    """Of the samples of these ops those that differ for the dispatcher."""
+    """A sample of these ops for each way in which they are traced."""
     return [
         pytest.param(
             *(op, GROUPS[name], variant, device.values[0]),
@@ -92,7 +78,7 @@ def differing(*ops: str) -> list[Any]:
         )
         for op in ops
         for device in devices(op)
-        for variant in ("plain", *PAGES[op].variants)
+        for variant in distinct_variants(op)
         for name in (SIZES if variant == "plain" else SIZES[:1])
     ]
 
@@ -101,9 +87,7 @@ def differing(*ops: str) -> list[Any]:
 def test_opcheck(op: str, groups: Groups, variant: str, device: str) -> None:
     # float16 and float32 take the same paths through the dispatcher: one group size for them
     few = groups == GROUPS["capacity"]
-    traced = variant in traced_variants(op) or (
-        variant == "plain" and groups != GROUPS["all_empty"]
-    )
+    traced = LAYOUTS.isdisjoint(PAGES[op].variants.get(variant, {}))
     for dtype in DTYPES if few and variant == "plain" else (BF16,):
         sample = variant_of(op, groups, variant, dtype)
         utils = list(EVERY_UTIL)
