@@ -5,9 +5,11 @@ B sequences, S tokens of each, L layers with experts, C experts chosen for a tok
 
 import importlib
 import inspect
+import pickle
 import re
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import transformers
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointError
 
 from grouped_linear import (
@@ -279,6 +282,97 @@ def test_activation_checkpointing(device: str) -> None:
         loss.backward()
 
 
+def test_two_forwards_before_their_backward() -> None:
+    """The recording is of the last forward, and not of the one that is computed again last."""
+    model = converted("qwen3_moe").train()
+    model.activation_checkpointing_enable()
+    first, last = tokens("cpu", 2, B, S)
+    with torch.no_grad(), record_routing(model, B, S) as recording:
+        model(last)
+        expected = recording.routing.experts
+    with record_routing(model, B, S) as recording:
+        losses = [model(ids).logits.square().mean() for ids in (first, last)]
+        sum(losses).backward()
+    assert torch.equal(recording.routing.experts, expected)
+
+
+@pytest.mark.parametrize("place", ["router", "experts", "block", "layer", "model"])
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")])
+def test_wrapped_modules(wrap: Any, place: str) -> None:
+    model, ids, experts = converted("mixtral"), tokens("cpu", B, S), random_experts()
+    layer = model.model.layers[0]
+    with replay_routing(model, experts):
+        expected = step(model, model, ids)
+    if place == "router":
+        layer.mlp.gate = wrap(layer.mlp.gate)
+    elif place == "experts":
+        layer.mlp.experts = wrap(layer.mlp.experts)
+    elif place == "block":
+        layer.mlp = wrap(layer.mlp)
+    elif place == "layer":
+        model.model.layers[0] = wrap(layer)
+    else:
+        model = wrap(model)
+    with replay_routing(model, experts), record_routing(model, B, S) as recording:
+        found = step(model, model, ids)
+    assert torch.equal(recording.routing.experts, experts)
+    for t, right in zip(found.values(), expected.values(), strict=True):
+        assert torch.equal(t, right)
+
+
+def test_padding_of_a_sampler() -> None:
+    """Where all experts of a token are -1 its router chooses; other tokens take their choices."""
+    model, ids = converted("deepseek_v3"), tokens("cpu", B, S)
+    with torch.no_grad(), record_routing(model, B, S) as recording:
+        model(ids)
+    chosen, experts = recording.routing.experts.int(), random_experts().int()
+    experts[1, 4:] = -1
+    chosen[:, :4], chosen[0] = experts[:, :4], experts[0]
+    with replay_routing(model, experts), record_routing(model, B, S) as recording:
+        step(model, model, ids)
+    taken = recording.routing.experts.int()
+    assert torch.equal(taken[experts >= 0], experts[experts >= 0])
+    assert torch.equal(taken[1, 4:], chosen[1, 4:])
+
+
+def test_one_replay_at_a_time() -> None:
+    model, experts = converted("mixtral"), random_experts()
+    gate = model.model.layers[0].mlp.gate
+    with replay_routing(model, experts), record_routing(model, B, S):
+        before = gate.forward
+        assert sentence(replay_routing(model, experts).__enter__) == (
+            "replay_routing: model.layers.0.mlp replays a routing already: leave that context first"
+        )
+        assert gate.forward == before
+        for copied in (deepcopy, pickle.dumps):
+            assert sentence(lambda copied=copied: copied(model)).endswith(
+                "routing: a copy or a pickle of the model would go on with this context: make it "
+                "outside"
+            )
+    deepcopy(model)
+
+
+def test_generation_that_takes_tokens_back() -> None:
+    """Beams exchange sequences, and guessed tokens are taken back: neither is recorded."""
+    model, prompt = converted("mixtral").eval(), tokens("cpu", B, 5)
+    modes: dict[str, dict[str, Any]] = {
+        "beam_search": {"num_beams": 2},
+        "beam_sample": {"num_beams": 2, "do_sample": True},
+        "assisted_generation": {"prompt_lookup_num_tokens": 2},
+        "custom_generate": {"custom_generate": lambda *_, **__: None},
+    }
+    for context in (record_routing(model, B, 16), replay_routing(model, random_experts())):
+        with context:
+            for mode, options in modes.items():
+                call = partial(model.generate, prompt, max_new_tokens=4, **options)
+                assert f"_routing: generate by {mode} exchanges sequences" in sentence(call)
+            call = partial(model.generate, prompt[:1], assistant_model=model)
+            assert "generate by assisted_generation" in sentence(call)
+            assert "continuous batching mixes" in sentence(model.init_continuous_batching)
+    assert "generate" not in vars(model)
+    model.generate(prompt, max_new_tokens=4, num_beams=2)
+
+
 def test_routers_with_a_forward_of_their_own() -> None:
     """accelerate gives modules such an attribute, which hides the class's forward."""
     model, ids, experts = converted("mixtral"), tokens("cpu", B, S), random_experts()
@@ -424,7 +518,7 @@ replay_routing: model.layers.0.mlp chooses 2 experts for a token, [2, 7, 2, 1] h
 replay_routing: experts must be integers [B, S, 2, C], of 2 layers, got None
 replay_routing: experts are of no token: [0, 7, 2, 2]
 replay_routing: model.layers.1.mlp has experts 0 to 4, the routing has 5
-replay_routing: model.layers.0.mlp has experts 0 to 4, the routing has -1
+replay_routing: model.layers.0.mlp has experts 0 to 4, the routing has -1 beside others of a token
 replay_routing: model.layers.0.mlp: a call has 14 tokens, not 2 sequences of up to 3
 replay_routing: model.layers.0.mlp: with gradients a call must have all 2 x 7 tokens, got 2 x 3
 replay_routing: model.layers.0.mlp: a call has 7 tokens, not 2 sequences of up to 7

@@ -5,15 +5,15 @@ for a token, E experts.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from grouped_linear.integrations.experts import goes_through_interface
+from grouped_linear.integrations.routers import Router, in_place, routers_of
 
 TOPK = torch.topk, Tensor.topk
 INTEGERS = torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
@@ -30,7 +30,7 @@ class Routing:
 
     experts: Tensor
     """[B, S, L, C]: for each token and layer the numbers of the experts, in the order in which
-    their outputs are added. uint8 up to 256 experts, else int16."""
+    their outputs are added. uint8 up to 256 experts, else int16. Samplers give padding -1."""
     weights: Tensor | None = None
     """[B, S, L, C] float32: what the experts' outputs are multiplied by; None if not recorded."""
 
@@ -57,11 +57,16 @@ class Recording:
         """The choices of all tokens so far, those of the prompt first.
 
         Raises:
-            ValueError: if the model ran more tokens than there is room for.
+            ValueError: if the model ran more tokens than there is room for, or not all layers ran.
         """
-        S = max(int(layer.column) for layer in self._layers)
-        for layer in self._layers:
-            layer.check_column()
+        columns = [layer.check_column() for layer in self._layers]
+        S = max(columns)
+        for layer, column in zip(self._layers, columns, strict=True):
+            if column != S:
+                raise ValueError(
+                    f"record_routing: {layer.router.layer} ran {column} tokens of a sequence, "
+                    f"other layers {S}: another router has taken its place since"
+                )
         experts = [layer.experts[:, :S] for layer in self._layers]
         weights = [layer.weights[:, :S] for layer in self._layers if layer.weights is not None]
         device = experts[0].device
@@ -78,7 +83,9 @@ def record_routing(
     """Record which experts a model's routers choose, for each token.
 
     A call with ``max_tokens`` tokens of each sequence is recorded from the first one on. A call
-    with fewer goes on where the last one ended, as the prefill and the steps of ``generate`` do.
+    with fewer goes on where the last one ended, as the prefill and the steps of ``generate`` do,
+    greedy or sampling; its other modes exchange sequences or take tokens back, and are refused.
+    What activation checkpointing computes again in an eager backward is not recorded again.
     Nothing waits for the device, and memory is taken once: it works compiled and in CUDA graphs.
 
     Args:
@@ -94,7 +101,8 @@ def record_routing(
     Raises:
         ValueError: for a model without such experts, and for one whose router does not choose by
             torch.topk; in the model, for tokens that are no `batch_size` sequences, for more than
-            `max_tokens` of them, and for a part of them where gradients are recorded.
+            `max_tokens` of them, for a part of them where gradients are recorded, and in
+            ``generate`` for beams, prompt lookup, an assistant and continuous batching.
 
     >>> from transformers import MixtralConfig, MixtralForCausalLM
     >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
@@ -112,10 +120,10 @@ def record_routing(
     for name, number in (("batch_size", batch_size), ("max_tokens", max_tokens)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{op}: {name} must be a positive integer, got {number!r}")
-    shape, routers = (batch_size, max_tokens), _routers(op, model)
+    shape, routers = (batch_size, max_tokens), routers_of(op, model)
     with torch.inference_mode(False):
         recorded = [_Recorded(op, router, shape, weights) for router in routers]
-    with _in_place(recorded):
+    with in_place(op, model, recorded):
         yield Recording(recorded)
 
 
@@ -132,12 +140,14 @@ def replay_routing(model: nn.Module, routing: Routing | Tensor) -> Iterator[None
     Args:
         model: see :func:`record_routing`.
         routing: or its experts, a tensor [B, S, L, C] of integers, as of vLLM's and SGLang's
-            ``routed_experts``. Numbers are checked here, in one wait for the device.
+            ``routed_experts``. Where all C are -1, as samplers give padding, the router chooses.
+            Numbers are checked here, in one wait for the device.
 
     Raises:
         ValueError: for a routing of another shape or dtype than the model's, for the number of an
-            expert that a layer has not, where :func:`record_routing` raises it, and at the end for
-            a model that ran more tokens than the routing has.
+            expert that a layer has not, in a model that replays a routing already, where
+            :func:`record_routing` raises it, and at the end for a model that ran more tokens than
+            the routing has.
 
     >>> from transformers import MixtralConfig, MixtralForCausalLM
     >>> config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
@@ -151,63 +161,26 @@ def replay_routing(model: nn.Module, routing: Routing | Tensor) -> Iterator[None
     """
     op = "replay_routing"
     experts = routing.experts if isinstance(routing, Routing) else routing
-    routers = _routers(op, model)
-    _check_experts(op, experts, routers)
+    routers = routers_of(op, model)
+    for router in routers:
+        _check_replays_nothing(op, router)
+    pads = _check_experts(op, experts, routers)
     with torch.inference_mode(False):
-        replayed = [_Replayed(op, router, experts[:, :, i]) for i, router in enumerate(routers)]
-    with _in_place(replayed):
+        replayed = [
+            _Replayed(op, router, experts[:, :, i], pads) for i, router in enumerate(routers)
+        ]
+    with in_place(op, model, replayed):
         yield
-        for router in replayed:
-            router.check_column()
+        for layer in replayed:
+            layer.check_column()
 
 
-@dataclass(frozen=True)
-class _Router:
-    """The module that chooses the experts of one layer."""
+def _check_experts(op: str, experts: Any, routers: list[Router]) -> bool:
+    """Raise ValueError unless these routers could have chosen these experts.
 
-    layer: str
-    module: nn.Module
-    num_experts: int
-    num_chosen: int
-
-
-def _routers(op: str, model: nn.Module) -> list[_Router]:
-    """The routers of a model's layers with experts, in their order."""
-    modules = dict(model.named_modules())
-    found: dict[nn.Module, _Router] = {}
-    for name, experts in modules.items():
-        if not goes_through_interface(experts):
-            continue
-        layer = name.replace(".base_layer", "").rpartition(".")[0]  # PEFT's, around experts
-        block = modules[layer]
-        routers: list[Any] = [child for child in block.children() if _chooses(child)]
-        if len(routers) != 1:
-            raise ValueError(
-                f"{op}: {layer or type(model).__name__}: the router of {type(block).__name__} is "
-                f"not known: {len(routers)} modules beside its experts choose by torch.topk"
-            )
-        [router], config = routers, cast(Any, experts.config)
-        C = router.top_k if hasattr(router, "top_k") else config.top_k_experts
-        E = router.num_experts if hasattr(router, "num_experts") else experts.num_experts
-        found[router] = _Router(layer, router, cast(int, E), C)
-    if not found:
-        raise ValueError(
-            f"{op}: {type(model).__name__} has no experts that go through transformers' interface"
-        )
-    return list(found.values())
-
-
-def _chooses(module: nn.Module) -> bool:
-    """Whether a module's forward calls topk: of what lies beside experts, only their router does.
-
-    tests/test_routing_replay.py runs the router of every model of the library.
+    Returns:
+        Whether some tokens are padding, with -1 for all of their experts.
     """
-    code = getattr(type(module).forward, "__code__", None)
-    return code is not None and "topk" in code.co_names
-
-
-def _check_experts(op: str, experts: Any, routers: list[_Router]) -> None:
-    """Raise ValueError unless these routers could have chosen these experts."""
     is_integers = isinstance(experts, Tensor) and experts.dtype in INTEGERS
     if not is_integers or experts.dim() != 4 or experts.size(2) != len(routers):
         got = f"{experts.dtype} {list(experts.shape)}" if isinstance(experts, Tensor) else experts
@@ -218,9 +191,11 @@ def _check_experts(op: str, experts: Any, routers: list[_Router]) -> None:
     if not experts.numel():
         raise ValueError(f"{op}: experts are of no token: {list(experts.shape)}")
     C = experts.size(3)
-    smallest, largest = (t.long() for t in (experts.amin((0, 1, 3)), experts.amax((0, 1, 3))))
-    ranges = torch.stack([smallest, largest], dim=1).tolist()
-    for router, (first, last) in zip(routers, ranges, strict=True):
+    is_padding = (experts == -1).all(3, keepdim=True)
+    chosen = experts.long().masked_fill(is_padding, 0)
+    ranges = torch.stack([chosen.amin((0, 1, 3)), chosen.amax((0, 1, 3))], dim=1)
+    *found, (pads, _) = [*ranges.tolist(), (bool(is_padding.any()), None)]
+    for router, (first, last) in zip(routers, found, strict=True):
         where, E = f"{op}: {router.layer}", router.num_experts
         if router.num_chosen != C:
             raise ValueError(
@@ -229,7 +204,22 @@ def _check_experts(op: str, experts: Any, routers: list[_Router]) -> None:
             )
         if first < 0 or last >= E:
             wrong = first if first < 0 else last
-            raise ValueError(f"{where} has experts 0 to {E - 1}, the routing has {wrong}")
+            raise ValueError(
+                f"{where} has experts 0 to {E - 1}, the routing has {wrong}"
+                + (" beside others of a token" if wrong == -1 else "")
+            )
+    return pads
+
+
+def _check_replays_nothing(op: str, router: Router) -> None:
+    """Raise ValueError for a router that takes the choices of another replay."""
+    layer = getattr(router.module.forward, "__self__", None)
+    while isinstance(layer, _Columns):
+        if isinstance(layer, _Replayed):
+            raise ValueError(
+                f"{op}: {router.layer} replays a routing already: leave that context first"
+            )
+        layer = getattr(layer.own_forward, "__self__", None)
 
 
 class _Columns(nn.Module):
@@ -241,7 +231,7 @@ class _Columns(nn.Module):
     column: Tensor
     """Where the next call begins: a tensor, so that no graph depends on its value."""
 
-    def __init__(self, op: str, router: _Router, shape: tuple[int, int]) -> None:
+    def __init__(self, op: str, router: Router, shape: tuple[int, int]) -> None:
         super().__init__()
         self.op, self.router, self.shape = op, router, shape
         parameter = next(router.module.parameters())
@@ -249,6 +239,12 @@ class _Columns(nn.Module):
         column = torch.zeros((), dtype=torch.int64, device=self.device)
         self.register_buffer("column", column, persistent=False)
         self.own_forward: Callable[..., Any] = router.module.forward
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(
+            f"{self.op}: a copy or a pickle of the model would go on with this context: make it "
+            "outside"
+        )
 
     def _next_columns(self, T: int) -> Tensor | None:
         """Go on by a call's T tokens, and return their columns; None where they are all."""
@@ -267,14 +263,15 @@ class _Columns(nn.Module):
         self.column += n
         return columns
 
-    def check_column(self) -> None:
-        """Raise ValueError if calls came to more tokens than there are."""
-        S = self.shape[1]
-        if int(self.column) > S:
+    def check_column(self) -> int:
+        """Raise ValueError if calls came to more tokens than there are; the column otherwise."""
+        S, column = self.shape[1], int(self.column)
+        if column > S:
             raise ValueError(
-                f"{self.op}: {self.router.layer}: the model ran {int(self.column)} tokens of a "
-                f"sequence, there are {S}"
+                f"{self.op}: {self.router.layer}: the model ran {column} tokens of a sequence, "
+                f"there are {S}"
             )
+        return column
 
 
 class _Recorded(_Columns):
@@ -283,7 +280,7 @@ class _Recorded(_Columns):
     experts: Tensor
     weights: Tensor | None
 
-    def __init__(self, op: str, router: _Router, shape: tuple[int, int], weights: bool) -> None:
+    def __init__(self, op: str, router: Router, shape: tuple[int, int], weights: bool) -> None:
         super().__init__(op, router, shape)
         (B, S), C = shape, router.num_chosen
         dtype = torch.uint8 if router.num_experts <= 256 else torch.int16
@@ -296,6 +293,8 @@ class _Recorded(_Columns):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The router's forward."""
         output = self.own_forward(*args, **kwargs)
+        if _recomputes():
+            return output
         _, weights, experts = output[:3]
         C = self.router.num_chosen
         columns = self._next_columns(experts.numel() // C)
@@ -318,10 +317,11 @@ class _Replayed(_Columns):
 
     experts: Tensor
 
-    def __init__(self, op: str, router: _Router, experts_BSC: Tensor) -> None:
+    def __init__(self, op: str, router: Router, experts_BSC: Tensor, pads: bool) -> None:
         super().__init__(op, router, (experts_BSC.size(0), experts_BSC.size(1)))
-        own = experts_BSC.detach().to(self.device, copy=True).contiguous()
-        self.register_buffer("experts", own, persistent=False)
+        experts = experts_BSC.detach().to(self.device, copy=True).contiguous()
+        self.register_buffer("experts", experts, persistent=False)
+        self.pads = pads
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The router's forward, with these choices."""
@@ -368,6 +368,9 @@ class _Choose(TorchFunctionMode):
             if of_experts and k == router.num_chosen:
                 self.times += 1
                 experts_TC = self.replayed.chosen(scores.size(0))
+                if self.replayed.pads:
+                    chosen_TC = func(*args, **kwargs)[1]
+                    experts_TC = torch.where(experts_TC < 0, chosen_TC, experts_TC)
                 # Two indices where topk saves one tensor: a recompute without the replay then has
                 # fewer saved tensors than the forward, and torch.utils.checkpoint says so.
                 row_T1 = torch.arange(scores.size(0), device=scores.device)[:, None]
@@ -375,23 +378,6 @@ class _Choose(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextmanager
-def _in_place(layers: list[Any]) -> Iterator[None]:
-    """Have routers run these forwards, and their own again at the end.
-
-    They are set on the modules, as accelerate sets its own, which would hide a class's forward.
-    """
-    with ExitStack() as stack:
-        for layer in layers:
-            module = layer.router.module
-            own = vars(module).get("forward")
-            vars(module)["forward"] = layer.forward
-            stack.callback(_restore, module, own)
-        yield
-
-
-def _restore(module: nn.Module, forward: Any) -> None:
-    if forward is None:
-        del vars(module)["forward"]
-    else:
-        vars(module)["forward"] = forward
+def _recomputes() -> bool:
+    """Whether a backward is running, which computes a checkpointed forward again."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

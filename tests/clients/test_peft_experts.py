@@ -12,7 +12,15 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
-from grouped_linear import Float8BlockScaling, GroupedTensor, compare, convert, watch
+from grouped_linear import (
+    Float8BlockScaling,
+    GroupedTensor,
+    compare,
+    convert,
+    record_routing,
+    replay_routing,
+    watch,
+)
 from support.compare import assert_same_bits, bits
 from support.documents import ROOT, examples
 
@@ -255,6 +263,28 @@ def test_compared_and_watched(weights: Any) -> None:
     }
     assert all(0 < d.difference < 0.1 for d in found.differences)
     assert {load.layer for load in seen.read().loads} == layers
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"parameters": [*EXPERTS, "mlp.gate.weight"]},
+        {"parameters": [], "modules_to_save": ["gate"]},
+        {"parameters": [], "modules_to_save": ["experts"]},
+    ],
+    ids=["LoRA on the router", "router", "experts"],
+)
+def test_routing_replay(options: Any) -> None:
+    model = peft.get_peft_model(model_of(), config_of(**options))
+    convert(model)
+    routing = torch.stack([torch.randperm(4)[:2] for _ in range(2 * 12 * 2)]).view(2, 12, 2, 2)
+    with replay_routing(model, routing), record_routing(model, 2, 12) as recording:
+        results(model)
+    assert torch.equal(recording.routing.experts, routing.byte())
+    if options.get("modules_to_save") == ["gate"]:
+        refused = pytest.raises(ValueError, match="has another router than at the beginning")
+        with record_routing(model, 2, 12), model.disable_adapter(), refused:
+            logits(model)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
