@@ -2,7 +2,7 @@
 
 >>> import torch
 >>> from grouped_linear import Float8BlockScaling, GroupedLinear
->>> layer = GroupedLinear(num_gemms=4, in_features=64, out_features=32, recipe=Float8BlockScaling())
+>>> layer = GroupedLinear(4, in_features=64, out_features=32, recipe=Float8BlockScaling())
 >>> x, m_splits = torch.randn(10, 64), torch.tensor([3, 0, 5, 2])
 >>> layer(x, m_splits).shape
 torch.Size([10, 32])

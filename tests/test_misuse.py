@@ -396,7 +396,7 @@ def test_a_failed_write_in_place_leaves_main_grad_alone() -> None:
 
 def test_configurations() -> None:
     def layer(**options: Any) -> Callable[[], Any]:
-        sizes = {"num_gemms": 2, "in_features": 16, "out_features": 16}
+        sizes = {"num_experts": 2, "in_features": 16, "out_features": 16}
         return lambda: GroupedLinear(**(sizes | options))
 
     mistakes = [
@@ -420,8 +420,8 @@ def test_configurations() -> None:
         lambda: DelayedScaling(margin=65),
         lambda: DelayedScaling(amax_history_len=0),
         lambda: DelayedScaling(amax_compute_algo="mean"),  # type: ignore[arg-type]
-        layer(num_gemms=0),
-        layer(num_gemms=1025),
+        layer(num_experts=0),
+        layer(num_experts=1025),
         layer(in_features=24),
         layer(in_features=0),
         layer(out_features=-16),
@@ -453,8 +453,8 @@ DelayedScaling: margin must be between 0 and 64, got -1
 DelayedScaling: margin must be between 0 and 64, got 65
 DelayedScaling: amax_history_len must be positive, got 0
 DelayedScaling: amax_compute_algo must be 'max' or 'most_recent', got 'mean'
-GroupedLinear: num_gemms must be between 1 and 1024, got 0
-GroupedLinear: num_gemms must be between 1 and 1024, got 1025
+GroupedLinear: num_experts must be between 1 and 1024, got 0
+GroupedLinear: num_experts must be between 1 and 1024, got 1025
 GroupedLinear: in_features must be a positive multiple of 16, got 24
 GroupedLinear: in_features must be a positive multiple of 16, got 0
 GroupedLinear: out_features must be a positive multiple of 16, got -16

@@ -51,7 +51,7 @@ def test_initialisation_is_that_of_linear() -> None:
 
 def test_configuration_is_read_only() -> None:
     layer = make_layer(recipe=Float8BlockScaling())
-    assert (layer.num_gemms, layer.in_features, layer.out_features) == (3, 16, 32)
+    assert (layer.num_experts, layer.in_features, layer.out_features) == (3, 16, 32)
     assert layer.recipe == Float8BlockScaling()
     with pytest.raises(AttributeError, match="recipe"):
         layer.recipe = None
@@ -128,6 +128,6 @@ def test_module_moves_dtype() -> None:
 def test_repr() -> None:
     recipe = Float8BlockScaling(amax_epsilon=1e-4, wgrad=BF16)
     assert repr(make_layer(bias=False, recipe=recipe)) == (
-        "GroupedLinear(num_gemms=3, in_features=16, out_features=32, bias=False, "
+        "GroupedLinear(num_experts=3, in_features=16, out_features=32, bias=False, "
         "recipe=Float8BlockScaling(amax_epsilon=0.0001, wgrad=torch.bfloat16))"
     )

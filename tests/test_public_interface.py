@@ -102,7 +102,7 @@ Float8CurrentScaling(power_of_two_scales=False, amax_epsilon=0.0,
 Format(dtype=None, scaling=None, power_of_two_scales=False, amax_epsilon=0.0,
     share_scales=False, wgrad_dtype=None, quantize=None, state=None, records=True)
 GeGLU(approximate='none')
-GroupedLinear(num_gemms, in_features, out_features, bias=True, device=None, dtype=None, *,
+GroupedLinear(num_experts, in_features, out_features, bias=True, device=None, dtype=None, *,
     recipe=None, cache_weights=False, fuse_wgrad_accumulation=False, weights=None, lora=None)
 GroupedLinear.forward(x, m_splits, is_first_microbatch=None)
 GroupedLinear.reset_parameters()

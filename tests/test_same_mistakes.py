@@ -29,7 +29,7 @@ K, N = 16, 32
 
 def linear(x: Any = None, m_splits: Any = (2, 3), first: Any = None, **options: Any) -> Any:
     dtype = options.pop("cast", None)
-    layer = linear_of(**{"num_gemms": 2, "in_features": K, "out_features": N} | options)
+    layer = linear_of(**{"num_experts": 2, "in_features": K, "out_features": N} | options)
     layer.to(dtype)
     return layer(torch.randn(5, K) if x is None else x, m_splits, first)
 
@@ -86,8 +86,8 @@ OTHERS: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
     ),
     "m_splits of rows": (RuntimeError, lambda: linear(m_splits=torch.tensor([[2, 3]]))),
     "in_features": (ValueError, lambda: linear(in_features=16.0)),
-    "num_gemms": (ValueError, lambda: linear(num_gemms=2.0)),
-    "num_gemms True": (ValueError, lambda: linear(num_gemms=True)),
+    "linear's num_experts": (ValueError, lambda: linear(num_experts=2.0)),
+    "linear's num_experts True": (ValueError, lambda: linear(num_experts=True)),
     "init_method": (ValueError, lambda: linear(init_method="xavier")),
     "tracker": (ValueError, lambda: linear(get_rng_state_tracker="tracker")),
     "single": (ValueError, lambda: linear(single_grouped_weight="no")),
@@ -184,8 +184,8 @@ RuntimeError: grouped_linear: m_splits must be [E] int32 or int64, got [2] bool
 RuntimeError: grouped_linear: m_splits is on meta, without data, x is on cpu
 RuntimeError: grouped_linear: m_splits must be [E] int32 or int64, got [1, 2] int64
 ValueError: GroupedLinear: in_features must be an integer, got 16.0
-ValueError: GroupedLinear: num_gemms must be an integer, got 2.0
-ValueError: GroupedLinear: num_gemms must be an integer, got True
+ValueError: GroupedLinear: num_experts must be an integer, got 2.0
+ValueError: GroupedLinear: num_experts must be an integer, got True
 ValueError: GroupedLinear: init_method must be None or a function called with each expert's weight, got 'xavier'
 ValueError: GroupedLinear: get_rng_state_tracker must be None or a function that returns an object with fork(), got 'tracker'
 ValueError: GroupedLinear: single_grouped_weight must be True or False, got 'no'

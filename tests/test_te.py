@@ -252,5 +252,5 @@ def test_out_of_scope(name: str, value: Any) -> None:
 
 def test_defaults_of_what_is_out_of_scope() -> None:
     make_layer(sequence_parallel=False, tp_group=None, tp_size=1, parallel_mode=None)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'num_experts'"):
-        make_layer(num_experts=3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'experts'"):
+        make_layer(experts=3)

@@ -69,7 +69,7 @@ def _layer(module: Any) -> Experts | None:
         if module.dispatcher is not None:
             E = local_part(module.down_proj).size(0)
     else:
-        E = module.num_gemms
+        E = module.num_experts
     return Experts(module, weights, E, "x", True, module.recipe, partial(_layer_by, module))
 
 

@@ -30,7 +30,7 @@ class GroupedLinear(HasAdapters):
     :class:`grouped_linear.te.GroupedLinear` has the further arguments of TransformerEngine's layer.
 
     Args:
-        num_gemms: E, the number of groups (experts), at most 1024.
+        num_experts: E, the number of groups (experts), at most 1024.
         in_features: K, a multiple of 16.
         out_features: N, a multiple of 16.
         bias: whether the layer has a bias.
@@ -52,7 +52,7 @@ class GroupedLinear(HasAdapters):
         lora: an adapter beside the weight, which is frozen, see :class:`grouped_linear.Lora`.
 
     Attributes:
-        num_gemms, in_features, out_features, recipe, weights: as given.
+        num_experts, in_features, out_features, recipe, weights: as given.
         weight: [E, N, K]; frozen in FP8, the numbers' bytes in uint8, see :meth:`dequantize`.
         weight_scale_inv: [E, ceil(N / 128), ceil(K / 128)] int32, the bits of the float32 scales,
             where the weight is frozen in FP8.
@@ -69,9 +69,9 @@ class GroupedLinear(HasAdapters):
     Raises:
         ValueError: for a configuration that no call could run.
 
-    >>> layer = GroupedLinear(num_gemms=2, in_features=16, out_features=32)
+    >>> layer = GroupedLinear(num_experts=2, in_features=16, out_features=32)
     >>> layer
-    GroupedLinear(num_gemms=2, in_features=16, out_features=32, bias=True, recipe=None)
+    GroupedLinear(num_experts=2, in_features=16, out_features=32, bias=True, recipe=None)
     >>> layer(torch.randn(7, 16), torch.tensor([4, 2])).shape
     torch.Size([7, 32])
     """
@@ -84,7 +84,7 @@ class GroupedLinear(HasAdapters):
 
     def __init__(
         self,
-        num_gemms: int,
+        num_experts: int,
         in_features: int,
         out_features: int,
         bias: bool = True,
@@ -98,7 +98,7 @@ class GroupedLinear(HasAdapters):
         lora: Lora | None = None,
     ) -> None:
         super().__init__()
-        check_num_groups("GroupedLinear", "num_gemms", num_gemms)
+        check_num_groups("GroupedLinear", "num_experts", num_experts)
         check_features("GroupedLinear", "in_features", in_features)
         check_features("GroupedLinear", "out_features", out_features)
         check_flags("GroupedLinear", bias=bias)
@@ -108,11 +108,15 @@ class GroupedLinear(HasAdapters):
             "GroupedLinear", recipe, weights, None, cache_weights, fuse_wgrad_accumulation=fused
         )
         check_lora("GroupedLinear", lora)
-        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        self.num_experts, self.in_features, self.out_features = (
+            num_experts,
+            in_features,
+            out_features,
+        )
         self._has_bias, self._recipe = bias, recipe
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.weights = weights
-        E, N, K = num_gemms, out_features, in_features
+        E, N, K = num_experts, out_features, in_features
         weight = torch.empty(E, N, K, dtype=dtype, device=device)
         if recipe is not None and weights in STORAGES:
             self.freeze("weight", weight, recipe, weights=weights)
@@ -275,7 +279,7 @@ class GroupedLinear(HasAdapters):
     def extra_repr(self) -> str:
         """The options that tell layers apart."""
         return (
-            f"num_gemms={self.num_gemms}, in_features={self.in_features}, "
+            f"num_experts={self.num_experts}, in_features={self.in_features}, "
             f"out_features={self.out_features}, bias={self._has_bias}, recipe={self._recipe}"
             + "".join(f", lora={lora}" for lora in self._adapters.values())
         )

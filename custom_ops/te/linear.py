@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from grouped_linear.nn import linear
 from grouped_linear.nn.functional import autocast_dtype, check_parameters
-from grouped_linear.nn.options import check_flags, check_parameters_dtype
+from grouped_linear.nn.options import check_flags, check_num_groups, check_parameters_dtype
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import Weights, is_dtensor, local_part
 from grouped_linear.recipes import Recipe
@@ -36,7 +36,8 @@ class GroupedLinear(linear.GroupedLinear):
     argument what else differs.
 
     Args:
-        num_gemms, in_features, out_features, bias: see :class:`grouped_linear.GroupedLinear`.
+        num_gemms: ``num_experts`` of :class:`grouped_linear.GroupedLinear`.
+        in_features, out_features, bias: see there.
         recipe, cache_weights: see :class:`grouped_linear.GroupedLinear`.
         weights: see :class:`grouped_linear.GroupedLinear`; needs ``single_grouped_weight``.
         fuse_wgrad_accumulation: the same; each weight has a ``main_grad``.
@@ -60,6 +61,7 @@ class GroupedLinear(linear.GroupedLinear):
         single_grouped_bias: one parameter ``bias``, or ``bias0``, ``bias1`` and so on.
 
     Attributes:
+        num_gemms, num_experts: E.
         weight: [E, N, K]; or weight0, ... [N, K].
         bias: [E, N], or None; or bias0, ... [N].
 
@@ -107,6 +109,7 @@ class GroupedLinear(linear.GroupedLinear):
         _check_out_of_scope(False, ub_overlap_rs=ub_overlap_rs, ub_overlap_ag=ub_overlap_ag)
         _check_out_of_scope(None, tp_group=tp_group, parallel_mode=parallel_mode, ub_name=ub_name)
         _check_out_of_scope(1, tp_size=tp_size)
+        check_num_groups("GroupedLinear", "num_gemms", num_gemms)
         check_flags(
             "GroupedLinear",
             return_bias=return_bias,
@@ -144,7 +147,7 @@ class GroupedLinear(linear.GroupedLinear):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             weights=weights,
         )
-        self.return_bias = return_bias
+        self.num_gemms, self.return_bias = num_gemms, return_bias
         self.delay_wgrad_compute = delay_wgrad_compute
         self.save_original_input = save_original_input
         self._deferred: deque[Deferred] = deque()
@@ -159,7 +162,7 @@ class GroupedLinear(linear.GroupedLinear):
             self.register_parameter(expert, nn.Parameter(own))
 
     def _per_expert(self, name: str) -> tuple[str, ...]:
-        return tuple(f"{name}{e}" for e in range(self.num_gemms))
+        return tuple(f"{name}{e}" for e in range(self.num_experts))
 
     def _experts_of(self, name: str) -> Any:
         if name in self._parameters:
@@ -309,7 +312,7 @@ class GroupedLinear(linear.GroupedLinear):
                         state_dict[packed] = torch.stack([state_dict.pop(n) for n in names])
                 elif not single and state_dict.keys().isdisjoint(names):
                     experts = state_dict.get(packed)
-                    if experts is not None and experts.shape[:1] == (self.num_gemms,):
+                    if experts is not None and experts.shape[:1] == (self.num_experts,):
                         state_dict.update(zip(names, state_dict.pop(packed), strict=True))
         with self._tied_if_moved():
             super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

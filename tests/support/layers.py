@@ -14,10 +14,10 @@ PLAIN = frozenset(inspect.signature(GroupedLinear).parameters)
 
 
 def linear_of(
-    num_gemms: int, in_features: int, out_features: int, bias: bool = True, **options: Any
+    num_experts: int, in_features: int, out_features: int, bias: bool = True, **options: Any
 ) -> GroupedLinear:
     """The plain layer if it has all options, else te's, with one weight and bias unless said."""
-    sizes = num_gemms, in_features, out_features
+    sizes = num_experts, in_features, out_features
     if options.keys() <= PLAIN:
         return GroupedLinear(*sizes, bias, **options)
     if "dtype" in options:
