@@ -5,6 +5,7 @@ between an expert's two layers, G = 2 F if experts have a gate, else F. N out_fe
 in_features of a weight.
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,6 +58,8 @@ def experts_forward(
     lora = lora or {}
     first, second = weight_names(experts)
     recipe = recipe_of(experts, recipe)
+    if "parametrizations" in experts._modules and not torch.compiler.is_compiling():
+        _warn_of_adapters(experts)
 
     def bias(name: str) -> Tensor | None:
         return getattr(experts, f"{name}_bias") if experts.has_bias else None
@@ -103,6 +106,17 @@ def experts_forward(
         y_RH = experts.post_expert_norm(y_RH)
     out_TH: Tensor = CombineFunction.apply(y_RH, top_k_weights, *routing)
     return out_TH.to(hidden_states.dtype)
+
+
+def _warn_of_adapters(experts: Any) -> None:
+    """Say, as Python does once, that PEFT's adapters make weights of all experts in each call."""
+    if any(type(m).__module__.startswith("peft.") for m in experts.parametrizations.modules()):
+        warnings.warn(
+            "grouped_linear: PEFT makes weights of all experts in each call: call "
+            "grouped_linear.integrations.peft.use_grouped_adapters(model) after get_peft_model, "
+            "which has rows go through the adapters instead",
+            stacklevel=2,
+        )
 
 
 def set_own_recipe(experts: Any, own: Recipe | None, recipe: Recipe | None) -> None:

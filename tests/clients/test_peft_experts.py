@@ -3,6 +3,7 @@
 import copy
 import doctest
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,6 @@ def test_over_fp8(weights: Any, name: str) -> None:
     assert_close(found, results(theirs), 0.1)
     assert len(base) == 4
     assert all(p.grad is None for p in base)
-    assert all(isinstance(p, GroupedTensor) for p in base) == (weights is not None)
 
 
 @pytest.mark.parametrize("weights", [None, "fp8", "both"])
@@ -229,6 +229,23 @@ def test_files_are_those_of_peft(weights: Any, tmp_path: Path) -> None:
     for adapter in ("default", "second"):
         again.set_adapter(adapter)
         assert torch.equal(logits(again), expected)
+
+
+def test_one_warning_without_the_call() -> None:
+    """PEFT alone makes all weights in each call, right and slow."""
+    model = model_of()
+    convert(model)
+    model = peft.get_peft_model(model, config_of())
+    randomize(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        expected = logits(model)
+        logits(model)
+    said = [w for w in said if "use_grouped_adapters(model)" in str(w.message)]
+    assert len(said) == 1
+    use_grouped_adapters(model)
+    with warnings.catch_warnings(action="error"):
+        assert_close({"": logits(model)}, {"": expected}, 1e-4)
 
 
 def test_without_a_peft_model() -> None:
