@@ -225,7 +225,8 @@ def test_experts_of_the_library_without_its_interface(name: str) -> None:
     model = nn.ModuleDict({"experts": of_library(name), "lm_head": nn.Linear(H, 8)})
     assert sentence(lambda: convert(model)) == (
         "convert: ModuleDict has no experts of a form that is known, and these look like experts: "
-        f"{OF_LIBRARY[name]} does not go through transformers' experts interface)"
+        f"{OF_LIBRARY[name]} does not go through transformers' experts interface: give the class a "
+        "forward that calls grouped_mlp or grouped_linear)"
     )
 
 

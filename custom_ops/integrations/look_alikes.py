@@ -33,7 +33,10 @@ def _why_skipped(name: str, module: Any) -> str:
     cls = type(module)
     children = [child for child in module.children() if any(True for _ in child.parameters())]
     called_experts = "expert" in f"{cls.__name__} {name.rsplit('.', 1)[-1]}".lower()
-    no_interface = f"{cls.__name__} does not go through transformers' experts interface"
+    no_interface = (
+        f"{cls.__name__} does not go through transformers' experts interface: give the class a "
+        "forward that calls grouped_mlp or grouped_linear"
+    )
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and len(children) > 1:
         classes = {type(child) for child in children}
         if not called_experts or len(classes) > 1:
