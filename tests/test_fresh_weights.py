@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,7 +46,8 @@ from grouped_linear import (
     GroupedTensorWithMaster,
     Recipe,
 )
-from grouped_linear.recipes import Layouts, Operands
+from grouped_linear.quantized import with_master
+from grouped_linear.recipes import Layouts, Operands, refresh_weight_
 from support.compare import assert_same_bits
 from support.devices import devices, needs_gpu
 from support.errors import sentence
@@ -53,6 +55,7 @@ from support.ops import OPS
 from support.pairs import pairwise
 
 E, N, K = 3, 144, 272
+aten = torch.ops.aten
 BF16, FP32 = torch.bfloat16, torch.float32
 RECIPES = {"block": Float8BlockScaling(), "current": Float8CurrentScaling()}
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
@@ -217,6 +220,32 @@ def assign(layer: Any, name: str, value: Any) -> None:
 
 
 no_grad = torch.no_grad()
+
+
+def half_way(write: Callable[[Tensor], Any]) -> Callable[[Any], None]:
+    """A write that raises after it has written something, on CPUs, and is caught."""
+
+    @no_grad
+    def caught(layer: Any) -> None:
+        if layer.weight.device.type == "cpu":
+            with pytest.raises((RuntimeError, IndexError)):
+                write(layer.weight)
+
+    return caught
+
+
+def foreach_half_way(name: str) -> Callable[[Any], None]:
+    """The second tensors do not fit."""
+
+    def write(w: Tensor) -> None:
+        more = [0.5] if "lerp" in name else []
+        other = [torch.full_like(w, 0.5), torch.ones(5)]
+        getattr(torch, name)([w, torch.ones(3)], other, *more)
+
+    return half_way(write)
+
+
+BEYOND = torch.tensor([0, 1, 99])
 WRITES: dict[str, Callable[[Any], Any]] = {
     "sgd": step_of(torch.optim.SGD, momentum=0.9),
     "adamw": step_of(torch.optim.AdamW, foreach=False),
@@ -271,6 +300,37 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "bfloat16": lambda m: m.bfloat16(),
     "reset": lambda m: (torch.manual_seed(5), m.reset_parameters()),
     "replace": lambda m: setattr(m, "weight", nn.Parameter(m.weight.detach() * 2)),
+    "set_": no_grad(lambda m: m.weight.set_(m.weight * 2)),
+    "data.set_": lambda m: m.weight.data.set_(m.weight.detach() * 2),
+    "unsafe_chunk": no_grad(lambda m: m.weight.unsafe_chunk(2)[1].mul_(2)),
+    "unsafe_split": no_grad(lambda m: m.weight.unsafe_split(2)[1].mul_(2)),
+    "unsafe_split_with_sizes": no_grad(
+        lambda m: m.weight.unsafe_split_with_sizes([1, 2])[0].neg_()
+    ),
+    "_unsafe_view": no_grad(lambda m: aten._unsafe_view(m.weight, [E * N, K])[7:150].mul_(2)),
+    "reshape": no_grad(lambda m: m.weight.reshape(-1, K)[150].zero_()),
+    "inference": torch.inference_mode()(lambda m: m.weight.detach().flatten().mul_(1.5)),
+    "as_strided": no_grad(lambda m: m.weight[1].as_strided((N, K), (K, 1), 0).mul_(2)),
+    "another dtype": no_grad(
+        lambda m: m.weight.view(torch.uint8).view(-1)[2 * N * K :][:K].zero_()
+    ),
+    "_foreach_mul_ half way": foreach_half_way("_foreach_mul_"),
+    "_foreach_add_ half way": foreach_half_way("_foreach_add_"),
+    "_foreach_copy_ half way": foreach_half_way("_foreach_copy_"),
+    "_foreach_lerp_ half way": foreach_half_way("_foreach_lerp_"),
+    "index_put_ half way": half_way(
+        lambda w: w.view(-1).index_put_((BEYOND + w.numel() - 2,), w.new_ones(3))
+    ),
+    "index_copy_ half way": half_way(
+        lambda w: w.view(-1).index_copy_(0, BEYOND + w.numel() - 2, w.new_ones(3))
+    ),
+    "scatter_ half way": half_way(
+        lambda w: w.view(-1).scatter_(0, BEYOND + w.numel() - 2, w.new_ones(3))
+    ),
+    "put_ half way": half_way(lambda w: w.put_(BEYOND + w.numel() - 2, w.new_ones(3))),
+    "masked_scatter_ half way": half_way(
+        lambda w: w.masked_scatter_(torch.ones_like(w, dtype=torch.bool), w.new_zeros(500))
+    ),
 }
 
 
@@ -367,7 +427,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 def test_a_copy_has_memory_of_its_own(how: str, device: str) -> None:
     w: Any = make_layer("both", RECIPES["block"], BF16, device).weight.detach()
     before = [part.clone() for part in (w.master, w.q, w.scale, w.q_t)]
-    copied: Any = COPIES[how](w)
+    copied: Any = COPIES[how](nn.Parameter(w) if how == "file" else w).detach()
     copied.mul_(-1)
     for part, expected in zip((w.master, w.q, w.scale, w.q_t), before, strict=True):
         assert_same_bits(part, expected)
@@ -387,7 +447,7 @@ def test_copies_of_a_parameter(how: str, requires_grad: bool) -> None:
 @pytest.mark.parametrize(("how", "shares"), [("deepcopy", True), ("file", False)])
 def test_copies_of_what_shares_memory(how: str, shares: bool) -> None:
     """A deepcopy shares it too, with its quantized numbers. A file does not."""
-    w = GroupedTensorWithMaster.quantize(torch.randn(2, 32, 16))
+    w = nn.Parameter(GroupedTensorWithMaster.quantize(torch.randn(2, 32, 16)), False)
     whole, expert = COPIES[how]([w, w[1]])
     expert.zero_()
     assert_fresh(whole)
@@ -426,6 +486,103 @@ def assert_fresh(w: Any) -> None:
 
 def kept(weights: Any, recipe: Recipe, dtype: torch.dtype = FP32) -> GroupedLinear:
     return GroupedLinear(E, K, N, recipe=recipe, weights=weights, bias=False, dtype=dtype)
+
+
+def small() -> Any:
+    return GroupedTensorWithMaster.quantize(torch.randn(2, 32, 16))
+
+
+def test_out_of_another_shape_is_refused() -> None:
+    """Before anything is written: torch would resize the weight."""
+    w = small()
+    before = w.dequantize()
+    said = sentence(lambda: torch.add(torch.ones(3, 32, 16), 1, out=w))
+    assert said == (
+        "GroupedTensorWithMaster: out= of aten.add.out must be [3, 32, 16], got [2, 32, 16], whose "
+        "shape does not change"
+    )
+    assert_same_bits(w.dequantize(), before)
+    assert torch.add(w, w, out=w) is w
+    assert_same_bits(w.dequantize(), before + before)
+    assert_fresh(w)
+
+
+def test_an_interrupt_waits_for_the_fp8_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes between a write and what quantizes it."""
+    w, calls = small(), []
+
+    def interrupted(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        refresh_weight_(*args)
+
+    monkeypatch.setattr(with_master, "refresh_weight_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        w.mul_(-2)
+    assert_fresh(w)
+
+
+@torch.inference_mode()
+def test_inference_mode_changes_no_class() -> None:
+    """There operations arrive that are made of others, as ``to`` is."""
+    w = small()
+    for t in (w.half(), w.cpu(), w.reshape(2, 32, 16), w.contiguous(), w.chunk(2)[0]):
+        assert isinstance(t, GroupedTensorWithMaster)
+        assert_fresh(t)
+
+
+def test_a_set_alias_leaves_the_parameter_alone() -> None:
+    """As in torch: ``p.data`` is a tensor of its own, which then has other memory."""
+    w, other = small(), torch.randn(2, 32, 16)
+    before, alias = w.dequantize(), w.data
+    alias.set_(other)
+    assert_same_bits(alias.dequantize(), other)
+    assert_fresh(alias)
+    assert_same_bits(w.dequantize(), before)
+    with pytest.raises(RuntimeError, match="cannot change the shape"):
+        alias.set_(torch.ones(3, 32, 16))
+
+
+@pytest.mark.parametrize("of", ["parameter", "state", "view"])
+def test_arrays_are_copies_of_the_high_precision_numbers(of: str) -> None:
+    layer = make_layer("both", RECIPES["block"], FP32, "cpu")
+    w: Any = layer.weight.detach()
+    t: Any = {"parameter": w, "state": layer.state_dict()["weight"], "view": w[1, 5:]}[of]
+    right = t.clone().dequantize() if is_kept(t.clone()) else t.clone()
+    assert t.tolist() == right.tolist()
+    for array in (t.numpy(), numpy.asarray(t), numpy.array(t)):
+        assert_same_bits(torch.from_numpy(array), right)
+        array[:] = 0
+    assert t.any()
+    assert_same_bits(t.clone(), right)
+    with pytest.raises(RuntimeError, match="requires grad"):
+        layer.weight.numpy()
+
+
+@pytest.mark.parametrize("name", ["q", "refresh_", "master"])
+def test_a_file_plants_no_attribute_of_the_class(name: str) -> None:
+    """With ``weights_only=True`` a crafted file could have the GEMMs read other numbers."""
+    make, (state,) = nn.Parameter(small()).__reduce_ex__(2)
+    state["attributes"][name] = torch.zeros(2, 32, 16)
+
+    class Crafted:
+        def __reduce__(self) -> Any:
+            return make, (state,)
+
+    assert sentence(lambda: through_file(Crafted())) == (
+        f"GroupedTensorWithMaster: the file has an attribute {name!r} of the class itself"
+    )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tensors_that_are_no_parameters_are_saved_as_plain_ones(name: str) -> None:
+    """A format that is a function would not load by ``weights_only=True``."""
+    w = kept("both", FORMATS[name]).weight
+    for t in (w.detach(), w.clone(), w[0], kept("both", FORMATS[name]).state_dict()["weight"]):
+        loaded = through_file(t.detach())
+        assert type(loaded) is Tensor
+        assert_same_bits(loaded, t.detach().clone().dequantize())
 
 
 def load_from(assign: bool) -> Callable[[Any, Any], Any]:

@@ -135,19 +135,17 @@ def check_hybrid(rank: int, directory: Path) -> None:
 
 
 def check_mixed_precision(rank: int, directory: Path) -> None:
-    """float32 numbers are quantized as they are, and stay on their process.
-
-    A format of one's own quantizes what is gathered, in the policy's dtype.
-    """
+    """float32 numbers stay on their process; what is quantized has the policy's dtype."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-    for name, steps in (("block", 8), ("own", 2)):
-        kept = Model(RECIPES[name], "both", FP32)
-        shard(kept, mp_policy=policy)
-        losses = [y.float().square().mean().item() for y in train(kept, steps=steps)]
-        assert losses[-1] < losses[0] or name == "own"
-        for p in kept.parameters():
+    for recipe in RECIPES.values():
+        kept, plain = (Model(recipe, weights, FP32) for weights in ("both", None))
+        for model in (kept, plain):
+            shard(model, mp_policy=policy)
+        for a, e in zip(*(train(model) for model in (kept, plain)), strict=True):
+            assert_same_bits(a, e)
+        for p, q in zip(kept.parameters(), plain.parameters(), strict=True):
             assert_fresh(p)
-            assert p.dtype == FP32
+            assert_same_bits(p.to_local().dequantize(), q.to_local())  # type: ignore[attr-defined]
 
 
 def check_bytes(rank: int, directory: Path) -> None:
@@ -248,6 +246,84 @@ def check_data_parallel(rank: int, directory: Path) -> None:
         assert_same_bits(p.dequantize(), q)
 
 
+def functional(name: str, *options: Any) -> Callable[[Tensor], Any]:
+    """A functional collective that writes its argument: nobody waits for it."""
+    operation = getattr(torch.ops._c10d_functional, name)
+    return lambda t: operation(t if "coalesced" not in name else [t], *options, "0")
+
+
+def coalesced(t: Tensor) -> None:
+    with dist._coalescing_manager():
+        for part in t.chunk(2):
+            dist.all_reduce(part)
+
+
+def scattered(t: Tensor) -> None:
+    parts = [torch.full_like(t, i + 1.0) for i in range(PROCESSES)]
+    dist.scatter(t, parts if dist.get_rank() == 0 else None)
+
+
+COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
+    "all_reduce_": functional("all_reduce_", "sum"),
+    "all_reduce_coalesced_": functional("all_reduce_coalesced_", "sum"),
+    "broadcast_": functional("broadcast_", 1),
+    "gather out": lambda t: torch.ops._c10d_functional.all_gather_into_tensor_out(
+        t[: E // PROCESSES].clone(), PROCESSES, "0", out=t
+    ),
+    "all_reduce": lambda t: dist.all_reduce(t, async_op=True).wait(),
+    "reduce": lambda t: dist.reduce(t, 1),
+    "all_gather": lambda t: dist.all_gather(list(t.chunk(2)), t[:2].clone()),
+    "all_gather_into_tensor": lambda t: dist.all_gather_into_tensor(t, t[:2].clone()),
+    "reduce_scatter_tensor": lambda t: dist.reduce_scatter_tensor(t[:2], t.clone()),
+    "all_to_all_single": lambda t: dist.all_to_all_single(t, t.clone()),
+    "coalesced": coalesced,
+    "scatter": scattered,
+}
+
+
+def check_collectives(rank: int, directory: Path) -> None:
+    """Whatever writes has ended before it is quantized."""
+    for name, collective in COLLECTIVES.items():
+        torch.manual_seed(rank)
+        plain = torch.randn(E, F, H, device=device())
+        kept = GroupedTensorWithMaster.quantize(plain.clone())
+        for t in (plain, kept):
+            collective(t)
+        if name not in ("reduce",) or rank == 1:
+            torch.ops._c10d_functional.wait_tensor(plain)
+            assert_same_bits(kept.dequantize(), plain)
+        assert_fresh(kept)
+
+
+def check_point_to_point(rank: int, directory: Path) -> None:
+    """A weight is sent as it is. Nobody sees when a receive writes one: that is refused."""
+    torch.manual_seed(0)
+    w = torch.randn(E, F, H).to(device())
+    kept, received = GroupedTensorWithMaster.quantize(w), torch.empty_like(w)
+    other = 1 - rank
+    for batched in (False, True):
+        received.zero_()
+        if batched:
+            pairs = (dist.isend, kept), (dist.irecv, received)
+            works = dist.batch_isend_irecv([dist.P2POp(do, t, other) for do, t in pairs])
+        elif rank == 0:
+            dist.send(kept, other)
+            dist.recv(received, other)
+            works = []
+        else:
+            dist.recv(received, other)
+            works = [dist.isend(kept, other)]
+        for work in works:
+            work.wait()
+        assert_same_bits(received, w)
+    for receive in (dist.recv, dist.irecv):
+        assert sentence(lambda receive=receive: receive(kept, other)) == (  # type: ignore[misc]
+            "GroupedTensorWithMaster: c10d.recv_.default writes a weight when nobody looks, and "
+            "its FP8 numbers would be old: receive in a plain tensor and copy_ that"
+        )
+    assert_same_bits(kept.dequantize(), w)
+
+
 def check_distributed_tensors(rank: int, directory: Path) -> None:
     """Each process has its part of rank 0's weight, in high precision and FP8."""
     mesh = init_device_mesh(device().type, (PROCESSES,))
@@ -274,6 +350,8 @@ CHECKS: Checks = {
     "gathered": check_gathered,
     "checkpoints": check_checkpoints,
     "data_parallel": check_data_parallel,
+    "collectives": check_collectives,
+    "point_to_point": check_point_to_point,
     "distributed_tensors": check_distributed_tensors,
 }
 

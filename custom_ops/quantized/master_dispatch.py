@@ -4,16 +4,16 @@ E experts, K in_features, N out_features.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS
 from grouped_linear.quantized.operations import (
-    count_write,
     run_collective,
     unfilled,
     views_of,
@@ -36,83 +36,149 @@ def handles(*overloads: Any) -> Callable[[Handler], Handler]:
 
 
 @handles(None)
-def _by_the_rules(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The class's three rules."""
-    returned = [r.alias_info for r in func._schema.returns]
-    is_view = any(alias is not None and not alias.is_write for alias in returned)
-    if is_view and isinstance(args[0], GroupedTensorWithMaster):
-        return _view(func, args, kwargs)
-    if torch.Tag.inplace_view in func.tags:
+def read_or_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The class's three rules: the operation on high-precision numbers, which are then quantized.
+
+    What it wrote is quantized also where it raises half way. What shares memory with the numbers is
+    a view, whatever the schema says.
+    """
+    if func._can_decompose():  # inference mode and handlers give operations made of others
+        return func.decompose(*args, **kwargs)
+    _check_can_be_seen(func)
+    kept: dict[int, GroupedTensorWithMaster] = {}
+    results: list[tuple[GroupedTensorWithMaster, Tensor]] = []
+
+    def numbers(t: GroupedTensorWithMaster) -> Tensor:
+        kept[id(t.own)] = t
+        return t.own
+
+    def result(t: GroupedTensorWithMaster) -> Tensor:  # a result of another shape would resize t
+        results.append((t, torch.empty_like(t.own)))
+        kept[id(results[-1][1])] = t
+        return results[-1][1]
+
+    outs = {a.name for a in func._schema.arguments if a.is_out}
+    plain_args = tree_map_only(GroupedTensorWithMaster, numbers, args)
+    plain_kwargs = {
+        name: tree_map_only(GroupedTensorWithMaster, result if name in outs else numbers, value)
+        for name, value in kwargs.items()
+    }
+    given = {id(t) for t in tree_leaves((plain_args, plain_kwargs)) if isinstance(t, Tensor)}
+    is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+    try:
+        with views_of(args[0]) if is_view else nullcontext():
+            out = _run(func, plain_args, plain_kwargs)
+        for t, computed in results:
+            if computed.shape != t.shape:
+                raise RuntimeError(
+                    f"GroupedTensorWithMaster: out= of {func} must be {list(computed.shape)}, got "
+                    f"{list(t.shape)}, whose shape does not change"
+                )
+        for t, computed in results:
+            t.own.copy_(computed)
+    finally:
+        _refresh(_written(func, args, kwargs))
+
+    def returned(leaf: Tensor) -> Tensor:
+        if id(leaf) in kept:
+            return kept[id(leaf)]
+        if id(leaf) not in given:
+            for t in kept.values():
+                if torch._C._is_alias_of(leaf, t.own):  # type: ignore[attr-defined]
+                    return _view_of(t, leaf)
+        return leaf
+
+    out = tree_map_only(Tensor, returned, out)
+    if is_view and all(isinstance(t, GroupedTensorWithMaster) for t in tree_leaves(out)):
+        return return_and_correct_aliasing(func, args, kwargs, out)
+    return out
+
+
+def _check_can_be_seen(func: Any) -> None:
+    """Raise RuntimeError for an operation that would leave old FP8 numbers behind."""
+    if torch.Tag.inplace_view in func.tags or func is aten._resize_output_.default:
         raise RuntimeError(
             f"GroupedTensorWithMaster: {func} cannot change the shape of a quantized tensor"
         )
-    return read_or_write(func, args, kwargs)
+    if "c10d" in func.namespace and any(name in str(func) for name in ("recv", "p2p")):
+        raise RuntimeError(
+            f"GroupedTensorWithMaster: {func} writes a weight when nobody looks, and its FP8 "
+            "numbers would be old: receive in a plain tensor and copy_ that"
+        )
 
 
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One view of the high-precision numbers, or a list of them."""
-    t = args[0]
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operation on plain tensors. What it writes is written when this returns."""
+    if func.namespace == "c10d" and not _sends(func):
+        return run_collective(func, args, kwargs)
+    out = func(*args, **kwargs)
+    if func.namespace == "_c10d_functional" and func._schema.is_mutable:
+        for t in tree_leaves(out):
+            torch.ops._c10d_functional.wait_tensor(t)
+    return out
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors of this class that an operation writes, each once."""
+    # The schemas of c10d do not say what is written.
+    may_write = func.namespace == "c10d" and not _sends(func)
+    leaves = tree_leaves((args, kwargs) if may_write else written(func, args, kwargs))
+    return list({id(t): t for t in leaves if isinstance(t, GroupedTensorWithMaster)}.values())
+
+
+def _sends(func: Any) -> bool:
+    """Whether an operation of c10d reads alone; its caller waits for it, once."""
+    return bool(func is torch.ops.c10d.send.default)
+
+
+def _refresh(tensors: list[Any]) -> None:
+    """Quantize what was written. An interrupt from the keyboard waits for it."""
+    try:
+        for t in tensors:
+            t.refresh_()
+    except KeyboardInterrupt:
+        for t in tensors:
+            t.refresh_()
+        raise
+
+
+def _view_of(t: GroupedTensorWithMaster, own: Tensor) -> GroupedTensorWithMaster:
+    """A view of t's numbers, with the quantized numbers of the experts that it lies in."""
+    if t.recipe.weight.quantize is not None:  # which need not have one part for each expert
+        return of_parts(t.master, t.parts, t.recipe, own, t.has_memory)
+    master, parts = whole = t.whole or (t.master, t.parts)
+    experts = _experts_of(master, own)
     with views_of(t):
-        views = func(t.own, *args[1:], **kwargs)
-        out = tree_map_only(Tensor, lambda own: _wrapped(t, own), views)
-    return return_and_correct_aliasing(func, args, kwargs, out)
+        if experts is not ...:
+            master, parts = master[experts], parts.each(lambda part: part[experts])
+        out = of_parts(master, parts, t.recipe, own, t.has_memory)
+    if experts is not ...:
+        out.whole = whole
+    return out
+
+
+def _experts_of(master: Tensor, own: Tensor) -> Any:
+    """The index of the experts that a view of a weight lies in; ``...`` for all of it."""
+    if master.dim() == 2 or own.numel() == 0 or own.itemsize != master.itemsize:
+        return ...
+    E, N, K = master.shape
+    begin = int(own.storage_offset() - master.storage_offset())
+    end = begin + sum((n - 1) * by for n, by in zip(own.shape, own.stride(), strict=True))
+    first, last = begin // (N * K), int(end) // (N * K)
+    if first < 0 or last >= E:  # as_strided leaves the weight
+        return ...
+    if first == last and own.shape == (N, K):
+        return first
+    return ... if (first, last) == (0, E - 1) else slice(first, last + 1)
 
 
 @handles(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Views, which know that they are parts."""
-    parts = _view(func, args, kwargs)
+    parts = read_or_write(func, args, kwargs)
     for part in parts:
         part.is_part = True
     return parts
-
-
-def _wrapped(t: GroupedTensorWithMaster, own: Tensor) -> GroupedTensorWithMaster:
-    """A view of t's numbers, with the quantized numbers of the experts that it lies in."""
-    parts, master = t.parts, t.master
-    # The tensors of a format of one's own need not have one part for each expert.
-    experts = _experts_in(master, own) if t.recipe.weight.quantize is None else None
-    if experts is None:
-        view: Tensor | None = own
-    else:
-        parts, master, view = parts.each(lambda part: part[experts]), own, None
-    out = of_parts(master, parts, t.recipe, view, t.has_memory)
-    if experts is not None and experts is not ...:
-        out.whole = t if t.whole is None else t.whole
-    return out
-
-
-def _experts_in(master: Tensor, own: Tensor) -> Any:
-    """The index of the experts that a view is, if it is whole experts; else None."""
-    *_, N, K = master.shape
-    is_weight = own.dim() in (2, 3) and own.shape[-2:] == (N, K) and own.is_contiguous()
-    if not is_weight or own.dtype != master.dtype or own.numel() == 0:
-        return None
-    first, remainder = divmod(int(own.storage_offset() - master.storage_offset()), N * K)
-    if remainder:
-        return None
-    if master.dim() == 2:
-        return None if own.dim() == 3 else ...
-    return first if own.dim() == 2 else slice(first, first + own.size(0))
-
-
-def read_or_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operation on high-precision numbers; what it wrote is then quantized."""
-    by_number: dict[int, GroupedTensorWithMaster] = {}
-
-    def number(t: GroupedTensorWithMaster) -> Tensor:
-        by_number[id(t.own)] = t
-        return t.own
-
-    plain_args, plain_kwargs = tree_map_only(GroupedTensorWithMaster, number, (args, kwargs))
-    if func.namespace == "c10d":  # its schemas do not say what it writes, nor when
-        out, changed = run_collective(func, plain_args, plain_kwargs), [args, kwargs]
-    else:
-        out, changed = func(*plain_args, **plain_kwargs), written(func, args, kwargs)
-    leaves = [t for t in tree_leaves(changed) if isinstance(t, GroupedTensorWithMaster)]
-    for t in {id(t): t for t in leaves}.values():  # each once
-        t.refresh_()
-    return tree_map(lambda leaf: by_number.get(id(leaf), leaf), out)
 
 
 @handles(aten.clone.default)
@@ -170,30 +236,33 @@ def _new_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(aten.set_.source_Tensor)
 def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Take another tensor's numbers, as torch.nn.utils.parametrize does when it is removed."""
+    """Have another tensor's numbers, as torch.nn.utils.parametrize does when it is removed."""
     t, source = args
-    if source.shape != t.shape:
+    if not t.is_whole or (source.shape, source.dtype) != (t.shape, t.dtype):
         raise RuntimeError(
             f"GroupedTensorWithMaster: {func} cannot change the shape of a quantized tensor"
         )
-    return t.copy_(source)
+    t.data = source
+    return t
 
 
 @handles(aten.copy_.default)
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy the quantized numbers too from a tensor that has the same ones; else quantize."""
+    """Quantize; but a trace ends by copies of weights into others, part by part."""
     to, source = args[:2]
-    tensors = to, source
-    if not all(isinstance(t, GroupedTensorWithMaster) and t.is_whole for t in tensors):
-        return read_or_write(func, args, kwargs)
-    alike = (to.dtype, to.recipe, to.shape) == (source.dtype, source.recipe, source.shape)
-    if not alike or (to.q_t is not None and source.q_t is None):
+    if type(getattr(to, "q", None)) in (Tensor, type(None)) or not _alike(to, source):
         return read_or_write(func, args, kwargs)
     for own, other in zip((to.own, *to.parts), (source.own, *source.parts), strict=True):
         if own is not None:
             func(own, other, *args[2:], **kwargs)
-    count_write(to)
     return to
+
+
+def _alike(to: Any, source: Any) -> bool:
+    """Whether a weight has the same parts as another."""
+    weights = [t for t in (to, source) if isinstance(t, GroupedTensorWithMaster) and t.is_whole]
+    facts = {(t.recipe, t.dtype, t.shape, t.q_t is None) for t in weights}
+    return len(weights) == 2 and len(facts) == 1
 
 
 @handles(aten.record_stream.default)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, Rules, dtype_name
 from grouped_linear.quantized.gathered import GatheredWeight
-from grouped_linear.quantized.operations import count_write, views_of
-from grouped_linear.quantized.pickle_version import recipe_from_pickle, recipe_to_pickle
+from grouped_linear.quantized.operations import views_of
 from grouped_linear.recipes import (
     Float8BlockScaling,
+    Float8CurrentScaling,
     Format,
     Layouts,
     QuantizedWeight,
@@ -76,9 +76,9 @@ class GroupedTensorWithMaster(Tensor):
     q_t: Tensor | None
     recipe: Recipe
     has_memory: bool
-    # The weight that these experts are a view of. A trace quantizes all of it, because Inductor
+    # The weight that this is a view of experts of. A trace quantizes all of it, because Inductor
     # scatters no FP8 into a larger tensor (torch 2.13).
-    whole: "GroupedTensorWithMaster | None" = None
+    whole: tuple[Tensor, QuantizedWeight] | None = None
     # Whether split or chunk returned it; empty_like is then of this class too.
     is_part: bool = False
 
@@ -155,7 +155,7 @@ class GroupedTensorWithMaster(Tensor):
         torch.Size([2, 16, 32])
         """
         recipe = Float8BlockScaling() if recipe is None else recipe
-        if not keeps_beside_master(recipe):
+        if not isinstance(recipe, Recipe) or not keeps_beside_master(recipe):
             raise ValueError(
                 "GroupedTensorWithMaster: recipe must be Float8BlockScaling, Float8CurrentScaling "
                 f"or have a weight format of your own, got {recipe!r}"
@@ -177,23 +177,12 @@ class GroupedTensorWithMaster(Tensor):
         >>> w.refresh_().scale.flatten()
         tensor([0.0039, 0.0078])
         """
+        master, parts = self.master, self.parts
         if self.is_traced_part:
             assert self.whole is not None
-            self.whole.refresh_()
-        elif self.master.numel():
-            parts, master = self.parts, self.master
-            if master.dim() == 2:
-                parts, master = parts.each(lambda part: part[None]), master[None]
-            with torch.no_grad():
-                format = self.recipe.weight
-                if format.quantize is None:
-                    refresh_weight_(parts, (master,), format, None)
-                else:
-                    made = _by_function(master, format)
-                    for to, numbers in zip(parts, made, strict=True):
-                        if to is not None and numbers is not None:
-                            to.copy_(numbers)
-                count_write(self)
+            master, parts = self.whole
+        if master.numel():
+            _refresh(master, parts, self.recipe.weight)
         return self
 
     # --- reading ---------------------------------------------------------------------------------
@@ -281,9 +270,11 @@ class GroupedTensorWithMaster(Tensor):
             self._check_data(value)
             numbers = value.numbers(value.dtype) if hasattr(value, "numbers") else value.detach()
             value = self.of(numbers.clone(memory_format=torch.contiguous_format))
+        if self.has_memory:
+            value = value.for_state_dict()
         # Shape, dtype and device are torch's, which refuses before it writes.
         torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
-        for name in _TENSORS:
+        for name in (*_TENSORS, "whole"):
             setattr(self, name, getattr(value, name))
 
     def _check_data(self, w: Tensor) -> None:
@@ -315,6 +306,14 @@ class GroupedTensorWithMaster(Tensor):
     def element_size(self) -> int:
         """The bytes that are held of an element, besides scales."""
         return self.master.element_size() + (1 if self.q_t is None else 2)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy of the high-precision numbers: nothing shows what is written to an array."""
+        return self.own.clone().requires_grad_(self.requires_grad).numpy(force=force)
+
+    def tolist(self) -> list[Any]:
+        """The high-precision numbers."""
+        return self.own.tolist()
 
     def data_ptr(self) -> int:
         """The address of the high-precision numbers. Call :meth:`refresh_` after a write there."""
@@ -370,12 +369,12 @@ class GroupedTensorWithMaster(Tensor):
         return {name: a for name, a in vars(self).items() if name not in _OWN_ATTRIBUTES}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        if self.has_memory or not self.is_whole:
+        if not (isinstance(self, nn.Parameter) and self.is_whole):
             return self.own.detach().__reduce_ex__(protocol)
         state = {
             "master": self.master,  # q, scale and q_t are made again from it: half the file
             "columnwise": self.q_t is not None,
-            "recipe": recipe_to_pickle(self.recipe),
+            "recipe": _recipe_to_pickle(self.recipe),
             "requires_grad": self.requires_grad,
             "attributes": self._attributes(),
         }
@@ -392,19 +391,23 @@ class GroupedTensorWithMaster(Tensor):
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """What FSDP2 all-gathers of a shard: one byte an element and the scales, never the master.
 
-        In a format of your own it is the numbers in the dtype of the mixed precision policy, which
+        They are of the dtype of the mixed precision policy, as a plain weight is quantized after
+        FSDP2 has cast and gathered it. In a format of your own FSDP2 gathers those numbers, which
         each call then quantizes. With one process FSDP2 gathers nothing and passes on one tensor
         only (torch 2.13), so the scales go as metadata. ValueError if experts do not divide evenly
         among the processes.
         """
+        numbers = self.own.to(mp_policy.param_dtype or self.dtype)
         if self.recipe.weight.quantize is not None:
-            return (self.own.to(mp_policy.param_dtype or self.dtype),), None
+            return (numbers,), None
         if outer_size[0] % mesh.size():
             raise ValueError(
                 "GroupedTensorWithMaster: FSDP needs as many experts on every process, "
                 f"got {outer_size[0]} for {mesh.size()} processes"
             )
-        return ((self.q,), self.scale) if mesh.size() == 1 else ((self.q, self.scale), None)
+        quantized = self if numbers is self.own else self.of(numbers, False)
+        q, scale = quantized.q, quantized.scale
+        return ((q,), scale) if mesh.size() == 1 else ((q, scale), None)
 
     def fsdp_post_all_gather(
         self,
@@ -421,6 +424,26 @@ class GroupedTensorWithMaster(Tensor):
             return gathered[0], ()
         q, scale = gathered if own_scale is None else (*gathered, own_scale)
         return GatheredWeight(q, scale, self.recipe, param_dtype), ()
+
+
+@torch.no_grad()
+def _refresh(master: Tensor, parts: QuantizedWeight, format: Format) -> None:
+    """Quantize the weight of all experts, or of one, into its parts, and count the writes.
+
+    A forward may have saved the parts for its backward.
+    """
+    to = parts
+    if master.dim() == 2:
+        to, master = parts.each(lambda part: part[None]), master[None]
+    if format.quantize is None:
+        refresh_weight_(to, (master,), format, None)
+    else:
+        for part, numbers in zip(to, _by_function(master, format), strict=True):
+            if part is not None and numbers is not None:
+                part.copy_(numbers)
+    for part in parts:
+        if part is not None:
+            torch.autograd.graph.increment_version(part)
 
 
 def keeps_beside_master(recipe: Recipe) -> bool:
@@ -466,14 +489,34 @@ class _Numbers(torch.autograd.Function):
 
 
 def _rebuild(state: dict[str, Any]) -> GroupedTensorWithMaster:
-    """A tensor from its pickled state."""
-    recipe = recipe_from_pickle(state["recipe"])
+    """A parameter from its pickled state. What a file could plant is refused or made again."""
+    master, attributes = state["master"], state["attributes"]
+    for name in attributes:
+        if name in _OWN_ATTRIBUTES or hasattr(GroupedTensorWithMaster, name):
+            raise ValueError(
+                f"GroupedTensorWithMaster: the file has an attribute {name!r} of the class itself"
+            )
     # Tensors that were saved together may share memory. Each has its own here, so that a write to
     # one of them leaves no other with old quantized numbers.
-    t = _quantized(state["master"].clone(), recipe, state["columnwise"])
-    vars(t).update(state["attributes"])
+    master = master.detach().clone(memory_format=torch.contiguous_format)
+    t = _quantized(master, _recipe_from_pickle(state["recipe"]), state["columnwise"])
+    vars(t).update(attributes)
     t.requires_grad_(state["requires_grad"])
     return t
+
+
+def _recipe_to_pickle(recipe: Recipe) -> Any:
+    """The options of this package's recipes, so that files name no modules; others as they are."""
+    known = (Float8BlockScaling, Float8CurrentScaling)
+    return (type(recipe).__name__, recipe.options()) if type(recipe) in known else recipe
+
+
+def _recipe_from_pickle(pickled: Any) -> Recipe:
+    if isinstance(pickled, Recipe):
+        return pickled
+    name, options = pickled
+    known = {"Float8BlockScaling": Float8BlockScaling, "Float8CurrentScaling": Float8CurrentScaling}
+    return known[name](**options)
 
 
 torch.serialization.add_safe_globals([_rebuild])
