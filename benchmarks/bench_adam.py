@@ -1,4 +1,4 @@
-"""A step of AdamW over a weight in FP8, beside torch's fused AdamW over the same weight in BF16.
+"""A step of AdamW over a weight in BF16 and FP8, beside torch's fused AdamW over that in BF16.
 
     python -m benchmarks.bench_adam
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks import timing
-from grouped_linear import Float8BlockScaling, GroupedTensor
+from grouped_linear import Float8BlockScaling
 from grouped_linear.quantized.weight import keep_weight
 
 # E, N, K
@@ -25,8 +25,6 @@ SHAPES = {
     "small": (8, 1024, 1024),
 }
 BF16 = "torch, bf16"
-FP8 = "ours, fp8"
-ROWWISE = "ours, fp8 without q_t"
 BOTH = "ours, bf16 and fp8"
 
 
@@ -43,9 +41,7 @@ def candidates(E: int, N: int, K: int, device: torch.device) -> dict[str, timing
     w = torch.randn(E, N, K, device=device, dtype=torch.bfloat16).mul_(0.02)
     return {
         BF16: step_of(w, device),
-        FP8: step_of(GroupedTensor.quantize(w), device),
-        ROWWISE: step_of(GroupedTensor.quantize(w, columnwise=False), device),
-        BOTH: step_of(keep_weight(w, "both", Float8BlockScaling(), None), device),
+        BOTH: step_of(keep_weight(w, "both", Float8BlockScaling()), device),
     }
 
 
@@ -62,8 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
         E, N, K = SHAPES[name]
         times = timing.time_paired(candidates(E, N, K, device), device, options.rounds)
         for candidate, t in times.items():
-            # Bytes an element: torch's 14, ours 13 with q_t, 12 without, 16 with both.
-            moved = {BF16: 14, FP8: 13, ROWWISE: 12, BOTH: 16}[candidate] * E * N * K
+            moved = {BF16: 14, BOTH: 16}[candidate] * E * N * K  # bytes
             cells = [name, f"{E} x {N} x {K}", candidate, f"{t.microseconds.median:,.1f}"]
             rate = moved / t.microseconds.median / 1e3
             rows.append([*cells, f"{rate:,.0f}", f"{1 / t.share.median:.2f}"])

@@ -97,14 +97,12 @@ WatchedSize check_watch_operand(
     const std::optional<Tensor>& routed, int64_t most, std::optional<int64_t> operand_t);
 void check_transpose_weight(const Tensor& q);
 void check_adam_weight(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
-                       const std::optional<Tensor>& master, const Tensor& grad,
-                       const Tensor& exp_avg, const Tensor& exp_avg_sq,
-                       const std::optional<Tensor>& max_exp_avg_sq, const Tensor& step,
-                       const std::optional<Tensor>& lr_tensor,
+                       const Tensor& master, const Tensor& grad, const Tensor& exp_avg,
+                       const Tensor& exp_avg_sq, const std::optional<Tensor>& max_exp_avg_sq,
+                       const Tensor& step, const std::optional<Tensor>& lr_tensor,
                        const std::optional<Tensor>& grad_scale,
                        const std::optional<Tensor>& found_inf, double lr, double beta1,
-                       double beta2, double weight_decay, double eps, double amax_epsilon,
-                       bool stochastic_rounding);
+                       double beta2, double weight_decay, double eps, double amax_epsilon);
 void check_grouped_mm(const char* op, const Tensor& a, const Tensor& b, const Tensor& offs,
                       const std::optional<Tensor>& bias, ScalarType out_dtype,
                       const std::optional<Tensor>& rows, const LowRank& low = {});

@@ -100,20 +100,5 @@ GROUPED_LINEAR_DEVICE float sqrt(float x) {
   return std::sqrt(x);
 #endif
 }
-GROUPED_LINEAR_DEVICE double mul(double a, double b) {
-#ifdef __CUDA_ARCH__
-  return __dmul_rn(a, b);
-#else
-  return a * b;
-#endif
-}
-// 1 - x
-GROUPED_LINEAR_DEVICE double one_minus(double x) {
-#ifdef __CUDA_ARCH__
-  return __dsub_rn(1, x);
-#else
-  return 1 - x;
-#endif
-}
 
 }  // namespace grouped_linear::exact

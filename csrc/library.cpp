@@ -155,18 +155,16 @@ STABLE_TORCH_LIBRARY(grouped_linear, m) {
       "int most=4, int? operand_t=None, float alpha=1.0, float beta=0.0, float? limit=None, bool interleaved=False, "
       "float cubic=0.0) -> ()");
 
-  // A step of Adam over a quantized weight, or over master [E, N, K], its high-precision numbers in
-  // grad's dtype: then as torch steps a parameter. grad, exp_avg, exp_avg_sq, max_exp_avg_sq [E, N, K] of
-  // one dtype; step, lr_tensor (in place of lr), grad_scale, found_inf: 0-d float32. grad is
+  // A step of Adam over master [E, N, K], as torch steps a parameter, and over the FP8 numbers of it.
+  // master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq [E, N, K] of one dtype; step, lr_tensor (in place of lr), grad_scale, found_inf: 0-d float32. grad is
   // written if grad_scale is given, and nothing is if found_inf is not 0
   m.def(
-      "adam_weight_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor(d!)? master, "
+      "adam_weight_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor(d!) master, "
       "Tensor(e!) grad, Tensor(f!) exp_avg, Tensor(g!) exp_avg_sq, Tensor(h!)? max_exp_avg_sq, "
       "Tensor step, "
       "Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf, float lr, float beta1, "
       "float beta2, float weight_decay, float eps, bool decoupled_weight_decay=True, "
-      "bool maximize=False, float amax_epsilon=0.0, bool power_of_two_scales=True, "
-      "bool stochastic_rounding=True) -> ()");
+      "bool maximize=False, float amax_epsilon=0.0, bool power_of_two_scales=True) -> ()");
 
   // a [T, K], b [E, K, N] as in torch, bias [E, N] -> a[t] @ b[e] + bias[e]: [T, N]. With rows [T],
   // here and below, an operand has any number of rows, and rows[t] says which of them is row t.

@@ -20,12 +20,10 @@ from transformers import FineGrainedFP8Config
 from grouped_linear import (
     Float8BlockScaling,
     Float8CurrentScaling,
-    GroupedMLP,
     GroupedTensor,
     convert,
     grouped_mlp,
 )
-from grouped_linear.quantized.checkpoints import expert_tensors
 from support.compare import assert_same_bits
 from support.devices import devices
 from support.errors import sentence
@@ -212,23 +210,6 @@ def test_tied_weights_come_once() -> None:
     names = [name for name, _ in fp8_tensors(model)]
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
-
-
-@WEIGHTS
-def test_layers_outside_of_hugging_face(weights: Any) -> None:
-    """Under names of the caller's, current after a step of a fused optimizer."""
-    mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), weights=weights, dtype=BF16)
-    optimizer = torch.optim.AdamW(mlp.parameters(), lr=1e-2, fused=True)
-    x, scores = torch.randn(10, H, dtype=BF16), torch.rand(10, E)
-    for _ in range(2):
-        mlp(x, *scores.topk(2)).square().mean().backward()
-        optimizer.step()
-    tensors = expert_tensors(mlp.gate_up_proj, ["{}.gate.weight", "{}.up.weight"])
-    with Multiplied() as multiplied:
-        mlp(x, *scores.topk(2))
-    for suffix, found in (("", multiplied.weights), ("_scale_inv", multiplied.scales)):
-        parts = [[tensors[f"{e}.{n}.weight{suffix}"] for n in ("gate", "up")] for e in range(E)]
-        assert is_among(torch.stack([torch.cat(two) for two in parts]), found)
 
 
 def test_what_is_refused() -> None:

@@ -86,6 +86,7 @@ def test_fake_tensors_on_other_devices() -> None:
 adam_weight_: scale is on cpu, q is on cuda:0
 adam_weight_: scale is on cuda:0, q is on cpu
 adam_weight_: q_t is on cuda:0, q is on cpu
+adam_weight_: master is on cuda:0, q is on cpu
 adam_weight_: grad is on cuda:0, q is on cpu
 adam_weight_: exp_avg is on cuda:0, q is on cpu
 adam_weight_: exp_avg_sq is on cuda:0, q is on cpu

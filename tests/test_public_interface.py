@@ -185,7 +185,7 @@ def test_arguments_of_ops() -> None:
 adam_weight_(q, scale, q_t, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, step,
     lr_tensor=None, grad_scale=None, found_inf=None, *, lr=0.001, beta1=0.9, beta2=0.999,
     weight_decay=0.01, eps=1e-08, decoupled_weight_decay=True, maximize=False, amax_epsilon=0.0,
-    power_of_two_scales=True, stochastic_rounding=True)
+    power_of_two_scales=True)
 block_scaled_linear(x, w, m_splits, bias=None, *, amax_epsilon=0.0, power_of_two_scales=True,
     share_scales=False, columnwise_x=True, columnwise_w=True)
 block_scaled_linear_grad(dy, offs, x_t, scale_x_t, w_t, scale_w, *, amax_epsilon=0.0,

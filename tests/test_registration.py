@@ -102,11 +102,11 @@ def test_schemas() -> None:
     assert_expected_inline(
         "\n".join(lines),
         """\
-adam_weight_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor(d!)? master, Tensor(e!)
+adam_weight_(Tensor(a!) q, Tensor(b!) scale, Tensor(c!)? q_t, Tensor(d!) master, Tensor(e!)
     grad, Tensor(f!) exp_avg, Tensor(g!) exp_avg_sq, Tensor(h!)? max_exp_avg_sq, Tensor step,
     Tensor? lr_tensor, Tensor? grad_scale, Tensor? found_inf, float lr, float beta1, float
     beta2, float weight_decay, float eps, bool decoupled_weight_decay=True, bool maximize=False,
-    float amax_epsilon=0., bool power_of_two_scales=True, bool stochastic_rounding=True) -> ()
+    float amax_epsilon=0., bool power_of_two_scales=True) -> ()
 block_scaled_linear(Tensor x, Tensor w, Tensor m_splits, Tensor? bias=None, float
     amax_epsilon=0., bool power_of_two_scales=True, bool share_scales=False, bool
     columnwise_x=True, bool columnwise_w=True) -> (Tensor y, Tensor offs, Tensor x_t, Tensor

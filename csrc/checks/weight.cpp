@@ -121,14 +121,12 @@ void check_transpose_weight(const Tensor& q) {
 }
 
 void check_adam_weight(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
-                       const std::optional<Tensor>& master, const Tensor& grad,
-                       const Tensor& exp_avg, const Tensor& exp_avg_sq,
-                       const std::optional<Tensor>& max_exp_avg_sq, const Tensor& step,
-                       const std::optional<Tensor>& lr_tensor,
+                       const Tensor& master, const Tensor& grad, const Tensor& exp_avg,
+                       const Tensor& exp_avg_sq, const std::optional<Tensor>& max_exp_avg_sq,
+                       const Tensor& step, const std::optional<Tensor>& lr_tensor,
                        const std::optional<Tensor>& grad_scale,
                        const std::optional<Tensor>& found_inf, double lr, double beta1,
-                       double beta2, double weight_decay, double eps, double amax_epsilon,
-                       bool stochastic_rounding) {
+                       double beta2, double weight_decay, double eps, double amax_epsilon) {
   const char* op = "adam_weight_";
   check_dim(op, "q", q, 3);
   check_dtype(op, "q", q, ScalarType::Float8_e4m3fn);
@@ -146,7 +144,7 @@ void check_adam_weight(const Tensor& q, const Tensor& scale, const std::optional
   if (q_t) written("q_t", *q_t, ScalarType::Float8_e4m3fn, {E, K, N});
   const ScalarType dtype = grad.scalar_type();
   check_activation(op, "grad", dtype);
-  if (master) written("master", *master, dtype, {E, N, K});
+  written("master", master, dtype, {E, N, K});
   written("grad", grad, dtype, {E, N, K});
   written("exp_avg", exp_avg, dtype, {E, N, K});
   written("exp_avg_sq", exp_avg_sq, dtype, {E, N, K});
@@ -161,7 +159,6 @@ void check_adam_weight(const Tensor& q, const Tensor& scale, const std::optional
   check_finite(op, "weight_decay", weight_decay);
   check_finite(op, "eps", eps);
   check_epsilon(op, amax_epsilon);
-  check(!master || !stochastic_rounding, op, ": stochastic_rounding must be False with a master");
 }
 
 void check_update_scales(const std::vector<Tensor>& scale, const std::vector<Tensor>& amax,

@@ -1,8 +1,7 @@
-// A step of Adam over a quantized weight, tile by tile: 128 x 128 numbers share a scale, which
-// follows from all of them. Nothing but a tile is ever in float32.
+// A step of Adam over a master weight and its FP8 numbers, tile by tile: 128 x 128 numbers share a
+// scale, which follows from all of them.
 
 #include <algorithm>
-#include <variant>
 
 #include "adam_math.h"
 #include "checks.h"
@@ -18,32 +17,13 @@ struct Row {
   alignas(kCacheLine) float max_exp_avg_sq[kBlock];
 };
 
-template <typename Step>
-GROUPED_LINEAR_INLINE void update_each(const Step& step, bool amsgrad, int64_t n, Row& row,
-                                       float* w) {
+void update_row(const AdamStep& step, bool amsgrad, int64_t n, Row& row, float* w) {
   for (int64_t c = 0; c < n; ++c)
     w[c] = step.update(row.w[c], row.grad[c], row.exp_avg[c], row.exp_avg_sq[c],
                        amsgrad ? row.max_exp_avg_sq + c : nullptr);
 }
-GROUPED_LINEAR_EVERY_WIDTH void update_row(const AdamStep& step, bool amsgrad, int64_t n, Row& row,
-                                           float* w) {
-  update_each(step, amsgrad, n, row, w);
-}
-// Torch's step for GPUs, which a CPU takes in tests alone.
-void update_row(const TorchAdamStep& step, bool amsgrad, int64_t n, Row& row, float* w) {
-  update_each(step, amsgrad, n, row, w);
-}
 
-GROUPED_LINEAR_EVERY_WIDTH void encode_stochastically(const AdamStep& step, const float* w,
-                                                      int64_t n, float factor, uint32_t position,
-                                                      uint8_t* codes) {
-  for (int64_t c = 0; c < n; ++c)
-    codes[c] = static_cast<uint8_t>(to_e4m3_stochastically(
-        w[c] * factor, step.noise(w[c], position + static_cast<uint32_t>(c))));
-}
-
-GROUPED_LINEAR_EVERY_WIDTH void encode_to_nearest(const float* w, int64_t n, float factor,
-                                                  uint8_t* codes) {
+GROUPED_LINEAR_EVERY_WIDTH void encode(const float* w, int64_t n, float factor, uint8_t* codes) {
   for (int64_t c = 0; c < n; ++c) codes[c] = static_cast<uint8_t>(quantize<E4m3>(w[c], factor));
 }
 
@@ -52,24 +32,20 @@ float value_of(const Tensor& t) { return *t.const_data_ptr<float>(); }
 }  // namespace
 
 void adam_weight_(const Tensor& q, const Tensor& scale, const std::optional<Tensor>& q_t,
-                  const std::optional<Tensor>& master, const Tensor& grad, const Tensor& exp_avg,
+                  const Tensor& master, const Tensor& grad, const Tensor& exp_avg,
                   const Tensor& exp_avg_sq, const std::optional<Tensor>& max_exp_avg_sq,
                   const Tensor& step_in, const std::optional<Tensor>& lr_tensor,
                   const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
                   double lr, double beta1, double beta2, double weight_decay, double eps,
                   bool decoupled_weight_decay, bool maximize, double amax_epsilon,
-                  bool power_of_two_scales, bool stochastic_rounding) {
+                  bool power_of_two_scales) {
   check_adam_weight(q, scale, q_t, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, step_in,
                     lr_tensor, grad_scale, found_inf, lr, beta1, beta2, weight_decay, eps,
-                    amax_epsilon, stochastic_rounding);
+                    amax_epsilon);
   if (found_inf && value_of(*found_inf) != 0) return;
 
-  const AdamOptions options{
-      lr, beta1, beta2, weight_decay, eps, decoupled_weight_decay, maximize, stochastic_rounding};
-  const double rate = lr_tensor ? value_of(*lr_tensor) : lr;
-  const AdamStep of_q(options, rate, value_of(step_in));
-  std::variant<AdamStep, TorchAdamStep> step = of_q;
-  if (master) step = TorchAdamStep(options, rate, value_of(step_in));
+  const AdamOptions options{lr, beta1, beta2, weight_decay, eps, decoupled_weight_decay, maximize};
+  const AdamStep step(options, lr_tensor ? value_of(*lr_tensor) : lr, value_of(step_in));
   const ScaleRule rule{static_cast<float>(amax_epsilon), power_of_two_scales};
   const int64_t E = q.size(0), N = q.size(1), K = q.size(2);
   const int64_t row_blocks = ceil_div(N, kBlock), col_blocks = ceil_div(K, kBlock);
@@ -95,29 +71,19 @@ void adam_weight_(const Tensor& q, const Tensor& scale, const std::optional<Tens
       for (int64_t r = 0; r < rows; ++r) {
         const int64_t i = first + r * K;
         float* w_row = &w[r * kBlock];
-        if (master)
-          load_row(at(*master, i), dtype, cols, row.w);
-        else
-          dequantize_row(codes + i, cols, scales + tile, 0, row.w);
+        load_row(at(master, i), dtype, cols, row.w);
         load_row(at(grad, i), dtype, cols, row.grad);
         load_row(at(exp_avg, i), dtype, cols, row.exp_avg);
         load_row(at(exp_avg_sq, i), dtype, cols, row.exp_avg_sq);
         if (max_exp_avg_sq) load_row(at(*max_exp_avg_sq, i), dtype, cols, row.max_exp_avg_sq);
-        std::visit(
-            [&](const auto& step) {
-              if (grad_scale) {
-                const float divisor = step.prepared(value_of(*grad_scale));
-                for (int64_t c = 0; c < cols; ++c)
-                  row.grad[c] = step.unscaled(row.grad[c], divisor);
-                store_row(row.grad, cols, dtype, at(grad, i));
-              }
-              update_row(step, max_exp_avg_sq.has_value(), cols, row, w_row);
-            },
-            step);
-        if (master) {
-          store_row(w_row, cols, dtype, at(*master, i));
-          load_row(at(*master, i), dtype, cols, w_row);
+        if (grad_scale) {
+          const float divisor = value_of(*grad_scale);
+          for (int64_t c = 0; c < cols; ++c) row.grad[c] = step.unscaled(row.grad[c], divisor);
+          store_row(row.grad, cols, dtype, at(grad, i));
         }
+        update_row(step, max_exp_avg_sq.has_value(), cols, row, w_row);
+        store_row(w_row, cols, dtype, at(master, i));
+        load_row(at(master, i), dtype, cols, w_row);
         store_row(row.exp_avg, cols, dtype, at(exp_avg, i));
         store_row(row.exp_avg_sq, cols, dtype, at(exp_avg_sq, i));
         if (max_exp_avg_sq) store_row(row.max_exp_avg_sq, cols, dtype, at(*max_exp_avg_sq, i));
@@ -126,13 +92,7 @@ void adam_weight_(const Tensor& q, const Tensor& scale, const std::optional<Tens
 
       const BlockScale block = block_scale(amax, rule);
       scales[tile] = block.scale;
-      for (int64_t r = 0; r < rows; ++r) {
-        if (stochastic_rounding)
-          encode_stochastically(of_q, &w[r * kBlock], cols, block.factor,
-                                static_cast<uint32_t>((n + r) * K + k), bytes.bytes[r]);
-        else
-          encode_to_nearest(&w[r * kBlock], cols, block.factor, bytes.bytes[r]);
-      }
+      for (int64_t r = 0; r < rows; ++r) encode(&w[r * kBlock], cols, block.factor, bytes.bytes[r]);
       bytes.store({codes + first, K}, rows, cols);
       if (codes_t) bytes.store_transposed({codes_t + (e * K + k) * N + n, N}, rows, rows, cols);
     }

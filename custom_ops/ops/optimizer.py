@@ -1,4 +1,4 @@
-"""Step a weight that is kept quantized.
+"""Step a weight and its FP8 numbers.
 
 E experts, K in_features, N out_features.
 """
@@ -12,7 +12,7 @@ def adam_weight_(
     q: Tensor,
     scale: Tensor,
     q_t: Tensor | None,
-    master: Tensor | None,
+    master: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
@@ -31,36 +31,25 @@ def adam_weight_(
     maximize: bool = False,
     amax_epsilon: float = 0.0,
     power_of_two_scales: bool = True,
-    stochastic_rounding: bool = True,
 ) -> None:
-    """Take a step of AdamW or Adam over the tensors of a :func:`quantize_weight`, in one pass.
+    """Take a step of AdamW or Adam over a weight and its FP8 numbers, in one pass.
 
-    With w = q * scale, g = grad, m = exp_avg and v = exp_avg_sq, in float32::
+    With w = master, g = grad, m = exp_avg and v = exp_avg_sq, in float32::
 
         w = w * (1 - lr * weight_decay)           # AdamW; Adam: g = g + weight_decay * w
         m = beta1 * m + (1 - beta1) * g
         v = beta2 * v + (1 - beta2) * g * g
         w = w - lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)
 
-    Then w is quantized as :func:`quantize_weight` does, each block with a new scale, and q, scale,
-    q_t, m and v are written. It is the step of ``torch.optim.AdamW(fused=True)``, which calls this
-    op for a :class:`grouped_linear.GroupedTensor`.
-
-    With a master, w = master. On a GPU master, m and v become, bit for bit, what torch's fused
-    AdamW makes of them there, and q, q_t and scale what :func:`quantize_weight` makes of the new
-    master.
-
-    Rounded stochastically, a number becomes one of its two neighbours, the upper one with the
-    probability that makes the expected value exact. The random bits follow from the step, the
-    position in the expert and the number alone. So copies of an expert on several processes stay
-    equal, whatever other experts these hold, and no state of a random generator is read.
+    On a GPU master, m and v become, bit for bit, what ``torch.optim.AdamW(fused=True)`` makes of
+    them there, which calls this op for a :class:`grouped_linear.GroupedTensorWithMaster`. q, q_t
+    and scale become what :func:`quantize_weight` makes of the new master.
 
     Args:
         q: [E, N, K] e4m3, contiguous, written.
         scale: [E, ceil(N / 128), ceil(K / 128)] float32, contiguous, written.
         q_t: [E, K, N] e4m3, contiguous, written; or None.
-        master: [E, N, K] of grad's dtype, contiguous, written: the weight in high precision; None
-            for a weight that is q * scale alone.
+        master: [E, N, K] of grad's dtype, contiguous, written: the weight in high precision.
         grad: [E, N, K] bfloat16, float16 or float32, contiguous. Written if grad_scale is given.
         exp_avg, exp_avg_sq: [E, N, K] of grad's dtype, contiguous, written.
         max_exp_avg_sq: [E, N, K] of grad's dtype, contiguous: AMSGrad. It is raised to exp_avg_sq,
@@ -73,21 +62,21 @@ def adam_weight_(
         decoupled_weight_decay: AdamW's weight decay instead of Adam's.
         maximize: take -grad for g.
         amax_epsilon, power_of_two_scales: see :func:`quantize_weight`.
-        stochastic_rounding: round stochastically instead of to nearest; not with a master.
 
     >>> import torch
     >>> from grouped_linear.ops import quantize_weight
-    >>> q, scale, q_t = quantize_weight(torch.ones(1, 128, 128))
+    >>> w = torch.ones(1, 128, 128)
+    >>> q, scale, q_t = quantize_weight(w)
     >>> grad, m, v = torch.ones(1, 128, 128), torch.zeros(1, 128, 128), torch.zeros(1, 128, 128)
     >>> options = {"lr": 0.25, "weight_decay": 0.0}
-    >>> adam_weight_(q, scale, q_t, None, grad, m, v, None, torch.tensor(1.0), **options)
-    >>> (q.float() * scale).mean(), m.mean()
-    (tensor(0.7500), tensor(0.1000))
+    >>> adam_weight_(q, scale, q_t, w, grad, m, v, None, torch.tensor(1.0), **options)
+    >>> w.mean(), (q.float() * scale).mean(), m.mean()
+    (tensor(0.7500), tensor(0.7500), tensor(0.1000))
     """
     weight, state = (q, scale, q_t, master), (exp_avg, exp_avg_sq, max_exp_avg_sq, step)
     numbers = lr, beta1, beta2, weight_decay, eps
     flags = decoupled_weight_decay, maximize
-    scaling = amax_epsilon, power_of_two_scales, stochastic_rounding
+    scaling = amax_epsilon, power_of_two_scales
     OPS.adam_weight_(
         *weight, grad, *state, lr_tensor, grad_scale, found_inf, *numbers, *flags, *scaling
     )

@@ -98,7 +98,6 @@ def _step(
         _experts(exp_avg_sq),
         _experts(max_exp_avg_sq),
         _scalar(step),
-        stochastic_rounding=False,
         **w.recipe.weight.scale_options,
         **lr,
         **options,

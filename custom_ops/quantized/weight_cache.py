@@ -18,7 +18,7 @@ class WeightCache(nn.Module):
 
     The cache is cold at first: it holds no weight. It becomes cold again when the layer loads,
     reinitializes or moves its weight, and copies of it are cold. After any other write to the
-    parameter, as by an optimizer or ``load_experts``, pass ``is_first_microbatch=True`` to the next
+    parameter, as by an optimizer, pass ``is_first_microbatch=True`` to the next
     call. An eager call that would read what was filled from another tensor, or before a write that
     torch counts, raises. Scales of a cold cache are NaN, so that results computed from it are NaN,
     also in a graph.

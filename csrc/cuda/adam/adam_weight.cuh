@@ -1,10 +1,10 @@
-// A step of Adam over a quantized weight: one pass reads the weight, the gradient and the moments,
-// and writes the weight, q, q_t and the moments. The weight is q alone, or a master in high
-// precision of which q is made. A thread block has a tile of 128 x 128 numbers, which share a
-// scale, and holds their new values in registers until it knows their amax.
+// A step of Adam over a master weight and its FP8 numbers: one pass reads the weight, the gradient
+// and the moments, and writes the weight, q, q_t and the moments. A thread block has a tile of
+// 128 x 128 numbers, which share a scale, and holds their new values in registers until it knows
+// their amax.
 //
-// Bytes an element with bf16 gradients and moments: 1 + 6 read, 1 + 1 + 4 written: 13; with a
-// master 2 + 6 read, 2 + 1 + 1 + 4 written: 16. Torch's fused AdamW over a bf16 parameter: 14.
+// Bytes an element in bf16: 2 + 6 read, 2 + 1 + 1 + 4 written: 16. Torch's fused AdamW over a bf16
+// parameter: 14.
 // 8 x 4096 x 7168 at 2.8 TB/s: 1.1 ms.
 #pragma once
 
@@ -24,30 +24,19 @@ struct AdamTensors {
   int N, K;
   uint8_t *q, *q_t;  // [E, N, K] and [E, K, N]; q_t may be null
   float* scale;      // [E, ceil(N / 128), ceil(K / 128)]
-  Element* master;   // [E, N, K], where the step has one
+  Element* master;   // [E, N, K]
   Element *grad, *exp_avg, *exp_avg_sq, *max_exp_avg_sq;  // [E, N, K]; the last may be null
 };
 
-// Whether a step is over a master.
-template <typename Step>
-constexpr bool kHasMaster = !std::is_same_v<Step, AdamStep>;
-
 // A row of a thread's fragment.
-template <typename Element, typename Step>
+template <typename Element>
 struct AdamRow {
-  // What q is made of, until it is.
-  using Weight = std::conditional_t<kHasMaster<Step>, Element, float>;
-
-  std::conditional_t<kHasMaster<Step>, FragmentRow<Element>, uint2> weight;
-  FragmentRow<Element> grad, exp_avg, exp_avg_sq, max_exp_avg_sq;
+  FragmentRow<Element> weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq;
 
   template <bool amsgrad>
   __device__ __forceinline__ void load(const AdamTensors<Element>& t, int64_t i) {
     using Tile = Fragment<Element>;
-    if constexpr (kHasMaster<Step>)
-      Tile::load_row(t.master + i, true, weight);
-    else
-      weight = *reinterpret_cast<const uint2*>(t.q + i);
+    Tile::load_row(t.master + i, true, weight);
     Tile::load_row(t.grad + i, true, grad);
     Tile::load_row(t.exp_avg + i, true, exp_avg);
     Tile::load_row(t.exp_avg_sq + i, true, exp_avg_sq);
@@ -56,9 +45,9 @@ struct AdamRow {
 
   // Updates the row, stores its moments and master, and puts its new weights into w.
   template <bool amsgrad>
-  __device__ __forceinline__ void update(const AdamTensors<Element>& t, int64_t i, const Step& step,
-                                         float scale, bool scaled, float grad_scale,
-                                         FragmentRow<Weight>& w) {
+  __device__ __forceinline__ void update(const AdamTensors<Element>& t, int64_t i,
+                                         const AdamStep& step, bool scaled, float grad_scale,
+                                         FragmentRow<Element>& w) {
     using Tile = Fragment<Element>;
     float g[kFragmentSize], m[kFragmentSize], v[kFragmentSize], max_v[kFragmentSize];
     float values[kFragmentSize];
@@ -74,49 +63,40 @@ struct AdamRow {
 #pragma unroll
     for (int pair = 0; pair < kFragmentSize / 2; ++pair) {
       const int c = 2 * pair;
-      float2 old;
-      if constexpr (kHasMaster<Step>) {
-        old = make_float2(Tile::element(weight, c), Tile::element(weight, c + 1));
-      } else {
-        old = from_e4m3x2((pair < 2 ? weight.x : weight.y) >> (pair % 2 * 16));
-        old = make_float2(__fmul_rn(old.x, scale), __fmul_rn(old.y, scale));
-      }
+      const float2 old = make_float2(Tile::element(weight, c), Tile::element(weight, c + 1));
       values[c] = step.update(old.x, g[c], m[c], v[c], amsgrad ? max_v + c : nullptr);
       values[c + 1] =
           step.update(old.y, g[c + 1], m[c + 1], v[c + 1], amsgrad ? max_v + c + 1 : nullptr);
     }
-    pack<Weight>(values, w);
-    if constexpr (kHasMaster<Step>) Tile::store_row(w, t.master + i);
+    pack(values, w);
+    Tile::store_row(w, t.master + i);
     store(m, t.exp_avg + i);
     store(v, t.exp_avg_sq + i);
     if constexpr (amsgrad) store(max_v, t.max_exp_avg_sq + i);
   }
 
-  template <typename T>
   static __device__ __forceinline__ void pack(const float (&values)[kFragmentSize],
-                                              FragmentRow<T>& row) {
-    constexpr int per_word = Word<T>::kElements;
+                                              FragmentRow<Element>& row) {
+    constexpr int per_word = Word<Element>::kElements;
 #pragma unroll
-    for (int word = 0; word < Fragment<T>::kWords; ++word)
-      row[word] =
-          Word<T>::from_floats(values[word * per_word], values[word * per_word + per_word - 1]);
+    for (int word = 0; word < Fragment<Element>::kWords; ++word)
+      row[word] = Word<Element>::from_floats(values[word * per_word],
+                                             values[word * per_word + per_word - 1]);
   }
   static __device__ __forceinline__ void store(const float (&values)[kFragmentSize], Element* to) {
     FragmentRow<Element> row;
-    pack<Element>(values, row);
+    pack(values, row);
     Fragment<Element>::store_row(row, to);
   }
 };
 
-// Thread blocks on an SM: two hold 128 registers a thread each, which float32 exceeds where a step
-// has more operands (nvcc 13.0).
-template <typename Element, bool amsgrad, typename Step>
-constexpr int kAdamOccupancy =
-    std::is_same_v<Element, float> && (amsgrad || kHasMaster<Step>) ? 1 : kTileOccupancy<float>;
+// Thread blocks on an SM: two hold 128 registers a thread each, which float32 exceeds (nvcc 13.0).
+template <typename Element>
+constexpr int kAdamOccupancy = std::is_same_v<Element, float> ? 1 : kTileOccupancy<float>;
 
 // Every tensor is aligned to 16 bytes. Changes nothing where found_inf is given and not zero.
-template <typename Element, bool amsgrad, typename Step>
-__global__ void __launch_bounds__(kTileThreads, kAdamOccupancy<Element, amsgrad, Step>)
+template <typename Element, bool amsgrad>
+__global__ void __launch_bounds__(kTileThreads, kAdamOccupancy<Element>)
     adam_weight_kernel(AdamTensors<Element> t, AdamScalars scalars, AdamOptions options,
                        ScaleRule rule) {
   grid_dependency_wait();
@@ -138,33 +118,29 @@ __global__ void __launch_bounds__(kTileThreads, kAdamOccupancy<Element, amsgrad,
   const int64_t first = (e * N + row + fragment_row) * K + col + fragment_col;
 
   // The next row is loaded while one is computed, where there are registers for it.
-  constexpr bool kAhead =
-      (sizeof(Element) == 2 && !amsgrad) || kAdamOccupancy<Element, amsgrad, Step> == 1;
-  using Row = AdamRow<Element, Step>;
-  Row next;
+  constexpr bool kAhead = (sizeof(Element) == 2 && !amsgrad) || kAdamOccupancy<Element> == 1;
+  AdamRow<Element> next;
   if (kAhead && 0 < valid) next.template load<amsgrad>(t, first);
-  const float scale = t.scale[number];
   const bool scaled = scalars.grad_scale;
-  const Step step(options, scalars.lr ? *scalars.lr : options.lr, *scalars.step);
-  const float grad_scale = scaled ? Step::prepared(*scalars.grad_scale) : 1;
-  using Weight = typename Row::Weight;
-  Fragment<Weight> w;
+  const AdamStep step(options, scalars.lr ? *scalars.lr : options.lr, *scalars.step);
+  const float grad_scale = scaled ? *scalars.grad_scale : 1;
+  Fragment<Element> w;
 #pragma unroll
   for (int i = 0; i < kFragmentSize; ++i) {
-    Row current = next;
+    AdamRow<Element> current = next;
     const int load = kAhead ? i + 1 : i;
     if (load < kFragmentSize && load < valid)
       (kAhead ? next : current).template load<amsgrad>(t, first + static_cast<int64_t>(load) * K);
 #pragma unroll
-    for (int c = 0; c < Fragment<Weight>::kWords; ++c) w.words[i][c] = 0;
+    for (int c = 0; c < Fragment<Element>::kWords; ++c) w.words[i][c] = 0;
     if (i < valid)
-      current.template update<amsgrad>(t, first + static_cast<int64_t>(i) * K, step, scale, scaled,
+      current.template update<amsgrad>(t, first + static_cast<int64_t>(i) * K, step, scaled,
                                        grad_scale, w.words[i]);
   }
 
   // Before its amax is known: numbers that are not finite become NaN and count as zero.
   uint32_t row_amax[kFragmentSize], amax = 0;
-  FragmentRow<Weight> col_amax;
+  FragmentRow<Element> col_amax;
   w.find_amax(row_amax, col_amax);
 #pragma unroll
   for (int i = 0; i < kFragmentSize; ++i) amax = max(amax, row_amax[i]);
@@ -174,30 +150,12 @@ __global__ void __launch_bounds__(kTileThreads, kAdamOccupancy<Element, amsgrad,
 #pragma unroll
   for (int i = 0; i < kTileWarps; ++i) amax = max(amax, warp_amax[i]);
 
-  const BlockScale tile = block_scale(Format<Weight>::to_float(amax), rule);
-  if (threadIdx.x == 0) t.scale[number] = tile.scale;  // everyone has read the old one
-  const auto position_of_fragment = static_cast<uint32_t>(first - e * N * K);
+  const BlockScale tile = block_scale(Format<Element>::to_float(amax), rule);
+  if (threadIdx.x == 0) t.scale[number] = tile.scale;
   QuantizedFragment quantized;
 #pragma unroll
   for (int i = 0; i < kFragmentSize; ++i) {
-    uint2 bytes = make_uint2(0, 0);
-    bool to_nearest = true;
-    if constexpr (!kHasMaster<Step>) {
-      to_nearest = !options.stochastic_rounding;
-      if (!to_nearest) {
-        const uint32_t position = position_of_fragment + static_cast<uint32_t>(i * K);
-        uint32_t words[2] = {0, 0};
-#pragma unroll
-        for (int c = 0; c < kFragmentSize; ++c) {
-          const float v = __uint_as_float(w.words[i][c]);
-          words[c / 4] |=
-              to_e4m3_stochastically(__fmul_rn(v, tile.factor), step.noise(v, position + c))
-              << (c % 4 * 8);
-        }
-        bytes = make_uint2(words[0], words[1]);
-      }
-    }
-    if (to_nearest) bytes = w.quantize_row(i, tile.factor);
+    const uint2 bytes = w.quantize_row(i, tile.factor);
     quantized.set_row(i, bytes);
     if (i < valid) *reinterpret_cast<uint2*>(t.q + first + static_cast<int64_t>(i) * K) = bytes;
   }

@@ -1,4 +1,4 @@
-"""adam_weight_: a step of Adam over a quantized weight.
+"""adam_weight_: a step of Adam over a weight and its FP8 numbers.
 
 T rows, E groups, K in_features, N out_features.
 """
@@ -18,15 +18,14 @@ from support.tolerances import ROUNDING
 
 def sample(groups: Groups, dtype: torch.dtype, layout: str, options: Options) -> Arguments:
     grad, exp_avg, exp_avg_sq, max_exp_avg_sq = (weight(groups, dtype) for _ in range(4))
-    amsgrad, has_master = options.pop("amsgrad", False), options.pop("master", False)
-    master = weight(groups, dtype) if has_master else None
+    amsgrad = options.pop("amsgrad", False)
     scalars = {
         name: torch.tensor(options.pop(name)) if name in options else None
         for name in ("lr_tensor", "grad_scale", "found_inf")
     }
     return {
-        **kept_weight(groups, options),  # of a master they are overwritten, whatever they hold
-        "master": master,
+        **kept_weight(groups, options),  # overwritten, whatever they hold
+        "master": weight(groups, dtype),
         "grad": grad,
         "exp_avg": exp_avg,
         "exp_avg_sq": exp_avg_sq.square(),
@@ -46,21 +45,18 @@ def expected(sample: Sample) -> Outputs:
         return [Output(sample[name]) for name in sample.written]
     w, *moments = after(sample)
     grad, dtype = sample["grad"].double(), sample["grad"].dtype
-    in_float, of_master = 2.0**-17, None
-    if sample["master"] is not None:  # its rounded numbers are quantized
-        lost = (ROUNDING[dtype] + 2.0**-20) * w.abs() + 2.0**-25 * (dtype == FP16) + 1e-6
-        lost += 2.0**-20 * sample["master"].double().abs()
-        of_master = Output(w, lost, dtype)
-        w, in_float = w.to(dtype).double(), in_float + 2 * ROUNDING[dtype]
+    lost = (ROUNDING[dtype] + 2.0**-20) * w.abs() + 2.0**-25 * (dtype == FP16) + 1e-6
+    lost += 2.0**-20 * sample["master"].double().abs()
+    of_master = Output(w, lost, dtype)
+    w, in_float = w.to(dtype).double(), 2.0**-17 + 2 * ROUNDING[dtype]  # rounded, then quantized
     _, scale, _ = reference.quantize_weight(w.float(), must.scaling_of(sample))
     blocks = scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
     blocks = blocks[:, : w.size(1), : w.size(2)]
     exact = w / blocks
-    # One of the two e4m3 numbers beside it, of 3 bits of mantissa, or the nearer one. float32
-    # rounds w, and what it is a sum of, by some units of 2^-24, which moves a tie.
+    # The nearest of e4m3's numbers, of 3 bits of mantissa. float32 rounds w, and what it is a sum
+    # of, by some units of 2^-24, which moves a tie.
     step = 2.0 ** (exact.abs().clamp(min=2.0**-6).log2().floor() - 3)
-    nearest = not sample.get("stochastic_rounding")
-    beside = (0.5 if nearest else 1.0) * step + in_float * exact.abs() + 1e-6 / blocks
+    beside = 0.5 * step + in_float * exact.abs() + 1e-6 / blocks
     of_grad = Output(sample["grad"])
     if sample["grad_scale"] is not None:
         unscaled = grad / sample["grad_scale"]
@@ -73,9 +69,7 @@ def expected(sample: Sample) -> Outputs:
     if sample["q_t"] is not None:
         turned = (t.transpose(1, 2) for t in (exact, beside))
         outputs.append(Output(*turned, reference.E4M3, same_bits=True))
-    if of_master is not None:
-        outputs.append(of_master)
-    outputs.append(of_grad)
+    outputs += [of_master, of_grad]
     for name, expected in zip(MOMENTS, moments, strict=True):
         if expected is not None:
             # one rounding to the dtype, and a few in float32
@@ -99,10 +93,10 @@ def after(sample: Sample) -> tuple[Tensor, ...]:
     options = {name: sample.get(name) for name in names}
     options["lr"] = number(sample, "lr_tensor", options["lr"])
     options["grad_scale"] = number(sample, "grad_scale", 1.0)
-    w = sample["master"]
-    w = reference.dequantize_weight(sample["q"], sample["scale"]) if w is None else w
     moments = [sample[name] for name in MOMENTS]
-    return reference.adam(w, sample["grad"], *moments, int(sample["step"].item()), **options)
+    return reference.adam(
+        sample["master"], sample["grad"], *moments, int(sample["step"].item()), **options
+    )
 
 
 def mistakes(good: Sample) -> list[Arguments]:
@@ -112,8 +106,7 @@ def mistakes(good: Sample) -> list[Arguments]:
         {"q": torch.zeros(3, 144, 32).to(q.dtype).transpose(1, 2)},
         {"scale": good["scale"][:2]},
         *({"q_t": good["q_t"].float()}, {"q_t": good["q_t"][:, :16]}),
-        {"master": grad.float(), "stochastic_rounding": False},
-        {"master": grad},
+        {"master": grad.float()},
         *({"grad": grad.double()}, {"grad": grad[:2]}, {"exp_avg": good["exp_avg"].float()}),
         {"grad": grad.transpose(1, 2).contiguous().transpose(1, 2)},
         {"exp_avg_sq": good["exp_avg_sq"][:, :16]},
@@ -132,17 +125,10 @@ OP = OpInfo(
     mistakes=mistakes,
     good={"amsgrad": True, "lr_tensor": 0.1, "grad_scale": 2.0, "found_inf": 0.0},
     variants={
-        "rowwise": {"columnwise": False, "stochastic_rounding": False},
+        "rowwise": {"columnwise": False},
         "amsgrad": {"amsgrad": True, "maximize": True, "lr_tensor": 0.03},
         "adam": {"decoupled_weight_decay": False, "grad_scale": 3.0, "found_inf": 0.0},
         "skipped": {"grad_scale": 2.0, "found_inf": 1.0},
-        "master": {"master": True, "stochastic_rounding": False},
-        "master_of_amsgrad": {
-            "master": True,
-            "stochastic_rounding": False,
-            "amsgrad": True,
-            "grad_scale": 2.0,
-        },
         "exact_scales": variants.EXACT,
     },
     shares_kernels=True,
@@ -159,7 +145,6 @@ scale must be [3, 1, 2], got [2, 1, 2]
 q_t must be float8_e4m3fn, got float32
 q_t must be [3, 144, 32], got [3, 16, 32]
 master must be bfloat16, got float32
-stochastic_rounding must be False with a master
 grad must be bfloat16, float16 or float32, got float64
 grad must be [3, 32, 144], got [2, 32, 144]
 exp_avg must be bfloat16, got float32
