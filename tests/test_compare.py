@@ -105,6 +105,20 @@ def test_differences_of_an_mlp(name: str, compiled: bool) -> None:
         assert str(found).split()[:5] == ["layer", "tensor", "all", "input", "weight"]
 
 
+def test_weights_that_are_frozen() -> None:
+    """By their numbers: of rounded operands the output, and of dy the gradient of x."""
+    layer, (x, dy) = linear(Float8BlockScaling(), weights="fp8"), arguments()
+    before = {name: p.clone() for name, p in layer.named_parameters()}
+    found = compare(layer, lambda: layer(x, SPLITS).backward(dy), roles=True)
+    by_role = {(d.tensor, d.quantized): d.difference for d in found.differences}
+    assert {tensor for tensor, _ in by_role} == {"output", "x"}
+    assert 0.01 < by_role["output", "all"] < 0.06
+    assert by_role["output", "input"] == pytest.approx(by_role["output", "all"], rel=0.05)
+    assert by_role["output", "weight"] < 1e-6  # rounded already
+    for name, p in layer.named_parameters():
+        assert_same_bits(p, before[name])
+
+
 def test_the_model_stays_as_it_is() -> None:
     layer, (x, dy) = linear(Float8BlockScaling(), weights="both"), arguments()
     seen = watch(layer)

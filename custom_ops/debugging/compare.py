@@ -108,10 +108,10 @@ def compare(
         where = f"compare: {name or type(model).__name__}"
         if roles and recipe.has_state:
             raise ValueError(f"{where}: roles=True needs a recipe without state, got {recipe!r}")
-        if any(p.element_size() == 1 for p in module.parameters() if type(p) is nn.Parameter):
-            raise ValueError(
-                f"{where}: weights of a checkpoint in FP8 have no gradients to compare"
-            )
+        plain = (p for p in module.parameters() if type(p) is nn.Parameter)
+        in_bytes = any(p.element_size() == 1 for p in plain)
+        if in_bytes and not isinstance(module, KeepsFrozen):
+            raise ValueError(f"{where}: convert weights of a checkpoint in FP8 by weights='fp8'")
         layers[name], recipes_of[name] = experts, {"all": recipe}
         if roles:
             recipes_of[name] |= {role: fake_quantize(recipe, (role,)) for role in ROLES}
