@@ -102,10 +102,7 @@ class HuggingFaceCase:
         import transformers
 
         from grouped_linear import convert
-        from grouped_linear.integrations.transformers import (
-            quantize_experts,
-            register,
-        )
+        from grouped_linear.integrations.transformers import register
 
         name = {"torch": "grouped_mm", "loop": "eager"}.get(candidate.implementation)
         if name is None:
@@ -120,10 +117,9 @@ class HuggingFaceCase:
         )
         make = transformers.AutoModelForCausalLM.from_config
         model = make(config, dtype=torch.bfloat16, experts_implementation=name)
-        if candidate.weights is not None and self.learns:
-            convert(model, candidate.recipe, weights=candidate.weights)
-        elif candidate.weights is not None:
-            quantize_experts(model, candidate.recipe)
+        if candidate.weights is not None:
+            in_fp8 = not self.learns and "gpt_oss" not in self.model  # whose experts have biases
+            convert(model, candidate.recipe, weights="fp8" if in_fp8 else candidate.weights)
         return LossOrLogits(model, self.learns)
 
     def inputs(self, device: torch.device) -> tuple[Tensor, ...]:

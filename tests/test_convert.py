@@ -9,7 +9,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
-    GroupedTensor,
     Recipe,
     convert,
 )
@@ -492,29 +490,20 @@ def check_delayed_scaling(rank: int, directory: Path) -> None:
 
 
 def check_weights_in_fp8(rank: int, directory: Path) -> None:
-    """Experts that are spread stay in FP8; parts of their matrices cannot."""
-    experts = GroupedExperts()
-    convert(experts, Float8BlockScaling(), weights="fp8")
-    whole, x = deepcopy(experts), torch.randn(3, H)
-    distribute(experts, both_processes(), {"w1": 0, "w2": 0, "w3": 0})
-    parameters: list[Any] = list(experts.parameters())
-    assert all(isinstance(p.to_local(), GroupedTensor) for p in parameters)
+    """Bytes of whole experts are sharded as any parameters are, by FSDP2 or by hand."""
+    whole, x = GroupedExperts(), torch.randn(3, H)
+    convert(whole, Float8BlockScaling(), weights="fp8")
     counts = [0, 0, 1, 2] if rank else [1, 2, 0, 0]
-    y, expected = experts(x, torch.tensor([1, 2])), whole(x, torch.tensor(counts))
-    assert_same_bits(y, expected)
-    for result in (y, expected):
-        result.square().sum().backward()
-    check_gradients(experts, whole, rank, {"w1": 0, "w2": 0, "w3": 0})
-
-    experts = GroupedExperts().to("meta")
-    convert(experts, Float8BlockScaling(), weights="fp8")
-    distribute(experts, both_processes(), {"w1": 1, "w2": 2, "w3": 1})
-    experts.to_empty(device="cpu")
-    refusal = (
-        "GroupedGroupedExperts: w1 is not in FP8 any more: tensor parallelism makes parameters "
-        "of high precision, so convert without weights in FP8"
-    )
-    assert sentence(lambda: experts(x, torch.tensor([1, 2, 0, 0]))) == refusal
+    expected = whole(x, torch.tensor(counts))
+    sharded = fully_shard(deepcopy(whole), mesh=both_processes())
+    assert_same_bits(sharded(x, torch.tensor(counts)), expected)
+    spread = deepcopy(whole)
+    for name, p in whole.named_parameters():
+        part = distribute_tensor(p.detach(), both_processes(), [Shard(0)])
+        spread.register_parameter(name, nn.Parameter(part, requires_grad=False))
+    assert_same_bits(spread(x, torch.tensor([1, 2])), expected)
+    with pytest.raises(RuntimeError, match="can require gradients"):  # torchtitan's parallelism
+        distribute(deepcopy(whole), both_processes(), {"w1": 0})
 
 
 CHECKS: Checks = {
@@ -524,7 +513,6 @@ CHECKS: Checks = {
     "tensor_parallel": check_tensor_parallel,
     "tensor_parallel_biases": check_tensor_parallel_biases,
     "fully_sharded": partial(check_fully_sharded, {}),
-    "fully_sharded_fp8": partial(check_fully_sharded, {"weights": "fp8"}),
     "already_sharded": check_already_sharded,
     "replicated": check_replicated,
     "delayed_scaling": check_delayed_scaling,

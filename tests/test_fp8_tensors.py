@@ -34,6 +34,7 @@ from support.versions import skipping_for_old_transformers
 
 with skipping_for_old_transformers():
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     from grouped_linear.integrations.transformers import fp8_quantization_config, fp8_tensors
 
@@ -117,8 +118,8 @@ def test_what_training_multiplied(family: str, weights: Any, device: str) -> Non
     changed = [
         n for n in handed[0] if not torch.equal(*(h[n].view(torch.uint8) for h in handed[1:]))
     ]
-    assert {n.rpartition(".")[2] for n in changed} >= {"weight", "weight_scale_inv"}
-    assert any(".experts." in name for name in changed)
+    kinds = {n.rpartition(".")[2] for n in changed if ".experts." in n}
+    assert kinds == ({"weight", "weight_scale_inv"} if weights == "both" else set())
 
 
 @FAMILY
@@ -136,7 +137,8 @@ def test_names_are_those_of_a_saved_checkpoint(family: str, tmp_path: Path) -> N
         assert tensors.keys() == saved.keys()
         for name, t in saved.items():
             assert_same_bits(tensors[name].detach(), t)
-        q = model.model.layers[0].mlp.experts.down_proj.q
+        down = model.model.layers[0].mlp.experts.down_proj
+        q = down if down.dtype == torch.uint8 else down.q
         name = f"model.layers.0.{PREFIX[family].format(1)}{NAMES[family][2]}.weight"
         assert tensors[name].data_ptr() == q[1].data_ptr()
     written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
@@ -186,22 +188,74 @@ def test_a_sampler_computes_the_bits_of_training(family: str, weights: Any) -> N
     assert_same_bits(y, experts(x, chosen, top))
 
 
-def test_a_checkpoint_in_fp8() -> None:
-    """As it was loaded, and once its experts learn."""
-    model = model_of()
+def loaded(model: Any, **options: Any) -> Any:
+    """As transformers loads a checkpoint of this model, which it describes."""
+    config = FineGrainedFP8Config(**fp8_quantization_config(model) | options)
+    empty = replace_with_fp8_linear(
+        model_of("qwen3_moe"), config.modules_to_not_convert, quantization_config=config
+    ).to_empty(device="cpu")
+    empty.load_state_dict(model.state_dict())
+    empty.hf_quantizer = FineGrainedFP8HfQuantizer(config)
+    empty.config.quantization_config = config
+    empty._weight_conversions = model._weight_conversions
+    return empty
+
+
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+def test_a_checkpoint_in_fp8(scale_fmt: str) -> None:
+    """As it was loaded, and frozen; scales that were published as exponents are float32."""
+    model = model_of("qwen3_moe")
     convert(model, weights="fp8")
-    config = FineGrainedFP8Config(**fp8_quantization_config(model))
-    loaded = replace_with_fp8_linear(
-        model_of(), config.modules_to_not_convert, quantization_config=config
-    )
-    loaded.to_empty(device="cpu").load_state_dict(model.state_dict())
+    checkpoint = loaded(model, scale_fmt=scale_fmt)
+    scale = checkpoint.model.layers[0].mlp.experts.down_proj_scale_inv
+    assert scale.dtype == (torch.float32 if scale_fmt == "float" else torch.float8_e8m0fnu)
     expected = dict(fp8_tensors(model))
     for weights in (None, "fp8"):
-        convert(loaded, Float8BlockScaling(), weights=weights)
-        tensors = dict(fp8_tensors(loaded))
+        convert(checkpoint, Float8BlockScaling(), weights=weights)
+        assert fp8_quantization_config(checkpoint)["scale_fmt"] == scale_fmt
+        tensors = dict(fp8_tensors(checkpoint))
         assert tensors.keys() == expected.keys()
         for name, t in expected.items():
             assert_same_bits(tensors[name].detach(), t)
+        with torch.no_grad():
+            assert_same_bits(
+                checkpoint.model.layers[0].mlp(torch.ones(1, 1, H, dtype=BF16)),
+                model.model.layers[0].mlp(torch.ones(1, 1, H, dtype=BF16)),
+            )
+
+
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_a_checkpoint_with_a_layer_in_high_precision(weights: Any, tmp_path: Path) -> None:
+    """Tensors and configurations say the same, for a sampler and in files."""
+    model = model_of("qwen3_moe")
+    convert(model, Float8BlockScaling(), weights="fp8", recipes={"model.layers.1.*": None})
+    model = loaded(model)
+    assert type(model.model.layers[1].mlp.experts).__name__ == "Qwen3MoeExperts"
+    convert(model, Float8BlockScaling(), weights=weights)
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert json.loads(json.dumps(fp8_quantization_config(model))) == written
+    saved, tensors = load_file(tmp_path / "model.safetensors"), dict(fp8_tensors(model))
+    assert tensors.keys() == saved.keys()
+    for name, t in saved.items():
+        assert_same_bits(tensors[name].detach(), t)
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts"
+        in_fp8 = layer == 0 or weights == "fp8"
+        assert (experts not in written["modules_to_not_convert"]) == in_fp8
+        assert (saved[f"{experts}.0.up_proj.weight"].dtype == E4M3) == in_fp8
+        assert (f"{experts}.0.up_proj.weight_scale_inv" in saved) == in_fp8
+
+
+def test_scales_that_are_no_powers_of_two(tmp_path: Path) -> None:
+    """Of a layer that joins a checkpoint of such: refused, in place of another rounding."""
+    model = model_of("qwen3_moe")
+    convert(model, Float8BlockScaling(), weights="fp8", recipes={"model.layers.1.*": None})
+    model = loaded(model, scale_fmt="ue8m0")
+    convert(model, Float8BlockScaling(power_of_two_scales=False), weights="fp8")
+    for call in (lambda: fp8_tensors(model), lambda: model.save_pretrained(tmp_path)):
+        with pytest.raises(ValueError, match="the checkpoint's scales are powers of two, those of"):
+            call()
 
 
 def test_tied_weights_come_once() -> None:
@@ -242,12 +296,9 @@ def test_what_is_refused() -> None:
 fp8_tensors: LlamaForCausalLM has no experts that are known
 fp8_tensors: lm_head.lora_a is of an adapter: merge it before
 fp8_tensors: model must be a transformers model, got Linear
-fp8_tensors: model.layers.0.mlp.experts.gate_up_proj is not in FP8 blocks: convert with
-weights='both'
-fp8_tensors: model.layers.0.mlp.experts.gate_up_proj is not in FP8 blocks: convert with
-weights='both'
-fp8_tensors: model.layers.0.mlp.experts.gate_up_proj is not in FP8 blocks: convert with
-weights='both'
+fp8_tensors: model.layers.0.mlp.experts is not in FP8 blocks: convert with weights='both'
+fp8_tensors: model.layers.0.mlp.experts is not in FP8 blocks: convert with weights='both'
+fp8_tensors: model.layers.0.mlp.experts is not in FP8 blocks: convert with weights='both'
 fp8_tensors: a checkpoint has gate and up apart, and a block of scales reaches from one into the
 other where an expert's 144 features are no multiple of 128
 fp8_tensors: transformers' FP8 experts have no biases, transposed weights or norms,

@@ -123,8 +123,7 @@ SquaredReLU()
 SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0)
 check_batch_invariant(model)
 compare(model, step, *, roles=False, compiled=False)
-convert(model, recipe=None, *, weights=None, recipes=None, columnwise=False,
-    save_gate_up_in_fp8=False)
+convert(model, recipe=None, *, weights=None, recipes=None, save_gate_up_in_fp8=False)
 grouped_linear(x, weight, m_splits, bias=None, recipe=None, state=None, *, lora=None)
 grouped_mlp(x, top_k_weights, top_k_index, gate_up_proj, down_proj, recipe=None, state=None, *,
     gate_up_proj_bias=None, down_proj_bias=None, activation=SwiGLU(alpha=1.0, beta=0.0,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import FineGrainedFP8Config
 
-from grouped_linear import Float8BlockScaling, GroupedTensor, MXFP8BlockScaling
+from grouped_linear import Float8BlockScaling, MXFP8BlockScaling, convert
 from support.compare import assert_same_bits, bits
 from support.errors import sentence
 from support.hugging_face import tiny
@@ -26,11 +26,7 @@ from support.versions import skipping_for_old_transformers
 with skipping_for_old_transformers():
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
-    from grouped_linear.integrations.transformers import (
-        dequantize_experts,
-        quantize_experts,
-        register,
-    )
+    import grouped_linear.integrations.transformers  # noqa: F401
 
 E, F, H = 3, 128, 32
 SIZES = {"intermediate_size": F, "moe_intermediate_size": F, "num_hidden_layers": 2}
@@ -40,23 +36,19 @@ NAMES = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "d
 FAMILY = pytest.mark.parametrize("family", PREFIX)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> None:
-    register("grouped_linear_fp8", Float8BlockScaling())
-    register("grouped_linear_fp8_any", Float8BlockScaling(power_of_two_scales=False))
+RECIPES = [Float8BlockScaling(), Float8BlockScaling(power_of_two_scales=False)]
+SUFFIXES = "", "_scale_inv"
 
 
 def model_of(family: str = "mixtral", **options: Any) -> Any:
     torch.manual_seed(0)
     experts = {"num_local_experts": E} if family != "qwen3_moe" else {"num_experts": E}
-    model = tiny(family, **SIZES | experts | options).to(BF16)
-    model.set_experts_implementation("grouped_linear_fp8")
-    return model.eval()
+    return tiny(family, **SIZES | experts | options).to(BF16).eval()
 
 
-def quantized(family: str = "mixtral", **options: Any) -> Any:
+def frozen(family: str = "mixtral", **options: Any) -> Any:
     model = model_of(family, **options)
-    quantize_experts(model)
+    convert(model, weights="fp8")
     return model
 
 
@@ -65,14 +57,18 @@ def logits(model: Any) -> Tensor:
         return model(IDS).logits
 
 
-def weights_of(model: nn.Module) -> dict[str, Any]:
-    return {n: p for n, p in model.named_parameters() if isinstance(p, GroupedTensor)}
+def frozen_names(model: nn.Module) -> list[str]:
+    return [n for n, p in model.named_parameters() if p.dtype == torch.uint8]
+
+
+def experts_of(model: Any) -> list[Any]:
+    return [layer.mlp.experts for layer in model.model.layers]
 
 
 @FAMILY
 def test_saved_as_fp8_checkpoints_are(family: str, tmp_path: Path) -> None:
-    """Names and numbers of a published checkpoint."""
-    model = quantized(family)
+    """Names and numbers of a published checkpoint, bit for bit."""
+    model = frozen(family)
     model.save_pretrained(tmp_path)
     saved, plain = load_file(tmp_path / "model.safetensors"), tmp_path / "plain"
     model_of(family).save_pretrained(plain)
@@ -88,21 +84,23 @@ def test_saved_as_fp8_checkpoints_are(family: str, tmp_path: Path) -> None:
         gate, up, down = (
             f"model.layers.{layer}.{PREFIX[family]}{name}.weight" for name in NAMES[family]
         )
-        for w, names in ((experts.gate_up_proj, [gate, up]), (experts.down_proj, [down])):
-            for suffix, part in (("", bits(w.q).view(w.shape)), ("_scale_inv", w.scale)):
-                experts_of = [[saved[n.format(e) + suffix] for n in names] for e in range(E)]
-                whole = torch.stack([torch.cat(parts) for parts in experts_of])
-                assert_same_bits(bits(whole), bits(part))
+        for own, names in (("gate_up_proj", [gate, up]), ("down_proj", [down])):
+            for suffix in ("", "_scale_inv"):
+                of_experts = [
+                    torch.cat([saved[name.format(e) + suffix] for name in names]) for e in range(E)
+                ]
+                held = experts.get_parameter(own + suffix)
+                assert_same_bits(torch.stack(of_experts).view(held.dtype), held)
 
 
 @FAMILY
-@pytest.mark.parametrize("name", ["grouped_linear_fp8", "grouped_linear_fp8_any"])
-def test_loaded_by_transformers_fp8_experts(name: str, family: str, tmp_path: Path) -> None:
-    """Into the modules that transformers makes by the configuration that was saved."""
-    model = model_of(family)
-    model.set_experts_implementation(name)
-    expected = logits(model)
-    quantize_experts(model)
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_loaded_into_transformers_modules(recipe: Any, family: str, tmp_path: Path) -> None:
+    """Those that the saved configuration names; converted they hold the same state."""
+    model, plain = model_of(family), model_of(family)
+    convert(plain, recipe)
+    convert(model, recipe, weights="fp8")
+    expected = logits(plain)
     assert torch.equal(logits(model), expected)
     model.save_pretrained(tmp_path, save_original_format=False)
     config = FineGrainedFP8Config(
@@ -113,36 +111,49 @@ def test_loaded_by_transformers_fp8_experts(name: str, family: str, tmp_path: Pa
     )
     loaded = loaded.to_empty(device="cpu")
     theirs = [m for m in loaded.modules() if type(m).__name__.startswith("FP8")]
-    assert {type(m).__name__ for m in theirs} == {"FP8Experts"}
-    assert len(theirs) == 2
+    assert [type(m).__name__ for m in theirs] == ["FP8Experts"] * 2
     buffers = dict(model.named_buffers())
     for key, buffer in loaded.named_buffers():  # not saved, and to_empty cleared them
         buffer.copy_(buffers[key])
     loaded.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
-    loaded.set_experts_implementation(name)
-    assert torch.equal(logits(loaded), expected)
+    addresses = {name: p.data_ptr() for name, p in loaded.named_parameters()}
+    for weights in (None, "fp8"):
+        convert(loaded, recipe, weights=weights)
+        assert torch.equal(logits(loaded), expected)
+    assert {name: p.data_ptr() for name, p in loaded.named_parameters()} == addresses
+    assert frozen_names(loaded) == frozen_names(model)
+    for of_model in (lambda m: m.state_dict(), lambda m: dict(m.named_parameters())):
+        state, same = of_model(model), of_model(loaded)
+        assert state.keys() == same.keys()
+        for name, t in state.items():
+            assert t.dtype == same[name].dtype
+            assert_same_bits(bits(same[name].detach()), bits(t.detach()))
 
 
-def test_state_dicts_load_bit_for_bit(tmp_path: Path) -> None:
-    """Into quantized experts, assigned or copied, and dequantized into plain ones."""
-    model, state = quantized(), quantized().state_dict()
+def test_state_dicts_load_bit_for_bit() -> None:
+    """Into frozen experts, assigned or copied, and dequantized into those that learn."""
+    model, state = frozen(), frozen().state_dict()
     assert {type(t) for t in state.values()} == {Tensor}
     for assign in (False, True):
-        other = quantized()
-        for w in weights_of(other).values():
-            nn.init.zeros_(w)
+        other = frozen()
+        for name in frozen_names(other):
+            other.get_parameter(name).data.zero_()
         other.load_state_dict(state, strict=True, assign=assign)
-        for name, w in weights_of(other).items():
-            assert_same_bits(bits(w.q), bits(weights_of(model)[name].q))
-            assert_same_bits(w.scale, weights_of(model)[name].scale)
         assert torch.equal(logits(other), logits(model))
+        for name, t in state.items():
+            assert_same_bits(bits(other.state_dict()[name]), bits(t))
+    learner = model_of()
+    convert(learner, Float8BlockScaling(), weights="both")
+    learner.load_state_dict(state)
+    for own, theirs in zip(experts_of(learner), experts_of(model), strict=True):
+        assert_same_bits(own.down_proj.detach().clone(), theirs.dequantize("down_proj"))
 
 
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
 )
 def test_copies_are_saved_too(copied: Any, tmp_path: Path) -> None:
-    model = quantized()
+    model = frozen()
     copied(model).save_pretrained(tmp_path / "copy")
     model.save_pretrained(tmp_path / "model")
     files = [load_file(tmp_path / d / "model.safetensors") for d in ("copy", "model")]
@@ -151,101 +162,94 @@ def test_copies_are_saved_too(copied: Any, tmp_path: Path) -> None:
         assert_same_bits(bits(t), bits(files[1][name]))
 
 
-def test_dequantized_experts_are_saved_as_those_of_any_model(tmp_path: Path) -> None:
-    """Without a word of FP8, which transformers would make modules for."""
-    model = quantized()
-    expected = {name: w.detach().dequantize() for name, w in weights_of(model).items()}
-    dequantize_experts(model)
-    model.save_pretrained(tmp_path)
-    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
-    loaded = type(model).from_pretrained(tmp_path, dtype=BF16)
-    for name, w in expected.items():
-        assert_same_bits(loaded.get_parameter(name).detach(), w)
+def test_mixed_with_high_precision(tmp_path: Path) -> None:
+    """Tensors and configuration say the same, also once the rest is in FP8 as well."""
+    model = model_of("qwen3_moe")
+    for recipes in ({"model.layers.1.*": None}, None):
+        convert(model, Float8BlockScaling(), weights="fp8", recipes=recipes)
+        model.save_pretrained(tmp_path)
+        saved = load_file(tmp_path / "model.safetensors")
+        config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+        for layer in range(2):
+            name = f"model.layers.{layer}.mlp.experts"
+            in_fp8 = layer == 0 or recipes is None
+            assert (name not in config["modules_to_not_convert"]) == in_fp8
+            w = saved[f"{name}.0.up_proj.weight"]
+            assert w.dtype == (torch.float8_e4m3fn if in_fp8 else BF16)
+            assert (f"{name}.0.up_proj.weight_scale_inv" in saved) == in_fp8
 
 
-def test_what_the_format_cannot_hold_is_saved_in_its_own_dtype(tmp_path: Path) -> None:
-    """With the same numbers, and a warning; quantized again it computes the same."""
-    models = [
-        quantized(intermediate_size=192, moe_intermediate_size=192),
-        quantized("gpt_oss", layer_types=["full_attention"] * 2),
-    ]
+def test_another_implementation_does_not_read_bytes() -> None:
+    model = frozen()
+    model.set_experts_implementation("eager")
+    with pytest.raises(ValueError, match=r"'eager' would read their bytes: call convert again"):
+        logits(model)
+    convert(model, weights="fp8")
+    logits(model)
+
+
+def test_not_for_gradients() -> None:
+    """They pass through to what lies before."""
+    model = frozen()
+    assert not any(p.requires_grad for m in experts_of(model) for p in m.parameters())
+    model(IDS, labels=IDS).loss.backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad.any()
+
+
+def test_what_transformers_cannot_save(tmp_path: Path) -> None:
+    """Refused before a file is written; it computes, and its state dict is as any other."""
     messages = []
-    for i, model in enumerate(models):
-        directory = tmp_path / str(i)
-        expected = logits(model)
-        with pytest.warns(UserWarning, match="^save_pretrained: ") as warned:
-            model.save_pretrained(directory)
-        messages += [str(w.message) for w in warned if "save_pretrained" in str(w.message)]
-        assert weights_of(model)  # the model itself is as it was
-        assert torch.equal(logits(model), expected)
-        assert "quantization_config" not in json.loads((directory / "config.json").read_text())
-        dequantize_experts(model)
-        model.save_pretrained(tmp_path / "dequantized")
-        files = [load_file(d / "model.safetensors") for d in (directory, tmp_path / "dequantized")]
-        assert files[0].keys() == files[1].keys()
-        for name, t in files[0].items():
-            assert torch.equal(t, files[1][name])
-        again = type(model).from_pretrained(directory, dtype=BF16).eval()
-        again.set_experts_implementation("grouped_linear_fp8")
-        quantize_experts(again)
-        assert torch.equal(logits(again), expected)
+    families = ("mixtral", "nemotron_h", "muse_spark")
+    for model in (tiny(family).to(BF16) for family in families):
+        convert(model, weights="fp8")
+        assert frozen_names(model)
+        messages.append(sentence(lambda m=model: m.save_pretrained(tmp_path)))
+        assert not [*tmp_path.iterdir()]
+        assert getattr(model.config, "quantization_config", None) is None
+        model.load_state_dict(model.state_dict())
     assert_expected_inline(
         "\n".join(messages),
         """\
-save_pretrained: a checkpoint has gate and up apart, and a block of scales reaches from one into the other where an expert's 192 features are no multiple of 128: experts are written in bfloat16, with the numbers that they have in FP8
-save_pretrained: transformers' FP8 experts have no biases, transposed weights or norms, model.layers.0.mlp.experts has: experts are written in bfloat16, with the numbers that they have in FP8""",  # noqa: E501
+save_pretrained: a checkpoint has gate and up apart, and a block of scales reaches from one into the other where an expert's 48 features are no multiple of 128: save the model before it is converted, or its state_dict()
+save_pretrained: transformers' FP8 experts do not know the configuration of model.layers.1.mixer.experts (NemotronHConfig has none of: ('hidden_activation', 'hidden_act')): save the model before it is converted, or its state_dict()
+save_pretrained: transformers' FP8 experts have no biases, transposed weights or norms, layers.0.mlp.experts has: save the model before it is converted, or its state_dict()""",  # noqa: E501
     )
 
 
 def test_memory_footprint() -> None:
-    """It counts an element's byte, and leaves out a scale for 128 x 128 of them."""
+    """A byte for an element, and a scale for 128 x 128 of them."""
     model = model_of()
     before = model.get_memory_footprint()
-    quantize_experts(model)
-    elements = sum(w.numel() for w in weights_of(model).values())
+    convert(model, weights="fp8")
+    elements = sum(model.get_parameter(name).numel() for name in frozen_names(model))
     assert elements == 2 * E * 3 * F * H
-    assert model.get_memory_footprint() == before - elements  # one byte instead of two
-    held = sum(p.nbytes for p in model.parameters())
-    assert 0 < held + sum(b.nbytes for b in model.buffers()) - model.get_memory_footprint() < 200
+    # one byte instead of two; of a scale each 1 + 1 + 1 rows of blocks
+    assert model.get_memory_footprint() == before - elements + 2 * E * 3 * 4
 
 
-def test_models_that_cannot_be_quantized() -> None:
+def test_experts_that_fp8_does_not_hold() -> None:
     """Refused at once, in one sentence, and left as they were."""
-    register("grouped_linear_plain")
-    register("grouped_linear_mx", MXFP8BlockScaling())
+    on_meta = model_of()
+    on_meta.model.layers[1].to("meta")
+    loaded = frozen()
+    mistakes = [
+        (tiny("gpt_oss"), {"weights": "fp8"}),
+        (tiny("aria"), {"weights": "fp8"}),
+        (on_meta, {"weights": "fp8"}),
+        (loaded, {"recipe": MXFP8BlockScaling()}),
+        (loaded, {}),
+    ]
     messages = []
-    for name in ("grouped_mm", "eager", "grouped_linear_plain", "grouped_linear_mx"):
-        model = model_of()
-        model.set_experts_implementation(name)
-        messages.append(sentence(lambda m=model: quantize_experts(m)))
-        assert not weights_of(model)
-    model = model_of()
-    model.model.layers[1].to("meta")
-    messages.append(sentence(lambda: quantize_experts(model)))
-    assert not weights_of(model)
+    for model, options in mistakes:
+        before = {name: p.dtype for name, p in model.named_parameters()}
+        messages.append(sentence(lambda m=model, o=options: convert(m, **o)))
+        assert {name: p.dtype for name, p in model.named_parameters()} == before
     assert_expected_inline(
         "\n".join(messages),
         """\
-quantize_experts: the experts implementation 'grouped_mm' is not one of grouped_linear's, and would not compute with quantized weights: call register(name, Float8BlockScaling()) and model.set_experts_implementation(name) before
-quantize_experts: the experts implementation 'eager' is not one of grouped_linear's, and would not compute with quantized weights: call register(name, Float8BlockScaling()) and model.set_experts_implementation(name) before
-quantize_experts: the experts implementation 'grouped_linear_plain' has the recipe None, and would not compute with quantized weights: call register(name, Float8BlockScaling()) and model.set_experts_implementation(name) before
-quantize_experts: the experts implementation 'grouped_linear_mx' has the recipe MXFP8BlockScaling(), and would not compute with quantized weights: call register(name, Float8BlockScaling()) and model.set_experts_implementation(name) before
-quantize_experts: model.layers.1.mlp.experts.gate_up_proj is on the meta device, it has no numbers yet: load the checkpoint before""",  # noqa: E501
-    )
-
-
-def test_moved_as_accelerate_does() -> None:
-    """It makes a parameter's class anew of the tensor on another device, or of none."""
-    w = nn.Parameter(GroupedTensor.quantize(torch.ones(2, 32, 16)))
-    moved: Any = type(w)(w.to("cpu"), requires_grad=False)
-    assert isinstance(moved, nn.Parameter)
-    assert isinstance(moved, GroupedTensor)
-    assert not moved.requires_grad
-    assert_same_bits(bits(moved.q), bits(w.q))
-    messages = [sentence(lambda t=t: type(w)(t)) for t in (w.to("meta"), torch.ones(2))]
-    assert_expected_inline(
-        "\n".join(messages),
-        """\
-GroupedTensor: a quantized weight cannot be offloaded, as accelerate would do: leave its module on a device, where it takes half of bfloat16's memory
-GroupedTensor: make one with GroupedTensor.quantize or GroupedTensor.from_parts, got a Tensor of float32""",  # noqa: E501
+convert: model.layers.0.mlp.experts: weights='fp8' is for experts without biases that are stored as [E, out_features, in_features], as checkpoints in FP8 have them. GPT-OSS is published in MXFP4, and weights='mxfp4' is planned: for now use weights=None or 'both'
+convert: model.layers.0.mlp.experts: weights='fp8' is for experts without biases that are stored as [E, out_features, in_features], as checkpoints in FP8 have them. GPT-OSS is published in MXFP4, and weights='mxfp4' is planned: for now use weights=None or 'both'
+convert: model.layers.1.mlp.experts: gate_up_proj is on the meta device, it has no numbers yet: load the checkpoint before
+convert: model.layers.0.mlp.experts: weights are in FP8 already and need the recipe Float8BlockScaling, got MXFP8BlockScaling(); or load the checkpoint with FineGrainedFP8Config(dequantize=True)
+convert: model.layers.0.mlp.experts: weights are in FP8 already and need the recipe Float8BlockScaling, got None; or load the checkpoint with FineGrainedFP8Config(dequantize=True)""",  # noqa: E501
     )

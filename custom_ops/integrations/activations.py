@@ -37,7 +37,7 @@ def activation_of(experts: Any) -> Activation | None:
         return SquaredReLU() if isinstance(act_fn, ReLUSquaredActivation) else None
     alpha = limit = None
     if cls._apply_gate is not _default_apply_gate:
-        # The class that defines it: FSDP2 and quantize_experts make subclasses.
+        # The class that defines it: FSDP2 and convert make subclasses.
         owner = next(base for base in cls.__mro__ if "_apply_gate" in vars(base))
         replaced = cls._apply_gate.__module__ != owner.__module__
         in_library = owner.__module__.startswith("transformers.")

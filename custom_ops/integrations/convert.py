@@ -26,7 +26,6 @@ def convert(
     *,
     weights: Weights = None,
     recipes: Mapping[str, Recipe | None] | None = None,
-    columnwise: bool = False,
     save_gate_up_in_fp8: bool = False,
 ) -> Conversion:
     """Have all of a model's experts computed by this package, in place.
@@ -49,10 +48,9 @@ def convert(
 
     A model is converted as a whole or not at all, unless memory runs out: everything is checked
     before anything is written. Convert after a checkpoint is loaded, before sharding,
-    DistributedDataParallel and the optimizer. What required a gradient still does, except Hugging
-    Face experts stored as [E, in_features, out_features] (GPT-OSS, Aria) in FP8. A converted model
-    can be copied and pickled. docs/transformers.md, docs/plain_torch.md and docs/inference.md say
-    what becomes of each form.
+    DistributedDataParallel and the optimizer. What required a gradient still does, except weights
+    that ``weights="fp8"`` freezes. A converted model can be copied and pickled.
+    docs/transformers.md, docs/plain_torch.md and docs/inference.md say what becomes of each form.
 
     Args:
         model: a model, or a module that is to be converted itself; torchtitan's experts may be on
@@ -60,17 +58,15 @@ def convert(
         recipe: how the GEMMs are computed; None for the activations' dtype, or with ``weights`` for
             ``Float8BlockScaling()``.
         weights: ``"both"`` to keep the experts' weights in high precision and FP8, for training,
-            as :class:`grouped_linear.GroupedTensorWithMaster`; ``"fp8"`` to keep them in FP8 alone,
-            as :class:`grouped_linear.GroupedTensor`; None to leave them as they are. Experts of a
-            checkpoint in FP8 become such tensors without a change of a byte; under another
-            ``weights`` they are read as they are, and do not learn. w13 is refused with either.
+            as :class:`grouped_linear.GroupedTensorWithMaster`; ``"fp8"`` to freeze them in FP8
+            alone, as bytes in plain parameters; None to leave them as they are. Experts of a
+            checkpoint in FP8 become such bytes in the memory that they have; under another
+            ``weights`` they are read as they are. They do not learn. w13 is refused with either,
+            biases and weights stored as [E, in_features, out_features] with ``"fp8"``.
         recipes: other recipes for some of the experts, by patterns of their names in
             ``named_modules``, as ``fnmatch`` has them: ``{"model.layers.0.*": None}`` computes the
             first layer without FP8. Of several that match, the last one counts. With ``weights``
             experts whose recipe is None keep plain weights.
-        columnwise: with ``weights="fp8"``, keep weights transposed as well: a second byte an
-            element, which dgrad reads. Without it each backward transposes one weight after the
-            other.
         save_gate_up_in_fp8: of Hugging Face experts, see :func:`grouped_linear.grouped_mlp`.
 
     Returns:
@@ -99,7 +95,7 @@ def convert(
     torch.Size([1, 3, 64])
     """
     recipe = Float8BlockScaling() if recipe is None and weights is not None else recipe
-    request = Request(recipe, weights, columnwise, save_gate_up_in_fp8, recipes or {})
+    request = Request(recipe, weights, save_gate_up_in_fp8, recipes or {})
     _check(model, request)
     plan = Plan()
     if any(map(goes_through_interface, model.modules())):
@@ -128,11 +124,8 @@ def _check(model: Any, request: Request) -> None:
             got = f"the class {model.__name__}: make a model of it"
         raise TypeError(f"convert: model must be a torch.nn.Module, got {got}")
     check_recipe("convert", request.recipe)
-    columnwise, save_in_fp8 = request.columnwise, request.save_gate_up_in_fp8
-    check_flags("convert", columnwise=columnwise, save_gate_up_in_fp8=save_in_fp8)
-    check_weights_kept(
-        "convert", request.recipe, request.weights, columnwise=request.columnwise or None
-    )
+    check_flags("convert", save_gate_up_in_fp8=request.save_gate_up_in_fp8)
+    check_weights_kept("convert", request.recipe, request.weights)
     recipes: Any = request.recipes
     if not isinstance(recipes, Mapping):
         raise ValueError(

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from grouped_linear.quantized.state_dict import SavesQuantized
+from grouped_linear.quantized.frozen import KeepsFrozen
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -62,7 +62,7 @@ def converted_class(
         "_converted_from": before,
         "_converted_with": (members, *args),
     }
-    converted: type[nn.Module] = type(f"Grouped{before.__name__}", (SavesQuantized, before), body)
+    converted: type[nn.Module] = type(f"Grouped{before.__name__}", (KeepsFrozen, before), body)
     return converted
 
 

@@ -114,4 +114,4 @@ def _of_torchtitan(module: nn.Module) -> Experts | None:
 
 def _grouped_by(module: Any, form: GroupedForm, recipe: Recipe | None) -> None:
     module.__class__ = class_before(module)
-    convert_class(module, grouped_members, form, recipe, False)
+    convert_class(module, grouped_members, form, recipe)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized
-from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from grouped_linear import ops
 from grouped_linear.autograd.activation import MLPConfig
@@ -20,15 +19,18 @@ from grouped_linear.autograd.context import PLAIN_CALL, LinearOptions, StoredWei
 from grouped_linear.autograd.routing import CombineFunction, GatherFunction
 from grouped_linear.integrations.activations import activation_of
 from grouped_linear.integrations.converted_class import class_before
-from grouped_linear.integrations.plan import check_sizes
-from grouped_linear.meta_kernels.rules import ACTIVATIONS, BLOCK, E4M3, ceil_div
+from grouped_linear.meta_kernels.rules import ACTIVATIONS, BLOCK, E4M3, ceil_div, dtype_name
 from grouped_linear.nn.functional import apply_layer, check_parameters
 from grouped_linear.nn.functional_mlp import apply_mlp
 from grouped_linear.nn.lora import LoraWeights
+from grouped_linear.quantized.frozen import KeepsFrozen
 from grouped_linear.quantized.state_dict import SCALE
-from grouped_linear.quantized.weight import is_quantized, stored_weight
+from grouped_linear.quantized.weight import stored_weight
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Float8BlockScaling, QuantizedWeight, Recipe
+
+#: E8M0, of checkpoints whose scale_fmt is ue8m0, is in float32 exact.
+SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 #: The attribute of experts whose recipe, which may be None, is another than the implementation's.
 OWN_RECIPE = "_grouped_linear_recipe"
@@ -134,29 +136,80 @@ def recipe_of(experts: Any, recipe: Recipe | None) -> Recipe | None:
 
 def _operand(experts: Any, name: str, recipe: Recipe | None) -> tuple[Tensor, LinearOptions]:
     """A weight as [E, N, K] and the options of a call with it: it may be quantized already."""
-    if isinstance(experts, FP8Experts) and is_parametrized(experts):
-        raise ValueError(
-            "grouped_linear: experts of a checkpoint in FP8 are parametrized, which leaves scales "
-            "out. PEFT's adapters do so: call "
-            "grouped_linear.integrations.peft.use_grouped_adapters(model)"
-        )
+    if is_in_fp8(experts):  # a backward transposes it for itself
+        if is_parametrized(experts):
+            raise ValueError(
+                "grouped_linear: experts in FP8 are parametrized, which leaves scales out. PEFT's "
+                "adapters do so: call "
+                "grouped_linear.integrations.peft.use_grouped_adapters(model)"
+            )
+        check_recipe_reads_fp8("grouped_linear", recipe)
+        kept = weight_in_fp8("grouped_linear", experts, name)
+        return kept.values, LinearOptions(stored=StoredWeight(kept))
     stored: Tensor = getattr(experts, name)
-    if has_parts(experts):  # a backward transposes it for itself
-        check_weight_in_fp8("grouped_linear", experts, name, recipe)
-        q, scale = stored.detach(), getattr(experts, name + SCALE).detach()
-        return q, LinearOptions(stored=StoredWeight(QuantizedWeight(q, scale, None)))
     if not experts.is_transposed:
         return stored, PLAIN_CALL
-    kept = stored_weight("grouped_linear", stored, recipe)
-    if kept is None or kept.scale is None:  # a format of one's own is of [E, N, K]
+    beside = stored_weight("grouped_linear", stored, recipe)
+    if beside is None or beside.scale is None:  # a format of one's own is of [E, N, K]
         return stored.transpose(1, 2), PLAIN_CALL
-    q, scale, q_t = kept
+    q, scale, q_t = beside
     assert scale is not None
     q_t = ops.transpose_weight(q) if q_t is None else q_t
     transposed = QuantizedWeight(q_t, scale.mT if scale.dim() == 3 else scale, q)
     learns = isinstance(stored, GroupedTensorWithMaster)
     w = stored.transpose(1, 2) if learns else q_t
     return w, LinearOptions(stored=StoredWeight(transposed))
+
+
+def is_in_fp8(experts: Any) -> bool:
+    """Whether weights are in FP8 alone: numbers and scales, which do not learn.
+
+    As transformers loads a checkpoint in FP8, or as ``convert(weights="fp8")`` keeps them.
+    """
+    return weight_names(experts)[1] + SCALE in experts._parameters
+
+
+def is_frozen(experts: Any) -> bool:
+    """Whether ``convert(weights="fp8")`` keeps these weights."""
+    return isinstance(experts, KeepsFrozen) and bool(experts._frozen)
+
+
+def weight_in_fp8(where: str, experts: Any, name: str) -> QuantizedWeight:
+    """The numbers and float32 scales of a weight in FP8.
+
+    Raises:
+        ValueError: for another form than e4m3 with scales of 128 x 128.
+    """
+    frozen = experts.frozen_weight(name) if isinstance(experts, KeepsFrozen) else None
+    if frozen is not None:
+        return frozen
+    q, scale = getattr(experts, name).detach(), getattr(experts, name + SCALE).detach()
+    E, N, K = q.shape
+    scales = E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)
+    fits = q.dtype == E4M3 and scale.dtype in SCALES and scale.shape == scales
+    if not fits or experts.activation_scheme != "dynamic":
+        remedy = "load the checkpoint with FineGrainedFP8Config(dequantize=True)"
+        if q.dtype in ACTIVATIONS:
+            remedy = (
+                "Module.to and FSDP2's param_dtype cast them without their scales, which "
+                "convert(weights='fp8') prevents"
+            )
+        raise ValueError(
+            f"{where}: experts in FP8 must be float8_e4m3fn with scales {list(scales)} in float32 "
+            f"or float8_e8m0fnu and dynamic activations, got {name} {dtype_name(q.dtype)} with "
+            f"{dtype_name(scale.dtype)} scales {list(scale.shape)} and "
+            f"{experts.activation_scheme} activations: {remedy}"
+        )
+    return QuantizedWeight(q, scale.float(), None)
+
+
+def check_recipe_reads_fp8(where: str, recipe: Recipe | None) -> None:
+    """Raise ValueError for a recipe that does not multiply weights in FP8 blocks."""
+    if not isinstance(recipe, Float8BlockScaling):
+        raise ValueError(
+            f"{where}: weights are in FP8 already and need the recipe Float8BlockScaling, "
+            f"got {recipe!r}; or load the checkpoint with FineGrainedFP8Config(dequantize=True)"
+        )
 
 
 def weight_names(experts: Any) -> tuple[str, str]:
@@ -171,31 +224,3 @@ def check_activation(where: str, experts: Any, save_gate_up_in_fp8: bool) -> Non
             f"{where}: save_gate_up_in_fp8 needs an activation of grouped_mlp, and that of "
             f"{class_before(experts).__name__} is none"
         )
-
-
-def has_parts(experts: Any) -> bool:
-    """Whether experts are of a checkpoint in FP8, with numbers and scales as two parameters."""
-    return isinstance(experts, FP8Experts) and not is_quantized(experts.down_proj)
-
-
-def check_weight_in_fp8(where: str, experts: Any, name: str, recipe: Recipe | None) -> None:
-    """Raise ValueError for a weight of a checkpoint in FP8 that the recipe cannot read."""
-    if not isinstance(recipe, Float8BlockScaling):
-        raise ValueError(
-            f"{where}: weights are in FP8 already and need the recipe Float8BlockScaling, "
-            f"got {recipe!r}; or load the checkpoint with FineGrainedFP8Config(dequantize=True)"
-        )
-    q, scale = getattr(experts, name), getattr(experts, name + SCALE)
-    E, N, K = q.shape
-    scales = E, ceil_div(N, BLOCK), ceil_div(K, BLOCK)
-    fits = q.dtype == E4M3 and scale.dtype == torch.float32 and scale.shape == scales
-    if not fits or experts.activation_scheme != "dynamic":
-        remedy = "load the checkpoint with FineGrainedFP8Config(dequantize=True)"
-        if q.dtype in ACTIVATIONS:
-            remedy = "FSDP2's param_dtype and Module.to cast them without their scales: use neither"
-        raise ValueError(
-            f"{where}: experts in FP8 must be float8_e4m3fn with float32 scales "
-            f"{list(scales)} and dynamic activations, got {name} {q.dtype} with {scale.dtype} "
-            f"scales {list(scale.shape)} and {experts.activation_scheme} activations: {remedy}"
-        )
-    check_sizes(where, name, list(q.shape))

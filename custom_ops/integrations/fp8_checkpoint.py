@@ -1,11 +1,10 @@
-"""How transformers saves experts that are kept in FP8, and loads them again.
+"""Checkpoints of transformers models whose experts are in FP8, as files and for a sampler.
 
-``save_pretrained`` writes them as its own FP8 models are written (``FineGrainedFP8Config``): for
-each expert e4m3 numbers ``weight`` and float32 scales ``weight_scale_inv``, as DeepSeek-V3 was
-published. What that format cannot hold is written in the weights' own dtype.
+The format is that of transformers' FP8 models (``FineGrainedFP8Config``), as DeepSeek-V3 was
+published: for each expert e4m3 numbers ``weight`` and float32 scales ``weight_scale_inv``.
 """
 
-import warnings
+import copy
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -22,156 +21,126 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 from grouped_linear.integrations.activations import same_activation
 from grouped_linear.integrations.experts import goes_through_interface
-from grouped_linear.integrations.experts_forward import weight_names
-from grouped_linear.integrations.plan import Plan
-from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div, dtype_name
-from grouped_linear.quantized.state_dict import SCALE
-from grouped_linear.quantized.weight import (
-    KEPT,
-    distributed_like,
-    is_dtensor,
-    is_quantized,
-    local_part,
+from grouped_linear.integrations.experts_forward import (
+    is_frozen,
+    is_in_fp8,
+    recipe_of,
+    weight_in_fp8,
+    weight_names,
 )
+from grouped_linear.integrations.implementation import Implementation
+from grouped_linear.integrations.wrappers import named_unwrapped
+from grouped_linear.meta_kernels.rules import BLOCK, E4M3, ceil_div
+from grouped_linear.quantized.state_dict import SCALE
+from grouped_linear.quantized.weight import KEPT, is_dtensor
 
 _TWO_FORMATS = "the model's other modules are quantized in a format of theirs, a checkpoint has one"
 
 
-class QuantizedExpertsHfQuantizer(FineGrainedFP8HfQuantizer):
-    """What ``model.hf_quantizer`` is after ``quantize_experts``: ``save_pretrained`` asks it."""
+def describe(model: Any) -> None:
+    """Have a model say which of its modules are in FP8, as one that was loaded in FP8 does.
 
-    obstacle: str | None = None
-    conversions_before: list[Any] | None = None
-
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, Any]:
-        """What ``save_pretrained`` writes; asked before a file is written."""
-        return _in_own_dtype(model, self.obstacle, None), {}
-
-
-class LearningExpertsHfQuantizer(FineGrainedFP8HfQuantizer):
-    """What the quantizer of a checkpoint in FP8 is once its experts learn: ``Trainer`` asks it."""
-
-    @property
-    def is_qat_trainable(self) -> bool:
-        """Whether ``Trainer`` may train the model without adapters."""
-        return True
-
-
-def let_trainer_train(model: Any) -> None:
-    """Say to ``Trainer`` that a model of a checkpoint in FP8 has experts that learn.
-
-    Its linear layers in FP8 do not, so that neither FSDP2 nor DDP waits for their gradients.
-    """
-    own = getattr(model, "hf_quantizer", None)
-    if type(own) is FineGrainedFP8HfQuantizer:
-        own.__class__ = LearningExpertsHfQuantizer
-    for module in model.modules():
-        if isinstance(module, FP8Linear) and module.weight.dtype == E4M3:
-            module.weight.requires_grad_(False)
-            module.weight_scale_inv.requires_grad_(False)
-
-
-def _in_own_dtype(
-    model: Any, obstacle: str | None, state: dict[str, Any] | None
-) -> dict[str, Any] | None:
-    """The model's state with quantized experts dequantized, one after another, on the CPU.
-
-    If there is no obstacle, or only adapters are saved, it returns the state unchanged.
-    """
-    only_adapters = getattr(model, "_hf_peft_config_loaded", False)
-    if obstacle is None or only_adapters:
-        return state
-    state = dict(model.state_dict()) if state is None else state
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if is_quantized(p):
-            plain: Tensor = local_part(p).detach().dequantize()
-            state[name] = distributed_like(p, plain) if is_dtensor(p) else plain.cpu()
-            state.pop(name + SCALE, None)
-            dtype = dtype_name(plain.dtype)
-    warnings.warn(
-        f"save_pretrained: {obstacle}: experts are written in {dtype}, with the numbers that they "
-        "have in FP8",
-        stacklevel=4,
-    )
-    return state
-
-
-def plan_description(plan: Plan, model: Any, experts: dict[str, Any]) -> None:
-    """Plan that a model's configuration and names in checkpoints say how its experts are stored.
+    ``save_pretrained`` then writes a checkpoint that loads again. If transformers' format cannot
+    hold the experts, ``save_pretrained`` raises ValueError before it writes a file.
 
     Args:
-        plan: gets the write.
-        model: what ``save_pretrained`` is called on.
-        experts: by name in it, those whose weights are or will be in FP8 alone.
+        model: what ``save_pretrained`` is called on, with experts in FP8.
     """
-    own = getattr(model, "hf_quantizer", None)
-    if own is not None and not isinstance(own, QuantizedExpertsHfQuantizer):
-        return plan.write(_add_to, own)  # its description of the other modules stays
-    return plan.write(_describe, model, *_description(model, experts))
+    experts = {name: m for name, m in _experts_of(model).items() if is_frozen(m)}
+    config, conversions, obstacle = _checkpoint_of(model, experts)
+    if getattr(model, "hf_quantizer", None) is None:
+        model.hf_quantizer = FineGrainedFP8HfQuantizer(config)
+    quantizer = model.hf_quantizer
+    vars(quantizer).pop("get_state_dict_and_metadata", None)
+    if obstacle is not None:  # save_pretrained calls this first
+        quantizer.get_state_dict_and_metadata = partial(_refuse_to_save, obstacle)
+        return
+    model.config.quantization_config = quantizer.quantization_config = config
+    model._weight_conversions = conversions
 
 
-def _description(
-    model: Any, experts: dict[str, Any]
-) -> tuple[QuantizedExpertsHfQuantizer, list[Any]]:
-    """How a checkpoint says that these experts are in FP8, and the conversions of its names."""
-    quantized = {name_without_adapters(name): module for name, module in experts.items()}
-    others = [
-        name_without_adapters(name)
-        for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or name.endswith(".experts")) and ".lora_" not in name
-    ]
-    config = FineGrainedFP8Config(modules_to_not_convert=[n for n in others if n not in quantized])
-    own = getattr(model, "hf_quantizer", None)
-    quantizer = QuantizedExpertsHfQuantizer(config)
-    conversions = (
-        getattr(model, "_weight_conversions", None) if own is None else own.conversions_before
-    )
-    quantizer.conversions_before = conversions
-    if conversions is None:  # as save_pretrained does
-        found = get_model_conversion_mapping(model, add_legacy=False)
-        conversions = [c for c in found if not isinstance(c, PrefixChange)]
+def _refuse_to_save(obstacle: str, model: Any) -> tuple[None, dict[str, Any]]:
+    if not getattr(model, "_hf_peft_config_loaded", False):  # adapters alone can be saved
+        raise ValueError(
+            f"save_pretrained: {obstacle}: save the model before it is converted, or its "
+            "state_dict()"
+        )
+    return None, {}
+
+
+def _experts_of(model: nn.Module) -> dict[str, Any]:
+    """A model's experts that go through transformers' interface, by their names in checkpoints."""
+    return {name: m for name, m in named_unwrapped(model) if goes_through_interface(m)}
+
+
+def _checkpoint_of(
+    model: Any, in_fp8: dict[str, Any]
+) -> tuple[FineGrainedFP8Config, list[Any], str | None]:
+    """The checkpoint of a model with these experts in FP8.
+
+    Returns:
+        Its configuration, the conversions of the model's names to its names, and why transformers
+        cannot write it, or None.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is None:
+        config = FineGrainedFP8Config()
+    elif isinstance(quantizer, FineGrainedFP8HfQuantizer):
+        config = quantizer.quantization_config
+    else:
+        return FineGrainedFP8Config(), [], _TWO_FORMATS
+    # The configuration of a checkpoint knows the experts that were loaded in FP8.
+    if quantizer is None or not all(isinstance(m, FP8Experts) for m in in_fp8.values()):
+        config = copy.deepcopy(config)
+        config.modules_to_not_convert = [
+            name
+            for name, module in named_unwrapped(model)
+            if isinstance(module, nn.Linear) or name.endswith(".experts")
+            if not isinstance(module, FP8Linear) and name not in in_fp8
+        ]
+    obstacle = next(filter(None, map(_obstacle_of, in_fp8, in_fp8.values())), None)
+    if tuple(config.weight_block_size or ()) != (BLOCK, BLOCK):
+        obstacle = _TWO_FORMATS
+    if config.scale_fmt == "ue8m0" and not all(map(_has_powers_of_two, in_fp8.values())):
+        obstacle = "the checkpoint's scales are powers of two, those of its experts no longer are"
+    if obstacle is not None:
+        return config, [], obstacle
+    return config, *_conversions_of(model, in_fp8)
+
+
+def _conversions_of(model: Any, in_fp8: dict[str, Any]) -> tuple[list[Any], str | None]:
+    """The conversions that save these experts with their scales, or those tried last and why not.
+
+    A model that was loaded in FP8 has them.
+    """
     shapes = {
         f"{name}.{w}": getattr(experts, w).shape
-        for name, experts in quantized.items()
+        for name, experts in in_fp8.items()
         for w in weight_names(experts)
     }
     with_scales = [(f"{key}{SCALE}", None) for key in shapes]
     stand_in: Any = SimpleNamespace(named_parameters=lambda: with_scales, config=model.config)
-    with_fp8 = HfQuantizer.update_weight_conversions(quantizer, conversions, stand_in)
-    obstacles = filter(None, map(_obstacle_of, quantized, quantized.values()))
-    quantizer.obstacle = next(obstacles, None) or _obstacle_of_names(model, with_fp8, shapes)
-    return quantizer, with_fp8
+    # Nothing is quantized while it is saved.
+    quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(), pre_quantized=False)
+    loaded = getattr(model, "_weight_conversions", None)
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    default = [c for c in found if not isinstance(c, PrefixChange)]  # as save_pretrained does
+    candidates = [] if loaded is None else [loaded]
+    for base in (*candidates, default):
+        candidates.append(HfQuantizer.update_weight_conversions(quantizer, base, stand_in))
+    for conversions in candidates:
+        obstacle = _obstacle_of_names(model, conversions, shapes)
+        if obstacle is None:
+            break
+    return conversions, obstacle
 
 
-def _describe(model: Any, quantizer: QuantizedExpertsHfQuantizer, conversions: list[Any]) -> None:
-    forget(model)
-    model.hf_quantizer = quantizer
-    if quantizer.obstacle is None:
-        model._weight_conversions = conversions
-        model.config.quantization_config = quantizer.quantization_config
-
-
-def _add_to(quantizer: Any) -> None:
-    """Have the quantizer of a model's other modules save the experts in their own dtype."""
-    if "get_state_dict_and_metadata" not in vars(quantizer):
-        saved = partial(_with_experts, type(quantizer), quantizer)
-        quantizer.get_state_dict_and_metadata = saved
-
-
-def _with_experts(cls: Any, quantizer: Any, model: Any) -> tuple[dict[str, Any] | None, Any]:
-    state, metadata = cls.get_state_dict_and_metadata(quantizer, model)
-    return _in_own_dtype(model, _TWO_FORMATS, state), metadata
-
-
-def forget(model: Any) -> None:
-    """Undo :func:`plan_description`, for a model whose experts are dequantized."""
-    own = getattr(model, "hf_quantizer", None)
-    if isinstance(own, QuantizedExpertsHfQuantizer):
-        model._weight_conversions = own.conversions_before
-        model.hf_quantizer = None
-        vars(model.config).pop("quantization_config", None)
-    elif own is not None:
-        vars(own).pop("get_state_dict_and_metadata", None)
+def _has_powers_of_two(experts: Any) -> bool:
+    """Whether the scales are known to be powers of two: as they were loaded, or by the recipe."""
+    ours = Implementation.of(experts.config._experts_implementation)
+    recipe = None if ours is None else recipe_of(experts, ours.recipe)
+    options = {} if recipe is None else recipe.weight.scale_options
+    return isinstance(experts, FP8Experts) or options.get("power_of_two_scales", False)
 
 
 def name_without_adapters(name: str) -> str:
@@ -214,7 +183,10 @@ def _obstacle_of_names(
     for key, (E, N, K) in shapes.items():
         state[key] = torch.empty(E, N, K, dtype=E4M3, device="meta")
         state[key + SCALE] = torch.empty(E, ceil_div(N, BLOCK), ceil_div(K, BLOCK), device="meta")
-    saved = _as_saved(model, conversions, state)
+    try:
+        saved = _as_saved(model, conversions, state)
+    except Exception as error:  # save_pretrained would raise it, with files half written
+        return f"transformers cannot name the experts' tensors ({error})"
     numbers = {name: t for name, t in saved.items() if t.dtype == E4M3}
     for name, q in numbers.items():
         *_, N, K = q.shape
@@ -268,7 +240,7 @@ def fp8_tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
     >>> tensors[name].dtype, tensors[name + "_scale_inv"].shape
     (torch.float8_e4m3fn, torch.Size([1, 1]))
     """
-    experts, _, conversions = _checkpoint_of("fp8_tensors", model)
+    experts, _, conversions = _in_blocks("fp8_tensors", model)
     own = {f"{name}.{w}" for name, module in experts.items() for w in weight_names(module)}
     own |= {name + SCALE for name in own}
 
@@ -305,46 +277,44 @@ def fp8_quantization_config(model: Any) -> dict[str, Any]:
     >>> fp8_quantization_config(model)["weight_block_size"]
     (128, 128)
     """
-    described: dict[str, Any] = _checkpoint_of("fp8_quantization_config", model)[1].to_dict()
+    described: dict[str, Any] = _in_blocks("fp8_quantization_config", model)[1].to_dict()
     return described
 
 
-def _checkpoint_of(op: str, model: Any) -> tuple[dict[str, Any], Any, list[Any]]:
-    """A model's experts by name, how its checkpoint describes them, and converts their names."""
-    own = getattr(model, "hf_quantizer", None)
+def _in_blocks(op: str, model: Any) -> tuple[dict[str, Any], FineGrainedFP8Config, list[Any]]:
+    """A model's experts in FP8 blocks by name, its checkpoint's configuration and conversions."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"{op}: model must be a transformers model, got {type(model).__name__}")
     for name, p in model.named_parameters():
         if is_dtensor(p) or ".lora_" in name:
             what = "is sharded" if is_dtensor(p) else "is of an adapter: merge it before"
             raise ValueError(f"{op}: {name} {what}")
-    experts = {n: m for n, m in model.named_modules() if goes_through_interface(m)}
+    experts = _experts_of(model)
     if not experts:
         raise ValueError(f"{op}: {type(model).__name__} has no experts that are known")
-    for name, module in experts.items():
-        for w in weight_names(module):
-            weight = getattr(module, w)
-            if not isinstance(module, FP8Experts) and not _in_blocks(weight):
-                raise ValueError(
-                    f"{op}: {name}.{w} is not in FP8 blocks: convert with weights='both'"
-                )
-    if own is not None and not isinstance(own, FineGrainedFP8HfQuantizer):
-        raise ValueError(f"{op}: {_TWO_FORMATS}")
-    if own is not None and not isinstance(own, QuantizedExpertsHfQuantizer):
-        as_loaded: Any = model._weight_conversions
-        return experts, own.quantization_config, as_loaded
-    quantizer, conversions = _description(model, experts)
-    if quantizer.obstacle is not None:
-        raise ValueError(f"{op}: {quantizer.obstacle}")
-    return experts, quantizer.quantization_config, conversions
+    in_fp8 = {name: module for name, module in experts.items() if _has_blocks(module)}
+    if not in_fp8:
+        raise ValueError(
+            f"{op}: {next(iter(experts))} is not in FP8 blocks: convert with weights='both'"
+        )
+    config, conversions, obstacle = _checkpoint_of(model, in_fp8)
+    if obstacle is not None:
+        raise ValueError(f"{op}: {obstacle}")
+    return in_fp8, config, conversions
 
 
-def _in_blocks(w: Any) -> bool:
-    """Whether a weight is kept in e4m3 with a scale for each 128 x 128 block."""
-    return isinstance(w, KEPT) and w.scale is not None and w.scale.dim() == 3
+def _has_blocks(experts: Any) -> bool:
+    """Whether weights are kept in e4m3 with a scale for each 128 x 128 block."""
+    w = getattr(experts, weight_names(experts)[1])
+    with_master = isinstance(w, KEPT) and w.scale is not None and w.scale.dim() == 3
+    return is_in_fp8(experts) or with_master
 
 
 def _parts(experts: Any, name: str) -> tuple[Tensor, Tensor]:
     """The numbers and scales of a weight in FP8 blocks."""
+    if is_in_fp8(experts):
+        q, scale, _ = weight_in_fp8("fp8_tensors", experts, name)
+        assert scale is not None
+        return q, scale
     w = getattr(experts, name).detach()
-    return (w.q, w.scale) if isinstance(w, KEPT) else (w, getattr(experts, name + SCALE))
+    return w.q, w.scale

@@ -6,6 +6,7 @@ own letters: D is H, and G is 2 F.
 
 import inspect
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch.func import functional_call
 from torch.nn.functional import silu
 
 from grouped_linear.autograd.activation import MLPConfig
-from grouped_linear.autograd.context import PLAIN_CALL, LinearOptions
+from grouped_linear.autograd.context import PLAIN_CALL, LinearOptions, StoredWeight
 from grouped_linear.integrations.converted_class import (
     check_forward_can_change,
     convert_class,
@@ -36,7 +37,6 @@ from grouped_linear.nn.check_swiglu import Expert, check_swiglu
 from grouped_linear.nn.functional import apply_layer, check_parameters, check_whole
 from grouped_linear.nn.functional_mlp import apply_mlp_sorted
 from grouped_linear.ops.activation import PLAIN, SwiGLU
-from grouped_linear.quantized.state_dict import scale_properties
 from grouped_linear.quantized.weight import KEPT, is_dtensor, keep_weight, local_part
 from grouped_linear.recipes import Recipe, new_state
 
@@ -173,6 +173,12 @@ def _check(where: str, module: nn.Module, form: GroupedForm, request: Request) -
             f"{where}: the first scales of {type(recipe).__name__} would be lost on the meta "
             "device: convert when parameters have values"
         )
+    if weights == "fp8" and parameters[0].is_meta and hasattr(module, "init_states"):
+        raise ValueError(
+            f"{where}: torchtitan draws the first values of a model that is on the meta device, "
+            "and weights='fp8' holds those of a checkpoint: convert when it is loaded, or with "
+            "weights='both'"
+        )
     if weights is not None and parameters[0].dim() == 4:
         raise ValueError(
             f"{where}: {form.weights[0]} is {list(parameters[0].shape)}, and weights={weights!r} "
@@ -207,12 +213,15 @@ def _convert(module: Any, form: GroupedForm, request: Request) -> Replaced:
         w = module.get_parameter(form.weights[0])
         states = (new_state(recipe, len(w), w.device) for _ in form.weights)
         module.scaling_states = nn.ModuleList(state for state in states if state is not None)
-    if weights is not None:
-        for name in form.weights:
+    convert_class(module, grouped_members, form, recipe)
+    for name in form.weights if weights is not None else ():
+        if weights == "fp8":
             w = module.get_parameter(name)
-            kept = keep_weight(w, weights, recipe, columnwise=request.columnwise)
+            replaced += [weakref.ref(w)] if w.requires_grad else []
+            module.freeze(name, w, recipe)
+        else:
+            kept = keep_weight(getattr(module, name), weights, recipe)
             replaced += replace_parameter(module, name, kept)
-    convert_class(module, grouped_members, form, recipe, weights == "fp8")
     return replaced
 
 
@@ -224,10 +233,10 @@ def _tensor_parallel_degree(w: Any) -> int:
     return math.prod(w.device_mesh.size(i) for i, p in placements if p.is_shard() and p.dim != 0)
 
 
-def grouped_members(form: GroupedForm, recipe: Recipe | None, in_fp8: bool) -> dict[str, Any]:
-    """The members of a converted module's class: its forward, and the scales of its weights.
+def grouped_members(form: GroupedForm, recipe: Recipe | None) -> dict[str, Any]:
+    """The members of a converted module's class: its forward.
 
-    The forward has the names of arguments that the module's callers may use.
+    It has the names of arguments that the module's callers may use.
     """
 
     def forward(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
@@ -235,7 +244,12 @@ def grouped_members(form: GroupedForm, recipe: Recipe | None, in_fp8: bool) -> d
         states: Any = getattr(self, "scaling_states", None) or (None,) * len(form.weights)
         watched = getattr(self, "watched", None)
 
-        def weight(i: int) -> Any:
+        def operand(i: int) -> tuple[Any, LinearOptions]:
+            watching = None if watched is None else watched.of_call(i)
+            frozen = self.frozen_weight(form.weights[i])
+            if frozen is not None:
+                kept = frozen.each(local_part)
+                return kept.values, LinearOptions(stored=StoredWeight(kept), watched=watching)
             weight, state = local_part(getattr(self, form.weights[i])), states[i]
             held = None if state is None else len(state.weight.scale)
             if held is not None and len(weight) != held:
@@ -244,26 +258,17 @@ def grouped_members(form: GroupedForm, recipe: Recipe | None, in_fp8: bool) -> d
                     f"{held} experts, {len(weight)} are on this process: "
                     "shard in another way or take another recipe"
                 )
-            if in_fp8 and not isinstance(weight, KEPT):
-                raise ValueError(
-                    f"{type(self).__name__}: {form.weights[i]} is not in FP8 any more: tensor "
-                    "parallelism makes parameters of high precision, so convert without weights "
-                    "in FP8"
-                )
             if recipe is None or not recipe.weight.reads_any_dtype:
                 weight = weight.to(x.dtype)
-            return as_matrices(weight)
+            check_parameters("grouped_linear", weight=weight)
+            options = PLAIN_CALL if watching is None else LinearOptions(watched=watching)
+            return as_matrices(weight), options
 
         of_call = [recipe if state is None else state.of_call() for state in states]
-        options = [
-            PLAIN_CALL if watched is None else LinearOptions(watched=watched.of_call(i))
-            for i in range(len(form.weights))
-        ]
 
         def layer(x: Tensor, i: int) -> Tensor:
-            w = weight(i)
-            check_parameters("grouped_linear", weight=w)
-            return apply_layer(x, (w,), None, m_splits_E, of_call[i], options[i])
+            w, options = operand(i)
+            return apply_layer(x, (w,), None, m_splits_E, of_call[i], options)
 
         if not form.gate_up_is_one:
             return layer(silu(layer(x, 0)) * layer(x, 1), 2).to(x.dtype)
@@ -277,19 +282,19 @@ def grouped_members(form: GroupedForm, recipe: Recipe | None, in_fp8: bool) -> d
         degree = _tensor_parallel_degree(getattr(self, form.weights[0]))
         if down_bias is not None and degree > 1:
             down_bias = down_bias - down_bias.detach() * (1 - 1 / degree)
+        (gate_up, of_gate_up), (down, of_down) = operand(0), operand(1)
         return apply_mlp_sorted(
             x,
             m_splits_E,
             None,
-            (weight(0), weight(1)),
+            (gate_up, down),
             (gate_up_bias, down_bias),
             (of_call[0], of_call[1]),
             MLPConfig(form.activation(self), False),
-            (options[0], options[1]),
+            (of_gate_up, of_down),
         ).to(x.dtype)
 
     def forward_RD(self: Any, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         return forward(self, x_RD, num_tokens_per_expert_E)
 
-    members = scale_properties(form.weights)
-    return members | {"forward": forward_RD if form.inputs == SORTED_ROWS else forward}
+    return {"forward": forward_RD if form.inputs == SORTED_ROWS else forward}

@@ -3,35 +3,44 @@
 transformers is imported where a model of it is converted, and only there.
 """
 
+import importlib
+import weakref
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
 import grouped_linear.integrations.transformers  # noqa: F401  (refuses older versions of it)
-from grouped_linear.integrations.converted_class import class_before
+from grouped_linear.integrations.converted_class import class_before, convert_class, is_converted
 from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.integrations.experts_forward import (
     check_activation,
-    check_weight_in_fp8,
-    has_parts,
+    check_recipe_reads_fp8,
+    is_frozen,
+    is_in_fp8,
     set_own_recipe,
+    weight_in_fp8,
     weight_names,
 )
+from grouped_linear.integrations.fp8_checkpoint import describe
 from grouped_linear.integrations.implementation import Implementation, check_stateless
 from grouped_linear.integrations.plan import (
     Plan,
+    Replaced,
     Request,
     check_replaceable,
+    check_sizes,
     check_weights,
     how_weights_are_kept,
+    replace_parameter,
     where_in,
 )
-from grouped_linear.integrations.quantize_experts import keep_both, plan_fp8
 from grouped_linear.quantized.state_dict import SCALE
-from grouped_linear.quantized.weight import is_dtensor
-from grouped_linear.recipes import Float8BlockScaling, Recipe
+from grouped_linear.quantized.weight import distributed_like, is_dtensor, keep_weight, local_part
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
+from grouped_linear.recipes import Recipe
 
 
 def implementation_of(recipe: Recipe | None, save_gate_up_in_fp8: bool = False) -> str:
@@ -65,30 +74,90 @@ def find_hugging_face(plan: Plan, request: Request, model: nn.Module) -> None:
         from grouped_linear.integrations.peft import plan_adapters
 
         adapted = plan_adapters(plan, op, model)
-    in_fp8: dict[str, Float8BlockScaling] = {}
+    frozen = False
     for name, module in experts.items():
-        weights, of_module = own[name].weights, own[name].recipe
-        is_plain = not isinstance(module, FP8Experts)
-        if weights == "both" and is_plain:
-            assert of_module is not None
-            _check_can_keep_both(where_in(name, module), module)
-            plan.write(keep_both, module, of_module)
-        if weights == "fp8" and (is_plain or has_parts(module)):
-            assert isinstance(of_module, Float8BlockScaling)
-            in_fp8[name] = of_module
-    if in_fp8:
-        plan_fp8(plan, op, model, in_fp8, learn=True, columnwise=request.columnwise)
-    for name, module in experts.items():
-        weights = own[name].weights
+        weights, where = own[name].weights, where_in(name, module)
+        if weights == "both" and not is_in_fp8(module):
+            _check_can_keep_both(where, module)
+            plan.write(_keep_both, module, own[name].recipe)
+        if weights == "fp8" and not is_frozen(module):
+            _check_can_freeze(where, module, model)
+            plan.write(_freeze, module, own[name].recipe)
+            frozen = True
         path = "experts implementation"
-        if has_parts(module) and weights != "fp8":
-            path += ", weights in FP8 as loaded"
+        if weights == "fp8" or is_frozen(module):
+            path += how_weights_are_kept("fp8")
         else:
-            path += how_weights_are_kept("fp8" if isinstance(module, FP8Experts) else weights)
-            path += " that do not learn" if weights == "fp8" and module.is_transposed else ""
+            is_loaded = isinstance(module, FP8Experts)
+            path += ", weights in FP8 as loaded" if is_loaded else how_weights_are_kept(weights)
         path += ", with adapters" if module in adapted else ""
         parameters = (p for n, p in module.named_parameters() if not n.endswith(SCALE))
         plan.add(name, class_before(module).__name__, module.num_experts, parameters, path)
+    for root in _outermost(model) if frozen else ():
+        plan.write(describe, root)
+
+
+@torch.no_grad()
+def _freeze(experts: Any, recipe: Recipe) -> Replaced:
+    """Keep the weights in FP8 alone: those of a checkpoint in FP8 in the memory that they have."""
+    loaded = isinstance(experts, FP8Experts)
+    learned = [experts.get_parameter(name) for name in weight_names(experts)]
+    replaced = [weakref.ref(p) for p in learned if p.requires_grad and not loaded]
+    _save_by_parts(experts)
+    for name in weight_names(experts):
+        w: Any = getattr(experts, name)
+        if not loaded:
+            experts.freeze(name, w, recipe)
+            continue
+        dtype = getattr(experts.config, "dtype", None) or torch.get_default_dtype()
+        kept = (local_part(part) for part in weight_in_fp8("convert", experts, name)[:2])
+        parts = (distributed_like(w, part) if is_dtensor(w) else part for part in kept)
+        experts.freeze(name, tuple(parts), recipe, dtype)
+    return replaced
+
+
+@torch.no_grad()
+def _keep_both(experts: Any, recipe: Recipe) -> Replaced:
+    """Keep the weights in high precision and FP8; state dicts have them as plain tensors."""
+    replaced = []
+    for name in weight_names(experts):
+        w = getattr(experts, name)
+        if not isinstance(w, GroupedTensorWithMaster) or w.recipe.weight != recipe.weight:
+            replaced += replace_parameter(experts, name, keep_weight(w.detach(), "both", recipe))
+    _save_by_parts(experts)
+    return replaced
+
+
+def _save_by_parts(experts: Any) -> None:
+    """Prepare experts for state dicts of quantized weights."""
+    if not is_converted(experts):
+        convert_class(experts, _members, type(experts))
+
+
+def _members(before: type[nn.Module]) -> dict[str, Any]:
+    """The members of a class of experts with quantized weights."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name = self.config._experts_implementation
+        if is_frozen(self) and Implementation.of(name) is None:
+            raise ValueError(
+                f"{before.__name__}: the weights are in FP8, and the experts implementation "
+                f"{name!r} would read their bytes: call convert again, which chooses another"
+            )
+        return before.forward(self, *args, **kwargs)
+
+    return {"forward": forward}
+
+
+def _outermost(model: nn.Module) -> list[nn.Module]:
+    """transformers' models in a module, or the module itself, without models inside of models."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module not in inside:
+            inside.update(module.modules())
+            found.append(module)
+    return found
 
 
 def _check_can_keep_both(where: str, experts: Any) -> None:
@@ -103,6 +172,36 @@ def _check_can_keep_both(where: str, experts: Any) -> None:
             )
 
 
+def _check_can_freeze(where: str, experts: Any, model: nn.Module) -> None:
+    """Raise ValueError for experts that FP8 does not hold, or that have no whole experts here."""
+    if experts.is_transposed or experts.has_bias:
+        raise ValueError(
+            f"{where}: weights='fp8' is for experts without biases that are stored as [E, "
+            "out_features, in_features], as checkpoints in FP8 have them. GPT-OSS is published in "
+            "MXFP4, and weights='mxfp4' is planned: for now use weights=None or 'both'"
+        )
+    for name in weight_names(experts):
+        w = getattr(experts, name)
+        if w.is_meta:
+            reason = "is on the meta device, it has no numbers yet: load the checkpoint before"
+            if hasattr(experts, "_hf_hook"):
+                reason = (
+                    "is offloaded by accelerate: load the model without offloading its experts, "
+                    "which take half of the memory in FP8"
+                )
+            raise ValueError(f"{where}: {name} {reason}")
+        if not is_dtensor(w):
+            continue
+        fsdp = importlib.import_module("torch.distributed.fsdp").FSDPModule
+        if any(isinstance(module, fsdp) for module in model.modules()):
+            raise ValueError(f"{where}: {name} is sharded by FSDP: convert before fully_shard")
+        if not all(p.is_replicate() or p.is_shard(0) for p in w.placements):
+            raise ValueError(
+                f"{where}: {name} is split inside of each expert, {w.placements}: distribute "
+                "whole experts instead, with DistributedConfig(ep_size=...)"
+            )
+
+
 def _check(where: str, experts: Any, recipe: Recipe | None, save_gate_up_in_fp8: bool) -> None:
     """Raise ValueError for experts that the recipe or the kernels cannot compute."""
     check_activation(where, experts, save_gate_up_in_fp8)
@@ -111,21 +210,21 @@ def _check(where: str, experts: Any, recipe: Recipe | None, save_gate_up_in_fp8:
             f"{where}: transformers' deepgemm_megamoe has rearranged the weights: load the model "
             "with another experts_implementation"
         )
-    if has_parts(experts):
-        for name in weight_names(experts):
-            check_weight_in_fp8(where, experts, name, recipe)
-    else:
+    if not is_in_fp8(experts):
         check_weights(where, ((name, getattr(experts, name)) for name in weight_names(experts)))
+        return
+    check_recipe_reads_fp8(where, recipe)
+    for name in weight_names(experts):
+        w, _, _ = weight_in_fp8(where, experts, name).each(local_part)
+        check_sizes(where, name, list(w.shape))
 
 
 def _choose(model: nn.Module, experts: dict[str, Any], implementation: Implementation) -> None:
     """Choose an implementation for all of a model's experts, here and where it is unpickled."""
     implementation.register()
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module not in inside:
-            inside.update(module.modules())
-            module.set_experts_implementation(implementation.name)
+    root: Any
+    for root in _outermost(model):
+        root.set_experts_implementation(implementation.name)
     for module in experts.values():  # outside of a PreTrainedModel, or with a config of their own
         if module.config._experts_implementation != implementation.name:
             module.config._experts_implementation = implementation.name

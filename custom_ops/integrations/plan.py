@@ -24,7 +24,6 @@ class Request:
 
     recipe: Recipe | None
     weights: Weights
-    columnwise: bool
     save_gate_up_in_fp8: bool
     recipes: Mapping[str, Recipe | None] = field(default_factory=dict)
     """Other recipes, by patterns of the modules' names."""
@@ -35,7 +34,7 @@ class Request:
         for pattern, other in self.recipes.items():
             recipe = other if fnmatchcase(name, pattern) else recipe
         if recipe is None:
-            return replace(self, recipe=None, weights=None, columnwise=False, recipes={})
+            return replace(self, recipe=None, weights=None, recipes={})
         return replace(self, recipe=recipe, recipes={})
 
 

@@ -10,17 +10,10 @@ import transformers
 
 from grouped_linear.integrations.fp8_checkpoint import fp8_quantization_config, fp8_tensors
 from grouped_linear.integrations.implementation import Implementation
-from grouped_linear.integrations.quantize_experts import dequantize_experts, quantize_experts
 from grouped_linear.nn.options import check_flags, check_recipe
 from grouped_linear.recipes import Recipe
 
-__all__ = [
-    "dequantize_experts",
-    "fp8_quantization_config",
-    "fp8_tensors",
-    "quantize_experts",
-    "register",
-]
+__all__ = ["fp8_quantization_config", "fp8_tensors", "register"]
 
 # Experts of older versions do not say whether a norm follows them (has_post_expert_norm).
 OLDEST_TRANSFORMERS = (5, 23)
@@ -40,8 +33,8 @@ def register(
     ``from_pretrained(..., experts_implementation=name)``. The experts keep their parameters,
     activation, biases and layouts. Training, inference, ``generate`` and ``torch.compile`` all
     work. A name always means the options it was registered with, so models with different ones can
-    be used side by side. A quantizing recipe quantizes all experts in every call, unless
-    :func:`quantize_experts` or ``convert(model, recipe, weights="both")`` has quantized them.
+    be used side by side. A quantizing recipe quantizes all experts in every call;
+    :func:`grouped_linear.convert` with ``weights`` does once, or once a step.
 
     Weights that a model stores as [E, in_features, out_features] (GPT-OSS, Aria) are read in place;
     only MXFP8 copies them before it rounds them. Their gradients are computed in the same layout,

@@ -151,6 +151,12 @@ class KeepsFrozen(nn.Module):
                 f"{type(self).__name__}: torch.jit.trace records no frozen weight: use "
                 "torch.export or torch.compile"
             )
+        hook = getattr(self, "_hf_hook", None)  # accelerate's, or a list of them
+        if any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ()))):
+            raise RuntimeError(
+                f"{type(self).__name__}: accelerate offloads it, and would cast the numbers of its "
+                f"state dict to bytes: leave it on a device, {name} takes a byte an element"
+            )
         storage, bits, scale = self._frozen[name].storage, *self._parts(name)
         # Substituted parameters may be those of a state dict.
         if bits.dtype not in (storage.bits, storage.values):

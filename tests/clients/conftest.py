@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from grouped_linear import Float8BlockScaling, GroupedMLP
+from grouped_linear import Float8BlockScaling, GroupedMLP, convert
 
 VOCABULARY = 64
 
@@ -28,7 +28,7 @@ class TinyModel(nn.Module):
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, 32)
         self.router = nn.Linear(32, 4, bias=False)
-        self.experts = GroupedMLP(4, 32, 64, recipe=Float8BlockScaling(), weights="fp8")
+        self.experts = GroupedMLP(4, 32, 64, recipe=Float8BlockScaling(), weights="both")
         self.head = nn.Linear(32, VOCABULARY)
 
     def forward(self, input_ids: Any, labels: Any = None) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def plain_mixtral() -> Any:
 @pytest.fixture
 def quantized_mixtral() -> Any:
     model = mixtral()
-    importlib.import_module("grouped_linear.integrations.transformers").quantize_experts(model)
+    convert(model, weights="fp8")
     return model
 
 

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from grouped_linear import GroupedTensor
+from grouped_linear import convert
 from support.compare import assert_same_bits, bits
 
 accelerate = pytest.importorskip("accelerate")
-from grouped_linear.integrations.transformers import quantize_experts  # noqa: E402
 
 
 def test_save_state(tiny: Any, tmp_path: Path) -> None:
@@ -40,23 +39,36 @@ def test_save_state(tiny: Any, tmp_path: Path) -> None:
 def test_offloaded_before(plain_mixtral: Any) -> None:
     model = accelerate.cpu_offload(plain_mixtral, execution_device="cpu")
     with pytest.raises(ValueError, match=r"gate_up_proj is offloaded by accelerate: load the mod"):
-        quantize_experts(model)
+        convert(model, weights="fp8")
     assert model(torch.arange(12)[None]).logits.isfinite().all()
 
 
 def test_offloaded_after(quantized_mixtral: Any) -> None:
-    with pytest.raises(ValueError, match="a quantized weight cannot be offloaded"):
-        accelerate.cpu_offload(quantized_mixtral, execution_device="cpu")
+    """accelerate would cast the e4m3 numbers of the state dict to bytes: not a wrong result."""
+    model = accelerate.cpu_offload(quantized_mixtral, execution_device="cpu")
+    with pytest.raises(RuntimeError, match="accelerate offloads it, and would cast the numbers of"):
+        model(torch.arange(12)[None])
 
 
 def test_dispatched(plain_mixtral: Any) -> None:
-    """Before or after its experts are quantized."""
+    """Before or after its experts are in FP8."""
     ids = torch.arange(12)[None]
     expected = plain_mixtral(ids).logits
     model = accelerate.dispatch_model(plain_mixtral, {"": "cpu"}, force_hooks=True)
-    quantize_experts(model)
+    convert(model, weights="fp8")
     assert torch.equal(model(ids).logits, expected)
     accelerate.hooks.remove_hook_from_module(model, recurse=True)
     model = accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
     assert torch.equal(model(ids).logits, expected)
-    assert isinstance(model.model.layers[0].mlp.experts.down_proj, GroupedTensor)
+    assert model.model.layers[0].mlp.experts.down_proj.dtype == torch.uint8
+
+
+def test_mapped_to_devices(quantized_mixtral: Any) -> None:
+    """As ``device_map="auto"`` does, which asks for each parameter's size and dtype."""
+    memory = {"cpu": "1GB"}
+    device_map = accelerate.infer_auto_device_map(quantized_mixtral, memory, dtype=torch.bfloat16)
+    assert set(device_map.values()) == {"cpu"}
+    experts = quantized_mixtral.model.layers[0].mlp.experts
+    before = bits(experts.down_proj).clone()
+    accelerate.utils.set_module_tensor_to_device(experts, "down_proj", "cpu")
+    assert_same_bits(bits(experts.down_proj), before)

@@ -23,11 +23,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, set_seed
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
-from grouped_linear.integrations.transformers import (
-    dequantize_experts,
-    quantize_experts,
-    register,
-)
+from grouped_linear.integrations.transformers import register
 from grouped_linear.parallel import AllGather
 
 T, VOCABULARY, STEPS = 24, 64, 4
@@ -142,15 +138,10 @@ def check_convert(rank: int, directory: Path) -> None:
         conversion = convert(model, NAMES[name], weights=weights)
         assert [c.num_experts for c in conversion.converted] == [4 // PROCESSES] * 2
         compare_logits(model, expected)
-    for kind in ("fp8", "dequantized"):
-        if kind == "dequantized":
-            dequantize_experts(model)
-        saved = directory / kind
-        model.save_pretrained(saved)
-        dist.barrier()
-        in_config = "quantization_config" in json.loads((saved / "config.json").read_text())
-        assert in_config == (kind == "fp8")
-        compare_logits(load(str(saved), name), expected)
+    model.save_pretrained(directory)
+    dist.barrier()
+    assert "quantization_config" in json.loads((directory / "config.json").read_text())
+    compare_logits(load(str(directory), name), expected)
 
 
 def check_fp8_checkpoint(rank: int, directory: Path) -> None:
@@ -158,7 +149,7 @@ def check_fp8_checkpoint(rank: int, directory: Path) -> None:
     path, name = prepare(rank, directory), "grouped_linear_fp8"
     saved = str(directory / "saved")
     whole = load(path, name)
-    quantize_experts(whole)
+    convert(whole, weights="fp8")
     with torch.no_grad():
         expected = whole(input_ids=ids()).logits
     if rank == 0:
@@ -176,13 +167,13 @@ def compare_logits(model: Any, expected: Tensor) -> None:
 def check_refused(rank: int, directory: Path) -> None:
     path, name = prepare(rank, directory), "grouped_linear_fp8"
     sharded = load(path, name, **FSDP, **EP)
-    with pytest.raises(ValueError, match="is sharded by FSDP: quantize before fully_shard"):
-        quantize_experts(sharded)
+    with pytest.raises(ValueError, match="is sharded by FSDP: convert before fully_shard"):
+        convert(sharded, weights="fp8")
     with pytest.raises(ValueError, match="is sharded: convert with weights='both' a model that is"):
         convert(sharded, Float8BlockScaling(), weights="both")
     inside = load(path, name, **SHARED)
     with pytest.raises(ValueError, match=r"is split inside of each expert.* whole experts instead"):
-        quantize_experts(inside)
+        convert(inside, weights="fp8")
 
 
 CHECKS: Checks = {

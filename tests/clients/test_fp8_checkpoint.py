@@ -1,6 +1,8 @@
-"""A checkpoint in FP8, linear layers too: adapters on it, and experts that learn."""
+"""A checkpoint in FP8, linear layers too: loaded, frozen, saved, and adapters on it."""
 
 import copy
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations import finegrained_fp8
 
-from grouped_linear import Float8BlockScaling, GroupedTensor, convert
+from grouped_linear import Float8BlockScaling, convert
 from support.compare import assert_same_bits, bits
 
 pytest.importorskip("accelerate")  # what loads in FP8 needs it
@@ -20,7 +22,7 @@ pytest.importorskip("peft")
 import peft
 
 from grouped_linear.integrations.peft import use_grouped_adapters
-from grouped_linear.integrations.transformers import dequantize_experts, fp8_tensors
+from grouped_linear.integrations.transformers import fp8_tensors
 from support.adapters import (
     EXPERTS,
     IDS,
@@ -120,11 +122,9 @@ def test_adapters_by_trainer(folder: Path, weights: Any, dataset: Any, tmp_path:
 
 @pytest.mark.parametrize("weights", [None, "fp8"])
 def test_merged_without_rounding_to_fp8(folder: Path, weights: Any, tmp_path: Path) -> None:
-    """In a model that is loaded without FP8; experts as they are loaded cannot be made plain."""
+    """In a model that is loaded without FP8."""
     model = from_pretrained(folder)
     convert(model, RECIPE, weights=weights)
-    with pytest.raises(ValueError, match=r"experts is of a checkpoint in FP8: load it with Fine"):
-        dequantize_experts(model)
     model = peft.get_peft_model(model, config_of(**ADAPTERS))
     randomize(model)
     model.save_pretrained(tmp_path)
@@ -232,14 +232,14 @@ def test_adapters_by_trainer_resumed(
 
 
 def test_numbers_without_their_scales(folder: Path) -> None:
-    """A cast drops them: an error in place of wrong numbers; GroupedTensor keeps its own."""
+    """A cast drops them: an error in place of wrong numbers; nothing casts frozen bytes."""
     model = from_pretrained(folder, dtype=torch.bfloat16)
     convert(model, RECIPE)
     experts = next(experts_of(model))
     x, chosen, scores = torch.randn(8, 128), torch.zeros(8, 1, dtype=torch.long), torch.ones(8, 1)
     expected = experts(x.bfloat16(), chosen, scores.bfloat16())
     with pytest.raises(
-        ValueError, match=r"gate_up_proj torch\.float32 .*param_dtype and Module\.to"
+        ValueError, match=r"gate_up_proj float32 .*which convert\(weights='fp8'\) prevents"
     ):
         copy.deepcopy(experts).float()(x, chosen, scores)
     convert(model, RECIPE, weights="fp8")
@@ -262,37 +262,35 @@ def test_prepared_for_kbit_training(folder: Path) -> None:
 
 
 def test_where_there_is_no_gpu(
-    folder: Path, dataset: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers dequantizes all; experts go back to FP8, learn, and are saved in it."""
+    """transformers dequantizes all; experts go back to FP8, and are saved in it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert not any(isinstance(module, finegrained_fp8.FP8Linear) for module in model.modules())
     before = [experts.down_proj.detach().clone() for experts in experts_of(model)]
     convert(model, RECIPE, weights="fp8")
     for experts, w in zip(experts_of(model), before, strict=True):
-        assert_close({"": experts.down_proj.detach().dequantize()}, {"": w}, 2**-5)
-    trainer = trainer_of(model, dataset, tmp_path, max_steps=2, learning_rate=3e-3)
-    trainer.train()
-    model.save_pretrained(tmp_path / "saved")
-    again = from_pretrained(tmp_path / "saved")
+        assert_close({"": experts.dequantize("down_proj")}, {"": w}, 2**-5)
+    model.save_pretrained(tmp_path)
+    again = from_pretrained(tmp_path)
+    convert(again, RECIPE, weights="fp8")
     for own, theirs in zip(experts_of(model), experts_of(again), strict=True):
-        assert_same_bits(bits(theirs.down_proj), bits(own.down_proj.q))
+        assert_same_bits(theirs.down_proj, own.down_proj)
 
 
-def test_trainer_asks_for_adapters_or_experts_that_learn(
-    folder: Path, dataset: Any, tmp_path: Path
+@pytest.mark.parametrize("weights", [None, "fp8"])
+def test_trainer_asks_for_adapters(
+    weights: Any, folder: Path, dataset: Any, tmp_path: Path
 ) -> None:
     model = from_pretrained(folder)
-    convert(model, RECIPE)
+    kept = ", weights in FP8\n" if weights == "fp8" else "weights in FP8 as loaded"
+    assert kept in str(convert(model, RECIPE, weights=weights))
     with pytest.raises(ValueError, match="cannot perform fine-tuning on purely quantized models"):
         trainer_of(model, dataset, tmp_path)
-    assert "weights in FP8 as loaded" in str(convert(model, RECIPE))
-    assert ", weights in FP8\n" in str(convert(model, RECIPE, weights="fp8"))
-    trainer_of(model, dataset, tmp_path)
 
 
-def test_nothing_stepped_saves_the_checkpoint(folder: Path, tmp_path: Path) -> None:
+def test_it_saves_the_checkpoint(folder: Path, tmp_path: Path) -> None:
     """Bit for bit, and the numbers in memory are those that were loaded, not a copy."""
     model = from_pretrained(folder)
     addresses = [experts.down_proj.data_ptr() for experts in experts_of(model)]
@@ -301,29 +299,85 @@ def test_nothing_stepped_saves_the_checkpoint(folder: Path, tmp_path: Path) -> N
     done = convert(model, RECIPE, weights="fp8")
     assert repr(convert(model, RECIPE, weights="fp8")) == repr(done)
     for experts, address in zip(experts_of(model), addresses, strict=True):
-        assert [type(p.data) for p in experts.parameters()] == [GroupedTensor] * 2
-        assert experts.down_proj.q.data_ptr() == address
+        assert [p.dtype for p in experts.parameters()].count(torch.uint8) == 2
+        assert experts.down_proj.data_ptr() == address
     assert torch.equal(logits(model), expected)
     model.save_pretrained(tmp_path / "saved")
     assert_same_file(tmp_path / "saved", folder)
 
 
-def test_weights_kept_transposed(folder: Path) -> None:
-    """A second byte an element, and the same bits."""
-    found = []
-    for columnwise in (False, True):
-        model = from_pretrained(folder)
-        convert(model, RECIPE, weights="fp8", columnwise=columnwise)
-        experts = [p for one in experts_of(model) for p in one.parameters()]
-        assert all((p.q_t is not None) == columnwise for p in experts)
-        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
-        found.append([p.grad for p in experts])
-    for own, other in zip(*found, strict=True):
-        assert_same_bits(own, other)
+def exponents(w: Tensor) -> Tensor:
+    """Scales that are powers of two, as DeepSeek-V3.1's."""
+    return w.log2().ceil().exp2()
+
+
+def test_scales_that_are_exponents(folder: Path, tmp_path: Path) -> None:
+    """transformers loads them as E8M0 bytes; in float32 they are the same numbers, and saved so."""
+    shutil.copytree(folder, tmp_path / "published")
+    file, config = (tmp_path / "published" / n for n in ("model.safetensors", "config.json"))
+    state = load_file(file)
+    state = {n: exponents(t) if n.endswith("_scale_inv") else t for n, t in state.items()}
+    save_file(state, file, {"format": "pt"})
+    found = {}
+    for scale_fmt in ("float", "ue8m0"):
+        described = json.loads(config.read_text())
+        described["quantization_config"]["scale_fmt"] = scale_fmt
+        config.write_text(json.dumps(described))
+        model = from_pretrained(tmp_path / "published")
+        scale = next(experts_of(model)).down_proj_scale_inv
+        assert scale.dtype == (torch.float32 if scale_fmt == "float" else torch.float8_e8m0fnu)
+        convert(model, RECIPE)
+        found[scale_fmt] = logits(model)
+        convert(model, weights="fp8")
+        assert torch.equal(logits(model), found[scale_fmt])
+        for name, t in fp8_tensors(model):
+            assert_same_bits(t.detach().float(), state[name].float())
+        model.save_pretrained(tmp_path / scale_fmt)
+        again = from_pretrained(tmp_path / scale_fmt)
+        convert(again, RECIPE)
+        assert torch.equal(logits(again), found[scale_fmt])
+    assert torch.equal(found["ue8m0"], found["float"])
+
+
+@pytest.mark.parametrize("in_fp8", [[0], [1], []])
+def test_layers_in_high_precision(folder: Path, in_fp8: list[int], tmp_path: Path) -> None:
+    """They join the others: what is saved and what a sampler gets load with the same numbers."""
+    model = from_pretrained(folder)
+    layers = [n for n, m in model.named_modules() if n.endswith(".experts")]
+    high = [name for i, name in enumerate(layers) if i not in in_fp8]
+    shutil.copytree(folder, tmp_path / "mixed")
+    file, config = (tmp_path / "mixed" / n for n in ("model.safetensors", "config.json"))
+    published = load_file(file)
+    state = dict(published)
+    for name in [n for n in state if n.startswith(tuple(f"{layer}." for layer in high))]:
+        own = state.pop(name)
+        if not name.endswith("_scale_inv"):
+            scale = published[f"{name}_scale_inv"]
+            state[name] = finegrained_fp8._dequantize_fp8_weight(
+                own, scale, (128, 128), torch.float32
+            )
+    save_file(state, file, {"format": "pt"})
+    described = json.loads(config.read_text())
+    described["quantization_config"]["modules_to_not_convert"] = ["lm_head", *high]
+    config.write_text(json.dumps(described))
+    model = from_pretrained(tmp_path / "mixed")
+    convert(model, RECIPE, weights="fp8")
+    expected, tensors = logits(model), dict(fp8_tensors(model))
+    model.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert tensors.keys() == saved.keys() == published.keys()
+    for name, t in saved.items():
+        assert_same_bits(bits(tensors[name].detach()), bits(t))
+    again = from_pretrained(tmp_path / "saved")
+    assert not any(n in layers for n in again.config.quantization_config.modules_to_not_convert)
+    for experts in experts_of(again):
+        assert type(experts).__name__ == "FP8Experts"
+    convert(again, RECIPE)
+    assert torch.equal(logits(again), expected)
 
 
 def test_weights_to_a_sampler(folder: Path) -> None:
-    """All tensors of the checkpoint, under its names, as it was loaded and once it learns."""
+    """All tensors of the checkpoint, under its names, as it was loaded and frozen."""
     model, expected = from_pretrained(folder), load_file(folder / "model.safetensors")
     for weights in (None, "fp8"):
         convert(model, RECIPE, weights=weights)
@@ -331,58 +385,3 @@ def test_weights_to_a_sampler(folder: Path) -> None:
         assert tensors.keys() == expected.keys()
         for name, t in expected.items():
             assert_same_bits(tensors[name].detach(), t)
-
-
-def test_experts_learn(folder: Path, tmp_path: Path) -> None:
-    """All of them, in FP8 alone, by fused AdamW; what is saved is a checkpoint in FP8 again."""
-    model = from_pretrained(folder)
-    convert(model, RECIPE, weights="fp8")
-    experts = [p for one in experts_of(model) for p in one.parameters()]
-    assert all(p.requires_grad for p in experts)
-    before = [p.detach().dequantize() for p in experts]
-    plain = from_pretrained(
-        folder, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
-    )
-    plain.float()(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
-    expected = [p.grad for one in experts_of(plain) for p in one.parameters()]
-    optimizer = torch.optim.AdamW(experts, lr=3e-3, fused=True)
-    found = []
-    for _ in range(12):
-        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
-        loss.backward()
-        if not found:
-            for p, grad in zip(experts, expected, strict=True):
-                assert_close({"": p.grad}, {"": grad}, 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    assert found[-1] < 0.8 * found[0], found
-    for p, old in zip(experts, before, strict=True):
-        assert isinstance(p, GroupedTensor)
-        assert not torch.equal(p.detach().dequantize(), old)
-    model.save_pretrained(tmp_path)
-    again = from_pretrained(tmp_path)
-    for ours, theirs in zip(experts_of(model), experts_of(again), strict=True):
-        assert_same_bits(bits(theirs.down_proj), bits(ours.down_proj.q))
-        assert_same_bits(theirs.down_proj_scale_inv, ours.down_proj.scale)
-    convert(again, RECIPE)
-    assert torch.equal(logits(again), logits(model))
-
-
-def test_experts_learn_by_trainer(folder: Path, dataset: Any, tmp_path: Path) -> None:
-    """Without adapters; a run that goes on from its first checkpoint ends where the whole run does.
-
-    Trainer itself loads no experts of a checkpoint that has one tensor for each of them.
-    """
-    options = {"max_steps": 4, "save_steps": 2, "learning_rate": 3e-3}
-    middle = tmp_path / "whole" / "checkpoint-2"
-    found = []
-    for run, source in (("whole", folder), ("resumed", middle)):
-        model = from_pretrained(source)
-        convert(model, RECIPE, weights="fp8")
-        trainer = trainer_of(model, dataset, tmp_path / run, **options)
-        trainer.train(resume_from_checkpoint=str(middle) if source is middle else None)
-        found.append(losses(trainer))
-    assert found[1] == found[0]
-    ends = [tmp_path / run / "checkpoint-4" for run in ("whole", "resumed")]
-    assert_same_file(*ends)

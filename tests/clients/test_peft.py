@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from grouped_linear import GroupedTensor
-from support.compare import assert_same_bits, bits
+from support.compare import assert_same_bits
 
 peft = pytest.importorskip("peft")
+from grouped_linear.integrations.peft import use_grouped_adapters  # noqa: E402
 
 TARGETS = {
     "attention": {"target_modules": ["q_proj", "v_proj"]},
@@ -35,16 +35,19 @@ def fit(model: Any) -> list[float]:
 @pytest.mark.parametrize("target", TARGETS)
 def test_adapters(target: str, quantized_mixtral: Any, tmp_path: Path) -> None:
     model = peft.get_peft_model(quantized_mixtral, peft.LoraConfig(r=4, **TARGETS[target]))
+    if target == "experts":
+        use_grouped_adapters(model)
     losses = fit(model)
     assert losses[-1] < losses[0]
-    frozen = [p for p in model.parameters() if isinstance(p, GroupedTensor)]
-    assert len(frozen) == 4
+    assert [p.dtype for p in model.parameters()].count(torch.uint8) == 4
     model.save_pretrained(tmp_path)
     assert {p.name for p in tmp_path.glob("*.safetensors")} == {"adapter_model.safetensors"}
     with torch.no_grad():
         expected = model(input_ids=IDS).logits
     base = model.unload()
     loaded = peft.PeftModel.from_pretrained(base, tmp_path)
+    if target == "experts":
+        use_grouped_adapters(loaded)
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=IDS).logits, expected)
 
@@ -52,16 +55,14 @@ def test_adapters(target: str, quantized_mixtral: Any, tmp_path: Path) -> None:
 def test_prepared_for_kbit_training(quantized_mixtral: Any) -> None:
     """Experts in FP8 that were converted in bf16 compute in float32 then, with the same bytes."""
     model = quantized_mixtral.bfloat16()
-    before = {n: p for n, p in model.named_parameters() if isinstance(p, GroupedTensor)}
-    parts = {n: (p.q.clone(), p.scale.clone()) for n, p in before.items()}
+    before = {n: p.clone() for n, p in model.named_parameters() if not p.is_floating_point()}
     model = peft.prepare_model_for_kbit_training(model)
     for name, p in model.named_parameters():
-        assert p.dtype == torch.float32
         assert not p.requires_grad
-        assert isinstance(p, GroupedTensor) == (name in parts)
-        if name in parts:
-            for part, expected in zip((p.q, p.scale), parts[name], strict=True):
-                assert_same_bits(bits(part), bits(expected))
+        if name in before:
+            assert_same_bits(p, before[name])
+        else:
+            assert p.dtype == torch.float32
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, **TARGETS["attention"]))
     losses = fit(model)
     assert losses[-1] < losses[0]

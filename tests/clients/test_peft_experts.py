@@ -16,6 +16,7 @@ from torch import nn
 from grouped_linear import (
     Float8BlockScaling,
     GroupedTensor,
+    GroupedTensorWithMaster,
     compare,
     convert,
     record_routing,
@@ -111,8 +112,16 @@ def test_initialized_as_by_peft(init: Any) -> None:
             assert_same_bits(own[name], t)
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "GPT-OSS"])
-@pytest.mark.parametrize("weights", [None, "fp8", "both"])
+@pytest.mark.parametrize(
+    ("weights", "name"),
+    [
+        (None, "Mixtral"),
+        ("fp8", "Mixtral"),
+        ("both", "Mixtral"),
+        (None, "GPT-OSS"),
+        ("both", "GPT-OSS"),
+    ],
+)
 def test_over_fp8(weights: Any, name: str) -> None:
     """The experts' weights are those that the recipe makes; e4m3 activations are what differs."""
     theirs = model_of(name)
@@ -127,6 +136,8 @@ def test_over_fp8(weights: Any, name: str) -> None:
     assert_close(found, results(theirs), 0.1)
     assert len(base) == 4
     assert all(p.grad is None for p in base)
+    assert all(isinstance(p, GroupedTensorWithMaster) for p in base) == (weights == "both")
+    assert all(p.dtype == torch.uint8 for p in base) == (weights == "fp8")
 
 
 @pytest.mark.parametrize("weights", [None, "fp8", "both"])
@@ -456,7 +467,7 @@ def test_hotswap(rank: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ["convert first", "convert last"])
-@pytest.mark.parametrize("weights", [None, "fp8", "both"])
+@pytest.mark.parametrize("weights", [None, "both"])
 def test_experts_to_save(weights: Any, order: str, tmp_path: Path) -> None:
     """A copy of the experts that learns whole, and is converted as they are, and counted once."""
     model, config = model_of(), config_of([], modules_to_save=["experts"])
@@ -512,7 +523,10 @@ def test_dropout(weights: Any) -> None:
     assert own.dropout == 0.5
     masked = nn.functional.dropout(x, 0.5)
     experts, e = wrapper.get_base_layer(), chosen.flatten()
-    gate_up, down = (p.detach().dequantize() if weights else p for p in experts.parameters())
+    of_experts = (getattr(experts, name) for name in ("gate_up_proj", "down_proj"))
+    gate_up, down = (p.detach().dequantize() if weights == "both" else p for p in of_experts)
+    if weights == "fp8":
+        gate_up, down = map(experts.dequantize, ("gate_up_proj", "down_proj"))
     expected = torch.einsum("th,tgh->tg", x, gate_up[e]) + own.scaling * torch.einsum(
         "th,trh,tgr->tg", masked, own.a[e], own.b[e]
     )

@@ -12,13 +12,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers.integrations import finegrained_fp8
 
-from grouped_linear import Float8BlockScaling, convert
+from grouped_linear import Float8BlockScaling
 from support.devices import needs_two_gpus
 from support.processes import Checks, Passes, device
 
 pytest.importorskip("accelerate")  # what loads in FP8 needs it
 pytest.importorskip("peft")
-import peft
 
 from grouped_linear.integrations.peft import use_grouped_adapters
 from support.adapters import (
@@ -36,17 +35,14 @@ def converted(weights: Any, directory: Path) -> Any:
     return grouped(model_of().to(device()), config_of(), Float8BlockScaling(), weights)
 
 
-def loaded_in_fp8(weights: Any, directory: Path, adapters: bool = True) -> Any:
+def loaded_in_fp8(weights: Any, directory: Path) -> Any:
     """Of a checkpoint whose linear layers are in FP8, too."""
     folder = directory / "checkpoint"
     if dist.get_rank() == 0 and not folder.exists():  # transformers saves in one process
         make_fp8_checkpoint(folder)
     dist.barrier()
     model = from_fp8_checkpoint(folder).to(device())
-    if adapters:
-        return grouped(model, config_of(), Float8BlockScaling(), weights)
-    convert(model, Float8BlockScaling(), weights=weights)
-    return model
+    return grouped(model, config_of(), Float8BlockScaling(), weights)
 
 
 def check_gradients(
@@ -63,9 +59,8 @@ def _check_gradients(
 ) -> None:
     model, alone = (make(weights, directory) for _ in range(2))
     ids, call = IDS.to(device()), model
-    with_adapters = isinstance(model, peft.PeftModel)
     if sharded:
-        for layer in (model.get_base_model() if with_adapters else model).model.layers:
+        for layer in model.get_base_model().model.layers:
             fully_shard(layer)
         fully_shard(model)
     else:  # gloo cannot send e4m3 when DDP asks whether processes have the same weights
@@ -91,7 +86,7 @@ def _check_gradients(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    if sharded and with_adapters:
+    if sharded:
         for refused in (lambda: use_grouped_adapters(model), model.merge_adapter):
             with pytest.raises(ValueError, match="is sharded"):
                 refused()
@@ -100,7 +95,6 @@ def _check_gradients(
 WAYS: dict[str, tuple[Callable[[Any, Path], Any], tuple[Any, ...]]] = {
     "adapters": (converted, (None, "fp8", "both")),
     "adapters on a checkpoint in FP8": (loaded_in_fp8, (None, "fp8")),
-    "experts of a checkpoint in FP8": (partial(loaded_in_fp8, adapters=False), ("fp8",)),
 }
 CHECKS: Checks = {
     f"{way}, {name}, weights={weights!r}": partial(check_gradients, make, name == "FSDP2", weights)

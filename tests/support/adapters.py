@@ -143,11 +143,14 @@ def of_a_layer(model: Any) -> Tensor:
 
 def weights_of(model: Any) -> dict[str, Tensor]:
     """The experts' weights of a model with adapters, in their numbers."""
-    return {
-        name: p.detach().dequantize() if isinstance(p, GroupedTensor) else p.detach().clone()
-        for name, p in model.named_parameters()
-        if name.endswith(("gate_up_proj", "down_proj"))
-    }
+    found = {}
+    for name, p in model.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, _, own = name.rpartition(".")
+            frozen = p.dtype == torch.uint8
+            w = model.get_submodule(experts).dequantize(own) if frozen else p.detach()
+            found[name] = w.dequantize() if isinstance(w, GroupedTensor) else w.clone()
+    return found
 
 
 class NewWeights(TorchDispatchMode):
