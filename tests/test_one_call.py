@@ -24,7 +24,6 @@ from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
-    GroupedTensor,
     GroupedTensorWithMaster,
     convert,
 )
@@ -334,11 +333,6 @@ MISTAKES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         "convert: DelayedScaling has a state in each layer, and an experts implementation is a "
         "function: choose a recipe without state",
     ),
-    "columnwise": (
-        mixtral,
-        {"columnwise": True, "recipe": Float8BlockScaling()},
-        "convert: columnwise needs weights='fp8'",
-    ),
 }
 
 
@@ -398,7 +392,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "on the meta device": (
         lambda: mixtral("meta"),
         {"weights": "fp8"},
-        "last.model.layers.0.mlp.experts.gate_up_proj is on the meta device, it has no numbers "
+        "last.model.layers.0.mlp.experts: gate_up_proj is on the meta device, it has no numbers "
         "yet: load the checkpoint before",
     ),
     "on the meta device, in both precisions": (
@@ -410,10 +404,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a checkpoint in FP8": (
         lambda: replace_with_fp8_linear(mixtral(), quantization_config=FineGrainedFP8Config()),
         {"recipe": Float8BlockScaling()},
-        "last.model.layers.0.mlp.experts: experts in FP8 must be float8_e4m3fn with float32 scales "
-        "[4, 1, 1] and dynamic activations, got gate_up_proj torch.float8_e4m3fn with "
-        "torch.float32 scales [4, 2, 1] and dynamic activations: load the checkpoint with "
-        "FineGrainedFP8Config(dequantize=True)",
+        "last.model.layers.0.mlp.experts: experts in FP8 must be float8_e4m3fn with scales "
+        "[4, 1, 1] in float32 or float8_e8m0fnu and dynamic activations, got gate_up_proj "
+        "float8_e4m3fn with float32 scales [4, 2, 1] and dynamic activations: load the checkpoint "
+        "with FineGrainedFP8Config(dequantize=True)",
     ),
 }
 
@@ -461,7 +455,7 @@ def test_what_is_no_model_and_no_option() -> None:
     said = [sentence(lambda m=m: convert(m), TypeError) for m in (None, Block, [Block()])]
     wrong: Any = {"weigths": "fp8"}
     said.append(sentence(lambda: convert(Block(), **wrong), TypeError))
-    wrong = {"columnwise": 1}
+    wrong = {"save_gate_up_in_fp8": 1}
     said.append(sentence(lambda: convert(Block(), **wrong)))
     assert_expected_inline(
         "\n".join(said),
@@ -470,7 +464,7 @@ convert: model must be a torch.nn.Module, got None
 convert: model must be a torch.nn.Module, got the class Block: make a model of it
 convert: model must be a torch.nn.Module, got a list
 convert() got an unexpected keyword argument 'weigths'
-convert: columnwise must be True or False, got 1""",
+convert: save_gate_up_in_fp8 must be True or False, got 1""",
     )
 
 
@@ -484,49 +478,37 @@ def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return y.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+def frozen_weights(model: nn.Module) -> list[str]:
+    """The names of weights that are kept as bytes."""
+    return [n for n, p in model.named_parameters() if p.dtype == torch.uint8]
+
+
 @DEVICES
-@pytest.mark.parametrize("columnwise", [False, True])
-def test_hugging_face_in_fp8_computes_the_same_and_learns(columnwise: bool, device: str) -> None:
+@pytest.mark.parametrize("form", ["hugging face", "one module"])
+def test_weights_in_fp8_compute_the_same_and_are_frozen(form: str, device: str) -> None:
     """A quantizing recipe quantizes in every call what is kept quantized here."""
-    model = mixtral(device)
-    kept = deepcopy(model)
+    model: Any = mixtral(device) if form == "hugging face" else GroupedExperts().to(device, BF16)
+    kept, x = deepcopy(model), torch.randn(T, H, device=device, dtype=BF16, requires_grad=True)
     convert(model, Float8BlockScaling())
-    done = convert(kept, weights="fp8", columnwise=columnwise)
+    done = convert(kept, weights="fp8")
     assert done.recipe == Float8BlockScaling()
-    assert {one.path for one in done.converted} == {"experts implementation, weights in FP8"}
-    y, gradients = step(model)
-    kept_y, kept_gradients = step(kept)
-    assert_same_bits(kept_y, y)
-    assert kept_gradients.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        assert_same_bits(kept_gradients[name], gradient)
-    weights = [p for n, p in kept.named_parameters() if "experts" in n]
-    assert len(weights) == 4
-    assert all(isinstance(w, GroupedTensor) for w in weights)
-    assert all((w.q_t is None) == (not columnwise) for w in weights)  # a byte an element, or two
-    before = [w.dequantize() for w in weights]
-    torch.optim.SGD(weights, lr=1e3).step()
-    assert not any(torch.equal(w.dequantize(), b) for w, b in zip(weights, before, strict=True))
+    assert all(one.path.endswith(", weights in FP8") for one in done.converted)
+    outputs, gradients = [], []
+    for one in (model, kept):
+        y = logits(one) if form == "hugging face" else one(x, COUNTS.to(device))
+        others = [p for n, p in one.named_parameters() if "experts" not in n]
+        leaves = others if form == "hugging face" else [x]
+        outputs.append(y)
+        gradients.append(torch.autograd.grad(y.float().square().mean(), leaves))
+    assert_same_bits(*outputs)
+    for pair in zip(*gradients, strict=True):
+        assert_same_bits(*pair)
+    assert len(frozen_weights(kept)) == (4 if form == "hugging face" else 3)
 
 
-def test_what_is_frozen_stays_frozen() -> None:
-    model = mixtral()
-    model.model.layers[0].mlp.experts.requires_grad_(False)
-    convert(model, weights="fp8")
-    assert not any(p.requires_grad for p in model.model.layers[0].mlp.experts.parameters())
-    assert all(p.requires_grad for p in model.model.layers[1].mlp.experts.parameters())
-
-
-def test_transposed_weights_do_not_learn() -> None:
-    model = gpt_oss()
-    done = convert(model, weights="fp8")
-    assert {one.path for one in done.converted} == {
-        "experts implementation, weights in FP8 that do not learn"
-    }
-    _, gradients = step(model)
-    assert not any(n.endswith(("gate_up_proj", "down_proj")) for n in gradients)
-    assert any(n.endswith("gate_up_proj_bias") for n in gradients)
-    assert "model.embed_tokens.weight" in gradients
+def test_weights_that_fp8_does_not_hold() -> None:
+    refused = sentence(lambda: convert(gpt_oss(), weights="fp8"))
+    assert refused.startswith("convert: model.layers.0.mlp.experts: weights='fp8' is for experts")
 
 
 def test_a_checkpoint_in_fp8() -> None:
@@ -538,9 +520,9 @@ def test_a_checkpoint_in_fp8() -> None:
     )
     with pytest.raises(ValueError, match=expected):
         convert(in_fp8)
-    as_loaded, learning = "weights in FP8 as loaded", "weights in FP8"
     done = convert(in_fp8, Float8BlockScaling())
-    assert {one.path for one in done.converted} == {f"experts implementation, {as_loaded}"}
+    paths = {one.path for one in done.converted}
+    assert paths == {"experts implementation, weights in FP8 as loaded"}
     classes = [type(module) for module in in_fp8.modules()]
     with pytest.raises(ValueError, match="gate_up_proj is on the meta device, it has no numbers"):
         convert(in_fp8, Float8BlockScaling(), weights="fp8")
@@ -548,48 +530,21 @@ def test_a_checkpoint_in_fp8() -> None:
 
     loaded = in_fp8.to_empty(device="cpu")
     for p in loaded.parameters():
-        p.data = torch.randn(p.shape).abs().to(p.dtype)
+        p.data = torch.rand(p.shape).to(p.dtype)
     experts = loaded.model.layers[0].mlp.experts
     before = deepcopy(experts.state_dict())
     x, chosen, scores = torch.randn(6, H), torch.tensor([[0, 1]] * 6), torch.rand(6, 2)
     y = experts(x, chosen, scores)
     for _ in range(2):
         done = convert(loaded, Float8BlockScaling(), weights="fp8")
-        assert {one.path for one in done.converted} == {f"experts implementation, {learning}"}
+        assert {one.path for one in done.converted} == {"experts implementation, weights in FP8"}
     for copied in (experts, deepcopy(experts), pickle.loads(pickle.dumps(experts))):
         after = copied.state_dict()
         assert after.keys() == before.keys()
         for name, t in before.items():
             assert_same_bits(bits(after[name]), bits(t))
         copied.load_state_dict(before)
-        again = copied(x, chosen, scores)
-        assert_same_bits(again, y)
-        again.sum().backward()
-        for p in (copied.gate_up_proj, copied.down_proj):
-            assert isinstance(p, GroupedTensor)
-            assert p.grad is not None
-            assert p.grad[:2].any()
-            assert not p.grad[2:].any()
-
-
-@DEVICES
-def test_experts_in_one_module_in_fp8_compute_the_same_and_learn(device: str) -> None:
-    model, counts = GroupedExperts().to(device, BF16), COUNTS.to(device)
-    x, kept = torch.randn(T, H, device=device, dtype=BF16), deepcopy(model)
-    convert(model, Float8BlockScaling())
-    [one] = convert(kept, weights="fp8").converted
-    assert one.path.endswith(", weights in FP8")
-    outputs = [m(x, counts) for m in (model, kept)]
-    assert_same_bits(outputs[1], outputs[0])
-    for y in outputs:
-        y.float().square().sum().backward()
-    weights = [p for p in kept.parameters() if isinstance(p, GroupedTensor)]
-    assert len(weights) == 3
-    for p, q in zip(model.parameters(), kept.parameters(), strict=True):
-        assert_same_bits(q.grad, p.grad)
-    before = [w.dequantize() for w in weights]
-    torch.optim.SGD(weights, lr=1.0).step()
-    assert not any(torch.equal(w.dequantize(), b) for w, b in zip(weights, before, strict=True))
+        assert_same_bits(copied(x, chosen, scores), y)
 
 
 def one_step(model: nn.Module, call: Callable[[], Tensor], optimizer: Any) -> dict[str, Tensor]:
@@ -602,7 +557,7 @@ def one_step(model: nn.Module, call: Callable[[], Tensor], optimizer: Any) -> di
 
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 @pytest.mark.parametrize("form", ["hugging face", "one module"])
-@pytest.mark.parametrize("weights", [None, "both", "fp8"])
+@pytest.mark.parametrize("weights", [None, "both"])
 def test_an_older_optimizer_steps_what_stays(weights: Any, form: str, fused: bool) -> None:
     hugging_face = form == "hugging face"
     model: Any = mixtral() if hugging_face else GroupedExperts()
@@ -619,22 +574,20 @@ def test_an_older_optimizer_steps_what_stays(weights: Any, form: str, fused: boo
 
 
 @pytest.mark.parametrize("form", ["hugging face", "one module"])
-@pytest.mark.parametrize("weights", ["both", "fp8"])
-def test_frozen_weights_that_are_kept_stay_frozen(weights: Any, form: str) -> None:
+def test_frozen_weights_in_both_precisions_stay_frozen(form: str) -> None:
     model: Any = mixtral() if form == "hugging face" else GroupedExperts()
     [name, *_] = [n for n, p in model.named_parameters() if p.dim() == 3]
     model.get_parameter(name).requires_grad_(False)
-    convert(model, Float8BlockScaling(), weights=weights)
-    assert isinstance(model.get_parameter(name), GroupedTensor)
+    convert(model, Float8BlockScaling(), weights="both")
+    assert isinstance(model.get_parameter(name), GroupedTensorWithMaster)
     assert [n for n, p in model.named_parameters() if not p.requires_grad] == [name]
 
 
-@pytest.mark.parametrize("before", ["both", "fp8"])
-def test_converted_again_to_both_precisions(before: Any) -> None:
+def test_converted_again_to_both_precisions() -> None:
     """Quantized as the later call says, from high-precision numbers."""
     recipe = Float8BlockScaling(power_of_two_scales=False)
     model = mixtral()
-    convert(model, Float8BlockScaling(), weights=before)
+    convert(model, Float8BlockScaling(), weights="both")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     convert(model, recipe, weights="both")
     for w in (p for p in model.parameters() if p.dim() == 3):
@@ -653,7 +606,7 @@ def test_warns_of_an_optimizer_that_would_step_nothing(why: str, weights: Any) -
     p = model.model.layers[0].mlp.experts.down_proj
     held: Any = weakref.ref(p) if why == "weak reference" else logits(model)
     kept = [p, torch.optim.AdamW(model.parameters())]
-    number = 1 if why == "weak reference" else 4
+    number = 1 if why == "weak reference" and weights == "both" else 4
     with pytest.warns(UserWarning, match=f"^convert: {number} parameters were replaced") as warned:
         convert(model, Float8BlockScaling(), weights=weights)
     assert [Path(one.filename).name for one in warned] == ["test_one_call.py"]
@@ -663,23 +616,22 @@ def test_warns_of_an_optimizer_that_would_step_nothing(why: str, weights: Any) -
 
 @pytest.mark.parametrize("swapped", [True, False])
 @pytest.mark.parametrize("form", ["hugging face", "one module"])
-@pytest.mark.parametrize("weights", ["both", "fp8"])
-def test_what_hangs_on_a_parameter_stays(weights: Any, form: str, swapped: bool) -> None:
+def test_what_hangs_on_a_parameter_stays(form: str, swapped: bool) -> None:
     model: Any = mixtral() if form == "hugging face" else GroupedExperts()
     name, p = next((n, p) for n, p in model.named_parameters() if p.dim() == 3)
     p.allreduce, p.grad = False, torch.ones_like(p)
     held = None if swapped else weakref.ref(p)
     grad = p.grad
     del p
-    convert(model, Float8BlockScaling(), weights=weights)
+    convert(model, Float8BlockScaling(), weights="both")
     p = model.get_parameter(name)
-    assert isinstance(p, GroupedTensor)
+    assert isinstance(p, GroupedTensorWithMaster)
     assert p.grad is grad
     assert p.allreduce is False
     assert swapped or held() is None
-    if form == "hugging face" and weights == "both":
+    if form == "hugging face":
         convert(model, Float8BlockScaling(power_of_two_scales=False), weights="both")
-    assert model.get_parameter(name).allreduce is False
+        assert model.get_parameter(name).allreduce is False
 
 
 @pytest.mark.parametrize("form", ["hugging face", "one module"])
@@ -704,8 +656,7 @@ def test_hooks_of_parameters_would_be_lost(hook: str, form: str) -> None:
     [
         ({}, "bfloat16, 73.73 kB"),
         ({"weights": "both"}, "both precisions, 147.5 kB (73.73 kB as bfloat16)"),
-        ({"weights": "fp8"}, "FP8, 36.93 kB (73.73 kB as bfloat16)"),
-        ({"weights": "fp8", "columnwise": True}, "FP8, 73.79 kB (73.73 kB as bfloat16)"),
+        ({"weights": "fp8"}, "FP8, 36.93 kB"),
     ],
 )
 def test_says_what_weights_it_made(options: dict[str, Any], line: str) -> None:

@@ -2,16 +2,15 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.meta_kernels.rules import dtype_name
+from grouped_linear.meta_kernels.rules import E4M3, dtype_name
 from grouped_linear.quantized.state_dict import SCALE
-from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import local_part
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Float8BlockScaling, Float8CurrentScaling, Recipe
@@ -109,7 +108,7 @@ def _pattern(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(the model)"
 
 
-def kept_weights(modules: Iterable[nn.Module], recipe: Recipe | None) -> tuple[KeptWeights, ...]:
+def kept_weights(modules: Sequence[nn.Module], recipe: Recipe | None) -> tuple[KeptWeights, ...]:
     """How the weights [E, N, K] in these modules are kept, the most bytes first."""
     weights = {
         id(p): p
@@ -117,21 +116,24 @@ def kept_weights(modules: Iterable[nn.Module], recipe: Recipe | None) -> tuple[K
         for name, p in module.named_parameters()
         if p.dim() == 3 and not name.endswith(SCALE)
     }
-    alike: dict[tuple[str, torch.dtype, bool | None], list[Tensor]] = {}
+    scales = {
+        id(module.get_parameter(name.removesuffix(SCALE))): local_part(p).nbytes
+        for module in modules
+        for name, p in module.named_parameters()
+        if name.endswith(SCALE)
+    }
+    alike: dict[tuple[str, torch.dtype, bool | None], list[tuple[Tensor, int]]] = {}
     quantizes = isinstance(recipe, (Float8BlockScaling, Float8CurrentScaling))
     for p in weights.values():
         w = local_part(p)
-        if isinstance(w, GroupedTensorWithMaster):
-            kind = "both precisions"
-        elif isinstance(w, GroupedTensor) or w.dtype.itemsize == 1:
-            kind = "FP8"
-        else:
-            kind = dtype_name(w.dtype)
+        kind = _kind_of(w)
         each_call = quantizes and kind == dtype_name(w.dtype)
-        alike.setdefault((kind, w.dtype, p.requires_grad if each_call else None), []).append(w)
+        alike.setdefault((kind, w.dtype, p.requires_grad if each_call else None), []).append(
+            (w, w.nbytes + scales.get(id(p), 0))
+        )
     kept = []
     for (kind, dtype, learns), same in alike.items():
-        note, numbers = "", sum(w.numel() for w in same)
+        note, numbers = "", sum(w.numel() for w, _ in same)
         if learns:
             more = _size(2 * numbers)
             note = f'quantized by each call; weights="both": FP8 as well, {more} more'
@@ -139,8 +141,21 @@ def kept_weights(modules: Iterable[nn.Module], recipe: Recipe | None) -> tuple[K
             note = 'frozen, quantized by each call; weights="fp8" quantizes them once'
         if kind != dtype_name(dtype) and dtype.itemsize > 1:
             note = f"{_size(numbers * dtype.itemsize)} as {dtype_name(dtype)}"
-        kept.append(KeptWeights(kind, sum(w.nbytes for w in same), note))
+        kept.append(KeptWeights(kind, sum(nbytes for _, nbytes in same), note))
     return tuple(sorted(kept, key=lambda one: -one.nbytes))
+
+
+def how_kept(w: Tensor) -> str:
+    """The end of :attr:`ConvertedExperts.path`, by one of the weights."""
+    kind = _kind_of(local_part(w))
+    loaded = " as loaded" if w.dtype == E4M3 else ""
+    return "" if kind == dtype_name(w.dtype) else f", weights in {kind}{loaded}"
+
+
+def _kind_of(w: Tensor) -> str:
+    if isinstance(w, GroupedTensorWithMaster):
+        return "both precisions"
+    return "FP8" if w.dtype.itemsize == 1 else dtype_name(w.dtype)
 
 
 def _size(nbytes: float) -> str:

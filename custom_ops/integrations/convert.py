@@ -1,6 +1,6 @@
-"""The call that converts a model's experts: finders make a plan, which is then carried out."""
+"""The call that converts a model's experts: all are checked, then all are written."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -8,13 +8,21 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from grouped_linear.integrations.conversion import Conversion, kept_weights, lines_of
+from grouped_linear.integrations import grouped_experts
+from grouped_linear.integrations.conversion import (
+    Conversion,
+    ConvertedExperts,
+    how_kept,
+    kept_weights,
+    lines_of,
+)
 from grouped_linear.integrations.converted_class import is_converted
-from grouped_linear.integrations.experts import goes_through_interface
-from grouped_linear.integrations.grouped_experts import find_grouped_experts
+from grouped_linear.integrations.experts import Experts, experts_of
 from grouped_linear.integrations.look_alikes import look_alikes
-from grouped_linear.integrations.plan import Plan, Request, warn_of_others_that_hold
+from grouped_linear.integrations.request import Replaced, Request, warn_of_others_that_hold
+from grouped_linear.integrations.wrappers import unwrapped
 from grouped_linear.nn.options import check_flags, check_recipe
+from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import Weights, check_weights_kept
 from grouped_linear.recipes import Float8BlockScaling, Recipe
 
@@ -97,23 +105,29 @@ def convert(
     recipe = Float8BlockScaling() if recipe is None and weights is not None else recipe
     request = Request(recipe, weights, save_gate_up_in_fp8, recipes or {})
     _check(model, request)
-    plan = Plan()
-    if any(map(goes_through_interface, model.modules())):
-        from grouped_linear.integrations.hugging_face import find_hugging_face
+    found = {name: experts_of(module) for name, module in model.named_modules()}
+    known = {name: e for name, e in found.items() if e is not None and not _is_done(e)}
+    _check_found(model, known, request)
+    of_transformers = {n: e.module for n, e in known.items() if e.library == "transformers"}
+    of_torchtitan = {n: e.module for n, e in known.items() if e.library == "torchtitan"}
+    replaced: Replaced = []
+    if of_transformers:
+        from grouped_linear.integrations import hugging_face
 
-        find_hugging_face(plan, request, model)
-    find_grouped_experts(plan, request, model)
-    _check_found(model, plan, request)
-    warn_of_others_that_hold(plan.carry_out())
-    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
-    converted = sorted(plan.converted, key=lambda one: order[one.name])
-    return Conversion(
-        recipe,
-        tuple(converted),
-        tuple(look_alikes(model)),
-        kept_weights((model.get_submodule(one.name) for one in converted), recipe),
-        dict(request.recipes),
-    )
+        hugging_face.check(model, of_transformers, request)
+    for name, module in of_torchtitan.items():
+        grouped_experts.check(name, module, request.of(name))
+    if of_transformers:
+        replaced += hugging_face.convert(model, of_transformers, request)
+    for name, module in of_torchtitan.items():
+        replaced += grouped_experts.convert(module, request.of(name))
+    warn_of_others_that_hold(replaced)
+    return _report(model, [*known], request)
+
+
+def _is_done(experts: Experts) -> bool:
+    """Whether they need no conversion. Those of transformers may be converted again."""
+    return experts.computed_here and experts.library != "transformers"
 
 
 def _check(model: Any, request: Request) -> None:
@@ -147,9 +161,8 @@ def _check(model: Any, request: Request) -> None:
         )
 
 
-def _check_found(model: nn.Module, plan: Plan, request: Request) -> None:
+def _check_found(model: nn.Module, names: Collection[str], request: Request) -> None:
     """Raise ValueError if a model has no experts to convert, or a pattern matches none of them."""
-    names = [one.name for one in plan.converted]
     if not names:
         if any(map(is_converted, model.modules())):
             raise ValueError(f"convert: experts of {type(model).__name__} are converted already")
@@ -164,3 +177,24 @@ def _check_found(model: nn.Module, plan: Plan, request: Request) -> None:
         raise ValueError(
             f"convert: no experts have a name that matches {', '.join(unused)} of recipes"
         )
+
+
+def _report(model: nn.Module, names: Collection[str], request: Request) -> Conversion:
+    """What was converted, by names in ``named_modules``."""
+    adapted = {unwrapped(m) for m in model.modules() if type(m).__name__ == "ParamWrapper"}
+    modules, converted = [model.get_submodule(name) for name in names], []
+    for name, module in zip(names, modules, strict=True):
+        experts = experts_of(module)
+        assert experts is not None
+        path = "grouped_linear" if experts.library == "torchtitan" else "experts implementation"
+        path += how_kept(module.get_parameter(experts.weights[0]))
+        path += ", with adapters" if module in adapted else ""
+        size = sum(p.numel() for n, p in module.named_parameters() if not n.endswith(SCALE))
+        converted.append(ConvertedExperts(name, experts.form, experts.num_experts, size, path))
+    return Conversion(
+        request.recipe,
+        tuple(converted),
+        tuple(look_alikes(model)),
+        kept_weights(modules, request.recipe),
+        dict(request.recipes),
+    )

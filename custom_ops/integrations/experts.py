@@ -7,7 +7,7 @@ torchtitan's. convert, compare, watch, the batch check, routing replay and PEFT'
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -29,6 +29,9 @@ class Experts:
     """A module with experts, and what computes them."""
 
     module: Any
+    library: Literal["grouped_linear", "transformers", "torchtitan"]
+    form: str
+    """How it holds them, for :attr:`ConvertedExperts.form`."""
     weights: tuple[str, ...]
     """The names of its weights [E, N, K], in the order of their GEMMs."""
     num_experts: int
@@ -70,7 +73,17 @@ def _layer(module: Any) -> Experts | None:
             E = local_part(module.down_proj).size(0)
     else:
         E = module.num_experts
-    return Experts(module, weights, E, "x", True, module.recipe, partial(_layer_by, module))
+    return Experts(
+        module,
+        "grouped_linear",
+        type(module).__name__,
+        weights,
+        E,
+        "x",
+        True,
+        module.recipe,
+        partial(_layer_by, module),
+    )
 
 
 def _layer_by(layer: Any, recipe: Recipe | None) -> None:
@@ -92,6 +105,8 @@ def _of_transformers(module: Any) -> Experts | None:
     default = None if ours is None else ours.recipe
     return Experts(
         module,
+        "transformers",
+        class_before(module).__name__,
         weight_names(module),
         module.num_experts,
         "hidden_states",
@@ -108,8 +123,17 @@ def _of_torchtitan(module: nn.Module) -> Experts | None:
     if form is None:
         return None
     E = local_part(next(module.parameters())).size(0)
-    compute_by = partial(_grouped_by, module, form)
-    return Experts(module, form.weights, E, form.inputs[0], bool(converted), recipe, compute_by)
+    return Experts(
+        module,
+        "torchtitan",
+        form.name,
+        form.weights,
+        E,
+        form.inputs[0],
+        bool(converted),
+        recipe,
+        partial(_grouped_by, module, form),
+    )
 
 
 def _grouped_by(module: Any, form: GroupedForm, recipe: Recipe | None) -> None:

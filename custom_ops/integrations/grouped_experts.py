@@ -21,15 +21,12 @@ from grouped_linear.autograd.context import PLAIN_CALL, LinearOptions, StoredWei
 from grouped_linear.integrations.converted_class import (
     check_forward_can_change,
     convert_class,
-    is_converted,
 )
-from grouped_linear.integrations.plan import (
-    Plan,
+from grouped_linear.integrations.request import (
     Replaced,
     Request,
     check_replaceable,
     check_weights,
-    how_weights_are_kept,
     replace_parameter,
     where_in,
 )
@@ -144,22 +141,10 @@ def form_and_recipe(module: nn.Module) -> tuple[GroupedForm | None, Recipe | Non
     return (args[0], args[1]) if members is grouped_members else (None, None)
 
 
-def find_grouped_experts(plan: Plan, request: Request, model: nn.Module) -> None:
-    """Plan another forward for each module that holds its experts in a form that is known."""
-    for name, module in model.named_modules():
-        form = None if is_converted(module) else form_of(module)
-        if form is None:
-            continue
-        where, own = where_in(name, module), request.of(name)
-        _check(where, module, form, own)
-        num_experts = len(module.get_parameter(form.weights[0]))
-        path = "grouped_linear" + how_weights_are_kept(own.weights)
-        plan.add(name, form.name, num_experts, module.parameters(), path)
-        plan.write(_convert, module, form, own)
-
-
-def _check(where: str, module: nn.Module, form: GroupedForm, request: Request) -> None:
+def check(name: str, module: nn.Module, request: Request) -> None:
     """Raise ValueError for experts that cannot be converted, or compute something else."""
+    where, form = where_in(name, module), form_of(module)
+    assert form is not None
     recipe, weights = request.recipe, request.weights
     if request.save_gate_up_in_fp8:
         raise ValueError(f"{where}: save_gate_up_in_fp8 is an option of Hugging Face experts")
@@ -206,9 +191,11 @@ def as_matrices(w: Tensor) -> Tensor:
     return w.flatten(1, 2) if w.dim() == 4 else w
 
 
-def _convert(module: Any, form: GroupedForm, request: Request) -> Replaced:
+def convert(module: Any, request: Request) -> Replaced:
     """Give the module a forward of grouped layers. It raises only if memory runs out."""
-    recipe, weights, replaced = request.recipe, request.weights, []
+    recipe, weights, form = request.recipe, request.weights, form_of(module)
+    replaced: Replaced = []
+    assert form is not None
     if recipe is not None and recipe.has_state:
         w = module.get_parameter(form.weights[0])
         states = (new_state(recipe, len(w), w.device) for _ in form.weights)

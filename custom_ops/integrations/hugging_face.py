@@ -5,6 +5,7 @@ transformers is imported where a model of it is converted, and only there.
 
 import importlib
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,8 +14,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.finegrained_fp8 import FP8Experts
 
 import grouped_linear.integrations.transformers  # noqa: F401  (refuses older versions of it)
-from grouped_linear.integrations.converted_class import class_before, convert_class, is_converted
-from grouped_linear.integrations.experts import goes_through_interface
+from grouped_linear.integrations.converted_class import convert_class, is_converted
 from grouped_linear.integrations.experts_forward import (
     check_activation,
     check_recipe_reads_fp8,
@@ -26,18 +26,15 @@ from grouped_linear.integrations.experts_forward import (
 )
 from grouped_linear.integrations.fp8_checkpoint import describe
 from grouped_linear.integrations.implementation import Implementation, check_stateless
-from grouped_linear.integrations.plan import (
-    Plan,
+from grouped_linear.integrations.request import (
     Replaced,
     Request,
     check_replaceable,
     check_sizes,
     check_weights,
-    how_weights_are_kept,
     replace_parameter,
     where_in,
 )
-from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import distributed_like, is_dtensor, keep_weight, local_part
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Recipe
@@ -49,52 +46,59 @@ def implementation_of(recipe: Recipe | None, save_gate_up_in_fp8: bool = False) 
     return f"{name}, gate_up saved in FP8" if save_gate_up_in_fp8 else name
 
 
-def find_hugging_face(plan: Plan, request: Request, model: nn.Module) -> None:
-    """Plan that a model's experts compute here: an implementation of the recipe is chosen.
-
-    Their weights are kept as asked, and PEFT's adapters on them are grouped.
-    """
-    op, recipe, save_in_fp8 = "convert", request.recipe, request.save_gate_up_in_fp8
-    implementation = Implementation(implementation_of(recipe, save_in_fp8), recipe, save_in_fp8)
-    implementation.check(op)
-    experts: dict[str, Any] = {
-        name: module for name, module in model.named_modules() if goes_through_interface(module)
-    }
-    own = {name: request.of(name) for name in experts}
+def check(model: nn.Module, experts: Mapping[str, Any], request: Request) -> None:
+    """Raise ValueError for a model whose experts, by name, cannot be converted."""
+    _implementation(request).check("convert")
     for name, module in experts.items():
-        check_stateless(op, own[name].recipe)
-        _check(where_in(name, module), module, own[name].recipe, save_in_fp8)
-        if own[name].weights is not None:
-            check_replaceable(where_in(name, module), module, weight_names(module))
-    plan.write(_choose, model, experts, implementation)
-    for name, module in experts.items():
-        plan.write(set_own_recipe, module, own[name].recipe, recipe)
-    adapted: set[nn.Module] = set()
-    if any(type(module).__name__ == "ParamWrapper" for module in model.modules()):
-        from grouped_linear.integrations.peft import plan_adapters
-
-        adapted = plan_adapters(plan, op, model)
-    frozen = False
-    for name, module in experts.items():
-        weights, where = own[name].weights, where_in(name, module)
-        if weights == "both" and not is_in_fp8(module):
+        where, of_module = where_in(name, module), request.of(name)
+        check_stateless("convert", of_module.recipe)
+        _check(where, module, of_module.recipe, request.save_gate_up_in_fp8)
+        if of_module.weights is not None:
+            check_replaceable(where, module, weight_names(module))
+        if of_module.weights == "both" and not is_in_fp8(module):
             _check_can_keep_both(where, module)
-            plan.write(_keep_both, module, own[name].recipe)
-        if weights == "fp8" and not is_frozen(module):
+        if of_module.weights == "fp8" and not is_frozen(module):
             _check_can_freeze(where, module, model)
-            plan.write(_freeze, module, own[name].recipe)
+    if _has_adapters(model):
+        from grouped_linear.integrations.peft import check_adapters
+
+        check_adapters("convert", model)
+
+
+def convert(model: nn.Module, experts: Mapping[str, Any], request: Request) -> Replaced:
+    """Have experts compute here: an implementation of the recipe is chosen, weights are kept.
+
+    PEFT's adapters on them are grouped.
+    """
+    _choose(model, experts, _implementation(request))
+    if _has_adapters(model):
+        from grouped_linear.integrations.peft import group_adapters
+
+        group_adapters(model)
+    replaced, frozen = list[Any](), False
+    for name, module in experts.items():
+        of_module = request.of(name)
+        set_own_recipe(module, of_module.recipe, request.recipe)
+        if of_module.recipe is None:  # its weights stay plain
+            continue
+        if of_module.weights == "both" and not is_in_fp8(module):
+            replaced += _keep_both(module, of_module.recipe)
+        if of_module.weights == "fp8" and not is_frozen(module):
+            replaced += _freeze(module, of_module.recipe)
             frozen = True
-        path = "experts implementation"
-        if weights == "fp8" or is_frozen(module):
-            path += how_weights_are_kept("fp8")
-        else:
-            is_loaded = isinstance(module, FP8Experts)
-            path += ", weights in FP8 as loaded" if is_loaded else how_weights_are_kept(weights)
-        path += ", with adapters" if module in adapted else ""
-        parameters = (p for n, p in module.named_parameters() if not n.endswith(SCALE))
-        plan.add(name, class_before(module).__name__, module.num_experts, parameters, path)
     for root in _outermost(model) if frozen else ():
-        plan.write(describe, root)
+        describe(root)
+    return replaced
+
+
+def _implementation(request: Request) -> Implementation:
+    recipe, save_in_fp8 = request.recipe, request.save_gate_up_in_fp8
+    return Implementation(implementation_of(recipe, save_in_fp8), recipe, save_in_fp8)
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    """Whether PEFT, which is imported for such models alone, has wrapped a module's parameter."""
+    return any(type(module).__name__ == "ParamWrapper" for module in model.modules())
 
 
 @torch.no_grad()
@@ -219,7 +223,7 @@ def _check(where: str, experts: Any, recipe: Recipe | None, save_gate_up_in_fp8:
         check_sizes(where, name, list(w.shape))
 
 
-def _choose(model: nn.Module, experts: dict[str, Any], implementation: Implementation) -> None:
+def _choose(model: nn.Module, experts: Mapping[str, Any], implementation: Implementation) -> None:
     """Choose an implementation for all of a model's experts, here and where it is unpickled."""
     implementation.register()
     root: Any

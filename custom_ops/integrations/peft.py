@@ -23,7 +23,6 @@ from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.integrations.experts_forward import weight_names
 from grouped_linear.integrations.fp8_checkpoint import name_without_adapters
 from grouped_linear.integrations.implementation import Implementation
-from grouped_linear.integrations.plan import Plan
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
 from grouped_linear.nn.lora import MAX_RANK, Lora, LoraWeights
 from grouped_linear.quantized.tensor import GroupedTensor
@@ -91,42 +90,36 @@ def use_grouped_adapters(model: nn.Module, *, dropout: float | None = None) -> t
         )
     for name, wrapper in found.items():
         check_implementation(f"{op}: {name}", wrapper.get_base_layer())
-    plan = Plan()
-    plan_adapters(plan, op, model)
-    if dropout is not None:
-        _plan_dropout(plan, model, dropout, {a for w in found.values() for a in w.lora_A})
-    plan.carry_out()
+    check_adapters(op, model)
+    p = None if dropout is None else Lora(1, dropout=dropout).dropout  # which checks it
+    group_adapters(model)
+    if p is not None:
+        _set_dropout(model, p, {a for w in found.values() for a in w.lora_A})
     return tuple(found)
 
 
-def plan_adapters(plan: Plan, op: str, model: nn.Module) -> set[nn.Module]:
-    """Plan that adapters on experts are grouped, and return these experts.
-
-    Args:
-        plan: gets the writes.
-        op: what errors begin with.
-        model: whose experts are converted, or will be.
-    """
-    experts: set[nn.Module] = set()
+def check_adapters(op: str, model: nn.Module) -> None:
+    """Raise ValueError for adapters on experts that cannot be grouped; ``op`` begins it."""
     for name, wrapper in _wrappers_of_experts(model):
         _check(f"{op}: {name}", wrapper)
-        plan.write(setattr, wrapper, "__class__", ParamWrapper)
-        experts.add(wrapper.get_base_layer())
-    module: Any
+
+
+def group_adapters(model: nn.Module) -> None:
+    """Group the adapters on a model's experts, after their check."""
+    wrappers = [wrapper for _, wrapper in _wrappers_of_experts(model)]
+    for wrapper in wrappers:
+        wrapper.__class__ = ParamWrapper
     for module in model.modules():
-        if experts and type(module) is peft.LoraModel:
-            plan.write(setattr, module, "__class__", LoraModel)
-    return experts
+        if wrappers and type(module) is peft.LoraModel:
+            module.__class__ = LoraModel
 
 
-def _plan_dropout(plan: Plan, model: nn.Module, dropout: float, adapters: set[str]) -> None:
-    """Plan the dropout of these adapters, in all layers that have them."""
-    p = Lora(1, dropout=dropout).dropout  # which checks it
+def _set_dropout(model: nn.Module, p: float, adapters: set[str]) -> None:
+    """Set the dropout of these adapters, in all layers that have them."""
     for module in model.modules():
         if isinstance(module, lora.LoraLayer):
             for name in adapters & module.lora_dropout.keys():
-                own = nn.Dropout(p).train(module.training)
-                plan.write(module.lora_dropout.__setitem__, name, own)
+                module.lora_dropout[name] = nn.Dropout(p).train(module.training)
 
 
 def check_implementation(where: str, experts: Any) -> None:

@@ -1,18 +1,20 @@
-"""A conversion in two passes: a plan, in which everything is checked, and its writes."""
+"""The arguments of a conversion, and what the conversions of all libraries' experts share.
+
+First everything is checked, then everything is written: a model is converted as a whole or not at
+all, unless memory runs out.
+"""
 
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.integrations.conversion import ConvertedExperts
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS, dtype_name
 from grouped_linear.quantized.weight import Weights, local_part
 from grouped_linear.recipes import Recipe
@@ -45,36 +47,6 @@ def where_in(name: str, module: nn.Module) -> str:
 
 #: Parameters that learn and were replaced by others. Whoever holds one still, holds the old one.
 Replaced = list[weakref.ref[nn.Parameter]]
-
-
-@dataclass
-class Plan:
-    """What will be converted, and the writes that do it.
-
-    A finder for each form of experts checks all that its writes need, adds them, and changes
-    nothing. So a model is converted as a whole or not at all, unless memory runs out.
-    """
-
-    converted: list[ConvertedExperts] = field(default_factory=list)
-    writes: list[Callable[[], Replaced | None]] = field(default_factory=list)
-
-    def add(
-        self, name: str, form: str, num_experts: int, parameters: Iterable[Tensor], path: str
-    ) -> None:
-        """Add experts that will be converted; see :class:`ConvertedExperts`."""
-        size = sum(p.numel() for p in parameters)
-        self.converted.append(ConvertedExperts(name, form, num_experts, size, path))
-
-    def write(self, function: Callable[..., Replaced | None], *args: Any) -> None:
-        """Add a write: a call that changes the model and returns what it replaced, if anything."""
-        self.writes.append(partial(function, *args))
-
-    def carry_out(self) -> Replaced:
-        """Write. What a write replaces is freed before the next one."""
-        replaced: Replaced = []
-        for write in self.writes:
-            replaced += write() or ()
-        return replaced
 
 
 def warn_of_others_that_hold(replaced: Replaced) -> None:
@@ -122,12 +94,6 @@ def replace_parameter(module: nn.Module, name: str, w: Tensor) -> Replaced:
     if now.requires_grad:
         now.grad = grad
     return replaced
-
-
-def how_weights_are_kept(weights: Weights) -> str:
-    """The end of :attr:`ConvertedExperts.path`."""
-    texts = {None: "", "both": ", weights in both precisions", "fp8": ", weights in FP8"}
-    return texts[weights]
 
 
 def check_weights(where: str, weights: Iterable[tuple[str, Tensor]]) -> None:
