@@ -66,6 +66,7 @@ def with_columns(variants: dict[str, Options]) -> dict[str, Options]:
 
 ROWS: dict[str, Options] = {
     "both": {"columnwise": True, "bias_grad": True},
+    "bias": {"bias_grad": True},
     "columnwise": {"rowwise": False, "columnwise": True},
     **with_columns(LAYOUTS),
 }

@@ -56,6 +56,7 @@ OP = OpInfo(
         "exact_scales": {"columnwise": True, **variants.EXACT},
         "shared": {"columnwise": True, "bias_grad": True, "share_scales": True},
         "gathered": {"columnwise": True, "bias_grad": True, "index": torch.int32},
+        "gathered_bias": {"bias_grad": True, "index": torch.int64},
         "gathered_strided": {
             "columnwise": True,
             "index": torch.int64,

@@ -45,6 +45,7 @@ OP = OpInfo(
     mistakes=mistakes,
     variants={
         "both": {"columnwise": True, "bias_grad": True},
+        "bias": {"bias_grad": True},
         "columnwise": {"rowwise": False, "columnwise": True},
         "all": {"columnwise": True, "bias_grad": True, "h_columnwise": True},
         "shared": {"columnwise": True, "h_columnwise": True, "share_h_scales": True},
