@@ -60,7 +60,9 @@ def cases_of_threads(op: str) -> list[tuple[str, str]]:
 )
 def test_thread_counts_give_the_same_bits(op: str, groups: str, variant: str) -> None:
     sample = variant_of(op, GROUPS[groups], variant, BF16)
-    assert_all_same(run(sample, "cpu", threads=2), run(sample, "cpu", threads=1))
+    expected = run(sample, "cpu", threads=1)
+    for _ in range(3):  # on a busy machine two threads do not always meet
+        assert_all_same(run(sample, "cpu", threads=2), expected)
 
 
 def fp8_gemms(out_dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:

@@ -74,6 +74,7 @@ def export() -> ModuleType:
     return module
 
 
+@pytest.mark.nightly
 @aoti_reads_dtypes
 @pytest.mark.parametrize("device", devices(*OPS))
 @pytest.mark.parametrize("recipe", ["fp8"])
