@@ -3,6 +3,8 @@
 Bits of the reference, but products, which are within float32's rounding.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -97,6 +99,21 @@ def test_wide_rows(dtype: torch.dtype, op: str, device: str) -> None:
     else:
         expected = torch.einsum("th,tch->tc", sample["a"].double(), y_TCH)
         torch.testing.assert_close(actual.double(), expected, atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("device", devices("gather_sum"))
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+def test_sums_round_to_infinity_as_in_torch(dtype: torch.dtype, device: str) -> None:
+    """The largest number, and parts of its last unit to both sides of where it overflows."""
+    largest = torch.finfo(dtype).max
+    unit = 2.0 ** math.floor(math.log2(largest)) * torch.finfo(dtype).eps
+    parts = unit * torch.tensor([0.25, 0.5, 0.75, 1.0, -0.25])
+    y = torch.cat([torch.tensor([largest]), parts]).to(dtype)[:, None].expand(-1, 16)
+    rows = torch.tensor([[0, 1 + i] for i in range(len(parts))])
+    sums = ops.gather_sum(y.contiguous().to(device), rows.to(device)).cpu()
+    assert_same_bits(sums, (y[:1].float() + y[1:].float()).to(dtype))
+    assert sums[:, 0].isinf().any()
+    assert sums[:, 0].isfinite().any()
 
 
 @pytest.mark.parametrize("device", devices("gather_sum"))
