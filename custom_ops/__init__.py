@@ -31,8 +31,6 @@ from grouped_linear.nn.lora import Lora
 from grouped_linear.nn.mlp import GroupedMLP
 from grouped_linear.ops import SwiGLU
 from grouped_linear.ops.activation import Activation, GeGLU, SquaredReLU
-from grouped_linear.quantized.tensor import GroupedTensor
-from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -53,8 +51,6 @@ __all__ = [
     "GeGLU",
     "GroupedLinear",
     "GroupedMLP",
-    "GroupedTensor",
-    "GroupedTensorWithMaster",
     "Lora",
     "MXFP8BlockScaling",
     "Recipe",

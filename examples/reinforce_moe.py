@@ -18,14 +18,9 @@ import torch
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from grouped_linear import (
-    Float8BlockScaling,
-    GroupedTensor,
-    convert,
-    record_routing,
-    replay_routing,
-)
+from grouped_linear import Float8BlockScaling, convert, record_routing, replay_routing
 from grouped_linear.integrations.transformers import fp8_tensors
+from grouped_linear.quantized.tensor import GroupedTensor
 
 CONFIG = Qwen3MoeConfig(
     vocab_size=64,

@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grouped_linear import (
-    GroupedTensorWithMaster,
-    ops,
-)
+from grouped_linear import ops
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.compare import assert_same, assert_same_bits
 from support.devices import devices, needs_gpu
 from support.groups import GROUPS

@@ -28,7 +28,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from grouped_linear import Float8BlockScaling, GroupedTensorWithMaster, convert
+from grouped_linear import Float8BlockScaling, convert
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.commands import run
 from support.compare import assert_same_bits, bits
 from support.devices import needs_two_gpus

@@ -20,10 +20,10 @@ from transformers import FineGrainedFP8Config
 from grouped_linear import (
     Float8BlockScaling,
     Float8CurrentScaling,
-    GroupedTensor,
     convert,
     grouped_mlp,
 )
+from grouped_linear.quantized.tensor import GroupedTensor
 from support.compare import assert_same_bits
 from support.devices import devices
 from support.errors import sentence

@@ -43,10 +43,10 @@ from grouped_linear import (
     Float8CurrentScaling,
     Format,
     GroupedLinear,
-    GroupedTensorWithMaster,
     Recipe,
 )
 from grouped_linear.quantized import with_master
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Layouts, Operands, refresh_weight_
 from support.compare import assert_same_bits
 from support.devices import devices, needs_gpu

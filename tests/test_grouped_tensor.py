@@ -17,8 +17,9 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from grouped_linear import Float8BlockScaling, GroupedTensor, MXFP8BlockScaling
+from grouped_linear import Float8BlockScaling, MXFP8BlockScaling
 from grouped_linear.quantized import dispatch, tensor
+from grouped_linear.quantized.tensor import GroupedTensor
 from support import reference
 from support.compare import assert_same, assert_same_bits
 from support.devices import devices

@@ -20,7 +20,6 @@ from grouped_linear import (
     GeGLU,
     GroupedLinear,
     GroupedMLP,
-    GroupedTensor,
     Lora,
     MXFP8BlockScaling,
     Recipe,
@@ -33,6 +32,7 @@ from grouped_linear import (
 from grouped_linear.autograd.low_rank import padded_factors
 from grouped_linear.nn.lora import LoraWeights
 from grouped_linear.ops import sort_by_expert
+from grouped_linear.quantized.tensor import GroupedTensor
 from support import reference
 from support.compare import assert_same_bits
 from support.devices import devices, needs_gpu

@@ -24,9 +24,9 @@ from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
-    GroupedTensorWithMaster,
     convert,
 )
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.compare import assert_same_bits, bits
 from support.devices import devices
 from support.errors import sentence

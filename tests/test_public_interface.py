@@ -16,7 +16,6 @@ from grouped_linear import (
     DelayedScaling,
     GroupedLinear,
     GroupedMLP,
-    GroupedTensor,
     Recipe,
     ops,
     parallel,
@@ -51,8 +50,6 @@ Format
 GeGLU
 GroupedLinear
 GroupedMLP
-GroupedTensor
-GroupedTensorWithMaster
 Lora
 MXFP8BlockScaling
 Recipe
@@ -79,14 +76,12 @@ def test_dir_shows_what_a_user_calls() -> None:
 
 def test_arguments() -> None:
     public = {name: getattr(grouped_linear, name) for name in grouped_linear.__all__}
-    made_otherwise = ("Recipe", "GroupedTensor")  # a type to name, and one with constructors below
-    callables = {n: c for n, c in public.items() if callable(c) and n not in made_otherwise}
+    callables = {n: c for n, c in public.items() if callable(c) and n != "Recipe"}  # a type to name
     methods = {
         f"{layer.__name__}.{name}": getattr(layer, name)
         for layer, names in (
-            (GroupedLinear, ("forward", "reset_parameters")),
-            (GroupedMLP, ("forward", "reset_parameters")),
-            (GroupedTensor, ("quantize", "from_parts", "dequantize")),
+            (GroupedLinear, ("forward", "reset_parameters", "from_linears")),
+            (GroupedMLP, ("forward", "reset_parameters", "from_experts")),
         )
         for name in names
     }
@@ -105,18 +100,17 @@ GeGLU(approximate='none')
 GroupedLinear(num_experts, in_features, out_features, bias=True, device=None, dtype=None, *,
     recipe=None, cache_weights=False, fuse_wgrad_accumulation=False, weights=None, lora=None)
 GroupedLinear.forward(x, m_splits, is_first_microbatch=None)
+GroupedLinear.from_linears(linears, *, recipe=None, weights=None, cache_weights=False,
+    fuse_wgrad_accumulation=False)
 GroupedLinear.reset_parameters()
 GroupedMLP(num_experts, hidden_size, intermediate_size, *, bias=False,
     activation=SwiGLU(alpha=1.0, beta=0.0, limit=None, interleaved=False, cubic=0.0),
     save_gate_up_in_fp8=False, recipe=None, cache_weights=False, fuse_wgrad_accumulation=False,
     weights=None, lora=None, dtype=None, device=None)
 GroupedMLP.forward(x, top_k_weights, top_k_index, is_first_microbatch=None, *, max_rows=None)
+GroupedMLP.from_experts(experts, *, recipe=None, weights=None, cache_weights=False,
+    fuse_wgrad_accumulation=False, save_gate_up_in_fp8=False)
 GroupedMLP.reset_parameters()
-GroupedTensor.dequantize(dtype=None)
-GroupedTensor.from_parts(q, scale, dtype=torch.bfloat16, recipe=None, *, columnwise=True,
-    stochastic_rounding=True)
-GroupedTensor.quantize(w, recipe=None, *, columnwise=True, stochastic_rounding=True)
-GroupedTensorWithMaster(data, requires_grad=False, **attributes)
 Lora(rank, alpha=None, dropout=0.0, rslora=False, dtype=None)
 MXFP8BlockScaling()
 SquaredReLU()

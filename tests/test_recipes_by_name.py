@@ -12,10 +12,10 @@ from grouped_linear import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
-    GroupedTensorWithMaster,
     convert,
 )
 from grouped_linear.integrations.experts import experts_of
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.compare import assert_same_bits
 
 FP8 = Float8BlockScaling()

@@ -30,10 +30,10 @@ from grouped_linear import (
     Float8CurrentScaling,
     Format,
     GroupedMLP,
-    GroupedTensorWithMaster,
     Recipe,
 )
 from grouped_linear.quantized.gathered import GatheredWeight
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.compare import assert_same_bits
 from support.devices import needs_two_gpus
 from support.errors import sentence

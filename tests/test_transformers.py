@@ -29,13 +29,13 @@ from grouped_linear import (
     Float8BlockScaling,
     Float8CurrentScaling,
     GeGLU,
-    GroupedTensor,
     MXFP8BlockScaling,
     SquaredReLU,
     SwiGLU,
     convert,
     grouped_mlp,
 )
+from grouped_linear.quantized.tensor import GroupedTensor
 from support import reference
 from support.calls import Calls
 from support.commands import run

@@ -66,7 +66,7 @@ def convert(
         recipe: how the GEMMs are computed; None for the activations' dtype, or with ``weights`` for
             ``Float8BlockScaling()``.
         weights: ``"both"`` to keep the experts' weights in high precision and FP8, for training,
-            as :class:`grouped_linear.GroupedTensorWithMaster`; ``"fp8"`` to freeze them in FP8
+            as ``GroupedTensorWithMaster``; ``"fp8"`` to freeze them in FP8
             alone, as bytes in plain parameters; None to leave them as they are. Experts of a
             checkpoint in FP8 become such bytes in the memory that they have; under another
             ``weights`` they are read as they are. They do not learn. w13 is refused with either,

@@ -206,7 +206,7 @@ def grouped_linear(
             rows. K and N are multiples of 16.
         weight: [E, N, K]. Without a recipe of x's dtype; the quantizing recipes read any of the
             three dtypes. Under ``Float8BlockScaling`` it may also be a
-            :class:`grouped_linear.GroupedTensor`, which is read as it is. A weight that is stored
+            ``GroupedTensor``, which is read as it is. A weight that is stored
             as [E, K, N] is given as its ``.mT``: it is read in place (MXFP8 copies it), and its
             gradient has its layout (a gradient in e5m2 is copied).
         m_splits: [E] rows of each group, int32 or int64. A tensor on x's device is never read by

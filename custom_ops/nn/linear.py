@@ -46,7 +46,7 @@ class GroupedLinear(HasAdapters):
             (float32 or bfloat16, of its shape), in the GEMM itself, and leave ``grad`` alone.
             docs/from_transformer_engine.md has the attributes that Megatron sets beside it.
         weights: how the weight is kept. None: a plain tensor, which each call quantizes. "both": a
-            :class:`grouped_linear.GroupedTensorWithMaster`, a plain tensor and its FP8 numbers,
+            ``GroupedTensorWithMaster``, a plain tensor and its FP8 numbers,
             which are made when it is written, as by an optimizer. "fp8": frozen in FP8 alone, under
             ``Float8BlockScaling``: drawn in `dtype`, then quantized, for inference and adapters.
         lora: an adapter beside the weight, which is frozen, see :class:`grouped_linear.Lora`.

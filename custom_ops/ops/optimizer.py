@@ -42,7 +42,7 @@ def adam_weight_(
         w = w - lr / (1 - beta1^step) * m / (sqrt(v) / sqrt(1 - beta2^step) + eps)
 
     On a GPU master, m and v become, bit for bit, what ``torch.optim.AdamW(fused=True)`` makes of
-    them there, which calls this op for a :class:`grouped_linear.GroupedTensorWithMaster`. q, q_t
+    them there, which calls this op for a ``GroupedTensorWithMaster``. q, q_t
     and scale become what :func:`quantize_weight` makes of the new master.
 
     Args:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from grouped_linear import Float8BlockScaling, GroupedMLP, GroupedTensor
+from grouped_linear import Float8BlockScaling, GroupedMLP
+from grouped_linear.quantized.tensor import GroupedTensor
 from support.devices import HAS_GPU
 from support.processes import PROCESSES, Checks, Passes
 

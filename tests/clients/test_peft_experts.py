@@ -15,14 +15,14 @@ from torch import nn
 
 from grouped_linear import (
     Float8BlockScaling,
-    GroupedTensor,
-    GroupedTensorWithMaster,
     compare,
     convert,
     record_routing,
     replay_routing,
     watch,
 )
+from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.compare import assert_same_bits, bits
 from support.documents import ROOT, examples
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from grouped_linear import GroupedTensor
+from grouped_linear.quantized.tensor import GroupedTensor
 
 optim = pytest.importorskip("torchao.optim")
 

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.integrations import finegrained_fp8
 
-from grouped_linear import GroupedTensor, Recipe, convert
+from grouped_linear import Recipe, convert
 from grouped_linear.integrations.peft import ParamWrapper, use_grouped_adapters
+from grouped_linear.quantized.tensor import GroupedTensor
 
 IDS = torch.arange(24).reshape(2, 12)
 GATE_UP, DOWN = EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

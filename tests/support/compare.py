@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from grouped_linear import GroupedTensor
+from grouped_linear.quantized.tensor import GroupedTensor
 from support import reference
 from support.groups import Groups
 from support.tensors import FP32
