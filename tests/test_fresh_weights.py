@@ -507,20 +507,24 @@ def test_out_of_another_shape_is_refused() -> None:
     assert_fresh(w)
 
 
-def test_an_interrupt_waits_for_the_fp8_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_an_interrupt_waits_for_the_fp8_numbers(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It comes between a write and what quantizes it."""
-    w, calls = small(), []
+    weights, calls = [small(), small()], []
 
     def interrupted(*args: Any) -> None:
         calls.append(args)
         if len(calls) == 1:
-            raise KeyboardInterrupt
+            raise error
         refresh_weight_(*args)
 
     monkeypatch.setattr(with_master, "refresh_weight_", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        w.mul_(-2)
-    assert_fresh(w)
+    with pytest.raises(error):
+        torch._foreach_mul_(weights, -2)
+    for w in weights:
+        assert_fresh(w)
 
 
 @torch.inference_mode()

@@ -4,7 +4,7 @@ E experts, K in_features, N out_features.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ def read_or_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         for name, value in kwargs.items()
     }
     given = {id(t) for t in tree_leaves((plain_args, plain_kwargs)) if isinstance(t, Tensor)}
+    changed = _written(func, args, kwargs)
     is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
     try:
         with views_of(args[0]) if is_view else nullcontext():
@@ -77,7 +78,14 @@ def read_or_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         for t, computed in results:
             t.own.copy_(computed)
     finally:
-        _refresh(_written(func, args, kwargs))
+        try:
+            for t in changed:
+                t.refresh_()
+        except BaseException:  # an interrupt, or too little memory: the others have their turn
+            for t in changed:
+                with suppress(Exception):
+                    t.refresh_()
+            raise
 
     def returned(leaf: Tensor) -> Tensor:
         if id(leaf) in kept:
@@ -129,17 +137,6 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 def _sends(func: Any) -> bool:
     """Whether an operation of c10d reads alone; its caller waits for it, once."""
     return bool(func is torch.ops.c10d.send.default)
-
-
-def _refresh(tensors: list[Any]) -> None:
-    """Quantize what was written. An interrupt from the keyboard waits for it."""
-    try:
-        for t in tensors:
-            t.refresh_()
-    except KeyboardInterrupt:
-        for t in tensors:
-            t.refresh_()
-        raise
 
 
 def _view_of(t: GroupedTensorWithMaster, own: Tensor) -> GroupedTensorWithMaster:

@@ -6,11 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grouped_linear.meta_kernels.rules import E4M3
-from grouped_linear.quantized.pickle_version import check_pickle_version
 from grouped_linear.recipes import QuantizedWeight, Recipe, WeightList, check_stores, new_weight
-
-PICKLE_VERSION = 1
 
 
 class WeightCache(nn.Module):
@@ -112,27 +108,20 @@ class WeightCache(nn.Module):
         self._cold_writes = self._writes
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a copy or a pickle. float8 goes as bytes: plain pickle fails on it (torch 2.13)."""
+        """For a copy or a pickle: all but the numbers, which loading makes anew.
 
-        def as_bytes(t: Tensor) -> Tensor:
-            return t.view(torch.uint8) if t.dtype == E4M3 else t
-
-        numbers = tuple(self.quantized_weight().each(as_bytes))
-        return vars(self) | {"_numbers": numbers, "pickle_version": PICKLE_VERSION}
+        An empty tensor has their device, as ``torch.load`` maps it.
+        """
+        sizes = tuple(self.values.shape)
+        return vars(self) | {"_numbers": (sizes, torch.empty(0, device=self.values.device))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy or a pickle, cold: it belongs to another parameter."""
         state = dict(state)
-        check_pickle_version("WeightCache", state.pop("pickle_version"), PICKLE_VERSION)
-
-        def from_bytes(t: Tensor) -> Tensor:
-            own = t.clone() if t.is_inference() else t
-            return own.view(E4M3) if t.dtype == torch.uint8 else own
-
+        (E, N, K), there = state.pop("_numbers")
+        super().__setstate__(state)
         with torch.inference_mode(False):
-            numbers = QuantizedWeight(*state.pop("_numbers")).each(from_bytes)
-            super().__setstate__(state)
-            self._keep(_Numbers(numbers))
+            self._keep(_Numbers(new_weight(self.recipe.weight, E, N, K, there.device)))
             self.reset()
 
     def quantized_weight(self) -> QuantizedWeight:
