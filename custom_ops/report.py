@@ -98,7 +98,7 @@ FAMILIES = {
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error: later ones are torch's own advice and stack."""
+    """The first line of an error: later lines are torch's advice and stack."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
@@ -131,7 +131,7 @@ def host_module() -> ModuleType | None:
 
 
 def built(host: ModuleType | None) -> str:
-    """What ``_C.so`` has kernels for."""
+    """The devices that ``_C.so`` has kernels for."""
     if host is None:
         return NOT_TOLD
     if host.CUDA_VERSION is None:
@@ -186,7 +186,7 @@ def gpu_name(index: int) -> str:
 
 
 def installed(host: ModuleType | None) -> Iterator[tuple[str, str]]:
-    """The lines of the first part of the report: a name and what is there."""
+    """The lines of the first part of the report: a name and its value."""
     cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     libc = " ".join(platform.libc_ver())
     yield "grouped_linear", __version__

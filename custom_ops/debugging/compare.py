@@ -36,14 +36,14 @@ class Difference(NamedTuple):
     quantized: str
     """``"all"``, or the role that alone is quantized."""
     tensor: str
-    """``"output"``, or the name of what the gradient is by."""
+    """``"output"``; ``"x"`` or a parameter's name for the gradient by it."""
     difference: float
-    """The root mean square of what differs, divided by that of the tensor without a recipe."""
+    """The root mean square of the difference, divided by that of the tensor without a recipe."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`compare` has found: ``print`` it, or read :attr:`differences`."""
+    """The result of :func:`compare`: ``print`` it, or read :attr:`differences`."""
 
     differences: tuple[Difference, ...]
 
@@ -53,7 +53,7 @@ class Comparison:
         return sorted(found, key=lambda d: -d.difference)[:n]
 
     def __str__(self) -> str:
-        """A line for each layer and tensor, a column for what is quantized."""
+        """A line for each layer and tensor, a column for each quantized role."""
         columns = list(dict.fromkeys(d.quantized for d in self.differences))
         by_tensor: dict[tuple[str, str], dict[str, float]] = {}
         for d in self.differences:
@@ -71,12 +71,12 @@ def compare(
     roles: bool = False,
     compiled: bool = False,
 ) -> Comparison:
-    """Compute each layer under its recipe and without one, on what a step of the model gives it.
+    """Compute each layer under its recipe and without a recipe, on the inputs of a step.
 
     Every call's inputs and the gradient of its output are those of the step, so that a layer shows
-    its own error and not that of the layers before it. Both computations draw the same random
-    numbers, as dropout does. No gradient, weight or state of the model changes besides what the
-    step itself changes, and the step draws the random numbers that it draws without compare.
+    its error and not that of the layers before it. Both computations draw the same random
+    numbers, as dropout does. Gradients, weights and states of the model are those after the step
+    alone, and so are the random numbers that it draws.
 
     Args:
         model: with :class:`GroupedLinear`, :class:`GroupedMLP` or experts that :func:`convert` has
@@ -85,7 +85,7 @@ def compare(
         step: runs a forward and a backward of the model, once.
         roles: quantize each role alone as well, x, the weight or the gradient: its numbers are
             rounded by the recipe, and the GEMMs multiply the results in x's dtype.
-        compiled: compile what the layers are compared by, with ``fullgraph=True``.
+        compiled: compare compiled copies of the layers, with ``fullgraph=True``.
 
     Raises:
         ValueError: for a model without such layers, with experts of a checkpoint in FP8, or if no
@@ -125,12 +125,12 @@ def compare(
     def measure(name: str, args: Any, kwargs: Any, dy: Tensor) -> None:
         layer = layers[name]
         plain = _results(layer, None, args, kwargs, dy, compiled)
-        for what, recipe in recipes_of[name].items():
+        for quantized, recipe in recipes_of[name].items():
             results = _results(layer, recipe, args, kwargs, dy, compiled)
             for tensor, without in plain.items():
                 off = results[tensor].double() - without.double()
                 both = torch.stack([off.square().sum(), without.double().square().sum()])
-                key = name, what, tensor
+                key = name, quantized, tensor
                 squares[key] = squares[key] + both if key in squares else both
 
     def hook(name: str, args: Any, kwargs: Any, y: Any) -> None:
@@ -165,7 +165,7 @@ def compare(
 def _results(
     layer: Experts, recipe: Recipe | None, args: Any, kwargs: Any, dy: Tensor, compiled: bool
 ) -> dict[str, Tensor]:
-    """The output, and the gradients by x and what learns, of a copy with another recipe.
+    """The output of a copy with another recipe, and its gradients by x and the parameters.
 
     Random numbers are those that come next in the step, which draws them again.
     """

@@ -24,7 +24,7 @@ def fake_quantize(
     of FP8 take no operand without scales. It takes longer than the recipe, and than none.
 
     Args:
-        recipe: without state; what rounds the numbers.
+        recipe: rounds the numbers; without state.
         roles: of input, weight and grad_output those that are rounded; the others are as they are.
         except_experts: the numbers of experts that are rounded in no role: of those that a process
             has, where experts are spread over processes.
@@ -96,7 +96,7 @@ class Rounded:
         object.__setattr__(self, "of_both", replace(self.format, wgrad_dtype=None))
 
     def __call__(self, t: Tensor, offs_E: Tensor | None, layouts: Layouts) -> Operands | Tensor:
-        """What ``Format(quantize=)`` calls."""
+        """Called by the layers, as ``Format(quantize=)`` describes."""
         made: Operands | Tensor = self._rounded(t, offs_E, layouts)
         if not self.except_experts:
             return made

@@ -1,4 +1,4 @@
-"""What a watched model has counted, as a table, a CSV, TensorBoard's scalars or a picture.
+"""The counts of a watched model, as a table, a CSV, TensorBoard's scalars or a picture.
 
 E groups (experts).
 """
@@ -16,7 +16,7 @@ from grouped_linear.meta_kernels.watch import COLUMNS, MAXIMA
 
 
 class OperandStatistics(NamedTuple):
-    """An operand of a layer's GEMMs: of one expert, or of all. NaN stands for what nobody counted.
+    """An operand of a layer's GEMMs, for one expert or for all. NaN: nobody counted it.
 
     Shares and errors are of a sample: 4 rows of each expert in a call, or as many as ``watch`` was
     given, others in each step.
@@ -43,7 +43,7 @@ class OperandStatistics(NamedTuple):
     not_finite: float
     """The share that is infinite or NaN, before quantization or after."""
     error: float
-    """The mean square of what quantization changed, divided by the mean square of the numbers."""
+    """The mean square of quantization's changes, divided by that of the numbers."""
     shared: float
     """The share of wgrad's blocks of 128 x 128 whose columns share a scale."""
     moved: float
@@ -51,7 +51,7 @@ class OperandStatistics(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What the router gave a layer's experts."""
+    """The tokens that the router sent to a layer's experts."""
 
     layer: str
     tokens: tuple[int, ...]
@@ -91,7 +91,7 @@ COLORS = {"input": "#0072B2", "weight": "#D55E00", "grad_output": "#009E73"}
 
 @dataclass(frozen=True)
 class Statistics:
-    """What :class:`Watch` has read. ``print`` it, or ask for a file.
+    """A reading of :class:`Watch`. ``print`` it, or ask for a file.
 
     Args:
         experts: of each layer, role and expert.
@@ -148,7 +148,7 @@ class Statistics:
         """Add a scalar for each layer, role and column.
 
         Args:
-            writer: a ``torch.utils.tensorboard.SummaryWriter``, or what has its ``add_scalar``.
+            writer: a ``torch.utils.tensorboard.SummaryWriter``, or another with its ``add_scalar``.
         """
         for row in self.operands:
             for column in PRINTED:
@@ -207,7 +207,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-#: Behind what a layer counts: numbers of a weight that moved, and those that were looked at.
+#: The counts of a layer; then the numbers of a weight that moved, and those that were looked at.
 READ_COLUMNS = (*COLUMNS, "moved", "looked_at")
 
 

@@ -37,8 +37,8 @@ class Watch:
     """The layers of a model that are watched; :func:`watch` makes one.
 
     Attributes:
-        layers: what each watched module counts, by the module's name in the model without wrappers,
-            as PEFT's and torch.compile's.
+        layers: the counts of each watched module, by the module's name in the model without
+            wrappers, as PEFT's and torch.compile's.
         steps: how often :meth:`step` was called.
     """
 
@@ -78,13 +78,13 @@ class Watch:
         self._begin_step()
 
     def step(self) -> Statistics | None:
-        """End a step: read what it has counted, if it has, and say whether the next one counts.
+        """End a step: read its counts, if it has some, and say whether the next step counts.
 
         Call it after the optimizer's step. The host waits for the device at every `every`-th step
         alone.
 
         Returns:
-            What was read at such a step, None otherwise.
+            The reading at such a step, None otherwise.
         """
         read = None
         if self.steps % self.every == 0:
@@ -103,7 +103,7 @@ class Watch:
 
     @torch.no_grad()
     def read(self, group: "dist.ProcessGroup | None" = None, *, reset: bool = True) -> Statistics:
-        """Read what was counted since the last reading. The host waits for the device.
+        """Read the counts since the last reading. The host waits for the device.
 
         Args:
             group: processes with the same experts, as those of data parallelism: their numbers
@@ -194,7 +194,8 @@ def watch(
 
     Of each layer's input, weight and gradient, for each expert: tokens, the largest magnitude, the
     shares of numbers that became zero, saturated or are not finite, the error of quantization, how
-    often wgrad's columns share scales; what the router gave each expert, and what was dropped.
+    often wgrad's columns share scales; how many rows the router sent to it, and how many were
+    dropped.
 
     The layers get one small kernel an operand, which reads a flag on the device: no host read, no
     graph break, no recompilation, and CUDA graphs obey the flag. While it counts, it reads 4 rows
@@ -250,7 +251,7 @@ def _looked_at(weight: Any) -> Tensor | None:
 
 
 def _to_host(numbers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same on the CPU, in one copy."""
+    """These tensors on the CPU, in one copy."""
     parts = [t.flatten() for t in numbers.values()]
     device = parts[0].device
     flat = torch.cat([t.to(device) for t in parts]).cpu()

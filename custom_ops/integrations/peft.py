@@ -25,7 +25,6 @@ from grouped_linear.integrations.fp8_checkpoint import name_without_adapters
 from grouped_linear.integrations.implementation import Implementation
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
 from grouped_linear.nn.lora import MAX_RANK, Lora, LoraWeights
-from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import is_dtensor
 
 __all__ = ["use_grouped_adapters"]
@@ -38,7 +37,7 @@ if tuple(map(int, peft.__version__.split(".")[:2])) < OLDEST_PEFT:
 
 
 def use_grouped_adapters(model: nn.Module, *, dropout: float | None = None) -> tuple[str, ...]:
-    """Have PEFT's adapters on a converted model's experts computed without weights of their own.
+    """Have rows go through PEFT's adapters on a converted model's experts, without new weights.
 
     For expert e and its rows t::
 
@@ -55,10 +54,10 @@ def use_grouped_adapters(model: nn.Module, *, dropout: float | None = None) -> t
     them. Load the model in 16 bits and the adapter beside it to merge.
 
     Args:
-        model: a PeftModel, or what holds PEFT's layers, whose experts are converted.
+        model: a PeftModel, or another module with PEFT's layers, whose experts are converted.
         dropout: the probability with which a feature of an adapter's input is zeroed in training:
             ``lora_dropout``, which PEFT refuses beside ``target_parameters``. It is that of all
-            adapters that are on experts, in all of their layers. None leaves what is.
+            adapters that are on experts, in all of their layers. None changes nothing.
 
     Returns:
         The names of the parameters that have such adapters.
@@ -145,8 +144,8 @@ def _check(where: str, wrapper: Any) -> None:
     experts, name = wrapper.get_base_layer(), wrapper.parameter_name
     if type(wrapper) not in (lora.ParamWrapper, ParamWrapper) or "forward" in vars(wrapper):
         raise ValueError(
-            f"{where}: {type(wrapper).__name__} has a forward of its own, which would hide the new "
-            "one"
+            f"{where}: this {type(wrapper).__name__} has another forward than PEFT's, which would "
+            "hide the new forward"
         )
     if name not in weight_names(experts):
         raise ValueError(
@@ -175,7 +174,7 @@ def _check_rank(where: str, rank: int) -> None:
 
 
 class LoraModel(peft.LoraModel):
-    """PEFT's model of adapters, which refuses what adapters on grouped experts cannot have."""
+    """PEFT's model of adapters, which refuses what adapters on grouped experts cannot do."""
 
     def _check_merge_allowed(self) -> None:
         """Raise before a layer is written for weights that cannot be; PEFT asks this."""
@@ -243,7 +242,7 @@ class ParamWrapper(lora.ParamWrapper):
     def factors(self, adapter: str) -> LoraWeights:
         """The factors of an adapter, as views of its parameters.
 
-        PEFT has A's rows by expert, then by rank, and B's columns by rank, then by expert.
+        PEFT lays out A's rows by expert, then by rank, and B's columns by rank, then by expert.
         """
         a, b, E = self.lora_A[adapter].weight, self.lora_B[adapter].weight, self.num_experts
         a_ERK = a.view(E, -1, a.size(1))
@@ -257,23 +256,23 @@ class ParamWrapper(lora.ParamWrapper):
         active = [self.factors(name) for name in self.active_adapters if name in self.lora_A]
         if len(active) < 2:
             return active[0] if active else None
-        dropouts = {one.dropout for one in active}
+        dropouts = {adapter.dropout for adapter in active}
         if len(dropouts) > 1:
             raise ValueError(
                 f"{self.parameter_name}: adapters that are active together must have one dropout, "
                 f"got {sorted(dropouts)}: call use_grouped_adapters(model, dropout=...)"
             )
-        a = torch.cat([one.a for one in active], dim=1)
-        b = torch.cat([one.b * one.scaling for one in active], dim=2)
+        a = torch.cat([adapter.a for adapter in active], dim=1)
+        b = torch.cat([adapter.b * adapter.scaling for adapter in active], dim=2)
         return LoraWeights(a, b, dropout=dropouts.pop())
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Add adapters to the weight, as PEFT does; raises ValueError for one in FP8."""
+        """Add adapters to the weight, as PEFT does. A weight in FP8 raises ValueError."""
         _check_merge(f"merge: {self.parameter_name}", self)
         super().merge(safe_merge, adapter_names)
 
     def unmerge(self) -> None:
-        """Subtract merged adapters from the weight; raises ValueError for one in FP8."""
+        """Subtract merged adapters from the weight. A weight in FP8 raises ValueError."""
         if self.merged:
             _check_merge(f"unmerge: {self.parameter_name}", self)
         super().unmerge()
@@ -292,7 +291,7 @@ def _check_merge(where: str, layer: Any) -> None:
         raise ValueError(
             f"{where} is sharded: save the adapter, and merge it in a model that is not"
         )
-    if w.element_size() == 1 or (isinstance(w, GroupedTensor)):
+    if w.element_size() == 1:
         raise ValueError(
             f"{where} is in FP8 and stays as it is: keep the adapter beside it, or merge it in the "
             "model in 16 bits (a checkpoint in FP8: FineGrainedFP8Config(dequantize=True))"

@@ -54,7 +54,7 @@ def routers_of(op: str, model: nn.Module) -> list[Router]:
 
 
 def _chooses(module: nn.Module) -> bool:
-    """Whether a module's forward calls topk: of what lies beside experts, only their router does.
+    """Whether a module's forward calls topk: of the modules beside experts, only their router does.
 
     tests/test_routing_replay.py runs the router of every model of the library.
     """
@@ -95,9 +95,9 @@ def _refusal(sentence: str) -> Callable[..., Any]:
 
 @contextmanager
 def in_place(op: str, model: nn.Module, layers: list[Any]) -> Iterator[None]:
-    """Have routers run these forwards, and their own again at the end; watch ``generate``.
+    """Have routers run these forwards until the end, and ``generate`` refuse some modes.
 
-    They are set on the modules, as accelerate sets its own, which would hide a class's forward.
+    They are set on the modules, as accelerate sets forwards, which would hide a class's forward.
     """
     with ExitStack() as stack:
 

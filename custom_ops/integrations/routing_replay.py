@@ -32,22 +32,22 @@ class Routing:
     """[B, S, L, C]: for each token and layer the numbers of the experts, in the order in which
     their outputs are added. uint8 up to 256 experts, else int16. Samplers give padding -1."""
     weights: Tensor | None = None
-    """[B, S, L, C] float32: what the experts' outputs are multiplied by; None if not recorded."""
+    """[B, S, L, C] float32: the factors of the experts' outputs; None if not recorded."""
 
     @property
     def bytes_per_token(self) -> int:
-        """What the choices of one token take in all layers, weights included."""
+        """The bytes of a token's choices in all layers, weights included."""
         parts = [self.experts] if self.weights is None else [self.experts, self.weights]
         return sum(t[0, 0].nbytes for t in parts)
 
     def to(self, device: torch.device | str) -> "Routing":
-        """The same on another device, as the CPU, where it waits for training."""
+        """A copy on another device, as the CPU, where it waits for training."""
         weights = None if self.weights is None else self.weights.to(device)
         return replace(self, experts=self.experts.to(device), weights=weights)
 
 
 class Recording:
-    """What :func:`record_routing` gives: the choices so far."""
+    """The choices so far: :func:`record_routing` gives it."""
 
     def __init__(self, layers: "list[_Recorded]") -> None:
         self._layers = layers
@@ -85,7 +85,7 @@ def record_routing(
     A call with ``max_tokens`` tokens of each sequence is recorded from the first one on. A call
     with fewer goes on where the last one ended, as the prefill and the steps of ``generate`` do,
     greedy or sampling; its other modes exchange sequences or take tokens back, and are refused.
-    What activation checkpointing computes again in an eager backward is not recorded again.
+    A forward that activation checkpointing repeats in an eager backward is not recorded again.
     Nothing waits for the device, and memory is taken once: it works compiled and in CUDA graphs.
 
     Args:
@@ -93,7 +93,7 @@ def record_routing(
             not.
         batch_size: B, the sequences of each call.
         max_tokens: the most tokens of a sequence, those of its prompt among them.
-        weights: whether to record what the experts' outputs are multiplied by, too.
+        weights: whether to record the factors of the experts' outputs, too.
 
     Returns:
         A context; within and after it, ``recording.routing`` is a :class:`Routing`.
@@ -131,8 +131,8 @@ def record_routing(
 def replay_routing(model: nn.Module, routing: Routing | Tensor) -> Iterator[None]:
     """Have a model's tokens go to given experts, those that another model or call chose.
 
-    The model's own routers compute their logits, and of these the weights of the given experts, in
-    their own way, so gradients reach the routers; docs/reinforcement_learning.md says what decides
+    The model's routers compute their logits, and of these the weights of the given experts, as they
+    always do, so gradients reach the routers; docs/reinforcement_learning.md says what decides
     nothing here. A call with all S tokens of the sequences takes the routing as a whole. A call
     with fewer goes on where the last one ended, as in ``generate``; gradients must be off then.
     With activation checkpointing the backward belongs into the context, before the next routing.
@@ -219,7 +219,7 @@ def _check_replays_nothing(op: str, router: Router) -> None:
             raise ValueError(
                 f"{op}: {router.layer} replays a routing already: leave that context first"
             )
-        layer = getattr(layer.own_forward, "__self__", None)
+        layer = getattr(layer.router_forward, "__self__", None)
 
 
 class _Columns(nn.Module):
@@ -238,7 +238,7 @@ class _Columns(nn.Module):
         self.device = parameter.device
         column = torch.zeros((), dtype=torch.int64, device=self.device)
         self.register_buffer("column", column, persistent=False)
-        self.own_forward: Callable[..., Any] = router.module.forward
+        self.router_forward: Callable[..., Any] = router.module.forward
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ValueError(
@@ -284,7 +284,7 @@ class _Recorded(_Columns):
         super().__init__(op, router, shape)
         (B, S), C = shape, router.num_chosen
         dtype = torch.uint8 if router.num_experts <= 256 else torch.int16
-        room = B, S + 1, C  # the last column takes what there is no room for
+        room = B, S + 1, C  # the last column takes the tokens past S
         new = torch.zeros(room, dtype=dtype, device=self.device)
         self.register_buffer("experts", new, persistent=False)
         floats = torch.zeros(room, device=self.device) if weights else None
@@ -292,7 +292,7 @@ class _Recorded(_Columns):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The router's forward."""
-        output = self.own_forward(*args, **kwargs)
+        output = self.router_forward(*args, **kwargs)
         if _recomputes():
             return output
         _, weights, experts = output[:3]
@@ -327,7 +327,7 @@ class _Replayed(_Columns):
         """The router's forward, with these choices."""
         choose = _Choose(self)
         with choose:
-            output = self.own_forward(*args, **kwargs)
+            output = self.router_forward(*args, **kwargs)
         if choose.times != 1:
             raise ValueError(
                 f"{self.op}: {self.router.layer}: {type(self.router.module).__name__} chooses its "
@@ -348,7 +348,7 @@ class _Replayed(_Columns):
 class _Choose(TorchFunctionMode):
     """Gives the topk of a router's scores [T, E] the experts of a replay.
 
-    Whatever else the router computes is its own. Its other topk, of scores in groups of experts,
+    The router computes all else as it always does. Its other topk, of scores in groups of experts,
     have another shape.
     """
 

@@ -1,7 +1,7 @@
 """Calls of the kernels that layers run, small and uneven, and the same in plain torch.
 
-Ops that differ in where they read or write a weight share a kernel, and one of them is here. The
-tests call all. Blocks in FP8 are dequantized, so that what nothing reads is not compared.
+Ops that differ in where they read or write a weight share a kernel, and this file calls one of
+them; the tests call all. Blocks in FP8 are dequantized, so that no unspecified byte is compared.
 
 T rows, E groups, K in_features, N out_features. Groups are unaligned and empty, and rows past the
 last group hold NaN.
@@ -75,20 +75,15 @@ def inputs() -> Inputs:
     )
 
 
-class Tolerance(NamedTuple):
-    """The largest difference from plain torch: a share of the number, and a number."""
-
-    relative: float = 0.0
-    absolute: float = 0.0
-
-
-EXACT = Tolerance()
+#: The largest difference from plain torch: a share of the number, and a number.
+Tolerance = tuple[float, float]
+EXACT = 0.0, 0.0
 #: The rounding of a result to 16 bits, and sums of a few products in float32.
-ROUNDED = Tolerance(2.0**-8, 2.0**-13)
+ROUNDED = 2.0**-8, 2.0**-13
 #: e4m3 has 3 bits of mantissa; scales are at most 2 / 448 of the largest magnitude, some 32 here.
-QUANTIZED = Tolerance(2.0**-4 + 2.0**-7, 2.0**-12)
+QUANTIZED = 2.0**-4 + 2.0**-7, 2.0**-12
 #: FP8 tensor cores lose up to 8 * 2^-13 of what they add: 288 products of magnitude 0.64.
-SUM = Tolerance(2.0**-8, 0.2)
+SUM = 2.0**-8, 0.2
 
 #: Of the inputs: a tensor, or several.
 Results = Callable[[Inputs], Any]
@@ -209,7 +204,7 @@ def wgrad_of_blocks(i: Inputs) -> Tensor:
 
 
 def accumulated(i: Inputs, op: Callable[..., object], *operands: Tensor) -> Tensor:
-    """What an op adds to main_grad, and main_grad."""
+    """The sum of main_grad and what an op adds to it."""
     op(main_grad := i.main_grad.clone(), *operands)
     return main_grad
 
@@ -321,7 +316,7 @@ CALLS = (
         lambda i: [swiglu(i.dy)] * 2,
     ),
     Call("group_quantize_swiglu_grad", quantized_gradients),
-    Call("watch_operand_", watched, None, Tolerance(2.0**-40), same_bits=False),
+    Call("watch_operand_", watched, None, (2.0**-40, 0.0), same_bits=False),
     summed("grouped_mm", mm_16_bits, mm_16_bits_in_torch),
     summed(
         "grouped_mm_swiglu",

@@ -1,6 +1,5 @@
 """One call on a device beside torch's or the CPU's, and once more in memory full of NaN."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -8,14 +7,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from grouped_linear.selftest.calls import EXACT, Call, Inputs, Tolerance
-
-
-@dataclass
-class Verdict:
-    """The failures of an op on a device: a sentence for each wrong result and each error."""
-
-    op: str
-    failures: list[str] = field(default_factory=list)
 
 
 def results(call: Call, inputs: Inputs, device: torch.device, poison: bool = False) -> list[Tensor]:
@@ -50,21 +41,20 @@ def differing(actual: Tensor, expected: Tensor, tolerance: Tolerance = EXACT) ->
     return f"{int((~near).sum())} of {near.numel()} numbers differ, as {got:.6g} from {right:.6g}"
 
 
-def check(call: Call, inputs: Inputs, device: torch.device, verdict: Verdict) -> None:
-    """Add the failures of a call to the verdict of its op."""
+def failures(call: Call, inputs: Inputs, device: torch.device) -> list[str]:
+    """A sentence for each wrong result of a call on a device, and for its error."""
+    on_cpu = device.type == "cpu"
     try:
         once, again = (results(call, inputs, device, poison) for poison in (False, True))
-        on_cpu = device.type == "cpu"
         reference = call._replace(ours=call.torchs or call.ours) if on_cpu else call
         expected = results(reference, inputs, torch.device("cpu"))
     except (RuntimeError, ValueError) as error:
-        verdict.failures.append((str(error) or type(error).__name__).splitlines()[0])
-        return
+        return [(str(error) or type(error).__name__).splitlines()[0]]
     tolerance = EXACT if call.same_bits and not on_cpu else call.tolerance
+    found = []
     for i, (t, same, right) in enumerate(zip(once, again, expected, strict=True)):
-        said = differing(t, right, tolerance)
-        said = f"beside {'torch' if on_cpu else 'the CPU'}: {said}" if said else ""
-        if not said and (changed := differing(same, t)):
-            said = f"beside the same call again: {changed}"
-        if said:
-            verdict.failures.append(f"result {i}: {said}")
+        if said := differing(t, right, tolerance):
+            found.append(f"result {i}: beside {'torch' if on_cpu else 'the CPU'}: {said}")
+        elif said := differing(same, t):
+            found.append(f"result {i}: beside the same call again: {said}")
+    return found

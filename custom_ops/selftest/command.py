@@ -9,7 +9,7 @@ import torch
 from grouped_linear.report import first_line, report
 from grouped_linear.selftest import speed
 from grouped_linear.selftest.calls import CALLS, Call, Inputs, inputs
-from grouped_linear.selftest.check import Verdict, check
+from grouped_linear.selftest.check import failures
 from grouped_linear.selftest.graph import wrong_replays
 
 SHOWN = 3  # failures of one op
@@ -23,7 +23,7 @@ the CPU's."""
 
 
 def devices() -> list[torch.device]:
-    """The CPU, and the current GPU where there is one that the ops run on."""
+    """The CPU, and the current GPU if the ops run on it."""
     if why_no_gpu():
         return [CPU]
     return [CPU, torch.device("cuda", torch.cuda.current_device())]
@@ -32,32 +32,32 @@ def devices() -> list[torch.device]:
 def why_no_gpu() -> str:
     """Why the CPU alone is tested, or nothing."""
     if not torch.cuda.is_available():
-        return "There is no GPU here, or torch does not see one"
+        return "torch sees no GPU"
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
         return f"The GPU has compute capability {capability[0]}.{capability[1]}, and ops need 8.0"
     return ""
 
 
-def verdicts_on(calls: Iterable[Call], given: Inputs, device: torch.device) -> list[Verdict]:
-    """What each op gave on a device, in the order of their first calls."""
-    verdicts: dict[str, Verdict] = {}
-    for made in calls:
-        check(made, given, device, verdicts.setdefault(made.op, Verdict(made.op)))
-    return list(verdicts.values())
+def failures_on(calls: Iterable[Call], given: Inputs, device: torch.device) -> dict[str, list[str]]:
+    """The failures of each op on a device, in the order of their first calls."""
+    found: dict[str, list[str]] = {}
+    for call in calls:
+        found.setdefault(call.op, []).extend(failures(call, given, device))
+    return found
 
 
-def rows_of(verdicts: Iterable[Verdict]) -> Iterator[str]:
+def rows_of(found: dict[str, list[str]]) -> Iterator[str]:
     """A row for each op, with the first of its failures below."""
-    for verdict in verdicts:
-        yield f"  {verdict.op:<32}{'FAILS' if verdict.failures else 'ok'}"
-        yield from (f"      {failure}" for failure in verdict.failures[:SHOWN])
-        if len(verdict.failures) > SHOWN:
-            yield f"      and {len(verdict.failures) - SHOWN} more"
+    for op, failed in found.items():
+        yield f"  {op:<32}{'FAILS' if failed else 'ok'}"
+        yield from (f"      {failure}" for failure in failed[:SHOWN])
+        if len(failed) > SHOWN:
+            yield f"      and {len(failed) - SHOWN} more"
 
 
 def graph_failures() -> list[str]:
-    """What is wrong with replays of a CUDA graph, an error among it."""
+    """A sentence for each wrong replay of a CUDA graph, or for its error."""
     try:
         return wrong_replays()
     except RuntimeError as error:
@@ -86,9 +86,9 @@ def main(calls: Sequence[Call] = CALLS) -> int:
         given, failed = inputs(), []
         for device in devices():
             print(f"\nops on {device}", flush=True)
-            verdicts = verdicts_on(calls, given, device)
-            print("\n".join(rows_of(verdicts)), flush=True)
-            failed += [f"{verdict.op} on {device}" for verdict in verdicts if verdict.failures]
+            found = failures_on(calls, given, device)
+            print("\n".join(rows_of(found)), flush=True)
+            failed += [f"{op} on {device}" for op, sentences in found.items() if sentences]
             if device.type == "cuda":
                 wrong = graph_failures()
                 print(f"  one CUDA graph, other group sizes: {'FAILS' if wrong else 'ok'}")

@@ -15,18 +15,18 @@ SPLITS = ((0, 130, 3, 257, 64), (211, 0, 1, 0, 288))
 
 
 def step(x_TK: Tensor, dy_TN: Tensor, w_ENK: Tensor, m_splits_E: Tensor) -> list[Tensor]:
-    """A layer forward and backward in FP8, and in its own dtype. The rows of groups alone."""
+    """A layer forward and backward in FP8, and in 16 bits. The rows of groups alone."""
     y, offs, x_t, scale_x_t, w_t, scale_w = ops.block_scaled_linear(x_TK, w_ENK, m_splits_E)
     grads = ops.block_scaled_linear_grad(dy_TN, offs, x_t, scale_x_t, w_t, scale_w, bias_grad=True)
-    own = ops.grouped_mm(x_TK, w_ENK.mT, offs), ops.grouped_mm_wgrad(dy_TN, x_TK, offs)
-    return [t for t in tree_leaves([y, tuple(grads), ops.swiglu(y, offs), own]) if t is not None]
+    plain = ops.grouped_mm(x_TK, w_ENK.mT, offs), ops.grouped_mm_wgrad(dy_TN, x_TK, offs)
+    return [t for t in tree_leaves([y, tuple(grads), ops.swiglu(y, offs), plain]) if t is not None]
 
 
 def wrong_replays() -> list[str]:
     """A sentence for each output of a replay that differs."""
     x, dy, w = (torch.randn(*s).bfloat16().cuda() for s in ((T, K), (T, N), (E, N, K)))
     m_splits = torch.tensor(SPLITS[0], device="cuda")
-    step(x, dy, w, m_splits)  # what is loaded or set up once is no part of a graph
+    step(x, dy, w, m_splits)  # loads and sets up, which is no part of a graph
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
