@@ -3,6 +3,7 @@
 T rows, E groups, K in_features, N out_features, F features of h.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -108,8 +109,9 @@ def test_differences_of_an_mlp(name: str, compiled: bool) -> None:
 def test_weights_that_are_frozen() -> None:
     """By their numbers: of rounded operands the output, and of dy the gradient of x."""
     layer, (x, dy) = linear(Float8BlockScaling(), weights="fp8"), arguments()
-    before = {name: p.clone() for name, p in layer.named_parameters()}
+    before, seen = {name: p.clone() for name, p in layer.named_parameters()}, watch(layer)
     found = compare(layer, lambda: layer(x, SPLITS).backward(dy), roles=True)
+    assert all(math.isnan(row.moved) for row in seen.read().operands)  # none has to
     by_role = {(d.tensor, d.quantized): d.difference for d in found.differences}
     assert {tensor for tensor, _ in by_role} == {"output", "x"}
     assert 0.01 < by_role["output", "all"] < 0.06

@@ -22,7 +22,6 @@ from grouped_linear.nn.dispatcher import TokenDispatcher
 from grouped_linear.nn.watched import ROLES, WatchedLayer
 from grouped_linear.quantized.frozen import KeepsFrozen
 from grouped_linear.quantized.state_dict import SCALE
-from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight_cache import WeightCache
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import DelayedScalingState, Recipe
@@ -220,7 +219,7 @@ def _in_high_precision(p: nn.Parameter | None) -> nn.Parameter | None:
     if p is None:
         return None
     w: Tensor = p.detach()
-    if isinstance(w, (GroupedTensor, GroupedTensorWithMaster)):
+    if isinstance(w, GroupedTensorWithMaster):
         w = w.numbers(w.dtype)
     return nn.Parameter(w, p.requires_grad)
 

@@ -47,7 +47,7 @@ class OperandStatistics(NamedTuple):
     shared: float
     """The share of wgrad's blocks of 128 x 128 whose columns share a scale."""
     moved: float
-    """Of a weight the share of numbers that differ from those of the reading before."""
+    """Of a weight that learns the share of numbers that differ from those of the reading before."""
 
 
 class Load(NamedTuple):

@@ -23,7 +23,6 @@ from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.watch import MAXIMA
 from grouped_linear.nn.watched import ROLES, WatchedLayer
 from grouped_linear.quantized.gathered import GatheredWeight
-from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import local_part
 
 #: Where a reading goes: a CSV, TensorBoard's writer, or a function.
@@ -233,20 +232,16 @@ def _is_writer(to: Any) -> bool:
 
 
 def _looked_at(weight: Any) -> Tensor | None:
-    """Some numbers of a weight, as an optimizer steps them: [E, rows, columns]."""
+    """Some numbers of a weight, as an optimizer steps them: [E, rows, columns]; None if frozen."""
     w = local_part(weight)
     if not isinstance(w, Tensor) or w.dim() not in (3, 4) or w.is_meta:
         return None
-    if isinstance(w, GatheredWeight) or not w.is_floating_point():
-        # FSDP2 has the numbers in shards; the bytes of a frozen weight do not move.
+    if isinstance(w, GatheredWeight) or not weight.requires_grad:
+        # FSDP2 has the numbers in shards; a frozen weight does not move.
         return None
     w = as_matrices(w)
     _, N, K = w.shape
     n, k = slice(None, None, -(-N // MOVED_ROWS)), slice(None, None, -(-K // MOVED_COLUMNS))
-    if isinstance(w, GroupedTensor):
-        rows = torch.arange(N, device=w.device)[n] // 128
-        columns = torch.arange(K, device=w.device)[k] // 128
-        return w.q[:, n, k].float() * w.scale[:, rows][:, :, columns]
     return w[:, n, k].detach().clone()
 
 
