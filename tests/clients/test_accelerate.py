@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from grouped_linear import convert
+from grouped_linear import Float8BlockScaling, GroupedMLP, convert
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support.compare import assert_same_bits, bits
 
 accelerate = pytest.importorskip("accelerate")
@@ -72,3 +73,25 @@ def test_mapped_to_devices(quantized_mixtral: Any) -> None:
     before = bits(experts.down_proj).clone()
     accelerate.utils.set_module_tensor_to_device(experts, "down_proj", "cpu")
     assert_same_bits(bits(experts.down_proj), before)
+
+
+def test_both_precisions_made_empty_and_set() -> None:
+    """By the class of a parameter, which is given numbers alone."""
+    recipe = Float8BlockScaling()
+
+    def layer() -> GroupedMLP:
+        return GroupedMLP(4, 32, 64, recipe=recipe, dtype=torch.bfloat16, weights="both")
+
+    x, (scores, experts) = torch.randn(10, 32, dtype=torch.bfloat16), torch.rand(10, 4).topk(2)
+    drawn = layer()
+    y = drawn(x, scores, experts)
+    with accelerate.init_empty_weights():
+        empty = layer()
+    for name, p in drawn.named_parameters():
+        assert empty.get_parameter(name).is_meta
+        value = p.detach().clone().dequantize()
+        accelerate.utils.set_module_tensor_to_device(empty, name, "cpu", value=value)
+        assert isinstance(empty.get_parameter(name), GroupedTensorWithMaster)
+    assert_same_bits(empty(x, scores, experts), y)
+    accelerate.cpu_offload(empty, execution_device="cpu")
+    assert_same_bits(empty(x, scores, experts), y)
