@@ -529,6 +529,16 @@ def test_cuda_graph_reads_what_is_loaded(kind: Any) -> None:
 
 
 @EVERY_KIND
+def test_parametrized(kind: Any) -> None:
+    """As PEFT's adapters on a parameter are, which would add to bytes."""
+    layer, x_and_splits = make_layer(kind), inputs("cpu", SPLITS[0])
+    name = names_of(layer)[0]
+    torch.nn.utils.parametrize.register_parametrization(layer, name, nn.Identity())
+    with pytest.raises(RuntimeError, match=f"{name} is frozen, and a parametrization, as PEFT"):
+        layer(*x_and_splits)
+
+
+@EVERY_KIND
 def test_traced_for_torchscript(kind: Any) -> None:
     with pytest.raises(RuntimeError, match="trace records no frozen weight: use torch"):
         torch.jit.trace(make_layer(kind), inputs("cpu", SPLITS[0]))

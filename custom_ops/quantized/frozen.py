@@ -142,7 +142,8 @@ class KeepsFrozen(nn.Module):
         """Numbers and scales of a frozen weight, in the parameters' memory; None of another.
 
         A backward that reads the weight transposed makes that for itself: a copy that is kept would
-        not follow when the bytes are written. RuntimeError if the parameters are no bytes.
+        not follow when the bytes are written. RuntimeError if the parameters are no bytes, and
+        under a parametrization.
         """
         if name not in self._frozen:
             return None
@@ -156,6 +157,13 @@ class KeepsFrozen(nn.Module):
             raise RuntimeError(
                 f"{type(self).__name__}: accelerate offloads it, and would cast the numbers of its "
                 f"state dict to bytes: leave it on a device, {name} takes a byte an element"
+            )
+        parametrized: Any = self._modules.get("parametrizations") or ()
+        if name in parametrized:
+            raise RuntimeError(
+                f"{type(self).__name__}: {name} is frozen, and a parametrization, as PEFT's "
+                "adapters are, would compute with its bytes: give layers lora=Lora(...), and "
+                "models of transformers use_grouped_adapters(model)"
             )
         storage, bits, scale = self._frozen[name].storage, *self._parts(name)
         # Substituted parameters may be those of a state dict.
