@@ -287,6 +287,10 @@ class Experts(nn.Module):
         return torch.cat([(nn.functional.silu(r @ a.T) * (r @ c.T)) @ b.T for r, a, b, c in ws])
 
 
+class BaseTunerLayer(nn.ModuleDict):
+    """The name of PEFT's base of layers with adapters."""
+
+
 def test_what_is_refused() -> None:
     """Each refusal is true: tokens do differ, or somebody else computes them."""
     other_format = Recipe(
@@ -315,7 +319,7 @@ def test_what_is_refused() -> None:
     assert said[7] == "check_batch_invariant: Linear has no grouped layers"
     assert "mlp.experts: convert has not converted it" in said[8]
     # PEFT wraps a layer: its adapters are no parameters of it.
-    wrapped = nn.ModuleDict({"base_layer": GroupedMLP(2, 16, 16, recipe=Float8BlockScaling())})
+    wrapped = BaseTunerLayer({"base_layer": GroupedMLP(2, 16, 16, recipe=Float8BlockScaling())})
     assert sentence(lambda: check_batch_invariant(wrapped)).endswith("the number of rows")
     for model in (model_of("mixtral", "cpu"), nn.Sequential(Experts())):
         convert(model, Float8CurrentScaling())

@@ -7,6 +7,7 @@ from torch import nn
 
 from grouped_linear.integrations.converted_class import class_before
 from grouped_linear.integrations.experts import experts_of
+from grouped_linear.integrations.wrappers import adapted
 from grouped_linear.recipes import Recipe
 
 OWN_SCALES = (None, "block", "mx")
@@ -34,7 +35,7 @@ def check_batch_invariant(model: nn.Module) -> None:
     ValueError: check_batch_invariant: GroupedMLP: Float8CurrentScaling() has scales that all rows
     of an expert share, so a token's bits follow its batch
     """
-    found = False
+    found, has_adapters = False, adapted(model)
     module: Any
     for name, module in model.named_modules():
         experts = experts_of(module)
@@ -42,7 +43,7 @@ def check_batch_invariant(model: nn.Module) -> None:
             continue
         found = True
         if experts.computed_here:
-            reason = _reason(name, module, experts.recipe)
+            reason = _reason(module, experts.recipe, module in has_adapters)
         else:
             reason = "convert has not converted it"
         if reason is not None:
@@ -52,7 +53,7 @@ def check_batch_invariant(model: nn.Module) -> None:
         raise ValueError(f"check_batch_invariant: {type(model).__name__} has no grouped layers")
 
 
-def _reason(name: str, layer: Any, recipe: Recipe | None) -> str | None:
+def _reason(layer: Any, recipe: Recipe | None, has_adapters: bool) -> str | None:
     """Why a layer's rows may depend on each other; None if they do not."""
     if getattr(layer, "dispatcher", None) is not None:
         return "its experts are on several processes, whose capacity other tokens may take"
@@ -66,9 +67,8 @@ def _reason(name: str, layer: Any, recipe: Recipe | None) -> str | None:
     if next(layer.parameters()).device.type != "cpu":
         return None
     in_blocks = recipe is not None and recipe.input.scaling == "block"
-    names = (name, *(own for own, _ in layer.named_parameters()))
-    adapted = any("lora_" in own or "base_layer" in own for own in names)  # PEFT's wrap the layer
-    if not in_blocks or adapted:
+    has_adapters = has_adapters or any("lora_" in name for name, _ in layer.named_parameters())
+    if not in_blocks or has_adapters:
         return "torch multiplies on a CPU, and its sums follow the number of rows"
     if not _has_bf16_units():
         return "this CPU has no AVX-512 BF16, so torch multiplies, and its sums follow the rows"

@@ -20,7 +20,7 @@ from grouped_linear.integrations.converted_class import is_converted
 from grouped_linear.integrations.experts import Experts, experts_of
 from grouped_linear.integrations.look_alikes import look_alikes
 from grouped_linear.integrations.request import Replaced, Request, warn_of_others_that_hold
-from grouped_linear.integrations.wrappers import unwrapped
+from grouped_linear.integrations.wrappers import adapted
 from grouped_linear.nn.options import check_flags, check_recipe
 from grouped_linear.quantized.state_dict import SCALE
 from grouped_linear.quantized.weight import Weights, check_weights_kept
@@ -181,14 +181,14 @@ def _check_found(model: nn.Module, names: Collection[str], request: Request) -> 
 
 def _report(model: nn.Module, names: Collection[str], request: Request) -> Conversion:
     """What was converted, by names in ``named_modules``."""
-    adapted = {unwrapped(m) for m in model.modules() if type(m).__name__ == "ParamWrapper"}
-    modules, converted = [model.get_submodule(name) for name in names], []
+    has_adapters, modules = adapted(model), [model.get_submodule(name) for name in names]
+    converted = []
     for name, module in zip(names, modules, strict=True):
         experts = experts_of(module)
         assert experts is not None
         path = "grouped_linear" if experts.library == "torchtitan" else "experts implementation"
         path += how_kept(module.get_parameter(experts.weights[0]))
-        path += ", with adapters" if module in adapted else ""
+        path += ", with adapters" if module in has_adapters else ""
         size = sum(p.numel() for n, p in module.named_parameters() if not n.endswith(SCALE))
         converted.append(ConvertedExperts(name, experts.form, experts.num_experts, size, path))
     return Conversion(

@@ -143,11 +143,6 @@ def _has_powers_of_two(experts: Any) -> bool:
     return isinstance(experts, FP8Experts) or options.get("power_of_two_scales", False)
 
 
-def name_without_adapters(name: str) -> str:
-    """A module's name in its model without PEFT's wrappers, as checkpoints have it."""
-    return name.replace(".base_layer", "").replace(".original_module", "")
-
-
 def _obstacle_of(name: str, experts: Any) -> str | None:
     """Why transformers' FP8 format cannot hold the experts of this name, or None."""
     if not name.endswith(".experts"):

@@ -35,6 +35,7 @@ from grouped_linear.integrations.request import (
     replace_parameter,
     where_in,
 )
+from grouped_linear.integrations.wrappers import adapted
 from grouped_linear.quantized.weight import distributed_like, is_dtensor, keep_weight, local_part
 from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from grouped_linear.recipes import Recipe
@@ -59,7 +60,7 @@ def check(model: nn.Module, experts: Mapping[str, Any], request: Request) -> Non
             _check_can_keep_both(where, module)
         if of_module.weights == "fp8" and not is_frozen(module):
             _check_can_freeze(where, module, model)
-    if _has_adapters(model):
+    if adapted(model) & {*experts.values()}:  # PEFT is imported for such models alone
         from grouped_linear.integrations.peft import check_adapters
 
         check_adapters("convert", model)
@@ -71,7 +72,7 @@ def convert(model: nn.Module, experts: Mapping[str, Any], request: Request) -> R
     PEFT's adapters on them are grouped.
     """
     _choose(model, experts, _implementation(request))
-    if _has_adapters(model):
+    if adapted(model) & {*experts.values()}:  # PEFT is imported for such models alone
         from grouped_linear.integrations.peft import group_adapters
 
         group_adapters(model)
@@ -94,11 +95,6 @@ def convert(model: nn.Module, experts: Mapping[str, Any], request: Request) -> R
 def _implementation(request: Request) -> Implementation:
     recipe, save_in_fp8 = request.recipe, request.save_gate_up_in_fp8
     return Implementation(implementation_of(recipe, save_in_fp8), recipe, save_in_fp8)
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    """Whether PEFT, which is imported for such models alone, has wrapped a module's parameter."""
-    return any(type(module).__name__ == "ParamWrapper" for module in model.modules())
 
 
 @torch.no_grad()

@@ -21,8 +21,8 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 from grouped_linear.integrations.converted_class import class_before
 from grouped_linear.integrations.experts import goes_through_interface
 from grouped_linear.integrations.experts_forward import weight_names
-from grouped_linear.integrations.fp8_checkpoint import name_without_adapters
 from grouped_linear.integrations.implementation import Implementation
+from grouped_linear.integrations.wrappers import named_unwrapped
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, dtype_name
 from grouped_linear.nn.lora import MAX_RANK, Lora, LoraWeights
 from grouped_linear.quantized.weight import is_dtensor
@@ -78,7 +78,7 @@ def use_grouped_adapters(model: nn.Module, *, dropout: float | None = None) -> t
     >>> experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     >>> model = get_peft_model(model, LoraConfig(target_modules=[], target_parameters=experts))
     >>> use_grouped_adapters(model)[0]
-    'base_model.model.model.layers.0.mlp.experts.down_proj'
+    'model.layers.0.mlp.experts.down_proj'
     """
     op = "use_grouped_adapters"
     found = dict(_wrappers_of_experts(model))
@@ -133,10 +133,11 @@ def check_implementation(where: str, experts: Any) -> None:
 
 def _wrappers_of_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """PEFT's wrappers of parameters of experts, by the parameter's name in the plain model."""
-    for name, module in model.named_modules():
-        is_wrapper = isinstance(module, lora.ParamWrapper)
-        if is_wrapper and goes_through_interface(module.get_base_layer()):
-            yield f"{name_without_adapters(name)}.{module.parameter_name}", module
+    names = {module: name for name, module in named_unwrapped(model)}
+    for module in model.modules():
+        experts = module.get_base_layer() if isinstance(module, lora.ParamWrapper) else module
+        if experts is not module and goes_through_interface(experts):
+            yield f"{names[experts]}.{module.parameter_name}", module
 
 
 def _check(where: str, wrapper: Any) -> None:

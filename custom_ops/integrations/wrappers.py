@@ -36,6 +36,15 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
     return children["original_module"]
 
 
+def adapted(model: nn.Module) -> set[nn.Module]:
+    """The modules of a model that PEFT's layers are around, which may add adapters to them."""
+    return {
+        unwrapped(module)
+        for module in model.modules()
+        if any(cls.__name__ == "BaseTunerLayer" for cls in type(module).__mro__)
+    }
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module that computes: that inside of all wrappers, or the module itself.
 

@@ -356,7 +356,7 @@ def test_what_cannot_be() -> None:
     attention = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     refused("use_grouped_adapters: PeftModel has no adapter on experts", attention)
     sentence = (
-        r"use_grouped_adapters: base_model\.\S+down_proj: the experts implementation 'grouped_mm'"
+        r"use_grouped_adapters: model\.\S+down_proj: the experts implementation 'grouped_mm'"
     )
     refused(sentence, peft.get_peft_model(model_of(), config_of()))
 
