@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,15 +31,6 @@ class ConvertedExperts(NamedTuple):
     """What computes them now, and how their weights are kept if that changed."""
 
 
-class SkippedExperts(NamedTuple):
-    """A module that looks like experts and was skipped."""
-
-    name: str
-    """In ``named_modules`` of the model."""
-    why: str
-    """A few words."""
-
-
 class KeptWeights(NamedTuple):
     """Experts' weights that are kept alike."""
 
@@ -66,8 +57,8 @@ class Conversion:
     """How the GEMMs are computed."""
     converted: tuple[ConvertedExperts, ...]
     """In the order of ``named_modules``; never empty."""
-    skipped: tuple[SkippedExperts, ...]
-    """What looks like experts and is unchanged."""
+    skipped: Mapping[str, str]
+    """Modules that look like experts and are unchanged: by name, why, in a few words."""
     weights: tuple[KeptWeights, ...] = ()
     """How the weights of all these experts are kept, the most bytes first."""
     recipes: Mapping[str, Recipe | None] = field(default_factory=dict)
@@ -94,9 +85,9 @@ class Conversion:
         return "\n".join(lines)
 
 
-def lines_of(skipped: Iterable[SkippedExperts]) -> list[str]:
+def lines_of(skipped: Mapping[str, str]) -> list[str]:
     """Name and reason of what was skipped, alike ones once."""
-    counts = Counter((_pattern(one.name), one.why) for one in skipped)
+    counts = Counter((_pattern(name), why) for name, why in skipped.items())
     return [
         f"{name} ({why}; {n} of them)" if n > 1 else f"{name} ({why})"
         for (name, why), n in counts.items()

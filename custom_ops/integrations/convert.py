@@ -166,7 +166,7 @@ def _check_found(model: nn.Module, names: Collection[str], request: Request) -> 
     if not names:
         if any(map(is_converted, model.modules())):
             raise ValueError(f"convert: experts of {type(model).__name__} are converted already")
-        skipped = tuple(look_alikes(model))
+        skipped = look_alikes(model)
         raise ValueError(
             f"convert: {type(model).__name__} has no experts of a form that is known"
             + (", and these look like experts: " if skipped else "")
@@ -194,7 +194,7 @@ def _report(model: nn.Module, names: Collection[str], request: Request) -> Conve
     return Conversion(
         request.recipe,
         tuple(converted),
-        tuple(look_alikes(model)),
+        look_alikes(model),
         kept_weights(modules, request.recipe),
         dict(request.recipes),
     )

@@ -1,19 +1,18 @@
 """Modules that look like experts and have no known form: what they are, why they are skipped."""
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from grouped_linear.integrations.conversion import SkippedExperts
 from grouped_linear.integrations.experts import experts_of, goes_through_interface
 from grouped_linear.nn.from_modules import swiglu_names
 
 
-def look_alikes(model: nn.Module) -> Iterator[SkippedExperts]:
-    """What looks like experts and is computed by none of this package's layers."""
+def look_alikes(model: nn.Module) -> dict[str, str]:
+    """Why modules that look like experts are skipped, by name, where this package computes none."""
+    skipped: dict[str, str] = {}
     seen: list[str] = []  # prefixes of what is converted or reported as a whole
     for name, module in model.named_modules():
         if any(name.startswith(prefix) for prefix in seen):
@@ -25,7 +24,8 @@ def look_alikes(model: nn.Module) -> Iterator[SkippedExperts]:
         why = _why_skipped(name, module)
         if why:
             seen.append(f"{name}.")
-            yield SkippedExperts(name, why)
+            skipped[name] = why
+    return skipped
 
 
 def _why_skipped(name: str, module: Any) -> str:

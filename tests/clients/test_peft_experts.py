@@ -355,9 +355,7 @@ def test_what_cannot_be() -> None:
     refused("use_grouped_adapters: MixtralForCausalLM has no adapter on experts", model)
     attention = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     refused("use_grouped_adapters: PeftModel has no adapter on experts", attention)
-    sentence = (
-        r"use_grouped_adapters: model\.\S+down_proj: the experts implementation 'grouped_mm'"
-    )
+    sentence = r"use_grouped_adapters: model\.\S+down_proj: the experts implementation 'grouped_mm'"
     refused(sentence, peft.get_peft_model(model_of(), config_of()))
 
     for call in (convert, use_grouped_adapters):
