@@ -20,7 +20,6 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grouped_linear import Float8BlockScaling, convert, record_routing, replay_routing
 from grouped_linear.integrations.transformers import fp8_tensors
-from grouped_linear.quantized.tensor import GroupedTensor
 
 CONFIG = Qwen3MoeConfig(
     vocab_size=64,
@@ -41,17 +40,16 @@ SAMPLES, PROMPT, LENGTH = 32, 4, 8
 
 def load_weights(sampler: Qwen3MoeForCausalLM, weights: object) -> None:
     """Copy pairs of name and tensor, as a sampler in another program would."""
-    parts = dict(sampler.named_parameters())
+    parts = sampler.state_dict()  # of the memory that it computes with
     for name, tensor in weights:
         layer, _, expert = name.partition(".experts.")
         if not expert:
-            parts[name].data.copy_(tensor)
+            parts[name].copy_(tensor)
             continue
         number, projection, kind = expert.split(".")  # 3.up_proj.weight_scale_inv
         is_down = projection == "down_proj"
-        weight = parts[f"{layer}.experts.{'down_proj' if is_down else 'gate_up_proj'}"]
-        assert isinstance(weight, GroupedTensor)
-        to = (weight.q if kind == "weight" else weight.scale)[int(number)]
+        weight = f"{layer}.experts.{'down_proj' if is_down else 'gate_up_proj'}"
+        to = parts[weight + kind.removeprefix("weight")][int(number)]
         (to if is_down else to.chunk(2)[projection == "up_proj"]).copy_(tensor)
 
 

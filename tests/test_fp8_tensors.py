@@ -20,10 +20,9 @@ from transformers import FineGrainedFP8Config
 from grouped_linear import (
     Float8BlockScaling,
     Float8CurrentScaling,
+    GroupedMLP,
     convert,
-    grouped_mlp,
 )
-from grouped_linear.quantized.tensor import GroupedTensor
 from support.compare import assert_same_bits
 from support.devices import devices
 from support.errors import sentence
@@ -179,13 +178,13 @@ def test_a_sampler_computes_the_bits_of_training(family: str, weights: Any) -> N
     for name, t in fp8_tensors(model):
         if name.startswith("model.layers.1.") and ".experts." in name:
             sampler.load(family, name, t)
-    parts = (sampler.w13, sampler.w13_scale), (sampler.w2, sampler.w2_scale)
-    w13, w2 = (GroupedTensor.from_parts(*part, BF16, columnwise=False) for part in parts)
+    mlp = GroupedMLP(E, H, F, recipe=Float8BlockScaling(), weights="fp8")
+    parts = {"gate_up_proj": sampler.w13, "gate_up_proj_scale_inv": sampler.w13_scale}
+    mlp.load_state_dict(parts | {"down_proj": sampler.w2, "down_proj_scale_inv": sampler.w2_scale})
     x, scores = torch.randn(10, H, dtype=BF16), torch.rand(10, E)
     experts = model.model.layers[1].mlp.experts
     top, chosen = scores.topk(2)
-    y = grouped_mlp(x, top, chosen, w13, w2, recipe=Float8BlockScaling())
-    assert_same_bits(y, experts(x, chosen, top))
+    assert_same_bits(mlp(x, top, chosen), experts(x, chosen, top))
 
 
 def loaded(model: Any, **options: Any) -> Any:

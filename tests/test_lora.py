@@ -32,7 +32,8 @@ from grouped_linear import (
 from grouped_linear.autograd.low_rank import padded_factors
 from grouped_linear.nn.lora import LoraWeights
 from grouped_linear.ops import sort_by_expert
-from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.quantized.frozen import dequantize_blocks
+from grouped_linear.quantized.with_master import GroupedTensorWithMaster
 from support import reference
 from support.compare import assert_same_bits
 from support.devices import devices, needs_gpu
@@ -247,19 +248,23 @@ def grads_over_quantized_base(leaves: Leaves, dy_RH: Tensor) -> list[Tensor]:
     return [y, dx, da, db, wgrad(dh2_r, h, offs_E), wgrad(dy_RH, h2_r, offs_E)]
 
 
+def dequantized(t: GroupedTensorWithMaster) -> Tensor:
+    return dequantize_blocks(t.q, t.scale, t.dtype)
+
+
 @DEVICES
 @pytest.mark.parametrize("rank", [1, 16, 40])
 def test_over_quantized_base(rank: int, device: str) -> None:
     """Over frozen FP8 weights: outputs and gradients within bf16's rounding of float64's."""
     leaves = mlp_leaves(sum(SPLITS), "plain", "both", device, BF16, rank)
     for i in (1, 2):
-        leaves[i] = GroupedTensor.quantize(leaves[i], columnwise=rank == 16)
+        leaves[i] = GroupedTensorWithMaster.quantize(leaves[i], columnwise=rank == 16)
     call = fused_sorted("plain", Float8BlockScaling(), SPLITS)
     y = call(*leaves)
     dy = torch.randn_like(y)
     learning = [t for t in leaves if t is not None and t.requires_grad]
     actual = [y, *torch.autograd.grad(y, learning, dy)]
-    plain = [t.dequantize() if isinstance(t, GroupedTensor) else t for t in leaves]
+    plain = [dequantized(t) if isinstance(t, GroupedTensorWithMaster) else t for t in leaves]
     # Rounding to bf16's 8 bits gives 1.7e-3 of the norm. Tensor cores add FP8 products with fewer
     # bits than float32 has: where bf16 then rounds otherwise, some of SwiGLU's numbers become the
     # next ones in FP8, 2^-4 of them away. On an H100 that came to 3.2e-3 to 4.9e-3.

@@ -34,8 +34,9 @@ from grouped_linear import (
     SwiGLU,
     convert,
     grouped_mlp,
+    ops,
 )
-from grouped_linear.quantized.tensor import GroupedTensor
+from grouped_linear.quantized.frozen import dequantize_blocks
 from support import reference
 from support.calls import Calls
 from support.commands import run
@@ -272,7 +273,7 @@ def test_experts_that_are_kept_in_fp8(family: str, compiled: bool, device: str) 
         model(input_ids=ids)
 
 
-def in_fp8(model: nn.Module, experts: Any, device: str) -> tuple[Any, list[GroupedTensor]]:
+def in_fp8(model: nn.Module, experts: Any, device: str) -> tuple[Any, list[Tensor]]:
     """A copy whose experts are those of a checkpoint in FP8, and their weights."""
     others = ["lm_head", "model.layers.0.self_attn", "model.layers.0.mlp.gate"]
     config = FineGrainedFP8Config()
@@ -280,11 +281,11 @@ def in_fp8(model: nn.Module, experts: Any, device: str) -> tuple[Any, list[Group
     quantized = copied.model.layers[0].mlp.experts.to_empty(device=device)
     weights = []
     for name in ("gate_up_proj", "down_proj"):
-        w = GroupedTensor.quantize(getattr(experts, name).detach(), columnwise=False)
-        getattr(quantized, name).data.copy_(w.q)
-        getattr(quantized, f"{name}_scale_inv").data.copy_(w.scale)
-        getattr(experts, name).data.copy_(w.dequantize())
-        weights.append(w)
+        q, scale, _ = ops.quantize_weight(getattr(experts, name).detach(), columnwise=False)
+        getattr(quantized, name).data.copy_(q)
+        getattr(quantized, f"{name}_scale_inv").data.copy_(scale)
+        weights.append(dequantize_blocks(q, scale, getattr(experts, name).dtype))
+        getattr(experts, name).data.copy_(weights[-1])
     return copied, weights
 
 
@@ -648,8 +649,8 @@ def check_frozen_where_they_are(model: Any, rank: int, ids: Tensor) -> None:
         assert torch.equal(model(input_ids=ids)[0], before)
     state, (_, down) = model.state_dict(), weights_of(model)
     key = next(n for n, p in model.named_parameters() if p is down)
-    expected = GroupedTensor.quantize(weights[key], columnwise=False)
-    for part, of_whole in ((state[key], expected.q), (state[f"{key}_scale_inv"], expected.scale)):
+    q, scale, _ = ops.quantize_weight(weights[key], columnwise=False)
+    for part, of_whole in ((state[key], q), (state[f"{key}_scale_inv"], scale)):
         assert torch.equal(part.to_local().view(torch.uint8), of_whole.view(torch.uint8))
         assert part.shape == (PROCESSES * of_whole.size(0), *of_whole.shape[1:])
 

@@ -16,7 +16,6 @@ from grouped_linear.autograd.linear import GroupedLinearFunction
 from grouped_linear.meta_kernels.rules import ACTIVATIONS, FEATURE_MULTIPLE, MAX_GROUPS, dtype_name
 from grouped_linear.nn.lora import MAX_RANK, LoraWeights, dropped, is_number
 from grouped_linear.nn.options import check_recipe, check_state
-from grouped_linear.quantized.tensor import GroupedTensor
 from grouped_linear.quantized.weight import KEPT, is_dtensor, stored_weight
 from grouped_linear.recipes import UNQUANTIZED, DelayedScalingState, Recipe, WeightList
 
@@ -205,10 +204,9 @@ def grouped_linear(
         x: [..., K] bfloat16, float16 or float32, rows sorted by group; leading dimensions count as
             rows. K and N are multiples of 16.
         weight: [E, N, K]. Without a recipe of x's dtype; the quantizing recipes read any of the
-            three dtypes. Under ``Float8BlockScaling`` it may also be a
-            ``GroupedTensor``, which is read as it is. A weight that is stored
-            as [E, K, N] is given as its ``.mT``: it is read in place (MXFP8 copies it), and its
-            gradient has its layout (a gradient in e5m2 is copied).
+            three dtypes. A weight that is stored as [E, K, N] is given as its ``.mT``: it is read
+            in place (MXFP8 copies it), and its gradient has its layout (a gradient in e5m2 is
+            copied).
         m_splits: [E] rows of each group, int32 or int64. A tensor on x's device is never read by
             the host; a list or a tensor elsewhere is copied there.
         bias: [E, N], of any of the three dtypes.
@@ -225,8 +223,7 @@ def grouped_linear(
         RuntimeError: for a wrong shape, dtype, device or size, and on CPU for wrong m_splits.
         TypeError: for an argument that is no tensor, or no adapter.
         ValueError: if ``recipe`` is no recipe, if its state is missing, if there is a state and no
-            recipe that has one, and for a quantized weight under another recipe than
-            ``Float8BlockScaling``.
+            recipe that has one.
 
     >>> x, weight = torch.randn(5, 16), torch.randn(2, 32, 16)
     >>> y = grouped_linear(x, weight, torch.tensor([2, 3]))
@@ -234,8 +231,6 @@ def grouped_linear(
     True
     """
     check_parameters("grouped_linear", weight=weight, bias=bias)
-    if isinstance(weight, GroupedTensor):
-        weight.check_whole()
     if weight.dim() != 3:
         raise RuntimeError(f"grouped_linear: weight must be [E, N, K], got {list(weight.shape)}")
     check_recipe("grouped_linear", recipe)

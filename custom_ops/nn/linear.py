@@ -103,10 +103,7 @@ class GroupedLinear(HasAdapters):
         check_features("GroupedLinear", "out_features", out_features)
         check_flags("GroupedLinear", bias=bias)
         check_options("GroupedLinear", recipe, cache_weights, fuse_wgrad_accumulation, dtype)
-        fused = fuse_wgrad_accumulation
-        check_weights_kept(
-            "GroupedLinear", recipe, weights, None, cache_weights, fuse_wgrad_accumulation=fused
-        )
+        check_weights_kept("GroupedLinear", recipe, weights, cache_weights, fuse_wgrad_accumulation)
         check_lora("GroupedLinear", lora)
         self.num_experts, self.in_features, self.out_features = (
             num_experts,

@@ -117,10 +117,7 @@ class GroupedMLP(HasAdapters):
         check_flags("GroupedMLP", bias=bias, save_gate_up_in_fp8=save_gate_up_in_fp8)
         check_activation("GroupedMLP", activation)
         check_options("GroupedMLP", recipe, cache_weights, fuse_wgrad_accumulation, dtype)
-        fused = fuse_wgrad_accumulation
-        check_weights_kept(
-            "GroupedMLP", recipe, weights, None, cache_weights, fuse_wgrad_accumulation=fused
-        )
+        check_weights_kept("GroupedMLP", recipe, weights, cache_weights, fuse_wgrad_accumulation)
         adapters = _adapters_of(lora)
         self.num_experts = num_experts
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size

@@ -2,7 +2,6 @@
 
 A :class:`Recipe` is data: a :class:`Format` for x, for the weight and for dy. ``quantize`` and
 ``weight`` make operands in these formats; no other code depends on a layer's format.
-``GroupedTensor`` alone has a fixed one, that of ``Float8BlockScaling``.
 """
 
 from grouped_linear.recipes.block import Float8BlockScaling

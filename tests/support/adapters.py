@@ -18,7 +18,6 @@ from transformers.integrations import finegrained_fp8
 
 from grouped_linear import Recipe, convert
 from grouped_linear.integrations.peft import ParamWrapper, use_grouped_adapters
-from grouped_linear.quantized.tensor import GroupedTensor
 
 IDS = torch.arange(24).reshape(2, 12)
 GATE_UP, DOWN = EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -150,7 +149,7 @@ def weights_of(model: Any) -> dict[str, Tensor]:
             experts, _, own = name.rpartition(".")
             frozen = p.dtype == torch.uint8
             w = model.get_submodule(experts).dequantize(own) if frozen else p.detach()
-            found[name] = w.dequantize() if isinstance(w, GroupedTensor) else w.clone()
+            found[name] = w.clone()
     return found
 
 

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from grouped_linear.quantized.tensor import GroupedTensor
 from support import reference
 from support.groups import Groups
 from support.tensors import FP32
@@ -33,18 +32,6 @@ def within(actual: Tensor, expected: Tensor, tolerance: Tensor) -> bool:
 
 def tail_is_zero(y_TN: Tensor, groups: Groups) -> bool:
     return not bits(y_TN[groups.valid :]).any()
-
-
-def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """Both are quantized to the same bytes, and q_t is the transpose of q."""
-    assert isinstance(actual, GroupedTensor)
-    assert isinstance(expected, GroupedTensor)
-    assert actual.shape == expected.shape
-    assert actual.dtype == expected.dtype
-    assert_same_bits(actual.q, expected.q)
-    assert_same_bits(actual.scale, expected.scale)
-    if actual.q_t is not None:
-        assert_same_bits(actual.q_t, actual.q.transpose(-2, -1))
 
 
 def assert_shows_cold(y: Tensor, x: Tensor) -> None:
