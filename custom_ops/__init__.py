@@ -72,5 +72,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """What a user calls, without the modules that it is made in."""
+    """The public names, without the modules that define them."""
     return sorted((*__all__, "__version__"))

@@ -9,7 +9,7 @@ from transformers.integrations.moe import _default_apply_gate
 
 from grouped_linear.ops.activation import Activation, GeGLU, SquaredReLU, SwiGLU
 
-# Classes of transformers whose own _apply_gate is a form of SwiGLU, and the names of the attributes
+# Classes of transformers whose _apply_gate is a form of SwiGLU, and the names of the attributes
 # for alpha and the limit. With an alpha, 1 is added to up.
 SWIGLU_FORMS = {
     "BeamExperts": (None, None),

@@ -17,9 +17,9 @@ def check_batch_invariant(model: nn.Module) -> None:
     """Raise ValueError unless each token's expert output has the same bits in any batch.
 
     Where this passes, the output of a token depends on that token, its routing and the weights
-    alone, to the bit. It holds on a GPU for the recipes whose scales are a row's own:
+    alone, to the bit. It holds on a GPU for the recipes whose scales each row has for itself:
     ``Float8BlockScaling``, ``MXFP8BlockScaling`` and None; on a CPU with AVX-512 BF16 for
-    ``Float8BlockScaling`` without adapters. It says nothing of what is not this package's, as
+    ``Float8BlockScaling`` without adapters. It says nothing of other layers, as
     attention. docs/determinism.md has the whole promise.
 
     Args:

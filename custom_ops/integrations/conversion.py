@@ -1,4 +1,4 @@
-"""The report of a conversion: what was converted, what was skipped, how weights are kept."""
+"""The report of a conversion: converted experts, skipped modules, how weights are kept."""
 
 import re
 from collections import Counter
@@ -28,7 +28,7 @@ class ConvertedExperts(NamedTuple):
     num_parameters: int
     """Of all these experts together."""
     path: str
-    """What computes them now, and how their weights are kept if that changed."""
+    """By which they are computed now, and how their weights are kept if that changed."""
 
 
 class KeptWeights(NamedTuple):
@@ -37,9 +37,9 @@ class KeptWeights(NamedTuple):
     kind: str
     """``"FP8"``, ``"both precisions"``, or the dtype of plain tensors."""
     nbytes: int
-    """What they hold, on this process."""
+    """On this process."""
     note: str = ""
-    """What they would take in their dtype alone, or what else could be done with them."""
+    """Their bytes in high precision, or another way to keep them."""
 
     def __str__(self) -> str:
         """As the report has it."""
@@ -48,7 +48,7 @@ class KeptWeights(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Conversion:
-    """What :func:`convert` did; ``print`` shows it as a table.
+    """The result of :func:`convert`; ``print`` shows it as a table.
 
     Modules that differ in numbers of their names alone are one row, with ``*`` for the numbers.
     """
@@ -79,14 +79,14 @@ class Conversion:
             cells = zip(row, "<><>><", widths, strict=True)
             lines.append("  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip())
         lines.append(f"recipe: {self.recipe!r}")
-        lines += [f"recipe of {pattern}: {own!r}" for pattern, own in self.recipes.items()]
+        lines += [f"recipe of {pattern}: {recipe!r}" for pattern, recipe in self.recipes.items()]
         lines.append(f"weights: {'; '.join(map(str, self.weights))}")
         lines += [f"skipped: {line}" for line in lines_of(self.skipped)]
         return "\n".join(lines)
 
 
 def lines_of(skipped: Mapping[str, str]) -> list[str]:
-    """Name and reason of what was skipped, alike ones once."""
+    """Names and reasons, those that are alike once."""
     counts = Counter((_pattern(name), why) for name, why in skipped.items())
     return [
         f"{name} ({why}; {n} of them)" if n > 1 else f"{name} ({why})"

@@ -47,18 +47,18 @@ def convert(
     - **torchtitan's experts**: a module whose only parameters are w1 and w3 [E, F, H] and w2
       [E, H, F], called as ``(x, num_tokens_per_expert)``; or w1_EFD, w3_EFD and w2_EDF, called as
       ``(x_RD, num_tokens_per_expert_E)``; also torchtitan's w13 [E, F, 2, H] and its GPT-OSS
-      experts, which have biases. The module gets another forward. Names and shapes do not show what
-      experts compute, so they are run on random rows, in training mode, and must give SwiGLU's
-      result up to three times the error that rounding explains.
+      experts, which have biases. The module gets another forward. Names and shapes do not show the
+      formula, so experts run on random rows, in training mode, and must give SwiGLU's result up to
+      three times the error that rounding explains.
 
     A ModuleList of experts is not converted: :meth:`grouped_linear.GroupedMLP.from_experts` and
     :meth:`grouped_linear.GroupedLinear.from_linears` make a layer of one.
 
     A model is converted as a whole or not at all, unless memory runs out: everything is checked
     before anything is written. Convert after a checkpoint is loaded, before sharding,
-    DistributedDataParallel and the optimizer. What required a gradient still does, except weights
+    DistributedDataParallel and the optimizer. Parameters that learn go on to learn, except weights
     that ``weights="fp8"`` freezes. A converted model can be copied and pickled.
-    docs/transformers.md, docs/plain_torch.md and docs/inference.md say what becomes of each form.
+    docs/transformers.md, docs/plain_torch.md and docs/inference.md describe each form.
 
     Args:
         model: a model, or a module that is to be converted itself; torchtitan's experts may be on
@@ -78,14 +78,14 @@ def convert(
         save_gate_up_in_fp8: of Hugging Face experts, see :func:`grouped_linear.grouped_mlp`.
 
     Returns:
-        What was converted, how its weights are kept and in how many bytes, and what looks like
-        experts and was skipped, with the reason.
+        The converted experts, how their weights are kept and in how many bytes, and modules that
+        look like experts and were skipped, with the reason.
 
     Raises:
-        ValueError: if nothing is recognised; for what cannot be converted as asked, which the
-            sentence says; for a pattern of ``recipes`` that matches no experts; for weights that
-            the kernels do not take; and with ``weights`` for parameters that have hooks or are in
-            DistributedDataParallel. The model is then unchanged.
+        ValueError: if nothing is recognised; for experts that cannot be converted as asked, for
+            which the sentence gives the reason; for a pattern of ``recipes`` that matches no
+            experts; for weights that the kernels do not take; and with ``weights`` for parameters
+            that have hooks or are in DistributedDataParallel. The model is then unchanged.
         TypeError: if `model` is not a module.
         ImportError: for a Hugging Face model of transformers older than 5.23.
 
@@ -180,7 +180,7 @@ def _check_found(model: nn.Module, names: Collection[str], request: Request) -> 
 
 
 def _report(model: nn.Module, names: Collection[str], request: Request) -> Conversion:
-    """What was converted, by names in ``named_modules``."""
+    """The report of converted experts, by names in ``named_modules``."""
     has_adapters, modules = adapted(model), [model.get_submodule(name) for name in names]
     converted = []
     for name, module in zip(names, modules, strict=True):

@@ -27,7 +27,7 @@ def check_forward_can_change(where: str, module: nn.Module) -> None:
 
 
 def convert_class(module: Any, members: Callable[..., dict[str, Any]], *args: Any) -> None:
-    """Give a module the class that :func:`converted_class` makes of its own."""
+    """Give a module the class that :func:`converted_class` makes of its present class."""
     before: Any = type(module)
     module.__class__ = converted_class(before, members, *args)
 

@@ -26,7 +26,7 @@ from grouped_linear.recipes import Recipe
 
 @dataclass(frozen=True)
 class Experts:
-    """A module with experts, and what computes them."""
+    """A module with experts, and how they are computed."""
 
     module: Any
     library: Literal["grouped_linear", "transformers", "torchtitan"]

@@ -1,7 +1,7 @@
 """Experts that one module holds in tensors [E, ...], as torchtitan's do: find and convert them.
 
 R rows, E experts, H features of a token, F features inside an expert. torchtitan's names end in its
-own letters: D is H, and G is 2 F.
+letters: D is H, and G is 2 F.
 """
 
 import inspect
@@ -48,7 +48,7 @@ class GroupedForm:
     weights: tuple[str, ...]
     """gate, up and down, or gate_up and down."""
     inputs: tuple[str, str]
-    """What the arguments of its forward are called: the sorted rows, the rows of each expert."""
+    """The names of its forward's arguments: the sorted rows, the rows of each expert."""
     biases: tuple[str, ...] = ()
     """Of gate_up and of down."""
     gpt_oss: bool = False
@@ -77,12 +77,12 @@ class GroupedForm:
 
     def experts(self, tensors: Sequence[Tensor]) -> list[Expert]:
         """Views of each expert's parameters."""
-        own = [as_matrices(t.detach()) for t in tensors]
+        parts = [as_matrices(t.detach()) for t in tensors]
         if self.gate_up_is_one:
-            gate_up, down, *biases = own
-            own = [gate_up[:, 0::2], gate_up[:, 1::2], down]
-            own += [biases[0][:, 0::2], biases[0][:, 1::2], biases[1]] if biases else []
-        return [Expert(*one) for one in zip(*own, strict=True)]
+            gate_up, down, *biases = parts
+            parts = [gate_up[:, 0::2], gate_up[:, 1::2], down]
+            parts += [biases[0][:, 0::2], biases[0][:, 1::2], biases[1]] if biases else []
+        return [Expert(*one) for one in zip(*parts, strict=True)]
 
     def tensors(self, experts: Sequence[Expert]) -> dict[str, Tensor]:
         """The parameters that hold these experts, by name."""
@@ -177,8 +177,8 @@ def check(name: str, module: nn.Module, request: Request) -> None:
     def run(x_ERH: Tensor, stand_ins: Sequence[Expert] | None) -> Tensor:
         E, R, _ = x_ERH.shape
         counts_E = torch.full((E,), R, dtype=torch.int32, device=x_ERH.device)
-        own = {} if stand_ins is None else form.tensors(stand_ins)
-        y: Tensor = functional_call(module, own, (x_ERH.flatten(0, 1), counts_E))
+        others = {} if stand_ins is None else form.tensors(stand_ins)
+        y: Tensor = functional_call(module, others, (x_ERH.flatten(0, 1), counts_E))
         return y.view(x_ERH.shape)
 
     experts, activation = form.experts(parameters), form.activation(module)

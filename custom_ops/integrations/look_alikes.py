@@ -1,4 +1,4 @@
-"""Modules that look like experts and have no known form: what they are, why they are skipped."""
+"""Modules that look like experts and have no known form, and why they are skipped."""
 
 import inspect
 from typing import Any
@@ -13,7 +13,7 @@ from grouped_linear.nn.from_modules import swiglu_names
 def look_alikes(model: nn.Module) -> dict[str, str]:
     """Why modules that look like experts are skipped, by name, where this package computes none."""
     skipped: dict[str, str] = {}
-    seen: list[str] = []  # prefixes of what is converted or reported as a whole
+    seen: list[str] = []  # prefixes of converted modules, and of those reported as a whole
     for name, module in model.named_modules():
         if any(name.startswith(prefix) for prefix in seen):
             continue
@@ -49,19 +49,19 @@ def _why_skipped(name: str, module: Any) -> str:
             return f"a {cls.__name__}, of which GroupedLinear.from_linears makes a layer"
         parameters = ", ".join(name for name, _ in children[0].named_parameters())
         return f"a {cls.__name__} of {type(children[0]).__name__} with {parameters}"
-    own = dict(module.named_parameters(recurse=False))
-    if not own and called_experts:
-        own = _of_layers(module)
-    if not own or cls.__module__.startswith("torch.nn"):
+    held = dict(module.named_parameters(recurse=False))
+    if not held and called_experts:
+        held = _of_layers(module)
+    if not held or cls.__module__.startswith("torch.nn"):
         return ""
-    stacked = [p.size(0) for p in own.values() if p.dim() >= 3 and p.size(0) > 1]
-    matrices = [p for p in own.values() if p.dim() >= 2]
+    stacked = [p.size(0) for p in held.values() if p.dim() >= 3 and p.size(0) > 1]
+    matrices = [p for p in held.values() if p.dim() >= 2]
     if not (called_experts and matrices) and (len(stacked) < 2 or len(set(stacked)) > 1):
         return ""
     if cls.__module__.startswith("transformers."):
         return no_interface
     _, *inputs = inspect.signature(cls.forward).parameters
-    return f"no known form has parameters {', '.join(own)} and is called as ({', '.join(inputs)})"
+    return f"no known form has parameters {', '.join(held)} and is called as ({', '.join(inputs)})"
 
 
 def _of_layers(module: nn.Module) -> dict[str, nn.Parameter]:

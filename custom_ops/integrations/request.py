@@ -1,4 +1,4 @@
-"""The arguments of a conversion, and what the conversions of all libraries' experts share.
+"""The arguments of a conversion, and the steps that all libraries' experts share.
 
 First everything is checked, then everything is written: a model is converted as a whole or not at
 all, unless memory runs out.

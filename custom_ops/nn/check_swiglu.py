@@ -1,6 +1,6 @@
 """Run a model's experts on random rows, and compare with SwiGLU in float32.
 
-The names of experts' parameters are only a guess at what they compute.
+The names of experts' parameters are only a guess at their formula.
 
 R rows, E experts, H features of a token, F features inside an expert.
 """
@@ -32,7 +32,7 @@ class Expert(NamedTuple):
 
 
 #: ``run(x [E, R, H], stand_ins)``: the outputs of the experts of a module, which compute with their
-#: own parameters, or with the stand-ins where these are not None.
+#: parameters, or with the stand-ins where these are not None.
 Run = Callable[[Tensor, Sequence[Expert] | None], Tensor]
 
 
@@ -59,7 +59,7 @@ def _in_training(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _is_usable(expert: Expert) -> bool:
-    """Whether each weight is finite and not all zeros, so that outputs show what is computed."""
+    """Whether each weight is finite and not all zeros, so that outputs show the formula."""
     largest = torch.stack([w.abs().amax().float() for w in expert[:3]])
     return bool((largest.isfinite() & (largest > 0)).all())
 
@@ -69,8 +69,8 @@ def _random_like(expert: Expert, F: int, H: int) -> Expert:
     shapes = (F, H), (F, H), (H, F), (F,), (F,), (H,)
     like: dict[str, Any] = {"dtype": expert.gate.dtype, "device": _device_to_run_on(expert.gate)}
     return Expert._make(
-        None if own is None else torch.randn(shape, **like) / (shape[-1] ** 0.5)
-        for own, shape in zip(expert, shapes, strict=True)
+        None if p is None else torch.randn(shape, **like) / (shape[-1] ** 0.5)
+        for p, shape in zip(expert, shapes, strict=True)
     )
 
 
@@ -108,7 +108,7 @@ def _linear(
 
 
 def _swiglu(x_RH: Tensor, expert: Expert, activation: SwiGLU, rounded: Rounding = _exact) -> Tensor:
-    """What SwiGLU gives, in float32, with each operand and result rounded."""
+    """SwiGLU in float32, with each operand and result rounded."""
     gate = _linear(x_RH, expert.gate, expert.gate_bias, rounded)
     up = _linear(x_RH, expert.up, expert.up_bias, rounded)
     if activation.limit is not None:

@@ -113,7 +113,7 @@ def _check_alike(op: str, experts: Sequence[nn.Module]) -> None:
 
 
 def _lost(expert: nn.Module) -> Iterator[str]:
-    """What an expert has besides parameters, as a sentence about it goes on."""
+    """Hooks, buffers and others that an expert has besides parameters, as a sentence goes on."""
     for name, module in expert.named_modules(prefix="."):
         where = name.rstrip(".").replace("..", ".")
         for attribute, value in vars(module).items():
