@@ -16,7 +16,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +28,8 @@ E, K, N, ROWS = 2, 32, 16, 8  # small; the second group is partly filled
 NOT_TOLD = "not told: this build has no _host"
 
 
-class Family(NamedTuple):
-    """Ops that take one path: its name on a CPU, and a call of some of them on a device."""
-
-    on_cpu: str | Callable[[ModuleType], str]
-    call: Callable[[torch.device], None]
+#: Ops that take one path: its name on a CPU, and a call of some of them on a device.
+Family = tuple[str | Callable[[ModuleType], str], Callable[[torch.device], None]]
 
 
 def _draw(device: torch.device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -87,13 +83,13 @@ def _quantize_on_cpu(host: ModuleType) -> str:
     return in_vectors if host.has_byte_permutes() else "loops"
 
 
-FAMILIES = {
-    "GEMM, bfloat16": Family("torch's GEMM", _grouped_mm(torch.bfloat16)),
-    "GEMM, float16": Family("torch's GEMM", _grouped_mm(torch.float16)),
-    "GEMM, float32": Family("torch's GEMM", _grouped_mm(torch.float32)),
-    "GEMM, float8": Family(_fp8_on_cpu, _grouped_scaled_mm),
-    "quantization": Family(_quantize_on_cpu, _quantize),
-    "routing, SwiGLU": Family("loops", _route),
+FAMILIES: dict[str, Family] = {
+    "GEMM, bfloat16": ("torch's GEMM", _grouped_mm(torch.bfloat16)),
+    "GEMM, float16": ("torch's GEMM", _grouped_mm(torch.float16)),
+    "GEMM, float32": ("torch's GEMM", _grouped_mm(torch.float32)),
+    "GEMM, float8": (_fp8_on_cpu, _grouped_scaled_mm),
+    "quantization": (_quantize_on_cpu, _quantize),
+    "routing, SwiGLU": ("loops", _route),
 }
 
 
@@ -104,15 +100,16 @@ def first_line(error: BaseException) -> str:
 
 def path_of(family: Family, device: torch.device, host: ModuleType | None) -> str:
     """The path of a family of ops on a device, see :func:`report`; on a GPU from a profile."""
+    on_cpu, call = family
     try:
-        family.call(device)
+        call(device)
         if device.type == "cpu":
-            if isinstance(family.on_cpu, str):
-                return family.on_cpu
-            return NOT_TOLD if host is None else family.on_cpu(host)
+            if isinstance(on_cpu, str):
+                return on_cpu
+            return NOT_TOLD if host is None else on_cpu(host)
         torch.cuda.synchronize(device)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            family.call(device)
+            call(device)
             torch.cuda.synchronize(device)
     except (RuntimeError, ValueError) as error:
         return f"fails: {first_line(error)}"

@@ -469,7 +469,7 @@ def test_the_sample_moves_and_can_be_all() -> None:
     assert steps(seen, 1) == [0]
 
 
-def test_table_and_picture(tmp_path: Path) -> None:
+def test_table() -> None:
     layer, x, arguments = case("mlp", Float8BlockScaling(), "cpu")
     model = nn.Sequential(layer)
     layer.down_proj.data[3, 0, 0] = 1e6
@@ -480,9 +480,6 @@ def test_table_and_picture(tmp_path: Path) -> None:
     assert table.splitlines()[1].split()[:4] == ["layer", "role", "tokens", "amax"]
     assert table.splitlines()[6].split()[:2] == ["0.down_proj", "weight"]
     assert read.worst("scaled_amax", "weight")[0][:3] == ("0.down_proj", "weight", 3)
-    pytest.importorskip("matplotlib", reason="needs matplotlib").use("Agg")
-    read.plot(tmp_path / "error.png")
-    assert (tmp_path / "error.png").stat().st_size > 5000
     seen.remove()
     step(layer, x, *arguments)
     assert layer.watched is None

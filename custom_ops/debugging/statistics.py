@@ -1,4 +1,4 @@
-"""The counts of a watched model, as a table, a CSV, TensorBoard's scalars or a picture.
+"""The counts of a watched model, as a table, a CSV or TensorBoard's scalars.
 
 E groups (experts).
 """
@@ -85,10 +85,6 @@ PRINTED = {
 }
 
 
-#: Of Okabe and Ito, told apart by all kinds of eyes.
-COLORS = {"input": "#0072B2", "weight": "#D55E00", "grad_output": "#009E73"}
-
-
 @dataclass(frozen=True)
 class Statistics:
     """A reading of :class:`Watch`. ``print`` it, or ask for a file.
@@ -160,33 +156,6 @@ class Statistics:
                 writer.add_scalar(f"{load.layer}/router/imbalance", load.imbalance, self.step)
             writer.add_scalar(f"{load.layer}/router/idle", len(load.idle), self.step)
             writer.add_scalar(f"{load.layer}/router/dropped", load.dropped, self.step)
-
-    def plot(self, path: str | Path, column: str = "error") -> None:
-        """Draw a column of each layer and role over the experts. It needs matplotlib.
-
-        Args:
-            path: of the picture; its ending says which kind.
-            column: one of :class:`OperandStatistics`'s numbers.
-        """
-        from matplotlib.figure import Figure
-
-        layers = list(dict.fromkeys(row.layer for row in self.experts))
-        figure = Figure(figsize=(8, 1.2 + 1.6 * len(layers)), layout="constrained")
-        axes = figure.subplots(len(layers), 1, squeeze=False)[:, 0]
-        drawn: dict[str, Any] = {}
-        for ax, layer in zip(axes, layers, strict=True):
-            for role, color in COLORS.items():
-                rows = [r for r in self.experts if r[:2] == (layer, role)]
-                values = [getattr(r, column) for r in rows]
-                if any(v == v for v in values):
-                    experts = [r.expert for r in rows]
-                    (drawn[role],) = ax.plot(experts, values, "o", color=color, markersize=5)
-            ax.set_title(layer, loc="left", fontsize=9)
-            ax.set_ylim(bottom=0)
-            ax.set_ylabel(column)
-        axes[-1].set_xlabel("expert")
-        figure.legend(drawn.values(), drawn.keys(), loc="outside upper right", ncols=3)
-        figure.savefig(str(path), dpi=120)
 
 
 def _printed(row: OperandStatistics) -> Iterable[str]:

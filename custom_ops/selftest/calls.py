@@ -8,6 +8,7 @@ last group hold NaN.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,24 +27,8 @@ GROUPS = [slice(end - size, end) for end, size in zip(ENDS, SIZES, strict=True)]
 _ops = torch.ops.grouped_linear
 
 
-class Inputs(NamedTuple):
-    """The tensors that calls take, on one device."""
-
-    m_splits: Tensor
-    offs: Tensor
-    x: Tensor  # [T, K]
-    dy: Tensor  # [T, N], also the input of SwiGLU
-    w: Tensor  # [E, N, K]
-    bias: Tensor  # [E, N]
-    main_grad: Tensor  # [E, N, K] float32
-    low: Tensor  # [T, 16], and up [E, 16, N]: an adapter
-    up: Tensor
-    row_weight: Tensor  # [T]
-    scores: Tensor  # [T, 64]
-    chosen: Tensor  # [T, 3] of E experts and of others
-    tokens: Tensor  # [TOKENS, K]
-    routed: Tensor  # [T, 3] of tokens
-    places: Tensor  # [T, 3], each once
+#: The tensors that calls take, on one device.
+Inputs = SimpleNamespace
 
 
 def inputs() -> Inputs:
@@ -54,24 +39,22 @@ def inputs() -> Inputs:
         x[VALID:] = torch.nan
         return x
 
-    row_weight = torch.randn(T)
-    row_weight[VALID:] = torch.nan
     return Inputs(
-        torch.tensor(SIZES),
-        torch.tensor(ENDS).int(),
-        rows(K),
-        rows(N),
-        torch.randn(E, N, K).to(BF16),
-        torch.randn(E, N).to(BF16),
-        torch.randn(E, N, K),
-        rows(16),
-        torch.randn(E, 16, N).to(BF16),
-        row_weight,
-        torch.randn(T, 64).to(BF16),
-        torch.randint(-1, E + 1, (T, 3)),
-        torch.randn(TOKENS, K).to(BF16),
-        torch.randint(TOKENS, (T, 3)),
-        torch.randperm(3 * T).view(T, 3),
+        m_splits=torch.tensor(SIZES),
+        offs=torch.tensor(ENDS).int(),
+        x=rows(K),
+        dy=rows(N),  # also the input of SwiGLU
+        w=torch.randn(E, N, K).to(BF16),
+        bias=torch.randn(E, N).to(BF16),
+        main_grad=torch.randn(E, N, K),
+        low=rows(16),  # times up: an adapter
+        up=torch.randn(E, 16, N).to(BF16),
+        row_weight=rows(1)[:, 0].float(),
+        scores=torch.randn(T, 64).to(BF16),
+        chosen=torch.randint(-1, E + 1, (T, 3)),  # of E experts, and of others
+        tokens=torch.randn(TOKENS, K).to(BF16),
+        routed=torch.randint(TOKENS, (T, 3)),  # of tokens
+        places=torch.randperm(3 * T).view(T, 3),  # each once
     )
 
 

@@ -14,7 +14,7 @@ def results(call: Call, inputs: Inputs, device: torch.device, poison: bool = Fal
 
     poison: fill a GPU's memory with NaN, or the largest integer, when it is allocated.
     """
-    given = Inputs(*(t.to(device) for t in inputs))
+    given = Inputs(**{name: t.to(device) for name, t in vars(inputs).items()})
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     deterministic: Any = torch.utils.deterministic
