@@ -221,8 +221,9 @@ def test_generates(family: str, cache: str | None, device: str) -> None:
 
     other = random_experts(device, tokens=10)
     with replay_routing(model, other), record_routing(model, B, 10) as recording:
-        model.generate(prompt, **options)
-    assert torch.equal(recording.routing.experts, other)
+        for _ in range(2):  # the second from the first token on again
+            model.generate(prompt, **options)
+            assert torch.equal(recording.routing.experts, other)
     with torch.no_grad(), replay_routing(model, other):
         assert not torch.equal(model(ids[:, :-1]).logits, logits)
 
@@ -355,6 +356,7 @@ def test_one_replay_at_a_time() -> None:
 def test_generation_that_takes_tokens_back() -> None:
     """Beams exchange sequences, and guessed tokens are taken back: neither is recorded."""
     model, prompt = converted("mixtral").eval(), tokens("cpu", B, 5)
+    other = deepcopy(model)
     modes: dict[str, dict[str, Any]] = {
         "beam_search": {"num_beams": 2},
         "beam_sample": {"num_beams": 2, "do_sample": True},
@@ -368,6 +370,8 @@ def test_generation_that_takes_tokens_back() -> None:
                 assert f"_routing: generate by {mode} exchanges sequences" in sentence(call)
             call = partial(model.generate, prompt[:1], assistant_model=model)
             assert "generate by assisted_generation" in sentence(call)
+            call = partial(other.generate, prompt[:1], assistant_model=model)
+            assert "generate by an assistant" in sentence(call)
             assert "continuous batching mixes" in sentence(model.init_continuous_batching)
     assert "generate" not in vars(model)
     model.generate(prompt, max_new_tokens=4, num_beams=2)

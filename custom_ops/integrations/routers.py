@@ -62,8 +62,11 @@ def _chooses(module: nn.Module) -> bool:
     return code is not None and "topk" in code.co_names
 
 
-def _generate(op: str, model: Any) -> Callable[..., Any]:
-    """A model's ``generate``, in the modes that keep the order of sequences and tokens."""
+def _generate(op: str, model: Any, layers: list[Any]) -> Callable[..., Any]:
+    """A model's ``generate``, in the modes that keep the order of sequences and tokens.
+
+    Without a cache to go on from, its first token is the first of a routing.
+    """
     plain, signature = model.generate, inspect.signature(type(model).generate)
 
     @wraps(plain)
@@ -74,11 +77,16 @@ def _generate(op: str, model: Any) -> Callable[..., Any]:
         mode = config.get_generation_mode(given.get("assistant_model")).value
         if given.get("custom_generate") is not None:
             mode = "custom_generate"
+        if config.is_assistant:
+            mode = "an assistant"
         if mode not in ("greedy_search", "sample"):
             raise ValueError(
                 f"{op}: generate by {mode} exchanges sequences or takes tokens back: decode "
                 "greedily, or sample"
             )
+        if options.get("past_key_values") is None:
+            for layer in layers:
+                layer.column.zero_()
         return plain(*args, **kwargs)
 
     return generate
@@ -113,7 +121,7 @@ def in_place(op: str, model: nn.Module, layers: list[Any]) -> Iterator[None]:
                 put(other, "forward", _refusal(f"{other_router}: choose PEFT's adapter before"))
         for module in model.modules():
             if hasattr(type(module), "_prepare_generation_config"):  # transformers'
-                put(module, "generate", _generate(op, module))
+                put(module, "generate", _generate(op, module, layers))
                 batches = f"{op}: continuous batching mixes sequences: use generate"
                 put(module, "init_continuous_batching", _refusal(batches))
         yield

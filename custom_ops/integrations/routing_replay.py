@@ -84,7 +84,8 @@ def record_routing(
 
     A call with ``max_tokens`` tokens of each sequence is recorded from the first one on. A call
     with fewer goes on where the last one ended, as the prefill and the steps of ``generate`` do,
-    greedy or sampling; its other modes exchange sequences or take tokens back, and are refused.
+    greedy or sampling; its other modes exchange sequences or take tokens back, and are refused. A
+    ``generate`` without ``past_key_values`` begins at the first token again.
     A forward that activation checkpointing repeats in an eager backward is not recorded again.
     Nothing waits for the device, and memory is taken once: it works compiled and in CUDA graphs.
 
