@@ -21,14 +21,18 @@ from support.compare import assert_same_bits, assert_shows_cold
 from support.devices import devices
 from support.errors import sentence
 from support.ops import OPS
+from support.pairs import pairwise
 from support.recipes import RECIPES
 
 T, E, K, N = 40, 3, 32, 48
 QUANTIZING = {name: recipe for name, recipe in RECIPES.items() if recipe is not None}
 DEVICES = pytest.mark.parametrize("device", devices(*OPS))
 EVERY_RECIPE = pytest.mark.parametrize("recipe", QUANTIZING.values(), ids=QUANTIZING)
-COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-FLAGS = pytest.mark.parametrize("flag", [bool, torch.tensor], ids=["bool", "tensor"])
+COMPILING = {"eager": False, "compiled": True}
+COMPILED = pytest.mark.parametrize("compiled", COMPILING.values(), ids=COMPILING)
+FLAG = {"bool": bool, "tensor": torch.tensor}
+FLAGS = pytest.mark.parametrize("flag", FLAG.values(), ids=FLAG)
+BACKENDS = {name: name for name in ("eager", "aot_eager", "inductor")}
 
 
 def make_layer(recipe: Recipe | None, device: str, **options: Any) -> GroupedLinear:
@@ -61,9 +65,7 @@ def change(layer: GroupedLinear) -> None:
 
 
 @DEVICES
-@EVERY_RECIPE
-@COMPILED
-@FLAGS
+@pytest.mark.parametrize(("flag", "compiled", "recipe"), pairwise(FLAG, COMPILING, QUANTIZING))
 def test_reads_what_it_wrote(flag: Any, compiled: bool, recipe: Recipe | None, device: str) -> None:
     layer, first = make_layer(recipe, device, bias=False), on(device, flag)
     call, (x, m_splits) = call_of(layer, compiled), inputs(device)
@@ -147,9 +149,7 @@ def test_what_a_graph_wrote_is_there_without_one(backend: str, recipe: Recipe | 
 
 
 @DEVICES
-@EVERY_RECIPE
-@FLAGS
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(("backend", "flag", "recipe"), pairwise(BACKENDS, FLAG, QUANTIZING))
 def test_a_refresh_before_the_backward(
     backend: str, flag: Any, recipe: Recipe | None, device: str
 ) -> None:
@@ -169,9 +169,10 @@ def test_a_refresh_before_the_backward(
 
 
 @DEVICES
-@EVERY_RECIPE
-@COMPILED
-@pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize(
+    ("fused", "compiled", "recipe"),
+    pairwise({"grad": False, "main_grad": True}, COMPILING, QUANTIZING),
+)
 def test_two_forwards_before_their_backwards(
     fused: bool, compiled: bool, recipe: Recipe | None, device: str
 ) -> None:
